@@ -1,0 +1,72 @@
+"""The climate that every test runs in: CPU, eight devices, strict promotion, leak check, warnings as errors.
+
+The environment is set before JAX is imported; what can be lifted for one test is set per test, and lifted
+by a marker that gives its reason:
+
+    @pytest.mark.standard_promotion("orbax compares int32 with a Python-typed int64")
+    @pytest.mark.no_leak_check("flax keeps the module's scope, tracers included, on the exception")
+"""
+
+import os
+from collections.abc import Iterator
+
+HOST_DEVICES = 8
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        *(f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f),
+        f"--xla_force_host_platform_device_count={HOST_DEVICES}",
+    ]
+)
+
+import hypothesis  # noqa: E402 - the two variables above are read when JAX is first imported
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+# Compiling under load takes as long as it takes: a deadline per example would only measure the machine.
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("dev", deadline=None)
+hypothesis.settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
+)
+
+_LIFTED_BY = {
+    "standard_promotion": ("numpy_dtype_promotion", "standard"),
+    "no_leak_check": ("check_tracer_leaks", False),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuses a marker that lifts a check and does not say why."""
+    for item in items:
+        for name in _LIFTED_BY:
+            for mark in item.iter_markers(name):
+                if not (len(mark.args) == 1 and isinstance(mark.args[0], str) and mark.args[0]):
+                    raise pytest.UsageError(
+                        f"{item.nodeid}: the marker {name} was given {mark.args}.\n"
+                        f"  It takes one string, the reason. Write pytest.mark.{name}('...')."
+                    )
+
+
+@pytest.fixture(autouse=True)
+def _strict_jax(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Sets what a test can lift, and puts back whatever the test itself changed."""
+    settings = {"numpy_dtype_promotion": "strict", "check_tracer_leaks": True, "debug_nans": False}
+    for marker, (name, value) in _LIFTED_BY.items():
+        if request.node.get_closest_marker(marker):
+            settings[name] = value
+    before = {
+        f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in (*settings, "enable_x64")
+    }
+    for name, value in settings.items():
+        jax.config.update(f"jax_{name}", value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture
+def devices() -> list[jax.Device]:
+    """The eight virtual CPU devices."""
+    return jax.devices("cpu")[:HOST_DEVICES]

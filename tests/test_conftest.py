@@ -1,0 +1,81 @@
+"""The climate of conftest.py is real: each check is seen to catch what it is there to catch."""
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+
+def leak_a_tracer() -> None:
+    leaked = []
+
+    @jax.jit
+    def fun(x):
+        leaked.append(x)
+        return x
+
+    fun(jnp.ones(2))
+
+
+def test_there_are_eight_cpu_devices(devices: list[jax.Device]):
+    assert [d.platform for d in devices] == ["cpu"] * 8
+    assert jax.default_backend() == "cpu"
+
+
+def test_implicit_promotion_raises():
+    with pytest.raises(Exception, match="no available implicit dtype promotion path"):
+        jnp.ones(2, jnp.float32) + jnp.ones(2, jnp.bfloat16)
+
+
+@pytest.mark.standard_promotion("tries the marker itself")
+def test_marker_lifts_strict_promotion():
+    assert (jnp.ones(2, jnp.float32) + jnp.ones(2, jnp.bfloat16)).dtype == jnp.float32
+
+
+def test_leaked_tracer_raises():
+    with pytest.raises(Exception, match="Leaked trace"):
+        leak_a_tracer()
+
+
+@pytest.mark.no_leak_check("tries the marker itself")
+def test_marker_lifts_leak_check():
+    leak_a_tracer()
+
+
+def test_warning_raises():
+    with pytest.raises(UserWarning, match="as an error"):
+        warnings.warn("as an error", UserWarning, stacklevel=1)
+
+
+def pytest_on(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs pytest on one file of `source` under a copy of our conftest.py."""
+    (folder / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
+    (folder / "test_it.py").write_text("import jax, pytest\n" + source)
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        check=False,
+    )
+
+
+def test_config_changed_by_one_test_is_put_back_for_the_next(tmp_path: Path):
+    run = pytest_on(
+        "def test_on(): jax.config.update('jax_enable_x64', True)\n"
+        "def test_off(): assert not jax.config.jax_enable_x64\n",
+        tmp_path,
+    )
+    assert run.returncode == pytest.ExitCode.OK, run.stdout
+    assert "2 passed" in run.stdout
+
+
+def test_marker_without_a_reason_is_refused(tmp_path: Path):
+    run = pytest_on("@pytest.mark.no_leak_check\ndef test_it(): pass\n", tmp_path)
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "no_leak_check was given ()" in run.stderr
+    assert "Write pytest.mark.no_leak_check('...')" in run.stderr
