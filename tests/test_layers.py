@@ -1,0 +1,255 @@
+"""The layers hold: a file imports only from smaller ones, and stays small enough to read."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "mpjax"
+
+# One row a layer; each file or folder stands in one. A file imports only from rows above its own.
+LAYERS = (
+    ("_compat", "_errors", "_typing"),
+    ("_dtypes",),
+    ("_tree",),
+    ("_policy", "_loss_scale", "_hardware", "_op_rules"),
+    ("_policy_map", "_grad", "_autocast", "_support"),
+    ("optim", "numerics", "testing", "linen", "nnx"),
+    ("train", "pods", "experimental"),
+    ("__init__", "__main__"),
+)
+LAYER_OF = {name: layer for layer, row in enumerate(LAYERS) for name in row}
+
+# Who may import what is neither JAX, NumPy nor the standard library.
+EVERYWHERE = {"jax", "numpy", "mpjax"}
+ONLY_IN = {
+    "flax": {"linen", "nnx"},
+    "optax": {"optim", "train", "experimental"},
+    "jmp": {"_policy"},
+    "matplotlib": {"numerics"},
+    "orbax": {"pods"},
+    "rich": {"__main__", "_autocast", "numerics", "pods"},
+}
+
+MAX_FILE_LINES = 450
+MAX_FUNCTION_LINES = 45
+
+
+class Source:
+    """One file: its dotted name, its place in the table, its syntax tree."""
+
+    def __init__(self, path: Path, root: Path):
+        self.parts = path.relative_to(root.parent).with_suffix("").parts
+        self.unit = self.parts[1]  # the file, or the folder that the table names
+        self.text = path.read_text()
+        self.tree = ast.parse(self.text)
+        self.name = "/".join(self.parts) + ".py"
+
+    def imports(self) -> Iterator[tuple[int, str]]:
+        """Yields line and dotted name of all that is imported, inside functions too."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = self._base(node)
+                yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+    def _base(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        package = self.parts[: len(self.parts) - node.level]
+        return ".".join((*package, node.module) if node.module else package)
+
+
+def sources(root: Path) -> list[Source]:
+    return [Source(path, root) for path in sorted(root.rglob("*.py"))]
+
+
+def imported_unit(name: str, root: Path) -> str:
+    """Returns the row entry that `mpjax.a.b.c` belongs to; `import mpjax` itself is __init__."""
+    parts = name.split(".")
+    if len(parts) == 1:
+        return "__init__"
+    if parts[1] in LAYER_OF or (root / parts[1]).exists() or (root / f"{parts[1]}.py").exists():
+        return parts[1]
+    return "__init__"  # `from mpjax import Policy`
+
+
+def layer_violations(root: Path) -> list[str]:
+    found = []
+    for source in sources(root):
+        if source.unit not in LAYER_OF:
+            found.append(f"{source.name}: has no row in the table of layers")
+            continue
+        for line, name in source.imports():
+            if name.split(".")[0] != "mpjax":
+                continue
+            unit = imported_unit(name, root)
+            inside = unit == source.unit and len(source.parts) > 2
+            if not inside and LAYER_OF.get(unit, -1) >= LAYER_OF[source.unit]:
+                found.append(f"{source.name}:{line}: imports {name}, which is not below it")
+    return found
+
+
+def foreign_violations(root: Path) -> list[str]:
+    found = []
+    for source in sources(root):
+        for line, name in source.imports():
+            top = name.split(".")[0]
+            if name.startswith(("jax._src", "jaxlib")):
+                found.append(f"{source.name}:{line}: imports {name}, which is private to JAX")
+            elif top in EVERYWHERE or top in sys.stdlib_module_names:
+                continue
+            elif source.unit not in ONLY_IN.get(top, ()):
+                found.append(f"{source.name}:{line}: {top} is not for this file")
+        if "jax._src" in source.text.replace("`jax._src`", ""):
+            found.append(f"{source.name}: names jax._src")
+    return found
+
+
+def cycles(root: Path) -> list[str]:
+    """Returns the folders whose files import each other in a ring, with one ring each."""
+    below = {".".join(s.parts): s for s in sources(root)}
+    edges = {name: set[str]() for name in below}
+    for name, source in below.items():
+        for _, imported in source.imports():
+            target = next((c for c in (imported, imported.rpartition(".")[0]) if c in below), None)
+            if target is not None and target != name:
+                edges[name].add(target)
+    found, done = [], set[str]()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        if name in path:
+            found.append(" -> ".join((*path[path.index(name) :], name)))
+        elif name not in done:
+            for target in sorted(edges[name]):
+                visit(target, (*path, name))
+            done.add(name)
+
+    for name in sorted(edges):
+        visit(name, ())
+    return found
+
+
+def size_violations(root: Path) -> list[str]:
+    found = []
+    for source in sources(root):
+        lines = len(source.text.splitlines())
+        if lines > MAX_FILE_LINES:
+            found.append(f"{source.name}: {lines} lines, more than {MAX_FILE_LINES}")
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = code_lines(node)
+                if length > MAX_FUNCTION_LINES:
+                    found.append(f"{source.name}:{node.lineno}: {node.name} has {length} lines")
+    return found
+
+
+def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Counts a function's lines without its docstring: a public one describes dtypes at length."""
+    length = (node.end_lineno or node.lineno) - node.lineno + 1
+    first = node.body[0]
+    if ast.get_docstring(node) is not None:
+        length -= (first.end_lineno or first.lineno) - first.lineno + 1
+    return length
+
+
+def unopened(root: Path) -> list[str]:
+    """Returns the files whose first line does not say what question they answer."""
+    return [s.name for s in sources(root) if s.text.strip() and not ast.get_docstring(s.tree)]
+
+
+def test_files_import_only_from_smaller_layers():
+    assert "mpjax/__init__.py" in [source.name for source in sources(PACKAGE)]
+    assert layer_violations(PACKAGE) == []
+
+
+def test_foreign_libraries_stay_in_the_modules_that_exist_for_them():
+    assert foreign_violations(PACKAGE) == []
+
+
+def test_no_file_imports_itself_in_a_ring():
+    assert cycles(PACKAGE) == []
+
+
+def test_files_and_functions_can_be_read_at_once():
+    assert size_violations(PACKAGE) == []
+
+
+def test_every_file_says_what_it_is_for():
+    assert unopened(PACKAGE) == []
+
+
+# Tests of the tests: each planted fault is found, and nothing else.
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    """A small sound package; a test adds one fault to it."""
+    root = tmp_path / "mpjax"
+    (root / "_autocast").mkdir(parents=True)
+    files = {
+        "__init__.py": "from mpjax._tree import f\nfrom mpjax import optim\n",
+        "_dtypes.py": "import jax\n",
+        "_tree.py": "import enum\nfrom mpjax import _dtypes\nfrom mpjax._dtypes import x\n",
+        "optim.py": "import optax\nfrom . import _tree\n",
+        "_autocast/__init__.py": "from mpjax._autocast.plan import p\n",
+        "_autocast/plan.py": "from .._tree import f\n",
+        "_autocast/rebind.py": "from mpjax._autocast import plan\nfrom . import plan\n",
+    }
+    for name, text in files.items():
+        (root / name).write_text(f'"""Says what it is for."""\n{text}')
+    return root
+
+
+def all_violations(root: Path) -> list[str]:
+    checks = (layer_violations, foreign_violations, cycles, size_violations, unopened)
+    return [violation for check in checks for violation in check(root)]
+
+
+def test_sound_package_passes(planted: Path):
+    assert all_violations(planted) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("_tree.py", "from mpjax._policy import Policy", "imports mpjax._policy.Policy, which is"),
+        ("_tree.py", "def f():\n    from mpjax import optim", "imports mpjax.optim, which is"),
+        ("_tree.py", "import mpjax", "imports mpjax, which is not below it"),
+        ("_tree.py", "from mpjax import Policy", "imports mpjax.Policy, which is not below it"),
+        ("_dtypes.py", "from mpjax import _compat, _errors, _tree", "imports mpjax._tree,"),
+        ("linen.py", "from mpjax import nnx", "imports mpjax.nnx, which is not below it"),
+        ("_autocast/plan.py", "from ..optim import tx", "imports mpjax.optim.tx, which is not"),
+        ("_helpers.py", "x = 1", "has no row in the table"),
+        ("_tree.py", "import flax.linen", "flax is not for this file"),
+        ("_policy.py", "def f():\n    import optax", "optax is not for this file"),
+        ("_tree.py", "import equinox", "equinox is not for this file"),
+        ("_compat.py", "from jax._src import core", "private to JAX"),
+        (
+            "_compat.py",
+            "import importlib\nimportlib.import_module('jax._src.core')",
+            "names jax._s",
+        ),
+        ("_autocast/plan.py", "from mpjax._autocast import rebind", "mpjax._autocast.plan -> mp"),
+        ("_tree.py", "x = 1\n" * 450, "452 lines, more than 450"),
+        ("_tree.py", "def f():\n" + "    x = 1\n" * 45, "f has 46 lines"),
+    ],
+)
+def test_planted_fault_is_found(planted: Path, file: str, text: str, said: str):
+    (planted / file).write_text(f'"""Says what it is for."""\n{text}\n')
+    found = all_violations(planted)
+    assert any(said in violation for violation in found), found
+
+
+def test_file_without_a_first_line_is_found(planted: Path):
+    (planted / "_tree.py").write_text("import enum\n")
+    assert all_violations(planted) == ["mpjax/_tree.py"]
+
+
+def test_docstring_does_not_count_towards_a_function(planted: Path):
+    body = '    """Doc.\n' + "\n    Words.\n" * 40 + '    """\n' + "    x = 1\n" * 40
+    (planted / "_tree.py").write_text('"""Says what it is for."""\ndef f():\n' + body)
+    assert all_violations(planted) == []
