@@ -1,0 +1,124 @@
+"""`import mpjax` is cheap and touches nothing: no backend, no array, no optional library."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mpjax
+
+ROOT = Path(__file__).parent.parent
+OPTIONAL = ("flax", "optax", "rich", "matplotlib", "orbax", "jmp", "haiku", "equinox", "chex")
+MAX_NAMES = 45
+MAX_RATIO = 1.15
+
+
+def fresh(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs `code` in a new interpreter that knows nothing of this process's settings."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=kept | environment,
+        check=False,
+    )
+
+
+def loaded_by(statement: str) -> set[str]:
+    run = fresh(f"import sys\n{statement}\nprint(*{{m.split('.')[0] for m in sys.modules}})")
+    assert run.returncode == 0, run.stderr
+    return set(run.stdout.split())
+
+
+def test_import_loads_no_optional_library():
+    loaded = loaded_by("import mpjax")
+    assert {"jax", "mpjax"} <= loaded
+    assert loaded.isdisjoint(OPTIONAL)
+
+
+@pytest.mark.parametrize("library", OPTIONAL)
+def test_an_optional_library_would_be_seen(library: str):
+    assert library in loaded_by(f"import mpjax, {library}")
+
+
+def test_import_starts_no_backend_and_makes_no_array():
+    """No platform of that name exists, so that the first array, or look at a device, raises."""
+    run = fresh("import mpjax; mpjax.__all__", JAX_PLATFORMS="no_such_platform")
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("touch", ["jax.devices()", "jax.numpy.zeros(())", "jax.random.key(0)"])
+def test_a_started_backend_would_be_seen(touch: str):
+    run = fresh(f"import mpjax, jax; {touch}", JAX_PLATFORMS="no_such_platform")
+    assert run.returncode != 0
+    assert "no_such_platform" in run.stderr
+
+
+def import_seconds(module: str) -> tuple[float, float]:
+    """Returns how long `import jax` took, and `import module` after it, in one new process."""
+    run = fresh(
+        "import time\n"
+        "t0 = time.perf_counter()\n"
+        "import jax\n"
+        "t1 = time.perf_counter()\n"
+        f"import {module}\n"
+        "t2 = time.perf_counter()\n"
+        "print(t1 - t0, t2 - t1)"
+    )
+    assert run.returncode == 0, run.stderr
+    before, after = map(float, run.stdout.split())
+    return before, after
+
+
+def import_ratio(module: str, runs: int = 5) -> float:
+    """Returns time(jax + module) / time(jax), of the fastest of several runs each.
+
+    Noise only ever adds time, so that the least of each part is nearest the truth; measuring what
+    comes on top in the same process leaves out the spread of starting an interpreter.
+    """
+    import_seconds(module)  # writes the .pyc files
+    jax_times, own_times = zip(*(import_seconds(module) for _ in range(runs)), strict=True)
+    return 1 + min(own_times) / min(jax_times)
+
+
+def test_import_takes_hardly_longer_than_jax():
+    assert import_ratio("mpjax") <= MAX_RATIO
+
+
+def test_a_slow_import_would_be_seen():
+    assert import_ratio("flax.linen", runs=2) > MAX_RATIO
+
+
+def all_node() -> ast.expr:
+    tree = ast.parse((ROOT / "mpjax" / "__init__.py").read_text())
+    found = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and [t.id for t in node.targets if isinstance(t, ast.Name)] == ["__all__"]
+    ]
+    assert len(found) == 1, "mpjax/__init__.py assigns __all__ once, as a literal"
+    return found[0]
+
+
+def test_all_is_a_literal_of_few_names_each_once():
+    names = ast.literal_eval(all_node())
+    assert list(mpjax.__all__) == list(names)
+    assert len(names) == len(set(names))
+    assert 0 < len(names) <= MAX_NAMES
+
+
+def test_every_public_name_is_there_and_listed_by_dir():
+    missing = [name for name in mpjax.__all__ if not hasattr(mpjax, name)]
+    assert missing == []
+    assert set(mpjax.__all__) <= set(dir(mpjax))
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = mpjax.no_such_name
