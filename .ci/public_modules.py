@@ -1,4 +1,4 @@
-"""Prints the modules that a user imports by name: `mpjax` and what in it has no leading underscore."""
+"""Prints the modules that a user imports by name: those without a leading underscore."""
 
 import pkgutil
 
