@@ -1,7 +1,7 @@
-"""The climate that every test runs in: CPU, eight devices, strict promotion, leak check, warnings as errors.
+"""The climate that tests run in: CPU, eight devices, strict promotion, leak check, no warnings.
 
-The environment is set before JAX is imported; what can be lifted for one test is set per test, and lifted
-by a marker that gives its reason:
+The environment is set before JAX is imported; what can be lifted for one test is set per test, and
+lifted by a marker that gives its reason:
 
     @pytest.mark.standard_promotion("orbax compares int32 with a Python-typed int64")
     @pytest.mark.no_leak_check("flax keeps the module's scope, tracers included, on the exception")
@@ -24,7 +24,7 @@ import hypothesis  # noqa: E402 - the two variables above are read when JAX is f
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-# Compiling under load takes as long as it takes: a deadline per example would only measure the machine.
+# Compiling under load takes as long as it takes: a deadline would only measure the machine.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("dev", deadline=None)
 hypothesis.settings.load_profile(
