@@ -52,9 +52,10 @@ format: $(STAMP)  ## mend what `make lint` can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# pyright finds the environment by PATH: with --verifytypes it does not heed --pythonpath.
 types: $(STAMP)  ## check types: the code, then that every public name is fully typed
-	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/pyright --pythonpath $(BIN)/python --verifytypes mpjax --ignoreexternal
+	PATH="$(abspath $(BIN)):$$PATH" pyright
+	PATH="$(abspath $(BIN)):$$PATH" pyright --verifytypes mpjax --ignoreexternal
 
 bench: $(STAMP)  ## run every benchmark, one after another
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; done
