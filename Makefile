@@ -18,6 +18,9 @@ BIN    := $(VENV)/bin
 # Named after JAX's version: asking for another one installs it, going back does so too.
 STAMP  := $(VENV)/.mpjax-dev-$(if $(JAX),jax-$(JAX),jax-newest)
 
+PYTHON_IS_NEW := 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and \
+	f"mpjax needs Python >= 3.11; $(PYTHON) is {v[0]}.{v[1]}.\n  Try: make PYTHON=python3.12")'
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help venv demo test lint format types bench docs package clean
@@ -30,9 +33,8 @@ venv: $(STAMP)  ## create or refresh the environment in $(VENV)
 # An environment whose interpreter is gone or too old is made anew; any other is kept and brought up to date.
 # pyproject.toml is the only input: the package itself is installed in editable form.
 $(STAMP): pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"mpjax needs Python >= 3.11; $(PYTHON) is {v[0]}.{v[1]}. Try: make PYTHON=python3.12")'
 	@$(BIN)/python -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
-		|| $(PYTHON) -m venv --clear $(VENV)
+		|| { $(PYTHON) -c $(PYTHON_IS_NEW) && $(PYTHON) -m venv --clear $(VENV); }
 	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy only-if-needed \
 		--editable '.[dev]' $(if $(JAX),'jax==$(JAX)' 'jaxlib==$(JAX)',jax)
 	@rm -f $(VENV)/.mpjax-dev-*
