@@ -25,8 +25,9 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 # Compiling under load takes as long as it takes: a deadline would only measure the machine.
-hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
-hypothesis.settings.register_profile("dev", deadline=None)
+_PATIENT = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("ci", derandomize=True, print_blob=True, **_PATIENT)
+hypothesis.settings.register_profile("dev", **_PATIENT)
 hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
 )
