@@ -1,0 +1,69 @@
+"""Mixed precision for JAX: policies, loss scales, and train steps that lose nothing.
+
+What needs optax is imported when it is first used, so that `import mpjax` costs little and
+loads neither optax nor Flax.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from mpjax._dtypes import half_dtype
+from mpjax._errors import NonFiniteError, PolicyWarning, SupportWarning
+from mpjax._grad import get_loss_scale, grad, value_and_grad
+from mpjax._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from mpjax._policy import Policy, default_policy, get_policy
+from mpjax._policy_map import PolicyMap
+from mpjax._support import check_support
+from mpjax._tree import all_finite, select_tree
+
+if TYPE_CHECKING:
+    from mpjax.optim import current_loss_scale, raise_if_diverged, with_loss_scale
+    from mpjax.train import TrainState, make_train_step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DynamicLossScale",
+    "LossScale",
+    "NoOpLossScale",
+    "NonFiniteError",
+    "Policy",
+    "PolicyMap",
+    "PolicyWarning",
+    "StaticLossScale",
+    "SupportWarning",
+    "TrainState",
+    "all_finite",
+    "check_support",
+    "current_loss_scale",
+    "default_policy",
+    "get_loss_scale",
+    "get_policy",
+    "grad",
+    "half_dtype",
+    "make_train_step",
+    "raise_if_diverged",
+    "select_tree",
+    "value_and_grad",
+    "with_loss_scale",
+]
+
+_NEEDS_OPTAX = {
+    "TrainState": "mpjax.train",
+    "current_loss_scale": "mpjax.optim",
+    "make_train_step": "mpjax.train",
+    "raise_if_diverged": "mpjax.optim",
+    "with_loss_scale": "mpjax.optim",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NEEDS_OPTAX:
+        return getattr(importlib.import_module(_NEEDS_OPTAX[name]), name)
+    if name in ("optim", "train"):
+        return importlib.import_module(f"mpjax.{name}")
+    raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

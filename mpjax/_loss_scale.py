@@ -1,0 +1,358 @@
+"""Loss scales: immutable pytrees that scale a loss, unscale gradients and adjust themselves.
+
+float16 gradients below 2⁻²⁴ vanish. Multiplying the loss by a large number moves every gradient
+up by as much; dividing the float32 gradients by it afterwards undoes it, exactly where it is a
+power of two.
+"""
+
+import math
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._errors import message
+from mpjax._tree import as_pred, is_array, map_with_path, to_full
+from mpjax._typing import Array, ScalarLike
+
+T = TypeVar("T")
+
+# The reciprocal of a larger scale would be subnormal, which CPUs flush to zero.
+MAX_EXPONENT = 126
+_LARGEST = 2.0**MAX_EXPONENT
+_SMALLEST = 2.0**-MAX_EXPONENT
+
+
+@runtime_checkable
+class LossScale(Protocol):
+    """What every loss scale offers; write another by offering the same, as a pytree.
+
+    Example:
+      >>> isinstance(mpjax.DynamicLossScale(), mpjax.LossScale)
+      True
+    """
+
+    @property
+    def loss_scale(self) -> ScalarLike:
+        """The factor, f32[]."""
+        ...
+
+    def scale(self, tree: T) -> T:
+        """Returns `tree` times the loss scale."""
+        ...
+
+    def unscale(self, tree: T) -> T:
+        """Returns `tree` divided by the loss scale."""
+        ...
+
+    def adjust(self, grads_finite: ScalarLike) -> "LossScale":
+        """Returns the loss scale of the next step."""
+        ...
+
+
+@jax.tree_util.register_static
+class NoOpLossScale:
+    """Scales nothing, adjusts nothing and leaves no operation: for bfloat16 and float32.
+
+    It has the methods of the others, so that a train step has one shape for every precision.
+
+    Example:
+      >>> mpjax.NoOpLossScale().scale(3.0)
+      3.0
+    """
+
+    __slots__ = ()
+
+    @property
+    def loss_scale(self) -> int:
+        """Always 1."""
+        return 1
+
+    def scale(self, tree: T) -> T:
+        """Returns `tree` itself."""
+        return tree
+
+    def unscale(self, tree: T) -> T:
+        """Returns `tree` itself."""
+        return tree
+
+    def adjust(self, grads_finite: ScalarLike) -> "NoOpLossScale":
+        """Returns itself."""
+        del grads_finite
+        return self
+
+    def __repr__(self) -> str:
+        return "NoOpLossScale()"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NoOpLossScale)
+
+    def __hash__(self) -> int:
+        return hash(NoOpLossScale)
+
+
+class _ScalarFields:
+    """A pytree whose leaves are the scalars named in `_fields`, in order."""
+
+    __slots__ = ()
+    _fields: tuple[str, ...] = ()
+    loss_scale: Array
+
+    def scale(self, tree: T) -> T:
+        """Returns `tree` times the loss scale, floating leaves of up to 32 bits in float32.
+
+        In float32 because a float16 loss of 3.0 times 65536 must be 196608, not inf.
+        """
+        return map_with_path(lambda _, x: _scaled(x, self.loss_scale, divide=False), tree)
+
+    def unscale(self, tree: T) -> T:
+        """Returns `tree` divided by the loss scale, floating leaves of up to 32 bits in float32.
+
+        In float32 because a gradient that float16 held only thanks to the scale would vanish.
+        """
+        return map_with_path(lambda _, x: _scaled(x, self.loss_scale, divide=True), tree)
+
+    def _set(self, values: Any) -> None:
+        for field, value in zip(self._fields, values, strict=True):
+            object.__setattr__(self, field, value)
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
+        """Returns the fields and their keys, as `jax.tree_util` asks."""
+        keys = map(jax.tree_util.GetAttrKey, self._fields)
+        return tuple((key, getattr(self, key.name)) for key in keys), None
+
+    @classmethod
+    def tree_unflatten(cls: type[T], aux: None, children: Any) -> T:
+        """Returns the object with these fields, unchecked: they may be tracers or specs."""
+        del aux
+        made = object.__new__(cls)
+        made._set(children)  # type: ignore[attr-defined]  # T is one of these classes
+        return made
+
+    def __setattr__(self, name: str, value: object) -> None:
+        kind = type(self).__name__
+        got = f"is immutable; got {name} = {value!r}."
+        raise AttributeError(message(kind, got, f"Make another: mpjax.{kind}({name}=...)."))
+
+    def __repr__(self) -> str:
+        fields = (f"{field}={_shown(getattr(self, field))}" for field in self._fields)
+        return f"{type(self).__name__}({', '.join(fields)})"
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        fields = tuple(getattr(self, field) for field in self._fields)
+        return _rebuild, (type(self), fields)
+
+
+def _rebuild(cls: type[_ScalarFields], fields: tuple[Any, ...]) -> _ScalarFields:
+    return cls.tree_unflatten(None, fields)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class StaticLossScale(_ScalarFields):
+    """Scales by a constant.
+
+    Args:
+      loss_scale: the factor, positive and finite; a power of two makes unscaling exact.
+
+    Raises:
+      ValueError: it is not a finite number in [2⁻¹²⁶, 2¹²⁶].
+
+    Dtypes:
+      The factor is f32[]; scaled and unscaled values are float32 (float64 and complex stay).
+
+    Transforms:
+      All; the factor is a leaf of the pytree.
+
+    Example:
+      >>> mpjax.StaticLossScale(2**15).unscale(jnp.float32(65536.0))
+      Array(2., dtype=float32)
+
+    References:
+      Micikevicius et al., Mixed Precision Training, 2018, https://arxiv.org/abs/1710.03740
+    """
+
+    __slots__ = ("loss_scale",)
+    _fields = ("loss_scale",)
+
+    def __init__(self, loss_scale: ScalarLike = 2.0**15) -> None:
+        _check_scale("StaticLossScale(loss_scale)", loss_scale)
+        self._set([_scalar(loss_scale, jnp.float32)])
+
+    def adjust(self, grads_finite: ScalarLike) -> "StaticLossScale":
+        """Returns itself."""
+        del grads_finite
+        return self
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class DynamicLossScale(_ScalarFields):
+    """Scales by a factor that halves on overflow and doubles after a run of finite steps.
+
+    `adjust(False)` gives `max(min_loss_scale, loss_scale * backoff_factor)` and counter 0;
+    `adjust(True)` counts, and at `growth_interval` finite steps in a row gives
+    `min(max_loss_scale, loss_scale * growth_factor)` and counter 0.
+
+    All fields are leaves of the pytree, so that each survives jit, scan and a checkpoint. The
+    scale never becomes 0, inf or NaN, and one that was restored as such is set to the minimum.
+
+    Args:
+      loss_scale: where it starts, within the bounds.
+      growth_factor: more than 1.
+      backoff_factor: between 0 and 1, both excluded.
+      growth_interval: finite steps in a row before it grows, at least 1.
+      min_loss_scale, max_loss_scale: bounds within [2⁻¹²⁶, 2¹²⁶].
+      counter: finite steps since the last change, at least 0.
+
+    Raises:
+      ValueError: an argument is out of its range; traced ones are not looked at.
+
+    Dtypes:
+      f32[] and, for `counter` and `growth_interval`, i32[]. Scaled and unscaled values are
+      float32 (float64 and complex stay).
+
+    Transforms:
+      jit, scan, vmap, shard_map, pmap; one compilation, whatever the values.
+
+    Example:
+      >>> ls = mpjax.DynamicLossScale(4, backoff_factor=0.25, growth_interval=2)
+      >>> for grads_finite in (True, True, False):
+      ...     ls = ls.adjust(grads_finite)
+      ...     print(float(ls.loss_scale), int(ls.counter))
+      4.0 1
+      8.0 0
+      2.0 0
+
+    References:
+      Micikevicius et al., Mixed Precision Training, 2018, https://arxiv.org/abs/1710.03740
+    """
+
+    _fields = (
+        "loss_scale",
+        "counter",
+        "growth_factor",
+        "backoff_factor",
+        "growth_interval",
+        "min_loss_scale",
+        "max_loss_scale",
+    )
+    __slots__ = _fields
+    counter: Array
+    growth_factor: Array
+    backoff_factor: Array
+    growth_interval: Array
+    min_loss_scale: Array
+    max_loss_scale: Array
+
+    def __init__(
+        self,
+        loss_scale: ScalarLike = 2.0**15,
+        *,
+        growth_factor: ScalarLike = 2.0,
+        backoff_factor: ScalarLike = 0.5,
+        growth_interval: ScalarLike = 2000,
+        min_loss_scale: ScalarLike = 1.0,
+        max_loss_scale: ScalarLike = 2.0**24,
+        counter: ScalarLike = 0,
+    ) -> None:
+        _check_factors(growth_factor, backoff_factor)
+        _check_counts(growth_interval, counter)
+        _check_bounds(loss_scale, min_loss_scale, max_loss_scale)
+        floats = (loss_scale, growth_factor, backoff_factor, min_loss_scale, max_loss_scale)
+        start, growth, backoff, low, high = (_scalar(x, jnp.float32) for x in floats)
+        count, interval = (_scalar(x, jnp.int32) for x in (counter, growth_interval))
+        self._set((start, count, growth, backoff, interval, low, high))
+
+    def adjust(self, grads_finite: ScalarLike) -> "DynamicLossScale":
+        """Returns the loss scale of the next step.
+
+        Args:
+          grads_finite: bool[], whether this step's gradients were finite everywhere.
+
+        Raises:
+          ValueError: it is not a boolean scalar.
+        """
+        finite = as_pred(grads_finite, "DynamicLossScale.adjust(grads_finite)")
+        # Not `counter + 1 >= interval`: a counter restored at the largest int32 would wrap.
+        grows = self.counter >= self.growth_interval - 1
+        grown = jnp.where(grows, self.loss_scale * self.growth_factor, self.loss_scale)
+        wanted = jnp.where(finite, grown, self.loss_scale * self.backoff_factor)
+        # A NaN compares false, so that it too ends at the minimum.
+        above = wanted >= self.min_loss_scale
+        bounded = jnp.where(above, jnp.minimum(wanted, self.max_loss_scale), self.min_loss_scale)
+        counted = jnp.where(finite & ~grows, self.counter + 1, jnp.zeros_like(self.counter))
+        return self.tree_unflatten(None, (bounded, counted, *self._config()))
+
+    def _config(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, field) for field in self._fields[2:])
+
+
+def _scaled(x: Any, factor: Array, *, divide: bool) -> Any:
+    """Returns `x` times or divided by `factor`; what is not floating or complex is left alone."""
+    if not (is_array(x) or isinstance(x, (float, complex))):
+        return x
+    x = to_full(x) if is_array(x) else jnp.asarray(x)
+    # float0, the gradient of integers, is no inexact type; 8-bit floats are never scaled.
+    if not jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize < 4:
+        return x
+    factor = factor.astype(x.dtype)
+    return x / factor if divide else x * factor
+
+
+def _shown(x: Any) -> str:
+    traced = isinstance(x, jax.core.Tracer) or not is_array(x) or x.ndim
+    return repr(x) if traced else f"{x.item():g}"
+
+
+def _scalar(x: ScalarLike, dtype: Any) -> Array:
+    if np.shape(x) != ():
+        got = f"must be a scalar; got shape {np.shape(x)}."
+        raise ValueError(message("loss scale", got, "Use jax.vmap for several loss scales."))
+    return jnp.asarray(x, dtype)
+
+
+def _known(*values: ScalarLike) -> bool:
+    """Whether every value can be looked at: none is traced."""
+    return not any(isinstance(x, jax.core.Tracer) for x in values)
+
+
+def _check_scale(where: str, value: ScalarLike) -> None:
+    if not _known(value):
+        return
+    number = float(value)
+    if not (math.isfinite(number) and _SMALLEST <= number <= _LARGEST):
+        got = f"must be a positive finite number; got {number:g}."
+        allowed = "Allowed: 2**-126 to 2**126, so that its reciprocal is a normal float32."
+        raise ValueError(message(where, got, allowed, "Type, for example, 2**15."))
+
+
+def _check_bounds(start: ScalarLike, low: ScalarLike, high: ScalarLike) -> None:
+    named = {"loss_scale": start, "min_loss_scale": low, "max_loss_scale": high}
+    for name, value in named.items():
+        _check_scale(f"DynamicLossScale({name})", value)
+    if _known(low, high) and low > high:
+        got = f"min_loss_scale {float(low):g} is above max_loss_scale {float(high):g}."
+        raise ValueError(message("DynamicLossScale", got, "Swap them, or widen the range."))
+    if _known(start, low, high) and not low <= start <= high:
+        got = f"loss_scale {float(start):g} is outside [{float(low):g}, {float(high):g}]."
+        fix = "Start within the bounds, or set min_loss_scale or max_loss_scale."
+        raise ValueError(message("DynamicLossScale", got, fix))
+
+
+def _check_factors(growth: ScalarLike, backoff: ScalarLike) -> None:
+    if _known(growth) and not 1 < float(growth) < math.inf:
+        got = f"must be more than 1 and finite; got {float(growth):g}."
+        raise ValueError(message("DynamicLossScale(growth_factor)", got, "Type, for example, 2."))
+    if _known(backoff) and not 0 < float(backoff) < 1:
+        got = f"must lie between 0 and 1; got {float(backoff):g}."
+        fix = "Type, for example, 0.5."
+        raise ValueError(message("DynamicLossScale(backoff_factor)", got, fix))
+
+
+def _check_counts(interval: ScalarLike, counter: ScalarLike) -> None:
+    rows = (("growth_interval", interval, 1, 2000), ("counter", counter, 0, 0))
+    for name, value, least, default in rows:
+        if _known(value) and not (float(value).is_integer() and least <= value < 2**31):
+            got = f"must be a whole number of at least {least}; got {value}."
+            fix = f"Type, for example, {default}."
+            raise ValueError(message(f"DynamicLossScale({name})", got, fix))

@@ -1,0 +1,351 @@
+"""Policy: which dtype parameters, computation and outputs have, and every name for one."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast, overload
+
+import jax
+import jax.numpy as jnp
+
+from mpjax import _dtypes
+from mpjax._dtypes import POLICY_DTYPES, DType
+from mpjax._errors import message, nearest
+from mpjax._tree import cast_tree
+from mpjax._typing import DTypeSpec
+
+T = TypeVar("T")
+
+HALF = "half"
+"""A dtype that is settled at the first use: `half_dtype()` of the backend there is then."""
+
+
+@jax.tree_util.register_static
+class Policy:
+    """Three dtypes: parameters are stored in one, computed with in another, returned in a third.
+
+    Immutable and hashable; two policies are equal when their dtypes are, however spelled. It is
+    a pytree without leaves, so that it may be an argument of a jitted function, where it is
+    static. `get_policy` makes one from a name.
+
+    Args:
+      param_dtype: of stored parameters.
+      compute_dtype: of matrix products, convolutions and what follows them.
+      output_dtype: of what the model returns.
+
+    Raises:
+      ValueError: an argument names no dtype.
+      TypeError: an argument names an integer, complex or 8-bit dtype.
+
+    Dtypes:
+      float16, bfloat16, float32 and float64; casting to float64 needs 64-bit types on.
+
+    Transforms:
+      Casts are ordinary conversions, differentiable and valid under every transformation.
+
+    Example:
+      >>> policy = mpjax.Policy(jnp.float32, jnp.bfloat16, jnp.float32)
+      >>> policy.cast_to_compute({"w": jnp.ones(2), "step": 3})
+      {'step': 3, 'w': Array([1, 1], dtype=bfloat16)}
+      >>> str(policy), mpjax.get_policy(str(policy)) == policy
+      ('p=f32,c=bf16,o=f32', True)
+
+    References:
+      Micikevicius et al., Mixed Precision Training, 2018, https://arxiv.org/abs/1710.03740
+    """
+
+    __slots__ = ("_names",)
+    _names: tuple[str, str, str]  # short names; 'half' where the backend decides
+
+    def __init__(
+        self,
+        param_dtype: DTypeSpec = jnp.float32,
+        compute_dtype: DTypeSpec = jnp.float32,
+        output_dtype: DTypeSpec = jnp.float32,
+    ) -> None:
+        given = (param_dtype, compute_dtype, output_dtype)
+        named = zip(("param_dtype", "compute_dtype", "output_dtype"), given, strict=True)
+        names = tuple(_name_of(spec, f"Policy({field})") for field, spec in named)
+        object.__setattr__(self, "_names", names)
+
+    @property
+    def param_dtype(self) -> DType:
+        """The dtype in which parameters are stored."""
+        return _dtype_of(self._names[0])
+
+    @property
+    def compute_dtype(self) -> DType:
+        """The dtype of the operands of products and convolutions."""
+        return _dtype_of(self._names[1])
+
+    @property
+    def output_dtype(self) -> DType:
+        """The dtype of what the model returns."""
+        return _dtype_of(self._names[2])
+
+    def cast_to_param(self, tree: T) -> T:
+        """Returns `tree` with its floating leaves in `param_dtype`; see `cast_to_compute`."""
+        return self._cast(tree, self.param_dtype, "cast_to_param")
+
+    def cast_to_compute(self, tree: T) -> T:
+        """Returns `tree` with its floating leaves in `compute_dtype`.
+
+        Integers, booleans, PRNG keys, complex values, 8-bit floats, Python scalars, strings and
+        None pass through, and so do float64 leaves unless the policy names float64, and Flax's
+        `_overwrite_with_gradient` collection. `ShapeDtypeStruct`s keep their sharding. A leaf
+        that has the dtype already is returned itself: no operation is added.
+
+        Raises:
+          ValueError: `compute_dtype` is float64 and 64-bit types are off.
+        """
+        return self._cast(tree, self.compute_dtype, "cast_to_compute")
+
+    def cast_to_output(self, tree: T) -> T:
+        """Returns `tree` with its floating leaves in `output_dtype`; see `cast_to_compute`."""
+        return self._cast(tree, self.output_dtype, "cast_to_output")
+
+    def with_output_dtype(self, output_dtype: DTypeSpec) -> "Policy":
+        """Returns this policy with another `output_dtype`."""
+        return Policy(self._names[0], self._names[1], output_dtype)
+
+    def to_dict(self) -> dict[str, str]:
+        """Returns the policy as names that JSON or YAML can hold; `from_dict` reads them."""
+        fields = ("param_dtype", "compute_dtype", "output_dtype")
+        return dict(zip(fields, map(_long_name, self._names), strict=True))
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, str]) -> "Policy":
+        """Returns the policy that `to_dict` gave `config` for; a missing field is an error."""
+        fields = {"param_dtype", "compute_dtype", "output_dtype"}
+        if set(config) != fields:
+            got = f"got the keys {sorted(config)}."
+            fix = f"Allowed, all of them: {sorted(fields)}."
+            raise ValueError(message("Policy.from_dict", got, fix))
+        return cls(**config)
+
+    def to_jmp(self) -> Any:
+        """Returns the `jmp.Policy` of the same dtypes; needs jmp installed."""
+        import jmp  # type: ignore[import-not-found,unused-ignore]  # optional peer
+
+        # jmp looks its names up by scalar type, so that is what it gets.
+        scalars = (jnp.dtype(_dtype_of(name)).type for name in self._names)
+        return jmp.Policy(*scalars)
+
+    def _cast(self, tree: T, dtype: DType, where: str) -> T:
+        return cast_tree(tree, dtype, move_float64="f64" in self._names, where=where)
+
+    def __str__(self) -> str:
+        return "p={},c={},o={}".format(*self._names)
+
+    def __repr__(self) -> str:
+        return f"Policy({', '.join(f'{k}={v!r}' for k, v in self.to_dict().items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return self._names == other._names if isinstance(other, Policy) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((Policy, self._names))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        fix = f"Make another, e.g. mpjax.Policy({name}=...)."
+        raise AttributeError(message("Policy", f"is immutable; got {name} = {value!r}.", fix))
+
+    __delattr__ = __setattr__  # type: ignore[assignment]  # deleting is refused by the arity too
+
+    def __reduce__(self) -> tuple[type["Policy"], tuple[str, str, str]]:
+        return Policy, self._names
+
+
+def _name_of(spec: DTypeSpec, where: str) -> str:
+    if spec == HALF and isinstance(spec, str):
+        return HALF
+    return _dtypes.short_name(_dtypes.canonical_dtype(spec, where))
+
+
+def _dtype_of(name: str) -> DType:
+    return _dtypes.half_dtype() if name == HALF else POLICY_DTYPES[name]
+
+
+def _long_name(name: str) -> str:
+    return HALF if name == HALF else POLICY_DTYPES[name].name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyName:
+    """A row of the table of names that other libraries' users know."""
+
+    name: str
+    policy: Policy
+    source: str  # the library that it comes from
+
+
+_MIXED_F16 = Policy("f32", "f16", "f32")
+_MIXED_BF16 = Policy("f32", "bf16", "f32")
+_F64, _F32, _F16, _BF16 = (Policy(d, d, d) for d in ("f64", "f32", "f16", "bf16"))
+
+POLICY_NAMES: tuple[PolicyName, ...] = tuple(
+    PolicyName(name=name, policy=policy, source=source)
+    for name, policy, source in (
+        ("32-true", _F32, "Lightning"),
+        ("16-mixed", _MIXED_F16, "Lightning"),
+        ("bf16-mixed", _MIXED_BF16, "Lightning"),
+        ("16-true", _F16, "Lightning"),
+        ("bf16-true", _BF16, "Lightning"),
+        ("64-true", _F64, "Lightning"),
+        ("32", _F32, "Lightning"),
+        ("16", _MIXED_F16, "Lightning"),
+        ("64", _F64, "Lightning"),
+        ("mixed_float16", _MIXED_F16, "Keras"),
+        ("mixed_bfloat16", _MIXED_BF16, "Keras"),
+        ("float32", _F32, "Keras, jmp"),
+        ("float16", _F16, "Keras, jmp"),
+        ("bfloat16", _BF16, "Keras, jmp"),
+        ("float64", _F64, "Keras, jmp"),
+        ("O0", _F32, "Apex"),
+        ("O1", _MIXED_F16, "Apex"),
+        ("O2", Policy("f16", "f16", "f32"), "Apex"),
+        ("O3", _F16, "Apex"),
+        ("f32", _F32, "jmp"),
+        ("full", _F32, "jmp"),
+        ("f16", _F16, "jmp"),
+        ("half", Policy(HALF, HALF, HALF), "jmp"),
+        ("f64", _F64, "jmp"),
+    )
+)
+_BY_NAME = {row.name: row.policy for row in POLICY_NAMES}
+_KEYS = {"p": 0, "params": 0, "c": 1, "compute": 1, "o": 2, "output": 2}
+# Read while tracing and part of JAX's own cache key: another default is another program.
+_default = jax.make_user_context(None)
+
+
+@contextmanager
+def default_policy(policy: Any) -> Iterator[None]:
+    """Makes `policy` the one that `get_policy(None)` returns, inside a `with` block.
+
+    It is read while a function is traced, and belongs to the key of JAX's compilation cache: a
+    jitted function called under another default is traced again, not answered from the old one.
+    Nothing process-wide changes; other threads do not see it.
+
+    Args:
+      policy: whatever `get_policy` takes.
+
+    Example:
+      >>> with mpjax.default_policy("bf16-mixed"):
+      ...     print(mpjax.get_policy())
+      p=f32,c=bf16,o=f32
+      >>> print(mpjax.get_policy())
+      p=f32,c=f32,o=f32
+
+    References:
+      Keras, `set_dtype_policy`, which is process-wide
+    """
+    with _default(get_policy(policy)):
+        yield
+
+
+M = TypeVar("M")  # a PolicyMap, which a higher layer defines
+
+
+@overload
+def get_policy(spec: str | int | Mapping[str, Any] | Policy | None = None) -> Policy: ...
+@overload
+def get_policy(spec: M) -> M: ...
+def get_policy(spec: Any = None) -> Any:
+    """Returns the policy that `spec` names.
+
+    Args:
+      spec: a name known from Lightning ('bf16-mixed', 16), Keras ('mixed_float16'), Apex
+        ('O1') or jmp ('p=f32,c=bf16,o=f32', 'full'); a dtype; a `Policy`, `PolicyMap`,
+        `jmp.Policy`, Keras `DTypePolicy` or its config; None for the scoped default (see
+        `default_policy`), which is float32 throughout where there is none.
+
+    Returns:
+      A `Policy`; a `PolicyMap` is returned itself. No device is asked for anything: 'half' is
+      settled when one of its dtypes is used.
+
+    Raises:
+      ValueError: the name is unknown, or 'bf16', which means two things.
+      TypeError: it names a dtype that a policy cannot have, or is no name at all.
+
+    Example:
+      >>> mpjax.get_policy("bf16-mixed")
+      Policy(param_dtype='float32', compute_dtype='bfloat16', output_dtype='float32')
+      >>> mpjax.get_policy("c=f16") == mpjax.get_policy("params=float32,compute=float16")
+      True
+
+    References:
+      Lightning, `Trainer(precision=)`; Keras, `DTypePolicy`; Apex, `opt_level`; jmp, `get_policy`
+    """
+    if spec is None:
+        return _default.value or _F32
+    if isinstance(spec, Policy) or hasattr(spec, "policy_for"):
+        return spec
+    if isinstance(spec, str):
+        return _parse(spec.strip())
+    if isinstance(spec, int) and not isinstance(spec, bool):
+        return _parse(str(spec))
+    if isinstance(spec, Mapping):
+        return _from_config(cast("Mapping[str, Any]", spec))
+    return _from_object(spec)
+
+
+def _from_object(spec: Any) -> Policy:
+    if hasattr(spec, "param_dtype") and hasattr(spec, "output_dtype"):  # jmp.Policy
+        return Policy(spec.param_dtype, spec.compute_dtype, spec.output_dtype)
+    if hasattr(spec, "variable_dtype") and hasattr(spec, "name"):  # keras.DTypePolicy
+        return _parse(spec.name)
+    dtype = _dtypes.canonical_dtype(spec, "get_policy")
+    return Policy(dtype, dtype, dtype)
+
+
+def _from_config(config: Mapping[str, Any]) -> Policy:
+    inner = config.get("config", config)  # Keras wraps it: {"class_name": ..., "config": {...}}
+    if isinstance(inner, Mapping) and set(inner) >= {"name"}:
+        return _parse(cast("Mapping[str, str]", inner)["name"])
+    return Policy.from_dict(config)
+
+
+def _parse(name: str) -> Policy:
+    if "=" in name:
+        return _parse_pairs(name)
+    if name == "bf16":
+        got = "'bf16' means two things: mixed for Lightning, all bfloat16 for jmp."
+        fix = "Type 'bf16-mixed' (float32 parameters) or 'bfloat16' (bfloat16 throughout)."
+        raise ValueError(message("get_policy", got, fix))
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if _dtypes.is_dtype_name(name):
+        return Policy(name, name, name)
+    try:
+        dtype = jnp.dtype(name)  # an existing dtype that no policy can have says so itself
+    except (TypeError, ValueError):
+        raise ValueError(_unknown(name)) from None
+    return _from_object(dtype)
+
+
+def _parse_pairs(text: str) -> Policy:
+    """Reads jmp's grammar: params default to f32, compute follows params, output compute."""
+    fields: list[str | None] = [None, None, None]
+    for part in text.split(","):
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        if key not in _KEYS:
+            got = f"unknown key {key!r} in {text!r}."
+            fix = "Allowed: params (p), compute (c), output (o); e.g. 'p=f32,c=bf16,o=f32'."
+            raise ValueError(message("get_policy", got, fix))
+        if fields[_KEYS[key]] is not None:
+            got = f"{key!r} is given twice in {text!r}."
+            raise ValueError(message("get_policy", got, "Give each of p, c and o once."))
+        fields[_KEYS[key]] = _name_of(value, f"get_policy({text!r})")
+    param = fields[0] or "f32"
+    compute = fields[1] or param
+    return Policy(param, compute, fields[2] or compute)
+
+
+def _unknown(name: str) -> str:
+    close = nearest(name.replace("_", "-"), _BY_NAME, 1) or nearest(name, _BY_NAME, 1)
+    accepted = (
+        "Accepted: 'bf16-mixed', '16-mixed', '32-true', 'mixed_bfloat16', 'O2', "
+        "'p=f32,c=bf16,o=f32', or one dtype; `python -m mpjax names` lists all."
+    )
+    fix = f"Did you mean get_policy({close[0]!r})?" if close else "E.g. get_policy('bf16-mixed')."
+    return message("get_policy", f"unknown policy {name!r}.", accepted, fix)

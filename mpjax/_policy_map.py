@@ -1,0 +1,229 @@
+"""PolicyMap: a policy for each path, by rules of which the first that matches wins."""
+
+import fnmatch
+import functools
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import jax
+
+from mpjax._errors import PolicyWarning, message, nearest
+from mpjax._policy import Policy, get_policy
+from mpjax._tree import leaf_paths, map_with_path, path_str
+from mpjax._typing import DTypeSpec, PyTree
+
+T = TypeVar("T")
+
+
+@jax.tree_util.register_static
+class PolicyMap:
+    """A default policy, and rules from path to policy of which the first match wins.
+
+    Paths are the keys of `jax.tree_util` joined by '/', list indices included, the trailing
+    `value` of NNX variables not. A rule is a glob (as `fnmatch`, over the whole path; '*'
+    crosses '/', case matters), which also covers everything below a module that it matches, or
+    a regular expression after 're:', which must match the whole path.
+
+    Immutable, hashable, a pytree without leaves, as `Policy` is.
+
+    Args:
+      default: policy of the paths that no rule matches; whatever `get_policy` takes.
+      rules: pattern → policy, in order.
+
+    Raises:
+      ValueError: a pattern is empty or no regular expression, or a policy's name is unknown.
+
+    Dtypes:
+      Those of its policies; see `Policy.cast_to_compute` for what is never moved.
+
+    Transforms:
+      As `Policy`.
+
+    Example:
+      >>> policies = mpjax.PolicyMap("bf16-mixed", {"encoder/norm*": "float32"})
+      >>> str(policies.policy_for("encoder/norm_1/scale"))
+      'p=f32,c=f32,o=f32'
+      >>> str(policies.policy_for("encoder/dense/kernel"))
+      'p=f32,c=bf16,o=f32'
+
+    References:
+      Keras, `DTypePolicyMap`
+    """
+
+    __slots__ = ("_default", "_rules")
+    _default: Policy
+    _rules: tuple[tuple[str, Policy], ...]
+
+    def __init__(
+        self,
+        default: Any = None,
+        rules: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+    ) -> None:
+        pairs = rules.items() if isinstance(rules, Mapping) else rules
+        checked = tuple((_check(pattern), _single(policy)) for pattern, policy in pairs)
+        object.__setattr__(self, "_default", _single(default))
+        object.__setattr__(self, "_rules", checked)
+
+    @property
+    def default(self) -> Policy:
+        """The policy of the paths that no rule matches."""
+        return self._default
+
+    @property
+    def rules(self) -> tuple[tuple[str, Policy], ...]:
+        """The rules, pattern and policy, in the order in which they are tried."""
+        return self._rules
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """Every policy in it, the default first."""
+        return (self._default, *(policy for _, policy in self._rules))
+
+    def policy_for(self, path: str) -> Policy:
+        """Returns the policy of a path such as 'encoder/norm_1/scale'."""
+        for pattern, policy in self._rules:
+            if rule_matches(pattern, path):
+                return policy
+        return self._default
+
+    def cast_to_param(self, tree: T) -> T:
+        """Returns `tree` with each leaf in the `param_dtype` of its path's policy.
+
+        Warns:
+          PolicyWarning: a rule matches no path of `tree`; the message names the nearest.
+        """
+        return self._cast(tree, "cast_to_param", warn=True)
+
+    def cast_to_compute(self, tree: T) -> T:
+        """Returns `tree` with each leaf in the `compute_dtype` of its path's policy.
+
+        Warns:
+          PolicyWarning: a rule matches no path of `tree`; the message names the nearest.
+        """
+        return self._cast(tree, "cast_to_compute", warn=True)
+
+    def cast_to_output(self, tree: T) -> T:
+        """Returns `tree` with each leaf in the `output_dtype` of its path's policy.
+
+        Outputs have paths of their own, so that a rule without a match is no surprise here.
+        """
+        return self._cast(tree, "cast_to_output", warn=False)
+
+    def with_output_dtype(self, output_dtype: DTypeSpec) -> "PolicyMap":
+        """Returns this map with another `output_dtype` in each of its policies."""
+        rules = [(pattern, p.with_output_dtype(output_dtype)) for pattern, p in self._rules]
+        return PolicyMap(self._default.with_output_dtype(output_dtype), rules)
+
+    def unmatched(self, tree: PyTree) -> list[str]:
+        """Returns the patterns that match no path of `tree`."""
+        return self.unmatched_paths(leaf_paths(tree))
+
+    def unmatched_paths(self, paths: Iterable[str]) -> list[str]:
+        """Returns the patterns that match none of `paths`."""
+        paths = list(paths)
+        return [
+            pattern
+            for pattern, _ in self._rules
+            if not any(rule_matches(pattern, path) for path in paths)
+        ]
+
+    def warn_unmatched(self, paths: Iterable[str], where: str = "PolicyMap") -> None:
+        """Warns of each rule that matches none of `paths`, naming the nearest."""
+        paths = list(paths)
+        if not paths:
+            return
+        missing = set(self.unmatched_paths(paths))
+        for index, (pattern, _) in enumerate(self._rules, 1):
+            if pattern in missing:
+                rule = f"rule {index} of {len(self._rules)}, {pattern!r},"
+                text = _unmatched_text(where, rule, pattern, paths)
+                warnings.warn(text, PolicyWarning, stacklevel=4)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the map as names that JSON or YAML can hold; `from_dict` reads them."""
+        rules = [[pattern, str(policy)] for pattern, policy in self._rules]
+        return {"default": str(self._default), "rules": rules}
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "PolicyMap":
+        """Returns the map that `to_dict` gave `config` for."""
+        if set(config) != {"default", "rules"}:
+            got = f"got the keys {sorted(config)}."
+            raise ValueError(message("PolicyMap.from_dict", got, "Allowed: default, rules."))
+        return cls(config["default"], config["rules"])
+
+    def _cast(self, tree: T, method: str, *, warn: bool) -> T:
+        if warn:
+            self.warn_unmatched(leaf_paths(tree))
+
+        def cast(path: Any, leaf: Any) -> Any:
+            return getattr(self.policy_for(path_str(path)), method)(leaf)
+
+        return map_with_path(cast, tree)
+
+    def __repr__(self) -> str:
+        rules = ", ".join(f"{pattern!r}: {str(policy)!r}" for pattern, policy in self._rules)
+        return f"PolicyMap({str(self._default)!r}, {{{rules}}})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PolicyMap):
+            return NotImplemented
+        return (self._default, self._rules) == (other._default, other._rules)
+
+    def __hash__(self) -> int:
+        return hash((PolicyMap, self._default, self._rules))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        fix = "Make another: mpjax.PolicyMap(default, rules)."
+        raise AttributeError(message("PolicyMap", f"is immutable; got {name} = {value!r}.", fix))
+
+    def __reduce__(self) -> tuple[type["PolicyMap"], tuple[Any, ...]]:
+        return PolicyMap, (self._default, self._rules)
+
+
+def _single(policy: Any) -> Policy:
+    policy = get_policy(policy)
+    if isinstance(policy, Policy):
+        return policy
+    got = f"got a {type(policy).__name__} as a policy."
+    fix = "Put its rules into this map; the first match wins."
+    raise TypeError(message("PolicyMap", got, "Allowed: a Policy or a name of one.", fix))
+
+
+def _check(pattern: object) -> str:
+    if not isinstance(pattern, str) or pattern in ("", "re:"):
+        fix = "E.g. 'encoder/norm*', or 're:.*/head/.*'."
+        raise ValueError(message("PolicyMap", f"got {pattern!r} as a path pattern.", fix))
+    try:
+        _compiled(pattern)
+    except re.error as error:
+        got = f"{pattern!r} is no regular expression: {error}."
+        fix = "Escape it with re.escape, or write a glob without 're:'."
+        raise ValueError(message("PolicyMap", got, fix)) from None
+    return pattern
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    is_regex = pattern.startswith("re:")
+    return re.compile(pattern[3:] if is_regex else fnmatch.translate(pattern))
+
+
+def rule_matches(pattern: str, path: str) -> bool:
+    """Whether a rule's pattern matches a path, or, for a glob, a module above it."""
+    compiled = _compiled(pattern)
+    if pattern.startswith("re:"):
+        return compiled.fullmatch(path) is not None
+    parts = path.split("/")
+    above = ("/".join(parts[: end + 1]) for end in range(len(parts)))
+    return any(compiled.match(prefix) for prefix in above)
+
+
+def _unmatched_text(where: str, rule: str, pattern: str, paths: list[str]) -> str:
+    word = pattern.removeprefix("re:").replace("*", "")
+    close = nearest(word, paths) or paths[:3]
+    got = f"{rule} matches none of the {len(paths)} paths."
+    near = f"Nearest: {', '.join(map(repr, close))} (case matters)."
+    return message(where, got, near, "Write a pattern that matches one, or drop the rule.")

@@ -1,0 +1,396 @@
+"""The optax wrapper: unscales, and skips non-finite steps as if they had never been.
+
+`with_loss_scale` is what takes part in every step; `current_loss_scale` and `raise_if_diverged`
+read its state. Everything that a step decides is chosen by `select`, not by branching: both
+sides are the same fused pass over parameters and moments, and there is no host in between.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mpjax._dtypes import describe
+from mpjax._errors import NonFiniteError, message
+from mpjax._grad import as_loss_scale
+from mpjax._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from mpjax._tree import (
+    agree,
+    first_difference,
+    is_array,
+    is_overwritten,
+    leaf_paths,
+    leaves_finite,
+    map_with_path,
+    to_full,
+)
+from mpjax._typing import Array, AxisName, PyTree
+
+_DYNAMIC_FIELDS = DynamicLossScale._fields[1:]
+
+
+class LossScaleState(NamedTuple):
+    """State of `with_loss_scale`: strong-typed scalars, and the state of what it wraps.
+
+    Plain containers only, so that orbax, Flax's msgpack and pickle restore it.
+    """
+
+    loss_scale: Array  # f32[], 1 where there is none
+    adjustment: dict[str, Array] | None  # the other fields; {} static, None no scaling
+    grads_finite: Array  # bool[], whether the last step was taken
+    skipped_steps: Array  # i32[], in all
+    consecutive_skips: Array  # i32[], up to now
+    diverged: Array  # bool[], set at `max_consecutive_skips` and never unset
+    leaf_finite: Array  # bool[leaves], of the last step that was skipped
+    inner_state: Any
+
+
+def with_loss_scale(
+    inner: optax.GradientTransformation,
+    loss_scale: LossScale | float | None = None,
+    *,
+    max_consecutive_skips: int | None = None,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns `inner` for scaled gradients, skipping the steps in which one is not finite.
+
+    `update` takes *scaled* gradients (`value_and_grad(..., unscale=False)`), divides them by the
+    loss scale in float32, and hands them to `inner`. Where any is inf or NaN, `inner`'s state
+    stays as it was, bit for bit, and the update is -0.0, which leaves every parameter as it is,
+    also one that is -0.0. Then the loss scale is adjusted.
+
+    Clipping goes inside, where gradients are unscaled: `with_loss_scale(optax.chain(
+    optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))`. So does what accumulates or filters
+    (`optax.MultiSteps`): around it, its own arithmetic would make NaN of a skipped step.
+
+    Args:
+      inner: any optax transformation.
+      loss_scale: a loss scale; a number for a static one; None for none: then it only skips.
+      max_consecutive_skips: at that many skips in a row `diverged` becomes true and stays so;
+        None for never. Non-finite gradients are never applied, whatever the number.
+      axis_name: axis, or axes, over which to agree whether to skip. Averaging gradients is the
+        caller's business; under plain `jit` with shardings nothing is needed.
+
+    Returns:
+      A transformation whose state is a `LossScaleState`. Extra arguments go to `inner`; `grad`
+      among them is taken as scaled, `value` and `value_fn` as true.
+
+    Raises:
+      TypeError: `loss_scale` is no loss scale.
+      ValueError: `max_consecutive_skips` is less than 1; in `update`, the gradients' tree is not
+        the parameters', or the state is of another transformation.
+
+    Dtypes:
+      `inner` sees float32 gradients (float64 and complex stay); its state keeps, in every step,
+      the dtypes with which it was made.
+
+    Transforms:
+      jit, scan, vmap, shard_map, pmap.
+
+    Example:
+      >>> tx = mpjax.with_loss_scale(optax.sgd(0.5), mpjax.StaticLossScale(1024))
+      >>> params = {"w": jnp.ones(2)}
+      >>> updates, state = tx.update({"w": jnp.full(2, 1024.0)}, tx.init(params), params)
+      >>> updates, bool(state.grads_finite)
+      ({'w': Array([-0.5, -0.5], dtype=float32)}, True)
+
+    References:
+      optax, `apply_if_finite`; PyTorch, `GradScaler`
+    """
+    _check_skips(max_consecutive_skips)
+    start = as_loss_scale(loss_scale, "with_loss_scale(loss_scale)")
+    scaled = _LossScaled(inner, start, max_consecutive_skips, axis_name)
+    return optax.GradientTransformationExtraArgs(scaled.init, scaled.update)
+
+
+def current_loss_scale(opt_state: PyTree) -> LossScale:
+    """Returns the loss scale that `with_loss_scale` holds, found anywhere in `opt_state`.
+
+    Args:
+      opt_state: an optimizer state, or any pytree with one inside (a train state).
+
+    Returns:
+      The loss scale object, of the kind that `with_loss_scale` was given. No host sync.
+
+    Raises:
+      ValueError: there is none, or there are several; the message names their paths.
+
+    Example:
+      >>> tx = optax.chain(mpjax.with_loss_scale(optax.sgd(0.1), mpjax.StaticLossScale(8)))
+      >>> mpjax.current_loss_scale(tx.init({"w": jnp.ones(2)}))
+      StaticLossScale(loss_scale=8)
+    """
+    found = find_states(opt_state)
+    if len(found) == 1:
+        return _unpack(found[0][1])
+    if not found:
+        fix = "Wrap the optimizer: mpjax.with_loss_scale(tx, mpjax.DynamicLossScale())."
+        got = f"the state holds no loss scale; got a {type(opt_state).__name__}."
+        raise ValueError(message("current_loss_scale", got, fix))
+    paths = ", ".join(repr(path) for path, _ in found)
+    got = f"the state holds {len(found)} loss scales, at {paths}."
+    fix = "Give the part of the state that you mean, e.g. current_loss_scale(opt_state[0])."
+    raise ValueError(message("current_loss_scale", got, fix))
+
+
+def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
+    """Raises `NonFiniteError` if `with_loss_scale` has given a run up; else does nothing.
+
+    On the host, and it waits for the step: call it when you choose to look, not in the step.
+
+    Args:
+      opt_state: an optimizer state, or any pytree with one inside.
+      params: the parameters, for the path, shape and dtype of the first bad leaf.
+
+    Raises:
+      NonFiniteError: `max_consecutive_skips` steps in a row were skipped.
+      ValueError: there is no loss scale in the state, or it is traced.
+
+    Example:
+      >>> tx = mpjax.with_loss_scale(optax.sgd(0.1), max_consecutive_skips=1)
+      >>> params = {"w": jnp.ones(2)}
+      >>> _, state = tx.update({"w": jnp.full(2, jnp.nan)}, tx.init(params), params)
+      >>> mpjax.raise_if_diverged(state, params)
+      Traceback (most recent call last):
+      mpjax._errors.NonFiniteError: with_loss_scale: 1 step in a row was skipped; loss scale is 1.
+        First bad leaf: 'w', f32[2].
+        Lower the learning rate, or look for what overflows: ...
+    """
+    found = find_states(opt_state)
+    if not found:
+        current_loss_scale(opt_state)
+    for _, state in found:
+        if isinstance(state.diverged, jax.core.Tracer):
+            got = "it was called inside a traced function."
+            fix = "Call it on the host, on the state that the jitted step returned."
+            raise ValueError(message("raise_if_diverged", got, fix))
+        if bool(state.diverged):
+            raise NonFiniteError(_diverged_text(state, params))
+
+
+def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
+    """Returns `params + updates`, each leaf in its parameter's dtype.
+
+    As `optax.apply_updates`, but leaves of Flax's `_overwrite_with_gradient` collection (float8
+    scales and histories) are replaced by their update, which is their next value.
+
+    Example:
+      >>> mpjax.optim.apply_updates({"w": jnp.bfloat16(1)}, {"w": jnp.float32(0.5)})
+      {'w': Array(1.5, dtype=bfloat16)}
+    """
+
+    def apply(path: Any, p: Any, u: Any) -> Any:
+        if is_overwritten(path):
+            return u
+        wide = jnp.promote_types(p.dtype, u.dtype)
+        return (p.astype(wide) + u.astype(wide)).astype(p.dtype)
+
+    return jax.tree_util.tree_map_with_path(apply, params, updates)
+
+
+class _LossScaled:
+    """The two functions of `with_loss_scale`, and what they were made with."""
+
+    def __init__(
+        self,
+        inner: optax.GradientTransformation,
+        loss_scale: LossScale,
+        max_consecutive_skips: int | None,
+        axis_name: AxisName,
+    ) -> None:
+        self._inner = optax.with_extra_args_support(inner)
+        self._scalar, self._adjustment = _pack(loss_scale)
+        self._limit = max_consecutive_skips
+        self._axis_name = axis_name
+
+    def init(self, params: PyTree) -> LossScaleState:
+        return LossScaleState(
+            # New arrays each time: a donated state must not take the caller's with it.
+            loss_scale=jnp.array(self._scalar),
+            adjustment=jax.tree.map(jnp.array, self._adjustment),
+            grads_finite=jnp.array(True),
+            skipped_steps=jnp.zeros((), jnp.int32),
+            consecutive_skips=jnp.zeros((), jnp.int32),
+            diverged=jnp.array(False),
+            leaf_finite=jnp.ones((len(jax.tree.leaves(_plain(params))),), jnp.bool_),
+            inner_state=jax.tree.map(_strong, self._inner.init(_without_overwritten(params))),
+        )
+
+    def update(
+        self, updates: PyTree, state: LossScaleState, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, LossScaleState]:
+        _check_update(updates, state, params)
+        scale = _unpack(state)
+        grads = _unscale(scale, updates)
+        if "grad" in extra:
+            extra["grad"] = grads if extra["grad"] is updates else _unscale(scale, extra["grad"])
+        leaf_finite = agree(leaves_finite(grads), self._axis_name)
+        finite = jnp.all(leaf_finite)
+        steps, inner_state = self._inner.update(
+            _without_overwritten(grads), state.inner_state, _without_overwritten(params), **extra
+        )
+        steps = jax.tree.map(lambda u: _or_nothing(finite, u), steps)
+        steps = _with_overwritten(finite, steps, grads, params)
+        scalar, adjustment = _fields(scale.adjust(finite))
+        skips = jnp.where(finite, 0, state.consecutive_skips + 1)
+        limit = self._limit
+        return steps, LossScaleState(
+            loss_scale=state.loss_scale if scalar is None else scalar,
+            adjustment=adjustment,
+            grads_finite=finite,
+            skipped_steps=state.skipped_steps + (~finite).astype(jnp.int32),
+            consecutive_skips=skips,
+            diverged=state.diverged if limit is None else state.diverged | (skips >= limit),
+            leaf_finite=jnp.where(finite, state.leaf_finite, leaf_finite),
+            inner_state=select_like(finite, inner_state, state.inner_state),
+        )
+
+
+def find_states(opt_state: PyTree) -> list[tuple[str, LossScaleState]]:
+    """Returns every `LossScaleState` in a tree that is not inside another one, with its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        opt_state, is_leaf=lambda x: isinstance(x, LossScaleState)
+    )
+    return [(jax.tree_util.keystr(p), x) for p, x in leaves if isinstance(x, LossScaleState)]
+
+
+def _fields(scale: LossScale) -> tuple[Any, dict[str, Any] | None]:
+    """Returns a loss scale as its scalar and its other fields: None and None for a no-op."""
+    if isinstance(scale, NoOpLossScale):
+        return None, None
+    if isinstance(scale, StaticLossScale):
+        return scale.loss_scale, {}
+    if isinstance(scale, DynamicLossScale):
+        return scale.loss_scale, {name: getattr(scale, name) for name in _DYNAMIC_FIELDS}
+    got = f"got a {type(scale).__name__}, whose fields have no place in the optimizer's state."
+    fix = "Use NoOpLossScale, StaticLossScale or DynamicLossScale."
+    raise TypeError(message("with_loss_scale(loss_scale)", got, fix))
+
+
+def _pack(scale: LossScale) -> tuple[Any, dict[str, Any] | None]:
+    """Returns the fields to start from, on the host: a closure must not hold device memory."""
+    scalar, adjustment = _fields(scale)
+    scalar = np.float32(1) if scalar is None else _on_host(scalar)
+    return scalar, jax.tree.map(_on_host, adjustment)
+
+
+def _on_host(x: Array) -> Any:
+    return x if isinstance(x, jax.core.Tracer) else np.asarray(x)
+
+
+def _unpack(state: LossScaleState) -> NoOpLossScale | StaticLossScale | DynamicLossScale:
+    if state.adjustment is None:
+        return NoOpLossScale()
+    cls = DynamicLossScale if state.adjustment else StaticLossScale
+    config = [state.adjustment[name] for name in _DYNAMIC_FIELDS] if state.adjustment else []
+    return cls.tree_unflatten(None, (state.loss_scale, *config))
+
+
+def _unscale(scale: LossScale, grads: PyTree) -> PyTree:
+    # A no-op does not widen, and `inner` is to see float32 under every loss scale.
+    widened = map_with_path(lambda _, g: to_full(g) if is_array(g) else g, grads)
+    return scale.unscale(widened)
+
+
+def _strong(x: Any) -> Any:
+    """Returns a number or array as a strongly typed array, so that a later step is not retraced."""
+    is_number = isinstance(x, (bool, int, float, complex))
+    return jax.lax.convert_element_type(x, jnp.result_type(x)) if is_number or is_array(x) else x
+
+
+def select_like(pred: Array, new: PyTree, old: PyTree) -> PyTree:
+    """Returns `new` where `pred` is true, in the dtypes of `old`, and `old` where it is not."""
+
+    def choose(a: Any, b: Any) -> Any:
+        if not is_array(b):
+            return a
+        # A transformation that promotes would change the state's dtype at the first step.
+        a = jnp.asarray(a)
+        a = a if a.dtype == b.dtype else a.astype(b.dtype)
+        return jax.lax.select(pred, a, jnp.asarray(b))
+
+    return jax.tree.map(choose, new, old)
+
+
+def _or_nothing(finite: Array, u: Any) -> Array:
+    """Returns `u`, or what leaves a parameter as it is: -0.0, since -0.0 + 0.0 is 0.0."""
+    u = jnp.asarray(u)
+    nothing = -0.0 if jnp.issubdtype(u.dtype, jnp.inexact) else 0
+    return jax.lax.select(finite, u, jnp.full_like(u, nothing))
+
+
+def _plain(params: PyTree) -> PyTree:
+    """Returns the parameters that have gradients: lookahead keeps two copies of them."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def _without_overwritten(tree: PyTree) -> PyTree:
+    """Returns `tree` with Flax's `_overwrite_with_gradient` leaves masked, as optax masks."""
+
+    def mask(path: Any, x: Any) -> Any:
+        return optax.MaskedNode() if is_overwritten(path) else x
+
+    return jax.tree_util.tree_map_with_path(mask, tree)
+
+
+def _with_overwritten(finite: Array, steps: PyTree, grads: PyTree, params: PyTree | None) -> PyTree:
+    """Returns `steps` with the overwritten leaves' next values: new ones, or, skipped, the old."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
+    if not any(map(is_overwritten, paths)):
+        return steps
+    if params is None:
+        got = "the tree has an '_overwrite_with_gradient' collection, and params is missing."
+        fix = "Type tx.update(grads, opt_state, params)."
+        raise ValueError(message("with_loss_scale.update", got, fix))
+
+    def fill(path: Any, grad: Any, old: Any, step: Any) -> Any:
+        return select_like(finite, grad, old) if is_overwritten(path) else step
+
+    return jax.tree_util.tree_map_with_path(fill, grads, params, steps)
+
+
+def _check_skips(limit: int | None) -> None:
+    if limit is None or (isinstance(limit, int) and not isinstance(limit, bool) and limit >= 1):
+        return
+    got = f"must be a whole number of at least 1, or None; got {limit!r}."
+    raise ValueError(message("with_loss_scale(max_consecutive_skips)", got, "Type, e.g., 50."))
+
+
+def _check_update(updates: PyTree, state: Any, params: PyTree | None) -> None:
+    where = "with_loss_scale.update"
+    if not isinstance(state, LossScaleState):
+        got = f"the state is no LossScaleState; got a {type(state).__name__}."
+        fix = "Make it with tx.init(params); restore a checkpoint into that, not by itself."
+        raise ValueError(message(where, got, fix))
+    plain = _plain(params)
+    if params is not None and jax.tree.structure(updates) != jax.tree.structure(plain):
+        fix = ("Differentiate with respect to the parameters that you pass to update.",)
+        pair = (("the gradients", updates), ("the parameters", plain))
+        raise ValueError(first_difference(where, *pair, fix))
+    count, flags = len(jax.tree.leaves(updates)), np.shape(state.leaf_finite)
+    if flags != (count,):
+        got = f"the state was made for {flags} gradients; got {count}."
+        fix = "Make a state with tx.init(params) and restore into it what still fits."
+        raise ValueError(message(where, got, "A restored state must be of this model.", fix))
+
+
+def _diverged_text(state: LossScaleState, params: PyTree | None) -> str:
+    skips = max(1, int(state.consecutive_skips))
+    words = "1 step in a row was" if skips == 1 else f"{skips} steps in a row were"
+    got = f"{words} skipped; loss scale is {float(state.loss_scale):g}."
+    flags = np.asarray(state.leaf_finite)
+    bad = np.flatnonzero(~flags)
+    leaf = _leaf_text(int(bad[0]), len(flags), params) if len(bad) else "unknown"
+    more = f" ({len(bad)} of {len(flags)} leaves are bad)" if len(bad) > 1 else ""
+    fix = "Lower the learning rate, or look for what overflows: "
+    fix += "try policy 'bf16-mixed', or keep that layer in float32 with a PolicyMap."
+    return message("with_loss_scale", got, f"First bad leaf: {leaf}{more}.", fix)
+
+
+def _leaf_text(index: int, count: int, params: PyTree | None) -> str:
+    leaves = jax.tree.leaves(_plain(params))
+    if len(leaves) == count:
+        return f"{leaf_paths(_plain(params))[index]!r}, {describe(leaves[index])}"
+    return f"number {index + 1} of {count}; pass the parameters that update got for its path"

@@ -1,0 +1,309 @@
+"""The whole train step: loss function, optimizer and policy in, one jitted function out."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mpjax._dtypes import FLOAT32, describe
+from mpjax._errors import message
+from mpjax._grad import get_loss_scale, localised, mean, value_and_grad
+from mpjax._loss_scale import LossScale
+from mpjax._policy import get_policy
+from mpjax._tree import is_array, is_overwritten, map_with_path, path_str, to_full
+from mpjax._typing import Array, AxisName, PyTree
+from mpjax.optim import (
+    apply_updates,
+    current_loss_scale,
+    find_states,
+    select_like,
+    with_loss_scale,
+)
+
+
+class TrainState(NamedTuple):
+    """What a train step takes and returns; a pytree of plain containers, for checkpoints.
+
+    Example:
+      >>> step = mpjax.make_train_step(lambda w, x: (w * x) ** 2, optax.sgd(0.1))
+      >>> step.init(jnp.float32(3)).params
+      Array(3., dtype=float32)
+    """
+
+    step: Array  # i32[], updates taken; a skipped step does not count
+    params: PyTree
+    opt_state: PyTree
+    extra_state: PyTree  # None where the loss function has none
+
+
+class TrainStep:
+    """A jitted `(state, batch) → (state, metrics)`; made by `make_train_step`."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        tx: optax.GradientTransformation,
+        policy: Any,
+        *,
+        loss_scale: LossScale | float | None,
+        has_aux: bool,
+        accumulate: int,
+        max_consecutive_skips: int | None,
+        axis_name: AxisName,
+        donate: bool,
+    ) -> None:
+        self.policy = get_policy(policy)
+        self._loss_fn = loss_fn
+        self._given_tx = tx
+        self._given_loss_scale = loss_scale
+        self._has_aux = has_aux
+        self._accumulate = accumulate
+        self._axis_name = axis_name
+        self._wrapped_tx = with_loss_scale(
+            tx,
+            get_loss_scale(self.policy) if loss_scale is None else loss_scale,
+            max_consecutive_skips=max_consecutive_skips,
+            axis_name=axis_name,
+        )
+        self._jitted = jax.jit(self._step, donate_argnums=(0,) if donate else ())
+
+    def init(self, params: PyTree, extra_state: PyTree = None) -> TrainState:
+        """Returns the state to start from.
+
+        Args:
+          params: the parameters; they are copied, so that donating the state leaves yours.
+          extra_state: what the model changes besides (BatchNorm statistics, EMA, PRNG keys);
+            None for nothing.
+
+        Dtypes:
+          Parameters in the policy's `param_dtype`; `extra_state` as it is.
+        """
+        params = jax.tree.map(_copied, self.policy.cast_to_param(params))
+        extra_state = jax.tree.map(_copied, extra_state)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=self._tx(params).init(params),
+            extra_state=extra_state,
+        )
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
+        """Returns the next state and the metrics of this step; `state` is donated."""
+        return self._jitted(_checked(state), batch)
+
+    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
+        """Returns the step lowered for these arguments (or specs of them), ahead of time."""
+        return self._jitted.lower(_checked(state), batch)
+
+    def _tx(self, params: PyTree) -> optax.GradientTransformation:
+        """Returns the optimizer, wrapped unless its user has wrapped it."""
+        if not find_states(jax.eval_shape(self._given_tx.init, params)):
+            return self._wrapped_tx
+        if self._given_loss_scale is not None:
+            got = "got a loss_scale, and an optimizer that holds one already."
+            fix = "Drop loss_scale=, or the with_loss_scale around the optimizer."
+            raise ValueError(message("make_train_step", got, fix))
+        return self._given_tx
+
+    def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
+        loss_scale = current_loss_scale(state.opt_state)
+        loss, extra_state, aux, grads = self._differentiate(loss_scale, state, batch)
+        tx = optax.with_extra_args_support(self._tx(state.params))
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
+        scaling = find_states(opt_state)[0][1]
+        finite = scaling.grads_finite
+        new_state = TrainState(
+            step=state.step + finite.astype(jnp.int32),
+            params=apply_updates(state.params, updates),
+            opt_state=opt_state,
+            extra_state=select_like(finite, extra_state, state.extra_state),
+        )
+        metrics = {
+            "loss": loss,
+            "loss_scale": jnp.asarray(loss_scale.loss_scale, FLOAT32),
+            "grads_finite": finite,
+            "skipped_steps": scaling.skipped_steps,
+            "consecutive_skips": scaling.consecutive_skips,
+            "diverged": scaling.diverged,
+        }
+        return new_state, metrics | ({"aux": aux} if self._has_aux else {})
+
+    def _differentiate(self, loss_scale: LossScale, state: TrainState, batch: PyTree) -> Any:
+        """Returns the mean loss, the new extra state, aux, and mean, still scaled gradients."""
+        differentiate = value_and_grad(
+            self._scalar_loss, has_aux=True, loss_scale=loss_scale, unscale=False
+        )
+        # Averaged here, after accumulation, and not by value_and_grad in each micro-batch.
+        params = localised((state.params,), 0, self._axis_name)[0]
+        if self._accumulate == 1:
+            (loss, (extra_state, aux)), grads = differentiate(params, state.extra_state, batch)
+        else:
+            loss, extra_state, aux, grads = self._scan(differentiate, params, state, batch)
+        loss = loss.astype(FLOAT32)
+        if self._axis_name is not None:
+            loss, grads = mean(loss, self._axis_name), mean(grads, self._axis_name)
+        return loss, extra_state, aux, grads
+
+    def _scan(self, differentiate: Any, params: PyTree, state: TrainState, batch: PyTree) -> Any:
+        """Returns means over micro-batches, of which one at a time is in memory."""
+        count = self._accumulate
+        parts = jax.tree_util.tree_map_with_path(lambda path, x: _split(path, x, count), batch)
+
+        def body(carry: Any, part: PyTree) -> Any:
+            extra_state, total = carry
+            (loss, (new_extra, aux)), grads = differentiate(params, extra_state, part)
+            total = _accumulated(total, grads)
+            return (select_like(jnp.array(True), new_extra, extra_state), total), (loss, aux)
+
+        carry = (state.extra_state, map_with_path(_no_gradient, params))
+        (extra_state, total), (losses, aux) = jax.lax.scan(body, carry, parts)
+        grads = map_with_path(lambda _, g: g / count, total)
+        return jnp.mean(losses.astype(FLOAT32)), extra_state, aux, grads
+
+    def _scalar_loss(self, params: PyTree, extra_state: PyTree, batch: PyTree) -> Any:
+        """Runs the loss function under the policy; returns `loss, (extra_state, aux)`."""
+        default = getattr(self.policy, "default", self.policy)
+        params, batch = self.policy.cast_to_compute(params), default.cast_to_compute(batch)
+        guarded = extra_state is not None
+        out = self._loss_fn(params, *((extra_state,) if guarded else ()), batch)
+        aux = None
+        if guarded and self._has_aux:
+            out, rest = _pair(out, "(loss, (new_extra_state, aux))")
+            extra_state, aux = _pair(rest, "(loss, (new_extra_state, aux))")
+        elif guarded:
+            out, extra_state = _pair(out, "(loss, new_extra_state)")
+        elif self._has_aux:
+            out, aux = _pair(out, "(loss, aux)")
+        return default.cast_to_output(out), (extra_state, aux)
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    policy: Any = None,
+    *,
+    loss_scale: LossScale | float | None = None,
+    has_aux: bool = False,
+    accumulate: int = 1,
+    max_consecutive_skips: int | None = None,
+    axis_name: AxisName = None,
+    donate: bool = True,
+) -> TrainStep:
+    """Returns a jitted train step for any precision: `state, metrics = step(state, batch)`.
+
+    The step computes the loss under `policy`, differentiates it scaled, and updates the
+    parameters unless a gradient is inf or NaN: then everything in the state but the loss scale
+    and its counters stays, bit for bit, as if the batch had never been.
+
+    Args:
+      loss_fn: `loss_fn(params, batch) -> loss`; with extra state given to `init`,
+        `loss_fn(params, extra_state, batch) -> (loss, new_extra_state)`. With `has_aux` the
+        last of what it returns becomes a pair with aux: `(loss, aux)`, or
+        `(loss, (new_extra_state, aux))`. PRNG keys go into the batch, or into the extra state.
+      tx: any optax transformation, clipping inside; one that is wrapped in `with_loss_scale`
+        already is taken as it is.
+      policy: whatever `get_policy` takes; None for the scoped default.
+      loss_scale: None for what the policy needs (dynamic for float16 compute); else as in
+        `with_loss_scale`.
+      has_aux: whether `loss_fn` returns something to report besides.
+      accumulate: micro-batches in a step. Batch leaves are split along their first axis,
+        scalars are repeated and a scalar PRNG key is folded with the micro-batch's index. `aux`
+        comes back stacked. A non-finite micro-batch skips the whole step.
+      max_consecutive_skips: as in `with_loss_scale`; see `raise_if_diverged`.
+      axis_name: axis, or axes, of `shard_map` or `pmap` around the step, over which the loss
+        and the gradients are averaged. With plain shardings nothing is needed.
+      donate: whether the step may reuse the memory of the state that it is given.
+
+    Returns:
+      A `TrainStep`: `step.init(params)` or `step.init(params, extra_state)` gives the state
+      (`.step .params .opt_state .extra_state`), `step(state, batch)` the next one and metrics:
+      `loss` (f32, unscaled), `loss_scale` (the one used), `grads_finite`, `skipped_steps`,
+      `consecutive_skips`, `diverged`, and `aux` with `has_aux`. `step.lower` is for ahead of
+      time compilation. No host sync.
+
+    Raises:
+      ValueError: `accumulate` is less than 1 or does not divide the batch.
+      TypeError: the loss is no floating scalar, or `loss_fn` does not return what it should.
+
+    Dtypes:
+      Parameters in `param_dtype`, computation in `compute_dtype`, gradients float32.
+
+    Transforms:
+      jit (it is), scan, vmap, shard_map, pmap.
+
+    Example:
+      >>> def loss_fn(params, batch):
+      ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+      >>> step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "bf16-mixed")
+      >>> state = step.init({"w": jnp.zeros(2)})
+      >>> state, metrics = step(state, {"x": jnp.ones((4, 2)), "y": jnp.ones(4)})
+      >>> float(metrics["loss"]), state.params["w"].dtype
+      (1.0, dtype('float32'))
+
+    References:
+      Micikevicius et al., Mixed Precision Training, 2018, https://arxiv.org/abs/1710.03740
+    """
+    if not (isinstance(accumulate, int) and accumulate >= 1):
+        got = f"must be a whole number of at least 1; got {accumulate!r}."
+        raise ValueError(message("make_train_step(accumulate)", got, "Type, for example, 4."))
+    return TrainStep(
+        loss_fn,
+        tx,
+        policy,
+        loss_scale=loss_scale,
+        has_aux=has_aux,
+        accumulate=accumulate,
+        max_consecutive_skips=max_consecutive_skips,
+        axis_name=axis_name,
+        donate=donate,
+    )
+
+
+def _checked(state: Any) -> TrainState:
+    if isinstance(state, TrainState):
+        return state
+    got = f"the first argument must be the state; got a {type(state).__name__}."
+    fix = "Make it with step.init(params), and pass the state that the last step returned."
+    raise TypeError(message("train step", got, fix))
+
+
+def _copied(x: Any) -> Any:
+    return jnp.array(x, copy=True) if is_array(x) else x
+
+
+def _pair(out: Any, wanted: str) -> tuple[Any, Any]:
+    if isinstance(out, tuple) and len(out) == 2:
+        return out
+    got = f"the loss function must return {wanted}; got {describe(out)}."
+    fix = "Return that tuple, or change has_aux= or what step.init was given."
+    raise TypeError(message("make_train_step", got, fix))
+
+
+def _split(path: Any, x: Any, count: int) -> Any:
+    """Returns a batch leaf with a first axis of `count` micro-batches."""
+    x = jnp.asarray(x)
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) and x.ndim == 0:
+        return jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(count))
+    if x.ndim == 0:
+        return jnp.broadcast_to(x, (count,))
+    if x.shape[0] % count:
+        got = f"{describe(x)} does not split into {count} micro-batches."
+        fix = "Make the first axis a multiple of accumulate=, or drop the last, short batch."
+        raise ValueError(message(f"batch leaf {path_str(path)!r}", got, fix))
+    return x.reshape(count, x.shape[0] // count, *x.shape[1:])
+
+
+def _no_gradient(_: Any, p: Any) -> Any:
+    """Returns the gradient of nothing: zeros in the dtype in which gradients come back."""
+    return jnp.zeros_like(to_full(p)) if is_array(p) else p
+
+
+def _accumulated(total: PyTree, grads: PyTree) -> PyTree:
+    """Returns the sums; an overwritten leaf is its latest value, never a sum."""
+
+    def add(path: Any, a: Any, b: Any) -> Any:
+        return b if is_overwritten(path) else a + b
+
+    return jax.tree_util.tree_map_with_path(add, total, grads)
