@@ -1,0 +1,174 @@
+"""What an accelerator makes of a policy, and the warning or error that follows."""
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import jax
+
+from mpjax._errors import SupportWarning, message
+from mpjax._hardware.find import DeviceLike, find_accelerator
+from mpjax._hardware.table import Accelerator, Cell, Status
+
+
+class PolicyLike(Protocol):
+    """What a policy tells of itself here."""
+
+    def to_dict(self) -> dict[str, str]:
+        """Returns 'param_dtype', 'compute_dtype' and 'output_dtype', by name ('half' included)."""
+        ...
+
+
+class PolicyMapLike(Protocol):
+    """What a map from paths to policies tells of itself here."""
+
+    @property
+    def default(self) -> PolicyLike:
+        """The policy of what no rule matches."""
+        ...
+
+    @property
+    def rules(self) -> Sequence[tuple[str, PolicyLike]]:
+        """Patterns and their policies."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What an accelerator makes of one dtype of a policy."""
+
+    where: str  # 'policy'; in a PolicyMap 'default' or the pattern of a rule
+    roles: tuple[str, ...]  # of 'param', 'compute', 'output'
+    dtype: str
+    status: Status
+    reason: str
+    instead: str  # what to type; empty where nothing is wrong
+
+    def __str__(self) -> str:
+        where = "" if self.where == "policy" else f"{self.where!r}: "
+        return f"{where}{', '.join(self.roles)} {self.dtype} is {self.status}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class SupportReport:
+    """What an accelerator makes of a policy, dtype by dtype."""
+
+    policy: str  # as text
+    accelerator: Accelerator
+    findings: tuple[Finding, ...]
+
+    @property
+    def status(self) -> Status:
+        """The worst status among the findings."""
+        found = {finding.status for finding in self.findings}
+        return next(status for status in reversed(_SEVERITY) if status in found)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is slow or unsupported."""
+        return self.status not in ("slow", "unsupported")
+
+    def lines(self, *statuses: Status) -> list[str]:
+        """Returns the findings of these statuses as text, then what to type instead."""
+        chosen = [finding for finding in self.findings if finding.status in statuses]
+        instead = dict.fromkeys(finding.instead for finding in chosen if finding.instead)
+        advice = [f"Type {', or '.join(instead)} instead."] if instead else []
+        return [*map(str, chosen), *advice]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as plain values, for JSON."""
+        return {
+            "policy": self.policy,
+            "device": self.accelerator.key,
+            "description": self.accelerator.name,
+            "ok": self.ok,
+            "status": self.status,
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+        }
+
+    def __str__(self) -> str:
+        head = f"{self.policy} on {self.accelerator.name}: {self.status}"
+        return "\n  ".join((head, *self.lines(*_SEVERITY)))
+
+
+_SEVERITY: tuple[Status, ...] = ("native", "unknown", "slow", "unsupported")
+
+
+def examine(policy: PolicyLike | PolicyMapLike, accelerator: Accelerator) -> SupportReport:
+    """Returns what `accelerator` makes of a policy, or of a `PolicyMap`'s default and rules."""
+    if hasattr(policy, "rules"):
+        policies = cast("PolicyMapLike", policy)
+        parts = [("default", policies.default), *policies.rules]
+        text = f"PolicyMap of {len(policies.rules)} rules"
+    else:
+        parts = [("policy", cast("PolicyLike", policy))]
+        text = repr(str(policy))
+    findings = [finding for part in parts for finding in _findings(*part, accelerator)]
+    return SupportReport(text, accelerator, tuple(findings))
+
+
+def check_policy(
+    policy: PolicyLike | PolicyMapLike,
+    device: DeviceLike | str | None = None,
+    *,
+    where: str,
+    stacklevel: int = 2,
+) -> SupportReport:
+    """Returns `examine`'s report; warns of what is slow and raises on what cannot run.
+
+    What is slow on a CPU is reported without a warning: there code is tried, not run for speed.
+
+    Args:
+      policy: a `Policy` or `PolicyMap`.
+      device: as `find_accelerator` takes it.
+      where: the function that the user called, for the message.
+      stacklevel: as in `warnings.warn`; 2 blames the caller of this function.
+
+    Raises:
+      ValueError: a dtype cannot run, or `device` is an unknown name.
+
+    Warns:
+      SupportWarning: a dtype is slow on an accelerator other than a CPU.
+    """
+    report = examine(policy, find_accelerator(device, where))
+    row = report.accelerator
+    if report.status == "unsupported":
+        got = f"{report.policy} cannot run on {row.name}."
+        raise ValueError(message(where, got, *report.lines("unsupported")))
+    if report.status == "slow" and row.family != "cpu":
+        got = f"{report.policy} gains little or nothing on {row.name}."
+        warnings.warn(
+            message(where, got, *report.lines("slow")), SupportWarning, stacklevel=stacklevel
+        )
+    return report
+
+
+def _findings(where: str, policy: PolicyLike, accelerator: Accelerator) -> list[Finding]:
+    roles: dict[tuple[str, Cell], list[str]] = {}
+    for field, dtype in policy.to_dict().items():
+        role = field.removesuffix("_dtype")
+        if dtype == "half":  # jmp's rule; the policy itself would ask the backend that is here
+            dtype = "bfloat16" if accelerator.family == "tpu" else "float16"
+        roles.setdefault((dtype, _judge(role, dtype, accelerator)), []).append(role)
+    return [
+        Finding(where, tuple(names), dtype, *cell, instead=_instead(dtype, cell, accelerator))
+        for (dtype, cell), names in roles.items()
+    ]
+
+
+def _judge(role: str, dtype: str, accelerator: Accelerator) -> Cell:
+    if dtype == "float64" and not jax.config.read("jax_enable_x64"):
+        return Cell("unsupported", "64-bit types are off in JAX, which would give float32")
+    # An optimizer adds in the parameters' dtype: of that only float64 is costly in itself.
+    if role != "compute" and dtype != "float64":
+        return Cell("native", "stored and added, not multiplied")
+    return accelerator.cell(dtype)
+
+
+def _instead(dtype: str, cell: Cell, accelerator: Accelerator) -> str:
+    if cell.status == "unsupported":
+        return "jax.config.update('jax_enable_x64', True) at the start, or '32-true'"
+    if cell.status == "slow":
+        return repr("32-true" if dtype == "float64" else accelerator.policy)
+    return ""
