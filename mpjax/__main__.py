@@ -1,0 +1,223 @@
+"""The command line, `python -m mpjax`: what this machine runs well, and which policy to pick."""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+import mpjax
+from mpjax._hardware import DTYPES, SUPPORT, Accelerator, examine, find_accelerator
+from mpjax._policy import POLICY_NAMES, get_policy
+
+OK, SLOW, FAILED = 0, 1, 2
+"""Exit codes: as it should be · runs, with little or no gain · cannot run, or a wrong argument."""
+
+_WORDS = {"native": "yes", "slow": "slow", "unsupported": "no", "unknown": "?"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """A subcommand: `run` prints and returns the exit code."""
+
+    name: str
+    help: str
+    run: Callable[[argparse.Namespace], int]
+    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; `argv` is `sys.argv[1:]` unless given."""
+    args = _parser().parse_args(argv, argparse.Namespace(json=False))
+    try:
+        return args.run(args)
+    except (ValueError, TypeError) as error:  # what the library says of a name that is wrong
+        print(error, file=sys.stderr)
+        return FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    shared = argparse.ArgumentParser(add_help=False)
+    # SUPPRESS: a subcommand's own default would undo a --json that stands before it.
+    shared.add_argument(
+        "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON instead of text"
+    )
+    parser = argparse.ArgumentParser(
+        prog="python -m mpjax",
+        description="Mixed precision for JAX. Without a command: what this machine is, what it "
+        "runs well, which policy to pick, and the same for every accelerator known.",
+        epilog="Exit codes: 0 fine, 1 runs with little or no gain, 2 cannot run or wrong argument.",
+        parents=[shared],
+    )
+    parser.add_argument("--version", action="version", version=f"mpjax {mpjax.__version__}")
+    parser.set_defaults(run=_machine)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for command in COMMANDS:
+        sub = commands.add_parser(
+            command.name, help=command.help, description=command.help, parents=[shared]
+        )
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run)
+    return parser
+
+
+# -- machine -----------------------------------------------------------------------------------
+
+
+def _machine(args: argparse.Namespace) -> int:
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:  # JAX_PLATFORMS names a backend that does not start
+        print(f"JAX starts no backend: {error}", file=sys.stderr)
+        print("  `python -m mpjax table` needs none.", file=sys.stderr)
+        return FAILED
+    row = find_accelerator(devices[0])
+    if args.json:
+        machine = {"platform": devices[0].platform, "device_count": len(devices), **_row(row)}
+        versions = {"mpjax": mpjax.__version__, "jax": jax.__version__}
+        return _print_json({"versions": versions, "machine": machine, "table": _rows()})
+    print(f"mpjax {mpjax.__version__}, JAX {jax.__version__}\n")
+    count = "" if len(devices) == 1 else f"{len(devices)} x "
+    print(f"This machine: {count}{row.name} ({row.key})")
+    for dtype in DTYPES:
+        cell = row.cell(dtype)
+        print(f"  {dtype:<14} {_WORDS[cell.status]:<5} {cell.reason}")
+    print(f"\nPick: {row.policy!r}, as in mpjax.get_policy({row.policy!r}).\n")
+    _print_support()
+    return OK
+
+
+# -- table -------------------------------------------------------------------------------------
+
+
+def _table(args: argparse.Namespace) -> int:
+    rows = [find_accelerator(name, "mpjax table") for name in args.device]
+    if args.json:
+        return _print_json([_row(row) for row in rows] if rows else _rows())
+    if not rows:
+        _print_support()
+    for row in rows:
+        cells = [(dtype, row.cell(dtype)) for dtype in DTYPES]
+        lines = [(dtype, _WORDS[cell.status], cell.reason) for dtype, cell in cells]
+        title = f"{row.name} ({row.key}): pick {row.policy!r}"
+        _print_table(title, ("dtype", "fast", "why"), lines)
+    return OK
+
+
+def _table_arguments(parser: argparse.ArgumentParser) -> None:
+    help = "an accelerator, for the reasons: v5e, h100, sm_90, gfx942, cpu ...; all without one"
+    parser.add_argument("device", nargs="*", metavar="DEVICE", help=help)
+
+
+def _print_support() -> None:
+    names = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
+    names |= {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+    lines = [
+        (row.key, row.name, *(_WORDS[row.cell(dtype).status] for dtype in DTYPES), row.policy)
+        for row in SUPPORT.values()
+    ]
+    header = ("name", "accelerator", *(names[dtype] for dtype in DTYPES), "pick")
+    _print_table("Products by accelerator: fast, or no faster than a wider dtype", header, lines)
+    print(
+        "Why, for one of them: python -m mpjax table NAME. Models (h100, rtx4090, mi300x), compute"
+    )
+    print("capabilities (9.0) and slices of a TPU pod (v5litepod-16) are names too.")
+
+
+def _row(row: Accelerator) -> dict[str, Any]:
+    cells = {dtype: row.cell(dtype)._asdict() for dtype in DTYPES}
+    return {"name": row.key, "description": row.name, "pick": row.policy, "dtypes": cells}
+
+
+def _rows() -> list[dict[str, Any]]:
+    return [_row(row) for row in SUPPORT.values()]
+
+
+# -- names -------------------------------------------------------------------------------------
+
+
+def _names(args: argparse.Namespace) -> int:
+    rows = [{"name": row.name, **row.policy.to_dict(), "from": row.source} for row in POLICY_NAMES]
+    if args.json:
+        return _print_json(rows)
+    header = ("name", "parameters", "computation", "output", "from")
+    _print_table("Names that get_policy takes", header, [tuple(row.values()) for row in rows])
+    print("Also: one dtype for all three (bfloat16), or pairs as in jmp (p=f32,c=bf16,o=f32).")
+    print("'bf16' alone is refused: it is mixed for Lightning and all bfloat16 for jmp.")
+    return OK
+
+
+# -- check -------------------------------------------------------------------------------------
+
+
+def _check(args: argparse.Namespace) -> int:
+    report = examine(get_policy(args.policy), find_accelerator(args.device, "mpjax check"))
+    if args.json:
+        _print_json(report.to_dict())
+    else:
+        print(report)
+    return {"slow": SLOW, "unsupported": FAILED}.get(report.status, OK)
+
+
+def _check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("policy", metavar="POLICY", help="a name, as `names` lists them")
+    help = "an accelerator that need not be here (v5litepod-16, h100 ...); this machine's without"
+    parser.add_argument("--device", metavar="NAME", help=help)
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        name="table",
+        help="which precision is fast on which accelerator, and why",
+        run=_table,
+        add_arguments=_table_arguments,
+    ),
+    Command(name="names", help="every policy name, and where it comes from", run=_names),
+    Command(
+        name="check",
+        help="whether a policy runs, and runs well, on an accelerator",
+        run=_check,
+        add_arguments=_check_arguments,
+    ),
+)
+
+
+# -- printing ----------------------------------------------------------------------------------
+
+
+def _print_json(value: Any) -> int:
+    print(json.dumps(value, indent=2))
+    return OK
+
+
+def _print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Prints a table: by rich where a person reads it and rich is installed, else as plain text."""
+    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+        _print_rich(title, header, lines)
+        return
+    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+    print(title)
+    for line in (header, ["-" * width for width in widths], *lines):
+        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print("  " + "  ".join(padded).rstrip())
+    print()
+
+
+def _print_rich(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*header, title=title, title_justify="left", title_style="bold")
+    colours = {"yes": "green", "slow": "yellow", "no": "red"}
+    for line in lines:
+        coloured = (f"[{colours[cell]}]{cell}" if cell in colours else cell for cell in line)
+        table.add_row(*coloured)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
