@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -208,16 +210,33 @@ def _print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str
 
 
 def _print_rich(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(*header, title=title, title_justify="left", title_style="bold")
+    # No padding: one space between columns, so that 80 columns are enough.
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+    for name, width in zip(header, widths, strict=True):
+        # A narrow terminal breaks the longest column only: the others hold names to be typed.
+        table.add_column(name, no_wrap=width < max(widths))
     colours = {"yes": "green", "slow": "yellow", "no": "red"}
     for line in lines:
-        coloured = (f"[{colours[cell]}]{cell}" if cell in colours else cell for cell in line)
-        table.add_row(*coloured)
+        table.add_row(*(Text(cell, style=colours.get(cell, "")) for cell in line))
     Console().print(table)
 
 
+def _run_as_program() -> int:
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        # Python flushes stdout once more at exit, and would print a traceback then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_run_as_program())

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 
@@ -47,6 +48,18 @@ def test_it_runs_as_a_module_and_prints_plain_text_into_a_pipe():
         "and needs loss scaling\n"
         "  Type 'bf16-mixed' instead.\n"
     )
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "mpjax", "names"], stdout=writer, stderr=subprocess.PIPE
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")  # what a shell gives for SIGPIPE
 
 
 @pytest.mark.parametrize("argv", [["--json"], ["--json", "names"], ["names", "--json"]])
@@ -190,13 +203,16 @@ def test_a_command_is_one_entry(capsys, monkeypatch):
     assert run(capsys, "hello", "--json") == (7, "hello, json=True\n")
 
 
-def test_a_terminal_gets_a_table_by_rich(capsys, monkeypatch):
+def test_a_terminal_gets_a_table_by_rich_in_which_names_stay_whole(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "160")
-    code, out = run(capsys, "table", "v5e")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    code, out = run(capsys, "table")
     assert code == 0
-    assert "┏" in out
-    assert "float8_e5m2" in out
+    assert "───" in out
+    words = set(out.split())
+    assert set(SUPPORT) <= words
+    assert {row.policy for row in SUPPORT.values()} <= words
 
 
 def test_a_terminal_without_rich_gets_plain_text(capsys, monkeypatch):
