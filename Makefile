@@ -63,8 +63,7 @@ bench: $(STAMP)  ## run every benchmark, one after another
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; done
 
 docs: $(STAMP)  ## build the API reference from the docstrings into site/
-	$(BIN)/python -W error -m pdoc --docformat google --output-directory site \
-		$$($(BIN)/python .ci/public_modules.py)
+	$(BIN)/python .ci/reference.py site
 
 package: $(STAMP)  ## build the wheel and the source archive into dist/
 	rm -rf dist
