@@ -21,7 +21,7 @@ def public_modules() -> list[str]:
 def main(folder: Path) -> None:
     """Writes one page a module, and an index of all words, into `folder`."""
     warnings.simplefilter("error")
-    # pdoc reads a module's own dictionary: names that are imported at their first use must be there.
+    # pdoc reads a module's dictionary: names that are imported at their first use must be in it.
     for name in mpjax.__all__:
         setattr(mpjax, name, getattr(mpjax, name))
     pdoc.render.configure(docformat="google")
