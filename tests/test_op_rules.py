@@ -1,0 +1,75 @@
+"""The table of operations: complete, in one place each, and open to the user's overrides."""
+
+import jax.extend.core.primitives
+import pytest
+
+from mpjax import _op_rules
+from mpjax._op_rules import AS_TRACED, COMPARISONS, OP_RULES, STRUCTURE, OpClass, parse_rules
+
+_EXPORTED = sorted(
+    getattr(jax.extend.core.primitives, name).name
+    for name in dir(jax.extend.core.primitives)
+    if name.endswith("_p")
+)
+
+
+def test_every_primitive_that_jax_exports_has_a_row_or_is_unknown_on_purpose():
+    known = OP_RULES.keys() | COMPARISONS | STRUCTURE | AS_TRACED
+    assert [name for name in _EXPORTED if name not in known] == []
+
+
+def test_the_completeness_test_sees_a_missing_row(monkeypatch):
+    monkeypatch.delitem(_op_rules.OP_RULES, "tanh")
+    with pytest.raises(AssertionError, match="tanh"):
+        test_every_primitive_that_jax_exports_has_a_row_or_is_unknown_on_purpose()
+
+
+def test_no_primitive_stands_in_two_places():
+    places = [OP_RULES.keys(), COMPARISONS, STRUCTURE, AS_TRACED]
+    names = [name for place in places for name in place]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("rule", OP_RULES.values(), ids=lambda rule: rule.primitive)
+def test_every_row_has_a_reason_and_a_known_torch_list(rule):
+    assert rule.reason
+    assert rule.torch in ("", "lower", "fp32", "promote")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dot_general", OpClass.LOWER),
+        ("conv_general_dilated", OpClass.LOWER),
+        ("exp", OpClass.FULL),
+        ("reduce_sum", OpClass.FULL),
+        ("cholesky", OpClass.FULL),
+        ("add", OpClass.FOLLOW),
+        ("tanh", OpClass.FOLLOW),
+        ("reshape", OpClass.KEEP),
+        ("reduce_max", OpClass.KEEP),
+    ],
+)
+def test_classes_of_the_common_operations(name, expected):
+    assert _op_rules.op_class(name, {}) is expected
+    assert _op_rules.op_class(name, {name: OpClass.FULL}) is OpClass.FULL
+
+
+def test_rules_are_parsed():
+    assert parse_rules(None) == ({}, False)
+    assert parse_rules("widest") == ({}, True)
+    assert parse_rules({"tanh": "full"}) == ({"tanh": OpClass.FULL}, False)
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ("narrowest", "unknown set of rules 'narrowest'"),
+        ({"tahn": "full"}, "unknown primitive 'tahn'(.|\n)*Nearest: .*'tanh'"),
+        ({"tanh": "wide"}, "unknown class 'wide' for 'tanh'"),
+        ({"tanh": "lower"}, "'tanh' cannot be 'lower'"),
+    ],
+)
+def test_bad_rules_say_what_to_type(rules, text):
+    with pytest.raises(ValueError, match=text):
+        parse_rules(rules)
