@@ -41,7 +41,7 @@ def test_import_loads_no_optional_library():
     assert loaded.isdisjoint(OPTIONAL)
 
 
-@pytest.mark.parametrize("library", OPTIONAL)
+@pytest.mark.parametrize("library", ["flax", "optax"])
 def test_an_optional_library_would_be_seen(library: str):
     assert library in loaded_by(f"import mpjax, {library}")
 
