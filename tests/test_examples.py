@@ -31,7 +31,7 @@ def run(name: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess
 
 
 def test_every_example_has_a_short_form():
-    assert sorted(SHORT) == EXAMPLES
+    assert sorted(SHORT) == EXAMPLES, "each file of examples/ needs its row in SHORT, and no other"
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
