@@ -1,0 +1,58 @@
+"""Self-attention as written by hand in mixed precision: low products, softmax in full."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from ._network import full
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, dtype: Any) -> jax.Array:
+    """Returns softmax(q k / sqrt(d)) v for [batch, time, heads, d], where `mask` allows it."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q * q.shape[-1] ** -0.5, k)
+    scores = jnp.where(mask, scores.astype(full(dtype)), -1e9)
+    weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def rotate(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns [batch, time, heads, d] with rotary positions, rotated in `full(dtype)`."""
+    _, time, _, dim = x.shape
+    frequencies = 1e4 ** (-jnp.arange(0, dim, 2, dtype=full(dtype)) / dim)
+    angles = jnp.arange(time, dtype=full(dtype))[:, None] * frequencies[None, :]
+    cos, sin = jnp.cos(angles)[None, :, None, :], jnp.sin(angles)[None, :, None, :]
+    a, b = jnp.split(x.astype(full(dtype)), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(dtype)
+
+
+def causal(time: int) -> jax.Array:
+    """Returns the mask [1, 1, time, time] of a decoder."""
+    return jnp.tril(jnp.ones((time, time), bool))[None, None]
+
+
+class SelfAttention(nn.Module):
+    """Multi-head attention of `x` to itself."""
+
+    heads: int
+    dtype: Any
+    rotary: bool = False
+    use_bias: bool = True
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        """Returns features like `x`."""
+        width = x.shape[-1]
+
+        def project(name: str) -> jax.Array:
+            shape = (self.heads, width // self.heads)
+            dense = nn.DenseGeneral(shape, use_bias=self.use_bias, dtype=self.dtype, name=name)
+            return dense(x)
+
+        q, k, v = project("query"), project("key"), project("value")
+        if self.rotary:
+            q, k = rotate(q, self.dtype), rotate(k, self.dtype)
+        y = attend(q, k, v, mask, self.dtype)
+        out = nn.DenseGeneral(width, axis=(-2, -1), use_bias=self.use_bias, dtype=self.dtype)
+        return out(y)

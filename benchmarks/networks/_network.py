@@ -1,0 +1,64 @@
+"""What a benchmarked network is: one definition, written for any dtype, with its inputs."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+PyTree = Any
+Loss = Callable[[PyTree, PyTree], jax.Array]  # loss(params, batch) -> scalar
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A model with its loss, at one size.
+
+    `written(dtype)` is the model as someone writes it who places every cast by hand: parameters
+    float32, modules with `dtype=dtype`, softmax, normalisation statistics and the loss in
+    `full(dtype)`. `written(float32)` holds no cast at all, so it is the plain, unedited model.
+    """
+
+    name: str
+    size: str
+    written: Callable[[Any], Loss]
+    init: Callable[[jax.Array], PyTree]  # key -> parameters, float32
+    sample: Callable[[jax.Array], PyTree]  # key -> a batch of random inputs and targets
+
+    @functools.cached_property
+    def loss(self) -> Loss:
+        """Returns the float32 model."""
+        return self.written(jnp.float32)
+
+    def hand_cast(self, dtype: Any) -> Loss:
+        """Returns the model with `dtype` written into it."""
+        return self.written(dtype)
+
+    @functools.cached_property
+    def params(self) -> PyTree:
+        """Returns specs of the parameters; nothing is computed."""
+        return jax.eval_shape(self.init, jax.random.key(0))
+
+    @functools.cached_property
+    def batch(self) -> PyTree:
+        """Returns specs of a batch; nothing is computed."""
+        return jax.eval_shape(self.sample, jax.random.key(0))
+
+    def values(self, seed: int = 0) -> tuple[PyTree, PyTree]:
+        """Returns parameters and a batch as arrays."""
+        for_params, for_batch = jax.random.split(jax.random.key(seed))
+        return jax.jit(self.init)(for_params), jax.jit(self.sample)(for_batch)
+
+
+def full(dtype: Any) -> Any:
+    """Returns the dtype of what must not be rounded: float32, or float64 in a float64 model."""
+    return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the mean cross-entropy, computed in `full(dtype)`."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(full(dtype)), labels)
+    return jnp.mean(losses)

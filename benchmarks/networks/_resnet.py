@@ -1,0 +1,88 @@
+"""ResNet-50 (v1.5: the stride in the 3x3 convolution), batch normalisation in training mode.
+
+The new running statistics are dropped: they are vectors, and the loss does not read them.
+"""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from ._network import Network, cross_entropy
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"batch": 8, "pixels": 32, "width": 8, "blocks": (1, 1, 1, 1), "classes": 10},
+    "small": {"batch": 8, "pixels": 96, "width": 32, "blocks": (1, 1, 1, 1), "classes": 100},
+    "full": {"batch": 64, "pixels": 224, "width": 64, "blocks": (3, 4, 6, 3), "classes": 1000},
+}
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3, 1x1 convolutions around a shortcut."""
+
+    width: int
+    stride: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the features of the next block."""
+        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
+        norm = functools.partial(nn.BatchNorm, use_running_average=False, dtype=self.dtype)
+        strides = (self.stride, self.stride)
+        y = nn.relu(norm()(conv(self.width, (1, 1))(x)))
+        y = nn.relu(norm()(conv(self.width, (3, 3), strides)(y)))
+        y = norm()(conv(4 * self.width, (1, 1))(y))
+        if x.shape != y.shape:
+            x = norm()(conv(4 * self.width, (1, 1), strides)(x))
+        return nn.relu(x + y)
+
+
+class ResNet(nn.Module):
+    """A stem, four stages of bottlenecks, a classifier."""
+
+    width: int
+    blocks: tuple[int, ...]
+    classes: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns logits."""
+        x = nn.Conv(self.width, (7, 7), (2, 2), use_bias=False, dtype=self.dtype)(x)
+        x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
+        x = nn.max_pool(x, (3, 3), (2, 2), padding="SAME")
+        for stage, count in enumerate(self.blocks):
+            for block in range(count):
+                stride = 2 if stage > 0 and block == 0 else 1
+                x = Bottleneck(self.width * 2**stage, stride, self.dtype)(x)
+        return nn.Dense(self.classes, dtype=self.dtype)(jnp.mean(x, axis=(1, 2)))
+
+
+def resnet50(size: str) -> Network:
+    """Returns the classifier on random images."""
+    s = SIZES[size]
+    shape = (s["batch"], s["pixels"], s["pixels"], 3)
+
+    def model(dtype: Any) -> ResNet:
+        return ResNet(s["width"], s["blocks"], s["classes"], dtype)
+
+    def written(dtype: Any) -> Any:
+        def loss(params: Any, batch: Any) -> jax.Array:
+            variables = {"params": params}
+            logits, _ = model(dtype).apply(variables, batch["x"], mutable=["batch_stats"])
+            return cross_entropy(logits, batch["y"], dtype)
+
+        return loss
+
+    def sample(key: jax.Array) -> Any:
+        k1, k2 = jax.random.split(key)
+        x = jax.random.normal(k1, shape, jnp.float32)
+        return {"x": x, "y": jax.random.randint(k2, shape[:1], 0, s["classes"], jnp.int32)}
+
+    def init(key: jax.Array) -> Any:
+        return model(jnp.float32).init(key, jnp.zeros((1, *shape[1:]), jnp.float32))["params"]
+
+    return Network("resnet50", size, written, init, sample)
