@@ -11,7 +11,7 @@ import jax
 
 from mpjax._errors import PolicyWarning, message, nearest
 from mpjax._policy import Policy, get_policy
-from mpjax._tree import leaf_paths, map_with_path, path_str
+from mpjax._tree import is_overwritten, leaf_paths
 from mpjax._typing import DTypeSpec, PyTree
 
 T = TypeVar("T")
@@ -61,8 +61,7 @@ class PolicyMap:
         default: Any = None,
         rules: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
     ) -> None:
-        pairs = rules.items() if isinstance(rules, Mapping) else rules
-        checked = tuple((_check(pattern), _single(policy)) for pattern, policy in pairs)
+        checked = tuple((_check(pattern), _single(policy)) for pattern, policy in _pairs(rules))
         object.__setattr__(self, "_default", _single(default))
         object.__setattr__(self, "_rules", checked)
 
@@ -96,13 +95,17 @@ class PolicyMap:
         """
         return self._cast(tree, "cast_to_param", warn=True)
 
-    def cast_to_compute(self, tree: T) -> T:
+    def cast_to_compute(self, tree: T, *, warn: bool = True) -> T:
         """Returns `tree` with each leaf in the `compute_dtype` of its path's policy.
+
+        Args:
+          tree: any pytree.
+          warn: False for a part of the tree that the rules are for.
 
         Warns:
           PolicyWarning: a rule matches no path of `tree`; the message names the nearest.
         """
-        return self._cast(tree, "cast_to_compute", warn=True)
+        return self._cast(tree, "cast_to_compute", warn=warn)
 
     def cast_to_output(self, tree: T) -> T:
         """Returns `tree` with each leaf in the `output_dtype` of its path's policy.
@@ -155,13 +158,15 @@ class PolicyMap:
         return cls(config["default"], config["rules"])
 
     def _cast(self, tree: T, method: str, *, warn: bool) -> T:
+        paths = leaf_paths(tree)
         if warn:
-            self.warn_unmatched(leaf_paths(tree))
-
-        def cast(path: Any, leaf: Any) -> Any:
-            return getattr(self.policy_for(path_str(path)), method)(leaf)
-
-        return map_with_path(cast, tree)
+            self.warn_unmatched(paths)
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        cast = [
+            leaf if is_overwritten(path) else getattr(self.policy_for(name), method)(leaf)
+            for name, (path, leaf) in zip(paths, leaves, strict=True)
+        ]
+        return jax.tree_util.tree_unflatten(treedef, cast)
 
     def __repr__(self) -> str:
         rules = ", ".join(f"{pattern!r}: {str(policy)!r}" for pattern, policy in self._rules)
@@ -179,8 +184,31 @@ class PolicyMap:
         fix = "Make another: mpjax.PolicyMap(default, rules)."
         raise AttributeError(message("PolicyMap", f"is immutable; got {name} = {value!r}.", fix))
 
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(message("PolicyMap", f"is immutable; cannot delete {name}."))
+
     def __reduce__(self) -> tuple[type["PolicyMap"], tuple[Any, ...]]:
         return PolicyMap, (self._default, self._rules)
+
+
+def _pairs(rules: Any) -> list[tuple[Any, Any]]:
+    pairs = list(rules.items() if isinstance(rules, Mapping) else _iterated(rules))
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(_no_rules(pair))
+    return [(pattern, policy) for pattern, policy in pairs]
+
+
+def _iterated(rules: Any) -> Iterable[Any]:
+    if isinstance(rules, str) or not isinstance(rules, Iterable):
+        raise TypeError(_no_rules(rules))
+    return rules
+
+
+def _no_rules(got: object) -> str:
+    allowed = "Allowed: a mapping from pattern to policy, or a sequence of such pairs."
+    fix = "Type, for example, PolicyMap('bf16-mixed', {'encoder/norm*': 'float32'})."
+    return message("PolicyMap(rules)", f"got {got!r}.", allowed, fix)
 
 
 def _single(policy: Any) -> Policy:

@@ -1,5 +1,6 @@
 """Pytrees: which leaves are castable, casting and selecting them, finiteness, readable paths."""
 
+import collections
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard, TypeVar
@@ -20,6 +21,8 @@ OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 _CASTABLE = frozenset(POLICY_DTYPES.values())
 _NUMPY = (np.ndarray, np.generic)
+_NUMBERS = (bool, int, float, complex)
+_VALUE = (jax.tree_util.GetAttrKey("value"),)
 
 
 def is_array(x: object) -> TypeGuard[Array]:
@@ -28,8 +31,12 @@ def is_array(x: object) -> TypeGuard[Array]:
 
 
 def jax_dtype(x: Any) -> Any:
-    """Returns the dtype that JAX gives `x`: NumPy's float64 is float32 with 64-bit types off."""
-    return jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x, _NUMPY) else x.dtype
+    """Returns the dtype that JAX gives `x`: NumPy's float64 is float32 with 64-bit types off.
+
+    So is that of a `ShapeDtypeStruct`, which may be made of either.
+    """
+    known = isinstance(x, jax.Array)
+    return x.dtype if known else jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
 
 
 def is_castable(x: Any) -> bool:
@@ -42,18 +49,14 @@ def is_castable(x: Any) -> bool:
 
 
 def path_str(path: KeyPath) -> str:
-    """Returns a leaf's path as users write it: 'encoder/norm_0/scale', list indices as parts.
-
-    The trailing `value` of an NNX variable is not part of it.
-    """
-    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
-        path = path[:-1]
+    """Returns a leaf's path as users write it: 'encoder/norm_0/scale', list indices as parts."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def is_overwritten(path: KeyPath) -> bool:
     """Whether a leaf lies in Flax's `_overwrite_with_gradient`, which is never cast or scaled."""
-    return any(getattr(key, "key", None) == OVERWRITE_WITH_GRADIENT for key in path)
+    parts = (getattr(key, "key", getattr(key, "name", None)) for key in path)
+    return OVERWRITE_WITH_GRADIENT in parts
 
 
 def map_with_path(fun: Callable[..., Any], tree: T, *rest: PyTree) -> T:
@@ -66,8 +69,19 @@ def map_with_path(fun: Callable[..., Any], tree: T, *rest: PyTree) -> T:
 
 
 def leaf_paths(tree: PyTree) -> list[str]:
-    """Returns the paths of the leaves of `tree`, in order."""
-    return [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    """Returns the paths of the leaves of `tree`, in order.
+
+    The trailing `value` of an NNX variable is not part of its path. To JAX it is an attribute
+    like any other; what sets it apart is that a variable has no second one, unlike a module with
+    a `query`, a `key` and a `value`.
+    """
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    below = collections.Counter(path[:end] for path in paths for end in range(len(path)))
+
+    def is_variable(path: KeyPath) -> bool:
+        return path[-1:] == _VALUE and below[path[:-1]] == 1
+
+    return [path_str(path[:-1] if is_variable(path) else path) for path in paths]
 
 
 def cast_leaf(x: Any, dtype: DType, *, move_float64: bool) -> Any:
@@ -123,8 +137,21 @@ def _leaf_finite(x: Any) -> Array:
     return jnp.all(jnp.isfinite(x)) if inexact else jnp.asarray(True)
 
 
-def agree(pred: Array, axis_name: AxisName) -> Array:
+def check_axes(axis_name: AxisName, where: str) -> None:
+    """Raises NameError where one of the names is no axis of the surrounding transformation."""
+    for name in _compat.axis_names(axis_name):
+        try:
+            jax.lax.axis_index(name)
+        except NameError:
+            got = f"{name!r} is no axis of the surrounding transformation."
+            allowed = "Allowed: an axis of the mesh in shard_map, or axis_name of pmap or vmap."
+            fix = "Type its name as it stands there; under jit with shardings leave it out."
+            raise NameError(message(f"{where}(axis_name)", got, allowed, fix)) from None
+
+
+def agree(pred: Array, axis_name: AxisName, where: str = "with_loss_scale") -> Array:
     """Returns whether `pred` is true on every member of the axes."""
+    check_axes(axis_name, where)
     names = _compat.axis_names(axis_name)
     if not names:
         return pred
@@ -157,7 +184,7 @@ def all_finite(tree: PyTree, axis_name: AxisName = None) -> Array:
       >>> mpjax.all_finite({"w": jnp.array([1.0, jnp.inf]), "n": jnp.arange(3)})
       Array(False, dtype=bool)
     """
-    return agree(jnp.all(leaves_finite(tree)), axis_name)
+    return agree(jnp.all(leaves_finite(tree)), axis_name, "all_finite")
 
 
 def select_tree(pred: ScalarLike, a: T, b: T) -> T:
@@ -199,16 +226,14 @@ def select_tree(pred: ScalarLike, a: T, b: T) -> T:
 
 def as_pred(pred: ScalarLike, where: str) -> Array:
     """Returns `pred` as bool[], or raises ValueError."""
-    if np.shape(pred) != () or jnp.result_type(pred) != jnp.bool_:
-        got = describe(pred)
-        fix = "Reduce it, e.g. `mpjax.all_finite(grads)` or `jnp.all(flags)`."
-        raise ValueError(message(where, f"must be a boolean scalar; got {got}.", fix))
-    return jnp.asarray(pred)
+    if isinstance(pred, bool) or (is_array(pred) and pred.shape == () and pred.dtype == bool):
+        return jnp.asarray(pred)
+    fix = "Reduce it, e.g. `mpjax.all_finite(grads)` or `jnp.all(flags)`."
+    raise ValueError(message(where, f"must be a boolean scalar; got {describe(pred)}.", fix))
 
 
 def _select_leaf(pred: Array, path: KeyPath, a: Any, b: Any) -> Any:
-    arrays = (is_array(a) or np.isscalar(a)) and (is_array(b) or np.isscalar(b))
-    if not arrays or isinstance(a, str) or isinstance(b, str):
+    if not all(is_array(x) or isinstance(x, _NUMBERS) for x in (a, b)):
         if a is b or a == b:
             return a
         raise ValueError(_leaf_difference(path, repr(a), repr(b)))

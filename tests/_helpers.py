@@ -1,0 +1,45 @@
+"""What several test files share: counting traces, finding casts, comparing bits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Traced:
+    """A jitted function that counts how often it is traced."""
+
+    def __init__(self, fun: Callable[..., Any], **options: Any):
+        self.traces = 0
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.traces += 1
+            return fun(*args, **kwargs)
+
+        self._jitted = jax.jit(counted, **options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._jitted(*args, **kwargs)
+
+
+def count_casts(fun: Callable[..., Any], *args: Any) -> int:
+    """Returns how many conversions between dtypes the jaxpr of `fun` has, at its top level."""
+    eqns = jax.make_jaxpr(fun)(*args).jaxpr.eqns
+    return sum(eqn.primitive.name == "convert_element_type" for eqn in eqns)
+
+
+def bits(x: Any) -> tuple[Any, ...]:
+    """Returns the dtype, shape and bytes of an array, so that -0.0 is not 0.0 and NaN is NaN."""
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    x = np.asarray(x)
+    return x.dtype, x.shape, x.tobytes()
+
+
+def assert_same_bits(got: Any, want: Any) -> None:
+    """Fails unless two trees have the same structure and, leaf by leaf, the same bits."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert bits(a) == bits(b)
