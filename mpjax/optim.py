@@ -16,6 +16,7 @@ from mpjax._dtypes import describe
 from mpjax._errors import NonFiniteError, message
 from mpjax._grad import as_loss_scale
 from mpjax._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from mpjax._skip import select_like, update_where
 from mpjax._tree import (
     agree,
     first_difference,
@@ -228,8 +229,9 @@ class _LossScaled:
             extra["grad"] = grads if extra["grad"] is updates else _unscale(scale, extra["grad"])
         leaf_finite = agree(leaves_finite(grads), self._axis_name)
         finite = jnp.all(leaf_finite)
-        steps, inner_state = self._inner.update(
-            _without_overwritten(grads), state.inner_state, _without_overwritten(params), **extra
+        args = (_without_overwritten(grads), state.inner_state, _without_overwritten(params))
+        steps, inner_state = update_where(
+            finite, lambda: self._inner.update(*args, **extra), state.inner_state
         )
         steps = jax.tree.map(lambda u: _or_nothing(finite, u), steps)
         steps = _with_overwritten(finite, steps, grads, params)
@@ -244,7 +246,7 @@ class _LossScaled:
             consecutive_skips=skips,
             diverged=state.diverged if limit is None else state.diverged | (skips >= limit),
             leaf_finite=jnp.where(finite, state.leaf_finite, leaf_finite),
-            inner_state=select_like(finite, inner_state, state.inner_state),
+            inner_state=inner_state,
         )
 
 
@@ -298,20 +300,6 @@ def _strong(x: Any) -> Any:
     """Returns a number or array as a strongly typed array, so that a later step is not retraced."""
     is_number = isinstance(x, (bool, int, float, complex))
     return jax.lax.convert_element_type(x, jnp.result_type(x)) if is_number or is_array(x) else x
-
-
-def select_like(pred: Array, new: PyTree, old: PyTree) -> PyTree:
-    """Returns `new` where `pred` is true, in the dtypes of `old`, and `old` where it is not."""
-
-    def choose(a: Any, b: Any) -> Any:
-        if not is_array(b):
-            return a
-        # A transformation that promotes would change the state's dtype at the first step.
-        a = jnp.asarray(a)
-        a = a if a.dtype == b.dtype else a.astype(b.dtype)
-        return jax.lax.select(pred, a, jnp.asarray(b))
-
-    return jax.tree.map(choose, new, old)
 
 
 def _or_nothing(finite: Array, u: Any) -> Array:

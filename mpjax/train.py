@@ -12,13 +12,13 @@ from mpjax._errors import message
 from mpjax._grad import get_loss_scale, localised, mean, value_and_grad
 from mpjax._loss_scale import LossScale
 from mpjax._policy import get_policy
+from mpjax._skip import select_like
 from mpjax._tree import is_array, is_overwritten, map_with_path, path_str, to_full
 from mpjax._typing import Array, AxisName, PyTree
 from mpjax.optim import (
     apply_updates,
     current_loss_scale,
     find_states,
-    select_like,
     with_loss_scale,
 )
 

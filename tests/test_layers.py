@@ -15,7 +15,7 @@ LAYERS = (
     ("_dtypes",),
     ("_tree",),
     ("_policy", "_loss_scale", "_hardware", "_op_rules"),
-    ("_policy_map", "_grad", "_autocast", "_support"),
+    ("_policy_map", "_grad", "_autocast", "_support", "_skip"),
     ("optim", "numerics", "testing", "linen", "nnx"),
     ("train", "pods", "experimental"),
     ("__init__",),
