@@ -75,17 +75,36 @@ def canonical_dtype(spec: DTypeSpec, where: str) -> DType:
     if isinstance(spec, str):
         if spec == "half":
             return half_dtype()
-        if spec in _SPELLINGS:
-            return _SPELLINGS[spec]
-    try:
-        dtype = jnp.dtype(spec)
-    except (TypeError, ValueError):
-        raise ValueError(_unknown(spec, where)) from None
-    if spec is not None and dtype in _SHORT:  # numpy.dtype(None) is float64
-        return dtype
-    if spec is None:
+        dtype = _SPELLINGS[spec] if spec in _SPELLINGS else existing_dtype(spec)
+    else:
+        dtype = _dtype_of_object(spec)
+    if dtype is None:
         raise ValueError(_unknown(spec, where))
+    if dtype in _SHORT:
+        return dtype
     raise TypeError(_unfit(dtype, where))
+
+
+def existing_dtype(name: str) -> DType | None:
+    """Returns the dtype of which `name` is the full name, None where there is none.
+
+    NumPy's codes are no names here: to it 'O4' is an object, 'e' a float16 and 'float' a float64.
+    """
+    try:
+        dtype = jnp.dtype(name)
+    except (TypeError, ValueError):
+        return None
+    return dtype if dtype.name == name else None
+
+
+def _dtype_of_object(spec: object) -> DType | None:
+    # numpy.dtype(None) is float64, and an array would be taken for its dtype.
+    if spec is None or isinstance(spec, (jax.Array, np.ndarray, np.generic)):
+        return None
+    try:
+        return jnp.dtype(spec).newbyteorder("=")
+    except (TypeError, ValueError):
+        return None
 
 
 def _unknown(spec: object, where: str) -> str:
@@ -145,6 +164,7 @@ def require_x64(dtype: DType, where: str) -> None:
         )
 
 
-def largest_power_of_two(dtype: DType) -> float:
-    """Returns the largest finite power of two that `dtype` holds: 2**15 for float16."""
-    return float(2.0 ** jnp.finfo(dtype).maxexp) / 2
+def normal_powers_of_two(dtype: DType) -> tuple[float, float]:
+    """Returns the least and the largest power of two that is normal: 2⁻¹⁴ and 2¹⁵ for float16."""
+    info = jnp.finfo(dtype)
+    return 2.0 ** int(info.minexp), 2.0 ** (int(info.maxexp) - 1)

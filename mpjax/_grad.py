@@ -1,6 +1,7 @@
 """Scaled `value_and_grad`: the true value, and float32 gradients of the true loss."""
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,14 +9,20 @@ import jax
 import jax.numpy as jnp
 
 from mpjax import _compat
-from mpjax._dtypes import POLICY_DTYPES, describe, largest_power_of_two
+from mpjax._dtypes import FLOAT32, describe, normal_powers_of_two
 from mpjax._errors import message
 from mpjax._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from mpjax._policy import get_policy
-from mpjax._tree import is_array, map_with_path, to_full
+from mpjax._tree import (
+    check_axes,
+    is_array,
+    is_castable,
+    is_overwritten,
+    leaf_paths,
+    map_with_path,
+    to_full,
+)
 from mpjax._typing import Array, AxisName, LossFunction, PyTree
-
-_FLOAT16 = POLICY_DTYPES["f16"]
 
 
 def get_loss_scale(policy: Any = None) -> NoOpLossScale | DynamicLossScale:
@@ -34,7 +41,7 @@ def get_loss_scale(policy: Any = None) -> NoOpLossScale | DynamicLossScale:
     """
     policy = get_policy(policy)
     policies = getattr(policy, "policies", (policy,))
-    scaled = any(p.compute_dtype == _FLOAT16 for p in policies)
+    scaled = any(p.compute_dtype == jnp.float16 for p in policies)
     return DynamicLossScale() if scaled else NoOpLossScale()
 
 
@@ -48,7 +55,9 @@ def as_loss_scale(loss_scale: Any, where: str) -> LossScale:
         return NoOpLossScale()
     if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
         return StaticLossScale(loss_scale)
-    if isinstance(loss_scale, LossScale):
+    if is_array(loss_scale):
+        return StaticLossScale(loss_scale)
+    if isinstance(loss_scale, LossScale) and not isinstance(loss_scale, type):
         return loss_scale
     got = f"got {loss_scale!r}."
     allowed = "Allowed: NoOpLossScale(), StaticLossScale(2**15), DynamicLossScale(), a number."
@@ -80,7 +89,8 @@ def value_and_grad(
       loss_scale: a loss scale, traced or not; a number for a static one; None for none.
       unscale: False leaves the gradients scaled, as `with_loss_scale` takes them.
       policy: computes `fun` under it: all floating arguments cast to the compute dtype, the
-        value to the output dtype. Gradients are those of the uncast arguments.
+        value to the output dtype. Gradients are those of the uncast arguments. The paths of a
+        `PolicyMap` are those within each differentiated argument; the rest takes its default.
       axis_name: axis, or axes, of `shard_map`, `pmap` or `vmap` over which value and gradients
         are averaged, in float32. `aux` is not.
       holomorphic, allow_int: as in `jax.value_and_grad`.
@@ -96,8 +106,9 @@ def value_and_grad(
     Dtypes:
       The value keeps its dtype. Real gradients of up to 32 bits are float32, float64 and
       complex ones keep theirs. Flax's `_overwrite_with_gradient` is neither cast, scaled nor
-      averaged. A float16 loss is differentiated with at most 2¹⁵, the largest power of two that
-      its cotangent can hold; the rest of the scale is applied in float32.
+      averaged; over `axis_name` the largest counts, since it holds the largest values seen. A
+      float16 loss is differentiated with at most 2¹⁵, the largest power of two that its
+      cotangent can hold; the rest of the scale is applied in float32.
 
     Transforms:
       jit, vmap, scan, shard_map (`check_vma` on and off), pmap.
@@ -114,12 +125,12 @@ def value_and_grad(
       JAX, `jax.value_and_grad`
     """
     scale = as_loss_scale(loss_scale, "value_and_grad(loss_scale)")
-    body = fun if policy is None else _under_policy(fun, get_policy(policy), argnums, has_aux)
-    name = getattr(fun, "__name__", "fun")
+    name = _name_of(fun)
+    chosen_policy = None if policy is None else get_policy(policy)
+    body = fun if chosen_policy is None else _under_policy(fun, chosen_policy, argnums)
 
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
-        out = body(*args, **kwargs)
-        value, aux = _split(out, has_aux, name)
+        value, aux = _split(body(*args, **kwargs), has_aux, name)
         _check_loss(value, name, holomorphic)
         return _seeded(scale, value), (value, aux)
 
@@ -127,13 +138,17 @@ def value_and_grad(
         scaled, argnums, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
     )
 
-    @functools.wraps(fun)
+    @functools.wraps(fun, updated=())  # a callable module's arrays do not belong on the wrapper
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         if axis_name is not None:
+            check_axes(axis_name, "value_and_grad")
             args = localised(args, argnums, axis_name)
         (_, (value, aux)), grads = differentiate(*args, **kwargs)
         grads = map_with_path(lambda _, g: _widened(g), grads)
         grads = _restored(scale, value, grads, unscale)
+        if chosen_policy is not None:
+            # After differentiating: a float16 loss must be known as one when it is scaled.
+            value = getattr(chosen_policy, "default", chosen_policy).cast_to_output(value)
         if axis_name is not None:
             value, grads = mean(value, axis_name), mean(grads, axis_name)
         return ((value, aux) if has_aux else value), grads
@@ -176,7 +191,7 @@ def grad(
         allow_int=allow_int,
     )
 
-    @functools.wraps(fun)
+    @functools.wraps(fun, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> PyTree:
         out, grads = differentiate(*args, **kwargs)
         return (grads, out[1]) if has_aux else grads
@@ -184,31 +199,44 @@ def grad(
     return wrapped
 
 
-def _under_policy(
-    fun: LossFunction, policy: Any, argnums: int | Sequence[int], has_aux: bool
-) -> LossFunction:
-    """Returns `fun` on arguments in the compute dtype, its value in the output dtype."""
-    default = getattr(policy, "default", policy)  # the paths of a map are those of parameters
+def _name_of(fun: Any) -> str:
+    if callable(fun):
+        return getattr(fun, "__name__", type(fun).__name__)
+    got = f"the first argument must be a function; got {describe(fun)}."
+    fix = "Type value_and_grad(loss_fn, loss_scale=...)(params, batch), not loss_fn(params, batch)."
+    raise TypeError(message("value_and_grad", got, fix))
 
-    @functools.wraps(fun)
+
+def _under_policy(fun: LossFunction, policy: Any, argnums: int | Sequence[int]) -> LossFunction:
+    """Returns `fun` on arguments in the compute dtype."""
+    default = getattr(policy, "default", policy)
+
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        cast = list(args)
         chosen = _indices(argnums, len(args))
-        cast = [
-            (policy if index in chosen else default).cast_to_compute(arg)
-            for index, arg in enumerate(args)
-        ]
-        out = fun(*cast, **{key: default.cast_to_compute(arg) for key, arg in kwargs.items()})
-        if not has_aux:
-            return default.cast_to_output(out)
-        value, aux = _split(out, has_aux, getattr(fun, "__name__", "fun"))
-        return default.cast_to_output(value), aux
+        parameters = _cast_together(policy, [args[index] for index in chosen])
+        for index, arg in zip(chosen, parameters, strict=True):
+            cast[index] = arg
+        for index in set(range(len(args))).difference(chosen):
+            cast[index] = default.cast_to_compute(args[index])
+        return fun(*cast, **{key: default.cast_to_compute(arg) for key, arg in kwargs.items()})
 
     return wrapped
 
 
-def _indices(argnums: int | Sequence[int], count: int) -> set[int]:
-    chosen = (argnums,) if isinstance(argnums, int) else argnums
-    return {index % count for index in chosen if -count <= index < count}
+def _cast_together(policy: Any, args: list[Any]) -> list[Any]:
+    """Returns the arguments cast; a rule of a map is to match something in one of them."""
+    if not hasattr(policy, "warn_unmatched"):
+        return [policy.cast_to_compute(arg) for arg in args]
+    policy.warn_unmatched([path for arg in args for path in leaf_paths(arg)])
+    return [policy.cast_to_compute(arg, warn=False) for arg in args]
+
+
+def _indices(argnums: int | Sequence[int], count: int) -> list[int]:
+    """Returns which of `count` arguments are meant; JAX itself reports those that are not there."""
+    given = argnums if isinstance(argnums, Sequence) else (argnums,)
+    known = [index for index in map(operator.index, given) if -count <= index < count]
+    return sorted({index % count for index in known})
 
 
 def _split(out: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
@@ -221,10 +249,9 @@ def _split(out: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
 
 
 def _check_loss(value: Any, name: str, holomorphic: bool) -> None:
-    kind = jnp.complexfloating if holomorphic else jnp.floating
-    if is_array(value) and value.shape == () and jnp.issubdtype(value.dtype, kind):
-        return
-    if isinstance(value, float):
+    is_complex = is_array(value) and jnp.issubdtype(value.dtype, jnp.complexfloating)
+    fits = is_complex if holomorphic else is_castable(value)  # no 8-bit float: it has no range
+    if isinstance(value, float) or (fits and value.shape == ()):
         return
     wanted = "a complex scalar (holomorphic=True)" if holomorphic else "a floating scalar"
     raise TypeError(
@@ -238,14 +265,19 @@ def _check_loss(value: Any, name: str, holomorphic: bool) -> None:
 
 
 def _seed(scale: LossScale, value: Any) -> Array | None:
-    """Returns the largest scale that a float16 loss can take, None where any will do.
+    """Returns the scale that a 16-bit loss is differentiated with, None where it is `scale`.
 
     The cotangent of a float16 loss is float16: 2**16 would enter the backward pass as inf, and
-    a rule that clips its cotangent would make a wrong finite gradient of it.
+    a rule that clips its cotangent would make a wrong finite gradient of it; 2**-30 would enter
+    as 0. Within the range, what is no power of two is rounded, in bfloat16 too.
     """
-    if isinstance(scale, NoOpLossScale) or getattr(value, "dtype", None) != _FLOAT16:
+    dtype = getattr(value, "dtype", None)
+    if isinstance(scale, NoOpLossScale) or dtype not in (jnp.float16, jnp.bfloat16):
         return None
-    return jnp.minimum(jnp.asarray(scale.loss_scale), largest_power_of_two(_FLOAT16))
+    seed = jnp.clip(jnp.asarray(scale.loss_scale, FLOAT32), *normal_powers_of_two(dtype))
+    # Not two conversions: XLA may leave those out, and the cotangent would be rounded alone.
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(seed, int(info.nexp), int(info.nmant))
 
 
 def _seeded(scale: LossScale, value: Any) -> Any:
@@ -264,7 +296,9 @@ def _restored(scale: LossScale, value: Any, grads: PyTree, unscale: bool) -> PyT
 
 
 def _widened(g: Any) -> Any:
-    return to_full(g) if is_array(g) else g
+    """Returns a real gradient of up to 32 bits in float32, an 8-bit float's included."""
+    narrow = is_array(g) and jnp.issubdtype(g.dtype, jnp.floating) and g.dtype.itemsize < 4
+    return g.astype(FLOAT32) if narrow else g
 
 
 def localised(args: tuple[Any, ...], argnums: int | Sequence[int], axis_name: AxisName) -> Any:
@@ -275,22 +309,29 @@ def localised(args: tuple[Any, ...], argnums: int | Sequence[int], axis_name: Ax
     """
     chosen = _indices(argnums, len(args))
 
-    def localise(_: Any, x: Any) -> Any:
-        return _compat.to_varying(x, axis_name) if is_array(x) else x
+    def localise(x: Any) -> Any:
+        numeric = is_array(x) or isinstance(x, (float, complex))
+        return _compat.to_varying(jnp.asarray(x), axis_name) if numeric else x
 
     return tuple(
-        map_with_path(localise, arg) if index in chosen else arg for index, arg in enumerate(args)
+        jax.tree.map(localise, arg) if index in chosen else arg for index, arg in enumerate(args)
     )
 
 
 def mean(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """Returns the mean over the axes of each leaf outside overwritten ones, taken in float32."""
+    """Returns the mean over the axes of each leaf, taken in float32; of overwritten ones the max.
+
+    Float8 scales and histories hold the largest values seen: a mean would be too small for the
+    shard that saw them, and one shard's own would make the shards' states differ.
+    """
     names = _compat.axis_names(axis_name)
 
-    def leaf_mean(_: Any, x: Any) -> Any:
+    def leaf_mean(path: Any, x: Any) -> Any:
         if not is_array(x) or x.dtype == jax.dtypes.float0:
             return x
+        if is_overwritten(path):
+            return jax.lax.pmax(_compat.to_varying(x, names), names)
         # In float32: a sum of float16 values over the shards could pass 65504.
         return jax.lax.pmean(_compat.to_varying(to_full(x), names), names).astype(x.dtype)
 
-    return map_with_path(leaf_mean, tree)
+    return jax.tree_util.tree_map_with_path(leaf_mean, tree)

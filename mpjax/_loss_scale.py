@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._dtypes import describe
 from mpjax._errors import message
-from mpjax._tree import as_pred, is_array, map_with_path, to_full
+from mpjax._tree import as_pred, is_array, is_castable, map_with_path, to_full
 from mpjax._typing import Array, ScalarLike
 
 T = TypeVar("T")
@@ -135,6 +136,10 @@ class _ScalarFields:
         got = f"is immutable; got {name} = {value!r}."
         raise AttributeError(message(kind, got, f"Make another: mpjax.{kind}({name}=...)."))
 
+    def __delattr__(self, name: str) -> None:
+        kind = type(self).__name__
+        raise AttributeError(message(kind, f"is immutable; cannot delete {name}."))
+
     def __repr__(self) -> str:
         fields = (f"{field}={_shown(getattr(self, field))}" for field in self._fields)
         return f"{type(self).__name__}({', '.join(fields)})"
@@ -177,7 +182,7 @@ class StaticLossScale(_ScalarFields):
 
     def __init__(self, loss_scale: ScalarLike = 2.0**15) -> None:
         _check_scale("StaticLossScale(loss_scale)", loss_scale)
-        self._set([_scalar(loss_scale, jnp.float32)])
+        self._set([jnp.asarray(loss_scale, jnp.float32)])
 
     def adjust(self, grads_finite: ScalarLike) -> "StaticLossScale":
         """Returns itself."""
@@ -194,7 +199,7 @@ class DynamicLossScale(_ScalarFields):
     `min(max_loss_scale, loss_scale * growth_factor)` and counter 0.
 
     All fields are leaves of the pytree, so that each survives jit, scan and a checkpoint. The
-    scale never becomes 0, inf or NaN, and one that was restored as such is set to the minimum.
+    scale never becomes 0, inf or NaN; one that was restored as such is set to a bound.
 
     Args:
       loss_scale: where it starts, within the bounds.
@@ -259,8 +264,8 @@ class DynamicLossScale(_ScalarFields):
         _check_counts(growth_interval, counter)
         _check_bounds(loss_scale, min_loss_scale, max_loss_scale)
         floats = (loss_scale, growth_factor, backoff_factor, min_loss_scale, max_loss_scale)
-        start, growth, backoff, low, high = (_scalar(x, jnp.float32) for x in floats)
-        count, interval = (_scalar(x, jnp.int32) for x in (counter, growth_interval))
+        start, growth, backoff, low, high = (jnp.asarray(x, jnp.float32) for x in floats)
+        count, interval = (jnp.asarray(x, jnp.int32) for x in (counter, growth_interval))
         self._set((start, count, growth, backoff, interval, low, high))
 
     def adjust(self, grads_finite: ScalarLike) -> "DynamicLossScale":
@@ -273,29 +278,45 @@ class DynamicLossScale(_ScalarFields):
           ValueError: it is not a boolean scalar.
         """
         finite = as_pred(grads_finite, "DynamicLossScale.adjust(grads_finite)")
+        # A checkpoint may have given back NumPy values or Python numbers; NumPy would warn of an
+        # overflow here, and a Python number is weakly typed, which is another trace.
+        values = (getattr(self, field) for field in self._fields)
+        scale, counter, growth, backoff, interval, low, high = (
+            jnp.asarray(x, _FIELD_DTYPES.get(field, jnp.float32))
+            for field, x in zip(self._fields, values, strict=True)
+        )
         # Not `counter + 1 >= interval`: a counter restored at the largest int32 would wrap.
-        grows = self.counter >= self.growth_interval - 1
-        grown = jnp.where(grows, self.loss_scale * self.growth_factor, self.loss_scale)
-        wanted = jnp.where(finite, grown, self.loss_scale * self.backoff_factor)
-        # A NaN compares false, so that it too ends at the minimum.
-        above = wanted >= self.min_loss_scale
-        bounded = jnp.where(above, jnp.minimum(wanted, self.max_loss_scale), self.min_loss_scale)
-        counted = jnp.where(finite & ~grows, self.counter + 1, jnp.zeros_like(self.counter))
-        return self.tree_unflatten(None, (bounded, counted, *self._config()))
+        grows = counter >= interval - 1
+        wanted = jnp.where(finite, jnp.where(grows, scale * growth, scale), scale * backoff)
+        # The bounds too: they may have been restored as 0 or NaN.
+        least = _bounded(low, _SMALLEST, _LARGEST)
+        bounded = _bounded(wanted, least, _bounded(high, least, _LARGEST))
+        counted = jnp.where(finite & ~grows, counter + 1, jnp.zeros_like(counter))
+        config = (growth, backoff, interval, low, high)
+        return self.tree_unflatten(None, (bounded, counted, *config))
 
-    def _config(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, field) for field in self._fields[2:])
+
+_FIELD_DTYPES: dict[str, Any] = {"counter": jnp.int32, "growth_interval": jnp.int32}
+
+
+def _bounded(x: Array, low: Array | float, high: Array | float) -> Array:
+    """Returns `x` within the bounds. A NaN compares false, so that it too ends at the lower."""
+    return jnp.where(x >= low, jnp.minimum(x, high), low)
 
 
 def _scaled(x: Any, factor: Array, *, divide: bool) -> Any:
     """Returns `x` times or divided by `factor`; what is not floating or complex is left alone."""
     if not (is_array(x) or isinstance(x, (float, complex))):
         return x
-    x = to_full(x) if is_array(x) else jnp.asarray(x)
     # float0, the gradient of integers, is no inexact type; 8-bit floats are never scaled.
-    if not jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize < 4:
+    if is_array(x) and not (is_castable(x) or jnp.issubdtype(x.dtype, jnp.complexfloating)):
         return x
-    factor = factor.astype(x.dtype)
+    x = to_full(jnp.asarray(x))  # NumPy's float64 and Python's are float32 with 64-bit types off
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        # By parts: the square of a scale, in the quotient of two complex numbers, may overflow.
+        parts = (_scaled(part, factor, divide=divide) for part in (x.real, x.imag))
+        return jax.lax.complex(*parts)
+    factor = jnp.asarray(factor, x.dtype)
     return x / factor if divide else x * factor
 
 
@@ -304,24 +325,33 @@ def _shown(x: Any) -> str:
     return repr(x) if traced else f"{x.item():g}"
 
 
-def _scalar(x: ScalarLike, dtype: Any) -> Array:
-    if np.shape(x) != ():
-        got = f"must be a scalar; got shape {np.shape(x)}."
-        raise ValueError(message("loss scale", got, "Use jax.vmap for several loss scales."))
-    return jnp.asarray(x, dtype)
-
-
 def _known(*values: ScalarLike) -> bool:
     """Whether every value can be looked at: none is traced."""
     return not any(isinstance(x, jax.core.Tracer) for x in values)
 
 
+def _check_number(where: str, value: Any) -> None:
+    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_real or (is_array(value) and value.shape == () and np.isrealobj(value)):
+        return
+    got = f"must be a real number; got {describe(value) if is_array(value) else repr(value)}."
+    fix = "Type a number; several loss scales at once are made under jax.vmap."
+    raise TypeError(message(where, got, fix))
+
+
+def _as_float32(value: ScalarLike) -> float:
+    """Returns a number rounded as the field that holds it: 1 + 1e-9 is 1 there."""
+    with np.errstate(over="ignore", under="ignore"):
+        return float(np.float32(value))
+
+
 def _check_scale(where: str, value: ScalarLike) -> None:
+    _check_number(where, value)
     if not _known(value):
         return
-    number = float(value)
+    number = _as_float32(value)
     if not (math.isfinite(number) and _SMALLEST <= number <= _LARGEST):
-        got = f"must be a positive finite number; got {number:g}."
+        got = f"must be a positive finite number; got {value}."
         allowed = "Allowed: 2**-126 to 2**126, so that its reciprocal is a normal float32."
         raise ValueError(message(where, got, allowed, "Type, for example, 2**15."))
 
@@ -340,18 +370,22 @@ def _check_bounds(start: ScalarLike, low: ScalarLike, high: ScalarLike) -> None:
 
 
 def _check_factors(growth: ScalarLike, backoff: ScalarLike) -> None:
-    if _known(growth) and not 1 < float(growth) < math.inf:
-        got = f"must be more than 1 and finite; got {float(growth):g}."
-        raise ValueError(message("DynamicLossScale(growth_factor)", got, "Type, for example, 2."))
-    if _known(backoff) and not 0 < float(backoff) < 1:
-        got = f"must lie between 0 and 1; got {float(backoff):g}."
-        fix = "Type, for example, 0.5."
-        raise ValueError(message("DynamicLossScale(backoff_factor)", got, fix))
+    where = "DynamicLossScale(growth_factor)"
+    _check_number(where, growth)
+    if _known(growth) and not 1 < _as_float32(growth) < math.inf:
+        got = f"must be more than 1 and finite, in float32; got {growth}."
+        raise ValueError(message(where, got, "Type, for example, 2."))
+    where = "DynamicLossScale(backoff_factor)"
+    _check_number(where, backoff)
+    if _known(backoff) and not 0 < _as_float32(backoff) < 1:
+        got = f"must lie between 0 and 1, in float32; got {backoff}."
+        raise ValueError(message(where, got, "Type, for example, 0.5."))
 
 
 def _check_counts(interval: ScalarLike, counter: ScalarLike) -> None:
     rows = (("growth_interval", interval, 1, 2000), ("counter", counter, 0, 0))
     for name, value, least, default in rows:
+        _check_number(f"DynamicLossScale({name})", value)
         if _known(value) and not (float(value).is_integer() and least <= value < 2**31):
             got = f"must be a whole number of at least {least}; got {value}."
             fix = f"Type, for example, {default}."

@@ -150,7 +150,8 @@ class Policy:
         fix = f"Make another, e.g. mpjax.Policy({name}=...)."
         raise AttributeError(message("Policy", f"is immutable; got {name} = {value!r}.", fix))
 
-    __delattr__ = __setattr__  # type: ignore[assignment]  # deleting is refused by the arity too
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(message("Policy", f"is immutable; cannot delete {name}."))
 
     def __reduce__(self) -> tuple[type["Policy"], tuple[str, str, str]]:
         return Policy, self._names
@@ -316,11 +317,10 @@ def _parse(name: str) -> Policy:
         return _BY_NAME[name]
     if _dtypes.is_dtype_name(name):
         return Policy(name, name, name)
-    try:
-        dtype = jnp.dtype(name)  # an existing dtype that no policy can have says so itself
-    except (TypeError, ValueError):
-        raise ValueError(_unknown(name)) from None
-    return _from_object(dtype)
+    dtype = _dtypes.existing_dtype(name)
+    if dtype is None:
+        raise ValueError(_unknown(name))
+    return _from_object(dtype)  # a dtype that no policy can have: the error says why
 
 
 def _parse_pairs(text: str) -> Policy:

@@ -1,0 +1,649 @@
+"""Scaled value_and_grad: the true value, float32 gradients, means over shards."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _helpers import Traced, assert_same_bits, count_casts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mpjax
+
+SCALE = 2.0**10
+STATIC = mpjax.StaticLossScale(SCALE)
+SCALES = [None, 8, 2.0**10, STATIC, mpjax.DynamicLossScale(2.0**10), mpjax.NoOpLossScale()]
+
+
+def quadratic(w, x):
+    return jnp.mean((x * w) ** 2)
+
+
+# -- as jax.value_and_grad -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_scale", SCALES, ids=repr)
+@pytest.mark.parametrize(
+    "argnums", [0, 1, -1, (0,), (0, 2), [1, 2], (-3, -1), np.int64(1)], ids=str
+)
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_value_and_gradients_are_those_of_jax(loss_scale, argnums, has_aux):
+    def fun(a, b, c, *, power=1.0):
+        value = jnp.sum(a["w"] * b) ** 2 + jnp.sum(c[0]) * power
+        return (value, {"sum": a["w"].sum(), "text": "t", "none": None}) if has_aux else value
+
+    args = {"w": jnp.arange(3.0)}, jnp.ones(3) * 2, [jnp.float32(4)]
+    want = jax.value_and_grad(fun, argnums, has_aux)(*args, power=3.0)
+    got = mpjax.value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale)(*args, power=3.0)
+    assert_same_bits(got, want)  # small integers and powers of two: nothing rounds
+    grads = mpjax.grad(fun, argnums, has_aux, loss_scale=loss_scale)(*args, power=3.0)
+    assert_same_bits(grads, jax.grad(fun, argnums, has_aux)(*args, power=3.0))
+
+
+def test_aux_passes_through_as_in_jax():
+    key = jax.random.key(0)
+
+    def fun(x):
+        return x * 2, {"f": len, "s": "text", "i": 3, "n": None, "k": key, "x": x}
+
+    want = jax.value_and_grad(fun, has_aux=True)(jnp.float32(1))
+    assert_same_or_equal(mpjax.value_and_grad(fun, 0, True, loss_scale=8)(jnp.float32(1)), want)
+
+
+def assert_same_or_equal(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a is b or a == b
+
+
+def test_gradients_of_integers_as_in_jax():
+    def fun(p):
+        return p["w"] * 2.0
+
+    params = {"w": jnp.float32(3), "n": jnp.arange(2)}
+    _, grads = mpjax.value_and_grad(fun, loss_scale=STATIC, allow_int=True)(params)
+    assert float(grads["w"]) == 2
+    assert grads["n"].dtype == jax.dtypes.float0
+    with pytest.raises(TypeError, match="allow_int"):
+        mpjax.value_and_grad(fun, loss_scale=STATIC)(params)
+
+
+def test_holomorphic_as_in_jax():
+    z = jnp.complex64(1 + 2j)
+    got = mpjax.value_and_grad(lambda z: z * z, loss_scale=STATIC, holomorphic=True)(z)
+    assert_same_bits(got, jax.value_and_grad(lambda z: z * z, holomorphic=True)(z))
+    with pytest.raises(TypeError, match=r"must be a complex scalar \(holomorphic=True\); got f32"):
+        mpjax.value_and_grad(lambda z: z.real, loss_scale=1, holomorphic=True)(z)
+
+
+def test_real_loss_of_complex_parameters():
+    z = jnp.complex64(3 + 4j)
+    got = mpjax.value_and_grad(lambda z: jnp.real(z * jnp.conj(z)), loss_scale=STATIC)(z)
+    assert_same_bits(got, jax.value_and_grad(lambda z: jnp.real(z * jnp.conj(z)))(z))
+
+
+def test_constant_loss_has_zero_gradient():
+    value, grads = mpjax.value_and_grad(lambda w: 3.0, loss_scale=STATIC)(jnp.ones(2))
+    assert float(value) == 3
+    assert grads.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("argnums", [3, -4, (0, 5)])
+def test_wrong_argnums_are_an_error_as_in_jax(argnums):
+    for transform in (jax.value_and_grad, functools.partial(mpjax.value_and_grad, loss_scale=1)):
+        with pytest.raises((TypeError, ValueError), match="argnums"):
+            transform(lambda a, b, c: a, argnums)(1.0, 2.0, 3.0)
+
+
+def test_wrapper_looks_like_the_function():
+    got = mpjax.value_and_grad(quadratic, loss_scale=1)
+    assert got.__name__ == "quadratic"
+    assert got.__wrapped__ is quadratic
+
+    class Model:
+        def __init__(self):
+            self.weights = jnp.ones(2)
+
+        def __call__(self, w):
+            return jnp.sum(w * self.weights)
+
+    wrapped = mpjax.grad(Model(), loss_scale=8)
+    assert not hasattr(wrapped, "weights")
+    assert wrapped(jnp.ones(2)).tolist() == [1, 1]
+    partial = functools.partial(quadratic, x=jnp.ones(2))
+    assert float(mpjax.grad(partial, loss_scale=8)(jnp.float32(3))) == 6
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint, lambda f: f])
+def test_under_jit_and_around_remat(transform):
+    grads = mpjax.grad(transform(quadratic), loss_scale=STATIC)(jnp.float32(3), jnp.ones(4))
+    assert float(grads) == 6
+    assert float(transform(mpjax.grad(quadratic, loss_scale=8))(jnp.float32(3), jnp.ones(4))) == 6
+
+
+# -- law 5: the loss, and what float16 cannot hold -------------------------------------------------
+
+
+@jax.custom_vjp
+def clip_cotangent(x):
+    return x
+
+
+clip_cotangent.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -60000, 60000),))
+
+
+def test_law_05_float16_loss_of_3_times_65536_is_no_overflow():
+    scale = mpjax.DynamicLossScale(65536.0)
+    value, grads = mpjax.value_and_grad(lambda w: w, loss_scale=scale)(jnp.float16(3))
+    assert (float(value), value.dtype) == (3.0, jnp.float16)
+    assert (float(grads), grads.dtype) == (1.0, jnp.float32)
+
+
+def test_law_05_float16_gradient_past_65504_is_reported():
+    # The cotangent, 2¹⁵, fits; three times as much does not, whatever the loss is scaled in.
+    value, grads = mpjax.value_and_grad(lambda w: w * 3, loss_scale=65536)(jnp.float16(1))
+    assert float(value) == 3
+    assert not mpjax.all_finite(grads)
+
+
+@pytest.mark.parametrize("exponent", [-126, -30, -14, 0, 15, 16, 24, 126])
+@pytest.mark.parametrize("unscale", [True, False])
+@pytest.mark.parametrize("policy", [None, "16-mixed", "16-true"])
+def test_law_05_cotangent_fits_a_float16_loss(exponent, unscale, policy):
+    # 2**16 would enter as inf, which this rule would make 60000 of; 2**-30 as 0.
+    scale = mpjax.StaticLossScale(2.0**exponent)
+
+    def loss(w):
+        return clip_cotangent(w.astype(jnp.float16))
+
+    transform = functools.partial(mpjax.grad, loss_scale=scale, unscale=unscale, policy=policy)
+    grads = transform(loss)(jnp.float32(1))
+    assert float(grads) == (1.0 if unscale else 2.0**exponent)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("scale", [1001.0, 3.0, 1e4 / 3, 65535.0])
+def test_law_06_scale_that_is_no_power_of_two_is_undone_by_what_was_applied(dtype, scale):
+    # bfloat16 has no 1001: the cotangent is 1000, and dividing by 1001 would be off by 1e-3.
+    def loss(w):
+        return w.astype(dtype) * 0.5
+
+    for transform in (jax.jit, lambda f: f):
+        grads = transform(mpjax.grad(loss, loss_scale=scale))(jnp.float32(1))
+        assert float(grads) == 0.5
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**15, 2.0**24])
+@pytest.mark.parametrize("value", [1e37, 3e38, -2e37])
+def test_law_05_reported_loss_is_the_true_one(scale, value):
+    got, grads = mpjax.value_and_grad(lambda w: w * value, loss_scale=scale)(jnp.float32(1))
+    assert float(got) == float(np.float32(value))
+    assert bool(mpjax.all_finite(grads)) == (abs(value) * scale < 3.4e38)
+
+
+def test_law_05_reported_loss_is_true_on_growth_and_overflow_steps():
+    def loss(w, x):
+        return jnp.sum(w * x)
+
+    def step(ls, x):
+        value, grads = mpjax.value_and_grad(loss, loss_scale=ls)(jnp.float32(2), x)
+        return ls.adjust(mpjax.all_finite(grads)), (value, grads, ls.loss_scale)
+
+    ls = mpjax.DynamicLossScale(2.0**23, growth_interval=1)
+    xs = jnp.array([1.0, 1.0, jnp.inf, 1.0])
+    _, (values, grads, scales) = jax.lax.scan(step, ls, xs)
+    assert values.tolist() == [2, 2, jnp.inf, 2]
+    assert scales.tolist() == [2.0**23, 2.0**24, 2.0**24, 2.0**23]
+    assert grads.tolist()[:2] == [1, 1]  # unscaled with the scale that they were scaled with
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("loss_scale", SCALES, ids=repr)
+@pytest.mark.parametrize("unscale", [True, False])
+def test_law_05_gradients_are_float32(dtype, loss_scale, unscale):
+    params = {"w": jnp.ones(2, dtype)}
+    grads = mpjax.grad(
+        lambda p: p["w"].astype(jnp.float32).sum(), loss_scale=loss_scale, unscale=unscale
+    )(params)
+    assert grads["w"].dtype == jnp.float32
+
+
+def test_law_05_gradients_of_8_bit_floats_are_unscaled_too():
+    w = jnp.ones(2, jnp.float8_e4m3fn)
+    grads = mpjax.grad(lambda w: w.astype(jnp.float32).sum(), loss_scale=8)(w)
+    assert (grads.dtype, grads.tolist()) == (jnp.float32, [1, 1])
+
+
+def test_law_05_float64_and_complex128_gradients_keep_their_dtype():
+    with jax.enable_x64(True):
+        third = jnp.float64(1) / 3
+
+        def loss(p):
+            return p["r"] * third + jnp.real(p["c"]) * third
+
+        value, grads = mpjax.value_and_grad(loss, loss_scale=STATIC)(
+            {"r": jnp.float64(1), "c": jnp.complex128(1)}
+        )
+        assert (value.dtype, grads["r"].dtype, grads["c"].dtype) == (
+            jnp.float64,
+            jnp.float64,
+            jnp.complex128,
+        )
+        assert float(grads["r"]) == 1 / 3
+
+
+@settings(max_examples=50)
+@given(st.integers(-20, 24), st.floats(2.0**-10, 2.0**10, width=32))
+def test_law_05_power_of_two_scale_changes_no_bit(exponent, w):
+    w = jnp.float32(w)
+    fun = functools.partial(quadratic, x=jnp.array([0.5, 3.0, 1.1]))
+    got = mpjax.value_and_grad(fun, loss_scale=2.0**exponent)(w)
+    assert_same_bits(got, jax.value_and_grad(fun)(w))
+
+
+# -- law 6: judged unscaled, in float32 ------------------------------------------------------------
+
+
+def test_law_06_overflow_of_the_unscaled_value_is_caught():
+    # The scaled gradient is 1e10 × 2⁻¹⁰⁰ and finite; the true one has left float32.
+    scale = mpjax.StaticLossScale(2.0**-100)
+    scaled = jnp.float32(1e10)
+    assert mpjax.all_finite(scaled)
+    assert not mpjax.all_finite(scale.unscale(scaled))
+
+
+@pytest.mark.parametrize("unscale", [True, False])
+def test_law_06_float16_overflow_is_reported(unscale):
+    def loss(w):
+        return (w.astype(jnp.float16) * jnp.float16(6e4)).astype(jnp.float32)
+
+    grads = mpjax.grad(loss, loss_scale=2.0**15, unscale=unscale)(jnp.float32(1))
+    assert not mpjax.all_finite(grads)
+
+
+@pytest.mark.parametrize("loss_scale", [8, STATIC, mpjax.DynamicLossScale(8)], ids=repr)
+def test_scaled_gradients_are_those_that_the_optimizer_wrapper_takes(loss_scale):
+    fun = functools.partial(mpjax.value_and_grad, quadratic, loss_scale=loss_scale)
+    args = jnp.float32(3), jnp.ones(4)
+    value, scaled = fun(unscale=False)(*args)
+    factor = float(getattr(loss_scale, "loss_scale", loss_scale))
+    assert (float(value), float(scaled)) == (9.0, 6 * factor)
+
+
+# -- overwritten collections -----------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def record(x, history):
+    return x
+
+
+record.defvjp(
+    lambda x, history: (x, (x, history)),
+    lambda saved, ct: (ct, jnp.max(jnp.abs(saved[0]), keepdims=True).astype(saved[1].dtype)),
+)
+
+
+def with_history(params, x):
+    history = params["_overwrite_with_gradient"]["amax"]
+    return jnp.mean(record(params["w"] * x, history))
+
+
+HISTORY_PARAMS = {"w": jnp.float32(1), "_overwrite_with_gradient": {"amax": jnp.zeros(1)}}
+
+
+@pytest.mark.parametrize("policy", [None, "bf16-mixed"])
+def test_law_01_overwritten_gradients_are_neither_cast_nor_unscaled(policy):
+    fun = mpjax.grad(with_history, loss_scale=STATIC, policy=policy)
+    grads = fun(HISTORY_PARAMS, jnp.array([1.0, -3.0]))
+    amax = grads["_overwrite_with_gradient"]["amax"]
+    assert (amax.tolist(), amax.dtype) == ([3.0], jnp.float32)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_law_01_overwritten_gradients_are_neither_summed_nor_averaged(devices, check_vma):
+    mesh = jax.sharding.Mesh(np.array(devices), ("i",))
+    step = jax.shard_map(
+        mpjax.grad(with_history, loss_scale=STATIC, axis_name="i"),
+        mesh=mesh,
+        in_specs=(jax.P(), jax.P("i")),
+        out_specs=jax.P(),
+        check_vma=check_vma,
+    )
+    grads = step(HISTORY_PARAMS, jnp.arange(8.0))
+    assert grads["_overwrite_with_gradient"]["amax"].tolist() == [7.0]
+    assert float(grads["w"]) == 3.5
+
+
+# -- policy= ---------------------------------------------------------------------------------------
+
+
+def seen_dtypes(policy, argnums=0, **kwargs):
+    seen = {}
+
+    def loss(params, batch, *, extra=None):
+        seen.update(w=params["w"].dtype, x=batch["x"].dtype, n=batch["n"].dtype)
+        seen.update(extra=extra.dtype)
+        return (params["w"] * batch["x"]).sum(), params["w"]
+
+    params = {"w": jnp.ones(2)}
+    batch = {"x": jnp.ones(2), "n": jnp.arange(2)}
+    (value, aux), grads = mpjax.value_and_grad(
+        loss, argnums, True, loss_scale=8, policy=policy, **kwargs
+    )(params, batch, extra=jnp.ones(1))
+    return seen, value, aux, grads
+
+
+def test_policy_casts_every_floating_argument_and_the_value():
+    seen, value, aux, grads = seen_dtypes("bf16-mixed")
+    low = jnp.dtype(jnp.bfloat16)
+    assert seen == {"w": low, "x": low, "n": jnp.int32, "extra": low}
+    assert (value.dtype, float(value)) == (jnp.float32, 2)
+    assert aux.dtype == jnp.bfloat16
+    assert grads["w"].dtype == jnp.float32
+
+
+def test_policy_none_casts_nothing_even_under_a_default():
+    with mpjax.default_policy("bf16-mixed"):
+        seen, value, _, _ = seen_dtypes(None)
+    assert seen["w"] == value.dtype == jnp.float32
+
+
+def test_policy_map_is_read_by_the_paths_of_the_parameters():
+    policies = mpjax.PolicyMap("bf16-mixed", {"w": "float32"})
+
+    def loss(params, batch):
+        assert params["w"].dtype == jnp.float32
+        assert params["v"].dtype == batch["w"].dtype == jnp.bfloat16
+        return params["w"].sum()
+
+    params = {"w": jnp.ones(2), "v": jnp.ones(2)}
+    mpjax.grad(loss, loss_scale=1, policy=policies)(params, {"w": jnp.ones(2)})
+
+
+def test_rule_of_a_policy_map_matches_in_one_of_several_arguments():
+    policies = mpjax.PolicyMap("bf16-mixed", {"enc": "float32", "dec": "float32"})
+
+    def loss(a, b):
+        return a["enc"].sum()
+
+    args = {"enc": jnp.ones(2)}, {"dec": jnp.ones(2)}
+    mpjax.grad(loss, (0, 1), loss_scale=1, policy=policies)(*args)
+    with pytest.warns(mpjax.PolicyWarning, match="rule 2 of 2, 'dec', matches none of the 1 paths"):
+        mpjax.grad(loss, 0, loss_scale=1, policy=policies)(*args)
+
+
+def test_law_03_parameter_used_many_times_is_cast_once():
+    def loss(w):
+        return (w * w * w + w).astype(jnp.float32).sum()
+
+    fun = mpjax.value_and_grad(loss, loss_scale=8, policy="bf16-mixed")
+    plain = mpjax.value_and_grad(loss, loss_scale=8)
+    # One of the parameter, one of its gradient; both functions convert the loss and back.
+    assert count_casts(fun, jnp.ones(2)) == 2 + count_casts(plain, jnp.ones(2, jnp.bfloat16)) - 1
+
+
+# -- several losses, transformations ---------------------------------------------------------------
+
+
+def two_losses(state, x):
+    """One step with a loss scale for each of two losses, of which the second overflows."""
+    w, first, second = state
+    value_a, grad_a = mpjax.value_and_grad(lambda w: (w * x).sum(), loss_scale=first)(w)
+    value_b, grad_b = mpjax.value_and_grad(
+        lambda w: (w.astype(jnp.float16) * jnp.float16(4)).astype(jnp.float32), loss_scale=second
+    )(w)
+    finite_a, finite_b = mpjax.all_finite(grad_a), mpjax.all_finite(grad_b)
+    step = mpjax.select_tree(finite_a & finite_b, grad_a + grad_b, jnp.zeros_like(w))
+    state = w - step / 8, first.adjust(finite_a), second.adjust(finite_b)
+    return state, (value_a, value_b, finite_a, finite_b)
+
+
+def test_several_loss_scales_in_one_step():
+    start = (
+        jnp.float32(1),
+        mpjax.DynamicLossScale(4, growth_interval=1),
+        mpjax.DynamicLossScale(2.0**16, growth_interval=100),
+    )
+    xs = jnp.ones((4, 2))
+    step = Traced(two_losses)
+    state, rows = start, []
+    for x in xs:
+        state, out = step(state, x)
+        rows.append(out)
+    assert step.traces == 1
+    scanned, outs = jax.lax.scan(two_losses, start, xs)
+    assert_same_bits(scanned, state)
+    assert_same_bits(outs, jax.tree.map(lambda *r: jnp.stack(r), *rows))
+    assert outs[2].tolist() == [True] * 4
+    # 2**16 × 4, 2**15 × 4, 2**14 × 4 are past 65504; 2**13 × 4 is not.
+    assert outs[3].tolist() == [False, False, False, True]
+    assert (float(scanned[1].loss_scale), float(scanned[2].loss_scale)) == (64, 2.0**13)
+
+
+def test_several_loss_scales_under_vmap():
+    def step(w, ls):
+        return mpjax.value_and_grad(lambda w: w**2, loss_scale=ls)(w)
+
+    scales = jax.vmap(mpjax.DynamicLossScale)(jnp.array([2.0, 4.0, 2.0**20]))
+    values, grads = jax.vmap(step)(jnp.array([1.0, 2.0, 3.0]), scales)
+    assert values.tolist() == [1, 4, 9]
+    assert grads.tolist() == [2, 4, 6]
+
+
+def test_law_09_value_and_grad_compiles_once():
+    def step(w, ls):
+        value, grads = mpjax.value_and_grad(lambda w: jnp.sum(w**2), loss_scale=ls)(w)
+        return w - grads, ls.adjust(mpjax.all_finite(grads)), value
+
+    traced = Traced(step)
+    w, ls = jnp.ones(2), mpjax.DynamicLossScale(growth_interval=1)
+    for _ in range(3):
+        w, ls, _ = traced(w, ls)
+    assert traced.traces == 1
+
+
+# -- law 15: means over shards ---------------------------------------------------------------------
+
+
+def mesh_of(devices, *shape):
+    return jax.sharding.Mesh(np.array(devices).reshape(shape), ("a", "b")[: len(shape)])
+
+
+SHARDED = [("a", (8,), jax.P("a")), (("a", "b"), (4, 2), jax.P(("a", "b")))]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(("axis_name", "shape", "spec"), SHARDED)
+@pytest.mark.parametrize("loss_scale", [None, 2.0**10, mpjax.DynamicLossScale(8)], ids=repr)
+def test_law_15_means_under_shard_map(devices, axis_name, shape, spec, loss_scale, check_vma):
+    x = jnp.arange(16.0)
+    step = jax.shard_map(
+        mpjax.value_and_grad(quadratic, loss_scale=loss_scale, axis_name=axis_name),
+        mesh=mesh_of(devices, *shape),
+        in_specs=(jax.P(), spec),
+        out_specs=jax.P(),
+        check_vma=check_vma,
+    )
+    for w in (jnp.float32(2), 2.0):
+        value, grads = jax.jit(step)(w, x)
+        # Squares of small integers: sums and means of them are exact.
+        assert float(value) == float(quadratic(jnp.float32(2), x))
+        assert float(grads) == float(jax.grad(quadratic)(jnp.float32(2), x))
+
+
+@pytest.mark.parametrize("transform", [jax.pmap, jax.vmap])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_law_15_means_under_pmap_and_vmap(transform, dtype):
+    fun = mpjax.value_and_grad(quadratic, loss_scale=8, axis_name="i")
+    value, grads = transform(fun, axis_name="i", in_axes=(None, 0))(
+        jnp.asarray(2, dtype), jnp.arange(8, dtype=dtype)[:, None]
+    )
+    assert (value.dtype, grads.dtype) == (jnp.dtype(dtype), jnp.float32)
+    assert value.tolist() == [70.0] * 8  # 4 × 140 / 8
+    assert grads.tolist() == [70.0] * 8
+
+
+def test_law_15_mean_over_one_of_two_axes(devices):
+    grads = jax.shard_map(
+        mpjax.grad(lambda w, x: (w * x).sum(), loss_scale=8, axis_name="a"),
+        mesh=mesh_of(devices, 4, 2),
+        in_specs=(jax.P("b"), jax.P("a", "b")),
+        out_specs=jax.P("b"),
+    )(jnp.ones(2), jnp.arange(8.0).reshape(4, 2))
+    assert grads.tolist() == [3.0, 4.0]  # each column's mean
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_law_15_one_shards_inf_is_seen_by_all(devices, check_vma):
+    def step(ls, w, x):
+        _, grads = mpjax.value_and_grad(quadratic, loss_scale=ls, axis_name="a")(w, x)
+        finite = mpjax.all_finite(grads)
+        return ls.adjust(finite), mpjax.select_tree(finite, grads, jnp.zeros_like(grads))
+
+    sharded = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh_of(devices, 8),
+            in_specs=(jax.P(), jax.P(), jax.P("a")),
+            out_specs=jax.P(),
+            check_vma=check_vma,
+        )
+    )
+    ls = mpjax.DynamicLossScale(8, growth_interval=1)
+    ls, grads = sharded(ls, jnp.float32(1), jnp.ones(8).at[5].set(jnp.inf))
+    assert (float(ls.loss_scale), float(grads)) == (4, 0)
+    ls, grads = sharded(ls, jnp.float32(1), jnp.ones(8))
+    assert (float(ls.loss_scale), float(grads)) == (8, 2)
+
+
+def test_law_15_float16_values_are_averaged_in_float32():
+    # The sum of eight times 60000 is past 65504.
+    fun = mpjax.value_and_grad(lambda w: w, loss_scale=1, axis_name="i")
+    value, _ = jax.vmap(fun, axis_name="i")(jnp.full(8, 60000, jnp.float16))
+    assert value.tolist() == [60000] * 8
+
+
+def test_law_15_plain_jit_with_shardings(devices):
+    mesh = mesh_of(devices, 8)
+    x = jax.device_put(jnp.arange(16.0), jax.NamedSharding(mesh, jax.P("a")))
+    w = jax.device_put(jnp.float32(2), jax.NamedSharding(mesh, jax.P()))
+    value, grads = jax.jit(mpjax.value_and_grad(quadratic, loss_scale=STATIC))(w, x)
+    assert (float(value), float(grads)) == (310.0, 310.0)
+
+
+# -- get_loss_scale --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "scaled"),
+    [
+        ("16-mixed", True),
+        ("16-true", True),
+        ("half", True),  # float16 on a CPU
+        ("O1", True),
+        ("bf16-mixed", False),
+        ("32-true", False),
+        ("p=f16,c=f32,o=f16", False),
+        (mpjax.PolicyMap("bf16-mixed", {"a": "16-mixed"}), True),
+        (mpjax.PolicyMap("bf16-mixed", {"a": "float32"}), False),
+        (None, False),
+    ],
+    ids=str,
+)
+def test_get_loss_scale_is_dynamic_for_float16_compute(policy, scaled):
+    got = mpjax.get_loss_scale(policy)
+    assert type(got) is (mpjax.DynamicLossScale if scaled else mpjax.NoOpLossScale)
+
+
+def test_get_loss_scale_reads_the_default():
+    with mpjax.default_policy("16-mixed"):
+        assert isinstance(mpjax.get_loss_scale(), mpjax.DynamicLossScale)
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        (jnp.ones(32, jnp.bfloat16), r"bf16\[32\]"),
+        (jnp.ones((1,)), r"f32\[1\]"),
+        (jnp.int32(3), r"i32\[\]"),
+        (jnp.array(True), r"bool\[\]"),
+        (jnp.complex64(1), r"c64\[\]"),
+        (jnp.ones((), jnp.float8_e5m2), r"f8_e5m2\[\]"),
+        (3, "int"),
+        (None, "NoneType"),
+        ("loss", "str"),
+        ((jnp.ones(()), 1), "tuple"),
+        ({"loss": jnp.ones(())}, "dict"),
+    ],
+)
+def test_loss_must_be_a_floating_scalar(value, got):
+    def loss_fn(w):
+        return value
+
+    text = (
+        rf"value_and_grad\(loss_fn\): the loss must be a floating scalar; got {got}\.\n  Reduce it"
+    )
+    with pytest.raises(TypeError, match=text):
+        mpjax.value_and_grad(loss_fn, loss_scale=8)(jnp.float32(1))
+
+
+@pytest.mark.parametrize("value", [jnp.ones(()), (jnp.ones(()),), [jnp.ones(()), 1], (1.0, 2, 3)])
+def test_aux_needs_a_pair(value):
+    text = r"value_and_grad\(<lambda>\): has_aux=True needs a pair \(loss, aux\); got"
+    with pytest.raises(TypeError, match=text):
+        mpjax.value_and_grad(lambda w: value, has_aux=True, loss_scale=8)(jnp.float32(1))
+
+
+@pytest.mark.parametrize(
+    "loss_scale", ["dynamic", True, object(), mpjax.DynamicLossScale, [8.0], {"loss_scale": 8}]
+)
+def test_what_is_no_loss_scale(loss_scale):
+    text = r"value_and_grad\(loss_scale\): got .*\n  Allowed: NoOpLossScale\(\)"
+    with pytest.raises(TypeError, match=text):
+        mpjax.value_and_grad(quadratic, loss_scale=loss_scale)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf")])
+def test_number_that_is_no_loss_scale(value):
+    with pytest.raises(ValueError, match=r"StaticLossScale\(loss_scale\): must be a positive"):
+        mpjax.value_and_grad(quadratic, loss_scale=value)
+
+
+@pytest.mark.parametrize("make", [float, np.float32, jnp.float32, jnp.asarray])
+def test_any_scalar_is_a_static_scale(make):
+    args = jnp.float32(3), jnp.ones(4)
+    assert float(mpjax.grad(quadratic, loss_scale=make(8.0), unscale=False)(*args)) == 48
+    traced = jax.jit(lambda s: mpjax.grad(quadratic, loss_scale=s, unscale=False)(*args))
+    assert float(traced(make(8.0))) == 48
+
+
+def test_first_argument_must_be_a_function():
+    with pytest.raises(
+        TypeError, match=r"must be a function; got f32\[\]\.\n  Type value_and_grad"
+    ):
+        mpjax.value_and_grad(jnp.float32(1), loss_scale=8)
+
+
+def test_wrong_axis_name():
+    fun = mpjax.value_and_grad(quadratic, loss_scale=8, axis_name="batch")
+    text = r"value_and_grad\(axis_name\): 'batch' is no axis of the surrounding transformation"
+    with pytest.raises(NameError, match=text):
+        fun(jnp.float32(1), jnp.ones(2))
+    with pytest.raises(NameError, match=text):
+        jax.vmap(fun, axis_name="i", in_axes=(None, 0))(jnp.float32(1), jnp.ones((2, 2)))
+
+
+def test_unknown_policy():
+    with pytest.raises(ValueError, match="get_policy: unknown policy 'bf17'"):
+        mpjax.value_and_grad(quadratic, loss_scale=8, policy="bf17")
+
+
+def test_loss_scale_must_be_given():
+    with pytest.raises(TypeError, match="loss_scale"):
+        mpjax.value_and_grad(quadratic)  # the caller says None where there is to be none
