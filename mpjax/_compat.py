@@ -1,9 +1,11 @@
 """The seams where versions of JAX differ, or where public JAX needs a detour."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core
+from jax.extend import linear_util
 
 
 def axis_names(axis_name: Any) -> tuple[object, ...]:
@@ -85,3 +87,74 @@ def equally_varying(*xs: jax.Array) -> tuple[jax.Array, ...]:
         jax.lax.pcast(x, tuple(union - mine), to="varying") if union - mine else x
         for x, mine in zip(xs, have, strict=True)
     )
+
+
+def bind(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Returns what an equation's primitive gives for other operands."""
+    return primitive.bind(*values, **primitive.get_bind_params(params))
+
+
+def bind_custom(
+    eqn: Any, values: Sequence[Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Any:
+    """Binds a function with custom rules, the function and each of its rules passed to `wrap`."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    params["subfuns"] = tuple(
+        linear_util.wrap_init(wrap(fun.call_wrapped), debug_info=fun.debug_info)
+        for fun in params["subfuns"]
+    )
+    return eqn.primitive.bind(*values, **params)
+
+
+def bind_remat(eqn: Any, fun: Callable[..., Any], args: Sequence[Any], policy: Any) -> Any:
+    """Binds a `remat2` equation that was differentiated already, around another function.
+
+    `jax.checkpoint` would make one that was not, which XLA may undo.
+    """
+    inner = jax.make_jaxpr(fun)(*args)
+    if inner.consts:  # there is no public way to turn constants into inputs on both versions
+        return jax.checkpoint(fun, prevent_cse=eqn.params["prevent_cse"], policy=policy)(*args)
+    params = {**eqn.params, "jaxpr": inner.jaxpr, "policy": policy}
+    return eqn.primitive.bind(*args, **params)
+
+
+def scan_options(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of a `scan` equation that only some versions have."""
+    return {"_split_transpose": True} if params.get("_split_transpose") else {}
+
+
+def jit_options(params: dict[str, Any], extra: Sequence[int]) -> dict[str, Any]:
+    """Returns the options that make `jax.jit` give an equation's parameters again.
+
+    Args:
+      params: of the equation.
+      extra: the inputs of which a second copy follows the inputs; it is placed as they are.
+    """
+    options: dict[str, Any] = {"keep_unused": params["keep_unused"]}
+    if getattr(params["inline"], "name", params["inline"]) not in (False, "AUTO"):
+        options["inline"] = params["inline"]
+    donated = tuple(i for i, is_donated in enumerate(params["donated_invars"]) if is_donated)
+    if donated:
+        options["donate_argnums"] = donated
+    ins, outs = params["in_shardings"], params["out_shardings"]
+    if any(map(_specified, ins)):
+        options["in_shardings"] = tuple(map(_sharding, (*ins, *(ins[i] for i in extra))))
+    if any(map(_specified, outs)):
+        options["out_shardings"] = list(map(_sharding, outs))
+    if params["compiler_options_kvs"]:
+        options["compiler_options"] = dict(params["compiler_options_kvs"])
+    return options
+
+
+def hashable_jit_params(params: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns what two `jit` equations of one jaxpr can differ in."""
+    names = ("name", "donated_invars", "in_shardings", "out_shardings", "inline", "keep_unused")
+    return tuple(params[name] for name in names)
+
+
+def _specified(sharding: Any) -> bool:
+    return type(sharding).__name__ != "UnspecifiedValue"
+
+
+def _sharding(sharding: Any) -> Any:
+    return sharding if _specified(sharding) else None

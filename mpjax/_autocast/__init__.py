@@ -1,0 +1,9 @@
+"""Any JAX function in mixed precision, unedited: decide, then bind again.
+
+`api` traces a function; `plan` (with `states`, `reads`, `groups` and `control`) decides the dtype
+of every value; `rebind` (with `rebind_calls`, `custom_rules`, `remat` and `matmul`) runs it.
+"""
+
+from mpjax._autocast.api import autocast, full_precision
+
+__all__ = ["autocast", "full_precision"]

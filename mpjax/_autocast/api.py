@@ -1,0 +1,230 @@
+"""`autocast` and `full_precision`: from a Python function to a plan, and back to its results."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar, overload
+
+import jax
+import numpy as np
+from jax import lax
+
+from mpjax._autocast import plan as planning
+from mpjax._autocast import reads, scopes
+from mpjax._autocast.rebind import Runner
+from mpjax._errors import message
+from mpjax._op_rules import parse_rules
+from mpjax._policy import Policy, get_policy
+from mpjax._policy_map import PolicyMap
+
+F = TypeVar("F", bound=Callable[..., Any])
+Rules = str | Mapping[str, str] | None
+
+
+@overload
+def autocast(fun: F, policy: Any = ..., *, rules: Rules = ..., dot_precision: Any = ...) -> F: ...
+@overload
+def autocast(
+    fun: str | Policy | PolicyMap | None = ..., *, rules: Rules = ..., dot_precision: Any = ...
+) -> Callable[[F], F]: ...
+def autocast(
+    fun: Any = None, policy: Any = None, *, rules: Rules = None, dot_precision: Any = None
+) -> Any:
+    """Returns a function that computes what `fun` does, its products on low-precision operands.
+
+    Matrix products and convolutions read `policy.compute_dtype` and accumulate in float32; what
+    rounding or range would hurt stays in float32. The model is not edited: parameters go in, and
+    gradients come out, in float32.
+
+    Args:
+      fun: any function of arrays; also a decorator, `@autocast("bf16-mixed")`.
+      policy: a policy, its name, or a `PolicyMap` over module paths.
+      rules: another class for some operations, `{"tanh": "full"}`, or "widest": a float32 operand
+        wins over a low one, as in PyTorch.
+      dot_precision: the algorithm of every product that leaves it at the default: "tf32",
+        "bf16x3", a `jax.lax.Precision` or a `jax.lax.DotAlgorithmPreset`.
+
+    Returns:
+      A function with the signature of `fun`.
+
+    Raises:
+      ValueError: unknown policy, rule or algorithm.
+      TypeError: a result of `fun` is not an array.
+
+    Dtypes:
+      As `fun`, floating results in `policy.output_dtype`. Integers, float64, complex, 8-bit and
+      explicitly cast values are computed as they are written.
+
+    Transforms:
+      All of JAX's, of it and inside it. Functions with custom derivatives keep their rules.
+
+    Example:
+      >>> loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))
+      >>> fast = mpjax.autocast(loss, "bf16-mixed")
+      >>> jax.grad(fast)(jnp.ones((4, 2)), jnp.ones((8, 4))).dtype
+      dtype('float32')
+
+    References:
+      Micikevicius et al., Mixed Precision Training, 2018, https://arxiv.org/abs/1710.03740
+    """
+    if not callable(fun):
+        given = fun if policy is None else policy
+        return lambda f: autocast(f, given, rules=rules, dot_precision=dot_precision)
+    overrides, widest = parse_rules(rules)
+    algorithm = _dot_precision(dot_precision)
+    ordered = tuple(sorted(overrides.items()))
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        found = get_policy(policy)
+        settings = planning.Settings(found, ordered, widest, algorithm)
+        if not _lowers(found) and algorithm is None:
+            with jax.named_scope(scopes.AS_WRITTEN):
+                return found.cast_to_output(fun(*args, **kwargs))
+        return found.cast_to_output(call(fun, args, kwargs, settings))
+
+    return wrapped
+
+
+def call(fun: Callable[..., Any], args: Any, kwargs: Any, settings: planning.Settings) -> Any:
+    """Returns `fun(*args, **kwargs)`, computed as `settings` say."""
+    traced = trace(fun, args, kwargs)
+    plan = plan_traced(traced.jaxpr, settings)
+    with jax.named_scope(scopes.AS_WRITTEN):
+        outs = Runner().run(plan, traced.arrays)
+    typed = [_typed_like(v.aval, x) for v, x in zip(traced.jaxpr.jaxpr.outvars, outs, strict=True)]
+    return jax.tree.unflatten(traced.out_tree, typed)
+
+
+def plan_traced(jaxpr: Any, settings: planning.Settings) -> planning.Plan:
+    """Returns the plan of a whole function."""
+    in_states = tuple(planning.initial_state(v.aval) for v in jaxpr.jaxpr.invars)
+    wants = (reads.OUTPUT,) * len(jaxpr.jaxpr.outvars)
+    return planning.make_plan(jaxpr, in_states, wants, settings)
+
+
+class Traced:
+    """A function's jaxpr, the arrays that it is for, and the structure of its results."""
+
+    __slots__ = ("arrays", "jaxpr", "out_tree")
+
+    def __init__(self, jaxpr: Any, arrays: list[Any], out_tree: Any) -> None:
+        self.jaxpr = jaxpr
+        self.arrays = arrays
+        self.out_tree = out_tree
+
+
+def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
+    """Returns the jaxpr of `fun` over the arrays among its arguments; all else stays as it is."""
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    trees: list[Any] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        full = list(leaves)
+        for i, array in zip(where, arrays, strict=True):
+            full[i] = array
+        fun_args, fun_kwargs = jax.tree.unflatten(treedef, full)
+        paths, out_tree = jax.tree_util.tree_flatten_with_path(fun(*fun_args, **fun_kwargs))
+        trees[:] = [out_tree]
+        return [_checked_result(fun, path, leaf) for path, leaf in paths]
+
+    arrays = [leaves[i] for i in where]
+    jaxpr = jax.make_jaxpr(flat)(*arrays)
+    return Traced(jaxpr, arrays, trees[0])
+
+
+def _checked_result(fun: Any, path: Any, leaf: Any) -> Any:
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+        return leaf
+    name = getattr(fun, "__name__", type(fun).__name__)
+    raise TypeError(
+        message(
+            f"autocast({name})",
+            f"result{jax.tree_util.keystr(path)} is not an array; got {type(leaf).__name__}.",
+            "Allowed: pytrees of arrays and numbers, as for jax.jit.",
+            "Return what is not an array from a function outside autocast.",
+        )
+    )
+
+
+def _typed_like(aval: Any, array: Any) -> Any:
+    """A weakly typed result of `fun` stays weakly typed."""
+    if not getattr(aval, "weak_type", False) or jax.typeof(array).weak_type:
+        return array
+    return lax.convert_element_type_p.bind(
+        array, new_dtype=aval.dtype, weak_type=True, sharding=None
+    )
+
+
+def _lowers(policy: Policy | PolicyMap) -> bool:
+    policies = policy.policies if isinstance(policy, PolicyMap) else (policy,)
+    return any(p.compute_dtype.itemsize < planning.FLOAT32.itemsize for p in policies)
+
+
+_ALGORITHMS = {
+    "tf32": lax.DotAlgorithmPreset.TF32_TF32_F32,
+    "tf32x3": lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
+    "bf16": lax.DotAlgorithmPreset.BF16_BF16_F32,
+    "bf16x3": lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
+    "bf16x6": lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
+    "bf16x9": lax.DotAlgorithmPreset.BF16_BF16_F32_X9,
+    "f32": lax.DotAlgorithmPreset.F32_F32_F32,
+}
+
+
+def _dot_precision(spec: Any) -> Any:
+    if spec is None or isinstance(spec, lax.DotAlgorithmPreset):
+        return spec
+    if isinstance(spec, lax.Precision):
+        return (spec, spec)
+    if isinstance(spec, str) and spec in _ALGORITHMS:
+        return _ALGORITHMS[spec]
+    raise ValueError(
+        message(
+            "autocast(dot_precision=)",
+            f"unknown algorithm {spec!r}.",
+            f"Accepted: {', '.join(map(repr, _ALGORITHMS))}, a jax.lax.Precision or a "
+            "jax.lax.DotAlgorithmPreset.",
+            'Type dot_precision="tf32" for TensorFloat-32 products on float32 arrays.',
+        )
+    )
+
+
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    with jax.named_scope(scopes.AS_WRITTEN):
+        yield
+
+
+class full_precision(contextlib.ContextDecorator):  # noqa: N801 - used as a keyword would be
+    """A region that autocast leaves alone: everything inside computes in float32.
+
+    Both a context manager and a decorator. Outside autocast it does nothing.
+
+    Dtypes:
+      Low values that enter the region are widened, exactly.
+
+    Transforms:
+      All: the region is a mark on the operations, so that it outlives `jit`'s caches and
+      differentiation.
+
+    Example:
+      >>> @mpjax.autocast("bf16-mixed")
+      ... def fun(w, x):
+      ...     with mpjax.full_precision():
+      ...         return x @ w
+      >>> float(fun(jnp.ones((1, 1)), jnp.full((1, 1), 1.001)).item()) > 1.0
+      True
+    """
+
+    def __enter__(self) -> None:
+        self._scopes = getattr(self, "_scopes", [])
+        scope = _full_precision()
+        scope.__enter__()
+        self._scopes.append(scope)
+
+    def __exit__(self, *exc: Any) -> None:
+        self._scopes.pop().__exit__(*exc)

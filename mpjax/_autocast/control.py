@@ -1,0 +1,190 @@
+"""How states pass through operations that hold programs: calls, loops, branches, custom rules.
+
+Loops are fixpoints: a carry is low only if it starts low or neutral and leaves the body low.
+Nothing is bound here; `rebind_calls` does that from the plans found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpjax import _compat
+from mpjax._autocast import states
+from mpjax._autocast.states import Kind, State
+
+_SINGLE = {
+    "jit": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "shard_map": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "call": "call_jaxpr",
+    "eval_jaxpr": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+CALLS = frozenset({*_SINGLE, "scan", "while", "cond"})
+CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
+
+_OUTPUT, _WHOLE = 2, 8  # flags of `reads`, which imports this file
+_MAX_PASSES = 8
+
+
+@dataclass(slots=True)
+class CallPlan:
+    """The plans of an equation's programs, and what passes in and out.
+
+    `plans` are in the order of `programs(eqn)`. `operand_states` are those in which operands are
+    handed over, `out_states` those of the results; a loop's carry has the same in both.
+    """
+
+    plans: tuple[Any, ...]
+    operand_states: tuple[State, ...]
+    out_states: tuple[State, ...]
+    changed: bool
+
+
+PlanInner = Callable[[Any, tuple[State, ...], tuple[int, ...], Any], Any]
+
+
+def single_program(eqn: Any) -> Any:
+    """Returns the one jaxpr of a call, None for loops and branches."""
+    name = eqn.primitive.name
+    key = _SINGLE.get(name)
+    if key is None:
+        return None
+    return eqn.params[key] if key in eqn.params else eqn.params.get("jaxpr")
+
+
+def plan_call(
+    eqn: Any, in_states: tuple[State, ...], wants: tuple[int, ...], settings: Any, inner: PlanInner
+) -> CallPlan:
+    """Returns the plans of the programs of one equation."""
+    name = eqn.primitive.name
+    if name == "scan":
+        return _plan_scan(eqn, in_states, wants, settings, inner)
+    if name == "while":
+        return _plan_while(eqn, in_states, wants, settings, inner)
+    if name == "cond":
+        return _plan_cond(eqn, in_states, wants, settings, inner)
+    if name in CUSTOM:
+        in_states = tuple(_traced(s) for s in in_states)
+    plan = inner(single_program(eqn), in_states, wants, settings)
+    changed = plan.changed
+    return CallPlan((plan,), in_states, plan.out_states, changed)
+
+
+def _traced(state: State) -> State:
+    """A custom rule is handed what it was traced with."""
+    return states.NEUTRAL if state.kind == Kind.LOW else state
+
+
+def _plan_cond(
+    eqn: Any, in_states: tuple[State, ...], wants: tuple[int, ...], settings: Any, inner: PlanInner
+) -> CallPlan:
+    operands = in_states[1:]
+    plans = tuple(inner(b, operands, wants, settings) for b in eqn.params["branches"])
+    outs = zip(*(p.out_states for p in plans), strict=True)
+    out_states = tuple(states.join(found) for found in outs)
+    return CallPlan(plans, in_states, out_states, any(p.changed for p in plans))
+
+
+def _plan_scan(
+    eqn: Any, in_states: tuple[State, ...], wants: tuple[int, ...], settings: Any, inner: PlanInner
+) -> CallPlan:
+    num_consts, num_carry = _compat.scan_counts(eqn.params)
+    consts = in_states[:num_consts]
+    carry = in_states[num_consts : num_consts + num_carry]
+    xs = in_states[num_consts + num_carry :]
+    body_wants = (*(w & ~_OUTPUT for w in wants[:num_carry]), *wants[num_carry:])
+
+    def step(found: tuple[State, ...]) -> Any:
+        return inner(eqn.params["jaxpr"], (*consts, *found, *xs), body_wants, settings)
+
+    carry, plan = _fixpoint(step, carry)
+    out_states = (*carry, *plan.out_states[num_carry:])
+    return CallPlan((plan,), (*consts, *carry, *xs), out_states, plan.changed)
+
+
+def _plan_while(
+    eqn: Any, in_states: tuple[State, ...], wants: tuple[int, ...], settings: Any, inner: PlanInner
+) -> CallPlan:
+    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond_consts = in_states[:num_cond]
+    body_consts = in_states[num_cond : num_cond + num_body]
+    carry = in_states[num_cond + num_body :]
+    body_wants = tuple(w & ~_OUTPUT for w in wants)
+
+    def step(found: tuple[State, ...]) -> Any:
+        return inner(eqn.params["body_jaxpr"], (*body_consts, *found), body_wants, settings)
+
+    carry, body = _fixpoint(step, carry)
+    cond = inner(eqn.params["cond_jaxpr"], (*cond_consts, *carry), (0,), settings)
+    operands = (*cond_consts, *body_consts, *carry)
+    return CallPlan((cond, body), operands, carry, cond.changed or body.changed)
+
+
+def _fixpoint(
+    step: Callable[[tuple[State, ...]], Any], carry: Sequence[State]
+) -> tuple[tuple[State, ...], Any]:
+    """Returns the states that a loop's carry keeps, and the plan of the body for them."""
+    found = tuple(_initial(s) for s in carry)
+    for _ in range(_MAX_PASSES):
+        plan = step(found)
+        after = tuple(map(_carried, found, plan.out_states))
+        if after == found:
+            return found, plan
+        found = after
+    found = tuple(s if s.kind == Kind.FOREIGN else states.WIDE for s in found)
+    return found, step(found)
+
+
+def _initial(state: State) -> State:
+    """A constant start is an accumulator: float32."""
+    return states.WIDE if state.kind in (Kind.CONSTANT, Kind.WIDE) else state
+
+
+def _carried(before: State, after: State) -> State:
+    if before.kind in (Kind.FOREIGN, Kind.WIDE):
+        return before
+    if after.kind == Kind.CONSTANT:
+        holds = before.kind == Kind.NEUTRAL or states.fits(after, before.dtype)
+        return before if holds else states.WIDE
+    if before.kind == Kind.LOW and after != before:
+        return states.WIDE
+    return states.WIDE if after.kind == Kind.WIDE else after
+
+
+def operand_reads(
+    eqn: Any, outs: tuple[int, ...], inner: Callable[[Any, tuple[int, ...]], tuple[int, ...]]
+) -> list[int]:
+    """Returns how an equation with programs reads its operands, in the flags of `reads`."""
+    name = eqn.primitive.name
+    if name == "cond":
+        branches = [inner(b, outs) for b in eqn.params["branches"]]
+        return [0, *(_union(found) for found in zip(*branches, strict=True))]
+    if name == "scan":
+        num_consts, num_carry = _compat.scan_counts(eqn.params)
+        wants = (*(w & ~_OUTPUT for w in outs[:num_carry]), *outs[num_carry:])
+        flags = list(inner(eqn.params["jaxpr"], wants))
+        for i in range(num_consts, num_consts + num_carry):
+            flags[i] &= ~(_WHOLE | _OUTPUT)
+        return flags
+    if name == "while":
+        num_cond = eqn.params["cond_nconsts"]
+        num_body = eqn.params["body_nconsts"]
+        body = inner(eqn.params["body_jaxpr"], tuple(w & ~_OUTPUT for w in outs))
+        carry = [w & ~(_WHOLE | _OUTPUT) for w in body[num_body:]]
+        return [0] * num_cond + [*body[:num_body], *carry]
+    flags = list(inner(single_program(eqn), outs))
+    return [w & ~_WHOLE for w in flags] if name in CUSTOM else flags
+
+
+def _union(flags: Sequence[int]) -> int:
+    found = 0
+    for flag in flags:
+        found |= flag
+    return found

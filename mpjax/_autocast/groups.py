@@ -1,0 +1,345 @@
+"""Which operations are computed together in float32, and in what order everything runs.
+
+Elementwise work, reductions and moves between two products are one kernel to XLA. So they are
+computed in float32, and a value is rounded only where it is stored: read by a product, by another
+group, or by a loop. That rounds once where an operation-by-operation cast rounds every time, and
+a group recomputed in the backward pass keeps nothing but its low inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpjax import _compat
+from mpjax._autocast import control
+from mpjax._autocast.states import Kind, State, fits
+from mpjax._op_rules import COMPARISONS, OP_RULES, OpClass
+
+_ELEMENTWISE = """
+abs neg sign copy add add_any sub mul div max min select_n clamp sqrt square integer_pow tanh
+logistic erf floor ceil round rem exp exp2 expm1 log log2 log1p pow rsqrt cbrt sin cos tan asin
+acos atan atan2 sinh cosh asinh acosh atanh erf_inv erfc one_minus_square stop_gradient
+convert_element_type is_finite
+"""
+_MOVES = """
+reshape squeeze expand_dims transpose rev broadcast_in_dim slice split concatenate stack pad
+reduce_max reduce_min
+"""
+LOGIC = frozenset({"and", "or", "not", "xor"})
+FUSIBLE = frozenset(_ELEMENTWISE.split()) | frozenset(_MOVES.split()) | COMPARISONS | LOGIC
+FUSIBLE |= {"reduce_sum", "reduce_prod", "reduce_and", "reduce_or"}
+FUSIBLE -= {"argmax", "argmin"}
+
+MOVING = frozenset(
+    {"dynamic_update_slice", "scatter", "scatter-max", "scatter-min", "scatter-add", "scatter-mul"}
+)
+"""Update part of their first operand."""
+
+NATIVE = MOVING | {"rem"}
+"""Follow their operands' dtype outside any group."""
+
+_SINGLE = frozenset(
+    {"add", "sub", "add_any", "mul", "div", "max", "min", "select_n", "clamp", "concatenate"}
+    | {"stack", "pad", "tanh", "logistic"}
+)
+"""Run on low operands when they are alone in their group: one rounding either way."""
+
+_LINEAR = (
+    frozenset(
+        {"add", "sub", "add_any", "reduce_sum", "convert_element_type", "select_n", "concatenate"}
+        | {"stack", "pad", "floor", "ceil", "round"}
+    )
+    | COMPARISONS
+    | LOGIC
+)
+_MASKED = frozenset({"relu", "relu6"})  # their rules keep a boolean
+
+_ACTIVATIONS = frozenset(
+    "gelu silu swish softplus elu selu celu mish leaky_relu hard_tanh hard_sigmoid hard_silu relu "
+    "relu6 sigmoid log_sigmoid soft_sign squareplus sparse_plus sparse_sigmoid glu logaddexp".split()
+)
+_MAX_FUNCTION = 64  # equations: larger functions are planned inside
+_SMALL = 4096  # elements: below this a group costs more to wrap than it saves
+
+
+@dataclass(slots=True)
+class Step:
+    """Equations that run together: one, or a group in float32.
+
+    `outputs` are the variables read elsewhere, each with whether its low form, its float32 form,
+    or both are wanted.
+    """
+
+    members: list[int]
+    group: bool = False
+    inputs: tuple[Any, ...] = ()
+    outputs: tuple[tuple[Any, bool, bool], ...] = ()
+    checkpoint: bool = False
+    native: bool = False
+
+
+def is_fusible_function(eqn: Any) -> bool:
+    """Whether an equation is a small function of fusible operations, such as an activation."""
+    if eqn.primitive.name not in ("jit", "custom_jvp_call", "custom_vjp_call") or eqn.effects:
+        return False
+    return _fusible_program(control.single_program(eqn))
+
+
+@functools.lru_cache(maxsize=4096)
+def _fusible_program(jaxpr: Any) -> bool:
+    opened = _compat.closed(jaxpr).jaxpr
+    if len(opened.eqns) > _MAX_FUNCTION or opened.constvars:
+        return False
+    return all(
+        (eqn.primitive.name in FUSIBLE and not eqn.effects) or is_fusible_function(eqn)
+        for eqn in opened.eqns
+    ) and bool(opened.eqns)
+
+
+def function_class(eqn: Any) -> OpClass:
+    """Returns how a fusible function's result is held: activations follow their input."""
+    if function_name(eqn) in _ACTIVATIONS:
+        return OpClass.FOLLOW
+    return OpClass.FULL if _holds_full(control.single_program(eqn)) else OpClass.FOLLOW
+
+
+def function_name(eqn: Any) -> str:
+    """Returns the name of the function that an equation calls."""
+    if "name" in eqn.params:
+        return eqn.params["name"]
+    info = getattr(_compat.closed(control.single_program(eqn)).jaxpr, "debug_info", None)
+    return getattr(info, "func_name", "")
+
+
+@functools.lru_cache(maxsize=4096)
+def _holds_full(jaxpr: Any) -> bool:
+    for eqn in _compat.closed(jaxpr).jaxpr.eqns:
+        program = control.single_program(eqn)
+        if program is not None:
+            if function_class(eqn) is OpClass.FULL:
+                return True
+        elif (rule := OP_RULES.get(eqn.primitive.name)) and rule.op_class is OpClass.FULL:
+            return True
+    return False
+
+
+# -- the order in which to run -------------------------------------------------------------------
+
+
+def schedule(
+    jaxpr: Any, fused: Sequence[bool], found: dict[Any, State], out_states: Sequence[State]
+) -> list[Step]:
+    """Returns the steps of a jaxpr: its fused equations in groups, every other one alone."""
+    cuts: set[Any] = set()
+    levels = _levels(jaxpr, fused, cuts)
+    for _ in range(8):
+        more = _cuts(jaxpr, fused, levels, found, out_states)
+        if more <= cuts:
+            break
+        cuts |= more
+        levels = _levels(jaxpr, fused, cuts)
+    components = _components(jaxpr, fused, levels, cuts)
+    outside = _read_outside(jaxpr, components)
+    steps: list[tuple[tuple[int, int, int], Step]] = []
+    for indices in components:
+        for step in _group_steps(jaxpr, indices, outside, found, out_states):
+            steps.append(((levels[indices[0]], 0, step.members[0]), step))
+    for i, is_fused in enumerate(fused):
+        if not is_fused:
+            steps.append(((levels[i], 1, i), Step([i])))
+    return [step for _, step in sorted(steps, key=lambda pair: pair[0])]
+
+
+def _levels(jaxpr: Any, fused: Sequence[bool], cuts: set[Any]) -> list[int]:
+    """Groups at one level depend on nothing but what lower levels stored."""
+    available: dict[Any, int] = {}
+    levels: list[int] = []
+    effects = 0
+    for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
+        level = max(
+            (available.get(v, 0) for v in eqn.invars if not _compat.is_literal(v)), default=0
+        )
+        if eqn.effects:
+            level = max(level, effects)
+            effects = level + 1
+        levels.append(level)
+        for v in eqn.outvars:
+            available[v] = level if is_fused and v not in cuts else level + 1
+    return levels
+
+
+def _cuts(
+    jaxpr: Any,
+    fused: Sequence[bool],
+    levels: list[int],
+    found: dict[Any, State],
+    out_states: Sequence[State],
+) -> set[Any]:
+    """Low values that are stored anyway, and read where they are made: read them as stored.
+
+    A residual stream is the case: without the cut, the group of its next normalisation would
+    keep both terms of the sum instead of the sum.
+    """
+    made: dict[Any, int] = {
+        v: level
+        for eqn, level, is_fused in zip(jaxpr.eqns, levels, fused, strict=True)
+        if is_fused
+        for v in eqn.outvars
+        if found[v].kind == Kind.LOW
+    }
+    here: set[Any] = set()
+    later: set[Any] = set()
+    for eqn, level, is_fused in zip(jaxpr.eqns, levels, fused, strict=True):
+        if not is_fused:
+            continue
+        for v in eqn.invars:
+            if not _compat.is_literal(v) and v in made:
+                (here if made[v] == level else later).add(v)
+    for v, state in zip(jaxpr.outvars, out_states, strict=True):
+        if not _compat.is_literal(v) and v in made and state.kind == Kind.LOW:
+            later.add(v)
+    return here & later
+
+
+def _components(
+    jaxpr: Any, fused: Sequence[bool], levels: list[int], cuts: set[Any]
+) -> list[list[int]]:
+    parent = list(range(len(levels)))
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    maker: dict[Any, int] = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        if not fused[i]:
+            continue
+        for v in eqn.invars:
+            j = None if _compat.is_literal(v) or v in cuts else maker.get(v)
+            if j is not None and levels[j] == levels[i]:
+                parent[root(i)] = root(j)
+        maker.update((v, i) for v in eqn.outvars)
+    found: dict[int, list[int]] = {}
+    for i in range(len(levels)):
+        if fused[i]:
+            found.setdefault(root(i), []).append(i)
+    return list(found.values())
+
+
+def _read_outside(jaxpr: Any, components: list[list[int]]) -> set[Any]:
+    """Returns the variables that are read by another group than the one that makes them."""
+    group = {i: k for k, indices in enumerate(components) for i in indices}
+    maker: dict[Any, int | None] = {}
+    outside: set[Any] = set()
+    for i, eqn in enumerate(jaxpr.eqns):
+        mine = group.get(i)
+        outside.update(
+            v
+            for v in eqn.invars
+            if not _compat.is_literal(v) and (mine is None or maker.get(v, mine) != mine)
+        )
+        maker.update((v, mine) for v in eqn.outvars)
+    return outside
+
+
+def _group_steps(
+    jaxpr: Any,
+    indices: list[int],
+    outside: set[Any],
+    found: dict[Any, State],
+    out_states: Sequence[State],
+) -> list[Step]:
+    eqns = [jaxpr.eqns[i] for i in indices]
+    if all(_is_keep(eqn) for eqn in eqns):
+        return [Step([i]) for i in indices]
+    made = {v for eqn in eqns for v in eqn.outvars}
+    inputs = dict.fromkeys(
+        v for eqn in eqns for v in eqn.invars if not _compat.is_literal(v) and v not in made
+    )
+    outputs: dict[Any, tuple[bool, bool]] = {}
+    for v in made & outside:
+        is_low = found[v].kind == Kind.LOW
+        outputs[v] = (is_low, not is_low)
+    for v, state in zip(jaxpr.outvars, out_states, strict=True):
+        if not _compat.is_literal(v) and v in made:
+            is_low, is_full = outputs.get(v, (False, False))
+            wants_low = state.kind == Kind.LOW
+            outputs[v] = (is_low or wants_low, is_full or not wants_low)
+    ordered = tuple((v, *outputs[v]) for eqn in eqns for v in eqn.outvars if v in outputs)
+    return [
+        Step(
+            indices,
+            group=True,
+            inputs=tuple(inputs),
+            outputs=ordered,
+            checkpoint=_worth_checkpoint(eqns, inputs, ordered, found),
+            native=_is_native(eqns, ordered, found),
+        )
+    ]
+
+
+def _is_keep(eqn: Any) -> bool:
+    rule = OP_RULES.get(eqn.primitive.name)
+    return rule is not None and rule.op_class is OpClass.KEEP
+
+
+def _state(atom: Any, found: dict[Any, State]) -> State | None:
+    return None if _compat.is_literal(atom) else found[atom]
+
+
+def _is_native(
+    eqns: Sequence[Any], outputs: Sequence[tuple[Any, bool, bool]], found: dict[Any, State]
+) -> bool:
+    """Whether a group is one operation on low values, to be run as it is."""
+    working = [eqn for eqn in eqns if not _is_keep(eqn)]
+    if len(working) != 1 or working[0].primitive.name not in _SINGLE:
+        return False
+    (eqn,) = working
+    if not all(is_low and not is_full for _, is_low, is_full in outputs):
+        return False
+    state = found[eqn.outvars[0]]
+    if state.kind != Kind.LOW:
+        return False
+    for v in eqn.invars:
+        operand = _state(v, found)
+        if operand is None or operand.kind in (Kind.FOREIGN, Kind.NEUTRAL):
+            continue
+        if operand.kind == Kind.CONSTANT and fits(operand, state.dtype):
+            continue
+        if operand != state:
+            return False
+    return True
+
+
+def _worth_checkpoint(
+    eqns: Sequence[Any],
+    inputs: Any,
+    outputs: Sequence[tuple[Any, bool, bool]],
+    found: dict[Any, State],
+) -> bool:
+    """Whether recomputing a group in the backward pass keeps less than its float32 interior."""
+    stored = [*inputs, *(v for v, _, _ in outputs)]
+    if not any(found[v].kind == Kind.LOW for v in stored):
+        return False
+    if sum(v.aval.size for eqn in eqns for v in eqn.outvars if hasattr(v.aval, "size")) < _SMALL:
+        return False
+    return not all(_is_linear(eqn, found) for eqn in eqns)
+
+
+def _is_linear(eqn: Any, found: dict[Any, State]) -> bool:
+    """Whether differentiating an equation keeps nothing in float32."""
+    name = eqn.primitive.name
+    if name in _LINEAR or (_is_keep(eqn) and name not in ("reduce_max", "reduce_min", "abs")):
+        return True
+    if name in ("mul", "div"):
+        operands = [_state(v, found) for v in eqn.invars]
+        known = [s is None or s.kind in (Kind.CONSTANT, Kind.FOREIGN) for s in operands]
+        return known[1] or (known[0] and name == "mul")
+    if name in ("jit", "custom_jvp_call"):
+        return function_name(eqn) in _MASKED
+    return False

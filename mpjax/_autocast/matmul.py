@@ -1,0 +1,338 @@
+"""A product on low operands whose derivative is such products again.
+
+The forward product is a plain `dot_general`, visible to checkpoint policies and to sharding. What
+JAX would derive from it multiplies a float32 cotangent by a low operand (slow), and rounds the
+gradient of a weight to the low dtype. So its operands are hidden from differentiation, and the
+result passes through `linked`, an identity whose tangents are products of our own. They take the
+float32 *carrier* of each operand for its tangent and the low copy for its value: a weight is cast
+once, and its gradient leaves a float32 accumulator unrounded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from mpjax import _compat
+from mpjax._autocast import cpu_products
+
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Bilinear:
+    """A float32 program of two arrays (and integer extras) that is linear in each.
+
+    Batched and transposed forms are found by tracing `jax.vmap` and the transpose of the program,
+    so that convolutions need no formulas here. Compared by identity: the caches below give the
+    same object for the same product, which is what keeps `jit` from tracing again.
+    """
+
+    jaxpr: Any
+    low: Any  # the dtype of the products' operands
+
+    def run(
+        self, a: jax.Array, b: jax.Array, *extras: jax.Array, barriers: cpu_products.Barriers
+    ) -> jax.Array:
+        """Returns the product of `a` and `b`, rounded to `low`, in float32."""
+        operands = [x.astype(self.low) for x in (a, b)]
+        return _eval_low(self.jaxpr, [*operands, *extras], barriers)
+
+    def __repr__(self) -> str:
+        ops = "+".join(eqn.primitive.name for eqn in _live_equations(self.jaxpr.jaxpr))
+        return f"<{ops} in {self.low}>"
+
+
+def _eval_low(jaxpr: Any, args: Sequence[Any], barriers: cpu_products.Barriers) -> Any:
+    env = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+    env |= dict(zip(jaxpr.jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if _compat.is_literal(atom) else env[atom]
+
+    live = _live_equations(jaxpr.jaxpr)
+    for eqn in live:
+        values = [read(atom) for atom in eqn.invars]
+        if eqn.primitive.name == "jit":
+            outs = [_eval_low(_compat.closed(eqn.params["jaxpr"]), values, barriers)]
+        elif eqn.primitive.name in PRODUCTS:
+            outs = [low_product(eqn.primitive.name, eqn.params, values, barriers)]
+        else:
+            bound = eqn.primitive.bind(*values, **eqn.params)
+            outs = bound if eqn.primitive.multiple_results else [bound]
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return read(jaxpr.jaxpr.outvars[0])
+
+
+def _live_equations(jaxpr: Any) -> list[Any]:
+    needed = set(map(id, jaxpr.outvars))
+    live: list[Any] = []
+    for eqn in reversed(jaxpr.eqns):
+        if any(id(v) in needed for v in eqn.outvars):
+            needed.update(map(id, eqn.invars))
+            live.append(eqn)
+    return live[::-1]
+
+
+def low_product(
+    name: str, params: dict[str, Any], values: Sequence[Any], barriers: cpu_products.Barriers
+) -> Any:
+    """Returns the product of two low operands as a float32 array.
+
+    Args:
+      name: the primitive.
+      params: its parameters; the dtype of the result is replaced.
+      values: low operands, then integer extras.
+      barriers: what keeps the operands and the result of a `dot_general` apart from the rest.
+    """
+    kwargs = dict(params, preferred_element_type=jnp.float32)
+    if name == "ragged_dot_general":
+        kwargs.pop("group_offset", None)
+        return lax.ragged_dot_general(*values, **kwargs)
+    x, y = values
+    if name == "conv_general_dilated":
+        return lax.conv_general_dilated(x, y, **kwargs)
+    x, y, kwargs["dimension_numbers"] = cpu_products.plain_layout(x, y, kwargs["dimension_numbers"])
+    if x.dtype != jnp.bfloat16:
+        return lax.dot_general(x, y, **kwargs)
+    if max(x.ndim, y.ndim) > 2:
+        x, y = barriers.operand(x), barriers.operand(y)
+    return barriers.result(lax.dot_general(x, y, **kwargs))
+
+
+def with_precision(params: dict[str, Any], precision: Any) -> dict[str, Any]:
+    """Returns a product's parameters with `precision` where they were left at the default."""
+    given = params.get("precision")
+    both = given if isinstance(given, tuple) else (given,)
+    if any(p not in (None, lax.Precision.DEFAULT) for p in both):
+        return params
+    return {**params, "precision": precision}
+
+
+# -- the programs: one a product, its batched forms and its transposes -----------------------
+
+
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    dtype = jnp.float32 if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype
+    return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=_compat.explicit_sharding(aval))
+
+
+def _key(params: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(params.items()))
+
+
+def bilinear(name: str, params: dict[str, Any], values: Sequence[Any], low: Any) -> Bilinear:
+    """Returns the program of one product equation."""
+    return _bilinear(name, _key(params), tuple(_struct(jax.typeof(v)) for v in values), low)
+
+
+@functools.lru_cache(maxsize=4096)
+def _bilinear(
+    name: str, params: Any, structs: tuple[jax.ShapeDtypeStruct, ...], low: Any
+) -> Bilinear:
+    kwargs = dict(params)
+    fun: Callable[..., Any]
+    if name == "ragged_dot_general":
+        kwargs.pop("group_offset", None)
+        fun = functools.partial(lax.ragged_dot_general, **kwargs)
+    else:
+        fun = functools.partial(getattr(lax, name), **kwargs)
+    return Bilinear(jax.make_jaxpr(fun)(*structs), low)
+
+
+@functools.lru_cache(maxsize=4096)
+def _transposed(program: Bilinear, wrt: int) -> Bilinear:
+    """The program of (cotangent, other operand) → cotangent of operand `wrt`."""
+    eval_jaxpr = jax.extend.core.jaxpr_as_fun(program.jaxpr)
+    structs = [_struct(v.aval) for v in program.jaxpr.jaxpr.invars]
+    out = _struct(program.jaxpr.jaxpr.outvars[0].aval)
+    mine, other, extras = structs[wrt], structs[1 - wrt], structs[2:]
+
+    def pullback(ct: jax.Array, fixed: jax.Array, *rest: jax.Array) -> jax.Array:
+        def partial(x: jax.Array) -> jax.Array:
+            pair = (x, fixed) if wrt == 0 else (fixed, x)
+            return eval_jaxpr(*pair, *rest)[0]
+
+        # `jax.linear_transpose` asserts inside a `shard_map` that tracks varying axes.
+        zeros = jnp.zeros(mine.shape, mine.dtype, out_sharding=mine.sharding)
+        return jax.vjp(partial, zeros)[1](ct)[0]
+
+    return Bilinear(jax.make_jaxpr(pullback)(out, other, *extras), program.low)
+
+
+@functools.lru_cache(maxsize=4096)
+def _batched(program: Bilinear, size: int, in_axes: tuple[int | None, ...]) -> Bilinear:
+    fun = jax.vmap(jax.extend.core.jaxpr_as_fun(program.jaxpr), in_axes=in_axes, axis_size=size)
+
+    def widen(struct: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
+        if axis is None:
+            return struct
+        shape = (*struct.shape[:axis], size, *struct.shape[axis:])
+        return jax.ShapeDtypeStruct(shape, struct.dtype)
+
+    structs = [_struct(v.aval) for v in program.jaxpr.jaxpr.invars]
+    args = [widen(s, axis) for s, axis in zip(structs, in_axes, strict=True)]
+    return Bilinear(jax.make_jaxpr(lambda *xs: fun(*xs)[0])(*args), program.low)
+
+
+# -- `product_p`: what tangents and cotangents are multiplied by -------------------------------
+
+product_p = Primitive("low_product")
+
+
+def _product(program: Bilinear, out_dtype: Any, a: Any, b: Any, *extras: Any) -> Any:
+    a, b = _compat.equally_varying(a, b)
+    return product_p.bind(a, b, *extras, program=program, out_dtype=jnp.dtype(out_dtype))
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(program: Bilinear, out_dtype: Any) -> Callable[..., Any]:
+    return jax.jit(lambda *args: product_p.bind(*args, program=program, out_dtype=out_dtype))
+
+
+@product_p.def_impl
+def _product_impl(*args: Any, program: Bilinear, out_dtype: Any) -> Any:
+    return _compiled(program, out_dtype)(*args)
+
+
+@product_p.def_abstract_eval
+def _product_abstract(a: Any, b: Any, *extras: Any, program: Bilinear, out_dtype: Any) -> Any:
+    out = program.jaxpr.jaxpr.outvars[0].aval
+    return _compat.like_varying(out.update(dtype=out_dtype, weak_type=False), a)
+
+
+def _lowering(barriers: cpu_products.Barriers) -> Any:
+    def run(*args: Any, program: Bilinear, out_dtype: Any) -> Any:
+        return program.run(*args, barriers=barriers).astype(out_dtype)
+
+    return mlir.lower_fun(run, multiple_results=False)
+
+
+mlir.register_lowering(product_p, _lowering(cpu_products.NONE))
+mlir.register_lowering(product_p, _lowering(cpu_products.CPU), platform="cpu")
+
+
+def _product_jvp(primals: Any, tangents: Any, *, program: Bilinear, out_dtype: Any) -> Any:
+    out = product_p.bind(*primals, program=program, out_dtype=out_dtype)
+    return out, _tangent(program, out, *primals[:2], *tangents[:2], *primals[2:])
+
+
+def _tangent(program: Bilinear, out: Any, a: Any, b: Any, ta: Any, tb: Any, *extras: Any) -> Any:
+    zeros = [isinstance(t, ad.Zero) for t in (ta, tb)]
+    if all(zeros):
+        return ad.Zero(jax.typeof(out).to_tangent_aval())
+    parts = []
+    if not zeros[0]:
+        parts.append(_product(program, out.dtype, ta, b, *extras))
+    if not zeros[1]:
+        parts.append(_product(program, out.dtype, a, tb, *extras))
+    return functools.reduce(jnp.add, parts)
+
+
+def _product_transpose(
+    ct: Any, a: Any, b: Any, *extras: Any, program: Bilinear, out_dtype: Any
+) -> list[Any]:
+    wrt = 0 if ad.is_undefined_primal(a) else 1
+    mine, other = (a, b) if wrt == 0 else (b, a)
+    if isinstance(ct, ad.Zero):
+        found: Any = ad.Zero(mine.aval)
+    else:
+        found = _product(_transposed(program, wrt), mine.aval.dtype, ct, other, *extras)
+    cts: list[Any] = [None] * (2 + len(extras))
+    cts[wrt] = found
+    return cts
+
+
+def _product_batch(args: Any, dims: Any, *, program: Bilinear, out_dtype: Any) -> Any:
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if _compat.is_batched(d))
+    in_axes = tuple(d if _compat.is_batched(d) else None for d in dims)
+    wider = _batched(program, size, in_axes)
+    return product_p.bind(*args, program=wider, out_dtype=out_dtype), 0
+
+
+ad.primitive_jvps[product_p] = _product_jvp
+ad.primitive_transposes[product_p] = _product_transpose
+batching.primitive_batchers[product_p] = _product_batch
+
+
+# -- `linked_p`: the result of the forward product, with the derivative above ------------------
+
+linked_p = Primitive("linked_product")
+linked_p.def_impl(lambda out, *_, program: out)
+mlir.register_lowering(linked_p, lambda ctx, out, *_, program: [out])
+
+
+@linked_p.def_abstract_eval
+def _linked_abstract(out: Any, *_: Any, program: Bilinear) -> Any:
+    return out.update(weak_type=False)
+
+
+def _linked_jvp(primals: Any, tangents: Any, *, program: Bilinear) -> Any:
+    _, x, x_low, y, y_low, *extras = primals
+    out = linked_p.bind(*primals, program=program)
+    # The low copies are read at this level, so that their own tangents give second derivatives.
+    return out, _tangent(program, out, x_low, y_low, tangents[1], tangents[3], *extras)
+
+
+def _linked_batch(args: Any, dims: Any, *, program: Bilinear) -> Any:
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if _compat.is_batched(d))
+    out, *rest = (
+        jnp.moveaxis(x, d, 0) if _compat.is_batched(d) else x
+        for x, d in zip(args, dims, strict=True)
+    )
+    batched = [_compat.is_batched(d) for d in dims[1:]]
+    if not _compat.is_batched(dims[0]):
+        out = jnp.broadcast_to(out, (size, *out.shape))
+    for pair in ((0, 1), (2, 3)):  # a carrier and its low copy are batched together
+        if batched[pair[0]] != batched[pair[1]]:
+            for i in pair:
+                rest[i] = (
+                    rest[i] if batched[i] else jnp.broadcast_to(rest[i], (size, *rest[i].shape))
+                )
+                batched[i] = True
+    axes = [0 if b else None for b in batched]
+    wider = _batched(program, size, (axes[0], axes[2], *axes[4:]))
+    return linked_p.bind(out, *rest, program=wider), 0
+
+
+ad.primitive_jvps[linked_p] = _linked_jvp
+batching.primitive_batchers[linked_p] = _linked_batch
+
+
+def product(
+    name: str,
+    params: dict[str, Any],
+    x: tuple[jax.Array, jax.Array],
+    y: tuple[jax.Array, jax.Array],
+    extras: Sequence[jax.Array],
+    *,
+    low: Any,
+    out_dtype: Any,
+    mark: Callable[[jax.Array], jax.Array] = lambda out: out,
+) -> jax.Array:
+    """Returns one product of low operands, accumulated in float32, differentiable at any order.
+
+    Args:
+      name: the primitive: one of `PRODUCTS`.
+      params: its parameters.
+      x, y: each a carrier, which receives the gradient in its own dtype, and its low copy.
+      extras: integer operands.
+      low: the dtype of the operands.
+      out_dtype: the dtype of the result: `low`, or float32 where nothing low reads it.
+      mark: names the rounded result for a checkpoint policy inside the function.
+    """
+    values = [lax.stop_gradient(x[1]), lax.stop_gradient(y[1]), *extras]
+    program = bilinear(name, params, [x[1], y[1], *extras], low)
+    out = low_product(name, params, values, cpu_products.TRACED)
+    if out.dtype != out_dtype:
+        out = out.astype(out_dtype)
+    carriers = _compat.equally_varying(x[0], x[1], y[0], y[1])
+    return linked_p.bind(mark(out), *carriers, *extras, program=program)

@@ -1,0 +1,66 @@
+"""How each value of a jaxpr is read: by a product, by an output, by neither.
+
+Found backwards, through the operations that move values without rounding. It tells where rounding
+costs nothing (a product would round anyway) and where it would be seen (an output).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from mpjax import _compat
+from mpjax._autocast import control, groups
+from mpjax._op_rules import OP_RULES, OpClass
+
+PRODUCT = 1  # read by a product, directly or moved
+OUTPUT = 2  # read by an output of the program, directly, moved, or through sums
+LATER = 4  # some product depends on it
+WHOLE = 8  # read by a product with all of its elements: worth a low copy outside a loop
+
+_LINEAR = frozenset({"add", "sub", "add_any", "neg", "mul", "div", "convert_element_type"})
+_RESIZING = frozenset(
+    {"slice", "dynamic_slice", "gather", "broadcast_in_dim", "reduce_max", "reduce_min", "split"}
+)
+
+
+def of(jaxpr: Any, wants: tuple[int, ...]) -> dict[Any, int]:
+    """Returns the flags of each variable of an open jaxpr whose outputs are read as `wants`."""
+    flags: dict[Any, int] = {}
+
+    def add(atom: Any, found: int) -> None:
+        if found and not _compat.is_literal(atom):
+            flags[atom] = flags.get(atom, 0) | found
+
+    for atom, want in zip(jaxpr.outvars, wants, strict=True):
+        add(atom, want)
+    for eqn in reversed(jaxpr.eqns):
+        outs = [flags.get(v, 0) for v in eqn.outvars]
+        for atom, found in zip(eqn.invars, _operands(eqn, outs), strict=True):
+            add(atom, found)
+    return flags
+
+
+def _operands(eqn: Any, outs: list[int]) -> list[int]:
+    name = eqn.primitive.name
+    union = functools.reduce(int.__or__, outs, 0)
+    later = union & LATER
+    rule = OP_RULES.get(name)
+    if rule and rule.op_class is OpClass.LOWER:
+        return [PRODUCT | LATER | WHOLE] * 2 + [0] * (len(eqn.invars) - 2)
+    if name in control.CALLS and not groups.is_fusible_function(eqn):
+        return control.operand_reads(eqn, tuple(outs), inner)
+    if rule and rule.op_class is OpClass.KEEP:
+        moved = union & ~WHOLE if name in _RESIZING else union
+        return [moved] * len(eqn.invars)
+    if name in _LINEAR:
+        return [union & (OUTPUT | LATER)] * len(eqn.invars)
+    return [later] * len(eqn.invars)
+
+
+@functools.lru_cache(maxsize=2048)
+def inner(jaxpr: Any, wants: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the flags of a jaxpr's inputs."""
+    opened = _compat.closed(jaxpr).jaxpr
+    flags = of(opened, wants)
+    return tuple(flags.get(v, 0) for v in opened.invars)

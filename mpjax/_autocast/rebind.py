@@ -1,0 +1,280 @@
+"""Runs a plan: binds every operation again, each value in the form that was decided for it.
+
+A value is made in one form and cast to another when something first asks for it, once. Nothing is
+decided here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import source_info_util
+
+from mpjax import _compat
+from mpjax._autocast import groups, matmul, rebind_calls, remat
+from mpjax._autocast.plan import FLOAT32, Action, Decision, Plan, is_float32
+from mpjax._autocast.states import Kind, State
+from mpjax._op_rules import OP_RULES, OpClass
+
+
+class Value:
+    """One value and its forms: as made, in float32, and low copies that are cast once."""
+
+    __slots__ = ("_forms", "_lazy", "is_low", "made")
+
+    def __init__(
+        self, array: Any, state: State, shadow: Any = None, lazy: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.made = array
+        self.is_low = state.kind == Kind.LOW
+        self._lazy = lazy
+        self._forms: dict[Any, Any] = {}
+        for form in (array if self.is_low else None, shadow):
+            if form is not None:
+                self._forms[form.dtype] = form
+
+    @property
+    def full(self) -> Any:
+        """The value in float32, or as it is where it is foreign."""
+        if not self.is_low:
+            return self.made
+        if FLOAT32 not in self._forms:
+            self._forms[FLOAT32] = self.made.astype(FLOAT32)
+        return self._forms[FLOAT32]
+
+    def low(self, dtype: Any) -> Any:
+        """The value in `dtype`, cast once and shared."""
+        if dtype not in self._forms:
+            self._forms[dtype] = self._lazy(dtype) if self._lazy else self.full.astype(dtype)
+        return self._forms[dtype]
+
+    def cast(self, dtype: Any) -> Any:
+        """The value in `dtype`, cast here, so that its gradient is summed in float32."""
+        return self.made if self.made.dtype == dtype else self.full.astype(dtype)
+
+    def carrier(self, dtype: Any) -> Any:
+        """The form through which the tangents of a product in `dtype` flow."""
+        return self.made if self.made.dtype == dtype else self.full
+
+    def form(self, state: State) -> Any:
+        """The value as `state` says."""
+        return self.cast(state.dtype) if state.kind == Kind.LOW else self.full
+
+
+@contextlib.contextmanager
+def written_at(eqn: Any) -> Iterator[None]:
+    """Gives what is bound inside the scopes and the source line of an equation."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with (
+        source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
+        eqn.ctx.manager,
+    ):
+        yield
+
+
+class Runner:
+    """Runs plans; with `products`, inside a `jax.checkpoint` of the user's that has a policy."""
+
+    def __init__(self, products: remat.NamedProducts | None = None) -> None:
+        self.products = products
+
+    def run(
+        self,
+        plan: Plan,
+        arrays: Sequence[Any],
+        shadows: Sequence[Any] | None = None,
+        out_states: Sequence[State] | None = None,
+    ) -> list[Any]:
+        """Returns the outputs of a plan.
+
+        Args:
+          plan: what to run.
+          arrays: its inputs, each in the form of its state.
+          shadows: low copies of inputs where the plan wants them, else None.
+          out_states: forms of the outputs, those of the plan by default.
+        """
+        jaxpr = plan.jaxpr.jaxpr
+        shadows = shadows or [None] * len(arrays)
+        env: dict[Any, Value] = {
+            v: Value(c, plan.states[v])
+            for v, c in zip(jaxpr.constvars, plan.jaxpr.consts, strict=True)
+        }
+        inputs = zip(jaxpr.invars, arrays, plan.in_states, shadows, strict=True)
+        env |= {v: Value(a, s, shadow) for v, a, s, shadow in inputs}
+        for step in plan.steps:
+            if step.group:
+                self.run_group(plan, step, env)
+            else:
+                self.run_one(plan, plan.decisions[step.members[0]], env)
+        wanted = plan.out_states if out_states is None else out_states
+        return [self.value(v, env).form(s) for v, s in zip(jaxpr.outvars, wanted, strict=True)]
+
+    def value(self, atom: Any, env: dict[Any, Value]) -> Value:
+        if not _compat.is_literal(atom):
+            return env[atom]
+        return Value(atom.val, State(Kind.FOREIGN))
+
+    def run_one(self, plan: Plan, decision: Decision, env: dict[Any, Value]) -> None:
+        eqn = decision.eqn
+        values = [self.value(v, env) for v in eqn.invars]
+        with written_at(eqn):
+            if decision.action is Action.PRODUCT:
+                outs = [self.product(plan, decision, values)]
+            elif decision.action is Action.CALL:
+                outs = rebind_calls.run(self, decision, values)
+            elif decision.action is Action.NATIVE:
+                outs = bind(
+                    eqn, [_operand(v, a, decision.out_dtype) for v, a in _paired(eqn, values)]
+                )
+            elif decision.action is Action.AS_TRACED:
+                outs = self.as_traced(plan, eqn, values)
+            else:
+                self.keep(plan, eqn, values, env)
+                return
+            for var, out in zip(eqn.outvars, outs, strict=True):
+                env[var] = _stored(out, plan.states[var])
+
+    def as_traced(self, plan: Plan, eqn: Any, values: Sequence[Value]) -> list[Any]:
+        params = eqn.params
+        precision = plan.settings.dot_precision
+        if precision is not None and eqn.primitive.name in matmul.PRODUCTS:
+            params = matmul.with_precision(params, precision)
+        return bind(eqn, [v.full for v in values], params)
+
+    def keep(self, plan: Plan, eqn: Any, values: Sequence[Value], env: dict[Any, Value]) -> None:
+        """Moves values in the form in which they are held; low copies move with them."""
+        outs = bind(
+            eqn,
+            [v.made if is_float32(a) else v.full for a, v in zip(eqn.invars, values, strict=True)],
+        )
+        same_size = len(eqn.outvars) == 1 and _same_size(eqn)
+        for var, out in zip(eqn.outvars, outs, strict=True):
+            state = plan.states[var]
+            lazy = None
+            if same_size and state.kind in (Kind.NEUTRAL, Kind.WIDE):
+                lazy = _moved(eqn, values)
+            env[var] = Value(out, state, lazy=lazy)
+
+    def product(self, plan: Plan, decision: Decision, values: Sequence[Value]) -> Any:
+        eqn, low = decision.eqn, decision.low
+        params = eqn.params
+        if plan.settings.dot_precision is not None:
+            params = matmul.with_precision(params, plan.settings.dot_precision)
+        x, y = ((v.carrier(low), v.low(low)) for v in values[:2])
+        mark = self.products.name(eqn) if self.products is not None else _same
+        return matmul.product(
+            eqn.primitive.name,
+            params,
+            x,
+            y,
+            [v.full for v in values[2:]],
+            low=low,
+            out_dtype=decision.out_dtype,
+            mark=mark,
+        )
+
+    def run_group(self, plan: Plan, step: groups.Step, env: dict[Any, Value]) -> None:
+        if step.native:
+            self.run_native(plan, step, env)
+            return
+
+        def fun(*arrays: Any) -> list[Any]:
+            local = dict(zip(step.inputs, map(_widened, step.inputs, arrays), strict=True))
+            for i in step.members:
+                eqn = plan.decisions[i].eqn
+                values = [a.val if _compat.is_literal(a) else local[a] for a in eqn.invars]
+                with written_at(eqn):
+                    local.update(zip(eqn.outvars, bind(eqn, values), strict=True))
+            outs: list[Any] = []
+            for var, is_low, is_full in step.outputs:
+                if is_low:
+                    outs.append(local[var].astype(plan.states[var].dtype))
+                if is_full:
+                    outs.append(local[var])
+            return outs
+
+        arrays = [env[v].made for v in step.inputs]
+        outs = (jax.checkpoint(fun, prevent_cse=False) if step.checkpoint else fun)(*arrays)
+        found = iter(outs)
+        for var, is_low, is_full in step.outputs:
+            low = next(found) if is_low else None
+            full = next(found) if is_full else None
+            env[var] = _both_forms(plan.states[var], low, full)
+
+    def run_native(self, plan: Plan, step: groups.Step, env: dict[Any, Value]) -> None:
+        local = dict(env)
+        for i in step.members:
+            eqn = plan.decisions[i].eqn
+            values = [self.value(v, local) for v in eqn.invars]
+            with written_at(eqn):
+                rule = OP_RULES[eqn.primitive.name]
+                if rule.op_class is OpClass.KEEP:
+                    self.keep(plan, eqn, values, local)
+                    continue
+                state = plan.states[eqn.outvars[0]]
+                operands = [_operand(v, a, state.dtype) for v, a in _paired(eqn, values)]
+                outs = bind(eqn, operands)
+                for v, out in zip(eqn.outvars, outs, strict=True):
+                    local[v] = Value(out, plan.states[v])
+        env.update((v, local[v]) for v, _, _ in step.outputs)
+
+
+def bind(eqn: Any, values: Sequence[Any], params: Any = None) -> list[Any]:
+    """Returns the results of an equation on other operands."""
+    params = eqn.params if params is None else params
+    bound = _compat.bind(eqn.primitive, values, params)
+    return list(bound) if eqn.primitive.multiple_results else [bound]
+
+
+def _paired(eqn: Any, values: Sequence[Value]) -> Any:
+    return zip(values, eqn.invars, strict=True)
+
+
+def _operand(value: Value, atom: Any, dtype: Any) -> Any:
+    if not is_float32(atom):
+        return value.full
+    if _compat.is_literal(atom):
+        return np.asarray(value.full, dtype)
+    return value.cast(dtype)
+
+
+def _widened(var: Any, array: Any) -> Any:
+    return array.astype(FLOAT32) if is_float32(var) and array.dtype != FLOAT32 else array
+
+
+def _stored(array: Any, state: State) -> Value:
+    if state.kind == Kind.LOW and array.dtype != state.dtype:
+        array = array.astype(state.dtype)
+    return Value(array, state)
+
+
+def _both_forms(state: State, low: Any, full: Any) -> Value:
+    if low is None:
+        return Value(full, State(Kind.WIDE))
+    if full is None:
+        return Value(low, state)
+    return Value(full, State(Kind.WIDE), shadow=low)
+
+
+def _same_size(eqn: Any) -> bool:
+    (source, *_), (out,) = eqn.invars, eqn.outvars
+    return source.aval.size == out.aval.size and is_float32(source)
+
+
+def _moved(eqn: Any, values: Sequence[Value]) -> Callable[[Any], Any]:
+    """Returns how to move the low copy of the operand rather than to cast the result again."""
+
+    def lazy(dtype: Any) -> Any:
+        rest = [v.full for v in values[1:]]
+        with written_at(eqn):
+            return bind(eqn, [values[0].low(dtype), *rest])[0]
+
+    return lazy
+
+
+def _same(x: Any) -> Any:
+    return x

@@ -1,0 +1,188 @@
+"""Binds operations that hold programs: calls, loops, branches and functions with their own rules.
+
+The public functions of JAX (`lax.scan`, `jax.jit`, `jax.checkpoint`, `jax.shard_map` ...) are
+called on closures that run the plans, so that JAX itself finds what they close over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax import lax
+
+from mpjax import _compat
+from mpjax._autocast import custom_rules, remat
+from mpjax._autocast.plan import Decision, Plan
+
+if TYPE_CHECKING:
+    from mpjax._autocast.rebind import Runner, Value
+
+
+def run(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    """Returns the results of an equation with programs, in the forms of its `out_states`."""
+    name = decision.eqn.primitive.name
+    return list(_RUN.get(name, _run_inline)(runner, decision, values))
+
+
+def _operands(decision: Decision, values: Sequence[Value]) -> list[Any]:
+    call = decision.call
+    assert call is not None  # decided together with the action  # noqa: S101
+    return [v.form(s) for v, s in zip(values, call.operand_states, strict=True)]
+
+
+def _shadows(plan: Plan, values: Sequence[Value]) -> list[Any]:
+    return [
+        None if dtype is None else v.low(dtype)
+        for v, dtype in zip(values, plan.shadows, strict=True)
+    ]
+
+
+def _run_inline(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    (plan,) = decision.call.plans
+    return runner.run(plan, _operands(decision, values), _shadows(plan, values))
+
+
+def _with_shadows(runner: Runner, plan: Plan) -> Callable[..., list[Any]]:
+    """Returns the plan as a function of its inputs followed by the low copies that it wants."""
+    count = len(plan.in_states)
+
+    def fun(*args: Any) -> list[Any]:
+        rest = iter(args[count:])
+        shadows = [None if dtype is None else next(rest) for dtype in plan.shadows]
+        return runner.run(plan, args[:count], shadows)
+
+    return fun
+
+
+def _all_operands(decision: Decision, values: Sequence[Value], plan: Plan) -> list[Any]:
+    shadows = [s for s in _shadows(plan, values) if s is not None]
+    return [*_operands(decision, values), *shadows]
+
+
+def _run_jit(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    eqn = decision.eqn
+    (plan,) = decision.call.plans
+    # Kept with the plan, so that the same function is compiled once in eager mode too.
+    key = (runner.products, *_compat.hashable_jit_params(eqn.params))
+    if key not in plan.compiled:
+        fun = _with_shadows(runner, plan)
+        fun.__name__ = fun.__qualname__ = eqn.params["name"]
+        extra = [i for i, dtype in enumerate(plan.shadows) if dtype is not None]
+        plan.compiled[key] = jax.jit(fun, **_compat.jit_options(eqn.params, extra))
+    return plan.compiled[key](*_all_operands(decision, values, plan))
+
+
+def _run_remat(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    eqn = decision.eqn
+    (plan,) = decision.call.plans
+    policy = eqn.params["policy"]
+    inner = runner
+    if policy is not None and runner.products is None:
+        inner = type(runner)(remat.NamedProducts())
+    ask = None if inner.products is None else inner.products.translated(policy)
+    fun = _with_shadows(inner, plan)
+    args = _all_operands(decision, values, plan)
+    if eqn.params["differentiated"]:  # inside `autocast(grad(f))`: JAX must not undo it
+        return _compat.bind_remat(eqn, fun, args, ask)
+    return jax.checkpoint(fun, prevent_cse=eqn.params["prevent_cse"], policy=ask)(*args)
+
+
+def _run_shard_map(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    params = decision.eqn.params
+    (plan,) = decision.call.plans
+    specs = params["in_specs"]
+    extra = [spec for spec, dtype in zip(specs, plan.shadows, strict=True) if dtype is not None]
+    wrapped = jax.shard_map(
+        _with_shadows(runner, plan),
+        mesh=params["mesh"],
+        in_specs=(*specs, *extra),
+        out_specs=list(params["out_specs"]),
+        check_vma=params["check_vma"],
+        axis_names=set(params["manual_axes"]),
+    )
+    return wrapped(*_all_operands(decision, values, plan))
+
+
+def _run_scan(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    eqn = decision.eqn
+    (plan,) = decision.call.plans
+    num_consts, num_carry = _compat.scan_counts(eqn.params)
+    operands = _operands(decision, values)
+    shadows = _shadows(plan, values)
+    first, last = num_consts, num_consts + num_carry
+    out_states = (*decision.call.out_states[:num_carry], *plan.out_states[num_carry:])
+
+    def body(carry: Any, xs: Any) -> tuple[Any, Any]:
+        arrays, low = xs
+        outs = runner.run(
+            plan,
+            [*operands[:first], *carry, *arrays],
+            [*shadows[:first], *[None] * num_carry, *low],
+            out_states,
+        )
+        return outs[:num_carry], outs[num_carry:]
+
+    carry, ys = lax.scan(
+        body,
+        operands[first:last],
+        (operands[last:], shadows[last:]),
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+        **_compat.scan_options(eqn.params),
+    )
+    return [*carry, *ys]
+
+
+def _run_while(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    params = decision.eqn.params
+    cond, body = decision.call.plans
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    operands = _operands(decision, values)
+    cond_consts, body_consts = operands[:num_cond], operands[num_cond : num_cond + num_body]
+    body_values = values[num_cond : num_cond + num_body]
+    shadows = [
+        None if dtype is None else v.low(dtype)
+        for v, dtype in zip(body_values, body.shadows[:num_body], strict=True)
+    ]
+    num_carry = len(operands) - num_cond - num_body
+
+    def cond_fun(carry: Any) -> Any:
+        return runner.run(cond, [*cond_consts, *carry])[0]
+
+    def body_fun(carry: Any) -> Any:
+        low = [*shadows, *[None] * num_carry]
+        return runner.run(body, [*body_consts, *carry], low, decision.call.out_states)
+
+    return lax.while_loop(cond_fun, body_fun, operands[num_cond + num_body :])
+
+
+def _run_cond(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    call = decision.call
+    index, *operands = _operands(decision, values)
+
+    def branch(plan: Plan) -> Callable[..., list[Any]]:
+        shadows = _shadows(plan, values[1:])
+        return lambda *args: runner.run(plan, args, shadows, call.out_states)
+
+    return lax.switch(index, [branch(p) for p in call.plans], *operands)
+
+
+def _run_custom(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    (plan,) = decision.call.plans
+    return custom_rules.run(runner, decision.eqn, plan, [v.full for v in values])
+
+
+_RUN: dict[str, Callable[..., Any]] = {
+    "jit": _run_jit,
+    "remat2": _run_remat,
+    "checkpoint": _run_remat,
+    "shard_map": _run_shard_map,
+    "scan": _run_scan,
+    "while": _run_while,
+    "cond": _run_cond,
+    "custom_jvp_call": _run_custom,
+    "custom_vjp_call": _run_custom,
+}

@@ -1,0 +1,51 @@
+"""Where an operation stands: its module path, and whether it is in a region left as it is.
+
+Both are read from the names that `jax.named_scope` (and with it Flax) puts on every operation:
+they survive `jit`'s caches, loops and differentiation, which a flag in Python would not.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import source_info_util
+
+from mpjax._policy import Policy
+from mpjax._policy_map import PolicyMap
+
+AS_WRITTEN = "mpjax_as_written"
+"""The scope inside which autocast changes nothing: `full_precision`, and its own results."""
+
+
+@functools.lru_cache(maxsize=8192)
+def names(name_stack: Any) -> tuple[str, ...]:
+    """Returns the scopes in a name stack, without the transformations between them."""
+    entries = getattr(name_stack, "stack", ())
+    return tuple(e.name for e in entries if type(e).__name__ == "Scope")
+
+
+@functools.lru_cache(maxsize=8192)
+def is_transposed(name_stack: Any) -> bool:
+    """Whether an operation was made by reverse-mode differentiation inside the function."""
+    entries = getattr(name_stack, "stack", ())
+    return any(type(e).__name__ == "Transform" and e.name == "transpose" for e in entries)
+
+
+def of(eqn: Any) -> tuple[str, ...]:
+    """Returns the scopes of one equation."""
+    return names(eqn.source_info.name_stack)
+
+
+def location(eqn: Any) -> str:
+    """Returns the user's source line of an equation, as 'file.py:12 (function)'."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+@functools.lru_cache(maxsize=4096)
+def compute_dtype(policy: Policy | PolicyMap, path: tuple[str, ...]) -> Any:
+    """Returns the dtype that a policy has for the operations of a module path."""
+    if isinstance(policy, PolicyMap):
+        policy = policy.policy_for("/".join(path))
+    return jnp.dtype(policy.compute_dtype)

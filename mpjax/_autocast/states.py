@@ -1,0 +1,146 @@
+"""What is known of a float32 value before anything is computed: pure data, and how it combines.
+
+*Neutral* values (inputs, parameters) may be read in either dtype; *constants* have known values;
+*low* ones are held in the compute dtype; *wide* ones in float32 because an operation asked for
+it; *foreign* ones are not float32 and never touched.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+class Kind(enum.IntEnum):
+    """The five states of a value."""
+
+    FOREIGN = 0
+    CONSTANT = 1
+    NEUTRAL = 2
+    LOW = 3
+    WIDE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One value's state.
+
+    `dtype` is that of a low value. `values` are those that a constant can have, None where they
+    are not known. A wide value is `pure` if no low value took part in it, as in a normalised
+    weight: rounding it where a product reads it would round the weight's gradient.
+    """
+
+    kind: Kind
+    dtype: Any = None
+    values: tuple[float, ...] | None = None
+    pure: bool = False
+
+
+FOREIGN = State(Kind.FOREIGN)
+NEUTRAL = State(Kind.NEUTRAL)
+WIDE = State(Kind.WIDE)
+WIDE_PURE = State(Kind.WIDE, pure=True)
+UNKNOWN_CONSTANT = State(Kind.CONSTANT)
+_MAX_VALUES = 8
+
+
+@functools.cache
+def low(dtype: Any) -> State:
+    """Returns the state of a value held in `dtype`."""
+    return State(Kind.LOW, dtype=dtype)
+
+
+def constant(*values: float) -> State:
+    """Returns the state of a constant that has one of a few values."""
+    distinct = tuple(sorted(set(values), key=repr))
+    return State(Kind.CONSTANT, values=distinct if len(distinct) <= _MAX_VALUES else None)
+
+
+@functools.lru_cache(maxsize=4096)
+def fits(state: State, dtype: Any) -> bool:
+    """Whether a constant keeps its meaning in `dtype`: no overflow, no underflow, exact integers.
+
+    A mask of -1e9 or an epsilon of 1e-8 would be -inf and 0 in float16; 257 would be 256 in
+    bfloat16.
+    """
+    return state.values is not None and all(_value_fits(v, dtype) for v in state.values)
+
+
+def _value_fits(value: float, dtype: Any) -> bool:
+    if value == 0 or not math.isfinite(value):
+        return True
+    with np.errstate(all="ignore"):
+        rounded = float(np.asarray(value, dtype=dtype))
+    if not math.isfinite(rounded) or abs(value) < float(jnp.finfo(dtype).tiny):
+        return False
+    return rounded == value if value == int(value) else True
+
+
+def follow(states: Sequence[State], *, widest: bool = False) -> State:
+    """Returns the state of the result of an operation that takes the dtype of its operands."""
+    found = [s for s in states if s.kind != Kind.FOREIGN]
+    kinds = {s.kind for s in found}
+    lows = {s.dtype for s in found if s.kind == Kind.LOW}
+    if Kind.WIDE in kinds:
+        pure = not lows and all(s.pure for s in found if s.kind == Kind.WIDE)
+        return WIDE_PURE if pure else WIDE
+    if not lows:
+        return NEUTRAL if Kind.NEUTRAL in kinds else UNKNOWN_CONSTANT
+    if len(lows) > 1 or (widest and Kind.NEUTRAL in kinds):
+        return WIDE
+    (dtype,) = lows
+    if all(fits(s, dtype) for s in found if s.kind == Kind.CONSTANT):
+        return low(dtype)
+    return WIDE
+
+
+def full(states: Sequence[State]) -> State:
+    """Returns the state of the result of an operation that computes in float32."""
+    kinds = {s.kind for s in states}
+    if kinds <= {Kind.FOREIGN, Kind.CONSTANT}:
+        return UNKNOWN_CONSTANT
+    pure = all(s.pure for s in states if s.kind == Kind.WIDE) and Kind.LOW not in kinds
+    return WIDE_PURE if pure else WIDE
+
+
+def join(states: Sequence[State]) -> State:
+    """Returns a state that holds for each of several values: the branches of a `cond`."""
+    first = states[0]
+    if all(s == first for s in states):
+        return first
+    if any(s.kind == Kind.FOREIGN for s in states):
+        return FOREIGN
+    if all(s.kind == Kind.CONSTANT for s in states):
+        values = [s.values for s in states]
+        known = [v for v in values if v is not None]
+        merged = constant(*(x for v in known for x in v))
+        return merged if len(known) == len(values) else UNKNOWN_CONSTANT
+    return follow(states)
+
+
+def arithmetic(name: str, states: Sequence[State]) -> State:
+    """Returns the state of an operation on constants: their values where they are few."""
+    if any(s.values is None for s in states):
+        return UNKNOWN_CONSTANT
+    sets = [s.values or () for s in states]
+    ops = {
+        "add": np.add,
+        "sub": np.subtract,
+        "mul": np.multiply,
+        "div": np.divide,
+        "max": np.maximum,
+        "min": np.minimum,
+        "neg": np.negative,
+    }
+    if name not in ops or math.prod(map(len, sets)) > _MAX_VALUES:
+        return UNKNOWN_CONSTANT
+    with np.errstate(all="ignore"):
+        grid = np.meshgrid(*(np.asarray(s, np.float32) for s in sets))
+        return constant(*np.ravel(ops[name](*grid)).tolist())
