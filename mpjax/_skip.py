@@ -85,12 +85,15 @@ def _evaluate(pred: Array, closed: Any, olds: list[Any]) -> list[Any]:
                 new[var] = value
                 env[var] = _chosen_early(pred, value, old_of[var])
 
-    def result(var: Any, old: Any) -> Any:
-        if old is None or (var in new and old is old_of.get(var) and env[var] is not new[var]):
-            return read(var)
-        return _choose(pred, new[var] if var in new else read(var), old)
+    def result(atom: Any, old: Any) -> Any:
+        value = read(atom)
+        if old is None or isinstance(atom, jex.Literal) or atom not in new:
+            return value if old is None else _choose(pred, value, old)
+        # Two pieces of state may be one value, of which only the first was chosen early.
+        is_chosen = value is not new[atom] and old_of[atom] is old
+        return value if is_chosen else _choose(pred, new[atom], old)
 
-    return [result(var, old) for var, old in zip(jaxpr.outvars, olds, strict=True)]
+    return [result(atom, old) for atom, old in zip(jaxpr.outvars, olds, strict=True)]
 
 
 def _bind(eqn: Any, values: list[Any]) -> list[Any]:

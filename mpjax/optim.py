@@ -1,51 +1,49 @@
 """The optax wrapper: unscales, and skips non-finite steps as if they had never been.
 
 `with_loss_scale` is what takes part in every step; `current_loss_scale` and `raise_if_diverged`
-read its state. Everything that a step decides is chosen by `select`, not by branching: both
-sides are the same fused pass over parameters and moments, and there is no host in between.
+read its state. Everything that a step decides is chosen by `select`, not by branching: one fused
+pass over parameters and moments, and no host in between.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._dtypes import describe
-from mpjax._errors import NonFiniteError, message
+from mpjax._errors import message
 from mpjax._grad import as_loss_scale
 from mpjax._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from mpjax._optim_state import (
+    DYNAMIC_FIELDS,
+    LossScaleState,
+    current_loss_scale,
+    find_states,
+    gradient_params,
+    raise_if_diverged,
+    unpack,
+)
 from mpjax._skip import select_like, update_where
 from mpjax._tree import (
     agree,
     first_difference,
     is_array,
     is_overwritten,
-    leaf_paths,
     leaves_finite,
     map_with_path,
     to_full,
 )
 from mpjax._typing import Array, AxisName, PyTree
 
-_DYNAMIC_FIELDS = DynamicLossScale._fields[1:]
-
-
-class LossScaleState(NamedTuple):
-    """State of `with_loss_scale`: strong-typed scalars, and the state of what it wraps.
-
-    Plain containers only, so that orbax, Flax's msgpack and pickle restore it.
-    """
-
-    loss_scale: Array  # f32[], 1 where there is none
-    adjustment: dict[str, Array] | None  # the other fields; {} static, None no scaling
-    grads_finite: Array  # bool[], whether the last step was taken
-    skipped_steps: Array  # i32[], in all
-    consecutive_skips: Array  # i32[], up to now
-    diverged: Array  # bool[], set at `max_consecutive_skips` and never unset
-    leaf_finite: Array  # bool[leaves], of the last step that was skipped
-    inner_state: Any
+__all__ = [
+    "LossScaleState",
+    "apply_updates",
+    "current_loss_scale",
+    "find_states",
+    "raise_if_diverged",
+    "with_loss_scale",
+]
 
 
 def with_loss_scale(
@@ -106,71 +104,6 @@ def with_loss_scale(
     return optax.GradientTransformationExtraArgs(scaled.init, scaled.update)
 
 
-def current_loss_scale(opt_state: PyTree) -> LossScale:
-    """Returns the loss scale that `with_loss_scale` holds, found anywhere in `opt_state`.
-
-    Args:
-      opt_state: an optimizer state, or any pytree with one inside (a train state).
-
-    Returns:
-      The loss scale object, of the kind that `with_loss_scale` was given. No host sync.
-
-    Raises:
-      ValueError: there is none, or there are several; the message names their paths.
-
-    Example:
-      >>> tx = optax.chain(mpjax.with_loss_scale(optax.sgd(0.1), mpjax.StaticLossScale(8)))
-      >>> mpjax.current_loss_scale(tx.init({"w": jnp.ones(2)}))
-      StaticLossScale(loss_scale=8)
-    """
-    found = find_states(opt_state)
-    if len(found) == 1:
-        return _unpack(found[0][1])
-    if not found:
-        fix = "Wrap the optimizer: mpjax.with_loss_scale(tx, mpjax.DynamicLossScale())."
-        got = f"the state holds no loss scale; got a {type(opt_state).__name__}."
-        raise ValueError(message("current_loss_scale", got, fix))
-    paths = ", ".join(repr(path) for path, _ in found)
-    got = f"the state holds {len(found)} loss scales, at {paths}."
-    fix = "Give the part of the state that you mean, e.g. current_loss_scale(opt_state[0])."
-    raise ValueError(message("current_loss_scale", got, fix))
-
-
-def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
-    """Raises `NonFiniteError` if `with_loss_scale` has given a run up; else does nothing.
-
-    On the host, and it waits for the step: call it when you choose to look, not in the step.
-
-    Args:
-      opt_state: an optimizer state, or any pytree with one inside.
-      params: the parameters, for the path, shape and dtype of the first bad leaf.
-
-    Raises:
-      NonFiniteError: `max_consecutive_skips` steps in a row were skipped.
-      ValueError: there is no loss scale in the state, or it is traced.
-
-    Example:
-      >>> tx = mpjax.with_loss_scale(optax.sgd(0.1), max_consecutive_skips=1)
-      >>> params = {"w": jnp.ones(2)}
-      >>> _, state = tx.update({"w": jnp.full(2, jnp.nan)}, tx.init(params), params)
-      >>> mpjax.raise_if_diverged(state, params)
-      Traceback (most recent call last):
-      mpjax._errors.NonFiniteError: with_loss_scale: 1 step in a row was skipped; loss scale is 1.
-        First bad leaf: 'w', f32[2].
-        Lower the learning rate, or look for what overflows: ...
-    """
-    found = find_states(opt_state)
-    if not found:
-        current_loss_scale(opt_state)
-    for _, state in found:
-        if isinstance(state.diverged, jax.core.Tracer):
-            got = "it was called inside a traced function."
-            fix = "Call it on the host, on the state that the jitted step returned."
-            raise ValueError(message("raise_if_diverged", got, fix))
-        if bool(state.diverged):
-            raise NonFiniteError(_diverged_text(state, params))
-
-
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     """Returns `params + updates`, each leaf in its parameter's dtype.
 
@@ -215,7 +148,7 @@ class _LossScaled:
             skipped_steps=jnp.zeros((), jnp.int32),
             consecutive_skips=jnp.zeros((), jnp.int32),
             diverged=jnp.array(False),
-            leaf_finite=jnp.ones((len(jax.tree.leaves(_plain(params))),), jnp.bool_),
+            leaf_finite=jnp.ones((len(jax.tree.leaves(gradient_params(params))),), jnp.bool_),
             inner_state=jax.tree.map(_strong, self._inner.init(_without_overwritten(params))),
         )
 
@@ -223,7 +156,7 @@ class _LossScaled:
         self, updates: PyTree, state: LossScaleState, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, LossScaleState]:
         _check_update(updates, state, params)
-        scale = _unpack(state)
+        scale = unpack(state)
         grads = _unscale(scale, updates)
         if "grad" in extra:
             extra["grad"] = grads if extra["grad"] is updates else _unscale(scale, extra["grad"])
@@ -250,14 +183,6 @@ class _LossScaled:
         )
 
 
-def find_states(opt_state: PyTree) -> list[tuple[str, LossScaleState]]:
-    """Returns every `LossScaleState` in a tree that is not inside another one, with its path."""
-    leaves = jax.tree_util.tree_leaves_with_path(
-        opt_state, is_leaf=lambda x: isinstance(x, LossScaleState)
-    )
-    return [(jax.tree_util.keystr(p), x) for p, x in leaves if isinstance(x, LossScaleState)]
-
-
 def _fields(scale: LossScale) -> tuple[Any, dict[str, Any] | None]:
     """Returns a loss scale as its scalar and its other fields: None and None for a no-op."""
     if isinstance(scale, NoOpLossScale):
@@ -265,7 +190,7 @@ def _fields(scale: LossScale) -> tuple[Any, dict[str, Any] | None]:
     if isinstance(scale, StaticLossScale):
         return scale.loss_scale, {}
     if isinstance(scale, DynamicLossScale):
-        return scale.loss_scale, {name: getattr(scale, name) for name in _DYNAMIC_FIELDS}
+        return scale.loss_scale, {name: getattr(scale, name) for name in DYNAMIC_FIELDS}
     got = f"got a {type(scale).__name__}, whose fields have no place in the optimizer's state."
     fix = "Use NoOpLossScale, StaticLossScale or DynamicLossScale."
     raise TypeError(message("with_loss_scale(loss_scale)", got, fix))
@@ -280,14 +205,6 @@ def _pack(scale: LossScale) -> tuple[Any, dict[str, Any] | None]:
 
 def _on_host(x: Array) -> Any:
     return x if isinstance(x, jax.core.Tracer) else np.asarray(x)
-
-
-def _unpack(state: LossScaleState) -> NoOpLossScale | StaticLossScale | DynamicLossScale:
-    if state.adjustment is None:
-        return NoOpLossScale()
-    cls = DynamicLossScale if state.adjustment else StaticLossScale
-    config = [state.adjustment[name] for name in _DYNAMIC_FIELDS] if state.adjustment else []
-    return cls.tree_unflatten(None, (state.loss_scale, *config))
 
 
 def _unscale(scale: LossScale, grads: PyTree) -> PyTree:
@@ -307,11 +224,6 @@ def _or_nothing(finite: Array, u: Any) -> Array:
     u = jnp.asarray(u)
     nothing = -0.0 if jnp.issubdtype(u.dtype, jnp.inexact) else 0
     return jax.lax.select(finite, u, jnp.full_like(u, nothing))
-
-
-def _plain(params: PyTree) -> PyTree:
-    """Returns the parameters that have gradients: lookahead keeps two copies of them."""
-    return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
 def _without_overwritten(tree: PyTree) -> PyTree:
@@ -352,7 +264,7 @@ def _check_update(updates: PyTree, state: Any, params: PyTree | None) -> None:
         got = f"the state is no LossScaleState; got a {type(state).__name__}."
         fix = "Make it with tx.init(params); restore a checkpoint into that, not by itself."
         raise ValueError(message(where, got, fix))
-    plain = _plain(params)
+    plain = gradient_params(params)
     if params is not None and jax.tree.structure(updates) != jax.tree.structure(plain):
         fix = ("Differentiate with respect to the parameters that you pass to update.",)
         pair = (("the gradients", updates), ("the parameters", plain))
@@ -362,23 +274,3 @@ def _check_update(updates: PyTree, state: Any, params: PyTree | None) -> None:
         got = f"the state was made for {flags} gradients; got {count}."
         fix = "Make a state with tx.init(params) and restore into it what still fits."
         raise ValueError(message(where, got, "A restored state must be of this model.", fix))
-
-
-def _diverged_text(state: LossScaleState, params: PyTree | None) -> str:
-    skips = max(1, int(state.consecutive_skips))
-    words = "1 step in a row was" if skips == 1 else f"{skips} steps in a row were"
-    got = f"{words} skipped; loss scale is {float(state.loss_scale):g}."
-    flags = np.asarray(state.leaf_finite)
-    bad = np.flatnonzero(~flags)
-    leaf = _leaf_text(int(bad[0]), len(flags), params) if len(bad) else "unknown"
-    more = f" ({len(bad)} of {len(flags)} leaves are bad)" if len(bad) > 1 else ""
-    fix = "Lower the learning rate, or look for what overflows: "
-    fix += "try policy 'bf16-mixed', or keep that layer in float32 with a PolicyMap."
-    return message("with_loss_scale", got, f"First bad leaf: {leaf}{more}.", fix)
-
-
-def _leaf_text(index: int, count: int, params: PyTree | None) -> str:
-    leaves = jax.tree.leaves(_plain(params))
-    if len(leaves) == count:
-        return f"{leaf_paths(_plain(params))[index]!r}, {describe(leaves[index])}"
-    return f"number {index + 1} of {count}; pass the parameters that update got for its path"

@@ -1,0 +1,176 @@
+"""The state of `with_loss_scale`, and what is read of it from outside: the scale, the flag."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from mpjax._dtypes import describe
+from mpjax._errors import NonFiniteError, message
+from mpjax._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from mpjax._tree import leaf_paths
+from mpjax._typing import Array, PyTree
+
+DYNAMIC_FIELDS = DynamicLossScale._fields[1:]
+
+
+class LossScaleState(NamedTuple):
+    """State of `with_loss_scale`: strong-typed scalars, and the state of what it wraps.
+
+    Plain containers only, so that orbax, Flax's msgpack and pickle restore it.
+    """
+
+    loss_scale: Array  # f32[], 1 where there is none
+    adjustment: dict[str, Array] | None  # the other fields; {} static, None no scaling
+    grads_finite: Array  # bool[], whether the last step was taken
+    skipped_steps: Array  # i32[], in all
+    consecutive_skips: Array  # i32[], up to now
+    diverged: Array  # bool[], set at `max_consecutive_skips` and never unset
+    leaf_finite: Array  # bool[leaves], of the last step that was skipped
+    inner_state: Any
+
+
+_SCALARS = frozenset(LossScaleState._fields) - {"adjustment", "inner_state"}
+
+
+def current_loss_scale(opt_state: PyTree) -> LossScale:
+    """Returns the loss scale that `with_loss_scale` holds, found anywhere in `opt_state`.
+
+    Args:
+      opt_state: an optimizer state, or any pytree with one inside (a train state).
+
+    Returns:
+      The loss scale object, of the kind that `with_loss_scale` was given. No host sync.
+
+    Raises:
+      ValueError: there is none, or there are several; the message names their paths.
+
+    Example:
+      >>> tx = optax.chain(mpjax.with_loss_scale(optax.sgd(0.1), mpjax.StaticLossScale(8)))
+      >>> mpjax.current_loss_scale(tx.init({"w": jnp.ones(2)}))
+      StaticLossScale(loss_scale=8)
+    """
+    found = find_states(opt_state)
+    if len(found) == 1:
+        return unpack(found[0][1])
+    if not found:
+        fix = "Wrap the optimizer: mpjax.with_loss_scale(tx, mpjax.DynamicLossScale())."
+        got = f"the state holds no loss scale; got a {type(opt_state).__name__}."
+        raise ValueError(message("current_loss_scale", got, fix))
+    paths = ", ".join(repr(path) for path, _ in found)
+    got = f"the state holds {len(found)} loss scales, at {paths}."
+    fix = "Give the part of the state that you mean, e.g. current_loss_scale(opt_state[0])."
+    raise ValueError(message("current_loss_scale", got, fix))
+
+
+def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
+    """Raises `NonFiniteError` if `with_loss_scale` has given a run up; else does nothing.
+
+    On the host, and it waits for the step: call it when you choose to look, not in the step.
+
+    Args:
+      opt_state: an optimizer state, or any pytree with one inside.
+      params: the parameters, for the path, shape and dtype of the first bad leaf.
+
+    Raises:
+      NonFiniteError: `max_consecutive_skips` steps in a row were skipped.
+      ValueError: there is no loss scale in the state, or it is traced.
+
+    Example:
+      >>> tx = mpjax.with_loss_scale(optax.sgd(0.1), max_consecutive_skips=1)
+      >>> params = {"w": jnp.ones(2)}
+      >>> _, state = tx.update({"w": jnp.full(2, jnp.nan)}, tx.init(params), params)
+      >>> mpjax.raise_if_diverged(state, params)
+      Traceback (most recent call last):
+      mpjax._errors.NonFiniteError: with_loss_scale: 1 step in a row was skipped; loss scale is 1.
+        First bad leaf: 'w', f32[2].
+        Lower the learning rate, or look for what overflows: ...
+    """
+    found = find_states(opt_state)
+    if not found:
+        current_loss_scale(opt_state)
+    for _, state in found:
+        if isinstance(state.diverged, jax.core.Tracer):
+            got = "it was called inside a traced function."
+            fix = "Call it on the host, on the state that the jitted step returned."
+            raise ValueError(message("raise_if_diverged", got, fix))
+        where = np.flatnonzero(np.asarray(state.diverged))
+        if len(where):
+            raise NonFiniteError(_diverged_text(_member(state, int(where[0])), params))
+
+
+def find_states(opt_state: PyTree) -> list[tuple[str, LossScaleState]]:
+    """Returns every `LossScaleState` in a tree that is not inside another one, with its path.
+
+    Also one whose scalars are wrapped (NNX puts each into a variable), and one that has become a
+    mapping, as in `nnx.state(optimizer)` or a checkpoint restored without a target.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_state)
+    return [(jax.tree_util.keystr(p), _as_state(x)) for p, x in leaves if _is_state(x)]
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, LossScaleState) or (isinstance(x, Mapping) and set(x) >= _SCALARS)
+
+
+def _as_state(x: Any) -> LossScaleState:
+    # What has no leaves may be left out of a mapping.
+    fields = x._asdict() if isinstance(x, LossScaleState) else {"adjustment": {}, **x}
+    adjustment = fields["adjustment"]
+    if adjustment is not None:
+        adjustment = {name: _bare(adjustment[name]) for name in adjustment}
+    scalars = {name: _bare(fields[name]) for name in _SCALARS}
+    return LossScaleState(adjustment=adjustment, inner_state=fields.get("inner_state"), **scalars)
+
+
+def _bare(x: Any) -> Any:
+    """Returns the one leaf that is in `x`: an array, or a variable around it."""
+    return jax.tree.leaves(x)[0]
+
+
+def unpack(state: LossScaleState) -> NoOpLossScale | StaticLossScale | DynamicLossScale:
+    if state.adjustment is None:
+        return NoOpLossScale()
+    cls = DynamicLossScale if state.adjustment else StaticLossScale
+    config = [state.adjustment[name] for name in DYNAMIC_FIELDS] if state.adjustment else []
+    return cls.tree_unflatten(None, (state.loss_scale, *config))
+
+
+def gradient_params(params: PyTree) -> PyTree:
+    """Returns the parameters that have gradients: lookahead keeps two copies of them."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def _member(state: LossScaleState, index: int) -> dict[str, Any]:
+    """Returns the scalars of one state of those that pmap or vmap made, on the host."""
+    flags = np.asarray(state.leaf_finite)
+    members = np.size(state.diverged)
+    member = {
+        name: np.reshape(np.asarray(getattr(state, name)), -1)[index]
+        for name in ("loss_scale", "skipped_steps", "consecutive_skips")
+    }
+    return {**member, "leaf_finite": flags.reshape(members, -1)[index]}
+
+
+def _diverged_text(state: dict[str, Any], params: PyTree | None) -> str:
+    skips = int(state["consecutive_skips"])
+    words = "1 step in a row was skipped" if skips == 1 else f"{skips} steps in a row were skipped"
+    if not skips:
+        words = f"the limit of skips in a row was reached, {int(state['skipped_steps'])} in all"
+    got = f"{words}; loss scale is {float(state['loss_scale']):g}."
+    flags = state["leaf_finite"]
+    bad = np.flatnonzero(~flags)
+    leaf = _leaf_text(int(bad[0]), len(flags), params) if len(bad) else "unknown"
+    more = f" ({len(bad)} of {len(flags)} leaves are bad)" if len(bad) > 1 else ""
+    fix = "Lower the learning rate, or look for what overflows: "
+    fix += "try policy 'bf16-mixed', or keep that layer in float32 with a PolicyMap."
+    return message("with_loss_scale", got, f"First bad leaf: {leaf}{more}.", fix)
+
+
+def _leaf_text(index: int, count: int, params: PyTree | None) -> str:
+    leaves = jax.tree.leaves(gradient_params(params))
+    if len(leaves) == count:
+        return f"{leaf_paths(gradient_params(params))[index]!r}, {describe(leaves[index])}"
+    return f"number {index + 1} of {count}; pass the parameters that update got for its path"
