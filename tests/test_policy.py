@@ -1,0 +1,496 @@
+"""Policy: every name of the table, equality, hashing, no retrace, and the policies of others."""
+
+import copy
+import itertools
+import json
+import pickle
+import re
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import pytest
+from _helpers import Traced
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mpjax
+from mpjax._policy import POLICY_NAMES
+
+SPELLINGS = {
+    "float16": ["f16", "fp16", "float16", jnp.float16, np.float16, np.dtype("float16")],
+    "bfloat16": ["bf16", "bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")],
+    "float32": ["f32", "fp32", "full", "single", "float32", jnp.float32, np.dtype("float32")],
+    "float64": ["f64", "fp64", "double", "float64", jnp.float64, np.float64],
+    "half": ["half"],
+}
+specs = st.sampled_from(sorted(SPELLINGS)).flatmap(
+    lambda name: st.tuples(st.just(name), st.sampled_from(SPELLINGS[name]))
+)
+triples = st.tuples(specs, specs, specs)
+
+F32, BF16, F16 = (mpjax.Policy(d, d, d) for d in ("float32", "bfloat16", "float16"))
+MIXED_BF16 = mpjax.Policy("float32", "bfloat16", "float32")
+MIXED_F16 = mpjax.Policy("float32", "float16", "float32")
+
+
+# -- law 2: names --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "dtypes"),
+    [
+        # Lightning
+        (["16-mixed", "16", 16], "float32 float16 float32"),
+        (["bf16-mixed"], "float32 bfloat16 float32"),
+        (["32-true", "32", 32], "float32 float32 float32"),
+        (["64-true", "64", 64], "float64 float64 float64"),
+        (["16-true"], "float16 float16 float16"),
+        (["bf16-true"], "bfloat16 bfloat16 bfloat16"),
+        # Keras
+        (["mixed_float16"], "float32 float16 float32"),
+        (["mixed_bfloat16"], "float32 bfloat16 float32"),
+        (["float32"], "float32 float32 float32"),
+        (["float16"], "float16 float16 float16"),
+        (["bfloat16"], "bfloat16 bfloat16 bfloat16"),
+        (["float64"], "float64 float64 float64"),
+        # Apex
+        (["O0"], "float32 float32 float32"),
+        (["O1"], "float32 float16 float32"),
+        (["O2"], "float16 float16 float32"),
+        (["O3"], "float16 float16 float16"),
+        # jmp
+        (["params=float32,compute=bfloat16,output=float32"], "float32 bfloat16 float32"),
+        (["p=f32,c=bf16,o=f32", "o=f32, c=bf16 , p=full"], "float32 bfloat16 float32"),
+        (["c=bf16,o=f32", "p=full,compute=bf16,output=full"], "float32 bfloat16 float32"),
+        (["f32", "full", "fp32", jnp.float32], "float32 float32 float32"),
+        (["f16", np.float16], "float16 float16 float16"),
+        (["f64"], "float64 float64 float64"),
+        (["half", "p=half", "p=half,c=half,o=half"], "float16 float16 float16"),  # on a CPU
+        # what is left out: parameters are f32, compute as they, output as compute
+        (["c=f16"], "float32 float16 float16"),
+        (["p=f16"], "float16 float16 float16"),
+        (["o=f16"], "float32 float32 float16"),
+        (["p=bf16,o=f32"], "bfloat16 bfloat16 float32"),
+        ([" bf16-mixed "], "float32 bfloat16 float32"),
+    ],
+    ids=str,
+)
+def test_law_02_every_name_is_understood(names, dtypes):
+    want = tuple(map(jnp.dtype, dtypes.split()))
+    for name in names:
+        got = mpjax.get_policy(name)
+        assert (got.param_dtype, got.compute_dtype, got.output_dtype) == want
+
+
+@pytest.mark.parametrize("row", POLICY_NAMES, ids=lambda row: row.name)
+def test_law_02_every_row_of_the_table_reads_back(row):
+    assert mpjax.get_policy(row.name) == row.policy
+    assert mpjax.get_policy(str(row.policy)) == row.policy
+
+
+@pytest.mark.parametrize(
+    "text", ["p=f16,c=bf16,o=f32", "c=f16", "p=half,o=full", "f16", "half", "full", "params=bf16"]
+)
+def test_law_02_jmp_reads_the_same(text):
+    theirs, ours = jmp.get_policy(text), mpjax.get_policy(text)
+    assert mpjax.get_policy(theirs) == mpjax.get_policy(str(ours).replace("half", "f16"))
+
+
+@given(triples)
+def test_law_02_text_parses_back(triple):
+    policy = mpjax.Policy(*(spec for _, spec in triple))
+    assert mpjax.get_policy(str(policy)) == policy
+    assert mpjax.get_policy(policy) is policy
+    assert mpjax.Policy.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
+    assert mpjax.get_policy(policy.to_dict()) == policy
+    assert eval(repr(policy), {"Policy": mpjax.Policy}) == policy
+
+
+@given(triples, st.data())
+def test_law_02_equal_policies_hash_equal_however_spelled(triple, data):
+    other = tuple(data.draw(st.sampled_from(SPELLINGS[name])) for name, _ in triple)
+    a, b = mpjax.Policy(*(spec for _, spec in triple)), mpjax.Policy(*other)
+    assert a == b
+    assert hash(a) == hash(b)
+    assert len({a: 1, b: 2}) == 1
+
+
+@given(triples, triples)
+def test_law_02_policies_are_equal_only_if_their_dtypes_are(one, two):
+    a, b = (mpjax.Policy(*(spec for _, spec in triple)) for triple in (one, two))
+    assert (a == b) == ([n for n, _ in one] == [n for n, _ in two])
+    assert a != "p=f32,c=f32,o=f32"
+
+
+@given(triples)
+def test_law_02_copies_are_equal(triple):
+    policy = mpjax.Policy(*(spec for _, spec in triple))
+    copies = [copy.copy(policy), copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))]
+    assert all(c == policy and hash(c) == hash(policy) for c in copies)
+
+
+def test_law_02_no_retrace_between_equal_policies():
+    ways = [
+        MIXED_BF16,
+        mpjax.Policy(jnp.float32, np.dtype(jnp.bfloat16), "full"),
+        mpjax.get_policy("mixed_bfloat16"),
+        mpjax.get_policy(str(MIXED_BF16)),
+        pickle.loads(pickle.dumps(MIXED_BF16)),
+        copy.deepcopy(MIXED_BF16),
+        mpjax.get_policy(jmp.get_policy("c=bf16,o=f32")),
+    ]
+    static = Traced(lambda x, policy: policy.cast_to_compute(x), static_argnums=1)
+    keyword = Traced(lambda x, *, policy: policy.cast_to_compute(x), static_argnames="policy")
+    tree = Traced(lambda both: both["policy"].cast_to_compute(both["x"]))
+    for policy in ways:
+        for out in (
+            static(jnp.ones(2), policy),
+            keyword(jnp.ones(2), policy=policy),
+            tree({"x": jnp.ones(2), "policy": policy}),
+        ):
+            assert out.dtype == jnp.bfloat16
+    assert (static.traces, keyword.traces, tree.traces) == (1, 1, 1)
+    tree({"x": jnp.ones(2), "policy": MIXED_F16})
+    assert tree.traces == 2
+
+
+def test_law_02_policy_in_a_closure_and_in_a_scan():
+    def step(carry, _):
+        return carry, MIXED_BF16.cast_to_compute(carry)
+
+    traced = Traced(lambda x: jax.lax.scan(step, x, None, length=2)[1])
+    assert traced(jnp.ones(2)).dtype == traced(jnp.zeros(2)).dtype == jnp.bfloat16
+    assert traced.traces == 1
+
+
+def test_policy_is_a_pytree_without_leaves():
+    assert jax.tree.leaves(MIXED_BF16) == []
+    assert jax.tree.map(lambda x: x, MIXED_BF16) is MIXED_BF16
+    assert jax.vmap(lambda p, x: p.cast_to_compute(x))(MIXED_BF16, jnp.ones(2)).dtype == "bfloat16"
+
+
+def test_half_is_settled_when_it_is_used(monkeypatch):
+    policy = mpjax.get_policy("half")
+    assert str(policy) == "p=half,c=half,o=half"
+    assert policy.compute_dtype == jnp.float16
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert policy.compute_dtype == jnp.bfloat16
+    assert mpjax.half_dtype() == jnp.bfloat16
+    # float16 and half are told apart: which is which is not known before there is a backend.
+    assert policy != F16
+
+
+def test_defaults_are_float32():
+    assert mpjax.Policy() == F32
+    assert mpjax.Policy(compute_dtype="bf16") == MIXED_BF16
+
+
+def test_dtypes_are_numpys():
+    assert MIXED_BF16.compute_dtype is jnp.dtype("bfloat16")
+    assert jnp.zeros(1, MIXED_BF16.compute_dtype).dtype == MIXED_BF16.compute_dtype
+
+
+def test_with_output_dtype():
+    assert MIXED_BF16.with_output_dtype("bf16") == mpjax.get_policy("c=bf16")
+    assert MIXED_BF16.with_output_dtype(jnp.float32) == MIXED_BF16
+    half = mpjax.get_policy("half").with_output_dtype("f32")
+    assert str(half) == "p=half,c=half,o=f32"
+
+
+@pytest.mark.parametrize("method", ["param", "compute", "output"])
+def test_each_method_casts_to_its_own_dtype(method):
+    policy = mpjax.Policy("float32", "bfloat16", "float16")
+    got = getattr(policy, f"cast_to_{method}")({"w": jnp.ones(2, jnp.float16)})["w"]
+    assert got.dtype == getattr(policy, f"{method}_dtype")
+
+
+def test_policy_is_immutable():
+    with pytest.raises(AttributeError, match=r"Policy: is immutable; got param_dtype = 'f16'\.\n"):
+        MIXED_BF16.param_dtype = "f16"
+    with pytest.raises(AttributeError, match="Policy: is immutable; cannot delete param_dtype"):
+        del MIXED_BF16.param_dtype
+
+
+# -- other libraries' policies -------------------------------------------------------------------
+
+
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+@pytest.mark.parametrize("triple", list(itertools.product(DTYPES, repeat=3)), ids="-".join)
+def test_jmp_policies_go_both_ways(triple):
+    theirs = jmp.Policy(*(getattr(jnp, name) for name in triple))
+    ours = mpjax.get_policy(theirs)
+    assert ours == mpjax.Policy(*triple)
+    back = ours.to_jmp()
+    assert (back.param_dtype, back.compute_dtype, back.output_dtype) == (
+        theirs.param_dtype,
+        theirs.compute_dtype,
+        theirs.output_dtype,
+    )
+    assert str(back) == str(theirs)
+    assert jmp.get_policy(str(ours)) == theirs
+
+
+def test_half_goes_to_jmp_as_the_backends():
+    assert mpjax.get_policy("half").to_jmp().compute_dtype == jmp.half_dtype()
+
+
+def jmps_own_step(policy: Any, loss_scale: Any, select_tree: Any, all_finite: Any) -> Any:
+    """jmp's README: a step with a policy and a loss scale, each given from outside."""
+
+    def loss_fn(params, x, y, loss_scale):
+        params, x, y = policy.cast_to_compute((params, x, y))
+        loss = jnp.mean((x @ params["w"] - y) ** 2)
+        return loss_scale.scale(policy.cast_to_output(loss))
+
+    def step(params, loss_scale, x, y):
+        grads = jax.grad(loss_fn)(params, x, y, loss_scale)
+        grads = policy.cast_to_param(grads)
+        grads = loss_scale.unscale(grads)
+        new = jax.tree.map(lambda p, g: p - 0.125 * g, params, grads)
+        finite = all_finite(grads)
+        return select_tree(finite, new, params), loss_scale.adjust(finite)
+
+    params = {"w": jnp.ones((2, 1))}
+    x, y = jnp.arange(8.0).reshape(4, 2), jnp.ones((4, 1))
+    for _ in range(4):
+        params, loss_scale = jax.jit(step)(params, loss_scale, x, y)
+    return params, loss_scale
+
+
+@pytest.mark.standard_promotion("jmp's own adjust multiplies an int32 by a bool")
+def test_code_written_for_jmp_runs_with_our_objects():
+    theirs, their_scale = jmps_own_step(
+        jmp.get_policy("c=f16,o=f32"),
+        jmp.DynamicLossScale(jnp.float32(2**4), period=2),
+        jmp.select_tree,
+        jmp.all_finite,
+    )
+    ours, our_scale = jmps_own_step(
+        mpjax.get_policy("c=f16,o=f32"),
+        mpjax.DynamicLossScale(2**4, growth_interval=2),
+        mpjax.select_tree,
+        mpjax.all_finite,
+    )
+    assert ours["w"].tolist() == theirs["w"].tolist()
+    assert float(our_scale.loss_scale) == float(their_scale.loss_scale)
+
+
+def test_haiku_takes_our_policy():
+    class Net(hk.Module):
+        def __call__(self, x):
+            return hk.Linear(3)(x)
+
+    model = hk.transform(lambda x: Net()(x))
+    hk.mixed_precision.set_policy(Net, MIXED_BF16)
+    inner = MIXED_BF16.with_output_dtype("bfloat16")
+    hk.mixed_precision.set_policy(hk.Linear, inner)
+    try:
+        params = model.init(jax.random.key(0), jnp.ones((1, 2)))
+        assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+        jaxpr = str(jax.make_jaxpr(lambda p, x: model.apply(p, None, x))(params, jnp.ones((1, 2))))
+        assert "bf16[1,3] = dot_general" in jaxpr
+        assert model.apply(params, None, jnp.ones((1, 2))).dtype == jnp.float32
+        assert hk.mixed_precision.get_policy(hk.Linear) == inner
+    finally:
+        hk.mixed_precision.clear_policy(Net)
+        hk.mixed_precision.clear_policy(hk.Linear)
+
+
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [("mixed_float16", MIXED_F16), ("mixed_bfloat16", MIXED_BF16), ("bfloat16", BF16)],
+)
+def test_keras_policies_and_configs(name, want):
+    policy = SimpleNamespace(name=name, variable_dtype="float32", compute_dtype="float16")
+    assert mpjax.get_policy(policy) == want
+    config = {
+        "module": "keras",
+        "class_name": "DTypePolicy",
+        "config": {"name": name},
+        "registered_name": None,
+    }
+    assert mpjax.get_policy(config) == want
+    assert mpjax.get_policy({"name": name}) == want
+    assert mpjax.get_policy(json.loads(json.dumps(config))) == want
+
+
+# -- default_policy ------------------------------------------------------------------------------
+
+
+def test_default_is_float32_where_there_is_none():
+    assert mpjax.get_policy() == mpjax.get_policy(None) == F32
+
+
+def test_defaults_nest_and_end():
+    with mpjax.default_policy("bf16-mixed"):
+        assert mpjax.get_policy() == MIXED_BF16
+        with mpjax.default_policy("16-mixed"):
+            assert mpjax.get_policy() == MIXED_F16
+        assert mpjax.get_policy() == MIXED_BF16
+    assert mpjax.get_policy() == F32
+
+
+def end_by_an_error():
+    with mpjax.default_policy("bf16-mixed"):
+        raise KeyError("inside")
+
+
+def test_default_ends_with_an_error_too():
+    with pytest.raises(KeyError, match="inside"):
+        end_by_an_error()
+    assert mpjax.get_policy() == F32
+
+
+def test_default_is_a_decorator_too():
+    @mpjax.default_policy("bf16-mixed")
+    def inside():
+        return mpjax.get_policy()
+
+    assert inside() == inside() == MIXED_BF16
+    assert mpjax.get_policy() == F32
+
+
+def test_default_may_be_a_policy_map():
+    policies = mpjax.PolicyMap("bf16-mixed", {"head": "float32"})
+    with mpjax.default_policy(policies):
+        assert mpjax.get_policy() is policies
+
+
+def test_default_belongs_to_the_cache_of_jit():
+    traced = Traced(lambda x: mpjax.get_policy().cast_to_compute(x))
+    dtypes = [traced(jnp.ones(2)).dtype]
+    for name in ("bf16-mixed", "16-mixed", "mixed_bfloat16", "bf16-mixed"):
+        with mpjax.default_policy(name):
+            dtypes.append(traced(jnp.ones(2)).dtype)
+    dtypes.append(traced(jnp.ones(2)).dtype)
+    assert list(map(str, dtypes)) == [
+        "float32",
+        "bfloat16",
+        "float16",
+        "bfloat16",
+        "bfloat16",
+        "float32",
+    ]
+    assert traced.traces == 3  # one a policy, however it was spelled
+
+
+def test_default_is_not_seen_by_other_threads():
+    inside, leave = threading.Event(), threading.Event()
+    seen = {}
+
+    def other():
+        with mpjax.default_policy("16-mixed"):
+            inside.set()
+            leave.wait(10)
+            seen["other"] = mpjax.get_policy()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(10)
+    seen["while it lasts elsewhere"] = mpjax.get_policy()
+    with mpjax.default_policy("bf16-mixed"):
+        leave.set()
+        thread.join()
+        seen["here"] = mpjax.get_policy()
+    assert seen == {"while it lasts elsewhere": F32, "other": MIXED_F16, "here": MIXED_BF16}
+
+
+# -- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("bf16_mixed", "bf16-mixed"),
+        ("BF16-mixed", "bf16-mixed"),
+        ("16mixed", "16-mixed"),
+        ("mixed_bf16", "bf16-mixed|mixed_bfloat16"),
+        ("mixed_bfloat_16", "mixed_bfloat16"),
+        ("Float32", "float32"),
+        ("O4", r"O\d"),
+        ("o2", "O2"),
+        ("32true", "32-true"),
+        ("int8_from_mixed_bfloat16", "mixed_bfloat16"),
+    ],
+)
+def test_near_miss_is_suggested(name, suggestion):
+    text = (
+        rf"get_policy: unknown policy '{name}'\.\n  Accepted: 'bf16-mixed', .*"
+        rf"\n  Did you mean get_policy\('({suggestion})'\)\?"
+    )
+    with pytest.raises(ValueError, match=text):
+        mpjax.get_policy(name)
+
+
+@pytest.mark.parametrize("name", ["", "zzzzzz", 8, "?", "e"])
+def test_unknown_name_says_what_is_accepted(name):
+    text = rf"unknown policy '{re.escape(str(name))}'\.\n  Accepted: .*\n  E\.g\. get_policy"
+    with pytest.raises(ValueError, match=text):
+        mpjax.get_policy(name)
+
+
+def test_bf16_alone_means_two_things():
+    with pytest.raises(ValueError, match=r"two things.*\n.*'bf16-mixed'.* or 'bfloat16'"):
+        mpjax.get_policy("bf16")
+    assert mpjax.get_policy("p=f32,c=bf16,o=f32") == MIXED_BF16
+    assert mpjax.get_policy(jnp.bfloat16) == BF16
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        ("x=f32", "unknown key 'x'"),
+        ("p=f32,", "unknown key ''"),
+        ("p=f32,p=f16", "'p' is given twice"),
+        ("p=f32,params=f16", "'params' is given twice"),
+        ("c=bf17", "unknown dtype 'bf17'"),
+        ("c=", "unknown dtype ''"),
+        ("c==f32", "unknown dtype '=f32'"),
+    ],
+)
+def test_bad_pairs(text, got):
+    with pytest.raises(ValueError, match=got):
+        mpjax.get_policy(text)
+
+
+@pytest.mark.parametrize("name", ["int8", "uint8", "bool", "complex64", "float8_e4m3fn", jnp.int32])
+def test_dtype_that_no_policy_can_have(name):
+    with pytest.raises(TypeError, match=r"get_policy: \w+ is no dtype to compute in"):
+        mpjax.get_policy(name)
+    with pytest.raises(TypeError, match=r"Policy\(compute_dtype\): \w+ is no dtype to compute in"):
+        mpjax.Policy(compute_dtype=name)
+
+
+@pytest.mark.parametrize("spec", [1.5, True, object(), b"f32", ["f32"], jnp.ones(2)])
+def test_what_is_no_policy(spec):
+    with pytest.raises(ValueError, match="get_policy: unknown dtype"):
+        mpjax.get_policy(spec)
+
+
+@pytest.mark.parametrize("config", [{}, {"param_dtype": "f32"}, {"default": "f32", "rules": []}])
+def test_config_with_other_keys(config):
+    with pytest.raises(ValueError, match=r"Policy.from_dict: got the keys .*\n  Allowed, all of"):
+        mpjax.get_policy(config)
+
+
+@pytest.mark.parametrize("name", ["64-true", "p=f64,c=f32,o=f32", "c=f64,o=f32"])
+def test_float64_is_refused_at_the_first_cast_with_x64_off(name):
+    policy = mpjax.get_policy(name)  # no error yet: nothing asks what is switched on
+    method = "cast_to_param" if "p=f64" in name else "cast_to_compute"
+    with pytest.raises(ValueError, match=rf"{method}: float64 was asked for, and 64-bit types"):
+        getattr(policy, method)(jnp.ones(2))
+    with jax.enable_x64(True):
+        assert getattr(policy, method)(jnp.ones(2, jnp.float32)).dtype == jnp.float64
+
+
+def test_unknown_default_is_an_error():
+    with pytest.raises(ValueError, match="unknown policy 'bf15'"), mpjax.default_policy("bf15"):
+        pass

@@ -1,0 +1,272 @@
+"""PolicyMap: the first rule that matches a path gives its policy; one that matches none warns."""
+
+import copy
+import json
+import pickle
+import warnings
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from _helpers import Traced, count_casts
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mpjax
+
+F32, MIXED = mpjax.get_policy("float32"), mpjax.get_policy("bf16-mixed")
+TREE = {
+    "encoder": {
+        "norm1": {"scale": jnp.ones(2), "bias": jnp.ones(2)},
+        "dense": [{"kernel": jnp.ones(2)}, {"kernel": jnp.ones(2)}],
+    },
+    "head": {"kernel": jnp.ones(2), "steps": jnp.arange(2)},
+}
+
+
+def dtypes(tree):
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): str(x.dtype)
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "paths", "others"),
+    [
+        ("encoder/norm*", ["encoder/norm1", "encoder/norm1/scale"], ["encoder/dense", "norm1"]),
+        ("*norm*", ["encoder/norm1/scale", "norm", "a/b/norm/c"], ["encoder/dense"]),
+        ("encoder", ["encoder", "encoder/norm1/scale"], ["encoder2/x", "my/encoder", ""]),
+        ("*/kernel", ["a/kernel", "a/b/kernel", "a/kernel/value"], ["kernel", "a/kernels"]),
+        ("dense/0", ["dense/0", "dense/0/kernel"], ["dense/1/kernel", "dense/00"]),
+        ("dense/[01]", ["dense/0/kernel", "dense/1"], ["dense/2"]),
+        ("layer_?", ["layer_1/w"], ["layer_10/w"]),
+        ("*", ["", "a", "a/b"], []),
+        ("a.b", ["a.b/c"], ["axb"]),
+        ("re:.*/head/.*", ["x/head/w"], ["head/w", "x/head", "x/header/w"]),
+        ("re:encoder/(norm|dense).*", ["encoder/norm1/scale"], ["my/encoder/norm1"]),
+        ("re:encoder", ["encoder"], ["encoder/norm1"]),  # the whole path: modules are not covered
+        ("Norm", [], ["norm", "encoder/Norm"]),
+    ],
+)
+def test_patterns(pattern, paths, others):
+    policies = mpjax.PolicyMap("bf16-mixed", {pattern: "float32"})
+    assert [policies.policy_for(path) for path in paths] == [F32] * len(paths)
+    assert [policies.policy_for(path) for path in others] == [MIXED] * len(others)
+
+
+def test_first_match_wins():
+    rules = {"encoder/norm1/bias": "float16", "encoder/norm*": "float32", "encoder/*": "bfloat16"}
+    policies = mpjax.PolicyMap("bf16-mixed", rules)
+    assert str(policies.policy_for("encoder/norm1/bias")) == "p=f16,c=f16,o=f16"
+    assert str(policies.policy_for("encoder/norm1/scale")) == "p=f32,c=f32,o=f32"
+    assert str(policies.policy_for("encoder/dense/kernel")) == "p=bf16,c=bf16,o=bf16"
+    assert policies.policy_for("head") == MIXED
+    turned = mpjax.PolicyMap("bf16-mixed", list(rules.items())[::-1])
+    assert str(turned.policy_for("encoder/norm1/bias")) == "p=bf16,c=bf16,o=bf16"
+
+
+def test_casts_by_path():
+    policies = mpjax.PolicyMap("bf16-mixed", {"encoder/norm*": "float32", "*dense/1": "16-mixed"})
+    assert dtypes(policies.cast_to_compute(TREE)) == {
+        "encoder/dense/0/kernel": "bfloat16",
+        "encoder/dense/1/kernel": "float16",
+        "encoder/norm1/bias": "float32",
+        "encoder/norm1/scale": "float32",
+        "head/kernel": "bfloat16",
+        "head/steps": "int32",
+    }
+    assert count_casts(policies.cast_to_compute, TREE) == 3
+    assert set(dtypes(policies.cast_to_param(TREE)).values()) == {"float32", "int32"}
+    outputs = policies.with_output_dtype("float16").cast_to_output({"logits": jnp.ones(2)})
+    assert outputs["logits"].dtype == jnp.float16
+
+
+def test_casts_linen_nnx_and_equinox_by_the_paths_that_users_write():
+    linen = nn.Sequential([nn.Dense(2), nn.LayerNorm()]).init(jax.random.key(0), jnp.ones((1, 2)))
+    policies = mpjax.PolicyMap("bfloat16", {"params/layers_1": "float32"})
+    got = dtypes(policies.cast_to_compute(linen))
+    assert got["params/layers_1/scale"] == "float32"
+    assert got["params/layers_0/kernel"] == "bfloat16"
+
+    module = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.LayerNorm(2, rngs=nnx.Rngs(0)))
+    policies = mpjax.PolicyMap("bfloat16", {"re:layers/1/(scale|bias)": "float32"})
+    for tree in (nnx.state(module), module):
+        got = policies.cast_to_compute(tree)
+        assert type(got) is type(tree)
+        assert (
+            sorted(str(x.dtype) for x in jax.tree.leaves(got)) == ["bfloat16"] * 2 + ["float32"] * 2
+        )
+
+    class Attention(eqx.Module):
+        query: jax.Array
+        value: jax.Array
+
+    policies = mpjax.PolicyMap("bfloat16", {"attention/value": "float32"})
+    got = policies.cast_to_compute({"attention": Attention(jnp.ones(2), jnp.ones(2))})["attention"]
+    assert (got.query.dtype, got.value.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+def test_sharding_and_specs_pass_through(devices):
+    mesh = jax.sharding.Mesh(devices, ("i",))
+    sharding = jax.NamedSharding(mesh, jax.P("i"))
+    spec = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
+    got = mpjax.PolicyMap("bf16-mixed", {"norm": "float32"}).cast_to_compute(
+        {"w": spec, "norm": spec}
+    )
+    assert (got["w"].dtype, got["w"].sharding) == (jnp.bfloat16, sharding)
+    assert got["norm"] is spec
+
+
+# -- rules that match nothing --------------------------------------------------------------------
+
+
+def test_unmatched_lists_rules_that_match_nothing():
+    policies = mpjax.PolicyMap("bf16-mixed", {"encoder": "f32", "Head*": "f32", "re:x": "f32"})
+    assert policies.unmatched(TREE) == ["Head*", "re:x"]
+    assert mpjax.PolicyMap("bf16-mixed").unmatched(TREE) == []
+
+
+@pytest.mark.parametrize("method", ["cast_to_param", "cast_to_compute"])
+def test_rule_that_matches_nothing_warns_and_names_the_nearest(method):
+    policies = mpjax.PolicyMap("bf16-mixed", {"encoder": "f32", "encoder/Norm1/scale": "f32"})
+    text = (
+        r"PolicyMap: rule 2 of 2, 'encoder/Norm1/scale', matches none of the 6 paths\."
+        r"\n  Nearest: 'encoder/norm1/scale'.* \(case matters\)"
+    )
+    with pytest.warns(mpjax.PolicyWarning, match=text) as caught:
+        getattr(policies, method)(TREE)
+    assert caught[0].filename == __file__  # the user's line
+
+
+def test_no_warning_for_a_part_of_the_tree_or_an_empty_one():
+    policies = mpjax.PolicyMap("bf16-mixed", {"encoder": "float32"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        policies.cast_to_compute({"head": jnp.ones(2)}, warn=False)
+        policies.cast_to_compute({})
+        policies.cast_to_output({"logits": jnp.ones(2)})
+
+
+# -- as Policy: equality, hashing, no retrace ------------------------------------------------------
+
+
+def same_map(default="bf16-mixed", pattern="norm", policy="float32"):
+    return mpjax.PolicyMap(default, {pattern: policy})
+
+
+def test_equal_maps_hash_equal_and_do_not_retrace():
+    ways = [
+        same_map(),
+        mpjax.PolicyMap(MIXED, [("norm", jnp.float32)]),
+        mpjax.PolicyMap("mixed_bfloat16", (("norm", "p=f32,c=full,o=f32"),)),
+        pickle.loads(pickle.dumps(same_map())),
+        copy.deepcopy(same_map()),
+        mpjax.PolicyMap.from_dict(json.loads(json.dumps(same_map().to_dict()))),
+        mpjax.get_policy(same_map()),
+        eval(repr(same_map()), {"PolicyMap": mpjax.PolicyMap}),
+    ]
+    assert len(set(ways)) == 1
+    traced = Traced(lambda p, x: p.cast_to_compute(x))
+    static = Traced(lambda p, x: p.cast_to_compute(x), static_argnums=0)
+    for policies in ways:
+        for fun in (traced, static):
+            assert fun(policies, {"w": jnp.ones(2), "norm": jnp.ones(2)})["w"].dtype == jnp.bfloat16
+    assert traced.traces == static.traces == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [same_map(default="float32"), same_map(pattern="n"), same_map(policy="f16"), MIXED, "x"],
+    ids=str,
+)
+def test_maps_that_differ(other):
+    assert same_map() != other
+
+
+def test_order_of_rules_matters():
+    rules = [("a", "f32"), ("b", "f16")]
+    assert mpjax.PolicyMap("f32", rules) != mpjax.PolicyMap("f32", rules[::-1])
+
+
+names = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map("/".join)
+
+
+@given(names, names)
+def test_rule_covers_itself_and_what_is_below(rule, below):
+    policies = mpjax.PolicyMap("bf16-mixed", {rule: "float32"})
+    assert policies.policy_for(rule) == policies.policy_for(f"{rule}/{below}") == F32
+    assert policies.policy_for(f"x/{rule}") == policies.policy_for(f"{rule}x") == MIXED
+
+
+def test_parts_of_a_map():
+    policies = mpjax.PolicyMap("bf16-mixed", {"a": "float32"})
+    assert policies.default == MIXED
+    assert policies.rules == (("a", F32),)
+    assert policies.policies == (MIXED, F32)
+    assert jax.tree.leaves(policies) == []
+    assert str(policies.with_output_dtype("bf16").policy_for("a")) == "p=f32,c=f32,o=bf16"
+
+
+def test_default_of_a_map_is_the_scoped_one():
+    with mpjax.default_policy("bf16-mixed"):
+        policies = mpjax.PolicyMap(rules={"a": "float32"})
+    assert policies.default == MIXED
+    assert mpjax.PolicyMap().default == F32
+
+
+# -- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", ["re:(", "re:*", "re:[a"])
+def test_bad_regular_expression(pattern):
+    text = r"PolicyMap: 're:.*' is no regular expression: .*\n  Escape it with re.escape, or write"
+    with pytest.raises(ValueError, match=text):
+        mpjax.PolicyMap("f32", {pattern: "f16"})
+
+
+@pytest.mark.parametrize("pattern", ["", "re:", None, 3, ("a", "b")])
+def test_bad_pattern(pattern):
+    with pytest.raises(ValueError, match=r"PolicyMap: got .* as a path pattern\.\n  E\.g\."):
+        mpjax.PolicyMap("f32", {pattern: "f16"})
+
+
+@pytest.mark.parametrize(
+    "rules", [None, "encoder", 3, ["encoder"], [("a", "b", "c")], [("a",)], [1]]
+)
+def test_rules_must_be_pairs(rules):
+    text = r"PolicyMap\(rules\): got .*\n  Allowed: a mapping from pattern to policy"
+    with pytest.raises(TypeError, match=text):
+        mpjax.PolicyMap("f32", rules)
+
+
+def test_unknown_policy_of_a_rule():
+    with pytest.raises(ValueError, match="unknown policy 'bf16_mixed'"):
+        mpjax.PolicyMap("f32", {"a": "bf16_mixed"})
+
+
+def test_maps_do_not_nest():
+    with pytest.raises(TypeError, match=r"got a PolicyMap as a policy\.\n.*\n  Put its rules into"):
+        mpjax.PolicyMap("f32", {"a": mpjax.PolicyMap("f16")})
+
+
+def test_map_is_immutable():
+    policies = mpjax.PolicyMap("f32")
+    with pytest.raises(AttributeError, match=r"PolicyMap: is immutable; got default = 1"):
+        policies.default = 1
+    with pytest.raises(AttributeError, match="PolicyMap: is immutable; cannot delete _rules"):
+        del policies._rules
+
+
+def test_float64_by_path_is_refused_with_x64_off():
+    policies = mpjax.PolicyMap("f32", {"head": "f64"})
+    with pytest.raises(ValueError, match="cast_to_compute: float64 was asked for"):
+        policies.cast_to_compute(TREE)
+
+
+def test_config_with_other_keys():
+    with pytest.raises(ValueError, match=r"PolicyMap.from_dict: got the keys \['default'\]"):
+        mpjax.PolicyMap.from_dict({"default": "f32"})
