@@ -15,6 +15,7 @@ import optax
 from mpjax._errors import message
 from mpjax._grad import as_loss_scale
 from mpjax._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from mpjax._master_weights import MasterWeightsState, with_master_weights
 from mpjax._optim_state import (
     DYNAMIC_FIELDS,
     LossScaleState,
@@ -38,11 +39,13 @@ from mpjax._typing import Array, AxisName, PyTree
 
 __all__ = [
     "LossScaleState",
+    "MasterWeightsState",
     "apply_updates",
     "current_loss_scale",
     "find_states",
     "raise_if_diverged",
     "with_loss_scale",
+    "with_master_weights",
 ]
 
 

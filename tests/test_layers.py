@@ -16,7 +16,7 @@ LAYERS = (
     ("_tree",),
     ("_policy", "_loss_scale", "_hardware", "_op_rules"),
     ("_policy_map", "_grad", "_autocast", "_support", "_skip"),
-    ("_optim_state",),
+    ("_optim_state", "_master_weights"),
     ("optim", "numerics", "testing", "linen", "nnx"),
     ("train", "pods", "experimental"),
     ("__init__",),
@@ -28,7 +28,7 @@ LAYER_OF = {name: layer for layer, row in enumerate(LAYERS) for name in row}
 EVERYWHERE = {"jax", "numpy", "mpjax"}
 ONLY_IN = {
     "flax": {"linen", "nnx"},
-    "optax": {"_optim_state", "optim", "train", "experimental"},
+    "optax": {"_master_weights", "_optim_state", "optim", "train", "experimental"},
     "jmp": {"_policy"},
     "matplotlib": {"numerics"},
     "orbax": {"pods"},

@@ -23,6 +23,7 @@ from _helpers import assert_same_bits
 import mpjax
 
 pytestmark = [
+    pytest.mark.no_leak_check("test_optim looks for leaks; here it would cost minutes"),
     pytest.mark.standard_promotion("optax adds arrays of different dtypes in places"),
     # Two rows are deprecated by optax, and dpsgd itself passes what optax deprecates.
     pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),
@@ -276,12 +277,14 @@ def run(step: Any, tx: Any, row: Row, batches: list[Any]) -> tuple[Any, Any]:
     return params, state
 
 
-# Once unscaled all gradients are float32: both dtypes are run at once for optimizers only.
-BY_DTYPE = [pytest.param(name, jnp.float16, id=f"{name}-f16") for name in TABLE] + [
+# Once unscaled all gradients are float32: quick are both dtypes for optimizers, one for wrappers.
+QUICK = {(name, jnp.float16) for name in ALIASES | WRAPPERS} | {(n, jnp.float32) for n in ALIASES}
+BY_DTYPE = [
     pytest.param(
-        name, jnp.float32, id=f"{name}-f32", marks=() if name in ALIASES else pytest.mark.slow
+        name, dtype, marks=() if (name, dtype) in QUICK else pytest.mark.slow, id=f"{name}-{short}"
     )
     for name in TABLE
+    for short, dtype in (("f16", jnp.float16), ("f32", jnp.float32))
 ]
 
 

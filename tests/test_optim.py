@@ -1,0 +1,460 @@
+"""The optax wrapper: what a skipped step leaves, what its state tells, what it composes with."""
+
+import pickle
+from typing import Any
+
+import chex
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from _helpers import Traced, assert_same_bits
+from flax import nnx
+from flax.training import train_state
+
+import mpjax
+from mpjax import optim
+
+OPTAX = pytest.mark.standard_promotion("optax.apply_updates and adam mix dtypes")
+PARAMS = {"layer": {"w": jnp.array([[1.0, -2.0], [0.5, 4.0]]), "b": jnp.array([0.25, -0.0])}}
+SCALARS = ("loss_scale", "grads_finite", "skipped_steps", "consecutive_skips", "diverged")
+
+
+def grads_like(params: Any, seed: int = 0, bad: float | None = None) -> Any:
+    random = np.random.default_rng(seed)
+    grads = jax.tree.map(lambda p: jnp.asarray(random.normal(size=p.shape), jnp.float32), params)
+    if bad is None:
+        return grads
+    leaves, tree = jax.tree.flatten(grads)
+    leaves[-1] = leaves[-1].at[(0,) * leaves[-1].ndim].set(bad)
+    return tree.unflatten(leaves)
+
+
+def train(tx: Any, batches: list[Any], params: Any = PARAMS) -> tuple[Any, Any]:
+    @jax.jit
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for grads in batches:
+        params, state = step(params, state, grads)
+    return params, state
+
+
+# -- law 10: a skipped step never was -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_law_10_skipped_update_is_minus_zero_and_keeps_the_sign_of_minus_zero(bad: float):
+    params = {"w": jnp.array([-0.0, 0.0, 1.5])}
+    tx = mpjax.with_loss_scale(optax.sgd(0.1))
+    updates, _ = tx.update({"w": jnp.array([1.0, bad, 1.0])}, tx.init(params), params)
+    assert_same_bits(updates, {"w": jnp.full(3, -0.0)})
+    assert_same_bits(optax.apply_updates(params, updates), params)
+
+
+@OPTAX
+def test_law_10_everything_inside_stays_while_the_loss_scale_backs_off():
+    tx = mpjax.with_loss_scale(optax.adamw(0.1), mpjax.DynamicLossScale(8))
+    params, state = train(tx, [grads_like(PARAMS)])
+    updates, after = jax.jit(tx.update)(grads_like(PARAMS, bad=jnp.inf), state, params)
+    assert_same_bits(after.inner_state, state.inner_state)
+    assert_same_bits(optax.apply_updates(params, updates), params)
+    assert (float(after.loss_scale), int(after.skipped_steps)) == (4.0, 1)
+
+
+@OPTAX
+def test_law_10_eager_and_jitted_steps_agree():
+    tx = mpjax.with_loss_scale(optax.sgd(0.5, momentum=0.5), mpjax.DynamicLossScale(8))
+    eager, jitted = tx.init(PARAMS), tx.init(PARAMS)
+    for batch in (grads_like(PARAMS), grads_like(PARAMS, bad=jnp.nan), grads_like(PARAMS, 1)):
+        first, eager = tx.update(batch, eager, PARAMS)
+        second, jitted = jax.jit(tx.update)(batch, jitted, PARAMS)
+        chex.assert_trees_all_close(first, second, rtol=4 * 2**-24)  # one fused multiply-add
+        assert_same_bits(eager._replace(inner_state=()), jitted._replace(inner_state=()))
+
+
+def test_state_that_two_fields_share_is_kept_field_by_field():
+    def init(params: Any) -> Any:
+        return {"a": jnp.float32(1), "b": jnp.float32(2), "c": jnp.float32(3)}
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        shared = state["a"] + state["b"] + state["c"]
+        return updates, {"a": shared, "b": shared, "c": 7.0}
+
+    tx = mpjax.with_loss_scale(optax.GradientTransformation(init, update))
+    grads = {"w": jnp.ones(2)}
+    for bad, want in ((1.0, (6.0, 6.0, 7.0)), (jnp.inf, (1.0, 2.0, 3.0))):
+        _, state = jax.jit(tx.update)(jax.tree.map(lambda g, b=bad: g * b, grads), tx.init(grads))
+        assert tuple(float(state.inner_state[k]) for k in "abc") == want
+
+
+def test_law_6_gradients_that_only_unscaling_makes_infinite_are_skipped():
+    tx = mpjax.with_loss_scale(optax.sgd(1.0), mpjax.StaticLossScale(2.0**-100))
+    params = {"w": jnp.ones(2)}
+    updates, state = tx.update({"w": jnp.full(2, 1e10)}, tx.init(params), params)
+    assert not bool(state.grads_finite)
+    assert_same_bits(updates, {"w": jnp.full(2, -0.0)})
+
+
+def test_clipping_inside_sees_unscaled_gradients():
+    tx = mpjax.with_loss_scale(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), mpjax.StaticLossScale(2**12)
+    )
+    grads = {"w": jnp.array([0.3, 0.4])}  # norm 0.5: nothing to clip
+    scaled = jax.tree.map(lambda g: g * 2**12, grads)
+    updates, _ = tx.update(scaled, tx.init(grads), grads)
+    assert_same_bits(updates, {"w": -grads["w"]})
+
+
+@OPTAX
+def test_law_12_half_gradients_reach_the_optimizer_in_f32():
+    # A norm taken in float16 would overflow: optax's clip would then make zeros of all.
+    tx = mpjax.with_loss_scale(optax.clip_by_global_norm(1.0), mpjax.StaticLossScale(256))
+    grads = {"w": jnp.full(4, 60000.0, jnp.float16)}
+    updates, _ = tx.update(grads, tx.init({"w": jnp.zeros(4)}), {"w": jnp.zeros(4)})
+    chex.assert_trees_all_close(updates, {"w": jnp.full(4, 0.5)}, rtol=4 * 2**-24)
+    assert updates["w"].dtype == jnp.float32
+
+
+# -- law 11: it never gives up silently -----------------------------------------------------------
+
+
+def test_law_11_diverged_at_the_nth_skip_in_a_row_and_ever_after():
+    tx = mpjax.with_loss_scale(optax.sgd(0.1), max_consecutive_skips=2)
+    params, state = {"w": jnp.ones(2)}, None
+    state, flags = tx.init(params), []
+    for bad in (np.inf, 1.0, np.nan, np.inf, 1.0):
+        updates, state = tx.update({"w": jnp.array([bad, 1.0])}, state, params)
+        assert bool(jnp.all(jnp.isfinite(updates["w"])))
+        flags.append((int(state.consecutive_skips), bool(state.diverged)))
+    assert flags == [(1, False), (0, False), (1, False), (2, True), (0, True)]
+    with pytest.raises(mpjax.NonFiniteError, match=r"limit of skips in a row was reached, 3 in"):
+        mpjax.raise_if_diverged(state, params)
+
+
+def test_law_11_error_names_the_first_bad_leaf():
+    tx = mpjax.with_loss_scale(optax.sgd(0.1), mpjax.DynamicLossScale(4), max_consecutive_skips=2)
+    _, state = train(tx, [grads_like(PARAMS, bad=jnp.nan)] * 2)
+    text = (
+        r"with_loss_scale: 2 steps in a row were skipped; loss scale is 1\.\n"
+        r"  First bad leaf: 'layer/w', f32\[2,2\]\.\n"
+        r"  Lower the learning rate, .* PolicyMap\."
+    )
+    with pytest.raises(mpjax.NonFiniteError, match=text):
+        mpjax.raise_if_diverged((optax.EmptyState(), {"deep": state}), PARAMS)
+    with pytest.raises(mpjax.NonFiniteError, match=r"number 2 of 2; pass the parameters"):
+        mpjax.raise_if_diverged(state)
+
+
+def test_law_11_without_a_limit_nothing_is_raised_and_nothing_bad_applied():
+    tx = mpjax.with_loss_scale(optax.sgd(0.1))
+    params, state = train(tx, [grads_like(PARAMS, bad=jnp.nan)] * 9)
+    assert_same_bits(params, PARAMS)
+    mpjax.raise_if_diverged(state, params)
+
+
+def test_raise_if_diverged_looks_at_every_wrapper_in_a_partition():
+    one, two = (mpjax.with_loss_scale(optax.sgd(0.1), max_consecutive_skips=1) for _ in range(2))
+    tx = optax.partition({"one": one, "two": two}, {"w": "one", "b": "two"})
+    params = {"w": jnp.ones(3), "b": jnp.ones(2)}
+    state = tx.init(params)
+    _, state = tx.update({"w": jnp.ones(3), "b": jnp.full(2, jnp.nan)}, state, params)
+    with pytest.raises(mpjax.NonFiniteError, match=r"number 1 of 1; pass the parameters that"):
+        mpjax.raise_if_diverged(state, params)
+    with pytest.raises(mpjax.NonFiniteError, match=r"First bad leaf: 'b', f32\[2\]"):
+        mpjax.raise_if_diverged(state, {"b": params["b"]})
+    with pytest.raises(ValueError, match=r"holds 2 loss scales, at .*one.*two"):
+        mpjax.current_loss_scale(state)
+
+
+def test_raise_if_diverged_reads_a_state_with_the_leading_axis_of_vmap():
+    tx = mpjax.with_loss_scale(optax.sgd(0.1), max_consecutive_skips=1)
+    params = {"a": jnp.ones((3, 2)), "b": jnp.ones((3, 2))}
+    grads = {"a": jnp.ones((3, 2)), "b": jnp.ones((3, 2)).at[1].set(jnp.inf)}
+    _, state = jax.vmap(tx.update)(grads, jax.vmap(tx.init)(params), params)
+    with pytest.raises(mpjax.NonFiniteError, match=r"1 step in a row .*\n.*'b', f32\[3,2\]"):
+        mpjax.raise_if_diverged(state, params)
+
+
+def test_raise_if_diverged_inside_jit_says_where_to_call_it():
+    tx = mpjax.with_loss_scale(optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"inside a traced function\.\n  Call it on the host"):
+        jax.jit(mpjax.raise_if_diverged)(tx.init(PARAMS))
+
+
+# -- law 13: it composes --------------------------------------------------------------------------
+
+SCALE = 2.0**10
+
+
+def wrapped(inner: Any) -> Any:
+    return mpjax.with_loss_scale(inner, mpjax.StaticLossScale(SCALE))
+
+
+def adam() -> Any:
+    return optax.adam(0.1)
+
+
+BOTH_WAYS = {
+    "chain inside": (
+        wrapped(optax.chain(optax.clip(1.0), adam())),
+        optax.chain(optax.clip(1.0), adam()),
+    ),
+    "chain outside": (
+        optax.chain(wrapped(adam()), optax.scale(0.5)),
+        optax.chain(adam(), optax.scale(0.5)),
+    ),
+    "masked inside": (
+        wrapped(optax.masked(adam(), {"layer": {"w": True, "b": False}})),
+        optax.masked(adam(), {"layer": {"w": True, "b": False}}),
+    ),
+    "masked outside": (
+        optax.masked(wrapped(adam()), {"layer": True}),
+        optax.masked(adam(), {"layer": True}),
+    ),
+    "partition inside": (
+        wrapped(optax.partition({0: adam(), 1: optax.sgd(0.1)}, {"layer": {"w": 0, "b": 1}})),
+        optax.partition({0: adam(), 1: optax.sgd(0.1)}, {"layer": {"w": 0, "b": 1}}),
+    ),
+    "partition outside": (
+        optax.partition(
+            {0: wrapped(adam()), 1: wrapped(optax.sgd(0.1))}, {"layer": {"w": 0, "b": 1}}
+        ),
+        optax.partition({0: adam(), 1: optax.sgd(0.1)}, {"layer": {"w": 0, "b": 1}}),
+    ),
+    "inject_hyperparams inside": (
+        wrapped(optax.inject_hyperparams(optax.adam)(0.1)),
+        optax.inject_hyperparams(optax.adam)(0.1),
+    ),
+    "inject_hyperparams outside": (
+        optax.inject_hyperparams(lambda rate: wrapped(optax.adam(rate)))(0.1),
+        optax.inject_hyperparams(lambda rate: optax.adam(rate))(0.1),
+    ),
+    "schedule_free inside": (
+        wrapped(optax.contrib.schedule_free(adam(), 0.1)),
+        optax.contrib.schedule_free(adam(), 0.1),
+    ),
+    "schedule_free outside": (
+        optax.contrib.schedule_free(wrapped(adam()), 0.1),
+        optax.contrib.schedule_free(adam(), 0.1),
+    ),
+}
+
+
+@OPTAX
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_law_13_composes_both_ways_round(name: str):
+    tx, plain = BOTH_WAYS[name]
+    clean = [grads_like(PARAMS, seed) for seed in range(3)]
+    scaled = [jax.tree.map(lambda g: g * SCALE, grads) for grads in clean]
+    params, state = train(tx, scaled)
+    assert_same_bits(params, train(plain, clean)[0])
+    if not name.startswith("partition outside"):
+        assert float(mpjax.current_loss_scale(state).loss_scale) == SCALE
+
+
+@OPTAX
+@pytest.mark.parametrize("way", ["inside", "outside"])
+def test_law_13_composes_with_lookahead(way: str):
+    sgd = optax.sgd(0.1)
+    outside = optax.lookahead(wrapped(sgd), 2, 0.5)
+    tx = wrapped(optax.lookahead(sgd, 2, 0.5)) if way == "inside" else outside
+    start = optax.LookaheadParams(PARAMS, PARAMS)
+    clean = [grads_like(PARAMS, seed) for seed in range(3)]
+    scaled = [jax.tree.map(lambda g: g * SCALE, grads) for grads in clean]
+    params, _ = train(tx, scaled, start)
+    assert_same_bits(params, train(optax.lookahead(sgd, 2, 0.5), clean, start)[0])
+
+
+@OPTAX
+def test_law_13_an_inf_micro_batch_never_reaches_the_accumulator_of_multisteps():
+    tx = mpjax.with_loss_scale(optax.MultiSteps(adam(), 2).gradient_transformation())
+    first, second = grads_like(PARAMS, 1), grads_like(PARAMS, 2)
+    params, state = train(tx, [first, grads_like(PARAMS, bad=jnp.inf), second])
+    want, clean = train(tx, [first, second])
+    assert_same_bits(params, want)
+    assert_same_bits(state.inner_state, clean.inner_state)
+
+
+@OPTAX
+def test_law_13_apply_if_finite_inside_never_gets_to_give_up():
+    tx = mpjax.with_loss_scale(optax.apply_if_finite(adam(), 1))
+    params, _ = train(tx, [grads_like(PARAMS, bad=jnp.nan)] * 5)
+    assert_same_bits(params, PARAMS)
+
+
+# -- law 14: Flax's own loops ---------------------------------------------------------------------
+
+
+class Network(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any, train: bool = True) -> Any:
+        x = linen.BatchNorm(use_running_average=not train)(linen.Dense(4)(x))
+        return linen.Dense(1)(x)
+
+
+def test_law_14_flax_train_state_forwards_no_extra_arguments():
+    model, x = Network(), jnp.ones((4, 3))
+    variables = model.init(jax.random.key(0), x)
+    state = train_state.TrainState.create(
+        apply_fn=model.apply,
+        params=variables["params"],
+        tx=mpjax.with_loss_scale(optax.sgd(0.1), mpjax.DynamicLossScale(8)),
+    )
+    good = grads_like(state.params, 1)
+    moved = state.apply_gradients(grads=jax.tree.map(lambda g: g * 8, good))
+    want = jax.tree.map(lambda p, g: p + -0.1 * g, state.params, good)
+    chex.assert_trees_all_close(moved.params, want, rtol=2**-23)
+    skipped = moved.apply_gradients(grads=grads_like(state.params, 1, bad=jnp.inf))
+    assert_same_bits(skipped.params, moved.params)
+    assert float(mpjax.current_loss_scale(skipped).loss_scale) == 4.0
+    assert int(optax.tree.get(skipped.opt_state, "skipped_steps")) == 1
+
+
+@pytest.mark.no_leak_check("nnx.jit keeps its graph's tracers until it is done")
+@OPTAX
+def test_law_14_nnx_optimizer_passes_extra_arguments_and_wraps_every_scalar():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    seen = []
+
+    def watch(updates: Any, state: Any, params: Any = None, *, value: Any, **extra: Any) -> Any:
+        seen.append(value)
+        return updates, state
+
+    spy = optax.GradientTransformationExtraArgs(lambda params: (), watch)
+    tx = mpjax.with_loss_scale(
+        optax.chain(spy, adam()), mpjax.DynamicLossScale(8), max_consecutive_skips=1
+    )
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, x: Any) -> None:
+        loss_scale = mpjax.current_loss_scale(optimizer.opt_state)
+        value, grads = nnx.value_and_grad(lambda m: loss_scale.scale(jnp.mean(m(x) ** 2)))(model)
+        optimizer.update(model, grads, value=value)
+
+    step(model, optimizer, jnp.ones((4, 3)))
+    assert len(seen) == 1
+    before = nnx.state(model)
+    step(model, optimizer, jnp.full((4, 3), jnp.inf))
+    assert_same_bits(nnx.state(model), before)
+    for state in (optimizer, optimizer.opt_state, nnx.state(optimizer)):
+        assert float(mpjax.current_loss_scale(state).loss_scale) == 4.0
+        with pytest.raises(mpjax.NonFiniteError, match=r"First bad leaf: 'bias', f32\[2\]"):
+            mpjax.raise_if_diverged(state, nnx.state(model, nnx.Param))
+    assert float(optax.tree.get(optimizer.opt_state, "loss_scale")[...]) == 4.0
+
+
+# -- law 16: the state is visible -----------------------------------------------------------------
+
+
+@OPTAX
+def test_law_16_scalars_are_strong_typed_and_readable_anywhere_in_a_state():
+    inner = optax.inject_hyperparams(lambda rate: wrapped(optax.adam(rate)))(0.1)
+    tx = optax.chain(optax.masked(inner, {"layer": True}))
+    state = tx.init(PARAMS)
+    for _ in range(2):
+        dtypes = [optax.tree.get(state, name).dtype for name in SCALARS]
+        assert dtypes == [jnp.float32, jnp.bool_, jnp.int32, jnp.int32, jnp.bool_]
+        assert not any(x.weak_type for x in jax.tree.leaves(state))
+        _, state = tx.update(grads_like(PARAMS), state, PARAMS)
+
+
+@pytest.mark.parametrize(
+    "loss_scale",
+    [
+        mpjax.NoOpLossScale(),
+        mpjax.StaticLossScale(8),
+        mpjax.DynamicLossScale(8, growth_interval=3, min_loss_scale=2, counter=1),
+    ],
+    ids=["noop", "static", "dynamic"],
+)
+def test_law_4_current_loss_scale_is_the_one_given_field_by_field(loss_scale: Any):
+    tx = mpjax.with_loss_scale(optax.sgd(0.1), loss_scale)
+    for state in (tx.init(PARAMS), pickle.loads(pickle.dumps(tx.init(PARAMS)))):
+        found = mpjax.current_loss_scale(state)
+        assert type(found) is type(loss_scale)
+        assert_same_bits(found, loss_scale)
+
+
+@OPTAX
+def test_law_9_a_skip_and_a_growth_do_not_retrace():
+    tx = mpjax.with_loss_scale(adam(), mpjax.DynamicLossScale(8, growth_interval=1))
+    update, state = Traced(tx.update), tx.init(PARAMS)
+    for batch in (grads_like(PARAMS), grads_like(PARAMS, bad=jnp.inf), grads_like(PARAMS, 2)):
+        _, state = update(batch, state, PARAMS)
+    assert update.traces == 1
+
+
+@OPTAX
+def test_map_params_finds_the_moments_and_nothing_of_the_wrapper():
+    tx = wrapped(optim.with_master_weights(adam()))
+    marked = optax.tree.map_params(
+        tx, lambda _: "moment", tx.init(PARAMS), transform_non_params=lambda _: "other"
+    )
+    assert jax.tree.leaves(marked).count("moment") == 3 * len(jax.tree.leaves(PARAMS))
+
+
+# -- Flax's overwritten collection ----------------------------------------------------------------
+
+
+def test_overwritten_leaves_are_replaced_never_scaled_clipped_or_averaged():
+    params = {"w": jnp.ones(2), "_overwrite_with_gradient": {"amax": jnp.array([1.0, 2.0])}}
+    grads = {"w": jnp.full(2, 8.0), "_overwrite_with_gradient": {"amax": jnp.array([900.0, 3.0])}}
+    inner = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1.0))
+    tx = mpjax.with_loss_scale(inner, mpjax.StaticLossScale(8))
+    updates, state = tx.update(grads, tx.init(params), params)
+    moved = optim.apply_updates(params, updates)
+    assert_same_bits(moved["_overwrite_with_gradient"], grads["_overwrite_with_gradient"])
+    chex.assert_trees_all_close(moved["w"], jnp.full(2, 1 - 0.5 / 2**0.5), rtol=2**-22)
+    bad = {**grads, "w": jnp.array([jnp.inf, 8.0])}
+    updates, state = tx.update(bad, state, params)
+    assert_same_bits(optim.apply_updates(params, updates), params)
+
+
+def test_overwritten_leaves_without_params_are_an_error():
+    grads = {"_overwrite_with_gradient": {"amax": jnp.ones(2)}}
+    tx = mpjax.with_loss_scale(optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"params is missing\.\n  Type tx\.update\(grads, opt_st"):
+        tx.update(grads, tx.init(grads))
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5, True, "3"])
+def test_bad_limit_is_an_error(limit: Any):
+    with pytest.raises(ValueError, match=r"max_consecutive_skips.*at least 1, or None; got "):
+        mpjax.with_loss_scale(optax.sgd(0.1), max_consecutive_skips=limit)
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", True, object()])
+def test_bad_loss_scale_is_an_error(loss_scale: Any):
+    with pytest.raises(TypeError, match=r"with_loss_scale\(loss_scale\): got .*\n  Allowed: NoOp"):
+        mpjax.with_loss_scale(optax.sgd(0.1), loss_scale)
+
+
+def test_current_loss_scale_of_a_state_without_one_is_an_error():
+    with pytest.raises(ValueError, match=r"holds no loss scale; got a tuple\.\n  Wrap the optim"):
+        mpjax.current_loss_scale(optax.sgd(0.1).init(PARAMS))
+    with pytest.raises(ValueError, match=r"holds no loss scale"):
+        mpjax.raise_if_diverged(optax.sgd(0.1).init(PARAMS))
+
+
+def test_gradients_of_another_tree_than_the_parameters_are_an_error():
+    tx = mpjax.with_loss_scale(optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"'layer/extra' is only in the gradients"):
+        tx.update({"layer": {**PARAMS["layer"], "extra": 1.0}}, tx.init(PARAMS), PARAMS)
+
+
+def test_a_state_of_another_shape_or_kind_is_an_error():
+    tx = mpjax.with_loss_scale(optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"made for \(2,\) gradients; got 1\.\n  .*\n  Make a"):
+        tx.update({"w": jnp.ones(2)}, tx.init(PARAMS), {"w": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"no LossScaleState; got a tuple\.\n  Make it with tx"):
+        tx.update(PARAMS, (), PARAMS)
