@@ -1,0 +1,170 @@
+"""Measures autocast beside hand-cast and float32 models: compiled, for the gradient, in time.
+
+    python benchmarks/autocast.py --networks mlp,transformer --targets cpu,h100,v5e --dtype bf16
+
+h100, a100, v5e and v5p are compiled for ahead of time and need no device; `measure/targets.py`
+says what to install. Without options: every network in its small size, for this CPU.
+"""
+
+import argparse
+import datetime
+import functools
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from measure import compiled, errors, jaxprs, machine, tables, targets, timings
+from measure.store import Store
+from measure.variants import DTYPES, VARIANTS
+from networks import NETWORKS, SIZES, Network
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+PARTS = ("counts", "residuals", "errors", "timings")
+Job = tuple[str, Callable[[], None]]
+
+
+def words(allowed: Any) -> Callable[[str], list[str]]:
+    """Returns a parser of comma-separated words that are all in `allowed`."""
+
+    def parse(text: str) -> list[str]:
+        found = [word.strip() for word in text.split(",")]
+        if unknown := [word for word in found if word not in allowed]:
+            message = f"unknown: {', '.join(unknown)}; there are {', '.join(allowed)}"
+            raise argparse.ArgumentTypeError(message)
+        return found
+
+    return parse
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--parts", type=words(PARTS), default=list(PARTS), help=", ".join(PARTS))
+    add("--networks", type=words(NETWORKS), default=list(NETWORKS), help=", ".join(NETWORKS))
+    add("--variants", type=words(VARIANTS), default=list(VARIANTS), help=", ".join(VARIANTS))
+    add("--targets", type=words(targets.NAMES), default=["cpu"], help=", ".join(targets.NAMES))
+    add("--dtype", type=words(DTYPES), default=["bf16"], help=", ".join(DTYPES))
+    add("--size", choices=SIZES, default="small", help="of what is compiled and timed")
+    add("--error-size", choices=SIZES, default="tiny", help="of what is compared with float64")
+    add("--rounds", type=int, default=15, help="timed steps of each variant")
+    add("--out", type=pathlib.Path, help="Markdown to write, and a .json of its numbers")
+    return parser.parse_args()
+
+
+@functools.cache
+def network_of(name: str, size: str) -> Network:
+    """Returns one object a network and size, for what is cached by it."""
+    return NETWORKS[name](size)
+
+
+def jobs(options: argparse.Namespace, store: Store) -> Iterator[Job]:
+    """Yields what to measure, one network after another."""
+    for name in options.networks:
+        for dtype in options.dtype:
+            if "residuals" in options.parts:
+                yield from residual_jobs(options, store, name, dtype)
+            for target in options.targets if "counts" in options.parts else ():
+                yield from count_jobs(options, store, name, dtype, target)
+            if "errors" in options.parts:
+                yield from error_jobs(options, store, name, dtype)
+            if "timings" in options.parts:
+                yield f"{name}: time, {dtype}", timing_job(options, store, name, dtype)
+
+
+def residual_jobs(options: Any, store: Store, name: str, dtype: str) -> Iterator[Job]:
+    network = network_of(name, options.size)
+    for variant in options.variants:
+
+        def job(variant: str = variant) -> None:
+            loss = VARIANTS[variant](network, dtype)
+            kept = jaxprs.residuals(loss, network.params, network.batch)
+            casts = jaxprs.converts(jax.value_and_grad(loss), network.params, network.batch)
+            store.put(
+                *("residuals", "", dtype, options.size, name, variant),
+                **{"converts": casts, **vars(kept)},
+            )
+
+        yield f"{name}: residuals, {dtype} {variant}", job
+
+
+def count_jobs(options: Any, store: Store, name: str, dtype: str, target: str) -> Iterator[Job]:
+    network = network_of(name, options.size)
+    for variant in options.variants:
+
+        def job(variant: str = variant) -> None:
+            step = jax.value_and_grad(VARIANTS[variant](network, dtype))
+            device = targets.get_target(target)
+            found = compiled.compile_for(step, device, network.params, network.batch)
+            total = found.trace_s + found.lower_s + found.compile_s
+            store.put(
+                *("counts", target, dtype, options.size, name, variant),
+                **{"total_s": total, **vars(found)},
+            )
+
+        yield f"{name}: {target}, {dtype} {variant}", job
+
+
+def error_jobs(options: Any, store: Store, name: str, dtype: str) -> Iterator[Job]:
+    network = network_of(name, options.error_size)
+    for variant in options.variants:
+
+        def job(variant: str = variant) -> None:
+            error = errors.gradient_error(VARIANTS[variant](network, dtype), network)
+            key = ("errors", "cpu", dtype, options.error_size, name, variant)
+            store.put(*key, error=error)
+
+        yield f"{name}: gradient error, {dtype} {variant}", job
+
+
+def timing_job(options: Any, store: Store, name: str, dtype: str) -> Callable[[], None]:
+    def job() -> None:
+        network = network_of(name, options.size)
+        losses = {variant: VARIANTS[variant](network, dtype) for variant in options.variants}
+        for variant, seconds in timings.interleaved(losses, network, options.rounds).items():
+            key = ("timings", "cpu", dtype, options.size, name, variant)
+            store.put(*key, seconds=seconds, rounds=options.rounds)
+
+    return job
+
+
+def run(options: argparse.Namespace, store: Store, console: Console) -> None:
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    todo = list(jobs(options, store))
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=len(todo))
+        for title, job in todo:
+            progress.update(task, description=title)
+            job()
+            progress.advance(task)
+
+
+def main() -> None:
+    options = arguments()
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    targets.quiet_environment()
+    for name in options.targets:
+        try:
+            console.print(targets.get_target(name).description)
+        except targets.UnavailableError as error:
+            sys.exit(f"target {error}")
+    store = Store.read(options.out.with_suffix(".json") if options.out else None)
+    store.begin(
+        command=" ".join(["python", "benchmarks/autocast.py", *sys.argv[1:]]),
+        date=datetime.date.today().isoformat(),
+        commit=machine.commit(),
+        versions=machine.versions(),
+        cpu=machine.cpu(),
+    )
+    run(options, store, console)
+    for grid in tables.grids(store):
+        grid.show(console)
+    if options.out:
+        options.out.write_text(tables.document(store))
+        console.print(f"written: {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Counts of a compiled program: bytes accessed, flops, temporaries, casts, and its compile time.
+
+Bytes and flops come from XLA's own cost analysis of the optimised module. It counts the body of
+a loop once; here it is counted as often as it runs, by analysing each body as a module of its
+own and multiplying. A library call (cuDNN's convolutions on a GPU) counts its operands and
+results as bytes, and no flops.
+"""
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from .targets import Target
+
+try:  # JAX gives cost_analysis() on CPU and TPU only; its counter works on any target's module.
+    from jaxlib._hlo import hlo_module_from_text
+    from jaxlib._jax import hlo_module_cost_analysis
+except ImportError:
+    hlo_module_from_text = hlo_module_cost_analysis = None
+
+Cost = dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What one program costs on one target; None is "not available"."""
+
+    bytes_accessed: float | None
+    flops: float | None
+    temporaries: int
+    converts: int  # floating casts in the optimised text, fused ones included
+    trace_s: float  # processor seconds of this process, as are the next two: other work on the
+    lower_s: float  # machine does not show in them, and compiler threads add up
+    compile_s: float
+
+
+def compile_for(fun: Callable[..., Any], target: Target, *args: Any) -> Compiled:
+    """Returns the counts of `jax.jit(fun)` for arguments like these (arrays or specs)."""
+    specs = target.specs(args)
+    jax.clear_caches()  # or the second of two models would find its softmax traced
+    start = time.process_time()
+    traced = jax.jit(fun).trace(*specs)
+    after_trace = time.process_time()
+    lowered = traced.lower()
+    after_lower = time.process_time()
+    executable = lowered.compile()
+    after_compile = time.process_time()
+    text = executable.as_text()
+    cost = module_cost(text, executable)
+    return Compiled(
+        bytes_accessed=cost and cost["bytes accessed"],
+        flops=cost and cost["flops"],
+        temporaries=executable.memory_analysis().temp_size_in_bytes,
+        converts=len(re.findall(r"= (?:bf16|f16|f32)\[[^ ]* convert\(", text)),
+        trace_s=after_trace - start,
+        lower_s=after_lower - after_trace,
+        compile_s=after_compile - after_lower,
+    )
+
+
+def module_cost(text: str, executable: Any) -> Cost | None:
+    """Returns the cost of a whole module, loops multiplied; None where JAX has no counter."""
+    if hlo_module_from_text is None:
+        return None
+    module = executable.runtime_executable().hlo_modules()[0]
+    total = _keep(hlo_module_cost_analysis(jax.devices("cpu")[0].client, module))
+    computations = _computations(text)
+    entry = next(name for name, lines in computations.items() if lines[0].startswith("ENTRY"))
+    return _plus(total, _loops(text, computations, entry))
+
+
+def _loops(text: str, computations: dict[str, list[str]], name: str) -> Cost:
+    """Returns what the loops reached from a computation cost beyond their first turn."""
+    extra = {"bytes accessed": 0.0, "flops": 0.0}
+    for line in computations[name]:
+        if match := re.search(r" while\(.*body=%?([\w.\-]+)", line):
+            body, trips = match[1], _trips(line, computations)
+            once = _body_cost(text, body)
+            inside = _loops(text, computations, body)
+            extra = _plus(extra, _plus(_times(once, trips - 1), _times(inside, trips)))
+        elif match := re.search(r" (?:call|async-start)\(.*(?:to_apply|calls)=%?([\w.\-]+)", line):
+            extra = _plus(extra, _loops(text, computations, match[1]))
+    return extra
+
+
+def _trips(line: str, computations: dict[str, list[str]]) -> int:
+    """Returns how often a `while` runs: as annotated, or the constant in its condition."""
+    if match := re.search(r'known_trip_count"?:\{"n":"(\d+)"', line):
+        return int(match[1])
+    condition = re.search(r"condition=%?([\w.\-]+)", line)
+    lines = computations[condition[1]] if condition else []
+    constants = [int(c) for c in re.findall(r"s32\[\][^ ]* constant\((\d+)\)", "\n".join(lines))]
+    if len(constants) != 1:
+        raise ValueError(f"cost: no trip count in {line.strip()[:120]!r}.")
+    return constants[0]
+
+
+def _body_cost(text: str, body: str) -> Cost:
+    """Returns the cost of one computation, made the entry of a module without the old header."""
+    lines = text.splitlines()
+    header = next(i for i, line in enumerate(lines) if line.startswith("HloModule"))
+    lines[header] = "HloModule body"
+    text = "\n".join(line.removeprefix("ENTRY ") for line in lines)
+    text = re.sub(rf"^(%?{re.escape(body)} \()", r"ENTRY \1", text, flags=re.MULTILINE)
+    module = hlo_module_from_text(text)
+    return _keep(hlo_module_cost_analysis(jax.devices("cpu")[0].client, module))
+
+
+def _computations(text: str) -> dict[str, list[str]]:
+    """Returns the lines of each computation by its name."""
+    found: dict[str, list[str]] = {}
+    current: list[str] = []
+    for line in text.splitlines():
+        if match := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            current = found.setdefault(match[1], [])
+        current.append(line)
+    return found
+
+
+def _keep(cost: Cost) -> Cost:
+    return {name: cost.get(name, 0.0) for name in ("bytes accessed", "flops")}
+
+
+def _plus(a: Cost, b: Cost) -> Cost:
+    return {name: a[name] + b[name] for name in a}
+
+
+def _times(a: Cost, factor: int) -> Cost:
+    return {name: value * factor for name, value in a.items()}

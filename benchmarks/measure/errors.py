@@ -1,0 +1,46 @@
+"""How far gradients are from a float64 reference."""
+
+import functools
+import statistics
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .variants import Loss
+
+# The loss is multiplied before, the gradients divided after, as in training with float16: a power
+# of two, so that it rounds nothing; without it most float16 cotangents would be subnormal.
+LOSS_SCALE = 2.0**10
+
+
+def gradient_error(loss: Loss, network: Any, seeds: int = 9) -> float:
+    """Returns ‖g − g64‖ / ‖g64‖ over all parameters, the median over seeds."""
+    scaled = jax.jit(jax.grad(lambda p, b: loss(p, b) * LOSS_SCALE))
+    errors: list[float] = []
+    for seed, exact in enumerate(references(network, seeds)):
+        grads = jax.tree.map(lambda g: g / LOSS_SCALE, scaled(*network.values(seed)))
+        errors.append(_distance(grads, exact))
+    return statistics.median(errors)
+
+
+@functools.cache
+def references(network: Any, seeds: int) -> tuple[Any, ...]:
+    """Returns for each seed the gradients of the same definition, written in float64."""
+    values = [network.values(seed) for seed in range(seeds)]
+    with jax.enable_x64(True):
+        differentiate = jax.jit(jax.grad(network.written(jnp.float64)))
+        return tuple(
+            differentiate(jax.tree.map(lambda p: p.astype(jnp.float64), params), batch)
+            for params, batch in values
+        )
+
+
+def _distance(grads: Any, exact: Any) -> float:
+    with jax.enable_x64(True):
+        differences = jax.tree.map(lambda g, e: g.astype(jnp.float64) - e, grads, exact)
+        return float(_norm(differences) / _norm(exact))
+
+
+def _norm(tree: Any) -> jax.Array:
+    return jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(tree)))

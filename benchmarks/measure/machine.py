@@ -1,0 +1,47 @@
+"""What a result file has to say about where it was made."""
+
+import importlib.metadata
+import os
+import pathlib
+import platform
+import subprocess
+
+# The instructions that decide how fast 16-bit products are on a CPU, best first.
+FEATURES = ("amx_fp16", "amx_bf16", "avx512_fp16", "avx512_bf16", "avx512f", "avx2")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "jax-cuda12-plugin", "libtpu")
+
+
+def cpu() -> str:
+    """Returns the processor's name, the number of cores, and its features for products."""
+    fields: dict[str, str] = {}
+    info = pathlib.Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.exists() else ():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    name = fields.get("model name", platform.processor() or platform.machine())
+    flags = fields.get("flags", "").split()
+    has = [f for f in FEATURES if f in flags]
+    lacks = [f for f in ("amx_bf16", "avx512_bf16") if f not in flags]
+    return (
+        f"{name}, {os.cpu_count()} cores; has {', '.join(has) or 'unknown'}"
+        f"{'; no ' + ', no '.join(lacks) if lacks else ''}"
+    )
+
+
+def versions() -> str:
+    """Returns the versions of what the numbers depend on."""
+    found = [f"Python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def commit() -> str:
+    """Returns the checked-out commit, marked where files differ from it; "" outside of git."""
+    here = pathlib.Path(__file__).parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip()

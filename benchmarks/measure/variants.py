@@ -1,0 +1,49 @@
+"""The ways of running one network that are compared, each made from its plain float32 loss."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+import mpjax
+from mpjax._op_rules import OP_RULES, OpClass
+
+Loss = Callable[[Any, Any], Any]
+POLICIES = {"bf16": "bf16-mixed", "f16": "16-mixed"}
+DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
+
+
+def f32(network: Any, dtype: str) -> Loss:
+    """Returns the plain model."""
+    del dtype
+    return network.loss
+
+
+def hand_cast(network: Any, dtype: str) -> Loss:
+    """Returns the model with `dtype=` written into its modules."""
+    return network.hand_cast(DTYPES[dtype])
+
+
+def autocast(network: Any, dtype: str) -> Loss:
+    """Returns the plain model under `mpjax.autocast`."""
+    return mpjax.autocast(network.loss, POLICIES[dtype])
+
+
+def widest(network: Any, dtype: str) -> Loss:
+    """Returns it under PyTorch's rule: a float32 operand wins over a low one."""
+    return mpjax.autocast(network.loss, POLICIES[dtype], rules="widest")
+
+
+def products_only(network: Any, dtype: str) -> Loss:
+    """Returns it with low products and nothing else low: what follows them reads float32."""
+    rules = {r.primitive: "full" for r in OP_RULES.values() if r.op_class is OpClass.FOLLOW}
+    return mpjax.autocast(network.loss, POLICIES[dtype], rules=rules)
+
+
+VARIANTS: dict[str, Callable[[Any, str], Loss]] = {
+    "f32": f32,
+    "hand-cast": hand_cast,
+    "autocast": autocast,
+    "widest": widest,
+    "products only": products_only,
+}
