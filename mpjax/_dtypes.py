@@ -97,7 +97,7 @@ def existing_dtype(name: str) -> DType | None:
     return dtype if dtype.name == name else None
 
 
-def _dtype_of_object(spec: object) -> DType | None:
+def _dtype_of_object(spec: Any) -> DType | None:
     # numpy.dtype(None) is float64, and an array would be taken for its dtype.
     if spec is None or isinstance(spec, (jax.Array, np.ndarray, np.generic)):
         return None

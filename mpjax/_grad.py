@@ -271,7 +271,7 @@ def _seed(scale: LossScale, value: Any) -> Array | None:
     a rule that clips its cotangent would make a wrong finite gradient of it; 2**-30 would enter
     as 0. Within the range, what is no power of two is rounded, in bfloat16 too.
     """
-    dtype = getattr(value, "dtype", None)
+    dtype: Any = getattr(value, "dtype", None)
     if isinstance(scale, NoOpLossScale) or dtype not in (jnp.float16, jnp.bfloat16):
         return None
     seed = jnp.clip(jnp.asarray(scale.loss_scale, FLOAT32), *normal_powers_of_two(dtype))

@@ -9,6 +9,7 @@ import math
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -341,8 +342,11 @@ def _check_number(where: str, value: Any) -> None:
 
 def _as_float32(value: ScalarLike) -> float:
     """Returns a number rounded as the field that holds it: 1 + 1e-9 is 1 there."""
-    with np.errstate(over="ignore", under="ignore"):
-        return float(np.float32(value))
+    try:
+        with np.errstate(over="ignore", under="ignore"):
+            return float(np.float32(value))
+    except OverflowError:  # an int past the range of C's double
+        return math.inf if value > 0 else -math.inf
 
 
 def _check_scale(where: str, value: ScalarLike) -> None:
@@ -360,11 +364,14 @@ def _check_bounds(start: ScalarLike, low: ScalarLike, high: ScalarLike) -> None:
     named = {"loss_scale": start, "min_loss_scale": low, "max_loss_scale": high}
     for name, value in named.items():
         _check_scale(f"DynamicLossScale({name})", value)
-    if _known(low, high) and low > high:
-        got = f"min_loss_scale {float(low):g} is above max_loss_scale {float(high):g}."
+    if not _known(low, high):
+        return
+    least, most = _as_float32(low), _as_float32(high)
+    if least > most:
+        got = f"min_loss_scale {least:g} is above max_loss_scale {most:g}."
         raise ValueError(message("DynamicLossScale", got, "Swap them, or widen the range."))
-    if _known(start, low, high) and not low <= start <= high:
-        got = f"loss_scale {float(start):g} is outside [{float(low):g}, {float(high):g}]."
+    if _known(start) and not least <= _as_float32(start) <= most:
+        got = f"loss_scale {_as_float32(start):g} is outside [{least:g}, {most:g}]."
         fix = "Start within the bounds, or set min_loss_scale or max_loss_scale."
         raise ValueError(message("DynamicLossScale", got, fix))
 
@@ -386,7 +393,7 @@ def _check_counts(interval: ScalarLike, counter: ScalarLike) -> None:
     rows = (("growth_interval", interval, 1, 2000), ("counter", counter, 0, 0))
     for name, value, least, default in rows:
         _check_number(f"DynamicLossScale({name})", value)
-        if _known(value) and not (float(value).is_integer() and least <= value < 2**31):
+        if _known(value) and not (float(value).is_integer() and least <= float(value) < 2**31):
             got = f"must be a whole number of at least {least}; got {value}."
             fix = f"Type, for example, {default}."
             raise ValueError(message(f"DynamicLossScale({name})", got, fix))

@@ -1,7 +1,7 @@
 """Policy: which dtype parameters, computation and outputs have, and every name for one."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast, overload
 
@@ -128,7 +128,7 @@ class Policy:
         import jmp  # type: ignore[import-not-found,unused-ignore]  # optional peer
 
         # jmp looks its names up by scalar type, so that is what it gets.
-        scalars = (jnp.dtype(_dtype_of(name)).type for name in self._names)
+        scalars: Any = (jnp.dtype(_dtype_of(name)).type for name in self._names)
         return jmp.Policy(*scalars)
 
     def _cast(self, tree: T, dtype: DType, where: str) -> T:
@@ -220,7 +220,7 @@ _default = jax.make_user_context(None)
 
 
 @contextmanager
-def default_policy(policy: Any) -> Iterator[None]:
+def default_policy(policy: Any) -> Generator[None]:
     """Makes `policy` the one that `get_policy(None)` returns, inside a `with` block.
 
     It is read while a function is traced, and belongs to the key of JAX's compilation cache: a

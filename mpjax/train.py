@@ -176,7 +176,8 @@ class TrainStep:
             out, extra_state = _pair(out, "(loss, new_extra_state)")
         elif self._has_aux:
             out, aux = _pair(out, "(loss, aux)")
-        return default.cast_to_output(out), (extra_state, aux)
+        # Not in the output dtype: a float16 loss must be known as one when it is scaled.
+        return out, (extra_state, aux)
 
 
 def make_train_step(
@@ -245,7 +246,8 @@ def make_train_step(
     References:
       Micikevicius et al., Mixed Precision Training, 2018, https://arxiv.org/abs/1710.03740
     """
-    if not (isinstance(accumulate, int) and accumulate >= 1):
+    is_count = isinstance(accumulate, int) and not isinstance(accumulate, bool)
+    if not (is_count and accumulate >= 1):
         got = f"must be a whole number of at least 1; got {accumulate!r}."
         raise ValueError(message("make_train_step(accumulate)", got, "Type, for example, 4."))
     return TrainStep(

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from _helpers import Traced, assert_same_bits, count_casts
 from hypothesis import given, settings
@@ -161,6 +162,18 @@ def test_law_05_cotangent_fits_a_float16_loss(exponent, unscale, policy):
     transform = functools.partial(mpjax.grad, loss_scale=scale, unscale=unscale, policy=policy)
     grads = transform(loss)(jnp.float32(1))
     assert float(grads) == (1.0 if unscale else 2.0**exponent)
+
+
+def test_law_05_cotangent_fits_a_float16_loss_in_a_train_step():
+    step = mpjax.make_train_step(
+        lambda params, _: clip_cotangent(params["w"]),
+        optax.sgd(0.5),
+        "16-mixed",
+        loss_scale=mpjax.StaticLossScale(2.0**17),
+    )
+    state, metrics = step(step.init({"w": jnp.float32(1)}), None)
+    assert float(state.params["w"]) == 0.5
+    assert metrics["loss"].dtype == jnp.float32
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

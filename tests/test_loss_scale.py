@@ -536,7 +536,7 @@ def test_repr_under_jit_shows_types():
 
 
 @pytest.mark.parametrize(
-    "value", [0, -1, 0.0, 2.0**-149, 2.0**-127, 2.0**127, math.inf, -math.inf, math.nan, 1e39]
+    "value", [0, -1, 10**400, 2.0**-149, 2.0**-127, 2.0**127, math.inf, -math.inf, math.nan, 1e39]
 )
 @pytest.mark.parametrize(
     ("cls", "field"),
