@@ -34,7 +34,6 @@ import numpy as np
 import optax
 from matplotlib.figure import Figure
 from rich import box
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from sklearn.datasets import load_digits
@@ -43,13 +42,7 @@ from sklearn.model_selection import train_test_split
 import mpjax
 from mpjax import current_loss_scale
 
-COLORS = {
-    "32-true": "#777777",
-    "bf16-mixed": "#0072b2",
-    "16-mixed": "#009e73",
-    "16-true": "#d55e00",
-}
-OTHERS = ("#cc79a7", "#e69f00", "#56b4e9")  # for what else --precision names
+COLORS = {"32-true": "gray", "bf16-mixed": "#0072b2", "16-mixed": "#009e73", "16-true": "#d55e00"}
 BATCH = 128
 TEST_SIZE = 360
 LEARNING_RATE = 3e-3
@@ -80,8 +73,7 @@ def loss_fn(params: Any, batch_stats: Any, batch: Batch) -> tuple[jax.Array, Any
 
 
 @jax.jit
-def predict(params: Any, batch_stats: Any, images: jax.Array) -> jax.Array:
-    variables = {"params": params, "batch_stats": batch_stats}
+def predict(variables: Any, images: jax.Array) -> jax.Array:
     return CNN().apply(variables, images, train=False).argmax(-1)
 
 
@@ -89,8 +81,8 @@ def load() -> tuple[Batch, Batch]:
     data = load_digits()
     images = (data.images / 16).astype(np.float32)[..., None]
     labels = data.target.astype(np.int32)
-    options = {"test_size": TEST_SIZE, "stratify": labels, "random_state": 0}
-    image, test_image, label, test_label = train_test_split(images, labels, **options)
+    split = functools.partial(train_test_split, test_size=TEST_SIZE, stratify=labels)
+    image, test_image, label, test_label = split(images, labels, random_state=0)
     return {"image": image, "label": label}, {"image": test_image, "label": test_label}
 
 
@@ -148,8 +140,8 @@ def train(report: Report, seeds: list[int], steps: int, advance: Callable[..., N
         compiled = compiled or compile_step(step, state, next(batches(train_set, seed)), report)
         state = train_once(compiled, state, stream, report, advance)
         params, images = step.policy.cast_to_compute((state.params, test_set["image"]))
-        correct = predict(params, state.extra_state, images) == test_set["label"]
-        report.accuracies.append(float(correct.mean()))
+        labels = predict({"params": params, "batch_stats": state.extra_state}, images)
+        report.accuracies.append(float((labels == test_set["label"]).mean()))
         report.final_loss_scales.append(float(current_loss_scale(state.opt_state).loss_scale))
 
 
@@ -240,7 +232,7 @@ def plot(reports: list[Report], path: Path) -> None:
         axis.set_xlabel("step")
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
+        axis.legend(framealpha=0.9, edgecolor="none")
     figure.savefig(path)
 
 
@@ -280,22 +272,23 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    started, console = time.perf_counter(), Console()
-    others = itertools.cycle(OTHERS)
+    started = time.perf_counter()
+    others = itertools.cycle(("#cc79a7", "#e69f00", "#56b4e9"))
     names = dict.fromkeys(arguments.precision or COLORS)
     reports = [Report(name, COLORS.get(name) or next(others)) for name in names]
     seeds = list(dict.fromkeys(arguments.seed or range(arguments.seeds)))
     total = arguments.steps * len(seeds)
-    columns = TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn()
-    loss = TextColumn("loss {task.fields[loss]:.3f}")
-    with Progress(*columns, TimeElapsedColumn(), loss, console=console) as progress:
+    ends = TextColumn("{task.description:<10}"), TextColumn("loss {task.fields[loss]:.3f}")
+    columns = ends[0], BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), ends[1]
+    with Progress(*columns) as progress:
         for report in reports:
-            task = progress.add_task(report.precision, total=total, loss=float("nan"))
+            task = progress.add_task(report.precision, total=total, loss=np.nan)
             train(report, seeds, arguments.steps, functools.partial(progress.update, task))
-    console.print(table(reports, arguments.steps))
+    progress.console.print(table(reports, arguments.steps))
     arguments.out.mkdir(parents=True, exist_ok=True)
     plot(reports, arguments.out / "digits.png")
-    console.print(f"{time.perf_counter() - started:.0f} s. See {arguments.out / 'digits.png'}.")
+    seconds = time.perf_counter() - started
+    progress.console.print(f"{seconds:.0f} s. See {arguments.out / 'digits.png'}.")
 
 
 if __name__ == "__main__":

@@ -57,3 +57,22 @@ def test_unknown_option_is_refused(name: str, tmp_path: Path):
     done = run(name, "--no-such-option", folder=tmp_path)
     assert done.returncode == 2
     assert "--no-such-option" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("digits.py", ["--precision", "bf16"], "Type 'bf16-mixed'"),
+        ("digits.py", ["--precision", "64-true"], "64-bit types are off"),
+        ("digits.py", ["--steps", "0"], "got '0'; type a whole number from 1"),
+        ("digits.py", ["--seed", "1", "--seeds", "2"], "not allowed with argument --seed"),
+        ("underflow.py", ["--seed", "-1"], "got '-1'; type a whole number from 0"),
+        ("underflow.py", ["--out", __file__], "is a file; type the name of a folder"),
+    ],
+)
+def test_bad_value_is_refused_before_training(
+    name: str, arguments: list[str], said: str, tmp_path: Path
+):
+    done = run(name, *arguments, folder=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr
