@@ -1,0 +1,118 @@
+"""The benchmarks measure what they say: networks, counts, and the files they write."""
+
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.measure import compiled, jaxprs, targets
+from benchmarks.measure.store import Store
+from benchmarks.networks import NETWORKS
+
+COMMAND = pathlib.Path(__file__).parents[1] / "benchmarks" / "autocast.py"
+names = pytest.mark.parametrize("name", NETWORKS)
+
+
+@names
+def test_plain_networks_are_float32_without_a_cast(name: str) -> None:
+    network = NETWORKS[name]("tiny")
+    assert jaxprs.converts(network.loss, network.params, network.batch) == 0
+
+
+@pytest.mark.standard_promotion("Flax's norms promote bfloat16 to float32 by promote_types")
+@names
+def test_networks_cast_by_hand_are_low_inside_and_float32_outside(name: str) -> None:
+    network = NETWORKS[name]("tiny")
+    step = jax.value_and_grad(network.hand_cast(jnp.bfloat16))
+    loss, grads = jax.eval_shape(step, network.params, network.batch)
+    assert {x.dtype for x in jax.tree.leaves((loss, grads))} == {jnp.dtype("float32")}
+    plain = jaxprs.residuals(network.loss, network.params, network.batch)
+    low = jaxprs.residuals(network.hand_cast(jnp.bfloat16), network.params, network.batch)
+    assert low.activations < plain.activations
+    assert low.weights > plain.weights
+
+
+def test_residuals_leave_inputs_out_and_weights_apart() -> None:
+    def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        hidden = jnp.sin(x @ params["a"])  # keeps its cosine, f32[8,4]; x is an input
+        low = hidden.astype(jnp.bfloat16) @ params["b"].astype(jnp.bfloat16)  # bf16[8,4], bf16[4,2]
+        return jnp.sum(low.astype(jnp.float32))
+
+    f32 = jnp.float32
+    params = {"a": jax.ShapeDtypeStruct((16, 4), f32), "b": jax.ShapeDtypeStruct((4, 2), f32)}
+    found = jaxprs.residuals(loss, params, jax.ShapeDtypeStruct((8, 16), f32))
+    assert found == jaxprs.Residuals(activations=8 * 4 * 4 + 8 * 4 * 2, weights=4 * 2 * 2)
+
+
+def test_residuals_of_a_carry_that_starts_constant_depend_on_the_batch() -> None:
+    def loss(w: jax.Array, xs: jax.Array) -> jax.Array:
+        def step(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.sin(carry * w) + x, None  # keeps the carry and the cosine
+
+        return jax.lax.scan(step, jnp.float32(0), xs)[0]
+
+    spec = jax.ShapeDtypeStruct
+    found = jaxprs.residuals(loss, spec((), jnp.float32), spec((10,), jnp.float32))
+    assert found == jaxprs.Residuals(activations=2 * 10 * 4, weights=0)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_loops_cost_their_body_as_often_as_it_runs(nested: bool) -> None:
+    def repeat(fun: object, turns: int) -> object:
+        return lambda w, x: jax.lax.scan(lambda c, _: (fun(w, c), None), x, None, turns)[0]
+
+    def product(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w)
+
+    once = repeat(repeat(product, 4), 5) if nested else repeat(product, 20)
+    spec = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    found = compiled.compile_for(once, targets.get_target("cpu"), spec, spec)
+    products = 20 * 2 * 64**3
+    assert products <= found.flops <= 1.05 * products  # tanh and the counter add a little
+
+
+def test_unknown_targets_are_named() -> None:
+    with pytest.raises(ValueError, match="unknown target 'v9'.\n  There are: cpu, h100"):
+        targets.get_target("v9")
+
+
+def test_a_later_run_renews_its_rows_and_keeps_the_rest(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "found.json"
+    first, second = (("errors", "cpu", "bf16", "tiny", name, "f32") for name in ("mlp", "lstm"))
+    for error in (1.0, 2.0):
+        store = Store.read(path)
+        store.begin(command=f"run {error}")
+        store.put(*first, error=error)
+        if error == 1.0:
+            store.put(*second, error=error)
+    store = Store.read(path)
+    assert [(row["error"], row["run"]) for row in store.part("errors")] == [(2.0, 2), (1.0, 1)]
+    assert [run["command"] for _, run in store.used_runs()] == ["run 1.0", "run 2.0"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(COMMAND), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_command_writes_every_table(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "found.md"
+    small = ["--networks", "mlp", "--size", "tiny", "--rounds", "1", "--out", str(out)]
+    done = run(*small)
+    assert done.returncode == 0, done.stderr
+    written = out.read_text()
+    for title in ("cpu, bf16", "Residuals", "Gradients against float64", "Time on this CPU"):
+        assert f"## {title}" in written
+    assert written.count("| mlp | autocast |") == 4
+    assert f"benchmarks/autocast.py {' '.join(small)}" in written
+
+
+@pytest.mark.slow
+def test_an_unknown_network_is_an_error_that_lists_them() -> None:
+    done = run("--networks", "mlp,vgg")
+    assert done.returncode == 2
+    assert "unknown: vgg; there are mlp, unet" in done.stderr
