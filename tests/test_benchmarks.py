@@ -75,7 +75,7 @@ def test_loops_cost_their_body_as_often_as_it_runs(nested: bool) -> None:
 
 
 def test_unknown_targets_are_named() -> None:
-    with pytest.raises(ValueError, match="unknown target 'v9'.\n  There are: cpu, h100"):
+    with pytest.raises(ValueError, match=r"unknown target 'v9'\.\n  There are: cpu, h100"):
         targets.get_target("v9")
 
 
