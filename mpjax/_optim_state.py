@@ -133,8 +133,13 @@ def _bare(x: Any) -> Any:
 def unpack(state: LossScaleState) -> NoOpLossScale | StaticLossScale | DynamicLossScale:
     if state.adjustment is None:
         return NoOpLossScale()
+    missing = [name for name in DYNAMIC_FIELDS if name not in state.adjustment]
+    if missing and state.adjustment:
+        got = f"the loss scale in the state lacks {', '.join(map(repr, missing))}."
+        fix = "Restore into tx.init(params), so that what an older version did not save is filled."
+        raise ValueError(message("LossScaleState.adjustment", got, fix))
     cls = DynamicLossScale if state.adjustment else StaticLossScale
-    config = [state.adjustment[name] for name in DYNAMIC_FIELDS] if state.adjustment else []
+    config = [] if missing else [state.adjustment[name] for name in DYNAMIC_FIELDS]
     return cls.tree_unflatten(None, (state.loss_scale, *config))
 
 

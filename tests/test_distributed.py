@@ -1,0 +1,165 @@
+"""Law 15 on eight devices: one decision for all shards, and gradients that are means."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _helpers import assert_same_bits
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpjax
+
+SHARDS = 8
+PARAMS = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(0.25)}
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    # Products and sums of small whole numbers and powers of two: exact in any order.
+    out = batch["x"] @ params["w"] + params["b"]
+    return jnp.mean(out.astype(jnp.float32) ** 2)
+
+
+def batch_of(bad_row: int | None = None) -> Any:
+    x = jnp.asarray(np.random.default_rng(0).integers(-4, 5, (2 * SHARDS, 3)), jnp.float32)
+    return {"x": x if bad_row is None else x.at[bad_row, 0].set(jnp.inf)}
+
+
+def make_step(**options: Any) -> mpjax.train.TrainStep:
+    loss_scale = mpjax.DynamicLossScale(8, growth_interval=2)
+    options = {"loss_scale": loss_scale, "donate": False, **options}
+    tx = optax.sgd(0.125, momentum=0.5)
+    return mpjax.make_train_step(loss_fn, tx, "32-true", **options)
+
+
+def mesh(devices: list[jax.Device]) -> jax.sharding.Mesh:
+    return jax.make_mesh((SHARDS,), ("data",), (AxisType.Auto,), devices=devices)
+
+
+def under(kind: str, step: Any, devices: list[jax.Device]) -> tuple[Any, Any]:
+    """Returns the step under one of JAX's ways to be parallel, and how to read its state."""
+    if kind == "pmap":
+        mapped = jax.pmap(step, axis_name="data", in_axes=(0, 0), devices=devices)
+
+        def call(state: Any, batch: Any) -> Any:
+            first = jax.tree.leaves(state)[0]
+            if first.ndim == 0:
+                state = jax.tree.map(lambda x: jnp.stack([x] * SHARDS), state)
+            split = jax.tree.map(lambda x: x.reshape(SHARDS, -1, *x.shape[1:]), batch)
+            return mapped(state, split)
+
+        return call, lambda tree: [jax.tree.map(lambda x, i=i: x[i], tree) for i in range(SHARDS)]
+    if kind == "jit":
+        sharding = NamedSharding(mesh(devices), P("data"))
+        return lambda state, batch: step(state, jax.device_put(batch, sharding)), lambda t: [t]
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh(devices),
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        check_vma=kind == "shard_map checked",
+    )
+    return jax.jit(mapped), lambda tree: [tree]
+
+
+WAYS = ["jit", "shard_map checked", "shard_map unchecked", "pmap"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", WAYS)
+def test_law_15_one_shards_inf_makes_all_skip_and_gradients_are_means(
+    kind: str, accumulate: int, devices: list[jax.Device]
+):
+    axis_name = None if kind == "jit" else "data"
+    step, members = under(kind, make_step(axis_name=axis_name, accumulate=accumulate), devices)
+    single = make_step()
+    state = want = single.init(PARAMS)
+    for bad_row in (None, 5, None):
+        state, metrics = step(state, batch_of(bad_row))
+        want, expected = single(want, batch_of(bad_row))
+        for seen in members(metrics):
+            assert bool(seen["grads_finite"]) == (bad_row is None)
+            assert float(seen["loss_scale"]) == float(expected["loss_scale"])
+    for member in members(state):
+        # Sums of 16 small numbers, ordered by shard: a few units in the last place.
+        chex.assert_trees_all_close(member, want, rtol=2**-19)
+        assert (int(member.step), int(member.opt_state.skipped_steps)) == (2, 1)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_law_15_the_wrapper_agrees_and_leaves_averaging_to_its_caller(
+    check_vma: bool, devices: list[jax.Device]
+):
+    tx = mpjax.with_loss_scale(optax.sgd(1.0), mpjax.StaticLossScale(4), axis_name="data")
+    state = tx.init(jnp.zeros(1))
+
+    def update(grads: Any, state: Any) -> Any:
+        updates, state = tx.update(grads, state)
+        return updates, state.grads_finite[None], state.leaf_finite
+
+    mapped = jax.jit(
+        jax.shard_map(
+            update,
+            mesh=mesh(devices),
+            in_specs=(P("data"), P()),
+            out_specs=(P("data"), P("data"), P()),
+            check_vma=check_vma,
+        )
+    )
+    grads = jnp.arange(8.0)
+    updates, finite, _ = mapped(grads, state)
+    assert_same_bits(updates, jnp.where(grads == 0, -0.0, -grads / 4))
+    assert finite.all()
+    updates, finite, leaves = mapped(grads.at[3].set(jnp.nan), state)
+    assert_same_bits(updates, jnp.full(8, -0.0))
+    assert not finite.any()
+    assert leaves.tolist() == [False]
+
+
+@pytest.mark.standard_promotion("optax raises a float to the power of an integer count")
+@pytest.mark.parametrize("kind", ["shard_map checked", "shard_map unchecked", "pmap"])
+def test_law_15_moments_and_extra_state_are_the_same_on_every_shard(
+    kind: str, devices: list[jax.Device]
+):
+    def loss(params: Any, count: Any, batch: Any) -> Any:
+        return loss_fn(params, batch), count + 1
+
+    step = mpjax.make_train_step(
+        loss, optax.adam(0.125), "bf16-mixed", axis_name="data", donate=False
+    )
+    call, members = under(kind, step, devices)
+    state, metrics = call(step.init(PARAMS, jnp.int32(0)), batch_of())
+    assert {int(member.extra_state) for member in members(state)} == {1}
+    assert all(bool(member["grads_finite"]) for member in members(metrics))
+
+
+def test_sharded_parameters_stay_sharded_through_steps_and_skips(devices: list[jax.Device]):
+    sharding = NamedSharding(mesh(devices), P("data"))
+    step = mpjax.make_train_step(
+        lambda w, x: jnp.mean((w * x).astype(jnp.float32) ** 2), optax.sgd(0.5, momentum=0.5)
+    )
+    state = jax.device_put(step.init(jnp.arange(16.0)), NamedSharding(mesh(devices), P()))
+    state = state._replace(params=jax.device_put(state.params, sharding))
+    for x in (jnp.ones(16), jnp.full(16, jnp.inf)):
+        state, _ = step(state, jax.device_put(x, sharding))
+        assert state.params.sharding.is_equivalent_to(sharding, 1)
+    assert int(state.opt_state.skipped_steps) == 1
+
+
+def test_raise_if_diverged_reads_what_pmap_returns(devices: list[jax.Device]):
+    tx = mpjax.with_loss_scale(optax.sgd(0.1), max_consecutive_skips=1, axis_name="data")
+    grads = jnp.ones((SHARDS, 2)).at[6, 0].set(jnp.inf)
+    state = jax.pmap(lambda _: tx.init(jnp.ones(2)), devices=devices)(jnp.arange(SHARDS))
+    _, state = jax.pmap(tx.update, axis_name="data", devices=devices)(grads, state)
+    with pytest.raises(mpjax.NonFiniteError, match=r"1 step in a row was skipped; loss scale is 1"):
+        mpjax.raise_if_diverged(state, jnp.ones((SHARDS, 2)))
+
+
+def test_an_axis_that_is_not_there_is_an_error():
+    step = make_step(axis_name="model")
+    with pytest.raises(NameError, match="model"):
+        step(step.init(PARAMS), batch_of())

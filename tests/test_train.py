@@ -1,0 +1,413 @@
+"""The whole step: one shape for every precision, guarded state, accumulation, one compilation."""
+
+from typing import Any
+
+import chex
+import equinox
+import flax.core
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from _helpers import assert_same_bits
+from flax import nnx
+
+import mpjax
+
+PRECISIONS = ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "mixed_float16", "O2"]
+OPTAX = pytest.mark.standard_promotion("optax mixes dtypes")
+LR = 2.0**-4
+
+
+def params_of(width: int = 4) -> Any:
+    random = np.random.default_rng(0)
+    w = jnp.asarray(random.normal(size=(width, width)), jnp.float32)
+    return {"w": w, "b": jnp.zeros(width)}
+
+
+def batch_of(size: int = 8, seed: int = 1, width: int = 4) -> Any:
+    random = np.random.default_rng(seed)
+    x, y = (jnp.asarray(random.normal(size=(size, width)), jnp.float32) for _ in range(2))
+    return {"x": x, "y": y, "label": jnp.arange(size) % width}
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    out = batch["x"] @ params["w"] + params["b"]
+    return jnp.mean((out - batch["y"]).astype(jnp.float32) ** 2)
+
+
+def spoilt(batch: Any) -> Any:
+    return {**batch, "x": batch["x"].at[0, 0].set(jnp.inf)}
+
+
+def counted(fun: Any) -> tuple[Any, list[int]]:
+    calls: list[int] = []
+
+    def wrapped(*args: Any) -> Any:
+        calls.append(1)
+        return fun(*args)
+
+    return wrapped, calls
+
+
+# -- every precision ------------------------------------------------------------------------------
+
+
+@OPTAX
+@pytest.mark.parametrize("policy", PRECISIONS)
+def test_every_precision_has_the_same_step_and_learns(policy: str):
+    step = mpjax.make_train_step(loss_fn, optax.adam(0.05), policy)
+    state = step.init(params_of())
+    losses = []
+    for _ in range(12):
+        state, metrics = step(state, batch_of())
+        losses.append(float(metrics["loss"]))
+    wanted = mpjax.get_policy(policy)
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {wanted.param_dtype}
+    assert metrics["loss"].dtype == jnp.float32
+    assert np.isfinite(losses).all()
+    assert losses[-1] < losses[0]
+    is_half = wanted.compute_dtype == jnp.float16
+    kind = mpjax.DynamicLossScale if is_half else mpjax.NoOpLossScale
+    assert isinstance(mpjax.current_loss_scale(state), kind)
+    assert int(state.step) == 12 - int(metrics["skipped_steps"])
+
+
+def test_the_loss_reported_is_the_unscaled_one_also_on_a_skipped_step():
+    step = mpjax.make_train_step(
+        lambda w, x: (w * x).astype(jnp.float16) ** 2,
+        optax.sgd(0.0),
+        "32-true",
+        loss_scale=mpjax.DynamicLossScale(2.0**24),
+    )
+    state = step.init(jnp.float32(100))
+    for _ in range(2):  # 2 * 100 * 2**24 is fine in float32; the float16 graph overflows
+        state, metrics = step(state, jnp.float32(1))
+        assert float(metrics["loss"]) == 10000.0
+
+
+def test_integer_labels_keys_and_scalars_reach_the_loss_untouched():
+    seen = {}
+
+    def watch(params: Any, batch: Any) -> Any:
+        seen.update(jax.tree.map(lambda x: getattr(x, "dtype", type(x)), batch))
+        logits = batch["x"] @ params["w"]
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), batch["label"]
+        ).mean()
+
+    step = mpjax.make_train_step(watch, optax.sgd(0.1), "bf16-mixed")
+    batch = {**batch_of(), "key": jax.random.key(0), "mask": jnp.ones(3, bool)}
+    step(step.init(params_of()), batch)
+    assert seen["x"] == jnp.bfloat16
+    assert (seen["label"], seen["mask"]) == (jnp.int32, jnp.bool_)
+    assert jax.dtypes.issubdtype(seen["key"], jax.dtypes.prng_key)
+
+
+def test_a_policy_map_keeps_what_it_names_in_float32():
+    seen = {}
+
+    def watch(params: Any, batch: Any) -> Any:
+        seen.update({name: p.dtype for name, p in params.items()})
+        return jnp.sum((batch @ params["w"]).astype(jnp.float32) * params["norm"])
+
+    policies = mpjax.PolicyMap("16-mixed", {"norm*": "float32"})
+    step = mpjax.make_train_step(watch, optax.sgd(0.1), policies)
+    state = step.init({"w": jnp.ones((4, 4)), "norm": jnp.ones(4)})
+    state, _ = step(state, jnp.ones((2, 4)))
+    assert seen == {"w": jnp.float16, "norm": jnp.float32}
+    assert isinstance(mpjax.current_loss_scale(state), mpjax.DynamicLossScale)
+
+
+# -- extra state, aux, randomness -----------------------------------------------------------------
+
+
+class Network(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        x = linen.BatchNorm(use_running_average=False)(linen.Dense(4)(x))
+        return linen.Dense(4)(x)
+
+
+def with_batch_norm() -> tuple[Any, Any, Any]:
+    model = Network()
+    variables = model.init(jax.random.key(0), jnp.ones((2, 4)))
+
+    def loss(params: Any, extra: Any, batch: Any) -> Any:
+        stats, average, key = extra
+        out, new = model.apply(
+            {"params": params, "batch_stats": stats}, batch["x"], mutable=["batch_stats"]
+        )
+        value = jnp.mean((out - batch["y"]).astype(jnp.float32) ** 2)
+        average = jax.tree.map(lambda a, p: 0.5 * a + 0.5 * p.astype(a.dtype), average, params)
+        return value, (new["batch_stats"], average, jax.random.split(key)[0])
+
+    extra = (variables["batch_stats"], variables["params"], jax.random.key(7))
+    return loss, variables["params"], extra
+
+
+@pytest.mark.standard_promotion("flax's BatchNorm adds its float32 statistics to half inputs")
+@pytest.mark.parametrize("policy", ["32-true", "16-mixed"])
+def test_law_10_batch_norm_ema_keys_and_moments_never_saw_the_bad_batch(policy: str):
+    loss, params, extra = with_batch_norm()
+    tx = optax.adamw(optax.linear_schedule(0.1, 0.0, 9))
+    step = mpjax.make_train_step(loss, tx, policy, loss_scale=mpjax.DynamicLossScale(2.0**8))
+    first, second = batch_of(), batch_of(seed=2)
+    ends = []
+    for batches in ([first, spoilt(first), second], [first, second]):
+        state = step.init(params, extra)
+        for batch in batches:
+            state, metrics = step(state, batch)
+        ends.append((state.step, state.params, state.opt_state.inner_state, state.extra_state))
+        assert int(metrics["skipped_steps"]) == len(batches) - 2
+    assert_same_bits(*ends)
+
+
+def test_aux_comes_back_with_and_without_extra_state():
+    def plain(w: Any, x: Any) -> Any:
+        return jnp.sum(w * x), {"double": 2 * x}
+
+    step = mpjax.make_train_step(plain, optax.sgd(0.1), has_aux=True, policy="32-true")
+    _, metrics = step(step.init(jnp.ones(2)), jnp.ones(2))
+    assert_same_bits(metrics["aux"], {"double": jnp.full(2, 2.0)})
+
+    def both(w: Any, count: Any, x: Any) -> Any:
+        return jnp.sum(w * x), (count + 1, 3 * x)
+
+    step = mpjax.make_train_step(both, optax.sgd(0.1), "32-true", has_aux=True)
+    state, metrics = step(step.init(jnp.ones(2), jnp.int32(4)), jnp.ones(2))
+    assert (int(state.extra_state), metrics["aux"].tolist()) == (5, [3.0, 3.0])
+
+
+# -- accumulation ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["32-true", "bf16-mixed", "16-mixed"])
+def test_accumulated_gradients_are_those_of_the_whole_batch(policy: str):
+    whole = mpjax.make_train_step(loss_fn, optax.sgd(1.0), policy, loss_scale=2.0**6)
+    parts = mpjax.make_train_step(loss_fn, optax.sgd(1.0), policy, loss_scale=2.0**6, accumulate=4)
+    params, batch = params_of(), batch_of()
+    a, _ = whole(whole.init(params), batch)
+    b, _ = parts(parts.init(params), batch)
+    # Gradients of order one, each rounded to the compute dtype once a product and micro-batch,
+    # and sums of 8 that may be ordered otherwise.
+    eps = float(jnp.finfo(mpjax.get_policy(policy).compute_dtype).eps)
+    moved = jax.tree.map(lambda p, q: float(jnp.max(jnp.abs(p - q))), a.params, params)
+    largest = max(1.0, *jax.tree.leaves(moved))
+    chex.assert_trees_all_close(a.params, b.params, atol=8 * eps * largest, rtol=0)
+
+
+def test_an_inf_micro_batch_skips_the_whole_step():
+    step = mpjax.make_train_step(loss_fn, optax.sgd(1.0), "32-true", accumulate=4, donate=False)
+    state = step.init(params_of())
+    after, metrics = step(state, spoilt(batch_of()))
+    assert not bool(metrics["grads_finite"])
+    assert_same_bits(after.params, state.params)
+    assert int(after.step) == 0
+
+
+def test_micro_batches_get_keys_of_their_own_and_repeated_scalars():
+    def noisy(w: Any, batch: Any) -> Any:
+        draw = jax.random.normal(batch["key"], ())
+        return jnp.sum(w * batch["x"]) * batch["rate"], draw
+
+    step = mpjax.make_train_step(noisy, optax.sgd(0.1), "32-true", has_aux=True, accumulate=4)
+    batch = {"x": jnp.ones(8), "key": jax.random.key(0), "rate": jnp.float32(0.5)}
+    _, metrics = step(step.init(jnp.float32(1)), batch)
+    want = [jax.random.normal(jax.random.fold_in(batch["key"], i), ()) for i in range(4)]
+    assert_same_bits(metrics["aux"], jnp.stack(want))
+    assert float(metrics["loss"]) == 1.0
+
+
+def test_extra_state_passes_from_one_micro_batch_to_the_next():
+    def counting(w: Any, count: Any, x: Any) -> Any:
+        return jnp.sum(w * x), count + 1
+
+    step = mpjax.make_train_step(counting, optax.sgd(0.1), "32-true", accumulate=4)
+    state, _ = step(step.init(jnp.ones(()), jnp.int32(0)), jnp.ones(8))
+    assert int(state.extra_state) == 4
+
+
+def test_overwritten_leaves_are_the_last_micro_batchs():
+    def fp8(params: Any, x: Any) -> Any:
+        # As Flax's fp8 rules do: the "gradient" of the history is its next value.
+        history = params["_overwrite_with_gradient"]["amax"]
+        return jnp.sum(params["w"] * x) + jnp.sum(_next_value(history, jnp.max(jnp.abs(x))))
+
+    params = {"w": jnp.ones(()), "_overwrite_with_gradient": {"amax": jnp.zeros(2)}}
+    step = mpjax.make_train_step(fp8, optax.sgd(0.0), "32-true", loss_scale=8.0, accumulate=2)
+    state, _ = step(step.init(params), jnp.arange(1.0, 5.0))
+    assert state.params["_overwrite_with_gradient"]["amax"].tolist() == [4.0, 4.0]
+
+
+@jax.custom_vjp
+def _next_value(history: Any, amax: Any) -> Any:
+    return jnp.zeros_like(history)
+
+
+_next_value.defvjp(
+    lambda history, amax: (jnp.zeros_like(history), (history, amax)),
+    lambda saved, _: (jnp.full_like(saved[0], saved[1]), jnp.zeros_like(saved[1])),
+)
+
+
+# -- optimizers that need more, parameters of other libraries -------------------------------------
+
+
+@OPTAX
+@pytest.mark.parametrize(
+    "tx", [optax.polyak_sgd(0.1), optax.contrib.momo(0.1)], ids=["polyak", "momo"]
+)
+def test_optimizers_that_need_the_value_get_the_true_one(tx: Any):
+    step = mpjax.make_train_step(loss_fn, tx, "16-mixed", loss_scale=2.0**6)
+    state = step.init(params_of())
+    before = float(loss_fn(params_of(), batch_of()))
+    for _ in range(4):
+        state, metrics = step(state, batch_of())
+    assert float(metrics["loss"]) < before
+
+
+@OPTAX
+def test_an_optimizer_that_its_user_wrapped_is_taken_as_it_is():
+    inner = mpjax.with_loss_scale(optax.adam(0.1), mpjax.StaticLossScale(32))
+    step = mpjax.make_train_step(loss_fn, optax.chain(inner), "16-mixed")
+    state, metrics = step(step.init(params_of()), batch_of())
+    assert float(metrics["loss_scale"]) == 32.0
+    assert float(mpjax.current_loss_scale(state).loss_scale) == 32.0
+    both = mpjax.make_train_step(loss_fn, inner, "16-mixed", loss_scale=8)
+    with pytest.raises(ValueError, match=r"got a loss_scale, and an optimizer that holds one"):
+        both.init(params_of())
+
+
+@OPTAX
+@pytest.mark.parametrize("kind", ["frozen", "equinox", "nnx", "list"])
+def test_parameters_may_be_any_pytree(kind: str):
+    if kind == "frozen":
+        params, call = flax.core.freeze(params_of()), lambda p, x: x @ p["w"] + p["b"]
+    elif kind == "equinox":
+        model = equinox.nn.Linear(4, 4, key=jax.random.key(0))
+        params, static = equinox.partition(model, equinox.is_inexact_array)
+        call = lambda p, x: jax.vmap(equinox.combine(p, static))(x)  # noqa: E731
+    elif kind == "nnx":
+        graph, params = nnx.split(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+        call = lambda p, x: nnx.merge(graph, p)(x)  # noqa: E731
+    else:
+        params, call = [params_of()["w"]], lambda p, x: x @ p[0]
+
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.mean((call(params, batch["x"]) - batch["y"]).astype(jnp.float32) ** 2)
+
+    step = mpjax.make_train_step(loss, optax.adam(0.01), "16-mixed", loss_scale=2.0**6)
+    state, first = step(step.init(params), batch_of())
+    _, second = step(state, batch_of())
+    assert jax.tree.structure(state.params) == jax.tree.structure(params)
+    assert float(second["loss"]) < float(first["loss"])
+
+
+# -- compilation, donation, transformations -------------------------------------------------------
+
+
+@OPTAX
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_law_9_compiles_once_through_skips_and_growth(accumulate: int):
+    loss, calls = counted(loss_fn)
+    step = mpjax.make_train_step(
+        loss, optax.adam(0.1), "16-mixed", accumulate=accumulate,
+        loss_scale=mpjax.DynamicLossScale(8, growth_interval=1),
+    )  # fmt: skip
+    state = step.init(params_of())
+    state, _ = step(state, batch_of())
+    traced = len(calls)
+    scales = []
+    for batch in (batch_of(), spoilt(batch_of()), batch_of(seed=3)):
+        state, metrics = step(state, batch)
+        scales.append(float(metrics["loss_scale"]))
+    assert scales == [16.0, 32.0, 16.0]
+    assert len(calls) == traced
+
+
+def test_the_state_is_donated_and_the_users_arrays_are_not():
+    params, extra = params_of(), jnp.ones(3)
+
+    def loss(p: Any, e: Any, batch: Any) -> Any:
+        return loss_fn(p, batch), e + 1
+
+    step = mpjax.make_train_step(loss, optax.sgd(0.1, momentum=0.9), "32-true")
+    state = step.init(params, extra)
+    step(state, batch_of())
+    assert not any(x.is_deleted() for x in jax.tree.leaves((params, extra)))
+    kept = mpjax.make_train_step(loss, optax.sgd(0.1), "32-true", donate=False)
+    unshared = kept.init(params, extra)
+    kept(unshared, batch_of())
+    assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.extra_state)))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(unshared))
+    # The optimizer's own constants outlive the donated state: a second run starts as the first.
+    assert_same_bits(step.init(params, extra).opt_state, step.init(params, extra).opt_state)
+
+
+def test_lowered_ahead_of_time_and_initialised_without_arrays():
+    step = mpjax.make_train_step(loss_fn, optax.sgd(LR), "16-mixed", loss_scale=8)
+    spec = jax.eval_shape(step.init, params_of())
+    compiled = step.lower(spec, jax.eval_shape(lambda: batch_of())).compile()
+    state, metrics = compiled(step.init(params_of()), batch_of())
+    want, _ = step(step.init(params_of()), batch_of())
+    assert_same_bits(state, want)
+    assert bool(metrics["grads_finite"])
+
+
+def test_under_scan_and_vmap_it_is_the_loop():
+    step = mpjax.make_train_step(
+        loss_fn, optax.sgd(LR), "32-true", loss_scale=mpjax.DynamicLossScale(8), donate=False
+    )
+    batches = [batch_of(), spoilt(batch_of()), batch_of(seed=4)]
+    state = step.init(params_of())
+    for batch in batches:
+        state, _ = step(state, batch)
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *batches)
+    scanned, metrics = jax.lax.scan(step, step.init(params_of()), stacked)
+    assert metrics["grads_finite"].tolist() == [True, False, True]
+    assert_same_bits(scanned, state)
+    states = jax.vmap(lambda _: step.init(params_of()))(jnp.arange(3))
+    mapped, metrics = jax.vmap(step)(states, stacked)
+    assert metrics["loss_scale"].tolist() == [8.0] * 3
+    assert mapped.step.tolist() == [1, 0, 1]
+    assert mpjax.current_loss_scale(mapped).loss_scale.tolist() == [8.0, 4.0, 8.0]
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [0, -2, 1.5, True, None])
+def test_bad_accumulate_is_an_error(accumulate: Any):
+    with pytest.raises(ValueError, match=r"accumulate\): must be a whole number of at least 1"):
+        mpjax.make_train_step(loss_fn, optax.sgd(0.1), "32-true", accumulate=accumulate)
+
+
+def test_a_batch_that_does_not_divide_names_the_leaf():
+    step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "32-true", accumulate=3)
+    text = r"batch leaf 'label': i32\[8\] does not split into 3 micro-batches\.\n  Make the first"
+    with pytest.raises(ValueError, match=text):
+        step(step.init(params_of()), batch_of())
+
+
+def test_what_the_loss_returns_is_checked():
+    sgd = optax.sgd(0.1)
+    step = mpjax.make_train_step(loss_fn, sgd, "32-true", has_aux=True)
+    with pytest.raises(TypeError, match=r"must return \(loss, aux\); got f32\[\]"):
+        step(step.init(params_of()), batch_of())
+    step = mpjax.make_train_step(lambda p, e, b: loss_fn(p, b), sgd, "32-true")
+    with pytest.raises(TypeError, match=r"must return \(loss, new_extra_state\); got f32"):
+        step(step.init(params_of(), 1), batch_of())
+    step = mpjax.make_train_step(lambda p, b: p["b"], sgd, "32-true")
+    with pytest.raises(TypeError, match=r"the loss must be a floating scalar; got f32\[4\]"):
+        step(step.init(params_of()), batch_of())
+
+
+def test_the_first_argument_must_be_a_state():
+    step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "32-true")
+    for call in (step, step.lower):
+        with pytest.raises(TypeError, match=r"must be the state; got a dict\.\n  Make it with st"):
+            call(params_of(), batch_of())
