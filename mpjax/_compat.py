@@ -62,6 +62,11 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def manual_axes(params: dict[str, Any]) -> set[Any]:
+    """Returns the mesh axes that a `shard_map` equation makes manual."""
+    return set(params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"])
+
+
 def is_batched(dim: Any) -> bool:
     """Whether a batching rule's dimension says that the operand is batched."""
     return isinstance(dim, int)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -152,6 +153,8 @@ def _checked_result(fun: Any, path: Any, leaf: Any) -> Any:
 
 def _typed_like(aval: Any, array: Any) -> Any:
     """A weakly typed result of `fun` stays weakly typed."""
+    if not isinstance(array, jax.Array):  # a literal
+        array = jnp.asarray(array, aval.dtype)
     if not getattr(aval, "weak_type", False) or jax.typeof(array).weak_type:
         return array
     return lax.convert_element_type_p.bind(

@@ -26,7 +26,7 @@ _SINGLE = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
-CALLS = frozenset({*_SINGLE, "scan", "while", "cond"})
+_MANY = frozenset({"scan", "while", "cond"})
 CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 _OUTPUT, _WHOLE = 2, 8  # flags of `reads`, which imports this file
@@ -47,6 +47,11 @@ class CallPlan:
     changed: bool
 
 
+def is_call(eqn: Any) -> bool:
+    """Whether autocast goes inside an equation."""
+    return eqn.primitive.name in _MANY or single_program(eqn) is not None
+
+
 PlanInner = Callable[[Any, tuple[State, ...], tuple[int, ...], Any], Any]
 
 
@@ -56,7 +61,7 @@ def single_program(eqn: Any) -> Any:
     key = _SINGLE.get(name)
     if key is None:
         return None
-    return eqn.params[key] if key in eqn.params else eqn.params.get("jaxpr")
+    return eqn.params.get(key, eqn.params.get("jaxpr"))
 
 
 def plan_call(

@@ -36,7 +36,7 @@ class Bilinear:
     same object for the same product, which is what keeps `jit` from tracing again.
     """
 
-    jaxpr: Any
+    traced: Any
     low: Any  # the dtype of the products' operands
 
     def run(
@@ -44,10 +44,10 @@ class Bilinear:
     ) -> jax.Array:
         """Returns the product of `a` and `b`, rounded to `low`, in float32."""
         operands = [x.astype(self.low) for x in (a, b)]
-        return _eval_low(self.jaxpr, [*operands, *extras], barriers)
+        return _eval_low(self.traced, [*operands, *extras], barriers)
 
     def __repr__(self) -> str:
-        ops = "+".join(eqn.primitive.name for eqn in _live_equations(self.jaxpr.jaxpr))
+        ops = "+".join(eqn.primitive.name for eqn in _live_equations(self.traced.jaxpr))
         return f"<{ops} in {self.low}>"
 
 
@@ -149,11 +149,11 @@ def _bilinear(
 
 
 @functools.lru_cache(maxsize=4096)
-def _transposed(program: Bilinear, wrt: int) -> Bilinear:
+def _transposed(_mesh: Any, program: Bilinear, wrt: int) -> Bilinear:
     """The program of (cotangent, other operand) → cotangent of operand `wrt`."""
-    eval_jaxpr = jax.extend.core.jaxpr_as_fun(program.jaxpr)
-    structs = [_struct(v.aval) for v in program.jaxpr.jaxpr.invars]
-    out = _struct(program.jaxpr.jaxpr.outvars[0].aval)
+    eval_jaxpr = jax.extend.core.jaxpr_as_fun(program.traced)
+    structs = [_struct(v.aval) for v in program.traced.jaxpr.invars]
+    out = _struct(program.traced.jaxpr.outvars[0].aval)
     mine, other, extras = structs[wrt], structs[1 - wrt], structs[2:]
 
     def pullback(ct: jax.Array, fixed: jax.Array, *rest: jax.Array) -> jax.Array:
@@ -169,8 +169,8 @@ def _transposed(program: Bilinear, wrt: int) -> Bilinear:
 
 
 @functools.lru_cache(maxsize=4096)
-def _batched(program: Bilinear, size: int, in_axes: tuple[int | None, ...]) -> Bilinear:
-    fun = jax.vmap(jax.extend.core.jaxpr_as_fun(program.jaxpr), in_axes=in_axes, axis_size=size)
+def _batched(_mesh: Any, program: Bilinear, size: int, in_axes: tuple[int | None, ...]) -> Bilinear:
+    fun = jax.vmap(jax.extend.core.jaxpr_as_fun(program.traced), in_axes=in_axes, axis_size=size)
 
     def widen(struct: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
         if axis is None:
@@ -178,7 +178,7 @@ def _batched(program: Bilinear, size: int, in_axes: tuple[int | None, ...]) -> B
         shape = (*struct.shape[:axis], size, *struct.shape[axis:])
         return jax.ShapeDtypeStruct(shape, struct.dtype)
 
-    structs = [_struct(v.aval) for v in program.jaxpr.jaxpr.invars]
+    structs = [_struct(v.aval) for v in program.traced.jaxpr.invars]
     args = [widen(s, axis) for s, axis in zip(structs, in_axes, strict=True)]
     return Bilinear(jax.make_jaxpr(lambda *xs: fun(*xs)[0])(*args), program.low)
 
@@ -205,7 +205,7 @@ def _product_impl(*args: Any, program: Bilinear, out_dtype: Any) -> Any:
 
 @product_p.def_abstract_eval
 def _product_abstract(a: Any, b: Any, *extras: Any, program: Bilinear, out_dtype: Any) -> Any:
-    out = program.jaxpr.jaxpr.outvars[0].aval
+    out = program.traced.jaxpr.outvars[0].aval
     return _compat.like_varying(out.update(dtype=out_dtype, weak_type=False), a)
 
 
@@ -245,7 +245,13 @@ def _product_transpose(
     if isinstance(ct, ad.Zero):
         found: Any = ad.Zero(mine.aval)
     else:
-        found = _product(_transposed(program, wrt), mine.aval.dtype, ct, other, *extras)
+        found = _product(
+            _transposed(jax.sharding.get_abstract_mesh(), program, wrt),
+            mine.aval.dtype,
+            ct,
+            other,
+            *extras,
+        )
     cts: list[Any] = [None] * (2 + len(extras))
     cts[wrt] = found
     return cts
@@ -254,13 +260,32 @@ def _product_transpose(
 def _product_batch(args: Any, dims: Any, *, program: Bilinear, out_dtype: Any) -> Any:
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if _compat.is_batched(d))
     in_axes = tuple(d if _compat.is_batched(d) else None for d in dims)
-    wider = _batched(program, size, in_axes)
+    wider = _batched(jax.sharding.get_abstract_mesh(), program, size, in_axes)
     return product_p.bind(*args, program=wider, out_dtype=out_dtype), 0
 
 
 ad.primitive_jvps[product_p] = _product_jvp
 ad.primitive_transposes[product_p] = _product_transpose
 batching.primitive_batchers[product_p] = _product_batch
+
+
+# -- `hidden_p`: an operand of the forward product, which nothing is derived from ---------------
+
+# `stop_gradient` has no transpose: a product of tangents inside a custom rule needs one.
+hidden_p = Primitive("hidden_operand")
+hidden_p.def_impl(lambda x: x)
+hidden_p.def_abstract_eval(lambda x: x.update(weak_type=False))
+mlir.register_lowering(hidden_p, lambda ctx, x: [x])
+batching.primitive_batchers[hidden_p] = lambda args, dims: (hidden_p.bind(*args), dims[0])
+
+
+def _hidden_jvp(primals: Any, tangents: Any) -> Any:
+    out = hidden_p.bind(*primals)
+    return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+
+
+ad.primitive_jvps[hidden_p] = _hidden_jvp
+ad.primitive_transposes[hidden_p] = lambda ct, x: [ad.Zero(x.aval)]
 
 
 # -- `linked_p`: the result of the forward product, with the derivative above ------------------
@@ -276,7 +301,7 @@ def _linked_abstract(out: Any, *_: Any, program: Bilinear) -> Any:
 
 
 def _linked_jvp(primals: Any, tangents: Any, *, program: Bilinear) -> Any:
-    _, x, x_low, y, y_low, *extras = primals
+    _, _, x_low, _, y_low, *extras = primals
     out = linked_p.bind(*primals, program=program)
     # The low copies are read at this level, so that their own tangents give second derivatives.
     return out, _tangent(program, out, x_low, y_low, tangents[1], tangents[3], *extras)
@@ -299,11 +324,28 @@ def _linked_batch(args: Any, dims: Any, *, program: Bilinear) -> Any:
                 )
                 batched[i] = True
     axes = [0 if b else None for b in batched]
-    wider = _batched(program, size, (axes[0], axes[2], *axes[4:]))
+    wider = _batched(jax.sharding.get_abstract_mesh(), program, size, (axes[0], axes[2], *axes[4:]))
     return linked_p.bind(out, *rest, program=wider), 0
 
 
+def _linked_transpose(
+    ct: Any, out: Any, x: Any, x_low: Any, y: Any, y_low: Any, *extras: Any, program: Bilinear
+) -> list[Any]:
+    """Where a rule multiplies a tangent, the product itself is what is transposed."""
+    args = (out, x, x_low, y, y_low, *extras)
+    cts: list[Any] = [ad.Zero(a.aval) if ad.is_undefined_primal(a) else None for a in args]
+    if isinstance(ct, ad.Zero):
+        return cts
+    mesh = jax.sharding.get_abstract_mesh()
+    if ad.is_undefined_primal(x):
+        cts[1] = _product(_transposed(mesh, program, 0), x.aval.dtype, ct, y_low, *extras)
+    if ad.is_undefined_primal(y):
+        cts[3] = _product(_transposed(mesh, program, 1), y.aval.dtype, ct, x_low, *extras)
+    return cts
+
+
 ad.primitive_jvps[linked_p] = _linked_jvp
+ad.primitive_transposes[linked_p] = _linked_transpose
 batching.primitive_batchers[linked_p] = _linked_batch
 
 
@@ -329,7 +371,7 @@ def product(
       out_dtype: the dtype of the result: `low`, or float32 where nothing low reads it.
       mark: names the rounded result for a checkpoint policy inside the function.
     """
-    values = [lax.stop_gradient(x[1]), lax.stop_gradient(y[1]), *extras]
+    values = [hidden_p.bind(x[1]), hidden_p.bind(y[1]), *extras]
     program = bilinear(name, params, [x[1], y[1], *extras], low)
     out = low_product(name, params, values, cpu_products.TRACED)
     if out.dtype != out_dtype:

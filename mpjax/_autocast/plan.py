@@ -157,9 +157,9 @@ class _Planner:
     def decide(self, eqn: Any) -> Decision:
         name = eqn.primitive.name
         settings = self.settings_at(eqn)
-        if not any(map(is_float32, (*eqn.invars, *eqn.outvars))) and name not in control.CALLS:
+        if not any(map(is_float32, (*eqn.invars, *eqn.outvars))) and not control.is_call(eqn):
             return self.foreign(eqn)
-        if name in control.CALLS:
+        if control.is_call(eqn):
             return self.decide_call(eqn, settings)
         kind = op_class(name, settings.rules)
         if kind is OpClass.LOWER or name in ("dot_general", "conv_general_dilated"):

@@ -48,7 +48,7 @@ def _operands(eqn: Any, outs: list[int]) -> list[int]:
     rule = OP_RULES.get(name)
     if rule and rule.op_class is OpClass.LOWER:
         return [PRODUCT | LATER | WHOLE] * 2 + [0] * (len(eqn.invars) - 2)
-    if name in control.CALLS and not groups.is_fusible_function(eqn):
+    if control.is_call(eqn) and not groups.is_fusible_function(eqn):
         return control.operand_reads(eqn, tuple(outs), inner)
     if rule and rule.op_class is OpClass.KEEP:
         moved = union & ~WHOLE if name in _RESIZING else union

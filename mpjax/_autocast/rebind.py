@@ -52,6 +52,10 @@ class Value:
             self._forms[dtype] = self._lazy(dtype) if self._lazy else self.full.astype(dtype)
         return self._forms[dtype]
 
+    def made_low(self, dtype: Any) -> Any:
+        """The copy in `dtype` if there is one."""
+        return self._forms.get(dtype)
+
     def cast(self, dtype: Any) -> Any:
         """The value in `dtype`, cast here, so that its gradient is summed in float32."""
         return self.made if self.made.dtype == dtype else self.full.astype(dtype)

@@ -39,26 +39,33 @@ def _shadows(plan: Plan, values: Sequence[Value]) -> list[Any]:
     ]
 
 
+def _made_shadows(plan: Plan, values: Sequence[Value]) -> list[Any]:
+    """The low copies that exist: a checkpointed function would keep any other one for backward."""
+    return [
+        None if dtype is None else v.made_low(dtype)
+        for v, dtype in zip(values, plan.shadows, strict=True)
+    ]
+
+
 def _run_inline(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
     (plan,) = decision.call.plans
     return runner.run(plan, _operands(decision, values), _shadows(plan, values))
 
 
-def _with_shadows(runner: Runner, plan: Plan) -> Callable[..., list[Any]]:
-    """Returns the plan as a function of its inputs followed by the low copies that it wants."""
+def _with_shadows(runner: Runner, plan: Plan, shadows: Sequence[Any]) -> Callable[..., list[Any]]:
+    """Returns the plan as a function of its inputs followed by the low copies that there are."""
     count = len(plan.in_states)
+    given = [shadow is not None for shadow in shadows]
 
     def fun(*args: Any) -> list[Any]:
         rest = iter(args[count:])
-        shadows = [None if dtype is None else next(rest) for dtype in plan.shadows]
-        return runner.run(plan, args[:count], shadows)
+        return runner.run(plan, args[:count], [next(rest) if has else None for has in given])
 
     return fun
 
 
-def _all_operands(decision: Decision, values: Sequence[Value], plan: Plan) -> list[Any]:
-    shadows = [s for s in _shadows(plan, values) if s is not None]
-    return [*_operands(decision, values), *shadows]
+def _all_operands(decision: Decision, values: Sequence[Value], shadows: Sequence[Any]) -> list[Any]:
+    return [*_operands(decision, values), *(s for s in shadows if s is not None)]
 
 
 def _run_jit(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
@@ -67,11 +74,11 @@ def _run_jit(runner: Runner, decision: Decision, values: Sequence[Value]) -> lis
     # Kept with the plan, so that the same function is compiled once in eager mode too.
     key = (runner.products, *_compat.hashable_jit_params(eqn.params))
     if key not in plan.compiled:
-        fun = _with_shadows(runner, plan)
+        fun = _with_shadows(runner, plan, plan.shadows)
         fun.__name__ = fun.__qualname__ = eqn.params["name"]
         extra = [i for i, dtype in enumerate(plan.shadows) if dtype is not None]
         plan.compiled[key] = jax.jit(fun, **_compat.jit_options(eqn.params, extra))
-    return plan.compiled[key](*_all_operands(decision, values, plan))
+    return plan.compiled[key](*_all_operands(decision, values, _shadows(plan, values)))
 
 
 def _run_remat(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
@@ -82,8 +89,9 @@ def _run_remat(runner: Runner, decision: Decision, values: Sequence[Value]) -> l
     if policy is not None and runner.products is None:
         inner = type(runner)(remat.NamedProducts())
     ask = None if inner.products is None else inner.products.translated(policy)
-    fun = _with_shadows(inner, plan)
-    args = _all_operands(decision, values, plan)
+    shadows = _made_shadows(plan, values)
+    fun = _with_shadows(inner, plan, shadows)
+    args = _all_operands(decision, values, shadows)
     if eqn.params["differentiated"]:  # inside `autocast(grad(f))`: JAX must not undo it
         return _compat.bind_remat(eqn, fun, args, ask)
     return jax.checkpoint(fun, prevent_cse=eqn.params["prevent_cse"], policy=ask)(*args)
@@ -95,14 +103,14 @@ def _run_shard_map(runner: Runner, decision: Decision, values: Sequence[Value]) 
     specs = params["in_specs"]
     extra = [spec for spec, dtype in zip(specs, plan.shadows, strict=True) if dtype is not None]
     wrapped = jax.shard_map(
-        _with_shadows(runner, plan),
+        _with_shadows(runner, plan, plan.shadows),
         mesh=params["mesh"],
         in_specs=(*specs, *extra),
         out_specs=list(params["out_specs"]),
         check_vma=params["check_vma"],
-        axis_names=set(params["manual_axes"]),
+        axis_names=_compat.manual_axes(params),
     )
-    return wrapped(*_all_operands(decision, values, plan))
+    return wrapped(*_all_operands(decision, values, _shadows(plan, values)))
 
 
 def _run_scan(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
@@ -110,16 +118,19 @@ def _run_scan(runner: Runner, decision: Decision, values: Sequence[Value]) -> li
     (plan,) = decision.call.plans
     num_consts, num_carry = _compat.scan_counts(eqn.params)
     operands = _operands(decision, values)
-    shadows = _shadows(plan, values)
     first, last = num_consts, num_consts + num_carry
+    # Slices of `xs` are read once each: a low copy of the whole would only stay alive longer.
+    shadows = [
+        None if dtype is None or i >= first else v.low(dtype)
+        for i, (v, dtype) in enumerate(zip(values, plan.shadows, strict=True))
+    ]
     out_states = (*decision.call.out_states[:num_carry], *plan.out_states[num_carry:])
 
     def body(carry: Any, xs: Any) -> tuple[Any, Any]:
-        arrays, low = xs
         outs = runner.run(
             plan,
-            [*operands[:first], *carry, *arrays],
-            [*shadows[:first], *[None] * num_carry, *low],
+            [*operands[:first], *carry, *xs],
+            shadows,
             out_states,
         )
         return outs[:num_carry], outs[num_carry:]
@@ -127,7 +138,7 @@ def _run_scan(runner: Runner, decision: Decision, values: Sequence[Value]) -> li
     carry, ys = lax.scan(
         body,
         operands[first:last],
-        (operands[last:], shadows[last:]),
+        operands[last:],
         length=eqn.params["length"],
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],

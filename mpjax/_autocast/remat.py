@@ -47,7 +47,13 @@ class NamedProducts:
 
 
 def _is_ours(name: str, avals: Any, params: Any) -> bool:
-    if name in ("linked_product", "low_product", "settled_operand", "settled_result"):
+    if name in (
+        "linked_product",
+        "low_product",
+        "hidden_operand",
+        "settled_operand",
+        "settled_result",
+    ):
         return True
     if name not in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
         return False

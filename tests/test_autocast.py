@@ -1,0 +1,306 @@
+"""autocast as its user sees it: types, determinism, nesting, overrides, bad input."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from mpjax import Policy, PolicyMap
+from mpjax._autocast import autocast, full_precision
+
+HALVES = ["bf16-mixed", "16-mixed"]
+KEY = jax.random.key(0)
+
+
+def normal(*shape, seed=1):
+    return jax.random.normal(jax.random.fold_in(KEY, seed), shape)
+
+
+def equations(jaxpr):
+    """Every equation of a jaxpr and of those inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                yield from equations(inner if hasattr(inner, "eqns") else inner.jaxpr)
+
+
+def products(fun, *args):
+    """The dtypes of the operands and of the result of each product of a function."""
+    found = []
+    for eqn in equations(jax.make_jaxpr(fun)(*args).jaxpr):
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+            dtypes = [v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)]
+            found.append(tuple(dtypes))
+    return found
+
+
+def mlp(params, x):
+    h = jnp.tanh(x @ params["w1"] + params["b1"])
+    return h @ params["w2"]
+
+
+def mlp_params():
+    return {"w1": normal(8, 16), "b1": normal(16, seed=2), "w2": normal(16, 4, seed=3)}
+
+
+# -- types -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_products_read_low_operands_and_accumulate_in_float32(policy):
+    name = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}[policy]
+    found = products(autocast(mlp, policy), mlp_params(), normal(4, 8))
+    assert found == [(name, name, "float32")] * 2
+
+
+def test_output_types_are_those_of_the_function():
+    def fun(x, flag, key, n, *, scale):
+        out = {"y": x @ x.T, "n": n + 1, "none": None, "key": key, "const": 3, "f": 2.5}
+        return out if flag else (x * scale, jnp.arange(3), x > 0, x.sum())
+
+    args = (normal(4, 4), True, jax.random.key(3), jnp.int32(5))
+    for flag in (True, False):
+        args = (args[0], flag, *args[2:])
+        fast = autocast(fun, "bf16-mixed")
+        # `flag` decides in Python, so that it must reach `fun` as it is
+        want = jax.eval_shape(
+            lambda x, k, n, flag=flag: fun(x, flag, k, n, scale=2.0), args[0], args[2], args[3]
+        )
+        got = jax.eval_shape(
+            lambda x, k, n, flag=flag: fast(x, flag, k, n, scale=2.0), args[0], args[2], args[3]
+        )
+        assert got == want
+
+
+def test_output_dtype_of_the_policy():
+    policy = Policy(jnp.float32, jnp.bfloat16, jnp.bfloat16)
+    y, n = autocast(lambda x: (x @ x, jnp.arange(3)), policy)(normal(4, 4))
+    assert (y.dtype, n.dtype) == (jnp.bfloat16, jnp.int32)
+
+
+def test_a_function_without_arguments():
+    assert (
+        autocast(lambda: jnp.ones((2, 2)) @ jnp.ones((2, 2)), "bf16-mixed")().dtype == jnp.float32
+    )
+
+
+def test_as_a_decorator():
+    @autocast("bf16-mixed")
+    def fun(x):
+        """Doc."""
+        return x @ x
+
+    assert fun.__name__ == "fun"
+    assert fun.__doc__ == "Doc."
+    assert products(fun, normal(3, 3)) == [("bfloat16", "bfloat16", "float32")]
+
+
+def test_float32_policy_has_the_jaxpr_of_the_function():
+    args = (mlp_params(), normal(4, 8))
+    assert str(jax.make_jaxpr(autocast(mlp, "float32"))(*args)) == str(jax.make_jaxpr(mlp)(*args))
+
+
+# -- nesting and regions -----------------------------------------------------------------------
+
+
+def test_idempotent():
+    args = (mlp_params(), normal(4, 8))
+    once = autocast(mlp, "bf16-mixed")
+    twice = autocast(once, "bf16-mixed")
+    assert jnp.array_equal(once(*args), twice(*args))
+    assert products(twice, *args) == products(once, *args)
+
+
+@pytest.mark.parametrize("outer", HALVES)
+def test_the_innermost_policy_decides(outer):
+    x = normal(4, 4)
+    inner = autocast(lambda x: x @ x, "float32")
+    fun = autocast(lambda x: inner(x) + x @ x, outer)
+    dtypes = {p[0] for p in products(fun, x)}
+    assert dtypes == {"float32", {"bf16-mixed": "bfloat16", "16-mixed": "float16"}[outer]}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
+def test_full_precision_region(wrap):
+    def fun(x):
+        y = x @ x
+        with full_precision():
+            y = wrap(lambda y: y @ x)(y)
+        return y @ x
+
+    x = normal(4, 4)
+    kinds = [p[0] for p in products(autocast(fun, "bf16-mixed"), x)]
+    assert kinds == ["bfloat16", "float32", "bfloat16"]
+    decorated = autocast(full_precision()(lambda x: x @ x), "bf16-mixed")
+    assert jnp.array_equal(decorated(x), x @ x)
+
+
+def test_full_precision_region_under_grad_and_scan():
+    def fun(x):
+        def body(c, _):
+            with full_precision():
+                return jnp.tanh(c @ x), None
+
+        return lax.scan(body, x, None, length=3)[0].sum()
+
+    x = normal(4, 4) * 0.3
+    fast = autocast(fun, "bf16-mixed")
+    np.testing.assert_allclose(jax.grad(fast)(x), jax.grad(fun)(x), rtol=1e-6)
+    np.testing.assert_allclose(
+        autocast(jax.grad(fun), "bf16-mixed")(x), jax.grad(fun)(x), rtol=1e-6
+    )
+
+
+def test_full_precision_outside_autocast_does_nothing():
+    with full_precision():
+        assert jnp.ones(()).dtype == jnp.float32
+
+
+# -- determinism -------------------------------------------------------------------------------
+
+
+def test_random_samples_are_bit_identical():
+    def fun(key, x):
+        k1, k2 = jax.random.split(key)
+        return jax.random.normal(k1, (8,)), jax.random.bernoulli(k2, 0.3, (8,)), x @ x
+
+    key, x = jax.random.key(7), normal(3, 3)
+    for got, want in zip(autocast(fun, "bf16-mixed")(key, x)[:2], fun(key, x)[:2], strict=True):
+        assert jnp.array_equal(got, want)
+
+
+def test_positions_and_counts_stay_exact():
+    def fun(x):
+        positions = jnp.arange(1000).astype(jnp.float32)
+        return positions + 0 * (x @ x).sum(), jnp.float32(257.0) * (x @ x)
+
+    x = jnp.eye(4)
+    positions, scaled = autocast(fun, "bf16-mixed")(x)
+    assert jnp.array_equal(positions, jnp.arange(1000.0))
+    assert jnp.array_equal(scaled, 257 * jnp.eye(4))
+
+
+@pytest.mark.parametrize("value", [-1e9, 1e-8, 1e-12, 1e5])
+def test_constants_that_float16_cannot_hold(value):
+    def fun(x):
+        y = x @ x
+        y = y + value if value < 0 else y * value
+        return lax.optimization_barrier(y) / value
+
+    x = jnp.eye(4)
+    got = autocast(fun, "16-mixed")(x)
+    np.testing.assert_allclose(got, fun(x), rtol=2e-3)
+
+
+def test_double_and_complex_and_explicit_casts_are_left_alone():
+    def fun(x):
+        z = lax.complex(x, x)
+        half = x.astype(jnp.float16) @ x.astype(jnp.float16)
+        return z @ z, half
+
+    x = normal(4, 4)
+    got, want = autocast(fun, "bf16-mixed")(x), fun(x)
+    assert jnp.array_equal(got[0], want[0])
+    assert jnp.array_equal(got[1], want[1].astype(jnp.float32))
+
+
+def test_explicit_precision_is_kept():
+    x = normal(4, 4)
+    for precision in (lax.Precision.HIGHEST, "highest", lax.DotAlgorithmPreset.F32_F32_F32):
+        fun = lambda x, p=precision: jnp.dot(x, x, precision=p)  # noqa: E731
+        assert jnp.array_equal(autocast(fun, "bf16-mixed")(x), fun(x))
+
+
+# -- gradients ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_weight_gradients_use_the_mantissa_of_float32(policy):
+    grads = jax.grad(lambda p, x: autocast(mlp, policy)(p, x).sum())(mlp_params(), normal(32, 8))
+    dtype = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}[policy]
+    for name in ("w1", "w2"):
+        assert grads[name].dtype == jnp.float32
+        rounded = grads[name].astype(dtype).astype(jnp.float32)
+        assert float(jnp.mean(rounded == grads[name])) < 0.1
+
+
+def test_a_bias_gradient_is_summed_in_float32():
+    def loss(b, x, w):
+        return (x @ w + b).sum()
+
+    n = 70000
+    args = (jnp.zeros(2), jnp.ones((n, 1)), jnp.ones((1, 2)))
+    grad = jax.grad(autocast(loss, "16-mixed"))(*args)
+    np.testing.assert_array_equal(grad, jnp.full(2, float(n)))
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_autocast_of_grad_and_grad_of_autocast(policy):
+    loss = lambda p, x: jnp.mean(mlp(p, x) ** 2)  # noqa: E731
+    args = (mlp_params(), normal(16, 8))
+    want = jax.grad(loss)(*args)
+    eps = 2.0**-8 if policy == "bf16-mixed" else 2.0**-11
+    for got in (jax.grad(autocast(loss, policy))(*args), autocast(jax.grad(loss), policy)(*args)):
+        for name in want:
+            error = jnp.linalg.norm(got[name] - want[name]) / jnp.linalg.norm(want[name])
+            assert float(error) < 8 * eps
+
+
+# -- overrides ---------------------------------------------------------------------------------
+
+
+def test_rules_keep_an_operation_full():
+    fun = autocast(mlp, "bf16-mixed", rules={"dot_general": "full"})
+    args = (mlp_params(), normal(4, 8))
+    assert jnp.array_equal(fun(*args), mlp(*args))
+
+
+def test_policy_map_by_module_path():
+    def fun(x):
+        with jax.named_scope("enc"), jax.named_scope("a"):
+            y = x @ x
+        with jax.named_scope("head"):
+            return jax.jit(lambda y: y @ x)(y)
+
+    policies = PolicyMap("bf16-mixed", {"head": "float32", "enc/a": "16-mixed"})
+    assert [p[0] for p in products(autocast(fun, policies), normal(4, 4))] == ["float16", "float32"]
+
+
+def test_dot_precision_under_float32():
+    fun = autocast(lambda x: x @ x, "float32", dot_precision="tf32")
+    (eqn,) = [
+        e
+        for e in equations(jax.make_jaxpr(fun)(normal(4, 4)).jaxpr)
+        if e.primitive.name == "dot_general"
+    ]
+    assert eqn.params["precision"] == lax.DotAlgorithmPreset.TF32_TF32_F32
+    assert eqn.invars[0].aval.dtype == jnp.float32
+
+
+# -- bad input ---------------------------------------------------------------------------------
+
+
+def test_a_result_that_is_no_array():
+    with pytest.raises(TypeError, match=r"autocast\(fun\): result\['a'\] is not an array; got str"):
+
+        def fun(x):
+            return {"a": "text", "b": x @ x}
+
+        autocast(fun, "bf16-mixed")(normal(3, 3))
+
+
+@pytest.mark.parametrize("name", ["int8", "float8_e4m3fn"])
+def test_policies_that_are_none(name):
+    with pytest.raises((TypeError, ValueError), match=name):
+        autocast(lambda x: x, name)(normal(2))
+
+
+def test_bad_rules_and_algorithms_are_refused_at_once():
+    with pytest.raises(ValueError, match="unknown primitive 'tahn'"):
+        autocast(mlp, "bf16-mixed", rules={"tahn": "full"})
+    with pytest.raises(ValueError, match="unknown algorithm 'tf31'"):
+        autocast(mlp, "bf16-mixed", dot_precision="tf31")
