@@ -17,13 +17,8 @@ from jax.interpreters import ad, batching, mlir
 
 
 def plain_layout(x: jax.Array, y: jax.Array, dims: Any) -> tuple[jax.Array, jax.Array, Any]:
-    """Returns both operands with batch dimensions first and contracted ones next to each other.
-
-    Two matrices are left as they are: every form of theirs runs.
-    """
+    """Returns both operands with batch dimensions first and contracted ones next to each other."""
     (contract_x, contract_y), (batch_x, batch_y) = dims
-    if max(x.ndim, y.ndim) <= 2:
-        return x, y, dims
     free_x = tuple(i for i in range(x.ndim) if i not in (*contract_x, *batch_x))
     free_y = tuple(i for i in range(y.ndim) if i not in (*contract_y, *batch_y))
     x = _transpose(x, (*batch_x, *free_x, *contract_x))

@@ -103,8 +103,7 @@ def low_product(
     x, y, kwargs["dimension_numbers"] = cpu_products.plain_layout(x, y, kwargs["dimension_numbers"])
     if x.dtype != jnp.bfloat16:
         return lax.dot_general(x, y, **kwargs)
-    if max(x.ndim, y.ndim) > 2:
-        x, y = barriers.operand(x), barriers.operand(y)
+    x, y = barriers.operand(x), barriers.operand(y)
     return barriers.result(lax.dot_general(x, y, **kwargs))
 
 
