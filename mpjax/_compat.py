@@ -163,3 +163,13 @@ def _specified(sharding: Any) -> bool:
 
 def _sharding(sharding: Any) -> Any:
     return sharding if _specified(sharding) else None
+
+
+def programs(eqn: Any) -> list[Any]:
+    """Returns the open jaxprs among an equation's parameters."""
+    found: list[Any] = []
+    for param in eqn.params.values():
+        for inner in param if isinstance(param, (tuple, list)) else (param,):
+            if isinstance(inner, (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr)):
+                found.append(closed(inner).jaxpr)
+    return found

@@ -2,8 +2,10 @@
 
 `api` traces a function; `plan` (with `states`, `reads`, `groups` and `control`) decides the dtype
 of every value; `rebind` (with `rebind_calls`, `custom_rules`, `remat` and `matmul`) runs it.
+`explain` prints what was decided.
 """
 
 from mpjax._autocast.api import autocast, full_precision
+from mpjax._autocast.explain import explain
 
-__all__ = ["autocast", "full_precision"]
+__all__ = ["autocast", "explain", "full_precision"]

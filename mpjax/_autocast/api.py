@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from mpjax._autocast import plan as planning
-from mpjax._autocast import reads, scopes
+from mpjax._autocast import reads, scopes, stateful
 from mpjax._autocast.rebind import Runner
 from mpjax._errors import message
 from mpjax._op_rules import parse_rules
@@ -91,12 +91,23 @@ def autocast(
 
 def call(fun: Callable[..., Any], args: Any, kwargs: Any, settings: planning.Settings) -> Any:
     """Returns `fun(*args, **kwargs)`, computed as `settings` say."""
+    fun, owner = stateful.with_owner(fun)
+    args = (*owner, *args)
     traced = trace(fun, args, kwargs)
     plan = plan_traced(traced.jaxpr, settings)
+    _warn_unmatched(settings.policy, traced.jaxpr)
     with jax.named_scope(scopes.AS_WRITTEN):
         outs = Runner().run(plan, traced.arrays)
     typed = [_typed_like(v.aval, x) for v, x in zip(traced.jaxpr.jaxpr.outvars, outs, strict=True)]
-    return jax.tree.unflatten(traced.out_tree, typed)
+    result, changed = jax.tree.unflatten(traced.out_tree, typed)
+    for place, leaves in zip(traced.changed, changed, strict=True):
+        stateful.write_back(stateful.modules((args, kwargs))[place], leaves)
+    return result
+
+
+def _warn_unmatched(policy: Policy | PolicyMap, jaxpr: Any) -> None:
+    if isinstance(policy, PolicyMap):
+        policy.warn_unmatched(scopes.paths(jaxpr.jaxpr), "autocast")
 
 
 def plan_traced(jaxpr: Any, settings: planning.Settings) -> planning.Plan:
@@ -107,14 +118,19 @@ def plan_traced(jaxpr: Any, settings: planning.Settings) -> planning.Plan:
 
 
 class Traced:
-    """A function's jaxpr, the arrays that it is for, and the structure of its results."""
+    """A function's jaxpr, the arrays that it is for, and the structure of its results.
 
-    __slots__ = ("arrays", "jaxpr", "out_tree")
+    The results are a pair: what the function returned, and the leaves of each module in its
+    arguments that it changed; `changed` says which modules these are.
+    """
 
-    def __init__(self, jaxpr: Any, arrays: list[Any], out_tree: Any) -> None:
+    __slots__ = ("arrays", "changed", "jaxpr", "out_tree")
+
+    def __init__(self, jaxpr: Any, arrays: list[Any], out_tree: Any, changed: list[int]) -> None:
         self.jaxpr = jaxpr
         self.arrays = arrays
         self.out_tree = out_tree
+        self.changed = changed
 
 
 def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
@@ -127,23 +143,31 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
         full = list(leaves)
         for i, array in zip(where, arrays, strict=True):
             full[i] = array
-        fun_args, fun_kwargs = jax.tree.unflatten(treedef, full)
-        paths, out_tree = jax.tree_util.tree_flatten_with_path(fun(*fun_args, **fun_kwargs))
-        trees[:] = [out_tree]
-        return [_checked_result(fun, path, leaf) for path, leaf in paths]
+        copies = jax.tree.unflatten(treedef, full)
+        inside = stateful.modules(copies)
+        before = [jax.tree.leaves(module) for module in inside]
+        result = fun(*copies[0], **copies[1])
+        changed = stateful.changes(before, inside, f"autocast({_name(fun)})")
+        found = (result, [new for _, new in changed])
+        paths, out_tree = jax.tree_util.tree_flatten_with_path(found)
+        trees[:] = [out_tree, [place for place, _ in changed]]
+        return [_checked_result(fun, path[1:], leaf) for path, leaf in paths]
 
     arrays = [leaves[i] for i in where]
     jaxpr = jax.make_jaxpr(flat)(*arrays)
-    return Traced(jaxpr, arrays, trees[0])
+    return Traced(jaxpr, arrays, *trees)
+
+
+def _name(fun: Any) -> str:
+    return getattr(fun, "__name__", type(fun).__name__)
 
 
 def _checked_result(fun: Any, path: Any, leaf: Any) -> Any:
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
         return leaf
-    name = getattr(fun, "__name__", type(fun).__name__)
     raise TypeError(
         message(
-            f"autocast({name})",
+            f"autocast({_name(fun)})",
             f"result{jax.tree_util.keystr(path)} is not an array; got {type(leaf).__name__}.",
             "Allowed: pytrees of arrays and numbers, as for jax.jit.",
             "Return what is not an array from a function outside autocast.",
@@ -202,7 +226,7 @@ def _full_precision() -> Iterator[None]:
         yield
 
 
-class full_precision(contextlib.ContextDecorator):  # noqa: N801 - used as a keyword would be
+class full_precision(contextlib.ContextDecorator):
     """A region that autocast leaves alone: everything inside computes in float32.
 
     Both a context manager and a decorator. Outside autocast it does nothing.

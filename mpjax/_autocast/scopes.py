@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
+from mpjax import _compat
 from mpjax._policy import Policy
 from mpjax._policy_map import PolicyMap
 
@@ -49,3 +50,14 @@ def compute_dtype(policy: Policy | PolicyMap, path: tuple[str, ...]) -> Any:
     if isinstance(policy, PolicyMap):
         policy = policy.policy_for("/".join(path))
     return jnp.dtype(policy.compute_dtype)
+
+
+def paths(jaxpr: Any, around: tuple[str, ...] = ()) -> list[str]:
+    """Returns the module paths of the operations of a jaxpr, and of those inside it."""
+    found: dict[tuple[str, ...], None] = {}
+    for eqn in jaxpr.eqns:
+        path = around + of(eqn)
+        found[path] = None
+        for inner in _compat.programs(eqn):
+            found.update((tuple(p.split("/")), None) for p in paths(inner, path))
+    return ["/".join(path) for path in found if path]
