@@ -69,14 +69,14 @@ def with_master_weights(
     """
     wrapped = optax.with_extra_args_support(inner)
 
-    def init(params: PyTree) -> MasterWeightsState:
+    def init(params: PyTree) -> PyTree:
         # Copies also of float32 leaves: both trees may be donated.
         masters = jax.tree.map(lambda p: jnp.array(to_full(p)) if is_array(p) else p, params)
         return MasterWeightsState(masters, wrapped.init(masters))
 
     def update(
-        updates: PyTree, state: MasterWeightsState, params: PyTree | None = None, **extra: Any
-    ) -> tuple[PyTree, MasterWeightsState]:
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
         if params is None:
             fix = "Type tx.update(grads, opt_state, params)."
             raise ValueError(message("with_master_weights.update", "params is missing.", fix))

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import numpy as np
 import optax
 
@@ -13,7 +14,7 @@ from mpjax._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, Static
 from mpjax._tree import leaf_paths
 from mpjax._typing import Array, PyTree
 
-DYNAMIC_FIELDS = DynamicLossScale._fields[1:]
+DYNAMIC_FIELDS = tuple(DynamicLossScale.__slots__[1:])
 
 
 class LossScaleState(NamedTuple):

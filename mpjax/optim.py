@@ -8,6 +8,7 @@ pass over parameters and moments, and no host in between.
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -142,7 +143,7 @@ class _LossScaled:
         self._limit = max_consecutive_skips
         self._axis_name = axis_name
 
-    def init(self, params: PyTree) -> LossScaleState:
+    def init(self, params: PyTree) -> PyTree:
         return LossScaleState(
             # New arrays each time: a donated state must not take the caller's with it.
             loss_scale=jnp.array(self._scalar),
@@ -156,8 +157,8 @@ class _LossScaled:
         )
 
     def update(
-        self, updates: PyTree, state: LossScaleState, params: PyTree | None = None, **extra: Any
-    ) -> tuple[PyTree, LossScaleState]:
+        self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
         _check_update(updates, state, params)
         scale = unpack(state)
         grads = _unscale(scale, updates)

@@ -112,9 +112,10 @@ def test_clipping_inside_sees_unscaled_gradients():
 
 
 @OPTAX
-def test_law_12_half_gradients_reach_the_optimizer_in_f32():
+@pytest.mark.parametrize("loss_scale", [None, 256])
+def test_law_12_half_gradients_reach_the_optimizer_in_f32(loss_scale: Any):
     # A norm taken in float16 would overflow: optax's clip would then make zeros of all.
-    tx = mpjax.with_loss_scale(optax.clip_by_global_norm(1.0), mpjax.StaticLossScale(256))
+    tx = mpjax.with_loss_scale(optax.clip_by_global_norm(1.0), loss_scale)
     grads = {"w": jnp.full(4, 60000.0, jnp.float16)}
     updates, _ = tx.update(grads, tx.init({"w": jnp.zeros(4)}), {"w": jnp.zeros(4)})
     chex.assert_trees_all_close(updates, {"w": jnp.full(4, 0.5)}, rtol=4 * 2**-24)
