@@ -85,7 +85,9 @@ class TrainStep:
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=self._tx(params).init(params),
+            # Some optimizers start from the parameters themselves, or hold one array twice:
+            # a buffer cannot be donated twice.
+            opt_state=jax.tree.map(_copied, self._tx(params).init(params)),
             extra_state=extra_state,
         )
 
@@ -111,7 +113,8 @@ class TrainStep:
         loss_scale = current_loss_scale(state.opt_state)
         loss, extra_state, aux, grads = self._differentiate(loss_scale, state, batch)
         tx = optax.with_extra_args_support(self._tx(state.params))
-        updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
+        extra = {"value": loss, "grad": grads, "value_fn": self._value_fn(state, batch)}
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
         scaling = find_states(opt_state)[0][1]
         finite = scaling.grads_finite
         new_state = TrainState(
@@ -129,6 +132,15 @@ class TrainStep:
             "diverged": scaling.diverged,
         }
         return new_state, metrics | ({"aux": aux} if self._has_aux else {})
+
+    def _value_fn(self, state: TrainState, batch: PyTree) -> Callable[[PyTree], Array]:
+        """Returns the loss as a function of the parameters, for line searches."""
+
+        def value(params: PyTree) -> Array:
+            loss, _ = self._scalar_loss(params, state.extra_state, batch)
+            return loss.astype(FLOAT32)
+
+        return value
 
     def _differentiate(self, loss_scale: LossScale, state: TrainState, batch: PyTree) -> Any:
         """Returns the mean loss, the new extra state, aux, and mean, still scaled gradients."""
@@ -204,7 +216,9 @@ def make_train_step(
         last of what it returns becomes a pair with aux: `(loss, aux)`, or
         `(loss, (new_extra_state, aux))`. PRNG keys go into the batch, or into the extra state.
       tx: any optax transformation, clipping inside; one that is wrapped in `with_loss_scale`
-        already is taken as it is.
+        already is taken as it is. It is given optax's `value` (the unscaled loss), `grad` and
+        `value_fn`, so that `optax.lbfgs` and the like work; a line search sees the whole batch
+        at once, without `accumulate` and `axis_name`.
       policy: whatever `get_policy` takes; None for the scoped default.
       loss_scale: None for what the policy needs (dynamic for float16 compute); else as in
         `with_loss_scale`.

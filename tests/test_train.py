@@ -257,12 +257,18 @@ _next_value.defvjp(
 # -- optimizers that need more, parameters of other libraries -------------------------------------
 
 
+NEED_MORE = {
+    "polyak": optax.polyak_sgd(0.1),
+    "momo": optax.contrib.momo(0.1),
+    "lbfgs": optax.lbfgs(),
+    "schedule_free": optax.contrib.schedule_free_sgd(0.1),  # its state starts as the parameters
+}
+
+
 @OPTAX
-@pytest.mark.parametrize(
-    "tx", [optax.polyak_sgd(0.1), optax.contrib.momo(0.1)], ids=["polyak", "momo"]
-)
-def test_optimizers_that_need_the_value_get_the_true_one(tx: Any):
-    step = mpjax.make_train_step(loss_fn, tx, "16-mixed", loss_scale=2.0**6)
+@pytest.mark.parametrize("name", NEED_MORE)
+def test_optimizers_that_need_the_value_get_the_true_one(name: str):
+    step = mpjax.make_train_step(loss_fn, NEED_MORE[name], "16-mixed", loss_scale=2.0**6)
     state = step.init(params_of())
     before = float(loss_fn(params_of(), batch_of()))
     for _ in range(4):
