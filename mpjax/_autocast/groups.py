@@ -55,12 +55,12 @@ _LINEAR = (
     | COMPARISONS
     | LOGIC
 )
-_MASKED = frozenset({"relu", "relu6"})  # their rules keep a boolean
 
-_ACTIVATIONS = frozenset(
-    "gelu silu swish softplus elu selu celu mish leaky_relu hard_tanh hard_sigmoid hard_silu relu "
-    "relu6 sigmoid log_sigmoid soft_sign squareplus sparse_plus sparse_sigmoid glu logaddexp".split()
-)
+_ACTIVATION_NAMES = """
+celu elu gelu glu hard_sigmoid hard_silu hard_tanh leaky_relu log_sigmoid logaddexp mish relu relu6
+selu sigmoid silu soft_sign softplus sparse_plus sparse_sigmoid squareplus swish
+"""
+_ACTIVATIONS = frozenset(_ACTIVATION_NAMES.split())
 _MAX_FUNCTION = 64  # equations: larger functions are planned inside
 _SMALL = 4096  # elements: below this a group costs more to wrap than it saves
 
@@ -145,8 +145,8 @@ def schedule(
     outside = _read_outside(jaxpr, components)
     steps: list[tuple[tuple[int, int, int], Step]] = []
     for indices in components:
-        for step in _group_steps(jaxpr, indices, outside, found, out_states):
-            steps.append(((levels[indices[0]], 0, step.members[0]), step))
+        made = _group_steps(jaxpr, indices, outside, found, out_states)
+        steps += [((levels[indices[0]], 0, step.members[0]), step) for step in made]
     for i, is_fused in enumerate(fused):
         if not is_fused:
             steps.append(((levels[i], 1, i), Step([i])))
@@ -340,6 +340,4 @@ def _is_linear(eqn: Any, found: dict[Any, State]) -> bool:
         operands = [_state(v, found) for v in eqn.invars]
         known = [s is None or s.kind in (Kind.CONSTANT, Kind.FOREIGN) for s in operands]
         return known[1] or (known[0] and name == "mul")
-    if name in ("jit", "custom_jvp_call"):
-        return function_name(eqn) in _MASKED
     return False
