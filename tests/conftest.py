@@ -32,6 +32,10 @@ hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
 )
 
+# On JAX 0.10 the check makes tracing 2.7 times slower, and the newest JAX, where it costs nothing,
+# runs the same tests.
+CHECK_LEAKS = jax.__version_info__ >= (0, 11)
+
 _LIFTED_BY = {
     "standard_promotion": ("numpy_dtype_promotion", "standard"),
     "no_leak_check": ("check_tracer_leaks", False),
@@ -53,7 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _strict_jax(request: pytest.FixtureRequest) -> Iterator[None]:
     """Sets what a test can lift, and puts back whatever the test itself changed."""
-    settings = {"numpy_dtype_promotion": "strict", "check_tracer_leaks": True, "debug_nans": False}
+    settings = {"numpy_dtype_promotion": "strict", "debug_nans": False}
+    settings["check_tracer_leaks"] = CHECK_LEAKS
     for marker, (name, value) in _LIFTED_BY.items():
         if request.node.get_closest_marker(marker):
             settings[name] = value

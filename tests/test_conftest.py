@@ -36,6 +36,7 @@ def test_marker_lifts_strict_promotion():
     assert (jnp.ones(2, jnp.float32) + jnp.ones(2, jnp.bfloat16)).dtype == jnp.float32
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="off on the floor: see conftest")
 def test_leaked_tracer_raises():
     with pytest.raises(Exception, match="Leaked trace"):
         leak_a_tracer()
