@@ -346,7 +346,7 @@ def _as_float32(value: ScalarLike) -> float:
         with np.errstate(over="ignore", under="ignore"):
             return float(np.float32(value))
     except OverflowError:  # an int past the range of C's double
-        return math.inf if value > 0 else -math.inf
+        return math.inf if int(value) > 0 else -math.inf
 
 
 def _check_scale(where: str, value: ScalarLike) -> None:
