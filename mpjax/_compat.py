@@ -80,7 +80,11 @@ def explicit_sharding(aval: Any) -> Any:
 
 
 def like_varying(aval: Any, other: Any) -> Any:
-    """Returns `aval` varying over the mesh axes over which `other` does."""
+    """Returns `aval` on the mesh of `other`, varying over the axes over which `other` does."""
+    mesh = other.sharding.mesh
+    if aval.sharding.mesh != mesh and explicit_sharding(aval) is None:
+        spec = jax.sharding.PartitionSpec(*[None] * len(aval.shape))
+        aval = aval.update(sharding=jax.sharding.NamedSharding(mesh, spec))
     return aval.update_manual_axis_type(other.manual_axis_type)
 
 

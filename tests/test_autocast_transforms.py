@@ -119,7 +119,7 @@ PROGRAMS = {
     "straight_through": straight_through,
     "doubled_gradient": doubled_gradient,
     "fori_loop": lambda x, w: lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c @ w), x),
-    "scan": lambda x, w: lax.scan(lambda c, xi: (c + jnp.sum(xi @ w), xi @ w), 0.0 * x[0, 0], x),
+    "scan": lambda x, w: lax.scan(lambda c, xi: (c + jnp.mean(xi @ w), xi @ w), 0.0 * x[0, 0], x),
     "cond": lambda x, w: lax.cond(x[0, 0] > 0, lambda c: c @ w, lambda c: c * 2.0, x) @ w,
     "switch": lambda x, w: lax.switch(1, [lambda c: c, lambda c: jnp.tanh(c @ w)], x) @ w,
     "jit": lambda x, w: jax.jit(lambda x: jnp.tanh(x @ w))(x) @ w,
@@ -220,6 +220,7 @@ def mesh(axis_type=AxisType.Auto):
     return jax.make_mesh((4,), ("d",), axis_types=(axis_type,), devices=jax.devices()[:4])
 
 
+@pytest.mark.no_leak_check("the gradient of a shard_map under jit leaks in JAX itself")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_inside(check_vma):
     def fun(x, w):
