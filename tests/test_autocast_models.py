@@ -1,0 +1,143 @@
+"""Models of Flax Linen, Flax NNX and Equinox, unedited, against themselves in float32."""
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from mpjax._autocast import autocast
+
+EPS = {"bf16-mixed": 2.0**-8, "16-mixed": 2.0**-11}
+KEY = jax.random.key(0)
+pytestmark = pytest.mark.standard_promotion("the models promote their own scalars")
+
+
+def distance(got, want):
+    got, want = (
+        jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in jax.tree.leaves(tree)])
+        for tree in (got, want)
+    )
+    return float(jnp.linalg.norm(got - want) / (jnp.linalg.norm(want) + 1e-30))
+
+
+class ConvNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.BatchNorm(use_running_average=False)(nn.Conv(8, (3, 3))(x)))
+        x = nn.max_pool(x, (2, 2), (2, 2))
+        x = nn.gelu(nn.GroupNorm(4)(nn.Conv(8, (3, 3), strides=2)(x)))
+        x = nn.Dropout(0.5, deterministic=False)(x)
+        return nn.Dense(5)(nn.LayerNorm()(x.mean((1, 2))))
+
+
+class Transformer(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(20, 32)(tokens)
+        mask = nn.make_causal_mask(tokens)
+        x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x), mask=mask)
+        x = x + nn.Dense(32)(nn.swish(nn.Dense(64)(nn.RMSNorm()(x))))
+        return nn.Dense(20)(x)
+
+
+class Recurrent(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(20, 16)(tokens)
+        return nn.Dense(20)(nn.RNN(nn.GRUCell(16))(nn.RNN(nn.LSTMCell(16))(x)))
+
+
+@pytest.mark.parametrize("policy", EPS)
+def test_linen_convnet(policy):
+    model, x = ConvNet(), jax.random.normal(KEY, (4, 16, 16, 3))
+    variables = model.init({"params": KEY, "dropout": KEY}, x)
+
+    def loss(params, x):
+        state = {"params": params, "batch_stats": variables["batch_stats"]}
+        y, new = model.apply(state, x, mutable=["batch_stats"], rngs={"dropout": KEY})
+        return jnp.mean(y**2), new
+
+    step = jax.jit(jax.value_and_grad(autocast(loss, policy), has_aux=True))
+    (value, stats), grads = step(variables["params"], x)
+    (want, want_stats), want_grads = jax.value_and_grad(loss, has_aux=True)(variables["params"], x)
+    assert distance(value, want) < 4 * EPS[policy]
+    assert distance(stats, want_stats) < 4 * EPS[policy]
+    assert distance(grads, want_grads) < 16 * EPS[policy]
+
+
+@pytest.mark.parametrize("policy", EPS)
+@pytest.mark.parametrize("model", [Transformer(), Recurrent()], ids=["transformer", "recurrent"])
+def test_linen_sequence_models(model, policy):
+    tokens = jnp.arange(12).reshape(2, 6)
+    variables = model.init(KEY, tokens)
+
+    def loss(variables):
+        logits = model.apply(variables, tokens)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+    value, grads = jax.jit(jax.value_and_grad(autocast(loss, policy)))(variables)
+    want, want_grads = jax.value_and_grad(loss)(variables)
+    assert distance(value, want) < 4 * EPS[policy]
+    assert distance(grads, want_grads) < 16 * EPS[policy]
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+
+
+def nnx_model():
+    rngs = nnx.Rngs(0, dropout=1)
+    return nnx.Sequential(
+        nnx.Linear(4, 8, rngs=rngs),
+        nnx.BatchNorm(8, rngs=rngs),
+        nnx.relu,
+        nnx.Dropout(0.5, rngs=rngs),
+        nnx.Linear(8, 2, rngs=rngs),
+    )
+
+
+def nnx_loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+NNX_CALLS = {
+    "module as argument": lambda m, x: autocast(nnx_loss, "bf16-mixed")(m, x),
+    "inside nnx.jit": lambda m, x: nnx.jit(autocast(nnx_loss, "bf16-mixed"))(m, x),
+    "around nnx.jit": lambda m, x: autocast(lambda m, x: nnx.jit(nnx_loss)(m, x), "bf16-mixed")(
+        m, x
+    ),
+    "inside nnx.grad": lambda m, x: nnx.grad(autocast(nnx_loss, "bf16-mixed"))(m, x),
+    "the module itself": lambda m, x: autocast(m, "bf16-mixed")(x),
+    "its method": lambda m, x: autocast(m.__call__, "bf16-mixed")(x),
+}
+
+
+@pytest.mark.no_leak_check("nnx keeps tracers on the objects that it merges")
+@pytest.mark.parametrize("name", NNX_CALLS)
+def test_nnx_keeps_statistics_and_random_counts(name):
+    model, plain = nnx_model(), nnx_model()
+    x = jax.random.normal(KEY, (6, 4))
+    NNX_CALLS[name](model, x)
+    nnx_loss(plain, x)
+    for kind in (nnx.BatchStat, nnx.RngCount):
+        got, want = (jax.tree.leaves(nnx.state(m, kind)) for m in (model, plain))
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("policy", EPS)
+def test_equinox_module(policy):
+    model = eqx.nn.MLP(4, 2, 8, 2, key=KEY)
+    x = jax.random.normal(KEY, (6, 4))
+
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    value, grads = eqx.filter_value_and_grad(autocast(loss, policy))(model, x)
+    want, want_grads = eqx.filter_value_and_grad(loss)(model, x)
+    assert distance(value, want) < 4 * EPS[policy]
+    assert distance(eqx.filter(grads, eqx.is_array), eqx.filter(want_grads, eqx.is_array)) < (
+        16 * EPS[policy]
+    )
+    assert autocast(model, policy)(x[0]).dtype == jnp.float32
