@@ -7,6 +7,7 @@ says what to install. Without options: every network in its small size, for this
 """
 
 import argparse
+import contextlib
 import datetime
 import functools
 import pathlib
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from measure import compiled, errors, jaxprs, machine, tables, targets, timings
+from measure import compiled, errors, jaxprs, machine, peer, tables, targets, timings
 from measure.store import Store
 from measure.variants import DTYPES, VARIANTS
 from networks import NETWORKS, SIZES, Network
@@ -50,6 +51,7 @@ def arguments() -> argparse.Namespace:
     add("--size", choices=SIZES, default="small", help="of what is compiled and timed")
     add("--error-size", choices=SIZES, default="tiny", help="of what is compared with float64")
     add("--rounds", type=int, default=15, help="timed steps of each variant")
+    add("--torch", metavar="PYTHON", help="an interpreter with PyTorch, timed beside us")
     add("--out", type=pathlib.Path, help="Markdown to write, and a .json of its numbers")
     return parser.parse_args()
 
@@ -112,18 +114,27 @@ def error_jobs(options: Any, store: Store, name: str, dtype: str) -> Iterator[Jo
     for variant in options.variants:
 
         def job(variant: str = variant) -> None:
-            error = errors.gradient_error(VARIANTS[variant](network, dtype), network)
+            found = errors.gradient_errors(VARIANTS[variant](network, dtype), network)
             key = ("errors", "cpu", dtype, options.error_size, name, variant)
-            store.put(*key, error=error)
+            store.put(*key, errors=found)
 
         yield f"{name}: gradient error, {dtype} {variant}", job
 
 
 def timing_job(options: Any, store: Store, name: str, dtype: str) -> Callable[[], None]:
+    network = network_of(name, options.size)
+
     def job() -> None:
-        network = network_of(name, options.size)
-        losses = {variant: VARIANTS[variant](network, dtype) for variant in options.variants}
-        for variant, seconds in timings.interleaved(losses, network, options.rounds).items():
+        steps = {
+            v: timings.jax_step(VARIANTS[v](network, dtype), network) for v in options.variants
+        }
+        with contextlib.ExitStack() as stack:
+            if options.torch and name in peer.NETWORKS:
+                torch = stack.enter_context(peer.Torch(options.torch, name, network.numbers))
+                for variant in ("f32", f"autocast {dtype}"):
+                    steps[f"torch {variant}"] = functools.partial(torch.step, f"torch {variant}")
+            found = timings.interleaved(steps, options.rounds)
+        for variant, seconds in found.items():
             key = ("timings", "cpu", dtype, options.size, name, variant)
             store.put(*key, seconds=seconds, rounds=options.rounds)
 

@@ -2,27 +2,39 @@
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from .variants import Loss
 
+Step = Callable[[], float]  # runs once and returns its seconds
 
-def interleaved(losses: dict[str, Loss], network: Any, rounds: int) -> dict[str, float]:
-    """Returns each variant's median seconds a step: loss and gradients, compiled.
+
+def jax_step(loss: Loss, network: Any) -> Step:
+    """Returns a step of loss and gradients, compiled."""
+    params, batch = network.values()
+    differentiate = jax.jit(jax.value_and_grad(loss))
+
+    def step() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(differentiate(params, batch))
+        return time.perf_counter() - start
+
+    return step
+
+
+def interleaved(steps: dict[str, Step], rounds: int) -> dict[str, float]:
+    """Returns each variant's median seconds a step.
 
     The variants take turns within every round, so that whatever else the machine does meets all
     of them alike: read the ratios, not the seconds.
     """
-    params, batch = network.values()
-    steps = {name: jax.jit(jax.value_and_grad(loss)) for name, loss in losses.items()}
     for step in steps.values():
-        jax.block_until_ready(step(params, batch))  # compiled, and warm
+        step(), step()  # compiled, and warm
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            start = time.perf_counter()
-            jax.block_until_ready(step(params, batch))
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(step())
     return {name: statistics.median(found) for name, found in seconds.items()}

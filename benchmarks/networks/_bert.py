@@ -99,4 +99,4 @@ def bert(size: str) -> Network:
         batch = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), sample(key))
         return model(jnp.float32).init(key, batch)["params"]
 
-    return Network("bert", size, written, init, sample)
+    return Network("bert", size, s, written, init, sample)

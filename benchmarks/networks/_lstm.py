@@ -73,4 +73,4 @@ def lstm(size: str) -> Network:
         embedding = matrix(vocab, width)
         return {"embedding": embedding, "layers": layers, "head": matrix(width, vocab)}
 
-    return Network("lstm", size, written, init, sample)
+    return Network("lstm", size, s, written, init, sample)

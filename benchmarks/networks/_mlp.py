@@ -53,4 +53,4 @@ def mlp(size: str) -> Network:
     def init(key: jax.Array) -> Any:
         return model(jnp.float32).init(key, jnp.zeros((1, s["inputs"]), jnp.float32))["params"]
 
-    return Network("mlp", size, written, init, sample)
+    return Network("mlp", size, s, written, init, sample)

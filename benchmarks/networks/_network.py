@@ -24,6 +24,7 @@ class Network:
 
     name: str
     size: str
+    numbers: dict[str, Any] = dataclasses.field(hash=False)  # of the size: batch, width, ...
     written: Callable[[Any], Loss]
     init: Callable[[jax.Array], PyTree]  # key -> parameters, float32
     sample: Callable[[jax.Array], PyTree]  # key -> a batch of random inputs and targets

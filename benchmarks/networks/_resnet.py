@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ._network import Network, cross_entropy
 
 SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {"batch": 8, "pixels": 32, "width": 8, "blocks": (1, 1, 1, 1), "classes": 10},
+    "tiny": {"batch": 16, "pixels": 64, "width": 8, "blocks": (1, 1, 1, 1), "classes": 10},
     "small": {"batch": 8, "pixels": 96, "width": 32, "blocks": (1, 1, 1, 1), "classes": 100},
     "full": {"batch": 64, "pixels": 224, "width": 64, "blocks": (3, 4, 6, 3), "classes": 1000},
 }
@@ -85,4 +85,4 @@ def resnet50(size: str) -> Network:
     def init(key: jax.Array) -> Any:
         return model(jnp.float32).init(key, jnp.zeros((1, *shape[1:]), jnp.float32))["params"]
 
-    return Network("resnet50", size, written, init, sample)
+    return Network("resnet50", size, s, written, init, sample)

@@ -125,7 +125,7 @@ def _language_model(name: str, size: str, kind: type[nn.Module]) -> Network:
     def init(key: jax.Array) -> Any:
         return model(jnp.float32).init(key, jnp.zeros((1, s["time"]), jnp.int32))["params"]
 
-    return Network(name, size, written, init, sample)
+    return Network(name, size, s, written, init, sample)
 
 
 def transformer(size: str) -> Network:

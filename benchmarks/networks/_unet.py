@@ -98,4 +98,4 @@ def unet(size: str) -> Network:
         image, t = jnp.zeros((1, *shape[1:]), jnp.float32), jnp.zeros((1,), jnp.float32)
         return model(jnp.float32).init(key, image, t)["params"]
 
-    return Network("unet", size, written, init, sample)
+    return Network("unet", size, s, written, init, sample)
