@@ -134,7 +134,7 @@ def _leaf_finite(x: Any) -> Array:
     inexact = isinstance(x, (float, complex)) or (
         is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
     )
-    return jnp.all(jnp.isfinite(x)) if inexact else jnp.asarray(True)
+    return _compat.all_finite(x) if inexact else jnp.asarray(True)
 
 
 def check_axes(axis_name: AxisName, where: str) -> None:

@@ -10,10 +10,10 @@ import pytest
 import mpjax
 
 WIDTH, DEPTH = 256, 3
-# Extra readings of all gradients in float32. XLA of JAX before 0.12 does not repeat a division
-# in each fusion that reads its result, and so writes the unscaled gradients out.
-NEWEST = jax.__version_info__ >= (0, 12)
-ALLOWED = {"bf16-mixed": 1.0, "16-mixed": 1.0 if NEWEST else 3.5, "32-true": 1.5}
+# Extra readings of all gradients in float32. XLA of JAX before 0.12 writes the booleans of
+# `isfinite` out where the gradients are in memory already: a quarter of their size, there and back.
+OLDER = 0.5 if jax.__version_info__ < (0, 12) else 0.0
+ALLOWED = {"bf16-mixed": 1.0, "16-mixed": 1.0 + OLDER, "32-true": 1.0 + OLDER}
 
 pytestmark = pytest.mark.standard_promotion("optax raises a float to the power of an integer count")
 
