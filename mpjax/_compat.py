@@ -174,9 +174,9 @@ def programs(eqn: Any) -> list[Any]:
     """Returns the open jaxprs among an equation's parameters."""
     found: list[Any] = []
     for param in eqn.params.values():
-        for inner in param if isinstance(param, (tuple, list)) else (param,):
-            if isinstance(inner, (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr)):
-                found.append(closed(inner).jaxpr)
+        inside = param if isinstance(param, (tuple, list)) else (param,)
+        kinds = (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr)
+        found += [closed(inner).jaxpr for inner in inside if isinstance(inner, kinds)]
     return found
 
 

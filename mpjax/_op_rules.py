@@ -263,7 +263,7 @@ def _override(name: str, word: str) -> OpClass:
                 "autocast(rules=)",
                 f"unknown primitive {name!r}.",
                 f"Nearest: {close}.",
-                "Type the name that jax.make_jaxpr prints; mpjax.explain lists those of a function.",
+                "Type the name that jax.make_jaxpr prints; mpjax.explain lists them.",
             )
         )
     allowed = {c.value: c for c in OpClass}

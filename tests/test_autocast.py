@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from mpjax import Policy, PolicyMap
+from mpjax import Policy, PolicyMap, PolicyWarning
 from mpjax._autocast import autocast, full_precision
 
 HALVES = ["bf16-mixed", "16-mixed"]
@@ -304,3 +304,15 @@ def test_bad_rules_and_algorithms_are_refused_at_once():
         autocast(mlp, "bf16-mixed", rules={"tahn": "full"})
     with pytest.raises(ValueError, match="unknown algorithm 'tf31'"):
         autocast(mlp, "bf16-mixed", dot_precision="tf31")
+    with pytest.raises(ValueError, match="TF32_TF32_F32 reads float32 operands"):
+        autocast(mlp, "bf16-mixed", dot_precision="tf32")(mlp_params(), normal(4, 8))
+
+
+def test_a_policy_map_rule_that_matches_no_module_path():
+    def fun(x):
+        with jax.named_scope("encoder"):
+            return x @ x
+
+    policies = PolicyMap("bf16-mixed", {"Encoder": "float32"})
+    with pytest.warns(PolicyWarning, match=r"(?s)'Encoder'.*Nearest: 'encoder'"):
+        autocast(fun, policies)(normal(3, 3))

@@ -18,7 +18,6 @@ from mpjax._autocast.rebind import Runner
 from mpjax._errors import message
 from mpjax._op_rules import parse_rules
 from mpjax._policy import Policy, get_policy
-from mpjax._policy_map import PolicyMap
 
 F = TypeVar("F", bound=Callable[..., Any])
 Rules = str | Mapping[str, str] | None
@@ -28,7 +27,7 @@ Rules = str | Mapping[str, str] | None
 def autocast(fun: F, policy: Any = ..., *, rules: Rules = ..., dot_precision: Any = ...) -> F: ...
 @overload
 def autocast(
-    fun: str | Policy | PolicyMap | None = ..., *, rules: Rules = ..., dot_precision: Any = ...
+    fun: str | scopes.Policies | None = ..., *, rules: Rules = ..., dot_precision: Any = ...
 ) -> Callable[[F], F]: ...
 def autocast(
     fun: Any = None, policy: Any = None, *, rules: Rules = None, dot_precision: Any = None
@@ -81,6 +80,7 @@ def autocast(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         found = get_policy(policy)
         settings = planning.Settings(found, ordered, widest, algorithm)
+        _check_algorithm(found, algorithm)
         if not _lowers(found) and algorithm is None:
             with jax.named_scope(scopes.AS_WRITTEN):
                 return found.cast_to_output(fun(*args, **kwargs))
@@ -105,8 +105,8 @@ def call(fun: Callable[..., Any], args: Any, kwargs: Any, settings: planning.Set
     return result
 
 
-def _warn_unmatched(policy: Policy | PolicyMap, jaxpr: Any) -> None:
-    if isinstance(policy, PolicyMap):
+def _warn_unmatched(policy: scopes.Policies, jaxpr: Any) -> None:
+    if not isinstance(policy, Policy):
         policy.warn_unmatched(scopes.paths(jaxpr.jaxpr), "autocast")
 
 
@@ -186,8 +186,8 @@ def _typed_like(aval: Any, array: Any) -> Any:
     )
 
 
-def _lowers(policy: Policy | PolicyMap) -> bool:
-    policies = policy.policies if isinstance(policy, PolicyMap) else (policy,)
+def _lowers(policy: scopes.Policies) -> bool:
+    policies = (policy,) if isinstance(policy, Policy) else policy.policies
     return any(p.compute_dtype.itemsize < planning.FLOAT32.itemsize for p in policies)
 
 
@@ -218,6 +218,24 @@ def _dot_precision(spec: Any) -> Any:
             'Type dot_precision="tf32" for TensorFloat-32 products on float32 arrays.',
         )
     )
+
+
+_LOW_ALGORITHMS = frozenset({"DEFAULT", "BF16_BF16_F32", "F16_F16_F32"})
+
+
+def _check_algorithm(policy: scopes.Policies, algorithm: Any) -> None:
+    """Refuses an algorithm that splits float32 operands where a policy makes them low."""
+    if not isinstance(algorithm, lax.DotAlgorithmPreset) or algorithm.name in _LOW_ALGORITHMS:
+        return
+    if _lowers(policy):
+        raise ValueError(
+            message(
+                "autocast(dot_precision=)",
+                f"{algorithm.name} reads float32 operands, and the policy {policy} has low ones.",
+                "Allowed with a low compute dtype: a jax.lax.Precision, or the dtype's own preset.",
+                'Type autocast(fun, "float32", dot_precision=...) to keep arrays in float32.',
+            )
+        )
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ through untouched.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,8 +17,8 @@ from mpjax import _compat
 from mpjax._autocast import plan as planning
 from mpjax._autocast import reads
 
-if TYPE_CHECKING:
-    from mpjax._autocast.rebind import Runner
+Runner = Any
+"""`rebind.Runner`, which imports this file."""
 
 
 def run(runner: Runner, eqn: Any, plan: planning.Plan, arrays: Sequence[Any]) -> list[Any]:

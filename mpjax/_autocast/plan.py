@@ -22,7 +22,6 @@ from mpjax._autocast import control, groups, reads, scopes, states
 from mpjax._autocast.states import Kind, State
 from mpjax._op_rules import COMPARISONS, OP_RULES, OpClass, op_class
 from mpjax._policy import Policy
-from mpjax._policy_map import PolicyMap
 
 FLOAT32 = np.dtype("float32")
 
@@ -31,7 +30,7 @@ FLOAT32 = np.dtype("float32")
 class Settings:
     """What the user asked for; hashable, so that equal settings share plans."""
 
-    policy: Policy | PolicyMap
+    policy: scopes.Policies
     overrides: tuple[tuple[str, OpClass], ...] = ()
     widest: bool = False
     dot_precision: Any = None
@@ -63,7 +62,7 @@ class Decision:
     reason: str
     low: Any = None  # the dtype of a product's operands
     out_dtype: Any = None  # that of a product's or native operation's result
-    call: control.CallPlan | None = None
+    call: Any = None  # a `control.CallPlan`, where the action is to call
 
 
 @dataclass(slots=True, eq=False)
@@ -183,7 +182,7 @@ class _Planner:
         """The compute dtype at an equation, None where that is float32."""
         if settings.as_written:
             return None
-        path = settings.scope + scopes.of(eqn) if isinstance(settings.policy, PolicyMap) else ()
+        path = settings.scope + scopes.of(eqn) if not isinstance(settings.policy, Policy) else ()
         dtype = scopes.compute_dtype(settings.policy, path)
         return dtype if dtype.itemsize < FLOAT32.itemsize else None
 
@@ -374,7 +373,7 @@ class _Planner:
     def shadow(self, var: Any) -> Any:
         if not is_float32(var) or self.states[var].kind in (Kind.LOW, Kind.CONSTANT):
             return None
-        if not self.reads.get(var, 0) & reads.WHOLE or isinstance(self.settings.policy, PolicyMap):
+        if not self.reads.get(var, 0) & reads.WHOLE or not isinstance(self.settings.policy, Policy):
             return None
         dtype = scopes.compute_dtype(self.settings.policy, ())
         lowered = dtype.itemsize < FLOAT32.itemsize and not self.settings.as_written
@@ -390,7 +389,7 @@ def _as_written(settings: Settings) -> Settings:
 
 @functools.lru_cache(maxsize=1024)
 def _inside(settings: Settings, scope: tuple[str, ...]) -> Settings:
-    if not isinstance(settings.policy, PolicyMap) or not scope:
+    if isinstance(settings.policy, Policy) or not scope:
         return settings
     return Settings(
         settings.policy,

@@ -7,7 +7,7 @@ called on closures that run the plans, so that JAX itself finds what they close 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax import lax
@@ -15,9 +15,10 @@ from jax import lax
 from mpjax import _compat
 from mpjax._autocast import custom_rules, remat
 from mpjax._autocast.plan import Decision, Plan
+from mpjax._autocast.values import Value
 
-if TYPE_CHECKING:
-    from mpjax._autocast.rebind import Runner, Value
+Runner = Any
+"""`rebind.Runner`, which imports this file."""
 
 
 def run(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
@@ -27,9 +28,8 @@ def run(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any
 
 
 def _operands(decision: Decision, values: Sequence[Value]) -> list[Any]:
-    call = decision.call
-    assert call is not None  # decided together with the action  # noqa: S101
-    return [v.form(s) for v, s in zip(values, call.operand_states, strict=True)]
+    operand_states = decision.call.operand_states
+    return [v.form(s) for v, s in zip(values, operand_states, strict=True)]
 
 
 def _shadows(plan: Plan, values: Sequence[Value]) -> list[Any]:

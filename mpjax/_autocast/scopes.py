@@ -7,14 +7,30 @@ they survive `jit`'s caches, loops and differentiation, which a flag in Python w
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
 from mpjax import _compat
 from mpjax._policy import Policy
-from mpjax._policy_map import PolicyMap
+
+
+class PolicyByPath(Protocol):
+    """What autocast needs of a `PolicyMap`."""
+
+    @property
+    def policies(self) -> tuple[Policy, ...]: ...
+
+    def policy_for(self, path: str) -> Policy: ...
+
+    def warn_unmatched(self, paths: Iterable[str], where: str = ...) -> None: ...
+
+    def cast_to_output(self, tree: Any) -> Any: ...
+
+
+Policies = Policy | PolicyByPath
 
 AS_WRITTEN = "mpjax_as_written"
 """The scope inside which autocast changes nothing: `full_precision`, and its own results."""
@@ -45,9 +61,9 @@ def location(eqn: Any) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def compute_dtype(policy: Policy | PolicyMap, path: tuple[str, ...]) -> Any:
+def compute_dtype(policy: Policies, path: tuple[str, ...]) -> Any:
     """Returns the dtype that a policy has for the operations of a module path."""
-    if isinstance(policy, PolicyMap):
+    if not isinstance(policy, Policy):
         policy = policy.policy_for("/".join(path))
     return jnp.dtype(policy.compute_dtype)
 
