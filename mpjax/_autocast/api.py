@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar, overload
 
 import jax
@@ -85,6 +85,17 @@ def autocast(
             with jax.named_scope(scopes.AS_WRITTEN):
                 return found.cast_to_output(fun(*args, **kwargs))
         return found.cast_to_output(call(fun, args, kwargs, settings))
+
+    return wrapped
+
+
+def as_typed(fun: Callable[..., Any], policy: scopes.Policies) -> Callable[..., Any]:
+    """Returns `fun` under autocast, its results in the dtypes that `fun` itself gives them."""
+    settings = planning.Settings(policy, (), False, None)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return call(fun, args, kwargs, settings)
 
     return wrapped
 
@@ -239,7 +250,7 @@ def _check_algorithm(policy: scopes.Policies, algorithm: Any) -> None:
 
 
 @contextlib.contextmanager
-def _full_precision() -> Iterator[None]:
+def _full_precision() -> Generator[None]:
     with jax.named_scope(scopes.AS_WRITTEN):
         yield
 

@@ -29,9 +29,11 @@ reshape squeeze expand_dims transpose rev broadcast_in_dim slice split concatena
 reduce_max reduce_min
 """
 LOGIC = frozenset({"and", "or", "not", "xor"})
-FUSIBLE = frozenset(_ELEMENTWISE.split()) | frozenset(_MOVES.split()) | COMPARISONS | LOGIC
-FUSIBLE |= {"reduce_sum", "reduce_prod", "reduce_and", "reduce_or"}
-FUSIBLE -= {"argmax", "argmin"}
+_REDUCTIONS = frozenset({"reduce_sum", "reduce_prod", "reduce_and", "reduce_or"})
+FUSIBLE = (
+    frozenset(_ELEMENTWISE.split()) | frozenset(_MOVES.split()) | _REDUCTIONS | LOGIC | COMPARISONS
+) - {"argmax", "argmin"}
+"""What XLA computes in one kernel with its neighbours, cheaply enough to do it again."""
 
 MOVING = frozenset(
     {"dynamic_update_slice", "scatter", "scatter-max", "scatter-min", "scatter-add", "scatter-mul"}

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from mpjax import _compat
@@ -150,7 +150,7 @@ def _bilinear(
 @functools.lru_cache(maxsize=4096)
 def _transposed(_mesh: Any, program: Bilinear, wrt: int) -> Bilinear:
     """The program of (cotangent, other operand) → cotangent of operand `wrt`."""
-    eval_jaxpr = jax.extend.core.jaxpr_as_fun(program.traced)
+    eval_jaxpr = jaxpr_as_fun(program.traced)
     structs = [_struct(v.aval) for v in program.traced.jaxpr.invars]
     out = _struct(program.traced.jaxpr.outvars[0].aval)
     mine, other, extras = structs[wrt], structs[1 - wrt], structs[2:]
@@ -169,7 +169,7 @@ def _transposed(_mesh: Any, program: Bilinear, wrt: int) -> Bilinear:
 
 @functools.lru_cache(maxsize=4096)
 def _batched(_mesh: Any, program: Bilinear, size: int, in_axes: tuple[int | None, ...]) -> Bilinear:
-    fun = jax.vmap(jax.extend.core.jaxpr_as_fun(program.traced), in_axes=in_axes, axis_size=size)
+    fun = jax.vmap(jaxpr_as_fun(program.traced), in_axes=in_axes, axis_size=size)
 
     def widen(struct: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
         if axis is None:

@@ -7,7 +7,7 @@ decided here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from mpjax._op_rules import OP_RULES, OpClass
 
 
 @contextlib.contextmanager
-def written_at(eqn: Any) -> Iterator[None]:
+def written_at(eqn: Any) -> Generator[None]:
     """Gives what is bound inside the scopes and the source line of an equation."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with (
