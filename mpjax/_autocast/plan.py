@@ -215,11 +215,10 @@ class _Planner:
 
         The stream would otherwise be float32 from its first normalised branch on.
         """
-        lows = {s.dtype for s in operands if s.kind == Kind.LOW}
-        wides = [v for v in eqn.invars if self.state(v).kind == Kind.WIDE]
-        streams = [v for v in eqn.invars if self.state(v).kind == Kind.LOW]
-        repeated = any(_compat.is_literal(v) or v in self.broadcasts for v in (*wides, *streams))
-        return states.low(lows.pop()) if len(lows) == 1 and not repeated else None
+        kinds = sorted(s.kind for s in operands)
+        if kinds != [Kind.LOW, Kind.WIDE] or any(v in self.broadcasts for v in eqn.invars):
+            return None
+        return next(s for s in operands if s.kind == Kind.LOW)
 
     def decide_keep(self, eqn: Any, operands: Sequence[State], reason: str) -> Decision:
         name = eqn.primitive.name
