@@ -1,0 +1,228 @@
+"""What JAX's operations compute, in NumPy: nothing is compiled, whatever the shapes.
+
+Operands of 16 bits come widened, and results are cast by the caller to what the operation gives.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import scipy.special
+
+
+def _logsumexp_running(x: np.ndarray, axis: int) -> np.ndarray:
+    return np.logaddexp.accumulate(x, axis=axis)
+
+
+def _along(ufunc: Callable[..., Any]) -> Callable[..., Any]:
+    def run(x: np.ndarray, *, axis: int, reverse: bool) -> np.ndarray:
+        if reverse:
+            return np.flip(ufunc(np.flip(x, axis), axis=axis), axis)
+        return ufunc(x, axis=axis)
+
+    return run
+
+
+def _dot(x: np.ndarray, y: np.ndarray, *, dimension_numbers: Any, **_: Any) -> np.ndarray:
+    (contract_x, contract_y), (batch_x, batch_y) = dimension_numbers
+    letters = iter("abcdefghijklmnop")
+    of_x, of_y = [next(letters) for _ in x.shape], [next(letters) for _ in y.shape]
+    for i, j in zip((*contract_x, *batch_x), (*contract_y, *batch_y), strict=True):
+        of_y[j] = of_x[i]
+    free_x = [c for i, c in enumerate(of_x) if i not in (*contract_x, *batch_x)]
+    free_y = [c for i, c in enumerate(of_y) if i not in (*contract_y, *batch_y)]
+    out = [*(of_x[i] for i in batch_x), *free_x, *free_y]
+    return np.einsum(f"{''.join(of_x)},{''.join(of_y)}->{''.join(out)}", x, y)
+
+
+def _broadcast(
+    x: np.ndarray, *, shape: Any, broadcast_dimensions: Sequence[int], **_: Any
+) -> np.ndarray:
+    kept = [1] * len(shape)
+    for position, size in zip(broadcast_dimensions, x.shape, strict=True):
+        kept[position] = size
+    return np.broadcast_to(x.reshape(kept), shape)
+
+
+def _slice(x: np.ndarray, *, start_indices: Any, limit_indices: Any, strides: Any) -> np.ndarray:
+    steps = strides or (1,) * x.ndim
+    bounds = zip(start_indices, limit_indices, steps, strict=True)
+    return x[tuple(slice(*bound) for bound in bounds)]
+
+
+def _pad(x: np.ndarray, fill: np.ndarray, *, padding_config: Any) -> np.ndarray:
+    inner = [
+        max(n + (n - 1) * gap, 0) for n, (_, _, gap) in zip(x.shape, padding_config, strict=True)
+    ]
+    spread = np.full(inner, fill, x.dtype)
+    spread[tuple(slice(None, None, gap + 1) for _, _, gap in padding_config)] = x
+    spread = spread[
+        tuple(
+            slice(max(-a, 0), n - max(-b, 0))
+            for n, (a, b, _) in zip(inner, padding_config, strict=True)
+        )
+    ]
+    outer = [(max(a, 0), max(b, 0)) for a, b, _ in padding_config]
+    return np.pad(spread, outer, constant_values=fill)
+
+
+def _window(x: np.ndarray, starts: Sequence[Any], sizes: Sequence[int]) -> tuple[slice, ...]:
+    begins = [min(max(int(i), 0), n - k) for i, n, k in zip(starts, x.shape, sizes, strict=True)]
+    return tuple(slice(i, i + k) for i, k in zip(begins, sizes, strict=True))
+
+
+def _dynamic_slice(x: np.ndarray, *starts: Any, slice_sizes: Any) -> np.ndarray:
+    return x[_window(x, starts, slice_sizes)]
+
+
+def _dynamic_update_slice(x: np.ndarray, new: np.ndarray, *starts: Any) -> np.ndarray:
+    out = x.copy()
+    out[_window(x, starts, new.shape)] = new
+    return out
+
+
+def _clamp(low: np.ndarray, x: np.ndarray, high: np.ndarray) -> np.ndarray:
+    return np.minimum(np.maximum(x, low), high)
+
+
+def _select(which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
+    return np.choose(np.broadcast_to(which, cases[0].shape).astype(int), cases)
+
+
+def _round(x: np.ndarray, *, rounding_method: Any) -> np.ndarray:
+    if int(rounding_method) == 1:  # lax.RoundingMethod.TO_NEAREST_EVEN
+        return np.round(x)
+    return np.where(np.abs(x) % 1 == 0.5, x + np.copysign(0.5, x), np.round(x))
+
+
+def _reshape(x: np.ndarray, *, new_sizes: Any, dimensions: Any, **_: Any) -> np.ndarray:
+    return (x if dimensions is None else np.transpose(x, dimensions)).reshape(new_sizes)
+
+
+def _reduce(fun: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, *, axes, **_: fun(x, axis=tuple(axes))
+
+
+def _pick(fun: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, *, axes, index_dtype: fun(x, axis=axes[0])
+
+
+def _iota(*_: Any, dtype: Any, shape: Any, dimension: int, **__: Any) -> np.ndarray:
+    along = [shape[dimension] if i == dimension else 1 for i in range(len(shape))]
+    return np.broadcast_to(np.arange(shape[dimension]).reshape(along), shape)
+
+
+def _split(x: np.ndarray, *, sizes: Any, axis: int) -> list[np.ndarray]:
+    return np.split(x, np.cumsum(sizes)[:-1], axis=axis)
+
+
+def _plain(fun: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **_: fun(*args)
+
+
+_PLAIN: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "add_any": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": lambda x, y: np.divide(x, y) if x.dtype.kind == "f" else _truncated(x, y),
+    "rem": np.fmod,
+    "max": np.maximum,
+    "min": np.minimum,
+    "pow": lambda x, y: np.power(x, np.asarray(y, x.dtype)),
+    "atan2": np.arctan2,
+    "neg": np.negative,
+    "abs": np.abs,
+    "sign": np.sign,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "expm1": np.expm1,
+    "log": np.log,
+    "log1p": np.log1p,
+    "tanh": np.tanh,
+    "logistic": scipy.special.expit,
+    "sin": np.sin,
+    "cos": np.cos,
+    "tan": np.tan,
+    "asin": np.arcsin,
+    "acos": np.arccos,
+    "atan": np.arctan,
+    "sinh": np.sinh,
+    "cosh": np.cosh,
+    "asinh": np.arcsinh,
+    "acosh": np.arccosh,
+    "atanh": np.arctanh,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "cbrt": np.cbrt,
+    "square": np.square,
+    "one_minus_square": lambda x: 1 - x * x,
+    "erf": scipy.special.erf,
+    "erfc": scipy.special.erfc,
+    "erf_inv": scipy.special.erfinv,
+    "lgamma": scipy.special.gammaln,
+    "digamma": scipy.special.digamma,
+    "is_finite": np.isfinite,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.invert,
+    "copy": np.asarray,
+    "copy_p": np.asarray,
+    "stop_gradient": np.asarray,
+    "name": np.asarray,
+    "convert_element_type": np.asarray,
+    # Identities of autocast's own around a product.
+    "linked_product": lambda out, *_: out,
+    "hidden_operand": np.asarray,
+    "clamp": _clamp,
+    "select_n": _select,
+}
+
+WITH_PARAMS: dict[str, Callable[..., Any]] = {
+    "integer_pow": lambda x, *, y: x**y if y >= 0 else 1 / x**-y,
+    "round": _round,
+    "reshape": _reshape,
+    "squeeze": lambda x, *, dimensions: np.squeeze(x, axis=tuple(dimensions)),
+    "expand_dims": lambda x, *, dimensions: np.expand_dims(x, axis=tuple(dimensions)),
+    "transpose": lambda x, *, permutation: np.transpose(x, permutation),
+    "rev": lambda x, *, dimensions: np.flip(x, axis=tuple(dimensions)),
+    "broadcast_in_dim": _broadcast,
+    "concatenate": lambda *xs, dimension: np.concatenate(xs, axis=dimension),
+    "slice": _slice,
+    "split": _split,
+    "iota": _iota,
+    "stack": lambda *xs, axis: np.stack(xs, axis=axis),
+    "unstack": lambda x, *, axis: list(np.moveaxis(x, axis, 0)),
+    "pad": _pad,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "dot_general": _dot,
+    "reduce_sum": _reduce(np.sum),
+    "reduce_max": _reduce(np.max),
+    "reduce_min": _reduce(np.min),
+    "reduce_prod": _reduce(np.prod),
+    "reduce_and": _reduce(np.all),
+    "reduce_or": _reduce(np.any),
+    "argmax": _pick(np.argmax),
+    "argmin": _pick(np.argmin),
+    "cumsum": _along(np.cumsum),
+    "cumprod": _along(np.cumprod),
+    "cummax": _along(np.maximum.accumulate),
+    "cummin": _along(np.minimum.accumulate),
+    "cumlogsumexp": _along(_logsumexp_running),
+}
+
+TABLE = {name: _plain(fun) for name, fun in _PLAIN.items()} | WITH_PARAMS
+
+
+def _truncated(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return (np.sign(x) * np.sign(y)) * (np.abs(x) // np.abs(y))
