@@ -1,0 +1,253 @@
+"""Random programs under autocast against themselves: types, exact parts, and rounding.
+
+By hand, with other programs each time and the seed in the header:
+
+    MPJAX_FUZZ_PROGRAMS=10000 pytest tests/test_autocast_fuzz.py -k random_programs -s
+    MPJAX_FUZZ_PROGRAMS=10000 MPJAX_FUZZ_SEED=7 pytest ...
+"""
+
+import collections
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import _differential as differential
+import _evaluate
+import _programs
+import _rounding
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _differential import MODES, Mismatch, Mode, check_types, check_values, check_wide, trace
+from _program_text import Program, Var
+from jax.extend.core import Literal, jaxpr_as_fun
+
+from mpjax._autocast import autocast
+
+PROGRAMS = int(os.environ.get("MPJAX_FUZZ_PROGRAMS", "2000"))
+SEED = int(os.environ.get("MPJAX_FUZZ_SEED", random.SystemRandom().randrange(10**6)))
+BY_HAND = "MPJAX_FUZZ_PROGRAMS" in os.environ
+POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
+
+pytestmark = pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs")
+
+
+def _settings(examples: int) -> Callable[[Any], Any]:
+    """A fixed run for everyone, or a long one with a seed that is printed."""
+
+    def decorate(test: Any) -> Any:
+        if BY_HAND:
+            print(f"MPJAX_FUZZ_SEED={SEED}")  # noqa: T201 - a run by hand, shown by -s
+            test = hypothesis.seed(SEED)(test)
+        return hypothesis.settings(
+            max_examples=examples,
+            derandomize=not BY_HAND,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )(test)
+
+    return decorate
+
+
+def _verdict(program: Any, mode: Mode, policy: str) -> differential.Verdict:
+    case = trace(program, mode, lambda fun: autocast(fun, policy))
+    check_types(case)
+    check_wide(case)
+    return check_values(case, POLICIES[policy])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_random_programs_keep_types_exact_parts_and_stay_within_rounding(policy: str) -> None:
+    verdicts: collections.Counter[str] = collections.Counter()
+
+    @_settings(PROGRAMS // len(POLICIES))
+    @hypothesis.given(st.randoms(use_true_random=False))
+    def run(rng: random.Random) -> None:
+        program = _programs.random_program(rng)
+        mode = rng.choice([mode for mode in MODES if mode.fits(program)])
+        hypothesis.note(mode.name)
+        verdicts[_verdict(program, mode, policy).reason or "compared"] += 1
+
+    run()
+    # What could not be compared is known: a run that compares little would prove little.
+    assert verdicts["compared"] >= 0.75 * verdicts.total(), verdicts
+
+
+@_settings(100)
+@hypothesis.given(st.randoms(use_true_random=False))
+def test_a_float32_policy_leaves_the_jaxpr_as_it_is(rng: random.Random) -> None:
+    fun, args = _programs.random_program(rng).load()
+    plain = jax.make_jaxpr(fun)(*args)
+    assert str(jax.make_jaxpr(autocast(fun, "float32"))(*args)) == str(plain)
+
+
+def _seeded(seed: int) -> tuple[Any, Mode]:
+    rng = random.Random(seed)
+    program = _programs.random_program(rng)
+    return program, rng.choice([mode for mode in MODES if mode.fits(program)])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_compiled_programs_stay_within_rounding(policy: str, first: int) -> None:
+    """What XLA makes of ten programs in one compilation: its own fusions, kernels and layouts."""
+    cases = [
+        trace(*_seeded(seed), lambda fun: autocast(fun, policy))
+        for seed in range(first, first + 10)
+    ]
+
+    @jax.jit
+    def run(args: Any) -> Any:
+        return [jaxpr_as_fun(case.transformed)(*xs) for case, xs in zip(cases, args, strict=True)]
+
+    arguments = [jax.tree.leaves(case.args) for case in cases]
+    outputs = jax.block_until_ready(run(arguments))
+    for case, outs in zip(cases, outputs, strict=True):
+        check_values(case, POLICIES[policy], outs)
+
+
+# -- the fuzzer itself -------------------------------------------------------------------------
+
+
+def _primitives(jaxpr: Any, found: set[str]) -> set[str]:
+    for eqn in differential._equations(jaxpr):
+        found.add(eqn.primitive.name)
+    return found
+
+
+def test_programs_cover_the_primitives() -> None:
+    found: set[str] = set()
+    for seed in range(300):
+        fun, args = _programs.random_program(random.Random(seed)).load()
+        _primitives(jax.make_jaxpr(fun)(*args).jaxpr, found)
+    structure = {"scan", "while", "cond", "custom_jvp_call", "custom_vjp_call", "remat2", "jit"}
+    assert structure <= found
+    assert {"dot_general", "conv_general_dilated", "random_bits", "scatter-add"} <= found
+    assert len(found) >= 100, sorted(found)
+
+
+def test_numpy_evaluates_programs_as_jax_does() -> None:
+    for seed in range(40):
+        fun, args = _programs.random_program(random.Random(seed)).load()
+        jaxpr = jax.make_jaxpr(fun)(*args)
+        flat = jax.tree.leaves(args)
+        spread = _rounding.float64_spread(jaxpr, flat, jnp.float32)
+        if not spread.decided:
+            continue
+        with jax.default_matmul_precision("highest"):
+            expected = jax.jit(jaxpr_as_fun(jaxpr))(*flat)
+        got = _evaluate.evaluate(jaxpr, flat)
+        for a, b, deviation in zip(got, expected, spread.deviations, strict=True):
+            assert a.dtype == b.dtype
+            scale = 0 if deviation is None else 20 * deviation + 1e-6
+            assert (np.abs(a.astype(np.float64) - np.asarray(b, np.float64)) <= scale).all(), seed
+
+
+def _count_caught(
+    cast: Callable[[Any], Any], low: Any, seeds: range, mode: Mode
+) -> tuple[int, int]:
+    """Returns on how many programs with a product a transformation is caught, of how many."""
+    caught = ran = 0
+    for seed in seeds:
+        program = _programs.random_program(random.Random(seed))
+        if not mode.fits(program):
+            continue
+        fun, args = program.load()
+        if not any(_rounding.reached(jax.make_jaxpr(mode.build(fun, lambda g: g))(*args))):
+            continue
+        ran += 1
+        try:
+            case = trace(program, mode, cast)
+            check_types(case)
+            check_wide(case)
+            check_values(case, low)
+        except Mismatch:
+            caught += 1
+    return caught, ran
+
+
+def _on_floats(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: change(x) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
+
+
+def _rounding_inputs(fun: Any) -> Any:
+    """Rounds every float32 argument, read by a product or not."""
+    rounded = _on_floats(lambda x: jax.lax.reduce_precision(jnp.float32(x), 8, 7))
+    return lambda *args: fun(*map(rounded, args))
+
+
+def _two_bits(fun: Any) -> Any:
+    """Rounds the results to three bits: far more than bfloat16 does."""
+    rounded = _on_floats(lambda x: jax.lax.reduce_precision(x, 8, 2))
+    return lambda *args: jax.tree.map(rounded, fun(*args))
+
+
+def _low_results(fun: Any) -> Any:
+    lowered = _on_floats(lambda x: x.astype(jnp.bfloat16))
+    return lambda *args: jax.tree.map(lowered, fun(*args))
+
+
+def _without_rules(fun: Any) -> Any:
+    """Inlines functions that have a derivative rule: JAX then differentiates what they compute."""
+
+    def inline(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            values = [read(v) for v in eqn.invars]
+            if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+                inner = eqn.params["call_jaxpr"]
+                outs = inline(inner.jaxpr, inner.consts, values)
+            else:
+                outs = eqn.primitive.bind(*values, **eqn.params)
+                outs = outs if eqn.primitive.multiple_results else [outs]
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def run(*args: Any) -> Any:
+        closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+        outs = inline(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+    return run
+
+
+FORWARD, GRAD = MODES[0], MODES[1]
+
+
+@pytest.mark.parametrize(
+    ("broken", "mode", "share"),
+    [
+        (_rounding_inputs, FORWARD, 0.3),  # caught wherever an output depends on no product
+        (_two_bits, FORWARD, 0.6),  # not where a comparison or a long chain makes rounding matter
+        (_low_results, FORWARD, 1.0),
+    ],
+)
+def test_a_broken_autocast_is_caught(broken: Any, mode: Mode, share: float) -> None:
+    caught, ran = _count_caught(broken, jnp.bfloat16, range(60), mode)
+    assert ran >= 20
+    assert caught >= share * ran, (caught, ran)
+
+
+def test_a_lost_derivative_rule_is_caught() -> None:
+    lines = ("v1 = jax.nn.tanh(a1)", "@jax.custom_vjp", "def rule(x): return jnp.sin(x)")
+    rule = ("rule.defvjp(lambda x: (rule(x), x), lambda x, ct: (ct,))", "return (rule(v1 @ a2),)")
+    inputs = [Var("a1", (3, 4)), _programs.Var("a2", (4, 4))]
+    program = Program(seed=1, inputs=inputs, lines=[*lines, *rule], backward_rule=True)
+    check_values(trace(program, GRAD, lambda fun: fun), jnp.bfloat16)
+    with pytest.raises(Mismatch, match="output 0"):
+        check_values(trace(program, GRAD, _without_rules), jnp.bfloat16)
+
+
+def test_the_identity_is_not_caught() -> None:
+    caught, ran = _count_caught(lambda fun: fun, jnp.bfloat16, range(40), FORWARD)
+    assert ran >= 10
+    assert caught == 0
