@@ -318,9 +318,7 @@ def _scaled(x: Any, factor: Array, *, divide: bool) -> Any:
         parts = (_scaled(part, factor, divide=divide) for part in (x.real, x.imag))
         return jax.lax.complex(*parts)
     factor = jnp.asarray(factor, x.dtype)
-    # By the reciprocal, which is as exact for powers of two: XLA repeats a product in each fusion
-    # that reads it, but writes a quotient out, two more passes over all gradients.
-    return x * jnp.reciprocal(factor) if divide else x * factor
+    return x / factor if divide else x * factor
 
 
 def _shown(x: Any) -> str:

@@ -122,7 +122,8 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     def apply(path: Any, p: Any, u: Any) -> Any:
         if is_overwritten(path):
             return u
-        wide = jnp.promote_types(p.dtype, u.dtype)
+        with jax.numpy_dtype_promotion("standard"):  # a bfloat16 parameter, a float32 update
+            wide = jnp.promote_types(p.dtype, u.dtype)
         return (p.astype(wide) + u.astype(wide)).astype(p.dtype)
 
     return jax.tree_util.tree_map_with_path(apply, params, updates)
@@ -161,10 +162,13 @@ class _LossScaled:
     ) -> tuple[PyTree, PyTree]:
         _check_update(updates, state, params)
         scale = unpack(state)
-        grads = _unscale(scale, updates)
+        scaled = _widened(updates)
+        grads = scale.unscale(scaled)
         if "grad" in extra:
-            extra["grad"] = grads if extra["grad"] is updates else _unscale(scale, extra["grad"])
-        leaf_finite = agree(leaves_finite(grads), self._axis_name)
+            is_same = extra["grad"] is updates
+            extra["grad"] = grads if is_same else scale.unscale(_widened(extra["grad"]))
+        factor = None if state.adjustment is None else state.loss_scale
+        leaf_finite = agree(leaves_finite(grads, scaled, factor), self._axis_name)
         finite = jnp.all(leaf_finite)
         args = (_without_overwritten(grads), state.inner_state, _without_overwritten(params))
         steps, inner_state = update_where(
@@ -211,10 +215,9 @@ def _on_host(x: Array) -> Any:
     return x if isinstance(x, jax.core.Tracer) else np.asarray(x)
 
 
-def _unscale(scale: LossScale, grads: PyTree) -> PyTree:
-    # A no-op does not widen, and `inner` is to see float32 under every loss scale.
-    widened = map_with_path(lambda _, g: to_full(g) if is_array(g) else g, grads)
-    return scale.unscale(widened)
+def _widened(grads: PyTree) -> PyTree:
+    """Returns 16-bit gradients in float32, as `inner` is to see them under every loss scale."""
+    return map_with_path(lambda _, g: to_full(g) if is_array(g) else g, grads)
 
 
 def _strong(x: Any) -> Any:

@@ -166,7 +166,7 @@ def test_law_05_cotangent_fits_a_float16_loss(exponent, unscale, policy):
 
 def test_law_05_cotangent_fits_a_float16_loss_in_a_train_step():
     step = mpjax.make_train_step(
-        lambda params, _: clip_cotangent(params["w"]),
+        lambda params, _: clip_cotangent(params["w"].astype(jnp.float16)),
         optax.sgd(0.5),
         "16-mixed",
         loss_scale=mpjax.StaticLossScale(2.0**17),
