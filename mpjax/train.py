@@ -1,5 +1,6 @@
 """The whole train step: loss function, optimizer and policy in, one jitted function out."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mpjax._autocast.api import as_typed
 from mpjax._dtypes import FLOAT32, describe
 from mpjax._errors import message
 from mpjax._grad import get_loss_scale, localised, mean, value_and_grad
@@ -55,7 +57,7 @@ class TrainStep:
         donate: bool,
     ) -> None:
         self.policy = get_policy(policy)
-        self._loss_fn = loss_fn
+        self._run = _under_policy(loss_fn, self.policy)
         self._given_tx = tx
         self._given_loss_scale = loss_scale
         self._has_aux = has_aux
@@ -176,10 +178,8 @@ class TrainStep:
 
     def _scalar_loss(self, params: PyTree, extra_state: PyTree, batch: PyTree) -> Any:
         """Runs the loss function under the policy; returns `loss, (extra_state, aux)`."""
-        default = getattr(self.policy, "default", self.policy)
-        params, batch = self.policy.cast_to_compute(params), default.cast_to_compute(batch)
         guarded = extra_state is not None
-        out = self._loss_fn(params, *((extra_state,) if guarded else ()), batch)
+        out = self._run(params, *((extra_state,) if guarded else ()), batch)
         aux = None
         if guarded and self._has_aux:
             out, rest = _pair(out, "(loss, (new_extra_state, aux))")
@@ -188,7 +188,6 @@ class TrainStep:
             out, extra_state = _pair(out, "(loss, new_extra_state)")
         elif self._has_aux:
             out, aux = _pair(out, "(loss, aux)")
-        # Not in the output dtype: a float16 loss must be known as one when it is scaled.
         return out, (extra_state, aux)
 
 
@@ -275,6 +274,28 @@ def make_train_step(
         axis_name=axis_name,
         donate=donate,
     )
+
+
+def _under_policy(loss_fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
+    """Returns the loss function in the policy's precision.
+
+    A mixed policy, whose parameters are wider than what is computed with, is autocast's business:
+    it alone can tell a target from an input. In a "true" one everything has one dtype, so that the
+    arguments are cast, all but the extra state.
+    """
+    policies = getattr(policy, "policies", (policy,))
+    if any(p.compute_dtype.itemsize < p.param_dtype.itemsize for p in policies):
+        # In the dtypes that it returns: BatchNorm's means must not be rounded to a low output
+        # dtype, and a float16 loss must be known as one when it is scaled.
+        return as_typed(loss_fn, policy)
+    default = getattr(policy, "default", policy)
+
+    @functools.wraps(loss_fn)
+    def wrapped(params: PyTree, *rest: Any) -> Any:
+        *extra_state, batch = rest
+        return loss_fn(policy.cast_to_compute(params), *extra_state, default.cast_to_compute(batch))
+
+    return wrapped
 
 
 def _checked(state: Any) -> TrainState:

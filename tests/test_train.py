@@ -102,24 +102,37 @@ def test_integer_labels_keys_and_scalars_reach_the_loss_untouched():
     step = mpjax.make_train_step(watch, optax.sgd(0.1), "bf16-mixed")
     batch = {**batch_of(), "key": jax.random.key(0), "mask": jnp.ones(3, bool)}
     step(step.init(params_of()), batch)
-    assert seen["x"] == jnp.bfloat16
+    assert seen["x"] == jnp.float32  # the model is traced as it is written
     assert (seen["label"], seen["mask"]) == (jnp.int32, jnp.bool_)
     assert jax.dtypes.issubdtype(seen["key"], jax.dtypes.prng_key)
 
 
-def test_a_policy_map_keeps_what_it_names_in_float32():
+def test_a_policy_map_keeps_the_modules_that_it_names_in_float32():
+    def loss(params: Any, batch: Any) -> Any:
+        with jax.named_scope("body"):
+            x = batch @ params["body"]
+        with jax.named_scope("head"):
+            return jnp.sum(x @ params["head"])
+
+    policies = mpjax.PolicyMap("16-mixed", {"head": "float32"})
+    step = mpjax.make_train_step(loss, optax.sgd(0.1), policies)
+    state = step.init({"body": jnp.ones((4, 4)), "head": jnp.full((4, 1), 1 / 3)})
+    assert isinstance(mpjax.current_loss_scale(state), mpjax.DynamicLossScale)
+    _, metrics = step(state, jnp.ones((2, 4)))
+    exact = 2 * 4 * 4 * float(jnp.float32(1 / 3))
+    assert abs(float(metrics["loss"]) - exact) <= exact * 2.0**-22  # float16 would be 2**-12 off
+
+
+def test_a_true_policy_computes_with_everything_in_its_dtype():
     seen = {}
 
     def watch(params: Any, batch: Any) -> Any:
-        seen.update({name: p.dtype for name, p in params.items()})
-        return jnp.sum((batch @ params["w"]).astype(jnp.float32) * params["norm"])
+        seen.update(params=params["w"].dtype, batch=batch.dtype)
+        return jnp.sum(batch @ params["w"])
 
-    policies = mpjax.PolicyMap("16-mixed", {"norm*": "float32"})
-    step = mpjax.make_train_step(watch, optax.sgd(0.1), policies)
-    state = step.init({"w": jnp.ones((4, 4)), "norm": jnp.ones(4)})
-    state, _ = step(state, jnp.ones((2, 4)))
-    assert seen == {"w": jnp.float16, "norm": jnp.float32}
-    assert isinstance(mpjax.current_loss_scale(state), mpjax.DynamicLossScale)
+    step = mpjax.make_train_step(watch, optax.sgd(0.1), "bf16-true")
+    step(step.init({"w": jnp.ones((4, 4))}), jnp.ones((2, 4)))
+    assert seen == {"params": jnp.bfloat16, "batch": jnp.bfloat16}
 
 
 # -- extra state, aux, randomness -----------------------------------------------------------------
