@@ -13,6 +13,7 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 # What makes each example short, and what it must have written under --out.
 SHORT = {
     "digits.py": (["--steps", "3", "--precision", "bf16-mixed", "--seed", "0"], ["digits.png"]),
+    "lm.py": (["--steps", "2", "--precision", "bf16-mixed"], ["lm.png"]),
     "underflow.py": (["--steps", "3"], ["underflow.png"]),
 }
 
@@ -66,6 +67,8 @@ def test_unknown_option_is_refused(name: str, tmp_path: Path):
         ("digits.py", ["--precision", "64-true"], "64-bit types are off"),
         ("digits.py", ["--steps", "0"], "got '0'; type a whole number from 1"),
         ("digits.py", ["--seed", "1", "--seeds", "2"], "not allowed with argument --seed"),
+        ("lm.py", ["--precision", "bf16"], "Type 'bf16-mixed'"),
+        ("lm.py", ["--seed", "x"], "got 'x'; type a whole number from 0"),
         ("underflow.py", ["--seed", "-1"], "got '-1'; type a whole number from 0"),
         ("underflow.py", ["--out", __file__], "is a file; type the name of a folder"),
     ],
