@@ -149,6 +149,8 @@ def run(options: argparse.Namespace, store: Store, console: Console) -> None:
         for title, job in todo:
             progress.update(task, description=title)
             job()
+            if options.out:  # after each, so that a run that is stopped leaves what it found
+                options.out.write_text(tables.document(store))
             progress.advance(task)
 
 
@@ -173,7 +175,6 @@ def main() -> None:
     for grid in tables.grids(store):
         grid.show(console)
     if options.out:
-        options.out.write_text(tables.document(store))
         console.print(f"written: {options.out}")
 
 

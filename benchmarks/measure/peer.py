@@ -1,6 +1,7 @@
 """PyTorch beside JAX: its steps run in another interpreter, in turns with ours."""
 
 import json
+import os
 import pathlib
 import subprocess
 from typing import Any
@@ -15,7 +16,14 @@ class Torch:
     def __init__(self, python: str, network: str, size: dict[str, Any]) -> None:
         command = [python, "-W", "ignore", str(PROGRAM), network, json.dumps(size)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            # Its threads spin while they wait, by default: where other work shares the cores, a
+            # step of a millisecond then takes a second.
+            env={**os.environ, "OMP_WAIT_POLICY": "passive"},
         )
         self.version = self._answer()
 
