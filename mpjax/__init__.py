@@ -1,4 +1,4 @@
-"""Mixed precision for JAX: policies, loss scales, and train steps that lose nothing.
+"""Mixed precision for JAX: autocast, policies, loss scales, and train steps that lose nothing.
 
 What needs optax is imported when it is first used, so that `import mpjax` costs little and
 loads neither optax nor Flax.
@@ -7,6 +7,7 @@ loads neither optax nor Flax.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mpjax._autocast import autocast, explain, full_precision
 from mpjax._dtypes import half_dtype
 from mpjax._errors import NonFiniteError, PolicyWarning, SupportWarning
 from mpjax._grad import get_loss_scale, grad, value_and_grad
@@ -34,9 +35,12 @@ __all__ = [
     "SupportWarning",
     "TrainState",
     "all_finite",
+    "autocast",
     "check_support",
     "current_loss_scale",
     "default_policy",
+    "explain",
+    "full_precision",
     "get_loss_scale",
     "get_policy",
     "grad",

@@ -12,6 +12,7 @@ from mpjax._autocast.api import as_typed
 from mpjax._dtypes import FLOAT32, describe
 from mpjax._errors import message
 from mpjax._grad import get_loss_scale, localised, mean, value_and_grad
+from mpjax._hardware import check_policy
 from mpjax._loss_scale import LossScale
 from mpjax._policy import get_policy
 from mpjax._skip import select_like
@@ -82,6 +83,7 @@ class TrainStep:
         Dtypes:
           Parameters in the policy's `param_dtype`; `extra_state` as it is.
         """
+        check_policy(self.policy, where="make_train_step", stacklevel=3)
         params = jax.tree.map(_copied, self.policy.cast_to_param(params))
         extra_state = jax.tree.map(_copied, extra_state)
         return TrainState(
