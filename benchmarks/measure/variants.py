@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._autocast import autocast as mixed
+import mpjax
 from mpjax._op_rules import OP_RULES, OpClass
 
 Loss = Callable[[Any, Any], Any]
@@ -26,18 +26,18 @@ def hand_cast(network: Any, dtype: str) -> Loss:
 
 def autocast(network: Any, dtype: str) -> Loss:
     """Returns the plain model under `mpjax.autocast`."""
-    return mixed(network.loss, POLICIES[dtype])
+    return mpjax.autocast(network.loss, POLICIES[dtype])
 
 
 def widest(network: Any, dtype: str) -> Loss:
     """Returns it under PyTorch's rule: a float32 operand wins over a low one."""
-    return mixed(network.loss, POLICIES[dtype], rules="widest")
+    return mpjax.autocast(network.loss, POLICIES[dtype], rules="widest")
 
 
 def products_only(network: Any, dtype: str) -> Loss:
     """Returns it with low products and nothing else low: what follows them reads float32."""
     rules = {r.primitive: "full" for r in OP_RULES.values() if r.op_class is OpClass.FOLLOW}
-    return mixed(network.loss, POLICIES[dtype], rules=rules)
+    return mpjax.autocast(network.loss, POLICIES[dtype], rules=rules)
 
 
 VARIANTS: dict[str, Callable[[Any, str], Loss]] = {
