@@ -307,6 +307,8 @@ def _is_native(
     state = found[eqn.outvars[0]]
     if state.kind != Kind.LOW:
         return False
+    if any(_is_repeated(v, eqn) for v in eqn.invars):
+        return False
     for v in eqn.invars:
         operand = _state(v, found)
         if operand is None or operand.kind in (Kind.FOREIGN, Kind.NEUTRAL):
@@ -316,6 +318,17 @@ def _is_native(
         if operand != state:
             return False
     return True
+
+
+def _is_repeated(operand: Any, eqn: Any) -> bool:
+    """Whether an elementwise operation repeats an operand along an axis, as JAX 0.12 lets it.
+
+    The derivative is a sum over that axis, of a bias over the batch: in low it would round, and in
+    float16 be inf past 65504. In a group it is taken in float32, and XLA fuses the casts.
+    """
+    if _compat.is_literal(operand) or eqn.primitive.name in ("concatenate", "stack", "pad"):
+        return False
+    return operand.aval.shape != eqn.outvars[0].aval.shape and operand.aval.ndim > 0
 
 
 def _worth_checkpoint(
