@@ -17,7 +17,10 @@ POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
 FORWARD, GRAD = MODES[0], MODES[1]
 KEY = jax.random.PRNGKey(0)
 
-pytestmark = pytest.mark.standard_promotion("equinox promotes masks and Python scalars implicitly")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.standard_promotion("equinox promotes masks and Python scalars implicitly"),
+]
 
 
 def _array(*shape: int) -> jax.Array:

@@ -33,7 +33,10 @@ SEED = int(os.environ.get("MPJAX_FUZZ_SEED", random.SystemRandom().randrange(10*
 BY_HAND = "MPJAX_FUZZ_PROGRAMS" in os.environ
 POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
 
-pytestmark = pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs"),
+]
 
 
 def _settings(examples: int) -> Callable[[Any], Any]:

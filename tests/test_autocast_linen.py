@@ -18,6 +18,7 @@ POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
 FORWARD, GRAD = MODES[0], MODES[1]
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.standard_promotion("linen promotes its own masks and counts implicitly"),
     pytest.mark.no_leak_check("linen keeps tracers on its scopes until they are collected"),
 ]

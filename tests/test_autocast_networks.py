@@ -22,6 +22,7 @@ POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
 GRAD = MODES[1]
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.standard_promotion("linen and haiku promote masks and counts implicitly"),
     pytest.mark.no_leak_check("linen keeps tracers on its scopes until they are collected"),
 ]

@@ -18,6 +18,7 @@ POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
 FORWARD, GRAD = MODES[0], MODES[1]
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.standard_promotion("nnx promotes its own masks and counts implicitly"),
     pytest.mark.no_leak_check("nnx keeps the modules of a trace until they are collected"),
     pytest.mark.filterwarnings("ignore:'.value' access:DeprecationWarning"),  # RoPE's own

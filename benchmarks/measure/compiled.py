@@ -13,14 +13,18 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jaxlib import _jax
 
 from .targets import Target
 
-try:  # JAX gives cost_analysis() on CPU and TPU only; its counter works on any target's module.
-    from jaxlib._hlo import hlo_module_from_text
-    from jaxlib._jax import hlo_module_cost_analysis
+# JAX gives cost_analysis() on CPU and TPU only; its counter works on any target's module. It is
+# private: JAX 0.12 has the parser in a module of its own, and a later one may have neither.
+try:
+    from jaxlib import _hlo as _parser
 except ImportError:
-    hlo_module_from_text = hlo_module_cost_analysis = None
+    _parser = _jax
+hlo_module_from_text = getattr(_parser, "hlo_module_from_text", None)
+hlo_module_cost_analysis = getattr(_jax, "hlo_module_cost_analysis", None)
 
 Cost = dict[str, float]
 
@@ -64,7 +68,7 @@ def compile_for(fun: Callable[..., Any], target: Target, *args: Any) -> Compiled
 
 def module_cost(text: str, executable: Any) -> Cost | None:
     """Returns the cost of a whole module, loops multiplied; None where JAX has no counter."""
-    if hlo_module_from_text is None:
+    if hlo_module_from_text is None or hlo_module_cost_analysis is None:
         return None
     module = executable.runtime_executable().hlo_modules()[0]
     total = _keep(hlo_module_cost_analysis(jax.devices("cpu")[0].client, module))
