@@ -71,7 +71,10 @@ def test_output_types_are_those_of_the_function():
             lambda x, k, n, flag=flag: fun(x, flag, k, n, scale=2.0), args[0], args[2], args[3]
         )
         got = jax.eval_shape(
-            lambda x, k, n, flag=flag: fast(x, flag, k, n, scale=2.0), args[0], args[2], args[3]
+            lambda x, k, n, flag=flag, fast=fast: fast(x, flag, k, n, scale=2.0),
+            args[0],
+            args[2],
+            args[3],
         )
         assert got == want
 
@@ -286,12 +289,12 @@ def test_dot_precision_under_float32():
 
 
 def test_a_result_that_is_no_array():
+    def fun(x):
+        return {"a": "text", "b": x @ x}
+
+    fast = autocast(fun, "bf16-mixed")
     with pytest.raises(TypeError, match=r"autocast\(fun\): result\['a'\] is not an array; got str"):
-
-        def fun(x):
-            return {"a": "text", "b": x @ x}
-
-        autocast(fun, "bf16-mixed")(normal(3, 3))
+        fast(normal(3, 3))
 
 
 @pytest.mark.parametrize("name", ["int8", "float8_e4m3fn"])
