@@ -14,7 +14,8 @@ from mpjax._errors import message
 from mpjax._grad import get_loss_scale, localised, mean, value_and_grad
 from mpjax._hardware import check_policy
 from mpjax._loss_scale import LossScale
-from mpjax._policy import get_policy
+from mpjax._policy import Policy, get_policy
+from mpjax._policy_map import PolicyMap
 from mpjax._skip import select_like
 from mpjax._tree import is_array, is_overwritten, map_with_path, path_str, to_full
 from mpjax._typing import Array, AxisName, PyTree
@@ -57,7 +58,7 @@ class TrainStep:
         axis_name: AxisName,
         donate: bool,
     ) -> None:
-        self.policy = get_policy(policy)
+        self.policy: Policy | PolicyMap = get_policy(policy)
         self._run = _under_policy(loss_fn, self.policy)
         self._given_tx = tx
         self._given_loss_scale = loss_scale
