@@ -1,13 +1,12 @@
 """Mixed precision for JAX: autocast, policies, loss scales, and train steps that lose nothing.
 
-What needs optax is imported when it is first used, so that `import mpjax` costs little and
-loads neither optax nor Flax.
+What needs optax is imported when it is first used, and so is autocast, so that `import mpjax`
+costs little and loads neither optax nor Flax.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mpjax._autocast import autocast, explain, full_precision
 from mpjax._dtypes import half_dtype
 from mpjax._errors import NonFiniteError, PolicyWarning, SupportWarning
 from mpjax._grad import get_loss_scale, grad, value_and_grad
@@ -18,6 +17,7 @@ from mpjax._support import check_support
 from mpjax._tree import all_finite, select_tree
 
 if TYPE_CHECKING:
+    from mpjax._autocast import autocast, explain, full_precision
     from mpjax.optim import current_loss_scale, raise_if_diverged, with_loss_scale
     from mpjax.train import TrainState, make_train_step
 
@@ -52,9 +52,12 @@ __all__ = [
     "with_loss_scale",
 ]
 
-_NEEDS_OPTAX = {
+_IMPORTED_LATER = {
     "TrainState": "mpjax.train",
+    "autocast": "mpjax._autocast",
     "current_loss_scale": "mpjax.optim",
+    "explain": "mpjax._autocast",
+    "full_precision": "mpjax._autocast",
     "make_train_step": "mpjax.train",
     "raise_if_diverged": "mpjax.optim",
     "with_loss_scale": "mpjax.optim",
@@ -62,8 +65,8 @@ _NEEDS_OPTAX = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NEEDS_OPTAX:
-        return getattr(importlib.import_module(_NEEDS_OPTAX[name]), name)
+    if name in _IMPORTED_LATER:
+        return getattr(importlib.import_module(_IMPORTED_LATER[name]), name)
     if name in ("optim", "train"):
         return importlib.import_module(f"mpjax.{name}")
     raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
