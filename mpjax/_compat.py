@@ -180,19 +180,14 @@ def programs(eqn: Any) -> list[Any]:
     return found
 
 
-def all_finite(x: Any, scaled: Any = None, loss_scale: Any = None) -> jax.Array:
+def all_finite(x: Any) -> jax.Array:
     """Whether `x`, of an inexact dtype, holds neither inf nor NaN, in one pass.
 
-    Where `x` is `scaled` divided by `loss_scale`, `scaled` may be read in its place, which need not
-    be computed: a maximum of magnitudes is NaN if one of them is, and dividing it alone tells
-    whether dividing all would overflow, since rounding keeps order. XLA:CPU reads each value once
-    for it, where it writes the booleans of `isfinite` out: half a read more. Before JAX 0.12 it
-    is the other way round: a maximum is split into two loops, three reads in all.
+    A maximum of magnitudes is NaN if one of them is. XLA:CPU reads each value once for it, where
+    it writes the booleans of `isfinite` out: half a read more. Before JAX 0.12 it is the other way
+    round: a maximum is split into two loops, three reads in all.
     """
     dtype = jnp.result_type(x)
     if jax.__version_info__ < (0, 12) or dtype.itemsize == 1 or dtype.kind == "c":
         return jnp.all(jnp.isfinite(x))
-    if loss_scale is None:
-        return jnp.max(jnp.abs(x), initial=0) < jnp.inf
-    largest = jnp.max(jnp.abs(scaled), initial=0)
-    return largest / jnp.asarray(loss_scale, largest.dtype) < jnp.inf
+    return jnp.max(jnp.abs(x), initial=0) < jnp.inf

@@ -124,25 +124,17 @@ def to_full(x: Any) -> Any:
     return x.astype(FLOAT32) if is_castable(x) and x.dtype.itemsize < 4 else x
 
 
-def leaves_finite(tree: PyTree, scaled: PyTree = None, loss_scale: Array | None = None) -> Array:
-    """Returns, leaf by leaf, whether it holds neither inf nor NaN: bool[number of leaves].
-
-    `scaled` and `loss_scale`, of which `tree` is the quotient, let it read memory only once.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    sources = [None] * len(leaves) if loss_scale is None else jax.tree.leaves(scaled)
-    flags = [
-        _leaf_finite(x, source, None if is_overwritten(path) else loss_scale)
-        for (path, x), source in zip(leaves, sources, strict=True)
-    ]
+def leaves_finite(tree: PyTree) -> Array:
+    """Returns, leaf by leaf, whether it holds neither inf nor NaN: bool[number of leaves]."""
+    flags = [_leaf_finite(x) for x in jax.tree.leaves(tree)]
     return jnp.stack(flags) if flags else jnp.ones((0,), jnp.bool_)
 
 
-def _leaf_finite(x: Any, scaled: Any, loss_scale: Array | None) -> Array:
+def _leaf_finite(x: Any) -> Array:
     inexact = isinstance(x, (float, complex)) or (
         is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
     )
-    return _compat.all_finite(x, scaled, loss_scale) if inexact else jnp.asarray(True)
+    return _compat.all_finite(x) if inexact else jnp.asarray(True)
 
 
 def check_axes(axis_name: AxisName, where: str) -> None:

@@ -162,13 +162,11 @@ class _LossScaled:
     ) -> tuple[PyTree, PyTree]:
         _check_update(updates, state, params)
         scale = unpack(state)
-        scaled = _widened(updates)
-        grads = scale.unscale(scaled)
+        grads = scale.unscale(_widened(updates))
         if "grad" in extra:
             is_same = extra["grad"] is updates
             extra["grad"] = grads if is_same else scale.unscale(_widened(extra["grad"]))
-        factor = None if state.adjustment is None else state.loss_scale
-        leaf_finite = agree(leaves_finite(grads, scaled, factor), self._axis_name)
+        leaf_finite = agree(leaves_finite(grads), self._axis_name)
         finite = jnp.all(leaf_finite)
         args = (_without_overwritten(grads), state.inner_state, _without_overwritten(params))
         steps, inner_state = update_where(
