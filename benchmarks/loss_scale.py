@@ -270,6 +270,8 @@ def report(rows: list[Row], options: argparse.Namespace) -> None:
         "",
         "reads: added bytes as readings of all gradients in float32. jmp computes the loss twice",
         "in its text; XLA merges the two. plain and optax.apply_if_finite do not scale.",
+        "mpjax.make_train_step runs the loss under autocast, the others on cast arguments: what",
+        "scaling and skipping add to those is the row of mpjax.with_loss_scale.",
     ]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text("\n".join(lines) + "\n")
