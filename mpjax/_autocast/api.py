@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
 import jax
@@ -249,12 +249,6 @@ def _check_algorithm(policy: scopes.Policies, algorithm: Any) -> None:
         )
 
 
-@contextlib.contextmanager
-def _full_precision() -> Generator[None]:
-    with jax.named_scope(scopes.AS_WRITTEN):
-        yield
-
-
 class full_precision(contextlib.ContextDecorator):
     """A region that autocast leaves alone: everything inside computes in float32.
 
@@ -278,7 +272,7 @@ class full_precision(contextlib.ContextDecorator):
 
     def __enter__(self) -> None:
         self._scopes = getattr(self, "_scopes", [])
-        scope = _full_precision()
+        scope = jax.named_scope(scopes.AS_WRITTEN)
         scope.__enter__()
         self._scopes.append(scope)
 
