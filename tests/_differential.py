@@ -251,7 +251,7 @@ def check_wide(case: Case) -> None:
         return
     # What JAX derives from a low gather, maximum or tile is its own; see also the test of biases.
     wide = WIDE if case.mode.exact else WIDE - {"scatter-add", "reduce_sum"}
-    for eqn in _equations(case.transformed.jaxpr):
+    for eqn in equations(case.transformed.jaxpr):
         if eqn.primitive.name not in wide:
             continue
         atoms = (*eqn.invars, *eqn.outvars)
@@ -261,11 +261,11 @@ def check_wide(case: Case) -> None:
             raise case.fail(f"{eqn.primitive.name} in low precision: {eqn}")
 
 
-def _equations(jaxpr: Any) -> Any:
+def equations(jaxpr: Any) -> Any:
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            yield from _equations(getattr(inner, "jaxpr", inner))
+            yield from equations(getattr(inner, "jaxpr", inner))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

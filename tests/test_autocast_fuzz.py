@@ -118,7 +118,7 @@ def test_compiled_programs_stay_within_rounding(policy: str, first: int) -> None
 
 
 def _primitives(jaxpr: Any, found: set[str]) -> set[str]:
-    for eqn in differential._equations(jaxpr):
+    for eqn in differential.equations(jaxpr):
         found.add(eqn.primitive.name)
     return found
 

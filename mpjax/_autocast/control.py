@@ -29,7 +29,7 @@ _SINGLE = {
 _MANY = frozenset({"scan", "while", "cond"})
 CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
-_OUTPUT, _WHOLE = 2, 8  # flags of `reads`, which imports this file
+_OUTPUT, _WHOLE, _FULL = 2, 8, 16  # flags of `reads`, which imports this file
 _MAX_PASSES = 8
 
 
@@ -104,9 +104,9 @@ def _plan_scan(
     consts = in_states[:num_consts]
     carry = in_states[num_consts : num_consts + num_carry]
     xs = in_states[num_consts + num_carry :]
-    body_wants = (*(w & ~_OUTPUT for w in wants[:num_carry]), *wants[num_carry:])
 
     def step(found: tuple[State, ...]) -> Any:
+        body_wants = (*_carry_wants(found, wants), *wants[num_carry:])
         return inner(eqn.params["jaxpr"], (*consts, *found, *xs), body_wants, settings)
 
     carry, plan = _fixpoint(step, carry)
@@ -121,9 +121,9 @@ def _plan_while(
     cond_consts = in_states[:num_cond]
     body_consts = in_states[num_cond : num_cond + num_body]
     carry = in_states[num_cond + num_body :]
-    body_wants = tuple(w & ~_OUTPUT for w in wants)
 
     def step(found: tuple[State, ...]) -> Any:
+        body_wants = _carry_wants(found, wants)
         return inner(eqn.params["body_jaxpr"], (*body_consts, *found), body_wants, settings)
 
     carry, body = _fixpoint(step, carry)
@@ -147,12 +147,21 @@ def _fixpoint(
     return found, step(found)
 
 
+def _carry_wants(found: Sequence[State], wants: Sequence[int]) -> tuple[int, ...]:
+    """Returns how a loop's body is to give each carry: unrounded where it is float32."""
+    return tuple(
+        _FULL if s.kind == Kind.WIDE else w & ~_OUTPUT for s, w in zip(found, wants, strict=False)
+    )
+
+
 def _initial(state: State) -> State:
     """A constant start is an accumulator: float32."""
-    return states.WIDE if state.kind in (Kind.CONSTANT, Kind.WIDE) else state
+    return states.WIDE_PURE if state.kind == Kind.CONSTANT else state
 
 
 def _carried(before: State, after: State) -> State:
+    if before == states.WIDE_PURE and (after.kind == Kind.LOW or after == states.WIDE):
+        return states.WIDE
     if before.kind in (Kind.FOREIGN, Kind.WIDE):
         return before
     if after.kind == Kind.CONSTANT:

@@ -328,7 +328,7 @@ def _is_repeated(operand: Any, eqn: Any) -> bool:
     """
     if _compat.is_literal(operand) or eqn.primitive.name in ("concatenate", "stack", "pad"):
         return False
-    return operand.aval.shape != eqn.outvars[0].aval.shape and operand.aval.ndim > 0
+    return operand.aval.shape != eqn.outvars[0].aval.shape and operand.aval.dtype == "float32"
 
 
 def _worth_checkpoint(

@@ -218,6 +218,8 @@ class _Planner:
         kinds = sorted(s.kind for s in operands)
         if kinds != [Kind.LOW, Kind.WIDE] or any(v in self.broadcasts for v in eqn.invars):
             return None
+        if self.reads.get(eqn.outvars[0], 0) & reads.FULL:
+            return None  # a sum of many: each rounding would stay in it
         return next(s for s in operands if s.kind == Kind.LOW)
 
     def decide_keep(self, eqn: Any, operands: Sequence[State], reason: str) -> Decision:
@@ -262,7 +264,8 @@ class _Planner:
         self.changed = True
         want = self.reads.get(eqn.outvars[0], 0)
         backward = scopes.is_transposed(eqn.source_info.name_stack)
-        exact = not want & reads.LATER and (want & reads.OUTPUT or backward)
+        seen = want & (reads.OUTPUT | reads.FULL)
+        exact = not want & reads.LATER and (seen or backward)
         self.states[eqn.outvars[0]] = states.WIDE if exact else states.low(low)
         reason = OP_RULES[eqn.primitive.name].reason
         out = FLOAT32 if exact else low
@@ -348,7 +351,7 @@ class _Planner:
         if state.kind != Kind.WIDE or state.pure or not want & reads.PRODUCT:
             return state
         dtype = self.low_dtype(eqn, self.settings_at(eqn))
-        if want & reads.OUTPUT or dtype is None or self.settings.widest:
+        if want & (reads.OUTPUT | reads.FULL) or dtype is None or self.settings.widest:
             return state
         return states.low(dtype)
 
@@ -365,7 +368,9 @@ class _Planner:
 
     def output_state(self, atom: Any, want: int) -> State:
         state = self.state(atom)
-        if state.kind == Kind.LOW and want & reads.OUTPUT and not want & reads.PRODUCT:
+        if state.kind != Kind.LOW:
+            return state
+        if want & reads.FULL or (want & reads.OUTPUT and not want & reads.PRODUCT):
             return states.WIDE  # rounding it would be seen and gain nothing
         return state
 

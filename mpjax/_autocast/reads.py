@@ -17,8 +17,13 @@ PRODUCT = 1  # read by a product, directly or moved
 OUTPUT = 2  # read by an output of the program, directly, moved, or through sums
 LATER = 4  # some product depends on it
 WHOLE = 8  # read by a product with all of its elements: worth a low copy outside a loop
+FULL = 16  # goes into what a loop carries in float32: an accumulator
 
 _LINEAR = frozenset({"add", "sub", "add_any", "neg", "mul", "div", "convert_element_type"})
+_ACCUMULATING = frozenset(
+    {"select_n", "max", "min", "clamp", "concatenate", "stack", "pad", "dynamic_update_slice"}
+    | {"scatter", "scatter-add", "scatter-max", "scatter-min"}
+)
 _RESIZING = frozenset(
     {"slice", "dynamic_slice", "gather", "broadcast_in_dim", "reduce_max", "reduce_min", "split"}
 )
@@ -54,7 +59,9 @@ def _operands(eqn: Any, outs: list[int]) -> list[int]:
         moved = union & ~WHOLE if name in _RESIZING else union
         return [moved] * len(eqn.invars)
     if name in _LINEAR:
-        return [union & (OUTPUT | LATER)] * len(eqn.invars)
+        return [union & (OUTPUT | LATER | FULL)] * len(eqn.invars)
+    if name in _ACCUMULATING:
+        return [union & (LATER | FULL)] * len(eqn.invars)
     return [later] * len(eqn.invars)
 
 

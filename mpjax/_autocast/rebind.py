@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from mpjax import _compat
-from mpjax._autocast import groups, matmul, rebind_calls, remat
+from mpjax._autocast import groups, matmul, rebind_calls, remat, sums
 from mpjax._autocast.plan import FLOAT32, Action, Decision, Plan, is_float32
 from mpjax._autocast.states import Kind, State
 from mpjax._autocast.values import Value
@@ -84,9 +84,8 @@ class Runner:
             elif decision.action is Action.CALL:
                 outs = rebind_calls.run(self, decision, values)
             elif decision.action is Action.NATIVE:
-                outs = bind(
-                    eqn, [_operand(v, a, decision.out_dtype) for v, a in _paired(eqn, values)]
-                )
+                operands = [_operand(v, a, decision.out_dtype) for v, a in _paired(eqn, values)]
+                outs = bind_low(eqn, operands)
             elif decision.action is Action.AS_TRACED:
                 outs = self.as_traced(plan, eqn, values)
             else:
@@ -104,7 +103,7 @@ class Runner:
 
     def keep(self, plan: Plan, eqn: Any, values: Sequence[Value], env: dict[Any, Value]) -> None:
         """Moves values in the form in which they are held; low copies move with them."""
-        outs = bind(
+        outs = bind_low(
             eqn,
             [v.made if is_float32(a) else v.full for a, v in zip(eqn.invars, values, strict=True)],
         )
@@ -155,7 +154,11 @@ class Runner:
             return outs
 
         arrays = [env[v].made for v in step.inputs]
-        outs = (jax.checkpoint(fun, prevent_cse=False) if step.checkpoint else fun)(*arrays)
+        outs = (
+            jax.checkpoint(fun, prevent_cse=__import__("os").environ.get("PCSE") == "1")
+            if step.checkpoint
+            else fun
+        )(*arrays)
         found = iter(outs)
         for var, is_low, is_full in step.outputs:
             low = next(found) if is_low else None
@@ -185,6 +188,13 @@ def bind(eqn: Any, values: Sequence[Any], params: Any = None) -> list[Any]:
     params = eqn.params if params is None else params
     bound = _compat.bind(eqn.primitive, values, params)
     return list(bound) if eqn.primitive.multiple_results else [bound]
+
+
+def bind_low(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Returns the results of an equation on operands that may be low."""
+    if sums.is_summed(eqn) and any(map(sums.is_low, values)):
+        return sums.bind(eqn, values)
+    return bind(eqn, values)
 
 
 def _paired(eqn: Any, values: Sequence[Value]) -> Any:

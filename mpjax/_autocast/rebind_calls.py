@@ -13,8 +13,9 @@ import jax
 from jax import lax
 
 from mpjax import _compat
-from mpjax._autocast import custom_rules, remat
+from mpjax._autocast import custom_rules, remat, sums
 from mpjax._autocast.plan import Decision, Plan
+from mpjax._autocast.states import Kind
 from mpjax._autocast.values import Value
 
 Runner = Any
@@ -102,15 +103,24 @@ def _run_shard_map(runner: Runner, decision: Decision, values: Sequence[Value]) 
     (plan,) = decision.call.plans
     specs = params["in_specs"]
     extra = [spec for spec, dtype in zip(specs, plan.shadows, strict=True) if dtype is not None]
+    operands = _all_operands(decision, values, _shadows(plan, values))
+    inner = _with_shadows(runner, plan, plan.shadows)
+    lows = {i: s.dtype for i, s in enumerate(plan.in_states) if s.kind == Kind.LOW}
+    for i in lows:  # cast inside, so that a replicated value's cotangents are summed in float32
+        operands[i] = values[i].full
+
+    def fun(*args: Any) -> list[Any]:
+        return inner(*(a.astype(lows[i]) if i in lows else a for i, a in enumerate(args)))
+
     wrapped = jax.shard_map(
-        _with_shadows(runner, plan, plan.shadows),
+        fun,
         mesh=params["mesh"],
         in_specs=(*specs, *extra),
         out_specs=list(params["out_specs"]),
         check_vma=params["check_vma"],
         axis_names=_compat.manual_axes(params),
     )
-    return wrapped(*_all_operands(decision, values, _shadows(plan, values)))
+    return wrapped(*operands)
 
 
 def _run_scan(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
@@ -119,6 +129,7 @@ def _run_scan(runner: Runner, decision: Decision, values: Sequence[Value]) -> li
     num_consts, num_carry = _compat.scan_counts(eqn.params)
     operands = _operands(decision, values)
     first, last = num_consts, num_consts + num_carry
+    read_consts = [_read_in_loop(v, x) for v, x in zip(values[:first], operands, strict=False)]
     # Slices of `xs` are read once each: a low copy of the whole would only stay alive longer.
     shadows = [
         None if dtype is None or i >= first else v.low(dtype)
@@ -129,7 +140,7 @@ def _run_scan(runner: Runner, decision: Decision, values: Sequence[Value]) -> li
     def body(carry: Any, xs: Any) -> tuple[Any, Any]:
         outs = runner.run(
             plan,
-            [*operands[:first], *carry, *xs],
+            [*(read() for read in read_consts), *carry, *xs],
             shadows,
             out_states,
         )
@@ -145,6 +156,13 @@ def _run_scan(runner: Runner, decision: Decision, values: Sequence[Value]) -> li
         **_compat.scan_options(eqn.params),
     )
     return [*carry, *ys]
+
+
+def _read_in_loop(value: Value, operand: Any) -> Callable[[], Any]:
+    """Returns how the body of a loop reads what is the same in every iteration."""
+    if value.is_low and sums.is_low(operand):
+        return sums.detached(operand, value.full)
+    return lambda: operand
 
 
 def _run_while(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:

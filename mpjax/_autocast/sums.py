@@ -1,0 +1,96 @@
+"""Low values whose cotangents are sums: of everything that a repetition, or a loop, made of them.
+
+A value that is repeated has the sum of its copies' cotangents for its own, and so has a value that
+every iteration of a loop reads. JAX would add them up in the dtype of the value: in bfloat16 a sum
+of equal terms stops growing at 256 of them, in float16 it is inf past 65504. Values stay low here,
+tangents pass through float32, and so does their transpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax import _compat
+from mpjax._autocast import matmul
+from mpjax._autocast.plan import FLOAT32
+
+_LINEAR = frozenset(
+    {"broadcast_in_dim", "tile", "gather", "all_gather", "all_gather_invariant"}
+    | {"pvary", "pcast", "pbroadcast"}  # across devices
+)
+_CHOOSING = frozenset(
+    {"reduce_max", "reduce_min", "sort", "top_k"}  # the first two count ties
+    | {"scatter", "scatter-max", "scatter-min"}
+)
+_LOW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+def is_summed(eqn: Any) -> bool:
+    """Whether the derivative of an operation holds a sum, or what JAX writes as one."""
+    name = eqn.primitive.name
+    if name == "broadcast_in_dim":
+        return eqn.outvars[0].aval.size > eqn.invars[0].aval.size
+    return name in _LINEAR or name in _CHOOSING
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Returns the results of an operation on low values, its tangents computed in float32."""
+    lows = [i for i, v in enumerate(values) if is_low(v)]
+    low = values[lows[0]].dtype
+
+    def plain(*args: Any) -> list[Any]:
+        bound = _compat.bind(eqn.primitive, args, eqn.params)
+        return list(bound) if eqn.primitive.multiple_results else [bound]
+
+    def widened(*args: Any) -> list[Any]:
+        outs = plain(*(a.astype(FLOAT32) if i in lows else a for i, a in enumerate(args)))
+        return [out.astype(low) if out.dtype == FLOAT32 else out for out in outs]
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        if eqn.primitive.name in _LINEAR:
+            return plain(*primals), widened(tangents[0], *primals[1:])
+        # Which values were chosen is found again from low operands, rather than kept in float32.
+        return jax.jvp(jax.checkpoint(widened, prevent_cse=False), primals, tangents)
+
+    return _with_rule(plain, rule)(*values)
+
+
+def is_low(value: Any) -> bool:
+    """Whether an array is held in a dtype of 16 bits."""
+    return getattr(value, "dtype", None) in _LOW
+
+
+def _with_rule(fun: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
+    made = jax.custom_jvp(fun)
+    made.defjvp(rule)
+    return made
+
+
+def _reattached(low: jax.Array, full: jax.Array) -> jax.Array:
+    del full
+    return low
+
+
+def _reattached_jvp(primals: Any, tangents: Any) -> Any:
+    return primals[0], tangents[1].astype(primals[0].dtype)
+
+
+_reattached = _with_rule(_reattached, _reattached_jvp)
+
+
+def detached(low: jax.Array, full: jax.Array) -> Callable[[], jax.Array]:
+    """Returns a low value for the body of a loop: read there, summed outside in float32.
+
+    Args:
+      low: the value.
+      full: the same in float32; its tangent is that of the value.
+
+    Returns:
+      A function to be called in the body.
+    """
+    hidden = matmul.hidden_p.bind(low)
+    return lambda: _reattached(hidden, full)

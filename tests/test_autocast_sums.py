@@ -1,0 +1,206 @@
+"""What is added up is added up in float32: what loops carry, and the cotangents of low values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _differential import equations
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+
+from mpjax._autocast import autocast
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (6, 8))
+W = jax.random.normal(jax.random.fold_in(KEY, 1), (8, 8))
+ROWS = jnp.array([0, 1, 1, 2])
+HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+SUMS = ("reduce_sum", "scatter-add", "psum", "psum_invariant", "reduce_scatter", "cumsum")
+
+
+def low_sums(fun, *args):
+    """The sums of more than one value that a function takes in 16 bits."""
+    found = []
+    for eqn in equations(jax.make_jaxpr(fun)(*args).jaxpr):
+        atoms = (*eqn.invars, *eqn.outvars)
+        low = any(getattr(v.aval, "dtype", None) in HALF for v in atoms)
+        if (
+            eqn.primitive.name == "reduce_sum"
+            and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+        ):
+            continue  # over axes of size one
+        if low and eqn.primitive.name in SUMS:
+            found.append(str(eqn))
+    return found
+
+
+# -- what loops carry --------------------------------------------------------------------------
+
+
+def test_a_float32_accumulator_is_not_rounded_in_the_loop():
+    """A scan that adds up products is as exact as the sum of what it adds."""
+
+    def total(x, w):
+        return lax.scan(lambda c, xi: (c + xi @ w, None), jnp.zeros(8), x)[0]
+
+    x = 1 + jnp.abs(jax.random.normal(KEY, (512, 8)))
+    w = jnp.abs(W)
+    for fun in (total, lambda x, w: total(x, w) @ jnp.eye(8), _while_total):
+        want = total(x, w)
+        error = jnp.linalg.norm(autocast(fun, "bf16-mixed")(x, w) - want) / jnp.linalg.norm(want)
+        # Each term is rounded a few times, each at random; a rounded carry loses a half-ulp of the
+        # total 512 times, which is a quarter of it and more.
+        assert float(error) < 2.0**-8
+
+
+def _while_total(x, w):
+    body = lambda i, c: jnp.where(i >= 0, c + x[i] @ w, c)  # noqa: E731 - one expression
+    return lax.fori_loop(0, 512, body, jnp.zeros(8)) @ jnp.eye(8)
+
+
+def test_a_carry_that_no_product_touches_keeps_its_bits():
+    def fun(x, w):
+        c, ys = lax.scan(lambda c, _: (c + 0.5 * c, c), jnp.sum(x, axis=0), None, length=2)
+        return c, ys, c @ w
+
+    got, want = autocast(fun, "bf16-mixed")(X, W), fun(X, W)
+    for a, b in zip(got[:2], want[:2], strict=True):
+        assert jnp.array_equal(a, b)
+
+
+def test_a_product_whose_result_is_dropped_rounds_nothing():
+    def fun(x, w, pred):
+        turn = lambda s: (s[0] + 1, jnp.concatenate([s[1][1:], s[1][:1]]))  # noqa: E731
+        turned = lax.while_loop(lambda s: s[0] < 3, turn, (0, x))[1]
+
+        def no(p):
+            jax.checkpoint(lambda t: jnp.tanh(t @ w))(turned)
+            return p
+
+        return lax.cond(pred, lambda p: p, no, turned)
+
+    def tangents(x, w, pred):
+        return jax.jvp(lambda x, w: fun(x, w, pred), (x, w), (jnp.sin(x + 2), jnp.sin(w + 2)))
+
+    for f in (fun, tangents):
+        got, want = (jax.tree.leaves(g(X, W, True)) for g in (autocast(f, "bf16-mixed"), f))
+        for a, b in zip(got, want, strict=True):
+            assert jnp.array_equal(a, b)
+
+
+def test_a_weight_that_a_loop_only_scales_stays_pure():
+    """Its gradient would be rounded with it."""
+
+    def loss(w, x):
+        w = lax.fori_loop(0, 2, lambda _, v: v / jnp.sqrt(jnp.sum(v * v)), jnp.exp(w))
+        return jnp.sum(x @ (2 * w))
+
+    eqns = list(equations(jax.make_jaxpr(autocast(loss, "bf16-mixed"))(W, X).jaxpr))
+    product = next(eqn for eqn in eqns if eqn.primitive.name == "linked_product")
+    assert product.invars[3].aval.dtype == jnp.float32  # what the gradient flows through
+
+
+# -- cotangents --------------------------------------------------------------------------------
+
+
+def _loop(body):
+    def fun(x, w):
+        h = (x @ w)[0]
+        return lax.scan(lambda c, xi: (c, body(xi, h, w)), 0.0, x)[1]
+
+    return fun
+
+
+REPEATING = {
+    "broadcast": lambda x, w: jnp.broadcast_to(x @ w, (5, 6, 8)) @ w,
+    "tile": lambda x, w: jnp.tile(x @ w, (5, 1)) @ w,
+    "repeat": lambda x, w: jnp.repeat(x @ w, 3, axis=0) @ w,
+    "gather": lambda x, w: (x @ w)[ROWS] @ w,
+    "take_along_axis": lambda x, w: jnp.take_along_axis(x @ w, jnp.zeros((9, 8), int), 0) @ w,
+    "ties of a maximum": lambda x, w: jnp.max(jax.lax.stop_gradient(0 * x) + x @ w, axis=0) @ w,
+    "minimum": lambda x, w: jnp.min(x @ w, axis=0) @ w,
+    "top_k": lambda x, w: lax.top_k(x @ w, 2)[0] @ w[:2],
+    "sort": lambda x, w: jnp.sort(x @ w, axis=0) @ w,
+    "set": lambda x, w: (x @ w).at[ROWS].set((x @ w)[:4]) @ w,
+    "scalar": lambda x, w: (x[0, 0] * (x @ w)) @ w,
+    "low scalar": lambda x, w: ((x @ w)[0, 0] * (x @ w)) @ w,
+    "row": lambda x, w: (x[:1] + (x @ w)) @ w,
+    "clip": lambda x, w: jnp.clip(x @ w, x[0, 0], x[1, 1] + 5) @ w,
+    "diagonal": lambda x, w: jnp.diag(w @ w) @ w,
+}
+
+
+@pytest.mark.parametrize("name", REPEATING)
+def test_cotangents_of_a_repeated_low_value_are_summed_in_float32(name):
+    fast = autocast(REPEATING[name], "bf16-mixed")
+    loss = lambda x, w: jnp.sum(jnp.sin(fast(x, w)))  # noqa: E731 - one expression
+    assert low_sums(jax.grad(loss, (0, 1)), X, W) == []
+    plain = lambda x, w: jnp.sum(jnp.sin(REPEATING[name](x, w)))  # noqa: E731
+    got, want = jax.grad(loss, 1)(0.1 * X, W), jax.grad(plain, 1)(0.1 * X, W)
+    if name not in ("sort", "top_k", "ties of a maximum", "minimum"):  # a choice can flip
+        assert float(jnp.linalg.norm(got - want)) < 24 * 2.0**-8 * float(jnp.linalg.norm(want))
+
+
+LOOPS = {
+    "elementwise": _loop(lambda xi, h, w: (xi * h) @ w),
+    "product": lambda x, w: (lambda h: lax.map(lambda xi: xi @ h, x))(w @ w),
+    "inner scan": _loop(lambda xi, h, w: lax.map(lambda xj: xj * xi * h, X) @ w),
+    "remat": _loop(jax.checkpoint(lambda xi, h, w: (xi * h) @ w)),
+    "cond": _loop(lambda xi, h, w: lax.cond(xi[0] > 0, lambda h: xi * h, lambda h: h, h) @ w),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_cotangents_of_what_a_loop_reads_are_summed_in_float32(name):
+    """JAX adds them up from iteration to iteration, in the dtype of what is read."""
+    fast = autocast(LOOPS[name], "bf16-mixed")
+    loss = lambda x, w: jnp.sum(jnp.sin(fast(x, w)))  # noqa: E731 - one expression
+    eqns = equations(jax.make_jaxpr(jax.grad(loss, (0, 1)))(X, W).jaxpr)
+    assert not [e for e in eqns if e.primitive.name == "add_any" and e.invars[0].aval.dtype in HALF]
+
+
+def test_many_equal_cotangents_do_not_stop_growing():
+    """In bfloat16 a sum of ones ends at 256."""
+    x, w = jnp.ones((1, 1)), jnp.ones((1, 1))
+    many = {
+        "tile": lambda x, w: jnp.sum(jnp.tile(x @ w, (4096, 1)) @ w),
+        "gather": lambda x, w: jnp.sum((x @ w)[jnp.zeros(4096, int)] @ w),
+        "loop": lambda x, w: (lambda h: jnp.sum(lax.map(lambda _: h @ w, jnp.zeros(4096))))(x @ w),
+        "scalar": lambda x, w: jnp.sum((x[0, 0] * (jnp.ones((4096, 1)) @ w)) @ w),
+    }
+    for name, fun in many.items():
+        assert float(jax.grad(autocast(fun, "bf16-mixed"))(x, w)[0, 0]) == 4096, name
+
+
+def test_sums_of_cotangents_keep_both_modes_and_second_order():
+    for name in ("gather", "tile", "minimum"):
+        fun = lambda x, f=REPEATING[name]: jnp.sum(jnp.tanh(f(x, W) / 8))  # noqa: E731
+        fast = autocast(fun, "bf16-mixed")
+        x = X + jnp.arange(6.0)[:, None]
+        got, want = (jax.jvp(jax.grad(f), (x,), (X,))[1] for f in (fast, fun))
+        assert float(jnp.linalg.norm(got - want)) < 2.0**-4 * float(jnp.linalg.norm(want))
+
+
+# -- layers in which such sums were once low ----------------------------------------------------
+
+
+@pytest.mark.standard_promotion("linen and nnx promote their own scalars")
+def test_bias_gradients_of_layers_are_summed_in_float32():
+    words = jax.random.normal(KEY, (2, 5, 8))
+    attention = nn.MultiHeadAttention(num_heads=2)
+    params = attention.init(KEY, words)
+    loss = autocast(lambda v, x: jnp.sum(attention.apply(v, x) * jnp.cos(x)), "bf16-mixed")
+    assert low_sums(jax.grad(loss), params, words) == []
+
+    rngs = nnx.Rngs(0)
+    pair = nnx.Sequential(nnx.Linear(8, 4, rngs=rngs), nnx.Linear(4, 2, rngs=rngs))
+    graph, state = nnx.split(pair)
+    loss = autocast(lambda s, x: jnp.sum(nnx.merge(graph, s)(x) ** 2), "bf16-mixed")
+    assert low_sums(jax.grad(loss), state, X) == []
+
+
+def test_numpy_values_of_a_set_are_taken_as_they_are():
+    fun = lambda x, w: (x @ w).at[np.array([0, 2])].set(np.float32(0.5)) @ w  # noqa: E731
+    grad = jax.grad(lambda x: jnp.sum(autocast(fun, "16-mixed")(x, W)))(X)
+    assert jnp.array_equal(grad[0], jnp.zeros(8))
