@@ -7,7 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.networks import NETWORKS
+from benchmarks.networks._transformer import TransformerLM
+from mpjax import PolicyMap, full_precision
 from mpjax._autocast import explain
+
+ARRAY = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 
 
 def attention(params, x):
@@ -22,6 +27,13 @@ def attention(params, x):
 def table():
     params = {name: jnp.ones((4, 4)) for name in "qko"}
     return explain(attention, "bf16-mixed")(params, jnp.ones((3, 4)))
+
+
+def row(fun, operation, *args, policy="bf16-mixed", **options):
+    """The one row of an operation."""
+    rows = explain(fun, policy, **options)(*(args or (ARRAY, ARRAY))).rows
+    (found,) = [r for r in rows if r.operation == operation]
+    return found
 
 
 def test_rows_say_what_runs_in_which_dtype_and_why(table):
@@ -47,7 +59,169 @@ def test_casts_are_counted_with_their_bytes(table):
     assert casts["f32", "bf16"].bytes >= 2 * (3 * 4 + 3 * 16)
 
 
-def test_plain_text_has_no_dashes_and_fits_a_screen(table):
+# -- why is this float32? ------------------------------------------------------------------------
+
+
+def test_what_follows_a_sum_names_the_sum():
+    found = row(lambda w, x: 1 + jnp.sum(x @ w, axis=1, keepdims=True), "add")
+    assert (found.dtype, found.cause) == ("f32", "reduce_sum")
+    assert found.reason.startswith("a sum")
+
+
+def test_a_cause_is_found_in_another_module():
+    def fun(w, x):
+        with jax.named_scope("norm"):
+            y = jnp.sum(x @ w, axis=1)
+        with jax.named_scope("scale"):
+            return y * 2
+
+    found = row(fun, "mul")
+    assert (found.cause, found.cause_module) == ("reduce_sum", "norm")
+    assert "after reduce_sum of norm" in str(explain(fun, "bf16-mixed")(ARRAY, ARRAY))
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [jax.jit, jax.checkpoint, lambda f: lambda y: jax.lax.cond(y[0] > 0, f, f, y)],
+    ids=["jit", "remat", "cond"],
+)
+def test_a_cause_passes_into_calls_and_out_of_them(inside):
+    def body(y):
+        return jnp.sin(y[:, None] * jnp.ones((4, 4)) @ jnp.ones((4, 4))).sum(0) + y
+
+    found = row(lambda w, x: inside(body)(jnp.cumsum(x @ w, 0)[0]) / 2, "div")
+    assert found.dtype == "f32"
+    assert found.cause in ("cumsum", "reduce_sum")
+
+
+def test_an_accumulator_is_float32_because_of_its_loop():
+    def fun(w, x):
+        def step(total, row):
+            return total + jnp.max(row @ w), None
+
+        return jax.lax.scan(step, jnp.zeros(()), x)[0]
+
+    found = row(fun, "add")
+    assert (found.dtype, found.cause) == ("f32", "scan")
+    assert "accumulator" in found.reason
+
+
+def test_a_while_loop_is_gone_into_with_its_condition():
+    def fun(w, x):
+        start = (jnp.zeros(()), x)
+        return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ w), start)
+
+    found = row(fun, "add")
+    assert (found.dtype, found.cause) == ("f32", "while")
+    assert row(fun, "dot_general").dtype == "bf16"
+
+
+def test_a_constant_that_does_not_fit_is_named():
+    found = row(lambda w, x: jnp.tanh((x @ w) * 1e-9) @ w, "mul", policy="16-mixed")
+    assert (found.dtype, found.reason) == ("f32", "its constant 1e-09 is no f16 number")
+
+
+def test_what_follows_a_product_that_nothing_low_reads_says_so():
+    found = row(lambda w, x: 2 * (x @ w), "mul")
+    assert (found.dtype, found.cause) == ("f32", "dot_general")
+    assert found.reason == "a product's float32 sums, which no product reads"
+
+
+def test_a_region_is_named():
+    def fun(w, x):
+        with full_precision():
+            return jnp.tanh(x @ w)
+
+    assert row(fun, "tanh").reason == "inside full_precision()"
+    assert row(fun, "dot_general").reason == "inside full_precision()"
+
+
+def test_a_policy_by_path_is_named():
+    def fun(w, x):
+        with jax.named_scope("head"):
+            return jnp.tanh(x @ w) @ w
+
+    policy = PolicyMap("bf16-mixed", {"head*": "float32"})
+    assert "PolicyMap" in row(fun, "tanh", policy=policy).reason
+    table = explain(fun, policy)(ARRAY, ARRAY)
+    assert {r.dtype for r in table.rows} == {"f32"}
+
+
+def test_a_users_rule_is_named():
+    def fun(w, x):
+        return jnp.tanh(x @ w) @ w
+
+    assert row(fun, "tanh").dtype == "bf16"
+    found = row(fun, "tanh", rules={"tanh": "full"})
+    assert found.reason == 'rules={"tanh": "full"}'
+    widest = row(lambda w, x: jnp.tanh(x @ w + x) @ w, "add", rules="widest")
+    assert (widest.dtype, widest.reason) == ("f32", 'rules="widest": a float32 operand wins')
+
+
+def test_what_nothing_low_goes_into_says_so():
+    found = row(lambda w, x: (x * w) @ w, "mul")
+    assert (found.dtype, found.reason) == (
+        "f32",
+        "parameters and inputs only: nothing low went in",
+    )
+
+
+def test_a_value_between_two_low_ones_is_float32_and_not_stored():
+    def fun(w, x):
+        return jnp.tanh(3 * (x @ w)) @ w
+
+    assert row(fun, "mul").dtype == "f32"
+    assert "not stored" in row(fun, "mul").reason
+    assert row(fun, "tanh").dtype == "bf16"
+    assert "1 fused" in str(explain(fun, "bf16-mixed")(ARRAY, ARRAY))
+
+
+def test_an_activation_is_shown_by_its_name():
+    assert row(lambda w, x: jax.nn.relu(x @ w) @ w, "relu").dtype == "bf16"
+
+
+# -- one screen ----------------------------------------------------------------------------------
+
+
+def transformer_table(layers):
+    model = TransformerLM(vocab=64, width=32, heads=2, layers=layers, dtype=jnp.float32)
+    tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    return explain(model.apply, "bf16-mixed")(variables, tokens)
+
+
+def test_a_transformer_fits_a_screen_whatever_its_depth():
+    shallow, deep = (str(transformer_table(layers)).splitlines() for layers in (4, 12))
+    assert len(deep) == len(shallow) <= 50
+    assert max(map(len, deep)) <= 120
+
+
+def test_numbered_layers_share_their_lines_and_rows_keep_them_apart():
+    table = transformer_table(4)
+    assert "TransformerLM/block_*/{up, down}  (8 modules)" in str(table)
+    paths = {r.module for r in table.rows}
+    assert {f"TransformerLM/block_{i}/{name}" for i in range(4) for name in ("up", "down")} <= paths
+
+
+def test_counts_of_shared_lines_are_those_of_all_modules():
+    table = transformer_table(4)
+    products = sum(r.count for r in table.rows if r.operation == "dot_general")
+    assert f"products: {products} bf16" in str(table)
+    text = str(table).splitlines()
+    line = text[text.index("TransformerLM/block_*/{up, down}  (8 modules)") + 1]
+    assert line.split()[:2] == ["dot_general", "×8"]
+
+
+@pytest.mark.parametrize("name", sorted(NETWORKS))
+def test_every_benchmarked_network_is_explained(name):
+    network = NETWORKS[name]("tiny")
+    table = explain(network.loss, "16-mixed")(network.params, network.batch)
+    assert {r.dtype for r in table.rows if "dot_general" in r.operation} == {"f16"}
+    assert max(map(len, str(table).splitlines())) <= 140
+    assert all(r.reason for r in table.rows)
+
+
+def test_plain_text_has_no_rules_of_dashes(table):
     text = str(table)
     assert text.startswith("attention under ")
     assert "--" not in text
@@ -59,6 +233,8 @@ def test_to_dict_is_json(table):
     data = json.loads(json.dumps(table.to_dict()))
     assert data["rows"][0]["operation"] == table.rows[0].operation
     assert set(data) == {"function", "policy", "rows", "casts"}
+    assert set(data["rows"][0]) >= {"module", "operation", "count", "dtype", "reason", "where"}
+    assert len(data["rows"]) == len(table.rows)
 
 
 def test_rich_prints_it(table):
@@ -66,10 +242,30 @@ def test_rich_prints_it(table):
 
     console = Console(file=io.StringIO(), width=200)
     console.print(table)
-    assert "dot_general" in console.file.getvalue()
+    printed = console.file.getvalue()
+    assert "dot_general" in printed
+    assert "products: 5 bf16" in printed
+
+
+# -- arguments -----------------------------------------------------------------------------------
+
+
+def test_shapes_stand_for_arrays():
+    def fun(w, x, *, double):
+        return jnp.sum(x @ w) * (2 if double else 1)
+
+    spec = explain(fun, "bf16-mixed")(ARRAY, ARRAY, double=True)
+    given = explain(fun, "bf16-mixed")(jnp.ones((4, 4)), jnp.ones((4, 4)), double=True)
+    assert spec.to_dict() == given.to_dict()
 
 
 def test_a_float32_policy_explains_that_nothing_is_low():
     table = explain(lambda x: x @ x, "float32")(jnp.ones((2, 2)))
     assert {r.dtype for r in table.rows} == {"f32"}
     assert table.casts == ()
+    assert "casts: none" in str(table)
+
+
+def test_an_unknown_policy_is_refused_as_by_autocast():
+    with pytest.raises(ValueError, match=r"unknown policy 'bf16_mixed'"):
+        explain(lambda x: x, "bf16_mixed")(jnp.ones(2))

@@ -1,0 +1,261 @@
+"""Why each operation of a plan is in the dtype that it is in, traced back to who decided it.
+
+A plan says that a division is in float32. The reader asks why: because of the sum before it, in
+another function perhaps. So each float32 value remembers the operation that first asked for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpjax import _compat
+from mpjax._autocast import control, groups, scopes, states
+from mpjax._autocast import plan as planning
+from mpjax._autocast.plan import FLOAT32, Action, Decision, Plan
+from mpjax._autocast.states import Kind
+from mpjax._dtypes import short_name
+from mpjax._op_rules import OP_RULES, OpClass, op_class
+from mpjax._policy import Policy
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The operation that first asked for float32, where it stands, and why it did."""
+
+    operation: str
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One operation, the dtype it is in, and why.
+
+    `cause` is where a float32 value comes from that this operation merely follows; None where
+    the decision is the operation's own.
+    """
+
+    module: str
+    operation: str
+    dtype: str
+    reason: str
+    cause: Cause | None
+    where: str
+
+
+Causes = list[Cause | None]
+
+ACCUMULATED = "a product's float32 sums, which no product reads"
+UNCHANGED = "nothing low goes into it, and it holds no product"
+FUSED = "fused: float32 between low values, not stored"
+
+
+def findings(plan: Plan) -> list[Finding]:
+    """Returns what was decided for each operation that computes on float32, in program order."""
+    walk = _Walk()
+    walk.plan(plan, (), [None] * len(plan.jaxpr.jaxpr.invars))
+    return walk.found
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.found: list[Finding] = []
+
+    def plan(self, plan: Plan, around: tuple[str, ...], incoming: Causes) -> Causes:
+        """Adds a plan's findings; returns the causes of its outputs."""
+        causes: dict[Any, Cause | None] = dict(zip(plan.jaxpr.jaxpr.invars, incoming, strict=True))
+        stored = _stored(plan)
+        for decision in plan.decisions:
+            eqn = decision.eqn
+            path = around + tuple(n for n in scopes.of(eqn) if n != scopes.AS_WRITTEN)
+            operands = [None if _compat.is_literal(v) else causes.get(v) for v in eqn.invars]
+            if decision.call is not None:
+                outs = self.call(plan, decision, path, operands)
+            else:
+                outs = self.operation(plan, decision, "/".join(path), operands, stored)
+            causes.update(zip(eqn.outvars, outs, strict=True))
+        return [None if _compat.is_literal(v) else causes.get(v) for v in plan.jaxpr.jaxpr.outvars]
+
+    def call(
+        self, plan: Plan, decision: Decision, path: tuple[str, ...], operands: Causes
+    ) -> Causes:
+        """Goes inside a call, loop or branch."""
+        eqn, call = decision.eqn, decision.call
+        handed = [
+            cause or _loop_cause(plan, eqn, i, state, "/".join(path))
+            for i, (cause, state) in enumerate(zip(operands, call.operand_states, strict=True))
+        ]
+        outs: Causes = [None] * len(eqn.outvars)
+        for inner, incoming in zip(call.plans, _incoming(eqn, handed), strict=True):
+            found = self.plan(inner, path, incoming)
+            if len(found) == len(outs):  # not the condition of a `while`
+                outs = [a or b for a, b in zip(outs, found, strict=True)]
+        return outs
+
+    def operation(
+        self,
+        plan: Plan,
+        decision: Decision,
+        module: str,
+        operands: Causes,
+        stored: dict[Any, bool | None],
+    ) -> Causes:
+        eqn = decision.eqn
+        inherited = next((c for c in operands if c is not None), None)
+        first = eqn.outvars[0] if eqn.outvars else None
+        if not any(map(planning.is_float32, eqn.outvars)):
+            return [None] * len(eqn.outvars)
+        wide = plan.states[first].kind == Kind.WIDE
+        if not _computes(eqn):
+            return [inherited if wide else None] * len(eqn.outvars)
+        reason, follows = _why(plan, decision, inherited, stored)
+        name = _name(eqn)
+        cause = inherited if follows else None
+        dtype = short_name(_dtype(plan, decision, stored))
+        where = scopes.location(eqn)
+        self.found.append(Finding(module, name, dtype, reason, cause, where))
+        is_product = decision.action is Action.PRODUCT
+        origin = cause or Cause(name, module, ACCUMULATED if is_product else reason)
+        return [origin if wide else None] * len(eqn.outvars)
+
+
+def _computes(eqn: Any) -> bool:
+    """Leaves out what only moves values: the table answers for dtypes."""
+    rule = OP_RULES.get(eqn.primitive.name)
+    return control.is_call(eqn) or (rule is not None and rule.op_class is not OpClass.KEEP)
+
+
+def _name(eqn: Any) -> str:
+    """The primitive's name, or that of the function which a call runs."""
+    called = control.single_program(eqn) is not None and groups.function_name(eqn)
+    return called or eqn.primitive.name
+
+
+def _incoming(eqn: Any, operands: Causes) -> list[Causes]:
+    """Returns the causes of the inputs of each program of a call, in the order of its plans."""
+    name = eqn.primitive.name
+    if name == "cond":
+        return [operands[1:]] * len(eqn.params["branches"])
+    if name == "while":
+        num_cond = eqn.params["cond_nconsts"]
+        num_consts = num_cond + eqn.params["body_nconsts"]
+        return [operands[:num_cond] + operands[num_consts:], operands[num_cond:]]
+    return [operands]
+
+
+def _loop_cause(plan: Plan, eqn: Any, index: int, state: Any, module: str) -> Cause | None:
+    """A carry that becomes float32 only because of the loop that it enters."""
+    if state.kind != Kind.WIDE or eqn.primitive.name not in ("scan", "while"):
+        return None
+    operand = eqn.invars[index]
+    before = states.UNKNOWN_CONSTANT if _compat.is_literal(operand) else plan.states[operand]
+    if before.kind == Kind.CONSTANT:
+        return Cause(eqn.primitive.name, module, "a loop's accumulator: starts as a constant")
+    return Cause(eqn.primitive.name, module, "a loop's carry that its body leaves in float32")
+
+
+def _stored(plan: Plan) -> dict[Any, bool | None]:
+    """Returns of each value made in a fused group whether it is stored low; None: not stored."""
+    found: dict[Any, bool | None] = {}
+    for step in plan.steps:
+        if step.group and not step.native:
+            made = [v for i in step.members for v in plan.decisions[i].eqn.outvars]
+            found.update(dict.fromkeys(made, None))
+            found.update((v, is_low) for v, is_low, _ in step.outputs)
+    return found
+
+
+def _dtype(plan: Plan, decision: Decision, stored: dict[Any, bool | None]) -> Any:
+    """That of the operands of a product; in which any other operation's result is held."""
+    if decision.action is Action.PRODUCT:
+        return decision.low
+    out = decision.eqn.outvars[0]
+    state = plan.states[out]
+    return state.dtype if state.kind == Kind.LOW and stored.get(out, True) else FLOAT32
+
+
+def _why(
+    plan: Plan, decision: Decision, inherited: Cause | None, stored: dict[Any, bool | None]
+) -> tuple[str, bool]:
+    """Returns the reason, and whether it is that of the operation which made an operand."""
+    eqn = decision.eqn
+    name = eqn.primitive.name
+    if decision.action is Action.PRODUCT:
+        return decision.reason, False
+    if region := _region(plan, eqn):
+        return region, False
+    if name in plan.settings.rules:
+        return f'rules={{"{name}": "{plan.settings.rules[name].value}"}}', False
+    if decision.action is Action.AS_TRACED:
+        if not control.is_call(eqn):
+            return decision.reason, False
+        return (inherited.reason, True) if inherited else (UNCHANGED, False)
+    state = plan.states[eqn.outvars[0]]
+    if state.kind == Kind.LOW:
+        return _why_low(eqn, stored), False
+    if _asks_for_float32(eqn):
+        return decision.reason, False
+    if state.kind == Kind.CONSTANT:
+        return "constants only", False
+    if state.kind != Kind.WIDE:
+        return "parameters and inputs only: nothing low went in", False
+    if inherited is not None:
+        return inherited.reason, True
+    return _why_wide(plan, eqn), False
+
+
+def _asks_for_float32(eqn: Any) -> bool:
+    if control.single_program(eqn) is not None:
+        return groups.function_class(eqn) is OpClass.FULL
+    return op_class(eqn.primitive.name, {}) is OpClass.FULL
+
+
+def _region(plan: Plan, eqn: Any) -> str:
+    settings = plan.settings
+    if settings.as_written or scopes.AS_WRITTEN in scopes.of(eqn):
+        return "inside full_precision()"
+    if isinstance(settings.policy, Policy):
+        return ""
+    path = settings.scope + scopes.of(eqn)
+    low = scopes.compute_dtype(settings.policy, path).itemsize < FLOAT32.itemsize
+    return "" if low else "its policy in the PolicyMap computes in float32"
+
+
+def _why_low(eqn: Any, stored: dict[Any, bool | None]) -> str:
+    out = eqn.outvars[0]
+    if out not in stored:
+        return "on low values: one rounding"
+    is_low = stored[out]
+    if is_low is None:
+        return FUSED
+    if not is_low:
+        return "an output: rounding it would gain nothing"
+    return "computed in float32, rounded once where it is stored"
+
+
+def _why_wide(plan: Plan, eqn: Any) -> str:
+    """Why an operation that follows its operands is in float32, though none of them is."""
+    found = [plan.states[v] for v in eqn.invars if not _compat.is_literal(v)]
+    lows = sorted({short_name(s.dtype) for s in found if s.kind == Kind.LOW})
+    if len(lows) > 1:
+        return f"operands in {' and '.join(lows)}"
+    literals = [float(v.val) for v in eqn.invars if _is_float_literal(v)]
+    known = [x for s in found if s.kind == Kind.CONSTANT for x in s.values or ()]
+    for value in (*literals, *known):
+        if lows and not states.fits(states.constant(value), _low_dtype(found)):
+            return f"its constant {value:.4g} is no {lows[0]} number"
+    if plan.settings.widest and any(s.kind == Kind.NEUTRAL for s in found):
+        return 'rules="widest": a float32 operand wins'
+    if any(s.kind == Kind.CONSTANT and s.values is None for s in found):
+        return "a constant whose values are not known"
+    return "its operands are in float32"
+
+
+def _is_float_literal(atom: Any) -> bool:
+    return _compat.is_literal(atom) and planning.is_float32(atom) and atom.aval.ndim == 0
+
+
+def _low_dtype(found: Sequence[states.State]) -> Any:
+    return next(s.dtype for s in found if s.kind == Kind.LOW)
