@@ -124,7 +124,8 @@ def _unfit(dtype: DType, where: str) -> str:
         fix = "Use 'float32'."
     else:
         why = "A policy moves floating values only; integers and booleans keep their dtype."
-        fix = "Use 'bfloat16', 'float16' or 'float32'; integers need a quantised product."
+        fix = "Use 'bfloat16', 'float16' or 'float32'; integers need a quantised product "
+        fix += "(e.g. jax.lax.dot_general with preferred_element_type=jnp.int32)."
     allowed = "Accepted: float16, bfloat16, float32, float64."
     return message(where, f"{dtype.name} is no dtype to compute in.", why, allowed, fix)
 

@@ -182,6 +182,11 @@ pmax                   | picks a value across devices                       |
 pmin                   | picks a value across devices                       |
 """
 
+_ACTIVATIONS = """
+celu elu gelu glu hard_sigmoid hard_silu hard_tanh leaky_relu log_sigmoid logaddexp mish relu relu6
+selu sigmoid silu soft_sign softplus sparse_plus sparse_sigmoid squareplus swish
+"""
+
 _COMPARE = """
 argmax argmin eq eq_to ne lt lt_to le le_to gt ge is_finite
 """
@@ -214,6 +219,9 @@ OP_RULES: dict[str, OpRule] = {
     **_rows(_FOLLOW, OpClass.FOLLOW),
     **_rows(_KEEP, OpClass.KEEP),
 }
+
+ACTIVATIONS: frozenset[str] = frozenset(_ACTIVATIONS.split())
+"""Functions taken as a whole: a low operand gives a low result, computed in float32 between."""
 
 COMPARISONS: frozenset[str] = frozenset(_COMPARE.split())
 """Read values and give integers or booleans: computed in float32, where a low value is exact."""
@@ -252,12 +260,22 @@ def parse_rules(rules: str | Mapping[str, str] | None) -> tuple[dict[str, OpClas
                 'Type rules="widest", or for example rules={"tanh": "full"}.',
             )
         )
+    if not isinstance(rules, Mapping):
+        raise TypeError(
+            message(
+                "autocast(rules=)",
+                f"got {rules!r}.",
+                "Accepted: 'widest', or a dict of primitive and class.",
+                'Type, for example, rules={"tanh": "full"}.',
+            )
+        )
     return {name: _override(name, word) for name, word in rules.items()}, False
 
 
 def _override(name: str, word: str) -> OpClass:
-    if name not in OP_RULES:
-        close = ", ".join(map(repr, nearest(name, OP_RULES))) or "'tanh', 'exp', 'dot_general'"
+    if name not in OP_RULES and name not in ACTIVATIONS:
+        known = (*OP_RULES, *sorted(ACTIVATIONS))
+        close = ", ".join(map(repr, nearest(name, known))) or "'tanh', 'exp', 'dot_general'"
         raise ValueError(
             message(
                 "autocast(rules=)",
@@ -267,7 +285,7 @@ def _override(name: str, word: str) -> OpClass:
             )
         )
     allowed = {c.value: c for c in OpClass}
-    if word not in allowed:
+    if not isinstance(word, str) or word not in allowed:
         raise ValueError(
             message(
                 "autocast(rules=)",
@@ -276,7 +294,8 @@ def _override(name: str, word: str) -> OpClass:
                 f'Type rules={{"{name}": "full"}} to compute it in float32.',
             )
         )
-    if word == "lower" and OP_RULES[name].op_class is not OpClass.LOWER:
+    given = OP_RULES[name].op_class if name in OP_RULES else OpClass.FOLLOW
+    if word == "lower" and given is not OpClass.LOWER:
         raise ValueError(
             message(
                 "autocast(rules=)",
@@ -285,6 +304,6 @@ def _override(name: str, word: str) -> OpClass:
                 f'Type rules={{"{name}": "follow"}} to let it take its operands\' dtype.',
             )
         )
-    if word == "keep" and OP_RULES[name].op_class is not OpClass.KEEP:
+    if word == "keep" and given is not OpClass.KEEP:
         return OpClass.FOLLOW
     return allowed[word]

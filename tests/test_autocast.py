@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from mpjax import Policy, PolicyMap, PolicyWarning
+from mpjax import Policy, PolicyMap
 from mpjax._autocast import autocast, full_precision
 
 HALVES = ["bf16-mixed", "16-mixed"]
@@ -283,40 +283,3 @@ def test_dot_precision_under_float32():
     ]
     assert eqn.params["precision"] == lax.DotAlgorithmPreset.TF32_TF32_F32
     assert eqn.invars[0].aval.dtype == jnp.float32
-
-
-# -- bad input ---------------------------------------------------------------------------------
-
-
-def test_a_result_that_is_no_array():
-    def fun(x):
-        return {"a": "text", "b": x @ x}
-
-    fast = autocast(fun, "bf16-mixed")
-    with pytest.raises(TypeError, match=r"autocast\(fun\): result\['a'\] is not an array; got str"):
-        fast(normal(3, 3))
-
-
-@pytest.mark.parametrize("name", ["int8", "float8_e4m3fn"])
-def test_policies_that_are_none(name):
-    with pytest.raises((TypeError, ValueError), match=name):
-        autocast(lambda x: x, name)(normal(2))
-
-
-def test_bad_rules_and_algorithms_are_refused_at_once():
-    with pytest.raises(ValueError, match="unknown primitive 'tahn'"):
-        autocast(mlp, "bf16-mixed", rules={"tahn": "full"})
-    with pytest.raises(ValueError, match="unknown algorithm 'tf31'"):
-        autocast(mlp, "bf16-mixed", dot_precision="tf31")
-    with pytest.raises(ValueError, match="TF32_TF32_F32 reads float32 operands"):
-        autocast(mlp, "bf16-mixed", dot_precision="tf32")(mlp_params(), normal(4, 8))
-
-
-def test_a_policy_map_rule_that_matches_no_module_path():
-    def fun(x):
-        with jax.named_scope("encoder"):
-            return x @ x
-
-    policies = PolicyMap("bf16-mixed", {"Encoder": "float32"})
-    with pytest.warns(PolicyWarning, match=r"(?s)'Encoder'.*Nearest: 'encoder'"):
-        autocast(fun, policies)(normal(3, 3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
@@ -15,7 +16,7 @@ from jax import lax
 from mpjax._autocast import plan as planning
 from mpjax._autocast import reads, scopes, stateful
 from mpjax._autocast.rebind import Runner
-from mpjax._errors import message
+from mpjax._errors import PolicyWarning, message
 from mpjax._op_rules import parse_rules
 from mpjax._policy import Policy, get_policy
 
@@ -69,12 +70,16 @@ def autocast(
     References:
       Micikevicius et al., Mixed Precision Training, 2018, https://arxiv.org/abs/1710.03740
     """
-    if not callable(fun):
-        given = fun if policy is None else policy
-        return lambda f: autocast(f, given, rules=rules, dot_precision=dot_precision)
     overrides, widest = parse_rules(rules)
     algorithm = _dot_precision(dot_precision)
     ordered = tuple(sorted(overrides.items()))
+    if not callable(fun):
+        given = _given(fun, policy)
+        return lambda f: autocast(_function(f), given, rules=rules, dot_precision=dot_precision)
+    if policy is not None:
+        policy = get_policy(
+            policy
+        )  # a policy that is none is refused here; the default is read later
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -87,6 +92,34 @@ def autocast(
         return found.cast_to_output(call(fun, args, kwargs, settings))
 
     return wrapped
+
+
+def _given(first: Any, policy: Any) -> Any:
+    """Returns the policy of `autocast(policy)`, which makes a decorator."""
+    if callable(policy):
+        raise TypeError(
+            message(
+                "autocast",
+                f"got {first!r} as the function and a function as the policy.",
+                "Allowed: autocast(fun, policy), or @autocast(policy).",
+                f"Type autocast(fun, {first!r}).",
+            )
+        )
+    found = first if policy is None else policy
+    return None if found is None else get_policy(found)
+
+
+def _function(fun: Any) -> Any:
+    if callable(fun):
+        return fun
+    raise TypeError(
+        message(
+            "autocast",
+            f"got {fun!r} where a function is decorated.",
+            "Allowed: a function, or an object that can be called, such as a module.",
+            'Type autocast(fun, "bf16-mixed").',
+        )
+    )
 
 
 def as_typed(fun: Callable[..., Any], policy: scopes.Policies) -> Callable[..., Any]:
@@ -117,8 +150,19 @@ def call(fun: Callable[..., Any], args: Any, kwargs: Any, settings: planning.Set
 
 
 def _warn_unmatched(policy: scopes.Policies, jaxpr: Any) -> None:
-    if not isinstance(policy, Policy):
-        policy.warn_unmatched(scopes.paths(jaxpr.jaxpr), "autocast")
+    if isinstance(policy, Policy):
+        return
+    paths = scopes.paths(jaxpr.jaxpr)
+    if paths or len(policy.policies) == 1:
+        policy.warn_unmatched(paths, "autocast")
+        return
+    text = message(
+        "autocast",
+        f"no rule of {policy!r} can match: the function names no modules.",
+        "Names come from Flax modules and from jax.named_scope.",
+        "Type `with jax.named_scope('encoder'):` around what a rule is for.",
+    )
+    warnings.warn(text, PolicyWarning, stacklevel=4)
 
 
 def plan_traced(jaxpr: Any, settings: planning.Settings) -> planning.Plan:
@@ -147,7 +191,7 @@ class Traced:
 def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     """Returns the jaxpr of `fun` over the arrays among its arguments; all else stays as it is."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    where = [i for i, leaf in enumerate(leaves) if _is_traced(leaf)]
     trees: list[Any] = []
 
     def flat(*arrays: Any) -> list[Any]:
@@ -167,6 +211,13 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     arrays = [leaves[i] for i in where]
     jaxpr = jax.make_jaxpr(flat)(*arrays)
     return Traced(jaxpr, arrays, *trees)
+
+
+def _is_traced(leaf: Any) -> bool:
+    """Arrays are, NumPy's where they are floating: its integers and booleans may be static."""
+    if isinstance(leaf, np.ndarray):
+        return jnp.issubdtype(leaf.dtype, jnp.floating)
+    return isinstance(leaf, jax.Array)
 
 
 def _name(fun: Any) -> str:
@@ -269,6 +320,17 @@ class full_precision(contextlib.ContextDecorator):
       >>> float(fun(jnp.ones((1, 1)), jnp.full((1, 1), 1.001)).item()) > 1.0
       True
     """
+
+    def __init__(self, *args: Any) -> None:
+        if args:
+            raise TypeError(
+                message(
+                    "full_precision",
+                    f"takes no arguments; got {', '.join(map(repr, args))}.",
+                    "Allowed: `with full_precision():`, or as a decorator.",
+                    "Type @full_precision() with parentheses, or full_precision()(fun).",
+                )
+            )
 
     def __enter__(self) -> None:
         self._scopes = getattr(self, "_scopes", [])

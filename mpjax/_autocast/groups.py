@@ -16,7 +16,7 @@ from typing import Any
 from mpjax import _compat
 from mpjax._autocast import control
 from mpjax._autocast.states import Kind, State, fits
-from mpjax._op_rules import COMPARISONS, OP_RULES, OpClass
+from mpjax._op_rules import ACTIVATIONS, COMPARISONS, OP_RULES, OpClass
 
 _ELEMENTWISE = """
 abs neg sign copy add add_any sub mul div max min select_n clamp sqrt square integer_pow tanh
@@ -58,11 +58,6 @@ _LINEAR = (
     | LOGIC
 )
 
-_ACTIVATION_NAMES = """
-celu elu gelu glu hard_sigmoid hard_silu hard_tanh leaky_relu log_sigmoid logaddexp mish relu relu6
-selu sigmoid silu soft_sign softplus sparse_plus sparse_sigmoid squareplus swish
-"""
-_ACTIVATIONS = frozenset(_ACTIVATION_NAMES.split())
 _MAX_FUNCTION = 64  # equations: larger functions are planned inside
 _SMALL = 4096  # elements: below this a group costs more to wrap than it saves
 
@@ -103,7 +98,7 @@ def _fusible_program(jaxpr: Any) -> bool:
 
 def function_class(eqn: Any) -> OpClass:
     """Returns how a fusible function's result is held: activations follow their input."""
-    if function_name(eqn) in _ACTIVATIONS:
+    if function_name(eqn) in ACTIVATIONS:
         return OpClass.FOLLOW
     return OpClass.FULL if _holds_full(control.single_program(eqn)) else OpClass.FOLLOW
 

@@ -307,7 +307,7 @@ class _Planner:
         """A small function without products, such as an activation: one operation of its own."""
         operands = [self.state(v) for v in eqn.invars]
         kind = groups.function_class(eqn)
-        if settings.as_written or settings.rules.get(eqn.params.get("name", "")) is OpClass.FULL:
+        if settings.as_written or settings.rules.get(groups.function_name(eqn)) is OpClass.FULL:
             kind = OpClass.FULL
         state = states.full(operands)
         if kind is not OpClass.FULL:
