@@ -1,7 +1,6 @@
 """Every public layer of Flax linen under autocast, forward and backward, against itself."""
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import _differential as differential
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _differential import MODES, named
+from _linen_layers import LAYERS, NOT_LAYERS, ROWS, applied
 
 from mpjax._autocast import autocast
 
@@ -24,92 +24,6 @@ pytestmark = [
 ]
 
 
-def _array(*shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
-
-
-class _Wrapped(nn.Module):
-    """A layer that wraps another one, with a call of its own."""
-
-    make: Callable[[], Any]
-    call: Callable[..., Any]
-
-    @nn.compact
-    def __call__(self, *args: Any) -> Any:
-        return self.call(self.make(), *args)
-
-
-def _cell(cell: nn.RNNCellBase) -> tuple[nn.Module, tuple[Any, ...]]:
-    x = _array(2, 3)
-    carry = cell.initialize_carry(jax.random.key(1), x.shape)
-    return cell, (jax.tree.map(lambda c: c + 0.1, carry), x)
-
-
-IMAGE, ROWS, WORDS = _array(2, 5, 5, 3), _array(4, 6), _array(2, 5, 8)
-TOKENS = jnp.arange(6, dtype=jnp.int32).reshape(2, 3)
-# The layer and what it is called with.
-LAYERS: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
-    "BatchNorm": (nn.BatchNorm(use_running_average=False), (ROWS,)),
-    "Bidirectional": (
-        nn.Bidirectional(nn.RNN(nn.SimpleCell(3)), nn.RNN(nn.SimpleCell(3))),
-        (WORDS,),
-    ),
-    "Conv": (nn.Conv(4, (3, 3)), (IMAGE,)),
-    "ConvLSTMCell": _cell(nn.SimpleCell(2)),
-    "ConvLocal": (nn.ConvLocal(2, (2,)), (_array(2, 5, 3),)),
-    "ConvTranspose": (nn.ConvTranspose(4, (2, 2), strides=(2, 2)), (IMAGE,)),
-    "Dense": (nn.Dense(5), (ROWS,)),
-    "DenseGeneral": (nn.DenseGeneral((2, 3), axis=(-1,)), (ROWS,)),
-    "Dropout": (nn.Sequential([nn.Dense(5), nn.Dropout(0.5, deterministic=False)]), (ROWS,)),
-    "Einsum": (nn.Einsum((6, 5), "ab,bc->ac"), (ROWS,)),
-    "Embed": (nn.Sequential([nn.Embed(7, 4), nn.Dense(3)]), (TOKENS,)),
-    "GRUCell": _cell(nn.GRUCell(4)),
-    "GroupNorm": (nn.Sequential([nn.Conv(4, (3, 3)), nn.GroupNorm(2)]), (IMAGE,)),
-    "InstanceNorm": (nn.Sequential([nn.Conv(4, (3, 3)), nn.InstanceNorm()]), (IMAGE,)),
-    "LSTMCell": _cell(nn.LSTMCell(4)),
-    "LayerNorm": (nn.Sequential([nn.Dense(5), nn.LayerNorm()]), (ROWS,)),
-    "MGUCell": _cell(nn.MGUCell(4)),
-    "MultiHeadAttention": (nn.MultiHeadAttention(num_heads=2), (WORDS,)),
-    "MultiHeadDotProductAttention": (
-        nn.MultiHeadDotProductAttention(num_heads=2, dropout_rate=0.3, deterministic=False),
-        (WORDS, WORDS),
-    ),
-    "OptimizedLSTMCell": _cell(nn.OptimizedLSTMCell(4)),
-    "PReLU": (nn.Sequential([nn.Dense(5), nn.PReLU()]), (ROWS,)),
-    "RMSNorm": (nn.Sequential([nn.Dense(5), nn.RMSNorm()]), (ROWS,)),
-    "RNN": (nn.RNN(nn.LSTMCell(3)), (WORDS,)),
-    "Sequential": (nn.Sequential([nn.Dense(5), jnp.tanh, nn.Dense(2)]), (ROWS,)),
-    "SimpleCell": _cell(nn.SimpleCell(4)),
-    "SpectralNorm": (
-        _Wrapped(
-            lambda: nn.SpectralNorm(nn.Dense(5)), lambda layer, x: layer(x, update_stats=True)
-        ),
-        (ROWS,),
-    ),
-    "WeightNorm": (
-        _Wrapped(lambda: nn.WeightNorm(nn.Dense(5)), lambda layer, x: layer(x)),
-        (ROWS,),
-    ),
-}
-LAYERS["ConvLSTMCell"] = (
-    nn.ConvLSTMCell(2, (2, 2)),
-    (
-        nn.ConvLSTMCell(2, (2, 2)).initialize_carry(jax.random.key(0), (2, 4, 4, 3)),
-        _array(2, 4, 4, 3),
-    ),
-)
-NOT_LAYERS = {
-    "Module": "the base of all",
-    "RNNCellBase": "the base of cells",
-    "SelfAttention": "deprecated: MultiHeadDotProductAttention of one input",
-    "Fp8DotGeneral": "a product of 8-bit operands, which autocast leaves as they are",
-    "Fp8DotGeneralOp": "the older name of the same",
-    "Fp8DirectDotGeneralOp": "a product of 8-bit operands",
-    "Fp8Einsum": "a product of 8-bit operands",
-    "NANOOFp8DotGeneralOp": "a product of 8-bit operands",
-}
-
-
 def test_every_public_module_has_a_row_or_a_reason() -> None:
     public = {
         name
@@ -119,25 +33,12 @@ def test_every_public_module_has_a_row_or_a_reason() -> None:
     assert public == LAYERS.keys() | NOT_LAYERS.keys()
 
 
-def _apply(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
-    """Returns the layer as a function of variables and inputs, giving state too, and variables."""
-    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    variables = layer.init(keys, *args)
-
-    def fun(variables: Any, *args: Any) -> Any:
-        return layer.apply(
-            variables, *args, rngs={"dropout": jax.random.key(2)}, mutable=["batch_stats"]
-        )
-
-    return fun, variables
-
-
 @pytest.mark.parametrize("mode", [FORWARD, GRAD], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_under_autocast_is_itself_to_rounding(name: str, policy: str, mode: Any) -> None:
     layer, args = LAYERS[name]
-    fun, variables = _apply(layer, args)
+    fun, variables = applied(layer, args)
     program = named(f"nn.{name}", fun, variables, *args)
     differential.check(program, mode, lambda f: autocast(f, policy), POLICIES[policy])
 
@@ -145,7 +46,7 @@ def test_layer_under_autocast_is_itself_to_rounding(name: str, policy: str, mode
 @pytest.mark.parametrize("name", ["BatchNorm", "Dense", "RNN"])
 def test_gradients_keep_their_tree_and_dtype(name: str) -> None:
     layer, args = LAYERS[name]
-    fun, variables = _apply(layer, args)
+    fun, variables = applied(layer, args)
     loss = autocast(
         lambda params, rest: fun({**rest, "params": params}, *args)[0].sum(), "16-mixed"
     )
@@ -156,7 +57,7 @@ def test_gradients_keep_their_tree_and_dtype(name: str) -> None:
 
 
 def test_batch_statistics_are_those_of_float32_where_no_product_comes_before() -> None:
-    fun, variables = _apply(*LAYERS["BatchNorm"])
+    fun, variables = applied(*LAYERS["BatchNorm"])
     expected = jax.jit(fun)(variables, ROWS)[1]["batch_stats"]
     got = jax.jit(autocast(fun, "bf16-mixed"))(variables, ROWS)[1]["batch_stats"]
     jax.tree.map(np.testing.assert_array_equal, got, expected)

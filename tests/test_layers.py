@@ -16,7 +16,8 @@ LAYERS = (
     ("_tree",),
     ("_policy", "_loss_scale", "_hardware", "_op_rules"),
     ("_policy_map", "_grad", "_autocast", "_support", "_skip"),
-    ("_optim_state", "_master_weights"),
+    ("_optim_state", "_master_weights", "_module_dtypes"),
+    ("_linen_modules",),
     ("optim", "numerics", "testing", "linen", "nnx"),
     ("train", "pods", "experimental"),
     ("__init__",),
@@ -27,12 +28,12 @@ LAYER_OF = {name: layer for layer, row in enumerate(LAYERS) for name in row}
 # Who may import what is neither JAX, NumPy nor the standard library.
 EVERYWHERE = {"jax", "numpy", "mpjax"}
 ONLY_IN = {
-    "flax": {"linen", "nnx"},
+    "flax": {"_linen_modules", "linen", "nnx"},
     "optax": {"_master_weights", "_optim_state", "optim", "train", "experimental"},
     "jmp": {"_policy"},
     "matplotlib": {"numerics"},
     "orbax": {"pods"},
-    "rich": {"__main__", "_autocast", "numerics", "pods"},
+    "rich": {"__main__", "_autocast", "_module_dtypes", "numerics", "pods"},
 }
 
 MAX_FILE_LINES = 450

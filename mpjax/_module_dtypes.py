@@ -1,0 +1,256 @@
+"""Which dtypes a policy gives to the modules of a network, and what it could not reach.
+
+Flax linen and NNX are asked for different things in different ways; what is said about their
+modules, as a table or as a warning, is the same.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from mpjax._dtypes import DType, require_x64, short_name
+from mpjax._errors import PolicyWarning, message
+from mpjax._policy import Policy, get_policy
+from mpjax._policy_map import PolicyMap, rule_matches
+
+FIELDS = ("dtype", "param_dtype")
+_HEADERS = ("module", "class", "dtype", "param_dtype", "parameters", "reason")
+
+BY_POLICY = "policy"
+OWN = "set in the model"
+NO_DTYPE = "has no dtype"
+AS_WRITTEN = "as written"
+
+
+def as_checked_policy(policy: Any, where: str) -> Policy | PolicyMap:
+    """Returns the policy that `policy` names, all of whose dtypes JAX can make as it is set."""
+    found = get_policy(policy)
+    for each in getattr(found, "policies", (found,)):
+        require_x64(each.compute_dtype, where)
+        require_x64(each.param_dtype, where)
+    return found
+
+
+def _rules(policy: Policy | PolicyMap) -> tuple[tuple[str, Policy], ...]:
+    return policy.rules if isinstance(policy, PolicyMap) else ()
+
+
+def rule_index(policy: Policy | PolicyMap, path: str) -> int | None:
+    """Returns which rule of a map decides a path, None for the default."""
+    matching = (i for i, (p, _) in enumerate(_rules(policy)) if rule_matches(p, path))
+    return next(matching, None)
+
+
+def policy_at(policy: Policy | PolicyMap, path: str) -> Policy:
+    """Returns the policy of the module at a path; that of the root is the path ''."""
+    return policy.policy_for(path) if isinstance(policy, PolicyMap) else policy
+
+
+def reason_at(policy: Policy | PolicyMap, path: str) -> str:
+    """Returns what gave the module at a path its dtypes, for people."""
+    index = rule_index(policy, path)
+    if index is None or not isinstance(policy, PolicyMap):
+        return BY_POLICY
+    return f"rule {policy.rules[index][0]!r}"
+
+
+def scalar_type(dtype: DType) -> Any:
+    """Returns `jnp.bfloat16` for bfloat16: what a user writes, and what may be called."""
+    return getattr(jnp, dtype.name)
+
+
+def same_dtype(a: Any, b: Any) -> bool:
+    """Whether two values of a `dtype` attribute mean the same, None being one of them."""
+    if a is None or b is None:
+        return a is b
+    try:
+        return jnp.dtype(a) == jnp.dtype(b)
+    except TypeError:  # a field of that name may hold anything
+        return False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What became of one module: the class, where it is, and why its dtypes are what they are."""
+
+    path: str
+    class_name: str
+    reason: str  # BY_POLICY, a rule, OWN, NO_DTYPE, AS_WRITTEN
+    has_parameters: bool = False  # of its own, and its class is not one of Flax's
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModuleRow:
+    """One module: its path, its class, its dtypes, its own parameters, and why."""
+
+    path: str
+    class_name: str
+    dtype: str  # 'inputs' where it computes in what it is given
+    param_dtype: str  # of the parameters that are there
+    parameters: int  # how many numbers it holds itself, without those below it
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleTable:
+    """The modules of a network; `str()` is a plain table, rich prints a coloured one."""
+
+    title: str
+    rows: tuple[ModuleRow, ...]
+
+    def __getitem__(self, path: str) -> ModuleRow:
+        """Returns the row of a module by its path; that of the whole network is ''."""
+        for row in self.rows:
+            if row.path == path:
+                return row
+        allowed = f"There are: {', '.join(repr(row.path) for row in self.rows)}."
+        raise KeyError(message("ModuleTable", f"no module at {path!r}.", allowed))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the table as dicts and lists, for JSON."""
+        return {"title": self.title, "rows": [dataclasses.asdict(row) for row in self.rows]}
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [
+            (r.path or ".", r.class_name, r.dtype, r.param_dtype, f"{r.parameters or ''}", r.reason)
+            for r in self.rows
+        ]
+
+    def __str__(self) -> str:
+        table = [_HEADERS, *self._cells()]
+        widths = [max(len(row[i]) for row in table) for i in range(len(_HEADERS))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in table
+        ]
+        return "\n".join([self.title, *lines])
+
+    def __rich__(self) -> Any:
+        from rich.table import Table  # only for who prints with rich
+
+        table = Table(*_HEADERS, title=self.title)
+        for row, cells in zip(self.rows, self._cells(), strict=True):
+            style = "bold" if row.dtype in ("bf16", "f16") else ""
+            table.add_row(*cells, style=style)
+        return table
+
+
+def dtype_text(holder: Any) -> str:
+    """Returns the `dtype` attribute of a module as its table says it."""
+    if not hasattr(holder, "dtype"):
+        return "-"
+    return "inputs" if holder.dtype is None else short_name(holder.dtype)
+
+
+def row_of(path: str, module: Any, leaves: Iterable[Any], reason: str) -> ModuleRow:
+    """Returns the row of a module with its own parameters, arrays or their shapes."""
+    arrays = [leaf for leaf in leaves if hasattr(leaf, "dtype")]
+    dtypes = sorted({short_name(leaf.dtype) for leaf in arrays})
+    return ModuleRow(
+        path=path,
+        class_name=type(module).__name__,
+        dtype=dtype_text(module),
+        param_dtype=" ".join(dtypes) or "-",
+        parameters=sum(leaf.size for leaf in arrays),
+        reason=reason,
+    )
+
+
+# -- what a policy does not do -----------------------------------------------------------------
+
+
+def warn_of(policy: Policy | PolicyMap, findings: Mapping[str, Finding], where: str) -> None:
+    """Warns of each rule that changes nothing, and of modules that the policy cannot reach.
+
+    Args:
+      policy: what was set.
+      findings: all modules of the network, by path.
+      where: the function in whose name the warnings speak.
+    """
+    checks: tuple[Callable[..., Iterable[str]], ...] = (_shadowed, _idle, _unreached)
+    if isinstance(policy, PolicyMap):
+        policy.warn_unmatched(findings, where)
+    for check in checks:
+        for text in check(policy, findings, where):
+            warnings.warn(text, PolicyWarning, stacklevel=3)
+
+
+def _shadowed(policy: Any, findings: Mapping[str, Finding], where: str) -> Iterable[str]:
+    """Yields what is said of a rule that comes too late: an earlier one has all its modules."""
+    rules = _rules(policy)
+    for index, (pattern, chosen) in enumerate(rules):
+        deciding = [rule_index(policy, p) for p in findings if rule_matches(pattern, p)]
+        if not deciding or index in deciding:
+            continue
+        first = min(i for i in deciding if i is not None)
+        if all(i is not None and rules[i][1] == chosen for i in deciding):
+            continue  # it says the same: no one is misled
+        rule = f"rule {index + 1} of {len(rules)}, {pattern!r},"
+        got = f"{rule} decides nothing: rule {first + 1}, {rules[first][0]!r}, comes first."
+        fix = f"Put {pattern!r} before it, or drop it."
+        yield message(where, got, "The first rule that matches wins.", fix)
+
+
+def _idle(policy: Any, findings: Mapping[str, Finding], where: str) -> Iterable[str]:
+    """Yields what is said of a rule, or of the default, whose every module stays as it is."""
+    rules = _rules(policy)
+    decided: dict[int | None, list[Finding]] = {}
+    for path, finding in findings.items():
+        decided.setdefault(rule_index(policy, path), []).append(finding)
+    for index, found in sorted(
+        decided.items(), key=lambda item: -1 if item[0] is None else item[0]
+    ):
+        if not found or any(f.reason not in (OWN, NO_DTYPE) for f in found):
+            continue
+        if any(f.has_parameters and not _is_lowered(policy, f.path) for f in found):
+            continue  # it says of a module without a dtype what is so: no warning of that one
+        own = [f for f in found if f.reason == OWN]
+        if index is None and not own:
+            continue  # containers are nothing to speak of
+        example = (own or found)[0]
+        subject = "the policy"
+        if index is not None:
+            subject = f"rule {index + 1} of {len(rules)}, {rules[index][0]!r},"
+        what = "has a dtype of its own" if own else NO_DTYPE
+        got = f"{subject} changes nothing: {example.path!r} ({example.class_name}) {what}"
+        yield message(where, *_idle_lines(got, example, bool(own)))
+
+
+def _idle_lines(got: str, example: Finding, is_own: bool) -> tuple[str, str, str]:
+    if is_own:
+        allowed = "A dtype that the model sets itself stays."
+        return f"{got}.", allowed, "Drop it there, or pass override=True."
+    allowed = "Allowed: modules with an attribute `dtype`, such as Dense, Linear or BatchNorm."
+    fix = f"Give {example.class_name} a `dtype`, or write a rule for a module that has one."
+    return f"{got}.", allowed, fix
+
+
+def _is_lowered(policy: Policy | PolicyMap, path: str) -> bool:
+    """Whether a module is to compute in another dtype than its parameters have."""
+    chosen = policy_at(policy, path)
+    return chosen.compute_dtype != chosen.param_dtype
+
+
+def _unreached(policy: Any, findings: Mapping[str, Finding], where: str) -> Iterable[str]:
+    """Yields what is said of custom modules with parameters that are to be computed with low."""
+    found = [
+        f
+        for f in findings.values()
+        if f.has_parameters and f.reason == NO_DTYPE and _is_lowered(policy, f.path)
+    ]
+    if not found:
+        return
+    first = ", ".join(f"{f.path or '.'!r} ({f.class_name})" for f in found[:3])
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    got = (
+        f"{first}{more} holds parameters and has no dtype: it computes in what they are stored in."
+    )
+    allowed = "A policy sets attributes; what is computed without one is not reached."
+    fix = (
+        "Give it a `dtype` and cast with it, or use mpjax.autocast; to leave it as it is, "
+        "write a rule: its path, 'float32'."
+    )
+    yield message(where, got, allowed, fix)

@@ -1,0 +1,264 @@
+"""Flax linen under a policy: dtypes by module path, what a model uses, guarded train states."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from mpjax._errors import message
+from mpjax._linen_modules import Setting, journal, policied
+from mpjax._module_dtypes import AS_WRITTEN, ModuleRow, ModuleTable, as_checked_policy, row_of
+from mpjax._optim_state import current_loss_scale, find_states
+from mpjax._tree import is_array, is_overwritten, select_tree
+from mpjax._typing import PyTree
+
+__all__ = ["apply_gradients", "tabulate", "with_policy"]
+
+M = TypeVar("M")
+
+
+def with_policy(model: M, policy: Any = None, *, override: bool = False) -> M:
+    """Returns `model` with the dtypes of a policy in all of its modules, by module path.
+
+    Every module gets `dtype` from the policy's `compute_dtype` and `param_dtype` from its
+    `param_dtype`: submodules made in `setup` or a compact method, given as attributes, shared,
+    or inside `nn.scan`, `nn.remat`, `nn.vmap` and `nn.jit`. What the model returns is cast to
+    the `output_dtype` of the default. The model given is left as it is; variables, their names
+    and the modules' classes stay what they are to Flax.
+
+    A dtype that the model sets itself stays. It counts as set if it is neither the default of
+    its field nor what the policy gave to a module above: a model that passes `dtype=self.dtype`
+    down is under the policy, one that writes `dtype=jnp.float32` for a layer keeps it there.
+
+    A rule's path is that of the module, as in `variables["params"]`: 'encoder/norm_0'.
+
+    Args:
+      model: a linen module, unbound; or a module class, as `nn.remat` and `nn.scan` take it.
+      policy: whatever `get_policy` takes; a `PolicyMap` for dtypes by path.
+      override: whether the policy also takes the place of what the model sets itself.
+
+    Returns:
+      A module of a subclass of the model's class, with the same fields; equal, and hashing
+      equal, for equal models and policies.
+
+    Raises:
+      TypeError: `model` is no linen module.
+      ValueError: it is bound to variables, or inside another module; or a dtype is float64 and
+        64-bit types are off.
+
+    Warns:
+      PolicyWarning: while variables are initialised: a rule matches no module, decides nothing
+        because an earlier one matches too, or changes nothing; or a module of your own has
+        parameters and no `dtype`.
+
+    Dtypes:
+      Layers without a `dtype` (Dropout) work in that of their input. Statistics (BatchNorm)
+      keep the float32 that Flax gives them, the carries of recurrent cells the dtype with which
+      they come in.
+
+    Transforms:
+      All of JAX's, and Flax's lifted ones, around it and inside.
+
+    Example:
+      >>> import flax.linen as nn
+      >>> model = nn.Sequential([nn.Dense(8), nn.LayerNorm(), nn.Dense(2)])
+      >>> policies = mpjax.PolicyMap("bf16-mixed", {"layers_1": "float32"})
+      >>> model = mpjax.linen.with_policy(model, policies)
+      >>> table = mpjax.linen.tabulate(model, jnp.ones((1, 4)))
+      >>> [(row.path, row.dtype) for row in table.rows[1:]]
+      [('layers_0', 'bf16'), ('layers_1', 'f32'), ('layers_2', 'bf16')]
+
+    References:
+      Keras, `DTypePolicyMap`; Haiku, `hk.mixed_precision.set_policy`
+    """
+    setting = Setting(as_checked_policy(policy, "with_policy"), override, prefix=())
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        return cast("M", policied(model, setting))
+    if not isinstance(model, nn.Module):
+        raise TypeError(_no_module(model))
+    if model.scope is not None or model.parent is not None:
+        got = f"the {type(model).__name__} is bound: it has variables, or is part of a module."
+        fix = "Give the whole model a PolicyMap, or the class: with_policy(nn.Dense, policy)(8)."
+        raise ValueError(message("with_policy", got, fix))
+    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init}
+    # Fields of Modules are adopted when it is bound, as those of any module that is cloned.
+    return cast("M", policied(type(model), setting)(**fields))
+
+
+def _no_module(model: object) -> str:
+    fix = "Type with_policy(MyModel(), 'bf16-mixed')."
+    if any(base.__module__.startswith("flax.nnx") for base in type(model).__mro__):
+        fix = "An NNX module is changed in place: mpjax.nnx.set_policy(model, 'bf16-mixed')."
+    elif callable(model):
+        fix = "For a function there is mpjax.autocast(fun, 'bf16-mixed')."
+    got = f"got a {type(model).__name__}."
+    return message("with_policy", got, "Allowed: a flax.linen.Module, or a class of one.", fix)
+
+
+def tabulate(
+    model: nn.Module,
+    *args: Any,
+    rngs: Any = None,
+    method: Any = None,
+    **kwargs: Any,
+) -> ModuleTable:
+    """Returns which dtypes the modules of a model use, and why, as a table.
+
+    Args:
+      model: a linen module, with a policy or without.
+      *args, **kwargs: what it is called with; arrays may be `jax.ShapeDtypeStruct`s.
+      rngs: as for `model.init`; None for a key that serves all streams.
+      method: as for `model.init`.
+
+    Returns:
+      A `ModuleTable`: print it, with rich in colour; read it by `.rows`, `table["encoder"]` or
+      `.to_dict()`. Its `dtype` is 'inputs' where a module computes in what it is given, and '-'
+      where it has none.
+
+    Raises:
+      TypeError: `model` is no linen module.
+
+    Dtypes:
+      Those of the modules' attributes, and of the parameters that `model.init` would make.
+
+    Transforms:
+      None: it is for people. Nothing is computed; the model is traced abstractly.
+
+    Example:
+      >>> import flax.linen as nn
+      >>> model = mpjax.linen.with_policy(nn.Dense(2), "bf16-mixed")
+      >>> print(mpjax.linen.tabulate(model, jnp.ones((1, 4))))
+      Dense under p=f32,c=bf16,o=f32
+      module  class  dtype  param_dtype  parameters  reason
+      .       Dense  bf16   f32          10          policy
+
+    References:
+      flax, `nn.tabulate`
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(_no_module(model).replace("with_policy", "tabulate", 1))
+    order: dict[str, nn.Module | None] = {}
+
+    def record(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        path = "/".join(context.module.path)
+        if context.method_name != "setup":
+            order.setdefault(path, None)
+        out = next_fun(*args, **kwargs)
+        if context.method_name != "setup" and order[path] is None:
+            order[path] = context.module  # its dtypes are set by now
+        return out
+
+    with nn.intercept_methods(record), journal() as reasons:
+        variables = _abstract_init(model, args, kwargs, rngs=rngs, method=method)
+    rows = [
+        _row(path, module, variables, reasons.get(path, AS_WRITTEN))
+        for path, module in order.items()
+    ]
+    setting: Setting | None = getattr(model, "mpjax_setting", None)
+    title = type(model).__name__ + (f" under {setting.policy}" if setting else "")
+    return ModuleTable(title, tuple(rows))
+
+
+def _abstract_init(model: nn.Module, args: Any, kwargs: Any, *, rngs: Any, method: Any) -> Any:
+    """Returns the variables that `init` would make, as shapes; only arrays are traced."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    is_traced = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+
+    def init(rngs: Any, arrays: list[Any]) -> Any:
+        values = iter(arrays)
+        given = [next(values) if t else x for t, x in zip(is_traced, leaves, strict=True)]
+        args, kwargs = structure.unflatten(given)
+        return model.init(rngs, *args, method=method, **kwargs)
+
+    arrays = [x for t, x in zip(is_traced, leaves, strict=True) if t]
+    return jax.eval_shape(init, jax.random.key(0) if rngs is None else rngs, arrays)
+
+
+def _row(path: str, module: Any, variables: Any, reason: str) -> ModuleRow:
+    held: Any = variables.get("params", {})
+    for part in path.split("/") if path else ():
+        held = held.get(part, {}) if isinstance(held, Mapping) else {}
+    own = [x for x in held.values() if not isinstance(x, Mapping)]
+    return row_of(path, module, jax.tree.leaves(own), reason)
+
+
+# -- train states ------------------------------------------------------------------------------
+
+
+class TrainStateLike(Protocol):
+    """What `apply_gradients` needs of a train state; `flax.training.train_state` has it."""
+
+    opt_state: Any
+    params: Any
+
+    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Any:
+        """Returns the state after one update."""
+
+    def replace(self, **kwargs: Any) -> Any:
+        """Returns the state with other values in some fields."""
+
+
+S = TypeVar("S", bound=TrainStateLike)
+
+
+def apply_gradients(state: S, *, grads: PyTree, **changes: Any) -> S:
+    """Returns `state.apply_gradients(grads=grads, **changes)`, undone where the step is skipped.
+
+    With `with_loss_scale` around the optimizer, a step with a non-finite gradient leaves
+    parameters and moments as they are. The rest of a `TrainState` knows nothing of that: its
+    counter would go on, and BatchNorm statistics or an EMA that come from the same forward pass
+    would keep their NaN for ever. Here they stay too, bit for bit, and so do the float8 scales
+    of `_overwrite_with_gradient`.
+
+    Args:
+      state: a `flax.training.train_state.TrainState`, or a subclass with fields of its own.
+      grads: *scaled* gradients, as `with_loss_scale` takes them.
+      **changes: fields to replace, e.g. `batch_stats=...`.
+
+    Returns:
+      The new state. Its loss scale has been adjusted in either case.
+
+    Raises:
+      ValueError: the optimizer is not wrapped in `with_loss_scale`; or a field changes its
+        structure, shape or dtype.
+
+    Dtypes:
+      Unchanged.
+
+    Transforms:
+      jit, scan, vmap, shard_map, pmap.
+
+    Example:
+      >>> from flax.training.train_state import TrainState
+      >>> tx = mpjax.with_loss_scale(optax.sgd(0.5), mpjax.StaticLossScale(8.0))
+      >>> state = TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
+      >>> skipped = mpjax.linen.apply_gradients(state, grads={"w": jnp.array([jnp.inf, 0])})
+      >>> int(skipped.step), skipped.params
+      (0, {'w': Array([1., 1.], dtype=float32)})
+
+    References:
+      flax, `TrainState.apply_gradients`
+    """
+    new = state.apply_gradients(grads=grads, **changes)
+    scaled = [found for _, found in find_states(new.opt_state)]
+    if not scaled:
+        current_loss_scale(new.opt_state)  # its error says what is missing
+    finite = jnp.all(jnp.stack([found.grads_finite for found in scaled]))
+    kept = {
+        f.name: select_tree(finite, getattr(new, f.name), getattr(state, f.name))
+        for f in dataclasses.fields(cast("Any", state))
+        if f.metadata.get("pytree_node", True) and f.name not in ("opt_state", "params")
+    }
+    return new.replace(params=_overwritten_kept(finite, new.params, state.params), **kept)
+
+
+def _overwritten_kept(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """Returns the new parameters; those that a gradient overwrites stay where it is not finite."""
+
+    def choose(path: Any, a: Any, b: Any) -> Any:
+        return select_tree(finite, a, b) if is_overwritten(path) else a
+
+    return jax.tree_util.tree_map_with_path(choose, new, old)

@@ -1,0 +1,504 @@
+"""mpjax.linen: dtypes by module path, what a model uses, and train states that skip as a whole."""
+
+import copy
+import functools
+import io
+import pickle
+import warnings
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _helpers import Traced, assert_same_bits
+from _linen_layers import array
+from flax.core import meta
+
+import mpjax
+import mpjax.linen
+
+pytestmark = [
+    pytest.mark.standard_promotion("linen promotes its own masks and counts implicitly"),
+    pytest.mark.no_leak_check("linen keeps tracers on its scopes until they are collected"),
+]
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+X = array(4, 6)
+KEY = jax.random.key(0)
+
+
+class Encoder(nn.Module):
+    """Submodules made in setup, one in a list, one of a dtype of its own."""
+
+    def setup(self) -> None:
+        self.inner = nn.Dense(5)
+        self.rest = [nn.LayerNorm(), nn.Dense(5, dtype=jnp.float32)]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.inner(x)
+        for layer in self.rest:
+            x = layer(x)
+        return x
+
+
+class Network(nn.Module):
+    """Submodules of every origin: a field, setup, a compact method inside one."""
+
+    head: nn.Module
+
+    def setup(self) -> None:
+        self.encoder = Encoder()
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.encode(x))
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        return self.encoder(x)
+
+
+class Head(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(3, name="out")(nn.relu(nn.Dense(4)(x)))
+
+
+def network() -> Network:
+    return Network(head=Head())
+
+
+def made(model: nn.Module) -> Any:
+    """Returns the model's variables for X; jitted, which is the fastest."""
+    return jax.jit(model.init)(KEY, X)
+
+
+def dtypes(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, str]:
+    rows = mpjax.linen.tabulate(model, *args, **kwargs).rows
+    return {row.path: row.dtype for row in rows if row.dtype != "-"}
+
+
+# -- setting dtypes ----------------------------------------------------------------------------
+
+
+def test_every_module_gets_the_policys_dtypes_wherever_it_was_made():
+    model = mpjax.linen.with_policy(network(), "p=bf16,c=f16,o=f32")
+    assert dtypes(model, X) == {
+        "encoder/inner": "f16",
+        "encoder/rest_0": "f16",
+        "encoder/rest_1": "f32",  # set in the model
+        "head/Dense_0": "f16",
+        "head/out": "f16",
+    }
+    variables = made(model)
+    assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype(BF16)}
+
+
+def test_products_are_computed_in_the_policys_dtype():
+    model = mpjax.linen.with_policy(Head(), "bf16-mixed")
+    text = str(jax.make_jaxpr(model.apply)(made(model), X))
+    products = [line for line in text.splitlines() if "dot_general[" in line]
+    assert len(products) == 2
+    assert all(":bf16[" in line for line in products)
+
+
+def test_rules_go_by_module_path():
+    policies = mpjax.PolicyMap(
+        "bf16-mixed", {"head/out": "float32", "encoder/rest_*": "p=f16,c=f16,o=f32"}
+    )
+    model = mpjax.linen.with_policy(network(), policies)
+    table = mpjax.linen.tabulate(model, X)
+    assert dtypes(model, X) == {
+        "encoder/inner": "bf16",
+        "encoder/rest_0": "f16",
+        "encoder/rest_1": "f32",
+        "head/Dense_0": "bf16",
+        "head/out": "f32",
+    }
+    assert table["head/out"].reason == "rule 'head/out'"
+    assert table["head/Dense_0"].reason == "policy"
+    assert table["encoder/rest_1"].reason == "set in the model"
+    assert table["encoder/rest_0"].param_dtype == "f16"
+    assert table["encoder"].reason == "has no dtype"
+
+
+def test_variables_have_the_names_and_values_of_the_model_without_a_policy():
+    plain = made(network())
+    assert_same_bits(made(mpjax.linen.with_policy(network(), "bf16-mixed")), plain)
+
+
+def test_the_model_given_and_its_fields_stay_as_they_are():
+    head = Head()
+    plain = Network(head=head)
+    model = mpjax.linen.with_policy(plain, "bf16-mixed")
+    model.apply(made(model), X)
+    assert model.head is head
+    assert type(plain) is Network
+    assert type(head) is Head
+    assert set(dtypes(plain, X).values()) == {"inputs", "f32"}
+
+
+def test_the_model_returns_the_default_policys_output_dtype():
+    model = mpjax.linen.with_policy(network(), "p=f32,c=bf16,o=f16")
+    variables = made(model)
+    for method in (None, "encode", Network.encode, model.encode, lambda m, x: m.encoder(x)):
+        assert model.apply(variables, X, method=method).dtype == F16
+    out, state = model.apply(variables, X, mutable=["intermediates"])
+    assert (out.dtype, state) == (F16, {})
+
+
+class TwoInOne(nn.Module):
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Dense(4, dtype=self.dtype, param_dtype=self.param_dtype, name="first")(x)
+        return nn.Dense(4, dtype=jnp.float16, name="second")(x)
+
+
+def test_a_dtype_passed_down_is_the_policys_and_one_written_out_is_the_models():
+    policies = mpjax.PolicyMap("bf16-mixed", {"first": "p=f16,c=f32,o=f32"})
+    model = mpjax.linen.with_policy(TwoInOne(), policies)
+    table = mpjax.linen.tabulate(model, X)
+    assert dtypes(model, X) == {"": "bf16", "first": "f32", "second": "f16"}
+    assert table["first"].param_dtype == "f16"
+    assert table["second"].reason == "set in the model"
+
+
+def test_a_dtype_given_to_the_model_itself_stays_all_the_way_down():
+    model = mpjax.linen.with_policy(TwoInOne(dtype=jnp.float16), "p=bf16,c=bf16,o=f32")
+    with pytest.warns(mpjax.PolicyWarning, match="the policy changes nothing: '' .*of its own"):
+        table = mpjax.linen.tabulate(model, X)
+    assert {row.dtype for row in table.rows} == {"f16"}
+    assert table["first"].param_dtype == "bf16"
+
+
+def test_override_takes_the_place_of_what_the_model_sets():
+    model = mpjax.linen.with_policy(TwoInOne(dtype=jnp.float16), "bf16-mixed", override=True)
+    assert set(dtypes(model, X).values()) == {"bf16"}
+
+
+def test_a_second_policy_replaces_the_first():
+    model = mpjax.linen.with_policy(mpjax.linen.with_policy(Head(), "bf16-mixed"), "16-mixed")
+    assert set(dtypes(model, X).values()) == {"f16"}
+    assert str(mpjax.linen.tabulate(model, X)).startswith("Head under p=f32,c=f16,o=f32\n")
+
+
+def test_a_module_inside_may_have_a_policy_of_its_own():
+    own = mpjax.PolicyMap("p=f32,c=f16,o=f32", {"out": "float32"})  # paths within the head
+    model = mpjax.linen.with_policy(
+        Network(head=mpjax.linen.with_policy(Head(), own)), "bf16-mixed"
+    )
+    assert dtypes(model, X) == {
+        "encoder/inner": "bf16",
+        "encoder/rest_0": "bf16",
+        "encoder/rest_1": "f32",
+        "head/Dense_0": "f16",
+        "head/out": "f32",
+    }
+
+
+def test_the_scoped_default_is_the_policy_of_none():
+    with mpjax.default_policy("bf16-mixed"):
+        model = mpjax.linen.with_policy(Head())
+    assert set(dtypes(model, X).values()) == {"bf16"}
+
+
+class Shared(nn.Module):
+    first: nn.Module
+    second: nn.Module
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.second(self.first(x))
+
+
+def test_a_shared_module_is_one_module_still():
+    layer = nn.Dense(6)
+    model = mpjax.linen.with_policy(Shared(layer, layer), "bf16-mixed")
+    variables = made(model)
+    assert set(variables["params"]) == {"first"}
+    assert dtypes(model, X) == {"first": "bf16"}
+
+
+class TwoHeads(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        narrow = mpjax.linen.with_policy(nn.Dense, "float32")
+        return nn.Dense(3, name="wide")(x) + narrow(3, name="narrow")(x)
+
+
+def test_a_class_with_a_policy_is_made_and_named_as_the_class():
+    assert dtypes(mpjax.linen.with_policy(TwoHeads(), "bf16-mixed"), X) == {
+        "wide": "bf16",
+        "narrow": "f32",
+    }
+    assert mpjax.linen.with_policy(nn.Dense, "bf16-mixed").__name__ == "Dense"
+
+
+def test_submodules_of_a_bound_model_are_under_its_policy():
+    policies = mpjax.PolicyMap("bf16-mixed", {"head/out": "p=f32,c=f16,o=f32"})
+    model = mpjax.linen.with_policy(network(), policies)
+    variables = made(model)
+    bound = model.bind(variables)
+    assert bound.encoder.inner(X).dtype == BF16
+    assert bound.head(bound.encoder.inner(X)).dtype == F16
+    assert bound(X).dtype == F32
+    head, head_variables = bound.head.unbind()
+    assert head.apply(head_variables, array(2, 5)).dtype == F16
+
+
+def test_equal_models_under_equal_policies_are_equal_and_traced_once():
+    def small() -> Network:
+        return mpjax.linen.with_policy(network(), mpjax.PolicyMap("16-mixed", {"head": "f32"}))
+
+    assert small() == small()
+    assert hash(small()) == hash(small())
+    assert small() != mpjax.linen.with_policy(network(), "16-mixed")
+    assert small() != network()
+    variables = made(small())
+    traced = Traced(lambda model, x: model.apply(variables, x), static_argnums=0)
+    traced(small(), X)
+    traced(small(), X)
+    assert traced.traces == 1
+
+
+def test_a_model_is_an_instance_of_its_class_and_can_be_copied_and_pickled():
+    model = mpjax.linen.with_policy(Head(), "bf16-mixed")
+    assert isinstance(model, Head)
+    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model), model.clone()):
+        assert other == model
+        assert set(dtypes(other, X).values()) == {"bf16"}
+
+
+# -- transformations ---------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+        return x + nn.Dense(x.shape[-1], name="dense")(nn.LayerNorm(name="norm")(x)), None
+
+
+class Stack(nn.Module):
+    lift: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.lift(Block)(name="blocks")(x)[0]
+
+
+LIFTS = {
+    "scan": functools.partial(
+        nn.scan, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+    ),
+    "remat": nn.remat,
+    "jit": nn.jit,
+    "vmap": functools.partial(
+        nn.vmap, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=0
+    ),
+    "remat_scan": lambda block: functools.partial(
+        nn.scan(nn.remat(block), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIFTS)
+def test_lifted_transforms_are_gone_through(name: str):
+    policies = mpjax.PolicyMap("bf16-mixed", {"blocks/norm": "float32"})
+    plain = Stack(LIFTS[name])
+    model = mpjax.linen.with_policy(plain, policies)
+    assert dtypes(model, X) == {"blocks/norm": "f32", "blocks/dense": "bf16"}
+    variables = made(model)
+    assert_same_bits(variables, made(plain))
+
+    def loss(variables: Any, model: nn.Module) -> jax.Array:
+        return (model.apply(variables, X) ** 2).mean()
+
+    low = jax.jit(jax.grad(loss), static_argnums=1)(variables, model)
+    full = jax.grad(loss)(variables, plain)
+    for a, b in zip(jax.tree.leaves(low), jax.tree.leaves(full), strict=True):
+        assert a.dtype == F32
+        assert not np.array_equal(a, b)
+        # Three blocks of a product each: rounded operands, and their rounded sum, back and forth.
+        np.testing.assert_allclose(a, b, rtol=0, atol=16 * 2**-8 * np.abs(b).max())
+
+
+def test_nn_jit_is_not_answered_from_another_policys_cache():
+    for policy, dtype in (("bf16-mixed", BF16), ("16-mixed", F16), ("float32", F32)):
+        model = mpjax.linen.with_policy(Stack(nn.jit), policy)
+        variables = made(model)
+        text = str(jax.make_jaxpr(model.apply)(variables, X))
+        assert f"{jnp.dtype(dtype).name}" in text or dtype == F32
+        assert ("f16" in text) == (dtype != F32)
+        assert ("bf16" in text) == (dtype == BF16)
+
+
+@pytest.mark.parametrize("lift", [nn.remat, nn.jit])
+def test_a_class_with_a_policy_can_be_lifted(lift: Any):
+    lifted = lift(mpjax.linen.with_policy(Block, "bf16-mixed"))()
+    variables = made(lifted)
+    assert "bf16" in str(jax.make_jaxpr(lifted.apply)(variables, X))
+    assert lifted.apply(variables, X)[0].dtype == F32
+
+
+def test_partitioned_parameters_keep_their_boxes():
+    init = nn.with_partitioning(nn.initializers.ones, ("a", "b"))
+    model = mpjax.linen.with_policy(nn.Dense(2, kernel_init=init), "p=bf16,c=bf16,o=f32")
+    kernel = made(model)["params"]["kernel"]
+    assert isinstance(kernel, meta.Partitioned)
+    assert kernel.value.dtype == BF16
+    assert mpjax.linen.tabulate(model, X)[""].parameters == 14
+
+
+# -- reading back ------------------------------------------------------------------------------
+
+
+def test_the_table_counts_what_each_module_holds_itself():
+    table = mpjax.linen.tabulate(network(), jax.ShapeDtypeStruct((4, 6), F32))
+    counts = {row.path: row.parameters for row in table.rows if row.parameters}
+    assert counts == {
+        "encoder/inner": 35,
+        "encoder/rest_0": 10,
+        "encoder/rest_1": 30,
+        "head/Dense_0": 24,
+        "head/out": 15,
+    }
+    assert [row.reason for row in table.rows] == ["as written"] * len(table.rows)
+    assert table.to_dict()["rows"][0]["class_name"] == "Network"
+
+
+def test_the_table_passes_flags_and_keys_on():
+    class Dropping(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
+            return nn.Dropout(0.5, deterministic=not train)(nn.Dense(2)(x))
+
+    model = mpjax.linen.with_policy(Dropping(), "bf16-mixed")
+    assert dtypes(model, X, train=True) == {"Dense_0": "bf16"}
+    assert dtypes(model, X, train=True, rngs={"params": KEY, "dropout": KEY}) == {"Dense_0": "bf16"}
+
+
+def test_the_table_prints_in_rich_too():
+    from rich.console import Console
+
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(mpjax.linen.tabulate(mpjax.linen.with_policy(Head(), "bf16-mixed"), X))
+    text = console.export_text()
+    assert "Head under p=f32,c=bf16,o=f32" in text
+    assert "Dense_0" in text
+
+
+def test_an_unknown_path_of_the_table_names_those_that_there_are():
+    with pytest.raises(KeyError, match="no module at 'heat'") as error:
+        mpjax.linen.tabulate(Head(), X)["heat"]
+    assert "'Dense_0', 'out'" in str(error.value)
+
+
+# -- bad input ---------------------------------------------------------------------------------
+
+
+def initialised(model: nn.Module, policy: Any) -> None:
+    jax.eval_shape(mpjax.linen.with_policy(model, policy).init, KEY, X)
+
+
+def test_a_rule_without_a_module_is_a_warning_that_names_the_nearest():
+    policies = mpjax.PolicyMap("bf16-mixed", {"encodr/inner": "float32"})
+    with pytest.warns(mpjax.PolicyWarning, match="'encodr/inner', matches none") as caught:
+        initialised(network(), policies)
+    assert "Nearest: 'encoder/inner'" in str(caught[0].message)
+
+
+def test_a_rule_that_comes_too_late_is_a_warning():
+    policies = mpjax.PolicyMap("bf16-mixed", {"encoder": "16-mixed", "encoder/inner": "float32"})
+    said = "rule 2 of 2, 'encoder/inner', decides nothing: rule 1, 'encoder', comes first"
+    with pytest.warns(mpjax.PolicyWarning, match=said):
+        initialised(network(), policies)
+
+
+def test_rules_that_agree_do_not_fight():
+    policies = mpjax.PolicyMap("bf16-mixed", {"encoder": "float32", "encoder/inner": "float32"})
+    initialised(network(), policies)
+    policies = mpjax.PolicyMap("bf16-mixed", {"encoder/inner": "16-mixed", "encoder": "float32"})
+    initialised(network(), policies)
+
+
+def test_a_rule_for_a_layer_without_a_dtype_is_a_warning():
+    model = nn.Sequential([nn.Dense(3), nn.Dropout(0.5, deterministic=True)])
+    policies = mpjax.PolicyMap("bf16-mixed", {"layers_1": "float32"})
+    said = r"rule 1 of 1, 'layers_1', changes nothing: 'layers_1' \(Dropout\) has no dtype"
+    with pytest.warns(mpjax.PolicyWarning, match=said):
+        initialised(model, policies)
+
+
+def test_a_rule_for_a_layer_with_a_dtype_of_its_own_is_a_warning():
+    policies = mpjax.PolicyMap("bf16-mixed", {"second": "float32"})
+    said = r"rule 1 of 1, 'second', changes nothing: 'second' \(Dense\) has a dtype of its own"
+    with pytest.warns(mpjax.PolicyWarning, match=said) as caught:
+        initialised(TwoInOne(), policies)
+    assert "pass override=True" in str(caught[0].message)
+
+
+class Custom(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weight = self.param("weight", nn.initializers.ones, (6, 2))
+        return x @ weight
+
+
+def test_a_custom_module_without_a_dtype_is_a_warning_where_it_would_matter():
+    said = r"'layers_1' \(Custom\) holds parameters and has no dtype"
+    model = nn.Sequential([nn.Dense(6), Custom()])
+    with pytest.warns(mpjax.PolicyWarning, match=said):
+        initialised(model, "bf16-mixed")
+    with pytest.warns(mpjax.PolicyWarning, match=said):
+        initialised(nn.Sequential([nn.Dense(6), nn.remat(Custom)()]), "bf16-mixed")
+    initialised(model, "float32")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        initialised(model, mpjax.PolicyMap("bf16-mixed", {"layers_1": "float32"}))
+    assert ["changes nothing" in str(w.message) for w in caught] == []
+
+
+def test_what_one_method_initialises_says_nothing_of_the_rest():
+    model = mpjax.linen.with_policy(
+        network(), mpjax.PolicyMap("bf16-mixed", {"head/out": "float32"})
+    )
+    jax.eval_shape(functools.partial(model.init, method="encode"), KEY, X)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda x: x, "autocast"),
+        ("Dense", "got a str"),
+        (nn.Dense(2).init, "got a method"),
+    ],
+)
+def test_what_is_no_module_is_refused(model: Any, said: str):
+    with pytest.raises(TypeError, match=said):
+        mpjax.linen.with_policy(model, "bf16-mixed")
+    with pytest.raises(TypeError, match=r"^tabulate: got"):
+        mpjax.linen.tabulate(model, X)
+
+
+def test_an_nnx_module_is_sent_to_its_own_function():
+    from flax import nnx
+
+    with pytest.raises(TypeError, match=r"mpjax.nnx.set_policy\(model, 'bf16-mixed'\)"):
+        mpjax.linen.with_policy(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "bf16-mixed")
+
+
+def test_a_bound_module_is_refused():
+    class Inside(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return mpjax.linen.with_policy(nn.Dense(2), "float32")(x)
+
+    with pytest.raises(ValueError, match=r"the Dense is bound.*\n.*with_policy\(nn.Dense, policy"):
+        Inside().init(KEY, X)
+
+
+def test_float64_without_64_bit_types_is_refused_when_it_is_set():
+    with pytest.raises(ValueError, match="with_policy: float64 was asked for"):
+        mpjax.linen.with_policy(Head(), "p=f32,c=f64,o=f32")
