@@ -11,10 +11,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from _helpers import Traced, assert_same_bits
-from _linen_layers import array
+from _helpers import Traced, assert_same_bits, bits
+from _linen_layers import LAYERS, NOT_LAYERS, array
 from flax.core import meta
+from flax.training.train_state import TrainState
 
 import mpjax
 import mpjax.linen
@@ -502,3 +504,290 @@ def test_a_bound_module_is_refused():
 def test_float64_without_64_bit_types_is_refused_when_it_is_set():
     with pytest.raises(ValueError, match="with_policy: float64 was asked for"):
         mpjax.linen.with_policy(Head(), "p=f32,c=f64,o=f32")
+
+
+# -- train states ------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Dense(4, use_bias=False)(x)
+        x = nn.BatchNorm(use_running_average=False, momentum=0.5)(x)
+        return nn.Dense(1)(x)
+
+
+class NormedState(TrainState):
+    batch_stats: Any
+    ema: Any
+
+
+def normed_step(policy: str) -> tuple[NormedState, Any]:
+    """Returns a train state with statistics and an EMA, and its jitted step."""
+    model = mpjax.linen.with_policy(Normed(), policy)
+    variables = made(model)
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+    state = NormedState.create(
+        apply_fn=model.apply,
+        tx=mpjax.with_loss_scale(tx, mpjax.DynamicLossScale(2.0**12)),
+        ema=jax.tree.map(jnp.copy, variables["params"]),
+        **variables,
+    )
+
+    def step(state: NormedState, x: jax.Array) -> NormedState:
+        def loss_fn(params: Any) -> Any:
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            out, new = state.apply_fn(variables, x, mutable=["batch_stats"])
+            return jnp.mean(out**2), new["batch_stats"]
+
+        scale = mpjax.current_loss_scale(state.opt_state)
+        differentiate = mpjax.value_and_grad(loss_fn, has_aux=True, loss_scale=scale, unscale=False)
+        (_, stats), grads = differentiate(state.params)
+        ema = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p + 0 * x.sum(), state.ema, state.params)
+        return mpjax.linen.apply_gradients(state, grads=grads, batch_stats=stats, ema=ema)
+
+    return state, Traced(step)
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+def test_a_skipped_step_leaves_all_of_a_train_state_as_it_was(policy: str):
+    state, step = normed_step(policy)
+    state = step(state, X)
+    skipped = step(state, X.at[0, 0].set(jnp.inf))
+    for name in ("step", "params", "batch_stats", "ema"):
+        assert_same_bits(getattr(skipped, name), getattr(state, name))
+    assert_same_bits(skipped.opt_state.inner_state, state.opt_state.inner_state)
+    assert float(skipped.opt_state.loss_scale) == 2.0**11
+    after = step(skipped, X)
+    assert int(after.step) == 2
+    assert step.traces == 1
+    for name in ("params", "batch_stats", "ema"):
+        pairs = zip(
+            *map(jax.tree.leaves, (getattr(after, name), getattr(state, name))), strict=True
+        )
+        assert any(bits(a) != bits(b) for a, b in pairs)
+
+
+def test_a_step_that_is_taken_is_that_of_the_train_state_itself():
+    state, _ = normed_step("float32")
+    grads = jax.tree.map(lambda p: jnp.sin(p) * 2.0**12, state.params)
+    stats = jax.tree.map(lambda s: s + 1, state.batch_stats)
+    got = mpjax.linen.apply_gradients(state, grads=grads, batch_stats=stats)
+    want = state.apply_gradients(grads=grads, batch_stats=stats)
+    assert int(got.step) == int(want.step) == 1
+    for name in ("params", "batch_stats", "ema", "opt_state"):
+        assert_same_bits(getattr(got, name), getattr(want, name))
+
+
+def test_several_optimizers_in_one_guard_what_they_share_unless_all_took_the_step():
+    tx = optax.partition(
+        {
+            name: mpjax.with_loss_scale(optax.sgd(0.5), mpjax.StaticLossScale(2.0))
+            for name in ("a", "b")
+        },
+        {"a": "a", "b": "b"},
+    )
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    grads = {"a": jnp.ones(2), "b": jnp.full(2, jnp.nan)}
+    new = mpjax.linen.apply_gradients(state, grads=grads)
+    assert int(new.step) == 0
+    assert_same_bits(new.params, {"a": jnp.full(2, 0.75), "b": jnp.ones(2)})
+
+
+def test_a_train_state_without_a_loss_scale_is_refused():
+    state = TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"holds no loss scale.*\n.*Wrap the optimizer"):
+        mpjax.linen.apply_gradients(state, grads={"w": jnp.ones(2)})
+
+
+def test_statistics_that_change_their_dtype_are_refused():
+    state, _ = normed_step("float32")
+    low = jax.tree.map(lambda s: s.astype(BF16), state.batch_stats)
+    with pytest.raises(ValueError, match=r"'BatchNorm_0/mean'.*bf16\[4\] and f32\[4\]"):
+        mpjax.linen.apply_gradients(state, grads=state.params, batch_stats=low)
+
+
+# -- float8 ------------------------------------------------------------------------------------
+
+OVERWRITTEN = "_overwrite_with_gradient"
+FP8 = {name: getattr(nn, name) for name in ("Fp8DotGeneralOp", "Fp8DirectDotGeneralOp")}
+
+
+class Float8(nn.Module):
+    """Two products of 8-bit operands, whose scales are learnt as Flax does: from a gradient."""
+
+    op: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.relu(nn.Dense(16, dot_general_cls=self.op)(x))
+        return nn.Dense(16, dot_general_cls=self.op)(x)
+
+
+def float8_loss(model: nn.Module) -> Any:
+    def loss(variables: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(model.apply(variables, x).astype(F32) ** 2)
+
+    return loss
+
+
+def next_scales(loss: Any, variables: Any, x: jax.Array, scale: float) -> Any:
+    """Returns what Flax's layers say their scales and histories are after this step."""
+    return jax.jit(jax.grad(lambda v: loss(v, x) * scale))(variables)[OVERWRITTEN]
+
+
+# In float16 Flax divides by scales that are float16 too: a small loss scale makes them vanish.
+FLOAT8_RUNS = [("bf16-mixed", 1.0), ("16-mixed", 2.0**10)]
+float8_test = pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated")
+
+
+@float8_test
+@pytest.mark.parametrize(("policy", "scale"), FLOAT8_RUNS)
+@pytest.mark.parametrize("op", FP8)
+def test_float8_scales_are_what_their_gradient_says_in_a_train_step(op: str, policy: str, scale):
+    x = array(16, 16)
+    loss = float8_loss(Float8(FP8[op]))
+    tx = optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(1e-2))
+    chosen = mpjax.DynamicLossScale(scale, growth_interval=1) if scale != 1 else None
+    step = mpjax.make_train_step(loss, tx, policy, loss_scale=chosen)
+    state = step.init(made_float8(op, x))
+    for _ in range(3):
+        used = float(mpjax.current_loss_scale(state.opt_state).loss_scale)
+        want = next_scales(mpjax.autocast(loss, policy), state.params, x, used)
+        state, metrics = step(state, x)
+        assert bool(metrics["grads_finite"])
+        assert_same_bits(state.params[OVERWRITTEN], want)
+    before = jax.tree.map(jnp.copy, state.params)
+    state, metrics = step(state, x.at[0, 0].set(jnp.nan))
+    assert not bool(metrics["grads_finite"])
+    assert_same_bits(state.params, before)
+
+
+def made_float8(op: str, x: jax.Array) -> Any:
+    return jax.jit(Float8(FP8[op]).init)(KEY, x)
+
+
+@float8_test
+@pytest.mark.parametrize(("policy", "scale"), FLOAT8_RUNS)
+@pytest.mark.parametrize("op", FP8)
+def test_float8_scales_are_what_their_gradient_says_in_a_train_state(op: str, policy: str, scale):
+    x = array(16, 16)
+    model = Float8(FP8[op])
+    loss = mpjax.autocast(float8_loss(model), policy)
+    tx = optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(1e-2))
+    tx = mpjax.with_loss_scale(tx, mpjax.DynamicLossScale(scale, growth_interval=1))
+    state = TrainState.create(apply_fn=model.apply, params=made_float8(op, x), tx=tx)
+
+    @jax.jit
+    def step(state: TrainState, x: jax.Array) -> TrainState:
+        scale = mpjax.current_loss_scale(state.opt_state)
+        grads = mpjax.grad(loss, loss_scale=scale, unscale=False)(state.params, x)
+        return mpjax.linen.apply_gradients(state, grads=grads)
+
+    for _ in range(3):
+        used = float(mpjax.current_loss_scale(state.opt_state).loss_scale)
+        want = next_scales(loss, state.params, x, used)
+        state = step(state, x)
+        assert bool(state.opt_state.grads_finite)
+        assert_same_bits(state.params[OVERWRITTEN], want)
+    skipped = step(state, x.at[0, 0].set(jnp.nan))
+    assert not bool(skipped.opt_state.grads_finite)
+    assert_same_bits(skipped.params, state.params)
+
+
+@float8_test
+@pytest.mark.parametrize("op", FP8)
+def test_float8_scales_are_float32_under_every_policy(op: str):
+    x = array(16, 16)
+    model = mpjax.linen.with_policy(Float8(FP8[op]), "bf16-true")
+    variables = jax.jit(model.init)(KEY, x)
+    grads = jax.jit(jax.grad(float8_loss(model)))(variables, x)
+    for tree in (variables, grads):
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(tree["params"])} == {"bfloat16"}
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(tree[OVERWRITTEN])} == {"float32"}
+    plain = jax.jit(jax.grad(float8_loss(Float8(FP8[op]))))
+    full = plain(mpjax.Policy().cast_to_param(variables), x)
+    for a, b in zip(*(jax.tree.leaves(g[OVERWRITTEN]) for g in (grads, full)), strict=True):
+        # Largest values of operands; a cotangent that went through 8 bits is known to 2⁻³.
+        np.testing.assert_allclose(a, b, rtol=2**-3)
+
+
+# -- every layer of Flax -----------------------------------------------------------------------
+
+
+def test_every_public_module_has_a_row_or_a_reason():
+    public = {n for n, v in vars(nn).items() if isinstance(v, type) and issubclass(v, nn.Module)}
+    assert public == LAYERS.keys() | NOT_LAYERS.keys()
+
+
+# The first module below the root that has a dtype stays in float32, the others are lowered.
+LOW = {"bf16-mixed": BF16, "16-mixed": F16}
+
+
+def per_path(layer: nn.Module, args: Any, policy: str) -> mpjax.PolicyMap:
+    keys = {"params": KEY, "dropout": KEY}
+    rows = mpjax.linen.tabulate(layer, *args, rngs=keys).rows
+    inner = [row.path for row in rows if row.path and row.dtype != "-"]
+    return mpjax.PolicyMap(policy, {path: "float32" for path in inner[:1] if len(inner) > 1})
+
+
+def run(layer: nn.Module, variables: Any, args: Any) -> Any:
+    """Returns the output and the new state of a layer."""
+    keys = {"dropout": jax.random.key(2)}
+    return layer.apply(variables, *args, rngs=keys, mutable=["batch_stats"])
+
+
+def step_types(layer: nn.Module, args: Any) -> tuple[Any, Any]:
+    """Returns the types of a layer's variables before and after a step of gradient descent."""
+
+    def step(variables: Any) -> Any:
+        def loss(params: Any) -> Any:
+            out, state = run(layer, {**variables, "params": params}, args)
+            return sum(jnp.sum(x.astype(F32)) for x in jax.tree.leaves(out)), state
+
+        params = variables.get("params", {})
+        grads, state = mpjax.grad(loss, has_aux=True, loss_scale=2.0)(params)
+        new = mpjax.optim.apply_updates(params, grads)
+        return {**variables, **state, **({"params": new} if params else {})}
+
+    keys = {"params": KEY, "dropout": KEY}
+    variables = jax.eval_shape(lambda: layer.init(keys, *args))
+    after = jax.eval_shape(step, variables)
+    return tuple(jax.tree.map(lambda x: (x.shape, x.dtype.name), v) for v in (variables, after))
+
+
+# JAX has no QR decomposition in 16 bits, which the recurrent weights of these start from.
+CELLS = ["GRUCell", "LSTMCell", "MGUCell", "OptimizedLSTMCell", "SimpleCell"]
+ORTHOGONAL = {"Bidirectional", "RNN", *CELLS}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_variables_of_a_layer_keep_their_dtypes_across_a_step(name: str):
+    layer, args = LAYERS[name]
+    for policy in ("bf16-mixed", "16-mixed" if name in ORTHOGONAL else "16-true"):
+        model = mpjax.linen.with_policy(layer, per_path(layer, args, policy))
+        before, after = step_types(model, args)
+        assert after == before
+
+
+@pytest.mark.parametrize("policy", LOW)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_under_a_policy_by_path_computes_what_it_does_in_float32(name: str, policy: str):
+    layer, args = LAYERS[name]
+    model = mpjax.linen.with_policy(layer, per_path(layer, args, policy))
+    variables = jax.jit(layer.init)({"params": KEY, "dropout": KEY}, *args)
+
+    @jax.jit
+    def both(variables: Any, args: Any) -> Any:
+        return run(layer, variables, args), run(model, variables, args)
+
+    full, low = both(variables, args)
+    assert jax.tree.structure(low) == jax.tree.structure(full)
+    for a, b in zip(jax.tree.leaves(low), jax.tree.leaves(full), strict=True):
+        assert a.dtype == b.dtype  # the policy's output dtype, and that of the statistics
+        # Inputs, weights and about six results in a row are rounded, each by half an epsilon of
+        # the largest value there is; what is multiplied here is of the size of one.
+        largest = max(1.0, float(jnp.abs(b).max()))
+        bound = 8 * float(jnp.finfo(LOW[policy]).eps) / 2 * largest
+        np.testing.assert_allclose(a, b, rtol=0, atol=bound)
