@@ -191,3 +191,14 @@ def all_finite(x: Any) -> jax.Array:
     if jax.__version_info__ < (0, 12) or dtype.itemsize == 1 or dtype.kind == "c":
         return jnp.all(jnp.isfinite(x))
     return jnp.max(jnp.abs(x), initial=0) < jnp.inf
+
+
+def cpu_as_accelerator() -> dict[str, Any]:
+    """Returns compiler options with which XLA:CPU sends 16-bit values as accelerators do.
+
+    Left to itself it widens them. For programs that are read and not run; before JAX 0.12 its code
+    generator cannot do without, and `mpjax.pods` recognises the widening instead.
+    """
+    if jax.__version_info__ < (0, 12):
+        return {}
+    return {"xla_disable_hlo_passes": "float-normalization-bf16"}

@@ -1,0 +1,201 @@
+"""Whether a train step is right for a pod, before the job starts: compiled ahead of time."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from mpjax import _compat
+from mpjax._dtypes import short_name
+from mpjax._errors import message
+from mpjax._hardware import examine, find_accelerator
+from mpjax._policy import get_policy
+from mpjax.pods import _args, _programs, _rules
+from mpjax.pods._findings import Finding, Times
+from mpjax.pods._read import Lowered, read, too_large
+from mpjax.pods._report import Report
+from mpjax.pods._topology import Topology, get_topology
+
+
+def check(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    topology: str | Topology,
+    *,
+    policy: Any = None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Report:
+    """Returns what is right and wrong about a train step on hardware that need not be here.
+
+    The step is traced, compiled for the topology and its program read: whether it fits, what is
+    sent between devices and in which dtype, what bounds its time. Nothing runs, no accelerator and
+    no data are needed; arguments are specs.
+
+    Args:
+      step: the jitted step, with its donated arguments (a plain function is jitted); what
+        `make_train_step` returns; `shard_map` inside. Build it on `topology.make_mesh(...)`, or let
+        it read the mesh from its context (`jax.set_mesh`), which is set to the arguments' mesh.
+      args: the arguments, as a tuple: `jax.ShapeDtypeStruct`s with shardings (`with_sharding`
+        makes them) or arrays. Shardings on a mesh of other devices are carried over by axis name.
+        An argument that comes back with equal structure is the state.
+      topology: a name such as 'v5e-256' or '8xh100', or what `get_topology` returned.
+      policy: what `get_policy` takes; None for the step's own (`make_train_step`), else for what
+        most products of the step read.
+      compiler_options: XLA's, as the job will have them.
+
+    Returns:
+      A `Report`: `print(report)`, `report.ok`, `report.exit_code`, `report.findings`,
+      `report.collectives`, `report.memory`, `report.to_dict()`.
+
+    Raises:
+      ValueError: the topology is unknown, a mesh or batch does not divide, or no argument says how
+        it is laid out.
+      TypeError: `args` is not a tuple.
+      ModuleNotFoundError: the compiler for that platform is not installed; 'cpu:N' needs none.
+
+    Dtypes:
+      Judged, not changed.
+
+    Transforms:
+      None. While it traces, `jax.process_index()` answers for the first and the last process of
+      the job in turn, to see whether they would trace the same program.
+
+    Example:
+      >>> def step(state, batch):
+      ...     grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(state)
+      ...     return state - 0.1 * grads
+      >>> report = mpjax.pods.check(step, (jnp.ones((64, 64)), jnp.ones((8, 64))), "cpu:1")
+      >>> [(finding.check, finding.culprit) for finding in report.findings]
+      [('donation', 'state')]
+    """
+    topology = get_topology(topology)
+    if not isinstance(args, tuple):
+        got = f"must be a tuple, one entry for each argument; got {type(args).__name__}."
+        raise TypeError(message("check(args)", got, "Type check(step, (state, batch), ...)."))
+    lowered = _lower(step, args, topology)
+    found = [*_rules.callbacks(_programs.callbacks(lowered.jaxpr))]
+    found += _rules.agreement(lowered.difference, max(1, topology.num_hosts - 1))
+    policy = getattr(step, "policy", None) if policy is None else get_policy(policy)
+    compute = _compute_dtype(policy, lowered.jaxpr)
+    found += _precision(policy, compute, topology)
+    options = dict(compiler_options or {})
+    if topology.chip.platform == "cpu":
+        options = _compat.cpu_as_accelerator() | options
+    started = time.perf_counter()
+    compiled, refusal = _compile(lowered, topology, options)
+    seconds = time.perf_counter() - started
+    report = Report(
+        topology=str(topology),
+        num_devices=topology.num_devices,
+        mesh=dict(lowered.mesh.shape) if lowered.mesh else {},
+        compute_dtype=compute,
+        findings=(*found, *refusal),
+        collectives=(),
+        memory=None,
+        flops={},
+        hbm_bytes=0,
+        cost_analysis_bytes=None,
+        uncounted=(),
+        times=Times(compute=0.0, hbm=0.0, network=0.0),
+        fingerprint=lowered.fingerprint,
+        compile_seconds=seconds,
+    )
+    return report if compiled is None else read(report, lowered, compiled, topology)
+
+
+# -- before compiling ------------------------------------------------------------------------------
+
+
+def _lower(step: Callable[..., Any], args: tuple[Any, ...], topology: Topology) -> Lowered:
+    args, mesh = _args.place(args, topology)
+    jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
+    processes = topology.num_hosts
+    with _context(mesh):
+        jaxpr = _programs.trace(jitted, args, process=0, count=processes)
+        # Also for one process: what differs from trace to trace differs between processes too.
+        other = _programs.trace(jitted, args, process=max(1, processes - 1), count=processes)
+        if _programs.callbacks(jaxpr):
+            # There is no host to call without a device: such a step does not lower.
+            lowered, text = None, str(jaxpr)
+        else:
+            lowered = _on_devices(lambda: jitted.lower(*args), topology)
+            text = lowered.as_text()
+    return Lowered(
+        step=jitted,
+        args=args,
+        mesh=mesh,
+        jaxpr=jaxpr,
+        difference=_programs.first_difference(jaxpr, other),
+        lowered=lowered,
+        fingerprint=_programs.fingerprint(text),
+    )
+
+
+@contextlib.contextmanager
+def _context(mesh: Mesh | None) -> Generator[None]:
+    if mesh is None:
+        yield
+        return
+    with jax.set_mesh(mesh):
+        yield
+
+
+def _on_devices(lower: Callable[[], Any], topology: Topology) -> Any:
+    try:
+        return lower()
+    except ValueError as error:
+        if "incompatible devices" not in str(error):
+            raise
+        got = f"it holds a mesh of other devices than those of {topology.name!r}."
+        fix = "Build it on topology.make_mesh({...}), or let it read the mesh from its context."
+        raise ValueError(message("check(step)", got, fix)) from error
+
+
+def _compute_dtype(policy: Any, jaxpr: Any) -> str:
+    if policy is None:
+        return _programs.compute_dtype(jaxpr)
+    return short_name(getattr(policy, "default", policy).compute_dtype)
+
+
+def _precision(policy: Any, compute: str, topology: Topology) -> Iterator[Finding]:
+    """Yields a finding where the accelerator gains nothing from the dtypes."""
+    if topology.chip.platform == "cpu" or (policy is None and compute != "f16"):
+        return
+    judged = get_policy("16-mixed") if policy is None else policy
+    report = examine(judged, find_accelerator(topology.chip.key))
+    if report.status in ("slow", "unsupported"):
+        lines = report.lines("slow", "unsupported")
+        yield Finding(
+            check="precision",
+            severity="error" if report.status == "unsupported" else "warning",
+            what=f"{report.policy} gains little or nothing on {report.accelerator.name}: "
+            f"{'; '.join(lines[:-1])}.",
+            culprit=str(judged),
+            fix=lines[-1],
+        )
+
+
+# -- compiling -------------------------------------------------------------------------------------
+
+
+def _compile(
+    lowered: Lowered, topology: Topology, options: dict[str, Any]
+) -> tuple[Any, list[Finding]]:
+    """Returns the compiled step, or None and why there is none."""
+    if lowered.lowered is None:
+        return None, []
+    try:
+        return lowered.lowered.compile(compiler_options=options or None), []
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        needed = re.search(r"\(([\d.]+[KMGT])\) exceeds available HBM", str(error))
+        needs = f"needs {needed[1]}" if needed else "needs more"
+        limit = topology.chip.hbm_bytes
+    return None, [too_large(lowered, f"{needs} of the {limit / 1e9:.2f} GB", topology)]

@@ -1,0 +1,182 @@
+"""What a chip can do, as a table: products a second, memory, bandwidth, links. Numbers are peaks.
+
+They bound a step from below; no program reaches all of them. Where they come from:
+
+* TPU: "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x" in Google Cloud's TPU documentation
+  (peak compute, HBM bandwidth and inter-chip bandwidth per chip; the latter counts both
+  directions of all links, of which a ring over one mesh axis uses one direction of two, a
+  quarter on a 2-D torus and a sixth on a 3-D one). v4's links are 2400 Gbit/s by the same count
+  ("TPU v4: An Optically Reconfigurable Supercomputer", Jouppi et al., 2023, has 6 x 50 GB/s).
+  Memory: what libtpu 0.0.50 lets a program use, which is less than the chip has.
+* NVIDIA: the data sheets of A100 (SXM, 80 GB) and H100 (SXM), dense products, NVLink in both
+  directions; the network is one 400 or 200 Gbit/s port a GPU, as in DGX systems. JAX allocates 75 %
+  of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """The peaks of one device, which is what JAX calls a device: half a chip on TPU7x."""
+
+    key: str  # as in `mpjax table`: 'v5e', 'sm_90'
+    name: str
+    platform: str  # 'tpu', 'cuda' or 'cpu'
+    dense_flops: float  # a second, bfloat16 operands
+    float32_flops: float  # at JAX's default precision: rounded to bfloat16 (TPU) or TF32 (GPU)
+    hbm_bytes: int  # what a program may use
+    hbm_bandwidth: float  # bytes a second
+    link_bandwidth: float  # bytes a second that a device sends along one mesh axis
+    network_bandwidth: float  # bytes a second and device between hosts or slices
+    link: str  # 'ICI' or 'NVLink'
+
+
+def _tpu(
+    key: str,
+    tflops: float,
+    f32_ratio: float,
+    hbm_gib: float,
+    hbm_gb: float,
+    ici_gb: float,
+    dims: int,
+) -> Chip:
+    return Chip(
+        key=key.replace("tpu7x", "v7x"),
+        name=f"TPU {key}",
+        platform="tpu",
+        dense_flops=tflops * 1e12,
+        float32_flops=tflops * 1e12 / f32_ratio,
+        hbm_bytes=round(hbm_gib * GIB),
+        hbm_bandwidth=hbm_gb * 1e9,
+        link_bandwidth=ici_gb * 1e9 / (2 * dims),
+        network_bandwidth=6.25e9,  # 50 Gbit/s a chip
+        link="ICI",
+    )
+
+
+# name, bf16 TFLOP/s, f32 is slower by, GiB a program may use, HBM GB/s, ICI GB/s, axes of the torus
+# fmt: off
+TPUS = {
+    "v4":    _tpu("v4",     275,   1.03, 30.75, 1200,  300, 3),
+    "v5e":   _tpu("v5e",    197,   1.02, 15.75,  819,  400, 2),
+    "v5p":   _tpu("v5p",    459,   1.57, 95.74, 2765, 1200, 3),
+    "v6e":   _tpu("v6e",    918,   1.06, 31.25, 1638,  800, 2),
+    # A device is one of the chip's two cores, with half of everything.
+    "tpu7x": _tpu("tpu7x", 1153.5, 1.78, 94.75, 3690,  600, 3),
+}
+# fmt: on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GpuTarget:
+    """What XLA must know of a GPU to compile for it (XLA's `GpuTargetConfigProto`)."""
+
+    capability: int
+    cores: int
+    fpus_per_core: int
+    clock_ghz: float
+    shared_per_block: int
+    shared_per_core: int
+    bandwidth: int
+    l2_bytes: int
+    memory_bytes: int
+    description: str
+
+    def text(self) -> str:
+        """Returns the description in protobuf's text form."""
+        device = {
+            "core_count": self.cores,
+            "fpus_per_core": self.fpus_per_core,
+            "clock_rate_ghz": self.clock_ghz,
+            "threads_per_warp": 32,
+            "threads_per_block_limit": 1024,
+            "threads_per_core_limit": 2048,
+            "registers_per_core_limit": 65536,
+            "registers_per_block_limit": 65536,
+            "shared_memory_per_block": 49152,
+            "shared_memory_per_block_optin": self.shared_per_block,
+            "shared_memory_per_core": self.shared_per_core,
+            "block_dim_limit_x": 2147483647,
+            "block_dim_limit_y": 65535,
+            "block_dim_limit_z": 65535,
+            "memory_bandwidth": self.bandwidth,
+            "l2_cache_size": self.l2_bytes,
+            "device_memory_size": self.memory_bytes,
+        }
+        fields = " ".join(f"{key}: {value}" for key, value in device.items())
+        capability = f"cuda_compute_capability {{ major: {self.capability} minor: 0 }}"
+        return (
+            f"gpu_device_info {{ {capability} {fields} }}\n"
+            'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 8 }\n'
+            "runtime_version { major: 12 minor: 8 }\n"
+            f'device_description_str: "{self.description}"\n'
+        )
+
+
+GPU_TARGETS = {
+    "a100": GpuTarget(
+        capability=8,
+        cores=108,
+        fpus_per_core=64,
+        clock_ghz=1.41,
+        shared_per_block=166912,
+        shared_per_core=167936,
+        bandwidth=2039040000000,
+        l2_bytes=41943040,
+        memory_bytes=85100068864,
+        description="NVIDIA A100-SXM4-80GB",
+    ),
+    "h100": GpuTarget(
+        capability=9,
+        cores=132,
+        fpus_per_core=128,
+        clock_ghz=1.98,
+        shared_per_block=232448,
+        shared_per_core=233472,
+        bandwidth=3352320000000,
+        l2_bytes=52428800,
+        memory_bytes=84942979072,
+        description="NVIDIA H100 80GB HBM3",
+    ),
+}
+
+
+def _gpu(key: str, sm: str, tflops: float, nvlink_gb: float, network_gb: float) -> Chip:
+    target = GPU_TARGETS[key]
+    return Chip(
+        key=sm,
+        name=target.description,
+        platform="cuda",
+        dense_flops=tflops * 1e12,
+        float32_flops=tflops * 1e12 / 2,  # TF32
+        hbm_bytes=target.memory_bytes,
+        hbm_bandwidth=float(target.bandwidth),
+        link_bandwidth=nvlink_gb * 1e9 / 2,
+        network_bandwidth=network_gb * 1e9,
+        link="NVLink",
+    )
+
+
+GPUS = {
+    "a100": _gpu("a100", "sm_80", 312, 600, 25),
+    "h100": _gpu("h100", "sm_90", 989, 900, 50),
+}
+
+# Only to look at a program without any of the compilers above: nothing is known of its speed.
+CPU = Chip(
+    key="cpu",
+    name="virtual CPU devices",
+    platform="cpu",
+    dense_flops=0.0,
+    float32_flops=0.0,
+    hbm_bytes=0,
+    hbm_bandwidth=0.0,
+    link_bandwidth=0.0,
+    network_bandwidth=0.0,
+    link="memory",
+)

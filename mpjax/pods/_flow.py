@@ -1,0 +1,266 @@
+"""Follows a value through a compiled program: back to the input it is, on to the output it becomes.
+
+Both directions follow only what keeps a value: casts, copies, slices, layouts, tuples, loops and
+fusions; forward also arithmetic that keeps the number of elements, which is what an optimizer does
+with a gradient. A product, a reduction or a lookup ends the way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from mpjax.pods._hlo import Computation, Instruction, Module, Shape
+
+Index = tuple[int, ...]
+
+
+class Place(NamedTuple):
+    """A value: the result of an instruction, or a part of it where that is a tuple."""
+
+    computation: str
+    instruction: str
+    part: Index = ()
+
+
+# Read one value and give it back, whole or in part, in another dtype, order or place.
+_CARRY = frozenset(
+    [
+        "convert",
+        "copy",
+        "copy-start",
+        "copy-done",
+        "bitcast",
+        "bitcast-convert",
+        "reshape",
+        "transpose",
+        "slice",
+        "slice-start",
+        "slice-done",
+        "dynamic-slice",
+        "reduce-precision",
+        "pad",
+        "broadcast",
+        "all-gather",
+        "all-gather-start",
+        "all-gather-done",
+        "all-reduce",
+        "all-reduce-start",
+        "all-reduce-done",
+        "collective-permute",
+        "collective-permute-start",
+        "collective-permute-done",
+        "all-to-all",
+        "optimization-barrier",
+        "async-done",
+        "async-update",
+        "reverse",
+    ]
+)
+_COMBINED = frozenset({"all-gather", "all-reduce", "reduce-scatter", "all-to-all"})  # many at once
+_MANY = frozenset({"concatenate", "ConcatBitcast"})
+# Their result has parts besides the value itself; without an index the value is meant.
+_STARTS = frozenset(
+    ["all-gather-start", "all-reduce-start", "reduce-scatter-start", "collective-permute-start"]
+)
+_ENDS = frozenset(
+    [
+        "dot",
+        "convolution",
+        "reduce",
+        "reduce-window",
+        "scatter",
+        "gather",
+        "sort",
+        "custom-call",
+        "rng",
+        "iota",
+        "constant",
+        "parameter",
+        "map",
+        "select-and-scatter",
+    ]
+)
+
+
+class Flow:
+    """The ways of values through one program."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._callers = self._find_callers()
+
+    def inputs_of(self, place: Place) -> set[int]:
+        """Returns the numbers of the program's parameters that a value is, cast or sliced."""
+        found: set[int] = set()
+        for at in self._walk(place, self._back):
+            instruction = self._instruction(at)
+            if at.computation == self._module.entry.name and instruction.opcode == "parameter":
+                found.add(int(instruction.arguments))
+        return found
+
+    def outputs_of(self, place: Place) -> set[int]:
+        """Returns the numbers of the program's results that a value is added or multiplied into."""
+        entry, found = self._module.entry, set[int]()
+        for at in self._walk(place, self._on):
+            if at.computation != entry.name or at.instruction != entry.root.name:
+                continue
+            found.add(at.part[0] if at.part else 0)
+        return found
+
+    def _walk(self, place: Place, steps: Callable[[Place], Iterator[Place]]) -> Iterator[Place]:
+        seen, waiting = {place}, [place]
+        while waiting:
+            at = waiting.pop()
+            yield at
+            for further in steps(at):
+                if further not in seen:
+                    seen.add(further)
+                    waiting.append(further)
+
+    def _instruction(self, at: Place) -> Instruction:
+        return self._module.computations[at.computation].instructions[at.instruction]
+
+    def _find_callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
+        found: dict[str, list[tuple[Computation, Instruction]]] = {}
+        for computation in self._module.computations.values():
+            for instruction in computation.instructions.values():
+                callees = (instruction.callee, *map(instruction.called, ("body", "condition")))
+                for callee in callees:
+                    if callee and callee in self._module.computations:
+                        found.setdefault(callee, []).append((computation, instruction))
+        return found
+
+    # -- back ----------------------------------------------------------------------------------
+
+    def _back(self, at: Place) -> Iterator[Place]:
+        """Yields the values that a value was made of, by a step that keeps it."""
+        instruction = self._instruction(at)
+        opcode = instruction.opcode
+        there = functools.partial(Place, at.computation)
+        if opcode == "get-tuple-element":
+            yield there(instruction.operands[0], (*instruction.integers("index"), *at.part))
+        elif opcode == "tuple":
+            if at.part:
+                yield there(instruction.operands[at.part[0]], at.part[1:])
+        elif opcode == "parameter":
+            yield from self._back_to_callers(at, int(instruction.arguments))
+        elif instruction.is_call:
+            inner = self._module.computations.get(instruction.callee or "")
+            if inner is not None:
+                yield Place(inner.name, inner.root.name, at.part)
+        elif opcode == "while":
+            yield from self._back_into_loop(at, instruction)
+        elif opcode == "dynamic-update-slice":
+            yield there(instruction.operands[0])
+            yield there(instruction.operands[1])
+        elif opcode in _MANY or _target(instruction) in _MANY:
+            yield from map(there, instruction.operands)
+        elif _target(instruction) in ("AsyncCollectiveDone", "AsyncCollectiveStart"):
+            yield there(instruction.operands[0])
+        elif instruction.operands and (opcode in _CARRY or opcode.endswith("-done")):
+            yield from self._back_by_one(at, instruction)
+
+    def _back_by_one(self, at: Place, instruction: Instruction) -> Iterator[Place]:
+        """Yields the operand of an instruction that carries one value, or several side by side."""
+        if instruction.opcode.endswith(("-done", "-update")) or "barrier" in instruction.opcode:
+            yield Place(at.computation, instruction.operands[0], at.part)
+            return
+        position = at.part[-1] if at.part and len(instruction.operands) > 1 else 0
+        if position < len(instruction.operands):
+            yield Place(at.computation, instruction.operands[position])
+
+    def _back_to_callers(self, at: Place, number: int) -> Iterator[Place]:
+        for computation, caller in self._callers.get(at.computation, ()):
+            if caller.opcode == "while":
+                yield Place(computation.name, caller.operands[0], at.part)
+                body = self._module.computations[caller.called("body") or ""]
+                yield Place(body.name, body.root.name, at.part)
+            elif number < len(caller.operands):
+                yield Place(computation.name, caller.operands[number], at.part)
+
+    def _back_into_loop(self, at: Place, loop: Instruction) -> Iterator[Place]:
+        yield Place(at.computation, loop.operands[0], at.part)
+        body = self._module.computations[loop.called("body") or ""]
+        yield Place(body.name, body.root.name, at.part)
+
+    # -- on ------------------------------------------------------------------------------------
+
+    def _on(self, at: Place) -> Iterator[Place]:
+        """Yields the values that are made of a value, by a step that keeps its size."""
+        computation = self._module.computations[at.computation]
+        instruction = computation.instructions[at.instruction]
+        for user, position in computation.users.get(at.instruction, ()):
+            yield from self._into(at, instruction, user, position)
+        if instruction.is_root:
+            yield from self._to_callers(at)
+
+    def _into(
+        self, at: Place, instruction: Instruction, user: Instruction, position: int
+    ) -> Iterator[Place]:
+        opcode, name = user.opcode, user.name
+        there = functools.partial(Place, at.computation)
+        if opcode == "get-tuple-element":
+            wanted = user.integers("index")
+            if not at.part or at.part[:1] == wanted:  # without an index it is any part
+                yield there(name, at.part[1:])
+        elif opcode == "tuple":
+            yield there(name, (position, *at.part))
+        elif user.is_call:
+            inner = self._module.computations.get(user.callee or "")
+            if inner is not None and position in inner.parameters:
+                yield Place(inner.name, inner.parameters[position].name, at.part)
+        elif opcode == "while":
+            body = self._module.computations[user.called("body") or ""]
+            yield Place(body.name, body.parameters[0].name, at.part)
+            yield there(name, at.part)
+        elif opcode == "dynamic-update-slice":
+            if position <= 1:  # 0 is what is updated, 1 what it is updated with
+                yield there(name)
+        elif (
+            opcode.endswith(("-done", "-update"))
+            or opcode == "optimization-barrier"
+            or _target(user) in ("AsyncCollectiveDone", "AsyncCollectiveStart")
+        ):
+            yield there(name, at.part)
+        elif opcode in _STARTS or opcode in _COMBINED:
+            yield there(name, (position,) if len(user.operands) > 1 else ())
+        elif opcode in _MANY or _target(user) in _MANY or self._keeps(instruction, user, at):
+            yield there(name)
+
+    def _keeps(self, instruction: Instruction, user: Instruction, at: Place) -> bool:
+        """Whether an instruction is arithmetic on all of a value's elements, or a part of it."""
+        if user.opcode in _ENDS:
+            return False
+        if user.opcode in ("dynamic-slice", "slice", "slice-start", "copy-start"):
+            return True
+        value, result = _part(instruction, at.part), user.type
+        if value is None or not isinstance(result, Shape) or value.elements < 2:
+            return False
+        return value.elements == result.elements
+
+    def _to_callers(self, at: Place) -> Iterator[Place]:
+        for computation, caller in self._callers.get(at.computation, ()):
+            if caller.is_call:
+                yield Place(computation.name, caller.name, at.part)
+            elif caller.opcode == "while" and caller.called("body") == at.computation:
+                yield Place(computation.name, caller.name, at.part)
+                body = self._module.computations[at.computation]
+                yield Place(body.name, body.parameters[0].name, at.part)
+
+
+def _target(instruction: Instruction) -> str | None:
+    """Returns which library or compiler function a custom call is; None for anything else."""
+    if instruction.opcode != "custom-call":
+        return None
+    return instruction.attributes.partition('custom_call_target="')[2].partition('"')[0]
+
+
+def _part(instruction: Instruction, index: Index) -> Shape | None:
+    part = instruction.type
+    for position in index:
+        if isinstance(part, Shape) or position >= len(part):
+            return None
+        part = part[position]
+    return part if isinstance(part, Shape) else None

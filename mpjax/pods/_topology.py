@@ -1,0 +1,249 @@
+"""The slices and clusters that people rent, by the names they know."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from mpjax._errors import message, nearest
+from mpjax.pods._chips import CPU, GPUS, TPUS, Chip
+from mpjax.pods._devices import cpu_devices, gpu_devices, tpu_devices
+
+# How gcloud, XPK and libtpu call them. "TensorCores" counts two a chip, as their names do.
+_TPU_NAMES = {
+    "v4": "v4",
+    "v5e": "v5e",
+    "v5litepod": "v5e",
+    "v5lite": "v5e",
+    "v5p": "v5p",
+    "v6e": "v6e",
+    "tpu7x": "tpu7x",
+    "v7x": "tpu7x",
+}
+_IN_TENSORCORES = ("v4", "v5p", "tpu7x")
+_TWO_DIMENSIONAL = ("v5e", "v6e")
+_CHIPS_PER_HOST = 4
+_GPUS_PER_HOST = 8
+
+# Chips of a slice and its shape, where the name gives the number only.
+_SHAPES_2D = {
+    1: (1, 1),
+    4: (2, 2),
+    8: (2, 4),
+    16: (4, 4),
+    32: (4, 8),
+    64: (8, 8),
+    128: (8, 16),
+    256: (16, 16),
+}
+_SHAPES_3D = {
+    4: (2, 2, 1),
+    8: (2, 2, 2),
+    16: (2, 2, 4),
+    32: (2, 4, 4),
+    64: (4, 4, 4),
+    128: (4, 4, 8),
+    256: (4, 8, 8),
+    512: (8, 8, 8),
+    768: (8, 8, 12),
+    1024: (8, 8, 16),
+    1536: (8, 12, 16),
+    2048: (8, 16, 16),
+    3072: (12, 16, 16),
+    4096: (16, 16, 16),
+    6144: (16, 16, 24),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Devices that need not be here: a TPU slice, GPUs, or virtual CPU devices.
+
+    Attributes:
+      name: as it was asked for, 'v5e-256'.
+      chip: what one device can do.
+      shape: chips of a TPU slice by axis; hosts and devices a host otherwise.
+      num_slices: TPU slices that a slower network connects.
+    """
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+    num_slices: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices JAX sees."""
+        cores = 2 if self.chip.key == "v7x" else 1
+        return math.prod(self.shape) * cores * self.num_slices
+
+    @property
+    def num_hosts(self) -> int:
+        """How many machines, and so processes, drive them."""
+        if self.chip.platform != "tpu":
+            return self.shape[0]
+        return max(1, math.prod(self.shape) // _CHIPS_PER_HOST) * self.num_slices
+
+    @functools.cached_property
+    def devices(self) -> tuple[Any, ...]:
+        """The devices, to build a mesh of. Programs can be compiled for them, not run.
+
+        Raises:
+          ModuleNotFoundError: the compiler for this platform is not installed.
+          RuntimeError: fewer virtual CPU devices were started than 'cpu:N' asks for.
+        """
+        if self.chip.platform == "cpu":
+            return cpu_devices(self.num_devices)
+        if self.chip.platform == "cuda":
+            return gpu_devices(self.name, self._key, self.shape)
+        return tpu_devices(self.name, self._key, self.shape, self.num_slices)
+
+    @property
+    def _key(self) -> str:
+        return next(key for key, chip in (TPUS | GPUS).items() if chip is self.chip)
+
+    def make_mesh(self, axes: Mapping[str, int]) -> Mesh:
+        """Returns a mesh of these devices.
+
+        Args:
+          axes: the size of each axis by its name; one of them may be -1, for what is left.
+
+        Raises:
+          ValueError: the sizes do not multiply to the number of devices.
+
+        Example:
+          >>> mpjax.pods.get_topology("cpu:1").make_mesh({"fsdp": -1}).shape
+          OrderedDict({'fsdp': 1})
+        """
+        sizes = self._sizes(axes)
+        kinds = (AxisType.Auto,) * len(sizes)
+        if self.num_slices > 1 or self.chip.platform != "tpu":
+            return Mesh(np.array(self.devices).reshape(sizes), tuple(axes), axis_types=kinds)
+        return jax.make_mesh(sizes, tuple(axes), axis_types=kinds, devices=self.devices)
+
+    def _sizes(self, axes: Mapping[str, int]) -> tuple[int, ...]:
+        sizes, count = list(axes.values()), self.num_devices
+        if sizes.count(-1) == 1:
+            rest = math.prod(size for size in sizes if size != -1)
+            sizes[sizes.index(-1)] = count // rest if rest > 0 else 0
+        if not sizes or min(sizes) < 1 or math.prod(sizes) != count:
+            asked = " x ".join(f"{name}={size}" for name, size in axes.items()) or "no axes"
+            got = f"a mesh of {asked} does not have the {count} devices of {self.name!r}."
+            fix = f"Sizes multiply to {count}; one may be -1, e.g. {{'data': 1, 'fsdp': -1}}."
+            raise ValueError(message("make_mesh(axes)", got, fix))
+        return tuple(sizes)
+
+    def __str__(self) -> str:
+        slices = f"{self.num_slices} x " if self.num_slices > 1 else ""
+        shape = "x".join(map(str, self.shape))
+        hosts = f"{self.num_hosts} host{'s' if self.num_hosts > 1 else ''}"
+        return (
+            f"{self.name} ({slices}{self.chip.name} {shape}: {self.num_devices} devices, {hosts})"
+        )
+
+
+def get_topology(name: str | Topology, *, num_slices: int = 1) -> Topology:
+    """Returns the devices that a name means; no compiler is loaded before they are asked for.
+
+    Args:
+      name: a TPU slice as gcloud and XPK call it ('v5e-256', 'v5litepod-16', 'v5p-128', 'v6e-64',
+        'v4-8', 'tpu7x-128': v4, v5p and tpu7x count TensorCores, two a chip) or by its shape
+        ('v5e:16x16', 'v5p:4x4x8'); GPUs ('h100', '8xh100', 'h100-64', or hosts and GPUs a host:
+        'a100:2x8'); 'cpu:8', virtual CPU devices, which need no compiler that JAX has not.
+      num_slices: TPU slices over which the job runs.
+
+    Raises:
+      ValueError: the name is unknown, or no slice has that size; the message has the nearest.
+
+    Example:
+      >>> print(mpjax.pods.get_topology("v5e-256"))
+      v5e-256 (TPU v5e 16x16: 256 devices, 64 hosts)
+      >>> mpjax.pods.get_topology("v5p-128").shape
+      (4, 4, 4)
+    """
+    if isinstance(name, Topology):
+        return name
+    text = name.lower().strip()
+    if num_slices < 1:
+        got = f"num_slices must be at least 1; got {num_slices}."
+        raise ValueError(message("get_topology", got, "Leave it out for one slice."))
+    if match := re.fullmatch(r"cpu(?:[:\-](\d+))?", text):
+        return Topology(name, CPU, (1, int(match[1] or 1)))
+    if match := re.fullmatch(r"(?:(\d+)x)?(a100|h100)(?:[a-z0-9\-]*?[:\-](\d+)(?:x(\d+))?)?", text):
+        return _gpu_topology(name, match)
+    match = re.fullmatch(r"([a-z0-9]+?)(?:-(\d+)|:(\d+(?:x\d+)+))", text)
+    if match is None or match[1] not in _TPU_NAMES:
+        raise ValueError(_unknown(name))
+    key = _TPU_NAMES[match[1]]
+    shape = _tpu_shape(name, key, match[2], match[3])
+    return Topology(name, TPUS[key], shape, num_slices)
+
+
+def _gpu_topology(name: str, match: re.Match[str]) -> Topology:
+    times, key, first, second = match.groups()
+    if second is not None:
+        hosts, local = int(first), int(second)
+    else:
+        count = int(times or first or 1)
+        hosts, local = max(1, count // _GPUS_PER_HOST), min(count, _GPUS_PER_HOST)
+        if hosts * local != count or count == 0:
+            got = f"{count} GPUs are not whole hosts of {_GPUS_PER_HOST}."
+            fix = f"Type hosts and GPUs a host, e.g. '{key}:2x4'."
+            raise ValueError(message(f"get_topology({name!r})", got, fix))
+    return Topology(name, GPUS[key], (hosts, local))
+
+
+def _tpu_shape(name: str, key: str, count: str | None, shape: str | None) -> tuple[int, ...]:
+    flat = key in _TWO_DIMENSIONAL
+    shapes = _SHAPES_2D if flat else _SHAPES_3D
+    where = f"get_topology({name!r})"
+    if shape is not None:
+        dims = tuple(int(n) for n in shape.split("x"))
+        wanted = 2 if flat else 3
+        whole = math.prod(dims) == 1 or (all(n % 2 == 0 for n in dims[:2]) and min(dims) > 0)
+        if len(dims) != wanted or not whole:
+            example = "v5e:4x4" if flat else f"{key}:4x4x4"
+            got = f"no slice of {key} has the shape {shape}."
+            allowed = (
+                f"It has {wanted} axes; a host is 2 x 2 chips, so that the first two are even."
+            )
+            raise ValueError(message(where, got, allowed, f"Type e.g. {example!r}."))
+        return dims
+    per_chip = 2 if key in _IN_TENSORCORES else 1
+    chips, rest = divmod(int(count or 0), per_chip)
+    if rest or chips not in shapes:
+        known = [n * per_chip for n in shapes]
+        near = sorted(known, key=lambda n: abs(n - int(count or 0)))[:2]
+        unit = "TensorCores, two a chip" if per_chip == 2 else "chips"
+        got = f"no slice of {key} has {count} {unit}."
+        allowed = f"There are {', '.join(f'{key}-{n}' for n in known)}."
+        names = " or ".join(repr(f"{key}-{n}") for n in sorted(near))
+        fix = f"Did you mean {names}? A shape works too, e.g. '{key}:{_text(shapes[max(shapes)])}'."
+        raise ValueError(message(where, got, allowed, fix))
+    return shapes[chips]
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _unknown(name: str) -> str:
+    examples = [f"{key}-{n}" for key in ("v5e", "v5litepod", "v6e") for n in _SHAPES_2D]
+    examples += [f"{key}-{2 * n}" for key in ("v4", "v5p", "tpu7x") for n in _SHAPES_3D]
+    examples += [*GPUS, "8xh100", "h100-8", "h100-64", "8xa100", "a100-8", "cpu:8"]
+    close = nearest(name, examples)
+    return message(
+        "get_topology",
+        f"unknown topology {name!r}.",
+        "TPUs: v4, v5e (v5litepod), v5p, v6e, tpu7x, as in 'v5e-256' or 'v5e:16x16'.",
+        "GPUs: h100, a100, as in 'h100', '8xh100', 'h100:8x8'. Neither: 'cpu:8'.",
+        f"Did you mean {' or '.join(map(repr, close))}?" if close else "Type e.g. 'v5e-16'.",
+    )

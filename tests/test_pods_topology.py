@@ -1,0 +1,153 @@
+"""Names of slices and clusters: what people call them, and what is said to a wrong one."""
+
+import importlib.util
+from typing import Any
+
+import jax
+import pytest
+
+from mpjax.pods import Topology, get_topology
+from mpjax.pods import _devices as devices_of
+from mpjax.pods._chips import GPU_TARGETS, GPUS, TPUS
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "devices", "hosts"),
+    [
+        ("v5e-16", (4, 4), 16, 4),
+        ("v5litepod-256", (16, 16), 256, 64),
+        ("v5e:4x8", (4, 8), 32, 8),
+        ("v5e-1", (1, 1), 1, 1),
+        ("v4-8", (2, 2, 1), 4, 1),  # TensorCores, two a chip
+        ("v5p-128", (4, 4, 4), 64, 16),
+        ("v5p:4x4x8", (4, 4, 8), 128, 32),
+        ("v6e-64", (8, 8), 64, 16),
+        ("tpu7x-128", (4, 4, 4), 128, 16),  # a chip is two devices
+        ("TPU7x:2x2x1", (2, 2, 1), 8, 1),
+        ("h100", (1, 1), 1, 1),
+        ("8xh100", (1, 8), 8, 1),
+        ("h100-64", (8, 8), 64, 8),
+        ("h100-mega-80gb-8", (1, 8), 8, 1),
+        ("a100:2x4", (2, 4), 8, 2),
+        ("cpu", (1, 1), 1, 1),
+        ("cpu:8", (1, 8), 8, 1),
+    ],
+)
+def test_names_that_people_use(name: str, shape: tuple[int, ...], devices: int, hosts: int):
+    topology = get_topology(name)
+    assert (topology.shape, topology.num_devices, topology.num_hosts) == (shape, devices, hosts)
+    assert get_topology(topology) is topology
+
+
+def test_slices_multiply_devices_and_hosts():
+    topology = get_topology("v5e-256", num_slices=2)
+    assert (topology.num_devices, topology.num_hosts) == (512, 128)
+    assert str(topology) == "v5e-256 (2 x TPU v5e 16x16: 512 devices, 128 hosts)"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("v5e256", r"unknown topology 'v5e256'(.|\n)*Did you mean 'v5e-256'"),
+        ("v7-8", r"unknown topology 'v7-8'(.|\n)*TPUs: v4, v5e"),
+        ("h200-8", r"unknown topology 'h200-8'(.|\n)*'h100-8'"),
+        ("", r"unknown topology ''(.|\n)*Type e.g. 'v5e-16'"),
+        ("v5e-100", r"no slice of v5e has 100 chips(.|\n)*Did you mean 'v5e-64' or 'v5e-128'"),
+        ("v5p-9", r"no slice of v5p has 9 TensorCores, two a chip(.|\n)*'v5p-8' or 'v5p-16'"),
+        ("v5e:3x3", r"no slice of v5e has the shape 3x3(.|\n)*Type e.g. 'v5e:4x4'"),
+        ("v5e:4x4x4", r"no slice of v5e has the shape 4x4x4(.|\n)*2 axes"),
+        ("v5p:4x4", r"no slice of v5p has the shape 4x4\.(.|\n)*3 axes"),
+        ("v5e:0x4", r"no slice of v5e has the shape 0x4"),
+        ("h100-12", r"12 GPUs are not whole hosts of 8(.|\n)*'h100:2x4'"),
+    ],
+)
+def test_a_wrong_name_is_an_error_with_the_nearest(name: str, said: str):
+    with pytest.raises(ValueError, match=said):
+        get_topology(name)
+
+
+def test_slices_are_at_least_one():
+    with pytest.raises(ValueError, match=r"num_slices must be at least 1; got 0"):
+        get_topology("v5e-16", num_slices=0)
+
+
+def test_a_mesh_has_all_devices():
+    topology = get_topology("cpu:8")
+    assert dict(topology.make_mesh({"data": 2, "fsdp": -1}).shape) == {"data": 2, "fsdp": 4}
+    assert topology.make_mesh({"x": 8}).devices.tolist() == list(topology.devices)
+
+
+@pytest.mark.parametrize("axes", [{"data": 3}, {}, {"a": -1, "b": -1}, {"a": 3, "b": -1}, {"a": 0}])
+def test_a_mesh_that_does_not_divide_is_an_error(axes: dict[str, int]):
+    with pytest.raises(ValueError, match=r"does not have the 8 devices of 'cpu:8'"):
+        get_topology("cpu:8").make_mesh(axes)
+
+
+def test_too_few_virtual_devices_say_how_to_have_more():
+    with pytest.raises(RuntimeError, match=r"JAX started 8(.|\n)*jax_num_cpu_devices', 9\)"):
+        _ = get_topology("cpu:9").devices
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "install"),
+    [
+        ("v5e-16", "libtpu", r"pip install 'jax\[tpu\]'"),
+        ("8xh100", "jax_plugins", r"pip install --no-deps jax-cuda12-plugin=="),
+    ],
+)
+def test_a_missing_compiler_says_what_to_install_and_what_works_without(
+    name: str, module: str, install: str, monkeypatch: pytest.MonkeyPatch
+):
+    def nothing(asked: str, *_: Any) -> None:
+        assert asked == module
+
+    monkeypatch.setattr(devices_of.importlib.util, "find_spec", nothing)
+    topology = get_topology(name)
+    assert topology.num_devices in (8, 16)  # the name is understood all the same
+    with pytest.raises(ModuleNotFoundError, match=rf"not installed(.|\n)*{install}(.|\n)*'cpu:"):
+        _ = topology.devices
+
+
+def test_every_chip_has_its_row_and_plausible_numbers():
+    for key, chip in (TPUS | GPUS).items():
+        assert 1e14 < chip.float32_flops < chip.dense_flops < 3e15, key
+        assert 1e12 > chip.link_bandwidth > chip.network_bandwidth > 1e9, key
+        assert 1e13 > chip.hbm_bandwidth > 10 * chip.link_bandwidth / 2, key
+        assert 15 << 30 < chip.hbm_bytes < 200 << 30, key
+
+
+def test_gpu_targets_are_what_xla_reads():
+    text = GPU_TARGETS["h100"].text()
+    assert "cuda_compute_capability { major: 9 minor: 0 }" in text
+    assert text.count("{") == text.count("}")
+
+
+HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
+NEEDS_LIBTPU = "needs libtpu, which compiles for TPUs that are not here: pip install 'jax[tpu]'"
+
+
+@pytest.mark.skipif(not HAS_LIBTPU, reason=NEEDS_LIBTPU)
+@pytest.mark.parametrize(
+    "name",
+    ["v4-8", "v4-16", "v5e-1", "v5e-8", "v5e-256", "v5p-8", "v6e-16", "tpu7x-8", "tpu7x-128"],
+)
+def test_libtpu_agrees_on_devices_and_hosts(name: str):
+    topology = get_topology(name)
+    kinds = {device.platform for device in topology.devices}
+    assert kinds == {"tpu"}
+    assert len(topology.devices) == topology.num_devices
+    assert len({device.process_index for device in topology.devices}) == topology.num_hosts
+
+
+@pytest.mark.skipif(not HAS_LIBTPU, reason=NEEDS_LIBTPU)
+def test_libtpu_knows_two_slices():
+    topology = get_topology("v5e-16", num_slices=2)
+    mesh = topology.make_mesh({"data": 2, "fsdp": 16})
+    assert {device.slice_index for device in mesh.devices[0]} == {0}
+    assert len(topology.devices) == 32
+
+
+def test_a_topology_is_a_value():
+    assert get_topology("v5e-16") == get_topology("v5e-16") != get_topology("v5e-8")
+    assert isinstance(get_topology("v5e-16"), Topology)
+    assert jax.tree.leaves(get_topology("v5e-16").num_devices) == [16]
