@@ -15,7 +15,7 @@ from typing import Any
 
 from mpjax import _compat
 from mpjax._autocast import control
-from mpjax._autocast.states import Kind, State, fits
+from mpjax._autocast.states import Kind, State, fits, of_literal
 from mpjax._op_rules import ACTIVATIONS, COMPARISONS, OP_RULES, OpClass
 
 _ELEMENTWISE = """
@@ -305,8 +305,8 @@ def _is_native(
     if any(_is_repeated(v, eqn) for v in eqn.invars):
         return False
     for v in eqn.invars:
-        operand = _state(v, found)
-        if operand is None or operand.kind in (Kind.FOREIGN, Kind.NEUTRAL):
+        operand = of_literal(v) if _compat.is_literal(v) else found[v]
+        if operand.kind in (Kind.FOREIGN, Kind.NEUTRAL):
             continue
         if operand.kind == Kind.CONSTANT and fits(operand, state.dtype):
             continue

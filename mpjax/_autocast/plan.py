@@ -168,6 +168,9 @@ class _Planner:
         if name in COMPARISONS:
             self.compared.update(eqn.outvars)
             return self.fused(eqn, states.FOREIGN, "compared in float32: exact")
+        if name == "iota":
+            count = eqn.params["shape"][eqn.params["dimension"]]
+            return self.as_traced(eqn, states.positions(count), "positions")
         if name == "bitcast_convert_type" or kind is None:
             return self.as_traced(eqn, states.NEUTRAL, "unknown: as traced")
         return self.decide_by_class(eqn, kind, settings)
@@ -361,9 +364,7 @@ class _Planner:
 
     def state(self, atom: Any) -> State:
         if _compat.is_literal(atom):
-            if not is_float32(atom):
-                return states.FOREIGN
-            return states.constant(float(atom.val)) if np.ndim(atom.val) == 0 else states.NEUTRAL
+            return states.of_literal(atom)
         return self.states[atom]
 
     def output_state(self, atom: Any, want: int) -> State:

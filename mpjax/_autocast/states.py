@@ -63,6 +63,18 @@ def constant(*values: float) -> State:
     return State(Kind.CONSTANT, values=distinct if len(distinct) <= _MAX_VALUES else None)
 
 
+def positions(count: int) -> State:
+    """Returns the state of 0, 1, 2 ...: of the last two, one is odd and tells whether all fit."""
+    return constant(0.0, float(max(count - 2, 0)), float(max(count - 1, 0)))
+
+
+def of_literal(literal: Any) -> State:
+    """Returns the state of a literal in an equation."""
+    if literal.aval.dtype != np.float32:
+        return FOREIGN
+    return constant(float(literal.val)) if np.ndim(literal.val) == 0 else NEUTRAL
+
+
 @functools.lru_cache(maxsize=4096)
 def fits(state: State, dtype: Any) -> bool:
     """Whether a constant keeps its meaning in `dtype`: no overflow, no underflow, exact integers.

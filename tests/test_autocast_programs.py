@@ -1,0 +1,379 @@
+"""autocast on programs that JAX lets one write: solvers, collectives, rules, kernels, effects."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _differential import equations
+from jax import lax
+from jax.experimental import checkify, io_callback
+from jax.experimental import pallas as pl
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mpjax import autocast, full_precision
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (8, 16))
+W = 0.3 * jax.random.normal(jax.random.fold_in(KEY, 1), (16, 16))
+BF16 = 2.0**-8
+
+
+def distance(got, want):
+    got, want = (
+        np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
+        for tree in (got, want)
+    )
+    return float(np.linalg.norm(got - want) / (np.linalg.norm(want) + 1e-30))
+
+
+def loss(fun):
+    return lambda *args: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(fun(*args)))
+
+
+def products(fun, *args):
+    """The dtypes that the products of a function read, in program order."""
+    names = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+    eqns = equations(jax.make_jaxpr(fun)(*args).jaxpr)
+    return [e.invars[0].aval.dtype.name for e in eqns if e.primitive.name in names]
+
+
+def check(fun, *args, roundings=16, policy="bf16-mixed"):
+    """Values and gradients of `autocast(fun)`, in one compilation, against those of `fun`."""
+    fast = autocast(fun, policy)
+    assert jax.eval_shape(fast, *args) == jax.eval_shape(fun, *args)
+    places = tuple(range(len(args)))
+
+    def both(f):
+        return jax.jit(lambda *xs: (f(*xs), jax.grad(loss(f), places)(*xs)))
+
+    (got, got_grads), (want, want_grads) = both(fast)(*args), both(fun)(*args)
+    assert distance(got, want) < roundings * BF16
+    assert distance(got_grads, want_grads) < roundings * BF16
+
+
+# -- solvers -----------------------------------------------------------------------------------
+
+
+def _positive(w):
+    return 2 * jnp.eye(16) + 0.1 * w @ w.T
+
+
+def _newton(x, w):
+    """Solves y = x + tanh(y w) / 8 by Newton's method, differentiated through the solution."""
+
+    def residual(y):
+        return y - jnp.tanh(y @ w) / 8 - x[0]
+
+    def solve(f, y):
+        step = lambda _, y: y - jnp.linalg.solve(jax.jacfwd(f)(y), f(y))  # noqa: E731
+        return lax.fori_loop(0, 4, step, y)
+
+    def tangent(g, y):
+        return jnp.linalg.solve(jax.jacfwd(g)(jnp.zeros_like(y)), y)
+
+    return lax.custom_root(residual, x[0], solve, tangent)
+
+
+def _linear_solve(x, w):
+    operator = _positive(w)
+    solve = lambda matvec, b: jax.scipy.sparse.linalg.cg(matvec, b, maxiter=20)[0]  # noqa: E731
+    return lax.custom_linear_solve(lambda v: operator @ v, x[0], solve, symmetric=True)
+
+
+def _implicit(x, w):
+    """A fixed point with a rule of its own, as solver libraries write it."""
+
+    @jax.custom_vjp
+    def fixed_point(x, w):
+        return lax.while_loop(
+            lambda s: s[1] < 12, lambda s: (x + jnp.tanh(s[0] @ w) / 8, s[1] + 1), (x, 0)
+        )[0]
+
+    def backward(res, ct):
+        y, w = res
+        _, pullback = jax.vjp(lambda y, w: jnp.tanh(y @ w) / 8, y, w)
+        total = lax.fori_loop(0, 8, lambda _, u: ct + pullback(u)[0], ct)
+        return total, pullback(total)[1]
+
+    fixed_point.defvjp(lambda x, w: ((y := fixed_point(x, w)), (y, w)), backward)
+    return fixed_point(x[0], w) @ w
+
+
+SOLVERS = {
+    "newton": _newton,
+    "custom_linear_solve": _linear_solve,
+    "implicit": _implicit,
+    "cg": lambda x, w: jax.scipy.sparse.linalg.cg(lambda v: _positive(w) @ v, x[0], maxiter=20)[0],
+    "inverse": lambda x, w: jnp.linalg.inv(_positive(w)) @ x.T,
+    "cholesky": lambda x, w: jnp.linalg.cholesky(_positive(w)) @ x.T,
+    "triangular": lambda x, w: jax.scipy.linalg.solve_triangular(_positive(w), w @ x.T),
+    "determinant": lambda x, w: jnp.linalg.slogdet(_positive(w))[1] * x[0],
+    "eigenvalues": lambda x, w: jnp.linalg.eigvalsh(_positive(w)) * (x @ w),
+    "singular values": lambda x, w: jnp.linalg.svd(x @ w, compute_uv=False),
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_solvers(name):
+    check(SOLVERS[name], X, W)
+
+
+def test_linear_algebra_reads_float32():
+    fast = autocast(SOLVERS["cholesky"], "bf16-mixed")
+    eqns = equations(jax.make_jaxpr(fast)(X, W).jaxpr)
+    (factor,) = [e for e in eqns if e.primitive.name == "cholesky"]
+    assert factor.invars[0].aval.dtype == jnp.float32
+
+
+# -- loops and scans ---------------------------------------------------------------------------
+
+LOOPS = {
+    "associative products": lambda x, w: lax.associative_scan(jnp.matmul, jnp.stack([w] * 3)) @ x.T,
+    "associative sums": lambda x, w: lax.associative_scan(jnp.add, x @ w),
+    "batched map": lambda x, w: lax.map(lambda xi: jnp.tanh(xi @ w), x, batch_size=3),
+    "sort": lambda x, w: jnp.sort(jnp.round(4 * x)) @ w,
+    "top_k": lambda x, w: lax.top_k(x, 4)[0] @ w[:4],
+    "grouped product": lambda x, w: lax.ragged_dot(x, jnp.stack([w, -w]), jnp.array([3, 5])) @ w,
+    "named axis": lambda x, w: jax.vmap(lambda xi: lax.psum(xi @ w, "i") @ w, axis_name="i")(x),
+    "vmap of vmap": lambda x, w: jax.vmap(lambda a: jax.vmap(lambda b: jnp.vdot(a, w @ b))(x))(x),
+    "closure_convert": lambda x, w: (lambda f, c: f(x, *c))(
+        *jax.closure_convert(lambda y: jnp.tanh(y @ w), x)
+    ),
+    "platform": lambda x, w: lax.platform_dependent(x, cpu=lambda x: x @ w, default=jnp.tanh) @ w,
+    "fourier": lambda x, w: jnp.fft.irfft(2 * jnp.fft.rfft(x @ w)) @ w,
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_programs(name):
+    check(LOOPS[name], X / 4, W)
+
+
+def test_a_loop_until_convergence():
+    def fun(x, w):
+        far = lambda s: jnp.max(jnp.abs(s[0] - s[1])) > 1e-2  # noqa: E731 - one expression
+        return lax.while_loop(far, lambda s: (0.5 * jnp.tanh(s[0] @ w), s[0]), (x, x + 1))
+
+    got, want = (jax.jit(f)(X, W) for f in (autocast(fun, "bf16-mixed"), fun))
+    assert float(jnp.max(jnp.abs(got[0] - want[0]))) < 0.05
+    assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, want)
+
+
+# -- rules -------------------------------------------------------------------------------------
+
+
+def test_nondiff_arguments_of_a_forward_rule():
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+    def scaled(act, n, x, w):
+        return n * act(x @ w)
+
+    @scaled.defjvp
+    def rule(act, n, primals, tangents):
+        return scaled(act, n, *primals), 7 * (tangents[0] @ primals[1])
+
+    fun = lambda x: scaled(jnp.tanh, 2.0, x, W) @ W  # noqa: E731 - one expression
+    fast = autocast(fun, "bf16-mixed")
+    for mode in (lambda f: jax.jvp(f, (X,), (X,))[1], lambda f: jax.grad(loss(f))(X)):
+        assert distance(mode(fast), mode(fun)) < 8 * BF16
+
+
+def test_symbolic_zeros_reach_a_backward_rule():
+    seen = []
+
+    @jax.custom_vjp
+    def both(x, w):
+        return x @ w, jnp.sum(x)
+
+    def forward(x, w):
+        seen.append((x.perturbed, w.perturbed))
+        return both(x.value, w.value), (x.value, w.value)
+
+    def backward(res, cts):
+        seen.append(isinstance(cts[1], jax.custom_derivatives.SymbolicZero))
+        return 5 * cts[0] @ res[1].T, res[0].T @ cts[0]
+
+    both.defvjp(forward, backward, symbolic_zeros=True)
+    fun = lambda x: jnp.sum(jnp.tanh(both(x, W)[0]))  # noqa: E731 - one expression
+    got = jax.grad(autocast(fun, "bf16-mixed"))(X)
+    assert seen[-2:] == [(True, False), True]
+    assert distance(got, jax.grad(fun)(X)) < 8 * BF16
+
+
+def test_a_region_inside_a_rule_stays_float32():
+    @jax.custom_vjp
+    def product(x, w):
+        with full_precision():
+            return x @ w
+
+    def backward(res, ct):
+        with full_precision():
+            return ct @ res[1].T, res[0].T @ ct
+
+    product.defvjp(lambda x, w: (product(x, w), (x, w)), backward)
+    fun = autocast(lambda x, w: product(x, w).sum(), "bf16-mixed")
+    assert set(products(jax.grad(fun, (0, 1)), X, W)) == {"float32"}
+
+
+# -- devices -----------------------------------------------------------------------------------
+
+
+def _mesh(kind=AxisType.Auto):
+    return jax.make_mesh((4,), ("d",), axis_types=(kind,), devices=jax.devices()[:4])
+
+
+def _collective(x, w):
+    y = x @ w
+    ring = [(i, (i + 1) % 4) for i in range(4)]
+    return (
+        lax.psum(y, "d"),
+        lax.pmean(jnp.tanh(y), "d"),
+        lax.all_gather(y, "d", tiled=True) @ w,
+        lax.psum_scatter(jnp.tile(y, (2, 1)), "d", tiled=True),
+        lax.ppermute(y, "d", ring) @ w,
+        lax.all_to_all(y.reshape(2, 4, 4), "d", 1, 1),
+        y * lax.axis_index("d").astype(jnp.float32),
+    )
+
+
+@pytest.mark.no_leak_check("the gradient of a shard_map under jit leaks in JAX itself")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_collectives(check_vma):
+    sharded, replicated = P("d"), P()
+    outs = (replicated, replicated, *[sharded] * 5)
+
+    def around(body):
+        specs = {"in_specs": (sharded, replicated), "out_specs": outs}
+        return jax.shard_map(body, mesh=_mesh(), check_vma=check_vma, **specs)
+
+    check(around(_collective), X, W)
+    outside = around(autocast(_collective, "bf16-mixed"))
+    assert distance(jax.jit(outside)(X, W), around(_collective)(X, W)) < 8 * BF16
+    eqns = list(equations(jax.make_jaxpr(outside)(X, W).jaxpr))
+    sums = [e for e in eqns if e.primitive.name.startswith(("psum", "reduce_scatter"))]
+    moves = [e for e in eqns if e.primitive.name in ("all_gather", "ppermute")]
+    assert len(sums) >= 3
+    assert {e.invars[0].aval.dtype.name for e in sums} == {"float32"}
+    assert {e.invars[0].aval.dtype.name for e in moves} == {"bfloat16"}
+
+
+EXPLICIT = {
+    "data": (P("d"), P(), lambda x, w: jnp.tanh(x @ w) @ w),
+    "columns": (P(), P(None, "d"), lambda x, w: jnp.tanh(x @ w)),
+    "rows": (P(None, "d"), P("d"), lambda x, w: jnp.einsum("ij,jk->ik", x, w, out_sharding=P())),
+    "reshard": (P("d"), P(), lambda x, w: jax.sharding.reshard(x @ w, P(None, "d"))),
+    "statistics": (P("d"), P(), lambda x, w: (x @ w) * x[:, :1] + jnp.max(x @ w, 1, keepdims=True)),
+}
+
+
+@pytest.mark.parametrize("name", EXPLICIT)
+def test_explicit_shardings_are_those_of_the_function(name):
+    of_x, of_w, fun = EXPLICIT[name]
+    where = _mesh(AxisType.Explicit)
+    with jax.set_mesh(where):
+        x, w = (jax.device_put(v, NamedSharding(where, s)) for v, s in ((X, of_x), (W, of_w)))
+        total = lambda f: lambda x, w: jnp.sum(jnp.sin(f(x, w)))  # noqa: E731 - one expression
+        both = lambda f: jax.jit(lambda x, w: (f(x, w), jax.grad(total(f), (0, 1))(x, w)))  # noqa: E731
+        got, want = both(autocast(fun, "bf16-mixed"))(x, w), both(fun)(x, w)
+        assert jax.tree.map(lambda y: jax.typeof(y).sharding.spec, got) == jax.tree.map(
+            lambda y: jax.typeof(y).sharding.spec, want
+        )
+        assert distance(got, want) < 8 * BF16
+
+
+def test_sharding_constraints_are_kept():
+    where = NamedSharding(_mesh(), P("d"))
+    fun = autocast(lambda x, w: lax.with_sharding_constraint(x @ w, where) @ w, "bf16-mixed")
+    eqns = equations(jax.make_jaxpr(fun)(X, W).jaxpr)
+    (constraint,) = [e for e in eqns if e.primitive.name == "sharding_constraint"]
+    assert constraint.params["sharding"] == where
+
+
+# -- kernels, calls to the host ----------------------------------------------------------------
+
+
+def _doubled(x_ref, out_ref):
+    out_ref[...] = 2 * x_ref[...]
+
+
+def test_what_autocast_does_not_know_gets_the_dtypes_it_was_traced_with():
+    def fun(x, w):
+        y = x @ w
+        like = jax.ShapeDtypeStruct(y.shape, y.dtype)
+        y = pl.pallas_call(_doubled, out_shape=like, interpret=True)(y)
+        y = jax.pure_callback(lambda a: np.asarray(a) / 2, like, y, vmap_method="sequential")
+        return y @ w
+
+    fast = autocast(fun, "bf16-mixed")
+    eqns = list(equations(jax.make_jaxpr(fast)(X, W).jaxpr))
+    for name in ("pallas_call", "pure_callback"):
+        (eqn,) = [e for e in eqns if e.primitive.name == name]
+        assert eqn.invars[0].aval.dtype == jnp.float32
+    assert distance(jax.jit(fast)(X, W), fun(X, W)) < 4 * BF16
+
+
+def test_effects_keep_their_order_and_the_dtypes_of_values():
+    seen = []
+
+    def fun(x, w):
+        y = x @ w
+        io_callback(lambda a: seen.append((1, a.dtype.name)), None, y, ordered=True)
+        z = jnp.tanh(y)
+        io_callback(lambda a: seen.append((2, a.dtype.name)), None, z, ordered=True)
+
+        def body(c, _):
+            io_callback(lambda a: seen.append((3, a.dtype.name)), None, c, ordered=True)
+            return c @ w, None
+
+        return lax.scan(body, z, None, length=2)[0]
+
+    for wrap in (lambda f: f, jax.jit):
+        seen.clear()
+        jax.block_until_ready(wrap(autocast(fun, "bf16-mixed"))(X, W))
+        jax.effects_barrier()
+        assert seen == [(i, "float32") for i in (1, 2, 3, 3)]
+
+
+def test_checkify_inside_and_outside():
+    def fun(x, w):
+        y = x @ w
+        checkify.check(jnp.all(y < 1), "too large: {y}", y=jnp.max(y))
+        return jnp.log(jnp.abs(y) + 1) @ w
+
+    fast = autocast(fun, "bf16-mixed")
+    for checked in (checkify.checkify(fast), autocast(checkify.checkify(fun), "bf16-mixed")):
+        error, out = checked(X, W)
+        assert "too large" in error.get()
+        assert distance(out, jnp.log(jnp.abs(X @ W) + 1) @ W) < 8 * BF16
+
+
+def test_programs_are_exported_for_every_platform():
+    grad = jax.jit(jax.grad(autocast(lambda x, w: jnp.sum(jnp.tanh(x @ w)), "bf16-mixed")))
+    exported = jax.export.export(grad, platforms=["cpu", "cuda", "tpu"])(X, W)
+    assert exported.platforms == ("cpu", "cuda", "tpu")
+
+
+# -- transposition and higher orders ------------------------------------------------------------
+
+
+def test_linear_functions_are_transposed():
+    fast = autocast(lambda x: jnp.tile(x @ W, (2, 1)), "bf16-mixed")
+    (got,) = jax.linear_transpose(fast, X)(jnp.ones((16, 16)))
+    assert distance(got, 2 * jnp.ones((8, 16)) @ W.T) < 2 * BF16
+
+
+def test_hessians_in_every_order_of_modes():
+    fun = lambda s: jnp.sum(jnp.tanh(X[:2] @ (W * s)) ** 2)  # noqa: E731 - one expression
+    fast, s = autocast(fun, "bf16-mixed"), jnp.ones(16)
+    want = jax.hessian(fun)(s)
+    hessians = {
+        "forward over reverse": jax.hessian(fast)(s),
+        "reverse over reverse": jax.jacrev(jax.jacrev(fast))(s),
+        "reverse over forward": jax.jacrev(jax.jacfwd(fast))(s),
+        "inside": autocast(jax.hessian(fun), "bf16-mixed")(s),
+        "by linearize": jax.vmap(jax.linearize(jax.grad(fast), s)[1])(jnp.eye(16)),
+    }
+    for name, got in hessians.items():
+        assert distance(got, want) < 8 * BF16, name
