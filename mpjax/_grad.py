@@ -125,17 +125,20 @@ def value_and_grad(
       JAX, `jax.value_and_grad`
     """
     scale = as_loss_scale(loss_scale, "value_and_grad(loss_scale)")
-    name = _name_of(fun)
+    name = name_of(fun)
     chosen_policy = None if policy is None else get_policy(policy)
     body = fun if chosen_policy is None else _under_policy(fun, chosen_policy, argnums)
 
-    def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
-        value, aux = _split(body(*args, **kwargs), has_aux, name)
-        _check_loss(value, name, holomorphic)
-        return _seeded(scale, value), (value, aux)
-
-    differentiate = jax.value_and_grad(
-        scaled, argnums, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
+    differentiate = differentiated(
+        functools.partial(
+            jax.value_and_grad, argnums=argnums, holomorphic=holomorphic, allow_int=allow_int
+        ),
+        body,
+        scale,
+        has_aux=has_aux,
+        unscale=unscale,
+        holomorphic=holomorphic,
+        name=name,
     )
 
     @functools.wraps(fun, updated=())  # a callable module's arrays do not belong on the wrapper
@@ -143,15 +146,48 @@ def value_and_grad(
         if axis_name is not None:
             check_axes(axis_name, "value_and_grad")
             args = localised(args, argnums, axis_name)
-        (_, (value, aux)), grads = differentiate(*args, **kwargs)
-        grads = map_with_path(lambda _, g: _widened(g), grads)
-        grads = _restored(scale, value, grads, unscale)
+        value, aux, grads = differentiate(*args, **kwargs)
         if chosen_policy is not None:
             # After differentiating: a float16 loss must be known as one when it is scaled.
             value = getattr(chosen_policy, "default", chosen_policy).cast_to_output(value)
         if axis_name is not None:
             value, grads = mean(value, axis_name), mean(grads, axis_name)
         return ((value, aux) if has_aux else value), grads
+
+    return wrapped
+
+
+def differentiated(
+    transform: Callable[..., Any],
+    fun: LossFunction,
+    scale: LossScale,
+    *,
+    has_aux: bool,
+    unscale: bool,
+    holomorphic: bool = False,
+    name: str,
+) -> Callable[..., tuple[Any, Any, PyTree]]:
+    """Returns a function that gives value, aux and gradients, differentiated scaled.
+
+    Args:
+      transform: `jax.value_and_grad` or one of its kind, with all but the function and `has_aux`.
+      fun: the loss function.
+      scale: what the loss is multiplied with while it is differentiated.
+      has_aux, unscale, holomorphic: as in `value_and_grad`.
+      name: of the function, for messages.
+    """
+
+    def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+        value, aux = _split(fun(*args, **kwargs), has_aux, name)
+        _check_loss(value, name, holomorphic)
+        return _seeded(scale, value), (value, aux)
+
+    differentiate = transform(scaled, has_aux=True)
+
+    def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any, PyTree]:
+        (_, (value, aux)), grads = differentiate(*args, **kwargs)
+        grads = map_with_path(lambda _, g: _widened(g), grads)
+        return value, aux, _restored(scale, value, grads, unscale)
 
     return wrapped
 
@@ -199,7 +235,8 @@ def grad(
     return wrapped
 
 
-def _name_of(fun: Any) -> str:
+def name_of(fun: Any) -> str:
+    """Returns a function's name for messages; raises TypeError for what is none."""
     if callable(fun):
         return getattr(fun, "__name__", type(fun).__name__)
     got = f"the first argument must be a function; got {describe(fun)}."
