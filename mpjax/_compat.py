@@ -5,8 +5,10 @@ from typing import Any
 
 import jax
 import jax.extend.core
-import jax.numpy as jnp
 from jax.extend import linear_util
+
+QUOTIENTS_ARE_FUSED = jax.__version_info__ >= (0, 12)
+"""Whether XLA:CPU repeats a quotient in each fusion that reads it, as it repeats a product."""
 
 
 def axis_names(axis_name: Any) -> tuple[object, ...]:
@@ -178,19 +180,6 @@ def programs(eqn: Any) -> list[Any]:
         kinds = (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr)
         found += [closed(inner).jaxpr for inner in inside if isinstance(inner, kinds)]
     return found
-
-
-def all_finite(x: Any) -> jax.Array:
-    """Whether `x`, of an inexact dtype, holds neither inf nor NaN, in one pass.
-
-    A maximum of magnitudes is NaN if one of them is. XLA:CPU reads each value once for it, where
-    it writes the booleans of `isfinite` out: half a read more. Before JAX 0.12 it is the other way
-    round: a maximum is split into two loops, three reads in all.
-    """
-    dtype = jnp.result_type(x)
-    if jax.__version_info__ < (0, 12) or dtype.itemsize == 1 or dtype.kind == "c":
-        return jnp.all(jnp.isfinite(x))
-    return jnp.max(jnp.abs(x), initial=0) < jnp.inf
 
 
 def cpu_as_accelerator() -> dict[str, Any]:

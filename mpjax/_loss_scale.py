@@ -13,6 +13,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax import _compat
 from mpjax._dtypes import describe
 from mpjax._errors import message
 from mpjax._tree import as_pred, is_array, is_castable, map_with_path, to_full
@@ -319,6 +320,18 @@ def _scaled(x: Any, factor: Array, *, divide: bool) -> Any:
         return jax.lax.complex(*parts)
     factor = jnp.asarray(factor, x.dtype)
     return x / factor if divide else x * factor
+
+
+def unscale_once_read(loss_scale: LossScale, tree: T) -> T:
+    """Returns `loss_scale.unscale(tree)` in a form that a compiled step never writes to memory.
+
+    Where XLA would write the quotients out, two more reads of every gradient, these are products
+    with the reciprocal: the same for powers of two, else within two units in the last place.
+    """
+    if _compat.QUOTIENTS_ARE_FUSED or not isinstance(loss_scale, _ScalarFields):
+        return loss_scale.unscale(tree)
+    reciprocal = 1 / jnp.asarray(loss_scale.loss_scale)
+    return map_with_path(lambda _, x: _scaled(x, reciprocal, divide=False), tree)
 
 
 def _shown(x: Any) -> str:

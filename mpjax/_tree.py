@@ -134,7 +134,38 @@ def _leaf_finite(x: Any) -> Array:
     inexact = isinstance(x, (float, complex)) or (
         is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
     )
-    return _compat.all_finite(x) if inexact else jnp.asarray(True)
+    if not inexact:
+        return jnp.asarray(True)
+    if not _is_foldable(x):
+        return _all_finite(x)
+    return jax.lax.platform_dependent(x, cpu=_all_finite_folded, default=_all_finite)
+
+
+# `isfinite` and not a maximum of magnitudes, which would be cheaper still: on JAX 0.12 XLA:CPU's
+# maximum of more than some thousand values passes over NaN.
+def _all_finite(x: Any) -> Array:
+    return jnp.all(jnp.isfinite(x))
+
+
+def _all_finite_folded(x: Array) -> Array:
+    """The same for XLA:CPU, which writes the booleans out before it reduces them: half a read more.
+
+    Neighbours along the last axis are combined first, so that an eighth is written. The split
+    stays within a shard.
+    """
+    flags = jnp.isfinite(x).reshape(*x.shape[:-1], -1, _FOLD)
+    return jnp.all(functools.reduce(jnp.logical_and, (flags[..., i] for i in range(_FOLD))))
+
+
+_FOLD = 8
+
+
+def _is_foldable(x: Any) -> bool:
+    """Whether folding pays; not under explicit sharding, where a reshape asks for its own."""
+    if not is_array(x) or x.size < 4096 or x.shape[-1] % _FOLD:
+        return False
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    return sharding is None or all(axes is None for axes in sharding.spec)
 
 
 def check_axes(axis_name: AxisName, where: str) -> None:

@@ -15,7 +15,13 @@ import optax
 
 from mpjax._errors import message
 from mpjax._grad import as_loss_scale
-from mpjax._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from mpjax._loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    unscale_once_read,
+)
 from mpjax._master_weights import MasterWeightsState, with_master_weights
 from mpjax._optim_state import (
     DYNAMIC_FIELDS,
@@ -162,10 +168,11 @@ class _LossScaled:
     ) -> tuple[PyTree, PyTree]:
         _check_update(updates, state, params)
         scale = unpack(state)
-        grads = scale.unscale(_widened(updates))
+        grads = unscale_once_read(scale, _widened(updates))
         if "grad" in extra:
-            is_same = extra["grad"] is updates
-            extra["grad"] = grads if is_same else scale.unscale(_widened(extra["grad"]))
+            other = extra["grad"]
+            is_same = other is updates
+            extra["grad"] = grads if is_same else unscale_once_read(scale, _widened(other))
         leaf_finite = agree(leaves_finite(grads), self._axis_name)
         finite = jnp.all(leaf_finite)
         args = (_without_overwritten(grads), state.inner_state, _without_overwritten(params))

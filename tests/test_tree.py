@@ -16,6 +16,7 @@ from _helpers import assert_same_bits, bits, count_casts
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax._tree import is_castable, leaf_paths, path_str
@@ -265,6 +266,19 @@ def test_all_finite_sees_one_bad_value_in_any_dtype(bad, dtype):
     assert not mpjax.all_finite({"a": good, "b": good.at[1, 1].set(jnp.asarray(bad, dtype))})
 
 
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("shape", [(4096,), (64, 64), (128, 130), (1024, 1024), (3, 3, 64, 24)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
+def test_all_finite_sees_one_bad_value_anywhere_in_a_large_array(bad, shape, dtype):
+    # XLA:CPU of JAX 0.12 passes over NaN in the maximum of an array of 4096 values and more.
+    good = jnp.full(shape, 2, dtype)
+    all_finite = jax.jit(mpjax.all_finite)
+    assert all_finite([good])
+    for index in (0, 7, good.size // 2 + 3, good.size - 1):
+        where = np.unravel_index(index, shape)
+        assert not all_finite([good.at[where].set(bad)])
+
+
 @pytest.mark.parametrize(
     "tree", [None, {}, {"n": jnp.arange(3)}, jnp.zeros((0, 3)), *STAYS.values()]
 )
@@ -283,6 +297,33 @@ def test_all_finite_sees_what_overflows_in_jax():
     assert not mpjax.all_finite(np.float64(1e300))  # inf in float32, which JAX makes of it
     with jax.enable_x64(True):
         assert mpjax.all_finite(np.float64(1e300))
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P()])
+def test_all_finite_of_a_large_sharded_array(devices, spec, explicit):
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+    good = np.ones((64, 128), np.float32)
+    bad = good.copy()
+    bad[40, 77] = np.nan
+    all_finite = jax.jit(mpjax.all_finite)
+    with jax.set_mesh(mesh):
+        good, bad = jax.device_put((good, bad), jax.sharding.NamedSharding(mesh, spec))
+        assert (bool(all_finite(good)), bool(all_finite(bad))) == (True, False)
+        text = all_finite.lower(good).compile().as_text()
+    assert "all-gather" not in text and "collective-permute" not in text
+
+
+def test_all_finite_of_large_arrays_under_vmap_and_shard_map(devices):
+    rows = jnp.ones((8, 64, 128)).at[5, 3, 2].set(jnp.nan)
+    want = [i != 5 for i in range(8)]
+    assert jax.jit(jax.vmap(mpjax.all_finite))(rows).tolist() == want
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    each = jax.shard_map(
+        lambda x: mpjax.all_finite(x)[None], mesh=mesh, in_specs=P("x"), out_specs=P("x")
+    )
+    assert jax.jit(each)(rows).tolist() == want
 
 
 def test_all_finite_skips_float0():
