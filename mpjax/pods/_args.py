@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mpjax._dtypes import short_name
+from mpjax._dtypes import describe
 from mpjax._errors import message
 from mpjax._tree import leaf_paths, path_str
+from mpjax.pods._gather import broadcast_specs
 from mpjax.pods._topology import Topology
 
 T = TypeVar("T")
@@ -41,20 +43,16 @@ def with_sharding(tree: T, specs: Any, mesh: Mesh) -> T:
       >>> mesh = mpjax.pods.get_topology("cpu:1").make_mesh({"fsdp": 1})
       >>> spec = jax.sharding.PartitionSpec("fsdp")
       >>> mpjax.pods.with_sharding({"w": jnp.ones((8, 2))}, spec, mesh)["w"].sharding.spec
-      PartitionSpec('fsdp',)
+      P('fsdp',)
     """
-
-    def apply(spec: Any, subtree: Any) -> Any:
-        sharding = NamedSharding(mesh, _checked(spec, mesh))
-        return jax.tree.map(lambda x: _spec(x, sharding), subtree)
-
+    spec_of = broadcast_specs(specs, tree)
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    placed = jax.tree.map(apply, specs, tree, is_leaf=is_spec)
-    check_divisible(placed, "with_sharding")
-    return placed
+    jax.tree.map(lambda spec: _check_spec(spec, mesh), spec_of, is_leaf=is_spec)
+    check_divisible(tree, spec_of, mesh, "with_sharding")
+    return jax.tree.map(lambda x, spec: _spec(x, NamedSharding(mesh, spec)), tree, spec_of)
 
 
-def _checked(spec: Any, mesh: Mesh) -> PartitionSpec:
+def _check_spec(spec: Any, mesh: Mesh) -> None:
     if not isinstance(spec, PartitionSpec):
         got = f"must be jax.sharding.PartitionSpecs; got {type(spec).__name__}."
         raise TypeError(message("with_sharding(specs)", got, "Type PartitionSpec('fsdp')."))
@@ -63,7 +61,6 @@ def _checked(spec: Any, mesh: Mesh) -> PartitionSpec:
         got = f"{spec} names {unknown[0]!r}, which is no axis of the mesh."
         known = f"It has {', '.join(map(repr, mesh.shape))}."
         raise ValueError(message("with_sharding(specs)", got, known))
-    return spec
 
 
 def _axes(spec: Iterable[Any]) -> list[str]:
@@ -101,8 +98,9 @@ def place(args: tuple[Any, ...], topology: Topology) -> tuple[tuple[Any, ...], M
         sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
         return jax.tree.map(lambda x: _spec(x, sharding), args), None
     mesh = _own_mesh(meshes, dict(shapes.pop()), topology)
-    placed = jax.tree.map(lambda x: _spec(x, _carried(x, mesh)), args)
-    check_divisible(placed, "check(args)")
+    spec_of = jax.tree.map(_carried, args)
+    check_divisible(args, spec_of, mesh, "check(args)")
+    placed = jax.tree.map(lambda x, spec: _spec(x, NamedSharding(mesh, spec)), args, spec_of)
     return placed, mesh
 
 
@@ -115,10 +113,9 @@ def _own_mesh(meshes: set[Any], shape: Mapping[str, int], topology: Topology) ->
     return topology.make_mesh(shape)
 
 
-def _carried(x: Any, mesh: Mesh) -> NamedSharding:
+def _carried(x: Any) -> PartitionSpec:
     sharding = getattr(x, "sharding", None)
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-    return NamedSharding(mesh, spec)
+    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
 
 def _unsharded(topology: Topology) -> str:
@@ -131,25 +128,28 @@ def _unsharded(topology: Topology) -> str:
     )
 
 
-def check_divisible(tree: Any, where: str) -> None:
+def check_divisible(tree: Any, specs: Any, mesh: Mesh, where: str) -> None:
     """Raises ValueError where an axis of a leaf does not divide into its shards."""
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        mesh, spec = x.sharding.mesh, x.sharding.spec
+
+    def check(path: Any, x: Any, spec: PartitionSpec) -> None:
         for axis, entry in enumerate(spec):
             names = _axes([entry])
             parts = math.prod(mesh.shape[name] for name in names)
-            if axis < len(x.shape) and x.shape[axis] % parts == 0:
+            if axis < np.ndim(x) and np.shape(x)[axis] % parts == 0:
                 continue
-            text = f"{short_name(x.dtype)}[{','.join(map(str, x.shape))}]"
-            over = " x ".join(f"{name}={mesh.shape[name]}" for name in names)
-            what = "has no axis" if axis >= len(x.shape) else f"does not divide axis {axis} by"
-            got = f"{text} {what} {f'{parts} ({over})' if names else axis}."
-            if axis < len(x.shape):
-                near = max(parts, round(x.shape[axis] / parts) * parts)
+            text = describe(x)
+            if axis < np.ndim(x):
+                over = " x ".join(f"{name}={mesh.shape[name]}" for name in names)
+                got = f"{text} does not divide axis {axis} by {parts} ({over})."
+                size = np.shape(x)[axis]
+                near = max(parts, round(size / parts) * parts)
                 fix = f"Make it {near}, or split it over fewer devices."
             else:
-                fix = "Drop the entries of the PartitionSpec that it has too many."
+                got = f"{text} has no axis {axis}; its spec is {spec}."
+                fix = "Drop the entries that it has too many."
             raise ValueError(message(f"{where} at {path_str(path)!r}", got, fix))
+
+    jax.tree_util.tree_map_with_path(check, tree, specs)
 
 
 # -- names -----------------------------------------------------------------------------------------

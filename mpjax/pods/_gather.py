@@ -62,7 +62,7 @@ def gather(
       shard_map (`check_vma` on and off), jit, grad, scan, remat, autocast.
 
     Example:
-      >>> mesh = jax.make_mesh((1,), ("fsdp",))
+      >>> mesh = mpjax.pods.get_topology("cpu:1").make_mesh({"fsdp": 1})
       >>> spec = jax.sharding.PartitionSpec("fsdp")
       >>> def loss(w, x):
       ...     return jnp.mean(x @ mpjax.pods.gather(w, spec, "bf16-mixed", axis_name="fsdp"))
@@ -118,7 +118,7 @@ def gather_constraint(tree: T, shardings: Any, policy: Any = None) -> T:
       jit, grad, scan, remat, autocast.
 
     Example:
-      >>> mesh = jax.make_mesh((1,), ("fsdp",), (jax.sharding.AxisType.Auto,))
+      >>> mesh = mpjax.pods.get_topology("cpu:1").make_mesh({"fsdp": 1})
       >>> sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
       >>> w = jax.jit(lambda w: mpjax.pods.gather_constraint(w, sharding, "bf16-mixed"))(
       ...     jnp.full(2, 1.001)

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from mpjax import _compat
-from mpjax._dtypes import short_name
+from mpjax._dtypes import describe, short_name
 
 _CALLBACKS = (
     *("debug_callback", "debug_print", "pure_callback", "io_callback", "callback"),
@@ -113,8 +113,9 @@ def largest_arrays(jaxpr: Any, count: int = 3) -> list[Array]:
 def _array(aval: Any, line: str) -> Array | None:
     if not hasattr(aval, "shape") or not hasattr(aval.dtype, "itemsize"):
         return None
-    text = f"{short_name(aval.dtype)}[{','.join(map(str, aval.shape))}]"
-    return Array(text, int(np.prod(aval.shape, dtype=np.int64)) * aval.dtype.itemsize, line)
+    return Array(
+        describe(aval), int(np.prod(aval.shape, dtype=np.int64)) * aval.dtype.itemsize, line
+    )
 
 
 # -- differences -----------------------------------------------------------------------------------
@@ -203,6 +204,4 @@ def _equal(x: Any, y: Any) -> bool:
 
 
 def _describe(x: Any) -> str:
-    return (
-        f"{short_name(x.dtype)}[{','.join(map(str, x.shape))}]" if hasattr(x, "dtype") else str(x)
-    )
+    return describe(x) if hasattr(x, "dtype") else str(x)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from mpjax._dtypes import short_name
+from mpjax._dtypes import describe
 from mpjax._tree import leaf_paths
 from mpjax.pods import _args, _cost, _programs, _rules
 from mpjax.pods._collectives import Collective, Names, find_collectives
@@ -114,7 +114,7 @@ def _inputs(lowered: Lowered, module: Module) -> tuple[list[Leaf], dict[int, int
                 path=path,
                 key_path=key_path,
                 shape=leaf.shape,
-                dtype=short_name(leaf.dtype),
+                dtype=describe(leaf).partition("[")[0],
                 bytes=local.bytes if local else 0,
                 is_replicated=local is not None and local.dims == leaf.shape,
                 is_state=is_state,
@@ -163,7 +163,7 @@ def _outputs(
                 path=known.path if known and is_state else f"result {path}".strip(),
                 key_path=key_path,
                 shape=out.shape,
-                dtype=short_name(out.dtype),
+                dtype=describe(out).partition("[")[0],
                 bytes=local.bytes if local else 0,
                 is_replicated=local is not None and local.dims == out.shape,
                 is_state=is_state,

@@ -1,0 +1,235 @@
+"""Sharded casts: the network carries 16 bits, gradients are summed in float32, values are right."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _helpers import assert_same_bits
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpjax
+from mpjax.pods import gather, gather_constraint
+
+SPECS = {"w": P(None, "fsdp"), "b": P()}
+BF16 = "bf16-mixed"
+
+
+@pytest.fixture
+def mesh(devices: list[jax.Device]) -> Mesh:
+    return jax.make_mesh((2, 4), ("data", "fsdp"), (AxisType.Auto,) * 2, devices=devices)
+
+
+def params() -> Any:
+    rng = np.random.default_rng(0)
+    return {
+        "w": jnp.asarray(rng.normal(size=(8, 16)), jnp.float32),
+        "b": jnp.asarray(rng.normal(size=16), jnp.float32),
+    }
+
+
+def batch() -> Any:
+    # Small whole numbers: sums of products with powers of two are exact in any order.
+    return jnp.asarray(np.random.default_rng(1).integers(-4, 5, (16, 8)), jnp.float32)
+
+
+def mapped(fun: Any, mesh: Mesh, check_vma: bool, out_specs: Any = None) -> Any:
+    axes = P(("data", "fsdp"))
+    out_specs = SPECS if out_specs is None else out_specs
+    in_specs = (SPECS, axes)
+    shmap = jax.shard_map(
+        fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+    )
+    return jax.jit(shmap)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_weights_come_whole_in_the_compute_dtype(mesh: Mesh, check_vma: bool):
+    def fun(p: Any, _: Any) -> Any:
+        whole = gather(p, SPECS, BF16, axis_name=("data", "fsdp"))
+        return jax.tree.map(lambda x: x[None], whole)
+
+    whole = mapped(fun, mesh, check_vma, P(("data", "fsdp")))(params(), batch())
+    for name, x in params().items():
+        assert whole[name].dtype == jnp.bfloat16
+        for copy in whole[name]:
+            assert_same_bits(copy, x.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_are_sums_or_means_of_all_devices(mesh: Mesh, check_vma: bool, reduce: Any):
+    def loss(p: Any, x: Any) -> Any:
+        whole = gather(p, SPECS, BF16, axis_name=("data", "fsdp"), reduce=reduce)
+        y = jnp.dot(x.astype(jnp.bfloat16), whole["w"], preferred_element_type=jnp.float32)
+        return jnp.mean(y + whole["b"].astype(jnp.float32))
+
+    grads = mapped(jax.grad(loss), mesh, check_vma)(params(), batch())
+    # Each device has 2 rows of 16 columns; its cotangent, 1/32, is a power of two.
+    factor = 1 if reduce == "sum" else 1 / 8
+    expected = jnp.broadcast_to(batch().sum(0)[:, None] / 32, (8, 16)) * factor
+    assert grads["w"].dtype == grads["b"].dtype == jnp.float32
+    assert_same_bits(grads["w"], expected)
+    assert_same_bits(grads["b"], jnp.full(16, 16 / 32 * factor))
+    assert grads["w"].sharding.is_equivalent_to(NamedSharding(mesh, SPECS["w"]), 2)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_are_summed_in_float32(mesh: Mesh, check_vma: bool):
+    """256 from one device and 1 from each of seven: in bfloat16 every addition would lose the 1."""
+
+    def loss(p: Any, x: Any) -> Any:
+        whole = gather(p, SPECS, BF16, axis_name=("data", "fsdp"))
+        return (whole["w"][0, 0] * x[0, 0].astype(jnp.bfloat16)).astype(jnp.float32)
+
+    x = jnp.ones((16, 8)).at[0, 0].set(256)
+    grads = mapped(jax.grad(loss), mesh, check_vma)(params(), x)
+    assert float(grads["w"][0, 0]) == 256 + 7
+
+
+def test_only_named_axes_are_gathered(mesh: Mesh):
+    spec = P("data", "fsdp")
+
+    def fun(w: Any) -> Any:
+        whole = gather(w, spec, "32-true", axis_name="data")
+        return whole[None]
+
+    out = jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=P("data", None, "fsdp")))(
+        params()["w"]
+    )
+    for copy in out:
+        assert_same_bits(copy, params()["w"])
+
+
+def test_an_axis_split_over_two_mesh_axes_comes_back_in_order(mesh: Mesh):
+    spec = P(None, ("fsdp", "data"))
+
+    def loss(w: Any) -> Any:
+        whole = gather(w, spec, "32-true", axis_name=("data", "fsdp"))
+        weights = jnp.arange(128.0).reshape(8, 16)
+        return jnp.sum(whole * weights)
+
+    run = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=spec, out_specs=spec)
+    assert_same_bits(jax.jit(run)(params()["w"]), 8 * jnp.arange(128.0).reshape(8, 16))
+
+
+def test_paths_choose_dtypes_and_integers_pass(mesh: Mesh):
+    policies = mpjax.PolicyMap(BF16, {"norm/*": "float32"})
+    tree = {"norm": {"scale": jnp.ones(8)}, "w": jnp.ones(8), "ids": jnp.arange(8)}
+
+    def fun(tree: Any) -> Any:
+        return gather(tree, P("fsdp"), policies, axis_name="fsdp")
+
+    run = jax.shard_map(fun, mesh=mesh, in_specs=P("fsdp"), out_specs=P(), check_vma=False)
+    out = jax.jit(run)(tree)
+    assert {k: v.dtype.name for k, v in [("w", out["w"]), ("ids", out["ids"])]} == {
+        "w": "bfloat16",
+        "ids": "int32",
+    }
+    assert out["norm"]["scale"].dtype == jnp.float32
+    assert_same_bits(out["ids"], jnp.arange(8))
+
+
+def test_float16_gradients_that_overflow_together_are_finite(mesh: Mesh):
+    """Eight times 30000 does not fit float16; summed in float32 it is what it is."""
+
+    def loss(p: Any, x: Any) -> Any:
+        whole = gather(p, SPECS, "16-mixed", axis_name=("data", "fsdp"))
+        return (whole["b"][0] * x[0, 0].astype(jnp.float16)).astype(jnp.float32)
+
+    grads = mapped(jax.grad(loss), mesh, False)(params(), jnp.full((16, 8), 30000.0))
+    assert float(grads["b"][0]) == 8 * 30000
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_under_scan_and_remat_with_a_loss_scale_all_shards_agree(mesh: Mesh, check_vma: bool):
+    tx = mpjax.with_loss_scale(
+        optax.sgd(0.5), mpjax.DynamicLossScale(1024), axis_name=("data", "fsdp")
+    )
+    stack = jnp.stack([params()["w"]] * 3) / 16
+    spec = P(None, None, "fsdp")
+    state = tx.init(stack)
+
+    def loss(w: Any, x: Any) -> Any:
+        @jax.checkpoint
+        def layer(x: Any, shard: Any) -> Any:
+            whole = gather(
+                shard, P(None, "fsdp"), "16-mixed", axis_name=("data", "fsdp"), reduce="mean"
+            )
+            return x * jnp.float16(0.5) + x @ whole @ whole.T, None
+
+        x, _ = jax.lax.scan(layer, x.astype(jnp.float16), w)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    def step(w: Any, state: Any, x: Any) -> Any:
+        scale = mpjax.current_loss_scale(state)
+        value, grads = mpjax.value_and_grad(loss, loss_scale=scale, unscale=False)(w, x)
+        updates, state = tx.update(grads, state, w)
+        return optax.apply_updates(w, updates), state, jax.lax.pmean(value, ("data", "fsdp"))
+
+    run = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(spec, P(), P(("data", "fsdp"))),
+            out_specs=(spec, P(), P()),
+            check_vma=check_vma,
+        )
+    )
+    x = batch() / 64
+    after, state, value = run(stack, state, x)
+    assert np.isfinite(float(value))
+    assert bool(state.grads_finite)
+    assert not np.array_equal(after, stack)
+    # An overflow in the rows of the last device: nobody moves, and everybody halves the scale.
+    again, state, _ = run(after, state, x.at[-1].set(60000))
+    assert_same_bits(again, after)
+    assert (bool(state.grads_finite), float(state.loss_scale)) == (False, 512)
+
+
+@pytest.mark.parametrize(
+    ("specs", "options", "error", "said"),
+    [
+        (P(None, None, "fsdp"), {}, ValueError, r"gather at 'w': P\(None, None, 'fsdp'\) has more"),
+        ("fsdp", {}, TypeError, r"gather\(specs\): must be jax.sharding.PartitionSpecs; got str"),
+        (P("fsdp"), {"axis_name": "model"}, NameError, r"gather\(axis_name\): 'model' is no axis"),
+        (P("fsdp"), {"reduce": "max"}, ValueError, r"gather\(reduce\): got 'max'"),
+    ],
+)
+@pytest.mark.no_leak_check("pytest.raises keeps the frame that holds the tracer")
+def test_what_does_not_fit_is_an_error(specs: Any, options: Any, error: Any, said: str, mesh: Mesh):
+    def fun(p: Any) -> Any:
+        return gather(p, {"w": specs}, BF16, **{"axis_name": "fsdp", **options})
+
+    run = jax.shard_map(fun, mesh=mesh, in_specs=P("fsdp"), out_specs=P(), check_vma=False)
+    with pytest.raises(error, match=said):
+        jax.eval_shape(run, {"w": jnp.ones((8, 16))})
+
+
+# -- under jit -------------------------------------------------------------------------------------
+
+
+def test_constraint_keeps_values_up_to_one_rounding_and_gradients_sharded(mesh: Mesh):
+    sharding = NamedSharding(mesh, P("fsdp"))
+
+    def loss(w: Any, x: Any) -> Any:
+        whole = gather_constraint(w, sharding, BF16)
+        return jnp.sum(mpjax.autocast(jnp.dot, BF16)(x, whole))
+
+    w = jax.device_put(params()["w"], sharding)
+    x = jax.device_put(batch(), NamedSharding(mesh, P(("data", "fsdp"))))
+    grad = jax.jit(jax.grad(loss))(w, x)
+    assert grad.dtype == jnp.float32
+    assert_same_bits(grad, jnp.broadcast_to(batch().sum(0)[:, None], (8, 16)))
+    assert grad.sharding.is_equivalent_to(sharding, 2)
+    whole = jax.jit(lambda w: gather_constraint(w, sharding, BF16))(w)
+    assert_same_bits(whole, w.astype(jnp.bfloat16).astype(jnp.float32))
+    assert whole.sharding.is_fully_replicated
+
+
+def test_constraint_wants_shardings():
+    with pytest.raises(TypeError, match=r"gather_constraint\(shardings\).*got P"):
+        gather_constraint(jnp.ones(4), P("fsdp"), BF16)
