@@ -62,8 +62,9 @@ types: $(STAMP)  ## check types: the code, then that every public name is fully 
 bench: $(STAMP)  ## run every benchmark, one after another
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; done
 
-docs: $(STAMP)  ## build the API reference from the docstrings into site/
-	$(BIN)/python .ci/reference.py site
+docs: $(STAMP)  ## build the documentation into site/; a warning is an error
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -d site/.doctrees docs site $(ARGS)
+	@echo "open site/index.html"
 
 package: $(STAMP)  ## build the wheel and the source archive into dist/
 	rm -rf dist

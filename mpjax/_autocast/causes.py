@@ -48,6 +48,7 @@ class Finding:
 Causes = list[Cause | None]
 
 ACCUMULATED = "a product's float32 sums, which no product reads"
+FUNCTION = "holds a sum or an exponential: float32 as a whole"
 UNCHANGED = "nothing low goes into it, and it holds no product"
 FUSED = "fused: float32 between low values, not stored"
 
@@ -196,7 +197,7 @@ def _why(
     if state.kind == Kind.LOW:
         return _why_low(eqn, stored), False
     if _asks_for_float32(eqn):
-        return decision.reason, False
+        return (FUNCTION if control.is_call(eqn) else decision.reason), False
     if state.kind == Kind.CONSTANT:
         return "constants only", False
     if state.kind != Kind.WIDE:

@@ -1,0 +1,140 @@
+"""Draws the pictures of these pages: `python docs/figures.py` writes them into docs/images/.
+
+`formats.png` shows the bits of the three formats. `block.png` shows what autocast does with each
+operation of a transformer block in Flax, from what `mpjax.explain(...).to_dict()` tells.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+import mpjax
+
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+KINDS = {  # label and colour, in the order of the legend
+    "product": ("product: bfloat16 operands, float32 sums", "#0072b2"),
+    "stored": ("rounded once, stored in bfloat16", "#9bd0f0"),
+    "fused": ("float32, fused between bfloat16 values", "#dddddd"),
+    "full": ("float32, asked for", "#e69f00"),
+}
+
+
+class Block(nn.Module):
+    """A block as a user has it: no dtype anywhere."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        mask = nn.make_causal_mask(x[:, :, 0])
+        y = nn.LayerNorm(name="norm1")(x)
+        x = x + nn.MultiHeadDotProductAttention(4, name="attention")(y, mask=mask)
+        y = nn.LayerNorm(name="norm2")(x)
+        y = nn.gelu(nn.Dense(256, name="up")(y))
+        return x + nn.Dense(64, name="down")(y)
+
+
+class Model(nn.Module):
+    """Three blocks: what the middle one reads and writes is typical."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for i in range(3):
+            x = Block(name=f"block_{i}")(x)
+        return x
+
+
+def explained() -> dict[str, Any]:
+    """Returns what autocast does with the model."""
+    x = jax.ShapeDtypeStruct((8, 128, 64), jnp.float32)
+    variables = jax.eval_shape(Model().init, jax.random.key(0), x)
+    return mpjax.explain(Model().apply, "bf16-mixed")(variables, x).to_dict()
+
+
+def kind(row: dict[str, Any]) -> str:
+    if row["operation"] in PRODUCTS:
+        return "product"
+    if row["dtype"] == "bf16":
+        return "stored"
+    return "fused" if row["reason"].startswith("fused") else "full"
+
+
+def box(axes: Axes, x: float, y: float, width: float, color: str, text: str) -> None:
+    style = "round,pad=0,rounding_size=0.08"
+    patch = FancyBboxPatch((x, y - 0.36), width, 0.72, boxstyle=style, facecolor=color, linewidth=0)
+    axes.add_patch(patch)
+    light = color in (KINDS["product"][1], "#444444", "#d55e00")
+    style = {"ha": "center", "va": "center", "fontsize": 8, "color": "white" if light else "black"}
+    axes.text(x + width / 2, y, text, **style)
+
+
+def draw_block(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draws the modules of the middle block from top to bottom, their operations to the right."""
+    inside = "Model/block_1"
+    mine = [row for row in rows if row["module"].startswith(inside)]
+    modules = list(dict.fromkeys(row["module"] for row in mine))
+    figure = Figure(figsize=(12, 0.42 * len(modules) + 1.1), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    end = 0.0
+    for y, module in enumerate(modules):
+        name = module.removeprefix(inside).strip("/") or "the block itself"
+        axes.text(-0.15, y, name, ha="right", va="center", fontsize=9, family="monospace")
+        x = 0.0
+        for row in (row for row in mine if row["module"] == module):
+            text = row["operation"] + (f" ×{row['count']}" if row["count"] > 1 else "")
+            width = 0.11 * len(text) + 0.25
+            box(axes, x, y, width, KINDS[kind(row)][1], text)
+            x += width + 0.08
+        end = max(end, x)
+    axes.set(xlim=(-4.2, end), ylim=(len(modules) - 0.4, -1.5))
+    step = (end + 4.2) / len(KINDS)
+    for i, (label, color) in enumerate(KINDS.values()):
+        box(axes, -4.2 + i * step, -1.0, 0.4, color, "")
+        axes.text(-3.7 + i * step, -1.0, label, va="center", fontsize=8.5)
+    axes.set_axis_off()
+    figure.savefig(path)
+
+
+FORMATS = {  # sign, exponent and mantissa bits; what that means
+    "float32": (1, 8, 23, "10⁻³⁸ to 10³⁸, 7 digits"),
+    "bfloat16": (1, 8, 7, "10⁻³⁸ to 10³⁸, 2 to 3 digits"),
+    "float16": (1, 5, 10, "6·10⁻⁵ to 65504 (down to 6·10⁻⁸ with fewer bits), 3 to 4 digits"),
+}
+
+
+def draw_formats(path: Path) -> None:
+    figure = Figure(figsize=(11, 1.9), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for y, (name, (*bits, meaning)) in enumerate(FORMATS.items()):
+        axes.text(-0.4, y, name, ha="right", va="center", fontsize=10, family="monospace")
+        x = 0
+        parts = zip(
+            bits, ("", "exponent", "mantissa"), ("#444444", "#d55e00", "#9bd0f0"), strict=True
+        )
+        for count, part, color in parts:
+            box(axes, x + 0.05, y, count - 0.1, color, f"{part} {count}" if part else "±")
+            x += count
+        axes.text(x + 0.4, y, meaning, va="center", fontsize=9)
+    axes.set(xlim=(-4.5, 46), ylim=(2.6, -0.6))
+    axes.set_axis_off()
+    figure.savefig(path)
+
+
+def main() -> None:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "images")
+    folder = parser.parse_args().out
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_formats(folder / "formats.png")
+    draw_block(explained()["rows"], folder / "block.png")
+    print(f"formats.png and block.png are in {folder}.")
+
+
+if __name__ == "__main__":
+    main()
