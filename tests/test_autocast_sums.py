@@ -173,13 +173,15 @@ def test_many_equal_cotangents_do_not_stop_growing():
         assert float(jax.grad(autocast(fun, "bf16-mixed"))(x, w)[0, 0]) == 4096, name
 
 
-def test_sums_of_cotangents_keep_both_modes_and_second_order():
-    for name in ("gather", "tile", "minimum"):
-        fun = lambda x, f=REPEATING[name]: jnp.sum(jnp.tanh(f(x, W) / 8))  # noqa: E731
-        fast = autocast(fun, "bf16-mixed")
-        x = X + jnp.arange(6.0)[:, None]
-        got, want = (jax.jvp(jax.grad(f), (x,), (X,))[1] for f in (fast, fun))
-        assert float(jnp.linalg.norm(got - want)) < 2.0**-4 * float(jnp.linalg.norm(want))
+@pytest.mark.parametrize("name", ["gather", "tile", "minimum", "elementwise", "inner scan"])
+def test_sums_of_cotangents_keep_both_modes_and_second_order(name):
+    """A loop once lost the second derivatives with respect to what every iteration reads."""
+    fun = lambda x, w: jnp.sum(jnp.tanh((REPEATING | LOOPS)[name](x, w) / 8))  # noqa: E731
+    x = (X + jnp.arange(6.0)[:, None]) / 4  # far enough apart for a minimum
+    fast = autocast(fun, "bf16-mixed")
+    got, want = (jax.jvp(jax.grad(f, (0, 1)), (x, W), (X, W))[1] for f in (fast, fun))
+    for a, b in zip(got, want, strict=True):
+        assert float(jnp.linalg.norm(a - b)) < 2.0**-4 * float(jnp.linalg.norm(b))
 
 
 # -- layers in which such sums were once low ----------------------------------------------------

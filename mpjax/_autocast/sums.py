@@ -52,11 +52,12 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
     def rule(primals: Any, tangents: Any) -> Any:
         if eqn.primitive.name in _LINEAR:
-            return plain(*primals), widened(tangents[0], *primals[1:])
+            return made(*primals), widened(tangents[0], *primals[1:])
         # Which values were chosen is found again from low operands, rather than kept in float32.
         return jax.jvp(jax.checkpoint(widened, prevent_cse=False), primals, tangents)
 
-    return _with_rule(plain, rule)(*values)
+    made = _with_rule(plain, rule)
+    return made(*values)
 
 
 def is_low(value: Any) -> bool:
@@ -70,16 +71,18 @@ def _with_rule(fun: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..
     return made
 
 
-def _reattached(low: jax.Array, full: jax.Array) -> jax.Array:
+def _low(low: jax.Array, full: jax.Array) -> jax.Array:
     del full
     return low
 
 
 def _reattached_jvp(primals: Any, tangents: Any) -> Any:
-    return primals[0], tangents[1].astype(primals[0].dtype)
+    # The value is attached again, or second derivatives would end at what is hidden.
+    out = _reattached(*primals)
+    return out, tangents[1].astype(out.dtype)
 
 
-_reattached = _with_rule(_reattached, _reattached_jvp)
+_reattached = _with_rule(_low, _reattached_jvp)
 
 
 def detached(low: jax.Array, full: jax.Array) -> Callable[[], jax.Array]:
