@@ -185,6 +185,17 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "hidden_operand": np.asarray,
     "clamp": _clamp,
     "select_n": _select,
+    # Collectives over one device.
+    "axis_index": lambda: np.int32(0),
+    "psum": np.asarray,
+    "psum_invariant": np.asarray,
+    "pvary": np.asarray,
+    "pcast": np.asarray,
+    "all_gather": np.asarray,
+    "all_gather_invariant": np.asarray,
+    "reduce_scatter": np.asarray,
+    "ppermute": np.asarray,
+    "debug_callback": lambda *_: [],
 }
 
 WITH_PARAMS: dict[str, Callable[..., Any]] = {
@@ -219,6 +230,7 @@ WITH_PARAMS: dict[str, Callable[..., Any]] = {
     "cummax": _along(np.maximum.accumulate),
     "cummin": _along(np.minimum.accumulate),
     "cumlogsumexp": _along(_logsumexp_running),
+    "pure_callback": lambda *xs, callback, **_: [np.asarray(x) for x in callback(*xs)],
 }
 
 TABLE = {name: _plain(fun) for name, fun in _PLAIN.items()} | WITH_PARAMS

@@ -78,6 +78,8 @@ jnp.nan_to_num({x})
 jax.jit(jnp.tanh)({x})
 jnp.copysign({x}, 1.5)
 jnp.where(jnp.isfinite({x}), {x}, 0.0)
+{x} + on_host({x})
+watched({x}) * 1.5
 """)
 
 BINARY = _lines("""

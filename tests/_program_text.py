@@ -13,11 +13,26 @@ HEADER = """\
 import jax, jax.numpy as jnp, numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, PartitionSpec as P
+from mpjax import full_precision
+
+mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
 
 
 def conv(x, w, **options):
     numbers = ("NWC", "WIO", "NWC")
     return lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=numbers, **options)
+
+
+def on_host(x):
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    halved = lambda a: np.asarray(a) * np.float32(0.5)
+    return jax.pure_callback(halved, like, lax.stop_gradient(x), vmap_method="sequential")
+
+
+def watched(x):
+    jax.debug.callback(lambda a: None, x)
+    return x
 
 """
 
@@ -40,6 +55,7 @@ class Program:
     lines: list[str] = dataclasses.field(default_factory=list)
     loops: bool = False  # holds a while loop: no reverse mode
     backward_rule: bool = False  # holds a custom_vjp: no forward mode
+    mapped: bool = False  # inside a shard_map, while it is written
     names: int = 0
 
     def fresh(self, stem: str) -> str:

@@ -204,6 +204,30 @@ def _calling(*ways: str) -> Callable[[Block], None]:
     return step
 
 
+def _shard_map(block: Block) -> None:
+    """Collectives over one device: each is the identity, and its derivative another collective."""
+    if block.program.mapped:  # JAX wants the inner one's mesh to be the context's
+        return
+    x = block.operand(lambda s: len(s) >= 1)
+    param = block.param(x.shape)
+    block.program.mapped = True
+    lines, (out,) = block.body([param], _steps(block), [param])
+    block.program.mapped = False
+    collective, spec = block.rng.choice(
+        [
+            ("lax.psum({}, 'd')", "P()"),
+            ("lax.pmean({}, 'd')", "P()"),
+            ("lax.psum_scatter({}, 'd', tiled=True)", "P('d')"),
+            ("lax.all_gather({}, 'd', tiled=True)", "P('d')"),
+            ("lax.ppermute({}, 'd', [(0, 0)])", "P('d')"),
+        ]
+    )
+    name = block.define([param], lines, collective.format(out.name))
+    # With check_vma JAX itself refuses some of the steps inside.
+    options = f"mesh=mesh, in_specs=P('d'), out_specs={spec}, check_vma=False"
+    block.let(f"jax.shard_map({name}, {options})({x.name})", x.shape)
+
+
 _call = _calling(
     "jax.jit({fun})({x})",
     "jax.checkpoint({fun})({x})",
@@ -235,9 +259,11 @@ def _inner_grad(block: Block) -> None:
 
 
 def _scope(block: Block) -> None:
+    """A module's name, or a region that stays in float32."""
     x = block.operand()
     lines, (out,) = block.body([], _steps(block), [x])
-    block.lines.append(f"with jax.named_scope('{block.program.fresh('scope')}'):")
+    named = f"jax.named_scope('{block.program.fresh('scope')}')"
+    block.lines.append(f"with {block.rng.choice([named, 'full_precision()'])}:")
     block.lines.extend(f"    {line}" for line in lines or ["pass"])
     block.let(f"{out.name} * 1.0", x.shape)
 
@@ -303,7 +329,8 @@ _BLOCKS: tuple[tuple[Callable[[Block], None], int], ...] = (
     (_switch, 1),
     (_fori, 1),
     (_while, 1),
-    (_scope, 1),
+    (_scope, 2),
+    (_shard_map, 1),
     (_inner_grad, 1),
 )
 _FLAT_WEIGHTS = [step for step, weight in _FLAT for _ in range(weight)]
