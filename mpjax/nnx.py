@@ -1,0 +1,315 @@
+"""Flax NNX under a policy: dtypes by module path, scaled gradients, skipped steps undone."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mpjax._grad import as_loss_scale, differentiated, name_of
+from mpjax._loss_scale import LossScale
+from mpjax._module_dtypes import AS_WRITTEN, ModuleTable, as_checked_policy, row_of, warn_of
+from mpjax._nnx_modules import mark_of, modules_of, parameters_of, path_text, set_dtypes
+from mpjax._optim_state import current_loss_scale, find_states
+from mpjax._tree import OVERWRITE_WITH_GRADIENT, select_tree
+from mpjax._typing import LossFunction, PyTree
+
+__all__ = ["grad", "set_policy", "tabulate", "undo_skipped", "value_and_grad"]
+
+
+def set_policy(model: nnx.Module, policy: Any = None, *, override: bool = False) -> None:
+    """Sets the dtypes of a policy on all modules of `model`, by module path, in place.
+
+    Every module gets `dtype` from the policy's `compute_dtype` and `param_dtype` from its
+    `param_dtype`, and its parameters (`nnx.Param`) are cast to the latter. What else it holds
+    (BatchNorm statistics, RNG state, caches) stays as it is. Set again, with another policy,
+    it replaces what it has set before.
+
+    A dtype that the model sets itself stays. It counts as set if it is neither the default of
+    the argument in the constructor of its class nor such a default of a module above, passed
+    down. `nnx.Embed` does not tell an explicit float32 from its default.
+
+    A rule's path is that of the module, as in `nnx.iter_modules`, joined by '/':
+    'layers/0/norm'. The parameters below a path follow the same rules.
+
+    An NNX module returns what its last layer gives; `policy.cast_to_output(model(x))` applies
+    the policy's `output_dtype`.
+
+    Args:
+      model: an NNX module; one of shapes alone (`nnx.eval_shape`) will do.
+      policy: whatever `get_policy` takes; a `PolicyMap` for dtypes by path.
+      override: whether the policy also takes the place of what the model sets itself.
+
+    Raises:
+      TypeError: `model` is no NNX module.
+      ValueError: a dtype is float64 and 64-bit types are off.
+
+    Warns:
+      PolicyWarning: a rule matches no module, decides nothing because an earlier one matches
+        too, or changes nothing; or a module of your own has parameters and no `dtype`.
+
+    Dtypes:
+      Layers without a `dtype` (Dropout) work in that of their input. The carry of a recurrent
+      cell has the wider of `param_dtype` and `compute_dtype`.
+
+    Transforms:
+      To be called outside of any; `nnx.jit`, `nnx.grad`, `nnx.scan`, `nnx.remat` and `nnx.vmap`
+      take the model as before. What one of them made stacked is set as one module.
+
+    Example:
+      >>> from flax import nnx
+      >>> rngs = nnx.Rngs(0)
+      >>> model = nnx.Sequential(nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 2, rngs=rngs))
+      >>> mpjax.nnx.set_policy(model, mpjax.PolicyMap("bf16-mixed", {"layers/1": "float32"}))
+      >>> [layer.dtype.dtype.name for layer in model.layers]
+      ['bfloat16', 'float32']
+
+    References:
+      flax, `nnx.Module.set_attributes`; Keras, `DTypePolicyMap`
+    """
+    chosen = as_checked_policy(policy, "set_policy")
+    warn_of(chosen, set_dtypes(model, chosen, override=override), "set_policy")
+
+
+def tabulate(model: nnx.Module) -> ModuleTable:
+    """Returns which dtypes the modules of a model use, and why, as a table.
+
+    Args:
+      model: an NNX module, with a policy or without.
+
+    Returns:
+      A `ModuleTable`: print it, with rich in colour; read it by `.rows`, `table["encoder"]` or
+      `.to_dict()`. Its `dtype` is 'inputs' where a module computes in what it is given, and '-'
+      where it has none; `param_dtype` is that of the parameters that are there.
+
+    Raises:
+      TypeError: `model` is no NNX module.
+
+    Dtypes:
+      Those of the modules' attributes and parameters.
+
+    Transforms:
+      None: it is for people.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+      >>> mpjax.nnx.set_policy(model, "bf16-mixed")
+      >>> print(mpjax.nnx.tabulate(model))
+      Linear
+      module  class   dtype  param_dtype  parameters  reason
+      .       Linear  bf16   f32          10          policy
+
+    References:
+      flax, `nnx.tabulate`
+    """
+    rows: list[Any] = []
+    for path, module in modules_of(model, "tabulate"):
+        mark = mark_of(module)
+        reason = mark.reason if mark else AS_WRITTEN
+        rows.append(row_of(path_text(path), module, parameters_of(module), reason))
+    return ModuleTable(type(model).__name__, tuple(rows))
+
+
+# -- gradients ---------------------------------------------------------------------------------
+
+
+def value_and_grad(
+    f: LossFunction,
+    *,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+    has_aux: bool = False,
+    loss_scale: LossScale | float | None,
+    unscale: bool = True,
+    **options: Any,
+) -> Callable[..., tuple[Any, PyTree]]:
+    """Returns a function that gives the value of `f` and its gradients, scaled on the way.
+
+    As `nnx.value_and_grad`, which it calls, with the loss multiplied by the loss scale before
+    differentiating and the gradients divided by it afterwards, both in float32. The value is
+    that of `f`, never the scaled one.
+
+    Args:
+      f: a function of modules and arrays that returns a floating scalar, or `(scalar, aux)`.
+      argnums: which arguments to differentiate; an `nnx.DiffState` for some of its variables.
+      has_aux: whether `f` returns a pair, of which the second is passed through.
+      loss_scale: a loss scale, traced or not; a number for a static one; None for none.
+        `mpjax.current_loss_scale(optimizer)` finds that of an `nnx.Optimizer`.
+      unscale: False leaves the gradients scaled, as `with_loss_scale` takes them.
+      **options: whatever else `nnx.value_and_grad` takes.
+
+    Returns:
+      A function of the arguments of `f` that returns `(value, grads)`, or
+      `((value, aux), grads)` with `has_aux`.
+
+    Raises:
+      TypeError: the loss is no floating scalar, or `loss_scale` is none of the allowed.
+
+    Dtypes:
+      The value keeps its dtype; real gradients of up to 32 bits are float32. Variables of the
+      type `_overwrite_with_gradient` (the float8 scales of a linen model in `nnx.bridge.ToNNX`)
+      get their next value, neither cast nor scaled.
+
+    Transforms:
+      nnx.jit, nnx.vmap, nnx.scan, nnx.remat, nnx.shard_map.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
+      >>> loss_fn = lambda model, x: jnp.mean(model(x).astype(jnp.float16))
+      >>> loss, grads = mpjax.nnx.value_and_grad(loss_fn, loss_scale=1024.0)(
+      ...     model, jnp.ones((4, 2))
+      ... )
+      >>> grads.kernel.get_value()
+      Array([[1.],
+             [1.]], dtype=float32)
+
+    References:
+      flax, `nnx.value_and_grad`; Micikevicius et al., Mixed Precision Training, 2018,
+      https://arxiv.org/abs/1710.03740
+    """
+    scale = as_loss_scale(loss_scale, "value_and_grad(loss_scale)")
+    structures: list[Any] = []
+
+    def transform(fun: Any, *, has_aux: bool) -> Any:
+        inner = nnx.value_and_grad(fun, argnums=argnums, has_aux=has_aux, **options)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            out, grads = inner(*args, **kwargs)
+            leaves, structure = jax.tree.flatten(grads, is_leaf=_is_variable)
+            structures[:] = [structure]
+            return out, _sorted_out(leaves)
+
+        return run
+
+    differentiate = differentiated(
+        transform,
+        f,
+        scale,
+        has_aux=has_aux,
+        unscale=unscale,
+        holomorphic=options.get("holomorphic", False),
+        name=name_of(f),
+    )
+
+    @functools.wraps(f, updated=())
+    def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        value, aux, by_kind = differentiate(*args, **kwargs)
+        merged = {i: g for kind in by_kind.values() for i, g in kind.items()}
+        grads = structures[0].unflatten([merged[i] for i in sorted(merged)])
+        return ((value, aux) if has_aux else value), grads
+
+    return wrapped
+
+
+def grad(
+    f: LossFunction,
+    *,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+    has_aux: bool = False,
+    loss_scale: LossScale | float | None,
+    unscale: bool = True,
+    **options: Any,
+) -> Callable[..., PyTree]:
+    """Returns a function that gives the gradients of `f`; see `value_and_grad`.
+
+    Returns:
+      A function of the arguments of `f` that returns `grads`, or `(grads, aux)` with `has_aux`,
+      as `nnx.grad` does.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
+      >>> loss_fn = lambda model: jnp.sum(model(jnp.ones((1, 2))))
+      >>> mpjax.nnx.grad(loss_fn, loss_scale=8.0)(model).kernel.get_value()
+      Array([[1.],
+             [1.]], dtype=float32)
+    """
+    differentiate = value_and_grad(
+        f, argnums=argnums, has_aux=has_aux, loss_scale=loss_scale, unscale=unscale, **options
+    )
+
+    @functools.wraps(f, updated=())
+    def wrapped(*args: Any, **kwargs: Any) -> PyTree:
+        out, grads = differentiate(*args, **kwargs)
+        return (grads, out[1]) if has_aux else grads
+
+    return wrapped
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+def _sorted_out(leaves: list[Any]) -> dict[str, dict[int, Any]]:
+    """Returns gradients by number, those that overwrite under Flax's name, which is not scaled."""
+    kinds: dict[str, dict[int, Any]] = {"scaled": {}, OVERWRITE_WITH_GRADIENT: {}}
+    for index, leaf in enumerate(leaves):
+        overwrites = type(leaf).__name__ == OVERWRITE_WITH_GRADIENT
+        kinds[OVERWRITE_WITH_GRADIENT if overwrites else "scaled"][index] = leaf
+    return kinds
+
+
+# -- skipped steps -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def undo_skipped(optimizer: nnx.Optimizer[Any], *nodes: Any) -> Generator[None]:
+    """Undoes, where `optimizer` skips its step, what else changed in the `with` block.
+
+    `with_loss_scale` around the optax transformation leaves parameters and moments alone when a
+    gradient is not finite. But the forward pass has by then written BatchNorm statistics (with
+    that step's NaN in them), counted RNG streams on, perhaps updated an EMA; and the optimizer
+    counts the step. All of that is put back, bit for bit, as if the batch had never been.
+
+    Args:
+      optimizer: an `nnx.Optimizer` whose transformation is wrapped in `with_loss_scale`. It is
+        updated once inside the block.
+      *nodes: modules, metrics, `nnx.Rngs`, `nnx.EMA`: every variable in them is guarded. A
+        variable that is created inside the block is not undone.
+
+    Raises:
+      ValueError: the optimizer is not wrapped in `with_loss_scale`; or a variable changes its
+        shape or dtype.
+
+    Dtypes:
+      Unchanged.
+
+    Transforms:
+      nnx.jit, nnx.scan, nnx.vmap, nnx.shard_map: inside, around the whole step.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = nnx.BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0))
+      >>> tx = mpjax.with_loss_scale(optax.sgd(0.1), mpjax.DynamicLossScale(8.0))
+      >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+      >>> @nnx.jit
+      ... def step(model, optimizer, x):
+      ...     scale = mpjax.current_loss_scale(optimizer)
+      ...     differentiate = mpjax.nnx.grad(
+      ...         lambda model: jnp.mean(model(x) ** 2), loss_scale=scale, unscale=False
+      ...     )
+      ...     with mpjax.nnx.undo_skipped(optimizer, model):
+      ...         optimizer.update(model, differentiate(model))
+      >>> step(model, optimizer, jnp.array([[1.0, jnp.nan], [0.0, 1.0]]))
+      >>> model.mean.get_value(), int(optimizer.step.get_value())
+      (Array([0., 0.], dtype=float32), 0)
+    """
+    if not find_states(optimizer.opt_state):
+        current_loss_scale(optimizer.opt_state)  # its error says what is missing
+    variables = {id(v): v for node in (*nodes, optimizer.step) for v in _variables(node)}
+    before = [(v, v.get_value()) for v in variables.values()]
+    yield
+    scaled = [found for _, found in find_states(optimizer.opt_state)]
+    finite = jnp.all(jnp.stack([jnp.asarray(found.grads_finite) for found in scaled]))
+    for variable, old in before:
+        new = variable.get_value()
+        if new is not old:
+            variable.set_value(select_tree(finite, new, old))
+
+
+def _variables(node: Any) -> list[Any]:
+    return [x for _, x in nnx.iter_graph(node) if _is_variable(x)]

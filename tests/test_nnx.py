@@ -1,0 +1,513 @@
+"""mpjax.nnx: dtypes by module path, scaled gradients, and steps that are skipped as a whole."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _helpers import assert_same_bits, bits
+from _nnx_layers import LAYERS, NOT_LAYERS, ROWS, array, rngs
+from flax import nnx
+
+import mpjax
+import mpjax.linen
+import mpjax.nnx
+
+pytestmark = [
+    pytest.mark.standard_promotion("nnx promotes its own masks and counts implicitly"),
+    pytest.mark.no_leak_check("nnx keeps the modules of a trace until they are collected"),
+    pytest.mark.filterwarnings("ignore:'.value' access:DeprecationWarning"),  # RoPE's own
+]
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+
+
+class Block(nnx.Module):
+    def __init__(self, *, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32) -> None:
+        self.dtype, self.param_dtype = dtype, param_dtype
+        given = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs()}
+        self.inner = nnx.Linear(6, 6, **given)  # passed down
+        self.fixed = nnx.Linear(6, 6, dtype=jnp.float16, rngs=rngs())
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fixed(self.inner(x))
+
+
+class Network(nnx.Module):
+    """Modules of every kind: in a list, stateful, without a dtype, with one of its own."""
+
+    def __init__(self) -> None:
+        self.layers = nnx.List([nnx.Linear(6, 6, rngs=rngs()), nnx.BatchNorm(6, rngs=rngs())])
+        self.dropout = nnx.Dropout(0.5, rngs=rngs())
+        self.block = Block()
+        self.head = nnx.Linear(6, 2, rngs=rngs())
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.block(self.dropout(x)))
+
+
+def dtypes(model: nnx.Module) -> dict[str, str]:
+    return {row.path: row.dtype for row in mpjax.nnx.tabulate(model).rows if row.dtype != "-"}
+
+
+def values(*nodes: Any) -> dict[str, Any]:
+    """Returns every variable's value, by path."""
+    found = {}
+    for index, node in enumerate(nodes):
+        for path, x in nnx.iter_graph(node):
+            if isinstance(x, nnx.Variable):
+                found[f"{index}/{'/'.join(map(str, path))}"] = x.get_value()
+    return found
+
+
+# -- setting dtypes ----------------------------------------------------------------------------
+
+
+def test_every_module_gets_the_policys_dtypes_and_parameters_are_cast():
+    model = Network()
+    mpjax.nnx.set_policy(model, "p=bf16,c=f16,o=f32")
+    assert dtypes(model) == {
+        "block": "f16",
+        "block/fixed": "f16",
+        "block/inner": "f16",
+        "head": "f16",
+        "layers/0": "f16",
+        "layers/1": "f16",
+    }
+    kinds = {type(x): x.get_value().dtype.name for _, x in nnx.iter_graph(model) if is_float(x)}
+    assert kinds == {nnx.Param: "bfloat16", nnx.BatchStat: "float32"}
+
+
+def is_float(x: Any) -> bool:
+    return isinstance(x, nnx.Variable) and jnp.issubdtype(x.get_value().dtype, jnp.floating)
+
+
+def test_rules_go_by_module_path():
+    model = Network()
+    rules = {"layers/1": "float32", "head": "p=f16,c=f32,o=f32", "block/inner": "16-mixed"}
+    mpjax.nnx.set_policy(model, mpjax.PolicyMap("bf16-mixed", rules))
+    assert dtypes(model) == {
+        "block": "bf16",
+        "block/fixed": "f16",
+        "block/inner": "f16",
+        "head": "f32",
+        "layers/0": "bf16",
+        "layers/1": "f32",
+    }
+    table = mpjax.nnx.tabulate(model)
+    assert table["head"].reason == "rule 'head'"
+    assert (table["head"].param_dtype, table["head"].parameters) == ("f16", 14)
+    assert table["block/fixed"].reason == "set in the model"
+    assert table["layers/0"].reason == "policy"
+    assert table["dropout"].reason == "has no dtype"
+    assert str(table).startswith("Network\nmodule ")
+
+
+def test_products_are_computed_in_the_policys_dtype():
+    model = nnx.Linear(6, 6, rngs=rngs())
+    mpjax.nnx.set_policy(model, "bf16-mixed")
+    text = str(jax.make_jaxpr(lambda x: model(x))(ROWS))
+    assert ":bf16[4,6] = dot_general[" in text
+
+
+def test_a_dtype_that_the_model_sets_stays_unless_overridden():
+    model = Block()
+    mpjax.nnx.set_policy(model, "bf16-mixed")
+    assert dtypes(model) == {"": "bf16", "fixed": "f16", "inner": "bf16"}
+    mpjax.nnx.set_policy(model, "bf16-mixed", override=True)
+    assert dtypes(model) == {"": "bf16", "fixed": "bf16", "inner": "bf16"}
+    model = Block(dtype=jnp.float16, param_dtype=jnp.bfloat16)
+    with pytest.warns(mpjax.PolicyWarning, match="the policy changes nothing: '' .*of its own"):
+        mpjax.nnx.set_policy(model, "p=f16,c=f32,o=f32")
+    assert set(dtypes(model).values()) == {"f16"}
+    assert model.inner.kernel.get_value().dtype == BF16
+    assert model.fixed.kernel.get_value().dtype == F16
+
+
+def test_a_later_policy_replaces_the_earlier_one_and_no_more():
+    model = Block()
+    for policy, dtype in (("bf16-mixed", "bf16"), ("32-true", "f32"), ("16-mixed", "f16")):
+        mpjax.nnx.set_policy(model, policy)
+        assert dtypes(model) == {"": dtype, "fixed": "f16", "inner": dtype}
+        model = nnx.clone(model)
+    model.inner.dtype = jnp.bfloat16  # by hand: the model's own from now on
+    mpjax.nnx.set_policy(model, "32-true")
+    assert dtypes(model) == {"": "f32", "fixed": "f16", "inner": "bf16"}
+
+
+def test_an_embedding_of_float32_is_under_the_policy():
+    model = nnx.Embed(7, 4, rngs=rngs())
+    mpjax.nnx.set_policy(model, "bf16-mixed")
+    assert model(jnp.arange(3)).dtype == BF16
+    assert model.embedding.get_value().dtype == F32
+
+
+def test_a_model_of_shapes_takes_a_policy_too():
+    model = nnx.eval_shape(Network)
+    mpjax.nnx.set_policy(model, "bf16-true")
+    assert model.head.kernel.get_value() == jax.ShapeDtypeStruct((6, 2), BF16)
+
+
+def test_shared_and_stacked_modules_are_set_once():
+    shared = nnx.Linear(6, 6, rngs=rngs())
+    model = nnx.Sequential(shared, shared)
+    mpjax.nnx.set_policy(model, "bf16-mixed")
+    assert model.layers[0] is model.layers[1]
+    assert list(dtypes(model).values()) == ["bf16"]
+
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(key: jax.Array) -> nnx.Linear:
+        return nnx.Linear(6, 6, rngs=nnx.Rngs(key))
+
+    stack = make(jax.random.split(jax.random.key(0), 3))
+    mpjax.nnx.set_policy(stack, "bf16-true")
+    assert stack.kernel.get_value().dtype == BF16
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    @nnx.remat
+    def run(layer: nnx.Linear, x: jax.Array) -> jax.Array:
+        return layer(x).astype(x.dtype)
+
+    graph, state = nnx.split(stack)
+    text = str(jax.make_jaxpr(lambda state, x: run(nnx.merge(graph, state), x))(state, ROWS))
+    assert "bf16[4,6] = dot_general[" in text
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-true", "p=bf16,c=f32,o=f32"])
+@pytest.mark.parametrize("kind", ["SimpleCell", "LSTMCell", "GRUCell", "OptimizedLSTMCell"])
+def test_cells_hand_on_a_carry_of_one_dtype(kind: str, policy: str):
+    model = nnx.RNN(getattr(nnx, kind)(8, 3, rngs=rngs()), rngs=rngs())
+    for _ in range(2):  # the second time changes nothing more
+        mpjax.nnx.set_policy(model, policy)
+        wide = BF16 if policy == "bf16-true" else F32
+        assert nnx.jit(lambda model, x: model(x))(model, array(2, 5, 8)).dtype == wide
+
+
+# -- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ({"heat": "float32"}, "'heat', matches none of the .* paths.\n  Nearest: 'head'"),
+        (
+            {"block": "float32", "block/inner": "16-mixed"},
+            "rule 2 of 2, 'block/inner', decides nothing: rule 1, 'block', comes first",
+        ),
+        ({"dropout": "float32"}, r"'dropout', changes nothing: 'dropout' \(Dropout\) has no dtype"),
+        (
+            {"block/fixed": "float32"},
+            r"'block/fixed', changes nothing: .* has a dtype of its own.\n.*\n.*override=True",
+        ),
+    ],
+)
+def test_a_rule_that_does_nothing_is_a_warning(rules: Any, said: str):
+    with pytest.warns(mpjax.PolicyWarning, match=said):
+        mpjax.nnx.set_policy(Network(), mpjax.PolicyMap("bf16-mixed", rules))
+
+
+class Custom(nnx.Module):
+    def __init__(self) -> None:
+        self.weight = nnx.Param(jnp.ones((6, 2)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.weight
+
+
+def test_a_custom_module_without_a_dtype_is_a_warning_where_it_would_matter():
+    said = r"'layers/1' \(Custom\) holds parameters and has no dtype"
+    model = nnx.Sequential(nnx.Linear(6, 6, rngs=rngs()), Custom())
+    with pytest.warns(mpjax.PolicyWarning, match=said):
+        mpjax.nnx.set_policy(model, "bf16-mixed")
+    mpjax.nnx.set_policy(model, mpjax.PolicyMap("bf16-mixed", {"layers/1": "float32"}))
+    mpjax.nnx.set_policy(model, "bf16-true")  # its parameters are cast: it computes as they are
+    assert model.layers[1].weight.get_value().dtype == BF16
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (nn.Dense(2), r"got a Dense.*\n.*\n.*mpjax.linen.with_policy"),
+        ({"w": 1}, "got a dict"),
+        (nnx.Linear, "got a "),
+    ],
+)
+def test_what_is_no_module_is_refused(model: Any, said: str):
+    for fun, name in ((mpjax.nnx.set_policy, "set_policy"), (mpjax.nnx.tabulate, "tabulate")):
+        with pytest.raises(TypeError, match=said) as error:
+            fun(model)
+        assert str(error.value).startswith(f"{name}: ")
+
+
+def test_float64_without_64_bit_types_is_refused_before_anything_is_set():
+    model = nnx.Linear(2, 2, rngs=rngs())
+    with pytest.raises(ValueError, match="set_policy: float64 was asked for"):
+        mpjax.nnx.set_policy(model, "64-true")
+    assert model.dtype is None
+
+
+# -- gradients ---------------------------------------------------------------------------------
+
+
+def mean_square(model: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(model(x) ** 2)
+
+
+def stateful() -> nnx.Sequential:
+    layers = (nnx.Linear(6, 6, rngs=rngs()), nnx.BatchNorm(6, rngs=rngs()))
+    return nnx.Sequential(*layers, nnx.Dropout(0.5, rngs=rngs()), nnx.Linear(6, 2, rngs=rngs()))
+
+
+@pytest.mark.parametrize("unscale", [True, False])
+def test_gradients_are_those_of_nnx_scaled_and_unscaled_by_powers_of_two(unscale: bool):
+    model, other = stateful(), stateful()
+    want_loss, want = nnx.jit(nnx.value_and_grad(mean_square))(other, ROWS)
+    differentiate = mpjax.nnx.value_and_grad(mean_square, loss_scale=2.0**8, unscale=unscale)
+    loss, grads = nnx.jit(differentiate)(model, ROWS)
+    assert bits(loss) == bits(want_loss)
+    factor = 1.0 if unscale else 2.0**8
+    assert_same_bits(grads, jax.tree.map(lambda g: g * factor, want))
+    # Statistics and counts have moved as under nnx.value_and_grad.
+    assert_same_bits(values(model), values(other))
+    moved = {name for name, x in values(stateful()).items() if bits(x) != bits(values(model)[name])}
+    assert moved == {"0/layers/1/mean", "0/layers/1/var", "0/layers/2/rngs/count"}
+
+
+def test_argnums_diff_state_and_aux_are_passed_on():
+    model, other = Block(), Block()
+
+    def loss_fn(x: jax.Array, first: Block, second: Block) -> Any:
+        return jnp.sum(first(x) * second(x)), {"seen": x.shape, "model": second}
+
+    wrt = (nnx.DiffState(1, nnx.All(nnx.Param, nnx.PathContains("inner"))), 2)
+    differentiate = mpjax.nnx.value_and_grad(loss_fn, argnums=wrt, has_aux=True, loss_scale=4.0)
+    (value, aux), (first, second) = differentiate(ROWS, model, other)
+    assert value.shape == ()
+    assert aux["seen"] == ROWS.shape
+    assert isinstance(aux["model"], Block)
+    assert set(first) == {"inner"}
+    assert set(second) == {"inner", "fixed"}
+    grads, aux = mpjax.nnx.grad(loss_fn, argnums=0, has_aux=True, loss_scale=4.0)(
+        ROWS, model, other
+    )
+    assert (grads.shape, aux["seen"]) == (ROWS.shape, ROWS.shape)
+    want = nnx.grad(loss_fn, argnums=wrt, has_aux=True)(ROWS, model, other)[0]
+    for a, b in zip(jax.tree.leaves((first, second)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2**-9, atol=1e-3)  # one layer is float16
+
+
+def test_a_float16_loss_is_true_and_its_gradients_do_not_underflow():
+    model = nnx.Linear(4, 1, use_bias=False, rngs=rngs())
+    mpjax.nnx.set_policy(model, "16-mixed")
+
+    def tiny(model: nnx.Linear) -> jax.Array:
+        out = model(jnp.full((1, 4), 2.0**-14))
+        return jnp.sum(out * jnp.float16(2.0**-12))
+
+    assert not np.any(nnx.grad(tiny)(model).kernel.get_value())
+    loss, grads = mpjax.nnx.value_and_grad(tiny, loss_scale=mpjax.DynamicLossScale(2.0**15))(model)
+    assert loss.dtype == F16
+    np.testing.assert_array_equal(grads.kernel.get_value(), np.full((4, 1), 2.0**-26, np.float32))
+
+
+def test_a_loss_that_is_no_scalar_is_refused():
+    with pytest.raises(TypeError, match=r"value_and_grad\(square\).*got f32\[4,6\]"):
+        mpjax.nnx.grad(square, loss_scale=2.0)(nnx.Linear(6, 6, rngs=rngs()), ROWS)
+    with pytest.raises(TypeError, match=r"value_and_grad\(loss_scale\)"):
+        mpjax.nnx.grad(square, loss_scale="2")
+    with pytest.raises(TypeError, match="must be a function"):
+        mpjax.nnx.grad(ROWS, loss_scale=2.0)
+
+
+def square(model: Any, x: jax.Array) -> jax.Array:
+    return model(x) ** 2
+
+
+# -- skipped steps -----------------------------------------------------------------------------
+
+
+class Ema(nnx.Module):
+    """A moving average of a model's parameters, of variables that are parameters too."""
+
+    def __init__(self, model: nnx.Module) -> None:
+        self.average = nnx.clone(model)
+
+    def update(self, model: nnx.Module, x: jax.Array) -> None:
+        params = nnx.state(self.average, nnx.Param)
+        blend = lambda a, b: 0.9 * a + 0.1 * b + 0 * x.sum()  # noqa: E731
+        nnx.update(self.average, jax.tree.map(blend, params, nnx.state(model, nnx.Param)))
+
+
+@nnx.jit
+def train(model: Network, optimizer: Any, ema: Ema, x: jax.Array) -> jax.Array:
+    scale = mpjax.current_loss_scale(optimizer)
+    differentiate = mpjax.nnx.value_and_grad(mean_square, loss_scale=scale, unscale=False)
+    with mpjax.nnx.undo_skipped(optimizer, model, ema):
+        loss, grads = differentiate(model, x)
+        optimizer.update(model, grads)
+        ema.update(model, x)
+    return loss
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+def test_a_skipped_step_leaves_everything_as_it_was(policy: str):
+    model = Network()
+    mpjax.nnx.set_policy(model, policy)
+    ema = Ema(model)
+    tx = mpjax.with_loss_scale(optax.adam(1e-2), mpjax.DynamicLossScale(2.0**8))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    start = values(model, ema, optimizer)
+    assert np.isfinite(train(model, optimizer, ema, ROWS))
+    before = values(model, ema, optimizer)
+    changed = {name for name in before if bits(before[name]) != bits(start[name])}
+    for part in ("layers/1/mean", "dropout/rngs/count", "head/kernel"):
+        assert f"0/{part}" in changed
+    assert {"1/average/head/kernel", "2/step"} <= changed
+
+    loss = train(model, optimizer, ema, ROWS.at[0, 0].set(jnp.inf))
+    assert not np.isfinite(loss)
+    after = values(model, ema, optimizer)
+    changed = {name for name in before if bits(after[name]) != bits(before[name])}
+    scalars = ("loss_scale", "grads_finite", "skipped_steps", "consecutive_skips", "leaf_finite")
+    assert {name.split("/")[2] for name in changed} <= {*scalars, "adjustment"}
+    assert float(mpjax.current_loss_scale(optimizer).loss_scale) == 2.0**7
+    assert {name: x.dtype for name, x in after.items()} == {n: x.dtype for n, x in start.items()}
+    assert np.isfinite(train(model, optimizer, ema, ROWS))
+    assert int(optimizer.step.get_value()) == 2
+
+
+def test_an_optimizer_without_a_loss_scale_is_refused():
+    model = nnx.Linear(2, 2, rngs=rngs())
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    refused = pytest.raises(ValueError, match=r"holds no loss scale.*\n.*Wrap the optimizer")
+    with refused, mpjax.nnx.undo_skipped(optimizer, model):
+        pass
+
+
+def test_a_variable_that_changes_its_dtype_is_refused():
+    model = nnx.BatchNorm(2, rngs=rngs())
+    optimizer = nnx.Optimizer(model, mpjax.with_loss_scale(optax.sgd(0.1)), wrt=nnx.Param)
+    refused = pytest.raises(ValueError, match=r"bf16\[2\] and f32\[2\]")
+    with refused, mpjax.nnx.undo_skipped(optimizer, model):
+        model.mean.set_value(model.mean.get_value().astype(BF16))
+
+
+def test_an_error_inside_is_passed_on():
+    model = nnx.BatchNorm(2, rngs=rngs())
+    optimizer = nnx.Optimizer(model, mpjax.with_loss_scale(optax.sgd(0.1)), wrt=nnx.Param)
+    with pytest.raises(KeyError, match="mine"), mpjax.nnx.undo_skipped(optimizer, model):
+        raise KeyError("mine")
+
+
+# -- float8 ------------------------------------------------------------------------------------
+
+
+class Float8(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.relu(nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)(x))
+        return nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)(x)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**10])
+def test_float8_scales_of_a_bridged_model_are_what_their_gradient_says(scale: float):
+    x = array(16, 16)
+    linen = mpjax.linen.with_policy(Float8(), "bf16-mixed")
+    model = nnx.bridge.ToNNX(linen, rngs=nnx.Rngs(0)).lazy_init(x)
+    overwritten = nnx.variable_type_from_name("_overwrite_with_gradient")
+    both = nnx.DiffState(0, (nnx.Param, overwritten))
+    tx = optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(1e-2))
+    tx = mpjax.with_loss_scale(tx, mpjax.DynamicLossScale(scale, growth_interval=1))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, x: jax.Array) -> None:
+        chosen = mpjax.current_loss_scale(optimizer)
+        differentiate = mpjax.nnx.grad(mean_square, argnums=both, loss_scale=chosen, unscale=False)
+        with mpjax.nnx.undo_skipped(optimizer, model):
+            grads = differentiate(model, x)
+            optimizer.update(model, grads)
+            nnx.update(model, nnx.state(grads, overwritten))
+
+    for _ in range(3):
+        used = float(mpjax.current_loss_scale(optimizer).loss_scale)
+        scaled = nnx.grad(lambda model, x, s=used: mean_square(model, x) * s, argnums=both)
+        want = nnx.state(nnx.jit(scaled)(model, x), overwritten)
+        step(model, optimizer, x)
+        assert_same_bits(nnx.as_pure(nnx.state(model, overwritten)), nnx.as_pure(want))
+    before = values(model)
+    step(model, optimizer, x.at[0, 0].set(jnp.nan))
+    assert_same_bits(values(model), before)
+
+
+# -- every layer of Flax -----------------------------------------------------------------------
+
+LOW = {"bf16-mixed": BF16, "16-mixed": F16}
+
+
+def test_every_public_module_has_a_row_or_a_reason():
+    public = {n for n, v in vars(nnx).items() if isinstance(v, type) and issubclass(v, nnx.Module)}
+    assert public == LAYERS.keys() | NOT_LAYERS.keys()
+
+
+def per_path(layer: nnx.Module, policy: str) -> mpjax.PolicyMap:
+    """Returns a policy that leaves the first of several modules with a dtype in float32."""
+    inner = [path for path in dtypes(layer) if path]
+    return mpjax.PolicyMap(policy, {path: "float32" for path in inner[:1] if len(inner) > 1})
+
+
+@pytest.mark.parametrize(
+    "policy", [pytest.param("bf16-mixed"), pytest.param("16-mixed", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_under_a_policy_by_path_computes_what_it_does_in_float32(name: str, policy: str):
+    layer, args = LAYERS[name]()
+    model, _ = LAYERS[name]()
+    mpjax.nnx.set_policy(model, per_path(model, policy))
+    before = values(model)
+
+    @nnx.jit
+    def both(layer: nnx.Module, model: nnx.Module, *args: Any) -> Any:
+        return layer(*args), model(*args)
+
+    full, low = both(layer, model, *args)
+    for a, b in zip(jax.tree.leaves(low), jax.tree.leaves(full), strict=True):
+        # Inputs, weights and about six results in a row are rounded, each by half an epsilon of
+        # the largest value there is; what is multiplied here is of the size of one.
+        largest = max(1.0, float(jnp.abs(b).max()))
+        bound = 8 * float(jnp.finfo(LOW[policy]).eps) / 2 * largest
+        np.testing.assert_allclose(a.astype(F32), b, rtol=0, atol=bound)
+    after = values(model)
+    assert {n: x.dtype for n, x in after.items()} == {n: x.dtype for n, x in before.items()}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_variables_of_a_layer_keep_their_dtypes_across_a_step(name: str):
+    for policy in ("bf16-mixed", "16-true"):
+        model, args = LAYERS[name]()
+        mpjax.nnx.set_policy(model, per_path(model, policy))
+        tx = mpjax.with_loss_scale(optax.adam(1e-2), mpjax.DynamicLossScale(2.0))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        structure, state = nnx.split((model, optimizer))
+
+        def step(state: Any, structure: Any = structure, args: Any = args) -> Any:
+            model, optimizer = nnx.merge(structure, state)
+
+            def loss(model: nnx.Module) -> jax.Array:
+                return sum(jnp.sum(x.astype(F32)) for x in jax.tree.leaves(model(*args)))
+
+            with mpjax.nnx.undo_skipped(optimizer, model):
+                scale = mpjax.current_loss_scale(optimizer)
+                grads = mpjax.nnx.grad(loss, loss_scale=scale, unscale=False)(model)
+                optimizer.update(model, grads)
+            return nnx.state((model, optimizer))
+
+        after = jax.eval_shape(step, state)
+        assert jax.tree.structure(after) == jax.tree.structure(state)
+        types = [[(x.shape, x.dtype) for x in jax.tree.leaves(s)] for s in (after, state)]
+        assert types[0] == types[1]
