@@ -49,6 +49,7 @@ Causes = list[Cause | None]
 
 ACCUMULATED = "a product's float32 sums, which no product reads"
 FUNCTION = "holds a sum or an exponential: float32 as a whole"
+AS_WRITTEN = "as written: full_precision(), or an inner autocast"
 UNCHANGED = "nothing low goes into it, and it holds no product"
 FUSED = "fused: float32 between low values, not stored"
 
@@ -172,6 +173,8 @@ def _dtype(plan: Plan, decision: Decision, stored: dict[Any, bool | None]) -> An
     """That of the operands of a product; in which any other operation's result is held."""
     if decision.action is Action.PRODUCT:
         return decision.low
+    if op_class(decision.eqn.primitive.name, {}) is OpClass.LOWER:
+        return decision.eqn.invars[0].aval.dtype  # as it was written
     out = decision.eqn.outvars[0]
     state = plan.states[out]
     return state.dtype if state.kind == Kind.LOW and stored.get(out, True) else FLOAT32
@@ -216,7 +219,7 @@ def _asks_for_float32(eqn: Any) -> bool:
 def _region(plan: Plan, eqn: Any) -> str:
     settings = plan.settings
     if settings.as_written or scopes.AS_WRITTEN in scopes.of(eqn):
-        return "inside full_precision()"
+        return AS_WRITTEN
     if isinstance(settings.policy, Policy):
         return ""
     path = settings.scope + scopes.of(eqn)

@@ -13,7 +13,7 @@ from typing import Any
 
 from mpjax._autocast.causes import FUSED
 
-_WIDTH = 120
+_WIDTH, _REASON_WIDTH = 120, 62
 _HEADERS = ("operations", "dtype", "why", "where")
 _LOW = ("bf16", "f16")
 
@@ -81,8 +81,9 @@ class Explanation:
     def __str__(self) -> str:
         grouped = _groups(self.rows)
         lines = [line for group in grouped for line in group.lines]
-        cells = [(_HEADERS, *(line.cells for line in lines))]
-        widths = [max(len(row[i]) for row in cells[0]) for i in range(len(_HEADERS))]
+        cells = (_HEADERS, *(line.cells for line in lines))
+        widths = [max(len(row[i]) for row in cells) for i in range(len(_HEADERS))]
+        widths[2] = min(widths[2], _REASON_WIDTH)
         widths[0] = max(len(_HEADERS[0]), min(widths[0], _WIDTH - 8 - sum(widths[1:])))
         text = [self._title(), "", _line(_HEADERS, widths)]
         for group in grouped:
@@ -211,7 +212,8 @@ def _lines(rows: Iterable[Row]) -> list[_Line]:
 
 
 def _line(cells: Iterable[str], widths: list[int]) -> str:
-    padded = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+    fitting = (c if len(c) <= w else f"{c[: w - 1]}…" for c, w in zip(cells, widths, strict=True))
+    padded = "  ".join(cell.ljust(width) for cell, width in zip(fitting, widths, strict=True))
     return f"  {padded}".rstrip()
 
 
