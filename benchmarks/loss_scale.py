@@ -4,7 +4,8 @@
     python benchmarks/loss_scale.py --width 256 --repeats 3 --out /tmp/loss_scale.md
 
 Every row is the same step: an MLP with float32 master parameters, computed in one precision,
-`adamw` behind `clip_by_global_norm`, its state donated. "plain" scales, checks and skips nothing.
+`adamw` behind `clip_by_global_norm`, its state donated. "plain" scales, checks and skips nothing;
+neither does "plain, autocast", which `make_train_step` is compared with.
 Bytes, flops and temporaries are those of XLA's analysis of the compiled step; "reads" is what it
 adds to the plain step, as readings of all gradients (4 bytes a parameter). Times are medians of
 interleaved runs. The results go to `benchmarks/results/loss_scale.md`.
@@ -76,8 +77,7 @@ def mixed(precision: str) -> Callable[..., jax.Array]:
 # -- the steps: each takes (state, batch) and returns (state, loss) -------------------------------
 
 
-def optax_step(precision: str, params: Any, tx: Any) -> tuple[Step, Any]:
-    loss = mixed(precision)
+def optax_step(loss: Callable[..., Any], params: Any, tx: Any) -> tuple[Step, Any]:
 
     def step(state: Any, batch: Any) -> Any:
         params, opt_state = state
@@ -89,11 +89,15 @@ def optax_step(precision: str, params: Any, tx: Any) -> tuple[Step, Any]:
 
 
 def plain(precision: str, params: Any) -> tuple[Step, Any]:
-    return optax_step(precision, params, OPTIMIZER)
+    return optax_step(mixed(precision), params, OPTIMIZER)
+
+
+def plain_autocast(precision: str, params: Any) -> tuple[Step, Any]:
+    return optax_step(mpjax.autocast(loss_fn, precision), params, OPTIMIZER)
 
 
 def apply_if_finite(precision: str, params: Any) -> tuple[Step, Any]:
-    return optax_step(precision, params, optax.apply_if_finite(OPTIMIZER, 100))
+    return optax_step(mixed(precision), params, optax.apply_if_finite(OPTIMIZER, 100))
 
 
 def mpjax_step(precision: str, params: Any) -> tuple[Step, Any]:
@@ -153,12 +157,14 @@ def jmp_step(precision: str, params: Any) -> tuple[Step, Any]:
 
 STEPS = {
     "plain": plain,
+    "plain, autocast": plain_autocast,
     "mpjax.make_train_step": mpjax_step,
     "mpjax.with_loss_scale": mpjax_wrapper,
     "optax.apply_if_finite": apply_if_finite,
     "flax DynamicScale": flax_step,
     "jmp": jmp_step,
 }
+BASES = dict.fromkeys(STEPS, "plain") | {"mpjax.make_train_step": "plain, autocast"}
 
 # -- measuring ------------------------------------------------------------------------------------
 
@@ -205,13 +211,12 @@ def measure(precision: str, options: argparse.Namespace) -> list[Row]:
     steps = compiled_steps(precision, options.width, options.depth, batch)
     milliseconds = timed(steps, batch, options.repeats, precision)
     gradients = 4 * parameter_count(options)
-    rows, base = [], None
+    costs = {name: compiled.cost_analysis() for name, (compiled, _) in steps.items()}
+    rows = []
     for name, (compiled, _) in steps.items():
-        cost = compiled.cost_analysis()
-        base = cost["bytes accessed"] if base is None else base
-        reads = (cost["bytes accessed"] - base) / gradients
+        accessed, base = (costs[x]["bytes accessed"] for x in (name, BASES[name]))
         temporaries = compiled.memory_analysis().temp_size_in_bytes
-        counts = (cost["bytes accessed"], reads, cost["flops"], temporaries)
+        counts = (accessed, (accessed - base) / gradients, costs[name]["flops"], temporaries)
         rows.append(Row(precision, name, *counts, milliseconds[name]))
     return rows
 
@@ -226,13 +231,13 @@ COLUMNS = ("precision", "step", "MB accessed", "× plain", "reads", "GFLOP", "te
 
 
 def cells(rows: list[Row]) -> list[tuple[str, ...]]:
-    base = {row.precision: row.bytes_accessed for row in rows if row.name == "plain"}
+    accessed = {(row.precision, row.name): row.bytes_accessed for row in rows}
     return [
         (
             row.precision,
             row.name,
             f"{row.bytes_accessed / 1e6:.1f}",
-            f"{row.bytes_accessed / base[row.precision]:.3f}",
+            f"{row.bytes_accessed / accessed[row.precision, BASES[row.name]]:.3f}",
             f"{row.reads:+.2f}",
             f"{row.flops / 1e9:.2f}",
             f"{row.temporaries / 1e6:.1f}",
@@ -270,8 +275,8 @@ def report(rows: list[Row], options: argparse.Namespace) -> None:
         "",
         "reads: added bytes as readings of all gradients in float32. jmp computes the loss twice",
         "in its text; XLA merges the two. plain and optax.apply_if_finite do not scale.",
-        "mpjax.make_train_step runs the loss under autocast, the others on cast arguments: what",
-        "scaling and skipping add to those is the row of mpjax.with_loss_scale.",
+        'mpjax.make_train_step runs the loss under autocast and is compared with "plain, autocast";',
+        'the others run it on cast arguments and are compared with "plain".',
     ]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text("\n".join(lines) + "\n")
