@@ -275,8 +275,8 @@ def report(rows: list[Row], options: argparse.Namespace) -> None:
         "",
         "reads: added bytes as readings of all gradients in float32. jmp computes the loss twice",
         "in its text; XLA merges the two. plain and optax.apply_if_finite do not scale.",
-        'mpjax.make_train_step runs the loss under autocast and is compared with "plain, autocast";',
-        'the others run it on cast arguments and are compared with "plain".',
+        'mpjax.make_train_step runs the loss under autocast, so "plain, autocast" is its base;',
+        'the others run it on cast arguments, and "plain" is theirs.',
     ]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text("\n".join(lines) + "\n")
