@@ -173,6 +173,19 @@ def test_raise_if_diverged_looks_at_every_wrapper_in_a_partition():
         mpjax.current_loss_scale(state)
 
 
+def test_raise_if_diverged_names_a_leaf_beside_masked_ones():
+    inner = optax.masked(optax.sgd(0.1, 0.9), {"layer": {"w": False, "b": True}})
+    tx = mpjax.with_loss_scale(inner, max_consecutive_skips=1)
+    grads = {"layer": {"w": jnp.full((2, 2), jnp.inf), "b": jnp.ones(2)}}
+    _, state = tx.update(grads, tx.init(PARAMS), PARAMS)
+    with pytest.raises(mpjax.NonFiniteError, match=r"First bad leaf: 'layer/w', f32\[2,2\]"):
+        mpjax.raise_if_diverged(state, PARAMS)
+    outside = optax.masked(tx, {"layer": {"w": True, "b": False}})
+    _, state = outside.update(grads, outside.init(PARAMS), PARAMS)
+    with pytest.raises(mpjax.NonFiniteError, match=r"number 1 of 1; pass the parameters that"):
+        mpjax.raise_if_diverged(state, PARAMS)
+
+
 def test_raise_if_diverged_reads_a_state_with_the_leading_axis_of_vmap():
     tx = mpjax.with_loss_scale(optax.sgd(0.1), max_consecutive_skips=1)
     params = {"a": jnp.ones((3, 2)), "b": jnp.ones((3, 2))}

@@ -1,5 +1,7 @@
 """The whole step: one shape for every precision, guarded state, accumulation, one compilation."""
 
+import contextlib
+import types
 from typing import Any
 
 import chex
@@ -16,6 +18,7 @@ from _helpers import assert_same_bits
 from flax import nnx
 
 import mpjax
+from mpjax._errors import SupportWarning
 
 PRECISIONS = ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "mixed_float16", "O2"]
 OPTAX = pytest.mark.standard_promotion("optax mixes dtypes")
@@ -397,6 +400,26 @@ def test_under_scan_and_vmap_it_is_the_loop():
 
 
 # -- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind", "text"),
+    [
+        ("16-mixed", "TPU v5 lite", r"(?s)make_train_step: .*gains little.*Type 'bf16-mixed'"),
+        ("16-mixed", "TPU v4", r"(?s)make_train_step: .*TPU v4.*Type 'bf16-mixed'"),
+        ("bf16-mixed", "TPU v5 lite", None),
+    ],
+)
+def test_float16_on_a_tpu_warns_where_the_state_is_made(
+    policy: str, kind: str, text: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    device = types.SimpleNamespace(platform="tpu", device_kind=kind)
+    step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), policy)
+    params = params_of()
+    monkeypatch.setattr(jax, "devices", lambda *_: [device])
+    warns = contextlib.nullcontext() if text is None else pytest.warns(SupportWarning, match=text)
+    with warns:
+        step.init(params)
 
 
 @pytest.mark.parametrize("accumulate", [0, -2, 1.5, True, None])
