@@ -1,7 +1,8 @@
 """Draws the pictures of these pages: `python docs/figures.py` writes them into docs/images/.
 
 `formats.png` shows the bits of the three formats. `block.png` shows what autocast does with each
-operation of a transformer block in Flax, from what `mpjax.explain(...).to_dict()` tells.
+operation of a transformer block in Flax, from what `mpjax.explain(...).to_dict()` tells;
+`explained.txt` is what `print` shows of it.
 """
 
 import argparse
@@ -49,11 +50,11 @@ class Model(nn.Module):
         return x
 
 
-def explained() -> dict[str, Any]:
+def explained() -> Any:
     """Returns what autocast does with the model."""
     x = jax.ShapeDtypeStruct((8, 128, 64), jnp.float32)
     variables = jax.eval_shape(Model().init, jax.random.key(0), x)
-    return mpjax.explain(Model().apply, "bf16-mixed")(variables, x).to_dict()
+    return mpjax.explain(Model().apply, "bf16-mixed")(variables, x)
 
 
 def kind(row: dict[str, Any]) -> str:
@@ -132,8 +133,10 @@ def main() -> None:
     folder = parser.parse_args().out
     folder.mkdir(parents=True, exist_ok=True)
     draw_formats(folder / "formats.png")
-    draw_block(explained()["rows"], folder / "block.png")
-    print(f"formats.png and block.png are in {folder}.")
+    table = explained()
+    draw_block(table.to_dict()["rows"], folder / "block.png")
+    (folder / "explained.txt").write_text(f"{table}\n")
+    print(f"formats.png, block.png and explained.txt are in {folder}.")
 
 
 if __name__ == "__main__":

@@ -52,10 +52,15 @@ def test_every_picture_is_used():
     text = "".join(path.read_text() for path in (*PAGES, ROOT / "README.md"))
     pictures = {path.name for path in (DOCS / "images").iterdir()}
     assert {name for name in pictures if f"images/{name}" not in text} == set()
+    assert {*re.findall(r"images/([\w.]+)", text)} - pictures == set()
 
 
 def test_the_pictures_can_be_drawn(tmp_path: Path):
     command = [sys.executable, str(DOCS / "figures.py"), "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"block.png", "formats.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "block.png",
+        "explained.txt",
+        "formats.png",
+    }

@@ -93,6 +93,24 @@ def test_a_cause_passes_into_calls_and_out_of_them(inside):
     assert found.cause in ("cumsum", "reduce_sum")
 
 
+def test_a_result_that_only_outputs_read_says_so_outside_of_its_function():
+    @jax.jit
+    def inside(w, x):
+        return jnp.tanh(x @ w @ w)
+
+    found = row(lambda w, x: 2 * inside(w, x), "mul")
+    assert (found.dtype, found.reason) == ("f32", "an output: rounding it would gain nothing")
+
+
+def test_a_cause_passes_through_a_function_that_returns_integers_too():
+    @jax.jit
+    def ordered(y):
+        return y.argmax(), jnp.sort(y)
+
+    found = row(lambda w, x: ordered(jnp.cumsum(x @ w, 0))[1] / 2, "div")
+    assert (found.dtype, found.cause) == ("f32", "cumsum")
+
+
 def test_an_accumulator_is_float32_because_of_its_loop():
     def fun(w, x):
         def step(total, row):
@@ -169,6 +187,11 @@ def test_what_nothing_low_goes_into_says_so():
         "f32",
         "parameters and inputs only: nothing low went in",
     )
+
+
+def test_what_moves_an_update_into_a_parameter_is_no_decision_of_its_own():
+    found = row(lambda w, x: w.at[0].set(x[0]) @ x, "scatter")
+    assert found.reason == "parameters and inputs only: nothing low went in"
 
 
 def test_a_value_between_two_low_ones_is_float32_and_not_stored():

@@ -50,6 +50,7 @@ Causes = list[Cause | None]
 ACCUMULATED = "a product's float32 sums, which no product reads"
 FUNCTION = "holds a sum or an exponential: float32 as a whole"
 AS_WRITTEN = "as written: full_precision(), or an inner autocast"
+OUTPUT = "an output: rounding it would gain nothing"
 UNCHANGED = "nothing low goes into it, and it holds no product"
 FUSED = "fused: float32 between low values, not stored"
 
@@ -94,7 +95,9 @@ class _Walk:
             found = self.plan(inner, path, incoming)
             if len(found) == len(outs):  # not the condition of a `while`
                 outs = [a or b for a, b in zip(outs, found, strict=True)]
-        return outs
+        kept = Cause(_name(eqn), "/".join(path), OUTPUT)  # low inside, widened on its way out
+        wide = [state.kind == Kind.WIDE for state in call.out_states]
+        return [cause or (kept if w else None) for cause, w in zip(outs, wide, strict=True)]
 
     def operation(
         self,
@@ -106,12 +109,11 @@ class _Walk:
     ) -> Causes:
         eqn = decision.eqn
         inherited = next((c for c in operands if c is not None), None)
-        first = eqn.outvars[0] if eqn.outvars else None
         if not any(map(planning.is_float32, eqn.outvars)):
             return [None] * len(eqn.outvars)
-        wide = plan.states[first].kind == Kind.WIDE
+        wide = [plan.states[v].kind == Kind.WIDE for v in eqn.outvars]
         if not _computes(eqn):
-            return [inherited if wide else None] * len(eqn.outvars)
+            return [inherited if w else None for w in wide]
         reason, follows = _why(plan, decision, inherited, stored)
         name = _name(eqn)
         cause = inherited if follows else None
@@ -120,7 +122,7 @@ class _Walk:
         self.found.append(Finding(module, name, dtype, reason, cause, where))
         is_product = decision.action is Action.PRODUCT
         origin = cause or Cause(name, module, ACCUMULATED if is_product else reason)
-        return [origin if wide else None] * len(eqn.outvars)
+        return [origin if w else None for w in wide]
 
 
 def _computes(eqn: Any) -> bool:
@@ -192,10 +194,10 @@ def _why(
         return region, False
     if name in plan.settings.rules:
         return f'rules={{"{name}": "{plan.settings.rules[name].value}"}}', False
-    if decision.action is Action.AS_TRACED:
-        if not control.is_call(eqn):
-            return decision.reason, False
+    if decision.action is Action.AS_TRACED and control.is_call(eqn):
         return (inherited.reason, True) if inherited else (UNCHANGED, False)
+    if decision.action is Action.AS_TRACED and op_class(name, {}) is not OpClass.FOLLOW:
+        return decision.reason, False
     state = plan.states[eqn.outvars[0]]
     if state.kind == Kind.LOW:
         return _why_low(eqn, stored), False
@@ -235,7 +237,7 @@ def _why_low(eqn: Any, stored: dict[Any, bool | None]) -> str:
     if is_low is None:
         return FUSED
     if not is_low:
-        return "an output: rounding it would gain nothing"
+        return OUTPUT
     return "computed in float32, rounded once where it is stored"
 
 
