@@ -22,7 +22,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from mpjax import _compat
-from mpjax._autocast import cpu_products
+from mpjax._autocast import backends, convolutions
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
@@ -40,18 +40,20 @@ class Bilinear:
     low: Any  # the dtype of the products' operands
 
     def run(
-        self, a: jax.Array, b: jax.Array, *extras: jax.Array, barriers: cpu_products.Barriers
+        self, args: Sequence[jax.Array], out_dtype: Any, backend: backends.Backend
     ) -> jax.Array:
-        """Returns the product of `a` and `b`, rounded to `low`, in float32."""
+        """Returns the product of two arrays, rounded to `low`, as `out_dtype`."""
+        a, b, *extras = args
         operands = [x.astype(self.low) for x in (a, b)]
-        return _eval_low(self.traced, [*operands, *extras], barriers)
+        made = out_dtype if _only_moves(self.traced) else jnp.dtype(jnp.float32)
+        return _eval_low(self.traced, [*operands, *extras], made, backend).astype(out_dtype)
 
     def __repr__(self) -> str:
         ops = "+".join(eqn.primitive.name for eqn in _live_equations(self.traced.jaxpr))
         return f"<{ops} in {self.low}>"
 
 
-def _eval_low(jaxpr: Any, args: Sequence[Any], barriers: cpu_products.Barriers) -> Any:
+def _eval_low(jaxpr: Any, args: Sequence[Any], out_dtype: Any, backend: backends.Backend) -> Any:
     env = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
     env |= dict(zip(jaxpr.jaxpr.invars, args, strict=True))
 
@@ -62,14 +64,30 @@ def _eval_low(jaxpr: Any, args: Sequence[Any], barriers: cpu_products.Barriers) 
     for eqn in live:
         values = [read(atom) for atom in eqn.invars]
         if eqn.primitive.name == "jit":
-            outs = [_eval_low(_compat.closed(eqn.params["jaxpr"]), values, barriers)]
+            outs = [_eval_low(_compat.closed(eqn.params["jaxpr"]), values, out_dtype, backend)]
         elif eqn.primitive.name in PRODUCTS:
-            outs = [low_product(eqn.primitive.name, eqn.params, values, barriers)]
+            outs = [low_product(eqn.primitive.name, eqn.params, values, out_dtype, backend)]
         else:
+            if eqn.primitive.name == "pad":  # with a zero that was written in float32
+                values[1] = jnp.asarray(values[1], values[0].dtype)
             bound = eqn.primitive.bind(*values, **eqn.params)
             outs = bound if eqn.primitive.multiple_results else [bound]
         env.update(zip(eqn.outvars, outs, strict=True))
     return read(jaxpr.jaxpr.outvars[0])
+
+
+_MOVES = frozenset({"transpose", "reshape", "squeeze", "rev", "pad", "slice", "expand_dims"})
+
+
+@functools.lru_cache(maxsize=4096)
+def _only_moves(jaxpr: Any) -> bool:
+    """Whether a program does nothing to its product that rounding it at once would change."""
+    return all(
+        _only_moves(_compat.closed(eqn.params["jaxpr"]))
+        if eqn.primitive.name == "jit"
+        else eqn.primitive.name in PRODUCTS | _MOVES
+        for eqn in _live_equations(jaxpr.jaxpr)
+    )
 
 
 def _live_equations(jaxpr: Any) -> list[Any]:
@@ -83,28 +101,34 @@ def _live_equations(jaxpr: Any) -> list[Any]:
 
 
 def low_product(
-    name: str, params: dict[str, Any], values: Sequence[Any], barriers: cpu_products.Barriers
+    name: str,
+    params: dict[str, Any],
+    values: Sequence[Any],
+    out_dtype: Any,
+    backend: backends.Backend,
 ) -> Any:
-    """Returns the product of two low operands as a float32 array.
+    """Returns the product of two low operands, accumulated in float32, as `out_dtype`.
 
     Args:
       name: the primitive.
       params: its parameters; the dtype of the result is replaced.
       values: low operands, then integer extras.
-      barriers: what keeps the operands and the result of a `dot_general` apart from the rest.
+      out_dtype: the dtype of the result.
+      backend: what the product is bound for.
     """
-    kwargs = dict(params, preferred_element_type=jnp.float32)
+    made = out_dtype if backend.low_results else jnp.dtype(jnp.float32)
+    kwargs = dict(params, preferred_element_type=made)
     if name == "ragged_dot_general":
         kwargs.pop("group_offset", None)
-        return lax.ragged_dot_general(*values, **kwargs)
+        return backends.rounded(lax.ragged_dot_general(*values, **kwargs), out_dtype)
     x, y = values
     if name == "conv_general_dilated":
-        return lax.conv_general_dilated(x, y, **kwargs)
-    x, y, kwargs["dimension_numbers"] = cpu_products.plain_layout(x, y, kwargs["dimension_numbers"])
+        return backends.rounded(lax.conv_general_dilated(x, y, **kwargs), out_dtype)
+    x, y, kwargs["dimension_numbers"] = backends.plain_layout(x, y, kwargs["dimension_numbers"])
     if x.dtype != jnp.bfloat16:
-        return lax.dot_general(x, y, **kwargs)
-    x, y = barriers.operand(x), barriers.operand(y)
-    return barriers.result(lax.dot_general(x, y, **kwargs))
+        return backends.rounded(lax.dot_general(x, y, **kwargs), out_dtype)
+    out = lax.dot_general(backend.operand(x), backend.operand(y), **kwargs)
+    return backends.rounded(backend.result(out), out_dtype)
 
 
 def with_precision(params: dict[str, Any], precision: Any) -> dict[str, Any]:
@@ -142,6 +166,8 @@ def _bilinear(
     if name == "ragged_dot_general":
         kwargs.pop("group_offset", None)
         fun = functools.partial(lax.ragged_dot_general, **kwargs)
+    elif name == "conv_general_dilated" and convolutions.is_pointwise(kwargs, structs):
+        fun = convolutions.pointwise(kwargs)
     else:
         fun = functools.partial(getattr(lax, name), **kwargs)
     return Bilinear(jax.make_jaxpr(fun)(*structs), low)
@@ -208,15 +234,17 @@ def _product_abstract(a: Any, b: Any, *extras: Any, program: Bilinear, out_dtype
     return _compat.like_varying(out.update(dtype=out_dtype, weak_type=False), a)
 
 
-def _lowering(barriers: cpu_products.Barriers) -> Any:
+def _lowering(backend: backends.Backend) -> Any:
     def run(*args: Any, program: Bilinear, out_dtype: Any) -> Any:
-        return program.run(*args, barriers=barriers).astype(out_dtype)
+        return program.run(args, out_dtype, backend)
 
     return mlir.lower_fun(run, multiple_results=False)
 
 
-mlir.register_lowering(product_p, _lowering(cpu_products.NONE))
-mlir.register_lowering(product_p, _lowering(cpu_products.CPU), platform="cpu")
+mlir.register_lowering(product_p, _lowering(backends.OTHER))
+mlir.register_lowering(product_p, _lowering(backends.CPU), platform="cpu")
+for _platform in backends.GPUS:
+    mlir.register_lowering(product_p, _lowering(backends.GPU), platform=_platform)
 
 
 def _product_jvp(primals: Any, tangents: Any, *, program: Bilinear, out_dtype: Any) -> Any:
@@ -372,8 +400,6 @@ def product(
     """
     values = [hidden_p.bind(x[1]), hidden_p.bind(y[1]), *extras]
     program = bilinear(name, params, [x[1], y[1], *extras], low)
-    out = low_product(name, params, values, cpu_products.TRACED)
-    if out.dtype != out_dtype:
-        out = out.astype(out_dtype)
+    out = low_product(name, params, values, out_dtype, backends.TRACED)
     carriers = _compat.equally_varying(x[0], x[1], y[0], y[1])
     return linked_p.bind(mark(out), *carriers, *extras, program=program)

@@ -10,13 +10,13 @@ import contextlib
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.extend import source_info_util
 
 from mpjax import _compat
-from mpjax._autocast import groups, matmul, rebind_calls, remat, sums
+from mpjax._autocast import backends, groups, matmul, rebind_calls, remat, sums
 from mpjax._autocast.plan import FLOAT32, Action, Decision, Plan, is_float32
+from mpjax._autocast.recompute import recomputed
 from mpjax._autocast.states import Kind, State
 from mpjax._autocast.values import Value
 from mpjax._op_rules import OP_RULES, OpClass
@@ -154,14 +154,13 @@ class Runner:
             return outs
 
         arrays = [env[v].made for v in step.inputs]
-        outs = (
-            jax.checkpoint(fun, prevent_cse=__import__("os").environ.get("PCSE") == "1")
-            if step.checkpoint
-            else fun
-        )(*arrays)
+        if step.checkpoint:
+            names = [plan.decisions[i].eqn.primitive.name for i in step.members]
+            fun = recomputed(fun, arrays, names)
+        outs = fun(*arrays)
         found = iter(outs)
         for var, is_low, is_full in step.outputs:
-            low = next(found) if is_low else None
+            low = backends.stored(next(found)) if is_low else None
             full = next(found) if is_full else None
             env[var] = _both_forms(plan.states[var], low, full)
 

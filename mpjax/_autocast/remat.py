@@ -14,6 +14,10 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 _PREFIX = "mpjax_product_"
+_OURS = frozenset(
+    {"linked_product", "low_product", "hidden_operand", "settled_operand", "settled_result"}
+    | {"rounded_result", "stored"}
+)
 
 Policy = Callable[..., Any]
 
@@ -47,13 +51,7 @@ class NamedProducts:
 
 
 def _is_ours(name: str, avals: Any, params: Any) -> bool:
-    if name in (
-        "linked_product",
-        "low_product",
-        "hidden_operand",
-        "settled_operand",
-        "settled_result",
-    ):
+    if name in _OURS:
         return True
     if name not in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
         return False

@@ -1,0 +1,145 @@
+"""What each backend needs before it runs a low product, and keeps a low value low.
+
+Nothing here changes a value: these are primitives that are the identity, or a rounding, wherever
+they are traced, and that one backend lowers in its own way.
+
+XLA:CPU has kernels for `[batch, free, contract] × [batch, contract, free]` of bfloat16 with a
+float32 result. When it folds a transpose into the product, of an operand or of the result, none
+fits and the program fails when it runs (`UNIMPLEMENTED: ... DotThunk::Execute: BF16 x BF16 =
+F32`). So operands are put in that order, and what XLA would fold is kept apart.
+
+XLA:GPU cancels a rounding to low against the widening of a later reader, and then stores float32.
+So a product is asked for the low result itself (it accumulates in float32 all the same), and what
+is stored low passes a barrier. cuDNN has no low convolution with a float32 result at all: XLA
+would widen its operands, whole activations.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+GPUS = ("cuda", "rocm")
+
+
+def plain_layout(x: jax.Array, y: jax.Array, dims: Any) -> tuple[jax.Array, jax.Array, Any]:
+    """Returns both operands with batch dimensions first and contracted ones next to each other."""
+    (contract_x, contract_y), (batch_x, batch_y) = dims
+    free_x = tuple(i for i in range(x.ndim) if i not in (*contract_x, *batch_x))
+    free_y = tuple(i for i in range(y.ndim) if i not in (*contract_y, *batch_y))
+    x = _transpose(x, (*batch_x, *free_x, *contract_x))
+    y = _transpose(y, (*batch_y, *contract_y, *free_y))
+    batch = tuple(range(len(batch_x)))
+    first = len(batch)
+    contracted = len(contract_x)
+    return (
+        x,
+        y,
+        (
+            (
+                tuple(range(x.ndim - contracted, x.ndim)),
+                tuple(range(first, first + contracted)),
+            ),
+            (batch, batch),
+        ),
+    )
+
+
+def _transpose(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    return x if order == tuple(range(x.ndim)) else lax.transpose(x, order)
+
+
+def _identity_primitive(name: str, platforms: dict[str, Callable[[Any], Any]]) -> Primitive:
+    """Returns an identity that some platforms lower to another program with the same result."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda x: x)
+    primitive.def_abstract_eval(lambda x: x.update(weak_type=False))
+    mlir.register_lowering(primitive, lambda ctx, x: [x])
+    for platform, fun in platforms.items():
+        rule = mlir.lower_fun(fun, multiple_results=False)
+        mlir.register_lowering(primitive, rule, platform=platform)
+    batching.primitive_batchers[primitive] = lambda args, dims: (primitive.bind(*args), dims[0])
+    ad.deflinear(primitive, lambda ct: [ct])
+    return primitive
+
+
+def _settled(x: jax.Array) -> jax.Array:
+    return lax.reduce_precision(x, 8, 23)  # keeps every bit, and XLA from folding what reads it
+
+
+_operand_p = _identity_primitive("settled_operand", {"cpu": lax.optimization_barrier})
+_result_p = _identity_primitive("settled_result", {"cpu": _settled})
+_stored_p = _identity_primitive("stored", dict.fromkeys(GPUS, lax.optimization_barrier))
+
+
+def stored(x: jax.Array) -> jax.Array:
+    """Returns a low value that readers on a GPU read as it was stored."""
+    return _stored_p.bind(x)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How a product is bound: what its operands and a bfloat16 result pass through."""
+
+    operand: Callable[[Any], Any] = lambda x: x
+    result: Callable[[Any], Any] = lambda x: x
+    low_results: bool = False  # whether the product itself is asked for a low result
+
+
+OTHER = Backend()
+CPU = Backend(lax.optimization_barrier, _settled)
+GPU = Backend(low_results=True)
+TRACED = Backend(_operand_p.bind, _result_p.bind)
+"""For programs that may still be lowered for any platform."""
+
+
+# -- `rounded_p`: the rounding of a product's result, where a GPU rounds in the product ----------
+
+_rounded_p = Primitive("rounded_result")
+
+
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns a product's result in `dtype`."""
+    return x if x.dtype == dtype else _rounded_p.bind(x, dtype=jax.dtypes.canonicalize_dtype(dtype))
+
+
+def _convert(x: jax.Array, *, dtype: Any) -> jax.Array:
+    return lax.convert_element_type(x, dtype)
+
+
+_rounded_p.def_impl(_convert)
+_rounded_p.def_abstract_eval(lambda x, *, dtype: x.update(dtype=dtype, weak_type=False))
+batching.primitive_batchers[_rounded_p] = lambda args, dims, *, dtype: (
+    _rounded_p.bind(*args, dtype=dtype),
+    dims[0],
+)
+ad.deflinear2(_rounded_p, lambda ct, x, *, dtype: [lax.convert_element_type(ct, x.aval.dtype)])
+
+_lower_convert = mlir.lower_fun(_convert, multiple_results=False)
+_ROUND_THEMSELVES = frozenset({"stablehlo.dot_general", "stablehlo.convolution"})
+
+
+def _lower_rounded(ctx: Any, x: Any, *, dtype: Any) -> Any:
+    """Repeats the product with a low result; XLA drops the one that nothing reads any more."""
+    product = x.owner
+    if getattr(product, "name", None) not in _ROUND_THEMSELVES:
+        return _lower_convert(ctx, x, dtype=dtype)
+    shape = mlir.ir.RankedTensorType(x.type).shape
+    low = mlir.ir.Operation.create(
+        product.name,
+        results=[mlir.ir.RankedTensorType.get(shape, mlir.dtype_to_ir_type(dtype))],
+        operands=list(product.operands),
+        attributes={name: product.attributes[name] for name in product.attributes},
+        loc=product.location,
+    )
+    return [low.result]
+
+
+mlir.register_lowering(_rounded_p, _lower_convert)
+for _platform in GPUS:
+    # Not cacheable: JAX would lower it as a function of its own, where no product is in sight.
+    mlir.register_lowering(_rounded_p, _lower_rounded, platform=_platform, cacheable=False)

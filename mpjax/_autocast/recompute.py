@@ -1,0 +1,52 @@
+"""Runs a group so that the backward pass computes it again, from little.
+
+What is kept are the group's inputs, low, and its small values: the mean and variance of a row, the
+maximum and sum of a softmax. They cost nothing to keep, and without them each statistic would be
+another pass over the inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+_SMALLER = 16  # a value is kept if it is this many times smaller than the group's largest input
+_REDUCTIONS = frozenset({"reduce_sum", "reduce_prod", "reduce_max", "reduce_min"})
+
+Function = Callable[..., list[Any]]
+
+
+def recomputed(fun: Function, inputs: Sequence[Any], operations: Sequence[str]) -> Function:
+    """Returns `fun`, computed again where its derivative needs it.
+
+    Args:
+      fun: a group.
+      inputs: what it will be called on.
+      operations: the names of the primitives in it.
+    """
+    limit = max(x.size for x in inputs) // _SMALLER
+    # XLA recognises what is computed twice, computes it once and stores it after all, in float32.
+    # Statistics tie forward and backward together anyway, and its softmax is one kernel if it may
+    # choose; an activation alone is kept apart.
+    apart = _REDUCTIONS.isdisjoint(operations)
+    return jax.checkpoint(fun, prevent_cse=apart, policy=_keeps_small(limit))
+
+
+@functools.lru_cache(maxsize=1024)
+def _keeps_small(limit: int) -> Callable[..., bool]:
+    """A checkpoint policy; equal limits share one, so that equal programs are."""
+
+    def policy(primitive: Any, *avals: Any, **params: Any) -> bool:
+        if primitive.name in _REDUCTIONS:
+            shape = avals[0].shape
+            return math.prod(n for i, n in enumerate(shape) if i not in params["axes"]) <= limit
+        # A program, or something that makes values larger, says nothing here about its results.
+        if "jaxpr" in params or primitive.name in ("broadcast_in_dim", "concatenate", "pad"):
+            return False
+        return bool(avals) and max(a.size for a in avals) <= limit
+
+    return policy

@@ -1,0 +1,112 @@
+"""Each backend gets the program that it runs well, and every one the same values."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from mpjax._autocast import autocast
+
+HALVES = {"bf16-mixed": "bf16", "16-mixed": "f16"}
+KEY = jax.random.key(0)
+
+
+def normal(*shape, seed=1):
+    return jax.random.normal(jax.random.fold_in(KEY, seed), shape)
+
+
+def gelu_layer(w, x):
+    return jnp.sum(jax.nn.gelu(x @ w) ** 2)
+
+
+def convolved(kernel, strides, padding):
+    def fun(w, x):
+        dims = ("NHWC", "HWIO", "NHWC")
+        y = lax.conv_general_dilated(x * 2, w, strides, padding, dimension_numbers=dims)
+        return jnp.sum(jnp.tanh(y))
+
+    return fun, normal(kernel, kernel, 8, 4), normal(2, 6, 6, 8, seed=2)
+
+
+def results(fun, platform, *args):
+    """The dtypes of the results of all products in the text of `fun` for a platform."""
+    lowered = jax.jit(fun).trace(*args).lower(lowering_platforms=(platform,))
+    lines = lowered.as_text().splitlines()
+    found = [line for line in lines if "stablehlo.dot_general" in line or "convolution(" in line]
+    return [
+        (re.search(r"stablehlo\.(\w+)", line)[1], re.search(r"-> tensor<[\dx]*x(\w+)>", line)[1])
+        for line in found
+    ]
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_a_gpu_is_asked_for_low_results_and_a_float32_weight_gradient(policy):
+    fun, low = autocast(gelu_layer, policy), HALVES[policy]
+    w, x = normal(8, 16), normal(4, 8, seed=2)
+    # The first is what XLA drops: nothing reads it.
+    forward = [("dot_general", "f32"), ("dot_general", low)]
+    assert results(fun, "cuda", w, x) == forward
+    assert results(jax.grad(fun), "cuda", w, x) == [*forward, ("dot_general", "f32")]
+    assert results(jax.grad(fun), "tpu", w, x) == [("dot_general", "f32")] * 2
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_a_gpu_convolves_to_low_results_and_float32_kernel_gradients(policy):
+    def twice(w, x):
+        return lax.conv(jnp.tanh(lax.conv(x, w, (1, 1), "SAME")), w, (1, 1), "SAME")
+
+    low = ("convolution", HALVES[policy])
+    fast = autocast(lambda w, x: jnp.sum(jnp.tanh(twice(w, x))), policy)
+    found = results(jax.grad(fast), "cuda", normal(4, 4, 3, 3), normal(2, 4, 6, 6, seed=2))
+    assert found.count(low) == 3  # two forward, one back to the first result
+    assert found.count(("convolution", "f32")) == 4  # two that XLA drops, two kernel gradients
+
+
+@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize("strides", [(1, 1), (2, 1)])
+def test_the_gradient_of_a_pointwise_kernel_is_a_product(policy, strides):
+    fun, w, x = convolved(1, strides, "VALID")
+    fast = autocast(fun, policy)
+    assert ("dot_general", "f32") in results(jax.grad(fast), "cuda", w, x)
+    eps = float(jnp.finfo(jnp.bfloat16 if policy == "bf16-mixed" else jnp.float16).eps)
+    for got, wanted in zip(jax.grad(fast, (0, 1))(w, x), jax.grad(fun, (0, 1))(w, x), strict=True):
+        # Each of the 8 products of a place is rounded twice; so is tanh, and its slope.
+        np.testing.assert_allclose(got, wanted, atol=8 * eps * float(jnp.abs(wanted).max()))
+
+
+def test_a_weight_gradient_keeps_the_bits_of_its_sum():
+    for size in (1, 3):
+        fun, w, x = convolved(size, (1, 1), "SAME")
+        grads = jax.grad(autocast(fun, "bf16-mixed"))(w, x)
+        rounded = grads.astype(jnp.bfloat16).astype(jnp.float32)
+        assert float(jnp.mean(grads != rounded)) > 0.9
+
+
+@pytest.mark.parametrize("order", ["NHWC HWIO NHWC", "NCHW OIHW NCHW", "HNWC IOHW CWNH"])
+def test_pointwise_convolutions_of_any_layout(order):
+    image, kernel, out = order.split()
+    x = normal(*({"N": 2, "H": 5, "W": 4, "C": 3}[c] for c in image))
+    w = normal(*({"H": 1, "W": 1, "I": 3, "O": 7}[c] for c in kernel), seed=2)
+
+    def fun(w, x):
+        return lax.conv_general_dilated(
+            x, w, (2, 1), "VALID", dimension_numbers=(image, kernel, out)
+        )
+
+    wanted = jax.vjp(fun, w, x)[1](jnp.ones_like(fun(w, x)))
+    got = jax.vjp(autocast(fun, "bf16-mixed"), w, x)[1](jnp.ones_like(fun(w, x)))
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=2**-7 * float(jnp.abs(b).max()))
+
+
+def test_what_is_stored_low_is_read_low_on_a_gpu():
+    fun = autocast(gelu_layer, "bf16-mixed")
+    lowered = jax.jit(fun).trace(normal(8, 16), normal(4, 8, seed=2))
+    assert "optimization_barrier" not in lowered.lower(lowering_platforms=("tpu",)).as_text()
+    scanned = autocast(lambda w, x: jax.nn.gelu(x @ w) @ w, "bf16-mixed")
+    lowered = jax.jit(scanned).trace(normal(8, 8), normal(4, 8, seed=2))
+    barriers = r"optimization_barrier %\w+ : tensor<4x8xbf16>"
+    assert re.search(barriers, lowered.lower(lowering_platforms=("cuda",)).as_text())
