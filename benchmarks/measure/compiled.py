@@ -2,8 +2,7 @@
 
 Bytes and flops come from XLA's own cost analysis of the optimised module. It counts the body of
 a loop once; here it is counted as often as it runs, by analysing each body as a module of its
-own and multiplying. A library call (cuDNN's convolutions on a GPU) counts its operands and
-results as bytes, and no flops.
+own and multiplying. It counts no library call (cuDNN's convolutions on a GPU): those are added.
 """
 
 import dataclasses
@@ -15,6 +14,7 @@ from typing import Any
 import jax
 from jaxlib import _jax
 
+from . import library_calls
 from .targets import Target
 
 # JAX gives cost_analysis() on CPU and TPU only; its counter works on any target's module. It is
@@ -27,6 +27,8 @@ hlo_module_from_text = getattr(_parser, "hlo_module_from_text", None)
 hlo_module_cost_analysis = getattr(_jax, "hlo_module_cost_analysis", None)
 
 Cost = dict[str, float]
+_WHILE = re.compile(r" while\(.*body=%?([\w.\-]+)")
+_CALL = re.compile(r" (?:call|async-start)\(.*(?:to_apply|calls)=%?([\w.\-]+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,19 +76,30 @@ def module_cost(text: str, executable: Any) -> Cost | None:
     total = _keep(hlo_module_cost_analysis(jax.devices("cpu")[0].client, module))
     computations = _computations(text)
     entry = next(name for name, lines in computations.items() if lines[0].startswith("ENTRY"))
+    total = _plus(total, _library(computations, entry))
     return _plus(total, _loops(text, computations, entry))
+
+
+def _library(computations: dict[str, list[str]], name: str) -> Cost:
+    """Returns what library calls cost in a computation and in what it calls, loops once."""
+    found = library_calls.cost(computations[name])
+    for line in computations[name]:
+        match = _WHILE.search(line) or _CALL.search(line)
+        if match:
+            found = _plus(found, _library(computations, match[1]))
+    return found
 
 
 def _loops(text: str, computations: dict[str, list[str]], name: str) -> Cost:
     """Returns what the loops reached from a computation cost beyond their first turn."""
     extra = {"bytes accessed": 0.0, "flops": 0.0}
     for line in computations[name]:
-        if match := re.search(r" while\(.*body=%?([\w.\-]+)", line):
+        if match := _WHILE.search(line):
             body, trips = match[1], _trips(line, computations)
-            once = _body_cost(text, body)
+            once = _plus(_body_cost(text, body), _library(computations, body))
             inside = _loops(text, computations, body)
             extra = _plus(extra, _plus(_times(once, trips - 1), _times(inside, trips)))
-        elif match := re.search(r" (?:call|async-start)\(.*(?:to_apply|calls)=%?([\w.\-]+)", line):
+        elif match := _CALL.search(line):
             extra = _plus(extra, _loops(text, computations, match[1]))
     return extra
 

@@ -113,7 +113,7 @@ def _counts(pairs: list[tuple[Row, Row]], target: str, dtype: str, size: str) ->
         "processor seconds (threads add up)."
     )
     if pairs[0][0]["target"] in ("h100", "a100"):
-        note += " A convolution is a call of cuDNN here: its bytes count, its flops do not."
+        note += " Convolutions are calls of cuDNN: their operands, results and flops are added."
     columns = ("network", "variant", "GB accessed", "Gflop", "temporaries MB", "converts")
     columns += ("trace s", "trace + lower + compile s")
     return Grid(f"{target}, {dtype}, size {size}", note, columns, rows)
