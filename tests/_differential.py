@@ -33,6 +33,10 @@ class Mismatch(Exception):
     """What differs, and the program that shows it."""
 
 
+class JaxRefusesError(Exception):
+    """JAX itself cannot do this to the program: there is nothing to compare with."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Mode:
     """A way to combine autocast with a transformation: `build(fun, cast)` of the same arguments."""
@@ -218,7 +222,10 @@ class Case:
 def trace(program: Program | Named, mode: Mode, cast: Cast) -> Case:
     """Returns the jaxprs of a program and of its transformed self."""
     fun, args = program.load()
-    plain, plain_types = jax.make_jaxpr(mode.build(fun, lambda g: g), return_shape=True)(*args)
+    try:
+        plain, plain_types = jax.make_jaxpr(mode.build(fun, lambda g: g), return_shape=True)(*args)
+    except Exception as error:
+        raise JaxRefusesError(f"{mode.name}\n\n{program.source}") from error
     try:
         low, low_types = jax.make_jaxpr(mode.build(fun, cast), return_shape=True)(*args)
     except Exception as error:

@@ -1,6 +1,7 @@
 """Random programs under autocast against themselves: types, exact parts, and rounding.
 
-By hand, with other programs each time and the seed in the header:
+Everyone runs the same programs, in shards that several processes can share. By hand, with other
+programs each time and the seed printed:
 
     MPJAX_FUZZ_PROGRAMS=10000 pytest tests/test_autocast_fuzz.py -k random_programs -s
     MPJAX_FUZZ_PROGRAMS=10000 MPJAX_FUZZ_SEED=7 pytest ...
@@ -28,57 +29,62 @@ from jax.extend.core import Literal, jaxpr_as_fun
 
 from mpjax._autocast import autocast
 
-PROGRAMS = int(os.environ.get("MPJAX_FUZZ_PROGRAMS", "2000"))
+# What is checked are autocast's decisions, which hardly depend on JAX's version; seams do.
+IS_FLOOR = jax.__version_info__ < (0, 11)
+PROGRAMS = int(os.environ.get("MPJAX_FUZZ_PROGRAMS", "240" if IS_FLOOR else "2000"))
 SEED = int(os.environ.get("MPJAX_FUZZ_SEED", random.SystemRandom().randrange(10**6)))
 BY_HAND = "MPJAX_FUZZ_PROGRAMS" in os.environ
 POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
+SHARDS = 2 if IS_FLOOR else 10
+_REFUSED = "JAX itself refuses the program"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs"),
-]
+pytestmark = pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs")
 
 
-def _settings(examples: int) -> Callable[[Any], Any]:
+def _settings(examples: int, shard: int = 0) -> Callable[[Any], Any]:
     """A fixed run for everyone, or a long one with a seed that is printed."""
 
     def decorate(test: Any) -> Any:
+        seed = SEED if BY_HAND else 0
         if BY_HAND:
-            print(f"MPJAX_FUZZ_SEED={SEED}")  # noqa: T201 - a run by hand, shown by -s
-            test = hypothesis.seed(SEED)(test)
+            print(f"MPJAX_FUZZ_SEED={seed}")  # noqa: T201 - a run by hand, shown by -s
         return hypothesis.settings(
             max_examples=examples,
-            derandomize=not BY_HAND,
             database=None,
             deadline=None,
             suppress_health_check=list(hypothesis.HealthCheck),
-        )(test)
+        )(hypothesis.seed(1000 * seed + shard)(test))
 
     return decorate
 
 
 def _verdict(program: Any, mode: Mode, policy: str) -> differential.Verdict:
-    case = trace(program, mode, lambda fun: autocast(fun, policy))
+    try:
+        case = trace(program, mode, lambda fun: autocast(fun, policy))
+    except differential.JaxRefusesError:
+        return differential.Verdict(compared=False, reason=_REFUSED)
     check_types(case)
     check_wide(case)
     return check_values(case, POLICIES[policy])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_random_programs_keep_types_exact_parts_and_stay_within_rounding(policy: str) -> None:
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_random_programs_keep_types_exact_parts_and_stay_within_rounding(shard: int) -> None:
     verdicts: collections.Counter[str] = collections.Counter()
 
-    @_settings(PROGRAMS // len(POLICIES))
+    @_settings(PROGRAMS // SHARDS, shard)
     @hypothesis.given(st.randoms(use_true_random=False))
     def run(rng: random.Random) -> None:
         program = _programs.random_program(rng)
         mode = rng.choice([mode for mode in MODES if mode.fits(program)])
-        hypothesis.note(mode.name)
+        policy = rng.choice(list(POLICIES))
+        hypothesis.note(f"{mode.name}, {policy}")
         verdicts[_verdict(program, mode, policy).reason or "compared"] += 1
 
     run()
     # What could not be compared is known: a run that compares little would prove little.
-    assert verdicts["compared"] >= 0.75 * verdicts.total(), verdicts
+    assert verdicts["compared"] >= 0.7 * verdicts.total(), verdicts
+    assert verdicts[_REFUSED] <= 0.03 * verdicts.total(), verdicts
 
 
 @_settings(100)
