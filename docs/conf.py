@@ -79,6 +79,14 @@ def _inline(line: str) -> str:
     return "".join(parts)
 
 
+def skip_field_numbers(
+    app: Any, what: str, name: str, obj: Any, skip: bool, options: Any
+) -> bool | None:
+    """A named tuple's fields are in its signature; "Alias for field number 0" says nothing more."""
+    return True if str(getattr(obj, "__doc__", "")).startswith("Alias for field number") else None
+
+
 def setup(app: Any) -> None:
+    app.connect("autodoc-skip-member", skip_field_numbers)
     app.connect("builder-inited", write_module_pages)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # before napoleon
