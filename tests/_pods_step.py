@@ -174,3 +174,43 @@ def check(name: str, mistake: str | None = None, batch: int = 2, **options: Any)
     tokens = jax.ShapeDtypeStruct((rows, TIME + 1), jnp.int32)
     args = mpjax.pods.with_sharding((state, tokens), (specs, P("fsdp")), mesh)
     return mpjax.pods.check(step, args, topology, **options)
+
+
+def check_jit(name: str, *, constrained: bool = True) -> Any:
+    """Runs the check of a float32 model under autocast, laid out by `jit` from its shardings."""
+    topology = mpjax.pods.get_topology(name)
+    mesh = topology.make_mesh({"fsdp": 8})
+    specs = {
+        "table": P("fsdp"),
+        "layers": {"up": P(None, "fsdp"), "down": P(None, "fsdp")},
+        "head": P("fsdp"),
+    }
+    stored = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
+    layer = NamedSharding(mesh, P("fsdp"))
+
+    def gather(tree: Any, shardings: Any) -> Any:
+        return mpjax.pods.gather_constraint(tree, shardings, "bf16-mixed") if constrained else tree
+
+    def loss(params: Any, tokens: Any) -> Any:
+        table = gather(params["table"], stored["table"])
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def block(x: Any, w: Any) -> Any:
+            w = gather(w, {"up": layer, "down": layer})
+            return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
+
+        x, _ = jax.lax.scan(block, table[tokens[:, :-1]], params["layers"])
+        logits = x @ gather(params["head"], stored["head"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    def step(params: Any, tokens: Any) -> Any:
+        value, grads = jax.value_and_grad(mpjax.autocast(loss, "bf16-mixed"))(params, tokens)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    shapes = {**SHAPES, "layers": {k: SHAPES["layers"][k] for k in ("up", "down")}}
+    params = jax.tree.map(shaped, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    # More tokens than words: with fewer, XLA sends the embedding's float32 gradients instead.
+    tokens = jax.ShapeDtypeStruct((64, TIME + 1), jnp.int32)
+    args = mpjax.pods.with_sharding((params, tokens), (specs, P("fsdp")), mesh)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(stored, None))
+    return mpjax.pods.check(jitted, args, topology)

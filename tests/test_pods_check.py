@@ -75,6 +75,19 @@ def test_each_planted_mistake_is_found_and_its_culprit_named(mistake: str):
     assert (report.ok, report.exit_code) == (False, 2)
 
 
+def test_gather_constraint_gives_the_right_program_under_jit():
+    report = _pods_step.check_jit("cpu:8")
+    assert report.findings == (), str(report)
+    assert set(report.sent("weights")) == {"bf16"}
+    assert set(report.sent("gradients")) == {"f32"}
+    assert not report.sent("activations")
+
+
+def test_what_jit_makes_of_shardings_alone_is_found():
+    report = _pods_step.check_jit("cpu:8", constrained=False)
+    assert {finding.check for finding in report.findings} == {"activations", "weights"}
+
+
 def test_report_prints_and_is_json(right: Any):
     text = str(right)
     assert text.startswith("cpu:8 (virtual CPU devices 1x8: 8 devices, 1 host): nothing wrong\n")

@@ -238,7 +238,9 @@ def test_a_sum_widened_for_the_cpu_is_known_by_its_function():
     ("text", "axes", "size"),
     [
         ("replica_groups=mesh['data'=2,'fsdp'=4] {'fsdp','data'}", ("data", "fsdp"), 8),
-        ("replica_groups=mesh['x'=8] {'x':(2)4}", ("x",), 4),
+        ("replica_groups=mesh['data'=2,'fsdp'=4] {'fsdp':(2)2}", ("fsdp",), 2),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}", ("fsdp",), 4),
+        ("replica_groups=mesh['axis_0'=8] {'axis_0'}", ("data", "fsdp"), 8),
         ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", ("data",), 2),
         ("replica_groups=[2,4]<=[8]", ("fsdp",), 4),
         ("replica_groups=[1,8]<=[8]", ("data", "fsdp"), 8),
@@ -250,7 +252,7 @@ def test_groups_are_read_in_every_notation(text: str, axes: tuple[str, ...], siz
     line = f"  %x = f32[4] all-reduce(%y), {text}, to_apply=%add"
     instruction = _hlo.parse_instruction(line)
     assert instruction is not None
-    assert _collectives._groups(instruction, NAMES.mesh) == (axes, size)
+    assert _collectives._groups(instruction, NAMES) == (axes, size)
 
 
 def test_a_text_without_an_entry_is_refused():

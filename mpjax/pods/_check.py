@@ -115,16 +115,16 @@ def check(
 def _lower(step: Callable[..., Any], args: tuple[Any, ...], topology: Topology) -> Lowered:
     args, mesh = _args.place(args, topology)
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
-    processes = topology.num_hosts
-    with _context(mesh):
-        jaxpr = _programs.trace(jitted, args, process=0, count=processes)
-        # Also for one process: what differs from trace to trace differs between processes too.
-        other = _programs.trace(jitted, args, process=max(1, processes - 1), count=processes)
+    # Two also for one host: what differs from trace to trace differs between processes too.
+    count = max(2, topology.num_hosts)
+    with _context(mesh), _on_devices(topology):
+        jaxpr = _programs.trace(jitted, args, process=0, count=count)
+        other = _programs.trace(jitted, args, process=count - 1, count=count)
         if _programs.callbacks(jaxpr):
             # There is no host to call without a device: such a step does not lower.
             lowered, text = None, str(jaxpr)
         else:
-            lowered = _on_devices(lambda: jitted.lower(*args), topology)
+            lowered = jitted.lower(*args)
             text = lowered.as_text()
     return Lowered(
         step=jitted,
@@ -146,11 +146,13 @@ def _context(mesh: Mesh | None) -> Generator[None]:
         yield
 
 
-def _on_devices(lower: Callable[[], Any], topology: Topology) -> Any:
+@contextlib.contextmanager
+def _on_devices(topology: Topology) -> Generator[None]:
+    """Says what to do about a step that was built for other devices."""
     try:
-        return lower()
+        yield
     except ValueError as error:
-        if "incompatible devices" not in str(error):
+        if not re.search(r"incompatible devices|should match the mesh passed to", str(error)):
             raise
         got = f"it holds a mesh of other devices than those of {topology.name!r}."
         fix = "Build it on topology.make_mesh({...}), or let it read the mesh from its context."

@@ -73,6 +73,7 @@ class Names:
     state_inputs: frozenset[int]  # the parameters, optimizer state, and so on
     state_outputs: frozenset[int]
     mesh: Mapping[str, int]  # axis sizes, in the order of the devices
+    slice_axes: tuple[str, ...] = ()  # those whose devices are on several TPU slices
 
 
 def find_collectives(
@@ -103,7 +104,7 @@ def find_collectives(
                 dtype = _dtype(module, computation, instruction, position, shape)
                 shape = dataclasses.replace(shape, dtype=dtype)
                 role, path = _role(kind, shape, flow, (operand, place), names)
-                groups = _groups(instruction, names.mesh)
+                groups = _groups(instruction, names)
                 collective = Collective(
                     kind=kind,
                     role=role,
@@ -123,6 +124,10 @@ def find_collectives(
 
 
 def _kind(instruction: Instruction) -> str | None:
+    """Returns what an instruction is of `KINDS`; between TPU slices it is written as a `send`."""
+    if instruction.opcode == "send":
+        between = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
+        return between[1].lower().replace("_", "-") if between else None
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in KINDS else None
 
@@ -145,6 +150,8 @@ def _parts(computation: Computation, instruction: Instruction, kind: str) -> lis
     The larger side: a gather's result, a reduction's operand. That one has the result's dtype where
     it is wider: a TPU sums 16-bit operands in the dtype of the result.
     """
+    if instruction.opcode == "send":
+        return [instruction.shapes[0]]
     operands = [computation.instructions[name].shapes for name in instruction.operands]
     before = [shapes[0] for shapes in operands if shapes]
     after = instruction.shapes[-len(before) :] if before else ()
@@ -205,26 +212,42 @@ def _best(paths: Iterable[str]) -> str:
 # -- groups ----------------------------------------------------------------------------------------
 
 
-def _groups(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
+def _groups(instruction: Instruction, names: Names) -> tuple[tuple[str, ...], int]:
     """Returns the mesh axes over which is sent, and how many devices take part.
 
     The text writes them by name (`mesh['data'=2,'fsdp'=4] {'fsdp'}`), as a list of groups
     (`{{0,1},{2,3}}`) or as a reshaped range (`[2,4]<=[4,2]T(1,0)`).
     """
-    text = instruction.attributes
+    text, mesh = instruction.attributes, names.mesh
+    if instruction.opcode == "send":
+        return names.slice_axes, math.prod(mesh[axis] for axis in names.slice_axes)
     if match := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", text):
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", match[1])}
-        axes = tuple(re.findall(r"'([^']*)'", match[2]))  # in any order
-        axes = tuple(sorted(axes, key=list(sizes).index)) if set(axes) <= set(sizes) else axes
-        parts = [int(size) for size in re.findall(r":\(\d+\)(\d+)", match[2])]
-        whole = [sizes.get(axis, 1) for axis in axes]
-        return axes, math.prod(parts + whole[len(parts) :]) if axes else math.prod(sizes.values())
+        return _named(match[1], match[2], mesh)
     if "source_target_pairs=" in text:
         return _permuted(text, mesh)
     members = _members(text)
     if members is None:
         return tuple(mesh), math.prod(mesh.values())
     return _axes_of(members, mesh), len(members)
+
+
+def _named(declared: str, chosen: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
+    """Returns the groups of `mesh['data'=2,'fsdp'=4] {'fsdp'}`; `'fsdp':(2)2` is a part of an axis.
+
+    The partitioner of `jit` has axes of its own naming, of the same devices in the same order.
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", declared)}
+    parts = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", chosen)
+    count = math.prod(int(size) if size else sizes.get(name, 1) for name, _, size in parts)
+    axes = {name for name, _, _ in parts}
+    if axes <= set(mesh):
+        return tuple(axis for axis in mesh if axis in axes), count
+    members = [
+        device
+        for device in range(math.prod(sizes.values()))
+        if all(at == 0 or axis in axes for axis, at in _coordinates(device, sizes).items())
+    ]
+    return _axes_of(members, mesh), count
 
 
 def _members(text: str) -> list[int] | None:

@@ -64,6 +64,8 @@ _MANY = frozenset({"concatenate", "ConcatBitcast"})
 _STARTS = frozenset(
     ["all-gather-start", "all-reduce-start", "reduce-scatter-start", "collective-permute-start"]
 )
+_ASYNC = ("AsyncCollectiveStart", "AsyncCollectiveDone")  # a TPU's, inside fusions
+_SAME_PARTS = ("-done", "-update", "optimization-barrier")
 _ENDS = frozenset(
     [
         "dot",
@@ -90,6 +92,7 @@ class Flow:
     def __init__(self, module: Module) -> None:
         self._module = module
         self._callers = self._find_callers()
+        self._sends, self._receives = self._find_transfers()
 
     def inputs_of(self, place: Place) -> set[int]:
         """Returns the numbers of the program's parameters that a value is, cast or sliced."""
@@ -132,6 +135,17 @@ class Flow:
                         found.setdefault(callee, []).append((computation, instruction))
         return found
 
+    def _find_transfers(self) -> tuple[dict[str, Place], dict[str, Place]]:
+        """Returns the two ends of what TPU slices exchange over the slower network, by name."""
+        sends: dict[str, Place] = {}
+        receives: dict[str, Place] = {}
+        for computation in self._module.computations.values():
+            for instruction in computation.instructions.values():
+                if instruction.opcode in ("send", "recv") and instruction.rendezvous:
+                    found = sends if instruction.opcode == "send" else receives
+                    found[instruction.rendezvous] = Place(computation.name, instruction.name, (0,))
+        return sends, receives
+
     # -- back ----------------------------------------------------------------------------------
 
     def _back(self, at: Place) -> Iterator[Place]:
@@ -152,14 +166,21 @@ class Flow:
                 yield Place(inner.name, inner.root.name, at.part)
         elif opcode == "while":
             yield from self._back_into_loop(at, instruction)
+        else:
+            yield from self._back_to_operands(at, instruction)
+
+    def _back_to_operands(self, at: Place, instruction: Instruction) -> Iterator[Place]:
+        opcode, operands = instruction.opcode, instruction.operands
+        there = functools.partial(Place, at.computation)
+        if opcode == "recv" and instruction.rendezvous in self._sends:
+            yield self._sends[instruction.rendezvous]
         elif opcode == "dynamic-update-slice":
-            yield there(instruction.operands[0])
-            yield there(instruction.operands[1])
+            yield from map(there, operands[:2])
         elif opcode in _MANY or _target(instruction) in _MANY:
-            yield from map(there, instruction.operands)
-        elif _target(instruction) in ("AsyncCollectiveDone", "AsyncCollectiveStart"):
-            yield there(instruction.operands[0])
-        elif instruction.operands and (opcode in _CARRY or opcode.endswith("-done")):
+            yield from map(there, operands)
+        elif opcode == "send" or _target(instruction) in _ASYNC:
+            yield there(operands[0])
+        elif operands and (opcode in _CARRY or opcode.endswith("-done")):
             yield from self._back_by_one(at, instruction)
 
     def _back_by_one(self, at: Place, instruction: Instruction) -> Iterator[Place]:
@@ -199,6 +220,7 @@ class Flow:
     def _into(
         self, at: Place, instruction: Instruction, user: Instruction, position: int
     ) -> Iterator[Place]:
+        """Yields what a value becomes in an instruction that reads it as operand `position`."""
         opcode, name = user.opcode, user.name
         there = functools.partial(Place, at.computation)
         if opcode == "get-tuple-element":
@@ -215,19 +237,26 @@ class Flow:
             body = self._module.computations[user.called("body") or ""]
             yield Place(body.name, body.parameters[0].name, at.part)
             yield there(name, at.part)
-        elif opcode == "dynamic-update-slice":
-            if position <= 1:  # 0 is what is updated, 1 what it is updated with
-                yield there(name)
-        elif (
-            opcode.endswith(("-done", "-update"))
-            or opcode == "optimization-barrier"
-            or _target(user) in ("AsyncCollectiveDone", "AsyncCollectiveStart")
-        ):
+        elif opcode == "send":
+            if user.rendezvous in self._receives:
+                yield self._receives[user.rendezvous]
+        elif opcode.endswith(_SAME_PARTS) or _target(user) in _ASYNC:
             yield there(name, at.part)
         elif opcode in _STARTS or opcode in _COMBINED:
             yield there(name, (position,) if len(user.operands) > 1 else ())
-        elif opcode in _MANY or _target(user) in _MANY or self._keeps(instruction, user, at):
+        elif self._continues(instruction, user, position, at):
             yield there(name)
+
+    def _continues(
+        self, instruction: Instruction, user: Instruction, position: int, at: Place
+    ) -> bool:
+        """Whether the result of an operation on arrays still is the value."""
+        if user.opcode == "dynamic-update-slice":
+            return position <= 1  # 0 is what is updated, 1 what it is updated with
+        if user.opcode == "scatter":
+            return position == 0  # what is added to: a table's gradient as head, then as embedding
+        many = user.opcode in _MANY or _target(user) in _MANY
+        return many or self._keeps(instruction, user, at)
 
     def _keeps(self, instruction: Instruction, user: Instruction, at: Place) -> bool:
         """Whether an instruction is arithmetic on all of a value's elements, or a part of it."""

@@ -83,6 +83,12 @@ class Instruction:
         return match[1].replace("\\'", "'") if match else ""
 
     @property
+    def rendezvous(self) -> str:
+        """What the two ends of a transfer between TPU slices have in common; '' elsewhere."""
+        match = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', self.attributes)
+        return match[1] if match else ""
+
+    @property
     def is_call(self) -> bool:
         """Whether it runs one computation on its operands: a fusion, a call, and either begun."""
         if self.opcode in ("fusion", "call"):

@@ -45,6 +45,7 @@ def read(report: Report, lowered: Lowered, compiled: Any, topology: Topology) ->
         state_inputs=frozenset(n for n, i in numbers.items() if inputs[i].is_state),
         state_outputs=frozenset(n for n, leaf in enumerate(outputs) if leaf.is_state),
         mesh=dict(lowered.mesh.shape) if lowered.mesh else {},
+        slice_axes=_leaving(lowered.mesh, "slice_index") if lowered.mesh else (),
     )
     collectives = find_collectives(module, names, user_source)
     memory = _memory(compiled, topology)
@@ -212,11 +213,19 @@ def _times(
 def _axis_speeds(mesh: Mesh, topology: Topology) -> dict[str, float]:
     """Returns the bandwidth along each mesh axis: the slower network where it leaves the fast."""
     place = "slice_index" if topology.chip.platform == "tpu" else "process_index"
-    speeds: dict[str, float] = {}
+    leaving, chip = _leaving(mesh, place), topology.chip
+    return {
+        axis: chip.network_bandwidth if axis in leaving else chip.link_bandwidth
+        for axis in mesh.axis_names
+    }
+
+
+def _leaving(mesh: Mesh, place: str) -> tuple[str, ...]:
+    """Returns the mesh axes whose devices are in several places: slices, or hosts."""
+    found: list[str] = []
     for number, axis in enumerate(mesh.axis_names):
-        line = mesh.devices[
-            tuple(slice(None) if i == number else 0 for i in range(mesh.devices.ndim))
-        ]
-        leaves = len({getattr(device, place, 0) for device in line}) > 1
-        speeds[axis] = topology.chip.network_bandwidth if leaves else topology.chip.link_bandwidth
-    return speeds
+        rank = mesh.devices.ndim
+        line = mesh.devices[tuple(slice(None) if i == number else 0 for i in range(rank))]
+        if len({getattr(device, place, 0) for device in line}) > 1:
+            found.append(axis)
+    return tuple(found)
