@@ -1,6 +1,7 @@
 """Every example runs in its short form, as a script, and explains its options."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,26 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 # What makes each example short, and what it must have written under --out.
 SHORT = {
+    "checkpoint_resume.py": (["--steps", "20"], []),
     "digits.py": (["--steps", "3", "--precision", "bf16-mixed", "--seed", "0"], ["digits.png"]),
+    "equinox_mlp.py": (["--steps", "20"], ["equinox_mlp.png"]),
+    "flax_linen.py": (["--steps", "20"], []),
+    "flax_nnx.py": (["--steps", "10"], []),
+    "gan_two_losses.py": (["--steps", "20"], ["gan_two_losses.png"]),
+    "gradient_accumulation.py": (["--steps", "2"], []),
     "lm.py": (["--steps", "2", "--precision", "bf16-mixed"], ["lm.png"]),
+    "per_layer_policy.py": (["--steps", "3"], []),
+    "plain_jax.py": (["--steps", "10"], []),
+    "precision_names.py": ([], []),
     "underflow.py": (["--steps", "3"], ["underflow.png"]),
+}
+
+# What an example is there to show is in its table, also in the short form.
+SHOWN = {
+    "checkpoint_resume.py": (r"resumed at 10 .* 21 of 21", r"exit status -9"),
+    "flax_linen.py": (r"linen's .* finite", r"the state's .* NaN"),
+    "per_layer_policy.py": (r"all float16 .* not finite", r"Nearest: 'norm_0'"),
+    "precision_names.py": (r"'bf16-mixed' +p=f32,c=bf16,o=f32", r"'bf16' means two things"),
 }
 
 
@@ -38,26 +56,30 @@ def test_every_example_has_a_short_form():
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_short_form_runs_and_writes_what_it_promises(name: str, tmp_path: Path):
     arguments, written = SHORT[name]
-    done = run(name, *arguments, "--out", str(tmp_path / "out"), folder=tmp_path)
+    out = ["--out", str(tmp_path / "out")] if written else []
+    done = run(name, *arguments, *out, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), "an example prints what it gained"
+    assert [said for said in SHOWN.get(name, ()) if not re.search(said, done.stdout)] == []
     empty = [f for f in written if not (tmp_path / "out" / f).stat().st_size]
     assert empty == []
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_help_names_the_options(name: str, tmp_path: Path):
-    done = run(name, "--help", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    options = [a for a in SHORT[name][0] if a.startswith("--")]
-    assert [o for o in (*options, "--out") if o not in done.stdout] == []
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_unknown_option_is_refused(name: str, tmp_path: Path):
+def test_unknown_option_is_refused_and_the_usage_names_those_there_are(name: str, tmp_path: Path):
     done = run(name, "--no-such-option", folder=tmp_path)
     assert done.returncode == 2
     assert "--no-such-option" in done.stderr
+    arguments, written = SHORT[name]
+    options = [a for a in arguments if a.startswith("--")] + ["--out"] * bool(written)
+    assert [o for o in options if o not in done.stderr] == []
+
+
+def test_help_says_what_an_example_shows(tmp_path: Path):
+    done = run("plain_jax.py", "--help", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "What mixed precision adds to it is five lines" in done.stdout
+    assert "--steps" in done.stdout
 
 
 @pytest.mark.parametrize(
