@@ -1,4 +1,4 @@
-"""The command line, `python -m mpjax`: what this machine runs well, and which policy to pick."""
+"""The command line, `python -m mpjax`: what machines run well, what policies do to a function."""
 
 import argparse
 import dataclasses
@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -171,6 +171,86 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help=help)
 
 
+# -- doctor ------------------------------------------------------------------------------------
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from mpjax import _doctor as doctor  # the other commands need no autocast
+
+    row = find_accelerator(args.device, "mpjax doctor")
+    policies = tuple(dict.fromkeys(("32-true", *args.policy))) if args.policy else doctor.POLICIES
+    found = doctor.diagnose(
+        args.function, args.argument, policies=policies, accelerator=row, track=_tracked
+    )
+    if args.json:
+        return _print_json(found.to_dict())
+    print(f"{found.function}: {found.what}\n")
+    base = found.rows[0]
+    lines = [
+        (
+            measured.policy,
+            _WORDS[measured.status],
+            *_with_share(measured.kept, base.kept),
+            *_with_share(measured.temporaries, base.temporaries),
+            *_with_share(measured.bytes_accessed, base.bytes_accessed),
+            f"{measured.seconds:.1f}",
+        )
+        for measured in found.rows
+    ]
+    header = (
+        "policy",
+        "fast",
+        "MB kept",
+        "x",
+        "MB temporary",
+        "x",
+        "MB accessed",
+        "x",
+        "compile s",
+    )
+    _print_table(f"On {row.name} ({row.key})", header, lines)
+    print(
+        "kept: from the forward to the backward pass, whatever the device. temporary, accessed, s:"
+    )
+    print(
+        f"compiled for {jax.default_backend()}; mpjax.pods.check compiles for what is not here.\n"
+    )
+    print(f"What {found.taken!r} does:")
+    print("".join(f"  {line}\n" for line in found.explanation.summary()))
+    print("\n".join(found.advice))
+    call = f"mpjax.explain({found.function}, {found.taken!r})(...)"
+    print(f"Operation by operation: print({call})")
+    return OK
+
+
+def _with_share(count: int | None, base: int | None) -> tuple[str, str]:
+    if count is None:
+        return "?", ""
+    return f"{count / 1e6:.2f}", f"{count / base:.2f}" if base else ""
+
+
+def _tracked(policies: Sequence[str]) -> Iterator[str]:
+    """Yields the policies with a progress bar on a terminal, where a person waits."""
+    if not (sys.stderr.isatty() and importlib.util.find_spec("rich")):
+        yield from policies
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(policies, "compiling", console=Console(stderr=True), transient=True)
+
+
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("function", metavar="FILE:FUNCTION", help="e.g. train.py:loss_fn")
+    help = "one a parameter: a name in the file (a value, or a function that makes one) or a "
+    help += "shape such as 'f32[8,128]'; without any, the names of the function's parameters"
+    parser.add_argument("argument", nargs="*", metavar="ARGUMENT", help=help)
+    help = "compare this policy with 32-true; may be repeated (default: bf16-mixed and 16-mixed)"
+    parser.add_argument("--policy", action="append", metavar="NAME", help=help)
+    help = "an accelerator that need not be here, for what it runs well; this machine's without"
+    parser.add_argument("--device", metavar="NAME", help=help)
+
+
 COMMANDS: tuple[Command, ...] = (
     Command(
         name="table",
@@ -184,6 +264,12 @@ COMMANDS: tuple[Command, ...] = (
         help="whether a policy runs, and runs well, on an accelerator",
         run=_check,
         add_arguments=_check_arguments,
+    ),
+    Command(
+        name="doctor",
+        help="what each policy would save in your function, and which to take",
+        run=_doctor,
+        add_arguments=_doctor_arguments,
     ),
 )
 

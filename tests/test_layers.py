@@ -19,7 +19,7 @@ LAYERS = (
     ("_optim_state", "_master_weights", "_module_dtypes"),
     ("_linen_modules", "_nnx_modules"),
     ("optim", "numerics", "testing", "linen", "nnx"),
-    ("train", "pods", "experimental"),
+    ("train", "pods", "experimental", "_doctor"),
     ("__init__",),
     ("__main__",),  # the command line is a user of the public names
 )

@@ -66,7 +66,8 @@ class Explanation:
     def _title(self) -> str:
         return f"{self.function} under {self.policy}"
 
-    def _summary(self) -> list[str]:
+    def summary(self) -> list[str]:
+        """Returns the totals as lines: products, other operations, casts."""
         products = [r for r in self.rows if r.operation in _PRODUCTS]
         fused = [r for r in self.rows if r.reason == FUSED]
         others = [r for r in self.rows if r.operation not in _PRODUCTS and r.reason != FUSED]
@@ -89,7 +90,7 @@ class Explanation:
         for group in grouped:
             text.append(group.title)
             text += [_line(line.cells_within(widths[0]), widths) for line in group.lines]
-        return "\n".join([*text, "", *self._summary()])
+        return "\n".join([*text, "", *self.summary()])
 
     def __rich__(self) -> Any:
         from rich import box  # only for who prints with rich
@@ -98,7 +99,7 @@ class Explanation:
         table = Table(
             *_HEADERS,
             title=self._title(),
-            caption="\n".join(self._summary()),
+            caption="\n".join(self.summary()),
             box=box.SIMPLE_HEAD,
             caption_justify="left",
             padding=(0, 1, 0, 0),

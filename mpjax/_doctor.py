@@ -1,0 +1,312 @@
+"""What a policy would change in a user's function: what `python -m mpjax doctor` finds out."""
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+from mpjax._autocast import autocast, explain
+from mpjax._autocast.explanation import Explanation
+from mpjax._errors import message, nearest
+from mpjax._hardware import Accelerator, examine
+from mpjax._policy import get_policy
+from mpjax._tree import is_array
+
+POLICIES = ("32-true", "bf16-mixed", "16-mixed")
+"""What is compared unless the user names others; the first is what the others are compared with."""
+
+_WHERE = "mpjax doctor"
+_SHAPE = re.compile(r"(\w+)\[([\d, ]*)\]")
+_DTYPES = {
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f64": "float64",
+    "i32": "int32",
+    "i64": "int64",
+    "u32": "uint32",
+    "u8": "uint8",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One policy: what its program keeps, and what it does once compiled, by XLA's own count."""
+
+    policy: str
+    status: str  # of its dtypes on the accelerator: native, slow, unsupported or unknown
+    kept: int  # bytes from the forward to the backward pass, arguments left out; on any device
+    bytes_accessed: int | None  # None where the backend does not count
+    temporaries: int  # bytes
+    seconds: float  # to trace, lower and compile
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What the doctor found: a row a policy, what the one to take changes, and advice."""
+
+    function: str
+    what: str  # 'value and gradient' or 'value'
+    accelerator: Accelerator
+    rows: tuple[Measured, ...]
+    taken: str  # the policy that is explained
+    explanation: Explanation
+    advice: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all of it as plain values, for JSON."""
+        return {
+            "function": self.function,
+            "what": self.what,
+            "device": self.accelerator.key,
+            "taken": self.taken,
+            "policies": [dataclasses.asdict(row) for row in self.rows],
+            "explanation": self.explanation.to_dict(),
+            "advice": list(self.advice),
+        }
+
+
+def diagnose(
+    target: str,
+    arguments: Sequence[str],
+    *,
+    policies: Sequence[str] = POLICIES,
+    accelerator: Accelerator,
+    track: Callable[[Sequence[str]], Iterator[str]] = iter,
+) -> Diagnosis:
+    """Returns the diagnosis of a function in a file.
+
+    Args:
+      target: 'FILE.py:FUNCTION' or 'package.module:FUNCTION'.
+      arguments: one a parameter: a name in the file, or a shape such as 'f32[8,128]'. Without
+        any, each parameter is what the file calls by its name.
+      policies: what to compare.
+      accelerator: for which the support is looked up; it is compiled for this machine.
+      track: shows progress over the policies.
+
+    Raises:
+      ValueError: there is no such file or function, an argument has no value, or the function
+        cannot be traced; the message has the line.
+    """
+    module, fun, name = _load(target)
+    args = _arguments(module, fun, name, arguments)
+    found = {policy: get_policy(policy) for policy in policies}  # a wrong name, before any work
+    is_loss, has_aux = _is_loss(fun, args, name, module)
+    rows = []
+    for policy in track(policies):
+        fast = autocast(fun, policy)
+        kept = _kept(fast, args, has_aux) if is_loss else 0
+        whole = jax.value_and_grad(fast, has_aux=has_aux, allow_int=True) if is_loss else fast
+        status = examine(found[policy], accelerator).status
+        rows.append(Measured(policy, status, kept, *_compiled(whole, args)))
+    taken, advice = _advise(rows, accelerator)
+    explanation = explain(fun, taken)(*args)
+    what = "value and gradient" if is_loss else "value"
+    return Diagnosis(name, what, accelerator, tuple(rows), taken, explanation, tuple(advice))
+
+
+# -- what to examine -----------------------------------------------------------------------------
+
+
+def _load(target: str) -> tuple[ModuleType, Callable[..., Any], str]:
+    path, colon, name = target.rpartition(":")
+    if not colon or not path or not name:
+        fix = "Type FILE.py:FUNCTION, e.g. train.py:loss_fn."
+        raise ValueError(message(_WHERE, f"{target!r} names no function in a file.", fix))
+    module = _import(path)
+    fun = getattr(module, name, None)
+    if not callable(fun):
+        known = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
+        close = nearest(name, known) or known
+        fix = f"It has {', '.join(close[:8])}." if close else "It has no function."
+        raise ValueError(message(_WHERE, f"{path} has no function {name!r}.", fix))
+    return module, fun, name
+
+
+def _import(path: str) -> ModuleType:
+    if not path.endswith(".py"):
+        try:
+            return importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            fix = "Type a path that ends in .py, or a module that Python finds from here."
+            raise ValueError(message(_WHERE, f"{error}.", fix)) from error
+    file = Path(path).resolve()
+    if not file.is_file():
+        here = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        close = nearest(file.name, here)
+        fix = f"Did you mean {close[0]}?" if close else "Type the path of a Python file."
+        raise ValueError(message(_WHERE, f"there is no file {path}.", fix))
+    sys.path.insert(0, str(file.parent))  # as `python FILE` does, for what stands beside it
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise ValueError(message(_WHERE, f"{path} is no Python file."))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _arguments(
+    module: ModuleType, fun: Callable[..., Any], name: str, given: Sequence[str]
+) -> list[Any]:
+    if given:
+        return [_argument(module, text) for text in given]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [p for p in inspect.signature(fun).parameters.values() if p.kind in kinds]
+    needed = [p.name for p in parameters if p.default is p.empty]
+    missing = [p for p in needed if not hasattr(module, p)]
+    if missing:
+        got = f"{name} takes {', '.join(needed)}; the file has no {', '.join(missing)}."
+        allowed = "Each is a name in the file (an array, a tree, or a function that makes one)"
+        fix = "or a shape: python -m mpjax doctor FILE:FUNCTION params 'f32[8,128]'."
+        raise ValueError(message(_WHERE, got, allowed, fix))
+    return [_argument(module, p) for p in needed]
+
+
+def _argument(module: ModuleType, text: str) -> Any:
+    shape = _SHAPE.fullmatch(text)
+    if shape:
+        dtype = _DTYPES.get(shape[1], shape[1])
+        try:
+            sizes = tuple(int(n) for n in shape[2].split(",") if n.strip())
+            return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+        except TypeError:
+            known = f"Allowed: {', '.join(_DTYPES)}, and NumPy's names."
+            raise ValueError(message(_WHERE, f"{text!r} has no known dtype.", known)) from None
+    if not hasattr(module, text):
+        close = nearest(text, [n for n in vars(module) if not n.startswith("__")])
+        fix = f"Did you mean {' or '.join(close)}?" if close else "A shape looks like 'f32[8,128]'."
+        raise ValueError(message(_WHERE, f"the file has no {text!r}.", fix))
+    value = getattr(module, text)
+    return value() if callable(value) and not is_array(value) else value
+
+
+# -- what to compile -----------------------------------------------------------------------------
+
+
+def _is_loss(
+    fun: Callable[..., Any], args: list[Any], name: str, module: ModuleType
+) -> tuple[bool, bool]:
+    """Returns whether `fun` is a loss, to be differentiated by its first argument, and has aux.
+
+    A floating scalar is a loss, alone or as the first of a pair.
+    """
+    try:
+        out: Any = _on_arrays(fun, args, jax.eval_shape)
+    except Exception as error:  # whatever the user's code raises
+        raise ValueError(_untraceable(error, name, module)) from error
+    has_aux = isinstance(out, tuple) and len(out) == 2
+    loss: Any = out[0] if has_aux else out
+    is_scalar = getattr(loss, "shape", None) == () and jnp.issubdtype(loss.dtype, jnp.floating)
+    return bool(is_scalar and args and any(map(_is_floating, jax.tree.leaves(args[0])))), has_aux
+
+
+def _is_floating(x: Any) -> bool:
+    known = is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+    return known and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _on_arrays(fun: Callable[..., Any], args: list[Any], transform: Callable[..., Any]) -> Any:
+    """Returns `transform(fun, *args)`, of whose leaves only arrays are traced."""
+    leaves, structure = jax.tree.flatten(args)
+    traced = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+
+    def on_arrays(arrays: list[Any]) -> Any:
+        values = iter(arrays)
+        given = [next(values) if t else x for t, x in zip(traced, leaves, strict=True)]
+        return fun(*structure.unflatten(given))
+
+    return transform(on_arrays, [x for t, x in zip(traced, leaves, strict=True) if t])
+
+
+def _compiled(fun: Callable[..., Any], args: list[Any]) -> tuple[int | None, int, float]:
+    start = time.perf_counter()
+    compiled = _on_arrays(fun, args, lambda f, arrays: jax.jit(f).lower(arrays)).compile()
+    seconds = time.perf_counter() - start
+    accessed = (compiled.cost_analysis() or {}).get("bytes accessed")
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    return None if accessed is None else int(accessed), temporaries, seconds
+
+
+def _kept(fun: Callable[..., Any], args: list[Any], has_aux: bool) -> int:
+    """Returns the bytes that reverse-mode differentiation keeps, arguments left out."""
+
+    def residuals(*args: Any) -> list[Any]:
+        made = jax.vjp(lambda first: fun(first, *args[1:]), args[0], has_aux=has_aux)
+        return jax.tree.leaves(made[1])
+
+    jaxpr = _on_arrays(residuals, args, lambda f, arrays: jax.make_jaxpr(f)(arrays)).jaxpr
+    made = {var for eqn in jaxpr.eqns for var in eqn.outvars}
+    kept = {var for var in jaxpr.outvars if not isinstance(var, jex.Literal) and var in made}
+    return sum(var.aval.size * var.aval.dtype.itemsize for var in kept)
+
+
+def _untraceable(error: Exception, name: str, module: ModuleType) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if module.__file__ and f.filename == module.__file__]
+    line = f"{Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line}" if own else "unknown"
+    first = str(error).strip().partition("\n")[0]
+    needs_values = (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError)
+    needs_values += (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError)
+    if isinstance(error, needs_values):
+        got = f"{name} cannot be jitted: it needs the value of an array while it is traced."
+        fix = "Use jnp.where or jax.lax.cond there, or make the argument a Python value."
+    else:
+        got = f"{name} fails on these arguments: {type(error).__name__}: {first}"
+        fix = "Check their shapes and dtypes; others can be given after FILE:FUNCTION."
+    return message(_WHERE, got, f"At {line}", fix)
+
+
+# -- advice --------------------------------------------------------------------------------------
+
+
+def _advise(rows: Sequence[Measured], accelerator: Accelerator) -> tuple[str, list[str]]:
+    """Returns the policy to explain, and what to say: the one to take, or why none is."""
+    base, others = rows[0], [row for row in rows[1:] if row.status != "unsupported"]
+    fast = [row for row in others if row.status == "native"]
+    best = min(fast or others or [base], key=_memory)
+    saved = _saving(best, base)
+    if best is base:
+        return base.policy, ["Nothing to compare with: give two policies or more."]
+    if fast and saved:
+        return best.policy, [f"Take {best.policy!r}: {saved}.", *_needs(best)]
+    if fast:
+        return best.policy, [
+            f"{best.policy!r} is fast on {accelerator.name}, but saves no memory here: most of "
+            "this function stays in float32, or its arrays are small. Time it before you take it.",
+            *_needs(best),
+        ]
+    advice = f"No 16-bit dtype is fast on {accelerator.name}: for speed take {base.policy!r}."
+    memory = f"For memory {best.policy!r}: {saved}." if saved else "None would save memory either."
+    return best.policy, [advice, memory, *(_needs(best) if saved else ())]
+
+
+def _memory(row: Measured) -> tuple[int, int]:
+    return row.kept, row.temporaries
+
+
+def _saving(row: Measured, base: Measured) -> str:
+    shares = [
+        ("kept for the backward pass", row.kept, base.kept),
+        ("temporary memory", row.temporaries, base.temporaries),
+    ]
+    less = [f"{1 - a / b:.0%} less {name}" for name, a, b in shares if b and a < 0.995 * b]
+    return " and ".join(less)
+
+
+def _needs(row: Measured) -> list[str]:
+    if get_policy(row.policy).compute_dtype != jnp.float16:
+        return []
+    return ["It needs a loss scale: mpjax.make_train_step, or mpjax.with_loss_scale around optax."]

@@ -1,0 +1,148 @@
+"""The doctor: what it measures in a user's file, what it advises, what it says of bad input."""
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpjax.__main__ import main
+from mpjax._doctor import POLICIES, diagnose
+from mpjax._hardware import find_accelerator
+
+MODEL = """
+    import jax
+    import jax.numpy as jnp
+
+    def params():
+        return {"w1": jnp.ones((64, 128)), "w2": jnp.ones((128, 64))}
+
+    batch = {"x": jnp.ones((32, 64)), "train": True}
+
+    def loss_fn(params, batch, scale=1.0):
+        hidden = jax.nn.gelu(batch["x"] @ params["w1"])
+        return jnp.mean((hidden @ params["w2"]) ** 2) * scale
+
+    def with_aux(params, batch):
+        return loss_fn(params, batch), batch["x"]
+
+    def forward(x):
+        return jnp.sin(x)
+
+    def needs_values(params, batch):
+        if batch["x"][0, 0] > 0:
+            return loss_fn(params, batch)
+        return 0.0
+
+    def wrong_shapes(params, batch):
+        return params["w2"] @ batch["x"]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "users_model.py"
+    path.write_text(textwrap.dedent(MODEL))
+    return path
+
+
+def found(path: Path, function: str, *arguments: str, device: str = "h100", **options: Any) -> Any:
+    row = find_accelerator(device)
+    return diagnose(f"{path}:{function}", arguments, accelerator=row, **options)
+
+
+def test_arguments_are_what_the_file_calls_by_the_parameters_names(file):
+    report = found(file, "loss_fn")
+    assert report.what == "value and gradient"
+    assert [row.policy for row in report.rows] == list(POLICIES)
+    assert [row.status for row in report.rows] == ["native"] * 3
+
+
+def test_what_is_kept_for_the_backward_pass_is_counted_without_arguments(file):
+    # In float32 x @ w1 and two results of gelu's interior, at least; in bfloat16 what gelu reads
+    # and the two products' results, each of half the size; inputs and parameters never.
+    f32, bf16, f16 = found(file, "loss_fn").rows
+    hidden, out = 32 * 128, 32 * 64
+    assert f32.kept >= 4 * (2 * hidden + out)
+    assert bf16.kept == f16.kept <= 0.6 * f32.kept
+    assert min(row.temporaries for row in (f32, bf16, f16)) > 0
+
+
+def test_it_advises_by_the_accelerator_and_by_what_is_saved(file):
+    on_gpu = found(file, "loss_fn", policies=("32-true", "16-mixed"))
+    assert on_gpu.taken == "16-mixed"
+    assert "Take '16-mixed': " in on_gpu.advice[0]
+    assert "less kept for the backward pass" in on_gpu.advice[0]
+    assert "needs a loss scale" in on_gpu.advice[1]
+    on_cpu = found(file, "loss_fn", device="cpu-plain", policies=("32-true", "bf16-mixed"))
+    assert on_cpu.advice[0].startswith("No 16-bit dtype is fast on CPU without")
+    assert on_cpu.advice[1].startswith("For memory 'bf16-mixed': ")
+    nothing = found(file, "forward", "f32[8]", policies=("32-true", "bf16-mixed"))
+    assert "saves no memory here" in nothing.advice[0]
+    assert found(file, "loss_fn", policies=("32-true",)).advice[0].startswith("Nothing to compare")
+
+
+def test_a_loss_with_aux_is_differentiated_and_what_is_no_loss_is_not(file):
+    assert found(file, "with_aux", policies=("32-true",)).what == "value and gradient"
+    report = found(file, "forward", "f32[8, 4]", policies=("32-true",))
+    assert (report.what, report.rows[0].kept) == ("value", 0)
+
+
+def test_the_command_prints_a_table_and_json(file, capsys):
+    argv = ["doctor", f"{file}:loss_fn", "--policy", "bf16-mixed", "--device", "v5e"]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "loss_fn: value and gradient" in out
+    assert "products: 2 bf16" in out
+    assert "Take 'bf16-mixed': " in out
+    assert main([*argv, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["taken"], report["device"]) == ("bf16-mixed", "v5e")
+    assert [row["policy"] for row in report["policies"]] == ["32-true", "bf16-mixed"]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "text"),
+    [
+        (
+            "needs_values",
+            (),
+            r"needs_values cannot be jitted: it needs the value of an array .*\n"
+            r"  At users_model.py:21: if batch\[\"x\"\]\[0, 0\] > 0:\n  Use jnp.where",
+        ),
+        (
+            "wrong_shapes",
+            (),
+            r"(?s)wrong_shapes fails on these arguments: TypeError.*py:26: return",
+        ),
+        ("los_fn", (), r"has no function 'los_fn'\.\n  It has loss_fn"),
+        ("loss_fn", ("parms", "batch"), r"the file has no 'parms'\.\n  Did you mean params\?"),
+        ("forward", (), r"forward takes x; the file has no x\.\n.*\n.*'f32\[8,128\]'"),
+        ("forward", ("g32[8]",), r"'g32\[8\]' has no known dtype\.\n  Allowed: f32, f16"),
+    ],
+)
+def test_bad_input_is_named(file, function, arguments, text):
+    with pytest.raises(ValueError, match=text):
+        found(file, function, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("users_mode.py:f", r"there is no file .*users_mode.py\.\n  Did you mean users_model.py"),
+        ("no_such_module:f", r"No module named 'no_such_module'"),
+        ("users_model.py", r"'.*users_model.py' names no function in a file\.\n  Type FILE.py"),
+    ],
+)
+def test_a_target_that_is_not_there_is_named(file, capsys, target, text):
+    is_path = target.startswith("users")
+    code = main(["doctor", f"{file.parent}/{target}" if is_path else target])
+    assert code == 2
+    with pytest.raises(ValueError, match=text):
+        raise ValueError(capsys.readouterr().err)
+
+
+def test_an_unknown_policy_is_refused_before_anything_is_compiled(file):
+    with pytest.raises(ValueError, match="get_policy: unknown policy 'bf15-mixed'"):
+        found(file, "loss_fn", policies=("32-true", "bf15-mixed"), track=lambda _: 1 / 0)
