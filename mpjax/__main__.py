@@ -184,7 +184,11 @@ def _doctor(args: argparse.Namespace) -> int:
     )
     if args.json:
         return _print_json(found.to_dict())
-    print(f"{found.function}: {found.what}\n")
+    _print_diagnosis(found)
+    return OK
+
+
+def _print_diagnosis(found: Any) -> None:
     base = found.rows[0]
     lines = [
         (
@@ -197,30 +201,16 @@ def _doctor(args: argparse.Namespace) -> int:
         )
         for measured in found.rows
     ]
-    header = (
-        "policy",
-        "fast",
-        "MB kept",
-        "x",
-        "MB temporary",
-        "x",
-        "MB accessed",
-        "x",
-        "compile s",
-    )
-    _print_table(f"On {row.name} ({row.key})", header, lines)
-    print(
-        "kept: from the forward to the backward pass, whatever the device. temporary, accessed, s:"
-    )
-    print(
-        f"compiled for {jax.default_backend()}; mpjax.pods.check compiles for what is not here.\n"
-    )
+    header = ("policy", "fast", "MB kept", "x", "MB temporary", "x", "MB accessed", "x", "s")
+    print(f"{found.function}: {found.what}\n")
+    _print_table(f"On {found.accelerator.name} ({found.accelerator.key})", header, lines)
+    print("kept: from the forward to the backward pass, whatever the device. The rest is as")
+    print(f"compiled for {jax.default_backend()}; mpjax.pods.check compiles for other devices.\n")
     print(f"What {found.taken!r} does:")
     print("".join(f"  {line}\n" for line in found.explanation.summary()))
     print("\n".join(found.advice))
     call = f"mpjax.explain({found.function}, {found.taken!r})(...)"
     print(f"Operation by operation: print({call})")
-    return OK
 
 
 def _with_share(count: int | None, base: int | None) -> tuple[str, str]:

@@ -64,7 +64,7 @@ def test_what_is_kept_for_the_backward_pass_is_counted_without_arguments(file):
     # and the two products' results, each of half the size; inputs and parameters never.
     f32, bf16, f16 = found(file, "loss_fn").rows
     hidden, out = 32 * 128, 32 * 64
-    assert f32.kept >= 4 * (2 * hidden + out)
+    assert 4 * (2 * hidden + out) <= f32.kept <= 4 * (6 * hidden + out)
     assert bf16.kept == f16.kept <= 0.6 * f32.kept
     assert min(row.temporaries for row in (f32, bf16, f16)) > 0
 
@@ -114,7 +114,7 @@ def test_the_command_prints_a_table_and_json(file, capsys):
         (
             "wrong_shapes",
             (),
-            r"(?s)wrong_shapes fails on these arguments: TypeError.*py:26: return",
+            r"(?s)wrong_shapes fails on these arguments: Type.*py:26: return",
         ),
         ("los_fn", (), r"has no function 'los_fn'\.\n  It has loss_fn"),
         ("loss_fn", ("parms", "batch"), r"the file has no 'parms'\.\n  Did you mean params\?"),
