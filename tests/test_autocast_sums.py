@@ -89,6 +89,21 @@ def test_a_product_whose_result_is_dropped_rounds_nothing():
             assert jnp.array_equal(a, b)
 
 
+def test_a_function_rounds_what_depends_on_a_low_operand_only():
+    def fun(x, w):
+        y = x @ w
+        pair = jax.jit(lambda y, x: (jnp.tanh(y), jnp.tanh(x), y - y))
+        low, exact, _ = pair(y, x)
+        return low @ w, jnp.logaddexp(exact, 1.0), jax.jit(lambda y, x: x / 3)(y, x)
+
+    got, want = autocast(fun, "bf16-mixed")(X, W), fun(X, W)
+    for a, b in zip(got[1:], want[1:], strict=True):
+        assert jnp.array_equal(a, b)
+    barrier = lambda x, w: lax.optimization_barrier(fun(x, w)[1:])  # noqa: E731 - stored
+    stored = jax.make_jaxpr(autocast(barrier, "bf16-mixed"))(X, W).jaxpr.eqns[-1]
+    assert {v.aval.dtype.name for v in stored.invars} == {"float32"}
+
+
 def test_a_weight_that_a_loop_only_scales_stays_pure():
     """Its gradient would be rounded with it."""
 

@@ -312,10 +312,17 @@ class _Planner:
         kind = groups.function_class(eqn)
         if settings.as_written or settings.rules.get(groups.function_name(eqn)) is OpClass.FULL:
             kind = OpClass.FULL
-        state = states.full(operands)
-        if kind is not OpClass.FULL:
-            state = states.follow(operands, widest=settings.widest)
-        return self.fused(eqn, state, "a function as a whole: inside in float32, rounded once")
+        found: list[State] = []
+        places_of = reads.dependencies(control.single_program(eqn))
+        for var, places in zip(eqn.outvars, places_of, strict=True):
+            read = [operands[i] for i in sorted(places)]
+            state = states.full(read)
+            if kind is not OpClass.FULL:
+                state = states.follow(read, widest=settings.widest)
+            found.append(self.stored(eqn, var, state))
+        self.record(eqn, found)
+        reason = "a function as a whole: inside in float32, rounded once"
+        return Decision(eqn, Action.FUSED, reason)
 
     # -- the ways to record a decision -------------------------------------------------------
 

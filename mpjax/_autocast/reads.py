@@ -7,6 +7,7 @@ costs nothing (a product would round anyway) and where it would be seen (an outp
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from mpjax import _compat
@@ -71,3 +72,19 @@ def inner(jaxpr: Any, wants: tuple[int, ...]) -> tuple[int, ...]:
     opened = _compat.closed(jaxpr).jaxpr
     flags = of(opened, wants)
     return tuple(flags.get(v, 0) for v in opened.invars)
+
+
+@functools.lru_cache(maxsize=4096)
+def dependencies(jaxpr: Any) -> tuple[frozenset[int], ...]:
+    """Returns, for each output of a jaxpr, the inputs that it depends on, by their places."""
+    opened = _compat.closed(jaxpr).jaxpr
+    found: dict[Any, frozenset[int]] = {v: frozenset({i}) for i, v in enumerate(opened.invars)}
+
+    def of(atoms: Sequence[Any]) -> frozenset[int]:
+        known = [found[v] for v in atoms if not _compat.is_literal(v) and v in found]
+        return frozenset[int]().union(*known)
+
+    for eqn in opened.eqns:
+        union = of(eqn.invars)
+        found.update((v, union) for v in eqn.outvars)
+    return tuple(of([v]) for v in opened.outvars)
