@@ -98,6 +98,8 @@ def _subclass(given: type[nn.Module], setting: Setting) -> type[nn.Module]:
 
     # Not in `names`: Flax would wrap them, and name the scope of each operation twice.
     own = {"__post_init__": post_init, "__reduce__": reduce}
+    # Flax has made new ones, and the model's may be its author's.
+    own |= {"__eq__": given.__eq__, "__hash__": given.__hash__}
     entering = {name: _entering(method, setting) for name, method in _methods(given)}
     applying = ("apply", "init_with_output")
     calls = {name: _with_method_entering(getattr(given, name), setting) for name in applying}
@@ -235,7 +237,8 @@ class _Region:
     def _give(self, module: nn.Module) -> None:
         """Sets the fields of one module, unless the model has set them itself."""
         place = self._place(module)
-        if place is None:
+        own: Setting | None = getattr(type(module), "mpjax_setting", None)
+        if place is None or (own is not None and not self.covers(module, own)):
             return
         name = "/".join(place)
         policy = policy_at(self._setting.policy, name)

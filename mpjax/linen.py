@@ -140,23 +140,22 @@ def tabulate(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(_no_module(model).replace("with_policy", "tabulate", 1))
-    order: dict[str, nn.Module | None] = {}
+    kinds: dict[str, type] = {}
+    modules: dict[str, nn.Module] = {}
 
     def record(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        path = "/".join(context.module.path)
+        module, path = context.module, "/".join(context.module.path)
         if context.method_name != "setup":
-            order.setdefault(path, None)
+            kinds.setdefault(path, type(module))  # here, for the order in which they are called
         out = next_fun(*args, **kwargs)
-        if context.method_name != "setup" and order[path] is None:
-            order[path] = context.module  # its dtypes are set by now
+        # Flax tries out the setup of a lifted module on a copy, at the path of the root.
+        if type(module) is kinds.get(path):
+            modules.setdefault(path, module)  # its dtypes are set by now
         return out
 
     with nn.intercept_methods(record), journal() as reasons:
         variables = _abstract_init(model, args, kwargs, rngs=rngs, method=method)
-    rows = [
-        _row(path, module, variables, reasons.get(path, AS_WRITTEN))
-        for path, module in order.items()
-    ]
+    rows = [_row(path, modules[path], variables, reasons.get(path, AS_WRITTEN)) for path in kinds]
     setting: Setting | None = getattr(model, "mpjax_setting", None)
     title = type(model).__name__ + (f" under {setting.policy}" if setting else "")
     return ModuleTable(title, tuple(rows))

@@ -201,6 +201,12 @@ def test_a_module_inside_may_have_a_policy_of_its_own():
     }
 
 
+def test_a_field_with_a_policy_of_its_own_is_left_to_it():
+    model = nn.Sequential([mpjax.linen.with_policy(nn.Dense(3), "float32"), nn.Dense(2)])
+    model = mpjax.linen.with_policy(model, "bf16-mixed")
+    assert dtypes(model, X) == {"layers_0": "f32", "layers_1": "bf16"}
+
+
 def test_the_scoped_default_is_the_policy_of_none():
     with mpjax.default_policy("bf16-mixed"):
         model = mpjax.linen.with_policy(Head())
@@ -273,6 +279,27 @@ def test_a_model_is_an_instance_of_its_class_and_can_be_copied_and_pickled():
         assert set(dtypes(other, X).values()) == {"bf16"}
 
 
+class Hashed(Head):
+    def __hash__(self) -> int:
+        return 7
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Hashed)
+
+
+def test_a_model_that_hashes_its_own_way_goes_on_doing_so():
+    assert hash(mpjax.linen.with_policy(Hashed(), "bf16-mixed")) == 7
+    assert mpjax.linen.with_policy(Hashed(), "bf16-mixed") == Hashed()
+
+
+def test_operations_are_named_as_in_the_model_without_a_policy():
+    def scopes(model: nn.Module) -> set[str]:
+        rows = mpjax.explain(model.apply, "bf16-mixed")(made(network()), X).rows
+        return {row.module for row in rows}
+
+    assert scopes(mpjax.linen.with_policy(network(), "float32")) == scopes(network())
+
+
 # -- transformations ---------------------------------------------------------------------------
 
 
@@ -298,6 +325,9 @@ LIFTS = {
     "jit": nn.jit,
     "vmap": functools.partial(
         nn.vmap, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=0
+    ),
+    "remat with a policy": functools.partial(
+        nn.remat, policy=jax.checkpoint_policies.dots_saveable
     ),
     "remat_scan": lambda block: functools.partial(
         nn.scan(nn.remat(block), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
@@ -339,6 +369,7 @@ def test_nn_jit_is_not_answered_from_another_policys_cache():
 @pytest.mark.parametrize("lift", [nn.remat, nn.jit])
 def test_a_class_with_a_policy_can_be_lifted(lift: Any):
     lifted = lift(mpjax.linen.with_policy(Block, "bf16-mixed"))()
+    assert dtypes(lifted, X) == {"norm": "bf16", "dense": "bf16"}
     variables = made(lifted)
     assert "bf16" in str(jax.make_jaxpr(lifted.apply)(variables, X))
     assert lifted.apply(variables, X)[0].dtype == F32
@@ -723,6 +754,7 @@ def test_every_public_module_has_a_row_or_a_reason():
 
 # The first module below the root that has a dtype stays in float32, the others are lowered.
 LOW = {"bf16-mixed": BF16, "16-mixed": F16}
+MIXED = ["bf16-mixed", pytest.param("16-mixed", marks=pytest.mark.slow)]
 
 
 def per_path(layer: nn.Module, args: Any, policy: str) -> mpjax.PolicyMap:
@@ -771,7 +803,7 @@ def test_variables_of_a_layer_keep_their_dtypes_across_a_step(name: str):
         assert after == before
 
 
-@pytest.mark.parametrize("policy", LOW)
+@pytest.mark.parametrize("policy", MIXED)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_under_a_policy_by_path_computes_what_it_does_in_float32(name: str, policy: str):
     layer, args = LAYERS[name]
