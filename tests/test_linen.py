@@ -4,6 +4,8 @@ import copy
 import functools
 import io
 import pickle
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -78,6 +80,12 @@ def made(model: nn.Module) -> Any:
 def dtypes(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, str]:
     rows = mpjax.linen.tabulate(model, *args, **kwargs).rows
     return {row.path: row.dtype for row in rows if row.dtype != "-"}
+
+
+def test_both_modules_are_there_when_they_are_first_used():
+    code = "import mpjax; print(mpjax.linen.with_policy, mpjax.nnx.set_policy)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 # -- setting dtypes ----------------------------------------------------------------------------
