@@ -11,6 +11,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
+TINY_JOB = [
+    *("--set", "steps=2", "--set", "sequence_length=8", "--set", "global_batch_size=8"),
+    *("--set", "mesh.fsdp=-1", "--set", "model={width: 8, layers: 1, heads: 2, hidden: 16}"),
+]
+
 # What makes each example short, and what it must have written under --out.
 SHORT = {
     "checkpoint_resume.py": (["--steps", "20"], []),
@@ -24,6 +29,10 @@ SHORT = {
     "per_layer_policy.py": (["--steps", "3"], []),
     "plain_jax.py": (["--steps", "10"], []),
     "precision_names.py": ([], []),
+    "train_pod.py": (
+        ["--simulate", "2", *TINY_JOB],
+        ["metrics.jsonl"],
+    ),
     "underflow.py": (["--steps", "3"], ["underflow.png"]),
 }
 

@@ -33,6 +33,7 @@ ONLY_IN = {
     "jmp": {"_policy"},
     "matplotlib": {"numerics"},
     "orbax": {"pods"},
+    "yaml": {"pods"},
     "rich": {"__main__", "_autocast", "_module_dtypes", "numerics", "pods"},
 }
 

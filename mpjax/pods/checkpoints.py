@@ -1,0 +1,186 @@
+"""Checkpoints that are proven whole before a run resumes from one: Orbax, and digests beside it."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+from mpjax._errors import message
+from mpjax.pods.processes import gather_values
+
+T = TypeVar("T")
+_CHUNK = 1 << 22
+
+
+class Checkpoints:
+    """Saves a training state while the next steps run, and restores the newest whole one.
+
+    Orbax writes the arrays, each process its own shards, and renames a checkpoint when it is
+    complete. What happens later, a disk that loses a block or a copy that was cut short, it does
+    not see. So the processes write the digests of the files beside them, sharing the work, and
+    look at them before they restore: one that does not match is moved to `refused/`, by name,
+    and the one before it is taken. All processes decide together.
+
+    Attributes:
+      folder: where checkpoints are kept, one folder a step; all processes must see it.
+      keep: how many of them.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     with mpjax.pods.checkpoints.Checkpoints(folder) as checkpoints:
+      ...         checkpoints.save(1, {"w": jnp.ones(2)})
+      ...     with mpjax.pods.checkpoints.Checkpoints(folder) as checkpoints:
+      ...         step, state, refused = checkpoints.restore({"w": jnp.zeros(2)})
+      >>> step, float(state["w"][0]), refused
+      (1, 1.0, [])
+    """
+
+    def __init__(self, folder: str | Path, *, keep: int = 3):
+        import orbax.checkpoint as ocp
+
+        self.folder = Path(folder).resolve()
+        if self.folder.is_file():
+            got = "is a file."
+            raise ValueError(message(f"checkpoint folder {folder}", got, "Type a folder's name."))
+        self.keep = keep
+        self._unsealed: int | None = None
+        self._args = ocp.args
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def claim(self, job: Mapping[str, Any]) -> None:
+        """Says whose checkpoints these are, or raises if they are another job's.
+
+        Args:
+          job: what decides the state and its course, by name, such as {'model.width': 64}.
+
+        Raises:
+          ValueError: the folder's checkpoints come from a job with other values.
+        """
+        path = self.folder / "job.json"
+        if path.is_file():
+            before, now = json.loads(path.read_text()), json.loads(json.dumps(dict(job)))
+            names = sorted(k for k in before.keys() | now if before.get(k) != now.get(k))
+            if names:
+                lines = [f"{k!r} is {before.get(k)!r} there, {now.get(k)!r} here." for k in names]
+                fix = "Use another folder, or the same values."
+                got = "its checkpoints are another job's."
+                raise ValueError(message(f"checkpoint folder {self.folder}", got, *lines, fix))
+        gather_values(None)  # all have read before one writes
+        if jax.process_index() == 0:
+            path.write_text(json.dumps(dict(job), indent=1))
+
+    def save(self, step: int, state: Any) -> None:
+        """Starts to save a state; the copy is taken now, the writing goes on behind the steps."""
+        self._manager.wait_until_finished()
+        self.seal()
+        self._manager.save(step, args=self._args.StandardSave(state), force=True)
+        self._unsealed = step
+
+    def seal(self) -> None:
+        """Writes the digests of the last checkpoint if it is complete; call it at each step."""
+        step, root = self._unsealed, self.folder / str(self._unsealed)
+        if step is None or self._manager.is_saving_in_progress() or not root.is_dir():
+            return
+        self._unsealed = None
+        process, count = jax.process_index(), jax.process_count()
+        digests = {str(f.relative_to(root)): _digest(f) for f in _files(root)[process::count]}
+        seal = {"process": process, "count": count, "digests": digests}
+        partial = root / f"seal-{process}.partial"
+        partial.write_text(json.dumps(seal))
+        partial.rename(root / f"seal-{process}.json")
+
+    def restore(self, template: T) -> tuple[int, T, list[str]] | None:
+        """Returns the newest whole checkpoint: its step, its state, and what was refused.
+
+        Args:
+          template: a state, or its `jax.ShapeDtypeStruct`s with shardings.
+
+        Returns:
+          None where there is none at all.
+
+        Raises:
+          ValueError: there are checkpoints, and none is whole. Starting anew would overwrite a
+            job's history, so that is left to its owner.
+
+        Dtypes:
+          Those of the template; what was saved has the same.
+
+        Transforms:
+          None: all processes must call it.
+        """
+        refused: list[str] = []
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            faults = self._faults(step)
+            if not faults:
+                state: Any = self._manager.restore(step, args=self._args.StandardRestore(template))
+                return step, state, refused
+            refused.append(f"checkpoint {self.folder / str(step)}: {'; '.join(faults)}.")
+            self._put_aside(step)
+        if refused:
+            fix = f"To start anew, use another folder. They are now in {self.folder}/refused."
+            raise ValueError(message("restore", "no checkpoint is whole.", *refused, fix))
+        return None
+
+    def _faults(self, step: int) -> list[str]:
+        """Returns what is wrong with a checkpoint; each process reads its share of the files."""
+        root = self.folder / str(step)
+        process, count = jax.process_index(), jax.process_count()
+        seals = [json.loads(path.read_text()) for path in sorted(root.glob("seal-*.json"))]
+        expected = seals[0]["count"] if seals else 1
+        found: list[str] = []
+        missing = sorted(set(range(expected)) - {seal["process"] for seal in seals})
+        if missing:
+            found.append(f"half-written, process {missing[0]} did not finish it")
+        digests: dict[str, str] = {}
+        for seal in seals:
+            digests |= seal["digests"]
+        for name in sorted(digests)[process::count]:
+            if not (root / name).is_file():
+                found.append(f"{name} is missing")
+            elif (got := _digest(root / name)) != digests[name]:
+                found.append(f"{name} is corrupted ({got}, saved as {digests[name]})")
+        every = gather_values(found)
+        return list(dict.fromkeys(fault for faults in every for fault in faults))
+
+    def _put_aside(self, step: int) -> None:
+        """Moves a broken checkpoint out of the way, where it can be looked at."""
+        if jax.process_index() == 0:
+            aside = self.folder / "refused"
+            aside.mkdir(exist_ok=True)
+            count = len(list(aside.glob(f"{step}-*")))
+            (self.folder / str(step)).rename(aside / f"{step}-{count}")
+        gather_values(step)  # nobody goes on before it is gone
+        self._manager.reload()
+
+    def close(self) -> None:
+        """Waits for the last checkpoint, and writes its digests."""
+        self._manager.wait_until_finished()
+        self.seal()
+        self._manager.close()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _files(root: Path) -> list[Path]:
+    """Returns a checkpoint's files in an order on which all processes agree, seals left out."""
+    return sorted(f for f in root.rglob("*") if f.is_file() and not f.name.startswith("seal-"))
+
+
+def _digest(path: Path) -> str:
+    """Returns size and CRC-32 of a file: against accidents, at the speed of the disk."""
+    crc, size = 0, 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc, size = zlib.crc32(chunk, crc), size + len(chunk)
+    return f"{size} bytes, crc {crc:08x}"

@@ -1,0 +1,142 @@
+"""Processes of one job: how they find each other, and whether they are about to do the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from mpjax._errors import message
+
+
+def initialize(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    heartbeat_seconds: int = 100,
+) -> None:
+    """Joins this process to its job, as `jax.distributed.initialize`, with errors that say why.
+
+    Args:
+      coordinator: 'host:port' of process 0; None on Cloud TPU, GKE, Slurm and Open MPI, where JAX
+        reads all three from the environment.
+      num_processes, process_id: how many there are, and which one this is.
+      heartbeat_seconds: after how long without a sign of life a process counts as dead.
+
+    Raises:
+      ValueError: `process_id` is not below `num_processes`, or some of the three are missing.
+      RuntimeError: another process has the same id, or the coordinator was not reached.
+
+    Dtypes:
+      None are concerned.
+
+    Transforms:
+      None. Call it before anything that starts JAX's backend.
+
+    Example:
+      >>> mpjax.pods.processes.initialize("10.0.0.1:1234", num_processes=2, process_id=2)
+      Traceback (most recent call last):
+      ...
+      ValueError: initialize(process_id): 2 is not below num_processes=2.
+        Ids count from 0, one a process: 0 to 1.
+    """
+    given = (coordinator, num_processes, process_id)
+    if any(x is not None for x in given) and any(x is None for x in given):
+        got = "coordinator, num_processes and process_id go together; some are missing."
+        fix = "Give all three, or none where Slurm, GKE or Cloud TPU knows them."
+        raise ValueError(message("initialize", got, fix))
+    if process_id is not None and num_processes is not None and process_id >= num_processes:
+        got = f"{process_id} is not below num_processes={num_processes}."
+        fix = f"Ids count from 0, one a process: 0 to {num_processes - 1}."
+        raise ValueError(message("initialize(process_id)", got, fix))
+    try:
+        jax.distributed.initialize(
+            coordinator, num_processes, process_id, heartbeat_timeout_seconds=heartbeat_seconds
+        )
+    except RuntimeError as error:  # JaxRuntimeError is one
+        raise RuntimeError(_cause(str(error), coordinator, process_id)) from error
+
+
+def _cause(text: str, coordinator: str | None, process_id: int | None) -> str:
+    where = f"initialize(process_id={process_id})"
+    if "ALREADY_EXISTS" in text or "different incarnation" in text:
+        got = "another process has joined with the same id."
+        fix = "Each process needs its own: --process-id 0, 1, 2, ... (in Slurm: $SLURM_PROCID)."
+        return message(where, got, fix)
+    if "address" in text.lower() and "use" in text.lower():
+        got = f"{coordinator} is taken: by another process 0, or by another job."
+        return message(where, got, "Only one process has id 0; else choose another port.")
+    if "DEADLINE_EXCEEDED" in text or "UNAVAILABLE" in text:
+        got = f"the coordinator at {coordinator} was not reached, or not all processes came."
+        fix = "Process 0 must run, the port must be open, and each id be given once."
+        return message(where, got, fix)
+    return message(where, text)
+
+
+def gather_values(value: Any) -> list[Any]:
+    """Returns every process's value, in order of process; anything that JSON can hold.
+
+    Example:
+      >>> mpjax.pods.processes.gather_values({"host": 0})
+      [{'host': 0}]
+    """
+    text = json.dumps(value, sort_keys=True).encode()
+    if jax.process_count() == 1:
+        return [json.loads(text)]
+    lengths = np.asarray(multihost_utils.process_allgather(np.int32(len(text)))).reshape(-1)
+    padded = np.zeros(int(lengths.max()), np.uint8)
+    padded[: len(text)] = np.frombuffer(text, np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(lengths), -1)
+    pairs = zip(rows, lengths, strict=True)
+    return [json.loads(row[: int(length)].tobytes()) for row, length in pairs]
+
+
+def agree(values: Mapping[str, Any], what: str = "processes") -> None:
+    """Raises if not all processes hold equal values; call it before the first step.
+
+    Args:
+      values: what must be equal: the config, the corpus's digest, versions, the program's hash.
+      what: what the error says is being compared.
+
+    Raises:
+      ValueError: on every process, with each differing key and who holds what.
+
+    Dtypes:
+      Values are compared as JSON.
+
+    Transforms:
+      None: all processes must call it, in the same order.
+
+    Example:
+      >>> mpjax.pods.processes.agree({"steps": 100})
+    """
+    raise_differences(gather_values(dict(values)), what)
+
+
+def raise_differences(rows: list[Any], what: str) -> None:
+    """Raises if the rows, one a process, are not all equal."""
+    keys = sorted({key for row in rows for key in row})
+    lines: list[str] = []
+    for key in keys:
+        holders: dict[str, list[int]] = {}
+        for process, row in enumerate(rows):
+            holders.setdefault(repr(row.get(key)), []).append(process)
+        if len(holders) > 1:
+            said = "; ".join(f"{value} on {_processes(ids)}" for value, ids in holders.items())
+            lines.append(f"{key!r}: {said}.")
+    if lines:
+        got = f"{len(lines)} value{'s' * (len(lines) > 1)} differ between processes."
+        fix = "Start every process from the same files, versions and command."
+        raise ValueError(message(what, got, *lines, fix))
+
+
+def _processes(ids: list[int]) -> str:
+    if len(ids) == 1:
+        return f"process {ids[0]}"
+    named = ", ".join(map(str, ids[:4])) + (", ..." if len(ids) > 4 else "")
+    return f"{len(ids)} processes ({named})"
