@@ -354,6 +354,14 @@ def _excess(got: Any, want: Any, deviation: Any) -> float:
     return float(np.max(error / bound, initial=0.0))
 
 
+def check_traced(program: Program | Named, mode: Mode, cast: Cast, low: Any) -> Verdict:
+    """Raises where types, exact parts or values differ; NumPy evaluates, nothing is compiled."""
+    case = trace(program, mode, cast)
+    check_types(case)
+    check_wide(case)
+    return check_values(case, low)
+
+
 def check(program: Program | Named, mode: Mode, cast: Cast, low: Any) -> Verdict:
     """Raises where types, exact parts or values differ, in NumPy and as XLA compiles it."""
     case = trace(program, mode, cast)

@@ -18,7 +18,6 @@ FORWARD, GRAD = MODES[0], MODES[1]
 KEY = jax.random.PRNGKey(0)
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.standard_promotion("equinox promotes masks and Python scalars implicitly"),
 ]
 
@@ -143,16 +142,29 @@ def _check(name: str, fun: Any, trees: tuple[Any, ...], policy: str, mode: Any) 
     differential.check(program, mode, lambda f: autocast(f, policy), POLICIES[policy])
 
 
+def _layer(name: str) -> tuple[Any, tuple[Any, ...]]:
+    """Returns a layer as a function of its arrays and inputs, and those."""
+    layer, args = LAYERS[name]()
+    arrays, static = eqx.partition(layer, eqx.is_inexact_array)
+    return lambda arrays, *args: eqx.combine(arrays, static)(*args), (arrays, *args)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_of_layers_are_right_to_rounding(name: str) -> None:
+    fun, trees = _layer(name)
+    program = named(f"eqx.nn.{name}", fun, *trees)
+    differential.check_traced(program, GRAD, lambda f: autocast(f, "bf16-mixed"), jnp.bfloat16)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [FORWARD, GRAD], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_under_autocast_is_itself_to_rounding(name: str, policy: str, mode: Any) -> None:
-    layer, args = LAYERS[name]()
-    arrays, static = eqx.partition(layer, eqx.is_inexact_array)
-    fun = lambda arrays, *args: eqx.combine(arrays, static)(*args)  # noqa: E731 - one expression
-    _check(name, fun, (arrays, *args), policy, mode)
+    _check(name, *_layer(name), policy, mode)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [FORWARD, GRAD], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_batch_norm_keeps_its_state(policy: str, mode: Any) -> None:
@@ -164,6 +176,7 @@ def test_batch_norm_keeps_its_state(policy: str, mode: Any) -> None:
     _check("BatchNorm", fun, (layer, state, _array(4, 6)), policy, mode)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [FORWARD, GRAD], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_spectral_norm_keeps_its_state(policy: str, mode: Any) -> None:

@@ -18,7 +18,6 @@ POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
 FORWARD, GRAD = MODES[0], MODES[1]
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.standard_promotion("linen promotes its own masks and counts implicitly"),
     pytest.mark.no_leak_check("linen keeps tracers on its scopes until they are collected"),
 ]
@@ -33,6 +32,32 @@ def test_every_public_module_has_a_row_or_a_reason() -> None:
     assert public == LAYERS.keys() | NOT_LAYERS.keys()
 
 
+def _drawn(path: Any, leaf: Any) -> Any:
+    """A value for a variable of which only the shape is known: nothing is compiled for it."""
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return jnp.zeros(leaf.shape, leaf.dtype)
+    name = jax.tree_util.keystr(path)
+    values = 0.5 * np.random.default_rng(len(name)).normal(size=leaf.shape)
+    positive = any(word in name for word in ("var", "scale", "sigma"))
+    return jnp.asarray(np.abs(values) + 0.5 if positive else values, leaf.dtype)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_of_layers_are_right_to_rounding(name: str) -> None:
+    layer, args = LAYERS[name]
+    made: list[Any] = []  # the function; the variables are traced
+
+    def initial() -> Any:
+        fun, variables = applied(layer, args)
+        made.append(fun)
+        return variables
+
+    variables = jax.tree_util.tree_map_with_path(_drawn, jax.eval_shape(initial))
+    program = named(f"nn.{name}", made[0], variables, *args)
+    differential.check_traced(program, GRAD, lambda f: autocast(f, "bf16-mixed"), jnp.bfloat16)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [FORWARD, GRAD], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", LAYERS)

@@ -22,7 +22,6 @@ POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
 GRAD = MODES[1]
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.standard_promotion("linen and haiku promote masks and counts implicitly"),
     pytest.mark.no_leak_check("linen keeps tracers on its scopes until they are collected"),
 ]
@@ -134,6 +133,7 @@ NETWORKS: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_gradients_are_those_of_the_network_to_rounding(name: str, policy: str) -> None:
@@ -146,6 +146,7 @@ def test_gradients_are_those_of_the_network_to_rounding(name: str, policy: str) 
 _QUICK = {m.name: m for m in MODES if m.name not in ("grad(autocast(f))", "autocast(f)")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", _QUICK)
 def test_every_transformation_of_a_recurrent_network(mode: str) -> None:
     fun, trees = _lstm()

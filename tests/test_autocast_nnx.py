@@ -18,7 +18,6 @@ POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
 FORWARD, GRAD = MODES[0], MODES[1]
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.standard_promotion("nnx promotes its own masks and counts implicitly"),
     pytest.mark.no_leak_check("nnx keeps the modules of a trace until they are collected"),
     pytest.mark.filterwarnings("ignore:'.value' access:DeprecationWarning"),  # RoPE's own
@@ -34,10 +33,7 @@ def test_every_public_module_has_a_row_or_a_reason() -> None:
     assert public == LAYERS.keys() | NOT_LAYERS.keys()
 
 
-@pytest.mark.parametrize("mode", [FORWARD, GRAD], ids=lambda mode: mode.name)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", LAYERS)
-def test_layer_under_autocast_is_itself_to_rounding(name: str, policy: str, mode: Any) -> None:
+def _program(name: str) -> differential.Named:
     layer, args = LAYERS[name]()
     graph, state = nnx.split(layer)
 
@@ -45,8 +41,22 @@ def test_layer_under_autocast_is_itself_to_rounding(name: str, policy: str, mode
         copy = nnx.merge(graph, state)
         return copy(*args), nnx.state(copy)
 
-    program = named(f"nnx.{name}", fun, state, *args)
-    differential.check(program, mode, lambda f: autocast(f, policy), POLICIES[policy])
+    return named(f"nnx.{name}", fun, state, *args)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_of_layers_are_right_to_rounding(name: str) -> None:
+    cast = lambda f: autocast(f, "bf16-mixed")  # noqa: E731 - one expression
+    differential.check_traced(_program(name), GRAD, cast, jnp.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [FORWARD, GRAD], ids=lambda mode: mode.name)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_under_autocast_is_itself_to_rounding(name: str, policy: str, mode: Any) -> None:
+    cast = lambda f: autocast(f, policy)  # noqa: E731 - one expression
+    differential.check(_program(name), mode, cast, POLICIES[policy])
 
 
 # -- modules given as they are -----------------------------------------------------------------
