@@ -32,7 +32,8 @@ html_theme_options = {"navigation_with_keys": True}
 
 autodoc_typehints = "none"  # in words, under Args
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True}
+autodoc_preserve_defaults = True  # `jnp.float32`, not what it prints as
 napoleon_custom_sections = ["Dtypes", "Transforms"]
 napoleon_use_rtype = False
 python_display_short_literal_types = True
