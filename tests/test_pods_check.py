@@ -62,7 +62,10 @@ def test_flops_are_those_of_the_model(right: Any):
     layer = 2 * tokens * width * (hidden // 2)  # one of the two products of a layer, on one device
     head = 2 * tokens * width * _pods_step.VOCAB
     # Forward, backward twice; of the recomputed ones only the first is needed again.
-    assert right.flops == {"bf16": layers * (2 * 3 + 1) * layer + 3 * head}
+    expected = layers * (2 * 3 + 1) * layer + 3 * head
+    # Before JAX 0.12 XLA:CPU widens the products too.
+    low = "bf16" if jax.__version_info__ >= (0, 12) else "f32"
+    assert right.flops == {low: expected}
 
 
 @pytest.mark.standard_promotion("adamw divides an int32 count into a float")

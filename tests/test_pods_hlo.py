@@ -1,5 +1,6 @@
 """The reader of compiled programs, on small texts: types, trips, ways, groups, costs."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,45 @@ def test_one_collective_in_several_fusions_counts_once():
 
 def _line(text: str, name: str) -> str:
     return next(line for line in text.splitlines() if line.startswith(f"  {name} ="))
+
+
+def test_a_collective_that_a_sparse_core_runs_is_followed():
+    """TPU7x hands operands to a computation that was started before, and takes the result later."""
+    line = _line(LOOP, "%whole")
+    text = LOOP.replace(
+        line,
+        "  %begun = ((), (), (s32[1])) call-start(), to_apply=%core\n"
+        "  %given = ((bf16[16,8]), bf16[64,8]) call-update(%begun, %low)\n"
+        "  %whole = bf16[64,8] call-done(%given)",
+    ).replace(
+        "%body (",
+        "%core (p: bf16[16,8]) -> bf16[64,8] {\n  %p = bf16[16,8] parameter(0)\n"
+        + line.replace("  %whole", "  ROOT %all").replace("%low", "%p")
+        + "\n}\n\n%body (",
+    )
+    module = _hlo.parse_module(text)
+    gather = next(c for c in found(module) if c.kind == "all-gather")
+    assert (gather.role, gather.path, gather.count) == ("weights", "w", 2)
+    assert Flow(module).inputs_of(Place("body", "whole")) == {0}
+
+
+def test_what_tpu_slices_exchange_is_a_collective():
+    line = _line(LOOP, "%total")
+    rendezvous = 'frontend_attributes={_xla_host_transfer_rendezvous="all-reduce_0"'
+    kind = '_xla_megascale_transfer_type="ALL_REDUCE"}'
+    text = LOOP.replace(
+        line,
+        f"  %t = token[] after-all()\n"
+        f"  %sent = (f32[16,8], u32[], token[]) send(%part, %t), {rendezvous},{kind}\n"
+        f"  %coming = (f32[16,8], u32[], token[]) recv(%t), {rendezvous},{kind}\n"
+        "  %came = (f32[16,8], token[]) recv-done(%coming)\n"
+        "  %total = f32[16,8] get-tuple-element(%came), index=0",
+    )
+    names = dataclasses.replace(NAMES, slice_axes=("data",))
+    scatter, between = found(_hlo.parse_module(text), names)[1:]
+    assert (between.kind, between.role, between.axes) == ("all-reduce", "gradients", ("data",))
+    assert (between.group_size, between.bytes, between.path) == (2, 16 * 8 * 4, "w")
+    assert scatter.path == "w"  # the way to the output leads over the other slice
 
 
 def test_a_sum_widened_for_the_cpu_is_known_by_its_function():

@@ -21,6 +21,7 @@ _FREE = (
     *("while", "conditional", "call", "partition-id", "replica-id", "optimization-barrier"),
     *("opt-barrier", "add-dependency", "domain"),
 )
+_CALLS = ("call", "call-start", "async-start")  # what they run reads and writes memory itself
 # Part of a line's work is in its other half.
 _HALVES = ("-done", "-update")
 # cuDNN's names: which of (input, filter, output) a convolution's result is.
@@ -65,7 +66,7 @@ def _fused(module: Module) -> set[str]:
     found = set[str]()
     for computation in reversed(tuple(module.computations.values())):
         for instruction in computation.instructions.values():
-            fused = instruction.is_call and instruction.opcode not in ("call", "async-start")
+            fused = instruction.is_call and instruction.opcode not in _CALLS
             callee = instruction.callee
             if callee and (fused or computation.name in found):
                 found.add(callee)
@@ -185,7 +186,7 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
     if instruction.opcode == "dynamic-update-slice":
         return 2 * _hbm(operands[1].shapes)
     inner = module.computations.get(instruction.callee or "")
-    if instruction.opcode == "async-start" or instruction.opcode == "call":
+    if instruction.opcode in _CALLS:
         return 0  # what it runs is counted there
     if inner is None:
         results = instruction.shapes

@@ -25,64 +25,24 @@ class Place(NamedTuple):
 
 
 # Read one value and give it back, whole or in part, in another dtype, order or place.
-_CARRY = frozenset(
-    [
-        "convert",
-        "copy",
-        "copy-start",
-        "copy-done",
-        "bitcast",
-        "bitcast-convert",
-        "reshape",
-        "transpose",
-        "slice",
-        "slice-start",
-        "slice-done",
-        "dynamic-slice",
-        "reduce-precision",
-        "pad",
-        "broadcast",
-        "all-gather",
-        "all-gather-start",
-        "all-gather-done",
-        "all-reduce",
-        "all-reduce-start",
-        "all-reduce-done",
-        "collective-permute",
-        "collective-permute-start",
-        "collective-permute-done",
-        "all-to-all",
-        "optimization-barrier",
-        "async-done",
-        "async-update",
-        "reverse",
-    ]
+_CARRY = (
+    *("convert", "copy", "copy-start", "bitcast", "bitcast-convert", "reshape", "transpose"),
+    *("slice", "slice-start", "dynamic-slice", "reduce-precision", "pad", "broadcast", "reverse"),
+    *("all-gather", "all-gather-start", "all-reduce", "all-reduce-start", "all-to-all"),
+    *("collective-permute", "collective-permute-start"),
 )
-_COMBINED = frozenset({"all-gather", "all-reduce", "reduce-scatter", "all-to-all"})  # many at once
-_MANY = frozenset({"concatenate", "ConcatBitcast"})
+_MANY = ("concatenate", "ConcatBitcast")
+_COMBINED = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")  # many at once
 # Their result has parts besides the value itself; without an index the value is meant.
-_STARTS = frozenset(
-    ["all-gather-start", "all-reduce-start", "reduce-scatter-start", "collective-permute-start"]
+_STARTS = (
+    *("all-gather-start", "all-reduce-start", "reduce-scatter-start"),
+    "collective-permute-start",
 )
 _ASYNC = ("AsyncCollectiveStart", "AsyncCollectiveDone")  # a TPU's, inside fusions
 _SAME_PARTS = ("-done", "-update", "optimization-barrier")
-_ENDS = frozenset(
-    [
-        "dot",
-        "convolution",
-        "reduce",
-        "reduce-window",
-        "scatter",
-        "gather",
-        "sort",
-        "custom-call",
-        "rng",
-        "iota",
-        "constant",
-        "parameter",
-        "map",
-        "select-and-scatter",
-    ]
+_ENDS = (
+    *("dot", "convolution", "reduce", "reduce-window", "gather", "sort", "custom-call", "map"),
+    *("rng", "iota", "constant", "parameter", "select-and-scatter"),
 )
 
 
@@ -92,7 +52,7 @@ class Flow:
     def __init__(self, module: Module) -> None:
         self._module = module
         self._callers = self._find_callers()
-        self._sends, self._receives = self._find_transfers()
+        self._sends, self._receives = map(self._find_transfers, ("send", "recv"))
 
     def inputs_of(self, place: Place) -> set[int]:
         """Returns the numbers of the program's parameters that a value is, cast or sliced."""
@@ -135,16 +95,14 @@ class Flow:
                         found.setdefault(callee, []).append((computation, instruction))
         return found
 
-    def _find_transfers(self) -> tuple[dict[str, Place], dict[str, Place]]:
-        """Returns the two ends of what TPU slices exchange over the slower network, by name."""
-        sends: dict[str, Place] = {}
-        receives: dict[str, Place] = {}
-        for computation in self._module.computations.values():
-            for instruction in computation.instructions.values():
-                if instruction.opcode in ("send", "recv") and instruction.rendezvous:
-                    found = sends if instruction.opcode == "send" else receives
-                    found[instruction.rendezvous] = Place(computation.name, instruction.name, (0,))
-        return sends, receives
+    def _find_transfers(self, opcode: str) -> dict[str, Place]:
+        """Returns one end of what TPU slices exchange over the slower network, by its name."""
+        return {
+            instruction.rendezvous: Place(computation.name, instruction.name, (0,))
+            for computation in self._module.computations.values()
+            for instruction in computation.instructions.values()
+            if instruction.opcode == opcode and instruction.rendezvous
+        }
 
     # -- back ----------------------------------------------------------------------------------
 
@@ -180,12 +138,12 @@ class Flow:
             yield from map(there, operands)
         elif opcode == "send" or _target(instruction) in _ASYNC:
             yield there(operands[0])
-        elif operands and (opcode in _CARRY or opcode.endswith("-done")):
+        elif operands and (opcode in _CARRY or opcode.endswith(_SAME_PARTS)):
             yield from self._back_by_one(at, instruction)
 
     def _back_by_one(self, at: Place, instruction: Instruction) -> Iterator[Place]:
         """Yields the operand of an instruction that carries one value, or several side by side."""
-        if instruction.opcode.endswith(("-done", "-update")) or "barrier" in instruction.opcode:
+        if instruction.opcode.endswith(_SAME_PARTS):
             yield Place(at.computation, instruction.operands[0], at.part)
             return
         position = at.part[-1] if at.part and len(instruction.operands) > 1 else 0
@@ -198,8 +156,8 @@ class Flow:
                 yield Place(computation.name, caller.operands[0], at.part)
                 body = self._module.computations[caller.called("body") or ""]
                 yield Place(body.name, body.root.name, at.part)
-            elif number < len(caller.operands):
-                yield Place(computation.name, caller.operands[number], at.part)
+            elif number < len(operands := _bound(computation, caller)):
+                yield Place(computation.name, operands[number], at.part)
 
     def _back_into_loop(self, at: Place, loop: Instruction) -> Iterator[Place]:
         yield Place(at.computation, loop.operands[0], at.part)
@@ -216,6 +174,8 @@ class Flow:
             yield from self._into(at, instruction, user, position)
         if instruction.is_root:
             yield from self._to_callers(at)
+        if instruction.opcode == "send" and instruction.rendezvous in self._receives:
+            yield self._receives[instruction.rendezvous]
 
     def _into(
         self, at: Place, instruction: Instruction, user: Instruction, position: int
@@ -237,15 +197,24 @@ class Flow:
             body = self._module.computations[user.called("body") or ""]
             yield Place(body.name, body.parameters[0].name, at.part)
             yield there(name, at.part)
-        elif opcode == "send":
-            if user.rendezvous in self._receives:
-                yield self._receives[user.rendezvous]
+        elif opcode == "send" or (opcode == "call-update" and position):
+            yield from self._into_other_end(at, user, position)
         elif opcode.endswith(_SAME_PARTS) or _target(user) in _ASYNC:
             yield there(name, at.part)
         elif opcode in _STARTS or opcode in _COMBINED:
             yield there(name, (position,) if len(user.operands) > 1 else ())
         elif self._continues(instruction, user, position, at):
             yield there(name)
+
+    def _into_other_end(self, at: Place, user: Instruction, position: int) -> Iterator[Place]:
+        """Yields where a value that is handed over arrives: on other slices, in a SparseCore."""
+        if user.opcode == "send":
+            if user.rendezvous in self._receives:
+                yield self._receives[user.rendezvous]
+            return
+        start = self._instruction(Place(at.computation, user.operands[0]))
+        inner = self._module.computations[start.callee or ""]
+        yield Place(inner.name, inner.parameters[position - 1].name, at.part)
 
     def _continues(
         self, instruction: Instruction, user: Instruction, position: int, at: Place
@@ -277,6 +246,14 @@ class Flow:
                 yield Place(computation.name, caller.name, at.part)
                 body = self._module.computations[at.computation]
                 yield Place(body.name, body.parameters[0].name, at.part)
+
+
+def _bound(computation: Computation, caller: Instruction) -> tuple[str, ...]:
+    """Returns the operands of a call; those of a SparseCore's come behind its start."""
+    if caller.opcode != "call-start" or caller.operands:
+        return caller.operands
+    users = computation.users.get(caller.name, [])
+    return next((user.operands[1:] for user, _ in users if user.opcode == "call-update"), ())
 
 
 def _target(instruction: Instruction) -> str | None:

@@ -91,7 +91,7 @@ class Instruction:
     @property
     def is_call(self) -> bool:
         """Whether it runs one computation on its operands: a fusion, a call, and either begun."""
-        if self.opcode in ("fusion", "call"):
+        if self.opcode in ("fusion", "call", "call-start"):
             return True
         return self.opcode.endswith("-start") and self.called("calls") is not None
 
