@@ -14,6 +14,7 @@ is stored low passes a barrier. cuDNN has no low convolution with a float32 resu
 would widen its operands, whole activations.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,10 @@ def _identity_primitive(name: str, platforms: dict[str, Callable[[Any], Any]]) -
     return primitive
 
 
+def _batch_identity(primitive: Primitive, args: Any, dims: Any, **params: Any) -> Any:
+    return primitive.bind(*args, **params), dims[0]
+
+
 def _settled(x: jax.Array) -> jax.Array:
     return lax.reduce_precision(x, 8, 23)  # keeps every bit, and XLA from folding what reads it
 
@@ -97,6 +102,37 @@ TRACED = Backend(_operand_p.bind, _result_p.bind)
 """For programs that may still be lowered for any platform."""
 
 
+# -- `biased_p`: a value whose cotangent a product and a sum read ---------------------------------
+
+_biased_p = Primitive("biased_product")
+_low_once_p = Primitive("cotangent_stored_low")
+
+
+def biased(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the sum of a low product and a repeated bias, in float32.
+
+    Its cotangent is rounded for the product and summed for the bias. On a GPU both read it as it
+    is stored; else XLA would store it in float32 for the sum.
+    """
+    return _biased_p.bind(x, dtype=dtype)
+
+
+def _low_once(x: jax.Array, *, dtype: Any) -> jax.Array:
+    return lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
+
+
+for _primitive in (_biased_p, _low_once_p):
+    _primitive.def_impl(lambda x, *, dtype: x)
+    _primitive.def_abstract_eval(lambda x, *, dtype: x.update(weak_type=False))
+    mlir.register_lowering(_primitive, lambda ctx, x, *, dtype: [x])
+    batching.primitive_batchers[_primitive] = functools.partial(_batch_identity, _primitive)
+for _platform in GPUS:
+    _rule = mlir.lower_fun(_low_once, multiple_results=False)
+    mlir.register_lowering(_low_once_p, _rule, platform=_platform)
+ad.deflinear2(_biased_p, lambda ct, x, *, dtype: [_low_once_p.bind(ct, dtype=dtype)])
+ad.deflinear2(_low_once_p, lambda ct, x, *, dtype: [ct])
+
+
 # -- `rounded_p`: the rounding of a product's result, where a GPU rounds in the product ----------
 
 _rounded_p = Primitive("rounded_result")
@@ -113,10 +149,7 @@ def _convert(x: jax.Array, *, dtype: Any) -> jax.Array:
 
 _rounded_p.def_impl(_convert)
 _rounded_p.def_abstract_eval(lambda x, *, dtype: x.update(dtype=dtype, weak_type=False))
-batching.primitive_batchers[_rounded_p] = lambda args, dims, *, dtype: (
-    _rounded_p.bind(*args, dtype=dtype),
-    dims[0],
-)
+batching.primitive_batchers[_rounded_p] = functools.partial(_batch_identity, _rounded_p)
 ad.deflinear2(_rounded_p, lambda ct, x, *, dtype: [lax.convert_element_type(ct, x.aval.dtype)])
 
 _lower_convert = mlir.lower_fun(_convert, multiple_results=False)

@@ -1,8 +1,7 @@
 """Keeps `custom_jvp` and `custom_vjp` rules, each run on the dtypes that it was written for.
 
 The function, its rule and its backward pass are wrapped to trace themselves, be planned, and be
-run with the types they had; what JAX passes besides arrays (symbolic zeros, flags, logs) goes
-through untouched.
+run with the types they had.
 """
 
 from __future__ import annotations
@@ -10,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
 from mpjax import _compat
 from mpjax._autocast import plan as planning
 from mpjax._autocast import reads
+from mpjax._autocast.rule_traces import RuleTrace
 
 Runner = Any
 """`rebind.Runner`, which imports this file."""
@@ -36,32 +33,12 @@ def keeping_types(
     """Returns `fun` with its products lowered and its inputs and outputs typed as they were."""
 
     def wrapped(*args: Any) -> Any:
-        where = [i for i, a in enumerate(args) if is_array(a)]
-        outer: list[Any] = []
-
-        def flat(*arrays: Any) -> list[Any]:
-            full = list(args)
-            for i, a in zip(where, arrays, strict=True):
-                full[i] = a
-            leaves, treedef = jax.tree.flatten(fun(*full))
-            outer[:] = [treedef, [None if is_array(x) else x for x in leaves]]
-            return [x for x in leaves if is_array(x)]
-
-        arrays = [args[i] for i in where]
-        jaxpr = jax.make_jaxpr(flat)(*arrays)
+        traced = RuleTrace(fun, args, lambda array: array)
+        jaxpr = traced.jaxpr
         in_states = tuple(planning.initial_state(v.aval) for v in jaxpr.jaxpr.invars)
         wants = (reads.OUTPUT,) * len(jaxpr.jaxpr.outvars)
         plan = planning.make_plan(jaxpr, in_states, wants, settings)
         full_states = [planning.initial_state(v.aval) for v in jaxpr.jaxpr.outvars]
-        outs = iter(runner.run(plan, arrays, out_states=full_states))
-        treedef, leaves = outer
-        return jax.tree.unflatten(treedef, [next(outs) if x is None else x for x in leaves])
+        return traced.rebuild(runner.run(plan, traced.arrays, out_states=full_states))
 
     return wrapped
-
-
-def is_array(x: Any) -> bool:
-    """Whether a leaf is traced: arrays are, except those that stand for no tangent."""
-    if not isinstance(x, (jax.Array, np.ndarray, np.generic)):
-        return False
-    return x.dtype != jax.dtypes.float0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import control
+from mpjax._autocast import control, exact
 from mpjax._autocast.states import Kind, State, fits, of_literal
 from mpjax._op_rules import ACTIVATIONS, COMPARISONS, OP_RULES, OpClass
 
@@ -76,6 +76,7 @@ class Step:
     outputs: tuple[tuple[Any, bool, bool], ...] = ()
     checkpoint: bool = False
     native: bool = False
+    repeated: frozenset[Any] = frozenset()  # what `broadcast_in_dim` makes inside the group
 
 
 def is_fusible_function(eqn: Any) -> bool:
@@ -130,7 +131,7 @@ def schedule(
     jaxpr: Any, fused: Sequence[bool], found: dict[Any, State], out_states: Sequence[State]
 ) -> list[Step]:
     """Returns the steps of a jaxpr: its fused equations in groups, every other one alone."""
-    cuts: set[Any] = set()
+    cuts = _read_exactly(jaxpr, fused, found)
     levels = _levels(jaxpr, fused, cuts)
     for _ in range(8):
         more = _cuts(jaxpr, fused, levels, found, out_states)
@@ -148,6 +149,27 @@ def schedule(
         if not is_fused:
             steps.append(((levels[i], 1, i), Step([i])))
     return [step for _, step in sorted(steps, key=lambda pair: pair[0])]
+
+
+def _read_exactly(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> set[Any]:
+    """Low values that an exact function reads, such as a biased product that relu reads.
+
+    Stored, such a value serves product, function and derivative. A group around both would keep
+    what it starts from and what it ends in. Where the group has to keep its start anyway, because
+    what leads to the value is not linear, the value would be one more.
+    """
+    cuts: set[Any] = set()
+    curved: set[Any] = set()  # what depends, inside its group, on more than sums and moves
+    for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
+        if not is_fused:
+            continue
+        operands = [v for v in eqn.invars if not _compat.is_literal(v)]
+        state = found[eqn.outvars[0]]
+        if state.kind == Kind.LOW and exact.is_exact(eqn, state.dtype):
+            cuts.update(v for v in operands if found[v] == state and v not in curved)
+        if not _is_linear(eqn, found) or any(v in curved for v in operands):
+            curved.update(eqn.outvars)
+    return cuts
 
 
 def _levels(jaxpr: Any, fused: Sequence[bool], cuts: set[Any]) -> list[int]:
@@ -276,6 +298,9 @@ def _group_steps(
             outputs=ordered,
             checkpoint=_worth_checkpoint(eqns, inputs, ordered, found),
             native=_is_native(eqns, ordered, found),
+            repeated=frozenset(
+                eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "broadcast_in_dim"
+            ),
         )
     ]
 
@@ -294,13 +319,13 @@ def _is_native(
 ) -> bool:
     """Whether a group is one operation on low values, to be run as it is."""
     working = [eqn for eqn in eqns if not _is_keep(eqn)]
-    if len(working) != 1 or working[0].primitive.name not in _SINGLE:
+    if len(working) != 1 or not all(is_low and not is_full for _, is_low, is_full in outputs):
         return False
     (eqn,) = working
-    if not all(is_low and not is_full for _, is_low, is_full in outputs):
-        return False
     state = found[eqn.outvars[0]]
     if state.kind != Kind.LOW:
+        return False
+    if eqn.primitive.name not in _SINGLE and not exact.is_exact(eqn, state.dtype):
         return False
     if any(_is_repeated(v, eqn) for v in eqn.invars):
         return False
@@ -324,6 +349,20 @@ def _is_repeated(operand: Any, eqn: Any) -> bool:
     if _compat.is_literal(operand) or eqn.primitive.name in ("concatenate", "stack", "pad"):
         return False
     return operand.aval.shape != eqn.outvars[0].aval.shape and operand.aval.dtype == "float32"
+
+
+def biased_dtype(eqn: Any, step: Step, found: dict[Any, State]) -> Any:
+    """Returns the dtype of the low input of a group that an equation adds a bias to, else None."""
+    if eqn.primitive.name != "add":
+        return None
+    for product, bias in (eqn.invars, eqn.invars[::-1]):
+        if any(map(_compat.is_literal, eqn.invars)) or product not in step.inputs:
+            continue
+        state = found[product]
+        repeated = bias in step.repeated or _is_repeated(bias, eqn)
+        if state.kind == Kind.LOW and repeated and not _is_repeated(product, eqn):
+            return state.dtype
+    return None
 
 
 def _worth_checkpoint(

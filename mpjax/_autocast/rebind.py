@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from mpjax import _compat
-from mpjax._autocast import backends, groups, matmul, rebind_calls, remat, sums
+from mpjax._autocast import backends, exact, groups, matmul, rebind_calls, remat, sums
 from mpjax._autocast.plan import FLOAT32, Action, Decision, Plan, is_float32
 from mpjax._autocast.recompute import recomputed
 from mpjax._autocast.states import Kind, State
@@ -145,6 +145,8 @@ class Runner:
                 values = [a.val if _compat.is_literal(a) else local[a] for a in eqn.invars]
                 with written_at(eqn):
                     local.update(zip(eqn.outvars, bind(eqn, values), strict=True))
+                if step.checkpoint and (low := groups.biased_dtype(eqn, step, plan.states)):
+                    local[eqn.outvars[0]] = backends.biased(local[eqn.outvars[0]], low)
             outs: list[Any] = []
             for var, is_low, is_full in step.outputs:
                 if is_low:
@@ -170,13 +172,13 @@ class Runner:
             eqn = plan.decisions[i].eqn
             values = [self.value(v, local) for v in eqn.invars]
             with written_at(eqn):
-                rule = OP_RULES[eqn.primitive.name]
-                if rule.op_class is OpClass.KEEP:
+                rule = OP_RULES.get(eqn.primitive.name)
+                if rule and rule.op_class is OpClass.KEEP:
                     self.keep(plan, eqn, values, local)
                     continue
                 state = plan.states[eqn.outvars[0]]
                 operands = [_operand(v, a, state.dtype) for v, a in _paired(eqn, values)]
-                outs = bind(eqn, operands)
+                outs = bind(eqn, operands) if rule else exact.run(eqn, operands, state.dtype)
                 for v, out in zip(eqn.outvars, outs, strict=True):
                     local[v] = Value(out, plan.states[v])
         env.update((v, local[v]) for v, _, _ in step.outputs)

@@ -1,0 +1,96 @@
+"""Functions that only choose, compare and move values, such as relu: run on low values as they are.
+
+Their results need no rounding, in either dtype, and the derivative keeps a mask at most. So a low
+operand is stored, and they read it from there, in the backward pass too: a group around them would
+keep both its inputs and its result.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from mpjax import _compat
+from mpjax._autocast import control, states
+from mpjax._autocast.rule_traces import RuleTrace
+from mpjax._op_rules import COMPARISONS
+
+_CHOICES = frozenset(
+    {"max", "min", "select_n", "clamp", "neg", "abs", "stop_gradient", "copy", "and", "or", "not"}
+    | {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
+)
+FLOAT32 = np.dtype("float32")
+
+
+def is_exact(eqn: Any, dtype: Any) -> bool:
+    """Whether an equation is a function whose results are the same in `dtype`, for values in it."""
+    if eqn.primitive.name not in ("jit", "custom_jvp_call"):
+        return False
+    return _is_exact_program(_compat.closed(control.single_program(eqn)).jaxpr, dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_exact_program(jaxpr: Any, dtype: Any) -> bool:
+    return not jaxpr.constvars and all(
+        is_exact(eqn, dtype)
+        if control.single_program(eqn) is not None
+        else eqn.primitive.name in _CHOICES | COMPARISONS and _constants_fit(eqn, dtype)
+        for eqn in jaxpr.eqns
+    )
+
+
+def _constants_fit(eqn: Any, dtype: Any) -> bool:
+    literals = [v for v in eqn.invars if _compat.is_literal(v) and v.aval.dtype == FLOAT32]
+    return all(
+        np.ndim(v.val) == 0 and states.fits(states.constant(float(v.val)), dtype) for v in literals
+    )
+
+
+def run(eqn: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
+    """Returns the results of an exact function of low values, with its own derivative rule."""
+    if eqn.primitive.name == "jit":
+        return _evaluate(_compat.closed(eqn.params["jaxpr"]), values, dtype)
+
+    def wrap(fun: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(_on_low, fun, dtype)
+
+    return list(_compat.bind_custom(eqn, values, wrap))
+
+
+def _on_low(fun: Callable[..., Any], dtype: Any, *args: Any) -> Any:
+    """Returns `fun(*args)`, a function or a rule of float32 arrays, for low ones."""
+    traced = RuleTrace(fun, args, lambda array: _widened(array, dtype))
+    jaxpr = traced.jaxpr
+    if _is_exact_program(jaxpr.jaxpr, dtype):
+        return traced.rebuild(_evaluate(jaxpr, traced.arrays, dtype))
+    # A rule of the user's own, which may round: in float32, as it was written.
+    outs = jaxpr_as_fun(jaxpr)(*(_widened(a, dtype) for a in traced.arrays))
+    return traced.rebuild([x.astype(dtype) if x.dtype == FLOAT32 else x for x in outs])
+
+
+def _widened(array: Any, dtype: Any) -> Any:
+    return array.astype(FLOAT32) if array.dtype == dtype else array
+
+
+def _evaluate(jaxpr: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
+    env: dict[Any, Any] = dict(zip(jaxpr.jaxpr.invars, values, strict=True))
+
+    def read(atom: Any) -> Any:
+        if not _compat.is_literal(atom):
+            return env[atom]
+        return np.asarray(atom.val, dtype) if atom.aval.dtype == FLOAT32 else atom.val
+
+    for eqn in jaxpr.jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        if control.single_program(eqn) is not None:
+            outs = run(eqn, operands, dtype)
+        else:
+            bound = _compat.bind(eqn.primitive, operands, eqn.params)
+            outs = bound if eqn.primitive.multiple_results else [bound]
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [jnp.asarray(read(atom)) for atom in jaxpr.jaxpr.outvars]

@@ -1,0 +1,49 @@
+"""A function with custom derivatives, or one of its rules, as a jaxpr over the arrays it is given.
+
+What JAX passes besides arrays (symbolic zeros, flags, logs) goes through untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+class RuleTrace:
+    """The jaxpr of one call, the arrays it is for, and how to give its results back."""
+
+    __slots__ = ("_outer", "arrays", "jaxpr")
+
+    def __init__(
+        self, fun: Callable[..., Any], args: Sequence[Any], form: Callable[[Any], Any]
+    ) -> None:
+        """Traces `fun(*args)`, each array in the form that `form` gives it."""
+        where = [i for i, a in enumerate(args) if is_array(a)]
+        self._outer: list[Any] = []
+
+        def flat(*arrays: Any) -> list[Any]:
+            full = list(args)
+            for i, a in zip(where, arrays, strict=True):
+                full[i] = a
+            leaves, treedef = jax.tree.flatten(fun(*full))
+            self._outer[:] = [treedef, [None if is_array(x) else x for x in leaves]]
+            return [x for x in leaves if is_array(x)]
+
+        self.arrays = [args[i] for i in where]
+        self.jaxpr = jax.make_jaxpr(flat)(*map(form, self.arrays))
+
+    def rebuild(self, outs: Sequence[Any]) -> Any:
+        """Returns the result of the call from the results of the jaxpr."""
+        found = iter(outs)
+        treedef, leaves = self._outer
+        return jax.tree.unflatten(treedef, [next(found) if x is None else x for x in leaves])
+
+
+def is_array(x: Any) -> bool:
+    """Whether a leaf is traced: arrays are, except those that stand for no tangent."""
+    if not isinstance(x, (jax.Array, np.ndarray, np.generic)):
+        return False
+    return x.dtype != jax.dtypes.float0

@@ -1,0 +1,68 @@
+"""Functions that only choose and compare run on low values, with their own rules."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpjax._autocast import autocast
+
+KEY = jax.random.key(0)
+
+
+def equations(fun, *args):
+    return jax.make_jaxpr(fun)(*args).jaxpr.eqns
+
+
+def normal(*shape, seed=1):
+    return jax.random.normal(jax.random.fold_in(KEY, seed), shape)
+
+
+@jax.custom_jvp
+def step_through(x):
+    return jnp.where(x > 0, 1.0, 0.0)
+
+
+@step_through.defjvp
+def _step_through_jvp(primals, tangents):
+    return step_through(*primals), 0.3 * tangents[0]
+
+
+def layer(activation):
+    return lambda w, b, x: activation(x @ w + b)
+
+
+ARGS = (normal(64, 128), normal(128, seed=2), normal(32, 64, seed=3))
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.relu6])
+def test_an_exact_function_rounds_nothing(policy, activation):
+    def read_low(between):  # the product with the identity reads what stands between as it is
+        return lambda w, b, x: layer(between)(w, b, x) @ jnp.eye(128)
+
+    before = autocast(read_low(lambda x: x), policy)(*ARGS)
+    after = autocast(read_low(activation), policy)(*ARGS)
+    np.testing.assert_array_equal(after, activation(before))
+
+
+def test_relu_after_a_biased_product_keeps_one_low_value():
+    fun = autocast(lambda w, b, x: jnp.sum((layer(jax.nn.relu)(w, b, x) @ w.T) ** 2), "bf16-mixed")
+    assert not [e for e in equations(fun, *ARGS) if e.primitive.name in ("remat2", "checkpoint")]
+    _, pullback = jax.vjp(fun, *ARGS)
+    assert not [
+        x for x in jax.tree.leaves(pullback) if x.shape == (32, 128) and x.dtype == "float32"
+    ]
+
+
+@pytest.mark.parametrize("mode", [jax.jacfwd, jax.jacrev])
+def test_a_rule_of_the_users_own_is_kept(mode):
+    fun = autocast(lambda b: step_through(ARGS[2] @ ARGS[0] + b) @ ARGS[0].T, "bf16-mixed")
+    slope = 0.3 * jnp.ones((128,)) @ ARGS[0].T.astype(jnp.bfloat16).astype(jnp.float32)
+    found = mode(lambda t: fun(t * jnp.ones(128)))(0.0)
+    np.testing.assert_allclose(found, jnp.broadcast_to(slope, found.shape), rtol=0.02, atol=0.1)
+
+
+def test_relu_has_no_slope_at_zero():
+    fun = autocast(lambda b: jnp.sum(jax.nn.relu(jnp.zeros((8, 64)) @ ARGS[0] + b)), "bf16-mixed")
+    np.testing.assert_array_equal(jax.grad(fun)(jnp.zeros(128)), 0)
