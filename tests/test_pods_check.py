@@ -235,6 +235,18 @@ def test_policy_decides_what_is_low():
     assert report.compute_dtype == "f32"
 
 
+def test_a_job_is_built_for_the_topology_that_is_asked_for():
+    def build(topology: Any) -> Any:
+        return jax.jit(sgd, donate_argnums=0), on_mesh(topology.make_mesh({"data": -1}))
+
+    report = mpjax.pods.check_job(build, "cpu:4")
+    assert (report.ok, report.mesh) == (True, {"data": 4})
+    with pytest.raises(
+        TypeError, match=r"check_job\(build\): must return \(step, args\).*got tuple"
+    ):
+        mpjax.pods.check_job(lambda topology: (sgd, [1]), "cpu:1")
+
+
 # -- what is wrong before anything is compiled -----------------------------------------------------
 
 

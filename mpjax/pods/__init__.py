@@ -13,7 +13,7 @@ whether it fits, what it sends and what is wrong:
 """
 
 from mpjax.pods._args import with_sharding
-from mpjax.pods._check import check
+from mpjax.pods._check import check, check_job
 from mpjax.pods._collectives import Collective
 from mpjax.pods._findings import CHECKS, Finding, Memory, Times
 from mpjax.pods._gather import gather, gather_constraint
@@ -26,6 +26,7 @@ __all__ = [
     "get_topology",
     "with_sharding",
     "check",
+    "check_job",
     "Report",
     "Finding",
     "Collective",

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from mpjax import _compat
-from mpjax._dtypes import short_name
+from mpjax._dtypes import describe, short_name
 from mpjax._errors import message
 from mpjax._hardware import examine, find_accelerator
 from mpjax._policy import get_policy
@@ -107,6 +107,51 @@ def check(
         compile_seconds=seconds,
     )
     return report if compiled is None else read(report, lowered, compiled, topology)
+
+
+def check_job(
+    build: Callable[[Topology], tuple[Callable[..., Any], tuple[Any, ...]]],
+    topology: str | Topology,
+    *,
+    num_slices: int = 1,
+    policy: Any = None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Report:
+    """Returns `check`'s report on a job that is built for the topology: for a command line.
+
+    Args:
+      build: `build(topology) -> (step, args)`, as `check` takes them; it makes its mesh of
+        `topology.make_mesh(...)`, so that one function serves every topology.
+      topology: as in `check`.
+      num_slices: as in `get_topology`, where `topology` is a name.
+      policy, compiler_options: as in `check`.
+
+    Raises:
+      TypeError: `build` does not return a step and a tuple of arguments.
+      ValueError, ModuleNotFoundError: as in `check`.
+
+    Dtypes:
+      Judged, not changed.
+
+    Transforms:
+      None.
+
+    Example:
+      >>> def build(topology):
+      ...     mesh = topology.make_mesh({"data": -1})
+      ...     spec = jax.sharding.PartitionSpec("data")
+      ...     args = mpjax.pods.with_sharding((jnp.ones((8, 4)),), spec, mesh)
+      ...     return jax.jit(lambda x: x + 1, donate_argnums=0), args
+      >>> mpjax.pods.check_job(build, "cpu:1").exit_code
+      0
+    """
+    topology = get_topology(topology, num_slices=num_slices)
+    built = build(topology)
+    if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[1], tuple)):
+        got = f"must return (step, args), args a tuple; got {describe(built)}."
+        raise TypeError(message("check_job(build)", got, "Type return step, (state, batch)."))
+    step, args = built
+    return check(step, args, topology, policy=policy, compiler_options=compiler_options)
 
 
 # -- before compiling ------------------------------------------------------------------------------
