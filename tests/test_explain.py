@@ -208,6 +208,21 @@ def test_an_activation_is_shown_by_its_name():
     assert row(lambda w, x: jax.nn.relu(x @ w) @ w, "relu").dtype == "bf16"
 
 
+@pytest.mark.parametrize(
+    ("fun", "operation", "said"),
+    [
+        (lambda w, x: jax.nn.relu(x @ w) @ w, "relu", "on low values: exact"),
+        (lambda w, x: jnp.maximum(x @ w, w @ x) @ w, "max", "on low values: exact"),
+        (lambda w, x: jnp.tanh(x @ w) @ w, "tanh", "on low values: one rounding"),
+        (lambda w, x: jax.nn.silu(x @ w) @ w, "silu", "computed in float32, rounded once"),
+    ],
+    ids=["relu", "max", "tanh", "silu"],
+)
+def test_what_runs_on_low_values_says_whether_it_rounds(fun, operation, said):
+    found = row(fun, operation)
+    assert (found.dtype, found.reason[: len(said)]) == ("bf16", said)
+
+
 # -- one screen ----------------------------------------------------------------------------------
 
 

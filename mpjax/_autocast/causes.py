@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import control, groups, scopes, states
+from mpjax._autocast import control, exact, groups, scopes, states
 from mpjax._autocast import plan as planning
 from mpjax._autocast.plan import FLOAT32, Action, Decision, Plan
 from mpjax._autocast.states import Kind
@@ -200,7 +200,7 @@ def _why(
         return decision.reason, False
     state = plan.states[eqn.outvars[0]]
     if state.kind == Kind.LOW:
-        return _why_low(eqn, stored), False
+        return _why_low(eqn, state.dtype, stored), False
     if _asks_for_float32(eqn):
         return (FUNCTION if control.is_call(eqn) else decision.reason), False
     if state.kind == Kind.CONSTANT:
@@ -229,10 +229,12 @@ def _region(plan: Plan, eqn: Any) -> str:
     return "" if low else "its policy in the PolicyMap computes in float32"
 
 
-def _why_low(eqn: Any, stored: dict[Any, bool | None]) -> str:
+def _why_low(eqn: Any, dtype: Any, stored: dict[Any, bool | None]) -> str:
     out = eqn.outvars[0]
     if out not in stored:
-        return "on low values: one rounding"
+        rule = OP_RULES.get(eqn.primitive.name)
+        is_exact = rule.reason == "exact" if rule else exact.is_exact(eqn, dtype)
+        return f"on low values: {'exact' if is_exact else 'one rounding'}"
     is_low = stored[out]
     if is_low is None:
         return FUSED
