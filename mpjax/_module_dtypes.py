@@ -162,17 +162,24 @@ def row_of(path: str, module: Any, leaves: Iterable[Any], reason: str) -> Module
 # -- what a policy does not do -----------------------------------------------------------------
 
 
-def warn_of(policy: Policy | PolicyMap, findings: Mapping[str, Finding], where: str) -> None:
+def warn_of(
+    policy: Policy | PolicyMap,
+    findings: Mapping[str, Finding],
+    where: str,
+    *,
+    also: Iterable[str] = (),
+) -> None:
     """Warns of each rule that changes nothing, and of modules that the policy cannot reach.
 
     Args:
       policy: what was set.
       findings: all modules of the network, by path.
       where: the function in whose name the warnings speak.
+      also: paths that a rule may name besides: those of parameters.
     """
     checks: tuple[Callable[..., Iterable[str]], ...] = (_shadowed, _idle, _unreached)
     if isinstance(policy, PolicyMap):
-        policy.warn_unmatched(findings, where)
+        policy.warn_unmatched([*findings, *also], where)
     for check in checks:
         for text in check(policy, findings, where):
             warnings.warn(text, PolicyWarning, stacklevel=3)

@@ -51,8 +51,12 @@ def mark_of(module: Any) -> Mark | None:
 
 def set_dtypes(
     model: nnx.Module, policy: Policy | PolicyMap, *, override: bool
-) -> dict[str, Finding]:
-    """Sets attributes and parameters of all modules; returns what became of each, by path."""
+) -> tuple[dict[str, Finding], list[str]]:
+    """Sets attributes and parameters of all modules.
+
+    Returns:
+      What became of each module, by path; and the paths of the parameters.
+    """
     findings: dict[str, Finding] = {}
     defaults: dict[Path, dict[str, Any]] = {}  # what was there by default, and is passed down
     kept: set[Path] = set()  # modules that have set the dtype of their parameters
@@ -76,8 +80,7 @@ def set_dtypes(
             reason=reason,
             has_parameters=bool(parameters_of(module)) and not _is_flax(module),
         )
-    _cast_params(model, policy, kept)
-    return findings
+    return findings, _cast_params(model, policy, kept)
 
 
 def modules_of(model: Any, where: str) -> list[tuple[Path, nnx.Module]]:
@@ -104,12 +107,27 @@ def _is_default(module: Any, field: str, value: Any, above: list[dict[str, Any]]
     """Whether a value is the default of the constructor's argument, or one passed down."""
     if isinstance(module, nnx.Embed) and field == "dtype":
         return same_dtype(value, module.embedding.dtype)  # its constructor puts that for None
-    parameter = inspect.signature(type(module).__init__).parameters.get(field)
-    has_default = parameter is not None and parameter.default is not parameter.empty
-    if parameter is not None and has_default and same_dtype(value, parameter.default):
+    if value is None or same_dtype(value, _constructor_default(type(module), field)):
         return True
     passed_down = [values[field] for values in above if values.get(field) is not None]
     return any(same_dtype(value, other) for other in passed_down)
+
+
+def _constructor_default(cls: type, field: str) -> Any:
+    """Returns the default of a constructor's argument, '' where it has none.
+
+    What goes on to a base class by `**kwargs` has its default there, as in `nnx.LoRALinear`.
+    """
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = inspect.signature(vars(base)["__init__"]).parameters
+        if field in parameters:
+            default = parameters[field].default
+            return "" if default is inspect.Parameter.empty else default
+        if not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+            break
+    return ""
 
 
 def _give(module: Any, free: set[str], policy: Policy, reason: str) -> None:
@@ -172,11 +190,16 @@ def _is_flax(module: Any) -> bool:
     return type(module).__module__.split(".")[0] == "flax"
 
 
-def _cast_params(model: nnx.Module, policy: Policy | PolicyMap, kept: set[Path]) -> None:
+def _cast_params(model: nnx.Module, policy: Policy | PolicyMap, kept: set[Path]) -> list[str]:
+    """Casts the parameters of all but some modules; returns the paths of all."""
+    names: list[str] = []
     for path, variable in nnx.iter_graph(model):
-        if isinstance(variable, nnx.Param) and path[:-1] not in kept:
-            chosen = policy_at(policy, path_text(path))
-            value = variable.get_value()
-            cast_value = chosen.cast_to_param(value)
-            if cast_value is not value:
-                variable.set_value(cast_value)
+        if not isinstance(variable, nnx.Param):
+            continue
+        name = path_text(path)
+        names.append(name)
+        value = variable.get_value()
+        cast_value = value if path[:-1] in kept else policy_at(policy, name).cast_to_param(value)
+        if cast_value is not value:
+            variable.set_value(cast_value)
+    return names

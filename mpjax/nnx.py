@@ -33,7 +33,8 @@ def set_policy(model: nnx.Module, policy: Any = None, *, override: bool = False)
     down. `nnx.Embed` does not tell an explicit float32 from its default.
 
     A rule's path is that of the module, as in `nnx.iter_modules`, joined by '/':
-    'layers/0/norm'. The parameters below a path follow the same rules.
+    'layers/0/norm'. The parameters below it follow the same rule, unless one before it names
+    their own path, as 'layers/0/norm/scale'.
 
     An NNX module returns what its last layer gives; `policy.cast_to_output(model(x))` applies
     the policy's `output_dtype`.
@@ -71,7 +72,8 @@ def set_policy(model: nnx.Module, policy: Any = None, *, override: bool = False)
       flax, `nnx.Module.set_attributes`; Keras, `DTypePolicyMap`
     """
     chosen = as_checked_policy(policy, "set_policy")
-    warn_of(chosen, set_dtypes(model, chosen, override=override), "set_policy")
+    findings, parameters = set_dtypes(model, chosen, override=override)
+    warn_of(chosen, findings, "set_policy", also=parameters)
 
 
 def tabulate(model: nnx.Module) -> ModuleTable:

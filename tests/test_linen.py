@@ -797,6 +797,15 @@ def step_types(layer: nn.Module, args: Any) -> tuple[Any, Any]:
     return tuple(jax.tree.map(lambda x: (x.shape, x.dtype.name), v) for v in (variables, after))
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_policy_reaches_all_of_a_layer(name: str):
+    layer, args = LAYERS[name]
+    model = mpjax.linen.with_policy(layer, "p=f32,c=f16,o=f32")
+    rows = mpjax.linen.tabulate(model, *args, rngs={"params": KEY, "dropout": KEY}).rows
+    assert {row.dtype for row in rows} <= {"f16", "-"}
+    assert {row.reason for row in rows if row.dtype == "-"} <= {"has no dtype", "policy"}
+
+
 # JAX has no QR decomposition in 16 bits, which the recurrent weights of these start from.
 CELLS = ["GRUCell", "LSTMCell", "MGUCell", "OptimizedLSTMCell", "SimpleCell"]
 ORTHOGONAL = {"Bidirectional", "RNN", *CELLS}

@@ -108,6 +108,14 @@ def test_rules_go_by_module_path():
     assert str(table).startswith("Network\nmodule ")
 
 
+def test_a_rule_may_name_a_parameter():
+    model = nnx.Linear(6, 6, rngs=rngs())
+    mpjax.nnx.set_policy(model, mpjax.PolicyMap("bf16-true", {"bias": "float32"}))
+    assert model.kernel.get_value().dtype == BF16
+    assert model.bias.get_value().dtype == F32
+    assert model.dtype == BF16
+
+
 def test_products_are_computed_in_the_policys_dtype():
     model = nnx.Linear(6, 6, rngs=rngs())
     mpjax.nnx.set_policy(model, "bf16-mixed")
@@ -484,6 +492,19 @@ def test_a_layer_under_a_policy_by_path_computes_what_it_does_in_float32(name: s
         np.testing.assert_allclose(a.astype(F32), b, rtol=0, atol=bound)
     after = values(model)
     assert {n: x.dtype for n, x in after.items()} == {n: x.dtype for n, x in before.items()}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_policy_reaches_all_of_a_layer(name: str):
+    model, _ = LAYERS[name]()
+    mpjax.nnx.set_policy(model, "p=bf16,c=f16,o=f32")
+    writes_weights = (nnx.WeightNorm, nnx.SpectralNorm)
+    for path, module in nnx.iter_modules(model):
+        if hasattr(module, "dtype"):
+            low = BF16 if isinstance(module, writes_weights) else F16
+            assert module.dtype == low, path
+    kinds = {x.get_value().dtype for _, x in nnx.iter_graph(model) if isinstance(x, nnx.Param)}
+    assert kinds == {jnp.dtype(BF16)}
 
 
 @pytest.mark.parametrize("name", LAYERS)
