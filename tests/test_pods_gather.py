@@ -104,8 +104,8 @@ def test_only_named_axes_are_gathered(mesh: Mesh):
         assert_same_bits(copy, params()["w"])
 
 
-def test_an_axis_split_over_two_mesh_axes_comes_back_in_order(mesh: Mesh):
-    spec = P(None, ("fsdp", "data"))
+@pytest.mark.parametrize("spec", [P(None, ("fsdp", "data")), P("data", "fsdp"), P("fsdp", "data")])
+def test_axes_split_over_two_mesh_axes_come_back_in_order(mesh: Mesh, spec: Any):
 
     def loss(w: Any) -> Any:
         whole = gather(w, spec, "32-true", axis_name=("data", "fsdp"))
