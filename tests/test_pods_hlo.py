@@ -137,6 +137,20 @@ def test_names_aliases_and_sources(loop: _hlo.Module):
     assert _read.user_source(lines) == "/home/user/train.py:7 (loss)"
 
 
+def test_the_line_to_name_is_the_users():
+    package = Path(_read.__file__).parent
+    lines = (
+        f"{package}/_gather.py:180 (_gather_bwd)",
+        "/env/lib/python3.13/site-packages/optax/_src/base.py:3 (update)",
+        "/home/mpjax/mpjax/train.py:7 (loss)",  # a folder of that name is not the library
+        "/home/mpjax/mpjax/train.py:1 (<module>)",
+    )
+    assert _read.user_source(lines) == "/home/mpjax/mpjax/train.py:7 (loss)"
+    assert _read.user_source(lines[:2]) == ""
+    here = str(Path.cwd() / "train.py:7 (loss)")
+    assert _read.user_source([here]) == "train.py:7 (loss)"
+
+
 def test_trips_are_the_bound_less_the_start(loop: _hlo.Module):
     counts = _loops.run_counts(loop)
     assert (counts["body"], counts["condition"], counts["cast"]) == (2, 3, 2)

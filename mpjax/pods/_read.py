@@ -21,6 +21,8 @@ from mpjax.pods._report import Report
 from mpjax.pods._rules import Leaf
 from mpjax.pods._topology import Topology
 
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
@@ -91,9 +93,8 @@ def too_large(lowered: Lowered, needs: str, topology: Topology) -> Finding:
 
 def user_source(lines: Sequence[str]) -> str:
     """Returns the innermost line that is the user's: not of an installed library, nor of mpjax."""
-    library = re.compile(r"/(?:site-packages|dist-packages|mpjax)/|^<")
-    mine = (line for line in lines if not library.search(line.partition(":")[0]))
-    return _programs.shorten(next(mine, ""))
+    mine = (line for line in lines if not re.search(r"/(?:site|dist)-packages/|^<", line))
+    return _programs.shorten(next((x for x in mine if not x.startswith(_PACKAGE)), ""))
 
 
 def _inputs(lowered: Lowered, module: Module) -> tuple[list[Leaf], dict[int, int]]:
