@@ -10,7 +10,7 @@ changes between runs.
 The blocks are one `scan` over stacked weights, each rematerialised: what the forward pass keeps
 is one residual stream a block. What one sees: three curves that one cannot tell apart, and less
 memory. At the end every model writes some Python of its own: it indents, opens blocks and calls
-methods of self; with --steps 10000 one may take it for code at a glance.
+methods of self; with more --steps it writes more of it right.
 """
 
 import argparse
