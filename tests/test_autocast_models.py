@@ -141,3 +141,50 @@ def test_equinox_module(policy):
         16 * EPS[policy]
     )
     assert autocast(model, policy)(x[0]).dtype == jnp.float32
+
+
+# -- linen modules from within ------------------------------------------------------------------
+
+
+class Decorated(nn.Module):
+    """A module whose author put autocast on its call."""
+
+    batch_norm: bool = False
+
+    @nn.compact
+    @autocast("bf16-mixed")
+    def __call__(self, x):
+        y = nn.Dense(4)(x)
+        return nn.BatchNorm(use_running_average=False)(y) if self.batch_norm else y
+
+
+class Around(nn.Module):
+    """A module that calls another one under autocast."""
+
+    @nn.compact
+    def __call__(self, x):
+        return autocast(nn.Dense(4), "bf16-mixed")(x)
+
+
+@pytest.mark.parametrize("model", [Decorated(), Around()], ids=["decorated", "around"])
+def test_a_linen_module_is_initialised_and_applied(model):
+    x = jax.random.normal(KEY, (3, 6))
+    variables = model.init(KEY, x)
+    plain = nn.Dense(4)
+    params = jax.tree.leaves(variables)
+    assert sorted(p.shape for p in params) == [(4,), (6, 4)]
+    (dense,) = variables["params"].values()
+    got, want = model.apply(variables, x), plain.apply({"params": dense}, x)
+    assert 0 < distance(got, want) < 4 * EPS["bf16-mixed"]
+    grads = jax.grad(lambda v: model.apply(v, x).sum())(variables)
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.no_leak_check("the scope holds the tracers that the message is about")
+def test_statistics_that_a_linen_module_changes_from_within_are_not_lost():
+    x = jax.random.normal(KEY, (3, 6))
+    model = Decorated(batch_norm=True)
+    variables = model.init(KEY, x)
+    assert all(isinstance(v, jax.Array) for v in jax.tree.leaves(variables))
+    with pytest.raises(ValueError, match=r"(?s)changes variables of its Decorated.*model\.apply"):
+        model.apply(variables, x, mutable=["batch_stats"])

@@ -135,6 +135,8 @@ def as_typed(fun: Callable[..., Any], policy: scopes.Policies) -> Callable[..., 
 
 def call(fun: Callable[..., Any], args: Any, kwargs: Any, settings: planning.Settings) -> Any:
     """Returns `fun(*args, **kwargs)`, computed as `settings` say."""
+    if stateful.is_initializing(stateful.linen_modules(fun, (args, kwargs))):
+        return fun(*args, **kwargs)
     fun, owner = stateful.with_owner(fun)
     args = (*owner, *args)
     traced = trace(fun, args, kwargs)
@@ -209,7 +211,10 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
         return [_checked_result(fun, path[1:], leaf) for path, leaf in paths]
 
     arrays = [leaves[i] for i in where]
+    linen = stateful.linen_modules(fun, (args, kwargs))
+    before = stateful.variables(linen)
     jaxpr = jax.make_jaxpr(flat)(*arrays)
+    stateful.check_unchanged(before, linen, f"autocast({_name(fun)})")
     return Traced(jaxpr, arrays, *trees)
 
 

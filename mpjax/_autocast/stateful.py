@@ -1,7 +1,8 @@
 """Arguments that a function changes in place, as it may change a Flax NNX module.
 
 Tracing runs the function on a copy of such an argument. What it changed there comes back as
-results and is written to the caller's object; what cannot be written back is refused.
+results and is written to the caller's object; what cannot be written back is refused, and so is a
+change to the variables of a Flax linen module inside its `apply`.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ def with_owner(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, 
     """Returns a function and what to pass it first: a module's own call takes the module."""
     kind = module_type()
     if isinstance(fun, kind):
-        return _call_module, (fun,)
+
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return module(*args, **kwargs)
+
+        call.__name__ = type(fun).__name__
+        return call, (fun,)
     owner = getattr(fun, "__self__", None)
     if isinstance(owner, kind):
         return getattr(fun, "__func__", fun), (owner,)
     return fun, ()
-
-
-def _call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
-    return module(*args, **kwargs)
 
 
 def modules(tree: Any) -> list[Any]:
@@ -78,3 +80,41 @@ def write_back(module: Any, leaves: Sequence[Any]) -> None:
     nnx = sys.modules["flax.nnx"]
     new = jax.tree.unflatten(jax.tree.structure(module), leaves)
     nnx.update(module, nnx.state(new))
+
+
+# -- Flax linen: a module inside `init` or `apply` holds its variables itself ---------------------
+
+
+def linen_modules(fun: Callable[..., Any], args: Any) -> list[Any]:
+    """Returns the linen modules that a function is called on or with, inside `init` or `apply`."""
+    linen = sys.modules.get("flax.linen")
+    kind = getattr(linen, "Module", ()) if linen is not None else ()
+    if not kind:
+        return []
+    found = [fun, getattr(fun, "__self__", None), *jax.tree.leaves(args)]
+    return [m for m in found if isinstance(m, kind) and getattr(m, "scope", None) is not None]
+
+
+def is_initializing(linen: Sequence[Any]) -> bool:
+    """Whether parameters are being made: they do not depend on the dtypes of a computation."""
+    return any(module.is_initializing() for module in linen)
+
+
+def variables(linen: Sequence[Any]) -> list[Any]:
+    """Returns the variables of linen modules, as they are now."""
+    return [leaf for module in linen for leaf in jax.tree.leaves(module.variables)]
+
+
+def check_unchanged(before: Sequence[Any], linen: Sequence[Any], where: str) -> None:
+    """Raises where tracing changed a linen module: its variables would be values of the trace."""
+    after = variables(linen)
+    if len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True)):
+        return
+    raise ValueError(
+        message(
+            where,
+            f"the function changes variables of its {type(linen[0]).__name__}.",
+            "Allowed inside a linen module: functions that read variables.",
+            "Type autocast(model.apply, policy)(variables, x, mutable=[...]) around the model.",
+        )
+    )
