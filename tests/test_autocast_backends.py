@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from mpjax._autocast import autocast
+from mpjax._autocast import autocast, backends
 
 HALVES = {"bf16-mixed": "bf16", "16-mixed": "f16"}
 KEY = jax.random.key(0)
@@ -110,3 +110,23 @@ def test_what_is_stored_low_is_read_low_on_a_gpu():
     lowered = jax.jit(scanned).trace(normal(8, 8), normal(4, 8, seed=2))
     barriers = r"optimization_barrier %\w+ : tensor<4x8xbf16>"
     assert re.search(barriers, lowered.lower(lowering_platforms=("cuda",)).as_text())
+
+
+def test_a_cpu_without_bfloat16_products_multiplies_in_float32(monkeypatch):
+    def fun(w, x):
+        return jnp.sum(jnp.tanh(x @ w) @ w.T)
+
+    args = normal(64, 64), normal(32, 64, seed=2)
+    fast = jax.value_and_grad(autocast(fun, "bf16-mixed"), (0, 1))
+    found = jax.jit(fast)(*args)
+    monkeypatch.setattr(backends, "cpu_multiplies_bfloat16", lambda: False)
+    jax.clear_caches()
+    again = jax.jit(fast).trace(*args).lower()
+    text = again.as_text()
+    # Those on bfloat16 are the two forward ones that XLA drops.
+    assert len(re.findall(r"dot_general .*xbf16>, tensor<[\dx]*xbf16>\)", text)) == 2
+    assert len(re.findall(r"dot_general .*xf32>, tensor<[\dx]*xf32>\)", text)) == 6
+    for a, b in zip(jax.tree.leaves(again.compile()(*args)), jax.tree.leaves(found), strict=True):
+        # The same products, added up in another order: 64 roundings to float32, seen in bfloat16.
+        np.testing.assert_allclose(a, b, atol=2**-8 * float(jnp.abs(b).max()))
+    jax.clear_caches()

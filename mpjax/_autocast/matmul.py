@@ -234,17 +234,17 @@ def _product_abstract(a: Any, b: Any, *extras: Any, program: Bilinear, out_dtype
     return _compat.like_varying(out.update(dtype=out_dtype, weak_type=False), a)
 
 
-def _lowering(backend: backends.Backend) -> Any:
+def _lowering(backend: Callable[[], backends.Backend]) -> Any:
     def run(*args: Any, program: Bilinear, out_dtype: Any) -> Any:
-        return program.run(args, out_dtype, backend)
+        return program.run(args, out_dtype, backend())
 
     return mlir.lower_fun(run, multiple_results=False)
 
 
-mlir.register_lowering(product_p, _lowering(backends.OTHER))
-mlir.register_lowering(product_p, _lowering(backends.CPU), platform="cpu")
+mlir.register_lowering(product_p, _lowering(lambda: backends.OTHER))
+mlir.register_lowering(product_p, _lowering(backends.cpu), platform="cpu")
 for _platform in backends.GPUS:
-    mlir.register_lowering(product_p, _lowering(backends.GPU), platform=_platform)
+    mlir.register_lowering(product_p, _lowering(lambda: backends.GPU), platform=_platform)
 
 
 def _product_jvp(primals: Any, tangents: Any, *, program: Bilinear, out_dtype: Any) -> Any:
