@@ -278,6 +278,53 @@ def test_what_tpu_slices_exchange_is_a_collective():
     assert scatter.path == "w"  # the way to the output leads over the other slice
 
 
+def test_a_gather_or_reduction_written_as_a_loop_of_permutes_keeps_its_role():
+    """TPU programs do so to overlap them with a product, whose chunks go round in a ring."""
+    text = """HloModule ring, input_output_alias={ {}: (0, {}, may-alias) }
+
+%body (s: (s32[], bf16[16,8], f32[16,8])) -> (s32[], bf16[16,8], f32[16,8]) {
+  %s = (s32[], bf16[16,8], f32[16,8]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %chunk = bf16[16,8] get-tuple-element(%s), index=1
+  %sum = f32[16,8] get-tuple-element(%s), index=2
+  %next = bf16[16,8] collective-permute(%chunk), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
+  %part = f32[16,8] dot(%chunk, %chunk), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  %more = f32[16,8] add(%sum, %part)
+  %passed = f32[16,8] collective-permute(%more), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
+  %one = s32[] constant(1)
+  %i2 = s32[] add(%i, %one)
+  ROOT %out = (s32[], bf16[16,8], f32[16,8]) tuple(%i2, %next, %passed)
+}
+
+%condition (s: (s32[], bf16[16,8], f32[16,8])) -> pred[] {
+  %s = (s32[], bf16[16,8], f32[16,8]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %n = s32[] constant(4)
+  ROOT %more = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (w: f32[16,8]) -> f32[16,8] {
+  %w = f32[16,8] parameter(0)
+  %low = bf16[16,8] convert(%w)
+  %zero = s32[] constant(0)
+  %zeros = f32[16,8] broadcast(%zero), dimensions={}
+  %init = (s32[], bf16[16,8], f32[16,8]) tuple(%zero, %low, %zeros)
+  %loop = (s32[], bf16[16,8], f32[16,8]) while(%init), condition=%condition, body=%body
+  %grad = f32[16,8] get-tuple-element(%loop), index=2
+  ROOT %new = f32[16,8] subtract(%w, %grad)
+}
+"""
+    first, second = found(_hlo.parse_module(text))
+    assert (first.role, first.path, first.dtype, first.count) == ("weights", "w", "bf16", 4)
+    assert (second.role, second.path, second.dtype, second.axes) == (
+        "gradients",
+        "w",
+        "f32",
+        ("fsdp",),
+    )
+    assert second.wire_bytes == 4 * 16 * 8 * 4
+
+
 def test_a_sum_widened_for_the_cpu_is_known_by_its_function():
     text = (
         LOOP.replace("%add", "%add_promoted")
