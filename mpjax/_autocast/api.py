@@ -42,8 +42,8 @@ def autocast(
     Args:
       fun: any function of arrays; also a decorator, `@autocast("bf16-mixed")`.
       policy: a policy, its name, or a `PolicyMap` over module paths.
-      rules: another class for some operations, `{"tanh": "full"}`, or "widest": a float32 operand
-        wins over a low one, as in PyTorch.
+      rules: another class for some operations or activations, `{"tanh": "full", "gelu": "full"}`,
+        or "widest": a float32 operand wins over a low one, as in PyTorch.
       dot_precision: the algorithm of every product that leaves it at the default: "tf32",
         "bf16x3", a `jax.lax.Precision` or a `jax.lax.DotAlgorithmPreset`.
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from mpjax import _compat
 from mpjax._autocast import matmul
-from mpjax._autocast.plan import FLOAT32
+from mpjax._autocast.plan import FLOAT32, is_float32
 
 _LINEAR = frozenset(
     {"broadcast_in_dim", "tile", "gather", "all_gather", "all_gather_invariant"}
@@ -39,16 +39,20 @@ def is_summed(eqn: Any) -> bool:
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Returns the results of an operation on low values, its tangents computed in float32."""
-    lows = [i for i, v in enumerate(values) if is_low(v)]
+    # A 16-bit operand that the user's program has is none of ours: it keeps its dtype.
+    pairs = zip(eqn.invars, values, strict=True)
+    lows = [i for i, (v, x) in enumerate(pairs) if is_float32(v) and is_low(x)]
+    if not lows:
+        return _outs(eqn, values)
     low = values[lows[0]].dtype
 
     def plain(*args: Any) -> list[Any]:
-        bound = _compat.bind(eqn.primitive, args, eqn.params)
-        return list(bound) if eqn.primitive.multiple_results else [bound]
+        return _outs(eqn, args)
 
     def widened(*args: Any) -> list[Any]:
         outs = plain(*(a.astype(FLOAT32) if i in lows else a for i, a in enumerate(args)))
-        return [out.astype(low) if out.dtype == FLOAT32 else out for out in outs]
+        pairs = zip(eqn.outvars, outs, strict=True)
+        return [out.astype(low) if is_float32(v) else out for v, out in pairs]
 
     def rule(primals: Any, tangents: Any) -> Any:
         if eqn.primitive.name in _LINEAR:
@@ -58,6 +62,11 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
     made = _with_rule(plain, rule)
     return made(*values)
+
+
+def _outs(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    bound = _compat.bind(eqn.primitive, values, eqn.params)
+    return list(bound) if eqn.primitive.multiple_results else [bound]
 
 
 def is_low(value: Any) -> bool:
