@@ -1,7 +1,5 @@
 """The decoder of the pod benchmark: its size, its values over shards, and that a check passes."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,10 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpjax.pods
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-
-from networks.decoder import Decoder, causal_attention
+from benchmarks.networks.decoder import Decoder, causal_attention
 
 SMALL = {"width": 64, "layers": 2, "heads": 4, "hidden": 128, "vocabulary": 512, "time": 16}
 

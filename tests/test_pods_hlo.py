@@ -278,6 +278,15 @@ def test_what_tpu_slices_exchange_is_a_collective():
     assert scatter.path == "w"  # the way to the output leads over the other slice
 
 
+def test_a_reduction_has_the_dtype_that_it_adds_in():
+    """A TPU reads 16-bit operands and sums them in the result's float32."""
+    text = LOOP.replace(
+        "%total = f32[16,8] all-reduce(%part)", "%total = f32[16,8] all-reduce(%low)"
+    )
+    reduce = next(c for c in found(_hlo.parse_module(text)) if c.kind == "all-reduce")
+    assert (reduce.dtype, reduce.bytes) == ("f32", 16 * 8 * 4)
+
+
 def test_a_gather_or_reduction_written_as_a_loop_of_permutes_keeps_its_role():
     """TPU programs do so to overlap them with a product, whose chunks go round in a ring."""
     text = """HloModule ring, input_output_alias={ {}: (0, {}, may-alias) }
