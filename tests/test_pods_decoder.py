@@ -1,5 +1,6 @@
 """The decoder of the pod benchmark: its size, its values over shards, and that a check passes."""
 
+import functools
 from typing import Any
 
 import jax
@@ -32,13 +33,14 @@ def test_attention_is_softmax():
     np.testing.assert_allclose(causal_attention(q, k, v), expected, rtol=1e-5, atol=1e-6)
 
 
+@functools.cache
 def run(count: int, policy: str) -> tuple[float, Any]:
     """Returns loss and updated parameters of one step of SGD on `count` devices."""
     decoder = Decoder(**SMALL, policy=policy)
     topology = mpjax.pods.get_topology(f"cpu:{count}")
     mesh = topology.make_mesh({"fsdp": count})
     tx = optax.sgd(0.5)
-    params = decoder.init(jax.random.key(0))
+    params = jax.jit(decoder.init)(jax.random.key(0))
     state = {"params": params, "opt_state": tx.init(params)}
     shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), decoder.state_specs(tx))
     state = jax.device_put(state, shardings)
@@ -57,6 +59,7 @@ def test_eight_devices_compute_what_one_does():
     )
 
 
+@pytest.mark.slow
 def test_bfloat16_is_near_float32():
     loss, _ = run(8, "bf16-mixed")
     assert loss == pytest.approx(run(8, "32-true")[0], rel=0.01)
