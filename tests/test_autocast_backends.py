@@ -53,6 +53,16 @@ def test_a_gpu_is_asked_for_low_results_and_a_float32_weight_gradient(policy):
     assert results(jax.grad(fun), "tpu", w, x) == [("dot_general", "f32")] * 2
 
 
+def test_a_named_algorithm_keeps_its_float32_result():
+    def fun(w, x):
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
+
+    named = autocast(fun, "bf16-mixed", dot_precision="bf16")
+    assert set(results(jax.grad(named), "cuda", normal(8, 8), normal(4, 8, seed=2))) == {
+        ("dot_general", "f32")
+    }
+
+
 @pytest.mark.parametrize("policy", HALVES)
 def test_a_gpu_convolves_to_low_results_and_float32_kernel_gradients(policy):
     def twice(w, x):

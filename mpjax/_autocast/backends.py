@@ -195,8 +195,8 @@ def _again(operation: Any, operands: Any, dtype: Any) -> Any:
 def _lower_rounded(ctx: Any, x: Any, *, dtype: Any) -> Any:
     """Repeats the product with a low result; XLA drops the one that nothing reads any more."""
     product = x.owner
-    if getattr(product, "name", None) not in _ROUND_THEMSELVES:
-        return _lower_convert(ctx, x, dtype=dtype)
+    if getattr(product, "name", None) not in _ROUND_THEMSELVES or "algorithm" in product.attributes:
+        return _lower_convert(ctx, x, dtype=dtype)  # an algorithm says what its result is
     return [_again(product, product.operands, dtype)]
 
 

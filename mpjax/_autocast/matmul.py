@@ -116,7 +116,8 @@ def low_product(
       out_dtype: the dtype of the result.
       backend: what the product is bound for.
     """
-    made = out_dtype if backend.low_results else jnp.dtype(jnp.float32)
+    algorithm = isinstance(params.get("precision"), (lax.DotAlgorithm, lax.DotAlgorithmPreset))
+    made = out_dtype if backend.low_results and not algorithm else jnp.dtype(jnp.float32)
     kwargs = dict(params, preferred_element_type=made)
     if name == "ragged_dot_general":
         kwargs.pop("group_offset", None)
