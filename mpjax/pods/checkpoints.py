@@ -15,6 +15,7 @@ from mpjax.pods.processes import gather_values
 
 T = TypeVar("T")
 _CHUNK = 1 << 22
+_HALF_WRITTEN = "half-written"
 
 
 class Checkpoints:
@@ -103,11 +104,11 @@ class Checkpoints:
           template: a state, or its `jax.ShapeDtypeStruct`s with shardings.
 
         Returns:
-          None where there is none at all.
+          None where no checkpoint was ever completed.
 
         Raises:
-          ValueError: there are checkpoints, and none is whole. Starting anew would overwrite a
-            job's history, so that is left to its owner.
+          ValueError: a completed checkpoint is broken, and none before it is whole. Whether to
+            start anew is left to the job's owner.
 
         Dtypes:
           Those of the template; what was saved has the same.
@@ -116,14 +117,16 @@ class Checkpoints:
           None: all processes must call it.
         """
         refused: list[str] = []
+        lost = False
         for step in sorted(self._manager.all_steps(), reverse=True):
             faults = self._faults(step)
             if not faults:
                 state: Any = self._manager.restore(step, args=self._args.StandardRestore(template))
                 return step, state, refused
             refused.append(f"checkpoint {self.folder / str(step)}: {'; '.join(faults)}.")
+            lost |= not all(fault.startswith(_HALF_WRITTEN) for fault in faults)
             self._put_aside(step)
-        if refused:
+        if lost:
             fix = f"To start anew, use another folder. They are now in {self.folder}/refused."
             raise ValueError(message("restore", "no checkpoint is whole.", *refused, fix))
         return None
@@ -137,7 +140,7 @@ class Checkpoints:
         found: list[str] = []
         missing = sorted(set(range(expected)) - {seal["process"] for seal in seals})
         if missing:
-            found.append(f"half-written, process {missing[0]} did not finish it")
+            found.append(f"{_HALF_WRITTEN}, process {missing[0]} did not finish it")
         digests: dict[str, str] = {}
         for seal in seals:
             digests |= seal["digests"]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import tempfile
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from mpjax._errors import message
+
+_held: list[TextIO] = []
 
 
 def initialize(
@@ -20,7 +25,7 @@ def initialize(
     *,
     heartbeat_seconds: int = 100,
 ) -> None:
-    """Joins this process to its job, as `jax.distributed.initialize`, with errors that say why.
+    """Joins this process to its job, as `jax.distributed.initialize`; wrong ids are errors.
 
     Args:
       coordinator: 'host:port' of process 0; None on Cloud TPU, GKE, Slurm and Open MPI, where JAX
@@ -30,7 +35,7 @@ def initialize(
 
     Raises:
       ValueError: `process_id` is not below `num_processes`, or some of the three are missing.
-      RuntimeError: another process has the same id, or the coordinator was not reached.
+      RuntimeError: another process on this machine has the same id.
 
     Dtypes:
       None are concerned.
@@ -54,28 +59,31 @@ def initialize(
         got = f"{process_id} is not below num_processes={num_processes}."
         fix = f"Ids count from 0, one a process: 0 to {num_processes - 1}."
         raise ValueError(message("initialize(process_id)", got, fix))
+    if coordinator is not None:
+        _claim(f"{coordinator} {process_id}", f"initialize(process_id={process_id})")
+    jax.distributed.initialize(
+        coordinator, num_processes, process_id, heartbeat_timeout_seconds=heartbeat_seconds
+    )
+
+
+def _claim(name: str, where: str) -> None:
+    """Holds a lock of this machine until the process ends, so that no second one has its id.
+
+    JAX would abort all processes of the job, without an exception, and say that one "tried to
+    connect with a different incarnation". That is still what one sees of two machines.
+    """
+    import fcntl  # not on Windows, where no pod runs
+
+    key = hashlib.sha256(name.encode()).hexdigest()[:16]
+    file = (Path(tempfile.gettempdir()) / f"mpjax-{key}.lock").open("w")
     try:
-        jax.distributed.initialize(
-            coordinator, num_processes, process_id, heartbeat_timeout_seconds=heartbeat_seconds
-        )
-    except RuntimeError as error:  # JaxRuntimeError is one
-        raise RuntimeError(_cause(str(error), coordinator, process_id)) from error
-
-
-def _cause(text: str, coordinator: str | None, process_id: int | None) -> str:
-    where = f"initialize(process_id={process_id})"
-    if "ALREADY_EXISTS" in text or "different incarnation" in text:
-        got = "another process has joined with the same id."
-        fix = "Each process needs its own: --process-id 0, 1, 2, ... (in Slurm: $SLURM_PROCID)."
-        return message(where, got, fix)
-    if "address" in text.lower() and "use" in text.lower():
-        got = f"{coordinator} is taken: by another process 0, or by another job."
-        return message(where, got, "Only one process has id 0; else choose another port.")
-    if "DEADLINE_EXCEEDED" in text or "UNAVAILABLE" in text:
-        got = f"the coordinator at {coordinator} was not reached, or not all processes came."
-        fix = "Process 0 must run, the port must be open, and each id be given once."
-        return message(where, got, fix)
-    return message(where, text)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        got = "another process of this job has the same id."
+        fix = "Each process has its own: --process-id 0, 1, 2, ... (with Slurm: --distributed)."
+        raise RuntimeError(message(where, got, fix)) from None
+    _held.append(file)
 
 
 def gather_values(value: Any) -> list[Any]:
@@ -130,7 +138,8 @@ def raise_differences(rows: list[Any], what: str) -> None:
             said = "; ".join(f"{value} on {_processes(ids)}" for value, ids in holders.items())
             lines.append(f"{key!r}: {said}.")
     if lines:
-        got = f"{len(lines)} value{'s' * (len(lines) > 1)} differ between processes."
+        count = "1 value differs" if len(lines) == 1 else f"{len(lines)} values differ"
+        got = f"{count} between processes."
         fix = "Start every process from the same files, versions and command."
         raise ValueError(message(what, got, *lines, fix))
 

@@ -1,0 +1,229 @@
+"""Several processes on this machine, as hosts of a pod are: they agree, die, and go on.
+
+The trainer is examples/train_pod.py as users start it, one process a host, with float16 and a loss
+scale that overflows in the first steps: what a run forgets on its way through a checkpoint shows.
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import yaml
+from _helpers import assert_same_bits
+
+ROOT = Path(__file__).parent.parent
+STEPS = 16
+JOB = {
+    "hardware": "a test",
+    "accelerator": "cpu:2",
+    "model": {"width": 16, "layers": 1, "heads": 2, "hidden": 32},
+    "precision": "16-mixed",
+    "sequence_length": 16,
+    "global_batch_size": 8,
+    "optimizer": {"learning_rate": 1.0e-2, "warmup_steps": 2},
+    "loss_scale": {"initial": 2.0**20, "growth_interval": 3},
+    "steps": STEPS,
+    "log_every": 1,
+    "data": {"path": str(ROOT / "tests"), "pattern": "test_tr*.py", "held_out": 0.4},
+}
+
+
+def start(commands: Sequence[Sequence[str]], cache: Path) -> list[subprocess.Popen[str]]:
+    """Starts one process a command, {port} being one that is free; nothing of JAX is inherited."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "TPU_"))}
+    kept |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    kept |= {"JAX_COMPILATION_CACHE_DIR": str(cache)}
+    kept |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    return [
+        subprocess.Popen(
+            [sys.executable, *(part.replace("{port}", port) for part in command)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=kept,
+        )
+        for command in commands
+    ]
+
+
+def finish(processes: Sequence[subprocess.Popen[str]], seconds: float = 300) -> list[Any]:
+    """Returns what each process said, on stdout and stderr, and kills those that do not end."""
+    found = []
+    for process in processes:
+        try:
+            found.append(process.communicate(timeout=seconds))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            found.append(process.communicate())
+    return found
+
+
+# -- one decision ----------------------------------------------------------------------------------
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("count", "way"), [(2, "shard_map"), (4, "jit"), slow(2, "jit"), slow(4, "shard_map")]
+)
+def test_one_processes_overflow_makes_all_skip_and_scales_stay_equal(
+    count: int, way: str, tmp_path: Path
+):
+    worker = str(ROOT / "tests" / "_overflow_worker.py")
+    commands = [[worker, "127.0.0.1:{port}", str(count), str(i), way] for i in range(count)]
+    processes = start(commands, tmp_path)
+    said = finish(processes)
+    assert [p.returncode for p in processes] == [0] * count, [errors[-2000:] for _, errors in said]
+    rows = [[json.loads(line) for line in out.splitlines() if line[0] == "{"] for out, _ in said]
+    assert all(row == rows[0] for row in rows)
+    assert [row["grads_finite"] for row in rows[0]] == [1, 1, 0, 1]
+    assert [row["loss_scale"] for row in rows[0]] == [1024, 1024, 1024, 512]
+    bits = [row["bits"] for row in rows[0]]
+    assert bits[2] == bits[1]
+    assert len({*bits}) == 3
+    assert rows[0][-1]["traces"] == rows[0][0]["traces"]
+
+
+# -- killed and started again ----------------------------------------------------------------------
+
+
+class Job:
+    """A job of several processes in its own folder."""
+
+    def __init__(self, folder: Path, cache: Path, count: int):
+        self.folder, self.cache, self.count = folder, cache, count
+        self.checkpoints = folder / "checkpoints"
+        folder.mkdir()
+        values = JOB | {
+            "accelerator": f"cpu:{count}",
+            "data": JOB["data"] | {"cache": str(folder / "corpus")},
+            "checkpoint": {"folder": str(self.checkpoints), "every": 3, "keep": 2},
+        }
+        (folder / "job.yaml").write_text(yaml.safe_dump(values))
+
+    def start(self, *more: Sequence[str], ids: Sequence[int] = ()) -> list[subprocess.Popen[str]]:
+        """Starts the processes; `more` are arguments that each has for itself."""
+        own = dict(enumerate(more))
+        script = [str(ROOT / "examples" / "train_pod.py"), str(self.folder / "job.yaml")]
+        script += ["--out", str(self.folder / "out"), "--coordinator", "127.0.0.1:{port}"]
+        script += ["--num-processes", str(self.count), "--process-id"]
+        numbers = ids or range(self.count)
+        commands = [[*script, str(n), *own.get(i, ())] for i, n in enumerate(numbers)]
+        return start(commands, self.cache)
+
+    def run(self) -> str:
+        processes = self.start()
+        said = finish(processes)
+        assert [p.returncode for p in processes] == [0] * self.count, [e[-2000:] for _, e in said]
+        return said[0][0]
+
+    def killed(self, step: int, victim: int) -> None:
+        """Runs until a step is reported, and kills one process there; the rest cannot go on."""
+        processes = self.start()
+        while not (line := processes[0].stdout.readline()).startswith(f"step {step:>6}/"):
+            assert line, processes[0].stderr.read()[-2000:]
+        processes[victim].send_signal(signal.SIGKILL)
+        processes[victim].wait()
+        for process in processes:  # as a scheduler does when one has died
+            process.kill()
+            process.communicate()
+
+    def state(self) -> Any:
+        """Returns the last state, every shard of it."""
+        with ocp.StandardCheckpointer() as checkpointer:
+            path = self.checkpoints / str(STEPS) / "default"
+            sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            shapes = checkpointer.metadata(path).item_metadata.tree
+            spec = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
+            return jax.device_get(checkpointer.restore(path, jax.tree.map(spec, shapes)))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compiled programs, which all runs of one job share."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """The last states of runs that never died, by number of processes."""
+    return {}
+
+
+def reference(known: dict[int, Any], count: int, cache: Path, folder: Path) -> Any:
+    if count not in known:
+        job = Job(folder / "whole", cache, count)
+        job.run()
+        known[count] = job.state()
+    return known[count]
+
+
+ORBAX = [
+    pytest.mark.standard_promotion("orbax mixes dtypes"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
+]
+# Two kills each: one pair in every run of the tests, four pairs more in `make test SLOW=1`.
+LIVES = [(2, 0), slow(2, 1), slow(2, 2), slow(4, 3), slow(2, 4)]
+
+
+@pytest.mark.parametrize(("count", "seed"), LIVES, ids=str)
+class TestKilled:
+    pytestmark = ORBAX
+
+    def test_twice_it_ends_in_the_bits_of_a_run_that_never_died(
+        self, count: int, seed: int, uninterrupted: Any, cache: Path, tmp_path: Path
+    ):
+        whole = reference(uninterrupted, count, cache, tmp_path)
+        chosen = random.Random(seed)
+        job = Job(tmp_path / "job", cache, count)
+        for step in sorted(chosen.sample(range(4, STEPS), 2)):
+            job.killed(step, chosen.randrange(count))
+        said = job.run()
+        first = int(said.partition("starting at step ")[2].split()[0])
+        assert 0 < first < STEPS, said
+        state = job.state()
+        assert_same_bits(state, whole)
+        # A run that had forgotten its loss scale would have come out elsewhere.
+        scale = np.asarray(state["opt_state"]["loss_scale"])
+        assert scale != JOB["loss_scale"]["initial"]
+        assert state["opt_state"]["skipped_steps"] > 0
+
+
+# -- what must not start ---------------------------------------------------------------------------
+
+
+def test_processes_with_different_configs_stop_before_the_first_step(cache: Path, tmp_path: Path):
+    job = Job(tmp_path / "job", cache, 2)
+    processes = job.start((), ("--set", "optimizer.learning_rate=2.0e-2"))
+    said = finish(processes)
+    assert [p.returncode for p in processes] == [2, 2], said
+    for out, errors in said:
+        assert "config: 1 value differs" in errors
+        assert "'optimizer.learning_rate': 0.01 on process 0; 0.02 on process 1." in errors
+        assert "step " not in out
+
+
+def test_two_processes_with_the_same_id_are_told_so(cache: Path, tmp_path: Path):
+    job = Job(tmp_path / "job", cache, 2)
+    processes = job.start(*[("--dry-run",)] * 3, ids=(0, 1, 1))
+    said = finish(processes)
+    codes = [p.returncode for p in processes]
+    assert sorted(codes) == [0, 0, 2], said  # the other two are the job, and do its work
+    errors = said[codes.index(2)][1]
+    assert "initialize(process_id=1): another process of this job has the same id." in errors

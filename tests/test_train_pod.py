@@ -1,0 +1,181 @@
+"""The pod trainer: right on every mesh, bits kept through SIGTERM, bad input refused by name."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from _helpers import assert_same_bits
+
+import mpjax
+from mpjax import pods
+from mpjax.pods.checkpoints import Checkpoints
+from mpjax.pods.config import load_config
+from mpjax.pods.corpus import Corpus, open_corpus, trigram_bits
+
+ROOT = Path(__file__).parent.parent
+spec = importlib.util.spec_from_file_location("train_pod", ROOT / "examples" / "train_pod.py")
+train_pod: Any = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(train_pod)
+
+pytestmark = [
+    pytest.mark.standard_promotion("optax raises a float to the power of an integer count"),
+    pytest.mark.no_leak_check("the check keeps the jaxpr of what it traces"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),  # Orbax's
+]
+TINY = {
+    "hardware": "a test",
+    "accelerator": "cpu:8",
+    "model": {"width": 16, "layers": 2, "heads": 2, "hidden": 32},
+    "precision": "16-mixed",
+    "sequence_length": 16,
+    "global_batch_size": 8,
+    "optimizer": {"learning_rate": 1.0e-2, "warmup_steps": 2},
+    "loss_scale": {"initial": 2.0**20, "growth_interval": 4},  # the first steps overflow
+    "steps": 12,
+    "log_every": 1,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A small job whose corpus is three of this repository's files."""
+    data = {"path": str(ROOT / "tests"), "pattern": "test_tr*.py", "held_out": 0.4}
+    values = TINY | {
+        "data": data | {"cache": str(tmp_path / "corpus")},
+        "checkpoint": {"folder": str(tmp_path / "checkpoints"), "every": 5, "keep": 2},
+    }
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def trainer_on(config: Path, axes: dict[str, int], precision: str) -> Any:
+    sizes = [f"mesh.{name}={size}" for name, size in axes.items()]
+    devices = int(np.prod(list(axes.values())))
+    job = load_config(config, [*sizes, f"accelerator=cpu:{devices}", f"precision={precision}"])
+    return train_pod.Trainer(job, pods.get_topology(f"cpu:{devices}").make_mesh(axes))
+
+
+def gradients(trainer: Any) -> tuple[Any, Any]:
+    """Returns loss and gradients of the first step."""
+    mapped = trainer._mapped(
+        trainer._local_grads, (train_pod.P(), train_pod.PARAM_SPECS), train_pod.P()
+    )
+    tokens = np.random.default_rng(0).integers(0, 256, (8, 17)).astype(np.int32)
+    batch = jax.device_put(tokens, trainer.batch_sharding)
+    params = trainer.init()["params"]
+    return jax.device_get(jax.jit(mapped)(params, batch, mpjax.NoOpLossScale()))
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 8, 1), (2, 2, 2), (1, 1, 2)], ids=["fsdp", "all axes", "tensor"]
+)
+def test_every_mesh_computes_what_one_device_does(sizes: tuple[int, ...], config: Path):
+    one, single = gradients(trainer_on(config, {"data": 1, "fsdp": 1, "tensor": 1}, "32-true"))
+    axes = dict(zip(train_pod.AXES, sizes, strict=True))
+    loss, grads = gradients(trainer_on(config, axes, "32-true"))
+    assert loss == pytest.approx(one, rel=1e-6)
+    # Sums over 128 bytes in another order: some units in the last place of the largest.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max()),
+        grads,
+        single,
+    )
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_the_check_of_its_step_passes_on_all_mesh_axes(precision: str, config: Path):
+    # Large enough that the check takes no collective for a scalar's.
+    trainer = trainer_on(config, {"data": 2, "fsdp": 2, "tensor": 2}, precision)
+    report = pods.check(trainer.step, trainer.specs(), "cpu:8", policy=precision)
+    assert report.findings == (), str(report)
+    assert set(report.sent("weights")) == {"bf16" if precision == "bf16-mixed" else "f16"}
+    assert set(report.sent("gradients")) == {"f32"}
+
+
+def test_a_replayed_batch_depends_on_its_step_and_row_alone():
+    corpus = Corpus(train=np.arange(999), held_out=np.arange(99), digest="")
+    pick = {"seed": 1, "count": 8, "length": 4}
+    whole = corpus.windows(step=5, rows=slice(None), **pick)
+    parts = [corpus.windows(step=5, rows=slice(i, i + 2), **pick) for i in range(0, 8, 2)]
+    assert_same_bits(whole, np.concatenate(parts))
+    assert (np.diff(whole) == 1).all()
+    assert not (corpus.windows(step=6, rows=slice(None), **pick) == whole).all()
+
+
+def test_held_out_files_are_not_learnt_from(config: Path):
+    corpus = open_corpus(load_config(config).data, 16)
+    files = sorted((ROOT / "tests").glob("test_tr*.py"))
+    texts = [f.read_bytes() for f in files]
+    held_out = corpus.held_out.tobytes()
+    assert corpus.train.tobytes() == b"".join(t for t in texts if t not in held_out)
+    assert sum(map(len, texts)) == len(corpus.train) + len(corpus.held_out)
+
+
+def test_a_trigram_model_is_counted_right():
+    text = np.frombuffer(b"ab" * 50 + b"ac", np.uint8)
+    # 'ba' was followed by 'b' 49 times and by 'c' once: 2 kinds of 50 in all.
+    lower = (1 + 2 * (1 + 3 / 256) / (102 + 3)) / (51 + 2)
+    expected = -np.log2((1 + 2 * lower) / (50 + 2))
+    assert trigram_bits(text, np.frombuffer(b"bac", np.uint8)[None]) == pytest.approx(expected)
+
+
+# -- as a program ----------------------------------------------------------------------------------
+
+
+def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "TPU_"))}
+    out = config.parent / "out"
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "examples" / "train_pod.py"), str(config)]
+        + ["--simulate", "2", "--set", "accelerator=cpu:2", "--out", str(out), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=kept | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+    )
+
+
+def last_state(config: Path, folder: str) -> Any:
+    job = load_config(config)
+    one = {"data": 1, "fsdp": 1, "tensor": 1}
+    trainer = train_pod.Trainer(job, pods.get_topology("cpu:1").make_mesh(one))
+    with Checkpoints(config.parent / folder) as checkpoints:
+        step, state, refused = checkpoints.restore(trainer.specs()[0])
+    assert (step, refused) == (job.steps, [])
+    return jax.device_get(state)
+
+
+def test_sigterm_saves_and_the_same_command_goes_on_to_the_same_bits(config: Path):
+    whole = start(config, "--set", f"checkpoint.folder={config.parent / 'whole'}")
+    assert whole.wait(timeout=300) == 0, whole.stderr.read()
+    process = start(config)
+    while not (line := process.stdout.readline()).startswith("step      2"):
+        assert line, process.stderr.read()
+    process.send_signal(signal.SIGTERM)
+    said, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert "SIGTERM: saved step" in said
+    resumed = start(config)
+    said, errors = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, errors
+    first = int(said.partition("starting at step ")[2].split()[0])
+    assert 2 <= first < TINY["steps"]
+    state = last_state(config, "checkpoints")
+    assert_same_bits(state, last_state(config, "whole"))
+    # Had the loss scale stayed as it began, a run that forgot it would pass too.
+    assert state["opt_state"].loss_scale != TINY["loss_scale"]["initial"]
+    rows = [json.loads(line) for line in (config.parent / "out/metrics.jsonl").open()]
+    assert {"step", "loss", "loss_scale", "skipped_steps", "bytes_per_second", "mfu"} <= set(
+        rows[0]
+    )
+    assert set(rows[-1]["held_out"]) == {"bits_per_byte", "trigram_bits_per_byte"}
