@@ -54,7 +54,8 @@ def set_policy(model: nnx.Module, policy: Any = None, *, override: bool = False)
 
     Dtypes:
       Layers without a `dtype` (Dropout) work in that of their input. The carry of a recurrent
-      cell has the wider of `param_dtype` and `compute_dtype`.
+      cell has the wider of `param_dtype` and `compute_dtype`. On CPUs JAX refuses float16 in
+      `jax.nn.dot_product_attention`, which NNX's attention calls; `mpjax.autocast` runs it.
 
     Transforms:
       To be called outside of any; `nnx.jit`, `nnx.grad`, `nnx.scan`, `nnx.remat` and `nnx.vmap`

@@ -485,6 +485,10 @@ def test_a_layer_under_a_policy_by_path_computes_what_it_does_in_float32(name: s
     def both(layer: nnx.Module, model: nnx.Module, *args: Any) -> Any:
         return layer(*args), model(*args)
 
+    if (name, policy) == ("RoPE", "16-mixed"):  # as with dtype=jnp.float16 by hand
+        with pytest.raises(ValueError, match=r"'F16_F16_F32' is not supported .* on CPU"):
+            both(layer, model, *args)
+        return
     full, low = both(layer, model, *args)
     for a, b in zip(jax.tree.leaves(low), jax.tree.leaves(full), strict=True):
         # Inputs, weights and about six results in a row are rounded, each by half an epsilon of
