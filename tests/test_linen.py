@@ -112,6 +112,26 @@ def test_products_are_computed_in_the_policys_dtype():
     assert all(":bf16[" in line for line in products)
 
 
+class Transformer(nn.Module):
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        attend = nn.MultiHeadDotProductAttention(num_heads=2, dtype=self.dtype)
+        x = x + attend(nn.LayerNorm(dtype=self.dtype)(x))
+        x = nn.Dense(8, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
+        return nn.BatchNorm(use_running_average=True, dtype=self.dtype)(x)
+
+
+def test_the_program_is_that_of_the_dtype_written_by_hand():
+    x = array(2, 5, 8)
+    variables = jax.jit(Transformer().init)(KEY, x)
+    by_hand = Transformer(dtype=BF16)
+    by_policy = mpjax.linen.with_policy(Transformer(), "p=f32,c=bf16,o=bf16")
+    programs = [str(jax.make_jaxpr(m.apply)(variables, x)) for m in (by_hand, by_policy)]
+    assert programs[0] == programs[1]
+
+
 def test_rules_go_by_module_path():
     policies = mpjax.PolicyMap(
         "bf16-mixed", {"head/out": "float32", "encoder/rest_*": "p=f16,c=f16,o=f32"}

@@ -123,6 +123,21 @@ def test_products_are_computed_in_the_policys_dtype():
     assert ":bf16[4,6] = dot_general[" in text
 
 
+def test_the_program_is_that_of_the_dtype_written_by_hand():
+    def program(dtype: Any, policy: str | None) -> str:
+        given = {"dtype": dtype, "rngs": nnx.Rngs(0)}
+        attend = nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=False, **given)
+        layers = nnx.LayerNorm(8, **given), attend, nnx.BatchNorm(8, **given)
+        model = nnx.Sequential(*layers, nnx.Linear(8, 3, **given))
+        if policy is not None:
+            mpjax.nnx.set_policy(model, policy)
+        graph, state = nnx.split(model)
+        run = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
+        return str(jax.make_jaxpr(run)(state, array(2, 5, 8)))
+
+    assert program(BF16, None) == program(None, "bf16-mixed")
+
+
 def test_a_dtype_that_the_model_sets_stays_unless_overridden():
     model = Block()
     mpjax.nnx.set_policy(model, "bf16-mixed")
