@@ -199,6 +199,14 @@ def test_collectives_have_roles_paths_counts_and_axes(loop: _hlo.Module):
     assert (reduce.role, reduce.axes, reduce.group_size) == ("gradients", ("data",), 2)
 
 
+def test_a_collective_of_one_device_sends_nothing():
+    groups = "replica_groups=" + str([[n] for n in range(8)]).replace("[", "{").replace("]", "}")
+    alone = LOOP.replace("replica_groups=[4,2]<=[2,4]T(1,0)", groups.replace(" ", ""))
+    assert alone != LOOP
+    gather, scatter = found(_hlo.parse_module(alone))
+    assert (gather.kind, scatter.kind) == ("all-gather", "reduce-scatter")
+
+
 def test_ring_traffic(loop: _hlo.Module):
     gather, scatter, reduce = found(loop)
     assert gather.wire_bytes == 2 * 64 * 8 * 2 * 3 // 4

@@ -95,6 +95,9 @@ def find_collectives(
             kind = _kind(instruction)
             if kind is None:
                 continue
+            groups = _groups(instruction, names)
+            if groups[1] == 1:
+                continue  # along a mesh axis of one device: nothing is sent, nothing rounds
             parts = _parts(computation, instruction, kind)
             for position, shape in enumerate(parts):
                 place = Place(
@@ -104,7 +107,6 @@ def find_collectives(
                 dtype = _dtype(module, computation, instruction, position, shape)
                 shape = dataclasses.replace(shape, dtype=dtype)
                 role, path = _role(kind, shape, flow, (operand, place), names)
-                groups = _groups(instruction, names)
                 collective = Collective(
                     kind=kind,
                     role=role,
