@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# One process a GPU under Slurm; JAX reads the processes' numbers from Slurm's variables.
+#
+#   sbatch --nodes=8 tpu_configs/launch/slurm.sh tpu_configs/h100-64-bf16.yaml
+#
+#SBATCH --job-name=mpjax
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=TERM@120
+set -euo pipefail
+
+config=${1:?"the config, e.g. tpu_configs/h100-64-bf16.yaml"}
+# Each process takes the GPU of its local rank. SIGTERM, 120 s before the time is up, saves; what
+# is requeued resumes.
+srun --kill-on-bad-exit=1 python examples/train_pod.py "$config" --distributed
