@@ -66,7 +66,7 @@ def main() -> None:
         state, metrics = step(state, jax.make_array_from_process_local_data(sharding, local))
         said = {name: float(metrics[name]) for name in ("grads_finite", "loss_scale")}
         bits = np.asarray(state.params["w"].addressable_data(0)).tobytes().hex()
-        print(json.dumps(said | {"bits": bits, "traces": traces}), flush=True)
+        sys.stdout.write(json.dumps(said | {"bits": bits, "traces": traces}) + "\n")
     jax.distributed.shutdown()
 
 

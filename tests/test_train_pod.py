@@ -145,6 +145,41 @@ def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["steps=0"], "'steps' must be at least 1; got 0"),
+        (["model.widht=8"], "Did you mean 'model.width'?"),
+        (["accelerator=v5e-255"], "no slice of v5e has 255 chips"),
+        (["mesh.tensor=3"], "does not divide 8 devices"),
+        (["precision=bf16"], "'bf16-mixed'"),
+    ],
+)
+def test_bad_input_is_a_message_and_exit_code_2(
+    changes: list[str], said: str, config: Path, monkeypatch: Any, capsys: Any
+):
+    arguments = [part for change in changes for part in ("--set", change)]
+    monkeypatch.setattr(sys, "argv", ["train_pod.py", str(config), *arguments])
+    assert train_pod.main() == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
+def test_a_check_without_the_compiler_says_what_to_install(config: Path):
+    process = start(config, "--set", "accelerator=v5e-8", "--check")
+    said, errors = process.communicate(timeout=300)
+    assert (process.returncode, said) == (2, "")
+    assert "pip install 'jax[tpu]'" in errors
+    assert "'cpu:8' checks all but memory" in errors
+
+
+def test_a_mesh_that_does_not_fit_the_simulated_devices_is_refused(config: Path):
+    process = start(config, "--simulate", "3")
+    said, errors = process.communicate(timeout=300)
+    assert (process.returncode, said) == (2, "")
+    assert "global_batch_size: 8 does not divide over data x fsdp = 3.\n  Type 6 or 9" in errors
+
+
 def last_state(config: Path, folder: str) -> Any:
     job = load_config(config)
     one = {"data": 1, "fsdp": 1, "tensor": 1}
