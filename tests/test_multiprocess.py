@@ -205,6 +205,47 @@ class TestKilled:
         assert state["opt_state"]["skipped_steps"] > 0
 
 
+@pytest.mark.slow
+class TestBrokenOrAsked:
+    pytestmark = ORBAX
+
+    def test_processes_refuse_a_corrupted_checkpoint_together(
+        self, uninterrupted: Any, cache: Path, tmp_path: Path
+    ):
+        whole = reference(uninterrupted, 2, cache, tmp_path)
+        job = Job(tmp_path / "job", cache, 2)
+        job.killed(12, victim=1)
+        newest = max((p for p in job.checkpoints.glob("*/seal-0.json")), key=seal_step).parent
+        path = max((p for p in newest.rglob("d/*") if p.is_file()), key=lambda p: p.stat().st_size)
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        said = job.run()
+        assert f"refused checkpoint {newest}: {path.relative_to(newest)} is corrupted" in said
+        assert f"starting at step {int(newest.name) - 3} of" in said
+        assert_same_bits(job.state(), whole)
+
+    def test_sigterm_to_one_process_saves_the_same_step_on_all(
+        self, uninterrupted: Any, cache: Path, tmp_path: Path
+    ):
+        whole = reference(uninterrupted, 2, cache, tmp_path)
+        job = Job(tmp_path / "job", cache, 2)
+        processes = job.start()
+        while not (line := processes[0].stdout.readline()).startswith("step      4/"):
+            assert line, processes[0].stderr.read()[-2000:]
+        processes[1].send_signal(signal.SIGTERM)
+        said = finish(processes)
+        assert [p.returncode for p in processes] == [0, 0], [e[-2000:] for _, e in said]
+        saved = int(said[0][0].partition("SIGTERM: saved step ")[2].split(";")[0])
+        assert 4 <= saved < STEPS
+        assert f"starting at step {saved} of" in job.run()
+        assert_same_bits(job.state(), whole)
+
+
+def seal_step(path: Path) -> int:
+    return int(path.parent.name)
+
+
 # -- what must not start ---------------------------------------------------------------------------
 
 
