@@ -45,13 +45,13 @@ class Checkpoints:
     def __init__(self, folder: str | Path, *, keep: int = 3):
         import orbax.checkpoint as ocp
 
-        self.folder = Path(folder).resolve()
+        self.folder: Path = Path(folder).resolve()
         if self.folder.is_file():
             got = "is a file."
             raise ValueError(message(f"checkpoint folder {folder}", got, "Type a folder's name."))
-        self.keep = keep
+        self.keep: int = keep
         self._unsealed: int | None = None
-        self._args = ocp.args
+        self._args: Any = ocp.args
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Asks Cloud TPU for a slice, and starts one process on each of its hosts when it is there.
 #
-#   PROJECT=my-project ZONE=us-west4-a BUCKET=gs://my-bucket \
+#   PROJECT=my-project ZONE=us-west4-a CHECKPOINTS=/mnt/checkpoints \
 #     tpu_configs/launch/queued_resources.sh tpu_configs/v5e-16.yaml v5litepod-16 v2-alpha-tpuv5-lite
 #
 # The second argument is gcloud's --accelerator-type, the third its --runtime-version; both are
