@@ -241,6 +241,35 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help=help)
 
 
+# -- pods --------------------------------------------------------------------------------------
+
+
+def _pods(args: argparse.Namespace) -> int:
+    from mpjax import _doctor as doctor
+    from mpjax import pods
+
+    _, build, _ = doctor.load(args.function)
+    try:
+        report = pods.check_job(build, args.topology, num_slices=args.num_slices)
+    except ModuleNotFoundError as error:  # the compiler for that platform; says what to install
+        print(error, file=sys.stderr)
+        return FAILED
+    if args.json:
+        _print_json(report.to_dict())
+    else:
+        print(report)
+    return report.exit_code
+
+
+def _pods_arguments(parser: argparse.ArgumentParser) -> None:
+    help = "build(topology) -> (step, args), as mpjax.pods.check_job takes it"
+    parser.add_argument("function", metavar="FILE:FUNCTION", help=help)
+    help = "v5e-256, v5p-128, 8xh100, cpu:8 ...: hardware that need not be here"
+    parser.add_argument("topology", metavar="TOPOLOGY", help=help)
+    help = "TPU slices that are joined by the data centre's network (default: 1)"
+    parser.add_argument("--num-slices", type=int, default=1, metavar="N", help=help)
+
+
 COMMANDS: tuple[Command, ...] = (
     Command(
         name="table",
@@ -260,6 +289,12 @@ COMMANDS: tuple[Command, ...] = (
         help="what each policy would save in your function, and which to take",
         run=_doctor,
         add_arguments=_doctor_arguments,
+    ),
+    Command(
+        name="pods",
+        help="whether a train step is right for a TPU slice or GPUs, compiled ahead of time",
+        run=_pods,
+        add_arguments=_pods_arguments,
     ),
 )
 

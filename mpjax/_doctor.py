@@ -100,7 +100,7 @@ def diagnose(
       ValueError: there is no such file or function, an argument has no value, or the function
         cannot be traced; the message has the line.
     """
-    module, fun, name = _load(target)
+    module, fun, name = load(target)
     args = _arguments(module, fun, name, arguments)
     found = {policy: get_policy(policy) for policy in policies}  # a wrong name, before any work
     is_loss, has_aux = _is_loss(fun, args, name, module)
@@ -120,7 +120,8 @@ def diagnose(
 # -- what to examine -----------------------------------------------------------------------------
 
 
-def _load(target: str) -> tuple[ModuleType, Callable[..., Any], str]:
+def load(target: str) -> tuple[ModuleType, Callable[..., Any], str]:
+    """Returns the module, function and name that 'FILE.py:FUNCTION' means."""
     path, colon, name = target.rpartition(":")
     if not colon or not path or not name:
         fix = "Type FILE.py:FUNCTION, e.g. train.py:loss_fn."

@@ -146,3 +146,27 @@ def test_a_target_that_is_not_there_is_named(file, capsys, target, text):
 def test_an_unknown_policy_is_refused_before_anything_is_compiled(file):
     with pytest.raises(ValueError, match="get_policy: unknown policy 'bf15-mixed'"):
         found(file, "loss_fn", policies=("32-true", "bf15-mixed"), track=lambda _: 1 / 0)
+
+
+JOB = """
+    import jax
+    import jax.numpy as jnp
+    import mpjax
+
+    def build(topology):
+        mesh = topology.make_mesh({"data": -1})
+        spec = jax.sharding.PartitionSpec("data")
+        args = mpjax.pods.with_sharding((jnp.ones((8, 4)),), spec, mesh)
+        return jax.jit(lambda x: x + 1, donate_argnums=0), args
+"""
+
+
+def test_a_job_in_a_file_is_checked_for_a_topology(tmp_path, capsys):
+    path = tmp_path / "users_job.py"
+    path.write_text(textwrap.dedent(JOB))
+    assert main(["pods", f"{path}:build", "cpu:4"]) == 0
+    assert "cpu:4" in capsys.readouterr().out
+    assert main(["pods", f"{path}:build", "cpu:4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["findings"] == []
+    assert main(["pods", f"{path}:build", "v5f-16"]) == 2
+    assert "v5e" in capsys.readouterr().err
