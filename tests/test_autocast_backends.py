@@ -140,3 +140,18 @@ def test_a_cpu_without_bfloat16_products_multiplies_in_float32(monkeypatch):
         # The same products, added up in another order: 64 roundings to float32, seen in bfloat16.
         np.testing.assert_allclose(a, b, atol=2**-8 * float(jnp.abs(b).max()))
     jax.clear_caches()
+
+
+def test_only_outside_of_loops_is_an_activation_kept_apart_from_its_recomputation():
+    w, x = normal(128, 128), normal(64, 128, seed=2)
+
+    def looped(w, x):
+        return jnp.sum(lax.scan(lambda c, _: (jax.nn.gelu(c @ w) * c, None), x @ w, None, 4)[0])
+
+    def plain(w, x):
+        return jnp.sum(jax.nn.gelu(x @ w) @ w)
+
+    for fun, apart in ((looped, False), (plain, True)):
+        text = str(jax.make_jaxpr(autocast(fun, "bf16-mixed"))(w, x))
+        assert text.count(f"prevent_cse={apart}") == 1
+        assert f"prevent_cse={not apart}" not in text

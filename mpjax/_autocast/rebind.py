@@ -36,8 +36,15 @@ def written_at(eqn: Any) -> Generator[None]:
 class Runner:
     """Runs plans; with `products`, inside a `jax.checkpoint` of the user's that has a policy."""
 
-    def __init__(self, products: remat.NamedProducts | None = None) -> None:
+    def __init__(
+        self, products: remat.NamedProducts | None = None, *, in_loop: bool = False
+    ) -> None:
         self.products = products
+        self.in_loop = in_loop  # where a loop keeps forward and backward apart
+
+    def inside_loop(self) -> Runner:
+        """Returns a runner for the body of a loop."""
+        return self if self.in_loop else Runner(self.products, in_loop=True)
 
     def run(
         self,
@@ -158,7 +165,7 @@ class Runner:
         arrays = [env[v].made for v in step.inputs]
         if step.checkpoint:
             names = [plan.decisions[i].eqn.primitive.name for i in step.members]
-            fun = recomputed(fun, arrays, names)
+            fun = recomputed(fun, arrays, names, in_loop=self.in_loop)
         outs = fun(*arrays)
         found = iter(outs)
         for var, is_low, is_full in step.outputs:

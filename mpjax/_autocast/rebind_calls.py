@@ -73,7 +73,7 @@ def _run_jit(runner: Runner, decision: Decision, values: Sequence[Value]) -> lis
     eqn = decision.eqn
     (plan,) = decision.call.plans
     # Kept with the plan, so that the same function is compiled once in eager mode too.
-    key = (runner.products, *_compat.hashable_jit_params(eqn.params))
+    key = (runner.products, runner.in_loop, *_compat.hashable_jit_params(eqn.params))
     if key not in plan.compiled:
         fun = _with_shadows(runner, plan, plan.shadows)
         fun.__name__ = fun.__qualname__ = eqn.params["name"]
@@ -88,7 +88,7 @@ def _run_remat(runner: Runner, decision: Decision, values: Sequence[Value]) -> l
     policy = eqn.params["policy"]
     inner = runner
     if policy is not None and runner.products is None:
-        inner = type(runner)(remat.NamedProducts())
+        inner = type(runner)(remat.NamedProducts(), in_loop=runner.in_loop)
     ask = None if inner.products is None else inner.products.translated(policy)
     shadows = _made_shadows(plan, values)
     fun = _with_shadows(inner, plan, shadows)
@@ -137,8 +137,10 @@ def _run_scan(runner: Runner, decision: Decision, values: Sequence[Value]) -> li
     ]
     out_states = (*decision.call.out_states[:num_carry], *plan.out_states[num_carry:])
 
+    inside = runner.inside_loop()
+
     def body(carry: Any, xs: Any) -> tuple[Any, Any]:
-        outs = runner.run(
+        outs = inside.run(
             plan,
             [*(read() for read in read_consts), *carry, *xs],
             shadows,
