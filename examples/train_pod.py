@@ -43,7 +43,7 @@ PyTree = Any
 BATCH_AXES = ("data", "fsdp")  # each of their devices has its own rows
 BATCH = P(BATCH_AXES)
 HELD_OUT_BATCHES = 8
-OF_THE_STATE = ("model", "optimizer", "loss_scale", "precision", "seed", "data.p", "data.h")
+OF_THE_STATE = ("model", "optimizer", "loss_scale", "precision", "seed", "sequence", "global")
 
 
 # -- the model, inside shard_map -------------------------------------------------------------------
@@ -236,7 +236,8 @@ class Trainer:
 def train(job: Job, trainer: Trainer, corpus: Corpus, out: Path) -> None:
     """Trains to the last step, from the newest whole checkpoint if there is one."""
     with Checkpoints(job.checkpoint.folder, keep=job.checkpoint.keep) as checkpoints:
-        checkpoints.claim({k: v for k, v in flat(job).items() if k.startswith(OF_THE_STATE)})
+        decisive = {k: v for k, v in flat(job).items() if k.startswith(OF_THE_STATE)}
+        checkpoints.claim(decisive | {"corpus": corpus.digest})
         restored = checkpoints.restore(trainer.specs()[0])
         start, first, refused = restored or (0, trainer.init(), [])
         for line in refused:

@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.no_leak_check("the check keeps the jaxpr of what it traces"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),  # Orbax's
 ]
+TEXTS = Path(json.__file__).parent  # some sources that nobody edits while the tests run
 TINY = {
     "hardware": "a test",
     "accelerator": "cpu:8",
@@ -47,8 +48,8 @@ TINY = {
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """A small job whose corpus is three of this repository's files."""
-    data = {"path": str(ROOT / "tests"), "pattern": "test_tr*.py", "held_out": 0.4}
+    """A small job whose corpus is a package of the standard library."""
+    data = {"path": str(TEXTS), "held_out": 0.4}
     values = TINY | {
         "data": data | {"cache": str(tmp_path / "corpus")},
         "checkpoint": {"folder": str(tmp_path / "checkpoints"), "every": 5, "keep": 2},
@@ -114,7 +115,7 @@ def test_a_replayed_batch_depends_on_its_step_and_row_alone():
 
 def test_held_out_files_are_not_learnt_from(config: Path):
     corpus = open_corpus(load_config(config).data, 16)
-    files = sorted((ROOT / "tests").glob("test_tr*.py"))
+    files = sorted(f for f in TEXTS.glob("*.py") if f.stat().st_size)
     texts = [f.read_bytes() for f in files]
     held_out = corpus.held_out.tobytes()
     assert corpus.train.tobytes() == b"".join(t for t in texts if t not in held_out)
@@ -210,6 +211,13 @@ def test_sigterm_saves_and_the_same_command_goes_on_to_the_same_bits(config: Pat
     # Had the loss scale stayed as it began, a run that forgot it would pass too.
     assert state["opt_state"].loss_scale != TINY["loss_scale"]["initial"]
     rows = [json.loads(line) for line in (config.parent / "out/metrics.jsonl").open()]
+    # A corpus that has changed since is another job's: the resumed run would not be the same.
+    claim = config.parent / "checkpoints" / "job.json"
+    claim.write_text(claim.read_text().replace('"corpus": "', '"corpus": "0'))
+    other = start(config)
+    _, errors = other.communicate(timeout=300)
+    assert other.returncode == 2
+    assert "its checkpoints are another job's.\n  'corpus' is '0" in errors
     assert {"step", "loss", "loss_scale", "skipped_steps", "bytes_per_second", "mfu"} <= set(
         rows[0]
     )
