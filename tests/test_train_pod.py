@@ -191,6 +191,7 @@ def last_state(config: Path, folder: str) -> Any:
     return jax.device_get(state)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_same_command_goes_on_to_the_same_bits(config: Path):
     whole = start(config, "--set", f"checkpoint.folder={config.parent / 'whole'}")
     assert whole.wait(timeout=300) == 0, whole.stderr.read()
