@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from mpjax._adopt import adopt_state
 from mpjax._errors import message
 from mpjax._grad import as_loss_scale
 from mpjax._loss_scale import (
@@ -47,6 +48,7 @@ from mpjax._typing import Array, AxisName, PyTree
 __all__ = [
     "LossScaleState",
     "MasterWeightsState",
+    "adopt_state",
     "apply_updates",
     "current_loss_scale",
     "find_states",

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mpjax._adopt import adopted, kind_of
 from mpjax._autocast.api import as_typed
 from mpjax._dtypes import FLOAT32, describe
 from mpjax._errors import message
@@ -17,7 +18,14 @@ from mpjax._loss_scale import LossScale
 from mpjax._policy import Policy, get_policy
 from mpjax._policy_map import PolicyMap
 from mpjax._skip import select_like
-from mpjax._tree import is_array, is_overwritten, map_with_path, path_str, to_full
+from mpjax._tree import (
+    is_array,
+    is_overwritten,
+    leaf_paths,
+    map_with_path,
+    path_str,
+    to_full,
+)
 from mpjax._typing import Array, AxisName, PyTree
 from mpjax.optim import (
     apply_updates,
@@ -96,6 +104,26 @@ class TrainStep:
             extra_state=extra_state,
         )
 
+    def adopt(self, state: TrainState) -> TrainState:
+        """Returns a state that another policy left, or another loss scale, as one of this step.
+
+        Restore a checkpoint into a state of the step that wrote it, then adopt that: a run in
+        bfloat16 goes on in float16, or one without loss scaling with it. What is of one kind goes
+        on as it was; a loss scale of another kind starts afresh. The state given stays usable.
+
+        Raises:
+          TypeError: `state` is no `TrainState`.
+          ValueError: the optimizers differ in more than loss scale and dtypes.
+
+        Dtypes:
+          Parameters in this policy's `param_dtype`, moments as its optimizer keeps them.
+        """
+        params = jax.tree.map(_copied, self.policy.cast_to_param(_checked(state).params))
+        fresh = self._tx(params).init(params)
+        opt_state = adopted(fresh, state.opt_state, "train step.adopt")
+        rest = (jax.tree.map(_copied, x) for x in (opt_state, state.extra_state))
+        return TrainState(_copied(state.step), params, *rest)
+
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         """Returns the next state and the metrics of this step; `state` is donated."""
         return self._jitted(_checked(state), batch)
@@ -114,7 +142,27 @@ class TrainStep:
             raise ValueError(message("make_train_step", got, fix))
         return self._given_tx
 
+    def _require_own(self, state: TrainState) -> None:
+        """Refuses, while tracing, the state of another policy: it would train in that one."""
+        fix = (
+            "A checkpoint of another policy: step.adopt(state). Else start with step.init(params)."
+        )
+        wanted = jax.eval_shape(self.policy.cast_to_param, state.params)
+        pairs = zip(leaf_paths(wanted), *map(jax.tree.leaves, (wanted, state.params)), strict=True)
+        for path, ours, theirs in pairs:
+            if is_array(theirs) and ours.dtype != theirs.dtype:
+                got = f"the state is of another policy; parameter {path!r} is {describe(theirs)}"
+                got += f", and {self.policy} keeps {describe(ours)}."
+                raise ValueError(message("train step", got, fix))
+        init = self._tx(state.params).init
+        ours, theirs = map(find_states, (jax.eval_shape(init, state.params), state.opt_state))
+        kinds = [[kind_of(found) for _, found in states] for states in (ours, theirs)]
+        if theirs and kinds[0] != kinds[1]:
+            got = f"the state has {kinds[1][0]} loss scale, and this step {kinds[0][0]} loss scale."
+            raise ValueError(message("train step", got, fix))
+
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
+        self._require_own(state)
         loss_scale = current_loss_scale(state.opt_state)
         loss, extra_state, aux, grads = self._differentiate(loss_scale, state, batch)
         tx = optax.with_extra_args_support(self._tx(state.params))

@@ -140,3 +140,81 @@ def test_a_restored_state_of_an_older_shape_is_an_error():
     ):
         with pytest.raises(ValueError, match=text):
             read()
+
+
+# -- checkpoints of another policy -----------------------------------------------------------------
+
+
+def step_under(policy: str, **options: Any) -> Any:
+    return mpjax.make_train_step(loss_fn, optax.adamw(0.1), policy, **options)
+
+
+@OPTAX
+def test_a_state_of_another_policy_is_refused_and_adopted():
+    old, new = step_under("bf16-mixed"), step_under("16-mixed")
+    state = run(old, start(old), [0, 1])
+    with pytest.raises(ValueError, match=r"has no loss scale, and this step a dynamic .*\n.*adopt"):
+        new(state, batch_of(3))
+    adopted = new.adopt(state)
+    assert_same_bits(adopted.params, state.params)
+    assert_same_bits(adopted.opt_state.inner_state, state.opt_state.inner_state)
+    assert isinstance(mpjax.current_loss_scale(adopted.opt_state), mpjax.DynamicLossScale)
+    adopted, metrics = new(adopted, batch_of(3))
+    assert int(adopted.step) == 3
+    assert bool(metrics["grads_finite"])
+    back = old.adopt(adopted)
+    assert isinstance(mpjax.current_loss_scale(back.opt_state), mpjax.NoOpLossScale)
+    old(back, batch_of(4))
+
+
+@OPTAX
+def test_adopting_keeps_a_loss_scale_of_the_same_kind_and_its_counters():
+    one = step_under("16-mixed", loss_scale=LOSS_SCALE)
+    two = step_under("16-mixed", loss_scale=mpjax.DynamicLossScale(4.0))
+    state = run(one, start(one), [0, 2, 1])
+    adopted = two.adopt(state)
+    assert_same_bits(adopted, state)
+    assert int(adopted.opt_state.skipped_steps) == 1
+    static = step_under("16-mixed", loss_scale=8.0)
+    adopted = static.adopt(state)
+    assert int(adopted.opt_state.skipped_steps) == 1
+    assert isinstance(mpjax.current_loss_scale(adopted.opt_state), mpjax.StaticLossScale)
+    assert float(adopted.opt_state.loss_scale) == 8.0
+
+
+@OPTAX
+def test_parameters_of_another_policy_are_refused_and_cast():
+    old, new = step_under("bf16-true"), step_under("bf16-mixed")
+    state = run(old, start(old), [0])
+    with pytest.raises(ValueError, match=r"parameter 'layers/0/b' is bf16\[3\], and .* f32\[3\]"):
+        new(state, batch_of(1))
+    adopted = new.adopt(state)
+    assert {x.dtype for x in jax.tree.leaves(adopted.params)} == {jnp.dtype("float32")}
+    new(adopted, batch_of(1))
+
+
+@OPTAX
+def test_a_checkpoint_without_a_loss_scale_is_adopted():
+    plain = optax.adamw(0.1)
+    opt_state = plain.init(PARAMS)
+    _, opt_state = plain.update(PARAMS, opt_state, PARAMS)
+    tx = mpjax.with_loss_scale(plain, LOSS_SCALE)
+    with pytest.raises(ValueError, match=r"the state is no LossScaleState; got a tuple"):
+        tx.update(PARAMS, opt_state, PARAMS)
+    adopted = mpjax.optim.adopt_state(tx, opt_state, PARAMS)
+    assert_same_bits(adopted.inner_state, opt_state)
+    assert jax.tree.structure(adopted) == jax.tree.structure(tx.init(PARAMS))
+    tx.update(PARAMS, adopted, PARAMS)
+    assert_same_bits(mpjax.optim.adopt_state(plain, adopted, PARAMS), opt_state)
+
+
+def test_a_state_of_another_optimizer_or_model_is_refused_by_name():
+    tx = mpjax.with_loss_scale(optax.sgd(0.1, momentum=0.9), LOSS_SCALE)
+    with pytest.raises(ValueError, match=r"adopt_state: the trees differ; .* is only in"):
+        mpjax.optim.adopt_state(tx, optax.adam(0.1).init(PARAMS), PARAMS)
+    other = {"layers": [{"w": jnp.ones((2, 4)), "b": jnp.ones(3)}]}
+    with pytest.raises(ValueError, match=r"adopt_state: .*w' is f32\[2,4\]; .* f32\[2,3\]"):
+        mpjax.optim.adopt_state(tx, tx.init(other), PARAMS)
+    chained = optax.chain(optax.clip(1.0), tx)
+    with pytest.raises(ValueError, match="stands inside the old state, at another place"):
+        mpjax.optim.adopt_state(tx, chained.init(PARAMS), PARAMS)

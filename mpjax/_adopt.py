@@ -1,0 +1,99 @@
+"""States of another policy, or of no loss scale: taken over by name, never by accident."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mpjax._dtypes import describe
+from mpjax._errors import message
+from mpjax._optim_state import LossScaleState, find_states
+from mpjax._tree import first_difference, is_array, leaf_paths
+from mpjax._typing import PyTree
+
+
+def adopt_state(tx: optax.GradientTransformation, opt_state: PyTree, params: PyTree) -> PyTree:
+    """Returns `opt_state`, of the same optimizer under another precision, as a state of `tx`.
+
+    For a checkpoint from before `with_loss_scale`, or from a run with another loss scale or
+    policy. Moments, counts and schedules go on; so does the loss scale where both are of one kind
+    (dynamic, static, none), and else it starts as `tx` says. Restore the checkpoint into a state
+    of the optimizer that wrote it, then adopt that.
+
+    Args:
+      tx: the optimizer that goes on, inside `with_loss_scale` or not.
+      opt_state: the state that another one left, inside `with_loss_scale` or not.
+      params: the parameters, in the dtypes in which they go on.
+
+    Returns:
+      A state as `tx.init(params)` makes it.
+
+    Raises:
+      ValueError: the optimizers differ in more than loss scale and dtypes; the message names
+        where first.
+
+    Dtypes:
+      Those of `tx.init(params)`: moments are cast.
+
+    Transforms:
+      jit.
+
+    Example:
+      >>> params = {"w": jnp.ones(2)}
+      >>> old = optax.sgd(0.1, momentum=0.9)
+      >>> tx = mpjax.with_loss_scale(old, mpjax.DynamicLossScale(8))
+      >>> state = mpjax.optim.adopt_state(tx, old.init(params), params)
+      >>> mpjax.current_loss_scale(state).loss_scale
+      Array(8., dtype=float32)
+    """
+    return adopted(tx.init(params), opt_state, "adopt_state")
+
+
+def adopted(fresh: PyTree, old: PyTree, where: str) -> PyTree:
+    """Returns the values of `old` in the form of `fresh`, a state that has just been made."""
+    if jax.tree.structure(fresh) == jax.tree.structure(old):
+        return _cast_like(fresh, old, where)
+    found = [old] if isinstance(old, LossScaleState) else []
+    if not found and find_states(old):
+        got = "the loss scale stands inside the old state, at another place than in the new one."
+        fix = "Put with_loss_scale where it stood, or adopt the part of the state that it wraps."
+        raise ValueError(message(where, got, fix))
+    inner = found[0].inner_state if found else old
+    if not isinstance(fresh, LossScaleState):
+        return _cast_like(fresh, inner, where)
+    kept: dict[str, Any] = {"inner_state": _cast_like(fresh.inner_state, inner, where)}
+    if found:
+        counts = ("grads_finite", "skipped_steps", "consecutive_skips", "diverged")
+        kept |= {name: getattr(found[0], name) for name in counts}
+        if kind_of(found[0]) == kind_of(fresh):
+            kept |= {"loss_scale": found[0].loss_scale, "adjustment": found[0].adjustment}
+    return fresh._replace(**kept)
+
+
+def kind_of(state: LossScaleState) -> str:
+    """Returns 'no', 'a static' or 'a dynamic', as a message says it before 'loss scale'."""
+    if state.adjustment is None:
+        return "no"
+    return "a dynamic" if state.adjustment else "a static"
+
+
+def _cast_like(fresh: PyTree, old: PyTree, where: str) -> PyTree:
+    if jax.tree.structure(fresh) != jax.tree.structure(old):
+        fix = ("Adopt a state of the same optimizer; or start again: tx.init(params).",)
+        pair = (("the new optimizer's state", fresh), ("the old one's", old))
+        raise ValueError(first_difference(where, *pair, fix))
+    paths = leaf_paths(fresh)
+    leaves = zip(paths, jax.tree.leaves(fresh), jax.tree.leaves(old), strict=True)
+    cast = [_leaf_like(path, new, was, where) for path, new, was in leaves]
+    return jax.tree.unflatten(jax.tree.structure(fresh), cast)
+
+
+def _leaf_like(path: str, fresh: Any, old: Any, where: str) -> Any:
+    if not (is_array(fresh) and is_array(old)) or describe(fresh) == describe(old):
+        return old
+    is_floating = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (fresh, old))
+    if fresh.shape == old.shape and is_floating:
+        return old.astype(fresh.dtype)
+    got = f"{path!r} is {describe(old)}; the new optimizer keeps {describe(fresh)}."
+    raise ValueError(message(where, got, "Adopt a state of the same optimizer and model."))
