@@ -223,8 +223,20 @@ def _converted(x: Any, element: Any) -> Any:
     return kept.result
 
 
-mlir.register_lowering(_result_p, _lower_on_cpu, platform="cpu", cacheable=False)
-mlir.register_lowering(_rounded_p, _lower_convert)
-for _platform in GPUS:
-    # Not cacheable: JAX would lower it as a function of its own, where no product is in sight.
-    mlir.register_lowering(_rounded_p, _lower_rounded, platform=_platform, cacheable=False)
+def _lower_result(ctx: Any, x: Any) -> Any:
+    platforms = ctx.module_context.platforms
+    if "cpu" not in platforms:
+        return [x]
+    return _lower_on_cpu(ctx, x) if len(platforms) == 1 else _lower_settled(ctx, x)
+
+
+def _lower_rounding(ctx: Any, x: Any, *, dtype: Any) -> Any:
+    on_gpus = set(ctx.module_context.platforms) <= set(GPUS)
+    return (_lower_rounded if on_gpus else _lower_convert)(ctx, x, dtype=dtype)
+
+
+# Not cacheable: JAX would lower each as a function of its own, where no product is in sight. And
+# one rule that asks for the platforms: JAX 0.12 fails on several rules that are not cacheable in a
+# program that is exported for several platforms.
+mlir.register_lowering(_result_p, _lower_result, cacheable=False)
+mlir.register_lowering(_rounded_p, _lower_rounding, cacheable=False)
