@@ -44,7 +44,7 @@ demo: $(STAMP)  ## train on real digits in four precisions; a table and outputs/
 	$(BIN)/python examples/digits.py $(ARGS)
 
 test: $(STAMP)  ## run the tests, with doctests, README blocks and short examples
-	$(BIN)/python -m pytest -n $(JOBS) $(if $(SLOW),-m '') $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(if $(SLOW),-m '') $(ARGS)
 
 lint: $(STAMP)  ## check style and format
 	$(BIN)/ruff check .
