@@ -83,7 +83,7 @@ def test_random_programs_keep_types_exact_parts_and_stay_within_rounding(shard: 
 
     run()
     # What could not be compared is known: a run that compares little would prove little.
-    assert verdicts["compared"] >= 0.7 * verdicts.total(), verdicts
+    assert verdicts["compared"] >= 0.6 * verdicts.total(), verdicts
     assert verdicts[_REFUSED] <= 0.03 * verdicts.total(), verdicts
 
 
