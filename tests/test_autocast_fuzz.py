@@ -10,6 +10,7 @@ programs each time and the seed printed:
 import collections
 import os
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -91,8 +92,10 @@ def test_random_programs_keep_types_exact_parts_and_stay_within_rounding(shard: 
 @hypothesis.given(st.randoms(use_true_random=False))
 def test_a_float32_policy_leaves_the_jaxpr_as_it_is(rng: random.Random) -> None:
     fun, args = _programs.random_program(rng).load()
-    plain = jax.make_jaxpr(fun)(*args)
-    assert str(jax.make_jaxpr(autocast(fun, "float32"))(*args)) == str(plain)
+    jaxprs = (jax.make_jaxpr(f)(*args) for f in (fun, autocast(fun, "float32")))
+    # Some parameters print with the address of a function that each trace makes.
+    plain, cast = (re.sub("0x[0-9a-f]+", "0x", str(jaxpr)) for jaxpr in jaxprs)
+    assert cast == plain
 
 
 def _seeded(seed: int) -> tuple[Any, Mode]:

@@ -120,8 +120,8 @@ class Topology:
           ValueError: the sizes do not multiply to the number of devices.
 
         Example:
-          >>> mpjax.pods.get_topology("cpu:1").make_mesh({"fsdp": -1}).shape
-          OrderedDict({'fsdp': 1})
+          >>> dict(mpjax.pods.get_topology("cpu:1").make_mesh({"fsdp": -1}).shape)
+          {'fsdp': 1}
         """
         sizes = self._sizes(axes)
         kinds = (AxisType.Auto,) * len(sizes)
