@@ -1,6 +1,6 @@
 """The seams where versions of JAX differ, or where public JAX needs a detour."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -180,6 +180,14 @@ def programs(eqn: Any) -> list[Any]:
         kinds = (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr)
         found += [closed(inner).jaxpr for inner in inside if isinstance(inner, kinds)]
     return found
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of a jaxpr, and of those inside it."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for inner in programs(eqn):
+            yield from equations(inner)
 
 
 def cpu_as_accelerator() -> dict[str, Any]:

@@ -142,7 +142,7 @@ class TrainStep:
             raise ValueError(message("make_train_step", got, fix))
         return self._given_tx
 
-    def _require_own(self, state: TrainState) -> None:
+    def _require_own(self, state: TrainState, tx: optax.GradientTransformation) -> None:
         """Refuses, while tracing, the state of another policy: it would train in that one."""
         fix = (
             "A checkpoint of another policy: step.adopt(state). Else start with step.init(params)."
@@ -154,18 +154,18 @@ class TrainStep:
                 got = f"the state is of another policy; parameter {path!r} is {describe(theirs)}"
                 got += f", and {self.policy} keeps {describe(ours)}."
                 raise ValueError(message("train step", got, fix))
-        init = self._tx(state.params).init
-        ours, theirs = map(find_states, (jax.eval_shape(init, state.params), state.opt_state))
+        fresh = jax.eval_shape(tx.init, state.params)
+        ours, theirs = map(find_states, (fresh, state.opt_state))
         kinds = [[kind_of(found) for _, found in states] for states in (ours, theirs)]
         if theirs and kinds[0] != kinds[1]:
             got = f"the state has {kinds[1][0]} loss scale, and this step {kinds[0][0]} loss scale."
             raise ValueError(message("train step", got, fix))
 
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
-        self._require_own(state)
+        tx = optax.with_extra_args_support(self._tx(state.params))
+        self._require_own(state, tx)
         loss_scale = current_loss_scale(state.opt_state)
         loss, extra_state, aux, grads = self._differentiate(loss_scale, state, batch)
-        tx = optax.with_extra_args_support(self._tx(state.params))
         extra = {"value": loss, "grad": grads, "value_fn": self._value_fn(state, batch)}
         updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
         scaling = find_states(opt_state)[0][1]

@@ -7,34 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _differential import equations
+from _small import BF16, KEY, W, X, distance, loss, products
 from jax import lax
 
 from mpjax import Policy, PolicyMap, autocast
-
-KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (8, 16))
-W = 0.3 * jax.random.normal(jax.random.fold_in(KEY, 1), (16, 16))
-BF16 = 2.0**-8
-
-
-def distance(got, want):
-    got, want = (
-        np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
-        for tree in (got, want)
-    )
-    return float(np.linalg.norm(got - want) / (np.linalg.norm(want) + 1e-30))
-
-
-def loss(fun):
-    return lambda *args: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(fun(*args)))
-
-
-def products(fun, *args):
-    """The dtypes that the products of a function read, in program order."""
-    names = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-    eqns = equations(jax.make_jaxpr(fun)(*args).jaxpr)
-    return [e.invars[0].aval.dtype.name for e in eqns if e.primitive.name in names]
-
 
 # -- nesting -----------------------------------------------------------------------------------
 

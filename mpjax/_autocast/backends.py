@@ -68,7 +68,7 @@ def _identity_primitive(name: str, platforms: dict[str, Callable[[Any], Any]]) -
     for platform, fun in platforms.items():
         rule = mlir.lower_fun(fun, multiple_results=False)
         mlir.register_lowering(primitive, rule, platform=platform)
-    batching.primitive_batchers[primitive] = lambda args, dims: (primitive.bind(*args), dims[0])
+    batching.primitive_batchers[primitive] = functools.partial(_batch_identity, primitive)
     ad.deflinear(primitive, lambda ct: [ct])
     return primitive
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -105,7 +105,7 @@ def _rows(plan: Plan) -> tuple[Row, ...]:
 
 def _casts(jaxpr: Any) -> tuple[Casts, ...]:
     found: dict[tuple[str, str], list[int]] = {}
-    for eqn in _equations(jaxpr):
+    for eqn in _compat.equations(jaxpr):
         if eqn.primitive.name != "convert_element_type":
             continue
         source, target = eqn.invars[0].aval, eqn.outvars[0].aval
@@ -116,10 +116,3 @@ def _casts(jaxpr: Any) -> tuple[Casts, ...]:
             entry[0] += 1
             entry[1] += target.size * target.dtype.itemsize
     return tuple(Casts(*key, *entry) for key, entry in found.items())
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in _compat.programs(eqn):
-            yield from _equations(inner)

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -57,14 +57,6 @@ def _as_process(index: int, count: int) -> Generator[None]:
         jax.process_index, jax.process_count = before
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yields the equations of a jaxpr, and of those inside it."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for inner in _compat.programs(eqn):
-            yield from equations(inner)
-
-
 def source(eqn: Any) -> str:
     """Returns the user's line of an equation, 'train.py:12 (step)'."""
     return shorten(source_info_util.summarize(eqn.source_info))
@@ -77,7 +69,7 @@ def shorten(line: str) -> str:
 
 def callbacks(jaxpr: Any) -> list[tuple[str, str]]:
     """Returns the name and the source line of what calls the host."""
-    found = ((eqn.primitive.name, source(eqn)) for eqn in equations(jaxpr))
+    found = ((eqn.primitive.name, source(eqn)) for eqn in _compat.equations(jaxpr))
     return list(dict.fromkeys((name, line) for name, line in found if name in _CALLBACKS))
 
 
@@ -87,7 +79,7 @@ def compute_dtype(jaxpr: Any) -> str:
     Weighed by the size of their operands, so that a small float32 product does not decide.
     """
     sizes: collections.Counter[str] = collections.Counter()
-    for eqn in equations(jaxpr):
+    for eqn in _compat.equations(jaxpr):
         if eqn.primitive.name in _PRODUCTS:
             for operand in eqn.invars[:2]:
                 if jax.numpy.issubdtype(operand.aval.dtype, jax.numpy.floating):
@@ -98,7 +90,7 @@ def compute_dtype(jaxpr: Any) -> str:
 def largest_arrays(jaxpr: Any, count: int = 3) -> list[Array]:
     """Returns the largest arrays that a step makes, each source line once."""
     found: dict[str, Array] = {}
-    for eqn in equations(jaxpr):
+    for eqn in _compat.equations(jaxpr):
         if list(_compat.programs(eqn)):
             continue  # its results are those of what is inside
         if not source(eqn):
