@@ -199,3 +199,16 @@ def cpu_as_accelerator() -> dict[str, Any]:
     if jax.__version_info__ < (0, 12):
         return {}
     return {"xla_disable_hlo_passes": "float-normalization-bf16"}
+
+
+def layouts_can_be_asked_for(ctx: Any) -> bool:
+    """Whether a lowering rule may constrain a layout.
+
+    An exported program may not hold such a constraint, and before JAX 0.12 XLA gathers all of a
+    sharded array that has one.
+    """
+    module = ctx.module_context
+    if module.lowering_parameters.for_export:
+        return False
+    one_device = getattr(module.axis_context, "num_devices", None) == 1
+    return one_device or jax.__version_info__ >= (0, 12)

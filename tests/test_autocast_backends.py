@@ -155,3 +155,21 @@ def test_only_outside_of_loops_is_an_activation_kept_apart_from_its_recomputatio
         text = str(jax.make_jaxpr(autocast(fun, "bf16-mixed"))(w, x))
         assert text.count(f"prevent_cse={apart}") == 1
         assert f"prevent_cse={not apart}" not in text
+
+
+def test_a_cpu_reads_the_transposed_operands_of_gradients_in_order():
+    def fun(w, x):
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
+
+    grad = jax.jit(jax.grad(autocast(fun, "bf16-mixed"), argnums=(0, 1)))
+    args = normal(16, 16), normal(4, 16, seed=2)
+    text = grad.lower(*args).as_text()
+    if not backends.cpu_multiplies_bfloat16():
+        assert "LayoutConstraint" not in text  # it multiplies in float32, in any order
+        return
+    assert text.count("@LayoutConstraint") >= 6
+    compiled = grad.lower(*args).compile().as_text()
+    operands = re.findall(r"= f32\[16,16\]\S* convert\(%(?:copy|transpose)", compiled)
+    assert not operands  # else XLA widened what it transposes
+    exported = jax.export.export(grad, platforms=["cpu"])(*args)  # which allows no constraint
+    assert "LayoutConstraint" not in exported.mlir_module()

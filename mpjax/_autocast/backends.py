@@ -25,8 +25,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+
+from .. import _compat
 
 GPUS = ("cuda", "rocm")
 FLOAT32 = np.dtype("float32")
@@ -91,7 +94,23 @@ def cpu_multiplies_bfloat16() -> bool:
     return not words.isdisjoint({"amx_bf16", "avx512_bf16", "bf16"})
 
 
-_operand_p = _identity_primitive("settled_operand", {"cpu": lax.optimization_barrier})
+def _in_order(x: jax.Array) -> jax.Array:
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+def _lower_operand(ctx: Any, x: Any) -> Any:
+    """Lowers an operand so that it is stored in the order of its dimensions.
+
+    XLA:CPU would make a transpose a matter of layout, find no kernel of bfloat16 for that layout,
+    and widen both operands: 16 ms instead of 6 for a weight gradient of 512 × 1024 × 1024.
+    """
+    ordered = _compat.layouts_can_be_asked_for(ctx)
+    fun = _in_order if ordered else lax.optimization_barrier
+    return mlir.lower_fun(fun, multiple_results=False)(ctx, x)
+
+
+_operand_p = _identity_primitive("settled_operand", {})
+mlir.register_lowering(_operand_p, _lower_operand, platform="cpu")
 _result_p = _identity_primitive("settled_result", {})
 _stored_p = _identity_primitive("stored", dict.fromkeys(GPUS, lax.optimization_barrier))
 
@@ -111,7 +130,7 @@ class Backend:
 
 
 OTHER = Backend()
-CPU = Backend(lax.optimization_barrier, _settled)
+CPU = Backend(_operand_p.bind, _settled)
 CPU_WIDE = Backend(lambda x: lax.optimization_barrier(x.astype("float32")))
 GPU = Backend(low_results=True)
 
