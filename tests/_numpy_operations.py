@@ -107,6 +107,11 @@ def _pick(fun: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, *, axes, index_dtype: fun(x, axis=axes[0])
 
 
+def _psum(x: np.ndarray, *, axes: Any, **_: Any) -> np.ndarray:
+    """A sum over one device, and over the axes that `vmap` has made of names."""
+    return np.sum(x, axis=tuple(a for a in axes if isinstance(a, int)))
+
+
 def _iota(*_: Any, dtype: Any, shape: Any, dimension: int, **__: Any) -> np.ndarray:
     along = [shape[dimension] if i == dimension else 1 for i in range(len(shape))]
     return np.broadcast_to(np.arange(shape[dimension]).reshape(along), shape)
@@ -187,7 +192,6 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "select_n": _select,
     # Collectives over one device.
     "axis_index": lambda: np.int32(0),
-    "psum": np.asarray,
     "psum_invariant": np.asarray,
     "pvary": np.asarray,
     "pcast": np.asarray,
@@ -201,6 +205,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 WITH_PARAMS: dict[str, Callable[..., Any]] = {
     "integer_pow": lambda x, *, y: x**y if y >= 0 else 1 / x**-y,
     "round": _round,
+    "psum": _psum,
     "reshape": _reshape,
     "squeeze": lambda x, *, dimensions: np.squeeze(x, axis=tuple(dimensions)),
     "expand_dims": lambda x, *, dimensions: np.expand_dims(x, axis=tuple(dimensions)),
