@@ -194,6 +194,31 @@ def test_what_make_train_step_returns_is_a_step():
     assert {c.path for c in report.collectives if c.role == "gradients"} == {"state/params/w"}
 
 
+@pytest.mark.parametrize("donated", [(0,), ()])
+def test_metrics_are_no_state_however_large(donated: tuple[int, ...]):
+    """A counter's memory may go to a metric of its shape; what the old state had is what counts."""
+
+    def step(state: Any, x: Any) -> Any:
+        state, loss = {"w": state["w"] - 0.1 * x, "count": state["count"] + 1.0}, jnp.mean(x)
+        return state, {f"loss {i}": loss * i for i in range(8)} | {"x": x, "first": x + 1.0}
+
+    state = {"w": jnp.ones((4, 4)), "count": jnp.zeros(())}
+    report = check(jax.jit(step, donate_argnums=donated), (state, jnp.ones((4, 4))), "cpu:1")
+    assert [finding.culprit for finding in report.findings] == ([] if donated else ["state/w"])
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_what_changes_its_dtype_is_not_donated():
+    """There is no result of the old dtype whose memory it could be; the rest is in place."""
+
+    def step(state: Any, x: Any) -> Any:
+        return {"w": state["w"] - x, "low": state["low"].astype(jnp.float32) - x}
+
+    state = {"w": jnp.ones((8, 8)), "low": jnp.ones((8, 8), jnp.bfloat16)}
+    report = check(jax.jit(step, donate_argnums=0), (state, jnp.ones((8, 8))), "cpu:1")
+    assert [finding.culprit for finding in report.findings] == ["state/low"]
+
+
 def test_one_device_needs_no_shardings():
     report = check(sgd, SGD_ARGS, "cpu:1")
     assert [finding.check for finding in report.findings] == ["donation"]

@@ -199,6 +199,27 @@ def test_collectives_have_roles_paths_counts_and_axes(loop: _hlo.Module):
     assert (reduce.role, reduce.axes, reduce.group_size) == ("gradients", ("data",), 2)
 
 
+def test_what_has_no_line_of_its_own_has_that_of_its_operand_or_reader():
+    """A TPU's compiler writes none where it makes one reduction of several operations."""
+    line = _line(LOOP, "%dot")
+    text = LOOP.replace(line, line + ", metadata={stack_frame_id=2}")
+    scatter = next(c for c in found(_hlo.parse_module(text)) if c.kind == "reduce-scatter")
+    assert scatter.source == "/home/user/train.py:7 (loss)"
+    line = _line(LOOP, "%g2")
+    text = LOOP.replace(line, line + ", metadata={stack_frame_id=1}")
+    reduce = next(c for c in found(_hlo.parse_module(text)) if c.kind == "all-reduce")
+    assert reduce.source == "/home/user/train.py:7 (loss)"
+
+
+def test_an_axis_of_one_device_is_not_named():
+    instruction = _hlo.parse_instruction(
+        "  %x = f32[4] all-reduce(%y), replica_groups=mesh['data'=1,'fsdp'=8] {'data','fsdp'}"
+    )
+    assert instruction is not None
+    names = dataclasses.replace(NAMES, mesh={"data": 1, "fsdp": 8})
+    assert _collectives._groups(instruction, names) == (("fsdp",), 8)
+
+
 def test_a_collective_of_one_device_sends_nothing():
     groups = "replica_groups=" + str([[n] for n in range(8)]).replace("[", "{").replace("]", "}")
     alone = LOOP.replace("replica_groups=[4,2]<=[2,4]T(1,0)", groups.replace(" ", ""))
@@ -284,6 +305,21 @@ def test_what_tpu_slices_exchange_is_a_collective():
     assert (between.kind, between.role, between.axes) == ("all-reduce", "gradients", ("data",))
     assert (between.group_size, between.bytes, between.path) == (2, 16 * 8 * 4, "w")
     assert scatter.path == "w"  # the way to the output leads over the other slice
+
+
+def test_a_gradient_that_is_moved_as_bytes_is_followed():
+    """A TPU copies large arrays into its vector memory in pieces, which it writes as bytes."""
+    text = LOOP.replace(
+        _line(LOOP, "%rate"),
+        "  %bytes = s8[1024] bitcast(%grad)\n"
+        "  %a = ((s8[1024]), s8[512], s32[]) slice-start(%bytes), slice={[0:512]}\n"
+        "  %b = ((s8[1024]), s8[512], s32[]) slice-start(%bytes), slice={[512:1024]}\n"
+        "  %low = s8[512] slice-done(%a)\n"
+        "  %high = s8[512] slice-done(%b)\n"
+        '  %all = f32[2,16,8] custom-call(%low, %high), custom_call_target="ConcatBitcast"\n'
+        "  %rate = f32[2,16,8] multiply(%all, %m)",
+    )
+    assert {(c.role, c.path) for c in found(_hlo.parse_module(text))[1:]} == {("gradients", "w")}
 
 
 def test_a_reduction_has_the_dtype_that_it_adds_in():

@@ -117,7 +117,7 @@ def find_collectives(
                     axes=groups[0],
                     group_size=groups[1],
                     path=path,
-                    source=name_source(module.source(instruction)),
+                    source=_source(module, computation, instruction, name_source),
                 )
                 key = _once(computation, instruction, position)
                 if key not in found or (path and not found[key].path):
@@ -132,6 +132,22 @@ def _kind(instruction: Instruction) -> str | None:
         return between[1].lower().replace("_", "-") if between else None
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in KINDS else None
+
+
+def _source(
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    name_source: Callable[[Sequence[str]], str],
+) -> str:
+    """Returns the line to name, of what is sent or else of what reads it.
+
+    What a TPU's compiler makes of a scatter and a reduction in one has no line of its own.
+    """
+    operands = (computation.instructions[name] for name in instruction.operands)
+    users = (user for user, _ in computation.users.get(instruction.name, ()))
+    near = itertools.chain([instruction], operands, users)
+    return next(filter(None, (name_source(module.source(i)) for i in near)), "")
 
 
 def _once(computation: Computation, instruction: Instruction, position: int) -> Any:
@@ -243,7 +259,7 @@ def _named(declared: str, chosen: str, mesh: Mapping[str, int]) -> tuple[tuple[s
     count = math.prod(int(size) if size else sizes.get(name, 1) for name, _, size in parts)
     axes = {name for name, _, _ in parts}
     if axes <= set(mesh):
-        return tuple(axis for axis in mesh if axis in axes), count
+        return tuple(axis for axis in mesh if axis in axes and mesh[axis] > 1), count
     members = [
         device
         for device in range(math.prod(sizes.values()))

@@ -31,6 +31,9 @@ _CARRY = (
     *("all-gather", "all-gather-start", "all-reduce", "all-reduce-start", "all-to-all"),
     *("collective-permute", "collective-permute-start"),
 )
+# Their result is the value or a part of it, whatever its shape: a TPU program also moves arrays
+# between its memories as bytes, in pieces (f32[64,128] as s8[32768], sliced, and put together).
+_SAME_BYTES = ("bitcast", "bitcast-convert", "dynamic-slice", "slice", "slice-start", "copy-start")
 _MANY = ("concatenate", "ConcatBitcast")
 _COMBINED = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")  # many at once
 # Their result has parts besides the value itself; without an index the value is meant.
@@ -231,7 +234,7 @@ class Flow:
         """Whether an instruction is arithmetic on all of a value's elements, or a part of it."""
         if user.opcode in _ENDS:
             return False
-        if user.opcode in ("dynamic-slice", "slice", "slice-start", "copy-start"):
+        if user.opcode in _SAME_BYTES:
             return True
         value, result = _part(instruction, at.part), user.type
         if value is None or not isinstance(result, Shape) or value.elements < 2:

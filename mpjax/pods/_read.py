@@ -41,10 +41,11 @@ def read(report: Report, lowered: Lowered, compiled: Any, topology: Topology) ->
     module = parse_module(compiled.as_text())
     inputs, numbers = _inputs(lowered, module)
     outputs = _outputs(lowered, module, inputs, numbers)
+    parameters = {n: inputs[i] for n, i in numbers.items()}
     names = Names(
-        inputs={n: inputs[i].path for n, i in numbers.items()},
+        inputs={n: leaf.path for n, leaf in parameters.items()},
         outputs={n: leaf.path for n, leaf in enumerate(outputs)},
-        state_inputs=frozenset(n for n, i in numbers.items() if inputs[i].is_state),
+        state_inputs=frozenset(n for n, leaf in parameters.items() if leaf.is_state),
         state_outputs=frozenset(n for n, leaf in enumerate(outputs) if leaf.is_state),
         mesh=dict(lowered.mesh.shape) if lowered.mesh else {},
         slice_axes=_leaving(lowered.mesh, "slice_index") if lowered.mesh else (),
@@ -59,9 +60,8 @@ def read(report: Report, lowered: Lowered, compiled: Any, topology: Topology) ->
     findings += _rules.weights(collectives, report.compute_dtype)
     findings += _rules.gradients(collectives)
     findings += _rules.activations(collectives, report.compute_dtype)
-    findings += _rules.replication([inputs[i] for i in numbers.values()])
-    share = memory.aliased / memory.outputs if memory.outputs else 1.0
-    findings += _rules.donation(inputs, outputs, set(module.aliases), share)
+    findings += _rules.replication([*parameters.values()])
+    findings += _rules.donation(parameters, outputs, module.aliases)
     analysis = compiled.cost_analysis() or {}
     return dataclasses.replace(
         report,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mpjax._tree import is_overwritten
@@ -18,7 +19,7 @@ SMALL_SHARE = 0.01
 """What is less than this part of all bytes of its role is not worth a finding: scales, biases."""
 
 DONATED_SHARE = 0.98
-"""The part of the outputs that takes the memory of donated arguments in a step that donates."""
+"""The part of the state whose memory the results take in a step that donates it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,33 +144,37 @@ def _is_of(leaf: Leaf, parameter: Leaf) -> bool:
 
 
 def donation(
-    inputs: Sequence[Leaf], outputs: Sequence[Leaf], aliases: set[int], share: float
+    inputs: Mapping[int, Leaf], outputs: Sequence[Leaf], aliases: Mapping[int, int]
 ) -> Iterator[Finding]:
     """Yields a finding where the new state does not take the memory of the old one.
 
+    What counts is whose memory no result takes: JAX pairs what was donated with results of equal
+    shape, so that a metric may have a counter's place, and the new counter a new one.
+
     Args:
-      inputs, outputs: the leaves.
-      aliases: the numbers of the outputs that take a donated input's memory.
-      share: the part of the outputs' bytes that does.
+      inputs: the leaves that the program reads, by the number of its parameter.
+      outputs: the leaves of the results.
+      aliases: which parameter's memory each output takes.
     """
-    if share >= DONATED_SHARE:
-        return
-    known = {(leaf.shape, leaf.dtype) for leaf in inputs if leaf.is_state}
-    lost = [
-        leaf
-        for number, leaf in enumerate(outputs)
-        if number not in aliases and (leaf.shape, leaf.dtype) in known
-    ]
-    size = sum(leaf.bytes for leaf in lost)
-    if not lost or size < (1 - DONATED_SHARE) * sum(leaf.bytes for leaf in outputs):
+    state = {number: leaf for number, leaf in inputs.items() if leaf.is_state}
+    taken = set(aliases.values())
+    results = (leaf for number, leaf in enumerate(outputs) if number not in aliases)
+    waiting = collections.Counter(leaf.shape for leaf in results)
+    lost: list[Leaf] = []
+    for number, leaf in state.items():
+        if number not in taken and waiting[leaf.shape] > 0:
+            waiting[leaf.shape] -= 1
+            lost.append(leaf)
+    size, whole = (sum(leaf.bytes for leaf in leaves) for leaves in (lost, state.values()))
+    if not lost or size < (1 - DONATED_SHARE) * whole:
         return
     largest = max(lost, key=lambda leaf: (leaf.bytes, -len(leaf.path)))
     rest = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
     yield Finding(
         check="donation",
         severity="error",
-        what=f"{largest.path}{rest} of the new state take {size / 1e6:.1f} MB beside the old "
-        f"state ({share:.0%} of the results reuse memory).",
+        what=f"{largest.path}{rest}: the new state takes {size / 1e6:.1f} MB beside the old one "
+        f"({1 - size / whole:.0%} of it reuses memory).",
         culprit=largest.path,
         fix="jax.jit(step, donate_argnums=0); shapes, dtypes and shardings must stay the same.",
     )
