@@ -189,7 +189,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _print_diagnosis(found: Any) -> None:
-    base = found.rows[0]
+    base, accelerator = found.rows[0], found.accelerator
     lines = [
         (
             measured.policy,
@@ -201,12 +201,15 @@ def _print_diagnosis(found: Any) -> None:
         )
         for measured in found.rows
     ]
-    header = ("policy", "fast", "MB kept", "x", "MB temporary", "x", "MB accessed", "x", "s")
+    header = ("policy", "fast", "kept", "x", "temporary", "x", "accessed", "x", "compiled in s")
     print(f"{found.function}: {found.what}\n")
-    _print_table(f"On {found.accelerator.name} ({found.accelerator.key})", header, lines)
-    print("kept: from the forward to the backward pass, whatever the device. The rest is as")
-    print(f"compiled for {jax.default_backend()}; mpjax.pods.check compiles for other devices.\n")
-    print(f"What {found.taken!r} does:")
+    _print_table(f"On {accelerator.name} ({accelerator.key})", header, lines)
+    print(f"x: against {base.policy}. kept: from the forward to the backward pass, on any device.")
+    print(f"The rest is as compiled for {jax.default_backend()}; mpjax.pods compiles for others.\n")
+    for dtype in dict.fromkeys(str(get_policy(row.policy).compute_dtype) for row in found.rows):
+        cell = accelerator.cell(dtype)
+        print(f"  {dtype:<9} {_WORDS[cell.status]:<5} {cell.reason}")
+    print(f"\nWhat {found.taken!r} does:")
     print("".join(f"  {line}\n" for line in found.explanation.summary()))
     print("\n".join(found.advice))
     call = f"mpjax.explain({found.function}, {found.taken!r})(...)"
@@ -216,7 +219,14 @@ def _print_diagnosis(found: Any) -> None:
 def _with_share(count: int | None, base: int | None) -> tuple[str, str]:
     if count is None:
         return "?", ""
-    return f"{count / 1e6:.2f}", f"{count / base:.2f}" if base else ""
+    return _size(count), f"{count / base:.2f}" if base else ""
+
+
+def _size(count: int) -> str:
+    for unit, step in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= step:
+            return f"{count / step:.1f} {unit}"
+    return f"{count} B"
 
 
 def _tracked(policies: Sequence[str]) -> Iterator[str]:
@@ -248,7 +258,7 @@ def _pods(args: argparse.Namespace) -> int:
     from mpjax import _doctor as doctor
     from mpjax import pods
 
-    _, build, _ = doctor.load(args.function)
+    _, build, _ = doctor.load(args.function, "mpjax pods")
     try:
         report = pods.check_job(build, args.topology, num_slices=args.num_slices)
     except ModuleNotFoundError as error:  # the compiler for that platform; says what to install

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +23,18 @@ from mpjax._autocast.explanation import Explanation
 from mpjax._errors import message, nearest
 from mpjax._hardware import Accelerator, examine
 from mpjax._policy import get_policy
-from mpjax._tree import is_array
+from mpjax._tree import is_array, leaf_paths
 
 POLICIES = ("32-true", "bf16-mixed", "16-mixed")
 """What is compared unless the user names others; the first is what the others are compared with."""
 
 _WHERE = "mpjax doctor"
+_INSTALLED = ("stdlib", "purelib", "platlib")
 _SHAPE = re.compile(r"(\w+)\[([\d, ]*)\]")
+_ALLOWED_ARGUMENT = (
+    "Allowed: a name in the file (array, tree, or function that makes one), "
+    "or a shape: 'f32[8,128]', 'i32[]'."
+)
 _DTYPES = {
     "f32": "float32",
     "f16": "float16",
@@ -120,60 +126,83 @@ def diagnose(
 # -- what to examine -----------------------------------------------------------------------------
 
 
-def load(target: str) -> tuple[ModuleType, Callable[..., Any], str]:
+def load(target: str, where: str = _WHERE) -> tuple[ModuleType, Callable[..., Any], str]:
     """Returns the module, function and name that 'FILE.py:FUNCTION' means."""
     path, colon, name = target.rpartition(":")
     if not colon or not path or not name:
         fix = "Type FILE.py:FUNCTION, e.g. train.py:loss_fn."
-        raise ValueError(message(_WHERE, f"{target!r} names no function in a file.", fix))
-    module = _import(path)
+        raise ValueError(message(where, f"{target!r} names no function in a file.", fix))
+    module = _import(path, where)
     fun = getattr(module, name, None)
-    if not callable(fun):
-        known = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
-        close = nearest(name, known) or known
-        fix = f"It has {', '.join(close[:8])}." if close else "It has no function."
-        raise ValueError(message(_WHERE, f"{path} has no function {name!r}.", fix))
-    return module, fun, name
+    if callable(fun) and not isinstance(fun, type):
+        return module, fun, name
+    known = [n for n, x in vars(module).items() if callable(x) and not isinstance(x, type)]
+    known = [n for n in known if not n.startswith("_")]
+    close = nearest(name, known) or known
+    fix = f"It has {', '.join(close[:8])}." if close else "It has no function."
+    got = f"{path} has no function {name!r}."
+    if fun is not None:
+        kind = "class" if isinstance(fun, type) else type(fun).__name__
+        got = f"{name!r} in {path} is a {kind}, and no function."
+    raise ValueError(message(where, got, fix))
 
 
-def _import(path: str) -> ModuleType:
+def _import(path: str, where: str) -> ModuleType:
     if not path.endswith(".py"):
-        try:
-            return importlib.import_module(path)
-        except ModuleNotFoundError as error:
-            fix = "Type a path that ends in .py, or a module that Python finds from here."
-            raise ValueError(message(_WHERE, f"{error}.", fix)) from error
+        return _executed(path, where, lambda: importlib.import_module(path))
     file = Path(path).resolve()
     if not file.is_file():
         here = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
         close = nearest(file.name, here)
         fix = f"Did you mean {close[0]}?" if close else "Type the path of a Python file."
-        raise ValueError(message(_WHERE, f"there is no file {path}.", fix))
+        raise ValueError(message(where, f"there is no file {path}.", fix))
     sys.path.insert(0, str(file.parent))  # as `python FILE` does, for what stands beside it
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
-        raise ValueError(message(_WHERE, f"{path} is no Python file."))
+        raise ValueError(message(where, f"{path} is no Python file."))
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
-    spec.loader.exec_module(module)
+    loader = spec.loader
+    _executed(path, where, lambda: loader.exec_module(module))
     return module
+
+
+def _executed(path: str, where: str, execute: Callable[[], Any]) -> Any:
+    """Returns `execute()`, which imports the user's file and may raise anything."""
+    try:
+        return execute()
+    except SystemExit as error:
+        got = f"{path} ends the program while it is imported: it is a script."
+        fix = "Put what it runs under `if __name__ == '__main__':`."
+        raise ValueError(message(where, got, *_place(error), fix)) from error
+    except Exception as error:
+        got = f"{path} cannot be imported: {_first_line(error)}"
+        fix = "Type a path that ends in .py, or a module that Python finds from here."
+        is_missing = isinstance(error, ModuleNotFoundError) and not path.endswith(".py")
+        raise ValueError(message(where, got, *_place(error), *[fix] * is_missing)) from error
 
 
 def _arguments(
     module: ModuleType, fun: Callable[..., Any], name: str, given: Sequence[str]
 ) -> list[Any]:
-    if given:
-        return [_argument(module, text) for text in given]
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = [p for p in inspect.signature(fun).parameters.values() if p.kind in kinds]
-    needed = [p.name for p in parameters if p.default is p.empty]
-    missing = [p for p in needed if not hasattr(module, p)]
+    signature = inspect.signature(fun)
+    parameters = signature.parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p.name for p in parameters if p.kind in positional and p.default is p.empty]
+    names = list(given) or needed
+    try:
+        signature.bind(*names)
+    except TypeError as error:  # too few, too many, or keyword-only ones
+        count = f"{len(names)} argument{'s' * (len(names) != 1)}"
+        got = f"{name}{signature} does not take {count}: {error}."
+        fix = "Give one a parameter, in order; for keyword-only ones write a function around it."
+        raise ValueError(message(_WHERE, got, _ALLOWED_ARGUMENT, fix)) from None
+    missing = [] if given else [p for p in needed if not hasattr(module, p)]
     if missing:
         got = f"{name} takes {', '.join(needed)}; the file has no {', '.join(missing)}."
-        allowed = "Each is a name in the file (an array, a tree, or a function that makes one)"
-        fix = "or a shape: python -m mpjax doctor FILE:FUNCTION params 'f32[8,128]'."
-        raise ValueError(message(_WHERE, got, allowed, fix))
-    return [_argument(module, p) for p in needed]
+        fix = "Type python -m mpjax doctor FILE:FUNCTION params 'f32[8,128]'."
+        raise ValueError(message(_WHERE, got, _ALLOWED_ARGUMENT, fix))
+    return [_argument(module, text) for text in names]
 
 
 def _argument(module: ModuleType, text: str) -> Any:
@@ -188,8 +217,8 @@ def _argument(module: ModuleType, text: str) -> Any:
             raise ValueError(message(_WHERE, f"{text!r} has no known dtype.", known)) from None
     if not hasattr(module, text):
         close = nearest(text, [n for n in vars(module) if not n.startswith("__")])
-        fix = f"Did you mean {' or '.join(close)}?" if close else "A shape looks like 'f32[8,128]'."
-        raise ValueError(message(_WHERE, f"the file has no {text!r}.", fix))
+        fix = [f"Did you mean {' or '.join(close)}?"] if close else []
+        raise ValueError(message(_WHERE, f"the file has no {text!r}.", _ALLOWED_ARGUMENT, *fix))
     value = getattr(module, text)
     return value() if callable(value) and not is_array(value) else value
 
@@ -204,14 +233,27 @@ def _is_loss(
 
     A floating scalar is a loss, alone or as the first of a pair.
     """
+
+    def checked(*args: Any) -> Any:
+        out = fun(*args)
+        for path, leaf in zip(leaf_paths(out), jax.tree.leaves(out), strict=True):
+            if not (is_array(leaf) or isinstance(leaf, int | float | complex)):
+                place = f" at {path!r}" if path else ""
+                raise _NoArrayError(f"it returns a {type(leaf).__name__}{place}.")
+        return out
+
     try:
-        out: Any = _on_arrays(fun, args, jax.eval_shape)
+        out: Any = _on_arrays(checked, args, jax.eval_shape)
     except Exception as error:  # whatever the user's code raises
         raise ValueError(_untraceable(error, name, module)) from error
     has_aux = isinstance(out, tuple) and len(out) == 2
     loss: Any = out[0] if has_aux else out
     is_scalar = getattr(loss, "shape", None) == () and jnp.issubdtype(loss.dtype, jnp.floating)
     return bool(is_scalar and args and any(map(_is_floating, jax.tree.leaves(args[0])))), has_aux
+
+
+class _NoArrayError(TypeError):
+    """A function returned what no transformation of JAX takes."""
 
 
 def _is_floating(x: Any) -> bool:
@@ -255,19 +297,39 @@ def _kept(fun: Callable[..., Any], args: list[Any], has_aux: bool) -> int:
 
 
 def _untraceable(error: Exception, name: str, module: ModuleType) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if module.__file__ and f.filename == module.__file__]
-    line = f"{Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line}" if own else "unknown"
-    first = str(error).strip().partition("\n")[0]
     needs_values = (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError)
     needs_values += (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError)
+    place = _place(error, module.__file__ or "")
     if isinstance(error, needs_values):
         got = f"{name} cannot be jitted: it needs the value of an array while it is traced."
         fix = "Use jnp.where or jax.lax.cond there, or make the argument a Python value."
+    elif isinstance(error, _NoArrayError):
+        got = f"{name} cannot be jitted: {error}"
+        place, fix = [], "Return arrays, numbers, or trees of them; a loss is a floating scalar."
     else:
-        got = f"{name} fails on these arguments: {type(error).__name__}: {first}"
+        got = f"{name} fails on these arguments: {_first_line(error)}"
         fix = "Check their shapes and dtypes; others can be given after FILE:FUNCTION."
-    return message(_WHERE, got, f"At {line}", fix)
+    return message(_WHERE, got, *place, fix)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _place(error: BaseException, file: str = "") -> list[str]:
+    """Returns the line of the user's own code that was reached last, as a line of a message.
+
+    Args:
+      error: what was raised there.
+      file: where it is looked for first; without it, in all that is no installed package.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return [f"At {Path(error.filename).name}:{error.lineno}: {(error.text or '').strip()}"]
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = (str(Path(__file__).parent), "<frozen", *map(sysconfig.get_path, _INSTALLED))
+    own = [f for f in frames if f.filename == file]
+    own = own or [f for f in frames if not f.filename.startswith(libraries)]
+    return [f"At {Path(f.filename).name}:{f.lineno}: {f.line}" for f in own[-1:]]
 
 
 # -- advice --------------------------------------------------------------------------------------
@@ -277,34 +339,69 @@ def _advise(rows: Sequence[Measured], accelerator: Accelerator) -> tuple[str, li
     """Returns the policy to explain, and what to say: the one to take, or why none is."""
     base, others = rows[0], [row for row in rows[1:] if row.status != "unsupported"]
     fast = [row for row in others if row.status == "native"]
-    best = min(fast or others or [base], key=_memory)
-    saved = _saving(best, base)
-    if best is base:
+    best = _best(fast or others or [base], base, accelerator)
+    change = _change(best, base)
+    if len(rows) == 1:
         return base.policy, ["Nothing to compare with: give two policies or more."]
-    if fast and saved:
-        return best.policy, [f"Take {best.policy!r}: {saved}.", *_needs(best)]
+    if best is base:
+        got = f"{accelerator.name} runs none of them but {base.policy!r}."
+        return base.policy, [got, *_instead(accelerator, rows)]
+    if fast and _saves(best, base):
+        return best.policy, [f"Take {best.policy!r}: {change}.", *_needs(best)]
     if fast:
         return best.policy, [
             f"{best.policy!r} is fast on {accelerator.name}, but saves no memory here: most of "
             "this function stays in float32, or its arrays are small. Time it before you take it.",
             *_needs(best),
         ]
-    advice = f"No 16-bit dtype is fast on {accelerator.name}: for speed take {base.policy!r}."
-    memory = f"For memory {best.policy!r}: {saved}." if saved else "None would save memory either."
-    return best.policy, [advice, memory, *(_needs(best) if saved else ())]
+    advice = _why_none(others, accelerator)
+    instead = _instead(accelerator, rows)
+    if not _saves(best, base):
+        return best.policy, [advice, *instead, "None of them would save memory either."]
+    return best.policy, [advice, *instead, f"For memory {best.policy!r}: {change}.", *_needs(best)]
 
 
-def _memory(row: Measured) -> tuple[int, int]:
-    return row.kept, row.temporaries
+def _best(rows: Sequence[Measured], base: Measured, accelerator: Accelerator) -> Measured:
+    """Returns the row of least memory; among those within 5 % the accelerator's own choice."""
+    least = min(_memory(row, base) for row in rows)
+    close = [row for row in rows if _memory(row, base) <= 1.05 * least]
+    return next((row for row in close if row.policy == accelerator.policy), close[0])
 
 
-def _saving(row: Measured, base: Measured) -> str:
-    shares = [
+def _memory(row: Measured, base: Measured) -> int:
+    """Returns what is kept, which no backend changes; temporaries where float32 keeps nothing."""
+    return row.kept if base.kept else row.temporaries
+
+
+def _saves(row: Measured, base: Measured) -> bool:
+    return _memory(row, base) < 0.995 * _memory(base, base)
+
+
+def _why_none(others: Sequence[Measured], accelerator: Accelerator) -> str:
+    tried = " and ".join(repr(row.policy) for row in others)
+    if all(row.status == "unknown" for row in others):
+        return f"Whether {tried} is fast on {accelerator.name} is not known: time it."
+    return f"Not fast on {accelerator.name}: {tried}."
+
+
+def _instead(accelerator: Accelerator, rows: Sequence[Measured]) -> list[str]:
+    """Returns what to take for speed where none of the policies asked for is."""
+    policy = accelerator.policy
+    if policy in [row.policy for row in rows]:
+        return [f"For speed take {policy!r}."]
+    return [f"There {policy!r} is: look at it with --policy {policy}."]
+
+
+def _change(row: Measured, base: Measured) -> str:
+    """Returns what becomes less, and what more, as words."""
+    pairs = [
         ("kept for the backward pass", row.kept, base.kept),
         ("temporary memory", row.temporaries, base.temporaries),
     ]
-    less = [f"{1 - a / b:.0%} less {name}" for name, a, b in shares if b and a < 0.995 * b]
-    return " and ".join(less)
+    shares = [(name, a / b - 1) for name, a, b in pairs if b]
+    less = [f"{-share:.0%} less {name}" for name, share in shares if share < -0.005]
+    more = [f"{share:.0%} more {name}" for name, share in shares if share > 0.005]
+    return ", but ".join(" and ".join(words) for words in (less, more) if words)
 
 
 def _needs(row: Measured) -> list[str]:

@@ -1,6 +1,7 @@
 """The doctor: what it measures in a user's file, what it advises, what it says of bad input."""
 
 import json
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from mpjax.__main__ import main
-from mpjax._doctor import POLICIES, diagnose
+from mpjax._doctor import POLICIES, Measured, _advise, diagnose
 from mpjax._hardware import find_accelerator
 
 MODEL = """
@@ -37,6 +38,15 @@ MODEL = """
 
     def wrong_shapes(params, batch):
         return params["w2"] @ batch["x"]
+
+    def keyword_only(params, *, batch):
+        return loss_fn(params, batch)
+
+    def says_more(params, batch):
+        return loss_fn(params, batch), {"note": "fine"}
+
+    class Loss:
+        pass
 """
 
 
@@ -76,11 +86,40 @@ def test_it_advises_by_the_accelerator_and_by_what_is_saved(file):
     assert "less kept for the backward pass" in on_gpu.advice[0]
     assert "needs a loss scale" in on_gpu.advice[1]
     on_cpu = found(file, "loss_fn", device="cpu-plain", policies=("32-true", "bf16-mixed"))
-    assert on_cpu.advice[0].startswith("No 16-bit dtype is fast on CPU without")
-    assert on_cpu.advice[1].startswith("For memory 'bf16-mixed': ")
+    assert on_cpu.advice[0] == "Not fast on CPU without bfloat16 units: 'bf16-mixed'."
+    assert on_cpu.advice[1] == "For speed take '32-true'."
+    assert on_cpu.advice[2].startswith("For memory 'bf16-mixed': ")
+    on_tpu = found(file, "loss_fn", device="v5e", policies=("32-true", "16-mixed"))
+    assert on_tpu.advice[0] == "Not fast on TPU v5e: '16-mixed'."
+    assert on_tpu.advice[1] == "There 'bf16-mixed' is: look at it with --policy bf16-mixed."
     nothing = found(file, "forward", "f32[8]", policies=("32-true", "bf16-mixed"))
     assert "saves no memory here" in nothing.advice[0]
     assert found(file, "loss_fn", policies=("32-true",)).advice[0].startswith("Nothing to compare")
+
+
+def row(policy: str, kept: int, temporaries: int = 100, status: str = "native") -> Measured:
+    return Measured(policy, status, kept, None, temporaries, 0.0)
+
+
+def test_of_what_saves_alike_the_accelerators_choice_is_taken():
+    gpu, old_gpu = find_accelerator("h100"), find_accelerator("v100")
+    alike = [row("32-true", 100), row("16-mixed", 50), row("bf16-mixed", 51)]
+    assert _advise(alike, gpu)[0] == "bf16-mixed"
+    assert _advise(alike, old_gpu)[0] == "16-mixed"
+    assert _advise([*alike[:2], row("bf16-mixed", 80)], gpu)[0] == "16-mixed"
+
+
+def test_what_becomes_more_is_said_beside_what_becomes_less():
+    rows = [row("32-true", 100), row("bf16-mixed", 50, 130)]
+    _, advice = _advise(rows, find_accelerator("h100"))
+    less, more = "50% less kept for the backward pass", "30% more temporary memory"
+    assert advice == [f"Take 'bf16-mixed': {less}, but {more}."]
+
+
+def test_a_device_without_a_row_gets_no_verdict():
+    rows = [row("32-true", 100), row("bf16-mixed", 50, status="unknown")]
+    _, advice = _advise(rows, find_accelerator("v5e"))
+    assert advice[0] == "Whether 'bf16-mixed' is fast on TPU v5e is not known: time it."
 
 
 def test_a_loss_with_aux_is_differentiated_and_what_is_no_loss_is_not(file):
@@ -94,6 +133,8 @@ def test_the_command_prints_a_table_and_json(file, capsys):
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert "loss_fn: value and gradient" in out
+    assert re.search(r"\n  bf16-mixed +yes +[\d.]+ kB +0\.\d\d ", out)
+    assert re.search(r"\n  bfloat16 +yes +matrix units take it", out)
     assert "products: 2 bf16" in out
     assert "Take 'bf16-mixed': " in out
     assert main([*argv, "--json"]) == 0
@@ -117,7 +158,21 @@ def test_the_command_prints_a_table_and_json(file, capsys):
             r"(?s)wrong_shapes fails on these arguments: Type.*py:26: return",
         ),
         ("los_fn", (), r"has no function 'los_fn'\.\n  It has loss_fn"),
-        ("loss_fn", ("parms", "batch"), r"the file has no 'parms'\.\n  Did you mean params\?"),
+        (
+            "loss_fn",
+            ("parms", "batch"),
+            r"has no 'parms'\.\n  Allowed: .*\n  Did you mean params\?",
+        ),
+        ("batch", (), r"'batch' in .*users_model.py is a dict, and no function\.\n  It has "),
+        ("Loss", (), r"'Loss' in .* is a class, and no function"),
+        (
+            "loss_fn",
+            ("params",),
+            r"loss_fn\(params, batch, scale=1.0\) does not take 1 argument: missing .*'batch'",
+        ),
+        ("forward", ("f32[8]", "f32[8]"), r"does not take 2 arguments: too many .*\n  Allowed: "),
+        ("keyword_only", (), r"keyword-only argument: 'batch'\.\n.*\n.* write a function around"),
+        ("says_more", (), r"cannot be jitted: it returns a str at '1/note'\.\n  Return arrays"),
         ("forward", (), r"forward takes x; the file has no x\.\n.*\n.*'f32\[8,128\]'"),
         ("forward", ("g32[8]",), r"'g32\[8\]' has no known dtype\.\n  Allowed: f32, f16"),
     ],
@@ -127,16 +182,31 @@ def test_bad_input_is_named(file, function, arguments, text):
         found(file, function, *arguments)
 
 
+BROKEN = {
+    "unfinished.py": "def f(x:\n",
+    "lacking.py": "\nimport nothing_here\n",
+    "script.py": "import sys\n\nsys.exit(3)\n",
+}
+
+
 @pytest.mark.parametrize(
     ("target", "text"),
     [
         ("users_mode.py:f", r"there is no file .*users_mode.py\.\n  Did you mean users_model.py"),
         ("no_such_module:f", r"No module named 'no_such_module'"),
+        (
+            "unfinished.py:f",
+            r"cannot be imported: SyntaxError: .*\n  At unfinished.py:1: def f\(x:",
+        ),
+        ("lacking.py:f", r"No module named 'nothing_here'\n  At lacking.py:2: import nothing_here"),
+        ("script.py:f", r"it is a script\.\n  At script.py:3: sys.exit\(3\)\n  Put .* '__main__'"),
         ("users_model.py", r"'.*users_model.py' names no function in a file\.\n  Type FILE.py"),
     ],
 )
 def test_a_target_that_is_not_there_is_named(file, capsys, target, text):
-    is_path = target.startswith("users")
+    for name, text_of_file in BROKEN.items():
+        (file.parent / name).write_text(text_of_file)
+    is_path = ".py" in target
     code = main(["doctor", f"{file.parent}/{target}" if is_path else target])
     assert code == 2
     with pytest.raises(ValueError, match=text):
@@ -170,3 +240,5 @@ def test_a_job_in_a_file_is_checked_for_a_topology(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["findings"] == []
     assert main(["pods", f"{path}:build", "v5f-16"]) == 2
     assert "v5e" in capsys.readouterr().err
+    assert main(["pods", f"{path}:bild", "cpu:4"]) == 2
+    assert "mpjax pods: " in capsys.readouterr().err
