@@ -171,7 +171,7 @@ def test_the_command_prints_a_table_and_json(file, capsys):
             r"loss_fn\(params, batch, scale=1.0\) does not take 1 argument: missing .*'batch'",
         ),
         ("forward", ("f32[8]", "f32[8]"), r"does not take 2 arguments: too many .*\n  Allowed: "),
-        ("keyword_only", (), r"keyword-only argument: 'batch'\.\n.*\n.* write a function around"),
+        ("keyword_only", (), r"argument: 'batch'\.\n.*\n.* write a function around"),
         ("says_more", (), r"cannot be jitted: it returns a str at '1/note'\.\n  Return arrays"),
         ("forward", (), r"forward takes x; the file has no x\.\n.*\n.*'f32\[8,128\]'"),
         ("forward", ("g32[8]",), r"'g32\[8\]' has no known dtype\.\n  Allowed: f32, f16"),
