@@ -6,45 +6,44 @@ decided here.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend import source_info_util
 
 from mpjax import _compat
-from mpjax._autocast import backends, exact, groups, matmul, rebind_calls, remat, sums
-from mpjax._autocast.plan import FLOAT32, Action, Decision, Plan, is_float32
-from mpjax._autocast.recompute import recomputed
+from mpjax._autocast import exact, groups, matmul, rebind_calls, remat, sums
+from mpjax._autocast.binding import bind, written_at
+from mpjax._autocast.group_functions import GroupFunctions
+from mpjax._autocast.plan import Action, Decision, Plan, is_float32
 from mpjax._autocast.states import Kind, State
 from mpjax._autocast.values import Value
 from mpjax._op_rules import OP_RULES, OpClass
 
 
-@contextlib.contextmanager
-def written_at(eqn: Any) -> Generator[None]:
-    """Gives what is bound inside the scopes and the source line of an equation."""
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with (
-        source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
-        eqn.ctx.manager,
-    ):
-        yield
-
-
 class Runner:
-    """Runs plans; with `products`, inside a `jax.checkpoint` of the user's that has a policy."""
+    """Runs plans; with `products`, inside a `jax.checkpoint` of the user's that has a policy.
 
-    def __init__(
-        self, products: remat.NamedProducts | None = None, *, in_loop: bool = False
-    ) -> None:
-        self.products = products
-        self.in_loop = in_loop  # where a loop keeps forward and backward apart
+    One run of a whole program shares its `functions`.
+    """
+
+    def __init__(self) -> None:
+        self.products: remat.NamedProducts | None = None
+        self.in_loop = False  # where a loop keeps forward and backward apart
+        self.functions = GroupFunctions()
 
     def inside_loop(self) -> Runner:
         """Returns a runner for the body of a loop."""
-        return self if self.in_loop else Runner(self.products, in_loop=True)
+        inner = copy.copy(self)
+        inner.in_loop = True
+        return inner
+
+    def inside_checkpoint(self) -> Runner:
+        """Returns a runner for the inside of a `jax.checkpoint` that has a policy."""
+        inner = copy.copy(self)
+        inner.products = remat.NamedProducts()
+        return inner
 
     def run(
         self,
@@ -144,32 +143,10 @@ class Runner:
         if step.native:
             self.run_native(plan, step, env)
             return
-
-        def fun(*arrays: Any) -> list[Any]:
-            local = dict(zip(step.inputs, map(_widened, step.inputs, arrays), strict=True))
-            for i in step.members:
-                eqn = plan.decisions[i].eqn
-                values = [a.val if _compat.is_literal(a) else local[a] for a in eqn.invars]
-                with written_at(eqn):
-                    local.update(zip(eqn.outvars, bind(eqn, values), strict=True))
-                if step.checkpoint and (low := groups.biased_dtype(eqn, step, plan.states)):
-                    local[eqn.outvars[0]] = backends.biased(local[eqn.outvars[0]], low)
-            outs: list[Any] = []
-            for var, is_low, is_full in step.outputs:
-                if is_low:
-                    outs.append(local[var].astype(plan.states[var].dtype))
-                if is_full:
-                    outs.append(local[var])
-            return outs
-
         arrays = [env[v].made for v in step.inputs]
-        if step.checkpoint:
-            names = [plan.decisions[i].eqn.primitive.name for i in step.members]
-            fun = recomputed(fun, arrays, names, in_loop=self.in_loop)
-        outs = fun(*arrays)
-        found = iter(outs)
+        found = iter(self.functions.run(plan, step, arrays, in_loop=self.in_loop))
         for var, is_low, is_full in step.outputs:
-            low = backends.stored(next(found)) if is_low else None
+            low = next(found) if is_low else None
             full = next(found) if is_full else None
             env[var] = _both_forms(plan.states[var], low, full)
 
@@ -191,13 +168,6 @@ class Runner:
         env.update((v, local[v]) for v, _, _ in step.outputs)
 
 
-def bind(eqn: Any, values: Sequence[Any], params: Any = None) -> list[Any]:
-    """Returns the results of an equation on other operands."""
-    params = eqn.params if params is None else params
-    bound = _compat.bind(eqn.primitive, values, params)
-    return list(bound) if eqn.primitive.multiple_results else [bound]
-
-
 def bind_low(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Returns the results of an equation on operands that may be low."""
     if sums.is_summed(eqn) and any(map(sums.is_low, values)):
@@ -215,10 +185,6 @@ def _operand(value: Value, atom: Any, dtype: Any) -> Any:
     if _compat.is_literal(atom):
         return np.asarray(value.full, dtype)
     return value.cast(dtype)
-
-
-def _widened(var: Any, array: Any) -> Any:
-    return array.astype(FLOAT32) if is_float32(var) and array.dtype != FLOAT32 else array
 
 
 def _stored(array: Any, state: State) -> Value:

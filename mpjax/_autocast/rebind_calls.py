@@ -13,7 +13,7 @@ import jax
 from jax import lax
 
 from mpjax import _compat
-from mpjax._autocast import custom_rules, remat, sums
+from mpjax._autocast import custom_rules, sums
 from mpjax._autocast.plan import Decision, Plan
 from mpjax._autocast.states import Kind
 from mpjax._autocast.values import Value
@@ -88,7 +88,7 @@ def _run_remat(runner: Runner, decision: Decision, values: Sequence[Value]) -> l
     policy = eqn.params["policy"]
     inner = runner
     if policy is not None and runner.products is None:
-        inner = type(runner)(remat.NamedProducts(), in_loop=runner.in_loop)
+        inner = runner.inside_checkpoint()
     ask = None if inner.products is None else inner.products.translated(policy)
     shadows = _made_shadows(plan, values)
     fun = _with_shadows(inner, plan, shadows)

@@ -1,0 +1,110 @@
+"""A group as a function of its inputs. Equal groups are one function, so that JAX traces it once.
+
+The layers of a network are equal groups, one a layer. Traced, differentiated and transposed one
+by one they would be most of what autocast costs while tracing; JAX's own functions (softmax, gelu)
+are traced once in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpjax import _compat
+from mpjax._autocast import backends, groups, scopes
+from mpjax._autocast.binding import bind, inside, written_at
+from mpjax._autocast.plan import FLOAT32, Plan, is_float32
+from mpjax._autocast.recompute import recomputed
+
+Function = Callable[..., list[Any]]
+
+
+class GroupFunctions:
+    """The functions of the groups of one run, by what they compute and where it is written."""
+
+    def __init__(self) -> None:
+        self._functions: dict[Hashable, Function] = {}
+        self._lines: dict[Any, str] = {}
+
+    def run(
+        self, plan: Plan, step: groups.Step, arrays: Sequence[Any], *, in_loop: bool
+    ) -> list[Any]:
+        """Returns the outputs of a group: of each the low form, then the full one, if wanted.
+
+        Args:
+          plan: what the group is of.
+          step: the group.
+          arrays: its inputs, as they are held.
+          in_loop: whether it is in the body of a loop.
+        """
+        eqns = [plan.decisions[i].eqn for i in step.members]
+        if not step.checkpoint:
+            return _function(plan, step, eqns, 0)(*arrays)
+        around = _common_scopes(eqns)
+        key = self._key(plan, step, eqns, around)
+        if key not in self._functions:
+            self._functions[key] = _function(plan, step, eqns, around)
+        names = [eqn.primitive.name for eqn in eqns]
+        with inside(eqns[0], around):
+            return recomputed(self._functions[key], arrays, names, in_loop=in_loop)(*arrays)
+
+    def _key(self, plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -> Hashable:
+        """Returns what equal groups have in common; their outer scopes may differ."""
+        number = {v: i for i, v in enumerate(step.inputs)}
+        found: list[Hashable] = [v.aval for v in step.inputs]
+        for eqn in eqns:
+            operands = [_literal(v) if _compat.is_literal(v) else number[v] for v in eqn.invars]
+            params = sorted(eqn.params.items())
+            place = (eqn.source_info.name_stack[around:], self._line(eqn), eqn.ctx)
+            biased = groups.biased_dtype(eqn, step, plan.states)
+            found.append((eqn.primitive, *operands, *params, *place, biased))
+            number |= {v: i for i, v in enumerate(eqn.outvars, start=len(number))}
+        outputs = ((number[v], plan.states[v].dtype, *forms) for v, *forms in step.outputs)
+        return (*found, *outputs)
+
+    def _line(self, eqn: Any) -> str:
+        traceback = eqn.source_info.traceback
+        if traceback not in self._lines:
+            self._lines[traceback] = scopes.location(eqn)
+        return self._lines[traceback]
+
+
+def _common_scopes(eqns: Sequence[Any]) -> int:
+    """Returns how many outer scopes the equations share."""
+    stacks = [eqn.source_info.name_stack.stack for eqn in eqns]
+    shared = 0
+    for entries in zip(*stacks, strict=False):
+        if any(entry != entries[0] for entry in entries):
+            break
+        shared += 1
+    return shared
+
+
+def _literal(literal: Any) -> Hashable:
+    return literal.aval, np.asarray(literal.val).tobytes()  # by its bits: -0.0 equals 0.0
+
+
+def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -> Function:
+    def fun(*arrays: Any) -> list[Any]:
+        local = dict(zip(step.inputs, map(_widened, step.inputs, arrays), strict=True))
+        for eqn in eqns:
+            values = [a.val if _compat.is_literal(a) else local[a] for a in eqn.invars]
+            with written_at(eqn, around):
+                local.update(zip(eqn.outvars, bind(eqn, values), strict=True))
+            if step.checkpoint and (low := groups.biased_dtype(eqn, step, plan.states)):
+                local[eqn.outvars[0]] = backends.biased(local[eqn.outvars[0]], low)
+        outs: list[Any] = []
+        for var, is_low, is_full in step.outputs:
+            if is_low:
+                outs.append(backends.stored(local[var].astype(plan.states[var].dtype)))
+            if is_full:
+                outs.append(local[var])
+        return outs
+
+    return fun
+
+
+def _widened(var: Any, array: Any) -> Any:
+    return array.astype(FLOAT32) if is_float32(var) and array.dtype != FLOAT32 else array

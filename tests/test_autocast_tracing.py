@@ -1,0 +1,58 @@
+"""What tracing autocast costs: equal groups of operations are traced once, wherever they stand."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax import _compat
+from mpjax._autocast import autocast
+
+X = jnp.linspace(-1.0, 1.0, 128 * 64, dtype=jnp.float32).reshape(128, 64)  # worth a checkpoint
+W = jnp.full((64, 64), 0.01)
+
+
+def groups(fun: Any, *args: Any) -> list[Any]:
+    """Returns the equations that hold a group which the backward pass computes again."""
+    found = _compat.equations(jax.make_jaxpr(autocast(fun, "bf16-mixed"))(*args))
+    return [eqn for eqn in found if eqn.primitive.name in ("remat2", "checkpoint")]
+
+
+def layers(x: jax.Array, w: jax.Array) -> jax.Array:
+    for i in range(3):
+        with jax.named_scope(f"layer_{i}"), jax.named_scope("softmax"):
+            x = jax.nn.softmax(x @ w)
+    return x @ w
+
+
+def test_equal_groups_are_one_program() -> None:
+    assert len({id(eqn.params["jaxpr"]) for eqn in groups(layers, X, W)}) == 1
+
+
+def test_equal_groups_keep_their_scopes() -> None:
+    found = [str(eqn.source_info.name_stack) for eqn in groups(layers, X, W)]
+    assert [name.split("/")[-2:] for name in found] == [[f"layer_{i}", "softmax"] for i in range(3)]
+
+
+def test_groups_on_other_lines_are_others() -> None:
+    def fun(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = jnp.exp(x @ w) * 2.0
+        return jnp.exp(y @ w) * 2.0 @ w
+
+    assert len({id(eqn.params["jaxpr"]) for eqn in groups(fun, X, W)}) == 2
+
+
+def test_groups_that_differ_in_the_sign_of_zero_are_two() -> None:
+    def least(x: jax.Array, w: jax.Array, zero: float) -> jax.Array:
+        return jnp.exp(x @ w) * zero
+
+    @functools.partial(autocast, policy="bf16-mixed")
+    def fun(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return least(x, w, 0.0), least(x, w, -0.0)
+
+    assert len(groups(fun, X, W)) == 2
+    plus, minus = fun(X, W)
+    assert not np.signbit(plus).any()
+    assert np.signbit(minus).all()
