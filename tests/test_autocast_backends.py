@@ -63,16 +63,30 @@ def test_a_named_algorithm_keeps_its_float32_result():
     }
 
 
-@pytest.mark.parametrize("policy", HALVES)
-def test_a_gpu_convolves_to_low_results_and_float32_kernel_gradients(policy):
-    def twice(w, x):
-        return lax.conv(jnp.tanh(lax.conv(x, w, (1, 1), "SAME")), w, (1, 1), "SAME")
+def twice_convolved(w, x):
+    y = lax.conv(jnp.tanh(lax.conv(x, w, (1, 1), "SAME")), w, (1, 1), "SAME")
+    return jnp.sum(jnp.tanh(y))
 
+
+IMAGES = normal(4, 4, 3, 3), normal(2, 4, 6, 6, seed=2)
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_a_gpu_convolves_to_low_results_but_for_a_float16_kernel_gradient(policy):
     low = ("convolution", HALVES[policy])
-    fast = autocast(lambda w, x: jnp.sum(jnp.tanh(twice(w, x))), policy)
-    found = results(jax.grad(fast), "cuda", normal(4, 4, 3, 3), normal(2, 4, 6, 6, seed=2))
-    assert found.count(low) == 3  # two forward, one back to the first result
-    assert found.count(("convolution", "f32")) == 4  # two that XLA drops, two kernel gradients
+    found = results(jax.grad(autocast(twice_convolved, policy)), "cuda", *IMAGES)
+    # Two forward, one back to the first result, two kernel gradients; and what XLA drops.
+    assert found.count(low) == (5 if policy == "bf16-mixed" else 3)
+    assert found.count(("convolution", "f32")) == (2 if policy == "bf16-mixed" else 4)
+    elsewhere = results(jax.grad(autocast(twice_convolved, policy)), "tpu", *IMAGES)
+    assert elsewhere == [("convolution", "f32")] * 5
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_a_gradient_that_is_taken_inside_convolves_on_a_gpu_as_one_outside(policy):
+    low = ("convolution", HALVES[policy])
+    found = results(autocast(jax.grad(twice_convolved), policy), "cuda", *IMAGES)
+    assert found.count(low) == (5 if policy == "bf16-mixed" else 3)
 
 
 @pytest.mark.parametrize("policy", HALVES)

@@ -13,7 +13,8 @@ of two bfloat16 are exact in float32.
 XLA:GPU cancels a rounding to low against the widening of a later reader, and then stores float32.
 So a product is asked for the low result itself (it accumulates in float32 all the same), and what
 is stored low passes a barrier. cuDNN has no low convolution with a float32 result at all: XLA
-would widen its operands, whole activations.
+would widen its operands, whole activations. So one in bfloat16 has a bfloat16 result, widened where
+float32 was asked for; one in float16 has not, for there the gradient of a kernel could overflow.
 """
 
 import functools
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -33,6 +35,7 @@ from .. import _compat
 
 GPUS = ("cuda", "rocm")
 FLOAT32 = np.dtype("float32")
+BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 
 def plain_layout(x: jax.Array, y: jax.Array, dims: Any) -> tuple[jax.Array, jax.Array, Any]:
@@ -185,6 +188,18 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     return x if x.dtype == dtype else _rounded_p.bind(x, dtype=jax.dtypes.canonicalize_dtype(dtype))
 
 
+def convolved(
+    x: jax.Array, y: jax.Array, params: dict[str, Any], dtype: Any, backend: Backend
+) -> jax.Array:
+    """Returns a convolution of low operands in `dtype`, rounded on a GPU if it is in bfloat16."""
+    if x.dtype != BFLOAT16:
+        return rounded(lax.conv_general_dilated(x, y, **params), dtype)
+    if backend.low_results:
+        params = {**params, "preferred_element_type": BFLOAT16}
+        return lax.conv_general_dilated(x, y, **params).astype(dtype)
+    return _rounded_p.bind(lax.conv_general_dilated(x, y, **params), dtype=dtype)
+
+
 def _convert(x: jax.Array, *, dtype: Any) -> jax.Array:
     return lax.convert_element_type(x, dtype)
 
@@ -216,7 +231,9 @@ def _lower_rounded(ctx: Any, x: Any, *, dtype: Any) -> Any:
     product = x.owner
     if getattr(product, "name", None) not in _ROUND_THEMSELVES or "algorithm" in product.attributes:
         return _lower_convert(ctx, x, dtype=dtype)  # an algorithm says what its result is
-    return [_again(product, product.operands, dtype)]
+    if dtype != FLOAT32:
+        return [_again(product, product.operands, dtype)]
+    return [_converted(_again(product, product.operands, BFLOAT16), mlir.dtype_to_ir_type(dtype))]
 
 
 _lower_settled = mlir.lower_fun(_settled, multiple_results=False)
@@ -228,18 +245,19 @@ def _lower_on_cpu(ctx: Any, x: Any) -> Any:
     if cpu_multiplies_bfloat16() or getattr(product, "name", None) != "stablehlo.dot_general":
         return _lower_settled(ctx, x)
     wide = mlir.dtype_to_ir_type(FLOAT32)
-    operands = [_converted(operand, wide) for operand in product.operands]
+    operands = [_kept_apart(_converted(operand, wide)) for operand in product.operands]
     return [_again(product, operands, FLOAT32)]
 
 
 def _converted(x: Any, element: Any) -> Any:
     shape = mlir.ir.RankedTensorType(x.type).shape
     result = mlir.ir.RankedTensorType.get(shape, element)
-    convert = mlir.ir.Operation.create("stablehlo.convert", results=[result], operands=[x])
-    kept = mlir.ir.Operation.create(
-        "stablehlo.optimization_barrier", results=[result], operands=[convert.result]
-    )
-    return kept.result
+    return mlir.ir.Operation.create("stablehlo.convert", results=[result], operands=[x]).result
+
+
+def _kept_apart(x: Any) -> Any:
+    barrier = "stablehlo.optimization_barrier"
+    return mlir.ir.Operation.create(barrier, results=[x.type], operands=[x]).result
 
 
 def _lower_result(ctx: Any, x: Any) -> Any:

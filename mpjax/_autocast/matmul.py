@@ -5,7 +5,7 @@ JAX would derive from it multiplies a float32 cotangent by a low operand (slow),
 gradient of a weight to the low dtype. So its operands are hidden from differentiation, and the
 result passes through `linked`, an identity whose tangents are products of our own. They take the
 float32 *carrier* of each operand for its tangent and the low copy for its value: a weight is cast
-once, and its gradient leaves a float32 accumulator unrounded.
+once, and its gradient leaves a float32 accumulator unrounded (but for `backends.convolved`).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def low_product(
         return backends.rounded(lax.ragged_dot_general(*values, **kwargs), out_dtype)
     x, y = values
     if name == "conv_general_dilated":
-        return backends.rounded(lax.conv_general_dilated(x, y, **kwargs), out_dtype)
+        return backends.convolved(x, y, kwargs, out_dtype, backend)
     x, y, kwargs["dimension_numbers"] = backends.plain_layout(x, y, kwargs["dimension_numbers"])
     if x.dtype != jnp.bfloat16:
         return backends.rounded(lax.dot_general(x, y, **kwargs), out_dtype)
