@@ -187,3 +187,13 @@ def test_a_cpu_reads_the_transposed_operands_of_gradients_in_order():
     assert not operands  # else XLA widened what it transposes
     exported = jax.export.export(grad, platforms=["cpu"])(*args)  # which allows no constraint
     assert "LayoutConstraint" not in exported.mlir_module()
+
+
+def test_a_weight_gradient_is_made_in_its_own_order():
+    def fun(w, x):
+        return jnp.sum(jnp.tanh(x @ w))
+
+    grad = jax.jit(jax.grad(autocast(fun, "bf16-mixed")))
+    text = grad.trace(normal(8, 16), normal(4, 8, seed=2)).lower(lowering_platforms=("tpu",))
+    moved = [line for line in text.as_text().splitlines() if "stablehlo.transpose" in line]
+    assert len(moved) == 1 and "<4x8xbf16>" in moved[0]  # the activations, and not the gradient

@@ -191,7 +191,33 @@ def _transposed(_mesh: Any, program: Bilinear, wrt: int) -> Bilinear:
         zeros = jnp.zeros(mine.shape, mine.dtype, out_sharding=mine.sharding)
         return jax.vjp(partial, zeros)[1](ct)[0]
 
-    return Bilinear(jax.make_jaxpr(pullback)(out, other, *extras), program.low)
+    return Bilinear(_untransposed(jax.make_jaxpr(pullback)(out, other, *extras)), program.low)
+
+
+def _untransposed(program: Any) -> Any:
+    """Returns the program whose product has the order of dimensions that a transpose gave it.
+
+    JAX writes a weight gradient as `(ctᵀ x)ᵀ`, and XLA:CPU stores both.
+    """
+    live = _live_equations(program.jaxpr)
+    if [eqn.primitive.name for eqn in live] != ["dot_general", "transpose"]:
+        return program
+    product, transpose = live
+    x, y = product.invars
+    kwargs = dict(product.params)
+    (contract_x, contract_y), (batch_x, batch_y) = kwargs["dimension_numbers"]
+    batch, ndim = len(batch_x), product.outvars[0].aval.ndim
+    second = x.aval.ndim - len(contract_x)  # where the free dimensions of `y` begin
+    swapped = (*range(batch), *range(second, ndim), *range(batch, second))
+    if transpose.params["permutation"] != swapped or kwargs.get("out_sharding") is not None:
+        return program
+    kwargs["dimension_numbers"] = ((contract_y, contract_x), (batch_y, batch_x))
+
+    def in_order(*args: jax.Array) -> jax.Array:
+        env = dict(zip(program.jaxpr.invars, args, strict=True))
+        return lax.dot_general(env[y], env[x], **kwargs)
+
+    return jax.make_jaxpr(in_order)(*(_struct(v.aval) for v in program.jaxpr.invars))
 
 
 @functools.lru_cache(maxsize=4096)
