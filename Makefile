@@ -17,13 +17,15 @@ ARGS   ?=
 BIN    := $(VENV)/bin
 # Named after JAX's version: asking for another one installs it, going back does so too.
 STAMP  := $(VENV)/.mpjax-dev-$(if $(JAX),jax-$(JAX),jax-newest)
+# Goes when the one above is renewed: libtpu belongs to one version of JAX.
+LIBTPU := $(STAMP)-libtpu
 
 PYTHON_IS_NEW := 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and \
 	f"mpjax needs Python >= 3.11; $(PYTHON) is {v[0]}.{v[1]}.\n  Try: make PYTHON=python3.12")'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint format types bench docs package clean
+.PHONY: help venv demo test tpu lint format types bench docs package clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +47,13 @@ demo: $(STAMP)  ## train on real digits in four precisions; a table and outputs/
 
 test: $(STAMP)  ## run the tests, with doctests, README blocks and short examples
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(if $(SLOW),-m '') $(ARGS)
+
+$(LIBTPU): $(STAMP)
+	$(BIN)/python -m pip install --quiet 'jax[tpu]$(if $(JAX),==$(JAX))'
+	@touch $@
+
+tpu: $(LIBTPU)  ## compile for TPUs that are not here: the tests that need libtpu (0.6 GB)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'tpu_compiler and not slow' $(ARGS)
 
 lint: $(STAMP)  ## check style and format
 	$(BIN)/ruff check .

@@ -5,8 +5,12 @@ lifted by a marker that gives its reason:
 
     @pytest.mark.standard_promotion("orbax compares int32 with a Python-typed int64")
     @pytest.mark.no_leak_check("flax keeps the module's scope, tracers included, on the exception")
+
+What compiles for an accelerator is marked `tpu_compiler` or `gpu_compiler`, and is skipped, saying
+how to get the compiler, where it is not installed.
 """
 
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -40,11 +44,31 @@ _LIFTED_BY = {
     "standard_promotion": ("numpy_dtype_promotion", "standard"),
     "no_leak_check": ("check_tracer_leaks", False),
 }
+_COMPILERS = {
+    "tpu_compiler": ("libtpu", "make tpu"),
+    "gpu_compiler": (
+        "jax_plugins.xla_cuda12",
+        "pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt, at JAX's version",
+    ),
+}
+
+
+def _installed(module: str) -> bool:
+    parent = module.partition(".")[0]
+    return bool(importlib.util.find_spec(parent) and importlib.util.find_spec(module))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuses a marker that lifts a check and does not say why."""
+    """Refuses a marker that lifts a check and does not say why; skips what lacks its compiler."""
+    missing = {
+        name: f"{module} is not installed; it compiles for what is not here: {install}"
+        for name, (module, install) in _COMPILERS.items()
+        if not _installed(module)
+    }
     for item in items:
+        for name, reason in missing.items():
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
         for name in _LIFTED_BY:
             for mark in item.iter_markers(name):
                 if not (len(mark.args) == 1 and isinstance(mark.args[0], str) and mark.args[0]):

@@ -52,12 +52,13 @@ def test_warning_raises():
         warnings.warn("as an error", UserWarning, stacklevel=1)
 
 
-def pytest_on(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs pytest on one file of `source` under a copy of our conftest.py."""
-    (folder / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
+def pytest_on(source: str, folder: Path, first: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs pytest on one file of `source` under a copy of our conftest.py, `first` before it."""
+    conftest = (Path(__file__).parent / "conftest.py").read_text()
+    (folder / "conftest.py").write_text(first + conftest)
     (folder / "test_it.py").write_text("import jax, pytest\n" + source)
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", "test_it.py"],
         capture_output=True,
         text=True,
         cwd=folder,
@@ -80,3 +81,15 @@ def test_marker_without_a_reason_is_refused(tmp_path: Path):
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
     assert "no_leak_check was given ()" in run.stderr
     assert "Write pytest.mark.no_leak_check('...')" in run.stderr
+
+
+@pytest.mark.parametrize("compiler", ["tpu_compiler", "gpu_compiler"])
+def test_what_lacks_its_compiler_is_skipped_and_says_how_to_get_it(compiler: str, tmp_path: Path):
+    run = pytest_on(
+        f"@pytest.mark.{compiler}\ndef test_it(): pass\n",
+        tmp_path,
+        "import sys\nsys.modules |= {'libtpu': None, 'jax_plugins': None}\n",
+    )
+    assert "1 skipped" in run.stdout
+    assert "is not installed; it compiles for what is not here: " in run.stdout
+    assert {"tpu_compiler": "make tpu", "gpu_compiler": "jax-cuda12-pjrt"}[compiler] in run.stdout

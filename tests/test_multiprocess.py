@@ -5,24 +5,23 @@ scale that overflows in the first steps: what a run forgets on its way through a
 """
 
 import json
-import os
 import random
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import _trainer
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import yaml
 from _helpers import assert_same_bits
+from _trainer import ROOT, TRAINER, finish, read_until
 
-ROOT = Path(__file__).parent.parent
 STEPS = 16
 JOB = {
     "hardware": "a test",
@@ -40,36 +39,16 @@ JOB = {
 
 
 def start(commands: Sequence[Sequence[str]], cache: Path) -> list[subprocess.Popen[str]]:
-    """Starts one process a command, {port} being one that is free; nothing of JAX is inherited."""
+    """Starts one process a command, {port} being one that is free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "TPU_"))}
-    kept |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    kept |= {"JAX_COMPILATION_CACHE_DIR": str(cache)}
-    kept |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    caching = {"JAX_COMPILATION_CACHE_DIR": str(cache)}
+    caching["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     return [
-        subprocess.Popen(
-            [sys.executable, *(part.replace("{port}", port) for part in command)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=kept,
-        )
+        _trainer.start(*(part.replace("{port}", port) for part in command), **caching)
         for command in commands
     ]
-
-
-def finish(processes: Sequence[subprocess.Popen[str]], seconds: float = 300) -> list[Any]:
-    """Returns what each process said, on stdout and stderr, and kills those that do not end."""
-    found = []
-    for process in processes:
-        try:
-            found.append(process.communicate(timeout=seconds))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            found.append(process.communicate())
-    return found
 
 
 # -- one decision ----------------------------------------------------------------------------------
@@ -120,7 +99,7 @@ class Job:
     def start(self, *more: Sequence[str], ids: Sequence[int] = ()) -> list[subprocess.Popen[str]]:
         """Starts the processes; `more` are arguments that each has for itself."""
         own = dict(enumerate(more))
-        script = [str(ROOT / "examples" / "train_pod.py"), str(self.folder / "job.yaml")]
+        script = [str(TRAINER), str(self.folder / "job.yaml")]
         script += ["--out", str(self.folder / "out"), "--coordinator", "127.0.0.1:{port}"]
         script += ["--num-processes", str(self.count), "--process-id"]
         numbers = ids or range(self.count)
@@ -136,8 +115,7 @@ class Job:
     def killed(self, step: int, victim: int) -> None:
         """Runs until a step is reported, and kills one process there; the rest cannot go on."""
         processes = self.start()
-        while not (line := processes[0].stdout.readline()).startswith(f"step {step:>6}/"):
-            assert line, processes[0].stderr.read()[-2000:]
+        read_until(processes[0], f"step {step:>6}/")
         processes[victim].send_signal(signal.SIGKILL)
         processes[victim].wait()
         for process in processes:  # as a scheduler does when one has died
@@ -232,8 +210,7 @@ class TestBrokenOrAsked:
         whole = reference(uninterrupted, 2, cache, tmp_path)
         job = Job(tmp_path / "job", cache, 2)
         processes = job.start()
-        while not (line := processes[0].stdout.readline()).startswith("step      4/"):
-            assert line, processes[0].stderr.read()[-2000:]
+        read_until(processes[0], "step      4/")
         processes[1].send_signal(signal.SIGTERM)
         said = finish(processes)
         assert [p.returncode for p in processes] == [0, 0], [e[-2000:] for _, e in said]

@@ -1,6 +1,5 @@
 """The check on accelerators that are not here: TPU slices and GPUs, compiled ahead of time."""
 
-import importlib.util
 from typing import Any
 
 import _pods_step
@@ -11,21 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from mpjax.pods import check, get_topology, with_sharding
 
-
-def installed(module: str) -> bool:
-    parent = module.partition(".")[0]
-    return bool(importlib.util.find_spec(parent) and importlib.util.find_spec(module))
-
-
-NEEDS_TPU = pytest.mark.skipif(
-    not installed("libtpu"),
-    reason="needs libtpu, which compiles for TPUs that are not here: pip install 'jax[tpu]'",
-)
-NEEDS_GPU = pytest.mark.skipif(
-    not installed("jax_plugins.xla_cuda12"),
-    reason="needs the CUDA compiler (no GPU): "
-    "pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt, at JAX's version",
-)
+NEEDS_TPU = pytest.mark.tpu_compiler
+NEEDS_GPU = pytest.mark.gpu_compiler
 pytestmark = [
     pytest.mark.standard_promotion("adamw divides an int32 count into a float"),
     pytest.mark.no_leak_check("the check keeps the jaxpr of what it traces"),

@@ -1,29 +1,28 @@
 """Every config of tpu_configs/ is a sound job, says what it amounts to, and compiles."""
 
 import datetime
-import importlib.util
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import _trainer
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from _trainer import ROOT, TRAINER
 
 from mpjax import check_support, pods
 from mpjax.pods.config import Job, load_config, record_check
 
-ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "tpu_configs").glob("*.yaml"))
 NAMES = [path.stem for path in CONFIGS]
 TARGETS = {"cpu-smoke", "v4-8", "v5e-16", "v5e-256", "v5p-128", "v6e-64", "v6e-256", "tpu7x-128"}
 TARGETS |= {f"{gpu}-{low}" for gpu in ("a100-1", "h100-8", "h100-64") for low in ("bf16", "f16")}
 
-spec: Any = importlib.util.spec_from_file_location("train_pod", ROOT / "examples/train_pod.py")
-train_pod: Any = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(train_pod)
+train_pod: Any = _trainer.as_module()
 
 pytestmark = [
     pytest.mark.standard_promotion("optax raises a float to the power of an integer count"),
@@ -92,17 +91,6 @@ def test_the_jobset_starts_one_pod_a_host():
 
 # -- compiled small --------------------------------------------------------------------------------
 
-NEEDS = {"tpu": "libtpu", "cuda": "jax_plugins.xla_cuda12"}
-INSTALL = {
-    "tpu": "needs libtpu, which compiles for TPUs that are not here: pip install 'jax[tpu]'",
-    "cuda": "needs the CUDA compiler: pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt",
-}
-
-
-def installed(module: str) -> bool:
-    parent = module.partition(".")[0]
-    return bool(importlib.util.find_spec(parent) and importlib.util.find_spec(module))
-
 
 def compiled_small(path: Path) -> Any:
     """Returns the check of a config with two narrow layers, on its own topology and mesh."""
@@ -118,14 +106,12 @@ def compiled_small(path: Path) -> Any:
 
 def targets() -> list[Any]:
     """Returns the configs as parameters; each but the first of its platform is slow."""
+    compilers = {"tpu": [pytest.mark.tpu_compiler], "cuda": [pytest.mark.gpu_compiler], "cpu": []}
     found = []
     for path in CONFIGS:
-        platform = load_config(path).topology.chip.platform
-        marks: list[Any] = [] if path.stem in ("cpu-smoke", "v5e-16") else [pytest.mark.slow]
-        if platform in NEEDS:
-            missing = not installed(NEEDS[platform])
-            marks.append(pytest.mark.skipif(missing, reason=INSTALL[platform]))
-        found.append(pytest.param(path, marks=marks, id=path.stem))
+        needs = compilers[load_config(path).topology.chip.platform]
+        slow = [] if path.stem in ("cpu-smoke", "v5e-16") else [pytest.mark.slow]
+        found.append(pytest.param(path, marks=[*needs, *slow], id=path.stem))
     return found
 
 
@@ -137,6 +123,19 @@ def test_a_config_compiles_small_for_its_own_topology(path: Path):
     if report.num_devices > 1:
         assert set(report.sent("weights")) == {low}
         assert set(report.sent("gradients")) == {"f32"}
+
+
+@pytest.mark.tpu_compiler
+def test_a_whole_job_is_still_what_its_config_records():
+    path = ROOT / "tpu_configs/v4-8.yaml"  # the TPU config that compiles soonest: a minute
+    process = _trainer.start(TRAINER, path, "--check", "--json")
+    said, errors = process.communicate()
+    assert process.returncode == 0, errors + said
+    report, recorded = json.loads(said), load_config(path).checked
+    assert report["findings"] == []
+    # The compiler's next version may lay out a step a little better or worse.
+    assert report["memory"]["peak"] / 1e9 == pytest.approx(recorded.peak_gb, rel=0.1)
+    assert report["times"]["bound"] == recorded.bound
 
 
 def test_a_record_is_read_back_and_replaces_the_one_before(tmp_path: Path):

@@ -2,29 +2,27 @@
 
 import importlib.util
 import json
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import _trainer
 import jax
 import numpy as np
 import pytest
 import yaml
 from _helpers import assert_same_bits
+from _trainer import TRAINER, read_until
 
 import mpjax
 from mpjax import pods
 from mpjax.pods.checkpoints import Checkpoints
-from mpjax.pods.config import load_config
+from mpjax.pods.config import AXES, load_config
 from mpjax.pods.corpus import Corpus, open_corpus, trigram_bits
 
-ROOT = Path(__file__).parent.parent
-spec = importlib.util.spec_from_file_location("train_pod", ROOT / "examples" / "train_pod.py")
-train_pod: Any = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(train_pod)
+train_pod: Any = _trainer.as_module()
 
 pytestmark = [
     pytest.mark.standard_promotion("optax raises a float to the power of an integer count"),
@@ -82,7 +80,7 @@ def gradients(trainer: Any) -> tuple[Any, Any]:
 )
 def test_every_mesh_computes_what_one_device_does(sizes: tuple[int, ...], config: Path):
     one, single = gradients(trainer_on(config, {"data": 1, "fsdp": 1, "tensor": 1}, "32-true"))
-    axes = dict(zip(train_pod.AXES, sizes, strict=True))
+    axes = dict(zip(AXES, sizes, strict=True))
     loss, grads = gradients(trainer_on(config, axes, "32-true"))
     assert loss == pytest.approx(one, rel=1e-6)
     # Sums over 128 bytes in another order: some units in the last place of the largest.
@@ -134,16 +132,8 @@ def test_a_trigram_model_is_counted_right():
 
 
 def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "TPU_"))}
-    out = config.parent / "out"
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "examples" / "train_pod.py"), str(config)]
-        + ["--simulate", "2", "--set", "accelerator=cpu:2", "--out", str(out), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=kept | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-    )
+    here = ["--simulate", "2", "--set", "accelerator=cpu:2", "--out", str(config.parent / "out")]
+    return _trainer.start(TRAINER, config, *here, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +186,7 @@ def test_sigterm_saves_and_the_same_command_goes_on_to_the_same_bits(config: Pat
     whole = start(config, "--set", f"checkpoint.folder={config.parent / 'whole'}")
     assert whole.wait(timeout=300) == 0, whole.stderr.read()
     process = start(config)
-    while not (line := process.stdout.readline()).startswith("step      2"):
-        assert line, process.stderr.read()
+    read_until(process, "step      2")
     process.send_signal(signal.SIGTERM)
     said, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
