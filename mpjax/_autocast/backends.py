@@ -209,7 +209,6 @@ _rounded_p.def_abstract_eval(lambda x, *, dtype: x.update(dtype=dtype, weak_type
 batching.primitive_batchers[_rounded_p] = functools.partial(_batch_identity, _rounded_p)
 ad.deflinear2(_rounded_p, lambda ct, x, *, dtype: [lax.convert_element_type(ct, x.aval.dtype)])
 
-_lower_convert = mlir.lower_fun(_convert, multiple_results=False)
 _ROUND_THEMSELVES = frozenset({"stablehlo.dot_general", "stablehlo.convolution"})
 
 
@@ -236,7 +235,21 @@ def _lower_rounded(ctx: Any, x: Any, *, dtype: Any) -> Any:
     return [_converted(_again(product, product.operands, BFLOAT16), mlir.dtype_to_ir_type(dtype))]
 
 
-_lower_settled = mlir.lower_fun(_settled, multiple_results=False)
+def _lower_convert(ctx: Any, x: Any, *, dtype: Any) -> Any:
+    del ctx
+    return [_converted(x, mlir.dtype_to_ir_type(dtype))]
+
+
+def _lower_settled(ctx: Any, x: Any) -> Any:
+    """Lowers `_settled`, which stands in a program once a product: without tracing it each time."""
+    del ctx
+    bits = mlir.ir.IntegerType.get_signless(32)
+    sizes = {"exponent_bits": 8, "mantissa_bits": 23}
+    attributes = {name: mlir.ir.IntegerAttr.get(bits, size) for name, size in sizes.items()}
+    operation = mlir.ir.Operation.create(
+        "stablehlo.reduce_precision", results=[x.type], operands=[x], attributes=attributes
+    )
+    return [operation.result]
 
 
 def _lower_on_cpu(ctx: Any, x: Any) -> Any:
