@@ -29,13 +29,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax import pods
 from mpjax.pods.checkpoints import Checkpoints
-from mpjax.pods.config import AXES, Job, flat, load_config, record_check
+from mpjax.pods.config import Job, flat, load_config, record_check
 from mpjax.pods.corpus import Corpus, open_corpus, trigram_bits
 from mpjax.pods.processes import agree, initialize
 
@@ -336,16 +336,6 @@ def check(job: Job, path: Path, arguments: argparse.Namespace) -> int:
     return found.exit_code
 
 
-def make_mesh(job: Job) -> Mesh:
-    """Returns the mesh of the devices that are here."""
-    axes = job.mesh_axes(jax.device_count())
-    kinds = (AxisType.Auto,) * len(axes)
-    if job.num_slices > 1:  # in order of slices: `data`, the first axis, crosses the slow network
-        devices = np.array(jax.devices()).reshape(tuple(axes.values()))
-        return Mesh(devices, AXES, axis_types=kinds)
-    return jax.make_mesh(tuple(axes.values()), AXES, axis_types=kinds)
-
-
 def prepare(job: Job) -> tuple[Trainer, Corpus]:
     """Returns the trainer and the corpus, once all processes agree on what they are about to do."""
     versions = {"python": platform.python_version(), "jax": jax.__version__}
@@ -353,7 +343,7 @@ def prepare(job: Job) -> tuple[Trainer, Corpus]:
     corpus = open_corpus(job.data, job.sequence_length)
     agree({"digest": corpus.digest}, "corpus")
     mpjax.check_support(job.precision)
-    trainer = Trainer(job, make_mesh(job))
+    trainer = Trainer(job, pods.make_mesh(job.mesh_axes(jax.device_count())))
     sizes = [leaf.size for leaf in jax.tree.leaves(trainer.state_shapes["params"])]
     axes = ", ".join(f"{name} {size}" for name, size in trainer.mesh.shape.items())
     say(f"{job.hardware}: {jax.device_count()} devices ({axes}), {jax.process_count()} processes")

@@ -1,14 +1,14 @@
 """Names of slices and clusters: what people call them, and what is said to a wrong one."""
 
-import importlib.util
 from typing import Any
 
 import jax
 import pytest
 
-from mpjax.pods import Topology, get_topology
+from mpjax.pods import Topology, get_topology, make_mesh
 from mpjax.pods import _devices as devices_of
 from mpjax.pods._chips import GPU_TARGETS, GPUS, TPUS
+from mpjax.pods._network import bandwidth
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,14 @@ def test_a_mesh_that_does_not_divide_is_an_error(axes: dict[str, int]):
         get_topology("cpu:8").make_mesh(axes)
 
 
+def test_a_mesh_may_be_of_the_devices_that_are_here():
+    assert dict(make_mesh({"data": 2, "fsdp": -1}).shape) == {"data": 2, "fsdp": 4}
+    mesh = make_mesh({"data": -1}, jax.devices()[4:])
+    assert mesh.devices.tolist() == jax.devices()[4:]
+    with pytest.raises(ValueError, match=r"mesh of data=3 does not have the 8 devices\."):
+        make_mesh({"data": 3})
+
+
 def test_too_few_virtual_devices_say_how_to_have_more():
     with pytest.raises(RuntimeError, match=r"JAX started 8(.|\n)*jax_num_cpu_devices', 9\)"):
         _ = get_topology("cpu:9").devices
@@ -122,11 +130,7 @@ def test_gpu_targets_are_what_xla_reads():
     assert text.count("{") == text.count("}")
 
 
-HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
-NEEDS_LIBTPU = "needs libtpu, which compiles for TPUs that are not here: pip install 'jax[tpu]'"
-
-
-@pytest.mark.skipif(not HAS_LIBTPU, reason=NEEDS_LIBTPU)
+@pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     "name",
     ["v4-8", "v4-16", "v5e-1", "v5e-8", "v5e-256", "v5p-8", "v6e-16", "tpu7x-8", "tpu7x-128"],
@@ -139,12 +143,29 @@ def test_libtpu_agrees_on_devices_and_hosts(name: str):
     assert len({device.process_index for device in topology.devices}) == topology.num_hosts
 
 
-@pytest.mark.skipif(not HAS_LIBTPU, reason=NEEDS_LIBTPU)
-def test_libtpu_knows_two_slices():
+@pytest.mark.tpu_compiler
+def test_the_first_axis_crosses_slices_and_the_others_lie_along_the_torus():
     topology = get_topology("v5e-16", num_slices=2)
-    mesh = topology.make_mesh({"data": 2, "fsdp": 16})
-    assert {device.slice_index for device in mesh.devices[0]} == {0}
-    assert len(topology.devices) == 32
+    mesh = topology.make_mesh({"data": 4, "fsdp": 8})
+    slices = [{device.slice_index for device in row} for row in mesh.devices]
+    assert slices == [{0}, {0}, {1}, {1}]
+    one = get_topology("v5e-16").make_mesh({"data": 2, "fsdp": 8})
+    for half in (mesh.devices[:2], mesh.devices[2:]):
+        assert [d.coords for d in half.flat] == [d.coords for d in one.devices.flat]
+    assert len(set(mesh.devices.flat)) == 32
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("name", ["v5p-128", "v6e-256", "tpu7x-128"])
+def test_a_mesh_may_split_an_axis_of_the_torus_among_neighbours(name: str):
+    """`jax.make_mesh` refuses this on all but v5e."""
+    topology = get_topology(name)
+    mesh = topology.make_mesh({"data": 1, "fsdp": -1, "tensor": 2})
+    assert set(mesh.devices.flat) == set(topology.devices)
+    for one, other in mesh.devices[0]:
+        assert sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True)) <= 1
+    links = {"v5p-128": 1, "v6e-256": 1, "tpu7x-128": 6}[name]  # on TPU7x the halves of a chip
+    assert bandwidth(topology, mesh, ["tensor"]) == links * topology.chip.link_bandwidth
 
 
 def test_a_topology_is_a_value():

@@ -17,6 +17,7 @@ from mpjax.pods._check import check, check_job
 from mpjax.pods._collectives import Collective
 from mpjax.pods._findings import CHECKS, Finding, Memory, Times
 from mpjax.pods._gather import gather, gather_constraint
+from mpjax.pods._mesh import make_mesh
 from mpjax.pods._report import Report
 from mpjax.pods._topology import Topology, get_topology
 
@@ -24,6 +25,7 @@ __all__ = [
     "gather",
     "gather_constraint",
     "get_topology",
+    "make_mesh",
     "with_sharding",
     "check",
     "check_job",

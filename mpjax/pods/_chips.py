@@ -2,15 +2,19 @@
 
 They bound a step from below; no program reaches all of them. Where they come from:
 
-* TPU: "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x" in Google Cloud's TPU documentation
-  (peak compute, HBM bandwidth and inter-chip bandwidth per chip; the latter counts both
-  directions of all links, of which a ring over one mesh axis uses one direction of two, a
-  quarter on a 2-D torus and a sixth on a 3-D one). v4's links are 2400 Gbit/s by the same count
-  ("TPU v4: An Optically Reconfigurable Supercomputer", Jouppi et al., 2023, has 6 x 50 GB/s).
-  Memory: what libtpu 0.0.50 lets a program use, which is less than the chip has.
-* NVIDIA: the data sheets of A100 (SXM, 80 GB) and H100 (SXM), dense products, NVLink in both
-  directions; the network is one 400 or 200 Gbit/s port a GPU, as in DGX systems. JAX allocates 75 %
-  of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+* TPU: the pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x (Ironwood)" of Google Cloud's
+  documentation, as of 2026: peak compute, HBM bandwidth, bidirectional inter-chip bandwidth and
+  data center network bandwidth per chip. A chip has two links on each axis of its torus, so that
+  one link carries in one direction a quarter of the bandwidth in both, divided by the axes: 50
+  GB/s on v5e, 100 GB/s on v5p, v6e and TPU7x. v4's page is silent; "TPU v4: An Optically
+  Reconfigurable Supercomputer" (Jouppi et al., 2023) has 6 links of 50 GB/s. Its network between
+  slices is nowhere stated: that of v5p is taken. "How to Scale Your Model" (JAX ML, 2025) reckons
+  with 45 and 90 GB/s a link, as programs reach. Memory: what libtpu 0.0.50 lets a program use,
+  which is less than the chip has. Float32 products: the compiler's cycles for 4096 x 4096 x 4096.
+* NVIDIA: the data sheets "A100 80GB SXM" and "H100 SXM": dense products (TF32 for float32), NVLink
+  600 and 900 GB/s in both directions together; "DGX A100" and "DGX H100": a network port of 200 or
+  400 Gbit/s a GPU. What the compiler must know of them are XLA's own descriptions of the two. JAX
+  takes 75 % of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ class Chip:
     float32_flops: float  # at JAX's default precision: rounded to bfloat16 (TPU) or TF32 (GPU)
     hbm_bytes: int  # what a program may use
     hbm_bandwidth: float  # bytes a second
-    link_bandwidth: float  # bytes a second that a device sends along one mesh axis
+    link_bandwidth: float  # bytes a second, sent over one link of a torus, or over all of NVLink
     network_bandwidth: float  # bytes a second and device between hosts or slices
     link: str  # 'ICI' or 'NVLink'
 
@@ -42,8 +46,8 @@ def _tpu(
     f32_ratio: float,
     hbm_gib: float,
     hbm_gb: float,
-    ici_gb: float,
-    dims: int,
+    link_gb: float,
+    network_gbit: float,
 ) -> Chip:
     return Chip(
         key=key.replace("tpu7x", "v7x"),
@@ -53,21 +57,21 @@ def _tpu(
         float32_flops=tflops * 1e12 / f32_ratio,
         hbm_bytes=round(hbm_gib * GIB),
         hbm_bandwidth=hbm_gb * 1e9,
-        link_bandwidth=ici_gb * 1e9 / (2 * dims),
-        network_bandwidth=6.25e9,  # 50 Gbit/s a chip
+        link_bandwidth=link_gb * 1e9,
+        network_bandwidth=network_gbit * 1e9 / 8,
         link="ICI",
     )
 
 
-# name, bf16 TFLOP/s, f32 is slower by, GiB a program may use, HBM GB/s, ICI GB/s, axes of the torus
+# name, bf16 TFLOP/s, f32 is slower by, GiB a program may use, HBM GB/s, GB/s a link, network Gbit/s
 # fmt: off
 TPUS = {
-    "v4":    _tpu("v4",     275,   1.03, 30.75, 1200,  300, 3),
-    "v5e":   _tpu("v5e",    197,   1.02, 15.75,  819,  400, 2),
-    "v5p":   _tpu("v5p",    459,   1.57, 95.74, 2765, 1200, 3),
-    "v6e":   _tpu("v6e",    918,   1.06, 31.25, 1638,  800, 2),
-    # A device is one of the chip's two cores, with half of everything.
-    "tpu7x": _tpu("tpu7x", 1153.5, 1.78, 94.75, 3690,  600, 3),
+    "v4":    _tpu("v4",     275,   1.03, 30.75, 1200,  50, 50),
+    "v5e":   _tpu("v5e",    197,   1.02, 15.75,  819,  50, 25),
+    "v5p":   _tpu("v5p",    459,   1.57, 95.74, 2765, 100, 50),
+    "v6e":   _tpu("v6e",    918,   1.06, 31.25, 1638, 100, 100),
+    # A device is one of the chip's two halves, with half of everything.
+    "tpu7x": _tpu("tpu7x", 1153.5, 1.78, 94.75, 3690,  50, 50),
 }
 # fmt: on
 

@@ -17,6 +17,7 @@ from mpjax.pods import _args, _cost, _programs, _rules
 from mpjax.pods._collectives import Collective, Names, find_collectives
 from mpjax.pods._findings import Finding, Memory, Times
 from mpjax.pods._hlo import Module, parse_module
+from mpjax.pods._network import bandwidth, crossing
 from mpjax.pods._report import Report
 from mpjax.pods._rules import Leaf
 from mpjax.pods._topology import Topology
@@ -48,7 +49,7 @@ def read(report: Report, lowered: Lowered, compiled: Any, topology: Topology) ->
         state_inputs=frozenset(n for n, leaf in parameters.items() if leaf.is_state),
         state_outputs=frozenset(n for n, leaf in enumerate(outputs) if leaf.is_state),
         mesh=dict(lowered.mesh.shape) if lowered.mesh else {},
-        slice_axes=_leaving(lowered.mesh, "slice_index") if lowered.mesh else (),
+        slice_axes=crossing(lowered.mesh, "slice_index") if lowered.mesh else (),
     )
     collectives = find_collectives(module, names, user_source)
     memory = _memory(compiled, topology)
@@ -203,30 +204,8 @@ def _times(
         return Times(compute=0.0, hbm=0.0, network=0.0)
     wide = sum(n for dtype, n in cost.flops.items() if dtype in ("f32", "f64"))
     compute = (cost.total_flops - wide) / chip.dense_flops + wide / chip.float32_flops
-    speeds = _axis_speeds(mesh, topology) if mesh else {}
-    network = sum(
-        c.wire_bytes / min((speeds[a] for a in c.axes if a in speeds), default=chip.link_bandwidth)
-        for c in collectives
-    )
+    network = 0.0
+    for c in collectives:
+        speed = bandwidth(topology, mesh, c.axes) if mesh else chip.link_bandwidth
+        network += c.wire_bytes / speed
     return Times(compute=compute, hbm=cost.hbm_bytes / chip.hbm_bandwidth, network=network)
-
-
-def _axis_speeds(mesh: Mesh, topology: Topology) -> dict[str, float]:
-    """Returns the bandwidth along each mesh axis: the slower network where it leaves the fast."""
-    place = "slice_index" if topology.chip.platform == "tpu" else "process_index"
-    leaving, chip = _leaving(mesh, place), topology.chip
-    return {
-        axis: chip.network_bandwidth if axis in leaving else chip.link_bandwidth
-        for axis in mesh.axis_names
-    }
-
-
-def _leaving(mesh: Mesh, place: str) -> tuple[str, ...]:
-    """Returns the mesh axes whose devices are in several places: slices, or hosts."""
-    found: list[str] = []
-    for number, axis in enumerate(mesh.axis_names):
-        rank = mesh.devices.ndim
-        line = mesh.devices[tuple(slice(None) if i == number else 0 for i in range(rank))]
-        if len({getattr(device, place, 0) for device in line}) > 1:
-            found.append(axis)
-    return tuple(found)

@@ -9,13 +9,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from mpjax._errors import message, nearest
 from mpjax.pods._chips import CPU, GPUS, TPUS, Chip
 from mpjax.pods._devices import cpu_devices, gpu_devices, tpu_devices
+from mpjax.pods._mesh import axis_sizes, make_mesh
 
 # How gcloud, XPK and libtpu call them. "TensorCores" counts two a chip, as their names do.
 _TPU_NAMES = {
@@ -92,6 +91,17 @@ class Topology:
             return self.shape[0]
         return max(1, math.prod(self.shape) // _CHIPS_PER_HOST) * self.num_slices
 
+    @property
+    def rings(self) -> tuple[bool, ...]:
+        """Which axes of a TPU slice are closed: the last chip has a link to the first.
+
+        Those of 16 chips on v5e and v6e; all of v4, v5p and tpu7x in slices of whole cubes, 4x4x4.
+        """
+        if self.chip.platform != "tpu":
+            return (False,) * len(self.shape)
+        whole = len(self.shape) == 3 and all(size % 4 == 0 for size in self.shape)
+        return tuple(whole or size == 16 for size in self.shape)
+
     @functools.cached_property
     def devices(self) -> tuple[Any, ...]:
         """The devices, to build a mesh of. Programs can be compiled for them, not run.
@@ -111,7 +121,7 @@ class Topology:
         return next(key for key, chip in (TPUS | GPUS).items() if chip is self.chip)
 
     def make_mesh(self, axes: Mapping[str, int]) -> Mesh:
-        """Returns a mesh of these devices.
+        """Returns a mesh of these devices, as `mpjax.pods.make_mesh` arranges them.
 
         Args:
           axes: the size of each axis by its name; one of them may be -1, for what is left.
@@ -123,23 +133,8 @@ class Topology:
           >>> dict(mpjax.pods.get_topology("cpu:1").make_mesh({"fsdp": -1}).shape)
           {'fsdp': 1}
         """
-        sizes = self._sizes(axes)
-        kinds = (AxisType.Auto,) * len(sizes)
-        if self.num_slices > 1 or self.chip.platform != "tpu":
-            return Mesh(np.array(self.devices).reshape(sizes), tuple(axes), axis_types=kinds)
-        return jax.make_mesh(sizes, tuple(axes), axis_types=kinds, devices=self.devices)
-
-    def _sizes(self, axes: Mapping[str, int]) -> tuple[int, ...]:
-        sizes, count = list(axes.values()), self.num_devices
-        if sizes.count(-1) == 1:
-            rest = math.prod(size for size in sizes if size != -1)
-            sizes[sizes.index(-1)] = count // rest if rest > 0 else 0
-        if not sizes or min(sizes) < 1 or math.prod(sizes) != count:
-            asked = " x ".join(f"{name}={size}" for name, size in axes.items()) or "no axes"
-            got = f"a mesh of {asked} does not have the {count} devices of {self.name!r}."
-            fix = f"Sizes multiply to {count}; one may be -1, e.g. {{'data': 1, 'fsdp': -1}}."
-            raise ValueError(message("make_mesh(axes)", got, fix))
-        return tuple(sizes)
+        axis_sizes(axes, self.num_devices, f"devices of {self.name!r}")
+        return make_mesh(axes, self.devices)
 
     def __str__(self) -> str:
         slices = f"{self.num_slices} x " if self.num_slices > 1 else ""
