@@ -147,35 +147,46 @@ TRACED = Backend(_operand_p.bind, _result_p.bind)
 """For programs that may still be lowered for any platform."""
 
 
-# -- `biased_p`: a value whose cotangent a product and a sum read ---------------------------------
+# -- values whose cotangents a GPU stores low, as several kernels read them -----------------------
 
-_biased_p = Primitive("biased_product")
+_cotangent_p = Primitive("stored_cotangent")
 _low_once_p = Primitive("cotangent_stored_low")
 
 
-def biased(x: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the sum of a low product and a repeated bias, in float32.
+def stored_cotangent(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns a float32 value whose cotangent is read more than once.
 
-    Its cotangent is rounded for the product and summed for the bias. On a GPU both read it as it
-    is stored; else XLA would store it in float32 for the sum.
+    That of a biased product is rounded for the product and summed for the bias, that of a
+    normalised value summed and then read again. On a GPU all read it as it is stored; else XLA
+    would store it in float32.
     """
-    return _biased_p.bind(x, dtype=dtype)
+    return _cotangent_p.bind(x, dtype=dtype)
+
+
+_summed_p = Primitive("low_sum")
+
+
+def summed(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns a sum that will be rounded; a GPU adds it up low, which its convolutions can do."""
+    return _summed_p.bind(x, dtype=dtype)
 
 
 def _low_once(x: jax.Array, *, dtype: Any) -> jax.Array:
     return lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
 
 
-for _primitive in (_biased_p, _low_once_p):
+for _primitive in (_cotangent_p, _low_once_p, _summed_p):
     _primitive.def_impl(lambda x, *, dtype: x)
     _primitive.def_abstract_eval(lambda x, *, dtype: x.update(weak_type=False))
-    mlir.register_lowering(_primitive, lambda ctx, x, *, dtype: [x])
     batching.primitive_batchers[_primitive] = functools.partial(_batch_identity, _primitive)
+for _primitive in (_cotangent_p, _low_once_p):
+    mlir.register_lowering(_primitive, lambda ctx, x, *, dtype: [x])
 for _platform in GPUS:
     _rule = mlir.lower_fun(_low_once, multiple_results=False)
     mlir.register_lowering(_low_once_p, _rule, platform=_platform)
-ad.deflinear2(_biased_p, lambda ct, x, *, dtype: [_low_once_p.bind(ct, dtype=dtype)])
-ad.deflinear2(_low_once_p, lambda ct, x, *, dtype: [ct])
+ad.deflinear2(_cotangent_p, lambda ct, x, *, dtype: [_low_once_p.bind(ct, dtype=dtype)])
+for _primitive in (_low_once_p, _summed_p):
+    ad.deflinear2(_primitive, lambda ct, x, *, dtype: [ct])
 
 
 # -- `rounded_p`: the rounding of a product's result, where a GPU rounds in the product ----------
@@ -245,9 +256,11 @@ def _lower_settled(ctx: Any, x: Any) -> Any:
     del ctx
     bits = mlir.ir.IntegerType.get_signless(32)
     sizes = {"exponent_bits": 8, "mantissa_bits": 23}
-    attributes = {name: mlir.ir.IntegerAttr.get(bits, size) for name, size in sizes.items()}
     operation = mlir.ir.Operation.create(
-        "stablehlo.reduce_precision", results=[x.type], operands=[x], attributes=attributes
+        "stablehlo.reduce_precision",
+        results=[x.type],
+        operands=[x],
+        attributes={name: mlir.ir.IntegerAttr.get(bits, size) for name, size in sizes.items()},
     )
     return [operation.result]
 
@@ -285,8 +298,28 @@ def _lower_rounding(ctx: Any, x: Any, *, dtype: Any) -> Any:
     return (_lower_rounded if on_gpus else _lower_convert)(ctx, x, dtype=dtype)
 
 
+def _lower_sum(ctx: Any, x: Any, *, dtype: Any) -> Any:
+    """Repeats a sum with low operands and a low result."""
+    total = x.owner
+    platforms = set(ctx.module_context.platforms)
+    if not platforms <= set(GPUS) or getattr(total, "name", None) != "stablehlo.add":
+        return [x]
+    low = _again(total, [_narrowed(operand, dtype) for operand in total.operands], dtype)
+    return [_converted(low, mlir.dtype_to_ir_type(FLOAT32))]
+
+
+def _narrowed(x: Any, dtype: Any) -> Any:
+    """Returns an operand in `dtype`: as it was before it was widened, or repeated."""
+    owner = x.owner
+    name = getattr(owner, "name", None)
+    if name == "stablehlo.broadcast_in_dim":
+        return _again(owner, [_narrowed(owner.operands[0], dtype)], dtype)
+    return _converted(x, mlir.dtype_to_ir_type(dtype))
+
+
 # Not cacheable: JAX would lower each as a function of its own, where no product is in sight. And
 # one rule that asks for the platforms: JAX 0.12 fails on several rules that are not cacheable in a
 # program that is exported for several platforms.
 mlir.register_lowering(_result_p, _lower_result, cacheable=False)
 mlir.register_lowering(_rounded_p, _lower_rounding, cacheable=False)
+mlir.register_lowering(_summed_p, _lower_sum, cacheable=False)
