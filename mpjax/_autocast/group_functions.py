@@ -94,7 +94,7 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
             with written_at(eqn, around):
                 local.update(zip(eqn.outvars, bind(eqn, values), strict=True))
             if step.checkpoint and (low := groups.biased_dtype(eqn, step, plan.states)):
-                local[eqn.outvars[0]] = backends.biased(local[eqn.outvars[0]], low)
+                local[eqn.outvars[0]] = backends.stored_cotangent(local[eqn.outvars[0]], low)
         outs: list[Any] = []
         for var, is_low, is_full in step.outputs:
             if is_low:

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 _PREFIX = "mpjax_product_"
 _OURS = frozenset(
     {"linked_product", "low_product", "hidden_operand", "settled_operand", "settled_result"}
-    | {"rounded_result", "stored", "biased_product", "cotangent_stored_low"}
+    | {"rounded_result", "stored", "stored_cotangent", "cotangent_stored_low", "low_sum"}
 )
 
 Policy = Callable[..., Any]
