@@ -197,3 +197,92 @@ def test_a_weight_gradient_is_made_in_its_own_order():
     text = grad.trace(normal(8, 16), normal(4, 8, seed=2)).lower(lowering_platforms=("tpu",))
     moved = [line for line in text.as_text().splitlines() if "stablehlo.transpose" in line]
     assert len(moved) == 1 and "<4x8xbf16>" in moved[0]  # the activations, and not the gradient
+
+
+def normalised(x, shape):
+    """Group normalisation of images, to statistics of `shape`'s last two axes and the places."""
+    y = x.reshape(*x.shape[:-1], *shape)
+    mean = jnp.mean(y, axis=(1, 2, 4), keepdims=True)
+    spread = jnp.mean(y**2, axis=(1, 2, 4), keepdims=True) - mean**2
+    return ((y - mean) * lax.rsqrt(spread + 1e-5)).reshape(x.shape)
+
+
+def images(w, b, x, fun):
+    y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return fun(y + jnp.reshape(b, (1, 1, 1, -1)))
+
+
+def stored(fun, platform, *args):
+    """The types that pass a barrier in the text of `fun` for a platform."""
+    text = jax.jit(fun).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    return re.findall(r"optimization_barrier %\w+ : tensor<([\w]+)>", text)
+
+
+KERNEL, BIAS, PHOTOS = normal(3, 3, 4, 8), normal(8), normal(16, 8, 8, 4, seed=3)
+
+
+def test_what_is_read_again_beside_its_statistics_is_stored_low():
+    def loss(norm):
+        return lambda w, b, x: jnp.sum(images(w, b, x, lambda y: jnp.tanh(norm(y))) ** 2)
+
+    def over_places(y):
+        return normalised(y, (2, 4))
+
+    def over_rows(y):
+        return (y - jnp.mean(y, axis=-1, keepdims=True)) * 2
+
+    # Stored once by the sum and, in the backward pass, by the activation's derivative.
+    for norm, sizes in ((over_places, 2), (over_rows, 1)):
+        fun = jax.grad(autocast(loss(norm), "bf16-mixed"), (0, 1))
+        found = stored(fun, "cuda", KERNEL, BIAS, PHOTOS)
+        assert found.count("16x8x8x8xbf16") == sizes, (norm, found)
+        assert "16x8x8x8xf32" not in found
+
+
+def test_what_is_read_again_is_kept_once_for_the_backward_pass():
+    def loss(w, b, x):
+        return jnp.sum(images(w, b, x, lambda y: jnp.tanh(normalised(y, (2, 4)))) ** 2)
+
+    _, vjp = jax.vjp(autocast(loss, "bf16-mixed"), KERNEL, BIAS, PHOTOS)
+    kept = [x.dtype for x in jax.tree.leaves(vjp) if getattr(x, "size", 0) == 16 * 8 * 8 * 8]
+    assert set(kept) == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_a_gpu_adds_to_a_convolution_in_its_dtype(policy):
+    def loss(w, b, x):
+        y = images(w, b, x, lambda y: y + 2 * x[..., :1])
+        return jnp.sum(jax.nn.relu(y) ** 2)
+
+    def sums(platform):
+        low = jax.jit(autocast(loss, policy)).trace(KERNEL, BIAS, PHOTOS)
+        text = low.lower(lowering_platforms=(platform,)).as_text()
+        found = re.findall(r"stablehlo.add .* : tensor<16x8x8x8x(\w+)>", text)
+        return set(found)
+
+    assert HALVES[policy] in sums("cuda")
+    assert sums("tpu") == {"f32"}
+
+
+def test_cotangents_that_are_summed_in_unlike_shapes_are_stored_low():
+    def loss(w, b, t, x):
+        y = images(w, b, x, lambda y: y + t[:, None, None, :])
+        return jnp.sum(jnp.tanh(normalised(y, (2, 4))) ** 2)
+
+    times = normal(16, 8, seed=5)
+    fun = jax.grad(autocast(loss, "bf16-mixed"), (0, 1, 2))
+    found = stored(fun, "cuda", KERNEL, BIAS, times, PHOTOS)
+    assert found.count("16x8x8x8xbf16") == 3  # the sum, and two cotangents
+    wanted = jax.grad(loss, (0, 1, 2))(KERNEL, BIAS, times, PHOTOS)
+    for a, b in zip(fun(KERNEL, BIAS, times, PHOTOS), wanted, strict=True):
+        # Three roundings each way of 16 * 64 terms that cancel to a third.
+        np.testing.assert_allclose(a, b, atol=2**-5 * float(jnp.abs(b).max()))
+
+
+def test_the_image_gradient_of_a_pointwise_kernel_is_a_convolution_on_a_gpu():
+    fun, w, x = convolved(1, (1, 1), "VALID")
+    found = results(jax.grad(autocast(fun, "bf16-mixed"), (0, 1)), "cuda", w, x)
+    assert found.count(("dot_general", "f32")) == 1
+    assert found.count(("convolution", "bf16")) == 2
+    elsewhere = results(jax.grad(autocast(fun, "bf16-mixed"), (0, 1)), "tpu", w, x)
+    assert [name for name, _ in elsewhere] == ["convolution", "dot_general", "dot_general"]

@@ -58,8 +58,8 @@ class GroupFunctions:
             operands = [_literal(v) if _compat.is_literal(v) else number[v] for v in eqn.invars]
             params = sorted(eqn.params.items())
             place = (eqn.source_info.name_stack[around:], self._line(eqn), eqn.ctx)
-            biased = groups.biased_dtype(eqn, step, plan.states)
-            found.append((eqn.primitive, *operands, *params, *place, biased))
+            low = groups.low_cotangent(eqn, step, plan.states)
+            found.append((eqn.primitive, *operands, *params, *place, low))
             number |= {v: i for i, v in enumerate(eqn.outvars, start=len(number))}
         outputs = ((number[v], plan.states[v].dtype, *forms) for v, *forms in step.outputs)
         return (*found, *outputs)
@@ -93,8 +93,11 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
             values = [a.val if _compat.is_literal(a) else local[a] for a in eqn.invars]
             with written_at(eqn, around):
                 local.update(zip(eqn.outvars, bind(eqn, values), strict=True))
-            if step.checkpoint and (low := groups.biased_dtype(eqn, step, plan.states)):
-                local[eqn.outvars[0]] = backends.stored_cotangent(local[eqn.outvars[0]], low)
+            (var, *_) = eqn.outvars
+            if var in step.convolved:
+                local[var] = backends.summed(local[var], plan.states[var].dtype)
+            if low := groups.low_cotangent(eqn, step, plan.states):
+                local[var] = backends.stored_cotangent(local[var], low)
         outs: list[Any] = []
         for var, is_low, is_full in step.outputs:
             if is_low:

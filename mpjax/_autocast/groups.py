@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import control, exact
+from mpjax._autocast import control, exact, passes
 from mpjax._autocast.states import Kind, State, fits, of_literal
 from mpjax._op_rules import ACTIVATIONS, COMPARISONS, OP_RULES, OpClass
 
@@ -77,6 +77,8 @@ class Step:
     checkpoint: bool = False
     native: bool = False
     repeated: frozenset[Any] = frozenset()  # what `broadcast_in_dim` makes inside the group
+    several: frozenset[Any] = frozenset()  # values whose cotangents are read in several passes
+    convolved: frozenset[Any] = frozenset()  # sums that cuDNN adds up as it convolves
 
 
 def is_fusible_function(eqn: Any) -> bool:
@@ -132,6 +134,8 @@ def schedule(
 ) -> list[Step]:
     """Returns the steps of a jaxpr: its fused equations in groups, every other one alone."""
     cuts = _read_exactly(jaxpr, fused, found)
+    twice = passes.read_twice(jaxpr, fused, found, lambda eqn: _is_linear(eqn, found))
+    cuts |= twice
     levels = _levels(jaxpr, fused, cuts)
     for _ in range(8):
         more = _cuts(jaxpr, fused, levels, found, out_states)
@@ -144,6 +148,8 @@ def schedule(
     steps: list[tuple[tuple[int, int, int], Step]] = []
     for indices in components:
         made = _group_steps(jaxpr, indices, outside, found, out_states)
+        for step in made:
+            _mark(jaxpr, step, twice, found)
         steps += [((levels[indices[0]], 0, step.members[0]), step) for step in made]
     for i, is_fused in enumerate(fused):
         if not is_fused:
@@ -305,6 +311,20 @@ def _group_steps(
     ]
 
 
+def _mark(jaxpr: Any, step: Step, twice: set[Any], found: dict[Any, State]) -> None:
+    """Finds what a GPU is to hold low inside a group, where other devices fuse what reads it."""
+    if not step.group or step.native:
+        return
+    eqns = [jaxpr.eqns[i] for i in step.members]
+    if step.checkpoint:
+        step.several = frozenset(passes.activated(eqns))
+        return
+    if passes.is_summed_apart(eqns):
+        step.several = frozenset(v for eqn in eqns for v in eqn.outvars if v in twice)
+    if all(is_low and not is_full for _, is_low, is_full in step.outputs):
+        step.convolved = passes.added_to_convolutions(jaxpr, eqns, step.inputs, found)
+
+
 def _is_keep(eqn: Any) -> bool:
     rule = OP_RULES.get(eqn.primitive.name)
     return rule is not None and rule.op_class is OpClass.KEEP
@@ -351,8 +371,19 @@ def _is_repeated(operand: Any, eqn: Any) -> bool:
     return operand.aval.shape != eqn.outvars[0].aval.shape and operand.aval.dtype == "float32"
 
 
-def biased_dtype(eqn: Any, step: Step, found: dict[Any, State]) -> Any:
-    """Returns the dtype of the low input of a group that an equation adds a bias to, else None."""
+def low_cotangent(eqn: Any, step: Step, found: dict[Any, State]) -> Any:
+    """Returns the dtype in which a GPU stores the cotangent of an equation's result, or None.
+
+    It is that of a low value: of one that is read in several passes, and of the sum of a low input
+    and a bias.
+    """
+    if any(v in step.several for v in eqn.outvars):
+        stored = [*step.inputs, *(v for v, _, _ in step.outputs)]
+        return next(found[v].dtype for v in stored if found[v].kind == Kind.LOW)
+    return _biased_dtype(eqn, step, found) if step.checkpoint else None
+
+
+def _biased_dtype(eqn: Any, step: Step, found: dict[Any, State]) -> Any:
     if eqn.primitive.name != "add":
         return None
     for product, bias in (eqn.invars, eqn.invars[::-1]):

@@ -38,6 +38,7 @@ class Bilinear:
 
     traced: Any
     low: Any  # the dtype of the products' operands
+    convolved: Any = None  # the same program as a convolution, where a GPU runs that better
 
     def run(
         self, args: Sequence[jax.Array], out_dtype: Any, backend: backends.Backend
@@ -45,8 +46,9 @@ class Bilinear:
         """Returns the product of two arrays, rounded to `low`, as `out_dtype`."""
         a, b, *extras = args
         operands = [x.astype(self.low) for x in (a, b)]
-        made = out_dtype if _only_moves(self.traced) else jnp.dtype(jnp.float32)
-        return _eval_low(self.traced, [*operands, *extras], made, backend).astype(out_dtype)
+        traced = self.convolved if backend.low_results and self.convolved else self.traced
+        made = out_dtype if _only_moves(traced) else jnp.dtype(jnp.float32)
+        return _eval_low(traced, [*operands, *extras], made, backend).astype(out_dtype)
 
     def __repr__(self) -> str:
         ops = "+".join(eqn.primitive.name for eqn in _live_equations(self.traced.jaxpr))
@@ -167,19 +169,30 @@ def _bilinear(
     if name == "ragged_dot_general":
         kwargs.pop("group_offset", None)
         fun = functools.partial(lax.ragged_dot_general, **kwargs)
-    elif name == "conv_general_dilated" and convolutions.is_pointwise(kwargs, structs):
-        fun = convolutions.pointwise(kwargs)
     else:
         fun = functools.partial(getattr(lax, name), **kwargs)
-    return Bilinear(jax.make_jaxpr(fun)(*structs), low)
+    traced = jax.make_jaxpr(fun)(*structs)
+    if name != "conv_general_dilated" or not convolutions.is_pointwise(kwargs, structs):
+        return Bilinear(traced, low)
+    return Bilinear(jax.make_jaxpr(convolutions.pointwise(kwargs))(*structs), low, traced)
 
 
 @functools.lru_cache(maxsize=4096)
 def _transposed(_mesh: Any, program: Bilinear, wrt: int) -> Bilinear:
     """The program of (cotangent, other operand) → cotangent of operand `wrt`."""
-    eval_jaxpr = jaxpr_as_fun(program.traced)
-    structs = [_struct(v.aval) for v in program.traced.jaxpr.invars]
-    out = _struct(program.traced.jaxpr.outvars[0].aval)
+    # A kernel's gradient leaves a product in float32; an image's a convolution, which also adds.
+    convolved = program.convolved if wrt == 0 else None
+    return Bilinear(
+        _untransposed(_pullback(program.traced, wrt)),
+        program.low,
+        convolved and _pullback(convolved, wrt),
+    )
+
+
+def _pullback(program: Any, wrt: int) -> Any:
+    eval_jaxpr = jaxpr_as_fun(program)
+    structs = [_struct(v.aval) for v in program.jaxpr.invars]
+    out = _struct(program.jaxpr.outvars[0].aval)
     mine, other, extras = structs[wrt], structs[1 - wrt], structs[2:]
 
     def pullback(ct: jax.Array, fixed: jax.Array, *rest: jax.Array) -> jax.Array:
@@ -191,7 +204,7 @@ def _transposed(_mesh: Any, program: Bilinear, wrt: int) -> Bilinear:
         zeros = jnp.zeros(mine.shape, mine.dtype, out_sharding=mine.sharding)
         return jax.vjp(partial, zeros)[1](ct)[0]
 
-    return Bilinear(_untransposed(jax.make_jaxpr(pullback)(out, other, *extras)), program.low)
+    return jax.make_jaxpr(pullback)(out, other, *extras)
 
 
 def _untransposed(program: Any) -> Any:

@@ -1,0 +1,134 @@
+"""Where a statistic stands between two passes over a value, so that it is stored in between.
+
+A norm reads its input for mean and variance, and again to normalise it; its derivative reads its
+cotangent for their sums, and again. A kernel that holds a row does both at once if statistics are
+of rows. Those of a batch or an image (batch and group normalisation) end one kernel and start the
+next: XLA stores what both read, in the float32 in which it was computed. Here it is found, to be
+stored low.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpjax import _compat
+from mpjax._autocast import control
+from mpjax._autocast.states import Kind, State
+from mpjax._op_rules import OP_RULES, OpClass
+
+_SUMS = frozenset({"reduce_sum", "reduce_prod", "reduce_max", "reduce_min"})
+_BENDS = frozenset({"tanh", "logistic", "erf", "max", "min", "clamp"})
+_NOTHING: frozenset[Any] = frozenset()
+
+
+def read_twice(
+    jaxpr: Any,
+    fused: Sequence[bool],
+    found: dict[Any, State],
+    is_linear: Callable[[Any], bool],
+) -> set[Any]:
+    """Returns the low values that a group makes, and reads again beside their own statistics.
+
+    Stored low, such a value is what the backward pass keeps, in place of what it was made of. Only
+    sums and moves may lead to it: else both would be kept.
+    """
+    twice: set[Any] = set()
+    made_of: dict[Any, frozenset[Any]] = {}  # the low values that a value was computed from
+    counted: dict[Any, frozenset[Any]] = {}  # those that statistics in it were taken of
+    curved: set[Any] = set()
+    for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
+        if not is_fused:
+            continue
+        operands = [v for v in eqn.invars if not _compat.is_literal(v)]
+        values = _NOTHING.union(*(made_of.get(v, _NOTHING) for v in operands))
+        counts = _NOTHING.union(*(counted.get(v, _NOTHING) for v in operands))
+        twice |= values & counts
+        if any(v in curved for v in operands) or not is_linear(eqn):
+            curved.update(eqn.outvars)
+        is_sum = ends_a_kernel(eqn)
+        for v in eqn.outvars:
+            counted[v] = values | counts if is_sum else counts
+            if found[v].kind == Kind.LOW and v not in curved and not _is_move(eqn):
+                made_of[v] = frozenset({v})
+            elif not is_sum:
+                made_of[v] = values
+    return twice
+
+
+def activated(eqns: Sequence[Any]) -> set[Any]:
+    """Returns the normalised values of a group that an activation reads.
+
+    The derivatives of the normalisation read the cotangent of such a value several times.
+    """
+    largest = max(v.aval.size for eqn in eqns for v in eqn.outvars)
+    normalised: set[Any] = set()
+    found: set[Any] = set()
+    for eqn in eqns:
+        operands = [v for v in eqn.invars if not _compat.is_literal(v)]
+        if _bends(eqn):
+            found.update(v for v in operands if v in normalised and v.aval.size == largest)
+        if ends_a_kernel(eqn) or any(v in normalised for v in operands):
+            normalised.update(eqn.outvars)
+    return found
+
+
+def is_summed_apart(eqns: Sequence[Any]) -> bool:
+    """Whether derivatives of a group read a cotangent apart: for sums of unlike shapes, or slices.
+
+    Of a bias over the images and of a time over the places, or of what was concatenated.
+    """
+    names = {eqn.primitive.name for eqn in eqns}
+    shapes = {
+        v.aval.shape if eqn.primitive.name != "broadcast_in_dim" else eqn.invars[0].aval.shape
+        for eqn in eqns
+        for v in eqn.invars
+        if v.aval.size < eqn.outvars[0].aval.size and v.aval.size > 1
+    }
+    return "concatenate" in names or len(shapes) > 1
+
+
+def added_to_convolutions(
+    jaxpr: Any, eqns: Sequence[Any], inputs: Sequence[Any], found: dict[Any, State]
+) -> frozenset[Any]:
+    """Returns the sums of a group that does nothing but to add to low convolutions.
+
+    cuDNN adds a bias and another image as it writes a convolution's result, if all have its dtype.
+    """
+    convolved = {
+        eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "conv_general_dilated"
+    }
+    sums = [eqn for eqn in eqns if not _is_move(eqn)]
+    if any(eqn.primitive.name not in ("add", "add_any") for eqn in sums):
+        return _NOTHING
+    if not any(v in convolved and found[v].kind == Kind.LOW for v in inputs):
+        return _NOTHING
+    return frozenset(eqn.outvars[0] for eqn in sums)
+
+
+def _bends(eqn: Any) -> bool:
+    if control.single_program(eqn) is not None:
+        return not ends_a_kernel(eqn)
+    return eqn.primitive.name in _BENDS
+
+
+def _is_move(eqn: Any) -> bool:
+    rule = OP_RULES.get(eqn.primitive.name)
+    return rule is not None and rule.op_class is OpClass.KEEP
+
+
+def ends_a_kernel(eqn: Any) -> bool:
+    """Whether an equation takes a statistic of something else than rows."""
+    program = control.single_program(eqn)
+    if program is not None:
+        return _holds_an_end(program)
+    if eqn.primitive.name not in _SUMS:
+        return False
+    axes, ndim = sorted(eqn.params["axes"]), eqn.invars[0].aval.ndim
+    return axes != list(range(ndim - len(axes), ndim))
+
+
+@functools.lru_cache(maxsize=4096)
+def _holds_an_end(program: Any) -> bool:
+    return any(map(ends_a_kernel, _compat.closed(program).jaxpr.eqns))
