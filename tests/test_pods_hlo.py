@@ -171,6 +171,31 @@ def test_a_loop_without_known_trips_counts_once():
     assert _loops.run_counts(_hlo.parse_module(unknown))["body"] == 1
 
 
+@pytest.mark.parametrize(
+    ("added", "trips"),
+    [
+        ("%one = s32[] constant(2)", 4),  # as where a product overlaps with what it sends
+        ("%one = s32[] copy(%two)\n  %two = s32[] constant(2)", 4),
+        ("%one = s32[] get-tuple-element(%state), index=0", 7),  # not to be seen
+    ],
+)
+def test_trips_are_fewer_where_the_counter_takes_larger_steps(added: str, trips: int):
+    text = LOOP.replace("%one = s32[] constant(1)", added)
+    text = text.replace("%n = s32[] constant(3)", "%n = s32[] constant(8)")
+    assert _loops.run_counts(_hlo.parse_module(text))["body"] == trips
+
+
+def test_a_step_inside_a_fusion_is_seen():
+    text = LOOP.replace(
+        "%i2 = s32[] add(%i, %one)", "%i2 = s32[] fusion(%i), kind=kLoop, calls=%count"
+    ).replace(
+        "%body (",
+        "%count (c: s32[]) -> s32[] {\n  %c = s32[] parameter(0)\n  %two = s32[] constant(2)\n"
+        "  ROOT %next = s32[] add(%c, %two)\n}\n\n%body (",
+    )
+    assert _loops.run_counts(_hlo.parse_module(text))["body"] == 1
+
+
 def test_a_value_is_followed_to_its_input_and_its_output(loop: _hlo.Module):
     flow = Flow(loop)
     assert flow.inputs_of(Place("body", "low")) == {0}
@@ -340,7 +365,9 @@ def test_a_gather_or_reduction_written_as_a_loop_of_permutes_keeps_its_role():
   %i = s32[] get-tuple-element(%s), index=0
   %chunk = bf16[16,8] get-tuple-element(%s), index=1
   %sum = f32[16,8] get-tuple-element(%s), index=2
-  %next = bf16[16,8] collective-permute(%chunk), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
+  %begun = (bf16[16,8], bf16[16,8], u32[]{:S(2)}, u32[]{:S(2)}) \
+collective-permute-start(%chunk), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
+  %next = bf16[16,8] collective-permute-done(%begun)
   %part = f32[16,8] dot(%chunk, %chunk), lhs_contracting_dims={0}, rhs_contracting_dims={0}
   %more = f32[16,8] add(%sum, %part)
   %passed = f32[16,8] collective-permute(%more), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import mpjax
 from mpjax.pods import check, get_topology, with_sharding
 
 NEEDS_TPU = pytest.mark.tpu_compiler
@@ -132,3 +133,49 @@ def test_gather_constraint_gives_the_right_program_under_jit(name: str):
     assert report.findings == (), str(report)
     assert set(report.sent("weights")) == {"bf16"}
     assert set(report.sent("gradients")) == {"f32"}
+
+
+@NEEDS_TPU
+@pytest.mark.slow
+@pytest.mark.parametrize("low", ["autocast", "cast at the top"])
+def test_what_goes_round_in_a_ring_beside_a_product_keeps_its_role(low: str):
+    """A TPU's compiler overlaps large products with gathers and reductions, written as loops."""
+    rows, width, hidden = 16384, 2048, 8192
+    topology = get_topology("v5e-8")
+    mesh = topology.make_mesh({"fsdp": 8})
+
+    def wide_loss(params: Any, x: Any) -> Any:
+        y = jax.nn.gelu(x @ params["up"]) @ params["down"]
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    def cast_loss(params: Any, x: Any) -> Any:
+        return wide_loss(jax.tree.map(lambda w: w.astype(jnp.bfloat16), params), x)
+
+    loss = mpjax.autocast(wide_loss, "bf16-mixed") if low == "autocast" else cast_loss
+
+    def step(params: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    shapes = {"up": (width, hidden), "down": (hidden, width)}
+    params = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
+    args = with_sharding((params, x), P("fsdp"), mesh)
+    stored = jax.tree.map(lambda w: w.sharding, args[0])
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(stored, None))
+    options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1"}
+    report = check(jitted, args, topology, compiler_options=options)
+    ring = [c for c in report.collectives if c.kind == "collective-permute"]
+    dtypes = {(c.role, c.path.split("/")[-1]): c.dtype for c in ring}
+    reduced = "f32" if low == "autocast" else "bf16"
+    assert dtypes == {
+        ("weights", "up"): "bf16",
+        ("gradients", "up"): reduced,
+        ("gradients", "down"): reduced,
+    }
+    # Each of eight chunks is sent once at least, by loops of a few steps; and each is computed
+    # once: two products forward, two backward, and none for the gradient of `x`.
+    assert all(sum(c.count for c in ring if c.role == r) >= 7 for r in ("weights", "gradients"))
+    assert report.flops == {"bf16": 5 * 2 * rows // 8 * width * hidden}
+    found = {(f.check, f.culprit.split("/")[-1]) for f in report.findings}
+    assert found == (set() if reduced == "f32" else {("gradients", "up"), ("gradients", "down")})

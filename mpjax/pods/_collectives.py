@@ -172,7 +172,9 @@ def _parts(computation: Computation, instruction: Instruction, kind: str) -> lis
         return [instruction.shapes[0]]
     operands = [computation.instructions[name].shapes for name in instruction.operands]
     before = [shapes[0] for shapes in operands if shapes]
-    after = instruction.shapes[-len(before) :] if before else ()
+    # A permute that is begun has two numbers more behind its result.
+    after = instruction.shapes[1:2] if instruction.opcode == "collective-permute-start" else ()
+    after = after or (instruction.shapes[-len(before) :] if before else ())
     if kind == "all-gather":
         return list(after)
     return [

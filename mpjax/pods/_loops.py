@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from mpjax.pods._hlo import Computation, Instruction, Module
@@ -50,7 +51,8 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     """Returns how often a `while` runs its body; None where the text does not tell.
 
     CPU and GPU programs say so. A TPU program does not: there it is the bound in the condition,
-    less what the counter starts with.
+    less what the counter starts with, by steps of what the body adds to it. Loops in which a
+    product overlaps with what it sends take steps of two.
     """
     known = re.search(r'known_trip_count"?:\{"n":"(\d+)"', loop.attributes)
     if known:
@@ -65,7 +67,13 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     ]
     if len(bounds) != 1:
         return None
-    return max(0, bounds[0] - _start(computation, loop, condition))
+    counters = [i for i in condition.instructions.values() if i.opcode == "get-tuple-element"]
+    if len(counters) != 1:
+        return bounds[0]
+    counter = counters[0].integers("index")[0]
+    start = _element(computation, computation.instructions[loop.operands[0]], counter) or 0
+    body = module.computations[loop.called("body") or ""]
+    return max(0, math.ceil((bounds[0] - start) / _step(module, body, counter)))
 
 
 def _everything(module: Module, condition: Computation) -> list[Instruction]:
@@ -77,13 +85,33 @@ def _everything(module: Module, condition: Computation) -> list[Instruction]:
     return found
 
 
-def _start(computation: Computation, loop: Instruction, condition: Computation) -> int:
-    """Returns the constant that a loop's counter starts with, 0 where it is none."""
-    read = [i for i in condition.instructions.values() if i.opcode == "get-tuple-element"]
-    initial = computation.instructions[loop.operands[0]]
-    if len(read) != 1 or initial.opcode != "tuple":
-        return 0
-    value = computation.instructions[initial.operands[read[0].integers("index")[0]]]
+def _element(computation: Computation, state: Instruction, position: int) -> int | None:
+    """Returns a value of a tuple where it is a constant."""
+    if state.opcode != "tuple":
+        return None
+    return _constant(computation, state.operands[position])
+
+
+def _constant(computation: Computation, name: str) -> int | None:
+    value = _copied(computation, name)
+    is_one = value.opcode == "constant" and re.fullmatch(r"\d+", value.arguments)
+    return int(value.arguments) if is_one else None
+
+
+def _copied(computation: Computation, name: str) -> Instruction:
+    """Returns the instruction that computes a value, copies left out."""
+    value = computation.instructions[name]
     while value.opcode in ("copy", "bitcast"):
         value = computation.instructions[value.operands[0]]
-    return int(value.arguments) if re.fullmatch(r"\d+", value.arguments) else 0
+    return value
+
+
+def _step(module: Module, body: Computation, counter: int) -> int:
+    """Returns what the body of a loop adds to its counter, 1 where that is not to be seen."""
+    if body.root.opcode != "tuple":
+        return 1
+    last = _copied(body, body.root.operands[counter])
+    if (inner := module.computations.get(last.callee or "")) is not None:
+        last, body = inner.root, inner
+    added = [_constant(body, name) for name in last.operands] if last.opcode == "add" else []
+    return next((step for step in added if step), 1)
