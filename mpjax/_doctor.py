@@ -396,7 +396,7 @@ def _change(row: Measured, base: Measured) -> str:
     """Returns what becomes less, and what more, as words."""
     pairs = [
         ("kept for the backward pass", row.kept, base.kept),
-        ("temporary memory", row.temporaries, base.temporaries),
+        ("temporary memory as compiled here", row.temporaries, base.temporaries),
     ]
     shares = [(name, a / b - 1) for name, a, b in pairs if b]
     less = [f"{-share:.0%} less {name}" for name, share in shares if share < -0.005]

@@ -1,6 +1,7 @@
 """The pages of `docs/`: their code runs, what they link to exists, their pictures can be drawn."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from test_readme import ROOT, blocks, local_links, run
 
 import mpjax
+from mpjax.__main__ import COMMANDS, main
 
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "modules" not in path.parts)
@@ -40,6 +42,90 @@ def test_every_page_is_in_a_table_of_contents():
     listed = re.findall(r"^(\S+)$", (DOCS / "index.md").read_text(), re.MULTILINE)
     pages = {name.removesuffix(".md") for name in NAMES} - {"index"}
     assert pages - set(listed) == set()
+
+
+# What each library's own pages on mixed precision show, by the heading that translates it here.
+TRANSLATED = {
+    "pytorch": (
+        "From PyTorch AMP",
+        "Gradient accumulation",
+        "A gradient penalty",
+        "Several models, losses and optimizers",
+        "A region in float32",
+        "Functions with a derivative of their own",
+    ),
+    "lightning": (
+        "From Lightning",
+        "True half precision, and double",
+        "Parameters made in 16 bits",
+        "Fabric: a loop of your own",
+        "Casts of your own",
+    ),
+    "keras": (
+        "From Keras",
+        "The guide, line by line",
+        "A custom training loop",
+        "Policies by path",
+    ),
+    "apex": (
+        "From Apex",
+        "BatchNorm in float32",
+        "A loss scale for each loss",
+        "Gradient accumulation",
+        "Functions of your own",
+        "Batches of your own type",
+    ),
+    "jmp": ("From jmp", "jmp's README, line by line"),
+    "flax": ("From Flax's DynamicScale", "A TrainState with BatchNorm"),
+}
+
+
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_what_a_library_documents_stands_beside_what_to_type_here(name: str):
+    text = (DOCS / "migrate" / f"{name}.md").read_text()
+    fenced = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+    text = fenced.sub(lambda code: code[0].replace("\n# ", "\n  # "), text)  # comments, no headings
+    headings = re.split(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    sections = dict(zip(headings[1::2], headings[2::2], strict=True))
+    beside = r'<div class="beside">\n\n```py(?:thon)?\n.*?\n```\n\n```python\n.*?\n```\n\n</div>'
+    found = {heading for heading, body in sections.items() if re.search(beside, body, re.DOTALL)}
+    assert found == set(TRANSLATED[name])
+    assert "What behaves differently" in sections
+
+
+def test_two_columns_of_code_are_seen_without_scrolling():
+    wide = []
+    for name, page in zip(NAMES, PAGES, strict=True):
+        pairs = re.findall(r'<div class="beside">(.*?)</div>', page.read_text(), re.DOTALL)
+        lines = "\n".join(pairs).splitlines()
+        wide += [f"{name}: {line}" for line in lines if len(line) > 64]  # in a window of 1440 px
+    assert wide == []
+
+
+def test_every_page_of_the_index_is_translated():
+    pages = {path.stem for path in (DOCS / "migrate").glob("*.md")} - {"index"}
+    assert pages == TRANSLATED.keys()
+
+
+def test_every_example_is_on_its_page():
+    listed = re.findall(r"^\| `(\w+\.py)` \|", (DOCS / "examples.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+
+
+def test_what_the_command_line_page_types_can_be_typed(tmp_path: Path, monkeypatch, capsys):
+    page = (DOCS / "command_line.md").read_text()
+    (tmp_path / "train.py").write_text("\n".join(blocks(page, "python")))
+    monkeypatch.chdir(tmp_path)
+    (asked,) = blocks(page, "console")
+    assert main(shlex.split(asked.removeprefix("$ python -m mpjax "))) == 0
+    answered, *_ = blocks(page, "text")
+    # Numbers are those of one machine and compiler; the words are those of the command.
+    words = [re.sub(r"[\d.]+ ?(%|[kM]?B)?", "#", text).split() for text in (answered, "")]
+    words[1] = re.sub(r"[\d.]+ ?(%|[kM]?B)?", "#", capsys.readouterr().out).split()
+    assert words[0] == words[1]
+    typed = re.findall(r"^\| `python -m mpjax ?([^`]*)`", page, re.MULTILINE)
+    known = {command.name for command in COMMANDS}
+    assert {line.split()[0] for line in typed if line} == known
 
 
 def test_every_public_name_is_in_the_reference():

@@ -112,7 +112,8 @@ def test_of_what_saves_alike_the_accelerators_choice_is_taken():
 def test_what_becomes_more_is_said_beside_what_becomes_less():
     rows = [row("32-true", 100), row("bf16-mixed", 50, 130)]
     _, advice = _advise(rows, find_accelerator("h100"))
-    less, more = "50% less kept for the backward pass", "30% more temporary memory"
+    less = "50% less kept for the backward pass"
+    more = "30% more temporary memory as compiled here"
     assert advice == [f"Take 'bf16-mixed': {less}, but {more}."]
 
 
