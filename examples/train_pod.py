@@ -346,17 +346,18 @@ def prepare(job: Job) -> tuple[Trainer, Corpus]:
     trainer = Trainer(job, pods.make_mesh(job.mesh_axes(jax.device_count())))
     sizes = [leaf.size for leaf in jax.tree.leaves(trainer.state_shapes["params"])]
     axes = ", ".join(f"{name} {size}" for name, size in trainer.mesh.shape.items())
-    say(f"{job.hardware}: {jax.device_count()} devices ({axes}), {jax.process_count()} processes")
+    count = jax.device_count()
+    say(f"{job.hardware}; devices: {count} ({axes}); processes: {jax.process_count()}")
     megabytes = [len(part) / 1e6 for part in (corpus.train, corpus.held_out)]
     say(
-        f"{sum(sizes) / 1e6:.1f} million parameters in {job.precision}; {megabytes[0]:.1f} MB"
+        f"{sum(sizes) / 1e6:,.2f} million parameters in {job.precision}; {megabytes[0]:.2f} MB"
         f" to learn from, {megabytes[1]:.2f} MB held out"
     )
     lowered = trainer.step.lower(*trainer.specs())
     agree({"program": hashlib.sha256(lowered.as_text().encode()).hexdigest()}, "train step")
     trainer.step = lowered.compile()
     peak = trainer.step.memory_analysis().peak_memory_in_bytes
-    say(f"the step is compiled, and takes {peak / 1e6:,.1f} MB a device at its worst moment")
+    say(f"the step is compiled, and takes {peak / 1e6:,.2f} MB a device at its worst moment")
     return trainer, corpus
 
 
@@ -387,14 +388,21 @@ def parse_arguments() -> argparse.Namespace:
 def run(arguments: argparse.Namespace) -> int:
     job = load_config(arguments.config, arguments.set)
     virtual = arguments.simulate
+    if virtual is not None and virtual < 1:
+        raise ValueError(f"--simulate: must be at least 1; got {virtual}.\n  Type --simulate 8.")
+    if (arguments.json or arguments.record) and not arguments.check:
+        raise ValueError("--json and --record: they belong to --check.\n  Add it, or drop them.")
+    if arguments.out.is_file():
+        raise ValueError(f"--out {arguments.out}: is a file.\n  Type a folder's name.")
     if arguments.check or virtual is not None:
         jax.config.update("jax_platforms", "cpu")
         here = job.topology.num_devices if job.topology.chip.platform == "cpu" else 1
-        jax.config.update("jax_num_cpu_devices", here if virtual is None else max(1, virtual))
+        jax.config.update("jax_num_cpu_devices", virtual or here)
     if arguments.check:
         return check(job, arguments.config, arguments)
-    if arguments.distributed or arguments.coordinator is not None:
-        initialize(arguments.coordinator, arguments.num_processes, arguments.process_id)
+    ids = (arguments.coordinator, arguments.num_processes, arguments.process_id)
+    if arguments.distributed or any(value is not None for value in ids):
+        initialize(*ids)
     trainer, corpus = prepare(job)
     if arguments.dry_run:
         say("a dry run: nothing was trained or saved")
@@ -406,7 +414,7 @@ def run(arguments: argparse.Namespace) -> int:
 def main() -> int:
     try:
         return run(parse_arguments())
-    except (ValueError, FileNotFoundError, ModuleNotFoundError, RuntimeError) as error:
+    except (ValueError, OSError, ModuleNotFoundError, RuntimeError) as error:
         if isinstance(error, jax.errors.JAXTypeError | jax.errors.JaxRuntimeError):
             raise  # not the user's input: the trace says where
         print(error, file=sys.stderr)

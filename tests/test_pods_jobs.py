@@ -1,5 +1,6 @@
 """What a pod job stands on: its config file, its checkpoints, and processes that agree."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,18 @@ def test_a_config_is_read_with_its_defaults_and_overrides(tmp_path: Path):
         ({"steps": 1.5}, r"'steps' must be a whole number; got 1.5"),
         ({"steps": True}, r"'steps' must be a whole number; got True"),
         ({"steps": 0}, r"'steps' must be at least 1; got 0"),
+        ({"seed": -1}, r"'seed' must be at least 0; got -1.\n  Type e.g. seed: 1"),
+        ({"max_consecutive_skips": 0}, r"'max_consecutive_skips' must be at least 1; got 0"),
+        (
+            {"model": GOOD["model"] | {"vocabulary": 100}},
+            r"'model.vocabulary' must be at least 256; got 100",
+        ),
+        (
+            {"optimizer": {"learning_rate": -1}},
+            r"learning_rate' must be above 0 and finite; got -1",
+        ),
+        ({"optimizer": {"learning_rate": math.nan}}, r"above 0 and finite; got nan"),
+        ({"mesh": {"data": 0}}, r"data=0 x fsdp=-1 x tensor=1 does not divide 8 devices"),
         ({"optimizer": {"learning_rate": "1e-3"}}, r"got '1e-3'.\n  YAML wants a point: 1.0e-3"),
         ({"model": 8}, r"'model' must be a section; got 8"),
         ({"checkpoint": {"keep": 1}}, r"'checkpoint.keep' must be at least 2"),
@@ -111,14 +124,21 @@ def test_a_corpus_that_is_missing_empty_or_short_is_refused(tmp_path: Path):
         open_corpus(Data(path=str(tmp_path / "nothing"), **data), 8)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "empty.py").touch()
-    with pytest.raises(FileNotFoundError, match=r"0 files match '\*.py' and are not empty"):
+    with pytest.raises(FileNotFoundError, match=r"no file matches '\*.py' and has something"):
         open_corpus(Data(path=str(tmp_path / "texts"), **data), 8)
     short = tmp_path / "short.txt"
     short.write_bytes(b"0123456789")
     with pytest.raises(
-        ValueError, match=r"9 bytes in train, of 1 files(.|\n)*sequence_length \+ 1 = 9"
+        ValueError, match=r"9 bytes in train, of 1 file;(.|\n)*sequence_length \+ 1 = 9"
     ):
         open_corpus(Data(path=str(short), held_out=0.1, **data), 8)
+
+
+def test_a_cache_that_is_a_file_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_bytes(bytes(99))
+    data = Data(path=str(tmp_path / "file"), cache=str(tmp_path / "file"))
+    with pytest.raises(ValueError, match=r"data.cache '.*file': is a file"):
+        open_corpus(data, 8)
 
 
 def test_one_file_is_split_by_position(tmp_path: Path):
@@ -174,10 +194,15 @@ def leave_unsealed(folder: Path) -> None:
     (folder / "6" / "seal-0.json").unlink()
 
 
+def scratch_a_seal(folder: Path) -> None:
+    (folder / "6" / "seal-0.json").write_bytes(bytes(9))
+
+
 DAMAGE = [
     (flip_a_bit, "is corrupted"),
     (cut_short, "is corrupted"),
     (lose_a_file, "is missing"),
+    (scratch_a_seal, "seal-0.json is corrupted"),
     (leave_unsealed, "half-written, process 0 did not finish it"),
 ]
 
@@ -217,8 +242,9 @@ class TestCheckpoints:
         flip_a_bit(saved)
         largest_file(saved / "3").unlink()
         said = r"no checkpoint is whole.(.|\n)*/6: (.|\n)*/3: "
-        with Checkpoints(saved) as checkpoints, pytest.raises(ValueError, match=said):
-            checkpoints.restore(state_of(0))
+        for _ in range(2):  # nor when a scheduler starts it again
+            with Checkpoints(saved) as checkpoints, pytest.raises(ValueError, match=said):
+                checkpoints.restore(state_of(0))
 
     def test_a_run_killed_at_its_first_checkpoint_starts_anew(self, tmp_path: Path):
         with Checkpoints(tmp_path / "run") as checkpoints:
@@ -237,6 +263,21 @@ class TestCheckpoints:
             checkpoints.claim({"model.width": 16, "seed": 0})
             with pytest.raises(ValueError, match=r"another job's.\n  'seed' is 0 there, 1 here"):
                 checkpoints.claim({"model.width": 16, "seed": 1})
+
+    def test_a_folder_without_a_checkpoint_is_anyones(self, tmp_path: Path):
+        with Checkpoints(tmp_path / "run") as checkpoints:
+            checkpoints.claim({"seed": -1})
+            checkpoints.claim({"seed": 0})
+            checkpoints.save(3, state_of(3))
+        said = r"'seed' is 0 there, -1 here"
+        with Checkpoints(tmp_path / "run") as checkpoints, pytest.raises(ValueError, match=said):
+            checkpoints.claim({"seed": -1})
+
+    def test_a_claim_that_cannot_be_read_is_named(self, saved: Path):
+        (saved / "job.json").write_text("")
+        said = r"job.json: is not JSON(.|\n)*Take it away"
+        with Checkpoints(saved) as checkpoints, pytest.raises(ValueError, match=said):
+            checkpoints.claim({"seed": 0})
 
     def test_a_file_is_no_folder(self, tmp_path: Path):
         (tmp_path / "file").touch()
@@ -275,6 +316,7 @@ def test_a_difference_is_told_by_key_value_and_process():
     ("arguments", "said"),
     [
         (("host:1", 2, 2), r"2 is not below num_processes=2"),
+        (("host:1", 2, -1), r"-1 is below 0.\n  Ids count from 0, one a process: 0 to 1"),
         (("host:1", 2, None), r"go together; some are missing"),
     ],
 )

@@ -155,6 +155,25 @@ def test_bad_input_is_a_message_and_exit_code_2(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--simulate", "0"], "--simulate: must be at least 1; got 0."),
+        (["--json"], "--json and --record: they belong to --check."),
+        (["--out", __file__], "test_train_pod.py: is a file."),
+        # It would train alone, beside all others that forgot it too.
+        (["--process-id", "1"], "coordinator, num_processes and process_id go together"),
+        (["--num-processes", "2", "--distributed"], "some are missing"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    options: list[str], said: str, config: Path, monkeypatch: Any, capsys: Any
+):
+    monkeypatch.setattr(sys, "argv", ["train_pod.py", str(config), *options])
+    assert train_pod.main() == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
 def test_a_check_without_the_compiler_says_what_to_install(config: Path):
     process = start(config, "--set", "accelerator=v5e-8", "--check")

@@ -65,8 +65,8 @@ class Checkpoints:
           ValueError: the folder's checkpoints come from a job with other values.
         """
         path = self.folder / "job.json"
-        if path.is_file():
-            before, now = json.loads(path.read_text()), json.loads(json.dumps(dict(job)))
+        if path.is_file() and self._manager.all_steps():  # else nothing of that job is left
+            before, now = _json(path), json.loads(json.dumps(dict(job)))
             names = sorted(k for k in before.keys() | now if before.get(k) != now.get(k))
             if names:
                 lines = [f"{k!r} is {before.get(k)!r} there, {now.get(k)!r} here." for k in names]
@@ -75,7 +75,7 @@ class Checkpoints:
                 raise ValueError(message(f"checkpoint folder {self.folder}", got, *lines, fix))
         gather_values(None)  # all have read before one writes
         if jax.process_index() == 0:
-            path.write_text(json.dumps(dict(job), indent=1))
+            _write(path, dict(job))
 
     def save(self, step: int, state: Any) -> None:
         """Starts to save a state; the copy is taken now, the writing goes on behind the steps."""
@@ -93,9 +93,7 @@ class Checkpoints:
         process, count = jax.process_index(), jax.process_count()
         digests = {str(f.relative_to(root)): _digest(f) for f in _files(root)[process::count]}
         seal = {"process": process, "count": count, "digests": digests}
-        partial = root / f"seal-{process}.partial"
-        partial.write_text(json.dumps(seal))
-        partial.rename(root / f"seal-{process}.json")
+        _write(root / f"seal-{process}.json", seal)
 
     def restore(self, template: T) -> tuple[int, T, list[str]] | None:
         """Returns the newest whole checkpoint: its step, its state, and what was refused.
@@ -116,28 +114,40 @@ class Checkpoints:
         Transforms:
           None: all processes must call it.
         """
-        refused: list[str] = []
-        lost = False
+        broken: dict[int, list[str]] = {}
+        whole: int | None = None
         for step in sorted(self._manager.all_steps(), reverse=True):
             faults = self._faults(step)
             if not faults:
-                state: Any = self._manager.restore(step, args=self._args.StandardRestore(template))
-                return step, state, refused
-            refused.append(f"checkpoint {self.folder / str(step)}: {'; '.join(faults)}.")
-            lost |= not all(fault.startswith(_HALF_WRITTEN) for fault in faults)
-            self._put_aside(step)
-        if lost:
-            fix = f"To start anew, use another folder. They are now in {self.folder}/refused."
+                whole = step
+                break
+            broken[step] = faults
+        refused = [f"checkpoint {self.folder / str(n)}: {'; '.join(broken[n])}." for n in broken]
+        finished = [n for n in broken if not all(f.startswith(_HALF_WRITTEN) for f in broken[n])]
+        if whole is None and finished:
+            fix = "To start anew, use another folder; these stay where they are."
             raise ValueError(message("restore", "no checkpoint is whole.", *refused, fix))
-        return None
+        for step in broken:
+            self._put_aside(step)
+        if whole is None:
+            return None
+        state: Any = self._manager.restore(whole, args=self._args.StandardRestore(template))
+        return whole, state, refused
 
     def _faults(self, step: int) -> list[str]:
         """Returns what is wrong with a checkpoint; each process reads its share of the files."""
         root = self.folder / str(step)
         process, count = jax.process_index(), jax.process_count()
-        seals = [json.loads(path.read_text()) for path in sorted(root.glob("seal-*.json"))]
-        expected = seals[0]["count"] if seals else 1
+        seals: list[dict[str, Any]] = []
         found: list[str] = []
+        for path in sorted(root.glob("seal-*.json")):
+            try:
+                seals.append(_json(path))
+            except ValueError:
+                found.append(f"{path.name} is corrupted")
+        if found:
+            return found
+        expected = seals[0]["count"] if seals else 1
         missing = sorted(set(range(expected)) - {seal["process"] for seal in seals})
         if missing:
             found.append(f"{_HALF_WRITTEN}, process {missing[0]} did not finish it")
@@ -173,6 +183,22 @@ class Checkpoints:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    """Writes JSON so that a process killed in between leaves the file as it was."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(values, indent=1))
+    partial.replace(path)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Returns what `_write` wrote; an error that names the file, if it has changed since."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        fix = "Take it away, or use another folder."
+        raise ValueError(message(str(path), f"is not JSON ({error}).", fix)) from error
 
 
 def _files(root: Path) -> list[Path]:

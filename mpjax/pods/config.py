@@ -140,7 +140,7 @@ class Job:
         sizes = dataclasses.asdict(self.mesh)
         free = [name for name in AXES if sizes[name] == -1]
         rest = math.prod(size for size in sizes.values() if size != -1)
-        if len(free) == 1:
+        if len(free) == 1 and rest > 0:
             sizes[free[0]] = num_devices // rest
         if len(free) > 1 or min(sizes.values()) < 1 or math.prod(sizes.values()) != num_devices:
             asked = " x ".join(f"{n}={s}" for n, s in dataclasses.asdict(self.mesh).items())
@@ -337,14 +337,27 @@ def _example(kind: Any) -> str:
 # -- the values ------------------------------------------------------------------------------------
 
 
+# The least value of each number that has one; those of _ABOVE_ZERO are finite, and above 0.
+_LEAST = {
+    **dict.fromkeys(("steps", "sequence_length", "global_batch_size", "num_slices"), 1),
+    **dict.fromkeys(("model.width", "model.layers", "model.heads", "model.hidden"), 1),
+    **dict.fromkeys(("log_every", "checkpoint.every", "max_consecutive_skips"), 1),
+    **dict.fromkeys(("seed", "optimizer.warmup_steps", "optimizer.weight_decay"), 0),
+    "model.vocabulary": 256,  # a token is a byte
+}
+_ABOVE_ZERO = ("optimizer.learning_rate", "optimizer.clip_norm")
+
+
 def _check_values(job: Job, where: str) -> None:
-    positive = ("sequence_length", "global_batch_size", "steps", "log_every", "num_slices")
     values = flat(job)
-    small = [name for name in (*positive, "checkpoint.every") if values[name] < 1]
-    small += [name for name in values if name.startswith("model.") and values[name] < 1]
-    if small:
-        got = f"'{small[0]}' must be at least 1; got {values[small[0]]}."
-        raise ValueError(message(where, got, f"Type e.g. {small[0].split('.')[-1]}: 8."))
+    for name, least in _LEAST.items():
+        if not values[name] >= least:
+            got = f"'{name}' must be at least {least}; got {values[name]}."
+            raise ValueError(message(where, got, f"Type e.g. {name.split('.')[-1]}: {least or 1}."))
+    for name in _ABOVE_ZERO:
+        if not 0 < values[name] < math.inf:
+            got = f"'{name}' must be above 0 and finite; got {values[name]}."
+            raise ValueError(message(where, got, f"Type e.g. {name.split('.')[-1]}: 1.0e-3."))
     if job.checkpoint.keep < 2:
         got = f"'checkpoint.keep' must be at least 2; got {job.checkpoint.keep}."
         fix = "The one before is what is left if the last is broken."

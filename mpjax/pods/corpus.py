@@ -68,7 +68,7 @@ def open_corpus(data: Data, length: int) -> Corpus:
 
     Raises:
       FileNotFoundError: the path does not exist, or no file in it matches.
-      ValueError: there are too few bytes.
+      ValueError: there are too few bytes, or `data.cache` is a file.
 
     Dtypes:
       Bytes, as uint8.
@@ -82,10 +82,13 @@ def open_corpus(data: Data, length: int) -> Corpus:
     for path in paths:
         digest.update(f"{path.name}:{path.stat().st_size}:".encode() + path.read_bytes())
     folder, name = Path(data.cache), digest.hexdigest()[:16]
+    if folder.is_file():
+        raise ValueError(message(f"data.cache {data.cache!r}", "is a file.", "Type a folder."))
     parts = {split: _mapped(folder / f"{name}-{split}.bin", pieces[split]) for split in pieces}
     for split, values in parts.items():
         if len(values) <= length + 1:
-            got = f"{len(values)} bytes in {split}, of {len(paths)} files; a window takes more."
+            files = "1 file" if len(paths) == 1 else f"{len(paths)} files"
+            got = f"{len(values)} bytes in {split}, of {files}; a window takes more."
             fix = f"Windows have sequence_length + 1 = {length + 1} bytes: add files or shorten it."
             raise ValueError(message(f"data.path {data.path!r}", got, fix))
     return Corpus(**parts, digest=digest.hexdigest())
@@ -101,7 +104,8 @@ def _paths(data: Data) -> list[Path]:
         return [root]
     paths = sorted(path for path in root.glob(data.pattern) if path.stat().st_size)
     if len(paths) < 2:
-        got = f"{len(paths)} files match {data.pattern!r} and are not empty; two are needed."
+        count = {0: "no file matches", 1: "one file matches"}[len(paths)]
+        got = f"{count} {data.pattern!r} and has something in it; two are needed."
         fix = "One is learnt from, one held out: change data.pattern, e.g. '**/*.txt'."
         raise FileNotFoundError(message(where, got, fix))
     return paths

@@ -34,7 +34,8 @@ def initialize(
       heartbeat_seconds: after how long without a sign of life a process counts as dead.
 
     Raises:
-      ValueError: `process_id` is not below `num_processes`, or some of the three are missing.
+      ValueError: `process_id` is not one of 0 to `num_processes` - 1, or some of the three are
+        missing.
       RuntimeError: another process on this machine has the same id.
 
     Dtypes:
@@ -55,8 +56,9 @@ def initialize(
         got = "coordinator, num_processes and process_id go together; some are missing."
         fix = "Give all three, or none where Slurm, GKE or Cloud TPU knows them."
         raise ValueError(message("initialize", got, fix))
-    if process_id is not None and num_processes is not None and process_id >= num_processes:
-        got = f"{process_id} is not below num_processes={num_processes}."
+    if process_id is not None and num_processes is not None and not 0 <= process_id < num_processes:
+        limit = "below 0" if process_id < 0 else f"not below num_processes={num_processes}"
+        got = f"{process_id} is {limit}."
         fix = f"Ids count from 0, one a process: 0 to {num_processes - 1}."
         raise ValueError(message("initialize(process_id)", got, fix))
     if coordinator is not None:
