@@ -281,6 +281,7 @@ def test_a_job_is_built_for_the_topology_that_is_asked_for():
         (SGD_ARGS, "v5e-7", ValueError, r"no slice of v5e has 7 chips"),
         (SGD_ARGS, "cpu:8", ValueError, r"no argument says how it is laid out on the 8 devices"),
         ([*SGD_ARGS], "cpu:1", TypeError, r"check\(args\): must be a tuple.*got list"),
+        ((SGD_ARGS[0], "train"), "cpu:1", TypeError, r"at '1': must be arrays, .*; got str"),
     ],
 )
 def test_wrong_arguments_are_errors(args: Any, topology: str, error: Any, said: str):

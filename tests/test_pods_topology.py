@@ -58,6 +58,7 @@ def test_slices_multiply_devices_and_hosts():
         ("v5e:4x4x4", r"no slice of v5e has the shape 4x4x4(.|\n)*2 axes"),
         ("v5p:4x4", r"no slice of v5p has the shape 4x4\.(.|\n)*3 axes"),
         ("v5e:0x4", r"no slice of v5e has the shape 0x4"),
+        ("cpu:0", r"unknown topology 'cpu:0'(.|\n)*'cpu:8'"),
         ("h100-12", r"12 GPUs are not whole hosts of 8(.|\n)*'h100:2x4'"),
     ],
 )
@@ -66,9 +67,20 @@ def test_a_wrong_name_is_an_error_with_the_nearest(name: str, said: str):
         get_topology(name)
 
 
-def test_slices_are_at_least_one():
-    with pytest.raises(ValueError, match=r"num_slices must be at least 1; got 0"):
-        get_topology("v5e-16", num_slices=0)
+@pytest.mark.parametrize(
+    ("name", "count", "error", "said"),
+    [
+        ("v5e-16", 0, ValueError, "num_slices must be at least 1; got 0"),
+        ("v5e-16", 1.5, TypeError, "num_slices must be a whole number; got 1.5"),
+        ("8xh100", 2, ValueError, r"'8xh100' is no TPU slice\.\n.*'h100:2x8'"),
+        ("cpu:8", 2, ValueError, "'cpu:8' is no TPU slice"),
+        (get_topology("v5e-16"), 2, ValueError, r"has 1\.\n.*get_topology\('v5e-16', num_slices=2"),
+        (16, 1, TypeError, r"a topology is a name; got int\.\n.*'8xh100'"),
+    ],
+)
+def test_wrong_slices_are_errors(name: Any, count: Any, error: type[Exception], said: str):
+    with pytest.raises(error, match=said):
+        get_topology(name, num_slices=count)
 
 
 def test_a_mesh_has_all_devices():
@@ -89,6 +101,12 @@ def test_a_mesh_may_be_of_the_devices_that_are_here():
     assert mesh.devices.tolist() == jax.devices()[4:]
     with pytest.raises(ValueError, match=r"mesh of data=3 does not have the 8 devices\."):
         make_mesh({"data": 3})
+
+
+@pytest.mark.parametrize("axes", [["data"], {"data": "8"}, {"data": 8.0}, {0: 8}, {"x": True}])
+def test_axes_of_another_type_are_an_error(axes: Any):
+    with pytest.raises(TypeError, match=r"make_mesh\(axes\): must be sizes by axis name; got"):
+        make_mesh(axes)
 
 
 def test_too_few_virtual_devices_say_how_to_have_more():

@@ -86,6 +86,11 @@ def place(args: tuple[Any, ...], topology: Topology) -> tuple[tuple[Any, ...], M
       ValueError: nothing says how the arguments are laid out, or the sizes do not fit.
     """
     leaves = jax.tree.leaves(args)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if not hasattr(leaf, "shape") and not isinstance(leaf, int | float | complex):
+            got = f"must be arrays, jax.ShapeDtypeStructs or numbers; got {describe(leaf)}."
+            fix = "Bind it: check(functools.partial(step, mode=...), (state, batch), ...)."
+            raise TypeError(message(f"check(args) at {path_str(path)!r}", got, fix))
     shardings = [getattr(x, "sharding", None) for x in leaves]
     meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
     shapes = {tuple(mesh.shape.items()) for mesh in meshes}

@@ -56,7 +56,7 @@ def check(
     Raises:
       ValueError: the topology is unknown, a mesh or batch does not divide, or no argument says how
         it is laid out.
-      TypeError: `args` is not a tuple.
+      TypeError: `args` is not a tuple, or holds what is neither array nor number.
       ModuleNotFoundError: the compiler for that platform is not installed; 'cpu:N' needs none.
 
     Dtypes:

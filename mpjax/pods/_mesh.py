@@ -28,6 +28,7 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
 
     Raises:
       ValueError: the sizes do not multiply to the number of devices.
+      TypeError: `axes` is not a mapping of whole numbers by name.
 
     Dtypes:
       None are concerned.
@@ -44,8 +45,11 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
     return Mesh(_arranged(sizes, devices), tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def axis_sizes(axes: Mapping[str, int], count: int, whose: str) -> tuple[int, ...]:
+def axis_sizes(axes: Any, count: int, whose: str) -> tuple[int, ...]:
     """Returns the sizes with -1 filled in; `whose` stands behind the number in the error."""
+    if not isinstance(axes, Mapping) or not all(_is_axis(*axis) for axis in axes.items()):
+        got = f"must be sizes by axis name; got {axes!r}."
+        raise TypeError(message("make_mesh(axes)", got, "Type e.g. {'data': 1, 'fsdp': -1}."))
     sizes = list(axes.values())
     if sizes.count(-1) == 1:
         rest = math.prod(size for size in sizes if size != -1)
@@ -56,6 +60,10 @@ def axis_sizes(axes: Mapping[str, int], count: int, whose: str) -> tuple[int, ..
         fix = f"Sizes multiply to {count}; one may be -1, e.g. {{'data': 1, 'fsdp': -1}}."
         raise ValueError(message("make_mesh(axes)", got, fix))
     return tuple(sizes)
+
+
+def _is_axis(name: Any, size: Any) -> bool:
+    return isinstance(name, str) and isinstance(size, int) and not isinstance(size, bool)
 
 
 def _arranged(sizes: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray[Any, Any]:

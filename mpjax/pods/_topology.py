@@ -11,6 +11,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from mpjax._dtypes import describe
 from mpjax._errors import message, nearest
 from mpjax.pods._chips import CPU, GPUS, TPUS, Chip
 from mpjax.pods._devices import cpu_devices, gpu_devices, tpu_devices
@@ -156,7 +157,9 @@ def get_topology(name: str | Topology, *, num_slices: int = 1) -> Topology:
       num_slices: TPU slices over which the job runs.
 
     Raises:
-      ValueError: the name is unknown, or no slice has that size; the message has the nearest.
+      ValueError: the name is unknown, or no slice has that size; the message has the nearest. Or
+        several slices are asked for of what is no TPU.
+      TypeError: it is no name, or `num_slices` no whole number.
 
     Example:
       >>> print(mpjax.pods.get_topology("v5e-256"))
@@ -164,13 +167,11 @@ def get_topology(name: str | Topology, *, num_slices: int = 1) -> Topology:
       >>> mpjax.pods.get_topology("v5p-128").shape
       (4, 4, 4)
     """
+    _check_slices(name, num_slices)
     if isinstance(name, Topology):
         return name
     text = name.lower().strip()
-    if num_slices < 1:
-        got = f"num_slices must be at least 1; got {num_slices}."
-        raise ValueError(message("get_topology", got, "Leave it out for one slice."))
-    if match := re.fullmatch(r"cpu(?:[:\-](\d+))?", text):
+    if match := re.fullmatch(r"cpu(?:[:\-]([1-9]\d*))?", text):
         return Topology(name, CPU, (1, int(match[1] or 1)))
     if match := re.fullmatch(r"(?:(\d+)x)?(a100|h100)(?:[a-z0-9\-]*?[:\-](\d+)(?:x(\d+))?)?", text):
         return _gpu_topology(name, match)
@@ -180,6 +181,29 @@ def get_topology(name: str | Topology, *, num_slices: int = 1) -> Topology:
     key = _TPU_NAMES[match[1]]
     shape = _tpu_shape(name, key, match[2], match[3])
     return Topology(name, TPUS[key], shape, num_slices)
+
+
+def _check_slices(name: Any, num_slices: Any) -> None:
+    where = "get_topology"
+    if not isinstance(name, str | Topology):
+        got = f"a topology is a name; got {describe(name)}."
+        raise TypeError(message(where, got, "Type e.g. 'v5e-256', '8xh100' or 'cpu:8'."))
+    if not isinstance(num_slices, int) or isinstance(num_slices, bool):
+        got = f"num_slices must be a whole number; got {num_slices!r}."
+        raise TypeError(message(where, got, "Leave it out for one slice."))
+    if num_slices < 1:
+        got = f"num_slices must be at least 1; got {num_slices}."
+        raise ValueError(message(where, got, "Leave it out for one slice."))
+    if num_slices == 1:
+        return
+    if isinstance(name, Topology) and name.num_slices != num_slices:
+        got = f"num_slices={num_slices} for a topology that has {name.num_slices}."
+        fix = f"Type get_topology({name.name!r}, num_slices={num_slices})."
+        raise ValueError(message(where, got, fix))
+    if isinstance(name, str) and re.match(r"\d*x?(?:cpu|h100|a100)", name.lower().strip()):
+        got = f"num_slices={num_slices}, but {name!r} is no TPU slice."
+        fix = "GPUs on several hosts are one topology: 'h100:2x8', hosts and GPUs a host."
+        raise ValueError(message(where, got, fix))
 
 
 def _gpu_topology(name: str, match: re.Match[str]) -> Topology:
