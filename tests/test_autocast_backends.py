@@ -1,6 +1,7 @@
 """Each backend gets the program that it runs well, and every one the same values."""
 
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from mpjax import SupportWarning
 from mpjax._autocast import autocast, backends
 
 HALVES = {"bf16-mixed": "bf16", "16-mixed": "f16"}
@@ -196,7 +198,8 @@ def test_a_weight_gradient_is_made_in_its_own_order():
     grad = jax.jit(jax.grad(autocast(fun, "bf16-mixed")))
     text = grad.trace(normal(8, 16), normal(4, 8, seed=2)).lower(lowering_platforms=("tpu",))
     moved = [line for line in text.as_text().splitlines() if "stablehlo.transpose" in line]
-    assert len(moved) == 1 and "<4x8xbf16>" in moved[0]  # the activations, and not the gradient
+    assert len(moved) == 1
+    assert "<4x8xbf16>" in moved[0]  # the activations, and not the gradient
 
 
 def normalised(x, shape):
@@ -286,3 +289,21 @@ def test_the_image_gradient_of_a_pointwise_kernel_is_a_convolution_on_a_gpu():
     assert found.count(("convolution", "bf16")) == 2
     elsewhere = results(jax.grad(autocast(fun, "bf16-mixed"), (0, 1)), "tpu", w, x)
     assert [name for name, _ in elsewhere] == ["convolution", "dot_general", "dot_general"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "platform", "count"),
+    [("16-mixed", "tpu", 1), ("bf16-mixed", "tpu", 0), ("16-mixed", "cuda", 0)],
+)
+def test_float16_products_warn_where_a_program_is_made_for_a_tpu(policy, platform, count):
+    def fun(w, v, x):
+        return jnp.sum(x @ w @ v)
+
+    traced = jax.jit(jax.value_and_grad(autocast(fun, policy))).trace(
+        normal(16, 4), normal(4, 2), normal(8, 16, seed=2)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")  # one of equal warnings is shown
+        traced.lower(lowering_platforms=(platform,))
+    assert [w.category for w in caught] == [SupportWarning] * count
+    assert all(re.match(r"(?s)autocast: .*TPU.*Type 'bf16-mixed'", str(w.message)) for w in caught)

@@ -54,6 +54,10 @@ def autocast(
       ValueError: unknown policy, rule or algorithm.
       TypeError: a result of `fun` is not an array.
 
+    Warns:
+      PolicyWarning: a rule of a `PolicyMap` matches nothing in `fun`.
+      SupportWarning: float16 products are compiled for a TPU.
+
     Dtypes:
       As `fun`, floating results in `policy.output_dtype`. Integers, float64, complex, 8-bit and
       explicitly cast values are computed as they are written.

@@ -22,7 +22,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from mpjax import _compat
-from mpjax._autocast import backends, convolutions
+from mpjax._autocast import backends, convolutions, tpu_warning
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
@@ -342,7 +342,7 @@ batching.primitive_batchers[product_p] = _product_batch
 hidden_p = Primitive("hidden_operand")
 hidden_p.def_impl(lambda x: x)
 hidden_p.def_abstract_eval(lambda x: x.update(weak_type=False))
-mlir.register_lowering(hidden_p, lambda ctx, x: [x])
+mlir.register_lowering(hidden_p, tpu_warning.lower_operand)
 batching.primitive_batchers[hidden_p] = lambda args, dims: (hidden_p.bind(*args), dims[0])
 
 
