@@ -253,6 +253,24 @@ def test_a_collective_of_one_device_sends_nothing():
     assert (gather.kind, scatter.kind) == ("all-gather", "reduce-scatter")
 
 
+def test_a_sum_and_a_slice_in_one_fusion_are_a_reduce_scatter():
+    line = _line(LOOP, "%part")
+    text = LOOP.replace(
+        line, "  %part = f32[16,8] fusion(%dot), kind=kCustom, calls=%all-reduce-scatter.1"
+    ).replace(
+        "%body (",
+        "%all-reduce-scatter.1 (d: f32[64,8]) -> f32[16,8] {\n  %d = f32[64,8] parameter(0)\n"
+        "  %r = f32[64,8] all-reduce(%d), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add\n"
+        "  %z = s32[] constant(0)\n"
+        "  ROOT %s = f32[16,8] dynamic-slice(%r, %z, %z), dynamic_slice_sizes={16,8}\n}\n\n%body (",
+    )
+    scatter = next(
+        c for c in found(_hlo.parse_module(text)) if c.shape == (64, 8) and c.dtype == "f32"
+    )
+    assert (scatter.kind, scatter.role, scatter.path) == ("reduce-scatter", "gradients", "w")
+    assert scatter.wire_bytes == 2 * 64 * 8 * 4 * 3 // 4
+
+
 def test_ring_traffic(loop: _hlo.Module):
     gather, scatter, reduce = found(loop)
     assert gather.wire_bytes == 2 * 64 * 8 * 2 * 3 // 4

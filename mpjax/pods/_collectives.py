@@ -92,7 +92,7 @@ def find_collectives(
         if computation.name not in counts:
             continue
         for instruction in computation.instructions.values():
-            kind = _kind(instruction)
+            kind = _kind(computation, instruction)
             if kind is None:
                 continue
             groups = _groups(instruction, names)
@@ -125,12 +125,17 @@ def find_collectives(
     return tuple(found.values())
 
 
-def _kind(instruction: Instruction) -> str | None:
-    """Returns what an instruction is of `KINDS`; between TPU slices it is written as a `send`."""
+def _kind(computation: Computation, instruction: Instruction) -> str | None:
+    """Returns what an instruction is of `KINDS`; between TPU slices it is written as a `send`.
+
+    A TPU program names a fusion `all-reduce-scatter` in which a sum and a slice are done in one.
+    """
     if instruction.opcode == "send":
         between = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
         return between[1].lower().replace("_", "-") if between else None
     kind = instruction.opcode.removesuffix("-start")
+    if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
+        return "reduce-scatter"
     return kind if kind in KINDS else None
 
 
