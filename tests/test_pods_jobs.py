@@ -283,6 +283,8 @@ class TestCheckpoints:
         (tmp_path / "file").touch()
         with pytest.raises(ValueError, match=r"checkpoint folder .*file: is a file"):
             Checkpoints(tmp_path / "file")
+        with pytest.raises(ValueError, match=r"file/run: it cannot be made(.|\n)*may write to"):
+            Checkpoints(tmp_path / "file" / "run")
 
     def test_shards_come_back_as_they_were(self, tmp_path: Path, devices: list[jax.Device]):
         mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",))

@@ -49,10 +49,16 @@ class Checkpoints:
         if self.folder.is_file():
             got = "is a file."
             raise ValueError(message(f"checkpoint folder {folder}", got, "Type a folder's name."))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            got = f"it cannot be made ({error.strerror})."
+            fix = "Type one that every process may write to: --set checkpoint.folder=..."
+            raise ValueError(message(f"checkpoint folder {folder}", got, fix)) from error
         self.keep: int = keep
         self._unsealed: int | None = None
         self._args: Any = ocp.args
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep)
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def claim(self, job: Mapping[str, Any]) -> None:
