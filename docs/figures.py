@@ -2,7 +2,8 @@
 
 `formats.png` shows the bits of the three formats. `block.png` shows what autocast does with each
 operation of a transformer block in Flax, from what `mpjax.explain(...).to_dict()` tells;
-`explained.txt` is what `print` shows of it.
+`explained.txt` is what `print` shows of it. `pod_report.png` is `pod_report.txt` with notes; the
+text is what `python examples/train_pod.py tpu_configs/v5e-256.yaml --check` prints with libtpu.
 """
 
 import argparse
@@ -126,6 +127,40 @@ def draw_formats(path: Path) -> None:
     figure.savefig(path)
 
 
+MARKS = {"ok": "#009e73", "!!": "#d55e00", "??": "#e69f00", "--": "#999999"}
+NOTES = {  # the first words of a line of the report: what to look for there
+    "memory": "fits, with room for a larger batch",
+    "products": "of one step and chip, loops multiplied",
+    "at least": "the longest is what to work on",
+    "program": "the same on all hosts, or they hang",
+    "ok weights": "bf16: half of what float32 sends",
+    "ok gradients": "256 addends: bf16 would round each sum",
+    "ok the state": "else old and new state are there at once",
+    "gradients": "each layer's once a step",
+    "weights": "each layer's twice: forward and backward",
+    "scalars": "the loss, the norm, are all finite",
+}
+
+
+def draw_report(lines: list[str], path: Path) -> None:
+    """Draws a report of `mpjax.pods.check` as it stands in a terminal, with notes behind lines."""
+    figure = Figure(figsize=(9.6, 0.205 * len(lines) + 0.2), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    notes = dict(NOTES)
+    for y, line in enumerate(lines):
+        mark = line[2:4]
+        style = {"family": "monospace", "fontsize": 8.5, "va": "center"}
+        weight = "bold" if y == 0 else "normal"
+        axes.text(0, y, line, color=MARKS.get(mark, "black"), fontweight=weight, **style)
+        words = next((key for key in notes if line.strip().startswith(key)), None)
+        if words is not None:
+            note = f"← {notes.pop(words)}"
+            axes.text(105, y, note, fontsize=8.5, va="center", color="#0072b2")
+    axes.set(xlim=(0, 147), ylim=(len(lines) - 0.4, -0.6))
+    axes.set_axis_off()
+    figure.savefig(path)
+
+
 def main() -> None:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
@@ -136,7 +171,9 @@ def main() -> None:
     table = explained()
     draw_block(table.to_dict()["rows"], folder / "block.png")
     (folder / "explained.txt").write_text(f"{table}\n")
-    print(f"formats.png, block.png and explained.txt are in {folder}.")
+    report = (Path(__file__).parent / "images" / "pod_report.txt").read_text()
+    draw_report(report.splitlines(), folder / "pod_report.png")
+    print(f"formats.png, block.png, explained.txt and pod_report.png are in {folder}.")
 
 
 if __name__ == "__main__":

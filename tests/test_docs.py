@@ -149,4 +149,5 @@ def test_the_pictures_can_be_drawn(tmp_path: Path):
         "block.png",
         "explained.txt",
         "formats.png",
+        "pod_report.png",
     }
