@@ -307,3 +307,28 @@ def test_float16_products_warn_where_a_program_is_made_for_a_tpu(policy, platfor
         traced.lower(lowering_platforms=(platform,))
     assert [w.category for w in caught] == [SupportWarning] * count
     assert all(re.match(r"(?s)autocast: .*TPU.*Type 'bf16-mixed'", str(w.message)) for w in caught)
+
+
+def test_a_sum_that_gates_read_is_kept_instead_of_its_terms():
+    def cell(params, xs):
+        def step(hidden, x):
+            i, g = jnp.split(x + hidden @ params, 2, axis=-1)
+            hidden = jax.nn.sigmoid(i) * jnp.tanh(g)
+            return hidden, hidden
+
+        return jnp.sum(lax.scan(step, jnp.ones((32, 64)), xs @ params)[1] ** 2)
+
+    args = normal(64, 128) / 8, normal(5, 32, 64, seed=2)
+    fast = autocast(cell, "bf16-mixed")
+    _, vjp = jax.vjp(fast, *args)
+    kept = [x for x in jax.tree.leaves(vjp) if getattr(x, "shape", ()) == (5, 32, 128)]
+    assert [x.dtype for x in kept] == [jnp.bfloat16]
+    # They are split as they are stored: widened first, a TPU would store them in float32.
+    text = str(jax.make_jaxpr(jax.grad(fast))(*args))
+    assert "f32[32,64] = split" not in text
+    assert "bf16[32,64] = split" in text
+    wanted = jax.grad(cell)(*args)
+    # 5 steps of two products, each of whose terms is rounded once.
+    np.testing.assert_allclose(
+        jax.grad(fast)(*args), wanted, atol=10 * 2**-8 * float(jnp.abs(wanted).max())
+    )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpjax import _compat
-from mpjax._autocast import backends, groups, scopes
+from mpjax._autocast import backends, groups, passes, scopes
 from mpjax._autocast.binding import bind, inside, written_at
 from mpjax._autocast.plan import FLOAT32, Plan, is_float32
 from mpjax._autocast.recompute import recomputed
@@ -87,9 +87,14 @@ def _literal(literal: Any) -> Hashable:
 
 
 def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -> Function:
+    moved = passes.moved_once(eqns)
+
     def fun(*arrays: Any) -> list[Any]:
-        local = dict(zip(step.inputs, map(_widened, step.inputs, arrays), strict=True))
+        local = dict(zip(step.inputs, arrays, strict=True))
         for eqn in eqns:
+            for v in eqn.invars:
+                if not _compat.is_literal(v) and v not in moved:
+                    local[v] = _widened(v, local[v])
             values = [a.val if _compat.is_literal(a) else local[a] for a in eqn.invars]
             with written_at(eqn, around):
                 local.update(zip(eqn.outvars, bind(eqn, values), strict=True))
@@ -103,7 +108,7 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
             if is_low:
                 outs.append(backends.stored(local[var].astype(plan.states[var].dtype)))
             if is_full:
-                outs.append(local[var])
+                outs.append(_widened(var, local[var]))
         return outs
 
     return fun

@@ -135,7 +135,7 @@ def schedule(
     """Returns the steps of a jaxpr: its fused equations in groups, every other one alone."""
     cuts = _read_exactly(jaxpr, fused, found)
     twice = passes.read_twice(jaxpr, fused, found, lambda eqn: _is_linear(eqn, found))
-    cuts |= twice
+    cuts |= twice | passes.merged(jaxpr, fused, found, lambda eqn: _is_linear(eqn, found))
     levels = _levels(jaxpr, fused, cuts)
     for _ in range(8):
         more = _cuts(jaxpr, fused, levels, found, out_states)

@@ -20,6 +20,8 @@ from mpjax._op_rules import OP_RULES, OpClass
 
 _SUMS = frozenset({"reduce_sum", "reduce_prod", "reduce_max", "reduce_min"})
 _BENDS = frozenset({"tanh", "logistic", "erf", "max", "min", "clamp"})
+_ADDS = frozenset({"add", "add_any", "sub"})
+_PERMUTES = frozenset({"split", "reshape", "squeeze", "expand_dims", "transpose", "rev"})
 _NOTHING: frozenset[Any] = frozenset()
 
 
@@ -55,6 +57,54 @@ def read_twice(
             elif not is_sum:
                 made_of[v] = values
     return twice
+
+
+def merged(
+    jaxpr: Any,
+    fused: Sequence[bool],
+    found: dict[Any, State],
+    is_linear: Callable[[Any], bool],
+) -> set[Any]:
+    """Returns the low sums of several low values that an activation reads, as gates of an LSTM.
+
+    Stored low, such a sum is kept for the backward pass in place of its terms, which a loop would
+    each copy to a stack, and is not computed again there.
+    """
+    cuts: set[Any] = set()
+    sums: dict[Any, frozenset[Any]] = {}  # the last sum that a value is of
+    curved: set[Any] = set()
+    for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
+        if not is_fused:
+            continue
+        operands = [v for v in eqn.invars if not _compat.is_literal(v)]
+        read = _NOTHING.union(*(sums.get(v, _NOTHING) for v in operands))
+        if _bends(eqn):
+            cuts |= read
+        if any(v in curved for v in operands) or not is_linear(eqn):
+            curved.update(eqn.outvars)
+            continue
+        (out, *_) = eqn.outvars
+        terms = {v for v in operands if found[v].kind == Kind.LOW and v.aval.size == out.aval.size}
+        is_sum = eqn.primitive.name in _ADDS and (read or len(terms) > 1)
+        kept = frozenset({out}) if is_sum and found[out].kind == Kind.LOW else read
+        sums.update((v, kept) for v in eqn.outvars)
+    return cuts
+
+
+def moved_once(eqns: Sequence[Any]) -> set[Any]:
+    """Returns the values that a group moves as they are held, to widen what is made of them.
+
+    Widened before it is split, a value would be stored in float32 for those that read its parts.
+    Each part has one cotangent: a value with several readers needs their sum, in float32.
+    """
+    readers: dict[Any, list[Any]] = {}
+    for eqn in eqns:
+        for v in eqn.invars:
+            if not _compat.is_literal(v):
+                readers.setdefault(v, []).append(eqn)
+    return {
+        v for v, (eqn, *others) in readers.items() if not others and eqn.primitive.name in _PERMUTES
+    }
 
 
 def activated(eqns: Sequence[Any]) -> set[Any]:
@@ -100,7 +150,7 @@ def added_to_convolutions(
         eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "conv_general_dilated"
     }
     sums = [eqn for eqn in eqns if not _is_move(eqn)]
-    if any(eqn.primitive.name not in ("add", "add_any") for eqn in sums):
+    if any(eqn.primitive.name not in _ADDS - {"sub"} for eqn in sums):
         return _NOTHING
     if not any(v in convolved and found[v].kind == Kind.LOW for v in inputs):
         return _NOTHING
