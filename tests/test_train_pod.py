@@ -75,11 +75,25 @@ def gradients(trainer: Any) -> tuple[Any, Any]:
     return jax.device_get(jax.jit(mapped)(params, batch, mpjax.NoOpLossScale()))
 
 
+@pytest.fixture(scope="module")
+def of_one_device(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    path = tmp_path_factory.mktemp("one") / "job.yaml"
+    path.write_text(yaml.safe_dump(TINY))
+    return gradients(trainer_on(path, {"data": 1, "fsdp": 1, "tensor": 1}, "32-true"))
+
+
 @pytest.mark.parametrize(
-    "sizes", [(1, 8, 1), (2, 2, 2), (1, 1, 2)], ids=["fsdp", "all axes", "tensor"]
+    "sizes",
+    [
+        pytest.param((1, 8, 1), id="fsdp"),
+        pytest.param((2, 2, 2), id="all axes"),
+        pytest.param((1, 1, 2), id="tensor", marks=pytest.mark.slow),
+    ],
 )
-def test_every_mesh_computes_what_one_device_does(sizes: tuple[int, ...], config: Path):
-    one, single = gradients(trainer_on(config, {"data": 1, "fsdp": 1, "tensor": 1}, "32-true"))
+def test_every_mesh_computes_what_one_device_does(
+    sizes: tuple[int, ...], config: Path, of_one_device: tuple[Any, Any]
+):
+    one, single = of_one_device
     axes = dict(zip(AXES, sizes, strict=True))
     loss, grads = gradients(trainer_on(config, axes, "32-true"))
     assert loss == pytest.approx(one, rel=1e-6)
