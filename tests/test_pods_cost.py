@@ -1,0 +1,97 @@
+"""What a compiled program costs: products, convolutions, memory traffic, library calls."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from _hlo_text import LOOP
+
+from mpjax.pods import _cost, _hlo
+
+
+@pytest.fixture
+def loop() -> _hlo.Module:
+    return _hlo.parse_module(LOOP)
+
+
+def test_products_and_traffic_are_multiplied_by_trips(loop: _hlo.Module):
+    cost = _cost.count(loop)
+    assert cost.flops == {"bf16": 2 * (2 * 64 * 8 * 8)}
+    outside = sum(_cost._traffic(loop, loop.entry, i) for i in loop.entry.instructions.values())
+    parts = {name: loop.computations[name] for name in ("body", "condition")}
+    each = {
+        name: sum(_cost._traffic(loop, part, i) for i in part.instructions.values())
+        for name, part in parts.items()
+    }
+    assert cost.hbm_bytes == outside + 2 * each["body"] + 3 * each["condition"]
+
+
+def compiled_text(fun: Any, *args: Any) -> tuple[str, Any]:
+    compiled = jax.jit(fun).lower(*args).compile()
+    return compiled.as_text(), compiled
+
+
+@pytest.mark.parametrize("layers", [1, 5])
+def test_flops_of_a_scan_are_counted_for_every_layer(layers: int):
+    def fun(w: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    text, _ = compiled_text(fun, jnp.ones((layers, 32, 32)), jnp.ones((64, 32)))
+    assert _cost.count(_hlo.parse_module(text)).total_flops == layers * 2 * 64 * 32 * 32
+
+
+@pytest.mark.parametrize(
+    ("strides", "padding", "dilation"),
+    [((1, 1), "VALID", (1, 1)), ((2, 1), "SAME", (1, 1)), ((1, 1), "SAME", (2, 2))],
+)
+def test_flops_of_convolutions_are_those_of_xla(strides: Any, padding: str, dilation: Any):
+    def fun(x: Any, w: Any) -> Any:
+        return jax.lax.conv_general_dilated(
+            x,
+            w,
+            strides,
+            padding,
+            rhs_dilation=dilation,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+
+    text, compiled = compiled_text(fun, jnp.ones((2, 12, 10, 3)), jnp.ones((3, 3, 3, 8)))
+    mine = _cost.count(_hlo.parse_module(text)).total_flops
+    assert mine == compiled.cost_analysis()["flops"]
+
+
+def test_a_batched_product_written_as_a_convolution_is_not_overcounted():
+    # TPU programs do so; the window of 8 meets one batch entry at each of its places.
+    text = """HloModule m
+
+ENTRY %main (a: f32[8,16,32], b: f32[8,32,4]) -> f32[8,16,4] {
+  %a = f32[8,16,32] parameter(0)
+  %b = f32[8,32,4] parameter(1)
+  ROOT %c = f32[8,16,4] convolution(%a, %b), window={size=8 stride=7 pad=0_0 lhs_dilate=8}, \
+dim_labels=0bf_0io->0bf
+}
+"""
+    assert _cost.count(_hlo.parse_module(text)).total_flops == 2 * 8 * 16 * 32 * 4
+
+
+def test_library_products_are_counted_and_unknown_calls_are_named():
+    text = """HloModule m
+
+ENTRY %main (a: bf16[16,32], b: bf16[32,4]) -> bf16[16,4] {
+  %a = bf16[16,32] parameter(0)
+  %b = bf16[32,4] parameter(1)
+  %c = bf16[16,4] custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config=\
+{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
+  ROOT %d = bf16[16,4] custom-call(%c), custom_call_target="__cudnn$fmhaSoftmax"
+}
+""".replace('["1"]', "[1]")
+    cost = _cost.count(_hlo.parse_module(text))
+    assert cost.flops == {"bf16": 2 * 16 * 32 * 4}
+    assert cost.uncounted == ("__cudnn$fmhaSoftmax",)
+
+
+def test_an_update_in_place_costs_the_update(loop: _hlo.Module):
+    body = loop.computations["body"]
+    stack = _cost._traffic(loop, body, body.instructions["g2"])
+    assert stack == (16 * 8 * 4) + 4 + 16 * 8 * 4  # the row read, the index, the row written
