@@ -126,7 +126,9 @@ def main() -> None:
     model = mpjax.linen.with_policy(CNN(), POLICIES)
     print(mpjax.linen.tabulate(model, data[0][:BATCH], train=True))
     state = create(model, data[0][:BATCH])
-    table = Table(title="One batch of the run holds an inf", box=box.SIMPLE_HEAD)
+    table = Table(
+        title="One batch of the run holds an inf", box=box.SIMPLE_HEAD, padding=0, show_edge=False
+    )
     heads = ("apply_gradients", "loss", "accuracy", "steps + skipped", "loss scale", "statistics")
     for head in heads:
         table.add_column(head, justify="left" if head == heads[0] else "right")

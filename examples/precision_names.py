@@ -43,7 +43,7 @@ def product_dtype(policy: mpjax.Policy) -> str:
 
 
 def known() -> Table:
-    table = Table(title="What is understood", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title="What is understood", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for head in ("of", "name", "means", "scaled", "here", "product"):
         table.add_column(head, overflow="fold", no_wrap=head == "means")
     for library, names in NAMES.items():
