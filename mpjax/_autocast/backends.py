@@ -130,11 +130,12 @@ class Backend:
     operand: Callable[[Any], Any] = lambda x: x
     result: Callable[[Any], Any] = lambda x: x
     low_results: bool = False  # whether the product itself is asked for a low result
+    ordered: bool = False  # whether operands are put into the order of `plain_layout`
 
 
 OTHER = Backend()
-CPU = Backend(_operand_p.bind, _settled)
-CPU_WIDE = Backend(lambda x: lax.optimization_barrier(x.astype("float32")))
+CPU = Backend(_operand_p.bind, _settled, ordered=True)
+CPU_WIDE = Backend(lambda x: lax.optimization_barrier(x.astype("float32")), ordered=True)
 GPU = Backend(low_results=True)
 
 
@@ -143,7 +144,7 @@ def cpu() -> Backend:
     return CPU if cpu_multiplies_bfloat16() else CPU_WIDE
 
 
-TRACED = Backend(_operand_p.bind, _result_p.bind)
+TRACED = Backend(_operand_p.bind, _result_p.bind, ordered=True)
 """For programs that may still be lowered for any platform."""
 
 

@@ -127,7 +127,8 @@ def low_product(
     x, y = values
     if name == "conv_general_dilated":
         return backends.convolved(x, y, kwargs, out_dtype, backend)
-    x, y, kwargs["dimension_numbers"] = backends.plain_layout(x, y, kwargs["dimension_numbers"])
+    if backend.ordered:
+        x, y, kwargs["dimension_numbers"] = backends.plain_layout(x, y, kwargs["dimension_numbers"])
     if x.dtype != jnp.bfloat16:
         return backends.rounded(lax.dot_general(x, y, **kwargs), out_dtype)
     out = lax.dot_general(backend.operand(x), backend.operand(y), **kwargs)
