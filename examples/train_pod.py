@@ -16,6 +16,7 @@ import functools
 import hashlib
 import json
 import math
+import os
 import platform
 import signal
 import sys
@@ -336,10 +337,16 @@ def check(job: Job, path: Path, arguments: argparse.Namespace) -> int:
     return found.exit_code
 
 
+def surroundings() -> dict[str, str | None]:
+    """Returns what decides, beside the config, which program a process compiles."""
+    versions = {"python": platform.python_version(), "jax": jax.__version__}
+    flags = {name: os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+    return versions | {"mpjax": mpjax.__version__} | flags
+
+
 def prepare(job: Job) -> tuple[Trainer, Corpus]:
     """Returns the trainer and the corpus, once all processes agree on what they are about to do."""
-    versions = {"python": platform.python_version(), "jax": jax.__version__}
-    agree(flat(job) | versions | {"mpjax": mpjax.__version__}, "config")
+    agree(flat(job) | surroundings(), "config")
     corpus = open_corpus(job.data, job.sequence_length)
     agree({"digest": corpus.digest}, "corpus")
     mpjax.check_support(job.precision)

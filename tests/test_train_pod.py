@@ -21,6 +21,7 @@ from mpjax import pods
 from mpjax.pods.checkpoints import Checkpoints
 from mpjax.pods.config import AXES, load_config
 from mpjax.pods.corpus import Corpus, open_corpus, trigram_bits
+from mpjax.pods.processes import raise_differences
 
 train_pod: Any = _trainer.as_module()
 
@@ -202,6 +203,15 @@ def test_a_mesh_that_does_not_fit_the_simulated_devices_is_refused(config: Path)
     said, errors = process.communicate(timeout=300)
     assert (process.returncode, said) == (2, "")
     assert "global_batch_size: 8 does not divide over data x fsdp = 3.\n  Type 6 or 9" in errors
+
+
+def test_processes_with_other_compiler_flags_are_told_apart(monkeypatch: Any):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_a=1")
+    one = train_pod.surroundings()
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_a=2")
+    said = r"'LIBTPU_INIT_ARGS': '--xla_a=1' on process 0; '--xla_a=2' on process 1"
+    with pytest.raises(ValueError, match=said):
+        raise_differences([one, train_pod.surroundings()], "config")
 
 
 def last_state(config: Path, folder: str) -> Any:
