@@ -257,6 +257,7 @@ def test_what_is_read_again_is_kept_once_for_the_backward_pass():
 
 @no_tpu_warning
 @pytest.mark.parametrize("policy", HALVES)
+@no_tpu_warning
 def test_a_gpu_adds_to_a_convolution_in_its_dtype(policy):
     def loss(w, b, x):
         y = images(w, b, x, lambda y: y + 2 * x[..., :1])
@@ -280,11 +281,25 @@ def test_cotangents_that_are_summed_in_unlike_shapes_are_stored_low():
     times = normal(16, 8, seed=5)
     fun = jax.grad(autocast(loss, "bf16-mixed"), (0, 1, 2))
     found = stored(fun, "cuda", KERNEL, BIAS, times, PHOTOS)
-    assert found.count("16x8x8x8xbf16") == 3  # the sum, and two cotangents
+    # The sum, the cotangent of what tanh reads, and that of the times before it is summed.
+    assert found.count("16x8x8x8xbf16") == 3
+    assert "16x8xbf16" not in found
     wanted = jax.grad(loss, (0, 1, 2))(KERNEL, BIAS, times, PHOTOS)
     for a, b in zip(fun(KERNEL, BIAS, times, PHOTOS), wanted, strict=True):
         # Three roundings each way of 16 * 64 terms that cancel to a third.
         np.testing.assert_allclose(a, b, atol=2**-5 * float(jnp.abs(b).max()))
+
+
+def test_what_a_norm_reads_of_two_convolutions_is_joined_as_it_is_stored():
+    def loss(w, b, x):
+        y = images(w, b, x, lambda y: jnp.concatenate([y, x], axis=-1))
+        return jnp.sum(jnp.tanh(normalised(y, (2, 6))) ** 2)
+
+    fun = autocast(loss, "bf16-mixed")
+    text = str(jax.make_jaxpr(fun)(KERNEL, BIAS, PHOTOS))
+    assert "bf16[16,8,8,12] = concatenate" in text
+    cotangents = stored(jax.grad(fun), "cuda", KERNEL, BIAS, PHOTOS)
+    assert cotangents.count("16x8x8x12xbf16") == 2  # of what is joined, and of what tanh reads
 
 
 def test_the_image_gradient_of_a_pointwise_kernel_is_a_convolution_on_a_gpu():

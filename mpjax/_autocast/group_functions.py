@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
@@ -96,6 +97,12 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
                 if not _compat.is_literal(v) and v not in moved:
                     local[v] = _widened(v, local[v])
             values = [a.val if _compat.is_literal(a) else local[a] for a in eqn.invars]
+            for i, v in enumerate(eqn.invars if eqn.primitive.name in passes.ADDS else ()):
+                if not _compat.is_literal(v) and v in step.apart:
+                    # Repeated here, or its cotangent would be summed before it is stored.
+                    wide = jnp.broadcast_to(values[i], eqn.outvars[0].aval.shape)
+                    low = groups.stored_dtype(step, plan.states)
+                    values[i] = backends.stored_cotangent(wide, low)
             with written_at(eqn, around):
                 local.update(zip(eqn.outvars, bind(eqn, values), strict=True))
             (var, *_) = eqn.outvars

@@ -78,6 +78,7 @@ class Step:
     native: bool = False
     repeated: frozenset[Any] = frozenset()  # what `broadcast_in_dim` makes inside the group
     several: frozenset[Any] = frozenset()  # values whose cotangents are read in several passes
+    apart: frozenset[Any] = frozenset()  # terms whose cotangents are sums, taken in a pass each
     convolved: frozenset[Any] = frozenset()  # sums that cuDNN adds up as it convolves
 
 
@@ -313,15 +314,18 @@ def _group_steps(
 
 def _mark(jaxpr: Any, step: Step, twice: set[Any], found: dict[Any, State]) -> None:
     """Finds what a GPU is to hold low inside a group, where other devices fuse what reads it."""
-    if not step.group or step.native:
+    if not step.group:
         return
     eqns = [jaxpr.eqns[i] for i in step.members]
     if step.checkpoint:
         step.several = frozenset(passes.activated(eqns))
         return
-    if passes.is_summed_apart(eqns):
-        step.several = frozenset(v for eqn in eqns for v in eqn.outvars if v in twice)
-    if all(is_low and not is_full for _, is_low, is_full in step.outputs):
+    if not all(is_low and not is_full for _, is_low, is_full in step.outputs):
+        return
+    joined = {eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "concatenate"}
+    step.several = frozenset(joined & twice)
+    if not step.native:
+        step.apart = frozenset(passes.summed_apart(eqns))
         step.convolved = passes.added_to_convolutions(jaxpr, eqns, step.inputs, found)
 
 
@@ -378,9 +382,14 @@ def low_cotangent(eqn: Any, step: Step, found: dict[Any, State]) -> Any:
     and a bias.
     """
     if any(v in step.several for v in eqn.outvars):
-        stored = [*step.inputs, *(v for v, _, _ in step.outputs)]
-        return next(found[v].dtype for v in stored if found[v].kind == Kind.LOW)
+        return stored_dtype(step, found)
     return _biased_dtype(eqn, step, found) if step.checkpoint else None
+
+
+def stored_dtype(step: Step, found: dict[Any, State]) -> Any:
+    """Returns the dtype of the low values that a group reads or leaves."""
+    stored = [*step.inputs, *(v for v, _, _ in step.outputs)]
+    return next(found[v].dtype for v in stored if found[v].kind == Kind.LOW)
 
 
 def _biased_dtype(eqn: Any, step: Step, found: dict[Any, State]) -> Any:

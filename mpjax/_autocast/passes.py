@@ -18,9 +18,10 @@ from mpjax._autocast import control
 from mpjax._autocast.states import Kind, State
 from mpjax._op_rules import OP_RULES, OpClass
 
+CONVOLUTION = "conv_general_dilated"
 _SUMS = frozenset({"reduce_sum", "reduce_prod", "reduce_max", "reduce_min"})
 _BENDS = frozenset({"tanh", "logistic", "erf", "max", "min", "clamp"})
-_ADDS = frozenset({"add", "add_any", "sub"})
+ADDS = frozenset({"add", "add_any", "sub"})
 _PERMUTES = frozenset({"split", "reshape", "squeeze", "expand_dims", "transpose", "rev"})
 _NOTHING: frozenset[Any] = frozenset()
 
@@ -37,13 +38,18 @@ def read_twice(
     sums and moves may lead to it: else both would be kept.
     """
     twice: set[Any] = set()
+    parts: dict[Any, frozenset[Any]] = {}  # of what is concatenated, what convolutions leave
+    convolved: set[Any] = set()
     made_of: dict[Any, frozenset[Any]] = {}  # the low values that a value was computed from
     counted: dict[Any, frozenset[Any]] = {}  # those that statistics in it were taken of
     curved: set[Any] = set()
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
         if not is_fused:
+            convolved.update(eqn.outvars if eqn.primitive.name == CONVOLUTION else ())
             continue
         operands = [v for v in eqn.invars if not _compat.is_literal(v)]
+        if eqn.primitive.name in ADDS and convolved.intersection(operands):
+            convolved.update(eqn.outvars)
         values = _NOTHING.union(*(made_of.get(v, _NOTHING) for v in operands))
         counts = _NOTHING.union(*(counted.get(v, _NOTHING) for v in operands))
         twice |= values & counts
@@ -54,9 +60,11 @@ def read_twice(
             counted[v] = values | counts if is_sum else counts
             if found[v].kind == Kind.LOW and v not in curved and not _is_move(eqn):
                 made_of[v] = frozenset({v})
+                if eqn.primitive.name == "concatenate":
+                    parts[v] = frozenset(values & convolved)
             elif not is_sum:
                 made_of[v] = values
-    return twice
+    return twice.union(*(parts.get(v, _NOTHING) for v in twice))
 
 
 def merged(
@@ -85,7 +93,7 @@ def merged(
             continue
         (out, *_) = eqn.outvars
         terms = {v for v in operands if found[v].kind == Kind.LOW and v.aval.size == out.aval.size}
-        is_sum = eqn.primitive.name in _ADDS and (read or len(terms) > 1)
+        is_sum = eqn.primitive.name in ADDS and (read or len(terms) > 1)
         kept = frozenset({out}) if is_sum and found[out].kind == Kind.LOW else read
         sums.update((v, kept) for v in eqn.outvars)
     return cuts
@@ -112,7 +120,7 @@ def activated(eqns: Sequence[Any]) -> set[Any]:
 
     The derivatives of the normalisation read the cotangent of such a value several times.
     """
-    largest = max(v.aval.size for eqn in eqns for v in eqn.outvars)
+    largest = _largest(eqns)
     normalised: set[Any] = set()
     found: set[Any] = set()
     for eqn in eqns:
@@ -124,19 +132,27 @@ def activated(eqns: Sequence[Any]) -> set[Any]:
     return found
 
 
-def is_summed_apart(eqns: Sequence[Any]) -> bool:
-    """Whether derivatives of a group read a cotangent apart: for sums of unlike shapes, or slices.
+def summed_apart(eqns: Sequence[Any]) -> set[Any]:
+    """Returns the repeated terms of a group's sums but for those of the first shape.
 
-    Of a bias over the images and of a time over the places, or of what was concatenated.
+    The cotangents of a bias, over the images, and of a time, over the places, are sums of one
+    cotangent in two kernels. XLA sums one of them as it makes the cotangent.
     """
-    names = {eqn.primitive.name for eqn in eqns}
-    shapes = {
-        v.aval.shape if eqn.primitive.name != "broadcast_in_dim" else eqn.invars[0].aval.shape
+    source = {
+        eqn.outvars[0]: eqn.invars[0].aval.shape
         for eqn in eqns
-        for v in eqn.invars
-        if v.aval.size < eqn.outvars[0].aval.size and v.aval.size > 1
+        if eqn.primitive.name == "broadcast_in_dim"
     }
-    return "concatenate" in names or len(shapes) > 1
+    largest = _largest(eqns)
+    found: dict[Any, Any] = {}
+    for eqn in eqns:
+        for v in eqn.invars if eqn.primitive.name in ADDS else ():
+            if _compat.is_literal(v) or eqn.outvars[0].aval.size < largest:
+                continue
+            if v in source or v.aval.size < eqn.outvars[0].aval.size:
+                found[v] = source.get(v, v.aval.shape)
+    first = next(iter(found.values()), None)
+    return {v for v, shape in found.items() if shape != first}
 
 
 def added_to_convolutions(
@@ -146,15 +162,17 @@ def added_to_convolutions(
 
     cuDNN adds a bias and another image as it writes a convolution's result, if all have its dtype.
     """
-    convolved = {
-        eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "conv_general_dilated"
-    }
+    convolved = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == CONVOLUTION}
     sums = [eqn for eqn in eqns if not _is_move(eqn)]
-    if any(eqn.primitive.name not in _ADDS - {"sub"} for eqn in sums):
+    if any(eqn.primitive.name not in ADDS - {"sub"} for eqn in sums):
         return _NOTHING
     if not any(v in convolved and found[v].kind == Kind.LOW for v in inputs):
         return _NOTHING
     return frozenset(eqn.outvars[0] for eqn in sums)
+
+
+def _largest(eqns: Sequence[Any]) -> int:
+    return max(v.aval.size for eqn in eqns for v in eqn.outvars)
 
 
 def _bends(eqn: Any) -> bool:
