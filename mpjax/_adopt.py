@@ -80,7 +80,10 @@ def kind_of(state: LossScaleState) -> str:
 
 def _cast_like(fresh: PyTree, old: PyTree, where: str) -> PyTree:
     if jax.tree.structure(fresh) != jax.tree.structure(old):
-        fix = ("Adopt a state of the same optimizer; or start again: tx.init(params).",)
+        fix = (
+            "Adopt a state of the same optimizer (of an nnx.Optimizer: mpjax.nnx.adopt_state);",
+            "or start again: tx.init(params).",
+        )
         pair = (("the new optimizer's state", fresh), ("the old one's", old))
         raise ValueError(first_difference(where, *pair, fix))
     paths = leaf_paths(fresh)

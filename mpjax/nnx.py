@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mpjax._adopt import adopted
+from mpjax._errors import message
 from mpjax._grad import as_loss_scale, differentiated, name_of
 from mpjax._loss_scale import LossScale
 from mpjax._module_dtypes import AS_WRITTEN, ModuleTable, as_checked_policy, row_of, warn_of
@@ -17,7 +19,7 @@ from mpjax._optim_state import current_loss_scale, find_states
 from mpjax._tree import OVERWRITE_WITH_GRADIENT, select_tree
 from mpjax._typing import LossFunction, PyTree
 
-__all__ = ["grad", "set_policy", "tabulate", "undo_skipped", "value_and_grad"]
+__all__ = ["adopt_state", "grad", "set_policy", "tabulate", "undo_skipped", "value_and_grad"]
 
 
 def set_policy(model: nnx.Module, policy: Any = None, *, override: bool = False) -> None:
@@ -312,6 +314,56 @@ def undo_skipped(optimizer: nnx.Optimizer[Any], *nodes: Any) -> Generator[None]:
         new = variable.get_value()
         if new is not old:
             variable.set_value(select_tree(finite, new, old))
+
+
+# -- checkpoints -------------------------------------------------------------------------------
+
+
+def adopt_state(optimizer: nnx.Optimizer[Any], old: nnx.Optimizer[Any]) -> None:
+    """Gives `optimizer` the state of `old`, the same one under another precision, in place.
+
+    For a checkpoint from before `with_loss_scale`, or from a run with another loss scale or
+    policy: restore it into an optimizer as it was written, and adopt that. Moments, counts and
+    the step go on; so does the loss scale where both are of one kind (dynamic, static, none),
+    and else it starts as the transformation of `optimizer` says.
+
+    Args:
+      optimizer: the `nnx.Optimizer` that goes on, its transformation in `with_loss_scale` or
+        not.
+      old: the `nnx.Optimizer` that holds the checkpoint; it stays as it is.
+
+    Raises:
+      TypeError: one of them is no `nnx.Optimizer`.
+      ValueError: they differ in more than loss scale and dtypes; the message names where first.
+
+    Dtypes:
+      Those that the state of `optimizer` has: moments are cast.
+
+    Transforms:
+      nnx.jit.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> old = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+      >>> tx = mpjax.with_loss_scale(optax.adam(0.1), mpjax.DynamicLossScale(8))
+      >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+      >>> mpjax.nnx.adopt_state(optimizer, old)
+      >>> mpjax.current_loss_scale(optimizer).loss_scale
+      Array(8., dtype=float32)
+
+    References:
+      `mpjax.optim.adopt_state`, for states that are pytrees
+    """
+    for given in (optimizer, old):
+        if not isinstance(given, nnx.Optimizer):
+            got = f"got a {type(given).__name__}."
+            fix = "Restore the checkpoint into the nnx.Optimizer that wrote it, and give that."
+            raise TypeError(message("adopt_state", got, "Allowed: an nnx.Optimizer.", fix))
+    fresh, was = nnx.as_pure(optimizer.opt_state), nnx.as_pure(old.opt_state)
+    state = jax.tree.map(jnp.copy, adopted(fresh, was, "adopt_state"))
+    nnx.update(optimizer.opt_state, nnx.state(state))
+    optimizer.step.set_value(jnp.copy(old.step.get_value()))
 
 
 def _variables(node: Any) -> list[Any]:

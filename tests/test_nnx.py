@@ -427,6 +427,67 @@ def test_an_error_inside_is_passed_on():
         raise KeyError("mine")
 
 
+# -- checkpoints -------------------------------------------------------------------------------
+
+
+def optimizer_of(model: nnx.Module, loss_scale: Any = None, steps: int = 0) -> Any:
+    """Returns an optimizer that has taken some steps; without a wrapper for a scale of None."""
+    tx = optax.adam(1e-2)
+    tx = tx if loss_scale is None else mpjax.with_loss_scale(tx, loss_scale)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for _ in range(steps):
+        optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    return optimizer
+
+
+def moments(optimizer: Any) -> Any:
+    state = nnx.as_pure(optimizer.opt_state)
+    return getattr(state, "inner_state", state)
+
+
+def test_an_optimizer_adopts_a_checkpoint_without_a_loss_scale_and_gives_it_back():
+    model = nnx.Linear(6, 2, rngs=rngs())
+    old, new = optimizer_of(model, steps=3), optimizer_of(model, mpjax.DynamicLossScale(2.0**9))
+    mpjax.nnx.adopt_state(new, old)
+    assert_same_bits(moments(new), moments(old))
+    assert int(new.step.get_value()) == 3
+    assert mpjax.current_loss_scale(new).loss_scale == 2.0**9
+    before = values(old)
+    grads = jax.tree.map(lambda p: jnp.full_like(p, 2.0**9), nnx.state(model, nnx.Param))
+    update = lambda model, optimizer: optimizer.update(model, grads)  # noqa: E731
+    nnx.jit(update, donate_argnums=1)(model, new)
+    assert int(moments(new)[0].count) == 4
+    assert_same_bits(values(old), before)  # though the arrays of the new one were donated
+    back = optimizer_of(model)
+    mpjax.nnx.adopt_state(back, new)
+    assert_same_bits(moments(back), moments(new))
+
+
+def test_an_optimizer_adopts_moments_in_its_own_dtype_and_a_scale_of_its_kind():
+    low, full = nnx.Linear(6, 2, rngs=rngs()), nnx.Linear(6, 2, rngs=rngs())
+    mpjax.nnx.set_policy(low, "bf16-true")
+    old = optimizer_of(low, mpjax.DynamicLossScale(2.0), steps=1)
+    new = optimizer_of(full, mpjax.DynamicLossScale(2.0**9))
+    mpjax.nnx.adopt_state(new, old)
+    assert mpjax.current_loss_scale(new).loss_scale == 2.0
+    assert {x.dtype for x in jax.tree.leaves(moments(new)[0].mu)} == {jnp.dtype(F32)}
+
+
+def test_the_state_of_another_optimizer_or_of_none_is_refused():
+    model = nnx.Linear(6, 2, rngs=rngs())
+    new = optimizer_of(model, mpjax.DynamicLossScale())
+    sgd = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    with pytest.raises(ValueError, match=r"adopt_state: the trees differ.*\n.*the same optimizer"):
+        mpjax.nnx.adopt_state(new, sgd)
+    other = optimizer_of(nnx.Linear(6, 3, rngs=rngs()))
+    with pytest.raises(ValueError, match=r"adopt_state: .*f32\[3\]; the new .* keeps f32\[2\]"):
+        mpjax.nnx.adopt_state(new, other)
+    with pytest.raises(TypeError, match=r"got a LossScaleState\.\n.*\n  Restore the checkpoint"):
+        mpjax.nnx.adopt_state(new, new.opt_state)
+    with pytest.raises(ValueError, match=r"adopt_state: .*\n  .*mpjax\.nnx\.adopt_state\);\n"):
+        mpjax.optim.adopt_state(new.tx, sgd.opt_state, nnx.state(model, nnx.Param))
+
+
 # -- float8 ------------------------------------------------------------------------------------
 
 
