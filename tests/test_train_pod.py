@@ -18,6 +18,7 @@ from _trainer import TRAINER, read_until
 
 import mpjax
 from mpjax import pods
+from mpjax.pods import corpus as corpus_module
 from mpjax.pods.checkpoints import Checkpoints
 from mpjax.pods.config import AXES, load_config
 from mpjax.pods.corpus import Corpus, open_corpus, trigram_bits
@@ -141,6 +142,23 @@ def test_a_trigram_model_is_counted_right():
     lower = (1 + 2 * (1 + 3 / 256) / (102 + 3)) / (51 + 2)
     expected = -np.log2((1 + 2 * lower) / (50 + 2))
     assert trigram_bits(text, np.frombuffer(b"bac", np.uint8)[None]) == pytest.approx(expected)
+
+
+def test_a_corpus_larger_than_memory_is_read_in_chunks(config: Path, monkeypatch: Any):
+    job = load_config(config)
+    one = open_corpus(job.data, 16)
+    windows = one.held_out_windows(8, 16)
+    bits = trigram_bits(one.train, windows)
+    for file in (config.parent / "corpus").iterdir():
+        file.unlink()
+    monkeypatch.setattr(corpus_module, "_CHUNK", 1000)
+    other = open_corpus(job.data, 16)
+    assert other.digest == one.digest
+    assert (other.train.tobytes(), other.held_out.tobytes()) == (
+        one.train.tobytes(),
+        one.held_out.tobytes(),
+    )
+    assert trigram_bits(other.train, windows) == bits
 
 
 # -- as a program ----------------------------------------------------------------------------------

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import os
 import sysconfig
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,6 +18,7 @@ from mpjax._errors import message
 from mpjax.pods.config import Data
 
 Piece: TypeAlias = tuple[Path, slice]
+_CHUNK = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,9 @@ def open_corpus(data: Data, length: int) -> Corpus:
     pieces = _split(paths, data.held_out)
     digest = hashlib.sha256(repr(data.held_out).encode())
     for path in paths:
-        digest.update(f"{path.name}:{path.stat().st_size}:".encode() + path.read_bytes())
+        digest.update(f"{path.name}:{path.stat().st_size}:".encode())
+        for chunk in _chunks(path, slice(None)):
+            digest.update(chunk)
     folder, name = Path(data.cache), digest.hexdigest()[:16]
     if folder.is_file():
         raise ValueError(message(f"data.cache {data.cache!r}", "is a file.", "Type a folder."))
@@ -129,13 +133,22 @@ def _mapped(path: Path, pieces: list[Piece]) -> np.ndarray:
     """Returns the bytes of the pieces, mapped from one file that is written if it is not there."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed when whole: another process of this host may be doing the same.
-        partial = path.with_suffix(f".{os.getpid()}")
+        # Renamed when whole: another process, or host of one file system, may be doing the same.
+        partial = path.with_suffix(f".{uuid.uuid4().hex}")
         with partial.open("wb") as out:
             for file, part in pieces:
-                out.write(file.read_bytes()[part])
+                out.writelines(_chunks(file, part))
         partial.replace(path)
     return np.memmap(path, np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
+
+
+def _chunks(path: Path, part: slice) -> Iterator[bytes]:
+    """Yields part of a file, which may be larger than the host's memory."""
+    start, stop, _ = part.indices(path.stat().st_size)
+    with path.open("rb") as file:
+        file.seek(start)
+        while chunk := file.read(min(_CHUNK, stop - file.tell())):
+            yield chunk
 
 
 def trigram_bits(train: np.ndarray, windows: np.ndarray) -> float:
@@ -162,19 +175,32 @@ def trigram_bits(train: np.ndarray, windows: np.ndarray) -> float:
     References:
       Witten, Bell, The zero-frequency problem, 1991
     """
-    corpus = np.asarray(train).astype(np.int64)
     rows = np.asarray(windows).astype(np.int64)
     target = rows[:, 2:].ravel()
     probability = np.full(target.shape, 1 / 256)
     for order in range(3):
-        known, asked = np.zeros(len(corpus) - order, np.int64), np.zeros_like(target)
-        for back in range(order):  # the context's bytes as one number
-            known = known * 256 + corpus[back : len(corpus) - order + back]
-            asked = asked * 256 + rows[:, 2 - order + back : rows.shape[1] - order + back].ravel()
-        pairs = np.bincount(known * 256 + corpus[order:], minlength=256 ** (order + 1))
-        table = pairs.reshape(256**order, 256)
+        table = _counts(train, order)
+        # The contexts of the targets, from the third byte of each row on.
+        asked = np.concatenate([_keys(row[2 - order : -1], order) for row in rows])
         total, kinds = table.sum(1)[asked], (table > 0).sum(1)[asked]
         seen = table[asked, target]
         backed = (seen + kinds * probability) / np.maximum(total + kinds, 1)
         probability = np.where(total > 0, backed, probability)
     return float(-np.mean(np.log2(probability)))
+
+
+def _counts(text: np.ndarray, order: int) -> np.ndarray:
+    """Returns how often each byte followed each context of `order` bytes, [contexts, 256]."""
+    table = np.zeros(256 ** (order + 1), np.int64)
+    for start in range(0, len(text) - order, _CHUNK):  # of a mapped file, one chunk is in memory
+        keys = _keys(text[start : start + _CHUNK + order], order + 1)
+        table += np.bincount(keys, minlength=table.size)
+    return table.reshape(-1, 256)
+
+
+def _keys(text: np.ndarray, count: int) -> np.ndarray:
+    """Returns each run of `count` bytes as one number."""
+    keys = np.zeros(len(text) - count + 1, np.int64)
+    for back in range(count):
+        keys = keys * 256 + text[back : back + len(keys)]
+    return keys
