@@ -87,13 +87,17 @@ class PolicyMap:
                 return policy
         return self._default
 
-    def cast_to_param(self, tree: T) -> T:
+    def cast_to_param(self, tree: T, *, warn: bool = True) -> T:
         """Returns `tree` with each leaf in the `param_dtype` of its path's policy.
+
+        Args:
+          tree: any pytree.
+          warn: False where rules may mean the paths of operations instead.
 
         Warns:
           PolicyWarning: a rule matches no path of `tree`; the message names the nearest.
         """
-        return self._cast(tree, "cast_to_param", warn=True)
+        return self._cast(tree, "cast_to_param", warn=warn)
 
     def cast_to_compute(self, tree: T, *, warn: bool = True) -> T:
         """Returns `tree` with each leaf in the `compute_dtype` of its path's policy.

@@ -93,7 +93,7 @@ class TrainStep:
           Parameters in the policy's `param_dtype`; `extra_state` as it is.
         """
         check_policy(self.policy, where="make_train_step", stacklevel=3)
-        params = jax.tree.map(_copied, self.policy.cast_to_param(params))
+        params = jax.tree.map(_copied, self._cast_to_param(params))
         extra_state = jax.tree.map(_copied, extra_state)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
@@ -118,7 +118,7 @@ class TrainStep:
         Dtypes:
           Parameters in this policy's `param_dtype`, moments as its optimizer keeps them.
         """
-        params = jax.tree.map(_copied, self.policy.cast_to_param(_checked(state).params))
+        params = jax.tree.map(_copied, self._cast_to_param(_checked(state).params))
         fresh = self._tx(params).init(params)
         opt_state = adopted(fresh, state.opt_state, "train step.adopt")
         rest = (jax.tree.map(_copied, x) for x in (opt_state, state.extra_state))
@@ -131,6 +131,13 @@ class TrainStep:
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Returns the step lowered for these arguments (or specs of them), ahead of time."""
         return self._jitted.lower(_checked(state), batch)
+
+    def _cast_to_param(self, params: PyTree) -> PyTree:
+        if isinstance(self.policy, PolicyMap) and _is_autocast(self.policy):
+            # A rule may name the module of an operation, 'Net/head', which is no path of a
+            # parameter: autocast warns of those that match nothing when it traces the loss.
+            return self.policy.cast_to_param(params, warn=False)
+        return self.policy.cast_to_param(params)
 
     def _tx(self, params: PyTree) -> optax.GradientTransformation:
         """Returns the optimizer, wrapped unless its user has wrapped it."""
@@ -147,7 +154,7 @@ class TrainStep:
         fix = (
             "A checkpoint of another policy: step.adopt(state). Else start with step.init(params)."
         )
-        wanted = jax.eval_shape(self.policy.cast_to_param, state.params)
+        wanted = jax.eval_shape(self._cast_to_param, state.params)
         pairs = zip(leaf_paths(wanted), *map(jax.tree.leaves, (wanted, state.params)), strict=True)
         for path, ours, theirs in pairs:
             if is_array(theirs) and ours.dtype != theirs.dtype:
@@ -334,8 +341,7 @@ def _under_policy(loss_fn: Callable[..., Any], policy: Any) -> Callable[..., Any
     it alone can tell a target from an input. In a "true" one everything has one dtype, so that the
     arguments are cast, all but the extra state.
     """
-    policies = getattr(policy, "policies", (policy,))
-    if any(p.compute_dtype.itemsize < p.param_dtype.itemsize for p in policies):
+    if _is_autocast(policy):
         # In the dtypes that it returns: BatchNorm's means must not be rounded to a low output
         # dtype, and a float16 loss must be known as one when it is scaled.
         return as_typed(loss_fn, policy)
@@ -347,6 +353,12 @@ def _under_policy(loss_fn: Callable[..., Any], policy: Any) -> Callable[..., Any
         return loss_fn(policy.cast_to_compute(params), *extra_state, default.cast_to_compute(batch))
 
     return wrapped
+
+
+def _is_autocast(policy: Policy | PolicyMap) -> bool:
+    """Whether parameters are wider than what is computed with, somewhere."""
+    policies = policy.policies if isinstance(policy, PolicyMap) else (policy,)
+    return any(p.compute_dtype.itemsize < p.param_dtype.itemsize for p in policies)
 
 
 def _checked(state: Any) -> TrainState:

@@ -448,6 +448,24 @@ def test_what_the_loss_returns_is_checked():
         step(step.init(params_of()), batch_of())
 
 
+def test_a_rule_for_a_module_is_warned_of_once_and_only_where_it_matches_nothing():
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        with jax.named_scope("net"):
+            return jnp.mean(x @ params["w"])
+
+    params, x = {"w": jnp.ones((2, 2))}, jnp.ones((2, 2))
+    step = mpjax.make_train_step(loss, optax.sgd(0.1), mpjax.PolicyMap("16-mixed", {"net": "f32"}))
+    step.adopt(step(step.init(params), x)[0])  # a warning would be an error
+    policies = mpjax.PolicyMap("16-mixed", {"nett": "f32"})
+    step = mpjax.make_train_step(loss, optax.sgd(0.1), policies)
+    with pytest.warns(mpjax.PolicyWarning, match="autocast: .* 'nett', matches none") as caught:
+        step(step.init(params), x)
+    assert len(caught) == 1
+    step = mpjax.make_train_step(loss, optax.sgd(0.1), mpjax.PolicyMap("f32", {"v": "f16"}))
+    with pytest.warns(mpjax.PolicyWarning, match="PolicyMap: .* 'v', matches none"):
+        step.init(params)
+
+
 def test_the_first_argument_must_be_a_state():
     step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "32-true")
     for call in (step, step.lower):
