@@ -158,6 +158,15 @@ def jit_options(params: dict[str, Any], extra: Sequence[int]) -> dict[str, Any]:
     return options
 
 
+def inlined(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fun` as one that JAX traces and differentiates once, and inlines where it is traced.
+
+    JAX 0.12 has a word for when to inline; True is a later time there, when a program is lowered.
+    """
+    early = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+    return jax.jit(fun, inline=early)
+
+
 def hashable_jit_params(params: dict[str, Any]) -> tuple[Any, ...]:
     """Returns what two `jit` equations of one jaxpr can differ in."""
     names = ("name", "donated_invars", "in_shardings", "out_shardings", "inline", "keep_unused")

@@ -426,7 +426,6 @@ def product(
     *,
     low: Any,
     out_dtype: Any,
-    mark: Callable[[jax.Array], jax.Array] = lambda out: out,
 ) -> jax.Array:
     """Returns one product of low operands, accumulated in float32, differentiable at any order.
 
@@ -437,10 +436,19 @@ def product(
       extras: integer operands.
       low: the dtype of the operands.
       out_dtype: the dtype of the result: `low`, or float32 where nothing low reads it.
-      mark: names the rounded result for a checkpoint policy inside the function.
     """
-    values = [hidden_p.bind(x[1]), hidden_p.bind(y[1]), *extras]
-    program = bilinear(name, params, [x[1], y[1], *extras], low)
-    out = low_product(name, params, values, out_dtype, backends.TRACED)
-    carriers = _compat.equally_varying(x[0], x[1], y[0], y[1])
-    return linked_p.bind(mark(out), *carriers, *extras, program=program)
+    return _product_of(name, _key(params), low, out_dtype)(*x, *y, *extras)
+
+
+@functools.lru_cache(maxsize=4096)
+def _product_of(name: str, params: Any, low: Any, out_dtype: Any) -> Callable[..., jax.Array]:
+    """Returns the product as one function, which JAX traces and differentiates once a shape."""
+
+    def linked_product(x: Any, x_low: Any, y: Any, y_low: Any, *extras: Any) -> jax.Array:
+        values = [hidden_p.bind(x_low), hidden_p.bind(y_low), *extras]
+        program = bilinear(name, dict(params), [x_low, y_low, *extras], low)
+        out = low_product(name, dict(params), values, out_dtype, backends.TRACED)
+        carriers = _compat.equally_varying(x, x_low, y, y_low)
+        return linked_p.bind(out, *carriers, *extras, program=program)
+
+    return _compat.inlined(linked_product)

@@ -127,8 +127,7 @@ class Runner:
         if plan.settings.dot_precision is not None:
             params = matmul.with_precision(params, plan.settings.dot_precision)
         x, y = ((v.carrier(low), v.low(low)) for v in values[:2])
-        mark = self.products.name(eqn) if self.products is not None else _same
-        return matmul.product(
+        out = matmul.product(
             eqn.primitive.name,
             params,
             x,
@@ -136,8 +135,8 @@ class Runner:
             [v.full for v in values[2:]],
             low=low,
             out_dtype=decision.out_dtype,
-            mark=mark,
         )
+        return out if self.products is None else self.products.named(eqn, out)
 
     def run_group(self, plan: Plan, step: groups.Step, env: dict[Any, Value]) -> None:
         if step.native:
@@ -217,7 +216,3 @@ def _moved(eqn: Any, values: Sequence[Value]) -> Callable[[Any], Any]:
             return bind(eqn, [values[0].low(dtype), *rest])[0]
 
     return lazy
-
-
-def _same(x: Any) -> Any:
-    return x

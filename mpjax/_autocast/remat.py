@@ -28,11 +28,11 @@ class NamedProducts:
     def __init__(self) -> None:
         self._eqns: dict[str, Any] = {}
 
-    def name(self, eqn: Any) -> Callable[[jax.Array], jax.Array]:
-        """Returns a function that names the rounded result of a product equation."""
+    def named(self, eqn: Any, out: jax.Array) -> jax.Array:
+        """Returns the rounded result of a product equation, with a name."""
         name = f"{_PREFIX}{len(self._eqns)}"
         self._eqns[name] = eqn
-        return lambda out: checkpoint_name(out, name)
+        return checkpoint_name(out, name)
 
     def translated(self, policy: Policy | None) -> Policy | None:
         """Returns a policy that gives, for the program after autocast, the answers of `policy`."""
