@@ -802,6 +802,19 @@ def test_every_public_module_has_a_row_or_a_reason():
     assert public == LAYERS.keys() | NOT_LAYERS.keys()
 
 
+@pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated")
+def test_the_deprecated_self_attention_is_under_a_policy_like_its_successor():
+    policies = mpjax.PolicyMap("bf16-mixed", {"out": "float32"})
+    args = (array(2, 5, 8),)
+    old, new = (
+        mpjax.linen.with_policy(cls(num_heads=2), policies)
+        for cls in (nn.SelfAttention, nn.MultiHeadDotProductAttention)
+    )
+    assert dtypes(old, *args) == dtypes(new, *args)
+    variables = jax.jit(new.init)(KEY, *args)
+    assert_same_bits(*(jax.jit(m.apply)(variables, *args) for m in (old, new)))
+
+
 # The first module below the root that has a dtype stays in float32, the others are lowered.
 LOW = {"bf16-mixed": BF16, "16-mixed": F16}
 MIXED = ["bf16-mixed", pytest.param("16-mixed", marks=pytest.mark.slow)]
