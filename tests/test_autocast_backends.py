@@ -290,6 +290,23 @@ def test_cotangents_that_are_summed_in_unlike_shapes_are_stored_low():
         np.testing.assert_allclose(a, b, atol=2**-5 * float(jnp.abs(b).max()))
 
 
+def test_a_cotangent_behind_relu_is_stored_where_a_shortcut_reads_it_too():
+    def loss(w, b, x, shortcut):
+        def fun(y):
+            y = normalised(y, (2, 4))
+            return jax.nn.relu(y + shortcut(x))
+
+        return jnp.sum(images(w, b, x, fun) ** 2)
+
+    def wide(x):
+        return jnp.concatenate([x, x], axis=-1)
+
+    for shortcut, count in ((lambda x: 0.0, 1), (wide, 2)):
+        fun = autocast(lambda w, b, x, s=shortcut: loss(w, b, x, s), "bf16-mixed")
+        found = stored(jax.grad(fun, (0, 1, 2)), "cuda", KERNEL, BIAS, PHOTOS)
+        assert found.count("16x8x8x8xbf16") == count
+
+
 def test_what_a_norm_reads_of_two_convolutions_is_joined_as_it_is_stored():
     def loss(w, b, x):
         y = images(w, b, x, lambda y: jnp.concatenate([y, x], axis=-1))

@@ -13,14 +13,17 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from mpjax import _compat
-from mpjax._autocast import control
+from mpjax._autocast import control, exact
 from mpjax._autocast.states import Kind, State
 from mpjax._op_rules import OP_RULES, OpClass
 
+BFLOAT16 = jnp.dtype(jnp.bfloat16)
 CONVOLUTION = "conv_general_dilated"
 _SUMS = frozenset({"reduce_sum", "reduce_prod", "reduce_max", "reduce_min"})
-_BENDS = frozenset({"tanh", "logistic", "erf", "max", "min", "clamp"})
+_BENDS = frozenset({"tanh", "logistic", "erf"})
 ADDS = frozenset({"add", "add_any", "sub"})
 _PERMUTES = frozenset({"split", "reshape", "squeeze", "expand_dims", "transpose", "rev"})
 _NOTHING: frozenset[Any] = frozenset()
@@ -118,14 +121,18 @@ def moved_once(eqns: Sequence[Any]) -> set[Any]:
 def activated(eqns: Sequence[Any]) -> set[Any]:
     """Returns the normalised values of a group that an activation reads.
 
-    The derivatives of the normalisation read the cotangent of such a value several times.
+    The derivatives of the normalisation read the cotangent of such a value several times. Behind
+    relu that is a mask's work, done again in each, unless the group reads another large value too.
     """
     largest = _largest(eqns)
+    made = {v for eqn in eqns for v in eqn.outvars}
+    read = {v for eqn in eqns for v in eqn.invars if not _compat.is_literal(v)} - made
+    is_joined = sum(v.aval.size == largest for v in read) > 1
     normalised: set[Any] = set()
     found: set[Any] = set()
     for eqn in eqns:
         operands = [v for v in eqn.invars if not _compat.is_literal(v)]
-        if _bends(eqn):
+        if _bends(eqn) and (is_joined or not exact.is_exact(eqn, BFLOAT16)):
             found.update(v for v in operands if v in normalised and v.aval.size == largest)
         if ends_a_kernel(eqn) or any(v in normalised for v in operands):
             normalised.update(eqn.outvars)
