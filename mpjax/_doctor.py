@@ -133,7 +133,9 @@ def load(target: str, where: str = _WHERE) -> tuple[ModuleType, Callable[..., An
         fix = "Type FILE.py:FUNCTION, e.g. train.py:loss_fn."
         raise ValueError(message(where, f"{target!r} names no function in a file.", fix))
     module = _import(path, where)
-    fun = getattr(module, name, None)
+    fun: Any = module
+    for part in name.split("."):  # 'model.loss' is an attribute of an attribute
+        fun = getattr(fun, part, None)
     if callable(fun) and not isinstance(fun, type):
         return module, fun, name
     known = [n for n, x in vars(module).items() if callable(x) and not isinstance(x, type)]

@@ -46,7 +46,10 @@ MODEL = """
         return loss_fn(params, batch), {"note": "fine"}
 
     class Loss:
-        pass
+        def value(self, params, batch):
+            return loss_fn(params, batch)
+
+    model = Loss()
 """
 
 
@@ -95,6 +98,13 @@ def test_it_advises_by_the_accelerator_and_by_what_is_saved(file):
     nothing = found(file, "forward", "f32[8]", policies=("32-true", "bf16-mixed"))
     assert "saves no memory here" in nothing.advice[0]
     assert found(file, "loss_fn", policies=("32-true",)).advice[0].startswith("Nothing to compare")
+
+
+def test_a_method_of_an_object_in_the_file_is_named_with_a_dot(file):
+    report = found(file, "model.value", policies=("32-true",))
+    assert (report.function, report.what) == ("model.value", "value and gradient")
+    with pytest.raises(ValueError, match=r"has no function 'model.valu'\.\n  It has "):
+        found(file, "model.valu")
 
 
 def row(policy: str, kept: int, temporaries: int = 100, status: str = "native") -> Measured:
