@@ -1,8 +1,8 @@
 """Any JAX function in mixed precision, unedited: decide, then bind again.
 
 `api` traces a function; `plan` (with `states`, `reads`, `groups` and `control`) decides the dtype
-of every value; `rebind` (with `rebind_calls`, `custom_rules`, `remat` and `matmul`) runs it.
-`explain` prints what was decided.
+of every value; `rebind` (with `group_functions`, `rebind_calls`, `custom_rules`, `remat` and
+`matmul`) runs it. `explain` prints what was decided.
 """
 
 from mpjax._autocast.api import autocast, full_precision
