@@ -404,6 +404,74 @@ def test_a_skipped_step_leaves_everything_as_it_was(policy: str):
     assert int(optimizer.step.get_value()) == 2
 
 
+def guarded_step(model: Any, optimizer: Any, x: jax.Array, axis_name: str | None = None) -> Any:
+    scale = mpjax.current_loss_scale(optimizer)
+    differentiate = mpjax.nnx.value_and_grad(mean_square, loss_scale=scale, unscale=False)
+    with mpjax.nnx.undo_skipped(optimizer, model):
+        loss, grads = differentiate(model, x)
+        if axis_name is not None:
+            grads = jax.tree.map(lambda g: jax.lax.pmean(g, axis_name), grads)
+        optimizer.update(model, grads)
+    return loss
+
+
+def guarded(model: nnx.Module, axis_name: str | None = None) -> Any:
+    scale = mpjax.DynamicLossScale(2.0**8)
+    tx = mpjax.with_loss_scale(optax.sgd(0.1, momentum=0.9), scale, axis_name=axis_name)
+    return nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+BATCHES = jnp.stack([ROWS, ROWS.at[0, 0].set(jnp.inf), ROWS * 0.5])  # the second is skipped
+
+
+@pytest.mark.slow
+def test_a_scan_over_batches_skips_as_a_loop_does():
+    model, other = stateful(), stateful()
+    optimizer, other_optimizer = guarded(model), guarded(other)
+    step = nnx.jit(guarded_step)
+    for x in BATCHES:
+        step(model, optimizer, x)
+
+    @nnx.jit
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    def run(both: Any, x: jax.Array) -> Any:
+        return both, guarded_step(*both, x)
+
+    run((other, other_optimizer), BATCHES)
+    assert int(other_optimizer.step.get_value()) == 2
+    assert_same_bits(values(other, other_optimizer), values(model, optimizer))
+
+
+def test_of_an_ensemble_each_member_skips_alone():
+    make = nnx.vmap(lambda key: nnx.BatchNorm(6, rngs=nnx.Rngs(key)), in_axes=0, out_axes=0)
+    models = make(jax.random.split(jax.random.key(0), 3))
+    optimizers = nnx.vmap(guarded, in_axes=0, out_axes=0)(models)
+    nnx.jit(nnx.vmap(guarded_step, in_axes=0, out_axes=0))(models, optimizers, BATCHES)
+    assert optimizers.step.get_value().tolist() == [1, 0, 1]
+    assert mpjax.nnx.tabulate(models).rows[0].parameters == 36
+    assert jnp.isfinite(models.mean.get_value()).all()
+    assert (models.mean.get_value() != 0).any(axis=1).tolist() == [True, False, True]
+
+
+def test_every_shard_skips_when_one_overflows():
+    model = stateful()
+    optimizer = guarded(model, "data")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    spec = jax.sharding.PartitionSpec
+    run = nnx.shard_map(
+        lambda *args: jax.lax.pmean(guarded_step(*args, axis_name="data"), "data"),
+        mesh=mesh,
+        in_specs=(spec(), spec(), spec("data")),
+        out_specs=spec(),
+        check_vma=False,  # statistics of a shard are its own
+    )
+    before = values(model)
+    loss = nnx.jit(run)(model, optimizer, BATCHES[1])
+    assert not np.isfinite(loss)
+    assert_same_bits(values(model), before)
+    assert int(optimizer.step.get_value()) == 0
+
+
 def test_an_optimizer_without_a_loss_scale_is_refused():
     model = nnx.Linear(2, 2, rngs=rngs())
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
