@@ -294,6 +294,8 @@ def _from_object(spec: Any) -> Policy:
     if hasattr(spec, "param_dtype") and hasattr(spec, "output_dtype"):  # jmp.Policy
         return Policy(spec.param_dtype, spec.compute_dtype, spec.output_dtype)
     if hasattr(spec, "variable_dtype") and hasattr(spec, "name"):  # keras.DTypePolicy
+        if hasattr(spec, "default_policy"):
+            raise ValueError(_no_keras_policy("DTypePolicyMap"))
         return _parse(spec.name)
     dtype = _dtypes.canonical_dtype(spec, "get_policy")
     return Policy(dtype, dtype, dtype)
@@ -303,7 +305,21 @@ def _from_config(config: Mapping[str, Any]) -> Policy:
     inner = config.get("config", config)  # Keras wraps it: {"class_name": ..., "config": {...}}
     if isinstance(inner, Mapping) and set(inner) >= {"name"}:
         return _parse(cast("Mapping[str, str]", inner)["name"])
+    if "class_name" in config:
+        raise ValueError(_no_keras_policy(str(config["class_name"])))
     return Policy.from_dict(config)
+
+
+def _no_keras_policy(kind: str) -> str:
+    """Returns what is said of a Keras class that is no pair of floating dtypes."""
+    got = f"a Keras {kind} is no policy of floating dtypes."
+    if kind == "DTypePolicyMap":
+        got = "a Keras DTypePolicyMap is many policies, by the paths of Keras layers."
+    allowed = "Allowed: a Keras DTypePolicy, or its config."
+    fix = "Type PolicyMap('mixed_bfloat16', {'re:encoder/.*': 'float32'}), with your own paths."
+    if kind != "DTypePolicyMap":
+        fix = "Type the name that it was made from, such as 'mixed_bfloat16'."
+    return message("get_policy", got, allowed, fix)
 
 
 def _parse(name: str) -> Policy:

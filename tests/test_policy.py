@@ -322,6 +322,22 @@ def test_keras_policies_and_configs(name, want):
     assert mpjax.get_policy(json.loads(json.dumps(config))) == want
 
 
+def test_what_keras_has_besides_is_refused_with_what_to_type():
+    config = {"class_name": "DTypePolicyMap", "config": {"default_policy": None, "policy_map": {}}}
+    said = (
+        r"get_policy: a Keras DTypePolicyMap is many policies.*\n  Allowed: .*\n  Type PolicyMap\("
+    )
+    keras_map = SimpleNamespace(
+        name="map_mixed_bfloat16", variable_dtype="float32", default_policy=None
+    )
+    for spec in (config, keras_map):
+        with pytest.raises(ValueError, match=said):
+            mpjax.get_policy(spec)
+    config = {"class_name": "QuantizedDTypePolicy", "config": {"mode": "int8"}}
+    with pytest.raises(ValueError, match=r"a Keras QuantizedDTypePolicy is no policy of floating"):
+        mpjax.get_policy(config)
+
+
 # -- default_policy ------------------------------------------------------------------------------
 
 
