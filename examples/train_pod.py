@@ -8,7 +8,8 @@
 Weights and optimizer state are shared over the mesh axis `fsdp`; `data` holds copies of the model,
 `tensor` splits heads and hidden units. A layer's weights are gathered in the compute dtype when it
 runs, and again for its backward pass; gradients are reduced in float32 (`mpjax.pods.gather`). With
-a float16 precision the optimizer unscales and skips (`mpjax.with_loss_scale`). SIGTERM saves.
+a float16 precision the optimizer unscales and skips (`mpjax.with_loss_scale`). SIGTERM saves,
+and ends with exit code 143: to a scheduler the job is not done, and it starts it again.
 """
 
 import argparse
@@ -38,13 +39,14 @@ from mpjax import pods
 from mpjax.pods.checkpoints import Checkpoints
 from mpjax.pods.config import Job, flat, load_config, record_check
 from mpjax.pods.corpus import Corpus, open_corpus, trigram_bits
-from mpjax.pods.processes import agree, initialize
+from mpjax.pods.processes import agree, gather_values, initialize
 
 PyTree = Any
 BATCH_AXES = ("data", "fsdp")  # each of their devices has its own rows
 BATCH = P(BATCH_AXES)
 HELD_OUT_BATCHES = 8
 COUNTED = 1 << 30  # bytes that the trigram model learns from: 64 for each of its contexts and bytes
+INTERRUPTED = 128 + signal.SIGTERM  # the exit code of a process that SIGTERM ended
 OF_THE_STATE = ("model", "optimizer", "loss_scale", "precision", "seed", "sequence", "global")
 
 
@@ -235,8 +237,8 @@ class Trainer:
 # -- the run ---------------------------------------------------------------------------------------
 
 
-def train(job: Job, trainer: Trainer, corpus: Corpus, out: Path) -> None:
-    """Trains to the last step, from the newest whole checkpoint if there is one."""
+def train(job: Job, trainer: Trainer, corpus: Corpus, out: Path) -> int:
+    """Trains from the newest whole checkpoint to the last step, and returns an exit code."""
     with Checkpoints(job.checkpoint.folder, keep=job.checkpoint.keep) as checkpoints:
         decisive = {k: v for k, v in flat(job).items() if k.startswith(OF_THE_STATE)}
         checkpoints.claim(decisive | {"corpus": corpus.digest})
@@ -254,9 +256,10 @@ def train(job: Job, trainer: Trainer, corpus: Corpus, out: Path) -> None:
                 checkpoints.save(last, state)
             if stopping:
                 break
-        if last < job.steps:
-            say(f"SIGTERM: saved step {last}; the same command goes on from there.")
-            return
+    if last < job.steps:
+        gather_values(last)  # a launcher may end all when one has ended: first all have saved
+        say(f"SIGTERM: saved step {last}; the same command goes on from there.")
+        return INTERRUPTED
     windows = corpus.held_out_windows(HELD_OUT_BATCHES * job.global_batch_size, job.sequence_length)
     bits = {"bits_per_byte": trainer.bits_per_byte(state["params"], windows)}
     if jax.process_index() == 0:
@@ -264,6 +267,7 @@ def train(job: Job, trainer: Trainer, corpus: Corpus, out: Path) -> None:
         record(out, {"step": last, "held_out": bits})
         ours, trigram = bits.values()
         say(f"held-out files: {ours:.3f} bits a byte; a byte-trigram model: {trigram:.3f}")
+    return 0
 
 
 def steps(
@@ -414,9 +418,8 @@ def run(arguments: argparse.Namespace) -> int:
     trainer, corpus = prepare(job)
     if arguments.dry_run:
         say("a dry run: nothing was trained or saved")
-    else:
-        train(job, trainer, corpus, arguments.out)
-    return 0
+        return 0
+    return train(job, trainer, corpus, arguments.out)
 
 
 def main() -> int:

@@ -14,6 +14,9 @@
 set -euo pipefail
 
 config=${1:?"the config, e.g. tpu_configs/h100-64-bf16.yaml"}
-# Each process takes the GPU of its local rank. SIGTERM, 120 s before the time is up, saves; what
-# is requeued resumes.
-srun --kill-on-bad-exit=1 python examples/train_pod.py "$config" --distributed
+# Each process takes the GPU of its local rank. SIGTERM, 120 s before the time is up, saves and ends
+# with 143: then this asks Slurm to run it again, and it resumes.
+status=0
+srun --kill-on-bad-exit=1 python examples/train_pod.py "$config" --distributed || status=$?
+if [[ $status -eq 143 ]]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$status"
