@@ -176,6 +176,14 @@ def test_eager_mode_agrees_with_jit(name):
     assert distance(fast(X, W), jax.jit(fast)(X, W)) < 2.0**-8
 
 
+@pytest.mark.parametrize("name", ["gelu", "conv", "attention"])
+def test_disabled_jit_agrees_with_jit(name):
+    grads = jax.grad(scalar(autocast(PROGRAMS[name], "bf16-mixed")), (0, 1))
+    with jax.disable_jit():
+        got = grads(X, W)
+    assert distance(got, jax.jit(grads)(X, W)) < 2.0**-8
+
+
 @pytest.mark.parametrize("name", ["gelu", "lstm", "scan", "normalised", "rule", "rule_with_zeros"])
 def test_forward_mode(name):
     fun = FORWARD_MODE[name]

@@ -12,127 +12,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpjax import _compat
-from mpjax._autocast import backends, convolutions, tpu_warning
-
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Bilinear:
-    """A float32 program of two arrays (and integer extras) that is linear in each.
-
-    Batched and transposed forms are found by tracing `jax.vmap` and the transpose of the program,
-    so that convolutions need no formulas here. Compared by identity: the caches below give the
-    same object for the same product, which is what keeps `jit` from tracing again.
-    """
-
-    traced: Any
-    low: Any  # the dtype of the products' operands
-    convolved: Any = None  # the same program as a convolution, where a GPU runs that better
-
-    def run(
-        self, args: Sequence[jax.Array], out_dtype: Any, backend: backends.Backend
-    ) -> jax.Array:
-        """Returns the product of two arrays, rounded to `low`, as `out_dtype`."""
-        a, b, *extras = args
-        operands = [x.astype(self.low) for x in (a, b)]
-        traced = self.convolved if backend.low_results and self.convolved else self.traced
-        made = out_dtype if _only_moves(traced) else jnp.dtype(jnp.float32)
-        return _eval_low(traced, [*operands, *extras], made, backend).astype(out_dtype)
-
-    def __repr__(self) -> str:
-        ops = "+".join(eqn.primitive.name for eqn in _live_equations(self.traced.jaxpr))
-        return f"<{ops} in {self.low}>"
-
-
-def _eval_low(jaxpr: Any, args: Sequence[Any], out_dtype: Any, backend: backends.Backend) -> Any:
-    env = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
-    env |= dict(zip(jaxpr.jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if _compat.is_literal(atom) else env[atom]
-
-    live = _live_equations(jaxpr.jaxpr)
-    for eqn in live:
-        values = [read(atom) for atom in eqn.invars]
-        if eqn.primitive.name == "jit":
-            outs = [_eval_low(_compat.closed(eqn.params["jaxpr"]), values, out_dtype, backend)]
-        elif eqn.primitive.name in PRODUCTS:
-            outs = [low_product(eqn.primitive.name, eqn.params, values, out_dtype, backend)]
-        else:
-            if eqn.primitive.name == "pad":  # with a zero that was written in float32
-                values[1] = jnp.asarray(values[1], values[0].dtype)
-            bound = eqn.primitive.bind(*values, **eqn.params)
-            outs = bound if eqn.primitive.multiple_results else [bound]
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return read(jaxpr.jaxpr.outvars[0])
-
-
-_MOVES = frozenset({"transpose", "reshape", "squeeze", "rev", "pad", "slice", "expand_dims"})
-
-
-@functools.lru_cache(maxsize=4096)
-def _only_moves(jaxpr: Any) -> bool:
-    """Whether a program does nothing to its product that rounding it at once would change."""
-    return all(
-        _only_moves(_compat.closed(eqn.params["jaxpr"]))
-        if eqn.primitive.name == "jit"
-        else eqn.primitive.name in PRODUCTS | _MOVES
-        for eqn in _live_equations(jaxpr.jaxpr)
-    )
-
-
-def _live_equations(jaxpr: Any) -> list[Any]:
-    needed = set(map(id, jaxpr.outvars))
-    live: list[Any] = []
-    for eqn in reversed(jaxpr.eqns):
-        if any(id(v) in needed for v in eqn.outvars):
-            needed.update(map(id, eqn.invars))
-            live.append(eqn)
-    return live[::-1]
-
-
-def low_product(
-    name: str,
-    params: dict[str, Any],
-    values: Sequence[Any],
-    out_dtype: Any,
-    backend: backends.Backend,
-) -> Any:
-    """Returns the product of two low operands, accumulated in float32, as `out_dtype`.
-
-    Args:
-      name: the primitive.
-      params: its parameters; the dtype of the result is replaced.
-      values: low operands, then integer extras.
-      out_dtype: the dtype of the result.
-      backend: what the product is bound for.
-    """
-    algorithm = isinstance(params.get("precision"), (lax.DotAlgorithm, lax.DotAlgorithmPreset))
-    made = out_dtype if backend.low_results and not algorithm else jnp.dtype(jnp.float32)
-    kwargs = dict(params, preferred_element_type=made)
-    if name == "ragged_dot_general":
-        kwargs.pop("group_offset", None)
-        return backends.rounded(lax.ragged_dot_general(*values, **kwargs), out_dtype)
-    x, y = values
-    if name == "conv_general_dilated":
-        return backends.convolved(x, y, kwargs, out_dtype, backend)
-    if backend.ordered:
-        x, y, kwargs["dimension_numbers"] = backends.plain_layout(x, y, kwargs["dimension_numbers"])
-    if x.dtype != jnp.bfloat16:
-        return backends.rounded(lax.dot_general(x, y, **kwargs), out_dtype)
-    out = lax.dot_general(backend.operand(x), backend.operand(y), **kwargs)
-    return backends.rounded(backend.result(out), out_dtype)
+from mpjax._autocast import backends, bilinear, tpu_warning
+from mpjax._autocast.bilinear import Bilinear
 
 
 def with_precision(params: dict[str, Any], precision: Any) -> dict[str, Any]:
@@ -142,111 +32,6 @@ def with_precision(params: dict[str, Any], precision: Any) -> dict[str, Any]:
     if any(p not in (None, lax.Precision.DEFAULT) for p in both):
         return params
     return {**params, "precision": precision}
-
-
-# -- the programs: one a product, its batched forms and its transposes -----------------------
-
-
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    dtype = jnp.float32 if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype
-    return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=_compat.explicit_sharding(aval))
-
-
-def _key(params: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(params.items()))
-
-
-def bilinear(name: str, params: dict[str, Any], values: Sequence[Any], low: Any) -> Bilinear:
-    """Returns the program of one product equation."""
-    return _bilinear(name, _key(params), tuple(_struct(jax.typeof(v)) for v in values), low)
-
-
-@functools.lru_cache(maxsize=4096)
-def _bilinear(
-    name: str, params: Any, structs: tuple[jax.ShapeDtypeStruct, ...], low: Any
-) -> Bilinear:
-    kwargs = dict(params)
-    fun: Callable[..., Any]
-    if name == "ragged_dot_general":
-        kwargs.pop("group_offset", None)
-        fun = functools.partial(lax.ragged_dot_general, **kwargs)
-    else:
-        fun = functools.partial(getattr(lax, name), **kwargs)
-    traced = jax.make_jaxpr(fun)(*structs)
-    if name != "conv_general_dilated" or not convolutions.is_pointwise(kwargs, structs):
-        return Bilinear(traced, low)
-    return Bilinear(jax.make_jaxpr(convolutions.pointwise(kwargs))(*structs), low, traced)
-
-
-@functools.lru_cache(maxsize=4096)
-def _transposed(_mesh: Any, program: Bilinear, wrt: int) -> Bilinear:
-    """The program of (cotangent, other operand) → cotangent of operand `wrt`."""
-    # A kernel's gradient leaves a product in float32; an image's a convolution, which also adds.
-    convolved = program.convolved if wrt == 0 else None
-    return Bilinear(
-        _untransposed(_pullback(program.traced, wrt)),
-        program.low,
-        convolved and _pullback(convolved, wrt),
-    )
-
-
-def _pullback(program: Any, wrt: int) -> Any:
-    eval_jaxpr = jaxpr_as_fun(program)
-    structs = [_struct(v.aval) for v in program.jaxpr.invars]
-    out = _struct(program.jaxpr.outvars[0].aval)
-    mine, other, extras = structs[wrt], structs[1 - wrt], structs[2:]
-
-    def pullback(ct: jax.Array, fixed: jax.Array, *rest: jax.Array) -> jax.Array:
-        def partial(x: jax.Array) -> jax.Array:
-            pair = (x, fixed) if wrt == 0 else (fixed, x)
-            return eval_jaxpr(*pair, *rest)[0]
-
-        # `jax.linear_transpose` asserts inside a `shard_map` that tracks varying axes.
-        zeros = jnp.zeros(mine.shape, mine.dtype, out_sharding=mine.sharding)
-        return jax.vjp(partial, zeros)[1](ct)[0]
-
-    return jax.make_jaxpr(pullback)(out, other, *extras)
-
-
-def _untransposed(program: Any) -> Any:
-    """Returns the program whose product has the order of dimensions that a transpose gave it.
-
-    JAX writes a weight gradient as `(ctᵀ x)ᵀ`, and XLA:CPU stores both.
-    """
-    live = _live_equations(program.jaxpr)
-    if [eqn.primitive.name for eqn in live] != ["dot_general", "transpose"]:
-        return program
-    product, transpose = live
-    x, y = product.invars
-    kwargs = dict(product.params)
-    (contract_x, contract_y), (batch_x, batch_y) = kwargs["dimension_numbers"]
-    batch, ndim = len(batch_x), product.outvars[0].aval.ndim
-    second = x.aval.ndim - len(contract_x)  # where the free dimensions of `y` begin
-    swapped = (*range(batch), *range(second, ndim), *range(batch, second))
-    if transpose.params["permutation"] != swapped or kwargs.get("out_sharding") is not None:
-        return program
-    kwargs["dimension_numbers"] = ((contract_y, contract_x), (batch_y, batch_x))
-
-    def in_order(*args: jax.Array) -> jax.Array:
-        env = dict(zip(program.jaxpr.invars, args, strict=True))
-        return lax.dot_general(env[y], env[x], **kwargs)
-
-    return jax.make_jaxpr(in_order)(*(_struct(v.aval) for v in program.jaxpr.invars))
-
-
-@functools.lru_cache(maxsize=4096)
-def _batched(_mesh: Any, program: Bilinear, size: int, in_axes: tuple[int | None, ...]) -> Bilinear:
-    fun = jax.vmap(jaxpr_as_fun(program.traced), in_axes=in_axes, axis_size=size)
-
-    def widen(struct: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
-        if axis is None:
-            return struct
-        shape = (*struct.shape[:axis], size, *struct.shape[axis:])
-        return jax.ShapeDtypeStruct(shape, struct.dtype)
-
-    structs = [_struct(v.aval) for v in program.traced.jaxpr.invars]
-    args = [widen(s, axis) for s, axis in zip(structs, in_axes, strict=True)]
-    return Bilinear(jax.make_jaxpr(lambda *xs: fun(*xs)[0])(*args), program.low)
 
 
 # -- `product_p`: what tangents and cotangents are multiplied by -------------------------------
@@ -266,6 +51,8 @@ def _compiled(program: Bilinear, out_dtype: Any) -> Callable[..., Any]:
 
 @product_p.def_impl
 def _product_impl(*args: Any, program: Bilinear, out_dtype: Any) -> Any:
+    if jax.config.jax_disable_jit:  # `_compiled` would only come back here
+        return program.run(args, out_dtype, backends.TRACED)
     return _compiled(program, out_dtype)(*args)
 
 
@@ -314,7 +101,7 @@ def _product_transpose(
         found: Any = ad.Zero(mine.aval)
     else:
         found = _product(
-            _transposed(jax.sharding.get_abstract_mesh(), program, wrt),
+            bilinear.transposed(jax.sharding.get_abstract_mesh(), program, wrt),
             mine.aval.dtype,
             ct,
             other,
@@ -328,7 +115,7 @@ def _product_transpose(
 def _product_batch(args: Any, dims: Any, *, program: Bilinear, out_dtype: Any) -> Any:
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if _compat.is_batched(d))
     in_axes = tuple(d if _compat.is_batched(d) else None for d in dims)
-    wider = _batched(jax.sharding.get_abstract_mesh(), program, size, in_axes)
+    wider = bilinear.batched(jax.sharding.get_abstract_mesh(), program, size, in_axes)
     return product_p.bind(*args, program=wider, out_dtype=out_dtype), 0
 
 
@@ -392,7 +179,9 @@ def _linked_batch(args: Any, dims: Any, *, program: Bilinear) -> Any:
                 )
                 batched[i] = True
     axes = [0 if b else None for b in batched]
-    wider = _batched(jax.sharding.get_abstract_mesh(), program, size, (axes[0], axes[2], *axes[4:]))
+    wider = bilinear.batched(
+        jax.sharding.get_abstract_mesh(), program, size, (axes[0], axes[2], *axes[4:])
+    )
     return linked_p.bind(out, *rest, program=wider), 0
 
 
@@ -406,9 +195,9 @@ def _linked_transpose(
         return cts
     mesh = jax.sharding.get_abstract_mesh()
     if ad.is_undefined_primal(x):
-        cts[1] = _product(_transposed(mesh, program, 0), x.aval.dtype, ct, y_low, *extras)
+        cts[1] = _product(bilinear.transposed(mesh, program, 0), x.aval.dtype, ct, y_low, *extras)
     if ad.is_undefined_primal(y):
-        cts[3] = _product(_transposed(mesh, program, 1), y.aval.dtype, ct, x_low, *extras)
+        cts[3] = _product(bilinear.transposed(mesh, program, 1), y.aval.dtype, ct, x_low, *extras)
     return cts
 
 
@@ -437,7 +226,7 @@ def product(
       low: the dtype of the operands.
       out_dtype: the dtype of the result: `low`, or float32 where nothing low reads it.
     """
-    return _product_of(name, _key(params), low, out_dtype)(*x, *y, *extras)
+    return _product_of(name, bilinear.hashable(params), low, out_dtype)(*x, *y, *extras)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -446,8 +235,8 @@ def _product_of(name: str, params: Any, low: Any, out_dtype: Any) -> Callable[..
 
     def linked_product(x: Any, x_low: Any, y: Any, y_low: Any, *extras: Any) -> jax.Array:
         values = [hidden_p.bind(x_low), hidden_p.bind(y_low), *extras]
-        program = bilinear(name, dict(params), [x_low, y_low, *extras], low)
-        out = low_product(name, dict(params), values, out_dtype, backends.TRACED)
+        program = bilinear.of(name, dict(params), [x_low, y_low, *extras], low)
+        out = bilinear.low_product(name, dict(params), values, out_dtype, backends.TRACED)
         carriers = _compat.equally_varying(x, x_low, y, y_low)
         return linked_p.bind(out, *carriers, *extras, program=program)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpjax import _compat
-from mpjax._autocast import backends, exact, groups, matmul, rebind_calls, remat, sums
+from mpjax._autocast import backends, bilinear, exact, groups, matmul, rebind_calls, remat, sums
 from mpjax._autocast.binding import bind, written_at
 from mpjax._autocast.group_functions import GroupFunctions
 from mpjax._autocast.plan import Action, Decision, Plan, is_float32
@@ -103,7 +103,7 @@ class Runner:
     def as_traced(self, plan: Plan, eqn: Any, values: Sequence[Value]) -> list[Any]:
         params = eqn.params
         precision = plan.settings.dot_precision
-        if precision is not None and eqn.primitive.name in matmul.PRODUCTS:
+        if precision is not None and eqn.primitive.name in bilinear.PRODUCTS:
             params = matmul.with_precision(params, precision)
         return bind(eqn, [v.full for v in values], params)
 
