@@ -170,6 +170,16 @@ def test_a_policy_by_path_is_named():
     assert {r.dtype for r in table.rows} == {"f32"}
 
 
+def test_what_its_author_has_cast_is_shown_as_written():
+    def fun(x, w):
+        return (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
+
+    table = explain(fun, "bf16-mixed")(jnp.ones((2, 4)), jnp.ones((4, 3)))
+    assert [(row.operation, row.dtype) for row in table.rows] == [("dot_general", "f16")]
+    assert table.rows[0].reason.startswith("as written")
+    assert "products: 1 f16" in str(table)
+
+
 def test_a_users_rule_is_named():
     def fun(w, x):
         return jnp.tanh(x @ w) @ w

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+
 from mpjax import _compat
 from mpjax._autocast import control, exact, groups, scopes, states
 from mpjax._autocast import plan as planning
@@ -50,6 +52,7 @@ Causes = list[Cause | None]
 ACCUMULATED = "a product's float32 sums, which no product reads"
 FUNCTION = "holds a sum or an exponential: float32 as a whole"
 AS_WRITTEN = "as written: full_precision(), or an inner autocast"
+WRITTEN_SO = "as written: in a dtype of its author's choice"
 OUTPUT = "an output: rounding it would gain nothing"
 UNCHANGED = "nothing low goes into it, and it holds no product"
 FUSED = "fused: float32 between low values, not stored"
@@ -110,6 +113,7 @@ class _Walk:
         eqn = decision.eqn
         inherited = next((c for c in operands if c is not None), None)
         if not any(map(planning.is_float32, eqn.outvars)):
+            self.foreign(eqn, module)
             return [None] * len(eqn.outvars)
         wide = [plan.states[v].kind == Kind.WIDE for v in eqn.outvars]
         if not _computes(eqn):
@@ -123,6 +127,14 @@ class _Walk:
         is_product = decision.action is Action.PRODUCT
         origin = cause or Cause(name, module, ACCUMULATED if is_product else reason)
         return [origin if w else None for w in wide]
+
+    def foreign(self, eqn: Any, module: str) -> None:
+        """Adds an operation on other floating dtypes than float32: the author's own choice."""
+        dtypes = {v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype")}
+        found = [short_name(d) for d in dtypes if jnp.issubdtype(d, jnp.floating)]
+        if found and _computes(eqn):
+            where = scopes.location(eqn)
+            self.found.append(Finding(module, _name(eqn), found[0], WRITTEN_SO, None, where))
 
 
 def _computes(eqn: Any) -> bool:
