@@ -66,3 +66,10 @@ def test_a_rule_of_the_users_own_is_kept_in_float32(mode):
 def test_relu_has_no_slope_at_zero():
     fun = autocast(lambda b: jnp.sum(jax.nn.relu(jnp.zeros((8, 64)) @ ARGS[0] + b)), "bf16-mixed")
     np.testing.assert_array_equal(jax.grad(fun)(jnp.zeros(128)), 0)
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+def test_a_function_that_holds_a_constant_out_of_range_is_not_exact(policy):
+    """`nan_to_num` chooses float32's largest number for inf: an infinity in 16 bits."""
+    fun = autocast(lambda x: jnp.nan_to_num(x @ jnp.eye(2)) @ jnp.eye(2), policy)
+    np.testing.assert_array_equal(fun(jnp.array([[jnp.nan, 1.0]])), [[0.0, 0.0]])

@@ -37,9 +37,12 @@ def is_exact(eqn: Any, dtype: Any) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _is_exact_program(jaxpr: Any, dtype: Any) -> bool:
     return not jaxpr.constvars and all(
-        is_exact(eqn, dtype)
-        if control.single_program(eqn) is not None
-        else eqn.primitive.name in _CHOICES | COMPARISONS and _constants_fit(eqn, dtype)
+        _constants_fit(eqn, dtype)
+        and (
+            is_exact(eqn, dtype)
+            if control.single_program(eqn) is not None
+            else eqn.primitive.name in _CHOICES | COMPARISONS
+        )
         for eqn in jaxpr.eqns
     )
 
