@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import pathlib
+import shutil
 import statistics
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from measure import machine
 
 ROOT = pathlib.Path(__file__).parents[1]
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
-SMOOTHED = 5  # reports, 20 steps apart
+EVERY = 20  # steps between two reports
+SMOOTHED = 5  # reports
 HEAD = """\
 # What the pod trainer learns
 
@@ -46,22 +48,23 @@ sources, every twentieth file held out.
 """
 
 
-def command(precision: str, seed: int, folder: pathlib.Path) -> list[str]:
+def command(precision: str, seed: int, steps: int, folder: pathlib.Path) -> list[str]:
     """Returns the command of one run."""
-    sets = {"precision": precision, "seed": seed, "log_every": 20, "checkpoint.every": 100000}
-    sets["checkpoint.folder"] = folder / "checkpoints"
+    sets = {"precision": precision, "seed": seed, "steps": steps, "log_every": EVERY}
+    sets |= {"checkpoint.every": steps, "checkpoint.folder": folder / "checkpoints"}
     script = [sys.executable, str(ROOT / "examples" / "train_pod.py"), "--simulate", "8"]
     script += ["--out", str(folder)]
     return script + [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
 
 
-def measured(precision: str, seed: int, runs: pathlib.Path) -> list[dict[str, Any]]:
+def measured(precision: str, seed: int, steps: int, runs: pathlib.Path) -> list[dict[str, Any]]:
     """Returns what a run reported, after running it if it is not there."""
-    folder = runs / f"{precision}-{seed}"
+    folder = runs / f"{precision}-{seed}-{steps}"
     file = folder / "metrics.jsonl"
     if not (file.is_file() and "held_out" in file.read_text()):
         print(f"{precision}, seed {seed}", flush=True)
-        subprocess.run(command(precision, seed, folder), check=True)
+        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run has left
+        subprocess.run(command(precision, seed, steps, folder), check=True)
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
@@ -118,13 +121,16 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--seeds", type=int, default=3, help="runs of each precision, from 2 (default: 3)")
+    add("--steps", type=int, default=800, help="of each run, from 100 (default: 800)")
     add("--runs", type=pathlib.Path, default=pathlib.Path("outputs/train_pod_runs"))
     add("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results" / "train_pod.md")
     arguments = parser.parse_args()
     if arguments.seeds < 2:
         parser.error(f"--seeds: got {arguments.seeds}; a spread takes at least 2.")
-    runs = arguments.runs.resolve()
-    results = {p: [measured(p, s, runs) for s in range(arguments.seeds)] for p in PRECISIONS}
+    if arguments.steps < SMOOTHED * EVERY:
+        parser.error(f"--steps: got {arguments.steps}; a curve takes at least {SMOOTHED * EVERY}.")
+    runs, steps = arguments.runs.resolve(), arguments.steps
+    results = {p: [measured(p, s, steps, runs) for s in range(arguments.seeds)] for p in PRECISIONS}
     arguments.out.write_text(document(results))
     print(arguments.out.read_text())
 
