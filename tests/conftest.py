@@ -19,6 +19,8 @@ HOST_DEVICES = 8
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
     [
+        # Eight devices on two busy cores may wait longer for each other than XLA has patience.
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
         *(f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f),
         f"--xla_force_host_platform_device_count={HOST_DEVICES}",
     ]
