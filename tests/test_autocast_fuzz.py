@@ -37,6 +37,12 @@ SEED = int(os.environ.get("MPJAX_FUZZ_SEED", random.SystemRandom().randrange(10*
 BY_HAND = "MPJAX_FUZZ_PROGRAMS" in os.environ
 POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
 SHARDS = 2 if IS_FLOOR else 10
+# Three shards in each run of the tests; CI's stage `fuzz` and a run by hand take all of them.
+_IN_EACH_RUN = SHARDS if BY_HAND else 3
+ALL_SHARDS = [
+    pytest.param(shard, marks=[pytest.mark.slow] if shard >= _IN_EACH_RUN else [])
+    for shard in range(SHARDS)
+]
 _REFUSED = "JAX itself refuses the program"
 
 pytestmark = pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs")
@@ -69,7 +75,7 @@ def _verdict(program: Any, mode: Mode, policy: str) -> differential.Verdict:
     return check_values(case, POLICIES[policy])
 
 
-@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize("shard", ALL_SHARDS)
 def test_random_programs_keep_types_exact_parts_and_stay_within_rounding(shard: int) -> None:
     verdicts: collections.Counter[str] = collections.Counter()
 

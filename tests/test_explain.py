@@ -278,7 +278,12 @@ def test_counts_of_shared_lines_are_those_of_all_modules():
     assert line.split()[:2] == ["dot_general", "×8"]
 
 
-@pytest.mark.parametrize("name", sorted(NETWORKS))
+SLOW = {"resnet50": [pytest.mark.slow]}  # half a minute of tracing
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SLOW.get(name, [])) for name in sorted(NETWORKS)]
+)
 def test_every_benchmarked_network_is_explained(name):
     network = NETWORKS[name]("tiny")
     table = explain(network.loss, "16-mixed")(network.params, network.batch)
