@@ -167,6 +167,11 @@ def inlined(fun: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(fun, inline=early)
 
 
+def variables(eqn: Any) -> list[Any]:
+    """Returns the operands of an equation that are no literals."""
+    return [v for v in eqn.invars if not is_literal(v)]
+
+
 def hashable_jit_params(params: dict[str, Any]) -> tuple[Any, ...]:
     """Returns what two `jit` equations of one jaxpr can differ in."""
     names = ("name", "donated_invars", "in_shardings", "out_shardings", "inline", "keep_unused")

@@ -7,6 +7,7 @@ Four classes. *lower*: runs on low operands. *full*: reads float32, gives a floa
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from mpjax._errors import message, nearest
 
@@ -307,3 +308,9 @@ def _override(name: str, word: str) -> OpClass:
     if word == "keep" and given is not OpClass.KEEP:
         return OpClass.FOLLOW
     return allowed[word]
+
+
+def only_moves(eqn: Any) -> bool:
+    """Whether an equation leaves values as they are: a reshape, a slice, a broadcast."""
+    rule = OP_RULES.get(eqn.primitive.name)
+    return rule is not None and rule.op_class is OpClass.KEEP

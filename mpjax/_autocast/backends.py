@@ -83,10 +83,6 @@ def _batch_identity(primitive: Primitive, args: Any, dims: Any, **params: Any) -
     return primitive.bind(*args, **params), dims[0]
 
 
-def _settled(x: jax.Array) -> jax.Array:
-    return lax.reduce_precision(x, 8, 23)  # keeps every bit, and XLA from folding what reads it
-
-
 @functools.cache
 def cpu_multiplies_bfloat16() -> bool:
     """Whether this CPU has instructions for bfloat16 products; yes where the system tells none."""
@@ -134,7 +130,7 @@ class Backend:
 
 
 OTHER = Backend()
-CPU = Backend(_operand_p.bind, _settled, ordered=True)
+CPU = Backend(_operand_p.bind, _result_p.bind, ordered=True)
 CPU_WIDE = Backend(lambda x: lax.optimization_barrier(x.astype("float32")), ordered=True)
 GPU = Backend(low_results=True)
 
@@ -144,7 +140,7 @@ def cpu() -> Backend:
     return CPU if cpu_multiplies_bfloat16() else CPU_WIDE
 
 
-TRACED = Backend(_operand_p.bind, _result_p.bind, ordered=True)
+TRACED = CPU
 """For programs that may still be lowered for any platform."""
 
 
@@ -253,7 +249,7 @@ def _lower_convert(ctx: Any, x: Any, *, dtype: Any) -> Any:
 
 
 def _lower_settled(ctx: Any, x: Any) -> Any:
-    """Lowers `_settled`, which stands in a program once a product: without tracing it each time."""
+    """Keeps XLA from folding what reads a product into it; 8 and 23 bits are all of float32."""
     del ctx
     bits = mlir.ir.IntegerType.get_signless(32)
     sizes = {"exponent_bits": 8, "mantissa_bits": 23}

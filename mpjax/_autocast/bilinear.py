@@ -1,8 +1,8 @@
 """Products as programs that are linear in each of two arrays, with their transposed forms.
 
 A product is run on low operands and accumulates in float32; so are the products of its gradient.
-Which these are is found by tracing JAX's own derivative of the float32 product, so that
-convolutions need no formulas here.
+Which these are is found by tracing JAX's own derivative and `jax.vmap` of the float32 product, so
+that convolutions need no formulas here.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general
 class Bilinear:
     """A float32 program of two arrays (and integer extras) that is linear in each.
 
-    Batched and transposed forms are found by tracing `jax.vmap` and the transpose of the program,
-    so that convolutions need no formulas here. Compared by identity: the caches below give the
-    same object for the same product, which is what keeps `jit` from tracing again.
+    Compared by identity: the caches below give the same object for the same product, which is what
+    keeps `jit` from tracing again.
     """
 
     traced: Any

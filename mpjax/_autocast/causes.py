@@ -257,7 +257,7 @@ def _why_low(eqn: Any, dtype: Any, stored: dict[Any, bool | None]) -> str:
 
 def _why_wide(plan: Plan, eqn: Any) -> str:
     """Why an operation that follows its operands is in float32, though none of them is."""
-    found = [plan.states[v] for v in eqn.invars if not _compat.is_literal(v)]
+    found = [plan.states[v] for v in _compat.variables(eqn)]
     lows = sorted({short_name(s.dtype) for s in found if s.kind == Kind.LOW})
     if len(lows) > 1:
         return f"operands in {' and '.join(lows)}"

@@ -16,7 +16,7 @@ from typing import Any
 from mpjax import _compat
 from mpjax._autocast import control, exact, passes
 from mpjax._autocast.states import Kind, State, fits, of_literal
-from mpjax._op_rules import ACTIVATIONS, COMPARISONS, OP_RULES, OpClass
+from mpjax._op_rules import ACTIVATIONS, COMPARISONS, OP_RULES, OpClass, only_moves
 
 _ELEMENTWISE = """
 abs neg sign copy add add_any sub mul div max min select_n clamp sqrt square integer_pow tanh
@@ -170,7 +170,7 @@ def _read_exactly(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) ->
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
         if not is_fused:
             continue
-        operands = [v for v in eqn.invars if not _compat.is_literal(v)]
+        operands = _compat.variables(eqn)
         state = found[eqn.outvars[0]]
         if state.kind == Kind.LOW and exact.is_exact(eqn, state.dtype):
             cuts.update(v for v in operands if found[v] == state and v not in curved)
@@ -281,7 +281,7 @@ def _group_steps(
     out_states: Sequence[State],
 ) -> list[Step]:
     eqns = [jaxpr.eqns[i] for i in indices]
-    if all(_is_keep(eqn) for eqn in eqns):
+    if all(only_moves(eqn) for eqn in eqns):
         return [Step([i]) for i in indices]
     made = {v for eqn in eqns for v in eqn.outvars}
     inputs = dict.fromkeys(
@@ -329,11 +329,6 @@ def _mark(jaxpr: Any, step: Step, twice: set[Any], found: dict[Any, State]) -> N
         step.convolved = passes.added_to_convolutions(jaxpr, eqns, step.inputs, found)
 
 
-def _is_keep(eqn: Any) -> bool:
-    rule = OP_RULES.get(eqn.primitive.name)
-    return rule is not None and rule.op_class is OpClass.KEEP
-
-
 def _state(atom: Any, found: dict[Any, State]) -> State | None:
     return None if _compat.is_literal(atom) else found[atom]
 
@@ -342,7 +337,7 @@ def _is_native(
     eqns: Sequence[Any], outputs: Sequence[tuple[Any, bool, bool]], found: dict[Any, State]
 ) -> bool:
     """Whether a group is one operation on low values, to be run as it is."""
-    working = [eqn for eqn in eqns if not _is_keep(eqn)]
+    working = [eqn for eqn in eqns if not only_moves(eqn)]
     if len(working) != 1 or not all(is_low and not is_full for _, is_low, is_full in outputs):
         return False
     (eqn,) = working
@@ -423,7 +418,7 @@ def _worth_checkpoint(
 def _is_linear(eqn: Any, found: dict[Any, State]) -> bool:
     """Whether differentiating an equation keeps nothing in float32."""
     name = eqn.primitive.name
-    if name in _LINEAR or (_is_keep(eqn) and name not in ("reduce_max", "reduce_min", "abs")):
+    if name in _LINEAR or (only_moves(eqn) and name not in ("reduce_max", "reduce_min", "abs")):
         return True
     if name in ("mul", "div"):
         operands = [_state(v, found) for v in eqn.invars]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from mpjax import _compat
 from mpjax._autocast import control, exact
 from mpjax._autocast.states import Kind, State
-from mpjax._op_rules import OP_RULES, OpClass
+from mpjax._op_rules import only_moves
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 CONVOLUTION = "conv_general_dilated"
@@ -50,7 +50,7 @@ def read_twice(
         if not is_fused:
             convolved.update(eqn.outvars if eqn.primitive.name == CONVOLUTION else ())
             continue
-        operands = [v for v in eqn.invars if not _compat.is_literal(v)]
+        operands = _compat.variables(eqn)
         if eqn.primitive.name in ADDS and convolved.intersection(operands):
             convolved.update(eqn.outvars)
         values = _NOTHING.union(*(made_of.get(v, _NOTHING) for v in operands))
@@ -61,7 +61,7 @@ def read_twice(
         is_sum = ends_a_kernel(eqn)
         for v in eqn.outvars:
             counted[v] = values | counts if is_sum else counts
-            if found[v].kind == Kind.LOW and v not in curved and not _is_move(eqn):
+            if found[v].kind == Kind.LOW and v not in curved and not only_moves(eqn):
                 made_of[v] = frozenset({v})
                 if eqn.primitive.name == "concatenate":
                     parts[v] = frozenset(values & convolved)
@@ -87,7 +87,7 @@ def merged(
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
         if not is_fused:
             continue
-        operands = [v for v in eqn.invars if not _compat.is_literal(v)]
+        operands = _compat.variables(eqn)
         read = _NOTHING.union(*(sums.get(v, _NOTHING) for v in operands))
         if _bends(eqn):
             cuts |= read
@@ -131,7 +131,7 @@ def activated(eqns: Sequence[Any]) -> set[Any]:
     normalised: set[Any] = set()
     found: set[Any] = set()
     for eqn in eqns:
-        operands = [v for v in eqn.invars if not _compat.is_literal(v)]
+        operands = _compat.variables(eqn)
         if _bends(eqn) and (is_joined or not exact.is_exact(eqn, BFLOAT16)):
             found.update(v for v in operands if v in normalised and v.aval.size == largest)
         if ends_a_kernel(eqn) or any(v in normalised for v in operands):
@@ -170,7 +170,7 @@ def added_to_convolutions(
     cuDNN adds a bias and another image as it writes a convolution's result, if all have its dtype.
     """
     convolved = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == CONVOLUTION}
-    sums = [eqn for eqn in eqns if not _is_move(eqn)]
+    sums = [eqn for eqn in eqns if not only_moves(eqn)]
     if any(eqn.primitive.name not in ADDS - {"sub"} for eqn in sums):
         return _NOTHING
     if not any(v in convolved and found[v].kind == Kind.LOW for v in inputs):
@@ -186,11 +186,6 @@ def _bends(eqn: Any) -> bool:
     if control.single_program(eqn) is not None:
         return not ends_a_kernel(eqn)
     return eqn.primitive.name in _BENDS
-
-
-def _is_move(eqn: Any) -> bool:
-    rule = OP_RULES.get(eqn.primitive.name)
-    return rule is not None and rule.op_class is OpClass.KEEP
 
 
 def ends_a_kernel(eqn: Any) -> bool:

@@ -50,16 +50,20 @@ def axis_sizes(axes: Any, count: int, whose: str) -> tuple[int, ...]:
     if not isinstance(axes, Mapping) or not all(_is_axis(*axis) for axis in axes.items()):
         got = f"must be sizes by axis name; got {axes!r}."
         raise TypeError(message("make_mesh(axes)", got, "Type e.g. {'data': 1, 'fsdp': -1}."))
-    sizes = list(axes.values())
-    if sizes.count(-1) == 1:
-        rest = math.prod(size for size in sizes if size != -1)
-        sizes[sizes.index(-1)] = count // rest if rest > 0 else 0
+    sizes = tuple(filled(axes, count).values())
     if not sizes or min(sizes) < 1 or math.prod(sizes) != count:
         asked = " x ".join(f"{name}={size}" for name, size in axes.items()) or "no axes"
         got = f"a mesh of {asked} does not have the {count} {whose}."
         fix = f"Sizes multiply to {count}; one may be -1, e.g. {{'data': 1, 'fsdp': -1}}."
         raise ValueError(message("make_mesh(axes)", got, fix))
-    return tuple(sizes)
+    return sizes
+
+
+def filled(axes: Mapping[str, int], count: int) -> dict[str, int]:
+    """Returns the axes with what is left of `count` in place of one -1, if that can be."""
+    free = [name for name, size in axes.items() if size == -1]
+    rest = math.prod(size for size in axes.values() if size != -1)
+    return {**axes, free[0]: count // rest} if len(free) == 1 and rest > 0 else dict(axes)
 
 
 def _is_axis(name: Any, size: Any) -> bool:

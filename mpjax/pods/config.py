@@ -17,6 +17,7 @@ import jax
 
 from mpjax._errors import message, nearest
 from mpjax._policy import get_policy
+from mpjax.pods._mesh import filled
 from mpjax.pods._report import Report
 from mpjax.pods._topology import Topology, get_topology
 
@@ -137,12 +138,8 @@ class Job:
           ValueError: the axes do not multiply to the devices, or a size of the model or batch is
             not divisible by the axis that splits it.
         """
-        sizes = dataclasses.asdict(self.mesh)
-        free = [name for name in AXES if sizes[name] == -1]
-        rest = math.prod(size for size in sizes.values() if size != -1)
-        if len(free) == 1 and rest > 0:
-            sizes[free[0]] = num_devices // rest
-        if len(free) > 1 or min(sizes.values()) < 1 or math.prod(sizes.values()) != num_devices:
+        sizes = filled(dataclasses.asdict(self.mesh), num_devices)
+        if min(sizes.values()) < 1 or math.prod(sizes.values()) != num_devices:
             asked = " x ".join(f"{n}={s}" for n, s in dataclasses.asdict(self.mesh).items())
             got = f"{asked} does not divide {num_devices} devices."
             fix = f"Sizes multiply to {num_devices}; one may be -1, e.g. --set mesh.fsdp=-1."
