@@ -47,9 +47,10 @@ class GroupFunctions:
         key = self._key(plan, step, eqns, around)
         if key not in self._functions:
             self._functions[key] = _function(plan, step, eqns, around)
-        names = [eqn.primitive.name for eqn in eqns]
+        sums = any(map(passes.takes_a_statistic, eqns))
         with inside(eqns[0], around):
-            return recomputed(self._functions[key], arrays, names, in_loop=in_loop)(*arrays)
+            fun = recomputed(self._functions[key], arrays, sums=sums, in_loop=in_loop)
+            return fun(*arrays)
 
     def _key(self, plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -> Hashable:
         """Returns what equal groups have in common; their outer scopes may differ."""

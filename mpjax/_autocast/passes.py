@@ -199,6 +199,17 @@ def ends_a_kernel(eqn: Any) -> bool:
     return axes != list(range(ndim - len(axes), ndim))
 
 
+def takes_a_statistic(eqn: Any) -> bool:
+    """Whether an equation, or the function that it calls, adds up or finds the largest of many."""
+    program = control.single_program(eqn)
+    return eqn.primitive.name in _SUMS if program is None else _holds_a_statistic(program)
+
+
+@functools.lru_cache(maxsize=4096)
+def _holds_a_statistic(program: Any) -> bool:
+    return any(map(takes_a_statistic, _compat.closed(program).jaxpr.eqns))
+
+
 @functools.lru_cache(maxsize=4096)
 def _holds_an_end(program: Any) -> bool:
     return any(map(ends_a_kernel, _compat.closed(program).jaxpr.eqns))

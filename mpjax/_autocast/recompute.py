@@ -21,21 +21,21 @@ Function = Callable[..., list[Any]]
 
 
 def recomputed(
-    fun: Function, inputs: Sequence[Any], operations: Sequence[str], *, in_loop: bool
+    fun: Function, inputs: Sequence[Any], *, sums: bool, in_loop: bool
 ) -> Function:
     """Returns `fun`, computed again where its derivative needs it.
 
     Args:
       fun: a group.
       inputs: what it will be called on.
-      operations: the names of the primitives in it.
+      sums: whether it takes a statistic.
       in_loop: whether it is in the body of a loop, whose backward pass is another loop.
     """
     limit = max(x.size for x in inputs) // _SMALLER
     # XLA recognises what is computed twice, computes it once and stores it after all, in float32.
     # Statistics tie forward and backward together anyway, and its softmax is one kernel if it may
     # choose; an activation alone is kept apart.
-    apart = not in_loop and _REDUCTIONS.isdisjoint(operations)
+    apart = not in_loop and not sums
     return jax.checkpoint(fun, prevent_cse=apart, policy=_keeps_small(limit))
 
 
