@@ -7,6 +7,7 @@ import _differential as differential
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from _differential import MODES, named
 from _nnx_layers import LAYERS, NOT_LAYERS, ROWS, rngs
@@ -112,3 +113,42 @@ def test_a_module_is_updated_inside_nnx_jit_and_nnx_grad() -> None:
     after = _leaves(fast)
     assert any(not np.array_equal(after[name], before[name]) for name in before if "mean" in name)
     assert any(not np.array_equal(after[name], before[name]) for name in before if "count" in name)
+
+
+def _step(module: Any, optimizer: Any, metric: Any, streams: Any, total: Any, x: Any) -> jax.Array:
+    noise = jax.random.normal(streams.noise(), x.shape)
+    loss, grads = nnx.value_and_grad(lambda m: jnp.mean((m(x + noise)) ** 2))(module)
+    optimizer.update(module, grads)
+    metric.update(values=loss)
+    total[...] = total[...] + loss
+    return loss
+
+
+def test_optimizers_metrics_streams_and_variables_keep_their_updates() -> None:
+    def objects() -> tuple[Any, ...]:
+        module = nnx.Linear(6, 4, rngs=rngs())
+        optimizer = nnx.Optimizer(module, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+        metric = nnx.metrics.Average()
+        return module, optimizer, metric, nnx.Rngs(noise=1), nnx.Variable(jnp.zeros(()))
+
+    plain, fast, before = objects(), objects(), objects()
+    want = nnx.jit(_step)(*plain, ROWS)
+    assert jnp.allclose(autocast(_step, "bf16-mixed")(*fast, ROWS), want, rtol=2**-6)
+    for ours, theirs, old in zip(fast, plain, before, strict=True):
+        found, expected, start = (
+            [x for x in jax.tree.leaves(y) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+            for y in (ours, theirs, old)
+        )
+        assert not all(map(np.array_equal, expected, start))
+        for a, b in zip(found, expected, strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_allclose(a, b, rtol=2**-5, atol=2**-7)
+
+
+def test_a_variable_that_two_arguments_share_is_changed_by_none() -> None:
+    module = _stateful()
+    twice = autocast(lambda a, b, x: a(x) + b(x), "bf16-mixed")
+    with pytest.raises(ValueError, match=r"changes a BatchStat that its arguments hold twice"):
+        twice(module, module, ROWS)
+    module.eval()
+    assert twice(module, module, ROWS).shape == (len(ROWS), 4)

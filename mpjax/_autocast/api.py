@@ -197,28 +197,28 @@ class Traced:
 def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     """Returns the jaxpr of `fun` over the arrays among its arguments; all else stays as it is."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    where = [i for i, leaf in enumerate(leaves) if _is_traced(leaf)]
+    places = [i for i, leaf in enumerate(leaves) if _is_traced(leaf)]
+    where = f"autocast({_name(fun)})"
     trees: list[Any] = []
 
     def flat(*arrays: Any) -> list[Any]:
         full = list(leaves)
-        for i, array in zip(where, arrays, strict=True):
+        for i, array in zip(places, arrays, strict=True):
             full[i] = array
         copies = jax.tree.unflatten(treedef, full)
-        inside = stateful.modules(copies)
-        before = [jax.tree.leaves(module) for module in inside]
+        watched = stateful.Watched((args, kwargs), copies, where)
         result = fun(*copies[0], **copies[1])
-        changed = stateful.changes(before, inside, f"autocast({_name(fun)})")
+        changed = watched.changes()
         found = (result, [new for _, new in changed])
         paths, out_tree = jax.tree_util.tree_flatten_with_path(found)
         trees[:] = [out_tree, [place for place, _ in changed]]
         return [_checked_result(fun, path[1:], leaf) for path, leaf in paths]
 
-    arrays = [leaves[i] for i in where]
+    arrays = [leaves[i] for i in places]
     linen = stateful.linen_modules(fun, (args, kwargs))
     before = stateful.variables(linen)
     jaxpr = jax.make_jaxpr(flat)(*arrays)
-    stateful.check_unchanged(before, linen, f"autocast({_name(fun)})")
+    stateful.check_unchanged(before, linen, where)
     return Traced(jaxpr, arrays, *trees)
 
 

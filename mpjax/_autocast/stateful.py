@@ -1,4 +1,4 @@
-"""Arguments that a function changes in place, as it may change a Flax NNX module.
+"""Arguments that a function changes in place, as it may change a Flax NNX module or optimizer.
 
 Tracing runs the function on a copy of such an argument. What it changed there comes back as
 results and is written to the caller's object; what cannot be written back is refused, and so is a
@@ -7,6 +7,7 @@ change to the variables of a Flax linen module inside its `apply`.
 
 from __future__ import annotations
 
+import collections
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,15 +17,18 @@ import jax
 from mpjax._errors import message
 
 
-def module_type() -> Any:
-    """Returns NNX's module class if Flax NNX is loaded; nobody has such a module otherwise."""
+def object_types() -> tuple[Any, ...]:
+    """Returns NNX's classes of modules, optimizers, metrics, random streams, and of variables.
+
+    None where Flax NNX is not loaded: nobody has such an object then.
+    """
     nnx = sys.modules.get("flax.nnx")
-    return getattr(nnx, "Module", ()) if nnx is not None else ()
+    return () if nnx is None else (nnx.Pytree, nnx.Variable)
 
 
 def with_owner(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns a function and what to pass it first: a module's own call takes the module."""
-    kind = module_type()
+    kind = object_types()
     if isinstance(fun, kind):
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,47 +43,99 @@ def with_owner(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, 
 
 
 def modules(tree: Any) -> list[Any]:
-    """Returns the NNX modules in a tree of arguments, in order."""
-    kind = module_type()
+    """Returns the NNX objects in a tree of arguments, in order: most are modules."""
+    kind = object_types()
     if not kind:
         return []
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-    return [leaf for leaf in leaves if isinstance(leaf, kind)]
+    return [leaf for leaf in _leaves(tree, kind) if isinstance(leaf, kind)]
 
 
-def changes(before: Sequence[Any], after: Sequence[Any], where: str) -> list[tuple[int, list[Any]]]:
-    """Returns the modules that tracing changed: their place, and their leaves after it.
+class Watched:
+    """The copies on which tracing runs a function, and what it changed in them."""
 
-    Args:
-      before: leaves of each module as it was handed to the function.
-      after: the modules, after the function ran.
-      where: the function, for the message.
+    __slots__ = ("_before", "_shared", "_where", "modules")
 
-    Raises:
-      ValueError: a module has other variables than before.
-    """
-    found: list[tuple[int, list[Any]]] = []
-    for i, (old, module) in enumerate(zip(before, after, strict=True)):
-        new = jax.tree.leaves(module)
-        if len(new) != len(old):
-            raise ValueError(
-                message(
-                    where,
-                    f"the function adds variables to its {type(module).__name__}.",
-                    "Allowed: changes to the variables that a module has, as BatchNorm makes them.",
-                    "Split it outside: graphdef, state = nnx.split(model), and return nnx.state().",
+    def __init__(self, given: Any, copies: Any, where: str) -> None:
+        """Notes what `copies` of the arguments `given` hold; `where` is the function."""
+        self.modules = modules(copies)
+        self._before = [jax.tree.leaves(module) for module in self.modules]
+        self._shared = _shared(given, copies)
+        self._where = where
+
+    def changes(self) -> list[tuple[int, list[Any]]]:
+        """Returns the modules that tracing changed: their place, and their leaves after it.
+
+        Raises:
+          ValueError: a module has other variables than before, or a variable that was changed is
+            in the arguments twice.
+        """
+        found: list[tuple[int, list[Any]]] = []
+        for i, (old, module) in enumerate(zip(self._before, self.modules, strict=True)):
+            new = jax.tree.leaves(module)
+            if len(new) != len(old):
+                raise ValueError(
+                    message(
+                        self._where,
+                        f"the function adds variables to its {type(module).__name__}.",
+                        "Allowed: changes to the variables that a module has, as BatchNorm makes "
+                        "them.",
+                        "Split it outside: graphdef, state = nnx.split(model), and return "
+                        "nnx.state().",
+                    )
                 )
-            )
-        if any(a is not b for a, b in zip(old, new, strict=True)):
-            found.append((i, new))
-    return found
+            if _differ(old, new):
+                found.append((i, new))
+        self._check_shared()
+        return found
+
+    def _check_shared(self) -> None:
+        for variable, old in self._shared:
+            if _differ(old, jax.tree.leaves(variable)):
+                raise ValueError(
+                    message(
+                        self._where,
+                        f"the function changes a {type(variable).__name__} that its arguments "
+                        "hold twice.",
+                        "Allowed: to share variables that are only read.",
+                        "Split them outside: graphdef, state = nnx.split(everything), and return "
+                        "nnx.state().",
+                    )
+                )
+
+
+def _differ(old: Sequence[Any], new: Sequence[Any]) -> bool:
+    return len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True))
+
+
+def _shared(given: Any, copies: Any) -> list[tuple[Any, list[Any]]]:
+    """Returns the copies of variables that are in a tree more than once, with their leaves."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return []
+    variables, twins = (
+        [x for x in _leaves(tree, nnx.Variable) if isinstance(x, nnx.Variable)]
+        for tree in (given, copies)
+    )
+    count = collections.Counter(map(id, variables))
+    return [
+        (twin, jax.tree.leaves(twin))
+        for variable, twin in zip(variables, twins, strict=True)
+        if count[id(variable)] > 1
+    ]
+
+
+def _leaves(tree: Any, kind: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
 
 
 def write_back(module: Any, leaves: Sequence[Any]) -> None:
     """Writes a module's new leaves to the caller's object."""
     nnx = sys.modules["flax.nnx"]
     new = jax.tree.unflatten(jax.tree.structure(module), leaves)
-    nnx.update(module, nnx.state(new))
+    if isinstance(module, nnx.Variable):
+        module.set_value(new.get_value())
+    else:
+        nnx.update(module, nnx.state(new))
 
 
 # -- Flax linen: a module inside `init` or `apply` holds its variables itself ---------------------
