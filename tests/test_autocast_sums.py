@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _differential import equations
+from _small import BF16, distance
 from flax import linen as nn
 from flax import nnx
 from jax import lax
@@ -67,6 +68,23 @@ def test_a_carry_that_no_product_touches_keeps_its_bits():
     got, want = autocast(fun, "bf16-mixed")(X, W), fun(X, W)
     for a, b in zip(got[:2], want[:2], strict=True):
         assert jnp.array_equal(a, b)
+
+
+@pytest.mark.parametrize("steps", ["unrolled", "in a loop"])
+def test_small_steps_along_gradients_that_the_function_takes_are_not_lost(steps):
+    """Rounded to bfloat16, a step of 1e-4 would leave the weight where it is."""
+
+    def step(w, _):
+        gradient = jax.grad(lambda w: jnp.mean(jnp.square(jnp.tanh(X @ w) - 1)))(w)
+        return w - 1e-4 * gradient, None
+
+    def fun(w):
+        if steps == "in a loop":
+            return lax.scan(step, w, None, length=3)[0]
+        return step(step(step(w, None)[0], None)[0], None)[0]
+
+    got, want = jax.jit(autocast(fun, "bf16-mixed"))(W), jax.jit(fun)(W)
+    assert distance(got - W, want - W) < 8 * BF16
 
 
 def test_a_product_whose_result_is_dropped_rounds_nothing():

@@ -29,7 +29,8 @@ _SINGLE = {
 _MANY = frozenset({"scan", "while", "cond"})
 CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
-_OUTPUT, _WHOLE, _FULL = 2, 8, 16  # flags of `reads`, which imports this file
+_OUTPUT, _WHOLE, _FULL, _GRADIENT = 2, 8, 16, 32  # flags of `reads`, which imports this file
+_AT_THE_END = _OUTPUT | _GRADIENT  # what is asked of a loop's last carry, not of each
 _MAX_PASSES = 8
 
 
@@ -150,7 +151,8 @@ def _fixpoint(
 def _carry_wants(found: Sequence[State], wants: Sequence[int]) -> tuple[int, ...]:
     """Returns how a loop's body is to give each carry: unrounded where it is float32."""
     return tuple(
-        _FULL if s.kind == Kind.WIDE else w & ~_OUTPUT for s, w in zip(found, wants, strict=False)
+        _FULL if s.kind == Kind.WIDE else w & ~_AT_THE_END
+        for s, w in zip(found, wants, strict=False)
     )
 
 
@@ -182,16 +184,16 @@ def operand_reads(
         return [0, *(_union(found) for found in zip(*branches, strict=True))]
     if name == "scan":
         num_consts, num_carry = _compat.scan_counts(eqn.params)
-        wants = (*(w & ~_OUTPUT for w in outs[:num_carry]), *outs[num_carry:])
+        wants = (*(w & ~_AT_THE_END for w in outs[:num_carry]), *outs[num_carry:])
         flags = list(inner(eqn.params["jaxpr"], wants))
         for i in range(num_consts, num_consts + num_carry):
-            flags[i] &= ~(_WHOLE | _OUTPUT)
+            flags[i] &= ~(_WHOLE | _AT_THE_END)
         return flags
     if name == "while":
         num_cond = eqn.params["cond_nconsts"]
         num_body = eqn.params["body_nconsts"]
-        body = inner(eqn.params["body_jaxpr"], tuple(w & ~_OUTPUT for w in outs))
-        carry = [w & ~(_WHOLE | _OUTPUT) for w in body[num_body:]]
+        body = inner(eqn.params["body_jaxpr"], tuple(w & ~_AT_THE_END for w in outs))
+        carry = [w & ~(_WHOLE | _AT_THE_END) for w in body[num_body:]]
         return [0] * num_cond + [*body[:num_body], *carry]
     flags = list(inner(single_program(eqn), outs))
     return [w & ~_WHOLE for w in flags] if name in CUSTOM else flags

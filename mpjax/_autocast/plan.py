@@ -268,8 +268,10 @@ class _Planner:
         want = self.reads.get(eqn.outvars[0], 0)
         backward = scopes.is_transposed(eqn.source_info.name_stack)
         seen = want & (reads.OUTPUT | reads.FULL)
-        exact = not want & reads.LATER and (seen or backward)
-        self.states[eqn.outvars[0]] = states.WIDE if exact else states.low(low)
+        gradient = want & reads.GRADIENT  # rounded, small steps along it would be lost
+        exact = gradient or (not want & reads.LATER and (seen or backward))
+        wide = states.WIDE_PURE if gradient else states.WIDE
+        self.states[eqn.outvars[0]] = wide if exact else states.low(low)
         reason = OP_RULES[eqn.primitive.name].reason
         out = FLOAT32 if exact else low
         return Decision(eqn, Action.PRODUCT, reason, low=low, out_dtype=out)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import control, groups
+from mpjax._autocast import control, groups, scopes
 from mpjax._op_rules import OP_RULES, OpClass
 
 PRODUCT = 1  # read by a product, directly or moved
@@ -19,6 +19,7 @@ OUTPUT = 2  # read by an output of the program, directly, moved, or through sums
 LATER = 4  # some product depends on it
 WHOLE = 8  # read by a product with all of its elements: worth a low copy outside a loop
 FULL = 16  # goes into what a loop carries in float32: an accumulator
+GRADIENT = 32  # what a derivative taken inside the program gives to the rest of it
 
 _LINEAR = frozenset({"add", "sub", "add_any", "neg", "mul", "div", "convert_element_type"})
 _ACCUMULATING = frozenset(
@@ -40,11 +41,19 @@ def of(jaxpr: Any, wants: tuple[int, ...]) -> dict[Any, int]:
 
     for atom, want in zip(jaxpr.outvars, wants, strict=True):
         add(atom, want)
+    derived = {v for eqn in jaxpr.eqns if _is_backward(eqn) for v in eqn.outvars}
     for eqn in reversed(jaxpr.eqns):
         outs = [flags.get(v, 0) for v in eqn.outvars]
         for atom, found in zip(eqn.invars, _operands(eqn, outs), strict=True):
             add(atom, found)
+        if derived and not _is_backward(eqn):
+            for v in _compat.variables(eqn):
+                add(v, GRADIENT if v in derived else 0)
     return flags
+
+
+def _is_backward(eqn: Any) -> bool:
+    return scopes.is_transposed(eqn.source_info.name_stack)
 
 
 def _operands(eqn: Any, outs: list[int]) -> list[int]:
@@ -60,7 +69,10 @@ def _operands(eqn: Any, outs: list[int]) -> list[int]:
         moved = union & ~WHOLE if name in _RESIZING else union
         return [moved] * len(eqn.invars)
     if name in _LINEAR:
-        return [union & (OUTPUT | LATER | FULL)] * len(eqn.invars)
+        passed = OUTPUT | LATER | FULL
+        if name not in ("mul", "div") or any(map(_compat.is_literal, eqn.invars)):
+            passed |= GRADIENT
+        return [union & passed] * len(eqn.invars)
     if name in _ACCUMULATING:
         return [union & (LATER | FULL)] * len(eqn.invars)
     return [later] * len(eqn.invars)
