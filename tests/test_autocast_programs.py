@@ -291,6 +291,15 @@ def test_what_autocast_does_not_know_gets_the_dtypes_it_was_traced_with():
     assert distance(jax.jit(fast)(X, W), fun(X, W)) < 4 * BF16
 
 
+def test_only_the_branches_of_its_platform_are_lowered():
+    def fun(x, w):
+        y = x @ w
+        for_tpus = pl.pallas_call(_doubled, out_shape=jax.ShapeDtypeStruct(y.shape, y.dtype))
+        return lax.platform_dependent(y, tpu=for_tpus, default=lambda y: 2 * y) @ w
+
+    assert distance(jax.jit(autocast(fun, "bf16-mixed"))(X, W), jax.jit(fun)(X, W)) < 4 * BF16
+
+
 def test_effects_keep_their_order_and_the_dtypes_of_values():
     seen = []
 

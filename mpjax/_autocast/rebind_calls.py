@@ -198,7 +198,16 @@ def _run_cond(runner: Runner, decision: Decision, values: Sequence[Value]) -> li
         shadows = _shadows(plan, values[1:])
         return lambda *args: runner.run(plan, args, shadows, call.out_states)
 
-    return lax.switch(index, [branch(p) for p in call.plans], *operands)
+    branches = [branch(p) for p in call.plans]
+    platforms = decision.eqn.params.get("branches_platforms")
+    if platforms is None:
+        return lax.switch(index, branches, *operands)
+    # Only the branches of the platform that it is lowered for may be lowered.
+    named = [
+        (name, b) for names, b in zip(platforms, branches, strict=True) for name in names or ()
+    ]
+    default = dict(zip(platforms, branches, strict=True)).get(None)
+    return lax.platform_dependent(*operands, default=default, **dict(named))
 
 
 def _run_custom(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
