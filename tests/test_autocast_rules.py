@@ -128,6 +128,7 @@ def test_constants_beside_a_product_keep_their_values(policy):
         "count": lambda x: (x @ eye) * 100_000 / 100_000,
         "limit": lambda x: jnp.max(jnp.where(x > 0, x @ eye, jnp.finfo(jnp.float32).min), -1),
         "square": lambda x: jnp.square(300 * (x @ eye)) / 90_000,
+        "function": lambda x: lax.sort(jax.jit(lambda y: 1e-9 * y)(x @ eye)) * 1e9,
     }
     x = jnp.round(4 * jax.random.normal(KEY, (8, 8))) / 4 + 1 / 8  # exact in either dtype
     for name, fun in programs.items():

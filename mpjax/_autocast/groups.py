@@ -115,6 +115,24 @@ def function_name(eqn: Any) -> str:
     return getattr(info, "func_name", "")
 
 
+def holds_only_what_fits(eqn: Any, dtype: Any) -> bool:
+    """Whether `dtype` can hold the constants inside a function, or it is a known activation."""
+    return function_name(eqn) in ACTIVATIONS or _fits_inside(control.single_program(eqn), dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _fits_inside(jaxpr: Any, dtype: Any) -> bool:
+    for eqn in _compat.closed(jaxpr).jaxpr.eqns:
+        if control.single_program(eqn) is not None:
+            if not holds_only_what_fits(eqn, dtype):
+                return False
+        elif eqn.primitive.name not in COMPARISONS:
+            literals = [of_literal(v) for v in eqn.invars if _compat.is_literal(v)]
+            if any(s.kind == Kind.CONSTANT and not fits(s, dtype) for s in literals):
+                return False
+    return True
+
+
 @functools.lru_cache(maxsize=4096)
 def _holds_full(jaxpr: Any) -> bool:
     for eqn in _compat.closed(jaxpr).jaxpr.eqns:

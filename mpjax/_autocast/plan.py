@@ -321,6 +321,8 @@ class _Planner:
             state = states.full(read)
             if kind is not OpClass.FULL:
                 state = states.follow(read, widest=settings.widest)
+            if state.kind == Kind.LOW and not groups.holds_only_what_fits(eqn, state.dtype):
+                state = states.WIDE  # as it would be without a function around
             found.append(self.stored(eqn, var, state))
         self.record(eqn, found)
         reason = "a function as a whole: inside in float32, rounded once"
