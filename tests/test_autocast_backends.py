@@ -246,6 +246,22 @@ def test_what_is_read_again_beside_its_statistics_is_stored_low():
         assert "16x8x8x8xf32" not in found
 
 
+def test_a_tpu_rounds_the_cotangent_that_a_norm_sums_and_reads_again():
+    def loss(w, b, x):
+        return jnp.sum(images(w, b, x, lambda y: jnp.tanh(normalised(y, (2, 4)))) ** 2)
+
+    def roundings(fun, platform):
+        traced = jax.jit(fun).trace(KERNEL, BIAS, PHOTOS)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert platform == "cpu" or "optimization_barrier" not in text
+        to_low = r"(%\w+) = stablehlo.convert %\w+ : \(tensor<16x8x8x8xf32>\) -> .*bf16>\n"
+        return len(re.findall(to_low + r" *%\w+ = stablehlo.convert \1 : .*f32>\n", text))
+
+    fun = autocast(loss, "bf16-mixed")
+    for platform, count in (("tpu", 1), ("cpu", 0)):
+        assert roundings(jax.grad(fun), platform) == roundings(fun, platform) + count
+
+
 def test_what_is_read_again_is_kept_in_place_of_its_terms():
     def loss(w, b, x):
         shortcut = images(w, b, 2 * x, lambda y: y)

@@ -144,7 +144,7 @@ TRACED = CPU
 """For programs that may still be lowered for any platform."""
 
 
-# -- values whose cotangents a GPU stores low, as several kernels read them -----------------------
+# -- values whose cotangents are stored low, as several kernels read them ------------------------
 
 _cotangent_p = Primitive("stored_cotangent")
 _low_once_p = Primitive("cotangent_stored_low")
@@ -154,8 +154,8 @@ def stored_cotangent(x: jax.Array, dtype: Any) -> jax.Array:
     """Returns a float32 value whose cotangent is read more than once.
 
     That of a biased product is rounded for the product and summed for the bias, that of a
-    normalised value summed and then read again. On a GPU all read it as it is stored; else XLA
-    would store it in float32.
+    normalised value summed and then read again. On a GPU and a TPU all read it as it is stored;
+    else XLA would store it in float32.
     """
     return _cotangent_p.bind(x, dtype=dtype)
 
@@ -172,6 +172,11 @@ def _low_once(x: jax.Array, *, dtype: Any) -> jax.Array:
     return lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
 
 
+def _low_on_tpu(x: jax.Array, *, dtype: Any) -> jax.Array:
+    """XLA:TPU keeps the rounding; a barrier would also part the sums from what they are of."""
+    return x.astype(dtype).astype(x.dtype)
+
+
 for _primitive in (_cotangent_p, _low_once_p, _summed_p):
     _primitive.def_impl(lambda x, *, dtype: x)
     _primitive.def_abstract_eval(lambda x, *, dtype: x.update(weak_type=False))
@@ -181,6 +186,8 @@ for _primitive in (_cotangent_p, _low_once_p):
 for _platform in GPUS:
     _rule = mlir.lower_fun(_low_once, multiple_results=False)
     mlir.register_lowering(_low_once_p, _rule, platform=_platform)
+_rule = mlir.lower_fun(_low_on_tpu, multiple_results=False)
+mlir.register_lowering(_low_once_p, _rule, platform="tpu")
 ad.deflinear2(_cotangent_p, lambda ct, x, *, dtype: [_low_once_p.bind(ct, dtype=dtype)])
 for _primitive in (_low_once_p, _summed_p):
     ad.deflinear2(_primitive, lambda ct, x, *, dtype: [ct])
