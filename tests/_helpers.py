@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# For processes that tests start and that compile more than they run; as conftest.py has it.
+UNOPTIMISED = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
 
 class Traced:
     """A jitted function that counts how often it is traced."""
