@@ -170,10 +170,15 @@ def test_only_outside_of_loops_is_an_activation_kept_apart_from_its_recomputatio
     def plain(w, x):
         return jnp.sum(jax.nn.gelu(x @ w) @ w)
 
-    for fun, apart in ((looped, False), (plain, True)):
-        text = str(jax.make_jaxpr(autocast(fun, "bf16-mixed"))(w, x))
-        assert text.count(f"prevent_cse={apart}") == 1
-        assert f"prevent_cse={not apart}" not in text
+    def normalised_inside(w, x):
+        return jnp.sum(jax.nn.log_softmax(x @ w)[:, 0])
+
+    for fun, barriers in ((looped, 0), (plain, 1), (normalised_inside, 0)):
+        traced = jax.jit(jax.grad(autocast(fun, "bf16-mixed"))).trace(w, x)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+        held = re.findall(r"stablehlo.optimization_barrier (.*) : (.*)", text)
+        # The product's result, low; not the cotangent, which XLA may make where it is read.
+        assert [types for _, types in held] == ["tensor<64x128xbf16>"] * barriers
 
 
 def test_a_cpu_reads_the_transposed_operands_of_gradients_in_order():
@@ -322,6 +327,41 @@ def test_a_cotangent_behind_relu_is_stored_where_a_shortcut_reads_it_too():
         fun = autocast(lambda w, b, x, s=shortcut: loss(w, b, x, s), "bf16-mixed")
         found = stored(jax.grad(fun, (0, 1, 2)), "cuda", KERNEL, BIAS, PHOTOS)
         assert found.count("16x8x8x8xbf16") == count
+
+
+def read_in_two_shapes(w, b, x):
+    """A norm of channels in groups, that reads its input as it is too."""
+
+    def norm(y):
+        spread = jnp.mean(y.reshape(16, 8, 8, 2, 4) ** 2, axis=(1, 2, 4))
+        return y * lax.rsqrt(jnp.repeat(spread, 4, axis=-1) + 1e-5)[:, None, None, :]
+
+    return jnp.sum(images(w, b, x, lambda y: jnp.tanh(norm(y))) ** 2)
+
+
+def test_what_is_read_in_two_shapes_is_widened_after_it_is_moved():
+    fun = autocast(read_in_two_shapes, "bf16-mixed")
+    lowered = jax.jit(fun).trace(KERNEL, BIAS, PHOTOS).lower(lowering_platforms=("tpu",))
+    reshaped = re.search(r"(%\w+) = stablehlo.reshape .*16x8x8x8xbf16", lowered.as_text())
+    assert f"convert {reshaped[1]} : (tensor<16x8x8x2x4xbf16>)" in lowered.as_text()
+
+
+def test_cotangents_of_what_is_read_in_two_shapes_are_added_up_in_float32():
+    def sums(fun):
+        text = str(jax.make_jaxpr(jax.grad(fun))(KERNEL, BIAS, PHOTOS))
+        return set(re.findall(r":(\w+)\[16,8,8,8\] = add_any", text))
+
+    assert sums(autocast(read_in_two_shapes, "bf16-mixed")) == {"f32"}
+
+
+def test_what_is_moved_low_is_differentiated_at_any_order_and_batched():
+    fun = autocast(read_in_two_shapes, "bf16-mixed")
+    args = (KERNEL, BIAS, PHOTOS)
+    second = jax.jvp(jax.grad(fun, 1), args, args)[1]
+    wanted = jax.jvp(jax.grad(read_in_two_shapes, 1), args, args)[1]
+    np.testing.assert_allclose(second, wanted, atol=2**-6 * float(jnp.abs(wanted).max()))
+    grads = jax.vmap(jax.grad(fun, 1), (None, None, 0))(KERNEL, BIAS, PHOTOS[None])
+    np.testing.assert_array_equal(grads[0], jax.grad(fun, 1)(*args))
 
 
 def test_what_a_norm_reads_of_two_convolutions_is_joined_as_it_is_stored():

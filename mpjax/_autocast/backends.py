@@ -114,6 +114,15 @@ _result_p = _identity_primitive("settled_result", {})
 _stored_p = _identity_primitive("stored", dict.fromkeys(GPUS, lax.optimization_barrier))
 
 
+_apart_p = _identity_primitive("kept_apart", {})
+mlir.register_lowering(_apart_p, mlir.lower_fun(lax.optimization_barrier, multiple_results=False))
+
+
+def kept_apart(x: jax.Array) -> jax.Array:
+    """Returns a value that XLA takes for another than `x`."""
+    return _apart_p.bind(x)
+
+
 def stored(x: jax.Array) -> jax.Array:
     """Returns a low value that readers on a GPU read as it was stored."""
     return _stored_p.bind(x)

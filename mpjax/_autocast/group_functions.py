@@ -44,13 +44,13 @@ class GroupFunctions:
         if not step.checkpoint:
             return _function(plan, step, eqns, 0)(*arrays)
         around = _common_scopes(eqns)
-        key = self._key(plan, step, eqns, around)
+        key = (in_loop, self._key(plan, step, eqns, around))
         if key not in self._functions:
-            self._functions[key] = _function(plan, step, eqns, around)
-        sums = any(map(passes.takes_a_statistic, eqns))
+            sums = any(map(passes.takes_a_statistic, eqns))
+            fun = _function(plan, step, eqns, around)
+            self._functions[key] = recomputed(fun, arrays, sums=sums, in_loop=in_loop)
         with inside(eqns[0], around):
-            fun = recomputed(self._functions[key], arrays, sums=sums, in_loop=in_loop)
-            return fun(*arrays)
+            return self._functions[key](*arrays)
 
     def _key(self, plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -> Hashable:
         """Returns what equal groups have in common; their outer scopes may differ."""

@@ -13,6 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.custom_derivatives import SymbolicZero
+
+from mpjax import _compat
+from mpjax._autocast import backends
 
 _SMALLER = 16  # a value is kept if it is this many times smaller than the group's largest input
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_prod", "reduce_max", "reduce_min"})
@@ -20,9 +24,7 @@ _REDUCTIONS = frozenset({"reduce_sum", "reduce_prod", "reduce_max", "reduce_min"
 Function = Callable[..., list[Any]]
 
 
-def recomputed(
-    fun: Function, inputs: Sequence[Any], *, sums: bool, in_loop: bool
-) -> Function:
+def recomputed(fun: Function, inputs: Sequence[Any], *, sums: bool, in_loop: bool) -> Function:
     """Returns `fun`, computed again where its derivative needs it.
 
     Args:
@@ -32,11 +34,39 @@ def recomputed(
       in_loop: whether it is in the body of a loop, whose backward pass is another loop.
     """
     limit = max(x.size for x in inputs) // _SMALLER
+    again = jax.checkpoint(fun, prevent_cse=False, policy=_keeps_small(limit))
     # XLA recognises what is computed twice, computes it once and stores it after all, in float32.
     # Statistics tie forward and backward together anyway, and its softmax is one kernel if it may
     # choose; an activation alone is kept apart.
-    apart = not in_loop and not sums
-    return jax.checkpoint(fun, prevent_cse=apart, policy=_keeps_small(limit))
+    return again if in_loop or sums else _apart(fun, again)
+
+
+def _apart(fun: Function, again: Function) -> Function:
+    """Returns `fun` with the derivative of `again`, of inputs in which XLA does not recognise it.
+
+    The barrier of `jax.checkpoint` holds cotangents too, so that the product which makes them is
+    stored before the group's derivative reads it.
+    """
+
+    @jax.custom_jvp
+    def run(*inputs: Any) -> list[Any]:
+        return fun(*inputs)
+
+    @functools.partial(run.defjvp, symbolic_zeros=True)
+    def _(inputs: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+        others = [backends.kept_apart(x) for x in inputs]
+
+        def of_moving(*values: Any) -> list[Any]:
+            mixed = list(others)
+            for i, value in zip(moving, values, strict=True):
+                mixed[i] = value
+            return again(*mixed)
+
+        _, outs = jax.jvp(of_moving, [others[i] for i in moving], [tangents[i] for i in moving])
+        return run(*inputs), outs
+
+    return _compat.inlined(run)
 
 
 @functools.lru_cache(maxsize=1024)
