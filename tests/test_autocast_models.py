@@ -1,5 +1,7 @@
 """Models of Flax Linen, Flax NNX and Equinox, unedited, against themselves in float32."""
 
+import functools
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -18,10 +20,10 @@ pytestmark = pytest.mark.standard_promotion("the models promote their own scalar
 
 def distance(got, want):
     got, want = (
-        jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in jax.tree.leaves(tree)])
+        np.concatenate([np.ravel(np.asarray(leaf, np.float32)) for leaf in jax.tree.leaves(tree)])
         for tree in (got, want)
     )
-    return float(jnp.linalg.norm(got - want) / (jnp.linalg.norm(want) + 1e-30))
+    return float(np.linalg.norm(got - want) / (np.linalg.norm(want) + 1e-30))
 
 
 class ConvNet(nn.Module):
@@ -51,36 +53,56 @@ class Recurrent(nn.Module):
         return nn.Dense(20)(nn.RNN(nn.GRUCell(16))(nn.RNN(nn.LSTMCell(16))(x)))
 
 
+def conv_loss(params, stats, x):
+    y, new = ConvNet().apply(
+        {"params": params, "batch_stats": stats}, x, mutable=["batch_stats"], rngs={"dropout": KEY}
+    )
+    return jnp.mean(y**2), new
+
+
+@functools.cache
+def convnet_in_float32():
+    x = jax.random.normal(KEY, (4, 16, 16, 3))
+    variables = jax.jit(ConvNet().init)({"params": KEY, "dropout": KEY}, x)
+    args = variables["params"], variables["batch_stats"], x
+    return args, jax.jit(jax.value_and_grad(conv_loss, has_aux=True))(*args)
+
+
 @pytest.mark.parametrize("policy", EPS)
 def test_linen_convnet(policy):
-    model, x = ConvNet(), jax.random.normal(KEY, (4, 16, 16, 3))
-    variables = model.init({"params": KEY, "dropout": KEY}, x)
-
-    def loss(params, x):
-        state = {"params": params, "batch_stats": variables["batch_stats"]}
-        y, new = model.apply(state, x, mutable=["batch_stats"], rngs={"dropout": KEY})
-        return jnp.mean(y**2), new
-
-    step = jax.jit(jax.value_and_grad(autocast(loss, policy), has_aux=True))
-    (value, stats), grads = step(variables["params"], x)
-    (want, want_stats), want_grads = jax.value_and_grad(loss, has_aux=True)(variables["params"], x)
+    args, ((want, want_stats), want_grads) = convnet_in_float32()
+    step = jax.jit(jax.value_and_grad(autocast(conv_loss, policy), has_aux=True))
+    (value, stats), grads = step(*args)
     assert distance(value, want) < 4 * EPS[policy]
     assert distance(stats, want_stats) < 4 * EPS[policy]
     assert distance(grads, want_grads) < 16 * EPS[policy]
 
 
-@pytest.mark.parametrize("policy", EPS)
-@pytest.mark.parametrize("model", [Transformer(), Recurrent()], ids=["transformer", "recurrent"])
-def test_linen_sequence_models(model, policy):
-    tokens = jnp.arange(12).reshape(2, 6)
-    variables = model.init(KEY, tokens)
+TOKENS = np.arange(12).reshape(2, 6)
+SEQUENCE_MODELS = {"transformer": Transformer(), "recurrent": Recurrent()}
 
+
+def token_loss(model):
     def loss(variables):
-        logits = model.apply(variables, tokens)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+        logits = model.apply(variables, TOKENS)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, TOKENS).mean()
 
+    return loss
+
+
+@functools.cache
+def sequence_model_in_float32(name):
+    model = SEQUENCE_MODELS[name]
+    variables = jax.jit(model.init)(KEY, TOKENS)
+    return variables, jax.jit(jax.value_and_grad(token_loss(model)))(variables)
+
+
+@pytest.mark.parametrize("policy", EPS)
+@pytest.mark.parametrize("name", SEQUENCE_MODELS)
+def test_linen_sequence_models(name, policy):
+    variables, (want, want_grads) = sequence_model_in_float32(name)
+    loss = token_loss(SEQUENCE_MODELS[name])
     value, grads = jax.jit(jax.value_and_grad(autocast(loss, policy)))(variables)
-    want, want_grads = jax.value_and_grad(loss)(variables)
     assert distance(value, want) < 4 * EPS[policy]
     assert distance(grads, want_grads) < 16 * EPS[policy]
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
