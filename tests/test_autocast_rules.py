@@ -136,6 +136,19 @@ def test_constants_beside_a_product_keep_their_values(policy):
         np.testing.assert_allclose(got, want, rtol=2 * 2.0**-8, atol=1e-6, err_msg=name)
 
 
+def test_a_loss_is_no_residual_stream():
+    """The maximum in a logsumexp is added to a logarithm: the sum is not to be rounded."""
+    x = jnp.round(4 * jax.random.normal(KEY, (8, 8))) / 4  # exact in bfloat16
+
+    def loss_of(x):
+        logits = x @ jnp.eye(8)
+        most = jnp.max(logits, axis=1)
+        total = jnp.log(jnp.sum(jnp.exp(logits - most[:, None]), axis=1)) + most
+        return jnp.sum(total - jnp.take_along_axis(logits, jnp.arange(8)[:, None], 1)[:, 0])
+
+    np.testing.assert_allclose(autocast(loss_of, "bf16-mixed")(x), loss_of(x), rtol=1e-6)
+
+
 @pytest.mark.parametrize(("policy", "size"), [("bf16-mixed", 512), ("16-mixed", 4096)])
 def test_positions_that_a_product_reads_stay_exact(policy, size):
     w = jnp.zeros((size, 2)).at[size - 3].set(1.0)  # picks an odd one

@@ -29,7 +29,8 @@ _SINGLE = {
 _MANY = frozenset({"scan", "while", "cond"})
 CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
-_OUTPUT, _WHOLE, _FULL, _GRADIENT = 2, 8, 16, 32  # flags of `reads`, which imports this file
+# Flags of `reads`, which imports this file.
+_OUTPUT, _WHOLE, _FULL, _GRADIENT, _CARRIED = 2, 8, 16, 32, 64
 _AT_THE_END = _OUTPUT | _GRADIENT  # what is asked of a loop's last carry, not of each
 _MAX_PASSES = 8
 
@@ -151,7 +152,7 @@ def _fixpoint(
 def _carry_wants(found: Sequence[State], wants: Sequence[int]) -> tuple[int, ...]:
     """Returns how a loop's body is to give each carry: unrounded where it is float32."""
     return tuple(
-        _FULL if s.kind == Kind.WIDE else w & ~_AT_THE_END
+        _FULL if s.kind == Kind.WIDE else w & ~_AT_THE_END | _CARRIED
         for s, w in zip(found, wants, strict=False)
     )
 

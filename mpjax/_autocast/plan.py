@@ -24,6 +24,7 @@ from mpjax._op_rules import COMPARISONS, OP_RULES, OpClass, op_class
 from mpjax._policy import Policy
 
 FLOAT32 = np.dtype("float32")
+_EXTREMES = frozenset({"reduce_max", "reduce_min", "cummax", "cummin"})
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ class _Planner:
             self.states[var] = initial_state(var.aval)
         self.broadcasts: set[Any] = set()
         self.compared: set[Any] = set()
+        self.extremes: set[Any] = set()  # maxima of rows, and what is made of nothing else
         self.changed = False
 
     def run(self) -> Plan:
@@ -216,13 +218,17 @@ class _Planner:
     def residual(self, eqn: Any, operands: Sequence[State]) -> State | None:
         """Low, where a float32 branch is added to a low stream of the same shape.
 
-        The stream would otherwise be float32 from its first normalised branch on.
+        The stream would otherwise be float32 from its first normalised branch on. What no product
+        reads any more is no stream but a loss, and the maximum in a logsumexp is none either.
         """
         kinds = sorted(s.kind for s in operands)
-        if kinds != [Kind.LOW, Kind.WIDE] or any(v in self.broadcasts for v in eqn.invars):
+        if kinds != [Kind.LOW, Kind.WIDE] or any(
+            v in self.broadcasts or v in self.extremes for v in _compat.variables(eqn)
+        ):
             return None
-        if self.reads.get(eqn.outvars[0], 0) & reads.FULL:
-            return None  # a sum of many: each rounding would stay in it
+        want = self.reads.get(eqn.outvars[0], 0)
+        if want & reads.FULL or not want & (reads.LATER | reads.CARRIED):
+            return None  # a sum of many keeps each rounding
         return next(s for s in operands if s.kind == Kind.LOW)
 
     def decide_keep(self, eqn: Any, operands: Sequence[State], reason: str) -> Decision:
@@ -372,6 +378,9 @@ class _Planner:
     def record(self, eqn: Any, found: Sequence[State]) -> None:
         for var, state in zip(eqn.outvars, found, strict=True):
             self.states[var] = state if is_float32(var) else states.FOREIGN
+        floats = [v for v in _compat.variables(eqn) if is_float32(v)]
+        if eqn.primitive.name in _EXTREMES or (floats and self.extremes.issuperset(floats)):
+            self.extremes.update(eqn.outvars)
 
     def state(self, atom: Any) -> State:
         if _compat.is_literal(atom):

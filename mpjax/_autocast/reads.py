@@ -20,6 +20,7 @@ LATER = 4  # some product depends on it
 WHOLE = 8  # read by a product with all of its elements: worth a low copy outside a loop
 FULL = 16  # goes into what a loop carries in float32: an accumulator
 GRADIENT = 32  # what a derivative taken inside the program gives to the rest of it
+CARRIED = 64  # goes into what a loop carries in either dtype
 
 _LINEAR = frozenset({"add", "sub", "add_any", "neg", "mul", "div", "convert_element_type"})
 _ACCUMULATING = frozenset(
@@ -69,7 +70,7 @@ def _operands(eqn: Any, outs: list[int]) -> list[int]:
         moved = union & ~WHOLE if name in _RESIZING else union
         return [moved] * len(eqn.invars)
     if name in _LINEAR:
-        passed = OUTPUT | LATER | FULL
+        passed = OUTPUT | LATER | FULL | CARRIED
         if name not in ("mul", "div") or any(map(_compat.is_literal, eqn.invars)):
             passed |= GRADIENT
         return [union & passed] * len(eqn.invars)
