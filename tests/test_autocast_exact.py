@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from mpjax._autocast import autocast
 
@@ -45,6 +46,20 @@ def test_an_exact_function_rounds_nothing(policy, activation):
     before = autocast(read_low(lambda x: x), policy)(*ARGS)
     after = autocast(read_low(activation), policy)(*ARGS)
     np.testing.assert_array_equal(after, activation(before))
+
+
+@pytest.mark.parametrize(("policy", "dtype"), [("bf16-mixed", "bfloat16"), ("16-mixed", "float16")])
+def test_activations_of_a_low_value_are_rounded_once(policy, dtype):
+    """Within 1.25 roundings of the exact function of the value that is held."""
+    x = jnp.linspace(-3, 3, 4096).reshape(-1, 8).astype(dtype).astype(jnp.float32)
+    names = "celu elu gelu hard_sigmoid hard_silu leaky_relu log_sigmoid mish selu sigmoid silu"
+    found = [getattr(jax.nn, name) for name in (*names.split(), "soft_sign", "softplus", "tanh")]
+    between = lambda x: [lax.sort(f(x @ jnp.eye(8)), dimension=0) for f in found]  # noqa: E731 - stored
+    got, want = jax.jit(autocast(between, policy))(x), [jnp.sort(f(x), axis=0) for f in found]
+    eps, tiny = float(jnp.finfo(dtype).eps) / 2, 2.0**-14  # the smallest normal float16
+    for f, a, b in zip(found, got, want, strict=True):
+        error = float(jnp.max(jnp.abs(a - b) / jnp.maximum(jnp.abs(b), tiny)))
+        assert error < 1.25 * eps, (f.__name__, error / eps)
 
 
 def test_relu_after_a_biased_product_keeps_one_low_value():

@@ -45,9 +45,12 @@ NATIVE = MOVING | {"rem"}
 
 _SINGLE = frozenset(
     {"add", "sub", "add_any", "mul", "div", "max", "min", "select_n", "clamp", "concatenate"}
-    | {"stack", "pad", "tanh", "logistic"}
+    | {"stack", "pad", "tanh"}
 )
-"""Run on low operands when they are alone in their group: one rounding either way."""
+"""Run on low operands when they are alone in their group: one rounding either way.
+
+Not `logistic`: some backends make 1 / (1 + exp(-x)) of it, each step rounded.
+"""
 
 _LINEAR = (
     frozenset(
