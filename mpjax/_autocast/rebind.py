@@ -203,8 +203,10 @@ def _both_forms(state: State, low: Any, full: Any) -> Value:
 
 
 def _same_size(eqn: Any) -> bool:
+    """Whether a low copy may move as its value does; not from one mesh to another."""
     (source, *_), (out,) = eqn.invars, eqn.outvars
-    return source.aval.size == out.aval.size and is_float32(source)
+    same = source.aval.size == out.aval.size and is_float32(source)
+    return same and eqn.primitive.name not in ("mesh_cast", "reshard")
 
 
 def _moved(eqn: Any, values: Sequence[Value]) -> Callable[[Any], Any]:
