@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from _helpers import UNOPTIMISED
+
 ROOT = Path(__file__).parent.parent
 TRAINER = ROOT / "examples" / "train_pod.py"
 
@@ -27,7 +29,7 @@ def start(*arguments: str | Path, **variables: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=kept | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | variables,
+        env=kept | UNOPTIMISED | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | variables,
     )
 
 
