@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from mpjax import SupportWarning
-from mpjax._autocast import autocast, backends
+from mpjax._autocast import autocast, backends, passes
 
 HALVES = {"bf16-mixed": "bf16", "16-mixed": "f16"}
 KEY = jax.random.key(0)
@@ -354,14 +354,17 @@ def test_cotangents_of_what_is_read_in_two_shapes_are_added_up_in_float32():
     assert sums(autocast(read_in_two_shapes, "bf16-mixed")) == {"f32"}
 
 
-def test_what_is_moved_low_is_differentiated_at_any_order_and_batched():
-    fun = autocast(read_in_two_shapes, "bf16-mixed")
-    args = (KERNEL, BIAS, PHOTOS)
-    second = jax.jvp(jax.grad(fun, 1), args, args)[1]
-    wanted = jax.jvp(jax.grad(read_in_two_shapes, 1), args, args)[1]
-    np.testing.assert_allclose(second, wanted, atol=2**-6 * float(jnp.abs(wanted).max()))
-    grads = jax.vmap(jax.grad(fun, 1), (None, None, 0))(KERNEL, BIAS, PHOTOS[None])
-    np.testing.assert_array_equal(grads[0], jax.grad(fun, 1)(*args))
+def test_derivatives_are_those_of_what_is_widened_before_it_is_moved(monkeypatch):
+    def derivatives():
+        fun = autocast(read_in_two_shapes, "bf16-mixed")
+        first = jax.vmap(jax.grad(fun, 1), (None, None, 0))(KERNEL, BIAS, PHOTOS[None])[0]
+        args = (KERNEL, BIAS, PHOTOS)
+        return first, jax.jvp(jax.grad(fun, 1), args, args)[1]
+
+    found = derivatives()
+    monkeypatch.setattr(passes, "moved_again", lambda eqns, inputs: set())
+    for a, b in zip(found, derivatives(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)  # the order of sums may differ
 
 
 def test_what_a_norm_reads_of_two_convolutions_is_joined_as_it_is_stored():

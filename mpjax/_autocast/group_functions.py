@@ -16,6 +16,7 @@ import numpy as np
 from mpjax import _compat
 from mpjax._autocast import backends, groups, passes, scopes
 from mpjax._autocast.binding import bind, inside, written_at
+from mpjax._autocast.moved import moved
 from mpjax._autocast.plan import FLOAT32, Plan, is_float32
 from mpjax._autocast.recompute import recomputed
 
@@ -89,24 +90,23 @@ def _literal(literal: Any) -> Hashable:
 
 
 def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -> Function:
-    moved = passes.moved_once(eqns)
+    once = passes.moved_once(eqns)
+    again = passes.moved_again(eqns, step.inputs)
 
     def fun(*arrays: Any) -> list[Any]:
-        local = dict(zip(step.inputs, arrays, strict=True))
+        held = dict(zip(step.inputs, arrays, strict=True))
+        local = dict(held)
         for eqn in eqns:
             for v in eqn.invars:
-                if not _compat.is_literal(v) and v not in moved:
+                if not _compat.is_literal(v) and v not in once:
                     local[v] = _widened(v, local[v])
-            values = [a.val if _compat.is_literal(a) else local[a] for a in eqn.invars]
-            for i, v in enumerate(eqn.invars if eqn.primitive.name in passes.ADDS else ()):
-                if not _compat.is_literal(v) and v in step.apart:
-                    # Repeated here, or its cotangent would be summed before it is stored.
-                    wide = jnp.broadcast_to(values[i], eqn.outvars[0].aval.shape)
-                    low = groups.stored_dtype(step, plan.states)
-                    values[i] = backends.stored_cotangent(wide, low)
+            values = _operands(plan, step, eqn, local)
             with written_at(eqn, around):
                 local.update(zip(eqn.outvars, bind(eqn, values), strict=True))
-            (var, *_) = eqn.outvars
+                (var, *_) = eqn.outvars
+                if var in again and held[eqn.invars[0]].dtype != values[0].dtype:
+                    (low,) = bind(eqn, [held[eqn.invars[0]]])
+                    local[var] = moved(local[var], low)
             if var in step.convolved:
                 local[var] = backends.summed(local[var], plan.states[var].dtype)
             if low := groups.low_cotangent(eqn, step, plan.states):
@@ -120,6 +120,17 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
         return outs
 
     return fun
+
+
+def _operands(plan: Plan, step: groups.Step, eqn: Any, local: dict[Any, Any]) -> list[Any]:
+    values = [a.val if _compat.is_literal(a) else local[a] for a in eqn.invars]
+    for i, v in enumerate(eqn.invars if eqn.primitive.name in passes.ADDS else ()):
+        if not _compat.is_literal(v) and v in step.apart:
+            # Repeated here, or its cotangent would be summed before it is stored.
+            wide = jnp.broadcast_to(values[i], eqn.outvars[0].aval.shape)
+            low = groups.stored_dtype(step, plan.states)
+            values[i] = backends.stored_cotangent(wide, low)
+    return values
 
 
 def _widened(var: Any, array: Any) -> Any:

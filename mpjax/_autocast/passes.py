@@ -118,6 +118,21 @@ def moved_once(eqns: Sequence[Any]) -> set[Any]:
     }
 
 
+def moved_again(eqns: Sequence[Any], inputs: Sequence[Any]) -> set[Any]:
+    """Returns what a group makes by moving inputs that it reads in other ways too.
+
+    Each reader on a TPU is to read such an input as it is held, in a layout of its own.
+    """
+    once = moved_once(eqns)
+    return {
+        eqn.outvars[0]
+        for eqn in eqns
+        if eqn.primitive.name in _PERMUTES - {"split"}
+        and eqn.invars[0] in inputs
+        and eqn.invars[0] not in once
+    }
+
+
 def activated(eqns: Sequence[Any]) -> set[Any]:
     """Returns the normalised values of a group that an activation reads.
 
