@@ -41,8 +41,8 @@ hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
 )
 
-# On JAX 0.10 the check makes tracing 2.7 times slower, and the newest JAX, where it costs nothing,
-# runs the same tests.
+# The check makes tracing several times slower: it turns JAX's trace caches off. The newest JAX pays
+# that, and runs the same tests as the floor.
 CHECK_LEAKS = jax.__version_info__ >= (0, 11)
 
 _LIFTED_BY = {
