@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.measure import compiled, jaxprs, targets
+from benchmarks.measure import compiled, jaxprs, prefetches, targets
 from benchmarks.measure.store import Store
 from benchmarks.networks import NETWORKS
 
@@ -72,6 +72,41 @@ def test_loops_cost_their_body_as_often_as_it_runs(nested: bool) -> None:
     found = compiled.compile_for(once, targets.get_target("cpu"), spec, spec)
     products = 20 * 2 * 64**3
     assert products <= found.flops <= 1.05 * products  # tanh and the counter add a little
+
+
+PREFETCHED = """HloModule m, is_scheduled=true
+
+ENTRY %main (x: f32[64,8], y: f32[64,8]) -> f32[64,8] {
+  %x = f32[64,8]{1,0:T(8,128)} parameter(0)
+  %y = f32[64,8]{1,0:T(8,128)} parameter(1)
+  %slice-start = ((f32[64,8]{1,0}), f32[32,8]{1,0:S(1)}, s32[]) slice-start(%x), slice={[0:32]}
+  %slice-start.1 = ((f32[64,8]{1,0}), f32[32,8]{1,0:S(1)}, s32[]) slice-start(%x), slice={[32:64]}
+  %copy-start = (f32[64,8]{1,0:S(1)}, f32[64,8]{1,0}, u32[]{:S(2)}) copy-start(%y)
+  %slice-done = f32[32,8]{1,0:S(1)} slice-done(%slice-start)
+  %slice-done.1 = f32[32,8]{1,0:S(1)} slice-done(%slice-start.1)
+  %both = f32[64,8]{1,0:S(1)} custom-call(%slice-done, %slice-done.1), custom_call_target="ConcatBitcast"
+  %copy-done = f32[64,8]{1,0:S(1)} copy-done(%copy-start)
+  ROOT %sum = f32[64,8]{1,0} add(%both, %copy-done)
+}
+"""  # noqa: E501
+
+
+def test_what_a_tpu_moves_ahead_is_no_operand_of_its_own() -> None:
+    text = prefetches.without(PREFETCHED)
+    found = [line.split(" = ")[1].split("}")[-1] for line in text.splitlines() if " = " in line]
+    assert found == [" parameter(0)", " parameter(1)", " bitcast(%x)", " bitcast(%y)"] + [
+        " add(%both, %copy-done)"
+    ]
+    cost = compiled.module_cost(text)
+    assert cost is None or cost["bytes accessed"] == 3 * 64 * 8 * 4
+    other = PREFETCHED.replace(
+        "slice-start(%x), slice={[32:64]}", "slice-start(%y), slice={[32:64]}"
+    )
+    with pytest.raises(ValueError, match="parts of several arrays"):
+        prefetches.without(other)
+    read = PREFETCHED.replace("add(%both,", "add(%slice-done,")
+    with pytest.raises(ValueError, match="'slice-done' is read by itself"):
+        prefetches.without(read)
 
 
 def test_unknown_targets_are_named() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jaxlib import _jax
 
-from . import library_calls
+from . import library_calls, prefetches
 from .targets import Target
 
 # JAX gives cost_analysis() on CPU and TPU only; its counter works on any target's module. It is
@@ -36,6 +36,7 @@ class Compiled:
     """What one program costs on one target; None is "not available"."""
 
     bytes_accessed: float | None
+    operands_accessed: float | None  # of these bytes, all but a TPU's prefetches
     flops: float | None
     temporaries: int
     converts: int  # floating casts in the optimised text, fused ones included
@@ -57,8 +58,10 @@ def compile_for(fun: Callable[..., Any], target: Target, *args: Any) -> Compiled
     after_compile = time.process_time()
     text = executable.as_text()
     cost = module_cost(text)
+    operations = module_cost(prefetches.without(text))
     return Compiled(
         bytes_accessed=cost and cost["bytes accessed"],
+        operands_accessed=operations and operations["bytes accessed"],
         flops=cost and cost["flops"],
         temporaries=executable.memory_analysis().temp_size_in_bytes,
         converts=len(re.findall(r"= (?:bf16|f16|f32)\[[^ ]* convert\(", text)),

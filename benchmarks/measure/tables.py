@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .store import Row, Store
+from .targets import GPUS, TPUS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ def _with_yardstick(rows: list[Row]) -> list[tuple[Row, Row]]:
 
 
 def _ratio(row: Row, hand: Row, name: str, unit: float) -> str:
-    value, yardstick = row[name], hand.get(name)
+    value, yardstick = row.get(name), hand.get(name)
     if value is None:
         return "not available"
     shown = _number(value / unit)
@@ -94,11 +95,13 @@ def _number(x: float) -> str:
 
 
 def _counts(pairs: list[tuple[Row, Row]], target: str, dtype: str, size: str) -> Grid:
+    prefetches = target in TPUS
     rows = [
         (
             row["network"],
             row["variant"],
             _ratio(row, hand, "bytes_accessed", 1e9),
+            *([_ratio(row, hand, "operands_accessed", 1e9)] if prefetches else []),
             _ratio(row, hand, "flops", 1e9),
             _ratio(row, hand, "temporaries", 1e6),
             str(row["converts"]),
@@ -112,10 +115,16 @@ def _counts(pairs: list[tuple[Row, Row]], target: str, dtype: str, size: str) ->
         "bodies counted as often as they run; converts between floating dtypes in that module; "
         "processor seconds (threads add up)."
     )
-    if pairs[0][0]["target"] in ("h100", "a100"):
+    if prefetches:
+        note += (
+            " The second count leaves out what the compiler moves into the chip ahead of its "
+            "reader, which XLA counts too, slices as often as their whole."
+        )
+    if target in GPUS:
         note += " Convolutions are calls of cuDNN: their operands, results and flops are added."
-    columns = ("network", "variant", "GB accessed", "Gflop", "temporaries MB", "converts")
-    columns += ("trace s", "trace + lower + compile s")
+    columns = ("network", "variant", "GB accessed")
+    columns += ("GB but for prefetches",) if prefetches else ()
+    columns += ("Gflop", "temporaries MB", "converts", "trace s", "trace + lower + compile s")
     return Grid(f"{target}, {dtype}, size {size}", note, columns, rows)
 
 
