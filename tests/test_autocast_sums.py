@@ -254,3 +254,18 @@ def test_numpy_values_of_a_set_are_taken_as_they_are():
     fun = lambda x, w: (x @ w).at[np.array([0, 2])].set(np.float32(0.5)) @ w  # noqa: E731
     grad = jax.grad(lambda x: jnp.sum(autocast(fun, "16-mixed")(x, W)))(X)
     assert jnp.array_equal(grad[0], jnp.zeros(8))
+
+
+@pytest.mark.parametrize("spelling", ["bd,bd->b", "bd,bd->", "bdc,bdc->bc"])
+def test_a_product_that_is_a_sum_of_elements_keeps_its_accumulator(spelling):
+    """A squared norm of a float16 row of 300s is 720000; what a normalised row reads is no inf."""
+
+    def normalised(x, w):
+        y = (x @ w).reshape(6, 8, *[1] * (len(spelling.split(",")[0]) - 2))
+        return y / jnp.sqrt(jnp.sum(jnp.einsum(spelling, y, y)))
+
+    fast = autocast(normalised, "16-mixed")
+    assert distance(fast(X, 300 * W), normalised(X, 300 * W)) < 2.0**-9
+    # Its operands are low as those of every product.
+    dots = [e for e in equations(jax.make_jaxpr(fast)(X, W).jaxpr) if "dot" in e.primitive.name]
+    assert {v.aval.dtype.name for e in dots for v in e.invars[:2]} == {"float16"}

@@ -275,7 +275,7 @@ class _Planner:
         backward = scopes.is_transposed(eqn.source_info.name_stack)
         seen = want & (reads.OUTPUT | reads.FULL)
         gradient = want & reads.GRADIENT  # rounded, small steps along it would be lost
-        exact = gradient or (not want & reads.LATER and (seen or backward))
+        exact = gradient or (not want & reads.LATER and (seen or backward)) or _only_sums(eqn)
         wide = states.WIDE_PURE if gradient else states.WIDE
         self.states[eqn.outvars[0]] = wide if exact else states.low(low)
         reason = OP_RULES[eqn.primitive.name].reason
@@ -423,6 +423,17 @@ def _inside(settings: Settings, scope: tuple[str, ...]) -> Settings:
         settings.dot_precision,
         settings.scope + scope,
         settings.as_written,
+    )
+
+
+def _only_sums(eqn: Any) -> bool:
+    """Whether a product is a sum of elements, such as a squared norm: it reuses no operand."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    contracted, batch = eqn.params["dimension_numbers"]
+    return all(
+        v.aval.ndim == len(summed) + len(kept)
+        for v, summed, kept in zip(eqn.invars, contracted, batch, strict=True)
     )
 
 
