@@ -257,15 +257,43 @@ def test_numpy_values_of_a_set_are_taken_as_they_are():
 
 
 @pytest.mark.parametrize("spelling", ["bd,bd->b", "bd,bd->", "bdc,bdc->bc"])
-def test_a_product_that_is_a_sum_of_elements_keeps_its_accumulator(spelling):
+def test_a_product_that_is_a_sum_of_elements_is_no_product(spelling):
     """A squared norm of a float16 row of 300s is 720000; what a normalised row reads is no inf."""
 
     def normalised(x, w):
         y = (x @ w).reshape(6, 8, *[1] * (len(spelling.split(",")[0]) - 2))
-        return y / jnp.sqrt(jnp.sum(jnp.einsum(spelling, y, y)))
+        return jnp.einsum("bd...,de->be", y / jnp.sqrt(jnp.sum(jnp.einsum(spelling, y, y))), W)
 
     fast = autocast(normalised, "16-mixed")
     assert distance(fast(X, 300 * W), normalised(X, 300 * W)) < 2.0**-9
-    # Its operands are low as those of every product.
+    # Low operands are read as they are.
     dots = [e for e in equations(jax.make_jaxpr(fast)(X, W).jaxpr) if "dot" in e.primitive.name]
     assert {v.aval.dtype.name for e in dots for v in e.invars[:2]} == {"float16"}
+
+
+@pytest.mark.parametrize("summed", [jnp.vdot, lambda a, b: jnp.einsum("bv,bv->b", a, b).sum()])
+def test_a_loss_that_is_written_as_a_product_is_summed_in_float32(summed):
+    labels = jax.nn.one_hot(jnp.arange(6), 8)
+    loss = lambda x, w, total: -total(labels, jax.nn.log_softmax(x @ w))  # noqa: E731
+    got, want = (
+        jax.value_and_grad(autocast(lambda x, w, t=t: loss(x, w, t), "bf16-mixed"), 1)(X, W)
+        for t in (summed, lambda a, b: jnp.sum(a * b))
+    )
+    assert distance(got, want) < 1e-6
+
+
+@pytest.mark.parametrize("keepdims", [True, False])
+def test_a_loop_that_normalises_by_logsumexp_carries_float32(keepdims):
+    """Sinkhorn's: the maximum that is added to a float32 logarithm is no residual stream."""
+
+    def step(_, z):
+        total = jax.nn.logsumexp(z, axis=1, keepdims=keepdims)
+        return z - (total if keepdims else total[:, None])
+
+    fun = lambda x, w: jnp.exp(lax.fori_loop(0, 2, step, x @ w))  # noqa: E731
+    loops = [
+        e
+        for e in jax.make_jaxpr(autocast(fun, "bf16-mixed"))(X, W).eqns
+        if e.primitive.name == "scan"
+    ]
+    assert [v.aval.dtype.name for e in loops for v in e.outvars][-1] == "float32"

@@ -222,6 +222,8 @@ class _Planner:
         reads any more is no stream but a loss, and the maximum in a logsumexp is none either.
         """
         kinds = sorted(s.kind for s in operands)
+        if any(v.aval.shape != eqn.outvars[0].aval.shape for v in eqn.invars):
+            return None
         if kinds != [Kind.LOW, Kind.WIDE] or any(
             v in self.broadcasts or v in self.extremes for v in _compat.variables(eqn)
         ):
@@ -270,12 +272,15 @@ class _Planner:
             if settings.dot_precision is not None and _default_precision(eqn):
                 self.changed = True
             return self.as_traced(eqn, state, reason)
-        self.changed = True
         want = self.reads.get(eqn.outvars[0], 0)
+        if reads.only_sums(eqn) and any(self.state(v).kind == Kind.WIDE for v in eqn.invars):
+            self.record(eqn, [states.WIDE])
+            return Decision(eqn, Action.FUSED, "a sum of float32 values")
+        self.changed = True
         backward = scopes.is_transposed(eqn.source_info.name_stack)
         seen = want & (reads.OUTPUT | reads.FULL)
         gradient = want & reads.GRADIENT  # rounded, small steps along it would be lost
-        exact = gradient or (not want & reads.LATER and (seen or backward)) or _only_sums(eqn)
+        exact = gradient or (not want & reads.LATER and (seen or backward)) or reads.only_sums(eqn)
         wide = states.WIDE_PURE if gradient else states.WIDE
         self.states[eqn.outvars[0]] = wide if exact else states.low(low)
         reason = OP_RULES[eqn.primitive.name].reason
@@ -378,7 +383,7 @@ class _Planner:
     def record(self, eqn: Any, found: Sequence[State]) -> None:
         for var, state in zip(eqn.outvars, found, strict=True):
             self.states[var] = state if is_float32(var) else states.FOREIGN
-        floats = [v for v in _compat.variables(eqn) if is_float32(v)]
+        floats = [v for v in _compat.variables(eqn) if self.states[v].kind > Kind.CONSTANT]
         if eqn.primitive.name in _EXTREMES or (floats and self.extremes.issuperset(floats)):
             self.extremes.update(eqn.outvars)
 
@@ -423,17 +428,6 @@ def _inside(settings: Settings, scope: tuple[str, ...]) -> Settings:
         settings.dot_precision,
         settings.scope + scope,
         settings.as_written,
-    )
-
-
-def _only_sums(eqn: Any) -> bool:
-    """Whether a product is a sum of elements, such as a squared norm: it reuses no operand."""
-    if eqn.primitive.name != "dot_general":
-        return False
-    contracted, batch = eqn.params["dimension_numbers"]
-    return all(
-        v.aval.ndim == len(summed) + len(kept)
-        for v, summed, kept in zip(eqn.invars, contracted, batch, strict=True)
     )
 
 

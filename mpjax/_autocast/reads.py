@@ -62,6 +62,8 @@ def _operands(eqn: Any, outs: list[int]) -> list[int]:
     union = functools.reduce(int.__or__, outs, 0)
     later = union & LATER
     rule = OP_RULES.get(name)
+    if only_sums(eqn):
+        return [later] * len(eqn.invars)
     if rule and rule.op_class is OpClass.LOWER:
         return [PRODUCT | LATER | WHOLE] * 2 + [0] * (len(eqn.invars) - 2)
     if control.is_call(eqn) and not groups.is_fusible_function(eqn):
@@ -77,6 +79,17 @@ def _operands(eqn: Any, outs: list[int]) -> list[int]:
     if name in _ACCUMULATING:
         return [union & (LATER | FULL)] * len(eqn.invars)
     return [later] * len(eqn.invars)
+
+
+def only_sums(eqn: Any) -> bool:
+    """Whether a product is a sum of elements, such as a squared norm: it reuses no operand."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    contracted, batch = eqn.params["dimension_numbers"]
+    return all(
+        v.aval.ndim == len(summed) + len(kept)
+        for v, summed, kept in zip(eqn.invars, contracted, batch, strict=True)
+    )
 
 
 @functools.lru_cache(maxsize=2048)
