@@ -342,6 +342,20 @@ def test_programs_are_exported_for_every_platform():
     assert exported.platforms == ("cpu", "cuda", "tpu")
 
 
+def test_programs_are_exported_with_a_batch_that_is_left_open():
+    def fun(w, x):
+        h = jax.nn.gelu(x @ w)
+        h = h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6) + jnp.arange(16.0)
+        h = h + jax.nn.softmax(h @ h.T) @ h
+        return jnp.sum(lax.scan(lambda c, _: (c + jnp.tanh(c @ w), None), h, None, length=2)[0])
+
+    (batch,) = jax.export.symbolic_shape("batch")
+    grad = jax.jit(jax.grad(autocast(fun, "bf16-mixed")))
+    exported = jax.export.export(grad)(W, jax.ShapeDtypeStruct((batch, 16), jnp.float32))
+    assert distance(exported.call(W, X), grad(W, X)) < 4 * BF16
+    assert "bf16" in exported.mlir_module()
+
+
 # -- transposition and higher orders ------------------------------------------------------------
 
 

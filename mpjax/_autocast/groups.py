@@ -15,7 +15,7 @@ from typing import Any
 
 from mpjax import _compat
 from mpjax._autocast import control, exact, passes
-from mpjax._autocast.states import Kind, State, fits, of_literal
+from mpjax._autocast.states import Kind, State, fits, of_literal, size
 from mpjax._op_rules import ACTIVATIONS, COMPARISONS, OP_RULES, OpClass, only_moves
 
 _ELEMENTWISE = """
@@ -431,7 +431,8 @@ def _worth_checkpoint(
     stored = [*inputs, *(v for v, _, _ in outputs)]
     if not any(found[v].kind == Kind.LOW for v in stored):
         return False
-    if sum(v.aval.size for eqn in eqns for v in eqn.outvars if hasattr(v.aval, "size")) < _SMALL:
+    made = [v.aval for eqn in eqns for v in eqn.outvars if hasattr(v.aval, "shape")]
+    if sum(size(aval.shape) for aval in made) < _SMALL:
         return False
     return not all(_is_linear(eqn, found) for eqn in eqns)
 

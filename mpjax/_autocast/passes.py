@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from mpjax import _compat
 from mpjax._autocast import control, exact
-from mpjax._autocast.states import Kind, State
+from mpjax._autocast.states import Kind, State, size
 from mpjax._op_rules import only_moves
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
@@ -95,7 +95,11 @@ def merged(
             curved.update(eqn.outvars)
             continue
         (out, *_) = eqn.outvars
-        terms = {v for v in operands if found[v].kind == Kind.LOW and v.aval.size == out.aval.size}
+        terms = {
+            v
+            for v in operands
+            if found[v].kind == Kind.LOW and size(v.aval.shape) == size(out.aval.shape)
+        }
         is_sum = eqn.primitive.name in ADDS and (read or len(terms) > 1)
         kept = frozenset({out}) if is_sum and found[out].kind == Kind.LOW else read
         sums.update((v, kept) for v in eqn.outvars)
@@ -142,13 +146,13 @@ def activated(eqns: Sequence[Any]) -> set[Any]:
     largest = _largest(eqns)
     made = {v for eqn in eqns for v in eqn.outvars}
     read = {v for eqn in eqns for v in eqn.invars if not _compat.is_literal(v)} - made
-    is_joined = sum(v.aval.size == largest for v in read) > 1
+    is_joined = sum(size(v.aval.shape) == largest for v in read) > 1
     normalised: set[Any] = set()
     found: set[Any] = set()
     for eqn in eqns:
         operands = _compat.variables(eqn)
         if _bends(eqn) and (is_joined or not exact.is_exact(eqn, BFLOAT16)):
-            found.update(v for v in operands if v in normalised and v.aval.size == largest)
+            found.update(v for v in operands if v in normalised and size(v.aval.shape) == largest)
         if ends_a_kernel(eqn) or any(v in normalised for v in operands):
             normalised.update(eqn.outvars)
     return found
@@ -169,9 +173,9 @@ def summed_apart(eqns: Sequence[Any]) -> set[Any]:
     found: dict[Any, Any] = {}
     for eqn in eqns:
         for v in eqn.invars if eqn.primitive.name in ADDS else ():
-            if _compat.is_literal(v) or eqn.outvars[0].aval.size < largest:
+            if _compat.is_literal(v) or size(eqn.outvars[0].aval.shape) < largest:
                 continue
-            if v in source or v.aval.size < eqn.outvars[0].aval.size:
+            if v in source or size(v.aval.shape) < size(eqn.outvars[0].aval.shape):
                 found[v] = source.get(v, v.aval.shape)
     first = next(iter(found.values()), None)
     return {v for v, shape in found.items() if shape != first}
@@ -194,7 +198,7 @@ def added_to_convolutions(
 
 
 def _largest(eqns: Sequence[Any]) -> int:
-    return max(v.aval.size for eqn in eqns for v in eqn.outvars)
+    return max(size(v.aval.shape) for eqn in eqns for v in eqn.outvars)
 
 
 def _bends(eqn: Any) -> bool:

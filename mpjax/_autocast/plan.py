@@ -236,7 +236,7 @@ class _Planner:
     def decide_keep(self, eqn: Any, operands: Sequence[State], reason: str) -> Decision:
         name = eqn.primitive.name
         floats = [s for v, s in zip(eqn.invars, operands, strict=True) if is_float32(v)]
-        if name == "broadcast_in_dim" and eqn.outvars[0].aval.size > eqn.invars[0].aval.size:
+        if reads.repeats(eqn):
             self.broadcasts.add(eqn.outvars[0])
         elif any(not _compat.is_literal(v) and v in self.broadcasts for v in eqn.invars):
             self.broadcasts.update(eqn.outvars)

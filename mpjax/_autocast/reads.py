@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import control, groups, scopes
+from mpjax._autocast import control, groups, scopes, states
 from mpjax._op_rules import OP_RULES, OpClass
 
 PRODUCT = 1  # read by a product, directly or moved
@@ -90,6 +90,13 @@ def only_sums(eqn: Any) -> bool:
         v.aval.ndim == len(summed) + len(kept)
         for v, summed, kept in zip(eqn.invars, contracted, batch, strict=True)
     )
+
+
+def repeats(eqn: Any) -> bool:
+    """Whether an operation is a broadcast that makes its operand larger."""
+    if eqn.primitive.name != "broadcast_in_dim":
+        return False
+    return states.size(eqn.outvars[0].aval.shape) > states.size(eqn.invars[0].aval.shape)
 
 
 @functools.lru_cache(maxsize=2048)

@@ -8,7 +8,6 @@ another pass over the inputs.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from mpjax import _compat
 from mpjax._autocast import backends
+from mpjax._autocast.states import size
 
 _SMALLER = 16  # a value is kept if it is this many times smaller than the group's largest input
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_prod", "reduce_max", "reduce_min"})
@@ -33,7 +33,7 @@ def recomputed(fun: Function, inputs: Sequence[Any], *, sums: bool, in_loop: boo
       sums: whether it takes a statistic.
       in_loop: whether it is in the body of a loop, whose backward pass is another loop.
     """
-    limit = max(x.size for x in inputs) // _SMALLER
+    limit = max(size(x.shape) for x in inputs) // _SMALLER
     again = jax.checkpoint(fun, prevent_cse=False, policy=_keeps_small(limit))
     # XLA recognises what is computed twice, computes it once and stores it after all, in float32.
     # Statistics tie forward and backward together anyway, and its softmax is one kernel if it may
@@ -76,10 +76,11 @@ def _keeps_small(limit: int) -> Callable[..., bool]:
     def policy(primitive: Any, *avals: Any, **params: Any) -> bool:
         if primitive.name in _REDUCTIONS:
             shape = avals[0].shape
-            return math.prod(n for i, n in enumerate(shape) if i not in params["axes"]) <= limit
+            kept = [n for i, n in enumerate(shape) if i not in params["axes"]]
+            return size(kept) <= limit
         # A program, or something that makes values larger, says nothing here about its results.
         if "jaxpr" in params or primitive.name in ("broadcast_in_dim", "concatenate", "pad"):
             return False
-        return bool(avals) and max(a.size for a in avals) <= limit
+        return bool(avals) and max(size(a.shape) for a in avals) <= limit
 
     return policy

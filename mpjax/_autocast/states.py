@@ -49,6 +49,12 @@ WIDE = State(Kind.WIDE)
 WIDE_PURE = State(Kind.WIDE, pure=True)
 UNKNOWN_CONSTANT = State(Kind.CONSTANT)
 _MAX_VALUES = 8
+_SYMBOLIC = 1024  # what a dimension counts for that `jax.export` leaves open
+
+
+def size(shape: Sequence[Any]) -> int:
+    """Returns the number of elements of a shape, to compare it with others."""
+    return math.prod(n if isinstance(n, int) else _SYMBOLIC for n in shape)
 
 
 @functools.cache
