@@ -64,11 +64,12 @@ def test_activations_of_a_low_value_are_rounded_once(policy, dtype):
 
 def test_relu_after_a_biased_product_keeps_one_low_value():
     fun = autocast(lambda w, b, x: jnp.sum((layer(jax.nn.relu)(w, b, x) @ w.T) ** 2), "bf16-mixed")
-    assert not [e for e in equations(fun, *ARGS) if e.primitive.name in ("remat2", "checkpoint")]
+    again = [e for e in equations(fun, *ARGS) if e.primitive.name in ("remat2", "checkpoint")]
+    assert not [v for e in again for v in e.invars if v.aval.shape == (32, 128)]
     _, pullback = jax.vjp(fun, *ARGS)
-    assert not [
-        x for x in jax.tree.leaves(pullback) if x.shape == (32, 128) and x.dtype == "float32"
-    ]
+    kept = [x.dtype for x in jax.tree.leaves(pullback) if x.shape == (32, 128)]
+    assert bool in kept  # a mask, and not what relu would be computed again from
+    assert jnp.float32 not in kept
 
 
 @pytest.mark.parametrize("mode", [jax.jacfwd, jax.jacrev])

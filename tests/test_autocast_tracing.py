@@ -98,3 +98,25 @@ def test_tracing_costs_little_more_than_tracing_the_function() -> None:
     args = [weights] * 8, X
     own = calls_while_tracing(loss, *args)
     assert calls_while_tracing(autocast(loss, "bf16-mixed"), *args) < 2.2 * own
+
+
+def lstm(params: dict[str, jax.Array], xs: jax.Array) -> jax.Array:
+    """A step is small; its equal groups are traced once for all steps."""
+    c = h = jnp.zeros((8, 64))
+    for x in xs:
+        i, f, g, o = jnp.split(jnp.concatenate([x, h], axis=-1) @ params["w"] + params["b"], 4, -1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+    return jnp.mean(h**2)
+
+
+def test_small_steps_of_an_unrolled_cell_keep_nothing_in_float32() -> None:
+    params = {"w": jnp.full((128, 256), 0.01), "b": jnp.zeros(256)}
+    fast = autocast(lstm, "bf16-mixed")
+
+    def kept(params: dict[str, jax.Array], xs: jax.Array) -> Any:
+        return jax.vjp(lambda p: fast(p, xs), params)[1]
+
+    leaves = jax.tree.leaves(jax.eval_shape(kept, params, jnp.ones((6, 8, 64))))
+    wide = [x.shape for x in leaves if x.dtype == jnp.float32 and x.shape == (8, 64)]
+    assert len(wide) <= 2  # the first cell and the loss, not six gates a step

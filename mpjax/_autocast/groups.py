@@ -62,7 +62,7 @@ _LINEAR = (
 )
 
 _MAX_FUNCTION = 64  # equations: larger functions are planned inside
-_SMALL = 4096  # elements: below this a group costs more to wrap than it saves
+_SMALL = 1024  # elements: below this a group costs more to wrap than it saves
 
 
 @dataclass(slots=True)
