@@ -10,6 +10,7 @@ What compiles for an accelerator is marked `tpu_compiler` or `gpu_compiler`, and
 how to get the compiler, where it is not installed.
 """
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -91,6 +92,8 @@ def _strict_jax(request: pytest.FixtureRequest) -> Iterator[None]:
     for marker, (name, value) in _LIFTED_BY.items():
         if request.node.get_closest_marker(marker):
             settings[name] = value
+    if settings["check_tracer_leaks"]:
+        gc.freeze()  # the check collects garbage after each trace: let it look at this test alone
     before = {
         f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in (*settings, "enable_x64")
     }
