@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _small import distance
 from flax import nnx
 
 from mpjax._autocast import autocast
@@ -16,14 +17,6 @@ from mpjax._autocast import autocast
 EPS = {"bf16-mixed": 2.0**-8, "16-mixed": 2.0**-11}
 KEY = jax.random.key(0)
 pytestmark = pytest.mark.standard_promotion("the models promote their own scalars")
-
-
-def distance(got, want):
-    got, want = (
-        np.concatenate([np.ravel(np.asarray(leaf, np.float32)) for leaf in jax.tree.leaves(tree)])
-        for tree in (got, want)
-    )
-    return float(np.linalg.norm(got - want) / (np.linalg.norm(want) + 1e-30))
 
 
 class ConvNet(nn.Module):

@@ -114,6 +114,11 @@ _result_p = _identity_primitive("settled_result", {})
 _stored_p = _identity_primitive("stored", dict.fromkeys(GPUS, lax.optimization_barrier))
 
 
+def stored(x: jax.Array) -> jax.Array:
+    """Returns a low value that readers on a GPU read as it was stored."""
+    return _stored_p.bind(x)
+
+
 _apart_p = _identity_primitive("kept_apart", {})
 mlir.register_lowering(_apart_p, mlir.lower_fun(lax.optimization_barrier, multiple_results=False))
 
@@ -121,11 +126,6 @@ mlir.register_lowering(_apart_p, mlir.lower_fun(lax.optimization_barrier, multip
 def kept_apart(x: jax.Array) -> jax.Array:
     """Returns a value that XLA takes for another than `x`."""
     return _apart_p.bind(x)
-
-
-def stored(x: jax.Array) -> jax.Array:
-    """Returns a low value that readers on a GPU read as it was stored."""
-    return _stored_p.bind(x)
 
 
 @dataclass(frozen=True)
@@ -192,11 +192,9 @@ for _primitive in (_cotangent_p, _low_once_p, _summed_p):
     batching.primitive_batchers[_primitive] = functools.partial(_batch_identity, _primitive)
 for _primitive in (_cotangent_p, _low_once_p):
     mlir.register_lowering(_primitive, lambda ctx, x, *, dtype: [x])
-for _platform in GPUS:
-    _rule = mlir.lower_fun(_low_once, multiple_results=False)
+for _platform, _fun in (dict.fromkeys(GPUS, _low_once) | {"tpu": _low_on_tpu}).items():
+    _rule = mlir.lower_fun(_fun, multiple_results=False)
     mlir.register_lowering(_low_once_p, _rule, platform=_platform)
-_rule = mlir.lower_fun(_low_on_tpu, multiple_results=False)
-mlir.register_lowering(_low_once_p, _rule, platform="tpu")
 ad.deflinear2(_cotangent_p, lambda ct, x, *, dtype: [_low_once_p.bind(ct, dtype=dtype)])
 for _primitive in (_low_once_p, _summed_p):
     ad.deflinear2(_primitive, lambda ct, x, *, dtype: [ct])

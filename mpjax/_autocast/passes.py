@@ -22,7 +22,7 @@ from mpjax._op_rules import only_moves
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 CONVOLUTION = "conv_general_dilated"
-_SUMS = frozenset({"reduce_sum", "reduce_prod", "reduce_max", "reduce_min"})
+STATISTICS = frozenset({"reduce_sum", "reduce_prod", "reduce_max", "reduce_min"})
 _BENDS = frozenset({"tanh", "logistic", "erf"})
 ADDS = frozenset({"add", "add_any", "sub"})
 _PERMUTES = frozenset({"split", "reshape", "squeeze", "expand_dims", "transpose", "rev"})
@@ -212,7 +212,7 @@ def ends_a_kernel(eqn: Any) -> bool:
     program = control.single_program(eqn)
     if program is not None:
         return _holds_an_end(program)
-    if eqn.primitive.name not in _SUMS:
+    if eqn.primitive.name not in STATISTICS:
         return False
     axes, ndim = sorted(eqn.params["axes"]), eqn.invars[0].aval.ndim
     return axes != list(range(ndim - len(axes), ndim))
@@ -221,7 +221,7 @@ def ends_a_kernel(eqn: Any) -> bool:
 def takes_a_statistic(eqn: Any) -> bool:
     """Whether an equation, or the function that it calls, adds up or finds the largest of many."""
     program = control.single_program(eqn)
-    return eqn.primitive.name in _SUMS if program is None else _holds_a_statistic(program)
+    return eqn.primitive.name in STATISTICS if program is None else _holds_a_statistic(program)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,10 +16,10 @@ from jax.custom_derivatives import SymbolicZero
 
 from mpjax import _compat
 from mpjax._autocast import backends
+from mpjax._autocast.passes import STATISTICS
 from mpjax._autocast.states import size
 
 _SMALLER = 16  # a value is kept if it is this many times smaller than the group's largest input
-_REDUCTIONS = frozenset({"reduce_sum", "reduce_prod", "reduce_max", "reduce_min"})
 
 Function = Callable[..., list[Any]]
 
@@ -74,7 +74,7 @@ def _keeps_small(limit: int) -> Callable[..., bool]:
     """A checkpoint policy; equal limits share one, so that equal programs are."""
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> bool:
-        if primitive.name in _REDUCTIONS:
+        if primitive.name in STATISTICS:
             shape = avals[0].shape
             kept = [n for i, n in enumerate(shape) if i not in params["axes"]]
             return size(kept) <= limit

@@ -20,7 +20,7 @@ from mpjax._errors import message
 def object_types() -> tuple[Any, ...]:
     """Returns NNX's classes of modules, optimizers, metrics, random streams, and of variables.
 
-    None where Flax NNX is not loaded: nobody has such an object then.
+    Empty where Flax NNX is not loaded: nobody has such an object then.
     """
     nnx = sys.modules.get("flax.nnx")
     return () if nnx is None else (nnx.Pytree, nnx.Variable)
