@@ -111,12 +111,12 @@ def _lower_operand(ctx: Any, x: Any) -> Any:
 _operand_p = _identity_primitive("settled_operand", {})
 mlir.register_lowering(_operand_p, _lower_operand, platform="cpu")
 _result_p = _identity_primitive("settled_result", {})
-_stored_p = _identity_primitive("stored", dict.fromkeys(GPUS, lax.optimization_barrier))
+STORED = _identity_primitive("stored", dict.fromkeys(GPUS, lax.optimization_barrier))
 
 
 def stored(x: jax.Array) -> jax.Array:
     """Returns a low value that readers on a GPU read as it was stored."""
-    return _stored_p.bind(x)
+    return STORED.bind(x)
 
 
 _apart_p = _identity_primitive("kept_apart", {})
@@ -126,6 +126,33 @@ mlir.register_lowering(_apart_p, mlir.lower_fun(lax.optimization_barrier, multip
 def kept_apart(x: jax.Array) -> jax.Array:
     """Returns a value that XLA takes for another than `x`."""
     return _apart_p.bind(x)
+
+
+_positive_p = Primitive("is_positive")
+
+
+def is_positive(value: jax.Array, stored: jax.Array) -> jax.Array:
+    """Returns where a value is positive, as what is stored of it is; a GPU reads the latter."""
+    return _positive_p.bind(lax.stop_gradient(value), lax.stop_gradient(stored))
+
+
+def _value_is_positive(value: jax.Array, stored: jax.Array) -> jax.Array:
+    del stored
+    return value > 0
+
+
+def _stored_is_positive(value: jax.Array, stored: jax.Array) -> jax.Array:
+    del value
+    return stored > 0
+
+
+_positive_p.def_impl(_value_is_positive)
+_positive_p.def_abstract_eval(lambda x, y: x.update(dtype=np.dtype(bool), weak_type=False))
+batching.defbroadcasting(_positive_p)
+mlir.register_lowering(_positive_p, mlir.lower_fun(_value_is_positive, multiple_results=False))
+for _platform in GPUS:
+    _rule = mlir.lower_fun(_stored_is_positive, multiple_results=False)
+    mlir.register_lowering(_positive_p, _rule, platform=_platform)
 
 
 @dataclass(frozen=True)

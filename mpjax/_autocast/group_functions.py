@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax._autocast import backends, groups, passes, scopes
+from mpjax._autocast import backends, groups, masks, passes, scopes
 from mpjax._autocast.binding import bind, inside, written_at
 from mpjax._autocast.moved import moved
 from mpjax._autocast.plan import FLOAT32, Plan, is_float32
@@ -102,7 +102,7 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
                     local[v] = _widened(v, local[v])
             values = _operands(plan, step, eqn, local)
             with written_at(eqn, around):
-                local.update(zip(eqn.outvars, bind(eqn, values), strict=True))
+                local.update(zip(eqn.outvars, _bind(plan, step, eqn, values), strict=True))
                 (var, *_) = eqn.outvars
                 if var in again and held[eqn.invars[0]].dtype != values[0].dtype:
                     (low,) = bind(eqn, [held[eqn.invars[0]]])
@@ -114,12 +114,20 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
         outs: list[Any] = []
         for var, is_low, is_full in step.outputs:
             if is_low:
-                outs.append(backends.stored(local[var].astype(plan.states[var].dtype)))
+                low = local[var].astype(plan.states[var].dtype)
+                outs.append(low if var in step.masked else backends.stored(low))
             if is_full:
                 outs.append(_widened(var, local[var]))
         return outs
 
     return fun
+
+
+def _bind(plan: Plan, step: groups.Step, eqn: Any, values: Sequence[Any]) -> list[Any]:
+    (var, *_) = eqn.outvars
+    if var in step.masked:
+        return [masks.run(eqn, values[0], plan.states[var].dtype)]
+    return bind(eqn, values)
 
 
 def _operands(plan: Plan, step: groups.Step, eqn: Any, local: dict[Any, Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import control, exact, passes
+from mpjax._autocast import control, exact, masks, passes
 from mpjax._autocast.states import Kind, State, fits, of_literal, size
 from mpjax._op_rules import ACTIVATIONS, COMPARISONS, OP_RULES, OpClass, only_moves
 
@@ -82,6 +82,7 @@ class Step:
     repeated: frozenset[Any] = frozenset()  # what `broadcast_in_dim` makes inside the group
     several: frozenset[Any] = frozenset()  # values whose cotangents are read in several passes
     apart: frozenset[Any] = frozenset()  # terms whose cotangents are sums, taken in a pass each
+    masked: frozenset[Any] = frozenset()  # results that tell what relu let through
     convolved: frozenset[Any] = frozenset()  # sums that cuDNN adds up as it convolves
 
 
@@ -339,7 +340,8 @@ def _mark(jaxpr: Any, step: Step, twice: set[Any], found: dict[Any, State]) -> N
         return
     eqns = [jaxpr.eqns[i] for i in step.members]
     if step.checkpoint:
-        step.several = frozenset(passes.activated(eqns))
+        step.masked = masks.in_group(jaxpr, eqns, step.outputs, found)
+        step.several = frozenset(passes.activated(eqns, step.masked))
         return
     if not all(is_low and not is_full for _, is_low, is_full in step.outputs):
         return

@@ -137,11 +137,12 @@ def moved_again(eqns: Sequence[Any], inputs: Sequence[Any]) -> set[Any]:
     }
 
 
-def activated(eqns: Sequence[Any]) -> set[Any]:
+def activated(eqns: Sequence[Any], masked: frozenset[Any]) -> set[Any]:
     """Returns the normalised values of a group that an activation reads.
 
     The derivatives of the normalisation read the cotangent of such a value several times. Behind
-    relu that is a mask's work, done again in each, unless the group reads another large value too.
+    relu that is a mask's work, done again in each, unless the group reads another large value too;
+    behind what is `masked` it is low as it comes.
     """
     largest = _largest(eqns)
     made = {v for eqn in eqns for v in eqn.outvars}
@@ -151,7 +152,8 @@ def activated(eqns: Sequence[Any]) -> set[Any]:
     found: set[Any] = set()
     for eqn in eqns:
         operands = _compat.variables(eqn)
-        if _bends(eqn) and (is_joined or not exact.is_exact(eqn, BFLOAT16)):
+        is_curved = _bends(eqn) and masked.isdisjoint(eqn.outvars)
+        if is_curved and (is_joined or not exact.is_exact(eqn, BFLOAT16)):
             found.update(v for v in operands if v in normalised and size(v.aval.shape) == largest)
         if ends_a_kernel(eqn) or any(v in normalised for v in operands):
             normalised.update(eqn.outvars)

@@ -1,0 +1,133 @@
+"""Relu behind a norm and before a product: masked by what is stored, and as in float32."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from mpjax._autocast import autocast, backends, masks
+from tests._helpers import assert_same_bits
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (16, 32, 24))
+W = jax.random.normal(jax.random.fold_in(KEY, 1), (24, 24)) / 5
+SHAPE = "16x32x24"
+
+
+def layer(relu):
+    def loss(w, x):
+        x = x @ w
+        mean = jnp.mean(x, axis=(0, 1))
+        spread = jnp.mean((x - mean) ** 2, axis=(0, 1))
+        y = relu((x - mean) * lax.rsqrt(spread + 1e-5))
+        return jnp.sum(jnp.tanh(y @ w) ** 2)
+
+    return loss
+
+
+def distance(got, want):
+    """As norms, since rounding an input may change a mask where that is nearly 0."""
+    return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+
+
+def lowered(fun, platform):
+    traced = jax.jit(jax.grad(fun, (0, 1))).trace(W, X)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize(("platform", "dtype"), [("cuda", "bf16"), ("tpu", "f32"), ("cpu", "f32")])
+def test_a_gpu_masks_by_what_is_stored_and_others_by_what_was_read(platform, dtype):
+    text = lowered(autocast(layer(jax.nn.relu), "bf16-mixed"), platform)
+    found = re.findall(rf"stablehlo.compare .* : \(tensor<{SHAPE}x(\w+)>", text)
+    assert found == [dtype]
+
+
+def test_the_cotangent_is_masked_low():
+    text = lowered(autocast(layer(jax.nn.relu), "bf16-mixed"), "tpu")
+    assert re.findall(rf"stablehlo.select .*, tensor<{SHAPE}x(\w+)>", text) == ["bf16"]
+
+
+def test_no_mask_is_kept():
+    fun = autocast(layer(jax.nn.relu), "bf16-mixed")
+    _, vjp = jax.vjp(fun, W, X)
+    kept = [x.dtype for x in jax.tree.leaves(vjp) if getattr(x, "size", 0) == X.size]
+    assert kept == [jnp.bfloat16] * 4  # what the three groups and products read
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("by_stored", [True, False])
+def test_gradients_are_those_of_a_mask_of_the_input(policy, by_stored, monkeypatch):
+    fun = jax.jit(jax.value_and_grad(autocast(layer(jax.nn.relu), policy), (0, 1)))
+    if by_stored:  # as a GPU does, whose lowering cannot run here
+        monkeypatch.setattr(backends, "is_positive", lambda value, stored: stored > 0)
+    got = fun(W, X)
+    monkeypatch.setattr(masks, "in_group", lambda *args: frozenset())
+    again = autocast(lambda w, x: layer(jax.nn.relu)(w, x), policy)
+    assert_same_bits(got, jax.jit(jax.value_and_grad(again, (0, 1)))(W, X))
+
+
+def with_rule(fun, rule):
+    """`fun`, named relu as that of JAX is, with a derivative rule of its own."""
+
+    @jax.custom_jvp
+    def relu(x):
+        return fun(x)
+
+    relu.defjvp(lambda primals, tangents: (relu(*primals), rule(*primals, *tangents)))
+    return relu
+
+
+def larger(x):
+    return jnp.maximum(x, 0.0)
+
+
+def where(mask, x, y):
+    return lax.select(mask, x, jnp.broadcast_to(y, x.shape))
+
+
+RULES = {
+    "through": (larger, lambda x, t: t),
+    "later": (larger, lambda x, t: where(x > 0.5, t, 0.0)),
+    "not-there": (larger, lambda x, t: where(x <= 0, t, 0.0)),
+    "ones": (larger, lambda x, t: where(x > 0, t, 1.0) - where(x > 0, 0 * x, 1.0)),
+    "twice": (larger, lambda x, t: where(x > 0, 2 * t, 0.0)),
+    "other-bound": (lambda x: jnp.maximum(x, -1.0), lambda x, t: where(x > 0, t, 0.0)),
+    "larger-of-all": (jnp.abs, lambda x, t: where(x > 0, t, 0.0)),
+}
+
+
+@pytest.mark.parametrize(("fun", "rule"), RULES.values(), ids=RULES)
+def test_a_rule_of_the_users_own_is_kept(fun, rule, monkeypatch):
+    monkeypatch.setattr(backends, "is_positive", lambda value, stored: stored > 0)
+    loss = layer(with_rule(fun, rule))
+    got = jax.grad(autocast(loss, "bf16-mixed"), (0, 1))(W, X)
+    for a, b in zip(got, jax.grad(loss, (0, 1))(W, X), strict=True):
+        assert distance(a, b) < 0.05
+
+
+def test_it_is_differentiated_again_and_mapped():
+    loss = layer(jax.nn.relu)
+    fun = autocast(loss, "bf16-mixed")
+
+    def curvature(f):
+        return lambda w, x: jax.jvp(lambda w: jax.grad(f)(w, x), (w,), (W,))[1]
+
+    def mapped(f):
+        return lambda w, x: jax.vmap(jax.grad(f, 1), (None, 0))(w, jnp.stack([x, 2 * x]))
+
+    for of in (curvature, mapped):
+        got, want = of(fun)(W, X), of(loss)(W, X)
+        assert distance(got, want) < 0.05
+
+
+def test_a_result_that_no_derivative_reads_is_not_kept():
+    def loss(w, x):
+        x = x @ w
+        y = jax.nn.relu(jnp.tanh(x) - jnp.mean(x))
+        return jnp.sum(jnp.tanh(y[:1] @ w) ** 2)
+
+    _, vjp = jax.vjp(autocast(loss, "bf16-mixed"), W, X)
+    kept = [x.dtype for x in jax.tree.leaves(vjp) if getattr(x, "size", 0) == X.size]
+    assert kept == [jnp.bfloat16] * 2  # what the first product read, and what it made
