@@ -131,3 +131,13 @@ def test_a_result_that_no_derivative_reads_is_not_kept():
     _, vjp = jax.vjp(autocast(loss, "bf16-mixed"), W, X)
     kept = [x.dtype for x in jax.tree.leaves(vjp) if getattr(x, "size", 0) == X.size]
     assert kept == [jnp.bfloat16] * 2  # what the first product read, and what it made
+
+
+@pytest.mark.parametrize("fun", [jax.nn.leaky_relu, lambda y: jnp.where(y > 1, y, y / 4)])
+def test_a_biased_product_that_a_choice_reads_is_kept_as_its_mask(fun):
+    def loss(w, b, x):
+        return jnp.sum((fun(x @ w + b) @ w) ** 2)
+
+    _, vjp = jax.vjp(autocast(loss, "bf16-mixed"), W, W[0], X)
+    kept = [x.dtype for x in jax.tree.leaves(vjp) if getattr(x, "size", 0) == X.size]
+    assert sorted(map(str, kept)) == ["bfloat16"] * 3 + ["bool"]

@@ -11,6 +11,7 @@ from flax import nnx
 from jax import lax
 
 from mpjax import Policy, autocast
+from mpjax._autocast import states
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (6, 8))
@@ -297,3 +298,31 @@ def test_a_loop_that_normalises_by_logsumexp_carries_float32(keepdims):
         if e.primitive.name == "scan"
     ]
     assert [v.aval.dtype.name for e in loops for v in e.outvars][-1] == "float32"
+
+
+@pytest.mark.parametrize(("policy", "most"), [("bf16-mixed", 256), ("16-mixed", 2048)])
+def test_counts_are_read_low_while_they_fit(policy, most):
+    """What dispatches to experts is one-hot rows, added up; 257 would be 256 in bfloat16."""
+
+    def dispatched(x, chosen):
+        return jnp.einsum("ne,nd->ed", jax.nn.one_hot(chosen, 4).sum(1), x)
+
+    for count in (2, most, most + 1):
+        jaxpr = jax.make_jaxpr(autocast(dispatched, policy))(X, jnp.zeros((6, count), int))
+        (dot,) = (e for e in equations(jaxpr.jaxpr) if e.primitive.name == "dot_general")
+        dtype = "float32" if count > most else "bfloat16" if "bf16" in policy else "float16"
+        assert {v.aval.dtype.name for v in dot.invars} == {dtype}
+
+
+def test_the_state_of_a_sum_holds_for_every_choice_of_its_terms():
+    for values in ((0.0, 1.0), (-1.0, 1.0), (0.0, 3.0), (255.0,), (-1e9, 0.0)):
+        for dims in ((2,), (3, 85), (3, 86), (1000,), (0,)):
+            state, count = states.total(states.constant(*values), dims), int(np.prod(dims))
+            sums = np.linspace(min(values) * count, max(values) * count, count + 1) if count else []
+            for dtype in HALF:
+                with np.errstate(all="ignore"):
+                    exact = np.array_equal(np.asarray(sums, dtype).astype(np.float64), sums)
+                assert exact or not states.fits(state, dtype), (values, dims, dtype)
+    assert states.fits(states.total(states.constant(0.0, 1.0), (8, 32)), HALF[0])
+    for value in (0.5, np.inf, np.nan):
+        assert states.total(states.constant(value), (2,)) == states.UNKNOWN_CONSTANT

@@ -107,13 +107,15 @@ def _counts(pairs: list[tuple[Row, Row]], target: str, dtype: str, size: str) ->
             str(row["converts"]),
             _ratio(row, hand, "trace_s", 1),
             _ratio(row, hand, "total_s", 1),
+            _ratio(row, hand, "elapsed_s", 1),
         )
         for row, hand in pairs
     ]
     note = (
         "Loss and gradients, compiled; XLA's own cost analysis of the optimised module with loop "
         "bodies counted as often as they run; converts between floating dtypes in that module; "
-        "processor seconds (threads add up)."
+        "the fastest of as many compilations as the command asks for, variants taking turns: "
+        "processor seconds (threads add up), and elapsed ones."
     )
     if prefetches:
         note += (
@@ -125,6 +127,7 @@ def _counts(pairs: list[tuple[Row, Row]], target: str, dtype: str, size: str) ->
     columns = ("network", "variant", "GB accessed")
     columns += ("GB but for prefetches",) if prefetches else ()
     columns += ("Gflop", "temporaries MB", "converts", "trace s", "trace + lower + compile s")
+    columns += ("elapsed s",)
     return Grid(f"{target}, {dtype}, size {size}", note, columns, rows)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import control, exact, masks, passes
+from mpjax._autocast import control, exact, linear, masks, passes
 from mpjax._autocast.states import Kind, State, fits, of_literal, size
 from mpjax._op_rules import ACTIVATIONS, COMPARISONS, OP_RULES, OpClass, only_moves
 
@@ -28,10 +28,13 @@ _MOVES = """
 reshape squeeze expand_dims transpose rev broadcast_in_dim slice split concatenate stack pad
 reduce_max reduce_min
 """
-LOGIC = frozenset({"and", "or", "not", "xor"})
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_prod", "reduce_and", "reduce_or"})
 FUSIBLE = (
-    frozenset(_ELEMENTWISE.split()) | frozenset(_MOVES.split()) | _REDUCTIONS | LOGIC | COMPARISONS
+    frozenset(_ELEMENTWISE.split())
+    | frozenset(_MOVES.split())
+    | _REDUCTIONS
+    | linear.LOGIC
+    | COMPARISONS
 ) - {"argmax", "argmin"}
 """What XLA computes in one kernel with its neighbours, cheaply enough to do it again."""
 
@@ -51,15 +54,6 @@ _SINGLE = frozenset(
 
 Not `logistic`: some backends make 1 / (1 + exp(-x)) of it, each step rounded.
 """
-
-_LINEAR = (
-    frozenset(
-        {"add", "sub", "add_any", "reduce_sum", "convert_element_type", "select_n", "concatenate"}
-        | {"stack", "pad", "floor", "ceil", "round"}
-    )
-    | COMPARISONS
-    | LOGIC
-)
 
 _MAX_FUNCTION = 64  # equations: larger functions are planned inside
 _SMALL = 1024  # elements: below this a group costs more to wrap than it saves
@@ -157,8 +151,8 @@ def schedule(
 ) -> list[Step]:
     """Returns the steps of a jaxpr: its fused equations in groups, every other one alone."""
     cuts = _read_exactly(jaxpr, fused, found)
-    twice = passes.read_twice(jaxpr, fused, found, lambda eqn: _is_linear(eqn, found))
-    cuts |= twice | passes.merged(jaxpr, fused, found, lambda eqn: _is_linear(eqn, found))
+    twice = passes.read_twice(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
+    cuts |= twice | passes.merged(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
     levels = _levels(jaxpr, fused, cuts)
     for _ in range(8):
         more = _cuts(jaxpr, fused, levels, found, out_states)
@@ -196,7 +190,7 @@ def _read_exactly(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) ->
         state = found[eqn.outvars[0]]
         if state.kind == Kind.LOW and exact.is_exact(eqn, state.dtype):
             cuts.update(v for v in operands if found[v] == state and v not in curved)
-        if not _is_linear(eqn, found) or any(v in curved for v in operands):
+        if not linear.is_linear(eqn, found) or any(v in curved for v in operands):
             curved.update(eqn.outvars)
     return cuts
 
@@ -352,10 +346,6 @@ def _mark(jaxpr: Any, step: Step, twice: set[Any], found: dict[Any, State]) -> N
         step.convolved = passes.added_to_convolutions(jaxpr, eqns, step.inputs, found)
 
 
-def _state(atom: Any, found: dict[Any, State]) -> State | None:
-    return None if _compat.is_literal(atom) else found[atom]
-
-
 def _is_native(
     eqns: Sequence[Any], outputs: Sequence[tuple[Any, bool, bool]], found: dict[Any, State]
 ) -> bool:
@@ -436,16 +426,4 @@ def _worth_checkpoint(
     made = [v.aval for eqn in eqns for v in eqn.outvars if hasattr(v.aval, "shape")]
     if sum(size(aval.shape) for aval in made) < _SMALL:
         return False
-    return not all(_is_linear(eqn, found) for eqn in eqns)
-
-
-def _is_linear(eqn: Any, found: dict[Any, State]) -> bool:
-    """Whether differentiating an equation keeps nothing in float32."""
-    name = eqn.primitive.name
-    if name in _LINEAR or (only_moves(eqn) and name not in ("reduce_max", "reduce_min", "abs")):
-        return True
-    if name in ("mul", "div"):
-        operands = [_state(v, found) for v in eqn.invars]
-        known = [s is None or s.kind in (Kind.CONSTANT, Kind.FOREIGN) for s in operands]
-        return known[1] or (known[0] and name == "mul")
-    return False
+    return not all(linear.is_linear(eqn, found) or linear.is_linear_function(eqn) for eqn in eqns)

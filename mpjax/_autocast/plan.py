@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from mpjax import _compat
-from mpjax._autocast import control, groups, reads, scopes, states
+from mpjax._autocast import control, groups, linear, reads, scopes, states
 from mpjax._autocast.states import Kind, State
 from mpjax._op_rules import COMPARISONS, OP_RULES, OpClass, op_class
 from mpjax._policy import Policy
@@ -195,6 +195,9 @@ class _Planner:
         name = eqn.primitive.name
         rule = OP_RULES[name]
         operands = [self.state(v) for v in eqn.invars]
+        if name == "reduce_sum" and operands[0].kind == Kind.CONSTANT:
+            dims = [eqn.invars[0].aval.shape[i] for i in eqn.params["axes"]]
+            return self.fused(eqn, states.total(operands[0], dims), rule.reason)
         if self.low_dtype(eqn, settings) is None and not self.reads_low(eqn):
             kind = OpClass.KEEP if kind is OpClass.KEEP else OpClass.FULL
         if kind is OpClass.FULL:
@@ -343,7 +346,7 @@ class _Planner:
 
     def foreign(self, eqn: Any) -> Decision:
         """Integers and the like; what combines comparisons stays in the group that made them."""
-        joined = eqn.primitive.name in groups.LOGIC and any(
+        joined = eqn.primitive.name in linear.LOGIC and any(
             not _compat.is_literal(v) and v in self.compared for v in eqn.invars
         )
         if not joined:

@@ -128,6 +128,20 @@ def full(states: Sequence[State]) -> State:
     return WIDE_PURE if pure else WIDE
 
 
+def total(state: State, dims: Sequence[Any]) -> State:
+    """Returns the state of the sum of a constant over some dimensions, such as of one-hot rows."""
+    values = state.values
+    if values is None or not all(isinstance(n, int) for n in dims):
+        return UNKNOWN_CONSTANT
+    least, most = math.prod(dims) * min(values), math.prod(dims) * max(values)
+    if not all(math.isfinite(v) and v == int(v) for v in (*values, least, most)):
+        return UNKNOWN_CONSTANT
+    if most - least < _MAX_VALUES:
+        return constant(*map(float, range(int(least), int(most) + 1)))
+    # The two at either end: one of each is odd, and tells whether all between them fit.
+    return constant(least, least + 1, most - 1, most)
+
+
 def join(states: Sequence[State]) -> State:
     """Returns a state that holds for each of several values: the branches of a `cond`."""
     first = states[0]

@@ -1,0 +1,49 @@
+"""What is differentiated without keeping anything in float32: sums, moves and choices."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from mpjax import _compat
+from mpjax._autocast import control
+from mpjax._autocast.states import WIDE, Kind, State
+from mpjax._op_rules import COMPARISONS, only_moves
+
+LOGIC = frozenset({"and", "or", "not", "xor"})
+_LINEAR = (
+    frozenset(
+        {"add", "sub", "add_any", "reduce_sum", "convert_element_type", "select_n", "concatenate"}
+        | {"stack", "pad", "floor", "ceil", "round"}
+    )
+    | COMPARISONS
+    | LOGIC
+)
+
+
+def is_linear(eqn: Any, found: dict[Any, State]) -> bool:
+    """Whether differentiating an equation keeps nothing in float32."""
+    name = eqn.primitive.name
+    if name in _LINEAR or (only_moves(eqn) and name not in ("reduce_max", "reduce_min", "abs")):
+        return True
+    if name in ("mul", "div"):
+        operands = [_state(v, found) for v in eqn.invars]
+        known = [s is None or s.kind in (Kind.CONSTANT, Kind.FOREIGN) for s in operands]
+        return known[1] or (known[0] and name == "mul")
+    return False
+
+
+def is_linear_function(eqn: Any) -> bool:
+    """Whether an equation calls a function that keeps a mask at most, such as leaky relu."""
+    return eqn.primitive.name == "jit" and _is_linear_program(control.single_program(eqn))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_linear_program(program: Any) -> bool:
+    jaxpr = _compat.closed(program).jaxpr
+    found = {v: WIDE for eqn in jaxpr.eqns for v in _compat.variables(eqn)}
+    return all(is_linear(eqn, found) or is_linear_function(eqn) for eqn in jaxpr.eqns)
+
+
+def _state(atom: Any, found: dict[Any, State]) -> State | None:
+    return None if _compat.is_literal(atom) else found[atom]
