@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 from mpjax import Policy, autocast
-from mpjax._autocast import states
+from mpjax._autocast import reads, states
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (6, 8))
@@ -326,3 +326,35 @@ def test_the_state_of_a_sum_holds_for_every_choice_of_its_terms():
     assert states.fits(states.total(states.constant(0.0, 1.0), (8, 32)), HALF[0])
     for value in (0.5, np.inf, np.nan):
         assert states.total(states.constant(value), (2,)) == states.UNKNOWN_CONSTANT
+
+
+def test_only_a_sum_of_two_is_rounded_as_it_is_added_up(monkeypatch):
+    """Upsampling copies each pixel to a neighbour, and a sum of two is rounded once either way."""
+
+    def loss(n):
+        def fun(x, w):
+            y = jnp.repeat(x @ w, n, axis=0) @ w
+            return jnp.sum(jnp.tanh(y) ** 2)
+
+        return jax.grad(autocast(fun, "bf16-mixed"), (0, 1))
+
+    assert len(low_sums(loss(2), X, W)) == 1
+    assert low_sums(loss(3), X, W) == []
+    got = loss(2)(X, W)
+    monkeypatch.setattr(reads, "copies", lambda eqn: 3)
+    assert low_sums(loss(2), X, W) == []
+    for a, b in zip(got, loss(2)(X, W), strict=True):
+        assert jnp.array_equal(a, b)
+
+
+@pytest.mark.parametrize("spelling", ["bv,bv->", "bv,bv->b"])
+def test_a_gradient_that_scales_by_a_product_is_rounded_in_neither_order(spelling):
+    """What `vdot` multiplies its operands by, in its derivative, is a product by its primitive."""
+
+    def loss(x, w):
+        y = x @ w
+        return jnp.sum(jnp.einsum(spelling, jax.nn.softmax(y), jax.nn.log_softmax(y)) ** 2)
+
+    outside = jax.grad(autocast(loss, "bf16-mixed"), 1)(X, W)
+    inside = autocast(jax.grad(loss, 1), "bf16-mixed")(X, W)
+    assert distance(inside, outside) < 1e-6

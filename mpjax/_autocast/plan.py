@@ -279,6 +279,10 @@ class _Planner:
         if reads.only_sums(eqn) and any(self.state(v).kind == Kind.WIDE for v in eqn.invars):
             self.record(eqn, [states.WIDE])
             return Decision(eqn, Action.FUSED, "a sum of float32 values")
+        if reads.only_scales(eqn):
+            state = states.follow([self.state(v) for v in eqn.invars], widest=settings.widest)
+            self.record(eqn, [self.stored(eqn, eqn.outvars[0], state)])
+            return Decision(eqn, Action.FUSED, "multiplies by a number: elementwise")
         self.changed = True
         backward = scopes.is_transposed(eqn.source_info.name_stack)
         seen = want & (reads.OUTPUT | reads.FULL)

@@ -64,6 +64,8 @@ def _operands(eqn: Any, outs: list[int]) -> list[int]:
     rule = OP_RULES.get(name)
     if only_sums(eqn):
         return [later] * len(eqn.invars)
+    if only_scales(eqn):
+        return [union & (OUTPUT | LATER | FULL | CARRIED)] * len(eqn.invars)
     if rule and rule.op_class is OpClass.LOWER:
         return [PRODUCT | LATER | WHOLE] * 2 + [0] * (len(eqn.invars) - 2)
     if control.is_call(eqn) and not groups.is_fusible_function(eqn):
@@ -92,11 +94,24 @@ def only_sums(eqn: Any) -> bool:
     )
 
 
+def only_scales(eqn: Any) -> bool:
+    """Whether a product multiplies arrays by numbers, as the derivative of `vdot` does."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    (contracted, _), batch = eqn.params["dimension_numbers"]
+    numbers = any(v.aval.ndim == len(b) for v, b in zip(eqn.invars, batch, strict=True))
+    return not contracted and numbers
+
+
 def repeats(eqn: Any) -> bool:
     """Whether an operation is a broadcast that makes its operand larger."""
-    if eqn.primitive.name != "broadcast_in_dim":
-        return False
-    return states.size(eqn.outvars[0].aval.shape) > states.size(eqn.invars[0].aval.shape)
+    return eqn.primitive.name == "broadcast_in_dim" and copies(eqn) > 1
+
+
+def copies(eqn: Any) -> float:
+    """Returns how many copies of its operand a broadcast makes."""
+    source, made = (states.size(v.aval.shape) for v in (eqn.invars[0], eqn.outvars[0]))
+    return made / source if source else 1.0
 
 
 @functools.lru_cache(maxsize=2048)
