@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 from mpjax import Policy, autocast
-from mpjax._autocast import reads, states
+from mpjax._autocast import states
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (6, 8))
@@ -341,10 +341,21 @@ def test_only_a_sum_of_two_is_rounded_as_it_is_added_up(monkeypatch):
     assert len(low_sums(loss(2), X, W)) == 1
     assert low_sums(loss(3), X, W) == []
     got = loss(2)(X, W)
-    monkeypatch.setattr(reads, "copies", lambda eqn: 3)
+    monkeypatch.setattr(states, "copies", lambda eqn: 3)
     assert low_sums(loss(2), X, W) == []
     for a, b in zip(got, loss(2)(X, W), strict=True):
         assert jnp.array_equal(a, b)
+
+
+def test_what_is_only_copied_after_its_last_operation_is_stored_before():
+    def sums(after):
+        def fun(x, w):
+            return jnp.sum(jnp.tanh(after(jnp.repeat(x @ w + w[0], 2, axis=0)) @ w) ** 2)
+
+        return len(low_sums(jax.grad(autocast(fun, "bf16-mixed"), (0, 1)), X, W))
+
+    assert sums(lambda y: y[::-1]) == 1
+    assert sums(jnp.exp) == 0
 
 
 @pytest.mark.parametrize("spelling", ["bv,bv->", "bv,bv->b"])

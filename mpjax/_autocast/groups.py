@@ -150,7 +150,7 @@ def schedule(
     jaxpr: Any, fused: Sequence[bool], found: dict[Any, State], out_states: Sequence[State]
 ) -> list[Step]:
     """Returns the steps of a jaxpr: its fused equations in groups, every other one alone."""
-    cuts = _read_exactly(jaxpr, fused, found)
+    cuts = _read_exactly(jaxpr, fused, found) | passes.copied_last(jaxpr, fused, found)
     twice = passes.read_twice(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
     cuts |= twice | passes.merged(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
     levels = _levels(jaxpr, fused, cuts)

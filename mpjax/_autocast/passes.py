@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from mpjax import _compat
 from mpjax._autocast import control, exact
-from mpjax._autocast.states import Kind, State, size
+from mpjax._autocast.states import Kind, State, copies, size
 from mpjax._op_rules import only_moves
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
@@ -104,6 +104,21 @@ def merged(
         kept = frozenset({out}) if is_sum and found[out].kind == Kind.LOW else read
         sums.update((v, kept) for v in eqn.outvars)
     return cuts
+
+
+def copied_last(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> set[Any]:
+    """Returns the low values of which a group does nothing any more but to make two copies.
+
+    They are stored, and the cotangents of both copies added up, as they are held: upsampling.
+    """
+    worked: set[Any] = set()
+    copied: set[Any] = set()
+    for eqn, is_fused in zip(reversed(jaxpr.eqns), reversed(fused), strict=True):
+        if is_fused and (not only_moves(eqn) or worked.intersection(eqn.outvars)):
+            worked.update(_compat.variables(eqn))
+        elif is_fused and eqn.primitive.name == "broadcast_in_dim" and copies(eqn) == 2:
+            copied.update(v for v in _compat.variables(eqn) if found[v].kind == Kind.LOW)
+    return copied
 
 
 def moved_once(eqns: Sequence[Any]) -> set[Any]:

@@ -105,13 +105,7 @@ def only_scales(eqn: Any) -> bool:
 
 def repeats(eqn: Any) -> bool:
     """Whether an operation is a broadcast that makes its operand larger."""
-    return eqn.primitive.name == "broadcast_in_dim" and copies(eqn) > 1
-
-
-def copies(eqn: Any) -> float:
-    """Returns how many copies of its operand a broadcast makes."""
-    source, made = (states.size(v.aval.shape) for v in (eqn.invars[0], eqn.outvars[0]))
-    return made / source if source else 1.0
+    return eqn.primitive.name == "broadcast_in_dim" and states.copies(eqn) > 1
 
 
 @functools.lru_cache(maxsize=2048)

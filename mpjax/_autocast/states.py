@@ -57,6 +57,12 @@ def size(shape: Sequence[Any]) -> int:
     return math.prod(n if isinstance(n, int) else _SYMBOLIC for n in shape)
 
 
+def copies(eqn: Any) -> float:
+    """Returns how many copies of its operand a broadcast makes."""
+    source, made = (size(v.aval.shape) for v in (eqn.invars[0], eqn.outvars[0]))
+    return made / source if source else 1.0
+
+
 @functools.cache
 def low(dtype: Any) -> State:
     """Returns the state of a value held in `dtype`."""

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax import _compat
-from mpjax._autocast import matmul, reads
+from mpjax._autocast import matmul, states
 from mpjax._autocast.plan import FLOAT32, is_float32
 
 _LINEAR = frozenset(
@@ -33,7 +33,7 @@ def is_summed(eqn: Any) -> bool:
     """Whether the derivative of an operation holds a sum, or what JAX writes as one."""
     name = eqn.primitive.name
     if name == "broadcast_in_dim":
-        return reads.copies(eqn) > 2  # a sum of two terms is rounded once in any dtype
+        return states.copies(eqn) > 2  # a sum of two terms is rounded once in any dtype
     return name in _LINEAR or name in _CHOOSING
 
 
