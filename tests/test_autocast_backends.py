@@ -279,7 +279,6 @@ def test_what_is_read_again_is_kept_in_place_of_its_terms():
 
 @no_tpu_warning
 @pytest.mark.parametrize("policy", HALVES)
-@no_tpu_warning
 def test_a_gpu_adds_to_a_convolution_in_its_dtype(policy):
     def loss(w, b, x):
         y = images(w, b, x, lambda y: y + 2 * x[..., :1])

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from mpjax._autocast import autocast, backends, masks
 from tests._helpers import assert_same_bits
@@ -120,6 +122,23 @@ def test_it_is_differentiated_again_and_mapped():
     for of in (curvature, mapped):
         got, want = of(fun)(W, X), of(loss)(W, X)
         assert distance(got, want) < 0.05
+
+
+def test_it_keeps_the_types_of_values_on_meshes():
+    loss = layer(jax.nn.relu)
+    fun = autocast(loss, "bf16-mixed")
+    mapped = jax.shard_map(
+        lambda w, x: lax.psum(fun(w, x), "data"),
+        mesh=jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,)),
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+    )
+    wanted = jax.grad(lambda w: sum(loss(w, x) for x in jnp.split(X, 4)))
+    assert distance(jax.jit(jax.grad(mapped))(W, X), wanted(W)) < 0.05
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(X, NamedSharding(mesh, P("data")))
+        assert distance(jax.jit(jax.grad(fun))(W, placed), jax.grad(loss)(W, X)) < 0.05
 
 
 def test_a_result_that_no_derivative_reads_is_not_kept():
