@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from _differential import equations
 from _small import BF16, distance
@@ -369,3 +370,17 @@ def test_a_gradient_that_scales_by_a_product_is_rounded_in_neither_order(spellin
     outside = jax.grad(autocast(loss, "bf16-mixed"), 1)(X, W)
     inside = autocast(jax.grad(loss, 1), "bf16-mixed")(X, W)
     assert distance(inside, outside) < 1e-6
+
+
+def test_a_loss_reads_the_logits_that_it_gathers_from_as_they_are_stored():
+    """Sure of its answers, it is less than what one logit is rounded by."""
+
+    def loss(x, w, labels):
+        logits = 30 * (x @ w) + w[0]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    x = jax.random.normal(KEY, (256, 8))
+    labels = jnp.argmax(30 * (x @ W) + W[0], axis=-1)
+    np.testing.assert_allclose(
+        autocast(loss, "bf16-mixed")(x, W, labels), loss(x, W, labels), rtol=0.2
+    )

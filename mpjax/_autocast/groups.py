@@ -147,15 +147,22 @@ def _holds_full(jaxpr: Any) -> bool:
 
 
 def schedule(
-    jaxpr: Any, fused: Sequence[bool], found: dict[Any, State], out_states: Sequence[State]
+    jaxpr: Any,
+    fused: Sequence[bool],
+    found: dict[Any, State],
+    out_states: Sequence[State],
+    multiplied: frozenset[Any],
 ) -> list[Step]:
-    """Returns the steps of a jaxpr: its fused equations in groups, every other one alone."""
+    """Returns the steps of a jaxpr: its fused equations in groups, every other one alone.
+
+    `multiplied` are the variables that products read, however late.
+    """
     cuts = _read_exactly(jaxpr, fused, found) | passes.copied_last(jaxpr, fused, found)
     twice = passes.read_twice(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
     cuts |= twice | passes.merged(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
     levels = _levels(jaxpr, fused, cuts)
     for _ in range(8):
-        more = _cuts(jaxpr, fused, levels, found, out_states)
+        more = _cuts(jaxpr, fused, levels, found, out_states, multiplied)
         if more <= cuts:
             break
         cuts |= more
@@ -219,11 +226,13 @@ def _cuts(
     levels: list[int],
     found: dict[Any, State],
     out_states: Sequence[State],
+    multiplied: frozenset[Any],
 ) -> set[Any]:
     """Low values that are stored anyway, and read where they are made: read them as stored.
 
     A residual stream is the case: without the cut, the group of its next normalisation would
-    keep both terms of the sum instead of the sum.
+    keep both terms of the sum instead of the sum. So are logits of which a loss gathers one: less
+    than the logarithm of all, as they were before rounding, it could be negative.
     """
     made: dict[Any, int] = {
         v: level
@@ -236,6 +245,7 @@ def _cuts(
     later: set[Any] = set()
     for eqn, level, is_fused in zip(jaxpr.eqns, levels, fused, strict=True):
         if not is_fused:
+            later.update(v for v in _compat.variables(eqn) if v in made and v not in multiplied)
             continue
         for v in eqn.invars:
             if not _compat.is_literal(v) and v in made:

@@ -139,7 +139,8 @@ class _Planner:
         )
         self.changed |= any(s.kind == Kind.LOW for s in (*self.in_states, *out_states))
         fused = [d.action is Action.FUSED for d in decisions]
-        steps = groups.schedule(self.jaxpr, fused, self.states, out_states)
+        multiplied = frozenset(v for v, want in self.reads.items() if want & reads.PRODUCT)
+        steps = groups.schedule(self.jaxpr, fused, self.states, out_states, multiplied)
         shadows = tuple(self.shadow(v) for v in self.jaxpr.invars)
         return Plan(
             self.closed,
