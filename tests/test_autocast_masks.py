@@ -1,16 +1,20 @@
-"""Relu behind a norm and before a product: masked by what is stored, and as in float32."""
+"""Relu behind a norm and before a product: masked by what is stored, and as in float32.
+
+Gradients are compared by their norms: rounding an input may change a mask where that is nearly 0.
+"""
 
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from _helpers import assert_same_bits
+from _small import distance
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mpjax._autocast import autocast, backends, masks
-from tests._helpers import assert_same_bits
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (16, 32, 24))
@@ -27,11 +31,6 @@ def layer(relu):
         return jnp.sum(jnp.tanh(y @ w) ** 2)
 
     return loss
-
-
-def distance(got, want):
-    """As norms, since rounding an input may change a mask where that is nearly 0."""
-    return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
 
 
 def lowered(fun, platform):

@@ -71,12 +71,17 @@ def _identity_primitive(name: str, platforms: dict[str, Callable[[Any], Any]]) -
     primitive.def_impl(lambda x: x)
     primitive.def_abstract_eval(lambda x: x.update(weak_type=False))
     mlir.register_lowering(primitive, lambda ctx, x: [x])
-    for platform, fun in platforms.items():
-        rule = mlir.lower_fun(fun, multiple_results=False)
-        mlir.register_lowering(primitive, rule, platform=platform)
+    _lower_on(primitive, platforms)
     batching.primitive_batchers[primitive] = functools.partial(_batch_identity, primitive)
     ad.deflinear(primitive, lambda ct: [ct])
     return primitive
+
+
+def _lower_on(primitive: Primitive, platforms: dict[str, Callable[..., Any]]) -> None:
+    """Lowers a primitive on each platform as the function that stands for it there."""
+    for platform, fun in platforms.items():
+        rule = mlir.lower_fun(fun, multiple_results=False)
+        mlir.register_lowering(primitive, rule, platform=platform)
 
 
 def _batch_identity(primitive: Primitive, args: Any, dims: Any, **params: Any) -> Any:
@@ -150,9 +155,7 @@ _positive_p.def_impl(_value_is_positive)
 _positive_p.def_abstract_eval(lambda x, y: x.update(dtype=np.dtype(bool), weak_type=False))
 batching.defbroadcasting(_positive_p)
 mlir.register_lowering(_positive_p, mlir.lower_fun(_value_is_positive, multiple_results=False))
-for _platform in GPUS:
-    _rule = mlir.lower_fun(_stored_is_positive, multiple_results=False)
-    mlir.register_lowering(_positive_p, _rule, platform=_platform)
+_lower_on(_positive_p, dict.fromkeys(GPUS, _stored_is_positive))
 
 
 @dataclass(frozen=True)
@@ -219,9 +222,7 @@ for _primitive in (_cotangent_p, _low_once_p, _summed_p):
     batching.primitive_batchers[_primitive] = functools.partial(_batch_identity, _primitive)
 for _primitive in (_cotangent_p, _low_once_p):
     mlir.register_lowering(_primitive, lambda ctx, x, *, dtype: [x])
-for _platform, _fun in (dict.fromkeys(GPUS, _low_once) | {"tpu": _low_on_tpu}).items():
-    _rule = mlir.lower_fun(_fun, multiple_results=False)
-    mlir.register_lowering(_low_once_p, _rule, platform=_platform)
+_lower_on(_low_once_p, dict.fromkeys(GPUS, _low_once) | {"tpu": _low_on_tpu})
 ad.deflinear2(_cotangent_p, lambda ct, x, *, dtype: [_low_once_p.bind(ct, dtype=dtype)])
 for _primitive in (_low_once_p, _summed_p):
     ad.deflinear2(_primitive, lambda ct, x, *, dtype: [ct])

@@ -33,7 +33,7 @@ def keeping_types(
     """Returns `fun` with its products lowered and its inputs and outputs typed as they were."""
 
     def wrapped(*args: Any) -> Any:
-        traced = RuleTrace(fun, args, lambda array: array)
+        traced = RuleTrace(fun, args)
         jaxpr = traced.jaxpr
         in_states = tuple(planning.initial_state(v.aval) for v in jaxpr.jaxpr.invars)
         wants = (reads.OUTPUT,) * len(jaxpr.jaxpr.outvars)

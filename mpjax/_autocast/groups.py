@@ -436,4 +436,4 @@ def _worth_checkpoint(
     made = [v.aval for eqn in eqns for v in eqn.outvars if hasattr(v.aval, "shape")]
     if sum(size(aval.shape) for aval in made) < _SMALL:
         return False
-    return not all(linear.is_linear(eqn, found) or linear.is_linear_function(eqn) for eqn in eqns)
+    return not all(linear.keeps_a_mask_at_most(eqn, found) for eqn in eqns)

@@ -33,16 +33,18 @@ def is_linear(eqn: Any, found: dict[Any, State]) -> bool:
     return False
 
 
-def is_linear_function(eqn: Any) -> bool:
-    """Whether an equation calls a function that keeps a mask at most, such as leaky relu."""
-    return eqn.primitive.name == "jit" and _is_linear_program(control.single_program(eqn))
+def keeps_a_mask_at_most(eqn: Any, found: dict[Any, State]) -> bool:
+    """Whether an equation is linear, or calls a function of such equations, as leaky relu."""
+    if eqn.primitive.name == "jit":
+        return _keeps_masks(control.single_program(eqn))
+    return is_linear(eqn, found)
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_linear_program(program: Any) -> bool:
+def _keeps_masks(program: Any) -> bool:
     jaxpr = _compat.closed(program).jaxpr
     found = {v: WIDE for eqn in jaxpr.eqns for v in _compat.variables(eqn)}
-    return all(is_linear(eqn, found) or is_linear_function(eqn) for eqn in jaxpr.eqns)
+    return all(keeps_a_mask_at_most(eqn, found) for eqn in jaxpr.eqns)
 
 
 def _state(atom: Any, found: dict[Any, State]) -> State | None:

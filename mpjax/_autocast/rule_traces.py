@@ -18,7 +18,10 @@ class RuleTrace:
     __slots__ = ("_outer", "arrays", "jaxpr")
 
     def __init__(
-        self, fun: Callable[..., Any], args: Sequence[Any], form: Callable[[Any], Any]
+        self,
+        fun: Callable[..., Any],
+        args: Sequence[Any],
+        form: Callable[[Any], Any] = lambda array: array,
     ) -> None:
         """Traces `fun(*args)`, each array in the form that `form` gives it."""
         where = [i for i, a in enumerate(args) if is_array(a)]

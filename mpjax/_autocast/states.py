@@ -57,10 +57,9 @@ def size(shape: Sequence[Any]) -> int:
     return math.prod(n if isinstance(n, int) else _SYMBOLIC for n in shape)
 
 
-def copies(eqn: Any) -> float:
-    """Returns how many copies of its operand a broadcast makes."""
-    source, made = (size(v.aval.shape) for v in (eqn.invars[0], eqn.outvars[0]))
-    return made / source if source else 1.0
+def copies(eqn: Any) -> int:
+    """Returns how many copies of its operand a broadcast makes, 0 of one without elements."""
+    return size(eqn.outvars[0].aval.shape) // max(size(eqn.invars[0].aval.shape), 1)
 
 
 @functools.cache
