@@ -325,6 +325,24 @@ def test_a_scan_carry_is_low_only_if_it_stays_so():
     assert carried == {(8, 16): "bfloat16", (16,): "float32"}
 
 
+@pytest.mark.parametrize(
+    ("read", "dtype"),
+    [
+        (lambda ys, w: ys @ w, "bfloat16"),
+        (lambda ys, w: jnp.tanh(ys) @ w, "float32"),
+        (lambda ys, w: ys, "float32"),
+        (lambda ys, w: (ys @ w, ys), "float32"),
+        (lambda ys, w: jnp.sum(ys), "float32"),
+    ],
+)
+def test_what_a_loop_stacks_for_products_is_low_though_it_carries_it_in_float32(read, dtype):
+    def fun(x, w):
+        return read(lstm(x, w)[1], w)
+
+    eqn = find(jax.make_jaxpr(autocast(fun, "bf16-mixed"))(X, W).jaxpr, "scan")
+    assert [v.aval.dtype.name for v in eqn.outvars] == ["float32", "float32", dtype]
+
+
 def test_what_a_policy_inside_saves_is_low():
     def residuals(policy):
         def fun(x, w):

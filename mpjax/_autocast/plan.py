@@ -134,8 +134,10 @@ class _Planner:
 
     def run(self) -> Plan:
         decisions = [self.decide(eqn) for eqn in self.jaxpr.eqns]
+        makers = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
         out_states = tuple(
-            self.output_state(v, w) for v, w in zip(self.jaxpr.outvars, self.wants, strict=True)
+            self.output_state(v, w, None if _compat.is_literal(v) else makers.get(v))
+            for v, w in zip(self.jaxpr.outvars, self.wants, strict=True)
         )
         self.changed |= any(s.kind == Kind.LOW for s in (*self.in_states, *out_states))
         fused = [d.action is Action.FUSED for d in decisions]
@@ -380,7 +382,10 @@ class _Planner:
 
     def stored(self, eqn: Any, var: Any, state: State) -> State:
         """Low instead of wide, where a product reads the value and no output does."""
-        want = self.reads.get(var, 0)
+        return self.as_read(eqn, state, self.reads.get(var, 0))
+
+    def as_read(self, eqn: Any, state: State, want: int) -> State:
+        """The state in which a result of an equation is given to those that read it so."""
         if state.kind != Kind.WIDE or state.pure or not want & reads.PRODUCT:
             return state
         dtype = self.low_dtype(eqn, self.settings_at(eqn))
@@ -400,8 +405,10 @@ class _Planner:
             return states.of_literal(atom)
         return self.states[atom]
 
-    def output_state(self, atom: Any, want: int) -> State:
+    def output_state(self, atom: Any, want: int, maker: Any) -> State:
         state = self.state(atom)
+        if maker is not None and state.kind == Kind.WIDE:
+            return self.as_read(maker, state, want)  # as a loop stacks what it also carries
         if state.kind != Kind.LOW:
             return state
         if want & reads.FULL or (want & reads.OUTPUT and not want & reads.PRODUCT):
