@@ -107,13 +107,22 @@ def bind(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> Any:
 
 
 def bind_custom(
-    eqn: Any, values: Sequence[Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    eqn: Any,
+    values: Sequence[Any],
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+    function: Callable[..., Any] | None = None,
 ) -> Any:
-    """Binds a function with custom rules, the function and each of its rules passed to `wrap`."""
+    """Binds a function with custom rules, the function and each of its rules passed to `wrap`.
+
+    `function` takes the place of the function itself, if it is given.
+    """
     params = eqn.primitive.get_bind_params(eqn.params)
+    made = [wrap(fun.call_wrapped) for fun in params["subfuns"]]
+    if function is not None:
+        made[0] = function
     params["subfuns"] = tuple(
-        linear_util.wrap_init(wrap(fun.call_wrapped), debug_info=fun.debug_info)
-        for fun in params["subfuns"]
+        linear_util.wrap_init(new, debug_info=old.debug_info)
+        for new, old in zip(made, params["subfuns"], strict=True)
     )
     return eqn.primitive.bind(*values, **params)
 

@@ -87,6 +87,21 @@ def test_a_gpu_convolves_to_low_results_but_for_a_float16_kernel_gradient(policy
     assert elsewhere == [("convolution", "f32")] * 5
 
 
+@pytest.mark.parametrize("rules", [{}, "widest", {"add": "full"}], ids=str)
+@pytest.mark.parametrize("added", ["bias", "position 257"])
+def test_a_gpu_adds_to_a_convolution_in_float32_what_was_asked_for_in_float32(rules, added):
+    def fun(w, x):
+        bias = jnp.arange(4.0)[:, None, None] if added == "bias" else 257.0
+        return lax.conv(lax.conv(x, w, (1, 1), "SAME") + bias + x[:, :1], w, (1, 1), "SAME")
+
+    w, x = jnp.tile(IMAGES[0], (1, 2, 1, 1))[:, :4], normal(2, 4, 6, 6, seed=2)
+    traced = jax.jit(autocast(fun, "bf16-mixed", rules=rules)).trace(w, x)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    sums = re.findall(r"stablehlo.add .*x(bf16|f32)>", text)
+    wide = rules or added != "bias"
+    assert sums and (set(sums) == {"f32"} if wide else "bf16" in sums)
+
+
 @pytest.mark.parametrize("policy", HALVES)
 def test_a_gradient_that_is_taken_inside_convolves_on_a_gpu_as_one_outside(policy):
     low = ("convolution", HALVES[policy])

@@ -56,17 +56,21 @@ def _constants_fit(eqn: Any, dtype: Any) -> bool:
 
 def run(eqn: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
     """Returns the results of an exact function of low values, with its own derivative rule."""
+    program = _compat.closed(control.single_program(eqn))
     if eqn.primitive.name == "jit":
-        return _evaluate(_compat.closed(eqn.params["jaxpr"]), values, dtype)
+        return _evaluate(program, values, dtype)
 
-    def wrap(fun: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.partial(_on_low, fun, dtype)
+    def function(*arrays: Any) -> list[Any]:
+        return _evaluate(program, arrays, dtype)
 
-    return list(_compat.bind_custom(eqn, values, wrap))
+    def wrap(rule: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(_on_low, rule, dtype)
+
+    return list(_compat.bind_custom(eqn, values, wrap, function))
 
 
 def _on_low(fun: Callable[..., Any], dtype: Any, *args: Any) -> Any:
-    """Returns `fun(*args)`, a function or a rule of float32 arrays, for low ones."""
+    """Returns `fun(*args)`, a rule of float32 arrays, for low ones."""
     traced = RuleTrace(fun, args, lambda array: _widened(array, dtype))
     jaxpr = traced.jaxpr
     if _is_exact_program(jaxpr.jaxpr, dtype):

@@ -209,6 +209,8 @@ def added_to_convolutions(
     sums = [eqn for eqn in eqns if not only_moves(eqn)]
     if any(eqn.primitive.name not in ADDS - {"sub"} for eqn in sums):
         return _NOTHING
+    if any(found[eqn.outvars[0]].kind != Kind.LOW for eqn in sums):
+        return _NOTHING  # cuDNN would round what was asked for in float32
     if not any(v in convolved and found[v].kind == Kind.LOW for v in inputs):
         return _NOTHING
     return frozenset(eqn.outvars[0] for eqn in sums)
