@@ -129,6 +129,18 @@ def test_programs(name):
     check(LOOPS[name], X / 4, W)
 
 
+def test_a_function_that_returns_nothing():
+    @jax.jit
+    def looks(x):
+        jnp.tanh(x)
+
+    def fun(x, w):
+        looks(x @ w)
+        return jnp.tanh(x @ w)
+
+    check(fun, X, W)
+
+
 def test_a_loop_until_convergence():
     def fun(x, w):
         far = lambda s: jnp.max(jnp.abs(s[0] - s[1])) > 1e-2  # noqa: E731 - one expression

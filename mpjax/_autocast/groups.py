@@ -84,6 +84,8 @@ def is_fusible_function(eqn: Any) -> bool:
     """Whether an equation is a small function of fusible operations, such as an activation."""
     if eqn.primitive.name not in ("jit", "custom_jvp_call", "custom_vjp_call") or eqn.effects:
         return False
+    if not eqn.outvars:
+        return False
     return _fusible_program(control.single_program(eqn))
 
 
