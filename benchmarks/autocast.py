@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from measure import compiled, errors, jaxprs, machine, peer, tables, targets, timings
+from measure import compiled, elsewhere, errors, jaxprs, machine, peer, tables, targets, timings
 from measure.store import Store
 from measure.variants import DTYPES, VARIANTS
 from networks import NETWORKS, SIZES, Network
@@ -41,6 +41,13 @@ def words(allowed: Any) -> Callable[[str], list[str]]:
     return parse
 
 
+def count(text: str) -> int:
+    """Parses a number of times that measures something."""
+    if (found := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{found} measures nothing; give 1 or more")
+    return found
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -48,11 +55,13 @@ def arguments() -> argparse.Namespace:
     add("--networks", type=words(NETWORKS), default=list(NETWORKS), help=", ".join(NETWORKS))
     add("--variants", type=words(VARIANTS), default=list(VARIANTS), help=", ".join(VARIANTS))
     add("--targets", type=words(targets.NAMES), default=["cpu"], help=", ".join(targets.NAMES))
+    platforms = f"whose programs' gradient errors to measure: {', '.join(elsewhere.PLATFORMS)}"
+    add("--platforms", type=words(elsewhere.PLATFORMS), default=["cpu"], help=platforms)
     add("--dtype", type=words(DTYPES), default=["bf16"], help=", ".join(DTYPES))
     add("--size", choices=SIZES, default="small", help="of what is compiled and timed")
     add("--error-size", choices=SIZES, default="tiny", help="of what is compared with float64")
-    add("--repeats", type=int, default=1, help="compilations of each variant; the fastest counts")
-    add("--rounds", type=int, default=15, help="timed steps of each variant")
+    add("--repeats", type=count, default=1, help="compilations of each variant; the fastest counts")
+    add("--rounds", type=count, default=15, help="timed steps of each variant")
     add("--torch", metavar="PYTHON", help="an interpreter with PyTorch, timed beside us")
     add("--out", type=pathlib.Path, help="Markdown to write, and a .json of its numbers")
     return parser.parse_args()
@@ -72,8 +81,8 @@ def jobs(options: argparse.Namespace, store: Store) -> Iterator[Job]:
                 yield from residual_jobs(options, store, name, dtype)
             for target in options.targets if "counts" in options.parts else ():
                 yield from count_jobs(options, store, name, dtype, target)
-            if "errors" in options.parts:
-                yield from error_jobs(options, store, name, dtype)
+            for platform in options.platforms if "errors" in options.parts else ():
+                yield from error_jobs(options, store, name, dtype, platform)
             if "timings" in options.parts:
                 yield f"{name}: time, {dtype}", timing_job(options, store, name, dtype)
 
@@ -112,16 +121,16 @@ def count_jobs(options: Any, store: Store, name: str, dtype: str, target: str) -
         yield f"{name}: {target}, {dtype} {variant}", job
 
 
-def error_jobs(options: Any, store: Store, name: str, dtype: str) -> Iterator[Job]:
+def error_jobs(options: Any, store: Store, name: str, dtype: str, platform: str) -> Iterator[Job]:
     network = network_of(name, options.error_size)
     for variant in options.variants:
 
         def job(variant: str = variant) -> None:
-            found = errors.gradient_errors(VARIANTS[variant](network, dtype), network)
-            key = ("errors", "cpu", dtype, options.error_size, name, variant)
+            found = errors.gradient_errors(VARIANTS[variant](network, dtype), network, platform)
+            key = ("errors", platform, dtype, options.error_size, name, variant)
             store.put(*key, errors=found)
 
-        yield f"{name}: gradient error, {dtype} {variant}", job
+        yield f"{name}: gradient error, {platform} {dtype} {variant}", job
 
 
 def timing_job(options: Any, store: Store, name: str, dtype: str) -> Callable[[], None]:

@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import _differential as differential
 import _evaluate
@@ -65,9 +66,10 @@ def _settings(examples: int, shard: int = 0) -> Callable[[Any], Any]:
     return decorate
 
 
-def _verdict(program: Any, mode: Mode, policy: str) -> differential.Verdict:
+def _verdict(program: Any, mode: Mode, policy: str, small: int) -> differential.Verdict:
     try:
-        case = trace(program, mode, lambda fun: autocast(fun, policy))
+        with mock.patch("mpjax._autocast.groups._SMALL", small):
+            case = trace(program, mode, lambda fun: autocast(fun, policy))
     except differential.JaxRefusesError:
         return differential.Verdict(compared=False, reason=_REFUSED)
     check_types(case)
@@ -85,8 +87,9 @@ def test_random_programs_keep_types_exact_parts_and_stay_within_rounding(shard: 
         program = _programs.random_program(rng)
         mode = rng.choice([mode for mode in MODES if mode.fits(program)])
         policy = rng.choice(list(POLICIES))
-        hypothesis.note(f"{mode.name}, {policy}")
-        verdicts[_verdict(program, mode, policy).reason or "compared"] += 1
+        small = rng.choice((0, 1024))  # with 0, groups as small as these are computed again too
+        hypothesis.note(f"{mode.name}, {policy}, {small}")
+        verdicts[_verdict(program, mode, policy, small).reason or "compared"] += 1
 
     run()
     # What could not be compared is known: a run that compares little would prove little.

@@ -146,6 +146,13 @@ def test_the_command_writes_every_table(tmp_path: pathlib.Path) -> None:
     assert f"benchmarks/autocast.py {' '.join(small)}" in written
 
 
+@pytest.mark.parametrize("option", ["--repeats", "--rounds"])
+def test_to_measure_no_times_is_an_error(option: str) -> None:
+    done = run(option, "0")
+    assert done.returncode == 2
+    assert "0 measures nothing; give 1 or more" in done.stderr
+
+
 @pytest.mark.slow
 def test_an_unknown_network_is_an_error_that_lists_them() -> None:
     done = run("--networks", "mlp,vgg")

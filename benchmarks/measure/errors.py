@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .elsewhere import lowered_for
 from .variants import Loss
 
 # The loss is multiplied before, the gradients divided after, as in training with float16: a power
@@ -18,9 +19,20 @@ LOSS_SCALE = 2.0**10
 AS_WRITTEN = {"xla_allow_excess_precision": False}
 
 
-def gradient_errors(loss: Loss, network: Any, seeds: int = 12) -> list[float]:
-    """Returns ‖g − g64‖ / ‖g64‖ over all parameters, for each seed."""
-    scaled = jax.jit(jax.grad(lambda p, b: loss(p, b) * LOSS_SCALE), compiler_options=AS_WRITTEN)
+def gradient_errors(
+    loss: Loss, network: Any, platform: str = "cpu", seeds: int = 12
+) -> list[float]:
+    """Returns ‖g − g64‖ / ‖g64‖ over all parameters, for each seed.
+
+    Args:
+      loss: a way to run the network.
+      network: what is differentiated.
+      platform: whose program it is that runs here.
+      seeds: how many sets of parameters and batches.
+    """
+    gradient = jax.grad(lambda p, b: loss(p, b) * LOSS_SCALE)
+    lowered = lowered_for(platform, gradient, *network.values(0))
+    scaled = jax.jit(lowered, compiler_options=AS_WRITTEN)
     errors: list[float] = []
     for seed, exact in enumerate(references(network, seeds)):
         grads = jax.tree.map(lambda g: g / LOSS_SCALE, scaled(*network.values(seed)))

@@ -47,7 +47,7 @@ def grids(store: Store) -> list[Grid]:
     found = [
         *_by(store.part("counts"), ("target", "dtype", "size"), _counts),
         *_by(store.part("residuals"), ("dtype", "size"), _residuals),
-        *_by(store.part("errors"), ("dtype", "size"), _errors),
+        *_by(store.part("errors"), ("target", "dtype", "size"), _errors),
         *_by(store.part("timings"), ("dtype", "size"), _timings),
     ]
     return [grid for grid in found if grid.rows]
@@ -155,7 +155,7 @@ def _residuals(pairs: list[tuple[Row, Row]], dtype: str, size: str) -> Grid:
     return Grid(f"Residuals, {dtype}, size {size}", note, columns, rows)
 
 
-def _errors(pairs: list[tuple[Row, Row]], dtype: str, size: str) -> Grid:
+def _errors(pairs: list[tuple[Row, Row]], target: str, dtype: str, size: str) -> Grid:
     rows: list[tuple[str, ...]] = []
     for row, hand in pairs:
         ratio = ""
@@ -169,8 +169,15 @@ def _errors(pairs: list[tuple[Row, Row]], dtype: str, size: str) -> Grid:
         "without excess precision, so that every rounding that is written takes place. The loss is "
         "multiplied by 2¹⁰, the gradients divided by it."
     )
+    whose = dtype
+    if target != "cpu":
+        whose = f"{target}, {dtype}"
+        note += (
+            " The program is the one that JAX lowers for that platform; a product of 16-bit values "
+            "with a float32 result is run on the same values in float32."
+        )
     columns = ("network", "variant", "gradient error", "× hand-cast")
-    return Grid(f"Gradients against float64, {dtype}, size {size}", note, columns, rows)
+    return Grid(f"Gradients against float64, {whose}, size {size}", note, columns, rows)
 
 
 def _paired(errors: list[float], yardstick: list[float]) -> str:

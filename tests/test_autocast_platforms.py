@@ -1,0 +1,108 @@
+"""The programs that JAX lowers for a GPU and for a TPU, run on this CPU: right there too."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import _differential as differential
+import _programs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _differential import MODES, check_values, trace
+from jax.extend.core import jaxpr_as_fun
+
+from benchmarks.measure.elsewhere import lowered_for
+from benchmarks.measure.errors import AS_WRITTEN
+from benchmarks.networks import NETWORKS
+from mpjax._autocast import autocast
+
+POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
+PLATFORMS = ("cuda", "tpu")
+_LATER = range(40, 400, 40)
+# What a platform has a library for, which is not here; what calls back, or is laid out over this
+# machine's devices; and what XLA:CPU fails to compile as other platforms write it.
+_NOT_HERE = frozenset(
+    {"cholesky", "lu", "eigh", "qr", "svd", "debug_callback", "pure_callback", "io_callback"}
+    | {"shard_map", "sharding_constraint", "erfc"}
+)
+
+pytestmark = [
+    pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs"),
+    pytest.mark.filterwarnings("ignore:autocast:mpjax.SupportWarning"),  # float16 on a TPU
+]
+
+
+def _cases(first: int, count: int) -> list[tuple[differential.Case, Any]]:
+    """Returns those of some random programs that can run here, with their compute dtypes."""
+    found: list[tuple[differential.Case, Any]] = []
+    for seed in range(first, first + count):
+        rng = random.Random(seed)
+        program = _programs.random_program(rng)
+        mode = rng.choice([mode for mode in MODES if mode.fits(program)])
+        policy = rng.choice(list(POLICIES))
+        try:
+            case = trace(program, mode, lambda fun, policy=policy: autocast(fun, policy))
+        except differential.JaxRefusesError:
+            continue
+        if _runs_here(case):
+            found.append((case, POLICIES[policy]))
+    return found
+
+
+def _runs_here(case: differential.Case) -> bool:
+    used = {eqn.primitive.name for eqn in differential.equations(case.transformed.jaxpr)}
+    types = [getattr(x, "dtype", np.dtype(float)) for x in case.args]
+    # A key is given a layout over an empty mesh, which StableHLO alone cannot read.
+    keys = any(jnp.issubdtype(dtype, jax.dtypes.prng_key) for dtype in types)
+    return not keys and not used & _NOT_HERE
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in _LATER)])
+@mock.patch("mpjax._autocast.groups._SMALL", 0)  # or no group is large enough to be kept apart
+def test_random_programs_of_another_platform_stay_within_rounding(
+    platform: str, first: int
+) -> None:
+    verdicts: list[bool] = []
+    for ten in range(first, first + 40, 10):  # in one compilation
+        cases = _cases(ten, 10)
+        arguments = [jax.tree.leaves(case.args) for case, _ in cases]
+
+        def run(args: Any, cases: Any = cases) -> Any:
+            pairs = zip(cases, args, strict=True)
+            return [jaxpr_as_fun(case.transformed)(*xs) for (case, _), xs in pairs]
+
+        outputs = jax.jit(lowered_for(platform, run, arguments))(arguments)
+        for (case, low), outs in zip(cases, outputs, strict=True):
+            verdicts.append(check_values(case, low, outs).compared)
+    assert len(verdicts) >= 20
+    assert sum(verdicts) >= 0.6 * len(verdicts)
+
+
+@pytest.mark.standard_promotion("linen promotes masks and counts implicitly")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "name", ["mlp", "unet", "bert", pytest.param("resnet50", marks=pytest.mark.slow)]
+)
+def test_gradients_of_networks_on_other_platforms_are_as_exact(name: str, policy: str) -> None:
+    network = NETWORKS[name]("tiny")
+    arguments = network.values(0)
+
+    def gradient(cast: Callable[[Any], Any], platform: str = "cpu") -> list[Any]:
+        fun = lowered_for(platform, jax.grad(cast(network.loss)), *arguments)
+        found = jax.jit(fun, compiler_options=AS_WRITTEN)(*arguments)
+        return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(found)]
+
+    exact = gradient(lambda fun: fun)
+
+    def error(platform: str) -> float:
+        got = gradient(lambda fun: autocast(fun, policy), platform)
+        return sum(float(np.sum((g - e) ** 2)) for g, e in zip(got, exact, strict=True)) ** 0.5
+
+    here = error("cpu")
+    assert 0 < here < 0.1 * sum(float(np.sum(e**2)) for e in exact) ** 0.5
+    for platform in PLATFORMS:
+        assert error(platform) < 1.25 * here
