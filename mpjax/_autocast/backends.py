@@ -13,8 +13,9 @@ of two bfloat16 are exact in float32.
 XLA:GPU cancels a rounding to low against the widening of a later reader, and then stores float32.
 So a product is asked for the low result itself (it accumulates in float32 all the same), and what
 is stored low passes a barrier. cuDNN has no low convolution with a float32 result at all: XLA
-would widen its operands, whole activations. So one in bfloat16 has a bfloat16 result, widened where
-float32 was asked for; one in float16 has not, for there the gradient of a kernel could overflow.
+would widen its operands, whole activations. So it has a low result, widened where float32 was asked
+for. In float16 the gradient of a kernel may overflow there, as one that is cast by hand may; the
+loss scale is there for that.
 """
 
 import functools
@@ -24,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -35,7 +35,6 @@ from .. import _compat
 
 GPUS = ("cuda", "rocm")
 FLOAT32 = np.dtype("float32")
-BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 
 def plain_layout(x: jax.Array, y: jax.Array, dims: Any) -> tuple[jax.Array, jax.Array, Any]:
@@ -241,11 +240,9 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
 def convolved(
     x: jax.Array, y: jax.Array, params: dict[str, Any], dtype: Any, backend: Backend
 ) -> jax.Array:
-    """Returns a convolution of low operands in `dtype`, rounded on a GPU if it is in bfloat16."""
-    if x.dtype != BFLOAT16:
-        return rounded(lax.conv_general_dilated(x, y, **params), dtype)
+    """Returns a convolution of low operands in `dtype`, rounded to theirs on a GPU."""
     if backend.low_results:
-        params = {**params, "preferred_element_type": BFLOAT16}
+        params = {**params, "preferred_element_type": x.dtype}
         return lax.conv_general_dilated(x, y, **params).astype(dtype)
     return _rounded_p.bind(lax.conv_general_dilated(x, y, **params), dtype=dtype)
 
@@ -262,12 +259,12 @@ ad.deflinear2(_rounded_p, lambda ct, x, *, dtype: [lax.convert_element_type(ct, 
 _ROUND_THEMSELVES = frozenset({"stablehlo.dot_general", "stablehlo.convolution"})
 
 
-def _again(operation: Any, operands: Any, dtype: Any) -> Any:
-    """Returns the result of an operation on other operands, or in another dtype."""
+def _again(operation: Any, operands: Any, element: Any) -> Any:
+    """Returns the result of an operation on other operands, or of other elements."""
     shape = mlir.ir.RankedTensorType(operation.results[0].type).shape
     again = mlir.ir.Operation.create(
         operation.name,
-        results=[mlir.ir.RankedTensorType.get(shape, mlir.dtype_to_ir_type(dtype))],
+        results=[mlir.ir.RankedTensorType.get(shape, element)],
         operands=list(operands),
         attributes={name: operation.attributes[name] for name in operation.attributes},
         loc=operation.location,
@@ -280,9 +277,11 @@ def _lower_rounded(ctx: Any, x: Any, *, dtype: Any) -> Any:
     product = x.owner
     if getattr(product, "name", None) not in _ROUND_THEMSELVES or "algorithm" in product.attributes:
         return _lower_convert(ctx, x, dtype=dtype)  # an algorithm says what its result is
+    element = mlir.dtype_to_ir_type(dtype)
     if dtype != FLOAT32:
-        return [_again(product, product.operands, dtype)]
-    return [_converted(_again(product, product.operands, BFLOAT16), mlir.dtype_to_ir_type(dtype))]
+        return [_again(product, product.operands, element)]
+    low = mlir.ir.RankedTensorType(product.operands[0].type).element_type
+    return [_converted(_again(product, product.operands, low), element)]
 
 
 def _lower_convert(ctx: Any, x: Any, *, dtype: Any) -> Any:
@@ -311,7 +310,7 @@ def _lower_on_cpu(ctx: Any, x: Any) -> Any:
         return _lower_settled(ctx, x)
     wide = mlir.dtype_to_ir_type(FLOAT32)
     operands = [_kept_apart(_converted(operand, wide)) for operand in product.operands]
-    return [_again(product, operands, FLOAT32)]
+    return [_again(product, operands, wide)]
 
 
 def _converted(x: Any, element: Any) -> Any:
@@ -343,17 +342,18 @@ def _lower_sum(ctx: Any, x: Any, *, dtype: Any) -> Any:
     platforms = set(ctx.module_context.platforms)
     if not platforms <= set(GPUS) or getattr(total, "name", None) != "stablehlo.add":
         return [x]
-    low = _again(total, [_narrowed(operand, dtype) for operand in total.operands], dtype)
+    element = mlir.dtype_to_ir_type(dtype)
+    low = _again(total, [_narrowed(operand, element) for operand in total.operands], element)
     return [_converted(low, mlir.dtype_to_ir_type(FLOAT32))]
 
 
-def _narrowed(x: Any, dtype: Any) -> Any:
-    """Returns an operand in `dtype`: as it was before it was widened, or repeated."""
+def _narrowed(x: Any, element: Any) -> Any:
+    """Returns an operand of low elements: as it was before it was widened, or repeated."""
     owner = x.owner
     name = getattr(owner, "name", None)
     if name == "stablehlo.broadcast_in_dim":
-        return _again(owner, [_narrowed(owner.operands[0], dtype)], dtype)
-    return _converted(x, mlir.dtype_to_ir_type(dtype))
+        return _again(owner, [_narrowed(owner.operands[0], element)], element)
+    return _converted(x, element)
 
 
 # Not cacheable: JAX would lower each as a function of its own, where no product is in sight. And
