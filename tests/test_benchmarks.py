@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.measure import compiled, jaxprs, prefetches, targets
+from benchmarks.measure import compiled, hbm, jaxprs, prefetches, targets
 from benchmarks.measure.store import Store
 from benchmarks.networks import NETWORKS
 
@@ -107,6 +107,14 @@ def test_what_a_tpu_moves_ahead_is_no_operand_of_its_own() -> None:
     read = PREFETCHED.replace("add(%both,", "add(%slice-done,")
     with pytest.raises(ValueError, match="'slice-done' is read by itself"):
         prefetches.without(read)
+
+
+def test_only_what_lies_in_hbm_is_traffic_and_a_slice_is_a_slice() -> None:
+    assert hbm.traffic(PREFETCHED) == 3 * 64 * 8 * 4  # x in halves, y, and the sum
+    on_chip = PREFETCHED.replace("ROOT %sum = f32[64,8]{1,0}", "ROOT %sum = f32[64,8]{1,0:S(1)}")
+    assert hbm.traffic(on_chip) == 2 * 64 * 8 * 4
+    looped = PREFETCHED.replace(" add(", " while(")
+    assert hbm.traffic(looped) is None
 
 
 def test_unknown_targets_are_named() -> None:

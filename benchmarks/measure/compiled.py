@@ -14,8 +14,8 @@ from typing import Any
 import jax
 from jaxlib import _jax
 
-from . import library_calls, prefetches
-from .targets import Target
+from . import hbm, library_calls, prefetches
+from .targets import TPUS, Target
 
 # JAX gives cost_analysis() on CPU and TPU only; its counter works on any target's module. It is
 # private: JAX 0.12 has the parser in a module of its own, and a later one may have neither.
@@ -37,6 +37,7 @@ class Compiled:
 
     bytes_accessed: float | None
     operands_accessed: float | None  # of these bytes, all but a TPU's prefetches
+    hbm_traffic: float | None  # of a TPU's program without loops
     flops: float | None
     temporaries: int
     converts: int  # floating casts in the optimised text, fused ones included
@@ -68,6 +69,7 @@ def compile_for(fun: Callable[..., Any], target: Target, *args: Any) -> Compiled
     return Compiled(
         bytes_accessed=cost and cost["bytes accessed"],
         operands_accessed=operations and operations["bytes accessed"],
+        hbm_traffic=hbm.traffic(text) if target.name in TPUS else None,
         flops=cost and cost["flops"],
         temporaries=executable.memory_analysis().temp_size_in_bytes,
         converts=len(re.findall(r"= (?:bf16|f16|f32)\[[^ ]* convert\(", text)),

@@ -95,13 +95,14 @@ def _number(x: float) -> str:
 
 
 def _counts(pairs: list[tuple[Row, Row]], target: str, dtype: str, size: str) -> Grid:
-    prefetches = target in TPUS
+    on_tpu = target in TPUS
     rows = [
         (
             row["network"],
             row["variant"],
             _ratio(row, hand, "bytes_accessed", 1e9),
-            *([_ratio(row, hand, "operands_accessed", 1e9)] if prefetches else []),
+            *([_ratio(row, hand, "operands_accessed", 1e9)] if on_tpu else []),
+            *([_ratio(row, hand, "hbm_traffic", 1e9)] if on_tpu else []),
             _ratio(row, hand, "flops", 1e9),
             _ratio(row, hand, "temporaries", 1e6),
             str(row["converts"]),
@@ -117,15 +118,17 @@ def _counts(pairs: list[tuple[Row, Row]], target: str, dtype: str, size: str) ->
         "the fastest of as many compilations as the command asks for, variants taking turns: "
         "processor seconds (threads add up), and elapsed ones."
     )
-    if prefetches:
+    if on_tpu:
         note += (
-            " The second count leaves out what the compiler moves into the chip ahead of its "
-            "reader, which XLA counts too, slices as often as their whole."
+            " The first count is XLA's: it takes what lies in the chip's own memory for accessed "
+            "too, and a slice for the whole. The second leaves out what the compiler moves into "
+            "the chip ahead of its reader; the third is what moves between chip and HBM, for "
+            "programs without loops."
         )
     if target in GPUS:
         note += " Convolutions are calls of cuDNN: their operands, results and flops are added."
     columns = ("network", "variant", "GB accessed")
-    columns += ("GB but for prefetches",) if prefetches else ()
+    columns += ("GB but for prefetches", "GB to and from HBM") if on_tpu else ()
     columns += ("Gflop", "temporaries MB", "converts", "trace s", "trace + lower + compile s")
     columns += ("elapsed s",)
     return Grid(f"{target}, {dtype}, size {size}", note, columns, rows)
