@@ -191,6 +191,16 @@ def test_symbolic_zeros_reach_a_backward_rule():
     assert distance(got, jax.grad(fun)(X)) < 8 * BF16
 
 
+def test_a_backward_rule_in_a_large_group():
+    @jax.custom_vjp
+    def clipped(x):
+        return 1.5 * x
+
+    clipped.defvjp(lambda x: (clipped(x), None), lambda _, ct: (jnp.clip(1.5 * ct, -0.5, 0.5),))
+    x, w = jnp.tile(X, (64, 4)), jnp.tile(W, (4, 4)) / 4
+    check(lambda x, w: clipped(jnp.tanh(x @ w) * 2) @ w, x, w)
+
+
 def test_a_region_inside_a_rule_stays_float32():
     @jax.custom_vjp
     def product(x, w):

@@ -59,7 +59,7 @@ class GroupFunctions:
         found: list[Hashable] = [v.aval for v in step.inputs]
         for eqn in eqns:
             operands = [_literal(v) if _compat.is_literal(v) else number[v] for v in eqn.invars]
-            params = sorted(eqn.params.items())
+            params = [(name, _by_value(value)) for name, value in sorted(eqn.params.items())]
             place = (eqn.source_info.name_stack[around:], self._line(eqn), eqn.ctx)
             low = groups.low_cotangent(eqn, step, plan.states)
             found.append((eqn.primitive, *operands, *params, *place, low))
@@ -83,6 +83,15 @@ def _common_scopes(eqns: Sequence[Any]) -> int:
             break
         shared += 1
     return shared
+
+
+def _by_value(param: Any) -> Hashable:
+    """Returns a parameter, or its identity: JAX 0.10 has rules with lists inside."""
+    try:
+        hash(param)
+    except TypeError:
+        return id(param)  # of an equation that the plan holds, as long as the key is in use
+    return param
 
 
 def _literal(literal: Any) -> Hashable:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -427,23 +427,14 @@ class _Planner:
 
 @functools.lru_cache(maxsize=256)
 def _as_written(settings: Settings) -> Settings:
-    return Settings(
-        settings.policy, settings.overrides, settings.widest, settings.dot_precision, (), True
-    )
+    return replace(settings, scope=(), as_written=True)
 
 
 @functools.lru_cache(maxsize=1024)
 def _inside(settings: Settings, scope: tuple[str, ...]) -> Settings:
     if isinstance(settings.policy, Policy) or not scope:
         return settings
-    return Settings(
-        settings.policy,
-        settings.overrides,
-        settings.widest,
-        settings.dot_precision,
-        settings.scope + scope,
-        settings.as_written,
-    )
+    return replace(settings, scope=settings.scope + scope)
 
 
 def _default_precision(eqn: Any) -> bool:
