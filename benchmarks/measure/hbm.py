@@ -5,14 +5,10 @@ the chip's own memory, VMEM, and a copy of a part is counted as a copy of the wh
 what lies in HBM counts, and a part as a part.
 """
 
-import math
-import re
 from collections.abc import Iterable
 
-_ITEM = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}
-_ARRAY = re.compile(r"\b(pred|bf16|f\d+|[su]\d+)\[([\d,]*)\](\{[^}]*\})?")
-_TUPLE = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
-_LINE = re.compile(rf"\s+(?:ROOT )?%([\w.\-]+) = ({_TUPLE}|\S+) ([\w\-]+)\((.*)")
+from mpjax.pods._hlo import Shape, parse_module
+
 _NAMES_ONLY = frozenset(
     {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "copy-done", "slice-done"}
     | {"fusion-done", "async-done", "partition-id", "after-all"}
@@ -25,44 +21,23 @@ def traffic(text: str) -> int | None:
     What a loop reads of a stacked array is told by its fusions alone; without one, each operand
     is read once, and each result written once.
     """
-    entry = text[text.index("\nENTRY") :]
-    if " while(" in entry:
+    instructions = parse_module(text).entry.instructions
+    if any(made.opcode == "while" for made in instructions.values()):
         return None
-    types: dict[str, str] = {}
     total = 0
-    for name, made, operation, rest in map(re.Match.groups, _made(entry)):
-        types[name] = made
-        if operation in _NAMES_ONLY:
-            continue
-        if operation in ("copy-start", "slice-start"):
-            total += _moved(made)
-        else:
-            operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
-            total += _in_hbm(made) + sum(_in_hbm(types.get(v, "")) for v in operands)
+    for made in instructions.values():
+        if made.opcode in ("copy-start", "slice-start"):
+            total += _moved(*made.shapes[:2])
+        elif made.opcode not in _NAMES_ONLY:
+            operands = (instructions[name].shapes for name in made.operands)
+            total += sum(map(_in_hbm, (made.shapes, *operands)))
     return total
 
 
-def _made(entry: str) -> Iterable[re.Match[str]]:
-    """Returns the lines that make a value, taken apart."""
-    return filter(None, map(_LINE.match, entry.splitlines()))
-
-
-def _moved(made: str) -> int:
+def _moved(source: Shape, target: Shape) -> int:
     """Returns what a copy moves: of two arrays the smaller, once for each that lies in HBM."""
-    pair = [match.groups() for match in _ARRAY.finditer(made)][:2]
-    size = min(_size(kind, shape) for kind, shape, _ in pair)
-    return size * sum(not _on_chip(layout) for _, _, layout in pair)
+    return min(source.bytes, target.bytes) * [source.space, target.space].count(0)
 
 
-def _in_hbm(made: str) -> int:
-    arrays = (match.groups() for match in _ARRAY.finditer(made))
-    return sum(_size(kind, shape) for kind, shape, layout in arrays if not _on_chip(layout))
-
-
-def _on_chip(layout: str | None) -> bool:
-    return bool(layout) and "S(" in str(layout)
-
-
-def _size(kind: str, shape: str) -> int:
-    item = _ITEM.get(kind) or max(int(kind[1:]) // 8, 1)
-    return item * math.prod(int(n) for n in shape.split(",") if n)
+def _in_hbm(shapes: Iterable[Shape]) -> int:
+    return sum(shape.bytes for shape in shapes if shape.space == 0)

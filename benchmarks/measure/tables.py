@@ -11,6 +11,8 @@ from rich.table import Table
 from .store import Row, Store
 from .targets import GPUS, TPUS
 
+ON_A_TPU = {"operands_accessed": "GB but for prefetches", "hbm_traffic": "GB to and from HBM"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
@@ -101,8 +103,7 @@ def _counts(pairs: list[tuple[Row, Row]], target: str, dtype: str, size: str) ->
             row["network"],
             row["variant"],
             _ratio(row, hand, "bytes_accessed", 1e9),
-            *([_ratio(row, hand, "operands_accessed", 1e9)] if on_tpu else []),
-            *([_ratio(row, hand, "hbm_traffic", 1e9)] if on_tpu else []),
+            *(_ratio(row, hand, name, 1e9) for name in ON_A_TPU if on_tpu),
             _ratio(row, hand, "flops", 1e9),
             _ratio(row, hand, "temporaries", 1e6),
             str(row["converts"]),
@@ -128,7 +129,7 @@ def _counts(pairs: list[tuple[Row, Row]], target: str, dtype: str, size: str) ->
     if target in GPUS:
         note += " Convolutions are calls of cuDNN: their operands, results and flops are added."
     columns = ("network", "variant", "GB accessed")
-    columns += ("GB but for prefetches", "GB to and from HBM") if on_tpu else ()
+    columns += tuple(ON_A_TPU.values()) if on_tpu else ()
     columns += ("Gflop", "temporaries MB", "converts", "trace s", "trace + lower + compile s")
     columns += ("elapsed s",)
     return Grid(f"{target}, {dtype}, size {size}", note, columns, rows)

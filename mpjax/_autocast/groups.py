@@ -84,15 +84,13 @@ def is_fusible_function(eqn: Any) -> bool:
     """Whether an equation is a small function of fusible operations, such as an activation."""
     if eqn.primitive.name not in ("jit", "custom_jvp_call", "custom_vjp_call") or eqn.effects:
         return False
-    if not eqn.outvars:
-        return False
     return _fusible_program(control.single_program(eqn))
 
 
 @functools.lru_cache(maxsize=4096)
 def _fusible_program(jaxpr: Any) -> bool:
     opened = _compat.closed(jaxpr).jaxpr
-    if len(opened.eqns) > _MAX_FUNCTION or opened.constvars:
+    if len(opened.eqns) > _MAX_FUNCTION or opened.constvars or not opened.outvars:
         return False
     return all(
         (eqn.primitive.name in FUSIBLE and not eqn.effects) or is_fusible_function(eqn)

@@ -407,8 +407,8 @@ class _Planner:
 
     def output_state(self, atom: Any, want: int, maker: Any) -> State:
         state = self.state(atom)
-        if maker is not None and state.kind == Kind.WIDE:
-            return self.as_read(maker, state, want)  # as a loop stacks what it also carries
+        if maker is not None:  # a loop may stack low what it also carries in float32
+            state = self.as_read(maker, state, want)
         if state.kind != Kind.LOW:
             return state
         if want & reads.FULL or (want & reads.OUTPUT and not want & reads.PRODUCT):
