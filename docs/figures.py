@@ -2,11 +2,14 @@
 
 `formats.png` shows the bits of the three formats. `block.png` shows what autocast does with each
 operation of a transformer block in Flax, from what `mpjax.explain(...).to_dict()` tells;
-`explained.txt` is what `print` shows of it. `pod_report.png` is `pod_report.txt` with notes; the
-text is what `python examples/train_pod.py tpu_configs/v5e-256.yaml --check` prints with libtpu.
+`explained.txt` is what `print` shows of it. `beside.png` shows the shares that the tables in
+benchmarks/results/ give. `pod_report.png` is `pod_report.txt` with notes; the text is what
+`python examples/train_pod.py tpu_configs/v5e-256.yaml --check` prints with libtpu.
 """
 
 import argparse
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +130,39 @@ def draw_formats(path: Path) -> None:
     figure.savefig(path)
 
 
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+TARGETS = {"h100": "H100", "a100": "A100", "v5e": "TPU v5e"}
+VARIANTS = {"f32": "#999999", "autocast": "#0072b2"}
+COUNTS = {  # marker and label
+    "bytes_accessed": ("o", "bytes accessed"),
+    "hbm_traffic": ("D", "bytes to and from HBM (TPU, no loops)"),
+    "temporaries": ("^", "temporaries"),
+}
+
+
+def draw_beside(path: Path) -> None:
+    """Draws what networks cost in float32 and under autocast, as shares of hand-cast's."""
+    figure = Figure(figsize=(11, 4), dpi=120, layout="constrained")
+    panels = figure.subplots(1, len(TARGETS), sharey=True)
+    for axes, (target, title) in zip(panels, TARGETS.items(), strict=True):
+        rows = json.loads((RESULTS / f"{target}.json").read_text())["rows"]
+        found = {(r["network"], r["variant"]): r for r in rows if r["dtype"] == "bf16"}
+        networks = sorted({network for network, _ in found}, reverse=True)
+        axes.axvline(1, color="black", linewidth=0.8)
+        for (variant, color), (name, (marker, label)) in itertools.product(
+            VARIANTS.items(), COUNTS.items()
+        ):
+            hand = [found.get((n, "hand-cast"), {}).get(name) for n in networks]
+            mine = [found.get((n, variant), {}).get(name) for n in networks]
+            shares = [m / h if m and h else float("nan") for m, h in zip(mine, hand, strict=True)]
+            style = {"color": color, "alpha": 0.8, "label": f"{variant}: {label}"}
+            axes.plot(shares, networks, marker, **style)
+        axes.set(title=title, xlabel="hand-cast = 1", xlim=(0.4, 2.4))
+        axes.grid(axis="y", alpha=0.3)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.savefig(path)
+
+
 MARKS = {"ok": "#009e73", "!!": "#d55e00", "??": "#e69f00", "--": "#999999"}
 NOTES = {  # the first words of a line of the report: what to look for there
     "memory": "fits, with room for a larger batch",
@@ -171,9 +207,10 @@ def main() -> None:
     table = explained()
     draw_block(table.to_dict()["rows"], folder / "block.png")
     (folder / "explained.txt").write_text(f"{table}\n")
+    draw_beside(folder / "beside.png")
     report = (Path(__file__).parent / "images" / "pod_report.txt").read_text()
     draw_report(report.splitlines(), folder / "pod_report.png")
-    print(f"formats.png, block.png, explained.txt and pod_report.png are in {folder}.")
+    print(f"{', '.join(sorted(path.name for path in folder.iterdir()))} are in {folder}.")
 
 
 if __name__ == "__main__":

@@ -148,6 +148,7 @@ def test_the_pictures_can_be_drawn(tmp_path: Path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {
+        "beside.png",
         "block.png",
         "explained.txt",
         "formats.png",
