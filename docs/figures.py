@@ -157,7 +157,7 @@ def draw_beside(path: Path) -> None:
             shares = [m / h if m and h else float("nan") for m, h in zip(mine, hand, strict=True)]
             style = {"color": color, "alpha": 0.8, "label": f"{variant}: {label}"}
             axes.plot(shares, networks, marker, **style)
-        axes.set(title=title, xlabel="hand-cast = 1", xlim=(0.4, 2.4))
+        axes.set(title=title, xlabel="hand-cast = 1", xlim=(0.4, 2.5))
         axes.grid(axis="y", alpha=0.3)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(path)

@@ -122,6 +122,15 @@ class Job:
             process.kill()
             process.communicate()
 
+    def terminated(self, step: int, asked: int) -> int:
+        """Runs until a step is reported, asks one process to end, and returns what all saved."""
+        processes = self.start()
+        read_until(processes[0], f"step {step:>6}/")
+        processes[asked].send_signal(signal.SIGTERM)
+        said = finish(processes)
+        assert [p.returncode for p in processes] == [143] * self.count, [e for _, e in said]
+        return int(said[0][0].partition("SIGTERM: saved step ")[2].split(";")[0])
+
     def state(self) -> Any:
         """Returns the last state, every shard of it."""
         with ocp.StandardCheckpointer() as checkpointer:
@@ -205,15 +214,16 @@ class TestBrokenOrAsked:
     ):
         whole = reference(uninterrupted, 2, cache, tmp_path)
         job = Job(tmp_path / "job", cache, 2)
-        job.killed(12, victim=1)
-        newest = max((p for p in job.checkpoints.glob("*/seal-0.json")), key=seal_step).parent
+        saved = job.terminated(8, 1)  # unlike a kill, that leaves nothing half-written
+        (older,) = {int(p.parent.name) for p in job.checkpoints.glob("*/seal-*.json")} - {saved}
+        newest = job.checkpoints / str(saved)
         path = max((p for p in newest.rglob("d/*") if p.is_file()), key=lambda p: p.stat().st_size)
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
         said = job.run()
         assert f"refused checkpoint {newest}: {path.relative_to(newest)} is corrupted" in said
-        assert f"starting at step {int(newest.name) - 3} of" in said
+        assert f"starting at step {older} of" in said
         assert_same_bits(job.state(), whole)
 
     def test_sigterm_to_one_process_saves_the_same_step_on_all(
@@ -221,19 +231,10 @@ class TestBrokenOrAsked:
     ):
         whole = reference(uninterrupted, 2, cache, tmp_path)
         job = Job(tmp_path / "job", cache, 2)
-        processes = job.start()
-        read_until(processes[0], "step      4/")
-        processes[1].send_signal(signal.SIGTERM)
-        said = finish(processes)
-        assert [p.returncode for p in processes] == [143] * 2, [e[-2000:] for _, e in said]
-        saved = int(said[0][0].partition("SIGTERM: saved step ")[2].split(";")[0])
+        saved = job.terminated(4, 1)
         assert 4 <= saved < STEPS
         assert f"starting at step {saved} of" in job.run()
         assert_same_bits(job.state(), whole)
-
-
-def seal_step(path: Path) -> int:
-    return int(path.parent.name)
 
 
 # -- what must not start ---------------------------------------------------------------------------
