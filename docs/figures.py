@@ -10,6 +10,7 @@ benchmarks/results/ give. `pod_report.png` is `pod_report.txt` with notes; the t
 import argparse
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -149,12 +150,12 @@ def draw_beside(path: Path) -> None:
         found = {(r["network"], r["variant"]): r for r in rows if r["dtype"] == "bf16"}
         networks = sorted({network for network, _ in found}, reverse=True)
         axes.axvline(1, color="black", linewidth=0.8)
-        for (variant, color), (name, (marker, label)) in itertools.product(
-            VARIANTS.items(), COUNTS.items()
-        ):
-            hand = [found.get((n, "hand-cast"), {}).get(name) for n in networks]
-            mine = [found.get((n, variant), {}).get(name) for n in networks]
-            shares = [m / h if m and h else float("nan") for m, h in zip(mine, hand, strict=True)]
+        for (variant, color), name in itertools.product(VARIANTS.items(), COUNTS):
+            marker, label = COUNTS[name]
+            pairs = [
+                (found[n, variant].get(name), found[n, "hand-cast"].get(name)) for n in networks
+            ]
+            shares = [mine / hand if mine and hand else math.nan for mine, hand in pairs]
             style = {"color": color, "alpha": 0.8, "label": f"{variant}: {label}"}
             axes.plot(shares, networks, marker, **style)
         axes.set(title=title, xlabel="hand-cast = 1", xlim=(0.4, 2.5))
@@ -210,7 +211,8 @@ def main() -> None:
     draw_beside(folder / "beside.png")
     report = (Path(__file__).parent / "images" / "pod_report.txt").read_text()
     draw_report(report.splitlines(), folder / "pod_report.png")
-    print(f"{', '.join(sorted(path.name for path in folder.iterdir()))} are in {folder}.")
+    drawn = "beside.png, block.png, explained.txt, formats.png and pod_report.png"
+    print(f"{drawn} are in {folder}.")
 
 
 if __name__ == "__main__":

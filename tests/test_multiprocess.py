@@ -112,10 +112,15 @@ class Job:
         assert [p.returncode for p in processes] == [0] * self.count, [e[-2000:] for _, e in said]
         return said[0][0]
 
-    def killed(self, step: int, victim: int) -> None:
-        """Runs until a step is reported, and kills one process there; the rest cannot go on."""
+    def reached(self, step: int) -> list[subprocess.Popen[str]]:
+        """Starts the processes, and returns them once a step is reported."""
         processes = self.start()
         read_until(processes[0], f"step {step:>6}/")
+        return processes
+
+    def killed(self, step: int, victim: int) -> None:
+        """Runs until a step is reported, and kills one process there; the rest cannot go on."""
+        processes = self.reached(step)
         processes[victim].send_signal(signal.SIGKILL)
         processes[victim].wait()
         for process in processes:  # as a scheduler does when one has died
@@ -124,11 +129,10 @@ class Job:
 
     def terminated(self, step: int, asked: int) -> int:
         """Runs until a step is reported, asks one process to end, and returns what all saved."""
-        processes = self.start()
-        read_until(processes[0], f"step {step:>6}/")
+        processes = self.reached(step)
         processes[asked].send_signal(signal.SIGTERM)
         said = finish(processes)
-        assert [p.returncode for p in processes] == [143] * self.count, [e for _, e in said]
+        assert [p.returncode for p in processes] == [143] * self.count, [e[-2000:] for _, e in said]
         return int(said[0][0].partition("SIGTERM: saved step ")[2].split(";")[0])
 
     def state(self) -> Any:

@@ -59,7 +59,7 @@ class GroupFunctions:
         found: list[Hashable] = [v.aval for v in step.inputs]
         for eqn in eqns:
             operands = [_literal(v) if _compat.is_literal(v) else number[v] for v in eqn.invars]
-            params = [(name, _by_value(value)) for name, value in sorted(eqn.params.items())]
+            params = [(name, _hashable(value)) for name, value in sorted(eqn.params.items())]
             place = (eqn.source_info.name_stack[around:], self._line(eqn), eqn.ctx)
             low = groups.low_cotangent(eqn, step, plan.states)
             found.append((eqn.primitive, *operands, *params, *place, low))
@@ -85,7 +85,7 @@ def _common_scopes(eqns: Sequence[Any]) -> int:
     return shared
 
 
-def _by_value(param: Any) -> Hashable:
+def _hashable(param: Any) -> Hashable:
     """Returns a parameter, or its identity: JAX 0.10 has rules with lists inside."""
     try:
         hash(param)
