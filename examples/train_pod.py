@@ -33,13 +33,13 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from pod_job.checkpoints import Checkpoints
+from pod_job.config import Job, flat, load_config, record_check
+from pod_job.corpus import Corpus, open_corpus, trigram_bits
+from pod_job.processes import agree, gather_values, initialize
 
 import mpjax
 from mpjax import pods
-from mpjax.pods.checkpoints import Checkpoints
-from mpjax.pods.config import Job, flat, load_config, record_check
-from mpjax.pods.corpus import Corpus, open_corpus, trigram_bits
-from mpjax.pods.processes import agree, gather_values, initialize
 
 PyTree = Any
 BATCH_AXES = ("data", "fsdp")  # each of their devices has its own rows

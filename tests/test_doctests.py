@@ -24,6 +24,8 @@ def module_name(path: Path) -> str:
 
 
 MODULES = [module_name(path) for path in sorted(PACKAGE.rglob("*.py"))]
+POD_JOB = PACKAGE.parent / "examples" / "pod_job"
+MODULES += [f"pod_job.{path.stem}" for path in sorted(POD_JOB.glob("*.py"))]
 
 
 def failures(module: types.ModuleType) -> tuple[int, str]:

@@ -32,8 +32,6 @@ ONLY_IN = {
     "optax": {"_adopt", "_master_weights", "_optim_state", "optim", "train", "experimental"},
     "jmp": {"_policy"},
     "matplotlib": {"numerics"},
-    "orbax": {"pods"},
-    "yaml": {"pods"},
     "rich": {"__main__", "_autocast", "_module_dtypes", "numerics", "pods"},
 }
 

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import yaml
 from _helpers import assert_same_bits
-
-from mpjax.pods.checkpoints import Checkpoints
-from mpjax.pods.config import Data, flat, load_config
-from mpjax.pods.corpus import open_corpus
-from mpjax.pods.processes import agree, gather_values, initialize, raise_differences
+from pod_job.checkpoints import Checkpoints
+from pod_job.config import Data, flat, load_config
+from pod_job.corpus import open_corpus
+from pod_job.processes import agree, gather_values, initialize, raise_differences
 
 GOOD: dict[str, Any] = {
     "hardware": "a test",

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import yaml
 from _trainer import ROOT, TRAINER
+from pod_job.config import Job, load_config, record_check
 
 from mpjax import check_support, pods
-from mpjax.pods.config import Job, load_config, record_check
 
 CONFIGS = sorted((ROOT / "tpu_configs").glob("*.yaml"))
 NAMES = [path.stem for path in CONFIGS]

@@ -15,14 +15,14 @@ import pytest
 import yaml
 from _helpers import assert_same_bits
 from _trainer import TRAINER, read_until
+from pod_job import corpus as corpus_module
+from pod_job.checkpoints import Checkpoints
+from pod_job.config import AXES, load_config
+from pod_job.corpus import Corpus, open_corpus, trigram_bits
+from pod_job.processes import raise_differences
 
 import mpjax
 from mpjax import pods
-from mpjax.pods import corpus as corpus_module
-from mpjax.pods.checkpoints import Checkpoints
-from mpjax.pods.config import AXES, load_config
-from mpjax.pods.corpus import Corpus, open_corpus, trigram_bits
-from mpjax.pods.processes import raise_differences
 
 train_pod: Any = _trainer.as_module()
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from mpjax._errors import message
-from mpjax.pods.processes import gather_values
+from pod_job.errors import message
+from pod_job.processes import gather_values
 
 T = TypeVar("T")
 _CHUNK = 1 << 22
@@ -34,9 +34,9 @@ class Checkpoints:
     Example:
       >>> import tempfile
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     with mpjax.pods.checkpoints.Checkpoints(folder) as checkpoints:
+      ...     with Checkpoints(folder) as checkpoints:
       ...         checkpoints.save(1, {"w": jnp.ones(2)})
-      ...     with mpjax.pods.checkpoints.Checkpoints(folder) as checkpoints:
+      ...     with Checkpoints(folder) as checkpoints:
       ...         step, state, refused = checkpoints.restore({"w": jnp.zeros(2)})
       >>> step, float(state["w"][0]), refused
       (1, 1.0, [])

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from mpjax._errors import message
+from pod_job.errors import message
 
 _held: list[TextIO] = []
 
@@ -45,7 +45,7 @@ def initialize(
       None. Call it before anything that starts JAX's backend.
 
     Example:
-      >>> mpjax.pods.processes.initialize("10.0.0.1:1234", num_processes=2, process_id=2)
+      >>> initialize("10.0.0.1:1234", num_processes=2, process_id=2)
       Traceback (most recent call last):
       ...
       ValueError: initialize(process_id): 2 is not below num_processes=2.
@@ -92,7 +92,7 @@ def gather_values(value: Any) -> list[Any]:
     """Returns every process's value, in order of process; anything that JSON can hold.
 
     Example:
-      >>> mpjax.pods.processes.gather_values({"host": 0})
+      >>> gather_values({"host": 0})
       [{'host': 0}]
     """
     text = json.dumps(value, sort_keys=True).encode()
@@ -123,7 +123,7 @@ def agree(values: Mapping[str, Any], what: str = "processes") -> None:
       None: all processes must call it, in the same order.
 
     Example:
-      >>> mpjax.pods.processes.agree({"steps": 100})
+      >>> agree({"steps": 100})
     """
     raise_differences(gather_values(dict(values)), what)
 

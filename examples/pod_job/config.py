@@ -15,11 +15,9 @@ from typing import Any
 
 import jax
 
-from mpjax._errors import message, nearest
-from mpjax._policy import get_policy
-from mpjax.pods._mesh import filled
-from mpjax.pods._report import Report
-from mpjax.pods._topology import Topology, get_topology
+import mpjax
+from mpjax.pods import Report, Topology, get_topology
+from pod_job.errors import message, nearest
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -138,7 +136,11 @@ class Job:
           ValueError: the axes do not multiply to the devices, or a size of the model or batch is
             not divisible by the axis that splits it.
         """
-        sizes = filled(dataclasses.asdict(self.mesh), num_devices)
+        sizes = dataclasses.asdict(self.mesh)
+        free = [name for name, size in sizes.items() if size == -1]
+        given = math.prod(size for size in sizes.values() if size != -1)
+        if len(free) == 1 and given > 0:
+            sizes[free[0]] = num_devices // given
         if min(sizes.values()) < 1 or math.prod(sizes.values()) != num_devices:
             asked = " x ".join(f"{n}={s}" for n, s in dataclasses.asdict(self.mesh).items())
             got = f"{asked} does not divide {num_devices} devices."
@@ -179,7 +181,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Job:
       ...     steps: 10
       ...     ''')
       ...     file.flush()
-      ...     mpjax.pods.config.load_config(file.name, ["steps=20"]).steps
+      ...     load_config(file.name, ["steps=20"]).steps
       20
     """
     import yaml
@@ -241,7 +243,7 @@ def flat(job: Any, prefix: str = "") -> dict[str, Any]:
     """Returns a job as {'model.width': 64, ...}: to compare jobs, on one host or between hosts.
 
     Example:
-      >>> mpjax.pods.config.flat(mpjax.pods.config.Axes(fsdp=8))
+      >>> flat(Axes(fsdp=8))
       {'data': 1, 'fsdp': 8, 'tensor': 1}
     """
     found: dict[str, Any] = {}
@@ -366,7 +368,7 @@ def _check_values(job: Job, where: str) -> None:
         got = f"a width of {job.model.width} does not split into {job.model.heads} even heads."
         fix = "Rotary positions take pairs: model.width is a multiple of 2 x model.heads."
         raise ValueError(message(where, got, fix))
-    get_policy(job.precision)
+    mpjax.get_policy(job.precision)
     job.mesh_axes(job.topology.num_devices)
 
 

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from mpjax._errors import message
-from mpjax.pods.config import Data
+from pod_job.config import Data
+from pod_job.errors import message
 
 Piece: TypeAlias = tuple[Path, slice]
 _CHUNK = 1 << 24
@@ -26,7 +26,7 @@ class Corpus:
     """Files as two runs of bytes, to train on and held out; `open_corpus` makes it.
 
     Example:
-      >>> corpus = mpjax.pods.corpus.Corpus(train=np.arange(9), held_out=np.arange(5), digest="")
+      >>> corpus = Corpus(train=np.arange(9), held_out=np.arange(5), digest="")
       >>> corpus.windows(step=3, seed=0, rows=slice(0, 2), count=4, length=4).shape
       (2, 5)
     """
@@ -169,7 +169,7 @@ def trigram_bits(train: np.ndarray, windows: np.ndarray) -> float:
 
     Example:
       >>> text = np.frombuffer(b"abcabcabcabcabc", np.uint8)
-      >>> round(mpjax.pods.corpus.trigram_bits(text, text[None]), 2)
+      >>> round(trigram_bits(text, text[None]), 2)
       0.04
 
     References:
