@@ -23,7 +23,7 @@ from mpjax._loss_scale import (
     StaticLossScale,
     unscale_once_read,
 )
-from mpjax._master_weights import MasterWeightsState, with_master_weights
+from mpjax._low_precision.master import MasterWeightsState, with_master_weights
 from mpjax._optim_state import (
     DYNAMIC_FIELDS,
     LossScaleState,

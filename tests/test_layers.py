@@ -16,7 +16,8 @@ LAYERS = (
     ("_tree",),
     ("_policy", "_loss_scale", "_hardware", "_op_rules"),
     ("_policy_map", "_grad", "_autocast", "_support", "_skip"),
-    ("_optim_state", "_master_weights", "_module_dtypes"),
+    ("_optim_state", "_module_dtypes"),
+    ("_low_precision",),
     ("_adopt", "_linen_modules", "_nnx_modules"),
     ("optim", "numerics", "testing", "linen", "nnx"),
     ("train", "pods", "experimental", "_doctor"),
@@ -29,7 +30,7 @@ LAYER_OF = {name: layer for layer, row in enumerate(LAYERS) for name in row}
 EVERYWHERE = {"jax", "numpy", "mpjax"}
 ONLY_IN = {
     "flax": {"_linen_modules", "_nnx_modules", "linen", "nnx"},
-    "optax": {"_adopt", "_master_weights", "_optim_state", "optim", "train", "experimental"},
+    "optax": {"_adopt", "_low_precision", "_optim_state", "optim", "train", "experimental"},
     "jmp": {"_policy"},
     "matplotlib": {"numerics"},
     "rich": {"__main__", "_autocast", "_module_dtypes", "numerics", "pods"},
