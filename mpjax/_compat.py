@@ -7,7 +7,7 @@ import jax
 import jax.extend.core
 from jax.extend import linear_util
 
-QUOTIENTS_ARE_FUSED = jax.__version_info__ >= (0, 12)
+QUOTIENTS_ARE_FUSED = jax.__version_info__ >= (0, 10, 2)
 """Whether XLA:CPU repeats a quotient in each fusion that reads it, as it repeats a product."""
 
 
