@@ -8,24 +8,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._adopt import adopted, kind_of
+from mpjax._adopt import adopted
 from mpjax._autocast.api import as_typed
-from mpjax._dtypes import FLOAT32, describe
+from mpjax._dtypes import FLOAT32
 from mpjax._errors import message
 from mpjax._grad import get_loss_scale, localised, mean, value_and_grad
 from mpjax._hardware import check_policy
 from mpjax._loss_scale import LossScale
+from mpjax._microbatches import over_parts
 from mpjax._policy import Policy, get_policy
 from mpjax._policy_map import PolicyMap
 from mpjax._skip import select_like
-from mpjax._tree import (
-    is_array,
-    is_overwritten,
-    leaf_paths,
-    map_with_path,
-    path_str,
-    to_full,
-)
+from mpjax._train_checks import check_accumulate, check_own, pair
+from mpjax._tree import is_array
 from mpjax._typing import Array, AxisName, PyTree
 from mpjax.optim import (
     apply_updates,
@@ -149,28 +144,11 @@ class TrainStep:
             raise ValueError(message("make_train_step", got, fix))
         return self._given_tx
 
-    def _require_own(self, state: TrainState, tx: optax.GradientTransformation) -> None:
-        """Refuses, while tracing, the state of another policy: it would train in that one."""
-        fix = (
-            "A checkpoint of another policy: step.adopt(state). Else start with step.init(params)."
-        )
-        wanted = jax.eval_shape(self._cast_to_param, state.params)
-        pairs = zip(leaf_paths(wanted), *map(jax.tree.leaves, (wanted, state.params)), strict=True)
-        for path, ours, theirs in pairs:
-            if is_array(theirs) and ours.dtype != theirs.dtype:
-                got = f"the state is of another policy; parameter {path!r} is {describe(theirs)}"
-                got += f", and {self.policy} keeps {describe(ours)}."
-                raise ValueError(message("train step", got, fix))
-        fresh = jax.eval_shape(tx.init, state.params)
-        ours, theirs = map(find_states, (fresh, state.opt_state))
-        kinds = [[kind_of(found) for _, found in states] for states in (ours, theirs)]
-        if theirs and kinds[0] != kinds[1]:
-            got = f"the state has {kinds[1][0]} loss scale, and this step {kinds[0][0]} loss scale."
-            raise ValueError(message("train step", got, fix))
-
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         tx = optax.with_extra_args_support(self._tx(state.params))
-        self._require_own(state, tx)
+        wanted = jax.eval_shape(self._cast_to_param, state.params)
+        fresh = jax.eval_shape(tx.init, state.params)
+        check_own(self.policy, state.params, wanted, state.opt_state, fresh)
         loss_scale = current_loss_scale(state.opt_state)
         loss, extra_state, aux, grads = self._differentiate(loss_scale, state, batch)
         extra = {"value": loss, "grad": grads, "value_fn": self._value_fn(state, batch)}
@@ -212,27 +190,13 @@ class TrainStep:
         if self._accumulate == 1:
             (loss, (extra_state, aux)), grads = differentiate(params, state.extra_state, batch)
         else:
-            loss, extra_state, aux, grads = self._scan(differentiate, params, state, batch)
+            loss, extra_state, aux, grads = over_parts(
+                differentiate, params, state.extra_state, batch, self._accumulate
+            )
         loss = loss.astype(FLOAT32)
         if self._axis_name is not None:
             loss, grads = mean(loss, self._axis_name), mean(grads, self._axis_name)
         return loss, extra_state, aux, grads
-
-    def _scan(self, differentiate: Any, params: PyTree, state: TrainState, batch: PyTree) -> Any:
-        """Returns means over micro-batches, of which one at a time is in memory."""
-        count = self._accumulate
-        parts = jax.tree_util.tree_map_with_path(lambda path, x: _split(path, x, count), batch)
-
-        def body(carry: Any, part: PyTree) -> Any:
-            extra_state, total = carry
-            (loss, (new_extra, aux)), grads = differentiate(params, extra_state, part)
-            total = _accumulated(total, grads)
-            return (select_like(jnp.array(True), new_extra, extra_state), total), (loss, aux)
-
-        carry = (state.extra_state, map_with_path(_no_gradient, params))
-        (extra_state, total), (losses, aux) = jax.lax.scan(body, carry, parts)
-        grads = map_with_path(lambda _, g: g / count, total)
-        return jnp.mean(losses.astype(FLOAT32)), extra_state, aux, grads
 
     def _scalar_loss(self, params: PyTree, extra_state: PyTree, batch: PyTree) -> Any:
         """Runs the loss function under the policy; returns `loss, (extra_state, aux)`."""
@@ -240,12 +204,12 @@ class TrainStep:
         out = self._run(params, *((extra_state,) if guarded else ()), batch)
         aux = None
         if guarded and self._has_aux:
-            out, rest = _pair(out, "(loss, (new_extra_state, aux))")
-            extra_state, aux = _pair(rest, "(loss, (new_extra_state, aux))")
+            out, rest = pair(out, "(loss, (new_extra_state, aux))")
+            extra_state, aux = pair(rest, "(loss, (new_extra_state, aux))")
         elif guarded:
-            out, extra_state = _pair(out, "(loss, new_extra_state)")
+            out, extra_state = pair(out, "(loss, new_extra_state)")
         elif self._has_aux:
-            out, aux = _pair(out, "(loss, aux)")
+            out, aux = pair(out, "(loss, aux)")
         return out, (extra_state, aux)
 
 
@@ -317,10 +281,7 @@ def make_train_step(
     References:
       Micikevicius et al., Mixed Precision Training, 2018, https://arxiv.org/abs/1710.03740
     """
-    is_count = isinstance(accumulate, int) and not isinstance(accumulate, bool)
-    if not (is_count and accumulate >= 1):
-        got = f"must be a whole number of at least 1; got {accumulate!r}."
-        raise ValueError(message("make_train_step(accumulate)", got, "Type, for example, 4."))
+    check_accumulate(accumulate)
     return TrainStep(
         loss_fn,
         tx,
@@ -371,39 +332,3 @@ def _checked(state: Any) -> TrainState:
 
 def _copied(x: Any) -> Any:
     return jnp.array(x, copy=True) if is_array(x) else x
-
-
-def _pair(out: Any, wanted: str) -> tuple[Any, Any]:
-    if isinstance(out, tuple) and len(out) == 2:
-        return out
-    got = f"the loss function must return {wanted}; got {describe(out)}."
-    fix = "Return that tuple, or change has_aux= or what step.init was given."
-    raise TypeError(message("make_train_step", got, fix))
-
-
-def _split(path: Any, x: Any, count: int) -> Any:
-    """Returns a batch leaf with a first axis of `count` micro-batches."""
-    x = jnp.asarray(x)
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) and x.ndim == 0:
-        return jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(count))
-    if x.ndim == 0:
-        return jnp.broadcast_to(x, (count,))
-    if x.shape[0] % count:
-        got = f"{describe(x)} does not split into {count} micro-batches."
-        fix = "Make the first axis a multiple of accumulate=, or drop the last, short batch."
-        raise ValueError(message(f"batch leaf {path_str(path)!r}", got, fix))
-    return x.reshape(count, x.shape[0] // count, *x.shape[1:])
-
-
-def _no_gradient(_: Any, p: Any) -> Any:
-    """Returns the gradient of nothing: zeros in the dtype in which gradients come back."""
-    return jnp.zeros_like(to_full(p)) if is_array(p) else p
-
-
-def _accumulated(total: PyTree, grads: PyTree) -> PyTree:
-    """Returns the sums; an overwritten leaf is its latest value, never a sum."""
-
-    def add(path: Any, a: Any, b: Any) -> Any:
-        return b if is_overwritten(path) else a + b
-
-    return jax.tree_util.tree_map_with_path(add, total, grads)

@@ -16,10 +16,10 @@ LAYERS = (
     ("_tree",),
     ("_policy", "_loss_scale", "_hardware", "_op_rules"),
     ("_policy_map", "_grad", "_autocast", "_support", "_skip"),
-    ("_optim_state", "_module_dtypes"),
+    ("_optim_state", "_module_dtypes", "_microbatches"),
     ("_low_precision",),
     ("_adopt", "_linen_modules", "_nnx_modules"),
-    ("optim", "numerics", "testing", "linen", "nnx"),
+    ("optim", "_train_checks", "numerics", "testing", "linen", "nnx"),
     ("train", "pods", "experimental", "_doctor"),
     ("__init__",),
     ("__main__",),  # the command line is a user of the public names
