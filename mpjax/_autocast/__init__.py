@@ -2,7 +2,7 @@
 
 `api` traces a function; `plan` (with `states`, `reads`, `groups` and `control`) decides the dtype
 of every value; `rebind` (with `group_functions`, `rebind_calls`, `custom_rules`, `remat` and
-`matmul`) runs it. `explain` prints what was decided.
+`product`) runs it. `explain` prints what was decided.
 """
 
 from mpjax._autocast.api import autocast, full_precision

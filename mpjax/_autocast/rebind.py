@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpjax import _compat
-from mpjax._autocast import backends, bilinear, exact, groups, matmul, rebind_calls, remat, sums
+from mpjax._autocast import backends, exact, groups, product, rebind_calls, remat, sums
 from mpjax._autocast.binding import bind, written_at
 from mpjax._autocast.group_functions import GroupFunctions
 from mpjax._autocast.plan import Action, Decision, Plan, is_float32
@@ -103,8 +103,8 @@ class Runner:
     def as_traced(self, plan: Plan, eqn: Any, values: Sequence[Value]) -> list[Any]:
         params = eqn.params
         precision = plan.settings.dot_precision
-        if precision is not None and eqn.primitive.name in bilinear.PRODUCTS:
-            params = matmul.with_precision(params, precision)
+        if precision is not None and eqn.primitive.name in product.PRODUCTS:
+            params = product.with_precision(params, precision)
         return bind(eqn, [v.full for v in values], params)
 
     def keep(self, plan: Plan, eqn: Any, values: Sequence[Value], env: dict[Any, Value]) -> None:
@@ -125,15 +125,15 @@ class Runner:
         eqn, low = decision.eqn, decision.low
         params = eqn.params
         if plan.settings.dot_precision is not None:
-            params = matmul.with_precision(params, plan.settings.dot_precision)
+            params = product.with_precision(params, plan.settings.dot_precision)
         x, y = ((v.carrier(low), v.low(low)) for v in values[:2])
-        out = matmul.product(
+        out = product.product(
             eqn.primitive.name,
             params,
             x,
             y,
             [v.full for v in values[2:]],
-            low=low,
+            how=product.low(low),
             out_dtype=decision.out_dtype,
         )
         return out if self.products is None else self.products.named(eqn, out)

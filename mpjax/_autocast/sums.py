@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax import _compat
-from mpjax._autocast import matmul, states
+from mpjax._autocast import product, states
 from mpjax._autocast.plan import FLOAT32, is_float32
 
 _LINEAR = frozenset(
@@ -104,5 +104,5 @@ def detached(low: jax.Array, full: jax.Array) -> Callable[[], jax.Array]:
     Returns:
       A function to be called in the body.
     """
-    hidden = matmul.hidden_p.bind(low)
+    hidden = product.hidden(low)
     return lambda: _reattached(hidden, full)

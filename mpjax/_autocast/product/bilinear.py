@@ -1,8 +1,8 @@
 """Products as programs that are linear in each of two arrays, with their transposed forms.
 
-A product is run on low operands and accumulates in float32; so are the products of its gradient.
-Which these are is found by tracing JAX's own derivative and `jax.vmap` of the float32 product, so
-that convolutions need no formulas here.
+A product is run on operands as its direction says (`config`), and so are the products of its
+gradient. Which these are is found by tracing JAX's own derivative and `jax.vmap` of the float32
+product, so that convolutions need no formulas here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from mpjax import _compat
-from mpjax._autocast import backends, convolutions
+from mpjax._autocast import backends
+from mpjax._autocast.product import config, convolutions
+from mpjax._autocast.product.config import Config, Roles
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
@@ -32,22 +34,27 @@ class Bilinear:
     """
 
     traced: Any
-    low: Any  # the dtype of the products' operands
+    config: Config  # what products of each direction read
+    roles: Roles  # of both operands and the result: they tell the direction of this one
     convolved: Any = None  # the same program as a convolution, where a GPU runs that better
 
     def run(
         self, args: Sequence[jax.Array], out_dtype: Any, backend: backends.Backend
     ) -> jax.Array:
-        """Returns the product of two arrays, rounded to `low`, as `out_dtype`."""
-        a, b, *extras = args
-        operands = [x.astype(self.low) for x in (a, b)]
+        """Returns the product of two arrays, cast as its direction says, as `out_dtype`."""
+        direction = self.config.direction(self.roles)
+        pairs = zip(args[:2], self.roles[:2], strict=True)
+        operands = [x.astype(direction.dtype(role)) for x, role in pairs]
+        extras = args[2:]
         traced = self.convolved if backend.low_results and self.convolved else self.traced
-        made = out_dtype if _only_moves(traced) else jnp.dtype(jnp.float32)
+        made = out_dtype if _only_moves(traced) else direction.accumulates
         return _eval_low(traced, [*operands, *extras], made, backend).astype(out_dtype)
 
     def __repr__(self) -> str:
         ops = "+".join(eqn.primitive.name for eqn in _live_equations(self.traced.jaxpr))
-        return f"<{ops} in {self.low}>"
+        direction = self.config.direction(self.roles)
+        dtypes = {str(dtype): None for _, dtype in direction.operands}
+        return f"<{ops} in {', '.join(dtypes)}>"
 
 
 def _eval_low(jaxpr: Any, args: Sequence[Any], out_dtype: Any, backend: backends.Backend) -> Any:
@@ -140,14 +147,14 @@ def hashable(params: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(params.items()))
 
 
-def of(name: str, params: dict[str, Any], values: Sequence[Any], low: Any) -> Bilinear:
+def of(name: str, params: dict[str, Any], values: Sequence[Any], how: Config) -> Bilinear:
     """Returns the program of one product equation."""
-    return _bilinear(name, hashable(params), tuple(_struct(jax.typeof(v)) for v in values), low)
+    return _bilinear(name, hashable(params), tuple(_struct(jax.typeof(v)) for v in values), how)
 
 
 @functools.lru_cache(maxsize=4096)
 def _bilinear(
-    name: str, params: Any, structs: tuple[jax.ShapeDtypeStruct, ...], low: Any
+    name: str, params: Any, structs: tuple[jax.ShapeDtypeStruct, ...], how: Config
 ) -> Bilinear:
     kwargs = dict(params)
     fun: Callable[..., Any]
@@ -158,8 +165,9 @@ def _bilinear(
         fun = functools.partial(getattr(lax, name), **kwargs)
     traced = jax.make_jaxpr(fun)(*structs)
     if name != "conv_general_dilated" or not convolutions.is_pointwise(kwargs, structs):
-        return Bilinear(traced, low)
-    return Bilinear(jax.make_jaxpr(convolutions.pointwise(kwargs))(*structs), low, traced)
+        return Bilinear(traced, how, how.roles)
+    point = jax.make_jaxpr(convolutions.pointwise(kwargs))(*structs)
+    return Bilinear(point, how, how.roles, traced)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -169,7 +177,8 @@ def transposed(_mesh: Any, program: Bilinear, wrt: int) -> Bilinear:
     convolved = program.convolved if wrt == 0 else None
     return Bilinear(
         _untransposed(_pullback(program.traced, wrt)),
-        program.low,
+        program.config,
+        config.transposed(program.roles, wrt),
         convolved and _pullback(convolved, wrt),
     )
 
@@ -231,4 +240,5 @@ def batched(_mesh: Any, program: Bilinear, size: int, in_axes: tuple[int | None,
 
     structs = [_struct(v.aval) for v in program.traced.jaxpr.invars]
     args = [widen(s, axis) for s, axis in zip(structs, in_axes, strict=True)]
-    return Bilinear(jax.make_jaxpr(lambda *xs: fun(*xs)[0])(*args), program.low)
+    wider = jax.make_jaxpr(lambda *xs: fun(*xs)[0])(*args)
+    return Bilinear(wider, program.config, program.roles)

@@ -21,8 +21,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpjax import _compat
-from mpjax._autocast import backends, bilinear, tpu_warning
-from mpjax._autocast.bilinear import Bilinear
+from mpjax._autocast import backends, tpu_warning
+from mpjax._autocast.product import bilinear
+from mpjax._autocast.product.bilinear import Bilinear
+from mpjax._autocast.product.config import Config
 
 
 def with_precision(params: dict[str, Any], precision: Any) -> dict[str, Any]:
@@ -143,6 +145,11 @@ ad.primitive_jvps[hidden_p] = _hidden_jvp
 ad.primitive_transposes[hidden_p] = lambda ct, x: [ad.Zero(x.aval)]
 
 
+def hidden(x: jax.Array) -> jax.Array:
+    """Returns a value that nothing is derived from."""
+    return hidden_p.bind(x)
+
+
 # -- `linked_p`: the result of the forward product, with the derivative above ------------------
 
 linked_p = Primitive("linked_product")
@@ -213,29 +220,29 @@ def product(
     y: tuple[jax.Array, jax.Array],
     extras: Sequence[jax.Array],
     *,
-    low: Any,
+    how: Config,
     out_dtype: Any,
 ) -> jax.Array:
-    """Returns one product of low operands, accumulated in float32, differentiable at any order.
+    """Returns one product of low operands, differentiable at any order.
 
     Args:
       name: the primitive: one of `PRODUCTS`.
       params: its parameters.
       x, y: each a carrier, which receives the gradient in its own dtype, and its low copy.
       extras: integer operands.
-      low: the dtype of the operands.
-      out_dtype: the dtype of the result: `low`, or float32 where nothing low reads it.
+      how: what it and the products of its derivative read.
+      out_dtype: the dtype of the result: low, or float32 where nothing low reads it.
     """
-    return _product_of(name, bilinear.hashable(params), low, out_dtype)(*x, *y, *extras)
+    return _product_of(name, bilinear.hashable(params), how, out_dtype)(*x, *y, *extras)
 
 
 @functools.lru_cache(maxsize=4096)
-def _product_of(name: str, params: Any, low: Any, out_dtype: Any) -> Callable[..., jax.Array]:
+def _product_of(name: str, params: Any, how: Config, out_dtype: Any) -> Callable[..., jax.Array]:
     """Returns the product as one function, which JAX traces and differentiates once a shape."""
 
     def linked_product(x: Any, x_low: Any, y: Any, y_low: Any, *extras: Any) -> jax.Array:
-        values = [hidden_p.bind(x_low), hidden_p.bind(y_low), *extras]
-        program = bilinear.of(name, dict(params), [x_low, y_low, *extras], low)
+        values = [hidden(x_low), hidden(y_low), *extras]
+        program = bilinear.of(name, dict(params), [x_low, y_low, *extras], how)
         out = bilinear.low_product(name, dict(params), values, out_dtype, backends.TRACED)
         carriers = _compat.equally_varying(x, x_low, y, y_low)
         return linked_p.bind(out, *carriers, *extras, program=program)

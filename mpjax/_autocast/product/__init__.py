@@ -1,0 +1,11 @@
+"""Products on low operands: what each direction reads (`config`), how it is run and differentiated.
+
+`config` is data; `bilinear` runs a product and finds its transposed and batched forms;
+`primitives` gives it a derivative of its own.
+"""
+
+from mpjax._autocast.product.bilinear import PRODUCTS
+from mpjax._autocast.product.config import Config, low
+from mpjax._autocast.product.primitives import hidden, product, with_precision
+
+__all__ = ["PRODUCTS", "Config", "hidden", "low", "product", "with_precision"]
