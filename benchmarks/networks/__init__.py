@@ -1,20 +1,30 @@
-"""The seven networks of the benchmarks, each from one definition: plain float32 and cast by hand.
+"""The networks of the benchmarks, each from one definition: plain float32 and cast by hand.
 
 `NETWORKS["mlp"]("full")` is a `Network`; sizes are "tiny" (seconds on a CPU, for values), "small"
-(for timings on a CPU) and "full" (realistic, for counts; nothing needs to fit into memory).
+(for timings on a CPU), "medium" (few layers of a realistic width, to compile many times) and
+"full" (realistic, for counts; nothing needs to fit into memory). Decisions are taken by the
+figures of `TUNING`; those of `JUDGES` tell whether they hold elsewhere.
 """
 
 from collections.abc import Callable
 
 from ._bert import bert
+from ._efficientnet import efficientnet
+from ._gemma import gemma
+from ._graph import graph
+from ._llama import llama
 from ._lstm import lstm
+from ._mamba import mamba
 from ._mlp import mlp
 from ._network import Loss, Network, cross_entropy, full
 from ._resnet import resnet50
 from ._transformer import scanned_transformer, transformer
 from ._unet import unet
+from ._unet3d import unet3d
+from ._vit import vit
+from ._wavenet import wavenet
 
-NETWORKS: dict[str, Callable[[str], Network]] = {
+TUNING: dict[str, Callable[[str], Network]] = {
     "mlp": mlp,
     "unet": unet,
     "resnet50": resnet50,
@@ -22,7 +32,27 @@ NETWORKS: dict[str, Callable[[str], Network]] = {
     "scanned_transformer": scanned_transformer,
     "lstm": lstm,
     "bert": bert,
+    "llama": llama,
+    "efficientnet": efficientnet,
+    "graph": graph,
 }
-SIZES = ("tiny", "small", "full")
+JUDGES: dict[str, Callable[[str], Network]] = {
+    "gemma": gemma,
+    "wavenet": wavenet,
+    "unet3d": unet3d,
+    "vit": vit,
+    "mamba": mamba,
+}
+NETWORKS = TUNING | JUDGES
+SIZES = ("tiny", "small", "medium", "full")
 
-__all__ = ["NETWORKS", "SIZES", "Loss", "Network", "cross_entropy", "full"]
+__all__ = [
+    "JUDGES",
+    "NETWORKS",
+    "SIZES",
+    "TUNING",
+    "Loss",
+    "Network",
+    "cross_entropy",
+    "full",
+]

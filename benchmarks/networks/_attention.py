@@ -17,6 +17,25 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, dtype: Any
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
+def attend_grouped(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    dtype: Any,
+    cap: float | None = None,
+) -> jax.Array:
+    """Returns `attend` where several heads of `q` share one of `k` and `v`; scores end at `cap`."""
+    batch, time, heads, dim = q.shape
+    q = q.reshape(batch, time, k.shape[2], -1, dim) * dim**-0.5
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k)
+    if cap is not None:
+        scores = cap * jnp.tanh(scores / cap)
+    scores = jnp.where(mask[:, :, None], scores.astype(full(dtype)), -1e9)
+    weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
+    return jnp.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(batch, time, heads, dim)
+
+
 def rotate(x: jax.Array, dtype: Any) -> jax.Array:
     """Returns [batch, time, heads, d] with rotary positions, rotated in `full(dtype)`."""
     _, time, _, dim = x.shape
@@ -55,4 +74,28 @@ class SelfAttention(nn.Module):
             q, k = rotate(q, self.dtype), rotate(k, self.dtype)
         y = attend(q, k, v, mask, self.dtype)
         out = nn.DenseGeneral(width, axis=(-2, -1), use_bias=self.use_bias, dtype=self.dtype)
+        return out(y)
+
+
+class GroupedAttention(nn.Module):
+    """Rotary attention without biases, in which groups of heads share keys and values."""
+
+    heads: int
+    groups: int
+    dtype: Any
+    cap: float | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        """Returns features like `x`."""
+        width = x.shape[-1]
+
+        def project(name: str, heads: int) -> jax.Array:
+            shape = (heads, width // self.heads)
+            return nn.DenseGeneral(shape, use_bias=False, dtype=self.dtype, name=name)(x)
+
+        q, k = project("query", self.heads), project("key", self.groups)
+        q, k = rotate(q, self.dtype), rotate(k, self.dtype)
+        y = attend_grouped(q, k, project("value", self.groups), mask, self.dtype, self.cap)
+        out = nn.DenseGeneral(width, axis=(-2, -1), use_bias=False, dtype=self.dtype, name="out")
         return out(y)

@@ -12,6 +12,7 @@ from ._network import Network, full
 SIZES = {
     "tiny": {"batch": 4, "time": 16, "width": 32, "heads": 2, "layers": 2, "vocab": 64},
     "small": {"batch": 4, "time": 128, "width": 256, "heads": 4, "layers": 4, "vocab": 1024},
+    "medium": {"batch": 4, "time": 512, "width": 768, "heads": 12, "layers": 2, "vocab": 8192},
     "full": {"batch": 16, "time": 512, "width": 768, "heads": 12, "layers": 12, "vocab": 30522},
 }
 

@@ -10,6 +10,7 @@ from ._network import Network, cross_entropy, full
 SIZES = {
     "tiny": {"batch": 8, "steps": 16, "width": 32, "vocab": 50, "layers": 2},
     "small": {"batch": 32, "steps": 64, "width": 256, "vocab": 256, "layers": 2},
+    "medium": {"batch": 128, "steps": 64, "width": 512, "vocab": 256, "layers": 2},
     "full": {"batch": 256, "steps": 256, "width": 1024, "vocab": 256, "layers": 2},
 }
 

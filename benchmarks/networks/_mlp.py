@@ -11,6 +11,7 @@ from ._network import Network, cross_entropy
 SIZES = {
     "tiny": {"batch": 64, "inputs": 64, "width": 128, "depth": 3, "classes": 10},
     "small": {"batch": 512, "inputs": 512, "width": 1024, "depth": 4, "classes": 1000},
+    "medium": {"batch": 4096, "inputs": 1024, "width": 2048, "depth": 3, "classes": 1000},
     "full": {"batch": 8192, "inputs": 1024, "width": 4096, "depth": 4, "classes": 1000},
 }
 

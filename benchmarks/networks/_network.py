@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -63,3 +64,51 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, dtype: Any) -> jax.Array
     """Returns the mean cross-entropy, computed in `full(dtype)`."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(full(dtype)), labels)
     return jnp.mean(losses)
+
+
+def language_model(
+    name: str, size: str, numbers: dict[str, Any], model: Callable[[Any], nn.Module]
+) -> Network:
+    """Returns a decoder, written for any dtype, with the loss of its next token."""
+
+    def written(dtype: Any) -> Loss:
+        def loss(params: PyTree, batch: PyTree) -> jax.Array:
+            logits = model(dtype).apply({"params": params}, batch["x"])
+            return cross_entropy(logits, batch["y"], dtype)
+
+        return loss
+
+    def sample(key: jax.Array) -> PyTree:
+        shape = (numbers["batch"], numbers["time"] + 1)
+        tokens = jax.random.randint(key, shape, 0, numbers["vocab"], jnp.int32)
+        return {"x": tokens[:, :-1], "y": tokens[:, 1:]}
+
+    def init(key: jax.Array) -> PyTree:
+        return model(jnp.float32).init(key, jnp.zeros((1, numbers["time"]), jnp.int32))["params"]
+
+    return Network(name, size, numbers, written, init, sample)
+
+
+def image_classifier(
+    name: str, size: str, numbers: dict[str, Any], model: Callable[[Any], nn.Module]
+) -> Network:
+    """Returns a classifier of square images; new running statistics are vectors, and dropped."""
+    shape = (numbers["batch"], numbers["pixels"], numbers["pixels"], 3)
+
+    def written(dtype: Any) -> Loss:
+        def loss(params: PyTree, batch: PyTree) -> jax.Array:
+            variables = {"params": params}
+            logits, _ = model(dtype).apply(variables, batch["x"], mutable=["batch_stats"])
+            return cross_entropy(logits, batch["y"], dtype)
+
+        return loss
+
+    def sample(key: jax.Array) -> PyTree:
+        k1, k2 = jax.random.split(key)
+        x = jax.random.normal(k1, shape, jnp.float32)
+        return {"x": x, "y": jax.random.randint(k2, shape[:1], 0, numbers["classes"], jnp.int32)}
+
+    def init(key: jax.Array) -> PyTree:
+        return model(jnp.float32).init(key, jnp.zeros((1, *shape[1:]), jnp.float32))["params"]
+
+    return Network(name, size, numbers, written, init, sample)

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from ._attention import SelfAttention, causal
-from ._network import Network, cross_entropy, full
+from ._network import Network, full, language_model
 
 SIZES = {
     "tiny": {"batch": 4, "time": 16, "width": 32, "heads": 2, "layers": 2, "vocab": 64},
     "small": {"batch": 4, "time": 128, "width": 256, "heads": 4, "layers": 4, "vocab": 1024},
+    "medium": {"batch": 4, "time": 512, "width": 768, "heads": 12, "layers": 2, "vocab": 8192},
     "full": {"batch": 8, "time": 1024, "width": 768, "heads": 12, "layers": 12, "vocab": 32000},
 }
 
@@ -104,35 +105,20 @@ class ScannedLM(nn.Module):
         return nn.Dense(self.vocab, use_bias=False, dtype=self.dtype, name="head")(x)
 
 
-def _language_model(name: str, size: str, kind: type[nn.Module]) -> Network:
+def _decoder(name: str, size: str, kind: type[nn.Module]) -> Network:
     s = SIZES[size]
 
     def model(dtype: Any) -> Any:
         return kind(s["vocab"], s["width"], s["heads"], s["layers"], dtype)
 
-    def written(dtype: Any) -> Any:
-        def loss(params: Any, batch: Any) -> jax.Array:
-            logits = model(dtype).apply({"params": params}, batch["x"])
-            return cross_entropy(logits, batch["y"], dtype)
-
-        return loss
-
-    def sample(key: jax.Array) -> Any:
-        shape = (s["batch"], s["time"] + 1)
-        tokens = jax.random.randint(key, shape, 0, s["vocab"], jnp.int32)
-        return {"x": tokens[:, :-1], "y": tokens[:, 1:]}
-
-    def init(key: jax.Array) -> Any:
-        return model(jnp.float32).init(key, jnp.zeros((1, s["time"]), jnp.int32))["params"]
-
-    return Network(name, size, s, written, init, sample)
+    return language_model(name, size, s, model)
 
 
 def transformer(size: str) -> Network:
     """Returns the decoder of separate blocks."""
-    return _language_model("transformer", size, TransformerLM)
+    return _decoder("transformer", size, TransformerLM)
 
 
 def scanned_transformer(size: str) -> Network:
     """Returns the decoder in one `scan`, with remat."""
-    return _language_model("scanned_transformer", size, ScannedLM)
+    return _decoder("scanned_transformer", size, ScannedLM)

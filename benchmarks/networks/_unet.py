@@ -12,6 +12,7 @@ from ._network import Network, full
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"batch": 4, "pixels": 16, "width": 16, "levels": (1, 2), "groups": 4},
     "small": {"batch": 4, "pixels": 32, "width": 32, "levels": (1, 2, 2), "groups": 8},
+    "medium": {"batch": 8, "pixels": 64, "width": 128, "levels": (1, 2), "groups": 32},
     "full": {"batch": 32, "pixels": 128, "width": 128, "levels": (1, 2, 2, 4), "groups": 32},
 }
 
