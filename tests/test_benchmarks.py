@@ -12,7 +12,7 @@ from benchmarks.measure import compiled, hbm, jaxprs, prefetches, targets
 from benchmarks.measure.store import Store
 from benchmarks.networks import NETWORKS
 
-COMMAND = pathlib.Path(__file__).parents[1] / "benchmarks" / "autocast.py"
+BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 names = pytest.mark.parametrize("name", NETWORKS)
 
 
@@ -136,9 +136,9 @@ def test_a_later_run_renews_its_rows_and_keeps_the_rest(tmp_path: pathlib.Path) 
     assert [run["command"] for _, run in store.used_runs()] == ["run 1.0", "run 2.0"]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(COMMAND), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def run(*arguments: str, command: str = "autocast") -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(BENCHMARKS / f"{command}.py"), *arguments]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
@@ -152,6 +152,19 @@ def test_the_command_writes_every_table(tmp_path: pathlib.Path) -> None:
         assert f"## {title}" in written
     assert written.count("| mlp | autocast |") == 4
     assert f"benchmarks/autocast.py {' '.join(small)}" in written
+
+
+@pytest.mark.slow
+def test_the_ablation_writes_what_a_hint_saves(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "found.md"
+    options = ["--networks", "mlp", "--hints", "read_exactly,merged", "--size", "tiny"]
+    done = run(*options, "--target", "cpu", "--out", str(out), command="ablation")
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in out.read_text().splitlines() if "read_exactly | all" in line]
+    cells = [row.split("|")[3].strip() for row in rows]  # bytes accessed, temporaries
+    assert len(cells) == 2
+    assert max(float(cell or 1) for cell in cells) > 1
+    assert out.read_text().count("| without merged | all |  |") == 2  # the same program
 
 
 @pytest.mark.parametrize("option", ["--repeats", "--rounds"])

@@ -57,14 +57,18 @@ def grids(store: Store) -> list[Grid]:
 
 def document(store: Store) -> str:
     """Returns the result file."""
-    runs = [
+    head = "# autocast beside hand-cast and float32\n\nMade by these commands:\n\n"
+    body = "\n".join(grid.markdown() for grid in grids(store))
+    return head + commands(store) + "\n\nRatios in brackets are to hand-cast.\n\n" + body
+
+
+def commands(store: Store) -> str:
+    """Returns the commands that made what is in a store, numbered."""
+    return "\n".join(
         f"{number}. `{run['command']}`\n   {run['date']}; commit {run['commit']}; "
         f"{run['versions']}; on {run['cpu']}."
         for number, run in store.used_runs()
-    ]
-    head = "# autocast beside hand-cast and float32\n\nMade by these commands:\n\n"
-    tables = "\n".join(grid.markdown() for grid in grids(store))
-    return head + "\n".join(runs) + "\n\nRatios in brackets are to hand-cast.\n\n" + tables
+    )
 
 
 def _by(rows: list[Row], keys: tuple[str, ...], make: Callable[..., Grid]) -> Iterable[Grid]:

@@ -12,7 +12,7 @@ from ._network import Network, image_classifier
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"batch": 16, "pixels": 64, "width": 8, "blocks": (1, 1, 1, 1), "classes": 10},
     "small": {"batch": 8, "pixels": 96, "width": 32, "blocks": (1, 1, 1, 1), "classes": 100},
-    "medium": {"batch": 32, "pixels": 112, "width": 64, "blocks": (1, 1, 1, 1), "classes": 1000},
+    "medium": {"batch": 32, "pixels": 112, "width": 64, "blocks": (2, 2), "classes": 1000},
     "full": {"batch": 64, "pixels": 224, "width": 64, "blocks": (3, 4, 6, 3), "classes": 1000},
 }
 

@@ -32,6 +32,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from .. import _compat
+from .hints import hint
 
 GPUS = ("cuda", "rocm")
 FLOAT32 = np.dtype("float32")
@@ -115,7 +116,14 @@ def _lower_operand(ctx: Any, x: Any) -> Any:
 _operand_p = _identity_primitive("settled_operand", {})
 mlir.register_lowering(_operand_p, _lower_operand, platform="cpu")
 _result_p = _identity_primitive("settled_result", {})
-STORED = _identity_primitive("stored", dict.fromkeys(GPUS, lax.optimization_barrier))
+
+
+@hint("stored", lambda x: x)
+def _barrier(x: Any) -> Any:
+    return lax.optimization_barrier(x)
+
+
+STORED = _identity_primitive("stored", dict.fromkeys(GPUS, _barrier))
 
 
 def stored(x: jax.Array) -> jax.Array:
@@ -188,6 +196,7 @@ _cotangent_p = Primitive("stored_cotangent")
 _low_once_p = Primitive("cotangent_stored_low")
 
 
+@hint("stored_cotangent", lambda x, _: x)
 def stored_cotangent(x: jax.Array, dtype: Any) -> jax.Array:
     """Returns a float32 value whose cotangent is read more than once.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from mpjax import _compat
 from mpjax._autocast import control, exact, linear, masks, passes
+from mpjax._autocast.hints import hint
 from mpjax._autocast.states import Kind, State, fits, of_literal, size
 from mpjax._op_rules import ACTIVATIONS, COMPARISONS, OP_RULES, OpClass, only_moves
 
@@ -181,6 +182,7 @@ def schedule(
     return [step for _, step in sorted(steps, key=lambda pair: pair[0])]
 
 
+@hint("read_exactly", lambda *_: set[Any]())
 def _read_exactly(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> set[Any]:
     """Low values that an exact function reads, such as a biased product that relu reads.
 

@@ -20,6 +20,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from mpjax import _compat
 from mpjax._autocast import backends, exact
+from mpjax._autocast.hints import hint
 from mpjax._autocast.rule_traces import RuleTrace
 from mpjax._autocast.states import State
 
@@ -27,6 +28,7 @@ _KEEP_OPERANDS = frozenset({"dot_general", "conv_general_dilated", "reduce_windo
 """Have derivatives that read their operands, which are stored for it."""
 
 
+@hint("masks", lambda *_: frozenset[Any]())
 def in_group(
     jaxpr: Any,
     eqns: Sequence[Any],

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from mpjax import _compat
 from mpjax._autocast import control, exact
+from mpjax._autocast.hints import hint
 from mpjax._autocast.states import Kind, State, copies, size
 from mpjax._op_rules import only_moves
 
@@ -29,6 +30,7 @@ _PERMUTES = frozenset({"split", "reshape", "squeeze", "expand_dims", "transpose"
 _NOTHING: frozenset[Any] = frozenset()
 
 
+@hint("read_twice", lambda *_: set[Any]())
 def read_twice(
     jaxpr: Any,
     fused: Sequence[bool],
@@ -70,6 +72,7 @@ def read_twice(
     return twice.union(*(parts.get(v, _NOTHING) for v in twice))
 
 
+@hint("merged", lambda *_: set[Any]())
 def merged(
     jaxpr: Any,
     fused: Sequence[bool],
@@ -106,6 +109,7 @@ def merged(
     return cuts
 
 
+@hint("copied_last", lambda *_: set[Any]())
 def copied_last(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> set[Any]:
     """Returns the low values of which a group does nothing any more but to make two copies.
 
@@ -121,6 +125,7 @@ def copied_last(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> s
     return copied
 
 
+@hint("moved_once", lambda *_: set[Any]())
 def moved_once(eqns: Sequence[Any]) -> set[Any]:
     """Returns the values that a group moves as they are held, to widen what is made of them.
 
@@ -137,6 +142,7 @@ def moved_once(eqns: Sequence[Any]) -> set[Any]:
     }
 
 
+@hint("moved_again", lambda *_: set[Any]())
 def moved_again(eqns: Sequence[Any], inputs: Sequence[Any]) -> set[Any]:
     """Returns what a group makes by moving inputs that it reads in other ways too.
 
@@ -152,6 +158,7 @@ def moved_again(eqns: Sequence[Any], inputs: Sequence[Any]) -> set[Any]:
     }
 
 
+@hint("activated", lambda *_: set[Any]())
 def activated(eqns: Sequence[Any], masked: frozenset[Any]) -> set[Any]:
     """Returns the normalised values of a group that an activation reads.
 
@@ -175,6 +182,7 @@ def activated(eqns: Sequence[Any], masked: frozenset[Any]) -> set[Any]:
     return found
 
 
+@hint("summed_apart", lambda *_: set[Any]())
 def summed_apart(eqns: Sequence[Any]) -> set[Any]:
     """Returns the repeated terms of a group's sums but for those of the first shape.
 
@@ -198,6 +206,7 @@ def summed_apart(eqns: Sequence[Any]) -> set[Any]:
     return {v for v, shape in found.items() if shape != first}
 
 
+@hint("added_to_convolutions", lambda *_: _NOTHING)
 def added_to_convolutions(
     jaxpr: Any, eqns: Sequence[Any], inputs: Sequence[Any], found: dict[Any, State]
 ) -> frozenset[Any]:

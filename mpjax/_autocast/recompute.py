@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from mpjax import _compat
 from mpjax._autocast import backends
+from mpjax._autocast.hints import hint
 from mpjax._autocast.passes import STATISTICS
 from mpjax._autocast.states import size
 
@@ -24,6 +25,7 @@ _SMALLER = 16  # a value is kept if it is this many times smaller than the group
 Function = Callable[..., list[Any]]
 
 
+@hint("recomputed", lambda fun, *_, **__: fun)
 def recomputed(fun: Function, inputs: Sequence[Any], *, sums: bool, in_loop: bool) -> Function:
     """Returns `fun`, computed again where its derivative needs it.
 
@@ -41,6 +43,7 @@ def recomputed(fun: Function, inputs: Sequence[Any], *, sums: bool, in_loop: boo
     return again if in_loop or sums else _apart(fun, again)
 
 
+@hint("kept_apart", lambda _, again: again)
 def _apart(fun: Function, again: Function) -> Function:
     """Returns `fun` with the derivative of `again`, of inputs in which XLA does not recognise it.
 

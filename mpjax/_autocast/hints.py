@@ -1,0 +1,76 @@
+"""What is done for speed alone: for which platform, and what it saves there. Each can be deleted.
+
+No hint decides what is low, or what is right. `benchmarks/ablation.py` leaves out one at a time and
+writes what is lost; a hint that saves less than 2 % on two networks goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+@dataclass(frozen=True)
+class Hint:
+    """A row of the table: what a hint is for."""
+
+    name: str
+    platforms: str
+    gain: str  # bytes accessed, or temporaries, of what they are without it
+
+
+_ROWS = """
+read_twice            | gpu, tpu |
+read_exactly          | all      |
+merged                | all      |
+masks                 | gpu      |
+copied_last           | gpu      |
+summed_apart          | gpu, tpu |
+added_to_convolutions | gpu      |
+activated             | gpu, tpu |
+stored_cotangent      | gpu, tpu |
+pointwise             | gpu      |
+moved_once            | tpu      |
+moved_again           | tpu      |
+stored                | gpu      |
+recomputed            | all      |
+kept_apart            | all      |
+"""
+HINTS = {
+    name: Hint(name, platforms, gain)
+    for name, platforms, gain in (map(str.strip, row.split("|")) for row in _ROWS.split("\n")[1:-1])
+}
+FUNCTIONS: dict[str, Callable[..., object]] = {}
+"""Those of the rows, by name."""
+
+_left_out: set[str] = set()
+
+
+def hint(name: str, otherwise: Callable[..., object]) -> Callable[[Function], Function]:
+    """Returns a decorator for the function of a row; without the row `otherwise` is called."""
+
+    def decorate(fun: Function) -> Function:
+        FUNCTIONS[HINTS[name].name] = fun
+
+        @functools.wraps(fun)
+        def run(*args: object, **kwargs: object) -> object:
+            return (otherwise if name in _left_out else fun)(*args, **kwargs)
+
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+@contextlib.contextmanager
+def without(name: str) -> Generator[None]:
+    """Leaves out a hint, to measure it, in what is traced and lowered inside."""
+    _left_out.add(HINTS[name].name)
+    try:
+        yield
+    finally:
+        _left_out.discard(name)
