@@ -263,9 +263,9 @@ def _under_policy(fun: LossFunction, policy: Any, argnums: int | Sequence[int]) 
 
 def _cast_together(policy: Any, args: list[Any]) -> list[Any]:
     """Returns the arguments cast; a rule of a map is to match something in one of them."""
-    if not hasattr(policy, "warn_unmatched"):
+    if not hasattr(policy, "warn_unused"):
         return [policy.cast_to_compute(arg) for arg in args]
-    policy.warn_unmatched([path for arg in args for path in leaf_paths(arg)])
+    policy.warn_unused([path for arg in args for path in leaf_paths(arg)])
     return [policy.cast_to_compute(arg, warn=False) for arg in args]
 
 

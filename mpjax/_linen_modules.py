@@ -30,6 +30,7 @@ from mpjax._module_dtypes import (
 )
 from mpjax._policy import Policy
 from mpjax._policy_map import PolicyMap
+from mpjax._spelling import in_model
 from mpjax._tree import cast_leaf, is_castable
 
 Path = tuple[str, ...]
@@ -41,7 +42,8 @@ class Setting:
 
     policy: Policy | PolicyMap
     override: bool
-    prefix: Path  # where the module stands in the model that was given the policy
+    model: str  # the name that may stand before the path of its modules in a rule
+    prefix: Path = ()  # where the module stands in the model that was given the policy
 
 
 _region: contextvars.ContextVar["_Region | None"] = contextvars.ContextVar("region", default=None)
@@ -211,7 +213,7 @@ class _Region:
                 found.setdefault("/".join((*self._base, *below)), finding.reason)
 
     def warn(self) -> None:
-        warn_of(self._setting.policy, self._findings, "with_policy")
+        warn_of(self._setting.policy, self._findings, "with_policy", model=self._setting.model)
 
     def _intercept(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module
@@ -241,7 +243,8 @@ class _Region:
         if place is None or (own is not None and not self.covers(module, own)):
             return
         name = "/".join(place)
-        policy = policy_at(self._setting.policy, name)
+        spelled = in_model(self._setting.model, name)
+        policy = policy_at(self._setting.policy, spelled)
         values = {"dtype": policy.compute_dtype, "param_dtype": policy.param_dtype}
         fields = {f.name: f for f in _fields(module) if f.name in FIELDS}
         free = {name for name, field in fields.items() if self._is_free(module, field, place)}
@@ -251,7 +254,7 @@ class _Region:
             self._given.setdefault(place, {})[field] = value
         if place != self._setting.prefix or type(module) is self._class:
             decisive = {"dtype"} & fields.keys() or fields.keys()
-            reason = reason_at(self._setting.policy, name) if decisive & free else OWN
+            reason = reason_at(self._setting.policy, spelled) if decisive & free else OWN
             reason = reason if fields else NO_DTYPE
             found = Finding(path=name, class_name=type(module).__name__, reason=reason)
             self._findings.setdefault(name, found)

@@ -6,7 +6,7 @@ modules, as a table or as a warning, is the same.
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from mpjax._dtypes import DType, require_x64, short_name
 from mpjax._errors import PolicyWarning, message
 from mpjax._policy import Policy, get_policy
-from mpjax._policy_map import PolicyMap, rule_matches
+from mpjax._policy_map import PolicyMap
+from mpjax._spelling import Path, in_model
 
 FIELDS = ("dtype", "param_dtype")
 _HEADERS = ("module", "class", "dtype", "param_dtype", "parameters", "reason")
@@ -38,18 +39,17 @@ def _rules(policy: Policy | PolicyMap) -> tuple[tuple[str, Policy], ...]:
     return policy.rules if isinstance(policy, PolicyMap) else ()
 
 
-def rule_index(policy: Policy | PolicyMap, path: str) -> int | None:
+def rule_index(policy: Policy | PolicyMap, path: Path) -> int | None:
     """Returns which rule of a map decides a path, None for the default."""
-    matching = (i for i, (p, _) in enumerate(_rules(policy)) if rule_matches(p, path))
-    return next(matching, None)
+    return policy.deciding(path) if isinstance(policy, PolicyMap) else None
 
 
-def policy_at(policy: Policy | PolicyMap, path: str) -> Policy:
+def policy_at(policy: Policy | PolicyMap, path: Path) -> Policy:
     """Returns the policy of the module at a path; that of the root is the path ''."""
     return policy.policy_for(path) if isinstance(policy, PolicyMap) else policy
 
 
-def reason_at(policy: Policy | PolicyMap, path: str) -> str:
+def reason_at(policy: Policy | PolicyMap, path: Path) -> str:
     """Returns what gave the module at a path its dtypes, for people."""
     index = rule_index(policy, path)
     if index is None or not isinstance(policy, PolicyMap):
@@ -167,6 +167,7 @@ def warn_of(
     findings: Mapping[str, Finding],
     where: str,
     *,
+    model: str,
     also: Iterable[str] = (),
 ) -> None:
     """Warns of each rule that changes nothing, and of modules that the policy cannot reach.
@@ -175,44 +176,31 @@ def warn_of(
       policy: what was set.
       findings: all modules of the network, by path.
       where: the function in whose name the warnings speak.
+      model: the name that may stand before each path.
       also: paths that a rule may name besides: those of parameters.
     """
-    checks: tuple[Callable[..., Iterable[str]], ...] = (_shadowed, _idle, _unreached)
     if isinstance(policy, PolicyMap):
-        policy.warn_unmatched([*findings, *also], where)
-    for check in checks:
-        for text in check(policy, findings, where):
+        policy.warn_unused([in_model(model, path) for path in (*findings, *also)], where)
+    places = [(in_model(model, path), finding) for path, finding in findings.items()]
+    for check in (_idle, _unreached):
+        for text in check(policy, places, where):
             warnings.warn(text, PolicyWarning, stacklevel=3)
 
 
-def _shadowed(policy: Any, findings: Mapping[str, Finding], where: str) -> Iterable[str]:
-    """Yields what is said of a rule that comes too late: an earlier one has all its modules."""
-    rules = _rules(policy)
-    for index, (pattern, chosen) in enumerate(rules):
-        deciding = [rule_index(policy, p) for p in findings if rule_matches(pattern, p)]
-        if not deciding or index in deciding:
-            continue
-        first = min(i for i in deciding if i is not None)
-        if all(i is not None and rules[i][1] == chosen for i in deciding):
-            continue  # it says the same: no one is misled
-        rule = f"rule {index + 1} of {len(rules)}, {pattern!r},"
-        got = f"{rule} decides nothing: rule {first + 1}, {rules[first][0]!r}, comes first."
-        fix = f"Put {pattern!r} before it, or drop it."
-        yield message(where, got, "The first rule that matches wins.", fix)
+Places = list[tuple[Path, Finding]]
 
 
-def _idle(policy: Any, findings: Mapping[str, Finding], where: str) -> Iterable[str]:
+def _idle(policy: Any, places: Places, where: str) -> Iterable[str]:
     """Yields what is said of a rule, or of the default, whose every module stays as it is."""
     rules = _rules(policy)
-    decided: dict[int | None, list[Finding]] = {}
-    for path, finding in findings.items():
-        decided.setdefault(rule_index(policy, path), []).append(finding)
-    for index, found in sorted(
-        decided.items(), key=lambda item: -1 if item[0] is None else item[0]
-    ):
-        if not found or any(f.reason not in (OWN, NO_DTYPE) for f in found):
+    decided: dict[int | None, Places] = {}
+    for path, finding in places:
+        decided.setdefault(rule_index(policy, path), []).append((path, finding))
+    for index in sorted(decided, key=lambda index: -1 if index is None else index):
+        found = [finding for _, finding in decided[index]]
+        if any(f.reason not in (OWN, NO_DTYPE) for f in found):
             continue
-        if any(f.has_parameters and not _is_lowered(policy, f.path) for f in found):
+        if any(f.has_parameters and not _is_lowered(policy, path) for path, f in decided[index]):
             continue  # it says of a module without a dtype what is so: no warning of that one
         own = [f for f in found if f.reason == OWN]
         if index is None and not own:
@@ -235,18 +223,18 @@ def _idle_lines(got: str, example: Finding, is_own: bool) -> tuple[str, str, str
     return f"{got}.", allowed, fix
 
 
-def _is_lowered(policy: Policy | PolicyMap, path: str) -> bool:
+def _is_lowered(policy: Policy | PolicyMap, path: Path) -> bool:
     """Whether a module is to compute in another dtype than its parameters have."""
     chosen = policy_at(policy, path)
     return chosen.compute_dtype != chosen.param_dtype
 
 
-def _unreached(policy: Any, findings: Mapping[str, Finding], where: str) -> Iterable[str]:
+def _unreached(policy: Any, places: Places, where: str) -> Iterable[str]:
     """Yields what is said of custom modules with parameters that are to be computed with low."""
     found = [
         f
-        for f in findings.values()
-        if f.has_parameters and f.reason == NO_DTYPE and _is_lowered(policy, f.path)
+        for path, f in places
+        if f.has_parameters and f.reason == NO_DTYPE and _is_lowered(policy, path)
     ]
     if not found:
         return

@@ -22,6 +22,7 @@ from mpjax._module_dtypes import (
 )
 from mpjax._policy import Policy
 from mpjax._policy_map import PolicyMap
+from mpjax._spelling import in_model
 from mpjax._tree import is_array
 
 Path = tuple[Any, ...]
@@ -59,6 +60,7 @@ def set_dtypes(
     """
     findings: dict[str, Finding] = {}
     defaults: dict[Path, dict[str, Any]] = {}  # what was there by default, and is passed down
+    root = type(model).__name__
     kept: set[Path] = set()  # modules that have set the dtype of their parameters
     for path, module in modules_of(model, "set_policy"):
         name = path_text(path)
@@ -69,9 +71,10 @@ def set_dtypes(
         again = {f for f, v in had.items() if given and same_dtype(given.value(f), v)}
         free = {f for f in had if override or f in again or f in defaults[path]}
         decisive = {"dtype"} & had.keys() or had.keys()
-        reason = reason_at(policy, name) if decisive & free else OWN
+        spelled = in_model(root, name)
+        reason = reason_at(policy, spelled) if decisive & free else OWN
         reason = reason if had else NO_DTYPE
-        _give(module, free, policy_at(policy, name), reason)
+        _give(module, free, policy_at(policy, spelled), reason)
         if "param_dtype" in had and "param_dtype" not in free:
             kept.add(path)
         findings[name] = Finding(
@@ -199,7 +202,8 @@ def _cast_params(model: nnx.Module, policy: Policy | PolicyMap, kept: set[Path])
         name = path_text(path)
         names.append(name)
         value = variable.get_value()
-        cast_value = value if path[:-1] in kept else policy_at(policy, name).cast_to_param(value)
+        chosen = policy_at(policy, in_model(type(model).__name__, name))
+        cast_value = value if path[:-1] in kept else chosen.cast_to_param(value)
         if cast_value is not value:
             variable.set_value(cast_value)
     return names

@@ -1,7 +1,5 @@
 """PolicyMap: a policy for each path, by rules of which the first that matches wins."""
 
-import fnmatch
-import functools
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -9,8 +7,10 @@ from typing import Any, TypeVar
 
 import jax
 
+from mpjax import _spelling
 from mpjax._errors import PolicyWarning, message, nearest
 from mpjax._policy import Policy, get_policy
+from mpjax._spelling import Path, matches
 from mpjax._tree import is_overwritten, leaf_paths
 from mpjax._typing import DTypeSpec, PyTree
 
@@ -25,6 +25,11 @@ class PolicyMap:
     `value` of NNX variables not. A rule is a glob (as `fnmatch`, over the whole path; '*'
     crosses '/', case matters), which also covers everything below a module that it matches, or
     a regular expression after 're:', which must match the whole path.
+
+    A rule means the same module in a tree of parameters or variables, in a Flax model and under
+    autocast: write the module's path as its parameters have it, 'encoder/norm_0'. Flax's
+    'params/' and 'batch_stats/' before it, and the model's class before the path of an operation,
+    may be left out; '*/' before a name and '/*' behind it may stand for nothing.
 
     Immutable, hashable, a pytree without leaves, as `Policy` is.
 
@@ -80,12 +85,15 @@ class PolicyMap:
         """Every policy in it, the default first."""
         return (self._default, *(policy for _, policy in self._rules))
 
-    def policy_for(self, path: str) -> Policy:
-        """Returns the policy of a path such as 'encoder/norm_1/scale'."""
-        for pattern, policy in self._rules:
-            if rule_matches(pattern, path):
-                return policy
-        return self._default
+    def policy_for(self, path: Path) -> Policy:
+        """Returns the policy of a path such as 'encoder/norm_1/scale', or of its spellings."""
+        index = self.deciding(path)
+        return self._default if index is None else self._rules[index][1]
+
+    def deciding(self, path: Path) -> int | None:
+        """Returns which rule decides a path, from 0 on; None for the default."""
+        matching = (i for i, (pattern, _) in enumerate(self._rules) if matches(pattern, path))
+        return next(matching, None)
 
     def cast_to_param(self, tree: T, *, warn: bool = True) -> T:
         """Returns `tree` with each leaf in the `param_dtype` of its path's policy.
@@ -95,7 +103,8 @@ class PolicyMap:
           warn: False where rules may mean the paths of operations instead.
 
         Warns:
-          PolicyWarning: a rule matches no path of `tree`; the message names the nearest.
+          PolicyWarning: a rule matches no path of `tree` (the message names the nearest), or
+            decides nothing because an earlier one matches too.
         """
         return self._cast(tree, "cast_to_param", warn=warn)
 
@@ -107,7 +116,8 @@ class PolicyMap:
           warn: False for a part of the tree that the rules are for.
 
         Warns:
-          PolicyWarning: a rule matches no path of `tree`; the message names the nearest.
+          PolicyWarning: a rule matches no path of `tree` (the message names the nearest), or
+            decides nothing because an earlier one matches too.
         """
         return self._cast(tree, "cast_to_compute", warn=warn)
 
@@ -127,26 +137,41 @@ class PolicyMap:
         """Returns the patterns that match no path of `tree`."""
         return self.unmatched_paths(leaf_paths(tree))
 
-    def unmatched_paths(self, paths: Iterable[str]) -> list[str]:
+    def unmatched_paths(self, paths: Iterable[Path]) -> list[str]:
         """Returns the patterns that match none of `paths`."""
         paths = list(paths)
         return [
             pattern
             for pattern, _ in self._rules
-            if not any(rule_matches(pattern, path) for path in paths)
+            if not any(matches(pattern, path) for path in paths)
         ]
 
-    def warn_unmatched(self, paths: Iterable[str], where: str = "PolicyMap") -> None:
-        """Warns of each rule that matches none of `paths`, naming the nearest."""
+    def warn_unused(self, paths: Iterable[Path], where: str = "PolicyMap") -> None:
+        """Warns of each rule that decides none of `paths`: no match, or an earlier rule has it."""
         paths = list(paths)
         if not paths:
             return
-        missing = set(self.unmatched_paths(paths))
-        for index, (pattern, _) in enumerate(self._rules, 1):
-            if pattern in missing:
-                rule = f"rule {index} of {len(self._rules)}, {pattern!r},"
-                text = _unmatched_text(where, rule, pattern, paths)
+        for index, (pattern, _) in enumerate(self._rules):
+            rule = f"rule {index + 1} of {len(self._rules)}, {pattern!r},"
+            deciding = [self.deciding(path) for path in paths if matches(pattern, path)]
+            text = None if deciding else _unmatched_text(where, rule, pattern, paths)
+            if deciding and index not in deciding:
+                text = self._hidden_text(where, rule, index, deciding)
+            if text is not None:
                 warnings.warn(text, PolicyWarning, stacklevel=4)
+
+    def _hidden_text(
+        self, where: str, rule: str, index: int, deciding: list[int | None]
+    ) -> str | None:
+        """Returns what is said of a rule that comes too late, None where no one is misled."""
+        pattern, chosen = self._rules[index]
+        earlier = sorted({i for i in deciding if i is not None})
+        if all(self._rules[i][1] == chosen for i in earlier):
+            return None
+        first = earlier[0]
+        got = f"{rule} decides nothing: rule {first + 1}, {self._rules[first][0]!r}, comes first."
+        fix = f"Put {pattern!r} before it, or drop it."
+        return message(where, got, "The first rule that matches wins.", fix)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the map as names that JSON or YAML can hold; `from_dict` reads them."""
@@ -164,7 +189,7 @@ class PolicyMap:
     def _cast(self, tree: T, method: str, *, warn: bool) -> T:
         paths = leaf_paths(tree)
         if warn:
-            self.warn_unmatched(paths)
+            self.warn_unused(paths)
         leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
         cast = [
             leaf if is_overwritten(path) else getattr(self.policy_for(name), method)(leaf)
@@ -229,7 +254,7 @@ def _check(pattern: object) -> str:
         fix = "E.g. 'encoder/norm*', or 're:.*/head/.*'."
         raise ValueError(message("PolicyMap", f"got {pattern!r} as a path pattern.", fix))
     try:
-        _compiled(pattern)
+        _spelling.check(pattern)
     except re.error as error:
         got = f"{pattern!r} is no regular expression: {error}."
         fix = "Escape it with re.escape, or write a glob without 're:'."
@@ -237,25 +262,13 @@ def _check(pattern: object) -> str:
     return pattern
 
 
-@functools.lru_cache(maxsize=4096)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    is_regex = pattern.startswith("re:")
-    return re.compile(pattern[3:] if is_regex else fnmatch.translate(pattern))
-
-
-def rule_matches(pattern: str, path: str) -> bool:
-    """Whether a rule's pattern matches a path, or, for a glob, a module above it."""
-    compiled = _compiled(pattern)
-    if pattern.startswith("re:"):
-        return compiled.fullmatch(path) is not None
-    parts = path.split("/")
-    above = ("/".join(parts[: end + 1]) for end in range(len(parts)))
-    return any(compiled.match(prefix) for prefix in above)
-
-
-def _unmatched_text(where: str, rule: str, pattern: str, paths: list[str]) -> str:
-    word = pattern.removeprefix("re:").replace("*", "")
-    close = nearest(word, paths) or paths[:3]
+def _unmatched_text(where: str, rule: str, pattern: str, paths: list[Path]) -> str:
     got = f"{rule} matches none of the {len(paths)} paths."
+    found = _spelling.shorter(pattern, paths)
+    if found is not None:
+        fix = f"Type {found[0]!r}: the module's path alone means the same everywhere."
+        return message(where, got, f"No path here has the part {found[1]!r} in that place.", fix)
+    texts = [_spelling.shown(path) for path in paths]
+    close = nearest(pattern.removeprefix("re:").replace("*", ""), texts) or texts[:3]
     near = f"Nearest: {', '.join(map(repr, close))} (case matters)."
     return message(where, got, near, "Write a pattern that matches one, or drop the rule.")

@@ -33,7 +33,8 @@ def with_policy(model: M, policy: Any = None, *, override: bool = False) -> M:
     its field nor what the policy gave to a module above: a model that passes `dtype=self.dtype`
     down is under the policy, one that writes `dtype=jnp.float32` for a layer keeps it there.
 
-    A rule's path is that of the module, as in `variables["params"]`: 'encoder/norm_0'.
+    A rule's path is that of the module, as in `variables["params"]`: 'encoder/norm_0'. Before it
+    may stand the model's name, as in `autocast`: 'Net/encoder/norm_0'.
 
     Args:
       model: a linen module, unbound; or a module class, as `nn.remat` and `nn.scan` take it.
@@ -74,7 +75,8 @@ def with_policy(model: M, policy: Any = None, *, override: bool = False) -> M:
     References:
       Keras, `DTypePolicyMap`; Haiku, `hk.mixed_precision.set_policy`
     """
-    setting = Setting(as_checked_policy(policy, "with_policy"), override, prefix=())
+    name = getattr(model, "name", None) or getattr(model, "__name__", type(model).__name__)
+    setting = Setting(as_checked_policy(policy, "with_policy"), override, model=name)
     if isinstance(model, type) and issubclass(model, nn.Module):
         return cast("M", policied(model, setting))
     if not isinstance(model, nn.Module):

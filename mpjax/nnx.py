@@ -76,7 +76,7 @@ def set_policy(model: nnx.Module, policy: Any = None, *, override: bool = False)
     """
     chosen = as_checked_policy(policy, "set_policy")
     findings, parameters = set_dtypes(model, chosen, override=override)
-    warn_of(chosen, findings, "set_policy", also=parameters)
+    warn_of(chosen, findings, "set_policy", model=type(model).__name__, also=parameters)
 
 
 def tabulate(model: nnx.Module) -> ModuleTable:

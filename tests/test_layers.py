@@ -14,7 +14,7 @@ LAYERS = (
     ("_compat", "_errors", "_typing"),
     ("_dtypes",),
     ("_tree",),
-    ("_policy", "_loss_scale", "_hardware", "_op_rules"),
+    ("_policy", "_loss_scale", "_hardware", "_op_rules", "_spelling"),
     ("_policy_map", "_grad", "_autocast", "_support", "_skip"),
     ("_optim_state", "_module_dtypes", "_microbatches"),
     ("_low_precision",),

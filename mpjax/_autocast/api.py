@@ -55,7 +55,7 @@ def autocast(
       TypeError: a result of `fun` is not an array.
 
     Warns:
-      PolicyWarning: a rule of a `PolicyMap` matches nothing in `fun`.
+      PolicyWarning: a rule of a `PolicyMap` matches nothing in `fun`, or comes too late.
       SupportWarning: float16 products are compiled for a TPU.
 
     Dtypes:
@@ -145,7 +145,7 @@ def call(fun: Callable[..., Any], args: Any, kwargs: Any, settings: planning.Set
     args = (*owner, *args)
     traced = trace(fun, args, kwargs)
     plan = plan_traced(traced.jaxpr, settings)
-    _warn_unmatched(settings.policy, traced.jaxpr)
+    _warn_unused(settings.policy, traced.jaxpr)
     with jax.named_scope(scopes.AS_WRITTEN):
         outs = Runner().run(plan, traced.arrays)
     typed = [_typed_like(v.aval, x) for v, x in zip(traced.jaxpr.jaxpr.outvars, outs, strict=True)]
@@ -155,12 +155,12 @@ def call(fun: Callable[..., Any], args: Any, kwargs: Any, settings: planning.Set
     return result
 
 
-def _warn_unmatched(policy: scopes.Policies, jaxpr: Any) -> None:
+def _warn_unused(policy: scopes.Policies, jaxpr: Any) -> None:
     if isinstance(policy, Policy):
         return
     paths = scopes.paths(jaxpr.jaxpr)
     if paths or len(policy.policies) == 1:
-        policy.warn_unmatched(paths, "autocast")
+        policy.warn_unused(paths, "autocast")
         return
     text = message(
         "autocast",

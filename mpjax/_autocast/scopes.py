@@ -15,6 +15,7 @@ from jax.extend import source_info_util
 
 from mpjax import _compat
 from mpjax._policy import Policy
+from mpjax._spelling import Path, of_operation
 
 
 class PolicyByPath(Protocol):
@@ -23,9 +24,9 @@ class PolicyByPath(Protocol):
     @property
     def policies(self) -> tuple[Policy, ...]: ...
 
-    def policy_for(self, path: str) -> Policy: ...
+    def policy_for(self, path: Path) -> Policy: ...
 
-    def warn_unmatched(self, paths: Iterable[str], where: str = ...) -> None: ...
+    def warn_unused(self, paths: Iterable[Path], where: str = ...) -> None: ...
 
     def cast_to_output(self, tree: Any) -> Any: ...
 
@@ -64,16 +65,20 @@ def location(eqn: Any) -> str:
 def compute_dtype(policy: Policies, path: tuple[str, ...]) -> Any:
     """Returns the dtype that a policy has for the operations of a module path."""
     if not isinstance(policy, Policy):
-        policy = policy.policy_for("/".join(path))
+        policy = policy.policy_for(of_operation(path))
     return jnp.dtype(policy.compute_dtype)
 
 
-def paths(jaxpr: Any, around: tuple[str, ...] = ()) -> list[str]:
-    """Returns the module paths of the operations of a jaxpr, and of those inside it."""
+def paths(jaxpr: Any) -> list[Path]:
+    """Returns the paths of the operations of a jaxpr and of those inside it, in all spellings."""
+    return [of_operation(path) for path in _paths(jaxpr, ()) if path]
+
+
+def _paths(jaxpr: Any, around: tuple[str, ...]) -> dict[tuple[str, ...], None]:
     found: dict[tuple[str, ...], None] = {}
     for eqn in jaxpr.eqns:
         path = around + of(eqn)
         found[path] = None
         for inner in _compat.programs(eqn):
-            found.update((tuple(p.split("/")), None) for p in paths(inner, path))
-    return ["/".join(path) for path in found if path]
+            found.update(_paths(inner, path))
+    return found
