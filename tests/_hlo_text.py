@@ -1,12 +1,20 @@
 """A small compiled program as text, after what XLA prints, for the tests of what reads it."""
 
-from mpjax.pods import _collectives, _hlo, _read
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+try:  # XLA's own parser; only tests read programs from text
+    from jaxlib import _hlo as _parser
+except ImportError:  # JAX before 0.12
+    from jaxlib import _jax as _parser
+
+from mpjax.pods import _collectives, _hlo, _loops, _read
 from mpjax.pods._collectives import Names
 
 # Written by hand after what XLA prints: a loop over two layers that gathers a slice of the weights
 # and reduces its gradient, on a mesh of data=2 and fsdp=4. The instructions mean nothing more.
 LOOP = """\
-HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }, entry_x={}
+HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }
 
 FileNames
 1 "/home/user/train.py"
@@ -30,22 +38,22 @@ StackFrames
   ROOT %sum = f32[] add(%x, %y)
 }
 
-%cast (p: f32[2,16,8], i: s32[]) -> bf16[16,8] {
+%cast (p: f32[2,16,8], at: s32[]) -> bf16[16,8] {
   %p = f32[2,16,8]{2,1,0:T(8,128)} parameter(0)
-  %i = s32[] parameter(1)
+  %at = s32[] parameter(1)
   %zero = s32[] constant(0)
-  %slice = f32[1,16,8]{2,1,0} dynamic-slice(%p, %i, %zero, %zero), dynamic_slice_sizes={1,16,8}
-  %low = bf16[1,16,8]{2,1,0} convert(%slice)
-  ROOT %flat = bf16[16,8]{1,0} bitcast(%low)
+  %slice = f32[1,16,8]{2,1,0} dynamic-slice(%p, %at, %zero, %zero), dynamic_slice_sizes={1,16,8}
+  %rounded = bf16[1,16,8]{2,1,0} convert(%slice)
+  ROOT %flat = bf16[16,8]{1,0} bitcast(%rounded)
 }
 
-%stack (g: f32[2,16,8], n: f32[16,8], i: s32[]) -> f32[2,16,8] {
-  %g = f32[2,16,8] parameter(0)
-  %n = f32[16,8] parameter(1)
-  %i = s32[] parameter(2)
-  %zero = s32[] constant(0)
-  %row = f32[1,16,8] bitcast(%n)
-  ROOT %next = f32[2,16,8] dynamic-update-slice(%g, %row, %i, %zero, %zero)
+%stack (stacked: f32[2,16,8], new_row: f32[16,8], row_at: s32[]) -> f32[2,16,8] {
+  %stacked = f32[2,16,8] parameter(0)
+  %new_row = f32[16,8] parameter(1)
+  %row_at = s32[] parameter(2)
+  %row_zero = s32[] constant(0)
+  %row = f32[1,16,8] bitcast(%new_row)
+  ROOT %next = f32[2,16,8] dynamic-update-slice(%stacked, %row, %row_at, %row_zero, %row_zero)
 }
 
 %body (state: (s32[], f32[2,16,8], f32[2,16,8])) -> (s32[], f32[2,16,8], f32[2,16,8]) {
@@ -55,7 +63,7 @@ StackFrames
   %g = f32[2,16,8] get-tuple-element(%state), index=2
   %low = bf16[16,8] fusion(%w, %i), kind=kLoop, calls=%cast
   %whole = bf16[64,8]{1,0:T(8,128)(2,1)S(1)} all-gather(%low), channel_id=1, \
-replica_groups=mesh['data'=2,'fsdp'=4] {'fsdp'}, dimensions={0}, metadata={op_name="a" \
+replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}, metadata={op_name="a" \
 stack_frame_id=2}
   %dot = f32[64,8] dot(%whole, %whole), lhs_contracting_dims={1}, rhs_contracting_dims={1}
   %part = f32[16,8] reduce-scatter(%dot), channel_id=2, replica_groups={{0,1,2,3},{4,5,6,7}}, \
@@ -67,23 +75,23 @@ dimensions={0}, to_apply=%add
   ROOT %out = (s32[], f32[2,16,8], f32[2,16,8]) tuple(%i2, %w, %g2)
 }
 
-%condition (state: (s32[], f32[2,16,8], f32[2,16,8])) -> pred[] {
-  %state = (s32[], f32[2,16,8], f32[2,16,8]) parameter(0)
-  %i = s32[] get-tuple-element(%state), index=0
-  %n = s32[] constant(3)
-  ROOT %more = pred[] compare(%i, %n), direction=LT
+%condition (asked: (s32[], f32[2,16,8], f32[2,16,8])) -> pred[] {
+  %asked = (s32[], f32[2,16,8], f32[2,16,8]) parameter(0)
+  %count = s32[] get-tuple-element(%asked), index=0
+  %bound = s32[] constant(3)
+  ROOT %more = pred[] compare(%count, %bound), direction=LT
 }
 
-ENTRY %main (w: f32[2,16,8], m: f32[2,16,8]) -> (f32[2,16,8], f32[]) {
-  %w = f32[2,16,8] parameter(0), metadata={op_name="state[\\'w\\']"}
-  %m = f32[2,16,8] parameter(1), metadata={op_name="state[\\'m\\']"}
+ENTRY %main (weights: f32[2,16,8], moments: f32[2,16,8]) -> (f32[2,16,8], f32[]) {
+  %weights = f32[2,16,8] parameter(0), metadata={op_name="state[\\'w\\']"}
+  %moments = f32[2,16,8] parameter(1), metadata={op_name="state[\\'m\\']"}
   %start = s32[] constant(1)
   %zeros = f32[2,16,8] broadcast(%start), dimensions={}
-  %init = (s32[], f32[2,16,8], f32[2,16,8]) tuple(%start, %w, %zeros)
+  %init = (s32[], f32[2,16,8], f32[2,16,8]) tuple(%start, %weights, %zeros)
   %while = (s32[], f32[2,16,8], f32[2,16,8]) while(%init), condition=%condition, body=%body
   %grad = f32[2,16,8] get-tuple-element(%while), index=2
-  %rate = f32[2,16,8] multiply(%grad, %m)
-  %new = f32[2,16,8] subtract(%w, %rate)
+  %rate = f32[2,16,8] multiply(%grad, %moments)
+  %new = f32[2,16,8] subtract(%weights, %rate)
   %norm = f32[] constant(0)
   ROOT %result = (f32[2,16,8], f32[]) tuple(%new, %norm)
 }
@@ -91,8 +99,34 @@ ENTRY %main (w: f32[2,16,8], m: f32[2,16,8]) -> (f32[2,16,8], f32[]) {
 NAMES = Names({0: "w", 1: "m"}, {0: "w"}, frozenset({0, 1}), frozenset({0}), {"data": 2, "fsdp": 4})
 
 
-def found(module: _hlo.Module, names: Names = NAMES) -> list[_collectives.Collective]:
-    return list(_collectives.find_collectives(module, names, _read.user_source))
+def parsed(text: str) -> _hlo.Module:
+    """Returns the program of a text, as `read_module` has it from an executable."""
+    proto = _parser.hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    return _hlo.parse_module(proto)
+
+
+def found(program: str | _hlo.Module, names: Names = NAMES) -> list[_collectives.Collective]:
+    module = parsed(program) if isinstance(program, str) else program
+    runs = _loops.run_counts(module)
+    return list(_collectives.find_collectives(module, runs, names, _read.user_source))
+
+
+def encoded(fields: Mapping[int, Sequence[Any]]) -> bytes:
+    """Returns a protocol buffer: numbers, bytes, and messages written as such mappings."""
+    data = b""
+    for field, values in fields.items():
+        for value in values:
+            if isinstance(value, int):
+                data += _varint(field << 3) + _varint(value % (1 << 64))
+            else:
+                inside = value if isinstance(value, bytes) else encoded(value)
+                data += _varint(field << 3 | 2) + _varint(len(inside)) + inside
+    return data
+
+
+def _varint(value: int) -> bytes:
+    head, rest = value & 127, value >> 7
+    return bytes([head | 128]) + _varint(rest) if rest else bytes([head])
 
 
 def line_of(text: str, name: str) -> str:

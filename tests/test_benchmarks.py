@@ -7,6 +7,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from _hlo_text import LOOP, parsed
 
 from benchmarks.measure import compiled, hbm, jaxprs, prefetches, targets
 from benchmarks.measure.store import Store
@@ -110,11 +111,10 @@ def test_what_a_tpu_moves_ahead_is_no_operand_of_its_own() -> None:
 
 
 def test_only_what_lies_in_hbm_is_traffic_and_a_slice_is_a_slice() -> None:
-    assert hbm.traffic(PREFETCHED) == 3 * 64 * 8 * 4  # x in halves, y, and the sum
+    assert hbm.traffic(parsed(PREFETCHED)) == 3 * 64 * 8 * 4  # x in halves, y, and the sum
     on_chip = PREFETCHED.replace("ROOT %sum = f32[64,8]{1,0}", "ROOT %sum = f32[64,8]{1,0:S(1)}")
-    assert hbm.traffic(on_chip) == 2 * 64 * 8 * 4
-    looped = PREFETCHED.replace(" add(", " while(")
-    assert hbm.traffic(looped) is None
+    assert hbm.traffic(parsed(on_chip)) == 2 * 64 * 8 * 4
+    assert hbm.traffic(parsed(LOOP)) is None
 
 
 def test_unknown_targets_are_named() -> None:

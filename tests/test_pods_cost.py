@@ -5,18 +5,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from _hlo_text import LOOP
+from _hlo_text import LOOP, parsed
 
-from mpjax.pods import _cost, _hlo
+from mpjax.pods import _cost, _hlo, _loops
+
+
+def counted(module: _hlo.Module) -> _cost.Cost:
+    return _cost.count(module, _loops.run_counts(module))
 
 
 @pytest.fixture
 def loop() -> _hlo.Module:
-    return _hlo.parse_module(LOOP)
+    return parsed(LOOP)
 
 
 def test_products_and_traffic_are_multiplied_by_trips(loop: _hlo.Module):
-    cost = _cost.count(loop)
+    cost = counted(loop)
     assert cost.flops == {"bf16": 2 * (2 * 64 * 8 * 8)}
     outside = sum(_cost._traffic(loop, loop.entry, i) for i in loop.entry.instructions.values())
     parts = {name: loop.computations[name] for name in ("body", "condition")}
@@ -27,9 +31,9 @@ def test_products_and_traffic_are_multiplied_by_trips(loop: _hlo.Module):
     assert cost.hbm_bytes == outside + 2 * each["body"] + 3 * each["condition"]
 
 
-def compiled_text(fun: Any, *args: Any) -> tuple[str, Any]:
+def compiled_module(fun: Any, *args: Any) -> tuple[_hlo.Module, Any]:
     compiled = jax.jit(fun).lower(*args).compile()
-    return compiled.as_text(), compiled
+    return _hlo.read_module(compiled), compiled
 
 
 @pytest.mark.parametrize("layers", [1, 5])
@@ -37,8 +41,8 @@ def test_flops_of_a_scan_are_counted_for_every_layer(layers: int):
     def fun(w: Any, x: Any) -> Any:
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
 
-    text, _ = compiled_text(fun, jnp.ones((layers, 32, 32)), jnp.ones((64, 32)))
-    assert _cost.count(_hlo.parse_module(text)).total_flops == layers * 2 * 64 * 32 * 32
+    module, _ = compiled_module(fun, jnp.ones((layers, 32, 32)), jnp.ones((64, 32)))
+    assert counted(module).total_flops == layers * 2 * 64 * 32 * 32
 
 
 @pytest.mark.parametrize(
@@ -56,8 +60,8 @@ def test_flops_of_convolutions_are_those_of_xla(strides: Any, padding: str, dila
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )
 
-    text, compiled = compiled_text(fun, jnp.ones((2, 12, 10, 3)), jnp.ones((3, 3, 3, 8)))
-    mine = _cost.count(_hlo.parse_module(text)).total_flops
+    module, compiled = compiled_module(fun, jnp.ones((2, 12, 10, 3)), jnp.ones((3, 3, 3, 8)))
+    mine = counted(module).total_flops
     assert mine == compiled.cost_analysis()["flops"]
 
 
@@ -72,7 +76,7 @@ ENTRY %main (a: f32[8,16,32], b: f32[8,32,4]) -> f32[8,16,4] {
 dim_labels=0bf_0io->0bf
 }
 """
-    assert _cost.count(_hlo.parse_module(text)).total_flops == 2 * 8 * 16 * 32 * 4
+    assert counted(parsed(text)).total_flops == 2 * 8 * 16 * 32 * 4
 
 
 def test_library_products_are_counted_and_unknown_calls_are_named():
@@ -86,7 +90,7 @@ ENTRY %main (a: bf16[16,32], b: bf16[32,4]) -> bf16[16,4] {
   ROOT %d = bf16[16,4] custom-call(%c), custom_call_target="__cudnn$fmhaSoftmax"
 }
 """.replace('["1"]', "[1]")
-    cost = _cost.count(_hlo.parse_module(text))
+    cost = counted(parsed(text))
     assert cost.flops == {"bf16": 2 * 16 * 32 * 4}
     assert cost.uncounted == ("__cudnn$fmhaSoftmax",)
 

@@ -1,17 +1,71 @@
-"""The reader of compiled programs, on a small text: types, sources, trips, ways."""
+"""The reader of compiled programs: messages, types, sources, groups, trips, ways."""
 
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
-from _hlo_text import LOOP
+from _hlo_text import LOOP, encoded, parsed
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mpjax.pods import _hlo, _loops, _read
 from mpjax.pods._flow import Flow, Place
+from mpjax.pods._groups import group_of, joins_devices
+from mpjax.pods._proto import Message
 
 
 @pytest.fixture
 def loop() -> _hlo.Module:
-    return _hlo.parse_module(LOOP)
+    return parsed(LOOP)
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+NUMBERS = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(st.dictionaries(st.integers(1, 2000), st.lists(NUMBERS | st.binary(), min_size=1)))
+def test_a_message_gives_back_what_was_written(fields: dict[int, Any]):
+    message = Message(encoded(fields))
+    for field, values in fields.items():
+        assert message.has(field)
+        if all(isinstance(value, int) for value in values):
+            assert message.integers(field) == tuple(values)
+            assert message.integer(field) == values[-1]
+        elif isinstance(values[-1], bytes):
+            assert message.data(field) == values[-1]
+    assert not message.has(2001)
+    assert (message.integer(2001), message.text(2001), message.integers(2001)) == (0, "", ())
+
+
+def test_packed_numbers_are_read_and_fixed_ones_are_passed_over():
+    assert Message(b"\x0a\x03\x01\x96\x01").integers(1) == (1, 150)
+    assert Message(b"\x09" + b"\xff" * 8 + b"\x15" + b"\xff" * 4 + b"\x18\x05").integer(3) == 5
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"\x0a\x05ab", "field 1 is cut short"),
+        (b"\x08\x80", "a number is cut short"),
+        (b"\x0b", "unknown kind 3 of field 1"),
+    ],
+)
+def test_what_is_no_message_is_refused(data: bytes, said: str):
+    with pytest.raises(ValueError, match=said):
+        Message(data)
+
+
+def test_a_field_of_the_wrong_kind_is_refused():
+    with pytest.raises(ValueError, match="field 1 is no number"):
+        Message(encoded({1: [b"ab"]})).integer(1)
+    with pytest.raises(ValueError, match="field 1 holds no bytes"):
+        Message(encoded({1: [3]})).text(1)
+
+
+# -- the program -----------------------------------------------------------------------------------
 
 
 def test_types_are_read_with_tuples_layouts_and_memory_spaces(loop: _hlo.Module):
@@ -30,7 +84,7 @@ def test_sizes_of_dtypes(dtype: str, bits: int):
 
 
 def test_names_aliases_and_sources(loop: _hlo.Module):
-    assert loop.entry.instructions["w"].op_name == "state['w']"
+    assert loop.entry.instructions["weights"].op_name == "state['w']"
     assert loop.aliases == {0: 0}
     lines = loop.source(loop.computations["body"].instructions["whole"])
     assert lines == (
@@ -54,49 +108,142 @@ def test_the_line_to_name_is_the_users():
     assert _read.user_source([here]) == "train.py:7 (loss)"
 
 
-def test_trips_are_the_bound_less_the_start(loop: _hlo.Module):
-    counts = _loops.run_counts(loop)
-    assert (counts["body"], counts["condition"], counts["cast"]) == (2, 3, 2)
-    assert "add" not in counts  # the scalar function of a reduction
+# -- groups ----------------------------------------------------------------------------------------
+
+MESH = {"data": 2, "fsdp": 4}
+LISTED = [{1: list(group)} for group in ((0, 4), (1, 5), (2, 6), (3, 7))]
 
 
-def test_annotated_trips_win():
-    annotated = LOOP.replace(
-        "body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"9"}}'
-    )
-    assert _loops.run_counts(_hlo.parse_module(annotated))["body"] == 9
-
-
-def test_a_loop_without_known_trips_counts_once():
-    unknown = LOOP.replace(
-        "%n = s32[] constant(3)", "%n = s32[] get-tuple-element(%state), index=0"
-    )
-    assert _loops.run_counts(_hlo.parse_module(unknown))["body"] == 1
+def mesh_of(*axes: tuple[str, int]) -> dict[int, Any]:
+    return {1: [{1: [name.encode()], 2: [size]} for name, size in axes]}
 
 
 @pytest.mark.parametrize(
-    ("added", "trips"),
+    ("fields", "expected"),
     [
-        ("%one = s32[] constant(2)", 4),  # as where a product overlaps with what it sends
-        ("%one = s32[] copy(%two)\n  %two = s32[] constant(2)", 4),
-        ("%one = s32[] get-tuple-element(%state), index=0", 7),  # not to be seen
+        ({93: [{1: [mesh_of(*MESH.items())], 2: [{}, {1: [1]}]}]}, (("data", "fsdp"), 8, True)),
+        ({93: [{1: [mesh_of(*MESH.items())], 2: [{1: [1]}]}]}, (("fsdp",), 4, True)),
+        # The inner half of an axis, as XLA writes 'fsdp':(2)2.
+        (
+            {93: [{1: [mesh_of(*MESH.items())], 2: [{1: [1], 2: [{1: [2], 2: [2]}]}]}]},
+            (("fsdp",), 2, False),
+        ),
+        ({93: [{1: [mesh_of(("x", 2), ("y", 4))], 2: [{1: [1]}]}]}, (("fsdp",), 4, True)),
+        ({93: [{1: [mesh_of(("x", 8))], 2: [{}]}]}, (("data", "fsdp"), 8, True)),
+        ({87: [{1: LISTED}]}, (("data",), 2, True)),
+        ({49: LISTED}, (("data",), 2, True)),
+        ({87: [{2: [{1: [2], 2: [4], 3: [8]}]}]}, (("fsdp",), 4, True)),
+        ({87: [{2: [{1: [4], 2: [2], 3: [2, 4], 4: [1, 0]}]}]}, (("data",), 2, True)),
+        ({92: [{1: [4], 2: [2], 3: [2, 4], 4: [1, 0]}]}, (("data",), 2, True)),
+        ({52: [{1: [0], 2: [1]}, {1: [1], 2: [2]}]}, (("fsdp",), 4, True)),
+        ({26: [1]}, (("data", "fsdp"), 8, True)),
     ],
 )
-def test_trips_are_fewer_where_the_counter_takes_larger_steps(added: str, trips: int):
-    text = LOOP.replace("%one = s32[] constant(1)", added)
-    text = text.replace("%n = s32[] constant(3)", "%n = s32[] constant(8)")
-    assert _loops.run_counts(_hlo.parse_module(text))["body"] == trips
+def test_groups_are_read_in_every_notation(fields: Any, expected: Any):
+    instruction = _hlo.Instruction("x", "all-reduce", (), (), False, Message(encoded(fields)))
+    assert joins_devices(instruction)
+    assert tuple(group_of(instruction, MESH)) == expected
+
+
+def test_an_axis_of_one_device_is_not_named():
+    whole = Message(encoded({93: [{1: [mesh_of(("data", 1), ("fsdp", 8))], 2: [{}, {1: [1]}]}]}))
+    instruction = _hlo.Instruction("x", "all-reduce", (), (), False, whole)
+    assert tuple(group_of(instruction, {"data": 1, "fsdp": 8})) == (("fsdp",), 8, True)
+
+
+# -- loops -----------------------------------------------------------------------------------------
+
+
+def test_trips_are_the_bound_less_the_start(loop: _hlo.Module):
+    runs = _loops.run_counts(loop)
+    assert [runs.counts[name] for name in ("body", "condition", "cast")] == [2, 3, 2]
+    assert "add" not in runs.counts  # the scalar function of a reduction
+    assert (runs.open, runs.loops) == (frozenset(), ())
+
+
+def body_runs(text: str) -> int | None:
+    """Returns how often the loop's body runs; None where that is said to be unknown."""
+    runs = _loops.run_counts(parsed(text))
+    return None if "body" in runs.open else runs.counts["body"]
+
+
+def test_annotated_trips_win():
+    noted = 'body=%body, backend_config={"known_trip_count":{"n":"9"}}'
+    assert body_runs(LOOP.replace("body=%body", noted)) == 9
+
+
+ONE, BOUND = "%one = s32[] constant(1)", "%bound = s32[] constant(3)"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "trips"),
+    [
+        (BOUND, "%bound = s32[] constant(8)", 7),
+        (BOUND, "%eight = s32[] constant(8)\n  %bound = s32[] copy(%eight)", 7),
+        (BOUND, "%bound = s32[] get-tuple-element(%asked), index=0", None),
+        ("direction=LT", "direction=LE", 3),
+        ("direction=LT", "direction=NE", 2),
+        ("direction=LT", "direction=GT", None),
+        ("ROOT %more = pred[] compare", "%less = pred[] compare", None),  # see below
+        ("%start = s32[] constant(1)", "%start = s32[] constant(-1)", 4),
+        (ONE, "%one = s32[] constant(2)", 1),  # as where a product overlaps with what it sends
+        (ONE, "%two = s32[] constant(2)\n  %one = s32[] copy(%two)", 1),
+        (ONE, "%one = s32[] get-tuple-element(%state), index=0", None),  # it doubles
+        ("%i2 = s32[] add(%i, %one)", "%i2 = s32[] multiply(%i, %one)", None),
+    ],
+)
+def test_trips_are_worked_out_or_not_known(old: str, new: str, trips: int | None):
+    assert old in LOOP
+    text = LOOP.replace(old, new)
+    if "%less" in new:  # a second reason to stop, as a loop until something has converged has
+        text = text.replace(
+            "direction=LT\n}",
+            "direction=LT\n  %near = pred[] constant(false)\n"
+            "  ROOT %more = pred[] and(%less, %near)\n}",
+        )
+    assert body_runs(text) == trips
 
 
 def test_a_step_inside_a_fusion_is_seen():
     text = LOOP.replace(
-        "%i2 = s32[] add(%i, %one)", "%i2 = s32[] fusion(%i), kind=kLoop, calls=%count"
+        "%i2 = s32[] add(%i, %one)", "%i2 = s32[] fusion(%i), kind=kLoop, calls=%counted"
     ).replace(
         "%body (",
-        "%count (c: s32[]) -> s32[] {\n  %c = s32[] parameter(0)\n  %two = s32[] constant(2)\n"
-        "  ROOT %next = s32[] add(%c, %two)\n}\n\n%body (",
+        "%counted (c: s32[]) -> s32[] {\n  %c = s32[] parameter(0)\n  %two = s32[] constant(2)\n"
+        "  ROOT %added = s32[] add(%c, %two)\n}\n\n%body (",
     )
-    assert _loops.run_counts(_hlo.parse_module(text))["body"] == 1
+    assert body_runs(text) == 1
+
+
+def test_a_loop_that_nobody_can_count_is_named_and_counts_once():
+    def fun(x: Any) -> Any:
+        return jax.lax.while_loop(lambda x: jnp.sum(x) < 9.0, lambda x: x @ x, x)
+
+    module = _hlo.read_module(jax.jit(fun).lower(jnp.ones((4, 4))).compile())
+    runs = _loops.run_counts(module)
+    (loop,) = runs.loops
+    assert "test_pods_hlo.py" in _read.user_source(module.source(loop))
+    assert runs.counts[loop.body] == 1
+    assert loop.body in runs.open
+
+
+@pytest.mark.parametrize("length", [1, 3, 50])
+def test_what_the_compiler_notes_is_what_is_worked_out(length: int):
+    def fun(x: Any) -> Any:
+        return jax.lax.scan(lambda x, _: (x @ x, None), x, length=length)[0]
+
+    module = _hlo.read_module(jax.jit(fun).lower(jnp.ones((4, 4))).compile())
+    for computation in module.computations.values():
+        for loop in computation.instructions.values():
+            if loop.opcode == "while":
+                bare = _hlo.Instruction(
+                    loop.name, "while", loop.operands, loop.called, False, Message(b"")
+                )
+                assert _loops.trip_count(module, computation, loop) == length
+                assert _loops.trip_count(module, computation, bare) == length
+
+
+# -- ways ------------------------------------------------------------------------------------------
 
 
 def test_a_value_is_followed_to_its_input_and_its_output(loop: _hlo.Module):
@@ -107,6 +254,26 @@ def test_a_value_is_followed_to_its_input_and_its_output(loop: _hlo.Module):
     assert flow.outputs_of(Place("body", "whole")) == set()  # a product ends the way
 
 
-def test_a_text_without_an_entry_is_refused():
-    with pytest.raises(ValueError, match="no ENTRY computation"):
-        _hlo.parse_module("HloModule x\n")
+def test_a_way_leads_through_a_branch():
+    def fun(w: Any, x: Any, apply: Any) -> Any:
+        return jax.lax.cond(apply, lambda w, x: w - x, lambda w, x: w * 2.0, w, x)
+
+    args = jnp.ones((4, 4)), jnp.ones((4, 4)), True
+    module = _hlo.read_module(jax.jit(fun).lower(*args).compile())
+    flow, entry = Flow(module), module.entry
+    assert any(i.opcode == "conditional" for i in entry.instructions.values())
+    for number in (0, 1):
+        assert flow.outputs_of(Place(entry.name, entry.parameters[number].name)) == {0}
+    name, doubled = next(
+        (computation.name, i)
+        for computation in module.computations.values()
+        for i in computation.instructions.values()
+        if i.opcode == "multiply"
+    )
+    ways = (flow.inputs_of(Place(name, operand)) for operand in doubled.operands)
+    assert {0} in ways
+
+
+def test_a_program_without_an_entry_is_refused():
+    with pytest.raises(ValueError, match="no entry computation"):
+        _hlo.parse_module(encoded({1: [b"x"]}))

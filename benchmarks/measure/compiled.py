@@ -14,6 +14,8 @@ from typing import Any
 import jax
 from jaxlib import _jax
 
+from mpjax.pods._hlo import read_module
+
 from . import hbm, library_calls, prefetches
 from .targets import TPUS, Target
 
@@ -69,7 +71,7 @@ def compile_for(fun: Callable[..., Any], target: Target, *args: Any) -> Compiled
     return Compiled(
         bytes_accessed=cost and cost["bytes accessed"],
         operands_accessed=operations and operations["bytes accessed"],
-        hbm_traffic=hbm.traffic(text) if target.name in TPUS else None,
+        hbm_traffic=hbm.traffic(read_module(executable)) if target.name in TPUS else None,
         flops=cost and cost["flops"],
         temporaries=executable.memory_analysis().temp_size_in_bytes,
         converts=len(re.findall(r"= (?:bf16|f16|f32)\[[^ ]* convert\(", text)),

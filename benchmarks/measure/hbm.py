@@ -7,31 +7,37 @@ what lies in HBM counts, and a part as a part.
 
 from collections.abc import Iterable
 
-from mpjax.pods._hlo import Shape, parse_module
+from mpjax.pods._hlo import Instruction, Module, Shape
 
 _NAMES_ONLY = frozenset(
-    {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "copy-done", "slice-done"}
-    | {"fusion-done", "async-done", "partition-id", "after-all"}
+    {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "copy-done", "async-done"}
+    | {"partition-id", "after-all"}
 )
 
 
-def traffic(text: str) -> int | None:
-    """Returns the bytes of an optimised module, None where it has a loop.
+def traffic(module: Module) -> int | None:
+    """Returns the bytes of a compiled program, None where it has a loop.
 
     What a loop reads of a stacked array is told by its fusions alone; without one, each operand
     is read once, and each result written once.
     """
-    instructions = parse_module(text).entry.instructions
+    instructions = module.entry.instructions
     if any(made.opcode == "while" for made in instructions.values()):
         return None
     total = 0
     for made in instructions.values():
-        if made.opcode in ("copy-start", "slice-start"):
+        if made.opcode == "copy-start" or _begins_slice(module, made):
             total += _moved(*made.shapes[:2])
         elif made.opcode not in _NAMES_ONLY:
             operands = (instructions[name].shapes for name in made.operands)
             total += sum(map(_in_hbm, (made.shapes, *operands)))
     return total
+
+
+def _begins_slice(module: Module, made: Instruction) -> bool:
+    if made.opcode != "async-start" or made.callee is None:
+        return False
+    return module.computations[made.callee].root.opcode == "slice"
 
 
 def _moved(source: Shape, target: Shape) -> int:

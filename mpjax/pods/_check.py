@@ -102,6 +102,7 @@ def check(
         hbm_bytes=0,
         cost_analysis_bytes=None,
         uncounted=(),
+        open_loops=(),
         times=Times(compute=0.0, hbm=0.0, network=0.0),
         fingerprint=lowered.fingerprint,
         compile_seconds=seconds,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from mpjax.pods._flow import Flow, Place
+from mpjax.pods._groups import Group, along, group_of
 from mpjax.pods._hlo import Computation, Instruction, Module, Shape
-from mpjax.pods._loops import run_counts
+from mpjax.pods._loops import Runs
 
 Role: TypeAlias = Literal["weights", "gradients", "updates", "activations", "scalars"]
 """What is sent: a parameter to compute with · its gradient · the new value of a parameter or of
@@ -33,6 +32,7 @@ class Collective:
     shape: tuple[int, ...]  # the whole array, as one device has it before or after
     bytes: int  # of that array, once
     count: int  # how often in a step: the trips of the loops around it
+    at_least: bool  # whether one of these loops has trips that are not known, and counts once
     axes: tuple[str, ...]  # of the mesh; empty where they are not known
     group_size: int
     path: str  # of the parameter, gradient or state; empty where it is none
@@ -77,26 +77,27 @@ class Names:
 
 
 def find_collectives(
-    module: Module, names: Names, name_source: Callable[[Sequence[str]], str]
+    module: Module, runs: Runs, names: Names, name_source: Callable[[Sequence[str]], str]
 ) -> tuple[Collective, ...]:
     """Returns what a program sends.
 
     Args:
       module: the compiled program.
+      runs: how often each of its computations runs.
       names: of its inputs and outputs.
       name_source: picks the line to name among those that led to an instruction.
     """
-    flow, counts = Flow(module), run_counts(module)
+    flow = Flow(module)
     found: dict[Any, Collective] = {}
     for computation in module.computations.values():
-        if computation.name not in counts:
+        if computation.name not in runs.counts:
             continue
         for instruction in computation.instructions.values():
             kind = _kind(computation, instruction)
             if kind is None:
                 continue
-            groups = _groups(instruction, names)
-            if groups[1] == 1:
+            group = _group(instruction, names)
+            if group.size == 1:
                 continue  # along a mesh axis of one device: nothing is sent, nothing rounds
             parts = _parts(computation, instruction, kind)
             for position, shape in enumerate(parts):
@@ -113,16 +114,23 @@ def find_collectives(
                     dtype=dtype,
                     shape=shape.dims,
                     bytes=shape.bytes,
-                    count=counts[computation.name],
-                    axes=groups[0],
-                    group_size=groups[1],
+                    count=runs.counts[computation.name],
+                    at_least=computation.name in runs.open,
+                    axes=group.axes,
+                    group_size=group.size,
                     path=path,
-                    source=_source(module, computation, instruction, name_source),
+                    source=source_of(module, computation, instruction, name_source),
                 )
                 key = _once(computation, instruction, position)
                 if key not in found or (path and not found[key].path):
                     found[key] = collective
     return tuple(found.values())
+
+
+def _group(instruction: Instruction, names: Names) -> Group:
+    if instruction.opcode == "send":
+        return along(names.slice_axes, names.mesh)
+    return group_of(instruction, names.mesh)
 
 
 def _kind(computation: Computation, instruction: Instruction) -> str | None:
@@ -131,15 +139,15 @@ def _kind(computation: Computation, instruction: Instruction) -> str | None:
     A TPU program names a fusion `all-reduce-scatter` in which a sum and a slice are done in one.
     """
     if instruction.opcode == "send":
-        between = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
-        return between[1].lower().replace("_", "-") if between else None
+        between = instruction.attributes.get("_xla_megascale_transfer_type", "")
+        return between.lower().replace("_", "-") or None
     kind = instruction.opcode.removesuffix("-start")
     if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
         return "reduce-scatter"
     return kind if kind in KINDS else None
 
 
-def _source(
+def source_of(
     module: Module,
     computation: Computation,
     instruction: Instruction,
@@ -160,11 +168,11 @@ def _once(computation: Computation, instruction: Instruction, position: int) -> 
 
     They stand in several fusions, so that it overlaps with what these compute.
     """
-    chain = re.search(r'chain_id="(\d+)"', instruction.attributes)
+    chain = instruction.attributes.get("chain_id")
     if chain is None:
         return computation.name, instruction.name, position
     shapes = tuple(map(str, instruction.shapes))
-    return chain[1], instruction.op_name, shapes, position
+    return chain, instruction.op_name, shapes, position
 
 
 def _parts(computation: Computation, instruction: Instruction, kind: str) -> list[Shape]:
@@ -196,8 +204,8 @@ def _dtype(
     XLA:CPU widens what is sent in 16 bits. Reductions say so by the name of their function; what
     is gathered was cast down and up again just before (on JAX before 0.12; see `_compat`).
     """
-    promoted = "_promoted" in (instruction.called("to_apply") or "")
-    reduces = instruction.called("to_apply") is not None
+    reduces = bool(instruction.called)
+    promoted = any("_promoted" in name for name in instruction.called)
     if shape.dtype != "f32" or (reduces and not promoted):
         return shape.dtype
     producer = computation.instructions[instruction.operands[position]]
@@ -232,86 +240,3 @@ def _role(
 def _best(paths: Iterable[str]) -> str:
     """Returns the path to name: a parameter's own is shorter than those of its moments."""
     return min(set(paths), key=lambda path: (len(path.split("/")), path), default="")
-
-
-# -- groups ----------------------------------------------------------------------------------------
-
-
-def _groups(instruction: Instruction, names: Names) -> tuple[tuple[str, ...], int]:
-    """Returns the mesh axes over which is sent, and how many devices take part.
-
-    The text writes them by name (`mesh['data'=2,'fsdp'=4] {'fsdp'}`), as a list of groups
-    (`{{0,1},{2,3}}`) or as a reshaped range (`[2,4]<=[4,2]T(1,0)`).
-    """
-    text, mesh = instruction.attributes, names.mesh
-    if instruction.opcode == "send":
-        return names.slice_axes, math.prod(mesh[axis] for axis in names.slice_axes)
-    if match := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", text):
-        return _named(match[1], match[2], mesh)
-    if "source_target_pairs=" in text:
-        return _permuted(text, mesh)
-    members = _members(text)
-    if members is None:
-        return tuple(mesh), math.prod(mesh.values())
-    return _axes_of(members, mesh), len(members)
-
-
-def _named(declared: str, chosen: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
-    """Returns the groups of `mesh['data'=2,'fsdp'=4] {'fsdp'}`; `'fsdp':(2)2` is a part of an axis.
-
-    The partitioner of `jit` has axes of its own naming, of the same devices in the same order.
-    """
-    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", declared)}
-    parts = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", chosen)
-    count = math.prod(int(size) if size else sizes.get(name, 1) for name, _, size in parts)
-    axes = {name for name, _, _ in parts}
-    if axes <= set(mesh):
-        return tuple(axis for axis in mesh if axis in axes and mesh[axis] > 1), count
-    members = [
-        device
-        for device in range(math.prod(sizes.values()))
-        if all(at == 0 or axis in axes for axis, at in _coordinates(device, sizes).items())
-    ]
-    return _axes_of(members, mesh), count
-
-
-def _members(text: str) -> list[int] | None:
-    """Returns the devices of the first group."""
-    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
-        return [int(n) for n in match[1].split(",")]
-    match = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    if match is None:
-        return None
-    dims = [int(n) for n in match[3].split(",")]
-    order = [int(n) for n in match[4].split(",")] if match[4] else list(range(len(dims)))
-    strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
-    ranges = [range(dims[axis]) for axis in order]
-    flat = (
-        sum(at * strides[axis] for at, axis in zip(place, order, strict=True))
-        for place in itertools.product(*ranges)
-    )
-    return list(itertools.islice(flat, int(match[2])))
-
-
-def _axes_of(members: Sequence[int], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the mesh axes along which the members of a group differ."""
-    first, differing = _coordinates(members[0], mesh), list[str]()
-    for member in members:
-        here = _coordinates(member, mesh)
-        differing += [axis for axis in mesh if here[axis] != first[axis]]
-    return tuple(axis for axis in mesh if axis in differing)
-
-
-def _permuted(text: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
-    match = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text)
-    if match is None or not mesh:
-        return tuple(mesh), math.prod(mesh.values())
-    axes = _axes_of([int(match[1]), int(match[2])], mesh)
-    return axes, math.prod(mesh[axis] for axis in axes)
-
-
-def _coordinates(device: int, mesh: Mapping[str, int]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for axis in reversed(tuple(mesh)):
-        device, found[axis] = divmod(device, mesh[axis])
-    return found

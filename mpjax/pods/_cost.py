@@ -1,4 +1,4 @@
-"""What a compiled program costs on one device: products and memory traffic, counted from its text.
+"""What a compiled program costs on one device: products and memory traffic, counted.
 
 XLA's own `cost_analysis` counts the body of a loop once and is absent on GPUs; here a body counts
 as often as it runs, on every target alike.
@@ -13,17 +13,21 @@ import math
 import re
 
 from mpjax.pods._hlo import Computation, Instruction, Module, Shape
-from mpjax.pods._loops import run_counts
+from mpjax.pods._loops import Runs
+from mpjax.pods._proto import Message
 
 HBM = 0
 _FREE = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota"),
-    *("while", "conditional", "call", "partition-id", "replica-id", "optimization-barrier"),
-    *("opt-barrier", "add-dependency", "domain"),
+    *("while", "conditional", "call", "partition-id", "replica-id", "opt-barrier"),
+    *("add-dependency", "domain"),
 )
-_CALLS = ("call", "call-start", "async-start")  # what they run reads and writes memory itself
+_CALLS = ("call", "async-start")  # what they run reads and writes memory itself
 # Part of a line's work is in its other half.
 _HALVES = ("-done", "-update")
+# Fields of an instruction: of a product, of a convolution.
+_DOT, _WINDOW, _DIMENSIONS, _BATCH_GROUPS = 30, 15, 16, 58
+_CONTRACTED = r'"lhs_contracting_dimensions":(\[[^\]]*\])'  # of a cuBLAS product, in its notes
 # cuDNN's names: which of (input, filter, output) a convolution's result is.
 _CUDNN = {"convBackwardInput": 0, "convBackwardFilter": 1}
 
@@ -42,9 +46,9 @@ class Cost:
         return sum(self.flops.values())
 
 
-def count(module: Module) -> Cost:
-    """Returns the cost of a program, loops multiplied."""
-    times = run_counts(module)
+def count(module: Module, runs: Runs) -> Cost:
+    """Returns the cost of a program, each computation as often as it runs."""
+    times = runs.counts
     inside = _fused(module)
     flops: collections.Counter[str] = collections.Counter()
     traffic, uncounted = 0, set[str]()
@@ -55,7 +59,7 @@ def count(module: Module) -> Cost:
             if work:
                 flops[_operand_dtype(computation, instruction)] += work * repeats
             elif work is None:
-                uncounted.add(_target(instruction))
+                uncounted.add(instruction.target)
             if computation.name not in inside:
                 traffic += _traffic(module, computation, instruction) * repeats
     return Cost(dict(flops), traffic, tuple(sorted(uncounted)))
@@ -79,14 +83,16 @@ def _fused(module: Module) -> set[str]:
 def product_flops(computation: Computation, instruction: Instruction) -> int | None:
     """Returns two for each multiplication of a product; None for a library call of unknown work."""
     if instruction.opcode == "dot":
-        return _dot(computation, instruction, instruction.integers("lhs_contracting_dims"))
+        return _dot(computation, instruction, instruction.proto.message(_DOT).integers(1))
     if instruction.opcode == "convolution":
         return _convolution(computation, instruction, result=2)
     if instruction.opcode != "custom-call":
         return 0
-    target = _target(instruction)
+    target = instruction.target
     if "gemm" in target or target.endswith("matmul") or "$matmul" in target:
-        numbers = re.search(r'"lhs_contracting_dimensions":(\[[^\]]*\])', instruction.attributes)
+        numbers = re.search(
+            r'"lhs_contracting_dimensions":(\[[^\]]*\])', instruction.backend_config
+        )
         if numbers is not None:
             return _dot(computation, instruction, tuple(map(int, json.loads(numbers[1]))))
     if target.startswith("__cudnn$conv"):
@@ -109,48 +115,39 @@ def _convolution(computation: Computation, instruction: Instruction, *, result: 
       instruction: whose dims are labelled as input, filter and output.
       result: which of the three it computes; cuDNN labels a gradient as its forward pass.
     """
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     operands = _operands(computation, instruction)
-    if labels is None or len(operands) < 2:
+    numbers = instruction.proto.message(_DIMENSIONS)
+    if len(operands) < 2 or not instruction.proto.has(_DIMENSIONS):
         return 0
     roles = [operands[0], operands[1]]
     roles.insert(result, instruction.shapes[0])
     image, kernel, output = roles[:3]
-    window = _Window(re.search(r"window=\{([^}]*)\}", instruction.attributes))
-    places = 1
-    for axis in range(sum(label.isdigit() for label in labels[2])):
-        at = str(axis)
-        places *= window.valid(
-            axis, image.dims[labels[1].index(at)], output.dims[labels[3].index(at)]
-        )
-    groups = instruction.integers("batch_group_count")
-    batch = output.dims[labels[3].index("b")] * output.dims[labels[3].index("f")]
-    features = kernel.dims[labels[2].index("i")]
-    return 2 * batch * features * places // (groups[0] if groups else 1)
+    sides = [image.dims[axis] for axis in numbers.integers(11)]
+    made = [output.dims[axis] for axis in numbers.integers(12)]
+    windows = map(_Window, instruction.proto.message(_WINDOW).messages(1))
+    places = math.prod(w.valid(a, b) for w, a, b in zip(windows, sides, made, strict=True))
+    batch = output.dims[numbers.integer(9)] * output.dims[numbers.integer(10)]
+    features = kernel.dims[numbers.integer(3)]
+    return 2 * batch * features * places // max(instruction.proto.integer(_BATCH_GROUPS), 1)
 
 
 class _Window:
-    """The window of a convolution: sizes, strides, padding and dilations by axis."""
+    """The window of a convolution along one axis: size, stride, padding and dilations."""
 
-    def __init__(self, match: re.Match[str] | None) -> None:
-        self._fields = dict(re.findall(r"(\w+)=([\dx_\-]+)", match[1])) if match else {}
+    def __init__(self, proto: Message) -> None:
+        self._size, self._stride, self._low = (proto.integer(n) for n in (1, 2, 3))
+        self._right, self._left = (max(proto.integer(n), 1) for n in (5, 6))
 
-    def _get(self, key: str, axis: int, default: str) -> str:
-        values = self._fields.get(key, "").split("x")
-        return values[axis] if axis < len(values) and values[axis] else default
-
-    def valid(self, axis: int, size: int, out: int) -> int:
+    def valid(self, size: int, out: int) -> int:
         """Returns how many pairs of filter and output positions meet a value of the input.
 
         TPU programs write batched products as convolutions whose windows mostly miss.
         """
-        window, stride = int(self._get("size", axis, "1")), int(self._get("stride", axis, "1"))
-        low = int(self._get("pad", axis, "0_0").split("_")[0])
-        left, right = (int(self._get(f"{side}_dilate", axis, "1")) for side in ("lhs", "rhs"))
+        window, stride, left = self._size, self._stride, self._left
         reach = (size - 1) * left + 1
         if window * out > 1 << 22:  # too many to look at; all of them, as if none were padding
             return window * min(out, size)
-        offsets = [k * right - low for k in range(window)]
+        offsets = [k * self._right - self._low for k in range(window)]
         return sum(
             0 <= (at := o * stride + offset) < reach and at % left == 0
             for o in range(out)
@@ -167,10 +164,6 @@ def _operand_dtype(computation: Computation, instruction: Instruction) -> str:
 def _operands(computation: Computation, instruction: Instruction) -> list[Shape]:
     shapes = (computation.instructions[name].shapes for name in instruction.operands)
     return [shape[0] for shape in shapes if shape]
-
-
-def _target(instruction: Instruction) -> str:
-    return instruction.attributes.partition('custom_call_target="')[2].partition('"')[0]
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -27,22 +27,19 @@ class Place(NamedTuple):
 # Read one value and give it back, whole or in part, in another dtype, order or place.
 _CARRY = (
     *("convert", "copy", "copy-start", "bitcast", "bitcast-convert", "reshape", "transpose"),
-    *("slice", "slice-start", "dynamic-slice", "reduce-precision", "pad", "broadcast", "reverse"),
+    *("slice", "dynamic-slice", "reduce-precision", "pad", "broadcast", "reverse"),
     *("all-gather", "all-gather-start", "all-reduce", "all-reduce-start", "all-to-all"),
-    *("collective-permute", "collective-permute-start"),
+    *("collective-permute", "collective-permute-start", "collective-broadcast"),
 )
 # Their result is the value or a part of it, whatever its shape: a TPU program also moves arrays
 # between its memories as bytes, in pieces (f32[64,128] as s8[32768], sliced, and put together).
-_SAME_BYTES = ("bitcast", "bitcast-convert", "dynamic-slice", "slice", "slice-start", "copy-start")
+_SAME_BYTES = ("bitcast", "bitcast-convert", "dynamic-slice", "slice", "copy-start")
 _MANY = ("concatenate", "ConcatBitcast")
 _COMBINED = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")  # many at once
 # Their result has parts besides the value itself; without an index the value is meant.
-_STARTS = (
-    *("all-gather-start", "all-reduce-start", "reduce-scatter-start"),
-    "collective-permute-start",
-)
+_STARTS = (*("all-gather-start", "all-reduce-start", "collective-permute-start"),)
 _ASYNC = ("AsyncCollectiveStart", "AsyncCollectiveDone")  # a TPU's, inside fusions
-_SAME_PARTS = ("-done", "-update", "optimization-barrier")
+_SAME_PARTS = ("-done", "-update", "opt-barrier")
 _ENDS = (
     *("dot", "convolution", "reduce", "reduce-window", "gather", "sort", "custom-call", "map"),
     *("rng", "iota", "constant", "parameter", "select-and-scatter"),
@@ -54,7 +51,6 @@ class Flow:
 
     def __init__(self, module: Module) -> None:
         self._module = module
-        self._callers = self._find_callers()
         self._sends, self._receives = map(self._find_transfers, ("send", "recv"))
 
     def inputs_of(self, place: Place) -> set[int]:
@@ -63,7 +59,7 @@ class Flow:
         for at in self._walk(place, self._back):
             instruction = self._instruction(at)
             if at.computation == self._module.entry.name and instruction.opcode == "parameter":
-                found.add(int(instruction.arguments))
+                found.add(instruction.number)
         return found
 
     def outputs_of(self, place: Place) -> set[int]:
@@ -88,16 +84,6 @@ class Flow:
     def _instruction(self, at: Place) -> Instruction:
         return self._module.computations[at.computation].instructions[at.instruction]
 
-    def _find_callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
-        found: dict[str, list[tuple[Computation, Instruction]]] = {}
-        for computation in self._module.computations.values():
-            for instruction in computation.instructions.values():
-                callees = (instruction.callee, *map(instruction.called, ("body", "condition")))
-                for callee in callees:
-                    if callee and callee in self._module.computations:
-                        found.setdefault(callee, []).append((computation, instruction))
-        return found
-
     def _find_transfers(self, opcode: str) -> dict[str, Place]:
         """Returns one end of what TPU slices exchange over the slower network, by its name."""
         return {
@@ -115,16 +101,19 @@ class Flow:
         opcode = instruction.opcode
         there = functools.partial(Place, at.computation)
         if opcode == "get-tuple-element":
-            yield there(instruction.operands[0], (*instruction.integers("index"), *at.part))
+            yield there(instruction.operands[0], (instruction.tuple_index, *at.part))
         elif opcode == "tuple":
             if at.part:
                 yield there(instruction.operands[at.part[0]], at.part[1:])
         elif opcode == "parameter":
-            yield from self._back_to_callers(at, int(instruction.arguments))
+            yield from self._back_to_callers(at, instruction.number)
         elif instruction.is_call:
-            inner = self._module.computations.get(instruction.callee or "")
-            if inner is not None:
-                yield Place(inner.name, inner.root.name, at.part)
+            inner = self._module.computations[instruction.called[0]]
+            yield Place(inner.name, inner.root.name, at.part)
+        elif opcode == "conditional":
+            for branch in map(self._module.computations.get, instruction.called):
+                if branch is not None:
+                    yield Place(branch.name, branch.root.name, at.part)
         elif opcode == "while":
             yield from self._back_into_loop(at, instruction)
         else:
@@ -137,9 +126,9 @@ class Flow:
             yield self._sends[instruction.rendezvous]
         elif opcode == "dynamic-update-slice":
             yield from map(there, operands[:2])
-        elif opcode in _MANY or _target(instruction) in _MANY:
+        elif opcode in _MANY or instruction.target in _MANY:
             yield from map(there, operands)
-        elif opcode == "send" or _target(instruction) in _ASYNC:
+        elif opcode == "send" or instruction.target in _ASYNC:
             yield there(operands[0])
         elif operands and (opcode in _CARRY or opcode.endswith(_SAME_PARTS)):
             yield from self._back_by_one(at, instruction)
@@ -154,17 +143,20 @@ class Flow:
             yield Place(at.computation, instruction.operands[position])
 
     def _back_to_callers(self, at: Place, number: int) -> Iterator[Place]:
-        for computation, caller in self._callers.get(at.computation, ()):
+        for computation, caller in self._module.callers.get(at.computation, ()):
             if caller.opcode == "while":
                 yield Place(computation.name, caller.operands[0], at.part)
-                body = self._module.computations[caller.called("body") or ""]
+                body = self._module.computations[caller.body]
                 yield Place(body.name, body.root.name, at.part)
+            elif caller.opcode == "conditional":  # in front of its operands stands the choice
+                chosen = caller.called.index(at.computation)
+                yield Place(computation.name, caller.operands[1 + chosen], at.part)
             elif number < len(operands := _bound(computation, caller)):
                 yield Place(computation.name, operands[number], at.part)
 
     def _back_into_loop(self, at: Place, loop: Instruction) -> Iterator[Place]:
         yield Place(at.computation, loop.operands[0], at.part)
-        body = self._module.computations[loop.called("body") or ""]
+        body = self._module.computations[loop.body]
         yield Place(body.name, body.root.name, at.part)
 
     # -- on ------------------------------------------------------------------------------------
@@ -187,27 +179,34 @@ class Flow:
         opcode, name = user.opcode, user.name
         there = functools.partial(Place, at.computation)
         if opcode == "get-tuple-element":
-            wanted = user.integers("index")
-            if not at.part or at.part[:1] == wanted:  # without an index it is any part
+            if not at.part or at.part[0] == user.tuple_index:  # without an index it is any part
                 yield there(name, at.part[1:])
         elif opcode == "tuple":
             yield there(name, (position, *at.part))
-        elif user.is_call:
-            inner = self._module.computations.get(user.callee or "")
-            if inner is not None and position in inner.parameters:
-                yield Place(inner.name, inner.parameters[position].name, at.part)
-        elif opcode == "while":
-            body = self._module.computations[user.called("body") or ""]
-            yield Place(body.name, body.parameters[0].name, at.part)
-            yield there(name, at.part)
-        elif opcode == "send" or (opcode == "call-update" and position):
+        elif user.is_call or opcode in ("conditional", "while"):
+            yield from self._into_computations(at, user, position)
+        elif opcode == "send" or (opcode == "async-update" and position):
             yield from self._into_other_end(at, user, position)
-        elif opcode.endswith(_SAME_PARTS) or _target(user) in _ASYNC:
+        elif opcode.endswith(_SAME_PARTS) or user.target in _ASYNC:
             yield there(name, at.part)
         elif opcode in _STARTS or opcode in _COMBINED:
             yield there(name, (position,) if len(user.operands) > 1 else ())
         elif self._continues(instruction, user, position, at):
             yield there(name)
+
+    def _into_computations(self, at: Place, user: Instruction, position: int) -> Iterator[Place]:
+        """Yields what a value becomes inside of a call, a branch or a loop that reads it."""
+        if user.opcode == "while":
+            inner, number = self._module.computations[user.body], 0
+            yield Place(at.computation, user.name, at.part)
+        elif user.opcode == "conditional":
+            if not position:
+                return  # the choice, in front of what the branches take
+            inner, number = self._module.computations[user.called[position - 1]], 0
+        else:
+            inner, number = self._module.computations[user.called[0]], position
+        if number in inner.parameters:
+            yield Place(inner.name, inner.parameters[number].name, at.part)
 
     def _into_other_end(self, at: Place, user: Instruction, position: int) -> Iterator[Place]:
         """Yields where a value that is handed over arrives: on other slices, in a SparseCore."""
@@ -227,7 +226,7 @@ class Flow:
             return position <= 1  # 0 is what is updated, 1 what it is updated with
         if user.opcode == "scatter":
             return position == 0  # what is added to: a table's gradient as head, then as embedding
-        many = user.opcode in _MANY or _target(user) in _MANY
+        many = user.opcode in _MANY or user.target in _MANY
         return many or self._keeps(instruction, user, at)
 
     def _keeps(self, instruction: Instruction, user: Instruction, at: Place) -> bool:
@@ -242,10 +241,10 @@ class Flow:
         return value.elements == result.elements
 
     def _to_callers(self, at: Place) -> Iterator[Place]:
-        for computation, caller in self._callers.get(at.computation, ()):
-            if caller.is_call:
+        for computation, caller in self._module.callers.get(at.computation, ()):
+            if caller.is_call or caller.opcode == "conditional":
                 yield Place(computation.name, caller.name, at.part)
-            elif caller.opcode == "while" and caller.called("body") == at.computation:
+            elif caller.opcode == "while" and caller.body == at.computation:
                 yield Place(computation.name, caller.name, at.part)
                 body = self._module.computations[at.computation]
                 yield Place(body.name, body.parameters[0].name, at.part)
@@ -253,17 +252,10 @@ class Flow:
 
 def _bound(computation: Computation, caller: Instruction) -> tuple[str, ...]:
     """Returns the operands of a call; those of a SparseCore's come behind its start."""
-    if caller.opcode != "call-start" or caller.operands:
+    if caller.opcode != "async-start" or caller.operands:
         return caller.operands
     users = computation.users.get(caller.name, [])
-    return next((user.operands[1:] for user, _ in users if user.opcode == "call-update"), ())
-
-
-def _target(instruction: Instruction) -> str | None:
-    """Returns which library or compiler function a custom call is; None for anything else."""
-    if instruction.opcode != "custom-call":
-        return None
-    return instruction.attributes.partition('custom_call_target="')[2].partition('"')[0]
+    return next((user.operands[1:] for user, _ in users if user.opcode == "async-update"), ())
 
 
 def _part(instruction: Instruction, index: Index) -> Shape | None:

@@ -1,7 +1,8 @@
-"""Reads the text of a compiled program: its computations, instructions, loops and source lines.
+"""A compiled program as XLA keeps it: computations, instructions, shapes, source lines.
 
-Only what the check needs is read. The text is XLA's optimised HLO, as `compiled.as_text()` gives
-it; its grammar is not promised, so that whatever is not understood is left as text in `attributes`.
+JAX hands the program over as a serialized `HloModuleProto`, which is the same on all its versions
+and platforms; the objects around it are not. What the fields are called, and their numbers, are in
+XLA's files `hlo.proto` and `xla_data.proto`. A number is never given away for another use.
 """
 
 from __future__ import annotations
@@ -9,12 +10,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Iterator, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-_BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "bf16": 16, "c64": 64, "c128": 128}
+from mpjax.pods._proto import Message
+
+# XLA's `PrimitiveType`, by number, and the bits of each.
+# fmt: off
+_TYPES = {
+    1: ("pred", 8), 30: ("s1", 1), 26: ("s2", 2), 21: ("s4", 4), 2: ("s8", 8), 3: ("s16", 16),
+    4: ("s32", 32), 5: ("s64", 64), 31: ("u1", 1), 27: ("u2", 2), 22: ("u4", 4), 6: ("u8", 8),
+    7: ("u16", 16), 8: ("u32", 32), 9: ("u64", 64), 10: ("f16", 16), 11: ("f32", 32),
+    16: ("bf16", 16), 12: ("f64", 64), 15: ("c64", 64), 18: ("c128", 128), 19: ("f8e5m2", 8),
+    28: ("f8e4m3", 8), 20: ("f8e4m3fn", 8), 23: ("f8e4m3b11fnuz", 8), 29: ("f8e3m4", 8),
+    24: ("f8e5m2fnuz", 8), 25: ("f8e4m3fnuz", 8), 32: ("f4e2m1fn", 4), 33: ("f8e8m0fnu", 8),
+    14: ("opaque", 0), 17: ("token", 0),
+}
+# fmt: on
+_BITS = dict(_TYPES.values())
+_TUPLE, _BUFFER = 13, 34
 _FLOATS = ("f64", "f32", "f16", "bf16")
+_BY_INTEGERS = (4, 5, 6, 7)  # fields of a literal: s32, s64, u32, u64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +49,12 @@ class Shape:
     @property
     def bytes(self) -> int:
         """How much memory it takes, padding left out."""
-        return math.ceil(self.elements * _bits(self.dtype) / 8)
+        return math.ceil(self.elements * _BITS.get(self.dtype, 0) / 8)
 
     @property
     def itemsize(self) -> float:
         """The bytes of one value."""
-        return _bits(self.dtype) / 8
+        return _BITS.get(self.dtype, 0) / 8
 
     @property
     def is_float(self) -> bool:
@@ -49,27 +65,24 @@ class Shape:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
-def _bits(dtype: str) -> int:
-    if dtype in _BITS:
-        return _BITS[dtype]
-    match = re.match(r"[a-z]+(\d+)", dtype)  # f32, s8, u32, f8e4m3fn
-    return int(match[1]) if match else 0  # token, opaque
-
-
 Type: TypeAlias = "Shape | tuple[Type, ...]"
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation."""
+    """One operation of a computation; what only some of them have is read when it is asked for."""
 
     name: str
-    type: Type
     opcode: str
     operands: tuple[str, ...]  # names, in the same computation
-    arguments: str  # what stands between the parentheses, for constants and parameters
-    attributes: str  # all that follows them
+    called: tuple[str, ...]  # names of computations
     is_root: bool
+    proto: Message
+
+    @functools.cached_property
+    def type(self) -> Type:
+        """The result: an array, or a tuple of results."""
+        return _type(self.proto.message(3))
 
     @functools.cached_property
     def shapes(self) -> tuple[Shape, ...]:
@@ -79,38 +92,70 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """JAX's name for what this was: 'jit(step)/transpose(jvp())/dot_general'."""
-        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return match[1].replace("\\'", "'") if match else ""
+        return self.proto.message(7).text(2)
+
+    @property
+    def number(self) -> int:
+        """Which of its computation's parameters a `parameter` is."""
+        return self.proto.integer(9)
+
+    @property
+    def tuple_index(self) -> int:
+        """Which part of a tuple a `get-tuple-element` takes."""
+        return self.proto.integer(13)
+
+    @property
+    def constant(self) -> int | None:
+        """The value of a scalar integer `constant`; None for anything else."""
+        literal = self.proto.message(8)
+        values = [n for field in _BY_INTEGERS for n in literal.integers(field)]
+        return values[0] if self.opcode == "constant" and len(values) == 1 else None
+
+    @property
+    def target(self) -> str:
+        """Which function of a library or of the compiler a `custom-call` is; '' elsewhere."""
+        return self.proto.text(28)
+
+    @property
+    def direction(self) -> str:
+        """What a `compare` asks: 'LT', 'LE', 'GT', 'GE', 'EQ' or 'NE'; '' elsewhere."""
+        return self.proto.text(63)
+
+    @property
+    def backend_config(self) -> str:
+        """What the platform's own compiler noted, mostly JSON."""
+        return self.proto.text(43)
+
+    @functools.cached_property
+    def attributes(self) -> dict[str, str]:
+        """What the front end noted, by name: `chain_id`, the names of transfers."""
+        pairs = self.proto.message(68).messages(1)
+        return {pair.text(1): pair.text(2) for pair in pairs}
 
     @property
     def rendezvous(self) -> str:
         """What the two ends of a transfer between TPU slices have in common; '' elsewhere."""
-        match = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', self.attributes)
-        return match[1] if match else ""
+        return self.attributes.get("_xla_host_transfer_rendezvous", "")
 
     @property
     def is_call(self) -> bool:
         """Whether it runs one computation on its operands: a fusion, a call, and either begun."""
-        if self.opcode in ("fusion", "call", "call-start"):
-            return True
-        return self.opcode.endswith("-start") and self.called("calls") is not None
+        return self.opcode in ("fusion", "call", "async-start") and bool(self.called)
 
     @property
     def callee(self) -> str | None:
         """The computation that a call or a fusion runs; None for anything else."""
-        if not self.is_call:
-            return None
-        return self.called("calls") or self.called("to_apply")
+        return self.called[0] if self.is_call else None
 
-    def called(self, key: str) -> str | None:
-        """Returns the computation that an attribute (`calls`, `body`, `condition`) names."""
-        match = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
-        return match[1] if match else None
+    @property
+    def body(self) -> str:
+        """The computation that a `while` repeats."""
+        return self.called[0]
 
-    def integers(self, key: str) -> tuple[int, ...]:
-        """Returns the numbers of an attribute such as `dimensions={0,1}` or `index=3`."""
-        match = re.search(rf"\b{key}=\{{?([\d,]*)", self.attributes)
-        return tuple(int(n) for n in match[1].split(",") if n) if match else ()
+    @property
+    def condition(self) -> str:
+        """The computation that says whether a `while` goes on."""
+        return self.called[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +170,7 @@ class Computation:
     def parameters(self) -> dict[int, Instruction]:
         """The parameters by their number."""
         found = (i for i in self.instructions.values() if i.opcode == "parameter")
-        return {int(i.arguments): i for i in found}
+        return {i.number: i for i in found}
 
     @functools.cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
@@ -139,27 +184,31 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program."""
+    """A compiled program; a computation stands behind all that it calls."""
 
     computations: Mapping[str, Computation]
     entry: Computation
-    header: str
+    aliases: Mapping[int, int]  # which parameter's memory each output takes, by their numbers
     frames: Mapping[int, tuple[str, ...]]  # by id: source lines, innermost first
 
     @functools.cached_property
-    def aliases(self) -> dict[int, int]:
-        """Which parameter's memory each output takes: donated buffers, by their numbers."""
-        match = re.search(r"input_output_alias=\{(.*?\)) \}", self.header)
-        pairs = re.findall(r"\{(\d*)\}: \((\d+)", match[1]) if match else []
-        return {int(output or 0): int(parameter) for output, parameter in pairs}
+    def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
+        """For each computation, what runs it: calls, fusions, loops and branches."""
+        found: dict[str, list[tuple[Computation, Instruction]]] = {}
+        for computation in self.computations.values():
+            for instruction in computation.instructions.values():
+                if instruction.is_call or instruction.opcode in ("while", "conditional"):
+                    for name in instruction.called:
+                        found.setdefault(name, []).append((computation, instruction))
+        return found
 
     def source(self, instruction: Instruction) -> tuple[str, ...]:
         """Returns the source lines of an instruction as 'path:12 (function)', innermost first."""
-        match = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-        if match:
-            return self.frames.get(int(match[1]), ())
-        match = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
-        return (f"{match[1]}:{match[2]}",) if match else ()
+        metadata = instruction.proto.message(7)
+        if frame := metadata.integer(15):
+            return self.frames.get(frame, ())
+        file = metadata.text(3)
+        return (f"{file}:{metadata.integer(4)}",) if file else ()
 
 
 def leaves(type_: Type) -> Iterator[Shape]:
@@ -171,120 +220,72 @@ def leaves(type_: Type) -> Iterator[Shape]:
             yield from leaves(part)
 
 
-def parse_module(text: str) -> Module:
-    """Returns a program from its text.
+def read_module(compiled: Any) -> Module:
+    """Returns the program that `jax.stages.Lowered.compile` made."""
+    modules = compiled.runtime_executable().hlo_modules()
+    return parse_module(modules[0].as_serialized_hlo_module_proto())
+
+
+def parse_module(data: bytes) -> Module:
+    """Returns a program from a serialized `HloModuleProto`.
 
     Raises:
-      ValueError: the text has no entry computation.
+      ValueError: the bytes are none, or have no entry computation.
     """
-    text = re.sub(r"/\*index=\d+\*/", "", text)
-    computations: dict[str, Computation] = {}
-    entry = None
-    name, lines = "", list[Instruction]()
-    for line in text.splitlines():
-        if (match := _HEADER.match(line)) is not None:
-            name, lines = match[2], []
-            entry = name if match[1] else entry
-        elif line.startswith("}") and name:
-            root = next((i for i in lines if i.is_root), lines[-1])
-            computations[name] = Computation(name, {i.name: i for i in lines}, root)
-            name = ""
-        elif name and (instruction := parse_instruction(line)) is not None:
-            lines.append(instruction)
+    proto = Message(data)
+    protos = list(proto.messages(3))
+    names = {computation.integer(5): computation.text(1) for computation in protos}
+    computations = [_computation(computation, names) for computation in protos]
+    entry = names.get(proto.integer(6))
     if entry is None:
-        raise ValueError("HLO text: no ENTRY computation.")
-    return Module(computations, computations[entry], text.split("\n", 1)[0], _frames(text))
+        raise ValueError("HLO module: no entry computation.")
+    by_name = {computation.name: computation for computation in computations}
+    return Module(by_name, by_name[entry], _aliases(proto.message(8)), _frames(proto.message(17)))
 
 
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_START = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
-_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+def _computation(proto: Message, names: Mapping[int, str]) -> Computation:
+    protos, root = list(proto.messages(2)), proto.integer(6)
+    own = {instruction.integer(35): instruction.text(1) for instruction in protos}
+    found = [
+        Instruction(
+            name=instruction.text(1),
+            opcode=instruction.text(2),
+            operands=tuple(own[i] for i in instruction.integers(36)),
+            called=tuple(names[i] for i in instruction.integers(38)),
+            is_root=instruction.integer(35) == root,
+            proto=instruction,
+        )
+        for instruction in protos
+    ]
+    by_name = {instruction.name: instruction for instruction in found}
+    return Computation(proto.text(1), by_name, by_name[own[root]])
 
 
-def parse_instruction(line: str) -> Instruction | None:
-    """Returns the instruction on one line, None where the line holds none."""
-    start = _START.match(line)
-    if start is None:
-        return None
-    type_, end = _parse_type(line, start.end())
-    opcode = _OPCODE.match(line, end)
-    if opcode is None:
-        return None
-    close = _closing(line, opcode.end() - 1)
-    arguments = line[opcode.end() : close]
-    operands = () if opcode[1] in ("constant", "parameter") else _names(arguments)
-    return Instruction(
-        name=start[2],
-        type=type_,
-        opcode=opcode[1],
-        operands=operands,
-        arguments=arguments,
-        attributes=line[close + 1 :],
-        is_root=start[1] is not None,
-    )
+def _type(proto: Message) -> Type:
+    kind = proto.integer(2)
+    if kind in (_TUPLE, _BUFFER):
+        parts = tuple(map(_type, proto.messages(4)))
+        return parts[0] if kind == _BUFFER and parts else parts
+    dtype, _ = _TYPES.get(kind, ("unknown", 0))
+    return Shape(dtype, proto.integers(3), proto.message(5).integer(8))
 
 
-def _names(arguments: str) -> tuple[str, ...]:
-    return tuple(re.findall(r"%([\w.\-]+)", arguments))
-
-
-def _closing(line: str, start: int) -> int:
-    """Returns where the parenthesis that opens at `start` is closed."""
-    depth = 0
-    for match in re.compile(r"[()]").finditer(line, start):
-        depth += 1 if match[0] == "(" else -1
-        if depth == 0:
-            return match.start()
-    return len(line)
-
-
-_SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\](\{[^}]*\})?")
-
-
-def _parse_type(line: str, start: int) -> tuple[Type, int]:
-    """Returns the type that starts there, and where it ends."""
-    if line[start] == "(":
-        parts: list[Type] = []
-        position = start + 1
-        while line[position] != ")":
-            part, position = _parse_type(line, position)
-            parts.append(part)
-            position += len(line[position:]) - len(line[position:].lstrip(", "))
-        return tuple(parts), position + 1
-    match = _SHAPE.match(line, start)
-    if match is None:  # token[] has brackets; anything else is unknown
-        return (), line.index(" ", start)
-    space = re.search(r"S\((\d+)\)", match[3] or "")
-    dims = tuple(int(d.lstrip("<=")) for d in match[2].split(",") if d)
-    return Shape(match[1], dims, int(space[1]) if space else 0), match.end()
-
-
-def _frames(text: str) -> dict[int, tuple[str, ...]]:
-    """Returns the source lines of every stack frame from the tables in front of the program."""
-    files, functions = _table(text, "FileNames"), _table(text, "FunctionNames")
-    locations, frames = _table(text, "FileLocations"), _table(text, "StackFrames")
-    lines = {
-        key: f"{files[_field(row, 'file_name_id')].strip(chr(34))}:{_field(row, 'line')} "
-        f"({functions[_field(row, 'function_name_id')].strip(chr(34))})"
-        for key, row in locations.items()
-    }
-    # Parents are written one higher than their number, so that 0 can mean none: a first frame,
-    # which has none, then names itself.
-    first = frames.get(1, "")
-    offset = 1 if first and _field(first, "parent_frame_id") == 1 else 0
-    found: dict[int, tuple[str, ...]] = {}
-    for key in sorted(frames):  # a parent's number is smaller
-        here = lines.get(_field(frames[key], "file_location_id"), "")
-        found[key] = (here, *found.get(_field(frames[key], "parent_frame_id") - offset, ()))
+def _aliases(proto: Message) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for entry in proto.messages(1):
+        output = entry.integers(1)
+        found[output[0] if output else 0] = entry.integer(2)
     return found
 
 
-def _table(text: str, name: str) -> dict[int, str]:
-    match = re.search(rf"^{name}\n((?:\d+ .*\n)+)", text, re.MULTILINE)
-    rows = (row.split(" ", 1) for row in match[1].splitlines()) if match else ()
-    return {int(key): value for key, value in rows}
-
-
-def _field(row: str, key: str) -> int:
-    match = re.search(rf"\b{key}=(\d+)", row)
-    return int(match[1]) if match else 0
+def _frames(proto: Message) -> dict[int, tuple[str, ...]]:
+    """Returns the source lines of every stack frame; all ids count from 1, 0 is none."""
+    files, functions = proto.texts(1), proto.texts(2)
+    lines = [
+        f"{files[at.integer(1) - 1]}:{at.integer(3)} ({functions[at.integer(2) - 1]})"
+        for at in proto.messages(3)
+    ]
+    found: dict[int, tuple[str, ...]] = {}
+    for number, frame in enumerate(proto.messages(4), 1):  # a parent stands before
+        found[number] = (lines[frame.integer(1) - 1], *found.get(frame.integer(2), ()))
+    return found

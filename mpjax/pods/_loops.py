@@ -2,116 +2,170 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 
 from mpjax.pods._hlo import Computation, Instruction, Module
 
-_BRANCHES = ("true_computation", "false_computation")
+_SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier")
 
 
-def run_counts(module: Module) -> dict[str, int]:
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """How often what runs."""
+
+    counts: dict[str, int]  # by computation; at least, in those of `open`
+    open: frozenset[str]  # computations inside a loop whose trips are not known
+    loops: tuple[Instruction, ...]  # these loops
+
+
+def run_counts(module: Module) -> Runs:
     """Returns how often each computation runs in one call of the program.
 
     What a branch holds counts as if every branch ran. What is not reached (the scalar functions
-    inside reductions) has no entry. A loop without a known number of trips counts once.
+    inside reductions) has no entry. A loop without a known number of trips counts once, and what
+    is in it is `open`.
     """
-    counts = {module.entry.name: 1}
-    # A computation stands in the text behind all that it calls: backwards, every caller of a
-    # computation was counted before the computation itself.
+    counts, inside, loops = {module.entry.name: 1}, set[str](), list[Instruction]()
+    # A computation stands behind all that it calls: backwards, every caller of a computation was
+    # counted before the computation itself.
     for computation in reversed(tuple(module.computations.values())):
         times = counts.get(computation.name)
         if times is None:
             continue
         for instruction in computation.instructions.values():
-            for callee, repeats in callees(module, computation, instruction):
+            trips = None
+            if instruction.opcode == "while":
+                trips = trip_count(module, computation, instruction)
+                loops += [instruction] if trips is None else []
+            for callee, repeats in callees(module, instruction, trips or 1):
                 counts[callee] = counts.get(callee, 0) + times * repeats
-    return counts
+                unknown = instruction.opcode == "while" and trips is None
+                inside |= {callee} if unknown or computation.name in inside else set()
+    return Runs(counts, frozenset(inside), tuple(loops))
 
 
-def callees(
-    module: Module, computation: Computation, instruction: Instruction
-) -> list[tuple[str, int]]:
+def callees(module: Module, instruction: Instruction, trips: int) -> list[tuple[str, int]]:
     """Returns the computations that an instruction runs, and how often each time."""
     if instruction.opcode == "while":
-        trips = trip_count(module, computation, instruction) or 1
-        names = [(instruction.called("body"), trips), (instruction.called("condition"), trips + 1)]
-    elif instruction.is_call:
-        names = [(instruction.callee, 1)]
-    elif instruction.opcode == "conditional":
-        names = [(instruction.called(key), 1) for key in _BRANCHES]
-        branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
-        names += [(n, 1) for n in re.findall(r"[\w.\-]+", branches[1])] if branches else []
-    else:
-        return []
-    return [(name, times) for name, times in names if name and name in module.computations]
+        return [(instruction.body, trips), (instruction.condition, trips + 1)]
+    if instruction.is_call:
+        return [(instruction.called[0], 1)]
+    if instruction.opcode == "conditional":
+        return [(name, 1) for name in instruction.called]
+    return []
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """Returns how often a `while` runs its body; None where the text does not tell.
+    """Returns how often a `while` runs its body; None where the program does not tell.
 
-    CPU and GPU programs say so. A TPU program does not: there it is the bound in the condition,
-    less what the counter starts with, by steps of what the body adds to it. Loops in which a
-    product overlaps with what it sends take steps of two.
+    CPU and GPU compilers note it. A TPU's does not: there it is the bound that the condition
+    compares a counter with, less what the counter starts with, by steps of what the body adds to
+    it. Loops in which a product overlaps with what it sends take steps of two.
     """
-    known = re.search(r'known_trip_count"?:\{"n":"(\d+)"', loop.attributes)
-    if known:
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.backend_config):
         return int(known[1])
-    condition = module.computations.get(loop.called("condition") or "")
-    if condition is None:
+    condition, body = (module.computations[name] for name in (loop.condition, loop.body))
+    asked = _origin(module, _Scope(condition), condition.root.name)
+    if asked.instruction.opcode != "compare":
         return None
-    bounds = [
-        int(i.arguments)
-        for i in _everything(module, condition)
-        if i.opcode == "constant" and re.fullmatch(r"\d+", i.arguments)
-    ]
-    if len(bounds) != 1:
+    counter, bound = (asked.operand(module, n) for n in (0, 1))
+    index, limit = _counter(module, counter), bound.instruction.constant
+    if index is None or limit is None:
         return None
-    counters = [i for i in condition.instructions.values() if i.opcode == "get-tuple-element"]
-    if len(counters) != 1:
-        return bounds[0]
-    counter = counters[0].integers("index")[0]
-    start = _element(computation, computation.instructions[loop.operands[0]], counter) or 0
-    body = module.computations[loop.called("body") or ""]
-    return max(0, math.ceil((bounds[0] - start) / _step(module, body, counter)))
-
-
-def _everything(module: Module, condition: Computation) -> list[Instruction]:
-    """Returns the instructions of a condition, those inside its fusions too."""
-    found = list(condition.instructions.values())
-    for instruction in condition.instructions.values():
-        inner = module.computations.get(instruction.called("calls") or "")
-        found += _everything(module, inner) if inner else []
-    return found
-
-
-def _element(computation: Computation, state: Instruction, position: int) -> int | None:
-    """Returns a value of a tuple where it is a constant."""
-    if state.opcode != "tuple":
+    start = _element(module, _called(module, computation), loop.operands[0], index)
+    step = _step(module, body, index)
+    if start is None or start.instruction.constant is None or not step:
         return None
-    return _constant(computation, state.operands[position])
+    return _trips(limit - start.instruction.constant, step, asked.instruction.direction)
 
 
-def _constant(computation: Computation, name: str) -> int | None:
-    value = _copied(computation, name)
-    is_one = value.opcode == "constant" and re.fullmatch(r"\d+", value.arguments)
-    return int(value.arguments) if is_one else None
+def _trips(distance: int, step: int, direction: str) -> int | None:
+    if direction in ("LT", "NE") or (direction == "GT" and step < 0):
+        return max(0, math.ceil(distance / step))
+    if direction == "LE" or (direction == "GE" and step < 0):
+        return max(0, math.floor(distance / step) + 1)
+    return None
 
 
-def _copied(computation: Computation, name: str) -> Instruction:
-    """Returns the instruction that computes a value, copies left out."""
-    value = computation.instructions[name]
-    while value.opcode in ("copy", "bitcast"):
-        value = computation.instructions[value.operands[0]]
-    return value
+# -- values ----------------------------------------------------------------------------------------
 
 
-def _step(module: Module, body: Computation, counter: int) -> int:
-    """Returns what the body of a loop adds to its counter, 1 where that is not to be seen."""
-    if body.root.opcode != "tuple":
-        return 1
-    last = _copied(body, body.root.operands[counter])
-    if (inner := module.computations.get(last.callee or "")) is not None:
-        last, body = inner.root, inner
-    added = [_constant(body, name) for name in last.operands] if last.opcode == "add" else []
-    return next((step for step in added if step), 1)
+@dataclasses.dataclass(frozen=True)
+class _Scope:
+    """A computation, and where it was called from, if it was."""
+
+    computation: Computation
+    operands: tuple[str, ...] = ()
+    outer: _Scope | None = None
+
+
+def _called(module: Module, computation: Computation) -> _Scope:
+    """Returns a computation with what it was called with, where one place alone calls it."""
+    callers = module.callers.get(computation.name, [])
+    if len(callers) != 1 or not callers[0][1].operands or not callers[0][1].is_call:
+        return _Scope(computation)
+    outer, call = callers[0]
+    return _Scope(computation, call.operands, _called(module, outer))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """What a value is made by."""
+
+    scope: _Scope
+    instruction: Instruction
+
+    def operand(self, module: Module, number: int) -> _Value:
+        return _origin(module, self.scope, self.instruction.operands[number])
+
+
+def _origin(module: Module, scope: _Scope, name: str) -> _Value:
+    """Returns what makes a value: copies left out, fusions and calls looked into."""
+    while True:
+        instruction = scope.computation.instructions[name]
+        if instruction.opcode in _SAME and instruction.operands:
+            name = instruction.operands[0]
+        elif instruction.opcode == "parameter" and scope.outer is not None:
+            scope, name = scope.outer, scope.operands[instruction.number]
+        elif instruction.is_call and instruction.opcode != "async-start":
+            inner = module.computations[instruction.called[0]]
+            scope, name = _Scope(inner, instruction.operands, scope), inner.root.name
+        elif instruction.opcode == "get-tuple-element":
+            part = _element(module, scope, instruction.operands[0], instruction.tuple_index)
+            return part or _Value(scope, instruction)
+        else:
+            return _Value(scope, instruction)
+
+
+def _element(module: Module, scope: _Scope, name: str, index: int) -> _Value | None:
+    """Returns a part of a tuple that is put together here; None for one that comes from outside."""
+    whole = _origin(module, scope, name)
+    if whole.instruction.opcode != "tuple":
+        return None
+    return whole.operand(module, index)
+
+
+def _counter(module: Module, value: _Value) -> int | None:
+    """Returns which part of a loop's state a value is."""
+    instruction = value.instruction
+    if instruction.opcode != "get-tuple-element":
+        return None
+    whole = value.operand(module, 0)
+    is_state = whole.instruction.opcode == "parameter" and whole.scope.outer is None
+    return instruction.tuple_index if is_state else None
+
+
+def _step(module: Module, body: Computation, counter: int) -> int | None:
+    """Returns what the body of a loop adds to its counter; None where it does something else."""
+    last = _element(module, _Scope(body), body.root.name, counter)
+    if last is None or last.instruction.opcode not in ("add", "subtract"):
+        return None
+    first, second = (last.operand(module, n) for n in (0, 1))
+    if last.instruction.opcode == "add" and _counter(module, second) == counter:
+        first, second = second, first
+    step = second.instruction.constant
+    if _counter(module, first) != counter or step is None:
+        return None
+    return step if last.instruction.opcode == "add" else -step

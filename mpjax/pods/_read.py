@@ -16,7 +16,8 @@ from mpjax._tree import leaf_paths
 from mpjax.pods import _args, _cost, _programs, _rules
 from mpjax.pods._collectives import Collective, Names, find_collectives
 from mpjax.pods._findings import Finding, Memory, Times
-from mpjax.pods._hlo import Module, parse_module
+from mpjax.pods._hlo import Module, read_module
+from mpjax.pods._loops import Runs, run_counts
 from mpjax.pods._network import bandwidth, crossing
 from mpjax.pods._report import Report
 from mpjax.pods._rules import Leaf
@@ -39,7 +40,8 @@ class Lowered:
 
 
 def read(report: Report, lowered: Lowered, compiled: Any, topology: Topology) -> Report:
-    module = parse_module(compiled.as_text())
+    module = read_module(compiled)
+    runs = run_counts(module)
     inputs, numbers = _inputs(lowered, module)
     outputs = _outputs(lowered, module, inputs, numbers)
     parameters = {n: inputs[i] for n, i in numbers.items()}
@@ -51,9 +53,9 @@ def read(report: Report, lowered: Lowered, compiled: Any, topology: Topology) ->
         mesh=dict(lowered.mesh.shape) if lowered.mesh else {},
         slice_axes=crossing(lowered.mesh, "slice_index") if lowered.mesh else (),
     )
-    collectives = find_collectives(module, names, user_source)
+    collectives = find_collectives(module, runs, names, user_source)
     memory = _memory(compiled, topology)
-    cost = _cost.count(module)
+    cost = _cost.count(module, runs)
     findings = [*report.findings]
     if memory.limit and memory.peak > memory.limit:
         needs = f"needs {memory.peak / 1e9:.2f} of the {memory.limit / 1e9:.2f} GB"
@@ -73,8 +75,15 @@ def read(report: Report, lowered: Lowered, compiled: Any, topology: Topology) ->
         hbm_bytes=cost.hbm_bytes,
         cost_analysis_bytes=int(analysis["bytes accessed"]) if analysis else None,
         uncounted=cost.uncounted,
+        open_loops=_open_loops(module, runs),
         times=_times(cost, collectives, lowered.mesh, topology),
     )
+
+
+def _open_loops(module: Module, runs: Runs) -> tuple[str, ...]:
+    """Returns the lines of the loops whose trips the program does not tell."""
+    lines = (user_source(module.source(loop)) or loop.op_name for loop in runs.loops)
+    return tuple(dict.fromkeys(lines))
 
 
 def too_large(lowered: Lowered, needs: str, topology: Topology) -> Finding:

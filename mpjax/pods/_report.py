@@ -9,6 +9,7 @@ from typing import Any
 from mpjax.pods._collectives import Collective
 from mpjax.pods._findings import CHECKS, Finding, Memory, Times
 
+_NESTED = ("findings", "collectives", "memory", "times", "uncounted", "open_loops")
 _HEADERS = ("sent", "kind", "dtype", "axes", "arrays", "MB a step", "largest")
 
 
@@ -34,6 +35,7 @@ class Report:
     hbm_bytes: int  # memory traffic of a step and device, loops multiplied
     cost_analysis_bytes: int | None  # XLA's own "bytes accessed": each loop's body once
     uncounted: tuple[str, ...]  # library calls whose flops are not in `flops`
+    open_loops: tuple[str, ...]  # lines of loops whose trips are not known: each counts once
     times: Times
     fingerprint: str  # of the lowered program; equal on all processes of a job
     compile_seconds: float
@@ -69,7 +71,7 @@ class Report:
         values = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("findings", "collectives", "memory", "times", "uncounted")
+            if field.name not in _NESTED
         }
         return values | {
             "ok": self.ok,
@@ -79,6 +81,7 @@ class Report:
             "memory": memory and dataclasses.asdict(memory) | {"headroom": memory.headroom},
             "times": dataclasses.asdict(self.times) | {"bound": self.times.bound},
             "uncounted": list(self.uncounted),
+            "open_loops": list(self.open_loops),
         }
 
     def to_json(self) -> str:
@@ -153,6 +156,7 @@ def _summary(report: Report) -> list[str]:
     lines.append(f"  products  {flops}; {_gb(report.hbm_bytes)} of memory traffic")
     if report.uncounted:
         lines.append(f"            without {', '.join(report.uncounted)}")
+    lines += [f"            a loop of unknown trips counts once: {x}" for x in report.open_loops]
     times = report.times
     if times.bound != "unknown":
         each = f"compute {_ms(times.compute)}, HBM {_ms(times.hbm)}, network {_ms(times.network)}"
@@ -197,10 +201,11 @@ def _collective_rows(collectives: tuple[Collective, ...]) -> list[tuple[str, ...
     rows: list[tuple[str, ...]] = []
     for key in sorted(groups, key=lambda key: -sizes[key]):
         largest = max(groups[key], key=lambda c: c.total_bytes)
-        arrays = str(sum(c.count for c in groups[key]))
+        least = ">= " if any(c.at_least for c in groups[key]) else ""
+        arrays = f"{least}{sum(c.count for c in groups[key])}"
         dims = ",".join(map(str, largest.shape))
         where = f"[{dims}] {largest.path or largest.source}"
-        rows.append((*key, arrays, f"{sizes[key] / 1e6:.1f}", where))
+        rows.append((*key, arrays, f"{least}{sizes[key] / 1e6:.1f}", where))
     return rows
 
 
