@@ -38,7 +38,7 @@ def of_operation(scopes: tuple[str, ...]) -> Path:
     same module, and puts the model's class first; JAX names what it computes again.
     """
     modules: list[str] = []
-    for scope in scopes:
+    for scope in "/".join(scopes).split("/"):
         name, _, method = scope.partition(".") if scope.count(".") == 1 else (scope, "", "")
         is_again = modules[-1:] == [name] and (bool(method) or _MODEL.fullmatch(name))
         if not is_again and scope not in _ADDED_BY_JAX:

@@ -3,13 +3,14 @@
 import contextlib
 import functools
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from mpjax._adopt import adopted
+from mpjax._autocast import nnx_names
 from mpjax._errors import message
 from mpjax._grad import as_loss_scale, differentiated, name_of
 from mpjax._loss_scale import LossScale
@@ -19,11 +20,21 @@ from mpjax._optim_state import current_loss_scale, find_states
 from mpjax._tree import OVERWRITE_WITH_GRADIENT, select_tree
 from mpjax._typing import LossFunction, PyTree
 
-__all__ = ["adopt_state", "grad", "set_policy", "tabulate", "undo_skipped", "value_and_grad"]
+__all__ = [
+    "adopt_state",
+    "grad",
+    "name_operations",
+    "set_policy",
+    "tabulate",
+    "undo_skipped",
+    "value_and_grad",
+]
+
+M = TypeVar("M", bound=nnx.Module)
 
 
-def set_policy(model: nnx.Module, policy: Any = None, *, override: bool = False) -> None:
-    """Sets the dtypes of a policy on all modules of `model`, by module path, in place.
+def set_policy(model: M, policy: Any = None, *, override: bool = False) -> M:
+    """Returns `model`, the dtypes of a policy set in place on all its modules, by module path.
 
     Every module gets `dtype` from the policy's `compute_dtype` and `param_dtype` from its
     `param_dtype`, and its parameters (`nnx.Param`) are cast to the latter. What else it holds
@@ -35,8 +46,8 @@ def set_policy(model: nnx.Module, policy: Any = None, *, override: bool = False)
     down. `nnx.Embed` does not tell an explicit float32 from its default.
 
     A rule's path is that of the module, as in `nnx.iter_modules`, joined by '/':
-    'layers/0/norm'. The parameters below it follow the same rule, unless one before it names
-    their own path, as 'layers/0/norm/scale'.
+    'layers/0/norm', or 'Net/layers/0/norm' after the model's class. The parameters below it
+    follow the same rule, unless one before it names their own path, as 'layers/0/norm/scale'.
 
     An NNX module returns what its last layer gives; `policy.cast_to_output(model(x))` applies
     the policy's `output_dtype`.
@@ -45,6 +56,9 @@ def set_policy(model: nnx.Module, policy: Any = None, *, override: bool = False)
       model: an NNX module; one of shapes alone (`nnx.eval_shape`) will do.
       policy: whatever `get_policy` takes; a `PolicyMap` for dtypes by path.
       override: whether the policy also takes the place of what the model sets itself.
+
+    Returns:
+      The same model, as `mpjax.linen.with_policy` returns one.
 
     Raises:
       TypeError: `model` is no NNX module.
@@ -67,7 +81,8 @@ def set_policy(model: nnx.Module, policy: Any = None, *, override: bool = False)
       >>> from flax import nnx
       >>> rngs = nnx.Rngs(0)
       >>> model = nnx.Sequential(nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 2, rngs=rngs))
-      >>> mpjax.nnx.set_policy(model, mpjax.PolicyMap("bf16-mixed", {"layers/1": "float32"}))
+      >>> policies = mpjax.PolicyMap("bf16-mixed", {"layers/1": "float32"})
+      >>> model = mpjax.nnx.set_policy(model, policies)
       >>> [layer.dtype.dtype.name for layer in model.layers]
       ['bfloat16', 'float32']
 
@@ -77,6 +92,43 @@ def set_policy(model: nnx.Module, policy: Any = None, *, override: bool = False)
     chosen = as_checked_policy(policy, "set_policy")
     findings, parameters = set_dtypes(model, chosen, override=override)
     warn_of(chosen, findings, "set_policy", model=type(model).__name__, also=parameters)
+    return model
+
+
+def name_operations(model: M) -> M:
+    """Returns `model`, changed in place so that its operations carry the paths of its modules.
+
+    `mpjax.autocast` does so by itself for the modules among a function's arguments, so that the
+    rules of a `PolicyMap` find them and `explain` and profiles show them, as with Flax linen. A
+    model that the function makes from its parts by `nnx.merge` is none: name it there.
+
+    Args:
+      model: an NNX module. Its modules become instances of subclasses of their classes, of the
+        same names; a pickle of them holds the classes themselves.
+
+    Raises:
+      TypeError: `model` is no NNX module.
+
+    Dtypes:
+      Unchanged.
+
+    Transforms:
+      All of JAX's and NNX's, around it and inside.
+
+    Example:
+      >>> from flax import nnx
+      >>> graphdef, params = nnx.split(nnx.Sequential(nnx.Linear(4, 2, rngs=nnx.Rngs(0))))
+      >>> def fun(params, x):
+      ...     return mpjax.nnx.name_operations(nnx.merge(graphdef, params))(x)
+      >>> [row.module for row in mpjax.explain(fun, "bf16-mixed")(params, jnp.ones((1, 4))).rows]
+      ['Sequential/layers/0', 'Sequential/layers/0']
+
+    References:
+      flax, `nn.enable_named_call`
+    """
+    modules_of(model, "name_operations")  # its error says what is allowed
+    nnx_names.name_modules(model)
+    return model
 
 
 def tabulate(model: nnx.Module) -> ModuleTable:
@@ -101,8 +153,7 @@ def tabulate(model: nnx.Module) -> ModuleTable:
 
     Example:
       >>> from flax import nnx
-      >>> model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
-      >>> mpjax.nnx.set_policy(model, "bf16-mixed")
+      >>> model = mpjax.nnx.set_policy(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), "bf16-mixed")
       >>> print(mpjax.nnx.tabulate(model))
       Linear
       module  class   dtype  param_dtype  parameters  reason

@@ -8,11 +8,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from _named_products import in_float32, products
 
 import mpjax
 import mpjax.linen
-from mpjax import _compat, _spelling
-from mpjax._autocast import scopes
+from mpjax import _spelling
 
 F32 = mpjax.get_policy("float32")
 
@@ -48,26 +48,6 @@ NET, TOKENS = Net(), jnp.array([[1, 2]])
 VARIABLES = NET.init(jax.random.key(0), TOKENS)
 PARAMS = VARIABLES["params"]
 PRODUCTS = {"encoder/up", "encoder/down", "head", "embed"}  # `embed` is a product in `attend`
-
-
-def products(jaxpr, around=()):
-    """Yields the scopes and the operands' dtype of each product of a program."""
-    for eqn in jaxpr.eqns:
-        scopes_of_it = (*around, *(n for n in scopes.of(eqn) if n != scopes.AS_WRITTEN))
-        if eqn.primitive.name == "dot_general":
-            yield scopes_of_it, eqn.invars[0].aval.dtype
-        for inner in _compat.programs(eqn):
-            yield from products(inner, scopes_of_it)
-
-
-def in_float32(fun, *args):
-    found = [
-        (_spelling.of_operation(names)[-1], dtype)
-        for names, dtype in products(jax.make_jaxpr(fun)(*args).jaxpr)
-    ]
-    full = {module for module, dtype in found if dtype == jnp.float32}
-    assert full.isdisjoint(module for module, dtype in found if dtype != jnp.float32)
-    return full
 
 
 def in_autocast(policies):

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mpjax._autocast import nnx_names, reads, scopes, stateful
 from mpjax._autocast import plan as planning
-from mpjax._autocast import reads, scopes, stateful
 from mpjax._autocast.rebind import Runner
 from mpjax._errors import PolicyWarning, message
 from mpjax._op_rules import parse_rules
@@ -165,8 +165,10 @@ def _warn_unused(policy: scopes.Policies, jaxpr: Any) -> None:
     text = message(
         "autocast",
         f"no rule of {policy!r} can match: the function names no modules.",
-        "Names come from Flax modules and from jax.named_scope.",
-        "Type `with jax.named_scope('encoder'):` around what a rule is for.",
+        "Names come from Flax modules and from jax.named_scope; an NNX model that the function "
+        "merges has none.",
+        "Type `with jax.named_scope('encoder'):` around what a rule is for, or "
+        "mpjax.nnx.name_operations(model) after nnx.merge.",
     )
     warnings.warn(text, PolicyWarning, stacklevel=4)
 
@@ -207,7 +209,9 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
             full[i] = array
         copies = jax.tree.unflatten(treedef, full)
         watched = stateful.Watched((args, kwargs), copies, where)
+        nnx_names.name_modules(copies)
         result = fun(*copies[0], **copies[1])
+        nnx_names.unname_modules(result)
         changed = watched.changes()
         found = (result, [new for _, new in changed])
         paths, out_tree = jax.tree_util.tree_flatten_with_path(found)

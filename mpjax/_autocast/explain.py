@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from mpjax import _compat
-from mpjax._autocast import api, causes
+from mpjax._autocast import api, causes, stateful
 from mpjax._autocast import plan as planning
 from mpjax._autocast.explanation import Casts, Explanation, Row
 from mpjax._autocast.plan import Plan
@@ -53,6 +53,7 @@ def explain(
       autocast
     """
     overrides, widest = parse_rules(rules)
+    fun, owner = stateful.with_owner(fun)
     fast = api.autocast(fun, policy, rules=rules, dot_precision=dot_precision)
 
     def describe(args: Any, kwargs: Any) -> Explanation:
@@ -65,7 +66,7 @@ def explain(
         return Explanation(name, str(found), _rows(plan), _casts(program))
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        return _on_arrays(describe, args, kwargs)
+        return _on_arrays(describe, (*owner, *args), kwargs)
 
     return explained
 

@@ -1,0 +1,131 @@
+"""Names for the operations of Flax NNX modules, which put none on them by themselves.
+
+NNX has no hook around a module's methods: its own `nnx.capture` and `nnx.tabulate` change classes
+while they run. Here the objects change instead, which are autocast's copies: each gets a subclass
+of its class whose methods run under `jax.named_scope`, and its path as an attribute that is no
+state, so that both live through `nnx.split`, `nnx.scan` and `nnx.remat` inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import jax
+
+PATH = "mpjax_path"
+_here = contextvars.ContextVar("here", default="")  # the path of the module whose method runs
+
+
+def name_modules(tree: Any) -> None:
+    """Lets the NNX modules in a tree of copies name their operations, as Flax linen does.
+
+    The name of a module is its path, the model's class before it: 'Net/layers/0'. Modules that
+    have names already keep them.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+    for model in _models(tree, nnx):
+        for path, module in list(nnx.iter_modules(model)):
+            cls = type(module)
+            if hasattr(module, PATH) or not _can_be_named(cls, module):
+                continue
+            setattr(module, PATH, "/".join([type(model).__name__, *map(str, path)]))
+            object.__setattr__(module, "__class__", _named(cls))
+
+
+def unname_modules(tree: Any) -> None:
+    """Gives the NNX modules in a tree the classes back that `name_modules` took."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+    for model in _models(tree, nnx):
+        for _, module in list(nnx.iter_modules(model)):
+            if hasattr(type(module), "mpjax_given_class"):
+                delattr(module, PATH)
+                object.__setattr__(module, "__class__", type(module).mpjax_given_class)
+
+
+def _models(tree: Any, nnx: Any) -> list[Any]:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Module))
+    return [leaf for leaf in leaves if isinstance(leaf, nnx.Module)]
+
+
+def _can_be_named(cls: type, module: Any) -> bool:
+    """Whether a subclass can take the place of a module's class, and has a method to name.
+
+    What is no pytree is the caller's object and no copy; a class that watches its subclasses
+    would see one that its author does not know.
+    """
+    is_copy = not jax.tree_util.all_leaves([module])
+    watches = any("__init_subclass__" in vars(base) for base in _own_bases(cls))
+    return is_copy and not watches and any(True for _ in _methods(cls))
+
+
+def _own_bases(cls: type) -> list[type]:
+    flax = sys.modules["flax.nnx"].Module.__mro__
+    return [base for base in cls.__mro__ if base not in flax]
+
+
+def _methods(cls: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yields the public methods that a class or its bases define, NNX's own base left out."""
+    seen: set[str] = set()
+    for base in _own_bases(cls):
+        for name, value in vars(base).items():
+            is_public = not name.startswith("_") or name == "__call__"
+            if name not in seen and is_public and inspect.isfunction(value):
+                yield name, value
+            seen.add(name)
+
+
+@functools.cache  # JAX keeps every class that it has registered, too
+def _named(cls: type) -> type:
+    names: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "mpjax_given_class": cls,
+    }
+    names["__reduce_ex__"] = lambda self, protocol: (_empty, (cls,), _state(self))
+    names |= {name: _naming(method) for name, method in _methods(cls)}
+    return types.new_class(cls.__name__, (cls,), exec_body=lambda space: space.update(names))
+
+
+def _empty(cls: type) -> Any:
+    return object.__new__(cls)
+
+
+def _state(module: Any) -> dict[str, Any]:
+    """Returns what a pickle of a module holds: that of the class that its author knows."""
+    return {name: value for name, value in module.__getstate__().items() if name != PATH}
+
+
+def _naming(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def naming(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _entered(getattr(self, PATH, "")):
+            return method(self, *args, **kwargs)
+
+    return naming
+
+
+@contextlib.contextmanager
+def _entered(path: str) -> Generator[None]:
+    """Puts what a path adds to that of the module whose method runs on the name stack."""
+    here = _here.get()
+    if path in ("", here):
+        yield
+        return
+    token = _here.set(path)
+    try:
+        with jax.named_scope(path.removeprefix(f"{here}/") if here else path):
+            yield
+    finally:
+        _here.reset(token)
