@@ -67,7 +67,7 @@ _IMPORTED_LATER = {
 def __getattr__(name: str) -> Any:
     if name in _IMPORTED_LATER:
         return getattr(importlib.import_module(_IMPORTED_LATER[name]), name)
-    if name in ("linen", "nnx", "optim", "pods", "train"):
+    if name in ("linen", "nnx", "numerics", "optim", "pods", "train"):
         return importlib.import_module(f"mpjax.{name}")
     raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
 

@@ -1,7 +1,8 @@
 """The whole train step: loss function, optimizer and policy in, one jitted function out."""
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from mpjax._adopt import adopted
 from mpjax._autocast.api import as_typed
 from mpjax._dtypes import FLOAT32
 from mpjax._errors import message
-from mpjax._grad import get_loss_scale, localised, mean, value_and_grad
+from mpjax._grad import get_loss_scale, localised, mean, name_of, value_and_grad
 from mpjax._hardware import check_policy
 from mpjax._loss_scale import LossScale
 from mpjax._microbatches import over_parts
@@ -22,6 +23,8 @@ from mpjax._skip import select_like
 from mpjax._train_checks import check_accumulate, check_own, pair
 from mpjax._tree import is_array
 from mpjax._typing import Array, AxisName, PyTree
+from mpjax.numerics import Report
+from mpjax.numerics._step import Differentiated, StepDiagnosis
 from mpjax.optim import (
     apply_updates,
     current_loss_scale,
@@ -62,6 +65,7 @@ class TrainStep:
         donate: bool,
     ) -> None:
         self.policy: Policy | PolicyMap = get_policy(policy)
+        self._loss_fn = loss_fn
         self._run = _under_policy(loss_fn, self.policy)
         self._given_tx = tx
         self._given_loss_scale = loss_scale
@@ -75,6 +79,7 @@ class TrainStep:
             axis_name=axis_name,
         )
         self._jitted = jax.jit(self._step, donate_argnums=(0,) if donate else ())
+        self._diagnosis = StepDiagnosis(name_of(loss_fn), self.policy, axis_name, self._twin)
 
     def init(self, params: PyTree, extra_state: PyTree = None) -> TrainState:
         """Returns the state to start from.
@@ -126,6 +131,44 @@ class TrainStep:
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Returns the step lowered for these arguments (or specs of them), ahead of time."""
         return self._jitted.lower(_checked(state), batch)
+
+    def diagnose(
+        self, state: TrainState, batch: PyTree, metrics: Mapping[str, Any] | None = None
+    ) -> Report:
+        """Returns where the loss or a gradient stopped being finite, and why: `print` it.
+
+        A skipped step left everything as it was, so that it can be run once more, with a count on
+        each operation. A step that is not diagnosed pays nothing for it.
+
+        Args:
+          state: what the skipped step returned.
+          batch: what it was given.
+          metrics: what it returned; they hold the loss scale that it used. None for the loss scale
+            of the state, which a skip has lowered.
+
+        Returns:
+          A `mpjax.numerics.Report`.
+
+        Raises:
+          ValueError: an argument was donated, the metrics are of another step, or the step runs
+            inside a `shard_map` (`axis_name=`).
+          TypeError: `state` is no `TrainState`, or `metrics` are none.
+        """
+        checked = _checked(state)
+        return self._diagnosis.run(checked, batch, metrics, current_loss_scale)
+
+    def _twin(self, policy: Any) -> Differentiated:
+        """Returns what this step differentiates, under its own policy or another one."""
+        step = copy.copy(self)
+        if policy != self.policy:
+            step._run = _under_policy(self._loss_fn, policy)
+
+        def run(loss_scale: LossScale, params: PyTree, extra: PyTree, batch: PyTree) -> Any:
+            state = TrainState(jnp.zeros((), jnp.int32), params, None, extra)
+            loss, _, _, grads = step._differentiate(loss_scale, state, batch)
+            return loss, grads
+
+        return run
 
     def _cast_to_param(self, params: PyTree) -> PyTree:
         if isinstance(self.policy, PolicyMap) and _is_autocast(self.policy):

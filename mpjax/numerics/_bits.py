@@ -1,0 +1,65 @@
+"""What a tensor holds, read off its bits: how much is inf or NaN, and the largest finite magnitude.
+
+In integers, for two reasons. XLA:CPU's maximum of a large array passes over NaN, so that no maximum
+of floating values may stand for a flag. And XLA deletes the rounding of a value that it widens
+again (`xla_allow_excess_precision`): what is computed from the bits of the narrow value it leaves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+
+
+def as_floating(x: Any) -> Any:
+    """Returns `x` as a real array: a complex one as its two parts, an 8-bit one in float32."""
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.stack([x.real, x.imag])
+    return x.astype(jnp.float32) if x.dtype.itemsize == 1 else x
+
+
+def magnitude_bits(x: jax.Array) -> jax.Array:
+    """Returns the bits of |x|: larger for larger values, inf above them, NaN above inf."""
+    unsigned = _UNSIGNED[x.dtype.itemsize]
+    bits = lax.bitcast_convert_type(x, unsigned)
+    return bits & unsigned(jnp.iinfo(unsigned).max >> 1)
+
+
+def infinity_bits(dtype: Any) -> int:
+    """Returns the bits of inf."""
+    info = jnp.finfo(dtype)
+    return ((1 << int(info.nexp)) - 1) << int(info.nmant)
+
+
+def counts(x: Any) -> jax.Array:
+    """Returns how many elements are inf, how many NaN, and the largest finite magnitude.
+
+    Returns:
+      f32[3]; the counts are exact up to 2²⁴. What is largest in a float64 array is
+      at most float32's largest number here.
+    """
+    x = as_floating(x)
+    if x.size == 0:
+        return jnp.zeros((3,), jnp.float32)
+    bits = magnitude_bits(x)
+    infinity = bits.dtype.type(infinity_bits(x.dtype))
+    none, nothing = jnp.uint32(0), bits.dtype.type(0)
+    infs, nans, largest = lax.reduce(  # one pass, and one kernel to compile
+        (
+            (bits == infinity).astype(jnp.uint32),
+            (bits > infinity).astype(jnp.uint32),
+            jnp.where(bits < infinity, bits, nothing),
+        ),
+        (none, none, nothing),
+        lambda a, b: (a[0] + b[0], a[1] + b[1], lax.max(a[2], b[2])),
+        tuple(range(x.ndim)),
+    )
+    amax = lax.bitcast_convert_type(largest, x.dtype).astype(jnp.float32)
+    amax = jnp.minimum(amax, float(jnp.finfo(jnp.float32).max))  # of a float64 array
+    return jnp.stack([infs.astype(jnp.float32), nans.astype(jnp.float32), amax])

@@ -1,0 +1,198 @@
+"""From the rows to a cause in words: range, loss scale, a bad leaf, or no matter of precision."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from mpjax._policy import get_policy
+from mpjax.numerics._follow import Followed
+from mpjax.numerics._overflow import AMAX, BORN_INF, INF, NAN, ORIGIN
+from mpjax.numerics._plan import BACKWARD, Plan
+from mpjax.numerics._program import Read
+from mpjax.numerics._report import Cause, Row
+from mpjax.numerics._subject import Subject
+
+FLOAT32 = get_policy("float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Again:
+    """What can be measured once more: another loss scale, and float32."""
+
+    read: Callable[[float], Read]
+    finite_in_float32: Callable[[], bool]
+
+
+def decide(
+    subject: Subject,
+    plan: Plan,
+    read: Read,
+    followed: Followed,
+    rows: dict[int, Row],
+    scale: float,
+    again: Again,
+) -> Cause:
+    """Returns the cause; what it claims of another loss scale or of float32 was measured."""
+    if all(read.finite):
+        return _healthy(plan, rows)
+    born = [rows[r] for r in followed.born]
+    leaves = [rows[r] for r in followed.leaves]
+    bad = next((r for r in leaves if _is_bad(r, subject, made=bool(born or followed.turned))), None)
+    if bad is not None:
+        return _leaf(bad)
+    if not born:
+        turned = [rows[r] for r in followed.turned]
+        return _masked(turned[0] if turned else None, leaves)
+    first, number = born[0], followed.born[0]
+    if first.phase == BACKWARD and subject.scaled and scale > 1:
+        fitting = _fitting_scale(plan, again, scale)
+        if fitting is not None:
+            return _scale_too_high(first, scale, fitting)
+    if is_narrow(plan.sites[number].dtype) and passes_range(plan, read, number):
+        return _beyond(first, _magnitude(plan, read, number), subject)
+    if again.finite_in_float32():
+        return _rounding(first, subject)
+    text = f"{_place(first)} makes {_what(first)} of finite operands, and so it does in float32: "
+    fix = "Guard the operand (a division by 0, log or sqrt of 0, 0 * inf): no precision helps."
+    return Cause("everywhere", text + "not a matter of precision.", fix)
+
+
+def passes_range(plan: Plan, read: Read, number: int) -> bool:
+    """Whether a value became inf, or NaN in a dtype that has no inf."""
+    made = read.values[number][ORIGIN]
+    return made == BORN_INF or plan.sites[number].dtype == jnp.float8_e4m3fn
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Whether a dtype has 16 bits or fewer."""
+    return jnp.dtype(dtype).itemsize <= 2
+
+
+def _healthy(plan: Plan, rows: dict[int, Row]) -> Cause:
+    del plan
+    inner = [r for r in rows.values() if r.phase not in ("argument", "constant") and r.amax > 0]
+    if not inner:
+        return Cause("none", "nothing is not finite.", "There is nothing to do.")
+    least = min(inner, key=lambda r: r.headroom)
+    text = f"none: nothing non-finite; the least headroom is {least.headroom:.1f} bits, "
+    fix = "After a skipped step pass its metrics, step.diagnose(state, batch, metrics): they hold "
+    fix += "the loss scale that it used."
+    return Cause("none", text + f"in {_place(least)}.", fix)
+
+
+def _is_bad(row: Row, subject: Subject, *, made: bool) -> bool:
+    """Whether a leaf is a cause: NaN, an inf among parameters, or one that alone is to blame.
+
+    Elsewhere an inf may be a mask, which is meant.
+    """
+    parameter = row.module.partition("/")[0] == subject.parameters
+    return bool(row.nan) or parameter or not made
+
+
+def _leaf(row: Row) -> Cause:
+    what = f"{row.nan} NaN" if row.nan else f"{row.inf} inf"
+    text = f"the {row.phase} {_leaf_name(row)} came in with {what} "
+    text += f"among {math.prod(row.shape)} elements."
+    fix = "Look at what made it: the batch, or for a parameter the step before and the "
+    fix += "checkpoint; a skipped step does not change parameters."
+    return Cause("leaf", text, fix)
+
+
+def _leaf_name(row: Row) -> str:
+    return repr(row.module) if row.module else f"{row.dtype}{list(row.shape)}"
+
+
+def _masked(turned: Row | None, leaves: Sequence[Row]) -> Cause:
+    if turned is None:
+        text = "an inf or NaN that is written in the function gets into the result."
+        return Cause("masked", text, "Choose with jnp.where before it is computed with.")
+    text = f"{_place(turned)} makes NaN of infinities that are masks or constants: "
+    text += "inf - inf, or 0 * inf, as in a softmax over a row that is masked as a whole."
+    if leaves:
+        text += f" They came in with {_leaf_name(leaves[0])} ({leaves[0].inf} inf)."
+    fix = "Mask with jnp.finfo(x.dtype).min in place of -inf, or keep one position unmasked."
+    return Cause("masked", text, fix)
+
+
+def _fitting_scale(plan: Plan, again: Again, scale: float) -> float | None:
+    """Returns the largest power of two that was found to fit, None where 1 does not."""
+    one = again.read(1.0)
+    if not all(one.finite):
+        return None
+    largest = [
+        math.log2(float(jnp.finfo(site.dtype).max)) - math.log2(float(values[AMAX]))
+        for site, values in zip(plan.sites, one.values, strict=True)
+        if site.phase == BACKWARD and is_narrow(site.dtype) and values[AMAX] > 0
+    ]
+    exponent = min([math.floor(x) for x in largest] + [math.ceil(math.log2(scale)) - 1])
+    while exponent > 0:
+        if all(again.read(2.0**exponent).finite):
+            return 2.0**exponent
+        exponent -= 1
+    return 1.0
+
+
+def _scale_too_high(row: Row, scale: float, fitting: float) -> Cause:
+    limit = float(jnp.finfo(_DTYPES.get(row.dtype, jnp.float32)).max)
+    text = f"the loss scale {scale:g} is too high: a cotangent in {_place(row)} passes {limit:g}. "
+    text += f"With {fitting:g} all gradients are finite."
+    fix = "A DynamicLossScale finds it by itself, at the price of some skipped steps; else type "
+    fix += f"loss_scale=mpjax.DynamicLossScale({fitting:g})."
+    return Cause("loss_scale", text, fix, fitting)
+
+
+_DTYPES = {"f16": jnp.float16, "bf16": jnp.bfloat16, "f32": jnp.float32}
+
+
+def _magnitude(plan: Plan, read: Read, number: int) -> float:
+    """Returns how large a rounded value was before it was rounded, 0 where that is unknown."""
+    node = next(n for n, r in plan.row_of.items() if r == number)
+    rows = [plan.row_of.get(n) for n in plan.reads[node]]
+    known = [r for r in rows if r is not None and not is_narrow(plan.sites[r].dtype)]
+    if len(known) != 1 or len(rows) != 1 or read.values[known[0]][INF] + read.values[known[0]][NAN]:
+        return 0.0
+    return float(read.values[known[0]][AMAX])
+
+
+def _beyond(row: Row, magnitude: float, subject: Subject) -> Cause:
+    limit = float(jnp.finfo(_DTYPES[row.dtype]).max)
+    size = f" ({magnitude:.3g})" if magnitude > limit else ""
+    what = "a gradient" if row.phase == BACKWARD else "an activation"
+    text = f"{what}{size} passes {limit:g}, the largest {row.dtype}, in {_place(row)}."
+    if row.phase == BACKWARD:
+        text += " No loss scale helps." if subject.scaled else ""
+    kind = "gradient_range" if row.phase == BACKWARD else "range"
+    return Cause(kind, text, _rule(row, subject))
+
+
+def _rounding(row: Row, subject: Subject) -> Cause:
+    text = f"{_place(row)} makes {_what(row)} of finite operands; in float32 it does not: "
+    text += "an operand was rounded, as a small number to 0."
+    return Cause("precision", text, _rule(row, subject))
+
+
+def _rule(row: Row, subject: Subject) -> str:
+    policy = getattr(subject.policy, "default", subject.policy)
+    if not row.module:
+        return (
+            f"Name the place, `with jax.named_scope('here'):` around {row.where}, and type "
+            f"mpjax.PolicyMap({str(policy)!r}, {{'here': 'float32'}}); or use 'bf16-mixed'."
+        )
+    rules = {row.module: "float32"} | {p: str(q) for p, q in getattr(subject.policy, "rules", ())}
+    return f"Type mpjax.PolicyMap({str(policy)!r}, {rules!r}), or use 'bf16-mixed'."
+
+
+def _place(row: Row) -> str:
+    name = f"{row.operation} of {row.module!r}" if row.module else row.operation
+    at = f", {row.at}" if row.at else ""
+    where = f", {row.where}" if row.where else ""
+    return f"{name} ({row.phase}{where}{at})"
+
+
+def _what(row: Row) -> str:
+    return "NaN" if row.nan else "inf"

@@ -1,0 +1,212 @@
+"""`diagnose`: what made the loss or a gradient not finite, where it went, and what to type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._dtypes import short_name
+from mpjax._errors import message
+from mpjax._tree import is_array
+from mpjax.numerics import _cause, _subject
+from mpjax.numerics._follow import Followed, follow, when
+from mpjax.numerics._overflow import AMAX, INF, NAN, Overflow
+from mpjax.numerics._plan import Plan
+from mpjax.numerics._program import Program, Read, argument_names, check_alive
+from mpjax.numerics._report import Report, Row
+from mpjax.numerics._subject import Subject
+
+
+def diagnose(
+    loss_fn: Callable[..., Any],
+    policy: Any = None,
+    *,
+    loss_scale: Any = None,
+    has_aux: bool = False,
+) -> Callable[..., Report]:
+    """Returns a function that tells where the loss or a gradient stops being finite, and why.
+
+    It runs once more what a step runs, value and gradients of `loss_fn` under `policy`, with a
+    count on each operation. Nothing is kept, so that it works at full size, sharded too. Of a step
+    that was skipped this is the same computation, for a skipped step leaves everything as it was.
+
+    Args:
+      loss_fn: `loss_fn(params, *batch) -> loss`, differentiated by its first argument.
+      policy: whatever `get_policy` takes; the program is that of `mpjax.autocast`.
+      loss_scale: what the step used, a number or a loss scale (`metrics["loss_scale"]`); None for
+        what the policy needs.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+
+    Returns:
+      A function of the arguments of `loss_fn` that returns a `Report`: `print(report)` fits a
+      screen, `.first` are the operations that made a non-finite value of finite operands, `.rows`
+      all of them, `.cause` says why, and what to type.
+
+    Raises:
+      TypeError: `loss_fn` cannot be traced, or an argument is.
+      ValueError: an argument was donated to a step.
+
+    Dtypes:
+      Those of the step. Counts are taken on the bits of each value, in the dtype that it has.
+
+    Transforms:
+      None: it is for people. What `loss_fn` does inside may be any of JAX's.
+
+    Example:
+      >>> loss = lambda w, x: jnp.sum(jnp.square(x @ w))
+      >>> report = mpjax.numerics.diagnose(loss, "16-mixed")(
+      ...     jnp.full((8, 4), 200.0), jnp.full((2, 8), 60.0)
+      ... )
+      >>> report.first[0].operation, report.first[0].dtype, report.cause.kind
+      ('dot_general', 'f16', 'range')
+
+    References:
+      Micikevicius et al., Mixed Precision Training, 2018, https://arxiv.org/abs/1710.03740
+    """
+    where = "numerics.diagnose"
+    subject, scale = _subject.of_loss(loss_fn, policy, loss_scale, has_aux=has_aux, where=where)
+
+    def run(*args: Any) -> Report:
+        names = argument_names(loss_fn, len(args))
+        return examine(subject, names, args, scale.loss_scale)
+
+    return run
+
+
+def diagnose_step(
+    subject: Subject,
+    names: Sequence[str],
+    args: Sequence[Any],
+    loss_scale: Any,
+    metrics: Mapping[str, Any] | None,
+) -> Report:
+    """Returns the report of a train step's state and batch; `metrics` are those of a step."""
+    if metrics is None:
+        return examine(subject, names, args, loss_scale)
+    _check_metrics(metrics, subject.where)
+    report = examine(subject, names, args, metrics["loss_scale"])
+    if bool(metrics["grads_finite"]):
+        return report  # that step went through: the state is another one now
+    loss, same = float(metrics["loss"]), True
+    if np.isfinite(loss) and np.isfinite(report.loss):
+        same = abs(loss - report.loss) <= 0.02 * max(abs(loss), abs(report.loss), 1e-3)
+    if report.bad_gradients and same:
+        return report
+    got = f"the metrics are of another step: they say loss {loss:.6g} and gradients that are not "
+    got += f"finite; this state and batch give loss {report.loss:.6g}"
+    got += "." if report.bad_gradients else " and finite gradients."
+    fix = "Pass the batch and the metrics of the step that skipped, and the state it returned:"
+    raise ValueError(message(subject.where, got, fix, "step.diagnose(state, batch, metrics)."))
+
+
+def _check_metrics(metrics: Any, where: str) -> None:
+    wanted = ("loss", "loss_scale", "grads_finite")
+    if isinstance(metrics, Mapping) and all(name in metrics for name in wanted):
+        return
+    got = f"metrics must be those that the step returned; got {type(metrics).__name__}"
+    got += f" with {sorted(metrics)}." if isinstance(metrics, Mapping) else "."
+    fix = "Type state, metrics = step(state, batch), then step.diagnose(state, batch, metrics)."
+    raise TypeError(message(where, got, fix))
+
+
+def examine(subject: Subject, names: Sequence[str], args: Sequence[Any], loss_scale: Any) -> Report:
+    """Returns the report of a subject on arguments."""
+    check_alive(args, names, subject.where)
+    names = ["loss_scale", *names]
+    program = _program(subject, subject.policy, names, args)
+    used = float(loss_scale)
+
+    def read(factor: float) -> Read:
+        return program.read(Overflow(), [jnp.float32(factor), *args])
+
+    def finite_in_float32() -> bool:
+        return _finite_in_float32(subject, names, args)
+
+    found = read(used)
+    bad_outputs = [not ok for ok in found.finite]
+    followed = follow(program.plan, found.values, found.index, bad_outputs)
+    rows = _rows(program.plan, found, followed)
+    again = _cause.Again(read, finite_in_float32)
+    cause = _cause.decide(subject, program.plan, found, followed, rows, used, again)
+    ordered = sorted(rows, key=lambda r: when(program.plan.sites[r], r, found.index[r]))
+    bad = [p for p, ok in zip(program.gradient_paths, found.finite[1:], strict=True) if not ok]
+    return Report(
+        function=subject.name,
+        policy=str(subject.policy),
+        loss_scale=used if subject.scaled else 1.0,
+        loss=found.loss,
+        bad_gradients=tuple(bad),
+        gradients=len(program.gradient_paths),
+        rows=tuple(rows[r] for r in ordered),
+        first=tuple(rows[r] for r in followed.born),
+        leaves=tuple(rows[r] for r in followed.leaves),
+        cause=cause,
+    )
+
+
+def _program(subject: Subject, policy: Any, names: Sequence[str], args: Sequence[Any]) -> Program:
+    """Returns the program for the types of these arguments, traced once."""
+    given = [jnp.float32(1), *args]
+    leaves, treedef = jax.tree.flatten(given)
+    types = tuple(jax.typeof(x) if is_array(x) else id(x) for x in leaves)
+    key = (policy, treedef, types)
+    if key not in subject.programs:
+        made = Program(subject.make(policy), given, names, subject.where)
+        subject.programs[key] = made
+    return subject.programs[key]
+
+
+def _finite_in_float32(subject: Subject, names: Sequence[str], args: Sequence[Any]) -> bool:
+    """Returns whether loss and gradients are finite with everything in float32."""
+    given = [jnp.float32(1), *args]
+    program = Program(subject.make(_cause.FLOAT32), given, names, subject.where)
+    _, finite = jax.jit(program.plain())(*program.arrays(given))
+    return bool(np.all(np.asarray(finite)))
+
+
+def _rows(plan: Plan, read: Read, followed: Followed) -> dict[int, Row]:
+    """Returns every row, by its number."""
+    parts = (
+        ("born here", followed.born),
+        ("born of inf", followed.turned),
+        ("inherited", followed.inherited),
+        ("came in", followed.leaves),
+        ("apart", followed.apart),
+    )
+    origin = {row: word for word, rows in parts for row in rows}
+    return {row: _row(plan, read, row, origin.get(row, "")) for row in range(len(plan.sites))}
+
+
+def _row(plan: Plan, read: Read, number: int, origin: str) -> Row:
+    site, values = plan.sites[number], read.values[number]
+    kinds = [level.kind for level in site.levels]
+    index = read.index[number].tolist()
+    numbers = [(k, i) for k, i in zip(kinds, index, strict=False) if i >= 0]
+    amax = float(values[AMAX])
+    return Row(
+        module=site.module,
+        operation=site.operation,
+        where=site.where,
+        phase=site.phase,
+        dtype=short_name(site.dtype),
+        shape=tuple(site.shape),
+        inf=int(values[INF]),
+        nan=int(values[NAN]),
+        amax=amax,
+        headroom=headroom(site.dtype, amax),
+        origin=origin,
+        iteration=tuple(i for k, i in numbers if k != "shard_map"),
+        shard=next((i for k, i in numbers if k == "shard_map"), None),
+        branch=site.branch,
+    )
+
+
+def headroom(dtype: Any, amax: float) -> float:
+    """Returns the bits between a magnitude and the largest number of a dtype."""
+    if amax == 0:
+        return float("inf")
+    return float(np.log2(float(jnp.finfo(dtype).max)) - np.log2(amax))

@@ -1,0 +1,116 @@
+"""What operations are called: module, operation and source line, autocast's own included."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from mpjax import _compat
+from mpjax._autocast import scopes
+
+
+class Graph(Protocol):
+    """What names need of a plan: its rows, and which values are made of which."""
+
+    sites: list[Any]
+    reads: list[list[int]]
+    row_of: dict[int, int]
+    arguments: int
+
+
+_OURS = str(Path(__file__).parent.parent)
+_NOT_MODULES = frozenset({scopes.AS_WRITTEN, "rematted_computation", "checkpoint"})
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+_PLACE = re.compile(r"(.*[/\\])?([^/\\:]+:\d+)")
+
+
+def modules(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns the scopes that name modules."""
+    return tuple(name for name in names if name not in _NOT_MODULES)
+
+
+@functools.lru_cache(maxsize=8192)
+def _short(location: str) -> str:
+    found = _PLACE.match(location)
+    return "" if found is None or location.startswith(_OURS) else found[2]
+
+
+def place(eqn: Any) -> str:
+    """Returns the user's source line as 'file.py:12'; '' where mpjax itself wrote the operation."""
+    return _short(scopes.location(eqn))
+
+
+def operation(eqn: Any) -> str:
+    """Returns the name of an equation's primitive; of a product in low precision, the product's."""
+    for param in eqn.params.values():
+        traced = getattr(param, "traced", None)
+        for inner in () if traced is None else _compat.equations(traced):
+            if inner.primitive.name in _PRODUCTS:
+                return inner.primitive.name
+    return eqn.primitive.name
+
+
+def adopt(plan: Graph) -> None:
+    """Gives what autocast inserted the module and line of the operation that it is for."""
+    graph = _Neighbours(plan)
+    for row in range(plan.arguments, len(plan.sites)):
+        site = plan.sites[row]
+        if site.operation == "rounded_result":
+            site.operation = next((plan.sites[r].operation for r in graph.before(row)), "")
+        if site.operation == "convert_element_type":
+            for reader in graph.after(row)[:1]:
+                _inside_of(site, plan.sites[reader])
+        if not site.where and site.phase != "constant":
+            near = [*graph.after(row), *graph.before(row)]
+            for other in (plan.sites[r] for r in near):
+                if other.where:
+                    site.module, site.where = site.module or other.module, other.where
+                    # Gradients are unscaled, and added up, after the transposed part of a program.
+                    site.phase = site.phase if other.phase == "forward" else "backward"
+                    break
+
+
+def _inside_of(site: Any, reader: Any) -> None:
+    """Moves a cast into the module that reads it, where that is inside the cast's own."""
+    if reader.module.startswith(site.module) and reader.module != site.module:
+        site.module = reader.module
+
+
+class _Neighbours:
+    """Which rows are made of which, through values without rows."""
+
+    def __init__(self, plan: Graph) -> None:
+        self.plan = plan
+        self.node_of = {row: node for node, row in plan.row_of.items()}
+        self.readers: list[list[int]] = [[] for _ in plan.reads]
+        for node, reads in enumerate(plan.reads):
+            for read in reads:
+                self.readers[read].append(node)
+
+    def after(self, row: int) -> list[int]:
+        """Returns the rows that read a row, in program order."""
+        return self._reached(row, self.readers)
+
+    def before(self, row: int) -> list[int]:
+        """Returns the rows that a row reads, arguments left out."""
+        found = self._reached(row, self.plan.reads)
+        return [r for r in found if r >= self.plan.arguments]
+
+    def _reached(self, row: int, edges: list[list[int]]) -> list[int]:
+        found: set[int] = set()
+        seen: set[int] = set()
+        waiting = list(edges[self.node_of[row]])
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            other = self.plan.row_of.get(node)
+            if other is None:
+                waiting += edges[node]
+            else:
+                found.add(other)
+        return sorted(found)

@@ -1,0 +1,135 @@
+"""The instrument of `diagnose`: where inf and NaN are made, and how far all else is from it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._autocast.binding import bind
+from mpjax.numerics import _bits
+from mpjax.numerics._plan import is_inexact
+from mpjax.numerics._run import Tracked
+
+INF, NAN, AMAX, ORIGIN = range(4)  # the columns
+INHERITED, TURNED, BORN_NAN, BORN_INF = range(4)  # the last one, of what is not finite
+FINITE, HAS_INF, HAS_NAN = range(3)  # what is known of a value, i32[]
+
+
+class Overflow:
+    """Counts inf and NaN, and tells what was made so from what was so already.
+
+    `BORN_INF` and `BORN_NAN` were made of finite operands. `TURNED` is a NaN that was made of
+    infinities: a row that a mask of -inf covers as a whole, or `inf - inf`.
+    """
+
+    width = 4
+    sums = 2  # inf and NaN; the largest magnitude and the origin are maxima
+    shadows = False
+
+    def frame(self, spread: Callable[[Any], Any]) -> _Frame:
+        """Returns what measures one function body."""
+        return _Frame(spread)
+
+    def is_news(self, now: Any, before: Any) -> Any:
+        """Returns where a row was not finite for the first time, or was made so."""
+        bad = (now[:, INF] + now[:, NAN] > 0) & (before[:, INF] + before[:, NAN] == 0)
+        return bad | (now[:, ORIGIN] > before[:, ORIGIN])
+
+
+class _Frame:
+    """Counts once an operation, and judges all operations together at the end.
+
+    What is known of a value is a number here: first those of what was counted, then those of what
+    came in known. A judgement an operation would be hundreds of kernels of one element each.
+    """
+
+    def __init__(self, spread: Callable[[Any], Any]) -> None:
+        self.spread = spread
+        self.counted: list[Any] = []
+        self.given: list[Any] = []
+        self.measured: list[tuple[int, tuple[int, ...]]] = []  # a row: what was counted, operands
+        self.left: dict[int, Any] = {}
+
+    # What is counted is numbered from 0 up, what is given from -1 down.
+
+    def enter(self, extra: Any) -> int:
+        self.given.append(extra)
+        return -len(self.given)
+
+    def leave(self, extra: int) -> Any:
+        if extra < 0:
+            return self.given[-extra - 1]
+        if extra not in self.left:
+            self.left[extra] = _severity(self.counted[extra])
+        return self.left[extra]
+
+    def fresh(self, value: Any) -> int:
+        self.counted.append(self.spread(_bits.counts(value)))
+        return len(self.counted) - 1
+
+    def constant(self, value: Any) -> int:
+        number = self.fresh(value)
+        self.measured.append((number, ()))
+        return number
+
+    def same(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
+        outs = bind(eqn, [t.value for t in operands])
+        paired = len(outs) == len(operands)
+        return [Tracked(out, operands[i if paired else 0].extra) for i, out in enumerate(outs)]
+
+    def measure(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
+        outs = bind(eqn, [t.value for t in operands])
+        floating = [is_inexact(v) for v in eqn.outvars]
+        read = [_bits.counts(out) for out, is_one in zip(outs, floating, strict=True) if is_one]
+        self.counted.append(self.spread(functools.reduce(_together, read)))
+        number = len(self.counted) - 1
+        self.measured.append((number, tuple(t.extra for t in operands if t.extra is not None)))
+        return [
+            Tracked(out, number if is_one else None)
+            for out, is_one in zip(outs, floating, strict=True)
+        ]
+
+    def rows(self) -> Any:
+        given = jnp.stack(self.given) if self.given else jnp.zeros((0,), jnp.int32)
+        return _judged(jnp.stack(self.counted), self.spread(given), tuple(self.measured))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _judged(counted: Any, given: Any, measured: tuple[tuple[int, tuple[int, ...]], ...]) -> Any:
+    """Returns the rows: what was counted, and whether finite operands went in.
+
+    A function of its own, so that its tables are constants of it and of no `jax.checkpoint`.
+    """
+    # The last entry is finite, and stands where a row has fewer operands than another.
+    finite = jnp.zeros_like(counted[:1, 0], jnp.int32)
+    known = jnp.concatenate([_severity(counted), given[::-1], finite])
+    most = max(len(operands) for _, operands in measured)
+    count = known.shape[0] - 1
+    table = [
+        [n if n >= 0 else count + n for n in operands] + [count] * (most - len(operands))
+        for _, operands in measured
+    ]
+    rows = np.array([number for number, _ in measured])
+    worst = jnp.zeros_like(known[rows])
+    if most:
+        worst = jnp.max(known[np.array(table)], axis=1)
+    made, infs = known[rows], counted[rows, INF]
+    born = jnp.where(infs > 0, BORN_INF, jnp.where(made == HAS_NAN, BORN_NAN, INHERITED))
+    turned = jnp.where((made == HAS_NAN) & (worst == HAS_INF), TURNED, INHERITED)
+    origin = jnp.where(worst == FINITE, born, turned).astype(jnp.float32)
+    return jnp.concatenate([counted[rows], origin[:, None]], axis=1)
+
+
+def _severity(counted: Any) -> Any:
+    infs, nans = counted[..., INF], counted[..., NAN]
+    found = jnp.where(nans > 0, HAS_NAN, jnp.where(infs > 0, HAS_INF, FINITE))
+    return found.astype(jnp.int32)
+
+
+def _together(a: Any, b: Any) -> Any:
+    return jnp.stack([a[INF] + b[INF], a[NAN] + b[NAN], jnp.maximum(a[AMAX], b[AMAX])])

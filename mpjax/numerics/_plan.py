@@ -1,0 +1,345 @@
+"""Which operations of a program are looked at, where each stands, and what flows into it.
+
+A plan is pure data over a jaxpr: a row for each operation that can make or pass on a value of its
+own, and a graph of who reads whom. Nothing is bound here; `_run` runs a plan, `_follow` walks its
+graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax import _compat
+from mpjax._autocast import scopes
+from mpjax._dtypes import short_name
+from mpjax.numerics import _names
+
+FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
+_RECOMPUTED_SCOPE = "rematted_computation"
+
+# The same values, moved or repeated: what holds of the operand holds of the result.
+_SAMES = """
+abs broadcast_in_dim copy copy_p device_put expand_dims mesh_cast name neg optimization_barrier
+pcast pvary reshard reshape rev sharding_constraint squeeze stop_gradient tile transpose
+hidden_operand linked_product stored
+"""
+_SAME = frozenset(_SAMES.split())
+_CALLS = "jit pjit closed_call core_call custom_jvp_call custom_vjp_call"
+_INLINED = frozenset(_CALLS.split())
+_REMAT = frozenset({"remat2", "checkpoint"})
+
+
+class Kind(enum.Enum):
+    """How an equation is run."""
+
+    OTHER = "no floating result"
+    SAME = "the values of its operands"
+    SITE = "has a row"
+    INLINED = "a program, run in place"
+    REMAT = "a program that is computed again"
+    SCAN = "scan"
+    WHILE = "while"
+    COND = "cond"
+    SHARD_MAP = "shard_map"
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """A loop, or the shards, that a row is inside of: one column of its index."""
+
+    kind: str  # scan, while or shard_map
+    first_row: int
+    length: int | None  # None where it is not known beforehand
+    reverse: bool = False
+
+    def executed(self, index: int) -> int:
+        """Returns when the iteration ran that has this index in the user's arrays."""
+        if self.kind == "shard_map":
+            return 0
+        return self.length - 1 - index if self.reverse and self.length else index
+
+
+@dataclasses.dataclass
+class Site:
+    """An operation, an argument or a constant: what one row is about."""
+
+    module: str  # path of named scopes; of an argument, its path in the tree
+    operation: str
+    where: str  # the user's source line, 'file.py:12'
+    phase: str  # forward, backward or recomputed; argument or constant
+    dtype: Any
+    shape: tuple[int, ...]
+    levels: tuple[Level, ...] = ()
+    branch: tuple[int, ...] = ()  # of each `cond` around it
+
+
+@dataclasses.dataclass
+class Step:
+    """One equation: how it is run, its rows, and the blocks inside it."""
+
+    eqn: Any
+    kind: Kind
+    blocks: tuple[Block, ...] = ()
+    level: int = -1  # the column of the index, of a loop
+
+
+@dataclasses.dataclass
+class Block:
+    """One jaxpr at one place, and the range of its rows."""
+
+    jaxpr: Any  # closed
+    steps: list[Step]
+    first_row: int
+    last_row: int
+
+    @property
+    def rows(self) -> int:
+        return self.last_row - self.first_row
+
+
+@dataclasses.dataclass(frozen=True)
+class _Around:
+    """What an equation inherits from the equations that it is inside of."""
+
+    path: tuple[str, ...] = ()
+    phase: str = FORWARD
+    where: str = ""
+    levels: tuple[Level, ...] = ()
+    branch: tuple[int, ...] = ()
+
+
+Node = int | None
+"""A value in the graph; None for what is finite whatever happens: integers and finite literals."""
+
+
+class Plan:
+    """The rows of a program, its blocks, and the graph of its values."""
+
+    def __init__(self, jaxpr: Any, names: Sequence[str]) -> None:
+        self.sites: list[Site] = []
+        self.reads: list[list[int]] = []  # node → nodes that it is made of
+        self.row_of: dict[int, int] = {}
+        self.literals: set[int] = set()  # nodes that are inf or NaN as written
+        self.depth = 0
+        inputs = [self._leaf(v, n, "argument") for v, n in zip(_ins(jaxpr), names, strict=True)]
+        self.arguments = len(self.sites)
+        self.block, self.outputs = self._block(jaxpr, inputs, _Around())
+        _names.adopt(self)
+
+    # -- nodes and rows ------------------------------------------------------------------------
+
+    def node(self, reads: Sequence[Node] = ()) -> int:
+        """Returns a new node, made of others."""
+        self.reads.append([n for n in reads if n is not None])
+        return len(self.reads) - 1
+
+    def _row(self, site: Site, reads: Sequence[Node] = ()) -> int:
+        node = self.node(reads)
+        self.row_of[node] = len(self.sites)
+        self.sites.append(site)
+        return node
+
+    def _leaf(self, var: Any, name: str, kind: str, around: _Around | None = None) -> Node:
+        if not is_inexact(var):
+            return None
+        around = around or _Around()
+        place = (around.levels, around.branch)
+        return self._row(Site(name, kind, "", kind, var.aval.dtype, var.aval.shape, *place))
+
+    def _atom(self, atom: Any, env: dict[Any, Node]) -> Node:
+        if not _compat.is_literal(atom):
+            return env[atom]
+        if not is_inexact(atom) or bool(np.all(np.isfinite(np.asarray(atom.val, np.complex128)))):
+            return None
+        node = self.node()
+        self.literals.add(node)
+        return node
+
+    # -- programs ------------------------------------------------------------------------------
+
+    def _block(
+        self, jaxpr: Any, inputs: Sequence[Node], around: _Around
+    ) -> tuple[Block, list[Node]]:
+        jaxpr = _compat.closed(jaxpr)
+        first = len(self.sites)
+        env: dict[Any, Node] = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
+        for var in jaxpr.jaxpr.constvars:
+            env[var] = self._leaf(var, "/".join(around.path), "constant", around)
+        steps = [self._step(eqn, env, around) for eqn in jaxpr.jaxpr.eqns]
+        outputs = [self._atom(v, env) for v in jaxpr.jaxpr.outvars]
+        return Block(jaxpr, steps, first, len(self.sites)), outputs
+
+    def _step(self, eqn: Any, env: dict[Any, Node], around: _Around) -> Step:
+        operands = [self._atom(v, env) for v in eqn.invars]
+        kind = _kind(eqn)
+        inside = _enter(eqn, around)
+        if kind in _HOLDERS:
+            outs, step = _HOLDERS[kind](self, eqn, operands, inside)
+        else:
+            outs, step = self._outs(eqn, kind, operands, inside), Step(eqn, kind)
+        env.update(zip(eqn.outvars, outs, strict=True))
+        return step
+
+    def _outs(
+        self, eqn: Any, kind: Kind, operands: Sequence[Node], around: _Around
+    ) -> Sequence[Node]:
+        if kind is Kind.SAME:
+            paired = len(eqn.outvars) == len(eqn.invars)
+            return [operands[i if paired else 0] for i in range(len(eqn.outvars))]
+        if kind is Kind.OTHER:
+            return [None] * len(eqn.outvars)
+        made = next(v for v in eqn.outvars if is_inexact(v)).aval
+        site = Site(
+            "/".join(around.path),
+            _names.operation(eqn),
+            around.where,
+            around.phase,
+            made.dtype,
+            made.shape,
+            around.levels,
+            around.branch,
+        )
+        node = self._row(site, operands)
+        return [node if is_inexact(v) else None for v in eqn.outvars]
+
+    def plan_inlined(self, eqn: Any, operands: Any, around: _Around) -> Any:
+        block, outs = self._block(_program(eqn), operands, around)
+        return outs, Step(eqn, _kind(eqn), (block,))
+
+    def _merged(self, reads: Sequence[Node], avals: Sequence[Any]) -> list[Node]:
+        """Returns nodes that later reads are added to: what a loop carries, and its slices."""
+        pairs = zip(reads, avals, strict=True)
+        return [self.node([n]) if is_inexact(v) else None for n, v in pairs]
+
+    def _tie(self, node: Node, source: Node) -> None:
+        if node is not None and source is not None:
+            self.reads[node].append(source)
+
+    def plan_scan(self, eqn: Any, operands: Any, around: _Around) -> Any:
+        params = eqn.params
+        consts, carried = _compat.scan_counts(params)
+        level = Level("scan", len(self.sites), params["length"], params["reverse"])
+        jaxpr = _compat.closed(params["jaxpr"])
+        merged = self._merged(operands[consts:], jaxpr.jaxpr.invars[consts:])
+        block, outs = self._block(jaxpr, [*operands[:consts], *merged], self._at(around, level))
+        for node, out in zip(merged[:carried], outs[:carried], strict=True):
+            self._tie(node, out)
+        first = [self.node([n]) if n is not None else None for n in merged[:carried]]
+        step = Step(eqn, Kind.SCAN, (block,), len(around.levels))
+        return [*first, *outs[carried:]], step
+
+    def plan_while(self, eqn: Any, operands: Any, around: _Around) -> Any:
+        params = eqn.params
+        skipped, consts = params["cond_nconsts"], params["body_nconsts"]
+        level = Level("while", len(self.sites), None)
+        jaxpr = _compat.closed(params["body_jaxpr"])
+        carry = operands[skipped + consts :]
+        merged = self._merged(carry, jaxpr.jaxpr.invars[consts:])
+        inputs = [*operands[skipped : skipped + consts], *merged]
+        block, outs = self._block(jaxpr, inputs, self._at(around, level))
+        for node, out in zip(merged, outs, strict=True):
+            self._tie(node, out)
+        return merged, Step(eqn, Kind.WHILE, (block,), len(around.levels))
+
+    def plan_cond(self, eqn: Any, operands: Any, around: _Around) -> Any:
+        blocks: list[Block] = []
+        merged = [self.node() if is_inexact(v) else None for v in eqn.outvars]
+        platforms = eqn.params.get("branches_platforms") is not None
+        for number, branch in enumerate(eqn.params["branches"]):
+            chosen = () if platforms else (number,)  # a platform's branch is not the user's
+            inside = dataclasses.replace(around, branch=(*around.branch, *chosen))
+            block, outs = self._block(branch, operands[1:], inside)
+            blocks.append(block)
+            for node, out in zip(merged, outs, strict=True):
+                self._tie(node, out)
+        return merged, Step(eqn, Kind.COND, tuple(blocks))
+
+    def plan_shard_map(self, eqn: Any, operands: Any, around: _Around) -> Any:
+        level = Level("shard_map", len(self.sites), None)
+        inside = self._at(around, level)
+        jaxpr = _compat.closed(eqn.params["jaxpr"])
+        merged = self._merged(operands, jaxpr.jaxpr.invars)
+        block, outs = self._block(jaxpr, merged, inside)
+        return outs, Step(eqn, Kind.SHARD_MAP, (block,), len(around.levels))
+
+    def _at(self, around: _Around, level: Level) -> _Around:
+        levels = (*around.levels, level)
+        self.depth = max(self.depth, len(levels))
+        return dataclasses.replace(around, levels=levels)
+
+
+_HOLDERS: dict[Kind, Any] = {
+    Kind.INLINED: Plan.plan_inlined,
+    Kind.REMAT: Plan.plan_inlined,
+    Kind.SCAN: Plan.plan_scan,
+    Kind.WHILE: Plan.plan_while,
+    Kind.COND: Plan.plan_cond,
+    Kind.SHARD_MAP: Plan.plan_shard_map,
+}
+
+
+def is_inexact(atom: Any) -> bool:
+    """Whether a variable or literal holds floating or complex values."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _ins(jaxpr: Any) -> Sequence[Any]:
+    return jaxpr.jaxpr.invars
+
+
+def _kind(eqn: Any) -> Kind:
+    name = eqn.primitive.name
+    by_name = {"scan": Kind.SCAN, "while": Kind.WHILE, "cond": Kind.COND}
+    by_name["shard_map"] = Kind.SHARD_MAP
+    if name in by_name:
+        return by_name[name]
+    if name in _REMAT:
+        return Kind.REMAT if eqn.params.get("differentiated") else Kind.INLINED
+    if name in _INLINED:
+        return Kind.INLINED
+    if not any(map(is_inexact, eqn.outvars)):
+        return Kind.OTHER
+    return Kind.SAME if _is_same(eqn) else Kind.SITE
+
+
+def _is_same(eqn: Any) -> bool:
+    """Whether the results are the operands: by name, or as a cast to a wider floating dtype."""
+    if not eqn.invars:
+        return False
+    source = eqn.invars[0]
+    if eqn.primitive.name == "convert_element_type":
+        narrow, wide = getattr(source.aval, "dtype", None), eqn.outvars[0].aval.dtype
+        return is_inexact(source) and short_name(narrow) in _EXACT.get(short_name(wide), ())
+    same = eqn.primitive.name in _SAME and is_inexact(source)
+    return same and len(eqn.outvars) in (1, len(eqn.invars))
+
+
+_EXACT = {"f32": ("f16", "bf16", "f32"), "f64": ("f16", "bf16", "f32", "f64")}
+
+
+def _program(eqn: Any) -> Any:
+    """Returns the one program of a call: of a function with derivative rules, the function."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if name in eqn.params:
+            return eqn.params[name]
+    raise KeyError(f"{eqn.primitive.name} holds no program")
+
+
+def _enter(eqn: Any, around: _Around) -> _Around:
+    """Returns the surroundings of what is inside an equation, or of the equation itself."""
+    names = scopes.of(eqn)
+    phase = around.phase
+    if _RECOMPUTED_SCOPE in names:
+        phase = RECOMPUTED
+    elif phase == FORWARD and scopes.is_transposed(eqn.source_info.name_stack):
+        phase = BACKWARD
+    path = (*around.path, *_names.modules(names))
+    where = _names.place(eqn) or around.where
+    return dataclasses.replace(around, path=path, phase=phase, where=where)

@@ -1,0 +1,155 @@
+"""A loss and its gradients as one program over arrays, and its instrumented twin, compiled."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from mpjax._dtypes import describe
+from mpjax._errors import message
+from mpjax._tree import is_array, leaf_paths, leaves_finite
+from mpjax.numerics._plan import Plan
+from mpjax.numerics._run import Instrument, Rows, Runner
+
+
+class Read(NamedTuple):
+    """What one run of a twin gave, on the host."""
+
+    values: Any  # f32[rows, width]
+    index: Any  # i32[rows, depth]
+    loss: float
+    finite: tuple[bool, ...]  # of the loss and each gradient
+
+
+class Program:
+    """A function of arguments that returns a loss and gradients, traced for their types."""
+
+    def __init__(
+        self, fun: Callable[..., Any], args: Sequence[Any], names: Sequence[str], where: str
+    ) -> None:
+        self._leaves, self._treedef = jax.tree.flatten(list(args))
+        self._places = [i for i, leaf in enumerate(self._leaves) if _is_traced(leaf)]
+        paths = argument_paths(args, names)
+        self._trees: list[Any] = []
+
+        def flat(*arrays: Any) -> list[Any]:
+            full = list(self._leaves)
+            for place, array in zip(self._places, arrays, strict=True):
+                full[place] = array
+            loss, grads = fun(*jax.tree.unflatten(self._treedef, full))
+            self._trees[:] = [grads]
+            return [loss, *(g for g in jax.tree.leaves(grads) if is_array(g))]
+
+        arrays = self.arrays(args)
+        self.jaxpr = traced(flat, arrays, where)
+        self.plan = Plan(self.jaxpr, [paths[place] for place in self._places])
+        self.gradient_paths = _array_paths(self._trees[0])
+        self._trees.clear()  # tracers
+        self._leaves = [None if _is_traced(leaf) else leaf for leaf in self._leaves]
+        self._compiled: dict[Any, Any] = {}
+
+    def arrays(self, args: Sequence[Any]) -> list[Any]:
+        """Returns the arrays among the arguments, in the order of the program's inputs."""
+        leaves = jax.tree.leaves(list(args))
+        return [leaves[place] for place in self._places]
+
+    def read(self, instrument: Instrument, args: Sequence[Any]) -> Read:
+        """Returns what an instrument measures of one run."""
+        arrays = self.arrays(args)
+        twin = self._compiled.get(type(instrument))
+        if twin is None:
+            twin = jax.jit(self.twin(instrument), out_shardings=replicated(arrays))
+            self._compiled[type(instrument)] = twin
+        loss, finite, values, index = jax.device_get(twin(*arrays))
+        return Read(values, index, float(loss), tuple(bool(f) for f in finite))
+
+    def twin(self, instrument: Instrument) -> Callable[..., Any]:
+        """Returns the instrumented program: the loss, which results are finite, and rows."""
+
+        def fun(*arrays: Any) -> Any:
+            outs, rows = Runner(self.plan, instrument).run(arrays)
+            return outs[0].astype(jnp.float32), leaves_finite(outs), *Rows(*rows)
+
+        return fun
+
+    def plain(self) -> Callable[..., Any]:
+        """Returns the same without an instrument."""
+        fun = jaxpr_as_fun(self.jaxpr)
+
+        def run(*arrays: Any) -> Any:
+            outs = fun(*arrays)
+            return outs[0].astype(jnp.float32), leaves_finite(outs)
+
+        return run
+
+
+def traced(flat: Callable[..., Any], arrays: Sequence[Any], where: str) -> Any:
+    """Returns the jaxpr of a function, or says that it has none."""
+    try:
+        return jax.make_jaxpr(flat)(*arrays)
+    except (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError) as error:
+        first = str(error).strip().splitlines()[0]
+        got = f"the function cannot be traced, so that there is no program to look at: {first}"
+        fix = "Make it one that jax.jit takes: jnp.where or lax.cond in place of `if` on an array."
+        raise TypeError(message(where, got, fix)) from error
+
+
+def replicated(arrays: Sequence[Any]) -> Any:
+    """Returns the sharding of small results that every process is to have, None for one device."""
+    for array in arrays:
+        sharding = getattr(array, "sharding", None)
+        if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1:
+            return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    return None
+
+
+def argument_names(fun: Callable[..., Any], count: int) -> list[str]:
+    """Returns the names that a function gives its first arguments."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in parameters if p.kind in positional][:count]
+    return names + [f"args[{i}]" for i in range(len(names), count)]
+
+
+def argument_paths(args: Sequence[Any], names: Sequence[str]) -> list[str]:
+    """Returns a path for each leaf of the arguments: 'batch/x', or 'x' for an array itself."""
+    found: list[str] = []
+    for name, arg in zip(names, args, strict=True):
+        found += [f"{name}/{path}" if path else name for path in leaf_paths(arg)]
+    return found
+
+
+def check_alive(args: Sequence[Any], names: Sequence[str], where: str) -> None:
+    """Refuses arrays whose memory was given away."""
+    leaves = [leaf for arg in args for leaf in jax.tree.leaves(arg)]
+    for path, leaf in zip(argument_paths(args, names), leaves, strict=True):
+        if isinstance(leaf, jax.Array) and not _is_tracer(leaf) and leaf.is_deleted():
+            got = f"{path!r}, {describe(leaf)}, was donated to a step and is deleted."
+            fix = "Pass the state that the step returned: after a skipped step it is the same."
+            raise ValueError(message(where, got, fix, "Or make the step with donate=False."))
+        if _is_tracer(leaf):
+            got = f"{path!r} is traced; this looks at values, and belongs outside of jax.jit."
+            raise TypeError(message(where, got, "Call it on the arrays that the step was given."))
+
+
+def _is_tracer(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
+
+
+def _is_traced(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def _array_paths(tree: Any) -> list[str]:
+    leaves = jax.tree.leaves(tree)
+    return [p for p, leaf in zip(leaf_paths(tree), leaves, strict=True) if is_array(leaf)]

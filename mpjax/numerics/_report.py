@@ -1,0 +1,228 @@
+"""What `diagnose` found, as rows, and how it is shown: on one screen."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+WIDTH = 118
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One operation of the program that ran, in the order in which they ran."""
+
+    module: str  # the path of `jax.named_scope`s and modules; empty where there is none
+    operation: str
+    where: str  # the source line, 'file.py:12'
+    phase: str  # 'forward', 'backward', 'recomputed' (the forward pass again, in a checkpoint)
+    dtype: str
+    shape: tuple[int, ...]
+    inf: int  # how many elements, over all iterations and shards
+    nan: int
+    amax: float  # the largest finite magnitude
+    headroom: float  # bits between amax and the dtype's largest number
+    origin: (
+        str  # 'born here', 'born of inf', 'inherited', 'apart', 'came in'; '' for what is finite
+    )
+    iteration: tuple[int, ...] = ()  # of the loops around it, by the index in what they scan
+    shard: int | None = None  # of a `shard_map`, in the order of its devices
+    branch: tuple[int, ...] = ()  # of the `cond`s around it
+
+    @property
+    def at(self) -> str:
+        """Where in loops, shards and branches it first was not finite."""
+        parts = []
+        if self.iteration:
+            parts.append("iteration " + ".".join(map(str, self.iteration)))
+        if self.shard is not None:
+            parts.append(f"shard {self.shard}")
+        if self.branch:
+            parts.append("branch " + ".".join(map(str, self.branch)))
+        return ", ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """Why the loss or a gradient is not finite, and what to type."""
+
+    kind: str
+    """'loss_scale', 'range', 'gradient_range', 'precision', 'everywhere', 'leaf', 'masked' or
+    'none' (all is finite)."""
+    text: str
+    fix: str
+    loss_scale: float | None = None  # the scale that fits, for 'loss_scale'
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `diagnose` found; `print(report)` shows it on one screen.
+
+    `rows` holds every operation; `first` those that made a non-finite value of finite operands and
+    whose value got into the loss or a gradient, in the order in which they ran.
+    """
+
+    function: str
+    policy: str
+    loss_scale: float
+    loss: float
+    bad_gradients: tuple[str, ...]  # paths
+    gradients: int  # leaves in all
+    rows: tuple[Row, ...]
+    first: tuple[Row, ...]
+    leaves: tuple[Row, ...]  # arguments and constants that are not finite and got there
+    cause: Cause
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss and all gradients are finite."""
+        return not self.bad_gradients and self.loss - self.loss == 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all of it as dicts and lists, for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        blocks = [self._title()]
+        if self.finite:
+            blocks.append(self._headroom())
+        else:
+            blocks += [b for b in (self._leaves(), self._born(), self._inherited()) if b]
+        apart = self._apart()
+        blocks += [apart] if apart else []
+        blocks.append(f"cause: {self.cause.text}\n  {self.cause.fix}")
+        return "\n\n".join(blocks)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    # -- blocks --------------------------------------------------------------------------------
+
+    def _title(self) -> str:
+        text = f"{self.function} under {self.policy}, loss scale {_number(self.loss_scale)}: "
+        if self.finite:
+            return text + f"loss {self.loss:.6g} and all {self.gradients} gradients are finite"
+        bad = len(self.bad_gradients)
+        first = f" (first {self.bad_gradients[0]!r})" if bad else ""
+        return text + f"loss {self.loss:.6g}, {bad} of {self.gradients} gradients not finite{first}"
+
+    def _leaves(self) -> str:
+        if not self.leaves:
+            return ""
+        cells = [(r.module, r.phase, r.dtype, f"{r.inf}", f"{r.nan}") for r in self.leaves[:4]]
+        lines = table(("came in not finite", "kind", "dtype", "inf", "nan"), cells)
+        return lines + _more(len(self.leaves), 4)
+
+    def _born(self) -> str:
+        if not self.first:
+            return ""
+        headers = ("born here", "operation", "where", "pass", "dtype", "inf", "nan", "amax", "at")
+        cells = [
+            (
+                _module(r.module),
+                r.operation,
+                r.where,
+                r.phase,
+                r.dtype,
+                f"{r.inf}",
+                f"{r.nan}",
+                _number(r.amax),
+                r.at,
+            )
+            for r in self.first[:6]
+        ]
+        return table(headers, cells) + _more(len(self.first), 6)
+
+    def _inherited(self) -> str:
+        places: dict[tuple[str, str], list[Row]] = {}
+        for row in self.rows:
+            if row.origin in ("inherited", "born of inf"):
+                places.setdefault((row.module, row.phase), []).append(row)
+        if not places:
+            return ""
+        cells = [
+            (
+                _module(module),
+                phase,
+                f"{len(rows)}",
+                _listed(dict.fromkeys(r.operation for r in rows)),
+                rows[0].at,
+            )
+            for (module, phase), rows in list(places.items())[:8]
+        ]
+        lines = table(("inherited by", "pass", "operations", "", "at"), cells)
+        return lines + _more(len(places), 8)
+
+    def _apart(self) -> str:
+        apart = [r for r in self.rows if r.origin == "apart"]
+        if not apart:
+            return ""
+        text = [f"{r.operation} in {_module(r.module)} ({r.where})" for r in apart[:3]]
+        rest = f" and {len(apart) - 3} more" if len(apart) > 3 else ""
+        return f"apart, for it never got into the loss or a gradient: {', '.join(text)}{rest}"
+
+    def _headroom(self) -> str:
+        narrow = [r for r in self.rows if r.amax > 0 and r.phase not in ("argument", "constant")]
+        least = sorted(narrow, key=lambda r: r.headroom)
+        best: dict[tuple[str, str], Row] = {}
+        for row in least:
+            best.setdefault((row.module, row.phase), row)
+        cells = [
+            (
+                _module(r.module),
+                r.operation,
+                r.where,
+                r.phase,
+                r.dtype,
+                _number(r.amax),
+                f"{r.headroom:.1f} bits",
+            )
+            for r in list(best.values())[:8]
+        ]
+        headers = ("least headroom", "operation", "where", "pass", "dtype", "amax", "headroom")
+        return table(headers, cells) + _more(len(best), 8)
+
+
+# -- text ----------------------------------------------------------------------------------------
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns lines of aligned cells; the first column gives way where a line is too long."""
+    cells = [tuple(headers), *(tuple(row) for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
+    most = WIDTH - sum(widths[1:]) - 2 * len(widths)
+    widths[0] = min(widths[0], max(most, len(headers[0]), 16))
+    lines = []
+    for row in cells:
+        fitting = (_fitted(c, w) for c, w in zip(row, widths, strict=True))
+        padded = (c.ljust(w) for c, w in zip(fitting, widths, strict=True))
+        lines.append("  ".join(padded).rstrip()[:WIDTH])
+    return "\n".join(lines)
+
+
+def _fitted(text: str, width: int) -> str:
+    """Returns a path's end where all of it does not fit: the end says which layer it is."""
+    return text if len(text) <= width else f"…{text[len(text) - width + 1 :]}"
+
+
+def _module(module: str) -> str:
+    return module or "(no name)"
+
+
+def _listed(names: Iterable[str], width: int = 44) -> str:
+    known = list(names)
+    text, shown = ", ".join(known), len(known)
+    while len(text) > width and shown > 1:
+        shown -= 1
+        text = f"{', '.join(known[:shown])}, +{len(known) - shown}"
+    return text
+
+
+def _more(count: int, shown: int) -> str:
+    return f"\n… and {count - shown} more, in .rows" if count > shown else ""
+
+
+def _number(x: float) -> str:
+    return f"{x:.0f}" if x == int(x) and abs(x) < 1e7 else f"{x:.3g}"

@@ -1,0 +1,385 @@
+"""Runs a program again with an instrument on each operation, and gathers what it read.
+
+The program is bound as it was traced, equation by equation, so that what is measured is what runs;
+only the instrument's readings are carried along, a few numbers a row. Loops carry them, branches
+return zeros for what was not taken, shards return theirs side by side.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import PartitionSpec
+
+from mpjax import _compat
+from mpjax._autocast.binding import bind, written_at
+from mpjax.numerics._plan import Block, Kind, Plan, Step, is_inexact
+
+
+class Tracked(NamedTuple):
+    """A value, and what an instrument knows of it: None until it is asked, or for integers."""
+
+    value: Any
+    extra: Any = None
+
+
+class Frame(Protocol):
+    """Measures one function body: what a loop runs again, a branch runs or not, a shard runs."""
+
+    def enter(self, extra: Any) -> Any:
+        """Returns what is known of a value inside, from what was known outside."""
+        ...
+
+    def leave(self, extra: Any) -> Any:
+        """Returns what is known of a value as arrays that a loop can carry."""
+        ...
+
+    def fresh(self, value: Any) -> Any:
+        """Returns what is known of a floating value that nothing was said about."""
+        ...
+
+    def constant(self, value: Any) -> Any:
+        """Returns what is known of an argument or constant, which has a row."""
+        ...
+
+    def same(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
+        """Returns the results of an equation that moves values and has no row."""
+        ...
+
+    def measure(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
+        """Returns the results of an equation that has a row."""
+        ...
+
+    def rows(self) -> Any:
+        """Returns what was measured: f32[rows of this frame, width]."""
+        ...
+
+
+class Instrument(Protocol):
+    """What is measured of an operation."""
+
+    width: int  # numbers a row
+    sums: int  # how many of them, the first, are sums; the others are maxima
+    shadows: bool  # whether what is known of a value has its shape, and goes where it goes
+
+    def frame(self, spread: Callable[[Any], Any]) -> Frame:
+        """Returns what measures one function body; `spread` types numbers as a loop needs them."""
+        ...
+
+    def is_news(self, now: Any, before: Any) -> Any:
+        """Returns, row by row, whether an iteration is the first to tell something."""
+        ...
+
+
+class Rows(NamedTuple):
+    """What was read of a range of rows, and in which iterations, shards or loops first."""
+
+    values: Any  # f32[rows, width]
+    index: Any  # i32[rows, depth]; -1 where there is no such loop
+
+
+class _Body:
+    """What is gathered while one function body runs: its frame, and the rows in program order."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.own = 0  # rows of the frame so far
+        self.parts: list[Rows | tuple[int, int]] = []  # of loops and branches; ranges of the frame
+
+    def count(self) -> None:
+        """Adds a row of the frame's own."""
+        last = self.parts[-1] if self.parts else None
+        if isinstance(last, Rows) or last is None:
+            self.parts.append((self.own, self.own + 1))
+        else:
+            self.parts[-1] = (last[0], self.own + 1)
+        self.own += 1
+
+
+class Runner:
+    """Runs the blocks of a plan."""
+
+    def __init__(self, plan: Plan, instrument: Instrument) -> None:
+        self.plan = plan
+        self.instrument = instrument
+        self.axes: tuple[Any, ...] = ()  # of the meshes whose shards this runs in
+
+    def run(self, arrays: Sequence[Any]) -> tuple[list[Any], Rows]:
+        """Returns the outputs of the whole program, and all rows."""
+        body = _Body(self.instrument.frame(self._spread))
+        arguments: list[Tracked] = []
+        for var, array in zip(self.plan.block.jaxpr.jaxpr.invars, arrays, strict=True):
+            arguments.append(self._constant(body, array) if is_inexact(var) else Tracked(array))
+        outs = self._block(body, self.plan.block, arguments)
+        return [o.value for o in outs], self._gathered(body)
+
+    def body(self, block: Block, arguments: Sequence[Tracked]) -> tuple[list[Tracked], Rows]:
+        """Returns the outputs of a block that is a function of its own, and its rows."""
+        body = _Body(self.instrument.frame(self._spread))
+        entered = [
+            t if t.extra is None else Tracked(t.value, body.frame.enter(t.extra)) for t in arguments
+        ]
+        outs = self._block(body, block, entered)
+        return [self._known(body, t) for t in outs], self._gathered(body)
+
+    def _constant(self, body: _Body, value: Any) -> Tracked:
+        body.count()
+        return Tracked(value, body.frame.constant(value))
+
+    def _gathered(self, body: _Body) -> Rows:
+        own: Any = body.frame.rows() if body.own else None
+        pieces = [
+            part if isinstance(part, Rows) else self._rows(own[part[0] : part[1]])
+            for part in body.parts
+        ]
+        return _concatenated(pieces) if pieces else self._zeros(0)
+
+    def _block(self, body: _Body, block: Block, arguments: Sequence[Tracked]) -> list[Tracked]:
+        """Returns the outputs of a block that is part of a body."""
+        jaxpr = block.jaxpr.jaxpr
+        env: dict[Any, Tracked] = dict(zip(jaxpr.invars, arguments, strict=True))
+        for var, const in zip(jaxpr.constvars, block.jaxpr.consts, strict=True):
+            env[var] = self._constant(body, const) if is_inexact(var) else Tracked(const)
+        for step in block.steps:
+            operands = [_atom(v, env) for v in step.eqn.invars]
+            with written_at(step.eqn):
+                outs = self._step(body, step, operands)
+            env.update(zip(step.eqn.outvars, outs, strict=True))
+        return [_atom(v, env) for v in jaxpr.outvars]
+
+    def _step(self, body: _Body, step: Step, operands: list[Tracked]) -> list[Tracked]:
+        if step.kind is Kind.INLINED:
+            return self._block(body, step.blocks[0], operands)
+        if step.kind in _RUN:
+            outs, rows = _RUN[step.kind](self, body, step, operands)
+            body.parts.append(rows)
+            frame = body.frame
+            return [t if t.extra is None else Tracked(t.value, frame.enter(t.extra)) for t in outs]
+        if step.kind is Kind.OTHER:
+            return [Tracked(out) for out in bind(step.eqn, [t.value for t in operands])]
+        known = [self._inside(body, t) for t in operands]
+        if step.kind is Kind.SAME:
+            return body.frame.same(step.eqn, known)
+        body.count()
+        return body.frame.measure(step.eqn, known)
+
+    def _inside(self, body: _Body, tracked: Tracked) -> Tracked:
+        if tracked.extra is not None or not _is_floating(tracked.value):
+            return tracked
+        return Tracked(tracked.value, body.frame.fresh(tracked.value))
+
+    def _known(self, body: _Body, tracked: Tracked) -> Tracked:
+        """Returns a value with what is known of it, for another body."""
+        inside = self._inside(body, tracked)
+        if inside.extra is None:
+            return inside
+        return Tracked(inside.value, self._spread(body.frame.leave(inside.extra)))
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    def _rows(self, values: Any) -> Rows:
+        return Rows(self._spread(values), self._zeros(values.shape[0]).index)
+
+    def _zeros(self, count: int) -> Rows:
+        values = jnp.zeros((count, self.instrument.width), jnp.float32)
+        index = jnp.full((count, self.plan.depth), -1, jnp.int32)
+        return Rows(self._spread(values), self._spread(index))
+
+    def _spread(self, x: Any) -> Any:
+        """Returns a number typed as varying over all shards, so that loops carry one type."""
+        if not self.axes or x is None or self.instrument.shadows:
+            return x
+        return _compat.to_varying(x, self.axes)
+
+    def merged(self, total: Any, new: Any) -> Any:
+        """Returns two readings of the same rows as one."""
+        is_sum = lax.broadcasted_iota(jnp.int32, total.shape, 1) < self.instrument.sums
+        return jnp.where(is_sum, total + new, jnp.maximum(total, new))
+
+    def _iterated(self, total: Rows, new: Rows, number: Any, level: int) -> Rows:
+        """Returns the rows of a loop after one more iteration."""
+        is_mine = lax.broadcasted_iota(jnp.int32, new.index.shape, 1) == level
+        index = jnp.where(is_mine, number, new.index)
+        news = self.instrument.is_news(new.values, total.values)[:, None]
+        return Rows(self.merged(total.values, new.values), jnp.where(news, index, total.index))
+
+    # -- programs ------------------------------------------------------------------------------
+
+    def run_remat(self, body: _Body, step: Step, operands: list[Tracked]) -> Any:
+        arrays, tree = jax.tree.flatten([self._known(body, t) for t in operands])
+        trees: list[Any] = []
+
+        def fun(*args: Any) -> list[Any]:
+            found = self.body(step.blocks[0], jax.tree.unflatten(tree, args))
+            leaves, out_tree = jax.tree.flatten(found)
+            trees[:] = [out_tree]
+            return leaves
+
+        leaves = _compat.bind_remat(step.eqn, fun, arrays, None)
+        return jax.tree.unflatten(trees[0], leaves)
+
+    def _split(self, body: _Body, tracked: Tracked) -> Tracked:
+        """Returns what a loop gets slices of."""
+        return self._known(body, tracked) if self.instrument.shadows else Tracked(tracked.value)
+
+    def run_scan(self, body: _Body, step: Step, operands: list[Tracked]) -> Any:
+        params, (block,) = step.eqn.params, step.blocks
+        consts, carried = _compat.scan_counts(params)
+        last = consts + carried
+        fixed = [self._known(body, t) for t in operands[:consts]]
+
+        def iteration(state: Any, xs: Any) -> Any:
+            carry, total, number = state
+            outs, rows = self.body(block, [*fixed, *carry, *xs])
+            total = self._iterated(total, rows, number, step.level)
+            number = number - 1 if params["reverse"] else number + 1
+            return (_as_arrays(outs[:carried]), total, number), outs[carried:]
+
+        start = params["length"] - 1 if params["reverse"] else 0
+        init = _as_arrays([self._known(body, t) for t in operands[consts:last]])
+        state = (init, self._zeros(block.rows), self._spread(jnp.asarray(start, jnp.int32)))
+        (carry, total, _), ys = lax.scan(
+            iteration,
+            state,
+            [self._split(body, t) for t in operands[last:]],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+            **_compat.scan_options(params),
+        )
+        return [*carry, *(self._joined(t) for t in ys)], total
+
+    def _joined(self, tracked: Tracked) -> Tracked:
+        if tracked.extra is None or self.instrument.shadows:
+            return tracked
+        return Tracked(tracked.value, jnp.max(tracked.extra, 0, initial=0))
+
+    def run_while(self, body: _Body, step: Step, operands: list[Tracked]) -> Any:
+        params, (block,) = step.eqn.params, step.blocks
+        skipped, consts = params["cond_nconsts"], params["body_nconsts"]
+        cond_consts = [t.value for t in operands[:skipped]]
+        fixed = [self._known(body, t) for t in operands[skipped : skipped + consts]]
+        condition = jaxpr_as_fun(_compat.closed(params["cond_jaxpr"]))
+
+        def cond_fun(state: Any) -> Any:
+            return condition(*cond_consts, *(t.value for t in state[0]))[0]
+
+        def body_fun(state: Any) -> Any:
+            carry, total, number = state
+            outs, rows = self.body(block, [*fixed, *carry])
+            return _as_arrays(outs), self._iterated(total, rows, number, step.level), number + 1
+
+        init = _as_arrays([self._known(body, t) for t in operands[skipped + consts :]])
+        number = self._spread(jnp.zeros((), jnp.int32))
+        carry, total, _ = lax.while_loop(
+            cond_fun, body_fun, (init, self._zeros(block.rows), number)
+        )
+        return carry, total
+
+    def run_cond(self, body: _Body, step: Step, operands: list[Tracked]) -> Any:
+        index, *rest = [self._known(body, t) for t in operands]
+
+        def branch(chosen: int) -> Callable[..., Any]:
+            def run() -> Any:
+                outs, rows = self.body(step.blocks[chosen], rest)
+                pieces = [self._zeros(block.rows) for block in step.blocks]
+                pieces[chosen] = rows
+                return _as_arrays(outs), _concatenated(pieces)
+
+            return run
+
+        branches = [branch(i) for i in range(len(step.blocks))]
+        platforms = step.eqn.params.get("branches_platforms")
+        if platforms is None:
+            return lax.switch(index.value, branches)
+        # Only the branches of the platform that it is lowered for may be lowered.
+        named = {
+            name: run
+            for names, run in zip(platforms, branches, strict=True)
+            for name in names or ()
+        }
+        default = dict(zip(platforms, branches, strict=True)).get(None)
+        return lax.platform_dependent(default=default, **named)
+
+    def run_shard_map(self, body: _Body, step: Step, operands: list[Tracked]) -> Any:
+        params, (block,) = step.eqn.params, step.blocks
+        axes = tuple(a for a in params["mesh"].axis_names if a in _compat.manual_axes(params))
+        inner = copy.copy(self)
+        inner.axes = (*self.axes, *axes)
+        given = _as_arrays([self._split(body, t) for t in operands])
+        specs = [Tracked(s, None if t.extra is None else s) for s, t in _zip(params, given)]
+
+        def fun(args: Any) -> Any:
+            outs, rows = inner.body(block, args)
+            kept = outs if self.instrument.shadows else [Tracked(t.value) for t in outs]
+            return kept, jax.tree.map(lambda x: inner._spread(x)[None], rows)
+
+        out_specs = [
+            Tracked(s, s if self.instrument.shadows and is_inexact(v) else None)
+            for s, v in zip(params["out_specs"], step.eqn.outvars, strict=True)
+        ]
+        each = PartitionSpec(axes)
+        outs, rows = jax.shard_map(
+            fun,
+            mesh=params["mesh"],
+            in_specs=(specs,),
+            out_specs=(out_specs, Rows(each, each)),
+            check_vma=params["check_vma"],
+            axis_names=set(axes),
+        )(given)
+        return outs, self._over_shards(rows, step.level)
+
+    def _over_shards(self, rows: Rows, level: int) -> Rows:
+        """Returns the rows of all shards as one, indexed by the first shard with something new."""
+        shards = rows.values.shape[0]
+        total = Rows(rows.values[0] * 0, rows.index[0] * 0 - 1)
+        total = Rows(self._spread(total.values), self._spread(total.index))
+
+        def body(state: Any, new: Any) -> Any:
+            total, number = state
+            return (self._iterated(total, Rows(*new), number, level), number + 1), None
+
+        zero = self._spread(jnp.zeros((), jnp.int32))
+        (total, _), _ = lax.scan(body, (total, zero), tuple(rows), length=shards)
+        return total
+
+
+def _zip(params: dict[str, Any], given: Sequence[Tracked]) -> Any:
+    return zip(params["in_specs"], given, strict=True)
+
+
+_RUN: dict[Kind, Any] = {
+    Kind.REMAT: Runner.run_remat,
+    Kind.SCAN: Runner.run_scan,
+    Kind.WHILE: Runner.run_while,
+    Kind.COND: Runner.run_cond,
+    Kind.SHARD_MAP: Runner.run_shard_map,
+}
+
+
+def _concatenated(pieces: Sequence[Rows]) -> Rows:
+    if len(pieces) == 1:
+        return pieces[0]
+    return Rows(*(jnp.concatenate(parts) for parts in zip(*pieces, strict=True)))
+
+
+def _is_floating(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return isinstance(value, (float, complex))
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _as_arrays(values: Sequence[Tracked]) -> list[Tracked]:
+    """Returns the values as arrays, literals too."""
+    return [Tracked(jnp.asarray(t.value), t.extra) for t in values]
+
+
+def _atom(atom: Any, env: dict[Any, Tracked]) -> Tracked:
+    return Tracked(atom.val) if _compat.is_literal(atom) else env[atom]

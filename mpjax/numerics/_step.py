@@ -1,0 +1,67 @@
+"""What `step.diagnose` of a train step does: the same computation, its arguments checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from mpjax._errors import message
+from mpjax._tree import to_full
+from mpjax.numerics._diagnose import diagnose_step
+from mpjax.numerics._program import check_alive
+from mpjax.numerics._report import Report
+from mpjax.numerics._subject import Subject, factor_as_scale
+
+Differentiated = Callable[..., Any]
+"""(loss scale, params, extra state, batch) → loss and scaled gradients."""
+
+_WHERE = "step.diagnose"
+_NAMES = ("params", "extra_state", "batch")
+
+
+class StepDiagnosis:
+    """The diagnosis of one train step; keeps its programs.
+
+    Args:
+      name: of the loss function.
+      policy: the step's.
+      axis_name: the step's.
+      twin: policy → what the step differentiates, under that policy.
+    """
+
+    def __init__(
+        self, name: str, policy: Any, axis_name: Any, twin: Callable[[Any], Differentiated]
+    ) -> None:
+        self._axis_name = axis_name
+
+        def make(under: Any) -> Callable[..., Any]:
+            run = twin(under)
+            widened = under != policy  # a state of 16 bits, to be looked at in float32
+
+            def fun(factor: Any, params: Any, extra_state: Any, batch: Any) -> Any:
+                if widened:
+                    params = jax.tree.map(to_full, params)
+                return run(factor_as_scale(factor, scaled=True), params, extra_state, batch)
+
+            return fun
+
+        self._subject = Subject(name, policy, make, True, _WHERE, _NAMES[0])
+
+    def run(
+        self,
+        state: Any,
+        batch: Any,
+        metrics: Mapping[str, Any] | None,
+        scale_of: Callable[[Any], Any],
+    ) -> Report:
+        """Returns the report of a state, with parameters, extra state and optimizer state."""
+        if self._axis_name is not None:
+            got = f"the step runs inside a shard_map over {self._axis_name!r}, and this outside."
+            fix = "Type mpjax.numerics.diagnose(loss, policy)(params, batch), where loss is the"
+            raise ValueError(message(_WHERE, got, fix, "mean over jax.shard_map of loss_fn."))
+        args = (state.params, state.extra_state, batch)
+        check_alive((*args, state.opt_state), (*_NAMES, "opt_state"), _WHERE)
+        scale = scale_of(state.opt_state).loss_scale
+        return diagnose_step(self._subject, _NAMES, args, scale, metrics)

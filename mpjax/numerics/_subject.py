@@ -1,0 +1,117 @@
+"""What is looked at: a loss function under a policy, differentiated with a loss scale."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._autocast.api import as_typed
+from mpjax._errors import message
+from mpjax._grad import as_loss_scale, get_loss_scale, name_of, value_and_grad
+from mpjax._loss_scale import LossScale, NoOpLossScale, StaticLossScale
+from mpjax._policy import Policy, get_policy
+from mpjax._tree import is_array
+from mpjax.numerics._program import argument_names
+
+Make = Callable[[Any], Callable[..., Any]]
+"""Policy → function of (loss scale, *arguments) that returns loss and scaled gradients."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A loss function, how it is differentiated, and what its arguments are called."""
+
+    name: str
+    policy: Any
+    make: Make
+    scaled: bool  # whether the loss scale takes part
+    where: str  # the function that messages speak for
+    parameters: str  # what the argument is called that it is differentiated by
+    programs: dict[Any, Any] = dataclasses.field(default_factory=dict)  # by types of arguments
+
+
+def of_loss(
+    loss_fn: Callable[..., Any], policy: Any, loss_scale: Any, *, has_aux: bool, where: str
+) -> tuple[Subject, LossScale]:
+    """Returns a loss function as what is looked at, and its loss scale.
+
+    Raises:
+      TypeError: it is no function, or `loss_scale` is no loss scale.
+    """
+    if not callable(loss_fn):
+        fix = f"Type {where}(loss_fn, policy)(params, *batch)."
+        got = f"the first argument must be a function; got {type(loss_fn).__name__}."
+        raise TypeError(message(where, got, fix))
+    policy = get_policy(policy)
+    scale = get_loss_scale(policy) if loss_scale is None else as_loss_scale(loss_scale, where)
+    scaled = not isinstance(scale, NoOpLossScale)
+
+    def make(under: Any) -> Callable[..., Any]:
+        return differentiated(loss_fn, under, scaled=scaled, has_aux=has_aux)
+
+    parameters = argument_names(loss_fn, 1)[0]
+    return Subject(name_of(loss_fn), policy, make, scaled, where, parameters), scale
+
+
+def differentiated(
+    loss_fn: Callable[..., Any], policy: Any, *, scaled: bool, has_aux: bool
+) -> Callable[..., Any]:
+    """Returns (loss scale, params, *rest) → loss and scaled gradients of all floating leaves.
+
+    Leaves of `params` that are no floating arrays, such as an Equinox module's functions, are
+    passed as they are.
+    """
+
+    def fun(factor: Any, params: Any, *rest: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(params)
+        moving = [i for i, leaf in enumerate(leaves) if _is_differentiable(leaf)]
+
+        def loss(chosen: Sequence[Any]) -> Any:
+            full = list(leaves)
+            for i, leaf in zip(moving, chosen, strict=True):
+                full[i] = leaf
+            out = under_policy(loss_fn, policy)(jax.tree.unflatten(treedef, full), *rest)
+            return out[0] if has_aux and isinstance(out, tuple) else out
+
+        differentiate = value_and_grad(loss, loss_scale=factor_as_scale(factor, scaled=scaled))
+        value, grads = differentiate([leaves[i] for i in moving])
+        full = [None] * len(leaves)
+        for i, grad in zip(moving, grads, strict=True):
+            full[i] = grad
+        return value, jax.tree.unflatten(treedef, full)
+
+    return fun
+
+
+def factor_as_scale(factor: Any, *, scaled: bool) -> LossScale:
+    """Returns the loss scale whose factor is a traced number."""
+    return StaticLossScale.tree_unflatten(None, (factor,)) if scaled else NoOpLossScale()
+
+
+def under_policy(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
+    """Returns a function in a policy's precision, as a train step computes it.
+
+    Under a mixed policy that is autocast; under one of a single dtype the arguments are cast.
+    """
+    if is_mixed(policy):
+        return as_typed(fun, policy)
+    default = getattr(policy, "default", policy)
+
+    def wrapped(params: Any, *rest: Any) -> Any:
+        return fun(policy.cast_to_compute(params), *map(default.cast_to_compute, rest))
+
+    return wrapped
+
+
+def is_mixed(policy: Any) -> bool:
+    """Whether parameters are wider than what is computed with, somewhere."""
+    policies = (policy,) if isinstance(policy, Policy) else policy.policies
+    return any(p.compute_dtype.itemsize < p.param_dtype.itemsize for p in policies)
+
+
+def _is_differentiable(leaf: Any) -> bool:
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -1,0 +1,296 @@
+"""`diagnose` names what was not finite first, where it went, and what to type; or why it cannot."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from mpjax.numerics import diagnose
+from mpjax.numerics._report import WIDTH
+
+pytestmark = [
+    pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs"),
+]
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+
+
+def params() -> dict[str, Any]:
+    return {"w": jnp.full((4, 6), 0.3), "v": jnp.full((6, 2), 0.3)}
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    with jax.named_scope("up"):
+        h = jnp.tanh(batch["x"] @ params["w"])
+    with jax.named_scope("down"):
+        y = h @ params["v"]
+    return jnp.mean((y - batch["y"]) ** 2)
+
+
+def batch(**other: Any) -> dict[str, Any]:
+    return {"x": X, "y": X[:, :2]} | other
+
+
+def make(policy: Any = "16-mixed", **options: Any) -> Any:
+    return mpjax.make_train_step(loss_fn, optax.sgd(1e-3), policy, **options)
+
+
+# -- causes ------------------------------------------------------------------------------------
+
+
+def test_a_loss_scale_that_is_too_high_is_named_with_the_one_that_fits():
+    step = make(loss_scale=mpjax.DynamicLossScale(2.0**24))
+    state, metrics = step(step.init(params()), batch())
+    assert not metrics["grads_finite"]
+    report = step.diagnose(state, batch(), metrics)
+    first = report.first[0]
+    assert (first.module, first.phase, first.dtype) == ("down", "backward", "f16")
+    assert report.loss_scale == 2.0**24  # the scale of the skipped step, not of the state
+    assert report.cause.kind == "loss_scale"
+    fitting = report.cause.loss_scale
+    assert f"DynamicLossScale({fitting:g})" in report.cause.fix
+    for scale, finite in ((fitting, True), (2 * fitting, False)):
+        tried = make(loss_scale=mpjax.StaticLossScale(scale))
+        assert tried(tried.init(params()), batch())[1]["grads_finite"] == finite
+
+
+def test_an_activation_beyond_float16_is_named_with_the_rule_that_mends_it():
+    big = batch(x=X * 2e6)
+    step = make()
+    state, metrics = step(step.init(params()), big)
+    report = step.diagnose(state, big, metrics)
+    assert report.cause.kind == "range"
+    assert "passes 65504" in report.cause.text
+    assert {(r.module, r.phase, r.dtype) for r in report.first} == {("up", "forward", "f16")}
+    assert "{'up': 'float32'}" in report.cause.fix
+    mended = make(mpjax.PolicyMap("16-mixed", {"up": "float32"}))
+    assert mended(mended.init(params()), big)[1]["grads_finite"]
+
+
+def test_a_nan_of_every_precision_is_said_to_be_one():
+    def loss(w: Any, x: Any) -> Any:
+        with jax.named_scope("norm"):
+            return jnp.sum(x / jnp.sqrt(jnp.sum(jnp.square(x @ w * 0))))
+
+    report = diagnose(loss, "bf16-mixed")(jnp.ones((4, 4)), X)
+    assert report.cause.kind == "everywhere"
+    assert "not a matter of precision" in report.cause.text
+    assert (report.first[0].module, report.first[0].operation) == ("norm", "div")
+
+
+def test_what_only_low_precision_makes_is_told_from_it():
+    def loss(w: Any, x: Any) -> Any:
+        with jax.named_scope("norm"):
+            small = (x @ w * 1e-5) @ jnp.ones((4, 4))  # 0 in float16
+            return jnp.mean(jnp.log(small)) * 1e-4
+
+    x = jnp.abs(jnp.asarray(X)) + 1
+    report = diagnose(loss, "16-mixed", loss_scale=1)(jnp.full((4, 4), 1e-4), x)
+    assert report.cause.kind == "precision"
+    assert "{'norm': 'float32'}" in report.cause.fix
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "path"),
+    [("batch", np.nan, "batch/y"), ("params", np.inf, "params/v"), ("params", np.nan, "params/w")],
+)
+def test_a_bad_leaf_is_named_and_counted(where: str, value: float, path: str):
+    p, b = params(), batch(y=X[:, :2].copy())
+    if where == "batch":
+        b["y"][3, 1] = value
+    else:
+        leaf = path.rpartition("/")[2]
+        p[leaf] = p[leaf].at[1, 1].set(value)
+    report = diagnose(loss_fn, "bf16-mixed")(p, b)
+    assert report.cause.kind == "leaf"
+    assert repr(path) in report.cause.text
+    assert f"1 {'inf' if np.isinf(value) else 'NaN'} among" in report.cause.text
+    assert [r.module for r in report.leaves] == [path]
+    assert report.first == ()
+
+
+def test_a_row_that_a_mask_covers_as_a_whole_is_told():
+    def loss(w: Any, x: Any, mask: Any) -> Any:
+        with jax.named_scope("attention"):
+            return jnp.sum(jax.nn.softmax(jnp.where(mask, x @ w, -jnp.inf)) ** 2)
+
+    mask = np.ones((8, 4), bool)
+    fine = diagnose(loss, "bf16-mixed")(jnp.ones((4, 4)), X, mask)
+    assert fine.finite
+    mask[2] = False
+    report = diagnose(loss, "bf16-mixed")(jnp.ones((4, 4)), X, mask)
+    assert report.cause.kind == "masked"
+    assert "attention" in report.cause.text
+
+
+def test_a_gradient_beyond_range_at_any_scale_is_told_from_a_scale_too_high():
+    def loss(w: Any, x: Any) -> Any:
+        with jax.named_scope("steep"):
+            y = x @ w
+        return jnp.sum(y) * 1e6
+
+    report = diagnose(loss, "16-mixed", loss_scale=1024)(jnp.ones((4, 2)), X)
+    assert report.cause.kind == "gradient_range"
+    assert "No loss scale helps" in report.cause.text
+
+
+# -- what is benign ------------------------------------------------------------------------------
+
+
+def test_guarded_and_masked_values_are_not_the_cause():
+    def loss(w: Any, x: Any) -> Any:
+        with jax.named_scope("guarded"):
+            a = jnp.where(x > 100, jnp.exp(x * 1000), 0.0)  # inf that is never chosen
+        with jax.named_scope("masked"):
+            scores = jnp.where(jnp.arange(4) < 2, x @ w, -jnp.inf)
+            b = jax.nn.softmax(scores)
+        with jax.named_scope("culprit"):
+            c = jnp.exp(jnp.sum(x * x) * 1e6 + jnp.sum(w) * 0)
+        return jnp.sum(a) + jnp.sum(b) + c
+
+    report = diagnose(loss, "bf16-mixed")(jnp.ones((4, 4)), X)
+    assert [(r.module, r.operation) for r in report.first[:1]] == [("culprit", "exp")]
+    assert not any(r.module == "guarded" for r in report.first)
+    apart = [r for r in report.rows if r.origin == "apart"]
+    assert ("guarded", "exp") in [(r.module, r.operation) for r in apart]
+    assert "apart, for it never got into" in str(report)
+
+
+def test_a_finite_run_gives_its_headroom():
+    report = diagnose(loss_fn, "16-mixed", loss_scale=256)(params(), batch())
+    assert report.finite
+    assert report.cause.kind == "none"
+    assert "nothing non-finite" in str(report)
+    least = min((r for r in report.rows if r.dtype == "f16"), key=lambda r: r.headroom)
+    assert least.headroom == pytest.approx(np.log2(65504) - np.log2(least.amax))
+    assert f"{least.headroom:.1f} bits" in str(report)
+
+
+# -- how it is shown -----------------------------------------------------------------------------
+
+
+def test_a_report_fits_a_screen_and_goes_into_json_and_a_notebook():
+    import json
+
+    def deep(ws: Any, x: Any) -> Any:
+        for i, w in enumerate(ws):
+            with jax.named_scope(f"a_rather_long_module_name_{i}/and_one_inside_of_it/dense"):
+                x = x @ w
+        return jnp.sum(x)
+
+    ws = [jnp.full((4, 4), 50.0)] * 30
+    report = diagnose(deep, "16-mixed")(ws, X)
+    lines = str(report).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines[:-2])) <= WIDTH  # the advice may be longer
+    assert len(report.rows) > 100
+    loaded = json.loads(json.dumps(report.to_dict()))
+    assert loaded["first"][0]["module"] == report.first[0].module
+    assert report._repr_html_().startswith("<pre>")
+
+
+def test_a_model_without_names_has_rows_by_source_line():
+    report = diagnose(lambda w, x: jnp.sum(x @ w), "16-mixed")(jnp.full((4, 4), 1e5), X)
+    assert report.first[0].module == ""
+    assert report.first[0].where.startswith("test_numerics_diagnose.py:")
+    assert "named_scope" in report.cause.fix
+
+
+def test_accumulation_tells_the_micro_batch():
+    x = np.concatenate([X, X * 2e6, X])
+    whole = {"x": x, "y": np.concatenate([X[:, :2]] * 3)}
+    step = make(accumulate=3)
+    state, metrics = step(step.init(params()), whole)
+    report = step.diagnose(state, whole, metrics)
+    assert (report.first[0].module, report.first[0].iteration) == ("up", (1,))
+
+
+def test_extra_state_and_aux_take_part():
+    def loss(p: Any, extra: Any, b: Any) -> Any:
+        return loss_fn(p, b) * extra["gain"], ({"gain": extra["gain"] * 2}, {"seen": 1})
+
+    step = mpjax.make_train_step(loss, optax.sgd(1e-3), "bf16-mixed", has_aux=True)
+    state = step.init(params(), {"gain": jnp.float32(np.inf)})
+    state, metrics = step(state, batch())
+    report = step.diagnose(state, batch(), metrics)
+    assert "'extra_state/gain'" in report.cause.text
+
+
+def test_it_works_on_a_sharded_state_and_batch(devices: Any):
+    mesh = jax.sharding.Mesh(np.array(devices), "d")
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    x = X.copy()
+    x[5] *= 2e6
+    placed = jax.device_put({"x": x, "y": X[:, :2].copy()}, spread)
+    step = make()
+    state = jax.device_put(
+        step.init(params()), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    )
+    state, metrics = step(state, placed)
+    report = step.diagnose(state, placed, metrics)
+    assert (report.cause.kind, report.first[0].module) == ("range", "up")
+
+
+# -- bad input -----------------------------------------------------------------------------------
+
+
+def test_a_donated_state_is_refused_by_name():
+    step = make()
+    state = step.init(params())
+    after, metrics = step(state, batch())
+    with pytest.raises(
+        ValueError, match=r"'params/v', f32\[6,2\], was donated(.|\n)*that the step"
+    ):
+        step.diagnose(state, batch(), metrics)
+    with pytest.raises(ValueError, match=r"step\.diagnose: the metrics are of another step"):
+        step.diagnose(after, batch(), metrics | {"grads_finite": False})
+
+
+@pytest.mark.parametrize("metrics", [{}, {"loss": 1.0}, 3])
+def test_what_are_no_metrics_is_refused(metrics: Any):
+    step = make()
+    with pytest.raises(TypeError, match=r"metrics must be those that the step returned; got"):
+        step.diagnose(step.init(params()), batch(), metrics)
+
+
+def test_metrics_of_another_batch_are_refused():
+    step = make()
+    state, metrics = step(step.init(params()), batch(x=X * 2e6))
+    with pytest.raises(ValueError, match=r"another step: they say loss nan(.|\n)*finite gradients"):
+        step.diagnose(state, batch(), metrics)
+
+
+def test_metrics_of_a_step_that_went_through_give_the_headroom():
+    step = make()
+    state, metrics = step(step.init(params()), batch())
+    assert step.diagnose(state, batch(), metrics).finite == bool(metrics["grads_finite"])
+
+
+def test_a_function_that_cannot_be_traced_is_refused():
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(w) if x[0, 0] > 0 else jnp.sum(x)
+
+    with pytest.raises(TypeError, match=r"numerics\.diagnose: the function cannot be traced"):
+        diagnose(loss, "float32")(jnp.ones(3), X)
+    with pytest.raises(TypeError, match=r"must be a function; got int"):
+        diagnose(3, "float32")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"'w' is traced(.|\n)*outside of jax.jit"):
+        jax.jit(diagnose(lambda w: jnp.sum(w)))(jnp.ones(3))
+
+
+def test_a_step_inside_a_shard_map_is_told_what_to_type():
+    step = make(axis_name="d")
+    with pytest.raises(ValueError, match=r"runs inside a shard_map over 'd'(.|\n)*numerics.diag"):
+        step.diagnose(step.init(params()), batch())
+    with pytest.raises(TypeError, match="must be the state"):
+        step.diagnose(3, batch())
+
+
+def test_state_without_metrics_is_looked_at_under_the_scale_that_it_has():
+    step = make(loss_scale=mpjax.DynamicLossScale(512.0))
+    report = step.diagnose(step.init(params()), batch())
+    assert (report.loss_scale, report.finite) == (512.0, True)
