@@ -54,20 +54,22 @@ def test_autocast_twice_gives_the_same_bits_and_gradients():
 
 
 def test_widest_lets_a_float32_operand_win():
-    def fun(x, w):
+    bias = 2 * X
+
+    def fun(x, w, bias=bias):
         y = x @ w
         low = jnp.tanh(y + y)
-        return ((low + x) @ w + low @ w) @ w
+        return ((low + bias) @ w + low @ w) @ w
 
     def carriers(rules):
         fast = autocast(fun, "bf16-mixed", rules=rules)
-        eqns = equations(jax.make_jaxpr(fast)(X, W).jaxpr)
+        eqns = equations(jax.make_jaxpr(fast)(X, W, bias).jaxpr)
         return [e.invars[1].aval.dtype for e in eqns if e.primitive.name == "linked_product"]
 
     assert carriers("widest") == ["float32", "float32", "bfloat16", "bfloat16"]
     assert carriers(None) == ["float32", "bfloat16", "bfloat16", "bfloat16"]
     fast = autocast(fun, "bf16-mixed", rules="widest")
-    assert set(products(fast, X, W)) == {"bfloat16"}
+    assert set(products(fast, X, W, bias)) == {"bfloat16"}
     want = jax.grad(loss(fun), (0, 1))(X, W)
     assert distance(jax.grad(loss(fast), (0, 1))(X, W), want) < 8 * BF16
 

@@ -311,16 +311,17 @@ def test_scan_keeps_its_parameters_and_casts_constants_outside():
     assert not [e for e in casts if e.invars[0].aval.shape == (16, 16)]
 
 
-def test_a_scan_carry_is_low_only_if_it_stays_so():
+def test_a_scan_carry_is_low_only_if_it_is_a_stream_and_stays_so():
     def fun(x, w):
-        def body(carry, _):
+        def body(carry, w):
             stream, total = carry
-            stream = stream + jnp.tanh(stream @ w)
+            stream = stream + jnp.tanh(jax.nn.standardize(stream) @ w)
             return (stream, total + stream[0]), None
 
-        return lax.scan(body, (x, jnp.zeros(16)), None, length=3)[0]
+        return lax.scan(body, (x, jnp.zeros(16)), w)[0]
 
-    eqn = find(jax.make_jaxpr(autocast(fun, "bf16-mixed"))(X, W).jaxpr, "scan")
+    ws = jnp.stack([W] * 3)
+    eqn = find(jax.make_jaxpr(autocast(fun, "bf16-mixed"))(X, ws).jaxpr, "scan")
     carried = {v.aval.shape: v.aval.dtype.name for v in eqn.outvars}
     assert carried == {(8, 16): "bfloat16", (16,): "float32"}
 

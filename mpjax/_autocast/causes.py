@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax import _compat
-from mpjax._autocast import control, exact, groups, scopes, states
+from mpjax._autocast import exact, groups, scopes, states, structure
 from mpjax._autocast import plan as planning
 from mpjax._autocast.plan import FLOAT32, Action, Decision, Plan
 from mpjax._autocast.states import Kind
@@ -140,12 +140,12 @@ class _Walk:
 def _computes(eqn: Any) -> bool:
     """Leaves out what only moves values: the table answers for dtypes."""
     rule = OP_RULES.get(eqn.primitive.name)
-    return control.is_call(eqn) or (rule is not None and rule.op_class is not OpClass.KEEP)
+    return structure.is_call(eqn) or (rule is not None and rule.op_class is not OpClass.KEEP)
 
 
 def _name(eqn: Any) -> str:
     """The primitive's name, or that of the function which a call runs."""
-    called = control.single_program(eqn) is not None and groups.function_name(eqn)
+    called = structure.single_program(eqn) is not None and groups.function_name(eqn)
     return called or eqn.primitive.name
 
 
@@ -206,7 +206,9 @@ def _why(
         return region, False
     if name in plan.settings.rules:
         return f'rules={{"{name}": "{plan.settings.rules[name].value}"}}', False
-    if decision.action is Action.AS_TRACED and control.is_call(eqn):
+    if decision.action is Action.AS_TRACED and structure.is_call(eqn):
+        if structure.single_program(eqn) is not None and _asks_for_float32(eqn):
+            return FUNCTION, False
         return (inherited.reason, True) if inherited else (UNCHANGED, False)
     if decision.action is Action.AS_TRACED and op_class(name, {}) is not OpClass.FOLLOW:
         return decision.reason, False
@@ -214,7 +216,7 @@ def _why(
     if state.kind == Kind.LOW:
         return _why_low(eqn, state.dtype, stored), False
     if _asks_for_float32(eqn):
-        return (FUNCTION if control.is_call(eqn) else decision.reason), False
+        return (FUNCTION if structure.is_call(eqn) else decision.reason), False
     if state.kind == Kind.CONSTANT:
         return "constants only", False
     if state.kind != Kind.WIDE:
@@ -225,7 +227,7 @@ def _why(
 
 
 def _asks_for_float32(eqn: Any) -> bool:
-    if control.single_program(eqn) is not None:
+    if structure.single_program(eqn) is not None:
         return groups.function_class(eqn) is OpClass.FULL
     return op_class(eqn.primitive.name, {}) is OpClass.FULL
 

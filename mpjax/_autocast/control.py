@@ -1,7 +1,7 @@
 """How states pass through operations that hold programs: calls, loops, branches, custom rules.
 
-Loops are fixpoints: a carry is low only if it starts low or neutral and leaves the body low.
-Nothing is bound here; `rebind_calls` does that from the plans found.
+Loops are fixpoints: a carry is low only if it is no state (`carries`), starts low or neutral and
+leaves the body low. Nothing is bound here; `rebind_calls` does that from the plans found.
 """
 
 from __future__ import annotations
@@ -12,26 +12,14 @@ from typing import Any
 
 from mpjax import _compat
 from mpjax._autocast import states
+from mpjax._autocast.carries import kept
 from mpjax._autocast.states import Kind, State
-
-_SINGLE = {
-    "jit": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "shard_map": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "call": "call_jaxpr",
-    "eval_jaxpr": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
-_MANY = frozenset({"scan", "while", "cond"})
-CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
+from mpjax._autocast.structure import CUSTOM, single_program
 
 # Flags of `reads`, which imports this file.
 _OUTPUT, _WHOLE, _FULL, _GRADIENT, _CARRIED = 2, 8, 16, 32, 64
-_AT_THE_END = _OUTPUT | _GRADIENT  # what is asked of a loop's last carry, not of each
+_EXACT, _STACKED = 128, 256
+_AT_THE_END = _OUTPUT | _GRADIENT | _EXACT  # what is asked of a loop's last carry, not of each
 _MAX_PASSES = 8
 
 
@@ -49,21 +37,7 @@ class CallPlan:
     changed: bool
 
 
-def is_call(eqn: Any) -> bool:
-    """Whether autocast goes inside an equation."""
-    return eqn.primitive.name in _MANY or single_program(eqn) is not None
-
-
 PlanInner = Callable[[Any, tuple[State, ...], tuple[int, ...], Any], Any]
-
-
-def single_program(eqn: Any) -> Any:
-    """Returns the one jaxpr of a call, None for loops and branches."""
-    name = eqn.primitive.name
-    key = _SINGLE.get(name)
-    if key is None:
-        return None
-    return eqn.params.get(key, eqn.params.get("jaxpr"))
 
 
 def plan_call(
@@ -108,10 +82,11 @@ def _plan_scan(
     xs = in_states[num_consts + num_carry :]
 
     def step(found: tuple[State, ...]) -> Any:
-        body_wants = (*_carry_wants(found, wants), *wants[num_carry:])
+        stacked = (w | _STACKED for w in wants[num_carry:])
+        body_wants = (*_carry_wants(found, wants), *stacked)
         return inner(eqn.params["jaxpr"], (*consts, *found, *xs), body_wants, settings)
 
-    carry, plan = _fixpoint(step, carry)
+    carry, plan = _fixpoint(step, _initial(eqn, carry))
     out_states = (*carry, *plan.out_states[num_carry:])
     return CallPlan((plan,), (*consts, *carry, *xs), out_states, plan.changed)
 
@@ -128,7 +103,7 @@ def _plan_while(
         body_wants = _carry_wants(found, wants)
         return inner(eqn.params["body_jaxpr"], (*body_consts, *found), body_wants, settings)
 
-    carry, body = _fixpoint(step, carry)
+    carry, body = _fixpoint(step, _initial(eqn, carry))
     cond = inner(eqn.params["cond_jaxpr"], (*cond_consts, *carry), (0,), settings)
     operands = (*cond_consts, *body_consts, *carry)
     return CallPlan((cond, body), operands, carry, cond.changed or body.changed)
@@ -138,7 +113,7 @@ def _fixpoint(
     step: Callable[[tuple[State, ...]], Any], carry: Sequence[State]
 ) -> tuple[tuple[State, ...], Any]:
     """Returns the states that a loop's carry keeps, and the plan of the body for them."""
-    found = tuple(_initial(s) for s in carry)
+    found = tuple(carry)
     for _ in range(_MAX_PASSES):
         plan = step(found)
         after = tuple(map(_carried, found, plan.out_states))
@@ -157,9 +132,18 @@ def _carry_wants(found: Sequence[State], wants: Sequence[int]) -> tuple[int, ...
     )
 
 
-def _initial(state: State) -> State:
-    """A constant start is an accumulator: float32."""
-    return states.WIDE_PURE if state.kind == Kind.CONSTANT else state
+def _initial(eqn: Any, carry: Sequence[State]) -> list[State]:
+    """The states with which carries enter: what a loop keeps, or adds up, is float32."""
+    found = map(_entering, carry, kept(eqn))
+    return list(found)
+
+
+def _entering(state: State, is_kept: bool) -> State:
+    if state.kind == Kind.FOREIGN:
+        return state
+    if is_kept:
+        return states.KEPT
+    return states.WIDE_PURE if state.kind == Kind.CONSTANT else states.unkept(state)
 
 
 def _carried(before: State, after: State) -> State:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from mpjax import _compat
-from mpjax._autocast import control, states
+from mpjax._autocast import states, structure
 from mpjax._autocast.rule_traces import RuleTrace
 from mpjax._op_rules import COMPARISONS
 
@@ -31,7 +31,7 @@ def is_exact(eqn: Any, dtype: Any) -> bool:
     """Whether an equation is a function whose results are the same in `dtype`, for values in it."""
     if eqn.primitive.name not in ("jit", "custom_jvp_call"):
         return False
-    return _is_exact_program(_compat.closed(control.single_program(eqn)).jaxpr, dtype)
+    return _is_exact_program(_compat.closed(structure.single_program(eqn)).jaxpr, dtype)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -40,7 +40,7 @@ def _is_exact_program(jaxpr: Any, dtype: Any) -> bool:
         _constants_fit(eqn, dtype)
         and (
             is_exact(eqn, dtype)
-            if control.single_program(eqn) is not None
+            if structure.single_program(eqn) is not None
             else eqn.primitive.name in _CHOICES | COMPARISONS
         )
         for eqn in jaxpr.eqns
@@ -56,7 +56,7 @@ def _constants_fit(eqn: Any, dtype: Any) -> bool:
 
 def run(eqn: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
     """Returns the results of an exact function of low values, with its own derivative rule."""
-    program = _compat.closed(control.single_program(eqn))
+    program = _compat.closed(structure.single_program(eqn))
     if eqn.primitive.name == "jit":
         return _evaluate(program, values, dtype)
 
@@ -94,7 +94,7 @@ def _evaluate(jaxpr: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
 
     for eqn in jaxpr.jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        if control.single_program(eqn) is not None:
+        if structure.single_program(eqn) is not None:
             outs = run(eqn, operands, dtype)
         else:
             bound = _compat.bind(eqn.primitive, operands, eqn.params)

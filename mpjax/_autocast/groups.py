@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import control, exact, linear, masks, passes
+from mpjax._autocast import exact, linear, masks, passes, structure
 from mpjax._autocast.hints import hint
 from mpjax._autocast.states import Kind, State, fits, of_literal, size
 from mpjax._op_rules import ACTIVATIONS, COMPARISONS, OP_RULES, OpClass, only_moves
@@ -85,7 +85,7 @@ def is_fusible_function(eqn: Any) -> bool:
     """Whether an equation is a small function of fusible operations, such as an activation."""
     if eqn.primitive.name not in ("jit", "custom_jvp_call", "custom_vjp_call") or eqn.effects:
         return False
-    return _fusible_program(control.single_program(eqn))
+    return _fusible_program(structure.single_program(eqn))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -103,26 +103,26 @@ def function_class(eqn: Any) -> OpClass:
     """Returns how a fusible function's result is held: activations follow their input."""
     if function_name(eqn) in ACTIVATIONS:
         return OpClass.FOLLOW
-    return OpClass.FULL if _holds_full(control.single_program(eqn)) else OpClass.FOLLOW
+    return OpClass.FULL if _holds_full(structure.single_program(eqn)) else OpClass.FOLLOW
 
 
 def function_name(eqn: Any) -> str:
     """Returns the name of the function that an equation calls."""
     if "name" in eqn.params:
         return eqn.params["name"]
-    info = getattr(_compat.closed(control.single_program(eqn)).jaxpr, "debug_info", None)
+    info = getattr(_compat.closed(structure.single_program(eqn)).jaxpr, "debug_info", None)
     return getattr(info, "func_name", "")
 
 
 def holds_only_what_fits(eqn: Any, dtype: Any) -> bool:
     """Whether `dtype` can hold the constants inside a function, or it is a known activation."""
-    return function_name(eqn) in ACTIVATIONS or _fits_inside(control.single_program(eqn), dtype)
+    return function_name(eqn) in ACTIVATIONS or _fits_inside(structure.single_program(eqn), dtype)
 
 
 @functools.lru_cache(maxsize=4096)
 def _fits_inside(jaxpr: Any, dtype: Any) -> bool:
     for eqn in _compat.closed(jaxpr).jaxpr.eqns:
-        if control.single_program(eqn) is not None:
+        if structure.single_program(eqn) is not None:
             if not holds_only_what_fits(eqn, dtype):
                 return False
         elif eqn.primitive.name not in COMPARISONS:
@@ -135,7 +135,7 @@ def _fits_inside(jaxpr: Any, dtype: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _holds_full(jaxpr: Any) -> bool:
     for eqn in _compat.closed(jaxpr).jaxpr.eqns:
-        program = control.single_program(eqn)
+        program = structure.single_program(eqn)
         if program is not None:
             if function_class(eqn) is OpClass.FULL:
                 return True

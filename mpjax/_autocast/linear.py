@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import control
+from mpjax._autocast import structure
 from mpjax._autocast.states import WIDE, Kind, State
 from mpjax._op_rules import COMPARISONS, only_moves
 
@@ -36,7 +36,7 @@ def is_linear(eqn: Any, found: dict[Any, State]) -> bool:
 def keeps_a_mask_at_most(eqn: Any, found: dict[Any, State]) -> bool:
     """Whether an equation is linear, or calls a function of such equations, as leaky relu."""
     if eqn.primitive.name == "jit":
-        return _keeps_masks(control.single_program(eqn))
+        return _keeps_masks(structure.single_program(eqn))
     return is_linear(eqn, found)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax import _compat
-from mpjax._autocast import control, exact
+from mpjax._autocast import exact, structure
 from mpjax._autocast.hints import hint
 from mpjax._autocast.states import Kind, State, copies, size
 from mpjax._op_rules import only_moves
@@ -230,14 +230,14 @@ def _largest(eqns: Sequence[Any]) -> int:
 
 
 def _bends(eqn: Any) -> bool:
-    if control.single_program(eqn) is not None:
+    if structure.single_program(eqn) is not None:
         return not ends_a_kernel(eqn)
     return eqn.primitive.name in _BENDS
 
 
 def ends_a_kernel(eqn: Any) -> bool:
     """Whether an equation takes a statistic of something else than rows."""
-    program = control.single_program(eqn)
+    program = structure.single_program(eqn)
     if program is not None:
         return _holds_an_end(program)
     if eqn.primitive.name not in STATISTICS:
@@ -248,7 +248,7 @@ def ends_a_kernel(eqn: Any) -> bool:
 
 def takes_a_statistic(eqn: Any) -> bool:
     """Whether an equation, or the function that it calls, adds up or finds the largest of many."""
-    program = control.single_program(eqn)
+    program = structure.single_program(eqn)
     return eqn.primitive.name in STATISTICS if program is None else _holds_a_statistic(program)
 
 

@@ -18,13 +18,28 @@ import numpy as np
 from jax import lax
 
 from mpjax import _compat
-from mpjax._autocast import control, groups, linear, reads, scopes, states
+from mpjax._autocast import (
+    carries,
+    control,
+    groups,
+    linear,
+    reads,
+    scopes,
+    states,
+    streams,
+    structure,
+)
 from mpjax._autocast.states import Kind, State
 from mpjax._op_rules import COMPARISONS, OP_RULES, OpClass, op_class
 from mpjax._policy import Policy
 
 FLOAT32 = np.dtype("float32")
-_EXTREMES = frozenset({"reduce_max", "reduce_min", "cummax", "cummin"})
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+_STEPWISE = frozenset(
+    {"add", "sub", "add_any", "mul", "div", "max", "min", "select_n", "clamp", "rem", "concatenate"}
+    | {"stack", "pad", "dynamic_update_slice", "scatter", "scatter-max", "scatter-min"}
+)
+"""Through these a state remains one."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +56,15 @@ class Settings:
     @functools.cached_property
     def rules(self) -> dict[str, OpClass]:
         return dict(self.overrides)
+
+    @functools.cached_property
+    def held_full(self) -> frozenset[str]:
+        """The operations that follow their operands unless the user holds them in float32."""
+        return frozenset(
+            name
+            for name, kind in self.overrides
+            if kind is OpClass.FULL and name not in PRODUCTS and op_class(name, {}) is not kind
+        )
 
 
 class Action(enum.Enum):
@@ -89,7 +113,7 @@ def is_float32(atom: Any) -> bool:
 
 def initial_state(aval: Any) -> State:
     """Returns the state of an input."""
-    return states.NEUTRAL if getattr(aval, "dtype", None) == FLOAT32 else states.FOREIGN
+    return states.INPUT if getattr(aval, "dtype", None) == FLOAT32 else states.FOREIGN
 
 
 @functools.lru_cache(maxsize=1024)
@@ -122,21 +146,19 @@ class _Planner:
         self.jaxpr = jaxpr.jaxpr
         self.settings = settings
         self.in_states = in_states
-        self.reads = reads.of(self.jaxpr, wants)
+        self.reads = reads.of(self.jaxpr, wants, settings.held_full)
         self.wants = wants
         self.states: dict[Any, State] = dict(zip(self.jaxpr.invars, in_states, strict=True))
         for var in self.jaxpr.constvars:
             self.states[var] = initial_state(var.aval)
-        self.broadcasts: set[Any] = set()
+        self.sums = streams.Sums(self.jaxpr, self.reads, self.states)
         self.compared: set[Any] = set()
-        self.extremes: set[Any] = set()  # maxima of rows, and what is made of nothing else
         self.changed = False
 
     def run(self) -> Plan:
         decisions = [self.decide(eqn) for eqn in self.jaxpr.eqns]
-        makers = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
         out_states = tuple(
-            self.output_state(v, w, None if _compat.is_literal(v) else makers.get(v))
+            self.output_state(v, w, self.sums.maker(v))
             for v, w in zip(self.jaxpr.outvars, self.wants, strict=True)
         )
         self.changed |= any(s.kind == Kind.LOW for s in (*self.in_states, *out_states))
@@ -161,9 +183,9 @@ class _Planner:
     def decide(self, eqn: Any) -> Decision:
         name = eqn.primitive.name
         settings = self.settings_at(eqn)
-        if not any(map(is_float32, (*eqn.invars, *eqn.outvars))) and not control.is_call(eqn):
+        if not any(map(is_float32, (*eqn.invars, *eqn.outvars))) and not structure.is_call(eqn):
             return self.foreign(eqn)
-        if control.is_call(eqn):
+        if structure.is_call(eqn):
             return self.decide_call(eqn, settings)
         kind = op_class(name, settings.rules)
         if kind is OpClass.LOWER or name in ("dot_general", "conv_general_dilated"):
@@ -177,7 +199,8 @@ class _Planner:
             count = eqn.params["shape"][eqn.params["dimension"]]
             return self.as_traced(eqn, states.positions(count), "positions")
         if name == "bitcast_convert_type" or kind is None:
-            return self.as_traced(eqn, states.NEUTRAL, "unknown: as traced")
+            operands = [self.state(v) for v in eqn.invars]
+            return self.as_traced(eqn, states.unknown(operands), "unknown: as traced")
         return self.decide_by_class(eqn, kind, settings)
 
     def settings_at(self, eqn: Any) -> Settings:
@@ -212,8 +235,10 @@ class _Planner:
         state = states.follow(operands, widest=settings.widest)
         if state.kind == Kind.CONSTANT:
             state = states.arithmetic(name, operands)
-        if state.kind == Kind.WIDE and name in ("add", "sub", "add_any") and not settings.widest:
-            state = self.residual(eqn, operands) or state
+        if name not in _STEPWISE:
+            state = states.unkept(state)
+        if name in ("add", "sub", "add_any"):
+            state = self.sums.state(eqn, operands, state, widest=settings.widest)
         if name in groups.MOVING and state.kind == Kind.LOW and operands[0].kind != Kind.LOW:
             state = states.WIDE  # an update of a float32 buffer: the rest of it is not rounded
         return self.fused(eqn, state, rule.reason)
@@ -221,35 +246,15 @@ class _Planner:
     def reads_low(self, eqn: Any) -> bool:
         return any(self.state(v).kind == Kind.LOW for v in eqn.invars)
 
-    def residual(self, eqn: Any, operands: Sequence[State]) -> State | None:
-        """Low, where a float32 branch is added to a low stream of the same shape.
-
-        The stream would otherwise be float32 from its first normalised branch on. What no product
-        reads any more is no stream but a loss, and the maximum in a logsumexp is none either.
-        """
-        kinds = sorted(s.kind for s in operands)
-        if any(v.aval.shape != eqn.outvars[0].aval.shape for v in eqn.invars):
-            return None
-        if kinds != [Kind.LOW, Kind.WIDE] or any(
-            v in self.broadcasts or v in self.extremes for v in _compat.variables(eqn)
-        ):
-            return None
-        want = self.reads.get(eqn.outvars[0], 0)
-        if want & reads.FULL or not want & (reads.LATER | reads.CARRIED):
-            return None  # a sum of many keeps each rounding
-        return next(s for s in operands if s.kind == Kind.LOW)
-
     def decide_keep(self, eqn: Any, operands: Sequence[State], reason: str) -> Decision:
         name = eqn.primitive.name
         floats = [s for v, s in zip(eqn.invars, operands, strict=True) if is_float32(v)]
-        if reads.repeats(eqn):
-            self.broadcasts.add(eqn.outvars[0])
-        elif any(not _compat.is_literal(v) and v in self.broadcasts for v in eqn.invars):
-            self.broadcasts.update(eqn.outvars)
         if len(eqn.outvars) > 1 and len(floats) == len(eqn.outvars):
             per_output: list[State] = list(floats)  # optimization_barrier and collectives
             return self.keep(eqn, per_output, reason)
         state = floats[0] if floats else states.FOREIGN
+        if state == states.INPUT and reads.resizes(eqn):
+            state = states.NEUTRAL
         if state.kind == Kind.CONSTANT:
             state = states.arithmetic(name, [state]) if name in ("neg", "abs") else state
         return self.keep(eqn, [state] * len(eqn.outvars), reason)
@@ -282,16 +287,19 @@ class _Planner:
         if reads.only_sums(eqn) and any(self.state(v).kind == Kind.WIDE for v in eqn.invars):
             self.record(eqn, [states.WIDE])
             return Decision(eqn, Action.FUSED, "a sum of float32 values")
-        if reads.only_scales(eqn):
-            state = states.follow([self.state(v) for v in eqn.invars], widest=settings.widest)
+        if reads.adds_nothing(eqn):
+            found = [states.unkept(self.state(v)) for v in eqn.invars]
+            state = states.follow(found, widest=settings.widest)
             self.record(eqn, [self.stored(eqn, eqn.outvars[0], state)])
-            return Decision(eqn, Action.FUSED, "multiplies by a number: elementwise")
+            return Decision(eqn, Action.FUSED, "contracts nothing: elementwise")
         self.changed = True
         backward = scopes.is_transposed(eqn.source_info.name_stack)
         seen = want & (reads.OUTPUT | reads.FULL)
         gradient = want & reads.GRADIENT  # rounded, small steps along it would be lost
-        exact = gradient or (not want & reads.LATER and (seen or backward)) or reads.only_sums(eqn)
-        wide = states.WIDE_PURE if gradient else states.WIDE
+        ruined = want & reads.EXACT
+        exact = gradient or ruined or reads.only_sums(eqn)
+        exact = exact or (not want & reads.LATER and (seen or backward))
+        wide = states.WIDE_PURE if gradient else states.KEPT if ruined else states.WIDE
         self.states[eqn.outvars[0]] = wide if exact else states.low(low)
         reason = OP_RULES[eqn.primitive.name].reason
         out = FLOAT32 if exact else low
@@ -336,12 +344,17 @@ class _Planner:
         if settings.as_written or settings.rules.get(groups.function_name(eqn)) is OpClass.FULL:
             kind = OpClass.FULL
         found: list[State] = []
-        places_of = reads.dependencies(control.single_program(eqn))
-        for var, places in zip(eqn.outvars, places_of, strict=True):
+        program = structure.single_program(eqn)
+        places_of = reads.dependencies(program)
+        for place, (var, places) in enumerate(zip(eqn.outvars, places_of, strict=True)):
             read = [operands[i] for i in sorted(places)]
             state = states.full(read)
             if kind is not OpClass.FULL:
                 state = states.follow(read, widest=settings.widest)
+            if any(operands[i] == states.KEPT for i in carries.direct(program)[place]):
+                state = states.KEPT
+            elif state.kind != Kind.CONSTANT:
+                state = states.unkept(state)
             if state.kind == Kind.LOW and not groups.holds_only_what_fits(eqn, state.dtype):
                 state = states.WIDE  # as it would be without a function around
             found.append(self.stored(eqn, var, state))
@@ -386,19 +399,19 @@ class _Planner:
 
     def as_read(self, eqn: Any, state: State, want: int) -> State:
         """The state in which a result of an equation is given to those that read it so."""
-        if state.kind != Kind.WIDE or state.pure or not want & reads.PRODUCT:
+        if state.kind != Kind.WIDE or state.pure or state.kept or not want & reads.PRODUCT:
             return state
         dtype = self.low_dtype(eqn, self.settings_at(eqn))
-        if want & (reads.OUTPUT | reads.FULL) or dtype is None or self.settings.widest:
+        if want & (reads.OUTPUT | reads.FULL | reads.EXACT):
+            return state
+        if dtype is None or self.settings.widest:
             return state
         return states.low(dtype)
 
     def record(self, eqn: Any, found: Sequence[State]) -> None:
         for var, state in zip(eqn.outvars, found, strict=True):
             self.states[var] = state if is_float32(var) else states.FOREIGN
-        floats = [v for v in _compat.variables(eqn) if self.states[v].kind > Kind.CONSTANT]
-        if eqn.primitive.name in _EXTREMES or (floats and self.extremes.issuperset(floats)):
-            self.extremes.update(eqn.outvars)
+        self.sums.note(eqn, [self.state(v) for v in eqn.invars])
 
     def state(self, atom: Any) -> State:
         if _compat.is_literal(atom):
@@ -407,7 +420,9 @@ class _Planner:
 
     def output_state(self, atom: Any, want: int, maker: Any) -> State:
         state = self.state(atom)
-        if maker is not None:  # a loop may stack low what it also carries in float32
+        if want & reads.STACKED:  # a loop may stack low what it also carries in float32
+            state = states.unkept(state)
+        if maker is not None:
             state = self.as_read(maker, state, want)
         if state.kind != Kind.LOW:
             return state

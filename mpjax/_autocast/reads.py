@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import control, groups, scopes, states
+from mpjax._autocast import control, groups, scopes, states, structure
+from mpjax._autocast.caches import by_program
 from mpjax._op_rules import OP_RULES, OpClass
 
 PRODUCT = 1  # read by a product, directly or moved
@@ -21,6 +22,8 @@ WHOLE = 8  # read by a product with all of its elements: worth a low copy outsid
 FULL = 16  # goes into what a loop carries in float32: an accumulator
 GRADIENT = 32  # what a derivative taken inside the program gives to the rest of it
 CARRIED = 64  # goes into what a loop carries in either dtype
+EXACT = 128  # goes into what rounding would ruin: a factorisation, a running sum, a user's "full"
+STACKED = 256  # a loop stacks it: a copy of what it may carry in float32
 
 _LINEAR = frozenset({"add", "sub", "add_any", "neg", "mul", "div", "convert_element_type"})
 _ACCUMULATING = frozenset(
@@ -32,8 +35,22 @@ _RESIZING = frozenset(
 )
 
 
-def of(jaxpr: Any, wants: tuple[int, ...]) -> dict[Any, int]:
-    """Returns the flags of each variable of an open jaxpr whose outputs are read as `wants`."""
+_FACTORISATIONS = frozenset(
+    {"cholesky", "eig", "eigh", "hessenberg", "householder_product", "lu", "qr", "geqrf", "schur"}
+    | {"svd", "triangular_solve", "tridiagonal", "tridiagonal_solve", "custom_linear_solve"}
+)
+_UNFORGIVING = _FACTORISATIONS | {"cumsum", "cumprod", "cumlogsumexp", "fft"}
+"""Amplify what their operand was rounded by, in kernels of their own."""
+
+
+def of(jaxpr: Any, wants: tuple[int, ...], full: frozenset[str]) -> dict[Any, int]:
+    """Returns the flags of each variable of an open jaxpr.
+
+    Args:
+      jaxpr: the program.
+      wants: the flags of its outputs.
+      full: operations that the user's `rules=` hold in float32.
+    """
     flags: dict[Any, int] = {}
 
     def add(atom: Any, found: int) -> None:
@@ -45,7 +62,7 @@ def of(jaxpr: Any, wants: tuple[int, ...]) -> dict[Any, int]:
     derived = {v for eqn in jaxpr.eqns if _is_backward(eqn) for v in eqn.outvars}
     for eqn in reversed(jaxpr.eqns):
         outs = [flags.get(v, 0) for v in eqn.outvars]
-        for atom, found in zip(eqn.invars, _operands(eqn, outs), strict=True):
+        for atom, found in zip(eqn.invars, _operands(eqn, outs, full), strict=True):
             add(atom, found)
         if derived and not _is_backward(eqn):
             for v in _compat.variables(eqn):
@@ -57,29 +74,32 @@ def _is_backward(eqn: Any) -> bool:
     return scopes.is_transposed(eqn.source_info.name_stack)
 
 
-def _operands(eqn: Any, outs: list[int]) -> list[int]:
+def _operands(eqn: Any, outs: list[int], full: frozenset[str]) -> list[int]:
     name = eqn.primitive.name
+    if name in _UNFORGIVING or name in full:
+        later = functools.reduce(int.__or__, outs, 0) & LATER
+        return [later | EXACT] * len(eqn.invars)
     union = functools.reduce(int.__or__, outs, 0)
     later = union & LATER
     rule = OP_RULES.get(name)
     if only_sums(eqn):
         return [later] * len(eqn.invars)
-    if only_scales(eqn):
-        return [union & (OUTPUT | LATER | FULL | CARRIED)] * len(eqn.invars)
+    if adds_nothing(eqn):
+        return [union & (OUTPUT | LATER | FULL | CARRIED | EXACT)] * len(eqn.invars)
     if rule and rule.op_class is OpClass.LOWER:
         return [PRODUCT | LATER | WHOLE] * 2 + [0] * (len(eqn.invars) - 2)
-    if control.is_call(eqn) and not groups.is_fusible_function(eqn):
-        return control.operand_reads(eqn, tuple(outs), inner)
+    if structure.is_call(eqn) and not groups.is_fusible_function(eqn):
+        return control.operand_reads(eqn, tuple(outs), functools.partial(inner, full=full))
     if rule and rule.op_class is OpClass.KEEP:
         moved = union & ~WHOLE if name in _RESIZING else union
         return [moved] * len(eqn.invars)
     if name in _LINEAR:
-        passed = OUTPUT | LATER | FULL | CARRIED
+        passed = OUTPUT | LATER | FULL | CARRIED | EXACT
         if name not in ("mul", "div") or any(map(_compat.is_literal, eqn.invars)):
             passed |= GRADIENT
         return [union & passed] * len(eqn.invars)
     if name in _ACCUMULATING:
-        return [union & (LATER | FULL)] * len(eqn.invars)
+        return [union & (LATER | FULL | EXACT)] * len(eqn.invars)
     return [later] * len(eqn.invars)
 
 
@@ -94,13 +114,17 @@ def only_sums(eqn: Any) -> bool:
     )
 
 
-def only_scales(eqn: Any) -> bool:
-    """Whether a product multiplies arrays by numbers, as the derivative of `vdot` does."""
+def adds_nothing(eqn: Any) -> bool:
+    """Whether a product contracts nothing, such as an outer one: it is elementwise."""
     if eqn.primitive.name != "dot_general":
         return False
-    (contracted, _), batch = eqn.params["dimension_numbers"]
-    numbers = any(v.aval.ndim == len(b) for v, b in zip(eqn.invars, batch, strict=True))
-    return not contracted and numbers
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return not contracted
+
+
+def resizes(eqn: Any) -> bool:
+    """Whether an operation picks or repeats elements."""
+    return eqn.primitive.name in _RESIZING
 
 
 def repeats(eqn: Any) -> bool:
@@ -108,15 +132,15 @@ def repeats(eqn: Any) -> bool:
     return eqn.primitive.name == "broadcast_in_dim" and states.copies(eqn) > 1
 
 
-@functools.lru_cache(maxsize=2048)
-def inner(jaxpr: Any, wants: tuple[int, ...]) -> tuple[int, ...]:
+@by_program
+def inner(jaxpr: Any, wants: tuple[int, ...], full: frozenset[str]) -> tuple[int, ...]:
     """Returns the flags of a jaxpr's inputs."""
     opened = _compat.closed(jaxpr).jaxpr
-    flags = of(opened, wants)
+    flags = of(opened, wants, full)
     return tuple(flags.get(v, 0) for v in opened.invars)
 
 
-@functools.lru_cache(maxsize=4096)
+@by_program
 def dependencies(jaxpr: Any) -> tuple[frozenset[int], ...]:
     """Returns, for each output of a jaxpr, the inputs that it depends on, by their places."""
     opened = _compat.closed(jaxpr).jaxpr

@@ -34,18 +34,24 @@ class State:
 
     `dtype` is that of a low value. `values` are those that a constant can have, None where they
     are not known. A wide value is `pure` if no low value took part in it, as in a normalised
-    weight: rounding it where a product reads it would round the weight's gradient.
+    weight: rounding it where a product reads it would round the weight's gradient. It is `kept` if
+    it is a state, which a program changes a little at a time: it is stored in float32 whoever
+    reads it. A neutral value is `kept` if it is an input of its own, so that adding to it makes a
+    state, and not a slice of one.
     """
 
     kind: Kind
     dtype: Any = None
     values: tuple[float, ...] | None = None
     pure: bool = False
+    kept: bool = False
 
 
 FOREIGN = State(Kind.FOREIGN)
 NEUTRAL = State(Kind.NEUTRAL)
+INPUT = State(Kind.NEUTRAL, kept=True)
 WIDE = State(Kind.WIDE)
+KEPT = State(Kind.WIDE, kept=True)
 WIDE_PURE = State(Kind.WIDE, pure=True)
 UNKNOWN_CONSTANT = State(Kind.CONSTANT)
 _MAX_VALUES = 8
@@ -112,10 +118,13 @@ def follow(states: Sequence[State], *, widest: bool = False) -> State:
     kinds = {s.kind for s in found}
     lows = {s.dtype for s in found if s.kind == Kind.LOW}
     if Kind.WIDE in kinds:
+        if any(s.kept for s in found if s.kind == Kind.WIDE):
+            return KEPT
         pure = not lows and all(s.pure for s in found if s.kind == Kind.WIDE)
         return WIDE_PURE if pure else WIDE
     if not lows:
-        return NEUTRAL if Kind.NEUTRAL in kinds else UNKNOWN_CONSTANT
+        inputs = INPUT if INPUT in found else NEUTRAL
+        return inputs if Kind.NEUTRAL in kinds else UNKNOWN_CONSTANT
     if len(lows) > 1 or (widest and Kind.NEUTRAL in kinds):
         return WIDE
     (dtype,) = lows
@@ -131,6 +140,19 @@ def full(states: Sequence[State]) -> State:
         return UNKNOWN_CONSTANT
     pure = all(s.pure for s in states if s.kind == Kind.WIDE) and Kind.LOW not in kinds
     return WIDE_PURE if pure else WIDE
+
+
+def unknown(states: Sequence[State]) -> State:
+    """Returns the state of the result of an operation of which nothing is known."""
+    rounded = any(s.kind in (Kind.LOW, Kind.WIDE) for s in states)
+    return WIDE if rounded else NEUTRAL
+
+
+def unkept(state: State) -> State:
+    """Returns the state of what is made of a value by more than sums, products and moves."""
+    if state == KEPT:
+        return WIDE
+    return NEUTRAL if state == INPUT else state
 
 
 def total(state: State, dims: Sequence[Any]) -> State:

@@ -1,0 +1,32 @@
+"""Memoises what is found out about a program for as long as the program lives.
+
+A strong cache would keep the arrays that a traced function closes over after JAX itself has dropped
+the function. So the program is held weakly, and what is remembered must not hold it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def by_program(fun: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Returns `fun`, memoised on the identity of its first argument and on the rest by value."""
+    found: weakref.WeakKeyDictionary[Any, dict[Hashable, R]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(fun)
+    def cached(program: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        known = found.get(program)
+        if known is None:
+            known = found[program] = {}
+        key = (args, tuple(kwargs.items()))
+        if key not in known:
+            known[key] = fun(program, *args, **kwargs)
+        return known[key]
+
+    return cached

@@ -1,0 +1,226 @@
+"""Which carries of a loop are states, kept in float32, and which are the stream of a stack.
+
+A *state* is what a loop keeps and changes a little: a solver's value, an average, a
+log-probability. Rounding it loses the changes. A *stream* is what a stack of layers adds to, each
+layer with weights of its own. A carry that reaches itself by a direct path (sums, elementwise
+products, choices, moves) is a state, unless a layer proves it a stream: a norm, then a product with
+a weight that differs by iteration, whose result comes back to the carry. What cannot be told apart
+is a state.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+from mpjax import _compat
+from mpjax._autocast import structure
+from mpjax._autocast.caches import by_program
+from mpjax._op_rules import OP_RULES, OpClass, only_moves
+
+Places = frozenset[int]
+_NONE: Places = frozenset()
+_BOUNDED = frozenset({"tanh", "logistic", "erf"})  # forget what they are given
+
+
+def kept(eqn: Any) -> tuple[bool, ...]:
+    """Returns, for each carry of a `scan` or `while` equation, whether it is a state."""
+    if eqn.primitive.name == "scan":
+        return _kept_by_scan(eqn.params["jaxpr"], *_compat.scan_counts(eqn.params))
+    body, consts = eqn.params["body_jaxpr"], eqn.params["body_nconsts"]
+    return _kept_by_scan(body, consts, len(_compat.closed(body).jaxpr.outvars))
+
+
+@by_program
+def _kept_by_scan(body: Any, consts: int, carries: int) -> tuple[bool, ...]:
+    jaxpr = _compat.closed(body).jaxpr
+    reached = direct(body)
+    before = {
+        i: {p - consts for p in reached[i] if consts <= p < consts + carries}
+        for i in range(carries)
+        if jaxpr.outvars[i] is not jaxpr.invars[consts + i]  # handed on as it is
+    }
+    return tuple(
+        i in _ancestors(i, before) and not _is_stream(body, consts, carries, i)
+        for i in range(carries)
+    )
+
+
+def _ancestors(place: int, before: dict[int, set[int]]) -> set[int]:
+    found: set[int] = set()
+    waiting = set(before.get(place, ()))
+    while waiting:
+        i = waiting.pop()
+        if i not in found:
+            found.add(i)
+            waiting |= before.get(i, set())
+    return found
+
+
+# -- direct paths ----------------------------------------------------------------------------------
+
+
+@by_program
+def direct(program: Any) -> tuple[Places, ...]:
+    """Returns, for each output of a jaxpr, the inputs that reach it by a direct path.
+
+    That is through anything but a product or a bounded function: what is not known passes on.
+    """
+    jaxpr = _compat.closed(program).jaxpr
+    found: dict[Any, Places] = {v: frozenset({i}) for i, v in enumerate(jaxpr.invars)}
+
+    def of(atom: Any) -> Places:
+        return _NONE if _compat.is_literal(atom) else found.get(atom, _NONE)
+
+    for eqn in jaxpr.eqns:
+        outs = _passed(eqn, [of(v) for v in eqn.invars])
+        found.update(zip(eqn.outvars, outs, strict=True))
+    return tuple(map(of, jaxpr.outvars))
+
+
+def _passed(eqn: Any, operands: Sequence[Places]) -> Sequence[Places]:
+    name = eqn.primitive.name
+    if name == "scan":
+        consts, carries = _compat.scan_counts(eqn.params)
+        return _around(direct(eqn.params["jaxpr"]), operands, consts, carries)
+    if name == "while":
+        rest = operands[eqn.params["cond_nconsts"] :]
+        consts = eqn.params["body_nconsts"]
+        return _around(direct(eqn.params["body_jaxpr"]), rest, consts, len(eqn.outvars))
+    if name == "cond":
+        branches = [_through(direct(b), operands[1:]) for b in eqn.params["branches"]]
+        return [_NONE.union(*found) for found in zip(*branches, strict=True)]
+    if (program := structure.single_program(eqn)) is not None:
+        return _through(direct(program), operands)
+    blocked = name in _BOUNDED or is_product(eqn)
+    return [_NONE if blocked else _NONE.union(*operands)] * len(eqn.outvars)
+
+
+def _through(relation: Sequence[Places], operands: Sequence[Places]) -> list[Places]:
+    return [_NONE.union(*(operands[i] for i in places)) for places in relation]
+
+
+def _around(
+    relation: Sequence[Places], operands: Sequence[Places], consts: int, carries: int
+) -> list[Places]:
+    """What reaches the results of a loop whose body has `relation`."""
+    now = list(operands)
+    while True:
+        outs = _through(relation, now)
+        after = [now[consts + i] | outs[i] for i in range(carries)]
+        if after == now[consts : consts + carries]:
+            return [*after, *outs[carries:]]
+        now[consts : consts + carries] = after
+
+
+def is_product(eqn: Any) -> bool:
+    """Whether an equation adds up products of elements: what a matrix unit is for."""
+    rule = OP_RULES.get(eqn.primitive.name)
+    if rule is None or rule.op_class is not OpClass.LOWER:
+        return False
+    return eqn.primitive.name != "dot_general" or bool(eqn.params["dimension_numbers"][0][0])
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+class Role(enum.Flag):
+    """What a value of a loop's body is to a carry that may be a stream."""
+
+    NONE = 0
+    SHARED = enum.auto()  # the same in every iteration, unchanged
+    COUNTER = enum.auto()  # made of carried integers
+    WEIGHT = enum.auto()  # raw, and another one in each iteration
+    CARRIED = enum.auto()  # made of the carry, by no product yet
+    NORMED = enum.auto()  # likewise, and a full operation took part
+    LAYER = enum.auto()  # made of a product of the normed carry with a weight
+
+
+Roles = tuple[Role, ...]
+_MADE = Role.CARRIED | Role.NORMED | Role.LAYER | Role.COUNTER
+
+
+def _is_stream(body: Any, consts: int, carries: int, place: int) -> bool:
+    jaxpr = _compat.closed(body).jaxpr
+    roles = [Role.SHARED] * consts + [Role.NONE] * carries
+    roles += [Role.WEIGHT] * (len(jaxpr.invars) - len(roles))
+    for i, v in enumerate(jaxpr.invars[consts : consts + carries], start=consts):
+        if v.aval.shape == () and v.aval.dtype.kind in "iu":
+            roles[i] = Role.COUNTER
+    roles[consts + place] = Role.CARRIED
+    return Role.LAYER in _roles(body, tuple(roles))[place]
+
+
+@by_program
+def _roles(program: Any, roles: Roles) -> Roles:
+    """Returns the roles of a jaxpr's outputs, given those of its inputs."""
+    jaxpr = _compat.closed(program).jaxpr
+    found: dict[Any, Role] = dict(zip(jaxpr.invars, roles, strict=True))
+    found.update((v, Role.SHARED) for v in jaxpr.constvars)
+
+    def of(atom: Any) -> Role:
+        return Role.NONE if _compat.is_literal(atom) else found[atom]
+
+    for eqn in jaxpr.eqns:
+        outs = _played(eqn, tuple(of(v) for v in eqn.invars))
+        found.update(zip(eqn.outvars, outs, strict=True))
+    return tuple(map(of, jaxpr.outvars))
+
+
+def _played(eqn: Any, operands: Roles) -> Sequence[Role]:
+    name = eqn.primitive.name
+    if name == "scan":
+        consts, carries = _compat.scan_counts(eqn.params)
+        return _settled(eqn.params["jaxpr"], operands, consts, carries)
+    if name == "while":
+        rest = operands[eqn.params["cond_nconsts"] :]
+        return _settled(
+            eqn.params["body_jaxpr"], rest, eqn.params["body_nconsts"], len(eqn.outvars)
+        )
+    if name == "cond":
+        branches = [_roles(b, operands[1:]) for b in eqn.params["branches"]]
+        return [_union(found) & _MADE for found in zip(*branches, strict=True)]
+    if (program := structure.single_program(eqn)) is not None:
+        return _roles(program, operands)
+    return [_operation(eqn, operands)] * len(eqn.outvars)
+
+
+def _settled(body: Any, operands: Roles, consts: int, carries: int) -> Sequence[Role]:
+    """The roles of an inner loop's results: its slices and carries are no raw weights of ours."""
+    kept_raw = [r if i < consts else r & _MADE for i, r in enumerate(operands)]
+    while True:
+        outs = _roles(body, tuple(kept_raw))
+        after = [kept_raw[consts + i] | outs[i] & _MADE for i in range(carries)]
+        if after == kept_raw[consts : consts + carries]:
+            return [*after, *(r & _MADE for r in outs[carries:])]
+        kept_raw[consts : consts + carries] = after
+
+
+def _operation(eqn: Any, operands: Roles) -> Role:
+    rule = OP_RULES.get(eqn.primitive.name)
+    made = _union(operands) & _MADE
+    if is_product(eqn):
+        return Role.LAYER if _is_layer(eqn, operands) or Role.LAYER in made else Role.NONE
+    if rule is not None and rule.op_class is OpClass.FULL and Role.CARRIED in made:
+        return made | Role.NORMED
+    if eqn.primitive.name in ("dynamic_slice", "gather") and Role.SHARED in operands[0]:
+        return Role.WEIGHT if Role.COUNTER in _union(operands[1:]) else Role.NONE
+    if only_moves(eqn) or eqn.primitive.name == "convert_element_type":
+        return operands[0] | made
+    return made
+
+
+def _is_layer(eqn: Any, operands: Roles) -> bool:
+    needed = Role.NORMED if eqn.primitive.name == "dot_general" else Role.CARRIED
+    first, second, *_ = operands
+    return (needed in first and Role.WEIGHT in second) or (
+        needed in second and Role.WEIGHT in first
+    )
+
+
+def _union(roles: Sequence[Role]) -> Role:
+    found = Role.NONE
+    for role in roles:
+        found |= role
+    return found

@@ -1,0 +1,115 @@
+"""What a sum is: a state and its change, a stream and a branch of it, or neither.
+
+A state is held in float32 and a residual stream may be low (`carries` says which is which in a
+loop). Outside of loops a sum shows what it is by its terms: a small step, an input to which is
+added what was made of it, a float32 branch that joins a low stream before the next product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpjax import _compat
+from mpjax._autocast import reads, states
+from mpjax._autocast.states import Kind, State
+from mpjax._op_rules import only_moves
+
+_SMALL = 1 / 32  # times this a change counts as a step: each one is worth 5 bits less
+_EXTREMES = frozenset({"reduce_max", "reduce_min", "cummax", "cummin"})
+
+
+class Sums:
+    """What the sums of one jaxpr need to know of its values; `note` it in program order."""
+
+    def __init__(self, jaxpr: Any, flags: Mapping[Any, int], found: Mapping[Any, State]) -> None:
+        self._makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self._flags = flags
+        self._found = found
+        self._repeated: set[Any] = set()  # by a broadcast
+        self._extremes: set[Any] = set()  # maxima of rows, and what is made of nothing else
+        self._steps: set[Any] = set()  # what was multiplied by a small number
+
+    def maker(self, atom: Any) -> Any:
+        """Returns the equation that makes a value, None for inputs and literals."""
+        return None if _compat.is_literal(atom) else self._makers.get(atom)
+
+    def note(self, eqn: Any, operands: Sequence[State]) -> None:
+        """Remembers of an equation, whose results have states, what later sums ask for."""
+        variables = _compat.variables(eqn)
+        floats = [v for v in variables if self._found[v].kind > Kind.CONSTANT]
+        if eqn.primitive.name in _EXTREMES or (floats and self._extremes.issuperset(floats)):
+            self._extremes.update(eqn.outvars)
+        if only_moves(eqn) and (reads.repeats(eqn) or self._repeated.intersection(variables)):
+            self._repeated.update(eqn.outvars)
+        moved = only_moves(eqn) and self._steps.intersection(variables)
+        if moved or (eqn.primitive.name in ("mul", "div") and _makes_small(eqn, operands)):
+            self._steps.update(eqn.outvars)
+
+    def state(self, eqn: Any, operands: Sequence[State], state: State, *, widest: bool) -> State:
+        """Returns the state of a sum that would be `state` by its operands alone."""
+        if state == states.KEPT or self._changes_a_state(eqn, operands):
+            return states.KEPT
+        if state.kind == Kind.WIDE and not widest:
+            return self._stream(eqn, operands) or state
+        return state
+
+    def _changes_a_state(self, eqn: Any, operands: Sequence[State]) -> bool:
+        """Whether a sum adds a small step to a value, or to an input what was made of it.
+
+        Adding to an input of which the other term is not made (positions to embeddings) is left to
+        the rules of a stream, unless no product comes later, so that nothing is gained by that.
+        """
+        shape = eqn.outvars[0].aval.shape
+        if any(_compat.is_literal(v) or v.aval.shape != shape for v in eqn.invars):
+            return False
+        if {s.kind for s in operands} <= {Kind.NEUTRAL, Kind.CONSTANT, Kind.FOREIGN}:
+            return False
+        if len(self._steps.intersection(eqn.invars)) == 1:
+            return True
+        for i, other in ((0, 1), (1, 0)):
+            if operands[i] == states.INPUT and operands[other].kind == Kind.LOW:
+                later = self._flags.get(eqn.outvars[0], 0) & reads.LATER
+                return not later or self._depends(eqn.invars[other], eqn.invars[i])
+        return False
+
+    def _depends(self, atom: Any, on: Any) -> bool:
+        """Whether a value was computed from another."""
+        waiting, seen = [atom], {atom}
+        while waiting:
+            maker = self._makers.get(waiting.pop())
+            found = set(_compat.variables(maker)) - seen if maker is not None else set[Any]()
+            if on in found:
+                return True
+            seen |= found
+            waiting += found
+        return False
+
+    def _stream(self, eqn: Any, operands: Sequence[State]) -> State | None:
+        """Low, where a float32 branch is added to a low stream of the same shape.
+
+        The stream would otherwise be float32 from its first normalised branch on. What no product
+        reads any more is no stream but a loss, and the maximum in a logsumexp is none either.
+        """
+        kinds = sorted(s.kind for s in operands)
+        if any(v.aval.shape != eqn.outvars[0].aval.shape for v in eqn.invars):
+            return None
+        if kinds != [Kind.LOW, Kind.WIDE] or any(
+            v in self._repeated or v in self._extremes for v in _compat.variables(eqn)
+        ):
+            return None
+        want = self._flags.get(eqn.outvars[0], 0)
+        if want & reads.FULL or not want & (reads.LATER | reads.CARRIED):
+            return None  # a sum of many keeps each rounding
+        return next(s for s in operands if s.kind == Kind.LOW)
+
+
+def _makes_small(eqn: Any, operands: Sequence[State]) -> bool:
+    """Whether an equation multiplies by a known small number, or divides by a large one."""
+    first, second = operands
+    by_number = second if second.kind == Kind.CONSTANT else first
+    if by_number.kind != Kind.CONSTANT or not by_number.values or 0 in by_number.values:
+        return False
+    if eqn.primitive.name == "mul":
+        return max(map(abs, by_number.values)) <= _SMALL
+    return by_number is second and min(map(abs, by_number.values)) >= 1 / _SMALL

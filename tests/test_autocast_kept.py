@@ -1,0 +1,74 @@
+"""What a program keeps is never rounded: solvers, averages, recursions, in both 16-bit types."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _kept_programs import BY_NAME
+from jax import lax
+
+import mpjax
+
+POLICIES = {"bf16": "bf16-mixed", "f16": "16-mixed"}
+DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
+# What an exponential reads is a product's result, which is stored low, as PyTorch does.
+STORED_LOW = {"crf_log_partition": 4, "online_softmax": 5}
+
+
+class Dot:
+    """A product on operands rounded to `dtype`: a 16-bit product is exact in float32."""
+
+    def __init__(self, dtype=None):
+        self.dtype = dtype
+
+    def _rounded(self, x):
+        return x if self.dtype is None else x.astype(self.dtype).astype(x.dtype)
+
+    def __call__(self, x, y):
+        return jnp.matmul(self._rounded(x), self._rounded(y))
+
+    def convolve(self, x, kernel):
+        return lax.conv(self._rounded(x), self._rounded(kernel), (1,), "SAME")
+
+
+def results(program, cast, dot, args):
+    """Returns the outputs of a program, and the gradient of their sum of squares."""
+    fun = cast(program.make(dot))
+    outs = jax.tree.leaves(jax.jit(fun)(*args))
+    if program.gradient:
+
+        def loss(*args):
+            return sum(jnp.sum(x * jnp.cos(x)) for x in jax.tree.leaves(fun(*args)))
+
+        outs += jax.tree.leaves(jax.jit(jax.grad(loss))(*args))
+    return [np.asarray(x, np.float64) for x in outs]
+
+
+@functools.cache
+def exact(name):
+    program = BY_NAME[name]
+    with jax.enable_x64(True):
+        args = [a.astype(np.float64) if a.dtype == np.float32 else a for a in program.args]
+        return results(program, lambda f: f, Dot(), args)
+
+
+def error(found, name):
+    def relative(x, y):
+        return np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30)
+
+    return max(relative(x, y) for x, y in zip(found, exact(name), strict=True))
+
+
+@pytest.mark.parametrize("dtype", POLICIES)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_what_a_program_keeps_is_not_rounded(name, dtype):
+    program = BY_NAME[name]
+
+    def of(cast, dot):
+        return error(results(program, cast, dot, program.args), name)
+
+    hand = of(lambda f: f, Dot(DTYPES[dtype]))
+    found = of(lambda f: mpjax.autocast(f, POLICIES[dtype]), Dot())
+    assert found <= STORED_LOW.get(name, 2) * hand + 1e-6
