@@ -1,6 +1,8 @@
 """What a program keeps is never rounded: solvers, averages, recursions, in both 16-bit types."""
 
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -72,3 +74,21 @@ def test_what_a_program_keeps_is_not_rounded(name, dtype):
     hand = of(lambda f: f, Dot(DTYPES[dtype]))
     found = of(lambda f: mpjax.autocast(f, POLICIES[dtype]), Dot())
     assert found <= STORED_LOW.get(name, 2) * hand + 1e-6
+
+
+def test_clear_caches_lets_go_of_what_inner_functions_close_over():
+    def build():
+        table = jnp.full((64, 64), 0.5)
+
+        @jax.jit
+        def inner(x):
+            return jnp.tanh(x @ table) @ table
+
+        return inner, weakref.ref(table)
+
+    inner, table = build()
+    mpjax.autocast(lambda x: inner(x).sum(), "bf16-mixed")(jnp.ones((8, 64)))
+    del inner
+    jax.clear_caches()
+    gc.collect()
+    assert table() is None

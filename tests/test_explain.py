@@ -287,7 +287,8 @@ SLOW = {"resnet50": [pytest.mark.slow]}  # half a minute of tracing
 def test_every_benchmarked_network_is_explained(name):
     network = NETWORKS[name]("tiny")
     table = explain(network.loss, "16-mixed")(network.params, network.batch)
-    assert {r.dtype for r in table.rows if "dot_general" in r.operation} == {"f16"}
+    products = ("dot_general", "conv_general_dilated")
+    assert {r.dtype for r in table.rows if r.operation in products} == {"f16"}
     assert max(map(len, str(table).splitlines())) <= 140
     assert all(r.reason for r in table.rows)
 

@@ -15,6 +15,7 @@ from jax import lax
 
 from mpjax._autocast import nnx_names, reads, scopes, stateful
 from mpjax._autocast import plan as planning
+from mpjax._autocast.decide import make_plan
 from mpjax._autocast.rebind import Runner
 from mpjax._errors import PolicyWarning, message
 from mpjax._op_rules import parse_rules
@@ -177,7 +178,7 @@ def plan_traced(jaxpr: Any, settings: planning.Settings) -> planning.Plan:
     """Returns the plan of a whole function."""
     in_states = tuple(planning.initial_state(v.aval) for v in jaxpr.jaxpr.invars)
     wants = (reads.OUTPUT,) * len(jaxpr.jaxpr.outvars)
-    return planning.make_plan(jaxpr, in_states, wants, settings)
+    return make_plan(jaxpr, in_states, wants, settings)
 
 
 class Traced:

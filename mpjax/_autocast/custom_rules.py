@@ -12,6 +12,7 @@ from typing import Any
 from mpjax import _compat
 from mpjax._autocast import plan as planning
 from mpjax._autocast import reads
+from mpjax._autocast.decide import make_plan
 from mpjax._autocast.rule_traces import RuleTrace
 
 Runner = Any
@@ -37,7 +38,7 @@ def keeping_types(
         jaxpr = traced.jaxpr
         in_states = tuple(planning.initial_state(v.aval) for v in jaxpr.jaxpr.invars)
         wants = (reads.OUTPUT,) * len(jaxpr.jaxpr.outvars)
-        plan = planning.make_plan(jaxpr, in_states, wants, settings)
+        plan = make_plan(jaxpr, in_states, wants, settings)
         full_states = [planning.initial_state(v.aval) for v in jaxpr.jaxpr.outvars]
         return traced.rebuild(runner.run(plan, traced.arrays, out_states=full_states))
 

@@ -17,6 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from mpjax import _compat
 from mpjax._autocast import states, structure
+from mpjax._autocast.caches import by_program
 from mpjax._autocast.rule_traces import RuleTrace
 from mpjax._op_rules import COMPARISONS
 
@@ -34,7 +35,7 @@ def is_exact(eqn: Any, dtype: Any) -> bool:
     return _is_exact_program(_compat.closed(structure.single_program(eqn)).jaxpr, dtype)
 
 
-@functools.lru_cache(maxsize=1024)
+@by_program
 def _is_exact_program(jaxpr: Any, dtype: Any) -> bool:
     return not jaxpr.constvars and all(
         _constants_fit(eqn, dtype)

@@ -60,7 +60,8 @@ def explain(
         found = get_policy(policy)
         ordered = tuple(sorted(overrides.items()))
         settings = planning.Settings(found, ordered, widest, None)
-        plan = api.plan_traced(api.trace(fun, args, kwargs).jaxpr, settings)
+        traced = api.trace(fun, args, kwargs)  # a plan holds it weakly
+        plan = api.plan_traced(traced.jaxpr, settings)
         program = api.trace(fast, args, kwargs).jaxpr.jaxpr
         name = getattr(fun, "__name__", type(fun).__name__)
         return Explanation(name, str(found), _rows(plan), _casts(program))

@@ -8,13 +8,13 @@ a group recomputed in the backward pass keeps nothing but its low inputs.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mpjax import _compat
 from mpjax._autocast import exact, linear, masks, passes, structure
+from mpjax._autocast.caches import by_program
 from mpjax._autocast.hints import hint
 from mpjax._autocast.states import Kind, State, fits, of_literal, size
 from mpjax._op_rules import ACTIVATIONS, COMPARISONS, OP_RULES, OpClass, only_moves
@@ -88,7 +88,7 @@ def is_fusible_function(eqn: Any) -> bool:
     return _fusible_program(structure.single_program(eqn))
 
 
-@functools.lru_cache(maxsize=4096)
+@by_program
 def _fusible_program(jaxpr: Any) -> bool:
     opened = _compat.closed(jaxpr).jaxpr
     if len(opened.eqns) > _MAX_FUNCTION or opened.constvars or not opened.outvars:
@@ -119,7 +119,7 @@ def holds_only_what_fits(eqn: Any, dtype: Any) -> bool:
     return function_name(eqn) in ACTIVATIONS or _fits_inside(structure.single_program(eqn), dtype)
 
 
-@functools.lru_cache(maxsize=4096)
+@by_program
 def _fits_inside(jaxpr: Any, dtype: Any) -> bool:
     for eqn in _compat.closed(jaxpr).jaxpr.eqns:
         if structure.single_program(eqn) is not None:
@@ -132,7 +132,7 @@ def _fits_inside(jaxpr: Any, dtype: Any) -> bool:
     return True
 
 
-@functools.lru_cache(maxsize=4096)
+@by_program
 def _holds_full(jaxpr: Any) -> bool:
     for eqn in _compat.closed(jaxpr).jaxpr.eqns:
         program = structure.single_program(eqn)

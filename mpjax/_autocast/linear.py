@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from mpjax import _compat
 from mpjax._autocast import structure
+from mpjax._autocast.caches import by_program
 from mpjax._autocast.states import WIDE, Kind, State
 from mpjax._op_rules import COMPARISONS, only_moves
 
@@ -40,7 +40,7 @@ def keeps_a_mask_at_most(eqn: Any, found: dict[Any, State]) -> bool:
     return is_linear(eqn, found)
 
 
-@functools.lru_cache(maxsize=4096)
+@by_program
 def _keeps_masks(program: Any) -> bool:
     jaxpr = _compat.closed(program).jaxpr
     found = {v: WIDE for eqn in jaxpr.eqns for v in _compat.variables(eqn)}

@@ -9,7 +9,6 @@ stored low.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 
 from mpjax import _compat
 from mpjax._autocast import exact, structure
+from mpjax._autocast.caches import by_program
 from mpjax._autocast.hints import hint
 from mpjax._autocast.states import Kind, State, copies, size
 from mpjax._op_rules import only_moves
@@ -252,11 +252,11 @@ def takes_a_statistic(eqn: Any) -> bool:
     return eqn.primitive.name in STATISTICS if program is None else _holds_a_statistic(program)
 
 
-@functools.lru_cache(maxsize=4096)
+@by_program
 def _holds_a_statistic(program: Any) -> bool:
     return any(map(takes_a_statistic, _compat.closed(program).jaxpr.eqns))
 
 
-@functools.lru_cache(maxsize=4096)
+@by_program
 def _holds_an_end(program: Any) -> bool:
     return any(map(ends_a_kernel, _compat.closed(program).jaxpr.eqns))

@@ -1,45 +1,26 @@
-"""Which dtype every value of a program is held in, decided before anything is computed.
+"""A plan: which dtype every value of a program is held in, and how each operation is run.
 
-A plan is pure data over one jaxpr: the state of each value, an action for each equation, and the
-order in which to run them. Decisions look both ways: forward, a value is low when a low value
-went into it; backward, it matters whether a product, an output or only float32 reads it.
+It is pure data over one jaxpr, made by `decide` before anything is computed: the state of each
+value, an action for each equation, and the order in which to run them.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from mpjax import _compat
-from mpjax._autocast import (
-    carries,
-    control,
-    groups,
-    linear,
-    reads,
-    scopes,
-    states,
-    streams,
-    structure,
-)
-from mpjax._autocast.states import Kind, State
-from mpjax._op_rules import COMPARISONS, OP_RULES, OpClass, op_class
-from mpjax._policy import Policy
+from mpjax._autocast import groups, scopes, states
+from mpjax._autocast.states import State
+from mpjax._op_rules import OpClass, op_class
 
 FLOAT32 = np.dtype("float32")
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-_STEPWISE = frozenset(
-    {"add", "sub", "add_any", "mul", "div", "max", "min", "select_n", "clamp", "rem", "concatenate"}
-    | {"stack", "pad", "dynamic_update_slice", "scatter", "scatter-max", "scatter-min"}
-)
-"""Through these a state remains one."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +73,13 @@ class Decision:
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """Everything that running a jaxpr needs to know."""
+    """Everything that running a jaxpr needs to know.
 
-    jaxpr: Any  # closed
+    Plans of inner programs are remembered as long as these live (`caches`), so that a plan holds
+    its program weakly; whoever runs it holds the equation, or the trace, that the program is of.
+    """
+
+    program: weakref.ref[Any]
     settings: Settings
     in_states: tuple[State, ...]
     out_states: tuple[State, ...]
@@ -105,6 +90,11 @@ class Plan:
     changed: bool  # whether anything differs from what was traced
     compiled: dict[Any, Any] = field(default_factory=dict)  # `jit` functions made from it
 
+    @property
+    def jaxpr(self) -> Any:
+        """The closed jaxpr that this is the plan of."""
+        return _compat.closed(self.program())
+
 
 def is_float32(atom: Any) -> bool:
     """Whether a variable or literal is a float32 array: all that autocast ever moves."""
@@ -114,345 +104,3 @@ def is_float32(atom: Any) -> bool:
 def initial_state(aval: Any) -> State:
     """Returns the state of an input."""
     return states.INPUT if getattr(aval, "dtype", None) == FLOAT32 else states.FOREIGN
-
-
-@functools.lru_cache(maxsize=1024)
-def plan_inner(
-    jaxpr: Any, in_states: tuple[State, ...], wants: tuple[int, ...], settings: Settings
-) -> Plan:
-    """Returns the plan of a jaxpr inside another; memoised, or nested loops cost exponentially."""
-    return make_plan(_compat.closed(jaxpr), in_states, wants, settings)
-
-
-def make_plan(
-    jaxpr: Any, in_states: tuple[State, ...], wants: tuple[int, ...], settings: Settings
-) -> Plan:
-    """Returns the plan of a closed jaxpr.
-
-    Args:
-      jaxpr: the program.
-      in_states: of its inputs.
-      wants: how each output is read outside, in the flags of `reads`.
-      settings: what the user asked for.
-    """
-    return _Planner(jaxpr, in_states, wants, settings).run()
-
-
-class _Planner:
-    def __init__(
-        self, jaxpr: Any, in_states: tuple[State, ...], wants: tuple[int, ...], settings: Settings
-    ) -> None:
-        self.closed = jaxpr
-        self.jaxpr = jaxpr.jaxpr
-        self.settings = settings
-        self.in_states = in_states
-        self.reads = reads.of(self.jaxpr, wants, settings.held_full)
-        self.wants = wants
-        self.states: dict[Any, State] = dict(zip(self.jaxpr.invars, in_states, strict=True))
-        for var in self.jaxpr.constvars:
-            self.states[var] = initial_state(var.aval)
-        self.sums = streams.Sums(self.jaxpr, self.reads, self.states)
-        self.compared: set[Any] = set()
-        self.changed = False
-
-    def run(self) -> Plan:
-        decisions = [self.decide(eqn) for eqn in self.jaxpr.eqns]
-        out_states = tuple(
-            self.output_state(v, w, self.sums.maker(v))
-            for v, w in zip(self.jaxpr.outvars, self.wants, strict=True)
-        )
-        self.changed |= any(s.kind == Kind.LOW for s in (*self.in_states, *out_states))
-        fused = [d.action is Action.FUSED for d in decisions]
-        multiplied = frozenset(v for v, want in self.reads.items() if want & reads.PRODUCT)
-        steps = groups.schedule(self.jaxpr, fused, self.states, out_states, multiplied)
-        shadows = tuple(self.shadow(v) for v in self.jaxpr.invars)
-        return Plan(
-            self.closed,
-            self.settings,
-            self.in_states,
-            out_states,
-            self.states,
-            decisions,
-            steps,
-            shadows,
-            self.changed,
-        )
-
-    # -- one equation ----------------------------------------------------------------------
-
-    def decide(self, eqn: Any) -> Decision:
-        name = eqn.primitive.name
-        settings = self.settings_at(eqn)
-        if not any(map(is_float32, (*eqn.invars, *eqn.outvars))) and not structure.is_call(eqn):
-            return self.foreign(eqn)
-        if structure.is_call(eqn):
-            return self.decide_call(eqn, settings)
-        kind = op_class(name, settings.rules)
-        if kind is OpClass.LOWER or name in ("dot_general", "conv_general_dilated"):
-            return self.decide_product(eqn, kind, settings)
-        if name == "convert_element_type":
-            return self.fused(eqn, self.converted(eqn), "explicit cast")
-        if name in COMPARISONS:
-            self.compared.update(eqn.outvars)
-            return self.fused(eqn, states.FOREIGN, "compared in float32: exact")
-        if name == "iota":
-            count = eqn.params["shape"][eqn.params["dimension"]]
-            return self.as_traced(eqn, states.positions(count), "positions")
-        if name == "bitcast_convert_type" or kind is None:
-            operands = [self.state(v) for v in eqn.invars]
-            return self.as_traced(eqn, states.unknown(operands), "unknown: as traced")
-        return self.decide_by_class(eqn, kind, settings)
-
-    def settings_at(self, eqn: Any) -> Settings:
-        names = scopes.of(eqn)
-        if self.settings.as_written or scopes.AS_WRITTEN not in names:
-            return self.settings
-        return _as_written(self.settings)
-
-    def low_dtype(self, eqn: Any, settings: Settings) -> Any:
-        """The compute dtype at an equation, None where that is float32."""
-        if settings.as_written:
-            return None
-        path = settings.scope + scopes.of(eqn) if not isinstance(settings.policy, Policy) else ()
-        dtype = scopes.compute_dtype(settings.policy, path)
-        return dtype if dtype.itemsize < FLOAT32.itemsize else None
-
-    def decide_by_class(self, eqn: Any, kind: OpClass, settings: Settings) -> Decision:
-        name = eqn.primitive.name
-        rule = OP_RULES[name]
-        operands = [self.state(v) for v in eqn.invars]
-        if name == "reduce_sum" and operands[0].kind == Kind.CONSTANT:
-            dims = [eqn.invars[0].aval.shape[i] for i in eqn.params["axes"]]
-            return self.fused(eqn, states.total(operands[0], dims), rule.reason)
-        if self.low_dtype(eqn, settings) is None and not self.reads_low(eqn):
-            kind = OpClass.KEEP if kind is OpClass.KEEP else OpClass.FULL
-        if kind is OpClass.FULL:
-            return self.fused(eqn, states.full(operands), rule.reason)
-        if kind is OpClass.KEEP:
-            return self.decide_keep(eqn, operands, rule.reason)
-        if settings.as_written or self.low_dtype(eqn, settings) is None:
-            return self.fused(eqn, states.full(operands), "float32 was asked for here")
-        state = states.follow(operands, widest=settings.widest)
-        if state.kind == Kind.CONSTANT:
-            state = states.arithmetic(name, operands)
-        if name not in _STEPWISE:
-            state = states.unkept(state)
-        if name in ("add", "sub", "add_any"):
-            state = self.sums.state(eqn, operands, state, widest=settings.widest)
-        if name in groups.MOVING and state.kind == Kind.LOW and operands[0].kind != Kind.LOW:
-            state = states.WIDE  # an update of a float32 buffer: the rest of it is not rounded
-        return self.fused(eqn, state, rule.reason)
-
-    def reads_low(self, eqn: Any) -> bool:
-        return any(self.state(v).kind == Kind.LOW for v in eqn.invars)
-
-    def decide_keep(self, eqn: Any, operands: Sequence[State], reason: str) -> Decision:
-        name = eqn.primitive.name
-        floats = [s for v, s in zip(eqn.invars, operands, strict=True) if is_float32(v)]
-        if len(eqn.outvars) > 1 and len(floats) == len(eqn.outvars):
-            per_output: list[State] = list(floats)  # optimization_barrier and collectives
-            return self.keep(eqn, per_output, reason)
-        state = floats[0] if floats else states.FOREIGN
-        if state == states.INPUT and reads.resizes(eqn):
-            state = states.NEUTRAL
-        if state.kind == Kind.CONSTANT:
-            state = states.arithmetic(name, [state]) if name in ("neg", "abs") else state
-        return self.keep(eqn, [state] * len(eqn.outvars), reason)
-
-    def converted(self, eqn: Any) -> State:
-        source, target = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
-        if target != FLOAT32:
-            return states.FOREIGN
-        if source == FLOAT32:
-            return self.state(eqn.invars[0])
-        if jnp.issubdtype(source, jnp.floating):
-            return states.NEUTRAL
-        if _compat.is_literal(eqn.invars[0]):
-            return states.constant(float(eqn.invars[0].val))
-        if source == np.bool_:
-            return states.constant(0.0, 1.0)
-        if source.itemsize == 1:
-            return states.constant(float(jnp.iinfo(source).min), float(jnp.iinfo(source).max))
-        return states.UNKNOWN_CONSTANT
-
-    def decide_product(self, eqn: Any, kind: OpClass | None, settings: Settings) -> Decision:
-        low = self.low_dtype(eqn, settings)
-        reason = self.why_not_lower(eqn, kind, low)
-        if reason:
-            state = states.full([self.state(v) for v in eqn.invars])
-            if settings.dot_precision is not None and _default_precision(eqn):
-                self.changed = True
-            return self.as_traced(eqn, state, reason)
-        want = self.reads.get(eqn.outvars[0], 0)
-        if reads.only_sums(eqn) and any(self.state(v).kind == Kind.WIDE for v in eqn.invars):
-            self.record(eqn, [states.WIDE])
-            return Decision(eqn, Action.FUSED, "a sum of float32 values")
-        if reads.adds_nothing(eqn):
-            found = [states.unkept(self.state(v)) for v in eqn.invars]
-            state = states.follow(found, widest=settings.widest)
-            self.record(eqn, [self.stored(eqn, eqn.outvars[0], state)])
-            return Decision(eqn, Action.FUSED, "contracts nothing: elementwise")
-        self.changed = True
-        backward = scopes.is_transposed(eqn.source_info.name_stack)
-        seen = want & (reads.OUTPUT | reads.FULL)
-        gradient = want & reads.GRADIENT  # rounded, small steps along it would be lost
-        ruined = want & reads.EXACT
-        exact = gradient or ruined or reads.only_sums(eqn)
-        exact = exact or (not want & reads.LATER and (seen or backward))
-        wide = states.WIDE_PURE if gradient else states.KEPT if ruined else states.WIDE
-        self.states[eqn.outvars[0]] = wide if exact else states.low(low)
-        reason = OP_RULES[eqn.primitive.name].reason
-        out = FLOAT32 if exact else low
-        return Decision(eqn, Action.PRODUCT, reason, low=low, out_dtype=out)
-
-    def why_not_lower(self, eqn: Any, kind: OpClass | None, low: Any) -> str:
-        operands = eqn.invars[:2]
-        if low is None:
-            return "float32 was asked for here"
-        if kind is not OpClass.LOWER:
-            return "kept in float32 by rules="
-        if not all(map(is_float32, operands)) or not is_float32(eqn.outvars[0]):
-            return "operands are not float32: as written"
-        if not _default_precision(eqn):
-            return "its precision= asks for float32"
-        if eqn.params.get("preferred_element_type") not in (None, FLOAT32):
-            return "its preferred_element_type= was given"
-        if any(v.aval.size == 0 for v in (*operands, *eqn.outvars)):
-            return "of size zero"
-        found = [self.state(v) for v in operands]
-        if any(s.kind == Kind.CONSTANT and not states.fits(s, low) for s in found):
-            return "a constant that the compute dtype cannot hold"
-        return ""
-
-    def decide_call(self, eqn: Any, settings: Settings) -> Decision:
-        settings = _inside(settings, scopes.of(eqn))
-        if groups.is_fusible_function(eqn):
-            return self.decide_function(eqn, settings)
-        in_states = tuple(self.state(v) for v in eqn.invars)
-        wants = tuple(self.reads.get(v, 0) for v in eqn.outvars)
-        call = control.plan_call(eqn, in_states, wants, settings, plan_inner)
-        self.states.update(zip(eqn.outvars, call.out_states, strict=True))
-        if not call.changed:
-            return Decision(eqn, Action.AS_TRACED, "nothing to lower inside")
-        self.changed = True
-        return Decision(eqn, Action.CALL, "planned inside", call=call)
-
-    def decide_function(self, eqn: Any, settings: Settings) -> Decision:
-        """A small function without products, such as an activation: one operation of its own."""
-        operands = [self.state(v) for v in eqn.invars]
-        kind = groups.function_class(eqn)
-        if settings.as_written or settings.rules.get(groups.function_name(eqn)) is OpClass.FULL:
-            kind = OpClass.FULL
-        found: list[State] = []
-        program = structure.single_program(eqn)
-        places_of = reads.dependencies(program)
-        for place, (var, places) in enumerate(zip(eqn.outvars, places_of, strict=True)):
-            read = [operands[i] for i in sorted(places)]
-            state = states.full(read)
-            if kind is not OpClass.FULL:
-                state = states.follow(read, widest=settings.widest)
-            if any(operands[i] == states.KEPT for i in carries.direct(program)[place]):
-                state = states.KEPT
-            elif state.kind != Kind.CONSTANT:
-                state = states.unkept(state)
-            if state.kind == Kind.LOW and not groups.holds_only_what_fits(eqn, state.dtype):
-                state = states.WIDE  # as it would be without a function around
-            found.append(self.stored(eqn, var, state))
-        self.record(eqn, found)
-        reason = "a function as a whole: inside in float32, rounded once"
-        return Decision(eqn, Action.FUSED, reason)
-
-    # -- the ways to record a decision -------------------------------------------------------
-
-    def foreign(self, eqn: Any) -> Decision:
-        """Integers and the like; what combines comparisons stays in the group that made them."""
-        joined = eqn.primitive.name in linear.LOGIC and any(
-            not _compat.is_literal(v) and v in self.compared for v in eqn.invars
-        )
-        if not joined:
-            return self.as_traced(eqn, states.FOREIGN, "holds no float32")
-        self.compared.update(eqn.outvars)
-        return self.fused(eqn, states.FOREIGN, "combines comparisons")
-
-    def as_traced(self, eqn: Any, state: State, reason: str) -> Decision:
-        self.record(eqn, [state] * len(eqn.outvars))
-        return Decision(eqn, Action.AS_TRACED, reason)
-
-    def keep(self, eqn: Any, found: Sequence[State], reason: str) -> Decision:
-        self.record(eqn, found)
-        fused = eqn.primitive.name in groups.FUSIBLE and not eqn.effects
-        return Decision(eqn, Action.FUSED if fused else Action.KEEP, reason)
-
-    def fused(self, eqn: Any, state: State, reason: str) -> Decision:
-        name = eqn.primitive.name
-        if eqn.effects or not (name in groups.FUSIBLE or groups.is_fusible_function(eqn)):
-            self.record(eqn, [state] * len(eqn.outvars))
-            native = name in groups.NATIVE and state.kind == Kind.LOW
-            action = Action.NATIVE if native else Action.AS_TRACED
-            return Decision(eqn, action, reason, out_dtype=state.dtype)
-        self.record(eqn, [self.stored(eqn, v, state) for v in eqn.outvars])
-        return Decision(eqn, Action.FUSED, reason)
-
-    def stored(self, eqn: Any, var: Any, state: State) -> State:
-        """Low instead of wide, where a product reads the value and no output does."""
-        return self.as_read(eqn, state, self.reads.get(var, 0))
-
-    def as_read(self, eqn: Any, state: State, want: int) -> State:
-        """The state in which a result of an equation is given to those that read it so."""
-        if state.kind != Kind.WIDE or state.pure or state.kept or not want & reads.PRODUCT:
-            return state
-        dtype = self.low_dtype(eqn, self.settings_at(eqn))
-        if want & (reads.OUTPUT | reads.FULL | reads.EXACT):
-            return state
-        if dtype is None or self.settings.widest:
-            return state
-        return states.low(dtype)
-
-    def record(self, eqn: Any, found: Sequence[State]) -> None:
-        for var, state in zip(eqn.outvars, found, strict=True):
-            self.states[var] = state if is_float32(var) else states.FOREIGN
-        self.sums.note(eqn, [self.state(v) for v in eqn.invars])
-
-    def state(self, atom: Any) -> State:
-        if _compat.is_literal(atom):
-            return states.of_literal(atom)
-        return self.states[atom]
-
-    def output_state(self, atom: Any, want: int, maker: Any) -> State:
-        state = self.state(atom)
-        if want & reads.STACKED:  # a loop may stack low what it also carries in float32
-            state = states.unkept(state)
-        if maker is not None:
-            state = self.as_read(maker, state, want)
-        if state.kind != Kind.LOW:
-            return state
-        if want & reads.FULL or (want & reads.OUTPUT and not want & reads.PRODUCT):
-            return states.WIDE  # rounding it would be seen and gain nothing
-        return state
-
-    def shadow(self, var: Any) -> Any:
-        if not is_float32(var) or self.states[var].kind in (Kind.LOW, Kind.CONSTANT):
-            return None
-        if not self.reads.get(var, 0) & reads.WHOLE or not isinstance(self.settings.policy, Policy):
-            return None
-        dtype = scopes.compute_dtype(self.settings.policy, ())
-        lowered = dtype.itemsize < FLOAT32.itemsize and not self.settings.as_written
-        return dtype if lowered else None
-
-
-@functools.lru_cache(maxsize=256)
-def _as_written(settings: Settings) -> Settings:
-    return replace(settings, scope=(), as_written=True)
-
-
-@functools.lru_cache(maxsize=1024)
-def _inside(settings: Settings, scope: tuple[str, ...]) -> Settings:
-    if isinstance(settings.policy, Policy) or not scope:
-        return settings
-    return replace(settings, scope=settings.scope + scope)
-
-
-def _default_precision(eqn: Any) -> bool:
-    precision = eqn.params.get("precision")
-    both = precision if isinstance(precision, tuple) else (precision,)
-    return all(p in (None, lax.Precision.DEFAULT) for p in both)
