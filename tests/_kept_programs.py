@@ -51,7 +51,7 @@ def program(*args: Any, gradient: bool = True) -> Callable[[Any], Any]:
     return add
 
 
-# -- solvers and samplers --------------------------------------------------------------------------
+# -- solvers and samplers ----------------------------------------------------------------
 
 
 @program(_W, _X)
@@ -233,7 +233,7 @@ def loop_in_a_loop(dot):
     return fun
 
 
-# -- averages and inner training --------------------------------------------------------------------
+# -- averages and inner training ----------------------------------------------------------------
 
 
 @program(_W, _normal(100, 8, _D), gradient=False)
@@ -287,7 +287,7 @@ def inner_training(dot):
     return fun
 
 
-# -- recurrences ------------------------------------------------------------------------------------
+# -- recurrences ----------------------------------------------------------------
 
 
 @program(_W, _normal(200, 4, _D), _normal(4, _D))
@@ -329,7 +329,7 @@ def lstm_with_given_state(dot):
     return fun
 
 
-# -- log-space recursions ---------------------------------------------------------------------------
+# -- log-space recursions ----------------------------------------------------------------
 
 
 @program(_normal(_D, 6, scale=0.5), _normal(60, _D), _normal(6, 6))
@@ -392,7 +392,7 @@ def online_softmax(dot):
     return fun
 
 
-# -- what is read exactly ---------------------------------------------------------------------------
+# -- what is read exactly ----------------------------------------------------------------
 
 
 @program(_normal(32, _D), _normal(32), gradient=False)
