@@ -64,13 +64,16 @@ _IMPORTED_LATER = {
 }
 
 
+_MODULES = ("linen", "nnx", "numerics", "optim", "pods", "train")
+
+
 def __getattr__(name: str) -> Any:
     if name in _IMPORTED_LATER:
         return getattr(importlib.import_module(_IMPORTED_LATER[name]), name)
-    if name in ("linen", "nnx", "numerics", "optim", "pods", "train"):
+    if name in _MODULES:
         return importlib.import_module(f"mpjax.{name}")
     raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, *_MODULES, "__version__"])

@@ -15,6 +15,7 @@ from mpjax._dtypes import DType, require_x64, short_name
 from mpjax._errors import PolicyWarning, message
 from mpjax._policy import Policy, get_policy
 from mpjax._policy_map import PolicyMap
+from mpjax._shown import Shown, html_table
 from mpjax._spelling import Path, in_model
 
 FIELDS = ("dtype", "param_dtype")
@@ -94,9 +95,9 @@ class ModuleRow:
     reason: str
 
 
-@dataclasses.dataclass(frozen=True)
-class ModuleTable:
-    """The modules of a network; `str()` is a plain table, rich prints a coloured one."""
+@dataclasses.dataclass(frozen=True, repr=False)
+class ModuleTable(Shown):
+    """The modules of a network: a table at a prompt, in a notebook and in `print`."""
 
     title: str
     rows: tuple[ModuleRow, ...]
@@ -127,6 +128,9 @@ class ModuleTable:
             for row in table
         ]
         return "\n".join([self.title, *lines])
+
+    def _repr_html_(self) -> str:
+        return html_table(self.title, _HEADERS, self._cells())
 
     def __rich__(self) -> Any:
         from rich.table import Table  # only for who prints with rich

@@ -17,6 +17,11 @@ from mpjax._typing import PyTree
 
 __all__ = ["apply_gradients", "tabulate", "with_policy"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 M = TypeVar("M")
 
 

@@ -30,6 +30,11 @@ __all__ = [
     "value_and_grad",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 M = TypeVar("M", bound=nnx.Module)
 
 

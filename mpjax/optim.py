@@ -58,6 +58,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def with_loss_scale(
     inner: optax.GradientTransformation,
     loss_scale: LossScale | float | None = None,

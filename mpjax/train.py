@@ -20,6 +20,7 @@ from mpjax._microbatches import over_parts
 from mpjax._policy import Policy, get_policy
 from mpjax._policy_map import PolicyMap
 from mpjax._skip import select_like
+from mpjax._summary import describe_state, describe_step, grad_norm
 from mpjax._train_checks import check_accumulate, check_own, pair
 from mpjax._tree import is_array
 from mpjax._typing import Array, AxisName, PyTree
@@ -31,6 +32,12 @@ from mpjax.optim import (
     find_states,
     with_loss_scale,
 )
+
+__all__ = ["TrainState", "TrainStep", "make_train_step"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 class TrainState(NamedTuple):
@@ -46,6 +53,9 @@ class TrainState(NamedTuple):
     params: PyTree
     opt_state: PyTree
     extra_state: PyTree  # None where the loss function has none
+
+    def __repr__(self) -> str:
+        return describe_state(self)
 
 
 class TrainStep:
@@ -80,6 +90,14 @@ class TrainStep:
         )
         self._jitted = jax.jit(self._step, donate_argnums=(0,) if donate else ())
         self._diagnosis = StepDiagnosis(name_of(loss_fn), self.policy, axis_name, self._twin)
+
+    def __repr__(self) -> str:
+        options = {
+            "loss_scale": (self._given_loss_scale, None),
+            "accumulate": (self._accumulate, 1),
+            "axis_name": (self._axis_name, None),
+        }
+        return describe_step(self._loss_fn, self.policy, options)
 
     def init(self, params: PyTree, extra_state: PyTree = None) -> TrainState:
         """Returns the state to start from.
@@ -206,6 +224,7 @@ class TrainStep:
         )
         metrics = {
             "loss": loss,
+            "grad_norm": grad_norm(loss_scale, grads),
             "loss_scale": jnp.asarray(loss_scale.loss_scale, FLOAT32),
             "grads_finite": finite,
             "skipped_steps": scaling.skipped_steps,
@@ -298,9 +317,10 @@ def make_train_step(
     Returns:
       A `TrainStep`: `step.init(params)` or `step.init(params, extra_state)` gives the state
       (`.step .params .opt_state .extra_state`), `step(state, batch)` the next one and metrics:
-      `loss` (f32, unscaled), `loss_scale` (the one used), `grads_finite`, `skipped_steps`,
-      `consecutive_skips`, `diverged`, and `aux` with `has_aux`. `step.lower` is for ahead of
-      time compilation. No host sync.
+      `loss` (f32, unscaled), `grad_norm` (f32, of the true gradients, before clipping),
+      `loss_scale` (the one used), `grads_finite`, `skipped_steps`, `consecutive_skips`,
+      `diverged`, and `aux` with `has_aux`. `step.lower` is for ahead of time compilation. No
+      host sync.
 
     Raises:
       ValueError: `accumulate` is less than 1 or does not divide the batch.

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -116,7 +117,22 @@ def test_all_is_a_literal_of_few_names_each_once():
 def test_every_public_name_is_there_and_listed_by_dir():
     missing = [name for name in mpjax.__all__ if not hasattr(mpjax, name)]
     assert missing == []
-    assert set(mpjax.__all__) <= set(dir(mpjax))
+
+
+MODULES = sorted(m.name for m in pkgutil.iter_modules(mpjax.__path__) if not m.name.startswith("_"))
+
+
+def test_dir_shows_public_names_and_modules_only():
+    names = set(dir(mpjax)) - {"__version__"}
+    assert names == {*mpjax.__all__, *MODULES}
+    assert [name for name in names if not hasattr(mpjax, name)] == []
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_shows_its_public_names_only(name: str):
+    module = getattr(mpjax, name)
+    assert dir(module) == sorted(module.__all__)
+    assert all(hasattr(module, public) for public in module.__all__)
 
 
 def test_an_unknown_name_is_an_attribute_error():

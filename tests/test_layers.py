@@ -11,14 +11,14 @@ PACKAGE = Path(__file__).parent.parent / "mpjax"
 
 # One row a layer; each file or folder stands in one. A file imports only from rows above its own.
 LAYERS = (
-    ("_compat", "_errors", "_typing"),
+    ("_compat", "_errors", "_shown", "_typing"),
     ("_dtypes",),
     ("_tree",),
     ("_policy", "_loss_scale", "_hardware", "_op_rules", "_spelling"),
     ("_policy_map", "_grad", "_autocast", "_support", "_skip"),
     ("_optim_state", "_module_dtypes", "_microbatches"),
     ("_low_precision",),
-    ("_adopt", "_linen_modules", "_nnx_modules"),
+    ("_adopt", "_linen_modules", "_nnx_modules", "_summary"),
     ("optim", "_train_checks", "numerics", "testing", "linen", "nnx"),
     ("train", "pods", "experimental", "_doctor"),
     ("__init__",),
@@ -30,7 +30,15 @@ LAYER_OF = {name: layer for layer, row in enumerate(LAYERS) for name in row}
 EVERYWHERE = {"jax", "numpy", "mpjax"}
 ONLY_IN = {
     "flax": {"_linen_modules", "_nnx_modules", "linen", "nnx"},
-    "optax": {"_adopt", "_low_precision", "_optim_state", "optim", "train", "experimental"},
+    "optax": {
+        "_adopt",
+        "_low_precision",
+        "_optim_state",
+        "_summary",
+        "optim",
+        "train",
+        "experimental",
+    },
     "jmp": {"_policy"},
     "matplotlib": {"numerics"},
     "rich": {"__main__", "_autocast", "_module_dtypes", "numerics", "pods"},

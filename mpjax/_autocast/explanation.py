@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mpjax._autocast.causes import FUSED
+from mpjax._shown import Shown, html_table, size
 
 _WIDTH, _REASON_WIDTH = 120, 62
 _HEADERS = ("operations", "dtype", "why", "where")
@@ -42,9 +43,9 @@ class Casts:
     bytes: int  # of their results
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """What `explain` found; `str()` is a plain table, rich prints a coloured one.
+@dataclass(frozen=True, repr=False)
+class Explanation(Shown):
+    """What `explain` found: a table at a prompt, in a notebook and in `print`; rich colours it.
 
     `rows` and `to_dict()` hold every decision of every module; the table shows alike ones once.
     """
@@ -71,7 +72,7 @@ class Explanation:
         products = [r for r in self.rows if r.operation in _PRODUCTS]
         fused = [r for r in self.rows if r.reason == FUSED]
         others = [r for r in self.rows if r.operation not in _PRODUCTS and r.reason != FUSED]
-        casts = [f"{c.count} {c.source} to {c.target} ({_size(c.bytes)})" for c in self.casts]
+        casts = [f"{c.count} {c.source} to {c.target} ({size(c.bytes)})" for c in self.casts]
         between = sum(row.count for row in fused)
         return [
             f"products: {_shares(products)}",
@@ -91,6 +92,12 @@ class Explanation:
             text.append(group.title)
             text += [_line(line.cells_within(widths[0]), widths) for line in group.lines]
         return "\n".join([*text, "", *self.summary()])
+
+    def _repr_html_(self) -> str:
+        rows: list[str | tuple[str, ...]] = []
+        for group in _groups(self.rows):
+            rows += [group.title, *(line.cells for line in group.lines)]
+        return html_table(self._title(), _HEADERS, rows, self.summary())
 
     def __rich__(self) -> Any:
         from rich import box  # only for who prints with rich
@@ -222,11 +229,3 @@ def _short(where: str) -> str:
     """Returns 'file.py:12' of '/a/path/file.py:12:4 (function)'."""
     place = re.match(r"(?:.*[/\\])?([^/\\:]+:\d+)", where)
     return place[1] if place else where
-
-
-def _size(count: int) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 10_000:
-            return f"{count} {unit}"
-        count //= 1000
-    return f"{count} GB"

@@ -4,3 +4,7 @@ from mpjax.numerics._diagnose import diagnose
 from mpjax.numerics._report import Cause, Report, Row
 
 __all__ = ["Cause", "Report", "Row", "diagnose"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -37,3 +37,7 @@ __all__ = [
     "Topology",
     "CHECKS",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
+from mpjax._shown import Shown
 from mpjax.pods._collectives import Collective
 from mpjax.pods._findings import CHECKS, Finding, Memory, Times
 
@@ -13,9 +14,9 @@ _NESTED = ("findings", "collectives", "memory", "times", "uncounted", "open_loop
 _HEADERS = ("sent", "kind", "dtype", "axes", "arrays", "MB a step", "largest")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
-    """What `mpjax.pods.check` found; `print(report)` shows it, `report.ok` decides.
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Report(Shown):
+    """What `mpjax.pods.check` found; a prompt or notebook shows it, `report.ok` decides.
 
     Example:
       >>> step = jax.jit(lambda state, x: (state - 0.1 * x, x.sum()), donate_argnums=0)

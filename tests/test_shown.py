@@ -1,0 +1,159 @@
+"""What a reader sees at a prompt and in a notebook: tables and summaries, never walls of arrays."""
+
+import html.parser
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import mpjax
+import mpjax.nnx
+from mpjax import _shown
+from mpjax.optim import LossScaleState
+
+PARAMS = {"w": jnp.full((300, 2), 2.0**-6), "b": jnp.zeros(3)}
+BATCH = jnp.ones((4, 300))
+
+
+def loss_fn(params, batch):
+    with jax.named_scope("<head>"):
+        return jnp.mean((batch @ params["w"]) ** 2)
+
+
+class Cells(html.parser.HTMLParser):
+    """Collects the rows of a table, and every tag that was opened and not closed."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.open, self.text = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "br":
+            return
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+        if tag in ("td", "th"):
+            self.rows[-1].append(self.text)
+        self.text = ""
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def reports():
+    model = mpjax.nnx.set_policy(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), "bf16-mixed")
+    step = jax.jit(lambda state, x: (state - 0.1 * x, x.sum()), donate_argnums=0)
+    return {
+        "explain": mpjax.explain(loss_fn, "bf16-mixed")(PARAMS, BATCH),
+        "tabulate": mpjax.nnx.tabulate(model),
+        "pods": mpjax.pods.check(step, (jnp.ones(8), jnp.ones(8)), "cpu:1"),
+    }
+
+
+@pytest.fixture(scope="module", params=["explain", "tabulate", "pods"])
+def report(request):
+    return reports()[request.param]
+
+
+def test_a_prompt_shows_what_print_shows(report):
+    assert repr(report) == str(report)
+    assert len(repr(report).splitlines()) > 1
+
+
+def test_a_notebook_shows_well_formed_html(report):
+    assert Cells(report._repr_html_()).open == []
+
+
+def test_a_notebook_shows_the_cells_of_the_table():
+    shown = Cells(reports()["explain"]._repr_html_())
+    assert shown.rows[0] == ["operations", "dtype", "why", "where"]
+    assert shown.rows[1] == ["<head>"]  # escaped on the way, and no tag
+    assert shown.rows[2][:2] == ["dot_general", "bf16"]
+    assert shown.rows[2][3].startswith("test_shown.py:")
+    table = Cells(reports()["tabulate"]._repr_html_())
+    assert table.rows[1] == [".", "Linear", "bf16", "f32", "10", "policy"]
+
+
+def test_size_stays_below_five_digits():
+    sizes = [_shown.size(10**k - 1) for k in (1, 4, 5, 7, 8, 11)]
+    assert sizes == ["9 B", "9999 B", "99 kB", "9999 kB", "99 MB", "99 GB"]
+
+
+# -- a train step and its state ------------------------------------------------------------------
+
+
+@pytest.mark.standard_promotion("adam raises a float to the power of an integer count")
+def test_a_state_is_shown_as_steps_sizes_and_loss_scale():
+    step = mpjax.make_train_step(loss_fn, optax.adam(1e-3), "16-mixed", loss_scale=1024.0)
+    state = step.init(PARAMS, None)
+    assert repr(state).splitlines() == [
+        "TrainState after 0 steps",
+        "  params      603 numbers in 2 arrays, 2412 B f32",
+        "  opt_state   4 B bool, 4828 B f32, 12 B i32",
+        "  loss scale  1024 (static); 0 steps skipped, 0 in a row",
+    ]
+    after, _ = step(state, BATCH)
+    assert repr(after).startswith("TrainState after 1 steps\n")
+    assert repr(state).startswith("TrainState, donated: ")
+    after, _ = step(after, jnp.full_like(BATCH, jnp.nan))
+    assert repr(after).splitlines()[-1].endswith("1 steps skipped, 1 in a row")
+
+
+def test_a_state_without_values_is_shown_too():
+    step = mpjax.make_train_step(loss_fn, optax.sgd(1e-3), "32-true")
+    state, shown = step.init(PARAMS, {"mean": jnp.zeros(2, jnp.bfloat16)}), []
+    assert "  extra_state 4 B bf16" in repr(jax.eval_shape(lambda: state)).splitlines()
+    jax.jit(lambda state: shown.append(repr(state)))(state)
+    assert shown[0].startswith("TrainState after (traced) steps")
+    assert "loss scale  none; " in repr(state)
+
+
+def test_a_diverged_state_says_what_to_type():
+    step = mpjax.make_train_step(loss_fn, optax.sgd(1e-3), "16-mixed", max_consecutive_skips=1)
+    state, _ = step(step.init(PARAMS), jnp.full_like(BATCH, jnp.nan))
+    assert "raise_if_diverged(state.opt_state, state.params)" in repr(state).splitlines()[-1]
+    assert isinstance(state.opt_state, LossScaleState)
+
+
+def test_a_step_is_shown_in_one_line():
+    step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "bf16-mixed", accumulate=2)
+    assert repr(step) == "<train step of loss_fn under p=f32,c=bf16,o=f32, accumulate=2>"
+
+
+# -- the norm of the gradients -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["32-true", "bf16-mixed", "16-mixed"])
+def test_grad_norm_is_that_of_the_true_gradients_before_clipping(policy):
+    tx = optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(0.1))
+    step = mpjax.make_train_step(loss_fn, tx, policy, loss_scale=256.0)
+    _, metrics = step(step.init(PARAMS), BATCH)
+    grads = jax.grad(loss_fn)(PARAMS, BATCH)
+    assert metrics["grad_norm"].dtype == jnp.float32
+    # A factor of each gradient is rounded to bfloat16 at worst, the rest are powers of two and 75.
+    assert metrics["grad_norm"] == pytest.approx(float(optax.tree.norm(grads)), rel=2**-8)
+
+
+def test_grad_norm_leaves_out_what_is_no_gradient():
+    name = "_overwrite_with_gradient"
+
+    def loss(params, batch):
+        return jnp.sum(params["w"] * batch) + 0 * jnp.sum(params[name]["scale"])
+
+    step = mpjax.make_train_step(loss, optax.sgd(0.1), "32-true")
+    state = step.init({"w": jnp.zeros(4), name: {"scale": jnp.full(2, 7.0)}})
+    assert step(state, jnp.ones(4))[1]["grad_norm"] == 2
+
+
+def test_grad_norm_of_a_skipped_step_is_not_finite():
+    step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "16-mixed")
+    _, metrics = step(step.init(PARAMS), jnp.full_like(BATCH, jnp.inf))
+    assert not jnp.isfinite(metrics["grad_norm"])
+    assert metrics["skipped_steps"] == 1
