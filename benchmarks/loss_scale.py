@@ -112,7 +112,7 @@ def mpjax_wrapper(precision: str, params: Any) -> tuple[Step, Any]:
     def step(state: Any, batch: Any) -> Any:
         params, opt_state = state
         scale = mpjax.current_loss_scale(opt_state)
-        value_and_grad = mpjax.value_and_grad(loss, loss_scale=scale, unscale=False)
+        value_and_grad = mpjax.value_and_grad(loss, loss_scale=scale)
         value, grads = value_and_grad(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), value

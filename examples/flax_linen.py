@@ -4,7 +4,7 @@ The model and the train state are written as in Flax's own guides. What is added
 
   model = mpjax.linen.with_policy(model, policies)            dtypes by module path, model unedited
   tx = mpjax.with_loss_scale(tx, mpjax.DynamicLossScale())    unscales, skips what overflowed
-  mpjax.value_and_grad(..., loss_scale=, unscale=False)       scales the loss
+  mpjax.value_and_grad(..., loss_scale=)       scales the loss
   mpjax.linen.apply_gradients(state, grads=, batch_stats=)    a skipped step changes nothing
 
 The last line matters with BatchNorm. An overflow shows in its statistics in the forward pass, long
@@ -77,7 +77,7 @@ def make_step(*, guarded: bool) -> Any:
             return losses.mean(), new["batch_stats"]
 
         scale = mpjax.current_loss_scale(state.opt_state)
-        differentiate = mpjax.value_and_grad(loss_fn, has_aux=True, loss_scale=scale, unscale=False)
+        differentiate = mpjax.value_and_grad(loss_fn, has_aux=True, loss_scale=scale)
         (loss, stats), grads = differentiate(state.params)
         if guarded:
             return mpjax.linen.apply_gradients(state, grads=grads, batch_stats=stats), loss

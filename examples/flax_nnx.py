@@ -5,7 +5,7 @@ is added:
 
   mpjax.nnx.set_policy(model, policies)                     dtypes by module path, in place
   tx = mpjax.with_loss_scale(tx, mpjax.DynamicLossScale())  unscales, skips what overflowed
-  mpjax.nnx.value_and_grad(..., loss_scale=, unscale=False) scales the loss
+  mpjax.nnx.value_and_grad(..., loss_scale=) scales the loss
   with mpjax.nnx.undo_skipped(optimizer, model):            a skipped step changes nothing
 
 The last line is for what the forward pass has changed by the time the optimizer sees a gradient:
@@ -62,7 +62,7 @@ def loss_fn(model: MLP, images: jax.Array, labels: jax.Array) -> jax.Array:
 @nnx.jit
 def train_step(model: MLP, optimizer: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
     scale = mpjax.current_loss_scale(optimizer)
-    differentiate = mpjax.nnx.value_and_grad(loss_fn, loss_scale=scale, unscale=False)
+    differentiate = mpjax.nnx.value_and_grad(loss_fn, loss_scale=scale)
     with mpjax.nnx.undo_skipped(optimizer, model):
         loss, grads = differentiate(model, images, labels)
         optimizer.update(model, grads)

@@ -212,7 +212,7 @@ class Trainer:
 
     def _local_grads(self, shards: PyTree, tokens: jax.Array, loss_scale: Any) -> Any:
         fun = functools.partial(local_loss, self.job, self.job.precision)
-        grad = mpjax.value_and_grad(fun, loss_scale=loss_scale, unscale=False)
+        grad = mpjax.value_and_grad(fun, loss_scale=loss_scale)
         loss, grads = grad(shards, tokens)
         return jax.lax.pmean(loss, BATCH_AXES), grads
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpjax._dtypes import half_dtype
 from mpjax._errors import NonFiniteError, PolicyWarning, SupportWarning
+from mpjax._foreign_names import no_attribute
 from mpjax._grad import get_loss_scale, grad, value_and_grad
 from mpjax._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from mpjax._policy import Policy, default_policy, get_policy
@@ -72,7 +73,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_IMPORTED_LATER[name]), name)
     if name in _MODULES:
         return importlib.import_module(f"mpjax.{name}")
-    raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
+    raise AttributeError(no_attribute(name))
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 from mpjax import _compat
 from mpjax._dtypes import FLOAT32, describe, normal_powers_of_two
 from mpjax._errors import message
-from mpjax._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from mpjax._foreign_names import GRADIENTS, names_keywords
+from mpjax._loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    is_owned,
+)
 from mpjax._policy import get_policy
 from mpjax._tree import (
     check_axes,
@@ -64,13 +71,40 @@ def as_loss_scale(loss_scale: Any, where: str) -> LossScale:
     raise TypeError(message(where, got, allowed, "Type loss_scale=mpjax.DynamicLossScale()."))
 
 
+def whether_to_unscale(scale: LossScale, unscale: bool | None, where: str) -> bool:
+    """Returns whether gradients come unscaled: unless an optimizer does that with this scale.
+
+    Raises:
+      ValueError: `unscale` says otherwise: they would be unscaled twice, or not at all.
+    """
+    fits = not is_owned(scale)
+    if unscale is None or unscale is fits:
+        return fits
+    if not isinstance(unscale, bool):
+        got = f"must be None, True or False; got {unscale!r}."
+        raise TypeError(message(where, got, "Leave it out: what fits the loss scale is done."))
+    if isinstance(scale, NoOpLossScale):
+        return unscale
+    if unscale:
+        got = "got True, and the loss scale of an optimizer, which unscales by itself: twice."
+        allowed = "Allowed with current_loss_scale(opt_state): unscale=None or False."
+        fix = "Leave unscale= out; loss_scale.unscale(grads) gives the true ones, to look at."
+    else:
+        got = "got False, and a loss scale that no optimizer holds: nothing would unscale them."
+        allowed = "Allowed with a loss scale of your own: unscale=None or True."
+        fix = "Leave unscale= out; or, if tx is wrapped in with_loss_scale, type "
+        fix += "loss_scale=mpjax.current_loss_scale(opt_state)."
+    raise ValueError(message(where, got, allowed, fix))
+
+
+@names_keywords(GRADIENTS)
 def value_and_grad(
     fun: LossFunction,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     loss_scale: LossScale | float | None,
-    unscale: bool = True,
+    unscale: bool | None = None,
     policy: Any = None,
     axis_name: AxisName = None,
     holomorphic: bool = False,
@@ -87,7 +121,9 @@ def value_and_grad(
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns a pair, of which the second is passed through.
       loss_scale: a loss scale, traced or not; a number for a static one; None for none.
-      unscale: False leaves the gradients scaled, as `with_loss_scale` takes them.
+      unscale: None for what fits: gradients taken with the scale that `current_loss_scale`
+        returned stay scaled, as the optimizer that holds it unscales them; all others come
+        unscaled. True and False say so, and are an error where the other is right.
       policy: computes `fun` under it: all floating arguments cast to the compute dtype, the
         value to the output dtype. Gradients are those of the uncast arguments. The paths of a
         `PolicyMap` are those within each differentiated argument; the rest takes its default.
@@ -101,6 +137,7 @@ def value_and_grad(
 
     Raises:
       TypeError: the loss is no floating scalar, or `loss_scale` is none of the allowed.
+      ValueError: `unscale` would leave gradients scaled, or unscale them twice.
       NameError: `axis_name` is not an axis of the surrounding transformation.
 
     Dtypes:
@@ -125,6 +162,7 @@ def value_and_grad(
       JAX, `jax.value_and_grad`
     """
     scale = as_loss_scale(loss_scale, "value_and_grad(loss_scale)")
+    unscale = whether_to_unscale(scale, unscale, "value_and_grad(unscale)")
     name = name_of(fun)
     chosen_policy = None if policy is None else get_policy(policy)
     body = fun if chosen_policy is None else _under_policy(fun, chosen_policy, argnums)
@@ -192,13 +230,14 @@ def differentiated(
     return wrapped
 
 
+@names_keywords(GRADIENTS)
 def grad(
     fun: LossFunction,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     loss_scale: LossScale | float | None,
-    unscale: bool = True,
+    unscale: bool | None = None,
     policy: Any = None,
     axis_name: AxisName = None,
     holomorphic: bool = False,

@@ -5,31 +5,38 @@ up by as much; dividing the float32 gradients by it afterwards undoes it, exactl
 power of two.
 """
 
-import math
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 
 from mpjax import _compat
-from mpjax._dtypes import describe
 from mpjax._errors import message
+from mpjax._foreign_names import LOSS_SCALE, names_keywords
+from mpjax._loss_scale_checks import (
+    LARGEST,
+    SMALLEST,
+    check_bounds,
+    check_counts,
+    check_factors,
+    check_scale,
+)
 from mpjax._tree import as_pred, is_array, is_castable, map_with_path, to_full
 from mpjax._typing import Array, ScalarLike
 
 T = TypeVar("T")
 
-# The reciprocal of a larger scale would be subnormal, which CPUs flush to zero.
-MAX_EXPONENT = 126
-_LARGEST = 2.0**MAX_EXPONENT
-_SMALLEST = 2.0**-MAX_EXPONENT
+OWNED = "unscaled by its optimizer"
+"""The mark of a loss scale that `current_loss_scale` returned: part of its tree's structure."""
 
 
 @runtime_checkable
 class LossScale(Protocol):
     """What every loss scale offers; write another by offering the same, as a pytree.
+
+    `value_and_grad`, `with_loss_scale` and `make_train_step` take yours as they take those of
+    mpjax. Its leaves are arrays, and `adjust` returns one of the same structure and dtypes.
 
     Example:
       >>> isinstance(mpjax.DynamicLossScale(), mpjax.LossScale)
@@ -98,8 +105,9 @@ class NoOpLossScale:
 class _ScalarFields:
     """A pytree whose leaves are the scalars named in `_fields`, in order."""
 
-    __slots__ = ()
+    __slots__ = ("_mark",)
     _fields: tuple[str, ...] = ()
+    _mark: str | None  # OWNED, or None
     loss_scale: Array
 
     def scale(self, tree: T) -> T:
@@ -116,21 +124,21 @@ class _ScalarFields:
         """
         return map_with_path(lambda _, x: _scaled(x, self.loss_scale, divide=True), tree)
 
-    def _set(self, values: Any) -> None:
+    def _set(self, values: Any, mark: str | None = None) -> None:
         for field, value in zip(self._fields, values, strict=True):
             object.__setattr__(self, field, value)
+        object.__setattr__(self, "_mark", mark)
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], str | None]:
         """Returns the fields and their keys, as `jax.tree_util` asks."""
         keys = map(jax.tree_util.GetAttrKey, self._fields)
-        return tuple((key, getattr(self, key.name)) for key in keys), None
+        return tuple((key, getattr(self, key.name)) for key in keys), self._mark
 
     @classmethod
-    def tree_unflatten(cls: type[T], aux: None, children: Any) -> T:
+    def tree_unflatten(cls: type[T], aux: str | None, children: Any) -> T:
         """Returns the object with these fields, unchecked: they may be tracers or specs."""
-        del aux
         made = object.__new__(cls)
-        made._set(children)  # type: ignore[attr-defined]  # T is one of these classes
+        made._set(children, aux)  # type: ignore[attr-defined]  # T is one of these classes
         return made
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -148,11 +156,82 @@ class _ScalarFields:
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         fields = tuple(getattr(self, field) for field in self._fields)
-        return _rebuild, (type(self), fields)
+        return _rebuild, (type(self), fields, self._mark)
 
 
-def _rebuild(cls: type[_ScalarFields], fields: tuple[Any, ...]) -> _ScalarFields:
-    return cls.tree_unflatten(None, fields)
+def _rebuild(cls: type[_ScalarFields], fields: tuple[Any, ...], mark: str | None) -> _ScalarFields:
+    return cls.tree_unflatten(mark, fields)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class OwnedLossScale:
+    """A loss scale of the user's own class, marked as `current_loss_scale` marks ours."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    @property
+    def loss_scale(self) -> ScalarLike:
+        """The factor, f32[]."""
+        return self._inner.loss_scale
+
+    def scale(self, tree: T) -> T:
+        """Returns `tree` times the loss scale."""
+        return self._inner.scale(tree)
+
+    def unscale(self, tree: T) -> T:
+        """Returns `tree` divided by the loss scale."""
+        return self._inner.unscale(tree)
+
+    def adjust(self, grads_finite: ScalarLike) -> "OwnedLossScale":
+        """Returns the loss scale of the next step, marked too."""
+        return OwnedLossScale(self._inner.adjust(grads_finite))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_inner":  # copy and pickle ask before there is one
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], None]:
+        """Returns what it marks, as `jax.tree_util` asks."""
+        return ((jax.tree_util.GetAttrKey("_inner"), self._inner),), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, children: Any) -> "OwnedLossScale":
+        """Returns the mark around what was in it."""
+        del aux
+        return cls(*children)
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
+
+
+def owned(scale: LossScale) -> LossScale:
+    """Returns `scale`, marked as one with which an optimizer unscales the gradients it is given.
+
+    The mark is static: it goes through jit and scan, and is no leaf that a checkpoint could hold.
+    Marked and unmarked differ in their tree's structure, so that neither is taken for the other
+    by a cache.
+    """
+    if isinstance(scale, NoOpLossScale) or is_owned(scale):
+        return scale
+    if isinstance(scale, _ScalarFields):
+        return type(scale).tree_unflatten(OWNED, (getattr(scale, f) for f in scale._fields))
+    return OwnedLossScale(scale)
+
+
+def is_owned(scale: LossScale) -> bool:
+    """Whether `scale` came from an optimizer, which unscales by itself."""
+    return isinstance(scale, OwnedLossScale) or getattr(scale, "_mark", None) is not None
+
+
+def without_owner(scale: Any) -> Any:
+    """Returns `scale` unmarked, as an optimizer's state holds it."""
+    if isinstance(scale, OwnedLossScale):
+        return scale._inner
+    if isinstance(scale, _ScalarFields):
+        return type(scale).tree_unflatten(None, (getattr(scale, f) for f in scale._fields))
+    return scale
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -182,8 +261,9 @@ class StaticLossScale(_ScalarFields):
     __slots__ = ("loss_scale",)
     _fields = ("loss_scale",)
 
+    @names_keywords(LOSS_SCALE, "StaticLossScale")
     def __init__(self, loss_scale: ScalarLike = 2.0**15) -> None:
-        _check_scale("StaticLossScale(loss_scale)", loss_scale)
+        check_scale("StaticLossScale(loss_scale)", loss_scale)
         self._set([jnp.asarray(loss_scale, jnp.float32)])
 
     def adjust(self, grads_finite: ScalarLike) -> "StaticLossScale":
@@ -251,6 +331,7 @@ class DynamicLossScale(_ScalarFields):
     min_loss_scale: Array
     max_loss_scale: Array
 
+    @names_keywords(LOSS_SCALE, "DynamicLossScale")
     def __init__(
         self,
         loss_scale: ScalarLike = 2.0**15,
@@ -262,9 +343,9 @@ class DynamicLossScale(_ScalarFields):
         max_loss_scale: ScalarLike = 2.0**24,
         counter: ScalarLike = 0,
     ) -> None:
-        _check_factors(growth_factor, backoff_factor)
-        _check_counts(growth_interval, counter)
-        _check_bounds(loss_scale, min_loss_scale, max_loss_scale)
+        check_factors(growth_factor, backoff_factor)
+        check_counts(growth_interval, counter)
+        check_bounds(loss_scale, min_loss_scale, max_loss_scale)
         floats = (loss_scale, growth_factor, backoff_factor, min_loss_scale, max_loss_scale)
         start, growth, backoff, low, high = (jnp.asarray(x, jnp.float32) for x in floats)
         count, interval = (jnp.asarray(x, jnp.int32) for x in (counter, growth_interval))
@@ -291,11 +372,11 @@ class DynamicLossScale(_ScalarFields):
         grows = counter >= interval - 1
         wanted = jnp.where(finite, jnp.where(grows, scale * growth, scale), scale * backoff)
         # The bounds too: they may have been restored as 0 or NaN.
-        least = _bounded(low, _SMALLEST, _LARGEST)
-        bounded = _bounded(wanted, least, _bounded(high, least, _LARGEST))
+        least = _bounded(low, SMALLEST, LARGEST)
+        bounded = _bounded(wanted, least, _bounded(high, least, LARGEST))
         counted = jnp.where(finite & ~grows, counter + 1, jnp.zeros_like(counter))
         config = (growth, backoff, interval, low, high)
-        return self.tree_unflatten(None, (bounded, counted, *config))
+        return self.tree_unflatten(self._mark, (bounded, counted, *config))
 
 
 _FIELD_DTYPES: dict[str, Any] = {"counter": jnp.int32, "growth_interval": jnp.int32}
@@ -337,76 +418,3 @@ def unscale_once_read(loss_scale: LossScale, tree: T) -> T:
 def _shown(x: Any) -> str:
     traced = isinstance(x, jax.core.Tracer) or not is_array(x) or x.ndim
     return repr(x) if traced else f"{x.item():g}"
-
-
-def _known(*values: ScalarLike) -> bool:
-    """Whether every value can be looked at: none is traced."""
-    return not any(isinstance(x, jax.core.Tracer) for x in values)
-
-
-def _check_number(where: str, value: Any) -> None:
-    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_real or (is_array(value) and value.shape == () and np.isrealobj(value)):
-        return
-    got = f"must be a real number; got {describe(value) if is_array(value) else repr(value)}."
-    fix = "Type a number; several loss scales at once are made under jax.vmap."
-    raise TypeError(message(where, got, fix))
-
-
-def _as_float32(value: ScalarLike) -> float:
-    """Returns a number rounded as the field that holds it: 1 + 1e-9 is 1 there."""
-    try:
-        with np.errstate(over="ignore", under="ignore"):
-            return float(np.float32(value))
-    except OverflowError:  # an int past the range of C's double
-        return math.inf if int(value) > 0 else -math.inf
-
-
-def _check_scale(where: str, value: ScalarLike) -> None:
-    _check_number(where, value)
-    if not _known(value):
-        return
-    number = _as_float32(value)
-    if not (math.isfinite(number) and _SMALLEST <= number <= _LARGEST):
-        got = f"must be a positive finite number; got {value}."
-        allowed = "Allowed: 2**-126 to 2**126, so that its reciprocal is a normal float32."
-        raise ValueError(message(where, got, allowed, "Type, for example, 2**15."))
-
-
-def _check_bounds(start: ScalarLike, low: ScalarLike, high: ScalarLike) -> None:
-    named = {"loss_scale": start, "min_loss_scale": low, "max_loss_scale": high}
-    for name, value in named.items():
-        _check_scale(f"DynamicLossScale({name})", value)
-    if not _known(low, high):
-        return
-    least, most = _as_float32(low), _as_float32(high)
-    if least > most:
-        got = f"min_loss_scale {least:g} is above max_loss_scale {most:g}."
-        raise ValueError(message("DynamicLossScale", got, "Swap them, or widen the range."))
-    if _known(start) and not least <= _as_float32(start) <= most:
-        got = f"loss_scale {_as_float32(start):g} is outside [{least:g}, {most:g}]."
-        fix = "Start within the bounds, or set min_loss_scale or max_loss_scale."
-        raise ValueError(message("DynamicLossScale", got, fix))
-
-
-def _check_factors(growth: ScalarLike, backoff: ScalarLike) -> None:
-    where = "DynamicLossScale(growth_factor)"
-    _check_number(where, growth)
-    if _known(growth) and not 1 < _as_float32(growth) < math.inf:
-        got = f"must be more than 1 and finite, in float32; got {growth}."
-        raise ValueError(message(where, got, "Type, for example, 2."))
-    where = "DynamicLossScale(backoff_factor)"
-    _check_number(where, backoff)
-    if _known(backoff) and not 0 < _as_float32(backoff) < 1:
-        got = f"must lie between 0 and 1, in float32; got {backoff}."
-        raise ValueError(message(where, got, "Type, for example, 0.5."))
-
-
-def _check_counts(interval: ScalarLike, counter: ScalarLike) -> None:
-    rows = (("growth_interval", interval, 1, 2000), ("counter", counter, 0, 0))
-    for name, value, least, default in rows:
-        _check_number(f"DynamicLossScale({name})", value)
-        if _known(value) and not (float(value).is_integer() and least <= float(value) < 2**31):
-            got = f"must be a whole number of at least {least}; got {value}."
-            fix = f"Type, for example, {default}."
-            raise ValueError(message(f"DynamicLossScale({name})", got, fix))

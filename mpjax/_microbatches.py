@@ -1,7 +1,7 @@
 """Micro-batches: a step over a batch in parts, of which one at a time is in memory."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,9 @@ from mpjax._dtypes import FLOAT32, describe
 from mpjax._errors import message
 from mpjax._skip import select_like
 from mpjax._tree import is_array, is_overwritten, map_with_path, path_str, to_full
-from mpjax._typing import PyTree
+from mpjax._typing import Array, PyTree
+
+T = TypeVar("T")
 
 
 def over_parts(
@@ -19,28 +21,51 @@ def over_parts(
     extra_state: PyTree,
     batch: PyTree,
     count: int,
-) -> tuple[Any, PyTree, PyTree, PyTree]:
-    """Returns the mean loss, the last extra state, aux stacked, and the mean gradients.
+) -> tuple[Any, Any, PyTree, PyTree, PyTree]:
+    """Returns the mean loss, the weight, the last extra state, aux stacked, and mean gradients.
 
     Args:
-      differentiate: `(params, extra_state, part) -> ((loss, (extra_state, aux)), grads)`.
+      differentiate: `(params, extra_state, part) -> ((loss, (weight, extra_state, aux)), grads)`;
+        the weight of a micro-batch in the mean is None where all weigh the same.
       params: what is differentiated.
       extra_state: handed from one micro-batch to the next.
       batch: leaves are split along their first axis.
       count: of micro-batches.
+
+    Returns:
+      With weights, the first and the last are sums of what each micro-batch adds, its weight
+      times its mean, and the weight is the sum of theirs.
     """
     parts = jax.tree_util.tree_map_with_path(lambda path, x: _split(path, x, count), batch)
 
     def body(carry: Any, part: PyTree) -> Any:
-        extra_state, total = carry
-        (loss, (new_extra, aux)), grads = differentiate(params, extra_state, part)
-        total = _accumulated(total, grads)
-        return (select_like(jnp.array(True), new_extra, extra_state), total), (loss, aux)
+        old, total = carry
+        (loss, (weight, new, aux)), grads = differentiate(params, old, part)
+        loss = loss.astype(FLOAT32)
+        counts = jnp.array(True)
+        if weight is not None:
+            counts = weight != 0
+            loss, grads = weighed(weight, loss), weighed(weight, grads)
+        total = _accumulated(total, grads, counts)
+        # Of a micro-batch without weight, which may hold NaN, nothing is kept.
+        return (select_like(counts, new, old), total), (loss, weight, aux)
 
     carry = (extra_state, map_with_path(_no_gradient, params))
-    (extra_state, total), (losses, aux) = jax.lax.scan(body, carry, parts)
+    (extra_state, total), (losses, weights, aux) = jax.lax.scan(body, carry, parts)
+    if weights is not None:
+        return jnp.sum(losses), jnp.sum(weights), extra_state, aux, total
     grads = map_with_path(lambda _, g: g / count, total)
-    return jnp.mean(losses.astype(FLOAT32)), extra_state, aux, grads
+    return jnp.mean(losses), None, extra_state, aux, grads
+
+
+def weighed(weight: Array, tree: T) -> T:
+    """Returns `tree` times a weight, and nothing where it weighs nothing: a mean of none is NaN."""
+    return map_with_path(lambda _, x: jnp.where(weight != 0, weight * x, 0), tree)
+
+
+def divided(weight: Array, tree: T) -> T:
+    """Returns sums of what was weighed as means; NaN where nothing was, so that it is skipped."""
+    return map_with_path(lambda _, x: x / weight, tree)
 
 
 def _split(path: Any, x: Any, count: int) -> Any:
@@ -62,10 +87,10 @@ def _no_gradient(_: Any, p: Any) -> Any:
     return jnp.zeros_like(to_full(p)) if is_array(p) else p
 
 
-def _accumulated(total: PyTree, grads: PyTree) -> PyTree:
+def _accumulated(total: PyTree, grads: PyTree, counts: Array) -> PyTree:
     """Returns the sums; an overwritten leaf is its latest value, never a sum."""
 
     def add(path: Any, a: Any, b: Any) -> Any:
-        return b if is_overwritten(path) else a + b
+        return jnp.where(counts, b, a) if is_overwritten(path) else a + b
 
     return jax.tree_util.tree_map_with_path(add, total, grads)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpjax._errors import message, nearest
+from mpjax._foreign_names import PRIMITIVES
 
 
 class OpClass(enum.Enum):
@@ -276,12 +277,13 @@ def parse_rules(rules: str | Mapping[str, str] | None) -> tuple[dict[str, OpClas
 def _override(name: str, word: str) -> OpClass:
     if name not in OP_RULES and name not in ACTIVATIONS:
         known = (*OP_RULES, *sorted(ACTIVATIONS))
+        part = PRIMITIVES.get(name)
         close = ", ".join(map(repr, nearest(name, known))) or "'tanh', 'exp', 'dot_general'"
         raise ValueError(
             message(
                 "autocast(rules=)",
                 f"unknown primitive {name!r}.",
-                f"Nearest: {close}.",
+                f"It consists of others, such as {part!r}." if part else f"Nearest: {close}.",
                 "Type the name that jax.make_jaxpr prints; mpjax.explain lists them.",
             )
         )

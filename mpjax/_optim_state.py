@@ -1,5 +1,7 @@
 """The state of `with_loss_scale`, and what is read of it from outside: the scale, the flag."""
 
+import itertools
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,11 +12,18 @@ import optax
 
 from mpjax._dtypes import describe
 from mpjax._errors import NonFiniteError, message
-from mpjax._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from mpjax._loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    owned,
+)
 from mpjax._tree import leaf_paths
 from mpjax._typing import Array, PyTree
 
 DYNAMIC_FIELDS = tuple(DynamicLossScale.__slots__[1:])
+Adjustment = dict[str, Array] | LossScale | None
 
 
 class LossScaleState(NamedTuple):
@@ -24,7 +33,7 @@ class LossScaleState(NamedTuple):
     """
 
     loss_scale: Array  # f32[], 1 where there is none
-    adjustment: dict[str, Array] | None  # the other fields; {} static, None no scaling
+    adjustment: Adjustment  # the other fields; {} static, None no scaling; or one of your own
     grads_finite: Array  # bool[], whether the last step was taken
     skipped_steps: Array  # i32[], in all
     consecutive_skips: Array  # i32[], up to now
@@ -43,10 +52,13 @@ def current_loss_scale(opt_state: PyTree) -> LossScale:
       opt_state: an optimizer state, or any pytree with one inside (a train state).
 
     Returns:
-      The loss scale object, of the kind that `with_loss_scale` was given. No host sync.
+      The loss scale object, of the kind that `with_loss_scale` was given, marked as one with
+      which the optimizer unscales: `value_and_grad` leaves gradients taken with it scaled. The
+      mark is no leaf. No host sync.
 
     Raises:
-      ValueError: there is none, or there are several; the message names their paths.
+      ValueError: there is none, or there are several; or another transformation of a chain
+        stands before it, which would see scaled gradients. The message says where.
 
     Example:
       >>> tx = optax.chain(mpjax.with_loss_scale(optax.sgd(0.1), mpjax.StaticLossScale(8)))
@@ -55,7 +67,8 @@ def current_loss_scale(opt_state: PyTree) -> LossScale:
     """
     found = find_states(opt_state)
     if len(found) == 1:
-        return unpack(found[0][1])
+        refuse_before(opt_state, "current_loss_scale", is_optimizer=False)
+        return owned(unpack(found[0][1]))
     if not found:
         fix = "Wrap the optimizer: mpjax.with_loss_scale(tx, mpjax.DynamicLossScale())."
         got = f"the state holds no loss scale; got a {type(opt_state).__name__}."
@@ -120,7 +133,7 @@ def _as_state(x: Any) -> LossScaleState:
     # What has no leaves may be left out of a mapping.
     fields = x._asdict() if isinstance(x, LossScaleState) else {"adjustment": {}, **x}
     adjustment = fields["adjustment"]
-    if adjustment is not None:
+    if isinstance(adjustment, Mapping):
         adjustment = {name: _bare(adjustment[name]) for name in adjustment}
     scalars = {name: _bare(fields[name]) for name in _SCALARS}
     return LossScaleState(adjustment=adjustment, inner_state=fields.get("inner_state"), **scalars)
@@ -131,9 +144,58 @@ def _bare(x: Any) -> Any:
     return jax.tree.leaves(x)[0]
 
 
-def unpack(state: LossScaleState) -> NoOpLossScale | StaticLossScale | DynamicLossScale:
+def refuse_before(opt_state: PyTree, where: str, *, is_optimizer: bool) -> None:
+    """Raises ValueError where a chain has something before `with_loss_scale`.
+
+    Args:
+      opt_state: an optimizer's state, or anything that may hold one.
+      where: who refuses, for the message.
+      is_optimizer: whether it is the state of an optimizer for certain: then every tuple in it is
+        a chain, and every ordered dictionary a named one. Else what stands before must be a
+        state of optax or mpjax.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_state)
+    for path in (path for path, x in leaves if _is_state(x)):
+        node = opt_state
+        for key in path:
+            before = _before(node, key)
+            if before and (is_optimizer or all(map(_is_of_optax, before))):
+                kinds = ", ".join(type(x).__name__ for x in before)
+                got = f"with_loss_scale stands behind {len(before)} of its chain (state: {kinds}),"
+                got += " to which it leaves scaled gradients; clipping, say, would clip to nothing."
+                allowed = "Allowed: with_loss_scale around the chain, or first in it."
+                fix = "Move them inside: with_loss_scale(optax.chain(clip, adam), loss_scale)."
+                raise ValueError(message(where, got, allowed, fix))
+            node = _below(node, key)
+
+
+def _before(node: Any, key: Any) -> list[Any]:
+    """Returns the states of a chain, named or not, that stand before that of `key`."""
+    if type(node) is tuple and isinstance(key, jax.tree_util.SequenceKey):
+        return list(node[: key.idx])
+    if isinstance(node, OrderedDict) and isinstance(key, jax.tree_util.DictKey):
+        return [node[name] for name in itertools.takewhile(lambda name: name != key.key, node)]
+    return []
+
+
+def _below(node: Any, key: Any) -> Any:
+    if isinstance(key, jax.tree_util.GetAttrKey):
+        return getattr(node, key.name, None)
+    at = getattr(key, "idx", getattr(key, "key", None))
+    return node[at] if isinstance(node, (tuple, list, Mapping)) else None
+
+
+def _is_of_optax(x: Any) -> bool:
+    if type(x) is tuple:
+        return all(map(_is_of_optax, x))
+    return type(x).__module__.partition(".")[0] in ("optax", "mpjax")
+
+
+def unpack(state: LossScaleState) -> LossScale:
     if state.adjustment is None:
         return NoOpLossScale()
+    if not isinstance(state.adjustment, Mapping):
+        return state.adjustment
     missing = [name for name in DYNAMIC_FIELDS if name not in state.adjustment]
     if missing and state.adjustment:
         got = f"the loss scale in the state lacks {', '.join(map(repr, missing))}."

@@ -1,6 +1,7 @@
 """Policy: which dtype parameters, computation and outputs have, and every name for one."""
 
 import dataclasses
+import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast, overload
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from mpjax import _dtypes
 from mpjax._dtypes import POLICY_DTYPES, DType
 from mpjax._errors import message, nearest
+from mpjax._foreign_names import POLICIES
 from mpjax._tree import cast_tree
 from mpjax._typing import DTypeSpec
 
@@ -214,6 +216,14 @@ POLICY_NAMES: tuple[PolicyName, ...] = tuple(
     )
 )
 _BY_NAME = {row.name: row.policy for row in POLICY_NAMES}
+
+
+def _folded(name: str) -> str:
+    """Returns a name as it is looked up: BF16-Mixed, bf16_mixed and o1 are understood too."""
+    return name.lower().replace("_", "-")
+
+
+_BY_FOLDED = {_folded(name): policy for name, policy in _BY_NAME.items()}
 _KEYS = {"p": 0, "params": 0, "c": 1, "compute": 1, "o": 2, "output": 2}
 # Read while tracing and part of JAX's own cache key: another default is another program.
 _default = jax.make_user_context(None)
@@ -325,12 +335,12 @@ def _no_keras_policy(kind: str) -> str:
 def _parse(name: str) -> Policy:
     if "=" in name:
         return _parse_pairs(name)
-    if name == "bf16":
-        got = "'bf16' means two things: mixed for Lightning, all bfloat16 for jmp."
+    if name.lower() == "bf16":
+        got = f"{name!r} means two things: mixed for Lightning, all bfloat16 for jmp."
         fix = "Type 'bf16-mixed' (float32 parameters) or 'bfloat16' (bfloat16 throughout)."
         raise ValueError(message("get_policy", got, fix))
-    if name in _BY_NAME:
-        return _BY_NAME[name]
+    if _folded(name) in _BY_FOLDED:
+        return _BY_FOLDED[_folded(name)]
     if _dtypes.is_dtype_name(name):
         return Policy(name, name, name)
     dtype = _dtypes.existing_dtype(name)
@@ -357,8 +367,21 @@ def _parse_pairs(text: str) -> Policy:
     return Policy(param, compute, fields[2] or compute)
 
 
+_NO_EIGHT = "Accepted: 'bf16-mixed', '16-mixed'; 8-bit arrays keep their dtype under each."
+
+
 def _unknown(name: str) -> str:
-    close = nearest(name.replace("_", "-"), _BY_NAME, 1) or nearest(name, _BY_NAME, 1)
+    if _folded(name) in ("tf32", "tensorfloat32", "tf32x3"):
+        got = f"{name!r} is how float32 products are computed, and no dtype of a policy."
+        fix = "Type mpjax.autocast(fun, '32-true', dot_precision='tf32')."
+        return message("get_policy", got, fix)
+    if re.search(r"(fp|float|^f|int|^i|^)8", _folded(name)):
+        known = [row.name for row in POLICY_NAMES if "8" in row.name]
+        got = f"unknown policy {name!r}: 8 bits is a recipe of products, and no dtype of a policy."
+        fix = f"Accepted with 8 bits: {', '.join(map(repr, known))}." if known else _NO_EIGHT
+        return message("get_policy", got, fix)
+    meant = POLICIES.get(_folded(name))
+    close = [meant] if meant else nearest(_folded(name), _BY_NAME, 1) or nearest(name, _BY_NAME, 1)
     accepted = (
         "Accepted: 'bf16-mixed', '16-mixed', '32-true', 'mixed_bfloat16', 'O2', "
         "'p=f32,c=bf16,o=f32', or one dtype; `python -m mpjax names` lists all."

@@ -66,7 +66,9 @@ class PolicyMap:
         default: Any = None,
         rules: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
     ) -> None:
-        checked = tuple((_check(pattern), _single(policy)) for pattern, policy in _pairs(rules))
+        checked = tuple(
+            (_check(pattern), _of_rule(pattern, policy)) for pattern, policy in _pairs(rules)
+        )
         object.__setattr__(self, "_default", _single(default))
         object.__setattr__(self, "_rules", checked)
 
@@ -247,6 +249,14 @@ def _single(policy: Any) -> Policy:
     got = f"got a {type(policy).__name__} as a policy."
     fix = "Put its rules into this map; the first match wins."
     raise TypeError(message("PolicyMap", got, "Allowed: a Policy or a name of one.", fix))
+
+
+def _of_rule(pattern: Any, policy: Any) -> Policy:
+    if policy is not None:
+        return _single(policy)
+    got = f"rule {pattern!r} has no policy; got None."
+    fix = "Type '32-true' to keep what it matches in float32, or drop the rule."
+    raise ValueError(message("PolicyMap(rules)", got, "Allowed: whatever get_policy takes.", fix))
 
 
 def _check(pattern: object) -> str:

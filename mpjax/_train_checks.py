@@ -3,22 +3,88 @@
 from typing import Any
 
 import jax
+import jax.core
+import jax.numpy as jnp
 
 from mpjax._adopt import kind_of
+from mpjax._compat import axis_names
 from mpjax._dtypes import describe
 from mpjax._errors import message
-from mpjax._optim_state import find_states
+from mpjax._grad import get_loss_scale
+from mpjax._inputs import MODULES, check_transformation, described, is_transformation
+from mpjax._loss_scale import NoOpLossScale
+from mpjax._optim_state import find_states, refuse_before
 from mpjax._policy import Policy
 from mpjax._policy_map import PolicyMap
-from mpjax._tree import is_array, leaf_paths
+from mpjax._tree import first_difference, is_array, leaf_paths
 from mpjax._typing import PyTree
 
 
-def check_accumulate(accumulate: Any) -> None:
+def check_arguments(loss_fn: Any, tx: Any, policy: Any, options: dict[str, Any]) -> None:
+    """Refuses what `make_train_step` cannot work with, before anything is made of it."""
+    where = "make_train_step"
+    if is_transformation(loss_fn) or _is_policy(loss_fn):
+        got = f"got {described(loss_fn)} as the loss function."
+        allowed = "Allowed, in this order: make_train_step(loss_fn, tx, policy)."
+        fix = 'Swap them: make_train_step(loss_fn, optax.adam(1e-3), "bf16-mixed").'
+        raise TypeError(message(where, got, allowed, fix))
+    if not callable(loss_fn) or isinstance(loss_fn, type):
+        got = f"the loss function must be a function; got {described(loss_fn)}."
+        allowed = "Allowed: loss_fn(params, batch) -> loss, a floating scalar."
+        fix = "Type make_train_step(loss_fn, optax.adam(1e-3)), loss_fn without parentheses."
+        raise TypeError(message(where, got, allowed, fix))
+    if described(loss_fn) in MODULES:
+        got = f"got {described(loss_fn)} as the loss function."
+        fix = "Write one: def loss_fn(params, batch), which calls the model and returns a scalar."
+        raise TypeError(message(where, got, "Allowed: loss_fn(params, batch) -> loss.", fix))
+    check_transformation(tx, f"{where}(tx)")
+    if is_transformation(policy):
+        got = "got an optax transformation as the policy."
+        raise TypeError(message(where, got, 'Type make_train_step(loss_fn, tx, "bf16-mixed").'))
+    _check_accumulate(options["accumulate"])
+    for name in ("has_aux", "weighted", "donate"):
+        if not isinstance(options[name], bool):
+            got = f"must be True or False; got {described(options[name])}."
+            raise TypeError(message(f"{where}({name})", got, f"Type {name}=True, or leave it out."))
+    for name in axis_names(options["axis_name"]):
+        if not isinstance(name, str):
+            got = f"must be the name of an axis, or several; got {described(name)}."
+            fix = "Type axis_name='data', as it stands in the mesh; under plain jit leave it out."
+            raise TypeError(message(f"{where}(axis_name)", got, fix))
+
+
+def _is_policy(x: Any) -> bool:
+    return isinstance(x, (str, Policy, PolicyMap))
+
+
+def _check_accumulate(accumulate: Any) -> None:
     is_count = isinstance(accumulate, int) and not isinstance(accumulate, bool)
     if not (is_count and accumulate >= 1):
         got = f"must be a whole number of at least 1; got {accumulate!r}."
         raise ValueError(message("make_train_step(accumulate)", got, "Type, for example, 4."))
+
+
+def check_scale_fits(tx_state: PyTree, loss_scale: Any, policy: Policy | PolicyMap) -> None:
+    """Refuses an optimizer whose own wrapper does not go with the rest of the arguments.
+
+    Args:
+      tx_state: what the given optimizer starts from; it holds a loss scale.
+      loss_scale: what was given beside it.
+      policy: the step's.
+    """
+    if loss_scale is not None:
+        got = "got a loss_scale, and an optimizer that holds one already."
+        fix = "Drop loss_scale=, or the with_loss_scale around the optimizer."
+        raise ValueError(message("make_train_step", got, fix))
+    refuse_before(tx_state, "make_train_step", is_optimizer=True)
+    wanted = get_loss_scale(policy)
+    found = [state for _, state in find_states(tx_state)]
+    if not isinstance(wanted, NoOpLossScale) and all(x.adjustment is None for x in found):
+        got = f"{policy} computes in float16, and with_loss_scale(tx) was given no loss scale: "
+        got += "gradients below 2**-24 would vanish."
+        fix = "Type with_loss_scale(tx, mpjax.DynamicLossScale()), or give tx unwrapped;"
+        fix += " without scaling: make_train_step(loss_fn, tx, loss_scale=mpjax.NoOpLossScale())."
+        raise ValueError(message("make_train_step", got, fix))
 
 
 def check_own(
@@ -43,6 +109,40 @@ def check_own(
     if theirs and kinds[0] != kinds[1]:
         got = f"the state has {kinds[1][0]} loss scale, and this step {kinds[0][0]} loss scale."
         raise ValueError(message("train step", got, fix))
+    if jax.tree.structure(fresh) != jax.tree.structure(opt_state):
+        pair = ("this step's optimizer state", fresh), ("the one that was given", opt_state)
+        lines = ("It is of another optimizer or model.", "Start with step.init(params).")
+        raise ValueError(first_difference("train step", *pair, lines))
+
+
+def check_extra_state(new: PyTree, old: PyTree) -> None:
+    """Refuses, while tracing, extra state that does not come back as it went in."""
+    where = "make_train_step: the extra state"
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        pair = ("what the loss function returned", new), ("what it was given", old)
+        fix = "Return all of it, under the same keys; what is new goes into step.init(params, ...)."
+        raise ValueError(first_difference(where, *pair, (fix,)))
+    for path, a, b in zip(leaf_paths(old), *map(jax.tree.leaves, (new, old)), strict=True):
+        if is_array(b) and jnp.shape(a) != jnp.shape(b):
+            got = f"{path!r} was {describe(b)}; the loss function returned {describe(a)}."
+            raise ValueError(message(where, got, "Return it in the shape in which it came."))
+
+
+def checked_call(call: Any, state: PyTree, batch: PyTree) -> Any:
+    """Returns `call(state, batch)`; says what to do about a state that was donated before."""
+    try:
+        return call(state, batch)
+    except (RuntimeError, ValueError) as error:
+        if "deleted" not in str(error) or not any(map(_is_deleted, jax.tree.leaves(state))):
+            raise
+        got = "the state that it was given has been donated to an earlier step, and is gone."
+        allowed = "Allowed: the state that the last step returned."
+        fix = "Type state, metrics = step(state, batch); to keep old ones: donate=False."
+        raise ValueError(message("train step", got, allowed, fix)) from None
+
+
+def _is_deleted(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
 
 
 def pair(out: Any, wanted: str) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from flax import nnx
 from mpjax._adopt import adopted
 from mpjax._autocast import nnx_names
 from mpjax._errors import message
-from mpjax._grad import as_loss_scale, differentiated, name_of
+from mpjax._grad import as_loss_scale, differentiated, name_of, whether_to_unscale
 from mpjax._loss_scale import LossScale
 from mpjax._module_dtypes import AS_WRITTEN, ModuleTable, as_checked_policy, row_of, warn_of
 from mpjax._nnx_modules import mark_of, modules_of, parameters_of, path_text, set_dtypes
@@ -184,7 +184,7 @@ def value_and_grad(
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
     loss_scale: LossScale | float | None,
-    unscale: bool = True,
+    unscale: bool | None = None,
     **options: Any,
 ) -> Callable[..., tuple[Any, PyTree]]:
     """Returns a function that gives the value of `f` and its gradients, scaled on the way.
@@ -199,7 +199,8 @@ def value_and_grad(
       has_aux: whether `f` returns a pair, of which the second is passed through.
       loss_scale: a loss scale, traced or not; a number for a static one; None for none.
         `mpjax.current_loss_scale(optimizer)` finds that of an `nnx.Optimizer`.
-      unscale: False leaves the gradients scaled, as `with_loss_scale` takes them.
+      unscale: None for what fits: with the scale of `current_loss_scale(optimizer)` gradients
+        stay scaled, as the optimizer unscales them; all others come unscaled.
       **options: whatever else `nnx.value_and_grad` takes.
 
     Returns:
@@ -208,6 +209,7 @@ def value_and_grad(
 
     Raises:
       TypeError: the loss is no floating scalar, or `loss_scale` is none of the allowed.
+      ValueError: `unscale` would leave gradients scaled, or unscale them twice.
 
     Dtypes:
       The value keeps its dtype; real gradients of up to 32 bits are float32. Variables of the
@@ -233,6 +235,7 @@ def value_and_grad(
       https://arxiv.org/abs/1710.03740
     """
     scale = as_loss_scale(loss_scale, "value_and_grad(loss_scale)")
+    unscale = whether_to_unscale(scale, unscale, "value_and_grad(unscale)")
     structures: list[Any] = []
 
     def transform(fun: Any, *, has_aux: bool) -> Any:
@@ -272,7 +275,7 @@ def grad(
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
     loss_scale: LossScale | float | None,
-    unscale: bool = True,
+    unscale: bool | None = None,
     **options: Any,
 ) -> Callable[..., PyTree]:
     """Returns a function that gives the gradients of `f`; see `value_and_grad`.
@@ -350,9 +353,8 @@ def undo_skipped(optimizer: nnx.Optimizer[Any], *nodes: Any) -> Generator[None]:
       >>> @nnx.jit
       ... def step(model, optimizer, x):
       ...     scale = mpjax.current_loss_scale(optimizer)
-      ...     differentiate = mpjax.nnx.grad(
-      ...         lambda model: jnp.mean(model(x) ** 2), loss_scale=scale, unscale=False
-      ...     )
+      ...     loss_fn = lambda model: jnp.mean(model(x) ** 2)
+      ...     differentiate = mpjax.nnx.grad(loss_fn, loss_scale=scale)
       ...     with mpjax.nnx.undo_skipped(optimizer, model):
       ...         optimizer.update(model, differentiate(model))
       >>> step(model, optimizer, jnp.array([[1.0, jnp.nan], [0.0, 1.0]]))

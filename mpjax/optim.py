@@ -14,14 +14,18 @@ import numpy as np
 import optax
 
 from mpjax._adopt import adopt_state
+from mpjax._dtypes import FLOAT32
 from mpjax._errors import message
+from mpjax._foreign_names import LOSS_SCALE, STEP, names_keywords
 from mpjax._grad import as_loss_scale
+from mpjax._inputs import check_transformation, refuse_not_finite
 from mpjax._loss_scale import (
     DynamicLossScale,
     LossScale,
     NoOpLossScale,
     StaticLossScale,
     unscale_once_read,
+    without_owner,
 )
 from mpjax._low_precision.master import MasterWeightsState, with_master_weights
 from mpjax._optim_state import (
@@ -62,19 +66,20 @@ def __dir__() -> list[str]:
     return __all__
 
 
+@names_keywords(STEP | LOSS_SCALE)
 def with_loss_scale(
     inner: optax.GradientTransformation,
     loss_scale: LossScale | float | None = None,
     *,
-    max_consecutive_skips: int | None = None,
+    max_consecutive_skips: int | None = 50,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `inner` for scaled gradients, skipping the steps in which one is not finite.
 
-    `update` takes *scaled* gradients (`value_and_grad(..., unscale=False)`), divides them by the
-    loss scale in float32, and hands them to `inner`. Where any is inf or NaN, `inner`'s state
-    stays as it was, bit for bit, and the update is -0.0, which leaves every parameter as it is,
-    also one that is -0.0. Then the loss scale is adjusted.
+    `update` takes *scaled* gradients, as `value_and_grad` gives them with the loss scale of
+    `current_loss_scale(opt_state)`, divides them by it in float32, and hands them to `inner`.
+    Where any is inf or NaN, `inner`'s state stays as it was, bit for bit, and the update is -0.0,
+    which leaves every parameter as it is, also one that is -0.0. Then the loss scale is adjusted.
 
     Clipping goes inside, where gradients are unscaled: `with_loss_scale(optax.chain(
     optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))`. So does what accumulates or filters
@@ -82,9 +87,12 @@ def with_loss_scale(
 
     Args:
       inner: any optax transformation.
-      loss_scale: a loss scale; a number for a static one; None for none: then it only skips.
-      max_consecutive_skips: at that many skips in a row `diverged` becomes true and stays so;
-        None for never. Non-finite gradients are never applied, whatever the number.
+      loss_scale: a loss scale, your own class included, which a checkpoint then has to know
+        (Flax's msgpack does not); a number for a static one; None for none: then it only skips.
+      max_consecutive_skips: at that many skips in a row `diverged` becomes true and stays so,
+        for `raise_if_diverged` to find; None for never. Non-finite gradients are never applied,
+        whatever the number. A scale of 2²⁴ has been halved to 1 after 24 skips: who has seen 50
+        in a row sees no overflow of scaled gradients.
       axis_name: axis, or axes, over which to agree whether to skip. Averaging gradients is the
         caller's business; under plain `jit` with shardings nothing is needed.
 
@@ -93,8 +101,9 @@ def with_loss_scale(
       among them is taken as scaled, `value` and `value_fn` as true.
 
     Raises:
-      TypeError: `loss_scale` is no loss scale.
-      ValueError: `max_consecutive_skips` is less than 1; in `update`, the gradients' tree is not
+      TypeError: `inner` is no optax transformation, or `loss_scale` no loss scale.
+      ValueError: `max_consecutive_skips` is less than 1; in `init`, a parameter is inf or NaN, or
+        `inner` holds a loss scale already; in `update`, the gradients' tree is not
         the parameters', or the state is of another transformation.
 
     Dtypes:
@@ -114,6 +123,7 @@ def with_loss_scale(
     References:
       optax, `apply_if_finite`; PyTorch, `GradScaler`
     """
+    check_transformation(inner, "with_loss_scale(inner)")
     _check_skips(max_consecutive_skips)
     start = as_loss_scale(loss_scale, "with_loss_scale(loss_scale)")
     scaled = _LossScaled(inner, start, max_consecutive_skips, axis_name)
@@ -157,6 +167,12 @@ class _LossScaled:
         self._axis_name = axis_name
 
     def init(self, params: PyTree) -> PyTree:
+        refuse_not_finite(params, "with_loss_scale.init")
+        inner_state = self._inner.init(_without_overwritten(params))
+        if find_states(inner_state):
+            got = "what it wraps holds a loss scale already: gradients would be unscaled twice."
+            fix = "Drop one of the two; make_train_step wraps only what is not wrapped."
+            raise ValueError(message("with_loss_scale", got, "Allowed: one, around all.", fix))
         return LossScaleState(
             # New arrays each time: a donated state must not take the caller's with it.
             loss_scale=jnp.array(self._scalar),
@@ -166,7 +182,7 @@ class _LossScaled:
             consecutive_skips=jnp.zeros((), jnp.int32),
             diverged=jnp.array(False),
             leaf_finite=jnp.ones((len(jax.tree.leaves(gradient_params(params))),), jnp.bool_),
-            inner_state=jax.tree.map(_strong, self._inner.init(_without_overwritten(params))),
+            inner_state=jax.tree.map(_strong, inner_state),
         )
 
     def update(
@@ -187,11 +203,11 @@ class _LossScaled:
         )
         steps = jax.tree.map(lambda u: _or_nothing(finite, u), steps)
         steps = _with_overwritten(finite, steps, grads, params)
-        scalar, adjustment = _fields(scale.adjust(finite))
+        scalar, adjustment = _fields(_adjusted(scale, finite))
         skips = jnp.where(finite, 0, state.consecutive_skips + 1)
         limit = self._limit
         return steps, LossScaleState(
-            loss_scale=state.loss_scale if scalar is None else scalar,
+            loss_scale=state.loss_scale if scalar is None else jnp.asarray(scalar, FLOAT32),
             adjustment=adjustment,
             grads_finite=finite,
             skipped_steps=state.skipped_steps + (~finite).astype(jnp.int32),
@@ -202,24 +218,40 @@ class _LossScaled:
         )
 
 
-def _fields(scale: LossScale) -> tuple[Any, dict[str, Any] | None]:
-    """Returns a loss scale as its scalar and its other fields: None and None for a no-op."""
+def _fields(scale: LossScale) -> tuple[Any, Any]:
+    """Returns a loss scale as its scalar and its other fields: None and None for a no-op.
+
+    One of the user's own class has fields that only it knows: it is its own other fields.
+    """
+    scale = without_owner(scale)
     if isinstance(scale, NoOpLossScale):
         return None, None
     if isinstance(scale, StaticLossScale):
         return scale.loss_scale, {}
     if isinstance(scale, DynamicLossScale):
         return scale.loss_scale, {name: getattr(scale, name) for name in DYNAMIC_FIELDS}
-    got = f"got a {type(scale).__name__}, whose fields have no place in the optimizer's state."
-    fix = "Use NoOpLossScale, StaticLossScale or DynamicLossScale."
-    raise TypeError(message("with_loss_scale(loss_scale)", got, fix))
+    return scale.loss_scale, scale
 
 
-def _pack(scale: LossScale) -> tuple[Any, dict[str, Any] | None]:
+def _pack(scale: LossScale) -> tuple[Any, Any]:
     """Returns the fields to start from, on the host: a closure must not hold device memory."""
     scalar, adjustment = _fields(scale)
-    scalar = np.float32(1) if scalar is None else _on_host(scalar)
+    scalar = np.float32(1) if scalar is None else _on_host(jnp.asarray(scalar, FLOAT32))
     return scalar, jax.tree.map(_on_host, adjustment)
+
+
+def _adjusted(scale: LossScale, finite: Array) -> LossScale:
+    """Returns the next loss scale; one of the user's own class is to keep its form."""
+    new = scale.adjust(finite)
+    forms = [
+        (jax.tree.structure(x), [jnp.result_type(leaf) for leaf in jax.tree.leaves(x)])
+        for x in (scale, new)
+    ]
+    if forms[0] == forms[1]:
+        return new
+    got = "what it returns differs from the loss scale itself in structure or dtypes."
+    fix = "Return an object of the same class, its arrays in the same dtypes."
+    raise ValueError(message(f"{type(scale).__name__}.adjust", got, fix))
 
 
 def _on_host(x: Array) -> Any:

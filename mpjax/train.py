@@ -13,15 +13,24 @@ from mpjax._adopt import adopted
 from mpjax._autocast.api import as_typed
 from mpjax._dtypes import FLOAT32
 from mpjax._errors import message
+from mpjax._foreign_names import STEP, names_keywords
 from mpjax._grad import get_loss_scale, localised, mean, name_of, value_and_grad
 from mpjax._hardware import check_policy
+from mpjax._inputs import check_params
 from mpjax._loss_scale import LossScale
-from mpjax._microbatches import over_parts
+from mpjax._microbatches import divided, over_parts, weighed
 from mpjax._policy import Policy, get_policy
 from mpjax._policy_map import PolicyMap
 from mpjax._skip import select_like
 from mpjax._summary import describe_state, describe_step, grad_norm
-from mpjax._train_checks import check_accumulate, check_own, pair
+from mpjax._train_checks import (
+    check_arguments,
+    check_extra_state,
+    check_own,
+    check_scale_fits,
+    checked_call,
+    pair,
+)
 from mpjax._tree import is_array
 from mpjax._typing import Array, AxisName, PyTree
 from mpjax.numerics import Report
@@ -70,6 +79,7 @@ class TrainStep:
         loss_scale: LossScale | float | None,
         has_aux: bool,
         accumulate: int,
+        weighted: bool,
         max_consecutive_skips: int | None,
         axis_name: AxisName,
         donate: bool,
@@ -81,6 +91,7 @@ class TrainStep:
         self._given_loss_scale = loss_scale
         self._has_aux = has_aux
         self._accumulate = accumulate
+        self._weighted = weighted
         self._axis_name = axis_name
         self._wrapped_tx = with_loss_scale(
             tx,
@@ -110,6 +121,7 @@ class TrainStep:
         Dtypes:
           Parameters in the policy's `param_dtype`; `extra_state` as it is.
         """
+        check_params(params, "step.init")
         check_policy(self.policy, where="make_train_step", stacklevel=3)
         params = jax.tree.map(_copied, self._cast_to_param(params))
         extra_state = jax.tree.map(_copied, extra_state)
@@ -144,7 +156,7 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         """Returns the next state and the metrics of this step; `state` is donated."""
-        return self._jitted(_checked(state), batch)
+        return checked_call(self._jitted, _checked(state), batch)
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Returns the step lowered for these arguments (or specs of them), ahead of time."""
@@ -197,13 +209,16 @@ class TrainStep:
 
     def _tx(self, params: PyTree) -> optax.GradientTransformation:
         """Returns the optimizer, wrapped unless its user has wrapped it."""
-        if not find_states(jax.eval_shape(self._given_tx.init, params)):
-            return self._wrapped_tx
-        if self._given_loss_scale is not None:
-            got = "got a loss_scale, and an optimizer that holds one already."
-            fix = "Drop loss_scale=, or the with_loss_scale around the optimizer."
-            raise ValueError(message("make_train_step", got, fix))
-        return self._given_tx
+        found: list[Any] = []
+
+        def look(params: PyTree) -> None:
+            opt_state = self._given_tx.init(params)
+            found.extend(path for path, _ in find_states(opt_state))
+            if found:
+                check_scale_fits(opt_state, self._given_loss_scale, self.policy)
+
+        jax.eval_shape(look, params)
+        return self._given_tx if found else self._wrapped_tx
 
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         tx = optax.with_extra_args_support(self._tx(state.params))
@@ -212,6 +227,7 @@ class TrainStep:
         check_own(self.policy, state.params, wanted, state.opt_state, fresh)
         loss_scale = current_loss_scale(state.opt_state)
         loss, extra_state, aux, grads = self._differentiate(loss_scale, state, batch)
+        check_extra_state(extra_state, state.extra_state)
         extra = {"value": loss, "grad": grads, "value_fn": self._value_fn(state, batch)}
         updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
         scaling = find_states(opt_state)[0][1]
@@ -244,37 +260,50 @@ class TrainStep:
 
     def _differentiate(self, loss_scale: LossScale, state: TrainState, batch: PyTree) -> Any:
         """Returns the mean loss, the new extra state, aux, and mean, still scaled gradients."""
-        differentiate = value_and_grad(
-            self._scalar_loss, has_aux=True, loss_scale=loss_scale, unscale=False
-        )
+
+        @functools.wraps(self._loss_fn, updated=())
+        def loss_fn(*args: Any) -> Any:
+            return self._scalar_loss(*args)
+
+        differentiate = value_and_grad(loss_fn, has_aux=True, loss_scale=loss_scale)
         # Averaged here, after accumulation, and not by value_and_grad in each micro-batch.
         params = localised((state.params,), 0, self._axis_name)[0]
         if self._accumulate == 1:
-            (loss, (extra_state, aux)), grads = differentiate(params, state.extra_state, batch)
+            out, grads = differentiate(params, state.extra_state, batch)
+            loss, (weight, extra_state, aux) = out
+            loss = loss.astype(FLOAT32)
+            if weight is not None:
+                loss, grads = weighed(weight, loss), weighed(weight, grads)
         else:
-            loss, extra_state, aux, grads = over_parts(
+            loss, weight, extra_state, aux, grads = over_parts(
                 differentiate, params, state.extra_state, batch, self._accumulate
             )
-        loss = loss.astype(FLOAT32)
         if self._axis_name is not None:
-            loss, grads = mean(loss, self._axis_name), mean(grads, self._axis_name)
+            loss, weight, grads = (mean(x, self._axis_name) for x in (loss, weight, grads))
+        if weight is not None:
+            loss, grads = divided(weight, loss), divided(weight, grads)
         return loss, extra_state, aux, grads
 
     def _scalar_loss(self, params: PyTree, extra_state: PyTree, batch: PyTree) -> Any:
-        """Runs the loss function under the policy; returns `loss, (extra_state, aux)`."""
+        """Runs the loss function under the policy; returns `loss, (weight, extra_state, aux)`."""
         guarded = extra_state is not None
+        loss = "(loss, weight)" if self._weighted else "loss"
         out = self._run(params, *((extra_state,) if guarded else ()), batch)
-        aux = None
+        weight = aux = None
         if guarded and self._has_aux:
-            out, rest = pair(out, "(loss, (new_extra_state, aux))")
-            extra_state, aux = pair(rest, "(loss, (new_extra_state, aux))")
+            out, rest = pair(out, f"({loss}, (new_extra_state, aux))")
+            extra_state, aux = pair(rest, f"({loss}, (new_extra_state, aux))")
         elif guarded:
-            out, extra_state = pair(out, "(loss, new_extra_state)")
+            out, extra_state = pair(out, f"({loss}, new_extra_state)")
         elif self._has_aux:
-            out, aux = pair(out, "(loss, aux)")
-        return out, (extra_state, aux)
+            out, aux = pair(out, f"({loss}, aux)")
+        if self._weighted:
+            out, weight = pair(out, "(loss, weight), with weighted=True,")
+            weight = jax.lax.stop_gradient(jnp.asarray(weight).astype(FLOAT32))
+        return out, (weight, extra_state, aux)
 
 
+@names_keywords(STEP)
 def make_train_step(
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
@@ -283,7 +312,8 @@ def make_train_step(
     loss_scale: LossScale | float | None = None,
     has_aux: bool = False,
     accumulate: int = 1,
-    max_consecutive_skips: int | None = None,
+    weighted: bool = False,
+    max_consecutive_skips: int | None = 50,
     axis_name: AxisName = None,
     donate: bool = True,
 ) -> TrainStep:
@@ -308,7 +338,13 @@ def make_train_step(
       has_aux: whether `loss_fn` returns something to report besides.
       accumulate: micro-batches in a step. Batch leaves are split along their first axis,
         scalars are repeated and a scalar PRNG key is folded with the micro-batch's index. `aux`
-        comes back stacked. A non-finite micro-batch skips the whole step.
+        comes back stacked. A non-finite micro-batch skips the whole step. The loss is the mean of
+        the micro-batches' losses: where each of those is a mean over as many as its mask leaves,
+        that is another loss than the whole batch's, unless `weighted`.
+      weighted: whether the loss stands with its weight, `(loss, weight)` in its place: how many
+        (tokens, rows) it is a mean over, as it counts in the mean over micro-batches and over
+        `axis_name`. What weighs 0 is left out, also where its loss is NaN; a step in which nothing
+        weighs anything is skipped.
       max_consecutive_skips: as in `with_loss_scale`; see `raise_if_diverged`.
       axis_name: axis, or axes, of `shard_map` or `pmap` around the step, over which the loss
         and the gradients are averaged. With plain shardings nothing is needed.
@@ -344,17 +380,17 @@ def make_train_step(
     References:
       Micikevicius et al., Mixed Precision Training, 2018, https://arxiv.org/abs/1710.03740
     """
-    check_accumulate(accumulate)
+    options = {
+        "has_aux": has_aux,
+        "accumulate": accumulate,
+        "weighted": weighted,
+        "axis_name": axis_name,
+        "donate": donate,
+    }
+    check_arguments(loss_fn, tx, policy, options)
+    skips = max_consecutive_skips
     return TrainStep(
-        loss_fn,
-        tx,
-        policy,
-        loss_scale=loss_scale,
-        has_aux=has_aux,
-        accumulate=accumulate,
-        max_consecutive_skips=max_consecutive_skips,
-        axis_name=axis_name,
-        donate=donate,
+        loss_fn, tx, policy, loss_scale=loss_scale, max_consecutive_skips=skips, **options
     )
 
 

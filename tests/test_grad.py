@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpjax
+from mpjax._grad import as_loss_scale
+from mpjax._loss_scale import owned
 
 SCALE = 2.0**10
 STATIC = mpjax.StaticLossScale(SCALE)
@@ -159,6 +161,7 @@ def test_law_05_cotangent_fits_a_float16_loss(exponent, unscale, policy):
     def loss(w):
         return clip_cotangent(w.astype(jnp.float16))
 
+    scale = scale if unscale else owned(scale)
     transform = functools.partial(mpjax.grad, loss_scale=scale, unscale=unscale, policy=policy)
     grads = transform(loss)(jnp.float32(1))
     assert float(grads) == (1.0 if unscale else 2.0**exponent)
@@ -217,9 +220,8 @@ def test_law_05_reported_loss_is_true_on_growth_and_overflow_steps():
 @pytest.mark.parametrize("unscale", [True, False])
 def test_law_05_gradients_are_float32(dtype, loss_scale, unscale):
     params = {"w": jnp.ones(2, dtype)}
-    grads = mpjax.grad(
-        lambda p: p["w"].astype(jnp.float32).sum(), loss_scale=loss_scale, unscale=unscale
-    )(params)
+    loss_scale = loss_scale if unscale else owned(as_loss_scale(loss_scale, ""))
+    grads = mpjax.grad(lambda p: p["w"].astype(jnp.float32).sum(), loss_scale=loss_scale)(params)
     assert grads["w"].dtype == jnp.float32
 
 
@@ -275,17 +277,22 @@ def test_law_06_float16_overflow_is_reported(unscale):
     def loss(w):
         return (w.astype(jnp.float16) * jnp.float16(6e4)).astype(jnp.float32)
 
-    grads = mpjax.grad(loss, loss_scale=2.0**15, unscale=unscale)(jnp.float32(1))
+    scale = mpjax.StaticLossScale(2.0**15)
+    grads = mpjax.grad(loss, loss_scale=scale if unscale else owned(scale))(jnp.float32(1))
     assert not mpjax.all_finite(grads)
 
 
 @pytest.mark.parametrize("loss_scale", [8, STATIC, mpjax.DynamicLossScale(8)], ids=repr)
 def test_scaled_gradients_are_those_that_the_optimizer_wrapper_takes(loss_scale):
-    fun = functools.partial(mpjax.value_and_grad, quadratic, loss_scale=loss_scale)
+    state = mpjax.with_loss_scale(optax.sgd(1.0), loss_scale).init(jnp.float32(3))
+    fun = functools.partial(
+        mpjax.value_and_grad, quadratic, loss_scale=mpjax.current_loss_scale(state)
+    )
     args = jnp.float32(3), jnp.ones(4)
-    value, scaled = fun(unscale=False)(*args)
-    factor = float(getattr(loss_scale, "loss_scale", loss_scale))
-    assert (float(value), float(scaled)) == (9.0, 6 * factor)
+    for unscale in (None, False):
+        value, scaled = fun(unscale=unscale)(*args)
+        factor = float(getattr(loss_scale, "loss_scale", loss_scale))
+        assert (float(value), float(scaled)) == (9.0, 6 * factor)
 
 
 # -- overwritten collections -----------------------------------------------------------------------
@@ -634,9 +641,10 @@ def test_number_that_is_no_loss_scale(value):
 @pytest.mark.parametrize("make", [float, np.float32, jnp.float32, jnp.asarray])
 def test_any_scalar_is_a_static_scale(make):
     args = jnp.float32(3), jnp.ones(4)
-    assert float(mpjax.grad(quadratic, loss_scale=make(8.0), unscale=False)(*args)) == 48
-    traced = jax.jit(lambda s: mpjax.grad(quadratic, loss_scale=s, unscale=False)(*args))
-    assert float(traced(make(8.0))) == 48
+    assert float(as_loss_scale(make(8.0), "").scale(jnp.float32(6))) == 48
+    assert float(mpjax.grad(quadratic, loss_scale=make(8.0))(*args)) == 6
+    traced = jax.jit(lambda s: mpjax.grad(quadratic, loss_scale=s)(*args))
+    assert float(traced(make(8.0))) == 6
 
 
 def test_first_argument_must_be_a_function():

@@ -12,13 +12,13 @@ PACKAGE = Path(__file__).parent.parent / "mpjax"
 # One row a layer; each file or folder stands in one. A file imports only from rows above its own.
 LAYERS = (
     ("_compat", "_errors", "_shown", "_typing"),
-    ("_dtypes",),
-    ("_tree",),
+    ("_dtypes", "_foreign_names"),
+    ("_tree", "_loss_scale_checks"),
     ("_policy", "_loss_scale", "_hardware", "_op_rules", "_spelling"),
     ("_policy_map", "_grad", "_autocast", "_support", "_skip"),
     ("_optim_state", "_module_dtypes", "_microbatches"),
     ("_low_precision",),
-    ("_adopt", "_linen_modules", "_nnx_modules", "_summary"),
+    ("_adopt", "_inputs", "_linen_modules", "_nnx_modules", "_summary"),
     ("optim", "_train_checks", "numerics", "testing", "linen", "nnx"),
     ("train", "pods", "experimental", "_doctor"),
     ("__init__",),
@@ -32,6 +32,7 @@ ONLY_IN = {
     "flax": {"_linen_modules", "_nnx_modules", "linen", "nnx"},
     "optax": {
         "_adopt",
+        "_inputs",
         "_low_precision",
         "_optim_state",
         "_summary",

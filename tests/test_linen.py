@@ -622,7 +622,7 @@ def normed_step(policy: str) -> tuple[NormedState, Any]:
             return jnp.mean(out**2), new["batch_stats"]
 
         scale = mpjax.current_loss_scale(state.opt_state)
-        differentiate = mpjax.value_and_grad(loss_fn, has_aux=True, loss_scale=scale, unscale=False)
+        differentiate = mpjax.value_and_grad(loss_fn, has_aux=True, loss_scale=scale)
         (_, stats), grads = differentiate(state.params)
         ema = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p + 0 * x.sum(), state.ema, state.params)
         return mpjax.linen.apply_gradients(state, grads=grads, batch_stats=stats, ema=ema)
@@ -763,7 +763,7 @@ def test_float8_scales_are_what_their_gradient_says_in_a_train_state(op: str, po
     @jax.jit
     def step(state: TrainState, x: jax.Array) -> TrainState:
         scale = mpjax.current_loss_scale(state.opt_state)
-        grads = mpjax.grad(loss, loss_scale=scale, unscale=False)(state.params, x)
+        grads = mpjax.grad(loss, loss_scale=scale)(state.params, x)
         return mpjax.linen.apply_gradients(state, grads=grads)
 
     for _ in range(3):

@@ -15,6 +15,7 @@ from flax import nnx
 import mpjax
 import mpjax.linen
 import mpjax.nnx
+from mpjax._loss_scale import owned
 
 pytestmark = [
     pytest.mark.standard_promotion("nnx promotes its own masks and counts implicitly"),
@@ -290,7 +291,9 @@ def stateful() -> nnx.Sequential:
 def test_gradients_are_those_of_nnx_scaled_and_unscaled_by_powers_of_two(unscale: bool):
     model, other = stateful(), stateful()
     want_loss, want = nnx.jit(nnx.value_and_grad(mean_square))(other, ROWS)
-    differentiate = mpjax.nnx.value_and_grad(mean_square, loss_scale=2.0**8, unscale=unscale)
+    scale = mpjax.StaticLossScale(2.0**8)
+    scale = scale if unscale else owned(scale)
+    differentiate = mpjax.nnx.value_and_grad(mean_square, loss_scale=scale, unscale=unscale)
     loss, grads = nnx.jit(differentiate)(model, ROWS)
     assert bits(loss) == bits(want_loss)
     factor = 1.0 if unscale else 2.0**8
@@ -369,7 +372,7 @@ class Ema(nnx.Module):
 @nnx.jit
 def train(model: Network, optimizer: Any, ema: Ema, x: jax.Array) -> jax.Array:
     scale = mpjax.current_loss_scale(optimizer)
-    differentiate = mpjax.nnx.value_and_grad(mean_square, loss_scale=scale, unscale=False)
+    differentiate = mpjax.nnx.value_and_grad(mean_square, loss_scale=scale)
     with mpjax.nnx.undo_skipped(optimizer, model, ema):
         loss, grads = differentiate(model, x)
         optimizer.update(model, grads)
@@ -406,7 +409,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(policy: str):
 
 def guarded_step(model: Any, optimizer: Any, x: jax.Array, axis_name: str | None = None) -> Any:
     scale = mpjax.current_loss_scale(optimizer)
-    differentiate = mpjax.nnx.value_and_grad(mean_square, loss_scale=scale, unscale=False)
+    differentiate = mpjax.nnx.value_and_grad(mean_square, loss_scale=scale)
     with mpjax.nnx.undo_skipped(optimizer, model):
         loss, grads = differentiate(model, x)
         if axis_name is not None:
@@ -580,7 +583,7 @@ def test_float8_scales_of_a_bridged_model_are_what_their_gradient_says(scale: fl
     @nnx.jit
     def step(model: Any, optimizer: Any, x: jax.Array) -> None:
         chosen = mpjax.current_loss_scale(optimizer)
-        differentiate = mpjax.nnx.grad(mean_square, argnums=both, loss_scale=chosen, unscale=False)
+        differentiate = mpjax.nnx.grad(mean_square, argnums=both, loss_scale=chosen)
         with mpjax.nnx.undo_skipped(optimizer, model):
             grads = differentiate(model, x)
             optimizer.update(model, grads)
@@ -674,7 +677,7 @@ def test_variables_of_a_layer_keep_their_dtypes_across_a_step(name: str):
 
             with mpjax.nnx.undo_skipped(optimizer, model):
                 scale = mpjax.current_loss_scale(optimizer)
-                grads = mpjax.nnx.grad(loss, loss_scale=scale, unscale=False)(model)
+                grads = mpjax.nnx.grad(loss, loss_scale=scale)(model)
                 optimizer.update(model, grads)
             return nnx.state((model, optimizer))
 

@@ -166,7 +166,7 @@ def test_under_scan_and_remat_with_a_loss_scale_all_shards_agree(mesh: Mesh, che
 
     def step(w: Any, state: Any, x: Any) -> Any:
         scale = mpjax.current_loss_scale(state)
-        value, grads = mpjax.value_and_grad(loss, loss_scale=scale, unscale=False)(w, x)
+        value, grads = mpjax.value_and_grad(loss, loss_scale=scale)(w, x)
         updates, state = tx.update(grads, state, w)
         return optax.apply_updates(w, updates), state, jax.lax.pmean(value, ("data", "fsdp"))
 

@@ -34,7 +34,7 @@ def wrapped(loss: Any, tx: Any, policy: str, loss_scale: Any, params: Any) -> tu
 
     def step(state: Any, batch: Any) -> Any:
         scale = mpjax.current_loss_scale(state[1])
-        value_and_grad = mpjax.value_and_grad(loss, loss_scale=scale, unscale=False)
+        value_and_grad = mpjax.value_and_grad(loss, loss_scale=scale)
         value, grads = value_and_grad(state[0], batch)
         updates, opt_state = tx.update(grads, state[1], state[0])
         return (optax.apply_updates(state[0], updates), opt_state), value

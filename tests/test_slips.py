@@ -1,0 +1,297 @@
+"""Slips that would stop learning with no error: scaled twice, averaged wrongly, never looked at."""
+
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _helpers import Traced, assert_same_bits
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import mpjax
+from mpjax._loss_scale import is_owned, owned
+
+PARAMS = {"w": jnp.array([1.0, -2.0])}
+ADAM = pytest.mark.standard_promotion("optax raises a float to the power of an integer count")
+
+
+def square(params: Any, x: Any) -> Any:
+    return jnp.mean((params["w"] * x) ** 2)
+
+
+# -- scaled once, unscaled once --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unscale", [None, False])
+@pytest.mark.parametrize("scale", [1024.0, mpjax.DynamicLossScale(2.0**15), None])
+def test_a_wrapped_optimizer_trains_at_full_speed_without_a_word_about_unscaling(
+    scale: Any, unscale: Any
+):
+    tx = mpjax.with_loss_scale(optax.sgd(0.25), scale)
+
+    @jax.jit
+    def step(params: Any, state: Any, x: Any) -> Any:
+        loss_scale = mpjax.current_loss_scale(state)
+        grads = mpjax.grad(square, loss_scale=loss_scale, unscale=unscale)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, _ = step(PARAMS, tx.init(PARAMS), jnp.ones(2))
+    assert_same_bits(params, {"w": jnp.array([0.75, -1.5])})
+
+
+def test_a_scale_of_ones_own_gives_true_gradients():
+    grads = mpjax.grad(square, loss_scale=mpjax.DynamicLossScale())(PARAMS, jnp.ones(2))
+    assert_same_bits(grads, {"w": jnp.array([1.0, -2.0])})
+
+
+class Halving:
+    """A loss scale of a user's own class: half as much after each overflow, and a count of them."""
+
+    def __init__(self, loss_scale: Any = 64.0, overflows: Any = 0):
+        self.loss_scale = jnp.asarray(loss_scale, jnp.float32)
+        self.overflows = jnp.asarray(overflows, jnp.int32)
+
+    def scale(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: x * self.loss_scale, tree)
+
+    def unscale(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: x / self.loss_scale, tree)
+
+    def adjust(self, grads_finite: Any) -> "Halving":
+        smaller = jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2)
+        return Halving(smaller, self.overflows + (~grads_finite).astype(jnp.int32))
+
+
+def made(_: None, children: Any) -> Halving:
+    new = object.__new__(Halving)
+    new.loss_scale, new.overflows = children
+    return new
+
+
+jax.tree_util.register_pytree_node(Halving, lambda s: ((s.loss_scale, s.overflows), None), made)
+
+
+@pytest.mark.parametrize("scale", [mpjax.StaticLossScale(8), mpjax.DynamicLossScale(8), Halving()])
+def test_the_mark_of_the_optimizers_scale_survives_what_a_step_does_with_it(scale: Any):
+    state = mpjax.with_loss_scale(optax.sgd(0.1), scale).init(PARAMS)
+    assert not any(map(is_owned, jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "adjust"))))
+    found: Any = mpjax.current_loss_scale(state)
+    assert is_owned(found)
+    assert is_owned(jax.jit(lambda s: s)(found))
+    assert is_owned(jax.tree.map(lambda x: x, found))
+    assert is_owned(found.adjust(jnp.array(True)))
+    assert is_owned(pickle.loads(pickle.dumps(found)))
+    assert is_owned(
+        jax.lax.scan(lambda s, _: (s.adjust(jnp.array(True)), None), found, length=2)[0]
+    )
+    assert owned(found) is found
+    assert repr(found) == repr(scale) or isinstance(scale, Halving)
+    # No cache takes one for the other, and the mark is no leaf, so that no checkpoint holds it.
+    traced = Traced(lambda s: mpjax.grad(square, loss_scale=s)(PARAMS, jnp.ones(2)))
+    factor = float(scale.loss_scale)
+    for given, want in ((found, factor), (scale, 1.0), (found, factor)):
+        assert traced(given)["w"].tolist() == [want, -2 * want]
+    assert traced.traces == 2
+    assert len(jax.tree.leaves(found)) == len(jax.tree.leaves(scale))
+
+
+@pytest.mark.parametrize(
+    ("scale", "unscale", "said"),
+    [
+        (owned(mpjax.StaticLossScale(8)), True, r"got True.*twice(.|\n)*Leave unscale= out"),
+        (8.0, False, r"got False.*nothing would unscale(.|\n)*current_loss_scale\(opt_state\)"),
+        (8.0, 1, r"must be None, True or False; got 1"),
+    ],
+)
+def test_the_wrong_choice_names_the_right_call(scale: Any, unscale: Any, said: str):
+    with pytest.raises((ValueError, TypeError), match=said):
+        mpjax.value_and_grad(square, loss_scale=scale, unscale=unscale)
+
+
+def wrapped(tx: Any = None) -> Any:
+    return mpjax.with_loss_scale(tx or optax.sgd(0.1), mpjax.DynamicLossScale())
+
+
+def test_a_wrapper_around_a_wrapper_is_refused_where_the_state_is_made():
+    for inside in (
+        wrapped(),
+        optax.chain(optax.clip(1.0), wrapped()),
+        optax.masked(wrapped(), True),
+    ):
+        with pytest.raises(
+            ValueError, match=r"holds a loss scale already(.|\n)*Drop one of the two"
+        ):
+            wrapped(inside).init(PARAMS)
+
+
+BEHIND = {
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), wrapped()),
+    "nested chain": optax.chain(optax.chain(optax.clip(1.0)), optax.chain(wrapped())),
+    "chain in masked": optax.masked(optax.chain(optax.trace(0.9), wrapped()), {"w": True}),
+    "named chain": optax.named_chain(("clip", optax.clip(1.0)), ("adam", wrapped())),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_what_stands_before_the_wrapper_is_refused_by_all_that_see_it(name: str):
+    tx = BEHIND[name]
+    said = r"stands behind 1 of its chain(.|\n)*Move them inside: with_loss_scale\(optax.chain\("
+    state = tx.init(PARAMS)
+    for opt_state in (state, {"params": PARAMS, "opt_state": state}, (PARAMS, state)):
+        with pytest.raises(ValueError, match=said):
+            mpjax.current_loss_scale(opt_state)
+    with pytest.raises(ValueError, match=said):
+        mpjax.make_train_step(square, tx).init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(wrapped(), optax.scale(0.5)),
+        optax.named_chain(("sgd", wrapped()), ("half", optax.scale(0.5))),
+        optax.partition({"a": wrapped(), "b": optax.sgd(1.0)}, {"w": "a"}),
+        optax.partition({"z": wrapped(), "b": optax.sgd(1.0)}, {"w": "z"}),
+    ],
+)
+def test_what_stands_behind_or_beside_the_wrapper_is_taken(tx: Any):
+    step = mpjax.make_train_step(square, tx)
+    state, metrics = step(step.init(PARAMS), jnp.ones(2))
+    assert bool(metrics["grads_finite"])
+    assert mpjax.current_loss_scale((PARAMS, state)).loss_scale == 2.0**15
+
+
+def test_a_loss_scale_of_ones_own_is_held_adjusted_and_given_back():
+    tx = mpjax.with_loss_scale(optax.sgd(0.25), Halving())
+    step = mpjax.make_train_step(square, tx, donate=False)
+    state = step.init(PARAMS)
+    state, metrics = step(state, jnp.ones(2))
+    assert_same_bits(state.params, {"w": jnp.array([0.75, -1.5])})
+    state, metrics = step(state, jnp.array([1.0, jnp.inf]))
+    assert_same_bits(state.params, {"w": jnp.array([0.75, -1.5])})
+    found: Any = mpjax.current_loss_scale(state)
+    assert (float(found.loss_scale), int(found.overflows)) == (32.0, 1)
+    assert float(state.opt_state.loss_scale) == 32.0
+    restored = pickle.loads(pickle.dumps(jax.tree.map(np.asarray, state)))
+    _, metrics = step(restored, jnp.ones(2))
+    assert float(metrics["loss_scale"]) == 32.0
+
+
+def test_a_loss_scale_of_ones_own_that_changes_its_form_is_an_error():
+    class Growing(Halving):
+        def adjust(self, grads_finite: Any) -> Any:
+            return mpjax.StaticLossScale(2)
+
+    jax.tree_util.register_pytree_node(Growing, lambda s: ((), None), lambda *_: Growing())
+    tx = mpjax.with_loss_scale(optax.sgd(0.25), Growing())
+    with pytest.raises(
+        ValueError, match=r"Growing.adjust: what it returns differs(.|\n)*same class"
+    ):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+# -- a run that cannot start, or cannot go on ------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_parameters_that_are_not_finite_are_named_where_the_state_is_made(bad: float):
+    params = {"ok": jnp.ones(2), "head": {"w": jnp.array([1.0, bad], jnp.bfloat16)}}
+    said = r"parameter 'head/w' is not finite: (bf16|f32)\[2\], (1 inf, 0 nan|0 inf, 1 nan)"
+    with pytest.raises(ValueError, match=said):
+        mpjax.make_train_step(square, optax.sgd(0.1)).init(params)
+    with pytest.raises(ValueError, match=said):
+        mpjax.with_loss_scale(optax.sgd(0.1)).init(params)
+    jax.jit(mpjax.with_loss_scale(optax.sgd(0.1)).init)(params)  # traced: cannot be looked at
+
+
+def test_fifty_skips_in_a_row_are_a_diverged_run_by_default():
+    step = mpjax.make_train_step(square, optax.sgd(0.1), donate=False)
+    state = step.init(PARAMS)
+    ill = jax.jit(lambda s: jax.lax.scan(lambda s, x: (step(s, x)[0], None), s, bad)[0])
+    bad = jnp.full((49, 2), jnp.nan)
+    state = ill(state)
+    mpjax.raise_if_diverged(state, state.params)
+    state, _ = step(state, bad[0])
+    with pytest.raises(mpjax.NonFiniteError, match="50 steps in a row"):
+        mpjax.raise_if_diverged(state, state.params)
+
+
+# -- a mean over parts is that of the whole --------------------------------------------------------
+
+
+def masked_loss(params: Any, batch: Any) -> Any:
+    """A plain masked mean: 0 / 0 where all is masked."""
+    errors = (batch["x"] @ params["w"]) ** 2
+    count = batch["mask"].sum()
+    return jnp.sum(errors * batch["mask"]) / count, count
+
+
+MASK = jnp.array([1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 0, 0], jnp.float32)
+BATCH = {"x": jax.random.normal(jax.random.key(0), (16, 2)), "mask": MASK}
+
+
+def update_of(**options: Any) -> Any:
+    step = mpjax.make_train_step(masked_loss, optax.sgd(1.0), donate=False, **options)
+    state, metrics = step(step.init(PARAMS), BATCH)
+    return state.params["w"], metrics["loss"], bool(metrics["grads_finite"])
+
+
+@pytest.mark.parametrize("scale", [None, mpjax.DynamicLossScale(2.0**10)])
+def test_a_weighted_loss_is_the_whole_batchs_a_masked_micro_batch_included(scale: Any):
+    whole, loss, _ = update_of(has_aux=True, loss_scale=scale)
+    for accumulate in (1, 2, 4, 8):
+        params, got, finite = update_of(weighted=True, accumulate=accumulate, loss_scale=scale)
+        assert finite
+        np.testing.assert_allclose(params, whole, atol=2**-20)
+        np.testing.assert_allclose(got, loss, atol=2**-20)
+    mean_of_means, _, finite = update_of(has_aux=True, accumulate=4)
+    assert not finite  # what weights are for
+    assert_same_bits(mean_of_means, PARAMS["w"])
+
+
+def test_a_weighted_loss_is_the_whole_batchs_over_shards(devices: Any):
+    whole, loss, _ = update_of(has_aux=True)
+    mesh = Mesh(np.array(devices[:4]), ("data",))
+    for accumulate, check_vma in ((1, True), (2, True), (2, False)):
+        step = mpjax.make_train_step(
+            masked_loss, optax.sgd(1.0), weighted=True, axis_name="data", accumulate=accumulate
+        )
+        run = jax.shard_map(
+            step._step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
+        )
+        state, metrics = jax.jit(run)(step.init(PARAMS), BATCH)
+        np.testing.assert_allclose(state.params["w"], whole, atol=2**-20)
+        np.testing.assert_allclose(metrics["loss"], loss, atol=2**-20)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_batch_without_any_weight_is_skipped_and_its_statistics_are_not_kept(accumulate: int):
+    def loss_fn(params: Any, seen: Any, batch: Any) -> Any:
+        loss, count = masked_loss(params, batch)
+        mean = jnp.sum(batch["mask"] * batch["x"][:, 0]) / count
+        return ((loss, count), (seen + mean, {"count": count}))
+
+    step = mpjax.make_train_step(
+        loss_fn, optax.sgd(1.0), weighted=True, has_aux=True, accumulate=accumulate, donate=False
+    )
+    start = step.init(PARAMS, jnp.float32(0))
+    state, metrics = step(start, {**BATCH, "mask": jnp.zeros(16)})
+    assert not bool(metrics["grads_finite"])
+    assert_same_bits((state.params, state.extra_state), (start.params, start.extra_state))
+    state, metrics = step(start, BATCH)
+    assert bool(metrics["grads_finite"])
+    assert np.isfinite(state.extra_state)
+    assert metrics["aux"]["count"].shape == (() if accumulate == 1 else (4,))
+
+
+def test_no_gradient_goes_into_a_weight():
+    def loss_fn(w: Any, x: Any) -> Any:
+        return w * x, w * x
+
+    step = mpjax.make_train_step(loss_fn, optax.sgd(1.0), weighted=True)
+    state, _ = step(step.init(jnp.float32(3)), jnp.float32(0.5))
+    assert float(state.params) == 2.5
