@@ -54,8 +54,9 @@ def adopted(fresh: PyTree, old: PyTree, where: str) -> PyTree:
     """Returns the values of `old` in the form of `fresh`, a state that has just been made."""
     if jax.tree.structure(fresh) == jax.tree.structure(old):
         return _cast_like(fresh, old, where)
-    found = [old] if isinstance(old, LossScaleState) else []
-    if not found and find_states(old):
+    states = find_states(old)
+    found = [state for path, state in states if not path]
+    if not found and states:
         got = "the loss scale stands inside the old state, at another place than in the new one."
         fix = "Put with_loss_scale where it stood, or adopt the part of the state that it wraps."
         raise ValueError(message(where, got, fix))
@@ -80,6 +81,11 @@ def kind_of(state: LossScaleState) -> str:
 
 def _cast_like(fresh: PyTree, old: PyTree, where: str) -> PyTree:
     if jax.tree.structure(fresh) != jax.tree.structure(old):
+        by_path = dict(zip(leaf_paths(old), jax.tree.leaves(old), strict=True))
+        paths = leaf_paths(fresh)
+        if set(by_path) == set(paths):  # restored without a target: the same, in bare containers
+            found = [by_path[path] for path in paths]
+            return _cast_like(fresh, jax.tree.unflatten(jax.tree.structure(fresh), found), where)
         fix = (
             "Adopt a state of the same optimizer (of an nnx.Optimizer: mpjax.nnx.adopt_state);",
             "or start again: tx.init(params).",

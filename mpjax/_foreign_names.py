@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -159,3 +160,29 @@ def no_attribute(name: str) -> str:
     got = f"has no attribute {name!r}."
     here = ATTRIBUTES.get(name)
     return message("module 'mpjax'", got, *([f"Here it is {here}."] if here else []))
+
+
+def folded(name: str) -> str:
+    """Returns a policy's name as it is looked up: BF16-Mixed, bf16_mixed and o1 are understood."""
+    return name.lower().replace("_", "-")
+
+
+def unknown_policy(name: str, names: list[str]) -> str:
+    """Returns what is said of a name that is none of the policies' `names`."""
+    if folded(name) in ("tf32", "tensorfloat32", "tf32x3"):
+        got = f"{name!r} is how float32 products are computed, and no dtype of a policy."
+        fix = "Type mpjax.autocast(fun, '32-true', dot_precision='tf32')."
+        return message("get_policy", got, fix)
+    if re.search("(fp|float|^f|int|^i|^)8", folded(name)):
+        got = f"unknown policy {name!r}: 8 bits is a recipe of products, and no dtype of a policy."
+        known = [repr(name) for name in names if "8" in name] or ["'bf16-mixed'", "'16-mixed'"]
+        allowed = f"Accepted: {', '.join(known)}; 8-bit arrays keep their dtype under each."
+        return message("get_policy", got, allowed)
+    accepted = (
+        "Accepted: 'bf16-mixed', '16-mixed', '32-true', 'mixed_bfloat16', 'O2', "
+        "'p=f32,c=bf16,o=f32', or one dtype; `python -m mpjax names` lists all."
+    )
+    meant = POLICIES.get(folded(name))
+    close = [meant] if meant else nearest(folded(name), names, 1) or nearest(name, names, 1)
+    fix = f"Did you mean get_policy({close[0]!r})?" if close else "E.g. get_policy('bf16-mixed')."
+    return message("get_policy", f"unknown policy {name!r}.", accepted, fix)

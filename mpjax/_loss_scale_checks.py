@@ -28,7 +28,8 @@ def _check_number(where: str, value: Any) -> None:
     is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_real or (isinstance(value, _ARRAYS) and value.shape == () and np.isrealobj(value)):
         return
-    got = f"must be a real number; got {describe(value) if isinstance(value, _ARRAYS) else repr(value)}."
+    shown = describe(value) if isinstance(value, _ARRAYS) else repr(value)
+    got = f"must be a real number; got {shown}."
     fix = "Type a number; several loss scales at once are made under jax.vmap."
     raise TypeError(message(where, got, fix))
 

@@ -1,18 +1,19 @@
 """Policy: which dtype parameters, computation and outputs have, and every name for one."""
 
 import dataclasses
-import re
+import warnings
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from typing import Any, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax import _dtypes
 from mpjax._dtypes import POLICY_DTYPES, DType
-from mpjax._errors import message, nearest
-from mpjax._foreign_names import POLICIES
+from mpjax._errors import PolicyWarning, message
+from mpjax._foreign_names import folded, unknown_policy
 from mpjax._tree import cast_tree
 from mpjax._typing import DTypeSpec
 
@@ -216,29 +217,25 @@ POLICY_NAMES: tuple[PolicyName, ...] = tuple(
     )
 )
 _BY_NAME = {row.name: row.policy for row in POLICY_NAMES}
-
-
-def _folded(name: str) -> str:
-    """Returns a name as it is looked up: BF16-Mixed, bf16_mixed and o1 are understood too."""
-    return name.lower().replace("_", "-")
-
-
-_BY_FOLDED = {_folded(name): policy for name, policy in _BY_NAME.items()}
+_BY_FOLDED = {folded(name): policy for name, policy in _BY_NAME.items()}
 _KEYS = {"p": 0, "params": 0, "c": 1, "compute": 1, "o": 2, "output": 2}
 # Read while tracing and part of JAX's own cache key: another default is another program.
 _default = jax.make_user_context(None)
+_step = jax.make_user_context(None)
 
 
-@contextmanager
-def default_policy(policy: Any) -> Generator[None]:
+class default_policy(ContextDecorator):
     """Makes `policy` the one that `get_policy(None)` returns, inside a `with` block.
 
     It is read while a function is traced, and belongs to the key of JAX's compilation cache: a
     jitted function called under another default is traced again, not answered from the old one.
-    Nothing process-wide changes; other threads do not see it.
+    Nothing process-wide changes; other threads do not see it. It is a decorator too.
 
     Args:
       policy: whatever `get_policy` takes.
+
+    Warns:
+      PolicyWarning: it is neither entered nor used as a decorator, which changes nothing.
 
     Example:
       >>> with mpjax.default_policy("bf16-mixed"):
@@ -250,8 +247,69 @@ def default_policy(policy: Any) -> Generator[None]:
     References:
       Keras, `set_dtype_policy`, which is process-wide
     """
-    with _default(get_policy(policy)):
+
+    def __init__(self, policy: Any) -> None:
+        self._used = True  # an error below is no call without `with`
+        self._policy = chosen_policy(policy, "default_policy")
+        self._contexts: list[Any] = []
+        self._used = False
+
+    def __call__(self, func: Any) -> Any:
+        self._used = True
+        return super().__call__(func)
+
+    def __enter__(self) -> None:
+        self._used = True
+        context = _default(self._policy)
+        context.__enter__()
+        self._contexts.append(context)
+
+    def __exit__(self, *exc: Any) -> None:
+        self._contexts.pop().__exit__(*exc)
+
+    def __del__(self) -> None:
+        if not self._used:
+            got = f"{self._policy} was made the default of no block: it has changed nothing."
+            fix = f"Type `with mpjax.default_policy({str(self._policy)!r}):` above what it is for."
+            warnings.warn(message("default_policy", got, fix), PolicyWarning, stacklevel=2)
+
+
+def chosen_policy(spec: Any, where: str) -> Any:
+    """Returns `get_policy(spec)`; refuses a lone dtype of 16 bits, which is mixed for some.
+
+    Raises:
+      ValueError: `spec` is `jnp.bfloat16` or `jnp.float16`, as an object.
+    """
+    policy = get_policy(spec)
+    is_dtype = isinstance(spec, (type, np.dtype))
+    if not is_dtype or policy.compute_dtype.itemsize > 2:
+        return policy
+    name = policy.compute_dtype.name
+    mixed = "bf16-mixed" if name == "bfloat16" else "16-mixed"
+    got = f"got {name} alone: mixed, as in torch.autocast, or all of it, loss included?"
+    fix = f"Type {mixed!r} (float32 parameters and loss) or {name!r} ({name} throughout)."
+    raise ValueError(message(where, got, fix))
+
+
+@contextmanager
+def in_step(policy: Any) -> Generator[None]:
+    """Says to autocast, while a train step traces its loss, which policy that step has."""
+    with _step(policy):
         yield
+
+
+def warn_of_other_step(policy: Any, where: str) -> None:
+    """Warns of autocast to a dtype that the step around it knows nothing of, nor scales for."""
+    step = _step.value
+    if step is None:
+        return
+    known = {p.compute_dtype for p in getattr(step, "policies", (step,))}
+    low = {p.compute_dtype for p in getattr(policy, "policies", (policy,))}
+    if any(dtype.itemsize < 4 and dtype not in known for dtype in low):
+        got = f"autocast to {policy} runs inside a train step of {step}."
+        allowed = "The step keeps parameters, and scales the loss, for its own policy only."
+        fix = f"Type make_train_step(loss_fn, tx, {str(policy)!r}), and drop autocast."
+        warnings.warn(message(where, got, allowed, fix), PolicyWarning, stacklevel=4)
 
 
 M = TypeVar("M")  # a PolicyMap, which a higher layer defines
@@ -339,13 +397,13 @@ def _parse(name: str) -> Policy:
         got = f"{name!r} means two things: mixed for Lightning, all bfloat16 for jmp."
         fix = "Type 'bf16-mixed' (float32 parameters) or 'bfloat16' (bfloat16 throughout)."
         raise ValueError(message("get_policy", got, fix))
-    if _folded(name) in _BY_FOLDED:
-        return _BY_FOLDED[_folded(name)]
+    if folded(name) in _BY_FOLDED:
+        return _BY_FOLDED[folded(name)]
     if _dtypes.is_dtype_name(name):
         return Policy(name, name, name)
     dtype = _dtypes.existing_dtype(name)
     if dtype is None:
-        raise ValueError(_unknown(name))
+        raise ValueError(unknown_policy(name, [row.name for row in POLICY_NAMES]))
     return _from_object(dtype)  # a dtype that no policy can have: the error says why
 
 
@@ -365,26 +423,3 @@ def _parse_pairs(text: str) -> Policy:
     param = fields[0] or "f32"
     compute = fields[1] or param
     return Policy(param, compute, fields[2] or compute)
-
-
-_NO_EIGHT = "Accepted: 'bf16-mixed', '16-mixed'; 8-bit arrays keep their dtype under each."
-
-
-def _unknown(name: str) -> str:
-    if _folded(name) in ("tf32", "tensorfloat32", "tf32x3"):
-        got = f"{name!r} is how float32 products are computed, and no dtype of a policy."
-        fix = "Type mpjax.autocast(fun, '32-true', dot_precision='tf32')."
-        return message("get_policy", got, fix)
-    if re.search(r"(fp|float|^f|int|^i|^)8", _folded(name)):
-        known = [row.name for row in POLICY_NAMES if "8" in row.name]
-        got = f"unknown policy {name!r}: 8 bits is a recipe of products, and no dtype of a policy."
-        fix = f"Accepted with 8 bits: {', '.join(map(repr, known))}." if known else _NO_EIGHT
-        return message("get_policy", got, fix)
-    meant = POLICIES.get(_folded(name))
-    close = [meant] if meant else nearest(_folded(name), _BY_NAME, 1) or nearest(name, _BY_NAME, 1)
-    accepted = (
-        "Accepted: 'bf16-mixed', '16-mixed', '32-true', 'mixed_bfloat16', 'O2', "
-        "'p=f32,c=bf16,o=f32', or one dtype; `python -m mpjax names` lists all."
-    )
-    fix = f"Did you mean get_policy({close[0]!r})?" if close else "E.g. get_policy('bf16-mixed')."
-    return message("get_policy", f"unknown policy {name!r}.", accepted, fix)

@@ -1,5 +1,6 @@
 """What `make_train_step` and its step refuse, and what they say to type instead."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -139,6 +140,28 @@ def checked_call(call: Any, state: PyTree, batch: PyTree) -> Any:
         allowed = "Allowed: the state that the last step returned."
         fix = "Type state, metrics = step(state, batch); to keep old ones: donate=False."
         raise ValueError(message("train step", got, allowed, fix)) from None
+
+
+def fields_of(state: Any) -> dict[str, Any]:
+    """Returns what a state that is to be adopted holds, by name.
+
+    Raises:
+      TypeError: it has no `params`, `opt_state` and `step`.
+    """
+    names = ("step", "params", "opt_state", "extra_state")
+    found = {}
+    for name in names:
+        if isinstance(state, Mapping) and name in state:
+            found[name] = state[name]
+        elif hasattr(state, name):
+            found[name] = getattr(state, name)
+    missing = [name for name in names[:3] if name not in found]
+    if not missing:
+        return found
+    got = f"got {described(state)}, which has no {', '.join(missing)}."
+    allowed = "Allowed: a TrainState of mpjax or Flax, or a restored mapping with these names."
+    fix = "Type step.adopt({'step': 0, 'params': params, 'opt_state': opt_state})."
+    raise TypeError(message("step.adopt", got, allowed, fix))
 
 
 def _is_deleted(x: Any) -> bool:

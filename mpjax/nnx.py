@@ -16,13 +16,16 @@ from mpjax._grad import as_loss_scale, differentiated, name_of, whether_to_unsca
 from mpjax._loss_scale import LossScale
 from mpjax._module_dtypes import AS_WRITTEN, ModuleTable, as_checked_policy, row_of, warn_of
 from mpjax._nnx_modules import mark_of, modules_of, parameters_of, path_text, set_dtypes
+from mpjax._nnx_train import NNXTrainStep, make_train_step
 from mpjax._optim_state import current_loss_scale, find_states
 from mpjax._tree import OVERWRITE_WITH_GRADIENT, select_tree
 from mpjax._typing import LossFunction, PyTree
 
 __all__ = [
+    "NNXTrainStep",
     "adopt_state",
     "grad",
+    "make_train_step",
     "name_operations",
     "set_policy",
     "tabulate",

@@ -19,7 +19,7 @@ from mpjax._hardware import check_policy
 from mpjax._inputs import check_params
 from mpjax._loss_scale import LossScale
 from mpjax._microbatches import divided, over_parts, weighed
-from mpjax._policy import Policy, get_policy
+from mpjax._policy import Policy, chosen_policy, in_step
 from mpjax._policy_map import PolicyMap
 from mpjax._skip import select_like
 from mpjax._summary import describe_state, describe_step, grad_norm
@@ -29,6 +29,7 @@ from mpjax._train_checks import (
     check_own,
     check_scale_fits,
     checked_call,
+    fields_of,
     pair,
 )
 from mpjax._tree import is_array
@@ -84,7 +85,7 @@ class TrainStep:
         axis_name: AxisName,
         donate: bool,
     ) -> None:
-        self.policy: Policy | PolicyMap = get_policy(policy)
+        self.policy: Policy | PolicyMap = chosen_policy(policy, "make_train_step")
         self._loss_fn = loss_fn
         self._run = _under_policy(loss_fn, self.policy)
         self._given_tx = tx
@@ -134,25 +135,33 @@ class TrainStep:
             extra_state=extra_state,
         )
 
-    def adopt(self, state: TrainState) -> TrainState:
+    def adopt(self, state: Any, extra_state: PyTree = None) -> TrainState:
         """Returns a state that another policy left, or another loss scale, as one of this step.
 
         Restore a checkpoint into a state of the step that wrote it, then adopt that: a run in
         bfloat16 goes on in float16, or one without loss scaling with it. What is of one kind goes
         on as it was; a loss scale of another kind starts afresh. The state given stays usable.
 
+        Args:
+          state: a `TrainState`; or a Flax `TrainState`, or a checkpoint that was restored as bare
+            dictionaries, with `params`, `opt_state` and `step`.
+          extra_state: what takes the place of the state's own; None for that.
+
         Raises:
-          TypeError: `state` is no `TrainState`.
+          TypeError: `state` is neither.
           ValueError: the optimizers differ in more than loss scale and dtypes.
 
         Dtypes:
           Parameters in this policy's `param_dtype`, moments as its optimizer keeps them.
         """
-        params = jax.tree.map(_copied, self._cast_to_param(_checked(state).params))
+        old = fields_of(state)
+        params = jax.tree.map(_copied, self._cast_to_param(old["params"]))
+        check_params(params, "step.adopt")
         fresh = self._tx(params).init(params)
-        opt_state = adopted(fresh, state.opt_state, "train step.adopt")
-        rest = (jax.tree.map(_copied, x) for x in (opt_state, state.extra_state))
-        return TrainState(_copied(state.step), params, *rest)
+        opt_state = adopted(fresh, old["opt_state"], "train step.adopt")
+        extra_state = old.get("extra_state") if extra_state is None else extra_state
+        rest = (jax.tree.map(_copied, x) for x in (opt_state, extra_state))
+        return TrainState(jnp.array(old["step"], jnp.int32, copy=True), params, *rest)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         """Returns the next state and the metrics of this step; `state` is donated."""
@@ -288,7 +297,8 @@ class TrainStep:
         """Runs the loss function under the policy; returns `loss, (weight, extra_state, aux)`."""
         guarded = extra_state is not None
         loss = "(loss, weight)" if self._weighted else "loss"
-        out = self._run(params, *((extra_state,) if guarded else ()), batch)
+        with in_step(self.policy):
+            out = self._run(params, *((extra_state,) if guarded else ()), batch)
         weight = aux = None
         if guarded and self._has_aux:
             out, rest = pair(out, f"({loss}, (new_extra_state, aux))")

@@ -19,9 +19,10 @@ LAYERS = (
     ("_optim_state", "_module_dtypes", "_microbatches"),
     ("_low_precision",),
     ("_adopt", "_inputs", "_linen_modules", "_nnx_modules", "_summary"),
-    ("optim", "_train_checks", "numerics", "testing", "linen", "nnx"),
+    ("optim", "_train_checks", "numerics", "testing", "linen"),
     ("train", "pods", "experimental", "_doctor"),
-    ("__init__",),
+    ("_nnx_train",),
+    ("nnx", "__init__"),
     ("__main__",),  # the command line is a user of the public names
 )
 LAYER_OF = {name: layer for layer, row in enumerate(LAYERS) for name in row}
@@ -29,16 +30,17 @@ LAYER_OF = {name: layer for layer, row in enumerate(LAYERS) for name in row}
 # Who may import what is neither JAX, NumPy nor the standard library.
 EVERYWHERE = {"jax", "numpy", "mpjax"}
 ONLY_IN = {
-    "flax": {"_linen_modules", "_nnx_modules", "linen", "nnx"},
+    "flax": {"_linen_modules", "_nnx_modules", "_nnx_train", "linen", "nnx"},
     "optax": {
         "_adopt",
         "_inputs",
         "_low_precision",
+        "_nnx_train",
         "_optim_state",
         "_summary",
+        "experimental",
         "optim",
         "train",
-        "experimental",
     },
     "jmp": {"_policy"},
     "matplotlib": {"numerics"},

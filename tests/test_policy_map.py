@@ -244,8 +244,8 @@ def test_rules_must_be_pairs(rules):
 
 
 def test_unknown_policy_of_a_rule():
-    with pytest.raises(ValueError, match="unknown policy 'bf16_mixed'"):
-        mpjax.PolicyMap("f32", {"a": "bf16_mixed"})
+    with pytest.raises(ValueError, match="unknown policy 'bf17_mixed'"):
+        mpjax.PolicyMap("f32", {"a": "bf17_mixed"})
 
 
 def test_maps_do_not_nest():

@@ -17,9 +17,11 @@ from mpjax._autocast import nnx_names, reads, scopes, stateful
 from mpjax._autocast import plan as planning
 from mpjax._autocast.decide import make_plan
 from mpjax._autocast.rebind import Runner
+from mpjax._dtypes import describe
 from mpjax._errors import PolicyWarning, message
+from mpjax._foreign_names import AUTOCAST, names_keywords
 from mpjax._op_rules import parse_rules
-from mpjax._policy import Policy, get_policy
+from mpjax._policy import Policy, chosen_policy, get_policy, warn_of_other_step
 
 F = TypeVar("F", bound=Callable[..., Any])
 Rules = str | Mapping[str, str] | None
@@ -31,6 +33,7 @@ def autocast(fun: F, policy: Any = ..., *, rules: Rules = ..., dot_precision: An
 def autocast(
     fun: str | scopes.Policies | None = ..., *, rules: Rules = ..., dot_precision: Any = ...
 ) -> Callable[[F], F]: ...
+@names_keywords(AUTOCAST)
 def autocast(
     fun: Any = None, policy: Any = None, *, rules: Rules = None, dot_precision: Any = None
 ) -> Any:
@@ -78,17 +81,16 @@ def autocast(
     overrides, widest = parse_rules(rules)
     algorithm = _dot_precision(dot_precision)
     ordered = tuple(sorted(overrides.items()))
-    if not callable(fun):
+    if not callable(fun) or (isinstance(fun, type) and hasattr(fun, "dtype")):  # jnp.bfloat16
         given = _given(fun, policy)
         return lambda f: autocast(_function(f), given, rules=rules, dot_precision=dot_precision)
-    if policy is not None:
-        policy = get_policy(
-            policy
-        )  # a policy that is none is refused here; the default is read later
+    if policy is not None:  # a policy that is none is refused here; the default is read later
+        policy = chosen_policy(policy, "autocast")
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         found = get_policy(policy)
+        warn_of_other_step(found, f"autocast({_name(fun)})")
         settings = planning.Settings(found, ordered, widest, algorithm)
         _check_algorithm(found, algorithm)
         if not _lowers(found) and algorithm is None:
@@ -110,8 +112,21 @@ def _given(first: Any, policy: Any) -> Any:
                 f"Type autocast(fun, {first!r}).",
             )
         )
+    if policy is not None and first is not None:
+        raise TypeError(
+            message(
+                "autocast",
+                f"got {_shown(first)} where a function is decorated.",
+                "Allowed: a function, or an object that can be called, such as a module.",
+                f"Type autocast(fun, {policy!r})(*args): the function, and not what it returned.",
+            )
+        )
     found = first if policy is None else policy
-    return None if found is None else get_policy(found)
+    return None if found is None else chosen_policy(found, "autocast")
+
+
+def _shown(x: Any) -> str:
+    return describe(x) if hasattr(x, "dtype") else repr(x)
 
 
 def _function(fun: Any) -> Any:

@@ -1,0 +1,173 @@
+"""The whole step of an NNX model: parameters, statistics and RNG counts go on or stay together."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _helpers import assert_same_bits
+from flax import nnx
+
+import mpjax
+import mpjax.nnx
+
+pytestmark = pytest.mark.standard_promotion("optax raises a float to the power of an integer count")
+
+X = jax.random.normal(jax.random.key(0), (16, 2))
+BATCH = {"x": X, "y": X[:, :1]}
+
+
+class Model(nnx.Module):
+    """Norm, dropout and a weight that is used twice."""
+
+    def __init__(self, seed: int = 0):
+        rngs = nnx.Rngs(seed)
+        self.first = nnx.Linear(2, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.middle = nnx.Linear(4, 4, rngs=rngs)
+        self.again = self.middle
+        self.last = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        x = self.dropout(nnx.relu(self.norm(self.first(x))))
+        return self.last(self.again(jnp.tanh(self.middle(x))))
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def made(policy: Any = "32-true", model: Any = None, **options: Any) -> Any:
+    model = Model() if model is None else model
+    return mpjax.nnx.make_train_step(model, optax.adam(0.01), policy, loss_fn, **options)
+
+
+def values(model: Any) -> Any:
+    return jax.tree.map(lambda x: x, nnx.as_pure(nnx.state(model)))
+
+
+def test_in_float32_it_is_the_loop_with_nnx_optimizer():
+    model = Model()
+    step = made(model=model)
+    state = step.init()
+    before = values(model)
+    other = Model()
+    optimizer = nnx.Optimizer(other, optax.adam(0.01), wrt=nnx.Param)
+
+    @nnx.jit
+    def loop(model: Any, optimizer: Any) -> Any:
+        loss, grads = nnx.value_and_grad(loss_fn)(model, BATCH)
+        optimizer.update(model, grads)
+        return loss
+
+    for _ in range(3):
+        state, metrics = step(state, BATCH)
+        want = loop(other, optimizer)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=2**-20)
+    assert_same_bits(values(model), before)  # until it is told
+    merged = step.merge(state)
+    step.update(model, state)
+    for found in (merged, model):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-18, atol=2**-20),
+            *(nnx.as_pure(nnx.state(m, nnx.Any(nnx.Param, nnx.BatchStat))) for m in (found, other)),
+        )
+        assert found.again is found.middle
+    assert int(merged.dropout.rngs.count.get_value()) == 3
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+def test_a_skipped_step_leaves_all_of_the_model_as_it_was(policy: str):
+    step = made(policy, donate=False)
+    state, metrics = step(step.init(), BATCH)
+    assert metrics["grads_finite"]
+    assert not np.array_equal(state.extra_state["norm"]["mean"], jnp.zeros(4))
+    bad = {**BATCH, "x": X.at[0, 0].set(jnp.inf)}
+    skipped, metrics = step(state, bad)
+    assert not metrics["grads_finite"]
+    assert_same_bits(
+        (skipped.params, skipped.extra_state, skipped.step),
+        (state.params, state.extra_state, state.step),
+    )
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+    evaluated = step.merge(skipped)
+    evaluated.eval()
+    assert np.isfinite(loss_fn(evaluated, BATCH))
+
+
+def test_the_mode_is_that_of_the_model_and_another_model_starts_a_state():
+    model = Model()
+    model.eval()
+    step = made(model=model)
+    other = Model(1)
+    state, _ = step(step.init(other), BATCH)
+    assert_same_bits(state.extra_state["norm"]["mean"], jnp.zeros(4))  # as evaluated
+    assert int(state.extra_state["dropout"]["rngs"]["count"]) == 0
+
+
+def test_aux_accumulation_and_only_some_variables():
+    def with_aux(model: Any, batch: Any) -> Any:
+        model.seen = nnx.Intermediate(batch["x"].sum())
+        return loss_fn(model, batch), {"rows": batch["x"].shape[0]}
+
+    only_last = nnx.All(nnx.Param, nnx.PathContains("last"))
+    step = mpjax.nnx.make_train_step(
+        Model(), optax.sgd(0.1), None, with_aux, has_aux=True, accumulate=4, wrt=only_last
+    )
+    start = step.init()
+    assert set(start.params) == {"last"}
+    first = np.asarray(start.extra_state["first"]["kernel"])
+    state, metrics = step(start, BATCH)
+    assert metrics["aux"]["rows"].tolist() == [4] * 4
+    assert int(state.extra_state["dropout"]["rngs"]["count"]) == 4
+    np.testing.assert_array_equal(state.extra_state["first"]["kernel"], first)
+
+
+def test_a_state_of_another_policy_is_adopted():
+    old = made("bf16-mixed")
+    state, _ = old(old.init(), BATCH)
+    step = made("16-mixed")
+    state, metrics = step(step.adopt(state), BATCH)
+    assert int(state.step) == 2
+    assert float(metrics["loss_scale"]) == 2.0**15
+    assert step.lower(state, BATCH).as_text().count("f16") > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ((loss_fn, optax.sgd(0.1), None, loss_fn), TypeError, "must be an NNX module; got the fun"),
+        ((Model, optax.sgd(0.1), None, loss_fn), TypeError, "must be an NNX module; got the class"),
+        (
+            (Model(), optax.sgd(0.1), None),
+            TypeError,
+            r"loss_fn must be a function; got None",
+        ),
+        ((Model(), optax.adam, None, loss_fn), TypeError, r"Call it: optax.adam\(1e-3\)"),
+        ((Model(), loss_fn, None, optax.sgd(1.0)), TypeError, "loss_fn must be a function; got a"),
+        ((nnx.Dropout(0.1), optax.sgd(0.1), None, loss_fn), ValueError, "has no variables of wrt"),
+    ],
+)
+def test_what_cannot_be_a_step_is_refused(arguments: Any, error: Any, said: str):
+    with pytest.raises(error, match=said):
+        mpjax.nnx.make_train_step(*arguments)
+
+
+def test_the_step_for_functions_names_this_one():
+    step = mpjax.make_train_step(loss_fn, optax.sgd(0.1))
+    with pytest.raises(TypeError, match=r"got an nnx.Module(.|\n)*mpjax.nnx.make_train_step"):
+        step.init(Model())
+
+
+def test_a_variable_that_goes_away_is_an_error():
+    def forgetful(model: Any, batch: Any) -> Any:
+        loss = loss_fn(model, batch)
+        del model.dropout
+        return loss
+
+    step = mpjax.nnx.make_train_step(Model(), optax.sgd(0.1), None, forgetful)
+    with pytest.raises(ValueError, match=r"nnx.make_train_step: the trees differ; 'dropout/rngs"):
+        step(step.init(), BATCH)

@@ -1,0 +1,548 @@
+"""What a person may get wrong, a row each: what was got, what is allowed, what to type.
+
+No row compiles more than a small array: what is wrong is said where it is given, or while a step
+is traced.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import mpjax
+import mpjax.linen
+import mpjax.nnx
+import mpjax.optim
+from mpjax._loss_scale import owned
+
+pytestmark = pytest.mark.no_leak_check("pytest.raises keeps the frame that holds the tracer")
+
+PARAMS = {"w": jnp.ones((2, 2))}
+X = jnp.ones((4, 2))
+SGD = optax.sgd(0.1)
+POLICY = "bf16-mixed"
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    return jnp.mean((batch @ params["w"]) ** 2)
+
+
+def per_row(params: Any, batch: Any) -> Any:
+    return jnp.mean((batch @ params["w"]) ** 2, axis=1)
+
+
+def with_state(params: Any, extra: Any, batch: Any) -> Any:
+    return loss_fn(params, batch), extra
+
+
+def step(fun: Any = loss_fn, tx: Any = SGD, policy: Any = None, **options: Any) -> Any:
+    return mpjax.make_train_step(fun, tx, policy, **options)
+
+
+def traced(made: Any, *state: Any, batch: Any = X) -> Any:
+    return made.lower(made.init(*(state or (PARAMS,))), batch)
+
+
+def wrap(tx: Any = SGD, scale: Any = 8.0, **options: Any) -> Any:
+    return mpjax.with_loss_scale(tx, scale, **options)
+
+
+def state_of(tx: Any = None) -> Any:
+    return (tx or wrap()).init(PARAMS)
+
+
+def model() -> Any:
+    return nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+
+def changed(loss: Any) -> Any:
+    return lambda params, extra, batch: (loss_fn(params, batch), loss(extra))
+
+
+def donated() -> Any:
+    made = step()
+    state = made.init(PARAMS)
+    state.params["w"].delete()
+    return made(state, X)
+
+
+def other_state() -> Any:
+    made, other = step(tx=optax.adam(0.1)), step(tx=optax.sgd(0.1, momentum=0.9))
+    return made.lower(other.init(PARAMS), X)
+
+
+def flax_state() -> Any:
+    return TrainState.create(apply_fn=None, params=PARAMS, tx=SGD)
+
+
+def entered(policy: Any) -> None:
+    with mpjax.default_policy(policy):
+        pass
+
+
+def deleted() -> Any:
+    params = {"w": jnp.ones(2)}
+    params["w"].delete()
+    return params
+
+
+LS, DLS, SLS = mpjax.LossScale, mpjax.DynamicLossScale, mpjax.StaticLossScale
+VG: Any = mpjax.value_and_grad
+Row = tuple[Callable[[], Any], type[Exception], tuple[str, ...]]
+T, V, A = TypeError, ValueError, AttributeError
+
+ROWS: dict[str, list[Row]] = {
+    "make_train_step": [
+        (lambda: step(tx=optax.adam), T, ("function adam", "Allowed", "optax.adam(1e-3)")),
+        (lambda: step(tx=optax.sgd), T, ("function sgd", "Allowed", "optax.sgd(1e-3)")),
+        (lambda: step(tx=0.1), T, ("got 0.1", "Allowed", "optax.adamw(0.1)")),
+        (lambda: step(tx=None), T, ("got None", "Allowed", "optax.adamw(1e-3)")),
+        (lambda: step(tx="adam"), T, ("got 'adam'", "Allowed", "optax.adamw(1e-3)")),
+        (lambda: step(tx=(SGD, SGD)), T, ("got a tuple", "optax transformation", "optax.adamw")),
+        (lambda: step(tx=lambda lr: SGD), T, ("<lambda>", "Allowed", "Call it")),
+        (
+            lambda: step(tx=nnx.Optimizer(model(), SGD, wrt=nnx.Param)),
+            T,
+            ("an nnx.Optimizer", "Allowed", "optimizer.tx"),
+        ),
+        (lambda: mpjax.make_train_step(SGD, loss_fn), T, ("loss function", "order", "Swap")),
+        (lambda: mpjax.make_train_step(POLICY, loss_fn), T, ("'bf16-mixed'", "order", "Swap")),
+        (lambda: mpjax.make_train_step(loss_fn, POLICY, SGD), T, ("tx", "'bf16-mixed'", "optax")),
+        (lambda: step(policy=SGD), T, ("as the policy", "make_train_step(loss_fn, tx,")),
+        (lambda: step(None), T, ("got None", "loss_fn(params, batch)", "without parentheses")),
+        (lambda: step(loss_fn(PARAMS, X)), T, ("got f32[]", "Allowed", "without parentheses")),
+        (lambda: step(nn.Dense), T, ("the class Dense", "Allowed", "loss_fn")),
+        (lambda: step(model()), T, ("an nnx.Module", "Allowed", "def loss_fn(params, batch)")),
+        (lambda: step(nn.Dense(2)), T, ("linen module", "Allowed", "def loss_fn(params, batch)")),
+        (lambda: step(policy="fp16-mixed"), V, ("'fp16-mixed'", "Accepted", "'16-mixed'")),
+        (lambda: step(policy="bf16"), V, ("two things", "'bf16-mixed'", "'bfloat16'")),
+        (lambda: step(policy=jnp.bfloat16), V, ("bfloat16 alone", "'bf16-mixed'", "'bfloat16'")),
+        (lambda: step(policy=jnp.float16), V, ("float16 alone", "'16-mixed'", "'float16'")),
+        (lambda: step(policy=jnp.dtype("bfloat16")), V, ("bfloat16 alone", "'bf16-mixed'")),
+        (lambda: step(policy=True), V, ("True", "Accepted", "'bfloat16'")),
+        (lambda: step(accumulate=0), V, ("got 0", "at least 1", "Type")),
+        (lambda: step(accumulate=2.0), V, ("got 2.0", "whole number", "Type")),
+        (lambda: step(accumulate=True), V, ("got True", "whole number", "Type")),
+        (lambda: step(has_aux=1), T, ("has_aux", "got 1", "True or False", "has_aux=True")),
+        (lambda: step(weighted="mask"), T, ("weighted", "got 'mask'", "weighted=True")),
+        (lambda: step(donate=(0,)), T, ("donate", "got a tuple", "donate=True")),
+        (lambda: step(axis_name=0), T, ("axis_name", "got 0", "axis_name='data'")),
+        (lambda: step(loss_scale="dynamic"), T, ("'dynamic'", "Allowed", "DynamicLossScale()")),
+        (lambda: step(loss_scale=DLS), T, ("DynamicLossScale", "Allowed", "DynamicLossScale()")),
+        (lambda: step(loss_scale=0.0), V, ("got 0.0", "Allowed", "2**15")),
+        (lambda: step(loss_scale=True), T, ("got True", "Allowed", "DynamicLossScale()")),
+        (lambda: step(max_consecutive_skips=0), V, ("got 0", "at least 1", "50")),
+        (lambda: step(tx=wrap(), loss_scale=8.0).init(PARAMS), V, ("holds one", "Drop")),
+        (lambda: step(scaler=DLS()), T, ("scaler=", "Allowed", "Type loss_scale=")),
+        (lambda: step(precision="16-mixed"), T, ("precision=", "Allowed", "Type policy=")),
+        (lambda: step(opt_level="O1"), T, ("opt_level=", "Allowed", "Type policy=")),
+        (lambda: step(dtype=jnp.bfloat16), T, ("dtype=", "Allowed", "Type policy=")),
+        (lambda: step(accumulate_grad_batches=2), T, ("Allowed", "Type accumulate=")),
+        (lambda: step(gradient_accumulation_steps=2), T, ("Allowed", "Type accumulate=")),
+        (lambda: step(optimizer=SGD), T, ("optimizer=", "Allowed", "Type tx=")),
+        (lambda: step(axis="data"), T, ("axis=", "Allowed", "Type axis_name=")),
+        (lambda: step(donate_argnums=0), T, ("donate_argnums=", "Type donate=")),
+        (lambda: step(accumlate=2), T, ("accumlate=", "Allowed", "Type accumulate=")),
+        (lambda: step(zzz=2), T, ("zzz=", "Allowed", "Drop zzz=")),
+        (
+            lambda: step(tx=wrap(scale=None), policy="16-mixed").init(PARAMS),
+            V,
+            ("float16", "with_loss_scale(tx)", "with_loss_scale(tx, mpjax.DynamicLossScale())"),
+        ),
+        (
+            lambda: step(tx=optax.chain(optax.clip(1.0), wrap())).init(PARAMS),
+            V,
+            ("behind 1 of its chain", "Allowed", "with_loss_scale(optax.chain("),
+        ),
+    ],
+    "step.init": [
+        (lambda: step().init({}), V, ("no parameters", "step.init(model.init(key, x)")),
+        (lambda: step().init(None), V, ("no parameters", "step.init(")),
+        (lambda: step().init(step().init(PARAMS)), T, ("a whole state", "Allowed", "state.params")),
+        (lambda: step().init(flax_state()), T, ("Flax TrainState", "Allowed", "step.adopt(state)")),
+        (lambda: step().init(nn.Dense(2)), T, ("not initialised", "Allowed", "model.init(key, x)")),
+        (lambda: step().init(model()), T, ("nnx.Module", "Allowed", "nnx.make_train_step(model")),
+        (
+            lambda: step().init(nnx.Optimizer(model(), SGD, wrt=nnx.Param)),
+            T,
+            ("nnx.Optimizer", "Allowed", "nnx.make_train_step(model"),
+        ),
+        (
+            lambda: step().init(eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0))),
+            T,
+            ("activation", "Allowed", "eqx.partition(model, eqx.is_inexact_array)"),
+        ),
+        (lambda: step().init({"w": "no"}), T, ("'w' is 'no'", "Allowed", "eqx.partition")),
+        (lambda: step().init({"n": jnp.arange(3)}), T, ("'n' is i32[3]", "Allowed", "extra state")),
+        (lambda: step().init({"n": 3}), T, ("'n' is 3", "Allowed", "extra state")),
+        (lambda: step().init({"k": jax.random.key(0)}), T, ("'k'", "Allowed", "extra state")),
+        (
+            lambda: step().init({"params": PARAMS, "batch_stats": PARAMS}),
+            V,
+            ("Flax's variables", "extra state", "variables['batch_stats']"),
+        ),
+        (lambda: step().init({"w": jnp.full(2, jnp.nan)}), V, ("'w'", "2 nan", "initializer")),
+        (lambda: step().init({"w": jnp.full(2, jnp.inf)}), V, ("'w'", "2 inf", "initializer")),
+        (lambda: step().init(deleted()), V, ("'w' has been deleted", "donate=False")),
+    ],
+    "step": [
+        (lambda: step()(PARAMS, X), T, ("got a dict", "step.init(params)")),
+        (lambda: step()(X, step().init(PARAMS)), T, ("first argument", "step.init(params)")),
+        (lambda: step()(flax_state(), X), T, ("got a TrainState", "step.init(params)")),
+        (donated, V, ("donated", "Allowed", "state, metrics = step(state, batch)", "donate=False")),
+        (other_state, V, ("another optimizer", "step.init(params)")),
+        (
+            lambda: step(policy="bf16-true").lower(step().init(PARAMS), X),
+            V,
+            ("another policy", "'w' is f32[2,2]", "step.adopt(state)"),
+        ),
+        (
+            lambda: step(policy="16-mixed").lower(step().init(PARAMS), X),
+            V,
+            ("no loss scale", "a dynamic loss scale", "step.adopt(state)"),
+        ),
+        (lambda: traced(step(per_row)), T, ("per_row", "f32[4]", "floating scalar", "Reduce it")),
+        (lambda: traced(step(lambda p, b: 1)), T, ("floating scalar", "Reduce it")),
+        (lambda: traced(step(lambda p, b: None)), T, ("floating scalar", "Reduce it")),
+        (lambda: traced(step(lambda p, b: (loss_fn(p, b), 1))), T, ("(", "has_aux=True")),
+        (lambda: traced(step(has_aux=True)), T, ("(loss, aux)", "has_aux=")),
+        (lambda: traced(step(weighted=True)), T, ("(loss, weight)", "weighted=True")),
+        (lambda: traced(step(loss_fn), PARAMS, {"m": X}), T, ("argument",)),
+        (
+            lambda: traced(step(lambda p, e, b: loss_fn(p, b)), PARAMS, {"m": X}),
+            T,
+            ("(loss, new_extra_state)", "step.init"),
+        ),
+        (
+            lambda: traced(step(with_state, has_aux=True), PARAMS, {"m": X}),
+            T,
+            ("(new_extra_state, aux)", "has_aux="),
+        ),
+        (
+            lambda: traced(step(changed(lambda e: {"n": e["m"]})), PARAMS, {"m": X}),
+            V,
+            ("extra state", "'n' is only in what the loss", "same keys"),
+        ),
+        (
+            lambda: traced(step(changed(lambda e: {})), PARAMS, {"m": X}),
+            V,
+            ("extra state", "'m' is only in what it was given", "same keys"),
+        ),
+        (
+            lambda: traced(step(changed(lambda e: {"m": e["m"][0]})), PARAMS, {"m": X}),
+            V,
+            ("'m' was f32[4,2]", "f32[2]", "shape"),
+        ),
+        (lambda: traced(step(accumulate=3)), V, ("f32[4,2]", "3 micro-batches", "multiple")),
+        (
+            lambda: traced(step(axis_name="data")),
+            NameError,
+            ("'data' is no axis", "Allowed", "leave it out"),
+        ),
+    ],
+    "step.adopt": [
+        (lambda: step().adopt(PARAMS), T, ("a dict", "Allowed", "step.adopt({'step'")),
+        (lambda: step().adopt(None), T, ("None", "Allowed", "step.adopt({'step'")),
+        (lambda: step().adopt(X), T, ("f32[4,2]", "Allowed", "step.adopt({'step'")),
+        (
+            lambda: step(tx=optax.adam(0.1)).adopt(step().init(PARAMS)),
+            V,
+            ("only in", "same optimizer", "tx.init(params)"),
+        ),
+        (
+            lambda: mpjax.optim.adopt_state(SGD, {"a": jnp.ones(2)}, PARAMS),
+            V,
+            ("only in", "same optimizer", "tx.init(params)"),
+        ),
+        (
+            lambda: mpjax.nnx.adopt_state(model(), model()),
+            T,
+            ("a Linear", "Allowed", "nnx.Optimizer"),
+        ),
+    ],
+    "value_and_grad": [
+        (lambda: VG(loss_fn(PARAMS, X), loss_scale=None), T, ("got f32[]", "value_and_grad(loss")),
+        (lambda: VG(None, loss_scale=None), T, ("must be a function", "value_and_grad(loss_fn")),
+        (lambda: VG(loss_fn, loss_scale="auto"), T, ("'auto'", "Allowed", "DynamicLossScale()")),
+        (lambda: VG(loss_fn, loss_scale=0), V, ("got 0", "Allowed", "2**15")),
+        (lambda: VG(loss_fn, loss_scale=jnp.inf), V, ("got inf", "Allowed", "2**15")),
+        (lambda: VG(loss_fn, loss_scale=X), T, ("f32[4,2]", "real number", "vmap")),
+        (lambda: VG(loss_fn, loss_scale=LS), T, ("LossScale", "Allowed", "DynamicLossScale()")),
+        (lambda: VG(loss_fn, loss_scale=state_of()), T, ("Allowed", "DynamicLossScale()")),
+        (
+            lambda: VG(loss_fn, loss_scale=8.0, unscale=False),
+            V,
+            ("False", "Allowed", "current_loss"),
+        ),
+        (
+            lambda: VG(loss_fn, loss_scale=owned(SLS(8)), unscale=True),
+            V,
+            ("twice", "Leave unscale="),
+        ),
+        (lambda: VG(loss_fn, loss_scale=8.0, unscale=0), T, ("got 0", "None, True or False")),
+        (lambda: VG(loss_fn, loss_scale=8.0, scaling=1), T, ("scaling=", "Type loss_scale=")),
+        (lambda: VG(loss_fn, dynamic_scale=1), T, ("dynamic_scale=", "Type loss_scale=")),
+        (lambda: VG(loss_fn, loss_scale=8.0, argnum=1), T, ("argnum=", "Type argnums=")),
+        (lambda: VG(loss_fn, loss_scale=8.0, axis="x"), T, ("axis=", "Type axis_name=")),
+        (lambda: VG(loss_fn, loss_scale=8.0, dtype="f16"), T, ("dtype=", "Type policy=")),
+        (lambda: mpjax.grad(loss_fn, scale=8.0), T, ("scale=", "Allowed", "Type loss_scale=")),
+        (
+            lambda: VG(loss_fn, loss_scale=1, policy="bf61"),
+            V,
+            ("'bf61'", "Accepted", "Did you mean"),
+        ),
+        (lambda: VG(per_row, loss_scale=1)(PARAMS, X), T, ("per_row", "f32[4]", "Reduce it")),
+        (
+            lambda: VG(loss_fn, 0, True, loss_scale=1)(PARAMS, X),
+            T,
+            ("(loss, aux)", "f32[]", "Return (loss, aux)"),
+        ),
+        (
+            lambda: VG(loss_fn, loss_scale=1, axis_name="x")(PARAMS, X),
+            NameError,
+            ("'x' is no axis", "Allowed", "leave it out"),
+        ),
+        (
+            lambda: mpjax.nnx.value_and_grad(loss_fn, loss_scale="x"),
+            T,
+            ("'x'", "Allowed", "DynamicLossScale()"),
+        ),
+        (
+            lambda: mpjax.nnx.value_and_grad(loss_fn, loss_scale=8.0, unscale=False),
+            V,
+            ("False", "Allowed", "current_loss_scale(opt_state)"),
+        ),
+    ],
+    "loss scales": [
+        (lambda: DLS(init_scale=8), T, ("init_scale=", "Allowed", "Type loss_scale=")),
+        (lambda: DLS(initial_scale=8), T, ("initial_scale=", "Allowed", "Type loss_scale=")),
+        (lambda: DLS(8, period=10), T, ("period=", "Allowed", "Type growth_interval=")),
+        (lambda: DLS(8, factor=2), T, ("factor=", "Type growth_factor and backoff_factor=")),
+        (lambda: DLS(8, min_scale=2), T, ("min_scale=", "Type min_loss_scale=")),
+        (lambda: DLS(8, minimum_scale=2), T, ("minimum_scale=", "Type min_loss_scale=")),
+        (lambda: DLS(8, fin_steps=2), T, ("fin_steps=", "Type counter=")),
+        (lambda: DLS(8, growth_intervall=2), T, ("Allowed", "Type growth_interval=")),
+        (lambda: SLS(scale=8), T, ("scale=", "Allowed", "Type loss_scale=")),
+        (lambda: DLS(0), V, ("got 0", "Allowed", "2**15")),
+        (lambda: DLS(-8), V, ("got -8", "Allowed", "2**15")),
+        (lambda: DLS("8"), T, ("'8'", "real number", "Type a number")),
+        (lambda: DLS(2.0**30), V, ("outside", "bounds", "max_loss_scale")),
+        (lambda: DLS(8, min_loss_scale=16), V, ("outside", "bounds", "min_loss_scale")),
+        (lambda: DLS(8, min_loss_scale=4, max_loss_scale=2), V, ("above", "Swap them")),
+        (lambda: DLS(8, growth_factor=1), V, ("got 1", "more than 1", "2.")),
+        (lambda: DLS(8, growth_factor=0.5), V, ("got 0.5", "more than 1", "2.")),
+        (lambda: DLS(8, backoff_factor=2), V, ("got 2", "between 0 and 1", "0.5")),
+        (lambda: DLS(8, growth_interval=0), V, ("got 0", "at least 1", "2000")),
+        (lambda: DLS(8, growth_interval=1.5), V, ("got 1.5", "whole number", "2000")),
+        (lambda: DLS(8, counter=-1), V, ("got -1", "at least 0", "0")),
+        (lambda: DLS(8).adjust(1), V, ("boolean scalar", "all_finite(grads)")),
+        (lambda: DLS(8).adjust(jnp.ones(2, bool)), V, ("bool[2]", "jnp.all(flags)")),
+        (lambda: setattr(DLS(8), "loss_scale", 4), A, ("immutable", "Make another")),
+        (lambda: SLS(float("nan")), V, ("got nan", "Allowed", "2**15")),
+        (lambda: mpjax.select_tree(1, X, X), V, ("boolean scalar", "all_finite(grads)")),
+        (lambda: mpjax.select_tree(True, {"a": X}, {"b": X}), V, ("'a' is only in",)),
+        (lambda: mpjax.select_tree(True, X, X.astype("bfloat16")), V, ("f32", "bf16", "astype")),
+        (lambda: mpjax.all_finite(PARAMS, "x"), NameError, ("'x'", "Allowed", "leave it out")),
+    ],
+    "with_loss_scale": [
+        (lambda: wrap(None), T, ("got None", "Allowed", "optax.adamw(1e-3)")),
+        (lambda: wrap(optax.adam), T, ("function adam", "Allowed", "optax.adam(1e-3)")),
+        (lambda: wrap(1e-3), T, ("got 0.001", "Allowed", "optax.adamw(0.001)")),
+        (lambda: wrap(DLS(), SGD), T, ("DynamicLossScale", "Allowed", "optax.adamw(1e-3)")),
+        (lambda: wrap(SGD, SGD), T, ("Allowed", "DynamicLossScale()")),
+        (lambda: wrap(SGD, "dynamic"), T, ("'dynamic'", "Allowed", "DynamicLossScale()")),
+        (lambda: wrap(SGD, POLICY), T, ("'bf16-mixed'", "Allowed", "DynamicLossScale()")),
+        (lambda: wrap(max_consecutive_skips=0), V, ("got 0", "at least 1", "50")),
+        (lambda: wrap(max_consecutive_skips=2.5), V, ("got 2.5", "whole number", "50")),
+        (lambda: wrap(max_skips=2), T, ("Allowed", "Type max_consecutive_skips=")),
+        (lambda: wrap(max_consecutive_errors=2), T, ("Type max_consecutive_skips=",)),
+        (lambda: wrap(init_scale=2), T, ("Allowed", "Type loss_scale=")),
+        (lambda: wrap(wrap()).init(PARAMS), V, ("twice", "Allowed", "Drop one")),
+        (lambda: wrap().init({"w": jnp.full(2, jnp.nan)}), V, ("'w'", "2 nan", "initializer")),
+        (
+            lambda: wrap().update(PARAMS, SGD.init(PARAMS), PARAMS),
+            V,
+            ("LossScaleState", "tx.init(params)"),
+        ),
+        (
+            lambda: wrap().update({"v": X}, state_of(), PARAMS),
+            V,
+            ("'v' is only in the gradients", "parameters that you pass"),
+        ),
+        (
+            lambda: wrap().update({"a": X, "b": X}, state_of()),
+            V,
+            ("made for", "tx.init(params)"),
+        ),
+        (lambda: mpjax.current_loss_scale(PARAMS), V, ("no loss scale", "with_loss_scale(tx")),
+        (lambda: mpjax.current_loss_scale(None), V, ("NoneType", "with_loss_scale(tx")),
+        (
+            lambda: mpjax.current_loss_scale([state_of(), state_of()]),
+            V,
+            ("2 loss scales", "opt_state[0]"),
+        ),
+        (
+            lambda: mpjax.current_loss_scale(state_of(optax.chain(optax.clip(1.0), wrap()))),
+            V,
+            ("behind 1 of its chain (state: EmptyState)", "Allowed", "Move them inside"),
+        ),
+        (lambda: mpjax.raise_if_diverged(PARAMS), V, ("no loss scale", "with_loss_scale(tx")),
+        (
+            lambda: jax.eval_shape(mpjax.raise_if_diverged, state_of()),
+            V,
+            ("inside a traced function", "on the host"),
+        ),
+    ],
+    "autocast": [
+        (
+            lambda: mpjax.autocast(X, POLICY),
+            T,
+            ("f32[4,2]", "Allowed", "autocast(fun, 'bf16-mixed'"),
+        ),
+        (lambda: mpjax.autocast(PARAMS, POLICY), T, ("Allowed", "autocast(fun, 'bf16-mixed')")),
+        (lambda: mpjax.autocast(POLICY, loss_fn), T, ("function as the policy", "autocast(fun")),
+        (lambda: mpjax.autocast(loss_fn, "bf16"), V, ("two things", "'bf16-mixed'")),
+        (lambda: mpjax.autocast(loss_fn, jnp.bfloat16), V, ("alone", "'bf16-mixed'", "'bfloat16'")),
+        (lambda: mpjax.autocast(jnp.float16), V, ("alone", "'16-mixed'", "'float16'")),
+        (lambda: mpjax.autocast(loss_fn, "tf32"), V, ("'tf32'", "dot_precision='tf32'")),
+        (lambda: mpjax.autocast(loss_fn, "float8"), V, ("'float8'", "8 bits", "Accepted")),
+        (lambda: mpjax.autocast(loss_fn, "no"), V, ("'no'", "Accepted", "'32-true'")),
+        (lambda: mpjax.autocast(loss_fn, dtype="bf16"), T, ("dtype=", "Allowed", "Type policy=")),
+        (lambda: mpjax.autocast(loss_fn, enabled=True), T, ("enabled=", "Allowed")),
+        (lambda: mpjax.autocast(POLICY)(3), T, ("got 3", "Allowed", "autocast(fun")),
+        (
+            lambda: mpjax.autocast(loss_fn, POLICY, rules="full"),
+            V,
+            ("'full'", "Accepted", "widest"),
+        ),
+        (
+            lambda: mpjax.autocast(loss_fn, POLICY, rules={"softmax": "full"}),
+            V,
+            ("'softmax'", "'exp'", "make_jaxpr"),
+        ),
+        (
+            lambda: mpjax.autocast(loss_fn, POLICY, rules={"matmul": "low"}),
+            V,
+            ("'matmul'", "'dot_general'", "make_jaxpr"),
+        ),
+        (
+            lambda: mpjax.autocast(loss_fn, POLICY, rules={"tahn": "full"}),
+            V,
+            ("'tahn'", "'tanh'", "make_jaxpr"),
+        ),
+        (
+            lambda: mpjax.autocast(loss_fn, POLICY, rules=["tanh"]),
+            T,
+            ("tanh", "Accepted", 'rules={"tanh": "full"}'),
+        ),
+        (
+            lambda: mpjax.autocast(loss_fn, POLICY, dot_precision="tf23"),
+            V,
+            ("'tf23'", "Accepted", "tf32"),
+        ),
+        (
+            lambda: mpjax.full_precision(loss_fn),
+            T,
+            ("no arguments", "Allowed", "@full_precision()"),
+        ),
+    ],
+    "policies": [
+        (lambda: mpjax.get_policy("bf16"), V, ("two things", "'bf16-mixed'", "'bfloat16'")),
+        (lambda: mpjax.get_policy("BF16"), V, ("two things", "'bf16-mixed'", "'bfloat16'")),
+        (lambda: mpjax.get_policy("amp"), V, ("'amp'", "Accepted", "'16-mixed'")),
+        (lambda: mpjax.get_policy("float16-mixed"), V, ("Accepted", "get_policy('16-mixed')")),
+        (lambda: mpjax.get_policy("bfloat16-mixed"), V, ("Accepted", "get_policy('bf16-mixed')")),
+        (lambda: mpjax.get_policy("O5"), V, ("'O5'", "Accepted", "get_policy('O")),
+        (lambda: mpjax.get_policy(8), V, ("'8'", "Accepted")),
+        (lambda: mpjax.get_policy("fp8"), V, ("'fp8'", "8 bits", "Accepted")),
+        (lambda: mpjax.get_policy("int8"), T, ("int8 is no dtype", "Accepted", "Use 'bfloat16'")),
+        (lambda: mpjax.get_policy(jnp.int32), T, ("int32 is no dtype", "Accepted")),
+        (lambda: mpjax.get_policy(X), V, ("Accepted", "Type")),
+        (lambda: mpjax.get_policy({}), V, ("the keys []", "Allowed")),
+        (lambda: mpjax.get_policy("p=f32,x=f16"), V, ("'x'", "Allowed", "p=f32,c=bf16,o=f32")),
+        (lambda: mpjax.get_policy("c=f16,c=f16"), V, ("twice", "once")),
+        (lambda: mpjax.Policy("f32", "f17"), V, ("'f17'", "Accepted", "Did you mean")),
+        (lambda: mpjax.Policy(compute_dtype="int8"), T, ("int8", "Accepted")),
+        (lambda: setattr(mpjax.Policy(), "x", 1), A, ("immutable", "Make another")),
+        (lambda: mpjax.PolicyMap(POLICY, {"a": None}), V, ("'a'", "None", "Allowed", "'32-true'")),
+        (lambda: mpjax.PolicyMap(POLICY, {"a": "f17"}), V, ("'f17'", "Accepted")),
+        (lambda: mpjax.PolicyMap(POLICY, {"": "f32"}), V, ("''", "encoder/norm*")),
+        (lambda: mpjax.PolicyMap(POLICY, {"re:(": "f32"}), V, ("regular expression", "re.escape")),
+        (
+            lambda: mpjax.PolicyMap(POLICY, "norm"),
+            T,
+            ("'norm'", "Allowed", "PolicyMap('bf16-mixed'"),
+        ),
+        (lambda: mpjax.PolicyMap(POLICY, ["norm"]), T, ("'norm'", "Allowed", "PolicyMap(")),
+        (lambda: mpjax.PolicyMap(mpjax.PolicyMap(POLICY)), T, ("PolicyMap", "Allowed", "rules")),
+        (lambda: entered("bf15"), V, ("'bf15'", "Accepted")),
+        (lambda: entered(jnp.bfloat16), V, ("bfloat16 alone", "'bf16-mixed'")),
+        (lambda: mpjax.check_support(POLICY, "h1000"), V, ("'h1000'",)),
+        (lambda: mpjax.get_policy("64-true").cast_to_param(X), V, ("float64", "64-bit")),
+    ],
+    "names of other libraries": [
+        (lambda: mpjax.GradScaler, A, ("'GradScaler'", "DynamicLossScale", "make_train_step")),
+        (lambda: mpjax.DynamicScale, A, ("'DynamicScale'", "Here it is mpjax.DynamicLossScale")),
+        (lambda: mpjax.LossScaleOptimizer, A, ("'LossScaleOptimizer'", "with_loss_scale(tx")),
+        (lambda: mpjax.amp, A, ("'amp'", "autocast(fun")),
+        (lambda: mpjax.initialize, A, ("'initialize'", "make_train_step")),
+        (lambda: mpjax.Accelerator, A, ("'Accelerator'", "make_train_step")),
+        (lambda: mpjax.set_global_policy, A, ("default_policy",)),
+        (lambda: mpjax.DTypePolicy, A, ("Here it is mpjax.Policy",)),
+        (lambda: mpjax.force_full_precision, A, ("mpjax.full_precision",)),
+        (lambda: mpjax.filter_value_and_grad, A, ("mpjax.value_and_grad", "eqx.partition")),
+        (lambda: mpjax.set_policy, A, ("mpjax.nnx.set_policy",)),
+    ],
+    "Flax": [
+        (lambda: mpjax.nnx.set_policy(nn.Dense(2)), T, ("Dense",)),
+        (lambda: mpjax.nnx.set_policy(PARAMS), T, ("dict",)),
+        (lambda: mpjax.nnx.set_policy(model(), "bf61"), V, ("'bf61'", "Accepted")),
+        (lambda: mpjax.linen.with_policy(model(), POLICY), T, ("Linear",)),
+        (lambda: mpjax.linen.with_policy(nn.Dense(2), "bf61"), V, ("'bf61'", "Accepted")),
+        (
+            lambda: mpjax.nnx.make_train_step(loss_fn, SGD, POLICY, loss_fn),
+            T,
+            ("NNX module", "function loss_fn", "mpjax.make_train_step(loss_fn, tx, policy)"),
+        ),
+        (
+            lambda: mpjax.nnx.make_train_step(model(), SGD, POLICY),
+            T,
+            ("got None", "Allowed", "make_train_step(model, tx"),
+        ),
+        (
+            lambda: mpjax.nnx.make_train_step(model(), SGD, POLICY, loss_fn, optimizer=SGD),
+            T,
+            ("optimizer=", "Allowed", "Type tx="),
+        ),
+        (
+            lambda: mpjax.nnx.make_train_step(model(), SGD, POLICY, loss_fn, wrt=nnx.BatchStat),
+            V,
+            ("no variables", "wrt=nnx.Param"),
+        ),
+    ],
+}
+TABLE = [(area, number, *row) for area, rows in ROWS.items() for number, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"), [row[2:] for row in TABLE], ids=[f"{r[0]} {r[1]}" for r in TABLE]
+)
+def test_a_wrong_use_is_refused_with_what_to_type(
+    call: Callable[[], Any], error: type[Exception], said: tuple[str, ...]
+):
+    with pytest.raises(error) as found:
+        call()
+    text = str(found.value)
+    assert [phrase for phrase in said if phrase not in text] == [], text
+
+
+def test_the_table_is_long_enough_to_be_one():
+    assert len(TABLE) >= 150
+    assert all(said for *_, said in TABLE)
