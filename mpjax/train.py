@@ -32,7 +32,7 @@ from mpjax._train_checks import (
     fields_of,
     pair,
 )
-from mpjax._tree import is_array
+from mpjax._tree import check_axes, is_array
 from mpjax._typing import Array, AxisName, PyTree
 from mpjax.numerics import Report
 from mpjax.numerics._step import Differentiated, StepDiagnosis
@@ -275,6 +275,7 @@ class TrainStep:
             return self._scalar_loss(*args)
 
         differentiate = value_and_grad(loss_fn, has_aux=True, loss_scale=loss_scale)
+        check_axes(self._axis_name, "make_train_step")
         # Averaged here, after accumulation, and not by value_and_grad in each micro-batch.
         params = localised((state.params,), 0, self._axis_name)[0]
         if self._accumulate == 1:
