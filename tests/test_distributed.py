@@ -163,3 +163,18 @@ def test_an_axis_that_is_not_there_is_an_error():
     step = make_step(axis_name="model")
     with pytest.raises(NameError, match="model"):
         step(step.init(PARAMS), batch_of())
+
+
+def test_autocast_inside_shard_map_leaves_nothing_for_jit_on_the_same_mesh(
+    devices: list[jax.Device],
+):
+    """A program that is kept from one is of devices apart, in the other of all of them."""
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean((x @ w) ** 2)
+
+    args = jnp.ones((7, 5)), jnp.ones((9, 7))
+    grad = jax.grad(mpjax.autocast(loss, "bf16-mixed"))
+    with jax.set_mesh(mesh(devices)):
+        inside = jax.shard_map(grad, in_specs=P(), out_specs=P(), check_vma=False)
+        assert_same_bits(jax.jit(inside)(*args), jax.jit(grad)(*args))

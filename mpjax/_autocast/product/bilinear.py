@@ -149,12 +149,13 @@ def hashable(params: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 def of(name: str, params: dict[str, Any], values: Sequence[Any], how: Config) -> Bilinear:
     """Returns the program of one product equation."""
-    return _bilinear(name, hashable(params), tuple(_struct(jax.typeof(v)) for v in values), how)
+    structs = tuple(_struct(jax.typeof(v)) for v in values)
+    return _bilinear(jax.sharding.get_abstract_mesh(), name, hashable(params), structs, how)
 
 
 @functools.lru_cache(maxsize=4096)
 def _bilinear(
-    name: str, params: Any, structs: tuple[jax.ShapeDtypeStruct, ...], how: Config
+    _mesh: Any, name: str, params: Any, structs: tuple[jax.ShapeDtypeStruct, ...], how: Config
 ) -> Bilinear:
     kwargs = dict(params)
     fun: Callable[..., Any]
