@@ -129,7 +129,6 @@ def make_step(mesh: Mesh, mistake: str | None = None) -> tuple[Any, Any, Any]:
         mesh=mesh,
         in_specs=(SPECS, P("fsdp")),
         out_specs=(P(), SPECS),
-        check_vma=False,
     )
 
     def step(state: Any, tokens: Any) -> Any:

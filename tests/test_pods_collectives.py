@@ -258,7 +258,7 @@ def test_a_program_that_xla_compiled_here(devices: list[jax.Device], tmp_path: P
     module = _hlo.read_module(jax.jit(mapped, donate_argnums=0).lower(w, x).compile())
     names = Names({0: "w", 1: "x"}, {0: "w"}, frozenset({0}), frozenset({0}), dict(mesh.shape))
     runs = _loops.run_counts(module)
-    sent = _collectives.find_collectives(module, runs, names, _read.user_source)
+    sent = _collectives.find_collectives(module, Flow(module), runs, names, _read.user_source)
     assert [(c.kind, c.role, c.path, c.axes) for c in sent] == [
         ("all-gather", "weights", "w", ("fsdp",)),
         ("reduce-scatter", "gradients", "w", ("fsdp",)),

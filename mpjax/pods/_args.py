@@ -182,7 +182,11 @@ def _argument_names(step: Callable[..., Any], count: int) -> list[str]:
 
 def state_arguments(args: tuple[Any, ...], results: Any) -> set[int]:
     """Returns which arguments come back changed: those that have a result of equal structure."""
-    found = {i for i, arg in enumerate(args) if _like(arg, results, 2)}
+    # A bare array may have the shape of one weight among the results by chance.
+    depths = (2 if len(jax.tree.leaves(arg)) > 1 else 1 for arg in args)
+    found = {
+        i for i, (arg, n) in enumerate(zip(args, depths, strict=True)) if _like(arg, results, n)
+    }
     return found or {0}
 
 

@@ -103,8 +103,10 @@ def check(
         cost_analysis_bytes=None,
         uncounted=(),
         open_loops=(),
+        unjudged=(),
         times=Times(compute=0.0, hbm=0.0, network=0.0),
         fingerprint=lowered.fingerprint,
+        hash_seeds=1,
         compile_seconds=seconds,
     )
     return report if compiled is None else read(report, lowered, compiled, topology)

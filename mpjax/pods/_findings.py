@@ -25,11 +25,15 @@ class Finding:
 CHECKS = {
     "callbacks": "nothing in the step waits for the host",
     "agreement": "all processes trace the same program",
+    "hashing": "the program does not follow PYTHONHASHSEED",
     "precision": "the accelerator is fast in the policy's dtypes",
     "memory": "the step fits",
+    "batch": "every axis of the mesh has its own part of the work",
+    "copies": "what devices hold copies of stays equal",
     "weights": "weights are gathered in the compute dtype",
-    "gradients": "gradients are reduced in float32",
-    "activations": "no activations are sent in float32",
+    "gradients": "gradients are reduced in float32, once a step",
+    "activations": "no activations are sent in float32, or gathered whole",
+    "unknown": "every collective is one that the check knows",
     "replication": "optimizer state is sharded as its parameters are",
     "donation": "the state is donated",
 }

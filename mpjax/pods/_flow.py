@@ -34,12 +34,15 @@ _CARRY = (
 # Their result is the value or a part of it, whatever its shape: a TPU program also moves arrays
 # between its memories as bytes, in pieces (f32[64,128] as s8[32768], sliced, and put together).
 _SAME_BYTES = ("bitcast", "bitcast-convert", "dynamic-slice", "slice", "copy-start")
+# Read a value without looking at it.
+_PASSED = ("bitcast", "copy", "get-tuple-element", "reshape", "transpose", "all-reduce-done")
 _MANY = ("concatenate", "ConcatBitcast")
 _COMBINED = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")  # many at once
 # Their result has parts besides the value itself; without an index the value is meant.
 _STARTS = (*("all-gather-start", "all-reduce-start", "collective-permute-start"),)
 _ASYNC = ("AsyncCollectiveStart", "AsyncCollectiveDone")  # a TPU's, inside fusions
 _SAME_PARTS = ("-done", "-update", "opt-barrier")
+_PRODUCTS = ("dot", "convolution", "gather", "ragged-dot", "scaled-dot", "custom-call")
 _ENDS = (
     *("dot", "convolution", "reduce", "reduce-window", "gather", "sort", "custom-call", "map"),
     *("rng", "iota", "constant", "parameter", "select-and-scatter"),
@@ -50,7 +53,7 @@ class Flow:
     """The ways of values through one program."""
 
     def __init__(self, module: Module) -> None:
-        self._module = module
+        self.module = module
         self._sends, self._receives = map(self._find_transfers, ("send", "recv"))
 
     def inputs_of(self, place: Place) -> set[int]:
@@ -58,18 +61,73 @@ class Flow:
         found: set[int] = set()
         for at in self._walk(place, self._back):
             instruction = self._instruction(at)
-            if at.computation == self._module.entry.name and instruction.opcode == "parameter":
+            if at.computation == self.module.entry.name and instruction.opcode == "parameter":
                 found.add(instruction.number)
         return found
 
     def outputs_of(self, place: Place) -> set[int]:
         """Returns the numbers of the program's results that a value is added or multiplied into."""
-        entry, found = self._module.entry, set[int]()
+        entry, found = self.module.entry, set[int]()
         for at in self._walk(place, self._on):
             if at.computation != entry.name or at.instruction != entry.root.name:
                 continue
             found.add(at.part[0] if at.part else 0)
         return found
+
+    def parts_of(self, place: Place) -> list[tuple[int, list[Place]]]:
+        """Returns the parts that a flat array is cut into, each with its size and its places.
+
+        GPU programs put many gradients end to end, and send them as one.
+        """
+        whole = self._shape(place)
+        if whole is None or len(whole.dims) != 1:
+            return []
+        found: dict[tuple[int, int], list[Place]] = {}
+        for at in self._walk(place, lambda at: self._whole(at, whole)):
+            for user, position in self._users(at):
+                if user.opcode == "slice" and position == 0 and self._shape(at) is not None:
+                    (cut,) = user.proto.messages(17)
+                    limits = cut.integer(1), cut.integer(2)
+                    found.setdefault(limits, []).append(Place(at.computation, user.name))
+        sizes = [limit - start for start, limit in found]
+        complete = len(found) > 1 and sum(sizes) == whole.elements
+        return list(zip(sizes, found.values(), strict=True)) if complete else []
+
+    def _whole(self, at: Place, whole: Shape) -> Iterator[Place]:
+        """Yields the ways on of a value that leave its size and shape."""
+        for further in self._on(at):
+            shape = self._shape(further)
+            inside = shape is None or shape.dims == whole.dims  # a tuple may hold it
+            yield from [further] if inside else []
+
+    def _shape(self, at: Place) -> Shape | None:
+        return _part(self._instruction(at), at.part)
+
+    def _users(self, at: Place) -> list[tuple[Instruction, int]]:
+        return self.module.computations[at.computation].users.get(at.instruction, [])
+
+    def rounded_at_once(self, place: Place) -> str:
+        """Returns the 16-bit dtype that all readers of a value round it to first, '' if not all."""
+        found = set[str]()
+        for at in self._walk(place, self._unread):
+            for user, _ in self._users(at):
+                if not _passes(user) and not user.is_call:
+                    found.add(_rounds_to(user))
+        return found.pop() if len(found) == 1 else ""
+
+    def _unread(self, at: Place) -> Iterator[Place]:
+        passed = {user.name for user, _ in self._users(at) if _passes(user)}
+        for further in self._on(at):
+            if further.computation != at.computation or further.instruction in passed:
+                yield further
+
+    def reaches_product(self, place: Place) -> bool:
+        """Whether a value is an operand of a product, a lookup or a library call: a weight is."""
+        return any(
+            user.opcode in _PRODUCTS and user.target not in (*_MANY, *_ASYNC)
+            for at in self._walk(place, self._on)
+            for user, _ in self._users(at)
+        )
 
     def _walk(self, place: Place, steps: Callable[[Place], Iterator[Place]]) -> Iterator[Place]:
         seen, waiting = {place}, [place]
@@ -82,13 +140,13 @@ class Flow:
                     waiting.append(further)
 
     def _instruction(self, at: Place) -> Instruction:
-        return self._module.computations[at.computation].instructions[at.instruction]
+        return self.module.computations[at.computation].instructions[at.instruction]
 
     def _find_transfers(self, opcode: str) -> dict[str, Place]:
         """Returns one end of what TPU slices exchange over the slower network, by its name."""
         return {
             instruction.rendezvous: Place(computation.name, instruction.name, (0,))
-            for computation in self._module.computations.values()
+            for computation in self.module.computations.values()
             for instruction in computation.instructions.values()
             if instruction.opcode == opcode and instruction.rendezvous
         }
@@ -108,10 +166,10 @@ class Flow:
         elif opcode == "parameter":
             yield from self._back_to_callers(at, instruction.number)
         elif instruction.is_call:
-            inner = self._module.computations[instruction.called[0]]
+            inner = self.module.computations[instruction.called[0]]
             yield Place(inner.name, inner.root.name, at.part)
         elif opcode == "conditional":
-            for branch in map(self._module.computations.get, instruction.called):
+            for branch in map(self.module.computations.get, instruction.called):
                 if branch is not None:
                     yield Place(branch.name, branch.root.name, at.part)
         elif opcode == "while":
@@ -143,10 +201,10 @@ class Flow:
             yield Place(at.computation, instruction.operands[position])
 
     def _back_to_callers(self, at: Place, number: int) -> Iterator[Place]:
-        for computation, caller in self._module.callers.get(at.computation, ()):
+        for computation, caller in self.module.callers.get(at.computation, ()):
             if caller.opcode == "while":
                 yield Place(computation.name, caller.operands[0], at.part)
-                body = self._module.computations[caller.body]
+                body = self.module.computations[caller.body]
                 yield Place(body.name, body.root.name, at.part)
             elif caller.opcode == "conditional":  # in front of its operands stands the choice
                 chosen = caller.called.index(at.computation)
@@ -156,16 +214,16 @@ class Flow:
 
     def _back_into_loop(self, at: Place, loop: Instruction) -> Iterator[Place]:
         yield Place(at.computation, loop.operands[0], at.part)
-        body = self._module.computations[loop.body]
+        body = self.module.computations[loop.body]
         yield Place(body.name, body.root.name, at.part)
 
     # -- on ------------------------------------------------------------------------------------
 
     def _on(self, at: Place) -> Iterator[Place]:
         """Yields the values that are made of a value, by a step that keeps its size."""
-        computation = self._module.computations[at.computation]
+        computation = self.module.computations[at.computation]
         instruction = computation.instructions[at.instruction]
-        for user, position in computation.users.get(at.instruction, ()):
+        for user, position in self._users(at):
             yield from self._into(at, instruction, user, position)
         if instruction.is_root:
             yield from self._to_callers(at)
@@ -197,14 +255,14 @@ class Flow:
     def _into_computations(self, at: Place, user: Instruction, position: int) -> Iterator[Place]:
         """Yields what a value becomes inside of a call, a branch or a loop that reads it."""
         if user.opcode == "while":
-            inner, number = self._module.computations[user.body], 0
+            inner, number = self.module.computations[user.body], 0
             yield Place(at.computation, user.name, at.part)
         elif user.opcode == "conditional":
             if not position:
                 return  # the choice, in front of what the branches take
-            inner, number = self._module.computations[user.called[position - 1]], 0
+            inner, number = self.module.computations[user.called[position - 1]], 0
         else:
-            inner, number = self._module.computations[user.called[0]], position
+            inner, number = self.module.computations[user.called[0]], position
         if number in inner.parameters:
             yield Place(inner.name, inner.parameters[number].name, at.part)
 
@@ -215,7 +273,7 @@ class Flow:
                 yield self._receives[user.rendezvous]
             return
         start = self._instruction(Place(at.computation, user.operands[0]))
-        inner = self._module.computations[start.callee or ""]
+        inner = self.module.computations[start.callee or ""]
         yield Place(inner.name, inner.parameters[position - 1].name, at.part)
 
     def _continues(
@@ -241,12 +299,12 @@ class Flow:
         return value.elements == result.elements
 
     def _to_callers(self, at: Place) -> Iterator[Place]:
-        for computation, caller in self._module.callers.get(at.computation, ()):
+        for computation, caller in self.module.callers.get(at.computation, ()):
             if caller.is_call or caller.opcode == "conditional":
                 yield Place(computation.name, caller.name, at.part)
             elif caller.opcode == "while" and caller.body == at.computation:
                 yield Place(computation.name, caller.name, at.part)
-                body = self._module.computations[at.computation]
+                body = self.module.computations[at.computation]
                 yield Place(body.name, body.parameters[0].name, at.part)
 
 
@@ -256,6 +314,21 @@ def _bound(computation: Computation, caller: Instruction) -> tuple[str, ...]:
         return caller.operands
     users = computation.users.get(caller.name, [])
     return next((user.operands[1:] for user, _ in users if user.opcode == "async-update"), ())
+
+
+def _passes(instruction: Instruction) -> bool:
+    """Whether an instruction gives a value on, bit for bit; one that rounds to float32 does."""
+    to_float32 = instruction.opcode == "reduce-precision" and instruction.proto.integer(19) == 23
+    return to_float32 or instruction.opcode in _PASSED
+
+
+def _rounds_to(instruction: Instruction) -> str:
+    """Returns the 16-bit dtype that an instruction rounds to; '' where it does not."""
+    if instruction.opcode == "reduce-precision":
+        bits = instruction.proto.integer(18), instruction.proto.integer(19)
+        return {(8, 7): "bf16", (5, 10): "f16"}.get(bits, "")
+    dtype = instruction.shapes[0].dtype if instruction.opcode == "convert" else ""
+    return dtype if dtype in ("bf16", "f16") else ""
 
 
 def _part(instruction: Instruction, index: Index) -> Shape | None:

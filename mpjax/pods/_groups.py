@@ -34,6 +34,11 @@ def joins_devices(instruction: Instruction) -> bool:
     return any(map(proto.has, fields)) or proto.integer(_CHANNEL) > 0
 
 
+def sends_by_itself(instruction: Instruction) -> bool:
+    """Whether a `custom-call` is a kernel that sends to other devices, such as one of Pallas."""
+    return '"has_communication":true' in instruction.backend_config.replace(" ", "")
+
+
 def group_of(instruction: Instruction, mesh: Mapping[str, int]) -> Group:
     """Returns the group that the first device of a mesh is in.
 

@@ -21,6 +21,7 @@ _CALLBACKS = (
     *("debug_callback", "debug_print", "pure_callback", "io_callback", "callback"),
     *("outside_call", "host_callback", "infeed", "outfeed"),
 )
+_COLLECTIVES = frozenset({"all_gather", "all_to_all", "ppermute", "reduce_scatter"})
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 
 _traced_as = jax.make_user_context(None)
@@ -85,6 +86,21 @@ def compute_dtype(jaxpr: Any) -> str:
                 if jax.numpy.issubdtype(operand.aval.dtype, jax.numpy.floating):
                     sizes[short_name(operand.aval.dtype)] += operand.aval.size
     return sizes.most_common(1)[0][0] if sizes else ""
+
+
+def sent_dtypes(jaxpr: Any) -> dict[tuple[str, str], set[str]]:
+    """Returns the dtypes of what JAX's own collectives send, by operation and source line."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for eqn in _compat.equations(jaxpr):
+        if eqn.primitive.name in _COLLECTIVES:
+            dtypes = {short_name(v.aval.dtype) for v in eqn.invars}
+            found.setdefault((eqn.primitive.name, line_of(source(eqn))), set()).update(dtypes)
+    return found
+
+
+def line_of(text: str) -> str:
+    """Returns file and line of a source line, which may have a column and a function too."""
+    return ":".join(text.partition(" (")[0].split(":")[:2])
 
 
 def largest_arrays(jaxpr: Any, count: int = 3) -> list[Array]:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
+from mpjax import _compat
 from mpjax._dtypes import describe
 from mpjax._tree import leaf_paths
-from mpjax.pods import _args, _cost, _programs, _rules
-from mpjax.pods._collectives import Collective, Names, find_collectives
+from mpjax.pods import _args, _cost, _programs, _rules, _state_rules
+from mpjax.pods._collectives import Collective, Names, as_traced, find_collectives, find_unknown
+from mpjax.pods._copies import Differs, outputs_that_differ
 from mpjax.pods._findings import Finding, Memory, Times
-from mpjax.pods._hlo import Module, read_module
+from mpjax.pods._flow import Flow, Place
+from mpjax.pods._hlo import Instruction, Module, read_module
 from mpjax.pods._loops import Runs, run_counts
 from mpjax.pods._network import bandwidth, crossing
 from mpjax.pods._report import Report
-from mpjax.pods._rules import Leaf
+from mpjax.pods._state_rules import Leaf
 from mpjax.pods._topology import Topology
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
@@ -41,31 +44,36 @@ class Lowered:
 
 def read(report: Report, lowered: Lowered, compiled: Any, topology: Topology) -> Report:
     module = read_module(compiled)
-    runs = run_counts(module)
-    inputs, numbers = _inputs(lowered, module)
-    outputs = _outputs(lowered, module, inputs, numbers)
+    runs, flow = run_counts(module), Flow(module)
+    inputs, numbers = _inputs(lowered, module, flow)
+    outputs = _outputs(lowered, compiled, module, inputs, numbers)
     parameters = {n: inputs[i] for n, i in numbers.items()}
+    mesh = dict(lowered.mesh.shape) if lowered.mesh else {}
     names = Names(
         inputs={n: leaf.path for n, leaf in parameters.items()},
         outputs={n: leaf.path for n, leaf in enumerate(outputs)},
         state_inputs=frozenset(n for n, leaf in parameters.items() if leaf.is_state),
         state_outputs=frozenset(n for n, leaf in enumerate(outputs) if leaf.is_state),
-        mesh=dict(lowered.mesh.shape) if lowered.mesh else {},
+        mesh=mesh,
         slice_axes=crossing(lowered.mesh, "slice_index") if lowered.mesh else (),
     )
-    collectives = find_collectives(module, runs, names, user_source)
+    collectives = find_collectives(module, flow, runs, names, user_source)
+    collectives = _as_on_accelerators(collectives, lowered, topology)
     memory = _memory(compiled, topology)
     cost = _cost.count(module, runs)
-    findings = [*report.findings]
-    if memory.limit and memory.peak > memory.limit:
-        needs = f"needs {memory.peak / 1e9:.2f} of the {memory.limit / 1e9:.2f} GB"
-        findings.append(too_large(lowered, needs, topology))
-    findings += _rules.weights(collectives, report.compute_dtype)
-    findings += _rules.gradients(collectives)
-    findings += _rules.activations(collectives, report.compute_dtype)
-    findings += _rules.replication([*parameters.values()])
-    findings += _rules.donation(parameters, outputs, module.aliases)
-    analysis = compiled.cost_analysis() or {}
+    axes = {n: leaf.axes for n, leaf in parameters.items()}
+    differing = outputs_that_differ(module, axes, mesh, names.slice_axes)
+    leaves = [*parameters.values()]
+    findings = [
+        *report.findings,
+        *_of_memory(lowered, memory, topology),
+        *_sent(report, collectives, outputs, leaves, mesh, topology.chip.platform),
+        *_rules.unknown(find_unknown(module, runs, user_source)),
+        *_state_rules.copies(outputs, differing, inputs),
+        *_state_rules.replication(leaves),
+        *_state_rules.donation(parameters, outputs, module.aliases),
+    ]
+    analysis = (compiled.cost_analysis() or {}).get("bytes accessed")
     return dataclasses.replace(
         report,
         findings=tuple(findings),
@@ -73,11 +81,65 @@ def read(report: Report, lowered: Lowered, compiled: Any, topology: Topology) ->
         memory=memory,
         flops=cost.flops,
         hbm_bytes=cost.hbm_bytes,
-        cost_analysis_bytes=int(analysis["bytes accessed"]) if analysis else None,
+        cost_analysis_bytes=analysis and int(analysis),
         uncounted=cost.uncounted,
+        unjudged=tuple(_unjudged(report, collectives, leaves, outputs, differing)),
         open_loops=_open_loops(module, runs),
         times=_times(cost, collectives, lowered.mesh, topology),
     )
+
+
+def _as_on_accelerators(
+    collectives: tuple[Collective, ...], lowered: Lowered, topology: Topology
+) -> tuple[Collective, ...]:
+    if topology.chip.platform != "cpu" or _compat.cpu_as_accelerator():
+        return collectives
+    return as_traced(collectives, _programs.sent_dtypes(lowered.jaxpr))
+
+
+def _of_memory(lowered: Lowered, memory: Memory, topology: Topology) -> Iterator[Finding]:
+    if memory.limit and memory.peak > memory.limit:
+        needs = f"needs {memory.peak / 1e9:.2f} of the {memory.limit / 1e9:.2f} GB"
+        yield too_large(lowered, needs, topology)
+
+
+def _sent(
+    report: Report,
+    collectives: Sequence[Collective],
+    outputs: Sequence[Leaf],
+    inputs: Sequence[Leaf],
+    mesh: Mapping[str, int],
+    platform: str,
+) -> Iterator[Finding]:
+    """Yields what is wrong with what is sent, and with what is not."""
+    shared = frozenset(a for c in collectives if c.role == "activations" for a in c.axes)
+    yield from _state_rules.batch(inputs, mesh, shared)
+    yield from _rules.weights(collectives, report.compute_dtype)
+    yield from _rules.gradients(collectives, report.compute_dtype, platform)
+    yield from _rules.repeated(collectives, outputs, mesh)
+    yield from _rules.activations(collectives, report.compute_dtype)
+    yield from _rules.gathered(collectives, _state_rules.batch_axes(inputs))
+
+
+def _unjudged(
+    report: Report,
+    collectives: Sequence[Collective],
+    inputs: Iterable[Leaf],
+    outputs: Sequence[Leaf],
+    differing: Sequence[Differs],
+) -> Iterator[str]:
+    """Yields the checks that had nothing to look at: none of them is 'ok'."""
+    sent = {c.role for c in collectives}
+    yield from (role for role in ("weights", "gradients", "activations") if role not in sent)
+    leaves = [*inputs]
+    if all(leaf.is_replicated for leaf in leaves if leaf.is_state):
+        yield "replication"  # there is no sharded parameter that it could be compared with
+    if not any(not leaf.is_state for leaf in leaves) or report.num_devices == 1:
+        yield "batch"
+    if report.num_devices == 1 or _state_rules.undecided(outputs, differing):
+        yield "copies"
+    if not sent:
+        yield "unknown"
 
 
 def _open_loops(module: Module, runs: Runs) -> tuple[str, ...]:
@@ -107,7 +169,7 @@ def user_source(lines: Sequence[str]) -> str:
     return _programs.shorten(next((x for x in mine if not x.startswith(_PACKAGE)), ""))
 
 
-def _inputs(lowered: Lowered, module: Module) -> tuple[list[Leaf], dict[int, int]]:
+def _inputs(lowered: Lowered, module: Module, flow: Flow) -> tuple[list[Leaf], dict[int, int]]:
     """Returns the leaves of the arguments, and which of them each parameter of the program is."""
     paths = _args.input_paths(lowered.step, lowered.args)
     state = _args.state_arguments(lowered.args, lowered.lowered.out_info)
@@ -118,6 +180,11 @@ def _inputs(lowered: Lowered, module: Module) -> tuple[list[Leaf], dict[int, int
     ]
     numbers = _kept(paths, module)
     parameters = {i: module.entry.parameters[n] for n, i in numbers.items()}
+    entry = module.entry.name
+
+    def reads(parameter: Instruction) -> bool:
+        return flow.reaches_product(Place(entry, parameter.name))
+
     leaves: list[Leaf] = []
     for i, (path, (key_path, leaf, is_state)) in enumerate(zip(paths, flat, strict=True)):
         local = parameters[i].shapes[0] if i in parameters else None
@@ -128,8 +195,10 @@ def _inputs(lowered: Lowered, module: Module) -> tuple[list[Leaf], dict[int, int
                 shape=leaf.shape,
                 dtype=describe(leaf).partition("[")[0],
                 bytes=local.bytes if local else 0,
-                is_replicated=local is not None and local.dims == leaf.shape,
+                elements=local.elements if local else 0,
+                **_split(getattr(leaf, "sharding", None), leaf.shape, lowered.mesh),
                 is_state=is_state,
+                is_weight=is_state and local is not None and reads(parameters[i]),
             )
         )
     return leaves, numbers
@@ -154,7 +223,11 @@ def _kept(paths: list[str], module: Module) -> dict[int, int]:
 
 
 def _outputs(
-    lowered: Lowered, module: Module, inputs: list[Leaf], numbers: dict[int, int]
+    lowered: Lowered,
+    compiled: Any,
+    module: Module,
+    inputs: list[Leaf],
+    numbers: dict[int, int],
 ) -> list[Leaf]:
     """Returns the leaves of the results, under the paths of the state that they replace."""
     root = module.entry.root
@@ -163,7 +236,9 @@ def _outputs(
     by_tail = {"/".join(path.split("/")[1:]): path for path in state}
     paths = leaf_paths(lowered.lowered.out_info)
     leaves: list[Leaf] = []
-    for number, ((key_path, out), path) in enumerate(zip(flat, paths, strict=True)):
+    shardings = jax.tree.leaves(compiled.output_shardings)
+    known_by = zip(flat, paths, shardings, strict=True)
+    for number, ((key_path, out), path, sharding) in enumerate(known_by):
         donor = numbers.get(module.aliases.get(number, -1))
         tail = "/".join(path.split("/")[1:])
         of = inputs[donor].path if donor is not None else by_tail.get(path, by_tail.get(tail))
@@ -177,11 +252,38 @@ def _outputs(
                 shape=out.shape,
                 dtype=describe(out).partition("[")[0],
                 bytes=local.bytes if local else 0,
-                is_replicated=local is not None and local.dims == out.shape,
+                elements=local.elements if local else 0,
+                **_split(sharding, out.shape, lowered.mesh),
                 is_state=is_state,
             )
         )
     return leaves
+
+
+def _split(sharding: Any, shape: tuple[int, ...], mesh: Mesh | None) -> dict[str, Any]:
+    """Returns the mesh axes that split an array: `axes`, and `leading`, of its first axis alone."""
+    if mesh is None or sharding is None:
+        return {"axes": frozenset[str](), "leading": frozenset[str]()}
+    if isinstance(sharding, NamedSharding):
+        dims = [entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec]
+        split = [{axis for axis in dim if mesh.shape.get(axis, 1) > 1} for dim in dims]
+        leading = split[0] if split else set[str]()
+        return {"axes": frozenset(set[str]().union(*split)), "leading": frozenset(leading)}
+    return _split_by_device(sharding.devices_indices_map(shape), mesh)
+
+
+def _split_by_device(indices: Mapping[Any, Any], mesh: Mesh) -> dict[str, Any]:
+    """Returns `_split` of a sharding that the compiler chose: it names no axes."""
+    first = indices[mesh.devices.flat[0]]
+    axes, leading = set[str](), set[str]()
+    for number, axis in enumerate(mesh.axis_names):
+        if mesh.shape[axis] == 1:
+            continue
+        place = tuple(int(n == number) for n in range(mesh.devices.ndim))
+        there = indices[mesh.devices[place]]
+        axes |= {axis} if there != first else set()
+        leading |= {axis} if there[:1] != first[:1] else set()
+    return {"axes": frozenset(axes), "leading": frozenset(leading)}
 
 
 def _memory(compiled: Any, topology: Topology) -> Memory:

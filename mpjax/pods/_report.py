@@ -10,7 +10,7 @@ from mpjax._shown import Shown
 from mpjax.pods._collectives import Collective
 from mpjax.pods._findings import CHECKS, Finding, Memory, Times
 
-_NESTED = ("findings", "collectives", "memory", "times", "uncounted", "open_loops")
+_NESTED = (*("findings", "collectives", "memory", "times", "uncounted", "open_loops", "unjudged"),)
 _HEADERS = ("sent", "kind", "dtype", "axes", "arrays", "MB a step", "largest")
 
 
@@ -37,8 +37,10 @@ class Report(Shown):
     cost_analysis_bytes: int | None  # XLA's own "bytes accessed": each loop's body once
     uncounted: tuple[str, ...]  # library calls whose flops are not in `flops`
     open_loops: tuple[str, ...]  # lines of loops whose trips are not known: each counts once
+    unjudged: tuple[str, ...]  # keys of CHECKS that had nothing to look at
     times: Times
     fingerprint: str  # of the lowered program; equal on all processes of a job
+    hash_seeds: int  # under how many seeds of Python's hashes it was traced; `check_job` tries two
     compile_seconds: float
 
     @property
@@ -83,6 +85,7 @@ class Report(Shown):
             "times": dataclasses.asdict(self.times) | {"bound": self.times.bound},
             "uncounted": list(self.uncounted),
             "open_loops": list(self.open_loops),
+            "unjudged": list(self.unjudged),
         }
 
     def to_json(self) -> str:
@@ -188,9 +191,15 @@ def _check_rows(report: Report) -> list[tuple[str, str]]:
 def _is_judged(report: Report, check: str) -> bool:
     if check in ("callbacks", "agreement"):
         return True
+    if check == "hashing":
+        return report.hash_seeds > 1
     if check == "precision":
         return not report.topology.startswith("cpu")
-    return report.memory is not None and (check != "memory" or report.memory.limit > 0)
+    return (
+        check not in report.unjudged
+        and report.memory is not None
+        and (check != "memory" or report.memory.limit > 0)
+    )
 
 
 def _collective_rows(collectives: tuple[Collective, ...]) -> list[tuple[str, ...]]:

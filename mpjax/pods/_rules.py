@@ -1,38 +1,21 @@
-"""What makes a compiled train step wrong: one function a check, each names the culprit."""
+"""What is wrong with what a step traces to and sends: one function a check; each has a culprit."""
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
-from mpjax._tree import is_overwritten
 from mpjax.pods._collectives import Collective
 from mpjax.pods._findings import Finding
+from mpjax.pods._state_rules import SMALL_SHARE, Leaf
 
 _LOW = ("bf16", "f16")
 _HIGH = ("f32", "f64")
+_SUMS = ("all-reduce", "reduce-scatter")
 
-SMALL_SHARE = 0.01
-"""What is less than this part of all bytes of its role is not worth a finding: scales, biases."""
-
-DONATED_SHARE = 0.98
-"""The part of the state whose memory the results take in a step that donates it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One leaf of the arguments or results."""
-
-    path: str
-    key_path: Any
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int  # on one device
-    is_replicated: bool
-    is_state: bool
+GATHERED_SHARE = 0.1
+"""The part of all bytes from which on gathered activations are worth a finding."""
 
 
 def callbacks(found: Iterable[tuple[str, str]]) -> Iterator[Finding]:
@@ -76,7 +59,9 @@ def weights(collectives: Sequence[Collective], compute_dtype: str) -> Iterator[F
         )
 
 
-def gradients(collectives: Sequence[Collective]) -> Iterator[Finding]:
+def gradients(
+    collectives: Sequence[Collective], compute_dtype: str, platform: str
+) -> Iterator[Finding]:
     """Yields a finding for each gradient that is summed over devices in 16 bits."""
     for path, group in _large(collectives, "gradients", _LOW):
         first = group[0]
@@ -86,8 +71,104 @@ def gradients(collectives: Sequence[Collective]) -> Iterator[Finding]:
             what=f"the gradient of {path} is summed over {first.group_size} devices in "
             f"{first.dtype}, {_mb(group)} a step at {first.source}: each addition rounds.",
             culprit=path,
-            fix="Reduce in float32: mpjax.pods.gather under shard_map; under jit products whose "
-            "weight gradient is float32, as autocast's are.",
+            fix=_OF_CONVOLUTIONS if first.operation == _CONVOLUTION else _OF_PRODUCTS,
+        )
+    if platform != "cpu" or compute_dtype not in _LOW:
+        return
+    # The partitioner of `jit` adds right behind a convolution, whose result is low on a GPU.
+    for path, group in _large(collectives, "gradients", _HIGH):
+        if group[0].operation == _CONVOLUTION:
+            yield Finding(
+                check="gradients",
+                severity="warning",
+                what=f"on a GPU the gradient of {path} is summed over {group[0].group_size} "
+                f"devices in {compute_dtype}, at {group[0].source}: cuDNN's convolutions of low "
+                "operands give low results, and jit adds these.",
+                culprit=path,
+                fix=_OF_CONVOLUTIONS,
+            )
+
+
+_CONVOLUTION = "conv_general_dilated"
+_OF_PRODUCTS = (
+    "Reduce in float32: mpjax.pods.gather under shard_map; under jit products whose weight "
+    "gradient is float32, as autocast's are."
+)
+_OF_CONVOLUTIONS = (
+    "Take gradients inside shard_map, and reduce them there: mpjax.pods.gather(..., "
+    "reduce='mean'), or jax.lax.pmean of the float32 gradients."
+)
+
+
+def repeated(
+    collectives: Sequence[Collective], leaves: Iterable[Leaf], mesh: Mapping[str, int]
+) -> Iterator[Finding]:
+    """Yields a finding for each gradient that is summed over devices several times in a step.
+
+    That is so in a loop over micro-batches that reduces in each turn. A weight that is used twice
+    has two gradients, each of which may be reduced; it is in no loop.
+    """
+    by_path = {leaf.path: leaf for leaf in leaves}
+    same = (c for c in collectives if c.role == "gradients" and c.kind in _SUMS)
+    by_place = itertools.groupby(sorted(same, key=_place), key=_place)
+    for (path, axes), found in by_place:
+        group = list(found)
+        leaf = by_path.get(path)
+        if leaf is None or not leaf.elements:
+            continue
+        once = leaf.elements * math.prod(mesh[axis] for axis in axes if axis in leaf.axes)
+        own = [c for c in group if math.prod(c.shape) <= once]  # others hold several gradients
+        times = sum(math.prod(c.shape) * c.count for c in own) / once
+        if times < (2 if any(c.count > 1 for c in group) else 3):
+            continue
+        yield Finding(
+            check="gradients",
+            severity="warning",
+            what=f"the gradient of {path} is summed over {', '.join(axes)} {times:.0f} times, "
+            f"{_mb(group)} a step at {group[0].source}.",
+            culprit=path,
+            fix="Add up micro-batches on each device and reduce their sum, where memory allows.",
+        )
+
+
+def _place(collective: Collective) -> tuple[str, tuple[str, ...]]:
+    return collective.path, collective.axes
+
+
+def gathered(collectives: Sequence[Collective], batch: frozenset[str]) -> Iterator[Finding]:
+    """Yields a finding where activations are made whole along an axis that splits the batch."""
+    everything = sum(c.total_bytes for c in collectives)
+    whole = [
+        c
+        for c in collectives
+        if c.role == "activations" and c.kind == "all-gather" and batch & {*c.axes}
+    ]
+    size, count = sum(c.total_bytes for c in whole), sum(c.count for c in whole)
+    if count < 2 or size < GATHERED_SHARE * everything:
+        return
+    first = max(whole, key=lambda c: c.total_bytes)
+    dims = ",".join(map(str, first.shape))
+    yield Finding(
+        check="activations",
+        severity="warning",
+        what=f"{first.dtype}[{dims}] of the batch is gathered whole over {', '.join(first.axes)} "
+        f"at {first.source or 'an unnamed place'}; {count} such arrays, {_mb(whole)} a step.",
+        culprit=first.source,
+        fix="Gather weights and leave the batch split: under jit with_sharding_constraint on "
+        "activations, or mpjax.pods.gather_constraint on weights.",
+    )
+
+
+def unknown(found: Iterable[tuple[str, str]]) -> Iterator[Finding]:
+    """Yields a finding for each kind of sending that the check does not know."""
+    for name, source in found:
+        yield Finding(
+            check="unknown",
+            severity="warning",
+            what=f"{name} at {source or 'an unnamed place'} sends between devices; what and in "
+            "which dtype, the check cannot say.",
+            culprit=source or name,
+            fix="Look at it yourself: the other lines of this report are without it.",
         )
 
 
@@ -112,72 +193,6 @@ def activations(collectives: Sequence[Collective], compute_dtype: str) -> Iterat
             culprit=source,
             fix=f"Cast it to {compute_dtype} before it is sent.",
         )
-
-
-def replication(inputs: Sequence[Leaf]) -> Iterator[Finding]:
-    """Yields a finding for each piece of optimizer state that is whole on every device.
-
-    Optimizer state is known by its parameter: a leaf of the same shape whose path is shorter and
-    has the same end. Where that one is sharded, this one should be.
-    """
-    state = [leaf for leaf in inputs if leaf.is_state and not is_overwritten(leaf.key_path)]
-    large = SMALL_SHARE * sum(leaf.bytes for leaf in state)
-    sharded = [leaf for leaf in state if not leaf.is_replicated]
-    for leaf in state:
-        if not leaf.is_replicated or leaf.bytes < large:
-            continue
-        of = next((p for p in sharded if _is_of(leaf, p)), None)
-        if of is not None:
-            yield Finding(
-                check="replication",
-                severity="error",
-                what=f"{leaf.path} is whole on every device ({leaf.bytes / 1e6:.1f} MB each), "
-                f"while {of.path} is sharded.",
-                culprit=leaf.path,
-                fix="Give it its parameter's sharding: optax.tree.map_params makes the specs.",
-            )
-
-
-def _is_of(leaf: Leaf, parameter: Leaf) -> bool:
-    mine, other = leaf.path.split("/"), parameter.path.split("/")
-    return leaf.shape == parameter.shape and mine[-1] == other[-1] and len(mine) >= len(other)
-
-
-def donation(
-    inputs: Mapping[int, Leaf], outputs: Sequence[Leaf], aliases: Mapping[int, int]
-) -> Iterator[Finding]:
-    """Yields a finding where the new state does not take the memory of the old one.
-
-    What counts is whose memory no result takes: JAX pairs what was donated with results of equal
-    shape, so that a metric may have a counter's place, and the new counter a new one.
-
-    Args:
-      inputs: the leaves that the program reads, by the number of its parameter.
-      outputs: the leaves of the results.
-      aliases: which parameter's memory each output takes.
-    """
-    state = {number: leaf for number, leaf in inputs.items() if leaf.is_state}
-    taken = set(aliases.values())
-    results = (leaf for number, leaf in enumerate(outputs) if number not in aliases)
-    waiting = collections.Counter(leaf.shape for leaf in results)
-    lost: list[Leaf] = []
-    for number, leaf in state.items():
-        if number not in taken and waiting[leaf.shape] > 0:
-            waiting[leaf.shape] -= 1
-            lost.append(leaf)
-    size, whole = (sum(leaf.bytes for leaf in leaves) for leaves in (lost, state.values()))
-    if not lost or size < (1 - DONATED_SHARE) * whole:
-        return
-    largest = max(lost, key=lambda leaf: (leaf.bytes, -len(leaf.path)))
-    rest = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-    yield Finding(
-        check="donation",
-        severity="error",
-        what=f"{largest.path}{rest}: the new state takes {size / 1e6:.1f} MB beside the old one "
-        f"({1 - size / whole:.0%} of it reuses memory).",
-        culprit=largest.path,
-        fix="jax.jit(step, donate_argnums=0); shapes, dtypes and shardings must stay the same.",
-    )
 
 
 def _large(

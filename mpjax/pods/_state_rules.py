@@ -1,0 +1,204 @@
+"""What is wrong with what devices hold: batch, copies, optimizer state, donated memory."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mpjax._tree import is_overwritten
+from mpjax.pods._copies import Differs
+from mpjax.pods._findings import Finding
+
+SMALL_SHARE = 0.01
+"""What is less than this part of all bytes of its role is not worth a finding: scales, biases."""
+
+DONATED_SHARE = 0.98
+"""The part of the state whose memory the results take in a step that donates it."""
+
+
+BATCH_SHARE = 0.1
+"""The part of the batch from which on an array that every device has whole is a finding."""
+
+FEW = 32
+"""Inputs of fewer values are no batch: keys, rates, counters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf of the arguments or results."""
+
+    path: str
+    key_path: Any
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int  # on one device
+    elements: int  # on one device
+    axes: frozenset[str]  # of the mesh, that split it
+    leading: frozenset[str]  # of these, those that split its first axis
+    is_state: bool
+    is_weight: bool = False  # whether a product reads it
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every device has the whole."""
+        return not self.axes
+
+
+def batch_axes(inputs: Sequence[Leaf]) -> frozenset[str]:
+    """Returns the mesh axes that split the examples: the first axis of what is no state."""
+    return frozenset(axis for leaf in _data(inputs) for axis in leaf.leading)
+
+
+def _data(inputs: Sequence[Leaf]) -> list[Leaf]:
+    return [leaf for leaf in inputs if not leaf.is_state and leaf.elements >= FEW]
+
+
+def batch(
+    inputs: Sequence[Leaf], mesh: Mapping[str, int], shared: frozenset[str]
+) -> Iterator[Finding]:
+    """Yields a finding for each mesh axis along which all devices do the same work.
+
+    Args:
+      inputs: the leaves that the program reads.
+      mesh: axis sizes.
+      shared: the axes over which activations are sent: work is split there, if not the batch.
+    """
+    data = _data(inputs)
+    if not data:
+        return
+    largest = max(data, key=lambda leaf: leaf.bytes)
+    split = frozenset(axis for leaf in data for axis in leaf.axes)
+    if not split and any(size > 1 for size in mesh.values()):
+        yield Finding(
+            check="batch",
+            severity="warning",
+            what=f"{largest.path} is whole on every device ({largest.bytes / 1e6:.1f} MB each), as "
+            "is all that is no state: every host has to feed all of it.",
+            culprit=largest.path,
+            fix=f"Split the batch: PartitionSpec({next(iter(mesh))!r}) for its first axis.",
+        )
+        return
+    for axis in (a for a, size in mesh.items() if size > 1 and a not in split | shared):
+        yield Finding(
+            check="batch",
+            severity="warning",
+            what=f"{largest.path} is whole on all {mesh[axis]} devices along {axis!r}, and nothing "
+            "else splits the work there: they compute the same.",
+            culprit=largest.path,
+            fix=f"Split the batch, PartitionSpec({axis!r}) among its axes, or leave the axis out.",
+        )
+    examples = {leaf.shape[0] for leaf in data if leaf.leading}
+    everything = sum(leaf.bytes for leaf in data)
+    for leaf in data:
+        large = leaf.bytes >= BATCH_SHARE * everything
+        if large and leaf.is_replicated and leaf.shape and leaf.shape[0] in examples:
+            yield Finding(
+                check="batch",
+                severity="warning",
+                what=f"{leaf.path} is whole on every device ({leaf.bytes / 1e6:.1f} MB each), "
+                "while the rest of the batch is split.",
+                culprit=leaf.path,
+                fix="Split it as the rest.",
+            )
+
+
+def copies(
+    outputs: Sequence[Leaf], differing: Sequence[Differs], inputs: Sequence[Leaf]
+) -> Iterator[Finding]:
+    """Yields a finding where new state is said to be whole along an axis, and differs along it."""
+    lost = [
+        (leaf, sorted(differs.surely - leaf.axes))
+        for leaf, differs in zip(outputs, differing, strict=True)
+        if leaf.is_state and differs.surely - leaf.axes
+    ]
+    if not lost:
+        return
+    weights = {leaf.path for leaf in inputs if leaf.is_weight}
+    leaf, axes = max(lost, key=lambda pair: (pair[0].path in weights, pair[0].bytes))
+    rest = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    yield Finding(
+        check="copies",
+        severity="error",
+        what=f"{leaf.path}{rest}: the devices along {', '.join(axes)} compute different values for "
+        "what is one array; a gradient, or a decision, is not reduced over them.",
+        culprit=leaf.path,
+        fix=f"Before the update: jax.lax.pmean(grads, {tuple(axes)!r}), or mpjax.pods.gather(..., "
+        "reduce='mean'). with_loss_scale takes axis_name. shard_map's check_vma refuses it.",
+    )
+
+
+def undecided(outputs: Sequence[Leaf], differing: Sequence[Differs]) -> bool:
+    """Whether nothing can be said of some state: what it is made of went round in a ring."""
+    pairs = zip(outputs, differing, strict=True)
+    return any(leaf.is_state and (d.axes & d.unsure) - leaf.axes for leaf, d in pairs)
+
+
+def replication(inputs: Sequence[Leaf]) -> Iterator[Finding]:
+    """Yields a finding for each piece of optimizer state that is whole on every device.
+
+    Optimizer state is what no product reads. It is known by its parameter: a leaf of the same shape
+    whose path is shorter and has the same end; or, where names do not tell, any weight of the same
+    shape. Where that one is sharded, this one should be.
+    """
+    state = [leaf for leaf in inputs if leaf.is_state and not is_overwritten(leaf.key_path)]
+    large = SMALL_SHARE * sum(leaf.bytes for leaf in state)
+    sharded = [leaf for leaf in state if not leaf.is_replicated]
+    for leaf in state:
+        if not leaf.is_replicated or leaf.is_weight or leaf.bytes < large:
+            continue  # a weight may be whole while the optimizer's state is split
+        named = (p for p in sharded if _is_of(leaf, p))
+        alike = (p for p in sharded if p.is_weight and p.shape == leaf.shape)
+        of = next(named, next(alike, None))
+        if of is not None:
+            yield Finding(
+                check="replication",
+                severity="error",
+                what=f"{leaf.path} is whole on every device ({leaf.bytes / 1e6:.1f} MB each), "
+                f"while {of.path} is sharded.",
+                culprit=leaf.path,
+                fix="Give it its parameter's sharding: optax.tree.map_params makes the specs.",
+            )
+
+
+def _is_of(leaf: Leaf, parameter: Leaf) -> bool:
+    mine, other = leaf.path.split("/"), parameter.path.split("/")
+    return leaf.shape == parameter.shape and mine[-1] == other[-1] and len(mine) >= len(other)
+
+
+def donation(
+    inputs: Mapping[int, Leaf], outputs: Sequence[Leaf], aliases: Mapping[int, int]
+) -> Iterator[Finding]:
+    """Yields a finding where the new state does not take the memory of the old one.
+
+    What counts is whose memory no result takes: JAX pairs what was donated with results of equal
+    shape, so that a metric may have a counter's place, and the new counter a new one.
+
+    Args:
+      inputs: the leaves that the program reads, by the number of its parameter.
+      outputs: the leaves of the results.
+      aliases: which parameter's memory each output takes.
+    """
+    state = {number: leaf for number, leaf in inputs.items() if leaf.is_state}
+    taken = set(aliases.values())
+    results = (leaf for number, leaf in enumerate(outputs) if number not in aliases)
+    waiting = collections.Counter(leaf.shape for leaf in results)
+    lost: list[Leaf] = []
+    for number, leaf in state.items():
+        if number not in taken and waiting[leaf.shape] > 0:
+            waiting[leaf.shape] -= 1
+            lost.append(leaf)
+    size, whole = (sum(leaf.bytes for leaf in leaves) for leaves in (lost, state.values()))
+    if not lost or size < (1 - DONATED_SHARE) * whole:
+        return
+    largest = max(lost, key=lambda leaf: (leaf.bytes, -len(leaf.path)))
+    rest = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    yield Finding(
+        check="donation",
+        severity="error",
+        what=f"{largest.path}{rest}: the new state takes {size / 1e6:.1f} MB beside the old one "
+        f"({1 - size / whole:.0%} of it reuses memory).",
+        culprit=largest.path,
+        fix="jax.jit(step, donate_argnums=0); shapes, dtypes and shardings must stay the same.",
+    )
