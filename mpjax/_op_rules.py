@@ -185,7 +185,7 @@ pmin                   | picks a value across devices                       |
 """
 
 _ACTIVATIONS = """
-celu elu gelu glu hard_sigmoid hard_silu hard_tanh leaky_relu log_sigmoid logaddexp mish relu relu6
+celu elu gelu glu hard_sigmoid hard_silu hard_tanh leaky_relu log_sigmoid mish relu relu6
 selu sigmoid silu soft_sign softplus sparse_plus sparse_sigmoid squareplus swish
 """
 

@@ -145,7 +145,7 @@ def _computes(eqn: Any) -> bool:
 
 def _name(eqn: Any) -> str:
     """The primitive's name, or that of the function which a call runs."""
-    called = structure.single_program(eqn) is not None and groups.function_name(eqn)
+    called = structure.single_program(eqn) is not None and structure.function_name(eqn)
     return called or eqn.primitive.name
 
 

@@ -270,7 +270,8 @@ class _Planner:
         """A small function without products, such as an activation: one operation of its own."""
         operands = [self.state(v) for v in eqn.invars]
         kind = groups.function_class(eqn)
-        if settings.as_written or settings.rules.get(groups.function_name(eqn)) is OpClass.FULL:
+        low = self.low_dtype(eqn, self.settings_at(eqn))
+        if low is None or groups.operations(eqn) & settings.held_full:
             kind = OpClass.FULL
         found: list[State] = []
         program = structure.single_program(eqn)

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import exact, linear, masks, passes, structure
+from mpjax._autocast import exact, linear, masks, passes, scopes, structure
+from mpjax._autocast.activations import is_activation
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.hints import hint
 from mpjax._autocast.states import Kind, State, fits, of_literal, size
-from mpjax._op_rules import ACTIVATIONS, COMPARISONS, OP_RULES, OpClass, only_moves
+from mpjax._op_rules import COMPARISONS, OP_RULES, OpClass, only_moves
 
 _ELEMENTWISE = """
 abs neg sign copy add add_any sub mul div max min select_n clamp sqrt square integer_pow tanh
@@ -94,29 +95,35 @@ def _fusible_program(jaxpr: Any) -> bool:
     if len(opened.eqns) > _MAX_FUNCTION or opened.constvars or not opened.outvars:
         return False
     return all(
-        (eqn.primitive.name in FUSIBLE and not eqn.effects) or is_fusible_function(eqn)
+        ((eqn.primitive.name in FUSIBLE and not eqn.effects) or is_fusible_function(eqn))
+        and not scopes.of(eqn)  # a region, or a path: what stands inside is looked at
         for eqn in opened.eqns
     ) and bool(opened.eqns)
 
 
+def operations(eqn: Any) -> frozenset[str]:
+    """Returns the names of a fusible function, and of the operations and functions inside it."""
+    inside = _operations(structure.single_program(eqn))
+    return inside | {structure.function_name(eqn)}
+
+
+@by_program
+def _operations(jaxpr: Any) -> frozenset[str]:
+    eqns = _compat.closed(jaxpr).jaxpr.eqns
+    calls = [eqn for eqn in eqns if structure.single_program(eqn) is not None]
+    return frozenset(eqn.primitive.name for eqn in eqns).union(*map(operations, calls))
+
+
 def function_class(eqn: Any) -> OpClass:
     """Returns how a fusible function's result is held: activations follow their input."""
-    if function_name(eqn) in ACTIVATIONS:
+    if is_activation(eqn):
         return OpClass.FOLLOW
     return OpClass.FULL if _holds_full(structure.single_program(eqn)) else OpClass.FOLLOW
 
 
-def function_name(eqn: Any) -> str:
-    """Returns the name of the function that an equation calls."""
-    if "name" in eqn.params:
-        return eqn.params["name"]
-    info = getattr(_compat.closed(structure.single_program(eqn)).jaxpr, "debug_info", None)
-    return getattr(info, "func_name", "")
-
-
 def holds_only_what_fits(eqn: Any, dtype: Any) -> bool:
     """Whether `dtype` can hold the constants inside a function, or it is a known activation."""
-    return function_name(eqn) in ACTIVATIONS or _fits_inside(structure.single_program(eqn), dtype)
+    return is_activation(eqn) or _fits_inside(structure.single_program(eqn), dtype)
 
 
 @by_program

@@ -76,7 +76,9 @@ def _is_backward(eqn: Any) -> bool:
 
 def _operands(eqn: Any, outs: list[int], full: frozenset[str]) -> list[int]:
     name = eqn.primitive.name
-    if name in _UNFORGIVING or name in full:
+    is_function = groups.is_fusible_function(eqn)
+    held = groups.operations(eqn) & full if is_function and full else name in full
+    if name in _UNFORGIVING or held:
         later = functools.reduce(int.__or__, outs, 0) & LATER
         return [later | EXACT] * len(eqn.invars)
     union = functools.reduce(int.__or__, outs, 0)
@@ -88,7 +90,7 @@ def _operands(eqn: Any, outs: list[int], full: frozenset[str]) -> list[int]:
         return [union & (OUTPUT | LATER | FULL | CARRIED | EXACT)] * len(eqn.invars)
     if rule and rule.op_class is OpClass.LOWER:
         return [PRODUCT | LATER | WHOLE] * 2 + [0] * (len(eqn.invars) - 2)
-    if structure.is_call(eqn) and not groups.is_fusible_function(eqn):
+    if structure.is_call(eqn) and not is_function:
         return control.operand_reads(eqn, tuple(outs), functools.partial(inner, full=full))
     if rule and rule.op_class is OpClass.KEEP:
         moved = union & ~WHOLE if name in _RESIZING else union

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpjax import _compat
+
 _SINGLE = {
     "jit": "jaxpr",
     "remat2": "jaxpr",
@@ -32,3 +34,11 @@ def single_program(eqn: Any) -> Any:
     if key is None:
         return None
     return eqn.params.get(key, eqn.params.get("jaxpr"))
+
+
+def function_name(eqn: Any) -> str:
+    """Returns the name of the function that an equation calls."""
+    if "name" in eqn.params:
+        return eqn.params["name"]
+    info = getattr(_compat.closed(single_program(eqn)).jaxpr, "debug_info", None)
+    return getattr(info, "func_name", "")

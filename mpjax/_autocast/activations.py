@@ -1,0 +1,78 @@
+"""Whether a called function is one of JAX's activations: by what it computes, not by its name.
+
+A name proves nothing, for a user's `mish` may be an exponential. So a function that is called like
+an activation is compared, operation by operation, with what `jax.nn` does for the same types.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax import _compat
+from mpjax._autocast import structure
+from mpjax._autocast.caches import by_program
+from mpjax._op_rules import ACTIVATIONS
+
+
+def is_activation(eqn: Any) -> bool:
+    """Whether an equation calls one of `jax.nn`'s activations."""
+    name = structure.function_name(eqn)
+    return name in ACTIVATIONS and _is_named(structure.single_program(eqn), name)
+
+
+@by_program
+def _is_named(program: Any, name: str) -> bool:
+    mine = _signature(program)
+    args = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in _compat.closed(program).in_avals]
+    return any(_signature(known) == mine for known in _references(name, args))
+
+
+def _references(name: str, args: list[Any]) -> Iterator[Any]:
+    """Yields the programs that `jax.nn` has under a name, for arguments of these types."""
+    fun = getattr(jax.nn, name, None)
+    forms: list[Callable[..., Any] | None] = [fun]
+    if name == "gelu":
+        forms = [functools.partial(jax.nn.gelu, approximate=a) for a in (True, False)]
+    for form in forms:
+        if form is None:
+            continue
+        try:
+            traced = jax.make_jaxpr(form)(*args)
+        except TypeError:  # a function of the user's that takes other arguments
+            continue
+        yield traced  # JAX inlines some of them, which a user may have put under `jit`
+        for eqn in _compat.equations(traced):
+            if structure.single_program(eqn) is not None and structure.function_name(eqn) == name:
+                yield structure.single_program(eqn)
+
+
+@by_program
+def _signature(program: Any) -> Hashable:
+    """What two programs that compute the same in the same way have in common."""
+    jaxpr = _compat.closed(program).jaxpr
+    place = {v: i for i, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+
+    def of(atom: Any) -> Hashable:
+        if _compat.is_literal(atom):
+            return atom.aval.dtype, np.asarray(atom.val).tobytes()
+        return place[atom]
+
+    rows: list[Hashable] = [(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
+    for eqn in jaxpr.eqns:
+        inner = tuple(_signature(p) for p in _compat.programs(eqn))
+        plain = tuple((k, v) for k, v in sorted(eqn.params.items()) if _is_plain(v))
+        rows.append((eqn.primitive, inner, plain, *map(of, eqn.invars)))
+        place |= {v: i for i, v in enumerate(eqn.outvars, start=len(place))}
+    return (*rows, *map(of, jaxpr.outvars))
+
+
+def _is_plain(param: Any) -> bool:
+    """Numbers, shapes and dtypes say what is computed; rules, names and shardings do not."""
+    if isinstance(param, tuple):
+        return all(map(_is_plain, param))
+    return isinstance(param, (bool, int, float, np.dtype))
