@@ -89,8 +89,8 @@ def test_a_name_proves_nothing(dtype):
         return jax.jit(fun)
 
     def result(name):
-        y = autocast(lambda x, w: called(name)(12 + x @ w) / 1e5 @ w, POLICIES[dtype])(X, W)
-        return np.asarray(y)
+        fun = autocast(lambda x, w: jnp.cumsum(called(name)(12 + x @ w), axis=0), POLICIES[dtype])
+        return np.asarray(fun(X, W))
 
     assert np.isfinite(result("mish")).all()
     assert np.array_equal(result("mish"), result("boltzmann"))

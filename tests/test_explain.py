@@ -10,7 +10,7 @@ import pytest
 from benchmarks.networks import NETWORKS
 from benchmarks.networks._transformer import TransformerLM
 from mpjax import PolicyMap, full_precision
-from mpjax._autocast import autocast, explain
+from mpjax._autocast import autocast, causes, explain
 
 ARRAY = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 
@@ -341,3 +341,20 @@ def test_a_float32_policy_explains_that_nothing_is_low():
 def test_an_unknown_policy_is_refused_as_by_autocast():
     with pytest.raises(ValueError, match=r"unknown policy 'bf16_mixed'"):
         explain(lambda x: x, "bf16_mixed")(jnp.ones(2))
+
+
+def test_what_a_loop_keeps_is_named_with_its_dtype():
+    def fun(w, x):
+        def step(carry, _):
+            position, hidden = carry
+            hidden = jnp.tanh(hidden @ w)
+            return (position + 1e-3 * hidden, hidden), None
+
+        return jax.lax.scan(step, (x, x), None, length=4)[0]
+
+    rows = explain(fun, "bf16-mixed")(jnp.ones((4, 4)), jnp.ones((2, 4))).rows
+    carries = [(r.operation, r.dtype, r.reason) for r in rows if "carry" in r.operation]
+    assert carries == [
+        ("scan carry 0 [2,4]", "f32", causes.STATE),
+        ("scan carry 1 [2,4]", "bf16", causes.STREAM),
+    ]

@@ -55,6 +55,9 @@ AS_WRITTEN = "as written: full_precision(), or an inner autocast"
 WRITTEN_SO = "as written: in a dtype of its author's choice"
 OUTPUT = "an output: rounding it would gain nothing"
 UNCHANGED = "nothing low goes into it, and it holds no product"
+STATE = "a state: reaches itself by sums or moves, so roundings would add up"
+STREAM = "made anew by products, or a stack's stream: rounded as they round"
+ACCUMULATOR = "starts as a constant, or its body leaves it in float32"
 FUSED = "fused: float32 between low values, not stored"
 
 
@@ -93,6 +96,7 @@ class _Walk:
             cause or _loop_cause(plan, eqn, i, state, "/".join(path))
             for i, (cause, state) in enumerate(zip(operands, call.operand_states, strict=True))
         ]
+        self.carries(decision, "/".join(path))
         outs: Causes = [None] * len(eqn.outvars)
         for inner, incoming in zip(call.plans, _incoming(eqn, handed), strict=True):
             found = self.plan(inner, path, incoming)
@@ -101,6 +105,18 @@ class _Walk:
         kept = Cause(_name(eqn), "/".join(path), OUTPUT)  # low inside, widened on its way out
         wide = [state.kind == Kind.WIDE for state in call.out_states]
         return [cause or (kept if w else None) for cause, w in zip(outs, wide, strict=True)]
+
+    def carries(self, decision: Decision, module: str) -> None:
+        """Adds what a loop carries, by its place: what it keeps, and in which dtype."""
+        eqn, out_states = decision.eqn, decision.call.out_states
+        where = scopes.location(eqn)
+        for i, (aval, state) in enumerate(zip(_carried(eqn), out_states, strict=False)):
+            if state.kind is Kind.FOREIGN:
+                continue
+            shape = ",".join(map(str, aval.shape))
+            dtype = short_name(state.dtype if state.kind is Kind.LOW else FLOAT32)
+            name = f"{eqn.primitive.name} carry {i} [{shape}]"
+            self.found.append(Finding(module, name, dtype, _why_carried(state), None, where))
 
     def operation(
         self,
@@ -170,6 +186,24 @@ def _loop_cause(plan: Plan, eqn: Any, index: int, state: Any, module: str) -> Ca
     if before.kind == Kind.CONSTANT:
         return Cause(eqn.primitive.name, module, "a loop's accumulator: starts as a constant")
     return Cause(eqn.primitive.name, module, "a loop's carry that its body leaves in float32")
+
+
+def _carried(eqn: Any) -> list[Any]:
+    """Returns the types of a loop's carries; none for other calls."""
+    if eqn.primitive.name not in ("scan", "while"):
+        return []
+    avals = [v.aval for v in eqn.outvars]
+    if eqn.primitive.name == "while":
+        return avals
+    return avals[: _compat.scan_counts(eqn.params)[1]]
+
+
+def _why_carried(state: states.State) -> str:
+    if state == states.KEPT:
+        return STATE
+    if state.kind is Kind.LOW:
+        return STREAM
+    return "handed on as it is" if state.kind is Kind.NEUTRAL else ACCUMULATOR
 
 
 def _stored(plan: Plan) -> dict[Any, bool | None]:
