@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -256,11 +257,17 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _pods(args: argparse.Namespace) -> int:
     from mpjax import _doctor as doctor
-    from mpjax import pods
+    from mpjax.pods import _command
 
-    _, build, _ = doctor.load(args.function, "mpjax pods")
+    topology = _command.topology_of(args.topology, args.num_slices)
+    load = functools.partial(doctor.load, args.function, _command.WHERE)
+    if args.outline:
+        return _print_json_line(_command.outline(load, topology))
+    again = ["pods", args.function, args.topology, "--outline"]
+    _command.use_cpu(topology)
     try:
-        report = pods.check_job(build, args.topology, num_slices=args.num_slices)
+        again += ["--num-slices", str(args.num_slices)]
+        report = _command.check_file(load, again, topology)
     except ModuleNotFoundError as error:  # the compiler for that platform; says what to install
         print(error, file=sys.stderr)
         return FAILED
@@ -271,6 +278,11 @@ def _pods(args: argparse.Namespace) -> int:
     return report.exit_code
 
 
+def _print_json_line(value: Any) -> int:
+    print(json.dumps(value))
+    return OK
+
+
 def _pods_arguments(parser: argparse.ArgumentParser) -> None:
     help = "build(topology) -> (step, args), as mpjax.pods.check_job takes it"
     parser.add_argument("function", metavar="FILE:FUNCTION", help=help)
@@ -278,6 +290,7 @@ def _pods_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("topology", metavar="TOPOLOGY", help=help)
     help = "TPU slices that are joined by the data centre's network (default: 1)"
     parser.add_argument("--num-slices", type=int, default=1, metavar="N", help=help)
+    parser.add_argument("--outline", action="store_true", help=argparse.SUPPRESS)  # for itself
 
 
 COMMANDS: tuple[Command, ...] = (

@@ -149,12 +149,26 @@ def check_job(
       0
     """
     topology = get_topology(topology, num_slices=num_slices)
+    step, args = build_job(build, topology)
+    return check(step, args, topology, policy=policy, compiler_options=compiler_options)
+
+
+def build_job(build: Callable[[Topology], Any], topology: Topology) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the step and the arguments that a build function makes, or says what it should."""
     built = build(topology)
     if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[1], tuple)):
         got = f"must return (step, args), args a tuple; got {describe(built)}."
         raise TypeError(message("check_job(build)", got, "Type return step, (state, batch)."))
-    step, args = built
-    return check(step, args, topology, policy=policy, compiler_options=compiler_options)
+    return built
+
+
+def traced(
+    step: Callable[..., Any], args: tuple[Any, ...], mesh: Mesh | None, topology: Topology
+) -> Any:
+    """Returns the jaxpr of a step as the first process of the job would trace it."""
+    jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
+    with _context(mesh), _on_devices(topology):
+        return _programs.trace(jitted, args, process=0, count=max(2, topology.num_hosts))
 
 
 # -- before compiling ------------------------------------------------------------------------------

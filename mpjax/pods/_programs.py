@@ -98,6 +98,14 @@ def sent_dtypes(jaxpr: Any) -> dict[tuple[str, str], set[str]]:
     return found
 
 
+def outline(jaxpr: Any) -> list[str]:
+    """Returns every operation with its shape and line, in order."""
+    return [
+        f"{eqn.primitive.name} of {' '.join(str(v.aval) for v in eqn.outvars)} at {source(eqn)}"
+        for eqn in _compat.equations(jaxpr)
+    ]
+
+
 def line_of(text: str) -> str:
     """Returns file and line of a source line, which may have a column and a function too."""
     return ":".join(text.partition(" (")[0].split(":")[:2])
