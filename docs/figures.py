@@ -3,11 +3,13 @@
 `formats.png` shows the bits of the three formats. `block.png` shows what autocast does with each
 operation of a transformer block in Flax, from what `mpjax.explain(...).to_dict()` tells;
 `explained.txt` is what `print` shows of it. `beside.png` shows the shares that the tables in
-benchmarks/results/ give. `pod_report.png` is `pod_report.txt` with notes; the text is what
+benchmarks/results/ give, and `saves.png`, with its numbers in `saves.txt`, what they come to.
+`pod_report.png` is `pod_report.txt` with notes; the text is what
 `python examples/train_pod.py tpu_configs/v5e-256.yaml --check` prints with libtpu.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -164,6 +166,80 @@ def draw_beside(path: Path) -> None:
     figure.savefig(path)
 
 
+WAYS = {  # variant of the tables: what readers call it, and its colour
+    "f32": ("float32", "#b8b8b8"),
+    "hand-cast": ("cast by hand", "#d9d9d9"),
+    "torch autocast bf16": ("torch.autocast", "#f3c677"),
+    "autocast": ("mpjax", "#56b4e9"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Saving:
+    """One comparison: what is counted, of which networks, and each variant's share of float32's."""
+
+    title: str
+    networks: list[str]
+    shares: dict[str, float]
+
+
+def saving(title: str, table: str, count: str, variants: tuple[str, ...]) -> Saving:
+    """Returns the geometric means, over the networks that a table has in all variants."""
+    rows = json.loads((RESULTS / f"{table}.json").read_text())["rows"]
+    found = {
+        (r["network"], r["variant"]): r[count]
+        for r in rows
+        if r["dtype"] == "bf16" and r.get(count)
+    }
+    names = sorted({n for n, _ in found if all((n, variant) in found for variant in variants)})
+    logs = {
+        v: sum(math.log(found[n, v] / found[n, "f32"]) for n in names) / len(names)
+        for v in variants
+    }
+    return Saving(title, names, {v: math.exp(log) for v, log in logs.items()})
+
+
+def savings() -> list[Saving]:
+    three = ("f32", "hand-cast", "autocast")
+    return [
+        saving("kept for the backward pass", "residuals", "activations", three),
+        saving("bytes moved on an H100", "h100", "bytes_accessed", three),
+        saving("time of a step on a CPU", "cpu", "seconds", tuple(WAYS)),
+    ]
+
+
+def draw_saves(found: list[Saving], path: Path) -> None:
+    """Draws what a network costs in each way, float32 being 100 %, large enough for a phone."""
+    figure = Figure(figsize=(9, 2.7), dpi=160, layout="constrained")
+    for axes, each in zip(figure.subplots(1, len(found)), found, strict=True):
+        for y, (variant, share) in enumerate(each.shares.items()):
+            name, color = WAYS[variant]
+            axes.barh(y, share, color=color, height=0.82)
+            bold = "bold" if variant == "autocast" else "normal"
+            style = {"va": "center", "fontsize": 13, "fontweight": bold}
+            axes.text(0.03, y, f"{name}  {share:.0%}", **style)
+        axes.set_title(each.title, fontsize=13)
+        axes.set(xlim=(0, 1.2 * max(each.shares.values())), ylim=(3.5, -0.5))
+        axes.set_axis_off()
+    figure.savefig(path)
+
+
+def saves_text(found: list[Saving]) -> str:
+    """Returns the same as a table in Markdown, and below it the networks."""
+    lines = ["| of float32's | " + " | ".join(name for name, _ in WAYS.values()) + " |"]
+    lines.append("| --- |" + " ---: |" * len(WAYS))
+    for each in found:
+        cells = [f"{each.shares[v]:.0%}" if v in each.shares else "" for v in WAYS]
+        cells[-1] = f"**{cells[-1]}**"
+        lines.append(f"| {each.title} | " + " | ".join(cells) + " |")
+    of: dict[str, list[str]] = {}
+    for each in found:
+        of.setdefault(", ".join(each.networks), []).append(each.title)
+    counted = [f"{' and '.join(titles)}: {networks}" for networks, titles in of.items()]
+    lines += ["", f"Geometric means over networks in bfloat16 ({'; '.join(counted)})."]
+    return "\n".join(lines) + "\n"
+
+
 MARKS = {"ok": "#009e73", "!!": "#d55e00", "??": "#e69f00", "--": "#999999"}
 NOTES = {  # the first words of a line of the report: what to look for there
     "memory": "fits, with room for a larger batch",
@@ -209,9 +285,11 @@ def main() -> None:
     draw_block(table.to_dict()["rows"], folder / "block.png")
     (folder / "explained.txt").write_text(f"{table}\n")
     draw_beside(folder / "beside.png")
+    draw_saves(savings(), folder / "saves.png")
+    (folder / "saves.txt").write_text(saves_text(savings()))
     report = (Path(__file__).parent / "images" / "pod_report.txt").read_text()
     draw_report(report.splitlines(), folder / "pod_report.png")
-    drawn = "beside.png, block.png, explained.txt, formats.png and pod_report.png"
+    drawn = "beside.png, block.png, explained.txt, formats.png, pod_report.png, saves.png and .txt"
     print(f"{drawn} are in {folder}.")
 
 

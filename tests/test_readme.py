@@ -47,12 +47,6 @@ def test_a_broken_block_would_be_seen(tmp_path: Path):
     assert "AssertionError" in run("\n".join(blocks(text, "python")), tmp_path).stderr
 
 
-def test_readme_shows_code_early():
-    lines = README.splitlines()
-    first = next(i for i, line in enumerate(lines, 1) if line.startswith("```python"))
-    assert first <= 15
-
-
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake ([a-z]+)\b", README))))
 def test_every_make_target_of_the_readme_exists(target: str):
     makefile = (ROOT / "Makefile").read_text()
