@@ -88,9 +88,7 @@ def make_training(policy: str) -> tuple[Any, Any]:
 
     def descend(loss: Any, tx: Any, params: Any, opt_state: Any, *rest: Any) -> Any:
         scale = mpjax.current_loss_scale(opt_state)
-        differentiate = mpjax.value_and_grad(
-            mpjax.autocast(loss, policy), loss_scale=scale
-        )
+        differentiate = mpjax.value_and_grad(mpjax.autocast(loss, policy), loss_scale=scale)
         value, grads = differentiate(params, *rest)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value

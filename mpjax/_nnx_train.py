@@ -8,6 +8,7 @@ import jax
 import optax
 from flax import nnx
 
+from mpjax._autocast.nnx_names import name_modules
 from mpjax._errors import message
 from mpjax._foreign_names import STEP, names_keywords
 from mpjax._inputs import described
@@ -75,7 +76,7 @@ class NNXTrainStep:
 
     def loss_of_variables(self, params: PyTree, rest: PyTree, batch: PyTree) -> Any:
         """Returns the loss as a function of arrays, and the variables that the model changed."""
-        model = nnx.merge(self._graphdef, params, rest)
+        model = name_modules(nnx.merge(self._graphdef, params, rest))
         out, aux = self._loss_fn(model, batch), None
         if self._has_aux:
             out, aux = pair(out, "(loss, aux)")

@@ -135,8 +135,7 @@ def name_operations(model: M) -> M:
       flax, `nn.enable_named_call`
     """
     modules_of(model, "name_operations")  # its error says what is allowed
-    nnx_names.name_modules(model)
-    return model
+    return nnx_names.name_modules(model)
 
 
 def tabulate(model: nnx.Module) -> ModuleTable:

@@ -339,8 +339,9 @@ def make_train_step(
         `loss_fn(params, extra_state, batch) -> (loss, new_extra_state)`. With `has_aux` the
         last of what it returns becomes a pair with aux: `(loss, aux)`, or
         `(loss, (new_extra_state, aux))`. PRNG keys go into the batch, or into the extra state.
-      tx: any optax transformation, clipping inside; one that is wrapped in `with_loss_scale`
-        already is taken as it is. It is given optax's `value` (the unscaled loss), `grad` and
+      tx: any optax transformation. What clips is part of it, and sees true gradients. One that
+        you wrapped in `with_loss_scale` yourself keeps that loss scale, and is not wrapped again.
+        It is given optax's `value` (the unscaled loss), `grad` and
         `value_fn`, so that `optax.lbfgs` and the like work; a line search sees the whole batch
         at once, without `accumulate` and `axis_name`.
       policy: whatever `get_policy` takes; None for the scoped default.

@@ -6,6 +6,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from _named_products import in_float32
 from flax import nnx
@@ -133,6 +134,15 @@ def test_a_model_that_the_function_merges_is_named_there(model):
     assert in_float32(mpjax.autocast(named, policies), params, rest) == {"embed"}
     with pytest.warns(mpjax.PolicyWarning, match=r"Type .*, or mpjax\.nnx\.name_operations\(model"):
         mpjax.autocast(plain, policies)(params, rest)
+
+
+@pytest.mark.no_leak_check("explain of a jitted step holds its jaxpr")
+def test_a_train_step_of_a_model_names_its_operations(model):
+    policies = mpjax.PolicyMap("bf16-mixed", {"embed": "float32"})
+    step = mpjax.nnx.make_train_step(model, optax.sgd(0.1), policies, loss_fn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert in_float32(step, step.init(), TOKENS) == {"embed"}
 
 
 def test_a_named_model_is_copied_and_pickled_as_one_of_its_own_class(model):

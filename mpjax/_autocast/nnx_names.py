@@ -15,30 +15,30 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
+T = TypeVar("T")
 PATH = "mpjax_path"
 _here = contextvars.ContextVar("here", default="")  # the path of the module whose method runs
 
 
-def name_modules(tree: Any) -> None:
-    """Lets the NNX modules in a tree of copies name their operations, as Flax linen does.
+def name_modules(tree: T) -> T:
+    """Returns the tree, whose NNX modules name their operations from now on, as linen's do.
 
     The name of a module is its path, the model's class before it: 'Net/layers/0'. Modules that
     have names already keep them.
     """
     nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return
-    for model in _models(tree, nnx):
+    for model in [] if nnx is None else _models(tree, nnx):
         for path, module in list(nnx.iter_modules(model)):
             cls = type(module)
             if hasattr(module, PATH) or not _can_be_named(cls, module):
                 continue
             setattr(module, PATH, "/".join([type(model).__name__, *map(str, path)]))
             object.__setattr__(module, "__class__", _named(cls))
+    return tree
 
 
 def unname_modules(tree: Any) -> None:
