@@ -1,0 +1,319 @@
+"""What autocast decides, looked at before anything is computed: states, actions, flags, carries."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from mpjax import get_policy
+from mpjax._autocast import api, carries, reads, states
+from mpjax._autocast.plan import Action, Settings
+from mpjax._autocast.states import Kind
+from mpjax._op_rules import parse_rules
+
+X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+W = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+ROW = jax.ShapeDtypeStruct((8,), jnp.float32)
+COUNT = jax.ShapeDtypeStruct((), jnp.int32)
+BF16 = jnp.dtype(jnp.bfloat16)
+LOW, WIDE, NEUTRAL = Kind.LOW, Kind.WIDE, Kind.NEUTRAL
+
+
+class Planned:
+    """The plan of a function under a policy, and the jaxpr that it is of."""
+
+    def __init__(self, fun, *args, policy="bf16-mixed", rules=None):
+        overrides, widest = parse_rules(rules)
+        settings = Settings(get_policy(policy), tuple(sorted(overrides.items())), widest)
+        self.closed = jax.make_jaxpr(fun)(*args)
+        self.plan = api.plan_traced(self.closed, settings)
+
+    def decisions(self, name):
+        return [d for d in self.plan.decisions if d.eqn.primitive.name == name]
+
+    def states(self, name):
+        return [self.plan.states[v] for d in self.decisions(name) for v in d.eqn.outvars]
+
+    def kinds(self, name):
+        return [s.kind for s in self.states(name)]
+
+    def call(self, name):
+        (decision,) = self.decisions(name)
+        return decision.call
+
+
+# -- one operation --------------------------------------------------------------------------------
+
+
+def test_a_product_reads_low_operands_and_is_low_where_a_product_reads_it():
+    planned = Planned(lambda x, w: x @ w @ w, X, W)
+    first, second = planned.decisions("dot_general")
+    assert (first.action, first.low, first.out_dtype) == (Action.PRODUCT, BF16, BF16)
+    assert (second.low, second.out_dtype) == (BF16, np.dtype("float32"))  # an output
+    assert planned.kinds("dot_general") == [LOW, WIDE]
+
+
+@pytest.mark.parametrize(
+    ("fun", "name", "kind"),
+    [
+        (lambda x, w: jnp.exp(x @ w), "exp", WIDE),
+        (lambda x, w: jnp.tanh(x @ w) @ w, "tanh", LOW),
+        (lambda x, w: jnp.sum(x @ w, 0), "reduce_sum", WIDE),
+        (lambda x, w: (x @ w).T @ x, "transpose", LOW),
+        (lambda x, w: jnp.sin(x), "sin", WIDE),
+        (lambda x, w: x * x, "mul", NEUTRAL),
+        (lambda x, w: (x @ w) * (x @ w) @ w, "mul", LOW),
+        (lambda x, w: jnp.tanh((x @ w) + 257.0) @ w, "add", WIDE),  # no bfloat16 number
+        (lambda x, w: jnp.tanh((x @ w) + 256.0) @ w, "add", LOW),
+        (lambda x, w: jnp.maximum(x @ w, jnp.exp(x)), "max", WIDE),
+        (lambda x, w: lax.reduce_precision(x @ w @ w, 8, 7), "reduce_precision", WIDE),
+        (lambda x, w: lax.reduce_precision(x, 8, 7), "reduce_precision", NEUTRAL),
+    ],
+)
+def test_an_operation_is_in_the_state_that_its_class_gives(fun, name, kind):
+    assert Planned(fun, X, W).kinds(name)[-1:] == [kind]
+
+
+def test_a_float32_policy_decides_nothing():
+    planned = Planned(lambda x, w: jnp.tanh(x @ w) @ w, X, W, policy="float32")
+    assert not planned.plan.changed
+    assert {d.action for d in planned.decisions("dot_general")} == {Action.AS_TRACED}
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x, w: jnp.cumsum(x @ w, 0),
+        lambda x, w: jnp.linalg.cholesky(w @ w.T),
+        lambda x, w: jnp.fft.rfft(x @ w).real,
+    ],
+)
+def test_what_rounding_would_ruin_asks_its_product_for_float32(fun):
+    product = Planned(lambda x, w: (fun(x, w), x @ w @ w), X, W).decisions("dot_general")[0]
+    assert (product.low, product.out_dtype) == (BF16, np.dtype("float32"))
+
+
+def test_a_rule_of_full_asks_the_product_before_it_for_float32():
+    fun = lambda x, w: jnp.tanh(x @ w) @ w  # noqa: E731
+    assert Planned(fun, X, W).kinds("dot_general")[0] == LOW
+    assert Planned(fun, X, W, rules={"tanh": "full"}).kinds("dot_general")[0] == WIDE
+
+
+def test_an_outer_product_is_elementwise():
+    planned = Planned(lambda p, q: jnp.einsum("i,j->ij", p, q), ROW, ROW)
+    (decision,) = planned.decisions("dot_general")
+    assert decision.action is Action.FUSED
+    assert planned.kinds("dot_general") == [NEUTRAL]
+
+
+# -- sums ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fun", "state"),
+    [
+        (lambda x, w: (x + jnp.tanh(x @ w)) @ w, states.KEPT),  # of an input, made of it
+        (lambda x, w: (x + jnp.tanh(w[:4] @ w)) @ w, states.low(BF16)),  # a table of positions
+        (lambda x, w: x + jnp.tanh(w[:4] @ w), states.KEPT),  # and no product comes later
+        (lambda x, w: (x[::-1] + jnp.tanh(x @ w)) @ w, states.low(BF16)),  # rows of an input
+        (lambda x, w: (x @ w + jnp.tanh(x @ w)) @ w, states.low(BF16)),  # a stream
+        (lambda x, w: (x @ w + jnp.tanh(x @ w) / 32) @ w, states.KEPT),  # a small step
+        (lambda x, w: (x @ w + jnp.tanh(x @ w) * 2**-5) @ w, states.KEPT),
+        (lambda x, w: (x @ w + jnp.tanh(x @ w) / 31) @ w, states.low(BF16)),
+        (lambda x, w: (x @ w + (jnp.tanh(x @ w) / 32).T.reshape(4, 8)) @ w, states.KEPT),
+        (lambda x, w: (x @ w + jnp.zeros(8)) @ w, states.low(BF16)),
+        (lambda x, w: (jnp.exp(x) + x @ w) @ w, states.low(BF16)),  # a branch joins a stream
+        (lambda x, w: jnp.exp(x) + x @ w, states.WIDE),  # a loss, and no stream
+    ],
+)
+def test_a_sum_is_a_state_a_stream_or_neither(fun, state):
+    assert Planned(fun, X, W).states("add")[-1] == state
+
+
+def test_a_state_remains_one_through_products_by_elements_and_moves():
+    def fun(x, w):
+        kept = x + jnp.tanh(x @ w)
+        kept = jnp.where(kept > 0, kept.T.T * 0.5, kept - 1.0)
+        return (kept + jnp.tanh(kept @ w)) @ w
+
+    planned = Planned(fun, X, W)
+    assert set(planned.states("add")) == {states.KEPT}
+    assert planned.states("mul")[-1] == states.KEPT
+
+
+# -- loops -----------------------------------------------------------------------------------------
+
+
+def carried(step, *start, xs=None, length=3):
+    """Returns the kinds of a loop's carries, as the plan has them."""
+
+    def fun(start, xs):
+        return lax.scan(step, start, xs, length=None if xs is not None else length)
+
+    call = Planned(fun, start, xs).call("scan")
+    return [s.kind for s in call.out_states[: len(start)]]
+
+
+WS = jax.ShapeDtypeStruct((3, 8, 8), jnp.float32)
+
+
+def test_a_plain_recurrent_cell_is_low_and_a_gated_one_a_state():
+    def plain(carry, w):
+        return (jnp.tanh(carry[0] @ w),), None
+
+    def gated(carry, w):
+        gate = jax.nn.sigmoid(carry[0] @ w)
+        return (gate * carry[0] + (1 - gate) * jnp.tanh(carry[0] @ w),), None
+
+    assert carried(plain, X, xs=WS) == [LOW]
+    assert carried(gated, X, xs=WS) == [WIDE]
+
+
+def norm(x):
+    x = x - x.mean(-1, keepdims=True)
+    return x * lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [
+        (lambda x, w: x + jnp.tanh(norm(x) @ w), LOW),  # a layer
+        (lambda x, w: x + jax.jit(lambda x: jnp.tanh(norm(x) @ w))(x), LOW),
+        (lambda x, w: jax.checkpoint(lambda x, w: x + norm(x) @ w)(x, w), LOW),
+        (lambda x, w: x + jnp.tanh(norm(x) @ w.T), LOW),
+        (lambda x, w: x + jnp.tanh(x @ w), WIDE),  # no norm: it may be a training step
+        (lambda x, w: x + jnp.tanh(norm(x) @ (w @ w)), WIDE),  # a weight that is made
+        (lambda x, w: x + norm(x @ w), WIDE),  # a norm behind the product
+        (lambda x, w: x + 0 * (norm(x) @ w).sum() + w[:4], WIDE),
+    ],
+)
+def test_a_norm_and_a_weight_of_its_own_make_a_carry_a_stream(step, kind):
+    assert carried(lambda carry, w: ((step(carry[0], w),), None), X, xs=WS) == [kind]
+
+
+def test_a_weight_that_every_iteration_reads_makes_a_state():
+    def fun(x, w):
+        return lax.scan(lambda x, _: (x + norm(x) @ w, None), x, None, length=3)[0]
+
+    assert Planned(fun, X, W).call("scan").out_states[0] == states.KEPT
+
+
+def test_a_weight_sliced_by_a_counter_makes_a_stream():
+    def fun(x, ws):
+        return lax.fori_loop(0, 3, lambda i, x: x + norm(x) @ ws[i], x)
+
+    (stream,) = [
+        s for s in Planned(fun, X, WS).call("scan").out_states if s.kind is not Kind.FOREIGN
+    ]
+    assert stream.kind is LOW
+
+
+def test_convolutions_need_no_norm():
+    images = jax.ShapeDtypeStruct((1, 2, 8), jnp.float32)
+    kernels = jax.ShapeDtypeStruct((3, 2, 2, 3), jnp.float32)
+
+    def step(carry, kernel):
+        return (carry[0] + lax.conv(carry[0], kernel, (1,), "SAME"),), None
+
+    assert carried(step, images, xs=kernels) == [LOW]
+
+
+def test_states_are_found_across_carries_and_inner_loops():
+    def step(carry, w):
+        p, q = carry
+
+        def inner(_, r):
+            return r + jnp.tanh(q @ w)
+
+        return (
+            q * 1.0,
+            lax.cond(w[0, 0] > 0, lambda: lax.fori_loop(0, 2, inner, p), lambda: p),
+        ), None
+
+    assert carried(step, X, X, xs=WS) == [WIDE, WIDE]
+
+
+def test_direct_paths_stop_at_products_and_bounded_functions():
+    def fun(a, b, c, d, e):
+        return a + 1, jnp.tanh(b) + a, c @ e, jnp.logaddexp(d, a), (b * d).sum()
+
+    closed = jax.make_jaxpr(fun)(W, W, W, W, W)
+    assert [sorted(places) for places in carries.direct(closed)] == [[0], [0], [], [0, 3], [1, 3]]
+
+
+# -- how values are read ---------------------------------------------------------------------------
+
+
+def flags(fun, *args, want=reads.OUTPUT, full=frozenset()):
+    jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
+    found = reads.of(jaxpr, (want,) * len(jaxpr.outvars), full)
+    return [found.get(v, 0) for v in jaxpr.invars]
+
+
+@pytest.mark.parametrize(
+    ("fun", "want"),
+    [
+        (lambda x, w: x @ w, reads.PRODUCT | reads.LATER | reads.WHOLE),
+        (lambda x, w: x.T @ x, reads.PRODUCT | reads.LATER | reads.WHOLE),
+        (lambda x, w: x[:2] @ w, reads.PRODUCT | reads.LATER),  # not whole
+        (lambda x, w: jnp.tanh(x) @ w, reads.LATER),
+        (lambda x, w: x, reads.OUTPUT),
+        (lambda x, w: 2 * x + 1, reads.OUTPUT),
+        (lambda x, w: jnp.exp(x), 0),
+        (lambda x, w: lax.cumsum(x), reads.EXACT),
+        (lambda x, w: lax.cumsum(3 * x[:, ::-1]), reads.EXACT),
+        (lambda x, w: jnp.exp(lax.cumsum(x)) @ w, reads.EXACT | reads.LATER),
+    ],
+)
+def test_reads_say_who_reads_an_input(fun, want):
+    assert flags(fun, X, W)[0] == want
+
+
+def test_a_loop_asks_for_what_it_carries_in_float32_and_not_for_its_end():
+    def fun(x, w):
+        return lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=2)[0]
+
+    found, weight = flags(fun, X, W)
+    assert not found & (reads.OUTPUT | reads.WHOLE)
+    assert found & reads.PRODUCT
+    assert weight & reads.WHOLE  # the same in each iteration: worth a copy outside
+
+
+def test_what_starts_as_a_constant_is_given_back_unrounded():
+    def fun(x, w):
+        def step(total, _):
+            total = jnp.tanh(total @ w) + jnp.exp(x)
+            return total, total @ w  # read by a product, too
+
+        return lax.scan(step, jnp.zeros((4, 8)), None, length=2)
+
+    (body,) = Planned(fun, X, W).call("scan").plans
+    (total,) = [d.eqn.outvars[0] for d in body.decisions if d.eqn.primitive.name == "add"]
+    assert body.states[total].kind is WIDE
+
+
+def test_branches_agree_on_the_narrower_state():
+    def fun(x, w, i):
+        low = x @ w
+        return lax.switch(i, [lambda y: y, lambda y: jnp.exp(y), lambda y: y * 2], low) @ w
+
+    def same(x, w, i):
+        return lax.switch(i, [lambda y: y, lambda y: y * 2], x @ w) @ w
+
+    assert Planned(same, X, W, COUNT).call("cond").out_states[0].kind is LOW
+    assert states.join([states.low(BF16), states.WIDE]).kind is WIDE
+    assert [p.out_states[0].kind for p in Planned(fun, X, W, COUNT).call("cond").plans] == [LOW] * 3
+
+
+def test_copies_that_loops_want_are_made_outside():
+    def fun(x, w, table):
+        def step(x, _):
+            return jnp.tanh(x @ w) + table[0], None
+
+        return lax.scan(step, x, None, length=2)[0]
+
+    planned = Planned(fun, X, W, W)
+    (body,) = planned.call("scan").plans
+    wanted = [dtype for dtype in body.shadows if dtype is not None]
+    assert wanted == [BF16]  # of the weight; rows of a table are read as they are
