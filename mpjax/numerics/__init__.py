@@ -1,9 +1,29 @@
 """Where inf and NaN come from, where precision is lost, and which layers to keep in float32."""
 
+from mpjax.numerics._compare import Comparison, Errors, compare
 from mpjax.numerics._diagnose import diagnose
+from mpjax.numerics._exponents import ExponentReport, Spread, exponents
+from mpjax.numerics._formats import Histogram, Lost
+from mpjax.numerics._losses import lost_updates
 from mpjax.numerics._report import Cause, Report, Row
+from mpjax.numerics._scalars import to_scalars
 
-__all__ = ["Cause", "Report", "Row", "diagnose"]
+__all__ = [
+    "Cause",
+    "Comparison",
+    "Errors",
+    "ExponentReport",
+    "Histogram",
+    "Lost",
+    "Report",
+    "Row",
+    "Spread",
+    "compare",
+    "diagnose",
+    "exponents",
+    "lost_updates",
+    "to_scalars",
+]
 
 
 def __dir__() -> list[str]:

@@ -35,6 +35,10 @@ class Overflow:
         """Returns what measures one function body."""
         return _Frame(spread)
 
+    def outputs(self, outs: Sequence[Tracked]) -> None:
+        """Returns nothing: what an output is made of has rows."""
+        del outs
+
     def is_news(self, now: Any, before: Any) -> Any:
         """Returns where a row was not finite for the first time, or was made so."""
         bad = (now[:, INF] + now[:, NAN] > 0) & (before[:, INF] + before[:, NAN] == 0)

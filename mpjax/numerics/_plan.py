@@ -19,6 +19,7 @@ from mpjax import _compat
 from mpjax._autocast import scopes
 from mpjax._dtypes import short_name
 from mpjax.numerics import _names
+from mpjax.numerics._own import is_identity
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
 _RECOMPUTED_SCOPE = "rematted_computation"
@@ -27,7 +28,6 @@ _RECOMPUTED_SCOPE = "rematted_computation"
 _SAMES = """
 abs broadcast_in_dim copy copy_p device_put expand_dims mesh_cast name neg optimization_barrier
 pcast pvary reshard reshape rev sharding_constraint squeeze stop_gradient tile transpose
-hidden_operand linked_product stored
 """
 _SAME = frozenset(_SAMES.split())
 _CALLS = "jit pjit closed_call core_call custom_jvp_call custom_vjp_call"
@@ -317,6 +317,8 @@ def _is_same(eqn: Any) -> bool:
     if eqn.primitive.name == "convert_element_type":
         narrow, wide = getattr(source.aval, "dtype", None), eqn.outvars[0].aval.dtype
         return is_inexact(source) and short_name(narrow) in _EXACT.get(short_name(wide), ())
+    if is_identity(eqn):
+        return source.aval.dtype == eqn.outvars[0].aval.dtype
     same = eqn.primitive.name in _SAME and is_inexact(source)
     return same and len(eqn.outvars) in (1, len(eqn.invars))
 

@@ -16,7 +16,7 @@ from mpjax._dtypes import describe
 from mpjax._errors import message
 from mpjax._tree import is_array, leaf_paths, leaves_finite
 from mpjax.numerics._plan import Plan
-from mpjax.numerics._run import Instrument, Rows, Runner
+from mpjax.numerics._run import Instrument, Runner
 
 
 class Read(NamedTuple):
@@ -26,6 +26,7 @@ class Read(NamedTuple):
     index: Any  # i32[rows, depth]
     loss: float
     finite: tuple[bool, ...]  # of the loss and each gradient
+    outputs: Any = None  # what the instrument says of these
 
 
 class Program:
@@ -67,15 +68,15 @@ class Program:
         if twin is None:
             twin = jax.jit(self.twin(instrument), out_shardings=replicated(arrays))
             self._compiled[type(instrument)] = twin
-        loss, finite, values, index = jax.device_get(twin(*arrays))
-        return Read(values, index, float(loss), tuple(bool(f) for f in finite))
+        loss, finite, rows, said = jax.device_get(twin(*arrays))
+        return Read(rows[0], rows[1], float(loss), tuple(bool(f) for f in finite), said)
 
     def twin(self, instrument: Instrument) -> Callable[..., Any]:
         """Returns the instrumented program: the loss, which results are finite, and rows."""
 
         def fun(*arrays: Any) -> Any:
-            outs, rows = Runner(self.plan, instrument).run(arrays)
-            return outs[0].astype(jnp.float32), leaves_finite(outs), *Rows(*rows)
+            outs, rows, said = Runner(self.plan, instrument).run(arrays)
+            return outs[0].astype(jnp.float32), leaves_finite(outs), tuple(rows), said
 
         return fun
 

@@ -72,6 +72,10 @@ class Instrument(Protocol):
         """Returns what measures one function body; `spread` types numbers as a loop needs them."""
         ...
 
+    def outputs(self, outs: Sequence[Tracked]) -> Any:
+        """Returns what is said of the program's outputs besides: f32[outputs, ...], or None."""
+        ...
+
     def is_news(self, now: Any, before: Any) -> Any:
         """Returns, row by row, whether an iteration is the first to tell something."""
         ...
@@ -110,14 +114,15 @@ class Runner:
         self.instrument = instrument
         self.axes: tuple[Any, ...] = ()  # of the meshes whose shards this runs in
 
-    def run(self, arrays: Sequence[Any]) -> tuple[list[Any], Rows]:
-        """Returns the outputs of the whole program, and all rows."""
+    def run(self, arrays: Sequence[Any]) -> tuple[list[Any], Rows, Any]:
+        """Returns the outputs of the whole program, all rows, and what is said of the outputs."""
         body = _Body(self.instrument.frame(self._spread))
         arguments: list[Tracked] = []
         for var, array in zip(self.plan.block.jaxpr.jaxpr.invars, arrays, strict=True):
             arguments.append(self._constant(body, array) if is_inexact(var) else Tracked(array))
         outs = self._block(body, self.plan.block, arguments)
-        return [o.value for o in outs], self._gathered(body)
+        said = self.instrument.outputs([self._inside(body, t) for t in outs])
+        return [o.value for o in outs], self._gathered(body), said
 
     def body(self, block: Block, arguments: Sequence[Tracked]) -> tuple[list[Tracked], Rows]:
         """Returns the outputs of a block that is a function of its own, and its rows."""

@@ -1,0 +1,187 @@
+"""`compare`: the error that each module adds, beside the error that has piled up after it."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._dtypes import require_x64, short_name
+from mpjax._errors import message
+from mpjax.numerics import _subject
+from mpjax.numerics._plan import RECOMPUTED, Plan
+from mpjax.numerics._program import Program, argument_names, check_alive
+from mpjax.numerics._report import table
+from mpjax.numerics._shadow import LOCAL, LOCAL_SIZE, TOTAL, TOTAL_SIZE, Shadow
+
+_REFERENCES = ("float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """The errors of a module in one pass, relative, in the L1 norm."""
+
+    module: str
+    phase: str  # forward or backward
+    local: float  # that its operations add, largest first counted; against the same operands
+    accumulated: float  # of its results, against a run in the reference dtype
+    operation: str  # the one that adds most
+    where: str
+    dtype: str
+    operations: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `compare` found; `print` shows the worst first."""
+
+    function: str
+    policy: str
+    reference: str
+    modules: tuple[Errors, ...]  # by local error, largest first
+    gradients: dict[str, float]  # accumulated error by leaf
+    loss: float  # accumulated error
+
+    @property
+    def gradient(self) -> float:
+        """The largest error of a gradient leaf."""
+        return max(self.gradients.values(), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all of it as dicts and lists, for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        title = f"{self.function} under {self.policy}, against {self.reference}: relative errors"
+        headers = ("module", "pass", "local", "accumulated", "mostly by", "where", "dtype")
+        cells = [
+            (
+                e.module or "(no name)",
+                e.phase,
+                f"{e.local:.1e}",
+                f"{e.accumulated:.1e}",
+                e.operation,
+                e.where,
+                e.dtype,
+            )
+            for e in self.modules[:16]
+        ]
+        more = len(self.modules) - 16
+        rest = f"\n… and {more} more, in .modules" if more > 0 else ""
+        worst = sorted(self.gradients.items(), key=lambda pair: -pair[1])[:6]
+        grads = "\n".join(f"  {error:.1e}  {path}" for path, error in worst)
+        return (
+            f"{title}\n\n{table(headers, cells)}{rest}\n\n"
+            f"loss: {self.loss:.1e}\ngradients, worst first:\n{grads}"
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def compare(
+    loss_fn: Callable[..., Any],
+    policy: Any = None,
+    *,
+    reference: str = "float32",
+    loss_scale: Any = None,
+    has_aux: bool = False,
+) -> Callable[..., Comparison]:
+    """Returns a function that tells which module loses precision, and how much has piled up.
+
+    A second run goes beside the first, in the reference dtype. For each operation there is the
+    *local* error, against the reference operation on the very operands that it had, and the
+    *accumulated* one, against the second run. The local error names the culprit; the accumulated
+    one grows with depth whoever is to blame.
+
+    Args:
+      loss_fn: `loss_fn(params, *batch) -> loss`, differentiated by its first argument.
+      policy: under which it is computed.
+      reference: 'float32' or 'float64'.
+      loss_scale: with which gradients are computed; None for what the policy needs.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+
+    Returns:
+      A function of the arguments of `loss_fn` that returns a `Comparison`.
+
+    Raises:
+      ValueError: another reference, or 'float64' with 64-bit types off.
+      TypeError: as `diagnose`.
+
+    Dtypes:
+      Roundings to fewer bits than the reference has are what is measured: casts, products on low
+      operands, `reduce_precision`. What holds a program with dtypes of its own (`lax.reduce`), and
+      foreign kernels, count as exact.
+
+    Transforms:
+      None: it is for people.
+
+    Example:
+      >>> loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))
+      >>> report = mpjax.numerics.compare(loss, "bf16-mixed")(jnp.eye(4) / 3, jnp.ones((2, 4)))
+      >>> 0 < report.gradient < 2**-7
+      True
+
+    References:
+      PyTorch, `torch.ao.ns` (numeric suite)
+    """
+    where = "numerics.compare"
+    if reference not in _REFERENCES:
+        got = f"unknown reference {reference!r}."
+        raise ValueError(message(f"{where}(reference)", got, "Allowed: 'float32', 'float64'."))
+    require_x64(jnp.dtype(reference), f"{where}(reference)")
+    subject, scale = _subject.of_loss(loss_fn, policy, loss_scale, has_aux=has_aux, where=where)
+
+    def run(*args: Any) -> Comparison:
+        names = argument_names(loss_fn, len(args))
+        check_alive(args, names, where)
+        given = [jnp.float32(float(scale.loss_scale)), *args]
+        program = Program(subject.make(subject.policy), given, ["loss_scale", *names], where)
+        read = program.read(Shadow(reference), given)
+        outputs = [_ratio(*pair) for pair in read.outputs]
+        grads = dict(zip(program.gradient_paths, outputs[1:], strict=True))
+        return Comparison(
+            subject.name,
+            str(subject.policy),
+            reference,
+            tuple(_modules(program.plan, read.values)),
+            grads,
+            outputs[0],
+        )
+
+    return run
+
+
+def _ratio(error: float, size: float) -> float:
+    return 0.0 if error == 0 else float(error) / float(size) if size else float("inf")
+
+
+def _modules(plan: Plan, values: Any) -> list[Errors]:
+    rows: dict[tuple[str, str], list[int]] = {}
+    for row, site in enumerate(plan.sites):
+        if site.phase not in ("argument", "constant", RECOMPUTED):
+            rows.setdefault((site.module, site.phase), []).append(row)
+    return sorted(
+        (_errors(plan, values, *key, members) for key, members in rows.items()),
+        key=lambda e: -e.local if np.isfinite(e.local) else -np.inf,
+    )
+
+
+def _errors(plan: Plan, values: Any, module: str, phase: str, rows: list[int]) -> Errors:
+    local = [_ratio(values[r][LOCAL], values[r][LOCAL_SIZE]) for r in rows]
+    worst = rows[int(np.argmax(np.nan_to_num(local, nan=np.inf)))]
+    last = rows[-1]
+    return Errors(
+        module,
+        phase,
+        local=float(max(local)),
+        accumulated=_ratio(values[last][TOTAL], values[last][TOTAL_SIZE]),
+        operation=plan.sites[worst].operation,
+        where=plan.sites[worst].where,
+        dtype=short_name(plan.sites[worst].dtype),
+        operations=len(rows),
+    )

@@ -1,0 +1,293 @@
+"""`exponents`: how weights, activations and gradients are spread over powers of two, by module."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._errors import message
+from mpjax.numerics import _subject
+from mpjax.numerics._formats import EXPONENTS, FORMATS, Histogram, Lost
+from mpjax.numerics._histogram import BINS, Exponents
+from mpjax.numerics._plan import BACKWARD, RECOMPUTED, Plan
+from mpjax.numerics._program import Program, argument_names, check_alive
+from mpjax.numerics._report import table
+
+WEIGHT, ACTIVATION, GRADIENT, WGRAD = "weight", "activation", "gradient", "wgrad"
+KINDS = (WEIGHT, ACTIVATION, GRADIENT, WGRAD)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """The values of one kind in one module, before they are scaled."""
+
+    module: str  # of a weight and its gradient, the path of the leaf
+    kind: str  # 'weight', 'activation', 'gradient' (of activations) or 'wgrad' (of weights)
+    histogram: Histogram
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it with Transformer Engine's names, as plain values."""
+        found = self.histogram
+        named = {
+            "module": self.module,
+            "kind": self.kind,
+            "size": found.size,
+            "amax_exponent": found.highest,
+            "dynamic_range": found.dynamic_range,
+            "zeros%": 100.0 * found.zeros / max(found.size, 1),
+            "inf": found.inf,
+            "nan": found.nan,
+        }
+        for dtype in FORMATS:
+            lost = found.lost(dtype)
+            named[f"{dtype}_underflows%"] = lost.underflows
+            named[f"{dtype}_overflows%"] = lost.overflows
+        return named
+
+
+@dataclasses.dataclass(frozen=True)
+class ExponentReport:
+    """What `exponents` found; `print` it, or `.plot()` it."""
+
+    function: str
+    policy: str
+    loss_scale: float  # under which gradients were computed; histograms are of unscaled ones
+    spreads: tuple[Spread, ...]
+
+    def of(self, kind: str, module: str | None = None) -> Histogram:
+        """Returns the values of a kind together, of one module or of all.
+
+        Raises:
+          ValueError: there is no such kind, or no such module has it.
+        """
+        found = [s for s in self.spreads if s.kind == kind and module in (None, s.module)]
+        if not found:
+            known = sorted({s.module for s in self.spreads if s.kind == kind})
+            got = f"no {kind!r} in module {module!r}." if known else f"no kind {kind!r}."
+            allowed = f"Allowed: {', '.join(map(repr, known[:8] or KINDS))}."
+            raise ValueError(message("exponents.of", got, allowed))
+        total = found[0].histogram
+        for spread in found[1:]:
+            total = total + spread.histogram
+        return total
+
+    def lost(self, kind: str, dtype: str, scale: float = 1.0) -> Lost:
+        """Returns what a dtype would lose of all values of a kind, times a scale."""
+        return self.of(kind).lost(dtype, scale)
+
+    @property
+    def suggested_loss_scale(self) -> float:
+        """The largest power of two that leaves float16 gradients a bit of headroom.
+
+        1 where gradients are all zero.
+        """
+        highest = self.of(GRADIENT).highest if self._has(GRADIENT) else None
+        if highest is None:
+            return 1.0
+        return 2.0 ** min(max(FORMATS["float16"].largest - 1 - highest, 0), 24)
+
+    def _has(self, kind: str) -> bool:
+        return any(s.kind == kind for s in self.spreads)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all of it as plain values, for JSON."""
+        return {
+            "function": self.function,
+            "policy": self.policy,
+            "loss_scale": self.loss_scale,
+            "suggested_loss_scale": self.suggested_loss_scale,
+            "spreads": [s.to_dict() for s in self.spreads],
+        }
+
+    def __str__(self) -> str:
+        scale = self.suggested_loss_scale
+        headers = ("module", "kind", "2^", "zeros", "f16→0", f"f16→0 ×{scale:g}", "f16→inf")
+        headers = (*headers, "e4m3→0", "e4m3→NaN", "e5m2→0")
+        cells = [_cells(s, scale) for s in self._worst(24)]
+        lines = table(headers, cells)
+        rest = len(self.spreads) - len(cells)
+        more = f"\n… and {rest} more, in .spreads" if rest > 0 else ""
+        title = f"{self.function} under {self.policy}: exponents, and the share that would be lost"
+        advice = f"loss scale for float16 gradients: {scale:g}"
+        return f"{title}\n\n{lines}{more}\n\n{advice}"
+
+    def _worst(self, count: int) -> list[Spread]:
+        """Returns the spreads of which float16 loses most, in their order."""
+        by_loss = sorted(self.spreads, key=lambda s: -sum(_shares(s.histogram.lost("float16"))))
+        chosen = set(map(id, by_loss[:count]))
+        return [s for s in self.spreads if id(s) in chosen]
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def plot(self, axis: Any = None) -> Any:
+        """Returns a matplotlib figure: a line a kind, and where formats end.
+
+        Args:
+          axis: of matplotlib, to draw on; None for a figure of its own.
+        """
+        from matplotlib.figure import Figure  # only for who draws
+
+        figure = axis.figure if axis is not None else Figure(figsize=(8, 4), layout="constrained")
+        axis = figure.subplots() if axis is None else axis
+        for kind in KINDS:
+            if self._has(kind):
+                found = self.of(kind)
+                share = 100 * found.counts / max(found.counts.sum(), 1)
+                axis.step(EXPONENTS, share, where="mid", label=kind)
+        edges = ((-24, "float16"), (-16, "e5m2"), (-9, "e4m3"))
+        for exponent, name in edges:
+            axis.axvline(exponent, color="#777777", linewidth=1, linestyle=":")
+            axis.annotate(
+                f"{name}: 0 left of this",
+                (exponent, 0.98),
+                rotation=90,
+                fontsize=7,
+                xycoords=("data", "axes fraction"),
+                va="top",
+                ha="right",
+            )
+        seen = [h for h in (self.of(k) for k in KINDS if self._has(k)) if h.highest is not None]
+        if seen:
+            low = min(h.lowest for h in seen if h.lowest is not None)
+            high = max(h.highest for h in seen if h.highest is not None)
+            axis.set_xlim(max(low, -60) - 2, high + 2)
+        axis.set(xlabel="exponent of two", ylabel="% of non-zero values")
+        axis.legend(fontsize=8)
+        return figure
+
+
+def exponents(
+    loss_fn: Callable[..., Any],
+    policy: Any = None,
+    *,
+    loss_scale: Any = None,
+    has_aux: bool = False,
+) -> Callable[..., ExponentReport]:
+    """Returns a function that counts exponents of weights, activations and gradients, by module.
+
+    One histogram tells what every format would lose under every scale: float16 loses what is below
+    2⁻²⁴, float8_e5m2 below 2⁻¹⁶, float8_e4m3fn below 2⁻⁹.
+
+    Args:
+      loss_fn: `loss_fn(params, *batch) -> loss`, differentiated by its first argument.
+      policy: under which it is computed; "float32" shows what there is to lose.
+      loss_scale: with which gradients are computed, None for what the policy needs; the histograms
+        are of unscaled ones. A power of two is exact.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+
+    Returns:
+      A function of the arguments of `loss_fn` that returns an `ExponentReport`: `print` it,
+      `.plot()` it, `.of("gradient")` is the histogram of a kind, `.lost("gradient", "float16",
+      2**15)` what a dtype would lose, `.suggested_loss_scale` the scale to take.
+
+    Raises:
+      TypeError, ValueError: as `diagnose`.
+
+    Dtypes:
+      Counted on bits, of each operation's result in the dtype that it has.
+
+    Transforms:
+      None: it is for people.
+
+    Example:
+      >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w)) * 2.0**-30
+      >>> report = mpjax.numerics.exponents(loss, "float32")(jnp.ones((4, 4)), jnp.ones((2, 4)))
+      >>> report.lost("gradient", "float16").underflows, report.lost("weight", "float16").underflows
+      (100.0, 0.0)
+
+    References:
+      Transformer Engine, precision debug tools (`underflows%`, `overflows%`, `dynamic_range`)
+    """
+    where = "numerics.exponents"
+    subject, scale = _subject.of_loss(loss_fn, policy, loss_scale, has_aux=has_aux, where=where)
+
+    def run(*args: Any) -> ExponentReport:
+        names = argument_names(loss_fn, len(args))
+        check_alive(args, names, where)
+        factor = float(scale.loss_scale)
+        given = [jnp.float32(factor), *args]
+        program = Program(subject.make(subject.policy), given, ["loss_scale", *names], where)
+        read = program.read(Exponents(), given)
+        spreads = _spreads(program.plan, read.values, names[0], factor if subject.scaled else 1.0)
+        paths = [f"{names[0]}/{p}" if p else names[0] for p in program.gradient_paths]
+        for path, counted in zip(paths, read.outputs[1:], strict=True):
+            spreads.append(Spread(path, WGRAD, Histogram.of_row(counted)))
+        return ExponentReport(subject.name, str(subject.policy), factor, tuple(spreads))
+
+    return run
+
+
+def _spreads(plan: Plan, values: Any, params: str, scale: float) -> list[Spread]:
+    """Returns the rows by module and kind; what runs twice, in a checkpoint, counts once."""
+    found: dict[tuple[str, str], Any] = {}
+    outputs = _output_rows(plan)
+    made = {*outputs, *_read_by(plan, outputs)} if scale != 1 else set(outputs)
+    for row, (site, counted) in enumerate(zip(plan.sites, values, strict=True)):
+        kind, shifted = ACTIVATION, counted
+        if site.phase == "argument" and site.module.partition("/")[0] == params:
+            kind = WEIGHT
+        elif site.phase in ("argument", "constant", RECOMPUTED):
+            continue
+        elif not site.shape or row in made:  # a loss, and the number that it is scaled with
+            continue  # what comes out is counted below
+        elif site.phase == BACKWARD:
+            kind, shifted = GRADIENT, unscaled(counted, scale)
+        key = (site.module, kind)
+        found[key] = shifted + found.get(key, 0)
+    spreads = [Spread(m, k, Histogram.of_row(row)) for (m, k), row in found.items()]
+    return sorted(spreads, key=lambda s: KINDS.index(s.kind))
+
+
+def _output_rows(plan: Plan) -> list[int | None]:
+    """Returns the row of each gradient, through values that have none."""
+    rows: list[int | None] = []
+    for node in plan.outputs[1:]:
+        seen = node
+        while seen is not None and seen not in plan.row_of:
+            seen = plan.reads[seen][-1] if plan.reads[seen] else None
+        rows.append(None if seen is None else plan.row_of[seen])
+    return rows
+
+
+def _read_by(plan: Plan, rows: Sequence[int | None]) -> set[int]:
+    """Returns the rows that are read by some: gradients, before they are unscaled."""
+    node_of = {row: node for node, row in plan.row_of.items()}
+    reads = [n for row in rows if row is not None for n in plan.reads[node_of[row]]]
+    return {plan.row_of[n] for n in reads if n in plan.row_of}
+
+
+def unscaled(counted: Any, scale: float) -> Any:
+    """Returns a histogram of values divided by a scale, a power of two to the next."""
+    shift = round(np.log2(scale))
+    if not shift:
+        return counted
+    moved = counted.copy()
+    moved[:BINS] = 0
+    kept = counted[shift:BINS] if shift > 0 else counted[: BINS + shift]
+    if shift > 0:
+        moved[: BINS - shift] = kept
+        moved[0] += counted[:shift].sum()
+    else:
+        moved[-shift:BINS] = kept
+    return moved
+
+
+def _shares(lost: Lost) -> tuple[float, float]:
+    return lost.underflows, lost.overflows
+
+
+def _cells(spread: Spread, scale: float) -> Sequence[str]:
+    found = spread.histogram
+    half, e4m3, e5m2 = (found.lost(d) for d in ("float16", "float8_e4m3fn", "float8_e5m2"))
+    scaled = found.lost("float16", scale) if spread.kind in (GRADIENT, WGRAD) else half
+    reach = "all 0" if found.lowest is None else f"{found.lowest} … {found.highest}"
+    zeros = 100.0 * found.zeros / max(found.size, 1)
+    shares = (zeros, half.underflows, scaled.underflows, half.overflows, e4m3.underflows)
+    shares = (*shares, e4m3.overflows, e5m2.underflows)
+    return (spread.module or "(no name)", spread.kind, reach, *(f"{s:.1f}%" for s in shares))

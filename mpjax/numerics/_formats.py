@@ -1,0 +1,112 @@
+"""What a dtype of few bits would lose of values whose exponents are known."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from mpjax.numerics._histogram import BINS, HIGHEST, INF, LOWEST, NAN, ZERO
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """The range of a dtype, as exponents of two."""
+
+    name: str
+    smallest: int  # of its smallest subnormal number; what is below half of it becomes 0
+    normal: int  # of its smallest normal number
+    largest: int  # of its largest number; what is 2**(largest + 1) or more does not fit
+
+
+FORMATS = {
+    "float16": Format("float16", -24, -14, 15),
+    "bfloat16": Format("bfloat16", -133, -126, 127),
+    "float8_e4m3fn": Format("float8_e4m3fn", -9, -6, 8),
+    "float8_e5m2": Format("float8_e5m2", -16, -14, 15),
+}
+
+EXPONENTS = np.arange(LOWEST, HIGHEST + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """Shares of the non-zero finite values, under a scale; names as Transformer Engine has them."""
+
+    dtype: str
+    scale: float
+    underflows: float  # become 0, in percent
+    subnormals: float  # lose bits, in percent
+    overflows: float  # become inf, or NaN in a dtype without, in percent
+
+
+@dataclasses.dataclass(frozen=True)
+class Histogram:
+    """How the magnitudes of a tensor, or of several, are spread over powers of two."""
+
+    counts: Any  # i64[277], by exponent from -149
+    zeros: int
+    inf: int
+    nan: int
+
+    @classmethod
+    def of_row(cls, row: Any) -> Histogram:
+        """Returns the histogram that a row of the instrument holds."""
+        whole = np.asarray(np.rint(row), np.int64)
+        return cls(whole[:BINS], int(whole[ZERO]), int(whole[INF]), int(whole[NAN]))
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return int(self.counts.sum()) + self.zeros + self.inf + self.nan
+
+    @property
+    def lowest(self) -> int | None:
+        """The exponent of the smallest non-zero magnitude; None where there is none."""
+        found = np.flatnonzero(self.counts)
+        return int(EXPONENTS[found[0]]) if found.size else None
+
+    @property
+    def highest(self) -> int | None:
+        """The exponent of the largest finite magnitude; None where all are zero."""
+        found = np.flatnonzero(self.counts)
+        return int(EXPONENTS[found[-1]]) if found.size else None
+
+    @property
+    def dynamic_range(self) -> float:
+        """The bits between the largest and the smallest magnitude, to the whole bit."""
+        return 0.0 if self.highest is None or self.lowest is None else self.highest - self.lowest
+
+    def lost(self, dtype: str, scale: float = 1.0) -> Lost:
+        """Returns what a dtype would lose of these values, times a scale.
+
+        Exponents tell: half of what lies one exponent below the smallest number rounds up to it,
+        and is counted as kept.
+
+        Args:
+          dtype: 'float16', 'bfloat16', 'float8_e4m3fn' or 'float8_e5m2'.
+          scale: what the values are multiplied with first; taken as a power of two.
+        """
+        form = FORMATS[dtype]
+        exponents = EXPONENTS + round(np.log2(scale))
+        total = max(int(self.counts.sum()), 1)
+
+        def share(which: Any) -> float:
+            return 100.0 * float(self.counts[which].sum()) / total
+
+        return Lost(
+            form.name,
+            float(scale),
+            share(exponents < form.smallest - 1),
+            share((exponents >= form.smallest - 1) & (exponents < form.normal)),
+            share(exponents > form.largest),
+        )
+
+    def __add__(self, other: Histogram) -> Histogram:
+        return Histogram(
+            self.counts + other.counts,
+            self.zeros + other.zeros,
+            self.inf + other.inf,
+            self.nan + other.nan,
+        )

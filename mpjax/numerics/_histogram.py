@@ -1,0 +1,103 @@
+"""The instrument of `exponents`: how many elements of each exponent, counted on integer bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mpjax._autocast.binding import bind
+from mpjax.numerics import _bits
+from mpjax.numerics._plan import is_inexact
+from mpjax.numerics._run import Tracked
+
+LOWEST, HIGHEST = -149, 127  # the exponents of float32, subnormal ones too
+BINS = HIGHEST - LOWEST + 1
+ZERO, INF, NAN = range(BINS, BINS + 3)  # the columns behind the exponents'
+WIDTH = BINS + 3
+
+
+def histogram(x: Any) -> jax.Array:
+    """Returns how many elements have which exponent, then how many are zero, inf and NaN.
+
+    Args:
+      x: any floating array; float64 is counted as float32.
+
+    Returns:
+      f32[280]; entry `e + 149` counts magnitudes in [2**e, 2**(e+1)).
+    """
+    bits = _as_float32_bits(_bits.as_floating(x)).ravel()
+    exponent, mantissa = (bits >> 23).astype(jnp.int32), bits & 0x7FFFFF
+    # Of a subnormal number the exponent is where its highest bit stands.
+    small = 31 - lax.clz(mantissa).astype(jnp.int32)
+    column = jnp.where(exponent == 0, small, exponent + 22)
+    column = jnp.where(bits == 0, ZERO, column)
+    column = jnp.where(exponent == 255, jnp.where(mantissa == 0, INF, NAN), column)
+    counts = jnp.zeros((WIDTH,), jnp.uint32).at[column].add(1)
+    return counts.astype(jnp.float32)
+
+
+def _as_float32_bits(x: jax.Array) -> jax.Array:
+    """Returns the bits of |x| in float32, exactly, subnormal numbers too, whatever is flushed."""
+    if x.dtype == jnp.bfloat16:
+        return _bits.magnitude_bits(x).astype(jnp.uint32) << 16
+    return _bits.magnitude_bits(x.astype(jnp.float32))
+
+
+class Exponents:
+    """Counts exponents of every operation's results; all is a sum."""
+
+    width = WIDTH
+    sums = WIDTH
+    shadows = False
+
+    def frame(self, spread: Callable[[Any], Any]) -> _Frame:
+        """Returns what measures one function body."""
+        return _Frame(spread)
+
+    def outputs(self, outs: Sequence[Tracked]) -> Any:
+        """Returns the histogram of each output."""
+        return jnp.stack([histogram(t.value) for t in outs])
+
+    def is_news(self, now: Any, before: Any) -> Any:
+        """Returns false: no iteration tells more than another."""
+        del before
+        return jnp.zeros(now.shape[:1], jnp.bool_)
+
+
+class _Frame:
+    """Collects histograms; nothing is known of a value."""
+
+    def __init__(self, spread: Callable[[Any], Any]) -> None:
+        self.spread = spread
+        self.found: list[Any] = []
+
+    def enter(self, extra: Any) -> Any:
+        return extra
+
+    def leave(self, extra: Any) -> Any:
+        return extra
+
+    def fresh(self, value: Any) -> Any:
+        del value
+        return jnp.zeros((), jnp.int32)
+
+    def constant(self, value: Any) -> Any:
+        self.found.append(self.spread(histogram(value)))
+        return self.fresh(value)
+
+    def same(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
+        return [Tracked(out) for out in bind(eqn, [t.value for t in operands])]
+
+    def measure(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
+        outs = bind(eqn, [t.value for t in operands])
+        pairs = zip(outs, eqn.outvars, strict=True)
+        counts = [histogram(out) for out, var in pairs if is_inexact(var)]
+        self.found.append(self.spread(sum(counts[1:], counts[0])))
+        return [Tracked(out) for out in outs]
+
+    def rows(self) -> Any:
+        return jnp.stack(self.found)

@@ -1,0 +1,100 @@
+"""An operation in the reference dtype: what it gives without a rounding to anything narrower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from mpjax import _compat
+from mpjax._autocast.binding import bind
+from mpjax._op_rules import OP_RULES
+from mpjax.numerics._own import is_identity
+
+# Roundings, which the reference leaves out.
+_ROUNDS = frozenset({"convert_element_type", "reduce_precision"})
+_TYPED = frozenset({"reduce", "reduce_window", "select_and_scatter", "custom_linear_solve"})
+
+
+def widened(x: Any, dtype: Any) -> Any:
+    """Returns a floating value in the reference dtype, unless it is as wide already."""
+    x = jnp.asarray(x)
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < jnp.dtype(dtype).itemsize
+    return x.astype(dtype) if narrow else x
+
+
+def wider(a: Any, b: Any) -> Any:
+    """Returns the floating dtype of more bytes, `b` of two alike."""
+    a, b = jnp.dtype(a), jnp.dtype(b)
+    return a if a.itemsize > b.itemsize else b
+
+
+def in_reference(eqn: Any, operands: Sequence[Any], outs: Sequence[Any], dtype: Any) -> list[Any]:
+    """Returns the results of an equation on other operands, in the reference dtype.
+
+    Args:
+      eqn: the equation.
+      operands: its operands, floating ones in the reference dtype.
+      outs: what it gave as it was traced; what cannot be computed otherwise is that.
+      dtype: the reference's.
+    """
+    name = eqn.primitive.name
+    if name == "moved_low":
+        return [widened(operands[1], dtype)]
+    if name in _ROUNDS or is_identity(eqn):
+        wanted = eqn.outvars[0].aval.dtype
+        if not jnp.issubdtype(wanted, jnp.floating):
+            return [widened(x, dtype) for x in outs]
+        return [jnp.asarray(operands[0]).astype(wider(wanted, dtype))]
+    if name == "low_product":
+        return _evaluated(eqn.params["program"].traced, operands, dtype)
+    known = OP_RULES.get(name)
+    if known is None or name in _TYPED or _is_typed(eqn):
+        return [widened(x, dtype) for x in outs]
+    return bind(eqn, _alike(eqn, operands, dtype), _parameters(eqn, dtype))
+
+
+def _is_typed(eqn: Any) -> bool:
+    """Whether a program among its parameters fixes dtypes, for operands that had fewer bits."""
+    narrow = any(getattr(v.aval.dtype, "itemsize", 8) < 4 for v in eqn.invars if _floats(v))
+    return bool(_compat.programs(eqn)) and narrow
+
+
+def _floats(atom: Any) -> bool:
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def _alike(eqn: Any, operands: Sequence[Any], dtype: Any) -> list[Any]:
+    """Returns the operands of one dtype, literals too."""
+    pairs = zip(eqn.invars, operands, strict=True)
+    return [widened(x, dtype) if _floats(v) else x for v, x in pairs]
+
+
+def _parameters(eqn: Any, dtype: Any) -> dict[str, Any]:
+    params = dict(eqn.params)
+    if params.get("preferred_element_type") is not None:
+        made = jnp.dtype(params["preferred_element_type"])
+        if jnp.issubdtype(made, jnp.floating):
+            params["preferred_element_type"] = wider(made, dtype)
+    return params
+
+
+def _evaluated(jaxpr: Any, operands: Sequence[Any], dtype: Any) -> list[Any]:
+    """Returns the results of a program in the reference dtype."""
+    env: dict[Any, Any] = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+    env |= dict(zip(jaxpr.jaxpr.invars, operands, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if _compat.is_literal(atom) else env[atom]
+
+    for eqn in jaxpr.jaxpr.eqns:
+        values = [read(v) for v in eqn.invars]
+        inner = _compat.programs(eqn)
+        if inner and eqn.primitive.name in ("jit", "pjit"):
+            outs = _evaluated(_compat.closed(eqn.params["jaxpr"]), values, dtype)
+        else:
+            outs = bind(eqn, _alike(eqn, values, dtype), _parameters(eqn, dtype))
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.jaxpr.outvars]

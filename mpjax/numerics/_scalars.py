@@ -1,0 +1,64 @@
+"""`to_scalars`: a step's metrics as numbers with names, for TensorBoard, W&B or a CSV file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+
+from mpjax._errors import message
+from mpjax._tree import leaf_paths
+
+
+def to_scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Returns metrics as a flat dict from path to number, on the host.
+
+    Waits for the device, once for all of them. What is no number (text, None) is left out; an array
+    of more than one element gives its mean, under `path/mean`, and its largest, under `path/max`.
+
+    Args:
+      metrics: what a step returned; a tree of arrays and numbers.
+      prefix: put before each path, as 'train/'.
+
+    Returns:
+      Path → float.
+
+    Raises:
+      TypeError: `metrics` is no mapping, or traced.
+
+    Dtypes:
+      Python floats, of any dtype; booleans are 0.0 and 1.0.
+
+    Transforms:
+      None: it reads values.
+
+    Example:
+      >>> mpjax.numerics.to_scalars({"loss": jnp.float32(2), "by": {"a": jnp.arange(3)}}, "train/")
+      {'train/by/a/max': 2.0, 'train/by/a/mean': 1.0, 'train/loss': 2.0}
+    """
+    if not isinstance(metrics, Mapping):
+        got = f"metrics must be a mapping; got {type(metrics).__name__}."
+        raise TypeError(message("numerics.to_scalars", got, "Type to_scalars({'loss': loss})."))
+    leaves = jax.tree.leaves(dict(metrics))
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        got = "the metrics are traced; numbers are read outside of jax.jit."
+        raise TypeError(message("numerics.to_scalars", got, "Call it on what the step returned."))
+    found: dict[str, float] = {}
+    for path, leaf in zip(leaf_paths(dict(metrics)), jax.device_get(leaves), strict=True):
+        found |= {prefix + name: value for name, value in _numbers(path, leaf)}
+    return found
+
+
+def _numbers(path: str, leaf: Any) -> list[tuple[str, float]]:
+    array = np.asarray(leaf)
+    if array.dtype.kind in "OSUV" and "float" not in array.dtype.name:
+        return []
+    array = array.astype(np.float64)
+    if array.size == 1:
+        return [(path, float(array.reshape(())))]
+    if not array.size:
+        return []
+    return [(f"{path}/max", float(array.max())), (f"{path}/mean", float(array.mean()))]

@@ -1,0 +1,109 @@
+"""The instrument of `compare`: beside each value, the one that the reference dtype gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from mpjax._autocast.binding import bind
+from mpjax.numerics._plan import is_inexact
+from mpjax.numerics._reference import in_reference, widened
+from mpjax.numerics._run import Tracked
+
+LOCAL, LOCAL_SIZE, TOTAL, TOTAL_SIZE = range(4)  # the columns: sums of magnitudes
+
+
+class Shadow:
+    """Measures two errors of each operation, as sums of magnitudes.
+
+    The local one is against the reference operation on the very operands that it had: what this
+    operation adds. The accumulated one is against a run that is in the reference dtype throughout.
+    """
+
+    width = 4
+    sums = 4
+    shadows = True
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = jnp.dtype(dtype)
+
+    def frame(self, spread: Callable[[Any], Any]) -> _Frame:
+        """Returns what measures one function body."""
+        return _Frame(self.dtype, spread)
+
+    def outputs(self, outs: Sequence[Tracked]) -> Any:
+        """Returns the accumulated error of each output, and its size."""
+        return jnp.stack([jnp.stack(_error(t.value, t.extra)) for t in outs])
+
+    def is_news(self, now: Any, before: Any) -> Any:
+        """Returns false: no iteration tells more than another."""
+        del before
+        return jnp.zeros(now.shape[:1], jnp.bool_)
+
+
+class _Frame:
+    def __init__(self, dtype: Any, spread: Callable[[Any], Any]) -> None:
+        self.dtype = dtype
+        self.spread = spread
+        self.found: list[Any] = []
+
+    def enter(self, extra: Any) -> Any:
+        return extra
+
+    def leave(self, extra: Any) -> Any:
+        return extra
+
+    def fresh(self, value: Any) -> Any:
+        return widened(value, self.dtype)
+
+    def constant(self, value: Any) -> Any:
+        self.found.append(self.spread(jnp.zeros((4,), jnp.float32)))
+        return self.fresh(value)
+
+    def same(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
+        outs, shadows, _ = self._both(eqn, operands)
+        return self._tracked(eqn, outs, shadows)
+
+    def measure(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
+        outs, shadows, locally = self._both(eqn, operands)
+        row = jnp.zeros((4,), jnp.float32)
+        for var, out, local, shadow in zip(eqn.outvars, outs, locally, shadows, strict=True):
+            if is_inexact(var):
+                row = row + jnp.stack([*_error(out, local), *_error(out, shadow)])
+        self.found.append(self.spread(row))
+        return self._tracked(eqn, outs, shadows)
+
+    def _both(self, eqn: Any, operands: Sequence[Tracked]) -> tuple[list[Any], ...]:
+        """Returns the results, those of the shadows, and the reference's on the same operands."""
+        outs = bind(eqn, [t.value for t in operands])
+        wide = [t.value if t.extra is None else widened(t.value, self.dtype) for t in operands]
+        shadows = [t.value if t.extra is None else t.extra for t in operands]
+        return (
+            outs,
+            in_reference(eqn, shadows, outs, self.dtype),
+            in_reference(eqn, wide, outs, self.dtype),
+        )
+
+    def _tracked(self, eqn: Any, outs: Sequence[Any], shadows: Sequence[Any]) -> list[Tracked]:
+        return [
+            Tracked(out, shadow if is_inexact(var) else None)
+            for var, out, shadow in zip(eqn.outvars, outs, shadows, strict=True)
+        ]
+
+    def rows(self) -> Any:
+        return jnp.stack(self.found)
+
+
+def _error(out: Any, reference: Any) -> tuple[Any, Any]:
+    """Returns the sum of the magnitudes of a difference, and of the reference.
+
+    Behind a barrier: XLA:GPU deletes a rounding whose result it widens again, and with it the
+    error that is looked for (`xla_allow_excess_precision`).
+    """
+    stored = lax.optimization_barrier(out)
+    difference = jnp.abs(stored.astype(reference.dtype) - reference)
+    total = jnp.sum(difference, dtype=difference.dtype), jnp.sum(jnp.abs(reference))
+    return total[0].astype(jnp.float32), total[1].astype(jnp.float32)

@@ -1,0 +1,107 @@
+"""The local error names the layer that was degraded; the accumulated one is that of two runs."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mpjax
+from mpjax.numerics import compare
+
+pytestmark = pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs")
+
+RNG = np.random.default_rng(0)
+WS = [jnp.asarray(RNG.normal(size=(8, 8)).astype(np.float32) / 3) for _ in range(5)]
+X = RNG.normal(size=(16, 8)).astype(np.float32)
+
+
+def degraded(at: int, kind: str) -> Any:
+    """Returns a network of which one layer rounds more than it should."""
+
+    def layer(i: int, w: Any, x: Any) -> Any:
+        h = x @ w
+        if i == at and kind == "reduce_precision":
+            h = lax.reduce_precision(h, 8, 3)
+        if i == at and kind == "float8":
+            h = h.astype(jnp.float8_e4m3fn).astype(h.dtype)
+        if i == at and kind == "bfloat16 sum":
+            h = sum(jnp.split(h.astype(jnp.float8_e5m2).astype(jnp.bfloat16), 2, -1))
+            h = jnp.concatenate([h, h], -1).astype(jnp.float32)
+        return jnp.tanh(h)
+
+    def loss(ws: Any, x: Any) -> Any:
+        for i, w in enumerate(ws):
+            with jax.named_scope(f"layer_{i}"):
+                x = layer(i, w, x)
+        return jnp.mean(x**2)
+
+    return loss
+
+
+CASES = list(itertools.product(range(5), ("reduce_precision", "float8"), ("float32", "bf16-mixed")))
+
+
+@pytest.mark.parametrize(
+    ("at", "kind", "policy"),
+    [c if i % 7 == 0 else pytest.param(*c, marks=pytest.mark.slow) for i, c in enumerate(CASES)],
+)
+def test_the_layer_that_was_degraded_has_the_largest_local_error(at: int, kind: str, policy: str):
+    assert len(CASES) == 20
+    report = compare(degraded(at, kind), policy)(WS, X)
+    forward = [e for e in report.modules if e.phase == "forward"]
+    assert forward[0].module == f"layer_{at}"
+    assert forward[0].local > 4 * forward[1].local
+
+
+def test_accumulated_errors_are_those_of_two_runs():
+    loss = degraded(9, "none")
+    report = compare(loss, "bf16-mixed")(WS, X)
+    low = jax.grad(mpjax.autocast(loss, "bf16-mixed"))(WS, X)
+    full = jax.grad(loss)(WS, X)
+    for i, (a, b) in enumerate(zip(low, full, strict=True)):
+        want = float(jnp.abs(a - b).sum() / jnp.abs(b).sum())
+        assert report.gradients[str(i)] == pytest.approx(want, rel=0.05)
+    assert report.gradient == max(report.gradients.values())
+
+
+def test_float32_against_itself_has_no_error_and_a_loop_carries_both():
+    def loss(w: Any, x: Any) -> Any:
+        def body(c: Any, _: Any) -> Any:
+            with jax.named_scope("inside"):
+                return jnp.tanh(c @ w), None
+
+        return jnp.mean(lax.scan(body, x, None, length=6)[0] ** 2)
+
+    same = compare(loss, "float32")(WS[0], X)
+    assert all(e.local == 0 and e.accumulated == 0 for e in same.modules)
+    low = compare(loss, "bf16-mixed")(WS[0], X)
+    inside = next(e for e in low.modules if (e.module, e.phase) == ("inside", "forward"))
+    assert 2**-10 < inside.local < 2**-7
+    want = jax.grad(mpjax.autocast(loss, "bf16-mixed"))(WS[0], X) - jax.grad(loss)(WS[0], X)
+    assert low.gradient == pytest.approx(
+        float(jnp.abs(want).sum() / jnp.abs(jax.grad(loss)(WS[0], X)).sum()), rel=0.05
+    )
+
+
+def test_against_float64_the_errors_of_float32_show():
+    with jax.enable_x64(True):
+        x = X.astype(np.float32)
+        report = compare(degraded(9, "none"), "float32", reference="float64")(WS, x)
+    assert 0 < report.gradient < 2**-18
+    with pytest.raises(ValueError, match="64-bit types are off"):
+        compare(degraded(9, "none"), "float32", reference="float64")
+    with pytest.raises(ValueError, match=r"unknown reference 'f16'(.|\n)*'float64'"):
+        compare(degraded(9, "none"), "float32", reference="f16")
+
+
+def test_it_prints_on_a_screen():
+    report = compare(degraded(2, "float8"), "bf16-mixed")(WS, X)
+    text = str(report)
+    assert len(text.splitlines()) < 40
+    assert text.index("layer_2") < text.index("layer_0")
+    assert report.to_dict()["modules"][0]["module"] == "layer_2"
+    assert report._repr_html_().startswith("<pre>")

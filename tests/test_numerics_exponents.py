@@ -1,0 +1,114 @@
+"""Exponents are counted exactly, and what a format would lose of them is what casting loses."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpjax.numerics import exponents
+from mpjax.numerics._formats import EXPONENTS, FORMATS, Histogram
+from mpjax.numerics._histogram import histogram
+
+pytestmark = pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs")
+
+RNG = np.random.default_rng(0)
+
+
+def spread_out(size: int, low: int, high: int) -> np.ndarray:
+    signs = RNG.choice([-1.0, 1.0], size)
+    return (signs * 2.0 ** RNG.uniform(low, high, size)).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_counts_are_numpys_frexp(dtype: str):
+    x = spread_out(5000, -140, 120)
+    with np.errstate(all="ignore"):
+        x = x.astype(jnp.dtype(dtype))
+    x[:3] = np.array([np.nan, np.inf, -np.inf]).astype(x.dtype)
+    found = Histogram.of_row(jax.jit(histogram)(x))
+    wide = x.astype(np.float64)
+    kept = wide[np.isfinite(wide) & (wide != 0)]
+    want, _ = np.histogram(np.frexp(kept)[1] - 1, np.append(EXPONENTS, EXPONENTS[-1] + 1) - 0.5)
+    assert found.counts.tolist() == want.tolist()
+    assert (found.inf, found.nan) == (np.isinf(wide).sum(), 1)
+    assert found.zeros == (wide == 0).sum()
+    assert found.size == x.size
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("scale", [1.0, 2.0**12, 2.0**-6])
+def test_what_would_be_lost_is_what_casting_loses(dtype: str, scale: float):
+    x = spread_out(20_000, -60, 20)
+    lost = Histogram.of_row(histogram(x)).lost(dtype, scale)
+    with np.errstate(all="ignore"):
+        cast = (x * np.float32(scale)).astype(jnp.dtype(dtype)).astype(np.float32)
+    # A share of one exponent in eighty lies beside an edge: below the largest, above the smallest.
+    assert lost.underflows == pytest.approx(100 * (cast == 0).mean(), abs=0.2)
+    assert lost.overflows == pytest.approx(100 * (~np.isfinite(cast)).mean(), abs=1.3)
+
+
+def loss(params: Any, x: Any) -> Any:
+    for i, w in enumerate(params):
+        with jax.named_scope(f"layer_{i}"):
+            x = jnp.tanh(x @ w)
+    return jnp.mean(x**2) * 1e-6
+
+
+PARAMS = [jnp.asarray(spread_out(64, -6, 0).reshape(8, 8)) for _ in range(2)]
+X = spread_out(128, -3, 1).reshape(16, 8)
+
+
+def test_weights_activations_and_gradients_are_told_apart_by_module():
+    report = exponents(loss, "float32")(PARAMS, X)
+    kinds = {(s.module, s.kind) for s in report.spreads}
+    assert {("params/0", "weight"), ("layer_1", "activation"), ("layer_0", "gradient")} <= kinds
+    assert report.of("weight").size == 128
+    grads = jax.grad(loss)(PARAMS, X)
+    want = Histogram.of_row(histogram(jnp.stack(grads)))
+    assert report.of("wgrad").counts.tolist() == want.counts.tolist()
+    named = report.to_dict()["spreads"][0]
+    assert {"zeros%", "dynamic_range", "float16_underflows%", "float8_e5m2_overflows%"} <= set(
+        named
+    )
+    with pytest.raises(ValueError, match=r"no 'wgrad' in module 'x'(.|\n)*'params/0'"):
+        report.of("wgrad", "x")
+
+
+def test_gradients_are_counted_unscaled_and_the_scale_saves_them():
+    plain = exponents(loss, "float32")(PARAMS, X)
+    scaled = exponents(loss, "float32", loss_scale=2.0**10)(PARAMS, X)
+    assert plain.of("wgrad").counts.tolist() == scaled.of("wgrad").counts.tolist()
+    assert plain.of("gradient").highest == scaled.of("gradient").highest
+    scale = plain.suggested_loss_scale
+    assert plain.lost("gradient", "float16").underflows > 10
+    assert plain.lost("gradient", "float16", scale).underflows < 5
+    assert plain.lost("gradient", "float16", scale).overflows == 0
+
+
+def test_it_prints_on_a_screen_and_draws():
+    report = exponents(loss, "16-mixed")(PARAMS, X)
+    assert len(str(report).splitlines()) < 40
+    assert "loss scale for float16 gradients" in str(report)
+    assert report._repr_html_().startswith("<pre>")
+    figure = report.plot()
+    assert [line.get_label() for line in figure.axes[0].lines[:4]] == [
+        "weight",
+        "activation",
+        "gradient",
+        "wgrad",
+    ]
+    assert report.plot(figure.add_subplot()) is figure
+
+
+def test_a_loop_is_counted_as_often_as_it_runs():
+    def looped(w: Any, x: Any) -> Any:
+        def body(c: Any, _: Any) -> Any:
+            with jax.named_scope("inside"):
+                return jnp.tanh(c @ w), None
+
+        return jnp.sum(jax.lax.scan(body, x, None, length=5)[0])
+
+    report = exponents(looped, "float32")(PARAMS[0], X)
+    assert report.of("activation", "inside").size % (5 * X.size) == 0

@@ -1,0 +1,64 @@
+"""Updates that change nothing are counted as rounding loses them; metrics become plain numbers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpjax.numerics import lost_updates, to_scalars
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_lost_updates_are_those_that_numpy_loses(dtype: str):
+    rng = np.random.default_rng(0)
+    p = rng.normal(size=500).astype(jnp.dtype(dtype))
+    u = (rng.normal(size=500) * 10.0 ** rng.uniform(-9, 0, 500)).astype(np.float32)
+    u[::7] = 0
+    moved = (p.astype(np.float32) + u).astype(p.dtype)
+    want = ((u != 0) & (moved == p)).sum() / (u != 0).sum()
+    found = jax.jit(lost_updates)({"w": p, "n": jnp.arange(3)}, {"w": u, "n": jnp.arange(3)})
+    assert set(found) == {"w"}
+    assert float(found["w"]) == pytest.approx(want, abs=1e-6)
+    assert found["w"] > (0.2 if dtype != "float32" else 0)
+
+
+def test_a_bfloat16_weight_of_one_is_dead_below_two_to_the_minus_nine():
+    one = {"scale": jnp.ones(4, jnp.bfloat16)}
+    for step, lost in (
+        (2.0**-9, 1.0),
+        (2.0**-8 * 1.01, 0.0),
+        (-(2.0**-10), 1.0),
+        (-(2.0**-8), 0.0),
+    ):
+        assert float(lost_updates(one, {"scale": jnp.full(4, step)})["scale"]) == lost
+    assert float(lost_updates(one, {"scale": jnp.zeros(4)})["scale"]) == 0
+
+
+def test_trees_that_differ_are_refused():
+    with pytest.raises(ValueError, match=r"numerics\.lost_updates: the trees differ; 'b'"):
+        lost_updates({"a": jnp.ones(2), "b": jnp.ones(2)}, {"a": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"leaf 'a' has shape \(2,\), its update \(3,\)"):
+        lost_updates({"a": jnp.ones(2)}, {"a": jnp.ones(3)})
+
+
+def test_metrics_become_numbers():
+    metrics: dict[str, Any] = {
+        "loss": jnp.bfloat16(1.5),
+        "grads_finite": jnp.array(True),
+        "note": "text",
+        "none": None,
+        "aux": {"by_layer": jnp.array([1.0, 3.0]), "empty": jnp.zeros(0), "n": 3},
+    }
+    assert to_scalars(metrics, "train/") == {
+        "train/loss": 1.5,
+        "train/grads_finite": 1.0,
+        "train/aux/by_layer/mean": 2.0,
+        "train/aux/by_layer/max": 3.0,
+        "train/aux/n": 3.0,
+    }
+    with pytest.raises(TypeError, match="must be a mapping; got int"):
+        to_scalars(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="the metrics are traced"):
+        jax.jit(to_scalars)({"loss": jnp.ones(())})
