@@ -65,7 +65,7 @@ _IMPORTED_LATER = {
 }
 
 
-_MODULES = ("linen", "nnx", "numerics", "optim", "pods", "train")
+_MODULES = ("linen", "nnx", "numerics", "optim", "pods", "testing", "train")
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,7 @@ from mpjax._errors import message, nearest
 from mpjax._hardware import Accelerator, examine
 from mpjax._policy import get_policy
 from mpjax._tree import is_array, leaf_paths
+from mpjax.numerics import find_promotions
 
 POLICIES = ("32-true", "bf16-mixed", "16-mixed")
 """What is compared unless the user names others; the first is what the others are compared with."""
@@ -118,6 +119,7 @@ def diagnose(
         status = examine(found[policy], accelerator).status
         rows.append(Measured(policy, status, kept, *_compiled(whole, args)))
     taken, advice = _advise(rows, accelerator)
+    advice += find_promotions(fun)(*args).advice()
     explanation = explain(fun, taken)(*args)
     what = "value and gradient" if is_loss else "value"
     return Diagnosis(name, what, accelerator, tuple(rows), taken, explanation, tuple(advice))

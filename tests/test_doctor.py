@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from mpjax.__main__ import main
@@ -253,3 +254,20 @@ def test_a_job_in_a_file_is_checked_for_a_topology(tmp_path, capsys):
     assert "v5e" in capsys.readouterr().err
     assert main(["pods", f"{path}:bild", "cpu:4"]) == 2
     assert "mpjax pods: " in capsys.readouterr().err
+
+
+def test_promotions_are_among_the_advice(tmp_path: Path):
+    text = """
+    import jax.numpy as jnp
+    import numpy as np
+    x = jnp.ones((4, 8), jnp.bfloat16)
+    def loss_fn(x):
+        y = x * np.float32(2)
+        return jnp.sum(jnp.tanh(y))
+    """
+    path = tmp_path / "widening.py"
+    path.write_text(textwrap.dedent(text))
+    row = find_accelerator("h100")
+    with jax.numpy_dtype_promotion("standard"):
+        advice = diagnose(f"{path}:loss_fn", (), accelerator=row).advice
+    assert any(line.startswith("widening.py:6: multiply makes f32 of bf16") for line in advice)

@@ -19,8 +19,8 @@ LAYERS = (
     ("_optim_state", "_module_dtypes", "_microbatches"),
     ("_low_precision",),
     ("_adopt", "_inputs", "_linen_modules", "_nnx_modules", "_summary"),
-    ("optim", "_train_checks", "numerics", "testing", "linen"),
-    ("train", "pods", "experimental", "_doctor"),
+    ("optim", "_train_checks", "numerics", "linen"),
+    ("train", "pods", "experimental", "testing", "_doctor"),
     ("_nnx_train",),
     ("nnx", "__init__"),
     ("__main__",),  # the command line is a user of the public names
@@ -43,6 +43,7 @@ ONLY_IN = {
         "train",
     },
     "jmp": {"_policy"},
+    "chex": {"testing"},
     "matplotlib": {"numerics"},
     "rich": {"__main__", "_autocast", "_module_dtypes", "numerics", "pods"},
 }

@@ -5,6 +5,7 @@ from mpjax.numerics._diagnose import diagnose
 from mpjax.numerics._exponents import ExponentReport, Spread, exponents
 from mpjax.numerics._formats import Histogram, Lost
 from mpjax.numerics._losses import lost_updates
+from mpjax.numerics._promotions import Promotion, Promotions, find_promotions
 from mpjax.numerics._report import Cause, Report, Row
 from mpjax.numerics._scalars import to_scalars
 
@@ -15,12 +16,15 @@ __all__ = [
     "ExponentReport",
     "Histogram",
     "Lost",
+    "Promotion",
+    "Promotions",
     "Report",
     "Row",
     "Spread",
     "compare",
     "diagnose",
     "exponents",
+    "find_promotions",
     "lost_updates",
     "to_scalars",
 ]
