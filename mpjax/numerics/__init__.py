@@ -8,6 +8,7 @@ from mpjax.numerics._losses import lost_updates
 from mpjax.numerics._promotions import Promotion, Promotions, find_promotions
 from mpjax.numerics._report import Cause, Report, Row
 from mpjax.numerics._scalars import to_scalars
+from mpjax.numerics._suggest import Suggestion, Tried, suggest
 
 __all__ = [
     "Cause",
@@ -21,11 +22,14 @@ __all__ = [
     "Report",
     "Row",
     "Spread",
+    "Suggestion",
+    "Tried",
     "compare",
     "diagnose",
     "exponents",
     "find_promotions",
     "lost_updates",
+    "suggest",
     "to_scalars",
 ]
 
