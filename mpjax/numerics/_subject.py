@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,24 +68,52 @@ def differentiated(
     """
 
     def fun(factor: Any, params: Any, *rest: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(params)
-        moving = [i for i, leaf in enumerate(leaves) if _is_differentiable(leaf)]
-
-        def loss(chosen: Sequence[Any]) -> Any:
-            full = list(leaves)
-            for i, leaf in zip(moving, chosen, strict=True):
-                full[i] = leaf
-            out = under_policy(loss_fn, policy)(jax.tree.unflatten(treedef, full), *rest)
-            return out[0] if has_aux and isinstance(out, tuple) else out
-
+        loss, chosen, moving = of_leaves(loss_fn, policy, params, rest, has_aux=has_aux)
         differentiate = value_and_grad(loss, loss_scale=factor_as_scale(factor, scaled=scaled))
-        value, grads = differentiate([leaves[i] for i in moving])
-        full = [None] * len(leaves)
+        value, grads = differentiate(chosen)
+        treedef = jax.tree.structure(params)
+        full: list[Any] = [None] * treedef.num_leaves
         for i, grad in zip(moving, grads, strict=True):
             full[i] = grad
         return value, jax.tree.unflatten(treedef, full)
 
     return fun
+
+
+def of_leaves(
+    loss_fn: Callable[..., Any], policy: Any, params: Any, rest: Sequence[Any], *, has_aux: bool
+) -> tuple[Callable[..., Any], list[Any], list[int]]:
+    """Returns the loss of the floating leaves of `params`, these leaves, and their places."""
+    leaves, treedef = jax.tree.flatten(params)
+    moving = [i for i, leaf in enumerate(leaves) if _is_differentiable(leaf)]
+
+    def loss(chosen: Sequence[Any]) -> Any:
+        full = list(leaves)
+        for i, leaf in zip(moving, chosen, strict=True):
+            full[i] = leaf
+        out = under_policy(loss_fn, policy)(jax.tree.unflatten(treedef, full), *rest)
+        return out[0] if has_aux and isinstance(out, tuple) else out
+
+    return loss, [leaves[i] for i in moving], moving
+
+
+def bytes_kept(
+    loss_fn: Callable[..., Any], policy: Any, params: Any, rest: Sequence[Any], *, has_aux: bool
+) -> int:
+    """Returns the bytes that go from the forward to the backward pass; nothing is computed."""
+
+    def pullback(arrays: Sequence[Any]) -> Any:
+        loss, chosen, _ = of_leaves(loss_fn, policy, params, rest, has_aux=has_aux)
+        del chosen
+        return jax.vjp(loss, list(arrays))[1]
+
+    _, chosen, _ = of_leaves(loss_fn, policy, params, rest, has_aux=has_aux)
+    kept = jax.tree.leaves(jax.eval_shape(pullback, chosen))
+    return sum(math.prod(x.shape) * _itemsize(x) for x in kept)
+
+
+def _itemsize(x: Any) -> int:
+    return getattr(x.dtype, "itemsize", 0)
 
 
 def factor_as_scale(factor: Any, *, scaled: bool) -> LossScale:

@@ -19,7 +19,6 @@ from mpjax._policy import Policy, get_policy
 from mpjax._policy_map import PolicyMap
 from mpjax.numerics import _subject
 from mpjax.numerics._compare import compare
-from mpjax.numerics._plan import BACKWARD
 from mpjax.numerics._program import Program, argument_names, check_alive
 from mpjax.numerics._report import table
 
@@ -44,7 +43,7 @@ class Suggestion:
     error: float  # of the gradients under `policy`, relative, of the worst leaf
     full: tuple[str, ...]  # modules that stay in float32
     low: tuple[str, ...]  # modules that may go low
-    bytes: dict[str, int]  # by module in float32: what its forward results take more
+    bytes: dict[str, int]  # by module in float32: what is kept more for the backward pass
     tried: tuple[Tried, ...]  # in the order in which they were run
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,7 +58,9 @@ class Suggestion:
         title = f"{self.function}: gradients within {self.error:.1e} of float32 "
         title += f"(asked for {self.tolerance:.1e}), measured with"
         cells = [(m, f"{self.bytes.get(m, 0)}") for m in self.full[:20]]
-        rows = table(("in float32", "bytes more"), cells) if cells else "nothing kept in float32"
+        rows = (
+            table(("in float32", "bytes kept more"), cells) if cells else "nothing kept in float32"
+        )
         low = f"in low precision: {', '.join(self.low[:8]) or 'nothing'}"
         low += f" and {len(self.low) - 8} more" if len(self.low) > 8 else ""
         return f"{title}\n\n  {self.policy!r}\n\n{rows}\n\n{low}\n{len(self.tried)} policies run"
@@ -134,6 +135,12 @@ def suggest(
         full = search.fewest(ranked)
         low = tuple(m for m in ranked if m not in full)
         error = search.error(full)
+
+        def kept(modules: Sequence[str]) -> int:
+            policy = search.policy(modules)
+            return _subject.bytes_kept(loss_fn, policy, args[0], args[1:], has_aux=has_aux)
+
+        cost = {m: kept(full) - kept([other for other in full if other != m]) for m in full}
         return Suggestion(
             subject.name,
             search.policy(full),
@@ -141,7 +148,7 @@ def suggest(
             error,
             tuple(full),
             low,
-            search.bytes(full),
+            cost,
             tuple(search.tried),
         )
 
@@ -217,16 +224,3 @@ class _Search:
             if self.fits(without):
                 kept = without
         return kept
-
-    def bytes(self, full: Sequence[str]) -> dict[str, int]:
-        """Returns, by module, the bytes of forward results that are wider than in low precision."""
-        low, high = (self._sizes(p) for p in (self.low, self.policy(full)))
-        return {m: max(high.get(m, 0) - low.get(m, 0), 0) for m in full}
-
-    def _sizes(self, policy: Any) -> dict[str, int]:
-        sizes: dict[str, int] = {}
-        for site in self._program(policy).plan.sites:
-            if site.phase not in (BACKWARD, "argument", "constant"):
-                size = math.prod(site.shape) * jnp.dtype(site.dtype).itemsize
-                sizes[site.module] = sizes.get(site.module, 0) + size
-        return sizes
