@@ -36,7 +36,7 @@ from jax.sharding import PartitionSpec as P
 from pod_job.checkpoints import Checkpoints
 from pod_job.config import Job, flat, load_config, record_check
 from pod_job.corpus import Corpus, open_corpus, trigram_bits
-from pod_job.processes import agree, gather_values, initialize
+from pod_job.processes import agree, gather_values, initialize, together
 
 import mpjax
 from mpjax import pods
@@ -157,9 +157,9 @@ class Trainer:
         self.job, self.mesh, options = job, mesh, job.optimizer
         scaled = isinstance(mpjax.get_loss_scale(job.precision), mpjax.DynamicLossScale)
         settings = {"growth_interval": job.loss_scale.growth_interval}
-        decay_steps = max(job.steps, options.warmup_steps + 1)
+        self.decay_steps = max(job.steps, options.warmup_steps + 1)
         schedule = optax.warmup_cosine_decay_schedule(
-            0.0, options.learning_rate, options.warmup_steps, decay_steps
+            0.0, options.learning_rate, options.warmup_steps, self.decay_steps
         )
         self.tx = mpjax.with_loss_scale(
             optax.chain(
@@ -241,11 +241,12 @@ def train(job: Job, trainer: Trainer, corpus: Corpus, out: Path) -> int:
     """Trains from the newest whole checkpoint to the last step, and returns an exit code."""
     with Checkpoints(job.checkpoint.folder, keep=job.checkpoint.keep) as checkpoints:
         decisive = {k: v for k, v in flat(job).items() if k.startswith(OF_THE_STATE)}
-        checkpoints.claim(decisive | {"corpus": corpus.digest})
-        restored = checkpoints.restore(trainer.specs()[0])
-        start, first, refused = restored or (0, trainer.init(), [])
-        for line in refused:
-            say(f"refused {line}")
+        decisive |= {"corpus": corpus.digest, "steps of the schedule": trainer.decay_steps}
+        checkpoints.claim(decisive)
+        start, restored, said = checkpoints.restore(trainer.specs()[0])
+        first = trainer.init() if restored is None else restored
+        for line in said:
+            say(line)
         say(f"starting at step {start} of {job.steps}")
         last, state = start, first
         stop = stop_asked()
@@ -415,11 +416,12 @@ def run(arguments: argparse.Namespace) -> int:
     ids = (arguments.coordinator, arguments.num_processes, arguments.process_id)
     if arguments.distributed or any(value is not None for value in ids):
         initialize(*ids)
-    trainer, corpus = prepare(job)
-    if arguments.dry_run:
-        say("a dry run: nothing was trained or saved")
-        return 0
-    return train(job, trainer, corpus, arguments.out)
+    with together(job.checkpoint.folder):
+        trainer, corpus = prepare(job)
+        if arguments.dry_run:
+            say("a dry run: nothing was trained or saved")
+            return 0
+        return train(job, trainer, corpus, arguments.out)
 
 
 def main() -> int:

@@ -9,6 +9,7 @@ import random
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -263,3 +264,34 @@ def test_two_processes_with_the_same_id_are_told_so(cache: Path, tmp_path: Path)
     assert sorted(codes) == [0, 0, 2], said  # the other two are the job, and do its work
     errors = said[codes.index(2)][1]
     assert "initialize(process_id=1): another process of this job has the same id." in errors
+
+
+FAILING = """
+import sys, time
+import jax
+sys.path.insert(0, {examples!r})
+from pod_job.processes import gather_values, initialize, together
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+initialize(sys.argv[1], 2, int(sys.argv[2]))
+with together(sys.argv[3]):
+    if jax.process_index() == 1:
+        raise ValueError("the disk is full")
+    gather_values(1) if sys.argv[4] == "a collective" else time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("waiting", ["a collective", slow("what never ends")])
+def test_an_error_on_one_process_ends_all_with_its_message(
+    waiting: str, cache: Path, tmp_path: Path
+):
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING.format(examples=str(ROOT / "examples")))
+    began = time.monotonic()
+    processes = start(
+        [[str(script), "127.0.0.1:{port}", str(i), str(tmp_path), waiting] for i in (0, 1)], cache
+    )
+    said = finish(processes, 60)
+    assert [p.returncode for p in processes] == [2, 2], said
+    assert "process 1 ended: the disk is full" in said[0][1]
+    assert "the disk is full" in said[1][1]
+    assert time.monotonic() - began < 60

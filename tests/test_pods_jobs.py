@@ -40,6 +40,7 @@ def test_a_config_is_read_with_its_defaults_and_overrides(tmp_path: Path):
     job = load_config(written(tmp_path), ["model.layers=3", "precision=16-mixed", "mesh.fsdp=8"])
     assert (job.model.layers, job.precision, job.mesh.data) == (3, "16-mixed", 1)
     assert flat(job)["model.layers"] == 3
+    assert load_config(written(tmp_path), ["data.pattern=*.txt"]).data.pattern == "*.txt"
     assert job.mesh_axes(8) == {"data": 1, "fsdp": 8, "tensor": 1}
     assert job.topology.num_devices == 8
 
@@ -73,7 +74,7 @@ def test_a_config_is_read_with_its_defaults_and_overrides(tmp_path: Path):
         ({"data": {"held_out": 1.0}}, r"'data.held_out' must lie between 0 and 1"),
         ({"accelerator": "v5e-255"}, r"no slice of v5e has 255 chips(.|\n)*'v5e-256'"),
         ({"accelerator": "v7e-16"}, r"unknown topology 'v7e-16'"),
-        ({"precision": "bf16_mixed"}, r"unknown policy 'bf16_mixed'(.|\n)*'bf16-mixed'"),
+        ({"precision": "bf17-mixed"}, r"unknown policy 'bf17-mixed'(.|\n)*'bf16-mixed'"),
         ({"mesh": {"fsdp": 3}}, r"data=1 x fsdp=3 x tensor=1 does not divide 8 devices"),
         ({"mesh": {"fsdp": -1, "data": -1}}, r"does not divide 8 devices"),
         (
@@ -189,10 +190,6 @@ def lose_a_file(folder: Path) -> None:
     largest_file(folder / "6").unlink()
 
 
-def leave_unsealed(folder: Path) -> None:
-    (folder / "6" / "seal-0.json").unlink()
-
-
 def scratch_a_seal(folder: Path) -> None:
     (folder / "6" / "seal-0.json").write_bytes(bytes(9))
 
@@ -202,7 +199,6 @@ DAMAGE = [
     (cut_short, "is corrupted"),
     (lose_a_file, "is missing"),
     (scratch_a_seal, "seal-0.json is corrupted"),
-    (leave_unsealed, "half-written, process 0 did not finish it"),
 ]
 
 
@@ -235,7 +231,19 @@ class TestCheckpoints:
     def test_what_orbax_was_writing_is_no_checkpoint(self, saved: Path):
         (saved / "9.orbax-checkpoint-tmp" / "default").mkdir(parents=True)
         with Checkpoints(saved) as checkpoints:
-            assert checkpoints.restore(state_of(0))[0] == 6
+            step, _, said = checkpoints.restore(state_of(0))
+        assert step == 6
+        assert any("9.orbax-checkpoint-tmp: it was being written" in line for line in said)
+
+    def test_one_that_orbax_completed_and_nobody_sealed_is_taken_and_said(self, saved: Path):
+        (saved / "6" / "seal-0.json").unlink()
+        with Checkpoints(saved) as checkpoints:
+            step, state, said = checkpoints.restore(state_of(0))
+        assert step == 6
+        assert_same_bits(state, state_of(6))
+        assert said == [
+            f"checkpoint {saved}/6 is taken unproven: the run ended before process 0 sealed it."
+        ]
 
     def test_when_none_is_whole_a_run_does_not_start_anew(self, saved: Path):
         flip_a_bit(saved)
@@ -245,16 +253,18 @@ class TestCheckpoints:
             with Checkpoints(saved) as checkpoints, pytest.raises(ValueError, match=said):
                 checkpoints.restore(state_of(0))
 
-    def test_a_run_killed_at_its_first_checkpoint_starts_anew(self, tmp_path: Path):
+    def test_a_run_killed_while_it_wrote_its_first_one_starts_anew_and_says_so(
+        self, tmp_path: Path
+    ):
+        (tmp_path / "run" / "3.orbax-checkpoint-tmp-1").mkdir(parents=True)
         with Checkpoints(tmp_path / "run") as checkpoints:
-            checkpoints.save(3, state_of(3))
-        (tmp_path / "run" / "3" / "seal-0.json").unlink()
-        with Checkpoints(tmp_path / "run") as checkpoints:
-            assert checkpoints.restore(state_of(0)) is None
+            step, state, said = checkpoints.restore(state_of(0))
+        assert (step, state) == (0, None)
+        assert "3.orbax-checkpoint-tmp-1: it was being written when a run ended." in said[0]
 
     def test_a_new_folder_has_nothing_to_restore(self, tmp_path: Path):
         with Checkpoints(tmp_path / "new") as checkpoints:
-            assert checkpoints.restore(state_of(0)) is None
+            assert checkpoints.restore(state_of(0)) == (0, None, [])
 
     def test_another_jobs_folder_is_refused(self, saved: Path):
         with Checkpoints(saved) as checkpoints:

@@ -265,10 +265,12 @@ def test_sigterm_saves_and_the_same_command_goes_on_to_the_same_bits(config: Pat
     # A corpus that has changed since is another job's: the resumed run would not be the same.
     claim = config.parent / "checkpoints" / "job.json"
     claim.write_text(claim.read_text().replace('"corpus": "', '"corpus": "0'))
-    other = start(config)
+    # So is a run with more steps, whose learning rate would go on from elsewhere.
+    other = start(config, "--set", "steps=20")
     _, errors = other.communicate(timeout=300)
     assert other.returncode == 2
     assert "its checkpoints are another job's.\n  'corpus' is '0" in errors
+    assert "'steps of the schedule' is 12 there, 20 here." in errors
     assert {"step", "loss", "loss_scale", "skipped_steps", "bytes_per_second", "mfu"} <= set(
         rows[0]
     )

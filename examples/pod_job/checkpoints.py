@@ -15,7 +15,6 @@ from pod_job.processes import gather_values
 
 T = TypeVar("T")
 _CHUNK = 1 << 22
-_HALF_WRITTEN = "half-written"
 
 
 class Checkpoints:
@@ -25,7 +24,8 @@ class Checkpoints:
     complete. What happens later, a disk that loses a block or a copy that was cut short, it does
     not see. So the processes write the digests of the files beside them, sharing the work, and
     look at them before they restore: one that does not match is moved to `refused/`, by name,
-    and the one before it is taken. All processes decide together.
+    and the one before it is taken. One without digests is taken, and said to be unproven. All
+    processes decide together.
 
     Attributes:
       folder: where checkpoints are kept, one folder a step; all processes must see it.
@@ -37,8 +37,8 @@ class Checkpoints:
       ...     with Checkpoints(folder) as checkpoints:
       ...         checkpoints.save(1, {"w": jnp.ones(2)})
       ...     with Checkpoints(folder) as checkpoints:
-      ...         step, state, refused = checkpoints.restore({"w": jnp.zeros(2)})
-      >>> step, float(state["w"][0]), refused
+      ...         step, state, said = checkpoints.restore({"w": jnp.zeros(2)})
+      >>> step, float(state["w"][0]), said
       (1, 1.0, [])
     """
 
@@ -56,6 +56,7 @@ class Checkpoints:
             fix = "Type one that every process may write to: --set checkpoint.folder=..."
             raise ValueError(message(f"checkpoint folder {folder}", got, fix)) from error
         self.keep: int = keep
+        self._cut_off: list[Path] = sorted(self.folder.glob("*.orbax-checkpoint-tmp*"))
         self._unsealed: int | None = None
         self._args: Any = ocp.args
         options = ocp.CheckpointManagerOptions(max_to_keep=keep)
@@ -101,14 +102,19 @@ class Checkpoints:
         seal = {"process": process, "count": count, "digests": digests}
         _write(root / f"seal-{process}.json", seal)
 
-    def restore(self, template: T) -> tuple[int, T, list[str]] | None:
-        """Returns the newest whole checkpoint: its step, its state, and what was refused.
+    def restore(self, template: T) -> tuple[int, T | None, list[str]]:
+        """Returns the newest checkpoint that is whole, as far as one can tell.
+
+        Orbax has completed each that it lists. One that no digests were written of, because the run
+        was killed just then, is taken, and said to be unproven; one that does not match its digests
+        is not.
 
         Args:
           template: a state, or its `jax.ShapeDtypeStruct`s with shardings.
 
         Returns:
-          None where no checkpoint was ever completed.
+          Its step and state, 0 and None where there is none; and a line for each that was refused,
+          was never completed, or was taken unproven.
 
         Raises:
           ValueError: a completed checkpoint is broken, and none before it is whole. Whether to
@@ -120,28 +126,33 @@ class Checkpoints:
         Transforms:
           None: all processes must call it.
         """
-        broken: dict[int, list[str]] = {}
-        whole: int | None = None
+        said = [f"refused {path}: it was being written when a run ended." for path in self._cut_off]
+        broken: list[int] = []
         for step in sorted(self._manager.all_steps(), reverse=True):
-            faults = self._faults(step)
+            where = f"checkpoint {self.folder / str(step)}"
+            faults, unsealed = self._look_at(step)
             if not faults:
-                whole = step
                 break
-            broken[step] = faults
-        refused = [f"checkpoint {self.folder / str(n)}: {'; '.join(broken[n])}." for n in broken]
-        finished = [n for n in broken if not all(f.startswith(_HALF_WRITTEN) for f in broken[n])]
-        if whole is None and finished:
-            fix = "To start anew, use another folder; these stay where they are."
-            raise ValueError(message("restore", "no checkpoint is whole.", *refused, fix))
-        for step in broken:
-            self._put_aside(step)
-        if whole is None:
-            return None
-        state: Any = self._manager.restore(whole, args=self._args.StandardRestore(template))
-        return whole, state, refused
+            broken.append(step)
+            said.append(f"refused {where}: {'; '.join(faults)}.")
+        else:
+            if broken:
+                fix = "To start anew, use another folder; these stay where they are."
+                raise ValueError(message("restore", "no checkpoint is whole.", *said, fix))
+            return 0, None, said
+        for number in broken:
+            self._put_aside(number)
+        if unsealed:
+            who = "process " + ", ".join(map(str, unsealed))
+            said.append(f"{where} is taken unproven: the run ended before {who} sealed it.")
+        state: Any = self._manager.restore(step, args=self._args.StandardRestore(template))
+        return step, state, said
 
-    def _faults(self, step: int) -> list[str]:
-        """Returns what is wrong with a checkpoint; each process reads its share of the files."""
+    def _look_at(self, step: int) -> tuple[list[str], list[int]]:
+        """Returns what is wrong with a checkpoint, and which processes wrote no digests of it.
+
+        Each process reads its share of the files.
+        """
         root = self.folder / str(step)
         process, count = jax.process_index(), jax.process_count()
         seals: list[dict[str, Any]] = []
@@ -152,11 +163,9 @@ class Checkpoints:
             except ValueError:
                 found.append(f"{path.name} is corrupted")
         if found:
-            return found
-        expected = seals[0]["count"] if seals else 1
+            return found, []
+        expected = seals[0]["count"] if seals else count
         missing = sorted(set(range(expected)) - {seal["process"] for seal in seals})
-        if missing:
-            found.append(f"{_HALF_WRITTEN}, process {missing[0]} did not finish it")
         digests: dict[str, str] = {}
         for seal in seals:
             digests |= seal["digests"]
@@ -166,7 +175,7 @@ class Checkpoints:
             elif (got := _digest(root / name)) != digests[name]:
                 found.append(f"{name} is corrupted ({got}, saved as {digests[name]})")
         every = gather_values(found)
-        return list(dict.fromkeys(fault for faults in every for fault in faults))
+        return list(dict.fromkeys(fault for faults in every for fault in faults)), missing
 
     def _put_aside(self, step: int) -> None:
         """Moves a broken checkpoint out of the way, where it can be looked at."""

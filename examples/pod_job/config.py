@@ -271,7 +271,10 @@ def _override(values: dict[str, Any], text: str) -> None:
         if not isinstance(values, dict):
             got = f"{section!r} is a value, not a section."
             raise ValueError(message(f"--set {text}", got, f"Type {section}=..."))
-    values[key] = yaml.safe_load(value)
+    try:
+        values[key] = yaml.safe_load(value)
+    except yaml.YAMLError:  # '*.txt' is a reference to YAML, and a pattern to everyone else
+        values[key] = value
 
 
 def _build(cls: type[Any], values: Mapping[str, Any], where: str, prefix: str) -> Any:

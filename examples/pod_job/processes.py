@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+import traceback
+import uuid
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -104,6 +110,50 @@ def gather_values(value: Any) -> list[Any]:
     rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(lengths), -1)
     pairs = zip(rows, lengths, strict=True)
     return [json.loads(row[: int(length)].tobytes()) for row, length in pairs]
+
+
+@contextlib.contextmanager
+def together(folder: str | Path) -> Generator[None]:
+    """Ends all processes within seconds when one of them fails, each with that one's message.
+
+    The others may be in a collective or a barrier, which would wait for minutes; so each looks,
+    beside its work, for a file in which one has written why it ended.
+
+    Args:
+      folder: one that all processes see, such as that of the checkpoints.
+    """
+    run = gather_values(uuid.uuid4().hex)[0]  # what an earlier run left is not this one's
+    path = Path(folder) / f"failed-{run}.txt"
+    ended = threading.Event()
+    threading.Thread(target=_look_for, args=(path, ended), daemon=True).start()
+    try:
+        yield
+    except BaseException as error:
+        if jax.process_count() == 1 or isinstance(error, SystemExit):
+            raise
+        if path.is_file():  # what failed here is what one that ended has left
+            _end(path.read_text())
+        text = str(error) if isinstance(error, ValueError | OSError) else traceback.format_exc()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{jax.process_index()}")
+        partial.write_text(f"process {jax.process_index()} ended: {text}")
+        partial.replace(path)
+        _end(text)
+    finally:
+        ended.set()
+
+
+def _look_for(path: Path, ended: threading.Event) -> None:
+    while not ended.wait(1.0):
+        if path.is_file():
+            _end(path.read_text())
+
+
+def _end(text: str) -> None:
+    """Ends this process without the handlers that would wait for the others."""
+    print(text, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(2)
 
 
 def agree(values: Mapping[str, Any], what: str = "processes") -> None:
