@@ -180,16 +180,36 @@ def _doctor(args: argparse.Namespace) -> int:
 
     row = find_accelerator(args.device, "mpjax doctor")
     policies = tuple(dict.fromkeys(("32-true", *args.policy))) if args.policy else doctor.POLICIES
+    compiler, note = _compiler(row.key) if args.device else (None, "")
     found = doctor.diagnose(
-        args.function, args.argument, policies=policies, accelerator=row, track=_tracked
+        args.function,
+        args.argument,
+        policies=policies,
+        accelerator=row,
+        compiler=compiler,
+        track=_tracked,
     )
     if args.json:
         return _print_json(found.to_dict())
-    _print_diagnosis(found)
+    _print_diagnosis(found, note)
     return OK
 
 
-def _print_diagnosis(found: Any) -> None:
+def _compiler(key: str) -> tuple[Any, str]:
+    """Returns the compiler for an accelerator with its name, or None and what to install."""
+    from mpjax.pods import _one
+
+    topology = _one.topology_of(key)
+    if topology is None:
+        return None, f"the compiler for {key} runs on such a device only."
+    try:
+        return (topology.chip.name, _one.compiler_for(topology)), ""
+    except ModuleNotFoundError as error:
+        missing, install, *_ = str(error).splitlines()
+        return None, f"the device's {missing.partition(': its ')[2]}\n{install.strip()}"
+
+
+def _print_diagnosis(found: Any, note: str) -> None:
     base, accelerator = found.rows[0], found.accelerator
     lines = [
         (
@@ -206,7 +226,7 @@ def _print_diagnosis(found: Any) -> None:
     print(f"{found.function}: {found.what}\n")
     _print_table(f"On {accelerator.name} ({accelerator.key})", header, lines)
     print(f"x: against {base.policy}. kept: from the forward to the backward pass, on any device.")
-    print(f"The rest is as compiled for {jax.default_backend()}; mpjax.pods compiles for others.\n")
+    print(f"The rest is as compiled for {found.compiled_for}{f': {note}' if note else '.'}\n")
     for dtype in dict.fromkeys(str(get_policy(row.policy).compute_dtype) for row in found.rows):
         cell = accelerator.cell(dtype)
         print(f"  {dtype:<9} {_WORDS[cell.status]:<5} {cell.reason}")

@@ -26,6 +26,8 @@ from mpjax._policy import get_policy
 from mpjax._tree import is_array, leaf_paths
 from mpjax.numerics import find_promotions
 
+Compiler = Callable[[Callable[..., Any], Any], tuple[int | None, int, float]]
+
 POLICIES = ("32-true", "bf16-mixed", "16-mixed")
 """What is compared unless the user names others; the first is what the others are compared with."""
 
@@ -67,6 +69,7 @@ class Diagnosis:
     function: str
     what: str  # 'value and gradient' or 'value'
     accelerator: Accelerator
+    compiled_for: str  # the target whose compiler counted
     rows: tuple[Measured, ...]
     taken: str  # the policy that is explained
     explanation: Explanation
@@ -78,6 +81,7 @@ class Diagnosis:
             "function": self.function,
             "what": self.what,
             "device": self.accelerator.key,
+            "compiled_for": self.compiled_for,
             "taken": self.taken,
             "policies": [dataclasses.asdict(row) for row in self.rows],
             "explanation": self.explanation.to_dict(),
@@ -91,6 +95,7 @@ def diagnose(
     *,
     policies: Sequence[str] = POLICIES,
     accelerator: Accelerator,
+    compiler: tuple[str, Compiler] | None = None,
     track: Callable[[Sequence[str]], Iterator[str]] = iter,
 ) -> Diagnosis:
     """Returns the diagnosis of a function in a file.
@@ -100,7 +105,8 @@ def diagnose(
       arguments: one a parameter: a name in the file, or a shape such as 'f32[8,128]'. Without
         any, each parameter is what the file calls by its name.
       policies: what to compare.
-      accelerator: for which the support is looked up; it is compiled for this machine.
+      accelerator: for which the support is looked up.
+      compiler: what counts, and the name of its target; None for this machine's.
       track: shows progress over the policies.
 
     Raises:
@@ -111,18 +117,21 @@ def diagnose(
     args = _arguments(module, fun, name, arguments)
     found = {policy: get_policy(policy) for policy in policies}  # a wrong name, before any work
     is_loss, has_aux = _is_loss(fun, args, name, module)
+    target_name, compiled = compiler or (jax.default_backend(), compiled_here)
     rows = []
     for policy in track(policies):
         fast = autocast(fun, policy)
         kept = _kept(fast, args, has_aux) if is_loss else 0
         whole = jax.value_and_grad(fast, has_aux=has_aux, allow_int=True) if is_loss else fast
         status = examine(found[policy], accelerator).status
-        rows.append(Measured(policy, status, kept, *_compiled(whole, args)))
-    taken, advice = _advise(rows, accelerator)
+        rows.append(Measured(policy, status, kept, *_on_arrays(whole, args, compiled)))
+    where = "here" if compiler is None else f"for {target_name}"
+    taken, advice = _advise(rows, accelerator, where)
     advice += find_promotions(fun)(*args).advice()
     explanation = explain(fun, taken)(*args)
     what = "value and gradient" if is_loss else "value"
-    return Diagnosis(name, what, accelerator, tuple(rows), taken, explanation, tuple(advice))
+    found = (tuple(rows), taken, explanation, tuple(advice))
+    return Diagnosis(name, what, accelerator, target_name, *found)
 
 
 # -- what to examine -----------------------------------------------------------------------------
@@ -278,12 +287,14 @@ def _on_arrays(fun: Callable[..., Any], args: list[Any], transform: Callable[...
     return transform(on_arrays, [x for t, x in zip(traced, leaves, strict=True) if t])
 
 
-def _compiled(fun: Callable[..., Any], args: list[Any]) -> tuple[int | None, int, float]:
+def compiled_here(fun: Callable[..., Any], args: Any) -> tuple[int | None, int, float]:
+    """Returns bytes accessed, bytes of temporaries and seconds of `fun(args)`, compiled here."""
     start = time.perf_counter()
-    compiled = _on_arrays(fun, args, lambda f, arrays: jax.jit(f).lower(arrays)).compile()
+    compiled = jax.jit(fun).lower(args).compile()
     seconds = time.perf_counter() - start
     accessed = (compiled.cost_analysis() or {}).get("bytes accessed")
-    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    memory: Any = compiled.memory_analysis()
+    temporaries = memory.temp_size_in_bytes
     return None if accessed is None else int(accessed), temporaries, seconds
 
 
@@ -339,12 +350,14 @@ def _place(error: BaseException, file: str = "") -> list[str]:
 # -- advice --------------------------------------------------------------------------------------
 
 
-def _advise(rows: Sequence[Measured], accelerator: Accelerator) -> tuple[str, list[str]]:
+def _advise(
+    rows: Sequence[Measured], accelerator: Accelerator, where: str = "here"
+) -> tuple[str, list[str]]:
     """Returns the policy to explain, and what to say: the one to take, or why none is."""
     base, others = rows[0], [row for row in rows[1:] if row.status != "unsupported"]
     fast = [row for row in others if row.status == "native"]
     best = _best(fast or others or [base], base, accelerator)
-    change = _change(best, base)
+    change = _change(best, base, where)
     if len(rows) == 1:
         return base.policy, ["Nothing to compare with: give two policies or more."]
     if best is base:
@@ -396,11 +409,11 @@ def _instead(accelerator: Accelerator, rows: Sequence[Measured]) -> list[str]:
     return [f"There {policy!r} is: look at it with --policy {policy}."]
 
 
-def _change(row: Measured, base: Measured) -> str:
+def _change(row: Measured, base: Measured, where: str) -> str:
     """Returns what becomes less, and what more, as words."""
     pairs = [
         ("kept for the backward pass", row.kept, base.kept),
-        ("temporary memory as compiled here", row.temporaries, base.temporaries),
+        (f"temporary memory as compiled {where}", row.temporaries, base.temporaries),
     ]
     shares = [(name, a / b - 1) for name, a, b in pairs if b]
     less = [f"{-share:.0%} less {name}" for name, share in shares if share < -0.005]

@@ -12,6 +12,8 @@ import pytest
 from mpjax.__main__ import main
 from mpjax._doctor import POLICIES, Measured, _advise, diagnose
 from mpjax._hardware import find_accelerator
+from mpjax.pods import _one
+from mpjax.pods._chips import GPUS, TPUS
 
 MODEL = """
     import jax
@@ -126,6 +128,57 @@ def test_what_becomes_more_is_said_beside_what_becomes_less():
     less = "50% less kept for the backward pass"
     more = "30% more temporary memory as compiled here"
     assert advice == [f"Take 'bf16-mixed': {less}, but {more}."]
+
+
+def test_the_counts_are_those_of_the_compiler_that_is_given(file):
+    asked = []
+
+    def compiler(fun, args):
+        asked.append(jax.tree.map(lambda x: x.shape, jax.eval_shape(fun, args)))
+        return 10, 100 - 40 * (len(asked) > 1), 0.5
+
+    report = found(file, "loss_fn", policies=POLICIES[:2], compiler=("an H100", compiler))
+    assert [(row.bytes_accessed, row.temporaries) for row in report.rows] == [(10, 100), (10, 60)]
+    assert report.to_dict()["compiled_for"] == "an H100"
+    assert "40% less temporary memory as compiled for an H100" in report.advice[0]
+    assert asked[0] == ((), {"w1": (64, 128), "w2": (128, 64)})  # the loss and its gradients
+
+
+@pytest.mark.parametrize("key", sorted({chip.key for chip in (GPUS | TPUS).values()}))
+def test_a_chip_with_a_compiler_has_a_topology(key: str):
+    assert _one.topology_of(key).chip.key == key
+    assert _one.topology_of(key).num_hosts == 1
+
+
+def test_what_is_missing_for_a_device_is_said_with_what_to_install(file, capsys, monkeypatch):
+    def missing(topology):
+        raise ModuleNotFoundError("topology '1xh100': its compiler, c, is missing.\n  Type pip c.")
+
+    monkeypatch.setattr(_one, "compiler_for", missing)
+    asked = ["doctor", f"{file}:forward", "f32[8]", "--policy", "32-true", "--device"]
+    assert main([*asked, "h100"]) == 0
+    text = "compiled for cpu: the device's compiler, c, is missing.\nType pip c.\n"
+    assert text in capsys.readouterr().out
+    assert main([*asked, "v100"]) == 0
+    assert "cpu: the compiler for sm_70 runs on such a device only.\n" in capsys.readouterr().out
+
+
+@pytest.mark.no_leak_check("the check keeps the jaxpr of what it traces")
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        pytest.param("h100", "NVIDIA H100 80GB HBM3", marks=pytest.mark.gpu_compiler),
+        pytest.param("v5e", "TPU v5e", marks=pytest.mark.tpu_compiler),
+    ],
+)
+def test_an_installed_compiler_counts_for_its_device(file, capsys, device, name):
+    asked = ["doctor", f"{file}:loss_fn", "--policy", "bf16-mixed", "--device", device]
+    assert main([*asked, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["compiled_for"] == name
+    f32, bf16 = answer["policies"]
+    assert 0 < bf16["temporaries"] <= f32["temporaries"]
+    assert bf16["bytes_accessed"] > 0
 
 
 def test_a_device_without_a_row_gets_no_verdict():
