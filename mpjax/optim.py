@@ -27,7 +27,19 @@ from mpjax._loss_scale import (
     unscale_once_read,
     without_owner,
 )
-from mpjax._low_precision.master import MasterWeightsState, with_master_weights
+from mpjax._low_precision.apply import apply_updates, full_params
+from mpjax._low_precision.bytes import BytesPerParameter, bytes_per_parameter
+from mpjax._low_precision.codes import FirstMoment, SecondMoment
+from mpjax._low_precision.kahan import KahanState, with_kahan
+from mpjax._low_precision.master import (
+    MasterWeightsState,
+    SplitWeightsState,
+    with_master_weights,
+)
+from mpjax._low_precision.norms import clip_by_global_norm, global_norm
+from mpjax._low_precision.quantized import QuantizedState, with_quantized_state
+from mpjax._low_precision.state_dtypes import StateDtypesState, with_state_dtypes
+from mpjax._low_precision.stochastic import StochasticRoundingState, with_stochastic_rounding
 from mpjax._optim_state import (
     DYNAMIC_FIELDS,
     LossScaleState,
@@ -50,15 +62,31 @@ from mpjax._tree import (
 from mpjax._typing import Array, AxisName, PyTree
 
 __all__ = [
-    "LossScaleState",
-    "MasterWeightsState",
-    "adopt_state",
+    "with_loss_scale",
+    "with_master_weights",
+    "with_stochastic_rounding",
+    "with_kahan",
+    "with_state_dtypes",
+    "with_quantized_state",
     "apply_updates",
+    "full_params",
+    "adopt_state",
+    "bytes_per_parameter",
+    "global_norm",
+    "clip_by_global_norm",
     "current_loss_scale",
     "find_states",
     "raise_if_diverged",
-    "with_loss_scale",
-    "with_master_weights",
+    "BytesPerParameter",
+    "FirstMoment",
+    "KahanState",
+    "LossScaleState",
+    "MasterWeightsState",
+    "QuantizedState",
+    "SecondMoment",
+    "SplitWeightsState",
+    "StateDtypesState",
+    "StochasticRoundingState",
 ]
 
 
@@ -128,27 +156,6 @@ def with_loss_scale(
     start = as_loss_scale(loss_scale, "with_loss_scale(loss_scale)")
     scaled = _LossScaled(inner, start, max_consecutive_skips, axis_name)
     return optax.GradientTransformationExtraArgs(scaled.init, scaled.update)
-
-
-def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
-    """Returns `params + updates`, each leaf in its parameter's dtype.
-
-    As `optax.apply_updates`, but leaves of Flax's `_overwrite_with_gradient` collection (float8
-    scales and histories) are replaced by their update, which is their next value.
-
-    Example:
-      >>> mpjax.optim.apply_updates({"w": jnp.bfloat16(1)}, {"w": jnp.float32(0.5)})
-      {'w': Array(1.5, dtype=bfloat16)}
-    """
-
-    def apply(path: Any, p: Any, u: Any) -> Any:
-        if is_overwritten(path):
-            return u
-        with jax.numpy_dtype_promotion("standard"):  # a bfloat16 parameter, a float32 update
-            wide = jnp.promote_types(p.dtype, u.dtype)
-        return (p.astype(wide) + u.astype(wide)).astype(p.dtype)
-
-    return jax.tree_util.tree_map_with_path(apply, params, updates)
 
 
 class _LossScaled:

@@ -1,7 +1,7 @@
-"""Master weights: float32 copies of half-precision parameters, kept by the optimizer.
+"""Master weights: 16-bit parameters of which the optimizer knows more bits than they hold.
 
 An update smaller than half a unit in the last place of a bfloat16 parameter (0.4 % of it) is
-lost when it is added to that parameter. Added to a float32 copy it is not.
+lost when it is added to that parameter. Added to a copy with more bits it is not.
 """
 
 from typing import Any, NamedTuple
@@ -12,43 +12,64 @@ import optax
 
 from mpjax._dtypes import FLOAT32
 from mpjax._errors import message
-from mpjax._tree import is_array, is_castable, to_full
-from mpjax._typing import PyTree
+from mpjax._low_precision.owner import RoundingOwner, map_narrow, nothing
+from mpjax._low_precision.rounding import land, nearest
+from mpjax._tree import to_full
+from mpjax._typing import Array, PyTree
 
 
 class MasterWeightsState(NamedTuple):
     """State of `with_master_weights`: the float32 parameters, and the state of what it wraps."""
 
-    master_params: PyTree  # f32 where the parameter is f16 or bf16, else as the parameter
+    master_params: PyTree  # f32 where the parameter is f16 or bf16, else nothing
     inner_state: Any
+
+    owns_rounding_as = "with_master_weights"
+
+
+class SplitWeightsState(NamedTuple):
+    """State of `with_master_weights(tx, bits=24)`: what the parameters lack, and the rest."""
+
+    corrections: PyTree  # i8, in 1/256 of a unit in the last place; nothing for f32 parameters
+    inner_state: Any
+
+    owns_rounding_as = "with_master_weights(bits=24)"
 
 
 def with_master_weights(
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformation, *, bits: int = 32
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `inner` for float16 or bfloat16 parameters, of which it keeps float32 copies.
+    """Returns `inner` for float16 or bfloat16 parameters, of which it knows more bits.
 
-    `inner` sees the copies and float32 gradients. What comes back are float32 updates with which
-    `optax.apply_updates(params, updates)` gives the new copy, rounded to the parameter's dtype:
-    exactly, unless a parameter shrinks to less than 1/8192 of itself in one step; then it is
-    within 2⁻²⁴ of its former size, and exact again after the next step. This is level O2 of Apex.
+    With 32 bits the state holds float32 copies, as level O2 of Apex: 6 bytes a parameter with the
+    parameter itself. With 24 it holds one byte for each, the correction in units of 1/256 of the
+    parameter's last place: 3 bytes, and a weight of 16 significant bits from a bfloat16 parameter
+    (19 from float16). An update below 2⁻¹⁷ of its weight (2⁻²⁰) is then lost: learning rates of
+    1e-5 and more suit weights of ordinary size.
 
-    The copies are what is trained: after loading other parameters, make a new state.
+    `inner` sees float32 weights and gradients. What comes back are float32 updates with which
+    `optax.apply_updates(params, updates)` gives the weights, rounded to the parameter's dtype, bit
+    for bit.
 
-    With loss scaling it goes inside, so that a skipped step leaves the copies alone:
+    The state is what is trained: after loading other parameters, make a new one.
+
+    With loss scaling it goes inside, so that a skipped step leaves all as it was:
     `with_loss_scale(with_master_weights(optax.adamw(1e-3)), DynamicLossScale())`.
 
     Args:
       inner: any optax transformation.
+      bits: 32 or 24, of the weights that are trained.
 
     Returns:
-      A transformation whose state is a `MasterWeightsState`; extra arguments go to `inner`.
+      A transformation whose state is a `MasterWeightsState` or a `SplitWeightsState`; extra
+      arguments go to `inner`.
 
     Raises:
-      ValueError: in `update`, `params` is missing.
+      ValueError: `bits` is neither, or `inner` owns the rounding already; in `update`, `params`
+        is missing or the state is of another form.
 
     Dtypes:
-      float16 and bfloat16 parameters get a float32 copy; others are updated as they are.
+      float16 and bfloat16 parameters; others are updated as they are.
 
     Transforms:
       jit, scan, vmap, shard_map, pmap.
@@ -65,34 +86,79 @@ def with_master_weights(
 
     References:
       Micikevicius et al., Mixed Precision Training, 2018, https://arxiv.org/abs/1710.03740;
-      NVIDIA Apex, `amp`, opt_level O2
+      NVIDIA Apex, `amp`, opt_level O2; FlashOptim, 2026, https://arxiv.org/abs/2602.23349
     """
-    wrapped = optax.with_extra_args_support(inner)
-
-    def init(params: PyTree) -> PyTree:
-        # Copies also of float32 leaves: both trees may be donated.
-        masters = jax.tree.map(lambda p: jnp.array(to_full(p)) if is_array(p) else p, params)
-        return MasterWeightsState(masters, wrapped.init(masters))
-
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
-    ) -> tuple[PyTree, PyTree]:
-        if params is None:
-            fix = "Type tx.update(grads, opt_state, params)."
-            raise ValueError(message("with_master_weights.update", "params is missing.", fix))
-        grads = jax.tree.map(lambda g: to_full(g) if is_array(g) else g, updates)
-        steps, inner_state = wrapped.update(grads, state.inner_state, state.master_params, **extra)
-        masters = optax.apply_updates(state.master_params, steps)
-        updates = jax.tree.map(_difference, params, masters, steps)
-        return updates, MasterWeightsState(masters, inner_state)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    if isinstance(bits, bool) or bits not in (24, 32):
+        got = f"must be 32 or 24; got {bits!r}."
+        fix = "32 keeps a float32 copy of each weight, 24 a one-byte correction of it."
+        raise ValueError(message("with_master_weights(bits)", got, fix))
+    return (_Copies if bits == 32 else _Corrections)(inner).transformation()
 
 
-def _difference(p: Any, master: Any, step: Any) -> Any:
-    """Returns what leads from a parameter to its rounded copy."""
-    if not is_castable(p) or p.dtype.itemsize >= 4:
-        return step
-    target = master.astype(p.dtype).astype(FLOAT32)
-    # Adding -0.0 leaves a parameter as it is, also one that is -0.0.
-    return jnp.where(target == p.astype(FLOAT32), jnp.float32(-0.0), target - p.astype(FLOAT32))
+class _Copies(RoundingOwner):
+    name = "with_master_weights"
+    state_type = MasterWeightsState
+
+    def start(self, params: PyTree) -> PyTree:
+        return map_narrow(lambda p: jnp.array(to_full(p)), params, other=nothing)
+
+    def kept(self, params: PyTree, field: PyTree) -> PyTree:
+        del params
+        return field
+
+    def weight(self, p: Array, kept: Array) -> Array:
+        del p
+        return kept
+
+    def move(self, p: Array, kept: Array, weight: Array, step: Array) -> tuple[Array, Array]:
+        del kept
+        weight = weight + step
+        return land(to_full(p), nearest(weight, p.dtype))[0], weight
+
+
+class _Corrections(RoundingOwner):
+    name = "with_master_weights"
+    state_type = SplitWeightsState
+    keeps_rest = True
+
+    def start(self, params: PyTree) -> PyTree:
+        return map_narrow(lambda p: jnp.zeros_like(p, jnp.int8), params, other=nothing)
+
+    def kept(self, params: PyTree, field: PyTree) -> PyTree:
+        del params
+        return field
+
+    def weight(self, p: Array, kept: Array) -> Array:
+        return joined(p, kept)
+
+    def move(self, p: Array, kept: Array, weight: Array, step: Array) -> tuple[Array, Array]:
+        del kept
+        weight = weight + step
+        update, place = land(to_full(p), nearest(weight, p.dtype))
+        return update, correction(weight, place, p.dtype)
+
+
+def joined(p: Array, correction: Array) -> Array:
+    """Returns the weights that parameters and their corrections stand for, in float32."""
+    full = to_full(p)
+    return full + correction.astype(FLOAT32) * _unit(full, p.dtype)
+
+
+def correction(weight: Array, place: Array, dtype: Any) -> Array:
+    """Returns i8[...], how far weights are from their parameters, which are the nearest ones.
+
+    Half a unit in the last place is 128; a tie, the only one that far away, is cut to 127.
+    """
+    steps = (weight - place) / _unit(place, dtype)
+    steps = jax.lax.round(steps, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+    return jnp.clip(steps, -127, 127).astype(jnp.int8)
+
+
+def _unit(full: Array, dtype: Any) -> Array:
+    """Returns 1/256 of the unit in the last place of a dtype's values, a normal power of two."""
+    info = jnp.finfo(dtype)
+    exponent = jax.lax.bitcast_convert_type(full, jnp.uint32) >> 23 & jnp.uint32(255)
+    # Below the dtype's least normal value the unit is that of the least normal one.
+    least = max(int(info.minexp) + 127, int(info.nmant) + 9)
+    exponent = jnp.maximum(exponent, jnp.uint32(least)) - jnp.uint32(int(info.nmant) + 8)
+    return jax.lax.bitcast_convert_type(exponent << 23, FLOAT32)

@@ -1,0 +1,101 @@
+"""Adding updates to parameters, and what a state knows of the parameters beyond their bits."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._dtypes import FLOAT32
+from mpjax._low_precision.kahan import KahanState
+from mpjax._low_precision.master import MasterWeightsState, SplitWeightsState, joined
+from mpjax._low_precision.owner import is_narrow_leaf, owners
+from mpjax._low_precision.rounding import nearest
+from mpjax._tree import is_array, is_overwritten, to_full
+from mpjax._typing import Array, KeyPath, PyTree
+
+_KEEPING = (MasterWeightsState, SplitWeightsState, KahanState)
+
+
+def apply_updates(params: PyTree, updates: PyTree, opt_state: PyTree = None) -> PyTree:
+    """Returns `params + updates`, each leaf in its parameter's dtype.
+
+    As `optax.apply_updates`, but leaves of Flax's `_overwrite_with_gradient` collection (float8
+    scales and histories) are replaced by their update, which is their next value.
+
+    Args:
+      params: the parameters.
+      updates: what an optimizer's `update` returned.
+      opt_state: the state that it returned, or None. With float32 master weights in it a
+        parameter becomes its rounded copy also where no float32 update leads there: where their
+        difference is beyond float32, or the parameter was changed by other means and is 2¹⁶ times
+        as large as the copy (2¹³ times in float16).
+
+    Example:
+      >>> mpjax.optim.apply_updates({"w": jnp.bfloat16(1)}, {"w": jnp.float32(0.5)})
+      {'w': Array(1.5, dtype=bfloat16)}
+    """
+    known = _kept(opt_state)
+
+    def apply(path: KeyPath, p: Any, u: Any) -> Any:
+        if is_overwritten(path):
+            return u
+        with jax.numpy_dtype_promotion("standard"):  # a bfloat16 parameter, a float32 update
+            wide = jnp.promote_types(p.dtype, u.dtype)
+        moved = (p.astype(wide) + u.astype(wide)).astype(p.dtype)
+        kept = known.get(path)
+        if kept is None or kept[0] is not MasterWeightsState or not is_narrow_leaf(path, p):
+            return moved
+        target = nearest(kept[1], p.dtype).astype(p.dtype)
+        return jnp.where(moved == target, moved, target)
+
+    return jax.tree_util.tree_map_with_path(apply, params, updates)
+
+
+def full_params(params: PyTree, opt_state: PyTree) -> PyTree:
+    """Returns the parameters in float32, with all the bits that an optimizer's state knows.
+
+    To evaluate, to export, or to go on in float32 (`adopt_state`). Of `with_master_weights` these
+    are the weights that are trained; of `with_kahan` the parameters and what their rounding
+    lost; else the parameters as they are.
+
+    Args:
+      params: the parameters.
+      opt_state: the state that belongs to them, whatever is around it.
+
+    Dtypes:
+      float16 and bfloat16 leaves become float32, the others stay.
+
+    Transforms:
+      jit, vmap, shardings.
+
+    Example:
+      >>> tx = mpjax.optim.with_master_weights(optax.sgd(1.0), bits=24)
+      >>> params = jnp.bfloat16(1)
+      >>> updates, state = tx.update(jnp.float32(-(2**-12)), tx.init(params), params)
+      >>> params = optax.apply_updates(params, updates)
+      >>> params, mpjax.optim.full_params(params, state)
+      (Array(1, dtype=bfloat16), Array(1.0002441, dtype=float32))
+    """
+    known = _kept(opt_state)
+
+    def full(path: KeyPath, p: Any) -> Any:
+        if not (is_array(p) and is_narrow_leaf(path, p)):
+            return p
+        if path not in known:
+            return to_full(p)
+        kind, kept = known[path]
+        if kind is MasterWeightsState:
+            return kept
+        return joined(p, kept) if kind is SplitWeightsState else to_full(p) + kept.astype(FLOAT32)
+
+    return jax.tree_util.tree_map_with_path(full, params)
+
+
+def _kept(opt_state: PyTree) -> dict[KeyPath, tuple[type[Any], Array]]:
+    """Returns what is kept of each parameter by its path, with the kind of state it is from."""
+    found: dict[KeyPath, tuple[type[Any], Array]] = {}
+    for _, state in owners(opt_state):
+        if isinstance(state, _KEEPING):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state[0]):
+                found[path] = (type(state), leaf)
+    return found

@@ -1,0 +1,101 @@
+"""How many bytes an optimizer needs for each parameter, before anything is allocated."""
+
+import collections
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from mpjax._dtypes import canonical_dtype
+from mpjax._low_precision.codes import is_coded
+from mpjax._typing import DTypeSpec, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class BytesPerParameter:
+    """Bytes for each parameter, by what they are for; prints as a table."""
+
+    rows: tuple[tuple[str, float], ...]
+    count: int  # of parameters
+
+    @property
+    def total(self) -> float:
+        """Everything that stays between two steps, and the gradients."""
+        return sum(size for _, size in self.rows)
+
+    def __str__(self) -> str:
+        names = [name for name, _ in self.rows] + ["total"]
+        sizes = [size for _, size in self.rows] + [self.total]
+        width = max(map(len, names))
+        lines = [f"{n:<{width}}  {s:6.3f}" for n, s in zip(names, sizes, strict=True)]
+        return "\n".join((f"bytes a parameter, of {self.count:,}", *lines))
+
+
+def bytes_per_parameter(
+    tx: optax.GradientTransformation, params: PyTree, *, grad_dtype: DTypeSpec | None = "float32"
+) -> BytesPerParameter:
+    """Returns how many bytes training takes for each parameter: weights, gradients, state.
+
+    Nothing is allocated. What the model's activations take is not in it.
+
+    Args:
+      tx: any optax transformation.
+      params: arrays, or specs of them (`jax.ShapeDtypeStruct`), in the dtypes of training.
+      grad_dtype: of the gradients: float32 as `mpjax.value_and_grad` gives them; None where they
+        are released before the next is made, and do not count.
+
+    Returns:
+      A `BytesPerParameter` with `rows`, `total` and `count`: 'weights', 'gradients', then each
+      field of the state by its name, and 'rest' for what is no tree like the parameters.
+
+    Example:
+      >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
+      >>> tx = mpjax.optim.with_quantized_state(optax.adamw(1e-3))
+      >>> tx = mpjax.optim.with_master_weights(tx, bits=24)
+      >>> print(mpjax.optim.bytes_per_parameter(tx, params))
+      bytes a parameter, of 1,048,576
+      weights       2.000
+      gradients     4.000
+      corrections   1.000
+      mu            1.016
+      nu            1.016
+      rest          0.000
+      total         9.031
+    """
+    leaves = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype")]
+    count = sum(math.prod(x.shape) for x in leaves)
+    sizes: collections.Counter[str] = collections.Counter()
+    sizes["weights"] = sum(_size(x) for x in leaves)
+    if grad_dtype is not None:
+        dtype = canonical_dtype(grad_dtype, "bytes_per_parameter(grad_dtype)")
+        sizes["gradients"] = count * dtype.itemsize
+    state = jax.eval_shape(tx.init, params)
+    known = {tuple(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    rest = 0
+    for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_coded):
+        field = _field(path, known)
+        size = sum(_size(leaf) for leaf in jax.tree.leaves(x))
+        if field is None:
+            rest += size
+        else:
+            sizes[field] += size
+    rows = [(name, size / max(count, 1)) for name, size in (*sizes.items(), ("rest", rest))]
+    return BytesPerParameter(tuple(rows), count)
+
+
+def _field(path: Any, known: set[Any]) -> str | None:
+    """Returns the name of the field that holds a tree like the parameters with this leaf."""
+    for i in range(len(path) - 1, -1, -1):
+        name = getattr(path[i], "name", None)
+        if name is not None and tuple(path[i + 1 :]) in known:
+            return str(name)
+    return None
+
+
+def _size(x: Any) -> int:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return math.prod(x.shape) * np.dtype(np.uint32).itemsize * 2
+    return math.prod(x.shape) * x.dtype.itemsize

@@ -1,0 +1,161 @@
+"""Codes of 8 bits for moments: blocks along the last axis, each with a scale of its own.
+
+A code is rounded up or down by chance, not to the nearest: from one step to the next a moment moves
+by less than the distance of two codes, and rounded to the nearest it would not move at all.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._dtypes import FLOAT32
+from mpjax._low_precision.rounding import TINY, stochastic
+from mpjax._typing import Array
+
+FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
+FLOAT8_MAX = 448.0
+# A code that is decoded and encoded again must come back, whatever the chance: what is nearer to a
+# code than this is it. Errors of division and roots are some 2⁻¹⁶ of the distance of two.
+_SNAP = 2.0**-11
+
+
+class FirstMoment(NamedTuple):
+    """A moment of either sign in 8 bits."""
+
+    codes: Array  # i8 or f8_e4m3fn, of the parameter's shape
+    scales: Array  # f32[..., blocks]
+
+
+class SecondMoment(NamedTuple):
+    """A moment that is never negative in 8 bits; what is not 0 does not become 0."""
+
+    codes: Array  # u8 or f8_e4m3fn, of the parameter's shape
+    scales: Array  # f32[..., blocks]
+
+
+def is_coded(x: Any) -> bool:
+    """Whether it is a moment in 8 bits."""
+    return isinstance(x, (FirstMoment, SecondMoment))
+
+
+def block_count(size: int, block_size: int) -> int:
+    """Returns how many blocks a last axis is cut into: of equal length, up to the last."""
+    return max(1, -(-size // block_size))
+
+
+def encode(x: Array, kind: str, block_size: int, random: Array, *, is_second: bool) -> Any:
+    """Returns a moment in 8 bits.
+
+    Args:
+      x: f32[..., n].
+      kind: "int8" or "float8".
+      block_size: the most that share a scale.
+      random: u32 of the same shape.
+      is_second: whether it is never negative; if it is, or not finite, its block becomes NaN.
+    """
+    blocks = block_count(x.shape[-1], block_size)
+    sound = jnp.isfinite(x) & (x >= 0) if is_second else jnp.isfinite(x)
+    # A maximum alone would pass over NaN on CPUs.
+    ok = jnp.all(_cut(sound, blocks, True), -1)
+    scales = jnp.where(ok, jnp.max(_cut(jnp.abs(x), blocks, 0.0), -1), jnp.nan)
+    spread = _spread(scales, x.shape)
+    share = jnp.where(spread > 0, jnp.abs(x) / spread, 0.0)
+    code = (_whole_code if kind == "int8" else _float_code)(share, random, is_second)
+    if is_second:
+        least = 1.0 if kind == "int8" else float(jnp.finfo(FLOAT8).smallest_subnormal)
+        code = jnp.where(x > 0, jnp.maximum(code, least), 0.0)
+        return SecondMoment(code.astype(jnp.uint8 if kind == "int8" else FLOAT8), scales)
+    code = jnp.copysign(code, x)
+    return FirstMoment(code.astype(jnp.int8 if kind == "int8" else FLOAT8), scales)
+
+
+def decode(moment: Any) -> Array:
+    """Returns a moment in float32."""
+    codes, scales = moment
+    is_second = isinstance(moment, SecondMoment)
+    spread = _spread(scales, codes.shape)
+    value = codes.astype(FLOAT32)
+    if codes.dtype == FLOAT8:
+        share = value / FLOAT8_MAX
+        share = share * share if is_second else share
+    else:
+        share = value * value / float((255 if is_second else 127) ** 2)
+        share = share * share if is_second else jnp.copysign(share, value)
+    if not is_second:
+        return spread * share
+    some = jnp.maximum(spread * share, TINY)
+    return jnp.where(value > 0, some, jnp.where(jnp.isnan(spread), spread, 0.0))
+
+
+def _whole_code(share: Array, random: Array, is_second: bool) -> Array:
+    """Returns the fourth root of a second moment's share of 255, the square root of 127 else.
+
+    Both cover a range of gradients of 1 : 2¹⁴ or more within a block, and are fine at its top.
+    """
+    root = jnp.sqrt(share)
+    level = 255 * jnp.sqrt(root) if is_second else 127 * root
+    low = jnp.floor(level)
+    value = _Power(255, 4) if is_second else _Power(127, 2)
+    return _by_chance(share, level, (low, low + 1), random, value, _SNAP)
+
+
+def _float_code(share: Array, random: Array, is_second: bool) -> Array:
+    """Returns the share of 448, of a second moment its square root: a range of 1 : 2¹⁷."""
+    level = FLOAT8_MAX * (jnp.sqrt(share) if is_second else share)
+    ends = [stochastic(level, FLOAT8, jnp.full_like(random, r)) for r in (0, 2**32 - 1)]
+    value = _Power(FLOAT8_MAX, 2 if is_second else 1)
+    return _by_chance(share, level, (ends[0], ends[1]), random, value, _SNAP / 8 * level)
+
+
+class _Power(NamedTuple):
+    """What a code stands for: `(code / most) ** exponent`."""
+
+    most: float
+    exponent: int
+
+
+def _by_chance(
+    share: Array,
+    level: Array,
+    ends: tuple[Array, Array],
+    random: Array,
+    value: _Power,
+    snap: Array | float,
+) -> Array:
+    """Returns one of the two codes about a level, by a chance with which the mean is exact.
+
+    The mean of what they stand for: that of the codes would make the moments larger.
+    """
+    low, high = ends
+    below, above = ((code / value.most) ** value.exponent for code in ends)
+    chance = (random >> 8).astype(FLOAT32) * 2.0**-24
+    code = jnp.where(chance * (above - below) < share - below, high, low)
+    code = jnp.where(high - level <= snap, high, code)
+    code = jnp.where(level - low <= snap, low, code)
+    return jnp.minimum(code, value.most)
+
+
+def _cut(x: Array, blocks: int, filling: float | bool) -> Array:
+    """Returns x[..., blocks, length], the last block filled up."""
+    size = x.shape[-1]
+    length = -(-size // blocks)
+    if blocks * length != size:
+        padding = [(0, 0)] * (x.ndim - 1) + [(0, blocks * length - size)]
+        x = jnp.pad(x, padding, constant_values=filling)
+    return x.reshape(*x.shape[:-1], blocks, length)
+
+
+def _spread(scales: Array, shape: tuple[int, ...]) -> Array:
+    """Returns each block's scale at each of its places: f32[shape]."""
+    blocks = scales.shape[-1]
+    length = -(-shape[-1] // blocks)
+    wide = jnp.broadcast_to(scales[..., None], (*scales.shape, length))
+    wide = wide.reshape(*scales.shape[:-1], blocks * length)
+    return jax.lax.slice_in_dim(wide, 0, shape[-1], axis=-1)
+
+
+def coded_bytes(shape: tuple[int, ...], block_size: int) -> int:
+    """Returns the bytes of a moment in 8 bits, its scales included."""
+    return math.prod(shape) + 4 * math.prod(shape[:-1]) * block_count(shape[-1], block_size)

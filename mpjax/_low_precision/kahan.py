@@ -1,0 +1,92 @@
+"""Kahan summation: what rounding a parameter lost is kept in 16 bits and added to the next step."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from mpjax._dtypes import FLOAT32, POLICY_DTYPES
+from mpjax._low_precision.owner import RoundingOwner, map_narrow, nothing
+from mpjax._low_precision.rounding import land, nearest
+from mpjax._tree import to_full
+from mpjax._typing import Array, PyTree
+
+BFLOAT16 = POLICY_DTYPES["bf16"]
+
+
+class KahanState(NamedTuple):
+    """State of `with_kahan`: what the parameters lack, and the state of what it wraps."""
+
+    compensations: PyTree  # bf16, also for f16 parameters; nothing for f32 ones
+    inner_state: Any
+
+    owns_rounding_as = "with_kahan"
+
+
+def with_kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Returns `inner` for float16 or bfloat16 parameters, whose rounding errors it adds back.
+
+    The state keeps, in bfloat16, by how much each parameter was rounded at its last step; the
+    next step starts from there. 4 bytes a parameter with the parameter itself, and updates are
+    not lost until they are below 2⁻⁹ of what is kept, which is itself at most half a unit in the
+    parameter's last place.
+
+    A sum that is written as in a textbook is dead on GPUs, where XLA deletes the rounding which
+    it is to measure. This one survives there (`reduce_precision`), and on TPUs.
+
+    Updates land on the rounded values as in `with_master_weights`, and it goes inside
+    `with_loss_scale` as that does.
+
+    Args:
+      inner: any optax transformation.
+
+    Returns:
+      A transformation whose state is a `KahanState`; extra arguments go to `inner`.
+
+    Raises:
+      ValueError: `inner` owns the rounding already; in `update`, `params` is missing or the state
+        is of another form.
+
+    Dtypes:
+      float16 and bfloat16 parameters; others are updated as they are.
+
+    Transforms:
+      jit, scan, vmap, shard_map, pmap.
+
+    Example:
+      >>> tx = mpjax.optim.with_kahan(optax.sgd(1.0))
+      >>> params = jnp.bfloat16(1)
+      >>> state = tx.init(params)
+      >>> for _ in range(1000):
+      ...     updates, state = tx.update(jnp.float32(-1e-3), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> params
+      Array(2, dtype=bfloat16)
+
+    References:
+      Zamirai et al., Revisiting BFloat16 Training, 2020, https://arxiv.org/abs/2010.06192
+    """
+    return _Kahan(inner).transformation()
+
+
+class _Kahan(RoundingOwner):
+    name = "with_kahan"
+    state_type = KahanState
+    keeps_rest = True
+
+    def start(self, params: PyTree) -> PyTree:
+        return map_narrow(lambda p: jnp.zeros_like(p, BFLOAT16), params, other=nothing)
+
+    def kept(self, params: PyTree, field: PyTree) -> PyTree:
+        del params
+        return field
+
+    def weight(self, p: Array, kept: Array) -> Array:
+        return to_full(p) + kept.astype(FLOAT32)
+
+    def move(self, p: Array, kept: Array, weight: Array, step: Array) -> tuple[Array, Array]:
+        del weight
+        step = kept.astype(FLOAT32) + step
+        full = to_full(p)
+        update, _ = land(full, nearest(full + step, p.dtype))
+        return update, (step - update).astype(BFLOAT16)

@@ -1,0 +1,143 @@
+"""Global norms of gradients that neither overflow nor underflow, and clipping by them."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mpjax._dtypes import FLOAT32, describe
+from mpjax._errors import message
+from mpjax._tree import is_array, to_full
+from mpjax._typing import Array, PyTree
+
+# Squares of values between 2⁻⁴⁸ and 2⁴⁸ are safe, also a billion of them; what is larger or
+# smaller is scaled first, and summed apart. One pass, where scaling by the largest takes two.
+_EDGE = 2.0**48
+_SHIFT = 2.0**80
+
+
+class _Scaled(NamedTuple):
+    """A norm, `value * factor`, that float32 need not hold."""
+
+    value: Array
+    factor: Array  # f32[], 2⁻⁸⁰, 1 or 2⁸⁰
+
+
+def global_norm(tree: PyTree) -> Array:
+    """Returns the Euclidean norm of all numbers in a tree, in float32.
+
+    Squares are summed in float32 and in three classes of size, so that neither the square of a
+    float16 or bfloat16 gradient nor their sum overflows or underflows where the norm does not.
+
+    Args:
+      tree: arrays of real floating dtypes; others, and None, do not count.
+
+    Returns:
+      f32[]; NaN if a number is NaN, else inf if one is.
+
+    Dtypes:
+      Any floating dtype; float64 is taken in float32.
+
+    Transforms:
+      jit, vmap, scan, shardings. Inside `shard_map` it is the norm of the shard.
+
+    Example:
+      >>> float(mpjax.optim.global_norm({"w": jnp.full(4, 1e30, jnp.bfloat16)})) < 2.1e30
+      True
+
+    References:
+      Blue, A Portable Fortran Program to Find the Euclidean Norm of a Vector, 1978
+    """
+    value, factor = _norm(tree)
+    return value * factor
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+    """Returns optax's `clip_by_global_norm` for gradients of any size and dtype.
+
+    A norm beyond float32 clips too; gradients that are within the norm are not touched. A NaN
+    makes NaN of all and an inf NaN of itself, as there: clipping goes inside `with_loss_scale`,
+    which skips such a step.
+
+    Args:
+      max_norm: the largest norm that passes, positive.
+
+    Raises:
+      ValueError: `max_norm` is not positive.
+
+    Dtypes:
+      Gradients keep theirs; the arithmetic is float32.
+
+    Transforms:
+      jit, scan, shardings, as `global_norm`.
+
+    Example:
+      >>> tx = mpjax.optim.clip_by_global_norm(1.0)
+      >>> grads = {"w": jnp.full(4, 6e4, jnp.float16)}  # its square overflows
+      >>> tx.update(grads, tx.init(grads))[0]
+      {'w': Array([0.5, 0.5, 0.5, 0.5], dtype=float16)}
+    """
+    if isinstance(max_norm, (int, float)) and not max_norm > 0:
+        got = f"must be positive; got {max_norm!r}."
+        raise ValueError(message("clip_by_global_norm(max_norm)", got, "Type, for example, 1.0."))
+
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
+        del params
+        value, factor = _norm(updates)
+        limit = jnp.asarray(max_norm, FLOAT32)
+        inverse = jnp.where(factor > 1, 1 / _SHIFT, jnp.where(factor < 1, _SHIFT, 1.0))
+        within = jnp.where(factor > 1, value < limit * inverse, value * factor < limit)
+
+        def clip(g: Any) -> Any:
+            if not _counts(g):
+                return g
+            # Not `/ factor`: XLA would divide by the product, which overflows.
+            clipped = to_full(g).astype(FLOAT32) * inverse / value * limit
+            return jnp.where(within, g, clipped.astype(g.dtype))
+
+        return jax.tree.map(clip, updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _counts(x: Any) -> bool:
+    return is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _norm(tree: PyTree) -> _Scaled:
+    leaves = [x for x in jax.tree.leaves(tree) if _counts(x)]
+    for x in jax.tree.leaves(tree):
+        if is_array(x) and jnp.issubdtype(x.dtype, jnp.complexfloating):
+            got = f"a leaf is complex; got {describe(x)}."
+            raise TypeError(message("global_norm", got, "Give its real and imaginary parts."))
+    zero = jnp.zeros((), FLOAT32)
+    sums = [zero, zero, zero]
+    for x in leaves:
+        sums = [a + b for a, b in zip(sums, _squares(to_full(x).astype(FLOAT32)), strict=True)]
+    large, middle, small = sums
+    # XLA would make 2⁻¹⁶⁰, which is 0, of a root that is scaled and squared.
+    scaled = (jnp.sqrt(x) * (1 / _SHIFT) for x in (middle, small))
+    middle_root, small_root = jax.lax.optimization_barrier(tuple(scaled))
+    huge = jnp.sqrt(large + jnp.square(middle_root))
+    usual = jnp.sqrt(middle + jnp.square(small_root))
+    # NaN is none of the three sizes: it is in the middle, and stays.
+    is_huge, is_usual = large > 0, middle != 0
+    value = jnp.where(is_huge, huge, jnp.where(is_usual, usual, jnp.sqrt(small)))
+    factor = jnp.where(is_huge, _SHIFT, jnp.where(is_usual | (value == 0), 1.0, 1 / _SHIFT))
+    return _Scaled(jnp.where(jnp.isnan(middle), middle, value), factor)
+
+
+def _squares(x: Array) -> list[Array]:
+    """Returns the sums of the squares of what is large, middling and small, scaled."""
+    size = jnp.abs(x)
+    is_large, is_small = size >= _EDGE, size < 1 / _EDGE
+
+    def total(pick: Array, scale: float) -> Array:
+        return jnp.sum(jnp.square(jnp.where(pick, x, 0.0) * scale))
+
+    return [
+        total(is_large, 1 / _SHIFT),
+        total(~(is_large | is_small), 1.0),
+        total(is_small, _SHIFT),
+    ]

@@ -1,0 +1,195 @@
+"""Who rounds a 16-bit parameter: one wrapper, which emits updates that land on what it chose.
+
+optax adds an update to a parameter and rounds the sum to the nearest. A wrapper that wants another
+rounding chooses the target itself and emits, in float32, the way there: the sum is then the target
+exactly, and there is nothing left to round (`rounding.land`).
+"""
+
+import abc
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mpjax._dtypes import FLOAT32
+from mpjax._errors import message
+from mpjax._low_precision.rounding import is_narrow
+from mpjax._tree import is_array, is_castable, is_overwritten, path_str, to_full
+from mpjax._typing import Array, KeyPath, PyTree
+
+
+class RoundingOwner(abc.ABC):
+    """A wrapper that owns the rounding of the 16-bit parameters that it is given.
+
+    `inner` sees float32 gradients, and float32 weights in place of the parameters. Beside the
+    state of `inner` something may be kept for each narrow parameter.
+    """
+
+    name: str
+    state_type: type[Any]
+    keeps_rest = False  # whether what is kept is what the rounding of this step left
+
+    def __init__(self, inner: optax.GradientTransformation) -> None:
+        self.inner = optax.with_extra_args_support(inner)
+
+    @abc.abstractmethod
+    def start(self, params: PyTree) -> PyTree:
+        """Returns the first field of the state to start from."""
+
+    @abc.abstractmethod
+    def kept(self, params: PyTree, field: PyTree) -> PyTree:
+        """Returns a tree with what is kept for each narrow parameter, and nothing elsewhere."""
+
+    @abc.abstractmethod
+    def weight(self, p: Array, kept: Any) -> Array:
+        """Returns a narrow parameter in float32, as exactly as it is known."""
+
+    @abc.abstractmethod
+    def move(self, p: Array, kept: Any, weight: Array, step: Array) -> tuple[Array, Any]:
+        """Returns the update of a narrow parameter for a float32 step, and what is kept."""
+
+    def after(self, field: PyTree, kept: PyTree, inner_state: PyTree) -> PyTree:
+        """Returns the first field of the next state."""
+        del field, inner_state
+        return kept
+
+    def transformation(self) -> optax.GradientTransformationExtraArgs:
+        """Returns the wrapper as optax has them."""
+        return optax.GradientTransformationExtraArgs(self.init, self.update)
+
+    def init(self, params: PyTree) -> PyTree:
+        """Returns the state to start from."""
+        field = self.start(params)
+        inner_state = self.inner.init(self._weights(params, self.kept(params, field)))
+        _refuse_second(self.name, inner_state)
+        return self.state_type(field, inner_state)
+
+    def update(
+        self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        """Returns updates that land on the chosen values, and the next state."""
+        where = f"{self.name}.update"
+        if params is None:
+            fix = "Type tx.update(grads, opt_state, params)."
+            raise ValueError(message(where, "params is missing.", fix))
+        if not isinstance(state, self.state_type):
+            raise ValueError(_foreign(where, self.state_type.__name__, state))
+        kept = self.kept(params, state[0])
+        weights = self._weights(params, kept)
+        grads = jax.tree.map(lambda g: to_full(g) if is_array(g) else g, updates)
+        steps, inner_state = self.inner.update(grads, state.inner_state, weights, **extra)
+        inner_state = jax.tree.map(_apart, inner_state)
+        moved = map_narrow(self._moved, params, kept, weights, steps, other=_as_it_is)
+        updates = jax.tree.map(lambda m: m.update, moved, is_leaf=_is_moved)
+        kept = jax.tree.map(lambda m: m.kept, moved, is_leaf=_is_moved)
+        return updates, self.state_type(self.after(state[0], kept, inner_state), inner_state)
+
+    def _weights(self, params: PyTree, kept: PyTree) -> PyTree:
+        return map_narrow(self.weight, params, kept, other=lambda p, _: p)
+
+    def _moved(self, p: Array, kept: Any, weight: Array, step: Array) -> "_Moved":
+        step = step.astype(FLOAT32)
+        if not self.keeps_rest:
+            return _Moved(*self._still(p, kept, weight, step))
+        update, _ = self._still(p, kept, weight, jax.lax.reduce_precision(step, 8, 23))
+        # What is kept must not be rounded into the parameter by a step of zero, which is no step.
+        update = jnp.where(step == 0, -0.0, update)
+        return _Moved(update, _rest(self._still, p, kept, weight, step))
+
+    def _still(self, p: Array, kept: Any, weight: Array, step: Array) -> tuple[Array, Any]:
+        """Moves, and leaves what is kept as it was, sign of zero included, by a step of zero."""
+        update, now = self.move(p, kept, weight, step)
+        return update, jax.tree.map(lambda new, old: jnp.where(step == 0, old, new), now, kept)
+
+
+def _rest(move: Callable[..., Any], *leaf: Array) -> Array:
+    """Returns what is kept of a step: for TPUs computed beside the parameter, not from it.
+
+    XLA for TPUs makes a kernel of what two results depend on, if that holds a division or a root,
+    and a second one of the results: 1.4 times the traffic. Computed twice, it is one kernel. The
+    step enters both as the same number, rounded: were it a product that one copy had contracted
+    into a multiply-add and the other not, what is kept would be that of another parameter.
+    """
+
+    def shared(p: Array, kept: Array, weight: Array, step: Array) -> Array:
+        return move(p, kept, weight, jax.lax.reduce_precision(step, 8, 23))[1]
+
+    def apart(p: Array, kept: Array, weight: Array, step: Array) -> Array:
+        return move(p, kept, weight, -jax.lax.reduce_precision(-step, 8, 23))[1]
+
+    return jax.lax.platform_dependent(*leaf, tpu=apart, default=shared)
+
+
+def _apart(x: Any) -> Any:
+    """Returns the same values, of which XLA for TPUs does not make a kernel of their own.
+
+    Where new moments are both results and what the parameters are computed from, it writes them
+    out, and reads them again to compute what is kept: two passes over memory, up to 1.6 times the
+    traffic. As results apart from what goes on they are all siblings, and one kernel.
+    """
+    is_moment = is_array(x) and x.dtype == FLOAT32 and x.ndim > 0
+    return jax.lax.reduce_precision(x, 8, 23) if is_moment else x
+
+
+class _Moved(NamedTuple):
+    update: Any
+    kept: Any
+
+
+def _is_moved(x: Any) -> bool:
+    return isinstance(x, _Moved)
+
+
+def _as_it_is(p: Any, kept: Any, weight: Any, step: Any) -> _Moved:
+    del p, weight
+    return _Moved(step, kept)
+
+
+def map_narrow(
+    fun: Callable[..., Any], params: PyTree, *rest: PyTree, other: Callable[..., Any]
+) -> PyTree:
+    """Returns the tree of `fun` of each narrow parameter, and of `other` of the rest."""
+
+    def apply(path: KeyPath, p: Any, *more: Any) -> Any:
+        return (fun if is_narrow_leaf(path, p) else other)(p, *more)
+
+    return jax.tree_util.tree_map_with_path(apply, params, *rest)
+
+
+def is_narrow_leaf(path: KeyPath, p: Any) -> bool:
+    """Whether a leaf is a 16-bit parameter, and one that is updated by addition."""
+    return is_castable(p) and is_narrow(p.dtype) and not is_overwritten(path)
+
+
+def nothing(*_: Any) -> optax.MaskedNode:
+    """Returns what stands in a state where nothing is kept for a parameter, as optax has it."""
+    return optax.MaskedNode()
+
+
+def owners(opt_state: PyTree) -> list[tuple[str, Any]]:
+    """Returns the states of wrappers that own a rounding, with their paths, outermost first."""
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_owner)
+    return [(path_str(path), x) for path, x in leaves if _is_owner(x)]
+
+
+def _is_owner(x: Any) -> bool:
+    return hasattr(type(x), "owns_rounding_as")
+
+
+def _refuse_second(name: str, inner_state: PyTree) -> None:
+    found = owners(inner_state)
+    if not found:
+        return
+    first = found[0][1].owns_rounding_as
+    got = f"it was given an optimizer that owns the rounding already ({first})."
+    allowed = "Allowed: one of with_master_weights, with_stochastic_rounding and with_kahan."
+    fix = "Drop one; for some parameters the one and for others the other, use optax.partition."
+    raise ValueError(message(name, got, allowed, fix))
+
+
+def _foreign(where: str, wanted: str, state: Any) -> str:
+    got = f"the state is no {wanted}; got a {type(state).__name__}."
+    fix = "A checkpoint of another form: mpjax.optim.adopt_state(tx, opt_state, params)."
+    return message(where, got, fix, "Else make one with tx.init(params).")

@@ -1,0 +1,163 @@
+"""Moments in 8 bits: which of an optimizer's, in blocks of what size."""
+
+import fnmatch
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import optax
+
+from mpjax._errors import PolicyWarning, message
+from mpjax._low_precision.codes import FLOAT8, SecondMoment, block_count, encode, is_coded
+from mpjax._low_precision.moments import Moment, shapes
+from mpjax._low_precision.state_dtypes import require_moments
+from mpjax._low_precision.stored import StoredMoments
+from mpjax._policy_map import PolicyMap
+from mpjax._tree import leaf_paths
+from mpjax._typing import Array, PyTree
+
+KINDS = ("int8", "float8")
+LEAST_SIZE = 4096
+_SPARED = ("*embed*", "*norm*")  # whatever the case of their letters
+
+
+class QuantizedState(NamedTuple):
+    """State of `with_quantized_state`: how many steps were rounded, and the state inside."""
+
+    steps: Array  # i32[], how many were taken
+    inner_state: Any  # with FirstMoment and SecondMoment in place of moments
+
+
+def with_quantized_state(
+    inner: optax.GradientTransformation,
+    kind: str = "int8",
+    *,
+    block_size: int = 256,
+    rules: Mapping[str, str] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns `inner` with its moments stored in 8 bits, and computed in float32.
+
+    Each row of a moment is cut along its last axis into blocks, each with a float32 scale: 1.016
+    bytes a number. Nothing is flattened, so that a sharded moment stays where it is; a block
+    should not be longer than a shard's row.
+
+    The code of a first moment is linear in the square root of its share of the block's largest,
+    that of a second moment in the fourth root, so that neither loses what is small beside its
+    neighbours; a second moment that is not 0 does not become 0, which would make a step of 1/eps.
+    Codes are chosen by chance, so that the mean of what they stand for is exact, as in
+    `with_state_dtypes`.
+
+    Left in float32, unless a rule says otherwise: what has fewer than 4096 numbers or no axis, and
+    what 'embed' or 'norm' in its path says to be an embedding or a norm.
+
+    Args:
+      inner: any optax transformation.
+      kind: "int8", or "float8" (e4m3; second moments by their square root).
+      block_size: the most that share a scale. Where it does not divide the last axis, blocks are
+        made shorter: 1000 in blocks of 256 are four of 250.
+      rules: pattern → "int8", "float8" or "float32", for the moments of parameters whose path
+        matches, the first match wins; patterns as in `PolicyMap`.
+
+    Returns:
+      A transformation whose state is a `QuantizedState`; extra arguments go to `inner`.
+
+    Raises:
+      ValueError: `kind`, `block_size` or a rule is none; in `init`, `inner` has no moment; in
+        `update`, the state is of another form.
+
+    Warns:
+      PolicyWarning: a rule matches no path, or a block size leaves a last block that is shorter.
+
+    Dtypes:
+      int8 and uint8, or float8_e4m3fn; float32 where a moment is left alone.
+
+    Transforms:
+      jit, scan, vmap, shard_map, pmap.
+
+    Example:
+      >>> tx = mpjax.optim.with_quantized_state(optax.adam(1e-3))
+      >>> state = tx.init({"w": jnp.ones((64, 128)), "norm": jnp.ones(128)})
+      >>> state.inner_state[0].mu["w"].codes.dtype, state.inner_state[0].mu["norm"].dtype
+      (dtype('int8'), dtype('float32'))
+
+    References:
+      Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021,
+      https://arxiv.org/abs/2110.02861
+    """
+    if kind not in KINDS:
+        got = f"unknown kind {kind!r}."
+        raise ValueError(message("with_quantized_state", got, "Accepted: 'int8', 'float8'."))
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 2:
+        got = f"must be a whole number of at least 2; got {block_size!r}."
+        fix = "Type 256; each block costs 4 bytes for its scale."
+        raise ValueError(message("with_quantized_state(block_size)", got, fix))
+    return _Quantized(inner, kind, block_size, dict(rules or {})).transformation()
+
+
+class _Quantized(StoredMoments):
+    name = "with_quantized_state"
+    state_type = QuantizedState
+
+    def __init__(
+        self,
+        inner: optax.GradientTransformation,
+        kind: str,
+        block_size: int,
+        rules: dict[str, str],
+    ) -> None:
+        super().__init__(inner)
+        for pattern, chosen in rules.items():
+            if chosen not in (*KINDS, "float32"):
+                got = f"the rule {pattern!r} says {chosen!r}."
+                allowed = "Accepted: 'int8', 'float8', 'float32'."
+                raise ValueError(message("with_quantized_state(rules)", got, allowed))
+        self._kind = kind
+        self._block_size = block_size
+        self._kinds = tuple(rules.values())
+        self._patterns = PolicyMap("float32", dict.fromkeys(rules, "float32"))  # checks them
+
+    def encode(self, moment: Moment, x: Array, random: Array) -> Any:
+        kind = self._kind_of(moment, x.shape)
+        if kind == "float32":
+            return x
+        return encode(x, kind, self._block_size, random, is_second=moment.is_second)
+
+    def is_own(self, moment: Moment, x: Any, shape: tuple[int, ...]) -> bool:
+        kind = self._kind_of(moment, shape)
+        if kind == "float32" or not is_coded(x):
+            return kind == "float32" and not is_coded(x)
+        return (
+            (x.codes.dtype == FLOAT8) == (kind == "float8")
+            and isinstance(x, SecondMoment) == moment.is_second
+            and x.scales.shape[-1] == block_count(shape[-1], self._block_size)
+        )
+
+    def check_params(self, params: PyTree, moments: list[Moment]) -> None:
+        require_moments(self.name, params, moments)
+        self._patterns.warn_unused(leaf_paths(params), "with_quantized_state(rules)")
+        known = shapes(params)
+        for moment in moments:
+            shape = known.get(moment.param, ())
+            if self._kind_of(moment, shape) == "float32":
+                continue
+            blocks = block_count(shape[-1], self._block_size)
+            length = -(-shape[-1] // blocks)
+            if blocks * length != shape[-1]:
+                got = f"{self._block_size} does not divide the last axis of {moment.param!r}, "
+                got += f"{shape[-1]}: it is cut into {blocks} blocks of {length}, the last of "
+                got += f"{shape[-1] - (blocks - 1) * length}."
+                fix = "It works, and is slower; choose a size that divides it."
+                text = message("with_quantized_state(block_size)", got, fix)
+                warnings.warn(text, PolicyWarning, stacklevel=3)
+                return
+
+    def _kind_of(self, moment: Moment, shape: tuple[int, ...]) -> str:
+        if not shape:
+            return "float32"
+        rule = self._patterns.deciding(moment.param)
+        if rule is not None:
+            return self._kinds[rule]
+        path = moment.param.lower()
+        is_spared = any(fnmatch.fnmatchcase(path, pattern) for pattern in _SPARED)
+        return "float32" if is_spared or math.prod(shape) < LEAST_SIZE else self._kind

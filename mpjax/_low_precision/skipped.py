@@ -1,0 +1,15 @@
+"""Whether the step that made an optimizer state was taken, where a loss scale inside knows it."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+
+from mpjax._optim_state import find_states
+from mpjax._typing import Array
+
+
+def was_taken(inner_state: Any) -> Array:
+    """Returns bool[]: false where every `with_loss_scale` inside has skipped the step."""
+    flags = [state.grads_finite for _, state in find_states(inner_state)]
+    return functools.reduce(jnp.logical_or, flags) if flags else jnp.asarray(True)

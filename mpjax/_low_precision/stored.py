@@ -1,0 +1,118 @@
+"""Moments stored in fewer bits than they are computed in: one wrapper, whatever the form."""
+
+import abc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mpjax._errors import message
+from mpjax._low_precision.codes import decode, is_coded
+from mpjax._low_precision.moments import Moment, map_moments
+from mpjax._low_precision.rounding import scattered
+from mpjax._low_precision.skipped import was_taken
+from mpjax._optim_state import find_states, gradient_params
+from mpjax._tree import is_array, to_full
+from mpjax._typing import Array, PyTree
+
+
+class StoredMoments(abc.ABC):
+    """A wrapper that decodes the moments of `inner`, lets it compute, and encodes them again.
+
+    `inner` sees gradients and moments in float32, and the parameters as they are.
+    """
+
+    name: str
+    state_type: type[Any]
+
+    def __init__(self, inner: optax.GradientTransformation) -> None:
+        self.inner = optax.with_extra_args_support(inner)
+
+    @abc.abstractmethod
+    def encode(self, moment: Moment, x: Array, random: Array) -> Any:
+        """Returns a moment as it is stored; `random` is u32 of its shape."""
+
+    @abc.abstractmethod
+    def is_own(self, moment: Moment, x: Any, shape: tuple[int, ...]) -> bool:
+        """Whether a stored moment is as this wrapper stores it."""
+
+    @abc.abstractmethod
+    def check_params(self, params: PyTree, moments: list[Moment]) -> None:
+        """Says what is wrong with what it was given, before it starts."""
+
+    def transformation(self) -> optax.GradientTransformationExtraArgs:
+        """Returns the wrapper as optax has them."""
+        return optax.GradientTransformationExtraArgs(self.init, self.update)
+
+    def init(self, params: PyTree) -> PyTree:
+        """Returns the state to start from."""
+        inner_state = self.inner.init(params)
+        count = jnp.zeros((), jnp.int32)
+        found: list[Moment] = []
+        encoded = self._encoded(inner_state, params, count, found)
+        self.check_params(params, found)
+        return self.state_type(count, encoded)
+
+    def update(
+        self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        """Returns the updates of `inner`, and the next state."""
+        where = f"{self.name}.update"
+        if not isinstance(state, self.state_type):
+            got = f"the state is no {self.state_type.__name__}; got a {type(state).__name__}."
+            raise ValueError(message(where, got, *_ADOPT))
+        like = updates if params is None else gradient_params(params)
+
+        def decoded(moment: Moment, x: Any) -> Array:
+            shape = jnp.shape(x.codes if is_coded(x) else x)
+            if not self.is_own(moment, x, shape):
+                got = f"the state is of another form; {moment.where!r} is {stored_form(x)}."
+                raise ValueError(message(where, got, *_ADOPT))
+            return decode(x) if is_coded(x) else to_full(x)
+
+        old = map_moments(decoded, state.inner_state, like, is_leaf=is_coded)
+        grads = jax.tree.map(lambda g: to_full(g) if is_array(g) else g, updates)
+        steps, new = self.inner.update(grads, old, params, **extra)
+        count = jnp.where(was_taken(new), state.steps + 1, state.steps)
+        encoded = self._encoded(new, like, count, [])
+        if find_states(new):  # a step that was skipped inside leaves the very bits
+            taken = was_taken(new)
+            encoded = _choose_moments(taken, encoded, state.inner_state, like)
+        return steps, self.state_type(count, encoded)
+
+    def _encoded(self, state: PyTree, params: PyTree, count: Array, found: list[Moment]) -> PyTree:
+        def encode(moment: Moment, x: Any) -> Any:
+            if not (is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)):
+                return x
+            found.append(moment)
+            return self.encode(moment, to_full(x), scattered(x.shape, count, moment.number))
+
+        return map_moments(encode, state, params)
+
+
+def _choose_moments(taken: Array, new: PyTree, old: PyTree, params: PyTree) -> PyTree:
+    olds: dict[int, Any] = {}
+
+    def note(moment: Moment, x: Any) -> Any:
+        olds[moment.number] = x
+        return x
+
+    def choose(moment: Moment, x: Any) -> Any:
+        return jax.tree.map(lambda a, b: jax.lax.select(taken, a, b), x, olds[moment.number])
+
+    map_moments(note, old, params, is_leaf=is_coded)
+    return map_moments(choose, new, params, is_leaf=is_coded)
+
+
+def stored_form(x: Any) -> str:
+    """Returns what a moment is stored as, for a message."""
+    if is_coded(x):
+        return f"{x.codes.dtype.name} in {x.scales.shape[-1]} blocks"
+    return str(x.dtype.name)
+
+
+_ADOPT = (
+    "A checkpoint of another form: mpjax.optim.adopt_state(tx, opt_state, params).",
+    "Else make one with tx.init(params).",
+)

@@ -1,0 +1,352 @@
+"""Wrappers that own the rounding of 16-bit parameters: what they keep, and what they refuse."""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from _helpers import Traced, assert_same_bits
+from flax import nnx
+from flax.training import train_state
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import mpjax
+from mpjax import optim
+
+OWNERS: dict[str, Callable[[Any], Any]] = {
+    "master": optim.with_master_weights,
+    "split": lambda tx: optim.with_master_weights(tx, bits=24),
+    "kahan": optim.with_kahan,
+    "stochastic": optim.with_stochastic_rounding,
+}
+owners = pytest.mark.parametrize("own", OWNERS.values(), ids=OWNERS)
+halves = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+pytestmark = pytest.mark.standard_promotion("optax.apply_updates adds float32 to half parameters")
+
+
+def params_of(dtype: Any = jnp.bfloat16) -> Any:
+    random = np.random.default_rng(0)
+    w = random.normal(size=(4, 8)) * np.exp(random.normal(size=(4, 8)))
+    return {"w": jnp.asarray(w, dtype), "b": jnp.array([-0.0, 0.0, 1.5], dtype)}
+
+
+def grads_of(params: Any, seed: int, bad: float | None = None) -> Any:
+    random = np.random.default_rng(seed)
+    grads = jax.tree.map(lambda p: jnp.asarray(random.normal(size=p.shape), jnp.float32), params)
+    return grads if bad is None else {**grads, "b": grads["b"].at[0].set(bad)}
+
+
+def stepper(tx: Any) -> Any:
+    @jax.jit
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def train(tx: Any, params: Any, batches: list[Any]) -> Any:
+    state, step = tx.init(params), stepper(tx)
+    for grads in batches:
+        params, state = step(params, state, grads)
+    return params, state
+
+
+# -- sums of a thousand small steps ---------------------------------------------------------------
+
+# 1 + 1000 · 10⁻³ in bfloat16: where it ends, and how far its mean may be from there. 24 bits round
+# each sum to 2⁻¹⁵ of the weight's power of two: 10⁻³ is 32.768 of these, and becomes 33.
+ENDS = {
+    "nearest": (lambda tx: tx, 1.0, 0.0),
+    "master": (OWNERS["master"], 2.0, 0.0),
+    "split": (OWNERS["split"], 2.0, 2.0**-6),
+    "kahan": (OWNERS["kahan"], 2.0, 2.0**-6),
+    "stochastic": (OWNERS["stochastic"], 2.0, 0.01),
+}
+
+
+def thousand_steps(tx: Any, dtype: Any = jnp.bfloat16, count: int = 4096) -> Any:
+    params = jnp.ones(count, dtype)
+
+    def body(carry: Any, _: Any) -> Any:
+        params, state = carry
+        updates, state = tx.update(jnp.full(count, -1e-3, jnp.float32), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    (params, _), _ = jax.lax.scan(body, (params, tx.init(params)), None, 1000)
+    return params.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_thousand_steps_of_a_thousandth(name: str):
+    own, end, within = ENDS[name]
+    got = np.asarray(jax.jit(lambda: thousand_steps(own(optax.sgd(1.0))))())
+    assert abs(got.mean(dtype=np.float64) - end) <= within
+    if name not in ("stochastic", "nearest"):
+        assert np.ptp(got) == 0
+
+
+# -- law 17: updates land -------------------------------------------------------------------------
+
+
+@owners
+@halves
+def test_law_17_parameters_follow_float32_training(own: Any, dtype: Any):
+    params = params_of(dtype)
+    full = optax.tree.cast(params, jnp.float32)
+    batches = [grads_of(params, seed) for seed in range(40)]
+    got, state = train(own(optax.adamw(1e-3)), params, batches)
+    want, _ = train(optax.adamw(1e-3), full, batches)
+    ulp = float(jnp.finfo(dtype).eps)
+    for key in params:
+        rounded = np.asarray(got[key], np.float32)
+        # Chance adds up as a random walk: √40 half units are a deviation, of which these are five.
+        bound = (16 if own is OWNERS["stochastic"] else 1.2) * ulp * np.abs(want[key]) + 1e-6
+        assert (np.abs(rounded - want[key]) <= bound).all()
+        known = np.asarray(optim.full_params(got, state)[key])
+        if own is not OWNERS["stochastic"]:
+            # 24 bits are rounded by up to half of 1/256 of a unit in each of 40 steps.
+            lost = (40 / 512 if own is OWNERS["split"] else 2.0**-7) * ulp * np.abs(want[key])
+            assert (np.abs(known - want[key]) <= lost + 1e-6).all()
+
+
+@halves
+def test_law_17_what_is_known_rounds_to_the_parameters(dtype: Any):
+    params = params_of(dtype)
+    for own in (OWNERS["master"], OWNERS["split"]):
+        tx = own(optax.adamw(0.01))
+        state, step = tx.init(params), stepper(tx)
+        moved = params
+        for seed in range(10):
+            moved, state = step(moved, state, grads_of(params, seed))
+            assert_same_bits(optax.tree.cast(optim.full_params(moved, state), dtype), moved)
+
+
+@owners
+def test_no_step_leaves_every_bit(own: Any):
+    params, state = train(own(optax.sgd(0.01)), params_of(), [grads_of(params_of(), 0)])
+    nothing = jax.tree.map(lambda p: jnp.zeros(p.shape), params)
+    for zero in (nothing, jax.tree.map(jnp.negative, nothing)):
+        updates, after = own(optax.sgd(0.01)).update(zero, state, params)
+        assert_same_bits(optax.apply_updates(params, updates), params)
+        assert_same_bits(updates, jax.tree.map(lambda p: jnp.full(p.shape, -0.0), params))
+        if not isinstance(state, optim.StochasticRoundingState):
+            assert_same_bits(after, state)
+
+
+def test_full_bits_survive_where_a_difference_is_beyond_float32():
+    big = jnp.full(2, 3e38, jnp.bfloat16)
+    tx = optim.with_master_weights(optax.sgd(1.0))
+    state = tx.init(-big)
+    state = state._replace(master_params=big.astype(jnp.float32))
+    updates, state = tx.update(jnp.zeros(2), state, -big)
+    assert not bool(jnp.isfinite(optim.apply_updates(-big, updates)).all())
+    assert_same_bits(optim.apply_updates(-big, updates, state), big)
+
+
+# -- skipped steps --------------------------------------------------------------------------------
+
+
+@owners
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_law_10_a_run_with_a_bad_batch_is_the_run_without(own: Any, inside: bool):
+    params = params_of()
+    scaled, plain = mpjax.with_loss_scale, optax.adamw(1e-2)
+    scale = mpjax.StaticLossScale(1)
+    tx = own(scaled(plain, scale)) if inside else scaled(own(plain), scale)
+    good = [grads_of(params, seed) for seed in range(3)]
+    with_bad = [good[0], grads_of(params, 9, np.inf), good[1], grads_of(params, 9, np.nan), good[2]]
+    (want, want_state), (got, got_state) = train(tx, params, good), train(tx, params, with_bad)
+    assert_same_bits(got, want)
+    clear = lambda state: jax.tree.map(  # noqa: E731 - what counts skips differs, as it should
+        lambda x: x.inner_state if isinstance(x, optim.LossScaleState) else x,
+        state,
+        is_leaf=lambda x: isinstance(x, optim.LossScaleState),
+    )
+    assert_same_bits(clear(got_state), clear(want_state))
+
+
+# -- stochastic rounding --------------------------------------------------------------------------
+
+
+def test_chances_come_from_seed_count_and_path():
+    params = {"a": jnp.ones((8, 8), jnp.bfloat16), "b": jnp.ones((8, 8), jnp.bfloat16)}
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, -(2.0**-9)), params)
+
+    def moved(seed: Any, params: Any = params, steps: int = 1) -> Any:
+        grads_here = {key: grads[key] for key in params}
+        tx = optim.with_stochastic_rounding(optax.sgd(1.0), seed)
+        return train(tx, params, [grads_here] * steps)[0]
+
+    first = moved(0)
+    assert_same_bits(moved(0), first)
+    assert_same_bits(moved(jax.random.key(0)), first)
+    assert_same_bits(moved(0, {"b": params["b"]})["b"], first["b"])  # another place in the tree
+    for other in (moved(1)["a"], first["b"]):
+        assert not np.array_equal(other, first["a"])
+    twice = moved(0, steps=2)
+    assert set(np.unique(np.asarray(twice["a"], np.float32))) == {1.0, 1.0078125, 1.015625}
+    rbg = moved(jax.random.key(0, impl="rbg"))
+    assert not np.array_equal(rbg["a"], first["a"])
+
+
+def test_a_restored_run_goes_on_as_if_it_had_not_stopped():
+    params, batches = params_of(), [grads_of(params_of(), seed) for seed in range(6)]
+    tx = optim.with_stochastic_rounding(optax.adam(1e-2), 3)
+    whole, _ = train(tx, params, batches)
+    half, state = train(tx, params, batches[:3])
+    half, state = pickle.loads(pickle.dumps((half, state)))
+    step = stepper(optim.with_stochastic_rounding(optax.adam(1e-2), 3))
+    for grads in batches[3:]:
+        half, state = step(half, state, grads)
+    assert_same_bits(half, whole)
+
+
+@owners
+def test_law_15_shards_and_replicas_agree(own: Any, devices: list[jax.Device]):
+    params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(16, 64)), jnp.bfloat16)}
+    batches = [{"w": jnp.full((16, 64), 0.3 * k)} for k in range(1, 4)]
+    tx = own(optax.adamw(1e-3))
+    want, want_state = train(tx, params, batches)
+    mesh = Mesh(np.array(devices).reshape(2, 4), ("data", "model"))
+    for spec in (PartitionSpec(), PartitionSpec("data", "model")):
+        placed = NamedSharding(mesh, spec)
+        here = jax.device_put(params, placed)
+        got, state = train(tx, here, [jax.device_put(g, placed) for g in batches])
+        assert_same_bits((got, state), (want, want_state))
+        for shard in got["w"].addressable_shards:  # replicas hold the same bits
+            assert_same_bits(np.asarray(shard.data), np.asarray(want["w"][shard.index]))
+
+
+# -- composition ----------------------------------------------------------------------------------
+
+
+# Each owner in one company of optax's, and one owner in all of them.
+COMPANY = [(name, "partition") for name in OWNERS]
+COMPANY += [("split", name) for name in ("masked", "injected", "chain", "multi")]
+
+
+@pytest.mark.parametrize(("name", "around"), COMPANY)
+def test_it_works_under_masks_partitions_and_injected_hyperparameters(name: str, around: str):
+    own = OWNERS[name]
+    params = {**params_of(), "norm": jnp.ones(3)}
+    labels = {"w": "low", "b": "low", "norm": "high"}
+    parts = {"low": own(optax.adam(1e-2)), "high": optax.sgd(0.1)}
+    mask = {"w": True, "b": True, "norm": False}
+    tx = {
+        "partition": optax.partition(parts, labels),
+        "masked": optax.masked(own(optax.adam(1e-2)), mask),
+        "injected": own(optax.inject_hyperparams(optax.adam)(1e-2)),
+        "chain": optax.chain(optax.clip_by_global_norm(1.0), own(optax.adam(1e-2))),
+        "multi": own(optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation()),
+    }[around]
+    batches = [jax.tree.map(lambda p, k=k: jnp.full(p.shape, 0.1 * k), params) for k in (1, 2)]
+    moved, state = train(tx, params, batches)
+    assert moved["w"].dtype == jnp.bfloat16
+    assert not np.array_equal(moved["w"], params["w"])
+    floats = {x.dtype for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)}
+    assert floats <= {np.dtype("float32"), jnp.dtype(jnp.bfloat16)}
+    if around == "partition":
+        assert_same_bits(train(mpjax.with_loss_scale(tx), params, batches)[0], moved)
+
+
+@owners
+def test_flax_train_states_and_optimizers_take_it(own: Any):
+    tx = own(optax.adam(1e-2))
+    params = params_of()
+    want, _ = train(tx, params, [grads_of(params, 0)])
+    state = train_state.TrainState.create(apply_fn=lambda p: p, params=params, tx=tx)
+    assert_same_bits(state.apply_gradients(grads=grads_of(params, 0)).params, want)
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    before = nnx.as_pure(nnx.state(model, nnx.Param))
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.5), nnx.state(model, nnx.Param))
+    optimizer.update(model, grads)
+    pure, _ = train(tx, before, [jax.tree.map(lambda p: jnp.full(p.shape, 0.5), before)])
+    got = nnx.as_pure(nnx.state(model, nnx.Param))
+    assert [x.dtype for x in jax.tree.leaves(got)] == [jnp.bfloat16] * 2
+    if own is not OWNERS["stochastic"]:
+        assert_same_bits(jax.tree.leaves(got), jax.tree.leaves(pure))
+
+
+@owners
+def test_law_16_checkpoints_keep_every_bit(own: Any, tmp_path: Any):
+    _, state = train(own(optax.adam(1e-2)), params_of(), [grads_of(params_of(), 0)])
+    empty = own(optax.adam(1e-2)).init(params_of())
+    packed = flax.serialization.from_bytes(empty, flax.serialization.to_bytes(state))
+    assert_same_bits(packed, state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        assert_same_bits(checkpointer.restore(tmp_path / "state", empty), state)
+
+
+@owners
+def test_law_09_one_trace_and_donated_buffers(own: Any):
+    tx = own(optax.adam(1e-2))
+    params = params_of()
+    state = tx.init(params)
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optim.apply_updates(params, updates), state
+
+    traced = Traced(step, donate_argnums=(0, 1))
+    for seed in range(3):
+        params, state = traced(params, state, grads_of(params_of(), seed))
+    assert traced.traces == 1
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*here it does nothing:mpjax.PolicyWarning")
+def test_only_one_owner_of_the_rounding():
+    tx = optim.with_kahan(mpjax.with_loss_scale(optim.with_stochastic_rounding(optax.sgd(0.1))))
+    text = (
+        r"with_kahan: it was given an optimizer that owns the rounding already "
+        r"\(with_stochastic_rounding\)\.\n  Allowed: one of .*\n  Drop one; .* optax\.partition\."
+    )
+    with pytest.raises(ValueError, match=text):
+        tx.init(params_of())
+
+
+def test_stochastic_rounding_says_where_it_does_nothing():
+    text = r"no parameter is float16 or bfloat16; 'w' is f32\[2\]: here it does nothing\.\n  Train "
+    with pytest.warns(mpjax.PolicyWarning, match=text):
+        optim.with_stochastic_rounding(optax.sgd(0.1)).init({"w": jnp.ones(2)})
+
+
+@pytest.mark.parametrize("own", OWNERS.values(), ids=OWNERS)
+def test_a_state_of_another_form_is_refused_while_tracing(own: Any):
+    params = params_of()
+    other = OWNERS["split"] if own is OWNERS["kahan"] else OWNERS["kahan"]
+    with pytest.raises(ValueError, match=r"the state is no \w+; got a \w+State\.\n .*adopt_state"):
+        jax.eval_shape(
+            own(optax.sgd(0.1)).update, params, other(optax.sgd(0.1)).init(params), params
+        )
+
+
+@owners
+def test_without_parameters_it_says_what_to_type(own: Any):
+    tx = own(optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"update: params is missing\.\n  Type tx\.update\(grads"):
+        tx.update(params_of(), tx.init(params_of()))
+
+
+@pytest.mark.parametrize("bits", [16, 23, "24", True, None, 32.5])
+def test_bits_are_24_or_32(bits: Any):
+    with pytest.raises(ValueError, match=rf"\(bits\): must be 32 or 24; got {bits!r}\.\n  32 "):
+        optim.with_master_weights(optax.sgd(0.1), bits=bits)
+
+
+@pytest.mark.parametrize("seed", [1.5, True, "x", np.zeros(2, np.uint32)])
+def test_a_seed_is_an_integer_or_a_key(seed: Any):
+    with pytest.raises(TypeError, match=r"\(seed\): must be an integer or one PRNG key; got .*\n"):
+        optim.with_stochastic_rounding(optax.sgd(0.1), seed)

@@ -1,0 +1,359 @@
+"""Moments in 16 and 8 bits: what codes keep, what averages of them do, what is refused."""
+
+from typing import Any
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import orbax.checkpoint as ocp
+import pytest
+from _helpers import assert_same_bits
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import mpjax
+from mpjax import optim
+from mpjax._low_precision.codes import decode, encode
+from mpjax._low_precision.rounding import scattered
+
+KINDS = ["int8", "float8"]
+kinds = pytest.mark.parametrize("kind", KINDS)
+pytestmark = pytest.mark.standard_promotion(
+    "optax mixes dtypes, and apply_updates adds f32 to bf16"
+)
+
+
+def chances(shape: Any, count: int = 0) -> Any:
+    return scattered(shape, jnp.int32(count), 1)
+
+
+def moment(shape: Any = (8, 512), *, second: bool, seed: int = 0) -> Any:
+    random = np.random.default_rng(seed)
+    x = random.normal(size=shape) * np.exp(3 * random.normal(size=shape))
+    return jnp.asarray(x**2 if second else x, jnp.float32)
+
+
+# -- codes ----------------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
+def test_codes_that_are_decoded_come_back_whatever_the_chance(kind: str, second: bool):
+    coded = encode(moment(second=second), kind, 256, chances((8, 512)), is_second=second)
+    for count in range(1, 5):
+        again = encode(decode(coded), kind, 256, chances((8, 512), count), is_second=second)
+        assert_same_bits(again, coded)
+
+
+@kinds
+def test_a_second_moment_that_is_not_zero_does_not_become_zero(kind: str):
+    x = jnp.exp2(jnp.linspace(-120.0, 60.0, 512))[None].at[0, 3].set(0.0)
+    for count in range(4):
+        back = decode(encode(x, kind, 256, chances(x.shape, count), is_second=True))
+        assert_same_bits(back == 0, x == 0)
+        assert bool(jnp.all(back >= 0))
+
+
+# Codes are at most this far from what they stand for: of the number itself near the top of a
+# block, and of the block's largest anywhere. int8: two codes are 2/127 apart at the top, in the
+# square root, and 4/255 in the fourth; float8: an eighth, which is a quarter in the square.
+REACH = {("int8", False): 2 / 127, ("int8", True): 4 / 255}
+REACH |= {("float8", False): 1 / 8, ("float8", True): 1 / 4}
+
+
+@pytest.mark.parametrize(("kind", "second"), REACH)
+def test_codes_are_near_and_right_in_the_mean(kind: str, second: bool):
+    x = moment(second=second)
+    draws = [
+        np.asarray(decode(encode(x, kind, 256, chances(x.shape, count), is_second=second)))
+        for count in range(200)
+    ]
+    largest = np.abs(np.asarray(x)).reshape(8, 2, 256).max(-1).repeat(256, -1).reshape(8, 512)
+    error = np.abs(np.stack(draws) - x)
+    assert (error <= (REACH[kind, second] + 2.0**-8) * largest).all()
+    spread = np.stack(draws).std(0) + 1e-6 * largest
+    assert (
+        np.abs(np.mean(draws, 0) - x) <= 6 * spread / np.sqrt(200) + 1e-6 * largest
+    ).mean() > 0.9
+
+
+@kinds
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
+def test_what_is_not_finite_is_seen_and_stays_in_its_block(kind: str, bad: float, second: bool):
+    x = moment((1, 8192), second=second).at[0, 5000].set(bad)  # XLA:CPU's maximum passes over NaN
+    back = decode(encode(x, kind, 256, chances(x.shape), is_second=second))
+    assert bool(jnp.isnan(back[0, 4864:5120]).all())
+    assert bool(jnp.isfinite(back[0, :4864]).all())
+    assert bool(jnp.isfinite(back[0, 5120:]).all())
+
+
+@kinds
+@pytest.mark.parametrize("size", [1, 7, 255, 257, 1000])
+def test_blocks_of_any_length(kind: str, size: int):
+    x = moment((3, size), second=False)
+    coded = encode(x, kind, 256, chances(x.shape), is_second=False)
+    assert coded.codes.shape == x.shape
+    assert coded.scales.shape == (3, -(-size // 256))
+    assert bool(jnp.all(jnp.abs(decode(coded) - x) <= jnp.max(jnp.abs(x)) / 7))
+    zero = decode(encode(jnp.zeros((3, size)), kind, 256, chances(x.shape), is_second=False))
+    assert bool(jnp.all(zero == 0))
+
+
+# -- averages -------------------------------------------------------------------------------------
+
+AVERAGES = {
+    "bf16": lambda tx, **_: optim.with_state_dtypes(tx, mu_dtype="bf16", nu_dtype="bf16"),
+    "int8": optim.with_quantized_state,
+    "float8": lambda tx, **options: optim.with_quantized_state(tx, "float8", **options),
+}
+
+
+@pytest.mark.parametrize("store", AVERAGES.values(), ids=AVERAGES)
+def test_averages_follow_float32_where_each_step_is_less_than_a_code(store: Any):
+    kind = "float8" if store is AVERAGES["float8"] else "int8"
+    params = {"w": jnp.zeros((2, 256))}  # the smallest that shows it
+    adam = optax.scale_by_adam(b2=0.999)
+    tx = store(adam, rules={"w": kind})
+    state, plain = tx.init(params), adam.init(params)
+
+    def steps(scale: float, state: Any, plain: Any, seed: int) -> Any:
+        def body(carry: Any, key: Any) -> Any:
+            grads = {"w": scale * jax.random.normal(key, (2, 256))}
+            return (tx.update(grads, carry[0])[1], adam.update(grads, carry[1])[1]), None
+
+        keys = jax.random.split(jax.random.key(seed), 1500)
+        return jax.lax.scan(body, (state, plain), keys)[0]
+
+    steps = jax.jit(steps, static_argnums=3)
+    for scale, seed in ((1.0, 0), (0.1, 1)):  # up to a level, and down to a hundredth of it
+        state, plain = steps(scale, state, plain, seed)
+        nu = state.inner_state.nu["w"]
+        nu = decode(nu) if isinstance(nu, optim.SecondMoment) else nu.astype(jnp.float32)
+        ratio = float(jnp.mean(jnp.sqrt(nu)) / jnp.mean(jnp.sqrt(plain.nu["w"])))
+        assert abs(ratio - 1) < 0.05
+        assert bool(jnp.all(nu > 0))
+
+
+def test_linear_codes_would_diverge():
+    """Why second moments are not linear: what is 1/16 of its block's largest gradient is lost."""
+    x = jnp.full((1, 256), (1 / 32.0) ** 2).at[0, 0].set(1.0)
+    linear = jnp.round(x / x.max() * 255) / 255
+    kept = decode(encode(x, "int8", 256, chances(x.shape), is_second=True))
+    assert float(linear[0, 1]) == 0  # a step of lr · g / eps
+    assert abs(float(jnp.sqrt(kept[0, 1])) * 32 - 1) < 0.05
+
+
+@pytest.mark.parametrize("store", AVERAGES.values(), ids=AVERAGES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_arithmetic_is_float32_and_small_leaves_are_left_alone(store: Any, dtype: Any):
+    seen = []
+
+    def look(updates: Any, state: Any, params: Any = None) -> Any:
+        seen.append({x.dtype for x in jax.tree.leaves((updates, state))})
+        return updates, state
+
+    adam = optax.scale_by_adam()
+    spy = optax.GradientTransformation(
+        adam.init, lambda u, s, p=None: (look(u, s), adam.update(u, s, p))[1]
+    )
+    params = {"w": jnp.ones((64, 64), dtype), "embedding": jnp.ones((64, 128), dtype)}
+    params |= {"norm": jnp.ones(5000, dtype), "bias": jnp.ones(10, dtype)}
+    tx = store(spy)
+    state = tx.init(params)
+    updates, after = tx.update(params, state, params)
+    assert seen == [{np.dtype("float32"), np.dtype("int32")}]
+    assert {u.dtype for u in jax.tree.leaves(updates)} == {np.dtype("float32")}
+    assert [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(state)]
+    if isinstance(state, optim.QuantizedState):
+        for name in ("embedding", "norm", "bias"):
+            assert state.inner_state.mu[name].dtype == jnp.float32
+        assert isinstance(state.inner_state.mu["w"], optim.FirstMoment)
+
+
+MOMENTS = {
+    "adamw": (lambda: optax.adamw(0.1), 2),
+    "sgd": (lambda: optax.sgd(0.1, momentum=0.9), 1),
+    "lion": (lambda: optax.lion(0.1), 1),
+    "amsgrad": (lambda: optax.amsgrad(0.1), 3),
+    "adabelief": (lambda: optax.adabelief(0.1), 2),
+    "rmsprop": (lambda: optax.rmsprop(0.1), 1),
+    "rmsprop centred": (lambda: optax.rmsprop(0.1, centered=True, momentum=0.9), 1),
+    "adagrad": (lambda: optax.adagrad(0.1), 1),
+    "adadelta": (lambda: optax.adadelta(0.1), 2),
+    "adan": (lambda: optax.adan(0.1), 3),
+    "ademamix": (lambda: optax.contrib.ademamix(0.1), 3),
+    "muon": (lambda: optax.contrib.muon(0.1), 1),
+    "schedule_free": (lambda: optax.contrib.schedule_free_adamw(0.1), 1),
+    "injected": (lambda: optax.inject_hyperparams(optax.adam)(0.1), 2),
+    "masked": (lambda: optax.masked(optax.adam(0.1), {"w": True}), 2),
+    "partition": (lambda: optax.partition({"a": optax.adam(0.1)}, {"w": "a"}), 2),
+    "multi": (lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), 2),
+}
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_moments_are_found_in_any_optimizer(name: str):
+    make, count = MOMENTS[name]
+    params = {"w": jnp.ones((64, 64))}
+    tx = optim.with_quantized_state(make())
+    state = tx.init(params)
+    coded = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, tuple) and hasattr(x, "codes"))
+    assert sum(hasattr(x, "codes") for x in coded) == count
+    updates, after = tx.update({"w": jnp.full((64, 64), 0.5)}, state, params)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(state)]
+    assert bool(jnp.isfinite(updates["w"]).all())
+
+
+# -- composition ----------------------------------------------------------------------------------
+
+
+def small() -> Any:
+    return {"w": jnp.asarray(np.random.default_rng(0).normal(size=(64, 128)), jnp.bfloat16)}
+
+
+def batch(seed: int) -> Any:
+    return {"w": jnp.asarray(np.random.default_rng(seed).normal(size=(64, 128)), jnp.float32)}
+
+
+def run(tx: Any, batches: list[Any], params: Any = None) -> Any:
+    params = small() if params is None else params
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for grads in batches:
+        params, state = step(params, state, grads)
+    return params, state
+
+
+@pytest.mark.parametrize("store", AVERAGES.values(), ids=AVERAGES)
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_law_10_a_skipped_step_leaves_every_code(store: Any, inside: bool):
+    scale = mpjax.StaticLossScale(1)
+    adam = optax.adam(0.01)
+    tx = store(mpjax.with_loss_scale(adam, scale)) if inside else mpjax.with_loss_scale(store(adam))
+    bad = {"w": batch(9)["w"].at[0, 0].set(np.nan)}
+    want, want_state = run(tx, [batch(0), batch(1)])
+    got, got_state = run(tx, [batch(0), bad, batch(1)])
+    assert_same_bits(got, want)
+    wanted, gotten = want_state.inner_state, got_state.inner_state
+    assert_same_bits(*((x.inner_state if inside else x) for x in (gotten, wanted)))
+
+
+@kinds
+def test_with_an_owner_of_the_rounding_inside_and_outside(kind: str):
+    adam = optax.adamw(1e-2)
+    outside = optim.with_kahan(optim.with_quantized_state(adam, kind))
+    inside = optim.with_quantized_state(optim.with_kahan(adam), kind)
+    got, state = run(outside, [batch(0)])
+    assert_same_bits(run(inside, [batch(0)])[0], got)
+    assert state.compensations["w"].dtype == jnp.bfloat16
+
+
+@kinds
+def test_law_16_checkpoints_and_nnx_keep_every_code(kind: str, tmp_path: Any):
+    tx = optim.with_quantized_state(optax.adam(1e-2), kind)
+    _, state = run(tx, [batch(0)])
+    empty = tx.init(small())
+    assert_same_bits(
+        flax.serialization.from_bytes(empty, flax.serialization.to_bytes(state)), state
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        assert_same_bits(checkpointer.restore(tmp_path / "state", empty), state)
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    mu = nnx.as_pure(optimizer.opt_state).inner_state[0].mu["kernel"]
+    assert mu.codes.dtype == (jnp.int8 if kind == "int8" else jnp.float8_e4m3fn)
+
+
+def test_law_15_blocks_along_the_last_axis_move_nothing_between_devices(devices: list[jax.Device]):
+    mesh = Mesh(np.array(devices).reshape(2, 4), ("data", "model"))
+    placed = NamedSharding(mesh, PartitionSpec("data", "model"))
+    params, grads = (
+        {"w": jax.device_put(jnp.ones((64, 1024), d), placed)} for d in (jnp.bfloat16, jnp.float32)
+    )
+    tx = optim.with_kahan(optim.with_quantized_state(optax.adamw(1e-3)))
+    state = jax.jit(tx.init)(params)
+    compiled = jax.jit(tx.update).lower(grads, state, params).compile()
+    text = compiled.as_text()
+    for word in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
+        assert f" {word}" not in text
+    _, after = tx.update(grads, state, params)
+    assert after.inner_state.inner_state[0].mu["w"].codes.sharding.spec == placed.spec
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["int8", jnp.int32, jnp.float8_e4m3fn, "complex64"])
+@pytest.mark.parametrize("name", ["mu_dtype", "nu_dtype"])
+def test_a_moment_is_of_a_floating_dtype(dtype: Any, name: str):
+    text = rf"\({name}\): \w+ is no dtype of a moment\.\n  Allowed: bfloat16.*\n  For 8 bits use w"
+    with pytest.raises(TypeError, match=text):
+        optim.with_state_dtypes(optax.adam(0.1), **{name: dtype})
+
+
+def test_second_moments_in_float16_are_refused():
+    with pytest.raises(ValueError, match=r"\(nu_dtype\): float16 makes 0 of .*\n  Type 'bfloat16'"):
+        optim.with_state_dtypes(optax.adam(0.1), nu_dtype="f16")
+    with pytest.raises(ValueError, match=r"\(mu_dtype\): float64 is no dtype to store a moment"):
+        optim.with_state_dtypes(optax.adam(0.1), mu_dtype="f64")
+    with pytest.raises(ValueError, match=r"\(mu_dtype\): unknown dtype 'bf17'"):
+        optim.with_state_dtypes(optax.adam(0.1), mu_dtype="bf17")
+
+
+@pytest.mark.parametrize("store", AVERAGES.values(), ids=AVERAGES)
+def test_an_optimizer_without_moments_is_refused(store: Any):
+    with pytest.raises(ValueError, match=r"has no moments that it knows: no mu, .*\n  Wrap an opt"):
+        store(optax.sgd(0.1)).init({"w": jnp.ones((64, 64))})
+
+
+@pytest.mark.parametrize("size", [0, 1, -256, 2.5, True, None])
+def test_a_block_has_at_least_two(size: Any):
+    with pytest.raises(ValueError, match=r"\(block_size\): must be a whole number of at least 2"):
+        optim.with_quantized_state(optax.adam(0.1), block_size=size)
+
+
+def test_a_block_size_that_does_not_divide_says_what_happens():
+    text = (
+        r"256 does not divide the last axis of 'w', 1021: it is cut into 4 blocks of 256, the last "
+        r"of 253\.\n  It works, and is slower"
+    )
+    with pytest.warns(mpjax.PolicyWarning, match=text):
+        optim.with_quantized_state(optax.adam(0.1)).init({"w": jnp.ones((8, 1021))})
+
+
+def test_rules_choose_and_are_checked():
+    params = {"head": {"kernel": jnp.ones((64, 64))}, "embedding": jnp.ones((64, 64))}
+    rules = {"head/*": "float32", "embed*": "float8"}
+    state = optim.with_quantized_state(optax.adam(0.1), rules=rules).init(params)
+    assert state.inner_state[0].mu["head"]["kernel"].dtype == jnp.float32
+    assert state.inner_state[0].mu["embedding"].codes.dtype == jnp.float8_e4m3fn
+    with pytest.raises(ValueError, match=r"\(rules\): the rule 'a' says 'int4'\.\n  Accepted: '"):
+        optim.with_quantized_state(optax.adam(0.1), rules={"a": "int4"})
+    with pytest.raises(ValueError, match=r"unknown kind 'int4'\.\n  Accepted: 'int8', 'float8'"):
+        optim.with_quantized_state(optax.adam(0.1), "int4")
+    with pytest.warns(mpjax.PolicyWarning, match=r"\(rules\): rule 1 of 1, 'tail', matches none"):
+        optim.with_quantized_state(optax.adam(0.1), rules={"tail": "int8"}).init(params)
+
+
+def test_a_state_of_another_form_is_refused_while_tracing():
+    params = small()
+    forms = {**AVERAGES, "blocks": lambda tx: optim.with_quantized_state(tx, block_size=64)}
+    states = {name: store(optax.adam(0.1)).init(params) for name, store in forms.items()}
+    for name, store in forms.items():
+        for other, state in states.items():
+            if other != name:
+                with pytest.raises(ValueError, match=r"update: the state is .*\n .*adopt_state\("):
+                    jax.eval_shape(store(optax.adam(0.1)).update, batch(0), state, params)
