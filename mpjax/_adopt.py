@@ -1,5 +1,6 @@
 """States of another policy, or of no loss scale: taken over by name, never by accident."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,12 +9,20 @@ import optax
 
 from mpjax._dtypes import describe
 from mpjax._errors import message
+from mpjax._low_precision.apply import full_params as full_weights
+from mpjax._low_precision.forms import formed, has_form, known_weights, plain
 from mpjax._optim_state import LossScaleState, find_states
 from mpjax._tree import first_difference, is_array, leaf_paths
 from mpjax._typing import PyTree
 
 
-def adopt_state(tx: optax.GradientTransformation, opt_state: PyTree, params: PyTree) -> PyTree:
+def adopt_state(
+    tx: optax.GradientTransformation,
+    opt_state: PyTree,
+    params: PyTree,
+    *,
+    full_params: PyTree | None = None,
+) -> PyTree:
     """Returns `opt_state`, of the same optimizer under another precision, as a state of `tx`.
 
     For a checkpoint from before `with_loss_scale`, or from a run with another loss scale or
@@ -21,10 +30,18 @@ def adopt_state(tx: optax.GradientTransformation, opt_state: PyTree, params: PyT
     (dynamic, static, none), and else it starts as `tx` says. Restore the checkpoint into a state
     of the optimizer that wrote it, then adopt that.
 
+    Wrappers that store weights or moments in fewer bits (`with_master_weights`, `with_kahan`,
+    `with_quantized_state`, ...) may come, go and change. What is lost: a moment in fewer bits is
+    rounded; of the weights, whatever neither `params` nor the new form holds. From a run with
+    float32 weights round them for `params` and give them as `full_params`, from which 24 or 32 bits
+    or a compensation start; back to float32 with `params = mpjax.optim.full_params(params, old)`.
+
     Args:
       tx: the optimizer that goes on, inside `with_loss_scale` or not.
       opt_state: the state that another one left, inside `with_loss_scale` or not.
       params: the parameters, in the dtypes in which they go on.
+      full_params: the float32 weights that `params` were rounded from; None for what `opt_state`
+        knows of them.
 
     Returns:
       A state as `tx.init(params)` makes it.
@@ -47,11 +64,23 @@ def adopt_state(tx: optax.GradientTransformation, opt_state: PyTree, params: PyT
       >>> mpjax.current_loss_scale(state).loss_scale
       Array(8., dtype=float32)
     """
-    return adopted(tx.init(params), opt_state, "adopt_state")
+    return adopted(tx.init(params), opt_state, "adopt_state", params, full_params)
 
 
-def adopted(fresh: PyTree, old: PyTree, where: str) -> PyTree:
+def adopted(
+    fresh: PyTree,
+    old: PyTree,
+    where: str,
+    params: PyTree | None = None,
+    full_params: PyTree | None = None,
+) -> PyTree:
     """Returns the values of `old` in the form of `fresh`, a state that has just been made."""
+    if has_form(fresh) or has_form(old):
+        if full_params is None and _same_form(fresh, old):
+            return old
+        values = adopted(plain(fresh), plain(old), where)
+        weights = known_weights(params, old) if full_params is None else full_params
+        return formed(fresh, values, params, weights)
     if jax.tree.structure(fresh) == jax.tree.structure(old):
         return _cast_like(fresh, old, where)
     states = find_states(old)
@@ -70,6 +99,32 @@ def adopted(fresh: PyTree, old: PyTree, where: str) -> PyTree:
         if kind_of(found[0]) == kind_of(fresh):
             kept |= {"loss_scale": found[0].loss_scale, "adjustment": found[0].adjustment}
     return fresh._replace(**kept)
+
+
+def params_to_adopt(
+    cast: Callable[[PyTree], PyTree], params: PyTree, opt_state: PyTree
+) -> tuple[PyTree, PyTree | None]:
+    """Returns the parameters of another precision, cast, and the weights that they stand for.
+
+    What the old state knows beyond their bits is not lost by the cast. The weights are None where
+    the parameters keep their dtypes: nothing new is to be known of them.
+    """
+    weights = full_weights(params, opt_state)
+    plainly, from_weights = cast(params), cast(weights)
+    same = jax.tree.map(lambda a, b: _dtype(a) == _dtype(b), plainly, params)
+    chosen = jax.tree.map(lambda is_same, a, b: a if is_same else b, same, plainly, from_weights)
+    return chosen, None if all(jax.tree.leaves(same)) else weights
+
+
+def _dtype(x: Any) -> Any:
+    return getattr(x, "dtype", None)
+
+
+def _same_form(fresh: PyTree, old: PyTree) -> bool:
+    if jax.tree.structure(fresh) != jax.tree.structure(old):
+        return False
+    pairs = zip(jax.tree.leaves(fresh), jax.tree.leaves(old), strict=True)
+    return all(describe(a) == describe(b) for a, b in pairs)
 
 
 def kind_of(state: LossScaleState) -> str:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._adopt import adopted
+from mpjax._adopt import adopted, params_to_adopt
 from mpjax._autocast.api import as_typed
 from mpjax._dtypes import FLOAT32
 from mpjax._errors import message
@@ -155,10 +155,12 @@ class TrainStep:
           Parameters in this policy's `param_dtype`, moments as its optimizer keeps them.
         """
         old = fields_of(state)
-        params = jax.tree.map(_copied, self._cast_to_param(old["params"]))
+        kept = old["params"], old["opt_state"]
+        params, full = params_to_adopt(self._cast_to_param, *kept)
+        params = jax.tree.map(_copied, params)
         check_params(params, "step.adopt")
         fresh = self._tx(params).init(params)
-        opt_state = adopted(fresh, old["opt_state"], "train step.adopt")
+        opt_state = adopted(fresh, old["opt_state"], "train step.adopt", params, full)
         extra_state = old.get("extra_state") if extra_state is None else extra_state
         rest = (jax.tree.map(_copied, x) for x in (opt_state, extra_state))
         return TrainState(jnp.array(old["step"], jnp.int32, copy=True), params, *rest)
