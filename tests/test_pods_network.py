@@ -86,6 +86,9 @@ def test_hosts_and_slices_are_told_from_the_fast_network():
     assert crossing(mesh, "process_index") == ("data",)
     assert bandwidth(topology, mesh, ["fsdp"]) == 450 * GB
     assert bandwidth(topology, mesh, ["data"]) == bandwidth(topology, mesh, []) == 50 * GB
+    topology, mesh = mesh_of("gb200:36x4", rack=2, data=18, fsdp=4)  # two racks of NVLink
+    assert bandwidth(topology, mesh, ["data", "fsdp"]) == 900 * GB
+    assert bandwidth(topology, mesh, ["rack"]) == 50 * GB
     topology, mesh = mesh_of("v5e-16", num_slices=2, data=2, fsdp=16)
     assert crossing(mesh, "slice_index") == ("data",)
     assert bandwidth(topology, mesh, ["fsdp"]) == 100 * GB

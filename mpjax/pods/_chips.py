@@ -13,8 +13,10 @@ They bound a step from below; no program reaches all of them. Where they come fr
   which is less than the chip has. Float32 products: the compiler's cycles for 4096 x 4096 x 4096.
 * NVIDIA: the data sheets "A100 80GB SXM" and "H100 SXM": dense products (TF32 for float32), NVLink
   600 and 900 GB/s in both directions together; "DGX A100" and "DGX H100": a network port of 200 or
-  400 Gbit/s a GPU. What the compiler must know of them are XLA's own descriptions of the two. JAX
-  takes 75 % of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+  400 Gbit/s a GPU. "DGX B200" and "GB200 NVL72", as of 2026: half of the sparse products, NVLink
+  1800 GB/s, 400 Gbit/s a GPU; 18 hosts of four GPUs share the NVLink of a GB200's rack. What the
+  compiler must know of them are XLA's own descriptions of the four. JAX takes 75 % of a GPU's
+  memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ class Chip:
     link_bandwidth: float  # bytes a second, sent over one link of a torus, or over all of NVLink
     network_bandwidth: float  # bytes a second and device between hosts or slices
     link: str  # 'ICI' or 'NVLink'
+    per_host: int = 8  # GPUs of one host, where a name gives their number only
+    linked_hosts: int = 1  # hosts whose GPUs NVLink joins: 18 in a rack of GB200 NVL72
 
 
 def _tpu(
@@ -147,10 +151,42 @@ GPU_TARGETS = {
         memory_bytes=84942979072,
         description="NVIDIA H100 80GB HBM3",
     ),
+    "b200": GpuTarget(
+        capability=10,
+        cores=148,
+        fpus_per_core=128,
+        clock_ghz=1.965,
+        shared_per_block=232448,
+        shared_per_core=233472,
+        bandwidth=7672320000000,
+        l2_bytes=132644864,
+        memory_bytes=191514411008,
+        description="NVIDIA B200",
+    ),
+    "gb200": GpuTarget(
+        capability=10,
+        cores=152,
+        fpus_per_core=128,
+        clock_ghz=2.062,
+        shared_per_block=232448,
+        shared_per_core=233472,
+        bandwidth=7928064000000,
+        l2_bytes=135528448,
+        memory_bytes=197897748480,
+        description="NVIDIA GB200",
+    ),
 }
 
 
-def _gpu(key: str, sm: str, tflops: float, nvlink_gb: float, network_gb: float) -> Chip:
+def _gpu(
+    key: str,
+    sm: str,
+    tflops: float,
+    nvlink_gb: float,
+    network_gb: float,
+    per_host: int = 8,
+    linked_hosts: int = 1,
+) -> Chip:
     target = GPU_TARGETS[key]
     return Chip(
         key=sm,
@@ -163,12 +199,16 @@ def _gpu(key: str, sm: str, tflops: float, nvlink_gb: float, network_gb: float) 
         link_bandwidth=nvlink_gb * 1e9 / 2,
         network_bandwidth=network_gb * 1e9,
         link="NVLink",
+        per_host=per_host,
+        linked_hosts=linked_hosts,
     )
 
 
 GPUS = {
     "a100": _gpu("a100", "sm_80", 312, 600, 25),
     "h100": _gpu("h100", "sm_90", 989, 900, 50),
+    "b200": _gpu("b200", "sm_100", 2250, 1800, 50),
+    "gb200": _gpu("gb200", "sm_100", 2500, 1800, 50, per_host=4, linked_hosts=18),
 }
 
 # Only to look at a program without any of the compilers above: nothing is known of its speed.

@@ -27,12 +27,16 @@ def bandwidth(topology: Topology, mesh: Mesh, axes: Sequence[str]) -> float:
       axes: over which is sent; none of them for all.
     """
     chip, group = topology.chip, _group(mesh, axes or mesh.axis_names)
-    if _differ(group, "slice_index" if chip.platform == "tpu" else "process_index"):
+    if chip.platform == "tpu":
+        places = {getattr(device, "slice_index", 0) for device in group}
+    else:  # NVLink may join the hosts of a rack
+        places = {device.process_index // chip.linked_hosts for device in group}
+    if len(places) > 1:
         return chip.network_bandwidth
     if chip.platform != "tpu":
         return chip.link_bandwidth
-    places = np.array([device.coords for device in group])
-    links = sum(map(_links, topology.shape, topology.rings, places.T))
+    coordinates = np.array([device.coords for device in group])
+    links = sum(map(_links, topology.shape, topology.rings, coordinates.T))
     return chip.link_bandwidth * (links or _ON_ONE_CHIP)
 
 

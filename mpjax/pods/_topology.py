@@ -31,7 +31,8 @@ _TPU_NAMES = {
 _IN_TENSORCORES = ("v4", "v5p", "tpu7x")
 _TWO_DIMENSIONAL = ("v5e", "v6e")
 _CHIPS_PER_HOST = 4
-_GPUS_PER_HOST = 8
+_GPU_NAME = rf"(?:(\d+)x)?({'|'.join(GPUS)})(?:[a-z0-9\-]*?[:\-](\d+)(?:x(\d+))?)?"
+_NO_SLICE = rf"\d*x?(?:cpu|{'|'.join(GPUS)})"
 
 # Chips of a slice and its shape, where the name gives the number only.
 _SHAPES_2D = {
@@ -153,7 +154,8 @@ def get_topology(name: str | Topology, *, num_slices: int = 1) -> Topology:
       name: a TPU slice as gcloud and XPK call it ('v5e-256', 'v5litepod-16', 'v5p-128', 'v6e-64',
         'v4-8', 'tpu7x-128': v4, v5p and tpu7x count TensorCores, two a chip) or by its shape
         ('v5e:16x16', 'v5p:4x4x8'); GPUs ('h100', '8xh100', 'h100-64', or hosts and GPUs a host:
-        'a100:2x8'); 'cpu:8', virtual CPU devices, which need no compiler that JAX has not.
+        'a100:2x8'; 'b200', and 'gb200' with four a host); 'cpu:8', virtual CPU devices, which need
+        no compiler that JAX has not.
       num_slices: TPU slices over which the job runs.
 
     Raises:
@@ -173,7 +175,9 @@ def get_topology(name: str | Topology, *, num_slices: int = 1) -> Topology:
     text = name.lower().strip()
     if match := re.fullmatch(r"cpu(?:[:\-]([1-9]\d*))?", text):
         return Topology(name, CPU, (1, int(match[1] or 1)))
-    if match := re.fullmatch(r"(?:(\d+)x)?(a100|h100)(?:[a-z0-9\-]*?[:\-](\d+)(?:x(\d+))?)?", text):
+    if match := re.fullmatch(
+        r"(?:(\d+)x)?(a100|h100|gb200|b200)(?:[a-z0-9\-]*?[:\-](\d+)(?:x(\d+))?)?", text
+    ):
         return _gpu_topology(name, match)
     match = re.fullmatch(r"([a-z0-9]+?)(?:-(\d+)|:(\d+(?:x\d+)+))", text)
     if match is None or match[1] not in _TPU_NAMES:
@@ -200,7 +204,9 @@ def _check_slices(name: Any, num_slices: Any) -> None:
         got = f"num_slices={num_slices} for a topology that has {name.num_slices}."
         fix = f"Type get_topology({name.name!r}, num_slices={num_slices})."
         raise ValueError(message(where, got, fix))
-    if isinstance(name, str) and re.match(r"\d*x?(?:cpu|h100|a100)", name.lower().strip()):
+    if isinstance(name, str) and re.match(
+        r"\d*x?(?:cpu|h100|a100|gb200|b200)", name.lower().strip()
+    ):
         got = f"num_slices={num_slices}, but {name!r} is no TPU slice."
         fix = "GPUs on several hosts are one topology: 'h100:2x8', hosts and GPUs a host."
         raise ValueError(message(where, got, fix))
@@ -212,9 +218,10 @@ def _gpu_topology(name: str, match: re.Match[str]) -> Topology:
         hosts, local = int(first), int(second)
     else:
         count = int(times or first or 1)
-        hosts, local = max(1, count // _GPUS_PER_HOST), min(count, _GPUS_PER_HOST)
+        each = GPUS[key].per_host
+        hosts, local = max(1, count // each), min(count, each)
         if hosts * local != count or count == 0:
-            got = f"{count} GPUs are not whole hosts of {_GPUS_PER_HOST}."
+            got = f"{count} GPUs are not whole hosts of {each}."
             fix = f"Type hosts and GPUs a host, e.g. '{key}:2x4'."
             raise ValueError(message(f"get_topology({name!r})", got, fix))
     return Topology(name, GPUS[key], (hosts, local))
@@ -263,6 +270,6 @@ def _unknown(name: str) -> str:
         "get_topology",
         f"unknown topology {name!r}.",
         "TPUs: v4, v5e (v5litepod), v5p, v6e, tpu7x, as in 'v5e-256' or 'v5e:16x16'.",
-        "GPUs: h100, a100, as in 'h100', '8xh100', 'h100:8x8'. Neither: 'cpu:8'.",
+        "GPUs: a100, h100, b200, gb200, as in 'h100', '8xh100', 'h100:8x8'. Neither: 'cpu:8'.",
         f"Did you mean {' or '.join(map(repr, close))}?" if close else "Type e.g. 'v5e-16'.",
     )
