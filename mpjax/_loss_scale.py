@@ -124,6 +124,11 @@ class _ScalarFields:
         """
         return map_with_path(lambda _, x: _scaled(x, self.loss_scale, divide=True), tree)
 
+    def marked(self: T, mark: str | None) -> T:
+        """Returns the same scale with this mark."""
+        children, _ = jax.tree.flatten(self)
+        return self.tree_unflatten(mark, children)  # type: ignore[attr-defined]  # T as below
+
     def _set(self, values: Any, mark: str | None = None) -> None:
         for field, value in zip(self._fields, values, strict=True):
             object.__setattr__(self, field, value)
@@ -168,33 +173,33 @@ class OwnedLossScale:
     """A loss scale of the user's own class, marked as `current_loss_scale` marks ours."""
 
     def __init__(self, inner: Any) -> None:
-        self._inner = inner
+        self.inner = inner
 
     @property
     def loss_scale(self) -> ScalarLike:
         """The factor, f32[]."""
-        return self._inner.loss_scale
+        return self.inner.loss_scale
 
     def scale(self, tree: T) -> T:
         """Returns `tree` times the loss scale."""
-        return self._inner.scale(tree)
+        return self.inner.scale(tree)
 
     def unscale(self, tree: T) -> T:
         """Returns `tree` divided by the loss scale."""
-        return self._inner.unscale(tree)
+        return self.inner.unscale(tree)
 
     def adjust(self, grads_finite: ScalarLike) -> "OwnedLossScale":
         """Returns the loss scale of the next step, marked too."""
-        return OwnedLossScale(self._inner.adjust(grads_finite))
+        return OwnedLossScale(self.inner.adjust(grads_finite))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_inner":  # copy and pickle ask before there is one
+        if name.startswith("__") or name == "inner":  # copy and pickle ask before there is one
             raise AttributeError(name)
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], None]:
         """Returns what it marks, as `jax.tree_util` asks."""
-        return ((jax.tree_util.GetAttrKey("_inner"), self._inner),), None
+        return ((jax.tree_util.GetAttrKey("inner"), self.inner),), None
 
     @classmethod
     def tree_unflatten(cls, aux: None, children: Any) -> "OwnedLossScale":
@@ -203,7 +208,7 @@ class OwnedLossScale:
         return cls(*children)
 
     def __repr__(self) -> str:
-        return repr(self._inner)
+        return repr(self.inner)
 
 
 def owned(scale: LossScale) -> LossScale:
@@ -216,7 +221,7 @@ def owned(scale: LossScale) -> LossScale:
     if isinstance(scale, NoOpLossScale) or is_owned(scale):
         return scale
     if isinstance(scale, _ScalarFields):
-        return type(scale).tree_unflatten(OWNED, (getattr(scale, f) for f in scale._fields))
+        return scale.marked(OWNED)
     return OwnedLossScale(scale)
 
 
@@ -228,9 +233,9 @@ def is_owned(scale: LossScale) -> bool:
 def without_owner(scale: Any) -> Any:
     """Returns `scale` unmarked, as an optimizer's state holds it."""
     if isinstance(scale, OwnedLossScale):
-        return scale._inner
+        return scale.inner
     if isinstance(scale, _ScalarFields):
-        return type(scale).tree_unflatten(None, (getattr(scale, f) for f in scale._fields))
+        return scale.marked(None)
     return scale
 
 

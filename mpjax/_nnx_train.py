@@ -80,7 +80,8 @@ class NNXTrainStep:
         out, aux = self._loss_fn(model, batch), None
         if self._has_aux:
             out, aux = pair(out, "(loss, aux)")
-        changed = nnx.to_flat_state(nnx.split(model, self._wrt, ...)[2])
+        left: Any = nnx.split(model, self._wrt, ...)[2]
+        changed = nnx.to_flat_state(left)
         # What the loss has made (sown values) has no place in a state of one form.
         kept = [(path, x) for path, x in changed if path in self._rest_paths]
         new = nnx.as_pure(nnx.from_flat_state(kept))
@@ -174,9 +175,13 @@ def make_train_step(
         got = f"the model has no variables of wrt={wrt!r}."
         fix = "Type wrt=nnx.Param, or the kind of variables that you train."
         raise ValueError(message(where, got, fix))
-    fun = functools.wraps(loss_fn, updated=())(lambda *args: step.loss_of_variables(*args))
+
+    @functools.wraps(loss_fn, updated=())
+    def loss_of_variables(*args: Any) -> Any:
+        return step.loss_of_variables(*args)
+
     step.plain = make_plain_train_step(
-        fun,
+        loss_of_variables,
         tx,
         policy,
         loss_scale=loss_scale,

@@ -181,7 +181,7 @@ def _before(node: Any, key: Any) -> list[Any]:
 def _below(node: Any, key: Any) -> Any:
     if isinstance(key, jax.tree_util.GetAttrKey):
         return getattr(node, key.name, None)
-    at = getattr(key, "idx", getattr(key, "key", None))
+    at: Any = getattr(key, "idx", getattr(key, "key", None))
     return node[at] if isinstance(node, (tuple, list, Mapping)) else None
 
 

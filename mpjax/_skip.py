@@ -106,10 +106,8 @@ def _bind(eqn: Any, values: list[Any]) -> list[Any]:
 
 def _chosen_early(pred: Array, new: Any, old: Any) -> Any:
     """Returns the choice, or `new` where the choice is of another type to what follows."""
-    if new.dtype != old.dtype:
-        return new
     chosen = _choose(pred, new, old)
-    # Under shard_map, and with explicit meshes, types say more than shape and dtype.
+    # The dtype may differ; under shard_map, and with explicit meshes, types say more than that.
     same = jax.typeof(chosen).strip_weak_type() == jax.typeof(new).strip_weak_type()
     return chosen if same else new
 

@@ -195,7 +195,9 @@ def all_finite(tree: PyTree, axis_name: AxisName = None) -> Array:
     One pass over the leaves; a tree without floating leaves is finite.
 
     Args:
-      tree: any pytree; leaves that are not floating or complex count as finite.
+      tree: any pytree; leaves that are not floating or complex count as finite. Flax's
+        `_overwrite_with_gradient` is judged too: what its gradient holds is its next value, in
+        which an inf would stay.
       axis_name: mapped axis, or several, of `shard_map`, `pmap` or `vmap` over which to agree:
         true only where it is true everywhere.
 

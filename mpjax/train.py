@@ -394,7 +394,7 @@ def make_train_step(
     References:
       Micikevicius et al., Mixed Precision Training, 2018, https://arxiv.org/abs/1710.03740
     """
-    options = {
+    options: dict[str, Any] = {
         "has_aux": has_aux,
         "accumulate": accumulate,
         "weighted": weighted,

@@ -219,6 +219,22 @@ def test_explicit_precision_is_kept():
         assert jnp.array_equal(autocast(fun, "bf16-mixed")(x), fun(x))
 
 
+@pytest.mark.parametrize("given", [lax.Precision.HIGHEST, lax.DotAlgorithmPreset.F32_F32_F32])
+@pytest.mark.parametrize("asked", ["tf32", lax.Precision.DEFAULT])
+def test_a_precision_written_at_a_product_outlives_the_one_asked_of_autocast(given, asked):
+    def fun(x):
+        return jnp.dot(x, x, precision=given) @ x  # the second is left at the default
+
+    fast = autocast(fun, "32-true", dot_precision=asked)
+    first, second = (
+        e.params["precision"]
+        for e in equations(jax.make_jaxpr(fast)(normal(4, 4)).jaxpr)
+        if e.primitive.name == "dot_general"
+    )
+    assert first in (given, (given, given))
+    assert second not in (None, given, (given, given))
+
+
 # -- gradients ---------------------------------------------------------------------------------
 
 

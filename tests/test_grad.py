@@ -520,6 +520,23 @@ def test_law_15_mean_over_one_of_two_axes(devices):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("argnums", [1, -1, (1,), (0, 1)])
+def test_law_15_means_of_whichever_argument_is_differentiated(devices, argnums, check_vma):
+    def loss(x, w):
+        return jnp.sum(x * w)
+
+    step = jax.shard_map(
+        mpjax.grad(loss, argnums, loss_scale=8, axis_name="a"),
+        mesh=mesh_of(devices, 8),
+        in_specs=(jax.P(), jax.P()),
+        out_specs=jax.P(),
+        check_vma=check_vma,
+    )
+    args = jnp.arange(2.0), jnp.ones(2)
+    assert_same_bits(jax.jit(step)(*args), jax.grad(loss, argnums)(*args))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_law_15_one_shards_inf_is_seen_by_all(devices, check_vma):
     def step(ls, w, x):
         _, grads = mpjax.value_and_grad(quadratic, loss_scale=ls, axis_name="a")(w, x)

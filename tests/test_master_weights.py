@@ -99,6 +99,15 @@ def test_a_train_step_of_half_parameters_skips_and_leaves_the_copies(policy: str
     assert_same_bits(skipped.opt_state.inner_state, state.opt_state.inner_state)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_parameter_of_minus_zero_that_does_not_move_keeps_its_sign(dtype: Any):
+    params = {"w": jnp.array([-0.0, 0.0, 1.5], dtype)}
+    tx = optim.with_master_weights(optax.sgd(1.0))
+    updates, _ = tx.update({"w": jnp.full(3, -0.0)}, tx.init(params), params)
+    assert_same_bits(optax.apply_updates(params, updates), params)
+    assert_same_bits(updates["w"], jnp.full(3, -0.0))
+
+
 def test_without_parameters_it_says_what_to_type():
     tx = optim.with_master_weights(optax.sgd(0.1))
     with pytest.raises(

@@ -123,6 +123,68 @@ def test_law_12_half_gradients_reach_the_optimizer_in_f32(loss_scale: Any):
     assert updates["w"].dtype == jnp.float32
 
 
+def test_another_grad_than_the_updates_is_unscaled_too_and_not_lost():
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return jax.tree.map(lambda u, g: u + 10 * g, updates, extra["grad"]), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    tx = mpjax.with_loss_scale(inner, mpjax.StaticLossScale(8))
+    params = {"w": jnp.ones(2)}
+    scaled, other = {"w": jnp.full(2, 8.0)}, {"w": jnp.full(2, 16.0, jnp.float16)}
+    for grad, want in ((other, 21.0), (scaled, 11.0)):
+        steps, _ = tx.update(scaled, tx.init(params), params, grad=grad)
+        assert_same_bits(steps, {"w": jnp.full(2, want)})
+
+
+def test_what_was_not_finite_is_remembered_after_finite_steps():
+    tx = mpjax.with_loss_scale(optax.sgd(0.1))
+    good = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    state = tx.init(good)
+    for grads, want in (
+        (good, [True, True]),
+        ({**good, "b": jnp.array([1, jnp.nan])}, [True, False]),
+        (good, [True, False]),
+        ({**good, "a": jnp.array([1, jnp.inf])}, [False, True]),
+        (good, [False, True]),
+    ):
+        _, state = tx.update(grads, state, good)
+        assert state.leaf_finite.tolist() == want
+
+
+@pytest.mark.parametrize("bad", [1.0, jnp.nan])
+@pytest.mark.parametrize("kind", ["swapped", "promoted", "unchanged", "constant", "input"])
+def test_state_of_any_origin_is_chosen_as_a_whole(kind: str, bad: float):
+    """Not only what the update computes: what it hands through, too, stays where it was."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        a, b = state["a"], state["b"]
+        new = {
+            "swapped": {"a": b, "b": a},
+            "promoted": {"a": a.astype(jnp.float32) * 3, "b": b + a},
+            "unchanged": {"a": a, "b": b * 2},
+            "constant": {"a": jnp.bfloat16(7), "b": jnp.bfloat16(8)},
+            "input": {"a": updates["w"][0], "b": updates["w"][1]},
+        }[kind]
+        return updates, new
+
+    start = {"a": jnp.bfloat16(1), "b": jnp.bfloat16(2)}
+    tx = mpjax.with_loss_scale(optax.GradientTransformation(lambda _: start, update))
+    grads = {"w": jnp.array([4.0, 5.0 * bad])}
+    with jax.numpy_dtype_promotion("standard"):
+        params = {"w": jnp.ones(2)}
+        _, state = jax.jit(tx.update)(grads, tx.init(params), params)
+    finite = {
+        "swapped": (2, 1),
+        "promoted": (3, 3),
+        "unchanged": (1, 4),
+        "constant": (7, 8),
+        "input": (4, 5),
+    }[kind]
+    want = finite if bad == 1.0 else (1, 2)
+    got = {name: jnp.bfloat16(x) for name, x in zip("ab", want, strict=True)}
+    assert_same_bits(state.inner_state, got)
+
+
 # -- law 11: it never gives up silently -----------------------------------------------------------
 
 

@@ -247,6 +247,29 @@ def test_extra_state_passes_from_one_micro_batch_to_the_next():
     assert int(state.extra_state) == 4
 
 
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_extra_state_that_the_loss_promotes_keeps_its_dtype(accumulate: int):
+    def loss(w: Any, seen: Any, x: Any) -> Any:
+        return jnp.mean(w * x), {"sum": seen["sum"].astype(jnp.float32) + x.sum()}
+
+    step = mpjax.make_train_step(loss, optax.sgd(0.1), accumulate=accumulate)
+    state = step.init(jnp.float32(1), {"sum": jnp.bfloat16(0)})
+    for _ in range(2):  # a promoted one would be another trace, and a scan that does not close
+        state, _ = step(state, jnp.ones(4))
+    assert_same_bits(state.extra_state, {"sum": jnp.bfloat16(8)})
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_loss_of_bfloat16_is_reported_and_averaged_in_float32(accumulate: int):
+    step = mpjax.make_train_step(
+        lambda w, x: (w * jnp.max(x)).astype(jnp.bfloat16), optax.sgd(0.0), accumulate=accumulate
+    )
+    batch = jnp.array([1, 1, 1, 1 + 2.0**-7])
+    _, metrics = step(step.init(jnp.float32(1)), batch)
+    want = jnp.float32(1 + 2.0**-7 / (1 if accumulate == 1 else 4))  # a bfloat16 mean would be 1
+    assert_same_bits(metrics["loss"], want)
+
+
 def test_overwritten_leaves_are_the_last_micro_batchs():
     def fp8(params: Any, x: Any) -> Any:
         # As Flax's fp8 rules do: the "gradient" of the history is its next value.

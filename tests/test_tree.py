@@ -524,3 +524,16 @@ def test_select_tree_where_shards_vary(devices):
         )
         got, _ = sharded(jnp.arange(8.0), jnp.full(1, -1.0))
         assert got.tolist() == [-1, 1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
+def test_overwritten_leaves_are_judged_since_an_inf_in_them_would_stay(bad: float):
+    tree = {"w": jnp.ones(2), "_overwrite_with_gradient": {"amax": jnp.array([1.0, bad])}}
+    assert not mpjax.all_finite(tree)
+    assert mpjax.all_finite(tree["w"])
+    tx = mpjax.with_loss_scale(optax.sgd(0.1), mpjax.StaticLossScale(8))
+    params = jax.tree.map(jnp.ones_like, tree)
+    updates, state = tx.update(tree, tx.init(params), params)
+    assert not state.grads_finite
+    kept = mpjax.optim.apply_updates(params, updates)
+    assert kept["_overwrite_with_gradient"]["amax"].tolist() == [1.0, 1.0]
