@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import optax
@@ -14,7 +14,7 @@ from mpjax._foreign_names import STEP, names_keywords
 from mpjax._inputs import described
 from mpjax._loss_scale import LossScale
 from mpjax._train_checks import pair
-from mpjax._tree import OVERWRITE_WITH_GRADIENT, first_difference, leaf_paths
+from mpjax._tree import OVERWRITE_WITH_GRADIENT, first_difference
 from mpjax._typing import AxisName, PyTree
 from mpjax.numerics import Report
 from mpjax.train import TrainState, TrainStep
@@ -28,7 +28,7 @@ class NNXTrainStep:
         self, model: nnx.Module, loss_fn: Callable[..., Any], wrt: Any, has_aux: bool
     ) -> None:
         self._model = model
-        self._loss_fn = loss_fn
+        self.loss_fn = loss_fn
         self._wrt = wrt
         self._has_aux = has_aux
         self._graphdef, self.params, rest = nnx.split(model, wrt, ...)
@@ -77,7 +77,7 @@ class NNXTrainStep:
     def loss_of_variables(self, params: PyTree, rest: PyTree, batch: PyTree) -> Any:
         """Returns the loss as a function of arrays, and the variables that the model changed."""
         model = name_modules(nnx.merge(self._graphdef, params, rest))
-        out, aux = self._loss_fn(model, batch), None
+        out, aux = self.loss_fn(model, batch), None
         if self._has_aux:
             out, aux = pair(out, "(loss, aux)")
         left: Any = nnx.split(model, self._wrt, ...)[2]
@@ -159,24 +159,14 @@ def make_train_step(
     References:
       flax, `nnx.Optimizer`, `nnx.split`
     """
-    where = "nnx.make_train_step"
-    if not isinstance(model, nnx.Module):
-        got = f"the first argument must be an NNX module; got {described(model)}."
-        fix = "Type mpjax.nnx.make_train_step(model, tx, policy, loss_fn); for functions of "
-        fix += "parameters there is mpjax.make_train_step(loss_fn, tx, policy)."
-        raise TypeError(message(where, got, fix))
-    if not callable(loss_fn):
-        got = f"loss_fn must be a function; got {described(loss_fn)}."
-        fix = 'Type mpjax.nnx.make_train_step(model, tx, "bf16-mixed", loss_fn).'
-        raise TypeError(message(where, got, "Allowed: loss_fn(model, batch) -> loss.", fix))
-    _refuse_overwritten(model)
-    step = NNXTrainStep(model, loss_fn, wrt, has_aux)
-    if not leaf_paths(step.params):
+    _check(model, loss_fn)
+    step = NNXTrainStep(model, cast("Callable[..., Any]", loss_fn), wrt, has_aux)
+    if not jax.tree.leaves(step.params):
         got = f"the model has no variables of wrt={wrt!r}."
         fix = "Type wrt=nnx.Param, or the kind of variables that you train."
-        raise ValueError(message(where, got, fix))
+        raise ValueError(message("nnx.make_train_step", got, fix))
 
-    @functools.wraps(loss_fn, updated=())
+    @functools.wraps(step.loss_fn, updated=())
     def loss_of_variables(*args: Any) -> Any:
         return step.loss_of_variables(*args)
 
@@ -195,10 +185,20 @@ def make_train_step(
     return step
 
 
-def _refuse_overwritten(model: nnx.Module) -> None:
+def _check(model: Any, loss_fn: Any) -> None:
+    where = "nnx.make_train_step"
+    if not isinstance(model, nnx.Module):
+        got = f"the first argument must be an NNX module; got {described(model)}."
+        fix = "Type mpjax.nnx.make_train_step(model, tx, policy, loss_fn); for functions of "
+        fix += "parameters there is mpjax.make_train_step(loss_fn, tx, policy)."
+        raise TypeError(message(where, got, fix))
+    if not callable(loss_fn):
+        got = f"loss_fn must be a function; got {described(loss_fn)}."
+        fix = 'Type mpjax.nnx.make_train_step(model, tx, "bf16-mixed", loss_fn).'
+        raise TypeError(message(where, got, "Allowed: loss_fn(model, batch) -> loss.", fix))
     for _, x in nnx.iter_graph(model):
         if isinstance(x, nnx.Variable) and type(x).__name__ == OVERWRITE_WITH_GRADIENT:
             got = "the model holds float8 scales, which are trained by what their gradient says."
             fix = "Write the step with mpjax.nnx.value_and_grad and nnx.DiffState, or give the "
             fix += "linen model to mpjax.make_train_step."
-            raise ValueError(message("nnx.make_train_step", got, fix))
+            raise ValueError(message(where, got, fix))

@@ -136,6 +136,10 @@ def checked_call(call: Any, state: PyTree, batch: PyTree) -> Any:
     except (RuntimeError, ValueError) as error:
         if "deleted" not in str(error) or not any(map(_is_deleted, jax.tree.leaves(state))):
             raise
+        if jax.config.jax_debug_nans:
+            got = "jax.debug_nans found a NaN, and cannot run a step again that donates its state."
+            fix = "Without it, type step.diagnose(state, batch, metrics); or set donate=False."
+            raise ValueError(message("train step", got, fix)) from None
         got = "the state that it was given has been donated to an earlier step, and is gone."
         allowed = "Allowed: the state that the last step returned."
         fix = "Type state, metrics = step(state, batch); to keep old ones: donate=False."

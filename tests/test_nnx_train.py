@@ -136,6 +136,16 @@ def test_a_state_of_another_policy_is_adopted():
     assert step.lower(state, BATCH).as_text().count("f16") > 0
 
 
+def test_rules_of_a_policy_map_find_the_modules():
+    wide = made(mpjax.PolicyMap("bf16-mixed", {"first": "f32", "again": "f32", "last": "f32"}))
+    text = str(jax.make_jaxpr(wide)(wide.init(), BATCH))
+    assert "dot_general" in text
+    assert "bf16" not in text
+    lost = made(mpjax.PolicyMap("bf16-mixed", {"frist": "float32"}))
+    with pytest.warns(mpjax.PolicyWarning, match="'frist'"):
+        jax.make_jaxpr(lost)(lost.init(), BATCH)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [

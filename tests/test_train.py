@@ -19,6 +19,7 @@ from flax import nnx
 
 import mpjax
 from mpjax._errors import SupportWarning
+from mpjax._train_checks import checked_call
 
 PRECISIONS = ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "mixed_float16", "O2"]
 OPTAX = pytest.mark.standard_promotion("optax mixes dtypes")
@@ -391,6 +392,18 @@ def test_the_state_is_donated_and_the_users_arrays_are_not():
     assert not any(x.is_deleted() for x in jax.tree.leaves(unshared))
     # The optimizer's own constants outlive the donated state: a second run starts as the first.
     assert_same_bits(step.init(params, extra).opt_state, step.init(params, extra).opt_state)
+
+
+def test_debug_nans_that_cannot_repeat_a_donated_step_says_what_works_instead():
+    state = mpjax.make_train_step(loss_fn, optax.sgd(0.1)).init(params_of())
+
+    def repeated(state: Any, batch: Any) -> Any:  # as JAX does where a compiled step gave NaN
+        state.params["w"].delete()
+        return state.params["w"] + 1
+
+    said = r"jax.debug_nans found a NaN(.|\n)*step.diagnose"
+    with jax.debug_nans(True), pytest.raises(ValueError, match=said):
+        checked_call(repeated, state, batch_of())
 
 
 def test_lowered_ahead_of_time_and_initialised_without_arrays():
