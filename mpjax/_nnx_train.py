@@ -13,6 +13,7 @@ from mpjax._errors import message
 from mpjax._foreign_names import STEP, names_keywords
 from mpjax._inputs import described
 from mpjax._loss_scale import LossScale
+from mpjax._summary import describe_step
 from mpjax._train_checks import pair
 from mpjax._tree import OVERWRITE_WITH_GRADIENT, first_difference
 from mpjax._typing import AxisName, PyTree
@@ -34,6 +35,9 @@ class NNXTrainStep:
         self._graphdef, self.params, rest = nnx.split(model, wrt, ...)
         self._rest_paths = frozenset(path for path, _ in nnx.to_flat_state(rest))
         self.plain: TrainStep  # the step of pure functions that does the work
+
+    def __repr__(self) -> str:
+        return describe_step(self._loss_fn, self.plain.policy, {})
 
     def init(self, model: nnx.Module | None = None) -> TrainState:
         """Returns the state to start from: the variables of the model, copied.

@@ -143,6 +143,7 @@ def test_a_train_step_of_a_model_names_its_operations(model):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert in_float32(step, step.init(), TOKENS) == {"embed"}
+    assert repr(step).startswith("<train step of loss_fn under PolicyMap(")
 
 
 def test_a_named_model_is_copied_and_pickled_as_one_of_its_own_class(model):
