@@ -232,8 +232,10 @@ def _diverged_text(state: dict[str, Any], params: PyTree | None) -> str:
     bad = np.flatnonzero(~flags)
     leaf = _leaf_text(int(bad[0]), len(flags), params) if len(bad) else "unknown"
     more = f" ({len(bad)} of {len(flags)} leaves are bad)" if len(bad) > 1 else ""
-    fix = "Lower the learning rate, or look for what overflows: "
-    fix += "try policy 'bf16-mixed', or keep that layer in float32 with a PolicyMap."
+    fix = (
+        "Lower the learning rate, or look for what overflows: step.diagnose(state, batch, metrics) "
+    )
+    fix += "names it. Try policy 'bf16-mixed', or keep that layer in float32 with a PolicyMap."
     return message("with_loss_scale", got, f"First bad leaf: {leaf}{more}.", fix)
 
 
