@@ -37,7 +37,7 @@ class NNXTrainStep:
         self.plain: TrainStep  # the step of pure functions that does the work
 
     def __repr__(self) -> str:
-        return describe_step(self._loss_fn, self.plain.policy, {})
+        return describe_step(self.loss_fn, self.plain.policy, {})
 
     def init(self, model: nnx.Module | None = None) -> TrainState:
         """Returns the state to start from: the variables of the model, copied.
