@@ -145,14 +145,11 @@ def test_pointwise_convolutions_of_any_layout(order):
         np.testing.assert_allclose(a, b, atol=2**-7 * float(jnp.abs(b).max()))
 
 
-def test_what_is_stored_low_is_read_low_on_a_gpu():
-    fun = autocast(gelu_layer, "bf16-mixed")
-    lowered = jax.jit(fun).trace(normal(8, 16), normal(4, 8, seed=2))
-    assert "optimization_barrier" not in lowered.lower(lowering_platforms=("tpu",)).as_text()
-    scanned = autocast(lambda w, x: jax.nn.gelu(x @ w) @ w, "bf16-mixed")
-    lowered = jax.jit(scanned).trace(normal(8, 8), normal(4, 8, seed=2))
-    barriers = r"optimization_barrier %\w+ : tensor<4x8xbf16>"
-    assert re.search(barriers, lowered.lower(lowering_platforms=("cuda",)).as_text())
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_nothing_parts_what_is_stored_low_from_what_is_computed_with_it(platform):
+    fun = autocast(lambda w, x: jax.nn.gelu(x @ w).T @ w, "bf16-mixed")
+    lowered = jax.jit(fun).trace(normal(8, 8), normal(8, 8, seed=2))
+    assert "optimization_barrier" not in lowered.lower(lowering_platforms=(platform,)).as_text()
 
 
 def test_a_cpu_without_bfloat16_products_multiplies_in_float32(monkeypatch):
@@ -247,7 +244,7 @@ def stored(fun, platform, *args):
 KERNEL, BIAS, PHOTOS = normal(3, 3, 4, 8), normal(8), normal(16, 8, 8, 4, seed=3)
 
 
-def test_what_is_read_again_beside_its_statistics_is_stored_low():
+def test_cotangents_beside_statistics_are_stored_low():
     def loss(norm):
         return lambda w, b, x: jnp.sum(images(w, b, x, lambda y: jnp.tanh(norm(y))) ** 2)
 
@@ -257,11 +254,11 @@ def test_what_is_read_again_beside_its_statistics_is_stored_low():
     def over_rows(y):
         return (y - jnp.mean(y, axis=-1, keepdims=True)) * 2
 
-    # Stored once by the sum and, in the backward pass, by the activation's derivative.
-    for norm, sizes in ((over_places, 2), (over_rows, 1)):
+    # By the derivative of the activation, and that of the biased product.
+    for norm in (over_places, over_rows):
         fun = jax.grad(autocast(loss(norm), "bf16-mixed"), (0, 1))
         found = stored(fun, "cuda", KERNEL, BIAS, PHOTOS)
-        assert found.count("16x8x8x8xbf16") == sizes, (norm, found)
+        assert found.count("16x8x8x8xbf16") == 1, (norm, found)
         assert "16x8x8x8xf32" not in found
 
 
@@ -317,7 +314,7 @@ def test_cotangents_that_are_summed_in_unlike_shapes_are_stored_low():
     fun = jax.grad(autocast(loss, "bf16-mixed"), (0, 1, 2))
     found = stored(fun, "cuda", KERNEL, BIAS, times, PHOTOS)
     # The sum, the cotangent of what tanh reads, and that of the times before it is summed.
-    assert found.count("16x8x8x8xbf16") == 3
+    assert found.count("16x8x8x8xbf16") == 2
     assert "16x8xbf16" not in found
     wanted = jax.grad(loss, (0, 1, 2))(KERNEL, BIAS, times, PHOTOS)
     for a, b in zip(fun(KERNEL, BIAS, times, PHOTOS), wanted, strict=True):
@@ -336,7 +333,7 @@ def test_a_cotangent_behind_relu_is_stored_where_a_shortcut_reads_it_too():
     def wide(x):
         return jnp.concatenate([x, x], axis=-1)
 
-    for shortcut, count in ((lambda x: 0.0, 1), (wide, 2)):
+    for shortcut, count in ((lambda x: 0.0, 0), (wide, 1)):
         fun = autocast(lambda w, b, x, s=shortcut: loss(w, b, x, s), "bf16-mixed")
         found = stored(jax.grad(fun, (0, 1, 2)), "cuda", KERNEL, BIAS, PHOTOS)
         assert found.count("16x8x8x8xbf16") == count

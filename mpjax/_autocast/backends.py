@@ -11,11 +11,11 @@ instructions for bfloat16 products the same numbers come faster from the float32
 of two bfloat16 are exact in float32.
 
 XLA:GPU cancels a rounding to low against the widening of a later reader, and then stores float32.
-So a product is asked for the low result itself (it accumulates in float32 all the same), and what
-is stored low passes a barrier. cuDNN has no low convolution with a float32 result at all: XLA
-would widen its operands, whole activations. So it has a low result, widened where float32 was asked
-for. In float16 the gradient of a kernel may overflow there, as one that is cast by hand may; the
-loss scale is there for that.
+So a product is asked for the low result itself: it accumulates in float32 all the same. (A barrier
+behind all that is stored low would part it from a transpose or a pad that XLA computes with it.)
+cuDNN has no low convolution with a float32 result at all: XLA would widen its operands, whole
+activations. So it has a low result, widened where float32 was asked for. In float16 the gradient of
+a kernel may overflow there, as one that is cast by hand may; the loss scale is there for that.
 """
 
 import functools
@@ -116,18 +116,11 @@ def _lower_operand(ctx: Any, x: Any) -> Any:
 _operand_p = _identity_primitive("settled_operand", {})
 mlir.register_lowering(_operand_p, _lower_operand, platform="cpu")
 _result_p = _identity_primitive("settled_result", {})
-
-
-@hint("stored", lambda x: x)
-def _barrier(x: Any) -> Any:
-    return lax.optimization_barrier(x)
-
-
-STORED = _identity_primitive("stored", dict.fromkeys(GPUS, _barrier))
+STORED = _identity_primitive("stored", dict.fromkeys(GPUS, lax.optimization_barrier))
 
 
 def stored(x: jax.Array) -> jax.Array:
-    """Returns a low value that readers on a GPU read as it was stored."""
+    """Returns a low value from which a GPU reads a mask, and which is kept for that."""
     return STORED.bind(x)
 
 

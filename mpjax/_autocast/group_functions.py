@@ -123,8 +123,7 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
         outs: list[Any] = []
         for var, is_low, is_full in step.outputs:
             if is_low:
-                low = local[var].astype(plan.states[var].dtype)
-                outs.append(low if var in step.masked else backends.stored(low))
+                outs.append(local[var].astype(plan.states[var].dtype))
             if is_full:
                 outs.append(_widened(var, local[var]))
         return outs

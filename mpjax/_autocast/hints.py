@@ -37,7 +37,6 @@ stored_cotangent      | gpu, tpu |
 pointwise             | gpu      |
 moved_once            | tpu      |
 moved_again           | tpu      |
-stored                | gpu      |
 recomputed            | all      |
 kept_apart            | all      |
 """
