@@ -16,7 +16,6 @@ import numpy as np
 from mpjax import _compat
 from mpjax._autocast import backends, groups, masks, passes, scopes
 from mpjax._autocast.binding import bind, inside, written_at
-from mpjax._autocast.moved import moved
 from mpjax._autocast.plan import FLOAT32, Plan, is_float32
 from mpjax._autocast.recompute import recomputed
 
@@ -99,23 +98,14 @@ def _literal(literal: Any) -> Hashable:
 
 
 def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -> Function:
-    once = passes.moved_once(eqns)
-    again = passes.moved_again(eqns, step.inputs)
-
     def fun(*arrays: Any) -> list[Any]:
-        held = dict(zip(step.inputs, arrays, strict=True))
-        local = dict(held)
+        inputs = zip(step.inputs, arrays, strict=True)
+        local = {v: _widened(v, array) for v, array in inputs}
         for eqn in eqns:
-            for v in eqn.invars:
-                if not _compat.is_literal(v) and v not in once:
-                    local[v] = _widened(v, local[v])
             values = _operands(plan, step, eqn, local)
             with written_at(eqn, around):
                 local.update(zip(eqn.outvars, _bind(plan, step, eqn, values), strict=True))
-                (var, *_) = eqn.outvars
-                if var in again and held[eqn.invars[0]].dtype != values[0].dtype:
-                    (low,) = bind(eqn, [held[eqn.invars[0]]])
-                    local[var] = moved(local[var], low)
+            (var, *_) = eqn.outvars
             if var in step.convolved:
                 local[var] = backends.summed(local[var], plan.states[var].dtype)
             if low := groups.low_cotangent(eqn, step, plan.states):

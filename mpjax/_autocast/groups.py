@@ -165,7 +165,7 @@ def schedule(
 
     `multiplied` are the variables that products read, however late.
     """
-    cuts = _read_exactly(jaxpr, fused, found) | passes.copied_last(jaxpr, fused, found)
+    cuts = _read_exactly(jaxpr, fused, found)
     twice = passes.read_twice(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
     cuts |= twice | passes.merged(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
     levels = _levels(jaxpr, fused, cuts)

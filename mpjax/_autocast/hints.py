@@ -29,14 +29,11 @@ read_twice            | gpu, tpu |
 read_exactly          | all      |
 merged                | all      |
 masks                 | gpu      |
-copied_last           | gpu      |
 summed_apart          | gpu, tpu |
 added_to_convolutions | gpu      |
 activated             | gpu, tpu |
 stored_cotangent      | gpu, tpu |
 pointwise             | gpu      |
-moved_once            | tpu      |
-moved_again           | tpu      |
 recomputed            | all      |
 kept_apart            | all      |
 """

@@ -18,7 +18,7 @@ from mpjax import _compat
 from mpjax._autocast import exact, structure
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.hints import hint
-from mpjax._autocast.states import Kind, State, copies, size
+from mpjax._autocast.states import Kind, State, size
 from mpjax._op_rules import only_moves
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
@@ -26,7 +26,6 @@ CONVOLUTION = "conv_general_dilated"
 STATISTICS = frozenset({"reduce_sum", "reduce_prod", "reduce_max", "reduce_min"})
 _BENDS = frozenset({"tanh", "logistic", "erf"})
 ADDS = frozenset({"add", "add_any", "sub"})
-_PERMUTES = frozenset({"split", "reshape", "squeeze", "expand_dims", "transpose", "rev"})
 _NOTHING: frozenset[Any] = frozenset()
 
 
@@ -107,55 +106,6 @@ def merged(
         kept = frozenset({out}) if is_sum and found[out].kind == Kind.LOW else read
         sums.update((v, kept) for v in eqn.outvars)
     return cuts
-
-
-@hint("copied_last", lambda *_: set[Any]())
-def copied_last(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> set[Any]:
-    """Returns the low values of which a group does nothing any more but to make two copies.
-
-    They are stored, and the cotangents of both copies added up, as they are held: upsampling.
-    """
-    worked: set[Any] = set()
-    copied: set[Any] = set()
-    for eqn, is_fused in zip(reversed(jaxpr.eqns), reversed(fused), strict=True):
-        if is_fused and (not only_moves(eqn) or worked.intersection(eqn.outvars)):
-            worked.update(_compat.variables(eqn))
-        elif is_fused and eqn.primitive.name == "broadcast_in_dim" and copies(eqn) == 2:
-            copied.update(v for v in _compat.variables(eqn) if found[v].kind == Kind.LOW)
-    return copied
-
-
-@hint("moved_once", lambda *_: set[Any]())
-def moved_once(eqns: Sequence[Any]) -> set[Any]:
-    """Returns the values that a group moves as they are held, to widen what is made of them.
-
-    Widened before it is split, a value would be stored in float32 for those that read its parts.
-    Each part has one cotangent: a value with several readers needs their sum, in float32.
-    """
-    readers: dict[Any, list[Any]] = {}
-    for eqn in eqns:
-        for v in eqn.invars:
-            if not _compat.is_literal(v):
-                readers.setdefault(v, []).append(eqn)
-    return {
-        v for v, (eqn, *others) in readers.items() if not others and eqn.primitive.name in _PERMUTES
-    }
-
-
-@hint("moved_again", lambda *_: set[Any]())
-def moved_again(eqns: Sequence[Any], inputs: Sequence[Any]) -> set[Any]:
-    """Returns what a group makes by moving inputs that it reads in other ways too.
-
-    Each reader on a TPU is to read such an input as it is held, in a layout of its own.
-    """
-    once = moved_once(eqns)
-    return {
-        eqn.outvars[0]
-        for eqn in eqns
-        if eqn.primitive.name in _PERMUTES - {"split"}
-        and eqn.invars[0] in inputs
-        and eqn.invars[0] not in once
-    }
 
 
 @hint("activated", lambda *_: set[Any]())
