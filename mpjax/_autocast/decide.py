@@ -22,6 +22,7 @@ from mpjax._autocast import (
     control,
     groups,
     linear,
+    norms,
     reads,
     scopes,
     states,
@@ -81,6 +82,8 @@ class _Planner:
         for var in self.jaxpr.constvars:
             self.states[var] = initial_state(var.aval)
         self.sums = streams.Sums(self.jaxpr, self.reads, self.states)
+        self.normalised = norms.results(self.jaxpr)
+        self.norms_between = norms.stored(self.jaxpr, self.normalised)
         self.compared: set[Any] = set()
         self.changed = False
 
@@ -161,7 +164,10 @@ class _Planner:
             return self.decide_keep(eqn, operands, rule.reason)
         if settings.as_written or self.low_dtype(eqn, settings) is None:
             return self.fused(eqn, states.full(operands), "float32 was asked for here")
-        state = states.follow(operands, widest=settings.widest)
+        branches = self.with_branches(eqn, operands)
+        state = states.follow(branches, widest=settings.widest)
+        if state.kind == Kind.LOW:
+            operands = branches
         if state.kind == Kind.CONSTANT:
             state = states.arithmetic(name, operands)
         if name not in _STEPWISE:
@@ -171,6 +177,24 @@ class _Planner:
         if name in groups.MOVING and state.kind == Kind.LOW and operands[0].kind != Kind.LOW:
             state = states.WIDE  # an update of a float32 buffer: the rest of it is not rounded
         return self.fused(eqn, state, rule.reason)
+
+    def with_branches(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
+        """The states of operands; a normalised branch that joins a stream counts as low."""
+        found = norms.branches(eqn, self.normalised)
+        if not found or self.sums.repeats_any(_compat.variables(eqn)):  # the shift of a norm
+            return operands
+        want = self.reads.get(eqn.outvars[0], 0)
+        return [
+            self.as_normalised(eqn, state, want) if v in found else state
+            for v, state in zip(eqn.invars, operands, strict=True)
+        ]
+
+    def as_normalised(self, eqn: Any, state: State, want: int) -> State:
+        """Low, where a product comes later and nothing that rounding would hurt reads the value."""
+        spoiled = reads.OUTPUT | reads.FULL | reads.EXACT | reads.GRADIENT
+        if not want & reads.LATER or want & spoiled:
+            return state
+        return self.as_read(eqn, state, reads.PRODUCT)
 
     def reads_low(self, eqn: Any) -> bool:
         return any(self.state(v).kind == Kind.LOW for v in eqn.invars)
@@ -325,7 +349,10 @@ class _Planner:
 
     def stored(self, eqn: Any, var: Any, state: State) -> State:
         """Low instead of wide, where a product reads the value and no output does."""
-        return self.as_read(eqn, state, self.reads.get(var, 0))
+        want = self.reads.get(var, 0)
+        if var in self.norms_between:
+            state = self.as_normalised(eqn, state, want)
+        return self.as_read(eqn, state, want)
 
     def as_read(self, eqn: Any, state: State, want: int) -> State:
         """The state in which a result of an equation is given to those that read it so."""

@@ -7,7 +7,7 @@ added what was made of it, a float32 branch that joins a low stream before the n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mpjax import _compat
@@ -33,6 +33,10 @@ class Sums:
     def maker(self, atom: Any) -> Any:
         """Returns the equation that makes a value, None for inputs and literals."""
         return None if _compat.is_literal(atom) else self._makers.get(atom)
+
+    def repeats_any(self, values: Iterable[Any]) -> bool:
+        """Whether one of some values is what a broadcast made."""
+        return not self._repeated.isdisjoint(values)
 
     def note(self, eqn: Any, operands: Sequence[State]) -> None:
         """Remembers of an equation, whose results have states, what later sums ask for."""
