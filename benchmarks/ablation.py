@@ -126,7 +126,8 @@ def grid(store: Store, place: tuple[str, ...], count: str, unit: str) -> tables.
     note = (
         f"Ratio of {unit}: in the first row of autocast to hand-cast, below of autocast without "
         "one hint to autocast with all. Above 1 the hint helps. An empty cell is 1: the same "
-        f"program, or the same count. Judges, by which no hint is tuned: {', '.join(JUDGES)}."
+        "program, or the same count; a question mark is not measured. "
+        f"Judges, by which no hint is tuned: {', '.join(JUDGES)}."
     )
     title = f"{unit}, {', '.join(place[:2])}, size {place[2]}"
     return tables.Grid(title, note, ("", "platforms", *networks), rows)

@@ -25,17 +25,17 @@ class Hint:
 
 
 _ROWS = """
-read_twice            | gpu, tpu |
-read_exactly          | all      |
-merged                | all      |
-masks                 | gpu      |
-summed_apart          | gpu, tpu |
-added_to_convolutions | gpu      |
-activated             | gpu, tpu |
-stored_cotangent      | gpu, tpu |
-pointwise             | gpu      |
-recomputed            | all      |
-kept_apart            | all      |
+read_twice            | gpu, tpu | unet3d .96
+read_exactly          | all      | mlp .90, wavenet .98; temporaries mlp .70
+merged                | all      | lstm: temporaries
+masks                 | gpu      | resnet50 .98; temporaries .93
+summed_apart          | gpu, tpu | unet .96
+added_to_convolutions | gpu      | unet3d .92
+activated             | gpu, tpu | efficientnet .92; temporaries unet3d .87, bytes 1.05
+stored_cotangent      | gpu, tpu | as activated; wavenet .95, temporaries 1.20
+pointwise             | gpu      | none in bytes; a kernel's gradient keeps the bits of its sum
+recomputed            | all      | temporaries gemma .79
+kept_apart            | all      | temporaries gemma .79
 """
 HINTS = {
     name: Hint(name, platforms, gain)
