@@ -14,6 +14,13 @@ from mpjax._grad import get_loss_scale, grad, value_and_grad
 from mpjax._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from mpjax._policy import Policy, default_policy, get_policy
 from mpjax._policy_map import PolicyMap
+from mpjax._quantized_policy import QuantizedPolicy
+from mpjax._recipes import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Int8CurrentScaling,
+    MXFP8BlockScaling,
+)
 from mpjax._support import check_support
 from mpjax._tree import all_finite, select_tree
 
@@ -26,12 +33,17 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DynamicLossScale",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Int8CurrentScaling",
     "LossScale",
+    "MXFP8BlockScaling",
     "NoOpLossScale",
     "NonFiniteError",
     "Policy",
     "PolicyMap",
     "PolicyWarning",
+    "QuantizedPolicy",
     "StaticLossScale",
     "SupportWarning",
     "TrainState",

@@ -118,14 +118,14 @@ def _unknown(spec: object, where: str) -> str:
 def _unfit(dtype: DType, where: str) -> str:
     if "float" in dtype.name:
         why = "8-bit and narrower floats need a scale per tensor, which a policy has no place for."
-        fix = "Use 'bfloat16' here, and a quantised product (e.g. flax.linen.Fp8DotGeneralOp)."
+        fix = "Use 'bfloat16' here; for 8-bit products, type 'float8_from_mixed_bfloat16'."
     elif dtype.kind == "c":
         why = "A policy moves real floating values only; complex values keep their dtype."
         fix = "Use 'float32'."
     else:
         why = "A policy moves floating values only; integers and booleans keep their dtype."
-        fix = "Use 'bfloat16', 'float16' or 'float32'; integers need a quantised product "
-        fix += "(e.g. jax.lax.dot_general with preferred_element_type=jnp.int32)."
+        fix = "Use 'bfloat16', 'float16' or 'float32'; "
+        fix += "for 8-bit products, type 'int8_from_mixed_bfloat16'."
     allowed = "Accepted: float16, bfloat16, float32, float64."
     return message(where, f"{dtype.name} is no dtype to compute in.", why, allowed, fix)
 

@@ -175,8 +175,8 @@ def unknown_policy(name: str, names: list[str]) -> str:
         return message("get_policy", got, fix)
     if re.search("(fp|float|^f|int|^i|^)8", folded(name)):
         got = f"unknown policy {name!r}: 8 bits is a recipe of products, and no dtype of a policy."
-        known = [repr(name) for name in names if "8" in name] or ["'bf16-mixed'", "'16-mixed'"]
-        allowed = f"Accepted: {', '.join(known)}; 8-bit arrays keep their dtype under each."
+        allowed = "Accepted: 'int8_from_mixed_bfloat16', 'float8_from_mixed_bfloat16', or either "
+        allowed += "from another base, such as 'float8_from_mixed_float16'."
         return message("get_policy", got, allowed)
     accepted = (
         "Accepted: 'bf16-mixed', '16-mixed', '32-true', 'mixed_bfloat16', 'O2', "

@@ -21,6 +21,7 @@ from mpjax._loss_scale import LossScale
 from mpjax._microbatches import divided, over_parts, weighed
 from mpjax._policy import Policy, chosen_policy, in_step
 from mpjax._policy_map import PolicyMap
+from mpjax._quantized_policy import QuantizedPolicy
 from mpjax._skip import select_like
 from mpjax._summary import describe_state, describe_step, grad_norm
 from mpjax._train_checks import (
@@ -430,9 +431,10 @@ def _under_policy(loss_fn: Callable[..., Any], policy: Any) -> Callable[..., Any
 
 
 def _is_autocast(policy: Policy | PolicyMap) -> bool:
-    """Whether parameters are wider than what is computed with, somewhere."""
+    """Whether parameters are wider than what is computed with, somewhere, or products narrower."""
     policies = policy.policies if isinstance(policy, PolicyMap) else (policy,)
-    return any(p.compute_dtype.itemsize < p.param_dtype.itemsize for p in policies)
+    narrower = any(p.compute_dtype.itemsize < p.param_dtype.itemsize for p in policies)
+    return narrower or any(isinstance(p, QuantizedPolicy) for p in policies)
 
 
 def _checked(state: Any) -> TrainState:

@@ -119,7 +119,7 @@ class Exact:
 
     def _low_product(self, eqn: Any, values: list[Any]) -> list[Any]:
         program = eqn.params["program"]  # a float32 jaxpr, and the dtype to round operands to
-        rounded = [v.astype(program.low).astype(np.float32) for v in values[:2]]
+        rounded = [v.astype(program.config.low).astype(np.float32) for v in values[:2]]
         outs = self.run(program.traced, [*rounded, *values[2:]])
         return [self._typed(o, v.aval) for o, v in zip(outs, eqn.outvars, strict=True)]
 

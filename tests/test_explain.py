@@ -339,8 +339,8 @@ def test_a_float32_policy_explains_that_nothing_is_low():
 
 
 def test_an_unknown_policy_is_refused_as_by_autocast():
-    with pytest.raises(ValueError, match=r"unknown policy 'bf16_mixed'"):
-        explain(lambda x: x, "bf16_mixed")(jnp.ones(2))
+    with pytest.raises(ValueError, match=r"unknown policy 'bf16_mxied'"):
+        explain(lambda x: x, "bf16_mxied")(jnp.ones(2))
 
 
 def test_what_a_loop_keeps_is_named_with_its_dtype():

@@ -12,9 +12,10 @@ PACKAGE = Path(__file__).parent.parent / "mpjax"
 # One row a layer; each file or folder stands in one. A file imports only from rows above its own.
 LAYERS = (
     ("_compat", "_errors", "_shown", "_typing"),
-    ("_dtypes", "_foreign_names"),
+    ("_dtypes", "_foreign_names", "_recipes"),
     ("_tree", "_loss_scale_checks"),
     ("_policy", "_loss_scale", "_hardware", "_op_rules", "_spelling"),
+    ("_quantized_policy",),
     ("_policy_map", "_grad", "_autocast", "_support", "_skip"),
     ("_optim_state", "_module_dtypes", "_microbatches"),
     ("_low_precision",),

@@ -333,8 +333,8 @@ def test_what_keras_has_besides_is_refused_with_what_to_type():
     for spec in (config, keras_map):
         with pytest.raises(ValueError, match=said):
             mpjax.get_policy(spec)
-    config = {"class_name": "QuantizedDTypePolicy", "config": {"mode": "int8"}}
-    with pytest.raises(ValueError, match=r"a Keras QuantizedDTypePolicy is no policy of floating"):
+    config = {"class_name": "GPTQDTypePolicy", "config": {"mode": "gptq/4/-1"}}
+    with pytest.raises(ValueError, match=r"a Keras GPTQDTypePolicy is no policy of floating"):
         mpjax.get_policy(config)
 
 
@@ -466,7 +466,7 @@ def test_names_are_understood_in_any_case_and_with_either_hyphen(name, same):
     assert mpjax.get_policy(name) == mpjax.get_policy(same)
 
 
-@pytest.mark.parametrize("name", ["float8", "fp8", "f8", "8bit", "int8_from_mixed_bfloat16"])
+@pytest.mark.parametrize("name", ["float8", "fp8", "f8", "8bit", "int8-mixed"])
 def test_eight_bits_are_said_to_be_no_policy_of_dtypes(name):
     with pytest.raises(ValueError, match=rf"'{name}': 8 bits is a recipe(.|\n)*Accepted"):
         mpjax.get_policy(name)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._autocast import nnx_names, reads, scopes, stateful
+from mpjax._autocast import nnx_names, parameters, quantized, reads, scopes, stateful
 from mpjax._autocast import plan as planning
 from mpjax._autocast.decide import make_plan
 from mpjax._autocast.rebind import Runner
@@ -28,14 +28,25 @@ Rules = str | Mapping[str, str] | None
 
 
 @overload
-def autocast(fun: F, policy: Any = ..., *, rules: Rules = ..., dot_precision: Any = ...) -> F: ...
+def autocast(
+    fun: F, policy: Any = ..., *, rules: Rules = ..., dot_precision: Any = ..., params: Any = ...
+) -> F: ...
 @overload
 def autocast(
-    fun: str | scopes.Policies | None = ..., *, rules: Rules = ..., dot_precision: Any = ...
+    fun: str | scopes.Policies | None = ...,
+    *,
+    rules: Rules = ...,
+    dot_precision: Any = ...,
+    params: Any = ...,
 ) -> Callable[[F], F]: ...
 @names_keywords(AUTOCAST)
 def autocast(
-    fun: Any = None, policy: Any = None, *, rules: Rules = None, dot_precision: Any = None
+    fun: Any = None,
+    policy: Any = None,
+    *,
+    rules: Rules = None,
+    dot_precision: Any = None,
+    params: Any = None,
 ) -> Any:
     """Returns a function that computes what `fun` does, its products on low-precision operands.
 
@@ -50,6 +61,8 @@ def autocast(
         or "widest": a float32 operand wins over a low one, as in PyTorch.
       dot_precision: the algorithm of every product that leaves it at the default: "tf32",
         "bf16x3", a `jax.lax.Precision` or a `jax.lax.DotAlgorithmPreset`.
+      params: for a `QuantizedPolicy`, the arguments that hold parameters, by position or name; by
+        default the Flax NNX and Equinox modules among them, or else the first.
 
     Returns:
       A function with the signature of `fun`.
@@ -59,7 +72,8 @@ def autocast(
       TypeError: a result of `fun` is not an array.
 
     Warns:
-      PolicyWarning: a rule of a `PolicyMap` matches nothing in `fun`, or comes too late.
+      PolicyWarning: a rule of a `PolicyMap` matches nothing in `fun`, or comes too late; or a
+        `QuantizedPolicy` finds no product to quantise.
       SupportWarning: float16 products are compiled for a TPU.
 
     Dtypes:
@@ -81,9 +95,12 @@ def autocast(
     overrides, widest = parse_rules(rules)
     algorithm = _dot_precision(dot_precision)
     ordered = tuple(sorted(overrides.items()))
+    named = parameters.checked(params, "autocast")
     if not callable(fun) or (isinstance(fun, type) and hasattr(fun, "dtype")):  # jnp.bfloat16
         given = _given(fun, policy)
-        return lambda f: autocast(_function(f), given, rules=rules, dot_precision=dot_precision)
+        return lambda f: autocast(
+            _function(f), given, rules=rules, dot_precision=dot_precision, params=params
+        )
     if policy is not None:  # a policy that is none is refused here; the default is read later
         policy = chosen_policy(policy, "autocast")
 
@@ -91,7 +108,7 @@ def autocast(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         found = get_policy(policy)
         warn_of_other_step(found, f"autocast({_name(fun)})")
-        settings = planning.Settings(found, ordered, widest, algorithm)
+        settings = planning.Settings(found, ordered, widest, algorithm, params=named)
         _check_algorithm(found, algorithm)
         if not _lowers(found) and algorithm is None:
             with jax.named_scope(scopes.AS_WRITTEN):
@@ -157,24 +174,45 @@ def call(fun: Callable[..., Any], args: Any, kwargs: Any, settings: planning.Set
     """Returns `fun(*args, **kwargs)`, computed as `settings` say."""
     if stateful.is_initializing(stateful.linen_modules(fun, (args, kwargs))):
         return fun(*args, **kwargs)
-    fun, owner = stateful.with_owner(fun)
-    args = (*owner, *args)
-    traced = trace(fun, args, kwargs)
-    plan = plan_traced(traced.jaxpr, settings)
-    _warn_unused(settings.policy, traced.jaxpr)
+    traced, plan = planned(fun, args, kwargs, settings)
+    quantized.warn_if_nothing(plan)
+    _warn_unused(plan.settings, traced.jaxpr)
     with jax.named_scope(scopes.AS_WRITTEN):
         outs = Runner().run(plan, traced.arrays)
     typed = [_typed_like(v.aval, x) for v, x in zip(traced.jaxpr.jaxpr.outvars, outs, strict=True)]
     result, changed = jax.tree.unflatten(traced.out_tree, typed)
     for place, leaves in zip(traced.changed, changed, strict=True):
-        stateful.write_back(stateful.modules((args, kwargs))[place], leaves)
+        stateful.write_back(stateful.modules(traced.given)[place], leaves)
     return result
 
 
-def _warn_unused(policy: scopes.Policies, jaxpr: Any) -> None:
+def planned(
+    fun: Callable[..., Any], args: Any, kwargs: Any, settings: planning.Settings
+) -> tuple[Traced, planning.Plan]:
+    """Returns a function's jaxpr and its plan."""
+    fun, owner = stateful.with_owner(fun)
+    if quantized.quantizes(settings.policy) and not owner:
+        fun, owner = parameters.with_owner(fun)
+    args, kwargs = quantized.widened(((*owner, *args), kwargs), settings.policy)
+    traced = trace(fun, args, kwargs)
+
+    def paths() -> list[str | None]:
+        found = parameters.paths(fun, args, kwargs, settings.params)
+        return [found[i] for i in traced.places]
+
+    jaxpr = traced.jaxpr
+    settings = quantized.prepared(jaxpr.jaxpr, settings, paths)
+    in_states = tuple(planning.initial_state(v.aval) for v in jaxpr.jaxpr.invars)
+    wants = (reads.OUTPUT,) * len(jaxpr.jaxpr.outvars)
+    return traced, make_plan(jaxpr, in_states, wants, settings)
+
+
+def _warn_unused(settings: planning.Settings, jaxpr: Any) -> None:
+    policy = settings.policy
     if isinstance(policy, Policy):
         return
     paths = scopes.paths(jaxpr.jaxpr)
+    paths += quantized.weights(settings.given)  # a rule may name the weight of a product
     if paths or len(policy.policies) == 1:
         policy.warn_unused(paths, "autocast")
         return
@@ -189,13 +227,6 @@ def _warn_unused(policy: scopes.Policies, jaxpr: Any) -> None:
     warnings.warn(text, PolicyWarning, stacklevel=4)
 
 
-def plan_traced(jaxpr: Any, settings: planning.Settings) -> planning.Plan:
-    """Returns the plan of a whole function."""
-    in_states = tuple(planning.initial_state(v.aval) for v in jaxpr.jaxpr.invars)
-    wants = (reads.OUTPUT,) * len(jaxpr.jaxpr.outvars)
-    return make_plan(jaxpr, in_states, wants, settings)
-
-
 class Traced:
     """A function's jaxpr, the arrays that it is for, and the structure of its results.
 
@@ -203,11 +234,16 @@ class Traced:
     arguments that it changed; `changed` says which modules these are.
     """
 
-    __slots__ = ("arrays", "changed", "jaxpr", "out_tree")
+    __slots__ = ("arrays", "changed", "given", "jaxpr", "out_tree", "places")
 
-    def __init__(self, jaxpr: Any, arrays: list[Any], out_tree: Any, changed: list[int]) -> None:
+    def __init__(
+        self, jaxpr: Any, given: Any, places: list[int], out_tree: Any, changed: list[int]
+    ) -> None:
         self.jaxpr = jaxpr
-        self.arrays = arrays
+        self.given = given  # the arguments
+        self.places = places  # of the arrays among their leaves
+        leaves = jax.tree.leaves(given)
+        self.arrays = [leaves[i] for i in places]
         self.out_tree = out_tree
         self.changed = changed
 
@@ -239,7 +275,7 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     before = stateful.variables(linen)
     jaxpr = jax.make_jaxpr(flat)(*arrays)
     stateful.check_unchanged(before, linen, where)
-    return Traced(jaxpr, arrays, *trees)
+    return Traced(jaxpr, (args, kwargs), places, *trees)
 
 
 def _is_traced(leaf: Any) -> bool:
@@ -279,7 +315,8 @@ def _typed_like(aval: Any, array: Any) -> Any:
 
 def _lowers(policy: scopes.Policies) -> bool:
     policies = (policy,) if isinstance(policy, Policy) else policy.policies
-    return any(p.compute_dtype.itemsize < planning.FLOAT32.itemsize for p in policies)
+    low = any(p.compute_dtype.itemsize < planning.FLOAT32.itemsize for p in policies)
+    return low or quantized.quantizes(policy)
 
 
 _ALGORITHMS = {

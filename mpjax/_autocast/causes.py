@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax import _compat
-from mpjax._autocast import exact, groups, scopes, states, structure
+from mpjax._autocast import exact, groups, quantized, scopes, states, structure
 from mpjax._autocast import plan as planning
 from mpjax._autocast.plan import FLOAT32, Action, Decision, Plan
 from mpjax._autocast.states import Kind
@@ -220,7 +220,7 @@ def _stored(plan: Plan) -> dict[Any, bool | None]:
 def _dtype(plan: Plan, decision: Decision, stored: dict[Any, bool | None]) -> Any:
     """That of the operands of a product; in which any other operation's result is held."""
     if decision.action is Action.PRODUCT:
-        return decision.low
+        return quantized.shown_dtype(decision.how) if decision.how else decision.low
     if op_class(decision.eqn.primitive.name, {}) is OpClass.LOWER:
         return decision.eqn.invars[0].aval.dtype  # as it was written
     out = decision.eqn.outvars[0]

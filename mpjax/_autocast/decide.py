@@ -23,6 +23,7 @@ from mpjax._autocast import (
     groups,
     linear,
     norms,
+    quantized,
     reads,
     scopes,
     states,
@@ -78,6 +79,7 @@ class _Planner:
         self.in_states = in_states
         self.reads = reads.of(self.jaxpr, wants, settings.held_full)
         self.wants = wants
+        self.products = quantized.Products(self.jaxpr, settings.policy, settings.given)
         self.states: dict[Any, State] = dict(zip(self.jaxpr.invars, in_states, strict=True))
         for var in self.jaxpr.constvars:
             self.states[var] = initial_state(var.aval)
@@ -229,14 +231,15 @@ class _Planner:
         return states.UNKNOWN_CONSTANT
 
     def decide_product(self, eqn: Any, kind: OpClass | None, settings: Settings) -> Decision:
+        want = self.reads.get(eqn.outvars[0], 0)
         low = self.low_dtype(eqn, settings)
+        how, why, low = self.products.config(eqn, settings, low, exact=bool(want & reads.EXACT))
         reason = self.why_not_lower(eqn, kind, low)
         if reason:
             state = states.full([self.state(v) for v in eqn.invars])
             if settings.dot_precision is not None and _default_precision(eqn):
                 self.changed = True
             return self.as_traced(eqn, state, reason)
-        want = self.reads.get(eqn.outvars[0], 0)
         if reads.only_sums(eqn) and any(self.state(v).kind == Kind.WIDE for v in eqn.invars):
             self.record(eqn, [states.WIDE])
             return Decision(eqn, Action.FUSED, "a sum of float32 values")
@@ -250,13 +253,13 @@ class _Planner:
         seen = want & (reads.OUTPUT | reads.FULL)
         gradient = want & reads.GRADIENT  # rounded, small steps along it would be lost
         ruined = want & reads.EXACT
-        exact = gradient or ruined or reads.only_sums(eqn)
+        exact = gradient or ruined or reads.only_sums(eqn) or low == FLOAT32
         exact = exact or (not want & reads.LATER and (seen or backward))
         wide = states.WIDE_PURE if gradient else states.KEPT if ruined else states.WIDE
         self.states[eqn.outvars[0]] = wide if exact else states.low(low)
-        reason = OP_RULES[eqn.primitive.name].reason
+        reason = why or OP_RULES[eqn.primitive.name].reason
         out = FLOAT32 if exact else low
-        return Decision(eqn, Action.PRODUCT, reason, low=low, out_dtype=out)
+        return Decision(eqn, Action.PRODUCT, reason, low=low, out_dtype=out, how=how)
 
     def why_not_lower(self, eqn: Any, kind: OpClass | None, low: Any) -> str:
         operands = eqn.invars[:2]
@@ -283,7 +286,8 @@ class _Planner:
             return self.decide_function(eqn, settings)
         in_states = tuple(self.state(v) for v in eqn.invars)
         wants = tuple(self.reads.get(v, 0) for v in eqn.outvars)
-        call = control.plan_call(eqn, in_states, wants, settings, plan_inner)
+        inner = self.products.entering(eqn, plan_inner)
+        call = control.plan_call(eqn, in_states, wants, settings, inner)
         self.states.update(zip(eqn.outvars, call.out_states, strict=True))
         if not call.changed:
             return Decision(eqn, Action.AS_TRACED, "nothing to lower inside")

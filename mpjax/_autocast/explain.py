@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from mpjax import _compat
-from mpjax._autocast import api, causes, stateful
+from mpjax._autocast import api, causes, parameters, stateful
 from mpjax._autocast import plan as planning
 from mpjax._autocast.explanation import Casts, Explanation, Row
 from mpjax._autocast.plan import Plan
@@ -18,13 +18,18 @@ from mpjax._policy import get_policy
 
 
 def explain(
-    fun: Callable[..., Any], policy: Any = None, *, rules: Any = None, dot_precision: Any = None
+    fun: Callable[..., Any],
+    policy: Any = None,
+    *,
+    rules: Any = None,
+    dot_precision: Any = None,
+    params: Any = None,
 ) -> Callable[..., Explanation]:
     """Returns a function that tells what `autocast` does with `fun` on the same arguments.
 
     Args:
       fun: a function of arrays.
-      policy, rules, dot_precision: as for `autocast`.
+      policy, rules, dot_precision, params: as for `autocast`.
 
     Returns:
       A function of the arguments of `fun`, arrays or `jax.ShapeDtypeStruct`s: nothing is computed.
@@ -54,14 +59,15 @@ def explain(
     """
     overrides, widest = parse_rules(rules)
     fun, owner = stateful.with_owner(fun)
-    fast = api.autocast(fun, policy, rules=rules, dot_precision=dot_precision)
+    fast = api.autocast(fun, policy, rules=rules, dot_precision=dot_precision, params=params)
+    named = parameters.checked(params, "explain")
 
     def describe(args: Any, kwargs: Any) -> Explanation:
         found = get_policy(policy)
         ordered = tuple(sorted(overrides.items()))
-        settings = planning.Settings(found, ordered, widest, None)
-        traced = api.trace(fun, args, kwargs)  # a plan holds it weakly
-        plan = api.plan_traced(traced.jaxpr, settings)
+        settings = planning.Settings(found, ordered, widest, None, params=named)
+        # A plan holds what it is of weakly.
+        _traced, plan = api.planned(fun, args, kwargs, settings)
         program = api.trace(fast, args, kwargs).jaxpr.jaxpr
         name = getattr(fun, "__name__", type(fun).__name__)
         return Explanation(name, str(found), _rows(plan), _casts(program))

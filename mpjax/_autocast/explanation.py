@@ -16,7 +16,7 @@ from mpjax._shown import Shown, html_table, size
 
 _WIDTH, _REASON_WIDTH = 120, 62
 _HEADERS = ("operations", "dtype", "why", "where")
-_LOW = ("bf16", "f16")
+_LOW = ("f8_e4m3fn", "f8_e5m2", "i8", "bf16", "f16")
 
 
 @dataclass(frozen=True)

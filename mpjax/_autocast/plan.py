@@ -33,6 +33,8 @@ class Settings:
     dot_precision: Any = None
     scope: tuple[str, ...] = ()  # names around the jaxpr, for the paths of a PolicyMap
     as_written: bool = False  # inside a region that is left alone
+    params: tuple[int | str, ...] | None = None  # the arguments that hold parameters
+    given: Any = None  # a `layers.Given` where products are quantised
 
     @functools.cached_property
     def rules(self) -> dict[str, OpClass]:
@@ -69,6 +71,7 @@ class Decision:
     low: Any = None  # the dtype of a product's operands
     out_dtype: Any = None  # that of a product's or native operation's result
     call: Any = None  # a `control.CallPlan`, where the action is to call
+    how: Any = None  # a `product.Config`, where a product is quantised
 
 
 @dataclass(slots=True, eq=False)

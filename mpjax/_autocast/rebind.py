@@ -126,14 +126,18 @@ class Runner:
         params = eqn.params
         if plan.settings.dot_precision is not None:
             params = product.with_precision(params, plan.settings.dot_precision)
-        x, y = ((v.carrier(low), v.low(low)) for v in values[:2])
+        how = decision.how or product.low(low)
+        x, y = (
+            (v.carrier(low), v.made if how.reads_as_made(i) else v.low(low))
+            for i, v in enumerate(values[:2])
+        )
         out = product.product(
             eqn.primitive.name,
             params,
             x,
             y,
             [v.full for v in values[2:]],
-            how=product.low(low),
+            how=how,
             out_dtype=decision.out_dtype,
         )
         return out if self.products is None else self.products.named(eqn, out)

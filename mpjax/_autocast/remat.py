@@ -56,4 +56,5 @@ def _is_ours(name: str, avals: Any, params: Any) -> bool:
         return True
     if name not in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
         return False
-    return avals[0].dtype.itemsize < 4 and params["preferred_element_type"] == "float32"
+    narrow = avals[0].dtype.itemsize
+    return narrow == 1 or (narrow < 4 and params["preferred_element_type"] == "float32")

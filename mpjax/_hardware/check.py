@@ -10,6 +10,7 @@ import jax
 from mpjax._errors import SupportWarning, message
 from mpjax._hardware.find import DeviceLike, find_accelerator
 from mpjax._hardware.table import Accelerator, Cell, Status
+from mpjax._recipes import DTYPES as EIGHT_BIT
 
 
 class PolicyLike(Protocol):
@@ -39,7 +40,7 @@ class Finding:
     """What an accelerator makes of one dtype of a policy."""
 
     where: str  # 'policy'; in a PolicyMap 'default' or the pattern of a rule
-    roles: tuple[str, ...]  # of 'param', 'compute', 'output'
+    roles: tuple[str, ...]  # of 'param', 'compute', 'output'; of a recipe 'fprop', 'dgrad', 'wgrad'
     dtype: str
     status: Status
     reason: str
@@ -148,9 +149,16 @@ def _findings(where: str, policy: PolicyLike, accelerator: Accelerator) -> list[
     roles: dict[tuple[str, Cell], list[str]] = {}
     for field, dtype in policy.to_dict().items():
         role = field.removesuffix("_dtype")
+        if role == "recipe":
+            continue
         if dtype == "half":  # jmp's rule; the policy itself would ask the backend that is here
             dtype = "bfloat16" if accelerator.family == "tpu" else "float16"
         roles.setdefault((dtype, _judge(role, dtype, accelerator)), []).append(role)
+    recipe = getattr(policy, "recipe", None)
+    for product, pair in recipe.products.items() if recipe is not None else ():
+        for name in dict.fromkeys(pair or ()):
+            dtype = EIGHT_BIT[name]
+            roles.setdefault((dtype, accelerator.cell(dtype)), []).append(product)
     return [
         Finding(where, tuple(names), dtype, *cell, instead=_instead(dtype, cell, accelerator))
         for (dtype, cell), names in roles.items()

@@ -5,7 +5,16 @@
 """
 
 from mpjax._autocast.product.bilinear import PRODUCTS
-from mpjax._autocast.product.config import Config, low
+from mpjax._autocast.product.config import Config, Role, low, quantized
 from mpjax._autocast.product.primitives import hidden, product, with_precision
 
-__all__ = ["PRODUCTS", "Config", "hidden", "low", "product", "with_precision"]
+__all__ = [
+    "PRODUCTS",
+    "Config",
+    "Role",
+    "hidden",
+    "low",
+    "product",
+    "quantized",
+    "with_precision",
+]

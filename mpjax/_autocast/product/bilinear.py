@@ -19,8 +19,8 @@ from jax.extend.core import jaxpr_as_fun
 
 from mpjax import _compat
 from mpjax._autocast import backends
-from mpjax._autocast.product import config, convolutions
-from mpjax._autocast.product.config import Config, Roles
+from mpjax._autocast.product import blocks, config, convolutions, scaled
+from mpjax._autocast.product.config import FLOAT32, Axes, Config, Direction, Roles, Scaling
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
@@ -36,6 +36,7 @@ class Bilinear:
     traced: Any
     config: Config  # what products of each direction read
     roles: Roles  # of both operands and the result: they tell the direction of this one
+    axes: Axes = ()  # of a `dot_general`: where scales go
     convolved: Any = None  # the same program as a convolution, where a GPU runs that better
 
     def run(
@@ -43,12 +44,43 @@ class Bilinear:
     ) -> jax.Array:
         """Returns the product of two arrays, cast as its direction says, as `out_dtype`."""
         direction = self.config.direction(self.roles)
+        if self._is_scaled(direction, args[0].shape):
+            return self._run_scaled(args, direction).astype(out_dtype)
+        low = self.config.low if direction.scaling else None
         pairs = zip(args[:2], self.roles[:2], strict=True)
-        operands = [x.astype(direction.dtype(role)) for x, role in pairs]
-        extras = args[2:]
+        operands = [x.astype(low or direction.dtype(role)) for x, role in pairs]
         traced = self.convolved if backend.low_results and self.convolved else self.traced
-        made = out_dtype if _only_moves(traced) else direction.accumulates
-        return _eval_low(traced, [*operands, *extras], made, backend).astype(out_dtype)
+        made = out_dtype if _only_moves(traced) else FLOAT32
+        bind = functools.partial(low_product, out_dtype=made, backend=backend)
+        return _eval(traced, [*operands, *args[2:]], bind).astype(out_dtype)
+
+    def _is_scaled(self, direction: Direction, shape: tuple[int, ...]) -> bool:
+        if direction.scaling is None or not self.axes or not _only_moves(self.traced):
+            return False
+        if scaled.length(self.axes, shape) % direction.scaling.block_size:
+            return False
+        return scaled.fits(self.axes, shape, direction.dtype(self.roles[0]))
+
+    def _run_scaled(self, args: Sequence[jax.Array], direction: Direction) -> jax.Array:
+        """Returns a product of 8-bit operands: quantised, multiplied, scaled after."""
+        scaling = direction.scaling or Scaling("tensor")
+        ndim = self.traced.jaxpr.outvars[0].aval.ndim
+        values: list[jax.Array] = []
+        scales: list[jax.Array] = []
+        for i, role in enumerate(self.roles[:2]):
+            shared = scaled.shared_axes(self.axes, i, scaling)
+            if scaling.granularity == "block":
+                found = scaled.Quantized(args[i], scaled.marks(args[i], shared))
+            else:
+                found = scaled.quantize(args[i], direction.dtype(role), shared, scaling.margin)
+            values.append(found.values)
+            scales.append(scaled.as_result(found.scale, self.axes, i, ndim))
+        how = direction.accumulates
+        if scaling.granularity == "block":
+            how = [direction.dtype(role) for role in self.roles[:2]], scaling.block_size
+        bind = functools.partial(scaled_product, how=how)
+        out = _eval(self.traced, [*values, *args[2:]], bind).astype(FLOAT32)
+        return out * scales[0] * scales[1]
 
     def __repr__(self) -> str:
         ops = "+".join(eqn.primitive.name for eqn in _live_equations(self.traced.jaxpr))
@@ -57,20 +89,24 @@ class Bilinear:
         return f"<{ops} in {', '.join(dtypes)}>"
 
 
-def _eval_low(jaxpr: Any, args: Sequence[Any], out_dtype: Any, backend: backends.Backend) -> Any:
+Bind = Callable[[str, dict[str, Any], Sequence[Any]], Any]
+"""Binds a product: its name, its parameters and its operands."""
+
+
+def _eval(jaxpr: Any, args: Sequence[Any], bind: Bind) -> Any:
+    """Returns what a program gives for other operands, its product bound by `bind`."""
     env = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
     env |= dict(zip(jaxpr.jaxpr.invars, args, strict=True))
 
     def read(atom: Any) -> Any:
         return atom.val if _compat.is_literal(atom) else env[atom]
 
-    live = _live_equations(jaxpr.jaxpr)
-    for eqn in live:
+    for eqn in _live_equations(jaxpr.jaxpr):
         values = [read(atom) for atom in eqn.invars]
         if eqn.primitive.name == "jit":
-            outs = [_eval_low(_compat.closed(eqn.params["jaxpr"]), values, out_dtype, backend)]
+            outs = [_eval(_compat.closed(eqn.params["jaxpr"]), values, bind)]
         elif eqn.primitive.name in PRODUCTS:
-            outs = [low_product(eqn.primitive.name, eqn.params, values, out_dtype, backend)]
+            outs = [bind(eqn.primitive.name, eqn.params, values)]
         else:
             if eqn.primitive.name == "pad":  # with a zero that was written in float32
                 values[1] = jnp.asarray(values[1], values[0].dtype)
@@ -137,6 +173,15 @@ def low_product(
     return backends.rounded(backend.result(out), out_dtype)
 
 
+def scaled_product(name: str, params: dict[str, Any], values: Sequence[Any], *, how: Any) -> Any:
+    """Returns a product of 8-bit values in the dtype `how`, or of blocks of dtypes and a size."""
+    del name  # only `dot_general` has axes
+    if isinstance(how, tuple):
+        return blocks.block_product(values[0], values[1], params["dimension_numbers"], *how)
+    kwargs = dict(params, preferred_element_type=how, precision=None)
+    return lax.dot_general(*values, **kwargs)
+
+
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:
     dtype = jnp.float32 if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype
     return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=_compat.explicit_sharding(aval))
@@ -166,9 +211,13 @@ def _bilinear(
         fun = functools.partial(getattr(lax, name), **kwargs)
     traced = jax.make_jaxpr(fun)(*structs)
     if name != "conv_general_dilated" or not convolutions.is_pointwise(kwargs, structs):
-        return Bilinear(traced, how, how.roles)
+        axes: Axes = ()
+        if name == "dot_general":
+            ndims = structs[0].ndim, structs[1].ndim
+            axes = config.of_dot_general(kwargs["dimension_numbers"], ndims)
+        return Bilinear(traced, how, how.roles, axes)
     point = jax.make_jaxpr(convolutions.pointwise(kwargs))(*structs)
-    return Bilinear(point, how, how.roles, traced)
+    return Bilinear(point, how, how.roles, convolved=traced)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -180,6 +229,7 @@ def transposed(_mesh: Any, program: Bilinear, wrt: int) -> Bilinear:
         _untransposed(_pullback(program.traced, wrt)),
         program.config,
         config.transposed(program.roles, wrt),
+        config.transposed_axes(program.axes, wrt),
         convolved and _pullback(convolved, wrt),
     )
 
@@ -242,4 +292,5 @@ def batched(_mesh: Any, program: Bilinear, size: int, in_axes: tuple[int | None,
     structs = [_struct(v.aval) for v in program.traced.jaxpr.invars]
     args = [widen(s, axis) for s, axis in zip(structs, in_axes, strict=True)]
     wider = jax.make_jaxpr(lambda *xs: fun(*xs)[0])(*args)
-    return Bilinear(wider, program.config, program.roles)
+    axes = program.axes and config.mapped_axes(program.axes, *in_axes[:2])
+    return Bilinear(wider, program.config, program.roles, axes)

@@ -11,9 +11,11 @@ from __future__ import annotations
 import enum
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+
+from mpjax._recipes import DTYPES, Recipe
 
 FLOAT32 = jnp.dtype("float32")
 
@@ -31,11 +33,21 @@ Roles = tuple[Role, Role, Role]
 
 
 @dataclass(frozen=True)
+class Scaling:
+    """What has a scale of its own in an operand that is quantised."""
+
+    granularity: str  # "tensor", "channel" or "block", as in a recipe
+    margin: int = 0
+    block_size: int = 1
+
+
+@dataclass(frozen=True)
 class Direction:
     """One kind of product: the dtype of each operand, by its role, and of what they add up to."""
 
     operands: tuple[tuple[Role, Any], tuple[Role, Any]]
     accumulates: Any = FLOAT32
+    scaling: Scaling | None = None  # None: operands are cast, without a scale
 
     def dtype(self, role: Role) -> Any:
         """Returns the dtype in which the operand of a role is read."""
@@ -49,7 +61,17 @@ class Config:
     fprop: Direction
     dgrad: Direction
     wgrad: Direction
+    low: Any  # the dtype of what is not quantised
     roles: Roles = (Role.INPUT, Role.WEIGHT, Role.RESULT)  # as the product was written
+
+    @functools.cached_property
+    def is_scaled(self) -> bool:
+        """Whether operands have scales in some direction."""
+        return any(d.scaling is not None for d in (self.fprop, self.dgrad, self.wgrad))
+
+    def reads_as_made(self, operand: int) -> bool:
+        """Whether an operand is quantised from what it is made as: a weight, rounded once."""
+        return self.is_scaled and self.roles[operand] is Role.WEIGHT
 
     def direction(self, roles: Roles) -> Direction:
         """Returns the entry for a product of arrays that have these roles: its result decides."""
@@ -57,20 +79,96 @@ class Config:
         return gives[roles[2]]
 
 
+def _cast(first: Role, second: Role, dtype: Any) -> Direction:
+    return Direction(((first, dtype), (second, dtype)))
+
+
 @functools.cache
 def low(dtype: Any) -> Config:
     """Returns the config of products whose operands are cast to `dtype` in every direction."""
+    return Config(*(_cast(*roles, dtype) for roles in _OPERANDS), low=dtype)
 
-    def of(first: Role, second: Role) -> Direction:
-        return Direction(((first, dtype), (second, dtype)))
 
-    return Config(
-        fprop=of(Role.INPUT, Role.WEIGHT),
-        dgrad=of(Role.RESULT, Role.WEIGHT),
-        wgrad=of(Role.RESULT, Role.INPUT),
-    )
+_OPERANDS = (
+    (Role.INPUT, Role.WEIGHT),
+    (Role.RESULT, Role.WEIGHT),
+    (Role.RESULT, Role.INPUT),
+)
+"""Of fprop, dgrad and wgrad, in the order in which a recipe names their dtypes."""
+
+
+@functools.lru_cache(maxsize=256)
+def quantized(recipe: Recipe, dtype: Any, roles: Roles) -> Config:
+    """Returns the config of a product in 8 bits.
+
+    Args:
+      recipe: the dtypes of each direction, and what has a scale.
+      dtype: that of the directions which the recipe leaves.
+      roles: of both operands and the result, as the product is written.
+    """
+    scaling = Scaling(recipe.granularity, recipe.margin, recipe.block_size)
+
+    def of(both: tuple[Role, Role], pair: Any) -> Direction:
+        if pair is None:
+            return _cast(*both, dtype)
+        first, second = (jnp.dtype(DTYPES[name]) for name in pair)
+        accumulates = jnp.dtype("int32") if first == jnp.int8 else FLOAT32
+        return Direction(((both[0], first), (both[1], second)), accumulates, scaling)
+
+    pairs = zip(_OPERANDS, recipe.products.values(), strict=True)
+    return Config(*(of(both, pair) for both, pair in pairs), low=dtype, roles=roles)
 
 
 def transposed(roles: Roles, wrt: int) -> Roles:
     """Returns the roles of (cotangent, other operand) → cotangent of operand `wrt`."""
     return roles[2], roles[1 - wrt], roles[wrt]
+
+
+class Axis(NamedTuple):
+    """One axis of a product: where both operands and the result have it, None where they do not.
+
+    What has no place in the result is added up over. One in all three is a batch.
+    """
+
+    first: int | None
+    second: int | None
+    result: int | None
+    mapped: bool = False  # by `jax.vmap`: what it maps over shares no scale
+
+
+Axes = tuple[Axis, ...]
+
+
+def of_dot_general(dimension_numbers: Any, ndims: tuple[int, int]) -> Axes:
+    """Returns the axes of a `dot_general`."""
+    contracted, batch = dimension_numbers
+    both = [Axis(i, j, place) for place, (i, j) in enumerate(zip(*batch, strict=True))]
+    free = [
+        [i for i in range(ndim) if i not in (*summed, *kept)]
+        for ndim, summed, kept in zip(ndims, contracted, batch, strict=True)
+    ]
+    second = len(both) + len(free[0])
+    return (
+        *both,
+        *(Axis(i, None, len(both) + n) for n, i in enumerate(free[0])),
+        *(Axis(None, j, second + n) for n, j in enumerate(free[1])),
+        *(Axis(i, j, None) for i, j in zip(*contracted, strict=True)),
+    )
+
+
+def transposed_axes(axes: Axes, wrt: int) -> Axes:
+    """Returns the axes of (cotangent, other operand) → cotangent of operand `wrt`."""
+    return tuple(Axis(a.result, a[1 - wrt], a[wrt], a.mapped) for a in axes)
+
+
+def mapped_axes(axes: Axes, first: int | None, second: int | None) -> Axes:
+    """Returns the axes of a product that `jax.vmap` maps over; the result has it in front."""
+
+    def moved(place: int | None, new: int | None) -> int | None:
+        return place if place is None or new is None or place < new else place + 1
+
+    wider = (
+        Axis(moved(a.first, first), moved(a.second, second), moved(a.result, 0), a.mapped)
+        for a in axes
+    )
+    return (Axis(first, second, 0, mapped=True), *wider)

@@ -228,7 +228,8 @@ def product(
     Args:
       name: the primitive: one of `PRODUCTS`.
       params: its parameters.
-      x, y: each a carrier, which receives the gradient in its own dtype, and its low copy.
+      x, y: each a carrier, which receives the gradient in its own dtype, and its low copy (any
+        copy that is to be read, where the product is quantised).
       extras: integer operands.
       how: what it and the products of its derivative read.
       out_dtype: the dtype of the result: low, or float32 where nothing low reads it.
@@ -243,7 +244,12 @@ def _product_of(name: str, params: Any, how: Config, out_dtype: Any) -> Callable
     def linked_product(x: Any, x_low: Any, y: Any, y_low: Any, *extras: Any) -> jax.Array:
         values = [hidden(x_low), hidden(y_low), *extras]
         program = bilinear.of(name, dict(params), [x_low, y_low, *extras], how)
-        out = bilinear.low_product(name, dict(params), values, out_dtype, backends.TRACED)
+        if how.is_scaled:
+            out = program.run(values, out_dtype, backends.TRACED)
+        else:
+            out = bilinear.low_product(
+                name, dict(params), values, out_dtype=out_dtype, backend=backends.TRACED
+            )
         carriers = _compat.equally_varying(x, x_low, y, y_low)
         return linked_p.bind(out, *carriers, *extras, program=program)
 

@@ -1,0 +1,120 @@
+"""Operands in 8 bits with scales, and the product of two: quantise, multiply, scale after.
+
+Only genuine 8-bit operands stay 8-bit in what XLA compiles: values that are scaled back before
+the product are multiplied in 16 bits. So the product is of the 8-bit values themselves, and its
+result is scaled.
+
+What is not finite has to be seen in the result, or loss scaling would go blind: int8 has no NaN,
+a clipped infinity is the largest number, and XLA:CPU's maximum passes over NaN. The largest value
+is found among the bits of float32, as integers, where infinity and NaN are larger than all else;
+where it is one of them, the scale is NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpjax._autocast.product.config import Axes, Scaling
+
+FLOAT32 = np.dtype("float32")
+_LEAST = 2.0**-110  # divided by 57344 it is a normal number still; less is scaled as this is
+_LONGEST_INT8 = (2**31 - 1) // 127**2  # products of int8 that int32 can add up
+
+
+class Quantized(NamedTuple):
+    """An array in 8 bits: what its values times its scales are."""
+
+    values: jax.Array
+    scale: jax.Array  # f32, of the rank of `values`: 1 along each axis that shares a scale
+
+
+def largest(dtype: Any) -> float:
+    """Returns the largest finite value that is used of an 8-bit dtype: 127, 448 or 57344."""
+    dtype = jnp.dtype(dtype)
+    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+
+
+def absolute_maximum(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Returns the largest magnitude over some axes, which it keeps; not finite if one value is."""
+    bits = lax.bitcast_convert_type(jnp.abs(x.astype(FLOAT32)), jnp.int32)
+    return lax.bitcast_convert_type(jnp.max(bits, axis=axes, keepdims=True), FLOAT32)
+
+
+def scale_of(amax: jax.Array, dtype: Any, margin: int) -> jax.Array:
+    """Returns what 8-bit values are multiplied by: 1 for zeros, NaN where one is not finite."""
+    used = largest(dtype) * 2.0**-margin
+    scale = jnp.where(amax == 0, 1.0, jnp.maximum(amax, _LEAST) / used)
+    return jnp.where(jnp.isfinite(amax), scale, jnp.nan).astype(FLOAT32)
+
+
+def rounded(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """Returns an array in 8 bits: divided by its scale, clipped, rounded to the nearest."""
+    top = largest(dtype)
+    # e4m3 has no infinity: what is larger than 448 would be NaN.
+    clipped = jnp.clip(x.astype(FLOAT32) / scale, -top, top)
+    if dtype == jnp.int8:
+        clipped = jnp.round(clipped)
+    return clipped.astype(dtype)
+
+
+def quantize(x: jax.Array, dtype: Any, axes: tuple[int, ...], margin: int = 0) -> Quantized:
+    """Returns an array in 8 bits.
+
+    Args:
+      x: floating values.
+      dtype: int8, float8_e4m3fn or float8_e5m2.
+      axes: those along which values share a scale.
+      margin: bits that are left free above the largest value.
+    """
+    scale = scale_of(absolute_maximum(x, axes), dtype, margin)
+    return Quantized(rounded(x, scale, dtype), scale)
+
+
+def shared_axes(axes: Axes, operand: int, scaling: Scaling) -> tuple[int, ...]:
+    """Returns the axes of an operand along which a scale is shared.
+
+    A scale can be taken out of a product only where the result has the axis too.
+    """
+    places = ((axis[operand], _has_scales(axis, operand, scaling)) for axis in axes)
+    return tuple(place for place, has_scales in places if place is not None and not has_scales)
+
+
+def _has_scales(axis: Any, operand: int, scaling: Scaling) -> bool:
+    if axis.result is None or axis[operand] is None:
+        return False
+    is_batch = axis.first is not None and axis.second is not None
+    return axis.mapped or is_batch or scaling.granularity != "tensor"
+
+
+def as_result(scale: jax.Array, axes: Axes, operand: int, ndim: int) -> jax.Array:
+    """Returns the scales of an operand, to multiply the result of the product by."""
+    found = {a[operand]: a.result for a in axes if a.result is not None}
+    kept = sorted((found[i], i) for i in range(scale.ndim) if i in found)
+    dropped = tuple(i for i in range(scale.ndim) if i not in found)
+    shape = [1] * ndim
+    for place, i in kept:
+        shape[place] = scale.shape[i]
+    places = [i for _, i in kept]
+    order = [sorted(places).index(i) for i in places]
+    return lax.transpose(lax.squeeze(scale, dropped), order).reshape(shape)
+
+
+def marks(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Returns 1 where all values along some axes are finite, and NaN where one is not."""
+    return jnp.where(jnp.isfinite(absolute_maximum(x, axes)), 1.0, jnp.nan).astype(FLOAT32)
+
+
+def length(axes: Axes, shape: tuple[int, ...]) -> int:
+    """Returns how many products are added up in each element, from the first operand's shape."""
+    sizes = [shape[a.first] for a in axes if a.result is None and a.first is not None]
+    return int(np.prod(sizes, dtype=np.int64))
+
+
+def fits(axes: Axes, shape: tuple[int, ...], dtype: Any) -> bool:
+    """Whether the sums of a product of int8 fit int32; those of float8 always fit float32."""
+    return dtype != jnp.int8 or length(axes, shape) <= _LONGEST_INT8

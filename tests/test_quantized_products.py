@@ -1,0 +1,236 @@
+"""8-bit products by themselves: how exact they are, their derivatives, and what is not finite."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax._autocast import product
+from mpjax._autocast.product import Role, scaled
+
+BF16 = jnp.dtype("bfloat16")
+ROLES = (Role.INPUT, Role.WEIGHT, Role.RESULT)
+FLOAT8 = mpjax.Float8CurrentScaling()
+INT8 = mpjax.Int8CurrentScaling(wgrad="int8")
+RECIPES = [FLOAT8, INT8, mpjax.MXFP8BlockScaling()]
+
+
+def multiply(recipe, dims="mk,kn->mn", roles=ROLES, dtype="float32"):
+    """Returns a product as a recipe has it, of arrays as an einsum names their axes."""
+    how = product.quantized(recipe, BF16, roles)
+
+    def fun(x, w):
+        return _einsum(dims, x, w, how, jnp.dtype(dtype))
+
+    return jax.jit(fun)
+
+
+def _einsum(dims, x, w, how, out_dtype):
+    first, second, _ = dims.replace("->", ",").split(",")
+    both = [c for c in first if c in second]
+    batch = [c for c in both if c in dims.split("->")[1]]
+    summed = [c for c in both if c not in batch]
+    numbers = tuple(
+        tuple(tuple(name.index(c) for c in chosen) for name in (first, second))
+        for chosen in (summed, batch)
+    )
+    params = {
+        "dimension_numbers": numbers,
+        "precision": None,
+        "preferred_element_type": None,
+        "out_sharding": None,
+    }
+    forms = [
+        (a, a) if r is Role.WEIGHT else (a, a.astype(BF16))
+        for a, r in zip((x, w), how.roles, strict=False)
+    ]
+    return product.product("dot_general", params, *forms, [], how=how, out_dtype=out_dtype)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def error(found, expected):
+    found, expected = np.float64(found), np.float64(expected)
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+X, W, CT = normal(0, 64, 512), normal(1, 512, 128), normal(2, 64, 128)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fprop", "gradients"),
+    [
+        (mpjax.Int8CurrentScaling(wgrad="int8"), 0.0108, 0.0108),
+        (FLOAT8, 0.0378, 0.0595),
+        (mpjax.Float8CurrentScaling(granularity="channel"), 0.0378, 0.0595),
+        (mpjax.Float8CurrentScaling(dgrad="e4m3", wgrad="e4m3"), 0.0378, 0.0378),
+        (mpjax.MXFP8BlockScaling(), 0.039, 0.039),
+        (mpjax.Float8BlockScaling(), 0.039, 0.039),
+    ],
+    ids=str,
+)
+def test_product_of_gaussians_512_deep_is_as_exact_as_its_dtype(recipe, fprop, gradients):
+    x, w, ct = normal(0, 512, 512), normal(1, 512, 512), normal(2, 512, 512)
+    out, pullback = jax.vjp(multiply(recipe), x, w)
+    dx, dw = pullback(ct)
+    x, w, ct = map(np.float64, (x, w, ct))
+    assert error(out, x @ w) <= fprop
+    assert error(dx, ct @ w.T) <= gradients
+    assert error(dw, x.T @ ct) <= gradients
+    assert error(out, x @ w) > 0.008  # it was quantised
+
+
+def test_what_a_recipe_leaves_is_multiplied_in_the_low_dtype():
+    out, pullback = jax.vjp(multiply(mpjax.Int8CurrentScaling(dgrad=None)), X, W)
+    dx, dw = pullback(CT)
+    assert error(out, np.float64(X) @ np.float64(W)) > 0.008
+    low = [np.float64(a.astype(BF16)) for a in (X, W, CT)]
+    assert error(dx, low[2] @ low[1].T) < 1e-5  # sums in float32
+    assert error(dw, low[0].T @ low[2]) < 1e-5
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_law_what_is_not_finite_is_seen_in_every_product_it_is_in(recipe, bad):
+    # More elements than XLA:CPU's maximum finds a NaN among.
+    x, w, ct = X.at[3, 5].set(bad), W.at[7, 9].set(bad), CT.at[11, 13].set(bad)
+    fun = multiply(recipe)
+    assert not np.isfinite(fun(x, W)[3]).any()
+    assert not np.isfinite(fun(X, w)[:, 9]).any()
+    dx, dw = jax.vjp(fun, X, W)[1](ct)
+    assert not np.isfinite(dx[11]).any()
+    assert not np.isfinite(dw[:, 13]).any()
+    assert not np.isfinite(jax.vjp(fun, x, W)[1](CT)[1][5]).any()
+    assert not np.isfinite(jax.vjp(fun, X, w)[1](CT)[0][:, 7]).any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_rows_that_share_no_scale_do_not_share_a_nan(recipe):
+    out = multiply(recipe)(X.at[3, 5].set(np.nan), W)
+    alone = np.isfinite(out).sum(axis=1)
+    expected = 0 if recipe.granularity == "tensor" else W.shape[1]
+    assert alone[0] == expected
+    assert alone[3] == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_zeros_give_zeros_and_magnitudes_do_not_matter(recipe):
+    fun = multiply(recipe)
+    assert not fun(jnp.zeros_like(X), W).any()
+    assert not jax.vjp(fun, X, W)[1](jnp.zeros_like(CT))[1].any()
+    expected = np.float64(X) @ np.float64(W)
+    for scale in (2.0**-60, 2.0**60):
+        assert error(fun(X * scale, W) / scale, expected) < 0.04
+
+
+@pytest.mark.parametrize("recipe", [FLOAT8, INT8], ids=str)
+def test_power_of_two_before_is_the_same_after(recipe):
+    """So a loss scale changes no gradient."""
+    pullback = jax.vjp(multiply(recipe), X, W)[1]
+    for plain, large in zip(pullback(CT), pullback(CT * 2.0**15), strict=True):
+        np.testing.assert_array_equal(plain * 2.0**15, large)
+
+
+@pytest.mark.parametrize("recipe", [FLOAT8, INT8], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "x", "w"),
+    [
+        ("btk,kn->btn", (2, 32, 64), (64, 48)),
+        ("btk,khd->bthd", (2, 32, 64), (64, 4, 16)),
+        ("bthd,hdk->btk", (2, 32, 4, 16), (4, 16, 64)),
+        ("etk,ekn->etn", (3, 32, 64), (3, 64, 48)),
+        ("tk,nk->tn", (32, 64), (48, 64)),
+    ],
+)
+def test_axes_may_stand_anywhere(recipe, dims, x, w):
+    x, w = normal(0, *x), normal(1, *w)
+    out, pullback = jax.vjp(multiply(recipe, dims), x, w)
+    exact, exact_pullback = jax.vjp(functools.partial(jnp.einsum, dims, precision="highest"), x, w)
+    ct = normal(2, *out.shape)
+    assert error(out, exact) < 0.045
+    for found, expected in zip(pullback(ct), exact_pullback(ct), strict=True):
+        assert error(found, expected) < 0.07
+
+
+def test_weight_may_be_the_first_operand():
+    fun = multiply(FLOAT8, "nk,km->nm", (Role.WEIGHT, Role.INPUT, Role.RESULT))
+    out, pullback = jax.vjp(fun, W.T, X.T)
+    dw, dx = pullback(CT.T)
+    other, other_pullback = jax.vjp(multiply(FLOAT8), X, W)
+    np.testing.assert_allclose(out, other.T, rtol=1e-6, atol=1e-4)
+    for found, expected in zip((dx, dw), other_pullback(CT), strict=True):
+        np.testing.assert_allclose(found, expected.T, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", [FLOAT8, INT8], ids=str)
+@pytest.mark.parametrize("shared", [True, False], ids=["one weight", "a weight each"])
+def test_example_under_vmap_is_as_it_is_alone(recipe, shared):
+    """Its scale, its NaN and its gradient."""
+    x, w = normal(0, 8, 32), normal(1, 32, 16)
+    fun = multiply(recipe)
+    both = jax.jit(lambda x, w: (fun(x, w), jax.grad(lambda x: fun(x, w).sum())(x)))
+    xs = jnp.stack([x, x * 100, x.at[0, 0].set(np.nan)])
+    ws = jnp.stack([w, w * 3, w])
+    outs, grads = jax.jit(jax.vmap(both, (0, None if shared else 0)))(xs, w if shared else ws)
+    for i in range(2):
+        out, grad = both(xs[i], w if shared else ws[i])
+        np.testing.assert_allclose(outs[i], out, rtol=1e-5, atol=1e-3)
+        np.testing.assert_allclose(grads[i], grad, rtol=1e-5, atol=1e-3)
+    assert np.isnan(outs[2, 0]).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_forward_mode_is_the_derivative_of_the_product_with_tangents_in_8_bits(recipe):
+    tx, tw = normal(3, *X.shape), normal(4, *W.shape)
+    _, tangent = jax.jvp(multiply(recipe), (X, W), (tx, tw))
+    x, w, tx, tw = map(np.float64, (X, W, tx, tw))
+    assert error(tangent, tx @ w + x @ tw) < 0.045
+
+
+@pytest.mark.parametrize("recipe", [FLOAT8, INT8], ids=str)
+def test_second_derivatives_are_those_of_the_product(recipe):
+    """A derivative that passed through a cast to 8 bits would be lost, or unscaled."""
+    x, w = normal(0, 32, 64) * 1e-3, normal(1, 64, 32)
+
+    def penalty(multiplied):
+        def norm(x, w):
+            return jnp.sum(jax.grad(lambda x: jnp.sum(jnp.sin(multiplied(x, w))))(x) ** 2)
+
+        return jax.grad(norm, (0, 1))(x, w)
+
+    found = penalty(multiply(recipe))
+    expected = penalty(functools.partial(jnp.matmul, precision="highest"))
+    assert all(error(a, b) < 0.16 for a, b in zip(found, expected, strict=True))
+
+
+def test_low_result_is_rounded_once():
+    out = multiply(FLOAT8, dtype="bfloat16")(X, W)
+    np.testing.assert_array_equal(out, multiply(FLOAT8)(X, W).astype(BF16))
+
+
+def test_sum_that_int32_cannot_hold_is_of_16_bit_values():
+    long = 140_000
+    x, w = jnp.ones((2, long)), jnp.ones((long, 2))
+    out = multiply(mpjax.Int8CurrentScaling())(x, w)
+    np.testing.assert_array_equal(out, np.full((2, 2), long))
+    exact = 127**2 * (long - 10_000)  # what is short enough is exact up to the last product
+    assert exact < 2**31
+    short = multiply(mpjax.Int8CurrentScaling())(x[:, 10_000:], w[10_000:])
+    np.testing.assert_array_equal(short, np.full((2, 2), long - 10_000))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "top"), [("int8", 127), ("float8_e4m3fn", 448), ("float8_e5m2", 57344)]
+)
+def test_largest_value_is_the_largest_there_is(dtype, top):
+    x = jnp.array([[1.0, -8.0, 0.5]])
+    found = scaled.quantize(x, jnp.dtype(dtype), (0, 1))
+    assert float(found.values[0, 1]) == -top
+    np.testing.assert_allclose(found.values.astype(jnp.float32) * found.scale, x, rtol=0.01)
+    wider = scaled.quantize(x, jnp.dtype(dtype), (0, 1), margin=1)
+    np.testing.assert_array_equal(wider.scale, found.scale * 2)

@@ -1,0 +1,179 @@
+"""Recipes and quantised policies: names, values, what is refused and what is said then."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpjax
+from mpjax._recipes import RECIPES, get_recipe
+
+NAMES = [
+    ("int8_from_mixed_bfloat16", "bf16-mixed", mpjax.Int8CurrentScaling()),
+    ("int8_from_float32", "float32", mpjax.Int8CurrentScaling()),
+    ("float8_from_mixed_bfloat16", "bf16-mixed", mpjax.Float8CurrentScaling()),
+    ("float8_from_bfloat16", "bfloat16", mpjax.Float8CurrentScaling()),
+    ("float8_from_mixed_float16", "16-mixed", mpjax.Float8CurrentScaling()),
+    ("float8_from_bf16-mixed", "bf16-mixed", mpjax.Float8CurrentScaling()),
+    ("p=f32,c=bf16,o=f32,q=MXFP8BlockScaling", "bf16-mixed", mpjax.MXFP8BlockScaling()),
+    ("q=int8", "bf16-mixed", mpjax.Int8CurrentScaling()),
+]
+VARIED = [
+    mpjax.Float8CurrentScaling(),
+    mpjax.Float8CurrentScaling(wgrad=None),
+    mpjax.Float8CurrentScaling(granularity="channel", margin=1, dgrad="e4m3"),
+    mpjax.Int8CurrentScaling(wgrad="int8", dgrad=None),
+    mpjax.Float8BlockScaling(),
+    mpjax.MXFP8BlockScaling(dgrad=None),
+]
+
+
+@pytest.mark.parametrize(("name", "base", "recipe"), NAMES)
+def test_name_means_a_base_and_a_recipe(name, base, recipe):
+    policy = mpjax.get_policy(name)
+    assert policy == mpjax.QuantizedPolicy(base, recipe)
+    assert policy.base == mpjax.get_policy(base)
+    assert policy.recipe == recipe
+
+
+@pytest.mark.parametrize("recipe", VARIED, ids=str)
+@pytest.mark.parametrize("base", ["bf16-mixed", "float32", "half"])
+def test_printed_policy_is_read_back_as_an_equal_one(base, recipe):
+    policy = mpjax.QuantizedPolicy(base, recipe)
+    copies = [
+        mpjax.get_policy(str(policy)),
+        mpjax.QuantizedPolicy.from_dict(policy.to_dict()),
+        mpjax.get_policy(policy.to_dict()),
+        pickle.loads(pickle.dumps(policy)),
+        eval(repr(policy), {**vars(mpjax)}),  # the expression that makes it
+    ]
+    for copy in copies:
+        assert copy == policy
+        assert hash(copy) == hash(policy)
+
+
+def test_policy_is_not_its_base_nor_that_of_another_recipe():
+    policies = [mpjax.QuantizedPolicy("bf16-mixed", recipe) for recipe in VARIED]
+    policies.append(mpjax.get_policy("bf16-mixed"))
+    assert len(set(policies)) == len(policies)
+    for i, one in enumerate(policies):
+        assert [one == other for other in policies].index(True) == i
+
+
+def test_casts_are_those_of_the_base():
+    policy = mpjax.get_policy("float8_from_mixed_bfloat16")
+    assert policy.cast_to_compute({"w": jnp.ones(2)})["w"].dtype == jnp.bfloat16
+    assert policy.cast_to_param({"w": jnp.ones(2)})["w"].dtype == jnp.float32
+    assert policy.with_output_dtype("bf16") == mpjax.QuantizedPolicy("p=f32,c=bf16,o=bf16")
+
+
+def test_policy_is_static_under_jit_and_immutable():
+    policy = mpjax.get_policy("int8_from_mixed_bfloat16")
+    assert jax.tree.leaves(policy) == []
+    assert jax.jit(lambda p, x: p.cast_to_compute(x))(policy, jnp.ones(2)).dtype == jnp.bfloat16
+    with pytest.raises(AttributeError, match="Policy: is immutable; got recipe = 3"):
+        policy.recipe = 3
+    with pytest.raises(AttributeError, match="cannot assign to field 'margin'"):
+        policy.recipe.margin = 3  # type: ignore[misc]
+
+
+def test_map_holds_quantised_policies_and_comes_back_from_its_dict():
+    policies = mpjax.PolicyMap("bf16-mixed", {"mlp*": "int8_from_mixed_bfloat16"})
+    assert isinstance(policies.policy_for("mlp_0/kernel"), mpjax.QuantizedPolicy)
+    assert not isinstance(policies.policy_for("norm/scale"), mpjax.QuantizedPolicy)
+    assert mpjax.PolicyMap.from_dict(policies.to_dict()) == policies
+
+
+def test_keras_configs_are_read():
+    config = {"mode": "float8", "source_name": "mixed_bfloat16", "amax_history_length": 1024}
+    for spec in (config, {"class_name": "QuantizedFloat8DTypePolicy", "config": config}):
+        assert mpjax.get_policy(spec) == mpjax.get_policy("float8_from_mixed_bfloat16")
+
+
+def test_recipe_names_its_dtypes():
+    assert mpjax.Float8CurrentScaling().dtypes == ("float8_e4m3fn", "float8_e5m2")
+    assert mpjax.Int8CurrentScaling().dtypes == ("int8",)
+    assert mpjax.Int8CurrentScaling().products == {
+        "fprop": ("int8", "int8"),
+        "dgrad": ("int8", "int8"),
+        "wgrad": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "int4_from_mixed_bfloat16",
+            "no 'int4' products.\n  XLA compiles no 4-bit product for a CPU",
+        ),
+        ("fp7_from_float32", "Accepted: int8_from_float32, float8_from_float32"),
+        ("float8_from_float64", "names float64.\n  Allowed: 16- and 32-bit policies"),
+        ("int8_from_mixed_bfloat17", r"Did you mean get_policy\('mixed_bfloat16'\)"),
+        ("q=Float8Current", "Did you mean 'Float8CurrentScaling'"),
+        ("q=Int4Scaling()", "XLA compiles no 4-bit product"),
+        (
+            "q=Float8CurrentScaling(history=3)",
+            "has no argument 'history'.\n  Allowed: fprop, dgrad",
+        ),
+        ("q=Float8CurrentScaling(", "cannot read the recipe"),
+        ("q=print(1)", "cannot read the recipe"),
+        ("p=float8_e4m3fn", "type 'float8_from_mixed_bfloat16'"),
+        ("p=int8", "type 'int8_from_mixed_bfloat16'"),
+    ],
+)
+def test_name_of_nothing_is_refused_with_what_to_type(name, said):
+    with pytest.raises((ValueError, TypeError), match=said):
+        mpjax.get_policy(name)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda: mpjax.Float8CurrentScaling(fprop="int8"), ValueError, "Type mpjax.Int8Current"),
+        (lambda: mpjax.Int8CurrentScaling(fprop="e4m3"), ValueError, "Type mpjax.Float8Current"),
+        (lambda: mpjax.Int8CurrentScaling(fprop="int4"), ValueError, "no 4-bit product"),
+        (lambda: mpjax.Float8CurrentScaling(dgrad="e5m2"), ValueError, "e5m2 for both operands"),
+        (lambda: mpjax.Float8CurrentScaling(dgrad=("e5m2",)), ValueError, "not two dtypes"),
+        (lambda: mpjax.Float8CurrentScaling(granularity="row"), ValueError, "Allowed: 'tensor'"),
+        (lambda: mpjax.Float8CurrentScaling(margin=-1), ValueError, "from 0 to 8"),
+        (lambda: mpjax.Float8CurrentScaling(margin=0.5), TypeError, "a whole number"),
+        (
+            lambda: mpjax.Float8CurrentScaling(fprop=None, dgrad=None, wgrad=None),
+            ValueError,
+            "quantises no product",
+        ),
+        (lambda: mpjax.QuantizedPolicy("bf16-mixed", 8), TypeError, "got 8 as a recipe"),
+        (lambda: mpjax.QuantizedPolicy("int8_from_float32"), TypeError, "Allowed: a Policy"),
+        (lambda: mpjax.QuantizedPolicy(mpjax.PolicyMap("float32")), TypeError, "PolicyMap"),
+        (lambda: mpjax.QuantizedPolicy.from_dict({}), ValueError, "got no 'recipe'"),
+        (lambda: mpjax.QuantizedPolicy().to_jmp(), TypeError, "policy.base.to_jmp"),
+    ],
+)
+def test_bad_argument_is_refused_with_what_to_type(make, error, said):
+    with pytest.raises(error, match=said):
+        make()
+
+
+def test_full_and_scalar_names_of_dtypes_are_understood():
+    expected = mpjax.Float8CurrentScaling(fprop="e4m3", dgrad=("e5m2", "e4m3"))
+    assert mpjax.Float8CurrentScaling(fprop=jnp.float8_e4m3fn) == expected
+    assert mpjax.Float8CurrentScaling(dgrad=["float8_e5m2", "float8_e4m3fn"]) == expected
+    assert all(get_recipe(kind) == kind() == get_recipe(name) for name, kind in RECIPES.items())
+
+
+def test_support_is_judged_by_the_dtypes_of_each_product():
+    report = mpjax.check_support("float8_from_mixed_bfloat16", "h100")
+    assert report.ok
+    found = {f.dtype: f.roles for f in report.findings if f.dtype.startswith("float8")}
+    assert found == {
+        "float8_e4m3fn": ("fprop", "dgrad", "wgrad"),
+        "float8_e5m2": ("dgrad", "wgrad"),
+    }
+    with pytest.warns(mpjax.SupportWarning, match="float8_e4m3fn is slow(.|\n)*Type 'bf16-mixed'"):
+        mpjax.check_support("float8_from_mixed_bfloat16", "a100")
+    policies = mpjax.PolicyMap("bf16-mixed", {"mlp*": "float8_from_mixed_bfloat16"})
+    with pytest.warns(mpjax.SupportWarning, match=r"'mlp\*': fprop, dgrad, wgrad float8_e4m3fn"):
+        mpjax.check_support(policies, "a100")
+    assert mpjax.check_support("int8_from_mixed_bfloat16", "h100").status == "unknown"
