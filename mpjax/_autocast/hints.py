@@ -27,7 +27,7 @@ class Hint:
 _ROWS = """
 read_twice            | gpu, tpu | unet3d .96
 read_exactly          | all      | mlp .90, wavenet .98; temporaries mlp .70
-merged                | all      | lstm: temporaries
+merged                | all      | not measured yet on a recurrent network
 masks                 | gpu      | resnet50 .98; temporaries .93
 summed_apart          | gpu, tpu | unet .96
 added_to_convolutions | gpu      | unet3d .92
