@@ -31,7 +31,9 @@ def name_modules(tree: T) -> T:
     have names already keep them.
     """
     nnx = sys.modules.get("flax.nnx")
-    for model in [] if nnx is None else _models(tree, nnx):
+    if nnx is None:
+        return tree
+    for model in _models(tree, nnx):
         for path, module in list(nnx.iter_modules(model)):
             cls = type(module)
             if hasattr(module, PATH) or not _can_be_named(cls, module):
