@@ -119,7 +119,7 @@ def test_too_few_virtual_devices_say_how_to_have_more():
 @pytest.mark.parametrize(
     ("name", "module", "install"),
     [
-        ("v5e-16", "libtpu", r"pip install 'jax\[tpu\]'"),
+        ("v5e-16", "libtpu", r"pip install 'jax\[tpu\]' \(in a checkout(.*) -e '\.\[tpu\]'\)"),
         ("8xh100", "jax_plugins", r"pip install --no-deps jax-cuda12-plugin=="),
     ],
 )

@@ -75,7 +75,7 @@ def _need(name: str, shape: Sequence[int], module: str, *packages: str) -> None:
     if importlib.util.find_spec(parent) and importlib.util.find_spec(module):
         return
     if packages == ("libtpu",):
-        install = "pip install 'jax[tpu]' (or 'mpjax[tpu]')"
+        install = "pip install 'jax[tpu]' (in a checkout of mpjax: pip install -e '.[tpu]')"
     else:
         install = f"pip install --no-deps {' '.join(f'{p}=={jax.__version__}' for p in packages)}"
     raise ModuleNotFoundError(
