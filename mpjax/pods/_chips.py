@@ -1,22 +1,37 @@
 """What a chip can do, as a table: products a second, memory, bandwidth, links. Numbers are peaks.
 
-They bound a step from below; no program reaches all of them. Where they come from:
+They bound a step's time from below; no program reaches all of them. Where each comes from, and when
+it was read ("2026": when the row was written; "11/2026": compared with stored copies of the page in
+November 2026; without a date: none was kept):
 
-* TPU: the pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x (Ironwood)" of Google Cloud's
-  documentation, as of 2026: peak compute, HBM bandwidth, bidirectional inter-chip bandwidth and
-  data center network bandwidth per chip. A chip has two links on each axis of its torus, so that
-  one link carries in one direction a quarter of the bandwidth in both, divided by the axes: 50
-  GB/s on v5e, 100 GB/s on v5p, v6e and TPU7x. v4's page is silent; "TPU v4: An Optically
-  Reconfigurable Supercomputer" (Jouppi et al., 2023) has 6 links of 50 GB/s. Its network between
-  slices is nowhere stated: that of v5p is taken. "How to Scale Your Model" (JAX ML, 2025) reckons
-  with 45 and 90 GB/s a link, as programs reach. Memory: what libtpu 0.0.50 lets a program use,
-  which is less than the chip has. Float32 products: the compiler's cycles for 4096 x 4096 x 4096.
-* NVIDIA: the data sheets "A100 80GB SXM" and "H100 SXM": dense products (TF32 for float32), NVLink
-  600 and 900 GB/s in both directions together; "DGX A100" and "DGX H100": a network port of 200 or
-  400 Gbit/s a GPU. "DGX B200" and "GB200 NVL72", as of 2026: half of the sparse products, NVLink
-  1800 GB/s, 400 Gbit/s a GPU; 18 hosts of four GPUs share the NVLink of a GB200's rack. What the
-  compiler must know of them are XLA's own descriptions of the four. JAX takes 75 % of a GPU's
-  memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+| chip    | bf16 products      | HBM bandwidth      | links              | network            |
+| ------- | ------------------ | ------------------ | ------------------ | ------------------ |
+| v4      | "TPU v4", 2026     | "TPU v4", 2026     | Jouppi et al. 2023 | that of v5p        |
+| v5e     | "TPU v5e", 11/2026 | "TPU v5e", 11/2026 | "TPU v5e", 11/2026 | its pod's / 256    |
+| v5p     | "TPU v5p", 2026    | "TPU v5p", 2026    | "TPU v5p", 2026    | "TPU v5p", 2026    |
+| v6e     | "TPU v6e", 11/2026 | "TPU v6e", 11/2026 | "TPU v6e", 11/2026 | "TPU v6e", 2026    |
+| tpu7x   | "TPU7x", 2026      | "TPU7x", 2026      | "TPU7x", 2026      | "TPU7x", 2026      |
+| a100    | "A100 80GB SXM"    | XLA's description  | "A100 80GB SXM"    | "DGX A100"         |
+| h100    | "H100 SXM"         | XLA's description  | "H100 SXM"         | "DGX H100"         |
+| b200    | "DGX B200", 2026   | XLA's description  | "DGX B200", 2026   | "DGX B200", 2026   |
+| gb200   | "GB200 NVL72" 2026 | XLA's description  | "GB200 NVL72" 2026 | "GB200 NVL72" 2026 |
+
+* TPU: the pages of Google Cloud's documentation, a chip each: peak compute, HBM bandwidth,
+  bidirectional inter-chip bandwidth and data center network bandwidth per chip, or per pod of 256.
+  Versions of v5e's page differ: 819 GB/s, or 800 GiB/s, which are 859; the first is taken. A chip
+  has two links on each axis of its torus, so that one link carries in one direction a quarter of
+  the bandwidth in both, divided by the axes: 50 GB/s on v5e, 100 GB/s on v5p, v6e and TPU7x. v4's
+  page is silent; "TPU v4: An Optically Reconfigurable Supercomputer" (Jouppi et al., 2023) has 6
+  links of 50 GB/s. Its network between slices is nowhere stated. "How to Scale Your Model" (JAX ML,
+  2025) reckons with 45 and 90 GB/s a link, as programs reach. Memory: what libtpu 0.0.50 lets a
+  program use, which is less than the chip has. Float32 products: the compiler's cycles for 4096 x
+  4096 x 4096.
+* NVIDIA: the data sheets of the table: dense products (TF32 for float32), which are half of the
+  sparse ones where only these are stated; NVLink 600, 900 and 1800 GB/s in both directions
+  together; a network port of 200 or 400 Gbit/s a GPU; 18 hosts of four GPUs share the NVLink of a
+  GB200's rack. Memory, its bandwidth and what the compiler must know of the four are XLA's own
+  descriptions of them. JAX takes 75 % of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says
+  otherwise.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def _summary(report: Report) -> list[str]:
     times = report.times
     if times.bound != "unknown":
         each = f"compute {_ms(times.compute)}, HBM {_ms(times.hbm)}, network {_ms(times.network)}"
-        lines.append(f"  at least  {each}: bound by {times.bound}")
+        lines.append(f"  at least  {each} at peak rates: bound by {times.bound}")
     lines.append(
         f"  program   {report.fingerprint[:16]}, compiled in {report.compile_seconds:.0f} s"
     )
