@@ -103,6 +103,29 @@ def unrolled_after_encoder(dot):
     return fun
 
 
+@program(_W, _X, np.float32(1e-2))
+def unrolled_with_a_given_step(dot):
+    def fun(w, x, step):
+        z = dot(x, w)
+        for _ in range(20):
+            z = z + step * jnp.tanh(dot(z, w))
+        return z
+
+    return fun
+
+
+@program(_W, _X)
+def masked_steps(dot):
+    def fun(w, x):
+        def step(x, t):
+            moved = jnp.matmul(x, jnp.eye(_D, dtype=x.dtype), precision="highest")
+            return jnp.where(t < 0.9, moved + 2e-3 * jnp.tanh(dot(x, w)), x), None
+
+        return lax.scan(step, x, np.linspace(0, 1, 100, dtype=np.float32).astype(x.dtype))[0]
+
+    return fun
+
+
 @program(_W, _X)
 def runge_kutta(dot):
     def fun(w, x):

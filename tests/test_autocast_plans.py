@@ -21,13 +21,13 @@ LOW, WIDE, NEUTRAL = Kind.LOW, Kind.WIDE, Kind.NEUTRAL
 
 
 class Planned:
-    """The plan of a function under a policy, and the jaxpr that it is of."""
+    """The plan of a function under a policy, and the trace that it is of."""
 
     def __init__(self, fun, *args, policy="bf16-mixed", rules=None):
         overrides, widest = parse_rules(rules)
         settings = Settings(get_policy(policy), tuple(sorted(overrides.items())), widest)
-        self.closed = jax.make_jaxpr(fun)(*args)
-        self.plan = api.plan_traced(self.closed, settings)
+        arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), args)
+        self.traced, self.plan = api.planned(fun, arrays, {}, settings)
 
     def decisions(self, name):
         return [d for d in self.plan.decisions if d.eqn.primitive.name == name]
@@ -122,6 +122,8 @@ def test_an_outer_product_is_elementwise():
         (lambda x, w: (x @ w + jnp.tanh(x @ w) * 2**-5) @ w, states.KEPT),
         (lambda x, w: (x @ w + jnp.tanh(x @ w) / 31) @ w, states.low(BF16)),
         (lambda x, w: (x @ w + (jnp.tanh(x @ w) / 32).T.reshape(4, 8)) @ w, states.KEPT),
+        (lambda x, w: (x @ w + x[0, 0] * jnp.tanh(x @ w)) @ w, states.KEPT),  # a step size
+        (lambda x, w: (x @ w + x[0] * jnp.tanh(x @ w)) @ w, states.low(BF16)),  # of a channel
         (lambda x, w: (x @ w + jnp.zeros(8)) @ w, states.low(BF16)),
         (lambda x, w: (jnp.exp(x) + x @ w) @ w, states.low(BF16)),  # a branch joins a stream
         (lambda x, w: jnp.exp(x) + x @ w, states.WIDE),  # a loss, and no stream
@@ -263,6 +265,11 @@ def flags(fun, *args, want=reads.OUTPUT, full=frozenset()):
         (lambda x, w: jnp.exp(x), 0),
         (lambda x, w: lax.cumsum(x), reads.EXACT),
         (lambda x, w: lax.cumsum(3 * x[:, ::-1]), reads.EXACT),
+        (lambda x, w: jnp.matmul(x, w, precision="highest"), reads.EXACT),
+        (lambda x, w: jnp.where(x > 0, lax.cumsum(x), 0), reads.EXACT),
+        (lambda x, w: lax.cumsum(jnp.where(w[0] > 0, x, 0)), reads.EXACT),
+        (lambda x, w: lax.cumsum(jax.nn.sigmoid(x)), 0),
+        (lambda x, w: lax.reduce_precision(x, 8, 7) @ w, reads.EXACT | reads.LATER),
         (lambda x, w: jnp.exp(lax.cumsum(x)) @ w, reads.EXACT | reads.LATER),
     ],
 )

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from mpjax import _compat
 from mpjax._autocast import (
@@ -237,7 +236,7 @@ class _Planner:
         reason = self.why_not_lower(eqn, kind, low)
         if reason:
             state = states.full([self.state(v) for v in eqn.invars])
-            if settings.dot_precision is not None and _default_precision(eqn):
+            if settings.dot_precision is not None and reads.has_default_precision(eqn):
                 self.changed = True
             return self.as_traced(eqn, state, reason)
         if reads.only_sums(eqn) and any(self.state(v).kind == Kind.WIDE for v in eqn.invars):
@@ -267,14 +266,8 @@ class _Planner:
             return "float32 was asked for here"
         if kind is not OpClass.LOWER:
             return "kept in float32 by rules="
-        if not all(map(is_float32, operands)) or not is_float32(eqn.outvars[0]):
-            return "operands are not float32: as written"
-        if not _default_precision(eqn):
-            return "its precision= asks for float32"
-        if eqn.params.get("preferred_element_type") not in (None, FLOAT32):
-            return "its preferred_element_type= was given"
-        if any(v.aval.size == 0 for v in (*operands, *eqn.outvars)):
-            return "of size zero"
+        if reason := reads.why_as_written(eqn):
+            return reason
         found = [self.state(v) for v in operands]
         if any(s.kind == Kind.CONSTANT and not states.fits(s, low) for s in found):
             return "a constant that the compute dtype cannot hold"
@@ -411,9 +404,3 @@ def _inside(settings: Settings, scope: tuple[str, ...]) -> Settings:
     if isinstance(settings.policy, Policy) or not scope:
         return settings
     return replace(settings, scope=settings.scope + scope)
-
-
-def _default_precision(eqn: Any) -> bool:
-    precision = eqn.params.get("precision")
-    both = precision if isinstance(precision, tuple) else (precision,)
-    return all(p in (None, lax.Precision.DEFAULT) for p in both)

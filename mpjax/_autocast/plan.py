@@ -20,7 +20,6 @@ from mpjax._autocast.states import State
 from mpjax._op_rules import OpClass, op_class
 
 FLOAT32 = np.dtype("float32")
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Settings:
         return frozenset(
             name
             for name, kind in self.overrides
-            if kind is OpClass.FULL and name not in PRODUCTS and op_class(name, {}) is not kind
+            if kind is OpClass.FULL and op_class(name, {}) is not kind
         )
 
 

@@ -10,10 +10,14 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from jax import lax
+
 from mpjax import _compat
 from mpjax._autocast import control, groups, scopes, states, structure
 from mpjax._autocast.caches import by_program
-from mpjax._op_rules import OP_RULES, OpClass
+from mpjax._autocast.carries import direct
+from mpjax._op_rules import COMPARISONS, OP_RULES, OpClass
 
 PRODUCT = 1  # read by a product, directly or moved
 OUTPUT = 2  # read by an output of the program, directly, moved, or through sums
@@ -41,6 +45,9 @@ _FACTORISATIONS = frozenset(
 )
 _UNFORGIVING = _FACTORISATIONS | {"cumsum", "cumprod", "cumlogsumexp", "fft"}
 """Amplify what their operand was rounded by, in kernels of their own."""
+
+
+_LOOKING = COMPARISONS | {"debug_callback", "debug_print"}  # change nothing by being there
 
 
 def of(jaxpr: Any, wants: tuple[int, ...], full: frozenset[str]) -> dict[Any, int]:
@@ -89,7 +96,7 @@ def _operands(eqn: Any, outs: list[int], full: frozenset[str]) -> list[int]:
     if adds_nothing(eqn):
         return [union & (OUTPUT | LATER | FULL | CARRIED | EXACT)] * len(eqn.invars)
     if rule and rule.op_class is OpClass.LOWER:
-        return [PRODUCT | LATER | WHOLE] * 2 + [0] * (len(eqn.invars) - 2)
+        return _of_product(eqn, later)
     if structure.is_call(eqn) and not is_function:
         return control.operand_reads(eqn, tuple(outs), functools.partial(inner, full=full))
     if rule and rule.op_class is OpClass.KEEP:
@@ -102,7 +109,48 @@ def _operands(eqn: Any, outs: list[int], full: frozenset[str]) -> list[int]:
         return [union & passed] * len(eqn.invars)
     if name in _ACCUMULATING:
         return [union & (LATER | FULL | EXACT)] * len(eqn.invars)
-    return [later] * len(eqn.invars)
+    if is_function:
+        return _of_function(eqn, outs, later)
+    is_unknown = rule is None and name not in _LOOKING
+    return [later | EXACT if is_unknown else later] * len(eqn.invars)
+
+
+def _of_product(eqn: Any, later: int) -> list[int]:
+    if not has_default_precision(eqn):
+        return [later | EXACT] * len(eqn.invars)
+    if why_as_written(eqn) or scopes.AS_WRITTEN in scopes.of(eqn):
+        return [later] * len(eqn.invars)
+    return [PRODUCT | LATER | WHOLE] * 2 + [0] * (len(eqn.invars) - 2)
+
+
+def _of_function(eqn: Any, outs: list[int], later: int) -> list[int]:
+    """A small function hands on what is asked of its results where it hands on the value."""
+    found = [later] * len(eqn.invars)
+    for out, places in zip(outs, direct(structure.single_program(eqn)), strict=True):
+        for i in places:
+            found[i] |= out & (FULL | EXACT)
+    return found
+
+
+def why_as_written(eqn: Any) -> str:
+    """Returns why a product is not made low whatever the policy, empty where it may be."""
+    operands = eqn.invars[:2]
+    if any(getattr(v.aval, "dtype", None) != np.float32 for v in (*operands, *eqn.outvars)):
+        return "operands are not float32: as written"
+    if not has_default_precision(eqn):
+        return "its precision= asks for float32"
+    if eqn.params.get("preferred_element_type") not in (None, np.float32):
+        return "its preferred_element_type= was given"
+    if any(v.aval.size == 0 for v in (*operands, *eqn.outvars)):
+        return "of size zero"
+    return ""
+
+
+def has_default_precision(eqn: Any) -> bool:
+    """Whether a product leaves its precision to JAX: any other one asks for float32."""
+    precision = eqn.params.get("precision")
+    both = precision if isinstance(precision, tuple) else (precision,)
+    return all(p in (None, lax.Precision.DEFAULT) for p in both)
 
 
 def only_sums(eqn: Any) -> bool:

@@ -28,7 +28,8 @@ class Sums:
         self._found = found
         self._repeated: set[Any] = set()  # by a broadcast
         self._extremes: set[Any] = set()  # maxima of rows, and what is made of nothing else
-        self._steps: set[Any] = set()  # what was multiplied by a small number
+        self._numbers: set[Any] = set()  # one number, repeated: a step size as an argument
+        self._steps: set[Any] = set()  # what was multiplied by a small number, or by any such
 
     def maker(self, atom: Any) -> Any:
         """Returns the equation that makes a value, None for inputs and literals."""
@@ -46,9 +47,23 @@ class Sums:
             self._extremes.update(eqn.outvars)
         if only_moves(eqn) and (reads.repeats(eqn) or self._repeated.intersection(variables)):
             self._repeated.update(eqn.outvars)
+        if only_moves(eqn) and len(variables) == 1 and self._is_number(variables[0]):
+            self._numbers.update(eqn.outvars)
         moved = only_moves(eqn) and self._steps.intersection(variables)
-        if moved or (eqn.primitive.name in ("mul", "div") and _makes_small(eqn, operands)):
+        if moved or (eqn.primitive.name in ("mul", "div") and self._makes_a_step(eqn, operands)):
             self._steps.update(eqn.outvars)
+
+    def _is_number(self, atom: Any) -> bool:
+        """Whether a value is one float32 number that is not known, or copies of it."""
+        if atom in self._numbers:
+            return True
+        return self._found[atom].kind in (Kind.NEUTRAL, Kind.WIDE) and atom.aval.ndim == 0
+
+    def _makes_a_step(self, eqn: Any, operands: Sequence[State]) -> bool:
+        """Whether an equation multiplies a whole array by a small number, or by an unknown one."""
+        whole = [v for v in _compat.variables(eqn) if not self._is_number(v)]
+        by_unknown = len(_compat.variables(eqn)) == 2 and len(whole) == 1
+        return by_unknown or _makes_small(eqn, operands)
 
     def state(self, eqn: Any, operands: Sequence[State], state: State, *, widest: bool) -> State:
         """Returns the state of a sum that would be `state` by its operands alone."""
