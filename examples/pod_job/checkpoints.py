@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+from etils import epath
 
 from pod_job.errors import message
 from pod_job.processes import gather_values
@@ -28,7 +30,8 @@ class Checkpoints:
     processes decide together.
 
     Attributes:
-      folder: where checkpoints are kept, one folder a step; all processes must see it.
+      folder: where checkpoints are kept, one folder a step; all processes must see it. A path, or
+        what `etils.epath` opens, such as 'gs://bucket/run'.
       keep: how many of them.
 
     Example:
@@ -42,25 +45,37 @@ class Checkpoints:
       (1, 1.0, [])
     """
 
-    def __init__(self, folder: str | Path, *, keep: int = 3):
+    def __init__(self, folder: epath.PathLike, *, keep: int = 3):
         import orbax.checkpoint as ocp
 
-        self.folder: Path = Path(folder).resolve()
-        if self.folder.is_file():
-            got = "is a file."
-            raise ValueError(message(f"checkpoint folder {folder}", got, "Type a folder's name."))
+        path = epath.Path(folder)
+        is_local = "://" not in os.fspath(path)  # only these have a working directory
+        self.folder: epath.Path = path.resolve() if is_local else path
+        where = f"checkpoint folder {folder}"
         try:
+            if self.folder.is_file():
+                raise FileExistsError(errno.EEXIST, "is a file")
             self.folder.mkdir(parents=True, exist_ok=True)
+        except ImportError as error:  # of a bucket's client
+            fix = "For gs:// paths: pip install gcsfs."
+            raise ValueError(message(where, f"cannot be opened ({error}).", fix)) from error
+        except FileExistsError as error:
+            raise ValueError(message(where, "is a file.", "Type a folder's name.")) from error
         except OSError as error:
             got = f"it cannot be made ({error.strerror})."
             fix = "Type one that every process may write to: --set checkpoint.folder=..."
-            raise ValueError(message(f"checkpoint folder {folder}", got, fix)) from error
+            raise ValueError(message(where, got, fix)) from error
         self.keep: int = keep
-        self._cut_off: list[Path] = sorted(self.folder.glob("*.orbax-checkpoint-tmp*"))
+        started = [path for path in self.folder.glob("*") if path.name.isdigit()]
+        partial = [*self.folder.glob("*.orbax-checkpoint-tmp*")]
         self._unsealed: int | None = None
         self._args: Any = ocp.args
         options = ocp.CheckpointManagerOptions(max_to_keep=keep)
         self._manager = ocp.CheckpointManager(self.folder, options=options)
+        complete = self._manager.all_steps()
+        # In a bucket nothing is renamed: what was not completed lies under its final name.
+        partial += [path for path in started if int(path.name) not in complete]
+        self._cut_off: list[epath.Path] = sorted(partial)
 
     def claim(self, job: Mapping[str, Any]) -> None:
         """Says whose checkpoints these are, or raises if they are another job's.
@@ -98,7 +113,7 @@ class Checkpoints:
             return
         self._unsealed = None
         process, count = jax.process_index(), jax.process_count()
-        digests = {str(f.relative_to(root)): _digest(f) for f in _files(root)[process::count]}
+        digests = {f.relative_to(root).as_posix(): _digest(f) for f in _files(root)[process::count]}
         seal = {"process": process, "count": count, "digests": digests}
         _write(root / f"seal-{process}.json", seal)
 
@@ -182,6 +197,8 @@ class Checkpoints:
         if jax.process_index() == 0:
             aside = self.folder / "refused"
             aside.mkdir(exist_ok=True)
+            # Nothing can be moved into an empty folder of a bucket: it does not exist.
+            (aside / "README.txt").write_text("Checkpoints that do not match their digests.\n")
             count = len(list(aside.glob(f"{step}-*")))
             (self.folder / str(step)).rename(aside / f"{step}-{count}")
         gather_values(step)  # nobody goes on before it is gone
@@ -200,14 +217,14 @@ class Checkpoints:
         self.close()
 
 
-def _write(path: Path, values: Mapping[str, Any]) -> None:
+def _write(path: epath.Path, values: Mapping[str, Any]) -> None:
     """Writes JSON so that a process killed in between leaves the file as it was."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(values, indent=1))
     partial.replace(path)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: epath.Path) -> dict[str, Any]:
     """Returns what `_write` wrote; an error that names the file, if it has changed since."""
     try:
         return json.loads(path.read_text())
@@ -216,12 +233,18 @@ def _json(path: Path) -> dict[str, Any]:
         raise ValueError(message(str(path), f"is not JSON ({error}).", fix)) from error
 
 
-def _files(root: Path) -> list[Path]:
+def _files(root: epath.Path) -> list[epath.Path]:
     """Returns a checkpoint's files in an order on which all processes agree, seals left out."""
-    return sorted(f for f in root.rglob("*") if f.is_file() and not f.name.startswith("seal-"))
+    found: list[epath.Path] = []
+    for path in root.iterdir():  # epath has no rglob: of a bucket it would be many requests
+        if path.is_dir():
+            found += _files(path)
+        elif not path.name.startswith("seal-"):
+            found.append(path)
+    return sorted(found)
 
 
-def _digest(path: Path) -> str:
+def _digest(path: epath.Path) -> str:
     """Returns size and CRC-32 of a file: against accidents, at the speed of the disk."""
     crc, size = 0, 0
     with path.open("rb") as file:

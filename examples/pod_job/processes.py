@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
+from etils import epath
 from jax.experimental import multihost_utils
 
 from pod_job.errors import message
@@ -113,7 +114,7 @@ def gather_values(value: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def together(folder: str | Path) -> Generator[None]:
+def together(folder: epath.PathLike) -> Generator[None]:
     """Ends all processes within seconds when one of them fails, each with that one's message.
 
     The others may be in a collective or a barrier, which would wait for minutes; so each looks,
@@ -123,7 +124,7 @@ def together(folder: str | Path) -> Generator[None]:
       folder: one that all processes see, such as that of the checkpoints.
     """
     run = gather_values(uuid.uuid4().hex)[0]  # what an earlier run left is not this one's
-    path = Path(folder) / f"failed-{run}.txt"
+    path = epath.Path(folder) / f"failed-{run}.txt"
     ended = threading.Event()
     threading.Thread(target=_look_for, args=(path, ended), daemon=True).start()
     try:
@@ -143,7 +144,7 @@ def together(folder: str | Path) -> Generator[None]:
         ended.set()
 
 
-def _look_for(path: Path, ended: threading.Event) -> None:
+def _look_for(path: epath.Path, ended: threading.Event) -> None:
     while not ended.wait(1.0):
         if path.is_file():
             _end(path.read_text())
