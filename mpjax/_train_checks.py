@@ -1,6 +1,7 @@
 """What `make_train_step` and its step refuse, and what they say to type instead."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from mpjax._compat import axis_names
 from mpjax._dtypes import describe
 from mpjax._errors import message
 from mpjax._grad import get_loss_scale
-from mpjax._inputs import MODULES, check_transformation, described, is_transformation
+from mpjax._inputs import MODULES, check_params, check_transformation, described, is_transformation
 from mpjax._loss_scale import NoOpLossScale
 from mpjax._optim_state import find_states, refuse_before
 from mpjax._policy import Policy
@@ -63,6 +64,33 @@ def _check_accumulate(accumulate: Any) -> None:
     if not (is_count and accumulate >= 1):
         got = f"must be a whole number of at least 1; got {accumulate!r}."
         raise ValueError(message("make_train_step(accumulate)", got, "Type, for example, 4."))
+
+
+def check_start(
+    loss_fn: Callable[..., Any], params: PyTree, extra_state: PyTree, where: str
+) -> None:
+    """Refuses parameters that cannot be trained, and extra state that the loss has no place for."""
+    check_params(params, where)
+    given = ("params", "batch") if extra_state is None else ("params", "extra_state", "batch")
+    if hasattr(loss_fn, "__wrapped__"):  # its signature is that of what it wraps: not what it takes
+        return
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # some callables have none
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        takes = ", ".join(signature.parameters)
+        got = f"the loss function {name}({takes}) cannot take ({', '.join(given)}): {error}."
+        allowed = "Allowed: loss_fn(params, batch), or with extra state"
+        allowed += " loss_fn(params, extra_state, batch) -> (loss, new_extra_state)."
+        fix = "Type step.init(params, extra_state), or give it as extra_state= to step.adopt."
+        if extra_state is not None:
+            fix = f"Type {where}({'state' if where.endswith('adopt') else 'params'}) without it,"
+            fix += f" or def {name}(params, extra_state, batch)."
+        raise TypeError(message(where, got, allowed, fix)) from None
 
 
 def check_scale_fits(tx_state: PyTree, loss_scale: Any, policy: Policy | PolicyMap) -> None:

@@ -11,12 +11,12 @@ import optax
 
 from mpjax._adopt import adopted, params_to_adopt
 from mpjax._autocast.api import as_typed
+from mpjax._chains import skipped_whole
 from mpjax._dtypes import FLOAT32
 from mpjax._errors import message
 from mpjax._foreign_names import STEP, names_keywords
 from mpjax._grad import get_loss_scale, localised, mean, name_of, value_and_grad
 from mpjax._hardware import check_policy
-from mpjax._inputs import check_params
 from mpjax._loss_scale import LossScale
 from mpjax._microbatches import divided, over_parts, weighed
 from mpjax._policy import Policy, chosen_policy, in_step
@@ -29,6 +29,7 @@ from mpjax._train_checks import (
     check_extra_state,
     check_own,
     check_scale_fits,
+    check_start,
     checked_call,
     fields_of,
     pair,
@@ -37,12 +38,7 @@ from mpjax._tree import check_axes, is_array
 from mpjax._typing import Array, AxisName, PyTree
 from mpjax.numerics import Report
 from mpjax.numerics._step import Differentiated, StepDiagnosis
-from mpjax.optim import (
-    apply_updates,
-    current_loss_scale,
-    find_states,
-    with_loss_scale,
-)
+from mpjax.optim import apply_updates, current_loss_scale, find_states, with_loss_scale
 
 __all__ = ["TrainState", "TrainStep", "make_train_step"]
 
@@ -123,7 +119,7 @@ class TrainStep:
         Dtypes:
           Parameters in the policy's `param_dtype`; `extra_state` as it is.
         """
-        check_params(params, "step.init")
+        check_start(self._loss_fn, params, extra_state, "step.init")
         check_policy(self.policy, where="make_train_step", stacklevel=3)
         params = jax.tree.map(_copied, self._cast_to_param(params))
         extra_state = jax.tree.map(_copied, extra_state)
@@ -156,13 +152,13 @@ class TrainStep:
           Parameters in this policy's `param_dtype`, moments as its optimizer keeps them.
         """
         old = fields_of(state)
+        extra_state = old.get("extra_state") if extra_state is None else extra_state
         kept = old["params"], old["opt_state"]
         params, full = params_to_adopt(self._cast_to_param, *kept)
         params = jax.tree.map(_copied, params)
-        check_params(params, "step.adopt")
+        check_start(self._loss_fn, params, extra_state, "step.adopt")
         fresh = self._tx(params).init(params)
         opt_state = adopted(fresh, old["opt_state"], "train step.adopt", params, full)
-        extra_state = old.get("extra_state") if extra_state is None else extra_state
         rest = (jax.tree.map(_copied, x) for x in (opt_state, extra_state))
         return TrainState(jnp.array(old["step"], jnp.int32, copy=True), params, *rest)
 
@@ -230,7 +226,7 @@ class TrainStep:
                 check_scale_fits(opt_state, self._given_loss_scale, self.policy)
 
         jax.eval_shape(look, params)
-        return self._given_tx if found else self._wrapped_tx
+        return skipped_whole(self._given_tx) if found else self._wrapped_tx
 
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         tx = optax.with_extra_args_support(self._tx(state.params))
@@ -343,10 +339,10 @@ def make_train_step(
         last of what it returns becomes a pair with aux: `(loss, aux)`, or
         `(loss, (new_extra_state, aux))`. PRNG keys go into the batch, or into the extra state.
       tx: any optax transformation. What clips is part of it, and sees true gradients. One that
-        you wrapped in `with_loss_scale` yourself keeps that loss scale, and is not wrapped again.
-        It is given optax's `value` (the unscaled loss), `grad` and
-        `value_fn`, so that `optax.lbfgs` and the like work; a line search sees the whole batch
-        at once, without `accumulate` and `axis_name`.
+        you wrapped in `with_loss_scale` yourself keeps that loss scale, and is not wrapped again;
+        what a chain has behind it is skipped with it. It is given optax's `value` (the unscaled
+        loss), `grad` and `value_fn`, so that `optax.lbfgs` and the like work; a line search sees
+        the whole batch at once, without `accumulate` and `axis_name`.
       policy: whatever `get_policy` takes; None for the scoped default.
       loss_scale: None for what the policy needs (dynamic for float16 compute); else as in
         `with_loss_scale`.

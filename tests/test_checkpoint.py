@@ -168,6 +168,30 @@ def test_a_state_of_another_policy_is_refused_and_adopted():
 
 
 @OPTAX
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("kind", ["dict", "flax"])
+def test_a_run_of_another_program_is_adopted_value_for_value(kind: str, policy: str):
+    """Two steps of plain optax and float32; then mpjax goes on with all that they left."""
+    tx = optax.adamw(0.1)
+    theirs = train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    for i in range(2):
+        theirs = theirs.apply_gradients(grads=jax.tree.map(lambda p, i=i: p + i, PARAMS))
+    given: Any = theirs
+    if kind == "dict":
+        names = ("step", "params", "opt_state")
+        given = {name: getattr(theirs, name) for name in names}
+    step = step_under(policy)
+    adopted = step.adopt(given, start(step).extra_state)
+    assert_same_bits(adopted.params, theirs.params)
+    assert_same_bits(adopted.opt_state.inner_state, theirs.opt_state)
+    assert int(adopted.step) == int(theirs.step) == 2
+    assert jax.tree.structure(adopted) == jax.tree.structure(start(step))
+    after, metrics = step(adopted, batch_of(3))
+    assert (int(after.step), bool(metrics["grads_finite"])) == (3, True)
+    assert np.isfinite(theirs.params["layers"][0]["w"]).all()  # the state given was not donated
+
+
+@OPTAX
 def test_adopting_keeps_a_loss_scale_of_the_same_kind_and_its_counters():
     one = step_under("16-mixed", loss_scale=LOSS_SCALE)
     two = step_under("16-mixed", loss_scale=mpjax.DynamicLossScale(4.0))

@@ -107,7 +107,10 @@ def test_a_state_is_shown_as_steps_sizes_and_loss_scale():
 
 
 def test_a_state_without_values_is_shown_too():
-    step = mpjax.make_train_step(loss_fn, optax.sgd(1e-3), "32-true")
+    def with_mean(params, extra_state, batch):
+        return loss_fn(params, batch), extra_state
+
+    step = mpjax.make_train_step(with_mean, optax.sgd(1e-3), "32-true")
     state, shown = step.init(PARAMS, {"mean": jnp.zeros(2, jnp.bfloat16)}), []
     assert "  extra_state 4 B bf16" in repr(jax.eval_shape(lambda: state)).splitlines()
     jax.jit(lambda state: shown.append(repr(state)))(state)

@@ -1,6 +1,7 @@
 """Slips that would stop learning with no error: scaled twice, averaged wrongly, never looked at."""
 
 import pickle
+import warnings
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import mpjax
+from mpjax._chains import skipped_whole
 from mpjax._loss_scale import is_owned, owned
 
 PARAMS = {"w": jnp.array([1.0, -2.0])}
@@ -165,6 +167,48 @@ def test_what_stands_behind_or_beside_the_wrapper_is_taken(tx: Any):
     assert mpjax.current_loss_scale((PARAMS, state)).loss_scale == 2.0**15
 
 
+STEEP = {"w": jnp.array([1.0, -0.0])}
+BEHIND_IT = {
+    "weight decay": lambda inside: optax.chain(inside, optax.add_decayed_weights(0.1)),
+    "momentum": lambda inside: optax.chain(inside, optax.trace(0.9)),
+    "schedule": lambda inside: optax.chain(
+        inside, optax.scale_by_schedule(optax.linear_schedule(1.0, 0.0, 10))
+    ),
+    "named": lambda inside: optax.named_chain(("a", inside), ("b", optax.trace(0.9))),
+    "nested": lambda inside: optax.chain(optax.chain(inside), optax.trace(0.9)),
+    "masked": lambda inside: optax.masked(optax.chain(inside, optax.trace(0.9)), {"w": True}),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND_IT)
+def test_what_stands_behind_the_wrapper_in_a_chain_is_skipped_with_it(name: str):
+    tx = BEHIND_IT[name](mpjax.with_loss_scale(optax.sgd(0.25), 8.0))
+    step = mpjax.make_train_step(square, tx, donate=False)
+    good, bad = jnp.ones(2), jnp.array([1.0, jnp.inf])
+    start = step.init(STEEP)
+    assert_same_bits(step(start, bad)[0].params, STEEP)  # -0.0 too
+    state, _ = step(start, good)
+    skipped, metrics = step(state, bad)
+    assert not bool(metrics["grads_finite"])
+    assert_same_bits((skipped.params, skipped.step), (state.params, state.step))
+    # A run that never saw the bad batch goes on as this one does.
+    after, want = step(skipped, good)[0], step(state, good)[0]
+    assert_same_bits(after.params, want.params)
+    assert not np.array_equal(after.params["w"], state.params["w"])
+    grads = {"w": jnp.array([8.0, 16.0])}
+    alone = tx.update(grads, state.opt_state, state.params)[0]  # a finite step is the chain's own
+    assert_same_bits(alone, skipped_whole(tx).update(grads, state.opt_state, state.params)[0])
+
+
+def test_an_overwritten_leaf_behind_the_wrapper_keeps_its_value_in_a_skipped_step():
+    params = {"_overwrite_with_gradient": {"scale": jnp.float32(3)}, "w": jnp.float32(1)}
+    tx = skipped_whole(optax.chain(mpjax.with_loss_scale(optax.sgd(0.25), 8.0), optax.scale(0.5)))
+    grads = jax.tree.map(lambda x: x * jnp.inf, params)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert_same_bits(updates["_overwrite_with_gradient"], params["_overwrite_with_gradient"])
+    assert_same_bits(updates["w"], jnp.float32(-0.0))
+
+
 def test_a_loss_scale_of_ones_own_is_held_adjusted_and_given_back():
     tx = mpjax.with_loss_scale(optax.sgd(0.25), Halving())
     step = mpjax.make_train_step(square, tx, donate=False)
@@ -192,6 +236,46 @@ def test_a_loss_scale_of_ones_own_that_changes_its_form_is_an_error():
         ValueError, match=r"Growing.adjust: what it returns differs(.|\n)*same class"
     ):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+# -- precisions that contradict each other ---------------------------------------------------------
+
+
+def test_autocast_of_another_policy_inside_a_step_is_warned_of():
+    step = mpjax.make_train_step(mpjax.autocast(square, "16-mixed"), optax.sgd(0.1), "bf16-mixed")
+    said = (
+        r"autocast\(square\): autocast to .*c=f16(.|\n)*inside a train step of p=f32,c=bf16,o=f32"
+    )
+    with pytest.warns(
+        mpjax.PolicyWarning, match=said + r"(.|\n)*Type make_train_step\(loss_fn, tx"
+    ):
+        step.lower(step.init(PARAMS), jnp.ones(2))
+
+
+@pytest.mark.parametrize("inside", ["bf16-mixed", "bfloat16", "float32"])
+def test_autocast_of_what_the_step_knows_is_taken_in_silence(inside: str):
+    step = mpjax.make_train_step(mpjax.autocast(square, inside), optax.sgd(0.1), "bf16-mixed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", mpjax.PolicyWarning)
+        step.lower(step.init(PARAMS), jnp.ones(2))
+        mpjax.autocast(square, "16-mixed")(PARAMS, jnp.ones(2))  # no step is around it any more
+
+
+def test_a_default_policy_without_a_block_is_warned_of_and_changes_nothing():
+    with pytest.warns(mpjax.PolicyWarning, match=r"c=bf16,o=f32 was made the default of no block"):
+        mpjax.default_policy("bf16-mixed")
+    assert mpjax.get_policy() == mpjax.get_policy("float32")
+
+
+def test_a_default_policy_in_a_block_or_as_a_decorator_is_no_slip():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with mpjax.default_policy("bf16-mixed"):
+            pass
+        mpjax.default_policy("bf16-mixed")(square)
+        with pytest.raises(ValueError, match="'bf61'"):
+            mpjax.default_policy("bf61")
+    assert not [w for w in caught if issubclass(w.category, mpjax.PolicyWarning)]
 
 
 # -- a run that cannot start, or cannot go on ------------------------------------------------------

@@ -161,6 +161,13 @@ ROWS: dict[str, list[Row]] = {
             V,
             ("behind 1 of its chain", "Allowed", "with_loss_scale(optax.chain("),
         ),
+        (
+            lambda: mpjax.nnx.make_train_step(
+                model(), optax.chain(optax.clip(1.0), wrap()), POLICY, loss_fn
+            ).init(),
+            V,
+            ("behind 1 of its chain", "Allowed", "with_loss_scale(optax.chain("),
+        ),
     ],
     "step.init": [
         (lambda: step().init({}), V, ("no parameters", "step.init(model.init(key, x)")),
@@ -191,6 +198,22 @@ ROWS: dict[str, list[Row]] = {
         (lambda: step().init({"w": jnp.full(2, jnp.nan)}), V, ("'w'", "2 nan", "initializer")),
         (lambda: step().init({"w": jnp.full(2, jnp.inf)}), V, ("'w'", "2 inf", "initializer")),
         (lambda: step().init(deleted()), V, ("'w' has been deleted", "donate=False")),
+        (
+            lambda: step().init(PARAMS, {"m": X}),
+            T,
+            (
+                "loss_fn(params, batch) cannot",
+                "too many",
+                "Allowed",
+                "Type step.init(params) without",
+                "def loss_fn(",
+            ),
+        ),
+        (
+            lambda: step(with_state).init(PARAMS),
+            T,
+            ("with_state", "'batch'", "Allowed", "Type step.init(params, extra_state)"),
+        ),
     ],
     "step": [
         (lambda: step()(PARAMS, X), T, ("got a dict", "step.init(params)")),
@@ -214,7 +237,6 @@ ROWS: dict[str, list[Row]] = {
         (lambda: traced(step(lambda p, b: (loss_fn(p, b), 1))), T, ("(", "has_aux=True")),
         (lambda: traced(step(has_aux=True)), T, ("(loss, aux)", "has_aux=")),
         (lambda: traced(step(weighted=True)), T, ("(loss, weight)", "weighted=True")),
-        (lambda: traced(step(loss_fn), PARAMS, {"m": X}), T, ("argument",)),
         (
             lambda: traced(step(lambda p, e, b: loss_fn(p, b)), PARAMS, {"m": X}),
             T,
@@ -251,6 +273,16 @@ ROWS: dict[str, list[Row]] = {
         (lambda: step().adopt(PARAMS), T, ("a dict", "Allowed", "step.adopt({'step'")),
         (lambda: step().adopt(None), T, ("None", "Allowed", "step.adopt({'step'")),
         (lambda: step().adopt(X), T, ("f32[4,2]", "Allowed", "step.adopt({'step'")),
+        (
+            lambda: step().adopt(step().init(PARAMS), {"m": X}),
+            T,
+            ("too many", "Allowed", "Type step.adopt(state) without"),
+        ),
+        (
+            lambda: step(with_state).adopt(step().init(PARAMS)),
+            T,
+            ("with_state", "Allowed", "extra_state= to step.adopt"),
+        ),
         (
             lambda: step(tx=optax.adam(0.1)).adopt(step().init(PARAMS)),
             V,
