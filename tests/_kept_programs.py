@@ -60,14 +60,14 @@ def euler_scan(dot):
         def step(x, _):
             return x + 1e-3 * jnp.tanh(dot(x, w)), None
 
-        return lax.scan(step, x, None, length=500)[0]
+        return lax.scan(step, x, None, length=100)[0]
 
     return fun
 
 
 @program(_W, _X)
 def euler_fori(dot):
-    return lambda w, x: lax.fori_loop(0, 300, lambda _, x: x + 1e-3 * jnp.sin(dot(x, w)), x)
+    return lambda w, x: lax.fori_loop(0, 100, lambda _, x: x + 1e-3 * jnp.sin(dot(x, w)), x)
 
 
 @program(_W, _X, gradient=False)
@@ -77,7 +77,7 @@ def euler_while(dot):
             x, t = carry
             return x + 1e-3 * jnp.tanh(dot(x, w)), t + 1e-3
 
-        return lax.while_loop(lambda carry: carry[1] < 0.3, step, (x, 0.0))[0]
+        return lax.while_loop(lambda carry: carry[1] < 0.1, step, (x, 0.0))[0]
 
     return fun
 
@@ -85,7 +85,7 @@ def euler_while(dot):
 @program(_W, _X)
 def euler_unrolled(dot):
     def fun(w, x):
-        for _ in range(50):
+        for _ in range(20):
             x = x + 2e-3 * jnp.tanh(dot(x, w))
         return x
 
@@ -96,7 +96,7 @@ def euler_unrolled(dot):
 def unrolled_after_encoder(dot):
     def fun(w, x):
         z = dot(x, w)  # a latent state, low from the start
-        for _ in range(40):
+        for _ in range(20):
             z = z + 2e-3 * jnp.tanh(dot(z, w))
         return z
 
@@ -147,7 +147,7 @@ def runge_kutta(dot):
 @program((np.eye(_D) * -2 + np.eye(_D, k=1) + np.eye(_D, k=-1)).astype(np.float32), _normal(_D, 4))
 def heat_by_matrix(dot):
     def fun(laplacian, u):
-        return lax.fori_loop(0, 300, lambda _, u: u + 1e-3 * dot(laplacian, u), u)
+        return lax.fori_loop(0, 100, lambda _, u: u + 1e-3 * dot(laplacian, u), u)
 
     return fun
 
@@ -159,7 +159,7 @@ def heat_by_convolution(dot):
             change = dot.convolve(u, kernel[None, None])
             return u + 1e-3 * change, None
 
-        return lax.scan(step, u, None, length=300)[0]
+        return lax.scan(step, u, None, length=100)[0]
 
     return fun
 
@@ -180,7 +180,7 @@ def ddim(dot):
 @program(_W, _X, np.asarray(jax.random.key_data(jax.random.key(0))), gradient=False)
 def langevin(dot):
     def fun(w, x, key):
-        keys = jax.random.split(jax.random.wrap_key_data(key), 200)
+        keys = jax.random.split(jax.random.wrap_key_data(key), 100)
 
         def step(x, key):
             score = -jnp.tanh(dot(x, w))
@@ -198,7 +198,7 @@ def latent_ode(dot):
         def step(z, _):
             return z + 1e-3 * jnp.tanh(dot(z, w)), None
 
-        return dot(lax.scan(step, dot(x, w), None, length=300)[0], w.T)
+        return dot(lax.scan(step, dot(x, w), None, length=100)[0], w.T)
 
     return fun
 
@@ -270,7 +270,7 @@ def moving_average(dot):
     return fun
 
 
-@program(_normal(_D), _normal(300, _D), _normal(_D))
+@program(_normal(_D), _normal(300, _D)[:100], _normal(_D))
 def least_mean_squares(dot):
     def fun(target, xs, w):
         def step(w, x):
@@ -289,7 +289,7 @@ def shrinkage(dot):
             x = x - 0.02 * dot(a.T, dot(a, x) - b)
             return jnp.sign(x) * jnp.maximum(jnp.abs(x) - 1e-4, 0), None
 
-        return lax.scan(step, jnp.ones_like(a[0]) * b[0], None, length=200)[0]
+        return lax.scan(step, jnp.ones_like(a[0]) * b[0], None, length=100)[0]
 
     return fun
 
@@ -313,7 +313,7 @@ def inner_training(dot):
 # -- recurrences ----------------------------------------------------------------
 
 
-@program(_W, _normal(200, 4, _D), _normal(4, _D))
+@program(_W, _normal(200, 4, _D)[:100], _normal(4, _D))
 def linear_recurrence(dot):
     def fun(w, xs, state):
         def step(state, x):
@@ -383,7 +383,7 @@ def logaddexp_recursion(dot):
     return fun
 
 
-@program(_normal(_D, 6, scale=0.5), _normal(12, _D))
+@program(_normal(_D, 6, scale=0.5), _normal(12, _D)[:8])
 def logaddexp_unrolled(dot):
     def fun(w, xs):
         emissions = dot(xs, w)
