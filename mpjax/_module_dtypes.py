@@ -15,6 +15,7 @@ from mpjax._dtypes import DType, require_x64, short_name
 from mpjax._errors import PolicyWarning, message
 from mpjax._policy import Policy, get_policy
 from mpjax._policy_map import PolicyMap
+from mpjax._quantized_policy import QuantizedPolicy
 from mpjax._shown import Shown, html_table
 from mpjax._spelling import Path, in_model
 
@@ -33,6 +34,14 @@ def as_checked_policy(policy: Any, where: str) -> Policy | PolicyMap:
     for each in getattr(found, "policies", (found,)):
         require_x64(each.compute_dtype, where)
         require_x64(each.param_dtype, where)
+    if any(isinstance(each, QuantizedPolicy) for each in getattr(found, "policies", (found,))):
+        text = message(
+            where,
+            f"got {str(found)!r}, and modules multiply in its base's dtype alone.",
+            "Allowed: any policy; products in 8 bits are autocast's.",
+            "Type autocast(loss_fn, policy), or make_train_step(loss_fn, tx, policy), as well.",
+        )
+        warnings.warn(text, PolicyWarning, stacklevel=3)
     return found
 
 

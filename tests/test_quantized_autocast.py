@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 import mpjax
+import mpjax.linen
 
 FLOAT8 = "float8_from_mixed_bfloat16"
 INT8 = "int8_from_mixed_bfloat16"
@@ -418,3 +420,8 @@ def test_nnx_module_is_quantised_and_keeps_its_paths():
     found = products(lambda model, x: jnp.sum(model(x)), FLOAT8, net, X)
     assert [dtype for dtype, _ in found] == ["bf16", "f8_e4m3fn", "bf16"]
     assert found[1][1].endswith(": layers/*/kernel")
+
+
+def test_modules_say_that_they_multiply_in_the_base_dtype():
+    with pytest.warns(mpjax.PolicyWarning, match="products in 8 bits are autocast's"):
+        mpjax.linen.with_policy(nn.Dense(8), FLOAT8)
