@@ -1,5 +1,6 @@
 """The whole step of an NNX model: parameters, statistics and RNG counts go on or stay together."""
 
+import functools
 from typing import Any
 
 import jax
@@ -45,6 +46,12 @@ def made(policy: Any = "32-true", model: Any = None, **options: Any) -> Any:
     return mpjax.nnx.make_train_step(model, optax.adam(0.01), policy, loss_fn, **options)
 
 
+@functools.cache
+def shared(policy: str) -> Any:
+    """Returns a step that leaves states as they are, compiled once for all tests."""
+    return made(policy, donate=False)
+
+
 def values(model: Any) -> Any:
     return jax.tree.map(lambda x: x, nnx.as_pure(nnx.state(model)))
 
@@ -81,7 +88,7 @@ def test_in_float32_it_is_the_loop_with_nnx_optimizer():
 
 @pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
 def test_a_skipped_step_leaves_all_of_the_model_as_it_was(policy: str):
-    step = made(policy, donate=False)
+    step = shared(policy)
     state, metrics = step(step.init(), BATCH)
     assert metrics["grads_finite"]
     assert not np.array_equal(state.extra_state["norm"]["mean"], jnp.zeros(4))
@@ -127,9 +134,9 @@ def test_aux_accumulation_and_only_some_variables():
 
 
 def test_a_state_of_another_policy_is_adopted():
-    old = made("bf16-mixed")
+    old = shared("bf16-mixed")
     state, _ = old(old.init(), BATCH)
-    step = made("16-mixed")
+    step = shared("16-mixed")
     state, metrics = step(step.adopt(state), BATCH)
     assert int(state.step) == 2
     assert float(metrics["loss_scale"]) == 2.0**15
