@@ -475,8 +475,9 @@ def test_law_9_a_skip_and_a_growth_do_not_retrace():
 @OPTAX
 def test_map_params_finds_the_moments_and_nothing_of_the_wrapper():
     tx = wrapped(optim.with_master_weights(adam()))
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)  # float32 needs no master
     marked = optax.tree.map_params(
-        tx, lambda _: "moment", tx.init(PARAMS), transform_non_params=lambda _: "other"
+        tx, lambda _: "moment", tx.init(params), transform_non_params=lambda _: "other"
     )
     assert jax.tree.leaves(marked).count("moment") == 3 * len(jax.tree.leaves(PARAMS))
 
