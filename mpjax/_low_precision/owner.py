@@ -108,7 +108,8 @@ def _rest(move: Callable[..., Any], *leaf: Array) -> Array:
     """Returns what is kept of a step: for TPUs computed beside the parameter, not from it.
 
     XLA for TPUs makes a kernel of what two results depend on, if that holds a division or a root,
-    and a second one of the results: 1.4 times the traffic. Computed twice, it is one kernel. The
+    and a second one of the results: 1.4 times the traffic. Computed twice, it is one kernel behind
+    a momentum, and still two behind AdamW, whose roots come first. The
     step enters both as the same number, rounded: were it a product that one copy had contracted
     into a multiply-add and the other not, what is kept would be that of another parameter.
     """
@@ -127,7 +128,8 @@ def _apart(x: Any) -> Any:
 
     Where new moments are both results and what the parameters are computed from, it writes them
     out, and reads them again to compute what is kept: two passes over memory, up to 1.6 times the
-    traffic. As results apart from what goes on they are all siblings, and one kernel.
+    traffic. As results apart from what goes on they are siblings: one kernel for plain moments,
+    though not yet for AdamW's (48 bytes a parameter on a v5e with Kahan, 28 on an H100).
     """
     is_moment = is_array(x) and x.dtype == FLOAT32 and x.ndim > 0
     return jax.lax.reduce_precision(x, 8, 23) if is_moment else x
