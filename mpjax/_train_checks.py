@@ -15,7 +15,7 @@ from mpjax._errors import message
 from mpjax._grad import get_loss_scale
 from mpjax._inputs import MODULES, check_params, check_transformation, described, is_transformation
 from mpjax._loss_scale import NoOpLossScale
-from mpjax._optim_state import find_states, refuse_before
+from mpjax._optim_state import find_states, gradient_params, refuse_before
 from mpjax._policy import Policy
 from mpjax._policy_map import PolicyMap
 from mpjax._tree import first_difference, is_array, leaf_paths
@@ -93,11 +93,14 @@ def check_start(
         raise TypeError(message(where, got, allowed, fix)) from None
 
 
-def check_scale_fits(tx_state: PyTree, loss_scale: Any, policy: Policy | PolicyMap) -> None:
+def check_scale_fits(
+    tx_state: PyTree, params: PyTree, loss_scale: Any, policy: Policy | PolicyMap
+) -> None:
     """Refuses an optimizer whose own wrapper does not go with the rest of the arguments.
 
     Args:
       tx_state: what the given optimizer starts from; it holds a loss scale.
+      params: what it is for.
       loss_scale: what was given beside it.
       policy: the step's.
     """
@@ -108,6 +111,14 @@ def check_scale_fits(tx_state: PyTree, loss_scale: Any, policy: Policy | PolicyM
     refuse_before(tx_state, "make_train_step", is_optimizer=True)
     wanted = get_loss_scale(policy)
     found = [state for _, state in find_states(tx_state)]
+    reached = sum(state.leaf_finite.size for state in found)
+    leaves = len(jax.tree.leaves(gradient_params(params)))
+    if reached < leaves and any(state.adjustment is not None for state in found):
+        got = f"with_loss_scale is around the optimizer of {reached} of {leaves} parameters: "
+        got += "the others would get gradients that are still scaled."
+        fix = "Type with_loss_scale(optax.partition(...)) or with_loss_scale(optax.masked(...)):"
+        fix += " the wrapper around all of it."
+        raise ValueError(message("make_train_step", got, fix))
     if not isinstance(wanted, NoOpLossScale) and all(x.adjustment is None for x in found):
         got = f"{policy} computes in float16, and with_loss_scale(tx) was given no loss scale: "
         got += "gradients below 2**-24 would vanish."

@@ -223,7 +223,7 @@ class TrainStep:
             opt_state = self._given_tx.init(params)
             found.extend(path for path, _ in find_states(opt_state))
             if found:
-                check_scale_fits(opt_state, self._given_loss_scale, self.policy)
+                check_scale_fits(opt_state, params, self._given_loss_scale, self.policy)
 
         jax.eval_shape(look, params)
         return skipped_whole(self._given_tx) if found else self._wrapped_tx

@@ -200,6 +200,28 @@ def test_what_stands_behind_the_wrapper_in_a_chain_is_skipped_with_it(name: str)
     assert_same_bits(alone, skipped_whole(tx).update(grads, state.opt_state, state.params)[0])
 
 
+@pytest.mark.parametrize("name", ["partition", "masked"])
+def test_a_wrapper_around_some_of_the_parameters_is_refused(name: str):
+    params = {"w": jnp.ones(2), "v": jnp.ones(2)}
+    label = {"w": "a", "v": "b"}
+
+    def around(inner: Any, outer: Any) -> Any:
+        if name == "masked":
+            return outer(optax.masked(inner(optax.sgd(0.25)), {"w": True, "v": False}))
+        return outer(optax.partition({"a": inner(optax.sgd(0.25)), "b": optax.sgd(0.25)}, label))
+
+    def scaled(tx: Any) -> Any:
+        return mpjax.with_loss_scale(tx, mpjax.StaticLossScale(8.0))
+
+    def step_of(tx: Any) -> Any:
+        return mpjax.make_train_step(lambda p, x: jnp.sum(p["w"] ** 2 + p["v"] ** 2) * x, tx)
+
+    with pytest.raises(ValueError, match=r"1 of 2 parameters: the others .* still scaled"):
+        step_of(around(scaled, lambda tx: tx)).init(params)
+    state = step_of(around(lambda tx: tx, scaled)).init(params)  # around all of it
+    assert state.params["v"].shape == (2,)
+
+
 def test_an_overwritten_leaf_behind_the_wrapper_keeps_its_value_in_a_skipped_step():
     params = {"_overwrite_with_gradient": {"scale": jnp.float32(3)}, "w": jnp.float32(1)}
     tx = skipped_whole(optax.chain(mpjax.with_loss_scale(optax.sgd(0.25), 8.0), optax.scale(0.5)))
