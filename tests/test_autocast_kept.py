@@ -16,7 +16,7 @@ import mpjax
 POLICIES = {"bf16": "bf16-mixed", "f16": "16-mixed"}
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 # What an exponential reads is a product's result, which is stored low, as PyTorch does.
-STORED_LOW = {"crf_log_partition": 4, "online_softmax": 5}
+STORED_LOW = {"crf_log_partition": 4, "logaddexp_recursion": 4, "online_softmax": 5}
 
 
 class Dot:

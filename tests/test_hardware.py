@@ -312,8 +312,8 @@ def test_none_is_the_scoped_default():
 
 
 def test_an_unknown_policy_is_the_error_of_get_policy():
-    with pytest.raises(ValueError, match="get_policy: unknown policy 'bf16_mixed'"):
-        check_support("bf16_mixed", "v5e")
+    with pytest.raises(ValueError, match="get_policy: unknown policy 'bf16-mixd'"):
+        check_support("bf16-mixd", "v5e")
 
 
 def test_a_report_survives_json():
