@@ -43,7 +43,7 @@ def _references(name: str, args: list[Any]) -> Iterator[Any]:
             continue
         try:
             traced = jax.make_jaxpr(form)(*args)
-        except TypeError:  # a function of the user's that takes other arguments
+        except (TypeError, ValueError):  # takes other arguments: a user's function, a derivative
             continue
         yield traced  # JAX inlines some of them, which a user may have put under `jit`
         for eqn in _compat.equations(traced):

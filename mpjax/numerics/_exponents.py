@@ -183,8 +183,8 @@ def exponents(
 
     Returns:
       A function of the arguments of `loss_fn` that returns an `ExponentReport`: `print` it,
-      `.plot()` it, `.of("gradient")` is the histogram of a kind, `.lost("gradient", "float16",
-      2**15)` what a dtype would lose, `.suggested_loss_scale` the scale to take.
+      `.plot()` it. `.of("gradient")` is the histogram of a kind, `.suggested_loss_scale` the
+      scale to take, and `.lost("gradient", "float16", 2**15)` what a dtype would lose.
 
     Raises:
       TypeError, ValueError: as `diagnose`.
