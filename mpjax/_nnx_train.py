@@ -32,7 +32,8 @@ class NNXTrainStep:
         self.loss_fn = loss_fn
         self._wrt = wrt
         self._has_aux = has_aux
-        self._graphdef, self.params, rest = nnx.split(model, wrt, ...)
+        self._graphdef, params, rest = nnx.split(model, wrt, ...)
+        self.params: PyTree = params
         self._rest_paths = frozenset(path for path, _ in nnx.to_flat_state(rest))
         self.plain: TrainStep  # the step of pure functions that does the work
 
