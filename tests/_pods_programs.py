@@ -286,7 +286,8 @@ def flax(topology: Any, mistake: str | None) -> Any:
         @linen.compact
         def __call__(self, x: Any) -> Any:
             y = jax.nn.relu(linen.Dense(4 * WIDTH, name="up")(x))
-            return linen.Dense(WIDTH, name="down")(linen.Dropout(0.1, deterministic=False)(y))
+            y = linen.Dense(WIDTH, name="down")(linen.Dropout(0.1, deterministic=False)(y))
+            return linen.Dense(WIDTH, name="head")(y)
 
     mesh = topology.make_mesh({"data": 4, "tensor": 2})
     network, tx = Network(), optax.adam(1e-3)
@@ -320,22 +321,28 @@ def flax(topology: Any, mistake: str | None) -> Any:
 # -- work that is split otherwise ------------------------------------------------------------------
 
 
+def used(received: Any) -> Any:
+    """Computes with what was sent and casts then: a cast alone XLA moves to before the sending."""
+    return (received - jnp.mean(received)).astype(jnp.bfloat16)
+
+
 @program
 def pipeline(topology: Any, mistake: str | None) -> Any:
     """Each device along `stage` has a layer, and hands its result to the next."""
     mesh = topology.make_mesh({"data": 2, "stage": 4})
     ring = [(i, (i + 1) % 4) for i in range(4)]
+    sent = jnp.float32 if mistake == "activations in f32" else jnp.bfloat16
 
     def loss(w: Any, x: Any) -> Any:
         carried = jnp.zeros_like(x[0])
         total = jnp.zeros((), jnp.float32)
         for turn in range(7):  # four micro-batches through four stages
             first = jax.lax.axis_index("stage") == 0
-            y = jnp.tanh(jnp.where(first, x[min(turn, 3)], carried) @ w[0].astype(jnp.bfloat16))
+            given = jnp.where(first, x[min(turn, 3)], carried)
+            y = jnp.tanh(jnp.matmul(given, low(w[0]), preferred_element_type=sent))
             last = (jax.lax.axis_index("stage") == 3) & (turn >= 3)
             total += jnp.where(last, jnp.mean(y.astype(jnp.float32) ** 2), 0.0)
-            sent = y.astype(jnp.float32) if mistake == "activations in f32" else y
-            carried = jax.lax.ppermute(sent, "stage", ring).astype(jnp.bfloat16)
+            carried = used(jax.lax.ppermute(y, "stage", ring))
         return total
 
     def local(w: Any, x: Any) -> Any:
@@ -353,14 +360,14 @@ def pipeline(topology: Any, mistake: str | None) -> Any:
 def experts(topology: Any, mistake: str | None) -> Any:
     """Each device has an expert; rows are sent to theirs and back, and the router is whole."""
     mesh = topology.make_mesh({"expert": -1})
-    wide = jnp.float32 if mistake == "rows are sent in f32" else jnp.bfloat16
+    sent = jnp.float32 if mistake == "rows are sent in f32" else jnp.bfloat16
 
     def loss(params: Any, x: Any) -> Any:
-        gates = jax.nn.softmax(x @ params["router"]).astype(jnp.bfloat16)
-        rows = (gates.T[:, :, None] * x.astype(jnp.bfloat16)).astype(wide)
-        theirs = jax.lax.all_to_all(rows, "expert", 0, 1, tiled=True)
-        made = jnp.tanh(theirs.astype(jnp.bfloat16) @ params["expert"].astype(jnp.bfloat16))
-        back = jax.lax.all_to_all(made.astype(wide), "expert", 1, 0, tiled=True)
+        gates = jax.nn.softmax(x @ params["router"]).astype(sent)
+        rows = gates.T[:, :, None] * x.astype(sent)
+        theirs = used(jax.lax.all_to_all(rows, "expert", 0, 1, tiled=True))
+        made = jnp.matmul(theirs, low(params["expert"]), preferred_element_type=sent)
+        back = jax.lax.all_to_all(jnp.tanh(made), "expert", 1, 0, tiled=True)
         return jnp.mean(jnp.sum(back, 0).astype(jnp.float32) ** 2)
 
     def local(params: Any, x: Any) -> Any:

@@ -118,6 +118,9 @@ def mesh_of(*axes: tuple[str, int]) -> dict[int, Any]:
     return {1: [{1: [name.encode()], 2: [size]} for name, size in axes]}
 
 
+TURNED = {3: [{1: [2, 4], 2: [1, 0]}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
@@ -130,6 +133,8 @@ def mesh_of(*axes: tuple[str, int]) -> dict[int, Any]:
         ),
         ({93: [{1: [mesh_of(("x", 2), ("y", 4))], 2: [{1: [1]}]}]}, (("fsdp",), 4, True)),
         ({93: [{1: [mesh_of(("x", 8))], 2: [{}]}]}, (("data", "fsdp"), 8, True)),
+        # Devices in another order than the mesh's, as XLA writes device_ids=([2,4]T(1,0)).
+        ({93: [{1: [mesh_of(("x", 4), ("y", 2)) | TURNED], 2: [{1: [1]}]}]}, (("data",), 2, True)),
         ({87: [{1: LISTED}]}, (("data",), 2, True)),
         ({49: LISTED}, (("data",), 2, True)),
         ({87: [{2: [{1: [2], 2: [4], 3: [8]}]}]}, (("fsdp",), 4, True)),

@@ -73,7 +73,8 @@ _BY_ELEMENT = (
 _SUMS = ("all-reduce", "all-gather", "collective-broadcast")
 _SAME = (
     *("opt-barrier", "copy-done", "all-gather-done", "all-reduce-done", "async-done"),
-    *("collective-permute-done", "add-dependency", "domain", "send-done", "recv-done"),
+    *("collective-permute-done", "reduce-scatter-done", "add-dependency", "domain"),
+    *("send-done", "recv-done"),
 )
 
 
@@ -143,13 +144,11 @@ class _Reader:
         if opcode == "recv":
             operands = [values.get(name, EQUAL) for name in _sent(computation, instruction)]
         kind = opcode.removesuffix("-start")
-        if kind in (*_SUMS, "collective-permute") or opcode == "recv":
+        if kind in (*_SUMS, "reduce-scatter", "collective-permute") or opcode == "recv":
             return self._of_collective(kind, instruction, operands)
         if (parts := _end_to_end(computation, instruction, operands)) is not None:
             return parts
         joined = _joined(tuple(operands))
-        if kind == "reduce-scatter":
-            joined |= Differs(frozenset(group_of(instruction, self._mesh).axes))
         if opcode in ("infeed", "outfeed") or (
             opcode == "custom-call" and sends_by_itself(instruction)
         ):
@@ -191,6 +190,9 @@ class _Reader:
         else:
             group = group_of(instruction, self._mesh)
             joins = kind in _SUMS and group.whole
+        if kind == "reduce-scatter":  # of several arrays each has the part of its own sum
+            parts = [_each(v, lambda v: v | Differs(frozenset(group.axes))) for v in operands]
+            return parts[0] if len(parts) == 1 else tuple(parts)
         values = [_each(value, lambda v: _sent_on(v, group, joins)) for value in operands]
         if kind == "recv":
             return _like(instruction.type, _joined(tuple(values)))

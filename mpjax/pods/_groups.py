@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from mpjax.pods._hlo import Instruction
@@ -92,14 +92,16 @@ def _members(proto: Message) -> list[int]:
 
 def _iota(proto: Message) -> list[int]:
     """Returns the first group of a range of numbers that is reshaped, transposed and cut."""
-    dims = proto.integers(3)
-    order = proto.integers(4) or tuple(range(len(dims)))
+    numbers = _transposed(proto.integers(3), proto.integers(4))
+    return list(itertools.islice(numbers, proto.integer(2)))
+
+
+def _transposed(dims: Sequence[int], order: Sequence[int]) -> Iterator[int]:
+    """Yields the numbers from 0 on, put into an array of that shape and read in another order."""
+    order = order or tuple(range(len(dims)))
     strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
-    flat = (
-        sum(at * strides[axis] for at, axis in zip(place, order, strict=True))
-        for place in itertools.product(*(range(dims[axis]) for axis in order))
-    )
-    return list(itertools.islice(flat, proto.integer(2)))
+    for place in itertools.product(*(range(dims[axis]) for axis in order)):
+        yield sum(at * strides[axis] for at, axis in zip(place, order, strict=True))
 
 
 def _named(proto: Message) -> list[int]:
@@ -121,6 +123,9 @@ def _named(proto: Message) -> list[int]:
     places = itertools.product(*steps)
     members = [sum(n * w for n, w in zip(place, weights, strict=True)) for place in places]
     ids = declared.integers(2)
+    if declared.has(3):  # the order of the devices, as a range that is reshaped and transposed
+        order = declared.message(3)
+        ids = tuple(_transposed(order.integers(1), order.integers(2)))
     return [ids[member] for member in members] if ids else members
 
 

@@ -62,7 +62,7 @@ def read(report: Report, lowered: Lowered, compiled: Any, topology: Topology) ->
     memory = _memory(compiled, topology)
     cost = _cost.count(module, runs)
     axes = {n: leaf.axes for n, leaf in parameters.items()}
-    differing = _differing(outputs_that_differ(module, axes, mesh, names.slice_axes), topology)
+    differing = outputs_that_differ(module, axes, mesh, names.slice_axes)
     leaves = [*parameters.values()]
     findings = [
         *report.findings,
@@ -119,13 +119,6 @@ def _sent(
     yield from _rules.repeated(collectives, outputs, mesh)
     yield from _rules.activations(collectives, report.compute_dtype)
     yield from _rules.gathered(collectives, _state_rules.batch_axes(inputs))
-
-
-def _differing(found: list[Differs], topology: Topology) -> list[Differs]:
-    """On GPUs nothing is sure: what loops put end to end is not followed apart."""
-    if topology.chip.platform != "cuda":
-        return found
-    return [Differs(d.axes, unsure=d.axes) for d in found]
 
 
 def _unjudged(
