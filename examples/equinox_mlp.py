@@ -10,7 +10,8 @@ The last of these is the row "cast by hand": a layer computes in the dtype of it
 a PolicyMap whose rule names the attribute 'layers/3' keeps that layer in float32. What flows
 between the others is bfloat16 then, activation functions included, where autocast lowers the
 operands of products alone: that is the difference in loss. "bf16-true" holds weights in bfloat16
-too, which have 8 bits: an update of less than 1/256 of a weight is lost.
+too, which have 8 bits: an update of less than 1/512 of a weight is lost, unless rounding= says
+"stochastic" or "kahan".
 """
 
 import argparse
@@ -59,7 +60,7 @@ def train(policy: str, by_hand: mpjax.PolicyMap | None, steps: int) -> tuple[Any
     model = eqx.nn.MLP(1, 1, width_size=64, depth=3, activation=jax.nn.gelu, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)
     tx = optax.adam(optax.cosine_decay_schedule(3e-3, steps))
-    step = mpjax.make_train_step(make_loss(static, by_hand), tx, policy)
+    step = mpjax.make_train_step(make_loss(static, by_hand), tx, policy, rounding="nearest")
     state = step.init(params)
     losses = []
     for key in jax.random.split(jax.random.key(1), steps):

@@ -112,6 +112,7 @@ def make_train_step(
     max_consecutive_skips: int | None = 50,
     axis_name: AxisName = None,
     donate: bool = True,
+    rounding: str | None = None,
 ) -> NNXTrainStep:
     """Returns a jitted train step of an NNX model: `state, metrics = step(state, batch)`.
 
@@ -127,8 +128,8 @@ def make_train_step(
       loss_fn: `loss_fn(model, batch) -> loss`, or `(loss, aux)` with `has_aux`. It may change
         the model's variables; new ones (sown values) are dropped, return them as aux.
       wrt: which variables to train, as in `nnx.Optimizer`.
-      loss_scale, has_aux, accumulate, weighted, max_consecutive_skips, axis_name, donate: as in
-        `mpjax.make_train_step`.
+      loss_scale, has_aux, accumulate, weighted, max_consecutive_skips, axis_name, donate, rounding:
+        as in `mpjax.make_train_step`.
 
     Returns:
       An `NNXTrainStep`: `step.init()` gives the state, `step(state, batch)` the next one and the
@@ -186,6 +187,7 @@ def make_train_step(
         max_consecutive_skips=max_consecutive_skips,
         axis_name=axis_name,
         donate=donate,
+        rounding=rounding,
     )
     return step
 

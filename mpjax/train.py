@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 
 from mpjax._adopt import adopted, params_to_adopt
-from mpjax._autocast.api import as_typed
 from mpjax._chains import skipped_whole
 from mpjax._dtypes import FLOAT32
 from mpjax._errors import message
@@ -18,10 +17,10 @@ from mpjax._foreign_names import STEP, names_keywords
 from mpjax._grad import get_loss_scale, localised, mean, name_of, value_and_grad
 from mpjax._hardware import check_policy
 from mpjax._loss_scale import LossScale
+from mpjax._low_precision.chosen import check_rounding, warn_of_lost_updates, with_rounding
 from mpjax._microbatches import divided, over_parts, weighed
 from mpjax._policy import Policy, chosen_policy, in_step
 from mpjax._policy_map import PolicyMap
-from mpjax._quantized_policy import QuantizedPolicy
 from mpjax._skip import select_like
 from mpjax._summary import describe_state, describe_step, grad_norm
 from mpjax._train_checks import (
@@ -36,6 +35,7 @@ from mpjax._train_checks import (
 )
 from mpjax._tree import check_axes, is_array
 from mpjax._typing import Array, AxisName, PyTree
+from mpjax._under_policy import is_autocast, param_dtypes, under_policy
 from mpjax.numerics import Report
 from mpjax.numerics._step import Differentiated, StepDiagnosis
 from mpjax.optim import apply_updates, current_loss_scale, find_states, with_loss_scale
@@ -81,10 +81,13 @@ class TrainStep:
         max_consecutive_skips: int | None,
         axis_name: AxisName,
         donate: bool,
+        rounding: str | None,
     ) -> None:
         self.policy: Policy | PolicyMap = chosen_policy(policy, "make_train_step")
+        tx = with_rounding(tx, rounding, self.policy, param_dtypes(self.policy))
+        self._rounding = rounding
         self._loss_fn = loss_fn
-        self._run = _under_policy(loss_fn, self.policy)
+        self._run = under_policy(loss_fn, self.policy)
         self._given_tx = tx
         self._given_loss_scale = loss_scale
         self._has_aux = has_aux
@@ -105,6 +108,7 @@ class TrainStep:
             "loss_scale": (self._given_loss_scale, None),
             "accumulate": (self._accumulate, 1),
             "axis_name": (self._axis_name, None),
+            "rounding": (self._rounding, None),
         }
         return describe_step(self._loss_fn, self.policy, options)
 
@@ -123,12 +127,14 @@ class TrainStep:
         check_policy(self.policy, where="make_train_step", stacklevel=3)
         params = jax.tree.map(_copied, self._cast_to_param(params))
         extra_state = jax.tree.map(_copied, extra_state)
+        opt_state = self._tx(params).init(params)
+        warn_of_lost_updates(self.policy, params, opt_state, self._rounding, stacklevel=3)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             # Some optimizers start from the parameters themselves, or hold one array twice:
             # a buffer cannot be donated twice.
-            opt_state=jax.tree.map(_copied, self._tx(params).init(params)),
+            opt_state=jax.tree.map(_copied, opt_state),
             extra_state=extra_state,
         )
 
@@ -158,6 +164,7 @@ class TrainStep:
         params = jax.tree.map(_copied, params)
         check_start(self._loss_fn, params, extra_state, "step.adopt")
         fresh = self._tx(params).init(params)
+        warn_of_lost_updates(self.policy, params, fresh, self._rounding, stacklevel=3)
         opt_state = adopted(fresh, old["opt_state"], "train step.adopt", params, full)
         rest = (jax.tree.map(_copied, x) for x in (opt_state, extra_state))
         return TrainState(jnp.array(old["step"], jnp.int32, copy=True), params, *rest)
@@ -199,7 +206,7 @@ class TrainStep:
         """Returns what this step differentiates, under its own policy or another one."""
         step = copy.copy(self)
         if policy != self.policy:
-            step._run = _under_policy(self._loss_fn, policy)
+            step._run = under_policy(self._loss_fn, policy)
 
         def run(loss_scale: LossScale, params: PyTree, extra: PyTree, batch: PyTree) -> Any:
             state = TrainState(jnp.zeros((), jnp.int32), params, None, extra)
@@ -209,7 +216,7 @@ class TrainStep:
         return run
 
     def _cast_to_param(self, params: PyTree) -> PyTree:
-        if isinstance(self.policy, PolicyMap) and _is_autocast(self.policy):
+        if isinstance(self.policy, PolicyMap) and is_autocast(self.policy):
             # A rule may name the module of an operation, 'Net/head', which is no path of a
             # parameter: autocast warns of those that match nothing when it traces the loss.
             return self.policy.cast_to_param(params, warn=False)
@@ -326,6 +333,7 @@ def make_train_step(
     max_consecutive_skips: int | None = 50,
     axis_name: AxisName = None,
     donate: bool = True,
+    rounding: str | None = None,
 ) -> TrainStep:
     """Returns a jitted train step for any precision: `state, metrics = step(state, batch)`.
 
@@ -360,6 +368,10 @@ def make_train_step(
       axis_name: axis, or axes, of `shard_map` or `pmap` around the step, over which the loss
         and the gradients are averaged. With plain shardings nothing is needed.
       donate: whether the step may reuse the memory of the state that it is given.
+      rounding: of updates to 16-bit parameters ("bf16-true", "16-true"): "stochastic" or "kahan",
+        as `mpjax.optim.with_stochastic_rounding` and `with_kahan` around `tx`; "nearest", which
+        loses what is below half a unit in a parameter's last place; None for that with a warning,
+        unless `tx` owns the rounding.
 
     Returns:
       A `TrainStep`: `step.init(params)` or `step.init(params, extra_state)` gives the state
@@ -370,8 +382,12 @@ def make_train_step(
       host sync.
 
     Raises:
-      ValueError: `accumulate` is less than 1 or does not divide the batch.
+      ValueError: `accumulate` is less than 1 or does not divide the batch; `rounding` is no name
+        of one, or `tx` owns the rounding already.
       TypeError: the loss is no floating scalar, or `loss_fn` does not return what it should.
+
+    Warns:
+      PolicyWarning: in `init`, updates will be lost to rounding; `rounding` of float32 parameters.
 
     Dtypes:
       Parameters in `param_dtype`, computation in `compute_dtype`, gradients float32.
@@ -399,38 +415,9 @@ def make_train_step(
         "donate": donate,
     }
     check_arguments(loss_fn, tx, policy, options)
-    skips = max_consecutive_skips
-    return TrainStep(
-        loss_fn, tx, policy, loss_scale=loss_scale, max_consecutive_skips=skips, **options
-    )
-
-
-def _under_policy(loss_fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-    """Returns the loss function in the policy's precision.
-
-    A mixed policy, whose parameters are wider than what is computed with, is autocast's business:
-    it alone can tell a target from an input. In a "true" one everything has one dtype, so that the
-    arguments are cast, all but the extra state.
-    """
-    if _is_autocast(policy):
-        # In the dtypes that it returns: BatchNorm's means must not be rounded to a low output
-        # dtype, and a float16 loss must be known as one when it is scaled.
-        return as_typed(loss_fn, policy)
-    default = getattr(policy, "default", policy)
-
-    @functools.wraps(loss_fn)
-    def wrapped(params: PyTree, *rest: Any) -> Any:
-        *extra_state, batch = rest
-        return loss_fn(policy.cast_to_compute(params), *extra_state, default.cast_to_compute(batch))
-
-    return wrapped
-
-
-def _is_autocast(policy: Policy | PolicyMap) -> bool:
-    """Whether parameters are wider than what is computed with, somewhere, or products narrower."""
-    policies = policy.policies if isinstance(policy, PolicyMap) else (policy,)
-    narrower = any(p.compute_dtype.itemsize < p.param_dtype.itemsize for p in policies)
-    return narrower or any(isinstance(p, QuantizedPolicy) for p in policies)
+    check_rounding(rounding, "make_train_step(rounding)")
+    options |= {"rounding": rounding, "max_consecutive_skips": max_consecutive_skips}
+    return TrainStep(loss_fn, tx, policy, loss_scale=loss_scale, **options)
 
 
 def _checked(state: Any) -> TrainState:

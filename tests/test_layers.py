@@ -19,7 +19,7 @@ LAYERS = (
     ("_policy_map", "_grad", "_autocast", "_support", "_skip"),
     ("_optim_state", "_module_dtypes", "_microbatches"),
     ("_low_precision",),
-    ("_adopt", "_chains", "_inputs", "_linen_modules", "_nnx_modules", "_summary"),
+    ("_adopt", "_chains", "_inputs", "_linen_modules", "_nnx_modules", "_summary", "_under_policy"),
     ("optim", "_train_checks", "numerics", "linen"),
     ("train", "pods", "experimental", "testing", "_doctor"),
     ("_nnx_train",),

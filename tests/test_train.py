@@ -63,7 +63,7 @@ def counted(fun: Any) -> tuple[Any, list[int]]:
 @OPTAX
 @pytest.mark.parametrize("policy", PRECISIONS)
 def test_every_precision_has_the_same_step_and_learns(policy: str):
-    step = mpjax.make_train_step(loss_fn, optax.adam(0.05), policy)
+    step = mpjax.make_train_step(loss_fn, optax.adam(0.05), policy, rounding="nearest")
     state = step.init(params_of())
     losses = []
     for _ in range(12):
@@ -134,7 +134,7 @@ def test_a_true_policy_computes_with_everything_in_its_dtype():
         seen.update(params=params["w"].dtype, batch=batch.dtype)
         return jnp.sum(batch @ params["w"])
 
-    step = mpjax.make_train_step(watch, optax.sgd(0.1), "bf16-true")
+    step = mpjax.make_train_step(watch, optax.sgd(0.1), "bf16-true", rounding="nearest")
     step(step.init({"w": jnp.ones((4, 4))}), jnp.ones((2, 4)))
     assert seen == {"params": jnp.bfloat16, "batch": jnp.bfloat16}
 

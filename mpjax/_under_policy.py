@@ -1,0 +1,49 @@
+"""A loss function in a policy's precision: autocast for a mixed one, casts for a "true" one."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from mpjax._autocast.api import as_typed
+from mpjax._dtypes import DType
+from mpjax._policy import Policy
+from mpjax._policy_map import PolicyMap
+from mpjax._quantized_policy import QuantizedPolicy
+from mpjax._typing import PyTree
+
+
+def under_policy(loss_fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
+    """Returns the loss function in the policy's precision.
+
+    A mixed policy, whose parameters are wider than what is computed with, is autocast's business:
+    it alone can tell a target from an input. In a "true" one everything has one dtype, so that the
+    arguments are cast, all but the extra state.
+    """
+    if is_autocast(policy):
+        # In the dtypes that it returns: BatchNorm's means must not be rounded to a low output
+        # dtype, and a float16 loss must be known as one when it is scaled.
+        return as_typed(loss_fn, policy)
+    default = getattr(policy, "default", policy)
+
+    @functools.wraps(loss_fn)
+    def wrapped(params: PyTree, *rest: Any) -> Any:
+        *extra_state, batch = rest
+        return loss_fn(policy.cast_to_compute(params), *extra_state, default.cast_to_compute(batch))
+
+    return wrapped
+
+
+def is_autocast(policy: Policy | PolicyMap) -> bool:
+    """Whether parameters are wider than what is computed with, somewhere, or products narrower."""
+    policies = _policies(policy)
+    narrower = any(p.compute_dtype.itemsize < p.param_dtype.itemsize for p in policies)
+    return narrower or any(isinstance(p, QuantizedPolicy) for p in policies)
+
+
+def param_dtypes(policy: Policy | PolicyMap) -> tuple[DType, ...]:
+    """Returns the dtypes in which a policy keeps parameters."""
+    return tuple(p.param_dtype for p in _policies(policy))
+
+
+def _policies(policy: Policy | PolicyMap) -> tuple[Policy, ...]:
+    return tuple(policy.policies) if isinstance(policy, PolicyMap) else (policy,)

@@ -1,0 +1,124 @@
+"""`rounding=` of a train step: what each does, and what is said where none was chosen."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mpjax
+from mpjax import optim
+
+pytestmark = pytest.mark.standard_promotion("adamw decays bfloat16 weights in float32")
+
+
+def loss_fn(params: Any, x: Any) -> Any:
+    return jnp.mean((params["w"] * x).astype(jnp.float32))  # its gradient is x / 768
+
+
+START = {"w": jnp.full(768, 0.5)}
+
+
+def moved_after_100_steps(policy: str, rounding: Any, tx: Any = None) -> tuple[int, Any]:
+    """Adam at 6e-4, whose steps are 6e-4: half a unit in the last place of 0.5 is 2e-3."""
+    step = mpjax.make_train_step(loss_fn, tx or optax.adam(6e-4), policy, rounding=rounding)
+    state = step.init(START)
+    run = jax.jit(lambda state: jax.lax.scan(step, state, jnp.ones((100, 768)))[0])
+    params = np.asarray(run(state).params["w"], np.float32)
+    return int((params != 0.5).sum()), params
+
+
+def test_nearest_moves_no_weight_in_100_steps_and_the_others_move_all():
+    full, want = moved_after_100_steps("32-true", None)
+    assert full == 768
+    assert moved_after_100_steps("bf16-true", "nearest")[0] == 0
+    for rounding in ("stochastic", "kahan"):
+        count, params = moved_after_100_steps("bf16-true", rounding)
+        assert count == 768
+        assert abs(params.mean() / want.mean() - 1) < 0.005
+    for policy in ("16-true", "O2"):
+        assert moved_after_100_steps(policy, "kahan")[0] == 768
+
+
+def test_rounding_goes_around_a_loss_scale_of_ones_own():
+    tx = mpjax.with_loss_scale(optax.adam(6e-4), mpjax.DynamicLossScale(8))
+    assert moved_after_100_steps("bf16-true", "kahan", tx)[0] == 768
+
+
+@pytest.mark.parametrize(
+    ("policy", "lost"),
+    [
+        ("bf16-true", r"c=bf16,o=bf16 keeps weights in bfloat16, and loses an update below 2⁻⁹"),
+        ("16-true", r"c=f16,o=f16 keeps weights in float16, and loses an update below 2⁻¹²"),
+    ],
+)
+def test_a_policy_that_loses_updates_says_so_in_one_line(policy: str, lost: str):
+    step = mpjax.make_train_step(loss_fn, optax.adam(1e-3), policy)
+    text = rf"^make_train_step: .*{lost} of its weight: type rounding='stochastic' or "
+    text += r"'kahan', or wrap tx in mpjax\.optim\.with_master_weights; rounding='nearest' if.*\.$"
+    with pytest.warns(mpjax.PolicyWarning, match=text) as found:
+        state = step.init(START)
+    assert found[0].filename == __file__
+    assert "\n" not in str(found[0].message)
+    with pytest.warns(mpjax.PolicyWarning, match=text) as found:
+        step.adopt(state)
+    assert found[0].filename == __file__
+
+
+def test_nothing_is_said_where_nothing_is_lost_or_it_was_chosen():
+    owner = optim.with_master_weights(optax.adam(1e-3), bits=24)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mpjax.make_train_step(loss_fn, optax.adam(1e-3), "bf16-mixed").init(START)
+        mpjax.make_train_step(loss_fn, owner, "bf16-true").init(START)
+        for rounding in ("nearest", "stochastic", "kahan"):
+            step = mpjax.make_train_step(loss_fn, optax.adam(1e-3), "bf16-true", rounding=rounding)
+            step.init(START)
+
+
+@pytest.mark.parametrize("rounding", ["stochastik", "up", 1, True])
+def test_an_unknown_rounding_is_refused_where_it_is_given(rounding: Any):
+    text = rf"\(rounding\): unknown rounding {rounding!r}\.\n  Accepted: 'nearest', 'stoch"
+    with pytest.raises(ValueError, match=text):
+        mpjax.make_train_step(loss_fn, optax.adam(1e-3), "bf16-true", rounding=rounding)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_rounding_of_float32_parameters_is_said_to_do_nothing(rounding: str):
+    text = rf"parameters in float32, where '{rounding}' does nothing\.\n  Leave it out, or train "
+    with pytest.warns(mpjax.PolicyWarning, match=text) as found:
+        step = mpjax.make_train_step(loss_fn, optax.adam(1e-3), "bf16-mixed", rounding=rounding)
+    assert found[0].filename == __file__
+    plain = mpjax.make_train_step(loss_fn, optax.adam(1e-3), "bf16-mixed").init(START)
+    assert jax.tree.structure(step.init(START)) == jax.tree.structure(plain)
+
+
+def test_a_rounding_takes_the_parameters_of_a_map_that_are_narrow():
+    policy = mpjax.PolicyMap("bf16-true", {"*norm": "float32"})
+    step = mpjax.make_train_step(loss_fn, optax.adam(1e-3), policy, rounding="kahan")
+    state = step.init({**START, "norm": jnp.ones(2)})
+    kept = state.opt_state.inner_state.compensations
+    assert kept["w"].dtype == jnp.bfloat16
+    assert kept["norm"] == optax.MaskedNode()
+    assert state.params["norm"].dtype == jnp.float32
+    assert "rounding='kahan'" in repr(step)
+
+
+def test_an_nnx_step_takes_it_too():
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    step = mpjax.nnx.make_train_step(
+        model, optax.adam(1e-3), "bf16-true", lambda m, x: jnp.mean(m(x)), rounding="stochastic"
+    )
+    state = step.init()
+    assert isinstance(state.opt_state.inner_state, optim.StochasticRoundingState)
+
+
+def test_a_second_owner_is_refused():
+    tx = optim.with_kahan(optax.adam(1e-3))
+    step = mpjax.make_train_step(loss_fn, tx, "bf16-true", rounding="stochastic")
+    with pytest.raises(ValueError, match=r"it was given an optimizer that owns the rounding"):
+        step.init(START)
