@@ -52,6 +52,17 @@ def names(name_stack: Any) -> tuple[str, ...]:
     return tuple(e.name for e in entries if type(e).__name__ == "Scope")
 
 
+def segments(name_stack: Any) -> list[tuple[str, ...]]:
+    """Returns the scopes in a name stack, apart where there is a transformation between them."""
+    found: list[tuple[str, ...]] = [()]
+    for entry in getattr(name_stack, "stack", ()):
+        if type(entry).__name__ == "Scope":
+            found[-1] = (*found[-1], entry.name)
+        else:
+            found.append(())
+    return found
+
+
 @functools.lru_cache(maxsize=8192)
 def is_transposed(name_stack: Any) -> bool:
     """Whether an operation was made by reverse-mode differentiation inside the function."""

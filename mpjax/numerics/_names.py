@@ -28,8 +28,22 @@ _PLACE = re.compile(r"(.*[/\\])?([^/\\:]+:\d+)")
 
 
 def modules(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns the scopes that name modules."""
-    return tuple(name for name in names if name not in _NOT_MODULES)
+    """Returns the scopes that name modules: no transformation, and no einsum's 'ij,jk->ik'."""
+    return tuple(name for name in names if name not in _NOT_MODULES and "->" not in name)
+
+
+@functools.lru_cache(maxsize=8192)
+def path(name_stack: Any) -> tuple[str, ...]:
+    """Returns the modules in a name stack.
+
+    Where JAX differentiates a checkpointed program, it writes the scopes around that twice: before
+    the transformation, and behind it.
+    """
+    found: tuple[str, ...] = ()
+    for segment in scopes.segments(name_stack):
+        own = modules(segment)
+        found = own if own[: len(found)] == found else (*found, *own)
+    return found
 
 
 @functools.lru_cache(maxsize=8192)

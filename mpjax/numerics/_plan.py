@@ -342,6 +342,6 @@ def _enter(eqn: Any, around: _Around) -> _Around:
         phase = RECOMPUTED
     elif phase == FORWARD and scopes.is_transposed(eqn.source_info.name_stack):
         phase = BACKWARD
-    path = (*around.path, *_names.modules(names))
+    path = (*around.path, *_names.path(eqn.source_info.name_stack))
     where = _names.place(eqn) or around.where
     return dataclasses.replace(around, path=path, phase=phase, where=where)
