@@ -312,7 +312,8 @@ def flax(topology: Any, mistake: str | None) -> Any:
         tx, lambda _, s: s, opt_state, held, transform_non_params=lambda _: P()
     )
     specs = {"params": split, "opt_state": opt_specs}
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=on(mesh, specs))
+    donated = () if mistake == "not donated" else (0,)
+    jitted = jax.jit(step, donate_argnums=donated, out_shardings=on(mesh, specs))
     key = jax.eval_shape(jax.random.key, 0)
     args = ({"params": params, "opt_state": opt_state}, spec(ROWS, WIDTH), key)
     return jitted, mpjax.pods.with_sharding(args, (specs, P("data"), P()), mesh)
@@ -393,9 +394,10 @@ def context(topology: Any, mistake: str | None) -> Any:
 
     def loss(params: Any, x: Any) -> Any:
         x = x.astype(jnp.bfloat16)
-        q, k, v = (x @ w for w in low(params))
-        k, v = (jax.lax.all_gather(y, "time", axis=1, tiled=True) for y in (k, v))
-        weights = jax.nn.softmax(jnp.einsum("btd,bsd->bts", q, k).astype(jnp.float32))
+        wide = jnp.float32 if mistake == "keys are gathered in f32" else jnp.bfloat16
+        q, k, v = (jnp.matmul(x, w, preferred_element_type=wide) for w in low(params))
+        k, v = (used(jax.lax.all_gather(y, "time", axis=1, tiled=True)) for y in (k, v))
+        weights = jax.nn.softmax(jnp.einsum("btd,bsd->bts", low(q), k).astype(jnp.float32))
         return jnp.mean(jnp.einsum("bts,bsd->btd", weights.astype(jnp.bfloat16), v) ** 2)
 
     def local(params: Any, x: Any) -> Any:

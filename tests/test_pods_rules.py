@@ -49,11 +49,13 @@ MISTAKES = [
     ("fsdp", "whole batch", "batch", False, "x"),
     ("equinox", "gathered in f32", "weights", True, "shards/layers/0/weight"),
     ("flax", "moments are whole", "replication", True, "state/opt_state/0/mu/down/kernel"),
+    ("flax", "not donated", "donation", True, "state/"),
     ("pipeline", "never reduced", "copies", True, "w"),
     ("pipeline", "activations in f32", "activations", True, "_pods_programs.py"),
     ("experts", "router is never reduced", "copies", True, "params/router"),
     ("experts", "rows are sent in f32", "activations", True, "_pods_programs.py"),
     ("context", "reduced over one axis", "copies", True, "params/0"),
+    ("context", "keys are gathered in f32", "activations", True, "_pods_programs.py"),
 ]
 RIGHT = [name for name in PROGRAMS if name != "cnn_jit"]
 QUICK = {"fsdp", "context", "pipeline", "transformer"}
@@ -290,10 +292,10 @@ def test_values_end_to_end_keep_what_is_known_of_each():
 
 
 def test_of_arrays_scattered_together_each_keeps_what_is_known_of_it():
-    pair = "(f32[32], f32[32])"
+    pair, along = "(f32[32], f32[32])", "dimensions={0}"
     text = STRANGE.replace(
         "ROOT %b = f32[64] all-reduce(%a)",
-        f"%w = f32[64] parameter(1)\n  ROOT %both = {pair} reduce-scatter(%a, %w), dimensions={{0}}",
+        f"%w = f32[64] parameter(1)\n  ROOT %both = {pair} reduce-scatter(%a, %w), {along}",
     ).replace("(a: f32[64]) -> f32[64]", f"(a: f32[64], w: f32[64]) -> {pair}")
     inputs = {0: frozenset({"data"}), 1: frozenset({"model"})}
     found = _copies.outputs_that_differ(parsed(text), inputs, {"model": 4, "data": 2}, ())

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 from jaxlib import _jax
 
-from mpjax.pods._hlo import read_module
+from mpjax.pods._hlo import Computation, Module, parse_module, read_module
+from mpjax.pods._loops import trip_count
 
 from . import hbm, library_calls, prefetches
 from .targets import TPUS, Target
@@ -29,8 +30,7 @@ hlo_module_from_text = getattr(_parser, "hlo_module_from_text", None)
 hlo_module_cost_analysis = getattr(_jax, "hlo_module_cost_analysis", None)
 
 Cost = dict[str, float]
-_WHILE = re.compile(r" while\(.*body=%?([\w.\-]+)")
-_CALL = re.compile(r" (?:call|async-start)\(.*(?:to_apply|calls)=%?([\w.\-]+)")
+_CALLS = ("call", "async-start")  # what runs another computation's operations as its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +87,9 @@ def module_cost(text: str) -> Cost | None:
     if hlo_module_from_text is None or hlo_module_cost_analysis is None:
         return None
     text = _synchronous(text)
-    total = _keep(_analysis(text))
-    computations = _computations(text)
-    entry = next(name for name, lines in computations.items() if lines[0].startswith("ENTRY"))
-    total = _plus(total, _library(computations, entry))
-    return _plus(total, _loops(text, computations, entry))
+    module = parse_module(hlo_module_from_text(text).as_serialized_hlo_module_proto())
+    total = _plus(_keep(_analysis(text)), _library(module, module.entry))
+    return _plus(total, _loops(text, module, module.entry))
 
 
 def _analysis(text: str) -> Cost:
@@ -114,40 +112,29 @@ def _synchronous(text: str) -> str:
     return re.sub(r" fusion-done\((%[\w.\-]+)\)", r" bitcast(\1)", text)
 
 
-def _library(computations: dict[str, list[str]], name: str) -> Cost:
+def _library(module: Module, computation: Computation) -> Cost:
     """Returns what library calls cost in a computation and in what it calls, loops once."""
-    found = library_calls.cost(computations[name])
-    for line in computations[name]:
-        match = _WHILE.search(line) or _CALL.search(line)
-        if match:
-            found = _plus(found, _library(computations, match[1]))
+    found = library_calls.cost(computation)
+    for made in computation.instructions.values():
+        if made.opcode == "while" or (made.opcode in _CALLS and made.called):
+            found = _plus(found, _library(module, module.computations[made.called[0]]))
     return found
 
 
-def _loops(text: str, computations: dict[str, list[str]], name: str) -> Cost:
+def _loops(text: str, module: Module, computation: Computation) -> Cost:
     """Returns what the loops reached from a computation cost beyond their first turn."""
     extra = {"bytes accessed": 0.0, "flops": 0.0}
-    for line in computations[name]:
-        if match := _WHILE.search(line):
-            body, trips = match[1], _trips(line, computations)
-            once = _plus(_body_cost(text, body), _library(computations, body))
-            inside = _loops(text, computations, body)
+    for made in computation.instructions.values():
+        if made.opcode == "while":
+            body, trips = module.computations[made.body], trip_count(module, computation, made)
+            if trips is None:
+                raise ValueError(f"cost: how often does {made.name!r} run? Its program says not.")
+            once = _plus(_body_cost(text, body.name), _library(module, body))
+            inside = _loops(text, module, body)
             extra = _plus(extra, _plus(_times(once, trips - 1), _times(inside, trips)))
-        elif match := _CALL.search(line):
-            extra = _plus(extra, _loops(text, computations, match[1]))
+        elif made.opcode in _CALLS and made.called:
+            extra = _plus(extra, _loops(text, module, module.computations[made.called[0]]))
     return extra
-
-
-def _trips(line: str, computations: dict[str, list[str]]) -> int:
-    """Returns how often a `while` runs: as annotated, or the constant in its condition."""
-    if match := re.search(r'known_trip_count"?:\{"n":"(\d+)"', line):
-        return int(match[1])
-    condition = re.search(r"condition=%?([\w.\-]+)", line)
-    lines = computations[condition[1]] if condition else []
-    constants = [int(c) for c in re.findall(r"s32\[\][^ ]* constant\((\d+)\)", "\n".join(lines))]
-    if len(constants) != 1:
-        raise ValueError(f"cost: no trip count in {line.strip()[:120]!r}.")
-    return constants[0]
 
 
 def _body_cost(text: str, body: str) -> Cost:
@@ -158,17 +145,6 @@ def _body_cost(text: str, body: str) -> Cost:
     text = "\n".join(line.removeprefix("ENTRY ") for line in lines)
     text = re.sub(rf"^(%?{re.escape(body)} \()", r"ENTRY \1", text, flags=re.MULTILINE)
     return _keep(_analysis(text))
-
-
-def _computations(text: str) -> dict[str, list[str]]:
-    """Returns the lines of each computation by its name."""
-    found: dict[str, list[str]] = {}
-    current: list[str] = []
-    for line in text.splitlines():
-        if match := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            current = found.setdefault(match[1], [])
-        current.append(line)
-    return found
 
 
 def _keep(cost: Cost) -> Cost:

@@ -5,55 +5,34 @@ results; as flops, two for every product of a convolution's definition.
 """
 
 import math
-import re
-from collections.abc import Sequence
 
-_ITEM_SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "f64": 8}
-_TYPE = re.compile(rf"\b({'|'.join(_ITEM_SIZES)})\[([\d,]*)\]")
-_CALL = re.compile(r' custom-call\((.*?)\), .*custom_call_target="(__cu[^"]*)"')
-_LABELS = re.compile(r"dim_labels=\w+_(\w+)->")
+from mpjax.pods._hlo import Computation, Instruction, Shape
 
-Shape = tuple[int, ...]
+_DIMENSIONS, _MADE_FEATURES = 16, 4  # of a convolution, and which axis of its kernel those are
 
 
-def cost(lines: Sequence[str]) -> dict[str, float]:
-    """Returns the bytes and flops of the library calls in the lines of one computation."""
-    types = dict(match.groups() for line in lines if (match := _assignment(line)))
+def cost(computation: Computation) -> dict[str, float]:
+    """Returns the bytes and flops of the library calls in one computation."""
     found = {"bytes accessed": 0.0, "flops": 0.0}
-    for line in lines:
-        call = _CALL.search(line)
-        if call is None:
+    for call in computation.instructions.values():
+        if call.opcode != "custom-call" or not call.target.startswith("__cu"):
             continue
-        operands = [types[name] for name in re.findall(r"%([\w.\-]+)", call[1])]
-        result = line.split(" = ", 1)[1].split(" custom-call(", 1)[0]
-        found["bytes accessed"] += sum(map(_bytes, [*operands, result]))
-        if "conv" in call[2]:
-            found["flops"] += _convolution_flops(call[2], operands, result, line)
+        operands = [computation.instructions[name].shapes for name in call.operands]
+        arrays = [shape for shapes in (*operands, call.shapes) for shape in shapes]
+        found["bytes accessed"] += sum(shape.bytes for shape in arrays)
+        if "conv" in call.target:
+            found["flops"] += _convolution_flops(call, operands[0][0], operands[1][0])
     return found
 
 
-def _assignment(line: str) -> re.Match[str] | None:
-    return re.match(r"\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) [\w\-]+\(", line)
-
-
-def _arrays(text: str) -> list[tuple[str, Shape]]:
-    return [
-        (d, tuple(map(int, dims.split(",") if dims else ()))) for d, dims in _TYPE.findall(text)
-    ]
-
-
-def _bytes(text: str) -> float:
-    return sum(_ITEM_SIZES[dtype] * math.prod(shape) for dtype, shape in _arrays(text))
-
-
-def _convolution_flops(target: str, operands: Sequence[str], result: str, line: str) -> float:
+def _convolution_flops(call: Instruction, first: Shape, second: Shape) -> float:
     """Two for each place of the output, each point of the kernel and each of its inputs."""
-    first, second, made = (_arrays(text)[0][1] for text in (*operands[:2], result))
+    made = call.shapes[0]
     output, kernel = {
         "__cudnn$convBackwardFilter": (second, made),
         "__cudnn$convBackwardInput": (first, second),
-    }.get(target, (made, second))
-    labels = _LABELS.search(line)
-    if labels is None:
-        raise ValueError(f"cost: no dim_labels in {line.strip()[:120]!r}.")
-    return 2.0 * math.prod(output) * math.prod(kernel) / kernel[labels[1].index("o")]
+    }.get(call.target, (made, second))
+    if not call.proto.has(_DIMENSIONS):
+        raise ValueError(f"cost: {call.name!r} does not say what its dimensions are.")
+    features = call.proto.message(_DIMENSIONS).integer(_MADE_FEATURES)
+    return 2.0 * output.elements * math.prod(kernel.dims) / kernel.dims[features]
