@@ -91,7 +91,7 @@ def test_random_programs_of_another_platform_stay_within_rounding(
     [
         ("mlp", "bf16-mixed"),
         ("mlp", "16-mixed"),
-        ("unet", "16-mixed"),
+        pytest.param("unet", "16-mixed", marks=pytest.mark.slow),
         pytest.param("unet", "bf16-mixed", marks=pytest.mark.slow),
         ("bert", "bf16-mixed"),
         pytest.param("bert", "16-mixed", marks=pytest.mark.slow),
