@@ -266,8 +266,7 @@ def report(rows: list[Row], options: argparse.Namespace) -> None:
     command = " ".join(["python", "benchmarks/loss_scale.py", *sys.argv[1:]])
     lines = [
         "# What loss scaling and skipping add to a train step",
-        f"{size}; {options.repeats} interleaved runs; {machine()}.",
-        f"Made by `{command}`. Times depend on what else the machine did; bytes do not.",
+        f"{size}. Times depend on what else the machine did; bytes do not.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         f"|{' --- |' * 2}{' ---: |' * (len(COLUMNS) - 2)}",
@@ -277,6 +276,8 @@ def report(rows: list[Row], options: argparse.Namespace) -> None:
         "in its text; XLA merges the two. plain and optax.apply_if_finite do not scale.",
         'mpjax.make_train_step runs the loss under autocast, so "plain, autocast" is its base;',
         'the others run it on cast arguments, and "plain" is theirs.',
+        "",
+        f"Made by `{command}`: {options.repeats} interleaved runs; {machine()}.",
     ]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text("\n".join(lines) + "\n")

@@ -42,8 +42,6 @@ HEAD = """\
 {batch} sequences of 2048 bytes, on slices of v5p, by `examples/train_pod.py --check`. Nothing ran:
 memory is the compiler's, times are counts of the compiled program over the table of peak rates.
 
-{date}; commit {commit}; {versions}.
-
 | chips | data x fsdp x tensor | sequences a chip | peak GB of {limit:.1f} \
 | compute · HBM · links, ms | bound by | findings |
 | ---: | --- | ---: | ---: | --- | --- | --- |
@@ -141,15 +139,11 @@ def main() -> None:
     ordered = [rows[chips] for chips in sorted(rows)]
     draw(ordered, PICTURE)
     if not arguments.plot:
-        head = HEAD.format(
-            config=CONFIG,
-            batch=BATCH,
-            date=datetime.datetime.now(datetime.UTC).date(),
-            commit=machine.commit(),
-            versions=machine.versions(),
-            limit=next(row["limit"] for row in ordered if row["limit"]) / 1e9,
-        )
-        RESULTS.with_suffix(".md").write_text(head + table(ordered))
+        limit = next(row["limit"] for row in ordered if row["limit"]) / 1e9
+        head = HEAD.format(config=CONFIG, batch=BATCH, limit=limit)
+        date, made = datetime.datetime.now(datetime.UTC).date(), machine.versions()
+        foot = f"\n{date}; commit {machine.commit()}; {made}.\n"
+        RESULTS.with_suffix(".md").write_text(head + table(ordered) + foot)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ python benchmarks/pods.py v5e:4x4 --rows 4       # one report
 python benchmarks/pods.py v5e:16x16 --rows 1 --json
 python benchmarks/pods.py                        # compiles what is missing of results/pods.json,
                                                  # and writes the table, results/pods.md
+python benchmarks/pods.py --again                # compiles all of them
 """
 
 import argparse
@@ -41,8 +42,6 @@ HEAD = """\
 times are the compiler's and the table's of peak rates, not a clock's. All numbers are those of one
 device and step.
 
-{date}; commit {commit}; {versions}.
-
 * gathered, reduced: GB of weights that go out and of gradients that come back, in each dtype.
 * accessed: XLA's own count, which takes the body of a loop once; it has none for GPUs.
 * traffic: ours, with loops multiplied.
@@ -56,6 +55,8 @@ FOOT = """
 Softmax is normalised behind the product with the values. Written with `jax.nn.softmax` the same
 model in bf16-mixed on v5e:4x4 had a peak of 4.08 GB, 35.6 GB accessed and 333 GB of traffic
 (2026-11-21): the compiler keeps the quotients in float32.
+
+{date}; commit {commit}; {versions}.
 """
 
 
@@ -116,21 +117,21 @@ def line(row: dict[str, Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |\n"
 
 
-def write() -> None:
-    """Compiles the cases that have no row yet, and writes the table."""
-    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+def write(again: bool) -> None:
+    """Compiles the cases that have no row yet, or all, and writes the table."""
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() and not again else []
     known = {tuple(row["case"]): row for row in rows}
     for case in CASES:
         if case not in known:
             known[case] = checked(case)
             RESULTS.write_text(json.dumps(list(known.values()), indent=1) + "\n")
-    head = HEAD.format(
+    foot = FOOT.format(
         date=datetime.datetime.now(datetime.UTC).date(),
         commit=machine.commit(),
         versions=machine.versions(),
     )
     table = "".join(line(known[case]) for case in CASES)
-    RESULTS.with_suffix(".md").write_text(head + table + FOOT)
+    RESULTS.with_suffix(".md").write_text(HEAD + table + foot)
 
 
 def main() -> int:
@@ -142,9 +143,10 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--policy", default="bf16-mixed")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--again", action="store_true", help="compile what was compiled before too")
     args = parser.parse_args()
     if args.topology is None:
-        write()
+        write(args.again)
         return 0
     jax.config.update("jax_platforms", "cpu")
     report = check(args.topology, args.rows, args.layers, args.policy)

@@ -32,8 +32,6 @@ HEAD = """\
 tpu_configs/cpu-smoke.yaml once for each row and seed: {steps} steps on the standard library's
 sources, every twentieth file held out.
 
-{date}; commit {commit}; {versions}; on {cpu}.
-
 * held out: bits a byte on files that were not learnt from, computed in float32 whatever was trained
   in; mean ± standard deviation over seeds.
 * trigram: those of a byte-trigram model (Witten and Bell's), counted on the files that were learnt
@@ -46,6 +44,7 @@ sources, every twentieth file held out.
 | precision | seeds | held out | trigram | below it | off | curve | skipped |
 | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |
 """
+FOOT = "\n{date}; commit {commit}; {versions}; on {cpu}.\n"
 
 
 def command(precision: str, seed: int, steps: int, folder: pathlib.Path) -> list[str]:
@@ -105,14 +104,17 @@ def document(results: dict[str, list[Any]]) -> str:
     )
     head = HEAD.format(
         steps=base[0][-1]["step"],
+        smoothed=SMOOTHED,
+        seeds=seeds,
+    )
+    foot = FOOT.format(
         date=datetime.datetime.now(datetime.UTC).date(),
         commit=machine.commit(),
         versions=machine.versions(),
         cpu=machine.cpu(),
-        smoothed=SMOOTHED,
-        seeds=seeds,
     )
-    return head + "\n".join([line(name, found, base) for name, found in results.items()]) + "\n"
+    rows = [line(name, found, base) for name, found in results.items()]
+    return head + "\n".join(rows) + "\n" + foot
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from _hlo_text import LOOP, parsed
 
-from benchmarks.measure import compiled, hbm, jaxprs, prefetches, targets
+from benchmarks.measure import compiled, hbm, jaxprs, machine, prefetches, targets
 from benchmarks.measure.store import Store
 from benchmarks.networks import NETWORKS
 
@@ -179,3 +179,25 @@ def test_an_unknown_network_is_an_error_that_lists_them() -> None:
     done = run("--networks", "mlp,vgg")
     assert done.returncode == 2
     assert "unknown: vgg; there are mlp, unet" in done.stderr
+
+
+def test_what_benchmarks_write_does_not_make_a_commit_dirty(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True)
+
+    result, code = tmp_path / "benchmarks/results/a.md", tmp_path / "benchmarks/a.py"
+    result.parent.mkdir(parents=True)
+    for file in (result, code):
+        file.write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "benchmarks/measure/machine.py"))
+    clean = machine.commit()
+    result.write_text("2")
+    assert machine.commit() == clean
+    code.write_text("2")
+    assert machine.commit() == f"{clean}-dirty"

@@ -40,8 +40,17 @@ def versions() -> str:
 
 
 def commit() -> str:
-    """Returns the checked-out commit, marked where files differ from it; "" outside of git."""
-    here = pathlib.Path(__file__).parent
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--exclude=*"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    """Returns the checked-out commit, "-dirty" where tracked files differ; "" outside of git.
+
+    What benchmarks themselves write does not count: one run would mark the next.
+    """
+    root = pathlib.Path(__file__).parents[2]
+    name = _git(root, "describe", "--always", "--exclude=*")
+    written = (":(exclude)benchmarks/results", ":(exclude)docs/images")
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *written)
+    return f"{name}-dirty" if changed else name
+
+
+def _git(root: pathlib.Path, *words: str) -> str:
+    done = subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, check=False)
     return done.stdout.strip()
