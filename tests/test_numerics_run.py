@@ -93,15 +93,34 @@ def test_counts_are_those_of_numpy(dtype: str, size: int):
     x = np.random.default_rng(0).normal(size=size).astype(np.float32)
     x[3], x[-1], x[-2] = np.nan, np.inf, -np.inf
     x = x.astype(jnp.dtype(dtype))
-    infs, nans, amax = jax.jit(_bits.counts)(x)
+    infs, nans, amax = jax.jit(_bits.counts)(x)[0]
     wide = x.astype(np.float32)
     assert (int(infs), int(nans)) == (np.isinf(wide).sum(), np.isnan(wide).sum())
     assert float(amax) == np.abs(wide[np.isfinite(wide)]).max()
 
 
+def test_a_chain_of_elementwise_operations_is_counted_in_one_pass():
+    def fun(x: Any) -> Any:
+        y = jnp.exp(x)  # inf
+        y = jnp.log(y.astype(jnp.float16)).astype(jnp.float32) * 3
+        for _ in range(9):
+            y = jnp.sin(y)  # NaN of inf
+        return jnp.sum(y)
+
+    x = jnp.float32([[100.0, 1.0, 2.0]])
+    plan, rows, _ = counted(fun, x)
+    assert [rows[n][:2].tolist() for n in ("exp", "log", "sin")] == [[1, 0], [1, 0], [0, 1]]
+    assert rows["exp"][2] == pytest.approx(np.exp(2), rel=1e-6)
+    assert rows["convert_element_type"][2] == np.float32(np.float16(np.exp(np.float32(2))))
+    text = str(jax.make_jaxpr(Runner(plan, Overflow()).run)([x]))
+    passes = text.count("name=counts")
+    assert passes == 4  # the argument, eight rows, the others of the chain, the sum
+    assert len(plan.sites) == 15
+
+
 def test_nothing_in_an_empty_array_and_the_parts_of_a_complex_one_are_counted():
-    assert _bits.counts(jnp.zeros((0, 3))).tolist() == [0, 0, 0]
-    assert _bits.counts(jnp.array([complex(1, np.nan), 3j])).tolist() == [0, 1, 3]
+    assert _bits.counts(jnp.zeros((0, 3))).tolist() == [[0, 0, 0]]
+    assert _bits.counts(jnp.array([complex(1, np.nan), 3j])).tolist() == [[0, 1, 3]]
 
 
 def test_born_turned_and_inherited_are_told_apart():

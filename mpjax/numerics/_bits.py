@@ -37,29 +37,50 @@ def infinity_bits(dtype: Any) -> int:
     return ((1 << int(info.nexp)) - 1) << int(info.nmant)
 
 
-def counts(x: Any) -> jax.Array:
-    """Returns how many elements are inf, how many NaN, and the largest finite magnitude.
+@jax.jit  # traced and lowered once for values of the same types, of which there are many
+def counts(*values: Any) -> jax.Array:
+    """Returns how many elements are inf, how many NaN, and the largest finite magnitude, of each.
+
+    One pass over all of them, and one kernel to compile.
+
+    Args:
+      *values: arrays of one shape.
 
     Returns:
-      f32[3]; the counts are exact up to 2²⁴. What is largest in a float64 array is
+      f32[values, 3]; the counts are exact up to 2²⁴. What is largest in a float64 array is
       at most float32's largest number here.
     """
-    x = as_floating(x)
-    if x.size == 0:
-        return jnp.zeros((3,), jnp.float32)
+    real = [as_floating(x) for x in values]
+    shape = real[0].shape
+    if real[0].size == 0:
+        return jnp.zeros((len(real), 3), jnp.float32)
+    parts = [part for x in real for part in _parts(x)]
+    found = lax.reduce(
+        tuple(part for part, _ in parts),
+        tuple(part.dtype.type(0) for part, _ in parts),
+        lambda a, b: tuple(
+            lax.max(x, y) if is_max else x + y
+            for x, y, (_, is_max) in zip(a, b, parts, strict=True)
+        ),
+        tuple(range(len(shape))),
+    )
+    rows = [_row(x.dtype, *found[3 * i : 3 * i + 3]) for i, x in enumerate(real)]
+    return jnp.stack(rows)
+
+
+def _parts(x: jax.Array) -> tuple[tuple[jax.Array, bool], ...]:
+    """Returns what is reduced, elementwise, and whether by its maximum."""
     bits = magnitude_bits(x)
     infinity = bits.dtype.type(infinity_bits(x.dtype))
-    none, nothing = jnp.uint32(0), bits.dtype.type(0)
-    infs, nans, largest = lax.reduce(  # one pass, and one kernel to compile
-        (
-            (bits == infinity).astype(jnp.uint32),
-            (bits > infinity).astype(jnp.uint32),
-            jnp.where(bits < infinity, bits, nothing),
-        ),
-        (none, none, nothing),
-        lambda a, b: (a[0] + b[0], a[1] + b[1], lax.max(a[2], b[2])),
-        tuple(range(x.ndim)),
+    nothing = bits.dtype.type(0)
+    return (
+        ((bits == infinity).astype(jnp.uint32), False),
+        ((bits > infinity).astype(jnp.uint32), False),
+        (jnp.where(bits < infinity, bits, nothing), True),
     )
-    amax = lax.bitcast_convert_type(largest, x.dtype).astype(jnp.float32)
+
+
+def _row(dtype: Any, infs: jax.Array, nans: jax.Array, largest: jax.Array) -> jax.Array:
+    amax = lax.bitcast_convert_type(largest, dtype).astype(jnp.float32)
     amax = jnp.minimum(amax, float(jnp.finfo(jnp.float32).max))  # of a float64 array
     return jnp.stack([infs.astype(jnp.float32), nans.astype(jnp.float32), amax])

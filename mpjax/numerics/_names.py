@@ -46,6 +46,12 @@ def path(name_stack: Any) -> tuple[str, ...]:
     return found
 
 
+def once(path: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns a path that was written twice; inside shard_map no transformation is between."""
+    half = len(path) // 2
+    return path[:half] if path[:half] == path[half:] else path
+
+
 @functools.lru_cache(maxsize=8192)
 def _short(location: str) -> str:
     found = _PLACE.match(location)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,6 +19,9 @@ from mpjax.numerics._run import Tracked
 INF, NAN, AMAX, ORIGIN = range(4)  # the columns
 INHERITED, TURNED, BORN_NAN, BORN_INF = range(4)  # the last one, of what is not finite
 FINITE, HAS_INF, HAS_NAN = range(3)  # what is known of a value, i32[]
+
+
+_LONGEST = 8  # values that are counted in one pass
 
 
 class Overflow:
@@ -58,6 +62,8 @@ class _Frame:
         self.given: list[Any] = []
         self.measured: list[tuple[int, tuple[int, ...]]] = []  # a row: what was counted, operands
         self.left: dict[int, Any] = {}
+        self.literal: int | None = None
+        self.chain: dict[int, Any] = {}  # numbers of what is to be counted, in one pass
 
     # What is counted is numbered from 0 up, what is given from -1 down.
 
@@ -69,15 +75,43 @@ class _Frame:
         if extra < 0:
             return self.given[-extra - 1]
         if extra not in self.left:
+            self.flush()
             self.left[extra] = _severity(self.counted[extra])
         return self.left[extra]
 
     def fresh(self, value: Any) -> int:
-        self.counted.append(self.spread(_bits.counts(value)))
+        if not isinstance(value, jax.core.Tracer) and np.isfinite(np.asarray(value)).all():
+            if self.literal is None:  # one for all numbers that are written in the program
+                self.literal = len(self.counted)
+                self.counted.append(self.spread(jnp.zeros((3,), jnp.float32)))
+            return self.literal
+        return self.count(value)
+
+    def count(self, value: Any) -> int:
+        self.counted.append(self.spread(_bits.counts(value)[0]))
         return len(self.counted) - 1
 
+    def flush(self) -> None:
+        """Counts what waits: the values of a chain of elementwise operations, of one shape.
+
+        XLA computes a chain again in each kernel that reads one of its values: with a kernel a
+        value, compiling takes time by the square of its length.
+        """
+        if self.chain:
+            found = self.spread(_bits.counts(*self.chain.values()))
+            for row, number in enumerate(self.chain):
+                self.counted[number] = found[row]
+            self.chain = {}
+
+    def follows(self, out: Any, operands: Sequence[Tracked]) -> bool:
+        """Whether a value is one more of the chain."""
+        if not 0 < len(self.chain) < _LONGEST:
+            return False
+        shape = jnp.shape(next(iter(self.chain.values())))
+        return jnp.shape(out) == shape and any(t.extra in self.chain for t in operands)
+
     def constant(self, value: Any) -> int:
-        number = self.fresh(value)
+        number = self.count(value)
         self.measured.append((number, ()))
         return number
 
@@ -89,9 +123,17 @@ class _Frame:
     def measure(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
         outs = bind(eqn, [t.value for t in operands])
         floating = [is_inexact(v) for v in eqn.outvars]
-        read = [_bits.counts(out) for out, is_one in zip(outs, floating, strict=True) if is_one]
-        self.counted.append(self.spread(functools.reduce(_together, read)))
-        number = len(self.counted) - 1
+        number = len(self.counted)
+        if len(outs) == 1 and not jnp.iscomplexobj(outs[0]):
+            if not self.follows(outs[0], operands):
+                self.flush()
+            self.chain[number] = outs[0]
+            self.counted.append(None)
+        else:
+            read = [
+                _bits.counts(out)[0] for out, is_one in zip(outs, floating, strict=True) if is_one
+            ]
+            self.counted.append(self.spread(functools.reduce(_together, read)))
         self.measured.append((number, tuple(t.extra for t in operands if t.extra is not None)))
         return [
             Tracked(out, number if is_one else None)
@@ -99,6 +141,7 @@ class _Frame:
         ]
 
     def rows(self) -> Any:
+        self.flush()
         given = jnp.stack(self.given) if self.given else jnp.zeros((0,), jnp.int32)
         return _judged(jnp.stack(self.counted), self.spread(given), tuple(self.measured))
 

@@ -342,6 +342,9 @@ def _enter(eqn: Any, around: _Around) -> _Around:
         phase = RECOMPUTED
     elif phase == FORWARD and scopes.is_transposed(eqn.source_info.name_stack):
         phase = BACKWARD
-    path = (*around.path, *_names.path(eqn.source_info.name_stack))
+    own = _names.path(eqn.source_info.name_stack)
+    if _kind(eqn) is Kind.REMAT:
+        own = _names.once(own)
+    path = (*around.path, *own)
     where = _names.place(eqn) or around.where
     return dataclasses.replace(around, path=path, phase=phase, where=where)
