@@ -125,6 +125,11 @@ def find_states(opt_state: PyTree) -> list[tuple[str, LossScaleState]]:
     return [(jax.tree_util.keystr(p), _as_state(x)) for p, x in leaves if _is_state(x)]
 
 
+def is_wrapped(tx: optax.GradientTransformation) -> bool:
+    """Whether `with_loss_scale` returned it; of what holds such a one, only its state tells."""
+    return getattr(getattr(tx.init, "__self__", None), "holds_loss_scale", False)
+
+
 def _is_state(x: Any) -> bool:
     return isinstance(x, LossScaleState) or (isinstance(x, Mapping) and set(x) >= _SCALARS)
 

@@ -15,7 +15,7 @@ from mpjax._errors import message
 from mpjax._grad import get_loss_scale
 from mpjax._inputs import MODULES, check_params, check_transformation, described, is_transformation
 from mpjax._loss_scale import NoOpLossScale
-from mpjax._optim_state import find_states, gradient_params, refuse_before
+from mpjax._optim_state import find_states, gradient_params, is_wrapped, refuse_before
 from mpjax._policy import Policy
 from mpjax._policy_map import PolicyMap
 from mpjax._tree import first_difference, is_array, leaf_paths
@@ -43,6 +43,8 @@ def check_arguments(loss_fn: Any, tx: Any, policy: Any, options: dict[str, Any])
     if is_transformation(policy):
         got = "got an optax transformation as the policy."
         raise TypeError(message(where, got, 'Type make_train_step(loss_fn, tx, "bf16-mixed").'))
+    if is_wrapped(tx):
+        _refuse_two(options["loss_scale"])
     _check_accumulate(options["accumulate"])
     for name in ("has_aux", "weighted", "donate"):
         if not isinstance(options[name], bool):
@@ -53,6 +55,13 @@ def check_arguments(loss_fn: Any, tx: Any, policy: Any, options: dict[str, Any])
             got = f"must be the name of an axis, or several; got {described(name)}."
             fix = "Type axis_name='data', as it stands in the mesh; under plain jit leave it out."
             raise TypeError(message(f"{where}(axis_name)", got, fix))
+
+
+def _refuse_two(loss_scale: Any) -> None:
+    if loss_scale is not None:
+        got = "got a loss_scale, and an optimizer that holds one already."
+        fix = "Drop loss_scale=, or the with_loss_scale around the optimizer."
+        raise ValueError(message("make_train_step", got, fix))
 
 
 def _is_policy(x: Any) -> bool:
@@ -72,7 +81,7 @@ def check_start(
     """Refuses parameters that cannot be trained, and extra state that the loss has no place for."""
     check_params(params, where)
     given = ("params", "batch") if extra_state is None else ("params", "extra_state", "batch")
-    if hasattr(loss_fn, "__wrapped__"):  # its signature is that of what it wraps: not what it takes
+    if _changes_arguments(loss_fn):
         return
     try:
         signature = inspect.signature(loss_fn)
@@ -93,6 +102,19 @@ def check_start(
         raise TypeError(message(where, got, allowed, fix)) from None
 
 
+def _changes_arguments(fun: Any) -> bool:
+    """Whether a wrapper may take other arguments than its signature says: that of what it wraps.
+
+    JAX's own and autocast hand them on as they are.
+    """
+    while hasattr(fun, "__wrapped__"):
+        maker = getattr(fun, "__globals__", {}).get("__name__") or type(fun).__module__
+        if not maker.startswith(("jax.", "jaxlib.", "mpjax._autocast.")):
+            return True
+        fun = fun.__wrapped__
+    return False
+
+
 def check_scale_fits(
     tx_state: PyTree, params: PyTree, loss_scale: Any, policy: Policy | PolicyMap
 ) -> None:
@@ -104,10 +126,7 @@ def check_scale_fits(
       loss_scale: what was given beside it.
       policy: the step's.
     """
-    if loss_scale is not None:
-        got = "got a loss_scale, and an optimizer that holds one already."
-        fix = "Drop loss_scale=, or the with_loss_scale around the optimizer."
-        raise ValueError(message("make_train_step", got, fix))
+    _refuse_two(loss_scale)
     refuse_before(tx_state, "make_train_step", is_optimizer=True)
     wanted = get_loss_scale(policy)
     found = [state for _, state in find_states(tx_state)]

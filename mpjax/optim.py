@@ -163,6 +163,8 @@ def with_loss_scale(
 class _LossScaled:
     """The two functions of `with_loss_scale`, and what they were made with."""
 
+    holds_loss_scale = True  # for `is_wrapped`
+
     def __init__(
         self,
         inner: optax.GradientTransformation,

@@ -414,7 +414,7 @@ def make_train_step(
         "axis_name": axis_name,
         "donate": donate,
     }
-    check_arguments(loss_fn, tx, policy, options)
+    check_arguments(loss_fn, tx, policy, options | {"loss_scale": loss_scale})
     check_rounding(rounding, "make_train_step(rounding)")
     options |= {"rounding": rounding, "max_consecutive_skips": max_consecutive_skips}
     return TrainStep(loss_fn, tx, policy, loss_scale=loss_scale, **options)

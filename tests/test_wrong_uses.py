@@ -139,7 +139,12 @@ ROWS: dict[str, list[Row]] = {
         (lambda: step(loss_scale=0.0), V, ("got 0.0", "Allowed", "2**15")),
         (lambda: step(loss_scale=True), T, ("got True", "Allowed", "DynamicLossScale()")),
         (lambda: step(max_consecutive_skips=0), V, ("got 0", "at least 1", "50")),
-        (lambda: step(tx=wrap(), loss_scale=8.0).init(PARAMS), V, ("holds one", "Drop")),
+        (lambda: step(tx=wrap(), loss_scale=8.0), V, ("holds one", "Drop")),
+        (
+            lambda: step(tx=optax.chain(wrap(), optax.identity()), loss_scale=8.0).init(PARAMS),
+            V,
+            ("holds one", "Drop"),
+        ),
         (lambda: step(scaler=DLS()), T, ("scaler=", "Allowed", "Type loss_scale=")),
         (lambda: step(precision="16-mixed"), T, ("precision=", "Allowed", "Type policy=")),
         (lambda: step(opt_level="O1"), T, ("opt_level=", "Allowed", "Type policy=")),
@@ -198,6 +203,11 @@ ROWS: dict[str, list[Row]] = {
         (lambda: step().init({"w": jnp.full(2, jnp.nan)}), V, ("'w'", "2 nan", "initializer")),
         (lambda: step().init({"w": jnp.full(2, jnp.inf)}), V, ("'w'", "2 inf", "initializer")),
         (lambda: step().init(deleted()), V, ("'w' has been deleted", "donate=False")),
+        (
+            lambda: step(jax.checkpoint(mpjax.autocast(loss_fn, POLICY))).init(PARAMS, {"m": X}),
+            T,
+            ("loss_fn(params, batch)", "cannot take", "without it", "extra_state"),
+        ),
         (
             lambda: step().init(PARAMS, {"m": X}),
             T,
