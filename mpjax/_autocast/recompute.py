@@ -1,8 +1,9 @@
 """Runs a group so that the backward pass computes it again, from little.
 
-What is kept are the group's inputs, low, and its small values: the mean and variance of a row, the
-maximum and sum of a softmax. They cost nothing to keep, and without them each statistic would be
-another pass over the inputs.
+What is kept are the group's inputs, low, and its small statistics: the mean and variance of a row,
+the maximum and sum of a softmax. They cost nothing to keep, and without them each would be another
+pass over the inputs. All else comes from these again: in a loop, a float32 copy of a small input
+would be stacked beside the input.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mpjax._autocast.hints import hint
 from mpjax._autocast.passes import STATISTICS
 from mpjax._autocast.states import size
 
-_SMALLER = 16  # a value is kept if it is this many times smaller than the group's largest input
+_SMALLER = 16  # a statistic is kept if it is this many times smaller than the largest input
 
 Function = Callable[..., list[Any]]
 
@@ -79,13 +80,9 @@ def _keeps_small(limit: int) -> Callable[..., bool]:
     def policy(primitive: Any, *avals: Any, **params: Any) -> bool:
         if primitive is backends.STORED:
             return True
-        if primitive.name in STATISTICS:
-            shape = avals[0].shape
-            kept = [n for i, n in enumerate(shape) if i not in params["axes"]]
-            return size(kept) <= limit
-        # A program, or something that makes values larger, says nothing here about its results.
-        if "jaxpr" in params or primitive.name in ("broadcast_in_dim", "concatenate", "pad"):
+        if primitive.name not in STATISTICS:
             return False
-        return bool(avals) and max(size(a.shape) for a in avals) <= limit
+        kept = [n for i, n in enumerate(avals[0].shape) if i not in params["axes"]]
+        return size(kept) <= limit
 
     return policy
