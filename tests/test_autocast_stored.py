@@ -2,9 +2,73 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
+from test_autocast_plans import Planned
 
 from mpjax._autocast import autocast
+
+X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+W = jax.ShapeDtypeStruct((32, 32), jnp.float32)
+BIAS = jax.ShapeDtypeStruct((32,), jnp.float32)
+
+
+def gate(x, w, b):
+    return (jnp.tanh(x @ w + b) * jax.nn.sigmoid(x @ w)) @ w
+
+
+def capped(x, w, b):
+    return jax.nn.softmax(3.0 * jnp.tanh((x @ w) / 3.0)) @ w
+
+
+def activation(x, w, b):
+    return jnp.tanh(x @ w + b) @ w
+
+
+def scaled_norm(x, w, b):  # an activation that a mean reads, and what the mean gates
+    y = x @ w
+    y = y - jnp.mean(y, 0)
+    y = jax.nn.silu(y * lax.rsqrt(jnp.mean(y * y, 0)) * b)
+    gates = jax.nn.sigmoid(jnp.mean(y, 0, keepdims=True) @ w)
+    return (y * gates) @ w
+
+
+def outputs_of(name, planned):
+    """The steps that leave what an operation makes, each with whether a GPU holds it low."""
+    made = {v for d in planned.decisions(name) for v in d.eqn.outvars}
+    return [v in s.stored for s in planned.plan.steps for v, *_ in s.outputs if v in made]
+
+
+@pytest.mark.parametrize(
+    ("fun", "left"),
+    [(gate, [False]), (capped, []), (activation, [False])],
+)
+def test_a_tanh_that_is_multiplied_is_left_by_its_group_unless_a_statistic_reads_it(fun, left):
+    assert outputs_of("tanh", Planned(fun, X, W, BIAS)) == left
+
+
+def test_a_tanh_in_a_loop_is_computed_again():
+    def loop(x, w, b):
+        return lax.scan(lambda _, row: (gate(row, w, b), None), x, x[None])[0]
+
+    call = Planned(loop, X, W, BIAS).call("scan")
+    (plan,) = call.plans
+    made = {v for d in plan.decisions if d.eqn.primitive.name == "tanh" for v in d.eqn.outvars}
+    assert made.isdisjoint(v for s in plan.steps for v, *_ in s.outputs)
+
+
+def test_a_gpu_holds_capped_logits_low_whoever_reads_them():
+    def logits(x, w, b):
+        y = 3.0 * jnp.tanh((x @ w) / 3.0)
+        labels = jnp.zeros(64, jnp.int32)
+        return jnp.sum(jax.nn.logsumexp(y, -1) - y[jnp.arange(64), labels])
+
+    assert outputs_of("tanh", Planned(logits, X, W, BIAS)) == [True]
+
+
+def test_a_gpu_holds_an_activation_low_that_a_statistic_reads():
+    planned = Planned(scaled_norm, X, W, BIAS)
+    assert True in outputs_of("jit", planned)
 
 
 def test_a_group_keeps_its_statistics_and_no_wide_copies_of_what_is_small():

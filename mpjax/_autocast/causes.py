@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax import _compat
-from mpjax._autocast import exact, groups, quantized, scopes, states, structure
+from mpjax._autocast import exact, fusible, quantized, scopes, states, structure
 from mpjax._autocast import plan as planning
 from mpjax._autocast.plan import FLOAT32, Action, Decision, Plan
 from mpjax._autocast.states import Kind
@@ -262,7 +262,7 @@ def _why(
 
 def _asks_for_float32(eqn: Any) -> bool:
     if structure.single_program(eqn) is not None:
-        return groups.function_class(eqn) is OpClass.FULL
+        return fusible.function_class(eqn) is OpClass.FULL
     return op_class(eqn.primitive.name, {}) is OpClass.FULL
 
 

@@ -19,6 +19,7 @@ from mpjax import _compat
 from mpjax._autocast import (
     carries,
     control,
+    fusible,
     groups,
     linear,
     norms,
@@ -97,7 +98,10 @@ class _Planner:
         self.changed |= any(s.kind == Kind.LOW for s in (*self.in_states, *out_states))
         fused = [d.action is Action.FUSED for d in decisions]
         multiplied = frozenset(v for v, want in self.reads.items() if want & reads.PRODUCT)
-        steps = groups.schedule(self.jaxpr, fused, self.states, out_states, multiplied)
+        in_loop = self.settings.in_loop
+        steps = groups.schedule(
+            self.jaxpr, fused, self.states, out_states, multiplied, in_loop=in_loop
+        )
         shadows = tuple(self.shadow(v) for v in self.jaxpr.invars)
         return Plan(
             self.program,
@@ -175,7 +179,7 @@ class _Planner:
             state = states.unkept(state)
         if name in ("add", "sub", "add_any"):
             state = self.sums.state(eqn, operands, state, widest=settings.widest)
-        if name in groups.MOVING and state.kind == Kind.LOW and operands[0].kind != Kind.LOW:
+        if name in fusible.MOVING and state.kind == Kind.LOW and operands[0].kind != Kind.LOW:
             state = states.WIDE  # an update of a float32 buffer: the rest of it is not rounded
         return self.fused(eqn, state, rule.reason)
 
@@ -274,8 +278,9 @@ class _Planner:
         return ""
 
     def decide_call(self, eqn: Any, settings: Settings) -> Decision:
-        settings = _inside(settings, scopes.of(eqn))
-        if groups.is_fusible_function(eqn):
+        is_loop = eqn.primitive.name in ("scan", "while")
+        settings = _inside(settings, scopes.of(eqn), in_loop=is_loop or settings.in_loop)
+        if fusible.is_fusible_function(eqn):
             return self.decide_function(eqn, settings)
         in_states = tuple(self.state(v) for v in eqn.invars)
         wants = tuple(self.reads.get(v, 0) for v in eqn.outvars)
@@ -290,9 +295,9 @@ class _Planner:
     def decide_function(self, eqn: Any, settings: Settings) -> Decision:
         """A small function without products, such as an activation: one operation of its own."""
         operands = [self.state(v) for v in eqn.invars]
-        kind = groups.function_class(eqn)
+        kind = fusible.function_class(eqn)
         low = self.low_dtype(eqn, self.settings_at(eqn))
-        if low is None or groups.operations(eqn) & settings.held_full:
+        if low is None or fusible.operations(eqn) & settings.held_full:
             kind = OpClass.FULL
         found: list[State] = []
         program = structure.single_program(eqn)
@@ -306,7 +311,7 @@ class _Planner:
                 state = states.KEPT
             elif state.kind != Kind.CONSTANT:
                 state = states.unkept(state)
-            if state.kind == Kind.LOW and not groups.holds_only_what_fits(eqn, state.dtype):
+            if state.kind == Kind.LOW and not fusible.holds_only_what_fits(eqn, state.dtype):
                 state = states.WIDE  # as it would be without a function around
             found.append(self.stored(eqn, var, state))
         self.record(eqn, found)
@@ -331,14 +336,14 @@ class _Planner:
 
     def keep(self, eqn: Any, found: Sequence[State], reason: str) -> Decision:
         self.record(eqn, found)
-        fused = eqn.primitive.name in groups.FUSIBLE and not eqn.effects
+        fused = eqn.primitive.name in fusible.FUSIBLE and not eqn.effects
         return Decision(eqn, Action.FUSED if fused else Action.KEEP, reason)
 
     def fused(self, eqn: Any, state: State, reason: str) -> Decision:
         name = eqn.primitive.name
-        if eqn.effects or not (name in groups.FUSIBLE or groups.is_fusible_function(eqn)):
+        if eqn.effects or not (name in fusible.FUSIBLE or fusible.is_fusible_function(eqn)):
             self.record(eqn, [state] * len(eqn.outvars))
-            native = name in groups.NATIVE and state.kind == Kind.LOW
+            native = name in fusible.NATIVE and state.kind == Kind.LOW
             action = Action.NATIVE if native else Action.AS_TRACED
             return Decision(eqn, action, reason, out_dtype=state.dtype)
         self.record(eqn, [self.stored(eqn, v, state) for v in eqn.outvars])
@@ -400,7 +405,9 @@ def _as_written(settings: Settings) -> Settings:
 
 
 @functools.lru_cache(maxsize=1024)
-def _inside(settings: Settings, scope: tuple[str, ...]) -> Settings:
-    if isinstance(settings.policy, Policy) or not scope:
+def _inside(settings: Settings, scope: tuple[str, ...], *, in_loop: bool) -> Settings:
+    if isinstance(settings.policy, Policy):
+        scope = ()
+    if not scope and in_loop is settings.in_loop:
         return settings
-    return replace(settings, scope=settings.scope + scope)
+    return replace(settings, scope=settings.scope + scope, in_loop=in_loop)

@@ -29,21 +29,19 @@ class GroupFunctions:
         self._functions: dict[Hashable, Function] = {}
         self._lines: dict[Any, str] = {}
 
-    def run(
-        self, plan: Plan, step: groups.Step, arrays: Sequence[Any], *, in_loop: bool
-    ) -> list[Any]:
+    def run(self, plan: Plan, step: groups.Step, arrays: Sequence[Any]) -> list[Any]:
         """Returns the outputs of a group: of each the low form, then the full one, if wanted.
 
         Args:
           plan: what the group is of.
           step: the group.
           arrays: its inputs, as they are held.
-          in_loop: whether it is in the body of a loop.
         """
         eqns = [plan.decisions[i].eqn for i in step.members]
         if not step.checkpoint:
             return _function(plan, step, eqns, 0)(*arrays)
         around = _common_scopes(eqns)
+        in_loop = plan.settings.in_loop
         key = (in_loop, self._key(plan, step, eqns, around))
         if key not in self._functions:
             sums = any(map(passes.takes_a_statistic, eqns))
@@ -63,7 +61,10 @@ class GroupFunctions:
             low = groups.low_cotangent(eqn, step, plan.states)
             found.append((eqn.primitive, *operands, *params, *place, low))
             number |= {v: i for i, v in enumerate(eqn.outvars, start=len(number))}
-        outputs = ((number[v], plan.states[v].dtype, *forms) for v, *forms in step.outputs)
+        outputs = (
+            (number[v], plan.states[v].dtype, v in step.stored, *forms)
+            for v, *forms in step.outputs
+        )
         return (*found, *outputs)
 
     def _line(self, eqn: Any) -> str:
@@ -113,7 +114,8 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
         outs: list[Any] = []
         for var, is_low, is_full in step.outputs:
             if is_low:
-                outs.append(local[var].astype(plan.states[var].dtype))
+                low_form = local[var].astype(plan.states[var].dtype)
+                outs.append(backends.stored(low_form) if var in step.stored else low_form)
             if is_full:
                 outs.append(_widened(var, local[var]))
         return outs

@@ -13,40 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import exact, linear, masks, passes, scopes, structure
-from mpjax._autocast.activations import is_activation
-from mpjax._autocast.caches import by_program
+from mpjax._autocast import exact, linear, masks, passes
 from mpjax._autocast.hints import hint
 from mpjax._autocast.states import Kind, State, fits, of_literal, size
-from mpjax._op_rules import COMPARISONS, OP_RULES, OpClass, only_moves
-
-_ELEMENTWISE = """
-abs neg sign copy add add_any sub mul div max min select_n clamp sqrt square integer_pow tanh
-logistic erf floor ceil round rem exp exp2 expm1 log log2 log1p pow rsqrt cbrt sin cos tan asin
-acos atan atan2 sinh cosh asinh acosh atanh erf_inv erfc one_minus_square stop_gradient
-convert_element_type is_finite
-"""
-_MOVES = """
-reshape squeeze expand_dims transpose rev broadcast_in_dim slice split concatenate stack pad
-reduce_max reduce_min
-"""
-_REDUCTIONS = frozenset({"reduce_sum", "reduce_prod", "reduce_and", "reduce_or"})
-FUSIBLE = (
-    frozenset(_ELEMENTWISE.split())
-    | frozenset(_MOVES.split())
-    | _REDUCTIONS
-    | linear.LOGIC
-    | COMPARISONS
-) - {"argmax", "argmin"}
-"""What XLA computes in one kernel with its neighbours, cheaply enough to do it again."""
-
-MOVING = frozenset(
-    {"dynamic_update_slice", "scatter", "scatter-max", "scatter-min", "scatter-add", "scatter-mul"}
-)
-"""Update part of their first operand."""
-
-NATIVE = MOVING | {"rem"}
-"""Follow their operands' dtype outside any group."""
+from mpjax._op_rules import only_moves
 
 _SINGLE = frozenset(
     {"add", "sub", "add_any", "mul", "div", "max", "min", "select_n", "clamp", "concatenate"}
@@ -57,7 +27,6 @@ _SINGLE = frozenset(
 Not `logistic`: some backends make 1 / (1 + exp(-x)) of it, each step rounded.
 """
 
-_MAX_FUNCTION = 64  # equations: larger functions are planned inside
 _SMALL = 1024  # elements: below this a group costs more to wrap than it saves
 
 
@@ -80,75 +49,7 @@ class Step:
     apart: frozenset[Any] = frozenset()  # terms whose cotangents are sums, taken in a pass each
     masked: frozenset[Any] = frozenset()  # results that tell what relu let through
     convolved: frozenset[Any] = frozenset()  # sums that cuDNN adds up as it convolves
-
-
-def is_fusible_function(eqn: Any) -> bool:
-    """Whether an equation is a small function of fusible operations, such as an activation."""
-    if eqn.primitive.name not in ("jit", "custom_jvp_call", "custom_vjp_call") or eqn.effects:
-        return False
-    return _fusible_program(structure.single_program(eqn))
-
-
-@by_program
-def _fusible_program(jaxpr: Any) -> bool:
-    opened = _compat.closed(jaxpr).jaxpr
-    if len(opened.eqns) > _MAX_FUNCTION or opened.constvars or not opened.outvars:
-        return False
-    return all(
-        ((eqn.primitive.name in FUSIBLE and not eqn.effects) or is_fusible_function(eqn))
-        and not scopes.of(eqn)  # a region, or a path: what stands inside is looked at
-        for eqn in opened.eqns
-    ) and bool(opened.eqns)
-
-
-def operations(eqn: Any) -> frozenset[str]:
-    """Returns the names of a fusible function, and of the operations and functions inside it."""
-    inside = _operations(structure.single_program(eqn))
-    return inside | {structure.function_name(eqn)}
-
-
-@by_program
-def _operations(jaxpr: Any) -> frozenset[str]:
-    eqns = _compat.closed(jaxpr).jaxpr.eqns
-    calls = [eqn for eqn in eqns if structure.single_program(eqn) is not None]
-    return frozenset(eqn.primitive.name for eqn in eqns).union(*map(operations, calls))
-
-
-def function_class(eqn: Any) -> OpClass:
-    """Returns how a fusible function's result is held: activations follow their input."""
-    if is_activation(eqn):
-        return OpClass.FOLLOW
-    return OpClass.FULL if _holds_full(structure.single_program(eqn)) else OpClass.FOLLOW
-
-
-def holds_only_what_fits(eqn: Any, dtype: Any) -> bool:
-    """Whether `dtype` can hold the constants inside a function, or it is a known activation."""
-    return is_activation(eqn) or _fits_inside(structure.single_program(eqn), dtype)
-
-
-@by_program
-def _fits_inside(jaxpr: Any, dtype: Any) -> bool:
-    for eqn in _compat.closed(jaxpr).jaxpr.eqns:
-        if structure.single_program(eqn) is not None:
-            if not holds_only_what_fits(eqn, dtype):
-                return False
-        elif eqn.primitive.name not in COMPARISONS:
-            literals = [of_literal(v) for v in eqn.invars if _compat.is_literal(v)]
-            if any(s.kind == Kind.CONSTANT and not fits(s, dtype) for s in literals):
-                return False
-    return True
-
-
-@by_program
-def _holds_full(jaxpr: Any) -> bool:
-    for eqn in _compat.closed(jaxpr).jaxpr.eqns:
-        program = structure.single_program(eqn)
-        if program is not None:
-            if function_class(eqn) is OpClass.FULL:
-                return True
-        elif (rule := OP_RULES.get(eqn.primitive.name)) and rule.op_class is OpClass.FULL:
-            return True
-    return False
+    stored: frozenset[Any] = frozenset()  # outputs that a GPU is to hold low, whoever reads them
 
 
 # -- the order in which to run -------------------------------------------------------------------
@@ -160,10 +61,13 @@ def schedule(
     found: dict[Any, State],
     out_states: Sequence[State],
     multiplied: frozenset[Any],
+    *,
+    in_loop: bool = False,
 ) -> list[Step]:
     """Returns the steps of a jaxpr: its fused equations in groups, every other one alone.
 
-    `multiplied` are the variables that products read, however late.
+    `multiplied` are the variables that products read, however late; `in_loop` says whether it is
+    the body of a loop.
     """
     cuts = _read_exactly(jaxpr, fused, found)
     twice = passes.read_twice(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
@@ -176,6 +80,11 @@ def schedule(
         cuts |= more
         levels = _levels(jaxpr, fused, cuts)
     components = _components(jaxpr, fused, levels, cuts)
+    costly = set[Any]() if in_loop else passes.costly(jaxpr, components, found)
+    if costly:
+        cuts |= costly
+        levels = _levels(jaxpr, fused, cuts)
+        components = _components(jaxpr, fused, levels, cuts)
     outside = _read_outside(jaxpr, components)
     steps: list[tuple[tuple[int, int, int], Step]] = []
     for indices in components:
@@ -186,6 +95,7 @@ def schedule(
     for i, is_fused in enumerate(fused):
         if not is_fused:
             steps.append(((levels[i], 1, i), Step([i])))
+    _mark_stored(jaxpr, [step for _, step in steps], costly)
     return [step for _, step in sorted(steps, key=lambda pair: pair[0])]
 
 
@@ -363,6 +273,24 @@ def _mark(jaxpr: Any, step: Step, twice: set[Any], found: dict[Any, State]) -> N
     if not step.native:
         step.apart = frozenset(passes.summed_apart(eqns))
         step.convolved = passes.added_to_convolutions(jaxpr, eqns, step.inputs, found)
+
+
+def _mark_stored(jaxpr: Any, steps: Sequence[Step], costly: set[Any]) -> None:
+    """Finds which low outputs of groups a GPU would hold in float32 for those that read them.
+
+    XLA cancels a rounding against the widening of a reader. A group that takes a statistic is one,
+    and of what is `costly` any that is not kept apart from its maker. Sums it computes again.
+    """
+    by_statistic: set[Any] = set()
+    together: set[Any] = set()
+    for step in steps:
+        if step.group and any(passes.takes_a_statistic(jaxpr.eqns[i]) for i in step.members):
+            by_statistic.update(step.inputs)
+        elif step.group and not step.checkpoint:
+            together.update(step.inputs)
+    for step in steps:
+        read = by_statistic | costly & together if step.checkpoint else costly & together
+        step.stored = passes.held_low(step.outputs, read)
 
 
 def _is_native(

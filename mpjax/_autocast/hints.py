@@ -31,6 +31,8 @@ merged                | all      | not measured yet on a recurrent network
 masks                 | gpu      | resnet50 .98; temporaries .93
 summed_apart          | gpu, tpu | unet .96
 added_to_convolutions | gpu      | unet3d .92
+costly                | all      | wavenet .94, gemma .97
+held_low              | gpu      | efficientnet .94, graph .99
 activated             | gpu, tpu | efficientnet .92; temporaries unet3d .87, bytes 1.05
 stored_cotangent      | gpu, tpu | as activated; wavenet .95, temporaries 1.20
 pointwise             | gpu      | none in bytes; a kernel's gradient keeps the bits of its sum

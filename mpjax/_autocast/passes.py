@@ -108,6 +108,35 @@ def merged(
     return cuts
 
 
+@hint("costly", lambda *_: set[Any]())
+def costly(jaxpr: Any, components: Sequence[Sequence[int]], found: dict[Any, State]) -> set[Any]:
+    """Returns the low results of `tanh` that are multiplied, as gates and capped logits are.
+
+    XLA computes them once, for all kernels that read them, and would store them in float32. Where
+    their own group takes a statistic, it is left to choose.
+    """
+    cuts: set[Any] = set()
+    for indices in components:
+        eqns = [jaxpr.eqns[i] for i in indices]
+        made = {eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "tanh"}
+        if made and not any(map(takes_a_statistic, eqns)):
+            multiplied = {
+                v
+                for eqn in eqns
+                if eqn.primitive.name == "mul"
+                for v in eqn.invars
+                if not _compat.is_literal(v)
+            }
+            cuts.update(v for v in made & multiplied if found[v].kind == Kind.LOW)
+    return cuts
+
+
+@hint("held_low", lambda *_: _NOTHING)
+def held_low(outputs: Sequence[tuple[Any, bool, bool]], read: set[Any]) -> frozenset[Any]:
+    """Returns the low outputs of a group that are in `read`: stored low for all that read them."""
+    return frozenset(v for v, is_low, _ in outputs if is_low and v in read)
+
+
 @hint("activated", lambda *_: set[Any]())
 def activated(eqns: Sequence[Any], masked: frozenset[Any]) -> set[Any]:
     """Returns the normalised values of a group that an activation reads.

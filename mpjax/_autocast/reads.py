@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from mpjax import _compat
-from mpjax._autocast import control, groups, scopes, states, structure
+from mpjax._autocast import control, fusible, scopes, states, structure
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.carries import direct
 from mpjax._op_rules import COMPARISONS, OP_RULES, OpClass
@@ -83,8 +83,8 @@ def _is_backward(eqn: Any) -> bool:
 
 def _operands(eqn: Any, outs: list[int], full: frozenset[str]) -> list[int]:
     name = eqn.primitive.name
-    is_function = groups.is_fusible_function(eqn)
-    held = groups.operations(eqn) & full if is_function and full else name in full
+    is_function = fusible.is_fusible_function(eqn)
+    held = fusible.operations(eqn) & full if is_function and full else name in full
     if name in _UNFORGIVING or held:
         later = functools.reduce(int.__or__, outs, 0) & LATER
         return [later | EXACT] * len(eqn.invars)

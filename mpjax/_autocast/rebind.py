@@ -30,14 +30,7 @@ class Runner:
 
     def __init__(self) -> None:
         self.products: remat.NamedProducts | None = None
-        self.in_loop = False  # where a loop keeps forward and backward apart
         self.functions = GroupFunctions()
-
-    def inside_loop(self) -> Runner:
-        """Returns a runner for the body of a loop."""
-        inner = copy.copy(self)
-        inner.in_loop = True
-        return inner
 
     def inside_checkpoint(self) -> Runner:
         """Returns a runner for the inside of a `jax.checkpoint` that has a policy."""
@@ -147,7 +140,7 @@ class Runner:
             self.run_native(plan, step, env)
             return
         arrays = [env[v].made for v in step.inputs]
-        found = iter(self.functions.run(plan, step, arrays, in_loop=self.in_loop))
+        found = iter(self.functions.run(plan, step, arrays))
         for var, is_low, is_full in step.outputs:
             low = next(found) if is_low else None
             full = next(found) if is_full else None
@@ -166,6 +159,8 @@ class Runner:
                 state = plan.states[eqn.outvars[0]]
                 operands = [_operand(v, a, state.dtype) for v, a in _paired(eqn, values)]
                 outs = bind(eqn, operands) if rule else exact.run(eqn, operands, state.dtype)
+                if eqn.outvars[0] in step.stored:
+                    outs = [backends.stored(out) for out in outs]
                 if eqn.outvars[0] in step.several:
                     outs = [backends.stored_cotangent(out, state.dtype) for out in outs]
                 for v, out in zip(eqn.outvars, outs, strict=True):

@@ -73,7 +73,7 @@ def _run_jit(runner: Runner, decision: Decision, values: Sequence[Value]) -> lis
     eqn = decision.eqn
     (plan,) = decision.call.plans
     # Kept with the plan, so that the same function is compiled once in eager mode too.
-    key = (runner.products, runner.in_loop, *_compat.hashable_jit_params(eqn.params))
+    key = (runner.products, *_compat.hashable_jit_params(eqn.params))
     if key not in plan.compiled:
         fun = _with_shadows(runner, plan, plan.shadows)
         fun.__name__ = fun.__qualname__ = eqn.params["name"]
@@ -137,10 +137,8 @@ def _run_scan(runner: Runner, decision: Decision, values: Sequence[Value]) -> li
     ]
     out_states = (*decision.call.out_states[:num_carry], *plan.out_states[num_carry:])
 
-    inside = runner.inside_loop()
-
     def body(carry: Any, xs: Any) -> tuple[Any, Any]:
-        outs = inside.run(
+        outs = runner.run(
             plan,
             [*(read() for read in read_consts), *carry, *xs],
             shadows,

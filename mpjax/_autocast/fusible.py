@@ -1,0 +1,114 @@
+"""Which operations XLA computes in one kernel with their neighbours, and which small functions.
+
+A function of fusible operations, such as an activation, is taken as a whole: it has one class.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpjax import _compat
+from mpjax._autocast import linear, scopes, structure
+from mpjax._autocast.activations import is_activation
+from mpjax._autocast.caches import by_program
+from mpjax._autocast.states import Kind, fits, of_literal
+from mpjax._op_rules import COMPARISONS, OP_RULES, OpClass
+
+_ELEMENTWISE = """
+abs neg sign copy add add_any sub mul div max min select_n clamp sqrt square integer_pow tanh
+logistic erf floor ceil round rem exp exp2 expm1 log log2 log1p pow rsqrt cbrt sin cos tan asin
+acos atan atan2 sinh cosh asinh acosh atanh erf_inv erfc one_minus_square stop_gradient
+convert_element_type is_finite
+"""
+_MOVES = """
+reshape squeeze expand_dims transpose rev broadcast_in_dim slice split concatenate stack pad
+reduce_max reduce_min
+"""
+_REDUCTIONS = frozenset({"reduce_sum", "reduce_prod", "reduce_and", "reduce_or"})
+FUSIBLE = (
+    frozenset(_ELEMENTWISE.split())
+    | frozenset(_MOVES.split())
+    | _REDUCTIONS
+    | linear.LOGIC
+    | COMPARISONS
+) - {"argmax", "argmin"}
+"""What XLA computes in one kernel with its neighbours, cheaply enough to do it again."""
+
+MOVING = frozenset(
+    {"dynamic_update_slice", "scatter", "scatter-max", "scatter-min", "scatter-add", "scatter-mul"}
+)
+"""Update part of their first operand."""
+
+NATIVE = MOVING | {"rem"}
+"""Follow their operands' dtype outside any group."""
+
+_MAX_FUNCTION = 64  # equations: larger functions are planned inside
+
+
+def is_fusible_function(eqn: Any) -> bool:
+    """Whether an equation is a small function of fusible operations, such as an activation."""
+    if eqn.primitive.name not in ("jit", "custom_jvp_call", "custom_vjp_call") or eqn.effects:
+        return False
+    return _fusible_program(structure.single_program(eqn))
+
+
+@by_program
+def _fusible_program(jaxpr: Any) -> bool:
+    opened = _compat.closed(jaxpr).jaxpr
+    if len(opened.eqns) > _MAX_FUNCTION or opened.constvars or not opened.outvars:
+        return False
+    return all(
+        ((eqn.primitive.name in FUSIBLE and not eqn.effects) or is_fusible_function(eqn))
+        and not scopes.of(eqn)  # a region, or a path: what stands inside is looked at
+        for eqn in opened.eqns
+    ) and bool(opened.eqns)
+
+
+def operations(eqn: Any) -> frozenset[str]:
+    """Returns the names of a fusible function, and of the operations and functions inside it."""
+    inside = _operations(structure.single_program(eqn))
+    return inside | {structure.function_name(eqn)}
+
+
+@by_program
+def _operations(jaxpr: Any) -> frozenset[str]:
+    eqns = _compat.closed(jaxpr).jaxpr.eqns
+    calls = [eqn for eqn in eqns if structure.single_program(eqn) is not None]
+    return frozenset(eqn.primitive.name for eqn in eqns).union(*map(operations, calls))
+
+
+def function_class(eqn: Any) -> OpClass:
+    """Returns how a fusible function's result is held: activations follow their input."""
+    if is_activation(eqn):
+        return OpClass.FOLLOW
+    return OpClass.FULL if _holds_full(structure.single_program(eqn)) else OpClass.FOLLOW
+
+
+def holds_only_what_fits(eqn: Any, dtype: Any) -> bool:
+    """Whether `dtype` can hold the constants inside a function, or it is a known activation."""
+    return is_activation(eqn) or _fits_inside(structure.single_program(eqn), dtype)
+
+
+@by_program
+def _fits_inside(jaxpr: Any, dtype: Any) -> bool:
+    for eqn in _compat.closed(jaxpr).jaxpr.eqns:
+        if structure.single_program(eqn) is not None:
+            if not holds_only_what_fits(eqn, dtype):
+                return False
+        elif eqn.primitive.name not in COMPARISONS:
+            literals = [of_literal(v) for v in eqn.invars if _compat.is_literal(v)]
+            if any(s.kind == Kind.CONSTANT and not fits(s, dtype) for s in literals):
+                return False
+    return True
+
+
+@by_program
+def _holds_full(jaxpr: Any) -> bool:
+    for eqn in _compat.closed(jaxpr).jaxpr.eqns:
+        program = structure.single_program(eqn)
+        if program is not None:
+            if function_class(eqn) is OpClass.FULL:
+                return True
+        elif (rule := OP_RULES.get(eqn.primitive.name)) and rule.op_class is OpClass.FULL:
+            return True
+    return False
