@@ -16,6 +16,7 @@ import jax
 import mpjax
 from mpjax._hardware import DTYPES, SUPPORT, Accelerator, examine, find_accelerator
 from mpjax._policy import POLICY_NAMES, get_policy
+from mpjax._quantized_policy import NAMES
 
 OK, SLOW, FAILED = 0, 1, 2
 """Exit codes: as it should be · runs, with little or no gain · cannot run, or a wrong argument."""
@@ -145,10 +146,13 @@ def _rows() -> list[dict[str, Any]]:
 
 def _names(args: argparse.Namespace) -> int:
     rows = [{"name": row.name, **row.policy.to_dict(), "from": row.source} for row in POLICY_NAMES]
+    low = [{"name": name, **get_policy(name).to_dict(), "from": "Keras"} for name in NAMES]
     if args.json:
-        return _print_json(rows)
+        return _print_json(rows + low)
     header = ("name", "parameters", "computation", "output", "from")
     _print_table("Names that get_policy takes", header, [tuple(row.values()) for row in rows])
+    header = (*header[:-1], "recipe of products", "from")
+    _print_table("With products in 8 bits", header, [tuple(row.values()) for row in low])
     print("Also: one dtype for all three (bfloat16), or pairs as in jmp (p=f32,c=bf16,o=f32).")
     print("'bf16' alone is refused: it is mixed for Lightning and all bfloat16 for jmp.")
     return OK

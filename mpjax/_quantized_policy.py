@@ -11,6 +11,12 @@ from mpjax._policy import Policy, get_policy
 from mpjax._recipes import MODES, Recipe, get_recipe
 from mpjax._typing import DTypeSpec
 
+NAMES = (
+    *("int8_from_mixed_bfloat16", "int8_from_float32", "float8_from_mixed_bfloat16"),
+    *("float8_from_bfloat16", "float8_from_mixed_float16"),
+)
+"""Keras's names for them, to be listed; any 16- or 32-bit policy may stand behind `_from_`."""
+
 _FROM = "_from_"
 _KEY = "q="
 

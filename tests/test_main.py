@@ -14,6 +14,7 @@ from mpjax import __main__ as command_line
 from mpjax.__main__ import COMMANDS, Command, main
 from mpjax._hardware import SUPPORT, find_accelerator
 from mpjax._policy import POLICY_NAMES, get_policy
+from mpjax._quantized_policy import NAMES
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
@@ -107,13 +108,15 @@ def test_names_lists_every_name_with_what_it_means(capsys):
     code, out = run(capsys, "names", "--json")
     rows = json.loads(out)
     assert code == 0
-    assert [row["name"] for row in rows] == [row.name for row in POLICY_NAMES]
+    assert [row["name"] for row in rows] == [*(row.name for row in POLICY_NAMES), *NAMES]
     for row in rows:
         assert row["from"]
-        fields = ("param_dtype", "compute_dtype", "output_dtype")
+        fields = [field for field in row if field not in ("name", "from")]
+        assert fields[:3] == ["param_dtype", "compute_dtype", "output_dtype"]
         assert get_policy(row["name"]).to_dict() == {field: row[field] for field in fields}
     _, text = run(capsys, "names")
-    assert all(row.name in text for row in POLICY_NAMES)
+    assert all(row["name"] in text for row in rows)
+    assert "Int8CurrentScaling()" in text
     assert "'bf16' alone is refused" in text
 
 
