@@ -83,8 +83,7 @@ def measured(fun: Any, args: Any) -> tuple[float, float, Any]:
     return compiling, float(np.median(times)), compiled.memory_analysis()
 
 
-def main() -> None:
-    print(f"JAX {jax.__version__}, {jax.devices()[0].device_kind}")
+def diagnosis() -> None:
     print("| network | rows | compile, s | × | run, ms | × | peak, MB | × |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, (loss, params, x) in cases().items():
@@ -106,6 +105,38 @@ def main() -> None:
             f"{peaks[0] / 1e6:.1f} → {peaks[1] / 1e6:.1f} | {peaks[1] / peaks[0]:.2f}",
         )
         print(f"| {name} | {len(program.plan.sites)} | {' | '.join(cells)} |", flush=True)
+
+
+KINDS = (("plain", None), ("diagnosed", None), ("watch=1", 1), ("watch=100", 100))
+
+
+def healthy() -> None:
+    """What a step pays that is not diagnosed: by XLA's counts, and `watch=` by the clock."""
+    print("| network | step | MB accessed | temporaries, MB | watched step, ms more | in 100, % |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, (loss, params, x) in cases().items():
+        times: list[float] = []
+        for kind, watch in KINDS:
+            step = mpjax.make_train_step(
+                loss, optax.adamw(1e-3), "16-mixed", donate=False, watch=watch
+            )
+            state = step.init(params)
+            if kind == "diagnosed":
+                step.diagnose(state, x)
+            _, seconds, memory = measured(step, (state, x))
+            times.append(seconds)
+            accessed = step.lower(state, x).compile().cost_analysis()["bytes accessed"]
+            more = 1e3 * (times[2] - min(times[:2])) if watch == 1 else None
+            share = None if more is None else more / 1e3 / min(times[:2])
+            cells = f"{accessed / 1e6:.3f} | {memory.temp_size_in_bytes / 1e6:.3f}"
+            told = " | " if share is None else f"{more:.1f} | {share:.2f}"
+            print(f"| {name} | {kind} | {cells} | {told} |", flush=True)
+
+
+def main() -> None:
+    print(f"JAX {jax.__version__}, {jax.devices()[0].device_kind}")
+    diagnosis()
+    healthy()
 
 
 if __name__ == "__main__":

@@ -113,6 +113,7 @@ def make_train_step(
     axis_name: AxisName = None,
     donate: bool = True,
     rounding: str | None = None,
+    watch: int | None = None,
 ) -> NNXTrainStep:
     """Returns a jitted train step of an NNX model: `state, metrics = step(state, batch)`.
 
@@ -128,8 +129,9 @@ def make_train_step(
       loss_fn: `loss_fn(model, batch) -> loss`, or `(loss, aux)` with `has_aux`. It may change
         the model's variables; new ones (sown values) are dropped, return them as aux.
       wrt: which variables to train, as in `nnx.Optimizer`.
-      loss_scale, has_aux, accumulate, weighted, max_consecutive_skips, axis_name, donate, rounding:
-        as in `mpjax.make_train_step`.
+      loss_scale, has_aux, accumulate, weighted, max_consecutive_skips, axis_name, donate: as in
+        `mpjax.make_train_step`.
+      rounding, watch: as there.
 
     Returns:
       An `NNXTrainStep`: `step.init()` gives the state, `step(state, batch)` the next one and the
@@ -188,6 +190,7 @@ def make_train_step(
         axis_name=axis_name,
         donate=donate,
         rounding=rounding,
+        watch=watch,
     )
     return step
 

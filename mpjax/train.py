@@ -38,6 +38,7 @@ from mpjax._typing import Array, AxisName, PyTree
 from mpjax._under_policy import is_autocast, param_dtypes, under_policy
 from mpjax.numerics import Report
 from mpjax.numerics._step import Differentiated, StepDiagnosis
+from mpjax.numerics._watch import check_watch, watched
 from mpjax.optim import apply_updates, current_loss_scale, find_states, with_loss_scale
 
 __all__ = ["TrainState", "TrainStep", "make_train_step"]
@@ -82,10 +83,12 @@ class TrainStep:
         axis_name: AxisName,
         donate: bool,
         rounding: str | None,
+        watch: int | None,
     ) -> None:
         self.policy: Policy | PolicyMap = chosen_policy(policy, "make_train_step")
         tx = with_rounding(tx, rounding, self.policy, param_dtypes(self.policy))
         self._rounding = rounding
+        self._watch = watch
         self._loss_fn = loss_fn
         self._run = under_policy(loss_fn, self.policy)
         self._given_tx = tx
@@ -109,6 +112,7 @@ class TrainStep:
             "accumulate": (self._accumulate, 1),
             "axis_name": (self._axis_name, None),
             "rounding": (self._rounding, None),
+            "watch": (self._watch, None),
         }
         return describe_step(self._loss_fn, self.policy, options)
 
@@ -262,6 +266,8 @@ class TrainStep:
             "consecutive_skips": scaling.consecutive_skips,
             "diverged": scaling.diverged,
         }
+        seen = (state.step, state.params, grads, metrics["loss_scale"], self.policy)
+        metrics |= watched(self._watch, *seen)
         return new_state, metrics | ({"aux": aux} if self._has_aux else {})
 
     def _value_fn(self, state: TrainState, batch: PyTree) -> Callable[[PyTree], Array]:
@@ -334,6 +340,7 @@ def make_train_step(
     axis_name: AxisName = None,
     donate: bool = True,
     rounding: str | None = None,
+    watch: int | None = None,
 ) -> TrainStep:
     """Returns a jitted train step for any precision: `state, metrics = step(state, batch)`.
 
@@ -372,6 +379,8 @@ def make_train_step(
         as `mpjax.optim.with_stochastic_rounding` and `with_kahan` around `tx`; "nearest", which
         loses what is below half a unit in a parameter's last place; None for that with a warning,
         unless `tx` owns the rounding.
+      watch: every how many steps the metrics hold statistics of weights and gradients by module,
+        `metrics["watched"]`; NaN in the others. `mpjax.numerics.to_scalars` flattens them.
 
     Returns:
       A `TrainStep`: `step.init(params)` or `step.init(params, extra_state)` gives the state
@@ -383,7 +392,7 @@ def make_train_step(
 
     Raises:
       ValueError: `accumulate` is less than 1 or does not divide the batch; `rounding` is no name
-        of one, or `tx` owns the rounding already.
+        of one, or `tx` owns the rounding already; `watch` is less than 1.
       TypeError: the loss is no floating scalar, or `loss_fn` does not return what it should.
 
     Warns:
@@ -416,6 +425,7 @@ def make_train_step(
     }
     check_arguments(loss_fn, tx, policy, options | {"loss_scale": loss_scale})
     check_rounding(rounding, "make_train_step(rounding)")
+    options["watch"] = check_watch(watch, "make_train_step(watch)")
     options |= {"rounding": rounding, "max_consecutive_skips": max_consecutive_skips}
     return TrainStep(loss_fn, tx, policy, loss_scale=loss_scale, **options)
 

@@ -18,6 +18,7 @@ def to_scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]
 
     Waits for the device, once for all of them. What is no number (text, None) is left out; an array
     of more than one element gives its mean, under `path/mean`, and its largest, under `path/max`.
+    Statistics that `make_train_step(watch=)` adds are there in the steps that computed them.
 
     Args:
       metrics: what a step returned; a tree of arrays and numbers.
@@ -42,6 +43,7 @@ def to_scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]
     if not isinstance(metrics, Mapping):
         got = f"metrics must be a mapping; got {type(metrics).__name__}."
         raise TypeError(message("numerics.to_scalars", got, "Type to_scalars({'loss': loss})."))
+    metrics = _without_old(metrics)
     leaves = jax.tree.leaves(dict(metrics))
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         got = "the metrics are traced; numbers are read outside of jax.jit."
@@ -50,6 +52,16 @@ def to_scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]
     for path, leaf in zip(leaf_paths(dict(metrics)), jax.device_get(leaves), strict=True):
         found |= {prefix + name: value for name, value in _numbers(path, leaf)}
     return found
+
+
+def _without_old(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns metrics without the statistics of a step that was not watched: all of it NaN."""
+    seen = metrics.get("watched")
+    if not isinstance(seen, Mapping) or isinstance(seen.get("is_new"), jax.core.Tracer):
+        return metrics
+    kept = {name: value for name, value in metrics.items() if name != "watched"}
+    by_module = {name: value for name, value in seen.items() if name != "is_new"}
+    return kept | ({"watched": by_module} if seen.get("is_new", True) else {})
 
 
 def _numbers(path: str, leaf: Any) -> list[tuple[str, float]]:

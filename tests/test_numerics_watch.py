@@ -1,0 +1,138 @@
+"""`make_train_step(watch=N)`: right numbers in each Nth step, NaN and next to no cost between."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from mpjax.numerics import to_scalars
+from mpjax.numerics._watch import STATISTICS, _limits
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    with jax.named_scope("up"):
+        h = jnp.tanh(batch @ params["up"]["kernel"] + params["up"]["bias"])
+    return jnp.mean(jnp.square(h @ params["down"]["kernel"])) * params["gain"]
+
+
+def params() -> dict[str, Any]:
+    kernel = np.full((4, 6), 0.3, np.float32)
+    kernel[0, :2] = (1e-9, 1e6)  # float16 makes 0 and inf of these
+    up = {"kernel": jnp.asarray(kernel), "bias": jnp.zeros(6)}
+    return {"up": up, "down": {"kernel": jnp.full((6, 2), 0.3)}, "gain": jnp.float32(1)}
+
+
+def test_statistics_are_those_of_numpy_in_each_nth_step():
+    scale = mpjax.StaticLossScale(2.0**10)
+    step = mpjax.make_train_step(loss_fn, optax.sgd(1e-3), "bf16-mixed", loss_scale=scale, watch=2)
+    state = step.init(params())
+    before = jax.device_get(state.params)
+    grads = jax.grad(loss_fn)(before, X)
+    new, first = [], None
+    for _ in range(3):
+        state, metrics = step(state, X)
+        seen = jax.device_get(metrics["watched"])
+        new.append(bool(seen["is_new"]))
+        values = jax.tree.leaves({k: v for k, v in seen.items() if k != "is_new"})
+        assert all(np.isfinite(v) == new[-1] for v in values)
+        assert ("watched/wgrad/up/amax" in to_scalars(metrics)) == new[-1]
+        assert not any("is_new" in name for name in to_scalars(metrics))
+        first = first or seen
+    assert new == [True, False, True]
+    assert set(first["weight"]) == set(first["wgrad"]) == {"up", "down", "gain"}
+    assert set(first["weight"]["up"]) == set(STATISTICS)
+    kernel = before["up"]["kernel"]
+    assert first["weight"]["up"]["amax"] == np.float32(1e6)
+    norm = np.sqrt(np.sum(kernel.astype(np.float64) ** 2))
+    assert first["weight"]["up"]["l2_norm"] == pytest.approx(norm, rel=1e-6)
+    bits = np.log2(1e6) - np.log2(1e-9)
+    assert first["weight"]["up"]["dynamic_range"] == pytest.approx(bits, rel=1e-5)
+    for module, leaves in grads.items():  # unscaled, and rounded to bfloat16 on their way
+        flat = np.concatenate([np.ravel(g) for g in jax.tree.leaves(leaves)])
+        got = first["wgrad"][module]["amax"]
+        assert got == pytest.approx(np.abs(flat).max(), rel=2**-5, abs=1e-9)
+
+
+def test_shares_are_of_the_compute_dtype_and_of_scaled_gradients():
+    step = mpjax.make_train_step(loss_fn, optax.sgd(1e-3), "16-mixed", watch=1, loss_scale=2.0**20)
+    _, metrics = step(step.init(params()), X)
+    seen = jax.device_get(metrics["watched"])
+    assert seen["weight"]["up"]["underflows%"] == pytest.approx(100 / 24)  # of 24 that are not 0
+    assert seen["weight"]["up"]["overflows%"] == pytest.approx(100 / 24)
+    assert seen["weight"]["down"]["overflows%"] == seen["weight"]["down"]["underflows%"] == 0
+    kept = mpjax.PolicyMap("16-mixed", {"up": "float32"})
+    step = mpjax.make_train_step(loss_fn, optax.sgd(1e-3), kept, watch=1)
+    _, metrics = step(step.init(params()), X)
+    assert metrics["watched"]["weight"]["up"]["overflows%"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2"])
+def test_what_rounds_to_zero_and_to_inf_is_what_a_cast_rounds_so(dtype: str):
+    zero, inf = (np.array(bits, np.uint32).view(np.float32) for bits in _limits(jnp.dtype(dtype)))
+    for edge, up in ((zero, np.float32(np.inf)), (inf, np.float32(0))):
+        with np.errstate(over="ignore", under="ignore"):
+            ends = np.array([edge, np.nextafter(edge, up)])
+            inside, other = ends.astype(dtype).astype(np.float32)
+        assert inside in (0, np.inf)
+        assert np.isfinite(other)
+        assert other != 0
+    assert [int(x) for x in _limits(jnp.dtype("float32"))] == [0, 0x7F800000]
+
+
+@pytest.mark.standard_promotion("optax.adam promotes its count")
+def test_between_the_steps_that_look_nothing_is_computed():
+    compiled = {}
+    for watch in (None, 100):
+        step = mpjax.make_train_step(loss_fn, optax.adam(1e-3), "bf16-mixed", watch=watch)
+        compiled[watch] = step.lower(step.init(params()), X).compile()
+    text = compiled[100].as_text()
+    assert " conditional(" in text
+    assert " conditional(" not in compiled[None].as_text()
+    temporaries = [c.memory_analysis().temp_size_in_bytes for c in compiled.values()]
+    assert temporaries[1] <= temporaries[0] + 4096  # a few numbers for each module
+
+
+@pytest.mark.no_leak_check("a diagnosis holds what it traced")
+@pytest.mark.parametrize("watch", [None, 100])
+def test_a_step_that_could_be_diagnosed_is_the_program_of_one_that_could_not(watch: int | None):
+    def lowered(*, diagnosis: bool) -> Any:
+        step = mpjax.make_train_step(loss_fn, optax.sgd(1e-3), "16-mixed", watch=watch)
+        state = step.init(params())
+        if diagnosis:
+            assert step.diagnose(state, X).rows
+        else:
+            del step._diagnosis
+        return step.lower(state, X)
+
+    one, other = lowered(diagnosis=True), lowered(diagnosis=False)
+    assert one.as_text() == other.as_text()
+    compiled = one.compile(), other.compile()
+    bytes_accessed = [c.cost_analysis()["bytes accessed"] for c in compiled]
+    temporaries = [c.memory_analysis().temp_size_in_bytes for c in compiled]
+    assert len(set(bytes_accessed)) == len(set(temporaries)) == 1
+    assert not any("counts" in line for line in compiled[0].as_text().splitlines())
+
+
+def test_a_step_inside_a_shard_map_is_watched(devices: Any):
+    mesh = jax.sharding.Mesh(np.array(devices), "d")
+    spec = jax.sharding.PartitionSpec
+    step = mpjax.make_train_step(loss_fn, optax.sgd(1e-3), "bf16-mixed", axis_name="d", watch=2)
+    state = step.init(params())
+    both = jax.shard_map(step, mesh=mesh, in_specs=(spec(), spec("d")), out_specs=spec())
+    _, metrics = jax.jit(both)(state, X)
+    plain = mpjax.make_train_step(loss_fn, optax.sgd(1e-3), "bf16-mixed", watch=2)
+    _, want = plain(plain.init(params()), X)
+    for got, one in zip(*map(jax.tree.leaves, (metrics["watched"], want["watched"])), strict=True):
+        np.testing.assert_allclose(got, one, rtol=2**-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("watch", [0, -1, 2.5, True, "all"])
+def test_what_is_no_number_of_steps_is_refused(watch: Any):
+    with pytest.raises(ValueError, match=r"make_train_step\(watch\): must be a whole(.|\n)*=100"):
+        mpjax.make_train_step(loss_fn, optax.sgd(1e-3), watch=watch)
