@@ -118,6 +118,11 @@ def test_a_chain_of_elementwise_operations_is_counted_in_one_pass():
     assert len(plan.sites) == 15
 
 
+def test_counting_leaks_no_tracer():
+    with jax.checking_leaks():
+        jax.make_jaxpr(lambda x: _bits.counts(x, x * 2))(jnp.ones(5))
+
+
 def test_nothing_in_an_empty_array_and_the_parts_of_a_complex_one_are_counted():
     assert _bits.counts(jnp.zeros((0, 3))).tolist() == [[0, 0, 0]]
     assert _bits.counts(jnp.array([complex(1, np.nan), 3j])).tolist() == [[0, 1, 3]]

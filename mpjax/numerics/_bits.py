@@ -54,21 +54,19 @@ def counts(*values: Any) -> jax.Array:
     shape = real[0].shape
     if real[0].size == 0:
         return jnp.zeros((len(real), 3), jnp.float32)
-    parts = [part for x in real for part in _parts(x)]
+    parts = [part for x in real for part in read(x)]
+    joins = [lax.max if is_max else lax.add for _, is_max in parts]
     found = lax.reduce(
         tuple(part for part, _ in parts),
         tuple(part.dtype.type(0) for part, _ in parts),
-        lambda a, b: tuple(
-            lax.max(x, y) if is_max else x + y
-            for x, y, (_, is_max) in zip(a, b, parts, strict=True)
-        ),
+        lambda a, b: tuple(join(x, y) for join, x, y in zip(joins, a, b, strict=True)),
         tuple(range(len(shape))),
     )
     rows = [_row(x.dtype, *found[3 * i : 3 * i + 3]) for i, x in enumerate(real)]
     return jnp.stack(rows)
 
 
-def _parts(x: jax.Array) -> tuple[tuple[jax.Array, bool], ...]:
+def read(x: jax.Array) -> tuple[tuple[jax.Array, bool], ...]:
     """Returns what is reduced, elementwise, and whether by its maximum."""
     bits = magnitude_bits(x)
     infinity = bits.dtype.type(infinity_bits(x.dtype))
