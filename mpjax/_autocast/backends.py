@@ -11,7 +11,9 @@ instructions for bfloat16 products the same numbers come faster from the float32
 of two bfloat16 are exact in float32.
 
 XLA:GPU cancels a rounding to low against the widening of a later reader, and then stores float32.
-So a product is asked for the low result itself: it accumulates in float32 all the same. (A barrier
+So a product is asked for the low result itself: it accumulates in float32 all the same. So it is
+for a TPU, where it changes one thing: products that are split along what they add up over several
+chips send their parts in 16 bits, as those of a model that is cast by hand. (A barrier
 behind all that is stored low would part it from a transpose or a pad that XLA computes with it.)
 cuDNN has no low convolution with a float32 result at all: XLA would widen its operands, whole
 activations. So it has a low result, widened where float32 was asked for. In float16 the gradient of
@@ -165,13 +167,15 @@ class Backend:
     operand: Callable[[Any], Any] = lambda x: x
     result: Callable[[Any], Any] = lambda x: x
     low_results: bool = False  # whether the product itself is asked for a low result
+    low_convolutions: bool = False  # whether convolutions of low operands have no other
     ordered: bool = False  # whether operands are put into the order of `plain_layout`
 
 
 OTHER = Backend()
 CPU = Backend(_operand_p.bind, _result_p.bind, ordered=True)
 CPU_WIDE = Backend(lambda x: lax.optimization_barrier(x.astype("float32")), ordered=True)
-GPU = Backend(low_results=True)
+GPU = Backend(low_results=True, low_convolutions=True)
+TPU = Backend(low_results=True)
 
 
 def cpu() -> Backend:
@@ -243,9 +247,11 @@ def convolved(
     x: jax.Array, y: jax.Array, params: dict[str, Any], dtype: Any, backend: Backend
 ) -> jax.Array:
     """Returns a convolution of low operands in `dtype`, rounded to theirs on a GPU."""
-    if backend.low_results:
+    if backend.low_convolutions:
         params = {**params, "preferred_element_type": x.dtype}
         return lax.conv_general_dilated(x, y, **params).astype(dtype)
+    if backend.low_results and dtype == x.dtype:
+        return lax.conv_general_dilated(x, y, **{**params, "preferred_element_type": dtype})
     return _rounded_p.bind(lax.conv_general_dilated(x, y, **params), dtype=dtype)
 
 
@@ -334,8 +340,9 @@ def _lower_result(ctx: Any, x: Any) -> Any:
 
 
 def _lower_rounding(ctx: Any, x: Any, *, dtype: Any) -> Any:
-    on_gpus = set(ctx.module_context.platforms) <= set(GPUS)
-    return (_lower_rounded if on_gpus else _lower_convert)(ctx, x, dtype=dtype)
+    platforms = set(ctx.module_context.platforms)
+    in_product = platforms <= set(GPUS) or (platforms == {"tpu"} and dtype != FLOAT32)
+    return (_lower_rounded if in_product else _lower_convert)(ctx, x, dtype=dtype)
 
 
 def _lower_sum(ctx: Any, x: Any, *, dtype: Any) -> Any:

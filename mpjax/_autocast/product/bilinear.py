@@ -49,7 +49,7 @@ class Bilinear:
         low = self.config.low if direction.scaling else None
         pairs = zip(args[:2], self.roles[:2], strict=True)
         operands = [x.astype(low or direction.dtype(role)) for x, role in pairs]
-        traced = self.convolved if backend.low_results and self.convolved else self.traced
+        traced = self.convolved if backend.low_convolutions and self.convolved else self.traced
         made = out_dtype if _only_moves(traced) else FLOAT32
         bind = functools.partial(low_product, out_dtype=made, backend=backend)
         return _eval(traced, [*operands, *args[2:]], bind).astype(out_dtype)

@@ -73,6 +73,7 @@ def _lowering(backend: Callable[[], backends.Backend]) -> Any:
 
 mlir.register_lowering(product_p, _lowering(lambda: backends.OTHER))
 mlir.register_lowering(product_p, _lowering(backends.cpu), platform="cpu")
+mlir.register_lowering(product_p, _lowering(lambda: backends.TPU), platform="tpu")
 for _platform in backends.GPUS:
     mlir.register_lowering(product_p, _lowering(lambda: backends.GPU), platform=_platform)
 
