@@ -160,6 +160,23 @@ def test_guarded_and_masked_values_are_not_the_cause():
     assert "apart, for it never got into" in str(report)
 
 
+def test_gradients_that_were_taken_without_the_loss_scale_are_named():
+    tx = mpjax.with_loss_scale(optax.sgd(1e-3), mpjax.DynamicLossScale())
+    scale = mpjax.current_loss_scale(tx.init(params()))
+    small = batch(x=X * 0.01)
+    loss = mpjax.autocast(loss_fn, "16-mixed")
+    plain = jax.grad(loss)(params(), small)
+    scaled = mpjax.grad(loss, loss_scale=scale)(params(), small)
+    report = diagnose(loss_fn, "16-mixed", loss_scale=scale, grads=plain)(params(), small)
+    assert report.cause.kind == "unscaled"
+    assert "updates are 32768 times too small" in report.cause.text
+    assert "loss_scale=mpjax.current_loss_scale(opt_state)" in str(report)
+    report = diagnose(loss_fn, "16-mixed", loss_scale=scale, grads=scaled)(params(), small)
+    assert report.cause.kind == "none"
+    with pytest.raises(ValueError, match=r"diagnose\(grads\): got 1 gradients(.|\n)*tx.update"):
+        diagnose(loss_fn, "16-mixed", grads=[X])(params(), small)
+
+
 def test_a_finite_run_gives_its_headroom():
     report = diagnose(loss_fn, "16-mixed", loss_scale=256)(params(), batch())
     assert report.finite

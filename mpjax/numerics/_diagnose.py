@@ -19,6 +19,7 @@ from mpjax.numerics._plan import Plan
 from mpjax.numerics._program import Program, Read, argument_names, check_alive
 from mpjax.numerics._report import Report, Row
 from mpjax.numerics._subject import Subject
+from mpjax.numerics._unscaled import judged
 
 
 def diagnose(
@@ -27,6 +28,7 @@ def diagnose(
     *,
     loss_scale: Any = None,
     has_aux: bool = False,
+    grads: Any = None,
 ) -> Callable[..., Report]:
     """Returns a function that tells where the loss or a gradient stops being finite, and why.
 
@@ -40,6 +42,8 @@ def diagnose(
       loss_scale: what the step used, a number or a loss scale (`metrics["loss_scale"]`); None for
         what the policy needs.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
+      grads: what a step of your own gave an optimizer in `with_loss_scale`, for the report to say
+        whether they were taken without the scale, so that nothing is learned.
 
     Returns:
       A function of the arguments of `loss_fn` that returns a `Report`: `print(report)` fits a
@@ -48,7 +52,7 @@ def diagnose(
 
     Raises:
       TypeError: `loss_fn` cannot be traced, or an argument is.
-      ValueError: an argument was donated to a step.
+      ValueError: an argument was donated to a step, or `grads` have other shapes than parameters.
 
     Dtypes:
       Those of the step. Counts are taken on the bits of each value, in the dtype that it has.
@@ -72,7 +76,11 @@ def diagnose(
 
     def run(*args: Any) -> Report:
         names = argument_names(loss_fn, len(args))
-        return examine(subject, names, args, scale.loss_scale)
+        report = examine(subject, names, args, scale.loss_scale)
+        if grads is None:
+            return report
+        program = _program(subject, subject.policy, ["loss_scale", *names], args)
+        return judged(report, program, [jnp.float32(scale.loss_scale), *args], grads, where)
 
     return run
 

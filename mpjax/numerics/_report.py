@@ -49,8 +49,8 @@ class Cause:
     """Why the loss or a gradient is not finite, and what to type."""
 
     kind: str
-    """'loss_scale', 'range', 'gradient_range', 'precision', 'everywhere', 'leaf', 'masked' or
-    'none' (all is finite)."""
+    """'loss_scale', 'range', 'gradient_range', 'precision', 'everywhere', 'leaf', 'masked',
+    'unscaled' (finite gradients, without their scale) or 'none' (all is finite)."""
     text: str
     fix: str
     loss_scale: float | None = None  # the scale that fits, for 'loss_scale'
