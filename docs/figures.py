@@ -3,7 +3,8 @@
 `formats.png` shows the bits of the three formats. `block.png` shows what autocast does with each
 operation of a transformer block in Flax, from what `mpjax.explain(...).to_dict()` tells;
 `explained.txt` is what `print` shows of it. `beside.png` shows the shares that the tables in
-benchmarks/results/ give, and `saves.png`, with its numbers in `saves.txt`, what they come to.
+benchmarks/results/ give, and `saves.png`, with its numbers in `saves.txt`, what they come to;
+`optimizers.png` shows how training goes with weights and moments in fewer bits.
 `pod_report.png` is `pod_report.txt` with notes; the text is what
 `python examples/train_pod.py tpu_configs/v5e-256.yaml --check` prints with libtpu.
 """
@@ -240,6 +241,43 @@ def saves_text(found: list[Saving]) -> str:
     return "\n".join(lines) + "\n"
 
 
+FORMS = {  # of benchmarks/results/low_precision_optimizers.json: colour
+    "float32": "#999999",
+    "bf16-mixed": "#56b4e9",
+    "nearest": "#d55e00",
+    "stochastic": "#0072b2",
+    "kahan": "#009e73",
+    "24 bits + int8 moments": "#e69f00",
+    "stochastic + int8 moments": "#000000",
+}
+HEIGHTS = {"mlp": (0.0, 22.0), "digits": (0.9, 2.4), "lm": (0.97, 1.05)}
+
+
+def draw_optimizers(path: Path) -> None:
+    """Draws how far each form's training loss is from float32's, the mean over the seeds."""
+    tasks = json.loads((RESULTS / "low_precision_optimizers.json").read_text())["tasks"]
+    figure = Figure(figsize=(11, 3.8), dpi=120, layout="constrained")
+    for axes, (name, entry) in zip(figure.subplots(1, len(tasks)), tasks.items(), strict=True):
+        base = mean_curve(entry["runs"]["float32"])
+        for form in (form for form in FORMS if form in entry["runs"]):
+            curve = mean_curve(entry["runs"][form])
+            x = [entry["chunk"] * (i + 1) for i in range(len(curve))]
+            style = {"color": FORMS[form], "label": form, "linewidth": 1.4}
+            axes.plot(x, [a / b for a, b in zip(curve, base, strict=True)], **style)
+        axes.set(title=name, xlabel="step", ylim=HEIGHTS[name])
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.supylabel("training loss, of float32's", fontsize=10)
+    lines = {line.get_label(): line for axes in figure.axes for line in axes.lines}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.savefig(path)
+
+
+def mean_curve(runs: list[dict[str, Any]]) -> list[float]:
+    looks = zip(*(run["curve"] for run in runs), strict=True)
+    return [sum(look) / len(look) for look in looks]
+
+
 MARKS = {"ok": "#009e73", "!!": "#d55e00", "??": "#e69f00", "--": "#999999"}
 NOTES = {  # the first words of a line of the report: what to look for there
     "memory": "fits, with room for a larger batch",
@@ -286,10 +324,12 @@ def main() -> None:
     (folder / "explained.txt").write_text(f"{table}\n")
     draw_beside(folder / "beside.png")
     draw_saves(savings(), folder / "saves.png")
+    draw_optimizers(folder / "optimizers.png")
     (folder / "saves.txt").write_text(saves_text(savings()))
     report = (Path(__file__).parent / "images" / "pod_report.txt").read_text()
     draw_report(report.splitlines(), folder / "pod_report.png")
-    drawn = "beside.png, block.png, explained.txt, formats.png, pod_report.png, saves.png and .txt"
+    drawn = "beside.png, block.png, explained.txt, formats.png, optimizers.png, pod_report.png, "
+    drawn += "saves.png and .txt"
     print(f"{drawn} are in {folder}.")
 
 
