@@ -222,6 +222,9 @@ OP_RULES: dict[str, OpRule] = {
     **_rows(_KEEP, OpClass.KEEP),
 }
 
+PRODUCTS: frozenset[str] = frozenset(_rows(_LOWER, OpClass.LOWER))
+"""What matrix units are for."""
+
 ACTIVATIONS: frozenset[str] = frozenset(_ACTIVATIONS.split())
 """Functions taken as a whole: a low operand gives a low result, computed in float32 between."""
 

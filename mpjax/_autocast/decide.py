@@ -41,7 +41,7 @@ from mpjax._autocast.plan import (
     is_float32,
 )
 from mpjax._autocast.states import Kind, State
-from mpjax._op_rules import COMPARISONS, OP_RULES, OpClass, op_class
+from mpjax._op_rules import COMPARISONS, OP_RULES, PRODUCTS, OpClass, op_class
 from mpjax._policy import Policy
 
 _STEPWISE = frozenset(
@@ -125,7 +125,7 @@ class _Planner:
         if structure.is_call(eqn):
             return self.decide_call(eqn, settings)
         kind = op_class(name, settings.rules)
-        if kind is OpClass.LOWER or name in ("dot_general", "conv_general_dilated"):
+        if kind is OpClass.LOWER or name in PRODUCTS:
             return self.decide_product(eqn, kind, settings)
         if name == "convert_element_type":
             return self.fused(eqn, self.converted(eqn), "explicit cast")

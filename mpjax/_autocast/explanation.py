@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mpjax._autocast.causes import FUSED
+from mpjax._op_rules import PRODUCTS
 from mpjax._shown import Shown, html_table, size
 
 _WIDTH, _REASON_WIDTH = 120, 62
@@ -69,9 +70,9 @@ class Explanation(Shown):
 
     def summary(self) -> list[str]:
         """Returns the totals as lines: products, other operations, casts."""
-        products = [r for r in self.rows if r.operation in _PRODUCTS]
+        products = [r for r in self.rows if r.operation in PRODUCTS]
         fused = [r for r in self.rows if r.reason == FUSED]
-        others = [r for r in self.rows if r.operation not in _PRODUCTS and r.reason != FUSED]
+        others = [r for r in self.rows if r.operation not in PRODUCTS and r.reason != FUSED]
         casts = [f"{c.count} {c.source} to {c.target} ({size(c.bytes)})" for c in self.casts]
         between = sum(row.count for row in fused)
         return [
@@ -117,9 +118,6 @@ class Explanation(Shown):
                 style = "green" if line.dtype in _LOW else ""
                 table.add_row("  " + line.cells[0], *line.cells[1:], style=style)
         return table
-
-
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 def _shares(rows: Iterable[Row]) -> str:

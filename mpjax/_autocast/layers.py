@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from mpjax import _compat
 from mpjax._autocast import scopes, structure
 from mpjax._autocast.caches import by_program
-from mpjax._autocast.product import PRODUCTS
+from mpjax._op_rules import PRODUCTS
 
 
 class Made(enum.IntEnum):

@@ -14,8 +14,9 @@ import numpy as np
 
 from mpjax._autocast import layers, scopes, stateful
 from mpjax._autocast.layers import Flow, Given, Made, Origin
-from mpjax._autocast.product import PRODUCTS, Config, Role, quantized
+from mpjax._autocast.product import Config, Role, quantized
 from mpjax._errors import PolicyWarning, message
+from mpjax._op_rules import PRODUCTS
 from mpjax._policy import Policy
 from mpjax._quantized_policy import QuantizedPolicy
 from mpjax._recipes import Recipe

@@ -19,7 +19,7 @@ from mpjax._autocast.group_functions import GroupFunctions
 from mpjax._autocast.plan import Action, Decision, Plan, is_float32
 from mpjax._autocast.states import Kind, State
 from mpjax._autocast.values import Value
-from mpjax._op_rules import OP_RULES, OpClass
+from mpjax._op_rules import OP_RULES, PRODUCTS, OpClass
 
 
 class Runner:
@@ -96,7 +96,7 @@ class Runner:
     def as_traced(self, plan: Plan, eqn: Any, values: Sequence[Value]) -> list[Any]:
         params = eqn.params
         precision = plan.settings.dot_precision
-        if precision is not None and eqn.primitive.name in product.PRODUCTS:
+        if precision is not None and eqn.primitive.name in PRODUCTS:
             params = product.with_precision(params, precision)
         return bind(eqn, [v.full for v in values], params)
 

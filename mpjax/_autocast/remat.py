@@ -13,11 +13,12 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from mpjax._op_rules import PRODUCTS
+
 _PREFIX = "mpjax_product_"
 _OURS = frozenset(
     {"linked_product", "low_product", "hidden_operand", "settled_operand", "settled_result"}
     | {"rounded_result", "stored", "stored_cotangent", "cotangent_stored_low", "low_sum"}
-    | {"moved_low"}
 )
 
 Policy = Callable[..., Any]
@@ -54,7 +55,7 @@ class NamedProducts:
 def _is_ours(name: str, avals: Any, params: Any) -> bool:
     if name in _OURS:
         return True
-    if name not in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
+    if name not in PRODUCTS:
         return False
     narrow = avals[0].dtype.itemsize
     return narrow == 1 or (narrow < 4 and params["preferred_element_type"] == "float32")

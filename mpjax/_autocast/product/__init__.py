@@ -4,12 +4,10 @@
 `primitives` gives it a derivative of its own.
 """
 
-from mpjax._autocast.product.bilinear import PRODUCTS
 from mpjax._autocast.product.config import Config, Role, low, quantized
 from mpjax._autocast.product.primitives import hidden, product, with_precision
 
 __all__ = [
-    "PRODUCTS",
     "Config",
     "Role",
     "hidden",

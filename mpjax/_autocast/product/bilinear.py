@@ -21,8 +21,7 @@ from mpjax import _compat
 from mpjax._autocast import backends
 from mpjax._autocast.product import blocks, config, convolutions, scaled
 from mpjax._autocast.product.config import FLOAT32, Axes, Config, Direction, Roles, Scaling
-
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+from mpjax._op_rules import PRODUCTS
 
 
 @dataclass(frozen=True, eq=False, repr=False)
