@@ -144,13 +144,18 @@ COUNTS = {  # marker and label
 }
 
 
+def table_rows(table: str) -> list[dict[str, Any]]:
+    """Returns the bfloat16 rows of a table, without those of size "medium": they have no float32."""
+    rows = json.loads((RESULTS / f"{table}.json").read_text())["rows"]
+    return [r for r in rows if r["dtype"] == "bf16" and r["size"] != "medium"]
+
+
 def draw_beside(path: Path) -> None:
     """Draws what networks cost in float32 and under autocast, as shares of hand-cast's."""
     figure = Figure(figsize=(11, 4), dpi=120, layout="constrained")
     panels = figure.subplots(1, len(TARGETS), sharey=True)
     for axes, (target, title) in zip(panels, TARGETS.items(), strict=True):
-        rows = json.loads((RESULTS / f"{target}.json").read_text())["rows"]
-        found = {(r["network"], r["variant"]): r for r in rows if r["dtype"] == "bf16"}
+        found = {(r["network"], r["variant"]): r for r in table_rows(target)}
         networks = sorted({network for network, _ in found}, reverse=True)
         axes.axvline(1, color="black", linewidth=0.8)
         for (variant, color), name in itertools.product(VARIANTS.items(), COUNTS):
@@ -186,12 +191,7 @@ class Saving:
 
 def saving(title: str, table: str, count: str, variants: tuple[str, ...]) -> Saving:
     """Returns the geometric means, over the networks that a table has in all variants."""
-    rows = json.loads((RESULTS / f"{table}.json").read_text())["rows"]
-    found = {
-        (r["network"], r["variant"]): r[count]
-        for r in rows
-        if r["dtype"] == "bf16" and r.get(count)
-    }
+    found = {(r["network"], r["variant"]): r[count] for r in table_rows(table) if r.get(count)}
     names = sorted({n for n, _ in found if all((n, variant) in found for variant in variants)})
     logs = {
         v: sum(math.log(found[n, v] / found[n, "f32"]) for n in names) / len(names)
