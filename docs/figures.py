@@ -145,7 +145,7 @@ COUNTS = {  # marker and label
 
 
 def table_rows(table: str) -> list[dict[str, Any]]:
-    """Returns the bfloat16 rows of a table, without those of size "medium": they have no float32."""
+    """Returns the rows of a table in bfloat16 but for size "medium", which has no float32."""
     rows = json.loads((RESULTS / f"{table}.json").read_text())["rows"]
     return [r for r in rows if r["dtype"] == "bf16" and r["size"] != "medium"]
 
