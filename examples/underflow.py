@@ -37,7 +37,9 @@ from rich.table import Table
 from sklearn.datasets import load_digits
 
 import mpjax
+from mpjax.numerics import Histogram, exponents
 
+ALL = "all"
 POLICIES = {"float32": "f32", "float16": "p=f16,c=f32,o=f32", "bfloat16": "p=bf16,c=f32,o=f32"}
 COLORS = {"float32": "#777777", "float16": "#d55e00", "bfloat16": "#0072b2"}
 BATCH = 128
@@ -118,33 +120,32 @@ def train(
     return Trained(params, batch_stats, *np.array(history).T)
 
 
-def activation_gradients(trained: Trained, batch: Batch) -> dict[str, np.ndarray]:
-    """Returns the non-zero gradients of the loss by each activation, computed in float32."""
+def activation_gradients(trained: Trained, batch: Batch) -> dict[str, Histogram]:
+    """Returns the exponents of the loss's float32 gradients by each activation, and by all."""
     shapes = jax.eval_shape(
         functools.partial(CNN().init, train=False), jax.random.key(0), batch["image"]
     )
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes["perturbations"])
 
-    @jax.jit
-    @jax.grad
-    def gradients(perturbations: Any, params: Any, batch_stats: Any, batch: Batch) -> jax.Array:
+    def loss(perturbations: Any, params: Any, batch_stats: Any, batch: Batch) -> jax.Array:
         state = {"batch_stats": batch_stats, "perturbations": perturbations}
         return loss_fn(params, state, batch)[0]
 
-    grads = gradients(zeros, trained.params, trained.batch_stats, batch)
-    flat = {name: np.asarray(g).ravel() for name, g in grads.items()}
-    return {name: g[g != 0] for name, g in flat.items()}
+    # Differentiated by the perturbations, in the place of parameters: theirs are "wgrad".
+    report = exponents(loss, "float32")(zeros, trained.params, trained.batch_stats, batch)
+    layers = {name: report.of("wgrad", f"perturbations/{name}") for name in zeros}
+    return layers | {ALL: report.of("wgrad")}
 
 
-def swallowed(gradients: np.ndarray, dtype: Any, loss_scale: float = 1.0) -> float:
-    """Returns the share of these gradients that is 0 in `dtype`, once scaled."""
-    return float(((gradients * np.float32(loss_scale)).astype(dtype) == 0).mean())
+def swallowed(gradients: Histogram, dtype: str, loss_scale: float = 1.0) -> float:
+    """Returns the share of the gradients that are not 0 that is in `dtype`, once scaled."""
+    return gradients.lost(dtype, loss_scale).underflows / 100
 
 
-def subnormal(gradients: np.ndarray, dtype: Any, loss_scale: float = 1.0) -> float:
+def subnormal(gradients: Histogram, dtype: str, loss_scale: float = 1.0) -> float:
     """Returns the share of these gradients below the smallest normal number of `dtype`."""
-    scaled = np.abs(gradients) * np.float32(loss_scale)
-    return float((scaled < float(jnp.finfo(dtype).tiny)).mean())
+    lost = gradients.lost(dtype, loss_scale)
+    return (lost.underflows + lost.subnormals) / 100
 
 
 def mean_square_errors(trained: Trained, data: Batch) -> dict[str, np.ndarray]:
@@ -164,7 +165,7 @@ def mean_square_errors(trained: Trained, data: Batch) -> dict[str, np.ndarray]:
 
 
 def table(
-    gradients: dict[str, np.ndarray], careful: dict[str, Trained], errors: dict[str, np.ndarray]
+    gradients: dict[str, Histogram], careful: dict[str, Trained], errors: dict[str, np.ndarray]
 ) -> Table:
     result = Table(title="What is lost, and what the remedy leaves", box=box.SIMPLE_HEAD, padding=0)
     result.add_column("")
@@ -172,16 +173,18 @@ def table(
         result.add_column(name, justify="right")
     result.add_row("1. gradients that become 0", "", "", "f16, loss × 2^15", style="bold")
     for layer, g in gradients.items():
+        if layer == ALL:
+            continue
         shares = (
             swallowed(g, "float16"),
-            swallowed(g, jnp.bfloat16),
+            swallowed(g, "bfloat16"),
             swallowed(g, "float16", LOSS_SCALE),
         )
         result.add_row(f"   by {layer}", *(f"{share:.2%}" for share in shares))
-    every = np.concatenate(list(gradients.values()))
+    every = gradients[ALL]
     shares = (
         subnormal(every, "float16"),
-        subnormal(every, jnp.bfloat16),
+        subnormal(every, "bfloat16"),
         subnormal(every, "float16", LOSS_SCALE),
     )
     result.add_row("   all: 0 or subnormal", *(f"{share:.2%}" for share in shares))
@@ -200,20 +203,19 @@ def table(
     return result
 
 
-def draw_exponents(axis: Any, gradients: dict[str, np.ndarray]) -> None:
-    every = np.concatenate(list(gradients.values()))
-    exponents, bins = np.floor(np.log2(np.abs(every))), np.arange(-60, 17) - 0.5
-    weights = np.full(len(every), 100 / len(every))
+def draw_exponents(axis: Any, every: Histogram) -> None:
+    exponent = np.arange(-149, 128)  # of `Histogram.counts`
+    share = 100 * every.counts / every.counts.sum()
     label = f"as they are: {swallowed(every, 'float16'):.1%} become 0"
-    tallest = axis.hist(exponents, bins, weights=weights, color="#d55e00", alpha=0.5, label=label)
+    axis.bar(exponent, share, width=1, color="#d55e00", alpha=0.5, label=label)
     label = f"loss × $2^{{15}}$: {swallowed(every, 'float16', LOSS_SCALE):.1%}"
-    style = {"histtype": "step", "color": "#009e73", "linewidth": 1.6, "label": label}
-    axis.hist(exponents + np.log2(LOSS_SCALE), bins, weights=weights, **style)
+    moved = exponent + np.log2(LOSS_SCALE)
+    axis.step(moved, share, where="mid", color="#009e73", linewidth=1.6, label=label)
     axis.axvspan(-60, -24.5, color="#999999", alpha=0.25, linewidth=0, label="0 in float16")
     axis.axvline(-24.5, color="black", linewidth=1)
     axis.axvline(-14.5, color="black", linewidth=1, linestyle=":", label="fewer bits left of this")
     axis.set(title="1. Gradients of activations", xlabel="exponent (line: $2^{-24}$)", ylabel="%")
-    axis.set(xlim=(-45, 16), ylim=(0, 1.6 * tallest[0].max()))
+    axis.set(xlim=(-45, 16), ylim=(0, 1.6 * share.max()))
 
 
 def draw_lost_updates(axis: Any, careful: dict[str, Trained]) -> None:
@@ -270,7 +272,7 @@ def main() -> None:
     console.print(table(gradients, careful, errors))
     figure = Figure(figsize=(13, 4.2), dpi=120, layout="constrained")
     axes = figure.subplots(1, 3)
-    draw_exponents(axes[0], gradients)
+    draw_exponents(axes[0], gradients[ALL])
     draw_lost_updates(axes[1], careful)
     draw_errors(axes[2], errors)
     for axis in axes:
