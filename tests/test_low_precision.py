@@ -18,7 +18,7 @@ from mpjax import optim
 @pytest.mark.parametrize(
     "dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=["f16", "bf16", "f32"]
 )
-@pytest.mark.parametrize("power", [-140, -100, -60, -48, -20, 0, 14, 40, 47, 48, 60, 100, 120])
+@pytest.mark.parametrize("power", [-140, -48, 0, 14, 47, 48, 120])
 def test_norms_are_those_of_float64_at_every_size(dtype: Any, power: int):
     dtype = jnp.dtype(dtype)
     info = jnp.finfo(dtype)

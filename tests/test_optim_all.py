@@ -21,6 +21,7 @@ import pytest
 from _helpers import assert_same_bits
 
 import mpjax
+from mpjax import optim
 
 pytestmark = [
     pytest.mark.no_leak_check("test_optim looks for leaks; here it would cost minutes"),
@@ -319,3 +320,29 @@ def test_law_12_state_keeps_its_dtypes_with_gradients_of_any(name: str, dtype: A
     chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
     assert not any(x.weak_type for x in jax.tree.leaves(new))
     assert {x.dtype for x in jax.tree.leaves(updates)} == {np.dtype(np.float32)}
+
+
+def low(tree: Any) -> Any:
+    """Returns parameters in bfloat16, the containers as they are."""
+    return jax.tree.map(lambda p: p.astype(jnp.bfloat16), tree)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_law_12_rounding_and_storing_keep_every_dtype_of_every_optimizer(name: str):
+    row = TABLE[name]
+    params, fast = low(row.params), grads_of(row, 1, jnp.float32)
+    stored = optim.with_state_dtypes(row.make(), mu_dtype="bf16", nu_dtype="bf16")
+    try:
+        jax.eval_shape(stored.init, params)
+    except ValueError as error:  # no moments: nothing to store
+        assert "has no moments that it knows" in str(error)  # noqa: PT017 - else it goes on
+        stored = row.make()
+    for tx in (optim.with_master_weights(stored, bits=24), optim.with_kahan(row.make())):
+        state = jax.eval_shape(tx.init, params)
+
+        def update(state: Any, grads: Any, tx: Any = tx) -> Any:
+            return tx.update(grads, state, params, **row.extra(grads))
+
+        updates, new = jax.eval_shape(update, state, fast)
+        chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
+        assert {x.dtype for x in jax.tree.leaves(updates)} == {np.dtype(np.float32)}

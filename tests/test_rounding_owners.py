@@ -1,6 +1,9 @@
 """Wrappers that own the rounding of 16-bit parameters: what they keep, and what they refuse."""
 
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -222,6 +225,40 @@ def test_law_15_shards_and_replicas_agree(own: Any, devices: list[jax.Device]):
         assert_same_bits((got, state), (want, want_state))
         for shard in got["w"].addressable_shards:  # replicas hold the same bits
             assert_same_bits(np.asarray(shard.data), np.asarray(want["w"][shard.index]))
+
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np, optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from mpjax import optim
+
+tx = optim.with_quantized_state(optax.adamw(1e-2), block_size=16)
+owners = [optim.with_kahan, optim.with_stochastic_rounding, optim.with_master_weights]
+params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(64, 256)), jnp.bfloat16)}
+mesh = Mesh(np.array(jax.devices()).reshape(16, 16), ("data", "model"))
+for own in (*owners, lambda tx: optim.with_master_weights(tx, bits=24)):
+    step = jax.jit(own(tx).update)
+    ends = []
+    for spec in (None, P("data", "model"), P()):
+        here = params if spec is None else jax.device_put(params, NamedSharding(mesh, spec))
+        state = own(tx).init(here)
+        for k in range(1, 3):
+            grads = jax.tree.map(lambda p: (0.1 * k * p.astype(jnp.float32)), here)
+            updates, state = step(grads, state, here)
+            here = optax.apply_updates(here, updates)
+        ends.append([np.asarray(x).tobytes() for x in jax.tree.leaves((here, state))])
+    assert ends[0] == ends[1] == ends[2]
+print(len(jax.devices()), "agree")
+"""
+
+
+@pytest.mark.slow
+def test_law_15_256_shards_agree():
+    flags = "--xla_force_host_platform_device_count=256 --xla_backend_optimization_level=0"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", SHARDED]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout == "256 agree\n", done.stderr[-2000:]
 
 
 # -- composition ----------------------------------------------------------------------------------
