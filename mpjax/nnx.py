@@ -14,6 +14,7 @@ from mpjax._autocast import nnx_names
 from mpjax._errors import message
 from mpjax._grad import as_loss_scale, differentiated, name_of, whether_to_unscale
 from mpjax._loss_scale import LossScale
+from mpjax._low_precision.forms import keeps_weights
 from mpjax._module_dtypes import AS_WRITTEN, ModuleTable, as_checked_policy, row_of, warn_of
 from mpjax._nnx_modules import mark_of, modules_of, parameters_of, path_text, set_dtypes
 from mpjax._nnx_train import NNXTrainStep, make_train_step
@@ -379,7 +380,9 @@ def undo_skipped(optimizer: nnx.Optimizer[Any], *nodes: Any) -> Generator[None]:
 # -- checkpoints -------------------------------------------------------------------------------
 
 
-def adopt_state(optimizer: nnx.Optimizer[Any], old: nnx.Optimizer[Any]) -> None:
+def adopt_state(
+    optimizer: nnx.Optimizer[Any], old: nnx.Optimizer[Any], model: nnx.Module | None = None
+) -> None:
     """Gives `optimizer` the state of `old`, the same one under another precision, in place.
 
     For a checkpoint from before `with_loss_scale`, or from a run with another loss scale or
@@ -391,9 +394,12 @@ def adopt_state(optimizer: nnx.Optimizer[Any], old: nnx.Optimizer[Any]) -> None:
       optimizer: the `nnx.Optimizer` that goes on, its transformation in `with_loss_scale` or
         not.
       old: the `nnx.Optimizer` that holds the checkpoint; it stays as it is.
+      model: whose parameters go on, as restored; only for a state that keeps bits of them
+        (`with_master_weights`, `with_kahan`).
 
     Raises:
       TypeError: one of them is no `nnx.Optimizer`.
+      ValueError: `model` is missing.
       ValueError: they differ in more than loss scale and dtypes; the message names where first.
 
     Dtypes:
@@ -421,7 +427,11 @@ def adopt_state(optimizer: nnx.Optimizer[Any], old: nnx.Optimizer[Any]) -> None:
             fix = "Restore the checkpoint into the nnx.Optimizer that wrote it, and give that."
             raise TypeError(message("adopt_state", got, "Allowed: an nnx.Optimizer.", fix))
     fresh, was = nnx.as_pure(optimizer.opt_state), nnx.as_pure(old.opt_state)
-    state = jax.tree.map(jnp.copy, adopted(fresh, was, "adopt_state"))
+    if model is None and keeps_weights(fresh):
+        got = "the optimizer keeps bits of the parameters, and was not given the model."
+        raise ValueError(message("adopt_state", got, "Type adopt_state(optimizer, old, model)."))
+    params = None if model is None else nnx.as_pure(nnx.state(model, optimizer.wrt))
+    state = jax.tree.map(jnp.copy, adopted(fresh, was, "adopt_state", params))
     nnx.update(optimizer.opt_state, nnx.state(state))
     optimizer.step.set_value(jnp.copy(old.step.get_value()))
 

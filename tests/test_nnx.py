@@ -569,6 +569,23 @@ class Float8(nn.Module):
         return nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)(x)
 
 
+def test_a_state_that_keeps_bits_of_weights_is_adopted_with_the_models_own():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    split = mpjax.optim.with_master_weights(optax.adam(1e-3), bits=24)
+    old = nnx.Optimizer(model, split, wrt=nnx.Param)
+    # Made before the weights are there, as where a checkpoint is restored.
+    late = nnx.Linear(2, 3, rngs=nnx.Rngs(1), param_dtype=jnp.bfloat16)
+    new = nnx.Optimizer(late, mpjax.optim.with_master_weights(optax.adam(1e-3)), wrt=nnx.Param)
+    old.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    nnx.update(late, nnx.state(model, nnx.Param))
+    with pytest.raises(ValueError, match=r"was not given the model\.\n  Type adopt_state\(optim"):
+        mpjax.nnx.adopt_state(new, old)
+    mpjax.nnx.adopt_state(new, old, late)
+    params, was = (nnx.as_pure(x) for x in (nnx.state(model, nnx.Param), old.opt_state))
+    want = jax.tree.leaves(mpjax.optim.full_params(params, was))
+    assert_same_bits(jax.tree.leaves(nnx.as_pure(new.opt_state).master_params), want)
+
+
 @pytest.mark.parametrize("scale", [1.0, 2.0**10])
 def test_float8_scales_of_a_bridged_model_are_what_their_gradient_says(scale: float):
     x = array(16, 16)

@@ -9,7 +9,7 @@ from mpjax._low_precision.apply import full_params
 from mpjax._low_precision.codes import FLOAT8, SecondMoment, decode, encode, is_coded
 from mpjax._low_precision.kahan import KahanState
 from mpjax._low_precision.master import MasterWeightsState, SplitWeightsState, correction
-from mpjax._low_precision.owner import map_narrow, nothing
+from mpjax._low_precision.owner import map_narrow, nothing, owners
 from mpjax._low_precision.quantized import QuantizedState
 from mpjax._low_precision.rounding import scattered
 from mpjax._low_precision.state_dtypes import StateDtypesState
@@ -28,6 +28,11 @@ def _is_form(x: Any) -> bool:
 def has_form(state: PyTree) -> bool:
     """Whether anything in a state is stored in fewer bits by a wrapper of `mpjax.optim`."""
     return any(map(_is_form, jax.tree.leaves(state, is_leaf=_is_form)))
+
+
+def keeps_weights(state: PyTree) -> bool:
+    """Whether a state holds what parameters lack, which another model's parameters do not."""
+    return any(isinstance(x, _KEEPING) for _, x in owners(state))
 
 
 def plain(state: PyTree) -> PyTree:
