@@ -33,6 +33,10 @@ def int8(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     return optim.with_quantized_state(tx)
 
 
+def low_moments(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    return optim.with_state_dtypes(tx, mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16)
+
+
 def split(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     return optim.with_master_weights(tx, bits=24)
 
@@ -44,6 +48,9 @@ FORMS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "stochastic": (jnp.bfloat16, optim.with_stochastic_rounding),
     "kahan": (jnp.bfloat16, optim.with_kahan),
     "24 bits": (jnp.bfloat16, split),
+    "stochastic + bfloat16 moments": (
+        *(jnp.bfloat16, lambda tx: optim.with_stochastic_rounding(low_moments(tx))),
+    ),
     "24 bits + int8 moments": (jnp.bfloat16, lambda tx: split(int8(tx))),
     "stochastic + int8 moments": (
         *(jnp.bfloat16, lambda tx: optim.with_stochastic_rounding(int8(tx))),

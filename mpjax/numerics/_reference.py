@@ -40,8 +40,6 @@ def in_reference(eqn: Any, operands: Sequence[Any], outs: Sequence[Any], dtype: 
       dtype: the reference's.
     """
     name = eqn.primitive.name
-    if name == "moved_low":
-        return [widened(operands[1], dtype)]
     if name in _ROUNDS or is_identity(eqn):
         wanted = eqn.outvars[0].aval.dtype
         if not jnp.issubdtype(wanted, jnp.floating):
