@@ -49,10 +49,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Three blocks: what the middle one reads and writes is typical."""
+    """Three blocks behind a layer: what the middle one reads and writes is typical."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Dense(64, name="embed")(x)
         for i in range(3):
             x = Block(name=f"block_{i}")(x)
         return x

@@ -152,6 +152,7 @@ def test_the_pictures_can_be_drawn(tmp_path: Path):
         "block.png",
         "explained.txt",
         "formats.png",
+        "optimizers.png",
         "pod_report.png",
         "saves.png",
         "saves.txt",
