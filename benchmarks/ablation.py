@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from autocast import words
 from measure import compiled, machine, tables, targets
+from measure.options import words
 from measure.store import Store
 from measure.variants import DTYPES, VARIANTS
 from networks import JUDGES, NETWORKS, SIZES

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 from measure import compiled, elsewhere, errors, jaxprs, machine, peer, tables, targets, timings
+from measure.options import words
 from measure.store import Store
 from measure.variants import DTYPES, VARIANTS
 from networks import NETWORKS, SIZES, Network
@@ -26,19 +27,6 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 
 PARTS = ("counts", "residuals", "errors", "timings")
 Job = tuple[str, Callable[[], None]]
-
-
-def words(allowed: Any) -> Callable[[str], list[str]]:
-    """Returns a parser of comma-separated words that are all in `allowed`."""
-
-    def parse(text: str) -> list[str]:
-        found = [word.strip() for word in text.split(",")]
-        if unknown := [word for word in found if word not in allowed]:
-            message = f"unknown: {', '.join(unknown)}; there are {', '.join(allowed)}"
-            raise argparse.ArgumentTypeError(message)
-        return found
-
-    return parse
 
 
 def count(text: str) -> int:

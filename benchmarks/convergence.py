@@ -11,7 +11,6 @@ keeps the rest.
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import itertools
 import pathlib
@@ -26,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from measure import machine
+from measure.options import words
 from measure.store import Row, Store
 from measure.tables import Grid
 from rich.console import Console
@@ -247,38 +247,24 @@ def write(path: pathlib.Path, store: Store, console: Console) -> None:
         each.show(console)
 
 
-def words(allowed: Any) -> Callable[[str], list[str]]:
-    """Returns a parser of comma-separated words that are all in `allowed`."""
-
-    def parse(text: str) -> list[str]:
-        found = [word.strip() for word in text.split(",")]
-        if unknown := [word for word in found if word not in allowed]:
-            message = f"unknown: {', '.join(unknown)}; there are {', '.join(allowed)}"
-            raise argparse.ArgumentTypeError(message)
-        return found
-
-    return parse
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(description: str, tasks: Any, kind: str, kinds: Any, out: str) -> argparse.Namespace:
+    """Returns what to train: tasks, how many seeds and steps, and in which of some `kinds`."""
+    parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
-    add("--tasks", type=words(TASKS), default=list(TASKS), help=", ".join(TASKS))
-    add("--precisions", type=words(PRECISIONS), default=list(PRECISIONS))
-    add("--seeds", type=int, default=5, help="of each precision, counted from 0")
+    add("--tasks", type=words(tasks), default=list(tasks), help=", ".join(tasks))
+    add(f"--{kind}s", type=words(kinds), default=list(kinds))
+    add("--seeds", type=int, default=5, help=f"of each {kind}, counted from 0")
     add("--steps", type=int, help="of a run (default: the task's own)")
-    add("--out", type=pathlib.Path, default=HERE / "results" / "convergence.md")
+    add("--out", type=pathlib.Path, default=HERE / "results" / out)
     return parser.parse_args()
 
 
 def main() -> None:
-    options = arguments()
+    options = arguments(__doc__.splitlines()[0], TASKS, "precision", PRECISIONS, "convergence.md")
     console = Console()
     store = Store.read(options.out.with_suffix(".json"))
-    today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
     command = " ".join(["python", "benchmarks/convergence.py", *sys.argv[1:]])
-    about = f"{today}; commit {machine.commit()}; {machine.versions()}; on {machine.cpu()}."
-    store.begin(command=command, about=about)
+    store.begin(command=command, about=f"{machine.made()}; on {machine.cpu()}.")
     backend = jax.default_backend()
     ends = TextColumn("{task.description:<18}"), TextColumn("loss {task.fields[loss]:.3f}")
     columns = ends[0], *Progress.get_default_columns()[1:2], MofNCompleteColumn()

@@ -8,8 +8,6 @@ ends where float32 ends, by the yardstick of how far float32's own seeds lie apa
 renews the forms of the tasks that it names and keeps the rest; `python docs/figures.py` draws them.
 """
 
-import argparse
-import datetime
 import functools
 import itertools
 import json
@@ -24,13 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from convergence import TASKS as NETWORKS
-from convergence import Task, compared, words
+from convergence import Task, arguments, compared
 from measure import machine
 
 import mpjax
 from mpjax import optim
 
-HERE = pathlib.Path(__file__).parent
 Tx = optax.GradientTransformation
 Wrapper = Callable[[Tx], Tx]
 
@@ -182,29 +179,22 @@ bf16-mixed is off is the computation's share, and not the optimizer's.
 """
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--tasks", type=words(TASKS), default=list(TASKS), help=", ".join(TASKS))
-    add("--forms", type=words(FORMS), default=list(FORMS))
-    add("--seeds", type=int, default=5, help="of each form, counted from 0")
-    add("--steps", type=int, help="of a run (default: the task's own)")
-    add("--out", type=pathlib.Path, default=HERE / "results" / "low_precision_optimizers.md")
-    return parser.parse_args()
-
-
 def main() -> None:
-    options = arguments()
+    out = "low_precision_optimizers.md"
+    options = arguments(__doc__.splitlines()[0], TASKS, "form", FORMS, out)
     store = options.out.with_suffix(".json")
     data = json.loads(store.read_text()) if store.exists() else {"tasks": {}}
+    if options.steps is not None and options.steps < CHUNK:
+        raise SystemExit(
+            f"--steps {options.steps}: type at least {CHUNK}, the least that is scored."
+        )
     command = " ".join(["python", "benchmarks/low_precision_optimizers.py", *sys.argv[1:]])
-    today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
     for name in options.tasks:
         steps = options.steps or TASKS[name]
-        about = f"`{command}`, {today}; commit {machine.commit()}; {machine.versions()}; "
+        about = f"`{command}`, {machine.made()}; on {machine.cpu()}."
         entry = data["tasks"].setdefault(name, {"runs": {}, "made": []})
         entry |= {"steps": steps, "chunk": CHUNK}
-        entry["made"] = [*entry["made"], f"{about}on {machine.cpu()}."]
+        entry["made"] = [*entry["made"], about]
         for form in options.forms:
             entry["runs"][form] = list(train(name, form, steps, range(options.seeds)))
             ends = [str(found["loss"])[:8] for found in entry["runs"][form]]

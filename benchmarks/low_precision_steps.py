@@ -7,7 +7,6 @@ decoder of 872 million parameters (`networks/decoder.py`), which all devices sha
 """
 
 import argparse
-import datetime
 import json
 import math
 import pathlib
@@ -117,9 +116,8 @@ the decoder's largest matrices, `up`, 268 million parameters. Bytes for each par
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     rows = {f"{t}, {f}": measured(t, f) for t in TARGETS for f in FORMS}
-    today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
-    made = f"`python benchmarks/low_precision_steps.py`, {today}; commit {machine.commit()}; "
-    data = {"rows": rows, "made": made + machine.versions() + "."}
+    made = f"`python benchmarks/low_precision_steps.py`, {machine.made()}."
+    data = {"rows": rows, "made": made}
     RESULTS.write_text(json.dumps(data, indent=1) + "\n")
     RESULTS.with_suffix(".md").write_text(text(data))
 

@@ -8,7 +8,6 @@ The job is tpu_configs/v5p-128.yaml with a batch of 1024 sequences, whatever the
 """
 
 import argparse
-import datetime
 import json
 import pathlib
 import subprocess
@@ -141,8 +140,7 @@ def main() -> None:
     if not arguments.plot:
         limit = next(row["limit"] for row in ordered if row["limit"]) / 1e9
         head = HEAD.format(config=CONFIG, batch=BATCH, limit=limit)
-        date, made = datetime.datetime.now(datetime.UTC).date(), machine.versions()
-        foot = f"\n{date}; commit {machine.commit()}; {made}.\n"
+        foot = f"\n{machine.made()}.\n"
         RESULTS.with_suffix(".md").write_text(head + table(ordered) + foot)
 
 

@@ -8,7 +8,6 @@ python benchmarks/pods.py --again                # compiles all of them
 """
 
 import argparse
-import datetime
 import json
 import pathlib
 import subprocess
@@ -56,7 +55,7 @@ Softmax is normalised behind the product with the values. Written with `jax.nn.s
 model in bf16-mixed on v5e:4x4 had a peak of 4.08 GB, 35.6 GB accessed and 333 GB of traffic
 (2026-11-21): the compiler keeps the quotients in float32.
 
-{date}; commit {commit}; {versions}.
+{made}.
 """
 
 
@@ -125,13 +124,8 @@ def write(again: bool) -> None:
         if case not in known:
             known[case] = checked(case)
             RESULTS.write_text(json.dumps(list(known.values()), indent=1) + "\n")
-    foot = FOOT.format(
-        date=datetime.datetime.now(datetime.UTC).date(),
-        commit=machine.commit(),
-        versions=machine.versions(),
-    )
     table = "".join(line(known[case]) for case in CASES)
-    RESULTS.with_suffix(".md").write_text(HEAD + table + foot)
+    RESULTS.with_suffix(".md").write_text(HEAD + table + FOOT.format(made=machine.made()))
 
 
 def main() -> int:

@@ -7,7 +7,6 @@ are kept under --runs, so that an interrupted benchmark goes on; the table is wr
 """
 
 import argparse
-import datetime
 import itertools
 import json
 import math
@@ -44,7 +43,6 @@ sources, every twentieth file held out.
 | precision | seeds | held out | trigram | below it | off | curve | skipped |
 | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |
 """
-FOOT = "\n{date}; commit {commit}; {versions}; on {cpu}.\n"
 
 
 def command(precision: str, seed: int, steps: int, folder: pathlib.Path) -> list[str]:
@@ -107,12 +105,7 @@ def document(results: dict[str, list[Any]]) -> str:
         smoothed=SMOOTHED,
         seeds=seeds,
     )
-    foot = FOOT.format(
-        date=datetime.datetime.now(datetime.UTC).date(),
-        commit=machine.commit(),
-        versions=machine.versions(),
-        cpu=machine.cpu(),
-    )
+    foot = f"\n{machine.made()}; on {machine.cpu()}.\n"
     rows = [line(name, found, base) for name, found in results.items()]
     return head + "\n".join(rows) + "\n" + foot
 

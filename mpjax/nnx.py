@@ -399,8 +399,8 @@ def adopt_state(
 
     Raises:
       TypeError: one of them is no `nnx.Optimizer`.
-      ValueError: `model` is missing.
-      ValueError: they differ in more than loss scale and dtypes; the message names where first.
+      ValueError: `model` is missing, or they differ in more than loss scale and dtypes; the message
+        names where first.
 
     Dtypes:
       Those that the state of `optimizer` has: moments are cast.

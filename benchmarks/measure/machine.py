@@ -1,5 +1,6 @@
 """What a result file has to say about where it was made."""
 
+import datetime
 import importlib.metadata
 import os
 import pathlib
@@ -49,6 +50,11 @@ def commit() -> str:
     written = (":(exclude)benchmarks/results", ":(exclude)docs/images")
     changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *written)
     return f"{name}-dirty" if changed else name
+
+
+def made() -> str:
+    """Returns when a result was made, of which commit, and with which versions."""
+    return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}; commit {commit()}; {versions()}"
 
 
 def _git(root: pathlib.Path, *words: str) -> str:

@@ -48,8 +48,7 @@ AS_WRITTEN = "mpjax_as_written"
 @functools.lru_cache(maxsize=8192)
 def names(name_stack: Any) -> tuple[str, ...]:
     """Returns the scopes in a name stack, without the transformations between them."""
-    entries = getattr(name_stack, "stack", ())
-    return tuple(e.name for e in entries if type(e).__name__ == "Scope")
+    return tuple(name for segment in segments(name_stack) for name in segment)
 
 
 def segments(name_stack: Any) -> list[tuple[str, ...]]:

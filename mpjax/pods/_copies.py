@@ -190,17 +190,17 @@ class _Reader:
         else:
             group = group_of(instruction, self._mesh)
             joins = kind in _SUMS and group.whole
-        if kind == "reduce-scatter":  # of several arrays each has the part of its own sum
-            parts = [_each(v, lambda v: v | Differs(frozenset(group.axes))) for v in operands]
-            return parts[0] if len(parts) == 1 else tuple(parts)
-        values = [_each(value, lambda v: _sent_on(v, group, joins)) for value in operands]
+        # Of several arrays each is sent by itself.
+        values = [_each(value, lambda v: _sent_on(kind, v, group, joins)) for value in operands]
         if kind == "recv":
             return _like(instruction.type, _joined(tuple(values)))
         return values[0] if len(values) == 1 else tuple(values)
 
 
-def _sent_on(value: Differs, group: Group, joins: bool) -> Differs:
+def _sent_on(kind: str, value: Differs, group: Group, joins: bool) -> Differs:
     """Returns what a value is behind a collective, which makes it the same along axes or not."""
+    if kind == "reduce-scatter":  # each device has a part of the sum
+        return value | Differs(frozenset(group.axes))
     if joins:
         return value.less(group.axes)
     # Handed on from device to device: chunks that all devices put together in the end are the
