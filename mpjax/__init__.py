@@ -16,6 +16,7 @@ from mpjax._policy import Policy, default_policy, get_policy
 from mpjax._policy_map import PolicyMap
 from mpjax._quantized_policy import QuantizedPolicy
 from mpjax._recipes import (
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Int8CurrentScaling,
@@ -25,13 +26,14 @@ from mpjax._support import check_support
 from mpjax._tree import all_finite, select_tree
 
 if TYPE_CHECKING:
-    from mpjax._autocast import autocast, explain, full_precision
+    from mpjax._autocast import autocast, explain, full_precision, with_amax_history
     from mpjax.optim import current_loss_scale, raise_if_diverged, with_loss_scale
     from mpjax.train import TrainState, make_train_step
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DelayedScaling",
     "DynamicLossScale",
     "Float8BlockScaling",
     "Float8CurrentScaling",
@@ -62,6 +64,7 @@ __all__ = [
     "raise_if_diverged",
     "select_tree",
     "value_and_grad",
+    "with_amax_history",
     "with_loss_scale",
 ]
 
@@ -73,6 +76,7 @@ _IMPORTED_LATER = {
     "full_precision": "mpjax._autocast",
     "make_train_step": "mpjax.train",
     "raise_if_diverged": "mpjax.optim",
+    "with_amax_history": "mpjax._autocast",
     "with_loss_scale": "mpjax.optim",
 }
 

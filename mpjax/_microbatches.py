@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from mpjax._dtypes import FLOAT32, describe
 from mpjax._errors import message
 from mpjax._skip import select_like
-from mpjax._tree import is_array, is_overwritten, map_with_path, path_str, to_full
+from mpjax._tree import is_array, is_overwritten, is_recorded, map_with_path, path_str, to_full
 from mpjax._typing import Array, PyTree
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ def over_parts(
         # Of a micro-batch without weight, which may hold NaN, nothing is kept.
         return (select_like(counts, new, old), total), (loss, weight, aux)
 
-    carry = (extra_state, map_with_path(_no_gradient, params))
+    carry = (extra_state, _nothing(params))
     (extra_state, total), (losses, weights, aux) = jax.lax.scan(body, carry, parts)
     if weights is not None:
         return jnp.sum(losses), jnp.sum(weights), extra_state, aux, total
@@ -82,15 +82,25 @@ def _split(path: Any, x: Any, count: int) -> Any:
     return x.reshape(count, x.shape[0] // count, *x.shape[1:])
 
 
+def _nothing(params: PyTree) -> PyTree:
+    """Returns what has been added up before the first micro-batch."""
+    zeros = map_with_path(_no_gradient, params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: jnp.zeros_like(x) if is_recorded(path) else x, zeros
+    )
+
+
 def _no_gradient(_: Any, p: Any) -> Any:
     """Returns the gradient of nothing: zeros in the dtype in which gradients come back."""
     return jnp.zeros_like(to_full(p)) if is_array(p) else p
 
 
 def _accumulated(total: PyTree, grads: PyTree, counts: Array) -> PyTree:
-    """Returns the sums; an overwritten leaf is its latest value, never a sum."""
+    """Returns the sums; an overwritten leaf is its latest value, what was seen the largest."""
 
     def add(path: Any, a: Any, b: Any) -> Any:
+        if is_recorded(path):
+            return jnp.where(counts, jnp.maximum(a, b), a)
         return jnp.where(counts, b, a) if is_overwritten(path) else a + b
 
     return jax.tree_util.tree_map_with_path(add, total, grads)

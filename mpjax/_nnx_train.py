@@ -40,22 +40,23 @@ class NNXTrainStep:
     def __repr__(self) -> str:
         return describe_step(self.loss_fn, self.plain.policy, {})
 
-    def init(self, model: nnx.Module | None = None) -> TrainState:
+    def init(self, model: nnx.Module | None = None, *, batch: PyTree = None) -> TrainState:
         """Returns the state to start from: the variables of the model, copied.
 
         Args:
           model: another model of the same form; None for the one that the step was made with.
+          batch: as in `TrainStep.init`.
 
         Returns:
           A `TrainState` of plain arrays: `params` are what `wrt` chose, `extra_state` all else
           (BatchNorm statistics, RNG streams, caches).
         """
         _, params, rest = nnx.split(self._model if model is None else model, self._wrt, ...)
-        return self.plain.init(nnx.as_pure(params), nnx.as_pure(rest))
+        return self.plain.init(nnx.as_pure(params), nnx.as_pure(rest), batch=batch)
 
-    def adopt(self, state: Any) -> TrainState:
+    def adopt(self, state: Any, *, batch: PyTree = None) -> TrainState:
         """Returns a state of another policy as one of this step; see `TrainStep.adopt`."""
-        return self.plain.adopt(state)
+        return self.plain.adopt(state, batch=batch)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         """Returns the next state and the metrics of this step; `state` is donated."""

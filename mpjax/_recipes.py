@@ -62,6 +62,7 @@ class Recipe:
     allowed_dtypes: ClassVar[tuple[str, ...]] = ("e4m3", "e5m2")
     granularities: ClassVar[tuple[str, ...]] = ("tensor", "channel")
     block_size: ClassVar[int] = 1  # what the length that a product adds up over must divide by
+    has_history: ClassVar[bool] = False  # whether scales are those of earlier steps
 
     fprop: Pair | str | None = ("e4m3", "e4m3")
     dgrad: Pair | str | None = _HYBRID
@@ -165,6 +166,53 @@ class Float8CurrentScaling(Recipe):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class DelayedScaling(Recipe):
+    """float8 with the scales of earlier steps: amax histories, which `make_train_step` keeps.
+
+    A value is cast with a scale that is known before it is made. The scales are the largest of the
+    last steps: `make_train_step` and `with_amax_history` have a place for them. What is larger
+    than they allow is clipped; what is not finite stays so.
+
+    Args:
+      fprop, dgrad, wgrad, margin: as in `Recipe`.
+      granularity: "tensor".
+      amax_history_len: of how many steps the largest values are kept.
+      amax_compute_algo: "max" of them, or "most_recent".
+
+    Raises:
+      ValueError, TypeError: as `Recipe`.
+
+    Example:
+      >>> mpjax.DelayedScaling(amax_history_len=16)
+      DelayedScaling(amax_history_len=16)
+
+    References:
+      Transformer Engine, `DelayedScaling`; Micikevicius et al., FP8 Formats for Deep Learning,
+      2022, https://arxiv.org/abs/2209.05433
+    """
+
+    granularities: ClassVar[tuple[str, ...]] = ("tensor",)
+    has_history: ClassVar[bool] = True
+
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_count("amax_history_len", 1, 2**16)
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            where = "DelayedScaling(amax_compute_algo=)"
+            got = f"got {self.amax_compute_algo!r}."
+            raise ValueError(message(where, got, "Allowed: 'max', 'most_recent'."))
+
+    @property
+    def without_history(self) -> Recipe:
+        """The same dtypes with the scales of the values at hand."""
+        pairs = {product: getattr(self, product) for product in _PRODUCTS}
+        return Float8CurrentScaling(**pairs, margin=self.margin)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class MXFP8BlockScaling(Recipe):
     """e4m3 with a power of two for each 32 values that are added up, as Blackwell multiplies it.
 
@@ -204,6 +252,7 @@ RECIPES: dict[str, type[Recipe]] = {
     kind.__name__: kind
     for kind in (
         Float8CurrentScaling,
+        DelayedScaling,
         Float8BlockScaling,
         MXFP8BlockScaling,
         Int8CurrentScaling,

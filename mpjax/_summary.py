@@ -36,9 +36,9 @@ def describe_state(state: Any) -> str:
     if isinstance(state.step, jax.Array) and _is_deleted(state.step):
         return "TrainState, donated: the step that took it returned the one to go on with"
     lines = [f"TrainState after {_value(state.step)} steps"]
-    for name in ("params", "opt_state", "extra_state"):
+    for name in ("params", "opt_state", "extra_state", "amax_history"):
         text = _sizes(getattr(state, name), counted=name == "params")
-        lines += [f"  {name:12}{text}"] if text else []
+        lines += [f"  {name.removesuffix('_history'):12}{text}"] if text else []
     for path, found in find_states(state.opt_state):
         kind = "no" if found.adjustment is None else "dynamic" if found.adjustment else "static"
         text = "none" if kind == "no" else f"{_value(found.loss_scale)} ({kind})"

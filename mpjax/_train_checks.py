@@ -210,7 +210,7 @@ def fields_of(state: Any) -> dict[str, Any]:
     Raises:
       TypeError: it has no `params`, `opt_state` and `step`.
     """
-    names = ("step", "params", "opt_state", "extra_state")
+    names = ("step", "params", "opt_state", "extra_state", "amax_history")
     found = {}
     for name in names:
         if isinstance(state, Mapping) and name in state:

@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """Flax's collection of float8 scales and histories: their "gradient" is their next value."""
+RECORDED = "_recorded_amax"
+"""Inside that: the largest values that products saw, of which the largest counts."""
 
 _CASTABLE = frozenset(POLICY_DTYPES.values())
 _NUMPY = (np.ndarray, np.generic)
@@ -57,6 +59,11 @@ def is_overwritten(path: KeyPath) -> bool:
     """Whether a leaf lies in Flax's `_overwrite_with_gradient`, which is never cast or scaled."""
     parts = (getattr(key, "key", getattr(key, "name", None)) for key in path)
     return OVERWRITE_WITH_GRADIENT in parts
+
+
+def is_recorded(path: KeyPath) -> bool:
+    """Whether a leaf is what products saw: of micro-batches and devices the largest counts."""
+    return RECORDED in (getattr(key, "key", None) for key in path)
 
 
 def map_with_path(fun: Callable[..., Any], tree: T, *rest: PyTree) -> T:

@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ import optax
 from mpjax._adopt import adopted, params_to_adopt
 from mpjax._chains import skipped_whole
 from mpjax._dtypes import FLOAT32
-from mpjax._errors import message
 from mpjax._foreign_names import STEP, names_keywords
 from mpjax._grad import get_loss_scale, localised, mean, name_of, value_and_grad
 from mpjax._hardware import check_policy
@@ -22,7 +21,8 @@ from mpjax._microbatches import divided, over_parts, weighed
 from mpjax._policy import Policy, chosen_policy, in_step
 from mpjax._policy_map import PolicyMap
 from mpjax._skip import select_like
-from mpjax._summary import describe_state, describe_step, grad_norm
+from mpjax._step_history import has_history, history_of, next_history, tracked, untracked
+from mpjax._summary import describe_step, grad_norm
 from mpjax._train_checks import (
     check_arguments,
     check_extra_state,
@@ -33,7 +33,8 @@ from mpjax._train_checks import (
     fields_of,
     pair,
 )
-from mpjax._tree import check_axes, is_array
+from mpjax._train_state import TrainState, checked_state, copied
+from mpjax._tree import check_axes
 from mpjax._typing import Array, AxisName, PyTree
 from mpjax._under_policy import is_autocast, param_dtypes, under_policy
 from mpjax.numerics import Report
@@ -46,24 +47,6 @@ __all__ = ["TrainState", "TrainStep", "make_train_step"]
 
 def __dir__() -> list[str]:
     return __all__
-
-
-class TrainState(NamedTuple):
-    """What a train step takes and returns; a pytree of plain containers, for checkpoints.
-
-    Example:
-      >>> step = mpjax.make_train_step(lambda w, x: (w * x) ** 2, optax.sgd(0.1))
-      >>> step.init(jnp.float32(3)).params
-      Array(3., dtype=float32)
-    """
-
-    step: Array  # i32[], updates taken; a skipped step does not count
-    params: PyTree
-    opt_state: PyTree
-    extra_state: PyTree  # None where the loss function has none
-
-    def __repr__(self) -> str:
-        return describe_state(self)
 
 
 class TrainStep:
@@ -116,33 +99,43 @@ class TrainStep:
         }
         return describe_step(self._loss_fn, self.policy, options)
 
-    def init(self, params: PyTree, extra_state: PyTree = None) -> TrainState:
+    def init(
+        self, params: PyTree, extra_state: PyTree = None, *, batch: PyTree = None
+    ) -> TrainState:
         """Returns the state to start from.
 
         Args:
           params: the parameters; they are copied, so that donating the state leaves yours.
           extra_state: what the model changes besides (BatchNorm statistics, EMA, PRNG keys);
             None for nothing.
+          batch: for a `DelayedScaling`, which finds its products in it, and their first scales.
 
         Dtypes:
           Parameters in the policy's `param_dtype`; `extra_state` as it is.
         """
         check_start(self._loss_fn, params, extra_state, "step.init")
         check_policy(self.policy, where="make_train_step", stacklevel=3)
-        params = jax.tree.map(_copied, self._cast_to_param(params))
-        extra_state = jax.tree.map(_copied, extra_state)
+        params = jax.tree.map(copied, self._cast_to_param(params))
+        extra_state = jax.tree.map(copied, extra_state)
         opt_state = self._tx(params).init(params)
         warn_of_lost_updates(self.policy, params, opt_state, self._rounding, stacklevel=3)
+        history = self._history_of(params, opt_state, extra_state, batch)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             # Some optimizers start from the parameters themselves, or hold one array twice:
             # a buffer cannot be donated twice.
-            opt_state=jax.tree.map(_copied, opt_state),
+            opt_state=jax.tree.map(copied, opt_state),
             extra_state=extra_state,
+            amax_history=history,
         )
 
-    def adopt(self, state: Any, extra_state: PyTree = None) -> TrainState:
+    def _history_of(self, params: PyTree, opt_state: PyTree, extra: PyTree, batch: PyTree) -> Any:
+        args = (params,) if extra is None else (params, extra)
+        scale = current_loss_scale(opt_state)
+        return history_of(self.policy, self._loss_fn, args, batch, self._accumulate, scale)
+
+    def adopt(self, state: Any, extra_state: PyTree = None, *, batch: PyTree = None) -> TrainState:
         """Returns a state that another policy left, or another loss scale, as one of this step.
 
         Restore a checkpoint into a state of the step that wrote it, then adopt that: a run in
@@ -153,6 +146,7 @@ class TrainStep:
           state: a `TrainState`; or a Flax `TrainState`, or a checkpoint that was restored as bare
             dictionaries, with `params`, `opt_state` and `step`.
           extra_state: what takes the place of the state's own; None for that.
+          batch: as in `init`, where the state has no amax histories.
 
         Raises:
           TypeError: `state` is neither.
@@ -165,21 +159,24 @@ class TrainStep:
         extra_state = old.get("extra_state") if extra_state is None else extra_state
         kept = old["params"], old["opt_state"]
         params, full = params_to_adopt(self._cast_to_param, *kept)
-        params = jax.tree.map(_copied, params)
+        params = jax.tree.map(copied, params)
         check_start(self._loss_fn, params, extra_state, "step.adopt")
         fresh = self._tx(params).init(params)
         warn_of_lost_updates(self.policy, params, fresh, self._rounding, stacklevel=3)
         opt_state = adopted(fresh, old["opt_state"], "train step.adopt", params, full)
-        rest = (jax.tree.map(_copied, x) for x in (opt_state, extra_state))
+        history = old.get("amax_history")
+        if history is None or not has_history(self.policy):
+            history = self._history_of(params, opt_state, extra_state, batch)
+        rest = (jax.tree.map(copied, x) for x in (opt_state, extra_state, history))
         return TrainState(jnp.array(old["step"], jnp.int32, copy=True), params, *rest)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         """Returns the next state and the metrics of this step; `state` is donated."""
-        return checked_call(self._jitted, _checked(state), batch)
+        return checked_call(self._jitted, checked_state(state), batch)
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Returns the step lowered for these arguments (or specs of them), ahead of time."""
-        return self._jitted.lower(_checked(state), batch)
+        return self._jitted.lower(checked_state(state), batch)
 
     def diagnose(
         self, state: TrainState, batch: PyTree, metrics: Mapping[str, Any] | None = None
@@ -203,7 +200,7 @@ class TrainStep:
             inside a `shard_map` (`axis_name=`).
           TypeError: `state` is no `TrainState`, or `metrics` are none.
         """
-        checked = _checked(state)
+        checked = checked_state(state)
         return self._diagnosis.run(checked, batch, metrics, current_loss_scale)
 
     def _twin(self, policy: Any) -> Differentiated:
@@ -214,7 +211,7 @@ class TrainStep:
 
         def run(loss_scale: LossScale, params: PyTree, extra: PyTree, batch: PyTree) -> Any:
             state = TrainState(jnp.zeros((), jnp.int32), params, None, extra)
-            loss, _, _, grads = step._differentiate(loss_scale, state, batch)
+            loss, _, _, grads, _ = step._differentiate(loss_scale, state, batch)
             return loss, grads
 
         return run
@@ -245,7 +242,7 @@ class TrainStep:
         fresh = jax.eval_shape(tx.init, state.params)
         check_own(self.policy, state.params, wanted, state.opt_state, fresh)
         loss_scale = current_loss_scale(state.opt_state)
-        loss, extra_state, aux, grads = self._differentiate(loss_scale, state, batch)
+        loss, extra_state, aux, grads, seen = self._differentiate(loss_scale, state, batch)
         check_extra_state(extra_state, state.extra_state)
         extra = {"value": loss, "grad": grads, "value_fn": self._value_fn(state, batch)}
         updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
@@ -256,6 +253,7 @@ class TrainStep:
             params=apply_updates(state.params, updates),
             opt_state=opt_state,
             extra_state=select_like(finite, extra_state, state.extra_state),
+            amax_history=next_history(self.policy, state.amax_history, seen, loss_scale, finite),
         )
         metrics = {
             "loss": loss,
@@ -274,13 +272,15 @@ class TrainStep:
         """Returns the loss as a function of the parameters, for line searches."""
 
         def value(params: PyTree) -> Array:
-            loss, _ = self._scalar_loss(params, state.extra_state, batch)
+            scale = current_loss_scale(state.opt_state)
+            inputs = tracked(params, state.amax_history, self.policy, scale)
+            loss, _ = self._scalar_loss(inputs, state.extra_state, batch)
             return loss.astype(FLOAT32)
 
         return value
 
     def _differentiate(self, loss_scale: LossScale, state: TrainState, batch: PyTree) -> Any:
-        """Returns the mean loss, the new extra state, aux, and mean, still scaled gradients."""
+        """Returns the mean loss, the new extra state, aux, mean, still scaled gradients, amaxes."""
 
         @functools.wraps(self._loss_fn, updated=())
         def loss_fn(*args: Any) -> Any:
@@ -289,7 +289,8 @@ class TrainStep:
         differentiate = value_and_grad(loss_fn, has_aux=True, loss_scale=loss_scale)
         check_axes(self._axis_name, "make_train_step")
         # Averaged here, after accumulation, and not by value_and_grad in each micro-batch.
-        params = localised((state.params,), 0, self._axis_name)[0]
+        inputs = tracked(state.params, state.amax_history, self.policy, loss_scale)
+        params = localised((inputs,), 0, self._axis_name)[0]
         if self._accumulate == 1:
             out, grads = differentiate(params, state.extra_state, batch)
             loss, (weight, extra_state, aux) = out
@@ -304,7 +305,7 @@ class TrainStep:
             loss, weight, grads = (mean(x, self._axis_name) for x in (loss, weight, grads))
         if weight is not None:
             loss, grads = divided(weight, loss), divided(weight, grads)
-        return loss, extra_state, aux, grads
+        return loss, extra_state, aux, *untracked(grads)
 
     def _scalar_loss(self, params: PyTree, extra_state: PyTree, batch: PyTree) -> Any:
         """Runs the loss function under the policy; returns `loss, (weight, extra_state, aux)`."""
@@ -428,15 +429,3 @@ def make_train_step(
     options["watch"] = check_watch(watch, "make_train_step(watch)")
     options |= {"rounding": rounding, "max_consecutive_skips": max_consecutive_skips}
     return TrainStep(loss_fn, tx, policy, loss_scale=loss_scale, **options)
-
-
-def _checked(state: Any) -> TrainState:
-    if isinstance(state, TrainState):
-        return state
-    got = f"the first argument must be the state; got a {type(state).__name__}."
-    fix = "Make it with step.init(params), and pass the state that the last step returned."
-    raise TypeError(message("train step", got, fix))
-
-
-def _copied(x: Any) -> Any:
-    return jnp.array(x, copy=True) if is_array(x) else x

@@ -299,6 +299,10 @@ def test_layers_in_a_loop_are_quantised_inside_it(wrap):
     fun = wrap(stacked)
     found = dots(mpjax.autocast(fun, FLOAT8), STACKED, X)
     assert found.count(("float8_e4m3fn", "float8_e4m3fn", "float32")) == 6
+
+
+def test_gradients_of_a_checkpointed_loop_agree_with_float32():
+    fun = jax.jit(jax.checkpoint(stacked))
     grads = jax.jit(jax.grad(mpjax.autocast(fun, FLOAT8)))(STACKED, X)
     assert error(grads, jax.jit(jax.grad(stacked))(STACKED, X)) < 0.12
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._autocast import nnx_names, parameters, quantized, reads, scopes, stateful
+from mpjax._autocast import delayed, nnx_names, parameters, quantized, reads, scopes, stateful
 from mpjax._autocast import plan as planning
 from mpjax._autocast.decide import make_plan
 from mpjax._autocast.rebind import Runner
@@ -107,6 +107,7 @@ def autocast(
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         found = get_policy(policy)
+        _check_place(found, fun)
         warn_of_other_step(found, f"autocast({_name(fun)})")
         settings = planning.Settings(found, ordered, widest, algorithm, params=named)
         _check_algorithm(found, algorithm)
@@ -116,6 +117,15 @@ def autocast(
         return found.cast_to_output(call(fun, args, kwargs, settings))
 
     return wrapped
+
+
+def _check_place(policy: scopes.Policies, fun: Any) -> None:
+    """Refuses a recipe with state where that would have no place."""
+    if delayed.has_history(policy):
+        got = f"{policy} scales by amax histories, which have no place in a function of its own."
+        allowed = "Allowed: make_train_step(loss_fn, tx, policy), whose state keeps them."
+        fix = f"In a step of your own: fast = mpjax.with_amax_history({_name(fun)}, policy)."
+        raise ValueError(message(f"autocast({_name(fun)})", got, allowed, fix))
 
 
 def _given(first: Any, policy: Any) -> Any:
@@ -159,26 +169,43 @@ def _function(fun: Any) -> Any:
     )
 
 
+def as_settings(policy: scopes.Policies) -> planning.Settings:
+    """Returns the settings of `as_typed`."""
+    return planning.Settings(policy, (), False, None)
+
+
 def as_typed(fun: Callable[..., Any], policy: scopes.Policies) -> Callable[..., Any]:
     """Returns `fun` under autocast, its results in the dtypes that `fun` itself gives them."""
-    settings = planning.Settings(policy, (), False, None)
+    settings = as_settings(policy)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return call(fun, args, kwargs, settings)
+        if not args or not isinstance(args[0], delayed.Tracked):
+            return call(fun, args, kwargs, settings)
+        first, *rest = args
+        return call(fun, (first.params, *rest), kwargs, settings, first)
 
     return wrapped
 
 
-def call(fun: Callable[..., Any], args: Any, kwargs: Any, settings: planning.Settings) -> Any:
-    """Returns `fun(*args, **kwargs)`, computed as `settings` say."""
+def call(
+    fun: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    settings: planning.Settings,
+    tracked: delayed.Tracked | None = None,
+) -> Any:
+    """Returns `fun(*args, **kwargs)`, computed as `settings` say, with amaxes of earlier steps."""
     if stateful.is_initializing(stateful.linen_modules(fun, (args, kwargs))):
         return fun(*args, **kwargs)
     traced, plan = planned(fun, args, kwargs, settings)
     quantized.warn_if_nothing(plan)
     _warn_unused(plan.settings, traced.jaxpr)
+    runner = Runner()
+    if tracked is not None:
+        runner = runner.recording(tracked.for_plan(plan))
     with jax.named_scope(scopes.AS_WRITTEN):
-        outs = Runner().run(plan, traced.arrays)
+        outs = runner.run(plan, traced.arrays)
     typed = [_typed_like(v.aval, x) for v, x in zip(traced.jaxpr.jaxpr.outvars, outs, strict=True)]
     result, changed = jax.tree.unflatten(traced.out_tree, typed)
     for place, leaves in zip(traced.changed, changed, strict=True):

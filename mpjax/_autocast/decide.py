@@ -262,7 +262,8 @@ class _Planner:
         self.states[eqn.outvars[0]] = wide if exact else states.low(low)
         reason = why or OP_RULES[eqn.primitive.name].reason
         out = FLOAT32 if exact else low
-        return Decision(eqn, Action.PRODUCT, reason, low=low, out_dtype=out, how=how)
+        path = self.products.path(eqn) if how is not None else ""
+        return Decision(eqn, Action.PRODUCT, reason, low=low, out_dtype=out, how=how, path=path)
 
     def why_not_lower(self, eqn: Any, kind: OpClass | None, low: Any) -> str:
         operands = eqn.invars[:2]

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from mpjax import _compat
-from mpjax._autocast import api, causes, parameters, stateful
+from mpjax._autocast import api, causes, delayed, parameters, stateful
 from mpjax._autocast import plan as planning
 from mpjax._autocast.explanation import Casts, Explanation, Row
 from mpjax._autocast.plan import Plan
@@ -59,7 +59,9 @@ def explain(
     """
     overrides, widest = parse_rules(rules)
     fun, owner = stateful.with_owner(fun)
-    fast = api.autocast(fun, policy, rules=rules, dot_precision=dot_precision, params=params)
+    # Histories are no business of a table: without them products scale by the values at hand.
+    stateless = policy if policy is None else delayed.without_history(get_policy(policy))
+    fast = api.autocast(fun, stateless, rules=rules, dot_precision=dot_precision, params=params)
     named = parameters.checked(params, "explain")
 
     def describe(args: Any, kwargs: Any) -> Explanation:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from mpjax import _compat
@@ -57,6 +57,7 @@ class Given:
     feeds: tuple[bool, ...]  # for each output, whether a later layer reads it
     tables: frozenset[str]  # parameters that rows are taken from
     unplaced: frozenset[str]  # parameters of the first or last layer, for products of a derivative
+    keeps_history: bool = True  # whether what products see can be recorded where the program stands
 
 
 @dataclass
@@ -269,7 +270,7 @@ def inside(eqn: Any, program: Any, found: Flow, given: Given) -> Given | None:
 
 
 def _with(given: Given, inputs: tuple[Origin, ...], feeds: tuple[bool, ...]) -> Given:
-    return Given(inputs, feeds, given.tables, given.unplaced)
+    return replace(given, inputs=inputs, feeds=feeds)
 
 
 # -- the whole program, once ---------------------------------------------------------------------

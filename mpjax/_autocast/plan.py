@@ -72,6 +72,7 @@ class Decision:
     out_dtype: Any = None  # that of a product's or native operation's result
     call: Any = None  # a `control.CallPlan`, where the action is to call
     how: Any = None  # a `product.Config`, where a product is quantised
+    path: str = ""  # of the weight of one that is
 
 
 @dataclass(slots=True, eq=False)

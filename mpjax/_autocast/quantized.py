@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._autocast import layers, scopes, stateful
+from mpjax._autocast import delayed, layers, scopes, stateful
 from mpjax._autocast.layers import Flow, Given, Made, Origin
-from mpjax._autocast.product import Config, Role, quantized
+from mpjax._autocast.product import Config, Role, current, quantized
 from mpjax._errors import PolicyWarning, message
 from mpjax._op_rules import PRODUCTS
 from mpjax._policy import Policy
@@ -51,6 +51,8 @@ class Products:
 
         def plan(program: Any, in_states: Any, wants: Any, settings: Any) -> Any:
             known = layers.inside(eqn, program, flow, given)
+            if known is not None and known.keeps_history and not delayed.keeps(eqn):
+                known = replace(known, keeps_history=False)
             return inner(program, in_states, wants, replace(settings, given=known))
 
         return plan
@@ -70,7 +72,7 @@ class Products:
         if skipped or eqn.primitive.name == "ragged_dot_general" or _is_elementwise(eqn):
             return None, "", low
         weight = self.flow.weight(eqn) if self.flow is not None else None
-        path = self.flow.origin(eqn.invars[weight]).path if self.flow and weight is not None else ""
+        path = self.path(eqn)
         recipe, is_asked_for = _recipe(self.policy, settings.scope + scopes.of(eqn), path)
         if recipe is None:
             return None, "", low
@@ -79,7 +81,21 @@ class Products:
         if weight is None or why:
             return None, f"not in 8 bits: {why}", low
         how = quantized(recipe, low or FLOAT32, _roles(eqn, weight))
-        return how, _said(recipe, path), low or FLOAT32
+        lost = recipe.has_history and self._why_no_history(eqn)
+        if lost:
+            how = current(how, records=False)
+        return how, _said(recipe, path, lost or ""), low or FLOAT32
+
+    def path(self, eqn: Any) -> str:
+        """Returns the path of the weight of a product, empty where it has none."""
+        weight = self.flow.weight(eqn) if self.flow is not None else None
+        return self.flow.origin(eqn.invars[weight]).path if self.flow and weight is not None else ""
+
+    def _why_no_history(self, eqn: Any) -> str:
+        if scopes.is_transposed(eqn.source_info.name_stack):
+            return "inside a derivative"
+        is_kept = self.given is not None and self.given.keeps_history
+        return "" if is_kept else "inside a branch, a while loop or a shard_map"
 
     def _why_not(
         self, eqn: Any, weight: int | None, path: str, is_asked_for: bool, recipe: Recipe
@@ -160,9 +176,11 @@ def _no_weight(flow: Flow | None, eqn: Any) -> str:
     return "neither operand is a parameter"
 
 
-def _said(recipe: Recipe, path: str) -> str:
+def _said(recipe: Recipe, path: str, lost: str) -> str:
     scales = {"tensor": "one scale each", "channel": "a scale a row"}
     each = scales.get(recipe.granularity, f"a scale for {recipe.block_size} values")
+    if recipe.has_history:
+        each = f"of the values at hand, {lost}" if lost else "scales of earlier steps"
     left = [name for name, pair in recipe.products.items() if pair is None]
     rest = f", not {' and '.join(left)}" if left else ""
     pattern = re.sub(r"\d+", "*", path) or "an argument"  # so that alike layers share a line

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpjax import _compat
-from mpjax._autocast import backends, exact, groups, product, rebind_calls, remat, sums
+from mpjax._autocast import backends, delayed, exact, groups, product, rebind_calls, remat, sums
 from mpjax._autocast.binding import bind, written_at
 from mpjax._autocast.group_functions import GroupFunctions
 from mpjax._autocast.plan import Action, Decision, Plan, is_float32
@@ -31,11 +31,20 @@ class Runner:
     def __init__(self) -> None:
         self.products: remat.NamedProducts | None = None
         self.functions = GroupFunctions()
+        self.history = delayed.NONE
 
     def inside_checkpoint(self) -> Runner:
         """Returns a runner for the inside of a `jax.checkpoint` that has a policy."""
         inner = copy.copy(self)
         inner.products = remat.NamedProducts()
+        return inner
+
+    def recording(self, history: delayed.Amaxes) -> Runner:
+        """Returns a runner for one plan, or for what it holds, whose products read `history`."""
+        if history is self.history:
+            return self
+        inner = copy.copy(self)
+        inner.history = history
         return inner
 
     def run(
@@ -54,6 +63,7 @@ class Runner:
           out_states: forms of the outputs, those of the plan by default.
         """
         jaxpr = plan.jaxpr.jaxpr
+        recorder = self.recording(self.history.assigned(plan))
         shadows = shadows or [None] * len(arrays)
         env: dict[Any, Value] = {
             v: Value(c, plan.states[v])
@@ -65,7 +75,7 @@ class Runner:
             if step.group:
                 self.run_group(plan, step, env)
             else:
-                self.run_one(plan, plan.decisions[step.members[0]], env)
+                recorder.run_one(plan, plan.decisions[step.members[0]], env)
         wanted = plan.out_states if out_states is None else out_states
         return [self.value(v, env).form(s) for v, s in zip(jaxpr.outvars, wanted, strict=True)]
 
@@ -119,7 +129,7 @@ class Runner:
         params = eqn.params
         if plan.settings.dot_precision is not None:
             params = product.with_precision(params, plan.settings.dot_precision)
-        how = decision.how or product.low(low)
+        how, amaxes = self.history.of(decision, decision.how or product.low(low))
         x, y = (
             (v.carrier(low), v.made if how.reads_as_made(i) else v.low(low))
             for i, v in enumerate(values[:2])
@@ -132,6 +142,7 @@ class Runner:
             [v.full for v in values[2:]],
             how=how,
             out_dtype=decision.out_dtype,
+            amaxes=amaxes,
         )
         return out if self.products is None else self.products.named(eqn, out)
 

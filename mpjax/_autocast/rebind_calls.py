@@ -25,6 +25,7 @@ Runner = Any
 def run(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
     """Returns the results of an equation with programs, in the forms of its `out_states`."""
     name = decision.eqn.primitive.name
+    runner = runner.recording(runner.history.inside(decision))
     return list(_RUN.get(name, _run_inline)(runner, decision, values))
 
 
@@ -74,12 +75,13 @@ def _run_jit(runner: Runner, decision: Decision, values: Sequence[Value]) -> lis
     (plan,) = decision.call.plans
     # Kept with the plan, so that the same function is compiled once in eager mode too.
     key = (runner.products, *_compat.hashable_jit_params(eqn.params))
-    if key not in plan.compiled:
+    compiled = {} if runner.history.arrays else plan.compiled  # no tracers may stay with the plan
+    if key not in compiled:
         fun = _with_shadows(runner, plan, plan.shadows)
         fun.__name__ = fun.__qualname__ = eqn.params["name"]
         extra = [i for i, dtype in enumerate(plan.shadows) if dtype is not None]
-        plan.compiled[key] = jax.jit(fun, **_compat.jit_options(eqn.params, extra))
-    return plan.compiled[key](*_all_operands(decision, values, _shadows(plan, values)))
+        compiled[key] = jax.jit(fun, **_compat.jit_options(eqn.params, extra))
+    return compiled[key](*_all_operands(decision, values, _shadows(plan, values)))
 
 
 def _run_remat(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
@@ -137,8 +139,9 @@ def _run_scan(runner: Runner, decision: Decision, values: Sequence[Value]) -> li
     ]
     out_states = (*decision.call.out_states[:num_carry], *plan.out_states[num_carry:])
 
-    def body(carry: Any, xs: Any) -> tuple[Any, Any]:
-        outs = runner.run(
+    def body(carry: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
+        xs, amaxes = found  # of histories, each iteration has its own
+        outs = runner.recording(runner.history.inside(decision, amaxes)).run(
             plan,
             [*(read() for read in read_consts), *carry, *xs],
             shadows,
@@ -149,7 +152,7 @@ def _run_scan(runner: Runner, decision: Decision, values: Sequence[Value]) -> li
     carry, ys = lax.scan(
         body,
         operands[first:last],
-        operands[last:],
+        (operands[last:], list(runner.history.arrays)),
         length=eqn.params["length"],
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],

@@ -70,6 +70,11 @@ class Bilinear:
             shared = scaled.shared_axes(self.axes, i, scaling)
             if scaling.granularity == "block":
                 found = scaled.Quantized(args[i], scaled.marks(args[i], shared))
+            elif scaling.is_delayed:
+                amax = args[-1][config.PLACES[role]]
+                found = scaled.quantize_delayed(
+                    args[i], amax, direction.dtype(role), scaling.margin
+                )
             else:
                 found = scaled.quantize(args[i], direction.dtype(role), shared, scaling.margin)
             values.append(found.values)
@@ -207,7 +212,8 @@ def _bilinear(
         kwargs.pop("group_offset", None)
         fun = functools.partial(lax.ragged_dot_general, **kwargs)
     else:
-        fun = functools.partial(getattr(lax, name), **kwargs)
+        bare = functools.partial(getattr(lax, name), **kwargs)
+        fun = bare if not how.is_delayed else lambda x, y, _amaxes: bare(x, y)
     traced = jax.make_jaxpr(fun)(*structs)
     if name != "conv_general_dilated" or not convolutions.is_pointwise(kwargs, structs):
         axes: Axes = ()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -28,6 +28,9 @@ class Role(enum.Enum):
     RESULT = "result"
 
 
+PLACES = {Role.INPUT: 0, Role.WEIGHT: 1, Role.RESULT: 2}
+"""Where the largest value of each is among the three that a product records."""
+
 Roles = tuple[Role, Role, Role]
 """Of the two operands of a product and of its result."""
 
@@ -39,6 +42,7 @@ class Scaling:
     granularity: str  # "tensor", "channel" or "block", as in a recipe
     margin: int = 0
     block_size: int = 1
+    is_delayed: bool = False  # whether it is of earlier steps, and given with the operands
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,17 @@ class Config:
     wgrad: Direction
     low: Any  # the dtype of what is not quantised
     roles: Roles = (Role.INPUT, Role.WEIGHT, Role.RESULT)  # as the product was written
+    records: bool = False  # whether the largest values that it sees are recorded
 
     @functools.cached_property
     def is_scaled(self) -> bool:
         """Whether operands have scales in some direction."""
         return any(d.scaling is not None for d in (self.fprop, self.dgrad, self.wgrad))
+
+    @functools.cached_property
+    def is_delayed(self) -> bool:
+        """Whether scales in some direction are those of earlier steps."""
+        return any(d.scaling and d.scaling.is_delayed for d in (self.fprop, self.dgrad, self.wgrad))
 
     def reads_as_made(self, operand: int) -> bool:
         """Whether an operand is quantised from what it is made as: a weight, rounded once."""
@@ -106,7 +116,7 @@ def quantized(recipe: Recipe, dtype: Any, roles: Roles) -> Config:
       dtype: that of the directions which the recipe leaves.
       roles: of both operands and the result, as the product is written.
     """
-    scaling = Scaling(recipe.granularity, recipe.margin, recipe.block_size)
+    scaling = Scaling(recipe.granularity, recipe.margin, recipe.block_size, recipe.has_history)
 
     def of(both: tuple[Role, Role], pair: Any) -> Direction:
         if pair is None:
@@ -116,7 +126,20 @@ def quantized(recipe: Recipe, dtype: Any, roles: Roles) -> Config:
         return Direction(((both[0], first), (both[1], second)), accumulates, scaling)
 
     pairs = zip(_OPERANDS, recipe.products.values(), strict=True)
-    return Config(*(of(both, pair) for both, pair in pairs), low=dtype, roles=roles)
+    found = (of(both, pair) for both, pair in pairs)
+    return Config(*found, low=dtype, roles=roles, records=recipe.has_history)
+
+
+@functools.lru_cache(maxsize=256)
+def current(how: Config, *, records: bool) -> Config:
+    """Returns a config whose scales are those of the values at hand, where they were delayed."""
+
+    def of(direction: Direction) -> Direction:
+        scaling = direction.scaling and replace(direction.scaling, is_delayed=False)
+        return replace(direction, scaling=scaling)
+
+    entries = of(how.fprop), of(how.dgrad), of(how.wgrad)
+    return Config(*entries, low=how.low, roles=how.roles, records=records)
 
 
 def transposed(roles: Roles, wrt: int) -> Roles:

@@ -25,6 +25,7 @@ from mpjax._autocast import backends, tpu_warning
 from mpjax._autocast.product import bilinear
 from mpjax._autocast.product.bilinear import Bilinear
 from mpjax._autocast.product.config import Config
+from mpjax._autocast.product.recorded import recorded
 
 
 def with_precision(params: dict[str, Any], precision: Any) -> dict[str, Any]:
@@ -116,10 +117,21 @@ def _product_transpose(
 
 
 def _product_batch(args: Any, dims: Any, *, program: Bilinear, out_dtype: Any) -> Any:
+    if program.config.is_delayed:
+        args, dims = _sharing_amaxes(args, dims)
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if _compat.is_batched(d))
     in_axes = tuple(d if _compat.is_batched(d) else None for d in dims)
     wider = bilinear.batched(jax.sharding.get_abstract_mesh(), program, size, in_axes)
     return product_p.bind(*args, program=wider, out_dtype=out_dtype), 0
+
+
+def _sharing_amaxes(args: Any, dims: Any) -> Any:
+    """Returns operands of which those that are mapped over share scales: those of the largest."""
+    *rest, amaxes = args
+    *places, place = dims
+    if _compat.is_batched(place):
+        amaxes, place = jnp.max(amaxes, axis=place), None
+    return (*rest, amaxes), (*places, place)
 
 
 ad.primitive_jvps[product_p] = _product_jvp
@@ -172,6 +184,8 @@ def _linked_jvp(primals: Any, tangents: Any, *, program: Bilinear) -> Any:
 
 def _linked_batch(args: Any, dims: Any, *, program: Bilinear) -> Any:
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if _compat.is_batched(d))
+    if program.config.is_delayed:
+        args, dims = _sharing_amaxes(args, dims)
     out, *rest = (
         jnp.moveaxis(x, d, 0) if _compat.is_batched(d) else x
         for x, d in zip(args, dims, strict=True)
@@ -223,6 +237,7 @@ def product(
     *,
     how: Config,
     out_dtype: Any,
+    amaxes: jax.Array | None = None,
 ) -> jax.Array:
     """Returns one product of low operands, differentiable at any order.
 
@@ -234,8 +249,11 @@ def product(
       extras: integer operands.
       how: what it and the products of its derivative read.
       out_dtype: the dtype of the result: low, or float32 where nothing low reads it.
+      amaxes: f32[3], the largest values of earlier steps, where `how` records them; those of this
+        one are its cotangent.
     """
-    return _product_of(name, bilinear.hashable(params), how, out_dtype)(*x, *y, *extras)
+    recorded = () if amaxes is None else (amaxes,)
+    return _product_of(name, bilinear.hashable(params), how, out_dtype)(*x, *y, *extras, *recorded)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -243,6 +261,9 @@ def _product_of(name: str, params: Any, how: Config, out_dtype: Any) -> Callable
     """Returns the product as one function, which JAX traces and differentiates once a shape."""
 
     def linked_product(x: Any, x_low: Any, y: Any, y_low: Any, *extras: Any) -> jax.Array:
+        amaxes = extras[-1] if how.records else None
+        if amaxes is not None:
+            extras = (*extras[:-1], hidden(amaxes)) if how.is_delayed else extras[:-1]
         values = [hidden(x_low), hidden(y_low), *extras]
         program = bilinear.of(name, dict(params), [x_low, y_low, *extras], how)
         if how.is_scaled:
@@ -252,6 +273,7 @@ def _product_of(name: str, params: Any, how: Config, out_dtype: Any) -> Callable
                 name, dict(params), values, out_dtype=out_dtype, backend=backends.TRACED
             )
         carriers = _compat.equally_varying(x, x_low, y, y_low)
-        return linked_p.bind(out, *carriers, *extras, program=program)
+        out = linked_p.bind(out, *carriers, *extras, program=program)
+        return out if amaxes is None else recorded(out, amaxes, values[:2], how.roles)
 
     return _compat.inlined(linked_product)

@@ -75,6 +75,20 @@ def quantize(x: jax.Array, dtype: Any, axes: tuple[int, ...], margin: int = 0) -
     return Quantized(rounded(x, scale, dtype), scale)
 
 
+def quantize_delayed(x: jax.Array, amax: jax.Array, dtype: Any, margin: int = 0) -> Quantized:
+    """Returns an array in float8 with the scale of a largest value that was known before.
+
+    Args:
+      x: floating values; larger ones are clipped, and what is not finite becomes NaN.
+      amax: f32[], 0 where none is known yet: then the scale is 1.
+      dtype: float8_e4m3fn or float8_e5m2.
+      margin: bits that are left free above `amax`.
+    """
+    scale = scale_of(amax.reshape((1,) * x.ndim), dtype, margin)
+    values = rounded(x, scale, dtype)
+    return Quantized(jnp.where(jnp.isfinite(x), values, jnp.asarray(jnp.nan, dtype)), scale)
+
+
 def shared_axes(axes: Axes, operand: int, scaling: Scaling) -> tuple[int, ...]:
     """Returns the axes of an operand along which a scale is shared.
 

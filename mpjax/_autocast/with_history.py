@@ -1,0 +1,151 @@
+"""`with_amax_history`: autocast for recipes whose scales are those of earlier steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._autocast import api, delayed, parameters
+from mpjax._autocast import plan as planning
+from mpjax._errors import message
+from mpjax._op_rules import parse_rules
+from mpjax._policy import chosen_policy
+
+_WHERE = "with_amax_history"
+
+
+class WithAmaxHistory(NamedTuple):
+    """A function under a recipe with amax histories; made by `with_amax_history`."""
+
+    init: Callable[..., Any]
+    apply: Callable[..., Any]
+    update: Callable[..., Any]
+
+
+def with_amax_history(
+    fun: Callable[..., Any], policy: Any, *, rules: Any = None, params: Any = None
+) -> WithAmaxHistory:
+    """Returns `fun` under `DelayedScaling`, its amax histories as a value that goes in and out.
+
+    For steps of your own; `mpjax.make_train_step` keeps them by itself. The gradient with respect
+    to the history is what the step saw, and `update` puts that in front.
+
+    Args:
+      fun: any function of arrays.
+      policy: with `DelayedScaling` in it, somewhere.
+      rules, params: as for `autocast`; the arguments of `params` are those of `fun`.
+
+    Returns:
+      `init(*args)`: a history, plain containers of f32[3, steps] by product, in front of which
+      are the lengths of scans. It starts with what the products see of these arguments: of their
+      gradients too where the first result is a scalar.
+      `apply(history, *args)`: what `fun(*args)` returns.
+      `update(history, seen, finite=True)`: the next history, of the gradient of this one; it stays
+      where `finite` is false. What was not finite is never recorded.
+
+    Raises:
+      ValueError: `policy` has no recipe with a history, the function differentiates inside, or a
+        history is of another function.
+      TypeError: a history is none.
+
+    Dtypes:
+      As `autocast`; histories are float32.
+
+    Transforms:
+      As `autocast`. Gradients of histories are never scaled by `mpjax.value_and_grad`, and over
+      its `axis_name` the largest counts. Products inside branches, `while` loops and `shard_map`s
+      of `fun` keep none: they scale by the values at hand.
+
+    Example:
+      >>> def loss_fn(ws, x):
+      ...     for w in ws:
+      ...         x = jnp.tanh(x @ w)
+      ...     return jnp.sum(x)
+      >>> policy = mpjax.QuantizedPolicy("bf16-mixed", mpjax.DelayedScaling(amax_history_len=4))
+      >>> fast = mpjax.with_amax_history(loss_fn, policy)
+      >>> ws, x = [jnp.eye(64)] * 3, jnp.ones((8, 64))
+      >>> history = fast.init(ws, x)
+      >>> seen, grads = jax.grad(fast.apply, argnums=(0, 1))(history, ws, x)
+      >>> history = fast.update(history, seen)
+      >>> jax.tree.map(jnp.shape, history)
+      {'_overwrite_with_gradient': {'_recorded_amax': {'1': (3, 4)}}}
+
+    References:
+      Transformer Engine, `DelayedScaling`
+    """
+    found = chosen_policy(policy, _WHERE)
+    if not delayed.has_history(found):
+        got = f"{found} has no recipe with a history."
+        fix = "Type mpjax.autocast(fun, policy); or policy=QuantizedPolicy('bf16-mixed', "
+        raise ValueError(message(_WHERE, got, fix + "DelayedScaling())."))
+    overrides, widest = parse_rules(rules)
+    named = parameters.checked(params, _WHERE)
+    ordered = tuple(sorted(overrides.items()))
+    settings = planning.Settings(found, ordered, widest, params=named)
+
+    def init(*args: Any, **kwargs: Any) -> Any:
+        return started(fun, args, kwargs, settings)
+
+    def apply(history: Any, *args: Any, **kwargs: Any) -> Any:
+        delayed.unwrapped(history)
+        tracked = delayed.Tracked(None, delayed.amaxes_of(history, found))
+        return found.cast_to_output(api.call(fun, args, kwargs, settings, tracked))
+
+    def update(history: Any, seen: Any, finite: Any = True) -> Any:
+        delayed.unwrapped(seen)
+        newest = jax.tree.map(lambda x: x[..., 0], seen)
+        return delayed.updated(history, newest, finite)
+
+    return WithAmaxHistory(init, apply, update)
+
+
+def started(
+    fun: Callable[..., Any], args: Any, kwargs: Any, settings: planning.Settings, seed: Any = 1.0
+) -> Any:
+    """Returns the histories of a function after one run, scaled by the values at hand.
+
+    Args:
+      fun: its first result is the loss, if that is a scalar: else gradients are not known.
+      args, kwargs: what it is run on.
+      settings: of its plan.
+      seed: what the loss is scaled by; what gradients saw is divided by it.
+    """
+    names: list[delayed.Site] = []
+
+    def find(*args: Any, **kwargs: Any) -> None:
+        _, plan = api.planned(fun, args, kwargs, settings)
+        names.extend(delayed.sites(plan))
+
+    _of_shapes(find, args, kwargs)
+    length = delayed.history_length(settings.policy)
+    zeros = delayed.zeros(names, length)
+
+    def run(amaxes: Any) -> list[Any]:
+        tracked = delayed.Tracked(None, amaxes, calibrates=True)
+        outs = jax.tree.leaves(api.call(fun, args, kwargs, settings, tracked))
+        return [x for x in outs if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+
+    outs, pullback = jax.vjp(run, jax.tree.map(lambda x: x[..., 0], zeros))
+    is_loss = bool(outs) and jnp.ndim(outs[0]) == 0
+    cts = [jnp.full_like(x, seed if i == 0 or not is_loss else 0) for i, x in enumerate(outs)]
+    (seen,) = pullback(cts)
+    by_role = jnp.stack([jnp.ones(()), jnp.ones(()), (1.0 / seed) if is_loss else jnp.zeros(())])
+    return delayed.updated(zeros, jax.tree.map(lambda x: x * by_role, seen))
+
+
+def _of_shapes(find: Callable[..., None], args: Any, kwargs: Any) -> None:
+    """Calls `find` on arguments whose arrays have no values."""
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+    def inside(*arrays: Any) -> None:
+        full = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            full[place] = array
+        positional, named = jax.tree.unflatten(treedef, full)
+        find(*positional, **named)
+
+    jax.eval_shape(inside, *(leaves[i] for i in places))
