@@ -1,4 +1,4 @@
-"""`suggest`: the fewest modules in float32 with which gradients stay within a tolerance."""
+"""`suggest`: which modules have to stay in float32, for gradients within a tolerance."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import jaxpr_as_fun
 
 from mpjax._dtypes import FLOAT32
 from mpjax._errors import message
@@ -19,18 +16,11 @@ from mpjax._policy import Policy, get_policy
 from mpjax._policy_map import PolicyMap
 from mpjax.numerics import _subject
 from mpjax.numerics._compare import compare
-from mpjax.numerics._program import Program, argument_names, check_alive
+from mpjax.numerics._program import argument_names, check_alive
 from mpjax.numerics._report import table
+from mpjax.numerics._search import Choice, Search, Tried
 
 _WHERE = "numerics.suggest"
-
-
-@dataclasses.dataclass(frozen=True)
-class Tried:
-    """One policy that was run: which modules were in float32, and the error that was measured."""
-
-    full: tuple[str, ...]
-    error: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +31,14 @@ class Suggestion:
     policy: PolicyMap
     tolerance: float
     error: float  # of the gradients under `policy`, relative, of the worst leaf
-    full: tuple[str, ...]  # modules that stay in float32
+    full: tuple[str, ...]  # modules that stay in float32, with all below them
     low: tuple[str, ...]  # modules that may go low
-    bytes: dict[str, int]  # by module in float32: what is kept more for the backward pass
+    bytes: dict[str, int]
+    """By module in float32 what is kept more for the backward pass; with `reverse`, by module that
+    may go low what is kept less."""
+    kept: dict[str, int]  # bytes kept for the backward pass: 'float32', 'low' and 'suggested'
+    noise: tuple[str, ...]  # gradients that are rounding in float32 too, and were left out
+    reverse: bool
     tried: tuple[Tried, ...]  # in the order in which they were run
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,16 +52,30 @@ class Suggestion:
     def __str__(self) -> str:
         title = f"{self.function}: gradients within {self.error:.1e} of float32 "
         title += f"(asked for {self.tolerance:.1e}), measured with"
-        cells = [(m, f"{self.bytes.get(m, 0)}") for m in self.full[:20]]
-        rows = (
-            table(("in float32", "bytes kept more"), cells) if cells else "nothing kept in float32"
-        )
-        low = f"in low precision: {', '.join(self.low[:8]) or 'nothing'}"
-        low += f" and {len(self.low) - 8} more" if len(self.low) > 8 else ""
-        return f"{title}\n\n  {self.policy!r}\n\n{rows}\n\n{low}\n{len(self.tried)} policies run"
+        rows = _table(self.low, "may go low", "bytes kept less", self.bytes)
+        rest = f"in float32: {_named(self.full)}"
+        if not self.reverse:
+            rows = _table(self.full, "in float32", "bytes kept more", self.bytes)
+            rest = f"in low precision: {_named(self.low)}"
+        kept = ", ".join(f"{name} {count}" for name, count in self.kept.items())
+        blocks = [title, f"  {self.policy!r}", rows, f"{rest}\nbytes kept in all: {kept}"]
+        if self.noise:
+            blocks.append(f"left out, for they are rounding in float32 too: {_named(self.noise)}")
+        return "\n\n".join(blocks) + f"\n{len(self.tried)} policies run"
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def _table(modules: Sequence[str], title: str, what: str, cost: dict[str, int]) -> str:
+    if not modules:
+        return f"{title}: nothing"
+    return table((title, what), [(m, f"{cost.get(m, 0)}") for m in modules[:20]])
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"{', '.join(names[:8]) or 'nothing'}{more}"
 
 
 def suggest(
@@ -74,6 +83,7 @@ def suggest(
     policy: Any = None,
     *,
     tolerance: float,
+    reverse: bool = False,
     loss_scale: Any = None,
     has_aux: bool = False,
 ) -> Callable[..., Suggestion]:
@@ -81,13 +91,18 @@ def suggest(
 
     Modules are ranked by their local errors (`compare`); the fewest of that order that suffice are
     found by bisection, then each is dropped that is not needed. Every policy on the way is run.
-    What is not kept is what may go low, which is the answer for a float32 model.
+
+    A gradient that is 0 but for rounding, such as that of the bias of an attention's keys, has no
+    digits in float32 either: one that a unit in the last place of every other parameter moves by
+    more than the tolerance is left out, and listed in `.noise`.
 
     Args:
       loss_fn: `loss_fn(params, *batch) -> loss`, differentiated by its first argument; it names its
         modules, as Flax's do, or `jax.named_scope`.
       policy: of what is not kept in float32, as 'bf16-mixed'.
       tolerance: relative error of each gradient leaf against float32, in the L1 norm.
+      reverse: for a float32 model, what may go low: the map is "float32" with rules for modules
+        that take `policy`; what has no name stays in float32.
       loss_scale: with which gradients are computed; None for what the policy needs.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
 
@@ -131,28 +146,42 @@ def suggest(
         given = [jnp.float32(float(scale.loss_scale)), *args]
         compared = compare(loss_fn, found, loss_scale=loss_scale, has_aux=has_aux)(*args)
         ranked = list(dict.fromkeys(e.module for e in compared.modules if e.module and e.local > 0))
-        search = _Search(subject, found, given, ["loss_scale", *names], tolerance)
+        choice = Choice(found, tuple(ranked), reverse)
+        search = Search(subject, choice, given, ["loss_scale", *names], tolerance)
         full = search.fewest(ranked)
-        low = tuple(m for m in ranked if m not in full)
-        error = search.error(full)
 
-        def kept(modules: Sequence[str]) -> int:
-            policy = search.policy(modules)
-            return _subject.bytes_kept(loss_fn, policy, args[0], args[1:], has_aux=has_aux)
+        def kept(under: Any) -> int:
+            return _subject.bytes_kept(loss_fn, under, args[0], args[1:], has_aux=has_aux)
 
-        cost = {m: kept(full) - kept([other for other in full if other != m]) for m in full}
+        total, cost = _costs(kept, choice, full)
         return Suggestion(
             subject.name,
-            search.policy(full),
+            choice.policy(full),
             tolerance,
-            error,
-            tuple(full),
-            low,
+            search.error(full),
+            full,
+            choice.low(full),
             cost,
+            total,
+            search.noise,
+            reverse,
             tuple(search.tried),
         )
 
     return run
+
+
+def _costs(
+    kept: Callable[[Any], int], choice: Choice, full: Sequence[str]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns the bytes kept in all, and by module what its choice adds or saves."""
+    total = {"float32": kept(get_policy("float32")), "low": kept(choice.policy_low)}
+    total["suggested"] = kept(choice.policy(full))
+    if choice.reverse:
+        raised = {m: choice.policy([*full, m]) for m in choice.low(full)}
+        return total, {m: kept(policy) - total["suggested"] for m, policy in raised.items()}
+    lowered = {m: choice.policy([other for other in full if other != m]) for m in full}
+    return total, {m: total["suggested"] - kept(policy) for m, policy in lowered.items()}
 
 
 def _check(tolerance: Any) -> None:
@@ -163,64 +192,3 @@ def _check(tolerance: Any) -> None:
     got = f"must be a number of at least {least:.1e}, what float32 itself rounds; got "
     fix = "Type, for example, tolerance=0.01: one percent of each gradient."
     raise ValueError(message(f"{_WHERE}(tolerance)", f"{got}{tolerance!r}.", fix))
-
-
-class _Search:
-    """Runs policies, and remembers what they gave."""
-
-    def __init__(
-        self,
-        subject: Any,
-        low: Policy,
-        given: Sequence[Any],
-        names: Sequence[str],
-        tolerance: float,
-    ) -> None:
-        self.subject, self.low, self.given, self.names = subject, low, given, names
-        self.tolerance = tolerance
-        self.tried: list[Tried] = []
-        self.reference = self._gradients(get_policy("float32"))
-
-    def policy(self, full: Sequence[str]) -> PolicyMap:
-        return PolicyMap(self.low, dict.fromkeys(full, "float32"))
-
-    def _program(self, policy: Any) -> Program:
-        return Program(self.subject.make(policy), self.given, self.names, _WHERE)
-
-    def _gradients(self, policy: Any) -> list[Any]:
-        program = self._program(policy)
-        run = jax.jit(jaxpr_as_fun(program.jaxpr))
-        return [np.asarray(g, np.float64) for g in run(*program.arrays(self.given))[1:]]
-
-    def error(self, full: Sequence[str]) -> float:
-        """Returns the largest relative error of a gradient leaf, run once a choice."""
-        key = tuple(sorted(full))
-        for tried in self.tried:
-            if tried.full == key:
-                return tried.error
-        pairs = zip(self._gradients(self.policy(full)), self.reference, strict=True)
-        errors = [np.abs(a - b).sum() / max(np.abs(b).sum(), 1e-300) for a, b in pairs]
-        worst = float(np.max(np.nan_to_num(errors, nan=np.inf), initial=0.0))
-        self.tried.append(Tried(key, worst))
-        return worst
-
-    def fits(self, full: Sequence[str]) -> bool:
-        return self.error(full) <= self.tolerance
-
-    def fewest(self, ranked: Sequence[str]) -> list[str]:
-        """Returns the modules to keep: a prefix of the ranking, less what proves unneeded."""
-        if not self.fits(ranked):
-            got = f"missed with all {len(ranked)} named modules in float32: the error is "
-            got += f"{self.error(ranked):.1e}, and {self.tolerance:.1e} was asked for."
-            fix = "What rounds then has no name: give it one with jax.named_scope; or ask for more."
-            raise ValueError(message(f"{_WHERE}(tolerance)", got, fix))
-        few, enough = -1, len(ranked)
-        while enough - few > 1:
-            middle = (few + enough) // 2
-            few, enough = (few, middle) if self.fits(ranked[:middle]) else (middle, enough)
-        kept = list(ranked[:enough])
-        for module in list(reversed(kept[:-1])):
-            without = [m for m in kept if m != module]
-            if self.fits(without):
-                kept = without
-        return kept
