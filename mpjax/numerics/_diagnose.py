@@ -210,6 +210,7 @@ def _row(plan: Plan, read: Read, number: int, origin: str) -> Row:
         iteration=tuple(i for k, i in numbers if k != "shard_map"),
         shard=next((i for k, i in numbers if k == "shard_map"), None),
         branch=site.branch,
+        library=site.library,
     )
 
 

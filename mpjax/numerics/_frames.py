@@ -1,8 +1,9 @@
-"""Which function of JAX a line called, and whether that was a cast: from the traceback."""
+"""Whose line an operation is, and which function of JAX that called: from the traceback."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 
 _JAX = tuple(str(Path(m.__file__ or "").parent) for m in (jax, np))
+_OURS = str(Path(__file__).parent.parent)
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _CASTS = frozenset(
     {"astype", "_astype", "convert_element_type", "asarray", "array", "bitcast_convert_type"}
@@ -31,6 +33,30 @@ _WRAPPERS = frozenset(
     | {"reraise_with_filtered_traceback", "<lambda>", "bind", "_run_python_pjit"}
     | {"bind_with_trace", "process_primitive", "current", "fun"}
 )
+
+
+def lines(eqn: Any) -> tuple[str, str]:
+    """Returns the user's line as 'file.py:12', and that of the library that it called.
+
+    The second is '' where the user's own line called JAX, both where mpjax wrote the operation. A
+    library's line stands for the user's where the traceback has none behind it.
+    """
+    return _lines(eqn.source_info.traceback)
+
+
+@functools.lru_cache(maxsize=8192)
+def _lines(traceback: Any) -> tuple[str, str]:
+    library = ""
+    for frame in getattr(traceback, "frames", None) or []:
+        if frame.file_name.startswith(_JAX) or frame.file_name.startswith("<frozen"):
+            continue
+        if frame.file_name.startswith(_OURS):
+            break  # what called mpjax did not write the operation
+        line = f"{Path(frame.file_name).name}:{frame.line_num}"
+        if not frame.file_name.startswith(_INSTALLED):
+            return line, library
+        library = library or line
+    return library, library
 
 
 @dataclasses.dataclass(frozen=True)

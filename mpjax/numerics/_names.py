@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Protocol
 
 from mpjax import _compat
@@ -21,10 +19,8 @@ class Graph(Protocol):
     arguments: int
 
 
-_OURS = str(Path(__file__).parent.parent)
 _NOT_MODULES = frozenset({scopes.AS_WRITTEN, "rematted_computation", "checkpoint"})
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-_PLACE = re.compile(r"(.*[/\\])?([^/\\:]+:\d+)")
 
 
 def modules(names: Iterable[str]) -> tuple[str, ...]:
@@ -52,17 +48,6 @@ def once(path: tuple[str, ...]) -> tuple[str, ...]:
     return path[:half] if path[:half] == path[half:] else path
 
 
-@functools.lru_cache(maxsize=8192)
-def _short(location: str) -> str:
-    found = _PLACE.match(location)
-    return "" if found is None or location.startswith(_OURS) else found[2]
-
-
-def place(eqn: Any) -> str:
-    """Returns the user's source line as 'file.py:12'; '' where mpjax itself wrote the operation."""
-    return _short(scopes.location(eqn))
-
-
 def operation(eqn: Any) -> str:
     """Returns the name of an equation's primitive; of a product in low precision, the product's."""
     for param in eqn.params.values():
@@ -75,7 +60,7 @@ def operation(eqn: Any) -> str:
 
 def adopt(plan: Graph) -> None:
     """Gives what autocast inserted the module and line of the operation that it is for."""
-    graph = _Neighbours(plan)
+    graph = Neighbours(plan)
     for row in range(plan.arguments, len(plan.sites)):
         site = plan.sites[row]
         if site.operation == "rounded_result":
@@ -87,7 +72,8 @@ def adopt(plan: Graph) -> None:
             near = [*graph.after(row), *graph.before(row)]
             for other in (plan.sites[r] for r in near):
                 if other.where:
-                    site.module, site.where = site.module or other.module, other.where
+                    site.module = site.module or other.module
+                    site.where, site.library = other.where, other.library
                     # Gradients are unscaled, and added up, after the transposed part of a program.
                     site.phase = site.phase if other.phase == "forward" else "backward"
                     break
@@ -99,7 +85,7 @@ def _inside_of(site: Any, reader: Any) -> None:
         site.module = reader.module
 
 
-class _Neighbours:
+class Neighbours:
     """Which rows are made of which, through values without rows."""
 
     def __init__(self, plan: Graph) -> None:

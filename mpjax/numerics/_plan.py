@@ -18,7 +18,7 @@ import numpy as np
 from mpjax import _compat
 from mpjax._autocast import scopes
 from mpjax._dtypes import short_name
-from mpjax.numerics import _names
+from mpjax.numerics import _frames, _names
 from mpjax.numerics._own import is_identity
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
@@ -77,6 +77,7 @@ class Site:
     shape: tuple[int, ...]
     levels: tuple[Level, ...] = ()
     branch: tuple[int, ...] = ()  # of each `cond` around it
+    library: str = ""  # the line of the library that the user's line called
 
 
 @dataclasses.dataclass
@@ -110,6 +111,7 @@ class _Around:
     path: tuple[str, ...] = ()
     phase: str = FORWARD
     where: str = ""
+    library: str = ""
     levels: tuple[Level, ...] = ()
     branch: tuple[int, ...] = ()
 
@@ -125,6 +127,7 @@ class Plan:
         self.sites: list[Site] = []
         self.reads: list[list[int]] = []  # node → nodes that it is made of
         self.row_of: dict[int, int] = {}
+        self.made_by: dict[int, Any] = {}  # row → equation
         self.literals: set[int] = set()  # nodes that are inf or NaN as written
         self.depth = 0
         inputs = [self._leaf(v, n, "argument") for v, n in zip(_ins(jaxpr), names, strict=True)]
@@ -204,8 +207,10 @@ class Plan:
             made.shape,
             around.levels,
             around.branch,
+            around.library,
         )
         node = self._row(site, operands)
+        self.made_by[self.row_of[node]] = eqn
         return [node if is_inexact(v) else None for v in eqn.outvars]
 
     def plan_inlined(self, eqn: Any, operands: Any, around: _Around) -> Any:
@@ -346,5 +351,7 @@ def _enter(eqn: Any, around: _Around) -> _Around:
     if _kind(eqn) is Kind.REMAT:
         own = _names.once(own)
     path = (*around.path, *own)
-    where = _names.place(eqn) or around.where
-    return dataclasses.replace(around, path=path, phase=phase, where=where)
+    where, library = _frames.lines(eqn)
+    if not where:
+        where, library = around.where, around.library
+    return dataclasses.replace(around, path=path, phase=phase, where=where, library=library)

@@ -38,21 +38,18 @@ class Program:
         self._leaves, self._treedef = jax.tree.flatten(list(args))
         self._places = [i for i, leaf in enumerate(self._leaves) if _is_traced(leaf)]
         paths = argument_paths(args, names)
-        self._trees: list[Any] = []
 
-        def flat(*arrays: Any) -> list[Any]:
+        def flat(*arrays: Any) -> Any:
             full = list(self._leaves)
             for place, array in zip(self._places, arrays, strict=True):
                 full[place] = array
             loss, grads = fun(*jax.tree.unflatten(self._treedef, full))
-            self._trees[:] = [grads]
-            return [loss, *(g for g in jax.tree.leaves(grads) if is_array(g))]
+            return loss, jax.tree.map(lambda g: g if is_array(g) else None, grads)
 
         arrays = self.arrays(args)
-        self.jaxpr = traced(flat, arrays, where)
+        self.jaxpr, (_, grads) = traced(flat, arrays, where)
         self.plan = Plan(self.jaxpr, [paths[place] for place in self._places])
-        self.gradient_paths = _array_paths(self._trees[0])
-        self._trees.clear()  # tracers
+        self.gradient_paths = leaf_paths(grads)
         self._leaves = [None if _is_traced(leaf) else leaf for leaf in self._leaves]
         self._compiled: dict[Any, Any] = {}
 
@@ -92,9 +89,9 @@ class Program:
 
 
 def traced(flat: Callable[..., Any], arrays: Sequence[Any], where: str) -> Any:
-    """Returns the jaxpr of a function, or says that it has none."""
+    """Returns the jaxpr of a function and the types of its results, or says that it has none."""
     try:
-        return jax.make_jaxpr(flat)(*arrays)
+        return jax.make_jaxpr(flat, return_shape=True)(*arrays)
     except (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError) as error:
         first = str(error).strip().splitlines()[0]
         got = f"the function cannot be traced, so that there is no program to look at: {first}"
@@ -149,8 +146,3 @@ def _is_tracer(x: Any) -> bool:
 
 def _is_traced(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
-
-
-def _array_paths(tree: Any) -> list[str]:
-    leaves = jax.tree.leaves(tree)
-    return [p for p, leaf in zip(leaf_paths(tree), leaves, strict=True) if is_array(leaf)]

@@ -134,7 +134,7 @@ def find_promotions(fun: Callable[..., Any]) -> Callable[..., Promotions]:
         paths = argument_paths(args, argument_names(fun, len(args)))
         structs = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in places]
         with jax.numpy_dtype_promotion("standard"):
-            jaxpr = traced(flat, structs, "numerics.find_promotions")
+            jaxpr, _ = traced(flat, structs, "numerics.find_promotions")
         known = {v: _argument(paths[i]) for v, i in zip(jaxpr.jaxpr.invars, places, strict=True)}
         walk = _Walk()
         walk.program(jaxpr, known, ())

@@ -16,7 +16,7 @@ class Row:
 
     module: str  # the path of `jax.named_scope`s and modules; empty where there is none
     operation: str
-    where: str  # the source line, 'file.py:12'
+    where: str  # the user's source line, 'file.py:12'
     phase: str  # 'forward', 'backward', 'recomputed' (the forward pass again, in a checkpoint)
     dtype: str
     shape: tuple[int, ...]
@@ -30,6 +30,7 @@ class Row:
     iteration: tuple[int, ...] = ()  # of the loops around it, by the index in what they scan
     shard: int | None = None  # of a `shard_map`, in the order of its devices
     branch: tuple[int, ...] = ()  # of the `cond`s around it
+    library: str = ""  # the line of the library that the user's line called, if it called one
 
     @property
     def at(self) -> str:
