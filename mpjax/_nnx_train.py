@@ -115,6 +115,7 @@ def make_train_step(
     donate: bool = True,
     rounding: str | None = None,
     watch: int | None = None,
+    lost_updates: bool = False,
 ) -> NNXTrainStep:
     """Returns a jitted train step of an NNX model: `state, metrics = step(state, batch)`.
 
@@ -132,7 +133,7 @@ def make_train_step(
       wrt: which variables to train, as in `nnx.Optimizer`.
       loss_scale, has_aux, accumulate, weighted, max_consecutive_skips, axis_name, donate: as in
         `mpjax.make_train_step`.
-      rounding, watch: as there.
+      rounding, watch, lost_updates: as there.
 
     Returns:
       An `NNXTrainStep`: `step.init()` gives the state, `step(state, batch)` the next one and the
@@ -192,6 +193,7 @@ def make_train_step(
         donate=donate,
         rounding=rounding,
         watch=watch,
+        lost_updates=lost_updates,
     )
     return step
 

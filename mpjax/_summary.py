@@ -95,3 +95,9 @@ def _value(x: Any) -> str:
         return "(elsewhere)"
     value = np.asarray(x)
     return f"{value.item():g}" if value.ndim == 0 and value.dtype.kind == "f" else str(value)
+
+
+def counted(scaling: Any) -> dict[str, Any]:
+    """Returns what the state of `with_loss_scale` says of this step and of skips, as metrics."""
+    names = ("grads_finite", "skipped_steps", "consecutive_skips", "diverged")
+    return {name: getattr(scaling, name) for name in names}

@@ -46,7 +46,7 @@ def check_arguments(loss_fn: Any, tx: Any, policy: Any, options: dict[str, Any])
     if is_wrapped(tx):
         _refuse_two(options["loss_scale"])
     _check_accumulate(options["accumulate"])
-    for name in ("has_aux", "weighted", "donate"):
+    for name in ("has_aux", "weighted", "donate", "lost_updates"):
         if not isinstance(options[name], bool):
             got = f"must be True or False; got {described(options[name])}."
             raise TypeError(message(f"{where}({name})", got, f"Type {name}=True, or leave it out."))

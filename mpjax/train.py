@@ -22,7 +22,7 @@ from mpjax._policy import Policy, chosen_policy, in_step
 from mpjax._policy_map import PolicyMap
 from mpjax._skip import select_like
 from mpjax._step_history import has_history, history_of, next_history, tracked, untracked
-from mpjax._summary import describe_step, grad_norm
+from mpjax._summary import counted, describe_step, grad_norm
 from mpjax._train_checks import (
     check_arguments,
     check_extra_state,
@@ -37,9 +37,9 @@ from mpjax._train_state import TrainState, checked_state, copied
 from mpjax._tree import check_axes
 from mpjax._typing import Array, AxisName, PyTree
 from mpjax._under_policy import is_autocast, param_dtypes, under_policy
-from mpjax.numerics import Report
+from mpjax.numerics import Report, lost_updates
 from mpjax.numerics._step import Differentiated, StepDiagnosis
-from mpjax.numerics._watch import check_watch, watched
+from mpjax.numerics._watch import Seen, check_watch, watched
 from mpjax.optim import apply_updates, current_loss_scale, find_states, with_loss_scale
 
 __all__ = ["TrainState", "TrainStep", "make_train_step"]
@@ -67,11 +67,12 @@ class TrainStep:
         donate: bool,
         rounding: str | None,
         watch: int | None,
+        lost_updates: bool,
     ) -> None:
         self.policy: Policy | PolicyMap = chosen_policy(policy, "make_train_step")
         tx = with_rounding(tx, rounding, self.policy, param_dtypes(self.policy))
         self._rounding = rounding
-        self._watch = watch
+        self._watch, self._lost_updates = watch, lost_updates
         self._loss_fn = loss_fn
         self._run = under_policy(loss_fn, self.policy)
         self._given_tx = tx
@@ -96,6 +97,7 @@ class TrainStep:
             "axis_name": (self._axis_name, None),
             "rounding": (self._rounding, None),
             "watch": (self._watch, None),
+            "lost_updates": (self._lost_updates, False),
         }
         return describe_step(self._loss_fn, self.policy, options)
 
@@ -259,13 +261,15 @@ class TrainStep:
             "loss": loss,
             "grad_norm": grad_norm(loss_scale, grads),
             "loss_scale": jnp.asarray(loss_scale.loss_scale, FLOAT32),
-            "grads_finite": finite,
-            "skipped_steps": scaling.skipped_steps,
-            "consecutive_skips": scaling.consecutive_skips,
-            "diverged": scaling.diverged,
+            **counted(scaling),
         }
-        seen = (state.step, state.params, grads, metrics["loss_scale"], self.policy)
-        metrics |= watched(self._watch, *seen)
+        if self._lost_updates:
+            metrics["lost_updates"] = lost_updates(state.params, updates)
+        look = Seen(
+            *(state.step, state.params, grads, metrics["loss_scale"], self._twin(self.policy)),
+            (loss_scale, state.params, state.extra_state, batch),
+        )
+        metrics |= watched(self._watch, look, self.policy, self._axis_name)
         return new_state, metrics | ({"aux": aux} if self._has_aux else {})
 
     def _value_fn(self, state: TrainState, batch: PyTree) -> Callable[[PyTree], Array]:
@@ -342,6 +346,7 @@ def make_train_step(
     donate: bool = True,
     rounding: str | None = None,
     watch: int | None = None,
+    lost_updates: bool = False,
 ) -> TrainStep:
     """Returns a jitted train step for any precision: `state, metrics = step(state, batch)`.
 
@@ -380,8 +385,10 @@ def make_train_step(
         as `mpjax.optim.with_stochastic_rounding` and `with_kahan` around `tx`; "nearest", which
         loses what is below half a unit in a parameter's last place; None for that with a warning,
         unless `tx` owns the rounding.
-      watch: every how many steps the metrics hold statistics of weights and gradients by module,
-        `metrics["watched"]`; NaN in the others. `mpjax.numerics.to_scalars` flattens them.
+      watch: every how many steps `metrics["watched"]` holds statistics of weights, activations and
+        their gradients by module; NaN in the others. `mpjax.numerics.to_scalars` flattens them.
+      lost_updates: whether `metrics["lost_updates"]` holds, by leaf, the share of updates that
+        rounding loses; see `mpjax.numerics.lost_updates`.
 
     Returns:
       A `TrainStep`: `step.init(params)` or `step.init(params, extra_state)` gives the state
@@ -423,6 +430,7 @@ def make_train_step(
         "weighted": weighted,
         "axis_name": axis_name,
         "donate": donate,
+        "lost_updates": lost_updates,
     }
     check_arguments(loss_fn, tx, policy, options | {"loss_scale": loss_scale})
     check_rounding(rounding, "make_train_step(rounding)")

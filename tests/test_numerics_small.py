@@ -1,12 +1,16 @@
 """Updates that change nothing are counted as rounding loses them; metrics become plain numbers."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
+import mpjax
 from mpjax.numerics import lost_updates, to_scalars
 
 
@@ -62,3 +66,38 @@ def test_metrics_become_numbers():
         to_scalars(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the metrics are traced"):
         jax.jit(to_scalars)({"loss": jnp.ones(())})
+
+
+def test_a_step_tells_on_request_what_its_rounding_loses():
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return sum(jnp.sum(p) for p in jax.tree.leaves(params)) * batch
+
+    params = {"norm": jnp.ones(3), "kernel": jnp.full(3, 0.01)}
+    make = functools.partial(mpjax.make_train_step, loss_fn, optax.sgd(1e-3), donate=False)
+    step = make("bf16-true", rounding="nearest", lost_updates=True)
+    assert "lost_updates=True" in repr(step)
+    _, metrics = step(step.init(params), jnp.float32(1))
+    found = {k: v for k, v in to_scalars(metrics).items() if k.startswith("lost")}
+    assert found == {"lost_updates/norm": 1.0, "lost_updates/kernel": 0.0}
+    state = step.init(params)
+    skipped, metrics = step(state, jnp.float32(np.nan))
+    assert skipped.step == 0
+    assert to_scalars(metrics)["lost_updates/norm"] == 0  # nothing was asked for
+    plain = make("bf16-true", rounding="nearest")
+    assert "lost_updates" not in jax.eval_shape(plain, state, jnp.float32(1))[1]
+    with pytest.raises(TypeError, match=r"make_train_step\(lost_updates\): must be True or False"):
+        make("bf16-true", lost_updates="all")
+
+
+@pytest.mark.standard_promotion("Flax's LayerNorm takes statistics in float32")
+def test_a_step_of_an_nnx_model_tells_it_too():
+    model = nnx.LayerNorm(4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    step = mpjax.nnx.make_train_step(
+        *(model, optax.sgd(1e-3), "bf16-true", lambda model, x: jnp.sum(model(x)[:, 0])),
+        rounding="nearest",
+        lost_updates=True,
+    )
+    x = jnp.float32([[1, 2, 3, 5]])
+    _, metrics = step(step.init(), x)
+    assert metrics["lost_updates"]["scale"] == 1  # from 1 on
+    assert metrics["lost_updates"]["bias"] == 0  # from 0 on

@@ -1,5 +1,6 @@
 """`make_train_step(watch=N)`: right numbers in each Nth step, NaN and next to no cost between."""
 
+import functools
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ import pytest
 
 import mpjax
 from mpjax.numerics import to_scalars
-from mpjax.numerics._watch import STATISTICS, _limits
+from mpjax.numerics._statistics import STATISTICS, limits
+from mpjax.testing import assert_bitwise_equal
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 
@@ -59,6 +61,81 @@ def test_statistics_are_those_of_numpy_in_each_nth_step():
         assert got == pytest.approx(np.abs(flat).max(), rel=2**-5, abs=1e-9)
 
 
+def layers(params: Any, batch: Any, *, looped: bool) -> Any:
+    def layer(x: Any, w: Any) -> Any:
+        with jax.named_scope("product"):
+            x = x @ w
+        with jax.named_scope("tanh"):
+            return jnp.tanh(x), None
+
+    if looped:
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer), batch, params)[0] ** 2)
+    return jnp.sum(layer(layer(layer(batch, params[0])[0], params[1])[0], params[2])[0] ** 2)
+
+
+def test_activations_and_their_gradients_are_those_of_float32_in_loops_too():
+    ws = np.random.default_rng(1).normal(size=(3, 4, 4)).astype(np.float32)
+    seen = {}
+    for looped in (False, True):
+        fun = functools.partial(layers, looped=looped)
+        step = mpjax.make_train_step(fun, optax.sgd(0.0), "16-mixed", watch=1, loss_scale=256.0)
+        seen[looped] = jax.device_get(step(step.init(jnp.asarray(ws)), X)[1]["watched"])
+    x, products, outs = X, [], []
+    for w in ws:
+        products.append(x @ w)
+        x = np.tanh(products[-1])
+        outs.append(x)
+    cotangent, to_product, to_tanh = 2 * x, [], []
+    for w, out in zip(ws[::-1], outs[::-1], strict=True):
+        to_product.append(cotangent * (1 - out**2))
+        cotangent = to_product[-1] @ w.T
+        to_tanh.append(cotangent)
+    for looped, kinds in seen.items():
+        # A loop carries the batch, cast, and computes its gradient too.
+        want = {("activation", "product"): [*products, *[X] * looped]}
+        want |= {("activation", "tanh"): outs, ("gradient", "tanh"): to_product}
+        cast = [] if looped else to_product[:1]  # of the last layer's, for the product behind it
+        want |= {("gradient", "product"): to_tanh if looped else [*to_tanh[:-1], *cast]}
+        for (kind, module), values in want.items():
+            flat = np.abs(np.concatenate([np.ravel(v) for v in values])).astype(np.float64)
+            got = kinds[kind][module]
+            assert got["amax"] == pytest.approx(flat.max(), rel=2**-8)
+            assert got["l2_norm"] == pytest.approx(np.linalg.norm(flat), rel=2**-8)
+            bits = np.log2(flat.max() / flat.min())
+            assert got["dynamic_range"] == pytest.approx(bits, abs=0.2)
+            assert got["underflows%"] == got["overflows%"] == 0
+
+
+def test_a_product_tells_what_its_rounding_loses():
+    def loss_fn(w: Any, x: Any) -> Any:
+        with jax.named_scope("layer"):
+            return jnp.sum(x @ w)
+
+    w = jnp.float32([[1e-5, 1.0, 1e4, 1e4]])
+    step = mpjax.make_train_step(loss_fn, optax.sgd(0.0), "16-mixed", watch=1)
+    x = np.float32([[1e-3], [1e2]])
+    seen = jax.device_get(step(step.init(w), x)[1]["watched"]["activation"]["layer"])
+    assert seen["underflows%"] == 100 / 8  # of 8: 1e-8 becomes 0, and twice 1e6 inf
+    assert seen["overflows%"] == 100 / 4
+
+
+def test_a_model_without_names_is_told_apart_by_its_source_lines():
+    def loss_fn(w: Any, x: Any) -> Any:
+        return jnp.sum(jnp.tanh(x @ w))
+
+    step = mpjax.make_train_step(loss_fn, optax.sgd(0.0), "bf16-mixed", watch=1)
+    seen = step(step.init(jnp.eye(4)), X)[1]["watched"]
+    assert [name.partition(":")[0] for name in seen["activation"]] == ["test_numerics_watch.py"]
+
+
+def test_looking_changes_no_number_of_the_step():
+    new = []
+    for watch in (None, 1):
+        step = mpjax.make_train_step(loss_fn, optax.sgd(1e-3), "bf16-mixed", watch=watch)
+        new.append(step(step.init(params()), X)[0])
+    assert_bitwise_equal(*new)
+
+
 def test_shares_are_of_the_compute_dtype_and_of_scaled_gradients():
     step = mpjax.make_train_step(loss_fn, optax.sgd(1e-3), "16-mixed", watch=1, loss_scale=2.0**20)
     _, metrics = step(step.init(params()), X)
@@ -74,7 +151,7 @@ def test_shares_are_of_the_compute_dtype_and_of_scaled_gradients():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2"])
 def test_what_rounds_to_zero_and_to_inf_is_what_a_cast_rounds_so(dtype: str):
-    zero, inf = (np.array(bits, np.uint32).view(np.float32) for bits in _limits(jnp.dtype(dtype)))
+    zero, inf = (np.array(bits, np.uint32).view(np.float32) for bits in limits(jnp.dtype(dtype)))
     for edge, up in ((zero, np.float32(np.inf)), (inf, np.float32(0))):
         with np.errstate(over="ignore", under="ignore"):
             ends = np.array([edge, np.nextafter(edge, up)])
@@ -82,7 +159,7 @@ def test_what_rounds_to_zero_and_to_inf_is_what_a_cast_rounds_so(dtype: str):
         assert inside in (0, np.inf)
         assert np.isfinite(other)
         assert other != 0
-    assert [int(x) for x in _limits(jnp.dtype("float32"))] == [0, 0x7F800000]
+    assert [int(x) for x in limits(jnp.dtype("float32"))] == [0, 0x7F800000]
 
 
 @pytest.mark.standard_promotion("optax.adam promotes its count")
@@ -128,7 +205,11 @@ def test_a_step_inside_a_shard_map_is_watched(devices: Any):
     _, metrics = jax.jit(both)(state, X)
     plain = mpjax.make_train_step(loss_fn, optax.sgd(1e-3), "bf16-mixed", watch=2)
     _, want = plain(plain.init(params()), X)
-    for got, one in zip(*map(jax.tree.leaves, (metrics["watched"], want["watched"])), strict=True):
+    seen, want = metrics["watched"], want["watched"]
+    # A shard's loss is the mean of its own eighth: so are the gradients inside it.
+    for statistics in seen["gradient"].values():
+        statistics |= {name: statistics[name] / 8 for name in ("amax", "l2_norm")}
+    for got, one in zip(*map(jax.tree.leaves, (seen, want)), strict=True):
         np.testing.assert_allclose(got, one, rtol=2**-6, atol=1e-9)
 
 

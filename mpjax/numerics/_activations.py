@@ -1,0 +1,233 @@
+"""What `make_train_step(watch=)` reads of activations and their gradients, by module.
+
+They exist only while the loss is differentiated, and are in no step's results. So a step that looks
+runs the program once more, before its own, with an instrument on the values that leave a module
+and on products; what no such value needs, the products of weight gradients, XLA deletes. The step's
+own program stays as it is, and keeps nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpjax._autocast.binding import bind
+from mpjax._autocast.scopes import compute_dtype
+from mpjax._typing import Array, AxisName
+from mpjax.numerics._names import Neighbours
+from mpjax.numerics._plan import BACKWARD, FORWARD, Plan
+from mpjax.numerics._program import Program
+from mpjax.numerics._run import Runner, Tracked
+from mpjax.numerics._statistics import Read, read
+
+ACTIVATION, GRADIENT = "activation", "gradient"
+_NAMES = ("loss_scale", "params", "extra_state", "batch")  # the arguments of a step's twin
+_OWN = _NAMES[:2]
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+_ENDS = _PRODUCTS | {"scatter-add", "scatter_add"}  # what reads the gradient of an activation
+
+
+class Activations:
+    """The program of a step's loss and gradients, and which of its values are looked at.
+
+    Args:
+      fun: function of arguments that returns a loss and gradients.
+      args: its arguments, traced: loss scale, parameters, extra state and batch.
+      policy: the step's, whose compute dtype values are held against.
+      axis_name: the step's, over whose shards values are joined.
+    """
+
+    def __init__(
+        self, fun: Callable[..., Any], args: Sequence[Any], policy: Any, axis_name: AxisName
+    ) -> None:
+        program = Program(fun, args, _NAMES, "make_train_step(watch)")
+        self._plan = program.plan
+        self._arrays = program.arrays(args)
+        self._axis_name = axis_name
+        self._axes = _axes(program.jaxpr)
+        self.rows = _chosen(self._plan)
+        dtypes = {
+            id(self._plan.made_by[row]): compute_dtype(policy, _path(self._plan.sites[row].module))
+            for rows in self.rows.values()
+            for row in rows
+        }
+        self._instrument = _Statistics(dtypes)
+
+    def measure(self) -> dict[tuple[str, str], Read]:
+        """Returns what was read, by kind and module, of all shards together; runs the program."""
+        runner = Runner(self._plan, self._instrument)
+        runner.axes = self._axes
+        values = runner.run(self._arrays)[1].values
+        found = {key: _of_columns(values[np.array(rows)]) for key, rows in self.rows.items()}
+        if self._axis_name is None:
+            return found
+        return {key: _over_shards(one, self._axis_name) for key, one in found.items()}
+
+
+def _path(module: str) -> tuple[str, ...]:
+    return tuple(module.split("/")) if module else ()
+
+
+def _axes(jaxpr: Any) -> tuple[Any, ...]:
+    """Returns the axes of the meshes whose shards this is traced in."""
+    variables = [v for eqn in jaxpr.jaxpr.eqns for v in eqn.outvars] + jaxpr.jaxpr.invars
+    return tuple(sorted({axis for v in variables for axis in getattr(v.aval, "vma", ())}))
+
+
+def _chosen(plan: Plan) -> dict[tuple[str, str], list[int]]:
+    """Returns the rows that are looked at, by kind and module."""
+    graph = Neighbours(plan)
+    looked_at = {FORWARD: _of_data(plan, graph), BACKWARD: _read_on(plan)}
+    outputs = {n for n in plan.outputs if n is not None}
+    found: dict[tuple[str, str], list[int]] = {}
+    for node, row in plan.row_of.items():
+        site = plan.sites[row]
+        if node in outputs or not site.shape or node not in looked_at.get(site.phase, ()):
+            continue
+        if _is_rounding_of_product(plan, node):
+            continue  # before it is rounded, a product tells more
+        readers = [plan.sites[r] for r in graph.after(row)]
+        leaves = any(_name(r) != _name(site) and r.phase == site.phase for r in readers)
+        # A layer's own gradient may go no further than into the product of its weights'.
+        ends = site.phase == BACKWARD and any(r.operation in _PRODUCTS for r in readers)
+        if site.operation in _PRODUCTS or leaves or ends:
+            kind = ACTIVATION if site.phase == FORWARD else GRADIENT
+            found.setdefault((kind, _name(site)), []).append(row)
+    return found
+
+
+def _name(site: Any) -> str:
+    """Returns the module, or where nothing is named the source line."""
+    return site.module or site.where or "(no name)"
+
+
+def _is_rounding_of_product(plan: Plan, node: int) -> bool:
+    site = plan.sites[plan.row_of[node]]
+    rows = [plan.row_of.get(n) for n in plan.reads[node]]
+    if site.operation not in _PRODUCTS or len(rows) != 1 or rows[0] is None:
+        return False
+    return plan.sites[rows[0]].operation == site.operation
+
+
+def _of_data(plan: Plan, graph: Neighbours) -> set[int]:
+    """Returns the nodes that are not made of parameters alone."""
+    starts = [
+        node
+        for node, row in plan.row_of.items()
+        if plan.sites[row].phase == "constant"
+        or (plan.sites[row].phase == "argument" and not plan.sites[row].module.startswith(_OWN))
+    ]
+    return _all_from(starts, graph.readers)
+
+
+def _read_on(plan: Plan) -> set[int]:
+    """Returns the nodes that products and scatters of the backward pass are made of.
+
+    The gradient of a weight is none: it is known without.
+    """
+    ends = [
+        node
+        for node, row in plan.row_of.items()
+        if plan.sites[row].phase == BACKWARD and plan.sites[row].operation in _ENDS
+    ]
+    return _all_from([n for end in ends for n in plan.reads[end]], plan.reads)
+
+
+def _all_from(starts: Sequence[int], edges: Sequence[Sequence[int]]) -> set[int]:
+    waiting, found = list(starts), set[int]()
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += edges[node]
+    return found
+
+
+class _Statistics:
+    """Reads the statistics of some operations' results; of all others nothing.
+
+    What a row holds is 0 where nothing ran: the smallest magnitude is stored by how far its bits
+    are below those of inf.
+    """
+
+    width = 6
+    sums = 4
+    shadows = False
+
+    def __init__(self, dtypes: dict[int, Any]) -> None:
+        self.dtypes = dtypes  # of the equations that are looked at, by their ids
+
+    def frame(self, spread: Callable[[Any], Any]) -> _Frame:
+        """Returns what measures one function body."""
+        return _Frame(self, spread)
+
+    def outputs(self, outs: Sequence[Tracked]) -> None:
+        """Returns nothing."""
+        del outs
+
+    def is_news(self, now: Any, before: Any) -> Any:
+        """Returns false: no iteration tells more than another."""
+        del before
+        return jnp.zeros(now.shape[:1], jnp.bool_)
+
+
+class _Frame:
+    def __init__(self, instrument: _Statistics, spread: Callable[[Any], Any]) -> None:
+        self.dtypes = instrument.dtypes
+        self.spread = spread
+        self.nothing = spread(jnp.zeros((instrument.width,), jnp.float32))
+        self.found: list[Any] = []
+
+    def enter(self, extra: Any) -> Any:
+        return extra
+
+    def leave(self, extra: Any) -> Any:
+        return extra
+
+    def fresh(self, value: Any) -> Any:
+        del value
+        return jnp.zeros((), jnp.int32)
+
+    def constant(self, value: Any) -> Any:
+        self.found.append(self.nothing)
+        return self.fresh(value)
+
+    def same(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
+        return [Tracked(out) for out in bind(eqn, [t.value for t in operands])]
+
+    def measure(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
+        outs = bind(eqn, [t.value for t in operands])
+        dtype = self.dtypes.get(id(eqn))
+        floating = [o for o in outs if jnp.issubdtype(o.dtype, jnp.floating) and o.size]
+        is_read = dtype is not None and floating
+        self.found.append(self.spread(_columns(floating[0], dtype)) if is_read else self.nothing)
+        return [Tracked(out) for out in outs]
+
+    def rows(self) -> Any:
+        return jnp.stack(self.found)
+
+
+def _columns(x: Any, dtype: Any) -> Any:
+    one = read(x, dtype)
+    far = np.uint32(0x7F800000) - lax.bitcast_convert_type(one.smallest, jnp.uint32)
+    sums = (one.square, one.used, one.under, one.over)
+    return jnp.stack([*sums, one.largest, far.astype(jnp.float32)])
+
+
+def _of_columns(rows: Any) -> Read:
+    square, used, under, over = jnp.sum(rows[:, :4], axis=0)
+    largest, far = jnp.max(rows[:, 4:], axis=0)
+    return Read(largest, _smallest(far), square, used, under, over)
+
+
+def _smallest(far: Array) -> Array:
+    return lax.bitcast_convert_type(np.uint32(0x7F800000) - far.astype(jnp.uint32), jnp.float32)
+
+
+def _over_shards(one: Read, axis_name: AxisName) -> Read:
+    sums = (lax.psum(x, axis_name) for x in (one.square, one.used, one.under, one.over))
+    return Read(lax.pmax(one.largest, axis_name), lax.pmin(one.smallest, axis_name), *sums)
