@@ -14,6 +14,7 @@ from mpjax._grad import get_loss_scale, grad, value_and_grad
 from mpjax._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from mpjax._policy import Policy, default_policy, get_policy
 from mpjax._policy_map import PolicyMap
+from mpjax._quantized_array import QuantizedArray, dequantize
 from mpjax._quantized_policy import QuantizedPolicy
 from mpjax._recipes import (
     DelayedScaling,
@@ -27,6 +28,7 @@ from mpjax._tree import all_finite, select_tree
 
 if TYPE_CHECKING:
     from mpjax._autocast import autocast, explain, full_precision, with_amax_history
+    from mpjax._quantize import quantize
     from mpjax.optim import current_loss_scale, raise_if_diverged, with_loss_scale
     from mpjax.train import TrainState, make_train_step
 
@@ -45,6 +47,7 @@ __all__ = [
     "Policy",
     "PolicyMap",
     "PolicyWarning",
+    "QuantizedArray",
     "QuantizedPolicy",
     "StaticLossScale",
     "SupportWarning",
@@ -54,6 +57,7 @@ __all__ = [
     "check_support",
     "current_loss_scale",
     "default_policy",
+    "dequantize",
     "explain",
     "full_precision",
     "get_loss_scale",
@@ -61,6 +65,7 @@ __all__ = [
     "grad",
     "half_dtype",
     "make_train_step",
+    "quantize",
     "raise_if_diverged",
     "select_tree",
     "value_and_grad",
@@ -75,6 +80,7 @@ _IMPORTED_LATER = {
     "explain": "mpjax._autocast",
     "full_precision": "mpjax._autocast",
     "make_train_step": "mpjax.train",
+    "quantize": "mpjax._quantize",
     "raise_if_diverged": "mpjax.optim",
     "with_amax_history": "mpjax._autocast",
     "with_loss_scale": "mpjax.optim",

@@ -10,6 +10,8 @@ import jax
 from mpjax import _spelling
 from mpjax._errors import PolicyWarning, message, nearest
 from mpjax._policy import Policy, get_policy
+from mpjax._quantized_array import is_quantized
+from mpjax._qwix_rules import qwix_rules
 from mpjax._spelling import Path, matches
 from mpjax._tree import is_overwritten, leaf_paths
 from mpjax._typing import DTypeSpec, PyTree
@@ -188,11 +190,25 @@ class PolicyMap:
             raise ValueError(message("PolicyMap.from_dict", got, "Allowed: default, rules."))
         return cls(config["default"], config["rules"])
 
+    def to_qwix_rules(self) -> list[Any]:
+        """Returns the map as rules of qwix, one `qwix.QtRule` a rule and one for the default.
+
+        qwix matches paths of modules, so that a rule for a parameter becomes one for its module;
+        it has one dtype for the gradients of both products, so that a recipe with two has none; it
+        knows no amax histories.
+
+        Raises:
+          ImportError: qwix is not installed.
+        """
+        return qwix_rules(self._default, self._rules)
+
     def _cast(self, tree: T, method: str, *, warn: bool) -> T:
         paths = leaf_paths(tree)
         if warn:
             self.warn_unused(paths)
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantized)
+        if len(leaves) < len(paths):  # an array in 8 bits is two
+            paths = leaf_paths(jax.tree_util.tree_unflatten(treedef, [0] * len(leaves)))
         cast = [
             leaf if is_overwritten(path) else getattr(self.policy_for(name), method)(leaf)
             for name, (path, leaf) in zip(paths, leaves, strict=True)

@@ -104,6 +104,19 @@ def _alternatives(pattern: str, *, bare: bool) -> tuple[re.Pattern[str], ...]:
     return tuple(re.compile(text if is_regex else translate(text)) for text in found)
 
 
+def module_regex(pattern: str) -> str:
+    """Returns a regular expression that matches, in full, the modules that a pattern is for.
+
+    Where the pattern names a parameter, the module that it is of is meant.
+    """
+    leaf = re.search(r"/(kernel|embedding|scale|bias|weight|w|b)$", pattern)
+    found = [each.pattern for each in _alternatives(pattern, bare=True)]
+    if leaf:
+        found += [each.pattern for each in _alternatives(pattern[: leaf.start()], bare=True)]
+    below = "" if pattern.startswith(REGEX) else "(/.*)?"
+    return "|".join(f"({text}){below}" for text in dict.fromkeys(found))
+
+
 def check(pattern: str) -> None:
     """Raises re.error where a pattern is no regular expression."""
     if pattern.startswith(REGEX):

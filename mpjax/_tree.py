@@ -12,6 +12,7 @@ import numpy as np
 from mpjax import _compat
 from mpjax._dtypes import FLOAT32, FLOAT64, POLICY_DTYPES, DType, describe, require_x64
 from mpjax._errors import message
+from mpjax._quantized_array import holds_quantized, is_quantized
 from mpjax._typing import Array, AxisName, KeyPath, PyTree, ScalarLike
 
 T = TypeVar("T")
@@ -88,7 +89,18 @@ def leaf_paths(tree: PyTree) -> list[str]:
     def is_variable(path: KeyPath) -> bool:
         return path[-1:] == _VALUE and below[path[:-1]] == 1
 
-    return [path_str(path[:-1] if is_variable(path) else path) for path in paths]
+    whole = _quantized_paths(tree)
+    return [
+        path_str(path[:-1] if path[:-1] in whole or is_variable(path) else path) for path in paths
+    ]
+
+
+def _quantized_paths(tree: PyTree) -> frozenset[KeyPath]:
+    """Returns the paths of arrays in 8 bits: values and scales have no names of their own."""
+    if not holds_quantized(tree):
+        return frozenset()
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
+    return frozenset(path for path, x in found if is_quantized(x))
 
 
 def cast_leaf(x: Any, dtype: DType, *, move_float64: bool) -> Any:
@@ -123,7 +135,21 @@ def cast_tree(tree: T, dtype: DType, *, move_float64: bool, where: str) -> T:
       ValueError: `dtype` is float64 and 64-bit types are off.
     """
     require_x64(dtype, where)
+    if holds_quantized(tree):
+        return _cast_quantized(tree, dtype, move_float64=move_float64, where=where)
     return map_with_path(lambda _, x: cast_leaf(x, dtype, move_float64=move_float64), tree)
+
+
+def _cast_quantized(tree: T, dtype: DType, *, move_float64: bool, where: str) -> T:
+    """Returns the cast tree: what is computed with is the array that a `QuantizedArray` is of."""
+    reads = where.endswith("cast_to_compute")
+
+    def cast(path: KeyPath, x: Any) -> Any:
+        if is_quantized(x):
+            return x.dequantize(dtype) if reads else x
+        return x if is_overwritten(path) else cast_leaf(x, dtype, move_float64=move_float64)
+
+    return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=is_quantized)
 
 
 def to_full(x: Any) -> Any:

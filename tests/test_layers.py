@@ -12,12 +12,13 @@ PACKAGE = Path(__file__).parent.parent / "mpjax"
 # One row a layer; each file or folder stands in one. A file imports only from rows above its own.
 LAYERS = (
     ("_compat", "_errors", "_shown", "_typing"),
-    ("_dtypes", "_foreign_names", "_recipes"),
+    ("_dtypes", "_foreign_names", "_recipes", "_quantized_array"),
     ("_tree", "_loss_scale_checks"),
     ("_policy", "_loss_scale", "_hardware", "_op_rules", "_spelling"),
     ("_quantized_policy",),
+    ("_qwix_rules",),
     ("_policy_map", "_grad", "_autocast", "_support", "_skip"),
-    ("_optim_state", "_module_dtypes", "_microbatches"),
+    ("_optim_state", "_module_dtypes", "_microbatches", "_quantize"),
     ("_low_precision",),
     ("_adopt", "_chains", "_inputs", "_linen_modules", "_nnx_modules", "_summary"),
     ("_under_policy", "_step_history"),
@@ -46,6 +47,7 @@ ONLY_IN = {
         "train",
     },
     "jmp": {"_policy"},
+    "qwix": {"_qwix_rules"},
     "chex": {"testing"},
     "matplotlib": {"numerics"},
     "rich": {"__main__", "_autocast", "_module_dtypes", "numerics", "pods"},

@@ -22,6 +22,7 @@ from mpjax._errors import PolicyWarning, message
 from mpjax._foreign_names import AUTOCAST, names_keywords
 from mpjax._op_rules import parse_rules
 from mpjax._policy import Policy, chosen_policy, get_policy, warn_of_other_step
+from mpjax._quantized_array import dequantize, holds_quantized
 
 F = TypeVar("F", bound=Callable[..., Any])
 Rules = str | Mapping[str, str] | None
@@ -113,6 +114,7 @@ def autocast(
         _check_algorithm(found, algorithm)
         if not _lowers(found) and algorithm is None:
             with jax.named_scope(scopes.AS_WRITTEN):
+                args, kwargs = dequantize((args, kwargs))
                 return found.cast_to_output(fun(*args, **kwargs))
         return found.cast_to_output(call(fun, args, kwargs, settings))
 
@@ -280,6 +282,7 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     leaves, treedef = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if _is_traced(leaf)]
     where = f"autocast({_name(fun)})"
+    has_quantized = holds_quantized((args, kwargs))
     trees: list[Any] = []
 
     def flat(*arrays: Any) -> list[Any]:
@@ -287,6 +290,8 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
         for i, array in zip(places, arrays, strict=True):
             full[i] = array
         copies = jax.tree.unflatten(treedef, full)
+        if has_quantized:
+            copies = dequantize(copies)
         watched = stateful.Watched((args, kwargs), copies, where)
         nnx_names.name_modules(copies)
         result = fun(*copies[0], **copies[1])

@@ -135,6 +135,8 @@ class _Planner:
         if name == "iota":
             count = eqn.params["shape"][eqn.params["dimension"]]
             return self.as_traced(eqn, states.positions(count), "positions")
+        if name == "dequantized":
+            return self.as_traced(eqn, states.INPUT, "a weight in 8 bits, times its scales")
         if name == "bitcast_convert_type" or kind is None:
             operands = [self.state(v) for v in eqn.invars]
             return self.as_traced(eqn, states.unknown(operands), "unknown: as traced")

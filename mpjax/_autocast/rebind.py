@@ -102,6 +102,8 @@ class Runner:
                 return
             for var, out in zip(eqn.outvars, outs, strict=True):
                 env[var] = _stored(out, plan.states[var])
+                if eqn.primitive.name == "dequantized":
+                    env[var].stored = (values[0].full, values[1].full)
 
     def as_traced(self, plan: Plan, eqn: Any, values: Sequence[Value]) -> list[Any]:
         params = eqn.params
@@ -143,6 +145,7 @@ class Runner:
             how=how,
             out_dtype=decision.out_dtype,
             amaxes=amaxes,
+            stored=tuple(v.stored for v in values[:2]),
         )
         return out if self.products is None else self.products.named(eqn, out)
 

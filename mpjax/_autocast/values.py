@@ -12,12 +12,13 @@ from mpjax._autocast.states import Kind, State
 class Value:
     """One value and its forms: as made, in float32, and low copies that are cast once."""
 
-    __slots__ = ("_forms", "_lazy", "is_low", "made")
+    __slots__ = ("_forms", "_lazy", "is_low", "made", "stored")
 
     def __init__(
         self, array: Any, state: State, shadow: Any = None, lazy: Callable[[Any], Any] | None = None
     ) -> None:
         self.made = array
+        self.stored: Any = None  # values and scales, where this is a weight in 8 bits
         self.is_low = state.kind == Kind.LOW
         self._lazy = lazy
         self._forms: dict[Any, Any] = {}

@@ -39,12 +39,19 @@ class Bilinear:
     convolved: Any = None  # the same program as a convolution, where a GPU runs that better
 
     def run(
-        self, args: Sequence[jax.Array], out_dtype: Any, backend: backends.Backend
+        self,
+        args: Sequence[jax.Array],
+        out_dtype: Any,
+        backend: backends.Backend,
+        stored: Sequence[Any] = (None, None),
     ) -> jax.Array:
-        """Returns the product of two arrays, cast as its direction says, as `out_dtype`."""
+        """Returns the product of two arrays, cast as its direction says, as `out_dtype`.
+
+        An operand may be `stored` in 8 bits: its values and scales are used if they fit.
+        """
         direction = self.config.direction(self.roles)
         if self._is_scaled(direction, args[0].shape):
-            return self._run_scaled(args, direction).astype(out_dtype)
+            return self._run_scaled(args, direction, stored).astype(out_dtype)
         low = self.config.low if direction.scaling else None
         pairs = zip(args[:2], self.roles[:2], strict=True)
         operands = [x.astype(low or direction.dtype(role)) for x, role in pairs]
@@ -60,7 +67,9 @@ class Bilinear:
             return False
         return scaled.fits(self.axes, shape, direction.dtype(self.roles[0]))
 
-    def _run_scaled(self, args: Sequence[jax.Array], direction: Direction) -> jax.Array:
+    def _run_scaled(
+        self, args: Sequence[jax.Array], direction: Direction, stored: Sequence[Any]
+    ) -> jax.Array:
         """Returns a product of 8-bit operands: quantised, multiplied, scaled after."""
         scaling = direction.scaling or Scaling("tensor")
         ndim = self.traced.jaxpr.outvars[0].aval.ndim
@@ -68,15 +77,16 @@ class Bilinear:
         scales: list[jax.Array] = []
         for i, role in enumerate(self.roles[:2]):
             shared = scaled.shared_axes(self.axes, i, scaling)
+            dtype = direction.dtype(role)
             if scaling.granularity == "block":
                 found = scaled.Quantized(args[i], scaled.marks(args[i], shared))
+            elif stored[i] is not None and scaled.is_usable(stored[i], self.axes, i, dtype):
+                found = scaled.Quantized(*stored[i])
             elif scaling.is_delayed:
                 amax = args[-1][config.PLACES[role]]
-                found = scaled.quantize_delayed(
-                    args[i], amax, direction.dtype(role), scaling.margin
-                )
+                found = scaled.quantize_delayed(args[i], amax, dtype, scaling.margin)
             else:
-                found = scaled.quantize(args[i], direction.dtype(role), shared, scaling.margin)
+                found = scaled.quantize(args[i], dtype, shared, scaling.margin)
             values.append(found.values)
             scales.append(scaled.as_result(found.scale, self.axes, i, ndim))
         how = direction.accumulates

@@ -238,6 +238,7 @@ def product(
     how: Config,
     out_dtype: Any,
     amaxes: jax.Array | None = None,
+    stored: Sequence[Any] = (None, None),
 ) -> jax.Array:
     """Returns one product of low operands, differentiable at any order.
 
@@ -251,23 +252,27 @@ def product(
       out_dtype: the dtype of the result: low, or float32 where nothing low reads it.
       amaxes: f32[3], the largest values of earlier steps, where `how` records them; those of this
         one are its cotangent.
+      stored: for each operand its 8-bit values and their scales, where it is kept as these.
     """
     recorded = () if amaxes is None else (amaxes,)
-    return _product_of(name, bilinear.hashable(params), how, out_dtype)(*x, *y, *extras, *recorded)
+    product = _product_of(name, bilinear.hashable(params), how, out_dtype)
+    return product(tuple(stored), *x, *y, *extras, *recorded)
 
 
 @functools.lru_cache(maxsize=4096)
 def _product_of(name: str, params: Any, how: Config, out_dtype: Any) -> Callable[..., jax.Array]:
     """Returns the product as one function, which JAX traces and differentiates once a shape."""
 
-    def linked_product(x: Any, x_low: Any, y: Any, y_low: Any, *extras: Any) -> jax.Array:
+    def linked_product(
+        stored: Any, x: Any, x_low: Any, y: Any, y_low: Any, *extras: Any
+    ) -> jax.Array:
         amaxes = extras[-1] if how.records else None
         if amaxes is not None:
             extras = (*extras[:-1], hidden(amaxes)) if how.is_delayed else extras[:-1]
         values = [hidden(x_low), hidden(y_low), *extras]
         program = bilinear.of(name, dict(params), [x_low, y_low, *extras], how)
         if how.is_scaled:
-            out = program.run(values, out_dtype, backends.TRACED)
+            out = program.run(values, out_dtype, backends.TRACED, stored)
         else:
             out = bilinear.low_product(
                 name, dict(params), values, out_dtype=out_dtype, backend=backends.TRACED

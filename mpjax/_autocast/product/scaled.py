@@ -105,6 +105,13 @@ def _has_scales(axis: Any, operand: int, scaling: Scaling) -> bool:
     return axis.mapped or is_batch or scaling.granularity != "tensor"
 
 
+def is_usable(stored: Any, axes: Axes, operand: int, dtype: Any) -> bool:
+    """Whether values that are 8-bit already can be multiplied: no scale varies along a sum."""
+    values, scale = stored
+    summed = [a[operand] for a in axes if a.result is None]
+    return values.dtype == dtype and all(i is None or scale.shape[i] == 1 for i in summed)
+
+
 def as_result(scale: jax.Array, axes: Axes, operand: int, ndim: int) -> jax.Array:
     """Returns the scales of an operand, to multiply the result of the product by."""
     found = {a[operand]: a.result for a in axes if a.result is not None}

@@ -1,0 +1,137 @@
+"""`quantize`: weights in 8 bits for inference, chosen by a policy."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._autocast.product import scaled
+from mpjax._autocast.quantized import MULTIPLE, SMALLEST
+from mpjax._errors import PolicyWarning, message
+from mpjax._policy import Policy, chosen_policy
+from mpjax._policy_map import PolicyMap
+from mpjax._quantized_array import QuantizedArray, is_quantized
+from mpjax._quantized_policy import QuantizedPolicy
+from mpjax._recipes import DTYPES, Recipe
+from mpjax._tree import is_array, is_castable, is_overwritten, leaf_paths
+
+_WHERE = "quantize"
+
+
+def quantize(params: Any, policy: Any, *, channel_axis: int = -1) -> Any:
+    """Returns `params` with weights in 8 bits: a quarter of the memory, for inference.
+
+    A weight is an array of two axes or more, of 4096 elements at least and with sizes that divide
+    by 16. Others stay, and so do paths that a `PolicyMap` gives another policy: keep tables that
+    rows are taken from so, which are read in float32 otherwise.
+
+    Args:
+      params: any pytree.
+      policy: whose recipe names the dtype, that of weights in `fprop`, and what has a scale: each
+        channel, or each matrix; or a `PolicyMap`, in which a rule takes small weights in, too.
+      channel_axis: where channels are, of a recipe with a scale for each: what a product does not
+        add up over. -1 for kernels as Flax and Haiku have them; -2 for Equinox's and PyTorch's.
+
+    Returns:
+      A tree with a `QuantizedArray` in place of each weight, which `autocast`, `cast_to_compute`
+      and `dequantize` understand.
+
+    Raises:
+      ValueError: the policy has no recipe, one with blocks, or one without `fprop`.
+      TypeError: `policy` is none.
+
+    Warns:
+      PolicyWarning: there is no weight that it is for.
+
+    Dtypes:
+      int8 or float8 with float32 scales; the rest as it is.
+
+    Transforms:
+      jit, vmap.
+
+    Example:
+      >>> params = {"w": jnp.ones((64, 128)), "b": jnp.ones(128)}
+      >>> small = mpjax.quantize(params, "int8_from_mixed_bfloat16")
+      >>> small["w"].values.dtype, small["b"].dtype
+      (dtype('int8'), dtype('float32'))
+      >>> run = mpjax.autocast(lambda params, x: x @ params["w"] + params["b"], "bf16-mixed")
+      >>> run(small, jnp.ones((8, 64))).dtype
+      dtype('float32')
+
+    References:
+      Jacob et al., Quantization and Training of Neural Networks, 2018, https://arxiv.org/abs/1712.05877
+    """
+    found = chosen_policy(policy, _WHERE)
+    _check(found, channel_axis)
+    leaves, treedef = jax.tree.flatten(params, is_leaf=is_quantized)
+    keyed = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
+    paths = leaf_paths(jax.tree.unflatten(treedef, [0] * len(leaves)))
+    if isinstance(found, PolicyMap):
+        found.warn_unused(paths, _WHERE)
+    chosen = [
+        leaf if is_overwritten(key) else _quantized(leaf, path, found, channel_axis)
+        for path, (key, leaf) in zip(paths, keyed, strict=True)
+    ]
+    if not any(map(is_quantized, chosen)):
+        _warn(paths, leaves)
+    return jax.tree.unflatten(treedef, chosen)
+
+
+def _quantized(leaf: Any, path: str, policy: Any, channel_axis: int) -> Any:
+    index = policy.deciding(path) if isinstance(policy, PolicyMap) else None
+    mine = policy.policy_for(path) if isinstance(policy, PolicyMap) else policy
+    if not isinstance(mine, QuantizedPolicy) or not is_array(leaf) or not is_castable(leaf):
+        return leaf
+    asked_for = index is not None
+    if leaf.ndim < 2 or not (asked_for or _is_weight(leaf)):
+        return leaf
+    dtype = jnp.dtype(DTYPES[(mine.recipe.products["fprop"] or ("int8", "int8"))[1]])
+    channel = channel_axis % leaf.ndim if mine.recipe.granularity == "channel" else None
+    # Axes in front of the matrix are those of stacks: layers of a scan, experts, heads.
+    shared = tuple(i for i in (leaf.ndim - 2, leaf.ndim - 1) if i != channel)
+    found = scaled.quantize(jnp.asarray(leaf), dtype, shared, mine.recipe.margin)
+    return QuantizedArray(found.values, found.scale)
+
+
+def _is_weight(leaf: Any) -> bool:
+    odd = any(size % MULTIPLE for size in leaf.shape[-2:])
+    return not odd and math.prod(leaf.shape[-2:]) >= SMALLEST
+
+
+def _check(policy: Any, channel_axis: Any) -> None:
+    policies = (policy,) if isinstance(policy, Policy) else policy.policies
+    recipes = [p.recipe for p in policies if isinstance(p, QuantizedPolicy)]
+    if not recipes:
+        fix = "Type mpjax.quantize(params, 'int8_from_mixed_bfloat16')."
+        raise ValueError(message(_WHERE, f"{policy} has no recipe.", fix))
+    for recipe in recipes:
+        _check_recipe(recipe)
+    if channel_axis not in (-1, -2):
+        got = f"got {channel_axis!r}."
+        fix = "Type -1 for kernels of Flax and Haiku, -2 for Equinox's."
+        raise ValueError(message(f"{_WHERE}(channel_axis=)", got, "Allowed: -1, -2.", fix))
+
+
+def _check_recipe(recipe: Recipe) -> None:
+    fix = "Type mpjax.QuantizedPolicy('bf16-mixed', 'int8'), or 'float8'."
+    if recipe.fprop is None:
+        raise ValueError(message(_WHERE, f"{recipe} leaves the forward product.", fix))
+    if recipe.block_size > 1:
+        got = f"{recipe} has a scale for each {recipe.block_size} values; weights are stored with "
+        got += "one for each channel or matrix."
+        raise ValueError(message(_WHERE, got, fix))
+
+
+def _warn(paths: list[str], leaves: list[Any]) -> None:
+    shown = [f"{p}: {list(x.shape)}" for p, x in zip(paths, leaves, strict=True) if is_array(x)]
+    text = message(
+        _WHERE,
+        "there is no weight to quantise: two axes, 4096 elements, sizes that divide by 16.",
+        *shown[:8],
+        "Name smaller ones: PolicyMap('bf16-mixed', {'head/*': 'int8_from_mixed_bfloat16'}).",
+    )
+    warnings.warn(text, PolicyWarning, stacklevel=3)

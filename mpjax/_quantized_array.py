@@ -1,0 +1,155 @@
+"""An array in 8 bits with its scales, and how trees that hold some are read as arrays again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from mpjax._errors import message
+
+_FLOAT32 = np.dtype("float32")
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class QuantizedArray:
+    """A weight in 8 bits: its values times its scales are what it stands for.
+
+    A pytree of the two arrays, for checkpoints and shardings. Made by `mpjax.quantize`; `autocast`
+    and a policy's `cast_to_compute` read it as the array that it stands for.
+
+    Args:
+      values: int8, float8_e4m3fn or float8_e5m2.
+      scale: f32 of as many axes, of size 1 where values share a scale.
+
+    Dtypes:
+      `dtype` is float32: that of the array that it stands for.
+
+    Transforms:
+      jit, vmap, scan (over a first axis that scales have too). Not differentiable.
+
+    Example:
+      >>> w = mpjax.quantize({"w": jnp.ones((64, 64))}, "int8_from_mixed_bfloat16")["w"]
+      >>> w
+      QuantizedArray(int8[64,64], scale f32[1,64])
+
+    References:
+      Jacob et al., Quantization and Training of Neural Networks, 2018, https://arxiv.org/abs/1712.05877
+    """
+
+    def __init__(self, values: Any, scale: Any) -> None:
+        self.values = values
+        self.scale = scale
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array that it stands for."""
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of its axes."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """float32, that of the array that it stands for."""
+        return _FLOAT32
+
+    def dequantize(self, dtype: Any = _FLOAT32) -> jax.Array:
+        """Returns the array that it stands for, rounded once."""
+        return dequantized(self.values, self.scale).astype(dtype)
+
+    def tree_flatten_with_keys(self) -> Any:
+        """Returns both arrays with their names."""
+        names = map(jax.tree_util.GetAttrKey, ("values", "scale"))
+        return tuple(zip(names, (self.values, self.scale), strict=True)), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> QuantizedArray:
+        """Returns one of other leaves."""
+        return cls(*children)
+
+    def __repr__(self) -> str:
+        return f"QuantizedArray({_shown(self.values)}, scale {_shown(self.scale, 'f32')})"
+
+
+def _shown(x: Any, name: str = "") -> str:
+    if not hasattr(x, "shape"):  # a tree of something else, such as shardings
+        return repr(x)
+    return f"{name or x.dtype.name}[{','.join(map(str, x.shape))}]"
+
+
+def is_quantized(x: Any) -> bool:
+    """Whether `x` is an array in 8 bits with scales."""
+    return isinstance(x, QuantizedArray)
+
+
+def holds_quantized(tree: Any) -> bool:
+    """Whether a tree holds one."""
+    return any(map(is_quantized, jax.tree.leaves(tree, is_leaf=is_quantized)))
+
+
+def dequantize(tree: Any, dtype: Any = _FLOAT32) -> Any:
+    """Returns `tree` with what `quantize` made 8-bit as plain arrays again.
+
+    Args:
+      tree: any pytree.
+      dtype: of these arrays; nothing else is cast.
+
+    Dtypes:
+      float32, or `dtype`: values times scales are exact in float32 but for one rounding.
+
+    Transforms:
+      jit, vmap.
+
+    Example:
+      >>> params = {"w": jnp.full((64, 64), 0.5)}
+      >>> small = mpjax.quantize(params, "float8_from_mixed_bfloat16")
+      >>> mpjax.dequantize(small)["w"].dtype
+      dtype('float32')
+    """
+
+    def plain(x: Any) -> Any:
+        return x.dequantize(dtype) if is_quantized(x) else x
+
+    return jax.tree.map(plain, tree, is_leaf=is_quantized)
+
+
+# A primitive, so that a product of it can be seen to be one of 8-bit values.
+dequantized_p = Primitive("dequantized")
+
+
+def dequantized(values: Any, scale: Any) -> jax.Array:
+    """Returns values times scales in float32."""
+    return dequantized_p.bind(jnp.asarray(values), jnp.asarray(scale))
+
+
+def _multiplied(values: jax.Array, scale: jax.Array) -> jax.Array:
+    return values.astype(_FLOAT32) * scale
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    got = "a weight in 8 bits was differentiated: it cannot be trained."
+    fix = "Differentiate with respect to other arguments, or train mpjax.dequantize(params)."
+    raise TypeError(message("quantize", got, fix))
+
+
+def _batch(args: Any, dims: Any) -> Any:
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if isinstance(d, int))
+    moved = [
+        jnp.moveaxis(x, d, 0) if isinstance(d, int) else jnp.broadcast_to(x, (size, *x.shape))
+        for x, d in zip(args, dims, strict=True)
+    ]
+    return dequantized_p.bind(*moved), 0
+
+
+dequantized_p.def_impl(jax.jit(_multiplied))
+dequantized_p.def_abstract_eval(lambda values, _: values.update(dtype=_FLOAT32, weak_type=False))
+mlir.register_lowering(dequantized_p, mlir.lower_fun(_multiplied, multiple_results=False))
+ad.primitive_jvps[dequantized_p] = _refuse
+batching.primitive_batchers[dequantized_p] = _batch

@@ -1,0 +1,178 @@
+"""Weights in 8 bits for inference: `quantize`, what reads them, and what they are off."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from _helpers import assert_same_bits
+
+import mpjax
+from mpjax import QuantizedArray
+
+INT8, FLOAT8 = "int8_from_mixed_bfloat16", "float8_from_mixed_bfloat16"
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+PARAMS = {
+    "embed": normal(9, 96, 64),
+    "layers": [{"kernel": normal(i, 64, 64) / 8, "bias": normal(i, 64)} for i in range(3)],
+}
+X = normal(8, 16, 64)
+
+
+def model(params, x):
+    for layer in params["layers"]:
+        x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
+    return x
+
+
+def error(found, expected):
+    found, expected = np.float64(found), np.float64(expected)
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+def arrays(tree):
+    """Returns the arrays in 8 bits of a tree."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, QuantizedArray))
+    return [x for x in leaves if isinstance(x, QuantizedArray)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype", "scales", "bound"),
+    [(INT8, "int8", (1, 64), 0.009), (FLOAT8, "float8_e4m3fn", (1, 1), 0.028)],
+)
+def test_weights_are_8_bit_with_scales_and_a_quarter_as_large(policy, dtype, scales, bound):
+    small = mpjax.quantize(PARAMS, policy)
+    assert len(arrays(small)) == 4
+    for array in arrays(small):
+        assert (array.values.dtype.name, array.scale.shape) == (dtype, scales)
+    before, after = (sum(x.nbytes for x in jax.tree.leaves(t)) for t in (PARAMS, small))
+    assert before / after > 3.5  # biases stay
+    assert_same_bits(small["layers"][0]["bias"], PARAMS["layers"][0]["bias"])
+    plain = mpjax.dequantize(small)
+    assert jax.tree.structure(plain) == jax.tree.structure(PARAMS)
+    for a, b in zip(*map(jax.tree.leaves, (plain, PARAMS)), strict=True):
+        assert error(a, b) < bound
+    assert_same_bits(mpjax.quantize(small, policy), small)
+
+
+@pytest.mark.parametrize("policy", [INT8, FLOAT8])
+def test_autocast_reads_them_under_any_policy_and_multiplies_them_as_they_are(policy):
+    small = mpjax.quantize(PARAMS, policy)
+    exact = model(mpjax.dequantize(small), X)
+    for under in (policy, "bf16-mixed", "float32"):
+        fast = jax.jit(mpjax.autocast(model, under))
+        assert error(fast(small, X), exact) < 0.02
+    rows = mpjax.explain(model, policy)(small, X).rows
+    assert any("layers/*/kernel" in row.reason for row in rows)
+    for params, count in ((PARAMS, 2), (small, 1)):  # the weight's largest is not looked for again
+        text = str(jax.make_jaxpr(mpjax.autocast(model, policy))(params, X))
+        assert text.count("reduce_max") == count
+
+
+def test_scale_is_that_of_the_largest_of_each_channel_or_matrix():
+    kernel = PARAMS["layers"][0]["kernel"]
+    for axis, shape, along in ((-1, (1, 64), 0), (-2, (64, 1), 1)):
+        found = mpjax.quantize({"w": kernel}, INT8, channel_axis=axis)["w"]
+        wanted = jnp.max(jnp.abs(kernel), axis=along, keepdims=True) / 127
+        assert found.scale.shape == shape
+        np.testing.assert_allclose(found.scale, wanted, rtol=1e-6)
+
+
+def test_stack_is_scanned_over_with_a_scale_for_each_layer():
+    stack = jnp.stack([layer["kernel"] for layer in PARAMS["layers"]])
+    for policy in (INT8, FLOAT8):
+        small = mpjax.quantize({"w": stack}, policy)
+
+        def scanned(params, x):
+            return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0]
+
+        exact = scanned(mpjax.dequantize(small), X)
+        assert error(jax.jit(mpjax.autocast(scanned, policy))(small, X), exact) < 0.05
+        assert small["w"].scale.shape[0] == 3
+
+
+def test_policy_map_chooses_by_path_and_takes_small_ones_in():
+    policies = mpjax.PolicyMap("bf16-mixed", {"layers/1/*": INT8})
+    small = mpjax.quantize(PARAMS, policies)
+    assert [isinstance(layer["kernel"], QuantizedArray) for layer in small["layers"]] == [
+        *(False, True, False)
+    ]
+    tiny = {"head": jnp.ones((3, 5)), "rest": jnp.ones((64, 64))}
+    found = mpjax.quantize(tiny, mpjax.PolicyMap("bf16-mixed", {"head": INT8}))
+    assert repr(found["head"]) == "QuantizedArray(int8[3,5], scale f32[1,5])"
+    assert policies.cast_to_compute(small)["layers"][1]["kernel"].dtype == jnp.bfloat16
+
+
+def test_cast_to_compute_gives_plain_arrays_and_other_casts_leave_them():
+    small = mpjax.quantize(PARAMS, INT8)
+    policy = mpjax.get_policy("bf16-mixed")
+    cast = policy.cast_to_compute(small)
+    assert {x.dtype.name for x in jax.tree.leaves(cast)} == {"bfloat16"}
+    assert not arrays(cast)
+    for other in (policy.cast_to_param(small), policy.cast_to_output(small)):
+        assert_same_bits(other, small)
+
+
+def test_gradient_of_what_is_not_quantised_passes_through():
+    small = mpjax.quantize(PARAMS, FLOAT8)
+    fast = mpjax.autocast(lambda p, x: jnp.sum(model(p, x) ** 2), FLOAT8)
+    found = jax.jit(jax.grad(fast, argnums=1))(small, X)
+    wanted = jax.grad(lambda x: jnp.sum(model(mpjax.dequantize(small), x) ** 2))(X)
+    assert error(found, wanted) < 0.12
+    with pytest.raises(TypeError, match=r"or train mpjax.dequantize\(params\)"):
+        jax.grad(fast, allow_int=True)(small, X)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_law_weight_that_is_not_finite_stays_so(bad):
+    layers = [dict(layer) for layer in PARAMS["layers"]]
+    layers[1]["kernel"] = layers[1]["kernel"].at[1, 2].set(bad)
+
+    def middle(params, x):
+        x, kernels = jnp.tanh(x), [layer["kernel"] for layer in params["layers"]]
+        return (x @ kernels[0] @ kernels[1])[:, :4] @ kernels[2][:4]
+
+    for policy in (INT8, FLOAT8):
+        small = mpjax.quantize({"layers": layers}, policy)
+        assert not jnp.isfinite(small["layers"][1]["kernel"].dequantize()[1, 2])
+        assert not jnp.isfinite(mpjax.autocast(middle, policy)(small, X)).any()
+
+
+@pytest.mark.standard_promotion("orbax mixes dtypes")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("policy", [INT8, FLOAT8])
+def test_orbax_gives_back_what_it_was_given(policy, tmp_path):
+    small = mpjax.quantize(PARAMS, policy)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "small", small)
+        checkpointer.wait_until_finished()
+        template = jax.eval_shape(lambda: mpjax.quantize(PARAMS, policy))
+        assert_same_bits(checkpointer.restore(tmp_path / "small", template), small)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "said"),
+    [
+        ("bf16-mixed", {}, "has no recipe"),
+        (INT8, {"channel_axis": 0}, "Allowed: -1, -2"),
+        (mpjax.QuantizedPolicy(recipe=mpjax.MXFP8BlockScaling()), {}, "a scale for each 32 values"),
+        (
+            mpjax.QuantizedPolicy(recipe=mpjax.Float8CurrentScaling(fprop=None)),
+            {},
+            "leaves the forward product",
+        ),
+    ],
+)
+def test_what_cannot_be_stored_is_refused(policy, options, said):
+    with pytest.raises(ValueError, match=said):
+        mpjax.quantize(PARAMS, policy, **options)
+
+
+def test_tree_without_weights_is_a_warning_with_what_there_is():
+    with pytest.warns(mpjax.PolicyWarning, match=r"b: \[5\]"):
+        mpjax.quantize({"b": jnp.ones(5)}, INT8)
