@@ -31,10 +31,13 @@ def qwix_rules(default: Policy, rules: Sequence[tuple[str, Policy]]) -> list[Any
 
 def fields(policy: Policy) -> dict[str, Any]:
     """Returns the fields of a rule of qwix: none, where a policy has no recipe."""
-    if not isinstance(policy, QuantizedPolicy) or policy.recipe.products["fprop"] is None:
+    if not isinstance(policy, QuantizedPolicy):
         return {}
     recipe = policy.recipe
-    inputs, weights = recipe.products["fprop"]
+    forward = recipe.products["fprop"]
+    if forward is None:
+        return {}
+    inputs, weights = forward
     found: dict[str, Any] = {"weight_qtype": DTYPES[weights], "act_qtype": DTYPES[inputs]}
     if gradient := _gradient_dtype(recipe):
         found["bwd_qtype"] = gradient

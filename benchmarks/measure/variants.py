@@ -40,10 +40,22 @@ def products_only(network: Any, dtype: str) -> Loss:
     return mpjax.autocast(network.loss, POLICIES[dtype], rules=rules)
 
 
+def int8(network: Any, dtype: str) -> Loss:
+    """Returns it with int8 products: forward and for the input's gradient."""
+    return mpjax.autocast(network.loss, mpjax.QuantizedPolicy(POLICIES[dtype], "int8"))
+
+
+def float8(network: Any, dtype: str) -> Loss:
+    """Returns it with float8 products, a scale a tensor."""
+    return mpjax.autocast(network.loss, mpjax.QuantizedPolicy(POLICIES[dtype], "float8"))
+
+
 VARIANTS: dict[str, Callable[[Any, str], Loss]] = {
     "f32": f32,
     "hand-cast": hand_cast,
     "autocast": autocast,
     "widest": widest,
     "products only": products_only,
+    "int8": int8,
+    "float8": float8,
 }
