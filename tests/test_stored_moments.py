@@ -92,6 +92,19 @@ def test_what_is_not_finite_is_seen_and_stays_in_its_block(kind: str, bad: float
 
 
 @kinds
+@pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
+def test_a_row_can_be_one_block(kind: str, second: bool):
+    x = moment((2, 8192), second=second).at[0, 5000].set(np.nan)
+    coded = encode(x, kind, None, chances(x.shape), is_second=second)
+    assert coded.scales.shape == (2, 1)
+    assert float(coded.scales[1, 0]) == float(jnp.max(jnp.abs(x[1])))
+    back = decode(coded)
+    assert bool(jnp.isnan(back[0]).all())
+    assert bool(jnp.all((back[1] != 0) | (not second)))
+    assert float(jnp.max(jnp.abs(back[1] - x[1]))) <= float(coded.scales[1, 0]) / 4
+
+
+@kinds
 @pytest.mark.parametrize("size", [1, 7, 255, 257, 1000])
 def test_blocks_of_any_length(kind: str, size: int):
     x = moment((3, size), second=False)
@@ -319,9 +332,10 @@ def test_an_optimizer_without_moments_is_refused(store: Any):
         store(optax.sgd(0.1)).init({"w": jnp.ones((64, 64))})
 
 
-@pytest.mark.parametrize("size", [0, 1, -256, 2.5, True, None])
+@pytest.mark.parametrize("size", [0, 1, -256, 2.5, True, "rows"])
 def test_a_block_has_at_least_two(size: Any):
-    with pytest.raises(ValueError, match=r"\(block_size\): must be a whole number of at least 2"):
+    text = r"\(block_size\): must be a whole number of at least 2, or None; got "
+    with pytest.raises(ValueError, match=text):
         optim.with_quantized_state(optax.adam(0.1), block_size=size)
 
 

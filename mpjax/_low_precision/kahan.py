@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 
 from mpjax._dtypes import FLOAT32, POLICY_DTYPES
-from mpjax._low_precision.owner import RoundingOwner, map_narrow, nothing
+from mpjax._low_precision.owner import RoundingOwner, map_narrow, nothing, unless_zero
 from mpjax._low_precision.rounding import land, nearest
 from mpjax._tree import to_full
 from mpjax._typing import Array, PyTree
@@ -72,7 +72,7 @@ def with_kahan(inner: optax.GradientTransformation) -> optax.GradientTransformat
 class _Kahan(RoundingOwner):
     name = "with_kahan"
     state_type = KahanState
-    keeps_rest = True
+    never = float(jnp.finfo(BFLOAT16).max)  # of a finite parameter half a unit is kept at most
 
     def start(self, params: PyTree) -> PyTree:
         return map_narrow(lambda p: jnp.zeros_like(p, BFLOAT16), params, other=nothing)
@@ -86,7 +86,6 @@ class _Kahan(RoundingOwner):
 
     def move(self, p: Array, kept: Array, weight: Array, step: Array) -> tuple[Array, Array]:
         del weight
-        step = kept.astype(FLOAT32) + step
-        full = to_full(p)
-        update, _ = land(full, nearest(full + step, p.dtype))
-        return update, (step - update).astype(BFLOAT16)
+        full, way = to_full(p), kept.astype(FLOAT32) + step
+        update, _ = land(full, nearest(full + way, p.dtype))
+        return update, unless_zero(step, (way - update).astype(BFLOAT16), kept)

@@ -12,7 +12,7 @@ import optax
 
 from mpjax._dtypes import FLOAT32
 from mpjax._errors import message
-from mpjax._low_precision.owner import RoundingOwner, map_narrow, nothing
+from mpjax._low_precision.owner import RoundingOwner, map_narrow, nothing, unless_zero
 from mpjax._low_precision.rounding import land, nearest
 from mpjax._tree import to_full
 from mpjax._typing import Array, PyTree
@@ -111,15 +111,14 @@ class _Copies(RoundingOwner):
         return kept
 
     def move(self, p: Array, kept: Array, weight: Array, step: Array) -> tuple[Array, Array]:
-        del kept
-        weight = weight + step
+        weight = unless_zero(step, kept + step, kept)
         return land(to_full(p), nearest(weight, p.dtype))[0], weight
 
 
 class _Corrections(RoundingOwner):
     name = "with_master_weights"
     state_type = SplitWeightsState
-    keeps_rest = True
+    never = -128.0  # corrections are cut to 127
 
     def start(self, params: PyTree) -> PyTree:
         return map_narrow(lambda p: jnp.zeros_like(p, jnp.int8), params, other=nothing)
@@ -132,10 +131,9 @@ class _Corrections(RoundingOwner):
         return joined(p, kept)
 
     def move(self, p: Array, kept: Array, weight: Array, step: Array) -> tuple[Array, Array]:
-        del kept
         weight = weight + step
         update, place = land(to_full(p), nearest(weight, p.dtype))
-        return update, correction(weight, place, p.dtype)
+        return update, unless_zero(step, correction(weight, place, p.dtype), kept)
 
 
 def joined(p: Array, correction: Array) -> Array:

@@ -29,7 +29,7 @@ class RoundingOwner(abc.ABC):
 
     name: str
     state_type: type[Any]
-    keeps_rest = False  # whether what is kept is what the rounding of this step left
+    never: float | None = None  # a value that is never kept, where the rest of the rounding is
 
     def __init__(self, inner: optax.GradientTransformation) -> None:
         self.inner = optax.with_extra_args_support(inner)
@@ -48,7 +48,10 @@ class RoundingOwner(abc.ABC):
 
     @abc.abstractmethod
     def move(self, p: Array, kept: Any, weight: Array, step: Array) -> tuple[Array, Any]:
-        """Returns the update of a narrow parameter for a float32 step, and what is kept."""
+        """Returns the update of a narrow parameter for a float32 step, and what is kept.
+
+        By a step of zero what is kept stays (`unless_zero`).
+        """
 
     def after(self, field: PyTree, kept: PyTree, inner_state: PyTree) -> PyTree:
         """Returns the first field of the next state."""
@@ -80,7 +83,6 @@ class RoundingOwner(abc.ABC):
         weights = self._weights(params, kept)
         grads = jax.tree.map(lambda g: to_full(g) if is_array(g) else g, updates)
         steps, inner_state = self.inner.update(grads, state.inner_state, weights, **extra)
-        inner_state = jax.tree.map(_apart, inner_state)
         moved = map_narrow(self._moved, params, kept, weights, steps, other=_as_it_is)
         updates = jax.tree.map(lambda m: m.update, moved, is_leaf=_is_moved)
         kept = jax.tree.map(lambda m: m.kept, moved, is_leaf=_is_moved)
@@ -90,49 +92,21 @@ class RoundingOwner(abc.ABC):
         return map_narrow(self.weight, params, kept, other=lambda p, _: p)
 
     def _moved(self, p: Array, kept: Any, weight: Array, step: Array) -> "_Moved":
-        step = step.astype(FLOAT32)
-        if not self.keeps_rest:
-            return _Moved(*self._still(p, kept, weight, step))
-        update, _ = self._still(p, kept, weight, jax.lax.reduce_precision(step, 8, 23))
-        # What is kept must not be rounded into the parameter by a step of zero, which is no step.
-        update = jnp.where(step == 0, -0.0, update)
-        return _Moved(update, _rest(self._still, p, kept, weight, step))
-
-    def _still(self, p: Array, kept: Any, weight: Array, step: Array) -> tuple[Array, Any]:
-        """Moves, and leaves what is kept as it was, sign of zero included, by a step of zero."""
+        # Rounded, so that no compiler contracts the product that it is in one use and not another.
+        step = jax.lax.reduce_precision(step.astype(FLOAT32), 8, 23)
         update, now = self.move(p, kept, weight, step)
-        return update, jax.tree.map(lambda new, old: jnp.where(step == 0, old, new), now, kept)
+        if self.never is None:
+            return _Moved(update, now)
+        # What is kept must not be rounded into the parameter by a step of zero, which is no step.
+        # And for TPUs what is kept must lead to the parameter: two results of which neither does
+        # are two kernels there behind a root or a division, 1.4 to 1.6 times the traffic. Hence a
+        # question whose answer is no.
+        return _Moved(jnp.where((step == 0) | (now == self.never), -0.0, update), now)
 
 
-def _rest(move: Callable[..., Any], *leaf: Array) -> Array:
-    """Returns what is kept of a step: for TPUs computed beside the parameter, not from it.
-
-    XLA for TPUs makes a kernel of what two results depend on, if that holds a division or a root,
-    and a second one of the results: 1.4 times the traffic. Computed twice, it is one kernel behind
-    a momentum, and still two behind AdamW, whose roots come first. The
-    step enters both as the same number, rounded: were it a product that one copy had contracted
-    into a multiply-add and the other not, what is kept would be that of another parameter.
-    """
-
-    def shared(p: Array, kept: Array, weight: Array, step: Array) -> Array:
-        return move(p, kept, weight, jax.lax.reduce_precision(step, 8, 23))[1]
-
-    def apart(p: Array, kept: Array, weight: Array, step: Array) -> Array:
-        return move(p, kept, weight, -jax.lax.reduce_precision(-step, 8, 23))[1]
-
-    return jax.lax.platform_dependent(*leaf, tpu=apart, default=shared)
-
-
-def _apart(x: Any) -> Any:
-    """Returns the same values, of which XLA for TPUs does not make a kernel of their own.
-
-    Where new moments are both results and what the parameters are computed from, it writes them
-    out, and reads them again to compute what is kept: two passes over memory, up to 1.6 times the
-    traffic. As results apart from what goes on they are siblings: one kernel for plain moments,
-    though not yet for AdamW's (48 bytes a parameter on a v5e with Kahan, 28 on an H100).
-    """
-    is_moment = is_array(x) and x.dtype == FLOAT32 and x.ndim > 0
-    return jax.lax.reduce_precision(x, 8, 23) if is_moment else x
+def unless_zero(step: Array, new: Array, old: Array) -> Array:
+    """Returns what is kept after a step: as it was, sign of zero included, by a step of zero."""
+    return jnp.where(step == 0, old, new)
 
 
 class _Moved(NamedTuple):

@@ -33,7 +33,7 @@ def with_quantized_state(
     inner: optax.GradientTransformation,
     kind: str = "int8",
     *,
-    block_size: int = 256,
+    block_size: int | None = 256,
     rules: Mapping[str, str] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `inner` with its moments stored in 8 bits, and computed in float32.
@@ -55,7 +55,9 @@ def with_quantized_state(
       inner: any optax transformation.
       kind: "int8", or "float8" (e4m3; second moments by their square root).
       block_size: the most that share a scale. Where it does not divide the last axis, blocks are
-        made shorter: 1000 in blocks of 256 are four of 250.
+        made shorter: 1000 in blocks of 256 are four of 250. None gives each row one scale: half of
+        float32's traffic on TPUs too, which write blocks within a row out; more of what is small
+        beside its row's largest is rounded, and devices that share a row exchange that largest.
       rules: pattern → "int8", "float8" or "float32", for the moments of parameters whose path
         matches, the first match wins; patterns as in `PolicyMap`.
 
@@ -88,8 +90,9 @@ def with_quantized_state(
     if kind not in KINDS:
         got = f"unknown kind {kind!r}."
         raise ValueError(message("with_quantized_state", got, "Accepted: 'int8', 'float8'."))
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 2:
-        got = f"must be a whole number of at least 2; got {block_size!r}."
+    is_size = isinstance(block_size, int) and not isinstance(block_size, bool) and block_size >= 2
+    if not (is_size or block_size is None):
+        got = f"must be a whole number of at least 2, or None; got {block_size!r}."
         fix = "Type 256; each block costs 4 bytes for its scale."
         raise ValueError(message("with_quantized_state(block_size)", got, fix))
     return _Quantized(inner, kind, block_size, dict(rules or {})).transformation()
@@ -103,7 +106,7 @@ class _Quantized(StoredMoments):
         self,
         inner: optax.GradientTransformation,
         kind: str,
-        block_size: int,
+        block_size: int | None,
         rules: dict[str, str],
     ) -> None:
         super().__init__(inner)
@@ -139,7 +142,7 @@ class _Quantized(StoredMoments):
         known = shapes(params)
         for moment in moments:
             shape = known.get(moment.param, ())
-            if self._kind_of(moment, shape) == "float32":
+            if self._block_size is None or self._kind_of(moment, shape) == "float32":
                 continue
             blocks = block_count(shape[-1], self._block_size)
             length = -(-shape[-1] // blocks)
