@@ -35,6 +35,7 @@ class Decoder:
     time: int = 2048
     policy: str = "bf16-mixed"
     axis: str = "fsdp"
+    param_dtype: str = "float32"
 
     @property
     def shapes(self) -> PyTree:
@@ -53,7 +54,8 @@ class Decoder:
             "norm": (d,),
         }
         is_size = lambda x: isinstance(x, tuple)  # noqa: E731
-        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), sizes, is_leaf=is_size)
+        spec = lambda s: jax.ShapeDtypeStruct(s, self.param_dtype)  # noqa: E731
+        return jax.tree.map(spec, sizes, is_leaf=is_size)
 
     @property
     def specs(self) -> PyTree:
@@ -76,7 +78,7 @@ class Decoder:
             else:
                 scale = self.width**-0.5 if path[-1].key == "table" else leaf.shape[-2] ** -0.5
                 values.append(scale * jax.random.normal(jax.random.fold_in(key, i), leaf.shape))
-        return jax.tree.unflatten(structure, values)
+        return jax.tree.unflatten(structure, [x.astype(self.param_dtype) for x in values])
 
     def loss(self, shards: PyTree, tokens: jax.Array) -> jax.Array:
         """Returns the mean cross-entropy of this device's rows; inside `shard_map`."""
@@ -141,14 +143,20 @@ class Decoder:
 
     def state_specs(self, tx: optax.GradientTransformation) -> PyTree:
         """How the state is stored: the optimizer's as the parameters that it belongs to."""
-        opt_specs = optax.tree.map_params(
-            tx,
-            lambda _, spec: spec,
-            self.state_shapes(tx)["opt_state"],
-            self.specs,
-            transform_non_params=lambda _: P(),
-        )
+        known = dict(jax.tree_util.tree_leaves_with_path(self.specs, is_leaf=_is_spec))
+
+        def spec(path: Any, _: Any) -> P:
+            """Of a leaf below a parameter's path, or of its codes or scales."""
+            ends = [path[i:j] for j in (len(path), len(path) - 1) for i in range(j)]
+            return next((known[end] for end in ends if end in known), P())
+
+        opt_state = self.state_shapes(tx)["opt_state"]
+        opt_specs = jax.tree_util.tree_map_with_path(spec, opt_state)
         return {"params": self.specs, "opt_state": opt_specs}
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
 
 
 def normalised(x: jax.Array, scale: jax.Array) -> jax.Array:
