@@ -252,7 +252,7 @@ class TrainStep:
         finite = scaling.grads_finite
         new_state = TrainState(
             step=state.step + finite.astype(jnp.int32),
-            params=apply_updates(state.params, updates),
+            params=apply_updates(state.params, updates, opt_state),
             opt_state=opt_state,
             extra_state=select_like(finite, extra_state, state.extra_state),
             amax_history=next_history(self.policy, state.amax_history, seen, loss_scale, finite),

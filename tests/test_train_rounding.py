@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _helpers import assert_same_bits
 from flax import nnx
 
 import mpjax
@@ -42,6 +43,48 @@ def test_nearest_moves_no_weight_in_100_steps_and_the_others_move_all():
         assert abs(params.mean() / want.mean() - 1) < 0.005
     for policy in ("16-true", "O2"):
         assert moved_after_100_steps(policy, "kahan")[0] == 768
+
+
+# What is left of a weight of 1 in one step: it is on the grid of 2⁻²⁴, as 1 and every step near it.
+FALLS = {"bfloat16": 2.0**-20 * 1.25, "float16": 2.0**-14 * 1.5}
+OWNERS = {
+    "master": optim.with_master_weights,
+    "kahan": optim.with_kahan,
+    "stochastic": optim.with_stochastic_rounding,
+}
+
+
+def falling(params: Any, x: Any) -> Any:
+    return jnp.sum((params["w"] * x).astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"), [("master", "bf16-true"), ("stochastic", "bf16-true"), ("kahan", "16-true")]
+)
+def test_law_17_a_weight_that_all_but_vanishes_in_a_train_step_lands(name: str, policy: str):
+    dtype = mpjax.get_policy(policy).param_dtype
+    left = jnp.asarray(FALLS[dtype.name], dtype)
+    grad = optax.GradientTransformation(  # of a float32 step, which no 16-bit gradient is
+        lambda _: optax.EmptyState(),
+        lambda g, s, p=None: (jax.tree.map(lambda g: -(1 - FALLS[dtype.name]) * jnp.sign(g), g), s),
+    )
+    step = mpjax.make_train_step(falling, OWNERS[name](grad), policy, donate=False)
+    state, _ = step(step.init({"w": jnp.ones(8)}), jnp.ones(8))
+    assert_same_bits(state.params["w"], jnp.full(8, left))
+
+
+def test_law_17_a_train_step_lands_on_copies_that_no_update_leads_to():
+    tx = optim.with_master_weights(optax.sgd(1.0))
+    step = mpjax.make_train_step(falling, tx, "bf16-true", loss_scale=1, donate=False)
+    tiny = jnp.full(8, 1.9921875 * 2.0**-20, jnp.bfloat16)  # 8 bits that 1 + 2⁻²³ cannot hold
+    state = step.init({"w": tiny})
+    elsewhere = state._replace(params={"w": jnp.ones(8, jnp.bfloat16)})
+    nudge = jnp.full(8, 2.0**-40, jnp.bfloat16)
+    moved, _ = step(elsewhere, nudge)
+    assert_same_bits(moved.params["w"], tiny)
+    skipped, metrics = step(elsewhere, jnp.full(8, jnp.inf))
+    assert not bool(metrics["grads_finite"])
+    assert_same_bits(skipped.params, elsewhere.params)
 
 
 def test_rounding_goes_around_a_loss_scale_of_ones_own():

@@ -28,7 +28,7 @@ def apply_updates(params: PyTree, updates: PyTree, opt_state: PyTree = None) -> 
       opt_state: the state that it returned, or None. With float32 master weights in it a
         parameter becomes its rounded copy also where no float32 update leads there: where their
         difference is beyond float32, or the parameter was changed by other means and is 2¹⁶ times
-        as large as the copy (2¹³ times in float16).
+        as large as the copy (2¹³ times in float16). An update of zero leaves it as it is.
 
     Example:
       >>> mpjax.optim.apply_updates({"w": jnp.bfloat16(1)}, {"w": jnp.float32(0.5)})
@@ -46,7 +46,7 @@ def apply_updates(params: PyTree, updates: PyTree, opt_state: PyTree = None) -> 
         if kept is None or kept[0] is not MasterWeightsState or not is_narrow_leaf(path, p):
             return moved
         target = nearest(kept[1], p.dtype).astype(p.dtype)
-        return jnp.where(moved == target, moved, target)
+        return jnp.where((moved == target) | (u == 0), moved, target)  # a skipped step is none
 
     return jax.tree_util.tree_map_with_path(apply, params, updates)
 
