@@ -118,7 +118,7 @@ def cnn_task() -> Task:
     )
 
 
-def lm_task() -> Task:
+def lm_task(lm: Any = lm) -> Task:
     corpus, held_out = lm.load()
 
     def init(seed: int) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ renews the forms of the tasks that it names and keeps the rest; `python docs/fig
 """
 
 import functools
+import importlib
 import itertools
 import json
 import pathlib
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from convergence import TASKS as NETWORKS
-from convergence import Task, arguments, compared
+from convergence import Task, arguments, compared, lm, lm_task
 from measure import machine
 
 import mpjax
@@ -52,9 +53,10 @@ def linear_second_moments(tx: Tx) -> Tx:
     return optax.GradientTransformation(tx.init, update)
 
 
-def int8(tx: Tx) -> Tx:
+def int8(tx: Tx, block_size: int | None = 256) -> Tx:
     # These networks are small: without rules their moments would be left in float32.
-    return optim.with_quantized_state(tx, rules={"*bias": "float32", "*": "int8"})
+    rules = {"*bias": "float32", "*": "int8"}
+    return optim.with_quantized_state(tx, rules=rules, block_size=block_size)
 
 
 def float8(tx: Tx) -> Tx:
@@ -80,7 +82,13 @@ FORMS: dict[str, tuple[str, Wrapper]] = {
     "24 bits + bf16 moments": ("bf16-true", lambda tx: split(bfloat16(tx))),
     "24 bits + int8 moments": ("bf16-true", lambda tx: split(int8(tx))),
     "24 bits + float8 moments": ("bf16-true", lambda tx: split(float8(tx))),
+    "stochastic + bf16 moments": (
+        *("bf16-true", lambda tx: optim.with_stochastic_rounding(bfloat16(tx))),
+    ),
     "stochastic + int8 moments": ("bf16-true", lambda tx: optim.with_stochastic_rounding(int8(tx))),
+    "stochastic + int8 rows": (
+        *("bf16-true", lambda tx: optim.with_stochastic_rounding(int8(tx, block_size=None))),
+    ),
     "linear int8 second moments": ("32-true", linear_second_moments),
 }
 BASE = "float32"
@@ -88,16 +96,26 @@ BASE = "float32"
 
 @functools.cache
 def task(name: str) -> Task:
-    return NETWORKS[name][0]()
+    return lm_task(small_lm()) if name == "small lm" else NETWORKS[name.removesuffix(LONG)][0]()
+
+
+def small_lm() -> Any:
+    """Returns `examples/lm.py` a sixteenth as large, of which five seeds take a minute."""
+    del sys.modules["lm"]
+    small = importlib.import_module("lm")
+    sys.modules["lm"] = lm
+    small.WIDTH, small.LAYERS, small.TIME = 48, 2, 32
+    return small
 
 
 def optimizer(name: str, steps: int) -> Tx:
-    if name == "mlp":  # in `convergence.py` it has SGD
+    if name.startswith("mlp"):  # in `convergence.py` it has SGD
         return optax.adamw(optax.cosine_decay_schedule(1e-3, steps))
     return task(name).optimizer(steps)
 
 
-TASKS = {"mlp": 2400, "digits": 300, "lm": 600}  # and how many steps
+LONG = " x 10"  # ten times the steps: stalls come late
+TASKS = {"mlp": 2400, f"mlp{LONG}": 24000, "digits": 300, "lm": 600, "small lm": 600}  # and steps
 CHUNK = 30  # steps between two looks at the loss
 SEEN = 8  # batches of a chunk on which it is measured
 
