@@ -79,6 +79,8 @@ def quantized(tx: Any) -> Any:
 BYTES = {
     "float32": (optax.adamw(1e-3), FULL, "float32", 16.0),
     "master": (optim.with_master_weights(optax.adamw(1e-3)), SPEC, "float32", 18.0),
+    "stochastic": (optim.with_stochastic_rounding(optax.adamw(1e-3)), SPEC, "float32", 14.0),
+    "and gradients": (optim.with_stochastic_rounding(optax.adamw(1e-3)), SPEC, "bfloat16", 12.0),
     "24 bits": (optim.with_master_weights(optax.adamw(1e-3), bits=24), SPEC, "float32", 15.0),
     "24 + bf16": (
         optim.with_master_weights(

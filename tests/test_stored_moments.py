@@ -1,6 +1,7 @@
 """Moments in 16 and 8 bits: what codes keep, what averages of them do, what is refused."""
 
 import functools
+import pickle
 from typing import Any
 
 import flax.serialization
@@ -291,6 +292,7 @@ def test_law_16_checkpoints_and_nnx_keep_every_code(kind: str, tmp_path: Any):
     tx = optim.with_quantized_state(optax.adam(1e-2), kind)
     _, state = run(tx, [batch(0)])
     empty = tx.init(small())
+    assert_same_bits(pickle.loads(pickle.dumps(state)), state)
     assert_same_bits(
         flax.serialization.from_bytes(empty, flax.serialization.to_bytes(state)), state
     )
