@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "low_precision_optimizers.json"
-TASKS: dict[str, Any] = json.loads(RESULTS.read_text())["tasks"]
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+TASKS: dict[str, Any] = json.loads((RESULTS / "low_precision_optimizers.json").read_text())["tasks"]
+STEPS: dict[str, Any] = json.loads((RESULTS / "low_precision_steps.json").read_text())
 FAILING = ("nearest", "linear int8 second moments")
 SOUND = [
     (name, form)
@@ -44,3 +45,32 @@ def test_nearest_rounding_ends_behind_every_seed_of_float32(name: str, least: fl
 def test_linear_second_moments_diverge(name: str):
     base = max(of(name, "float32", "loss"))
     assert all(loss is None or loss > 3 * base for loss in of(name, FAILING[1], "loss"))
+
+
+ONCE = ("master weights", "stochastic", "kahan", "24 bits")
+LOW = {"stochastic + bfloat16 moments": 0.5, "24 bits + bfloat16 moments": 0.58}
+ROWS = {"stochastic + int8 rows": 0.51, "24 bits + int8 rows": 0.58}
+
+
+@pytest.mark.parametrize("devices", ["v5e:4x4", "8xh100"])
+def test_a_step_moves_what_it_holds_once_and_in_8_bits_half_of_float32s(devices: str):
+    rows = STEPS["rows"]
+    for form in (*ONCE, *LOW):
+        row = rows[f"{devices}, {form}"]
+        assert row["traffic"] <= 1.01 * row["least"]
+    full = rows[f"{devices}, float32"]["traffic"]
+    for form, share in (LOW | ROWS).items():
+        assert rows[f"{devices}, {form}"]["traffic"] <= 1.001 * share * full
+    blocks = rows[f"{devices}, stochastic + int8 moments"]["traffic"] / full
+    assert (blocks > 3) == (devices == "v5e:4x4")
+    assert blocks <= 0.51 or devices == "v5e:4x4"
+
+
+@pytest.mark.parametrize(("devices", "share"), [("v5e:4x4", 0.65), ("8xh100", 0.6)])
+def test_a_whole_steps_peak_falls_to_what_the_page_says(devices: str, share: float):
+    low, full = (
+        STEPS["whole"][f"{devices}, {form}"]["peak"]
+        for form in ("stochastic + int8 rows", "float32")
+    )
+    assert round(low / full, 2) == share
+    assert all(row["findings"] == [] for row in STEPS["whole"].values())
