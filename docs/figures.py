@@ -251,12 +251,14 @@ FORMS = {  # of benchmarks/results/low_precision_optimizers.json: colour
     "24 bits + int8 moments": "#e69f00",
     "stochastic + int8 moments": "#000000",
 }
-HEIGHTS = {"mlp": (0.0, 22.0), "digits": (0.9, 2.4), "lm": (0.97, 1.05)}
+LIMITS = (0.97, 1.05)
+HEIGHTS = {"mlp": (0.0, 22.0), "digits": (0.9, 2.4), "lm": LIMITS, "small lm": LIMITS}
 
 
 def draw_optimizers(path: Path) -> None:
     """Draws how far each form's training loss is from float32's, the mean over the seeds."""
-    tasks = json.loads((RESULTS / "low_precision_optimizers.json").read_text())["tasks"]
+    known = json.loads((RESULTS / "low_precision_optimizers.json").read_text())["tasks"]
+    tasks = {name: known[name] for name in HEIGHTS}
     figure = Figure(figsize=(11, 3.8), dpi=120, layout="constrained")
     for axes, (name, entry) in zip(figure.subplots(1, len(tasks)), tasks.items(), strict=True):
         base = mean_curve(entry["runs"]["float32"])

@@ -15,7 +15,7 @@ SOUND = [
     (name, form)
     for name, entry in TASKS.items()
     for form in entry["runs"]
-    if form not in ("float32", *FAILING)
+    if form not in ("float32", *FAILING) and name != "mlp x 10"
 ]
 
 
@@ -41,10 +41,31 @@ def test_nearest_rounding_ends_behind_every_seed_of_float32(name: str, least: fl
     assert statistics.mean(nearest) > least * statistics.mean(base)
 
 
-@pytest.mark.parametrize("name", [n for n in TASKS if FAILING[1] in TASKS[n]["runs"]])
+def test_nearest_rounding_ends_behind_float32_with_each_seed_of_a_small_transformer():
+    nearest, base = (of("small lm", form, "loss") for form in ("nearest", "float32"))
+    assert all(a > b for a, b in zip(nearest, base, strict=True))
+    assert len(base) == 5
+    assert statistics.mean(nearest) > 1.015 * statistics.mean(base)
+
+
+def test_nearest_rounding_stalls_for_good_and_the_others_go_on():
+    nearest = min(of("mlp x 10", "nearest", "loss"))
+    for form in ("float32", "stochastic + int8 moments", "24 bits + int8 moments"):
+        assert max(of("mlp x 10", form, "loss")) < nearest / 1000
+        scores = [statistics.mean(of("mlp x 10", f, "score")) for f in (form, "float32")]
+        assert scores[0] >= scores[1] - 0.5
+    assert nearest > 0.01
+
+
+@pytest.mark.parametrize("name", ["mlp", "lm"])
 def test_linear_second_moments_diverge(name: str):
     base = max(of(name, "float32", "loss"))
     assert all(loss is None or loss > 3 * base for loss in of(name, FAILING[1], "loss"))
+
+
+def test_the_cnn_bears_linear_second_moments():
+    linear, base = (of("digits", form, "loss") for form in (FAILING[1], "float32"))
+    assert abs(statistics.mean(linear) / statistics.mean(base) - 1) < 0.02
 
 
 ONCE = ("master weights", "stochastic", "kahan", "24 bits")
