@@ -1,9 +1,12 @@
 """The table of operations: complete, in one place each, and open to the user's overrides."""
 
+import pathlib
+
 import jax.extend.core.primitives
 import pytest
 
 from mpjax import _op_rules
+from mpjax._autocast import traits
 from mpjax._op_rules import AS_TRACED, COMPARISONS, OP_RULES, STRUCTURE, OpClass, parse_rules
 
 _EXPORTED = sorted(
@@ -28,6 +31,21 @@ def test_no_primitive_stands_in_two_places():
     places = [OP_RULES.keys(), COMPARISONS, STRUCTURE, AS_TRACED]
     names = [name for place in places for name in place]
     assert len(names) == len(set(names))
+
+
+def test_every_trait_is_of_operations_with_a_rule_that_stand_in_one_row_each():
+    names = [name for names, _ in traits._ROWS for name in names]
+    assert len(names) == len(set(names))
+    assert [n for n in names if n not in OP_RULES.keys() | COMPARISONS | AS_TRACED] == []
+
+
+def test_every_word_of_the_table_is_a_trait_that_is_asked_for():
+    words = {word for _, words in traits._ROWS for word in words}
+    folder = pathlib.Path(traits.__file__).parent
+    asked = "".join(p.read_text() for p in folder.rglob("*.py") if p.name != "traits.py")
+    assert [w for w in sorted(words) if f"traits.{w.upper()}" not in asked] == []
+    constants = {name: found for name, found in vars(traits).items() if name.isupper()}
+    assert {name for name in constants if not name.startswith("_")} == {w.upper() for w in words}
 
 
 @pytest.mark.parametrize("rule", OP_RULES.values(), ids=lambda rule: rule.primitive)

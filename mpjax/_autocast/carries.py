@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import structure
+from mpjax._autocast import structure, traits
 from mpjax._autocast.caches import by_program
 from mpjax._op_rules import OP_RULES, OpClass, only_moves
 
 Places = frozenset[int]
 _NONE: Places = frozenset()
-_BOUNDED = frozenset({"tanh", "logistic", "erf"})  # forget what they are given
 
 
 def kept(eqn: Any) -> tuple[bool, ...]:
@@ -93,7 +92,7 @@ def _passed(eqn: Any, operands: Sequence[Places]) -> Sequence[Places]:
         return [_NONE.union(*found) for found in zip(*branches, strict=True)]
     if (program := structure.single_program(eqn)) is not None:
         return _through(direct(program), operands)
-    blocked = name in _BOUNDED or is_product(eqn)
+    blocked = name in traits.BENDS or is_product(eqn)
     return [_NONE if blocked else _NONE.union(*operands)] * len(eqn.outvars)
 
 

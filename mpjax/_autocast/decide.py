@@ -21,7 +21,6 @@ from mpjax._autocast import (
     control,
     fusible,
     groups,
-    linear,
     norms,
     quantized,
     reads,
@@ -29,6 +28,7 @@ from mpjax._autocast import (
     states,
     streams,
     structure,
+    traits,
 )
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.plan import (
@@ -43,12 +43,6 @@ from mpjax._autocast.plan import (
 from mpjax._autocast.states import Kind, State
 from mpjax._op_rules import COMPARISONS, OP_RULES, PRODUCTS, OpClass, op_class
 from mpjax._policy import Policy
-
-_STEPWISE = frozenset(
-    {"add", "sub", "add_any", "mul", "div", "max", "min", "select_n", "clamp", "rem", "concatenate"}
-    | {"stack", "pad", "dynamic_update_slice", "scatter", "scatter-max", "scatter-min"}
-)
-"""Through these a state remains one."""
 
 
 def make_plan(
@@ -177,11 +171,11 @@ class _Planner:
             operands = branches
         if state.kind == Kind.CONSTANT:
             state = states.arithmetic(name, operands)
-        if name not in _STEPWISE:
+        if name not in traits.STEPS:
             state = states.unkept(state)
-        if name in ("add", "sub", "add_any"):
+        if name in traits.ADDS:
             state = self.sums.state(eqn, operands, state, widest=settings.widest)
-        if name in fusible.MOVING and state.kind == Kind.LOW and operands[0].kind != Kind.LOW:
+        if name in traits.UPDATES and state.kind == Kind.LOW and operands[0].kind != Kind.LOW:
             state = states.WIDE  # an update of a float32 buffer: the rest of it is not rounded
         return self.fused(eqn, state, rule.reason)
 
@@ -325,7 +319,7 @@ class _Planner:
 
     def foreign(self, eqn: Any) -> Decision:
         """Integers and the like; what combines comparisons stays in the group that made them."""
-        joined = eqn.primitive.name in linear.LOGIC and any(
+        joined = eqn.primitive.name in traits.LOGIC and any(
             not _compat.is_literal(v) and v in self.compared for v in eqn.invars
         )
         if not joined:
@@ -339,14 +333,14 @@ class _Planner:
 
     def keep(self, eqn: Any, found: Sequence[State], reason: str) -> Decision:
         self.record(eqn, found)
-        fused = eqn.primitive.name in fusible.FUSIBLE and not eqn.effects
+        fused = eqn.primitive.name in traits.FUSIBLE and not eqn.effects
         return Decision(eqn, Action.FUSED if fused else Action.KEEP, reason)
 
     def fused(self, eqn: Any, state: State, reason: str) -> Decision:
         name = eqn.primitive.name
-        if eqn.effects or not (name in fusible.FUSIBLE or fusible.is_fusible_function(eqn)):
+        if eqn.effects or not (name in traits.FUSIBLE or fusible.is_fusible_function(eqn)):
             self.record(eqn, [state] * len(eqn.outvars))
-            native = name in fusible.NATIVE and state.kind == Kind.LOW
+            native = name in traits.NATIVE and state.kind == Kind.LOW
             action = Action.NATIVE if native else Action.AS_TRACED
             return Decision(eqn, action, reason, out_dtype=state.dtype)
         self.record(eqn, [self.stored(eqn, v, state) for v in eqn.outvars])

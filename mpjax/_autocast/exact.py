@@ -16,15 +16,10 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from mpjax import _compat
-from mpjax._autocast import states, structure
+from mpjax._autocast import states, structure, traits
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.rule_traces import RuleTrace
-from mpjax._op_rules import COMPARISONS
 
-_CHOICES = frozenset(
-    {"max", "min", "select_n", "clamp", "neg", "abs", "stop_gradient", "copy", "and", "or", "not"}
-    | {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
-)
 FLOAT32 = np.dtype("float32")
 
 
@@ -42,7 +37,7 @@ def _is_exact_program(jaxpr: Any, dtype: Any) -> bool:
         and (
             is_exact(eqn, dtype)
             if structure.single_program(eqn) is not None
-            else eqn.primitive.name in _CHOICES | COMPARISONS
+            else eqn.primitive.name in traits.CHOOSES
         )
         for eqn in jaxpr.eqns
     )

@@ -8,39 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import linear, scopes, structure
+from mpjax._autocast import scopes, structure, traits
 from mpjax._autocast.activations import is_activation
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.states import Kind, fits, of_literal
 from mpjax._op_rules import COMPARISONS, OP_RULES, OpClass
-
-_ELEMENTWISE = """
-abs neg sign copy add add_any sub mul div max min select_n clamp sqrt square integer_pow tanh
-logistic erf floor ceil round rem exp exp2 expm1 log log2 log1p pow rsqrt cbrt sin cos tan asin
-acos atan atan2 sinh cosh asinh acosh atanh erf_inv erfc one_minus_square stop_gradient
-convert_element_type is_finite
-"""
-_MOVES = """
-reshape squeeze expand_dims transpose rev broadcast_in_dim slice split concatenate stack pad
-reduce_max reduce_min
-"""
-_REDUCTIONS = frozenset({"reduce_sum", "reduce_prod", "reduce_and", "reduce_or"})
-FUSIBLE = (
-    frozenset(_ELEMENTWISE.split())
-    | frozenset(_MOVES.split())
-    | _REDUCTIONS
-    | linear.LOGIC
-    | COMPARISONS
-) - {"argmax", "argmin"}
-"""What XLA computes in one kernel with its neighbours, cheaply enough to do it again."""
-
-MOVING = frozenset(
-    {"dynamic_update_slice", "scatter", "scatter-max", "scatter-min", "scatter-add", "scatter-mul"}
-)
-"""Update part of their first operand."""
-
-NATIVE = MOVING | {"rem"}
-"""Follow their operands' dtype outside any group."""
 
 _MAX_FUNCTION = 64  # equations: larger functions are planned inside
 
@@ -58,7 +30,7 @@ def _fusible_program(jaxpr: Any) -> bool:
     if len(opened.eqns) > _MAX_FUNCTION or opened.constvars or not opened.outvars:
         return False
     return all(
-        ((eqn.primitive.name in FUSIBLE and not eqn.effects) or is_fusible_function(eqn))
+        ((eqn.primitive.name in traits.FUSIBLE and not eqn.effects) or is_fusible_function(eqn))
         and not scopes.of(eqn)  # a region, or a path: what stands inside is looked at
         for eqn in opened.eqns
     ) and bool(opened.eqns)

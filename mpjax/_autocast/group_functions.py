@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax._autocast import backends, groups, masks, passes, scopes
+from mpjax._autocast import backends, groups, masks, passes, scopes, traits
 from mpjax._autocast.binding import bind, inside, written_at
 from mpjax._autocast.plan import FLOAT32, Plan, is_float32
 from mpjax._autocast.recompute import recomputed
@@ -132,7 +132,7 @@ def _bind(plan: Plan, step: groups.Step, eqn: Any, values: Sequence[Any]) -> lis
 
 def _operands(plan: Plan, step: groups.Step, eqn: Any, local: dict[Any, Any]) -> list[Any]:
     values = [a.val if _compat.is_literal(a) else local[a] for a in eqn.invars]
-    for i, v in enumerate(eqn.invars if eqn.primitive.name in passes.ADDS else ()):
+    for i, v in enumerate(eqn.invars if eqn.primitive.name in traits.ADDS else ()):
         if not _compat.is_literal(v) and v in step.apart:
             # Repeated here, or its cotangent would be summed before it is stored.
             wide = jnp.broadcast_to(values[i], eqn.outvars[0].aval.shape)

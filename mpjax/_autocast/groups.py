@@ -13,19 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import exact, linear, masks, passes
+from mpjax._autocast import exact, linear, masks, passes, traits
 from mpjax._autocast.hints import hint
 from mpjax._autocast.states import Kind, State, fits, of_literal, size
 from mpjax._op_rules import only_moves
-
-_SINGLE = frozenset(
-    {"add", "sub", "add_any", "mul", "div", "max", "min", "select_n", "clamp", "concatenate"}
-    | {"stack", "pad", "tanh"}
-)
-"""Run on low operands when they are alone in their group: one rounding either way.
-
-Not `logistic`: some backends make 1 / (1 + exp(-x)) of it, each step rounded.
-"""
 
 _SMALL = 1024  # elements: below this a group costs more to wrap than it saves
 
@@ -304,7 +295,7 @@ def _is_native(
     state = found[eqn.outvars[0]]
     if state.kind != Kind.LOW:
         return False
-    if eqn.primitive.name not in _SINGLE and not exact.is_exact(eqn, state.dtype):
+    if eqn.primitive.name not in traits.ALONE and not exact.is_exact(eqn, state.dtype):
         return False
     if any(_is_repeated(v, eqn) for v in eqn.invars):
         return False

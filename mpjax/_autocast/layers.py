@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from mpjax import _compat
-from mpjax._autocast import scopes, structure
+from mpjax._autocast import scopes, structure, traits
 from mpjax._autocast.caches import by_program
 from mpjax._op_rules import PRODUCTS
 
@@ -37,7 +37,6 @@ class Origin(NamedTuple):
 CONSTANT = Origin(Made.CONSTANTS)
 INPUT = Origin(Made.INPUTS)
 
-_PICKS = frozenset({"gather", "dynamic_slice", "take_along_axis"})
 _MAX_PASSES = 8
 
 
@@ -115,7 +114,7 @@ def is_layer(eqn: Any, found: Flow) -> bool:
 
 def is_table(eqn: Any, found: Flow) -> bool:
     """Whether an equation takes rows of a parameter, which ones depending on the inputs."""
-    if eqn.primitive.name not in _PICKS or len(eqn.invars) < 2:
+    if eqn.primitive.name not in traits.PICKS or len(eqn.invars) < 2:
         return False
     taken = found.origin(eqn.invars[0]).made is Made.PARAMETERS
     return taken and any(found.origin(v).made is Made.INPUTS for v in eqn.invars[1:])

@@ -5,26 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import structure
+from mpjax._autocast import structure, traits
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.states import WIDE, Kind, State
-from mpjax._op_rules import COMPARISONS, only_moves
-
-LOGIC = frozenset({"and", "or", "not", "xor"})
-_LINEAR = (
-    frozenset(
-        {"add", "sub", "add_any", "reduce_sum", "convert_element_type", "select_n", "concatenate"}
-        | {"stack", "pad", "floor", "ceil", "round"}
-    )
-    | COMPARISONS
-    | LOGIC
-)
+from mpjax._op_rules import only_moves
 
 
 def is_linear(eqn: Any, found: dict[Any, State]) -> bool:
     """Whether differentiating an equation keeps nothing in float32."""
     name = eqn.primitive.name
-    if name in _LINEAR or (only_moves(eqn) and name not in ("reduce_max", "reduce_min", "abs")):
+    if name in traits.LINEAR or (
+        only_moves(eqn) and name not in ("reduce_max", "reduce_min", "abs")
+    ):
         return True
     if name in ("mul", "div"):
         operands = [_state(v, found) for v in eqn.invars]

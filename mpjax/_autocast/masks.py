@@ -19,13 +19,10 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from mpjax import _compat
-from mpjax._autocast import backends, exact
+from mpjax._autocast import backends, exact, traits
 from mpjax._autocast.hints import hint
 from mpjax._autocast.rule_traces import RuleTrace
 from mpjax._autocast.states import State
-
-_KEEP_OPERANDS = frozenset({"dot_general", "conv_general_dilated", "reduce_window_max"})
-"""Have derivatives that read their operands, which are stored for it."""
 
 
 @hint("masks", lambda *_: frozenset[Any]())
@@ -45,7 +42,7 @@ def in_group(
     ]
     if not made:
         return frozenset()
-    keep = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in _KEEP_OPERANDS]
+    keep = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in traits.KEEPS]
     return frozenset(made).intersection(v for eqn in keep for v in _compat.variables(eqn))
 
 

@@ -11,18 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import activations, structure
+from mpjax._autocast import activations, structure, traits
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.states import copies
 from mpjax._op_rules import only_moves
-
-_SCALES = frozenset({"mul", "div"})
-_SHIFTS = frozenset({"add", "sub"})
-_BOUNDED = frozenset({"tanh", "logistic", "erf", "max", "min"})
-_TOTALS = frozenset({"reduce_sum", "reduce_max"})
-_OF_TOTALS = frozenset(
-    {"add", "sub", "mul", "div", "max", "square", "integer_pow", "sqrt", "convert_element_type"}
-)
 
 
 def results(jaxpr: Any) -> frozenset[Any]:
@@ -80,11 +72,11 @@ class _Search:
         name = eqn.primitive.name
         if name == "broadcast_in_dim" and copies(eqn) > 1:
             self.repeated.add(out)
-        if name in _TOTALS:
+        if name in traits.TOTALS:
             self.statistics.add(out)
         elif name == "rsqrt" and operands[0] in self.statistics:
             self.roots.add(out)
-        elif self.statistics.issuperset(operands) and (name in _OF_TOTALS or only_moves(eqn)):
+        elif self.statistics.issuperset(operands) and (name in traits.OF_TOTALS or only_moves(eqn)):
             (self.roots if name == "sqrt" else self.statistics).add(out)
         elif self.roots.issuperset(operands) and only_moves(eqn):
             self.roots.add(out)
@@ -96,14 +88,14 @@ class _Search:
         ready = [v for v in operands if v in self.normalised]
         if structure.single_program(eqn) is not None:
             return self.is_function_of_a_norm(eqn, operands, ready)
-        if name in _SCALES:
+        if name in traits.SCALES:
             scales = [v for v in eqn.invars if _compat.is_literal(v) or v.aval.ndim == 0]
             return not scales and bool(ready or self.roots.intersection(operands))
-        if name in _SHIFTS:
+        if name in traits.SHIFTS:
             shape = eqn.outvars[0].aval.shape
             others = [v for v in operands if v not in self.normalised]
             return bool(ready) and all(v in self.repeated or v.aval.shape != shape for v in others)
-        return len(ready) == len(operands) and (name in _BOUNDED or only_moves(eqn))
+        return len(ready) == len(operands) and (name in traits.BOUNDS or only_moves(eqn))
 
     def is_function_of_a_norm(self, eqn: Any, operands: list[Any], ready: list[Any]) -> bool:
         """Whether an equation calls an activation of a normalised value, or a norm."""

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax import _compat
-from mpjax._autocast import exact, structure
+from mpjax._autocast import exact, structure, traits
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.hints import hint
 from mpjax._autocast.states import Kind, State, size
@@ -23,9 +23,6 @@ from mpjax._op_rules import only_moves
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 CONVOLUTION = "conv_general_dilated"
-STATISTICS = frozenset({"reduce_sum", "reduce_prod", "reduce_max", "reduce_min"})
-_BENDS = frozenset({"tanh", "logistic", "erf"})
-ADDS = frozenset({"add", "add_any", "sub"})
 _NOTHING: frozenset[Any] = frozenset()
 
 
@@ -52,7 +49,7 @@ def read_twice(
             convolved.update(eqn.outvars if eqn.primitive.name == CONVOLUTION else ())
             continue
         operands = _compat.variables(eqn)
-        if eqn.primitive.name in ADDS and convolved.intersection(operands):
+        if eqn.primitive.name in traits.ADDS and convolved.intersection(operands):
             convolved.update(eqn.outvars)
         values = _NOTHING.union(*(made_of.get(v, _NOTHING) for v in operands))
         counts = _NOTHING.union(*(counted.get(v, _NOTHING) for v in operands))
@@ -102,7 +99,7 @@ def merged(
             for v in operands
             if found[v].kind == Kind.LOW and size(v.aval.shape) == size(out.aval.shape)
         }
-        is_sum = eqn.primitive.name in ADDS and (read or len(terms) > 1)
+        is_sum = eqn.primitive.name in traits.ADDS and (read or len(terms) > 1)
         kept = frozenset({out}) if is_sum and found[out].kind == Kind.LOW else read
         sums.update((v, kept) for v in eqn.outvars)
     return cuts
@@ -176,7 +173,7 @@ def summed_apart(eqns: Sequence[Any]) -> set[Any]:
     largest = _largest(eqns)
     found: dict[Any, Any] = {}
     for eqn in eqns:
-        for v in eqn.invars if eqn.primitive.name in ADDS else ():
+        for v in eqn.invars if eqn.primitive.name in traits.ADDS else ():
             if _compat.is_literal(v) or size(eqn.outvars[0].aval.shape) < largest:
                 continue
             if v in source or size(v.aval.shape) < size(eqn.outvars[0].aval.shape):
@@ -195,7 +192,7 @@ def added_to_convolutions(
     """
     convolved = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == CONVOLUTION}
     sums = [eqn for eqn in eqns if not only_moves(eqn)]
-    if any(eqn.primitive.name not in ADDS - {"sub"} for eqn in sums):
+    if any(eqn.primitive.name not in traits.ADDS - {"sub"} for eqn in sums):
         return _NOTHING
     if any(found[eqn.outvars[0]].kind != Kind.LOW for eqn in sums):
         return _NOTHING  # cuDNN would round what was asked for in float32
@@ -211,7 +208,7 @@ def _largest(eqns: Sequence[Any]) -> int:
 def _bends(eqn: Any) -> bool:
     if structure.single_program(eqn) is not None:
         return not ends_a_kernel(eqn)
-    return eqn.primitive.name in _BENDS
+    return eqn.primitive.name in traits.BENDS
 
 
 def ends_a_kernel(eqn: Any) -> bool:
@@ -219,7 +216,7 @@ def ends_a_kernel(eqn: Any) -> bool:
     program = structure.single_program(eqn)
     if program is not None:
         return _holds_an_end(program)
-    if eqn.primitive.name not in STATISTICS:
+    if eqn.primitive.name not in traits.STATISTIC:
         return False
     axes, ndim = sorted(eqn.params["axes"]), eqn.invars[0].aval.ndim
     return axes != list(range(ndim - len(axes), ndim))
@@ -228,7 +225,9 @@ def ends_a_kernel(eqn: Any) -> bool:
 def takes_a_statistic(eqn: Any) -> bool:
     """Whether an equation, or the function that it calls, adds up or finds the largest of many."""
     program = structure.single_program(eqn)
-    return eqn.primitive.name in STATISTICS if program is None else _holds_a_statistic(program)
+    return (
+        eqn.primitive.name in traits.STATISTIC if program is None else _holds_a_statistic(program)
+    )
 
 
 @by_program

@@ -14,10 +14,10 @@ import numpy as np
 from jax import lax
 
 from mpjax import _compat
-from mpjax._autocast import control, fusible, scopes, states, structure
+from mpjax._autocast import control, fusible, scopes, states, structure, traits
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.carries import direct
-from mpjax._op_rules import COMPARISONS, OP_RULES, OpClass
+from mpjax._op_rules import OP_RULES, OpClass
 
 PRODUCT = 1  # read by a product, directly or moved
 OUTPUT = 2  # read by an output of the program, directly, moved, or through sums
@@ -28,26 +28,6 @@ GRADIENT = 32  # what a derivative taken inside the program gives to the rest of
 CARRIED = 64  # goes into what a loop carries in either dtype
 EXACT = 128  # goes into what rounding would ruin: a factorisation, a running sum, a user's "full"
 STACKED = 256  # a loop stacks it: a copy of what it may carry in float32
-
-_LINEAR = frozenset({"add", "sub", "add_any", "neg", "mul", "div", "convert_element_type"})
-_ACCUMULATING = frozenset(
-    {"select_n", "max", "min", "clamp", "concatenate", "stack", "pad", "dynamic_update_slice"}
-    | {"scatter", "scatter-add", "scatter-max", "scatter-min"}
-)
-_RESIZING = frozenset(
-    {"slice", "dynamic_slice", "gather", "broadcast_in_dim", "reduce_max", "reduce_min", "split"}
-)
-
-
-_FACTORISATIONS = frozenset(
-    {"cholesky", "eig", "eigh", "hessenberg", "householder_product", "lu", "qr", "geqrf", "schur"}
-    | {"svd", "triangular_solve", "tridiagonal", "tridiagonal_solve", "custom_linear_solve"}
-)
-_UNFORGIVING = _FACTORISATIONS | {"cumsum", "cumprod", "cumlogsumexp", "fft"}
-"""Amplify what their operand was rounded by, in kernels of their own."""
-
-
-_LOOKING = COMPARISONS | {"debug_callback", "debug_print"}  # change nothing by being there
 
 
 def of(jaxpr: Any, wants: tuple[int, ...], full: frozenset[str]) -> dict[Any, int]:
@@ -85,7 +65,7 @@ def _operands(eqn: Any, outs: list[int], full: frozenset[str]) -> list[int]:
     name = eqn.primitive.name
     is_function = fusible.is_fusible_function(eqn)
     held = fusible.operations(eqn) & full if is_function and full else name in full
-    if name in _UNFORGIVING or held:
+    if name in traits.UNFORGIVING or held:
         later = functools.reduce(int.__or__, outs, 0) & LATER
         return [later | EXACT] * len(eqn.invars)
     union = functools.reduce(int.__or__, outs, 0)
@@ -100,18 +80,18 @@ def _operands(eqn: Any, outs: list[int], full: frozenset[str]) -> list[int]:
     if structure.is_call(eqn) and not is_function:
         return control.operand_reads(eqn, tuple(outs), functools.partial(inner, full=full))
     if rule and rule.op_class is OpClass.KEEP:
-        moved = union & ~WHOLE if name in _RESIZING else union
+        moved = union & ~WHOLE if name in traits.RESIZES else union
         return [moved] * len(eqn.invars)
-    if name in _LINEAR:
+    if name in traits.HANDS_ON:
         passed = OUTPUT | LATER | FULL | CARRIED | EXACT
         if name not in ("mul", "div") or any(map(_compat.is_literal, eqn.invars)):
             passed |= GRADIENT
         return [union & passed] * len(eqn.invars)
-    if name in _ACCUMULATING:
+    if name in traits.ACCUMULATES:
         return [union & (LATER | FULL | EXACT)] * len(eqn.invars)
     if is_function:
         return _of_function(eqn, outs, later)
-    is_unknown = rule is None and name not in _LOOKING
+    is_unknown = rule is None and name not in traits.LOOKS
     return [later | EXACT if is_unknown else later] * len(eqn.invars)
 
 
@@ -174,7 +154,7 @@ def adds_nothing(eqn: Any) -> bool:
 
 def resizes(eqn: Any) -> bool:
     """Whether an operation picks or repeats elements."""
-    return eqn.primitive.name in _RESIZING
+    return eqn.primitive.name in traits.RESIZES
 
 
 def repeats(eqn: Any) -> bool:

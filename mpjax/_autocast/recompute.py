@@ -16,9 +16,8 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax import _compat
-from mpjax._autocast import backends
+from mpjax._autocast import backends, traits
 from mpjax._autocast.hints import hint
-from mpjax._autocast.passes import STATISTICS
 from mpjax._autocast.states import size
 
 _SMALLER = 16  # a statistic is kept if it is this many times smaller than the largest input
@@ -80,7 +79,7 @@ def _keeps_small(limit: int) -> Callable[..., bool]:
     def policy(primitive: Any, *avals: Any, **params: Any) -> bool:
         if primitive is backends.STORED:
             return True
-        if primitive.name not in STATISTICS:
+        if primitive.name not in traits.STATISTIC:
             return False
         kept = [n for i, n in enumerate(avals[0].shape) if i not in params["axes"]]
         return size(kept) <= limit

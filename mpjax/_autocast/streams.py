@@ -11,12 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import reads, states
+from mpjax._autocast import reads, states, traits
 from mpjax._autocast.states import Kind, State
 from mpjax._op_rules import only_moves
 
 _SMALL = 1 / 32  # times this a change counts as a step: each one is worth 5 bits less
-_EXTREMES = frozenset({"reduce_max", "reduce_min", "cummax", "cummin"})
 
 
 class Sums:
@@ -43,7 +42,7 @@ class Sums:
         """Remembers of an equation, whose results have states, what later sums ask for."""
         variables = _compat.variables(eqn)
         floats = [v for v in variables if self._found[v].kind > Kind.CONSTANT]
-        if eqn.primitive.name in _EXTREMES or (floats and self._extremes.issuperset(floats)):
+        if eqn.primitive.name in traits.EXTREME or (floats and self._extremes.issuperset(floats)):
             self._extremes.update(eqn.outvars)
         if only_moves(eqn) and (reads.repeats(eqn) or self._repeated.intersection(variables)):
             self._repeated.update(eqn.outvars)

@@ -15,17 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from mpjax import _compat
-from mpjax._autocast import product, states
+from mpjax._autocast import product, states, traits
 from mpjax._autocast.plan import FLOAT32, is_float32
 
-_LINEAR = frozenset(
-    {"broadcast_in_dim", "tile", "gather", "all_gather", "all_gather_invariant"}
-    | {"pvary", "pcast", "pbroadcast"}  # across devices
-)
-_CHOOSING = frozenset(
-    {"reduce_max", "reduce_min", "sort", "top_k"}  # the first two count ties
-    | {"scatter", "scatter-max", "scatter-min"}
-)
 _LOW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
@@ -34,7 +26,7 @@ def is_summed(eqn: Any) -> bool:
     name = eqn.primitive.name
     if name == "broadcast_in_dim":
         return states.copies(eqn) > 2  # a sum of two terms is rounded once in any dtype
-    return name in _LINEAR or name in _CHOOSING
+    return name in traits.REPEATS or name in traits.SELECTS
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
@@ -55,7 +47,7 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
         return [out.astype(low) if is_float32(v) else out for v, out in pairs]
 
     def rule(primals: Any, tangents: Any) -> Any:
-        if eqn.primitive.name in _LINEAR:
+        if eqn.primitive.name in traits.REPEATS:
             return made(*primals), widened(tangents[0], *primals[1:])
         # Which values were chosen is found again from low operands, rather than kept in float32.
         return jax.jvp(jax.checkpoint(widened, prevent_cse=False), primals, tangents)

@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from mpjax import _compat
-from mpjax._autocast import backends
+from mpjax._autocast import backends, traits
 from mpjax._autocast.product import blocks, config, convolutions, scaled
 from mpjax._autocast.product.config import FLOAT32, Axes, Config, Direction, Roles, Scaling
 from mpjax._op_rules import PRODUCTS
@@ -130,16 +130,13 @@ def _eval(jaxpr: Any, args: Sequence[Any], bind: Bind) -> Any:
     return read(jaxpr.jaxpr.outvars[0])
 
 
-_MOVES = frozenset({"transpose", "reshape", "squeeze", "rev", "pad", "slice", "expand_dims"})
-
-
 @functools.lru_cache(maxsize=4096)
 def _only_moves(jaxpr: Any) -> bool:
     """Whether a program does nothing to its product that rounding it at once would change."""
     return all(
         _only_moves(_compat.closed(eqn.params["jaxpr"]))
         if eqn.primitive.name == "jit"
-        else eqn.primitive.name in PRODUCTS | _MOVES
+        else eqn.primitive.name in PRODUCTS | traits.TURNS
         for eqn in _live_equations(jaxpr.jaxpr)
     )
 
