@@ -1,5 +1,6 @@
 """What several test files share: counting traces, finding casts, comparing bits."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -7,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# For processes that tests start and that compile more than they run; as conftest.py has it.
-UNOPTIMISED = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+# For processes that tests start and that compile more than they run: as conftest.py has it.
+UNOPTIMISED = {
+    "XLA_FLAGS": " ".join(f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f)
+}
 
 
 class Traced:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from _helpers import UNOPTIMISED
 
 ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
@@ -25,7 +26,9 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         cwd=folder,
-        env=kept | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"},
+        env=kept
+        | UNOPTIMISED
+        | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"},
         check=False,
     )
 

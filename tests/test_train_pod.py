@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -107,7 +108,17 @@ def test_every_mesh_computes_what_one_device_does(
     )
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+# XLA's older emitters, which conftest.py asks for where there are any, write the gradient of an
+# embedding as a loop over rows: the activations' cotangents, sent in float16, seem to be gradients.
+_NEWER_EMITTERS = pytest.mark.skipif(
+    "use_fusion_emitters=false" in os.environ["XLA_FLAGS"],
+    reason="XLA's older emitters hide which row an embedding's gradient is added to",
+)
+
+
+@pytest.mark.parametrize(
+    "precision", ["bf16-mixed", pytest.param("16-mixed", marks=_NEWER_EMITTERS)]
+)
 def test_the_check_of_its_step_passes_on_all_mesh_axes(precision: str, config: Path):
     # Large enough that the check takes no collective for a scalar's.
     trainer = trainer_on(config, {"data": 2, "fsdp": 2, "tensor": 2}, precision)
