@@ -25,14 +25,12 @@ _NONE: Places = frozenset()
 
 def kept(eqn: Any) -> tuple[bool, ...]:
     """Returns, for each carry of a `scan` or `while` equation, whether it is a state."""
-    if eqn.primitive.name == "scan":
-        return _kept_by_scan(eqn.params["jaxpr"], *_compat.scan_counts(eqn.params))
-    body, consts = eqn.params["body_jaxpr"], eqn.params["body_nconsts"]
-    return _kept_by_scan(body, consts, len(_compat.closed(body).jaxpr.outvars))
+    body = structure.parts(eqn)[-1]
+    return _kept_by(body.program, body.carried.start, body.carried.stop - body.carried.start)
 
 
 @by_program
-def _kept_by_scan(body: Any, consts: int, carries: int) -> tuple[bool, ...]:
+def _kept_by(body: Any, consts: int, carries: int) -> tuple[bool, ...]:
     jaxpr = _compat.closed(body).jaxpr
     reached = direct(body)
     before = {
@@ -79,38 +77,18 @@ def direct(program: Any) -> tuple[Places, ...]:
 
 
 def _passed(eqn: Any, operands: Sequence[Places]) -> Sequence[Places]:
-    name = eqn.primitive.name
-    if name == "scan":
-        consts, carries = _compat.scan_counts(eqn.params)
-        return _around(direct(eqn.params["jaxpr"]), operands, consts, carries)
-    if name == "while":
-        rest = operands[eqn.params["cond_nconsts"] :]
-        consts = eqn.params["body_nconsts"]
-        return _around(direct(eqn.params["body_jaxpr"]), rest, consts, len(eqn.outvars))
-    if name == "cond":
-        branches = [_through(direct(b), operands[1:]) for b in eqn.params["branches"]]
-        return [_NONE.union(*found) for found in zip(*branches, strict=True)]
-    if (program := structure.single_program(eqn)) is not None:
-        return _through(direct(program), operands)
-    blocked = name in traits.BENDS or is_product(eqn)
-    return [_NONE if blocked else _NONE.union(*operands)] * len(eqn.outvars)
+    if structure.is_call(eqn):
+        return structure.forward(eqn, operands, _through, _any_of)
+    blocked = eqn.primitive.name in traits.BENDS or is_product(eqn)
+    return [_NONE if blocked else _any_of(operands)] * len(eqn.outvars)
 
 
-def _through(relation: Sequence[Places], operands: Sequence[Places]) -> list[Places]:
-    return [_NONE.union(*(operands[i] for i in places)) for places in relation]
+def _through(program: Any, inputs: Sequence[Places]) -> list[Places]:
+    return [_any_of([inputs[i] for i in places]) for places in direct(program)]
 
 
-def _around(
-    relation: Sequence[Places], operands: Sequence[Places], consts: int, carries: int
-) -> list[Places]:
-    """What reaches the results of a loop whose body has `relation`."""
-    now = list(operands)
-    while True:
-        outs = _through(relation, now)
-        after = [now[consts + i] | outs[i] for i in range(carries)]
-        if after == now[consts : consts + carries]:
-            return [*after, *outs[carries:]]
-        now[consts : consts + carries] = after
+def _any_of(places: Sequence[Places]) -> Places:
+    return _NONE.union(*places)
 
 
 def is_product(eqn: Any) -> bool:
@@ -168,32 +146,15 @@ def _roles(program: Any, roles: Roles) -> Roles:
 
 
 def _played(eqn: Any, operands: Roles) -> Sequence[Role]:
-    name = eqn.primitive.name
-    if name == "scan":
-        consts, carries = _compat.scan_counts(eqn.params)
-        return _settled(eqn.params["jaxpr"], operands, consts, carries)
-    if name == "while":
-        rest = operands[eqn.params["cond_nconsts"] :]
-        return _settled(
-            eqn.params["body_jaxpr"], rest, eqn.params["body_nconsts"], len(eqn.outvars)
-        )
-    if name == "cond":
-        branches = [_roles(b, operands[1:]) for b in eqn.params["branches"]]
-        return [_union(found) & _MADE for found in zip(*branches, strict=True)]
-    if (program := structure.single_program(eqn)) is not None:
-        return _roles(program, operands)
-    return [_operation(eqn, operands)] * len(eqn.outvars)
-
-
-def _settled(body: Any, operands: Roles, consts: int, carries: int) -> Sequence[Role]:
-    """The roles of an inner loop's results: its slices and carries are no raw weights of ours."""
-    kept_raw = [r if i < consts else r & _MADE for i, r in enumerate(operands)]
-    while True:
-        outs = _roles(body, tuple(kept_raw))
-        after = [kept_raw[consts + i] | outs[i] & _MADE for i in range(carries)]
-        if after == kept_raw[consts : consts + carries]:
-            return [*after, *(r & _MADE for r in outs[carries:])]
-        kept_raw[consts : consts + carries] = after
+    if structure.single_program(eqn) is not None:
+        return structure.forward(eqn, operands, _roles, _union)
+    if not structure.is_call(eqn):
+        return [_operation(eqn, operands)] * len(eqn.outvars)
+    if eqn.primitive.name in structure.LOOPS:  # what it slices and carries is no raw weight of ours
+        raw = {i for p in structure.parts(eqn) for i in p.operands[: p.carried.start]}
+        operands = tuple(r if i in raw else r & _MADE for i, r in enumerate(operands))
+    outs = structure.forward(eqn, operands, _roles, lambda found: _union(found) & _MADE)
+    return [r & _MADE for r in outs]
 
 
 def _operation(eqn: Any, operands: Roles) -> Role:

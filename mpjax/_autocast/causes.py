@@ -167,19 +167,12 @@ def _name(eqn: Any) -> str:
 
 def _incoming(eqn: Any, operands: Causes) -> list[Causes]:
     """Returns the causes of the inputs of each program of a call, in the order of its plans."""
-    name = eqn.primitive.name
-    if name == "cond":
-        return [operands[1:]] * len(eqn.params["branches"])
-    if name == "while":
-        num_cond = eqn.params["cond_nconsts"]
-        num_consts = num_cond + eqn.params["body_nconsts"]
-        return [operands[:num_cond] + operands[num_consts:], operands[num_cond:]]
-    return [operands]
+    return [[operands[i] for i in part.operands] for part in structure.parts(eqn)]
 
 
 def _loop_cause(plan: Plan, eqn: Any, index: int, state: Any, module: str) -> Cause | None:
     """A carry that becomes float32 only because of the loop that it enters."""
-    if state.kind != Kind.WIDE or eqn.primitive.name not in ("scan", "while"):
+    if state.kind != Kind.WIDE or eqn.primitive.name not in structure.LOOPS:
         return None
     operand = eqn.invars[index]
     before = states.UNKNOWN_CONSTANT if _compat.is_literal(operand) else plan.states[operand]
@@ -190,12 +183,8 @@ def _loop_cause(plan: Plan, eqn: Any, index: int, state: Any, module: str) -> Ca
 
 def _carried(eqn: Any) -> list[Any]:
     """Returns the types of a loop's carries; none for other calls."""
-    if eqn.primitive.name not in ("scan", "while"):
-        return []
-    avals = [v.aval for v in eqn.outvars]
-    if eqn.primitive.name == "while":
-        return avals
-    return avals[: _compat.scan_counts(eqn.params)[1]]
+    carried = structure.parts(eqn)[-1].carried
+    return [v.aval for v in eqn.outvars[: carried.stop - carried.start]]
 
 
 def _why_carried(state: states.State) -> str:

@@ -10,11 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpjax import _compat
-from mpjax._autocast import states
+from mpjax._autocast import states, structure
 from mpjax._autocast.carries import kept
 from mpjax._autocast.states import Kind, State
-from mpjax._autocast.structure import CUSTOM, single_program
 
 # Flags of `reads`, which imports this file.
 _OUTPUT, _WHOLE, _FULL, _GRADIENT, _CARRIED = 2, 8, 16, 32, 64
@@ -44,18 +42,17 @@ def plan_call(
     eqn: Any, in_states: tuple[State, ...], wants: tuple[int, ...], settings: Any, inner: PlanInner
 ) -> CallPlan:
     """Returns the plans of the programs of one equation."""
-    name = eqn.primitive.name
-    if name == "scan":
-        return _plan_scan(eqn, in_states, wants, settings, inner)
-    if name == "while":
-        return _plan_while(eqn, in_states, wants, settings, inner)
-    if name == "cond":
-        return _plan_cond(eqn, in_states, wants, settings, inner)
-    if name in CUSTOM:
+    if eqn.primitive.name in structure.LOOPS:
+        return _plan_loop(eqn, in_states, wants, settings, inner)
+    if eqn.primitive.name in structure.CUSTOM:
         in_states = tuple(_traced(s) for s in in_states)
-    plan = inner(single_program(eqn), in_states, wants, settings)
-    changed = plan.changed
-    return CallPlan((plan,), in_states, plan.out_states, changed)
+    plans = tuple(
+        inner(part.program, tuple(in_states[i] for i in part.operands), wants, settings)
+        for part in structure.parts(eqn)
+    )
+    outs = zip(*(p.out_states for p in plans), strict=True)
+    out_states = plans[0].out_states if len(plans) == 1 else tuple(map(states.join, outs))
+    return CallPlan(plans, in_states, out_states, any(p.changed for p in plans))
 
 
 def _traced(state: State) -> State:
@@ -63,50 +60,28 @@ def _traced(state: State) -> State:
     return states.NEUTRAL if state.kind == Kind.LOW else state
 
 
-def _plan_cond(
+def _plan_loop(
     eqn: Any, in_states: tuple[State, ...], wants: tuple[int, ...], settings: Any, inner: PlanInner
 ) -> CallPlan:
-    operands = in_states[1:]
-    plans = tuple(inner(b, operands, wants, settings) for b in eqn.params["branches"])
-    outs = zip(*(p.out_states for p in plans), strict=True)
-    out_states = tuple(states.join(found) for found in outs)
-    return CallPlan(plans, in_states, out_states, any(p.changed for p in plans))
-
-
-def _plan_scan(
-    eqn: Any, in_states: tuple[State, ...], wants: tuple[int, ...], settings: Any, inner: PlanInner
-) -> CallPlan:
-    num_consts, num_carry = _compat.scan_counts(eqn.params)
-    consts = in_states[:num_consts]
-    carry = in_states[num_consts : num_consts + num_carry]
-    xs = in_states[num_consts + num_carry :]
+    *conditions, body = structure.parts(eqn)
+    given = [in_states[i] for i in body.operands]
+    entering = _initial(eqn, given[body.carried])
+    stacked = [w | _STACKED for w in wants[len(entering) :]]
 
     def step(found: tuple[State, ...]) -> Any:
-        stacked = (w | _STACKED for w in wants[num_carry:])
-        body_wants = (*_carry_wants(found, wants), *stacked)
-        return inner(eqn.params["jaxpr"], (*consts, *found, *xs), body_wants, settings)
+        given[body.carried] = found
+        return inner(body.program, tuple(given), (*_carry_wants(found, wants), *stacked), settings)
 
-    carry, plan = _fixpoint(step, _initial(eqn, carry))
-    out_states = (*carry, *plan.out_states[num_carry:])
-    return CallPlan((plan,), (*consts, *carry, *xs), out_states, plan.changed)
-
-
-def _plan_while(
-    eqn: Any, in_states: tuple[State, ...], wants: tuple[int, ...], settings: Any, inner: PlanInner
-) -> CallPlan:
-    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    cond_consts = in_states[:num_cond]
-    body_consts = in_states[num_cond : num_cond + num_body]
-    carry = in_states[num_cond + num_body :]
-
-    def step(found: tuple[State, ...]) -> Any:
-        body_wants = _carry_wants(found, wants)
-        return inner(eqn.params["body_jaxpr"], (*body_consts, *found), body_wants, settings)
-
-    carry, body = _fixpoint(step, _initial(eqn, carry))
-    cond = inner(eqn.params["cond_jaxpr"], (*cond_consts, *carry), (0,), settings)
-    operands = (*cond_consts, *body_consts, *carry)
-    return CallPlan((cond, body), operands, carry, cond.changed or body.changed)
+    carry, plan = _fixpoint(step, entering)
+    operands = dict(enumerate(in_states)) | dict(zip(body.operands, given, strict=True))
+    states_in = tuple(operands.values())
+    plans = [
+        inner(part.program, tuple(states_in[i] for i in part.operands), (0,), settings)
+        for part in conditions
+    ]
+    out_states = (*carry, *plan.out_states[len(carry) :])
+    changed = any(p.changed for p in (*plans, plan))
+    return CallPlan((*plans, plan), states_in, out_states, changed)
 
 
 def _fixpoint(
@@ -163,29 +138,14 @@ def operand_reads(
     eqn: Any, outs: tuple[int, ...], inner: Callable[[Any, tuple[int, ...]], tuple[int, ...]]
 ) -> list[int]:
     """Returns how an equation with programs reads its operands, in the flags of `reads`."""
-    name = eqn.primitive.name
-    if name == "cond":
-        branches = [inner(b, outs) for b in eqn.params["branches"]]
-        return [0, *(_union(found) for found in zip(*branches, strict=True))]
-    if name == "scan":
-        num_consts, num_carry = _compat.scan_counts(eqn.params)
-        wants = (*(w & ~_AT_THE_END for w in outs[:num_carry]), *outs[num_carry:])
-        flags = list(inner(eqn.params["jaxpr"], wants))
-        for i in range(num_consts, num_consts + num_carry):
-            flags[i] &= ~(_WHOLE | _AT_THE_END)
-        return flags
-    if name == "while":
-        num_cond = eqn.params["cond_nconsts"]
-        num_body = eqn.params["body_nconsts"]
-        body = inner(eqn.params["body_jaxpr"], tuple(w & ~_AT_THE_END for w in outs))
-        carry = [w & ~(_WHOLE | _AT_THE_END) for w in body[num_body:]]
-        return [0] * num_cond + [*body[:num_body], *carry]
-    flags = list(inner(single_program(eqn), outs))
-    return [w & ~_WHOLE for w in flags] if name in CUSTOM else flags
-
-
-def _union(flags: Sequence[int]) -> int:
-    found = 0
-    for flag in flags:
-        found |= flag
-    return found
+    found = [0] * len(eqn.invars)
+    for part in structure.parts(eqn):
+        if part.is_condition:
+            continue
+        carries = part.carried.stop - part.carried.start
+        ends = [w & ~_AT_THE_END for w in outs[:carries]]
+        flags = list(inner(part.program, (*ends, *outs[carries:])))
+        flags[part.carried] = [w & ~(_WHOLE | _AT_THE_END) for w in flags[part.carried]]
+        for i, flag in zip(part.operands, flags, strict=True):
+            found[i] |= flag
+    return [w & ~_WHOLE for w in found] if eqn.primitive.name in structure.CUSTOM else found

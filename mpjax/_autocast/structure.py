@@ -1,8 +1,12 @@
-"""Operations that hold programs: what they are called, and where the program is."""
+"""Operations that hold programs: what they are called, where each program is, what goes in and out.
+
+Whoever follows values through a jaxpr asks `parts`, and knows nothing of scans and branches.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from mpjax import _compat
 
@@ -18,7 +22,8 @@ _SINGLE = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
-_MANY = frozenset({"scan", "while", "cond"})
+LOOPS = frozenset({"scan", "while"})
+_MANY = LOOPS | {"cond"}
 CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 
@@ -34,6 +39,79 @@ def single_program(eqn: Any) -> Any:
     if key is None:
         return None
     return eqn.params.get(key, eqn.params.get("jaxpr"))
+
+
+class Part(NamedTuple):
+    """A program inside an equation.
+
+    Its inputs are operands of the equation. Its outputs are the equation's results; in a loop the
+    first of them go back into the carried inputs, and a condition's goes nowhere else.
+    """
+
+    program: Any
+    operands: Sequence[int]  # which of the equation's its inputs are
+    carried: slice  # which of its inputs a loop carries; empty where there is none
+    is_condition: bool = False
+
+
+def parts(eqn: Any) -> list[Part]:
+    """Returns the programs of a call, a loop or a branch, in the order of its parameters."""
+    params, count = eqn.params, len(eqn.invars)
+    if eqn.primitive.name == "cond":
+        return [Part(branch, range(1, count), slice(0, 0)) for branch in params["branches"]]
+    if eqn.primitive.name == "scan":
+        consts, carries = _compat.scan_counts(params)
+        return [Part(params["jaxpr"], range(count), slice(consts, consts + carries))]
+    if eqn.primitive.name == "while":
+        asking, consts = params["cond_nconsts"], params["body_nconsts"]
+        carried = range(asking + consts, count)
+        asked = [*range(asking), *carried]
+        return [
+            Part(params["cond_jaxpr"], asked, slice(asking, len(asked)), is_condition=True),
+            Part(params["body_jaxpr"], range(asking, count), slice(consts, count - asking)),
+        ]
+    return [Part(single_program(eqn), range(count), slice(0, 0))]
+
+
+T = TypeVar("T")
+
+
+def forward(
+    eqn: Any,
+    operands: Sequence[T],
+    inner: Callable[[Any, tuple[T, ...]], Sequence[T]],
+    join: Callable[[Sequence[T]], T],
+) -> list[T]:
+    """Returns what is known of the results of an equation that holds programs.
+
+    Args:
+      eqn: the equation.
+      operands: what is known of its operands.
+      inner: says of a program, given what is known of its inputs, what is of its outputs.
+      join: what is known of a value that is one of several; in a loop it only ever grows.
+    """
+    found = [
+        _settled(part, [operands[i] for i in part.operands], inner, join)
+        for part in parts(eqn)
+        if not part.is_condition
+    ]
+    return found[0] if len(found) == 1 else [join(outs) for outs in zip(*found, strict=True)]
+
+
+def _settled(
+    part: Part,
+    inputs: list[T],
+    inner: Callable[[Any, tuple[T, ...]], Sequence[T]],
+    join: Callable[[Sequence[T]], T],
+) -> list[T]:
+    """What is known of a program's outputs once what it carries changes nothing any more."""
+    while True:
+        outs = inner(part.program, tuple(inputs))
+        before = inputs[part.carried]
+        after = [join(pair) for pair in zip(before, outs, strict=False)]
+        if after == before:
+            return [*before, *outs[len(before) :]]
+        inputs[part.carried] = after
 
 
 def function_name(eqn: Any) -> str:
