@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from mpjax import _compat
 from mpjax._autocast import scopes, structure, traits
 from mpjax._autocast.caches import by_program
+from mpjax._autocast.structure import Part
 from mpjax._op_rules import PRODUCTS
 
 
@@ -36,8 +37,6 @@ class Origin(NamedTuple):
 
 CONSTANT = Origin(Made.CONSTANTS)
 INPUT = Origin(Made.INPUTS)
-
-_MAX_PASSES = 8
 
 
 def joined(origins: Sequence[Origin]) -> Origin:
@@ -99,7 +98,7 @@ def _forward(jaxpr: Any, inputs: tuple[Origin, ...]) -> Flow:
 
 def _results(eqn: Any, operands: tuple[Origin, ...], found: Flow) -> Sequence[Origin]:
     if structure.is_call(eqn):
-        return _call_results(eqn, operands)
+        return structure.forward(eqn, operands, _outputs, joined)
     if is_layer(eqn, found):
         return [Origin(Made.INPUTS, "", after_layer=True)] * len(eqn.outvars)
     return [joined(operands)] * len(eqn.outvars)
@@ -125,45 +124,6 @@ def _outputs(jaxpr: Any, inputs: tuple[Origin, ...]) -> tuple[Origin, ...]:
     opened = _compat.closed(jaxpr).jaxpr
     found = _forward(opened, inputs)
     return tuple(found.origin(v) for v in opened.outvars)
-
-
-def _call_results(eqn: Any, operands: tuple[Origin, ...]) -> Sequence[Origin]:
-    name = eqn.primitive.name
-    if name == "cond":
-        branches = [_outputs(b, operands[1:]) for b in eqn.params["branches"]]
-        return [joined(found) for found in zip(*branches, strict=True)]
-    if name == "scan":
-        inputs = scan_inputs(eqn, operands)
-        return _outputs(eqn.params["jaxpr"], inputs)
-    if name == "while":
-        return while_inputs(eqn, operands)[-len(eqn.outvars) :] if eqn.outvars else ()
-    return _outputs(structure.single_program(eqn), operands)
-
-
-def scan_inputs(eqn: Any, operands: tuple[Origin, ...]) -> tuple[Origin, ...]:
-    """Returns the origins of the inputs of a scan's body, once its carry is stable."""
-    consts, carry = _compat.scan_counts(eqn.params)
-    return _stable(eqn.params["jaxpr"], operands, consts, carry)
-
-
-def while_inputs(eqn: Any, operands: tuple[Origin, ...]) -> tuple[Origin, ...]:
-    """Returns the origins of the inputs of a `while`'s body, once its carry is stable."""
-    operands = operands[eqn.params["cond_nconsts"] :]
-    consts = eqn.params["body_nconsts"]
-    return _stable(eqn.params["body_jaxpr"], operands, consts, len(operands) - consts)
-
-
-def _stable(body: Any, inputs: tuple[Origin, ...], consts: int, carry: int) -> tuple[Origin, ...]:
-    end = consts + carry
-    for _ in range(_MAX_PASSES):
-        outs = _outputs(body, inputs)[:carry]
-        pairs = zip(inputs[consts:end], outs, strict=True)
-        found = (*inputs[:consts], *(joined(pair) for pair in pairs), *inputs[end:])
-        if found == inputs:
-            return found
-        inputs = found
-    unknown = (Origin(Made.INPUTS, "", after_layer=True),) * carry
-    return (*inputs[:consts], *unknown, *inputs[end:])
 
 
 # -- backward: which values another layer reads -------------------------------------------------
@@ -192,15 +152,13 @@ def _operands_feed(eqn: Any, found: Flow) -> Sequence[bool]:
     if not structure.is_call(eqn):
         return [any(outs)] * count
     origins = tuple(found.origin(v) for v in eqn.invars)
-    name = eqn.primitive.name
-    if name == "cond":
-        branches = [_inputs_feed(b, origins[1:], outs) for b in eqn.params["branches"]]
-        return [False, *(any(read) for read in zip(*branches, strict=True))]
-    if name == "scan":
-        return scan_feeds(eqn, origins, outs)[0]
-    if name == "while":
-        return while_feeds(eqn, origins, outs)[0]
-    return _inputs_feed(structure.single_program(eqn), origins, outs)
+    read = [False] * count
+    for part in structure.parts(eqn):
+        if not part.is_condition:
+            fed = _feeds(part, origins, outs)[0]
+            for i, feeds in zip(part.operands, fed, strict=True):
+                read[i] |= feeds
+    return read
 
 
 @by_program
@@ -213,32 +171,15 @@ def _inputs_feed(
     return tuple(v in found.feeds for v in opened.invars)
 
 
-Feeds = tuple[tuple[bool, ...], tuple[bool, ...]]
-"""Of the operands of a loop, and of the results of its body."""
-
-
-def scan_feeds(eqn: Any, origins: tuple[Origin, ...], outs: tuple[bool, ...]) -> Feeds:
-    """Returns which operands of a scan, and which results of its body, a later layer reads."""
-    consts, carry = _compat.scan_counts(eqn.params)
-    inputs = scan_inputs(eqn, origins)
-    return _stable_feeds(eqn.params["jaxpr"], inputs, consts, carry, outs)
-
-
-def while_feeds(eqn: Any, origins: tuple[Origin, ...], outs: tuple[bool, ...]) -> Feeds:
-    """Returns which operands of a `while`, and which results of its body, a later layer reads."""
-    inputs = while_inputs(eqn, origins)
-    consts = eqn.params["body_nconsts"]
-    read, body = _stable_feeds(eqn.params["body_jaxpr"], inputs, consts, len(inputs) - consts, outs)
-    return ((False,) * eqn.params["cond_nconsts"] + read, body)
-
-
-def _stable_feeds(
-    body: Any, inputs: tuple[Origin, ...], consts: int, carry: int, outs: tuple[bool, ...]
-) -> Feeds:
+def _feeds(
+    part: Part, origins: tuple[Origin, ...], outs: tuple[bool, ...]
+) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Returns of a program's inputs, and of its outputs, whether a later layer reads them."""
+    inputs = tuple(structure.settled(part, origins, _outputs, joined)[0])
     while True:  # flags are only ever added
-        read = _inputs_feed(body, inputs, outs)
-        pairs = zip(outs[:carry], read[consts : consts + carry], strict=True)
-        found = (*(a or b for a, b in pairs), *outs[carry:])
+        read = _inputs_feed(part.program, inputs, outs)
+        again = read[part.carried]
+        found = (*(a or b for a, b in zip(outs, again, strict=False)), *outs[len(again) :])
         if found == outs:
             return read, outs
         outs = found
@@ -252,20 +193,19 @@ def inside(eqn: Any, program: Any, found: Flow, given: Given) -> Given | None:
 
     A function with a derivative of its own is multiplied as its author wrote it.
     """
-    name = eqn.primitive.name
-    if name in structure.CUSTOM:
+    if eqn.primitive.name in structure.CUSTOM:
         return None
     origins = tuple(found.origin(v) for v in eqn.invars)
     outs = tuple(v in found.feeds for v in eqn.outvars)
-    if name == "scan":
-        return _with(given, scan_inputs(eqn, origins), scan_feeds(eqn, origins, outs)[1])
-    if name == "while":
-        inputs = while_inputs(eqn, origins)
-        if program is eqn.params["body_jaxpr"]:
-            return _with(given, inputs, while_feeds(eqn, origins, outs)[1])
-        carry = inputs[eqn.params["body_nconsts"] :]
-        return _with(given, (*origins[: eqn.params["cond_nconsts"]], *carry), (False,))
-    return _with(given, origins[1:] if name == "cond" else origins, outs)
+    parts = structure.parts(eqn)
+    part = next(p for p in parts if p.program is program)
+    if part.is_condition:
+        body = parts[-1]
+        carried = structure.settled(body, origins, _outputs, joined)[0][body.carried]
+        asked = [origins[i] for i in part.operands]
+        return _with(given, (*asked[: part.carried.start], *carried), (False,))
+    inputs = tuple(structure.settled(part, origins, _outputs, joined)[0])
+    return _with(given, inputs, _feeds(part, origins, outs)[1])
 
 
 def _with(given: Given, inputs: tuple[Origin, ...], feeds: tuple[bool, ...]) -> Given:
@@ -293,19 +233,10 @@ def _collect(jaxpr: Any, given: Given, tables: set[str], unplaced: set[str]) -> 
             weight = found.weight(eqn)
             unplaced.add(found.origin(eqn.invars[weight or 0]).path)
         if structure.is_call(eqn):
-            for program in _programs(eqn):
-                inner = inside(eqn, program, found, given)
+            for part in structure.parts(eqn):
+                inner = None if part.is_condition else inside(eqn, part.program, found, given)
                 if inner is not None:
-                    _collect(_compat.closed(program).jaxpr, inner, tables, unplaced)
-
-
-def _programs(eqn: Any) -> Sequence[Any]:
-    name = eqn.primitive.name
-    if name == "cond":
-        return eqn.params["branches"]
-    if name == "while":
-        return [eqn.params["body_jaxpr"]]
-    return [eqn.params["jaxpr"] if name == "scan" else structure.single_program(eqn)]
+                    _collect(_compat.closed(part.program).jaxpr, inner, tables, unplaced)
 
 
 def _is_forward_product(eqn: Any, found: Flow) -> bool:

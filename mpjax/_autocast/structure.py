@@ -91,26 +91,28 @@ def forward(
       join: what is known of a value that is one of several; in a loop it only ever grows.
     """
     found = [
-        _settled(part, [operands[i] for i in part.operands], inner, join)
-        for part in parts(eqn)
-        if not part.is_condition
+        settled(part, operands, inner, join)[1] for part in parts(eqn) if not part.is_condition
     ]
     return found[0] if len(found) == 1 else [join(outs) for outs in zip(*found, strict=True)]
 
 
-def _settled(
+def settled(
     part: Part,
-    inputs: list[T],
+    operands: Sequence[T],
     inner: Callable[[Any, tuple[T, ...]], Sequence[T]],
     join: Callable[[Sequence[T]], T],
-) -> list[T]:
-    """What is known of a program's outputs once what it carries changes nothing any more."""
+) -> tuple[list[T], list[T]]:
+    """Returns what is known of a program's inputs and outputs, in a loop of all iterations.
+
+    Arguments are those of `forward`.
+    """
+    inputs = [operands[i] for i in part.operands]
     while True:
         outs = inner(part.program, tuple(inputs))
         before = inputs[part.carried]
         after = [join(pair) for pair in zip(before, outs, strict=False)]
         if after == before:
-            return [*before, *outs[len(before) :]]
+            return inputs, [*before, *outs[len(before) :]]
         inputs[part.carried] = after
 
 
