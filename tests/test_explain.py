@@ -10,7 +10,7 @@ import pytest
 from benchmarks.networks import NETWORKS
 from benchmarks.networks._transformer import TransformerLM
 from mpjax import PolicyMap, full_precision
-from mpjax._autocast import autocast, causes, explain
+from mpjax._autocast import autocast, explain, provenance
 
 ARRAY = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 
@@ -355,6 +355,6 @@ def test_what_a_loop_keeps_is_named_with_its_dtype():
     rows = explain(fun, "bf16-mixed")(jnp.ones((4, 4)), jnp.ones((2, 4))).rows
     carries = [(r.operation, r.dtype, r.reason) for r in rows if "carry" in r.operation]
     assert carries == [
-        ("scan carry 0 [2,4]", "f32", causes.STATE),
-        ("scan carry 1 [2,4]", "bf16", causes.STREAM),
+        ("scan carry 0 [2,4]", "f32", provenance.STATE),
+        ("scan carry 1 [2,4]", "bf16", provenance.STREAM),
     ]

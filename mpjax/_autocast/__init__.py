@@ -1,6 +1,6 @@
 """Any JAX function in mixed precision, unedited: decide, then bind again.
 
-`api` traces a function; `plan` (with `states`, `reads`, `groups` and `control`) decides the dtype
+`api` traces a function; `plan` (with `states`, `demand`, `groups` and `control`) decides the dtype
 of every value; `rebind` (with `group_functions`, `rebind_calls`, `custom_rules`, `remat` and
 `product`) runs it. `explain` prints what was decided.
 """

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._autocast import delayed, nnx_names, parameters, quantized, reads, scopes, stateful
+from mpjax._autocast import delayed, demand, nnx_names, parameters, quantized, scopes, stateful
 from mpjax._autocast import plan as planning
 from mpjax._autocast.decide import make_plan
-from mpjax._autocast.rebind import Runner
+from mpjax._autocast.rebind import Interpreter
 from mpjax._dtypes import describe
 from mpjax._errors import PolicyWarning, message
 from mpjax._foreign_names import AUTOCAST, names_keywords
@@ -203,7 +203,7 @@ def call(
     traced, plan = planned(fun, args, kwargs, settings)
     quantized.warn_if_nothing(plan)
     _warn_unused(plan.settings, traced.jaxpr)
-    runner = Runner()
+    runner = Interpreter()
     if tracked is not None:
         runner = runner.recording(tracked.for_plan(plan))
     with jax.named_scope(scopes.AS_WRITTEN):
@@ -232,7 +232,7 @@ def planned(
     jaxpr = traced.jaxpr
     settings = quantized.prepared(jaxpr.jaxpr, settings, paths)
     in_states = tuple(planning.initial_state(v.aval) for v in jaxpr.jaxpr.invars)
-    wants = (reads.OUTPUT,) * len(jaxpr.jaxpr.outvars)
+    wants = (demand.OUTPUT,) * len(jaxpr.jaxpr.outvars)
     return traced, make_plan(jaxpr, in_states, wants, settings)
 
 

@@ -14,7 +14,7 @@ from mpjax._autocast import states, structure
 from mpjax._autocast.carries import kept
 from mpjax._autocast.states import Kind, State
 
-# Flags of `reads`, which imports this file.
+# Flags of `demand`, which imports this file.
 _OUTPUT, _WHOLE, _FULL, _GRADIENT, _CARRIED = 2, 8, 16, 32, 64
 _EXACT, _STACKED = 128, 256
 _AT_THE_END = _OUTPUT | _GRADIENT | _EXACT  # what is asked of a loop's last carry, not of each
@@ -137,7 +137,7 @@ def _carried(before: State, after: State) -> State:
 def operand_reads(
     eqn: Any, outs: tuple[int, ...], inner: Callable[[Any, tuple[int, ...]], tuple[int, ...]]
 ) -> list[int]:
-    """Returns how an equation with programs reads its operands, in the flags of `reads`."""
+    """Returns how an equation with programs reads its operands, in the flags of `demand`."""
     found = [0] * len(eqn.invars)
     for part in structure.parts(eqn):
         if part.is_condition:

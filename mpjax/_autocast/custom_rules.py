@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpjax import _compat
+from mpjax._autocast import demand
 from mpjax._autocast import plan as planning
-from mpjax._autocast import reads
 from mpjax._autocast.decide import make_plan
 from mpjax._autocast.rule_traces import RuleTrace
 
-Runner = Any
-"""`rebind.Runner`, which imports this file."""
+Interpreter = Any
+"""`rebind.Interpreter`, which imports this file."""
 
 
-def run(runner: Runner, eqn: Any, plan: planning.Plan, arrays: Sequence[Any]) -> list[Any]:
+def run(runner: Interpreter, eqn: Any, plan: planning.Plan, arrays: Sequence[Any]) -> list[Any]:
     """Returns the results of a function with custom rules, in float32."""
 
     def wrap(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,7 +29,7 @@ def run(runner: Runner, eqn: Any, plan: planning.Plan, arrays: Sequence[Any]) ->
 
 
 def keeping_types(
-    runner: Runner, fun: Callable[..., Any], settings: planning.Settings
+    runner: Interpreter, fun: Callable[..., Any], settings: planning.Settings
 ) -> Callable[..., Any]:
     """Returns `fun` with its products lowered and its inputs and outputs typed as they were."""
 
@@ -37,7 +37,7 @@ def keeping_types(
         traced = RuleTrace(fun, args)
         jaxpr = traced.jaxpr
         in_states = tuple(planning.initial_state(v.aval) for v in jaxpr.jaxpr.invars)
-        wants = (reads.OUTPUT,) * len(jaxpr.jaxpr.outvars)
+        wants = (demand.OUTPUT,) * len(jaxpr.jaxpr.outvars)
         plan = make_plan(jaxpr, in_states, wants, settings)
         full_states = [planning.initial_state(v.aval) for v in jaxpr.jaxpr.outvars]
         return traced.rebuild(runner.run(plan, traced.arrays, out_states=full_states))

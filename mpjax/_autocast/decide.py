@@ -1,7 +1,7 @@
 """Decides the state of each value of a jaxpr, and an action for each equation.
 
-Decisions look both ways: forward, a value is low when a low value went into it; backward (`reads`),
-it matters whether a product, an output or only float32 reads it.
+Decisions look both ways: forward, a value is low when a low value went into it; backward
+(`demand`), it matters whether a product, an output or only float32 reads it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mpjax import _compat
 from mpjax._autocast import (
     carries,
     control,
+    demand,
     fusible,
     groups,
     norms,
     quantized,
-    reads,
     scopes,
     states,
     streams,
@@ -53,7 +53,7 @@ def make_plan(
     Args:
       jaxpr: the program, closed or not; whoever runs the plan has to hold it.
       in_states: of its inputs.
-      wants: how each output is read outside, in the flags of `reads`.
+      wants: how each output is read outside, in the flags of `demand`.
       settings: what the user asked for.
     """
     return _Planner(jaxpr, in_states, wants, settings).run()
@@ -71,13 +71,13 @@ class _Planner:
         self.jaxpr = _compat.closed(jaxpr).jaxpr
         self.settings = settings
         self.in_states = in_states
-        self.reads = reads.of(self.jaxpr, wants, settings.held_full)
+        self.demand = demand.of(self.jaxpr, wants, settings.held_full)
         self.wants = wants
         self.products = quantized.Products(self.jaxpr, settings.policy, settings.given)
         self.states: dict[Any, State] = dict(zip(self.jaxpr.invars, in_states, strict=True))
         for var in self.jaxpr.constvars:
             self.states[var] = initial_state(var.aval)
-        self.sums = streams.Sums(self.jaxpr, self.reads, self.states)
+        self.sums = streams.Sums(self.jaxpr, self.demand, self.states)
         self.normalised = norms.results(self.jaxpr)
         self.norms_between = norms.stored(self.jaxpr, self.normalised)
         self.compared: set[Any] = set()
@@ -91,12 +91,12 @@ class _Planner:
         )
         self.changed |= any(s.kind == Kind.LOW for s in (*self.in_states, *out_states))
         fused = [d.action is Action.FUSED for d in decisions]
-        multiplied = frozenset(v for v, want in self.reads.items() if want & reads.PRODUCT)
+        multiplied = frozenset(v for v, want in self.demand.items() if want & demand.PRODUCT)
         in_loop = self.settings.in_loop
         steps = groups.schedule(
             self.jaxpr, fused, self.states, out_states, multiplied, in_loop=in_loop
         )
-        shadows = tuple(self.shadow(v) for v in self.jaxpr.invars)
+        low_copies = tuple(self.low_copy(v) for v in self.jaxpr.invars)
         return Plan(
             self.program,
             self.settings,
@@ -105,7 +105,7 @@ class _Planner:
             self.states,
             decisions,
             steps,
-            shadows,
+            low_copies,
             self.changed,
         )
 
@@ -184,7 +184,7 @@ class _Planner:
         found = norms.branches(eqn, self.normalised)
         if not found or self.sums.repeats_any(_compat.variables(eqn)):  # the shift of a norm
             return operands
-        want = self.reads.get(eqn.outvars[0], 0)
+        want = self.demand.get(eqn.outvars[0], 0)
         return [
             self.as_normalised(eqn, state, want) if v in found else state
             for v, state in zip(eqn.invars, operands, strict=True)
@@ -192,10 +192,10 @@ class _Planner:
 
     def as_normalised(self, eqn: Any, state: State, want: int) -> State:
         """Low, where a product comes later and nothing that rounding would hurt reads the value."""
-        spoiled = reads.OUTPUT | reads.FULL | reads.EXACT | reads.GRADIENT
-        if not want & reads.LATER or want & spoiled:
+        spoiled = demand.OUTPUT | demand.FULL | demand.EXACT | demand.GRADIENT
+        if not want & demand.LATER or want & spoiled:
             return state
-        return self.as_read(eqn, state, reads.PRODUCT)
+        return self.as_read(eqn, state, demand.PRODUCT)
 
     def reads_low(self, eqn: Any) -> bool:
         return any(self.state(v).kind == Kind.LOW for v in eqn.invars)
@@ -207,7 +207,7 @@ class _Planner:
             per_output: list[State] = list(floats)  # optimization_barrier and collectives
             return self.keep(eqn, per_output, reason)
         state = floats[0] if floats else states.FOREIGN
-        if state == states.INPUT and reads.resizes(eqn):
+        if state == states.INPUT and demand.resizes(eqn):
             state = states.NEUTRAL
         if state.kind == Kind.CONSTANT:
             state = states.arithmetic(name, [state]) if name in ("neg", "abs") else state
@@ -230,30 +230,30 @@ class _Planner:
         return states.UNKNOWN_CONSTANT
 
     def decide_product(self, eqn: Any, kind: OpClass | None, settings: Settings) -> Decision:
-        want = self.reads.get(eqn.outvars[0], 0)
+        want = self.demand.get(eqn.outvars[0], 0)
         low = self.low_dtype(eqn, settings)
-        how, why, low = self.products.config(eqn, settings, low, exact=bool(want & reads.EXACT))
+        how, why, low = self.products.config(eqn, settings, low, exact=bool(want & demand.EXACT))
         reason = self.why_not_lower(eqn, kind, low)
         if reason:
             state = states.full([self.state(v) for v in eqn.invars])
-            if settings.dot_precision is not None and reads.has_default_precision(eqn):
+            if settings.dot_precision is not None and demand.has_default_precision(eqn):
                 self.changed = True
             return self.as_traced(eqn, state, reason)
-        if reads.only_sums(eqn) and any(self.state(v).kind == Kind.WIDE for v in eqn.invars):
+        if demand.only_sums(eqn) and any(self.state(v).kind == Kind.WIDE for v in eqn.invars):
             self.record(eqn, [states.WIDE])
             return Decision(eqn, Action.FUSED, "a sum of float32 values")
-        if reads.adds_nothing(eqn):
+        if demand.adds_nothing(eqn):
             found = [states.unkept(self.state(v)) for v in eqn.invars]
             state = states.follow(found, widest=settings.widest)
             self.record(eqn, [self.stored(eqn, eqn.outvars[0], state)])
             return Decision(eqn, Action.FUSED, "contracts nothing: elementwise")
         self.changed = True
         backward = scopes.is_transposed(eqn.source_info.name_stack)
-        seen = want & (reads.OUTPUT | reads.FULL)
-        gradient = want & reads.GRADIENT  # rounded, small steps along it would be lost
-        ruined = want & reads.EXACT
-        exact = gradient or ruined or reads.only_sums(eqn) or low == FLOAT32
-        exact = exact or (not want & reads.LATER and (seen or backward))
+        seen = want & (demand.OUTPUT | demand.FULL)
+        gradient = want & demand.GRADIENT  # rounded, small steps along it would be lost
+        ruined = want & demand.EXACT
+        exact = gradient or ruined or demand.only_sums(eqn) or low == FLOAT32
+        exact = exact or (not want & demand.LATER and (seen or backward))
         wide = states.WIDE_PURE if gradient else states.KEPT if ruined else states.WIDE
         self.states[eqn.outvars[0]] = wide if exact else states.low(low)
         reason = why or OP_RULES[eqn.primitive.name].reason
@@ -267,7 +267,7 @@ class _Planner:
             return "float32 was asked for here"
         if kind is not OpClass.LOWER:
             return "kept in float32 by rules="
-        if reason := reads.why_as_written(eqn):
+        if reason := demand.why_as_written(eqn):
             return reason
         found = [self.state(v) for v in operands]
         if any(s.kind == Kind.CONSTANT and not states.fits(s, low) for s in found):
@@ -280,7 +280,7 @@ class _Planner:
         if fusible.is_fusible_function(eqn):
             return self.decide_function(eqn, settings)
         in_states = tuple(self.state(v) for v in eqn.invars)
-        wants = tuple(self.reads.get(v, 0) for v in eqn.outvars)
+        wants = tuple(self.demand.get(v, 0) for v in eqn.outvars)
         inner = self.products.entering(eqn, plan_inner)
         call = control.plan_call(eqn, in_states, wants, settings, inner)
         self.states.update(zip(eqn.outvars, call.out_states, strict=True))
@@ -298,7 +298,7 @@ class _Planner:
             kind = OpClass.FULL
         found: list[State] = []
         program = structure.single_program(eqn)
-        places_of = reads.dependencies(program)
+        places_of = demand.dependencies(program)
         for place, (var, places) in enumerate(zip(eqn.outvars, places_of, strict=True)):
             read = [operands[i] for i in sorted(places)]
             state = states.full(read)
@@ -348,17 +348,17 @@ class _Planner:
 
     def stored(self, eqn: Any, var: Any, state: State) -> State:
         """Low instead of wide, where a product reads the value and no output does."""
-        want = self.reads.get(var, 0)
+        want = self.demand.get(var, 0)
         if var in self.norms_between:
             state = self.as_normalised(eqn, state, want)
         return self.as_read(eqn, state, want)
 
     def as_read(self, eqn: Any, state: State, want: int) -> State:
         """The state in which a result of an equation is given to those that read it so."""
-        if state.kind != Kind.WIDE or state.pure or state.kept or not want & reads.PRODUCT:
+        if state.kind != Kind.WIDE or state.pure or state.kept or not want & demand.PRODUCT:
             return state
         dtype = self.low_dtype(eqn, self.settings_at(eqn))
-        if want & (reads.OUTPUT | reads.FULL | reads.EXACT):
+        if want & (demand.OUTPUT | demand.FULL | demand.EXACT):
             return state
         if dtype is None or self.settings.widest:
             return state
@@ -376,20 +376,22 @@ class _Planner:
 
     def output_state(self, atom: Any, want: int, maker: Any) -> State:
         state = self.state(atom)
-        if want & reads.STACKED:  # a loop may stack low what it also carries in float32
+        if want & demand.STACKED:  # a loop may stack low what it also carries in float32
             state = states.unkept(state)
         if maker is not None:
             state = self.as_read(maker, state, want)
         if state.kind != Kind.LOW:
             return state
-        if want & reads.FULL or (want & reads.OUTPUT and not want & reads.PRODUCT):
+        if want & demand.FULL or (want & demand.OUTPUT and not want & demand.PRODUCT):
             return states.WIDE  # rounding it would be seen and gain nothing
         return state
 
-    def shadow(self, var: Any) -> Any:
+    def low_copy(self, var: Any) -> Any:
         if not is_float32(var) or self.states[var].kind in (Kind.LOW, Kind.CONSTANT):
             return None
-        if not self.reads.get(var, 0) & reads.WHOLE or not isinstance(self.settings.policy, Policy):
+        if not self.demand.get(var, 0) & demand.WHOLE or not isinstance(
+            self.settings.policy, Policy
+        ):
             return None
         dtype = scopes.compute_dtype(self.settings.policy, ())
         lowered = dtype.itemsize < FLOAT32.itemsize and not self.settings.as_written

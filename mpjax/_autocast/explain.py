@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from mpjax import _compat
-from mpjax._autocast import api, causes, delayed, parameters, stateful
+from mpjax._autocast import api, delayed, parameters, provenance, stateful
 from mpjax._autocast import plan as planning
 from mpjax._autocast.explanation import Casts, Explanation, Row
 from mpjax._autocast.plan import Plan
@@ -99,7 +99,7 @@ def _on_arrays(describe: Callable[[Any, Any], Explanation], args: Any, kwargs: A
 def _rows(plan: Plan) -> tuple[Row, ...]:
     counts: dict[tuple[Any, ...], int] = {}
     places: dict[tuple[Any, ...], str] = {}
-    for found in causes.findings(plan):
+    for found in provenance.findings(plan):
         cause = (found.cause.operation, found.cause.module) if found.cause else ("", "")
         key = (found.module, found.operation, found.dtype, found.reason, cause)
         counts[key] = counts.get(key, 0) + 1

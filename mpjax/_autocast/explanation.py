@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mpjax._autocast.causes import FUSED
+from mpjax._autocast.provenance import FUSED
 from mpjax._op_rules import PRODUCTS
 from mpjax._shown import Shown, html_table, size
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax._autocast import backends, groups, masks, passes, scopes, traits
+from mpjax._autocast import backends, groups, masks, scopes, storage, traits
 from mpjax._autocast.binding import bind, inside, written_at
 from mpjax._autocast.plan import FLOAT32, Plan, is_float32
 from mpjax._autocast.recompute import recomputed
@@ -44,7 +44,7 @@ class GroupFunctions:
         in_loop = plan.settings.in_loop
         key = (in_loop, self._key(plan, step, eqns, around))
         if key not in self._functions:
-            sums = any(map(passes.takes_a_statistic, eqns))
+            sums = any(map(storage.takes_a_statistic, eqns))
             fun = _function(plan, step, eqns, around)
             self._functions[key] = recomputed(fun, arrays, sums=sums, in_loop=in_loop)
         with inside(eqns[0], around):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import exact, linear, masks, passes, traits
+from mpjax._autocast import exact, linear, masks, storage, traits
 from mpjax._autocast.hints import hint
 from mpjax._autocast.states import Kind, State, fits, of_literal, size
 from mpjax._op_rules import only_moves
@@ -61,8 +61,8 @@ def schedule(
     the body of a loop.
     """
     cuts = _read_exactly(jaxpr, fused, found)
-    twice = passes.read_twice(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
-    cuts |= twice | passes.merged(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
+    twice = storage.read_twice(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
+    cuts |= twice | storage.merged(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
     levels = _levels(jaxpr, fused, cuts)
     for _ in range(8):
         more = _cuts(jaxpr, fused, levels, found, out_states, multiplied)
@@ -71,7 +71,7 @@ def schedule(
         cuts |= more
         levels = _levels(jaxpr, fused, cuts)
     components = _components(jaxpr, fused, levels, cuts)
-    costly = set[Any]() if in_loop else passes.costly(jaxpr, components, found)
+    costly = set[Any]() if in_loop else storage.costly(jaxpr, components, found)
     if costly:
         cuts |= costly
         levels = _levels(jaxpr, fused, cuts)
@@ -255,15 +255,15 @@ def _mark(jaxpr: Any, step: Step, twice: set[Any], found: dict[Any, State]) -> N
     eqns = [jaxpr.eqns[i] for i in step.members]
     if step.checkpoint:
         step.masked = masks.in_group(jaxpr, eqns, step.outputs, found)
-        step.several = frozenset(passes.activated(eqns, step.masked))
+        step.several = frozenset(storage.activated(eqns, step.masked))
         return
     if not all(is_low and not is_full for _, is_low, is_full in step.outputs):
         return
     joined = {eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "concatenate"}
     step.several = frozenset(joined & twice)
     if not step.native:
-        step.apart = frozenset(passes.summed_apart(eqns))
-        step.convolved = passes.added_to_convolutions(jaxpr, eqns, step.inputs, found)
+        step.apart = frozenset(storage.summed_apart(eqns))
+        step.convolved = storage.added_to_convolutions(jaxpr, eqns, step.inputs, found)
 
 
 def _mark_stored(jaxpr: Any, steps: Sequence[Step], costly: set[Any]) -> None:
@@ -275,13 +275,13 @@ def _mark_stored(jaxpr: Any, steps: Sequence[Step], costly: set[Any]) -> None:
     by_statistic: set[Any] = set()
     together: set[Any] = set()
     for step in steps:
-        if step.group and any(passes.takes_a_statistic(jaxpr.eqns[i]) for i in step.members):
+        if step.group and any(storage.takes_a_statistic(jaxpr.eqns[i]) for i in step.members):
             by_statistic.update(step.inputs)
         elif step.group and not step.checkpoint:
             together.update(step.inputs)
     for step in steps:
         read = by_statistic | costly & together if step.checkpoint else costly & together
-        step.stored = passes.held_low(step.outputs, read)
+        step.stored = storage.held_low(step.outputs, read)
 
 
 def _is_native(

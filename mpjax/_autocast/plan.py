@@ -90,7 +90,7 @@ class Plan:
     states: dict[Any, State]
     decisions: list[Decision]
     steps: list[groups.Step]
-    shadows: tuple[Any, ...]  # per input, the dtype of the low copy that products want, or None
+    low_copies: tuple[Any, ...]  # per input, the dtype of the low copy that products want, or None
     changed: bool  # whether anything differs from what was traced
     compiled: dict[Any, Any] = field(default_factory=dict)  # `jit` functions made from it
 

@@ -22,7 +22,7 @@ from mpjax._autocast.values import Value
 from mpjax._op_rules import OP_RULES, PRODUCTS, OpClass
 
 
-class Runner:
+class Interpreter:
     """Runs plans; with `products`, inside a `jax.checkpoint` of the user's that has a policy.
 
     One run of a whole program shares its `functions`.
@@ -33,13 +33,13 @@ class Runner:
         self.functions = GroupFunctions()
         self.history = delayed.NONE
 
-    def inside_checkpoint(self) -> Runner:
+    def inside_checkpoint(self) -> Interpreter:
         """Returns a runner for the inside of a `jax.checkpoint` that has a policy."""
         inner = copy.copy(self)
         inner.products = remat.NamedProducts()
         return inner
 
-    def recording(self, history: delayed.Amaxes) -> Runner:
+    def recording(self, history: delayed.Amaxes) -> Interpreter:
         """Returns a runner for one plan, or for what it holds, whose products read `history`."""
         if history is self.history:
             return self
@@ -51,7 +51,7 @@ class Runner:
         self,
         plan: Plan,
         arrays: Sequence[Any],
-        shadows: Sequence[Any] | None = None,
+        low_copies: Sequence[Any] | None = None,
         out_states: Sequence[State] | None = None,
     ) -> list[Any]:
         """Returns the outputs of a plan.
@@ -59,18 +59,18 @@ class Runner:
         Args:
           plan: what to run.
           arrays: its inputs, each in the form of its state.
-          shadows: low copies of inputs where the plan wants them, else None.
+          low_copies: low copies of inputs where the plan wants them, else None.
           out_states: forms of the outputs, those of the plan by default.
         """
         jaxpr = plan.jaxpr.jaxpr
         recorder = self.recording(self.history.assigned(plan))
-        shadows = shadows or [None] * len(arrays)
+        low_copies = low_copies or [None] * len(arrays)
         env: dict[Any, Value] = {
             v: Value(c, plan.states[v])
             for v, c in zip(jaxpr.constvars, plan.jaxpr.consts, strict=True)
         }
-        inputs = zip(jaxpr.invars, arrays, plan.in_states, shadows, strict=True)
-        env |= {v: Value(a, s, shadow) for v, a, s, shadow in inputs}
+        inputs = zip(jaxpr.invars, arrays, plan.in_states, low_copies, strict=True)
+        env |= {v: Value(a, s, low_copy) for v, a, s, low_copy in inputs}
         for step in plan.steps:
             if step.group:
                 self.run_group(plan, step, env)
@@ -212,7 +212,7 @@ def _both_forms(state: State, low: Any, full: Any) -> Value:
         return Value(full, State(Kind.WIDE))
     if full is None:
         return Value(low, state)
-    return Value(full, State(Kind.WIDE), shadow=low)
+    return Value(full, State(Kind.WIDE), low_copy=low)
 
 
 def _same_size(eqn: Any) -> bool:

@@ -18,11 +18,11 @@ from mpjax._autocast.plan import Decision, Plan
 from mpjax._autocast.states import Kind
 from mpjax._autocast.values import Value
 
-Runner = Any
-"""`rebind.Runner`, which imports this file."""
+Interpreter = Any
+"""`rebind.Interpreter`, which imports this file."""
 
 
-def run(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
+def run(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
     """Returns the results of an equation with programs, in the forms of its `out_states`."""
     name = decision.eqn.primitive.name
     runner = runner.recording(runner.history.inside(decision))
@@ -34,30 +34,32 @@ def _operands(decision: Decision, values: Sequence[Value]) -> list[Any]:
     return [v.form(s) for v, s in zip(values, operand_states, strict=True)]
 
 
-def _shadows(plan: Plan, values: Sequence[Value]) -> list[Any]:
+def _low_copies(plan: Plan, values: Sequence[Value]) -> list[Any]:
     return [
         None if dtype is None else v.low(dtype)
-        for v, dtype in zip(values, plan.shadows, strict=True)
+        for v, dtype in zip(values, plan.low_copies, strict=True)
     ]
 
 
-def _made_shadows(plan: Plan, values: Sequence[Value]) -> list[Any]:
+def _made_low_copies(plan: Plan, values: Sequence[Value]) -> list[Any]:
     """The low copies that exist: a checkpointed function would keep any other one for backward."""
     return [
         None if dtype is None else v.made_low(dtype)
-        for v, dtype in zip(values, plan.shadows, strict=True)
+        for v, dtype in zip(values, plan.low_copies, strict=True)
     ]
 
 
-def _run_inline(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
+def _run_inline(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
     (plan,) = decision.call.plans
-    return runner.run(plan, _operands(decision, values), _shadows(plan, values))
+    return runner.run(plan, _operands(decision, values), _low_copies(plan, values))
 
 
-def _with_shadows(runner: Runner, plan: Plan, shadows: Sequence[Any]) -> Callable[..., list[Any]]:
+def _with_low_copies(
+    runner: Interpreter, plan: Plan, low_copies: Sequence[Any]
+) -> Callable[..., list[Any]]:
     """Returns the plan as a function of its inputs followed by the low copies that there are."""
     count = len(plan.in_states)
-    given = [shadow is not None for shadow in shadows]
+    given = [low_copy is not None for low_copy in low_copies]
 
     def fun(*args: Any) -> list[Any]:
         rest = iter(args[count:])
@@ -66,25 +68,27 @@ def _with_shadows(runner: Runner, plan: Plan, shadows: Sequence[Any]) -> Callabl
     return fun
 
 
-def _all_operands(decision: Decision, values: Sequence[Value], shadows: Sequence[Any]) -> list[Any]:
-    return [*_operands(decision, values), *(s for s in shadows if s is not None)]
+def _all_operands(
+    decision: Decision, values: Sequence[Value], low_copies: Sequence[Any]
+) -> list[Any]:
+    return [*_operands(decision, values), *(s for s in low_copies if s is not None)]
 
 
-def _run_jit(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
+def _run_jit(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
     eqn = decision.eqn
     (plan,) = decision.call.plans
     # Kept with the plan, so that the same function is compiled once in eager mode too.
     key = (runner.products, *_compat.hashable_jit_params(eqn.params))
     compiled = {} if runner.history.arrays else plan.compiled  # no tracers may stay with the plan
     if key not in compiled:
-        fun = _with_shadows(runner, plan, plan.shadows)
+        fun = _with_low_copies(runner, plan, plan.low_copies)
         fun.__name__ = fun.__qualname__ = eqn.params["name"]
-        extra = [i for i, dtype in enumerate(plan.shadows) if dtype is not None]
+        extra = [i for i, dtype in enumerate(plan.low_copies) if dtype is not None]
         compiled[key] = jax.jit(fun, **_compat.jit_options(eqn.params, extra))
-    return compiled[key](*_all_operands(decision, values, _shadows(plan, values)))
+    return compiled[key](*_all_operands(decision, values, _low_copies(plan, values)))
 
 
-def _run_remat(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
+def _run_remat(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
     eqn = decision.eqn
     (plan,) = decision.call.plans
     policy = eqn.params["policy"]
@@ -92,21 +96,21 @@ def _run_remat(runner: Runner, decision: Decision, values: Sequence[Value]) -> l
     if policy is not None and runner.products is None:
         inner = runner.inside_checkpoint()
     ask = None if inner.products is None else inner.products.translated(policy)
-    shadows = _made_shadows(plan, values)
-    fun = _with_shadows(inner, plan, shadows)
-    args = _all_operands(decision, values, shadows)
+    low_copies = _made_low_copies(plan, values)
+    fun = _with_low_copies(inner, plan, low_copies)
+    args = _all_operands(decision, values, low_copies)
     if eqn.params["differentiated"]:  # inside `autocast(grad(f))`: JAX must not undo it
         return _compat.bind_remat(eqn, fun, args, ask)
     return jax.checkpoint(fun, prevent_cse=eqn.params["prevent_cse"], policy=ask)(*args)
 
 
-def _run_shard_map(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
+def _run_shard_map(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
     params = decision.eqn.params
     (plan,) = decision.call.plans
     specs = params["in_specs"]
-    extra = [spec for spec, dtype in zip(specs, plan.shadows, strict=True) if dtype is not None]
-    operands = _all_operands(decision, values, _shadows(plan, values))
-    inner = _with_shadows(runner, plan, plan.shadows)
+    extra = [spec for spec, dtype in zip(specs, plan.low_copies, strict=True) if dtype is not None]
+    operands = _all_operands(decision, values, _low_copies(plan, values))
+    inner = _with_low_copies(runner, plan, plan.low_copies)
     lows = {i: s.dtype for i, s in enumerate(plan.in_states) if s.kind == Kind.LOW}
     for i in lows:  # cast inside, so that a replicated value's cotangents are summed in float32
         operands[i] = values[i].full
@@ -125,7 +129,7 @@ def _run_shard_map(runner: Runner, decision: Decision, values: Sequence[Value]) 
     return wrapped(*operands)
 
 
-def _run_scan(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
+def _run_scan(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
     eqn = decision.eqn
     (plan,) = decision.call.plans
     num_consts, num_carry = _compat.scan_counts(eqn.params)
@@ -133,9 +137,9 @@ def _run_scan(runner: Runner, decision: Decision, values: Sequence[Value]) -> li
     first, last = num_consts, num_consts + num_carry
     read_consts = [_read_in_loop(v, x) for v, x in zip(values[:first], operands, strict=False)]
     # Slices of `xs` are read once each: a low copy of the whole would only stay alive longer.
-    shadows = [
+    low_copies = [
         None if dtype is None or i >= first else v.low(dtype)
-        for i, (v, dtype) in enumerate(zip(values, plan.shadows, strict=True))
+        for i, (v, dtype) in enumerate(zip(values, plan.low_copies, strict=True))
     ]
     out_states = (*decision.call.out_states[:num_carry], *plan.out_states[num_carry:])
 
@@ -144,7 +148,7 @@ def _run_scan(runner: Runner, decision: Decision, values: Sequence[Value]) -> li
         outs = runner.recording(runner.history.inside(decision, amaxes)).run(
             plan,
             [*(read() for read in read_consts), *carry, *xs],
-            shadows,
+            low_copies,
             out_states,
         )
         return outs[:num_carry], outs[num_carry:]
@@ -168,16 +172,16 @@ def _read_in_loop(value: Value, operand: Any) -> Callable[[], Any]:
     return lambda: operand
 
 
-def _run_while(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
+def _run_while(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
     params = decision.eqn.params
     cond, body = decision.call.plans
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
     operands = _operands(decision, values)
     cond_consts, body_consts = operands[:num_cond], operands[num_cond : num_cond + num_body]
     body_values = values[num_cond : num_cond + num_body]
-    shadows = [
+    low_copies = [
         None if dtype is None else v.low(dtype)
-        for v, dtype in zip(body_values, body.shadows[:num_body], strict=True)
+        for v, dtype in zip(body_values, body.low_copies[:num_body], strict=True)
     ]
     num_carry = len(operands) - num_cond - num_body
 
@@ -185,19 +189,19 @@ def _run_while(runner: Runner, decision: Decision, values: Sequence[Value]) -> l
         return runner.run(cond, [*cond_consts, *carry])[0]
 
     def body_fun(carry: Any) -> Any:
-        low = [*shadows, *[None] * num_carry]
+        low = [*low_copies, *[None] * num_carry]
         return runner.run(body, [*body_consts, *carry], low, decision.call.out_states)
 
     return lax.while_loop(cond_fun, body_fun, operands[num_cond + num_body :])
 
 
-def _run_cond(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
+def _run_cond(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
     call = decision.call
     index, *operands = _operands(decision, values)
 
     def branch(plan: Plan) -> Callable[..., list[Any]]:
-        shadows = _shadows(plan, values[1:])
-        return lambda *args: runner.run(plan, args, shadows, call.out_states)
+        low_copies = _low_copies(plan, values[1:])
+        return lambda *args: runner.run(plan, args, low_copies, call.out_states)
 
     branches = [branch(p) for p in call.plans]
     platforms = decision.eqn.params.get("branches_platforms")
@@ -211,7 +215,7 @@ def _run_cond(runner: Runner, decision: Decision, values: Sequence[Value]) -> li
     return lax.platform_dependent(*operands, default=default, **dict(named))
 
 
-def _run_custom(runner: Runner, decision: Decision, values: Sequence[Value]) -> list[Any]:
+def _run_custom(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
     (plan,) = decision.call.plans
     return custom_rules.run(runner, decision.eqn, plan, [v.full for v in values])
 

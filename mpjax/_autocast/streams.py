@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import reads, states, traits
+from mpjax._autocast import demand, states, traits
 from mpjax._autocast.states import Kind, State
 from mpjax._op_rules import only_moves
 
@@ -44,7 +44,7 @@ class Sums:
         floats = [v for v in variables if self._found[v].kind > Kind.CONSTANT]
         if eqn.primitive.name in traits.EXTREME or (floats and self._extremes.issuperset(floats)):
             self._extremes.update(eqn.outvars)
-        if only_moves(eqn) and (reads.repeats(eqn) or self._repeated.intersection(variables)):
+        if only_moves(eqn) and (demand.repeats(eqn) or self._repeated.intersection(variables)):
             self._repeated.update(eqn.outvars)
         if only_moves(eqn) and len(variables) == 1 and self._is_number(variables[0]):
             self._numbers.update(eqn.outvars)
@@ -87,7 +87,7 @@ class Sums:
             return True
         for i, other in ((0, 1), (1, 0)):
             if operands[i] == states.INPUT and operands[other].kind == Kind.LOW:
-                later = self._flags.get(eqn.outvars[0], 0) & reads.LATER
+                later = self._flags.get(eqn.outvars[0], 0) & demand.LATER
                 return not later or self._depends(eqn.invars[other], eqn.invars[i])
         return False
 
@@ -117,7 +117,7 @@ class Sums:
         ):
             return None
         want = self._flags.get(eqn.outvars[0], 0)
-        if want & reads.FULL or not want & (reads.LATER | reads.CARRIED):
+        if want & demand.FULL or not want & (demand.LATER | demand.CARRIED):
             return None  # a sum of many keeps each rounding
         return next(s for s in operands if s.kind == Kind.LOW)
 

@@ -15,14 +15,18 @@ class Value:
     __slots__ = ("_forms", "_lazy", "is_low", "made", "stored")
 
     def __init__(
-        self, array: Any, state: State, shadow: Any = None, lazy: Callable[[Any], Any] | None = None
+        self,
+        array: Any,
+        state: State,
+        low_copy: Any = None,
+        lazy: Callable[[Any], Any] | None = None,
     ) -> None:
         self.made = array
         self.stored: Any = None  # values and scales, where this is a weight in 8 bits
         self.is_low = state.kind == Kind.LOW
         self._lazy = lazy
         self._forms: dict[Any, Any] = {}
-        for form in (array if self.is_low else None, shadow):
+        for form in (array if self.is_low else None, low_copy):
             if form is not None:
                 self._forms[form.dtype] = form
 
