@@ -1,10 +1,12 @@
-"""What `diagnose` costs beside the step: `python benchmarks/numerics.py`.
+"""What `mpjax.numerics` costs, and what `suggest` finds: `python benchmarks/numerics.py`.
 
 For three networks: a train step (AdamW, "16-mixed"), and the instrumented twin that its diagnosis
 runs: seconds to trace and compile (processor time), milliseconds to run (median of nine), and the
-peak of memory by XLA's own count, with the state that is held either way.
+peak of memory by XLA's own count, with the state that is held either way. Then what `watch=100`
+costs by the clock, and what `suggest` finds for two networks. Name parts to run only them.
 """
 
+import argparse
 import time
 from typing import Any
 
@@ -12,8 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from measure.suggested import exact_gradients, language_model, worst_error
+from networks import NETWORKS
 
 import mpjax
+from mpjax import numerics
 from mpjax.numerics import _subject
 from mpjax.numerics._overflow import Overflow
 from mpjax.numerics._program import Program
@@ -107,36 +112,103 @@ def diagnosis() -> None:
         print(f"| {name} | {len(program.plan.sites)} | {' | '.join(cells)} |", flush=True)
 
 
-KINDS = (("plain", None), ("diagnosed", None), ("watch=1", 1), ("watch=100", 100))
+PAIRS = 100
 
 
 def healthy() -> None:
-    """What a step pays that is not diagnosed: by XLA's counts, and `watch=` by the clock."""
-    print("| network | step | MB accessed | temporaries, MB | watched step, ms more | in 100, % |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    """What a step pays that is not diagnosed, by XLA's counts."""
+    print("| network | step | MB accessed | temporaries, MB |")
+    print("| --- | --- | --- | --- |")
     for name, (loss, params, x) in cases().items():
-        times: list[float] = []
-        for kind, watch in KINDS:
-            step = mpjax.make_train_step(
-                loss, optax.adamw(1e-3), "16-mixed", donate=False, watch=watch
-            )
+        for kind in ("plain", "diagnosed"):
+            step = mpjax.make_train_step(loss, optax.adamw(1e-3), "16-mixed", donate=False)
             state = step.init(params)
             if kind == "diagnosed":
                 step.diagnose(state, x)
-            _, seconds, memory = measured(step, (state, x))
-            times.append(seconds)
-            accessed = step.lower(state, x).compile().cost_analysis()["bytes accessed"]
-            more = 1e3 * (times[2] - min(times[:2])) if watch == 1 else None
-            share = None if more is None else more / 1e3 / min(times[:2])
-            cells = f"{accessed / 1e6:.3f} | {memory.temp_size_in_bytes / 1e6:.3f}"
-            told = " | " if share is None else f"{more:.1f} | {share:.2f}"
-            print(f"| {name} | {kind} | {cells} | {told} |", flush=True)
+            compiled = step.lower(state, x).compile()
+            accessed = compiled.cost_analysis()["bytes accessed"]
+            temporaries = compiled.memory_analysis().temp_size_in_bytes
+            print(f"| {name} | {kind} | {accessed / 1e6:.3f} | {temporaries / 1e6:.3f} |")
+
+
+def watched() -> None:
+    """What `watch=100` costs, by the clock: a hundred steps of it in turn with a hundred plain."""
+    print(
+        "| network | values | plain, ms | between, ms | looking, ms | of 100, % | temporaries, MB |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for name, (loss, params, x) in cases().items():
+        steps = [
+            mpjax.make_train_step(loss, optax.adamw(1e-3), "16-mixed", donate=False, watch=watch)
+            for watch in (None, 100)
+        ]
+        start = steps[0].init(params)
+        compiled = [step.lower(start, x).compile() for step in steps]
+        states, times = [start, start], ([], [])
+        for number in range(PAIRS + 1):
+            for which in (0, 1) if number % 2 else (1, 0):
+                begun = time.perf_counter()
+                states[which], metrics = jax.block_until_ready(compiled[which](states[which], x))
+                times[which].append(time.perf_counter() - begun)
+                if which and number == 0:
+                    kinds = [v for k, v in metrics["watched"].items() if k != "is_new"]
+        plain = float(np.median(times[0][1:]))
+        between = plain + float(np.median(np.subtract(times[1][1:], times[0][1:])))
+        looking = []
+        for _ in range(5):
+            begun = time.perf_counter()
+            jax.block_until_ready(compiled[1](start, x))
+            looking.append(time.perf_counter() - begun)
+        look = float(np.median(looking))
+        share = 100 * ((99 * between + look) / (100 * plain) - 1)
+        held = [c.memory_analysis().temp_size_in_bytes / 1e6 for c in compiled]
+        cells = (
+            f"{sum(map(len, kinds))} | {1e3 * plain:.1f} | {1e3 * between:.1f}",
+            f"{1e3 * look:.1f} | {share:.2f} | {held[0]:.1f} → {held[1]:.1f}",
+        )
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+def suggested() -> None:
+    """What `suggest` finds, and the gradients' errors under it, as XLA compiles for users."""
+    unet = NETWORKS["unet"]("tiny")
+    drawn = unet.init(jax.random.key(0)), unet.sample(jax.random.key(1))
+    networks = {
+        "lm.py, 2 layers of 32": language_model(),
+        "U-Net, tiny": (unet.written(jnp.float32), *drawn),
+    }
+    print(
+        "| network | asked | answer | in float32 | low | bytes kept | all low | found | policies |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for (name, (loss, params, x)), asked in zip(networks.items(), (0.01, 0.0095), strict=True):
+        exact = exact_gradients(loss, params, x)
+        for reverse in (False, True):
+            search = numerics.suggest(loss, "bf16-mixed", tolerance=asked, reverse=reverse)
+            found = search(params, x)
+            low, error = (
+                worst_error(loss, policy, params, x, exact, found.noise)
+                for policy in ("bf16-mixed", found.policy)
+            )
+            kept = " / ".join(
+                f"{found.kept[key] / 1e3:.0f}" for key in ("low", "suggested", "float32")
+            )
+            cells = (
+                f"{asked:g} | {'what may go low' if reverse else 'what stays'} | {len(found.full)}",
+                f"{len(found.low)} | {kept} | {low:.4f} | {error:.4f} | {len(found.tried)}",
+            )
+            print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+PARTS = {f.__name__: f for f in (diagnosis, healthy, watched, suggested)}
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=list(PARTS), default=list(PARTS))
     print(f"JAX {jax.__version__}, {jax.devices()[0].device_kind}")
-    diagnosis()
-    healthy()
+    for part in parser.parse_args().parts:
+        PARTS[part]()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The policy that is suggested keeps gradients within what was asked for, with few modules."""
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +8,7 @@ import numpy as np
 import pytest
 
 import mpjax
+from benchmarks.measure.suggested import exact_gradients, language_model, worst_error
 from benchmarks.networks import NETWORKS
 from mpjax._spelling import of_operation
 from mpjax.numerics import suggest
@@ -116,18 +115,6 @@ def test_a_gradient_that_is_rounding_in_float32_too_is_left_out():
         )
 
 
-def language_model() -> tuple[Any, Any, Any]:
-    path = Path(__file__).parents[1] / "examples" / "lm.py"
-    spec = importlib.util.spec_from_file_location("lm", path)
-    assert spec is not None
-    assert spec.loader is not None
-    lm = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(lm)
-    lm.WIDTH, lm.HEADS, lm.LAYERS = 32, 2, 2
-    params = lm.Transformer().init(jax.random.key(0), jnp.zeros((1, lm.TIME), jnp.int32))["params"]
-    return lm.loss_fn, params, np.random.default_rng(0).integers(0, 256, (2, lm.TIME + 1), np.int32)
-
-
 def unet() -> tuple[Any, Any, Any]:
     net = NETWORKS["unet"]("tiny")
     return net.written(jnp.float32), net.init(jax.random.key(0)), net.sample(jax.random.key(1))
@@ -147,17 +134,10 @@ def test_gradients_of_networks_stay_within_the_tolerance_of_float64(
     assert found.full
     assert found.low
 
-    def errors(policy: Any) -> list[float]:
-        low = jax.jit(jax.grad(mpjax.autocast(loss_fn, policy)))(params, batch)
-        pairs = zip(mpjax._tree.leaf_paths(low), jax.tree.leaves(low), exact, strict=True)
-        return [
-            float(np.abs(np.asarray(a, np.float64) - b).sum() / np.abs(b).sum())
-            for path, a, b in pairs
-            if path not in found.noise
-        ]
-
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params)
-        exact = [np.asarray(g) for g in jax.tree.leaves(jax.jit(jax.grad(loss_fn))(wide, batch))]
-    assert max(errors("bf16-mixed")) > tolerance
-    assert max(errors(found.policy)) <= 1.1 * tolerance  # XLA fuses the two differently
+    exact = exact_gradients(loss_fn, params, batch)
+    before, after = (
+        worst_error(loss_fn, policy, params, batch, exact, found.noise)
+        for policy in ("bf16-mixed", found.policy)
+    )
+    assert before > tolerance
+    assert after <= 1.1 * tolerance  # XLA fuses the two differently
