@@ -37,9 +37,8 @@ from rich.table import Table
 from sklearn.datasets import load_digits
 
 import mpjax
-from mpjax.numerics import Histogram, exponents
+from mpjax.numerics import ExponentReport, Histogram, exponents
 
-ALL = "all"
 POLICIES = {"float32": "f32", "float16": "p=f16,c=f32,o=f32", "bfloat16": "p=bf16,c=f32,o=f32"}
 COLORS = {"float32": "#777777", "float16": "#d55e00", "bfloat16": "#0072b2"}
 BATCH = 128
@@ -120,8 +119,8 @@ def train(
     return Trained(params, batch_stats, *np.array(history).T)
 
 
-def activation_gradients(trained: Trained, batch: Batch) -> dict[str, Histogram]:
-    """Returns the exponents of the loss's float32 gradients by each activation, and by all."""
+def activation_gradients(trained: Trained, batch: Batch) -> ExponentReport:
+    """Returns the exponents of the loss's float32 gradients by each activation, as "wgrad"."""
     shapes = jax.eval_shape(
         functools.partial(CNN().init, train=False), jax.random.key(0), batch["image"]
     )
@@ -132,9 +131,7 @@ def activation_gradients(trained: Trained, batch: Batch) -> dict[str, Histogram]
         return loss_fn(params, state, batch)[0]
 
     # Differentiated by the perturbations, in the place of parameters: theirs are "wgrad".
-    report = exponents(loss, "float32")(zeros, trained.params, trained.batch_stats, batch)
-    layers = {name: report.of("wgrad", f"perturbations/{name}") for name in zeros}
-    return layers | {ALL: report.of("wgrad")}
+    return exponents(loss, "float32")(zeros, trained.params, trained.batch_stats, batch)
 
 
 def swallowed(gradients: Histogram, dtype: str, loss_scale: float = 1.0) -> float:
@@ -165,23 +162,24 @@ def mean_square_errors(trained: Trained, data: Batch) -> dict[str, np.ndarray]:
 
 
 def table(
-    gradients: dict[str, Histogram], careful: dict[str, Trained], errors: dict[str, np.ndarray]
+    gradients: ExponentReport, careful: dict[str, Trained], errors: dict[str, np.ndarray]
 ) -> Table:
     result = Table(title="What is lost, and what the remedy leaves", box=box.SIMPLE_HEAD, padding=0)
     result.add_column("")
     for name in ("float16", "bfloat16", "remedy"):
         result.add_column(name, justify="right")
     result.add_row("1. gradients that become 0", "", "", "f16, loss × 2^15", style="bold")
-    for layer, g in gradients.items():
-        if layer == ALL:
+    for spread in gradients.spreads:
+        if spread.kind != "wgrad":
             continue
+        g, layer = spread.histogram, spread.module.removeprefix("perturbations/")
         shares = (
             swallowed(g, "float16"),
             swallowed(g, "bfloat16"),
             swallowed(g, "float16", LOSS_SCALE),
         )
         result.add_row(f"   by {layer}", *(f"{share:.2%}" for share in shares))
-    every = gradients[ALL]
+    every = gradients.of("wgrad")
     shares = (
         subnormal(every, "float16"),
         subnormal(every, "bfloat16"),
@@ -203,19 +201,11 @@ def table(
     return result
 
 
-def draw_exponents(axis: Any, every: Histogram) -> None:
-    exponent = np.arange(-149, 128)  # of `Histogram.counts`
-    share = 100 * every.counts / every.counts.sum()
-    label = f"as they are: {swallowed(every, 'float16'):.1%} become 0"
-    axis.bar(exponent, share, width=1, color="#d55e00", alpha=0.5, label=label)
-    label = f"loss × $2^{{15}}$: {swallowed(every, 'float16', LOSS_SCALE):.1%}"
-    moved = exponent + np.log2(LOSS_SCALE)
-    axis.step(moved, share, where="mid", color="#009e73", linewidth=1.6, label=label)
-    axis.axvspan(-60, -24.5, color="#999999", alpha=0.25, linewidth=0, label="0 in float16")
-    axis.axvline(-24.5, color="black", linewidth=1)
-    axis.axvline(-14.5, color="black", linewidth=1, linestyle=":", label="fewer bits left of this")
-    axis.set(title="1. Gradients of activations", xlabel="exponent (line: $2^{-24}$)", ylabel="%")
-    axis.set(xlim=(-45, 16), ylim=(0, 1.6 * share.max()))
+def draw_exponents(axis: Any, gradients: ExponentReport) -> None:
+    gradients.plot(axis, kinds=("wgrad",), loss_scale=LOSS_SCALE)
+    axis.axvspan(-60, -24.5, color="#999999", alpha=0.25, linewidth=0)
+    axis.set(title="1. Gradients of activations", xlim=(-45, 16))
+    axis.set_ylim(0, 1.6 * axis.get_ylim()[1])
 
 
 def draw_lost_updates(axis: Any, careful: dict[str, Trained]) -> None:
@@ -272,7 +262,7 @@ def main() -> None:
     console.print(table(gradients, careful, errors))
     figure = Figure(figsize=(13, 4.2), dpi=120, layout="constrained")
     axes = figure.subplots(1, 3)
-    draw_exponents(axes[0], gradients[ALL])
+    draw_exponents(axes[0], gradients)
     draw_lost_updates(axes[1], careful)
     draw_errors(axes[2], errors)
     for axis in axes:

@@ -241,7 +241,8 @@ def _diverged_text(state: dict[str, Any], params: PyTree | None) -> str:
         "Lower the learning rate, or look for what overflows: step.diagnose(state, batch, metrics) "
     )
     fix += "names it. Try policy 'bf16-mixed', or keep that layer in float32 with a PolicyMap."
-    return message("with_loss_scale", got, f"First bad leaf: {leaf}{more}.", fix)
+    page = "More in the documentation, 'Where did it go wrong?'."
+    return message("with_loss_scale", got, f"First bad leaf: {leaf}{more}.", fix, page)
 
 
 def _leaf_text(index: int, count: int, params: PyTree | None) -> str:

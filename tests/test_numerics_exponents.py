@@ -93,13 +93,17 @@ def test_it_prints_on_a_screen_and_draws():
     assert "loss scale for float16 gradients" in str(report)
     assert report._repr_html_().startswith("<pre>")
     figure = report.plot()
-    assert [line.get_label() for line in figure.axes[0].lines[:4]] == [
-        "weight",
-        "activation",
-        "gradient",
-        "wgrad",
-    ]
+    labels = [line.get_label() for line in figure.axes[0].lines[:4]]
+    kinds = ["weight", "activation", "gradient", "wgrad"]
+    lost = [report.lost(kind, "float16").underflows for kind in kinds]
+    want = [f"{k}: {share:.1f}% are 0 in float16" for k, share in zip(kinds, lost, strict=True)]
+    assert labels == want
     assert report.plot(figure.add_subplot()) is figure
+    plain, scaled = report.plot(kinds=("wgrad",), loss_scale=2.0**15).axes[0].lines[:2]
+    assert scaled.get_label().startswith("wgrad × 32768: ")
+    assert list(scaled.get_xdata()) == [x + 15 for x in plain.get_xdata()]
+    with pytest.raises(ValueError, match="no kind 'wgrads'"):
+        report.plot(kinds=("wgrads",))
 
 
 def test_a_loop_is_counted_as_often_as_it_runs():

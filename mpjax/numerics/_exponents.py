@@ -125,21 +125,31 @@ class ExponentReport:
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
-    def plot(self, axis: Any = None) -> Any:
+    def plot(
+        self, axis: Any = None, *, kinds: Sequence[str] = KINDS, loss_scale: float = 1.0
+    ) -> Any:
         """Returns a matplotlib figure: a line a kind, and where formats end.
 
         Args:
           axis: of matplotlib, to draw on; None for a figure of its own.
+          kinds: which to draw, of 'weight', 'activation', 'gradient' and 'wgrad'.
+          loss_scale: with which gradients are drawn once more; 1 for not.
+
+        Raises:
+          ValueError: there is no such kind.
         """
         from matplotlib.figure import Figure  # only for who draws
 
         figure = axis.figure if axis is not None else Figure(figsize=(8, 4), layout="constrained")
         axis = figure.subplots() if axis is None else axis
-        for kind in KINDS:
-            if self._has(kind):
-                found = self.of(kind)
-                share = 100 * found.counts / max(found.counts.sum(), 1)
-                axis.step(EXPONENTS, share, where="mid", label=kind)
+        shown = [kind for kind in kinds if self._has(kind) or kind not in KINDS]
+        moved = [kind for kind in shown if kind in (GRADIENT, WGRAD) and loss_scale != 1]
+        for kind, scale in (*((k, 1.0) for k in shown), *((k, loss_scale) for k in moved)):
+            found = self.of(kind)
+            share = 100 * found.counts / max(found.counts.sum(), 1)
+            name = kind if scale == 1 else f"{kind} × {scale:g}"
+            label = f"{name}: {found.lost('float16', scale).underflows:.1f}% are 0 in float16"
+            axis.step(EXPONENTS + round(np.log2(scale)), share, where="mid", label=label)
         edges = ((-24, "float16"), (-16, "e5m2"), (-9, "e4m3"))
         for exponent, name in edges:
             axis.axvline(exponent, color="#777777", linewidth=1, linestyle=":")
@@ -152,11 +162,12 @@ class ExponentReport:
                 va="top",
                 ha="right",
             )
-        seen = [h for h in (self.of(k) for k in KINDS if self._has(k)) if h.highest is not None]
+        seen = [h for h in map(self.of, shown) if h.highest is not None]
         if seen:
             low = min(h.lowest for h in seen if h.lowest is not None)
             high = max(h.highest for h in seen if h.highest is not None)
-            axis.set_xlim(max(low, -60) - 2, high + 2)
+            reach = round(np.log2(loss_scale)) if moved else 0
+            axis.set_xlim(max(low, -60) - 2, high + max(reach, 0) + 2)
         axis.set(xlabel="exponent of two", ylabel="% of non-zero values")
         axis.legend(fontsize=8)
         return figure
