@@ -119,7 +119,7 @@ def _table_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _print_support() -> None:
     names = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
-    names |= {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+    names |= {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8"}
     lines = [
         (row.key, row.name, *(_WORDS[row.cell(dtype).status] for dtype in DTYPES), row.policy)
         for row in SUPPORT.values()

@@ -77,21 +77,30 @@ def test_pick(name, half, pick):
     ("name", "fast"),
     [
         ("v100", "float32 float16 float64"),
-        ("t4", "float32 float16"),
-        ("a100", "float32 bfloat16 float16 float64"),
-        ("a10", "float32 bfloat16 float16"),
-        ("l4", "float32 bfloat16 float16 float8_e4m3fn float8_e5m2"),
-        ("h100", "float32 bfloat16 float16 float64 float8_e4m3fn float8_e5m2"),
+        ("t4", "float32 float16 int8"),
+        ("a100", "float32 bfloat16 float16 float64 int8"),
+        ("a10", "float32 bfloat16 float16 int8"),
+        ("l4", "float32 bfloat16 float16 float8_e4m3fn float8_e5m2 int8"),
+        ("h100", "float32 bfloat16 float16 float64 float8_e4m3fn float8_e5m2 int8"),
         ("b300", "float32 bfloat16 float16 float8_e4m3fn float8_e5m2"),
-        ("mi300x", "float32 bfloat16 float16 float64"),
+        ("mi300x", "float32 bfloat16 float16 float64 int8"),
         ("v4", "float32 bfloat16"),
-        ("v6e", "float32 bfloat16 float8_e5m2"),
+        ("v6e", "float32 bfloat16 float8_e5m2 int8"),
         ("v7x", "float32 bfloat16 float8_e4m3fn float8_e5m2"),
         ("cpu-avx512-bf16", "float32 bfloat16 float64"),
+        ("cpu-amx", "float32 bfloat16 float64 int8"),
     ],
 )
 def test_fast_dtypes(name, fast):
     assert find_accelerator(name).fast == tuple(fast.split())
+
+
+def test_int8_is_judged_by_the_chip():
+    policy = get_policy("int8_from_mixed_bfloat16")
+    assert examine(policy, find_accelerator("v5e")).status == "native"
+    slow = examine(policy, find_accelerator("v4"))
+    assert slow.status == "slow"
+    assert "Type 'bf16-mixed' instead." in slow.lines("slow")
 
 
 def test_a_dtype_without_a_column_is_unknown():
