@@ -1,11 +1,11 @@
 """Draws the pictures of these pages: `python docs/figures.py` writes them into docs/images/.
 
-`formats.png` shows the bits of the three formats. `block.png` shows what autocast does with each
-operation of a transformer block in Flax, from what `mpjax.explain(...).to_dict()` tells;
-`explained.txt` is what `print` shows of it. `beside.png` shows the shares that the tables in
-benchmarks/results/ give, and `saves.png`, with its numbers in `saves.txt`, what they come to;
-`optimizers.png` shows how training goes with weights and moments in fewer bits.
-`pod_report.png` is `pod_report.txt` with notes; the text is what
+`formats.png` shows the bits of the three formats, `eight_bits.png` what 8 bits can hold.
+`block.png` shows what autocast does with each operation of a transformer block in Flax, from what
+`mpjax.explain(...).to_dict()` tells; `explained.txt` is what `print` shows of it. `beside.png`
+shows the shares that the tables in benchmarks/results/ give, and `saves.png`, with its numbers in
+`saves.txt`, what they come to; `optimizers.png` shows how training goes with weights and moments in
+fewer bits. `pod_report.png` is `pod_report.txt` with notes; the text is what
 `python examples/train_pod.py tpu_configs/v5e-256.yaml --check` prints with libtpu. With `--page`
 the blocks of numerics.md are run, and draw `exponents.png` and `overflow.png`.
 """
@@ -23,6 +23,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
@@ -135,6 +136,31 @@ def draw_formats(path: Path) -> None:
         axes.text(x + 0.4, y, meaning, va="center", fontsize=9)
     axes.set(xlim=(-4.5, 46), ylim=(2.6, -0.6))
     axes.set_axis_off()
+    figure.savefig(path)
+
+
+EIGHT_BITS = {  # dtype: its largest value, and what to say of it
+    "int8": (127.0, "254 steps of one size: what is small is lost"),
+    "float8_e4m3fn": (448.0, "3 bits of mantissa: off by up to 6 %, over 18 powers of two"),
+    "float8_e5m2": (57344.0, "2 bits of mantissa: off by up to 12 %, over 32 powers of two"),
+}
+
+
+def draw_eight_bits(path: Path) -> None:
+    """Draws every value of each 8-bit dtype, scaled so that its largest is 1, as powers of two."""
+    figure = Figure(figsize=(11, 2.6), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for y, (name, (largest, text)) in enumerate(EIGHT_BITS.items()):
+        values = np.arange(256, dtype=np.uint8).view(jnp.dtype(name)).astype(np.float64)
+        held = np.unique(values[(values > 0) & (values <= largest)]) / largest
+        axes.vlines(np.log2(held), y - 0.28, y + 0.28, color="#0072b2", linewidth=0.8)
+        axes.text(-32.5, y, name, ha="right", va="center", family="monospace", fontsize=9)
+        axes.text(0.4, y, text, va="center", fontsize=8.5)
+    axes.set(xlim=(-38, 17), ylim=(2.6, -0.6), yticks=[])
+    axes.set_xticks(range(-32, 1, 4), [f"2$^{{{x}}}$" for x in range(-32, 1, 4)], fontsize=8.5)
+    axes.set_xlabel("what each can hold, beside the largest value under one scale", fontsize=9)
+    for side in ("left", "right", "top"):
+        axes.spines[side].set_visible(False)
     figure.savefig(path)
 
 
@@ -366,6 +392,7 @@ def main() -> None:
         print(f"exponents.png and overflow.png are in {folder}.")
         return
     draw_formats(folder / "formats.png")
+    draw_eight_bits(folder / "eight_bits.png")
     table = explained()
     draw_block(table.to_dict()["rows"], folder / "block.png")
     (folder / "explained.txt").write_text(f"{table}\n")
@@ -375,8 +402,8 @@ def main() -> None:
     (folder / "saves.txt").write_text(saves_text(savings()))
     report = (Path(__file__).parent / "images" / "pod_report.txt").read_text()
     draw_report(report.splitlines(), folder / "pod_report.png")
-    drawn = "beside.png, block.png, explained.txt, formats.png, optimizers.png, pod_report.png, "
-    drawn += "saves.png and .txt"
+    drawn = "beside.png, block.png, eight_bits.png, explained.txt, formats.png, optimizers.png, "
+    drawn += "pod_report.png, saves.png and .txt"
     print(f"{drawn} are in {folder}.")
 
 

@@ -77,6 +77,7 @@ TRANSLATED = {
     ),
     "jmp": ("From jmp", "jmp's README, line by line"),
     "flax": ("From Flax's DynamicScale", "A TrainState with BatchNorm"),
+    "eight_bits": ("Transformer Engine", "qwix", "Keras"),
 }
 
 
@@ -150,6 +151,7 @@ def test_the_pictures_can_be_drawn(tmp_path: Path):
     assert {path.name for path in tmp_path.iterdir()} == {
         "beside.png",
         "block.png",
+        "eight_bits.png",
         "explained.txt",
         "formats.png",
         "optimizers.png",
