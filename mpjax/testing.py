@@ -78,7 +78,7 @@ def _struct(leaf: Any) -> Any:
 
 
 def assert_bitwise_equal(actual: PyTree, expected: PyTree) -> None:
-    """Fails unless two trees have one structure and, leaf by leaf, the same dtype and bits.
+    """Fails unless two trees have one structure and, leaf by leaf, the same dtype, shape and bits.
 
     -0.0 is not 0.0 here, and a NaN equals a NaN of the same bits.
 
@@ -98,11 +98,19 @@ def assert_bitwise_equal(actual: PyTree, expected: PyTree) -> None:
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     wrong: list[str] = []
     for path, (a, b) in zip(leaf_paths(actual), pairs, strict=True):
+        alike = _type(a) == _type(b)
         a, b = _data(a), _data(b)
-        if a.dtype != b.dtype or a.tobytes() != b.tobytes():
-            count = int(np.sum(_bytes(a) != _bytes(b))) if a.dtype == b.dtype else a.size
+        if not alike:
+            wrong.append(f"{path!r} is {describe(a)}, and not {describe(b)}")
+        elif a.tobytes() != b.tobytes():
+            count = int(np.sum(_bytes(a) != _bytes(b)))
             wrong.append(f"{path!r}, {describe(a)}: {count} of {a.size} elements differ")
     _fail_if(wrong, f"assert_bitwise_equal: {len(wrong)} leaves differ")
+
+
+def _type(x: Any) -> tuple[Any, ...]:
+    x = x if is_array(x) else np.asarray(x)
+    return x.dtype, x.shape
 
 
 def _data(x: Any) -> Any:
@@ -233,11 +241,14 @@ def _product_dtypes(eqn: Any) -> list[Any] | None:
 
 
 @contextlib.contextmanager
-def assert_one_compilation(fun: Callable[..., Any]) -> Generator[Callable[..., Any]]:
+def assert_one_compilation(
+    fun: Callable[..., Any], **options: Any
+) -> Generator[Callable[..., Any]]:
     """Gives a jitted `fun` that may be traced once: a second trace fails at the end of the block.
 
     Args:
       fun: what is jitted; state and batch of every call must have the same types.
+      **options: of `jax.jit`, as `donate_argnums=0`.
 
     Raises:
       AssertionError: it was traced more than once, or never.
@@ -258,7 +269,7 @@ def assert_one_compilation(fun: Callable[..., Any]) -> Generator[Callable[..., A
         traces.append(", ".join(map(describe, jax.tree.leaves((args, kwargs)))))
         return fun(*args, **kwargs)
 
-    yield jax.jit(counted)
+    yield jax.jit(counted, **options)
     if len(traces) != 1:
         lines = "".join(f"\n  {text[:200]}" for text in traces)
         raise AssertionError(f"assert_one_compilation: traced {len(traces)} times{lines}")

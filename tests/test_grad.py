@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _helpers import Traced, assert_same_bits, count_casts
+from _helpers import count_casts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpjax
 from mpjax._grad import as_loss_scale
 from mpjax._loss_scale import owned
+from mpjax.testing import assert_bitwise_equal, assert_one_compilation
 
 SCALE = 2.0**10
 STATIC = mpjax.StaticLossScale(SCALE)
@@ -40,9 +41,9 @@ def test_value_and_gradients_are_those_of_jax(loss_scale, argnums, has_aux):
     args = {"w": jnp.arange(3.0)}, jnp.ones(3) * 2, [jnp.float32(4)]
     want = jax.value_and_grad(fun, argnums, has_aux)(*args, power=3.0)
     got = mpjax.value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale)(*args, power=3.0)
-    assert_same_bits(got, want)  # small integers and powers of two: nothing rounds
+    assert_bitwise_equal(got, want)  # small integers and powers of two: nothing rounds
     grads = mpjax.grad(fun, argnums, has_aux, loss_scale=loss_scale)(*args, power=3.0)
-    assert_same_bits(grads, jax.grad(fun, argnums, has_aux)(*args, power=3.0))
+    assert_bitwise_equal(grads, jax.grad(fun, argnums, has_aux)(*args, power=3.0))
 
 
 def test_aux_passes_through_as_in_jax():
@@ -76,7 +77,7 @@ def test_gradients_of_integers_as_in_jax():
 def test_holomorphic_as_in_jax():
     z = jnp.complex64(1 + 2j)
     got = mpjax.value_and_grad(lambda z: z * z, loss_scale=STATIC, holomorphic=True)(z)
-    assert_same_bits(got, jax.value_and_grad(lambda z: z * z, holomorphic=True)(z))
+    assert_bitwise_equal(got, jax.value_and_grad(lambda z: z * z, holomorphic=True)(z))
     with pytest.raises(TypeError, match=r"must be a complex scalar \(holomorphic=True\); got f32"):
         mpjax.value_and_grad(lambda z: z.real, loss_scale=1, holomorphic=True)(z)
 
@@ -84,7 +85,7 @@ def test_holomorphic_as_in_jax():
 def test_real_loss_of_complex_parameters():
     z = jnp.complex64(3 + 4j)
     got = mpjax.value_and_grad(lambda z: jnp.real(z * jnp.conj(z)), loss_scale=STATIC)(z)
-    assert_same_bits(got, jax.value_and_grad(lambda z: jnp.real(z * jnp.conj(z)))(z))
+    assert_bitwise_equal(got, jax.value_and_grad(lambda z: jnp.real(z * jnp.conj(z)))(z))
 
 
 def test_constant_loss_has_zero_gradient():
@@ -258,7 +259,7 @@ scaled = jax.jit(lambda ls, w, x: mpjax.value_and_grad(quadratic, loss_scale=ls)
 @given(st.integers(-20, 24), st.floats(2.0**-10, 2.0**10, width=32))
 def test_law_05_power_of_two_scale_changes_no_bit(exponent, w):
     ls = mpjax.StaticLossScale(2.0**exponent)
-    assert_same_bits(scaled(ls, np.float32(w), X), plain(np.float32(w), X))
+    assert_bitwise_equal(scaled(ls, np.float32(w), X), plain(np.float32(w), X))
 
 
 # -- law 6: judged unscaled, in float32 ------------------------------------------------------------
@@ -431,15 +432,14 @@ def test_several_loss_scales_in_one_step():
         mpjax.DynamicLossScale(2.0**16, growth_interval=100),
     )
     xs = jnp.ones((4, 2))
-    step = Traced(two_losses)
     state, rows = start, []
-    for x in xs:
-        state, out = step(state, x)
-        rows.append(out)
-    assert step.traces == 1
+    with assert_one_compilation(two_losses) as step:
+        for x in xs:
+            state, out = step(state, x)
+            rows.append(out)
     scanned, outs = jax.lax.scan(two_losses, start, xs)
-    assert_same_bits(scanned, state)
-    assert_same_bits(outs, jax.tree.map(lambda *r: jnp.stack(r), *rows))
+    assert_bitwise_equal(scanned, state)
+    assert_bitwise_equal(outs, jax.tree.map(lambda *r: jnp.stack(r), *rows))
     assert outs[2].tolist() == [True] * 4
     # 2**16 × 4, 2**15 × 4, 2**14 × 4 are past 65504; 2**13 × 4 is not.
     assert outs[3].tolist() == [False, False, False, True]
@@ -461,11 +461,10 @@ def test_law_09_value_and_grad_compiles_once():
         value, grads = mpjax.value_and_grad(lambda w: jnp.sum(w**2), loss_scale=ls)(w)
         return w - grads, ls.adjust(mpjax.all_finite(grads)), value
 
-    traced = Traced(step)
     w, ls = jnp.ones(2), mpjax.DynamicLossScale(growth_interval=1)
-    for _ in range(3):
-        w, ls, _ = traced(w, ls)
-    assert traced.traces == 1
+    with assert_one_compilation(step) as traced:
+        for _ in range(3):
+            w, ls, _ = traced(w, ls)
 
 
 # -- law 15: means over shards ---------------------------------------------------------------------
@@ -533,7 +532,7 @@ def test_law_15_means_of_whichever_argument_is_differentiated(devices, argnums, 
         check_vma=check_vma,
     )
     args = jnp.arange(2.0), jnp.ones(2)
-    assert_same_bits(jax.jit(step)(*args), jax.grad(loss, argnums)(*args))
+    assert_bitwise_equal(jax.jit(step)(*args), jax.grad(loss, argnums)(*args))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

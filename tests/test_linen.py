@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _helpers import Traced, assert_same_bits, bits
+from _helpers import Traced, bits
 from _linen_layers import LAYERS, NOT_LAYERS, array
 from flax.core import meta
 from flax.training.train_state import TrainState
 
 import mpjax
 import mpjax.linen
+from mpjax.testing import assert_bitwise_equal, assert_one_compilation
 
 pytestmark = [
     pytest.mark.standard_promotion("linen promotes its own masks and counts implicitly"),
@@ -154,7 +155,7 @@ def test_rules_go_by_module_path():
 
 def test_variables_have_the_names_and_values_of_the_model_without_a_policy():
     plain = made(network())
-    assert_same_bits(made(mpjax.linen.with_policy(network(), "bf16-mixed")), plain)
+    assert_bitwise_equal(made(mpjax.linen.with_policy(network(), "bf16-mixed")), plain)
 
 
 def test_the_model_given_and_its_fields_stay_as_they_are():
@@ -293,10 +294,10 @@ def test_equal_models_under_equal_policies_are_equal_and_traced_once():
     assert small() != mpjax.linen.with_policy(network(), "16-mixed")
     assert small() != network()
     variables = made(small())
-    traced = Traced(lambda model, x: model.apply(variables, x), static_argnums=0)
-    traced(small(), X)
-    traced(small(), X)
-    assert traced.traces == 1
+    apply = lambda model, x: model.apply(variables, x)  # noqa: E731
+    with assert_one_compilation(apply, static_argnums=0) as traced:
+        traced(small(), X)
+        traced(small(), X)
 
 
 def test_a_model_is_an_instance_of_its_class_and_can_be_copied_and_pickled():
@@ -370,7 +371,7 @@ def test_lifted_transforms_are_gone_through(name: str):
     model = mpjax.linen.with_policy(plain, policies)
     assert dtypes(model, X) == {"blocks/norm": "f32", "blocks/dense": "bf16"}
     variables = made(model)
-    assert_same_bits(variables, made(plain))
+    assert_bitwise_equal(variables, made(plain))
 
     def loss(variables: Any, model: nn.Module) -> jax.Array:
         return (model.apply(variables, X) ** 2).mean()
@@ -636,8 +637,8 @@ def test_a_skipped_step_leaves_all_of_a_train_state_as_it_was(policy: str):
     state = step(state, X)
     skipped = step(state, X.at[0, 0].set(jnp.inf))
     for name in ("step", "params", "batch_stats", "ema"):
-        assert_same_bits(getattr(skipped, name), getattr(state, name))
-    assert_same_bits(skipped.opt_state.inner_state, state.opt_state.inner_state)
+        assert_bitwise_equal(getattr(skipped, name), getattr(state, name))
+    assert_bitwise_equal(skipped.opt_state.inner_state, state.opt_state.inner_state)
     assert float(skipped.opt_state.loss_scale) == 2.0**11
     after = step(skipped, X)
     assert int(after.step) == 2
@@ -657,7 +658,7 @@ def test_a_step_that_is_taken_is_that_of_the_train_state_itself():
     want = state.apply_gradients(grads=grads, batch_stats=stats)
     assert int(got.step) == int(want.step) == 1
     for name in ("params", "batch_stats", "ema", "opt_state"):
-        assert_same_bits(getattr(got, name), getattr(want, name))
+        assert_bitwise_equal(getattr(got, name), getattr(want, name))
 
 
 def test_several_optimizers_in_one_guard_what_they_share_unless_all_took_the_step():
@@ -673,7 +674,7 @@ def test_several_optimizers_in_one_guard_what_they_share_unless_all_took_the_ste
     grads = {"a": jnp.ones(2), "b": jnp.full(2, jnp.nan)}
     new = mpjax.linen.apply_gradients(state, grads=grads)
     assert int(new.step) == 0
-    assert_same_bits(new.params, {"a": jnp.full(2, 0.75), "b": jnp.ones(2)})
+    assert_bitwise_equal(new.params, {"a": jnp.full(2, 0.75), "b": jnp.ones(2)})
 
 
 def test_a_train_state_without_a_loss_scale_is_refused():
@@ -738,11 +739,11 @@ def test_float8_scales_are_what_their_gradient_says_in_a_train_step(op: str, pol
         want = next_scales(mpjax.autocast(loss, policy), state.params, x, used)
         state, metrics = step(state, x)
         assert bool(metrics["grads_finite"])
-        assert_same_bits(state.params[OVERWRITTEN], want)
+        assert_bitwise_equal(state.params[OVERWRITTEN], want)
     before = jax.tree.map(jnp.copy, state.params)
     state, metrics = step(state, x.at[0, 0].set(jnp.nan))
     assert not bool(metrics["grads_finite"])
-    assert_same_bits(state.params, before)
+    assert_bitwise_equal(state.params, before)
 
 
 def made_float8(op: str, x: jax.Array) -> Any:
@@ -771,10 +772,10 @@ def test_float8_scales_are_what_their_gradient_says_in_a_train_state(op: str, po
         want = next_scales(loss, state.params, x, used)
         state = step(state, x)
         assert bool(state.opt_state.grads_finite)
-        assert_same_bits(state.params[OVERWRITTEN], want)
+        assert_bitwise_equal(state.params[OVERWRITTEN], want)
     skipped = step(state, x.at[0, 0].set(jnp.nan))
     assert not bool(skipped.opt_state.grads_finite)
-    assert_same_bits(skipped.params, state.params)
+    assert_bitwise_equal(skipped.params, state.params)
 
 
 @float8_test
@@ -812,7 +813,7 @@ def test_the_deprecated_self_attention_is_under_a_policy_like_its_successor():
     )
     assert dtypes(old, *args) == dtypes(new, *args)
     variables = jax.jit(new.init)(KEY, *args)
-    assert_same_bits(*(jax.jit(m.apply)(variables, *args) for m in (old, new)))
+    assert_bitwise_equal(*(jax.jit(m.apply)(variables, *args) for m in (old, new)))
 
 
 # The first module below the root that has a dtype stays in float32, the others are lowered.

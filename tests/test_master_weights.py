@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _helpers import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
 import mpjax
 from mpjax import optim
+from mpjax.testing import assert_bitwise_equal
 
 HALVES = [jnp.float16, jnp.bfloat16]
 pytestmark = pytest.mark.standard_promotion("optax.apply_updates adds float32 to half parameters")
@@ -29,7 +29,7 @@ def test_parameters_are_the_rounded_copies_at_every_step(dtype: Any):
         updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
         assert {x.dtype for x in jax.tree.leaves(state.master_params)} == {np.dtype("float32")}
-        assert_same_bits(params, optax.tree.cast(state.master_params, dtype))
+        assert_bitwise_equal(params, optax.tree.cast(state.master_params, dtype))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -44,7 +44,7 @@ def test_training_is_that_of_float32_parameters(dtype: Any):
         params = optax.apply_updates(params, updates)
         updates, plain_state = plain.update(grads, plain_state, full)
         full = optax.apply_updates(full, updates)
-    assert_same_bits(state.master_params, full)
+    assert_bitwise_equal(state.master_params, full)
 
 
 def test_updates_too_small_for_the_parameter_are_not_lost():
@@ -80,7 +80,7 @@ def test_other_leaves_are_updated_as_the_optimizer_says_and_none_is_shared():
     tx = optim.with_master_weights(optax.sgd(0.25))
     state = tx.init(params)
     updates, _ = jax.jit(tx.update, donate_argnums=1)(params, state, params)
-    assert_same_bits(optax.apply_updates(params, updates)["norm"], jnp.full(2, 0.75))
+    assert_bitwise_equal(optax.apply_updates(params, updates)["norm"], jnp.full(2, 0.75))
     assert not params["norm"].is_deleted()
 
 
@@ -95,8 +95,8 @@ def test_a_train_step_of_half_parameters_skips_and_leaves_the_copies(policy: str
     assert state.params.dtype == jnp.float16
     skipped, metrics = step(state, jnp.full(3, jnp.inf))
     assert not bool(metrics["grads_finite"])
-    assert_same_bits(skipped.params, state.params)
-    assert_same_bits(skipped.opt_state.inner_state, state.opt_state.inner_state)
+    assert_bitwise_equal(skipped.params, state.params)
+    assert_bitwise_equal(skipped.opt_state.inner_state, state.opt_state.inner_state)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
@@ -104,8 +104,8 @@ def test_a_parameter_of_minus_zero_that_does_not_move_keeps_its_sign(dtype: Any)
     params = {"w": jnp.array([-0.0, 0.0, 1.5], dtype)}
     tx = optim.with_master_weights(optax.sgd(1.0))
     updates, _ = tx.update({"w": jnp.full(3, -0.0)}, tx.init(params), params)
-    assert_same_bits(optax.apply_updates(params, updates), params)
-    assert_same_bits(updates["w"], jnp.full(3, -0.0))
+    assert_bitwise_equal(optax.apply_updates(params, updates), params)
+    assert_bitwise_equal(updates["w"], jnp.full(3, -0.0))
 
 
 def test_without_parameters_it_says_what_to_type():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _helpers import assert_same_bits, bits
+from _helpers import bits
 from _nnx_layers import LAYERS, NOT_LAYERS, ROWS, array, rngs
 from flax import nnx
 
@@ -16,6 +16,7 @@ import mpjax
 import mpjax.linen
 import mpjax.nnx
 from mpjax._loss_scale import owned
+from mpjax.testing import assert_bitwise_equal
 
 pytestmark = [
     pytest.mark.standard_promotion("nnx promotes its own masks and counts implicitly"),
@@ -297,9 +298,9 @@ def test_gradients_are_those_of_nnx_scaled_and_unscaled_by_powers_of_two(unscale
     loss, grads = nnx.jit(differentiate)(model, ROWS)
     assert bits(loss) == bits(want_loss)
     factor = 1.0 if unscale else 2.0**8
-    assert_same_bits(grads, jax.tree.map(lambda g: g * factor, want))
+    assert_bitwise_equal(grads, jax.tree.map(lambda g: g * factor, want))
     # Statistics and counts have moved as under nnx.value_and_grad.
-    assert_same_bits(values(model), values(other))
+    assert_bitwise_equal(values(model), values(other))
     moved = {name for name, x in values(stateful()).items() if bits(x) != bits(values(model)[name])}
     assert moved == {"0/layers/1/mean", "0/layers/1/var", "0/layers/2/rngs/count"}
 
@@ -442,7 +443,7 @@ def test_a_scan_over_batches_skips_as_a_loop_does():
 
     run((other, other_optimizer), BATCHES)
     assert int(other_optimizer.step.get_value()) == 2
-    assert_same_bits(values(other, other_optimizer), values(model, optimizer))
+    assert_bitwise_equal(values(other, other_optimizer), values(model, optimizer))
 
 
 def test_of_an_ensemble_each_member_skips_alone():
@@ -471,7 +472,7 @@ def test_every_shard_skips_when_one_overflows():
     before = values(model)
     loss = nnx.jit(run)(model, optimizer, BATCHES[1])
     assert not np.isfinite(loss)
-    assert_same_bits(values(model), before)
+    assert_bitwise_equal(values(model), before)
     assert int(optimizer.step.get_value()) == 0
 
 
@@ -520,7 +521,7 @@ def test_an_optimizer_adopts_a_checkpoint_without_a_loss_scale_and_gives_it_back
     model = nnx.Linear(6, 2, rngs=rngs())
     old, new = optimizer_of(model, steps=3), optimizer_of(model, mpjax.DynamicLossScale(2.0**9))
     mpjax.nnx.adopt_state(new, old)
-    assert_same_bits(moments(new), moments(old))
+    assert_bitwise_equal(moments(new), moments(old))
     assert int(new.step.get_value()) == 3
     assert mpjax.current_loss_scale(new).loss_scale == 2.0**9
     before = values(old)
@@ -528,10 +529,10 @@ def test_an_optimizer_adopts_a_checkpoint_without_a_loss_scale_and_gives_it_back
     update = lambda model, optimizer: optimizer.update(model, grads)  # noqa: E731
     nnx.jit(update, donate_argnums=1)(model, new)
     assert int(moments(new)[0].count) == 4
-    assert_same_bits(values(old), before)  # though the arrays of the new one were donated
+    assert_bitwise_equal(values(old), before)  # though the arrays of the new one were donated
     back = optimizer_of(model)
     mpjax.nnx.adopt_state(back, new)
-    assert_same_bits(moments(back), moments(new))
+    assert_bitwise_equal(moments(back), moments(new))
 
 
 def test_an_optimizer_adopts_moments_in_its_own_dtype_and_a_scale_of_its_kind():
@@ -583,7 +584,7 @@ def test_a_state_that_keeps_bits_of_weights_is_adopted_with_the_models_own():
     mpjax.nnx.adopt_state(new, old, late)
     params, was = (nnx.as_pure(x) for x in (nnx.state(model, nnx.Param), old.opt_state))
     want = jax.tree.leaves(mpjax.optim.full_params(params, was))
-    assert_same_bits(jax.tree.leaves(nnx.as_pure(new.opt_state).master_params), want)
+    assert_bitwise_equal(jax.tree.leaves(nnx.as_pure(new.opt_state).master_params), want)
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**10])
@@ -611,12 +612,12 @@ def test_float8_scales_of_a_bridged_model_are_what_their_gradient_says(scale: fl
         scaled = nnx.grad(lambda model, x, s=used: mean_square(model, x) * s, argnums=both)
         want = nnx.state(nnx.jit(scaled)(model, x), overwritten)
         unscaled = nnx.jit(mpjax.nnx.grad(mean_square, argnums=both, loss_scale=used))(model, x)
-        assert_same_bits(nnx.as_pure(nnx.state(unscaled, overwritten)), nnx.as_pure(want))
+        assert_bitwise_equal(nnx.as_pure(nnx.state(unscaled, overwritten)), nnx.as_pure(want))
         step(model, optimizer, x)
-        assert_same_bits(nnx.as_pure(nnx.state(model, overwritten)), nnx.as_pure(want))
+        assert_bitwise_equal(nnx.as_pure(nnx.state(model, overwritten)), nnx.as_pure(want))
     before = values(model)
     step(model, optimizer, x.at[0, 0].set(jnp.nan))
-    assert_same_bits(values(model), before)
+    assert_bitwise_equal(values(model), before)
 
 
 # -- every layer of Flax -----------------------------------------------------------------------

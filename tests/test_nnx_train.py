@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _helpers import assert_same_bits
 from flax import nnx
 
 import mpjax
 import mpjax.nnx
+from mpjax.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.standard_promotion("optax raises a float to the power of an integer count")
 
@@ -74,7 +74,7 @@ def test_in_float32_it_is_the_loop_with_nnx_optimizer():
         state, metrics = step(state, BATCH)
         want = loop(other, optimizer)
     np.testing.assert_allclose(metrics["loss"], want, rtol=2**-20)
-    assert_same_bits(values(model), before)  # until it is told
+    assert_bitwise_equal(values(model), before)  # until it is told
     merged = step.merge(state)
     step.update(model, state)
     for found in (merged, model):
@@ -95,7 +95,7 @@ def test_a_skipped_step_leaves_all_of_the_model_as_it_was(policy: str):
     bad = {**BATCH, "x": X.at[0, 0].set(jnp.inf)}
     skipped, metrics = step(state, bad)
     assert not metrics["grads_finite"]
-    assert_same_bits(
+    assert_bitwise_equal(
         (skipped.params, skipped.extra_state, skipped.step),
         (state.params, state.extra_state, state.step),
     )
@@ -111,7 +111,7 @@ def test_the_mode_is_that_of_the_model_and_another_model_starts_a_state():
     step = made(model=model)
     other = Model(1)
     state, _ = step(step.init(other), BATCH)
-    assert_same_bits(state.extra_state["norm"]["mean"], jnp.zeros(4))  # as evaluated
+    assert_bitwise_equal(state.extra_state["norm"]["mean"], jnp.zeros(4))  # as evaluated
     assert int(state.extra_state["dropout"]["rngs"]["count"]) == 0
 
 

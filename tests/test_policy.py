@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import mpjax
 from mpjax._policy import POLICY_NAMES
+from mpjax.testing import assert_one_compilation
 
 SPELLINGS = {
     "float16": ["f16", "fp16", "float16", jnp.float16, np.float16, np.dtype("float16")],
@@ -164,9 +165,8 @@ def test_law_02_policy_in_a_closure_and_in_a_scan():
     def step(carry, _):
         return carry, MIXED_BF16.cast_to_compute(carry)
 
-    traced = Traced(lambda x: jax.lax.scan(step, x, None, length=2)[1])
-    assert traced(jnp.ones(2)).dtype == traced(jnp.zeros(2)).dtype == jnp.bfloat16
-    assert traced.traces == 1
+    with assert_one_compilation(lambda x: jax.lax.scan(step, x, None, length=2)[1]) as traced:
+        assert traced(jnp.ones(2)).dtype == traced(jnp.zeros(2)).dtype == jnp.bfloat16
 
 
 def test_policy_is_a_pytree_without_leaves():

@@ -14,13 +14,13 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from _helpers import Traced, assert_same_bits
 from flax import nnx
 from flax.training import train_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mpjax
 from mpjax import optim
+from mpjax.testing import assert_bitwise_equal, assert_one_compilation
 
 OWNERS: dict[str, Callable[[Any], Any]] = {
     "master": optim.with_master_weights,
@@ -128,7 +128,7 @@ def test_law_17_what_is_known_rounds_to_the_parameters(dtype: Any):
         moved = params
         for seed in range(10):
             moved, state = step(moved, state, grads_of(params, seed))
-            assert_same_bits(optax.tree.cast(optim.full_params(moved, state), dtype), moved)
+            assert_bitwise_equal(optax.tree.cast(optim.full_params(moved, state), dtype), moved)
 
 
 @owners
@@ -137,10 +137,10 @@ def test_no_step_leaves_every_bit(own: Any):
     nothing = jax.tree.map(lambda p: jnp.zeros(p.shape), params)
     for zero in (nothing, jax.tree.map(jnp.negative, nothing)):
         updates, after = own(optax.sgd(0.01)).update(zero, state, params)
-        assert_same_bits(optax.apply_updates(params, updates), params)
-        assert_same_bits(updates, jax.tree.map(lambda p: jnp.full(p.shape, -0.0), params))
+        assert_bitwise_equal(optax.apply_updates(params, updates), params)
+        assert_bitwise_equal(updates, jax.tree.map(lambda p: jnp.full(p.shape, -0.0), params))
         if not isinstance(state, optim.StochasticRoundingState):
-            assert_same_bits(after, state)
+            assert_bitwise_equal(after, state)
 
 
 def test_full_bits_survive_where_a_difference_is_beyond_float32():
@@ -150,7 +150,7 @@ def test_full_bits_survive_where_a_difference_is_beyond_float32():
     state = state._replace(master_params=big.astype(jnp.float32))
     updates, state = tx.update(jnp.zeros(2), state, -big)
     assert not bool(jnp.isfinite(optim.apply_updates(-big, updates)).all())
-    assert_same_bits(optim.apply_updates(-big, updates, state), big)
+    assert_bitwise_equal(optim.apply_updates(-big, updates, state), big)
 
 
 # -- skipped steps --------------------------------------------------------------------------------
@@ -166,13 +166,13 @@ def test_law_10_a_run_with_a_bad_batch_is_the_run_without(own: Any, inside: bool
     good = [grads_of(params, seed) for seed in range(3)]
     with_bad = [good[0], grads_of(params, 9, np.inf), good[1], grads_of(params, 9, np.nan), good[2]]
     (want, want_state), (got, got_state) = train(tx, params, good), train(tx, params, with_bad)
-    assert_same_bits(got, want)
+    assert_bitwise_equal(got, want)
     clear = lambda state: jax.tree.map(  # noqa: E731 - what counts skips differs, as it should
         lambda x: x.inner_state if isinstance(x, optim.LossScaleState) else x,
         state,
         is_leaf=lambda x: isinstance(x, optim.LossScaleState),
     )
-    assert_same_bits(clear(got_state), clear(want_state))
+    assert_bitwise_equal(clear(got_state), clear(want_state))
 
 
 # -- stochastic rounding --------------------------------------------------------------------------
@@ -188,9 +188,9 @@ def test_chances_come_from_seed_count_and_path():
         return train(tx, params, [grads_here] * steps)[0]
 
     first = moved(0)
-    assert_same_bits(moved(0), first)
-    assert_same_bits(moved(jax.random.key(0)), first)
-    assert_same_bits(moved(0, {"b": params["b"]})["b"], first["b"])  # another place in the tree
+    assert_bitwise_equal(moved(0), first)
+    assert_bitwise_equal(moved(jax.random.key(0)), first)
+    assert_bitwise_equal(moved(0, {"b": params["b"]})["b"], first["b"])  # another place in the tree
     for other in (moved(1)["a"], first["b"]):
         assert not np.array_equal(other, first["a"])
     twice = moved(0, steps=2)
@@ -208,7 +208,7 @@ def test_a_restored_run_goes_on_as_if_it_had_not_stopped():
     step = stepper(optim.with_stochastic_rounding(optax.adam(1e-2), 3))
     for grads in batches[3:]:
         half, state = step(half, state, grads)
-    assert_same_bits(half, whole)
+    assert_bitwise_equal(half, whole)
 
 
 @owners
@@ -222,15 +222,16 @@ def test_law_15_shards_and_replicas_agree(own: Any, devices: list[jax.Device]):
         placed = NamedSharding(mesh, spec)
         here = jax.device_put(params, placed)
         got, state = train(tx, here, [jax.device_put(g, placed) for g in batches])
-        assert_same_bits((got, state), (want, want_state))
+        assert_bitwise_equal((got, state), (want, want_state))
         for shard in got["w"].addressable_shards:  # replicas hold the same bits
-            assert_same_bits(np.asarray(shard.data), np.asarray(want["w"][shard.index]))
+            assert_bitwise_equal(np.asarray(shard.data), np.asarray(want["w"][shard.index]))
 
 
 SHARDED = """
 import jax, jax.numpy as jnp, numpy as np, optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from mpjax import optim
+from mpjax.testing import assert_bitwise_equal
 
 tx = optim.with_quantized_state(optax.adamw(1e-2), block_size=16)
 owners = [optim.with_kahan, optim.with_stochastic_rounding, optim.with_master_weights]
@@ -290,7 +291,7 @@ def test_it_works_under_masks_partitions_and_injected_hyperparameters(name: str,
     floats = {x.dtype for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)}
     assert floats <= {np.dtype("float32"), jnp.dtype(jnp.bfloat16)}
     if around == "partition":
-        assert_same_bits(train(mpjax.with_loss_scale(tx), params, batches)[0], moved)
+        assert_bitwise_equal(train(mpjax.with_loss_scale(tx), params, batches)[0], moved)
 
 
 @owners
@@ -299,7 +300,7 @@ def test_flax_train_states_and_optimizers_take_it(own: Any):
     params = params_of()
     want, _ = train(tx, params, [grads_of(params, 0)])
     state = train_state.TrainState.create(apply_fn=lambda p: p, params=params, tx=tx)
-    assert_same_bits(state.apply_gradients(grads=grads_of(params, 0)).params, want)
+    assert_bitwise_equal(state.apply_gradients(grads=grads_of(params, 0)).params, want)
     model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     before = nnx.as_pure(nnx.state(model, nnx.Param))
@@ -309,7 +310,7 @@ def test_flax_train_states_and_optimizers_take_it(own: Any):
     got = nnx.as_pure(nnx.state(model, nnx.Param))
     assert [x.dtype for x in jax.tree.leaves(got)] == [jnp.bfloat16] * 2
     if own is not OWNERS["stochastic"]:
-        assert_same_bits(jax.tree.leaves(got), jax.tree.leaves(pure))
+        assert_bitwise_equal(jax.tree.leaves(got), jax.tree.leaves(pure))
 
 
 @owners
@@ -317,11 +318,11 @@ def test_law_16_checkpoints_keep_every_bit(own: Any, tmp_path: Any):
     _, state = train(own(optax.adam(1e-2)), params_of(), [grads_of(params_of(), 0)])
     empty = own(optax.adam(1e-2)).init(params_of())
     packed = flax.serialization.from_bytes(empty, flax.serialization.to_bytes(state))
-    assert_same_bits(packed, state)
+    assert_bitwise_equal(packed, state)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
-        assert_same_bits(checkpointer.restore(tmp_path / "state", empty), state)
+        assert_bitwise_equal(checkpointer.restore(tmp_path / "state", empty), state)
 
 
 @owners
@@ -334,10 +335,9 @@ def test_law_09_one_trace_and_donated_buffers(own: Any):
         updates, state = tx.update(grads, state, params)
         return optim.apply_updates(params, updates), state
 
-    traced = Traced(step, donate_argnums=(0, 1))
-    for seed in range(3):
-        params, state = traced(params, state, grads_of(params_of(), seed))
-    assert traced.traces == 1
+    with assert_one_compilation(step, donate_argnums=(0, 1)) as traced:
+        for seed in range(3):
+            params, state = traced(params, state, grads_of(params_of(), seed))
 
 
 # -- what is refused ------------------------------------------------------------------------------

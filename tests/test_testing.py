@@ -33,6 +33,13 @@ def test_bits_that_differ_are_told(a: float, b: float):
         testing.assert_bitwise_equal(tree, {"x": [tree["x"][0]]})
 
 
+def test_equal_bits_of_another_shape_or_dtype_are_told():
+    with pytest.raises(AssertionError, match=r"'' is f32\[4\], and not f32\[2,2\]"):
+        testing.assert_bitwise_equal(jnp.ones(4), jnp.ones((2, 2)))
+    with pytest.raises(AssertionError, match=r"'' is f32\[1\], and not i32\[1\]"):
+        testing.assert_bitwise_equal(jnp.zeros(1), jnp.zeros(1, jnp.int32))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2"])
 def test_one_rounding_is_one(dtype: str):
     rng = np.random.default_rng(0)

@@ -14,12 +14,12 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from _helpers import assert_same_bits
 from flax import nnx
 
 import mpjax
 from mpjax._errors import SupportWarning
 from mpjax._train_checks import checked_call
+from mpjax.testing import assert_bitwise_equal
 
 PRECISIONS = ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "mixed_float16", "O2"]
 OPTAX = pytest.mark.standard_promotion("optax mixes dtypes")
@@ -180,7 +180,7 @@ def test_law_10_batch_norm_ema_keys_and_moments_never_saw_the_bad_batch(policy: 
             state, metrics = step(state, batch)
         ends.append((state.step, state.params, state.opt_state.inner_state, state.extra_state))
         assert int(metrics["skipped_steps"]) == len(batches) - 2
-    assert_same_bits(*ends)
+    assert_bitwise_equal(*ends)
 
 
 def test_aux_comes_back_with_and_without_extra_state():
@@ -189,7 +189,7 @@ def test_aux_comes_back_with_and_without_extra_state():
 
     step = mpjax.make_train_step(plain, optax.sgd(0.1), has_aux=True, policy="32-true")
     _, metrics = step(step.init(jnp.ones(2)), jnp.ones(2))
-    assert_same_bits(metrics["aux"], {"double": jnp.full(2, 2.0)})
+    assert_bitwise_equal(metrics["aux"], {"double": jnp.full(2, 2.0)})
 
     def both(w: Any, count: Any, x: Any) -> Any:
         return jnp.sum(w * x), (count + 1, 3 * x)
@@ -222,7 +222,7 @@ def test_an_inf_micro_batch_skips_the_whole_step():
     state = step.init(params_of())
     after, metrics = step(state, spoilt(batch_of()))
     assert not bool(metrics["grads_finite"])
-    assert_same_bits(after.params, state.params)
+    assert_bitwise_equal(after.params, state.params)
     assert int(after.step) == 0
 
 
@@ -235,7 +235,7 @@ def test_micro_batches_get_keys_of_their_own_and_repeated_scalars():
     batch = {"x": jnp.ones(8), "key": jax.random.key(0), "rate": jnp.float32(0.5)}
     _, metrics = step(step.init(jnp.float32(1)), batch)
     want = [jax.random.normal(jax.random.fold_in(batch["key"], i), ()) for i in range(4)]
-    assert_same_bits(metrics["aux"], jnp.stack(want))
+    assert_bitwise_equal(metrics["aux"], jnp.stack(want))
     assert float(metrics["loss"]) == 1.0
 
 
@@ -257,7 +257,7 @@ def test_extra_state_that_the_loss_promotes_keeps_its_dtype(accumulate: int):
     state = step.init(jnp.float32(1), {"sum": jnp.bfloat16(0)})
     for _ in range(2):  # a promoted one would be another trace, and a scan that does not close
         state, _ = step(state, jnp.ones(4))
-    assert_same_bits(state.extra_state, {"sum": jnp.bfloat16(8)})
+    assert_bitwise_equal(state.extra_state, {"sum": jnp.bfloat16(8)})
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -268,7 +268,7 @@ def test_a_loss_of_bfloat16_is_reported_and_averaged_in_float32(accumulate: int)
     batch = jnp.array([1, 1, 1, 1 + 2.0**-7])
     _, metrics = step(step.init(jnp.float32(1)), batch)
     want = jnp.float32(1 + 2.0**-7 / (1 if accumulate == 1 else 4))  # a bfloat16 mean would be 1
-    assert_same_bits(metrics["loss"], want)
+    assert_bitwise_equal(metrics["loss"], want)
 
 
 def test_overwritten_leaves_are_the_last_micro_batchs():
@@ -390,7 +390,7 @@ def test_the_state_is_donated_and_the_users_arrays_are_not():
     assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.extra_state)))
     assert not any(x.is_deleted() for x in jax.tree.leaves(unshared))
     # The optimizer's own constants outlive the donated state: a second run starts as the first.
-    assert_same_bits(step.init(params, extra).opt_state, step.init(params, extra).opt_state)
+    assert_bitwise_equal(step.init(params, extra).opt_state, step.init(params, extra).opt_state)
 
 
 def test_debug_nans_that_cannot_repeat_a_donated_step_says_what_works_instead():
@@ -411,7 +411,7 @@ def test_lowered_ahead_of_time_and_initialised_without_arrays():
     compiled = step.lower(spec, jax.eval_shape(lambda: batch_of())).compile()
     state, metrics = compiled(step.init(params_of()), batch_of())
     want, _ = step(step.init(params_of()), batch_of())
-    assert_same_bits(state, want)
+    assert_bitwise_equal(state, want)
     assert bool(metrics["grads_finite"])
 
 
@@ -426,7 +426,7 @@ def test_under_scan_and_vmap_it_is_the_loop():
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *batches)
     scanned, metrics = jax.lax.scan(step, step.init(params_of()), stacked)
     assert metrics["grads_finite"].tolist() == [True, False, True]
-    assert_same_bits(scanned, state)
+    assert_bitwise_equal(scanned, state)
     states = jax.vmap(lambda _: step.init(params_of()))(jnp.arange(3))
     mapped, metrics = jax.vmap(step)(states, stacked)
     assert metrics["loss_scale"].tolist() == [8.0] * 3

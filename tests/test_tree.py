@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from _helpers import assert_same_bits, bits, count_casts
+from _helpers import bits, count_casts
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax._tree import is_castable, leaf_paths, path_str
+from mpjax.testing import assert_bitwise_equal
 
 BF16 = mpjax.Policy("float32", "bfloat16", "float32")
 F16 = mpjax.Policy("float32", "float16", "float32")
@@ -176,7 +177,7 @@ def test_law_01_nnx_states_and_modules():
 
 def test_law_01_nnx_dropout_keeps_its_key():
     state = nnx.state(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
-    assert_same_bits(BF16.cast_to_compute(state), state)
+    assert_bitwise_equal(BF16.cast_to_compute(state), state)
 
 
 def test_law_01_optax_states_keep_their_counters():
@@ -198,7 +199,7 @@ def test_law_01_loss_scales_inside_a_state_are_float32_leaves_like_any():
     policies = mpjax.PolicyMap("bf16-mixed", {"scale": "float32"})
     tree = {"scale": mpjax.DynamicLossScale(), "params": jnp.ones(2)}
     got = policies.cast_to_compute(tree)
-    assert_same_bits(got["scale"], tree["scale"])
+    assert_bitwise_equal(got["scale"], tree["scale"])
     assert got["params"].dtype == jnp.bfloat16
 
 
