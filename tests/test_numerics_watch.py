@@ -176,7 +176,7 @@ def test_between_the_steps_that_look_nothing_is_computed():
 
 
 @pytest.mark.no_leak_check("a diagnosis holds what it traced")
-@pytest.mark.parametrize("watch", [None, 100])
+@pytest.mark.parametrize("watch", [None, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_step_that_could_be_diagnosed_is_the_program_of_one_that_could_not(watch: int | None):
     def lowered(*, diagnosis: bool) -> Any:
         step = mpjax.make_train_step(loss_fn, optax.sgd(1e-3), "16-mixed", watch=watch)
