@@ -176,4 +176,4 @@ def test_support_is_judged_by_the_dtypes_of_each_product():
     policies = mpjax.PolicyMap("bf16-mixed", {"mlp*": "float8_from_mixed_bfloat16"})
     with pytest.warns(mpjax.SupportWarning, match=r"'mlp\*': fprop, dgrad, wgrad float8_e4m3fn"):
         mpjax.check_support(policies, "a100")
-    assert mpjax.check_support("int8_from_mixed_bfloat16", "h100").status == "unknown"
+    assert mpjax.check_support("int8_from_mixed_bfloat16", "h100").status == "native"
