@@ -17,7 +17,9 @@ from jax import lax
 
 from mpjax._autocast.binding import bind
 from mpjax._autocast.scopes import compute_dtype
+from mpjax._op_rules import PRODUCTS
 from mpjax._typing import Array, AxisName
+from mpjax.numerics._collect import Collecting, CollectingFrame
 from mpjax.numerics._names import Neighbours
 from mpjax.numerics._plan import BACKWARD, FORWARD, Plan
 from mpjax.numerics._program import Program
@@ -27,8 +29,7 @@ from mpjax.numerics._statistics import Read, read
 ACTIVATION, GRADIENT = "activation", "gradient"
 _NAMES = ("loss_scale", "params", "extra_state", "batch")  # the arguments of a step's twin
 _OWN = _NAMES[:2]
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-_ENDS = _PRODUCTS | {"scatter-add", "scatter_add"}  # what reads the gradient of an activation
+_ENDS = PRODUCTS | {"scatter-add", "scatter_add"}  # what reads the gradient of an activation
 
 
 class Activations:
@@ -93,8 +94,8 @@ def _chosen(plan: Plan) -> dict[tuple[str, str], list[int]]:
         readers = [plan.sites[r] for r in graph.after(row)]
         leaves = any(_name(r) != _name(site) and r.phase == site.phase for r in readers)
         # A layer's own gradient may go no further than into the product of its weights'.
-        ends = site.phase == BACKWARD and any(r.operation in _PRODUCTS for r in readers)
-        if site.operation in _PRODUCTS or leaves or ends:
+        ends = site.phase == BACKWARD and any(r.operation in PRODUCTS for r in readers)
+        if site.operation in PRODUCTS or leaves or ends:
             kind = ACTIVATION if site.phase == FORWARD else GRADIENT
             found.setdefault((kind, _name(site)), []).append(row)
     return found
@@ -108,7 +109,7 @@ def _name(site: Any) -> str:
 def _is_rounding_of_product(plan: Plan, node: int) -> bool:
     site = plan.sites[plan.row_of[node]]
     rows = [plan.row_of.get(n) for n in plan.reads[node]]
-    if site.operation not in _PRODUCTS or len(rows) != 1 or rows[0] is None:
+    if site.operation not in PRODUCTS or len(rows) != 1 or rows[0] is None:
         return False
     return plan.sites[rows[0]].operation == site.operation
 
@@ -147,7 +148,7 @@ def _all_from(starts: Sequence[int], edges: Sequence[Sequence[int]]) -> set[int]
     return found
 
 
-class _Statistics:
+class _Statistics(Collecting):
     """Reads the statistics of some operations' results; of all others nothing.
 
     What a row holds is 0 where nothing ran: the smallest magnitude is stored by how far its bits
@@ -169,35 +170,16 @@ class _Statistics:
         """Returns nothing."""
         del outs
 
-    def is_news(self, now: Any, before: Any) -> Any:
-        """Returns false: no iteration tells more than another."""
-        del before
-        return jnp.zeros(now.shape[:1], jnp.bool_)
 
-
-class _Frame:
+class _Frame(CollectingFrame):
     def __init__(self, instrument: _Statistics, spread: Callable[[Any], Any]) -> None:
+        super().__init__(spread)
         self.dtypes = instrument.dtypes
-        self.spread = spread
         self.nothing = spread(jnp.zeros((instrument.width,), jnp.float32))
-        self.found: list[Any] = []
-
-    def enter(self, extra: Any) -> Any:
-        return extra
-
-    def leave(self, extra: Any) -> Any:
-        return extra
-
-    def fresh(self, value: Any) -> Any:
-        del value
-        return jnp.zeros((), jnp.int32)
 
     def constant(self, value: Any) -> Any:
         self.found.append(self.nothing)
         return self.fresh(value)
-
-    def same(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
-        return [Tracked(out) for out in bind(eqn, [t.value for t in operands])]
 
     def measure(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
         outs = bind(eqn, [t.value for t in operands])
@@ -206,9 +188,6 @@ class _Frame:
         is_read = dtype is not None and floating
         self.found.append(self.spread(_columns(floating[0], dtype)) if is_read else self.nothing)
         return [Tracked(out) for out in outs]
-
-    def rows(self) -> Any:
-        return jnp.stack(self.found)
 
 
 def _columns(x: Any, dtype: Any) -> Any:

@@ -11,6 +11,7 @@ from jax import lax
 
 from mpjax._autocast.binding import bind
 from mpjax.numerics import _bits
+from mpjax.numerics._collect import Collecting, CollectingFrame
 from mpjax.numerics._plan import is_inexact
 from mpjax.numerics._run import Tracked
 
@@ -47,7 +48,7 @@ def _as_float32_bits(x: jax.Array) -> jax.Array:
     return _bits.magnitude_bits(x.astype(jnp.float32))
 
 
-class Exponents:
+class Exponents(Collecting):
     """Counts exponents of every operation's results; all is a sum."""
 
     width = WIDTH
@@ -62,35 +63,11 @@ class Exponents:
         """Returns the histogram of each output."""
         return jnp.stack([histogram(t.value) for t in outs])
 
-    def is_news(self, now: Any, before: Any) -> Any:
-        """Returns false: no iteration tells more than another."""
-        del before
-        return jnp.zeros(now.shape[:1], jnp.bool_)
 
-
-class _Frame:
-    """Collects histograms; nothing is known of a value."""
-
-    def __init__(self, spread: Callable[[Any], Any]) -> None:
-        self.spread = spread
-        self.found: list[Any] = []
-
-    def enter(self, extra: Any) -> Any:
-        return extra
-
-    def leave(self, extra: Any) -> Any:
-        return extra
-
-    def fresh(self, value: Any) -> Any:
-        del value
-        return jnp.zeros((), jnp.int32)
-
+class _Frame(CollectingFrame):
     def constant(self, value: Any) -> Any:
         self.found.append(self.spread(histogram(value)))
         return self.fresh(value)
-
-    def same(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
-        return [Tracked(out) for out in bind(eqn, [t.value for t in operands])]
 
     def measure(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
         outs = bind(eqn, [t.value for t in operands])
@@ -98,6 +75,3 @@ class _Frame:
         counts = [histogram(out) for out, var in pairs if is_inexact(var)]
         self.found.append(self.spread(sum(counts[1:], counts[0])))
         return [Tracked(out) for out in outs]
-
-    def rows(self) -> Any:
-        return jnp.stack(self.found)

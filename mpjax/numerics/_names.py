@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from mpjax import _compat
 from mpjax._autocast import scopes
+from mpjax._op_rules import PRODUCTS
 
 
 class Graph(Protocol):
@@ -20,7 +21,6 @@ class Graph(Protocol):
 
 
 _NOT_MODULES = frozenset({scopes.AS_WRITTEN, "rematted_computation", "checkpoint"})
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 def modules(names: Iterable[str]) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ def operation(eqn: Any) -> str:
     for param in eqn.params.values():
         traced = getattr(param, "traced", None)
         for inner in () if traced is None else _compat.equations(traced):
-            if inner.primitive.name in _PRODUCTS:
+            if inner.primitive.name in PRODUCTS:
                 return inner.primitive.name
     return eqn.primitive.name
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -82,11 +82,10 @@ class Search:
         self.given, self.names = given, names
         self.tolerance = tolerance
         self.tried: list[Tried] = []
-        program = self._program(get_policy("float32"))
-        run = jax.jit(jaxpr_as_fun(program.jaxpr))
-        self.reference = _gradients(run, program.arrays(given))
+        program, gradients = self._run(get_policy("float32"))
+        self.reference = gradients(given)
         moved = [given[0], jax.tree.map(_moved, given[1]), *given[2:]]
-        again = _errors(_gradients(run, program.arrays(moved)), self.reference)
+        again = _errors(gradients(moved), self.reference)
         self.is_noise = [not error <= tolerance for error in again]
         paths = zip(program.gradient_paths, self.is_noise, strict=True)
         self.noise = tuple(path for path, is_noise in paths if is_noise)
@@ -96,8 +95,15 @@ class Search:
             fix = f"Ask for more than that, as tolerance={10 * min(again):.1g}."
             raise ValueError(message(_WHERE, got, fix))
 
-    def _program(self, policy: Any) -> Program:
-        return Program(self.subject.make(policy), self.given, self.names, _WHERE)
+    def _run(self, policy: Any) -> tuple[Program, Callable[[Sequence[Any]], list[Any]]]:
+        """Returns the program under a policy, and what gives its gradients for some arguments."""
+        program = Program(self.subject.make(policy), self.given, self.names, _WHERE)
+        run = jax.jit(jaxpr_as_fun(program.jaxpr))
+
+        def gradients(given: Sequence[Any]) -> list[Any]:
+            return [np.asarray(g, np.float64) for g in run(*program.arrays(given))[1:]]
+
+        return program, gradients
 
     def error(self, full: Sequence[str]) -> float:
         """Returns the largest relative error of a gradient leaf, run once a choice."""
@@ -105,9 +111,8 @@ class Search:
         for tried in self.tried:
             if tried.full == key:
                 return tried.error
-        program = self._program(self.choice.policy(full))
-        run = jax.jit(jaxpr_as_fun(program.jaxpr))
-        errors = _errors(_gradients(run, program.arrays(self.given)), self.reference)
+        _, gradients = self._run(self.choice.policy(full))
+        errors = _errors(gradients(self.given), self.reference)
         kept = [e for e, is_noise in zip(errors, self.is_noise, strict=True) if not is_noise]
         worst = float(np.max(np.nan_to_num(kept, nan=np.inf), initial=0.0))
         self.tried.append(Tried(key, worst))
@@ -134,10 +139,6 @@ class Search:
             if self.fits(without):
                 kept = without
         return tuple(kept)
-
-
-def _gradients(run: Any, arrays: Sequence[Any]) -> list[Any]:
-    return [np.asarray(g, np.float64) for g in run(*arrays)[1:]]
 
 
 def _errors(gradients: Sequence[Any], reference: Sequence[Any]) -> list[float]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mpjax._autocast.binding import bind
+from mpjax.numerics._collect import Collecting, CollectingFrame
 from mpjax.numerics._plan import is_inexact
 from mpjax.numerics._reference import in_reference, widened
 from mpjax.numerics._run import Tracked
@@ -16,7 +17,7 @@ from mpjax.numerics._run import Tracked
 LOCAL, LOCAL_SIZE, TOTAL, TOTAL_SIZE = range(4)  # the columns: sums of magnitudes
 
 
-class Shadow:
+class Shadow(Collecting):
     """Measures two errors of each operation, as sums of magnitudes.
 
     The local one is against the reference operation on the very operands that it had: what this
@@ -38,23 +39,11 @@ class Shadow:
         """Returns the accumulated error of each output, and its size."""
         return jnp.stack([jnp.stack(_error(t.value, t.extra)) for t in outs])
 
-    def is_news(self, now: Any, before: Any) -> Any:
-        """Returns false: no iteration tells more than another."""
-        del before
-        return jnp.zeros(now.shape[:1], jnp.bool_)
 
-
-class _Frame:
+class _Frame(CollectingFrame):
     def __init__(self, dtype: Any, spread: Callable[[Any], Any]) -> None:
+        super().__init__(spread)
         self.dtype = dtype
-        self.spread = spread
-        self.found: list[Any] = []
-
-    def enter(self, extra: Any) -> Any:
-        return extra
-
-    def leave(self, extra: Any) -> Any:
-        return extra
 
     def fresh(self, value: Any) -> Any:
         return widened(value, self.dtype)
@@ -92,9 +81,6 @@ class _Frame:
             Tracked(out, shadow if is_inexact(var) else None)
             for var, out, shadow in zip(eqn.outvars, outs, shadows, strict=True)
         ]
-
-    def rows(self) -> Any:
-        return jnp.stack(self.found)
 
 
 def _error(out: Any, reference: Any) -> tuple[Any, Any]:
