@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.extend.core
+import jax.numpy as jnp
 from jax.extend import linear_util
 
 QUOTIENTS_ARE_FUSED = jax.__version_info__ >= (0, 10, 2)
@@ -73,6 +74,20 @@ def manual_axes(params: dict[str, Any]) -> set[Any]:
 def is_batched(dim: Any) -> bool:
     """Whether a batching rule's dimension says that the operand is batched."""
     return isinstance(dim, int)
+
+
+def batch_size(args: Sequence[Any], dims: Sequence[Any]) -> int:
+    """Returns over how many examples a batching rule maps."""
+    return next(x.shape[d] for x, d in zip(args, dims, strict=True) if is_batched(d))
+
+
+def all_batched(args: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
+    """Returns the operands of a batching rule with examples in front, repeated where they share."""
+    size = batch_size(args, dims)
+    return [
+        jnp.moveaxis(x, d, 0) if is_batched(d) else jnp.broadcast_to(x, (size, *x.shape))
+        for x, d in zip(args, dims, strict=True)
+    ]
 
 
 def explicit_sharding(aval: Any) -> Any:

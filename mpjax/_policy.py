@@ -298,6 +298,11 @@ def in_step(policy: Any) -> Generator[None]:
         yield
 
 
+def policies_in(policy: Any) -> tuple[Policy, ...]:
+    """Returns the policies of a map; of a policy itself."""
+    return (policy,) if isinstance(policy, Policy) else policy.policies
+
+
 def warn_of_other_step(policy: Any, where: str) -> None:
     """Warns of autocast to a dtype that the step around it knows nothing of, nor scales for."""
     step = _step.value

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from mpjax._autocast.product import scaled
 from mpjax._autocast.quantized import MULTIPLE, SMALLEST
 from mpjax._errors import PolicyWarning, message
-from mpjax._policy import Policy, chosen_policy
+from mpjax._policy import chosen_policy
 from mpjax._policy_map import PolicyMap
 from mpjax._quantized_array import QuantizedArray, is_quantized
-from mpjax._quantized_policy import QuantizedPolicy
+from mpjax._quantized_policy import QuantizedPolicy, recipes_in
 from mpjax._recipes import DTYPES, Recipe
 from mpjax._tree import is_array, is_castable, is_overwritten, leaf_paths
 
@@ -103,8 +103,7 @@ def _is_weight(leaf: Any) -> bool:
 
 
 def _check(policy: Any, channel_axis: Any) -> None:
-    policies = (policy,) if isinstance(policy, Policy) else policy.policies
-    recipes = [p.recipe for p in policies if isinstance(p, QuantizedPolicy)]
+    recipes = recipes_in(policy)
     if not recipes:
         fix = "Type mpjax.quantize(params, 'int8_from_mixed_bfloat16')."
         raise ValueError(message(_WHERE, f"{policy} has no recipe.", fix))

@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from mpjax import _compat
 from mpjax._errors import message
 
 _FLOAT32 = np.dtype("float32")
@@ -140,12 +141,7 @@ def _refuse(*_: Any, **__: Any) -> Any:
 
 
 def _batch(args: Any, dims: Any) -> Any:
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if isinstance(d, int))
-    moved = [
-        jnp.moveaxis(x, d, 0) if isinstance(d, int) else jnp.broadcast_to(x, (size, *x.shape))
-        for x, d in zip(args, dims, strict=True)
-    ]
-    return dequantized_p.bind(*moved), 0
+    return dequantized_p.bind(*_compat.all_batched(args, dims)), 0
 
 
 dequantized_p.def_impl(jax.jit(_multiplied))

@@ -7,7 +7,7 @@ import jax
 
 from mpjax import _policy
 from mpjax._errors import message
-from mpjax._policy import Policy, get_policy
+from mpjax._policy import Policy, get_policy, policies_in
 from mpjax._recipes import MODES, Recipe, get_recipe
 from mpjax._typing import DTypeSpec
 
@@ -155,3 +155,8 @@ def _refuse(mode: str, base: str) -> None:
 
 
 _policy.read_names_with(_read)
+
+
+def recipes_in(policy: Any) -> list[Recipe]:
+    """Returns the recipes of a policy, or of the policies of a map."""
+    return [p.recipe for p in policies_in(policy) if isinstance(p, QuantizedPolicy)]

@@ -17,6 +17,7 @@ import numpy as np
 from mpjax import _compat
 from mpjax._dtypes import describe, short_name
 from mpjax._errors import message
+from mpjax._op_rules import PRODUCTS
 from mpjax._policy import get_policy
 from mpjax._tree import is_array, is_castable, leaf_paths
 from mpjax._typing import PyTree
@@ -30,8 +31,6 @@ __all__ = [
     "assert_products",
     "assert_within_rounding",
 ]
-
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 def __dir__() -> list[str]:
@@ -234,7 +233,7 @@ def assert_products(fun: Callable[..., Any], *args: Any, dtype: Any, least: int 
 
 def _product_dtypes(eqn: Any) -> list[Any] | None:
     """Returns the dtypes of a product's operands; None of what is no product of floats."""
-    if eqn.primitive.name not in (*_PRODUCTS, "low_product"):
+    if eqn.primitive.name not in (*PRODUCTS, "low_product"):
         return None
     read = [v.aval.dtype for v in eqn.invars[:2]]
     return read if all(jnp.issubdtype(d, jnp.floating) for d in read) else None

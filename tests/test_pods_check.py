@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import rich.console
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -104,8 +105,7 @@ def test_report_prints_and_is_json(right: Any):
 
 
 def test_report_is_a_table_to_rich(right: Any):
-    rich_console = pytest.importorskip("rich.console")
-    console = rich_console.Console(width=140, record=True, file=io.StringIO())
+    console = rich.console.Console(width=140, record=True, file=io.StringIO())
     console.print(right)
     text = console.export_text()
     assert "reduce-scatter" in text

@@ -2,12 +2,14 @@
 
 import functools
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import mpjax
 import mpjax.linen
@@ -395,7 +397,6 @@ def test_train_step_learns_and_skips_what_is_not_finite(policy):
 
 
 def test_equinox_module_is_quantised_wherever_it_stands():
-    eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 2, key=jax.random.key(0))
 
     def second(x, model):
@@ -409,8 +410,6 @@ def test_equinox_module_is_quantised_wherever_it_stands():
 
 
 def test_nnx_module_is_quantised_and_keeps_its_paths():
-    nnx = pytest.importorskip("flax.nnx")
-
     class Net(nnx.Module):
         def __init__(self, rngs):
             self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(3)])

@@ -1,6 +1,7 @@
 """The loop that a newcomer's three scripts share: batches, a log, checkpoints, going on."""
 
 import csv
+import functools
 import hashlib
 import pathlib
 import sys
@@ -17,9 +18,12 @@ SPOILT = 35  # a batch with an inf, which float16 training has to step over
 NAMES = ("loss", "grad_norm", "loss_scale", "skipped_steps")
 
 
+load = functools.cache(load_digits)
+
+
 def batch(index: int) -> dict[str, np.ndarray]:
     """Returns the batch of a step, which depends on nothing but its number."""
-    data = load_digits()
+    data = load()
     chosen = np.random.default_rng(index).integers(len(data.target), size=BATCH)
     images = (data.images[chosen] / 16).astype(np.float32)[..., None]
     if index == SPOILT:
@@ -40,13 +44,13 @@ def train(step: Any, state: Any) -> Any:
     """Trains to the end from where the folder's last checkpoint is: argument 1; `slow` waits."""
     folder, is_slow = pathlib.Path(sys.argv[1]).absolute(), "slow" in sys.argv
     folder.mkdir(parents=True, exist_ok=True)
-    saved = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
+    begun = max((int(p.name) for p in folder.glob("[0-9]*") if p.name.isdecimal()), default=0)
     with ocp.StandardCheckpointer() as checkpointer, open(folder / "log.csv", "a") as file:
-        if saved:
-            state = checkpointer.restore(folder / str(saved[-1]), state)
-        print("begins at", saved[-1] if saved else 0, flush=True)
+        if begun:
+            state = checkpointer.restore(folder / str(begun), state)
+        print("begins at", begun, flush=True)
         log = csv.writer(file)
-        for index in range(saved[-1] if saved else 0, STEPS):
+        for index in range(begun, STEPS):
             state, metrics = step(state, batch(index))
             log.writerow([index + 1, *(float(metrics[name]) for name in NAMES)])
             if (index + 1) % SAVE_EVERY == 0:

@@ -21,7 +21,7 @@ from mpjax._dtypes import describe
 from mpjax._errors import PolicyWarning, message
 from mpjax._foreign_names import AUTOCAST, names_keywords
 from mpjax._op_rules import parse_rules
-from mpjax._policy import Policy, chosen_policy, get_policy, warn_of_other_step
+from mpjax._policy import Policy, chosen_policy, get_policy, policies_in, warn_of_other_step
 from mpjax._quantized_array import dequantize, holds_quantized
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -346,8 +346,8 @@ def _typed_like(aval: Any, array: Any) -> Any:
 
 
 def _lowers(policy: scopes.Policies) -> bool:
-    policies = (policy,) if isinstance(policy, Policy) else policy.policies
-    low = any(p.compute_dtype.itemsize < planning.FLOAT32.itemsize for p in policies)
+    least = planning.FLOAT32.itemsize
+    low = any(p.compute_dtype.itemsize < least for p in policies_in(policy))
     return low or quantized.quantizes(policy)
 
 

@@ -26,7 +26,7 @@ _NONE: Places = frozenset()
 def kept(eqn: Any) -> tuple[bool, ...]:
     """Returns, for each carry of a `scan` or `while` equation, whether it is a state."""
     body = structure.parts(eqn)[-1]
-    return _kept_by(body.program, body.carried.start, body.carried.stop - body.carried.start)
+    return _kept_by(body.program, body.carried.start, body.carries)
 
 
 @by_program

@@ -142,9 +142,8 @@ def operand_reads(
     for part in structure.parts(eqn):
         if part.is_condition:
             continue
-        carries = part.carried.stop - part.carried.start
-        ends = [w & ~_AT_THE_END for w in outs[:carries]]
-        flags = list(inner(part.program, (*ends, *outs[carries:])))
+        ends = [w & ~_AT_THE_END for w in outs[: part.carries]]
+        flags = list(inner(part.program, (*ends, *outs[part.carries :])))
         flags[part.carried] = [w & ~(_WHOLE | _AT_THE_END) for w in flags[part.carried]]
         for i, flag in zip(part.operands, flags, strict=True):
             found[i] |= flag

@@ -20,8 +20,7 @@ from mpjax._autocast import scopes
 from mpjax._autocast.product import Config, current
 from mpjax._errors import message
 from mpjax._op_rules import PRODUCTS
-from mpjax._policy import Policy
-from mpjax._quantized_policy import QuantizedPolicy
+from mpjax._quantized_policy import QuantizedPolicy, recipes_in
 from mpjax._tree import OVERWRITE_WITH_GRADIENT, RECORDED
 
 KEEPING = frozenset({"jit", "remat2", "checkpoint", "scan"})
@@ -39,8 +38,7 @@ class Site(NamedTuple):
 
 def has_history(policy: scopes.Policies) -> bool:
     """Whether a policy, or a policy of a map, has a recipe that needs a place for its state."""
-    policies = (policy,) if isinstance(policy, Policy) else policy.policies
-    return any(isinstance(p, QuantizedPolicy) and p.recipe.has_history for p in policies)
+    return bool(_recipes(policy))
 
 
 def without_history(policy: Any) -> Any:
@@ -60,9 +58,7 @@ def history_length(policy: scopes.Policies) -> int:
 
 
 def _recipes(policy: scopes.Policies) -> list[Any]:
-    policies = (policy,) if isinstance(policy, Policy) else policy.policies
-    found = [p.recipe for p in policies if isinstance(p, QuantizedPolicy)]
-    return [recipe for recipe in found if recipe.has_history]
+    return [recipe for recipe in recipes_in(policy) if recipe.has_history]
 
 
 # -- which products ------------------------------------------------------------------------------

@@ -183,8 +183,7 @@ def _loop_cause(plan: Plan, eqn: Any, index: int, state: Any, module: str) -> Ca
 
 def _carried(eqn: Any) -> list[Any]:
     """Returns the types of a loop's carries; none for other calls."""
-    carried = structure.parts(eqn)[-1].carried
-    return [v.aval for v in eqn.outvars[: carried.stop - carried.start]]
+    return [v.aval for v in eqn.outvars[: structure.parts(eqn)[-1].carries]]
 
 
 def _why_carried(state: states.State) -> str:

@@ -18,7 +18,7 @@ from mpjax._autocast.product import Config, Role, current, quantized
 from mpjax._errors import PolicyWarning, message
 from mpjax._op_rules import PRODUCTS
 from mpjax._policy import Policy
-from mpjax._quantized_policy import QuantizedPolicy
+from mpjax._quantized_policy import QuantizedPolicy, recipes_in
 from mpjax._recipes import Recipe
 from mpjax._spelling import of_operation
 
@@ -31,8 +31,7 @@ MULTIPLE = 16
 
 def quantizes(policy: scopes.Policies) -> bool:
     """Whether a policy, or a policy of a map, has a recipe."""
-    policies = (policy,) if isinstance(policy, Policy) else policy.policies
-    return any(isinstance(p, QuantizedPolicy) for p in policies)
+    return bool(recipes_in(policy))
 
 
 class Products:

@@ -53,6 +53,11 @@ class Part(NamedTuple):
     carried: slice  # which of its inputs a loop carries; empty where there is none
     is_condition: bool = False
 
+    @property
+    def carries(self) -> int:
+        """How many of its inputs a loop carries."""
+        return self.carried.stop - self.carried.start
+
 
 def parts(eqn: Any) -> list[Part]:
     """Returns the programs of a call, a loop or a branch, in the order of its parameters."""

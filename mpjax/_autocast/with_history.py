@@ -113,15 +113,9 @@ def started(
       settings: of its plan.
       seed: what the loss is scaled by; what gradients saw is divided by it.
     """
-    names: list[delayed.Site] = []
-
-    def find(*args: Any, **kwargs: Any) -> None:
-        _, plan = api.planned(fun, args, kwargs, settings)
-        names.extend(delayed.sites(plan))
-
-    _of_shapes(find, args, kwargs)
+    _, plan = api.planned(fun, args, kwargs, settings)
     length = delayed.history_length(settings.policy)
-    zeros = delayed.zeros(names, length)
+    zeros = delayed.zeros(delayed.sites(plan), length)
 
     def run(amaxes: Any) -> list[Any]:
         tracked = delayed.Tracked(None, amaxes, calibrates=True)
@@ -134,18 +128,3 @@ def started(
     (seen,) = pullback(cts)
     by_role = jnp.stack([jnp.ones(()), jnp.ones(()), (1.0 / seed) if is_loss else jnp.zeros(())])
     return delayed.updated(zeros, jax.tree.map(lambda x: x * by_role, seen))
-
-
-def _of_shapes(find: Callable[..., None], args: Any, kwargs: Any) -> None:
-    """Calls `find` on arguments whose arrays have no values."""
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-
-    def inside(*arrays: Any) -> None:
-        full = list(leaves)
-        for place, array in zip(places, arrays, strict=True):
-            full[place] = array
-        positional, named = jax.tree.unflatten(treedef, full)
-        find(*positional, **named)
-
-    jax.eval_shape(inside, *(leaves[i] for i in places))

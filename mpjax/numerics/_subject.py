@@ -14,7 +14,7 @@ from mpjax._autocast.api import as_typed
 from mpjax._errors import message
 from mpjax._grad import as_loss_scale, get_loss_scale, name_of, value_and_grad
 from mpjax._loss_scale import LossScale, NoOpLossScale, StaticLossScale
-from mpjax._policy import Policy, get_policy
+from mpjax._policy import get_policy, policies_in
 from mpjax._tree import is_array
 from mpjax.numerics._program import argument_names
 
@@ -138,7 +138,7 @@ def under_policy(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
 
 def is_mixed(policy: Any) -> bool:
     """Whether parameters are wider than what is computed with, somewhere."""
-    policies = (policy,) if isinstance(policy, Policy) else policy.policies
+    policies = policies_in(policy)
     return any(p.compute_dtype.itemsize < p.param_dtype.itemsize for p in policies)
 
 

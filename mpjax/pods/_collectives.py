@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+from mpjax._op_rules import PRODUCTS
 from mpjax.pods._flow import Flow, Place
 from mpjax.pods._groups import Group, along, group_of, joins_devices, sends_by_itself
 from mpjax.pods._hlo import Computation, Instruction, Module, Shape
@@ -24,7 +25,6 @@ KINDS = (
     *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
 )
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 _ENDS = ("send", "recv", "send-done", "recv-done")  # of transfers, to a host too
 
 
@@ -262,7 +262,7 @@ def _dtype(flow: Flow, place: Place, operand: Place, shape: Shape) -> str:
         return shape.dtype
     if reduces and not promoted:
         # Behind a product it was the partitioner that put it there.
-        is_added = _operation(computation, instruction, operand) in _PRODUCTS
+        is_added = _operation(computation, instruction, operand) in PRODUCTS
         return (flow.rounded_at_once(place) if is_added else "") or "f32"
     producer = computation.instructions[operand.instruction]
     inner = module.computations.get(producer.callee or "")

@@ -119,7 +119,7 @@ def _product_transpose(
 def _product_batch(args: Any, dims: Any, *, program: Bilinear, out_dtype: Any) -> Any:
     if program.config.is_delayed:
         args, dims = _sharing_amaxes(args, dims)
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if _compat.is_batched(d))
+    size = _compat.batch_size(args, dims)
     in_axes = tuple(d if _compat.is_batched(d) else None for d in dims)
     wider = bilinear.batched(jax.sharding.get_abstract_mesh(), program, size, in_axes)
     return product_p.bind(*args, program=wider, out_dtype=out_dtype), 0
@@ -183,7 +183,7 @@ def _linked_jvp(primals: Any, tangents: Any, *, program: Bilinear) -> Any:
 
 
 def _linked_batch(args: Any, dims: Any, *, program: Bilinear) -> Any:
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if _compat.is_batched(d))
+    size = _compat.batch_size(args, dims)
     if program.config.is_delayed:
         args, dims = _sharing_amaxes(args, dims)
     out, *rest = (

@@ -76,15 +76,8 @@ def _tangent_transpose(ct: Any, moved: Any, slot: Any, seen: Any) -> list[Any]:
 def _batch(primitive: Any, args: Any, dims: Any) -> Any:
     """Maps over products that share a history, or each with its own where that is mapped too."""
     out, slot, seen = args
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if _compat.is_batched(d))
     if _compat.is_batched(dims[1]):
-        moved = [
-            jnp.moveaxis(x, d, 0)
-            if _compat.is_batched(d)
-            else jnp.broadcast_to(x, (size, *x.shape))
-            for x, d in zip(args, dims, strict=True)
-        ]
-        return primitive.bind(*moved), 0
+        return primitive.bind(*_compat.all_batched(args, dims)), 0
     if _compat.is_batched(dims[2]):
         seen = jnp.max(seen, axis=dims[2])
     if not _compat.is_batched(dims[0]):
