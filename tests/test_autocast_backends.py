@@ -134,6 +134,50 @@ def test_a_weight_gradient_keeps_the_bits_of_its_sum():
         assert float(jnp.mean(grads != rounded)) > 0.9
 
 
+def test_a_gradients_convolution_in_a_branch_is_one_that_the_cpu_has_a_fast_routine_for():
+    fun, w, x = convolved(3, (1, 1), "SAME")
+    grad = jax.grad(autocast(fun, "16-mixed"), argnums=(0, 1))
+
+    def branched(p, w, x):
+        return lax.cond(p, grad, lambda w, x: (w, x), w, x)
+
+    text = jax.jit(branched).lower(True, w, x).compile().as_text()
+    found = re.findall(r" convolution\(.*dim_labels=(\S+?)[,\s]", text)
+    assert len(found) == 3
+    assert set(found) == {"b01f_01io->b01f"}
+
+
+CONVOLUTIONS = {
+    "mixed": ((6, 2, 4, 5), (3, 6, 2, 4), ("HNCW", "HOWI", "CWNH"), {"window_strides": (2, 1)}),
+    "three axes": ((2, 4, 3, 4, 5), (6, 4, 2, 2, 2), ("NCDHW", "OIDHW", "NCDHW"), {}),
+    "groups": ((2, 4, 6, 6), (8, 2, 3, 3), ("NCHW", "OIHW", "NCHW"), {"feature_group_count": 2}),
+    "batch groups": (
+        (4, 3, 6, 6),
+        (8, 3, 3, 3),
+        ("NCHW", "OIHW", "NCHW"),
+        {"batch_group_count": 2},
+    ),
+    "dilated": ((2, 4, 5, 5), (4, 6, 3, 3), ("NCHW", "IOHW", "NHWC"), {"lhs_dilation": (2, 2)}),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_law_a_convolution_in_the_usual_order_is_the_same_one(name):
+    image, kernel, dims, options = CONVOLUTIONS[name]
+    x, y = normal(*image), normal(*kernel, seed=2)
+    numbers = lax.conv_dimension_numbers(image, kernel, dims)
+    ones = (1,) * (len(image) - 2)
+    options = {"window_strides": ones, "padding": [(1, 0)] * len(ones)} | options
+    options["dimension_numbers"] = numbers
+
+    @jax.jit
+    def both(x, y):
+        return backends.in_usual_order(x, y, options), lax.conv_general_dilated(x, y, **options)
+
+    got, want = both(x, y)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("order", ["NHWC HWIO NHWC", "NCHW OIHW NCHW", "HNWC IOHW CWNH"])
 def test_pointwise_convolutions_of_any_layout(order):
     image, kernel, out = order.split()
@@ -241,10 +285,14 @@ def images(w, b, x, fun):
     return fun(y + jnp.reshape(b, (1, 1, 1, -1)))
 
 
-def stored(fun, platform, *args):
-    """The types that pass a barrier in the text of `fun` for a platform."""
+BARRIER = r"optimization_barrier %\w+ : tensor<(\w+)>"
+WIDENED_BY_BITS = r"bitcast_convert %\w+ : \(tensor<(\w+bf16)>\) -> tensor<\w+ui16>"
+
+
+def stored(fun, platform, *args, ways=(BARRIER, WIDENED_BY_BITS)):
+    """The types that the text of `fun` for a platform keeps from being widened again."""
     text = jax.jit(fun).trace(*args).lower(lowering_platforms=(platform,)).as_text()
-    return re.findall(r"optimization_barrier %\w+ : tensor<([\w]+)>", text)
+    return [found for way in ways for found in re.findall(way, text)]
 
 
 KERNEL, BIAS, PHOTOS = normal(3, 3, 4, 8), normal(8), normal(16, 8, 8, 4, seed=3)
@@ -266,6 +314,20 @@ def test_cotangents_beside_statistics_are_stored_low():
         found = stored(fun, "cuda", KERNEL, BIAS, PHOTOS)
         assert found.count("16x8x8x8xbf16") == 1, (norm, found)
         assert "16x8x8x8xf32" not in found
+
+
+@pytest.mark.parametrize(
+    ("policy", "way"), [("bf16-mixed", WIDENED_BY_BITS), ("16-mixed", BARRIER)], ids=HALVES
+)
+def test_no_barrier_parts_a_norms_sums_from_a_bfloat16_cotangent(policy, way):
+    def loss(w, b, x):
+        return jnp.sum(images(w, b, x, lambda y: jnp.tanh(normalised(y, (2, 4)))) ** 2)
+
+    fun = jax.grad(autocast(loss, policy), (0, 1))
+    kind = f"16x8x8x8x{HALVES[policy]}"
+    for each in (WIDENED_BY_BITS, BARRIER):
+        found = stored(fun, "cuda", KERNEL, BIAS, PHOTOS, ways=(each,))
+        assert found.count(kind) == (each == way)
 
 
 def test_a_tpu_rounds_the_cotangent_that_a_norm_sums_and_reads_again():

@@ -22,8 +22,8 @@ a kernel may overflow there, as one that is cast by hand may; the loss scale is 
 
 import functools
 import pathlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -169,6 +169,7 @@ class Backend:
     low_results: bool = False  # whether the product itself is asked for a low result
     low_convolutions: bool = False  # whether convolutions of low operands have no other
     ordered: bool = False  # whether operands are put into the order of `plain_layout`
+    usual_convolutions: bool = False  # whether convolutions are turned to `in_usual_order`
 
 
 OTHER = Backend()
@@ -180,7 +181,8 @@ TPU = Backend(low_results=True)
 
 def cpu() -> Backend:
     """Returns how this CPU runs a bfloat16 product; asked when a program is lowered for it."""
-    return CPU if cpu_multiplies_bfloat16() else CPU_WIDE
+    found = CPU if cpu_multiplies_bfloat16() else CPU_WIDE
+    return replace(found, usual_convolutions=True)
 
 
 TRACED = CPU
@@ -193,15 +195,20 @@ _cotangent_p = Primitive("stored_cotangent")
 _low_once_p = Primitive("cotangent_stored_low")
 
 
-@hint("stored_cotangent", lambda x, _: x)
-def stored_cotangent(x: jax.Array, dtype: Any) -> jax.Array:
+@hint("stored_cotangent", lambda x, _, **__: x)
+def stored_cotangent(x: jax.Array, dtype: Any, *, apart: bool) -> jax.Array:
     """Returns a float32 value whose cotangent is read more than once.
 
-    That of a biased product is rounded for the product and summed for the bias, that of a
-    normalised value summed and then read again. On a GPU and a TPU all read it as it is stored;
-    else XLA would store it in float32.
+    On a GPU and a TPU all read it as it is stored; else XLA would store it in float32.
+
+    Args:
+      x: f32[...].
+      dtype: what it is stored in.
+      apart: whether a kernel stores it that nothing else is fused into. That of a biased product
+        is stored in any case, as the product's operand; that of a normalised value, which is
+        summed and then read again, may be summed by the kernel that makes it.
     """
-    return _cotangent_p.bind(x, dtype=dtype)
+    return _cotangent_p.bind(x, dtype=dtype, apart=apart)
 
 
 _summed_p = Primitive("low_sum")
@@ -212,25 +219,33 @@ def summed(x: jax.Array, dtype: Any) -> jax.Array:
     return _summed_p.bind(x, dtype=dtype)
 
 
-def _low_once(x: jax.Array, *, dtype: Any) -> jax.Array:
+def _low_once(x: jax.Array, *, dtype: Any, apart: bool) -> jax.Array:
+    """XLA:GPU cancels a rounding against a widening: not behind a barrier, nor one by bits.
+
+    The upper half of a float32 number is a bfloat16 number; float16 has no such shift.
+    """
+    if not apart and dtype == jax.numpy.bfloat16 and x.dtype == FLOAT32:
+        bits = lax.bitcast_convert_type(x.astype(dtype), np.uint16).astype(np.uint32)
+        return lax.bitcast_convert_type(bits << np.uint32(16), FLOAT32)
     return lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
 
 
-def _low_on_tpu(x: jax.Array, *, dtype: Any) -> jax.Array:
+def _low_on_tpu(x: jax.Array, *, dtype: Any, apart: bool) -> jax.Array:
     """XLA:TPU keeps the rounding; a barrier would also part the sums from what they are of."""
+    del apart
     return x.astype(dtype).astype(x.dtype)
 
 
 for _primitive in (_cotangent_p, _low_once_p, _summed_p):
-    _primitive.def_impl(lambda x, *, dtype: x)
-    _primitive.def_abstract_eval(lambda x, *, dtype: x.update(weak_type=False))
+    _primitive.def_impl(lambda x, **_: x)
+    _primitive.def_abstract_eval(lambda x, **_: x.update(weak_type=False))
     batching.primitive_batchers[_primitive] = functools.partial(_batch_identity, _primitive)
 for _primitive in (_cotangent_p, _low_once_p):
-    mlir.register_lowering(_primitive, lambda ctx, x, *, dtype: [x])
+    mlir.register_lowering(_primitive, lambda ctx, x, **_: [x])
 _lower_on(_low_once_p, dict.fromkeys(GPUS, _low_once) | {"tpu": _low_on_tpu})
-ad.deflinear2(_cotangent_p, lambda ct, x, *, dtype: [_low_once_p.bind(ct, dtype=dtype)])
+ad.deflinear2(_cotangent_p, lambda ct, x, **how: [_low_once_p.bind(ct, **how)])
 for _primitive in (_low_once_p, _summed_p):
-    ad.deflinear2(_primitive, lambda ct, x, *, dtype: [ct])
+    ad.deflinear2(_primitive, lambda ct, x, **_: [ct])
 
 
 # -- `rounded_p`: the rounding of a product's result, where a GPU rounds in the product ----------
@@ -252,7 +267,37 @@ def convolved(
         return lax.conv_general_dilated(x, y, **params).astype(dtype)
     if backend.low_results and dtype == x.dtype:
         return lax.conv_general_dilated(x, y, **{**params, "preferred_element_type": dtype})
+    if backend.usual_convolutions and params.get("out_sharding") is None:
+        return _rounded_p.bind(in_usual_order(x, y, params), dtype=dtype)
     return _rounded_p.bind(lax.conv_general_dilated(x, y, **params), dtype=dtype)
+
+
+def in_usual_order(x: jax.Array, y: jax.Array, params: dict[str, Any]) -> jax.Array:
+    """Returns a convolution, run on images NHWC and kernels HWIO, as XLA:CPU's fast routine is.
+
+    Outside of loops and branches XLA:CPU turns them by itself. Inside, a gradient's convolution
+    runs in plain loops: one of 8 images of 32 × 32 × 32 takes thirteen times what it takes so.
+    """
+    lhs, rhs, out = params["dimension_numbers"]
+    spatial = tuple(range(1, len(lhs) - 1))
+    image = [(spec[0], *spec[2:], spec[1]) for spec in (lhs, out)]
+    kernel = (*rhs[2:], rhs[1], rhs[0])
+    features = len(lhs) - 1
+    usual = lax.ConvDimensionNumbers(
+        (0, features, *spatial),
+        (features, features - 1, *range(features - 1)),
+        (0, features, *spatial),
+    )
+    x, y = _turned(x, image[0]), _turned(y, kernel)
+    made = lax.conv_general_dilated(x, y, **dict(params, dimension_numbers=usual))
+    return lax.transpose(made, np.argsort(image[1]))
+
+
+def _turned(x: jax.Array, order: Sequence[int]) -> jax.Array:
+    """Returns an operand with its dimensions in another order, and stored in that."""
+    if list(order) == list(range(x.ndim)):
+        return x
+    return _operand_p.bind(lax.transpose(x, order))
 
 
 def _convert(x: jax.Array, *, dtype: Any) -> jax.Array:

@@ -110,7 +110,8 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
             if var in step.convolved:
                 local[var] = backends.summed(local[var], plan.states[var].dtype)
             if low := groups.low_cotangent(eqn, step, plan.states):
-                local[var] = backends.stored_cotangent(local[var], low)
+                apart = var not in step.several
+                local[var] = backends.stored_cotangent(local[var], low, apart=apart)
         outs: list[Any] = []
         for var, is_low, is_full in step.outputs:
             if is_low:
@@ -137,7 +138,7 @@ def _operands(plan: Plan, step: groups.Step, eqn: Any, local: dict[Any, Any]) ->
             # Repeated here, or its cotangent would be summed before it is stored.
             wide = jnp.broadcast_to(values[i], eqn.outvars[0].aval.shape)
             low = groups.stored_dtype(step, plan.states)
-            values[i] = backends.stored_cotangent(wide, low)
+            values[i] = backends.stored_cotangent(wide, low, apart=True)
     return values
 
 

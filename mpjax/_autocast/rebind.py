@@ -176,7 +176,8 @@ class Interpreter:
                 if eqn.outvars[0] in step.stored:
                     outs = [backends.stored(out) for out in outs]
                 if eqn.outvars[0] in step.several:
-                    outs = [backends.stored_cotangent(out, state.dtype) for out in outs]
+                    dtype = state.dtype
+                    outs = [backends.stored_cotangent(x, dtype, apart=True) for x in outs]
                 for v, out in zip(eqn.outvars, outs, strict=True):
                     local[v] = Value(out, plan.states[v])
         env.update((v, local[v]) for v, _, _ in step.outputs)
