@@ -10,6 +10,7 @@ import optax
 
 from mpjax._dtypes import describe
 from mpjax._errors import message
+from mpjax._quantized_array import holds_quantized
 from mpjax._tree import is_array, is_overwritten, leaf_paths, path_str
 from mpjax._typing import PyTree
 
@@ -55,6 +56,9 @@ def check_params(params: PyTree, where: str) -> None:
         raise ValueError(
             message(where, got, "Type, e.g., step.init(model.init(key, x)['params']).")
         )
+    if holds_quantized(params):
+        fix = "Type step.init(mpjax.dequantize(params)), and mpjax.quantize what was trained."
+        raise TypeError(message(where, "got weights in 8 bits, which cannot be trained.", fix))
     for path, leaf in leaves:
         _check_leaf(path_str(path), leaf, where, overwritten=is_overwritten(path))
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mpjax import _attention_kernels as attention
 from mpjax._autocast.product import scaled
 from mpjax._autocast.quantized import MULTIPLE, SMALLEST
 from mpjax._errors import PolicyWarning, message
@@ -26,8 +27,10 @@ def quantize(params: Any, policy: Any, *, channel_axis: int = -1) -> Any:
     """Returns `params` with weights in 8 bits: a quarter of the memory, for inference.
 
     A weight is an array of two axes or more, of 4096 elements at least and with sizes that divide
-    by 16. Others stay, and so do paths that a `PolicyMap` gives another policy: keep tables that
-    rows are taken from so, which are read in float32 otherwise.
+    by 16. Its last two axes are the matrix, those in front a stack of layers or experts; kernels of
+    Flax's attention, which have an axis of heads, are found by their names and shapes. Others stay,
+    and so do paths that a `PolicyMap` gives another policy: keep tables that rows are taken from
+    so, which are read in float32 otherwise.
 
     Args:
       params: any pytree.
@@ -35,6 +38,7 @@ def quantize(params: Any, policy: Any, *, channel_axis: int = -1) -> Any:
         channel, or each matrix; or a `PolicyMap`, in which a rule takes small weights in, too.
       channel_axis: where channels are, of a recipe with a scale for each: what a product does not
         add up over. -1 for kernels as Flax and Haiku have them; -2 for Equinox's and PyTorch's.
+        Of Flax's attention it is known: heads and their sizes, or what comes out.
 
     Returns:
       A tree with a `QuantizedArray` in place of each weight, which `autocast`, `cast_to_compute`
@@ -72,8 +76,11 @@ def quantize(params: Any, policy: Any, *, channel_axis: int = -1) -> Any:
     paths = leaf_paths(jax.tree.unflatten(treedef, [0] * len(leaves)))
     if isinstance(found, PolicyMap):
         found.warn_unused(paths, _WHERE)
+    summed = attention.summed_axes(dict(zip(paths, leaves, strict=True)))
     chosen = [
-        leaf if is_overwritten(key) else _quantized(leaf, path, found, channel_axis)
+        leaf
+        if is_overwritten(key)
+        else _quantized(leaf, path, found, summed.get(path, (-3 - channel_axis,)))
         for path, (key, leaf) in zip(paths, keyed, strict=True)
     ]
     if not any(map(is_quantized, chosen)):
@@ -81,25 +88,32 @@ def quantize(params: Any, policy: Any, *, channel_axis: int = -1) -> Any:
     return jax.tree.unflatten(treedef, chosen)
 
 
-def _quantized(leaf: Any, path: str, policy: Any, channel_axis: int) -> Any:
+def _quantized(leaf: Any, path: str, policy: Any, summed: tuple[int, ...]) -> Any:
+    """Returns a leaf in 8 bits, if it is a weight: `summed` are the axes that products add up."""
     index = policy.deciding(path) if isinstance(policy, PolicyMap) else None
     mine = policy.policy_for(path) if isinstance(policy, PolicyMap) else policy
     if not isinstance(mine, QuantizedPolicy) or not is_array(leaf) or not is_castable(leaf):
         return leaf
     asked_for = index is not None
-    if leaf.ndim < 2 or not (asked_for or _is_weight(leaf)):
+    if leaf.ndim < 2 or not (asked_for or _is_weight(leaf.shape, summed)):
         return leaf
     dtype = jnp.dtype(DTYPES[(mine.recipe.products["fprop"] or ("int8", "int8"))[1]])
-    channel = channel_axis % leaf.ndim if mine.recipe.granularity == "channel" else None
-    # Axes in front of the matrix are those of stacks: layers of a scan, experts, heads.
-    shared = tuple(i for i in (leaf.ndim - 2, leaf.ndim - 1) if i != channel)
-    found = scaled.quantize(jnp.asarray(leaf), dtype, shared, mine.recipe.margin)
+    # Axes in front of the matrix are those of stacks: layers of a scan, experts.
+    shared = summed if mine.recipe.granularity == "channel" else _matrix(summed)
+    axes = tuple(sorted(axis % leaf.ndim for axis in shared))
+    found = scaled.quantize(jnp.asarray(leaf), dtype, axes, mine.recipe.margin)
     return QuantizedArray(found.values, found.scale)
 
 
-def _is_weight(leaf: Any) -> bool:
-    odd = any(size % MULTIPLE for size in leaf.shape[-2:])
-    return not odd and math.prod(leaf.shape[-2:]) >= SMALLEST
+def _matrix(summed: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the axes of one weight, what it adds up over and its channels: the last ones."""
+    return tuple(range(min(-2, *summed), 0))
+
+
+def _is_weight(shape: tuple[int, ...], summed: tuple[int, ...]) -> bool:
+    depth = math.prod(shape[axis] for axis in summed)
+    size = math.prod(shape[axis] for axis in _matrix(summed))
+    return not depth % MULTIPLE and not (size // max(depth, 1)) % MULTIPLE and size >= SMALLEST
 
 
 def _check(policy: Any, channel_axis: Any) -> None:

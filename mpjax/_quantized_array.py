@@ -65,6 +65,12 @@ class QuantizedArray:
         """Returns the array that it stands for, rounded once."""
         return dequantized(self.values, self.scale).astype(dtype)
 
+    def __jax_array__(self) -> jax.Array:
+        """Raises TypeError: a function that has not been told of 8 bits was given some."""
+        got = f"a function was given {self!r} as an array."
+        fix = "Type mpjax.autocast(fun, 'bf16-mixed')(params, ...), or fun(mpjax.dequantize(params)"
+        raise TypeError(message("quantize", got, f"{fix}, ...)."))
+
     def tree_flatten_with_keys(self) -> Any:
         """Returns both arrays with their names."""
         names = map(jax.tree_util.GetAttrKey, ("values", "scale"))

@@ -282,26 +282,37 @@ class Verdict:
     reason: str = ""
 
 
-def check_values(case: Case, low: Any, outputs: Sequence[Any] | None = None) -> Verdict:
+def check_values(
+    case: Case,
+    low: Any,
+    outputs: Sequence[Any] | None = None,
+    *,
+    evaluate: Callable[..., Any] = _evaluate.evaluate,
+    spread_of: Callable[..., Any] = _rounding.float64_spread,
+    quantile: float = _rounding.QUANTILE,
+) -> Verdict:
     """Raises where a value differs by more than rounding to `low` explains.
 
     Args:
       case: the two programs.
       low: the compute dtype.
       outputs: what the transformed program gave; None to evaluate it in NumPy.
+      evaluate: how it is evaluated.
+      spread_of: what is expected of it, as `float64_spread`.
+      quantile: how many deviations it may be off.
     """
     flat = jax.tree.leaves(case.args)
     reached = _rounding.reached(case.reference)
     # Differentiated from outside, the rebuilt program adds cotangents in an order of its own.
     exact = outputs is None and case.mode.exact
     if outputs is None:
-        outputs = _evaluate.evaluate(case.transformed, flat)
+        outputs = evaluate(case.transformed, flat)
     if exact and not all(reached):
         _check_bits(case, outputs, _evaluate.evaluate(case.reference, flat), reached)
     if exact and not any(reached):
         return Verdict(compared=True)
     backwards = any(reached) and not case.mode.exact
-    spread = _rounding.float64_spread(case.reference, flat, low, all_low=backwards)
+    spread = spread_of(case.reference, flat, low, all_low=backwards)
     if not spread.decided:
         return Verdict(compared=False, reason="a comparison depends on rounding")
     if spread.peak > 0.25 * float(jnp.finfo(low).max):
@@ -313,9 +324,9 @@ def check_values(case: Case, low: Any, outputs: Sequence[Any] | None = None) -> 
     for i, (got, want, deviation, depends) in enumerate(rows):
         if exact and not depends:
             continue  # compared bit by bit above
-        ratio = _excess(got, want, deviation)
+        ratio = _excess(got, want, deviation, quantile)
         if not ratio <= 1:
-            bound = None if deviation is None else _rounding.QUANTILE * deviation
+            bound = None if deviation is None else quantile * deviation
             raise case.fail(f"output {i}: got {got}\nfloat64 {want}\nbound {bound}")
         worst = max(worst, ratio) if depends else worst
     return Verdict(compared=True, worst=worst)
@@ -341,7 +352,7 @@ def _same_bits(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
-def _excess(got: Any, want: Any, deviation: Any) -> float:
+def _excess(got: Any, want: Any, deviation: Any, quantile: float) -> float:
     """Returns the largest error in units of its bound."""
     if deviation is None:
         return 0.0 if _same_bits(got, want) else float("inf")
@@ -350,7 +361,7 @@ def _excess(got: Any, want: Any, deviation: Any) -> float:
     if not np.array_equal(finite, np.isfinite(got)):
         return float("inf")
     error = np.abs(got - want)[finite]
-    bound = (_rounding.QUANTILE * deviation + 2.0**-149)[finite]
+    bound = (quantile * deviation + 2.0**-149)[finite]
     return float(np.max(error / bound, initial=0.0))
 
 

@@ -145,6 +145,7 @@ class Noisy(Exact):
         self._rng, self._low, self._full, self._reach = rng, low, full, reach
         self._copies: dict[int, tuple[Any, Any]] = {}
         self.decisions: list[Any] = []  # every integer or boolean, and every step, found by floats
+        self.scale = 0.0  # how many deviations of noise there are
         self.peak = 0.0  # the largest magnitude that autocast may have to hold in the low dtype
 
     def dtype(self, dtype: Any) -> Any:
@@ -254,15 +255,24 @@ QUANTILE = 16.9
 
 
 def float64_spread(
-    program: Any, args: Sequence[Any], low: Any, *, all_low: bool = False, seed: int = 0
+    program: Any,
+    args: Sequence[Any],
+    low: Any,
+    *,
+    all_low: bool = False,
+    seed: int = 0,
+    kind: Any = Noisy,
+    count: int = SAMPLES,
+    quantile: float = QUANTILE,
 ) -> Spread:
     """Returns the float64 outputs of a program and the deviation that rounding to `low` causes.
 
     Each rounding δ contributes a·δ to an output, a being the output's derivative times the value.
     Normal noise of one unit roundoff in place of each δ gives the output a deviation of ‖a‖·unit
-    to first order, whatever the program; `SAMPLES` runs estimate it. Two more runs with
-    `QUANTILE` times the noise tell whether a comparison could come out differently. With
-    `all_low`, what depends on no product may be rounded too: the cotangent of a low value is low.
+    to first order, whatever the program; `count` runs estimate it. Two more runs with `quantile`
+    times the noise tell whether a comparison could come out differently. With `all_low`, what
+    depends on no product may be rounded too: the cotangent of a low value is low. `kind` makes the
+    noise.
     """
     rng = np.random.default_rng(seed)
     rounding = Rounding.to(low)
@@ -276,14 +286,15 @@ def float64_spread(
             noise = tuple(
                 Rounding(relative=r.relative * scale, absolute=r.absolute * scale) for r in pair
             )
-        noisy = Noisy(rng, *noise, reach)
+        noisy = kind(rng, *noise, reach)
+        noisy.scale = scale
         outs = noisy.run(program, noisy.inputs(program, args), flags)
         return outs, noisy
 
     with np.errstate(all="ignore"):
         values, plain = run(0)
-        samples = [run(1) for _ in range(SAMPLES)]
-        wide = [run(QUANTILE) for _ in range(2)]
+        samples = [run(1) for _ in range(count)]
+        wide = [run(quantile) for _ in range(2)]
     decided = all(_same(plain.decisions, other.decisions) for _, other in samples + wide)
     columns = zip(*(outs for outs, _ in samples), strict=True)
     deviations = [_deviation(v, column) for v, column in zip(values, columns, strict=True)]

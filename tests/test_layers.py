@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "mpjax"
 # One row a layer; each file or folder stands in one. A file imports only from rows above its own.
 LAYERS = (
     ("_compat", "_errors", "_shown", "_typing"),
-    ("_dtypes", "_foreign_names", "_recipes", "_quantized_array"),
+    ("_dtypes", "_foreign_names", "_recipes", "_quantized_array", "_attention_kernels"),
     ("_tree", "_loss_scale_checks"),
     ("_policy", "_loss_scale", "_hardware", "_op_rules", "_spelling"),
     ("_quantized_policy",),

@@ -1,14 +1,18 @@
 """Weights in 8 bits for inference: `quantize`, what reads them, and what they are off."""
 
+import functools
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
-from _helpers import assert_same_bits
 
 import mpjax
 from mpjax import QuantizedArray
+from mpjax.testing import assert_bitwise_equal
 
 INT8, FLOAT8 = "int8_from_mixed_bfloat16", "float8_from_mixed_bfloat16"
 
@@ -52,12 +56,12 @@ def test_weights_are_8_bit_with_scales_and_a_quarter_as_large(policy, dtype, sca
         assert (array.values.dtype.name, array.scale.shape) == (dtype, scales)
     before, after = (sum(x.nbytes for x in jax.tree.leaves(t)) for t in (PARAMS, small))
     assert before / after > 3.5  # biases stay
-    assert_same_bits(small["layers"][0]["bias"], PARAMS["layers"][0]["bias"])
+    assert_bitwise_equal(small["layers"][0]["bias"], PARAMS["layers"][0]["bias"])
     plain = mpjax.dequantize(small)
     assert jax.tree.structure(plain) == jax.tree.structure(PARAMS)
     for a, b in zip(*map(jax.tree.leaves, (plain, PARAMS)), strict=True):
         assert error(a, b) < bound
-    assert_same_bits(mpjax.quantize(small, policy), small)
+    assert_bitwise_equal(mpjax.quantize(small, policy), small)
 
 
 @pytest.mark.parametrize("policy", [INT8, FLOAT8])
@@ -92,8 +96,89 @@ def test_stack_is_scanned_over_with_a_scale_for_each_layer():
             return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0]
 
         exact = scanned(mpjax.dequantize(small), X)
-        assert error(jax.jit(mpjax.autocast(scanned, policy))(small, X), exact) < 0.05
+        everywhere = mpjax.PolicyMap("bf16-mixed", {"re:.*": policy})
+        fast = mpjax.autocast(scanned, everywhere)
+        assert error(jax.jit(fast)(small, X), exact) < 0.05
         assert small["w"].scale.shape[0] == 3
+        (row,) = (
+            r for r in mpjax.explain(scanned, everywhere)(small, X).rows if "Current" in r.reason
+        )
+        assert row.reason.endswith(": w")
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["scan", "scan of checkpoint"])
+def test_no_weight_of_a_loop_is_widened_before_the_loop_reads_it(wrap):
+    stack = {"w": jnp.stack([layer["kernel"] for layer in PARAMS["layers"]])}
+    shift = normal(5, 64, 64) / 8  # the same in each iteration
+
+    def scanned(params, x):
+        layer = wrap(lambda x, w: (jnp.tanh(x @ w @ params["shift"]), None))
+        return jax.lax.scan(layer, x, params["w"], reverse=True)[0]
+
+    small = mpjax.quantize({**stack, "shift": shift}, INT8)
+    everywhere = mpjax.PolicyMap("bf16-mixed", {"re:.*": INT8})
+    fast = mpjax.autocast(scanned, everywhere)
+    text = str(jax.make_jaxpr(fast)(small, X))
+    assert "f32[3,64,64]" not in text
+    assert text.count("reduce_max") == 2  # of what each weight is multiplied with
+    assert error(jax.jit(fast)(small, X), scanned(mpjax.dequantize(small), X)) < 0.05
+    named = mpjax.PolicyMap("bf16-mixed", {"inner": INT8})
+
+    def scoped(params, x):
+        with jax.named_scope("inner"):
+            return scanned(params, x)
+
+    rows = mpjax.explain(scoped, named)(small, X).rows
+    assert [r.dtype for r in rows if r.operation == "dot_general"] == ["i8", "i8"]
+
+
+@functools.cache
+def attention():
+    """Returns attention of 4 heads of 16, its parameters and what it gives in float32."""
+    layer = nn.MultiHeadDotProductAttention(4)
+    params = jax.jit(layer.init)(jax.random.key(0), X[None])
+    return layer.apply, params, jax.jit(layer.apply)(params, X[None])
+
+
+@pytest.mark.parametrize(
+    ("policy", "scales", "bound"),
+    [
+        (INT8, {"query": (1, 4, 16), "key": (1, 4, 16), "value": (1, 4, 16), "out": (1, 1, 64)}, 1),
+        (FLOAT8, dict.fromkeys(("query", "key", "value", "out"), (1, 1, 1)), 4),
+    ],
+)
+def test_attention_kernels_have_scales_along_nothing_that_is_added_up(policy, scales, bound):
+    apply, params, exact = attention()
+    small = mpjax.quantize(params, policy)
+    found = {name: module["kernel"] for name, module in small["params"].items()}
+    assert {name: kernel.scale.shape for name, kernel in found.items()} == scales
+    for name, kernel in found.items():
+        assert error(kernel.dequantize(), params["params"][name]["kernel"]) < bound / 100
+    everywhere = mpjax.PolicyMap("bf16-mixed", {"re:.*": policy})
+    fast = mpjax.autocast(apply, everywhere)
+    assert error(jax.jit(fast)(small, X[None]), exact) < 0.015 * (1 + bound)
+    counts = [str(jax.make_jaxpr(fast)(p, X[None])).count("reduce_max") for p in (params, small)]
+    assert counts[0] - counts[1] == 4  # each weight is multiplied as it is stored
+
+
+def test_attention_is_told_from_stacks_of_matrices_by_the_shapes_of_all_four_kernels():
+    def scales(query, out, **others):
+        shapes = {"query": query, "key": query, "value": query, "out": out, **others}
+        params = {name: {"kernel": jnp.zeros(s)} for name, s in shapes.items()}
+        tree = {"layer": params, "rest": jnp.zeros((64, 64))}
+        small = jax.eval_shape(lambda: mpjax.quantize(tree, INT8))["layer"]
+        kernels = (small[name]["kernel"] for name in ("query", "out"))
+        return [x.scale.shape if isinstance(x, QuantizedArray) else None for x in kernels]
+
+    # The kernels of wide heads look like stacks, those of narrow ones like nothing.
+    assert scales((64, 32, 128), (32, 128, 64)) == [(1, 32, 128), (1, 1, 64)]
+    assert scales((2, 96, 4, 24), (2, 4, 24, 96)) == [(2, 1, 4, 24), (2, 1, 1, 96)]
+    few = {"key": (64, 2, 16), "value": (64, 2, 16)}
+    assert scales((64, 8, 16), (8, 16, 64), **few) == [(1, 8, 16), (1, 1, 64)]
+    assert scales((6, 64, 64), (6, 64, 64)) == [(6, 1, 64), (6, 1, 64)]
+    assert scales((64, 64, 64), (64, 64, 64)) == [(64, 1, 64), (64, 1, 64)]
+    assert scales((64, 64, 128), (64, 128, 64)) == [(64, 1, 128), (64, 1, 64)]
+    assert scales((64, 4, 16), (4, 16, 64), value=(64, 4, 32)) == [None, None]
 
 
 def test_policy_map_chooses_by_path_and_takes_small_ones_in():
@@ -115,7 +200,7 @@ def test_cast_to_compute_gives_plain_arrays_and_other_casts_leave_them():
     assert {x.dtype.name for x in jax.tree.leaves(cast)} == {"bfloat16"}
     assert not arrays(cast)
     for other in (policy.cast_to_param(small), policy.cast_to_output(small)):
-        assert_same_bits(other, small)
+        assert_bitwise_equal(other, small)
 
 
 def test_gradient_of_what_is_not_quantised_passes_through():
@@ -152,7 +237,7 @@ def test_orbax_gives_back_what_it_was_given(policy, tmp_path):
         checkpointer.save(tmp_path / "small", small)
         checkpointer.wait_until_finished()
         template = jax.eval_shape(lambda: mpjax.quantize(PARAMS, policy))
-        assert_same_bits(checkpointer.restore(tmp_path / "small", template), small)
+        assert_bitwise_equal(checkpointer.restore(tmp_path / "small", template), small)
 
 
 @pytest.mark.parametrize(
@@ -176,3 +261,16 @@ def test_what_cannot_be_stored_is_refused(policy, options, said):
 def test_tree_without_weights_is_a_warning_with_what_there_is():
     with pytest.warns(mpjax.PolicyWarning, match=r"b: \[5\]"):
         mpjax.quantize({"b": jnp.ones(5)}, INT8)
+
+
+def test_function_that_knows_nothing_of_them_is_refused_with_what_to_type():
+    small = mpjax.quantize(PARAMS, INT8)
+    kernel = small["layers"][0]["kernel"]
+    for use in (lambda: X @ kernel, lambda: kernel @ X, lambda: jnp.asarray(kernel)):
+        with pytest.raises(
+            TypeError, match=r"autocast\(fun, 'bf16-mixed'\)\(params, ...\), or fun"
+        ):
+            use()
+    step = mpjax.make_train_step(model, optax.sgd(0.1), INT8)
+    with pytest.raises(TypeError, match=r"Type step.init\(mpjax.dequantize\(params\)\)"):
+        step.init(small)

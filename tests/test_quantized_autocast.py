@@ -179,6 +179,24 @@ def test_blocks_that_do_not_divide_leave_a_product_16_bit():
     )
 
 
+ODD = {"first": normal(0, 64, 80), "middle": normal(1, 80, 64), "last": THREE["last"]}
+
+
+@pytest.mark.parametrize("rule", ["middle", "m*", "re:mid.*"])
+@pytest.mark.parametrize("take", [mpjax.autocast, mpjax.explain])
+def test_blocks_that_do_not_divide_what_a_rule_names_are_refused(rule, take):
+    policies = mpjax.PolicyMap("bf16-mixed", {rule: "q=MXFP8BlockScaling"})
+    said = rf"rule '{rule}'.*product of middle.*\n.*adds up 80, which blocks of 32 do not divide"
+    with pytest.raises(ValueError, match=said.replace("m*'", r"m\*'").replace("d.*'", r"d\.\*'")):
+        take(three, policies)(ODD, X)
+
+
+@pytest.mark.parametrize("rule", ["*", "re:.*"])
+def test_rule_for_everything_names_no_layer_and_leaves_what_blocks_do_not_divide(rule):
+    policies = mpjax.PolicyMap("bf16-mixed", {rule: "q=MXFP8BlockScaling"})
+    assert dtypes(three, policies, ODD, X) == ["f8_e4m3fn", "bf16", "f8_e4m3fn"]
+
+
 def test_weight_may_be_moved_normalised_and_cast_on_its_way():
     def fun(params, x):
         middle = params["middle"].reshape(WIDTH, 4, 16).transpose(2, 0, 1)

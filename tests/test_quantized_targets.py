@@ -14,6 +14,9 @@ WIDTH, ROWS = 1024, 2048
 E4M3, E5M2 = "f8e4m3fn", "f8e5m2"
 FLOAT8 = {("dot", E4M3, E4M3): 1, ("dot", E5M2, E4M3): 1, ("dot", E4M3, E5M2): 1}
 INT8 = {("dot", "s8", "s8"): 2}  # wgrad stays 16-bit
+ALL_INT8 = {("dot", "s8", "s8"): 3}
+DELAYED = mpjax.QuantizedPolicy("bf16-mixed", mpjax.DelayedScaling(amax_history_len=16))
+INT8_WGRAD = mpjax.QuantizedPolicy("bf16-mixed", mpjax.Int8CurrentScaling(wgrad="int8"))
 _PRODUCT = re.compile(r"= \w+\[[^\]]*\]\S* (?:dot|convolution)\(([^)]*)\)")
 _VALUE = re.compile(r"(%?[\w.\-]+) = (\w+)\[")
 
@@ -24,16 +27,27 @@ def three(params, x):
     return jnp.mean(x**2)
 
 
-def eight_bit_products(target, policy):
-    """Returns how many products there are of which operands, of those with an 8-bit one."""
+def params_of(spec):
+    return {name: spec((WIDTH, WIDTH), jnp.float32) for name in ("first", "middle", "last")}
+
+
+def compiled(target, fun, *args):
+    """Returns what XLA makes of a function for a target: arguments are functions of a spec."""
     place = jax.sharding.SingleDeviceSharding(pods.get_topology(target).devices[0])
 
-    def spec(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+    def spec(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
-    params = {name: spec(WIDTH, WIDTH) for name in ("first", "middle", "last")}
-    step = jax.jit(jax.grad(mpjax.autocast(three, policy)))
-    text = step.lower(params, spec(ROWS, WIDTH)).compile().as_text()
+    given = [jax.tree.map(lambda x: spec(x.shape, x.dtype), arg(spec)) for arg in args]
+    return jax.jit(fun).lower(*given).compile().as_text()
+
+
+def rows(spec):
+    return spec((ROWS, WIDTH), jnp.float32)
+
+
+def products_in(text):
+    """Returns how many products there are of which operands, of those with an 8-bit one."""
     types = dict(_VALUE.findall(text))
     found: collections.Counter[tuple[str, ...]] = collections.Counter()
     for operands in _PRODUCT.findall(text):
@@ -43,11 +57,28 @@ def eight_bit_products(target, policy):
     return dict(found)
 
 
+def eight_bit_products(target, policy):
+    """Returns the 8-bit products of loss and gradients of three layers."""
+    if policy == DELAYED:
+        fast = mpjax.with_amax_history(three, DELAYED)
+        history = jax.eval_shape(
+            fast.init, params_of(jax.ShapeDtypeStruct), rows(jax.ShapeDtypeStruct)
+        )
+        step = jax.grad(fast.apply, argnums=(0, 1))
+        return products_in(compiled(target, step, lambda _: history, params_of, rows))
+    return products_in(compiled(target, jax.grad(mpjax.autocast(three, policy)), params_of, rows))
+
+
 @pytest.mark.slow
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize(
     ("policy", "products"),
-    [("float8_from_mixed_bfloat16", FLOAT8), ("int8_from_mixed_bfloat16", INT8)],
+    [
+        ("float8_from_mixed_bfloat16", FLOAT8),
+        ("int8_from_mixed_bfloat16", INT8),
+        (INT8_WGRAD, ALL_INT8),
+        (DELAYED, FLOAT8),
+    ],
 )
 def test_products_of_an_h100_are_of_8_bit_operands_forward_and_back(policy, products):
     assert eight_bit_products("h100", policy) == products
@@ -59,9 +90,61 @@ def test_products_of_an_h100_are_of_8_bit_operands_forward_and_back(policy, prod
     ("target", "policy", "products"),
     [
         ("v6e-4", "float8_from_mixed_bfloat16", FLOAT8),
+        ("v6e-4", INT8_WGRAD, ALL_INT8),
         ("v5e-4", "int8_from_mixed_bfloat16", INT8),
+        ("tpu7x-8", DELAYED, FLOAT8),
     ],
 )
 def test_products_of_a_tpu_are_of_8_bit_operands_forward_and_back(target, policy, products):
     found = eight_bit_products(target, policy)
     assert found == products
+
+
+def forward(params, x):
+    for name in ("first", "middle", "last"):
+        x = jax.nn.relu(x @ params[name])
+    return x
+
+
+def scanned(params, x):
+    return jax.lax.scan(lambda x, w: (jax.nn.relu(x @ w), None), x, params["stack"])[0]
+
+
+def check_stored(target, name, fun):
+    """Raises where a product reads what is no 8-bit weight, or one is widened on its way."""
+    policy = f"{name}_from_mixed_bfloat16"
+
+    def small(spec):
+        stack = {"stack": jax.ShapeDtypeStruct((3, WIDTH, WIDTH), jnp.float32)}
+        params = stack if fun is scanned else params_of(jax.ShapeDtypeStruct)
+        found = jax.eval_shape(
+            lambda: mpjax.quantize(
+                jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), params), policy
+            )
+        )
+        return jax.tree.map(lambda x: spec(x.shape, x.dtype), found)
+
+    everywhere = mpjax.PolicyMap("bf16-mixed", {"*": policy})
+    text = compiled(target, mpjax.autocast(fun, everywhere), small, rows)
+    dtype = "s8" if name == "int8" else E4M3
+    assert products_in(text) == {("dot", dtype, dtype): 1 if fun is scanned else 3}
+    assert not re.search(rf"(?:f32|bf16|f16)\[(?:\d,)?{WIDTH},{WIDTH}\]", text)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize(
+    ("name", "fun"), [("int8", forward), ("float8", forward), ("int8", scanned)]
+)
+def test_stored_weights_are_multiplied_as_they_are_on_an_h100(name, fun):
+    check_stored("h100", name, fun)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(
+    ("target", "name", "fun"),
+    [("v6e-4", "int8", forward), ("v6e-4", "int8", scanned), ("tpu7x-8", "float8", forward)],
+)
+def test_stored_weights_are_multiplied_as_they_are_on_a_tpu(target, name, fun):
+    check_stored(target, name, fun)

@@ -49,7 +49,7 @@ def test_without_qwix_the_message_says_what_to_install(monkeypatch):
 
 @pytest.fixture(scope="module")
 def qwix():
-    return pytest.importorskip("qwix", reason="qwix is in the environment of compilers only")
+    return pytest.importorskip("qwix", reason="qwix is not installed: it is in the extra dev")
 
 
 def normal(seed, *shape):

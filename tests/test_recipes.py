@@ -177,3 +177,15 @@ def test_support_is_judged_by_the_dtypes_of_each_product():
     with pytest.warns(mpjax.SupportWarning, match=r"'mlp\*': fprop, dgrad, wgrad float8_e4m3fn"):
         mpjax.check_support(policies, "a100")
     assert mpjax.check_support("int8_from_mixed_bfloat16", "h100").status == "native"
+
+
+def test_blocks_are_slow_where_no_unit_takes_their_scales():
+    """An H100 takes float8, and XLA multiplies what has a scale for each block in 16 bits there."""
+    blocks = {name: mpjax.get_policy(f"q={name}") for name in ("MXFP8BlockScaling", "float8")}
+    with pytest.warns(mpjax.SupportWarning, match="each block(.|\n)*'float8_from_mixed_bfloat16'"):
+        assert not mpjax.check_support(blocks["MXFP8BlockScaling"], "h100").ok
+    assert mpjax.check_support(blocks["float8"], "h100").ok
+    assert mpjax.check_support(blocks["MXFP8BlockScaling"], "sm_100").status == "native"
+    with pytest.warns(mpjax.SupportWarning, match="no unit takes a scale for each block"):
+        mpjax.check_support("q=Float8BlockScaling", "sm_100")
+    assert mpjax.check_support(blocks["MXFP8BlockScaling"], "sm_120").status == "unknown"

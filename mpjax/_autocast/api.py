@@ -17,6 +17,7 @@ from mpjax._autocast import delayed, demand, nnx_names, parameters, quantized, s
 from mpjax._autocast import plan as planning
 from mpjax._autocast.decide import make_plan
 from mpjax._autocast.rebind import Interpreter
+from mpjax._autocast.stored_weights import sunk
 from mpjax._dtypes import describe
 from mpjax._errors import PolicyWarning, message
 from mpjax._foreign_names import AUTOCAST, names_keywords
@@ -305,7 +306,7 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     arrays = [leaves[i] for i in places]
     linen = stateful.linen_modules(fun, (args, kwargs))
     before = stateful.variables(linen)
-    jaxpr = jax.make_jaxpr(flat)(*arrays)
+    jaxpr = sunk(jax.make_jaxpr(flat)(*arrays), arrays)
     stateful.check_unchanged(before, linen, where)
     return Traced(jaxpr, (args, kwargs), places, *trees)
 

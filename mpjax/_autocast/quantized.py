@@ -20,13 +20,15 @@ from mpjax._op_rules import PRODUCTS
 from mpjax._policy import Policy
 from mpjax._quantized_policy import QuantizedPolicy, recipes_in
 from mpjax._recipes import Recipe
-from mpjax._spelling import of_operation
+from mpjax._spelling import matches, of_operation
 
 FLOAT32 = np.dtype("float32")
 SMALLEST = 4096
 """Elements of a weight below which a product stays in 16 bits: its casts would cost more."""
 MULTIPLE = 16
 """What both sizes of a weight divide by, as matrix units want them."""
+_DO_NOT_DIVIDE = "do not divide"
+_ANY_PATH = "\0"  # no layer is called so: what matches it matches everything
 
 
 def quantizes(policy: scopes.Policies) -> bool:
@@ -72,10 +74,13 @@ class Products:
             return None, "", low
         weight = self.flow.weight(eqn) if self.flow is not None else None
         path = self.path(eqn)
-        recipe, is_asked_for = _recipe(self.policy, settings.scope + scopes.of(eqn), path)
+        scope = settings.scope + scopes.of(eqn)
+        recipe, rule = _recipe(self.policy, scope, path)
         if recipe is None:
             return None, "", low
-        why = self._why_not(eqn, weight, path, is_asked_for, recipe)
+        why = self._why_not(eqn, weight, path, recipe, rule)
+        if why.endswith(_DO_NOT_DIVIDE) and rule is not None and not matches(rule, _ANY_PATH):
+            _refuse_blocks(eqn, why, recipe, rule, path)
         why = "what reads it needs it exact" if exact else why
         if weight is None or why:
             return None, f"not in 8 bits: {why}", low
@@ -97,7 +102,7 @@ class Products:
         return "" if is_kept else "inside a branch, a while loop or a shard_map"
 
     def _why_not(
-        self, eqn: Any, weight: int | None, path: str, is_asked_for: bool, recipe: Recipe
+        self, eqn: Any, weight: int | None, path: str, recipe: Recipe, rule: str | None
     ) -> str:
         if weight is None:
             return _no_weight(self.flow, eqn)
@@ -105,8 +110,8 @@ class Products:
             return "a convolution"
         sizes = _sizes(eqn, weight)
         if sizes[0] % recipe.block_size:
-            return f"it adds up {sizes[0]}, which blocks of {recipe.block_size} do not divide"
-        if is_asked_for:
+            return f"it adds up {sizes[0]}, which blocks of {recipe.block_size} {_DO_NOT_DIVIDE}"
+        if rule is not None:
             return ""
         if self.given is not None and path in self.given.tables:
             return f"{path or 'the weight'} is a table that rows are taken from"
@@ -135,17 +140,28 @@ def _is_elementwise(eqn: Any) -> bool:
 
 def _recipe(
     policy: scopes.Policies, scope: tuple[str, ...], path: str
-) -> tuple[Recipe | None, bool]:
-    """Returns the recipe for a product, and whether a rule of a map asks for it here."""
+) -> tuple[Recipe | None, str | None]:
+    """Returns the recipe for a product, and the pattern of the rule of a map that asks for it."""
     chosen: Any = policy
-    index = None
+    rule = None
     if not isinstance(policy, Policy):
         spellings = of_operation(scope)
         named = spellings if isinstance(spellings, tuple) else (spellings,)
         index = policy.deciding((*named, path) if path else named)
-        chosen = policy.default if index is None else policy.rules[index][1]
+        rule, chosen = (None, policy.default) if index is None else policy.rules[index]
     recipe = chosen.recipe if isinstance(chosen, QuantizedPolicy) else None
-    return recipe, index is not None
+    return recipe, rule
+
+
+def _refuse_blocks(eqn: Any, why: str, recipe: Recipe, rule: str, path: str) -> None:
+    """Refuses blocks that do not divide what a rule names; one for everything names nothing."""
+    if scopes.is_transposed(eqn.source_info.name_stack):
+        return  # a gradient's product of another length stays in 16 bits
+    got = f"rule {rule!r} asks for {recipe}, and the product of {path or 'a weight'} has none:"
+    where = f"autocast, {scopes.location(eqn)}"
+    fix = f"Type {{{rule!r}: 'float8_from_mixed_bfloat16'}}, whose scales need no blocks, or "
+    fix += "another policy for this path before the rule."
+    raise ValueError(message(where, got, f"{why}.", fix))
 
 
 def _roles(eqn: Any, weight: int) -> Any:

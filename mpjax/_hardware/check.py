@@ -154,11 +154,13 @@ def _findings(where: str, policy: PolicyLike, accelerator: Accelerator) -> list[
         if dtype == "half":  # jmp's rule; the policy itself would ask the backend that is here
             dtype = "bfloat16" if accelerator.family == "tpu" else "float16"
         roles.setdefault((dtype, _judge(role, dtype, accelerator)), []).append(role)
-    recipe = getattr(policy, "recipe", None)
-    for product, pair in recipe.products.items() if recipe is not None else ():
+    recipe: Any = getattr(policy, "recipe", None)
+    directions, blocks = ({}, 1) if recipe is None else (recipe.products, recipe.block_size)
+    for product, pair in directions.items():
         for name in dict.fromkeys(pair or ()):
             dtype = EIGHT_BIT[name]
-            roles.setdefault((dtype, accelerator.cell(dtype)), []).append(product)
+            cell = _judge_blocks(blocks, accelerator.cell(dtype), accelerator)
+            roles.setdefault((dtype, cell), []).append(product)
     return [
         Finding(where, tuple(names), dtype, *cell, instead=_instead(dtype, cell, accelerator))
         for (dtype, cell), names in roles.items()
@@ -174,9 +176,25 @@ def _judge(role: str, dtype: str, accelerator: Accelerator) -> Cell:
     return accelerator.cell(dtype)
 
 
+_WITHOUT_BLOCKS = "no unit takes a scale for each block of values; 16-bit products"
+_BLOCK_UNITS = {"sm_100": 32, "sm_103": 32}  # how many values share a scale, as cuDNN takes them
+
+
+def _judge_blocks(size: int, cell: Cell, accelerator: Accelerator) -> Cell:
+    """Returns what is made of operands with a scale for each `size` values; 1 is for none."""
+    units = _BLOCK_UNITS.get(accelerator.key)
+    if size == 1 or cell.status != "native" or units == size:
+        return cell
+    if units is None and accelerator.key in ("sm_120", "gfx950"):
+        return Cell("unknown", "its units take blocks; whether XLA uses them was not seen")
+    return Cell("slow", _WITHOUT_BLOCKS)
+
+
 def _instead(dtype: str, cell: Cell, accelerator: Accelerator) -> str:
     if cell.status == "unsupported":
         return "jax.config.update('jax_enable_x64', True) at the start, or '32-true'"
+    if cell.reason == _WITHOUT_BLOCKS:
+        return repr("float8_from_mixed_bfloat16")
     if cell.status == "slow":
         return repr("32-true" if dtype == "float64" else accelerator.policy)
     return ""
