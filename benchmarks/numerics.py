@@ -131,13 +131,15 @@ def healthy() -> None:
             print(f"| {name} | {kind} | {accessed / 1e6:.3f} | {temporaries / 1e6:.3f} |")
 
 
-def watched() -> None:
+def watched(network: str = "") -> None:
     """What `watch=100` costs, by the clock: a hundred steps of it in turn with a hundred plain."""
     print(
         "| network | values | plain, ms | between, ms | looking, ms | of 100, % | temporaries, MB |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name, (loss, params, x) in cases().items():
+        if not name.startswith(network):
+            continue
         steps = [
             mpjax.make_train_step(loss, optax.adamw(1e-3), "16-mixed", donate=False, watch=watch)
             for watch in (None, 100)
@@ -206,9 +208,11 @@ PARTS = {f.__name__: f for f in (diagnosis, healthy, watched, suggested)}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--network", default="", help="of `watched`, as its name begins: CNN")
     print(f"JAX {jax.__version__}, {jax.devices()[0].device_kind}")
-    for part in parser.parse_args().parts:
-        PARTS[part]()
+    given = parser.parse_args()
+    for part in given.parts:
+        PARTS[part](*([given.network] if part == "watched" else []))
 
 
 if __name__ == "__main__":

@@ -56,6 +56,21 @@ def history_of(
     return jax.jit(lambda *args: started(loss_fn, args, {}, as_settings(policy), seed))(*args)
 
 
+def of_policy(policy: Any, history: PyTree, where: str = "train step") -> PyTree:
+    """Returns the histories of a state, None for a policy that needs none.
+
+    Raises:
+      ValueError: the policy needs histories, and the state has none.
+    """
+    if not delayed.has_history(policy):
+        return None
+    if history is None:
+        got = f"the state has no amax histories, which {policy} scales by."
+        fix = "Type step.init(params, batch=batch), or step.adopt(state, batch=batch)."
+        raise ValueError(message(where, got, fix))
+    return history
+
+
 def tracked(params: PyTree, history: PyTree, policy: Any, loss_scale: LossScale) -> PyTree:
     """Returns what the loss is differentiated with respect to: parameters, and amaxes if any.
 
@@ -87,11 +102,7 @@ def next_history(
     Raises:
       ValueError: the policy needs histories, and the state has none.
     """
-    if seen is None and delayed.has_history(policy):
-        got = f"the state has no amax histories, which {policy} scales by."
-        fix = "Type step.init(params, batch=batch), or step.adopt(state, batch=batch)."
-        raise ValueError(message("train step", got, fix))
-    if seen is None:
+    if of_policy(policy, seen) is None:
         return history
     scaled = jnp.asarray(loss_scale.loss_scale, FLOAT32)
     true = jax.tree.map(lambda x: x.at[..., _GRADIENT].divide(scaled), seen)

@@ -21,7 +21,14 @@ from mpjax._microbatches import divided, over_parts, weighed
 from mpjax._policy import Policy, chosen_policy, in_step
 from mpjax._policy_map import PolicyMap
 from mpjax._skip import select_like
-from mpjax._step_history import has_history, history_of, next_history, tracked, untracked
+from mpjax._step_history import (
+    has_history,
+    history_of,
+    next_history,
+    of_policy,
+    tracked,
+    untracked,
+)
 from mpjax._summary import counted, describe_step, grad_norm
 from mpjax._train_checks import (
     check_arguments,
@@ -211,8 +218,10 @@ class TrainStep:
         if policy != self.policy:
             step._run = under_policy(self._loss_fn, policy)
 
-        def run(loss_scale: LossScale, params: PyTree, extra: PyTree, batch: PyTree) -> Any:
-            state = TrainState(jnp.zeros((), jnp.int32), params, None, extra)
+        def run(loss_scale: LossScale, params: PyTree, extra: PyTree, *rest: PyTree) -> Any:
+            batch, history = rest
+            history = of_policy(policy, history)
+            state = TrainState(jnp.zeros((), jnp.int32), params, None, extra, history)
             loss, _, _, grads, _ = step._differentiate(loss_scale, state, batch)
             return loss, grads
 
@@ -267,7 +276,7 @@ class TrainStep:
             metrics["lost_updates"] = lost_updates(state.params, updates)
         look = Seen(
             *(state.step, state.params, grads, metrics["loss_scale"], self._twin(self.policy)),
-            (loss_scale, state.params, state.extra_state, batch),
+            (loss_scale, state.params, state.extra_state, batch, state.amax_history),
         )
         metrics |= watched(self._watch, look, self.policy, self._axis_name)
         return new_state, metrics | ({"aux": aux} if self._has_aux else {})

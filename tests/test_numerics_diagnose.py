@@ -54,8 +54,8 @@ def test_a_loss_scale_that_is_too_high_is_named_with_the_one_that_fits():
     fitting = report.cause.loss_scale
     assert f"DynamicLossScale({fitting:g})" in report.cause.fix
     for scale, finite in ((fitting, True), (2 * fitting, False)):
-        tried = make(loss_scale=mpjax.StaticLossScale(scale))
-        assert tried(tried.init(params()), batch())[1]["grads_finite"] == finite
+        start = make(loss_scale=mpjax.DynamicLossScale(scale)).init(params())
+        assert step(start, batch())[1]["grads_finite"] == finite
 
 
 def test_an_activation_beyond_float16_is_named_with_the_rule_that_mends_it():
@@ -165,8 +165,8 @@ def test_gradients_that_were_taken_without_the_loss_scale_are_named():
     scale = mpjax.current_loss_scale(tx.init(params()))
     small = batch(x=X * 0.01)
     loss = mpjax.autocast(loss_fn, "16-mixed")
-    plain = jax.grad(loss)(params(), small)
-    scaled = mpjax.grad(loss, loss_scale=scale)(params(), small)
+    both = jax.jit(lambda p, b: (jax.grad(loss)(p, b), mpjax.grad(loss, loss_scale=scale)(p, b)))
+    plain, scaled = both(params(), small)
     report = diagnose(loss_fn, "16-mixed", loss_scale=scale, grads=plain)(params(), small)
     assert report.cause.kind == "unscaled"
     assert "updates are 32768 times too small" in report.cause.text
@@ -293,8 +293,15 @@ def test_a_function_that_cannot_be_traced_is_refused():
 
     with pytest.raises(TypeError, match=r"numerics\.diagnose: the function cannot be traced"):
         diagnose(loss, "float32")(jnp.ones(3), X)
+    with pytest.raises(TypeError, match=r"cannot be traced(.|\n)*jnp in place of np"):
+        diagnose(lambda w: jnp.sum(np.exp(w)), "float32")(jnp.ones(3))
     with pytest.raises(TypeError, match=r"must be a function; got int"):
         diagnose(3, "float32")  # type: ignore[arg-type]
+    for args, said in (((), "no arguments"), ((jnp.arange(3),), "first argument without a float")):
+        with pytest.raises(
+            TypeError, match=rf"numerics\.diagnose: got (a )?{said}(.|\n)*the param"
+        ):
+            diagnose(lambda w: jnp.sum(w), "float32")(*args)
     with pytest.raises(TypeError, match=r"'w' is traced(.|\n)*outside of jax.jit"):
         jax.jit(diagnose(lambda w: jnp.sum(w)))(jnp.ones(3))
 

@@ -96,7 +96,6 @@ IN_EACH_RUN = [
     ("linen-mlp", "parameter"),
     ("nnx-stack", "scan"),
     ("equinox-mlp", "branch"),
-    ("haiku-stack", "backward"),
     ("plain", "remat"),
 ]
 

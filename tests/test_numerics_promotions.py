@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import _linen_layers
+import _nnx_layers
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -95,6 +97,8 @@ def test_an_argument_that_widens_is_named_by_its_path():
         TypeError, match=r"numerics\.find_promotions: the function cannot be traced"
     ):
         find_promotions(lambda x: x if x.sum() > 0 else -x)(X)
+    with pytest.raises(TypeError, match=r"find_promotions: the first(.|\n)*find_promotions\(fun\)"):
+        find_promotions({"w": 1})  # type: ignore[arg-type]
 
 
 def test_a_gradient_shows_what_the_forward_pass_widened():
@@ -107,6 +111,62 @@ def test_a_gradient_shows_what_the_forward_pass_widened():
     assert {(r.function, r.because) for r in found.rows} == {("multiply", CONSTANT)}
     assert found.to_dict()["rows"][0]["target"] == "f32"
     assert found.bytes == sum(r.bytes for r in found.rows)
+
+
+def _low(tree: Any) -> Any:
+    def lowered(x: Any) -> Any:
+        floating = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(jnp.bfloat16) if floating else x
+
+    return jax.tree.map(lowered, tree)
+
+
+def _of_linen() -> Any:
+    for name, (layer, args) in _linen_layers.LAYERS.items():
+        fun, variables = _linen_layers.applied(layer, args)
+        yield name, fun, (variables, *args)
+
+
+def _of_nnx() -> Any:
+    for name, make in _nnx_layers.LAYERS.items():
+        layer, args = make()
+        graph, state = nnx.split(layer)
+
+        def fun(state: Any, *args: Any, graph: Any = graph) -> Any:
+            model = nnx.merge(graph, state)
+            return jax.tree.leaves(model(*args)), nnx.state(model)
+
+        yield name, fun, (state, *args)
+
+
+def _of_equinox() -> Any:
+    equinox = pytest.importorskip("test_autocast_equinox")
+    for name in equinox.LAYERS:
+        fun, args = equinox._layer(name)
+        yield name, fun, args
+
+
+# Statistics, tables of rotations, and a carry that starts in float32: the libraries' own choices.
+BY_CHOICE = {
+    "linen": "BatchNorm Bidirectional GroupNorm InstanceNorm LayerNorm RMSNorm RNN",
+    "nnx": "BatchNorm GroupNorm InstanceNorm LayerNorm RMSNorm RNN RoPE",
+    "equinox": "RotaryPositionalEmbedding",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")  # NNX
+@pytest.mark.parametrize(
+    ("library", "layers"), [("linen", _of_linen), ("nnx", _of_nnx), ("equinox", _of_equinox)]
+)
+def test_law_no_layer_of_a_library_is_listed_as_a_mistake(library: str, layers: Any):
+    widened = set()
+    for name, fun, args in layers():
+        found = find_promotions(fun)(*_low(args))
+        assert found.rows == (), f"{name}: {found}"
+        widened |= {name} if found.library else set()
+    known = set(BY_CHOICE[library].split())
+    assert widened in (known, known - {"RoPE"})  # newer than the floor
 
 
 def test_flax_and_equinox_layers_list_nothing_as_a_mistake():

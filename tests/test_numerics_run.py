@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _helpers import assert_same_bits
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
@@ -21,6 +20,7 @@ from mpjax.numerics import _bits
 from mpjax.numerics._overflow import BORN_INF, BORN_NAN, INHERITED, TURNED, Overflow
 from mpjax.numerics._plan import Plan, is_inexact
 from mpjax.numerics._run import Runner
+from mpjax.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs")
 
@@ -76,7 +76,7 @@ def _assert_close(out: Any, want: Any):
     """XLA fuses the two differently: a value may be rounded to bfloat16 the other way."""
     assert (out.dtype, out.shape) == (want.dtype, want.shape)
     if not jnp.issubdtype(out.dtype, jnp.inexact):
-        assert_same_bits(out, want)
+        assert_bitwise_equal(out, want)
         return
     out, want = np.asarray(out, np.complex64), np.asarray(want, np.complex64)
     np.testing.assert_array_equal(np.isfinite(out), np.isfinite(want))

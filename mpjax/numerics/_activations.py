@@ -27,8 +27,8 @@ from mpjax.numerics._run import Runner, Tracked
 from mpjax.numerics._statistics import Read, read
 
 ACTIVATION, GRADIENT = "activation", "gradient"
-_NAMES = ("loss_scale", "params", "extra_state", "batch")  # the arguments of a step's twin
-_OWN = _NAMES[:2]
+_OWN = ("loss_scale", "params", "amax_history")
+_NAMES = (*_OWN[:2], "extra_state", "batch", _OWN[2])  # the arguments of a step's twin
 _ENDS = PRODUCTS | {"scatter-add", "scatter_add"}  # what reads the gradient of an activation
 
 
@@ -37,7 +37,8 @@ class Activations:
 
     Args:
       fun: function of arguments that returns a loss and gradients.
-      args: its arguments, traced: loss scale, parameters, extra state and batch.
+      args: its arguments, traced: loss scale, parameters, extra state, batch
+        and amax history.
       policy: the step's, whose compute dtype values are held against.
       axis_name: the step's, over whose shards values are joined.
     """

@@ -16,9 +16,11 @@ from mpjax.numerics import _subject
 from mpjax.numerics._plan import RECOMPUTED, Plan
 from mpjax.numerics._program import Program, argument_names, check_alive
 from mpjax.numerics._report import table
-from mpjax.numerics._shadow import LOCAL, LOCAL_SIZE, TOTAL, TOTAL_SIZE, Shadow
+from mpjax.numerics._shadow import LOCAL, LOCAL_SIZE, SUM, TERMS, TOTAL, TOTAL_SIZE, Shadow
 
 _REFERENCES = ("float32", "float64")
+_CANCELS = 2.0**-10  # a sum whose terms round to more than this share of it is rounding
+_PASS_ON = frozenset({"convert_element_type", "reduce_precision", "mul", "div", "psum", SUM})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +45,11 @@ class Comparison:
     policy: str
     reference: str
     modules: tuple[Errors, ...]  # by local error, largest first
-    gradients: dict[str, float]  # accumulated error by leaf
+    gradients: dict[str, float]  # accumulated error by leaf; of those in `noise`, of their terms
     loss: float  # accumulated error
+    noise: tuple[str, ...] = ()
+    """Gradients that are 0 but for rounding, as that of the bias of an attention's keys: sums whose
+    terms cancel. Their errors are relative to the terms, for of the sums no digit is known."""
 
     @property
     def gradient(self) -> float:
@@ -73,11 +78,14 @@ class Comparison:
         more = len(self.modules) - 16
         rest = f"\n… and {more} more, in .modules" if more > 0 else ""
         worst = sorted(self.gradients.items(), key=lambda pair: -pair[1])[:6]
-        grads = "\n".join(f"  {error:.1e}  {path}" for path, error in worst)
+        grads = "\n".join(f"  {error:.1e}  {path}{self._mark(path)}" for path, error in worst)
         return (
             f"{title}\n\n{table(headers, cells)}{rest}\n\n"
             f"loss: {self.loss:.1e}\ngradients, worst first:\n{grads}"
         )
+
+    def _mark(self, path: str) -> str:
+        return "  (0 but for rounding: of its terms)" if path in self.noise else ""
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -142,15 +150,20 @@ def compare(
         given = [jnp.float32(float(scale.loss_scale)), *args]
         program = Program(subject.make(subject.policy), given, ["loss_scale", *names], where)
         read = program.read(Shadow(reference), given)
-        outputs = [_ratio(*pair) for pair in read.outputs]
-        grads = dict(zip(program.gradient_paths, outputs[1:], strict=True))
+        errors = _Relative(program.plan, read.values, float(jnp.finfo(reference).eps))
+        loss, *rest = [_ratio(*pair) for pair in read.outputs]
+        sums = [errors.cancelled(node) for node in program.plan.outputs[1:]]
+        rest = [
+            e if s is None else errors.of_terms(s, TOTAL) for e, s in zip(rest, sums, strict=True)
+        ]
         return Comparison(
             subject.name,
             str(subject.policy),
             reference,
-            tuple(_modules(program.plan, read.values)),
-            grads,
-            outputs[0],
+            tuple(_modules(program.plan, errors)),
+            dict(zip(program.gradient_paths, rest, strict=True)),
+            loss,
+            tuple(p for p, s in zip(program.gradient_paths, sums, strict=True) if s is not None),
         )
 
     return run
@@ -160,26 +173,70 @@ def _ratio(error: float, size: float) -> float:
     return 0.0 if error == 0 else float(error) / float(size) if size else float("inf")
 
 
-def _modules(plan: Plan, values: Any) -> list[Errors]:
+class _Relative:
+    """Errors of rows by what they are relative to: the result, or the terms where these cancel.
+
+    A sum that is 0 but for the rounding of its terms has no digit, in the reference either.
+    """
+
+    def __init__(self, plan: Plan, values: Any, eps: float) -> None:
+        self._plan, self._values, self._eps = plan, values, eps
+        self._node = {row: node for node, row in plan.row_of.items()}
+        self._known: dict[int, int | None] = {}
+
+    def local(self, row: int) -> float:
+        if self._cancels(row):
+            return self.of_terms(row, LOCAL)
+        return _ratio(self._values[row][LOCAL], self._values[row][LOCAL_SIZE])
+
+    def accumulated(self, row: int) -> float:
+        summed = self.cancelled(self._node.get(row))
+        if summed is not None:
+            return self.of_terms(summed, TOTAL)
+        return _ratio(self._values[row][TOTAL], self._values[row][TOTAL_SIZE])
+
+    def of_terms(self, row: int, column: int) -> float:
+        """Returns the error of a sum, relative to its terms."""
+        return _ratio(self._values[row][column], self._values[row][TERMS])
+
+    def cancelled(self, node: int | None) -> int | None:
+        """Returns the row of the sum whose terms cancel, where a value is that, scaled or cast."""
+        if node is None:
+            return None
+        if node not in self._known:
+            self._known[node] = None
+            row = self._plan.row_of.get(node)
+            if row is not None and self._cancels(row):
+                self._known[node] = row
+            elif row is None or self._plan.sites[row].operation in _PASS_ON:
+                found = (self.cancelled(n) for n in self._plan.reads[node])
+                self._known[node] = next((row for row in found if row is not None), None)
+        return self._known[node]
+
+    def _cancels(self, row: int) -> bool:
+        size, terms = self._values[row][TOTAL_SIZE], self._values[row][TERMS]
+        return self._plan.sites[row].operation == SUM and terms * self._eps > size * _CANCELS
+
+
+def _modules(plan: Plan, errors: _Relative) -> list[Errors]:
     rows: dict[tuple[str, str], list[int]] = {}
     for row, site in enumerate(plan.sites):
         if site.phase not in ("argument", "constant", RECOMPUTED):
             rows.setdefault((site.module, site.phase), []).append(row)
     return sorted(
-        (_errors(plan, values, *key, members) for key, members in rows.items()),
+        (_errors(plan, errors, *key, members) for key, members in rows.items()),
         key=lambda e: -e.local if np.isfinite(e.local) else -np.inf,
     )
 
 
-def _errors(plan: Plan, values: Any, module: str, phase: str, rows: list[int]) -> Errors:
-    local = [_ratio(values[r][LOCAL], values[r][LOCAL_SIZE]) for r in rows]
+def _errors(plan: Plan, errors: _Relative, module: str, phase: str, rows: list[int]) -> Errors:
+    local = [errors.local(r) for r in rows]
     worst = rows[int(np.argmax(np.nan_to_num(local, nan=np.inf)))]
-    last = rows[-1]
     return Errors(
         module,
         phase,
         local=float(max(local)),
-        accumulated=_ratio(values[last][TOTAL], values[last][TOTAL_SIZE]),
+        accumulated=errors.accumulated(rows[-1]),
         operation=plan.sites[worst].operation,
         where=plan.sites[worst].where,
         dtype=short_name(plan.sites[worst].dtype),

@@ -18,6 +18,13 @@ from mpjax._tree import is_array, leaf_paths, leaves_finite
 from mpjax.numerics._plan import Plan
 from mpjax.numerics._run import Instrument, Runner
 
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
 
 class Read(NamedTuple):
     """What one run of a twin gave, on the host."""
@@ -92,10 +99,11 @@ def traced(flat: Callable[..., Any], arrays: Sequence[Any], where: str) -> Any:
     """Returns the jaxpr of a function and the types of its results, or says that it has none."""
     try:
         return jax.make_jaxpr(flat, return_shape=True)(*arrays)
-    except (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError) as error:
+    except _NEEDS_VALUES as error:
         first = str(error).strip().splitlines()[0]
         got = f"the function cannot be traced, so that there is no program to look at: {first}"
-        fix = "Make it one that jax.jit takes: jnp.where or lax.cond in place of `if` on an array."
+        fix = "Make it one that jax.jit takes: jnp in place of np, and jnp.where or lax.cond in "
+        fix += "place of `if` on an array."
         raise TypeError(message(where, got, fix)) from error
 
 
@@ -106,6 +114,14 @@ def replicated(arrays: Sequence[Any]) -> Any:
         if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1:
             return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
     return None
+
+
+def check_function(fun: Any, where: str, given: str) -> None:
+    """Refuses what cannot be called."""
+    if not callable(fun):
+        got = f"the first argument must be a function; got {type(fun).__name__}."
+        arguments = "params, *batch" if "loss" in given else "*args"
+        raise TypeError(message(where, got, f"Type {where}({given})({arguments})."))
 
 
 def argument_names(fun: Callable[..., Any], count: int) -> list[str]:

@@ -14,7 +14,7 @@ from mpjax import _compat
 from mpjax._dtypes import short_name
 from mpjax.numerics import _names
 from mpjax.numerics._frames import Call, call_of
-from mpjax.numerics._program import argument_names, argument_paths, traced
+from mpjax.numerics._program import argument_names, argument_paths, check_function, traced
 from mpjax.numerics._report import table
 
 
@@ -103,7 +103,7 @@ def find_promotions(fun: Callable[..., Any]) -> Callable[..., Promotions]:
       `.library` what installed packages do, as Flax's norms against float32 statistics.
 
     Raises:
-      TypeError: `fun` cannot be traced.
+      TypeError: `fun` is no function, or cannot be traced.
 
     Dtypes:
       float16 and bfloat16 that become float32 or wider.
@@ -120,6 +120,7 @@ def find_promotions(fun: Callable[..., Any]) -> Callable[..., Promotions]:
     References:
       JAX, `jax_numpy_dtype_promotion`, https://github.com/jax-ml/jax/issues/7368
     """
+    check_function(fun, "numerics.find_promotions", "fun")
 
     def run(*args: Any) -> Promotions:
         leaves, treedef = jax.tree.flatten(args)

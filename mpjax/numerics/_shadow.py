@@ -14,7 +14,9 @@ from mpjax.numerics._plan import is_inexact
 from mpjax.numerics._reference import in_reference, widened
 from mpjax.numerics._run import Tracked
 
-LOCAL, LOCAL_SIZE, TOTAL, TOTAL_SIZE = range(4)  # the columns: sums of magnitudes
+# The columns, sums of magnitudes: of errors, of what they are of, and of the terms of a sum.
+LOCAL, LOCAL_SIZE, TOTAL, TOTAL_SIZE, TERMS = range(5)
+SUM = "reduce_sum"
 
 
 class Shadow(Collecting):
@@ -24,8 +26,8 @@ class Shadow(Collecting):
     operation adds. The accumulated one is against a run that is in the reference dtype throughout.
     """
 
-    width = 4
-    sums = 4
+    width = 5
+    sums = 5
     shadows = True
 
     def __init__(self, dtype: Any) -> None:
@@ -49,7 +51,7 @@ class _Frame(CollectingFrame):
         return widened(value, self.dtype)
 
     def constant(self, value: Any) -> Any:
-        self.found.append(self.spread(jnp.zeros((4,), jnp.float32)))
+        self.found.append(self.spread(jnp.zeros((Shadow.width,), jnp.float32)))
         return self.fresh(value)
 
     def same(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
@@ -58,11 +60,14 @@ class _Frame(CollectingFrame):
 
     def measure(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
         outs, shadows, locally = self._both(eqn, operands)
-        row = jnp.zeros((4,), jnp.float32)
+        row = jnp.zeros((TERMS,), jnp.float32)
         for var, out, local, shadow in zip(eqn.outvars, outs, locally, shadows, strict=True):
             if is_inexact(var):
                 row = row + jnp.stack([*_error(out, local), *_error(out, shadow)])
-        self.found.append(self.spread(row))
+        terms = jnp.zeros((), jnp.float32)
+        if eqn.primitive.name == SUM and (summed := operands[0].extra) is not None:
+            terms = jnp.sum(jnp.abs(summed)).astype(jnp.float32)
+        self.found.append(self.spread(jnp.append(row, terms)))
         return self._tracked(eqn, outs, shadows)
 
     def _both(self, eqn: Any, operands: Sequence[Tracked]) -> tuple[list[Any], ...]:

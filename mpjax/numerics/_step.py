@@ -15,10 +15,10 @@ from mpjax.numerics._report import Report
 from mpjax.numerics._subject import Subject, factor_as_scale
 
 Differentiated = Callable[..., Any]
-"""(loss scale, params, extra state, batch) → loss and scaled gradients."""
+"""(loss scale, params, extra state, batch, amax history) → loss and scaled gradients."""
 
 _WHERE = "step.diagnose"
-_NAMES = ("params", "extra_state", "batch")
+_NAMES = ("params", "extra_state", "batch", "amax_history")
 
 
 class StepDiagnosis:
@@ -40,10 +40,10 @@ class StepDiagnosis:
             run = twin(under)
             widened = under != policy  # a state of 16 bits, to be looked at in float32
 
-            def fun(factor: Any, params: Any, extra_state: Any, batch: Any) -> Any:
+            def fun(factor: Any, params: Any, *rest: Any) -> Any:
                 if widened:
                     params = jax.tree.map(to_full, params)
-                return run(factor_as_scale(factor, scaled=True), params, extra_state, batch)
+                return run(factor_as_scale(factor, scaled=True), params, *rest)
 
             return fun
 
@@ -61,7 +61,7 @@ class StepDiagnosis:
             got = f"the step runs inside a shard_map over {self._axis_name!r}, and this outside."
             fix = "Type mpjax.numerics.diagnose(loss, policy)(params, batch), where loss is the"
             raise ValueError(message(_WHERE, got, fix, "mean over jax.shard_map of loss_fn."))
-        args = (state.params, state.extra_state, batch)
+        args = (state.params, state.extra_state, batch, state.amax_history)
         check_alive((*args, state.opt_state), (*_NAMES, "opt_state"), _WHERE)
         scale = scale_of(state.opt_state).loss_scale
         return diagnose_step(self._subject, _NAMES, args, scale, metrics)

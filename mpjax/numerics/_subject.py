@@ -14,9 +14,11 @@ from mpjax._autocast.api import as_typed
 from mpjax._errors import message
 from mpjax._grad import as_loss_scale, get_loss_scale, name_of, value_and_grad
 from mpjax._loss_scale import LossScale, NoOpLossScale, StaticLossScale
-from mpjax._policy import get_policy, policies_in
+from mpjax._policy import get_policy
+from mpjax._step_history import has_history
 from mpjax._tree import is_array
-from mpjax.numerics._program import argument_names
+from mpjax._under_policy import is_autocast
+from mpjax.numerics._program import argument_names, check_function
 
 Make = Callable[[Any], Callable[..., Any]]
 """Policy → function of (loss scale, *arguments) that returns loss and scaled gradients."""
@@ -42,24 +44,36 @@ def of_loss(
 
     Raises:
       TypeError: it is no function, or `loss_scale` is no loss scale.
+      ValueError: the policy scales by amax histories.
     """
-    if not callable(loss_fn):
-        fix = f"Type {where}(loss_fn, policy)(params, *batch)."
-        got = f"the first argument must be a function; got {type(loss_fn).__name__}."
-        raise TypeError(message(where, got, fix))
+    check_function(loss_fn, where, "loss_fn, policy")
     policy = get_policy(policy)
+    _check_place(policy, loss_fn, where)
     scale = get_loss_scale(policy) if loss_scale is None else as_loss_scale(loss_scale, where)
     scaled = not isinstance(scale, NoOpLossScale)
 
     def make(under: Any) -> Callable[..., Any]:
-        return differentiated(loss_fn, under, scaled=scaled, has_aux=has_aux)
+        return differentiated(loss_fn, under, scaled=scaled, has_aux=has_aux, where=where)
 
     parameters = argument_names(loss_fn, 1)[0]
     return Subject(name_of(loss_fn), policy, make, scaled, where, parameters), scale
 
 
+def _check_place(policy: Any, loss_fn: Callable[..., Any], where: str) -> None:
+    """Refuses a recipe whose scales are those of earlier steps, which are not known here."""
+    if not has_history(policy):
+        return
+    got = f"{policy} scales by amax histories, which are in the state of a train step: without "
+    got += "them this would be another program than the step's."
+    allowed = "Allowed: step.diagnose(state, batch, metrics), and make_train_step(..., watch=100)."
+    fix = "Else type mpjax.Float8CurrentScaling() for the recipe, which scales by the values at "
+    fix += f"hand; or give the apply of mpjax.with_amax_history({name_of(loss_fn)}, policy), and "
+    fix += "'float32' as the policy here."
+    raise ValueError(message(where, got, allowed, fix))
+
+
 def differentiated(
-    loss_fn: Callable[..., Any], policy: Any, *, scaled: bool, has_aux: bool
+    loss_fn: Callable[..., Any], policy: Any, *, scaled: bool, has_aux: bool, where: str
 ) -> Callable[..., Any]:
     """Returns (loss scale, params, *rest) → loss and scaled gradients of all floating leaves.
 
@@ -67,7 +81,8 @@ def differentiated(
     passed as they are.
     """
 
-    def fun(factor: Any, params: Any, *rest: Any) -> Any:
+    def fun(factor: Any, *args: Any) -> Any:
+        params, *rest = _checked(args, loss_fn, where)
         loss, chosen, moving = of_leaves(loss_fn, policy, params, rest, has_aux=has_aux)
         differentiate = value_and_grad(loss, loss_scale=factor_as_scale(factor, scaled=scaled))
         value, grads = differentiate(chosen)
@@ -78,6 +93,17 @@ def differentiated(
         return value, jax.tree.unflatten(treedef, full)
 
     return fun
+
+
+def _checked(args: Sequence[Any], loss_fn: Callable[..., Any], where: str) -> Sequence[Any]:
+    """Returns the arguments; refuses those by which nothing can be differentiated."""
+    if args and any(map(_is_differentiable, jax.tree.leaves(args[0]))):
+        return args
+    name = name_of(loss_fn)
+    got = "got no arguments." if not args else "got a first argument without a floating leaf."
+    fix = f"Give the arguments of {name}, the parameters first: (params, *batch). It is "
+    fix += "differentiated by them, so that they are arrays of float32, bfloat16 or float16."
+    raise TypeError(message(where, got, fix))
 
 
 def of_leaves(
@@ -124,9 +150,10 @@ def factor_as_scale(factor: Any, *, scaled: bool) -> LossScale:
 def under_policy(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
     """Returns a function in a policy's precision, as a train step computes it.
 
-    Under a mixed policy that is autocast; under one of a single dtype the arguments are cast.
+    Under a mixed policy, or a quantised one, that is autocast; under one of a single dtype the
+    arguments are cast.
     """
-    if is_mixed(policy):
+    if is_autocast(policy):
         return as_typed(fun, policy)
     default = getattr(policy, "default", policy)
 
@@ -134,12 +161,6 @@ def under_policy(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
         return fun(policy.cast_to_compute(params), *map(default.cast_to_compute, rest))
 
     return wrapped
-
-
-def is_mixed(policy: Any) -> bool:
-    """Whether parameters are wider than what is computed with, somewhere."""
-    policies = policies_in(policy)
-    return any(p.compute_dtype.itemsize < p.param_dtype.itemsize for p in policies)
 
 
 def _is_differentiable(leaf: Any) -> bool:

@@ -10,10 +10,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._dtypes import FLOAT32
+from mpjax._dtypes import FLOAT32, short_name
 from mpjax._errors import message
 from mpjax._policy import Policy, get_policy
 from mpjax._policy_map import PolicyMap
+from mpjax._quantized_policy import QuantizedPolicy
 from mpjax.numerics import _subject
 from mpjax.numerics._compare import compare
 from mpjax.numerics._program import argument_names, check_alive
@@ -110,8 +111,8 @@ def suggest(
       A function of the arguments of `loss_fn` that returns a `Suggestion`.
 
     Raises:
-      ValueError: the tolerance is not positive, is below what float32 itself reaches, or is missed
-        with every named module in float32.
+      ValueError: `policy` has nothing low; the tolerance is not positive, is below what float32
+        itself reaches, or is missed with every named module in float32.
       TypeError: as `diagnose`.
 
     Dtypes:
@@ -134,10 +135,7 @@ def suggest(
       compare
     """
     _check(tolerance)
-    found = get_policy(policy)
-    if not isinstance(found, Policy):
-        got = "got a PolicyMap, and it makes one."
-        raise TypeError(message(_WHERE, got, "Give the policy of what is not kept in float32."))
+    found = _low_policy(policy)
     subject, scale = _subject.of_loss(loss_fn, found, loss_scale, has_aux=has_aux, where=_WHERE)
 
     def run(*args: Any) -> Suggestion:
@@ -182,6 +180,19 @@ def _costs(
         return total, {m: kept(policy) - total["suggested"] for m, policy in raised.items()}
     lowered = {m: choice.policy([other for other in full if other != m]) for m in full}
     return total, {m: total["suggested"] - kept(policy) for m, policy in lowered.items()}
+
+
+def _low_policy(policy: Any) -> Policy:
+    """Returns the policy of what is not kept in float32."""
+    found = get_policy(policy)
+    if not isinstance(found, Policy):
+        got = "got a PolicyMap, and it makes one."
+        raise TypeError(message(_WHERE, got, "Give the policy of what is not kept in float32."))
+    if found.compute_dtype.itemsize >= 4 and not isinstance(found, QuantizedPolicy):
+        got = f"{found} computes in {short_name(found.compute_dtype)}: nothing is low in it."
+        fix = "Give the policy of what is not kept in float32, 'bf16-mixed'; for a float32 model, "
+        raise ValueError(message(_WHERE, got, fix + "what may go low, reverse=True beside it."))
+    return found
 
 
 def _check(tolerance: Any) -> None:

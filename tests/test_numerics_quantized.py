@@ -1,0 +1,97 @@
+"""What is looked at under a policy of 8 bits is the program that the step runs, its history too."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from mpjax import numerics
+from mpjax.numerics._subject import of_loss
+
+DELAYED = mpjax.QuantizedPolicy("bf16-mixed", mpjax.DelayedScaling(amax_history_len=2))
+PARAMS = [np.random.default_rng(i).normal(size=(64, 64)).astype(np.float32) / 8 for i in range(3)]
+BATCH = {"x": np.ones((4, 64), np.float32), "y": np.zeros((4, 64), np.float32)}
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    x = batch["x"]
+    for name, w in zip("abc", params, strict=True):
+        with jax.named_scope(name):
+            x = jnp.tanh(x @ w)
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+@functools.cache
+def train_step() -> tuple[Any, Any]:
+    """Returns a step that looks each time, and a state whose products were told to clip."""
+    step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), DELAYED, donate=False, watch=1)
+    state = step.init(PARAMS, batch=BATCH)
+    return step, state._replace(amax_history=jax.tree.map(lambda h: h * 0.01, state.amax_history))
+
+
+@pytest.mark.no_leak_check("a diagnosis holds what it traced")
+def test_law_a_diagnosis_reads_the_amax_history_of_the_state_as_its_step_does():
+    step, state = train_step()
+    moved, metrics = step(state, BATCH)
+    assert step.diagnose(state, BATCH).loss == float(metrics["loss"])
+    other = step.diagnose(moved, BATCH).loss  # its history has seen how large values are
+    assert abs(other - float(metrics["loss"])) > 0.5 * other
+
+
+def test_law_what_is_watched_is_of_the_amax_history_of_the_state():
+    step, state = train_step()
+    seen = step(state, BATCH)[1]["watched"]["activation"]
+    assert float(seen["c"]["amax"]) < 1e-3  # of what is clipped to a hundredth
+    untold = step.init(PARAMS, batch=BATCH)
+    assert float(step(untold, BATCH)[1]["watched"]["activation"]["c"]["amax"]) > 0.1
+
+
+@pytest.mark.no_leak_check("a diagnosis holds what it traced")
+def test_a_skipped_step_with_a_history_is_run_once_more():
+    step, state = train_step()
+    bad = BATCH | {"y": np.full_like(BATCH["y"], np.nan)}
+    state, metrics = step(state, bad)
+    report = step.diagnose(state, bad, metrics)
+    assert report.cause.kind == "leaf"
+    assert "'batch/y'" in report.cause.text
+
+
+def test_a_state_without_its_history_is_refused():
+    step, state = train_step()
+    with pytest.raises(ValueError, match=r"no amax histories, which(.|\n)*step.adopt\(state"):
+        step.diagnose(state._replace(amax_history=None), BATCH)
+
+
+@pytest.mark.parametrize("name", ["diagnose", "exponents", "compare", "suggest"])
+def test_a_function_of_its_own_has_no_place_for_a_history(name: str):
+    options = {"tolerance": 0.1} if name == "suggest" else {}
+    said = rf"numerics\.{name}: .*another program(.|\n)*step\.diagnose(.|\n)*Float8CurrentScaling"
+    with pytest.raises(ValueError, match=said):
+        getattr(numerics, name)(loss_fn, DELAYED, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.no_leak_check("a diagnosis holds what it traced")
+def test_a_function_with_a_history_of_its_own_can_be_looked_at_in_float32_as_the_message_says():
+    fast = mpjax.with_amax_history(loss_fn, DELAYED)
+    step, state = train_step()
+
+    def loss(params: Any, history: Any, batch: Any) -> Any:
+        return fast.apply(history, params, batch)
+
+    clipped = numerics.diagnose(loss, "float32")(PARAMS, state.amax_history, BATCH).loss
+    assert clipped == float(step(state, BATCH)[1]["loss"])
+
+
+@pytest.mark.parametrize("base", ["float32", "bf16-true", "bf16-mixed"])
+def test_law_products_of_8_bits_are_looked_at_in_8_bits_whatever_else_is(base: str):
+    policy = mpjax.QuantizedPolicy(base, mpjax.Float8CurrentScaling())
+    subject, _ = of_loss(loss_fn, policy, None, has_aux=False, where="numerics.diagnose")
+    program = str(jax.make_jaxpr(subject.make(policy))(1.0, PARAMS, BATCH))
+    assert "f8_e4m3fn[4,64]" in program
+    assert "f8_e4m3fn[64,64]" in program
