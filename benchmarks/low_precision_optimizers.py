@@ -58,6 +58,11 @@ def int8(tx: Tx) -> Tx:
     return optim.with_quantized_state(tx, rules={"*bias": "float32", "*": "int8"})
 
 
+def int8_rows(tx: Tx) -> Tx:
+    rules = {"*bias": "float32", "*": "int8"}
+    return optim.with_quantized_state(tx, block_size=None, rules=rules)
+
+
 def float8(tx: Tx) -> Tx:
     return optim.with_quantized_state(tx, "float8", rules={"*bias": "float32", "*": "float8"})
 
@@ -85,6 +90,9 @@ FORMS: dict[str, tuple[str, Wrapper]] = {
         *("bf16-true", lambda tx: optim.with_stochastic_rounding(bfloat16(tx))),
     ),
     "stochastic + int8 moments": ("bf16-true", lambda tx: optim.with_stochastic_rounding(int8(tx))),
+    "stochastic + int8 moments, one scale a row": (
+        *("bf16-true", lambda tx: optim.with_stochastic_rounding(int8_rows(tx))),
+    ),
     "linear int8 second moments": ("32-true", linear_second_moments),
 }
 BASE = "float32"
@@ -92,7 +100,8 @@ BASE = "float32"
 
 @functools.cache
 def task(name: str) -> Task:
-    return lm_task(small_lm()) if name == "small lm" else NETWORKS[name.removesuffix(LONG)][0]()
+    name = name.removesuffix(LONG)
+    return lm_task(small_lm()) if name == "small lm" else NETWORKS[name][0]()
 
 
 def small_lm() -> Any:
@@ -111,7 +120,15 @@ def optimizer(name: str, steps: int) -> Tx:
 
 
 LONG = " x 10"  # ten times the steps: stalls come late
-TASKS = {"mlp": 2400, f"mlp{LONG}": 24000, "digits": 300, "lm": 600, "small lm": 600}  # and steps
+TASKS = {  # and steps
+    "mlp": 2400,
+    f"mlp{LONG}": 24000,
+    "digits": 300,
+    f"digits{LONG}": 3000,
+    "lm": 600,
+    "small lm": 600,
+    f"small lm{LONG}": 6000,
+}
 CHUNK = 30  # steps between two looks at the loss
 SEEN = 8  # batches of a chunk on which it is measured
 

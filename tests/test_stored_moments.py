@@ -12,7 +12,6 @@ import optax
 import optax.contrib
 import orbax.checkpoint as ocp
 import pytest
-from _helpers import assert_same_bits
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -21,6 +20,7 @@ from mpjax import optim
 from mpjax._low_precision.codes import decode as eager_decode
 from mpjax._low_precision.codes import encode as eager_encode
 from mpjax._low_precision.rounding import scattered
+from mpjax.testing import assert_bitwise_equal
 
 KINDS = ["int8", "float8"]
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -56,7 +56,7 @@ seconds = pytest.mark.parametrize("second", [False, True], ids=["first", "second
 def test_codes_that_are_decoded_come_back_whatever_the_chance(kind: str, second: bool):
     coded = encode(moment(second=second), kind, second=second)
     for count in range(1, 5):
-        assert_same_bits(encode(decode(coded), kind, second=second, count=count), coded)
+        assert_bitwise_equal(encode(decode(coded), kind, second=second, count=count), coded)
 
 
 @kinds
@@ -65,7 +65,7 @@ def test_a_second_moment_that_is_not_zero_does_not_become_zero(kind: str):
     x[0, 3] = 0.0
     for count in range(4):
         back = np.asarray(decode(encode(x, kind, second=True, count=count)))
-        assert_same_bits(back == 0, x == 0)
+        assert_bitwise_equal(back == 0, x == 0)
         assert (back >= 0).all()
 
 
@@ -272,9 +272,9 @@ def test_law_10_a_skipped_step_leaves_every_code(store: Any, inside: bool):
     bad = {"w": batch(9)["w"].at[0, 0].set(np.nan)}
     want, want_state = run(tx, [batch(0), batch(1)])
     got, got_state = run(tx, [batch(0), bad, batch(1)])
-    assert_same_bits(got, want)
+    assert_bitwise_equal(got, want)
     wanted, gotten = want_state.inner_state, got_state.inner_state
-    assert_same_bits(*((x.inner_state if inside else x) for x in (gotten, wanted)))
+    assert_bitwise_equal(*((x.inner_state if inside else x) for x in (gotten, wanted)))
 
 
 @kinds
@@ -283,7 +283,7 @@ def test_with_an_owner_of_the_rounding_inside_and_outside(kind: str):
     outside = optim.with_kahan(optim.with_quantized_state(adam, kind))
     inside = optim.with_quantized_state(optim.with_kahan(adam), kind)
     got, state = run(outside, [batch(0)])
-    assert_same_bits(run(inside, [batch(0)])[0], got)
+    assert_bitwise_equal(run(inside, [batch(0)])[0], got)
     assert state.compensations["w"].dtype == jnp.bfloat16
 
 
@@ -292,14 +292,14 @@ def test_law_16_checkpoints_and_nnx_keep_every_code(kind: str, tmp_path: Any):
     tx = optim.with_quantized_state(optax.adam(1e-2), kind)
     _, state = run(tx, [batch(0)])
     empty = tx.init(small())
-    assert_same_bits(pickle.loads(pickle.dumps(state)), state)
-    assert_same_bits(
+    assert_bitwise_equal(pickle.loads(pickle.dumps(state)), state)
+    assert_bitwise_equal(
         flax.serialization.from_bytes(empty, flax.serialization.to_bytes(state)), state
     )
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
-        assert_same_bits(checkpointer.restore(tmp_path / "state", empty), state)
+        assert_bitwise_equal(checkpointer.restore(tmp_path / "state", empty), state)
     model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))

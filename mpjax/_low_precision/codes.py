@@ -4,6 +4,7 @@ A code is rounded up or down by chance, not to the nearest: from one step to the
 by less than the distance of two codes, and rounded to the nearest it would not move at all.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +45,7 @@ def block_count(size: int, block_size: int | None) -> int:
     return 1 if block_size is None else max(1, -(-size // block_size))
 
 
+@functools.partial(jax.jit, static_argnames=("kind", "block_size", "is_second"), inline=True)
 def encode(x: Array, kind: str, block_size: int | None, random: Array, *, is_second: bool) -> Any:
     """Returns a moment in 8 bits.
 
@@ -70,6 +72,7 @@ def encode(x: Array, kind: str, block_size: int | None, random: Array, *, is_sec
     return FirstMoment(code.astype(jnp.int8 if kind == "int8" else FLOAT8), scales)
 
 
+@functools.partial(jax.jit, inline=True)
 def decode(moment: Any) -> Array:
     """Returns a moment in float32."""
     codes, scales = moment

@@ -6,6 +6,7 @@ and whole-number rounding. Results are float32 values that the narrow dtype hold
 a cast which follows can be done, deleted or delayed without changing a bit.
 """
 
+import functools
 import math
 
 import jax
@@ -68,6 +69,8 @@ def _beyond(x: Array, dtype: DType, largest: float) -> Array:
     return jnp.where(jnp.isnan(x), x, jnp.clip(x, -largest, largest))
 
 
+# Compiled as one where an optimizer's state is made outside of jit; inside, as if written there.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def scattered(shape: tuple[int, ...], count: Array, salt: int) -> Array:
     """Returns u32[shape] that look random: of the place, a step's count and a leaf's number.
 

@@ -1,5 +1,6 @@
 """Stochastic rounding: a parameter is rounded up or down by chance, so that the mean is exact."""
 
+import functools
 import warnings
 import zlib
 from typing import Any, NamedTuple
@@ -97,13 +98,12 @@ class _Stochastic(RoundingOwner):
         key = jax.random.key(self._seed) if isinstance(self._seed, int) else self._seed
         key = jax.random.fold_in(key, field)
         paths = iter(leaf_paths(params))
-        numbered = jax.tree.map(lambda p: (p, zlib.crc32(next(paths).encode())), params)
+        places = jax.tree.map(lambda _: np.uint32(zlib.crc32(next(paths).encode())), params)
 
-        def draw(p: Array, pair: tuple[Array, int]) -> Array:
-            bits = jax.random.bits(jax.random.fold_in(key, pair[1]), p.shape, jnp.uint16)
-            return bits.astype(jnp.uint32) << 16
+        def draw(p: Array, place: np.uint32) -> Array:
+            return _chances(key, place, p.shape)
 
-        return map_narrow(draw, params, numbered, other=nothing)
+        return map_narrow(draw, params, places, other=nothing)
 
     def weight(self, p: Array, kept: Array) -> Array:
         del kept
@@ -115,6 +115,13 @@ class _Stochastic(RoundingOwner):
     def after(self, field: Array, kept: PyTree, inner_state: PyTree) -> Array:
         del kept
         return jnp.where(was_taken(inner_state), field + 1, field)
+
+
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def _chances(key: Array, place: Array | np.uint32, shape: tuple[int, ...]) -> Array:
+    """Returns u32[shape] of which the upper half is random."""
+    bits = jax.random.bits(jax.random.fold_in(key, place), shape, jnp.uint16)
+    return bits.astype(jnp.uint32) << 16
 
 
 def _as_key(seed: Any) -> Any:
