@@ -82,6 +82,7 @@ def run(options: argparse.Namespace, store: Store, console: Console) -> None:
         task = progress.add_task("", total=len(options.networks) * (2 + len(options.hints)))
         for name in options.networks:
             ablation = Ablation(name, options, store)
+            store.drop(*ablation.key)
             for variant, hint in (("hand-cast", ""), ("autocast", ""), *hinted(options)):
                 progress.update(task, description=f"{name}: {hint and 'no '}{hint or variant}")
                 ablation.measure(variant, hint)
@@ -119,10 +120,10 @@ def grid(store: Store, place: tuple[str, ...], count: str, unit: str) -> tables.
     hand, ours = found.pop("hand-cast"), found.pop("autocast")
     networks = [name for name in NETWORKS if name in ours]
     rows = [("all hints × hand-cast", "", *(f"{ours[n] / hand[n]:.2f}" for n in networks))]
-    for hint, values in found.items():
-        platforms = hints.HINTS[hint].platforms if hint in hints.HINTS else "removed"
-        cells = (change(values.get(n), ours[n]) for n in networks)
-        rows.append((f"without {hint}", platforms, *cells))
+    for name, hint in hints.HINTS.items():
+        if name in found:
+            cells = (change(found[name].get(n), ours[n]) for n in networks)
+            rows.append((f"without {name}", hint.platforms, *cells))
     note = (
         f"Ratio of {unit}: in the first row of autocast to hand-cast, below of autocast without "
         "one hint to autocast with all. Above 1 the hint helps. An empty cell is 1: the same "

@@ -180,18 +180,30 @@ def table_rows(table: str) -> list[dict[str, Any]]:
     return [r for r in rows if r["dtype"] == "bf16" and r["size"] != "medium"]
 
 
+def largest_rows(table: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Returns rows in bfloat16 by network and variant, of the largest size of each network."""
+    rows = json.loads((RESULTS / f"{table}.json").read_text())["rows"]
+    full = {row["network"] for row in rows if row["size"] == "full"}
+    return {
+        (row["network"], row["variant"]): row
+        for row in rows
+        if row["dtype"] == "bf16" and (row["size"] == "full") == (row["network"] in full)
+    }
+
+
 def draw_beside(path: Path) -> None:
     """Draws what networks cost in float32 and under autocast, as shares of hand-cast's."""
-    figure = Figure(figsize=(11, 4), dpi=120, layout="constrained")
+    figure = Figure(figsize=(11, 5.5), dpi=120, layout="constrained")
     panels = figure.subplots(1, len(TARGETS), sharey=True)
+    tables = {target: largest_rows(target) for target in TARGETS}
+    networks = sorted({network for found in tables.values() for network, _ in found}, reverse=True)
     for axes, (target, title) in zip(panels, TARGETS.items(), strict=True):
-        found = {(r["network"], r["variant"]): r for r in table_rows(target)}
-        networks = sorted({network for network, _ in found}, reverse=True)
+        found = tables[target]
         axes.axvline(1, color="black", linewidth=0.8)
         for (variant, color), name in itertools.product(VARIANTS.items(), COUNTS):
             marker, label = COUNTS[name]
             pairs = [
-                (found[n, variant].get(name), found[n, "hand-cast"].get(name)) for n in networks
+                [found.get((n, v), {}).get(name) for v in (variant, "hand-cast")] for n in networks
             ]
             shares = [mine / hand if mine and hand else math.nan for mine, hand in pairs]
             style = {"color": color, "alpha": 0.8, "label": f"{variant}: {label}"}

@@ -134,6 +134,8 @@ def test_a_later_run_renews_its_rows_and_keeps_the_rest(tmp_path: pathlib.Path) 
     store = Store.read(path)
     assert [(row["error"], row["run"]) for row in store.part("errors")] == [(2.0, 2), (1.0, 1)]
     assert [run["command"] for _, run in store.used_runs()] == ["run 1.0", "run 2.0"]
+    store.drop("errors", "cpu", "bf16", "tiny", "mlp")
+    assert [row["network"] for row in store.part("errors")] == ["lstm"]
 
 
 def run(*arguments: str, command: str = "autocast") -> subprocess.CompletedProcess[str]:

@@ -37,6 +37,10 @@ class Store:
         self.rows[key] = row
         self._write()
 
+    def drop(self, *key: str) -> None:
+        """Forgets the rows whose keys begin so."""
+        self.rows = {k: row for k, row in self.rows.items() if k[: len(key)] != key}
+
     def part(self, name: str) -> list[Row]:
         """Returns the rows of one kind of measurement."""
         return [row for row in self.rows.values() if row["part"] == name]
