@@ -42,10 +42,3 @@ def bits(x: Any) -> tuple[Any, ...]:
         x = jax.random.key_data(x)
     x = np.asarray(x)
     return x.dtype, x.shape, x.tobytes()
-
-
-def assert_same_bits(got: Any, want: Any) -> None:
-    """Fails unless two trees have the same structure and, leaf by leaf, the same bits."""
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert bits(a) == bits(b)

@@ -69,8 +69,29 @@ def _installed(module: str) -> bool:
     return bool(importlib.util.find_spec(parent) and importlib.util.find_spec(module))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds what CI's stage `floor` asks for."""
+    what = "of a parametrised test run the first case only: another JAX breaks seams, not cases"
+    parser.addoption("--first-case", action="store_true", help=what)
+
+
+def _keep_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out all cases of a parametrised test but the first that runs by default."""
+    seen = set()
+    kept, dropped = [], []
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        (dropped if name in seen else kept).append(item)
+        if not item.get_closest_marker("slow"):
+            seen.add(name)
+    items[:] = kept
+    config.hook.pytest_deselected(items=dropped)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuses a marker that lifts a check and does not say why; skips what lacks its compiler."""
+    if config.getoption("first_case"):
+        _keep_first_cases(config, items)
     missing = {
         name: f"{module} is not installed; it compiles for what is not here: {install}"
         for name, (module, install) in _COMPILERS.items()

@@ -8,13 +8,13 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from _helpers import assert_same_bits
 from _small import distance
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mpjax._autocast import autocast, backends, masks
+from mpjax.testing import assert_bitwise_equal
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (16, 32, 24))
@@ -66,7 +66,7 @@ def test_gradients_are_those_of_a_mask_of_the_input(policy, by_stored, monkeypat
     got = fun(W, X)
     monkeypatch.setattr(masks, "in_group", lambda *args: frozenset())
     again = autocast(lambda w, x: layer(jax.nn.relu)(w, x), policy)
-    assert_same_bits(got, jax.jit(jax.value_and_grad(again, (0, 1)))(W, X))
+    assert_bitwise_equal(got, jax.jit(jax.value_and_grad(again, (0, 1)))(W, X))
 
 
 def with_rule(fun, rule):

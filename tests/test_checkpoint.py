@@ -11,10 +11,10 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from _helpers import assert_same_bits
 from flax.training import train_state
 
 import mpjax
+from mpjax.testing import assert_bitwise_equal
 
 PARAMS = {"layers": [{"w": jnp.arange(6.0).reshape(2, 3) / 8, "b": jnp.array([0.5, -0.0, 1.0])}]}
 LOSS_SCALE = mpjax.DynamicLossScale(
@@ -79,12 +79,12 @@ def test_law_16_a_run_resumed_in_the_middle_ends_bit_for_bit_the_same(way: Any, 
     assert (float(found.loss_scale), int(found.counter)) == (2.0**7, 2)  # off its default
     template = start(step)
     restored = way(middle, template, tmp_path)
-    assert_same_bits(restored, middle)
+    assert_bitwise_equal(restored, middle)
     assert not any(getattr(x, "weak_type", False) for x in jax.tree.leaves(restored))
     fresh = make_step()
     resumed = run(fresh, restored, range(5, 8))
-    assert_same_bits(resumed, whole)
-    assert_same_bits(mpjax.current_loss_scale(resumed), mpjax.current_loss_scale(whole))
+    assert_bitwise_equal(resumed, whole)
+    assert_bitwise_equal(mpjax.current_loss_scale(resumed), mpjax.current_loss_scale(whole))
 
 
 @OPTAX
@@ -94,10 +94,10 @@ def test_flax_train_state_round_trips_through_msgpack():
     )
     moved = state.apply_gradients(grads=PARAMS)
     restored = flax.serialization.from_bytes(state, flax.serialization.to_bytes(moved))
-    assert_same_bits(restored.opt_state, moved.opt_state)
+    assert_bitwise_equal(restored.opt_state, moved.opt_state)
     grads = jax.tree.map(jnp.ones_like, PARAMS)
     again, want = (x.apply_gradients(grads=grads) for x in (restored, moved))
-    assert_same_bits((again.params, again.opt_state), (want.params, want.opt_state))
+    assert_bitwise_equal((again.params, again.opt_state), (want.params, want.opt_state))
 
 
 @OPTAX
@@ -156,8 +156,8 @@ def test_a_state_of_another_policy_is_refused_and_adopted():
     with pytest.raises(ValueError, match=r"has no loss scale, and this step a dynamic .*\n.*adopt"):
         new(state, batch_of(3))
     adopted = new.adopt(state)
-    assert_same_bits(adopted.params, state.params)
-    assert_same_bits(adopted.opt_state.inner_state, state.opt_state.inner_state)
+    assert_bitwise_equal(adopted.params, state.params)
+    assert_bitwise_equal(adopted.opt_state.inner_state, state.opt_state.inner_state)
     assert isinstance(mpjax.current_loss_scale(adopted.opt_state), mpjax.DynamicLossScale)
     adopted, metrics = new(adopted, batch_of(3))
     assert int(adopted.step) == 3
@@ -182,8 +182,8 @@ def test_a_run_of_another_program_is_adopted_value_for_value(kind: str, policy: 
         given = {name: getattr(theirs, name) for name in names}
     step = step_under(policy)
     adopted = step.adopt(given, start(step).extra_state)
-    assert_same_bits(adopted.params, theirs.params)
-    assert_same_bits(adopted.opt_state.inner_state, theirs.opt_state)
+    assert_bitwise_equal(adopted.params, theirs.params)
+    assert_bitwise_equal(adopted.opt_state.inner_state, theirs.opt_state)
     assert int(adopted.step) == int(theirs.step) == 2
     assert jax.tree.structure(adopted) == jax.tree.structure(start(step))
     after, metrics = step(adopted, batch_of(3))
@@ -197,7 +197,7 @@ def test_adopting_keeps_a_loss_scale_of_the_same_kind_and_its_counters():
     two = step_under("16-mixed", loss_scale=mpjax.DynamicLossScale(4.0))
     state = run(one, start(one), [0, 2, 1])
     adopted = two.adopt(state)
-    assert_same_bits(adopted, state)
+    assert_bitwise_equal(adopted, state)
     assert int(adopted.opt_state.skipped_steps) == 1
     static = step_under("16-mixed", loss_scale=8.0)
     adopted = static.adopt(state)
@@ -226,10 +226,10 @@ def test_a_checkpoint_without_a_loss_scale_is_adopted():
     with pytest.raises(ValueError, match=r"the state is no LossScaleState; got a tuple"):
         tx.update(PARAMS, opt_state, PARAMS)
     adopted = mpjax.optim.adopt_state(tx, opt_state, PARAMS)
-    assert_same_bits(adopted.inner_state, opt_state)
+    assert_bitwise_equal(adopted.inner_state, opt_state)
     assert jax.tree.structure(adopted) == jax.tree.structure(tx.init(PARAMS))
     tx.update(PARAMS, adopted, PARAMS)
-    assert_same_bits(mpjax.optim.adopt_state(plain, adopted, PARAMS), opt_state)
+    assert_bitwise_equal(mpjax.optim.adopt_state(plain, adopted, PARAMS), opt_state)
 
 
 def test_a_state_of_another_optimizer_or_model_is_refused_by_name():

@@ -52,13 +52,16 @@ def test_warning_raises():
         warnings.warn("as an error", UserWarning, stacklevel=1)
 
 
-def pytest_on(source: str, folder: Path, first: str = "") -> subprocess.CompletedProcess[str]:
+def pytest_on(
+    source: str, folder: Path, first: str = "", *options: str
+) -> subprocess.CompletedProcess[str]:
     """Runs pytest on one file of `source` under a copy of our conftest.py, `first` before it."""
     conftest = (Path(__file__).parent / "conftest.py").read_text()
     (folder / "conftest.py").write_text(first + conftest)
     (folder / "test_it.py").write_text("import jax, pytest\n" + source)
+    command = f"{sys.executable} -m pytest -q -p no:cacheprovider -rs test_it.py".split()
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", "test_it.py"],
+        [*command, *options],
         capture_output=True,
         text=True,
         cwd=folder,
@@ -74,6 +77,18 @@ def test_config_changed_by_one_test_is_put_back_for_the_next(tmp_path: Path):
     )
     assert run.returncode == pytest.ExitCode.OK, run.stdout
     assert "2 passed" in run.stdout
+
+
+def test_first_case_leaves_out_the_later_cases_of_each_test_and_no_test(tmp_path: Path):
+    source = (
+        "slow = pytest.param(0, marks=pytest.mark.slow)\n"
+        "@pytest.mark.parametrize('n', [slow, 1, 2, 3])\n"
+        "def test_cases(n): assert n == 1\n"
+        "def test_alone(): pass\n"
+    )
+    run = pytest_on(source, tmp_path, "", "--first-case", "-m", "not slow")
+    assert run.returncode == pytest.ExitCode.OK, run.stdout
+    assert "2 passed, 3 deselected" in run.stdout
 
 
 def test_marker_without_a_reason_is_refused(tmp_path: Path):

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _helpers import assert_same_bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpjax
+from mpjax.testing import assert_bitwise_equal
 
 SHARDS = 8
 PARAMS = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(0.25)}
@@ -112,10 +112,10 @@ def test_law_15_the_wrapper_agrees_and_leaves_averaging_to_its_caller(
     )
     grads = jnp.arange(8.0)
     updates, finite, _ = mapped(grads, state)
-    assert_same_bits(updates, jnp.where(grads == 0, -0.0, -grads / 4))
+    assert_bitwise_equal(updates, jnp.where(grads == 0, -0.0, -grads / 4))
     assert finite.all()
     updates, finite, leaves = mapped(grads.at[3].set(jnp.nan), state)
-    assert_same_bits(updates, jnp.full(8, -0.0))
+    assert_bitwise_equal(updates, jnp.full(8, -0.0))
     assert not finite.any()
     assert leaves.tolist() == [False]
 
@@ -177,4 +177,4 @@ def test_autocast_inside_shard_map_leaves_nothing_for_jit_on_the_same_mesh(
     grad = jax.grad(mpjax.autocast(loss, "bf16-mixed"))
     with jax.set_mesh(mesh(devices)):
         inside = jax.shard_map(grad, in_specs=P(), out_specs=P(), check_vma=False)
-        assert_same_bits(jax.jit(inside)(*args), jax.jit(grad)(*args))
+        assert_bitwise_equal(jax.jit(inside)(*args), jax.jit(grad)(*args))

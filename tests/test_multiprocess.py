@@ -20,8 +20,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import yaml
-from _helpers import assert_same_bits
 from _trainer import ROOT, TRAINER, finish, read_until
+
+from mpjax.testing import assert_bitwise_equal
 
 STEPS = 16
 JOB = {
@@ -202,7 +203,7 @@ class TestKilled:
         record_property("kills", f"{kills}, resumed from step {first}")  # for --junit-xml
         assert 0 < first < STEPS, said
         state = job.state()
-        assert_same_bits(state, whole)
+        assert_bitwise_equal(state, whole)
         # A run that had forgotten its loss scale would have come out elsewhere.
         scale = np.asarray(state["opt_state"]["loss_scale"])
         assert scale != JOB["loss_scale"]["initial"]
@@ -228,7 +229,7 @@ class TestBrokenOrAsked:
         said = job.run()
         assert f"refused checkpoint {newest}: {path.relative_to(newest)} is corrupted" in said
         assert f"starting at step {older} of" in said
-        assert_same_bits(job.state(), whole)
+        assert_bitwise_equal(job.state(), whole)
 
     def test_sigterm_to_one_process_saves_the_same_step_on_all(
         self, uninterrupted: Any, cache: Path, tmp_path: Path
@@ -238,7 +239,7 @@ class TestBrokenOrAsked:
         saved = job.terminated(4, 1)
         assert 4 <= saved < STEPS
         assert f"starting at step {saved} of" in job.run()
-        assert_same_bits(job.state(), whole)
+        assert_bitwise_equal(job.state(), whole)
 
 
 # -- what must not start ---------------------------------------------------------------------------

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _helpers import assert_same_bits
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax.pods import gather, gather_constraint
+from mpjax.testing import assert_bitwise_equal
 
 SPECS = {"w": P(None, "fsdp"), "b": P()}
 BF16 = "bf16-mixed"
@@ -56,7 +56,7 @@ def test_weights_come_whole_in_the_compute_dtype(mesh: Mesh, check_vma: bool):
     for name, x in params().items():
         assert whole[name].dtype == jnp.bfloat16
         for copy in whole[name]:
-            assert_same_bits(copy, x.astype(jnp.bfloat16))
+            assert_bitwise_equal(copy, x.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
@@ -72,8 +72,8 @@ def test_gradients_are_sums_or_means_of_all_devices(mesh: Mesh, check_vma: bool,
     factor = 1 if reduce == "sum" else 1 / 8
     expected = jnp.broadcast_to(batch().sum(0)[:, None] / 32, (8, 16)) * factor
     assert grads["w"].dtype == grads["b"].dtype == jnp.float32
-    assert_same_bits(grads["w"], expected)
-    assert_same_bits(grads["b"], jnp.full(16, 16 / 32 * factor))
+    assert_bitwise_equal(grads["w"], expected)
+    assert_bitwise_equal(grads["b"], jnp.full(16, 16 / 32 * factor))
     assert grads["w"].sharding.is_equivalent_to(NamedSharding(mesh, SPECS["w"]), 2)
 
 
@@ -101,7 +101,7 @@ def test_only_named_axes_are_gathered(mesh: Mesh):
         params()["w"]
     )
     for copy in out:
-        assert_same_bits(copy, params()["w"])
+        assert_bitwise_equal(copy, params()["w"])
 
 
 @pytest.mark.parametrize("spec", [P(None, ("fsdp", "data")), P("data", "fsdp"), P("fsdp", "data")])
@@ -113,7 +113,7 @@ def test_axes_split_over_two_mesh_axes_come_back_in_order(mesh: Mesh, spec: Any)
         return jnp.sum(whole * weights)
 
     run = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=spec, out_specs=spec)
-    assert_same_bits(jax.jit(run)(params()["w"]), 8 * jnp.arange(128.0).reshape(8, 16))
+    assert_bitwise_equal(jax.jit(run)(params()["w"]), 8 * jnp.arange(128.0).reshape(8, 16))
 
 
 def test_paths_choose_dtypes_and_integers_pass(mesh: Mesh):
@@ -130,7 +130,7 @@ def test_paths_choose_dtypes_and_integers_pass(mesh: Mesh):
         "ids": "int32",
     }
     assert out["norm"]["scale"].dtype == jnp.float32
-    assert_same_bits(out["ids"], jnp.arange(8))
+    assert_bitwise_equal(out["ids"], jnp.arange(8))
 
 
 def test_float16_gradients_that_overflow_together_are_finite(mesh: Mesh):
@@ -186,7 +186,7 @@ def test_under_scan_and_remat_with_a_loss_scale_all_shards_agree(mesh: Mesh, che
     assert not np.array_equal(after, stack)
     # An overflow in the rows of the last device: nobody moves, and everybody halves the scale.
     again, state, _ = run(after, state, x.at[-1].set(60000))
-    assert_same_bits(again, after)
+    assert_bitwise_equal(again, after)
     assert (bool(state.grads_finite), float(state.loss_scale)) == (False, 512)
 
 
@@ -223,10 +223,10 @@ def test_constraint_keeps_values_up_to_one_rounding_and_gradients_sharded(mesh: 
     x = jax.device_put(batch(), NamedSharding(mesh, P(("data", "fsdp"))))
     grad = jax.jit(jax.grad(loss))(w, x)
     assert grad.dtype == jnp.float32
-    assert_same_bits(grad, jnp.broadcast_to(batch().sum(0)[:, None], (8, 16)))
+    assert_bitwise_equal(grad, jnp.broadcast_to(batch().sum(0)[:, None], (8, 16)))
     assert grad.sharding.is_equivalent_to(sharding, 2)
     whole = jax.jit(lambda w: gather_constraint(w, sharding, BF16))(w)
-    assert_same_bits(whole, w.astype(jnp.bfloat16).astype(jnp.float32))
+    assert_bitwise_equal(whole, w.astype(jnp.bfloat16).astype(jnp.float32))
     assert whole.sharding.is_fully_replicated
 
 

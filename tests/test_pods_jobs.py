@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
-from _helpers import assert_same_bits
 from pod_job.checkpoints import Checkpoints
 from pod_job.config import Data, flat, load_config
 from pod_job.corpus import open_corpus
 from pod_job.processes import agree, gather_values, initialize, raise_differences
+
+from mpjax.testing import assert_bitwise_equal
 
 GOOD: dict[str, Any] = {
     "hardware": "a test",
@@ -209,7 +210,7 @@ class TestCheckpoints:
         with Checkpoints(saved) as checkpoints:
             step, state, refused = checkpoints.restore(state_of(0))
         assert (step, refused) == (6, [])
-        assert_same_bits(state, state_of(6))
+        assert_bitwise_equal(state, state_of(6))
 
     @pytest.mark.parametrize(("damage", "said"), DAMAGE)
     def test_a_broken_one_is_refused_by_name_and_the_one_before_taken(
@@ -219,7 +220,7 @@ class TestCheckpoints:
         with Checkpoints(saved) as checkpoints:
             step, state, refused = checkpoints.restore(state_of(0))
             assert step == 3
-            assert_same_bits(state, state_of(3))
+            assert_bitwise_equal(state, state_of(3))
             assert len(refused) == 1
             assert f"checkpoint {saved}/6: " in refused[0]
             assert said in refused[0]
@@ -240,7 +241,7 @@ class TestCheckpoints:
         with Checkpoints(saved) as checkpoints:
             step, state, said = checkpoints.restore(state_of(0))
         assert step == 6
-        assert_same_bits(state, state_of(6))
+        assert_bitwise_equal(state, state_of(6))
         assert said == [
             f"checkpoint {saved}/6 is taken unproven: the run ended before process 0 sealed it."
         ]
@@ -305,7 +306,7 @@ class TestCheckpoints:
         with Checkpoints(tmp_path / "run") as checkpoints:
             _, state, _ = checkpoints.restore(template)
         assert state["w"].sharding == sharding
-        assert_same_bits(state["w"], w)
+        assert_bitwise_equal(state["w"], w)
 
 
 # -- processes -------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from _helpers import assert_same_bits
 from _trainer import TRAINER, read_until
 from pod_job import corpus as corpus_module
 from pod_job.checkpoints import Checkpoints
@@ -24,6 +23,7 @@ from pod_job.processes import raise_differences
 
 import mpjax
 from mpjax import pods
+from mpjax.testing import assert_bitwise_equal
 
 train_pod: Any = _trainer.as_module()
 
@@ -133,7 +133,7 @@ def test_a_replayed_batch_depends_on_its_step_and_row_alone():
     pick = {"seed": 1, "count": 8, "length": 4}
     whole = corpus.windows(step=5, rows=slice(None), **pick)
     parts = [corpus.windows(step=5, rows=slice(i, i + 2), **pick) for i in range(0, 8, 2)]
-    assert_same_bits(whole, np.concatenate(parts))
+    assert_bitwise_equal(whole, np.concatenate(parts))
     assert (np.diff(whole) == 1).all()
     assert not (corpus.windows(step=6, rows=slice(None), **pick) == whole).all()
 
@@ -269,7 +269,7 @@ def test_sigterm_saves_and_the_same_command_goes_on_to_the_same_bits(config: Pat
     first = int(said.partition("starting at step ")[2].split()[0])
     assert 2 <= first < TINY["steps"]
     state = last_state(config, "checkpoints")
-    assert_same_bits(state, last_state(config, "whole"))
+    assert_bitwise_equal(state, last_state(config, "whole"))
     # Had the loss scale stayed as it began, a run that forgot it would pass too.
     assert state["opt_state"].loss_scale != TINY["loss_scale"]["initial"]
     rows = [json.loads(line) for line in (config.parent / "out/metrics.jsonl").open()]
