@@ -1,10 +1,13 @@
 """Random programs under autocast against themselves: types, exact parts, and rounding.
 
 Everyone runs the same programs, in shards that several processes can share. By hand, with other
-programs each time and the seed printed:
+programs each time, the seed printed, and what fails shrunk by Hypothesis:
 
     MPJAX_FUZZ_PROGRAMS=10000 pytest tests/test_autocast_fuzz.py -k random_programs -s
     MPJAX_FUZZ_PROGRAMS=10000 MPJAX_FUZZ_SEED=7 pytest ...
+
+Hypothesis itself draws other programs whenever a number in anyone's source code changes: it likes
+those that it finds there.
 """
 
 import collections
@@ -33,11 +36,11 @@ from mpjax._autocast import autocast
 
 # What is checked are autocast's decisions, which hardly depend on JAX's version; seams do.
 IS_FLOOR = jax.__version_info__ < (0, 11)
-PROGRAMS = int(os.environ.get("MPJAX_FUZZ_PROGRAMS", "200" if IS_FLOOR else "2000"))
+PROGRAMS = int(os.environ.get("MPJAX_FUZZ_PROGRAMS", "100" if IS_FLOOR else "2000"))
 SEED = int(os.environ.get("MPJAX_FUZZ_SEED", random.SystemRandom().randrange(10**6)))
 BY_HAND = "MPJAX_FUZZ_PROGRAMS" in os.environ
 POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
-SHARDS = 1 if IS_FLOOR else 10
+SHARDS = 1 if IS_FLOOR else 20
 # One shard in each run of the tests; CI's stage `fuzz` and a run by hand take all of them.
 _IN_EACH_RUN = SHARDS if BY_HAND else 1
 ALL_SHARDS = [
@@ -49,21 +52,21 @@ _REFUSED = "JAX itself refuses the program"
 pytestmark = pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs")
 
 
-def _settings(examples: int, shard: int = 0) -> Callable[[Any], Any]:
-    """A fixed run for everyone, or a long one with a seed that is printed."""
-
-    def decorate(test: Any) -> Any:
-        seed = SEED if BY_HAND else 0
-        if BY_HAND:
-            print(f"MPJAX_FUZZ_SEED={seed}")  # noqa: T201 - a run by hand, shown by -s
-        return hypothesis.settings(
-            max_examples=examples,
-            database=None,
-            deadline=None,
-            suppress_health_check=list(hypothesis.HealthCheck),
-        )(hypothesis.seed(1000 * seed + shard)(test))
-
-    return decorate
+def _each(examples: int, shard: int, test: Callable[[random.Random], None]) -> None:
+    """Calls a test with so many sources of choices: fixed ones, or by hand those of Hypothesis."""
+    if not BY_HAND:
+        for i in range(examples):
+            test(random.Random(f"shard {shard}, program {i}"))
+        return
+    print(f"MPJAX_FUZZ_SEED={SEED}")  # noqa: T201 - a run by hand, shown by -s
+    settings = hypothesis.settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    given = hypothesis.given(st.randoms(use_true_random=False))
+    settings(hypothesis.seed(1000 * SEED + shard)(given(test)))()
 
 
 def _verdict(program: Any, mode: Mode, policy: str, small: int) -> differential.Verdict:
@@ -81,30 +84,33 @@ def _verdict(program: Any, mode: Mode, policy: str, small: int) -> differential.
 def test_random_programs_keep_types_exact_parts_and_stay_within_rounding(shard: int) -> None:
     verdicts: collections.Counter[str] = collections.Counter()
 
-    @_settings(PROGRAMS // SHARDS, shard)
-    @hypothesis.given(st.randoms(use_true_random=False))
     def run(rng: random.Random) -> None:
         program = _programs.random_program(rng)
         mode = rng.choice([mode for mode in MODES if mode.fits(program)])
         policy = rng.choice(list(POLICIES))
         small = rng.choice((0, 1024))  # with 0, groups as small as these are computed again too
-        hypothesis.note(f"{mode.name}, {policy}, {small}")
-        verdicts[_verdict(program, mode, policy, small).reason or "compared"] += 1
+        try:
+            verdict = _verdict(program, mode, policy, small)
+        except Exception as error:
+            error.add_note(f"{mode.name}, {policy}, groups of at least {small} elements")
+            raise
+        verdicts[verdict.reason or "compared"] += 1
 
-    run()
+    _each(PROGRAMS // SHARDS, shard, run)
     # What could not be compared is known: a run that compares little would prove little.
     assert verdicts["compared"] >= 0.6 * verdicts.total(), verdicts
     assert verdicts[_REFUSED] <= 0.03 * verdicts.total(), verdicts
 
 
-@_settings(100)
-@hypothesis.given(st.randoms(use_true_random=False))
-def test_a_float32_policy_leaves_the_jaxpr_as_it_is(rng: random.Random) -> None:
-    fun, args = _programs.random_program(rng).load()
-    jaxprs = (jax.make_jaxpr(f)(*args) for f in (fun, autocast(fun, "float32")))
-    # Some parameters print with the address of a function that each trace makes.
-    plain, cast = (re.sub("0x[0-9a-f]+", "0x", str(jaxpr)) for jaxpr in jaxprs)
-    assert cast == plain
+def test_a_float32_policy_leaves_the_jaxpr_as_it_is() -> None:
+    def run(rng: random.Random) -> None:
+        fun, args = _programs.random_program(rng).load()
+        jaxprs = (jax.make_jaxpr(f)(*args) for f in (fun, autocast(fun, "float32")))
+        # Some parameters print with the address of a function that each trace makes.
+        plain, cast = (re.sub("0x[0-9a-f]+", "0x", str(jaxpr)) for jaxpr in jaxprs)
+        assert cast == plain
+
+    _each(100, 0, run)
 
 
 def _seeded(seed: int) -> tuple[Any, Mode]:
@@ -114,7 +120,9 @@ def _seeded(seed: int) -> tuple[Any, Mode]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(10, 40, 10))]
+)
 def test_compiled_programs_stay_within_rounding(policy: str, first: int) -> None:
     """What XLA makes of ten programs in one compilation: its own fusions, kernels and layouts."""
     cases = [

@@ -201,6 +201,22 @@ def test_a_weight_that_every_iteration_reads_makes_a_state():
     assert Planned(fun, X, W).call("scan").out_states[0] == states.KEPT
 
 
+@pytest.mark.parametrize(
+    ("step", "state"),
+    [
+        (lambda x, w: x + 0.5 * jnp.sin(x), states.WIDE_PURE),
+        (lambda x, w: x + 0.5 * jnp.sin(x @ w), states.low(BF16)),
+    ],
+    ids=["no product", "a product"],
+)
+def test_what_no_product_went_into_is_not_rounded_behind_a_loop_either(step, state):
+    def fun(x, w):
+        kept = lax.scan(lambda x, _: (step(x, w), None), x, None, length=3)[0]
+        return jnp.tanh(kept) @ w
+
+    assert Planned(fun, X, W).states("tanh") == [state]
+
+
 def test_a_weight_sliced_by_a_counter_makes_a_stream():
     def fun(x, ws):
         return lax.fori_loop(0, 3, lambda i, x: x + norm(x) @ ws[i], x)

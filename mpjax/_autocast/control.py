@@ -117,13 +117,13 @@ def _entering(state: State, is_kept: bool) -> State:
     if state.kind == Kind.FOREIGN:
         return state
     if is_kept:
-        return states.KEPT
+        return states.keep(state)
     return states.WIDE_PURE if state.kind == Kind.CONSTANT else states.unkept(state)
 
 
 def _carried(before: State, after: State) -> State:
-    if before == states.WIDE_PURE and (after.kind == Kind.LOW or after == states.WIDE):
-        return states.WIDE
+    if before.pure and (after.kind == Kind.LOW or (after.kind == Kind.WIDE and not after.pure)):
+        return states.KEPT if before.kept else states.WIDE
     if before.kind in (Kind.FOREIGN, Kind.WIDE):
         return before
     if after.kind == Kind.CONSTANT:

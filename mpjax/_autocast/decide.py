@@ -240,7 +240,7 @@ class _Planner:
                 self.changed = True
             return self.as_traced(eqn, state, reason)
         if demand.only_sums(eqn) and any(self.state(v).kind == Kind.WIDE for v in eqn.invars):
-            self.record(eqn, [states.WIDE])
+            self.record(eqn, [states.full([self.state(v) for v in eqn.invars])])
             return Decision(eqn, Action.FUSED, "a sum of float32 values")
         if demand.adds_nothing(eqn):
             found = [states.unkept(self.state(v)) for v in eqn.invars]
@@ -304,8 +304,8 @@ class _Planner:
             state = states.full(read)
             if kind is not OpClass.FULL:
                 state = states.follow(read, widest=settings.widest)
-            if any(operands[i] == states.KEPT for i in carries.direct(program)[place]):
-                state = states.KEPT
+            if any(operands[i].is_state for i in carries.direct(program)[place]):
+                state = states.keep(state)
             elif state.kind != Kind.CONSTANT:
                 state = states.unkept(state)
             if state.kind == Kind.LOW and not fusible.holds_only_what_fits(eqn, state.dtype):

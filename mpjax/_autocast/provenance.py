@@ -187,7 +187,7 @@ def _carried(eqn: Any) -> list[Any]:
 
 
 def _why_carried(state: states.State) -> str:
-    if state == states.KEPT:
+    if state.is_state:
         return STATE
     if state.kind is Kind.LOW:
         return STREAM

@@ -46,6 +46,11 @@ class State:
     pure: bool = False
     kept: bool = False
 
+    @property
+    def is_state(self) -> bool:
+        """Whether the value is what a program changes a little at a time."""
+        return self.kind == Kind.WIDE and self.kept
+
 
 FOREIGN = State(Kind.FOREIGN)
 NEUTRAL = State(Kind.NEUTRAL)
@@ -53,6 +58,7 @@ INPUT = State(Kind.NEUTRAL, kept=True)
 WIDE = State(Kind.WIDE)
 KEPT = State(Kind.WIDE, kept=True)
 WIDE_PURE = State(Kind.WIDE, pure=True)
+KEPT_PURE = State(Kind.WIDE, pure=True, kept=True)
 UNKNOWN_CONSTANT = State(Kind.CONSTANT)
 _MAX_VALUES = 8
 _SYMBOLIC = 1024  # what a dimension counts for that `jax.export` leaves open
@@ -118,10 +124,8 @@ def follow(states: Sequence[State], *, widest: bool = False) -> State:
     kinds = {s.kind for s in found}
     lows = {s.dtype for s in found if s.kind == Kind.LOW}
     if Kind.WIDE in kinds:
-        if any(s.kept for s in found if s.kind == Kind.WIDE):
-            return KEPT
-        pure = not lows and all(s.pure for s in found if s.kind == Kind.WIDE)
-        return WIDE_PURE if pure else WIDE
+        state = _wide(found)
+        return keep(state) if any(s.is_state for s in found) else state
     if not lows:
         inputs = INPUT if INPUT in found else NEUTRAL
         return inputs if Kind.NEUTRAL in kinds else UNKNOWN_CONSTANT
@@ -138,20 +142,30 @@ def full(states: Sequence[State]) -> State:
     kinds = {s.kind for s in states}
     if kinds <= {Kind.FOREIGN, Kind.CONSTANT}:
         return UNKNOWN_CONSTANT
-    pure = all(s.pure for s in states if s.kind == Kind.WIDE) and Kind.LOW not in kinds
-    return WIDE_PURE if pure else WIDE
+    return _wide(states)
 
 
 def unknown(states: Sequence[State]) -> State:
     """Returns the state of the result of an operation of which nothing is known."""
-    rounded = any(s.kind in (Kind.LOW, Kind.WIDE) for s in states)
-    return WIDE if rounded else NEUTRAL
+    touched = any(s.kind in (Kind.LOW, Kind.WIDE) for s in states)
+    return _wide(states) if touched else NEUTRAL
+
+
+def _wide(states: Sequence[State]) -> State:
+    """Returns the state of what is made in float32 of several values: pure, unless one is not."""
+    rounded = any(s.kind == Kind.LOW or (s.kind == Kind.WIDE and not s.pure) for s in states)
+    return WIDE if rounded else WIDE_PURE
+
+
+def keep(state: State) -> State:
+    """Returns the state of the same value where a program keeps it and changes it a little."""
+    return KEPT if state.kind == Kind.LOW or state in (WIDE, KEPT) else KEPT_PURE
 
 
 def unkept(state: State) -> State:
     """Returns the state of what is made of a value by more than sums, products and moves."""
-    if state == KEPT:
-        return WIDE
+    if state.is_state:
+        return _wide([state])
     return NEUTRAL if state == INPUT else state
 
 

@@ -66,8 +66,8 @@ class Sums:
 
     def state(self, eqn: Any, operands: Sequence[State], state: State, *, widest: bool) -> State:
         """Returns the state of a sum that would be `state` by its operands alone."""
-        if state == states.KEPT or self._changes_a_state(eqn, operands):
-            return states.KEPT
+        if state.is_state or self._changes_a_state(eqn, operands):
+            return states.keep(state)
         if state.kind == Kind.WIDE and not widest:
             return self._stream(eqn, operands) or state
         return state
