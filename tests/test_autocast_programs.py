@@ -142,6 +142,17 @@ def test_a_function_that_returns_nothing():
     check(fun, X, W)
 
 
+def test_sums_that_nothing_reads():
+    def fun(b, x, w):
+        unread = jnp.ones((4, 8)) + b  # noqa: F841 - what a model computes and does not return
+        return jnp.sum(x @ w)
+
+    args = jnp.ones(8), jnp.ones((4, 4)), jnp.ones((4, 8))
+    loss, grads = jax.value_and_grad(autocast(fun, "bf16-mixed"), 1)(*args)
+    assert loss == 128
+    np.testing.assert_array_equal(grads, 8)
+
+
 def test_a_loop_until_convergence():
     def fun(x, w):
         far = lambda s: jnp.max(jnp.abs(s[0] - s[1])) > 1e-2  # noqa: E731 - one expression

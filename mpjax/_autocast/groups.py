@@ -257,7 +257,7 @@ def _mark(jaxpr: Any, step: Step, twice: set[Any], found: dict[Any, State]) -> N
         step.masked = masks.in_group(jaxpr, eqns, step.outputs, found)
         step.several = frozenset(storage.activated(eqns, step.masked))
         return
-    if not all(is_low and not is_full for _, is_low, is_full in step.outputs):
+    if not step.outputs or not all(low and not full for _, low, full in step.outputs):
         return
     joined = {eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "concatenate"}
     step.several = frozenset(joined & twice)
