@@ -57,14 +57,14 @@ def convolutional(params: Any, x: jax.Array) -> jax.Array:
 _IMAGES = ("NHWC", "HWIO", "NHWC")
 
 
-def cases() -> dict[str, tuple[Any, Any, Any]]:
+def cases(network: str) -> dict[str, tuple[Any, Any, Any]]:
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape).astype(np.float32) * 0.05)
 
     layers = {"qkv": normal(4, 256, 768), "up": normal(4, 256, 1024), "down": normal(4, 1024, 256)}
-    return {
+    found = {
         "MLP, 6 layers of 512": (mlp, [normal(512, 512) for _ in range(6)], normal(512, 512)),
         "transformer, scan over 4 blocks of 256": (transformer, layers, normal(8, 128, 256)),
         "CNN, 4 layers of 32": (
@@ -73,6 +73,7 @@ def cases() -> dict[str, tuple[Any, Any, Any]]:
             normal(8, 32, 32, 3),
         ),
     }
+    return {name: case for name, case in found.items() if name.startswith(network)}
 
 
 def measured(fun: Any, args: Any) -> tuple[float, float, Any]:
@@ -88,10 +89,10 @@ def measured(fun: Any, args: Any) -> tuple[float, float, Any]:
     return compiling, float(np.median(times)), compiled.memory_analysis()
 
 
-def diagnosis() -> None:
+def diagnosis(network: str) -> None:
     print("| network | rows | compile, s | × | run, ms | × | peak, MB | × |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for name, (loss, params, x) in cases().items():
+    for name, (loss, params, x) in cases(network).items():
         step = mpjax.make_train_step(loss, optax.adamw(1e-3), "16-mixed", donate=False)
         state = step.init(params)
         subject, scale = _subject.of_loss(
@@ -115,11 +116,11 @@ def diagnosis() -> None:
 PAIRS = 100
 
 
-def healthy() -> None:
+def healthy(network: str) -> None:
     """What a step pays that is not diagnosed, by XLA's counts."""
     print("| network | step | MB accessed | temporaries, MB |")
     print("| --- | --- | --- | --- |")
-    for name, (loss, params, x) in cases().items():
+    for name, (loss, params, x) in cases(network).items():
         for kind in ("plain", "diagnosed"):
             step = mpjax.make_train_step(loss, optax.adamw(1e-3), "16-mixed", donate=False)
             state = step.init(params)
@@ -131,15 +132,13 @@ def healthy() -> None:
             print(f"| {name} | {kind} | {accessed / 1e6:.3f} | {temporaries / 1e6:.3f} |")
 
 
-def watched(network: str = "") -> None:
+def watched(network: str) -> None:
     """What `watch=100` costs, by the clock: a hundred steps of it in turn with a hundred plain."""
     print(
         "| network | values | plain, ms | between, ms | looking, ms | of 100, % | temporaries, MB |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for name, (loss, params, x) in cases().items():
-        if not name.startswith(network):
-            continue
+    for name, (loss, params, x) in cases(network).items():
         steps = [
             mpjax.make_train_step(loss, optax.adamw(1e-3), "16-mixed", donate=False, watch=watch)
             for watch in (None, 100)
@@ -171,7 +170,7 @@ def watched(network: str = "") -> None:
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
-def suggested() -> None:
+def suggested(network: str) -> None:
     """What `suggest` finds, and the gradients' errors under it, as XLA compiles for users."""
     unet = NETWORKS["unet"]("tiny")
     drawn = unet.init(jax.random.key(0)), unet.sample(jax.random.key(1))
@@ -184,6 +183,8 @@ def suggested() -> None:
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for (name, (loss, params, x)), asked in zip(networks.items(), (0.01, 0.0095), strict=True):
+        if not name.startswith(network):
+            continue
         exact = exact_gradients(loss, params, x)
         for reverse in (False, True):
             search = numerics.suggest(loss, "bf16-mixed", tolerance=asked, reverse=reverse)
@@ -208,11 +209,11 @@ PARTS = {f.__name__: f for f in (diagnosis, healthy, watched, suggested)}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--network", default="", help="of `watched`, as its name begins: CNN")
+    parser.add_argument("--network", default="", help="only those whose names begin so: CNN")
     print(f"JAX {jax.__version__}, {jax.devices()[0].device_kind}")
     given = parser.parse_args()
     for part in given.parts:
-        PARTS[part](*([given.network] if part == "watched" else []))
+        PARTS[part](given.network)
 
 
 if __name__ == "__main__":

@@ -174,20 +174,24 @@ COUNTS = {  # marker and label
 }
 
 
+def bf16_rows(table: str) -> list[dict[str, Any]]:
+    rows = json.loads((RESULTS / f"{table}.json").read_text())["rows"]
+    return [row for row in rows if row["dtype"] == "bf16"]
+
+
 def table_rows(table: str) -> list[dict[str, Any]]:
     """Returns the rows of a table in bfloat16 but for size "medium", which has no float32."""
-    rows = json.loads((RESULTS / f"{table}.json").read_text())["rows"]
-    return [r for r in rows if r["dtype"] == "bf16" and r["size"] != "medium"]
+    return [row for row in bf16_rows(table) if row["size"] != "medium"]
 
 
 def largest_rows(table: str) -> dict[tuple[str, str], dict[str, Any]]:
     """Returns rows in bfloat16 by network and variant, of the largest size of each network."""
-    rows = json.loads((RESULTS / f"{table}.json").read_text())["rows"]
+    rows = bf16_rows(table)
     full = {row["network"] for row in rows if row["size"] == "full"}
     return {
         (row["network"], row["variant"]): row
         for row in rows
-        if row["dtype"] == "bf16" and (row["size"] == "full") == (row["network"] in full)
+        if (row["size"] == "full") == (row["network"] in full)
     }
 
 

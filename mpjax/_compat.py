@@ -160,8 +160,9 @@ def bind_remat(eqn: Any, fun: Callable[..., Any], args: Sequence[Any], policy: A
 
 
 def scan_options(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of a `scan` equation that only some versions have."""
-    return {"_split_transpose": True} if params.get("_split_transpose") else {}
+    """Returns what `lax.scan` is told, to give a `scan` equation's parameters again."""
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    return options | ({"_split_transpose": True} if params.get("_split_transpose") else {})
 
 
 def jit_options(params: dict[str, Any], extra: Sequence[int]) -> dict[str, Any]:

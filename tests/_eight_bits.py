@@ -57,8 +57,8 @@ class NoisyProducts(Noisy):
     def operation(self, eqn: Any, values: list[Any], flags: Any, out: Any) -> list[Any]:
         if eqn.primitive.name == "dot_general" and self.scale:
             dims = eqn.params["dimension_numbers"]
-            pairs = enumerate(zip(values[:2], *dims, strict=True))
-            values = [self._eight_bit(v, summed, kept) for _, (v, summed, kept) in pairs]
+            operands = zip(values[:2], *dims, strict=True)
+            values = [self._eight_bit(v, summed, kept) for v, summed, kept in operands]
         return super().operation(eqn, values, flags, out)
 
     def _eight_bit(self, value: Any, summed: Any, kept: Any) -> Any:

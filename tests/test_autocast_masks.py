@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mpjax._autocast import autocast, backends, masks
+from mpjax._autocast import autocast, held, masks
 from mpjax.testing import assert_bitwise_equal
 
 KEY = jax.random.key(0)
@@ -62,7 +62,7 @@ def test_no_mask_is_kept():
 def test_gradients_are_those_of_a_mask_of_the_input(policy, by_stored, monkeypatch):
     fun = jax.jit(jax.value_and_grad(autocast(layer(jax.nn.relu), policy), (0, 1)))
     if by_stored:  # as a GPU does, whose lowering cannot run here
-        monkeypatch.setattr(backends, "is_positive", lambda value, stored: stored > 0)
+        monkeypatch.setattr(held, "is_positive", lambda value, stored: stored > 0)
     got = fun(W, X)
     monkeypatch.setattr(masks, "in_group", lambda *args: frozenset())
     again = autocast(lambda w, x: layer(jax.nn.relu)(w, x), policy)
@@ -101,7 +101,7 @@ RULES = {
 
 @pytest.mark.parametrize(("fun", "rule"), RULES.values(), ids=RULES)
 def test_a_rule_of_the_users_own_is_kept(fun, rule, monkeypatch):
-    monkeypatch.setattr(backends, "is_positive", lambda value, stored: stored > 0)
+    monkeypatch.setattr(held, "is_positive", lambda value, stored: stored > 0)
     loss = layer(with_rule(fun, rule))
     got = jax.grad(autocast(loss, "bf16-mixed"), (0, 1))(W, X)
     for a, b in zip(got, jax.grad(loss, (0, 1))(W, X), strict=True):

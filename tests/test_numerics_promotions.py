@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_autocast_equinox
 from flax import nnx
 
 from mpjax.numerics import find_promotions
@@ -140,9 +141,8 @@ def _of_nnx() -> Any:
 
 
 def _of_equinox() -> Any:
-    equinox = pytest.importorskip("test_autocast_equinox")
-    for name in equinox.LAYERS:
-        fun, args = equinox._layer(name)
+    for name in test_autocast_equinox.LAYERS:
+        fun, args = test_autocast_equinox._layer(name)
         yield name, fun, args
 
 

@@ -1,5 +1,6 @@
 """qwix beside 8-bit products: the same where it is right, and what it gets wrong as cases."""
 
+import importlib
 import sys
 
 import jax
@@ -49,7 +50,7 @@ def test_without_qwix_the_message_says_what_to_install(monkeypatch):
 
 @pytest.fixture(scope="module")
 def qwix():
-    return pytest.importorskip("qwix", reason="qwix is not installed: it is in the extra dev")
+    return importlib.import_module("qwix")  # it imports much, which few tests here need
 
 
 def normal(seed, *shape):

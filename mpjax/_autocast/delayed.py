@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from mpjax import _compat
-from mpjax._autocast import scopes
+from mpjax._autocast import scopes, structure
 from mpjax._autocast.product import Config, current
 from mpjax._errors import message
 from mpjax._op_rules import PRODUCTS
 from mpjax._quantized_policy import QuantizedPolicy, recipes_in
 from mpjax._tree import OVERWRITE_WITH_GRADIENT, RECORDED
 
-KEEPING = frozenset({"jit", "remat2", "checkpoint", "scan"})
+KEEPING = frozenset({"jit", "scan", *structure.CHECKPOINTS})
 """Calls whose products keep histories: what each of them holds is run as often as is known."""
 
 _FLOAT32 = jnp.dtype("float32")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax._autocast import backends, groups, masks, scopes, storage, traits
+from mpjax._autocast import groups, held, masks, scopes, storage, traits
 from mpjax._autocast.binding import bind, inside, written_at
 from mpjax._autocast.plan import FLOAT32, Plan, is_float32
 from mpjax._autocast.recompute import recomputed
@@ -108,15 +108,15 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
                 local.update(zip(eqn.outvars, _bind(plan, step, eqn, values), strict=True))
             (var, *_) = eqn.outvars
             if var in step.convolved:
-                local[var] = backends.summed(local[var], plan.states[var].dtype)
+                local[var] = held.summed(local[var], plan.states[var].dtype)
             if low := groups.low_cotangent(eqn, step, plan.states):
                 apart = var not in step.several
-                local[var] = backends.stored_cotangent(local[var], low, apart=apart)
+                local[var] = held.stored_cotangent(local[var], low, apart=apart)
         outs: list[Any] = []
         for var, is_low, is_full in step.outputs:
             if is_low:
                 low_form = local[var].astype(plan.states[var].dtype)
-                outs.append(backends.stored(low_form) if var in step.stored else low_form)
+                outs.append(held.stored(low_form) if var in step.stored else low_form)
             if is_full:
                 outs.append(_widened(var, local[var]))
         return outs
@@ -138,7 +138,7 @@ def _operands(plan: Plan, step: groups.Step, eqn: Any, local: dict[Any, Any]) ->
             # Repeated here, or its cotangent would be summed before it is stored.
             wide = jnp.broadcast_to(values[i], eqn.outvars[0].aval.shape)
             low = groups.stored_dtype(step, plan.states)
-            values[i] = backends.stored_cotangent(wide, low, apart=True)
+            values[i] = held.stored_cotangent(wide, low, apart=True)
     return values
 
 

@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from mpjax import _compat
-from mpjax._autocast import backends, exact, traits
+from mpjax._autocast import exact, held, traits
 from mpjax._autocast.hints import hint
 from mpjax._autocast.rule_traces import RuleTrace
 from mpjax._autocast.states import State
@@ -70,17 +70,17 @@ def run(eqn: Any, value: Any, dtype: Any) -> Any:
 def _to_low(fun: Callable[..., Any], dtype: Any, *args: Any) -> Any:
     """Returns `fun(*args)`, of a float32 function or its rule, rounded where it is stored."""
     if len(args) == 1:
-        return [backends.stored(x.astype(dtype)) for x in fun(*args)]
+        return [held.stored(x.astype(dtype)) for x in fun(*args)]
     traced = RuleTrace(fun, args)
     jaxpr = traced.jaxpr
     if str(jaxpr) == str(_rule_of_relu(args)):
         value, tangent = args
         (made_by, *_) = jaxpr.jaxpr.eqns
         stored, low = run(made_by, value, dtype), tangent.astype(dtype)
-        mask = backends.is_positive(value, stored)
+        mask = held.is_positive(value, stored)
         return traced.rebuild([stored, lax.select(mask, low, jnp.zeros_like(low))])
     first, *tangents = jaxpr_as_fun(jaxpr)(*traced.arrays)
-    outs = [backends.stored(first.astype(dtype)), *(t.astype(dtype) for t in tangents)]
+    outs = [held.stored(first.astype(dtype)), *(t.astype(dtype) for t in tangents)]
     return traced.rebuild(outs)
 
 

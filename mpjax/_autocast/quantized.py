@@ -27,7 +27,6 @@ SMALLEST = 4096
 """Elements of a weight below which a product stays in 16 bits: its casts would cost more."""
 MULTIPLE = 16
 """What both sizes of a weight divide by, as matrix units want them."""
-_DO_NOT_DIVIDE = "do not divide"
 _ANY_PATH = "\0"  # no layer is called so: what matches it matches everything
 
 
@@ -79,8 +78,6 @@ class Products:
         if recipe is None:
             return None, "", low
         why = self._why_not(eqn, weight, path, recipe, rule)
-        if why.endswith(_DO_NOT_DIVIDE) and rule is not None and not matches(rule, _ANY_PATH):
-            _refuse_blocks(eqn, why, recipe, rule, path)
         why = "what reads it needs it exact" if exact else why
         if weight is None or why:
             return None, f"not in 8 bits: {why}", low
@@ -110,7 +107,10 @@ class Products:
             return "a convolution"
         sizes = _sizes(eqn, weight)
         if sizes[0] % recipe.block_size:
-            return f"it adds up {sizes[0]}, which blocks of {recipe.block_size} {_DO_NOT_DIVIDE}"
+            why = f"it adds up {sizes[0]}, which blocks of {recipe.block_size} do not divide"
+            if rule is not None and not matches(rule, _ANY_PATH):
+                _refuse_blocks(eqn, why, recipe, rule, path)
+            return why
         if rule is not None:
             return ""
         if self.given is not None and path in self.given.tables:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpjax import _compat
-from mpjax._autocast import backends, delayed, exact, groups, product, rebind_calls, remat, sums
+from mpjax._autocast import delayed, exact, groups, held, product, rebind_calls, remat, sums
 from mpjax._autocast.binding import bind, written_at
 from mpjax._autocast.group_functions import GroupFunctions
 from mpjax._autocast.plan import Action, Decision, Plan, is_float32
@@ -174,10 +174,10 @@ class Interpreter:
                 operands = [_operand(v, a, state.dtype) for v, a in _paired(eqn, values)]
                 outs = bind(eqn, operands) if rule else exact.run(eqn, operands, state.dtype)
                 if eqn.outvars[0] in step.stored:
-                    outs = [backends.stored(out) for out in outs]
+                    outs = [held.stored(out) for out in outs]
                 if eqn.outvars[0] in step.several:
                     dtype = state.dtype
-                    outs = [backends.stored_cotangent(x, dtype, apart=True) for x in outs]
+                    outs = [held.stored_cotangent(x, dtype, apart=True) for x in outs]
                 for v, out in zip(eqn.outvars, outs, strict=True):
                     local[v] = Value(out, plan.states[v])
         env.update((v, local[v]) for v, _, _ in step.outputs)

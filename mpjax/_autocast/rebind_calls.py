@@ -157,9 +157,6 @@ def _run_scan(runner: Interpreter, decision: Decision, values: Sequence[Value]) 
         body,
         operands[first:last],
         (operands[last:], list(runner.history.arrays)),
-        length=eqn.params["length"],
-        reverse=eqn.params["reverse"],
-        unroll=eqn.params["unroll"],
         **_compat.scan_options(eqn.params),
     )
     return [*carry, *ys]

@@ -16,7 +16,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax import _compat
-from mpjax._autocast import backends, traits
+from mpjax._autocast import held, traits
 from mpjax._autocast.hints import hint
 from mpjax._autocast.states import size
 
@@ -58,7 +58,7 @@ def _apart(fun: Function, again: Function) -> Function:
     @functools.partial(run.defjvp, symbolic_zeros=True)
     def _(inputs: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-        others = [backends.kept_apart(x) for x in inputs]
+        others = [held.kept_apart(x) for x in inputs]
 
         def of_moving(*values: Any) -> list[Any]:
             mixed = list(others)
@@ -77,7 +77,7 @@ def _keeps_small(limit: int) -> Callable[..., bool]:
     """A checkpoint policy; equal limits share one, so that equal programs are."""
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> bool:
-        if primitive is backends.STORED:
+        if primitive is held.STORED:
             return True
         if primitive.name not in traits.STATISTIC:
             return False

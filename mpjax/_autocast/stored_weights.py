@@ -13,10 +13,9 @@ import jax
 from jax import lax
 
 from mpjax import _compat
+from mpjax._autocast import structure
 from mpjax._autocast.binding import bind, written_at
 from mpjax._quantized_array import dequantized, dequantized_p
-
-_CHECKPOINTS = frozenset({"remat2", "checkpoint"})
 
 
 class _Stored(NamedTuple):
@@ -87,9 +86,6 @@ def _scan(eqn: Any, values: Sequence[Any]) -> list[Any]:
         step,
         _read(values[first:last]),
         xs,
-        length=length,
-        reverse=eqn.params["reverse"],
-        unroll=eqn.params["unroll"],
         **_compat.scan_options(eqn.params),
     )
     return [*carry, *ys]
@@ -107,4 +103,4 @@ def _checkpoint(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return jax.checkpoint(lambda *args: _read(_run(body, args)), **options)(*values)
 
 
-_INTO = {"scan": _scan, **dict.fromkeys(_CHECKPOINTS, _checkpoint)}
+_INTO = {"scan": _scan, **dict.fromkeys(structure.CHECKPOINTS, _checkpoint)}

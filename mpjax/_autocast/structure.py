@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from mpjax import _compat
 
+CHECKPOINTS = ("remat2", "checkpoint")  # the primitive of `jax.checkpoint`, by version
 _SINGLE = {
     "jit": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
+    **dict.fromkeys(CHECKPOINTS, "jaxpr"),
     "shard_map": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",

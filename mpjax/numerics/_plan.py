@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax._autocast import scopes
+from mpjax._autocast import scopes, structure
 from mpjax._dtypes import short_name
 from mpjax.numerics import _frames, _names
 from mpjax.numerics._own import is_identity
@@ -32,7 +32,6 @@ pcast pvary reshard reshape rev sharding_constraint squeeze stop_gradient tile t
 _SAME = frozenset(_SAMES.split())
 _CALLS = "jit pjit closed_call core_call custom_jvp_call custom_vjp_call"
 _INLINED = frozenset(_CALLS.split())
-_REMAT = frozenset({"remat2", "checkpoint"})
 
 
 class Kind(enum.Enum):
@@ -305,7 +304,7 @@ def _kind(eqn: Any) -> Kind:
     by_name["shard_map"] = Kind.SHARD_MAP
     if name in by_name:
         return by_name[name]
-    if name in _REMAT:
+    if name in structure.CHECKPOINTS:
         return Kind.REMAT if eqn.params.get("differentiated") else Kind.INLINED
     if name in _INLINED:
         return Kind.INLINED

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax import _compat
+from mpjax._autocast import structure
 from mpjax._dtypes import short_name
 from mpjax.numerics import _names
 from mpjax.numerics._frames import Call, call_of
@@ -164,7 +165,7 @@ _FIXES = {
     _OTHER: "y.astype(x.dtype)",
 }
 _INLINED = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint"}
+    {"jit", "pjit", "closed_call", "core_call", *structure.CHECKPOINTS}
     | {"custom_jvp_call", "custom_vjp_call"}
 )
 _FILLED = frozenset({"ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "eye"})

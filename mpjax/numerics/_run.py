@@ -253,9 +253,6 @@ class Runner:
             iteration,
             state,
             [self._split(body, t) for t in operands[last:]],
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
             **_compat.scan_options(params),
         )
         return [*carry, *(self._joined(t) for t in ys)], total

@@ -1,0 +1,142 @@
+"""Values that a backend holds low, or apart from others, where its compiler would not.
+
+XLA:GPU cancels a rounding to low against the widening of a later reader, and then stores float32.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from .hints import hint
+from .identity import GPUS, batched, converted, identity_primitive, lower_on, repeated
+
+FLOAT32 = np.dtype("float32")
+
+STORED = identity_primitive("stored", dict.fromkeys(GPUS, lax.optimization_barrier))
+
+
+def stored(x: jax.Array) -> jax.Array:
+    """Returns a low value from which a GPU reads a mask, and which is kept for that."""
+    return STORED.bind(x)
+
+
+_apart_p = identity_primitive("kept_apart", {})
+mlir.register_lowering(_apart_p, mlir.lower_fun(lax.optimization_barrier, multiple_results=False))
+
+
+def kept_apart(x: jax.Array) -> jax.Array:
+    """Returns a value that XLA takes for another than `x`."""
+    return _apart_p.bind(x)
+
+
+_positive_p = Primitive("is_positive")
+
+
+def is_positive(value: jax.Array, stored: jax.Array) -> jax.Array:
+    """Returns where a value is positive, as what is stored of it is; a GPU reads the latter."""
+    return _positive_p.bind(lax.stop_gradient(value), lax.stop_gradient(stored))
+
+
+def _value_is_positive(value: jax.Array, stored: jax.Array) -> jax.Array:
+    del stored
+    return value > 0
+
+
+def _stored_is_positive(value: jax.Array, stored: jax.Array) -> jax.Array:
+    del value
+    return stored > 0
+
+
+_positive_p.def_impl(_value_is_positive)
+_positive_p.def_abstract_eval(lambda x, y: x.update(dtype=np.dtype(bool), weak_type=False))
+batching.defbroadcasting(_positive_p)
+mlir.register_lowering(_positive_p, mlir.lower_fun(_value_is_positive, multiple_results=False))
+lower_on(_positive_p, dict.fromkeys(GPUS, _stored_is_positive))
+
+
+# -- values whose cotangents are stored low, as several kernels read them ------------------------
+
+_cotangent_p = Primitive("stored_cotangent")
+_low_once_p = Primitive("cotangent_stored_low")
+
+
+@hint("stored_cotangent", lambda x, _, **__: x)
+def stored_cotangent(x: jax.Array, dtype: Any, *, apart: bool) -> jax.Array:
+    """Returns a float32 value whose cotangent is read more than once.
+
+    On a GPU and a TPU all read it as it is stored; else XLA would store it in float32.
+
+    Args:
+      x: f32[...].
+      dtype: what it is stored in.
+      apart: whether a kernel stores it that nothing else is fused into. That of a biased product
+        is stored in any case, as the product's operand; that of a normalised value, which is
+        summed and then read again, may be summed by the kernel that makes it.
+    """
+    return _cotangent_p.bind(x, dtype=dtype, apart=apart)
+
+
+_summed_p = Primitive("low_sum")
+
+
+def summed(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns a sum that will be rounded; a GPU adds it up low, which its convolutions can do."""
+    return _summed_p.bind(x, dtype=dtype)
+
+
+def _low_once(x: jax.Array, *, dtype: Any, apart: bool) -> jax.Array:
+    """XLA:GPU cancels a rounding against a widening: not behind a barrier, nor one by bits.
+
+    The upper half of a float32 number is a bfloat16 number; float16 has no such shift.
+    """
+    if not apart and dtype == jax.numpy.bfloat16 and x.dtype == FLOAT32:
+        bits = lax.bitcast_convert_type(x.astype(dtype), np.uint16).astype(np.uint32)
+        return lax.bitcast_convert_type(bits << np.uint32(16), FLOAT32)
+    return lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
+
+
+def _low_on_tpu(x: jax.Array, *, dtype: Any, apart: bool) -> jax.Array:
+    """XLA:TPU keeps the rounding; a barrier would also part the sums from what they are of."""
+    del apart
+    return x.astype(dtype).astype(x.dtype)
+
+
+for _primitive in (_cotangent_p, _low_once_p, _summed_p):
+    _primitive.def_impl(lambda x, **_: x)
+    _primitive.def_abstract_eval(lambda x, **_: x.update(weak_type=False))
+    batching.primitive_batchers[_primitive] = functools.partial(batched, _primitive)
+for _primitive in (_cotangent_p, _low_once_p):
+    mlir.register_lowering(_primitive, lambda ctx, x, **_: [x])
+lower_on(_low_once_p, dict.fromkeys(GPUS, _low_once) | {"tpu": _low_on_tpu})
+ad.deflinear2(_cotangent_p, lambda ct, x, **how: [_low_once_p.bind(ct, **how)])
+for _primitive in (_low_once_p, _summed_p):
+    ad.deflinear2(_primitive, lambda ct, x, **_: [ct])
+
+
+def _lower_sum(ctx: Any, x: Any, *, dtype: Any) -> Any:
+    """Repeats a sum with low operands and a low result."""
+    total = x.owner
+    platforms = set(ctx.module_context.platforms)
+    if not platforms <= set(GPUS) or getattr(total, "name", None) != "stablehlo.add":
+        return [x]
+    element = mlir.dtype_to_ir_type(dtype)
+    low = repeated(total, [_narrowed(operand, element) for operand in total.operands], element)
+    return [converted(low, mlir.dtype_to_ir_type(FLOAT32))]
+
+
+def _narrowed(x: Any, element: Any) -> Any:
+    """Returns an operand of low elements: as it was before it was widened, or repeated."""
+    owner = x.owner
+    name = getattr(owner, "name", None)
+    if name == "stablehlo.broadcast_in_dim":
+        return repeated(owner, [_narrowed(owner.operands[0], element)], element)
+    return converted(x, element)
+
+
+# Not cacheable: JAX would lower it as a function of its own, where no sum is in sight.
+mlir.register_lowering(_summed_p, _lower_sum, cacheable=False)
