@@ -90,7 +90,7 @@ FORMS: dict[str, tuple[str, Wrapper]] = {
         *("bf16-true", lambda tx: optim.with_stochastic_rounding(bfloat16(tx))),
     ),
     "stochastic + int8 moments": ("bf16-true", lambda tx: optim.with_stochastic_rounding(int8(tx))),
-    "stochastic + int8 moments, one scale a row": (
+    "stochastic + int8 moments by row": (
         *("bf16-true", lambda tx: optim.with_stochastic_rounding(int8_rows(tx))),
     ),
     "linear int8 second moments": ("32-true", linear_second_moments),
