@@ -7,16 +7,14 @@ shows the shares that the tables in benchmarks/results/ give, and `saves.png`, w
 `saves.txt`, what they come to; `optimizers.png` shows how training goes with weights and moments in
 fewer bits. `pod_report.png` is `pod_report.txt` with notes; the text is what
 `python examples/train_pod.py tpu_configs/v5e-256.yaml --check` prints with libtpu. With `--page`
-the blocks of numerics.md are run, and draw `exponents.png` and `overflow.png`.
+the blocks of numerics.md are run, and page_figures.py draws what they find.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import itertools
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import page_figures
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
@@ -360,41 +359,6 @@ def draw_report(lines: list[str], path: Path) -> None:
     figure.savefig(path)
 
 
-def drawn_by_page(folder: Path) -> None:
-    """Draws what the blocks of numerics.md find, run as they stand there."""
-    page = (Path(__file__).parent / "numerics.md").read_text()
-    names: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        with contextlib.redirect_stdout(None):
-            exec(block, names)
-        if block.startswith("hot ="):
-            draw_overflow(names["report"], folder / "overflow.png")
-        if "figure = report.plot()" in block:
-            names["figure"].savefig(folder / "exponents.png", dpi=110)
-
-
-def draw_overflow(report: Any, path: Path) -> None:
-    """Draws the largest magnitude of each operation of a forward pass, and what is not finite."""
-    rows = [r for r in report.rows if r.phase == "forward" and r.module and r.shape]
-    rows = [r for r in rows if r.operation != "convert_element_type"]
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    for x, row in enumerate(rows):
-        if row.inf or row.nan:
-            born = row.origin == "born here"
-            axes.bar(x, 24, bottom=-8, color="#d55e00", alpha=1 if born else 0.25)
-            if born:
-                axes.annotate(f"{row.inf} inf, born here", (x + 0.6, 18), fontsize=8)
-        elif row.amax:
-            axes.bar(x, max(math.log2(row.amax), -8) + 8, bottom=-8, color="#0072b2")
-    axes.axhline(16, color="black", linewidth=1)
-    axes.text(-0.5, 16.4, "65504, the largest float16", fontsize=8)
-    labels = [f"{row.module}: {row.operation} {row.dtype}" for row in rows]
-    axes.set_xticks(range(len(rows)), labels, rotation=40, ha="right", fontsize=7)
-    axes.set(ylabel="largest finite magnitude, log2", ylim=(-8, 24))
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
@@ -404,8 +368,7 @@ def main() -> None:
     folder = arguments.out
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.page:
-        drawn_by_page(folder)
-        print(f"exponents.png and overflow.png are in {folder}.")
+        print(f"{', '.join(page_figures.drawn(folder))} are in {folder}.")
         return
     draw_formats(folder / "formats.png")
     draw_eight_bits(folder / "eight_bits.png")

@@ -161,3 +161,13 @@ def test_the_pictures_can_be_drawn(tmp_path: Path):
     }
     # The landing page's numbers are those of the tables; where they changed, draw them again.
     assert (tmp_path / "saves.txt").read_text() == (DOCS / "images" / "saves.txt").read_text()
+
+
+@pytest.mark.slow
+def test_the_pictures_of_the_numerics_page_are_drawn_from_what_its_code_finds(tmp_path: Path):
+    command = [sys.executable, str(DOCS / "figures.py"), "--page", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    shown = re.findall(r"{image} images/(\S+)", (DOCS / "numerics.md").read_text())
+    assert len(shown) == 4
+    assert {path.name for path in tmp_path.iterdir()} == {*shown}
