@@ -4,8 +4,8 @@ The techniques are those of the Mixed Precision Training paper (Micikevicius et 
 https://arxiv.org/abs/1710.03740), each measured alone on a CNN trained on 1797 real digits:
 
   1. Loss scaling. Gradients of activations, once the loss is small, and their exponents: what lies
-     left of 2^-24, the smallest float16, becomes 0, and left of 2^-14 it loses bits. Multiplying
-     the loss by 2^15 moves everything 15 to the right.
+     left of 2^-25, half the smallest float16, becomes 0, and left of 2^-14 it loses bits.
+     Multiplying the loss by 2^15 moves everything 15 to the right.
   2. float32 master weights. A weight plus a much smaller update is the same weight: the share of
      updates that leave no trace grows as the learning rate decays, and training stalls.
   3. float32 accumulation. A long sum stops growing once its terms are below half its last bit:
@@ -202,10 +202,18 @@ def table(
 
 
 def draw_exponents(axis: Any, gradients: ExponentReport) -> None:
-    gradients.plot(axis, kinds=("wgrad",), loss_scale=LOSS_SCALE)
-    axis.axvspan(-60, -24.5, color="#999999", alpha=0.25, linewidth=0)
+    kinds = ("wgrad",)  # of the perturbations, which `exponents` was given as parameters
+    gradients.plot(axis, kinds=kinds, loss_scale=LOSS_SCALE, formats=("float16",))
+    plain, scaled, end = axis.lines
+    styles = ((plain, "as they are", COLORS["float16"]), (scaled, "loss × $2^{15}$", "#009e73"))
+    for line, name, color in styles:
+        share = line.get_label().partition(": ")[2]
+        line.set(label=f"{name}: {share}", color=color, linewidth=1.6)
+    axis.axvspan(-60, end.get_xdata()[0], color="#999999", alpha=0.25, linewidth=0)
     axis.set(title="1. Gradients of activations", xlim=(-45, 16))
     axis.set_ylim(0, 1.6 * axis.get_ylim()[1])
+    for text in axis.texts:
+        text.set(text="0 in float16 ", y=0.82, rotation=0, fontsize=9)  # below the legend
 
 
 def draw_lost_updates(axis: Any, careful: dict[str, Trained]) -> None:

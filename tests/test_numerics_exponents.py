@@ -106,6 +106,23 @@ def test_it_prints_on_a_screen_and_draws():
         report.plot(kinds=("wgrads",))
 
 
+def test_left_of_a_drawn_line_is_what_the_format_makes_zero():
+    report = exponents(lambda params, x: 16 * loss(params, x), "float32")(PARAMS, X)
+    names = ("float16", "float8_e5m2")
+    axes = report.plot(kinds=("gradient",), formats=names).axes[0]
+    curve, *ends = axes.lines
+    x, y = curve.get_xdata() + 0.5, curve.get_ydata()  # a bin's right edge, and its share
+    left = [float(y[x <= end.get_xdata()[0]].sum()) for end in ends]
+    want = [report.lost("gradient", name).underflows for name in names]
+    assert left == pytest.approx(want)
+    assert 1 < want[0] < 99
+    assert [text.get_text() for text in axes.texts][1] == "e5m2: 0 left of this"
+    with pytest.raises(ValueError, match=r"plot\(dtype\): no format 'fp8'(.|\n)*'float8_e5m2'"):
+        report.plot(formats=("fp8",))
+    with pytest.raises(ValueError, match=r"no format 'half'(.|\n)*'float16'"):
+        report.lost("gradient", "half")
+
+
 def test_a_loop_is_counted_as_often_as_it_runs():
     def looped(w: Any, x: Any) -> Any:
         def body(c: Any, _: Any) -> Any:

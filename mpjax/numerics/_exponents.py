@@ -12,7 +12,7 @@ import numpy as np
 
 from mpjax._errors import message
 from mpjax.numerics import _subject
-from mpjax.numerics._formats import EXPONENTS, FORMATS, Histogram, Lost
+from mpjax.numerics._formats import EXPONENTS, FORMATS, Format, Histogram, Lost, format_of
 from mpjax.numerics._histogram import BINS, Exponents
 from mpjax.numerics._plan import BACKWARD, RECOMPUTED, Plan
 from mpjax.numerics._program import Program, argument_names, check_alive
@@ -126,7 +126,12 @@ class ExponentReport:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def plot(
-        self, axis: Any = None, *, kinds: Sequence[str] = KINDS, loss_scale: float = 1.0
+        self,
+        axis: Any = None,
+        *,
+        kinds: Sequence[str] = KINDS,
+        loss_scale: float = 1.0,
+        formats: Sequence[str] = ("float16", "float8_e5m2", "float8_e4m3fn"),
     ) -> Any:
         """Returns a matplotlib figure: a line a kind, and where formats end.
 
@@ -134,9 +139,10 @@ class ExponentReport:
           axis: of matplotlib, to draw on; None for a figure of its own.
           kinds: which to draw, of 'weight', 'activation', 'gradient' and 'wgrad'.
           loss_scale: with which gradients are drawn once more; 1 for not.
+          formats: of which to draw where they end, also 'bfloat16'.
 
         Raises:
-          ValueError: there is no such kind.
+          ValueError: there is no such kind, or no such format.
         """
         from matplotlib.figure import Figure  # only for who draws
 
@@ -150,18 +156,8 @@ class ExponentReport:
             name = kind if scale == 1 else f"{kind} × {scale:g}"
             label = f"{name}: {found.lost('float16', scale).underflows:.1f}% are 0 in float16"
             axis.step(EXPONENTS + round(np.log2(scale)), share, where="mid", label=label)
-        edges = ((-24, "float16"), (-16, "e5m2"), (-9, "e4m3"))
-        for exponent, name in edges:
-            axis.axvline(exponent, color="#777777", linewidth=1, linestyle=":")
-            axis.annotate(
-                f"{name}: 0 left of this",
-                (exponent, 0.98),
-                rotation=90,
-                fontsize=7,
-                xycoords=("data", "axes fraction"),
-                va="top",
-                ha="right",
-            )
+        for name in formats:
+            _draw_end(axis, format_of(name, "ExponentReport.plot"))
         seen = [h for h in map(self.of, shown) if h.highest is not None]
         if seen:
             low = min(h.lowest for h in seen if h.lowest is not None)
@@ -173,6 +169,15 @@ class ExponentReport:
         return figure
 
 
+def _draw_end(axis: Any, form: Format) -> None:
+    """Draws a line where what a format makes 0 ends; a bin reaches half to each side."""
+    at = form.zero_below - 0.5
+    axis.axvline(at, color="#777777", linewidth=1, linestyle=":")
+    style = {"rotation": 90, "fontsize": 7, "va": "top", "ha": "right"}
+    words = f"{form.name.removeprefix('float8_').removesuffix('fn')}: 0 left of this"
+    axis.annotate(words, (at, 0.98), xycoords=("data", "axes fraction"), **style)
+
+
 def exponents(
     loss_fn: Callable[..., Any],
     policy: Any = None,
@@ -182,8 +187,8 @@ def exponents(
 ) -> Callable[..., ExponentReport]:
     """Returns a function that counts exponents of weights, activations and gradients, by module.
 
-    One histogram tells what every format would lose under every scale: float16 loses what is below
-    2⁻²⁴, float8_e5m2 below 2⁻¹⁶, float8_e4m3fn below 2⁻⁹.
+    One histogram tells what every format would lose under every scale: in float16 what is below
+    2⁻²⁵, half the smallest number, becomes 0, in float8_e5m2 below 2⁻¹⁷, in float8_e4m3fn 2⁻¹⁰.
 
     Args:
       loss_fn: `loss_fn(params, *batch) -> loss`, differentiated by its first argument.

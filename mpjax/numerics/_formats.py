@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mpjax._errors import message
 from mpjax.numerics._histogram import BINS, HIGHEST, INF, LOWEST, NAN, ZERO
 
 
@@ -19,6 +20,11 @@ class Format:
     normal: int  # of its smallest normal number
     largest: int  # of its largest number; what is 2**(largest + 1) or more does not fit
 
+    @property
+    def zero_below(self) -> int:
+        """The exponent below which all becomes 0."""
+        return self.smallest - 1
+
 
 FORMATS = {
     "float16": Format("float16", -24, -14, 15),
@@ -28,6 +34,18 @@ FORMATS = {
 }
 
 EXPONENTS = np.arange(LOWEST, HIGHEST + 1)
+
+
+def format_of(dtype: str, where: str) -> Format:
+    """Returns the format of that name.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if dtype in FORMATS:
+        return FORMATS[dtype]
+    allowed = f"Allowed: {', '.join(map(repr, FORMATS))}."
+    raise ValueError(message(f"{where}(dtype)", f"no format {dtype!r}.", allowed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +105,11 @@ class Histogram:
         Args:
           dtype: 'float16', 'bfloat16', 'float8_e4m3fn' or 'float8_e5m2'.
           scale: what the values are multiplied with first; taken as a power of two.
+
+        Raises:
+          ValueError: there is no such format.
         """
-        form = FORMATS[dtype]
+        form = format_of(dtype, "Histogram.lost")
         exponents = EXPONENTS + round(np.log2(scale))
         total = max(int(self.counts.sum()), 1)
 
@@ -98,8 +119,8 @@ class Histogram:
         return Lost(
             form.name,
             float(scale),
-            share(exponents < form.smallest - 1),
-            share((exponents >= form.smallest - 1) & (exponents < form.normal)),
+            share(exponents < form.zero_below),
+            share((exponents >= form.zero_below) & (exponents < form.normal)),
             share(exponents > form.largest),
         )
 
