@@ -71,6 +71,24 @@ def test_an_activation_beyond_float16_is_named_with_the_rule_that_mends_it():
     assert mended(mended.init(params()), big)[1]["grads_finite"]
 
 
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed", "float32"])
+@pytest.mark.parametrize(("dtype", "limit"), [("float16", 65504), ("float8_e4m3fn", 448)])
+def test_a_cast_of_the_function_itself_is_not_to_be_mended_by_a_policy(
+    policy: str, dtype: str, limit: int
+):
+    def loss(w: Any, x: Any) -> Any:
+        with jax.named_scope("cell"):
+            h = jnp.tanh(x @ w) * 1e5
+            h = h.astype(dtype).astype(jnp.float32)
+        return jnp.mean(h)
+
+    cause = diagnose(loss, policy)(jnp.ones((8, 8)), jnp.ones((4, 8))).cause
+    assert cause.kind == "range"
+    assert f"(1e+05) passes {limit}" in cause.text
+    assert "The function itself asks for" in cause.fix
+    assert "PolicyMap" not in cause.fix
+
+
 def test_a_nan_of_every_precision_is_said_to_be_one():
     def loss(w: Any, x: Any) -> Any:
         with jax.named_scope("norm"):

@@ -22,10 +22,11 @@ FLOAT32 = get_policy("float32")
 
 @dataclasses.dataclass(frozen=True)
 class Again:
-    """What can be measured once more: another loss scale, and float32."""
+    """What can be looked at once more: another loss scale, and float32."""
 
     read: Callable[[float], Read]
     finite_in_float32: Callable[[], bool]
+    written: Callable[[Row], bool]  # whether an operation is low in the float32 program too
 
 
 def decide(
@@ -49,12 +50,14 @@ def decide(
         turned = [rows[r] for r in followed.turned]
         return _masked(turned[0] if turned else None, leaves)
     first, number = born[0], followed.born[0]
+    dtype = plan.sites[number].dtype
     if first.phase == BACKWARD and subject.scaled and scale > 1:
         fitting = _fitting_scale(plan, again, scale)
         if fitting is not None:
-            return _scale_too_high(first, scale, fitting)
-    if is_narrow(plan.sites[number].dtype) and passes_range(plan, read, number):
-        return _beyond(first, _magnitude(plan, read, number), subject)
+            return _scale_too_high(first, dtype, scale, fitting)
+    if is_narrow(dtype) and passes_range(plan, read, number):
+        fix = _leave_out(first) if again.written(first) else _rule(first, subject)
+        return _beyond(first, dtype, _magnitude(plan, read, number), subject, fix)
     if again.finite_in_float32():
         return _rounding(first, subject)
     text = f"{_place(first)} makes {_what(first)} of finite operands, and so it does in float32: "
@@ -137,16 +140,13 @@ def _fitting_scale(plan: Plan, again: Again, scale: float) -> float | None:
     return 1.0
 
 
-def _scale_too_high(row: Row, scale: float, fitting: float) -> Cause:
-    limit = float(jnp.finfo(_DTYPES.get(row.dtype, jnp.float32)).max)
+def _scale_too_high(row: Row, dtype: Any, scale: float, fitting: float) -> Cause:
+    limit = float(jnp.finfo(dtype).max)
     text = f"the loss scale {scale:g} is too high: a cotangent in {_place(row)} passes {limit:g}. "
     text += f"With {fitting:g} all gradients are finite."
     fix = "A DynamicLossScale finds it by itself, at the price of some skipped steps; else type "
     fix += f"loss_scale=mpjax.DynamicLossScale({fitting:g})."
     return Cause("loss_scale", text, fix, fitting)
-
-
-_DTYPES = {"f16": jnp.float16, "bf16": jnp.bfloat16, "f32": jnp.float32}
 
 
 def _magnitude(plan: Plan, read: Read, number: int) -> float:
@@ -159,15 +159,22 @@ def _magnitude(plan: Plan, read: Read, number: int) -> float:
     return float(read.values[known[0]][AMAX])
 
 
-def _beyond(row: Row, magnitude: float, subject: Subject) -> Cause:
-    limit = float(jnp.finfo(_DTYPES[row.dtype]).max)
+def _beyond(row: Row, dtype: Any, magnitude: float, subject: Subject, fix: str) -> Cause:
+    limit = float(jnp.finfo(dtype).max)
     size = f" ({magnitude:.3g})" if magnitude > limit else ""
     what = "a gradient" if row.phase == BACKWARD else "an activation"
     text = f"{what}{size} passes {limit:g}, the largest {row.dtype}, in {_place(row)}."
     if row.phase == BACKWARD:
         text += " No loss scale helps." if subject.scaled else ""
     kind = "gradient_range" if row.phase == BACKWARD else "range"
-    return Cause(kind, text, _rule(row, subject))
+    return Cause(kind, text, fix)
+
+
+def _leave_out(row: Row) -> str:
+    return (
+        f"The function itself asks for {row.dtype} there, so that no policy changes it: leave that "
+        "cast out, or scale the value first."
+    )
 
 
 def _rounding(row: Row, subject: Subject) -> Cause:

@@ -134,11 +134,14 @@ def examine(subject: Subject, names: Sequence[str], args: Sequence[Any], loss_sc
     def finite_in_float32() -> bool:
         return _finite_in_float32(subject, names, args)
 
+    def written(row: Row) -> bool:
+        return _is_written(subject, names, args, row)
+
     found = read(used)
     bad_outputs = [not ok for ok in found.finite]
     followed = follow(program.plan, found.values, found.index, bad_outputs)
     rows = _rows(program.plan, found, followed)
-    again = _cause.Again(read, finite_in_float32)
+    again = _cause.Again(read, finite_in_float32, written)
     cause = _cause.decide(subject, program.plan, found, followed, rows, used, again)
     ordered = sorted(rows, key=lambda r: when(program.plan.sites[r], r, found.index[r]))
     bad = [p for p, ok in zip(program.gradient_paths, found.finite[1:], strict=True) if not ok]
@@ -170,10 +173,24 @@ def _program(subject: Subject, policy: Any, names: Sequence[str], args: Sequence
 
 def _finite_in_float32(subject: Subject, names: Sequence[str], args: Sequence[Any]) -> bool:
     """Returns whether loss and gradients are finite with everything in float32."""
-    given = [jnp.float32(1), *args]
-    program = Program(subject.make(_cause.FLOAT32), given, names, subject.where)
-    _, finite = jax.jit(program.plain())(*program.arrays(given))
+    program = _in_float32(subject, names, args)
+    _, finite = jax.jit(program.plain())(*program.arrays([jnp.float32(1), *args]))
     return bool(np.all(np.asarray(finite)))
+
+
+def _is_written(subject: Subject, names: Sequence[str], args: Sequence[Any], row: Row) -> bool:
+    """Returns whether the function asks for the dtype of an operation, whatever the policy.
+
+    The float32 program is traced for that, and not run.
+    """
+    sites = _in_float32(subject, names, args).plan.sites
+    found = {(s.operation, s.where, s.phase, short_name(s.dtype)) for s in sites}
+    return (row.operation, row.where, row.phase, row.dtype) in found
+
+
+def _in_float32(subject: Subject, names: Sequence[str], args: Sequence[Any]) -> Program:
+    given = [jnp.float32(1), *args]
+    return Program(subject.make(_cause.FLOAT32), given, names, subject.where)
 
 
 def _rows(plan: Plan, read: Read, followed: Followed) -> dict[int, Row]:
