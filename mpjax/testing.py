@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax._dtypes import describe, short_name
+from mpjax._dtypes import canonical_dtype, describe, is_dtype_name, short_name
 from mpjax._errors import message
 from mpjax._op_rules import PRODUCTS
 from mpjax._policy import get_policy
@@ -137,6 +137,7 @@ def assert_within_rounding(
 
     Raises:
       AssertionError: the first leaves that are further apart, with how many roundings it was.
+      ValueError: `dtype` names none.
 
     Dtypes:
       Any floating ones. NaN equals NaN, inf equals inf of the same sign.
@@ -149,7 +150,8 @@ def assert_within_rounding(
       >>> mpjax.testing.assert_within_rounding(x.astype(jnp.bfloat16), x, "bfloat16")
     """
     chex.assert_trees_all_equal_structs(actual, expected)
-    info = jnp.finfo(dtype)
+    rounded = _dtype(dtype, "assert_within_rounding(dtype)")
+    info = jnp.finfo(rounded)
     half, least = float(info.eps) / 2, float(info.smallest_subnormal) / 2
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     wrong: list[str] = []
@@ -166,8 +168,19 @@ def assert_within_rounding(
             values = f"{a[at]:.6g} and {b[at]:.6g}"
             where = f" at {tuple(map(int, at))}" if at else ""
             wrong.append(f"{path!r}{where}: {values}, {worst:.3g} roundings apart")
-    name = short_name(jnp.dtype(dtype))
+    name = short_name(rounded)
     _fail_if(wrong, f"assert_within_rounding: more than {roundings:g} roundings to {name}")
+
+
+def _dtype(spec: Any, where: str) -> Any:
+    """Returns the dtype that is named as in a policy, or as in JAX."""
+    if isinstance(spec, str) and is_dtype_name(spec):
+        return canonical_dtype(spec, where)
+    try:
+        return jnp.dtype(spec)
+    except TypeError as error:
+        fix = "Type, for example, 'bf16', 'float16' or jnp.float8_e4m3fn."
+        raise ValueError(message(where, f"no dtype is called {spec!r}.", fix)) from error
 
 
 def assert_no_promotions(fun: Callable[..., Any], *args: Any) -> None:
@@ -205,6 +218,7 @@ def assert_products(fun: Callable[..., Any], *args: Any, dtype: Any, least: int 
 
     Raises:
       AssertionError: the products that read something else, or that there are too few.
+      ValueError: `dtype` names none.
 
     Dtypes:
       Products of integers are left out.
@@ -216,7 +230,7 @@ def assert_products(fun: Callable[..., Any], *args: Any, dtype: Any, least: int 
       >>> fast = mpjax.autocast(lambda w, x: x @ w, "bf16-mixed")
       >>> mpjax.testing.assert_products(fast, jnp.ones((4, 4)), jnp.ones((2, 4)), dtype="bfloat16")
     """
-    wanted, count, wrong = jnp.dtype(dtype), 0, list[str]()
+    wanted, count, wrong = _dtype(dtype, "assert_products(dtype)"), 0, list[str]()
     for eqn in _compat.equations(jax.make_jaxpr(fun)(*args)):
         read = _product_dtypes(eqn)
         if read is None:

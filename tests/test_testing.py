@@ -81,6 +81,18 @@ def test_products_are_read_in_gradients_too():
         testing.assert_products(lambda x: x + 1, x, dtype="bfloat16")
 
 
+def test_dtypes_are_named_as_in_policies_and_as_in_jax():
+    w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+    fast = mpjax.autocast(loss, "bf16-mixed")
+    for name in ("bf16", "bfloat16", jnp.bfloat16):
+        testing.assert_products(fast, w, x, dtype=name)
+        testing.assert_within_rounding(jnp.ones(2, jnp.bfloat16), jnp.ones(2), name)
+    with pytest.raises(ValueError, match=r"assert_products\(dtype\): no dtype is called 'bf17'"):
+        testing.assert_products(fast, w, x, dtype="bf17")
+    with pytest.raises(ValueError, match=r"assert_within_rounding\(dtype\): no dtype"):
+        testing.assert_within_rounding(w, w, "bf17")
+
+
 def test_a_second_compilation_fails():
     with testing.assert_one_compilation(loss) as fun:
         fun(fun(jnp.ones((4, 4)), jnp.ones((2, 4))) * jnp.ones((4, 4)), jnp.ones((2, 4)))
