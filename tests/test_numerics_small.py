@@ -47,6 +47,13 @@ def test_trees_that_differ_are_refused():
         lost_updates({"a": jnp.ones(2)}, {"a": jnp.ones(3)})
 
 
+def test_lost_updates_of_a_donated_state_are_refused_by_name():
+    gone = {"scale": jnp.ones(4)}
+    jax.jit(lambda tree: jax.tree.map(jnp.negative, tree), donate_argnums=0)(gone)
+    with pytest.raises(ValueError, match=r"lost_updates: 'params/scale', f32.*was donated"):
+        lost_updates(gone, {"scale": jnp.ones(4)})
+
+
 def test_metrics_become_numbers():
     metrics: dict[str, Any] = {
         "loss": jnp.bfloat16(1.5),

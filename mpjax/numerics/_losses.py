@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from mpjax._errors import message
 from mpjax._tree import first_difference, is_castable, leaf_paths
 from mpjax._typing import Array, PyTree
+from mpjax.numerics._program import check_alive
 
 _WHERE = "numerics.lost_updates"
 
@@ -29,7 +30,7 @@ def lost_updates(params: PyTree, updates: PyTree) -> dict[str, Array]:
       out.
 
     Raises:
-      ValueError: the trees differ, or the shapes of two leaves.
+      ValueError: the trees differ, or the shapes of two leaves, or one was donated to a step.
 
     Dtypes:
       The sum is taken in float32 and rounded once, as `mpjax.optim.apply_updates` does.
@@ -47,6 +48,7 @@ def lost_updates(params: PyTree, updates: PyTree) -> dict[str, Array]:
     """
     if jax.tree.structure(params) != jax.tree.structure(updates):
         raise ValueError(first_difference(_WHERE, ("params", params), ("updates", updates)))
+    check_alive((params, updates), ("params", "updates"), _WHERE, tracers=True)
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(updates), strict=True)
     found = zip(leaf_paths(params), pairs, strict=True)
     return {path: _share(path, p, u) for path, (p, u) in found if is_castable(p)}

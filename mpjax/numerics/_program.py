@@ -143,15 +143,17 @@ def argument_paths(args: Sequence[Any], names: Sequence[str]) -> list[str]:
     return found
 
 
-def check_alive(args: Sequence[Any], names: Sequence[str], where: str) -> None:
-    """Refuses arrays whose memory was given away."""
+def check_alive(
+    args: Sequence[Any], names: Sequence[str], where: str, *, tracers: bool = False
+) -> None:
+    """Refuses arrays whose memory was given away, and tracers unless they are allowed."""
     leaves = [leaf for arg in args for leaf in jax.tree.leaves(arg)]
     for path, leaf in zip(argument_paths(args, names), leaves, strict=True):
         if isinstance(leaf, jax.Array) and not _is_tracer(leaf) and leaf.is_deleted():
             got = f"{path!r}, {describe(leaf)}, was donated to a step and is deleted."
             fix = "Pass the state that the step returned: after a skipped step it is the same."
             raise ValueError(message(where, got, fix, "Or make the step with donate=False."))
-        if _is_tracer(leaf):
+        if _is_tracer(leaf) and not tracers:
             got = f"{path!r} is traced; this looks at values, and belongs outside of jax.jit."
             raise TypeError(message(where, got, "Call it on the arrays that the step was given."))
 
