@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from mpjax.numerics import diagnose
+from mpjax.numerics import compare, diagnose, exponents
 
 pytestmark = pytest.mark.no_leak_check("a diagnosis holds what it traced")
 X = jnp.full((2, 4), 1e3)
@@ -83,3 +83,20 @@ def test_a_loss_that_a_library_wrote_is_at_the_librarys_line():
     row = diagnose(model.apply, "16-mixed")(model.init(jax.random.key(0), X), X).first[0]
     assert row.where == row.library
     assert row.where.startswith("linear.py:")
+
+
+def test_what_has_no_name_is_told_apart_by_its_line():
+    def loss(w: Any, x: Any) -> Any:
+        h = jnp.tanh(x @ w)  # first
+        h = h.astype(jnp.float8_e4m3fn).astype(jnp.float32)  # second
+        return jnp.mean(h)
+
+    text, start = inspect.getsourcelines(loss)
+    lines = [f"test_numerics_lines.py:{start + i}" for i in range(len(text))]
+    w, x = jnp.eye(4) / 3, jnp.ones((2, 4))
+    worst, *rest = [e for e in compare(loss, "bf16-mixed")(w, x).modules if e.phase == "forward"]
+    assert (worst.module, worst.where) == ("", lines[2])
+    assert {e.where for e in rest} == {lines[1], lines[3]}
+    spreads = exponents(loss, "bf16-mixed")(w, x).spreads
+    assert {s.module for s in spreads if s.kind == "activation"} >= {lines[1], lines[2]}
+    assert lines[1] in str(compare(loss, "bf16-mixed")(w, x))

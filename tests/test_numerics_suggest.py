@@ -80,6 +80,11 @@ def test_modules_without_names_are_told_to_be_named():
         suggest(loss, "float32", tolerance=1e-2)
 
 
+def test_a_function_that_cannot_be_traced_is_refused_in_its_own_name():
+    with pytest.raises(TypeError, match=r"^numerics\.suggest: the function cannot be traced"):
+        suggest(lambda w, x: loss(w, x) * float(x[0, 0]), "bf16-mixed", tolerance=0.01)(WS, X)
+
+
 def test_a_module_is_kept_with_all_that_is_below_it():
     modules = ("net", "net/a", "net/a/b", "other")
     choice = Choice(mpjax.get_policy("bf16-mixed"), modules, False)

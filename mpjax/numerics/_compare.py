@@ -27,7 +27,7 @@ _PASS_ON = frozenset({"convert_element_type", "reduce_precision", "mul", "div", 
 class Errors:
     """The errors of a module in one pass, relative, in the L1 norm."""
 
-    module: str
+    module: str  # empty for what has no name: then a row for each source line
     phase: str  # forward or backward
     local: float  # that its operations add, largest first counted; against the same operands
     accumulated: float  # of its results, against a run in the reference dtype
@@ -137,7 +137,21 @@ def compare(
     References:
       PyTorch, `torch.ao.ns` (numeric suite)
     """
-    where = "numerics.compare"
+    return compared(
+        loss_fn, policy, reference, loss_scale, has_aux=has_aux, where="numerics.compare"
+    )
+
+
+def compared(
+    loss_fn: Callable[..., Any],
+    policy: Any,
+    reference: str,
+    loss_scale: Any,
+    *,
+    has_aux: bool,
+    where: str,
+) -> Callable[..., Comparison]:
+    """Returns what `compare` returns, for the function that messages are to speak for."""
     if reference not in _REFERENCES:
         got = f"unknown reference {reference!r}."
         raise ValueError(message(f"{where}(reference)", got, "Allowed: 'float32', 'float64'."))
@@ -219,12 +233,13 @@ class _Relative:
 
 
 def _modules(plan: Plan, errors: _Relative) -> list[Errors]:
-    rows: dict[tuple[str, str], list[int]] = {}
+    rows: dict[tuple[str, str, str], list[int]] = {}
     for row, site in enumerate(plan.sites):
         if site.phase not in ("argument", "constant", RECOMPUTED):
-            rows.setdefault((site.module, site.phase), []).append(row)
+            line = "" if site.module else site.where
+            rows.setdefault((site.module, site.phase, line), []).append(row)
     return sorted(
-        (_errors(plan, errors, *key, members) for key, members in rows.items()),
+        (_errors(plan, errors, *key[:2], members) for key, members in rows.items()),
         key=lambda e: -e.local if np.isfinite(e.local) else -np.inf,
     )
 

@@ -26,7 +26,7 @@ KINDS = (WEIGHT, ACTIVATION, GRADIENT, WGRAD)
 class Spread:
     """The values of one kind in one module, before they are scaled."""
 
-    module: str  # of a weight and its gradient, the path of the leaf
+    module: str  # of a weight and its gradient, the path of the leaf; without a name, the line
     kind: str  # 'weight', 'activation', 'gradient' (of activations) or 'wgrad' (of weights)
     histogram: Histogram
 
@@ -254,7 +254,7 @@ def _spreads(plan: Plan, values: Any, params: str, scale: float) -> list[Spread]
             continue  # what comes out is counted below
         elif site.phase == BACKWARD:
             kind, shifted = GRADIENT, unscaled(counted, scale)
-        key = (site.module, kind)
+        key = (site.module or site.where, kind)
         found[key] = shifted + found.get(key, 0)
     spreads = [Spread(m, k, Histogram.of_row(row)) for (m, k), row in found.items()]
     return sorted(spreads, key=lambda s: KINDS.index(s.kind))

@@ -16,7 +16,7 @@ from mpjax._policy import Policy, get_policy
 from mpjax._policy_map import PolicyMap
 from mpjax._quantized_policy import QuantizedPolicy
 from mpjax.numerics import _subject
-from mpjax.numerics._compare import compare
+from mpjax.numerics._compare import compared
 from mpjax.numerics._program import argument_names, check_alive
 from mpjax.numerics._report import table
 from mpjax.numerics._search import Choice, Search, Tried
@@ -142,8 +142,10 @@ def suggest(
         names = argument_names(loss_fn, len(args))
         check_alive(args, names, _WHERE)
         given = [jnp.float32(float(scale.loss_scale)), *args]
-        compared = compare(loss_fn, found, loss_scale=loss_scale, has_aux=has_aux)(*args)
-        ranked = list(dict.fromkeys(e.module for e in compared.modules if e.module and e.local > 0))
+        errors = compared(loss_fn, found, "float32", loss_scale, has_aux=has_aux, where=_WHERE)(
+            *args
+        )
+        ranked = list(dict.fromkeys(e.module for e in errors.modules if e.module and e.local > 0))
         choice = Choice(found, tuple(ranked), reverse)
         search = Search(subject, choice, given, ["loss_scale", *names], tolerance)
         full = search.fewest(ranked)
