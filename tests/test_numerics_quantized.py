@@ -51,6 +51,17 @@ def test_law_what_is_watched_is_of_the_amax_history_of_the_state():
     assert float(step(untold, BATCH)[1]["watched"]["activation"]["c"]["amax"]) > 0.1
 
 
+def test_a_product_of_8_bits_is_watched_with_its_scales():
+    policies = mpjax.QuantizedPolicy("bf16-mixed", mpjax.Float8CurrentScaling()), "bf16-mixed"
+    found = []
+    for policy in policies:
+        step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), policy, donate=False, watch=1)
+        found.append(step(step.init(PARAMS), BATCH)[1]["watched"]["activation"])
+    for module in "abc":
+        low, want = (float(seen[module]["amax"]) for seen in found)
+        assert low == pytest.approx(want, rel=2**-4)  # the last bit of float8_e4m3fn
+
+
 @pytest.mark.no_leak_check("a diagnosis holds what it traced")
 def test_a_skipped_step_with_a_history_is_run_once_more():
     step, state = train_step()

@@ -98,8 +98,28 @@ def _chosen(plan: Plan) -> dict[tuple[str, str], list[int]]:
         ends = site.phase == BACKWARD and any(r.operation in PRODUCTS for r in readers)
         if site.operation in PRODUCTS or leaves or ends:
             kind = ACTIVATION if site.phase == FORWARD else GRADIENT
-            found.setdefault((kind, _name(site)), []).append(row)
+            rows = found.setdefault((kind, _name(site)), [])
+            scaled = _scaled(plan, graph, row)
+            rows += [scaled] if scaled not in rows else []
     return found
+
+
+def _scaled(plan: Plan, graph: Neighbours, row: int) -> int:
+    """Returns where a product of 8-bit operands has the scales of both; of others their own row."""
+    product = plan.sites[row]
+    reads = [plan.row_of.get(n) for n in plan.reads[graph.node_of[row]]]
+    is_low = any(r is not None and jnp.dtype(plan.sites[r].dtype).itemsize == 1 for r in reads)
+    if product.operation not in PRODUCTS or not is_low:
+        return row
+    for _ in range(2):
+        after = graph.after(row)
+        site = plan.sites[after[0]] if len(after) == 1 else None
+        if site is None or (site.operation, site.module) != ("mul", product.module):
+            break
+        if (site.phase, site.shape) != (product.phase, product.shape):
+            break
+        row = after[0]
+    return row
 
 
 def _name(site: Any) -> str:
