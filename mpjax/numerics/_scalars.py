@@ -11,6 +11,7 @@ import numpy as np
 
 from mpjax._errors import message
 from mpjax._tree import leaf_paths
+from mpjax.numerics._watched import IS_NEW, Watched
 
 
 def to_scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -57,11 +58,12 @@ def to_scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]
 def _without_old(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns metrics without the statistics of a step that was not watched: all of it NaN."""
     seen = metrics.get("watched")
-    if not isinstance(seen, Mapping) or isinstance(seen.get("is_new"), jax.core.Tracer):
+    if not isinstance(seen, Watched) or isinstance(seen[IS_NEW], jax.core.Tracer):
         return metrics
     kept = {name: value for name, value in metrics.items() if name != "watched"}
-    by_module = {name: value for name, value in seen.items() if name != "is_new"}
-    return kept | ({"watched": by_module} if seen.get("is_new", True) else {})
+    seen = jax.device_get(seen)
+    by_module = {name: value for name, value in seen.items() if name != IS_NEW}
+    return kept | ({"watched": by_module} if np.any(seen[IS_NEW]) else {})
 
 
 def _numbers(path: str, leaf: Any) -> list[tuple[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,7 +15,8 @@ from mpjax._errors import message
 from mpjax._tree import is_array, is_overwritten, path_str
 from mpjax._typing import Array, AxisName, PyTree
 from mpjax.numerics._activations import ACTIVATION, GRADIENT, Activations
-from mpjax.numerics._statistics import named, read
+from mpjax.numerics._statistics import STATISTICS, named, read
+from mpjax.numerics._watched import Watched
 
 
 def check_watch(watch: Any, where: str) -> int | None:
@@ -51,11 +53,11 @@ def watched(every: int | None, seen: Seen, policy: Any, axis_name: AxisName) -> 
       axis_name: the step's.
 
     Returns:
-      `is_new`, and a dict from module to `STATISTICS` for `weight`, `wgrad` (its gradient, both by
-      the path of a leaf without its own name), `activation` and `gradient` (of activations, both
-      of what leaves a module and of products): `amax` the largest finite magnitude, `l2_norm` and
-      `dynamic_range` (in bits), of unscaled values; `underflows%` and `overflows%` are the shares
-      of what is not zero that the dtype would round to 0, or to inf.
+      `Watched`: `is_new`, and a dict from module to `STATISTICS` for `weight`, `wgrad` (its
+      gradient, both by the path of a leaf without its own name), `activation` and `gradient` (of
+      activations, both of what leaves a module and of products): `amax` the largest finite
+      magnitude, `l2_norm` and `dynamic_range` (in bits), of unscaled values; `underflows%` and
+      `overflows%` are the shares of what is not zero that the dtype would round to 0, or to inf.
     """
     if every is None:
         return {}
@@ -76,10 +78,17 @@ def watched(every: int | None, seen: Seen, policy: Any, axis_name: AxisName) -> 
             found[kind][module] = named([one], scale if kind == GRADIENT else None)
         return found
 
-    shapes = jax.eval_shape(measure)
+    rows = tuple((kind, tuple(found)) for kind, found in jax.eval_shape(measure).items())
+
+    def together() -> Array:
+        found = measure()
+        modules = [found[kind][module] for kind, names in rows for module in names]
+        numbers = [each[name] for each in modules for name in STATISTICS]
+        return jnp.reshape(jnp.stack(numbers), (-1, len(STATISTICS)))
+
+    unknown = functools.partial(_unknown, jax.eval_shape(together))
     is_new = seen.step % every == 0
-    statistics = lax.cond(is_new, measure, lambda: jax.tree.map(_unknown, shapes))
-    return {"watched": {"is_new": is_new} | statistics}
+    return {"watched": Watched(is_new, lax.cond(is_new, together, unknown), rows)}
 
 
 def _to_compute(policy: Any) -> Any:
@@ -103,7 +112,7 @@ def _by_module(params: PyTree, values: PyTree, dtypes: PyTree) -> Mapping[str, l
 
 
 def _unknown(like: Any) -> Array:
-    """Returns NaN, typed as varying over shards as a statistic is."""
-    nan = jnp.full((), jnp.nan, jnp.float32)
+    """Returns NaN, typed as varying over shards as the statistics are."""
+    nan = jnp.full(like.shape, jnp.nan, jnp.float32)
     axes = tuple(sorted(getattr(like, "vma", None) or ()))
     return _compat.to_varying(nan, axes) if axes else nan
