@@ -191,7 +191,7 @@ def table(name: str, runs: dict[str, list[dict[str, Any]]], steps: int) -> str:
             continue
         losses = [run["loss"] for run in found]
         mean, full = (statistics.mean(run["loss"] for run in rows) for rows in (found, base))
-        cells.append(f"{mean:.2g}" if LONG in name else spread(losses, 4))
+        cells.append(f"{mean:.3g}" if LONG in name else spread(losses, 4))
         off = f"{mean / full - 1:+.1%}" if mean < 100 * full else f"{mean / full:.0f} x"
         cells.append("" if form == BASE else off)
         cells.append(spread([run["score"] for run in found], 2 if "%" in scored else 4))
