@@ -275,7 +275,7 @@ class TrainStep:
         if self._lost_updates:
             metrics["lost_updates"] = lost_updates(state.params, updates)
         look = Seen(
-            *(state.step, state.params, grads, metrics["loss_scale"], self._twin(self.policy)),
+            *(state.step, state.params, metrics["loss_scale"], self._twin(self.policy)),
             (loss_scale, state.params, state.extra_state, batch, state.amax_history),
         )
         metrics |= watched(self._watch, look, self.policy, self._axis_name)

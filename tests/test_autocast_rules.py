@@ -178,11 +178,11 @@ class _Model:
 
 
 def test_every_kind_of_function():
-    model, want = _Model(), autocast(lambda x: x @ W, "bf16-mixed")(X)
+    model, want = _Model(), jax.jit(autocast(lambda x: x @ W, "bf16-mixed"))(X)
     kinds = [model, model.method, functools.partial(jnp.matmul, b=W), jax.jit(model.method)]
     kinds += [jax.checkpoint(model.method), lambda x, *rest, **more: x @ W]
     for fun in kinds:
-        assert jnp.array_equal(autocast(fun, "bf16-mixed")(X), want)
+        assert jnp.array_equal(jax.jit(autocast(fun, "bf16-mixed"))(X), want)
     assert jnp.array_equal(model.decorated(X, scale=2.0), 2 * want)
 
 

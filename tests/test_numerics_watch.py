@@ -1,6 +1,7 @@
 """`make_train_step(watch=N)`: right numbers in each Nth step, NaN and next to no cost between."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -178,6 +179,28 @@ def test_between_the_steps_that_look_nothing_is_computed():
         for c in compiled.values()
     ]
     assert handed_over[1] == handed_over[0] + 2  # whatever the number of modules
+
+
+@pytest.mark.standard_promotion("optax.adam promotes its count")
+def test_a_step_that_does_not_look_runs_no_kernel_more():
+    def convolved(kernels: Any, images: Any) -> Any:
+        for kernel in kernels:
+            options = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+            images = jnp.tanh(
+                jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", **options)
+            )
+        return jnp.mean(images**2)
+
+    kernels = [jnp.ones((3, 3, 2, 4)), jnp.ones((3, 3, 4, 4))]
+    found = []
+    for watch in (None, 100):
+        step = mpjax.make_train_step(convolved, optax.adam(1e-3), "16-mixed", watch=watch)
+        state, images = step.init(kernels), jnp.ones((2, 8, 8, 2))
+        text = step.lower(state, images).compile().as_text()
+        outside_of_branches = text[text.index("\nENTRY") :]
+        found.append(re.findall(r"= (\w+\[[\d,]+\])\S* fusion\(", outside_of_branches))
+    assert len(found[0]) > 10
+    assert sorted(found[0]) == sorted(found[1])
 
 
 def test_steps_in_a_loop_stack_what_they_watched():

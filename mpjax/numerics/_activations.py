@@ -1,9 +1,8 @@
 """What `make_train_step(watch=)` reads of activations and their gradients, by module.
 
 They exist only while the loss is differentiated, and are in no step's results. So a step that looks
-runs the program once more, before its own, with an instrument on the values that leave a module
-and on products; what no such value needs, the products of weight gradients, XLA deletes. The step's
-own program stays as it is, and keeps nothing.
+runs the program once more, besides its own, with an instrument on the values that leave a module
+and on products. The step's own program stays as it is, and keeps nothing.
 """
 
 from __future__ import annotations
@@ -59,15 +58,19 @@ class Activations:
         }
         self._instrument = _Statistics(dtypes)
 
-    def measure(self) -> dict[tuple[str, str], Read]:
-        """Returns what was read, by kind and module, of all shards together; runs the program."""
+    def measure(self) -> tuple[dict[tuple[str, str], Read], list[Array]]:
+        """Returns what was read, by kind and module, of all shards together, and the gradients.
+
+        Runs the program.
+        """
         runner = Runner(self._plan, self._instrument)
         runner.axes = self._axes
-        values = runner.run(self._arrays)[1].values
+        (_, *grads), read_rows, _ = runner.run(self._arrays)
+        values = read_rows.values
         found = {key: _of_columns(values[np.array(rows)]) for key, rows in self.rows.items()}
-        if self._axis_name is None:
-            return found
-        return {key: _over_shards(one, self._axis_name) for key, one in found.items()}
+        if self._axis_name is not None:
+            found = {key: _over_shards(one, self._axis_name) for key, one in found.items()}
+        return found, grads
 
 
 def _path(module: str) -> tuple[str, ...]:

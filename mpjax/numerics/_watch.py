@@ -36,8 +36,7 @@ class Seen(NamedTuple):
 
     step: Array  # i32[], steps taken so far
     params: PyTree
-    grads: PyTree  # scaled
-    loss_scale: Array  # f32[], what they are scaled with
+    loss_scale: Array  # f32[], what gradients are scaled with
     twin: Callable[..., Any]  # of `arguments`: the loss and its gradients, as the step has them
     arguments: tuple[Any, ...]
 
@@ -64,17 +63,20 @@ def watched(every: int | None, seen: Seen, policy: Any, axis_name: AxisName) -> 
     dtypes = jax.eval_shape(_to_compute(policy), seen.params)
     scale = jnp.asarray(seen.loss_scale, jnp.float32)
     weights = _by_module(seen.params, seen.params, dtypes)
-    gradients = _by_module(seen.params, seen.grads, dtypes)
     inside = Activations(seen.twin, seen.arguments, policy, axis_name)
 
     def measure() -> Any:
+        # The step's own gradients are the same, and XLA would bring them into another layout for
+        # this branch in every step.
+        read_inside, grads = inside.measure()
+        gradients = _by_module(seen.params, grads, dtypes)
         found: dict[str, dict[str, Any]] = {
             "weight": {m: named([read(*x) for x in group]) for m, group in weights.items()},
             "wgrad": {m: named([read(*x) for x in group], scale) for m, group in gradients.items()},
             ACTIVATION: {},
             GRADIENT: {},
         }
-        for (kind, module), one in inside.measure().items():
+        for (kind, module), one in read_inside.items():
             found[kind][module] = named([one], scale if kind == GRADIENT else None)
         return found
 
