@@ -156,6 +156,7 @@ BY_CHOICE = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")  # NNX
+@pytest.mark.filterwarnings("ignore:'.value' access:DeprecationWarning")  # RoPE's own
 @pytest.mark.parametrize(
     ("library", "layers"), [("linen", _of_linen), ("nnx", _of_nnx), ("equinox", _of_equinox)]
 )
