@@ -80,7 +80,8 @@ def watched(every: int | None, seen: Seen, policy: Any, axis_name: AxisName) -> 
             found[kind][module] = named([one], scale if kind == GRADIENT else None)
         return found
 
-    rows = tuple((kind, tuple(found)) for kind, found in jax.eval_shape(measure).items())
+    shapes = jax.eval_shape(measure)
+    rows = tuple((kind, tuple(found)) for kind, found in shapes.items())
 
     def together() -> Array:
         found = measure()
@@ -88,7 +89,7 @@ def watched(every: int | None, seen: Seen, policy: Any, axis_name: AxisName) -> 
         numbers = [each[name] for each in modules for name in STATISTICS]
         return jnp.reshape(jnp.stack(numbers), (-1, len(STATISTICS)))
 
-    unknown = functools.partial(_unknown, jax.eval_shape(together))
+    unknown = functools.partial(_unknown, jax.tree.leaves(shapes))
     is_new = seen.step % every == 0
     return {"watched": Watched(is_new, lax.cond(is_new, together, unknown), rows)}
 
@@ -113,8 +114,8 @@ def _by_module(params: PyTree, values: PyTree, dtypes: PyTree) -> Mapping[str, l
     return found
 
 
-def _unknown(like: Any) -> Array:
-    """Returns NaN, typed as varying over shards as the statistics are."""
-    nan = jnp.full(like.shape, jnp.nan, jnp.float32)
-    axes = tuple(sorted(getattr(like, "vma", None) or ()))
+def _unknown(numbers: list[Any]) -> Array:
+    """Returns NaN for all numbers, typed as varying over shards as they are together."""
+    nan = jnp.full((len(numbers) // len(STATISTICS), len(STATISTICS)), jnp.nan, jnp.float32)
+    axes = tuple(sorted({axis for n in numbers for axis in getattr(n, "vma", None) or ()}))
     return _compat.to_varying(nan, axes) if axes else nan
