@@ -113,7 +113,7 @@ def diagnosis(network: str) -> None:
         print(f"| {name} | {len(program.plan.sites)} | {' | '.join(cells)} |", flush=True)
 
 
-PAIRS = 100
+ROUNDS = 9
 
 
 def healthy(network: str) -> None:
@@ -133,39 +133,33 @@ def healthy(network: str) -> None:
 
 
 def watched(network: str) -> None:
-    """What `watch=100` costs, by the clock: a hundred steps of it in turn with a hundred plain."""
-    print(
-        "| network | values | plain, ms | between, ms | looking, ms | of 100, % | temporaries, MB |"
-    )
+    """What `watch=100` costs, by the clock: rounds of a hundred steps that donate their state."""
+    heads = "values", "plain, ms", "looking, ms", "of 100, %", "plain again, %", "temporaries, MB"
+    print(f"| network | {' | '.join(heads)} |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name, (loss, params, x) in cases(network).items():
         steps = [
-            mpjax.make_train_step(loss, optax.adamw(1e-3), "16-mixed", donate=False, watch=watch)
-            for watch in (None, 100)
+            mpjax.make_train_step(loss, optax.adamw(1e-3), "16-mixed", watch=watch)
+            for watch in (None, None, 100)
         ]
         start = steps[0].init(params)
         compiled = [step.lower(start, x).compile() for step in steps]
-        states, times = [start, start], ([], [])
-        for number in range(PAIRS + 1):
-            for which in (0, 1) if number % 2 else (1, 0):
+        times, looking, values = np.zeros((ROUNDS, 3)), [], 0
+        for number in range(ROUNDS):
+            for which in np.random.default_rng(number).permutation(3):
+                state = jax.block_until_ready(jax.tree.map(jnp.copy, start))
                 begun = time.perf_counter()
-                states[which], metrics = jax.block_until_ready(compiled[which](states[which], x))
-                times[which].append(time.perf_counter() - begun)
-                if which and number == 0:
-                    kinds = [v for k, v in metrics["watched"].items() if k != "is_new"]
-        plain = float(np.median(times[0][1:]))
-        between = plain + float(np.median(np.subtract(times[1][1:], times[0][1:])))
-        looking = []
-        for _ in range(5):
-            begun = time.perf_counter()
-            jax.block_until_ready(compiled[1](start, x))
-            looking.append(time.perf_counter() - begun)
-        look = float(np.median(looking))
-        share = 100 * ((99 * between + look) / (100 * plain) - 1)
+                for taken in range(100):
+                    state, metrics = jax.block_until_ready(compiled[which](state, x))
+                    if which == 2 and taken == 0:
+                        looking.append(time.perf_counter() - begun)
+                        values = sum(len(v) for k, v in metrics["watched"].items() if k != "is_new")
+                times[number, which] = time.perf_counter() - begun
+        again, share = (100 * (np.median(times[:, i] / times[:, 0]) - 1) for i in (1, 2))
         held = [c.memory_analysis().temp_size_in_bytes / 1e6 for c in compiled]
         cells = (
-            f"{sum(map(len, kinds))} | {1e3 * plain:.1f} | {1e3 * between:.1f}",
-            f"{1e3 * look:.1f} | {share:.2f} | {held[0]:.1f} → {held[1]:.1f}",
+            f"{values} | {10 * np.median(times[:, 0]):.1f} | {1e3 * np.median(looking):.1f}",
+            f"{share:.2f} | {again:.2f} | {held[0]:.1f} → {held[2]:.1f}",
         )
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
