@@ -117,7 +117,7 @@ def test_left_of_a_drawn_line_is_what_the_format_makes_zero():
     assert left == pytest.approx(want)
     assert 1 < want[0] < 99
     assert [text.get_text() for text in axes.texts][1] == "e5m2: 0 left of this"
-    with pytest.raises(ValueError, match=r"plot\(dtype\): no format 'fp8'(.|\n)*'float8_e5m2'"):
+    with pytest.raises(ValueError, match=r"plot\(formats\): no format 'fp8'(.|\n)*'float8_e5m2'"):
         report.plot(formats=("fp8",))
     with pytest.raises(ValueError, match=r"no format 'half'(.|\n)*'float16'"):
         report.lost("gradient", "half")

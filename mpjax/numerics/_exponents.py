@@ -157,7 +157,7 @@ class ExponentReport:
             label = f"{name}: {found.lost('float16', scale).underflows:.1f}% are 0 in float16"
             axis.step(EXPONENTS + round(np.log2(scale)), share, where="mid", label=label)
         for name in formats:
-            _draw_end(axis, format_of(name, "ExponentReport.plot"))
+            _draw_end(axis, format_of(name, "ExponentReport.plot(formats)"))
         seen = [h for h in map(self.of, shown) if h.highest is not None]
         if seen:
             low = min(h.lowest for h in seen if h.lowest is not None)

@@ -45,7 +45,7 @@ def format_of(dtype: str, where: str) -> Format:
     if dtype in FORMATS:
         return FORMATS[dtype]
     allowed = f"Allowed: {', '.join(map(repr, FORMATS))}."
-    raise ValueError(message(f"{where}(dtype)", f"no format {dtype!r}.", allowed))
+    raise ValueError(message(where, f"no format {dtype!r}.", allowed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Histogram:
         Raises:
           ValueError: there is no such format.
         """
-        form = format_of(dtype, "Histogram.lost")
+        form = format_of(dtype, "Histogram.lost(dtype)")
         exponents = EXPONENTS + round(np.log2(scale))
         total = max(int(self.counts.sum()), 1)
 
