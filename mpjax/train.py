@@ -255,7 +255,9 @@ class TrainStep:
         loss_scale = current_loss_scale(state.opt_state)
         loss, extra_state, aux, grads, seen = self._differentiate(loss_scale, state, batch)
         check_extra_state(extra_state, state.extra_state)
-        state, watching = self._look(loss_scale, state, batch)
+        arguments = (loss_scale, state.params, state.extra_state, batch, state.amax_history)
+        look = Seen(state, loss_scale, self._twin(self.policy), arguments)
+        state, watching = watched(self._watch, look, self.policy, self._axis_name)
         extra = {"value": loss, "grad": grads, "value_fn": self._value_fn(state, batch)}
         updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
         scaling = find_states(opt_state)[0][1]
@@ -276,22 +278,6 @@ class TrainStep:
         if self._lost_updates:
             metrics["lost_updates"] = lost_updates(state.params, updates)
         return new_state, metrics | watching | ({"aux": aux} if self._has_aux else {})
-
-    def _look(
-        self, loss_scale: LossScale, state: TrainState, batch: PyTree
-    ) -> tuple[TrainState, dict[str, Any]]:
-        """Returns the state, from where the update has to read it, and what `watch` found."""
-        if self._watch is None:
-            return state, {}
-        scale = jnp.asarray(loss_scale.loss_scale, FLOAT32)
-        arguments = (loss_scale, state.params, state.extra_state, batch, state.amax_history)
-        seen = Seen(state.step, state.params, scale, self._twin(self.policy), arguments)
-        found = watched(self._watch, seen, self.policy, self._axis_name)
-        # XLA copies, in every step, what an update could overwrite before the branch that looks
-        # has read it: so the update gets the values from behind that branch.
-        kept = {name: getattr(state, name) for name in ("params", "extra_state", "amax_history")}
-        kept, found = jax.lax.optimization_barrier((kept, found))
-        return state._replace(**kept), found
 
     def _value_fn(self, state: TrainState, batch: PyTree) -> Callable[[PyTree], Array]:
         """Returns the loss as a function of the parameters, for line searches."""

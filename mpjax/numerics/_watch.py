@@ -34,18 +34,17 @@ def check_watch(watch: Any, where: str) -> int | None:
 class Seen(NamedTuple):
     """What a step has in hand where it looks."""
 
-    step: Array  # i32[], steps taken so far
-    params: PyTree
-    loss_scale: Array  # f32[], what gradients are scaled with
+    state: Any  # a `TrainState`
+    loss_scale: Any  # a `LossScale`, what gradients are scaled with
     twin: Callable[..., Any]  # of `arguments`: the loss and its gradients, as the step has them
     arguments: tuple[Any, ...]
 
 
-def watched(every: int | None, seen: Seen, policy: Any, axis_name: AxisName) -> dict[str, Any]:
-    """Returns {"watched": statistics by kind and module}; nothing where `every` is None.
+def watched(every: int | None, seen: Seen, policy: Any, axis_name: AxisName) -> tuple[Any, Any]:
+    """Returns the state for the update to read, and {"watched": statistics by kind and module}.
 
     Args:
-      every: in every how many steps they are computed; in the others they are NaN.
+      every: in every how many steps they are computed; in the others they are NaN. None for never.
       seen: the step's values.
       policy: whose `compute_dtype` values are held against: weights and activations as they are,
         gradients scaled.
@@ -59,17 +58,18 @@ def watched(every: int | None, seen: Seen, policy: Any, axis_name: AxisName) -> 
       `overflows%` are the shares of what is not zero that the dtype would round to 0, or to inf.
     """
     if every is None:
-        return {}
-    dtypes = jax.eval_shape(_to_compute(policy), seen.params)
-    scale = jnp.asarray(seen.loss_scale, jnp.float32)
-    weights = _by_module(seen.params, seen.params, dtypes)
+        return seen.state, {}
+    params = seen.state.params
+    dtypes = jax.eval_shape(_to_compute(policy), params)
+    scale = jnp.asarray(seen.loss_scale.loss_scale, jnp.float32)
+    weights = _by_module(params, params, dtypes)
     inside = Activations(seen.twin, seen.arguments, policy, axis_name)
 
     def measure() -> Any:
         # The step's own gradients are the same, and XLA would bring them into another layout for
         # this branch in every step.
         read_inside, grads = inside.measure()
-        gradients = _by_module(seen.params, grads, dtypes)
+        gradients = _by_module(params, grads, dtypes)
         found: dict[str, dict[str, Any]] = {
             "weight": {m: named([read(*x) for x in group]) for m, group in weights.items()},
             "wgrad": {m: named([read(*x) for x in group], scale) for m, group in gradients.items()},
@@ -90,8 +90,20 @@ def watched(every: int | None, seen: Seen, policy: Any, axis_name: AxisName) -> 
         return jnp.reshape(jnp.stack(numbers), (-1, len(STATISTICS)))
 
     unknown = functools.partial(_unknown, jax.tree.leaves(shapes))
-    is_new = seen.step % every == 0
-    return {"watched": Watched(is_new, lax.cond(is_new, together, unknown), rows)}
+    is_new = seen.state.step % every == 0
+    found = Watched(is_new, lax.cond(is_new, together, unknown), rows)
+    return _behind(seen.state, {"watched": found})
+
+
+def _behind(state: Any, found: PyTree) -> tuple[Any, PyTree]:
+    """Returns both, so that an update of that state comes after the branch that looks.
+
+    What an update could overwrite before the branch has read it, XLA copies in every step (with
+    JAX 0.10 it does so for a CPU all the same).
+    """
+    kept = {name: getattr(state, name) for name in ("params", "extra_state", "amax_history")}
+    kept, found = lax.optimization_barrier((kept, found))
+    return state._replace(**kept), found
 
 
 def _to_compute(policy: Any) -> Any:
