@@ -16,6 +16,7 @@ import numpy as np
 from mpjax import _compat
 from mpjax._autocast import groups, held, masks, scopes, storage, traits
 from mpjax._autocast.binding import bind, inside, written_at
+from mpjax._autocast.moves import moved_low
 from mpjax._autocast.plan import FLOAT32, Plan, is_float32
 from mpjax._autocast.recompute import recomputed
 
@@ -99,10 +100,13 @@ def _literal(literal: Any) -> Hashable:
 
 
 def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -> Function:
+    unwidened = moved_low(eqns)
+
     def fun(*arrays: Any) -> list[Any]:
-        inputs = zip(step.inputs, arrays, strict=True)
-        local = {v: _widened(v, array) for v, array in inputs}
+        local = dict(zip(step.inputs, arrays, strict=True))
         for eqn in eqns:
+            wide = [v for v in _compat.variables(eqn) if v not in unwidened]
+            local.update({v: _widened(v, local[v]) for v in wide})
             values = _operands(plan, step, eqn, local)
             with written_at(eqn, around):
                 local.update(zip(eqn.outvars, _bind(plan, step, eqn, values), strict=True))

@@ -36,6 +36,7 @@ held_low              | gpu      | efficientnet .94, graph .99
 activated             | gpu, tpu | efficientnet .92; temporaries unet3d .87, bytes 1.05
 stored_cotangent      | gpu, tpu | as activated; wavenet .95, temporaries 1.20
 pointwise             | gpu      | none in bytes; a kernel's gradient keeps the bits of its sum
+moved_low             | tpu      | lstm .86
 recomputed            | all      | temporaries gemma .79
 kept_apart            | all      | temporaries gemma .79
 """

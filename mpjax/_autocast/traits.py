@@ -32,10 +32,10 @@ and or not                              | fusible chooses linear logic
 xor                                     | fusible linear logic
 concatenate stack                       | fusible alone steps linear accumulates
 pad                                     | fusible alone steps linear accumulates turns
-reshape squeeze expand_dims transpose   | fusible chooses turns
-rev                                     | fusible turns
+reshape squeeze expand_dims transpose   | fusible chooses turns permutes
+rev                                     | fusible turns permutes
 slice                                   | fusible resizes turns
-split                                   | fusible resizes
+split                                   | fusible resizes permutes
 broadcast_in_dim                        | fusible chooses resizes repeats
 dynamic_slice                           | resizes picks
 gather                                  | resizes picks repeats
@@ -84,6 +84,9 @@ NATIVE = _having("native")
 
 CHOOSES = _having("chooses")
 """Only chooses, compares or moves: low values in, the same result."""
+
+PERMUTES = _having("permutes")
+"""Each element of its operand stands in its results once, unchanged."""
 
 REPEATS = _having("repeats")
 """Linear; its cotangent is a sum over copies."""
