@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from mpjax import pods
-from mpjax._autocast import autocast, hints
+from mpjax._autocast import autocast, hints, moves
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 W = jax.random.normal(KEYS[0], (16, 32)) / 4
@@ -78,8 +78,15 @@ def test_no_bit_of_a_result_or_gradient_depends_on_it(case, policy):
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("case", ["split", "two slices"])
-def test_a_tpu_stores_no_gate_in_float32(case):
+@pytest.mark.parametrize(
+    ("hint", "parts"),
+    [
+        ("moved_low", APART["split"]),
+        ("moved_low", APART["two slices"]),
+        ("read_in_parts", lambda y: jnp.split(y + jnp.linspace(-1.0, 1.0, 2048), 2, -1)),
+    ],
+)
+def test_a_tpu_stores_no_gate_in_float32(hint, parts):
     mesh = pods.get_topology("v5e-4").make_mesh({"x": -1})
 
     def array(shape, *spec):
@@ -90,15 +97,78 @@ def test_a_tpu_stores_no_gate_in_float32(case):
 
     def accessed():
         def loss(up, down, x):
-            gate, let_through = APART[case](x @ up)
+            gate, let_through = parts(x @ up)
             return jnp.mean((x + (jax.nn.sigmoid(gate) * let_through) @ down) ** 2)
 
         step = jax.jit(jax.value_and_grad(autocast(loss, "bf16-mixed")))
         return step.lower(*args).compile().cost_analysis()["bytes accessed"]
 
     here = accessed()
-    with hints.without("moved_low"):
+    with hints.without(hint):
         assert here < 0.85 * accessed()
+
+
+B = jnp.linspace(-1.0, 1.0, 32)
+BIASED = {
+    "a bias": lambda y: jnp.split(y + B, 2, -1),
+    "a bias, in slices": lambda y: (lambda z: (z[:, :16], z[:, 16:]))(y + B),
+    "a bias, in turns": lambda y: (lambda z: (z[:, ::2], z[:, 1::2]))(y + B),
+    "a scale and a bias": lambda y: jnp.split(B * y - 2.0 * B, 2, -1),
+    "a bias of rows": lambda y: jnp.split(y + B[:8, None], 2, -1),
+    "a bias of rows, parted by rows": lambda y: (lambda z: (z[:4, :16], z[4:, 16:]))(
+        y + (B[:8, None] + 1.0)
+    ),
+    "a number": lambda y: jnp.split(-(y + 0.5), 2, -1),
+}
+MERGED = {"another product": lambda y: jnp.split(y + X @ W[::-1], 2, -1)}
+
+
+def wide_sums(fun):
+    """Returns how many sums and products of the whole the compiled program computes in float32."""
+    text = jax.jit(autocast(fun, "bf16-mixed")).lower(W, V, X).compile().as_text()
+    return len(re.findall(r"= f32\[8,32\]\S* (?:add|subtract|multiply|negate)\(", text))
+
+
+@pytest.mark.parametrize("case", BIASED)
+def test_a_sum_of_which_parts_are_read_is_computed_in_parts(case):
+    assert wide_sums(gated(BIASED[case])) == 0
+    with hints.without("read_in_parts"):
+        assert wide_sums(gated(BIASED[case])) > 0
+
+
+def test_a_sum_that_is_read_whole_too_is_computed_once():
+    def operand_too(y):
+        return (y + B)[:, :16], jnp.sum(jnp.exp(y))
+
+    assert wide_sums(gated(operand_too)) > 0
+
+    program = jax.make_jaxpr(lambda y: jnp.split(y + y[:, :1], 2, -1))(X)
+    *_, add, split = program.eqns
+    assert set(moves.read_in_parts([add, split], ())) == {*add.outvars}
+    assert not moves.read_in_parts([add, split], add.outvars)  # another group reads it, too
+
+
+def test_a_small_sum_that_is_broadcast_into_one_read_in_parts_is_computed_whole():
+    program = jax.make_jaxpr(lambda y: jnp.split(y + -y[:, :1], 2, -1))(X)
+    *_, small, add, split = program.eqns
+    assert small.outvars[0].aval.shape == (8, 1)
+    assert set(moves.read_in_parts([small, add, split], ())) == {*add.outvars}
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("case", BIASED | MERGED)
+def test_what_is_computed_in_parts_has_the_same_bits_and_derivatives(case, policy):
+    def found():
+        fun = autocast(gated((BIASED | MERGED)[case]), policy)
+        forward = jax.jvp(fun, (W, V, X), (W, V, X))
+        batched = jax.vmap(fun, (None, None, 0))(W, V, jnp.stack([X, -X]))
+        return jax.value_and_grad(fun, (0, 1, 2))(W, V, X), forward, batched
+
+    here = found()
+    with hints.without("read_in_parts"):
+        there = found()
+    for a, b in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
+        assert jnp.array_equal(a, b)
 
 
 def test_a_value_in_many_parts_is_widened_before():

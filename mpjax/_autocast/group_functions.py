@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax._autocast import groups, held, masks, scopes, storage, traits
+from mpjax._autocast import groups, held, masks, moves, scopes, storage, traits
 from mpjax._autocast.binding import bind, inside, written_at
-from mpjax._autocast.moves import moved_low
 from mpjax._autocast.plan import FLOAT32, Plan, is_float32
 from mpjax._autocast.recompute import recomputed
 
@@ -100,32 +99,57 @@ def _literal(literal: Any) -> Hashable:
 
 
 def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -> Function:
-    unwidened = moved_low(eqns)
+    unwidened = moves.moved_low(eqns)
+    in_parts = moves.read_in_parts(eqns, {v for v, *_ in step.outputs})
 
     def fun(*arrays: Any) -> list[Any]:
-        local = dict(zip(step.inputs, arrays, strict=True))
-        for eqn in eqns:
-            wide = [v for v in _compat.variables(eqn) if v not in unwidened]
-            local.update({v: _widened(v, local[v]) for v in wide})
-            values = _operands(plan, step, eqn, local)
+        given = dict(zip(step.inputs, arrays, strict=True))
+        local = dict(given)
+
+        def part(v: Any, of: Sequence[int], cut: moves.Cut) -> Any:
+            if _compat.is_literal(v):
+                return v.val
+            if (eqn := in_parts.get(v)) is None:
+                return _widened(v, moves.cut(given.get(v, local[v]), of, cut))
             with written_at(eqn, around):
-                local.update(zip(eqn.outvars, _bind(plan, step, eqn, values), strict=True))
-            (var, *_) = eqn.outvars
-            if var in step.convolved:
-                local[var] = held.summed(local[var], plan.states[var].dtype)
-            if low := groups.low_cotangent(eqn, step, plan.states):
-                apart = var not in step.several
-                local[var] = held.stored_cotangent(local[var], low, apart=apart)
-        outs: list[Any] = []
-        for var, is_low, is_full in step.outputs:
-            if is_low:
-                low_form = local[var].astype(plan.states[var].dtype)
-                outs.append(held.stored(low_form) if var in step.stored else low_form)
-            if is_full:
-                outs.append(_widened(var, local[var]))
-        return outs
+                return bind(eqn, [part(a, v.aval.shape, cut) for a in eqn.invars])[0]
+
+        for eqn in eqns:
+            variables = _compat.variables(eqn)
+            local.update({v: _widened(v, local[v]) for v in variables if v not in unwidened})
+            values = _computed(plan, step, eqn, _operands(plan, step, eqn, local), around)
+            if variables[:1] == eqn.invars and variables[0] in in_parts and moves.cuts(eqn):
+                (v,) = variables
+                parts = (part(v, v.aval.shape, cut) for cut in moves.cuts(eqn))
+                values = [moves.valued(*both) for both in zip(values, parts, strict=True)]
+            local.update(zip(eqn.outvars, values, strict=True))
+        return _outputs(plan, step, local)
 
     return fun
+
+
+def _computed(
+    plan: Plan, step: groups.Step, eqn: Any, values: Sequence[Any], around: int
+) -> list[Any]:
+    with written_at(eqn, around):
+        first, *others = _bind(plan, step, eqn, values)
+    (var, *_) = eqn.outvars
+    if var in step.convolved:
+        first = held.summed(first, plan.states[var].dtype)
+    if low := groups.low_cotangent(eqn, step, plan.states):
+        first = held.stored_cotangent(first, low, apart=var not in step.several)
+    return [first, *others]
+
+
+def _outputs(plan: Plan, step: groups.Step, local: dict[Any, Any]) -> list[Any]:
+    outs: list[Any] = []
+    for var, is_low, is_full in step.outputs:
+        if is_low:
+            low_form = local[var].astype(plan.states[var].dtype)
+            outs.append(held.stored(low_form) if var in step.stored else low_form)
+        if is_full:
+            outs.append(_widened(var, local[var]))
+    return outs
 
 
 def _bind(plan: Plan, step: groups.Step, eqn: Any, values: Sequence[Any]) -> list[Any]:

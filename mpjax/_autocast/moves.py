@@ -1,19 +1,26 @@
 """What a group moves before it is widened: the gates of a cell, a gate and what it lets through.
 
 Widened first, and split then, the whole is a float32 value that several kernels of a TPU read, and
-XLA stores it. Each element must have one reader: a value's gradient is the sum over its readers,
-and of what is held low it would be added up in low precision.
+XLA stores it. So it is split as it is held, and a bias is added to the parts. Each element must
+have one reader: a value's gradient is the sum over its readers, and of what is held low it would be
+added up in low precision.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
+
+import jax
+from jax import lax
 
 from mpjax import _compat
 from mpjax._autocast import traits
 from mpjax._autocast.hints import hint
+
+Cut = tuple[Sequence[int], Sequence[int], Sequence[int] | None]
+"""Where a part of an array starts and ends on each axis, and its strides."""
 
 _MANY = 32
 """A value cut into more parts is widened first: the parts are compared two by two."""
@@ -22,14 +29,95 @@ _MANY = 32
 @hint("moved_low", lambda _: set[Any]())
 def moved_low(eqns: Sequence[Any]) -> set[Any]:
     """Returns what the equations of a group move as it is held; what they make of it is widened."""
+    return {v for v, readers in _readers(eqns).items() if _moves_once(*readers)}
+
+
+@hint("read_in_parts", lambda *_: dict[Any, Any]())
+def read_in_parts(eqns: Sequence[Any], outputs: Collection[Any]) -> dict[Any, Any]:
+    """Returns the sums and products of a group of which only parts are read, and what makes each.
+
+    They are computed of the parts of their operands, which nothing else in the group reads.
+    """
+    readers = _readers(eqns)
+    found: dict[Any, Any] = {}
+    for eqn in reversed(eqns):
+        (out, *_) = eqn.outvars
+        if eqn.primitive.name not in _ELEMENTWISE or out in outputs or out not in readers:
+            continue
+        shape = out.aval.shape
+        (reader, *others) = readers[out]
+        again = not others and reader.outvars[0] in found and reader.outvars[0].aval.shape == shape
+        in_parts = again or _cut_once(readers[out])
+        large = [v for v in _compat.variables(eqn) if v.aval.shape == shape]
+        if in_parts and all(len(readers[v]) == 1 for v in large):
+            found[out] = eqn
+    return found
+
+
+@jax.custom_jvp
+def valued(whole: jax.Array, part: jax.Array) -> jax.Array:
+    """Returns `part`, a part of a sum that was computed as such, to differentiate as `whole` is.
+
+    `whole` is the same part, cut out of the sum: XLA computes that for its cotangent's sake alone,
+    which is stored as a whole, for the product whose result it is of.
+    """
+    del whole
+    return part
+
+
+@valued.defjvp
+def _valued_jvp(primals: Any, tangents: Any) -> Any:
+    return valued(*primals), tangents[0]
+
+
+_ELEMENTWISE = frozenset({"add", "sub", "mul", "neg"})
+_CUTS = frozenset({"slice", "split"})
+
+
+def _readers(eqns: Sequence[Any]) -> dict[Any, list[Any]]:
     readers: dict[Any, list[Any]] = {}
     for eqn in eqns:
         for v in _compat.variables(eqn):
             readers.setdefault(v, []).append(eqn)
-    return {v for v, (eqn, *others) in readers.items() if _moves_once(eqn, others)}
+    return readers
 
 
-def _moves_once(eqn: Any, others: Sequence[Any]) -> bool:
+def _cut_once(readers: Sequence[Any]) -> bool:
+    return readers[0].primitive.name in _CUTS and _moves_once(*readers)
+
+
+def cuts(eqn: Any) -> list[Cut]:
+    """Returns what each result of a `slice` or `split` is of its operand; nothing of any other."""
+    if eqn.primitive.name not in _CUTS:
+        return []
+    if eqn.primitive.name == "slice":
+        names = "start_indices", "limit_indices", "strides"
+        return [tuple(eqn.params[name] for name in names)]
+    axis, (operand,) = eqn.params["axis"], eqn.invars
+    ends = list(itertools.accumulate(map(int, eqn.params["sizes"]), initial=0))
+    starts, limits = [0] * operand.aval.ndim, list(operand.aval.shape)
+    at = [
+        ([*starts[:axis], i, *starts[axis + 1 :]], [*limits[:axis], j, *limits[axis + 1 :]])
+        for i, j in itertools.pairwise(ends)
+    ]
+    return [(start, limit, None) for start, limit in at]
+
+
+def cut(array: Any, of: Sequence[int], at: Cut) -> Any:
+    """Returns the part of an array that goes into a part of what is broadcast to shape `of`."""
+    if array.ndim == 0:
+        return array
+    start, limit, strides = at
+    single = [have == 1 != want for have, want in zip(array.shape, of, strict=True)]
+    return lax.slice(
+        array,
+        [0 if one else i for one, i in zip(single, start, strict=True)],
+        [1 if one else i for one, i in zip(single, limit, strict=True)],
+        strides and [1 if one else i for one, i in zip(single, strides, strict=True)],
+    )
+
+
+def _moves_once(eqn: Any, *others: Any) -> bool:
     """Whether all the readers of a value are moves of it that share no element."""
     if not others:
         return eqn.primitive.name in traits.PERMUTES | {"slice"}
