@@ -36,8 +36,8 @@ held_low              | gpu      | efficientnet .94, graph .99
 activated             | gpu, tpu | efficientnet .92; temporaries unet3d .87, bytes 1.05
 stored_cotangent      | gpu, tpu | as activated; wavenet .95, temporaries 1.20
 pointwise             | gpu      | none in bytes; a kernel's gradient keeps the bits of its sum
-moved_low             | tpu      | lstm .86; a gated MLP .65
-read_in_parts         | tpu      | wavenet .57; temporaries .38
+moved_low             | tpu      | lstm .87, scanned_transformer .98; temporaries 1.13
+read_in_parts         | tpu      | wavenet .57; temporaries .37
 recomputed            | all      | temporaries gemma .79
 kept_apart            | all      | temporaries gemma .79
 """
