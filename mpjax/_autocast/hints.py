@@ -26,20 +26,20 @@ class Hint:
 
 _ROWS = """
 read_twice            | gpu, tpu | unet3d .96
-read_exactly          | all      | mlp .90, wavenet .98; temporaries mlp .70
-merged                | all      | not measured yet on a recurrent network
+read_exactly          | all      | mlp .90, graph .92, wavenet .98; temporaries mlp .70, graph .85
+merged                | all      | temporaries lstm .75
 masks                 | gpu      | resnet50 .98; temporaries .93
 summed_apart          | gpu, tpu | unet .96
 added_to_convolutions | gpu      | unet3d .92
-costly                | all      | wavenet .94, gemma .97
-held_low              | gpu      | efficientnet .94, graph .99
+costly                | all      | wavenet .94; temporaries .94
+held_low              | gpu      | graph .99; temporaries gemma .93
 activated             | gpu, tpu | efficientnet .92; temporaries unet3d .87, bytes 1.05
-stored_cotangent      | gpu, tpu | as activated; wavenet .95, temporaries 1.20
+stored_cotangent      | gpu, tpu | as activated; wavenet .84, graph .93; temporaries graph .87
 pointwise             | gpu      | none in bytes; a kernel's gradient keeps the bits of its sum
 moved_low             | tpu      | lstm .87, scanned_transformer .98; temporaries 1.13
 read_in_parts         | tpu      | wavenet .57; temporaries .37
-recomputed            | all      | temporaries gemma .79
-kept_apart            | all      | temporaries gemma .79
+recomputed            | all      | lstm .56, mamba .56; temporaries lstm .42, mamba .49, mlp 1.11
+kept_apart            | all      | gemma .96, wavenet .97; temporaries gemma .81, wavenet .89
 """
 HINTS = {
     name: Hint(name, platforms, gain)
