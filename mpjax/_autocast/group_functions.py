@@ -118,9 +118,10 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
             variables = _compat.variables(eqn)
             local.update({v: _widened(v, local[v]) for v in variables if v not in unwidened})
             values = _computed(plan, step, eqn, _operands(plan, step, eqn, local), around)
-            if variables[:1] == eqn.invars and variables[0] in in_parts and moves.cuts(eqn):
+            cuts = [] if in_parts.keys().isdisjoint(variables) else moves.cuts(eqn)
+            if cuts:  # a slice or a split, of one value
                 (v,) = variables
-                parts = (part(v, v.aval.shape, cut) for cut in moves.cuts(eqn))
+                parts = (part(v, v.aval.shape, cut) for cut in cuts)
                 values = [moves.valued(*both) for both in zip(values, parts, strict=True)]
             local.update(zip(eqn.outvars, values, strict=True))
         return _outputs(plan, step, local)
