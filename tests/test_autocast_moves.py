@@ -1,6 +1,7 @@
 """What is cut into parts is cut as it is held, and widened then; if no element has two readers."""
 
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -179,3 +180,14 @@ def test_a_value_in_many_parts_is_widened_before():
         return sum(jnp.sum(jnp.exp(y[:, i : i + 1])) for i in range(40)) * jnp.sum(v)
 
     assert cuts(loss) == {"f32"}
+
+
+def test_a_branch_that_only_calls_a_function_of_nothing_is_computed():
+    def loss(w, v, x):
+        made = jax.jit(lambda: jnp.full((8, 32), 0.5))
+        y = jax.lax.cond(x[0, 0] > jnp.inf, lambda: x @ w, lambda: made())
+        return jnp.sum(y @ w.T) * jnp.sum(v)
+
+    with mock.patch("mpjax._autocast.groups._SMALL", 0):
+        found = autocast(loss, "bf16-mixed")(W, V, X)
+    assert found == pytest.approx(float(loss(W, V, X)), rel=0.02)
