@@ -15,6 +15,7 @@ _COPIED = re.compile(rf" copy-done\({_NAME}\)")
 _SLICE = re.compile(rf"^\s*{_NAME} = .* slice-start\({_NAME}\)", re.MULTILINE)
 _SLICED = re.compile(rf"^\s*{_NAME} = .* slice-done\({_NAME}\)", re.MULTILINE)
 _JOINED = re.compile(r' custom-call\(([^)]*)\), custom_call_target="ConcatBitcast"')
+_ALONE = r"(?m)^(\s*%{} = \S+ )slice-done\([^)]*\)"
 _IN_VMEM = "S(1)"
 
 
@@ -32,8 +33,9 @@ def without(text: str) -> str:
 
     text = _JOINED.sub(joined, text)
     read = set(re.findall(_NAME, "\n".join(_right_of_equals(text))))
-    if left := {name for name in part_of if name in read}:
-        raise ValueError(f"prefetches: {sorted(left)[0]!r} is read by itself.")
+    for name in read & set(part_of):  # a slice that is not put together with others
+        text = re.sub(_ALONE.format(re.escape(name)), rf"\1bitcast(%{part_of[name]})", text)
+    gone -= read
     moved = {
         name: array
         for name, shapes, array in _COPY.findall(text)
