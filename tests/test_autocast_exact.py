@@ -1,12 +1,16 @@
 """Functions that only choose and compare run on low values, with their own rules."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from mpjax._autocast import autocast
+from benchmarks.measure.elsewhere import lowered_for
+from mpjax import pods
+from mpjax._autocast import autocast, hints
 
 KEY = jax.random.key(0)
 
@@ -89,3 +93,66 @@ def test_a_function_that_holds_a_constant_out_of_range_is_not_exact(policy):
     """`nan_to_num` chooses float32's largest number for inf: an infinity in 16 bits."""
     fun = autocast(lambda x: jnp.nan_to_num(x @ jnp.eye(2)) @ jnp.eye(2), policy)
     np.testing.assert_array_equal(fun(jnp.array([[jnp.nan, 1.0]])), [[0.0, 0.0]])
+
+
+# -- a TPU chooses in float32 ----------------------------------------------------------------------
+
+WITH_EDGES = ARGS[2].at[0].set(jnp.resize(jnp.array([0.0, -0.0, jnp.inf, jnp.nan, 1e-30]), 64))
+CHOICES = {
+    "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
+    "the larger one": lambda y: jnp.maximum(y, y[:, ::-1]),
+    "clip": lambda y: jnp.clip(y, -1.0, 1.0),
+    "relu of each row": jax.vmap(jax.nn.relu),
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.filterwarnings("ignore:autocast:mpjax.SupportWarning")  # float16 on a TPU
+def test_what_a_tpu_chooses_is_what_others_choose(choice, policy):
+    def fun(w, b, x):
+        y = autocast(lambda w, b, x: layer(CHOICES[choice])(w, b, x) @ w.T, policy)(w, b, x)
+        return jnp.sum(jnp.where(jnp.isfinite(y), y, 0.0)), y
+
+    args = *ARGS[:2], WITH_EDGES
+    step = jax.value_and_grad(fun, has_aux=True)
+    there = lowered_for("tpu", step, *args)(*args)
+    with hints.without("chosen_wide"):
+        jax.clear_caches()
+        here = lowered_for("tpu", step, *args)(*args)
+    for a, b in zip(jax.tree.leaves(there), jax.tree.leaves(here), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("platform", "dtype"), [("tpu", "f32"), ("cuda", "bf16"), ("cpu", "bf16")])
+def test_only_a_tpu_widens_what_it_chooses_from(platform, dtype):
+    fun = autocast(lambda w, b, x: jnp.sum(layer(jax.nn.relu)(w, b, x) @ w.T), "bf16-mixed")
+    text = jax.jit(fun).trace(*ARGS).lower(lowering_platforms=(platform,)).as_text()
+    *_, last = (line for line in text.splitlines() if "stablehlo.maximum" in line)
+    assert last.endswith(f"tensor<32x128x{dtype}>")
+
+
+@pytest.mark.tpu_compiler
+def test_a_tpu_transposes_nothing_between_a_norm_and_a_sum_over_segments():
+    mesh = pods.get_topology("v5e-4").make_mesh({"x": -1})
+
+    def array(shape, dtype="float32"):
+        sharding = jax.sharding.NamedSharding(mesh, jax.P())
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    args = [array((16, 128)), array((128,)), array((49152, 16)), array((128, 128))]
+
+    def transposed():
+        def loss(w, b, x, v, segments):
+            y = layer(jax.nn.relu)(w, b, x) @ v
+            y = jax.nn.standardize(y, axis=-1)
+            return jnp.mean((jax.ops.segment_sum(y, segments, 8192) @ v) ** 2)
+
+        step = jax.jit(jax.value_and_grad(autocast(loss, "bf16-mixed"), (0, 1, 3)))
+        text = step.lower(*args, array((49152,), "int32")).compile().as_text()
+        return len(re.findall(r"= \w+\[49152,128\]\{0,1", text))
+
+    assert not transposed()
+    with hints.without("chosen_wide"):
+        assert transposed()

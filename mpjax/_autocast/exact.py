@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from mpjax import _compat
-from mpjax._autocast import states, structure, traits
+from mpjax._autocast import held, states, structure, traits
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.rule_traces import RuleTrace
 
@@ -95,5 +95,7 @@ def _evaluate(jaxpr: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
         else:
             bound = _compat.bind(eqn.primitive, operands, eqn.params)
             outs = bound if eqn.primitive.multiple_results else [bound]
+            if eqn.primitive.name in ("max", "min") and outs[0].dtype == dtype:
+                outs = [held.chosen(outs[0])]
         env.update(zip(eqn.outvars, outs, strict=True))
     return [jnp.asarray(read(atom)) for atom in jaxpr.jaxpr.outvars]

@@ -118,6 +118,19 @@ for _primitive in (_low_once_p, _summed_p):
     ad.deflinear2(_primitive, lambda ct, x, **_: [ct])
 
 
+_chosen_p = identity_primitive("chosen", {})
+
+
+@hint("chosen_wide", lambda x: x)
+def chosen(x: jax.Array) -> jax.Array:
+    """Returns what `max` or `min` chose of low values; a TPU widens them for it.
+
+    A v5e chooses in float32 in any case. Left to do it by itself, XLA:TPU transposes what comes of
+    it, and transposes that back for a gather or a scatter.
+    """
+    return _chosen_p.bind(x)
+
+
 def _lower_sum(ctx: Any, x: Any, *, dtype: Any) -> Any:
     """Repeats a sum with low operands and a low result."""
     total = x.owner
@@ -127,6 +140,15 @@ def _lower_sum(ctx: Any, x: Any, *, dtype: Any) -> Any:
     element = mlir.dtype_to_ir_type(dtype)
     low = repeated(total, [_narrowed(operand, element) for operand in total.operands], element)
     return [converted(low, mlir.dtype_to_ir_type(FLOAT32))]
+
+
+def _lower_choice(ctx: Any, x: Any) -> Any:
+    """Repeats a choice with wide operands and a wide result, and narrows that."""
+    choice, wide = x.owner, mlir.dtype_to_ir_type(FLOAT32)
+    if getattr(choice, "name", None) not in ("stablehlo.maximum", "stablehlo.minimum"):
+        return [x]
+    operands = [converted(operand, wide) for operand in choice.operands]
+    return [converted(repeated(choice, operands, wide), x.type.element_type)]
 
 
 def _narrowed(x: Any, element: Any) -> Any:
@@ -140,3 +162,4 @@ def _narrowed(x: Any, element: Any) -> Any:
 
 # Not cacheable: JAX would lower it as a function of its own, where no sum is in sight.
 mlir.register_lowering(_summed_p, _lower_sum, cacheable=False)
+mlir.register_lowering(_chosen_p, _lower_choice, platform="tpu", cacheable=False)

@@ -38,6 +38,7 @@ stored_cotangent      | gpu, tpu | as activated; wavenet .84, graph .93; tempora
 pointwise             | gpu      | none in bytes; a kernel's gradient keeps the bits of its sum
 moved_low             | tpu      | lstm .87, scanned_transformer .98; temporaries 1.13
 read_in_parts         | tpu      | wavenet .57; temporaries .37
+chosen_wide           | tpu      | graph .80; temporaries .82
 recomputed            | all      | lstm .56, mamba .56; temporaries lstm .42, mamba .49, mlp 1.11
 kept_apart            | all      | gemma .96, wavenet .97; temporaries gemma .81, wavenet .89
 """
