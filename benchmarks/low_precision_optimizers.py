@@ -229,7 +229,8 @@ def main() -> None:
         about = f"`{command}`, {machine.made()}; on {machine.cpu()}."
         entry = data["tasks"].setdefault(name, {"runs": {}, "made": []})
         entry |= {"steps": steps, "chunk": CHUNK}
-        entry["made"] = [*entry["made"], about]
+        renewed = set(entry["runs"]) <= set(options.forms)  # no earlier run is left then
+        entry["made"] = [about] if renewed else [*entry["made"], about]
         for form in options.forms:
             entry["runs"][form] = list(train(name, form, steps, range(options.seeds)))
             ends = [str(found["loss"])[:8] for found in entry["runs"][form]]
