@@ -129,7 +129,7 @@ def healthy(network: str) -> None:
             print(f"| {name} | {kind} | {accessed / 1e6:.3f} | {temporaries / 1e6:.3f} |")
 
 
-SECONDS, STEPS = 150, 4
+SECONDS, STEPS = 360, 4
 
 
 def in_turn(steps: list[Any], start: Any, x: Any) -> np.ndarray:
