@@ -15,7 +15,7 @@ _COPIED = re.compile(rf" copy-done\({_NAME}\)")
 _SLICE = re.compile(rf"^\s*{_NAME} = .* slice-start\({_NAME}\)", re.MULTILINE)
 _SLICED = re.compile(rf"^\s*{_NAME} = .* slice-done\({_NAME}\)", re.MULTILINE)
 _JOINED = re.compile(r' custom-call\(([^)]*)\), custom_call_target="ConcatBitcast"')
-_ALONE = r"(?m)^(\s*%{} = \S+ )slice-done\([^)]*\)"
+_ALONE = re.compile(rf" slice-done\({_NAME}\)")
 _IN_VMEM = "S(1)"
 
 
@@ -33,21 +33,25 @@ def without(text: str) -> str:
 
     text = _JOINED.sub(joined, text)
     read = set(re.findall(_NAME, "\n".join(_right_of_equals(text))))
-    for name in read & set(part_of):  # a slice that is not put together with others
-        text = re.sub(_ALONE.format(re.escape(name)), rf"\1bitcast(%{part_of[name]})", text)
-    gone -= read
+    gone -= read  # what is left of these slices is not put together with others
+    text = _from(source, _ALONE, text)
     moved = {
         name: array
         for name, shapes, array in _COPY.findall(text)
         if shapes.count(_IN_VMEM) == 1  # else both ends are in the same memory
     }
     gone |= set(moved)
-
-    def copied(match: re.Match[str]) -> str:
-        return f" bitcast(%{moved[match[1]]})" if match[1] in moved else match[0]
-
-    text = _COPIED.sub(copied, text)
+    text = _from(moved, _COPIED, text)
     return "\n".join(line for line in text.splitlines() if _defined(line) not in gone)
+
+
+def _from(source: dict[str, str], done: re.Pattern[str], text: str) -> str:
+    """Returns the text with what ends a move as another name of what was moved."""
+
+    def renamed(match: re.Match[str]) -> str:
+        return f" bitcast(%{source[match[1]]})" if match[1] in source else match[0]
+
+    return done.sub(renamed, text)
 
 
 def _defined(line: str) -> str | None:
