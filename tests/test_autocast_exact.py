@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from benchmarks.measure import targets
 from benchmarks.measure.elsewhere import lowered_for
-from mpjax import pods
 from mpjax._autocast import autocast, hints
 
 KEY = jax.random.key(0)
@@ -135,13 +135,9 @@ def test_only_a_tpu_widens_what_it_chooses_from(platform, dtype):
 
 @pytest.mark.tpu_compiler
 def test_a_tpu_transposes_nothing_between_a_norm_and_a_sum_over_segments():
-    mesh = pods.get_topology("v5e-4").make_mesh({"x": -1})
-
-    def array(shape, dtype="float32"):
-        sharding = jax.sharding.NamedSharding(mesh, jax.P())
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    args = [array((16, 128)), array((128,)), array((49152, 16)), array((128, 128))]
+    shapes = (16, 128), (128,), (49152, 16), (128, 128)
+    args = [*(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)]
+    args = targets.get_target("v5e").specs([*args, jax.ShapeDtypeStruct((49152,), "int32")])
 
     def transposed():
         def loss(w, b, x, v, segments):
@@ -150,7 +146,7 @@ def test_a_tpu_transposes_nothing_between_a_norm_and_a_sum_over_segments():
             return jnp.mean((jax.ops.segment_sum(y, segments, 8192) @ v) ** 2)
 
         step = jax.jit(jax.value_and_grad(autocast(loss, "bf16-mixed"), (0, 1, 3)))
-        text = step.lower(*args, array((49152,), "int32")).compile().as_text()
+        text = step.lower(*args).compile().as_text()
         return len(re.findall(r"= \w+\[49152,128\]\{0,1", text))
 
     assert not transposed()
