@@ -95,7 +95,7 @@ def _evaluate(jaxpr: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
         else:
             bound = _compat.bind(eqn.primitive, operands, eqn.params)
             outs = bound if eqn.primitive.multiple_results else [bound]
-            if eqn.primitive.name in ("max", "min") and outs[0].dtype == dtype:
+            if eqn.primitive.name in traits.WIDENED and outs[0].dtype == dtype:
                 outs = [held.chosen(outs[0])]
         env.update(zip(eqn.outvars, outs, strict=True))
     return [jnp.asarray(read(atom)) for atom in jaxpr.jaxpr.outvars]

@@ -42,7 +42,7 @@ def read_in_parts(eqns: Sequence[Any], outputs: Collection[Any]) -> dict[Any, An
     found: dict[Any, Any] = {}
     for eqn in reversed(eqns):
         (out, *_) = eqn.outvars
-        if eqn.primitive.name not in _ELEMENTWISE or out in outputs or out not in readers:
+        if eqn.primitive.name not in traits.PARTS or out in outputs or out not in readers:
             continue
         shape = out.aval.shape
         (reader, *others) = readers[out]
@@ -70,10 +70,6 @@ def _valued_jvp(primals: Any, tangents: Any) -> Any:
     return valued(*primals), tangents[0]
 
 
-_ELEMENTWISE = frozenset({"add", "sub", "mul", "neg"})
-_CUTS = frozenset({"slice", "split"})
-
-
 def _readers(eqns: Sequence[Any]) -> dict[Any, list[Any]]:
     readers: dict[Any, list[Any]] = {}
     for eqn in eqns:
@@ -83,12 +79,12 @@ def _readers(eqns: Sequence[Any]) -> dict[Any, list[Any]]:
 
 
 def _cut_once(readers: Sequence[Any]) -> bool:
-    return readers[0].primitive.name in _CUTS and _moves_once(*readers)
+    return readers[0].primitive.name in traits.CUTS and _moves_once(*readers)
 
 
 def cuts(eqn: Any) -> list[Cut]:
     """Returns what each result of a `slice` or `split` is of its operand; nothing of any other."""
-    if eqn.primitive.name not in _CUTS:
+    if eqn.primitive.name not in traits.CUTS:
         return []
     if eqn.primitive.name == "slice":
         names = "start_indices", "limit_indices", "strides"
@@ -120,7 +116,7 @@ def cut(array: Any, of: Sequence[int], at: Cut) -> Any:
 def _moves_once(eqn: Any, *others: Any) -> bool:
     """Whether all the readers of a value are moves of it that share no element."""
     if not others:
-        return eqn.primitive.name in traits.PERMUTES | {"slice"}
+        return eqn.primitive.name in traits.PERMUTES | traits.CUTS
     slices = [eqn, *others]
     if len(slices) > _MANY or any(one.primitive.name != "slice" for one in slices):
         return False

@@ -5,14 +5,15 @@ What is in no row has no trait: it runs by its class alone, in a kernel of its o
 """
 
 _TABLE = """
-add sub                                 | fusible alone steps adds linear hands_on shifts of_totals
+add sub                                 | fusible alone steps adds linear hands_on shifts of_totals parts
 add_any                                 | fusible alone steps adds linear hands_on
-mul div                                 | fusible alone steps hands_on scales of_totals
-neg                                     | fusible chooses hands_on
+mul                                     | fusible alone steps hands_on scales of_totals parts
+div                                     | fusible alone steps hands_on scales of_totals
+neg                                     | fusible chooses hands_on parts
 rem                                     | fusible native steps
 abs copy stop_gradient                  | fusible chooses
-max                                     | fusible alone steps chooses accumulates bounds of_totals
-min                                     | fusible alone steps chooses accumulates bounds
+max                                     | fusible alone steps chooses accumulates bounds of_totals widened
+min                                     | fusible alone steps chooses accumulates bounds widened
 clamp                                   | fusible alone steps chooses accumulates
 select_n                                | fusible alone steps chooses accumulates linear
 floor ceil round                        | fusible linear
@@ -34,8 +35,8 @@ concatenate stack                       | fusible alone steps linear accumulates
 pad                                     | fusible alone steps linear accumulates turns
 reshape squeeze expand_dims transpose   | fusible chooses turns permutes
 rev                                     | fusible turns permutes
-slice                                   | fusible resizes turns
-split                                   | fusible resizes permutes
+slice                                   | fusible resizes turns cuts
+split                                   | fusible resizes permutes cuts
 broadcast_in_dim                        | fusible chooses resizes repeats
 dynamic_slice                           | resizes picks
 gather                                  | resizes picks repeats
@@ -60,7 +61,7 @@ hessenberg householder_product          | unforgiving
 triangular_solve custom_linear_solve    | unforgiving
 tridiagonal tridiagonal_solve           | unforgiving
 debug_callback debug_print              | looks
-"""  # fmt: skip
+"""  # fmt: skip  # noqa: E501
 _ROWS = [[part.split() for part in line.split("|")] for line in _TABLE.strip().splitlines()]
 
 
@@ -87,6 +88,15 @@ CHOOSES = _having("chooses")
 
 PERMUTES = _having("permutes")
 """Each element of its operand stands in its results once, unchanged."""
+
+CUTS = _having("cuts")
+"""Each of its results is a part of its operand, told by where it starts and ends."""
+
+PARTS = _having("parts")
+"""A part of its result is computed of the same parts of its operands."""
+
+WIDENED = _having("widened")
+"""A TPU widens low operands for it by itself, and is told to, or it lays out badly what follows."""
 
 REPEATS = _having("repeats")
 """Linear; its cotangent is a sum over copies."""
