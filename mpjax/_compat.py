@@ -142,11 +142,6 @@ def bind_custom(
     return eqn.primitive.bind(*values, **params)
 
 
-def derivative_rule(eqn: Any) -> Callable[..., Any]:
-    """Returns the rule of a `custom_jvp_call`, of primals and tangents."""
-    return eqn.primitive.get_bind_params(eqn.params)["subfuns"][-1].call_wrapped
-
-
 def bind_remat(eqn: Any, fun: Callable[..., Any], args: Sequence[Any], policy: Any) -> Any:
     """Binds a `remat2` equation that was differentiated already, around another function.
 

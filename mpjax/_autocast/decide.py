@@ -92,10 +92,7 @@ class _Planner:
         self.changed |= any(s.kind == Kind.LOW for s in (*self.in_states, *out_states))
         fused = [d.action is Action.FUSED for d in decisions]
         multiplied = frozenset(v for v, want in self.demand.items() if want & demand.PRODUCT)
-        in_loop = self.settings.in_loop
-        steps = groups.schedule(
-            self.jaxpr, fused, self.states, out_states, multiplied, in_loop=in_loop
-        )
+        steps = groups.schedule(self.jaxpr, fused, self.states, out_states, multiplied)
         low_copies = tuple(self.low_copy(v) for v in self.jaxpr.invars)
         return Plan(
             self.program,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax._autocast import groups, held, masks, moves, scopes, storage, traits
+from mpjax._autocast import groups, held, moves, scopes, storage, traits
 from mpjax._autocast.binding import bind, inside, written_at
 from mpjax._autocast.plan import FLOAT32, Plan, is_float32
 from mpjax._autocast.recompute import recomputed
@@ -133,7 +133,7 @@ def _computed(
     plan: Plan, step: groups.Step, eqn: Any, values: Sequence[Any], around: int
 ) -> list[Any]:
     with written_at(eqn, around):
-        first, *others = _bind(plan, step, eqn, values)
+        first, *others = bind(eqn, values)
     (var, *_) = eqn.outvars
     if var in step.convolved:
         first = held.summed(first, plan.states[var].dtype)
@@ -151,13 +151,6 @@ def _outputs(plan: Plan, step: groups.Step, local: dict[Any, Any]) -> list[Any]:
         if is_full:
             outs.append(_widened(var, local[var]))
     return outs
-
-
-def _bind(plan: Plan, step: groups.Step, eqn: Any, values: Sequence[Any]) -> list[Any]:
-    (var, *_) = eqn.outvars
-    if var in step.masked:
-        return [masks.run(eqn, values[0], plan.states[var].dtype)]
-    return bind(eqn, values)
 
 
 def _operands(plan: Plan, step: groups.Step, eqn: Any, local: dict[Any, Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import exact, linear, masks, storage, traits
+from mpjax._autocast import exact, linear, storage, traits
 from mpjax._autocast.hints import hint
 from mpjax._autocast.states import Kind, State, fits, of_literal, size
 from mpjax._op_rules import only_moves
@@ -38,7 +38,6 @@ class Step:
     repeated: frozenset[Any] = frozenset()  # what `broadcast_in_dim` makes inside the group
     several: frozenset[Any] = frozenset()  # values whose cotangents are read in several passes
     apart: frozenset[Any] = frozenset()  # terms whose cotangents are sums, taken in a pass each
-    masked: frozenset[Any] = frozenset()  # results that tell what relu let through
     convolved: frozenset[Any] = frozenset()  # sums that cuDNN adds up as it convolves
     stored: frozenset[Any] = frozenset()  # outputs that a GPU is to hold low, whoever reads them
 
@@ -52,13 +51,10 @@ def schedule(
     found: dict[Any, State],
     out_states: Sequence[State],
     multiplied: frozenset[Any],
-    *,
-    in_loop: bool = False,
 ) -> list[Step]:
     """Returns the steps of a jaxpr: its fused equations in groups, every other one alone.
 
-    `multiplied` are the variables that products read, however late; `in_loop` says whether it is
-    the body of a loop.
+    `multiplied` are the variables that products read, however late.
     """
     cuts = _read_exactly(jaxpr, fused, found)
     twice = storage.read_twice(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
@@ -71,11 +67,6 @@ def schedule(
         cuts |= more
         levels = _levels(jaxpr, fused, cuts)
     components = _components(jaxpr, fused, levels, cuts)
-    costly = set[Any]() if in_loop else storage.costly(jaxpr, components, found)
-    if costly:
-        cuts |= costly
-        levels = _levels(jaxpr, fused, cuts)
-        components = _components(jaxpr, fused, levels, cuts)
     outside = _read_outside(jaxpr, components)
     steps: list[tuple[tuple[int, int, int], Step]] = []
     for indices in components:
@@ -86,7 +77,7 @@ def schedule(
     for i, is_fused in enumerate(fused):
         if not is_fused:
             steps.append(((levels[i], 1, i), Step([i])))
-    _mark_stored(jaxpr, [step for _, step in steps], costly)
+    _mark_stored(jaxpr, [step for _, step in steps])
     return [step for _, step in sorted(steps, key=lambda pair: pair[0])]
 
 
@@ -254,8 +245,7 @@ def _mark(jaxpr: Any, step: Step, twice: set[Any], found: dict[Any, State]) -> N
         return
     eqns = [jaxpr.eqns[i] for i in step.members]
     if step.checkpoint:
-        step.masked = masks.in_group(jaxpr, eqns, step.outputs, found)
-        step.several = frozenset(storage.activated(eqns, step.masked))
+        step.several = frozenset(storage.activated(eqns))
         return
     if not step.outputs or not all(low and not full for _, low, full in step.outputs):
         return
@@ -266,21 +256,25 @@ def _mark(jaxpr: Any, step: Step, twice: set[Any], found: dict[Any, State]) -> N
         step.convolved = storage.added_to_convolutions(jaxpr, eqns, step.inputs, found)
 
 
-def _mark_stored(jaxpr: Any, steps: Sequence[Step], costly: set[Any]) -> None:
+def _mark_stored(jaxpr: Any, steps: Sequence[Step]) -> None:
     """Finds which low outputs of groups a GPU would hold in float32 for those that read them.
 
-    XLA cancels a rounding against the widening of a reader. A group that takes a statistic is one,
-    and of what is `costly` any that is not kept apart from its maker. Sums it computes again.
+    XLA cancels a rounding against the widening of a reader: of a group that takes a statistic. A
+    sum it computes again there, unless the next sum reads it too, as of a residual stream.
     """
     by_statistic: set[Any] = set()
-    together: set[Any] = set()
+    by_sum: set[Any] = set()
+    once: set[Any] = set()
+    again: set[Any] = set()
     for step in steps:
-        if step.group and any(storage.takes_a_statistic(jaxpr.eqns[i]) for i in step.members):
+        eqns = [jaxpr.eqns[i] for i in step.members if step.group]
+        if any(map(storage.takes_a_statistic, eqns)):
             by_statistic.update(step.inputs)
-        elif step.group and not step.checkpoint:
-            together.update(step.inputs)
+        by_sum.update(v for e in eqns if storage.adds(e) for v in _compat.variables(e))
+        again |= once.intersection(step.inputs)
+        once.update(step.inputs)
     for step in steps:
-        read = by_statistic | costly & together if step.checkpoint else costly & together
+        read = by_statistic if step.checkpoint else by_statistic & by_sum & again
         step.stored = storage.held_low(step.outputs, read)
 
 

@@ -21,7 +21,7 @@ STORED = identity_primitive("stored", dict.fromkeys(GPUS, lax.optimization_barri
 
 
 def stored(x: jax.Array) -> jax.Array:
-    """Returns a low value from which a GPU reads a mask, and which is kept for that."""
+    """Returns a low value that a GPU stores as it is, and that the backward pass keeps."""
     return STORED.bind(x)
 
 
@@ -32,31 +32,6 @@ mlir.register_lowering(_apart_p, mlir.lower_fun(lax.optimization_barrier, multip
 def kept_apart(x: jax.Array) -> jax.Array:
     """Returns a value that XLA takes for another than `x`."""
     return _apart_p.bind(x)
-
-
-_positive_p = Primitive("is_positive")
-
-
-def is_positive(value: jax.Array, stored: jax.Array) -> jax.Array:
-    """Returns where a value is positive, as what is stored of it is; a GPU reads the latter."""
-    return _positive_p.bind(lax.stop_gradient(value), lax.stop_gradient(stored))
-
-
-def _value_is_positive(value: jax.Array, stored: jax.Array) -> jax.Array:
-    del stored
-    return value > 0
-
-
-def _stored_is_positive(value: jax.Array, stored: jax.Array) -> jax.Array:
-    del value
-    return stored > 0
-
-
-_positive_p.def_impl(_value_is_positive)
-_positive_p.def_abstract_eval(lambda x, y: x.update(dtype=np.dtype(bool), weak_type=False))
-batching.defbroadcasting(_positive_p)
-mlir.register_lowering(_positive_p, mlir.lower_fun(_value_is_positive, multiple_results=False))
-lower_on(_positive_p, dict.fromkeys(GPUS, _stored_is_positive))
 
 
 # -- values whose cotangents are stored low, as several kernels read them ------------------------

@@ -28,10 +28,8 @@ _ROWS = """
 read_twice            | gpu, tpu | unet .81, unet3d .96; temporaries unet .78
 read_exactly          | all      | mlp .90, graph .92, wavenet .98; temporaries mlp .70, graph .85
 merged                | all      | temporaries lstm .75
-masks                 | gpu      | resnet50 .99; temporaries 1.03
 summed_apart          | gpu, tpu | unet .96
 added_to_convolutions | gpu      | unet .87; temporaries unet .84, unet3d .97
-costly                | all      | wavenet .94; temporaries .94
 held_low              | gpu      | efficientnet .94, graph .99; temporaries gemma .93
 activated             | gpu, tpu | efficientnet .91, unet3d .95, unet .97; temporaries unet3d .86
 stored_cotangent      | gpu, tpu | as activated; wavenet .84, graph .93; temporaries graph .87

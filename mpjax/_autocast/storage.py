@@ -105,29 +105,6 @@ def merged(
     return cuts
 
 
-@hint("costly", lambda *_: set[Any]())
-def costly(jaxpr: Any, components: Sequence[Sequence[int]], found: dict[Any, State]) -> set[Any]:
-    """Returns the low results of `tanh` that are multiplied, as gates and capped logits are.
-
-    XLA computes them once, for all kernels that read them, and would store them in float32. Where
-    their own group takes a statistic, it is left to choose.
-    """
-    cuts: set[Any] = set()
-    for indices in components:
-        eqns = [jaxpr.eqns[i] for i in indices]
-        made = {eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "tanh"}
-        if made and not any(map(takes_a_statistic, eqns)):
-            multiplied = {
-                v
-                for eqn in eqns
-                if eqn.primitive.name == "mul"
-                for v in eqn.invars
-                if not _compat.is_literal(v)
-            }
-            cuts.update(v for v in made & multiplied if found[v].kind == Kind.LOW)
-    return cuts
-
-
 @hint("held_low", lambda *_: _NOTHING)
 def held_low(outputs: Sequence[tuple[Any, bool, bool]], read: set[Any]) -> frozenset[Any]:
     """Returns the low outputs of a group that are in `read`: stored low for all that read them."""
@@ -135,12 +112,11 @@ def held_low(outputs: Sequence[tuple[Any, bool, bool]], read: set[Any]) -> froze
 
 
 @hint("activated", lambda *_: set[Any]())
-def activated(eqns: Sequence[Any], masked: frozenset[Any]) -> set[Any]:
+def activated(eqns: Sequence[Any]) -> set[Any]:
     """Returns the normalised values of a group that an activation reads.
 
     The derivatives of the normalisation read the cotangent of such a value several times. Behind
-    relu that is a mask's work, done again in each, unless the group reads another large value too;
-    behind what is `masked` it is low as it comes.
+    relu that is a mask's work, done again in each, unless the group reads another large value too.
     """
     largest = _largest(eqns)
     made = {v for eqn in eqns for v in eqn.outvars}
@@ -150,8 +126,7 @@ def activated(eqns: Sequence[Any], masked: frozenset[Any]) -> set[Any]:
     found: set[Any] = set()
     for eqn in eqns:
         operands = _compat.variables(eqn)
-        is_curved = _bends(eqn) and masked.isdisjoint(eqn.outvars)
-        if is_curved and (is_joined or not exact.is_exact(eqn, BFLOAT16)):
+        if _bends(eqn) and (is_joined or not exact.is_exact(eqn, BFLOAT16)):
             found.update(v for v in operands if v in normalised and size(v.aval.shape) == largest)
         if ends_a_kernel(eqn) or any(v in normalised for v in operands):
             normalised.update(eqn.outvars)
@@ -192,7 +167,7 @@ def added_to_convolutions(
     """
     convolved = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == CONVOLUTION}
     sums = [eqn for eqn in eqns if not only_moves(eqn)]
-    if any(eqn.primitive.name not in traits.ADDS - {"sub"} for eqn in sums):
+    if not all(map(adds, sums)):
         return _NOTHING
     if any(found[eqn.outvars[0]].kind != Kind.LOW for eqn in sums):
         return _NOTHING  # cuDNN would round what was asked for in float32
@@ -220,6 +195,11 @@ def ends_a_kernel(eqn: Any) -> bool:
         return False
     axes, ndim = sorted(eqn.params["axes"]), eqn.invars[0].aval.ndim
     return axes != list(range(ndim - len(axes), ndim))
+
+
+def adds(eqn: Any) -> bool:
+    """Whether an equation is a sum; not a difference, as of a value and its mean."""
+    return eqn.primitive.name in traits.ADDS - {"sub"}
 
 
 def takes_a_statistic(eqn: Any) -> bool:

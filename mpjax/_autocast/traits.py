@@ -53,8 +53,6 @@ cummax cummin                           | extreme
 sort top_k                              | selects
 tile pvary pcast pbroadcast             | repeats
 all_gather all_gather_invariant         | repeats
-dot_general conv_general_dilated        | keeps
-reduce_window_max                       | keeps
 cumsum cumprod cumlogsumexp fft         | unforgiving
 cholesky lu qr geqrf svd schur eig eigh | unforgiving
 hessenberg householder_product          | unforgiving
@@ -136,13 +134,10 @@ SCALES, SHIFTS, BOUNDS = _having("scales"), _having("shifts"), _having("bounds")
 TOTALS, OF_TOTALS = _having("totals"), _having("of_totals")
 """What makes the statistic of a norm, and what is computed with statistics alone."""
 
-# -- what its derivative keeps: linear, masks, product ---------------------------------------------
+# -- what its derivative keeps: linear, product ----------------------------------------------------
 
 LINEAR = _having("linear")
 """Differentiating it keeps nothing in float32."""
-
-KEEPS = _having("keeps")
-"""Its derivative reads its operands, which are stored for it."""
 
 TURNS = _having("turns")
 """May stand beside the product in the small function that is one product to its derivative."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 # Its operations that compute; all others give their first operand, rounded perhaps.
-_COMPUTES = frozenset({"low_product", "is_positive"})
+_COMPUTES = frozenset({"low_product"})
 
 
 def is_identity(eqn: Any) -> bool:

@@ -1,9 +1,7 @@
-"""Relu behind a norm and before a product: masked by what is stored, and as in float32.
+"""Relu behind a norm and before a product: derived by its own rule, and what is kept for that.
 
 Gradients are compared by their norms: rounding an input may change a mask where that is nearly 0.
 """
-
-import re
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +11,11 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mpjax._autocast import autocast, held, masks
-from mpjax.testing import assert_bitwise_equal
+from mpjax._autocast import autocast
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (16, 32, 24))
 W = jax.random.normal(jax.random.fold_in(KEY, 1), (24, 24)) / 5
-SHAPE = "16x32x24"
 
 
 def layer(relu):
@@ -33,40 +29,11 @@ def layer(relu):
     return loss
 
 
-def lowered(fun, platform):
-    traced = jax.jit(jax.grad(fun, (0, 1))).trace(W, X)
-    return traced.lower(lowering_platforms=(platform,)).as_text()
-
-
-@pytest.mark.parametrize(("platform", "dtype"), [("cuda", "bf16"), ("tpu", "f32"), ("cpu", "f32")])
-def test_a_gpu_masks_by_what_is_stored_and_others_by_what_was_read(platform, dtype):
-    text = lowered(autocast(layer(jax.nn.relu), "bf16-mixed"), platform)
-    found = re.findall(rf"stablehlo.compare .* : \(tensor<{SHAPE}x(\w+)>", text)
-    assert found == [dtype]
-
-
-def test_the_cotangent_is_masked_low():
-    text = lowered(autocast(layer(jax.nn.relu), "bf16-mixed"), "tpu")
-    assert re.findall(rf"stablehlo.select .*, tensor<{SHAPE}x(\w+)>", text) == ["bf16"]
-
-
 def test_no_mask_is_kept():
     fun = autocast(layer(jax.nn.relu), "bf16-mixed")
     _, vjp = jax.vjp(fun, W, X)
     kept = [x.dtype for x in jax.tree.leaves(vjp) if getattr(x, "size", 0) == X.size]
     assert kept == [jnp.bfloat16] * 4  # what the three groups and products read
-
-
-@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("by_stored", [True, False])
-def test_gradients_are_those_of_a_mask_of_the_input(policy, by_stored, monkeypatch):
-    fun = jax.jit(jax.value_and_grad(autocast(layer(jax.nn.relu), policy), (0, 1)))
-    if by_stored:  # as a GPU does, whose lowering cannot run here
-        monkeypatch.setattr(held, "is_positive", lambda value, stored: stored > 0)
-    got = fun(W, X)
-    monkeypatch.setattr(masks, "in_group", lambda *args: frozenset())
-    again = autocast(lambda w, x: layer(jax.nn.relu)(w, x), policy)
-    assert_bitwise_equal(got, jax.jit(jax.value_and_grad(again, (0, 1)))(W, X))
 
 
 def with_rule(fun, rule):
@@ -100,8 +67,7 @@ RULES = {
 
 
 @pytest.mark.parametrize(("fun", "rule"), RULES.values(), ids=RULES)
-def test_a_rule_of_the_users_own_is_kept(fun, rule, monkeypatch):
-    monkeypatch.setattr(held, "is_positive", lambda value, stored: stored > 0)
+def test_a_rule_of_the_users_own_is_kept(fun, rule):
     loss = layer(with_rule(fun, rule))
     got = jax.grad(autocast(loss, "bf16-mixed"), (0, 1))(W, X)
     for a, b in zip(got, jax.grad(loss, (0, 1))(W, X), strict=True):
