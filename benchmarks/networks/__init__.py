@@ -9,9 +9,12 @@ figures of `TUNING`; those of `JUDGES` tell whether they hold elsewhere.
 from collections.abc import Callable
 
 from ._bert import bert
+from ._densenet import densenet
 from ._efficientnet import efficientnet
+from ._gated import gated
 from ._gemma import gemma
 from ._graph import graph
+from ._gru import gru
 from ._llama import llama
 from ._lstm import lstm
 from ._mamba import mamba
@@ -21,6 +24,7 @@ from ._resnet import resnet50
 from ._transformer import scanned_transformer, transformer
 from ._unet import unet
 from ._unet3d import unet3d
+from ._vgg import vgg
 from ._vit import vit
 from ._wavenet import wavenet
 
@@ -42,6 +46,10 @@ JUDGES: dict[str, Callable[[str], Network]] = {
     "unet3d": unet3d,
     "vit": vit,
     "mamba": mamba,
+    "gru": gru,
+    "gated": gated,
+    "vgg": vgg,
+    "densenet": densenet,
 }
 NETWORKS = TUNING | JUDGES
 SIZES = ("tiny", "small", "medium", "full")
