@@ -226,6 +226,14 @@ def test_low_result_is_rounded_once():
     np.testing.assert_array_equal(out, multiply(FLOAT8)(X, W).astype(BF16))
 
 
+def test_gradient_that_adds_nothing_up_is_of_16_bit_values():
+    """A weight that one vector meets: each of its gradient's elements is one product, no sum."""
+    _, pullback = jax.vjp(multiply(FLOAT8, "k,kn->n"), X[0], W)
+    _, found = pullback(CT[0])
+    expected = np.outer(np.float64(X[0]), np.float64(CT[0]))
+    np.testing.assert_allclose(found, expected, rtol=2**-7)  # both factors are rounded
+
+
 def test_sum_that_int32_cannot_hold_is_of_16_bit_values():
     long = 140_000
     x, w = jnp.ones((2, long)), jnp.ones((long, 2))

@@ -63,6 +63,8 @@ class Bilinear:
     def _is_scaled(self, direction: Direction, shape: tuple[int, ...]) -> bool:
         if direction.scaling is None or not self.axes or not _only_moves(self.traced):
             return False
+        if all(axis.result is not None for axis in self.axes):
+            return False  # it adds nothing up, as the gradient of a weight that one vector meets
         if scaled.length(self.axes, shape) % direction.scaling.block_size:
             return False
         return scaled.fits(self.axes, shape, direction.dtype(self.roles[0]))
