@@ -9,6 +9,7 @@ figures of `TUNING`; those of `JUDGES` tell whether they hold elsewhere.
 from collections.abc import Callable
 
 from ._bert import bert
+from ._ddpm import ddpm
 from ._densenet import densenet
 from ._efficientnet import efficientnet
 from ._gated import gated
@@ -50,6 +51,7 @@ JUDGES: dict[str, Callable[[str], Network]] = {
     "gated": gated,
     "vgg": vgg,
     "densenet": densenet,
+    "ddpm": ddpm,
 }
 NETWORKS = TUNING | JUDGES
 SIZES = ("tiny", "small", "medium", "full")

@@ -1,6 +1,7 @@
 """A U-Net as diffusion models use it: group normalisation, silu, time embedding, skips."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -77,10 +78,18 @@ class UNet(nn.Module):
 def unet(size: str) -> Network:
     """Returns the U-Net with the loss of a denoiser."""
     s = SIZES[size]
-    shape = (s["batch"], s["pixels"], s["pixels"], 3)
 
     def model(dtype: Any) -> UNet:
         return UNet(s["width"], s["levels"], s["groups"], dtype)
+
+    return denoiser("unet", size, s, model)
+
+
+def denoiser(
+    name: str, size: str, numbers: dict[str, Any], model: Callable[[Any], nn.Module]
+) -> Network:
+    """Returns a model of noisy images and their times, with the loss of the noise it finds."""
+    shape = (numbers["batch"], numbers["pixels"], numbers["pixels"], 3)
 
     def written(dtype: Any) -> Any:
         def loss(params: Any, batch: Any) -> jax.Array:
@@ -99,4 +108,4 @@ def unet(size: str) -> Network:
         image, t = jnp.zeros((1, *shape[1:]), jnp.float32), jnp.zeros((1,), jnp.float32)
         return model(jnp.float32).init(key, image, t)["params"]
 
-    return Network("unet", size, s, written, init, sample)
+    return Network(name, size, numbers, written, init, sample)

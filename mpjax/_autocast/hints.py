@@ -33,7 +33,6 @@ added_to_convolutions | gpu      | unet .87; temporaries unet .84, unet3d .97
 held_low              | gpu      | efficientnet .94, graph .99; temporaries gemma .93
 activated             | gpu, tpu | efficientnet .91, unet3d .95, unet .97; temporaries unet3d .86
 stored_cotangent      | gpu, tpu | as activated; wavenet .84, graph .93; temporaries graph .87
-pointwise             | gpu      | none in bytes; a kernel's gradient keeps the bits of its sum
 moved_low             | tpu      | lstm .87, scanned_transformer .98; temporaries 1.13
 read_in_parts         | tpu      | wavenet .57; temporaries .37
 chosen_wide           | tpu      | graph .80; temporaries .82

@@ -13,12 +13,9 @@ from typing import Any
 import jax
 from jax import lax
 
-from mpjax._autocast.hints import hint
-
 _PLAIN = {"feature_group_count": 1, "batch_group_count": 1}
 
 
-@hint("pointwise", lambda *_: False)
 def is_pointwise(params: dict[str, Any], structs: Sequence[jax.ShapeDtypeStruct]) -> bool:
     """Whether a convolution's kernel is one point, read at places that need no padding."""
     kernel = structs[1].shape
