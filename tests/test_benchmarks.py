@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from _hlo_text import LOOP, parsed
 
+import mpjax
 from benchmarks.measure import compiled, hbm, jaxprs, machine, prefetches, targets
 from benchmarks.measure.store import Store
 from benchmarks.networks import NETWORKS
@@ -46,6 +47,18 @@ def test_residuals_leave_inputs_out_and_weights_apart() -> None:
     params = {"a": jax.ShapeDtypeStruct((16, 4), f32), "b": jax.ShapeDtypeStruct((4, 2), f32)}
     found = jaxprs.residuals(loss, params, jax.ShapeDtypeStruct((8, 16), f32))
     assert found == jaxprs.Residuals(activations=8 * 4 * 4 + 8 * 4 * 2, weights=4 * 2 * 2)
+
+
+def test_most_of_what_a_transformer_keeps_is_no_operand_that_8_bits_could_shrink() -> None:
+    """The shares in docs/eight_bits.md: attention's logits and weights, the vocabulary's logits."""
+    network = NETWORKS["transformer"]("full")
+    loss = mpjax.autocast(network.loss, "float8_from_mixed_bfloat16")
+    kept = jax.eval_shape(lambda p, b: jax.vjp(loss, p, b)[1], network.params, network.batch)
+    low = [x for x in jax.tree.leaves(kept) if x.dtype == jnp.bfloat16]
+    in_attention = 2 * sum(x.size for x in low if x.shape[-2:] == (1024, 1024))
+    of_vocabulary = 2 * sum(x.size for x in low if x.shape[-1] == 32000 and x.ndim == 3)
+    total = jaxprs.residuals(loss, network.params, network.batch).activations
+    assert (round(100 * in_attention / total), round(100 * of_vocabulary / total)) == (61, 7)
 
 
 def test_residuals_of_a_carry_that_starts_constant_depend_on_the_batch() -> None:
