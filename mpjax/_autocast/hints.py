@@ -25,19 +25,19 @@ class Hint:
 
 
 _ROWS = """
-read_twice            | gpu, tpu | unet .81, unet3d .96; temporaries unet .78
-read_exactly          | all      | mlp .90, graph .92, wavenet .98; temporaries mlp .70, graph .85
-merged                | all      | temporaries lstm .75
+read_twice            | gpu, tpu | unet .81, densenet .88, vgg .93; temporaries unet .78, vgg .94
+read_exactly          | all      | mlp .90, graph .92, wavenet .95; temporaries mlp .70, graph .85
+merged                | all      | gru .89; temporaries lstm .75, gru .94
 summed_apart          | gpu, tpu | unet .96
-added_to_convolutions | gpu      | unet .87; temporaries unet .84, unet3d .97
-held_low              | gpu      | efficientnet .94, graph .99; temporaries gemma .93
-activated             | gpu, tpu | efficientnet .91, unet3d .95, unet .97; temporaries unet3d .86
-stored_cotangent      | gpu, tpu | as activated; wavenet .84, graph .93; temporaries graph .87
+added_to_convolutions | gpu      | unet .87, vgg .98; temporaries unet .84, vgg .93
+held_low              | gpu      | efficientnet .94, gemma .96, resnet50 .97; temporaries gemma .86
+activated             | gpu, tpu | efficientnet .91, unet3d .95, resnet50 1.04; temporaries .90
+stored_cotangent      | gpu, tpu | as activated; densenet .89, graph .93; temporaries vit .89
 moved_low             | tpu      | lstm .87, scanned_transformer .98; temporaries 1.13
 read_in_parts         | tpu      | wavenet .57; temporaries .37
 chosen_wide           | tpu      | graph .80; temporaries .82
-recomputed            | all      | lstm .56, mamba .56; temporaries lstm .42, mamba .49, mlp 1.11
-kept_apart            | all      | gemma .96, wavenet .97; temporaries gemma .81, wavenet .89
+recomputed            | all      | lstm .56, mamba .56, gru .90; temporaries lstm .42, mlp 1.11
+kept_apart            | all      | vit .94, gated .94; temporaries vit .76, gemma .81
 """
 HINTS = {
     name: Hint(name, platforms, gain)
