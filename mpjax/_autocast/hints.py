@@ -28,8 +28,8 @@ _ROWS = """
 read_twice            | gpu, tpu | unet .81, densenet .88, vgg .93; temporaries unet .78, vgg .94
 read_exactly          | all      | mlp .90, graph .92, wavenet .95; temporaries mlp .70, graph .85
 merged                | all      | gru .89; temporaries lstm .75, gru .94
-summed_apart          | gpu, tpu | unet .96
-added_to_convolutions | gpu      | unet .87, vgg .98; temporaries unet .84, vgg .93
+summed_apart          | gpu, tpu | unet .96, ddpm .96
+added_to_convolutions | gpu      | unet .87, ddpm .93, vgg .98; temporaries unet .84, ddpm .85
 held_low              | gpu      | efficientnet .94, gemma .96, resnet50 .97; temporaries gemma .86
 activated             | gpu, tpu | efficientnet .91, unet3d .95, resnet50 1.04; temporaries .90
 stored_cotangent      | gpu, tpu | as activated; densenet .89, graph .93; temporaries vit .89
