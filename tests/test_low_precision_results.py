@@ -34,15 +34,17 @@ def test_sound_forms_end_within_the_spread_of_float32s_seeds(name: str, form: st
     )
 
 
-@pytest.mark.parametrize(("name", "least"), [("mlp", 15), ("digits", 2), ("lm", 1.015)])
+@pytest.mark.parametrize(("name", "least"), [("mlp", 15), ("digits", 2)])
 def test_nearest_rounding_ends_behind_every_seed_of_float32(name: str, least: float):
     nearest, base = of(name, "nearest", "loss"), of(name, "float32", "loss")
     assert min(nearest) > max(base)
     assert statistics.mean(nearest) > least * statistics.mean(base)
 
 
-def test_nearest_rounding_ends_behind_float32_with_each_seed_of_a_small_transformer():
-    nearest, base = (of("small lm", form, "loss") for form in ("nearest", "float32"))
+@pytest.mark.parametrize("name", ["lm", "small lm"])
+def test_nearest_rounding_ends_behind_float32_with_each_seed_of_a_transformer(name: str):
+    """Seeds differ by more than that from each other: each is compared with itself."""
+    nearest, base = (of(name, form, "loss") for form in ("nearest", "float32"))
     assert all(a > b for a, b in zip(nearest, base, strict=True))
     assert len(base) == 5
     assert statistics.mean(nearest) > 1.015 * statistics.mean(base)
@@ -55,6 +57,17 @@ def test_nearest_rounding_stalls_for_good_and_the_others_go_on():
         scores = [statistics.mean(of("mlp x 10", f, "score")) for f in (form, "float32")]
         assert scores[0] >= scores[1] - 0.5
     assert nearest > 0.01
+
+
+def test_nearest_rounding_stalls_in_the_cnn_too():
+    sound = ("stochastic + int8 moments", "24 bits + int8 moments")
+    nearest, base = (of("digits x 10", form, "loss") for form in ("nearest", "float32"))
+    assert (
+        min(nearest) > 0.02 > 0.0012 > max(x for f in sound for x in of("digits x 10", f, "loss"))
+    )
+    assert max(base) < 0.0006
+    scores = {f: statistics.mean(of("digits x 10", f, "score")) for f in ("float32", *sound)}
+    assert min(scores, key=lambda form: scores[form]) == "float32"
 
 
 def test_ten_times_the_steps_leave_nearest_rounding_further_behind():
