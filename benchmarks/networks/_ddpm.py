@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ._network import Network, full
-from ._unet import ResidualBlock, denoiser, time_embedding
+from ._unet import ResidualBlock, denoiser, enlarged, time_features
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"batch": 2, "pixels": 8, "width": 16, "levels": (1, 2), "groups": 4},
@@ -50,8 +50,7 @@ class Ddpm(nn.Module):
         block = functools.partial(ResidualBlock, groups=self.groups, dtype=self.dtype)
         conv = functools.partial(nn.Conv, kernel_size=(3, 3), dtype=self.dtype)
         channels = x.shape[-1]
-        time = time_embedding(t, self.width, self.dtype).astype(self.dtype)
-        time = nn.silu(nn.Dense(4 * self.width, dtype=self.dtype)(time))
+        time = time_features(t, self.width, self.dtype)
         x = conv(self.width)(x)
         skips = [x]
         for multiple in self.levels:
@@ -61,7 +60,7 @@ class Ddpm(nn.Module):
         x = block(x.shape[-1])(x, time)
         x = block(x.shape[-1])(Attention(self.groups, self.dtype)(x), time)
         for multiple in reversed(self.levels):
-            x = jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2)
+            x = enlarged(x)
             x = jnp.concatenate([conv(x.shape[-1])(x), skips.pop()], axis=-1)
             for _ in range(2):
                 x = block(self.width * multiple)(x, time)

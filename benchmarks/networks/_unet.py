@@ -25,6 +25,17 @@ def time_embedding(t: jax.Array, width: int, dtype: Any) -> jax.Array:
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
+def time_features(t: jax.Array, width: int, dtype: Any) -> jax.Array:
+    """Returns what every block reads of the time; for use inside a module."""
+    time = time_embedding(t, width, dtype).astype(dtype)
+    return nn.silu(nn.Dense(4 * width, dtype=dtype)(time))
+
+
+def enlarged(x: jax.Array) -> jax.Array:
+    """Returns an image of twice the height and width, each pixel as four."""
+    return jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2)
+
+
 class ResidualBlock(nn.Module):
     """Two normalised 3x3 convolutions with the time added between them."""
 
@@ -57,8 +68,7 @@ class UNet(nn.Module):
         block = functools.partial(ResidualBlock, groups=self.groups, dtype=self.dtype)
         conv = functools.partial(nn.Conv, kernel_size=(3, 3), dtype=self.dtype)
         channels = x.shape[-1]
-        time = time_embedding(t, self.width, self.dtype).astype(self.dtype)
-        time = nn.silu(nn.Dense(4 * self.width, dtype=self.dtype)(time))
+        time = time_features(t, self.width, self.dtype)
         x = conv(self.width)(x)
         skips = []
         for multiple in self.levels:
@@ -68,7 +78,7 @@ class UNet(nn.Module):
         for _ in range(2):
             x = block(x.shape[-1])(x, time)
         for multiple, skip in zip(reversed(self.levels), reversed(skips), strict=True):
-            x = jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2)
+            x = enlarged(x)
             x = jnp.concatenate([conv(skip.shape[-1])(x), skip], axis=-1)
             x = block(self.width * multiple)(x, time)
         x = nn.silu(nn.GroupNorm(self.groups, dtype=self.dtype)(x))
