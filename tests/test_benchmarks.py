@@ -10,7 +10,7 @@ import pytest
 from _hlo_text import LOOP, parsed
 
 import mpjax
-from benchmarks.measure import compiled, hbm, jaxprs, machine, prefetches, targets
+from benchmarks.measure import compiled, hbm, jaxprs, machine, prefetches, slices, targets
 from benchmarks.measure.store import Store
 from benchmarks.networks import NETWORKS
 
@@ -86,6 +86,50 @@ def test_loops_cost_their_body_as_often_as_it_runs(nested: bool) -> None:
     found = compiled.compile_for(once, targets.get_target("cpu"), spec, spec)
     products = 20 * 2 * 64**3
     assert products <= found.flops <= 1.05 * products  # tanh and the counter add a little
+
+
+STACKED = """HloModule m, is_scheduled=true
+
+%fused (stack: f32[8,64,64], index: s32[]) -> f32[1,4096] {
+  %stack = f32[8,64,64]{2,1,0} parameter(0)
+  %index = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %flat = f32[8,4096]{1,0} bitcast(%stack)
+  ROOT %row = f32[1,4096]{1,0} dynamic-slice(%flat, %index, %zero), dynamic_slice_sizes={1,4096}
+}
+
+ENTRY %main (stack: f32[8,64,64], index: s32[]) -> f32[1,4096] {
+  %stack = f32[8,64,64]{2,1,0} parameter(0)
+  %index = s32[] parameter(1)
+  ROOT %row = f32[1,4096]{1,0} fusion(%stack, %index), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_a_stack_under_another_shape_is_read_as_its_slice() -> None:
+    module = parsed(STACKED)
+    assert slices.counted_in_vain(module, module.entry) == 7 * 4096 * 4
+    both = STACKED.replace("ROOT %row = f32[1,4096]{1,0} dyn", "%part = f32[1,4096]{1,0} dyn")
+    both = both.replace("-> f32[1,4096]", "-> f32[8,4096]").replace(
+        "= f32[1,4096]{1,0} f", "= f32[8,4096]{1,0} f"
+    )
+    both = both.replace("4096}\n}", "4096}\n  ROOT %all = f32[8,4096]{1,0} negate(%flat)\n}", 1)
+    module = parsed(both)
+    assert slices.counted_in_vain(module, module.entry) == 0  # all of it is read too
+
+
+def test_what_no_turn_of_a_loop_reads_is_taken_off_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def turns(ws: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x + w), None), x, ws)[0]
+
+    spec = jax.ShapeDtypeStruct
+    args = spec((10, 64), jnp.float32), spec((64,), jnp.float32)
+    all_of_it = compiled.compile_for(turns, targets.get_target("cpu"), *args).bytes_accessed
+    monkeypatch.setattr(slices, "counted_in_vain", lambda *_: 3.0)
+    found = compiled.compile_for(turns, targets.get_target("cpu"), *args).bytes_accessed
+    assert found is None or all_of_it - found == 10 * 3
 
 
 PREFETCHED = """HloModule m, is_scheduled=true

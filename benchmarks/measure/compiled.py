@@ -3,6 +3,7 @@
 Bytes and flops come from XLA's own cost analysis of the optimised module. It counts the body of
 a loop once; here it is counted as often as it runs, by analysing each body as a module of its
 own and multiplying. It counts no library call (cuDNN's convolutions on a GPU): those are added.
+Of stacks that a loop takes a slice of, what it counts and nothing reads is taken off (`slices`).
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from jaxlib import _jax
 from mpjax.pods._hlo import Computation, Module, parse_module, read_module
 from mpjax.pods._loops import trip_count
 
-from . import hbm, library_calls, prefetches
+from . import hbm, library_calls, prefetches, slices
 from .targets import TPUS, Target
 
 # JAX gives cost_analysis() on CPU and TPU only; its counter works on any target's module. It is
@@ -132,6 +133,7 @@ def _loops(text: str, module: Module, computation: Computation) -> Cost:
             once = _plus(_body_cost(text, body.name), _library(module, body))
             inside = _loops(text, module, body)
             extra = _plus(extra, _plus(_times(once, trips - 1), _times(inside, trips)))
+            extra["bytes accessed"] -= slices.counted_in_vain(module, body) * trips
         elif made.opcode in _CALLS and made.called:
             extra = _plus(extra, _loops(text, module, module.computations[made.called[0]]))
     return extra
