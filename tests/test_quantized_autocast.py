@@ -1,6 +1,7 @@
 """autocast under a quantised policy: which products are in 8 bits, under which transformations."""
 
 import functools
+import warnings
 
 import equinox as eqx
 import flax.linen as nn
@@ -254,6 +255,21 @@ def test_region_in_full_precision_is_left_alone():
     with pytest.warns(mpjax.PolicyWarning, match="quantises no product"):
         found = dots(mpjax.autocast(fun, FLOAT8), THREE, X)
     assert ("float32",) * 3 in found
+
+
+@pytest.mark.filterwarnings("ignore:autocast. .* quantises no product")
+def test_everything_is_a_rule_for_an_argument_that_is_a_parameter_itself():
+    def fun(w, x):
+        return jnp.sum(jnp.tanh(x @ w) @ w.T)
+
+    w = jnp.ones((64, 64))
+    everywhere = mpjax.PolicyMap("bf16-mixed", {"*": "float8_from_mixed_bfloat16"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "f8_e4m3fn" in str(jax.make_jaxpr(mpjax.autocast(fun, everywhere))(w, w))
+    named = mpjax.PolicyMap("bf16-mixed", {"w": "float8_from_mixed_bfloat16"})
+    with pytest.warns(mpjax.PolicyWarning, match="names no modules"):
+        mpjax.autocast(fun, named)(w, w)
 
 
 def test_float32_base_keeps_everything_else_in_float32():

@@ -243,7 +243,9 @@ def _warn_unused(settings: planning.Settings, jaxpr: Any) -> None:
         return
     paths = scopes.paths(jaxpr.jaxpr)
     paths += quantized.weights(settings.given)  # a rule may name the weight of a product
-    if paths or len(policy.policies) == 1:
+    # An argument that is a parameter itself has an empty path: '*' matches that, and names do not.
+    can_match = any(path or policy.deciding(path) is not None for path in paths)
+    if can_match or len(policy.policies) == 1:
         policy.warn_unused(paths, "autocast")
         return
     text = message(

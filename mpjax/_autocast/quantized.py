@@ -259,8 +259,8 @@ def _products(plan: Any) -> Iterator[Any]:
 
 
 def weights(given: Given | None) -> list[str]:
-    """Returns the paths of a function's parameters."""
-    return [] if given is None else [o.path for o in given.inputs if o.path]
+    """Returns the paths of a function's parameters; that of an argument which is one is empty."""
+    return [] if given is None else [o.path for o in given.inputs if o.made is Made.PARAMETERS]
 
 
 def origins(paths: list[str | None]) -> tuple[Origin, ...]:
