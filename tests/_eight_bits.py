@@ -10,6 +10,7 @@ from _evaluate import Exact
 from _rounding import Noisy
 
 from mpjax._autocast import backends
+from mpjax._autocast.product import operands
 
 # Student's t of 40 degrees of freedom is beyond it once in 10⁹: see `_rounding.QUANTILE`.
 SAMPLES, QUANTILE = 16, 12.6
@@ -31,8 +32,12 @@ class EightBit(Exact):
             return super()._low_product(eqn, values)
         out = eqn.outvars[0].aval
         structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-        traced = jax.make_jaxpr(lambda *xs: program.run(xs, out.dtype, backends.TRACED))(*structs)
-        return self.run(traced, values)
+
+        def product(*args: Any) -> Any:
+            arrays, stored = operands.parted(args, eqn.params["kept"])
+            return program.run(arrays, out.dtype, backends.TRACED, stored)
+
+        return self.run(jax.make_jaxpr(product)(*structs), values)
 
     def operation(self, eqn: Any, values: list[Any], flags: Any, out: Any) -> list[Any]:
         if eqn.primitive.name == "dot_general" and values[0].dtype == np.int8:

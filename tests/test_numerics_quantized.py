@@ -106,3 +106,14 @@ def test_law_products_of_8_bits_are_looked_at_in_8_bits_whatever_else_is(base: s
     program = str(jax.make_jaxpr(subject.make(policy))(1.0, PARAMS, BATCH))
     assert "f8_e4m3fn[4,64]" in program
     assert "f8_e4m3fn[64,64]" in program
+
+
+def test_products_in_a_loop_are_compared_without_their_8_bit_copies():
+    def looped(params: Any, x: Any) -> Any:
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
+        return jnp.mean(x**2)
+
+    policy = mpjax.PolicyMap("bf16-mixed", {"w": "float8_from_mixed_bfloat16"})
+    found = numerics.compare(looped, policy)({"w": np.stack(PARAMS)}, BATCH["x"])
+    assert found.loss < 2**-3
+    assert 2**-8 < found.gradient < 2**-2  # of values with two bits behind the point

@@ -1,6 +1,7 @@
 """8-bit products by themselves: how exact they are, their derivatives, and what is not finite."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._autocast import product
+from mpjax._autocast import hints, product
 from mpjax._autocast.product import Role, scaled
 
 BF16 = jnp.dtype("bfloat16")
@@ -255,3 +256,122 @@ def test_largest_value_is_the_largest_there_is(dtype, top):
     np.testing.assert_allclose(found.values.astype(jnp.float32) * found.scale, x, rtol=0.01)
     wider = scaled.quantize(x, jnp.dtype(dtype), (0, 1), margin=1)
     np.testing.assert_array_equal(wider.scale, found.scale * 2)
+
+
+# -- operands that are kept in 8 bits for the products of the gradient ----------------------------
+
+DELAYED = mpjax.DelayedScaling(amax_history_len=4)
+KEEPING = [FLOAT8, DELAYED, INT8]
+
+
+def total(recipe, keeps):
+    """Returns a scalar of a product, and of it in the body of a loop, for a recipe."""
+    how = product.quantized(recipe, BF16, ROLES, keeps=keeps)
+    amaxes = jnp.array([4.0, 5.0, 0.3]) if recipe.has_history else None
+
+    def once(x, w):
+        forms = (x, x.astype(BF16)), (w, w)
+        params = {"dimension_numbers": (((1,), (0,)), ((), ())), "precision": None}
+        params |= {"preferred_element_type": None, "out_sharding": None}
+        return product.product(
+            "dot_general", params, *forms, [], how=how, out_dtype=jnp.float32, amaxes=amaxes
+        )
+
+    def looped(x, w):
+        step = lambda x, w: (jnp.tanh(once(x, w)), None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(step, x, jnp.stack([w, 2 * w]))[0] ** 2)
+
+    return looped
+
+
+WAYS = {
+    "grad": lambda f: jax.grad(f, (0, 1)),
+    "grad of grad": lambda f: jax.grad(lambda x, w: jnp.sum(jax.grad(f)(x, w) ** 2), (0, 1)),
+    "jvp of grad": lambda f: lambda x, w: jax.jvp(jax.grad(f, (0, 1)), (x, w), (w, x)),
+    "vmap of grad": lambda f: (
+        lambda x, w: jax.vmap(jax.grad(f, (0, 1)))(jnp.stack([x, 3 * x]), jnp.stack([w, w]))
+    ),
+    "one weight": lambda f: (
+        lambda x, w: jax.vmap(jax.grad(f, (0, 1)), (0, None))(jnp.stack([x, 3 * x]), w)
+    ),
+    "grad of vmap": lambda f: jax.grad(
+        lambda x, w: jnp.sum(jax.vmap(f, (0, None))(jnp.stack([x, 3 * x]), w)), (0, 1)
+    ),
+    "one input": lambda f: jax.grad(
+        lambda x, w: jnp.sum(jax.vmap(f, (None, 0))(x, jnp.stack([w, 3 * w]))), (0, 1)
+    ),
+    "last axis": lambda f: jax.grad(
+        lambda x, w: jnp.sum(
+            jax.vmap(f, (2, 1))(jnp.stack([x, 3 * x], axis=2), jnp.stack([w, w], axis=1))
+        ),
+        (0, 1),
+    ),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(f), (0, 1)),
+    "twice mapped": lambda f: (
+        lambda x, w: jax.vmap(
+            lambda a: jax.vmap(lambda b: jax.grad(f, (0, 1))(a * x, b * w))(jnp.arange(1.0, 3.0))
+        )(jnp.arange(1.0, 3.0))
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("recipe", KEEPING, ids=lambda r: type(r).__name__)
+def test_law_derivatives_do_not_depend_on_what_is_kept(recipe, way):
+    x, w = normal(0, 32, 32), normal(1, 32, 32) / 6
+    kept, plain = (jax.jit(WAYS[way](total(recipe, keeps)))(x, w) for keeps in (True, False))
+    jax.tree.map(np.testing.assert_array_equal, kept, plain)
+
+
+def quantised(fun, *args):
+    """Returns how many arrays of matrices a program makes in each 8-bit dtype, loop bodies once."""
+    text = jax.jit(fun).lower(*args).as_text()
+    return {name: len(re.findall(rf"convert .* tensor<\w+xf{name}>", text)) for name in NAMES}
+
+
+NAMES = ("8E4M3FN", "8E5M2")
+
+
+def test_backward_loop_reads_the_operands_that_the_forward_loop_quantised():
+    x, w = normal(0, 32, 32), normal(1, 32, 32)
+    grad = jax.grad(total(FLOAT8, keeps=True), (0, 1))
+    assert quantised(grad, x, w) == {"8E4M3FN": 2, "8E5M2": 2}  # XLA finds the cotangent's two
+    again = jax.grad(total(FLOAT8, keeps=False), (0, 1))
+    assert quantised(again, x, w) == {"8E4M3FN": 4, "8E5M2": 2}
+
+
+def test_autocast_keeps_operands_in_8_bits_in_loops_alone():
+    def looped(params, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0])
+
+    def unrolled(params, x):
+        for w in params["w"]:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    policy = mpjax.PolicyMap("bf16-mixed", {"w": "float8_from_mixed_bfloat16"})
+    params, x = {"w": jnp.ones((4, 64, 64))}, jnp.ones((64, 64))
+    for fun, kept in ((looped, "kept=(True, True)"), (unrolled, "kept=(False, False)")):
+        text = str(jax.make_jaxpr(mpjax.autocast(fun, policy))(params, x))
+        assert kept in text
+        assert text.count(kept) == text.count("kept=(")
+
+
+def test_a_scale_of_each_row_is_not_kept_where_rows_are_added_up():
+    x, w = normal(0, 32, 32), normal(1, 32, 32)
+    assert "kept=(False, False)" in str(jax.make_jaxpr(total(INT8, keeps=True))(x, w))
+    wgrad = mpjax.Float8CurrentScaling(wgrad=None)
+    assert "kept=(False, True)" in str(jax.make_jaxpr(total(wgrad, keeps=True))(x, w))
+
+
+def test_gpu_quantises_what_is_stored_in_bfloat16():
+    def text(platform):
+        jax.clear_caches()
+        fun = jax.jit(multiply(FLOAT8)).trace(X, W)
+        return fun.lower(lowering_platforms=(platform,)).as_text()
+
+    by_bits = re.compile(r"bitcast_convert .* -> tensor<64x512xui16>")
+    assert len(by_bits.findall(text("cuda"))) == 1  # the input's: a weight is read as it is
+    assert not by_bits.search(text("cpu"))
+    with hints.without("read_low"):
+        assert not by_bits.search(text("cuda"))

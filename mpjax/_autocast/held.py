@@ -93,6 +93,24 @@ for _primitive in (_low_once_p, _summed_p):
     ad.deflinear2(_primitive, lambda ct, x, **_: [ct])
 
 
+_read_low_p = identity_primitive(
+    "read_low",
+    dict.fromkeys(GPUS, functools.partial(_low_once, dtype=jax.numpy.bfloat16, apart=False)),
+)
+
+
+@hint("read_low", lambda x: x)
+def read_low(x: jax.Array) -> jax.Array:
+    """Returns what is read once for its scale and once to be quantised: on a GPU as bfloat16.
+
+    Else XLA would store it in float32 between the two, though it was rounded before.
+
+    Args:
+      x: f32[...], which any product in 16 bits would round to bfloat16.
+    """
+    return _read_low_p.bind(x)
+
+
 _chosen_p = identity_primitive("chosen", {})
 
 

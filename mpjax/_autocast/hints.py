@@ -37,6 +37,7 @@ moved_low             | tpu      | lstm .87, scanned_transformer .98; temporarie
 read_in_parts         | tpu      | wavenet .57; temporaries .37
 chosen_wide           | tpu      | graph .80; temporaries .82
 recomputed            | all      | lstm .56, mamba .56, gru .90; temporaries lstm .42, mlp 1.11
+read_low              | gpu      | in float8 vit .97, transformer .98; temporaries vit .84
 kept_apart            | all      | vit .94, gated .94; temporaries vit .76, gemma .81
 """
 HINTS = {

@@ -81,7 +81,8 @@ class Products:
         why = "what reads it needs it exact" if exact else why
         if weight is None or why:
             return None, f"not in 8 bits: {why}", low
-        how = quantized(recipe, low or FLOAT32, _roles(eqn, weight))
+        roles = _roles(eqn, weight)
+        how = quantized(recipe, low or FLOAT32, roles, keeps=settings.in_loop)
         lost = recipe.has_history and self._why_no_history(eqn)
         if lost:
             how = current(how, records=False)

@@ -46,7 +46,8 @@ def in_reference(eqn: Any, operands: Sequence[Any], outs: Sequence[Any], dtype: 
             return [widened(x, dtype) for x in outs]
         return [jnp.asarray(operands[0]).astype(wider(wanted, dtype))]
     if name == "low_product":
-        return _evaluated(eqn.params["program"].traced, operands, dtype)
+        program = eqn.params["program"].traced  # 8-bit copies of its operands may stand behind them
+        return _evaluated(program, operands[: len(program.jaxpr.invars)], dtype)
     known = OP_RULES.get(name)
     if known is None or name in _TYPED or _is_typed(eqn):
         return [widened(x, dtype) for x in outs]

@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from mpjax import _compat
-from mpjax._autocast import backends, traits
+from mpjax._autocast import backends, held, traits
 from mpjax._autocast.product import blocks, config, convolutions, scaled
 from mpjax._autocast.product.config import FLOAT32, Axes, Config, Direction, Roles, Scaling
 from mpjax._op_rules import PRODUCTS
@@ -69,34 +69,62 @@ class Bilinear:
             return False
         return scaled.fits(self.axes, shape, direction.dtype(self.roles[0]))
 
+    def kept(self, args: Sequence[jax.Array], stored: Sequence[Any]) -> Sequence[Any]:
+        """Returns, for each operand, the 8-bit values and scales that its gradient's products read.
+
+        None where they read others: of another dtype, with another scale, or none. Out of a loop
+        nothing has to be kept: XLA finds in one program that the same is quantised twice.
+        """
+        direction = self.config.direction(self.roles)
+        if not self.config.keeps or not self._is_scaled(direction, args[0].shape):
+            return stored
+        return [
+            tuple(self._quantized(i, args, direction, None))
+            if mine is None and self._is_read_again(i, direction)
+            else mine
+            for i, mine in enumerate(stored)
+        ]
+
+    def _is_read_again(self, operand: int, direction: Direction) -> bool:
+        role, scaling = self.roles[operand], direction.scaling
+        later = self.config.direction(config.transposed(self.roles, 1 - operand))
+        if later.scaling != scaling or later.dtype(role) != direction.dtype(role):
+            return False
+        # A scale of its own for each row could not leave the sum over the rows.
+        return scaling is not None and scaling.granularity == "tensor"
+
     def _run_scaled(
         self, args: Sequence[jax.Array], direction: Direction, stored: Sequence[Any]
     ) -> jax.Array:
         """Returns a product of 8-bit operands: quantised, multiplied, scaled after."""
-        scaling = direction.scaling or Scaling("tensor")
         ndim = self.traced.jaxpr.outvars[0].aval.ndim
-        values: list[jax.Array] = []
-        scales: list[jax.Array] = []
-        for i, role in enumerate(self.roles[:2]):
-            shared = scaled.shared_axes(self.axes, i, scaling)
-            dtype = direction.dtype(role)
-            if scaling.granularity == "block":
-                found = scaled.Quantized(args[i], scaled.marks(args[i], shared))
-            elif stored[i] is not None and scaled.is_usable(stored[i], self.axes, i, dtype):
-                found = scaled.Quantized(*stored[i])
-            elif scaling.is_delayed:
-                amax = args[-1][config.PLACES[role]]
-                found = scaled.quantize_delayed(args[i], amax, dtype, scaling.margin)
-            else:
-                found = scaled.quantize(args[i], dtype, shared, scaling.margin)
-            values.append(found.values)
-            scales.append(scaled.as_result(found.scale, self.axes, i, ndim))
+        found = [self._quantized(i, args, direction, stored[i]) for i in (0, 1)]
+        scales = [scaled.as_result(x.scale, self.axes, i, ndim) for i, x in enumerate(found)]
         how = direction.accumulates
-        if scaling.granularity == "block":
-            how = [direction.dtype(role) for role in self.roles[:2]], scaling.block_size
+        if direction.scaling is not None and direction.scaling.granularity == "block":
+            how = [direction.dtype(role) for role in self.roles[:2]], direction.scaling.block_size
         bind = functools.partial(scaled_product, how=how)
-        out = _eval(self.traced, [*values, *args[2:]], bind).astype(FLOAT32)
+        out = _eval(self.traced, [*(x.values for x in found), *args[2:]], bind).astype(FLOAT32)
         return out * scales[0] * scales[1]
+
+    def _quantized(
+        self, operand: int, args: Sequence[jax.Array], direction: Direction, stored: Any
+    ) -> scaled.Quantized:
+        """Returns one operand in 8 bits, where it is `stored` so as that; blocks come later."""
+        x, role = args[operand], self.roles[operand]
+        scaling = direction.scaling or Scaling("tensor")
+        shared = scaled.shared_axes(self.axes, operand, scaling)
+        dtype = direction.dtype(role)
+        if scaling.granularity == "block":
+            return scaled.Quantized(x, scaled.marks(x, shared))
+        if stored is not None and scaled.is_usable(stored, self.axes, operand, dtype):
+            return scaled.Quantized(*stored)
+        if role is not config.Role.WEIGHT and self.config.low == jnp.bfloat16:
+            x = held.read_low(x.astype(FLOAT32))
+        if scaling.is_delayed:
+            amax = args[-1][config.PLACES[role]]
+            return scaled.quantize_delayed(x, amax, dtype, scaling.margin)
+        return scaled.quantize(x, dtype, shared, scaling.margin)
 
     def __repr__(self) -> str:
         ops = "+".join(eqn.primitive.name for eqn in _live_equations(self.traced.jaxpr))

@@ -68,6 +68,7 @@ class Config:
     low: Any  # the dtype of what is not quantised
     roles: Roles = (Role.INPUT, Role.WEIGHT, Role.RESULT)  # as the product was written
     records: bool = False  # whether the largest values that it sees are recorded
+    keeps: bool = False  # whether operands are kept in 8 bits for the products of its gradient
 
     @functools.cached_property
     def is_scaled(self) -> bool:
@@ -108,13 +109,15 @@ _OPERANDS = (
 
 
 @functools.lru_cache(maxsize=256)
-def quantized(recipe: Recipe, dtype: Any, roles: Roles) -> Config:
+def quantized(recipe: Recipe, dtype: Any, roles: Roles, *, keeps: bool = False) -> Config:
     """Returns the config of a product in 8 bits.
 
     Args:
       recipe: the dtypes of each direction, and what has a scale.
       dtype: that of the directions which the recipe leaves.
       roles: of both operands and the result, as the product is written.
+      keeps: whether operands are kept in 8 bits for the products of its gradient, where these
+        read the same.
     """
     scaling = Scaling(recipe.granularity, recipe.margin, recipe.block_size, recipe.has_history)
 
@@ -127,7 +130,7 @@ def quantized(recipe: Recipe, dtype: Any, roles: Roles) -> Config:
 
     pairs = zip(_OPERANDS, recipe.products.values(), strict=True)
     found = (of(both, pair) for both, pair in pairs)
-    return Config(*found, low=dtype, roles=roles, records=recipe.has_history)
+    return Config(*found, low=dtype, roles=roles, records=recipe.has_history, keeps=keeps)
 
 
 @functools.lru_cache(maxsize=256)
@@ -138,8 +141,8 @@ def current(how: Config, *, records: bool) -> Config:
         scaling = direction.scaling and replace(direction.scaling, is_delayed=False)
         return replace(direction, scaling=scaling)
 
-    entries = of(how.fprop), of(how.dgrad), of(how.wgrad)
-    return Config(*entries, low=how.low, roles=how.roles, records=records)
+    entries = {name: of(getattr(how, name)) for name in ("fprop", "dgrad", "wgrad")}
+    return replace(how, **entries, records=records)
 
 
 def transposed(roles: Roles, wrt: int) -> Roles:

@@ -22,9 +22,10 @@ from jax.interpreters import ad, batching, mlir
 
 from mpjax import _compat
 from mpjax._autocast import backends, tpu_warning
-from mpjax._autocast.product import bilinear
+from mpjax._autocast.product import bilinear, operands
 from mpjax._autocast.product.bilinear import Bilinear
 from mpjax._autocast.product.config import Config
+from mpjax._autocast.product.operands import Kept, Operand
 from mpjax._autocast.product.recorded import recorded
 
 
@@ -42,32 +43,41 @@ def with_precision(params: dict[str, Any], precision: Any) -> dict[str, Any]:
 product_p = Primitive("low_product")
 
 
-def _product(program: Bilinear, out_dtype: Any, a: Any, b: Any, *extras: Any) -> Any:
-    a, b = _compat.equally_varying(a, b)
-    return product_p.bind(a, b, *extras, program=program, out_dtype=jnp.dtype(out_dtype))
+def _product(program: Bilinear, out_dtype: Any, a: Operand, b: Operand, *extras: Any) -> Any:
+    arrays = _compat.equally_varying(a.array, b.array)
+    args, kept = operands.joined((*arrays, *extras), (a.stored, b.stored))
+    return product_p.bind(*args, program=program, out_dtype=jnp.dtype(out_dtype), kept=kept)
 
 
 @functools.lru_cache(maxsize=4096)
-def _compiled(program: Bilinear, out_dtype: Any) -> Callable[..., Any]:
-    return jax.jit(lambda *args: product_p.bind(*args, program=program, out_dtype=out_dtype))
+def _compiled(**params: Any) -> Callable[..., Any]:
+    return jax.jit(functools.partial(product_p.bind, **params))
+
+
+def _run(
+    *args: Any, program: Bilinear, out_dtype: Any, kept: Kept, backend: backends.Backend
+) -> Any:
+    arrays, stored = operands.parted(args, kept)
+    return program.run(arrays, out_dtype, backend, stored)
 
 
 @product_p.def_impl
-def _product_impl(*args: Any, program: Bilinear, out_dtype: Any) -> Any:
+def _product_impl(*args: Any, **params: Any) -> Any:
     if jax.config.jax_disable_jit:  # `_compiled` would only come back here
-        return program.run(args, out_dtype, backends.TRACED)
-    return _compiled(program, out_dtype)(*args)
+        return _run(*args, backend=backends.TRACED, **params)
+    return _compiled(**params)(*args)
 
 
 @product_p.def_abstract_eval
-def _product_abstract(a: Any, b: Any, *extras: Any, program: Bilinear, out_dtype: Any) -> Any:
+def _product_abstract(a: Any, *_: Any, program: Bilinear, out_dtype: Any, kept: Kept) -> Any:
+    del kept
     out = program.traced.jaxpr.outvars[0].aval
     return _compat.like_varying(out.update(dtype=out_dtype, weak_type=False), a)
 
 
 def _lowering(backend: Callable[[], backends.Backend]) -> Any:
-    def run(*args: Any, program: Bilinear, out_dtype: Any) -> Any:
-        return program.run(args, out_dtype, backend())
+    def run(*args: Any, **params: Any) -> Any:
+        return _run(*args, backend=backend(), **params)
 
     return mlir.lower_fun(run, multiple_results=False)
 
@@ -79,59 +89,67 @@ for _platform in backends.GPUS:
     mlir.register_lowering(product_p, _lowering(lambda: backends.GPU), platform=_platform)
 
 
-def _product_jvp(primals: Any, tangents: Any, *, program: Bilinear, out_dtype: Any) -> Any:
-    out = product_p.bind(*primals, program=program, out_dtype=out_dtype)
-    return out, _tangent(program, out, *primals[:2], *tangents[:2], *primals[2:])
+def _product_jvp(primals: Any, tangents: Any, *, program: Bilinear, **params: Any) -> Any:
+    out = product_p.bind(*primals, program=program, **params)
+    (a, b, *extras), stored = operands.parted(primals, params["kept"])
+    pair = Operand(a, stored[0]), Operand(b, stored[1])
+    return out, _tangent(program, out, pair, tangents[:2], extras)
 
 
-def _tangent(program: Bilinear, out: Any, a: Any, b: Any, ta: Any, tb: Any, *extras: Any) -> Any:
-    zeros = [isinstance(t, ad.Zero) for t in (ta, tb)]
-    if all(zeros):
-        return ad.Zero(jax.typeof(out).to_tangent_aval())
+def _tangent(
+    program: Bilinear, out: Any, pair: tuple[Operand, Operand], tangents: Any, extras: Any
+) -> Any:
     parts = []
-    if not zeros[0]:
-        parts.append(_product(program, out.dtype, ta, b, *extras))
-    if not zeros[1]:
-        parts.append(_product(program, out.dtype, a, tb, *extras))
+    for i, tangent in enumerate(tangents):
+        if not isinstance(tangent, ad.Zero):
+            moved = [Operand(tangent), pair[1]] if i == 0 else [pair[0], Operand(tangent)]
+            parts.append(_product(program, out.dtype, *moved, *extras))
+    if not parts:
+        return ad.Zero(jax.typeof(out).to_tangent_aval())
     return functools.reduce(jnp.add, parts)
 
 
-def _product_transpose(
-    ct: Any, a: Any, b: Any, *extras: Any, program: Bilinear, out_dtype: Any
-) -> list[Any]:
+def _cotangent(program: Bilinear, wrt: int, mine: Any, ct: Any, other: Operand, extras: Any) -> Any:
+    """Returns the cotangent of an operand like `mine`, from that of the result."""
+    turned = bilinear.transposed(jax.sharding.get_abstract_mesh(), program, wrt)
+    return _product(turned, mine.aval.dtype, Operand(ct), other, *extras)
+
+
+def _product_transpose(ct: Any, *args: Any, program: Bilinear, kept: Kept, **_: Any) -> list[Any]:
+    (a, b, *extras), stored = operands.parted(args, kept)
     wrt = 0 if ad.is_undefined_primal(a) else 1
     mine, other = (a, b) if wrt == 0 else (b, a)
+    cts: list[Any] = [None] * len(args)
     if isinstance(ct, ad.Zero):
-        found: Any = ad.Zero(mine.aval)
+        cts[wrt] = ad.Zero(mine.aval)
     else:
-        found = _product(
-            bilinear.transposed(jax.sharding.get_abstract_mesh(), program, wrt),
-            mine.aval.dtype,
-            ct,
-            other,
-            *extras,
-        )
-    cts: list[Any] = [None] * (2 + len(extras))
-    cts[wrt] = found
+        cts[wrt] = _cotangent(program, wrt, mine, ct, Operand(other, stored[1 - wrt]), extras)
     return cts
 
 
-def _product_batch(args: Any, dims: Any, *, program: Bilinear, out_dtype: Any) -> Any:
-    if program.config.is_delayed:
-        args, dims = _sharing_amaxes(args, dims)
+def _product_batch(args: Any, dims: Any, *, program: Bilinear, kept: Kept, **params: Any) -> Any:
+    args, dims = _sharing_amaxes(program, args, dims, kept)
+    for i, behind in enumerate(operands.places(len(args), kept)):
+        if behind:
+            args, dims = operands.batched_together(args, dims, (i,), behind)
     size = _compat.batch_size(args, dims)
+    wider = _batched(program, size, operands.parted(dims, kept)[0])
+    return product_p.bind(*args, program=wider, kept=kept, **params), 0
+
+
+def _batched(program: Bilinear, size: int, dims: Sequence[Any]) -> Bilinear:
     in_axes = tuple(d if _compat.is_batched(d) else None for d in dims)
-    wider = bilinear.batched(jax.sharding.get_abstract_mesh(), program, size, in_axes)
-    return product_p.bind(*args, program=wider, out_dtype=out_dtype), 0
+    return bilinear.batched(jax.sharding.get_abstract_mesh(), program, size, in_axes)
 
 
-def _sharing_amaxes(args: Any, dims: Any) -> Any:
+def _sharing_amaxes(program: Bilinear, args: Any, dims: Any, kept: Kept) -> Any:
     """Returns operands of which those that are mapped over share scales: those of the largest."""
-    *rest, amaxes = args
-    *places, place = dims
-    if _compat.is_batched(place):
-        amaxes, place = jnp.max(amaxes, axis=place), None
-    return (*rest, amaxes), (*places, place)
+    place = len(args) - 2 * sum(kept) - 1
+    if not program.config.is_delayed or not _compat.is_batched(dims[place]):
+        return args, dims
+    args, dims = list(args), list(dims)
+    args[place], dims[place] = jnp.max(args[place], axis=dims[place]), None
+    return args, dims
 
 
 ad.primitive_jvps[product_p] = _product_jvp
@@ -166,60 +184,48 @@ def hidden(x: jax.Array) -> jax.Array:
 # -- `linked_p`: the result of the forward product, with the derivative above ------------------
 
 linked_p = Primitive("linked_product")
-linked_p.def_impl(lambda out, *_, program: out)
-mlir.register_lowering(linked_p, lambda ctx, out, *_, program: [out])
+linked_p.def_impl(lambda out, *_, **__: out)
+mlir.register_lowering(linked_p, lambda ctx, out, *_, **__: [out])
 
 
 @linked_p.def_abstract_eval
-def _linked_abstract(out: Any, *_: Any, program: Bilinear) -> Any:
+def _linked_abstract(out: Any, *_: Any, **__: Any) -> Any:
     return out.update(weak_type=False)
 
 
-def _linked_jvp(primals: Any, tangents: Any, *, program: Bilinear) -> Any:
-    _, _, x_low, _, y_low, *extras = primals
-    out = linked_p.bind(*primals, program=program)
+def _linked_jvp(primals: Any, tangents: Any, *, program: Bilinear, kept: Kept) -> Any:
+    out = linked_p.bind(*primals, program=program, kept=kept)
+    (_, _, x_low, _, y_low, *extras), stored = operands.parted(primals, kept)
     # The low copies are read at this level, so that their own tangents give second derivatives.
-    return out, _tangent(program, out, x_low, y_low, tangents[1], tangents[3], *extras)
+    pair = Operand(x_low, stored[0]), Operand(y_low, stored[1])
+    return out, _tangent(program, out, pair, (tangents[1], tangents[3]), extras)
 
 
-def _linked_batch(args: Any, dims: Any, *, program: Bilinear) -> Any:
+def _linked_batch(args: Any, dims: Any, *, program: Bilinear, kept: Kept) -> Any:
+    args, dims = _sharing_amaxes(program, args, dims, kept)
+    behind = operands.places(len(args), kept)
     size = _compat.batch_size(args, dims)
-    if program.config.is_delayed:
-        args, dims = _sharing_amaxes(args, dims)
-    out, *rest = (
-        jnp.moveaxis(x, d, 0) if _compat.is_batched(d) else x
-        for x, d in zip(args, dims, strict=True)
-    )
-    batched = [_compat.is_batched(d) for d in dims[1:]]
+    args, dims = operands.batched_together(args, dims, (1, 2), behind[0])
+    args, dims = operands.batched_together(args, dims, (3, 4), behind[1])
+    for i, (x, d) in enumerate(zip(args, dims, strict=True)):
+        args[i] = jnp.moveaxis(x, d, 0) if _compat.is_batched(d) else x
     if not _compat.is_batched(dims[0]):
-        out = jnp.broadcast_to(out, (size, *out.shape))
-    for pair in ((0, 1), (2, 3)):  # a carrier and its low copy are batched together
-        if batched[pair[0]] != batched[pair[1]]:
-            for i in pair:
-                rest[i] = (
-                    rest[i] if batched[i] else jnp.broadcast_to(rest[i], (size, *rest[i].shape))
-                )
-                batched[i] = True
-    axes = [0 if b else None for b in batched]
-    wider = bilinear.batched(
-        jax.sharding.get_abstract_mesh(), program, size, (axes[0], axes[2], *axes[4:])
-    )
-    return linked_p.bind(out, *rest, program=wider), 0
+        args[0] = jnp.broadcast_to(args[0], (size, *args[0].shape))
+    axes = [0 if _compat.is_batched(d) else None for d in operands.parted(dims, kept)[0]]
+    wider = _batched(program, size, (axes[1], axes[3], *axes[5:]))
+    return linked_p.bind(*args, program=wider, kept=kept), 0
 
 
-def _linked_transpose(
-    ct: Any, out: Any, x: Any, x_low: Any, y: Any, y_low: Any, *extras: Any, program: Bilinear
-) -> list[Any]:
+def _linked_transpose(ct: Any, *args: Any, program: Bilinear, kept: Kept) -> list[Any]:
     """Where a rule multiplies a tangent, the product itself is what is transposed."""
-    args = (out, x, x_low, y, y_low, *extras)
     cts: list[Any] = [ad.Zero(a.aval) if ad.is_undefined_primal(a) else None for a in args]
     if isinstance(ct, ad.Zero):
         return cts
-    mesh = jax.sharding.get_abstract_mesh()
+    (_, x, x_low, y, y_low, *extras), stored = operands.parted(args, kept)
     if ad.is_undefined_primal(x):
-        cts[1] = _product(bilinear.transposed(mesh, program, 0), x.aval.dtype, ct, y_low, *extras)
+        cts[1] = _cotangent(program, 0, x, ct, Operand(y_low, stored[1]), extras)
     if ad.is_undefined_primal(y):
-        cts[3] = _product(bilinear.transposed(mesh, program, 1), y.aval.dtype, ct, x_low, *extras)
+        cts[3] = _cotangent(program, 1, y, ct, Operand(x_low, stored[0]), extras)
     return cts
 
 
@@ -271,14 +277,17 @@ def _product_of(name: str, params: Any, how: Config, out_dtype: Any) -> Callable
             extras = (*extras[:-1], hidden(amaxes)) if how.is_delayed else extras[:-1]
         values = [hidden(x_low), hidden(y_low), *extras]
         program = bilinear.of(name, dict(params), [x_low, y_low, *extras], how)
+        kept: Any = (None, None)
         if how.is_scaled:
-            out = program.run(values, out_dtype, backends.TRACED, stored)
+            kept = program.kept(values, stored)
+            out = program.run(values, out_dtype, backends.TRACED, kept)
         else:
             out = bilinear.low_product(
                 name, dict(params), values, out_dtype=out_dtype, backend=backends.TRACED
             )
         carriers = _compat.equally_varying(x, x_low, y, y_low)
-        out = linked_p.bind(out, *carriers, *extras, program=program)
+        args, behind = operands.joined((out, *carriers, *extras), kept)
+        out = linked_p.bind(*args, program=program, kept=behind)
         return out if amaxes is None else recorded(out, amaxes, values[:2], how.roles)
 
     return _compat.inlined(linked_product)

@@ -1,0 +1,73 @@
+"""Operands that have an 8-bit copy beside them, as arguments of a primitive.
+
+What is multiplied are the 8-bit values, and their scales come after; the array that they were made
+of is there for its derivatives alone, so that a compiled program stores one byte of it and not two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from mpjax import _compat
+
+
+class Operand(NamedTuple):
+    """An operand of a product."""
+
+    array: Any
+    stored: tuple[Any, Any] | None = None  # its 8-bit values and their scales
+
+
+Kept = tuple[bool, bool]
+"""Which of two operands have 8-bit values: these and their scales stand behind all arguments."""
+
+
+def joined(args: Sequence[Any], stored: Sequence[Any]) -> tuple[tuple[Any, ...], Kept]:
+    """Returns arguments with the values and scales of two operands behind them."""
+    kept = stored[0] is not None, stored[1] is not None
+    return (*args, *(x for pair in stored if pair is not None for x in pair)), kept
+
+
+def parted(args: Sequence[Any], kept: Kept) -> tuple[Sequence[Any], tuple[Any, Any]]:
+    """Returns arguments, and values and scales for each of two operands, None if not kept."""
+    first, second = places(len(args), kept)
+    pairs = tuple(args[i] for i in first) or None, tuple(args[i] for i in second) or None
+    return args[: len(args) - 2 * sum(kept)], pairs
+
+
+def places(count: int, kept: Kept) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns where the values and scales of each operand are among `count` arguments."""
+    begin = count - 2 * sum(kept)
+    first = (begin, begin + 1) if kept[0] else ()
+    return first, (count - 2, count - 1) if kept[1] else ()
+
+
+def batched_together(
+    args: Sequence[Any], dims: Sequence[Any], group: Sequence[int], behind: Sequence[int]
+) -> tuple[list[Any], list[Any]]:
+    """Returns arguments and batch axes: in front for all forms of an operand, if one has any.
+
+    Args:
+      args, dims: of a batching rule.
+      group: where arrays are that have the shape of the operand.
+      behind: where its values and its scales are, empty where it has none.
+    """
+    args, dims = list(args), list(dims)
+    alike, scale = [*group, *behind[:1]], behind[1:]
+    if all(not _compat.is_batched(dims[i]) for i in (*group, *behind)):
+        return args, dims
+    size = _compat.batch_size(args, dims)
+    for i in alike:
+        args[i], dims[i] = _in_front(args[i], dims[i], size), 0
+    for i in scale:  # one that all examples share is still one
+        args[i], dims[i] = _in_front(args[i], dims[i], 1), 0
+    return args, dims
+
+
+def _in_front(x: Any, dim: Any, size: int) -> Any:
+    if _compat.is_batched(dim):
+        return jnp.moveaxis(x, dim, 0)
+    return jnp.broadcast_to(x, (size, *x.shape))
