@@ -35,6 +35,7 @@ def arguments() -> argparse.Namespace:
     add("--hints", type=words(hints.HINTS), default=list(hints.HINTS), help=", ".join(hints.HINTS))
     add("--target", choices=targets.NAMES, default="h100")
     add("--dtype", choices=DTYPES, default="bf16")
+    add("--recipe", choices=("float8", "int8"), help="whose products are quantised")
     add("--size", choices=SIZES, default="medium")
     add("--out", type=pathlib.Path, help="Markdown to write, and a .json of its numbers")
     return parser.parse_args()
@@ -45,8 +46,10 @@ class Ablation:
 
     def __init__(self, name: str, options: argparse.Namespace, store: Store):
         self.network = NETWORKS[name](options.size)
+        self.ours = options.recipe or "autocast"
         self.target = targets.get_target(options.target)
-        self.key = ("ablation", options.target, options.dtype, options.size, name)
+        column = f"{name} {options.recipe}" if options.recipe else name
+        self.key = ("ablation", options.target, options.dtype, options.size, column)
         self.dtype = options.dtype
         self.store = store
         self.text = ""
@@ -59,11 +62,11 @@ class Ablation:
             args = (self.network.params, self.network.batch)
             text = lowered(step, self.target, *args)
             if hint and text == self.text:
-                return self.put(hint, self.store.rows[(*self.key, variant)])
+                return self.put(hint, self.store.rows[(*self.key, "autocast")])
             found = vars(compiled.compile_for(step, self.target, *args))
-        if variant == "autocast" and not hint:
+        if variant == self.ours and not hint:
             self.text = text
-        return self.put(hint or variant, found)
+        return self.put(hint or ("autocast" if variant == self.ours else variant), found)
 
     def put(self, name: str, found: dict[str, Any]) -> None:
         """Keeps the counts of a variant, or of all without a hint."""
@@ -83,17 +86,13 @@ def run(options: argparse.Namespace, store: Store, console: Console) -> None:
         for name in options.networks:
             ablation = Ablation(name, options, store)
             store.drop(*ablation.key)
-            for variant, hint in (("hand-cast", ""), ("autocast", ""), *hinted(options)):
+            whole = (("hand-cast", ""), (ablation.ours, ""))
+            for variant, hint in (*whole, *((ablation.ours, hint) for hint in options.hints)):
                 progress.update(task, description=f"{name}: {hint and 'no '}{hint or variant}")
                 ablation.measure(variant, hint)
                 progress.advance(task)
             if options.out:  # after each, so that a run that is stopped leaves what it found
                 options.out.write_text(document(store))
-
-
-def hinted(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    for hint in options.hints:
-        yield "autocast", hint
 
 
 def document(store: Store) -> str:
@@ -105,18 +104,23 @@ def document(store: Store) -> str:
 
 def grids(store: Store) -> Iterator[tables.Grid]:
     """Yields a table of each count for each target."""
-    places = dict.fromkeys((r["target"], r["dtype"], r["size"]) for r in store.part("ablation"))
-    for place in places:
+    for place in dict.fromkeys(map(place_of, store.part("ablation"))):
         for count, unit in (("bytes_accessed", "bytes accessed"), ("temporaries", "temporaries")):
             yield grid(store, place, count, unit)
+
+
+def place_of(row: dict[str, Any]) -> tuple[str, ...]:
+    """Returns what rows of one table share; a network's recipe stands behind its name."""
+    return row["target"], row["dtype"], row["size"], row["network"].partition(" ")[2]
 
 
 def grid(store: Store, place: tuple[str, ...], count: str, unit: str) -> tables.Grid:
     """Returns one count without each hint, beside that with all and that of the hand cast."""
     found: dict[str, dict[str, float]] = {}
     for row in store.part("ablation"):
-        if (row["target"], row["dtype"], row["size"]) == place:
-            found.setdefault(row["variant"], {})[row["network"]] = row[count]
+        if place_of(row) == place:
+            name = row["network"].partition(" ")[0]
+            found.setdefault(row["variant"], {})[name] = row[count]
     hand, ours = found.pop("hand-cast"), found.pop("autocast")
     networks = [name for name in NETWORKS if name in ours]
     rows = [("all hints × hand-cast", "", *(f"{ours[n] / hand[n]:.2f}" for n in networks))]
@@ -130,7 +134,8 @@ def grid(store: Store, place: tuple[str, ...], count: str, unit: str) -> tables.
         "program, or the same count; a question mark is not measured. "
         f"Judges, by which no hint is tuned: {', '.join(JUDGES)}."
     )
-    title = f"{unit}, {', '.join(place[:2])}, size {place[2]}"
+    recipe = f", products in {place[3]}" if place[3] else ""
+    title = f"{unit}, {', '.join(place[:2])}, size {place[2]}{recipe}"
     return tables.Grid(title, note, ("", "platforms", *networks), rows)
 
 
