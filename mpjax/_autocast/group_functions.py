@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax._autocast import groups, held, moves, scopes, storage, traits
+from mpjax._autocast import centred, groups, held, moves, scopes, storage, traits
 from mpjax._autocast.binding import bind, inside, written_at
 from mpjax._autocast.plan import FLOAT32, Plan, is_float32
 from mpjax._autocast.recompute import recomputed
@@ -44,9 +44,9 @@ class GroupFunctions:
         in_loop = plan.settings.in_loop
         key = (in_loop, self._key(plan, step, eqns, around))
         if key not in self._functions:
-            sums = any(map(storage.takes_a_statistic, eqns))
             fun = _function(plan, step, eqns, around)
-            self._functions[key] = recomputed(fun, arrays, sums=sums, in_loop=in_loop)
+            apart = not in_loop and storage.worth_keeping_apart(eqns)
+            self._functions[key] = recomputed(fun, arrays, apart=apart)
         with inside(eqns[0], around):
             return self._functions[key](*arrays)
 
@@ -101,6 +101,7 @@ def _literal(literal: Any) -> Hashable:
 def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -> Function:
     unwidened = moves.moved_low(eqns)
     in_parts = moves.read_in_parts(eqns, {v for v, *_ in step.outputs})
+    centres = centred.centred(eqns)
 
     def fun(*arrays: Any) -> list[Any]:
         given = dict(zip(step.inputs, arrays, strict=True))
@@ -117,7 +118,9 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
         for eqn in eqns:
             variables = _compat.variables(eqn)
             local.update({v: _widened(v, local[v]) for v in variables if v not in unwidened})
-            values = _computed(plan, step, eqn, _operands(plan, step, eqn, local), around)
+            with written_at(eqn, around):
+                values = centres.run(eqn, local) or bind(eqn, _operands(plan, step, eqn, local))
+            values = _marked(plan, step, eqn, values)
             cuts = [] if in_parts.keys().isdisjoint(variables) else moves.cuts(eqn)
             if cuts:  # a slice or a split, of one value
                 (v,) = variables
@@ -129,12 +132,9 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
     return fun
 
 
-def _computed(
-    plan: Plan, step: groups.Step, eqn: Any, values: Sequence[Any], around: int
-) -> list[Any]:
-    with written_at(eqn, around):
-        first, *others = bind(eqn, values)
-    (var, *_) = eqn.outvars
+def _marked(plan: Plan, step: groups.Step, eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Returns the results of an equation, and tells backends what is asked of them."""
+    (first, *others), (var, *_) = values, eqn.outvars
     if var in step.convolved:
         first = held.summed(first, plan.states[var].dtype)
     if low := groups.low_cotangent(eqn, step, plan.states):

@@ -26,21 +26,18 @@ Function = Callable[..., list[Any]]
 
 
 @hint("recomputed", lambda fun, *_, **__: fun)
-def recomputed(fun: Function, inputs: Sequence[Any], *, sums: bool, in_loop: bool) -> Function:
+def recomputed(fun: Function, inputs: Sequence[Any], *, apart: bool) -> Function:
     """Returns `fun`, computed again where its derivative needs it.
 
     Args:
       fun: a group.
       inputs: what it will be called on.
-      sums: whether it takes a statistic.
-      in_loop: whether it is in the body of a loop, whose backward pass is another loop.
+      apart: whether XLA would recognise what is computed twice, compute it once, and store it
+        after all, in float32. In a loop it does not: the backward pass is another loop.
     """
     limit = max(size(x.shape) for x in inputs) // _SMALLER
     again = jax.checkpoint(fun, prevent_cse=False, policy=_keeps_small(limit))
-    # XLA recognises what is computed twice, computes it once and stores it after all, in float32.
-    # Statistics tie forward and backward together anyway, and its softmax is one kernel if it may
-    # choose; an activation alone is kept apart.
-    return again if in_loop or sums else _apart(fun, again)
+    return _apart(fun, again) if apart else again
 
 
 @hint("kept_apart", lambda _, again: again)

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax import _compat
-from mpjax._autocast import exact, structure, traits
+from mpjax._autocast import exact, linear, structure, traits
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.hints import hint
 from mpjax._autocast.states import Kind, State, size
@@ -23,6 +23,7 @@ from mpjax._op_rules import only_moves
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 CONVOLUTION = "conv_general_dilated"
+_MUCH = 16  # a value is large if the group's largest has less than as many times its size
 _NOTHING: frozenset[Any] = frozenset()
 
 
@@ -200,6 +201,20 @@ def ends_a_kernel(eqn: Any) -> bool:
 def adds(eqn: Any) -> bool:
     """Whether an equation is a sum; not a difference, as of a value and its mean."""
     return eqn.primitive.name in traits.ADDS - {"sub"}
+
+
+def worth_keeping_apart(eqns: Sequence[Any]) -> bool:
+    """Whether a group's derivative is to compute its values from inputs that XLA takes for others.
+
+    An activation's is. Statistics tie forward and backward together anyway, and XLA's softmax is
+    one kernel if it may choose. What is but scaled, as by a gate of channel means, costs nothing to
+    compute again: kept apart, the input would be stored, where XLA computes that again too.
+    """
+    if any(map(takes_a_statistic, eqns)):
+        return False
+    large = [eqn for eqn in eqns if size(eqn.outvars[0].aval.shape) * _MUCH > _largest(eqns)]
+    others = [eqn for eqn in large if eqn.primitive.name not in traits.SCALES]
+    return not all(linear.keeps_a_mask_at_most(eqn, {}) for eqn in others)
 
 
 def takes_a_statistic(eqn: Any) -> bool:

@@ -1,0 +1,150 @@
+"""The affine part of a norm over more than rows: its derivative adds up each array once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from test_autocast_plans import Planned
+
+from mpjax import _compat
+from mpjax._autocast import autocast, hints
+from mpjax._autocast.centred import centred
+
+F32 = 2.0**-24
+KEYS = jax.random.split(jax.random.key(0), 4)
+X = jax.random.normal(KEYS[0], (8, 16, 16), jnp.float32)
+W = jax.random.normal(KEYS[1], (16, 16), jnp.float32) / 4
+SCALE, BIAS = 1 + 0.1 * jax.random.normal(KEYS[2], (2, 16), jnp.float32)
+
+
+def moments(x, axes):
+    mean = jnp.mean(x, axes, keepdims=True)
+    return mean, jnp.mean(x * x, axes, keepdims=True) - mean**2
+
+
+def by_product(x, scale, bias, axes=(0, 1)):
+    mean, var = moments(x, axes)
+    return (x - mean) * (lax.rsqrt(var + 1e-5) * scale) + bias
+
+
+def by_quotient(x, scale, bias, axes=(0, 1)):
+    mean, var = moments(x, axes)
+    return scale * ((x - mean) / jnp.sqrt(var + 1e-5)) + bias
+
+
+def repeated_first(x, scale, bias, axes=(0, 1)):
+    mean, var = moments(x, axes)
+    mean, factor = (jnp.broadcast_to(v, x.shape) for v in (mean, lax.rsqrt(var + 1e-5) * scale))
+    return (x - mean) * factor - bias
+
+
+NORMS = {"product": by_product, "quotient": by_quotient, "repeated first": repeated_first}
+
+
+def network(norm, axes=(0, 1)):
+    def fun(w, scale, bias, x):
+        y = jax.nn.silu(norm(x @ w, scale, bias, axes))
+        return jnp.sum((y @ w) ** 2) / x.size
+
+    return fun
+
+
+def affine_values(fun, *args):
+    """How many steps each scaled affine value of a function's groups has."""
+    plan = Planned(fun, *args).plan
+    groups = [[plan.decisions[i].eqn for i in s.members] for s in plan.steps if s.group]
+    steps = [len(a.steps) for eqns in groups for a in centred(eqns).found.values()]
+    return [count for count in steps if count > 1]
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("axes", [(0, 1), (1,), (0,)])
+def test_a_norm_over_more_than_rows_is_affine_up_to_its_bias(name, axes):
+    steps = affine_values(network(NORMS[name], axes), W, SCALE, BIAS, X)
+    assert max(steps) == {"product": 3, "quotient": 4, "repeated first": 3}[name]
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_of_rows_is_not_one_kernel_reads_them(name):
+    assert not affine_values(network(NORMS[name], (-1,)), W, SCALE, BIAS, X)
+
+
+def test_differences_of_whole_arrays_and_of_integers_are_none():
+    def fun(w, x, i):
+        y = x @ w
+        return (y - x) * y + (i - jnp.min(i, 0)).astype(jnp.float32) @ w
+
+    assert not affine_values(fun, W, X, jnp.ones(X.shape, jnp.int32))
+
+
+def large_sums(fun, *args):
+    """How many sums over whole activations a program holds."""
+    jax.clear_caches()
+    found = _compat.equations(jax.make_jaxpr(fun)(*args).jaxpr)
+    return sum(e.primitive.name == "reduce_sum" and e.invars[0].aval.size == X.size for e in found)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_its_derivative_adds_up_an_array_less(name):
+    grads = jax.grad(autocast(network(NORMS[name]), "bf16-mixed"), (0, 1, 2))
+    with hints.without("centred"):
+        before = large_sums(grads, W, SCALE, BIAS, X)
+    assert large_sums(grads, W, SCALE, BIAS, X) < before
+
+
+def directions(fun, *args):
+    """A value, a gradient, a tangent, and second derivatives in both orders of modes."""
+    along = jax.tree.map(
+        lambda v: jnp.cos(jnp.arange(v.size, dtype=v.dtype)).reshape(v.shape), args
+    )
+    grad = jax.grad(fun, range(len(args)))
+    over = lambda *a: jax.jvp(fun, a, along)[1]  # noqa: E731 - one expression
+    return {
+        "value": fun(*args),
+        "gradient": grad(*args),
+        "tangent": over(*args),
+        "forward over reverse": jax.jvp(grad, args, along)[1],
+        "reverse over forward": jax.grad(over, range(len(args)))(*args),
+        "of examples": jax.vmap(jax.grad(fun, 3), (None, None, None, 0))(
+            *args[:3], args[3][:, None]
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_law_derivatives_of_every_order_are_those_of_the_formula(name):
+    """In float32 alone, so that nothing but the order of sums differs: against float64."""
+    fun = autocast(network(NORMS[name]), "bf16-mixed", rules={"dot_general": "full"})
+    args = (W, SCALE, BIAS, X)
+    with hints.without("centred"):
+        plain = directions(fun, *args)
+    jax.clear_caches()
+    found = directions(fun, *args)
+    np.testing.assert_array_equal(found["value"], plain["value"])
+    for name_, got in found.items():
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(plain[name_]), strict=True):
+            # Sums of some 2**11 terms, each rounded twice, seen through two products.
+            np.testing.assert_allclose(a, b, atol=2**6 * F32 * max(1, float(jnp.abs(b).max())))
+
+
+# -- what is kept apart from its recomputation --------------------------------------------------
+
+
+def program(fun, platform):
+    grads = jax.jit(jax.grad(lambda *a: jnp.sum(autocast(fun, "bf16-mixed")(*a)), (0, 1, 2)))
+    jax.clear_caches()
+    return grads.trace(W, SCALE, BIAS, X).lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_what_is_but_scaled_is_not_kept_apart_from_its_recomputation():
+    def gated(gate):
+        def fun(w, scale, bias, x):
+            y = x @ w
+            return (y * gate(jnp.mean(y, 1, keepdims=True) @ w * scale + bias)) @ w
+
+        return fun
+
+    held = "optimization_barrier"
+    assert held not in program(gated(jax.nn.sigmoid), "tpu")
+    assert held in program(lambda w, s, b, x: (jax.nn.gelu(x @ w) * s + b) @ w, "tpu")
