@@ -446,6 +446,3 @@ def rotary_angles(dot):
 @program(_W, _normal(64, _D))
 def running_sum(dot):
     return lambda w, x: jnp.cumsum(dot(x, w), axis=0)
-
-
-BY_NAME = {p.name: p for p in PROGRAMS}

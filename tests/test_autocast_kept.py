@@ -4,19 +4,27 @@ import functools
 import gc
 import weakref
 
+import _kept_apart  # noqa: F401 - adds its programs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _kept_programs import BY_NAME
+from _kept_programs import PROGRAMS
 from jax import lax
 
 import mpjax
 
+BY_NAME = {p.name: p for p in PROGRAMS}
 POLICIES = {"bf16": "bf16-mixed", "f16": "16-mixed"}
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 # What an exponential reads is a product's result, which is stored low, as PyTorch does.
-STORED_LOW = {"crf_log_partition": 4, "logaddexp_recursion": 4, "online_softmax": 5}
+STORED_LOW = {
+    "crf_log_partition": 4,
+    "logaddexp_recursion": 4,
+    "online_softmax": 5,
+    "transitions_that_differ_by_step": 4,
+    "hidden_markov_unrolled": 4,
+}
 
 
 class Dot:
@@ -36,7 +44,7 @@ class Dot:
 
 
 def results(program, cast, dot, args):
-    """Returns the outputs of a program, and the gradient of their sum of squares."""
+    """Returns the outputs of a program, and the gradient of a sum over them."""
     fun = cast(program.make(dot))
 
     def loss(*args):
@@ -81,6 +89,32 @@ def test_what_a_program_keeps_is_not_rounded(name, dtype):
     hand = of(lambda f: f, Dot(DTYPES[dtype]))
     found = of(lambda f: mpjax.autocast(f, POLICIES[dtype]), Dot())
     assert found <= STORED_LOW.get(name, 2) * hand + 1e-6
+
+
+INSIDE = ["flow_in_twenty_steps", "steps_by_a_softmax", "hidden_markov_unrolled", "euler_scan"]
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_gradient_taken_inside_keeps_what_the_function_keeps(name):
+    program = BY_NAME[name]
+
+    def gradients(cast, dot, dtype):
+        fun = program.make(dot)
+
+        def loss(*args):  # a linear one, so that cotangents start as constants
+            found = jnp.ravel(fun(*args))
+            return jnp.sum(found * jnp.cos(jnp.arange(found.size, dtype=dtype)))
+
+        args = [a.astype(dtype) if a.dtype == np.float32 else a for a in program.args]
+        floats = [i for i, a in enumerate(args) if a.dtype == dtype]
+        found = jax.jit(cast(jax.grad(loss, floats)))(*args)
+        return np.concatenate([np.ravel(x / np.linalg.norm(x)) for x in map(np.float64, found)])
+
+    with jax.enable_x64(True):
+        want = gradients(lambda f: f, Dot(), np.float64)
+    hand = gradients(lambda f: f, Dot(jnp.bfloat16), np.float32)
+    found = gradients(lambda f: mpjax.autocast(f, "bf16-mixed"), Dot(), np.float32)
+    assert np.linalg.norm(found - want) <= 2 * np.linalg.norm(hand - want)
 
 
 def test_clear_caches_lets_go_of_what_inner_functions_close_over():

@@ -107,7 +107,28 @@ def test_an_outer_product_is_elementwise():
     assert planned.kinds("dot_general") == [NEUTRAL]
 
 
+def test_an_input_that_is_joined_with_what_is_low_keeps_its_bits():
+    joins = {
+        "concatenate": lambda x, w: jnp.tanh(jnp.concatenate([x, x @ w])) @ w,
+        "select_n": lambda x, w: jnp.tanh(lax.select(x > 0, x, x @ w)) @ w,
+        "jit": lambda x, w: jnp.tanh(jnp.where(x > 0, x, x @ w)) @ w,
+    }
+    for name, fun in joins.items():
+        assert Planned(fun, X, W).states(name) == [states.KEPT]
+    rows = Planned(lambda x, w: jnp.tanh(jnp.concatenate([x[jnp.array([0])], x @ w])) @ w, X, W)
+    assert rows.states("concatenate") == [states.low(BF16)]  # rows of a table
+
+
+def test_what_a_running_sum_reads_is_not_rounded_by_what_makes_it():
+    assert Planned(lambda x, w: lax.cumsum(jnp.tanh(x @ w)), X, W).kinds("tanh") == [WIDE]
+    assert Planned(lambda x, w: jnp.tanh(x @ w) @ w, X, W).kinds("tanh") == [LOW]
+
+
 # -- sums ------------------------------------------------------------------------------------------
+
+
+def residual(x, w):
+    return x + jnp.exp(jnp.tanh(x) @ w)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +148,11 @@ def test_an_outer_product_is_elementwise():
         (lambda x, w: (x @ w + jnp.zeros(8)) @ w, states.low(BF16)),
         (lambda x, w: (jnp.exp(x) + x @ w) @ w, states.low(BF16)),  # a branch joins a stream
         (lambda x, w: jnp.exp(x) + x @ w, states.WIDE),  # a loss, and no stream
+        (lambda x, w: jnp.tanh(jnp.exp(x) + x @ w) @ w, states.WIDE),  # of which neither is made
+        (lambda x, w: jnp.tanh(residual(x @ w, w)) @ w, states.low(BF16)),  # a branch of a stream
+        (lambda x, w: jnp.sin(residual(x @ w, w)) @ w, states.WIDE),  # which a sine reads
+        (lambda x, w: residual(x[:2], w) @ w, states.KEPT),  # of a part of an input
+        (lambda x, w: jnp.tanh((x + 1.0) + jnp.exp(x @ w)) @ w, states.WIDE),
     ],
 )
 def test_a_sum_is_a_state_a_stream_or_neither(fun, state):
@@ -188,6 +214,11 @@ def norm(x):
         (lambda x, w: x + jnp.tanh(norm(x) @ (w @ w)), WIDE),  # a weight that is made
         (lambda x, w: x + norm(x @ w), WIDE),  # a norm behind the product
         (lambda x, w: x + 0 * (norm(x) @ w).sum() + w[:4], WIDE),
+        (lambda x, w: x + jnp.tanh(x / jnp.linalg.norm(x, axis=-1, keepdims=True) @ w), LOW),
+        (lambda x, w: x + jnp.tanh(x / (x.std(-1, keepdims=True) + 1e-5) @ w), LOW),
+        (lambda x, w: x + jnp.log(jnp.exp(x) @ w + 2), WIDE),  # an exponential is no norm
+        (lambda x, w: x + jnp.tanh(jax.nn.softmax(x) @ w), WIDE),
+        (lambda x, w: x + jnp.tanh(jnp.linalg.solve(w, x.T).T @ w), WIDE),
     ],
 )
 def test_a_norm_and_a_weight_of_its_own_make_a_carry_a_stream(step, kind):
@@ -278,7 +309,9 @@ def flags(fun, *args, want=demand.OUTPUT, full=frozenset()):
         (lambda x, w: jnp.tanh(x) @ w, demand.LATER),
         (lambda x, w: x, demand.OUTPUT),
         (lambda x, w: 2 * x + 1, demand.OUTPUT),
-        (lambda x, w: jnp.exp(x), 0),
+        (lambda x, w: jnp.tanh(x), 0),
+        (lambda x, w: jnp.exp(x), demand.ABSOLUTE),
+        (lambda x, w: jnp.sin(3 * x[:, ::-1] + w[0]), demand.ABSOLUTE),
         (lambda x, w: lax.cumsum(x), demand.EXACT),
         (lambda x, w: lax.cumsum(3 * x[:, ::-1]), demand.EXACT),
         (lambda x, w: jnp.matmul(x, w, precision="highest"), demand.EXACT),

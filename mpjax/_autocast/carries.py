@@ -110,12 +110,15 @@ class Role(enum.Flag):
     COUNTER = enum.auto()  # made of carried integers
     WEIGHT = enum.auto()  # raw, and another one in each iteration
     CARRIED = enum.auto()  # made of the carry, by no product yet
-    NORMED = enum.auto()  # likewise, and a full operation took part
+    SUMMED = enum.auto()  # likewise, and a sum or a maximum took part
+    ROOT = enum.auto()  # likewise, and the root of such a sum
+    NORMED = enum.auto()  # likewise, and scaled by such a root
     LAYER = enum.auto()  # made of a product of the normed carry with a weight
 
 
 Roles = tuple[Role, ...]
-_MADE = Role.CARRIED | Role.NORMED | Role.LAYER | Role.COUNTER
+_MADE = Role.CARRIED | Role.SUMMED | Role.ROOT | Role.NORMED | Role.LAYER | Role.COUNTER
+_ROOTS = ("sqrt", "rsqrt", "pow")
 
 
 def _is_stream(body: Any, consts: int, carries: int, place: int) -> bool:
@@ -158,17 +161,29 @@ def _played(eqn: Any, operands: Roles) -> Sequence[Role]:
 
 
 def _operation(eqn: Any, operands: Roles) -> Role:
-    rule = OP_RULES.get(eqn.primitive.name)
     made = _union(operands) & _MADE
     if is_product(eqn):
         return Role.LAYER if _is_layer(eqn, operands) or Role.LAYER in made else Role.NONE
-    if rule is not None and rule.op_class is OpClass.FULL and Role.CARRIED in made:
-        return made | Role.NORMED
+    if Role.CARRIED in made:
+        made |= _towards_a_norm(eqn.primitive.name, made)
     if eqn.primitive.name in ("dynamic_slice", "gather") and Role.SHARED in operands[0]:
         return Role.WEIGHT if Role.COUNTER in _union(operands[1:]) else Role.NONE
     if only_moves(eqn) or eqn.primitive.name == "convert_element_type":
         return operands[0] | made
     return made
+
+
+def _towards_a_norm(name: str, made: Role) -> Role:
+    """What an operation adds on the way to a norm: a sum, the root of it, a scaling by that.
+
+    An exponential, a solver or a softmax before a product is none: filters, bandits and recursions
+    in log space have them.
+    """
+    if name in traits.TOTALS:
+        return Role.SUMMED
+    if name in _ROOTS and Role.SUMMED in made:
+        return Role.ROOT
+    return Role.NORMED if name in traits.SCALES and Role.ROOT in made else Role.NONE
 
 
 def _is_layer(eqn: Any, operands: Roles) -> bool:

@@ -16,8 +16,9 @@ from mpjax._autocast.states import Kind, State
 
 # Flags of `demand`, which imports this file.
 _OUTPUT, _WHOLE, _FULL, _GRADIENT, _CARRIED = 2, 8, 16, 32, 64
-_EXACT, _STACKED = 128, 256
-_AT_THE_END = _OUTPUT | _GRADIENT | _EXACT  # what is asked of a loop's last carry, not of each
+_EXACT, _STACKED, _ABSOLUTE = 128, 256, 512
+# What is asked of a loop's last carry, not of each.
+_AT_THE_END = _OUTPUT | _GRADIENT | _EXACT | _ABSOLUTE
 _MAX_PASSES = 8
 
 

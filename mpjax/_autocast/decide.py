@@ -172,6 +172,8 @@ class _Planner:
             state = states.unkept(state)
         if name in traits.ADDS:
             state = self.sums.state(eqn, operands, state, widest=settings.widest)
+        if name in traits.JOINS and state.kind == Kind.LOW and states.INPUT in operands:
+            state = states.KEPT  # an input among them: coordinates beside features
         if name in traits.UPDATES and state.kind == Kind.LOW and operands[0].kind != Kind.LOW:
             state = states.WIDE  # an update of a float32 buffer: the rest of it is not rounded
         return self.fused(eqn, state, rule.reason)
@@ -189,7 +191,7 @@ class _Planner:
 
     def as_normalised(self, eqn: Any, state: State, want: int) -> State:
         """Low, where a product comes later and nothing that rounding would hurt reads the value."""
-        spoiled = demand.OUTPUT | demand.FULL | demand.EXACT | demand.GRADIENT
+        spoiled = demand.OUTPUT | demand.FULL | demand.EXACT | demand.GRADIENT | demand.ABSOLUTE
         if not want & demand.LATER or want & spoiled:
             return state
         return self.as_read(eqn, state, demand.PRODUCT)
@@ -204,8 +206,8 @@ class _Planner:
             per_output: list[State] = list(floats)  # optimization_barrier and collectives
             return self.keep(eqn, per_output, reason)
         state = floats[0] if floats else states.FOREIGN
-        if state == states.INPUT and demand.resizes(eqn):
-            state = states.NEUTRAL
+        if state == states.INPUT and demand.resizes(eqn) and name not in traits.CUTS:
+            state = states.NEUTRAL  # rows of a table, or copies
         if state.kind == Kind.CONSTANT:
             state = states.arithmetic(name, [state]) if name in ("neg", "abs") else state
         return self.keep(eqn, [state] * len(eqn.outvars), reason)
@@ -301,7 +303,9 @@ class _Planner:
             state = states.full(read)
             if kind is not OpClass.FULL:
                 state = states.follow(read, widest=settings.widest)
-            if any(operands[i].is_state for i in carries.direct(program)[place]):
+            handed_on = [operands[i] for i in carries.direct(program)[place]]
+            joins = state.kind == Kind.LOW and fusible.operations(eqn) & traits.JOINS
+            if any(s.is_state or (joins and s == states.INPUT) for s in handed_on):
                 state = states.keep(state)
             elif state.kind != Kind.CONSTANT:
                 state = states.unkept(state)
@@ -346,6 +350,8 @@ class _Planner:
     def stored(self, eqn: Any, var: Any, state: State) -> State:
         """Low instead of wide, where a product reads the value and no output does."""
         want = self.demand.get(var, 0)
+        if state.kind == Kind.LOW and want & demand.EXACT:
+            return states.WIDE  # computed in float32 anyway, and rounding would ruin what reads it
         if var in self.norms_between:
             state = self.as_normalised(eqn, state, want)
         return self.as_read(eqn, state, want)
@@ -355,7 +361,7 @@ class _Planner:
         if state.kind != Kind.WIDE or state.pure or state.kept or not want & demand.PRODUCT:
             return state
         dtype = self.low_dtype(eqn, self.settings_at(eqn))
-        if want & (demand.OUTPUT | demand.FULL | demand.EXACT):
+        if want & (demand.OUTPUT | demand.FULL | demand.EXACT | demand.ABSOLUTE):
             return state
         if dtype is None or self.settings.widest:
             return state

@@ -28,6 +28,7 @@ GRADIENT = 32  # what a derivative taken inside the program gives to the rest of
 CARRIED = 64  # goes into what a loop carries in either dtype
 EXACT = 128  # goes into what rounding would ruin: a factorisation, a running sum, a user's "full"
 STACKED = 256  # a loop stacks it: a copy of what it may carry in float32
+ABSOLUTE = 512  # read by a sine or an exponential: of a large value, rounding leaves nothing
 
 
 def of(jaxpr: Any, wants: tuple[int, ...], full: frozenset[str]) -> dict[Any, int]:
@@ -74,7 +75,7 @@ def _operands(eqn: Any, outs: list[int], full: frozenset[str]) -> list[int]:
     if only_sums(eqn):
         return [later] * len(eqn.invars)
     if adds_nothing(eqn):
-        return [union & (OUTPUT | LATER | FULL | CARRIED | EXACT)] * len(eqn.invars)
+        return [union & (OUTPUT | LATER | FULL | CARRIED | EXACT | ABSOLUTE)] * len(eqn.invars)
     if rule and rule.op_class is OpClass.LOWER:
         return _of_product(eqn, later)
     if structure.is_call(eqn) and not is_function:
@@ -83,12 +84,14 @@ def _operands(eqn: Any, outs: list[int], full: frozenset[str]) -> list[int]:
         moved = union & ~WHOLE if name in traits.RESIZES else union
         return [moved] * len(eqn.invars)
     if name in traits.HANDS_ON:
-        passed = OUTPUT | LATER | FULL | CARRIED | EXACT
+        passed = OUTPUT | LATER | FULL | CARRIED | EXACT | ABSOLUTE
         if name not in ("mul", "div") or any(map(_compat.is_literal, eqn.invars)):
             passed |= GRADIENT
         return [union & passed] * len(eqn.invars)
     if name in traits.ACCUMULATES:
-        return [union & (LATER | FULL | EXACT)] * len(eqn.invars)
+        return [union & (LATER | FULL | EXACT | ABSOLUTE)] * len(eqn.invars)
+    if name in traits.ABSOLUTE:
+        return [later | ABSOLUTE]
     if is_function:
         return _of_function(eqn, outs, later)
     is_unknown = rule is None and name not in traits.LOOKS

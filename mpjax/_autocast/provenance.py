@@ -58,6 +58,8 @@ UNCHANGED = "nothing low goes into it, and it holds no product"
 STATE = "a state: reaches itself by sums or moves, so roundings would add up"
 STREAM = "made anew by products, or a stack's stream: rounded as they round"
 ACCUMULATOR = "starts as a constant, or its body leaves it in float32"
+CHANGED = "a state: an input added to or joined with, or a value changed in small steps"
+RUINED = "read by a running sum or a factorisation, which rounding would ruin"
 FUSED = "fused: float32 between low values, not stored"
 
 
@@ -281,6 +283,8 @@ def _why_low(eqn: Any, dtype: Any, stored: dict[Any, bool | None]) -> str:
 
 def _why_wide(plan: Plan, eqn: Any) -> str:
     """Why an operation that follows its operands is in float32, though none of them is."""
+    if plan.states[eqn.outvars[0]].is_state and not plan.settings.widest:
+        return CHANGED
     found = [plan.states[v] for v in _compat.variables(eqn)]
     lows = sorted({short_name(s.dtype) for s in found if s.kind == Kind.LOW})
     if len(lows) > 1:
@@ -294,6 +298,8 @@ def _why_wide(plan: Plan, eqn: Any) -> str:
         return 'rules="widest": a float32 operand wins'
     if any(s.kind == Kind.CONSTANT and s.values is None for s in found):
         return "a constant whose values are not known"
+    if lows and not any(s.kind == Kind.WIDE for s in found):
+        return RUINED
     return "its operands are in float32"
 
 

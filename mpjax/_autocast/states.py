@@ -36,8 +36,8 @@ class State:
     are not known. A wide value is `pure` if no low value took part in it, as in a normalised
     weight: rounding it where a product reads it would round the weight's gradient. It is `kept` if
     it is a state, which a program changes a little at a time: it is stored in float32 whoever
-    reads it. A neutral value is `kept` if it is an input of its own, so that adding to it makes a
-    state, and not a slice of one.
+    reads it. A neutral value is `kept` if it is an input of its own or cut out of one, so that
+    adding to it makes a state, and no row of a table.
     """
 
     kind: Kind

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import demand, states, traits
+from mpjax._autocast import demand, scopes, states, traits
 from mpjax._autocast.states import Kind, State
 from mpjax._op_rules import only_moves
 
@@ -23,6 +23,8 @@ class Sums:
 
     def __init__(self, jaxpr: Any, flags: Mapping[Any, int], found: Mapping[Any, State]) -> None:
         self._makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self._places = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        self._streams: set[Any] = set()  # the shapes of low streams, forward
         self._flags = flags
         self._found = found
         self._repeated: set[Any] = set()  # by a broadcast
@@ -69,8 +71,18 @@ class Sums:
         if state.is_state or self._changes_a_state(eqn, operands):
             return states.keep(state)
         if state.kind == Kind.WIDE and not widest:
-            return self._stream(eqn, operands) or state
+            state = self._stream(eqn, operands) or state
+        if state.kind == Kind.LOW and self._adds_a_branch(eqn) and not _is_backward(eqn):
+            self._streams.add(eqn.outvars[0].aval.shape)
         return state
+
+    def _adds_a_branch(self, eqn: Any) -> bool:
+        """Whether a sum is of two whole arrays, of which neither was repeated."""
+        shape = eqn.outvars[0].aval.shape
+        return not any(
+            _compat.is_literal(v) or v.aval.shape != shape or v in self._repeated
+            for v in eqn.invars
+        )
 
     def _changes_a_state(self, eqn: Any, operands: Sequence[State]) -> bool:
         """Whether a sum adds a small step to a value, or to an input what was made of it.
@@ -85,14 +97,19 @@ class Sums:
             return False
         if len(self._steps.intersection(eqn.invars)) == 1:
             return True
+        want = self._flags.get(eqn.outvars[0], 0)
         for i, other in ((0, 1), (1, 0)):
-            if operands[i] == states.INPUT and operands[other].kind == Kind.LOW:
-                later = self._flags.get(eqn.outvars[0], 0) & demand.LATER
-                return not later or self._depends(eqn.invars[other], eqn.invars[i])
+            if operands[i] != states.INPUT or eqn.invars[other] in self._repeated:
+                continue
+            if self._depends(eqn.invars[other], eqn.invars[i]):
+                return True
+            left_to_streams = want & demand.LATER and not want & demand.ABSOLUTE
+            return operands[other].kind == Kind.LOW and not left_to_streams
         return False
 
     def _depends(self, atom: Any, on: Any) -> bool:
         """Whether a value was computed from another."""
+        first = self._places.get(on, -1)
         waiting, seen = [atom], {atom}
         while waiting:
             maker = self._makers.get(waiting.pop())
@@ -100,26 +117,37 @@ class Sums:
             if on in found:
                 return True
             seen |= found
-            waiting += found
+            waiting += [v for v in found if self._places.get(v, -1) > first]
         return False
 
     def _stream(self, eqn: Any, operands: Sequence[State]) -> State | None:
         """Low, where a float32 branch is added to a low stream of the same shape.
 
-        The stream would otherwise be float32 from its first normalised branch on. What no product
-        reads any more is no stream but a loss, and the maximum in a logsumexp is none either.
+        The stream would otherwise be float32 from its first normalised branch on. A branch is made
+        of its stream, or the stream of the branch: scores and a bias of them are neither, nor are a
+        recursion and its input. What no product reads any more is no stream but a loss, and the
+        maximum in a logsumexp is none either. A sum of cotangents is that of a stream where the
+        function has a low one.
         """
         kinds = sorted(s.kind for s in operands)
-        if any(v.aval.shape != eqn.outvars[0].aval.shape for v in eqn.invars):
+        if kinds != [Kind.LOW, Kind.WIDE] or not self._adds_a_branch(eqn):
             return None
-        if kinds != [Kind.LOW, Kind.WIDE] or any(
-            v in self._repeated or v in self._extremes for v in _compat.variables(eqn)
-        ):
+        if not self._extremes.isdisjoint(eqn.invars):
             return None
         want = self._flags.get(eqn.outvars[0], 0)
-        if want & demand.FULL or not want & (demand.LATER | demand.CARRIED):
+        spoiled = demand.FULL | demand.ABSOLUTE
+        if want & spoiled or not want & (demand.LATER | demand.CARRIED):
             return None  # a sum of many keeps each rounding
+        if _is_backward(eqn) and eqn.outvars[0].aval.shape not in self._streams:
+            return None
+        first, second = eqn.invars
+        if not self._depends(first, second) and not self._depends(second, first):
+            return None
         return next(s for s in operands if s.kind == Kind.LOW)
+
+
+def _is_backward(eqn: Any) -> bool:
+    return scopes.is_transposed(eqn.source_info.name_stack)
 
 
 def _makes_small(eqn: Any, operands: Sequence[State]) -> bool:

@@ -15,23 +15,24 @@ abs copy stop_gradient                  | fusible chooses
 max                                     | fusible alone steps chooses accumulates bounds of_totals widened
 min                                     | fusible alone steps chooses accumulates bounds widened
 clamp                                   | fusible alone steps chooses accumulates
-select_n                                | fusible alone steps chooses accumulates linear
+select_n                                | fusible alone steps chooses accumulates linear joins
 floor ceil round                        | fusible linear
 convert_element_type                    | fusible linear hands_on of_totals
 sqrt square integer_pow                 | fusible of_totals
 tanh                                    | fusible alone bends bounds
 logistic erf                            | fusible bends bounds
-exp exp2 expm1 pow                      | fusible
+exp exp2 expm1                          | fusible absolute
+pow                                     | fusible
 log log2 log1p rsqrt cbrt               | fusible
-sin cos tan asin acos atan atan2        | fusible
-sinh cosh asinh acosh atanh             | fusible
+sin cos tan sinh cosh                   | fusible absolute
+asin acos atan atan2 asinh acosh atanh  | fusible
 erf_inv erfc one_minus_square sign      | fusible
 eq ne lt le gt ge                       | fusible chooses linear looks
 eq_to lt_to le_to is_finite             | fusible chooses linear looks
 argmax argmin                           | chooses linear looks
 and or not                              | fusible chooses linear logic
 xor                                     | fusible linear logic
-concatenate stack                       | fusible alone steps linear accumulates
+concatenate stack                       | fusible alone steps linear accumulates joins
 pad                                     | fusible alone steps linear accumulates turns
 reshape squeeze expand_dims transpose   | fusible chooses turns permutes
 rev                                     | fusible turns permutes
@@ -113,6 +114,9 @@ ADDS = _having("adds")
 UPDATES = _having("updates")
 """Updates part of its first operand."""
 
+JOINS = _having("joins")
+"""Each value of its result is one of its operands', unchanged."""
+
 LOGIC = _having("logic")
 """Joins booleans or bits."""
 
@@ -146,6 +150,9 @@ TURNS = _having("turns")
 
 UNFORGIVING = _having("unforgiving")
 """Amplifies what its operand was rounded by: factorisations, running sums, transforms."""
+
+ABSOLUTE = _having("absolute")
+"""Shows the error of its operand, not its ratio to the operand: a rounded 40 is another angle."""
 
 HANDS_ON = _having("hands_on")
 """An output, or a float32 accumulator, that reads its result reads its operands."""
