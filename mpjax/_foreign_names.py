@@ -54,6 +54,7 @@ PRIMITIVES: dict[str, str] = {
     "sum": "reduce_sum",
     "max": "reduce_max",
     "sigmoid": "logistic",
+    "swish": "silu",
 }
 """Primitive by the function that consists of it."""
 

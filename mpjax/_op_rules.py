@@ -279,17 +279,7 @@ def parse_rules(rules: str | Mapping[str, str] | None) -> tuple[dict[str, OpClas
 
 def _override(name: str, word: str) -> OpClass:
     if name not in OP_RULES and name not in ACTIVATIONS:
-        known = (*OP_RULES, *sorted(ACTIVATIONS))
-        part = PRIMITIVES.get(name)
-        close = ", ".join(map(repr, nearest(name, known))) or "'tanh', 'exp', 'dot_general'"
-        raise ValueError(
-            message(
-                "autocast(rules=)",
-                f"unknown primitive {name!r}.",
-                f"It consists of others, such as {part!r}." if part else f"Nearest: {close}.",
-                "Type the name that jax.make_jaxpr prints; mpjax.explain lists them.",
-            )
-        )
+        raise ValueError(_unknown(name))
     allowed = {c.value: c for c in OpClass}
     if not isinstance(word, str) or word not in allowed:
         raise ValueError(
@@ -313,6 +303,32 @@ def _override(name: str, word: str) -> OpClass:
     if word == "keep" and given is not OpClass.KEEP:
         return OpClass.FOLLOW
     return allowed[word]
+
+
+def _unknown(name: Any) -> str:
+    """Returns what is said of a rule for something that has none."""
+    type_this = (
+        "Type the name of an operation inside it, as jax.make_jaxpr prints it, or "
+        "`with mpjax.full_precision():` around it."
+    )
+    if not isinstance(name, str):
+        got, allowed = f"got {name!r} as a name.", "Accepted: the names of operations, as strings."
+        type_this = 'Type, for example, rules={"tanh": "full"}.'
+    elif name in STRUCTURE:
+        got, allowed = f"{name!r} holds a program.", "Rules are for the operations in it."
+    elif name in AS_TRACED:
+        got, allowed = f"{name!r} has no class.", "It runs on what it was traced with."
+    else:
+        known = (*OP_RULES, *sorted(ACTIVATIONS))
+        part = PRIMITIVES.get(name)
+        close = ", ".join(map(repr, nearest(name, known))) or "'tanh', 'exp', 'dot_general'"
+        got = f"unknown primitive {name!r}."
+        allowed = f"It consists of others, such as {part!r}." if part else f"Nearest: {close}."
+        type_this = "Type the name that jax.make_jaxpr prints; mpjax.explain lists them."
+        if not part:
+            own = "A function of your own has none: type `with mpjax.full_precision():` in it."
+            type_this = f"{type_this} {own}"
+    return message("autocast(rules=)", got, allowed, type_this)
 
 
 def only_moves(eqn: Any) -> bool:

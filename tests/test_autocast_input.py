@@ -137,6 +137,10 @@ def test_a_policy_map_for_a_function_without_modules():
         ({"tanh": ["full"]}, ValueError, r"unknown class \['full'\] for 'tanh'"),
         ({"tanh": "lower"}, ValueError, r"(?s)cannot be 'lower'.*'dot_general'"),
         ({"gelu": "lower"}, ValueError, r"(?s)'gelu' cannot be 'lower'.*\"follow\""),
+        ({"my_layer": "full"}, ValueError, r"(?s)unknown.*'my_layer'.*full_precision\(\):` in it"),
+        ({"scan": "full"}, ValueError, r"(?s)'scan' holds a program.*inside it"),
+        ({"random_bits": "full"}, ValueError, r"(?s)'random_bits' has no class.*traced with"),
+        ({jnp.tanh: "full"}, ValueError, r'(?s)got .*tanh.* as a name.*rules={"tanh": "full"}'),
         ("wide", ValueError, r"(?s)unknown set of rules 'wide'.*'widest'"),
         (["tanh"], TypeError, r"(?s)got \['tanh'\].*a dict"),
     ],
@@ -150,6 +154,28 @@ def test_bad_rules_are_refused_at_once(rules, error, says):
             call()
     with pytest.raises(error, match=says):
         explain(square, "bf16-mixed", rules=rules)
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "says"),
+    [
+        ("gelu", jax.nn.gelu, r"(?s)calls no 'gelu'.*inlines.*full_precision"),
+        ("swish", jax.nn.swish, r"(?s)calls no 'swish'.*rules={\"silu\": "),
+        ("sigmoid", jax.nn.sigmoid, r"(?s)calls no 'sigmoid'.*rules={\"logistic\": "),
+    ],
+)
+def test_a_rule_for_an_activation_that_is_not_called_warns(name, function, says):
+    """JAX inlines some of its activations: the rule would do nothing, and say nothing."""
+
+    def fun(x):
+        return function(x @ x) @ x
+
+    for call in (
+        autocast(fun, "bf16-mixed", rules={name: "full"}),
+        explain(fun, "bf16-mixed", rules={name: "full"}),
+    ):
+        with pytest.warns(PolicyWarning, match=says):
+            call(X)
 
 
 def test_bad_algorithms_are_refused():

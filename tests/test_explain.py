@@ -184,9 +184,14 @@ def test_a_users_rule_is_named():
     def fun(w, x):
         return jnp.tanh(x @ w) @ w
 
+    def act(x):
+        return 2 * jnp.tanh(x)
+
     assert row(fun, "tanh").dtype == "bf16"
     found = row(fun, "tanh", rules={"tanh": "full"})
-    assert found.reason == 'rules={"tanh": "full"}'
+    assert found.reason.startswith('rules={"tanh": "full"}: computed in float32')
+    inside = row(lambda w, x: jax.jit(act)(x @ w) @ w, "act", rules={"tanh": "full"})
+    assert inside.reason == found.reason
     widest = row(lambda w, x: jnp.tanh(x @ w + x) @ w, "add", rules="widest")
     assert (widest.dtype, widest.reason) == ("f32", 'rules="widest": a float32 operand wins')
 

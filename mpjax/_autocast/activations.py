@@ -7,7 +7,8 @@ an activation is compared, operation by operation, with what `jax.nn` does for t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -16,7 +17,31 @@ import numpy as np
 from mpjax import _compat
 from mpjax._autocast import structure
 from mpjax._autocast.caches import by_program
+from mpjax._errors import PolicyWarning, message
+from mpjax._foreign_names import PRIMITIVES
 from mpjax._op_rules import ACTIVATIONS
+
+
+def warn_of_unused(rules: Iterable[str], program: Any) -> None:
+    """Warns of rules for functions that a program does not call: JAX inlines some of its own."""
+    names = [name for name in rules if name in ACTIVATIONS]
+    if not names:
+        return
+    calls = [e for e in _compat.equations(program) if structure.single_program(e) is not None]
+    called = set(map(structure.function_name, calls))
+    for name in names:
+        if name in called:
+            continue
+        part = PRIMITIVES.get(name)
+        text = message(
+            "autocast(rules=)",
+            f"the function calls no {name!r}.",
+            "JAX inlines some of its activations, so that a rule cannot find them.",
+            f'Type rules={{"{part}": ...}}.'
+            if part
+            else "Type `with mpjax.full_precision():` there.",
+        )
+        warnings.warn(text, PolicyWarning, stacklevel=5)
 
 
 def is_activation(eqn: Any) -> bool:

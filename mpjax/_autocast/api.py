@@ -15,6 +15,7 @@ from jax import lax
 
 from mpjax._autocast import delayed, demand, nnx_names, parameters, quantized, scopes, stateful
 from mpjax._autocast import plan as planning
+from mpjax._autocast.activations import warn_of_unused
 from mpjax._autocast.decide import make_plan
 from mpjax._autocast.rebind import Interpreter
 from mpjax._autocast.stored_weights import sunk
@@ -59,7 +60,7 @@ def autocast(
     Args:
       fun: any function of arrays; also a decorator, `@autocast("bf16-mixed")`.
       policy: a policy, its name, or a `PolicyMap` over module paths.
-      rules: another class for some operations or activations, `{"tanh": "full", "gelu": "full"}`,
+      rules: another class for some operations or activations, `{"tanh": "full", "silu": "full"}`,
         or "widest": a float32 operand wins over a low one, as in PyTorch.
       dot_precision: the algorithm of every product that leaves it at the default: "tf32",
         "bf16x3", a `jax.lax.Precision` or a `jax.lax.DotAlgorithmPreset`.
@@ -74,8 +75,8 @@ def autocast(
       TypeError: a result of `fun` is not an array.
 
     Warns:
-      PolicyWarning: a rule of a `PolicyMap` matches nothing in `fun`, or comes too late; or a
-        `QuantizedPolicy` finds no product to quantise.
+      PolicyWarning: a rule of a `PolicyMap` matches nothing in `fun`, or comes too late; `rules=`
+        names an activation that `fun` does not call; or a `QuantizedPolicy` finds no product.
       SupportWarning: float16 products are compiled for a TPU.
 
     Dtypes:
@@ -239,6 +240,7 @@ def planned(
 
 def _warn_unused(settings: planning.Settings, jaxpr: Any) -> None:
     policy = settings.policy
+    warn_of_unused(settings.rules, jaxpr)
     if isinstance(policy, Policy):
         return
     paths = scopes.paths(jaxpr.jaxpr)

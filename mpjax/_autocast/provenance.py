@@ -228,8 +228,8 @@ def _why(
         return decision.reason, False
     if region := _region(plan, eqn):
         return region, False
-    if name in plan.settings.rules:
-        return f'rules={{"{name}": "{plan.settings.rules[name].value}"}}', False
+    if by_rule := _users_rule(plan, eqn):
+        return by_rule, False
     if decision.action is Action.AS_TRACED and structure.is_call(eqn):
         if structure.single_program(eqn) is not None and _asks_for_float32(eqn):
             return FUNCTION, False
@@ -248,6 +248,20 @@ def _why(
     if inherited is not None:
         return inherited.reason, True
     return _why_wide(plan, eqn), False
+
+
+def _users_rule(plan: Plan, eqn: Any) -> str:
+    """The rule of the user's that decides, for an operation or one inside a function."""
+    names = [eqn.primitive.name]
+    if fusible.is_fusible_function(eqn):
+        names = sorted(fusible.operations(eqn) & plan.settings.held_full)
+    for name in names:
+        if name in plan.settings.rules:
+            word = plan.settings.rules[name].value
+            rounded = word == "full" and plan.states[eqn.outvars[0]].kind == Kind.LOW
+            behind = ": computed in float32, rounded for the product that reads it"
+            return f'rules={{"{name}": "{word}"}}{behind if rounded else ""}'
+    return ""
 
 
 def _asks_for_float32(eqn: Any) -> bool:
