@@ -131,6 +131,11 @@ def residual(x, w):
     return x + jnp.exp(jnp.tanh(x) @ w)
 
 
+def average(new):
+    mean = jnp.exp(new)
+    return mean + 0.5 * (new - mean)
+
+
 @pytest.mark.parametrize(
     ("fun", "state"),
     [
@@ -151,6 +156,7 @@ def residual(x, w):
         (lambda x, w: jnp.tanh(jnp.exp(x) + x @ w) @ w, states.WIDE),  # of which neither is made
         (lambda x, w: jnp.tanh(residual(x @ w, w)) @ w, states.low(BF16)),  # a branch of a stream
         (lambda x, w: jnp.sin(residual(x @ w, w)) @ w, states.WIDE),  # which a sine reads
+        (lambda x, w: jnp.tanh(average(x @ w)) @ w, states.WIDE),  # by no product
         (lambda x, w: residual(x[:2], w) @ w, states.KEPT),  # of a part of an input
         (lambda x, w: jnp.tanh((x + 1.0) + jnp.exp(x @ w)) @ w, states.WIDE),
     ],

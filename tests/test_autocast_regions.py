@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax import autocast
+from mpjax import PolicyMap, PolicyWarning, autocast, full_precision
 from mpjax._op_rules import ACTIVATIONS
 
 X = jax.random.normal(jax.random.key(0), (8, 16))
@@ -126,3 +126,25 @@ def test_derivatives_that_carry_an_activations_name_are_taken_for_none(name):
     want, true = inner(X, W)  # a slope jumps where a product is rounded across a kink
     assert abs(float(value - want)) <= 0.02 * float(jnp.abs(fun(X @ W)).sum())
     assert float(jnp.linalg.norm(slope - true)) <= 0.2 * float(jnp.linalg.norm(true))
+
+
+def test_regions_and_paths_reach_into_what_was_traced_before():
+    def layer(x):
+        with jax.named_scope("inner"):
+            return jnp.tanh(x @ W)
+
+    traced = jax.jit(layer)
+    want = traced(X)
+
+    def fun(x):
+        with full_precision():
+            kept = traced(x)
+        return kept, traced(x)
+
+    kept, low = jax.jit(autocast(fun, "bf16-mixed"))(X)
+    assert jnp.array_equal(kept, want)
+    assert not jnp.array_equal(low, want)
+    by_path = autocast(traced, PolicyMap("bf16-mixed", {"inner": "float32"}))
+    assert jnp.array_equal(by_path(X), want)
+    with pytest.warns(PolicyWarning, match=r"(?s)'iner'.*Nearest: 'inner'"):
+        autocast(traced, PolicyMap("bf16-mixed", {"iner": "float32"}))(X)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import demand, scopes, states, traits
+from mpjax._autocast import carries, demand, scopes, states, structure, traits
 from mpjax._autocast.states import Kind, State
 from mpjax._op_rules import only_moves
 
@@ -109,16 +109,18 @@ class Sums:
 
     def _depends(self, atom: Any, on: Any) -> bool:
         """Whether a value was computed from another."""
-        first = self._places.get(on, -1)
+        return atom is not on and on in self._between(atom, on)
+
+    def _between(self, atom: Any, first: Any) -> set[Any]:
+        """Returns what a value was computed from, as far back as another."""
+        place = self._places.get(first, -1)
         waiting, seen = [atom], {atom}
         while waiting:
             maker = self._makers.get(waiting.pop())
             found = set(_compat.variables(maker)) - seen if maker is not None else set[Any]()
-            if on in found:
-                return True
             seen |= found
-            waiting += [v for v in found if self._places.get(v, -1) > first]
-        return False
+            waiting += [v for v in found if self._places.get(v, -1) > place]
+        return seen
 
     def _stream(self, eqn: Any, operands: Sequence[State]) -> State | None:
         """Low, where a float32 branch is added to a low stream of the same shape.
@@ -141,9 +143,15 @@ class Sums:
         if _is_backward(eqn) and eqn.outvars[0].aval.shape not in self._streams:
             return None
         first, second = eqn.invars
-        if not self._depends(first, second) and not self._depends(second, first):
+        if not self._is_branch(first, second) and not self._is_branch(second, first):
             return None
         return next(s for s in operands if s.kind == Kind.LOW)
+
+    def _is_branch(self, atom: Any, of: Any) -> bool:
+        """Whether a value was made of another by a product at least: an average is not."""
+        makers = [self._makers[v] for v in self._between(atom, of) if v in self._makers]
+        products = [e for e in makers if structure.is_call(e) or carries.is_product(e)]
+        return any(self._depends(e.outvars[0], of) for e in products)
 
 
 def _is_backward(eqn: Any) -> bool:
