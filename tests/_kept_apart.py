@@ -110,6 +110,16 @@ def phases_read_twice(dot):
     return fun
 
 
+@program(_W, _normal(64, _D), _W2)
+def times_of_events(dot):
+    def fun(w, x, decode):
+        times = jnp.cumsum(jax.nn.softplus(dot(x, w)), 0)
+        apart = times[1:] - times[:-1]
+        return dot(jnp.tanh(apart), decode), jnp.tanh(0.01 * dot(times, decode))
+
+    return fun
+
+
 @program(_W2, _normal(64, _D), _normal(64))
 def frequency_modulation(dot):
     def fun(w, x, frequency):

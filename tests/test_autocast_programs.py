@@ -163,6 +163,44 @@ def test_a_loop_until_convergence():
     assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, want)
 
 
+@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["key", "raw"])
+def test_a_loop_carries_a_key_beside_a_state(key):
+    def fun(x, w):
+        def step(carry, _):
+            x, key = carry
+            key, noise = jax.random.split(key)
+            x = x + 1e-3 * jnp.tanh(x @ w) + 0.03 * jax.random.normal(noise, x.shape, jnp.float32)
+            return (x, key), None
+
+        return lax.scan(step, (x, key), None, length=20)[0][0]
+
+    check(fun, X, W, roundings=1)
+
+
+def test_loops_that_vmap_joined_end_each_by_itself():
+    def fun(x, key, w):
+        def step(state):
+            x, key, y = state
+            x = x + 0.5 * jnp.abs(jax.random.normal(key, (), jnp.float32))
+            return x, jax.random.split(key, 2)[1], jnp.tanh(y @ w)
+
+        return lax.while_loop(lambda state: state[0] < 3, step, (x, key, X[0]))
+
+    xs, keys = jnp.arange(4.0), jax.random.split(jax.random.key(0), 4)
+    for axes in ((0, 0, None), (0, None, None)):
+        many = (xs, keys if axes[1] == 0 else keys[0], W)
+        fast = autocast(jax.vmap(fun, axes), "bf16-mixed")
+        got, want = fast(*many), jax.vmap(autocast(fun, "bf16-mixed"), axes)(*many)
+        assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, want)
+        np.testing.assert_array_equal(got[0], want[0])
+        np.testing.assert_array_equal(*(jax.random.key_data(key) for key in (got[1], want[1])))
+        assert distance(got[2], want[2]) < 2 * BF16
+    twice = jax.vmap(jax.vmap(fun, (0, None, None)), (0, 0, None))
+    grid = (xs[:, None] + jnp.zeros(2), keys, W)
+    got, want = (f(*grid)[2] for f in (autocast(twice, "bf16-mixed"), twice))
+    assert distance(got, want) < 8 * BF16
+
+
 # -- rules -------------------------------------------------------------------------------------
 
 

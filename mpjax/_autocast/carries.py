@@ -14,6 +14,8 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from mpjax import _compat
 from mpjax._autocast import structure, traits
 from mpjax._autocast.caches import by_program
@@ -126,7 +128,7 @@ def _is_stream(body: Any, consts: int, carries: int, place: int) -> bool:
     roles = [Role.SHARED] * consts + [Role.NONE] * carries
     roles += [Role.WEIGHT] * (len(jaxpr.invars) - len(roles))
     for i, v in enumerate(jaxpr.invars[consts : consts + carries], start=consts):
-        if v.aval.shape == () and v.aval.dtype.kind in "iu":
+        if v.aval.shape == () and jnp.issubdtype(v.aval.dtype, jnp.integer):
             roles[i] = Role.COUNTER
     roles[consts + place] = Role.CARRIED
     return Role.LAYER in _roles(body, tuple(roles))[place]

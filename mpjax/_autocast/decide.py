@@ -157,7 +157,9 @@ class _Planner:
         if self.low_dtype(eqn, settings) is None and not self.reads_low(eqn):
             kind = OpClass.KEEP if kind is OpClass.KEEP else OpClass.FULL
         if kind is OpClass.FULL:
-            return self.fused(eqn, states.full(operands), rule.reason)
+            state = states.full(operands)
+            is_total = name in traits.RUNNING and state.kind == Kind.WIDE
+            return self.fused(eqn, states.keep(state) if is_total else state, rule.reason)
         if kind is OpClass.KEEP:
             return self.decide_keep(eqn, operands, rule.reason)
         if settings.as_written or self.low_dtype(eqn, settings) is None:
@@ -172,10 +174,8 @@ class _Planner:
             state = states.unkept(state)
         if name in traits.ADDS:
             state = self.sums.state(eqn, operands, state, widest=settings.widest)
-        if name in traits.JOINS and state.kind == Kind.LOW and states.INPUT in operands:
-            state = states.KEPT  # an input among them: coordinates beside features
-        if name in traits.UPDATES and state.kind == Kind.LOW and operands[0].kind != Kind.LOW:
-            state = states.WIDE  # an update of a float32 buffer: the rest of it is not rounded
+        if state.kind == Kind.LOW:
+            state = _unrounded_parts(name, operands) or state
         return self.fused(eqn, state, rule.reason)
 
     def with_branches(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
@@ -399,6 +399,15 @@ class _Planner:
         dtype = scopes.compute_dtype(self.settings.policy, ())
         lowered = dtype.itemsize < FLOAT32.itemsize and not self.settings.as_written
         return dtype if lowered else None
+
+
+def _unrounded_parts(name: str, operands: Sequence[State]) -> State | None:
+    """The state of what holds values of its operands as they are, where one must not be rounded."""
+    if name in traits.JOINS and states.INPUT in operands:
+        return states.KEPT  # coordinates beside features
+    if name in traits.UPDATES and operands[0].kind != Kind.LOW:
+        return states.WIDE  # the rest of a float32 buffer
+    return None
 
 
 @functools.lru_cache(maxsize=256)

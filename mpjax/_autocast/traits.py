@@ -54,7 +54,8 @@ cummax cummin                           | extreme
 sort top_k                              | selects
 tile pvary pcast pbroadcast             | repeats
 all_gather all_gather_invariant         | repeats
-cumsum cumprod cumlogsumexp fft         | unforgiving
+cumsum cumlogsumexp                     | unforgiving running
+cumprod fft                             | unforgiving
 cholesky lu qr geqrf svd schur eig eigh | unforgiving
 hessenberg householder_product          | unforgiving
 triangular_solve custom_linear_solve    | unforgiving
@@ -128,6 +129,9 @@ EXTREME = _having("extreme")
 
 STATISTIC = _having("statistic")
 """Makes few numbers of many."""
+
+RUNNING = _having("running")
+"""Adds up: its results are large beside what sets them apart, which rounding would lose."""
 
 BENDS = _having("bends")
 """Bounded: forgets how large its operand was."""
