@@ -231,6 +231,19 @@ def test_a_norm_and_a_weight_of_its_own_make_a_carry_a_stream(step, kind):
     assert carried(lambda carry, w: ((step(carry[0], w),), None), X, xs=WS) == [kind]
 
 
+def test_data_that_differ_by_element_are_no_weight():
+    def oja(weights, xs, rates):
+        def step(w, x):
+            w = w * lax.rsqrt((w**2).sum() + 1e-6)
+            return w + rate * (x @ w) @ x, None
+
+        rate = rates.sum()
+        return lax.scan(step, weights, xs)[0]
+
+    planned = Planned(jax.vmap(oja), X, jax.ShapeDtypeStruct((4, 3, 5, 8), jnp.float32), X)
+    assert planned.call("scan").out_states[0] == states.KEPT
+
+
 def test_a_weight_that_every_iteration_reads_makes_a_state():
     def fun(x, w):
         return lax.scan(lambda x, _: (x + norm(x) @ w, None), x, None, length=3)[0]

@@ -189,8 +189,12 @@ def _towards_a_norm(name: str, made: Role) -> Role:
 
 
 def _is_layer(eqn: Any, operands: Roles) -> bool:
-    needed = Role.NORMED if eqn.primitive.name == "dot_general" else Role.CARRIED
     first, second, *_ = operands
+    needed = Role.CARRIED
+    if eqn.primitive.name == "dot_general":
+        needed = Role.NORMED
+        if eqn.params["dimension_numbers"][1][0]:
+            return False  # each element has a "weight" of its own: `vmap` of a loop over data
     return (needed in first and Role.WEIGHT in second) or (
         needed in second and Role.WEIGHT in first
     )
