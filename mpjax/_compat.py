@@ -192,6 +192,24 @@ def inlined(fun: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(fun, inline=early)
 
 
+def has_joined_ends(params: dict[str, Any]) -> bool:
+    """Whether a `while` equation is one that `vmap` made of many, each with an end of its own.
+
+    Its condition is an array. It means: until all have ended, those that have keep what they have.
+    """
+    return bool(closed(params["cond_jaxpr"]).out_avals[0].shape)
+
+
+def still_going(going: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    """Returns the carry of such a loop after an iteration: new where it has not ended."""
+
+    def chosen(after: Any, before: Any) -> Any:
+        where = jax.lax.broadcast_in_dim(going, after.shape, range(going.ndim))
+        return jax.numpy.where(where, after, before)
+
+    return list(map(chosen, new, old))
+
+
 def variables(eqn: Any) -> list[Any]:
     """Returns the operands of an equation that are no literals."""
     return [v for v in eqn.invars if not is_literal(v)]

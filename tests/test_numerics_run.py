@@ -178,6 +178,16 @@ def test_nested_loops_tell_each_index_and_a_while_its_iteration():
     assert index["sinh"] == [steps - 1]
 
 
+def test_a_loop_that_vmap_joined_ends_for_each_by_itself():
+    def fun(x: Any) -> Any:
+        return lax.while_loop(lambda c: c < 3, lambda c: jnp.sinh(c) + 1, x)
+
+    xs = jnp.asarray([0.0, 4.0, 2.0])
+    plan = planned(jax.make_jaxpr(jax.vmap(fun))(xs))
+    outs, _, _ = Runner(plan, Overflow()).run((xs,))
+    np.testing.assert_allclose(outs[0], jax.vmap(fun)(xs), rtol=1e-6)
+
+
 def test_only_the_branch_that_was_taken_has_counts():
     def fun(i: Any, x: Any) -> Any:
         return lax.switch(i, [jnp.exp, jnp.sinh, jnp.cosh], x)

@@ -190,26 +190,14 @@ def _run_while(runner: Interpreter, decision: Decision, values: Sequence[Value])
         low = [*low_copies, *[None] * num_carry]
         return runner.run(body, [*body_consts, *carry], low, decision.call.out_states)
 
-    (going,) = _compat.closed(params["cond_jaxpr"]).out_avals
-    if going.shape:
-        cond_fun, body_fun = _batched(cond_fun, body_fun)
-    return lax.while_loop(cond_fun, body_fun, operands[num_cond + num_body :])
+    init = operands[num_cond + num_body :]
+    if not _compat.has_joined_ends(params):
+        return lax.while_loop(cond_fun, body_fun, init)
 
+    def each(carry: Any) -> Any:
+        return _compat.still_going(cond_fun(carry), body_fun(carry), carry)
 
-def _batched(asks: Callable[..., Any], steps: Callable[..., Any]) -> tuple[Any, Any]:
-    """Returns the functions of a loop that `vmap` made of many, where each ends by itself.
-
-    Such an equation is meant so: until all have ended, and those that have keep what they have.
-    """
-
-    def chosen(going: Any, new: Any, old: Any) -> Any:
-        return jnp.where(lax.broadcast_in_dim(going, new.shape, range(going.ndim)), new, old)
-
-    def step(carry: Any) -> Any:
-        going = asks(carry)
-        return [chosen(going, *pair) for pair in zip(steps(carry), carry, strict=True)]
-
-    return lambda carry: jnp.any(asks(carry)), step
+    return lax.while_loop(lambda carry: jnp.any(cond_fun(carry)), each, init)
 
 
 def _run_cond(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:

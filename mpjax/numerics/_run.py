@@ -268,14 +268,21 @@ class Runner:
         cond_consts = [t.value for t in operands[:skipped]]
         fixed = [self._known(body, t) for t in operands[skipped : skipped + consts]]
         condition = jaxpr_as_fun(_compat.closed(params["cond_jaxpr"]))
+        joined = _compat.has_joined_ends(params)
+
+        def going(carry: Any) -> Any:
+            return condition(*cond_consts, *(t.value for t in carry))[0]
 
         def cond_fun(state: Any) -> Any:
-            return condition(*cond_consts, *(t.value for t in state[0]))[0]
+            return jnp.any(going(state[0])) if joined else going(state[0])
 
         def body_fun(state: Any) -> Any:
             carry, total, number = state
             outs, rows = self.body(block, [*fixed, *carry])
-            return _as_arrays(outs), self._iterated(total, rows, number, step.level), number + 1
+            outs = _as_arrays(outs)
+            if joined:
+                outs = _ended(going(carry), outs, carry)
+            return outs, self._iterated(total, rows, number, step.level), number + 1
 
         init = _as_arrays([self._known(body, t) for t in operands[skipped + consts :]])
         number = self._spread(jnp.zeros((), jnp.int32))
@@ -381,6 +388,12 @@ def _is_floating(value: Any) -> bool:
 def _as_arrays(values: Sequence[Tracked]) -> list[Tracked]:
     """Returns the values as arrays, literals too."""
     return [Tracked(jnp.asarray(t.value), t.extra) for t in values]
+
+
+def _ended(going: Any, new: Sequence[Tracked], old: Sequence[Tracked]) -> list[Tracked]:
+    """Returns the carry of a loop that `vmap` joined: values of before where an element ended."""
+    kept = _compat.still_going(going, [t.value for t in new], [t.value for t in old])
+    return [Tracked(value, t.extra) for value, t in zip(kept, new, strict=True)]
 
 
 def _atom(atom: Any, env: dict[Any, Tracked]) -> Tracked:
