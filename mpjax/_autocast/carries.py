@@ -101,6 +101,16 @@ def is_product(eqn: Any) -> bool:
     return eqn.primitive.name != "dot_general" or bool(eqn.params["dimension_numbers"][0][0])
 
 
+def holds_product(eqn: Any) -> bool:
+    """Whether an equation is such a product, or holds a program with one."""
+    return is_product(eqn) or any(map(_multiplies, _compat.programs(eqn)))
+
+
+@by_program
+def _multiplies(program: Any) -> bool:
+    return any(map(holds_product, _compat.closed(program).jaxpr.eqns))
+
+
 # -- streams ---------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import carries, demand, scopes, states, structure, traits
+from mpjax._autocast import carries, demand, scopes, states, traits
 from mpjax._autocast.states import Kind, State
 from mpjax._op_rules import only_moves
 
@@ -23,6 +23,7 @@ class Sums:
 
     def __init__(self, jaxpr: Any, flags: Mapping[Any, int], found: Mapping[Any, State]) -> None:
         self._makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self._eqns = jaxpr.eqns
         self._places = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self._streams: set[Any] = set()  # the shapes of low streams, forward
         self._flags = flags
@@ -149,9 +150,18 @@ class Sums:
 
     def _is_branch(self, atom: Any, of: Any) -> bool:
         """Whether a value was made of another by a product at least: an average is not."""
-        makers = [self._makers[v] for v in self._between(atom, of) if v in self._makers]
-        products = [e for e in makers if structure.is_call(e) or carries.is_product(e)]
-        return any(self._depends(e.outvars[0], of) for e in products)
+        found = (atom, *self._between(atom, of))
+        between = {self._places[v] for v in found if v in self._places}
+        made, by_products = {of}, set[Any]()
+        for place in sorted(between):
+            eqn = self._eqns[place]
+            operands = _compat.variables(eqn)
+            if made.isdisjoint(operands):
+                continue
+            made.update(eqn.outvars)
+            if carries.holds_product(eqn) or not by_products.isdisjoint(operands):
+                by_products.update(eqn.outvars)
+        return atom in by_products
 
 
 def _is_backward(eqn: Any) -> bool:
