@@ -84,6 +84,30 @@ def test_products_of_an_h100_are_of_8_bit_operands_forward_and_back(policy, prod
     assert eight_bit_products("h100", policy) == products
 
 
+def heads(params, x):
+    x = jax.nn.relu(x @ params["first"])
+    q, k, v = (x @ params[name] for name in ("middle", "last", "value"))
+    return jnp.mean(jax.nn.relu(q * k + v) ** 2)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("recipe", ["float8", "int8"])
+def test_an_h100_stores_no_8_bit_product_in_32_bits(recipe):
+    def of_heads(spec):
+        return {**params_of(spec), "value": spec((WIDTH, WIDTH), jnp.float32)}
+
+    def images(spec):
+        return spec((8, ROWS // 8, WIDTH), jnp.float32)
+
+    everywhere = mpjax.PolicyMap("bf16-mixed", {"*": f"{recipe}_from_mixed_bfloat16"})
+    text = compiled("h100", mpjax.autocast(heads, everywhere), of_heads, images)
+    entry = [line for line in text[text.index("\nENTRY") :].splitlines() if " = " in line]
+    made = "\n".join(line.partition(" fusion(")[0] for line in entry if " parameter(" not in line)
+    assert re.search(r"(?:s8|f8e4m3fn)\[(?:2048|8,256),1024\]", made)
+    assert not re.search(r"[sf]32\[(?:2048|8,256),(?:1024|3072)", made)
+
+
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from mpjax import _compat
 from mpjax._autocast import backends, held, traits
-from mpjax._autocast.product import blocks, config, convolutions, scaled
+from mpjax._autocast.product import blocks, config, convolutions, epilogue, scaled
 from mpjax._autocast.product.config import FLOAT32, Axes, Config, Direction, Roles, Scaling
 from mpjax._op_rules import PRODUCTS
 
@@ -104,8 +104,13 @@ class Bilinear:
         if direction.scaling is not None and direction.scaling.granularity == "block":
             how = [direction.dtype(role) for role in self.roles[:2]], direction.scaling.block_size
         bind = functools.partial(scaled_product, how=how)
-        out = _eval(self.traced, [*(x.values for x in found), *args[2:]], bind).astype(FLOAT32)
-        return out * scales[0] * scales[1]
+        values = [x.values for x in found]
+        if set(self.roles[:2]) == {config.Role.INPUT, config.Role.WEIGHT}:
+            weight = self.roles.index(config.Role.WEIGHT)
+            values[1 - weight], scales[weight] = epilogue.alone(values[1 - weight], scales[weight])
+        out = _eval(self.traced, [*values, *args[2:]], bind).astype(FLOAT32)
+        first, second = (epilogue.spread(s, out.shape, self.axes) for s in scales)
+        return out * first * second
 
     def _quantized(
         self, operand: int, args: Sequence[jax.Array], direction: Direction, stored: Any
