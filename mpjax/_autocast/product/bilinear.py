@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from mpjax import _compat
-from mpjax._autocast import backends, held, traits
+from mpjax._autocast import backends, traits
 from mpjax._autocast.product import blocks, config, convolutions, epilogue, scaled
 from mpjax._autocast.product.config import FLOAT32, Axes, Config, Direction, Roles, Scaling
 from mpjax._op_rules import PRODUCTS
@@ -124,8 +124,7 @@ class Bilinear:
             return scaled.Quantized(x, scaled.marks(x, shared))
         if stored is not None and scaled.is_usable(stored, self.axes, operand, dtype):
             return scaled.Quantized(*stored)
-        if role is not config.Role.WEIGHT and self.config.low == jnp.bfloat16:
-            x = held.read_low(x.astype(FLOAT32))
+        x = self.config.read(x, role)
         if scaling.is_delayed:
             amax = args[-1][config.PLACES[role]]
             return scaled.quantize_delayed(x, amax, dtype, scaling.margin)

@@ -54,12 +54,16 @@ def scale_of(amax: jax.Array, dtype: Any, margin: int) -> jax.Array:
 
 def rounded(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     """Returns an array in 8 bits: divided by its scale, clipped, rounded to the nearest."""
-    top = largest(dtype)
-    # e4m3 has no infinity: what is larger than 448 would be NaN.
-    clipped = jnp.clip(x.astype(FLOAT32) / scale, -top, top)
+    clipped = _clipped(x.astype(FLOAT32), scale, dtype)
     if dtype == jnp.int8:
         clipped = jnp.round(clipped)
     return clipped.astype(dtype)
+
+
+def _clipped(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    top = largest(dtype)
+    # e4m3 has no infinity: what is larger than 448 would be NaN.
+    return jnp.clip(x / scale, -top, top)
 
 
 def quantize(x: jax.Array, dtype: Any, axes: tuple[int, ...], margin: int = 0) -> Quantized:
@@ -85,8 +89,10 @@ def quantize_delayed(x: jax.Array, amax: jax.Array, dtype: Any, margin: int = 0)
       margin: bits that are left free above `amax`.
     """
     scale = scale_of(amax.reshape((1,) * x.ndim), dtype, margin)
-    values = rounded(x, scale, dtype)
-    return Quantized(jnp.where(jnp.isfinite(x), values, jnp.asarray(jnp.nan, dtype)), scale)
+    wide = x.astype(FLOAT32)
+    # NaN where it is not finite, and else 0: XLA:GPU would take a pass to choose by `isfinite`.
+    values = _clipped(wide, scale, dtype) + wide * 0
+    return Quantized(values.astype(dtype), scale)
 
 
 def shared_axes(axes: Axes, operand: int, scaling: Scaling) -> tuple[int, ...]:
