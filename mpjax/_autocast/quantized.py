@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import re
 import warnings
@@ -240,7 +241,8 @@ def warn_if_nothing(plan: Any) -> None:
     found = list(_products(plan))
     if any(decision.how is not None for decision in found):
         return
-    rows = [f"{scopes.location(d.eqn)}: {d.reason}" for d in found[:8]]
+    counts = collections.Counter(f"{scopes.location(d.eqn)}: {d.reason}" for d in found)
+    rows = [f"{row}{f' (×{n})' if n > 1 else ''}" for row, n in list(counts.items())[:8]]
     text = message(
         "autocast",
         f"{plan.settings.policy} quantises no product of this function.",
