@@ -245,6 +245,17 @@ def test_policy_that_quantises_nothing_is_a_warning_with_the_products_there_are(
         mpjax.autocast(lambda w, x: jnp.sum(x @ w), FLOAT8)(THREE["first"], X)
 
 
+def test_explain_says_which_rule_leaves_a_product_in_16_bits():
+    def reasons(policy):
+        rows = mpjax.explain(three, policy)(THREE, X).rows
+        return [r.reason for r in rows if r.operation == "dot_general"]
+
+    left = mpjax.PolicyMap("bf16-mixed", {"middle": "bf16-mixed", "*": FLOAT8})
+    assert "not in 8 bits: rule 'middle'" in reasons(left)
+    others = mpjax.PolicyMap("bf16-mixed", {"middle": FLOAT8})
+    assert "not in 8 bits: no rule asks for it" in reasons(others)
+
+
 def test_products_that_stay_for_one_reason_on_one_line_are_one_row_of_that_warning():
     def looped(params, x):
         for w in params:

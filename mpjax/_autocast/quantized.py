@@ -77,7 +77,8 @@ class Products:
         scope = settings.scope + scopes.of(eqn)
         recipe, rule = _recipe(self.policy, scope, path)
         if recipe is None:
-            return None, "", low
+            left = "no rule asks for it" if rule is None else f"rule {rule!r}"
+            return None, "" if weight is None else f"not in 8 bits: {left}", low
         why = self._why_not(eqn, weight, path, recipe, rule)
         why = "what reads it needs it exact" if exact else why
         if weight is None or why:
