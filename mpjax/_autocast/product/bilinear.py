@@ -65,9 +65,8 @@ class Bilinear:
             return False
         if all(axis.result is not None for axis in self.axes):
             return False  # it adds nothing up, as the gradient of a weight that one vector meets
-        if scaled.length(self.axes, shape) % direction.scaling.block_size:
-            return False
-        return scaled.fits(self.axes, shape, direction.dtype(self.roles[0]))
+        dtype, block_size = direction.dtype(self.roles[0]), direction.scaling.block_size
+        return scaled.fits(self.axes, shape, dtype, block_size)
 
     def kept(self, args: Sequence[jax.Array], stored: Sequence[Any]) -> Sequence[Any]:
         """Returns, for each operand, the 8-bit values and scales that its gradient's products read.

@@ -12,6 +12,7 @@ where it is one of them, the scale is NaN.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -136,12 +137,13 @@ def marks(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     return jnp.where(jnp.isfinite(absolute_maximum(x, axes)), 1.0, jnp.nan).astype(FLOAT32)
 
 
-def length(axes: Axes, shape: tuple[int, ...]) -> int:
-    """Returns how many products are added up in each element, from the first operand's shape."""
+def fits(axes: Axes, shape: tuple[int, ...], dtype: Any, block_size: int) -> bool:
+    """Whether a product can be of 8-bit values: its blocks divide, and sums of int8 fit int32.
+
+    Sums of float8 always fit float32. Of a length that an export leaves open nothing is known.
+    """
     sizes = [shape[a.first] for a in axes if a.result is None and a.first is not None]
-    return int(np.prod(sizes, dtype=np.int64))
-
-
-def fits(axes: Axes, shape: tuple[int, ...], dtype: Any) -> bool:
-    """Whether the sums of a product of int8 fit int32; those of float8 always fit float32."""
-    return dtype != jnp.int8 or length(axes, shape) <= _LONGEST_INT8
+    length = math.prod(sizes)  # how many products are added up in each element
+    if not isinstance(length, int):
+        return dtype != jnp.int8 and block_size == 1
+    return length % block_size == 0 and (dtype != jnp.int8 or length <= _LONGEST_INT8)
