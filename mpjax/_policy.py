@@ -150,11 +150,12 @@ class Policy:
         return hash((Policy, self._names))
 
     def __setattr__(self, name: str, value: object) -> None:
-        fix = f"Make another, e.g. mpjax.Policy({name}=...)."
-        raise AttributeError(message("Policy", f"is immutable; got {name} = {value!r}.", fix))
+        kind = type(self).__name__
+        fix = f"Make another, e.g. mpjax.{kind}({name}=...)."
+        raise AttributeError(message(kind, f"is immutable; got {name} = {value!r}.", fix))
 
     def __delattr__(self, name: str) -> None:
-        raise AttributeError(message("Policy", f"is immutable; cannot delete {name}."))
+        raise AttributeError(message(type(self).__name__, f"is immutable; cannot delete {name}."))
 
     def __reduce__(self) -> tuple[type["Policy"], tuple[str, str, str]]:
         return Policy, self._names

@@ -57,6 +57,16 @@ class QuantizedArray:
         return len(self.shape)
 
     @property
+    def size(self) -> int:
+        """The number of its elements."""
+        return self.values.size
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes, its scales among them."""
+        return self.values.nbytes + self.scale.nbytes
+
+    @property
     def dtype(self) -> Any:
         """float32, that of the array that it stands for."""
         return _FLOAT32
@@ -70,6 +80,12 @@ class QuantizedArray:
         got = f"a function was given {self!r} as an array."
         fix = "Type mpjax.autocast(fun, 'bf16-mixed')(params, ...), or fun(mpjax.dequantize(params)"
         raise TypeError(message("quantize", got, f"{fix}, ...)."))
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        """Raises TypeError, where NumPy would make an array of one object."""
+        got = f"NumPy was given {self!r} as an array."
+        fix = "Type np.asarray(x.dequantize()), or np.asarray(x.values) for the 8-bit values."
+        raise TypeError(message("quantize", got, fix))
 
     def tree_flatten_with_keys(self) -> Any:
         """Returns both arrays with their names."""

@@ -138,16 +138,18 @@ def _read(spec: str | Mapping[str, Any]) -> Policy | None:
     if _KEY in spec:
         base, _, recipe = spec.partition(_KEY)
         return QuantizedPolicy(base.rstrip(",") or "bf16-mixed", get_recipe(recipe, "get_policy"))
-    mode, found, base = spec.partition(_FROM)
+    mode, found, _ = spec.lower().partition(_FROM)
     if not found:
         return None
-    if mode not in MODES:
+    base = spec[len(mode) + len(_FROM) :]
+    if mode not in MODES or not base:
         _refuse(mode, base)
     return QuantizedPolicy(base, MODES[mode])
 
 
 def _refuse(mode: str, base: str) -> None:
-    got = f"there are no {mode!r} products."
+    got = f"there are no {mode!r} products." if base else f"{mode}{_FROM!r} has no base behind it."
+    base = base or "mixed_bfloat16"
     why = [f"Accepted: {', '.join(f'{name}{_FROM}{base}' for name in MODES)}."]
     if "4" in mode:
         why.insert(0, "XLA compiles no 4-bit product for a CPU; 8 bits are the fewest here.")

@@ -408,9 +408,12 @@ def test_checkify_inside_and_outside():
         assert distance(out, jnp.log(jnp.abs(X @ W) + 1) @ W) < 8 * BF16
 
 
-def test_programs_are_exported_for_every_platform():
-    grad = jax.jit(jax.grad(autocast(lambda x, w: jnp.sum(jnp.tanh(x @ w)), "bf16-mixed")))
-    exported = jax.export.export(grad, platforms=["cpu", "cuda", "tpu"])(X, W)
+@pytest.mark.parametrize("bend", [jnp.tanh, jax.nn.relu], ids=["tanh", "relu"])
+def test_programs_are_exported_for_every_platform(bend):
+    fun = autocast(lambda x, w: jnp.sum(bend(x @ w) @ w), "bf16-mixed")
+    exported = jax.export.export(
+        jax.jit(jax.value_and_grad(fun)), platforms=["cpu", "cuda", "tpu"]
+    )(X, W)
     assert exported.platforms == ("cpu", "cuda", "tpu")
 
 

@@ -54,6 +54,8 @@ def test_weights_are_8_bit_with_scales_and_a_quarter_as_large(policy, dtype, sca
     assert len(arrays(small)) == 4
     for array in arrays(small):
         assert (array.values.dtype.name, array.scale.shape) == (dtype, scales)
+        assert array.size == array.values.size
+        assert array.nbytes == array.size + array.scale.nbytes
     before, after = (sum(x.nbytes for x in jax.tree.leaves(t)) for t in (PARAMS, small))
     assert before / after > 3.5  # biases stay
     assert_bitwise_equal(small["layers"][0]["bias"], PARAMS["layers"][0]["bias"])
@@ -271,6 +273,8 @@ def test_function_that_knows_nothing_of_them_is_refused_with_what_to_type():
             TypeError, match=r"autocast\(fun, 'bf16-mixed'\)\(params, ...\), or fun"
         ):
             use()
+    with pytest.raises(TypeError, match=r"Type np.asarray\(x.dequantize\(\)\)"):
+        np.asarray(kernel)
     step = mpjax.make_train_step(model, optax.sgd(0.1), INT8)
     with pytest.raises(TypeError, match=r"Type step.init\(mpjax.dequantize\(params\)\)"):
         step.init(small)

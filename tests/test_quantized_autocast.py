@@ -245,6 +245,29 @@ def test_policy_that_quantises_nothing_is_a_warning_with_the_products_there_are(
         mpjax.autocast(lambda w, x: jnp.sum(x @ w), FLOAT8)(THREE["first"], X)
 
 
+def test_explain_says_which_rule_leaves_a_product_in_16_bits():
+    def reasons(policy):
+        rows = mpjax.explain(three, policy)(THREE, X).rows
+        return [r.reason for r in rows if r.operation == "dot_general"]
+
+    left = mpjax.PolicyMap("bf16-mixed", {"middle": "bf16-mixed", "*": FLOAT8})
+    assert "not in 8 bits: rule 'middle'" in reasons(left)
+    others = mpjax.PolicyMap("bf16-mixed", {"middle": FLOAT8})
+    assert "not in 8 bits: no rule asks for it" in reasons(others)
+
+
+def test_products_that_stay_for_one_reason_on_one_line_are_one_row_of_that_warning():
+    def looped(params, x):
+        for w in params:
+            x = x @ w
+        return jnp.sum(x)
+
+    small = [jnp.ones((16, 16))] * 12
+    with pytest.warns(mpjax.PolicyWarning, match=r"small or odd: 16 x 16 \(×10\)\n") as found:
+        mpjax.autocast(looped, FLOAT8)(small, jnp.ones((4, 16)))
+    assert str(found[0].message).count("not in 8 bits") == 3  # first, last and these
+
+
 def test_region_in_full_precision_is_left_alone():
     def fun(params, x):
         x = x @ params["first"]

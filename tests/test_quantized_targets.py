@@ -84,6 +84,53 @@ def test_products_of_an_h100_are_of_8_bit_operands_forward_and_back(policy, prod
     assert eight_bit_products("h100", policy) == products
 
 
+def heads(params, x):
+    x = jax.nn.relu(x @ params["first"])
+    q, k, v = (x @ params[name] for name in ("middle", "last", "value"))
+    return jnp.mean(jax.nn.relu(q * k + v) ** 2)
+
+
+def stored_in(text):
+    """Returns what a program writes to memory: the types of its results, fused ones left out."""
+    entry = [line for line in text[text.index("\nENTRY") :].splitlines() if " = " in line]
+    return "\n".join(line.partition(" fusion(")[0] for line in entry if " parameter(" not in line)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compiler
+def test_an_h100_writes_neither_float32_nor_masks_for_a_history():
+    def middle(params, x):
+        x = jax.nn.gelu(x @ params["first"])
+        return jnp.mean((jax.nn.gelu(x @ params["middle"]) @ params["last"]) ** 2)
+
+    everywhere = mpjax.PolicyMap("bf16-mixed", {"*": DELAYED})
+    fast = mpjax.with_amax_history(middle, everywhere)
+    given = params_of(jax.ShapeDtypeStruct), rows(jax.ShapeDtypeStruct)
+    history = jax.eval_shape(fast.init, *given)
+    step = jax.grad(fast.apply, argnums=(0, 1))
+    made = stored_in(compiled("h100", step, lambda _: history, params_of, rows))
+    assert f"{E4M3}[2048,1024]" in made
+    assert "pred[1024,1024]" not in made
+    assert made.count("= f32[2048,1024]") == 2  # cotangents, and no activation
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("recipe", ["float8", "int8"])
+def test_an_h100_stores_no_8_bit_product_in_32_bits(recipe):
+    def of_heads(spec):
+        return {**params_of(spec), "value": spec((WIDTH, WIDTH), jnp.float32)}
+
+    def images(spec):
+        return spec((8, ROWS // 8, WIDTH), jnp.float32)
+
+    everywhere = mpjax.PolicyMap("bf16-mixed", {"*": f"{recipe}_from_mixed_bfloat16"})
+    text = compiled("h100", mpjax.autocast(heads, everywhere), of_heads, images)
+    made = stored_in(text)
+    assert re.search(r"(?:s8|f8e4m3fn)\[(?:2048|8,256),1024\]", made)
+    assert not re.search(r"[sf]32\[(?:2048|8,256),(?:1024|3072)", made)
+
+
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from ._mamba import mamba
 from ._mlp import mlp
 from ._network import Loss, Network, cross_entropy, full
 from ._resnet import resnet50
-from ._transformer import scanned_transformer, transformer
+from ._transformer import scanned_transformer, short_transformer, transformer
 from ._unet import unet
 from ._unet3d import unet3d
 from ._vgg import vgg
@@ -35,6 +35,7 @@ TUNING: dict[str, Callable[[str], Network]] = {
     "resnet50": resnet50,
     "transformer": transformer,
     "scanned_transformer": scanned_transformer,
+    "short_transformer": short_transformer,
     "lstm": lstm,
     "bert": bert,
     "llama": llama,

@@ -105,8 +105,9 @@ class ScannedLM(nn.Module):
         return nn.Dense(self.vocab, use_bias=False, dtype=self.dtype, name="head")(x)
 
 
-def _decoder(name: str, size: str, kind: type[nn.Module]) -> Network:
+def _decoder(name: str, size: str, kind: type[nn.Module], shorter: int = 1) -> Network:
     s = SIZES[size]
+    s = {**s, "batch": s["batch"] * shorter, "time": s["time"] // shorter}
 
     def model(dtype: Any) -> Any:
         return kind(s["vocab"], s["width"], s["heads"], s["layers"], dtype)
@@ -117,6 +118,11 @@ def _decoder(name: str, size: str, kind: type[nn.Module]) -> Network:
 def transformer(size: str) -> Network:
     """Returns the decoder of separate blocks."""
     return _decoder("transformer", size, TransformerLM)
+
+
+def short_transformer(size: str) -> Network:
+    """Returns it for as many tokens in sequences of an eighth: attention is an eighth as large."""
+    return _decoder("short_transformer", size, TransformerLM, shorter=8)
 
 
 def scanned_transformer(size: str) -> Network:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import re
 import warnings
@@ -76,7 +77,8 @@ class Products:
         scope = settings.scope + scopes.of(eqn)
         recipe, rule = _recipe(self.policy, scope, path)
         if recipe is None:
-            return None, "", low
+            left = "no rule asks for it" if rule is None else f"rule {rule!r}"
+            return None, "" if weight is None else f"not in 8 bits: {left}", low
         why = self._why_not(eqn, weight, path, recipe, rule)
         why = "what reads it needs it exact" if exact else why
         if weight is None or why:
@@ -240,7 +242,8 @@ def warn_if_nothing(plan: Any) -> None:
     found = list(_products(plan))
     if any(decision.how is not None for decision in found):
         return
-    rows = [f"{scopes.location(d.eqn)}: {d.reason}" for d in found[:8]]
+    counts = collections.Counter(f"{scopes.location(d.eqn)}: {d.reason}" for d in found)
+    rows = [f"{row}{f' (×{n})' if n > 1 else ''}" for row, n in list(counts.items())[:8]]
     text = message(
         "autocast",
         f"{plan.settings.policy} quantises no product of this function.",

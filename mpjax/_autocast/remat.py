@@ -19,7 +19,7 @@ _PREFIX = "mpjax_product_"
 _OURS = frozenset(
     {"linked_product", "low_product", "hidden_operand", "settled_operand", "settled_result"}
     | {"rounded_result", "stored", "stored_cotangent", "cotangent_stored_low", "low_sum"}
-    | {"recorded_amax", "recorded_amax_tangent"}
+    | {"recorded_amax", "recorded_amax_tangent", "spread_scale", "multiplied_alone"}
 )
 
 Policy = Callable[..., Any]

@@ -195,6 +195,10 @@ def _instead(dtype: str, cell: Cell, accelerator: Accelerator) -> str:
         return "jax.config.update('jax_enable_x64', True) at the start, or '32-true'"
     if cell.reason == _WITHOUT_BLOCKS:
         return repr("float8_from_mixed_bfloat16")
+    if cell.status == "slow" and dtype in EIGHT_BIT.values():
+        other = "int8_from_mixed_bfloat16"
+        has_other = accelerator.cell("int8").status == "native"
+        return ", or ".join(map(repr, [other] * has_other + [accelerator.policy]))
     if cell.status == "slow":
         return repr("32-true" if dtype == "float64" else accelerator.policy)
     return ""

@@ -9,9 +9,9 @@ _COMPUTES = frozenset({"low_product"})
 
 
 def is_identity(eqn: Any) -> bool:
-    """Whether an operation is one of autocast's that gives its first operand."""
-    if eqn.primitive.name in _COMPUTES or not eqn.invars or len(eqn.outvars) != 1:
+    """Whether an operation is one of autocast's that gives its first operands, one for a result."""
+    if eqn.primitive.name in _COMPUTES or not eqn.outvars:
         return False
     home = getattr(getattr(eqn.primitive, "impl", None), "__module__", "") or ""
-    shapes = [getattr(v.aval, "shape", None) for v in (eqn.invars[0], eqn.outvars[0])]
-    return home.startswith("mpjax._autocast") and shapes[0] == shapes[1]
+    shapes = [[getattr(v.aval, "shape", None) for v in vs] for vs in (eqn.invars, eqn.outvars)]
+    return home.startswith("mpjax._autocast") and shapes[0][: len(shapes[1])] == shapes[1]

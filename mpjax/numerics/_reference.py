@@ -41,10 +41,10 @@ def in_reference(eqn: Any, operands: Sequence[Any], outs: Sequence[Any], dtype: 
     """
     name = eqn.primitive.name
     if name in _ROUNDS or is_identity(eqn):
-        wanted = eqn.outvars[0].aval.dtype
-        if not jnp.issubdtype(wanted, jnp.floating):
-            return [widened(x, dtype) for x in outs]
-        return [jnp.asarray(operands[0]).astype(wider(wanted, dtype))]
+        return [
+            jnp.asarray(x).astype(wider(out.dtype, dtype)) if _is_floating(out) else out
+            for x, out in zip(operands, outs, strict=False)
+        ]
     if name == "low_product":
         program = eqn.params["program"].traced  # 8-bit copies of its operands may stand behind them
         return _evaluated(program, operands[: len(program.jaxpr.invars)], dtype)
@@ -63,6 +63,10 @@ def _is_typed(eqn: Any) -> bool:
 def _floats(atom: Any) -> bool:
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def _is_floating(x: Any) -> bool:
+    return jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)
 
 
 def _alike(eqn: Any, operands: Sequence[Any], dtype: Any) -> list[Any]:

@@ -18,8 +18,8 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from mpjax import _compat
-from mpjax._autocast import backends, held, traits
-from mpjax._autocast.product import blocks, config, convolutions, scaled
+from mpjax._autocast import backends, traits
+from mpjax._autocast.product import blocks, config, convolutions, epilogue, scaled
 from mpjax._autocast.product.config import FLOAT32, Axes, Config, Direction, Roles, Scaling
 from mpjax._op_rules import PRODUCTS
 
@@ -65,9 +65,8 @@ class Bilinear:
             return False
         if all(axis.result is not None for axis in self.axes):
             return False  # it adds nothing up, as the gradient of a weight that one vector meets
-        if scaled.length(self.axes, shape) % direction.scaling.block_size:
-            return False
-        return scaled.fits(self.axes, shape, direction.dtype(self.roles[0]))
+        dtype, block_size = direction.dtype(self.roles[0]), direction.scaling.block_size
+        return scaled.fits(self.axes, shape, dtype, block_size)
 
     def kept(self, args: Sequence[jax.Array], stored: Sequence[Any]) -> Sequence[Any]:
         """Returns, for each operand, the 8-bit values and scales that its gradient's products read.
@@ -104,8 +103,13 @@ class Bilinear:
         if direction.scaling is not None and direction.scaling.granularity == "block":
             how = [direction.dtype(role) for role in self.roles[:2]], direction.scaling.block_size
         bind = functools.partial(scaled_product, how=how)
-        out = _eval(self.traced, [*(x.values for x in found), *args[2:]], bind).astype(FLOAT32)
-        return out * scales[0] * scales[1]
+        values = [x.values for x in found]
+        if set(self.roles[:2]) == {config.Role.INPUT, config.Role.WEIGHT}:
+            weight = self.roles.index(config.Role.WEIGHT)
+            values[1 - weight], scales[weight] = epilogue.alone(values[1 - weight], scales[weight])
+        out = _eval(self.traced, [*values, *args[2:]], bind).astype(FLOAT32)
+        first, second = (epilogue.spread(s, out.shape, self.axes) for s in scales)
+        return out * first * second
 
     def _quantized(
         self, operand: int, args: Sequence[jax.Array], direction: Direction, stored: Any
@@ -119,8 +123,7 @@ class Bilinear:
             return scaled.Quantized(x, scaled.marks(x, shared))
         if stored is not None and scaled.is_usable(stored, self.axes, operand, dtype):
             return scaled.Quantized(*stored)
-        if role is not config.Role.WEIGHT and self.config.low == jnp.bfloat16:
-            x = held.read_low(x.astype(FLOAT32))
+        x = self.config.read(x, role)
         if scaling.is_delayed:
             amax = args[-1][config.PLACES[role]]
             return scaled.quantize_delayed(x, amax, dtype, scaling.margin)

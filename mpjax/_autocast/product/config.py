@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from mpjax._autocast import held
 from mpjax._recipes import DTYPES, Recipe
 
 FLOAT32 = jnp.dtype("float32")
@@ -69,6 +70,12 @@ class Config:
     roles: Roles = (Role.INPUT, Role.WEIGHT, Role.RESULT)  # as the product was written
     records: bool = False  # whether the largest values that it sees are recorded
     keeps: bool = False  # whether operands are kept in 8 bits for the products of its gradient
+
+    def read(self, x: Any, role: Role) -> Any:
+        """Returns an operand as it is read for its largest value, and again to be quantised."""
+        if role is Role.WEIGHT or self.low != jnp.bfloat16:
+            return x
+        return held.read_low(x.astype(FLOAT32))
 
     @functools.cached_property
     def is_scaled(self) -> bool:

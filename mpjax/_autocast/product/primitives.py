@@ -288,6 +288,9 @@ def _product_of(name: str, params: Any, how: Config, out_dtype: Any) -> Callable
         carriers = _compat.equally_varying(x, x_low, y, y_low)
         args, behind = operands.joined((out, *carriers, *extras), kept)
         out = linked_p.bind(*args, program=program, kept=behind)
-        return out if amaxes is None else recorded(out, amaxes, values[:2], how.roles)
+        if amaxes is None:
+            return out
+        seen = [how.read(x, role) for x, role in zip(values, how.roles[:2], strict=False)]
+        return recorded(out, amaxes, seen, how.roles)
 
     return _compat.inlined(linked_product)

@@ -12,6 +12,7 @@ where it is one of them, the scale is NaN.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -54,12 +55,16 @@ def scale_of(amax: jax.Array, dtype: Any, margin: int) -> jax.Array:
 
 def rounded(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     """Returns an array in 8 bits: divided by its scale, clipped, rounded to the nearest."""
-    top = largest(dtype)
-    # e4m3 has no infinity: what is larger than 448 would be NaN.
-    clipped = jnp.clip(x.astype(FLOAT32) / scale, -top, top)
+    clipped = _clipped(x.astype(FLOAT32), scale, dtype)
     if dtype == jnp.int8:
         clipped = jnp.round(clipped)
     return clipped.astype(dtype)
+
+
+def _clipped(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    top = largest(dtype)
+    # e4m3 has no infinity: what is larger than 448 would be NaN.
+    return jnp.clip(x / scale, -top, top)
 
 
 def quantize(x: jax.Array, dtype: Any, axes: tuple[int, ...], margin: int = 0) -> Quantized:
@@ -85,8 +90,10 @@ def quantize_delayed(x: jax.Array, amax: jax.Array, dtype: Any, margin: int = 0)
       margin: bits that are left free above `amax`.
     """
     scale = scale_of(amax.reshape((1,) * x.ndim), dtype, margin)
-    values = rounded(x, scale, dtype)
-    return Quantized(jnp.where(jnp.isfinite(x), values, jnp.asarray(jnp.nan, dtype)), scale)
+    wide = x.astype(FLOAT32)
+    # NaN where it is not finite, and else 0: XLA:GPU would take a pass to choose by `isfinite`.
+    values = _clipped(wide, scale, dtype) + wide * 0
+    return Quantized(values.astype(dtype), scale)
 
 
 def shared_axes(axes: Axes, operand: int, scaling: Scaling) -> tuple[int, ...]:
@@ -130,12 +137,13 @@ def marks(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     return jnp.where(jnp.isfinite(absolute_maximum(x, axes)), 1.0, jnp.nan).astype(FLOAT32)
 
 
-def length(axes: Axes, shape: tuple[int, ...]) -> int:
-    """Returns how many products are added up in each element, from the first operand's shape."""
+def fits(axes: Axes, shape: tuple[int, ...], dtype: Any, block_size: int) -> bool:
+    """Whether a product can be of 8-bit values: its blocks divide, and sums of int8 fit int32.
+
+    Sums of float8 always fit float32. Of a length that an export leaves open nothing is known.
+    """
     sizes = [shape[a.first] for a in axes if a.result is None and a.first is not None]
-    return int(np.prod(sizes, dtype=np.int64))
-
-
-def fits(axes: Axes, shape: tuple[int, ...], dtype: Any) -> bool:
-    """Whether the sums of a product of int8 fit int32; those of float8 always fit float32."""
-    return dtype != jnp.int8 or length(axes, shape) <= _LONGEST_INT8
+    length = math.prod(sizes)  # how many products are added up in each element
+    if not isinstance(length, int):
+        return dtype != jnp.int8 and block_size == 1
+    return length % block_size == 0 and (dtype != jnp.int8 or length <= _LONGEST_INT8)
