@@ -17,13 +17,14 @@ import mpjax
 BY_NAME = {p.name: p for p in PROGRAMS}
 POLICIES = {"bf16": "bf16-mixed", "f16": "16-mixed"}
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
-# What an exponential reads is a product's result, which is stored low, as PyTorch does.
+# What an exponential reads is a product's result, which is stored low, as in PyTorch: these may
+# have as large an error as rules="widest" gives.
 STORED_LOW = {
-    "crf_log_partition": 4,
-    "logaddexp_recursion": 4,
-    "online_softmax": 5,
-    "transitions_that_differ_by_step": 4,
-    "hidden_markov_unrolled": 4,
+    "crf_log_partition",
+    "logaddexp_recursion",
+    "online_softmax",
+    "transitions_that_differ_by_step",
+    "hidden_markov_unrolled",
 }
 
 
@@ -86,9 +87,12 @@ def test_what_a_program_keeps_is_not_rounded(name, dtype):
     def of(cast, dot):
         return error(results(program, cast, dot, program.args), name)
 
-    hand = of(lambda f: f, Dot(DTYPES[dtype]))
-    found = of(lambda f: mpjax.autocast(f, POLICIES[dtype]), Dot())
-    assert found <= STORED_LOW.get(name, 2) * hand + 1e-6
+    allowed = of(lambda f: f, Dot(DTYPES[dtype]))  # a careful hand cast's error
+    if name in STORED_LOW:
+        allowed = max(
+            allowed, of(lambda f: mpjax.autocast(f, POLICIES[dtype], rules="widest"), Dot())
+        )
+    assert of(lambda f: mpjax.autocast(f, POLICIES[dtype]), Dot()) <= 2 * allowed + 1e-6
 
 
 INSIDE = ["flow_in_twenty_steps", "steps_by_a_softmax", "hidden_markov_unrolled", "euler_scan"]
