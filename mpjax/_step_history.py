@@ -45,7 +45,8 @@ def history_of(
         return None
     if batch is None:
         got = f"{policy} scales by amax histories, and what has one is found in a batch."
-        raise ValueError(message("step.init", got, "Type step.init(params, batch=batch)."))
+        fix = "Type step.init(params, batch=batch), and step.init(batch=batch) in mpjax.nnx."
+        raise ValueError(message("step.init", got, fix))
 
     def part(x: Any) -> Any:
         return x[: x.shape[0] // accumulate] if getattr(x, "ndim", 0) and accumulate > 1 else x

@@ -222,7 +222,8 @@ def test_without_a_place_for_its_state_it_is_refused():
     with pytest.raises(ValueError, match=r"with_amax_history\(layers, policy\)"):
         mpjax.autocast(layers, DELAYED)(WEIGHTS, X)
     step = mpjax.make_train_step(layers, optax.sgd(0.1), DELAYED)
-    with pytest.raises(ValueError, match=r"Type step.init\(params, batch=batch\)"):
+    both = r"Type step.init\(params, batch=batch\), and step.init\(batch=batch\) in mpjax.nnx"
+    with pytest.raises(ValueError, match=both):
         step.init(WEIGHTS)
     other = mpjax.make_train_step(layers, optax.sgd(0.1), "bf16-mixed").init(WEIGHTS)
     with pytest.raises(ValueError, match=r"step.adopt\(state, batch=batch\)"):

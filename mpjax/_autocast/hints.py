@@ -31,7 +31,7 @@ merged                | all      | gru .89; temporaries lstm .75, gru .94
 summed_apart          | gpu, tpu | unet .96, ddpm .96
 added_to_convolutions | gpu      | unet .87, ddpm .93, vgg .98; temporaries unet .84, ddpm .85
 held_low              | gpu      | efficientnet .94, gemma .96, resnet50 .97; temporaries gemma .86
-activated             | gpu, tpu | efficientnet .91, unet3d .95, resnet50 1.02; temporaries .90
+activated             | gpu, tpu | unet3d .95, efficientnet 1.03; temporaries .86, resnet50 .92
 stored_cotangent      | gpu, tpu | as activated; densenet .89, graph .93; temporaries vit .89
 moved_low             | tpu      | lstm .87, scanned_transformer .98; temporaries 1.13
 read_in_parts         | tpu      | wavenet .57; temporaries .37
