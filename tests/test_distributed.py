@@ -79,7 +79,8 @@ def test_law_15_one_shards_inf_makes_all_skip_and_gradients_are_means(
     single = make_step()
     state = want = single.init(PARAMS)
     for bad_row in (None, 5, None):
-        state, metrics = step(state, batch_of(bad_row))
+        # One program at a time: a worker on JAX 0.10.2 has crashed in this test, under load.
+        state, metrics = jax.block_until_ready(step(state, batch_of(bad_row)))
         want, expected = single(want, batch_of(bad_row))
         for seen in members(metrics):
             assert bool(seen["grads_finite"]) == (bad_row is None)
