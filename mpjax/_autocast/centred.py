@@ -9,6 +9,7 @@ would store it, or reads what it is made of once less.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +24,10 @@ from mpjax._autocast.plan import is_float32
 from mpjax._autocast.states import size
 
 _STEPS: dict[str, Callable[[Any, Any], Any]] = {
-    "add": lambda x, y: x + y,
-    "sub": lambda x, y: x - y,
-    "mul": lambda x, y: x * y,
-    "div": lambda x, y: x / y,
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
 }
 
 
