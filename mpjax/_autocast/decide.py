@@ -334,7 +334,7 @@ class _Planner:
 
     def keep(self, eqn: Any, found: Sequence[State], reason: str) -> Decision:
         self.record(eqn, found)
-        fused = eqn.primitive.name in traits.FUSIBLE and not eqn.effects
+        fused = fusible.is_fusible(eqn) and not eqn.effects
         return Decision(eqn, Action.FUSED if fused else Action.KEEP, reason)
 
     def fused(self, eqn: Any, state: State, reason: str) -> Decision:

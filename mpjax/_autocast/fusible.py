@@ -8,13 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import scopes, structure, traits
+from mpjax._autocast import picks, scopes, structure, traits
 from mpjax._autocast.activations import is_activation
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.states import Kind, fits, of_literal
 from mpjax._op_rules import COMPARISONS, OP_RULES, OpClass
 
 _MAX_FUNCTION = 64  # equations: larger functions are planned inside
+
+
+def is_fusible(eqn: Any) -> bool:
+    """Whether XLA computes an operation in one kernel with its neighbours, cheaply."""
+    return eqn.primitive.name in traits.FUSIBLE or picks.is_pick(eqn)
 
 
 def is_fusible_function(eqn: Any) -> bool:
@@ -30,7 +35,7 @@ def _fusible_program(jaxpr: Any) -> bool:
     if len(opened.eqns) > _MAX_FUNCTION or opened.constvars or not opened.outvars:
         return False
     return all(
-        ((eqn.primitive.name in traits.FUSIBLE and not eqn.effects) or is_fusible_function(eqn))
+        ((is_fusible(eqn) and not eqn.effects) or is_fusible_function(eqn))
         and not scopes.of(eqn)  # a region, or a path: what stands inside is looked at
         for eqn in opened.eqns
     ) and bool(opened.eqns)

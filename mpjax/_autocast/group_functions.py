@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax._autocast import centred, groups, held, moves, scopes, storage, traits
+from mpjax._autocast import centred, groups, held, moves, picks, scopes, storage, traits
 from mpjax._autocast.binding import bind, inside, written_at
 from mpjax._autocast.plan import FLOAT32, Plan, is_float32
 from mpjax._autocast.recompute import recomputed
@@ -119,7 +119,7 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
             variables = _compat.variables(eqn)
             local.update({v: _widened(v, local[v]) for v in variables if v not in unwidened})
             with written_at(eqn, around):
-                values = centres.run(eqn, local) or bind(eqn, _operands(plan, step, eqn, local))
+                values = centres.run(eqn, local) or _bound(eqn, _operands(plan, step, eqn, local))
             values = _marked(plan, step, eqn, values)
             cuts = [] if in_parts.keys().isdisjoint(variables) else moves.cuts(eqn)
             if cuts:  # a slice or a split, of one value
@@ -130,6 +130,10 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
         return _outputs(plan, step, local)
 
     return fun
+
+
+def _bound(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    return picks.run(eqn, operands) or bind(eqn, operands)
 
 
 def _marked(plan: Plan, step: groups.Step, eqn: Any, values: Sequence[Any]) -> list[Any]:

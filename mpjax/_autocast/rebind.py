@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpjax import _compat
-from mpjax._autocast import delayed, exact, groups, held, product, rebind_calls, remat, sums
+from mpjax._autocast import delayed, exact, groups, held, picks, product, rebind_calls, remat, sums
 from mpjax._autocast.binding import bind, written_at
 from mpjax._autocast.group_functions import GroupFunctions
 from mpjax._autocast.plan import Action, Decision, Plan, is_float32
@@ -185,6 +185,8 @@ class Interpreter:
 
 def bind_low(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Returns the results of an equation on operands that may be low."""
+    if outs := picks.run(eqn, values):
+        return outs
     if sums.is_summed(eqn) and any(map(sums.is_low, values)):
         return sums.bind(eqn, values)
     return bind(eqn, values)

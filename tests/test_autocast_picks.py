@@ -1,0 +1,239 @@
+"""One element of each row: its derivative is a choice, in the kernel that needs it, no scatter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _differential import equations
+from _small import BF16, distance
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mpjax import autocast
+from mpjax._autocast import hints
+
+KEYS = jax.random.split(jax.random.key(0), 3)
+X = jax.random.normal(KEYS[0], (4, 5, 7))
+ROWS = jax.random.randint(KEYS[1], (4, 5), 0, 7)
+WIDE = X.reshape(20, 7)
+
+
+def along(axis, index, **how):
+    return lambda x: jnp.take_along_axis(x, index, axis, **how)
+
+
+def of_each(pick):
+    return lambda x: jax.vmap(pick)(x.reshape(20, 7), ROWS.reshape(20))
+
+
+def with_mode(mode):
+    beyond = jnp.where(ROWS > 3, ROWS + 6, ROWS)
+    return along(-1, beyond[..., None], mode=mode)
+
+
+PICKS = {
+    "a label of each row": along(-1, ROWS[..., None]),
+    "counted from the end": along(-1, ROWS[..., None] - 7),
+    "bytes": along(-1, ROWS[..., None].astype(jnp.uint8)),
+    "along the first axis": along(0, ROWS.T[None, :, :1] % 4 + jnp.zeros((1, 5, 7), int)),
+    "along a middle axis": along(1, ROWS[:, :1, None] % 5 + jnp.zeros((4, 1, 7), int)),
+    "the last state of each sequence": along(1, (ROWS[:, 0] % 5)[:, None, None]),
+    "mapped": of_each(lambda row, i: row[i]),
+    "mapped, sliced": of_each(lambda row, i: lax.dynamic_index_in_dim(row, i, keepdims=False)),
+    "mapped twice, over other axes": lambda x: jax.vmap(
+        jax.vmap(lambda row, i: row[i], (1, 0)), (2, None), 1
+    )(x, ROWS[0] % 4),
+    "beyond the end, filled": lambda x: jnp.nan_to_num(with_mode("fill")(x)),
+    "beyond the end, clipped": with_mode("clip"),
+    "rows named in another order": lambda x: lax.gather(
+        x,
+        ROWS.T[..., None],
+        lax.GatherDimensionNumbers((), (2,), (2,), (0, 1), (1, 0)),
+        (1, 1, 1),
+    ),
+    "rows named in another order, between": lambda x: lax.gather(
+        x,
+        jnp.arange(28).reshape(7, 1, 4, 1) % 5,
+        lax.GatherDimensionNumbers((1,), (), (1,), (0, 2), (2, 0)),
+        (1, 1, 1),
+    ),
+    "squeezed": lambda x: along(-1, ROWS[..., None])(x).take(0, axis=-1),
+}
+
+
+def scatters(fun, *args):
+    return [e for e in equations(jax.make_jaxpr(fun)(*args).jaxpr) if "scatter" in str(e.primitive)]
+
+
+def total(fun):
+    """A function that is not linear in what was picked, and does not know one element by heart."""
+
+    def summed(x):
+        picked = fun(x)
+        weights = jnp.linspace(1.0, 2.0, picked.size, dtype=jnp.float32)
+        return jnp.sum(jnp.exp(picked) * weights.reshape(picked.shape))
+
+    return summed
+
+
+@pytest.mark.parametrize("name", PICKS)
+def test_what_is_picked_and_its_gradient_are_those_of_a_gather(name):
+    fun = total(PICKS[name])
+    low = autocast(fun, "bf16-mixed")
+    assert not scatters(jax.grad(low), X)
+    assert scatters(jax.grad(fun), X)
+    for run in (lambda f: f, jax.jit):
+        np.testing.assert_allclose(run(low)(X), fun(X), rtol=1e-6)
+        np.testing.assert_array_equal(run(jax.grad(low))(X) != 0, jax.grad(fun)(X) != 0)
+        np.testing.assert_allclose(run(jax.grad(low))(X), jax.grad(fun)(X), rtol=1e-6)
+
+
+def test_beyond_the_end_values_are_nan_and_tangents_zero():
+    beyond = along(-1, jnp.full((4, 5, 1), 7), mode="fill")
+    got, want = (jax.jvp(f, (X,), (X,)) for f in (autocast(beyond, "bf16-mixed"), beyond))
+    np.testing.assert_array_equal(got, want)
+    assert jnp.isnan(got[0]).all()
+    assert not got[1].any()
+
+
+@pytest.mark.parametrize("name", PICKS)
+def test_transformations_of_a_pick_are_those_of_a_gather(name):
+    fun = total(PICKS[name])
+    low = autocast(fun, "bf16-mixed")
+    step = jnp.cos(X)
+    for of in (
+        lambda f: jax.jvp(f, (X,), (step,)),
+        lambda f: jax.linearize(f, X)[1](step),
+        lambda f: jax.jvp(jax.grad(f), (X,), (step,)),
+        lambda f: jax.grad(lambda x: jnp.vdot(jax.grad(f)(x), step))(X),
+        lambda f: jax.vmap(jax.grad(f))(jnp.stack([X, step])),
+        lambda f: jax.grad(lambda x: jnp.sum(jax.vmap(f, 2)(x)))(jnp.stack([X, step], 2)),
+        lambda f: jax.grad(jax.checkpoint(f))(X),
+        lambda f: lax.scan(lambda x, _: (x - 0.1 * jax.grad(f)(x), f(x)), X, None, length=3),
+    ):
+        for got, want in zip(jax.tree.leaves(of(low)), jax.tree.leaves(of(fun)), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+
+
+def test_rows_that_all_examples_read_have_the_sum_for_a_gradient():
+    """A choice for each example would be as large as all their tables."""
+
+    def fun(table, index):
+        return jnp.sum(jnp.sin(jnp.take_along_axis(table, index[:, None], 1)))
+
+    many = jax.random.randint(KEYS[2], (64, 20), 0, 7)
+    mapped = lambda f: lambda x: jnp.sum(jax.vmap(f, (None, 0))(x, many))  # noqa: E731
+    low = mapped(autocast(fun, "bf16-mixed"))
+    np.testing.assert_allclose(jax.grad(low)(WIDE), jax.grad(mapped(fun))(WIDE), rtol=1e-5)
+    made = [
+        v.aval.size for e in equations(jax.make_jaxpr(jax.grad(low))(WIDE).jaxpr) for v in e.outvars
+    ]
+    assert max(made) < 64 * WIDE.size
+
+
+@pytest.mark.parametrize("fun", [lambda x: x[ROWS[0]], lambda x: x[2], lambda x: x[:, ROWS[0]]])
+def test_rows_of_a_table_are_gathered_as_before(fun):
+    low = jax.grad(lambda x: jnp.sum(autocast(fun, "bf16-mixed")(x)))
+    plain = jax.grad(lambda x: jnp.sum(fun(x)))
+    assert len(scatters(low, WIDE)) == len(scatters(plain, WIDE))
+    np.testing.assert_array_equal(low(WIDE), plain(WIDE))
+
+
+# -- the loss of a classifier ----------------------------------------------------------------------
+
+
+def of_labels(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def by_log_softmax(logits, labels):
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1))
+
+
+LOSSES = {"optax": of_labels, "log_softmax": by_log_softmax}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+def test_the_gradient_of_sure_logits_is_rounded_once(loss, policy):
+    """Of a sure answer, `p - 1` is what is left of two numbers that are alike.
+
+    Each rounded before they are added, they would leave an error of 2⁻⁹ of 1 and not of `p - 1`.
+    """
+    count = 96  # 1 / 96 is no power of two
+    labels = jnp.arange(count) % 8
+    # Exact in either dtype, and so are their products with the identity.
+    logits = 5.0 * jax.nn.one_hot(labels, 8) + jnp.round(4 * X.ravel()[:8]) / 8
+
+    def fun(x, w):
+        return loss(x @ w, labels)
+
+    got = jax.grad(autocast(fun, policy), 0)(logits, jnp.eye(8))
+    with jax.enable_x64(True):
+        exact = jax.grad(loss)(jnp.asarray(logits, jnp.float64), labels)
+    of_label = jnp.arange(count), labels
+    got, exact = np.asarray(got, np.float64)[of_label], np.asarray(exact)[of_label]
+    rounding = 2.0**-8 if policy == "bf16-mixed" else 2.0**-10
+    assert np.max(np.abs(got - exact) / np.abs(exact)) < rounding
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_loss_keeps_no_mask_and_no_float32_logits(loss):
+    """Its labels are kept; where they are is found again."""
+    labels = jnp.zeros(256, int)
+    x, w = jnp.ones((256, 8)), jnp.ones((8, 64))
+
+    def kept(fun):
+        leaves = jax.tree.leaves(jax.vjp(lambda x: fun(x, w), x)[1])
+        return [v.dtype.name for v in leaves if v.size >= 256 * 64]
+
+    assert kept(autocast(lambda x, w: loss(x @ w, labels), "bf16-mixed")) == ["bfloat16"]
+
+
+def test_a_sharded_loss_gathers_nothing():
+    """Logits split over the classes: a choice is made where each class is."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    x, w, labels = jnp.ones((16, 8)), jnp.ones((8, 32)), jnp.arange(16)
+    split = [NamedSharding(mesh, s) for s in (P(), P(None, "d"), P())]
+    step = jax.jit(jax.grad(autocast(lambda x, w, y: of_labels(x @ w, y), "bf16-mixed"), 1))
+    placed = [jax.device_put(v, s) for v, s in zip((x, w, labels), split, strict=True)]
+    text = step.lower(*placed).compile().as_text()
+    assert "scatter(" not in text
+    assert distance(step(*placed), step(x, w, labels)) < 8 * BF16
+
+
+@pytest.mark.no_leak_check("the gradient of a shard_map under jit leaks in JAX itself")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_labels_that_vary_over_devices_pick_from_what_does_not(check_vma):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+
+    def loss(w, y):
+        logits = jnp.broadcast_to(jnp.sin(w), (4, 8))
+        return lax.pmean(of_labels(logits, y), "d")
+
+    def around(fun):
+        how = {"in_specs": (P(), P("d")), "out_specs": P(), "check_vma": check_vma}
+        return jax.jit(jax.grad(jax.shard_map(fun, mesh=mesh, **how)))
+
+    w, labels = jnp.arange(8.0), jnp.arange(16) % 8
+    got, want = (around(f)(w, labels) for f in (autocast(loss, "bf16-mixed"), loss))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+
+
+def test_under_explicit_shardings_a_pick_is_a_gather():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, P("d")))
+        labels = jax.device_put(jnp.arange(16) % 4, NamedSharding(mesh, P("d")))
+        of = lambda f: jax.jit(jax.grad(lambda w: f(x @ w, labels)))(jnp.ones((8, 4)))  # noqa: E731
+        got, want = of(autocast(of_labels, "bf16-mixed")), of(of_labels)
+        assert distance(got, want) < 8 * BF16
+        program = jax.make_jaxpr(autocast(of_labels, "bf16-mixed"))(x, labels)
+        assert "picked" not in {str(e.primitive) for e in equations(program.jaxpr)}
+
+
+def test_the_hint_can_be_left_out():
+    with hints.without("picked"):
+        assert scatters(jax.grad(autocast(total(PICKS["a label of each row"]), "bf16-mixed")), X)
