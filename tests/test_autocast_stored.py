@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 from test_autocast_plans import Planned
 
@@ -62,3 +63,38 @@ def test_a_group_keeps_its_statistics_and_no_wide_copies_of_what_is_small():
     forward = next(e for e in grad.jaxpr.eqns if e.primitive.name == "scan")
     stacked = [v.aval for v in forward.outvars[1:]]  # behind the carry
     assert {a.dtype.name for a in stacked} == {"bfloat16"}
+
+
+WRITTEN_OUT = {
+    "gelu": jax.nn.gelu,
+    "exact gelu": lambda y: 0.5 * y * (1 + lax.erf(y / 2**0.5)),
+    "swish": lambda y: y / (1 + jnp.exp(-y)),
+    "mish": lambda y: y * jnp.tanh(jnp.log1p(jnp.exp(y))),
+    "a function": jax.nn.silu,
+}
+
+
+def activated_by(act, norm=None):
+    """What made the values of a network whose cotangents a GPU stores low."""
+
+    def centre(x, b):
+        x = x - jnp.mean(x, 0)
+        return x * (lax.rsqrt(jnp.mean(x * x, 0) + 1e-5) * b) + b
+
+    def fun(x, w, b):
+        return act((norm or centre)(x @ w, b)) @ w
+
+    planned = Planned(fun, X, W, BIAS)
+    marked = frozenset().union(*(s.several for s in planned.plan.steps))
+    return [d.eqn.primitive.name for d in planned.plan.decisions if d.eqn.outvars[0] in marked]
+
+
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_a_gpu_stores_the_cotangent_of_what_an_activation_reads_however_it_is_written(name):
+    assert activated_by(WRITTEN_OUT[name]) == ["add"]  # the norm's shift, and nothing inside
+
+
+def test_what_a_norm_or_a_softmax_computes_for_itself_is_not_taken_for_an_activation():
+    assert activated_by(lambda y: 2 * y) == []
+    assert activated_by(lambda y: y, lambda x, b: b * jax.nn.softmax(x, 0)) == []
+    assert activated_by(lambda y: y, lambda x, b: jax.nn.log_softmax(x, 0) - b) == []

@@ -20,8 +20,7 @@ from jax import lax
 from mpjax import _compat
 from mpjax._autocast import traits
 from mpjax._autocast.hints import hint
-from mpjax._autocast.plan import is_float32
-from mpjax._autocast.states import size
+from mpjax._autocast.states import is_float32, size
 
 _STEPS: dict[str, Callable[[Any, Any], Any]] = {
     "add": operator.add,

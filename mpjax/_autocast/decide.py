@@ -32,15 +32,13 @@ from mpjax._autocast import (
 )
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.plan import (
-    FLOAT32,
     Action,
     Decision,
     Plan,
     Settings,
     initial_state,
-    is_float32,
 )
-from mpjax._autocast.states import Kind, State
+from mpjax._autocast.states import FLOAT32, Kind, State, is_float32
 from mpjax._op_rules import COMPARISONS, OP_RULES, PRODUCTS, OpClass, op_class
 from mpjax._policy import Policy
 

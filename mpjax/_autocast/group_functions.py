@@ -16,8 +16,9 @@ import numpy as np
 from mpjax import _compat
 from mpjax._autocast import centred, groups, held, moves, picks, scopes, storage, traits
 from mpjax._autocast.binding import bind, inside, written_at
-from mpjax._autocast.plan import FLOAT32, Plan, is_float32
+from mpjax._autocast.plan import Plan
 from mpjax._autocast.recompute import recomputed
+from mpjax._autocast.states import FLOAT32, is_float32
 
 Function = Callable[..., list[Any]]
 

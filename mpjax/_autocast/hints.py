@@ -27,7 +27,7 @@ class Hint:
 _ROWS = """
 read_twice            | gpu, tpu | unet .81, densenet .88, vgg .93; temporaries unet .78, vgg .94
 read_exactly          | all      | mlp .90, graph .92, wavenet .95; temporaries mlp .70, graph .85
-picked                | all      | transformer .90, gemma .91, llama .92, mlp .93; temporaries gru .50
+picked                | all      | transformer .90, gemma .91, llama .92; temporaries gru .50
 merged                | all      | gru .89; temporaries lstm .75, gru .94
 summed_apart          | gpu, tpu | unet .96, ddpm .96
 added_to_convolutions | gpu      | unet .87, ddpm .93, vgg .98; temporaries unet .84, ddpm .85

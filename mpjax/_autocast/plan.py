@@ -12,14 +12,10 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from mpjax import _compat
 from mpjax._autocast import groups, scopes, states
-from mpjax._autocast.states import State
+from mpjax._autocast.states import FLOAT32, State
 from mpjax._op_rules import OpClass, op_class
-
-FLOAT32 = np.dtype("float32")
 
 
 @dataclass(frozen=True)
@@ -98,11 +94,6 @@ class Plan:
     def jaxpr(self) -> Any:
         """The closed jaxpr that this is the plan of."""
         return _compat.closed(self.program())
-
-
-def is_float32(atom: Any) -> bool:
-    """Whether a variable or literal is a float32 array: all that autocast ever moves."""
-    return getattr(atom.aval, "dtype", None) == FLOAT32
 
 
 def initial_state(aval: Any) -> State:

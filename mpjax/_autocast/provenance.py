@@ -14,9 +14,8 @@ import jax.numpy as jnp
 
 from mpjax import _compat
 from mpjax._autocast import exact, fusible, quantized, scopes, states, structure
-from mpjax._autocast import plan as planning
-from mpjax._autocast.plan import FLOAT32, Action, Decision, Plan
-from mpjax._autocast.states import Kind
+from mpjax._autocast.plan import Action, Decision, Plan
+from mpjax._autocast.states import FLOAT32, Kind
 from mpjax._dtypes import short_name
 from mpjax._op_rules import OP_RULES, OpClass, op_class
 from mpjax._policy import Policy
@@ -130,7 +129,7 @@ class _Walk:
     ) -> Causes:
         eqn = decision.eqn
         inherited = next((c for c in operands if c is not None), None)
-        if not any(map(planning.is_float32, eqn.outvars)):
+        if not any(map(states.is_float32, eqn.outvars)):
             self.foreign(eqn, module)
             return [None] * len(eqn.outvars)
         wide = [plan.states[v].kind == Kind.WIDE for v in eqn.outvars]
@@ -318,7 +317,7 @@ def _why_wide(plan: Plan, eqn: Any) -> str:
 
 
 def _is_float_literal(atom: Any) -> bool:
-    return _compat.is_literal(atom) and planning.is_float32(atom) and atom.aval.ndim == 0
+    return _compat.is_literal(atom) and states.is_float32(atom) and atom.aval.ndim == 0
 
 
 def _low_dtype(found: Sequence[states.State]) -> Any:

@@ -16,8 +16,8 @@ from mpjax import _compat
 from mpjax._autocast import delayed, exact, groups, held, picks, product, rebind_calls, remat, sums
 from mpjax._autocast.binding import bind, written_at
 from mpjax._autocast.group_functions import GroupFunctions
-from mpjax._autocast.plan import Action, Decision, Plan, is_float32
-from mpjax._autocast.states import Kind, State
+from mpjax._autocast.plan import Action, Decision, Plan
+from mpjax._autocast.states import Kind, State, is_float32
 from mpjax._autocast.values import Value
 from mpjax._op_rules import OP_RULES, PRODUCTS, OpClass
 

@@ -17,6 +17,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+FLOAT32 = np.dtype("float32")
+
 
 class Kind(enum.IntEnum):
     """The five states of a value."""
@@ -62,6 +64,11 @@ KEPT_PURE = State(Kind.WIDE, pure=True, kept=True)
 UNKNOWN_CONSTANT = State(Kind.CONSTANT)
 _MAX_VALUES = 8
 _SYMBOLIC = 1024  # what a dimension counts for that `jax.export` leaves open
+
+
+def is_float32(atom: Any) -> bool:
+    """Whether a variable or literal is a float32 array: all that autocast ever moves."""
+    return getattr(atom.aval, "dtype", None) == FLOAT32
 
 
 def size(shape: Sequence[Any]) -> int:

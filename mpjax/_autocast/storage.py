@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from mpjax import _compat
 from mpjax._autocast import exact, linear, structure, traits
 from mpjax._autocast.caches import by_program
+from mpjax._autocast.centred import Centred
 from mpjax._autocast.hints import hint
 from mpjax._autocast.states import Kind, State, size
-from mpjax._op_rules import only_moves
+from mpjax._op_rules import OP_RULES, OpClass, only_moves
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 CONVOLUTION = "conv_general_dilated"
@@ -118,8 +119,11 @@ def activated(eqns: Sequence[Any]) -> set[Any]:
 
     The derivatives of the normalisation read the cotangent of such a value several times. Behind
     relu that is a mask's work, done again in each, unless the group reads another large value too.
+    An activation may be written out, as a GELU is: its operations are a function of one value.
     """
     largest = _largest(eqns)
+    affine = {v for v, made in Centred(eqns).found.items() if len(made.steps) > 1}
+    origins: dict[Any, Any] = {}  # the one value that another is a function of
     made = {v for eqn in eqns for v in eqn.outvars}
     read = {v for eqn in eqns for v in eqn.invars if not _compat.is_literal(v)} - made
     is_joined = sum(size(v.aval.shape) == largest for v in read) > 1
@@ -127,8 +131,16 @@ def activated(eqns: Sequence[Any]) -> set[Any]:
     found: set[Any] = set()
     for eqn in eqns:
         operands = _compat.variables(eqn)
+        large = {v for v in operands if size(v.aval.shape) == largest}
+        of = {origins.get(v, v) for v in large}
         if _bends(eqn) and (is_joined or not exact.is_exact(eqn, BFLOAT16)):
-            found.update(v for v in operands if v in normalised and size(v.aval.shape) == largest)
+            found |= of & normalised
+        elif _is_dear(eqn):
+            found |= of & affine
+        if eqn.primitive.name in traits.PERMUTES:
+            affine.update(eqn.outvars if affine & of else ())
+        elif len(of) == 1 and large == set(operands):
+            origins.update(dict.fromkeys(eqn.outvars, *of))
         if ends_a_kernel(eqn) or any(v in normalised for v in operands):
             normalised.update(eqn.outvars)
     return found
@@ -185,6 +197,14 @@ def _bends(eqn: Any) -> bool:
     if structure.single_program(eqn) is not None:
         return not ends_a_kernel(eqn)
     return eqn.primitive.name in traits.BENDS
+
+
+def _is_dear(eqn: Any) -> bool:
+    """Whether XLA would rather store what an operation makes than compute it again."""
+    rule = OP_RULES.get(eqn.primitive.name)
+    if rule is None or rule.op_class is not OpClass.FULL:
+        return False
+    return rule.primitive in traits.FUSIBLE - traits.STATISTIC
 
 
 def ends_a_kernel(eqn: Any) -> bool:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from mpjax import _compat
 from mpjax._autocast import product, states, traits
-from mpjax._autocast.plan import FLOAT32, is_float32
+from mpjax._autocast.states import FLOAT32, is_float32
 
 _LOW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpjax._autocast.plan import FLOAT32
-from mpjax._autocast.states import Kind, State
+from mpjax._autocast.states import FLOAT32, Kind, State
 
 
 class Value:
