@@ -1,5 +1,7 @@
 """The affine part of a norm over more than rows: its derivative adds up each array once."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,6 +128,53 @@ def test_law_derivatives_of_every_order_are_those_of_the_formula(name):
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(plain[name_]), strict=True):
             # Sums of some 2**11 terms, each rounded twice, seen through two products.
             np.testing.assert_allclose(a, b, atol=2**6 * F32 * max(1, float(jnp.abs(b).max())))
+
+
+# -- a shift whose cotangent is added up in a kernel of its own -----------------------------------
+
+
+def activated(act, axes=(0, 1)):
+    def fun(w, scale, bias, x):
+        y = act(by_product(x @ w, scale, bias, axes))
+        return jnp.sum((y @ w) ** 2) / x.size
+
+    return fun
+
+
+def parts_of_sums(fun, platform):
+    """The types of what is added up before all else, on a platform."""
+    text = program(fun, platform)
+    return re.findall(r"optimization_barrier %\w+ : tensor<(\w+xf32)>", text)
+
+
+@pytest.mark.parametrize("act", [jax.nn.silu, jax.nn.gelu, lambda y: y / (1 + jnp.exp(-y))])
+def test_a_gpu_adds_up_the_cotangent_of_a_shift_in_two_steps_behind_an_exponential(act):
+    assert parts_of_sums(activated(act), "cuda") == ["8x1x16xf32"]
+    assert not parts_of_sums(activated(act), "tpu")
+    assert not parts_of_sums(activated(act), "cpu")
+    with hints.without("shifted_apart"):
+        assert not parts_of_sums(activated(act), "cuda")
+
+
+@pytest.mark.parametrize("act", [jax.nn.relu, jax.nn.leaky_relu, lambda y: y])
+def test_behind_what_is_cheap_both_sums_are_one_kernel(act):
+    assert not parts_of_sums(activated(act), "cuda")
+
+
+def test_a_sum_over_one_axis_has_one_step():
+    assert not parts_of_sums(activated(jax.nn.silu, (1,)), "cuda")
+
+
+def test_law_a_shift_added_up_in_two_steps_has_the_derivatives_of_one():
+    fun = autocast(activated(jax.nn.silu), "bf16-mixed")
+    args = (W, SCALE, BIAS, X)
+    with hints.without("shifted_apart"):
+        plain = directions(fun, *args)
+    jax.clear_caches()
+    for name, got in directions(fun, *args).items():
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(plain[name]), strict=True):
+            # Another order of float32 sums, which may round a low value to its other neighbour.
+            np.testing.assert_allclose(a, b, atol=2.0**-9 * float(jnp.abs(b).max()))
 
 
 # -- what is kept apart from its recomputation --------------------------------------------------

@@ -10,15 +10,16 @@ would store it, or reads what it is made of once less.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from mpjax import _compat
-from mpjax._autocast import traits
+from mpjax._autocast import held, traits
 from mpjax._autocast.hints import hint
 from mpjax._autocast.states import is_float32, size
 
@@ -52,13 +53,21 @@ class Centred:
         for eqn in eqns:
             self._note(eqn)
 
-    def run(self, eqn: Any, values: Mapping[Any, Any]) -> list[Any]:
-        """Returns the result of an equation that makes a scaled one; of any other nothing."""
+    def run(self, eqn: Any, values: Mapping[Any, Any], dear: Collection[Any]) -> list[Any]:
+        """Returns the result of an equation that makes a scaled one; of any other nothing.
+
+        Args:
+          eqn: the equation.
+          values: of the variables.
+          dear: those whose cotangents are stored, and dear to compute.
+        """
         affine = self.found.get(eqn.outvars[0])
         if affine is None or len(affine.steps) == 1:
             return []
         operands = [self._small(v, values) for _, v in affine.steps]
-        return [_function([name for name, _ in affine.steps])(values[affine.x], *operands)]
+        names = [name for name, _ in affine.steps]
+        how = _shifted_apart if eqn.outvars[0] in dear else operator.add
+        return [_function(names, how)(values[affine.x], *operands)]
 
     def _note(self, eqn: Any) -> None:
         (out, *_) = eqn.outvars
@@ -122,7 +131,23 @@ def centred(eqns: Sequence[Any]) -> Centred:
     return Centred(eqns)
 
 
-def _function(names: Sequence[str]) -> Callable[..., Any]:
+@hint("shifted_apart", operator.add)
+def _shifted_apart(x: jax.Array, shift: jax.Array) -> jax.Array:
+    """Returns `x + shift`, the cotangent of the shift added up in a kernel of its own.
+
+    XLA:GPU adds up two sums of one array in one kernel, and then finds it too dear to compute the
+    array there too; with one sum it does. Taken in two steps, along its first axis last, a sum is
+    unlike the other.
+    """
+    repeated = [i for i, n in enumerate(shift.shape) if n == 1 != x.shape[i]]
+    if len(repeated) < 2:
+        return x + shift
+    first, *_ = repeated
+    shape = [x.shape[i] if i == first else n for i, n in enumerate(shift.shape)]
+    return x + held.summed_first(jnp.broadcast_to(shift, shape))
+
+
+def _function(names: Sequence[str], shifted: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     @jax.custom_jvp
     def fun(x: Any, *operands: Any) -> Any:
         for name, y in zip(names, operands, strict=True):
@@ -139,6 +164,6 @@ def _function(names: Sequence[str]) -> Callable[..., Any]:
             else:
                 x, dx = jax.jvp(_STEPS[name], (x, y), (dx, dy))
                 shift = _STEPS[name](shift, y)
-        return x, dx + shift
+        return x, shifted(dx, shift)
 
     return fun

@@ -120,7 +120,8 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
             variables = _compat.variables(eqn)
             local.update({v: _widened(v, local[v]) for v in variables if v not in unwidened})
             with written_at(eqn, around):
-                values = centres.run(eqn, local) or _bound(eqn, _operands(plan, step, eqn, local))
+                values = centres.run(eqn, local, step.dear)
+                values = values or _bound(eqn, _operands(plan, step, eqn, local))
             values = _marked(plan, step, eqn, values)
             cuts = [] if in_parts.keys().isdisjoint(variables) else moves.cuts(eqn)
             if cuts:  # a slice or a split, of one value

@@ -37,6 +37,7 @@ class Step:
     native: bool = False
     repeated: frozenset[Any] = frozenset()  # what `broadcast_in_dim` makes inside the group
     several: frozenset[Any] = frozenset()  # values whose cotangents are read in several passes
+    dear: frozenset[Any] = frozenset()  # those of them whose cotangents XLA would not compute twice
     apart: frozenset[Any] = frozenset()  # terms whose cotangents are sums, taken in a pass each
     convolved: frozenset[Any] = frozenset()  # sums that cuDNN adds up as it convolves
     stored: frozenset[Any] = frozenset()  # outputs that a GPU is to hold low, whoever reads them
@@ -245,7 +246,9 @@ def _mark(jaxpr: Any, step: Step, twice: set[Any], found: dict[Any, State]) -> N
         return
     eqns = [jaxpr.eqns[i] for i in step.members]
     if step.checkpoint:
-        step.several = frozenset(storage.activated(eqns))
+        activated = storage.activated(eqns)
+        step.several = frozenset(activated)
+        step.dear = frozenset(v for v, is_dear in activated.items() if is_dear)
         return
     if not step.outputs or not all(low and not full for _, low, full in step.outputs):
         return

@@ -39,6 +39,7 @@ read_in_parts         | tpu      | wavenet .57; temporaries .37
 chosen_wide           | tpu      | graph .80; temporaries .82
 recomputed            | all      | lstm .56, mamba .56, gru .90; temporaries lstm .42, mlp 1.11
 centred               | all      | unet .96, resnet50 .97, vgg .97, ddpm .97; temporaries unet .96
+shifted_apart         | gpu      | ddpm .90, unet .92, efficientnet .95; temporaries ddpm .90
 read_low              | gpu      | in float8 vit .97, transformer .98; temporaries vit .84
 spread_scales         | gpu      | in int8 gated .83, vit .86, transformer .91; temporaries vit .88
 multiplied_alone      | gpu      | in float8 llama .90, gemma .92, vit .93; temporaries llama .89

@@ -113,9 +113,9 @@ def held_low(outputs: Sequence[tuple[Any, bool, bool]], read: set[Any]) -> froze
     return frozenset(v for v, is_low, _ in outputs if is_low and v in read)
 
 
-@hint("activated", lambda *_: set[Any]())
-def activated(eqns: Sequence[Any]) -> set[Any]:
-    """Returns the normalised values of a group that an activation reads.
+@hint("activated", lambda *_: dict[Any, bool]())
+def activated(eqns: Sequence[Any]) -> dict[Any, bool]:
+    """Returns the normalised values of a group that an activation reads, and whether it is dear.
 
     The derivatives of the normalisation read the cotangent of such a value several times. Behind
     relu that is a mask's work, done again in each, unless the group reads another large value too.
@@ -128,15 +128,16 @@ def activated(eqns: Sequence[Any]) -> set[Any]:
     read = {v for eqn in eqns for v in eqn.invars if not _compat.is_literal(v)} - made
     is_joined = sum(size(v.aval.shape) == largest for v in read) > 1
     normalised: set[Any] = set()
-    found: set[Any] = set()
+    found: dict[Any, bool] = {}
     for eqn in eqns:
         operands = _compat.variables(eqn)
         large = {v for v in operands if size(v.aval.shape) == largest}
         of = {origins.get(v, v) for v in large}
         if _bends(eqn) and (is_joined or not exact.is_exact(eqn, BFLOAT16)):
-            found |= of & normalised
+            is_dear = not linear.keeps_a_mask_at_most(eqn, {})
+            found |= {v: is_dear or found.get(v, False) for v in of & normalised}
         elif _is_dear(eqn):
-            found |= of & affine
+            found |= dict.fromkeys(of & affine, True)
         if eqn.primitive.name in traits.PERMUTES:
             affine.update(eqn.outvars if affine & of else ())
         elif len(of) == 1 and large == set(operands):
