@@ -7,6 +7,7 @@ are traced once in the same way.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -14,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax._autocast import centred, groups, held, moves, picks, scopes, storage, traits
+from mpjax._autocast import centred, groups, held, moves, picks, recompute, scopes, storage, traits
 from mpjax._autocast.binding import bind, inside, written_at
 from mpjax._autocast.plan import Plan
-from mpjax._autocast.recompute import recomputed
+from mpjax._autocast.recompute import Apart, recomputed
 from mpjax._autocast.states import FLOAT32, is_float32
 
 Function = Callable[..., list[Any]]
@@ -46,7 +47,7 @@ class GroupFunctions:
         key = (in_loop, self._key(plan, step, eqns, around))
         if key not in self._functions:
             fun = _function(plan, step, eqns, around)
-            apart = not in_loop and storage.worth_keeping_apart(eqns)
+            apart = None if in_loop else _kept_apart(step, eqns)
             self._functions[key] = recomputed(fun, arrays, apart=apart)
         with inside(eqns[0], around):
             return self._functions[key](*arrays)
@@ -66,7 +67,7 @@ class GroupFunctions:
             (number[v], plan.states[v].dtype, v in step.stored, *forms)
             for v, *forms in step.outputs
         )
-        return (*found, *outputs)
+        return (*found, *outputs, number.get(step.rows))
 
     def _line(self, eqn: Any) -> str:
         traceback = eqn.source_info.traceback
@@ -93,6 +94,13 @@ def _hashable(param: Any) -> Hashable:
     except TypeError:
         return id(param)  # of an equation that the plan holds, as long as the key is in use
     return param
+
+
+def _kept_apart(step: groups.Step, eqns: Sequence[Any]) -> Apart | None:
+    """Returns what keeps a group's inputs apart from those of its derivative, if that pays."""
+    if step.rows is not None:
+        return functools.partial(recompute.one_apart, which=step.inputs.index(step.rows))
+    return recompute.all_apart if storage.worth_keeping_apart(eqns) else None
 
 
 def _literal(literal: Any) -> Hashable:

@@ -8,12 +8,13 @@ a group recomputed in the backward pass keeps nothing but its low inputs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import exact, linear, storage, traits
+from mpjax._autocast import exact, linear, rows, storage, traits
 from mpjax._autocast.hints import hint
 from mpjax._autocast.states import Kind, State, fits, of_literal, size
 from mpjax._op_rules import only_moves
@@ -40,6 +41,7 @@ class Step:
     dear: frozenset[Any] = frozenset()  # those of them whose cotangents XLA would not compute twice
     apart: frozenset[Any] = frozenset()  # terms whose cotangents are sums, taken in a pass each
     convolved: frozenset[Any] = frozenset()  # sums that cuDNN adds up as it convolves
+    rows: Any = None  # the input whose rows a GPU holds in one kernel, and again for the gradient
     stored: frozenset[Any] = frozenset()  # outputs that a GPU is to hold low, whoever reads them
 
 
@@ -79,6 +81,7 @@ def schedule(
         if not is_fused:
             steps.append(((levels[i], 1, i), Step([i])))
     _mark_stored(jaxpr, [step for _, step in steps])
+    _mark_rows(jaxpr, [step for _, step in steps])
     return [step for _, step in sorted(steps, key=lambda pair: pair[0])]
 
 
@@ -279,6 +282,25 @@ def _mark_stored(jaxpr: Any, steps: Sequence[Step]) -> None:
     for step in steps:
         read = by_statistic if step.checkpoint else by_statistic & by_sum & again
         step.stored = storage.held_low(step.outputs, read)
+
+
+def _mark_rows(jaxpr: Any, steps: Sequence[Step]) -> None:
+    """Finds the products' results of whose rows a group makes others, by a softmax.
+
+    What is read elsewhere too may be kept for the gradient there, and would be kept twice.
+    """
+    reads = Counter(v for v in jaxpr.outvars if not _compat.is_literal(v))
+    for step in steps:
+        reads.update(step.inputs if step.group else set(_operands(jaxpr, step)))
+    stored = {v for v in rows.of_products(jaxpr) if reads[v] == 1}
+    for step in steps:
+        if step.checkpoint:
+            eqns = [jaxpr.eqns[i] for i in step.members]
+            step.rows = rows.normalised(eqns, [v for v in step.inputs if v in stored], step.outputs)
+
+
+def _operands(jaxpr: Any, step: Step) -> list[Any]:
+    return [v for i in step.members for v in _compat.variables(jaxpr.eqns[i])]
 
 
 def _is_native(

@@ -23,25 +23,41 @@ from mpjax._autocast.states import size
 _SMALLER = 16  # a statistic is kept if it is this many times smaller than the largest input
 
 Function = Callable[..., list[Any]]
+Apart = Callable[[Sequence[Any]], list[Any]]
+"""Returns the inputs of a group as its derivative reads them."""
 
 
 @hint("recomputed", lambda fun, *_, **__: fun)
-def recomputed(fun: Function, inputs: Sequence[Any], *, apart: bool) -> Function:
+def recomputed(fun: Function, inputs: Sequence[Any], *, apart: Apart | None) -> Function:
     """Returns `fun`, computed again where its derivative needs it.
 
     Args:
       fun: a group.
       inputs: what it will be called on.
-      apart: whether XLA would recognise what is computed twice, compute it once, and store it
-        after all, in float32. In a loop it does not: the backward pass is another loop.
+      apart: what keeps inputs apart where XLA would recognise what is computed twice, compute it
+        once, and store it after all, in float32. In a loop it does not: the backward pass is
+        another loop.
     """
     limit = max(size(x.shape) for x in inputs) // _SMALLER
     again = jax.checkpoint(fun, prevent_cse=False, policy=_keeps_small(limit))
-    return _apart(fun, again) if apart else again
+    return _apart(fun, again, apart) if apart else again
 
 
-@hint("kept_apart", lambda _, again: again)
-def _apart(fun: Function, again: Function) -> Function:
+def all_apart(inputs: Sequence[Any]) -> list[Any]:
+    """Returns inputs as values that XLA takes for others."""
+    return [held.kept_apart(x) for x in inputs]
+
+
+def one_apart(inputs: Sequence[Any], *, which: int) -> list[Any]:
+    """Returns inputs of which a GPU takes one, from which all follows, for another.
+
+    A mask or a bias that all layers read is kept for the backward pass once; apart, it would be
+    kept for each layer.
+    """
+    return [held.rows_apart(x) if i == which else x for i, x in enumerate(inputs)]
+
+
+def _apart(fun: Function, again: Function, apart: Apart) -> Function:
     """Returns `fun` with the derivative of `again`, of inputs in which XLA does not recognise it.
 
     The barrier of `jax.checkpoint` holds cotangents too, so that the product which makes them is
@@ -55,7 +71,7 @@ def _apart(fun: Function, again: Function) -> Function:
     @functools.partial(run.defjvp, symbolic_zeros=True)
     def _(inputs: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-        others = [held.kept_apart(x) for x in inputs]
+        others = apart(inputs)
 
         def of_moving(*values: Any) -> list[Any]:
             mixed = list(others)

@@ -224,12 +224,14 @@ def adds(eqn: Any) -> bool:
     return eqn.primitive.name in traits.ADDS - {"sub"}
 
 
+@hint("kept_apart", lambda _: False)
 def worth_keeping_apart(eqns: Sequence[Any]) -> bool:
     """Whether a group's derivative is to compute its values from inputs that XLA takes for others.
 
-    An activation's is. Statistics tie forward and backward together anyway, and XLA's softmax is
-    one kernel if it may choose. What is but scaled, as by a gate of channel means, costs nothing to
-    compute again: kept apart, the input would be stored, where XLA computes that again too.
+    An activation's is. Statistics tie forward and backward together anyway; for a softmax of what
+    a product stores `rows` has another rule. What is but scaled, as by a gate of channel means,
+    costs nothing to compute again: kept apart, the input would be stored, where XLA computes that
+    again too.
     """
     if any(map(takes_a_statistic, eqns)):
         return False
