@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mpjax import autocast
+from mpjax import autocast, numerics
 from mpjax._autocast import hints
 
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -237,3 +237,13 @@ def test_under_explicit_shardings_a_pick_is_a_gather():
 def test_the_hint_can_be_left_out():
     with hints.without("picked"):
         assert scatters(jax.grad(autocast(total(PICKS["a label of each row"]), "bf16-mixed")), X)
+
+
+def test_a_comparison_follows_the_error_of_what_is_picked():
+    """The reference picks from its own logits, and not from rounded ones."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.take_along_axis(x @ w, jnp.arange(20)[:, None] % 7, 1))
+
+    w = jax.random.normal(KEYS[2], (7, 7))
+    assert numerics.compare(loss, "bf16-mixed")(w, WIDE).loss > 2.0**-16

@@ -13,7 +13,18 @@ from typing import Any
 import numpy as np
 
 from mpjax import _compat
-from mpjax._autocast import delayed, exact, groups, held, picks, product, rebind_calls, remat, sums
+from mpjax._autocast import (
+    delayed,
+    exact,
+    groups,
+    held,
+    picks,
+    pooled,
+    product,
+    rebind_calls,
+    remat,
+    sums,
+)
 from mpjax._autocast.binding import bind, written_at
 from mpjax._autocast.group_functions import GroupFunctions
 from mpjax._autocast.plan import Action, Decision, Plan
@@ -189,7 +200,7 @@ def bind_low(eqn: Any, values: Sequence[Any]) -> list[Any]:
         return outs
     if sums.is_summed(eqn) and any(map(sums.is_low, values)):
         return sums.bind(eqn, values)
-    return bind(eqn, values)
+    return pooled.bind(eqn, values)
 
 
 def _paired(eqn: Any, values: Sequence[Value]) -> Any:

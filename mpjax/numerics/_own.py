@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 # Its operations that compute; all others give their first operand, rounded perhaps.
-_COMPUTES = frozenset({"low_product"})
+COMPUTES = frozenset({"low_product", "picked", "pooled_tangent", "pooled_cotangent"})
 
 
 def is_identity(eqn: Any) -> bool:
     """Whether an operation is one of autocast's that gives its first operands, one for a result."""
-    if eqn.primitive.name in _COMPUTES or not eqn.outvars:
+    if eqn.primitive.name in COMPUTES or not eqn.outvars:
         return False
     home = getattr(getattr(eqn.primitive, "impl", None), "__module__", "") or ""
     shapes = [[getattr(v.aval, "shape", None) for v in vs] for vs in (eqn.invars, eqn.outvars)]

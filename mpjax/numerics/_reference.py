@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from mpjax import _compat
 from mpjax._autocast.binding import bind
 from mpjax._op_rules import OP_RULES
-from mpjax.numerics._own import is_identity
+from mpjax.numerics._own import COMPUTES, is_identity
 
 # Roundings, which the reference leaves out.
 _ROUNDS = frozenset({"convert_element_type", "reduce_precision"})
@@ -48,8 +48,8 @@ def in_reference(eqn: Any, operands: Sequence[Any], outs: Sequence[Any], dtype: 
     if name == "low_product":
         program = eqn.params["program"].traced  # 8-bit copies of its operands may stand behind them
         return _evaluated(program, operands[: len(program.jaxpr.invars)], dtype)
-    known = OP_RULES.get(name)
-    if known is None or name in _TYPED or _is_typed(eqn):
+    is_known = name in OP_RULES or name in COMPUTES
+    if not is_known or name in _TYPED or _is_typed(eqn):
         return [widened(x, dtype) for x in outs]
     return bind(eqn, _alike(eqn, operands, dtype), _parameters(eqn, dtype))
 
