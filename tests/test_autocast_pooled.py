@@ -338,3 +338,17 @@ def test_the_derivative_is_computed_again_in_a_wider_dtype():
     exact = ct.astype(jnp.float32) + 2.0**-12
     (found,) = in_reference(eqn, [exact, x.astype(jnp.float32)], [ct], jnp.float32)
     assert_same(found, pullback(pool)(exact, x.astype(jnp.float32)))
+
+
+@pytest.mark.parametrize("window", [(1, 2, 2, 1), (2, 2, 2, 1)], ids=["examples", "windows"])
+def test_a_program_with_an_open_dimension_is_exported(window):
+    def loss(x):
+        pooled = lax.reduce_window(jnp.sin(x), -jnp.inf, lax.max, window, window, "VALID")
+        return jnp.sum(pooled @ jnp.ones((3, 3)))
+
+    grad = jax.jit(jax.grad(autocast(loss, "bf16-mixed")))
+    (open_,) = jax.export.symbolic_shape("b")
+    images = jax.random.normal(jax.random.key(0), (6, 4, 4, 3), jnp.float32)
+    spec = jax.ShapeDtypeStruct((open_, 4, 4, 3), jnp.float32)
+    program = jax.export.export(grad, platforms=("cpu", "cuda"))(spec)
+    np.testing.assert_array_equal(program.call(images), grad(images))

@@ -45,7 +45,13 @@ class Windows:
         return [-(-size // stride) for size, stride in pairs]
 
     def is_supported(self, shape: Sequence[int]) -> bool:
-        """Whether a cotangent is right and its program small, for an image of some shape."""
+        """Whether a cotangent is right and its program small, for an image of some shape.
+
+        A dimension that `jax.export` leaves open, of a batch, may have windows of one element.
+        """
+        rows = zip(shape, self.window_dimensions, self.window_strides, self.padding, strict=True)
+        if any(not isinstance(n, int) and (*how,) != (1, 1, (0, 0)) for n, *how in rows):
+            return False
         out = lax.reduce_window_shape_tuple(
             shape, self.window_dimensions, self.window_strides, self.padding
         )
