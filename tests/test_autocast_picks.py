@@ -231,7 +231,7 @@ def test_under_explicit_shardings_a_pick_is_a_gather():
         got, want = of(autocast(of_labels, "bf16-mixed")), of(of_labels)
         assert distance(got, want) < 8 * BF16
         program = jax.make_jaxpr(autocast(of_labels, "bf16-mixed"))(x, labels)
-        assert "picked" not in {str(e.primitive) for e in equations(program.jaxpr)}
+        assert "gather_one" not in {str(e.primitive) for e in equations(program.jaxpr)}
 
 
 def test_the_hint_can_be_left_out():
@@ -247,3 +247,11 @@ def test_a_comparison_follows_the_error_of_what_is_picked():
 
     w = jax.random.normal(KEYS[2], (7, 7))
     assert numerics.compare(loss, "bf16-mixed")(w, WIDE).loss > 2.0**-16
+
+
+def test_a_label_beyond_the_end_is_found_where_it_is_read():
+    def loss(w, x, labels):
+        return by_log_softmax(x @ w, labels)
+
+    found = numerics.diagnose(loss, "bf16-mixed")(jnp.ones((7, 8)), WIDE, jnp.arange(20))
+    assert "gather_one" in str(found)

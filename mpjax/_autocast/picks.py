@@ -84,7 +84,7 @@ def _jitted(eqn: Any) -> Any:
 
 # -- a gather whose transposition is a choice ------------------------------------------------------
 
-picked_p = Primitive("picked")
+picked_p = Primitive("gather_one")
 """`f[..., n, ...]` and indices of its rank, 1 on the axis, to `f[..., 1, ...]`; linear."""
 
 

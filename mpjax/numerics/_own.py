@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 # Its operations that compute; all others give their first operand, rounded perhaps.
-COMPUTES = frozenset({"low_product", "picked", "pooled_tangent", "pooled_cotangent"})
+COMPUTES = frozenset({"low_product", "gather_one", "pooled_tangent", "pooled_cotangent"})
 
 
 def is_identity(eqn: Any) -> bool:
