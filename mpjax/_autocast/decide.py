@@ -31,13 +31,7 @@ from mpjax._autocast import (
     traits,
 )
 from mpjax._autocast.caches import by_program
-from mpjax._autocast.plan import (
-    Action,
-    Decision,
-    Plan,
-    Settings,
-    initial_state,
-)
+from mpjax._autocast.plan import Action, Decision, Plan, Settings, initial_state
 from mpjax._autocast.states import FLOAT32, Kind, State, is_float32
 from mpjax._op_rules import COMPARISONS, OP_RULES, PRODUCTS, OpClass, op_class
 from mpjax._policy import Policy

@@ -129,7 +129,8 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
             local.update({v: _widened(v, local[v]) for v in variables if v not in unwidened})
             with written_at(eqn, around):
                 values = centres.run(eqn, local, step.dear)
-                values = values or _bound(eqn, _operands(plan, step, eqn, local))
+                operands = [] if values else _operands(plan, step, eqn, local)
+                values = values or picks.run(eqn, operands) or bind(eqn, operands)
             values = _marked(plan, step, eqn, values)
             cuts = [] if in_parts.keys().isdisjoint(variables) else moves.cuts(eqn)
             if cuts:  # a slice or a split, of one value
@@ -140,10 +141,6 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
         return _outputs(plan, step, local)
 
     return fun
-
-
-def _bound(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    return picks.run(eqn, operands) or bind(eqn, operands)
 
 
 def _marked(plan: Plan, step: groups.Step, eqn: Any, values: Sequence[Any]) -> list[Any]:

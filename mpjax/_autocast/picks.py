@@ -56,9 +56,10 @@ def run(eqn: Any, values: Sequence[Any]) -> list[Any]:
         if _compat.explicit_sharding(eqn.invars[0].aval) is not None:
             return []  # XLA is told by types where a scatter's result is; a choice's is not told
         return [_in_order(eqn, *values)]
-    if eqn.primitive.name != "jit" or not _holds_a_pick(structure.single_program(eqn)):
+    called = _jitted(eqn)
+    if called is None or not _holds_a_pick(called):
         return []
-    program = _compat.closed(structure.single_program(eqn))
+    program = _compat.closed(called)
     env = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     env |= dict(zip(program.jaxpr.invars, values, strict=True))
 
