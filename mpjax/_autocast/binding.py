@@ -1,9 +1,9 @@
-"""Binds one equation again: on other operands, at the place where its author wrote it."""
+"""Binds equations again: on other operands, at the place where their author wrote them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from jax.extend import source_info_util
@@ -38,3 +38,34 @@ def bind(eqn: Any, values: Sequence[Any], params: Any = None) -> list[Any]:
     params = eqn.params if params is None else params
     bound = _compat.bind(eqn.primitive, values, params)
     return list(bound) if eqn.primitive.multiple_results else [bound]
+
+
+def evaluate(
+    program: Any,
+    values: Sequence[Any],
+    run: Callable[[Any, list[Any]], Sequence[Any]],
+    *,
+    constant: Callable[[Any, Any], Any] = lambda x, aval: x,
+    equations: Sequence[Any] | None = None,
+) -> list[Any]:
+    """Returns the outputs of a program: arrays, or whatever `run` makes of what it is given.
+
+    Args:
+      program: a jaxpr.
+      values: its inputs.
+      run: gives the results of an equation for its operands.
+      constant: what stands for a constant, of a type.
+      equations: those that matter; by default all.
+    """
+    program = _compat.closed(program)
+    jaxpr = program.jaxpr
+    env = {v: constant(x, v.aval) for v, x in zip(jaxpr.constvars, program.consts, strict=True)}
+    env |= dict(zip(jaxpr.invars, values, strict=True))
+
+    def read(atom: Any) -> Any:
+        return constant(atom.val, atom.aval) if _compat.is_literal(atom) else env[atom]
+
+    for eqn in jaxpr.eqns if equations is None else equations:
+        outs = run(eqn, [read(atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]

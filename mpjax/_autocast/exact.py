@@ -17,6 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from mpjax import _compat
 from mpjax._autocast import held, states, structure, traits
+from mpjax._autocast.binding import bind, evaluate
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.rule_traces import RuleTrace
 
@@ -81,21 +82,15 @@ def _widened(array: Any, dtype: Any) -> Any:
 
 
 def _evaluate(jaxpr: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
-    env: dict[Any, Any] = dict(zip(jaxpr.jaxpr.invars, values, strict=True))
+    def constant(x: Any, aval: Any) -> Any:
+        return np.asarray(x, dtype) if aval.dtype == FLOAT32 else x
 
-    def read(atom: Any) -> Any:
-        if not _compat.is_literal(atom):
-            return env[atom]
-        return np.asarray(atom.val, dtype) if atom.aval.dtype == FLOAT32 else atom.val
-
-    for eqn in jaxpr.jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
+    def one(eqn: Any, operands: list[Any]) -> Sequence[Any]:
         if structure.single_program(eqn) is not None:
-            outs = run(eqn, operands, dtype)
-        else:
-            bound = _compat.bind(eqn.primitive, operands, eqn.params)
-            outs = bound if eqn.primitive.multiple_results else [bound]
-            if eqn.primitive.name in traits.WIDENED and outs[0].dtype == dtype:
-                outs = [held.chosen(outs[0])]
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [jnp.asarray(read(atom)) for atom in jaxpr.jaxpr.outvars]
+            return run(eqn, operands, dtype)
+        outs = bind(eqn, operands)
+        if eqn.primitive.name in traits.WIDENED and outs[0].dtype == dtype:
+            return [held.chosen(outs[0])]
+        return outs
+
+    return [jnp.asarray(out) for out in evaluate(jaxpr, values, one, constant=constant)]

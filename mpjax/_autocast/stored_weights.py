@@ -14,7 +14,7 @@ from jax import lax
 
 from mpjax import _compat
 from mpjax._autocast import structure
-from mpjax._autocast.binding import bind, written_at
+from mpjax._autocast.binding import bind, evaluate, written_at
 from mpjax._quantized_array import dequantized, dequantized_p
 
 
@@ -46,24 +46,16 @@ def sunk(program: Any, arrays: Sequence[Any]) -> Any:
 
 def _run(program: Any, args: Sequence[Any]) -> list[Any]:
     """Returns the results of a program, some of whose arguments may be stored weights."""
-    jaxpr = program.jaxpr
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
-    env |= dict(zip(jaxpr.invars, args, strict=True))
 
-    def value(atom: Any) -> Any:
-        return atom.val if _compat.is_literal(atom) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        values = [value(v) for v in eqn.invars]
+    def one(eqn: Any, values: list[Any]) -> Sequence[Any]:
         if eqn.primitive is dequantized_p:
-            env[eqn.outvars[0]] = _Stored(*values)
-            continue
+            return [_Stored(*values)]
         holds = any(isinstance(v, _Stored) for v in values)
+        into = _INTO.get(eqn.primitive.name) if holds else None
         with written_at(eqn):
-            into = _INTO.get(eqn.primitive.name) if holds else None
-            outs = bind(eqn, _read(values)) if into is None else into(eqn, values)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [value(v) for v in jaxpr.outvars]
+            return bind(eqn, _read(values)) if into is None else into(eqn, values)
+
+    return evaluate(program, args, one)
 
 
 def _read(values: Sequence[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax import _compat
-from mpjax._autocast.binding import bind
+from mpjax._autocast.binding import bind, evaluate
 from mpjax._op_rules import OP_RULES
 from mpjax.numerics._own import COMPUTES, is_identity
 
@@ -86,18 +86,10 @@ def _parameters(eqn: Any, dtype: Any) -> dict[str, Any]:
 
 def _evaluated(jaxpr: Any, operands: Sequence[Any], dtype: Any) -> list[Any]:
     """Returns the results of a program in the reference dtype."""
-    env: dict[Any, Any] = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
-    env |= dict(zip(jaxpr.jaxpr.invars, operands, strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if _compat.is_literal(atom) else env[atom]
+    def one(eqn: Any, values: list[Any]) -> Sequence[Any]:
+        if eqn.primitive.name == "jit":
+            return _evaluated(eqn.params["jaxpr"], values, dtype)
+        return bind(eqn, _alike(eqn, values, dtype), _parameters(eqn, dtype))
 
-    for eqn in jaxpr.jaxpr.eqns:
-        values = [read(v) for v in eqn.invars]
-        inner = _compat.programs(eqn)
-        if inner and eqn.primitive.name in ("jit", "pjit"):
-            outs = _evaluated(_compat.closed(eqn.params["jaxpr"]), values, dtype)
-        else:
-            outs = bind(eqn, _alike(eqn, values, dtype), _parameters(eqn, dtype))
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.jaxpr.outvars]
+    return evaluate(jaxpr, operands, one)

@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from mpjax import _compat
-from mpjax._autocast import backends, traits
+from mpjax._autocast import backends, binding, traits
 from mpjax._autocast.product import blocks, config, convolutions, epilogue, scaled
 from mpjax._autocast.product.config import FLOAT32, Axes, Config, Direction, Roles, Scaling
 from mpjax._op_rules import PRODUCTS
@@ -140,27 +140,20 @@ Bind = Callable[[str, dict[str, Any], Sequence[Any]], Any]
 """Binds a product: its name, its parameters and its operands."""
 
 
-def _eval(jaxpr: Any, args: Sequence[Any], bind: Bind) -> Any:
-    """Returns what a program gives for other operands, its product bound by `bind`."""
-    env = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
-    env |= dict(zip(jaxpr.jaxpr.invars, args, strict=True))
+def _eval(jaxpr: Any, args: Sequence[Any], product: Bind) -> Any:
+    """Returns what a program gives for other operands, its product bound by `product`."""
 
-    def read(atom: Any) -> Any:
-        return atom.val if _compat.is_literal(atom) else env[atom]
-
-    for eqn in _live_equations(jaxpr.jaxpr):
-        values = [read(atom) for atom in eqn.invars]
+    def one(eqn: Any, values: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name == "jit":
-            outs = [_eval(_compat.closed(eqn.params["jaxpr"]), values, bind)]
-        elif eqn.primitive.name in PRODUCTS:
-            outs = [bind(eqn.primitive.name, eqn.params, values)]
-        else:
-            if eqn.primitive.name == "pad":  # with a zero that was written in float32
-                values[1] = jnp.asarray(values[1], values[0].dtype)
-            bound = eqn.primitive.bind(*values, **eqn.params)
-            outs = bound if eqn.primitive.multiple_results else [bound]
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return read(jaxpr.jaxpr.outvars[0])
+            return [_eval(_compat.closed(eqn.params["jaxpr"]), values, product)]
+        if eqn.primitive.name in PRODUCTS:
+            return [product(eqn.primitive.name, eqn.params, values)]
+        if eqn.primitive.name == "pad":  # with a zero that was written in float32
+            values[1] = jnp.asarray(values[1], values[0].dtype)
+        return binding.bind(eqn, values)
+
+    live = _live_equations(jaxpr.jaxpr)  # what is left of a derivative may hold others
+    return binding.evaluate(jaxpr, args, one, equations=live)[0]
 
 
 @functools.lru_cache(maxsize=4096)
