@@ -108,20 +108,26 @@ def _read_exactly(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) ->
 
 
 def _levels(jaxpr: Any, fused: Sequence[bool], cuts: set[Any]) -> list[int]:
-    """Groups at one level depend on nothing but what lower levels stored."""
-    available: dict[Any, int] = {}
+    """Groups at one level depend on nothing but what lower levels stored.
+
+    What runs alone comes after the groups of its level, in the order in which it was written: a
+    product of a product, or the arithmetic of an index, is at no higher level than what it reads.
+    What reads the program's inputs alone comes before all groups.
+    """
+    in_groups: dict[Any, int] = {}  # the lowest level at which a group can read a value
+    alone: dict[Any, int] = {}
     levels: list[int] = []
-    effects = 0
+    effects = -1
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
-        level = max(
-            (available.get(v, 0) for v in eqn.invars if not _compat.is_literal(v)), default=0
-        )
+        lowest, base = (in_groups, 0) if is_fused else (alone, -1)
+        level = max((lowest.get(v, base) for v in _compat.variables(eqn)), default=base)
         if eqn.effects:
             level = max(level, effects)
             effects = level + 1
         levels.append(level)
         for v in eqn.outvars:
-            available[v] = level if is_fused and v not in cuts else level + 1
+            in_groups[v] = level if is_fused and v not in cuts else level + 1
+            alone[v] = level
     return levels
 
 
