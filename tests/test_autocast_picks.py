@@ -1,5 +1,7 @@
 """One element of each row: its derivative is a choice, in the kernel that needs it, no scatter."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mpjax import autocast, numerics
+from mpjax import autocast, numerics, pods
 from mpjax._autocast import hints
 
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -190,6 +192,100 @@ def test_a_loss_keeps_no_mask_and_no_float32_logits(loss):
         return [v.dtype.name for v in leaves if v.size >= 256 * 64]
 
     assert kept(autocast(lambda x, w: loss(x @ w, labels), "bf16-mixed")) == ["bfloat16"]
+
+
+# -- of a computed value, what is picked is computed -----------------------------------------------
+
+LABELS = jnp.arange(256) % 64
+BIAS = jnp.linspace(-1.0, 1.0, 64)
+
+
+BEYOND = jnp.arange(256) % 72
+
+
+def each(values, labels=LABELS, **how):
+    return jnp.take_along_axis(values, labels[:, None], 1, **how)
+
+
+def picked(values, labels=LABELS, **how):
+    return jnp.sum(each(values, labels, **how))
+
+
+COMPUTED = {
+    "log-probabilities": lambda y: picked(jax.nn.log_softmax(y)),
+    "inside a function": lambda y: jax.jit(lambda z: picked(jax.nn.log_softmax(z)))(y),
+    "capped": lambda y: of_labels(4.0 * jnp.tanh(y / 4.0), LABELS),
+    "biased": lambda y: of_labels(y + BIAS, LABELS),
+    "biased by rows": lambda y: of_labels(y + jnp.sin(jnp.arange(256.0))[:, None], LABELS),
+    "of a temperature": lambda y: picked(jax.nn.log_softmax(y / 0.7 - BIAS)),
+    "beyond the end": lambda y: jnp.nansum(each(jax.nn.log_softmax(y), BEYOND)),
+    "beyond the end, clipped": lambda y: picked(jax.nn.log_softmax(y), BEYOND, mode="clip"),
+    "beyond the end, of a number": lambda y: picked(
+        jax.nn.log_softmax(y + BIAS), BEYOND, mode="fill", fill_value=-3.0
+    ),
+    "mapped": lambda y: jnp.sum(jax.vmap(lambda r, i: jax.nn.log_softmax(r)[i])(y + BIAS, LABELS)),
+    "of three axes": lambda y: of_labels(
+        y + jnp.cos(jnp.arange(256.0)).reshape(4, 1, 64), LABELS.reshape(4, 64)
+    ),
+}
+
+
+def of_a_product(name):
+    if name == "of three axes":
+        return lambda x, w: COMPUTED[name](x.reshape(4, 64, 8) @ w)
+    return lambda x, w: COMPUTED[name](x @ w)
+
+
+X_AND_W = jax.random.normal(KEYS[1], (256, 8)), jax.random.normal(KEYS[2], (8, 64))
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+def test_no_part_of_a_computed_value_is_another(name, policy):
+    def found():
+        fun = of_a_product(name)  # a new one, of which nothing is remembered
+        low = autocast(fun, policy)
+        hessian = jax.jvp(jax.grad(low), X_AND_W, X_AND_W)
+        return jax.jit(jax.value_and_grad(low, (0, 1)))(*X_AND_W), hessian
+
+    got = found()
+    with hints.without("picked"):
+        want = found()
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert distance(a, b) < 2 * BF16
+    loss, full = got[0][0], of_a_product(name)(*X_AND_W)
+    assert abs(loss - full) < 2 * BF16 * abs(full)
+
+
+@pytest.mark.parametrize("name", [name for name in COMPUTED if "number" not in name])
+def test_a_label_is_picked_from_the_logits_as_they_are_stored(name):
+    """XLA:TPU fuses nothing into a gather: it would store all that the gather reads in float32."""
+    low = jax.jit(autocast(of_a_product(name), "bf16-mixed"))
+    text = low.lower(*X_AND_W).compile().as_text()
+    read = re.findall(r" gather\(%([\w.-]+),", text)
+    types = {re.search(rf"%{re.escape(v)} = (\w+)\[([\d,]*)\]", text).groups() for v in read}
+    large = {dtype for dtype, shape in types if np.prod([*map(int, shape.split(","))]) == 256 * 64}
+    assert large == {"bf16"}
+
+
+@pytest.mark.parametrize("name", ["log-probabilities", "capped"])
+def test_logits_that_a_program_holds_low_itself_are_none_of_ours(name):
+    logits = (X_AND_W[0] @ X_AND_W[1]).astype(jnp.bfloat16)
+    fun = COMPUTED[name]
+    got, want = (jax.grad(f)(logits) for f in (autocast(fun, "16-mixed"), fun))
+    assert got.dtype == want.dtype
+    assert distance(got, want) < 4 * BF16
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("name", ["biased", "of three axes"])
+def test_xla_for_a_tpu_compiles_what_is_picked_of_a_bias(name):
+    """It ends the process on a gather whose operand has axes of 1."""
+    low = jax.value_and_grad(autocast(of_a_product(name), "bf16-mixed"), (0, 1))
+    sharding = NamedSharding(pods.get_topology("v5e-4").make_mesh({"x": -1}), P())
+    specs = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=sharding) for v in X_AND_W]
+    text = jax.jit(low).lower(*specs).compile().as_text()
+    assert "gather" in text
 
 
 def test_a_sharded_loss_gathers_nothing():

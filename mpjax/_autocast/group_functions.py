@@ -111,10 +111,12 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
     unwidened = moves.moved_low(eqns)
     in_parts = moves.read_in_parts(eqns, {v for v, *_ in step.outputs})
     centres = centred.centred(eqns)
+    picked_from = picks.picked_from(eqns)
 
     def fun(*arrays: Any) -> list[Any]:
         given = dict(zip(step.inputs, arrays, strict=True))
         local = dict(given)
+        picking = picks.Parts(picked_from, given)
 
         def part(v: Any, of: Sequence[int], cut: moves.Cut) -> Any:
             if _compat.is_literal(v):
@@ -130,7 +132,7 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
             with written_at(eqn, around):
                 values = centres.run(eqn, local, step.dear)
                 operands = [] if values else _operands(plan, step, eqn, local)
-                values = values or picks.run(eqn, operands) or bind(eqn, operands)
+                values = values or picking.run(eqn, operands) or bind(eqn, operands)
             values = _marked(plan, step, eqn, values)
             cuts = [] if in_parts.keys().isdisjoint(variables) else moves.cuts(eqn)
             if cuts:  # a slice or a split, of one value

@@ -9,22 +9,22 @@ in the kernel that needs it and never stored.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from mpjax import _compat
-from mpjax._autocast import structure
-from mpjax._autocast.binding import bind
+from mpjax._autocast import moves, structure, traits
+from mpjax._autocast.binding import bind, evaluate
 from mpjax._autocast.caches import by_program
+from mpjax._autocast.gather_one import gather, gather_one_p
 from mpjax._autocast.hints import hint
-from mpjax._autocast.states import size
+from mpjax._autocast.states import FLOAT32, is_float32, size
 
 
 def is_pick(eqn: Any) -> bool:
@@ -52,45 +52,99 @@ def _pointed(dims: Any) -> set[int]:
 @hint("picked", lambda *_: [])
 def run(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Returns the results of an equation that picks, or calls what does; of any other nothing."""
-    if is_pick(eqn):
-        if _compat.explicit_sharding(eqn.invars[0].aval) is not None:
-            return []  # XLA is told by types where a scatter's result is; a choice's is not told
-        return [_in_order(eqn, *values)]
+    if is_pick(eqn) or _holds_a_pick(_jitted(eqn)):
+        return [jnp.asarray(out.array) for out in _run(eqn, [Known(x) for x in values])]
+    return []
+
+
+# -- parts of what is picked from ------------------------------------------------------------------
+
+At = Callable[[Any], Any]
+"""Picks from an array, each axis of which may be 1 where that of the whole is longer."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A value that may be picked from, and how what is picked of it is computed of less."""
+
+    array: Any
+    part: Callable[[At], Any] | None = None
+
+    def at(self, at: At) -> Any:
+        return at(self.array) if self.part is None else self.part(at)
+
+
+class Parts:
+    """The values of a group from which something is picked.
+
+    XLA fuses nothing into a gather. For one label of each row it would store what the gather reads,
+    log-probabilities or capped logits, in float32; of the group's inputs it can pick as they are
+    held, and compute one element of each row from that.
+
+    Args:
+      read: what is picked from, and what that is made of.
+      given: the inputs of the group.
+    """
+
+    def __init__(self, read: frozenset[Any], given: Mapping[Any, Any]) -> None:
+        self._read = read
+        self._parts = {v: _of_held(v, x) for v, x in given.items() if v in read}
+
+    def run(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+        """Returns the results of an equation that picks, or makes what is picked from."""
+        if self._read.isdisjoint([*_compat.variables(eqn), *eqn.outvars]):
+            return run(eqn, operands)
+        known = (None if _compat.is_literal(v) else self._parts.get(v) for v in eqn.invars)
+        outs = _run(eqn, [Known(*both) for both in zip(operands, known, strict=True)])
+        self._parts.update({v: o.part for v, o in zip(eqn.outvars, outs, strict=True)})
+        return [out.array for out in outs]
+
+
+@hint("picked", lambda _: frozenset[Any]())
+def picked_from(eqns: Sequence[Any]) -> frozenset[Any]:
+    """Returns what is picked from in a group, what that is elementwise of, and what comes of it."""
+    found: set[Any] = set()
+    for eqn in reversed(eqns):
+        called = _jitted(eqn)
+        is_opened = called is not None or eqn.primitive.name in traits.PARTS
+        if is_pick(eqn):
+            found.add(eqn.invars[0])
+        elif _holds_a_pick(called) or (is_opened and not found.isdisjoint(eqn.outvars)):
+            found.update(_compat.variables(eqn))
+    return frozenset(found)
+
+
+def _run(eqn: Any, values: Sequence[Known]) -> list[Known]:
+    arrays = [value.array for value in values]
     called = _jitted(eqn)
-    if called is None or not _holds_a_pick(called):
-        return []
-    program = _compat.closed(called)
-    env = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-    env |= dict(zip(program.jaxpr.invars, values, strict=True))
+    if called is not None:
+        return evaluate(called, values, _run, constant=lambda x, _: Known(x))
+    if is_pick(eqn) and _compat.explicit_sharding(eqn.invars[0].aval) is None:
+        # Under explicit shardings a type tells XLA where a scatter's result is, but no choice's.
+        return [Known(_in_order(eqn, values[0], arrays[1]))]
+    outs = bind(eqn, arrays)
+    if eqn.primitive.name not in traits.PARTS:
+        return [Known(out) for out in outs]
+    return [Known(out, lambda at: bind(eqn, [v.at(at) for v in values])[0]) for out in outs]
 
-    def read(atom: Any) -> Any:
-        return atom.val if _compat.is_literal(atom) else env[atom]
 
-    for inner in program.jaxpr.eqns:
-        operands = [read(atom) for atom in inner.invars]
-        outs = run(inner, operands) or bind(inner, operands)
-        env.update(zip(inner.outvars, outs, strict=True))
-    return [jnp.asarray(read(atom)) for atom in program.jaxpr.outvars]
+def _holds_a_pick(program: Any) -> bool:
+    return program is not None and _program_holds_a_pick(program)
 
 
 @by_program
-def _holds_a_pick(program: Any) -> bool:
+def _program_holds_a_pick(program: Any) -> bool:
     inside = _compat.closed(program).jaxpr.eqns
-    return any(is_pick(e) or (_holds_a_pick(p) if (p := _jitted(e)) else False) for e in inside)
+    return any(is_pick(eqn) or _holds_a_pick(_jitted(eqn)) for eqn in inside)
 
 
 def _jitted(eqn: Any) -> Any:
     return structure.single_program(eqn) if eqn.primitive.name == "jit" else None
 
 
-# -- a gather whose transposition is a choice ------------------------------------------------------
-
-picked_p = Primitive("gather_one")
-"""`f[..., n, ...]` and indices of its rank, 1 on the axis, to `f[..., 1, ...]`; linear."""
-
-
-def _in_order(eqn: Any, x: jax.Array, indices: jax.Array) -> jax.Array:
+def _in_order(eqn: Any, value: Known, indices: jax.Array) -> jax.Array:
     """Returns what a gather gives, picked from rows in the order of the operand's axes."""
+    x = value.array
     dims, (out,) = eqn.params["dimension_numbers"], eqn.outvars
     (axis,) = dims.start_index_map
     rows = dict(zip(dims.start_indices_batching_dims, dims.operand_batching_dims, strict=True))
@@ -98,7 +152,10 @@ def _in_order(eqn: Any, x: jax.Array, indices: jax.Array) -> jax.Array:
     index = indices[..., 0].transpose([*sorted(rows, key=rows.__getitem__), *others])
     index = index.reshape([n if i in rows.values() else 1 for i, n in enumerate(x.shape)])
     how = {name: eqn.params[name] for name in ("mode", "fill_value")}
-    picked = picked_p.bind(x, index, axis=int(axis), **how)
+    picked = gather_one_p.bind(x, index, axis=int(axis), **how)
+    if value.part is not None and not _is_filled(**how):
+        at = functools.partial(_gather_one_part, index=index, axis=int(axis), **how)
+        picked = moves.valued(picked, value.part(at))
     sliced = (i for i in range(x.ndim) if i not in _dropped(dims))
     named = (rows.get(i) for i in range(indices.ndim - 1))
     places = [next(sliced if i in dims.offset_dims else named) for i in range(out.aval.ndim)]
@@ -107,66 +164,25 @@ def _in_order(eqn: Any, x: jax.Array, indices: jax.Array) -> jax.Array:
     return picked.transpose([*used, *unused]).reshape(out.aval.shape)
 
 
+def _is_filled(mode: Any, fill_value: Any) -> bool:
+    """Whether a number may be picked that stands nowhere; NaN is NaN of any part."""
+    fills = mode == lax.GatherScatterMode.FILL_OR_DROP
+    return fills and fill_value is not None and not np.isnan(fill_value)
+
+
+def _gather_one_part(x: Any, index: Any, *, axis: int, **how: Any) -> Any:
+    """Returns what goes into what is picked of an array to which `x` is repeated."""
+    if jnp.ndim(x) == 0 or x.shape[axis] == 1:
+        return x
+    return gather(x, index, axis=axis, **how)
+
+
+def _of_held(var: Any, x: Any) -> Callable[[At], Any] | None:
+    """Returns how to pick of an input of a group as it is held: where a group would widen it."""
+    if not is_float32(var) or x.dtype == FLOAT32:
+        return None
+    return lambda at: at(lax.stop_gradient(x)).astype(FLOAT32)
+
+
 def _dropped(dims: Any) -> set[int]:
     return {*dims.collapsed_slice_dims, *dims.operand_batching_dims}
-
-
-def _gather(x: Any, index: Any, *, axis: int, mode: Any, fill_value: Any) -> Any:
-    rows = [i for i, n in enumerate(index.shape) if i != axis and n == x.shape[i]]
-    dims = lax.GatherDimensionNumbers(
-        offset_dims=tuple(i for i in range(x.ndim) if i not in rows),
-        collapsed_slice_dims=(),
-        start_index_map=(axis,),
-        operand_batching_dims=tuple(rows),
-        start_indices_batching_dims=tuple(range(len(rows))),
-    )
-    start = index.reshape([*(x.shape[i] for i in rows), 1])
-    sizes = [1 if i == axis or i in rows else n for i, n in enumerate(x.shape)]
-    return lax.gather(x, start, dims, sizes, mode=mode, fill_value=fill_value)
-
-
-@functools.lru_cache(maxsize=1024)
-def _compiled(**params: Any) -> Callable[..., Any]:
-    return jax.jit(functools.partial(_gather, **params))
-
-
-picked_p.def_impl(lambda x, index, **params: _compiled(**params)(x, index))
-mlir.register_lowering(picked_p, mlir.lower_fun(_gather, multiple_results=False))
-
-
-@picked_p.def_abstract_eval
-def _abstract(x: Any, index: Any, *, axis: int, **_: Any) -> Any:
-    del index
-    shape = tuple(1 if i == axis else n for i, n in enumerate(x.shape))
-    return x.update(shape=shape, weak_type=False)
-
-
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    (x, index), (dx, _) = primals, tangents
-    out = picked_p.bind(x, index, **params)
-    if isinstance(dx, ad.Zero):
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, picked_p.bind(dx, index, **{**params, "fill_value": 0})
-
-
-def _transpose(ct: Any, x: Any, index: Any, *, axis: int, mode: Any, **_: Any) -> list[Any]:
-    if isinstance(ct, ad.Zero):
-        return [ad.Zero(x.aval), None]
-    count = x.aval.shape[axis]
-    if mode == lax.GatherScatterMode.CLIP:
-        index = jnp.clip(index, 0, count - 1)
-    shape = [count if i == axis else 1 for i in range(index.ndim)]
-    position = lax.broadcasted_iota(np.int32, shape, axis)
-    return [jnp.where(position == index, ct, jnp.zeros((), ct.dtype)), None]
-
-
-def _batch(args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
-    if not _compat.is_batched(dims[0]):  # rows that all read: their gradient is a sum, a scatter
-        gather = functools.partial(_gather, axis=axis, **params)
-        return jax.vmap(gather, in_axes=dims)(*args), 0
-    return picked_p.bind(*_compat.all_batched(args, dims), axis=axis + 1, **params), 0
-
-
-ad.primitive_jvps[picked_p] = _jvp
-ad.primitive_transposes[picked_p] = _transpose
-batching.primitive_batchers[picked_p] = _batch

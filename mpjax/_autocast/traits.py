@@ -8,7 +8,7 @@ _TABLE = """
 add sub                                 | fusible alone steps adds linear hands_on shifts of_totals parts
 add_any                                 | fusible alone steps adds linear hands_on
 mul                                     | fusible alone steps hands_on scales of_totals parts
-div                                     | fusible alone steps hands_on scales of_totals
+div                                     | fusible alone steps hands_on scales of_totals parts
 neg                                     | fusible chooses hands_on parts
 rem                                     | fusible native steps
 abs copy stop_gradient                  | fusible chooses
@@ -19,7 +19,7 @@ select_n                                | fusible alone steps chooses accumulate
 floor ceil round                        | fusible linear
 convert_element_type                    | fusible linear hands_on of_totals
 sqrt square integer_pow                 | fusible of_totals
-tanh                                    | fusible alone bends bounds
+tanh                                    | fusible alone bends bounds parts
 logistic erf                            | fusible bends bounds
 exp exp2 expm1                          | fusible absolute
 pow                                     | fusible
