@@ -48,6 +48,7 @@ def arguments() -> argparse.Namespace:
     add("--dtype", type=words(DTYPES), default=["bf16"], help=", ".join(DTYPES))
     add("--size", choices=SIZES, default="small", help="of what is compiled and timed")
     add("--error-size", choices=SIZES, default="tiny", help="of what is compared with float64")
+    add("--seeds", type=count, default=12, help="parameters and batches for gradient errors")
     add("--repeats", type=count, default=1, help="compilations of each variant; the fastest counts")
     add("--rounds", type=count, default=15, help="timed steps of each variant")
     add("--torch", metavar="PYTHON", help="an interpreter with PyTorch, timed beside us")
@@ -114,7 +115,8 @@ def error_jobs(options: Any, store: Store, name: str, dtype: str, platform: str)
     for variant in options.variants:
 
         def job(variant: str = variant) -> None:
-            found = errors.gradient_errors(VARIANTS[variant](network, dtype), network, platform)
+            loss = VARIANTS[variant](network, dtype)
+            found = errors.gradient_errors(loss, network, platform, options.seeds)
             key = ("errors", platform, dtype, options.error_size, name, variant)
             store.put(*key, errors=found)
 

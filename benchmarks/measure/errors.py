@@ -19,9 +19,7 @@ LOSS_SCALE = 2.0**10
 AS_WRITTEN = {"xla_allow_excess_precision": False}
 
 
-def gradient_errors(
-    loss: Loss, network: Any, platform: str = "cpu", seeds: int = 12
-) -> list[float]:
+def gradient_errors(loss: Loss, network: Any, platform: str, seeds: int) -> list[float]:
     """Returns ‖g − g64‖ / ‖g64‖ over all parameters, for each seed.
 
     Args:

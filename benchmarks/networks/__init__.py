@@ -14,7 +14,7 @@ from ._densenet import densenet
 from ._efficientnet import efficientnet
 from ._gated import gated
 from ._gemma import gemma
-from ._graph import graph
+from ._graph import careful_graph, graph
 from ._gru import gru
 from ._llama import llama
 from ._lstm import lstm
@@ -41,6 +41,7 @@ TUNING: dict[str, Callable[[str], Network]] = {
     "llama": llama,
     "efficientnet": efficientnet,
     "graph": graph,
+    "careful_graph": careful_graph,
 }
 JUDGES: dict[str, Callable[[str], Network]] = {
     "gemma": gemma,
