@@ -17,6 +17,7 @@ from mpjax._autocast import delayed, demand, nnx_names, parameters, quantized, s
 from mpjax._autocast import plan as planning
 from mpjax._autocast.activations import warn_of_unused
 from mpjax._autocast.decide import make_plan
+from mpjax._autocast.enumerated import uncounted
 from mpjax._autocast.rebind import Interpreter
 from mpjax._autocast.stored_weights import sunk
 from mpjax._dtypes import describe
@@ -310,7 +311,7 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     arrays = [leaves[i] for i in places]
     linen = stateful.linen_modules(fun, (args, kwargs))
     before = stateful.variables(linen)
-    jaxpr = sunk(jax.make_jaxpr(flat)(*arrays), arrays)
+    jaxpr = uncounted(sunk(jax.make_jaxpr(flat)(*arrays), arrays), arrays)
     stateful.check_unchanged(before, linen, where)
     return Traced(jaxpr, (args, kwargs), places, *trees)
 
