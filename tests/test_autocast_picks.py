@@ -201,6 +201,7 @@ BIAS = jnp.linspace(-1.0, 1.0, 64)
 
 
 BEYOND = jnp.arange(256) % 72
+OF_PLACES = LABELS.reshape(4, 64)
 
 
 def each(values, labels=LABELS, **how):
@@ -224,8 +225,14 @@ COMPUTED = {
         jax.nn.log_softmax(y + BIAS), BEYOND, mode="fill", fill_value=-3.0
     ),
     "mapped": lambda y: jnp.sum(jax.vmap(lambda r, i: jax.nn.log_softmax(r)[i])(y + BIAS, LABELS)),
+    "flattened": lambda y: picked(jax.nn.log_softmax(y.reshape(4, 64, 64)).reshape(256, 64)),
+    "laid out in places": lambda y: of_labels((y + BIAS).reshape(4, 64, 64), OF_PLACES),
+    "a slice of each": lambda y: jnp.sum(
+        jnp.take_along_axis(jax.nn.log_softmax(y).reshape(4, 64, 64), LABELS[:4, None, None], 2)
+    ),
+    "cut into columns": lambda y: picked(jnp.tanh(y + BIAS).reshape(512, 32).reshape(256, 64)),
     "of three axes": lambda y: of_labels(
-        y + jnp.cos(jnp.arange(256.0)).reshape(4, 1, 64), LABELS.reshape(4, 64)
+        y + jnp.cos(jnp.arange(256.0)).reshape(4, 1, 64), OF_PLACES
     ),
 }
 
@@ -257,7 +264,10 @@ def test_no_part_of_a_computed_value_is_another(name, policy):
     assert abs(loss - full) < 2 * BF16 * abs(full)
 
 
-@pytest.mark.parametrize("name", [name for name in COMPUTED if "number" not in name])
+WHOLE = ("beyond the end, of a number", "a slice of each", "cut into columns")
+
+
+@pytest.mark.parametrize("name", [name for name in COMPUTED if name not in WHOLE])
 def test_a_label_is_picked_from_the_logits_as_they_are_stored(name):
     """XLA:TPU fuses nothing into a gather: it would store all that the gather reads in float32."""
     low = jax.jit(autocast(of_a_product(name), "bf16-mixed"))

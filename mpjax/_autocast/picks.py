@@ -9,8 +9,9 @@ in the kernel that needs it and never stored.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -59,8 +60,32 @@ def run(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 # -- parts of what is picked from ------------------------------------------------------------------
 
-At = Callable[[Any], Any]
-"""Picks from an array, each axis of which may be 1 where that of the whole is longer."""
+
+@dataclass(frozen=True)
+class At:
+    """Where something is picked: what `gather_one` takes beside the array."""
+
+    index: jax.Array
+    axis: int
+    mode: Any
+    fill_value: Any
+
+    def of(self, x: Any) -> Any:
+        """Returns what is picked of an array that is repeated where an axis of it is 1."""
+        if jnp.ndim(x) == 0 or x.shape[self.axis] == 1:
+            return x
+        how = {"mode": self.mode, "fill_value": self.fill_value}
+        return gather(x, self.index, axis=self.axis, **how)
+
+    def before(self, shape: tuple[int, ...]) -> At | None:
+        """Returns where that is in an array of a shape, whose rows are laid out in another way.
+
+        None unless one is picked of each row.
+        """
+        rows = shape[:-1]
+        if self.axis != self.index.ndim - 1 or math.prod(rows) != self.index.size:
+            return None
+        return replace(self, index=self.index.reshape(*rows, 1), axis=len(rows))
 
 
 @dataclass(frozen=True)
@@ -71,7 +96,7 @@ class Known:
     part: Callable[[At], Any] | None = None
 
     def at(self, at: At) -> Any:
-        return at(self.array) if self.part is None else self.part(at)
+        return at.of(self.array) if self.part is None else self.part(at)
 
 
 class Parts:
@@ -106,7 +131,7 @@ def picked_from(eqns: Sequence[Any]) -> frozenset[Any]:
     found: set[Any] = set()
     for eqn in reversed(eqns):
         called = _jitted(eqn)
-        is_opened = called is not None or eqn.primitive.name in traits.PARTS
+        is_opened = called is not None or _is_in_parts(eqn)
         if is_pick(eqn):
             found.add(eqn.invars[0])
         elif _holds_a_pick(called) or (is_opened and not found.isdisjoint(eqn.outvars)):
@@ -123,9 +148,28 @@ def _run(eqn: Any, values: Sequence[Known]) -> list[Known]:
         # Under explicit shardings a type tells XLA where a scatter's result is, but no choice's.
         return [Known(_in_order(eqn, values[0], arrays[1]))]
     outs = bind(eqn, arrays)
-    if eqn.primitive.name not in traits.PARTS:
+    if not _is_in_parts(eqn):
         return [Known(out) for out in outs]
-    return [Known(out, lambda at: bind(eqn, [v.at(at) for v in values])[0]) for out in outs]
+    return [Known(outs[0], functools.partial(_part, eqn, values, outs[0]))]
+
+
+def _is_in_parts(eqn: Any) -> bool:
+    return eqn.primitive.name in traits.PARTS or _keeps_rows(eqn)
+
+
+def _keeps_rows(eqn: Any) -> bool:
+    """Whether an equation lays out the rows of an array in another way."""
+    if eqn.primitive.name != "reshape" or eqn.params["dimensions"] is not None:
+        return False
+    return eqn.invars[0].aval.shape[-1:] == eqn.outvars[0].aval.shape[-1:]
+
+
+def _part(eqn: Any, values: Sequence[Known], whole: Any, at: At) -> Any:
+    """Returns what is picked of what an equation makes, made of what is picked."""
+    if eqn.primitive.name in traits.PARTS:
+        return bind(eqn, [value.at(at) for value in values])[0]
+    before = at.before(values[0].array.shape)
+    return at.of(whole) if before is None else values[0].at(before).reshape(at.index.shape)
 
 
 def _holds_a_pick(program: Any) -> bool:
@@ -154,8 +198,7 @@ def _in_order(eqn: Any, value: Known, indices: jax.Array) -> jax.Array:
     how = {name: eqn.params[name] for name in ("mode", "fill_value")}
     picked = gather_one_p.bind(x, index, axis=int(axis), **how)
     if value.part is not None and not _is_filled(**how):
-        at = functools.partial(_gather_one_part, index=index, axis=int(axis), **how)
-        picked = moves.valued(picked, value.part(at))
+        picked = moves.valued(picked, value.part(At(index, int(axis), **how)))
     sliced = (i for i in range(x.ndim) if i not in _dropped(dims))
     named = (rows.get(i) for i in range(indices.ndim - 1))
     places = [next(sliced if i in dims.offset_dims else named) for i in range(out.aval.ndim)]
@@ -170,18 +213,11 @@ def _is_filled(mode: Any, fill_value: Any) -> bool:
     return fills and fill_value is not None and not np.isnan(fill_value)
 
 
-def _gather_one_part(x: Any, index: Any, *, axis: int, **how: Any) -> Any:
-    """Returns what goes into what is picked of an array to which `x` is repeated."""
-    if jnp.ndim(x) == 0 or x.shape[axis] == 1:
-        return x
-    return gather(x, index, axis=axis, **how)
-
-
 def _of_held(var: Any, x: Any) -> Callable[[At], Any] | None:
     """Returns how to pick of an input of a group as it is held: where a group would widen it."""
     if not is_float32(var) or x.dtype == FLOAT32:
         return None
-    return lambda at: at(lax.stop_gradient(x)).astype(FLOAT32)
+    return lambda at: at.of(lax.stop_gradient(x)).astype(FLOAT32)
 
 
 def _dropped(dims: Any) -> set[int]:
