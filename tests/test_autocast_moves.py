@@ -191,3 +191,57 @@ def test_a_branch_that_only_calls_a_function_of_nothing_is_computed():
     with mock.patch("mpjax._autocast.groups._SMALL", 0):
         found = autocast(loss, "bf16-mixed")(W, V, X)
     assert found == pytest.approx(float(loss(W, V, X)), rel=0.02)
+
+
+# -- an input that a group reads as it is, and moved -----------------------------------------------
+
+
+def by_groups(y, groups=4):
+    """Normalises groups of channels: statistics of the reshaped input, for the input as it is."""
+    parts = y.reshape(*y.shape[:-1], groups, y.shape[-1] // groups)
+    mean = parts.mean((0, -1), keepdims=True)
+    scale = jax.lax.rsqrt(((parts - mean) ** 2).mean((0, -1), keepdims=True) + 1e-5)
+    mean, scale = (
+        jnp.broadcast_to(v, (1, *parts.shape[1:])).reshape(1, *y.shape[1:]) for v in (mean, scale)
+    )
+    return (y - mean) * scale
+
+
+def by_rows(y):
+    """Divides rows by their size, found in the transposed input."""
+    return y / jnp.sqrt(1.0 + jnp.sum(jnp.sin(y.T) ** 2, 0))[:, None]
+
+
+MOVED_AGAIN = {"groups of channels": by_groups, "rows": by_rows}
+
+
+def of_moved(norm):
+    return lambda w, x: jnp.sum(jnp.tanh(norm(x @ w)) ** 2)
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("case", MOVED_AGAIN)
+def test_no_bit_depends_on_whether_what_is_moved_again_is_widened_first(case, policy):
+    def found():
+        fun = autocast(of_moved(MOVED_AGAIN[case]), policy)  # of which nothing is remembered
+        hessian = jax.jvp(jax.grad(fun), (W, X), (W, X))
+        return jax.value_and_grad(fun, (0, 1))(W, X), hessian
+
+    here = found()
+    with hints.without("moved_again"):
+        there = found()
+    for a, b in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
+        assert jnp.array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("case", "move"), [("groups of channels", "reshape"), ("rows", "transpose")]
+)
+def test_what_is_moved_again_is_moved_as_it_is_held(case, move):
+    def moved():
+        low = autocast(of_moved(MOVED_AGAIN[case]), "bf16-mixed")
+        return re.findall(rf":(\w+)\[[\d,]*\] = {move}\[", str(jax.make_jaxpr(low)(W, X)))
+
+    assert "bf16" in moved()
+    with hints.without("moved_again"):
+        assert "bf16" not in moved()

@@ -109,6 +109,7 @@ def _literal(literal: Any) -> Hashable:
 
 def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -> Function:
     unwidened = moves.moved_low(eqns)
+    again = moves.moved_again(eqns, step.inputs)
     in_parts = moves.read_in_parts(eqns, {v for v, *_ in step.outputs})
     centres = centred.centred(eqns)
     picked_from = picks.picked_from(eqns)
@@ -133,6 +134,9 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
                 values = centres.run(eqn, local, step.dear)
                 operands = [] if values else _operands(plan, step, eqn, local)
                 values = values or picking.run(eqn, operands) or bind(eqn, operands)
+            if eqn.outvars[0] in again and given[eqn.invars[0]].dtype != values[0].dtype:
+                (low,) = bind(eqn, [given[eqn.invars[0]]])
+                values = [moves.valued(values[0], _widened(eqn.outvars[0], low))]
             values = _marked(plan, step, eqn, values)
             cuts = [] if in_parts.keys().isdisjoint(variables) else moves.cuts(eqn)
             if cuts:  # a slice or a split, of one value

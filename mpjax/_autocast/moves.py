@@ -32,6 +32,24 @@ def moved_low(eqns: Sequence[Any]) -> set[Any]:
     return {v for v, readers in _readers(eqns).items() if _moves_once(*readers)}
 
 
+@hint("moved_again", lambda *_: set[Any]())
+def moved_again(eqns: Sequence[Any], inputs: Collection[Any]) -> set[Any]:
+    """Returns what a group makes by moving inputs that it reads in other ways too.
+
+    A norm reads its input as it is and, for the statistics of its channels, reshaped. Widened
+    first, the two are one float32 value to XLA:TPU, which stores that and copies it from the one's
+    layout to the other's. Widened last, each is read from the low value.
+    """
+    once = moved_low(eqns)
+    return {
+        eqn.outvars[0]
+        for eqn in eqns
+        if eqn.primitive.name in traits.PERMUTES - traits.CUTS
+        and eqn.invars[0] in inputs
+        and eqn.invars[0] not in once
+    }
+
+
 @hint("read_in_parts", lambda *_: dict[Any, Any]())
 def read_in_parts(eqns: Sequence[Any], outputs: Collection[Any]) -> dict[Any, Any]:
     """Returns the sums and products of a group of which only parts are read, and what makes each.
@@ -56,10 +74,10 @@ def read_in_parts(eqns: Sequence[Any], outputs: Collection[Any]) -> dict[Any, An
 
 @jax.custom_jvp
 def valued(whole: jax.Array, part: jax.Array) -> jax.Array:
-    """Returns `part`, a part of a sum that was computed as such, to differentiate as `whole` is.
+    """Returns `part`, computed of less or as it is held, to differentiate as `whole` is.
 
-    `whole` is the same part, cut out of the sum: XLA computes that for its cotangent's sake alone,
-    which is stored as a whole, for the product whose result it is of.
+    `whole` is the same value. Of a sum it is the part that is cut out: XLA computes that for its
+    cotangent's sake alone, which is stored as a whole, for the product whose result it is of.
     """
     del whole
     return part
