@@ -61,6 +61,7 @@ def schedule(
     """
     cuts = _read_exactly(jaxpr, fused, found)
     twice = storage.read_twice(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
+    cuts |= storage.copied_last(jaxpr, fused, found)
     cuts |= twice | storage.merged(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
     levels = _levels(jaxpr, fused, cuts)
     for _ in range(8):

@@ -35,6 +35,7 @@ held_low              | gpu      | efficientnet .94, gemma .96, resnet50 .97; te
 activated             | gpu, tpu | unet3d .95, efficientnet 1.03; temporaries .86, resnet50 .92
 stored_cotangent      | gpu, tpu | as activated; densenet .89, graph .93; temporaries vit .89
 moved_low             | tpu      | lstm .87, scanned_transformer .98; temporaries 1.13
+copied_last           | tpu      | unet .93, ddpm .98; temporaries unet .85
 moved_again           | tpu      | ddpm .64, unet .66; temporaries unet .35, ddpm .51
 read_in_parts         | tpu      | wavenet .57; temporaries .37
 chosen_wide           | tpu      | graph .80; temporaries .82

@@ -19,7 +19,7 @@ from mpjax._autocast import exact, linear, structure, traits
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.centred import Centred
 from mpjax._autocast.hints import hint
-from mpjax._autocast.states import Kind, State, size
+from mpjax._autocast.states import Kind, State, copies, size
 from mpjax._op_rules import OP_RULES, OpClass, only_moves
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
@@ -105,6 +105,23 @@ def merged(
         kept = frozenset({out}) if is_sum and found[out].kind == Kind.LOW else read
         sums.update((v, kept) for v in eqn.outvars)
     return cuts
+
+
+@hint("copied_last", lambda *_: set[Any]())
+def copied_last(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> set[Any]:
+    """Returns the low values of which a group at last makes two copies, as it is upsampled.
+
+    They are stored before, and the cotangents of both copies are added up as they are held: a sum
+    of two is rounded once. Else a TPU would store the sum in float32, and the copies.
+    """
+    worked: set[Any] = set()
+    copied: set[Any] = set()
+    for eqn, is_fused in zip(reversed(jaxpr.eqns), reversed(fused), strict=True):
+        if is_fused and (not only_moves(eqn) or worked.intersection(eqn.outvars)):
+            worked.update(_compat.variables(eqn))
+        elif is_fused and eqn.primitive.name == "broadcast_in_dim" and copies(eqn) == 2:
+            copied.update(v for v in _compat.variables(eqn) if found[v].kind == Kind.LOW)
+    return copied
 
 
 @hint("held_low", lambda *_: _NOTHING)
