@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _differential import equations
+from _small import total
 from jax import lax
 
 from mpjax import autocast
@@ -49,15 +50,6 @@ OTHERS = {
     "of one place twice": lambda x: x[jnp.arange(8), jnp.arange(8) % 4, LABELS[:8]],
     "rows": lambda x: x[jnp.arange(8), OF_PLACES[:, 0] % 4],
 }
-
-
-def total(fun):
-    def summed(x):
-        picked = fun(x)
-        weights = jnp.linspace(1.0, 2.0, picked.size, dtype=jnp.float32)
-        return jnp.sum(jnp.exp(picked) * weights.reshape(picked.shape))
-
-    return summed
 
 
 def scatters(fun):

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from _differential import equations
-from _small import BF16, distance
+from _small import BF16, distance, total
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -67,17 +67,6 @@ PICKS = {
 
 def scatters(fun, *args):
     return [e for e in equations(jax.make_jaxpr(fun)(*args).jaxpr) if "scatter" in str(e.primitive)]
-
-
-def total(fun):
-    """A function that is not linear in what was picked, and does not know one element by heart."""
-
-    def summed(x):
-        picked = fun(x)
-        weights = jnp.linspace(1.0, 2.0, picked.size, dtype=jnp.float32)
-        return jnp.sum(jnp.exp(picked) * weights.reshape(picked.shape))
-
-    return summed
 
 
 @pytest.mark.parametrize("name", PICKS)
