@@ -185,8 +185,6 @@ def test_a_loss_keeps_no_mask_and_no_float32_logits(loss):
 
 LABELS = jnp.arange(256) % 64
 BIAS = jnp.linspace(-1.0, 1.0, 64)
-
-
 BEYOND = jnp.arange(256) % 72
 OF_PLACES = LABELS.reshape(4, 64)
 

@@ -134,9 +134,9 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
                 values = centres.run(eqn, local, step.dear)
                 operands = [] if values else _operands(plan, step, eqn, local)
                 values = values or picking.run(eqn, operands) or bind(eqn, operands)
-            if eqn.outvars[0] in again and given[eqn.invars[0]].dtype != values[0].dtype:
-                (low,) = bind(eqn, [given[eqn.invars[0]]])
-                values = [moves.valued(values[0], _widened(eqn.outvars[0], low))]
+            source = given.get(again.get(eqn.outvars[0]))
+            if source is not None and source.dtype != values[0].dtype:
+                values = [moves.valued(*values, _widened(eqn.outvars[0], *bind(eqn, [source])))]
             values = _marked(plan, step, eqn, values)
             cuts = [] if in_parts.keys().isdisjoint(variables) else moves.cuts(eqn)
             if cuts:  # a slice or a split, of one value

@@ -32,9 +32,9 @@ def moved_low(eqns: Sequence[Any]) -> set[Any]:
     return {v for v, readers in _readers(eqns).items() if _moves_once(*readers)}
 
 
-@hint("moved_again", lambda *_: set[Any]())
-def moved_again(eqns: Sequence[Any], inputs: Collection[Any]) -> set[Any]:
-    """Returns what a group makes by moving inputs that it reads in other ways too.
+@hint("moved_again", lambda *_: dict[Any, Any]())
+def moved_again(eqns: Sequence[Any], inputs: Collection[Any]) -> dict[Any, Any]:
+    """Returns what a group makes by moving inputs that it reads in other ways too, and of which.
 
     A norm reads its input as it is and, for the statistics of its channels, reshaped. Widened
     first, the two are one float32 value to XLA:TPU, which stores that and copies it from the one's
@@ -42,7 +42,7 @@ def moved_again(eqns: Sequence[Any], inputs: Collection[Any]) -> set[Any]:
     """
     once = moved_low(eqns)
     return {
-        eqn.outvars[0]
+        eqn.outvars[0]: eqn.invars[0]
         for eqn in eqns
         if eqn.primitive.name in traits.PERMUTES - traits.CUTS
         and eqn.invars[0] in inputs
@@ -52,7 +52,7 @@ def moved_again(eqns: Sequence[Any], inputs: Collection[Any]) -> set[Any]:
 
 @hint("read_in_parts", lambda *_: dict[Any, Any]())
 def read_in_parts(eqns: Sequence[Any], outputs: Collection[Any]) -> dict[Any, Any]:
-    """Returns the sums and products of a group of which only parts are read, and what makes each.
+    """Returns what a group computes part by part and reads only parts of, and what makes each.
 
     They are computed of the parts of their operands, which nothing else in the group reads.
     """
