@@ -110,7 +110,7 @@ def held(fun, platform):
     jax.clear_caches()
     grads = jax.grad(lambda *args: jnp.sum(autocast(fun, "bf16-mixed")(*args)), (0, 1, 2))
     text = jax.jit(grads).trace(*SPECS).lower(lowering_platforms=(platform,)).as_text()
-    return re.findall(r"stablehlo.optimization_barrier .* : (.*)", text)
+    return re.findall(r"stablehlo.optimization_barrier %\S+ : (.*)", text)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "rocm"])

@@ -38,6 +38,16 @@ class Bilinear:
     axes: Axes = ()  # of a `dot_general`: where scales go
     convolved: Any = None  # the same program as a convolution, where a GPU runs that better
 
+    @property
+    def may_meet_a_weight(self) -> bool:
+        """Whether it gives a gradient in 16 bits, and an operand may be a weight.
+
+        An axis that both operands and the result have is a batch: so are keys and values of
+        attention multiplied, and no weight, unless `jax.vmap` made the batch.
+        """
+        is_gradient = self.roles[2] is not config.Role.RESULT and not self.config.is_scaled
+        return is_gradient and all(None in axis[:3] or axis.mapped for axis in self.axes)
+
     def run(
         self,
         args: Sequence[jax.Array],

@@ -21,11 +21,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpjax import _compat
-from mpjax._autocast import backends, tpu_warning
+from mpjax._autocast import backends, states, tpu_warning
 from mpjax._autocast.product import bilinear, operands
 from mpjax._autocast.product.bilinear import Bilinear
 from mpjax._autocast.product.config import Config
 from mpjax._autocast.product.operands import Kept, Operand
+from mpjax._autocast.product.order import smaller_first
 from mpjax._autocast.product.recorded import recorded
 
 
@@ -82,11 +83,34 @@ def _lowering(backend: Callable[[], backends.Backend]) -> Any:
     return mlir.lower_fun(run, multiple_results=False)
 
 
-mlir.register_lowering(product_p, _lowering(lambda: backends.OTHER))
-mlir.register_lowering(product_p, _lowering(backends.cpu), platform="cpu")
-mlir.register_lowering(product_p, _lowering(lambda: backends.TPU), platform="tpu")
-for _platform in backends.GPUS:
-    mlir.register_lowering(product_p, _lowering(lambda: backends.GPU), platform=_platform)
+_RULES: dict[str, Any] = {
+    "cpu": _lowering(backends.cpu),
+    "tpu": _lowering(lambda: backends.TPU),
+    **dict.fromkeys(backends.GPUS, _lowering(lambda: backends.GPU)),
+}
+
+# One rule for all platforms, as what is not cacheable needs: JAX fails on several of them in a
+# program that is exported for several, and this is what does it there.
+_exported_p = Primitive("exported_product")
+_exported_p.def_abstract_eval(_product_abstract)
+mlir.register_lowering(_exported_p, _lowering(lambda: backends.OTHER))
+for _platform, _rule in _RULES.items():
+    mlir.register_lowering(_exported_p, _rule, platform=_platform)
+_lower_exported = mlir.lower_fun(_exported_p.bind, multiple_results=False)
+
+
+def _lower_product(ctx: Any, *args: Any, program: Bilinear, **params: Any) -> Any:
+    platforms = ctx.module_context.platforms
+    rule = _RULES.get(platforms[0]) if len(platforms) == 1 else None
+    if platforms[0] in backends.GPUS and rule is not None and program.may_meet_a_weight:
+        shapes = [aval.shape for aval in (*ctx.avals_in[:2], *ctx.avals_out)]
+        ct, other, *rest = args
+        args = ct, smaller_first(ct, other, shapes), *rest
+    return (rule or _lower_exported)(ctx, *args, program=program, **params)
+
+
+# Not cacheable: as a function of its own it would not see what else its operands are used for.
+mlir.register_lowering(product_p, _lower_product, cacheable=False)
 
 
 def _product_jvp(primals: Any, tangents: Any, *, program: Bilinear, **params: Any) -> Any:
@@ -100,7 +124,9 @@ def _tangent(
     program: Bilinear, out: Any, pair: tuple[Operand, Operand], tangents: Any, extras: Any
 ) -> Any:
     parts = []
-    for i, tangent in enumerate(tangents):
+    # Transposed in reverse: the gradient of the smaller operand, as a rule a weight, comes first.
+    for i in sorted((0, 1), key=lambda i: -states.size(pair[i].array.shape)):
+        tangent = tangents[i]
         if not isinstance(tangent, ad.Zero):
             moved = [Operand(tangent), pair[1]] if i == 0 else [pair[0], Operand(tangent)]
             parts.append(_product(program, out.dtype, *moved, *extras))
