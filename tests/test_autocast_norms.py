@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from test_autocast_plans import Planned
 
-from mpjax._autocast import autocast, norms
+from mpjax._autocast import autocast, norms, states
 
 KEY = jax.random.key(0)
 X, W = jax.random.normal(KEY, (16, 32)), jax.random.normal(KEY, (32, 32)) / 6
@@ -25,7 +26,7 @@ def layer(y, scale):
 def made(fun, *args):
     """Whether a norm made the last value of `fun`."""
     jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
-    return jaxpr.outvars[0] in norms.results(jaxpr)
+    return jaxpr.outvars[0] in norms.results(jaxpr.eqns)
 
 
 @pytest.mark.parametrize("norm", [rms, layer])
@@ -115,3 +116,48 @@ def test_an_input_to_which_its_own_norm_is_added_is_a_state():
         hand = hand + rms(y.astype(jnp.float32), SCALE)
     errors = [float(jnp.linalg.norm(y - wanted)) for y in (got, hand)]
     assert errors[0] <= 1.5 * errors[1]
+
+
+def steps_beside_a_norm(x, w, scale):
+    """A stream that begins with an input, so that it is kept: as of given features."""
+    for _ in range(3):
+        x = x + 1e-3 * jnp.tanh(rms(x, scale) @ w)
+    return x
+
+
+def multiplied(fun):
+    """The states of what products read first, in a plan."""
+    planned = Planned(fun, X, W, SCALE)
+    return [planned.plan.states[d.eqn.invars[0]] for d in planned.decisions("dot_general")]
+
+
+def test_a_norm_of_a_state_that_products_alone_read_is_low():
+    first, *others = multiplied(steps_beside_a_norm)
+    assert first == states.WIDE_PURE  # of an input, which may be a weight
+    assert others == [states.low(jnp.dtype(jnp.bfloat16))] * 2
+
+
+def test_a_norm_of_a_state_that_anything_else_reads_is_a_state():
+    assert multiplied(iterated)[1:] == [states.KEPT] * 49
+    assert multiplied(returned)[1:] == [states.KEPT]
+
+
+def iterated(x, w, scale):
+    """A state that is normalised after each step, and steps on from there."""
+    for _ in range(50):
+        x = rms(x + 1e-3 * jnp.tanh(x @ w), scale)
+    return x
+
+
+def returned(x, w, scale):
+    y = rms(x + rms(x, scale) @ w, scale)
+    return y, y @ w
+
+
+@pytest.mark.parametrize("fun", [steps_beside_a_norm, iterated, returned])
+def test_what_goes_on_from_a_norm_keeps_its_small_steps(fun):
+    exact = fun(X, W, SCALE)
+    low = autocast(fun, "bf16-mixed")(X, W, SCALE)
+    for got, wanted in zip(jax.tree.leaves(low), jax.tree.leaves(exact), strict=True):
+        off = float(jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted - X))
+        assert off < 2.0**-6

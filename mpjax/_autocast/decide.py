@@ -70,8 +70,9 @@ class _Planner:
         for var in self.jaxpr.constvars:
             self.states[var] = initial_state(var.aval)
         self.sums = streams.Sums(self.jaxpr, self.demand, self.states)
-        self.normalised = norms.results(self.jaxpr)
+        self.normalised = norms.results(self.jaxpr.eqns)
         self.norms_between = norms.stored(self.jaxpr, self.normalised)
+        self.norms_multiplied = norms.multiplied(self.jaxpr, self.normalised)
         self.compared: set[Any] = set()
         self.changed = False
 
@@ -344,6 +345,8 @@ class _Planner:
         want = self.demand.get(var, 0)
         if state.kind == Kind.LOW and want & demand.EXACT:
             return states.WIDE  # computed in float32 anyway, and rounding would ruin what reads it
+        if var in self.norms_multiplied:
+            state = states.unkept(state)
         if var in self.norms_between:
             state = self.as_normalised(eqn, state, want)
         return self.as_read(eqn, state, want)

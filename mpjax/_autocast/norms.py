@@ -8,18 +8,19 @@ too. So it may be low if it is stored: without that, the stream behind it is flo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mpjax import _compat
 from mpjax._autocast import activations, structure, traits
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.states import copies
-from mpjax._op_rules import only_moves
+from mpjax._op_rules import PRODUCTS, only_moves
 
 
-def results(jaxpr: Any) -> frozenset[Any]:
-    """Returns the values of a jaxpr that a norm, or a function of a norm alone, made."""
-    return _Search(jaxpr).found()
+def results(eqns: Sequence[Any]) -> frozenset[Any]:
+    """Returns the values that a norm, or a function of a norm alone, made in some equations."""
+    return _Search(eqns).found()
 
 
 def stored(jaxpr: Any, made: frozenset[Any]) -> frozenset[Any]:
@@ -29,6 +30,19 @@ def stored(jaxpr: Any, made: frozenset[Any]) -> frozenset[Any]:
         for v in made.intersection(_compat.variables(eqn)):
             readers[v] = readers.get(v, 0) + 1
     return frozenset(v for v, count in readers.items() if count > 1)
+
+
+def multiplied(jaxpr: Any, made: frozenset[Any]) -> frozenset[Any]:
+    """Returns those that products read and nothing else, so that no sum goes on from them.
+
+    A norm of a state is no state then: what is added up is the state, and the products round what
+    they read in any case. An iterate that is normalised after each step is read by its next sum.
+    """
+    others = {v for v in jaxpr.outvars if not _compat.is_literal(v)}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in PRODUCTS:
+            others.update(_compat.variables(eqn))
+    return made - others
 
 
 def branches(eqn: Any, made: frozenset[Any]) -> frozenset[Any]:
@@ -44,14 +58,14 @@ def branches(eqn: Any, made: frozenset[Any]) -> frozenset[Any]:
 @by_program
 def _inside(program: Any) -> bool:
     opened = _compat.closed(program).jaxpr
-    return bool(results(opened).intersection(opened.outvars))
+    return bool(results(opened.eqns).intersection(opened.outvars))
 
 
 class _Search:
-    """One pass over a jaxpr."""
+    """One pass over some equations."""
 
-    def __init__(self, jaxpr: Any):
-        self.jaxpr = jaxpr
+    def __init__(self, eqns: Sequence[Any]):
+        self.eqns = eqns
         self.statistics: set[Any] = set()
         self.roots: set[Any] = set()  # 1 / sqrt of a statistic, or sqrt
         self.repeated: set[Any] = set()  # by a broadcast, as a shift is
@@ -59,7 +73,7 @@ class _Search:
 
     def found(self) -> frozenset[Any]:
         """Returns what the pass finds."""
-        for eqn in self.jaxpr.eqns:
+        for eqn in self.eqns:
             self.note(eqn)
         return frozenset(self.normalised)
 
