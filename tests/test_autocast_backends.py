@@ -294,12 +294,13 @@ def stored(fun, platform, *args, ways=(BARRIER, WIDENED_BY_BITS)):
     return [found for way in ways for found in re.findall(way, text)]
 
 
+GAIN = np.linspace(1, 2, 8, dtype=np.float32)
 KERNEL, BIAS, PHOTOS = normal(3, 3, 4, 8), normal(8), normal(16, 8, 8, 4, seed=3)
 
 
 def test_cotangents_beside_statistics_are_stored_low():
     def loss(norm):
-        return lambda w, b, x: jnp.sum(images(w, b, x, lambda y: jnp.tanh(norm(y))) ** 2)
+        return lambda w, b, x: jnp.sum(images(w, b, x, lambda y: lax.logistic(norm(y))) ** 2)
 
     def over_places(y):
         return normalised(y, (2, 4))
@@ -320,13 +321,38 @@ def test_cotangents_beside_statistics_are_stored_low():
 )
 def test_no_barrier_parts_a_norms_sums_from_a_bfloat16_cotangent(policy, way):
     def loss(w, b, x):
-        return jnp.sum(images(w, b, x, lambda y: jnp.tanh(normalised(y, (2, 4)))) ** 2)
+        return jnp.sum(images(w, b, x, lambda y: lax.logistic(normalised(y, (2, 4)))) ** 2)
 
     fun = jax.grad(autocast(loss, policy), (0, 1))
     kind = f"16x8x8x8x{HALVES[policy]}"
     for each in (WIDENED_BY_BITS, BARRIER):
         found = stored(fun, "cuda", KERNEL, BIAS, PHOTOS, ways=(each,))
         assert found.count(kind) == (each == way)
+
+
+def of_rows(y):
+    y = y - jnp.mean(y, -1, keepdims=True)
+    return y * lax.rsqrt(jnp.mean(y**2, -1, keepdims=True) + 1e-5) * GAIN
+
+
+@pytest.mark.parametrize(
+    ("activation", "count"), [(jax.nn.silu, 1), (lax.erfc, 1), (jax.nn.relu, 0)]
+)
+def test_the_cotangent_between_a_norm_of_rows_and_an_activation_is_stored_low(activation, count):
+    def loss(w, b, x):
+        return jnp.sum(images(w, b, x, lambda y: activation(of_rows(y))) ** 2)
+
+    fun = jax.grad(autocast(loss, "bf16-mixed"), (0, 1))
+    found = stored(fun, "cuda", KERNEL, BIAS, PHOTOS, ways=(WIDENED_BY_BITS,))
+    assert found.count("16x8x8x8xbf16") == count
+
+
+def test_a_softmax_of_rows_is_no_norm_whose_cotangent_is_stored():
+    def loss(w, b, x):
+        return jnp.sum(images(w, b, x, lambda y: jnp.exp(y - jnp.max(y, -1, keepdims=True))) ** 2)
+
+    fun = jax.grad(autocast(loss, "bf16-mixed"), (0, 1))
+    assert stored(fun, "cuda", KERNEL, BIAS, PHOTOS, ways=(WIDENED_BY_BITS,)) == []
 
 
 def test_a_tpu_rounds_the_cotangent_that_a_norm_sums_and_reads_again():
@@ -377,12 +403,12 @@ def test_a_gpu_adds_to_a_convolution_in_its_dtype(policy):
 def test_cotangents_that_are_summed_in_unlike_shapes_are_stored_low():
     def loss(w, b, t, x):
         y = images(w, b, x, lambda y: y + t[:, None, None, :])
-        return jnp.sum(jnp.tanh(normalised(y, (2, 4))) ** 2)
+        return jnp.sum(lax.logistic(normalised(y, (2, 4))) ** 2)
 
     times = normal(16, 8, seed=5)
     fun = jax.grad(autocast(loss, "bf16-mixed"), (0, 1, 2))
     found = stored(fun, "cuda", KERNEL, BIAS, times, PHOTOS)
-    # The sum, the cotangent of what tanh reads, and that of the times before it is summed.
+    # The sum, the cotangent of what it bends, and that of the times before it is summed.
     assert found.count("16x8x8x8xbf16") == 2
     assert "16x8xbf16" not in found
     wanted = jax.grad(loss, (0, 1, 2))(KERNEL, BIAS, times, PHOTOS)
@@ -412,13 +438,13 @@ def test_what_a_norm_reads_of_two_convolutions_is_joined_as_it_is_stored():
     def loss(w, b, x):
         skipped = images(w, b, x, lambda y: y)[..., :4]
         y = images(w, b, x, lambda y: jnp.concatenate([y, skipped], axis=-1))
-        return jnp.sum(jnp.tanh(normalised(y, (2, 6))) ** 2)
+        return jnp.sum(lax.logistic(normalised(y, (2, 6))) ** 2)
 
     fun = autocast(loss, "bf16-mixed")
     text = str(jax.make_jaxpr(fun)(KERNEL, BIAS, PHOTOS))
     assert "bf16[16,8,8,12] = concatenate" in text
     cotangents = stored(jax.grad(fun), "cuda", KERNEL, BIAS, PHOTOS)
-    assert cotangents.count("16x8x8x12xbf16") == 2  # of what is joined, and of what tanh reads
+    assert cotangents.count("16x8x8x12xbf16") == 2  # of what is joined, and of what is bent
 
 
 def test_the_image_gradient_of_a_pointwise_kernel_is_a_convolution_on_a_gpu():

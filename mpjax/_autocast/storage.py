@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax import _compat
-from mpjax._autocast import exact, linear, structure, traits
+from mpjax._autocast import exact, linear, norms, structure, traits
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.centred import Centred
 from mpjax._autocast.hints import hint
@@ -139,12 +139,13 @@ def activated(eqns: Sequence[Any]) -> dict[Any, bool]:
     An activation may be written out, as a GELU is: its operations are a function of one value.
     """
     largest = _largest(eqns)
-    affine = {v for v, made in Centred(eqns).found.items() if len(made.steps) > 1}
+    of_norms = norms.results(eqns)
+    affine = of_norms.union(v for v, made in Centred(eqns).found.items() if len(made.steps) > 1)
     origins: dict[Any, Any] = {}  # the one value that another is a function of
     made = {v for eqn in eqns for v in eqn.outvars}
     read = {v for eqn in eqns for v in eqn.invars if not _compat.is_literal(v)} - made
     is_joined = sum(size(v.aval.shape) == largest for v in read) > 1
-    normalised: set[Any] = set()
+    normalised = set(of_norms)
     found: dict[Any, bool] = {}
     for eqn in eqns:
         operands = _compat.variables(eqn)
@@ -156,7 +157,7 @@ def activated(eqns: Sequence[Any]) -> dict[Any, bool]:
         elif _is_dear(eqn):
             found |= dict.fromkeys(of & affine, True)
         if eqn.primitive.name in traits.PERMUTES:
-            affine.update(eqn.outvars if affine & of else ())
+            affine = affine.union(eqn.outvars if affine & of else ())
         elif len(of) == 1 and large == set(operands):
             origins.update(dict.fromkeys(eqn.outvars, *of))
         if ends_a_kernel(eqn) or any(v in normalised for v in operands):
