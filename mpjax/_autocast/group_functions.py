@@ -15,7 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax._autocast import centred, groups, held, moves, picks, recompute, scopes, storage, traits
+from mpjax._autocast import (
+    centred,
+    curves,
+    groups,
+    held,
+    moves,
+    picks,
+    recompute,
+    scopes,
+    storage,
+    traits,
+)
 from mpjax._autocast.binding import bind, inside, written_at
 from mpjax._autocast.plan import Plan
 from mpjax._autocast.recompute import Apart, recomputed
@@ -113,6 +124,7 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
     in_parts = moves.read_in_parts(eqns, {v for v, *_ in step.outputs})
     centres = centred.centred(eqns)
     picked_from = picks.picked_from(eqns)
+    bent = _curves(plan, step, eqns, {*in_parts, *picked_from})
 
     def fun(*arrays: Any) -> list[Any]:
         given = dict(zip(step.inputs, arrays, strict=True))
@@ -128,6 +140,10 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
                 return bind(eqn, [part(a, v.aval.shape, cut) for a in eqn.invars])[0]
 
         for eqn in eqns:
+            if (first := eqn.outvars[0]) in bent:
+                if (curve := bent[first]) is not None:
+                    local[curve.result] = curve.run(given, local, around)
+                continue
             variables = _compat.variables(eqn)
             local.update({v: _widened(v, local[v]) for v in variables if v not in unwidened})
             with written_at(eqn, around):
@@ -147,6 +163,16 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
         return _outputs(plan, step, local)
 
     return fun
+
+
+def _curves(
+    plan: Plan, step: groups.Step, eqns: Sequence[Any], others: set[Any]
+) -> dict[Any, curves.Curve | None]:
+    """Returns the curves of a group; in a loop none, whose backward pass is another loop."""
+    if not step.checkpoint or plan.settings.in_loop:
+        return {}
+    outputs = [v for v, *_ in step.outputs]
+    return curves.curves(eqns, step.inputs, outputs, others | step.several | step.convolved)
 
 
 def _marked(plan: Plan, step: groups.Step, eqn: Any, values: Sequence[Any]) -> list[Any]:

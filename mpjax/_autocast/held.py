@@ -7,10 +7,13 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+
+from mpjax import _compat
 
 from .hints import hint
 from .identity import GPUS, batched, converted, identity_primitive, lower_on, repeated
@@ -49,6 +52,31 @@ _rows_apart_p = identity_primitive("rows_apart", dict.fromkeys(GPUS, lax.optimiz
 def rows_apart(x: jax.Array) -> jax.Array:
     """Returns a value that XLA:GPU takes for another than `x`, and nothing else does."""
     return _rows_apart_p.bind(x)
+
+
+_on_gpus_p = Primitive("on_gpus")
+_on_gpus_p.def_impl(lambda x, other: x)
+_on_gpus_p.def_abstract_eval(lambda x, other: x.update(weak_type=False))
+mlir.register_lowering(_on_gpus_p, lambda ctx, x, other: [x])
+lower_on(_on_gpus_p, dict.fromkeys(GPUS, lambda x, other: other))
+ad.primitive_jvps[_on_gpus_p] = lambda both, tangents: (on_gpus(*both), tangents[0])
+
+
+def on_gpus(x: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns `x`; a GPU takes `other` for it, which is the same value."""
+    return _on_gpus_p.bind(x, other)
+
+
+def _on_gpus_batch(both: Any, dims: Any) -> Any:
+    count = _compat.batch_size(both, dims)
+    in_front = (
+        jnp.moveaxis(x, d, 0) if _compat.is_batched(d) else jnp.broadcast_to(x, (count, *x.shape))
+        for x, d in zip(both, dims, strict=True)
+    )
+    return on_gpus(*in_front), 0
+
+
+batching.primitive_batchers[_on_gpus_p] = _on_gpus_batch
 
 
 # -- values whose cotangents are stored low, as several kernels read them ------------------------

@@ -47,6 +47,7 @@ spread_scales         | gpu      | in int8 gated .83, vit .86, transformer .91; 
 multiplied_alone      | gpu      | in float8 llama .90, gemma .92, vit .93; temporaries llama .89
 pooled                | gpu      | vgg .67, resnet50 .95; temporaries vgg .82, resnet50 1.01
 kept_apart            | all      | vit .94, gated .94; temporaries vit .76, gemma .81
+curves_apart          | gpu      | pixelcnn .90, wavenet .91, dit .94; temporaries dit .90
 smaller_first         | gpu      | temporaries graph .92, wavenet .94, resnet50 .94; its bytes 1.02
 rows_apart            | gpu      | bert .98, transformer .98, vit .99; of size full .97, .96, .98
 """
