@@ -9,8 +9,11 @@ figures of `TUNING`; those of `JUDGES` tell whether they hold elsewhere.
 from collections.abc import Callable
 
 from ._bert import bert
+from ._conformer import conformer
+from ._critic import critic
 from ._ddpm import ddpm
 from ._densenet import densenet
+from ._dit import dit
 from ._efficientnet import efficientnet
 from ._gated import gated
 from ._gemma import gemma
@@ -21,6 +24,7 @@ from ._lstm import lstm
 from ._mamba import mamba
 from ._mlp import mlp
 from ._network import Loss, Network, cross_entropy, full
+from ._pixelcnn import pixelcnn
 from ._resnet import resnet50
 from ._transformer import scanned_transformer, short_transformer, transformer
 from ._unet import unet
@@ -42,6 +46,8 @@ TUNING: dict[str, Callable[[str], Network]] = {
     "efficientnet": efficientnet,
     "graph": graph,
     "careful_graph": careful_graph,
+    "conformer": conformer,
+    "critic": critic,
 }
 JUDGES: dict[str, Callable[[str], Network]] = {
     "gemma": gemma,
@@ -54,6 +60,8 @@ JUDGES: dict[str, Callable[[str], Network]] = {
     "vgg": vgg,
     "densenet": densenet,
     "ddpm": ddpm,
+    "pixelcnn": pixelcnn,
+    "dit": dit,
 }
 NETWORKS = TUNING | JUDGES
 SIZES = ("tiny", "small", "medium", "full")
