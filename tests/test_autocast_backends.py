@@ -347,6 +347,22 @@ def test_the_cotangent_between_a_norm_of_rows_and_an_activation_is_stored_low(ac
     assert found.count("16x8x8x8xbf16") == count
 
 
+def test_a_bias_behind_such_a_norm_is_summed_by_the_kernel_that_makes_its_cotangent():
+    w, b, x = normal(32, 8), normal(8), normal(256, 32, seed=3)
+
+    def loss(w, b, x, activation):
+        return jnp.sum(activation(x @ w + b) @ jnp.ones((8, 8)))
+
+    def barriers(activation):
+        fun = autocast(lambda *args: loss(*args, activation), "bf16-mixed")
+        with hints.without("curves_apart"):
+            return stored(jax.grad(fun, (0, 1)), "cuda", w, b, x, ways=(BARRIER,))
+
+    alone = barriers(jax.nn.silu).count("256x8xbf16")
+    assert barriers(lambda y: jax.nn.silu(of_rows(y))).count("256x8xbf16") == alone - 1
+    assert barriers(of_rows).count("256x8xbf16") == alone
+
+
 def test_a_softmax_of_rows_is_no_norm_whose_cotangent_is_stored():
     def loss(w, b, x):
         return jnp.sum(images(w, b, x, lambda y: jnp.exp(y - jnp.max(y, -1, keepdims=True))) ** 2)

@@ -86,7 +86,7 @@ _low_once_p = Primitive("cotangent_stored_low")
 
 
 @hint("stored_cotangent", lambda x, _, **__: x)
-def stored_cotangent(x: jax.Array, dtype: Any, *, apart: bool) -> jax.Array:
+def stored_cotangent(x: jax.Array, dtype: Any, *, apart: bool | None) -> jax.Array:
     """Returns a float32 value whose cotangent is read more than once.
 
     On a GPU and a TPU all read it as it is stored; else XLA would store it in float32.
@@ -96,7 +96,8 @@ def stored_cotangent(x: jax.Array, dtype: Any, *, apart: bool) -> jax.Array:
       dtype: what it is stored in.
       apart: whether a kernel stores it that nothing else is fused into. That of a biased product
         is stored in any case, as the product's operand; that of a normalised value, which is
-        summed and then read again, may be summed by the kernel that makes it.
+        summed and then read again, may be summed by the kernel that makes it. None: a TPU alone
+        stores it so.
     """
     return _cotangent_p.bind(x, dtype=dtype, apart=apart)
 
@@ -109,18 +110,20 @@ def summed(x: jax.Array, dtype: Any) -> jax.Array:
     return _summed_p.bind(x, dtype=dtype)
 
 
-def _low_once(x: jax.Array, *, dtype: Any, apart: bool) -> jax.Array:
+def _low_once(x: jax.Array, *, dtype: Any, apart: bool | None) -> jax.Array:
     """XLA:GPU cancels a rounding against a widening: not behind a barrier, nor one by bits.
 
     The upper half of a float32 number is a bfloat16 number; float16 has no such shift.
     """
+    if apart is None:
+        return x
     if not apart and dtype == jax.numpy.bfloat16 and x.dtype == FLOAT32:
         bits = lax.bitcast_convert_type(x.astype(dtype), np.uint16).astype(np.uint32)
         return lax.bitcast_convert_type(bits << np.uint32(16), FLOAT32)
     return lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
 
 
-def _low_on_tpu(x: jax.Array, *, dtype: Any, apart: bool) -> jax.Array:
+def _low_on_tpu(x: jax.Array, *, dtype: Any, apart: bool | None) -> jax.Array:
     """XLA:TPU keeps the rounding; a barrier would also part the sums from what they are of."""
     del apart
     return x.astype(dtype).astype(x.dtype)
