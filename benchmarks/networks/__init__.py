@@ -48,6 +48,7 @@ TUNING: dict[str, Callable[[str], Network]] = {
     "careful_graph": careful_graph,
     "conformer": conformer,
     "critic": critic,
+    "pixelcnn": pixelcnn,
 }
 JUDGES: dict[str, Callable[[str], Network]] = {
     "gemma": gemma,
@@ -60,7 +61,6 @@ JUDGES: dict[str, Callable[[str], Network]] = {
     "vgg": vgg,
     "densenet": densenet,
     "ddpm": ddpm,
-    "pixelcnn": pixelcnn,
     "dit": dit,
 }
 NETWORKS = TUNING | JUDGES
