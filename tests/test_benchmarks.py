@@ -10,7 +10,7 @@ import pytest
 from _hlo_text import LOOP, parsed
 
 import mpjax
-from benchmarks.measure import compiled, hbm, jaxprs, machine, prefetches, slices, targets
+from benchmarks.measure import compiled, hbm, jaxprs, machine, prefetches, slices, tables, targets
 from benchmarks.measure.store import Store
 from benchmarks.networks import NETWORKS
 
@@ -202,6 +202,15 @@ def test_a_later_run_renews_its_rows_and_keeps_the_rest(tmp_path: pathlib.Path) 
     assert [run["command"] for _, run in store.used_runs()] == ["run 1.0", "run 2.0"]
     store.drop("errors", "cpu", "bf16", "tiny", "mlp")
     assert [row["network"] for row in store.part("errors")] == ["lstm"]
+
+
+def test_errors_are_paired_over_the_seeds_that_both_rows_have(tmp_path: pathlib.Path) -> None:
+    store = Store.read(tmp_path / "found.json")
+    store.begin(command="a run that renewed one row with more seeds")
+    store.put("errors", "cpu", "bf16", "tiny", "mlp", "hand-cast", errors=[1.0, 2.0, 99.0])
+    store.put("errors", "cpu", "bf16", "tiny", "mlp", "autocast", errors=[2.0, 4.0])
+    (table,) = tables.grids(store)
+    assert "| mlp | autocast | 3.00e+00 | 2.000 ± 0.000 |" in table.markdown()
 
 
 def run(*arguments: str, command: str = "autocast") -> subprocess.CompletedProcess[str]:

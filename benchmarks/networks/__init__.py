@@ -22,6 +22,7 @@ from ._gru import gru
 from ._llama import llama
 from ._lstm import lstm
 from ._mamba import mamba
+from ._messages import messages
 from ._mlp import mlp
 from ._network import Loss, Network, cross_entropy, full
 from ._pixelcnn import pixelcnn
@@ -62,6 +63,7 @@ JUDGES: dict[str, Callable[[str], Network]] = {
     "densenet": densenet,
     "ddpm": ddpm,
     "dit": dit,
+    "messages": messages,
 }
 NETWORKS = TUNING | JUDGES
 SIZES = ("tiny", "small", "medium", "full")
