@@ -241,3 +241,25 @@ def test_values_and_derivatives_of_every_order_are_as_exact_as_without(fun, plat
         before = errors()
     assert (before < 0.1).all()
     np.testing.assert_allclose(errors(), before, rtol=0.02)
+
+
+@jax.custom_vjp
+def thrice(x):
+    """`tanh`, with a rule of its author's: three times its derivative."""
+    return jnp.tanh(x)
+
+
+thrice.defvjp(lambda x: (jnp.tanh(x), jnp.tanh(x)), lambda y, ct: (3 * ct * (1 - y * y),))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("fun", [normed(thrice), gated(thrice, same)])
+def test_a_rule_of_the_authors_is_kept(fun, platform):
+    def grads(fun):
+        return jax.grad(lambda *args: jnp.sum(fun(*args) ** 2), (0, 1, 2))
+
+    assert len(found(fun)) == 1
+    low = grads(autocast(fun, "bf16-mixed"))
+    got = jax.jit(lowered_for(platform, lambda args: low(*args), ARGS))(ARGS)
+    for a, b in zip(got, grads(fun)(*ARGS), strict=True):
+        assert float(jnp.linalg.norm(a - b)) < 2.0**-6 * float(jnp.linalg.norm(b))
