@@ -1,12 +1,12 @@
 """Activations whose derivative a GPU takes at inputs that it takes for others."""
 
-import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _directions import check_as_exact_without
 from jax import lax
 from test_autocast_plans import Planned
 
@@ -197,50 +197,12 @@ def test_elsewhere_than_on_a_gpu_nothing_is_computed_twice(platform):
     assert curves_computed(platform) == without + (platform == "cuda")
 
 
-def directions(fun, *args):
-    along = tuple(jnp.cos(a) for a in args)
-
-    def scalar(*args):
-        return jnp.sum(fun(*args) ** 2)
-
-    grad = jax.grad(scalar, (0, 1, 2))
-    return {
-        "value": fun(*args),
-        "gradient": grad(*args),
-        "tangent": jax.jvp(fun, args, along)[1],
-        "forward over reverse": jax.jvp(grad, args, along)[1],
-        "reverse over reverse": jax.grad(lambda *a: jnp.sum(jnp.square(grad(*a)[1])))(*args),
-        "of examples": jax.vmap(grad, (0, None, 0))(
-            *(x if i == 1 else jnp.stack([x, 2 * x]) for i, x in enumerate(args))
-        ),
-        "of weights": jax.vmap(grad, (None, 1, None), out_axes=1)(
-            args[0], jnp.stack([args[1], 2 * args[1]], 1), args[2]
-        ),
-        "rematerialised": jax.grad(jax.checkpoint(scalar), (0, 1, 2))(*args),
-    }
-
-
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     "fun", [normed(exact_gelu), normed(jnp.tanh, over_groups), gated(jnp.tanh, jax.nn.sigmoid)]
 )
 def test_values_and_derivatives_of_every_order_are_as_exact_as_without(fun, platform):
-    exact = jax.jit(functools.partial(directions, fun))(*ARGS)
-
-    def errors():
-        jax.clear_caches()
-        low = functools.partial(directions, autocast(fun, "bf16-mixed"))
-        if platform == "cpu":
-            got = jax.jit(low)(*ARGS)
-        else:
-            got = jax.jit(lowered_for(platform, lambda args: low(*args), ARGS))(ARGS)
-        off = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), got, exact)
-        return np.array(jax.tree.leaves(off))
-
-    with hints.without("curves_apart"):
-        before = errors()
-    assert (before < 0.1).all()
-    np.testing.assert_allclose(errors(), before, rtol=0.02)
+    check_as_exact_without("curves_apart", fun, ARGS, platform)
 
 
 @jax.custom_vjp

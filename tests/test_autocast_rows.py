@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _directions import check_as_exact_without
 from jax import lax
 from test_autocast_plans import Planned
 
-from benchmarks.measure.elsewhere import lowered_for
 from mpjax._autocast import autocast, hints
 
 SHAPES = {"q": (2, 64, 3, 16), "k": (2, 64, 3, 16), "v": (2, 64, 3, 16)}
@@ -167,40 +167,6 @@ def test_nothing_more_is_kept_for_the_backward_pass():
         assert kept() == found
 
 
-def directions(fun, *args):
-    along = tuple(jnp.cos(a) for a in args)
-
-    def scalar(*args):
-        return jnp.sum(fun(*args) ** 2)
-
-    grad = jax.grad(scalar, (0, 1, 2))
-    return {
-        "value": fun(*args),
-        "gradient": grad(*args),
-        "tangent": jax.jvp(fun, args, along)[1],
-        "forward over reverse": jax.jvp(grad, args, along)[1],
-        "of examples": jax.vmap(grad)(*(jnp.stack([a, 2 * a]) for a in args)),
-        "rematerialised": jax.grad(jax.checkpoint(scalar), (0, 1, 2))(*args),
-    }
-
-
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_values_and_derivatives_of_every_order_are_as_exact_as_without(platform):
-    exact = jax.jit(functools.partial(directions, two_layers))(*ARGS)
-
-    def errors():
-        jax.clear_caches()
-        fun = functools.partial(directions, autocast(two_layers, "bf16-mixed"))
-        if platform == "cpu":
-            found = jax.jit(fun)(*ARGS)
-        else:
-            found = jax.jit(lowered_for(platform, lambda args: fun(*args), ARGS))(ARGS)
-        off = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), found, exact)
-        return np.array(jax.tree.leaves(off))
-
-    found = errors()
-    with hints.without("rows_apart"):
-        plain = errors()
-    assert (plain > 2**-12).all()  # there is something to compare
-    # XLA:CPU leaves out other roundings where a GPU's barriers stand: those of few of many values.
-    np.testing.assert_array_less(found, 1.25 * plain)
+    check_as_exact_without("rows_apart", two_layers, ARGS, platform)

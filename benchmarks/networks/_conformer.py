@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ._attention import SelfAttention
-from ._network import Loss, Network, PyTree, cross_entropy
+from ._network import Network, PyTree, labelled
 
 _SPEECH = {"mels": 80, "kernel": 31}
 SIZES: dict[str, dict[str, int]] = {
@@ -76,20 +76,10 @@ def conformer(size: str) -> Network:
     def model(dtype: Any) -> Conformer:
         return Conformer(s["width"], s["layers"], s["kernel"], s["vocab"], dtype)
 
-    def written(dtype: Any) -> Loss:
-        def loss(params: PyTree, batch: PyTree) -> jax.Array:
-            logits = model(dtype).apply({"params": params}, batch["x"])
-            return cross_entropy(logits, batch["y"], dtype)
-
-        return loss
-
     def sample(key: jax.Array) -> PyTree:
         k1, k2 = jax.random.split(key)
         frames = s["batch"], s["time"] // SLOWER
         labels = jax.random.randint(k2, frames, 0, s["vocab"], jnp.int32)
         return {"x": jax.random.normal(k1, shape, jnp.float32), "y": labels}
 
-    def init(key: jax.Array) -> PyTree:
-        return model(jnp.float32).init(key, jnp.zeros((1, *shape[1:]), jnp.float32))["params"]
-
-    return Network("conformer", size, s, written, init, sample)
+    return labelled("conformer", size, s, model, sample)

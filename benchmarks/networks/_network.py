@@ -66,10 +66,14 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, dtype: Any) -> jax.Array
     return jnp.mean(losses)
 
 
-def language_model(
-    name: str, size: str, numbers: dict[str, Any], model: Callable[[Any], nn.Module]
+def labelled(
+    name: str,
+    size: str,
+    numbers: dict[str, Any],
+    model: Callable[[Any], nn.Module],
+    sample: Callable[[jax.Array], PyTree],
 ) -> Network:
-    """Returns a decoder, written for any dtype, with the loss of its next token."""
+    """Returns a model of `x`, written for any dtype, with a label `y` for each of its outputs."""
 
     def written(dtype: Any) -> Loss:
         def loss(params: PyTree, batch: PyTree) -> jax.Array:
@@ -78,15 +82,24 @@ def language_model(
 
         return loss
 
+    def init(key: jax.Array) -> PyTree:
+        x = jax.eval_shape(sample, key)["x"]
+        return model(jnp.float32).init(key, jnp.zeros((1, *x.shape[1:]), x.dtype))["params"]
+
+    return Network(name, size, numbers, written, init, sample)
+
+
+def language_model(
+    name: str, size: str, numbers: dict[str, Any], model: Callable[[Any], nn.Module]
+) -> Network:
+    """Returns a decoder with the loss of its next token."""
+
     def sample(key: jax.Array) -> PyTree:
         shape = (numbers["batch"], numbers["time"] + 1)
         tokens = jax.random.randint(key, shape, 0, numbers["vocab"], jnp.int32)
         return {"x": tokens[:, :-1], "y": tokens[:, 1:]}
 
-    def init(key: jax.Array) -> PyTree:
-        return model(jnp.float32).init(key, jnp.zeros((1, numbers["time"]), jnp.int32))["params"]
-
-    return Network(name, size, numbers, written, init, sample)
+    return labelled(name, size, numbers, model, sample)
 
 
 def image_classifier(

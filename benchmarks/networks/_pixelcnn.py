@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ._network import Loss, Network, PyTree, cross_entropy
+from ._network import Network, PyTree, labelled
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"batch": 2, "pixels": 8, "width": 16, "layers": 2, "levels": 8},
@@ -54,19 +54,8 @@ def pixelcnn(size: str) -> Network:
     def model(dtype: Any) -> PixelCNN:
         return PixelCNN(s["width"], s["layers"], s["levels"], dtype)
 
-    def written(dtype: Any) -> Loss:
-        def loss(params: PyTree, batch: PyTree) -> jax.Array:
-            logits = model(dtype).apply({"params": params}, batch["x"])
-            return cross_entropy(logits, batch["y"], dtype)
-
-        return loss
-
     def sample(key: jax.Array) -> PyTree:
         levels = jax.random.randint(key, shape, 0, s["levels"], jnp.int32)
         return {"x": levels[..., None].astype(jnp.float32) / (s["levels"] / 2) - 1, "y": levels}
 
-    def init(key: jax.Array) -> PyTree:
-        image = jnp.zeros((1, *shape[1:], 1), jnp.float32)
-        return model(jnp.float32).init(key, image)["params"]
-
-    return Network("pixelcnn", size, s, written, init, sample)
+    return labelled("pixelcnn", size, s, model, sample)

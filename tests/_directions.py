@@ -1,0 +1,54 @@
+"""Derivatives of every order under autocast, with a hint and without, beside those of float32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.measure.elsewhere import lowered_for
+from mpjax._autocast import autocast, hints
+
+
+def directions(fun, *args):
+    """Returns the value of a function of three arrays, and its derivatives."""
+    along = tuple(jnp.cos(a) for a in args)
+
+    def scalar(*args):
+        return jnp.sum(fun(*args) ** 2)
+
+    grad = jax.grad(scalar, (0, 1, 2))
+    return {
+        "value": fun(*args),
+        "gradient": grad(*args),
+        "tangent": jax.jvp(fun, args, along)[1],
+        "forward over reverse": jax.jvp(grad, args, along)[1],
+        "reverse over reverse": jax.grad(lambda *a: jnp.sum(jnp.square(grad(*a)[1])))(*args),
+        "of examples": jax.vmap(grad)(*(jnp.stack([a, 2 * a]) for a in args)),
+        "along other axes": jax.vmap(grad, (None, 1, None), out_axes=1)(
+            args[0], jnp.stack([args[1], 2 * args[1]], 1), args[2]
+        ),
+        "rematerialised": jax.grad(jax.checkpoint(scalar), (0, 1, 2))(*args),
+    }
+
+
+def errors(fun, args, platform):
+    """Returns how far off each of them is in bfloat16, as a platform computes it."""
+    exact = jax.jit(functools.partial(directions, fun))(*args)
+    jax.clear_caches()
+    low = functools.partial(directions, autocast(fun, "bf16-mixed"))
+    run = (lambda args: low(*args)) if platform == "cpu" else None
+    got = jax.jit(run or lowered_for(platform, lambda args: low(*args), args))(args)
+    off = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), got, exact)
+    return np.array(jax.tree.leaves(off))
+
+
+def check_as_exact_without(hint, fun, args, platform):
+    """Raises AssertionError where a hint makes a derivative less exact."""
+    found = errors(fun, args, platform)
+    with hints.without(hint):
+        plain = errors(fun, args, platform)
+    assert (plain > 2**-12).all()  # there is something to compare
+    assert (plain < 1).all()
+    # XLA:CPU leaves out other roundings where a GPU's barriers stand: those of few of many values.
+    np.testing.assert_array_less(found, 1.25 * plain)
