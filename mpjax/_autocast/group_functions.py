@@ -28,9 +28,9 @@ from mpjax._autocast import (
     traits,
 )
 from mpjax._autocast.binding import bind, inside, written_at
+from mpjax._autocast.curves import widened
 from mpjax._autocast.plan import Plan
 from mpjax._autocast.recompute import Apart, recomputed
-from mpjax._autocast.states import FLOAT32, is_float32
 
 Function = Callable[..., list[Any]]
 
@@ -135,7 +135,7 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
             if _compat.is_literal(v):
                 return v.val
             if (eqn := in_parts.get(v)) is None:
-                return _widened(v, moves.cut(given.get(v, local[v]), of, cut))
+                return widened(v, moves.cut(given.get(v, local[v]), of, cut))
             with written_at(eqn, around):
                 return bind(eqn, [part(a, v.aval.shape, cut) for a in eqn.invars])[0]
 
@@ -145,14 +145,14 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
                     local[curve.result] = curve.run(given, local, around)
                 continue
             variables = _compat.variables(eqn)
-            local.update({v: _widened(v, local[v]) for v in variables if v not in unwidened})
+            local.update({v: widened(v, local[v]) for v in variables if v not in unwidened})
             with written_at(eqn, around):
                 values = centres.run(eqn, local, step.dear)
                 operands = [] if values else _operands(plan, step, eqn, local)
                 values = values or picking.run(eqn, operands) or bind(eqn, operands)
             source = given.get(again.get(eqn.outvars[0]))
             if source is not None and source.dtype != values[0].dtype:
-                values = [moves.valued(*values, _widened(eqn.outvars[0], *bind(eqn, [source])))]
+                values = [moves.valued(*values, widened(eqn.outvars[0], *bind(eqn, [source])))]
             values = _marked(plan, step, eqn, values)
             cuts = [] if in_parts.keys().isdisjoint(variables) else moves.cuts(eqn)
             if cuts:  # a slice or a split, of one value
@@ -194,7 +194,7 @@ def _outputs(plan: Plan, step: groups.Step, local: dict[Any, Any]) -> list[Any]:
             low_form = local[var].astype(plan.states[var].dtype)
             outs.append(held.stored(low_form) if var in step.stored else low_form)
         if is_full:
-            outs.append(_widened(var, local[var]))
+            outs.append(widened(var, local[var]))
     return outs
 
 
@@ -207,7 +207,3 @@ def _operands(plan: Plan, step: groups.Step, eqn: Any, local: dict[Any, Any]) ->
             low = groups.stored_dtype(step, plan.states)
             values[i] = held.stored_cotangent(wide, low, apart=True)
     return values
-
-
-def _widened(var: Any, array: Any) -> Any:
-    return array.astype(FLOAT32) if is_float32(var) and array.dtype != FLOAT32 else array
