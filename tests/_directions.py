@@ -36,8 +36,10 @@ def errors(fun, args, platform):
     exact = jax.jit(functools.partial(directions, fun))(*args)
     jax.clear_caches()
     low = functools.partial(directions, autocast(fun, "bf16-mixed"))
-    run = (lambda args: low(*args)) if platform == "cpu" else None
-    got = jax.jit(run or lowered_for(platform, lambda args: low(*args), args))(args)
+    if platform == "cpu":
+        got = jax.jit(low)(*args)
+    else:
+        got = jax.jit(lowered_for(platform, lambda args: low(*args), args))(args)
     off = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), got, exact)
     return np.array(jax.tree.leaves(off))
 

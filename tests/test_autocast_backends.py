@@ -424,7 +424,7 @@ def test_cotangents_that_are_summed_in_unlike_shapes_are_stored_low():
     times = normal(16, 8, seed=5)
     fun = jax.grad(autocast(loss, "bf16-mixed"), (0, 1, 2))
     found = stored(fun, "cuda", KERNEL, BIAS, times, PHOTOS)
-    # The sum, the cotangent of what it bends, and that of the times before it is summed.
+    # The sum, the cotangent of what is bent, and that of the times before it is summed.
     assert found.count("16x8x8x8xbf16") == 2
     assert "16x8xbf16" not in found
     wanted = jax.grad(loss, (0, 1, 2))(KERNEL, BIAS, times, PHOTOS)

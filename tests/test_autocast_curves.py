@@ -73,7 +73,7 @@ def found(fun):
 
 @pytest.mark.parametrize("of", [norm, over_groups])
 @pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.gelu, exact_gelu, jax.nn.mish, lax.erf])
-def test_a_dear_activation_of_a_norm_is_found(activation, of):
+def test_a_costly_activation_of_a_norm_is_found(activation, of):
     (curve,) = found(normed(activation, of))
     assert [v.aval.shape for v in curve.inputs] == [(64, 64)]
     makers = {eqn.primitive.name for eqn in curve.before}
@@ -90,7 +90,7 @@ def test_a_dear_activation_of_a_norm_is_found(activation, of):
         (gated(same, jnp.tanh), 1),
     ],
 )
-def test_the_dear_halves_of_a_gate_are_found(fun, count):
+def test_the_costly_halves_of_a_gate_are_found(fun, count):
     some = found(fun)
     assert len(some) == count
     for curve in some:

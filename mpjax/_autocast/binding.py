@@ -65,7 +65,24 @@ def evaluate(
     def read(atom: Any) -> Any:
         return constant(atom.val, atom.aval) if _compat.is_literal(atom) else env[atom]
 
-    for eqn in jaxpr.eqns if equations is None else equations:
+    compute(jaxpr.eqns if equations is None else equations, env, read, run)
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def compute(
+    equations: Sequence[Any],
+    env: dict[Any, Any],
+    read: Callable[[Any], Any],
+    run: Callable[[Any, list[Any]], Sequence[Any]],
+) -> None:
+    """Adds the results of equations to what is known of variables.
+
+    Args:
+      equations: in order.
+      env: what is known.
+      read: gives what an operand is.
+      run: gives the results of an equation for its operands.
+    """
+    for eqn in equations:
         outs = run(eqn, [read(atom) for atom in eqn.invars])
         env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]

@@ -1,7 +1,7 @@
 """Nonlinear functions of one value, as activations are, differentiated at inputs taken for others.
 
-XLA:GPU finds a `tanh` dear: where two kernels would compute it, or two branches of one kernel, one
-stores it in float32 for the other. So it does between the gradients of both halves of a gate,
+XLA:GPU finds a `tanh` costly: where two kernels would compute it, or two branches of one kernel,
+one stores it in float32 for the other. So it does between the gradients of both halves of a gate,
 `tanh(a) * sigmoid(b)`, and between forward and backward pass, which the statistics of a norm tie to
 one input. Computed of inputs that XLA takes for others, what a derivative reads is another `tanh`,
 and each kernel computes its own.
@@ -17,11 +17,10 @@ import jax
 
 from mpjax import _compat
 from mpjax._autocast import fusible, held, norms, storage, traits
-from mpjax._autocast.binding import bind, written_at
+from mpjax._autocast.binding import bind, compute, written_at
 from mpjax._autocast.hints import hint
-from mpjax._autocast.states import FLOAT32, is_float32, size
+from mpjax._autocast.states import FLOAT32, SMALLER, is_float32, size
 
-_LARGE = 16  # a value is large if the largest input has less than as many times its size
 _AFFINE = traits.SCALES | traits.SHIFTS | traits.PERMUTES | traits.CUTS | traits.REPEATS
 _MOVES = traits.PERMUTES | traits.CUTS | traits.RESIZES | traits.TURNS
 
@@ -71,12 +70,17 @@ def _differentiated_at(fun: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _evaluated(eqns: Sequence[Any], values: Mapping[Any, Any], around: int) -> Mapping[Any, Any]:
-    local = dict(values)
-    for eqn in eqns:
-        operands = [a.val if _compat.is_literal(a) else widened(a, local[a]) for a in eqn.invars]
+    env = dict(values)
+
+    def read(atom: Any) -> Any:
+        return atom.val if _compat.is_literal(atom) else widened(atom, env[atom])
+
+    def run(eqn: Any, operands: list[Any]) -> list[Any]:
         with written_at(eqn, around):
-            local.update(zip(eqn.outvars, bind(eqn, operands), strict=True))
-    return local
+            return bind(eqn, operands)
+
+    compute(eqns, env, read, run)
+    return env
 
 
 def widened(var: Any, array: Any) -> Any:
@@ -91,7 +95,7 @@ def curves(
     outputs: Collection[Any],
     others: Collection[Any] = (),
 ) -> dict[Any, Curve | None]:
-    """Returns the dear curves of a group that gate another part of their input or follow a norm.
+    """Returns the costly curves of a group that gate another part of their input or follow a norm.
 
     Args:
       eqns: the group.
@@ -118,7 +122,7 @@ class _Search:
     ) -> None:
         self.eqns, self.inputs = eqns, inputs
         self.makers = {v: eqn for eqn in eqns for v in eqn.outvars}
-        self.least = max((size(v.aval.shape) for v in inputs), default=0) // _LARGE
+        self.least = max((size(v.aval.shape) for v in inputs), default=0) // SMALLER
         self.by_origin: dict[Any, Curve] = {}
         self.origins: dict[Any, Any] = {}
         for eqn in eqns:
@@ -150,19 +154,19 @@ class _Search:
         of_norms = norms.results(self.eqns)
         gates = self.gates()
         for curve in self.results.values():
-            is_tied = curve.of in of_norms and _is_dear(curve)
+            is_tied = curve.of in of_norms and _is_costly(curve)
             if not is_tied and curve.result not in gates:
                 continue
             if self.begins(curve) and (is_tied or _is_cut(curve)):
                 yield curve
 
     def gates(self) -> set[Any]:
-        """Returns the factors of products of two large values, one of them a dear curve's."""
+        """Returns the factors of products of two large values, one of them a costly curve's."""
         found: set[Any] = set()
         for eqn in self.eqns:
             factors = {v for v in _compat.variables(eqn) if self.is_large(v)}
             curves = [self.results[v] for v in factors if v in self.results]
-            if eqn.primitive.name == "mul" and len(factors) == 2 and any(map(_is_dear, curves)):
+            if eqn.primitive.name == "mul" and len(factors) == 2 and any(map(_is_costly, curves)):
                 found |= factors
         return found
 
@@ -206,9 +210,9 @@ def _is_cut(curve: Curve) -> bool:
     return any(eqn.primitive.name in traits.CUTS for eqn in curve.before)
 
 
-def _is_dear(curve: Curve) -> bool:
+def _is_costly(curve: Curve) -> bool:
     return any(
-        eqn.primitive.name in traits.DEAR
-        or (fusible.is_fusible_function(eqn) and traits.DEAR & fusible.operations(eqn))
+        eqn.primitive.name in traits.COSTLY
+        or (fusible.is_fusible_function(eqn) and traits.COSTLY & fusible.operations(eqn))
         for eqn in curve.eqns
     )

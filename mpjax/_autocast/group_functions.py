@@ -181,8 +181,9 @@ def _marked(plan: Plan, step: groups.Step, eqn: Any, values: Sequence[Any]) -> l
     if var in step.convolved:
         first = held.summed(first, plan.states[var].dtype)
     if low := groups.low_cotangent(eqn, step, plan.states):
-        # Behind a norm a bias is summed with scales and shifts, by the kernel that makes this.
-        apart = False if var in step.several else None if step.several else True
+        apart: bool | None = var not in step.several
+        if apart and step.several:
+            apart = None  # behind a norm: its kernel sums the bias with its scales and shifts
         first = held.stored_cotangent(first, low, apart=apart)
     return [first, *others]
 

@@ -7,7 +7,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
@@ -16,7 +15,7 @@ from jax.interpreters import ad, batching, mlir
 from mpjax import _compat
 
 from .hints import hint
-from .identity import GPUS, batched, converted, identity_primitive, lower_on, repeated
+from .identity import GPUS, batched, converted, identity_primitive, in_front, lower_on, repeated
 
 FLOAT32 = np.dtype("float32")
 
@@ -68,12 +67,8 @@ def on_gpus(x: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def _on_gpus_batch(both: Any, dims: Any) -> Any:
-    count = _compat.batch_size(both, dims)
-    in_front = (
-        jnp.moveaxis(x, d, 0) if _compat.is_batched(d) else jnp.broadcast_to(x, (count, *x.shape))
-        for x, d in zip(both, dims, strict=True)
-    )
-    return on_gpus(*in_front), 0
+    size = _compat.batch_size(both, dims)
+    return on_gpus(*(in_front(x, d, size) for x, d in zip(both, dims, strict=True))), 0
 
 
 batching.primitive_batchers[_on_gpus_p] = _on_gpus_batch

@@ -8,8 +8,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+
+from mpjax import _compat
 
 GPUS = ("cuda", "rocm")
 
@@ -36,6 +39,13 @@ def lower_on(primitive: Primitive, platforms: dict[str, Callable[..., Any]]) -> 
 def batched(primitive: Primitive, args: Any, dims: Any, **params: Any) -> Any:
     """Binds a primitive that works on each element as it does on one example's."""
     return primitive.bind(*args, **params), dims[0]
+
+
+def in_front(x: Any, dim: Any, size: int) -> Any:
+    """Returns an argument of a batching rule with its batch in front; one without is repeated."""
+    if _compat.is_batched(dim):
+        return jnp.moveaxis(x, dim, 0)
+    return jnp.broadcast_to(x, (size, *x.shape))
 
 
 def repeated(operation: Any, operands: Any, element: Any) -> Any:

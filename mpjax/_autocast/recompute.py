@@ -18,9 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from mpjax import _compat
 from mpjax._autocast import held, traits
 from mpjax._autocast.hints import hint
-from mpjax._autocast.states import size
-
-_SMALLER = 16  # a statistic is kept if it is this many times smaller than the largest input
+from mpjax._autocast.states import SMALLER, size
 
 Function = Callable[..., list[Any]]
 Apart = Callable[[Sequence[Any]], list[Any]]
@@ -38,7 +36,7 @@ def recomputed(fun: Function, inputs: Sequence[Any], *, apart: Apart | None) -> 
         once, and store it after all, in float32. In a loop it does not: the backward pass is
         another loop.
     """
-    limit = max(size(x.shape) for x in inputs) // _SMALLER
+    limit = max(size(x.shape) for x in inputs) // SMALLER  # statistics up to this are kept
     again = jax.checkpoint(fun, prevent_cse=False, policy=_keeps_small(limit))
     return _apart(fun, again, apart) if apart else again
 

@@ -62,6 +62,8 @@ KEPT = State(Kind.WIDE, kept=True)
 WIDE_PURE = State(Kind.WIDE, pure=True)
 KEPT_PURE = State(Kind.WIDE, pure=True, kept=True)
 UNKNOWN_CONSTANT = State(Kind.CONSTANT)
+SMALLER = 16
+"""A value is small beside one that has this many times its size, or more."""
 _MAX_VALUES = 8
 _SYMBOLIC = 1024  # what a dimension counts for that `jax.export` leaves open
 

@@ -19,12 +19,11 @@ from mpjax._autocast import exact, linear, norms, structure, traits
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.centred import Centred
 from mpjax._autocast.hints import hint
-from mpjax._autocast.states import Kind, State, copies, size
+from mpjax._autocast.states import SMALLER, Kind, State, copies, size
 from mpjax._op_rules import OP_RULES, OpClass, only_moves
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 CONVOLUTION = "conv_general_dilated"
-_MUCH = 16  # a value is large if the group's largest has less than as many times its size
 _NOTHING: frozenset[Any] = frozenset()
 
 
@@ -253,7 +252,7 @@ def worth_keeping_apart(eqns: Sequence[Any]) -> bool:
     """
     if any(map(takes_a_statistic, eqns)):
         return False
-    large = [eqn for eqn in eqns if size(eqn.outvars[0].aval.shape) * _MUCH > _largest(eqns)]
+    large = [eqn for eqn in eqns if size(eqn.outvars[0].aval.shape) * SMALLER > _largest(eqns)]
     others = [eqn for eqn in large if eqn.primitive.name not in traits.SCALES]
     return not all(linear.keeps_a_mask_at_most(eqn, {}) for eqn in others)
 

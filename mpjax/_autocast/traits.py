@@ -19,15 +19,15 @@ select_n                                | fusible alone steps chooses accumulate
 floor ceil round                        | fusible linear
 convert_element_type                    | fusible linear hands_on of_totals
 sqrt square integer_pow                 | fusible of_totals
-tanh                                    | fusible alone bends bounds dear parts
+tanh                                    | fusible alone bends bounds costly parts
 logistic                                | fusible bends bounds
-erf                                     | fusible bends bounds dear
+erf                                     | fusible bends bounds costly
 exp exp2 expm1                          | fusible absolute
 pow                                     | fusible
 log log2 log1p rsqrt cbrt               | fusible
 sin cos tan sinh cosh                   | fusible absolute
 asin acos atan atan2 asinh acosh atanh  | fusible
-erfc                                    | fusible dear
+erfc                                    | fusible costly
 erf_inv one_minus_square sign           | fusible
 eq ne lt le gt ge                       | fusible chooses linear looks
 eq_to lt_to le_to is_finite             | fusible chooses linear looks
@@ -82,7 +82,7 @@ ALONE = _having("alone")
 Not `logistic`: some backends make 1 / (1 + exp(-x)) of it, each step rounded.
 """
 
-DEAR = _having("dear")
+COSTLY = _having("costly")
 """XLA:GPU stores its result in float32 for a second kernel rather than compute it there."""
 
 NATIVE = _having("native")

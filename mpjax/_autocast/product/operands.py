@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
 from mpjax import _compat
+from mpjax._autocast.identity import in_front
 
 
 class Operand(NamedTuple):
@@ -61,13 +60,7 @@ def batched_together(
         return args, dims
     size = _compat.batch_size(args, dims)
     for i in alike:
-        args[i], dims[i] = _in_front(args[i], dims[i], size), 0
+        args[i], dims[i] = in_front(args[i], dims[i], size), 0
     for i in scale:  # one that all examples share is still one
-        args[i], dims[i] = _in_front(args[i], dims[i], 1), 0
+        args[i], dims[i] = in_front(args[i], dims[i], 1), 0
     return args, dims
-
-
-def _in_front(x: Any, dim: Any, size: int) -> Any:
-    if _compat.is_batched(dim):
-        return jnp.moveaxis(x, dim, 0)
-    return jnp.broadcast_to(x, (size, *x.shape))
