@@ -1,12 +1,13 @@
 """A network on graphs, as for meshes: edges read both their nodes, nodes add up their edges."""
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ._network import Network, full
+from ._network import Loss, Network, PyTree, full
 
 SIZES = {
     "tiny": {"nodes": 24, "edges": 96, "features": 6, "width": 16, "layers": 2},
@@ -58,6 +59,28 @@ class Graph(nn.Module):
         return nn.Dense(1, dtype=self.dtype)(nodes)[:, 0]
 
 
+def of_nodes(
+    name: str,
+    size: str,
+    numbers: dict[str, int],
+    model: Callable[[Any], nn.Module],
+    sample: Callable[[jax.Array], PyTree],
+) -> Network:
+    """Returns a model of a graph that finds a number `y` for each node."""
+
+    def written(dtype: Any) -> Loss:
+        def loss(params: PyTree, batch: PyTree) -> jax.Array:
+            found = model(dtype).apply({"params": params}, batch)
+            return jnp.mean((found.astype(full(dtype)) - batch["y"].astype(full(dtype))) ** 2)
+
+        return loss
+
+    def init(key: jax.Array) -> PyTree:
+        return model(jnp.float32).init(key, sample(key))["params"]
+
+    return Network(name, size, numbers, written, init, sample)
+
+
 def careful_graph(size: str) -> Network:
     """Returns the network whose hand cast adds up gathered rows' gradients in float32."""
     return graph(size, careful=True)
@@ -70,13 +93,6 @@ def graph(size: str, *, careful: bool = False) -> Network:
     def model(dtype: Any) -> Graph:
         return Graph(s["width"], s["layers"], dtype, careful)
 
-    def written(dtype: Any) -> Any:
-        def loss(params: Any, batch: Any) -> jax.Array:
-            found = model(dtype).apply({"params": params}, batch)
-            return jnp.mean((found.astype(full(dtype)) - batch["y"].astype(full(dtype))) ** 2)
-
-        return loss
-
     def sample(key: jax.Array) -> Any:
         keys = jax.random.split(key, 5)
         ends = jax.random.randint(keys[0], (2, s["edges"]), 0, s["nodes"], jnp.int32)
@@ -88,7 +104,4 @@ def graph(size: str, *, careful: bool = False) -> Network:
             "y": jax.random.normal(keys[3], (s["nodes"],), jnp.float32),
         }
 
-    def init(key: jax.Array) -> Any:
-        return model(jnp.float32).init(key, sample(key))["params"]
-
-    return Network("careful_graph" if careful else "graph", size, s, written, init, sample)
+    return of_nodes("careful_graph" if careful else "graph", size, s, model, sample)

@@ -6,8 +6,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ._graph import NormalisedMLP
-from ._network import Loss, Network, PyTree, full
+from ._graph import NormalisedMLP, of_nodes
+from ._network import Network, PyTree, full
 
 SIZES = {
     "tiny": {"nodes": 24, "edges": 96, "features": 6, "width": 16, "rounds": 2},
@@ -52,13 +52,6 @@ def messages(size: str) -> Network:
     def model(dtype: Any) -> Messages:
         return Messages(s["width"], s["rounds"], dtype)
 
-    def written(dtype: Any) -> Loss:
-        def loss(params: PyTree, batch: PyTree) -> jax.Array:
-            found = model(dtype).apply({"params": params}, batch)
-            return jnp.mean((found.astype(full(dtype)) - batch["y"].astype(full(dtype))) ** 2)
-
-        return loss
-
     def sample(key: jax.Array) -> PyTree:
         k1, k2, k3 = jax.random.split(key, 3)
         ends = jax.random.randint(k1, (2, s["edges"]), 0, s["nodes"], jnp.int32)
@@ -69,7 +62,4 @@ def messages(size: str) -> Network:
             "y": jax.random.normal(k3, (s["nodes"],), jnp.float32),
         }
 
-    def init(key: jax.Array) -> PyTree:
-        return model(jnp.float32).init(key, sample(key))["params"]
-
-    return Network("messages", size, s, written, init, sample)
+    return of_nodes("messages", size, s, model, sample)
