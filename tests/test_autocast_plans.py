@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from mpjax import get_policy
-from mpjax._autocast import api, carries, demand, states
+from mpjax._autocast import api, carries, demand, facts, reads, states
 from mpjax._autocast.plan import Action, Settings
 from mpjax._autocast.states import Kind
 from mpjax._op_rules import parse_rules
@@ -141,7 +141,7 @@ def average(new):
     [
         (lambda x, w: (x + jnp.tanh(x @ w)) @ w, states.KEPT),  # of an input, made of it
         (lambda x, w: (x + jnp.tanh(w[:4] @ w)) @ w, states.low(BF16)),  # a table of positions
-        (lambda x, w: x + jnp.tanh(w[:4] @ w), states.KEPT),  # and no product comes later
+        (lambda x, w: x + jnp.tanh(w[:4] @ w), states.WIDE),  # and no product comes later
         (lambda x, w: (x[::-1] + jnp.tanh(x @ w)) @ w, states.low(BF16)),  # rows of an input
         (lambda x, w: (x @ w + jnp.tanh(x @ w)) @ w, states.low(BF16)),  # a stream
         (lambda x, w: (x @ w + jnp.tanh(x @ w) / 32) @ w, states.KEPT),  # a small step
@@ -313,32 +313,36 @@ def test_direct_paths_stop_at_products_and_bounded_functions():
 # -- how values are read ---------------------------------------------------------------------------
 
 
-def flags(fun, *args, want=demand.OUTPUT, full=frozenset()):
+LATER = reads.LATER | reads.FORWARD
+
+
+def flags(fun, *args, want=reads.OUTPUT, full=frozenset()):
     jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
-    found = demand.of(jaxpr, (want,) * len(jaxpr.outvars), full)
+    found = demand.of(jaxpr, (want,) * len(jaxpr.outvars), demand.Demanded(full), facts.of_program(jaxpr))
     return [found.get(v, 0) for v in jaxpr.invars]
 
 
 @pytest.mark.parametrize(
     ("fun", "want"),
     [
-        (lambda x, w: x @ w, demand.PRODUCT | demand.LATER | demand.WHOLE),
-        (lambda x, w: x.T @ x, demand.PRODUCT | demand.LATER | demand.WHOLE),
-        (lambda x, w: x[:2] @ w, demand.PRODUCT | demand.LATER),  # not whole
-        (lambda x, w: jnp.tanh(x) @ w, demand.LATER),
-        (lambda x, w: x, demand.OUTPUT),
-        (lambda x, w: 2 * x + 1, demand.OUTPUT),
+        (lambda x, w: x @ w, reads.PRODUCT | LATER | reads.WHOLE),
+        (lambda x, w: x.T @ x, reads.PRODUCT | LATER | reads.WHOLE),
+        (lambda x, w: x[:2] @ w, reads.PRODUCT | LATER),  # not whole
+        (lambda x, w: jnp.tanh(x) @ w, LATER),
+        (lambda x, w: x, reads.OUTPUT),
+        (lambda x, w: 2 * x + w[0], reads.OUTPUT),
+        (lambda x, w: 2 * x + 1, reads.OUTPUT | reads.NEAR),
         (lambda x, w: jnp.tanh(x), 0),
-        (lambda x, w: jnp.exp(x), demand.ABSOLUTE),
-        (lambda x, w: jnp.sin(3 * x[:, ::-1] + w[0]), demand.ABSOLUTE),
-        (lambda x, w: lax.cumsum(x), demand.EXACT),
-        (lambda x, w: lax.cumsum(3 * x[:, ::-1]), demand.EXACT),
-        (lambda x, w: jnp.matmul(x, w, precision="highest"), demand.EXACT),
-        (lambda x, w: jnp.where(x > 0, lax.cumsum(x), 0), demand.EXACT),
-        (lambda x, w: lax.cumsum(jnp.where(w[0] > 0, x, 0)), demand.EXACT),
-        (lambda x, w: lax.cumsum(jax.nn.sigmoid(x)), 0),
-        (lambda x, w: lax.reduce_precision(x, 8, 7) @ w, demand.EXACT | demand.LATER),
-        (lambda x, w: jnp.exp(lax.cumsum(x)) @ w, demand.EXACT | demand.LATER),
+        (lambda x, w: jnp.exp(x), reads.ABSOLUTE),
+        (lambda x, w: jnp.sin(3 * x[:, ::-1] + w[0]), reads.ABSOLUTE),
+        (lambda x, w: lax.cumsum(x), reads.EXACT),
+        (lambda x, w: lax.cumsum(3 * x[:, ::-1]), reads.EXACT),
+        (lambda x, w: jnp.matmul(x, w, precision="highest"), reads.EXACT),
+        (lambda x, w: jnp.where(x > 0, lax.cumsum(x), 0), reads.EXACT),
+        (lambda x, w: lax.cumsum(jnp.where(w[0] > 0, x, 0)), reads.EXACT),
+        (lambda x, w: lax.cumsum(jax.nn.sigmoid(x)), reads.EXACT),
+        (lambda x, w: lax.reduce_precision(x, 8, 7) @ w, reads.EXACT | LATER),
+        (lambda x, w: jnp.exp(lax.cumsum(x)) @ w, reads.EXACT | LATER),
     ],
 )
 def test_reads_say_who_reads_an_input(fun, want):
@@ -350,9 +354,9 @@ def test_a_loop_asks_for_what_it_carries_in_float32_and_not_for_its_end():
         return lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=2)[0]
 
     found, weight = flags(fun, X, W)
-    assert not found & (demand.OUTPUT | demand.WHOLE)
-    assert found & demand.PRODUCT
-    assert weight & demand.WHOLE  # the same in each iteration: worth a copy outside
+    assert not found & (reads.OUTPUT | reads.WHOLE)
+    assert found & reads.PRODUCT
+    assert weight & reads.WHOLE  # the same in each iteration: worth a copy outside
 
 
 def test_what_starts_as_a_constant_is_given_back_unrounded():

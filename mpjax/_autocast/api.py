@@ -6,6 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._autocast import delayed, demand, nnx_names, parameters, quantized, scopes, stateful
+from mpjax._autocast import delayed, nnx_names, parameters, quantized, reads, same, scopes, stateful
 from mpjax._autocast import plan as planning
 from mpjax._autocast.activations import warn_of_unused
 from mpjax._autocast.decide import make_plan
@@ -235,8 +236,11 @@ def planned(
     jaxpr = traced.jaxpr
     settings = quantized.prepared(jaxpr.jaxpr, settings, paths)
     in_states = tuple(planning.initial_state(v.aval) for v in jaxpr.jaxpr.invars)
-    wants = (demand.OUTPUT,) * len(jaxpr.jaxpr.outvars)
-    return traced, make_plan(jaxpr, in_states, wants, settings)
+    wants = (reads.OUTPUT,) * len(jaxpr.jaxpr.outvars)
+    plan = make_plan(jaxpr, in_states, wants, settings)
+    if asked := same.asked(plan):
+        plan = make_plan(jaxpr, in_states, wants, replace(settings, asked=asked))
+    return traced, plan
 
 
 def _warn_unused(settings: planning.Settings, jaxpr: Any) -> None:

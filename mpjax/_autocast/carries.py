@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from mpjax import _compat
 from mpjax._autocast import structure, traits
 from mpjax._autocast.caches import by_program
-from mpjax._op_rules import OP_RULES, OpClass, only_moves
+from mpjax._autocast.contraction import is_product
+from mpjax._op_rules import only_moves
 
 Places = frozenset[int]
 _NONE: Places = frozenset()
@@ -91,14 +92,6 @@ def _through(program: Any, inputs: Sequence[Places]) -> list[Places]:
 
 def _any_of(places: Sequence[Places]) -> Places:
     return _NONE.union(*places)
-
-
-def is_product(eqn: Any) -> bool:
-    """Whether an equation adds up products of elements: what a matrix unit is for."""
-    rule = OP_RULES.get(eqn.primitive.name)
-    if rule is None or rule.op_class is not OpClass.LOWER:
-        return False
-    return eqn.primitive.name != "dot_general" or bool(eqn.params["dimension_numbers"][0][0])
 
 
 def holds_product(eqn: Any) -> bool:

@@ -12,14 +12,23 @@ from typing import Any
 
 from mpjax._autocast import states, structure
 from mpjax._autocast.carries import kept
+from mpjax._autocast.reads import (
+    ABSOLUTE,
+    AT_THE_END,
+    CARRIED,
+    FORWARD,
+    FULL,
+    LATER,
+    STACKED,
+    TESTED,
+    UNROUNDED,
+    WHOLE,
+)
 from mpjax._autocast.states import Kind, State
 
-# Flags of `demand`, which imports this file.
-_OUTPUT, _WHOLE, _FULL, _GRADIENT, _CARRIED = 2, 8, 16, 32, 64
-_EXACT, _STACKED, _ABSOLUTE = 128, 256, 512
-# What is asked of a loop's last carry, not of each.
-_AT_THE_END = _OUTPUT | _GRADIENT | _EXACT | _ABSOLUTE
 _MAX_PASSES = 8
+_NEXT_TURN = UNROUNDED | ABSOLUTE | LATER | FORWARD
+"""What the next turn of a loop asks of a carry is asked of the turn that leaves it."""
 
 
 @dataclass(slots=True)
@@ -36,19 +45,29 @@ class CallPlan:
     changed: bool
 
 
-PlanInner = Callable[[Any, tuple[State, ...], tuple[int, ...], Any], Any]
+PlanInner = Callable[[structure.Part, tuple[State, ...], tuple[int, ...], Any], Any]
+Reads = Callable[[structure.Part, tuple[int, ...]], tuple[int, ...]]
+"""How a program inside an equation reads its inputs, given how its outputs are read."""
 
 
 def plan_call(
-    eqn: Any, in_states: tuple[State, ...], wants: tuple[int, ...], settings: Any, inner: PlanInner
+    eqn: Any,
+    in_states: tuple[State, ...],
+    wants: tuple[int, ...],
+    settings: Any,
+    inner: PlanInner,
+    reads: Reads,
 ) -> CallPlan:
     """Returns the plans of the programs of one equation."""
     if eqn.primitive.name in structure.LOOPS:
+        body = structure.parts(eqn)[-1]
+        tested = stop_test(eqn, reads)
+        wants = (*carry_reads(body, wants, reads, tested), *wants[body.carries :])
         return _plan_loop(eqn, in_states, wants, settings, inner)
     if eqn.primitive.name in structure.CUSTOM:
         in_states = tuple(_traced(s) for s in in_states)
     plans = tuple(
-        inner(part.program, tuple(in_states[i] for i in part.operands), wants, settings)
+        inner(part, tuple(in_states[i] for i in part.operands), wants, settings)
         for part in structure.parts(eqn)
     )
     outs = zip(*(p.out_states for p in plans), strict=True)
@@ -67,17 +86,17 @@ def _plan_loop(
     *conditions, body = structure.parts(eqn)
     given = [in_states[i] for i in body.operands]
     entering = _initial(eqn, given[body.carried])
-    stacked = [w | _STACKED for w in wants[len(entering) :]]
+    stacked = [w | STACKED for w in wants[len(entering) :]]
 
     def step(found: tuple[State, ...]) -> Any:
         given[body.carried] = found
-        return inner(body.program, tuple(given), (*_carry_wants(found, wants), *stacked), settings)
+        return inner(body, tuple(given), (*_carry_wants(found, wants), *stacked), settings)
 
     carry, plan = _fixpoint(step, entering)
     operands = dict(enumerate(in_states)) | dict(zip(body.operands, given, strict=True))
     states_in = tuple(operands.values())
     plans = [
-        inner(part.program, tuple(states_in[i] for i in part.operands), (0,), settings)
+        inner(part, tuple(states_in[i] for i in part.operands), (TESTED,), settings)
         for part in conditions
     ]
     out_states = (*carry, *plan.out_states[len(carry) :])
@@ -103,7 +122,7 @@ def _fixpoint(
 def _carry_wants(found: Sequence[State], wants: Sequence[int]) -> tuple[int, ...]:
     """Returns how a loop's body is to give each carry: unrounded where it is float32."""
     return tuple(
-        _FULL if s.kind == Kind.WIDE else w & ~_AT_THE_END | _CARRIED
+        FULL | w & UNROUNDED if s.kind == Kind.WIDE else w | CARRIED
         for s, w in zip(found, wants, strict=False)
     )
 
@@ -136,16 +155,57 @@ def _carried(before: State, after: State) -> State:
 
 
 def operand_reads(
-    eqn: Any, outs: tuple[int, ...], inner: Callable[[Any, tuple[int, ...]], tuple[int, ...]]
+    eqn: Any,
+    outs: tuple[int, ...],
+    inner: Reads,
 ) -> list[int]:
-    """Returns how an equation with programs reads its operands, in the flags of `demand`."""
+    """Returns how an equation with programs reads its operands, in the flags of `reads`."""
     found = [0] * len(eqn.invars)
+    tested = stop_test(eqn, inner)
     for part in structure.parts(eqn):
         if part.is_condition:
             continue
-        ends = [w & ~_AT_THE_END for w in outs[: part.carries]]
-        flags = list(inner(part.program, (*ends, *outs[part.carries :])))
-        flags[part.carried] = [w & ~(_WHOLE | _AT_THE_END) for w in flags[part.carried]]
-        for i, flag in zip(part.operands, flags, strict=True):
+        for i, flag in zip(part.operands, _part_reads(part, outs, inner, tested), strict=True):
             found[i] |= flag
-    return [w & ~_WHOLE for w in found] if eqn.primitive.name in structure.CUSTOM else found
+    if tested and not any(w & TESTED for w in outs):
+        found = [w & ~TESTED for w in found]  # what is rounded before the loop is so in each turn
+    return [w & ~WHOLE for w in found] if eqn.primitive.name in structure.CUSTOM else found
+
+
+def _part_reads(
+    part: structure.Part, outs: tuple[int, ...], inner: Reads, tested: tuple[int, ...]
+) -> list[int]:
+    """How one program reads its inputs: in a loop, in any turn."""
+    ends = carry_reads(part, outs, inner, tested)
+    flags = list(inner(part, (*ends, *outs[part.carries :])))
+    flags[part.carried] = [c & ~(WHOLE | AT_THE_END) for c in flags[part.carried]]
+    return flags
+
+
+def stop_test(eqn: Any, inner: Reads) -> tuple[int, ...]:
+    """Returns the flags that the condition of a `while` sets of its carries; empty without one."""
+    for part in structure.parts(eqn):
+        if part.is_condition:
+            return tuple(w & TESTED for w in inner(part, (TESTED,))[part.carried])
+    return ()
+
+
+def carry_reads(
+    part: structure.Part, outs: tuple[int, ...], inner: Reads, tested: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Returns how the carries that a turn of a loop leaves are read: by the next turn, or behind.
+
+    Args:
+      part: the body.
+      outs: how the loop's results are read.
+      inner: how a program reads its inputs.
+      tested: what the loop's condition asks of its carries.
+    """
+    asked = tested or (0,) * part.carries
+    ends = tuple(w & ~AT_THE_END | t for w, t in zip(outs, asked, strict=False))
+    while True:
+        carried = inner(part, (*ends, *outs[part.carries :]))[part.carried]
+        more = tuple(w | c & _NEXT_TURN for w, c in zip(ends, carried, strict=True))
+        if more == ends:
+            return ends
+        ends = more

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import demand
 from mpjax._autocast import plan as planning
+from mpjax._autocast import reads
 from mpjax._autocast.decide import make_plan
 from mpjax._autocast.rule_traces import RuleTrace
 
@@ -37,7 +37,7 @@ def keeping_types(
         traced = RuleTrace(fun, args)
         jaxpr = traced.jaxpr
         in_states = tuple(planning.initial_state(v.aval) for v in jaxpr.jaxpr.invars)
-        wants = (demand.OUTPUT,) * len(jaxpr.jaxpr.outvars)
+        wants = (reads.OUTPUT | reads.NEAR,) * len(jaxpr.jaxpr.outvars)
         plan = make_plan(jaxpr, in_states, wants, settings)
         full_states = [planning.initial_state(v.aval) for v in jaxpr.jaxpr.outvars]
         return traced.rebuild(runner.run(plan, traced.arrays, out_states=full_states))

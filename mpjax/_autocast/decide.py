@@ -7,7 +7,6 @@ Decisions look both ways: forward, a value is low when a low value went into it;
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,61 +17,68 @@ import numpy as np
 from mpjax import _compat
 from mpjax._autocast import (
     carries,
+    conditioned,
+    contraction,
     control,
     demand,
+    facts,
     fusible,
     groups,
     norms,
     quantized,
+    reads,
     scopes,
     states,
     streams,
     structure,
     traits,
 )
+from mpjax._autocast.activations import is_activation
 from mpjax._autocast.caches import by_program
-from mpjax._autocast.plan import Action, Decision, Plan, Settings, initial_state
+from mpjax._autocast.plan import Action, Decision, Plan, Settings
+from mpjax._autocast.rounding import Rounding
 from mpjax._autocast.states import FLOAT32, Kind, State, is_float32
 from mpjax._op_rules import COMPARISONS, OP_RULES, PRODUCTS, OpClass, op_class
 from mpjax._policy import Policy
 
 
 def make_plan(
-    jaxpr: Any, in_states: tuple[State, ...], wants: tuple[int, ...], settings: Settings
+    jaxpr: Any,
+    in_states: tuple[State, ...],
+    wants: tuple[int, ...],
+    settings: Settings,
+    given: tuple[facts.Fact, ...] | None = None,
+    relations: streams.Relations = frozenset(),
 ) -> Plan:
     """Returns the plan of a jaxpr.
 
     Args:
       jaxpr: the program, closed or not; whoever runs the plan has to hold it.
       in_states: of its inputs.
-      wants: how each output is read outside, in the flags of `demand`.
+      wants: how each output is read outside, in the flags of `reads`.
       settings: what the user asked for.
+      given: what is known of its inputs, by default nothing.
+      relations: which of them were computed of which others.
     """
-    return _Planner(jaxpr, in_states, wants, settings).run()
+    return _Planner(jaxpr, in_states, wants, settings, given, relations).run()
 
 
 plan_inner = by_program(make_plan)
 """Memoised for programs inside others, or nested loops would cost exponentially."""
 
 
-class _Planner:
+class _Planner(Rounding):
     def __init__(
-        self, jaxpr: Any, in_states: tuple[State, ...], wants: tuple[int, ...], settings: Settings
+        self,
+        jaxpr: Any,
+        in_states: tuple[State, ...],
+        wants: tuple[int, ...],
+        settings: Settings,
+        given: tuple[facts.Fact, ...] | None,
+        relations: streams.Relations,
     ) -> None:
-        self.program = weakref.ref(jaxpr)
-        self.jaxpr = _compat.closed(jaxpr).jaxpr
-        self.settings = settings
-        self.in_states = in_states
-        self.demand = demand.of(self.jaxpr, wants, settings.held_full)
-        self.wants = wants
+        super().__init__(jaxpr, in_states, wants, settings, given, relations)
         self.products = quantized.Products(self.jaxpr, settings.policy, settings.given)
-        self.states: dict[Any, State] = dict(zip(self.jaxpr.invars, in_states, strict=True))
-        for var in self.jaxpr.constvars:
-            self.states[var] = initial_state(var.aval)
-        self.sums = streams.Sums(self.jaxpr, self.demand, self.states)
-        self.normalised = norms.results(self.jaxpr.eqns)
-        self.norms_between = norms.stored(self.jaxpr, self.normalised)
-        self.norms_multiplied = norms.multiplied(self.jaxpr, self.normalised)
         self.compared: set[Any] = set()
         self.changed = False
 
@@ -84,7 +90,7 @@ class _Planner:
         )
         self.changed |= any(s.kind == Kind.LOW for s in (*self.in_states, *out_states))
         fused = [d.action is Action.FUSED for d in decisions]
-        multiplied = frozenset(v for v, want in self.demand.items() if want & demand.PRODUCT)
+        multiplied = frozenset(v for v, want in self.demand.items() if want & reads.PRODUCT)
         steps = groups.schedule(self.jaxpr, fused, self.states, out_states, multiplied)
         low_copies = tuple(self.low_copy(v) for v in self.jaxpr.invars)
         return Plan(
@@ -96,6 +102,8 @@ class _Planner:
             decisions,
             steps,
             low_copies,
+            self.demand,
+            self.facts,
             self.changed,
         )
 
@@ -126,20 +134,6 @@ class _Planner:
             return self.as_traced(eqn, states.unknown(operands), "unknown: as traced")
         return self.decide_by_class(eqn, kind, settings)
 
-    def settings_at(self, eqn: Any) -> Settings:
-        names = scopes.of(eqn)
-        if self.settings.as_written or scopes.AS_WRITTEN not in names:
-            return self.settings
-        return _as_written(self.settings)
-
-    def low_dtype(self, eqn: Any, settings: Settings) -> Any:
-        """The compute dtype at an equation, None where that is float32."""
-        if settings.as_written:
-            return None
-        path = settings.scope + scopes.of(eqn) if not isinstance(settings.policy, Policy) else ()
-        dtype = scopes.compute_dtype(settings.policy, path)
-        return dtype if dtype.itemsize < FLOAT32.itemsize else None
-
     def decide_by_class(self, eqn: Any, kind: OpClass, settings: Settings) -> Decision:
         name = eqn.primitive.name
         rule = OP_RULES[name]
@@ -157,7 +151,7 @@ class _Planner:
             return self.decide_keep(eqn, operands, rule.reason)
         if settings.as_written or self.low_dtype(eqn, settings) is None:
             return self.fused(eqn, states.full(operands), "float32 was asked for here")
-        branches = self.with_branches(eqn, operands)
+        branches = self.with_branches(eqn, self.as_followed(eqn, operands))
         state = states.follow(branches, widest=settings.widest)
         if state.kind == Kind.LOW:
             operands = branches
@@ -166,7 +160,8 @@ class _Planner:
         if name not in traits.STEPS:
             state = states.unkept(state)
         if name in traits.ADDS:
-            state = self.sums.state(eqn, operands, state, widest=settings.widest)
+            alike = self.as_followed(eqn, operands)
+            state = self.sums.state(eqn, alike, state, widest=settings.widest)
         if state.kind == Kind.LOW:
             state = _unrounded_parts(name, operands) or state
         return self.fused(eqn, state, rule.reason)
@@ -182,22 +177,14 @@ class _Planner:
             for v, state in zip(eqn.invars, operands, strict=True)
         ]
 
-    def as_normalised(self, eqn: Any, state: State, want: int) -> State:
-        """Low, where a product comes later and nothing that rounding would hurt reads the value."""
-        spoiled = demand.OUTPUT | demand.FULL | demand.EXACT | demand.GRADIENT | demand.ABSOLUTE
-        if not want & demand.LATER or want & spoiled:
-            return state
-        return self.as_read(eqn, state, demand.PRODUCT)
-
     def reads_low(self, eqn: Any) -> bool:
         return any(self.state(v).kind == Kind.LOW for v in eqn.invars)
 
     def decide_keep(self, eqn: Any, operands: Sequence[State], reason: str) -> Decision:
         name = eqn.primitive.name
         floats = [s for v, s in zip(eqn.invars, operands, strict=True) if is_float32(v)]
-        if len(eqn.outvars) > 1 and len(floats) == len(eqn.outvars):
-            per_output: list[State] = list(floats)  # optimization_barrier and collectives
-            return self.keep(eqn, per_output, reason)
+        if len(eqn.outvars) > 1 and len(eqn.invars) == len(eqn.outvars):
+            return self.keep(eqn, operands, reason)  # optimization_barrier and collectives
         state = floats[0] if floats else states.FOREIGN
         if state == states.INPUT and demand.resizes(eqn) and name not in traits.CUTS:
             state = states.NEUTRAL  # rows of a table, or copies
@@ -224,30 +211,36 @@ class _Planner:
     def decide_product(self, eqn: Any, kind: OpClass | None, settings: Settings) -> Decision:
         want = self.demand.get(eqn.outvars[0], 0)
         low = self.low_dtype(eqn, settings)
-        how, why, low = self.products.config(eqn, settings, low, exact=bool(want & demand.EXACT))
-        reason = self.why_not_lower(eqn, kind, low)
+        how, why, low = self.products.config(eqn, settings, low, exact=bool(want & reads.EXACT))
+        reason = self.why_not_lower(eqn, kind, low) or conditioned.why_not_low(eqn, want)
         if reason:
+            self.changed |= reason in conditioned.REASONS  # it has a row, and equals others
             state = states.full([self.state(v) for v in eqn.invars])
             if settings.dot_precision is not None and demand.has_default_precision(eqn):
                 self.changed = True
             return self.as_traced(eqn, state, reason)
-        if demand.only_sums(eqn) and any(self.state(v).kind == Kind.WIDE for v in eqn.invars):
+        if contraction.only_sums(eqn) and any(self.state(v).kind == Kind.WIDE for v in eqn.invars):
             self.record(eqn, [states.full([self.state(v) for v in eqn.invars])])
             return Decision(eqn, Action.FUSED, "a sum of float32 values")
-        if demand.adds_nothing(eqn):
+        if contraction.adds_nothing(eqn):
             found = [states.unkept(self.state(v)) for v in eqn.invars]
-            state = states.follow(found, widest=settings.widest)
+            state = states.follow(self.as_followed(eqn, found), widest=settings.widest)
             self.record(eqn, [self.stored(eqn, eqn.outvars[0], state)])
-            return Decision(eqn, Action.FUSED, "contracts nothing: elementwise")
+            return Decision(eqn, Action.FUSED, "contracts nothing, or one element: elementwise")
         self.changed = True
         backward = scopes.is_transposed(eqn.source_info.name_stack)
-        seen = want & (demand.OUTPUT | demand.FULL)
-        gradient = want & demand.GRADIENT  # rounded, small steps along it would be lost
-        ruined = want & demand.EXACT
-        exact = gradient or ruined or demand.only_sums(eqn) or low == FLOAT32
-        exact = exact or (not want & demand.LATER and (seen or backward))
+        seen = want & (reads.OUTPUT | reads.FULL)
+        gradient = want & reads.GRADIENT  # rounded, small steps along it would be lost
+        ruined = want & reads.EXACT
+        exact = gradient or ruined or contraction.only_sums(eqn) or low == FLOAT32
+        exact = exact or (not want & reads.LATER and (seen or backward))
+        exact = exact or bool(want & reads.NEAR and not want & reads.FORWARD)
+        exact = exact or bool(want & reads.SAME)
         wide = states.WIDE_PURE if gradient else states.KEPT if ruined else states.WIDE
-        self.states[eqn.outvars[0]] = wide if exact else states.low(low)
+        rounded = states.low(low)
+        if eqn.outvars[0] in self.meeting:
+            rounded = states.unrounded(rounded)
+        self.states[eqn.outvars[0]] = wide if exact else rounded
         reason = why or OP_RULES[eqn.primitive.name].reason
         out = FLOAT32 if exact else low
         path = self.products.path(eqn) if how is not None else ""
@@ -273,41 +266,67 @@ class _Planner:
             return self.decide_function(eqn, settings)
         in_states = tuple(self.state(v) for v in eqn.invars)
         wants = tuple(self.demand.get(v, 0) for v in eqn.outvars)
-        inner = self.products.entering(eqn, plan_inner)
-        call = control.plan_call(eqn, in_states, wants, settings, inner)
+        reads_of = demand.Inner(eqn, self.settings.demanded, self.facts)
+        call = control.plan_call(eqn, in_states, wants, settings, self.inner(eqn), reads_of)
         self.states.update(zip(eqn.outvars, call.out_states, strict=True))
+        for v, *inside in zip(eqn.outvars, *(p.ahead for p in _bodies(eqn, call)), strict=True):
+            if any(inside):
+                self.facts[v] = replace(self.facts[v], ahead=True)
         if not call.changed:
             return Decision(eqn, Action.AS_TRACED, "nothing to lower inside")
         self.changed = True
         return Decision(eqn, Action.CALL, "planned inside", call=call)
 
+    def inner(self, eqn: Any) -> control.PlanInner:
+        """Returns what plans the programs of an equation, told what is known of their inputs."""
+        plan = self.products.entering(eqn, plan_inner)
+
+        def planned(
+            part: structure.Part,
+            in_states: tuple[State, ...],
+            wants: tuple[int, ...],
+            settings: Settings,
+        ) -> Plan:
+            given, _ = facts.entering(eqn, part, self.facts)
+            operands = [eqn.invars[place] for place in part.operands]
+            ahead = [not _compat.is_literal(v) and self.is_before_a_product(v) for v in operands]
+            told = tuple(replace(f, ahead=a) for f, a in zip(given, ahead, strict=True))
+            return plan(
+                part.program, in_states, wants, settings, told, self.sums.relations(operands)
+            )
+
+        return planned
+
     def decide_function(self, eqn: Any, settings: Settings) -> Decision:
-        """A small function without products, such as an activation: one operation of its own."""
-        operands = [self.state(v) for v in eqn.invars]
-        kind = fusible.function_class(eqn)
+        """A small function without products: run as one operation, decided as if inlined."""
+        operands = tuple(self.state(v) for v in eqn.invars)
         low = self.low_dtype(eqn, self.settings_at(eqn))
         if low is None or fusible.operations(eqn) & settings.held_full:
-            kind = OpClass.FULL
+            made = [states.full(of) for of in _read_by_each_result(eqn, operands)]
+        elif is_activation(eqn):
+            made = self.of_activation(eqn, operands, settings)
+        else:
+            wants = tuple(self.demand.get(v, 0) for v in eqn.outvars)
+            (part,) = structure.parts(eqn)
+            made = self.inner(eqn)(part, operands, wants, settings).out_states
+        self.record(eqn, [self.stored(eqn, *pair) for pair in zip(eqn.outvars, made, strict=True)])
+        reason = "a function as a whole: inside in float32, rounded once"
+        return Decision(eqn, Action.FUSED, reason)
+
+    def of_activation(
+        self, eqn: Any, operands: tuple[State, ...], settings: Settings
+    ) -> list[State]:
+        """An activation takes the dtype of its operands, as one operation."""
         found: list[State] = []
-        program = structure.single_program(eqn)
-        places_of = demand.dependencies(program)
-        for place, (var, places) in enumerate(zip(eqn.outvars, places_of, strict=True)):
-            read = [operands[i] for i in sorted(places)]
-            state = states.full(read)
-            if kind is not OpClass.FULL:
-                state = states.follow(read, widest=settings.widest)
-            handed_on = [operands[i] for i in carries.direct(program)[place]]
-            joins = state.kind == Kind.LOW and fusible.operations(eqn) & traits.JOINS
-            if any(s.is_state or (joins and s == states.INPUT) for s in handed_on):
+        handed_on = carries.direct(structure.single_program(eqn))
+        for places, of in zip(handed_on, _read_by_each_result(eqn, operands), strict=True):
+            state = states.follow(self.as_followed(eqn, of), widest=settings.widest)
+            if any(operands[i].is_state for i in places):
                 state = states.keep(state)
             elif state.kind != Kind.CONSTANT:
                 state = states.unkept(state)
-            if state.kind == Kind.LOW and not fusible.holds_only_what_fits(eqn, state.dtype):
-                state = states.WIDE  # as it would be without a function around
-            found.append(self.stored(eqn, var, state))
-        self.record(eqn, found)
-        reason = "a function as a whole: inside in float32, rounded once"
-        return Decision(eqn, Action.FUSED, reason)
+            found.append(state)
+        return found
 
     # -- the ways to record a decision -------------------------------------------------------
 
@@ -327,73 +346,36 @@ class _Planner:
 
     def keep(self, eqn: Any, found: Sequence[State], reason: str) -> Decision:
         self.record(eqn, found)
+        by_itself = len(eqn.outvars) == len(eqn.invars)
+        for i, v in enumerate(eqn.outvars):  # what is moved stands where it stood
+            moved = [eqn.invars[i]] if by_itself else _compat.variables(eqn)
+            if any(not _compat.is_literal(a) and self.is_before_a_product(a) for a in moved):
+                self.facts[v] = replace(self.facts[v], ahead=True)
         fused = fusible.is_fusible(eqn) and not eqn.effects
         return Decision(eqn, Action.FUSED if fused else Action.KEEP, reason)
 
     def fused(self, eqn: Any, state: State, reason: str) -> Decision:
         name = eqn.primitive.name
         if eqn.effects or not (name in traits.FUSIBLE or fusible.is_fusible_function(eqn)):
-            self.record(eqn, [state] * len(eqn.outvars))
-            native = name in traits.NATIVE and state.kind == Kind.LOW
+            found = [self.unrounded(eqn, v, state) for v in eqn.outvars]
+            self.record(eqn, found)
+            native = name in traits.NATIVE and state.kind == Kind.LOW and found[0] == state
             action = Action.NATIVE if native else Action.AS_TRACED
             return Decision(eqn, action, reason, out_dtype=state.dtype)
         self.record(eqn, [self.stored(eqn, v, state) for v in eqn.outvars])
         return Decision(eqn, Action.FUSED, reason)
 
-    def stored(self, eqn: Any, var: Any, state: State) -> State:
-        """Low instead of wide, where a product reads the value and no output does."""
-        want = self.demand.get(var, 0)
-        if state.kind == Kind.LOW and want & demand.EXACT:
-            return states.WIDE  # computed in float32 anyway, and rounding would ruin what reads it
-        if var in self.norms_multiplied:
-            state = states.unkept(state)
-        if var in self.norms_between:
-            state = self.as_normalised(eqn, state, want)
-        return self.as_read(eqn, state, want)
 
-    def as_read(self, eqn: Any, state: State, want: int) -> State:
-        """The state in which a result of an equation is given to those that read it so."""
-        if state.kind != Kind.WIDE or state.pure or state.kept or not want & demand.PRODUCT:
-            return state
-        dtype = self.low_dtype(eqn, self.settings_at(eqn))
-        if want & (demand.OUTPUT | demand.FULL | demand.EXACT | demand.ABSOLUTE):
-            return state
-        if dtype is None or self.settings.widest:
-            return state
-        return states.low(dtype)
+def _bodies(eqn: Any, call: control.CallPlan) -> list[Plan]:
+    """Returns the plans of an equation's programs but for a loop's condition."""
+    parts = structure.parts(eqn)
+    return [p for part, p in zip(parts, call.plans, strict=True) if not part.is_condition]
 
-    def record(self, eqn: Any, found: Sequence[State]) -> None:
-        for var, state in zip(eqn.outvars, found, strict=True):
-            self.states[var] = state if is_float32(var) else states.FOREIGN
-        self.sums.note(eqn, [self.state(v) for v in eqn.invars])
 
-    def state(self, atom: Any) -> State:
-        if _compat.is_literal(atom):
-            return states.of_literal(atom)
-        return self.states[atom]
-
-    def output_state(self, atom: Any, want: int, maker: Any) -> State:
-        state = self.state(atom)
-        if want & demand.STACKED:  # a loop may stack low what it also carries in float32
-            state = states.unkept(state)
-        if maker is not None:
-            state = self.as_read(maker, state, want)
-        if state.kind != Kind.LOW:
-            return state
-        if want & demand.FULL or (want & demand.OUTPUT and not want & demand.PRODUCT):
-            return states.WIDE  # rounding it would be seen and gain nothing
-        return state
-
-    def low_copy(self, var: Any) -> Any:
-        if not is_float32(var) or self.states[var].kind in (Kind.LOW, Kind.CONSTANT):
-            return None
-        if not self.demand.get(var, 0) & demand.WHOLE or not isinstance(
-            self.settings.policy, Policy
-        ):
-            return None
-        dtype = scopes.compute_dtype(self.settings.policy, ())
-        lowered = dtype.itemsize < FLOAT32.itemsize and not self.settings.as_written
-        return dtype if lowered else None
+def _read_by_each_result(eqn: Any, operands: Sequence[State]) -> list[list[State]]:
+    """Returns the states of the operands that each result of a function depends on."""
+    program = structure.single_program(eqn)
+    return [[operands[i] for i in sorted(places)] for places in demand.dependencies(program)]
 
 
 def _unrounded_parts(name: str, operands: Sequence[State]) -> State | None:
@@ -403,11 +385,6 @@ def _unrounded_parts(name: str, operands: Sequence[State]) -> State | None:
     if name in traits.UPDATES and operands[0].kind != Kind.LOW:
         return states.WIDE  # the rest of a float32 buffer
     return None
-
-
-@functools.lru_cache(maxsize=256)
-def _as_written(settings: Settings) -> Settings:
-    return replace(settings, scope=(), as_written=True)
 
 
 @functools.lru_cache(maxsize=1024)

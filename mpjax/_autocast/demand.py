@@ -8,38 +8,65 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jax import lax
 
 from mpjax import _compat
-from mpjax._autocast import control, fusible, scopes, states, structure, traits
+from mpjax._autocast import (
+    conditioned,
+    contraction,
+    control,
+    facts,
+    fusible,
+    scopes,
+    states,
+    structure,
+    traits,
+)
+from mpjax._autocast.activations import is_activation
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.carries import direct
-from mpjax._op_rules import OP_RULES, OpClass
+from mpjax._autocast.reads import (
+    ABSOLUTE,
+    CARRIED,
+    EXACT,
+    FORWARD,
+    FULL,
+    GRADIENT,
+    LATER,
+    NEAR,
+    OUTPUT,
+    PRODUCT,
+    UNROUNDED,
+    WHOLE,
+)
+from mpjax._op_rules import OP_RULES, OpClass, only_moves
 
-PRODUCT = 1  # read by a product, directly or moved
-OUTPUT = 2  # read by an output of the program, directly, moved, or through sums
-LATER = 4  # some product depends on it
-WHOLE = 8  # read by a product with all of its elements: worth a low copy outside a loop
-FULL = 16  # goes into what a loop carries in float32: an accumulator
-GRADIENT = 32  # what a derivative taken inside the program gives to the rest of it
-CARRIED = 64  # goes into what a loop carries in either dtype
-EXACT = 128  # goes into what rounding would ruin: a factorisation, a running sum, a user's "full"
-STACKED = 256  # a loop stacks it: a copy of what it may carry in float32
-ABSOLUTE = 512  # read by a sine or an exponential: of a large value, rounding leaves nothing
+
+@dataclass(frozen=True)
+class Demanded:
+    """What is asked beside what readers ask."""
+
+    full: frozenset[str] = frozenset()  # operations that the user's `rules=` hold in float32
+    asked: frozenset[tuple[Any, int]] = frozenset()  # flags of products' results
 
 
-def of(jaxpr: Any, wants: tuple[int, ...], full: frozenset[str]) -> dict[Any, int]:
+def of(
+    jaxpr: Any, wants: tuple[int, ...], demanded: Demanded, known: facts.Facts
+) -> dict[Any, int]:
     """Returns the flags of each variable of an open jaxpr.
 
     Args:
       jaxpr: the program.
       wants: the flags of its outputs.
-      full: operations that the user's `rules=` hold in float32.
+      demanded: what is asked beside.
+      known: the facts of its variables.
     """
-    flags: dict[Any, int] = {}
+    made = {v for eqn in jaxpr.eqns for v in eqn.outvars} if demanded.asked else set[Any]()
+    flags: dict[Any, int] = {v: flag for v, flag in demanded.asked if v in made}
 
     def add(atom: Any, found: int) -> None:
         if found and not _compat.is_literal(atom):
@@ -47,71 +74,89 @@ def of(jaxpr: Any, wants: tuple[int, ...], full: frozenset[str]) -> dict[Any, in
 
     for atom, want in zip(jaxpr.outvars, wants, strict=True):
         add(atom, want)
-    derived = {v for eqn in jaxpr.eqns if _is_backward(eqn) for v in eqn.outvars}
     for eqn in reversed(jaxpr.eqns):
         outs = [flags.get(v, 0) for v in eqn.outvars]
-        for atom, found in zip(eqn.invars, _operands(eqn, outs, full), strict=True):
-            add(atom, found)
-        if derived and not _is_backward(eqn):
+        backward = _is_backward(eqn)
+        reads = _operands(eqn, outs, demanded, known)
+        for atom, found, tested in zip(eqn.invars, reads, _tested(eqn, outs), strict=True):
+            add(atom, (found & ~FORWARD if backward else found) | tested)
+        if not (backward or only_moves(eqn) or structure.is_call(eqn)):
             for v in _compat.variables(eqn):
-                add(v, GRADIENT if v in derived else 0)
+                add(v, GRADIENT if known[v].derived else 0)
     return flags
+
+
+def _tested(eqn: Any, outs: list[int]) -> list[int]:
+    if structure.is_call(eqn):
+        return [0] * len(eqn.invars)  # the programs inside say which operands are
+    return conditioned.of_a_test(eqn, functools.reduce(int.__or__, outs, 0))
 
 
 def _is_backward(eqn: Any) -> bool:
     return scopes.is_transposed(eqn.source_info.name_stack)
 
 
-def _operands(eqn: Any, outs: list[int], full: frozenset[str]) -> list[int]:
+def _operands(eqn: Any, outs: list[int], demanded: Demanded, known: facts.Facts) -> list[int]:
     name = eqn.primitive.name
-    is_function = fusible.is_fusible_function(eqn)
-    held = fusible.operations(eqn) & full if is_function and full else name in full
-    if name in traits.UNFORGIVING or held:
-        later = functools.reduce(int.__or__, outs, 0) & LATER
-        return [later | EXACT] * len(eqn.invars)
     union = functools.reduce(int.__or__, outs, 0)
-    later = union & LATER
+    later = union & (LATER | FORWARD)
+    is_function = fusible.is_fusible_function(eqn)
+    if structure.is_call(eqn):
+        full = demanded.full
+        if is_function and full and fusible.operations(eqn) & full:
+            return [later | EXACT] * len(eqn.invars)
+        found = control.operand_reads(eqn, tuple(outs), Inner(eqn, demanded, known))
+        return _of_activation(eqn, outs, found) if is_function and is_activation(eqn) else found
+    if name in traits.UNFORGIVING or name in demanded.full:
+        return [later | EXACT] * len(eqn.invars)
+    if only_moves(eqn) and len(eqn.invars) == len(outs) > 1:
+        return outs  # each operand is handed on by itself, as through a barrier
+    asked = conditioned.asks(eqn, union, known)
+    return [found | asked for found in _by_rule(eqn, union, later)]
+
+
+def _by_rule(eqn: Any, union: int, later: int) -> list[int]:
+    name = eqn.primitive.name
     rule = OP_RULES.get(name)
-    if only_sums(eqn):
-        return [later] * len(eqn.invars)
-    if adds_nothing(eqn):
-        return [union & (OUTPUT | LATER | FULL | CARRIED | EXACT | ABSOLUTE)] * len(eqn.invars)
+    if contraction.only_sums(eqn):
+        return [later | union & NEAR] * len(eqn.invars)
+    if contraction.adds_nothing(eqn):
+        passed = OUTPUT | LATER | FORWARD | FULL | CARRIED | ABSOLUTE | UNROUNDED
+        return [union & passed] * len(eqn.invars)
     if rule and rule.op_class is OpClass.LOWER:
-        return _of_product(eqn, later)
-    if structure.is_call(eqn) and not is_function:
-        return control.operand_reads(eqn, tuple(outs), functools.partial(inner, full=full))
+        return _of_product(eqn, union, later)
     if rule and rule.op_class is OpClass.KEEP:
         moved = union & ~WHOLE if name in traits.RESIZES else union
         return [moved] * len(eqn.invars)
     if name in traits.HANDS_ON:
-        passed = OUTPUT | LATER | FULL | CARRIED | EXACT | ABSOLUTE
+        passed = OUTPUT | LATER | FORWARD | FULL | CARRIED | EXACT | ABSOLUTE
         if name not in ("mul", "div") or any(map(_compat.is_literal, eqn.invars)):
             passed |= GRADIENT
         return [union & passed] * len(eqn.invars)
     if name in traits.ACCUMULATES:
-        return [union & (LATER | FULL | EXACT | ABSOLUTE)] * len(eqn.invars)
+        return [union & (LATER | FORWARD | FULL | EXACT | ABSOLUTE)] * len(eqn.invars)
     if name in traits.ABSOLUTE:
         return [later | ABSOLUTE]
-    if is_function:
-        return _of_function(eqn, outs, later)
     is_unknown = rule is None and name not in traits.LOOKS
     return [later | EXACT if is_unknown else later] * len(eqn.invars)
 
 
-def _of_product(eqn: Any, later: int) -> list[int]:
+def _of_product(eqn: Any, union: int, later: int) -> list[int]:
     if not has_default_precision(eqn):
+        return [later | EXACT] * len(eqn.invars)
+    if conditioned.why_not_low(eqn, union):
         return [later | EXACT] * len(eqn.invars)
     if why_as_written(eqn) or scopes.AS_WRITTEN in scopes.of(eqn):
         return [later] * len(eqn.invars)
-    return [PRODUCT | LATER | WHOLE] * 2 + [0] * (len(eqn.invars) - 2)
+    return [PRODUCT | LATER | FORWARD | WHOLE] * 2 + [0] * (len(eqn.invars) - 2)
 
 
-def _of_function(eqn: Any, outs: list[int], later: int) -> list[int]:
-    """A small function hands on what is asked of its results where it hands on the value."""
-    found = [later] * len(eqn.invars)
+def _of_activation(eqn: Any, outs: list[int], inside: list[int]) -> list[int]:
+    """An activation is one operation: what it reads inside is not read by a product outside."""
+    found = [w & (LATER | FORWARD | UNROUNDED) for w in inside]
     for out, places in zip(outs, direct(structure.single_program(eqn)), strict=True):
         for i in places:
-            found[i] |= out & (FULL | EXACT)
+            found[i] |= out & FULL
     return found
 
 
@@ -136,25 +181,6 @@ def has_default_precision(eqn: Any) -> bool:
     return all(p in (None, lax.Precision.DEFAULT) for p in both)
 
 
-def only_sums(eqn: Any) -> bool:
-    """Whether a product is a sum of elements, such as a squared norm: it reuses no operand."""
-    if eqn.primitive.name != "dot_general":
-        return False
-    contracted, batch = eqn.params["dimension_numbers"]
-    return all(
-        v.aval.ndim == len(summed) + len(kept)
-        for v, summed, kept in zip(eqn.invars, contracted, batch, strict=True)
-    )
-
-
-def adds_nothing(eqn: Any) -> bool:
-    """Whether a product contracts nothing, such as an outer one: it is elementwise."""
-    if eqn.primitive.name != "dot_general":
-        return False
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    return not contracted
-
-
 def resizes(eqn: Any) -> bool:
     """Whether an operation picks or repeats elements."""
     return eqn.primitive.name in traits.RESIZES
@@ -165,11 +191,24 @@ def repeats(eqn: Any) -> bool:
     return eqn.primitive.name == "broadcast_in_dim" and states.copies(eqn) > 1
 
 
+class Inner:
+    """Says how the programs of an equation read their inputs."""
+
+    def __init__(self, eqn: Any, demanded: Demanded, known: facts.Facts) -> None:
+        self.eqn, self.demanded, self.known = eqn, demanded, known
+
+    def __call__(self, part: structure.Part, wants: tuple[int, ...]) -> tuple[int, ...]:
+        given, _ = facts.entering(self.eqn, part, self.known)
+        return inner(part.program, wants, self.demanded, given)
+
+
 @by_program
-def inner(jaxpr: Any, wants: tuple[int, ...], full: frozenset[str]) -> tuple[int, ...]:
+def inner(
+    jaxpr: Any, wants: tuple[int, ...], demanded: Demanded, given: tuple[facts.Fact, ...]
+) -> tuple[int, ...]:
     """Returns the flags of a jaxpr's inputs."""
     opened = _compat.closed(jaxpr).jaxpr
-    flags = of(opened, wants, full)
+    flags = of(opened, wants, demanded, facts.of_program(opened, given))
     return tuple(flags.get(v, 0) for v in opened.invars)
 
 

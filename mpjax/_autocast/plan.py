@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import groups, scopes, states
+from mpjax._autocast import demand, groups, scopes, states
+from mpjax._autocast.facts import Facts
+from mpjax._autocast.reads import FORWARD
 from mpjax._autocast.states import FLOAT32, State
 from mpjax._op_rules import OpClass, op_class
 
@@ -30,6 +32,7 @@ class Settings:
     as_written: bool = False  # inside a region that is left alone
     params: tuple[int | str, ...] | None = None  # the arguments that hold parameters
     given: Any = None  # a `layers.Given` where products are quantised
+    asked: frozenset[tuple[Any, int]] = frozenset()  # of products' results: flags of `reads`
     in_loop: bool = False  # in the body of a loop, which keeps forward and backward apart
 
     @functools.cached_property
@@ -44,6 +47,11 @@ class Settings:
             for name, kind in self.overrides
             if kind is OpClass.FULL and op_class(name, {}) is not kind
         )
+
+    @functools.cached_property
+    def demanded(self) -> demand.Demanded:
+        """What the user's rules, and equal products elsewhere, ask of operations."""
+        return demand.Demanded(self.held_full, self.asked)
 
 
 class Action(enum.Enum):
@@ -87,8 +95,20 @@ class Plan:
     decisions: list[Decision]
     steps: list[groups.Step]
     low_copies: tuple[Any, ...]  # per input, the dtype of the low copy that products want, or None
+    reads: dict[Any, int]  # how each value is read, in flags
+    facts: Facts
     changed: bool  # whether anything differs from what was traced
     compiled: dict[Any, Any] = field(default_factory=dict)  # `jit` functions made from it
+
+    @property
+    def ahead(self) -> tuple[bool, ...]:
+        """Of each output, whether a product of the forward pass inside depends on it too."""
+        atoms = self.jaxpr.jaxpr.outvars
+        return tuple(not _compat.is_literal(v) and self.is_before_a_product(v) for v in atoms)
+
+    def is_before_a_product(self, var: Any) -> bool:
+        """Whether a product of the forward pass depends on a value, here or where we are called."""
+        return bool(self.reads.get(var, 0) & FORWARD) or self.facts[var].ahead
 
     @property
     def jaxpr(self) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax import _compat
-from mpjax._autocast import exact, fusible, quantized, scopes, states, structure
+from mpjax._autocast import exact, fusible, quantized, readers, reads, scopes, states, structure
 from mpjax._autocast.plan import Action, Decision, Plan
 from mpjax._autocast.states import FLOAT32, Kind
 from mpjax._dtypes import short_name
@@ -58,14 +58,18 @@ STATE = "a state: reaches itself by sums or moves, so roundings would add up"
 STREAM = "made anew by products, or a stack's stream: rounded as they round"
 ACCUMULATOR = "starts as a constant, or its body leaves it in float32"
 CHANGED = "a state: an input added to or joined with, or a value changed in small steps"
-RUINED = "read by a running sum or a factorisation, which rounding would ruin"
+RUINED = "read by {}, which rounding would ruin"
+NEAR = "its distance to a constant is read by {}"
+TESTED = "a loop's stop test depends on it"
+BEHIND = "no product comes later: rounding it would gain nothing"
 FUSED = "fused: float32 between low values, not stored"
 
 
 def findings(plan: Plan) -> list[Finding]:
     """Returns what was decided for each operation that computes on float32, in program order."""
     walk = _Walk()
-    walk.plan(plan, (), [None] * len(plan.jaxpr.jaxpr.invars))
+    jaxpr = plan.jaxpr.jaxpr
+    walk.plan(plan, (), [None] * len(jaxpr.invars), [None] * len(jaxpr.outvars))
     return walk.found
 
 
@@ -73,8 +77,15 @@ class _Walk:
     def __init__(self) -> None:
         self.found: list[Finding] = []
 
-    def plan(self, plan: Plan, around: tuple[str, ...], incoming: Causes) -> Causes:
-        """Adds a plan's findings; returns the causes of its outputs."""
+    def plan(
+        self,
+        plan: Plan,
+        around: tuple[str, ...],
+        incoming: Causes,
+        outside: readers.Readers,
+    ) -> Causes:
+        """Adds a plan's findings; returns the causes of its outputs, which `outside` reads."""
+        asking = readers.of(plan, outside)
         causes: dict[Any, Cause | None] = dict(zip(plan.jaxpr.jaxpr.invars, incoming, strict=True))
         stored = _stored(plan)
         for decision in plan.decisions:
@@ -82,14 +93,19 @@ class _Walk:
             path = around + tuple(n for n in scopes.of(eqn) if n != scopes.AS_WRITTEN)
             operands = [None if _compat.is_literal(v) else causes.get(v) for v in eqn.invars]
             if decision.call is not None:
-                outs = self.call(plan, decision, path, operands)
+                outs = self.call(plan, decision, path, operands, asking)
             else:
-                outs = self.operation(plan, decision, "/".join(path), operands, stored)
+                outs = self.operation(plan, decision, "/".join(path), operands, stored, asking)
             causes.update(zip(eqn.outvars, outs, strict=True))
         return [None if _compat.is_literal(v) else causes.get(v) for v in plan.jaxpr.jaxpr.outvars]
 
     def call(
-        self, plan: Plan, decision: Decision, path: tuple[str, ...], operands: Causes
+        self,
+        plan: Plan,
+        decision: Decision,
+        path: tuple[str, ...],
+        operands: Causes,
+        asking: dict[Any, readers.Reader],
     ) -> Causes:
         """Goes inside a call, loop or branch."""
         eqn, call = decision.eqn, decision.call
@@ -99,8 +115,10 @@ class _Walk:
         ]
         self.carries(decision, "/".join(path))
         outs: Causes = [None] * len(eqn.outvars)
-        for inner, incoming in zip(call.plans, _incoming(eqn, handed), strict=True):
-            found = self.plan(inner, path, incoming)
+        outside = readers.inside(plan, decision, asking)
+        programs = zip(call.plans, _incoming(eqn, handed), outside, strict=True)
+        for inner, incoming, read in programs:
+            found = self.plan(inner, path, incoming, read)
             if len(found) == len(outs):  # not the condition of a `while`
                 outs = [a or b for a, b in zip(outs, found, strict=True)]
         kept = Cause(_name(eqn), "/".join(path), OUTPUT)  # low inside, widened on its way out
@@ -126,6 +144,7 @@ class _Walk:
         module: str,
         operands: Causes,
         stored: dict[Any, bool | None],
+        asking: dict[Any, readers.Reader],
     ) -> Causes:
         eqn = decision.eqn
         inherited = next((c for c in operands if c is not None), None)
@@ -135,7 +154,9 @@ class _Walk:
         wide = [plan.states[v].kind == Kind.WIDE for v in eqn.outvars]
         if not _computes(eqn):
             return [inherited if w else None for w in wide]
-        reason, follows = _why(plan, decision, inherited, stored)
+        reason, follows = _asked_for(plan, eqn, asking), False
+        if not reason:
+            reason, follows = _why(plan, decision, inherited, stored)
         name = _name(eqn)
         cause = inherited if follows else None
         dtype = short_name(_dtype(plan, decision, stored))
@@ -152,6 +173,24 @@ class _Walk:
         if found and _computes(eqn):
             where = scopes.location(eqn)
             self.found.append(Finding(module, _name(eqn), found[0], WRITTEN_SO, None, where))
+
+
+def _asked_for(plan: Plan, eqn: Any, asking: dict[Any, readers.Reader]) -> str:
+    """Returns why a value is float32 that would be low but for a reader; empty for any other."""
+    out = eqn.outvars[0]
+    want = plan.reads.get(out, 0)
+    state = plan.states[out]
+    rounded_for_a_product = want & reads.PRODUCT and want & reads.UNROUNDED
+    if state.would_be is None and not rounded_for_a_product:
+        return ""
+    reader = asking.get(out, "another operation")
+    if want & reads.TESTED:
+        return TESTED
+    if want & reads.NEAR:
+        return NEAR.format(reader)
+    if want & reads.UNROUNDED:
+        return RUINED.format(reader)
+    return OUTPUT if want & reads.OUTPUT else BEHIND
 
 
 def _computes(eqn: Any) -> bool:
@@ -312,7 +351,7 @@ def _why_wide(plan: Plan, eqn: Any) -> str:
     if any(s.kind == Kind.CONSTANT and s.values is None for s in found):
         return "a constant whose values are not known"
     if lows and not any(s.kind == Kind.WIDE for s in found):
-        return RUINED
+        return OUTPUT if plan.reads.get(eqn.outvars[0], 0) & reads.OUTPUT else BEHIND
     return "its operands are in float32"
 
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from mpjax._autocast import delayed, layers, scopes, stateful
+from mpjax._autocast.contraction import adds_nothing
 from mpjax._autocast.layers import Flow, Given, Made, Origin
 from mpjax._autocast.product import Config, Role, current, quantized
 from mpjax._errors import PolicyWarning, message
@@ -50,11 +51,15 @@ class Products:
         if flow is None or given is None:
             return inner
 
-        def plan(program: Any, in_states: Any, wants: Any, settings: Any) -> Any:
+        def plan(
+            program: Any, in_states: Any, wants: Any, settings: Any, facts: Any, relations: Any
+        ) -> Any:
             known = layers.inside(eqn, program, flow, given)
             if known is not None and known.keeps_history and not delayed.keeps(eqn):
                 known = replace(known, keeps_history=False)
-            return inner(program, in_states, wants, replace(settings, given=known))
+            return inner(
+                program, in_states, wants, replace(settings, given=known), facts, relations
+            )
 
         return plan
 
@@ -70,7 +75,7 @@ class Products:
           exact: whether what reads the result would be ruined by rounding.
         """
         skipped = self.flow is None or settings.as_written
-        if skipped or eqn.primitive.name == "ragged_dot_general" or _is_elementwise(eqn):
+        if skipped or eqn.primitive.name == "ragged_dot_general" or adds_nothing(eqn):
             return None, "", low
         weight = self.flow.weight(eqn) if self.flow is not None else None
         path = self.path(eqn)
@@ -134,11 +139,6 @@ class Products:
         if layers.is_first(eqn, flow):
             return "the first layer"
         return "the last layer" if layers.is_last(eqn, flow) else ""
-
-
-def _is_elementwise(eqn: Any) -> bool:
-    """Whether a product adds nothing up."""
-    return eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0]
 
 
 def _recipe(

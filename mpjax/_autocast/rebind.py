@@ -28,7 +28,7 @@ from mpjax._autocast import (
 from mpjax._autocast.binding import bind, written_at
 from mpjax._autocast.group_functions import GroupFunctions
 from mpjax._autocast.plan import Action, Decision, Plan
-from mpjax._autocast.states import Kind, State, is_float32
+from mpjax._autocast.states import FLOAT32, Kind, State, is_float32
 from mpjax._autocast.values import Value
 from mpjax._op_rules import OP_RULES, PRODUCTS, OpClass
 
@@ -218,6 +218,8 @@ def _operand(value: Value, atom: Any, dtype: Any) -> Any:
 def _stored(array: Any, state: State) -> Value:
     if state.kind == Kind.LOW and array.dtype != state.dtype:
         array = array.astype(state.dtype)
+    if state.would_be is not None and array.dtype == state.would_be:
+        array = array.astype(FLOAT32)  # once, for all readers
     return Value(array, state)
 
 

@@ -39,7 +39,8 @@ class State:
     weight: rounding it where a product reads it would round the weight's gradient. It is `kept` if
     it is a state, which a program changes a little at a time: it is stored in float32 whoever
     reads it. A neutral value is `kept` if it is an input of its own or cut out of one, so that
-    adding to it makes a state, and no row of a table.
+    adding to it makes a state, and no row of a table. A wide value that `would_be` low is float32
+    for the sake of a reader: what other operations make of it is as if it were low.
     """
 
     kind: Kind
@@ -47,6 +48,7 @@ class State:
     values: tuple[float, ...] | None = None
     pure: bool = False
     kept: bool = False
+    would_be: Any = None
 
     @property
     def is_state(self) -> bool:
@@ -127,6 +129,21 @@ def _value_fits(value: float, dtype: Any) -> bool:
     return rounded == value if value == int(value) else True
 
 
+def unrounded(state: State) -> State:
+    """Returns the state of a low value that is held in float32 for the sake of a reader."""
+    return _unrounded(state.dtype) if state.kind == Kind.LOW else state
+
+
+@functools.cache
+def _unrounded(dtype: Any) -> State:
+    return State(Kind.WIDE, would_be=dtype)
+
+
+def as_low(state: State) -> State:
+    """Returns the state of a value but for what readers ask of it."""
+    return state if state.would_be is None else low(state.would_be)
+
+
 def follow(states: Sequence[State], *, widest: bool = False) -> State:
     """Returns the state of the result of an operation that takes the dtype of its operands."""
     found = [s for s in states if s.kind != Kind.FOREIGN]
@@ -168,7 +185,8 @@ def _wide(states: Sequence[State]) -> State:
 
 def keep(state: State) -> State:
     """Returns the state of the same value where a program keeps it and changes it a little."""
-    return KEPT if state.kind == Kind.LOW or state in (WIDE, KEPT) else KEPT_PURE
+    rounded = state.kind == Kind.LOW or (state.kind == Kind.WIDE and not state.pure)
+    return KEPT if rounded else KEPT_PURE
 
 
 def unkept(state: State) -> State:
@@ -204,7 +222,8 @@ def join(states: Sequence[State]) -> State:
         known = [v for v in values if v is not None]
         merged = constant(*(x for v in known for x in v))
         return merged if len(known) == len(values) else UNKNOWN_CONSTANT
-    return follow(states)
+    state = follow([as_low(s) for s in states])
+    return unrounded(state) if any(s.would_be is not None for s in states) else state
 
 
 def arithmetic(name: str, states: Sequence[State]) -> State:

@@ -11,27 +11,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import carries, demand, scopes, states, traits
+from mpjax._autocast import carries, reads, scopes, states
+from mpjax._autocast.facts import Facts
 from mpjax._autocast.states import Kind, State
-from mpjax._op_rules import only_moves
 
-_SMALL = 1 / 32  # times this a change counts as a step: each one is worth 5 bits less
+Relations = frozenset[tuple[int, int]]
+"""Pairs of a program's inputs, by place: where it is called, the second was made of the first."""
 
 
 class Sums:
-    """What the sums of one jaxpr need to know of its values; `note` it in program order."""
+    """What the sums of one jaxpr need to know of its values, in program order."""
 
-    def __init__(self, jaxpr: Any, flags: Mapping[Any, int], found: Mapping[Any, State]) -> None:
+    def __init__(
+        self,
+        jaxpr: Any,
+        flags: Mapping[Any, int],
+        found: Mapping[Any, State],
+        known: Facts,
+        relations: Relations,
+    ) -> None:
         self._makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self._eqns = jaxpr.eqns
         self._places = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        self._inputs = {v: i for i, v in enumerate(jaxpr.invars)}
         self._streams: set[Any] = set()  # the shapes of low streams, forward
         self._flags = flags
         self._found = found
-        self._repeated: set[Any] = set()  # by a broadcast
-        self._extremes: set[Any] = set()  # maxima of rows, and what is made of nothing else
-        self._numbers: set[Any] = set()  # one number, repeated: a step size as an argument
-        self._steps: set[Any] = set()  # what was multiplied by a small number, or by any such
+        self._known = known
+        self._relations = relations
 
     def maker(self, atom: Any) -> Any:
         """Returns the equation that makes a value, None for inputs and literals."""
@@ -39,33 +46,24 @@ class Sums:
 
     def repeats_any(self, values: Iterable[Any]) -> bool:
         """Whether one of some values is what a broadcast made."""
-        return not self._repeated.isdisjoint(values)
+        return any(self._known[v].repeated for v in values)
 
-    def note(self, eqn: Any, operands: Sequence[State]) -> None:
-        """Remembers of an equation, whose results have states, what later sums ask for."""
-        variables = _compat.variables(eqn)
-        floats = [v for v in variables if self._found[v].kind > Kind.CONSTANT]
-        if eqn.primitive.name in traits.EXTREME or (floats and self._extremes.issuperset(floats)):
-            self._extremes.update(eqn.outvars)
-        if only_moves(eqn) and (demand.repeats(eqn) or self._repeated.intersection(variables)):
-            self._repeated.update(eqn.outvars)
-        if only_moves(eqn) and len(variables) == 1 and self._is_number(variables[0]):
-            self._numbers.update(eqn.outvars)
-        moved = only_moves(eqn) and self._steps.intersection(variables)
-        if moved or (eqn.primitive.name in ("mul", "div") and self._makes_a_step(eqn, operands)):
-            self._steps.update(eqn.outvars)
-
-    def _is_number(self, atom: Any) -> bool:
-        """Whether a value is one float32 number that is not known, or copies of it."""
-        if atom in self._numbers:
-            return True
-        return self._found[atom].kind in (Kind.NEUTRAL, Kind.WIDE) and atom.aval.ndim == 0
-
-    def _makes_a_step(self, eqn: Any, operands: Sequence[State]) -> bool:
-        """Whether an equation multiplies a whole array by a small number, or by an unknown one."""
-        whole = [v for v in _compat.variables(eqn) if not self._is_number(v)]
-        by_unknown = len(_compat.variables(eqn)) == 2 and len(whole) == 1
-        return by_unknown or _makes_small(eqn, operands)
+    def relations(self, atoms: Sequence[Any]) -> Relations:
+        """Returns which of some operands of a call were made of which others, that are inputs."""
+        inputs = [
+            (i, v)
+            for i, v in enumerate(atoms)
+            if not _compat.is_literal(v) and self._found[v] == states.INPUT
+        ]
+        return frozenset(
+            (i, j)
+            for i, v in inputs
+            for j, other in enumerate(atoms)
+            if not _compat.is_literal(other)
+            and other.aval.shape == v.aval.shape
+            and self._found[other].kind in (Kind.LOW, Kind.WIDE)
+            and self._depends(other, v)
+        )
 
     def state(self, eqn: Any, operands: Sequence[State], state: State, *, widest: bool) -> State:
         """Returns the state of a sum that would be `state` by its operands alone."""
@@ -81,7 +79,7 @@ class Sums:
         """Whether a sum is of two whole arrays, of which neither was repeated."""
         shape = eqn.outvars[0].aval.shape
         return not any(
-            _compat.is_literal(v) or v.aval.shape != shape or v in self._repeated
+            _compat.is_literal(v) or v.aval.shape != shape or self._known[v].repeated
             for v in eqn.invars
         )
 
@@ -96,21 +94,27 @@ class Sums:
             return False
         if {s.kind for s in operands} <= {Kind.NEUTRAL, Kind.CONSTANT, Kind.FOREIGN}:
             return False
-        if len(self._steps.intersection(eqn.invars)) == 1:
+        if sum(self._known[v].step for v in eqn.invars) == 1:
             return True
         want = self._flags.get(eqn.outvars[0], 0)
         for i, other in ((0, 1), (1, 0)):
-            if operands[i] != states.INPUT or eqn.invars[other] in self._repeated:
+            if operands[i] != states.INPUT or self._known[eqn.invars[other]].repeated:
                 continue
             if self._depends(eqn.invars[other], eqn.invars[i]):
                 return True
-            left_to_streams = want & demand.LATER and not want & demand.ABSOLUTE
+            left_to_streams = want & reads.LATER and not want & reads.ABSOLUTE
             return operands[other].kind == Kind.LOW and not left_to_streams
         return False
 
     def _depends(self, atom: Any, on: Any) -> bool:
         """Whether a value was computed from another."""
-        return atom is not on and on in self._between(atom, on)
+        if atom is on:
+            return False
+        made_of = self._between(atom, on)
+        if on in made_of:
+            return True
+        place, places = self._inputs.get(on), [self._inputs.get(v) for v in made_of]
+        return any((place, other) in self._relations for other in places)
 
     def _between(self, atom: Any, first: Any) -> set[Any]:
         """Returns what a value was computed from, as far back as another."""
@@ -135,11 +139,11 @@ class Sums:
         kinds = sorted(s.kind for s in operands)
         if kinds != [Kind.LOW, Kind.WIDE] or not self._adds_a_branch(eqn):
             return None
-        if not self._extremes.isdisjoint(eqn.invars):
+        if any(self._known[v].extreme for v in eqn.invars):
             return None
         want = self._flags.get(eqn.outvars[0], 0)
-        spoiled = demand.FULL | demand.ABSOLUTE
-        if want & spoiled or not want & (demand.LATER | demand.CARRIED):
+        spoiled = reads.FULL | reads.ABSOLUTE
+        if want & spoiled or not want & (reads.LATER | reads.CARRIED):
             return None  # a sum of many keeps each rounding
         if _is_backward(eqn) and eqn.outvars[0].aval.shape not in self._streams:
             return None
@@ -166,14 +170,3 @@ class Sums:
 
 def _is_backward(eqn: Any) -> bool:
     return scopes.is_transposed(eqn.source_info.name_stack)
-
-
-def _makes_small(eqn: Any, operands: Sequence[State]) -> bool:
-    """Whether an equation multiplies by a known small number, or divides by a large one."""
-    first, second = operands
-    by_number = second if second.kind == Kind.CONSTANT else first
-    if by_number.kind != Kind.CONSTANT or not by_number.values or 0 in by_number.values:
-        return False
-    if eqn.primitive.name == "mul":
-        return max(map(abs, by_number.values)) <= _SMALL
-    return by_number is second and min(map(abs, by_number.values)) >= 1 / _SMALL

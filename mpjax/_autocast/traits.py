@@ -19,16 +19,20 @@ select_n                                | fusible alone steps chooses accumulate
 floor ceil round                        | fusible linear
 convert_element_type                    | fusible linear hands_on of_totals
 sqrt square integer_pow                 | fusible of_totals
-tanh                                    | fusible alone bends bounds costly parts
-logistic                                | fusible bends bounds
-erf                                     | fusible bends bounds costly
-exp exp2 expm1                          | fusible absolute
+tanh                                    | fusible alone bends bounds costly parts saturates
+logistic                                | fusible bends bounds saturates
+erf                                     | fusible bends bounds costly saturates
+exp exp2 expm1                          | fusible absolute saturates
 pow                                     | fusible
-log log2 log1p rsqrt cbrt               | fusible
-sin cos tan sinh cosh                   | fusible absolute
-asin acos atan atan2 asinh acosh atanh  | fusible
-erfc                                    | fusible costly
-erf_inv one_minus_square sign           | fusible
+log log2 log1p                          | fusible distances
+rsqrt cbrt                              | fusible
+sin cos tan sinh cosh                   | fusible absolute saturates
+asin acos acosh atanh                   | fusible distances
+atan asinh                              | fusible saturates
+atan2                                   | fusible
+erfc                                    | fusible costly saturates
+erf_inv one_minus_square                | fusible distances
+sign                                    | fusible saturates
 eq ne lt le gt ge                       | fusible chooses linear looks
 eq_to lt_to le_to is_finite             | fusible chooses linear looks
 argmax argmin                           | chooses linear looks
@@ -162,6 +166,12 @@ UNFORGIVING = _having("unforgiving")
 
 ABSOLUTE = _having("absolute")
 """Shows the error of its operand, not its ratio to the operand: a rounded 40 is another angle."""
+
+DISTANCES = _having("distances")
+"""Reads how far its operand is from 0, 1 or -1: `log` near 1, `acos` at both ends."""
+
+SATURATES = _having("saturates")
+"""Smooth in its operand, also where its result is close to a constant."""
 
 HANDS_ON = _having("hands_on")
 """An output, or a float32 accumulator, that reads its result reads its operands."""

@@ -1,0 +1,48 @@
+"""How a value is read: the flags that `demand` finds backwards, and `decide` asks for.
+
+Flags of safety say what rounding the value would do to a reader, however far away. Flags of place
+say what comes later.
+"""
+
+from __future__ import annotations
+
+# -- what comes later ------------------------------------------------------------------------------
+
+PRODUCT = 1
+"""Read by a product, directly or moved."""
+OUTPUT = 2
+"""Read by an output of the program, directly, moved, or through sums."""
+LATER = 4
+"""Some product depends on it."""
+WHOLE = 8
+"""Read by a product with all of its elements: worth a low copy outside a loop."""
+FULL = 16
+"""Goes into a carry that a loop holds in float32: an accumulator."""
+CARRIED = 64
+"""Goes into a carry that a loop holds in either dtype."""
+STACKED = 256
+"""A loop stacks it: a copy of a carry that may be float32."""
+FORWARD = 2048
+"""Some product depends on it that is no part of a derivative taken inside the program."""
+
+# -- what rounding would do ------------------------------------------------------------------------
+
+GRADIENT = 32
+"""A derivative taken inside the program, which the rest of the program reads."""
+EXACT = 128
+"""Rounding ruins a reader: a factorisation, a running sum, an operation without a rule."""
+ABSOLUTE = 512
+"""A sine or an exponential reads it: of a large value, rounding leaves nothing."""
+NEAR = 1024
+"""A reader asks how far it is from a constant: `log(1 - q)`, `acos(c)`."""
+TESTED = 4096
+"""A loop stops when it is small enough."""
+CANCELS = 8192
+"""It is added to a sum over the same values, as in `|a|² + |b|² - 2ab`."""
+SAME = 16384
+"""The same product is float32 elsewhere in the program."""
+
+UNROUNDED = EXACT | NEAR | TESTED | CANCELS
+"""Where one of these is set, the value is float32 for that reader, whatever lies between."""
+AT_THE_END = OUTPUT | GRADIENT
+"""Asked of the last carry of a loop, not of each."""

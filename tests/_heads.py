@@ -1,0 +1,437 @@
+"""Models and the losses that stand behind them: the programs that the law of cutting is tried on.
+
+Each is made of `dot`, the product that it uses, so that a hand cast (16-bit operands, float32 sums,
+all else float32) is the same program with another `dot`. `TUNED` are those that the rules were
+made for; `JUDGES` were written afterwards, and no rule may name what only one of them does.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Dot = Callable[[Any, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Head:
+    """A loss of parameters and data; gradients are those of the parameters."""
+
+    name: str
+    make: Callable[[Dot], Callable[..., Any]]
+    params: Any
+    data: tuple[Any, ...]
+
+
+TUNED: list[Head] = []
+JUDGES: list[Head] = []
+_RNG = np.random.default_rng(3)
+_N, _D, _H = 24, 12, 16
+
+
+def _normal(*shape: int, scale: float = 1.0) -> np.ndarray:
+    return (scale * _RNG.normal(size=shape)).astype(np.float32)
+
+
+def _net(outs: int, scale: float) -> dict[str, np.ndarray]:
+    """Two layers; a large `scale` makes sure answers, as a trained model's are."""
+    return {
+        "a": _normal(_D, _H, scale=_D**-0.5),
+        "b": _normal(_H, scale=0.1),
+        "c": _normal(_H, outs, scale=2 * scale * _H**-0.5),
+        "d": _normal(outs, scale=0.1),
+    }
+
+
+def _apply(dot: Dot, p: Any, x: Any) -> Any:
+    return dot(jnp.tanh(dot(x, p["a"]) + p["b"]), p["c"]) + p["d"]
+
+
+_X = _normal(_N, _D)
+_LABELS = _RNG.integers(0, 5, _N)
+_BITS = _RNG.integers(0, 2, (_N, 1)).astype(np.float32)
+_ONE_HOT = np.eye(5, dtype=np.float32)[_LABELS]
+
+
+def _head(rows: list[Head], outs: int = 1, scale: float = 4.0, params: Any = None, data: Any = ()):
+    def add(make: Any) -> Any:
+        known = _net(outs, scale) if params is None else params
+        rows.append(Head(make.__name__, make, known, (_X, *data)))
+        return make
+
+    return add
+
+
+# -- detection, click rates, survival --------------------------------------------------------------
+
+
+@_head(TUNED, scale=6.0, data=(_BITS,))
+def cross_entropy_of_a_clipped_probability(dot):
+    def loss(p, x, y):
+        q = jnp.clip(jax.nn.sigmoid(_apply(dot, p, x)), 1e-7, 1 - 1e-7)
+        return -jnp.mean(y * jnp.log(q) + (1 - y) * jnp.log(1 - q))
+
+    return loss
+
+
+@_head(TUNED, scale=6.0, data=(_BITS,))
+def focal(dot):
+    def loss(p, x, y):
+        q = jax.nn.sigmoid(_apply(dot, p, x))
+        right = jnp.where(y > 0, q, 1 - q)
+        return -jnp.mean((1 - right) ** 2 * jnp.log(right + 1e-6))
+
+    return loss
+
+
+@_head(TUNED, outs=6, scale=4.0)
+def hazards(dot):
+    def loss(p, x):
+        h = jax.nn.sigmoid(_apply(dot, p, x))
+        return -jnp.mean(jnp.cumsum(jnp.log1p(-h), axis=1))
+
+    return loss
+
+
+@_head(TUNED, outs=6, scale=3.0)
+def halting_weights(dot):
+    def loss(p, x):
+        h = jax.nn.sigmoid(_apply(dot, p, x))
+        left = jnp.cumprod(1 - h, axis=1)
+        weights = h * jnp.concatenate([jnp.ones_like(left[:, :1]), left[:, :-1]], axis=1)
+        return -jnp.mean(jnp.log(weights + 1e-6)) + jnp.mean(-jnp.log(left))
+
+    return loss
+
+
+@_head(TUNED, outs=6, scale=3.0)
+def survival_by_a_distribution(dot):
+    def loss(p, x):
+        density = jax.nn.softmax(_apply(dot, p, x))
+        survived = 1 - jnp.cumsum(density, axis=1)[:, :-1]
+        return -jnp.mean(jnp.log(jnp.maximum(survived, 1e-6)))
+
+    return loss
+
+
+@_head(TUNED, outs=1, scale=5.0, data=(_BITS,))
+def log_odds_of_a_probability(dot):
+    def loss(p, x, y):
+        q = jax.nn.sigmoid(_apply(dot, p, x))
+        return jnp.mean((jnp.log(q / (1 - q)) - 8 * (y - 0.5)) ** 2)
+
+    return loss
+
+
+@_head(JUDGES, outs=1, scale=6.0, data=(_BITS,))
+def click_rate_of_a_click_and_a_conversion(dot):
+    def loss(p, x, y):
+        z = _apply(dot, p, x)
+        both = jax.nn.sigmoid(z) * jax.nn.sigmoid(z[::-1] + 3)
+        return -jnp.mean(y * jnp.log(both + 1e-7) + (1 - y) * jnp.log1p(-both + 1e-7))
+
+    return loss
+
+
+@_head(JUDGES, outs=5, scale=3.0)
+def noisy_or(dot):
+    def loss(p, x):
+        q = jax.nn.sigmoid(_apply(dot, p, x) + 2)
+        return -jnp.mean(jnp.log(jnp.prod(1 - q, axis=1) + 1e-12))
+
+    return loss
+
+
+@_head(JUDGES, outs=5, scale=4.0, data=(_ONE_HOT,))
+def bootstrapped_labels(dot):
+    def loss(p, x, y):
+        q = jax.nn.softmax(_apply(dot, p, x))
+        target = lax.stop_gradient(0.8 * y + 0.2 * q)
+        return -jnp.mean(jnp.sum(target * jnp.log(q + 1e-9), 1)) - jnp.mean(jnp.log1p(-q.max(1)))
+
+    return loss
+
+
+# -- mixtures of experts, reinforcement learning ---------------------------------------------------
+
+
+@_head(TUNED, params={**_net(5, 5.0), "e": _normal(5, 3)}, data=())
+def router(dot):
+    def loss(p, x):
+        q = jax.nn.softmax(_apply(dot, p, x))
+        return jnp.mean(dot(q, p["e"]) ** 2) - 0.1 * jnp.mean(jnp.log1p(-q.max(1)))
+
+    return loss
+
+
+@_head(TUNED, params={**_net(3, 3.0), "e": _normal(_D + 3, 1)}, data=())
+def tanh_policy_with_a_critic(dot):
+    def loss(p, x):
+        a = jnp.tanh(_apply(dot, p, x))
+        value = dot(jnp.concatenate([x, a], axis=1), p["e"])
+        return -jnp.mean(value) - 0.1 * jnp.mean(jnp.log(1 - a**2 + 1e-6))
+
+    return loss
+
+
+@_head(TUNED, params={**_net(4, 2.0), "e": _normal(4, 4)}, data=(_normal(4, 4),))
+def arccos_of_a_cosine(dot):
+    def loss(p, x, anchors):
+        u = _apply(dot, p, x)
+        v = dot(u[:4], p["e"]) * 0.05 + u[:4]
+        cos = jnp.sum(u[:4] * v, 1) / (jnp.linalg.norm(u[:4], axis=1) * jnp.linalg.norm(v, axis=1))
+        return jnp.mean(jnp.arccos(jnp.clip(cos, -1 + 1e-6, 1 - 1e-6))) + 1e-3 * anchors.mean()
+
+    return loss
+
+
+@_head(JUDGES, params={**_net(3, 3.0), "e": _normal(3, 2)}, data=())
+def squashed_gaussian_with_a_second_reader(dot):
+    def loss(p, x):
+        a = jnp.tanh(_apply(dot, p, x))
+        correction = jnp.log1p(-jnp.square(a) + 1e-6).sum(1)
+        return jnp.mean(jnp.abs(dot(a, p["e"]))) - 0.05 * jnp.mean(correction)
+
+    return loss
+
+
+@_head(JUDGES, params={**_net(4, 4.0), "e": _normal(4, 3)}, data=())
+def gates_with_a_penalty(dot):
+    def loss(p, x):
+        g = jax.nn.sigmoid(_apply(dot, p, x))
+        sure = -jnp.log(1 - jnp.abs(2 * g - 1) + 1e-6)
+        return jnp.mean(dot(g, p["e"]) ** 2) + 0.01 * jnp.mean(sure)
+
+    return loss
+
+
+@_head(JUDGES, params={**_net(6, 4.0), "e": _normal(6, 4)}, data=())
+def attention_entropy(dot):
+    def loss(p, x):
+        w = jax.nn.softmax(_apply(dot, p, x))
+        entropy = -jnp.sum(w * jnp.log(w + 1e-9) + (1 - w) * jnp.log1p(-w + 1e-7), 1)
+        return jnp.mean(dot(w, p["e"]) ** 2) + 0.1 * jnp.mean(entropy)
+
+    return loss
+
+
+# -- flows, energies, densities --------------------------------------------------------------------
+
+
+@_head(TUNED, outs=4, scale=1.5, data=(_normal(_N, 4),))
+def gaussian_mixture(dot):
+    def loss(p, x, y):
+        z = _apply(dot, p, x)
+        weights = jax.nn.softmax(z)
+        density = jnp.exp(-0.5 * (y - z) ** 2)
+        return -jnp.mean(jnp.log(jnp.sum(weights * density, 1) + 1e-9))
+
+    return loss
+
+
+@_head(TUNED, outs=4, scale=2.0)
+def coupling_layer(dot):
+    def loss(p, x):
+        z = _apply(dot, p, x)
+        scale = jax.nn.sigmoid(z[:, :2] + 2)
+        y = x[:, :2] * scale + z[:, 2:]
+        return 0.5 * jnp.mean(jnp.sum(y**2, 1)) - jnp.mean(jnp.sum(jnp.log(scale), 1))
+
+    return loss
+
+
+@_head(TUNED, outs=3, scale=2.0)
+def logit_flow(dot):
+    def loss(p, x):
+        u = jax.nn.sigmoid(_apply(dot, p, x))
+        u = 0.99 * u + 0.005
+        y = jnp.log(u) - jnp.log1p(-u)
+        return jnp.mean(y**2) - jnp.mean(jnp.log(u) + jnp.log1p(-u))
+
+    return loss
+
+
+@_head(JUDGES, outs=3, scale=3.0)
+def inverse_hyperbolic_flow(dot):
+    def loss(p, x):
+        a = 0.999 * jnp.tanh(_apply(dot, p, x))
+        return jnp.mean(jnp.arctanh(a) ** 2) - jnp.mean(jnp.log(1 - a * a))
+
+    return loss
+
+
+@_head(JUDGES, outs=4, scale=3.0, data=(_normal(_N, 4),))
+def mixture_of_logistics(dot):
+    def loss(p, x, y):
+        z = _apply(dot, p, x)
+        between = jax.nn.sigmoid(y + 0.2 - z) - jax.nn.sigmoid(y - 0.2 - z)
+        return -jnp.mean(jnp.log(jnp.maximum(between, 1e-7)))
+
+    return loss
+
+
+@_head(JUDGES, outs=1, scale=4.0)
+def energy_with_two_sides(dot):
+    def loss(p, x):
+        e = _apply(dot, p, x)
+        return jnp.mean(jax.nn.softplus(e[: _N // 2])) + jnp.mean(jax.nn.softplus(-e[_N // 2 :]))
+
+    return loss
+
+
+@_head(JUDGES, outs=2, scale=2.0, data=(_normal(_N, 1),))
+def censored_gaussian(dot):
+    def loss(p, x, y):
+        z = _apply(dot, p, x)
+        t = (y - z[:, :1]) / (jax.nn.softplus(z[:, 1:]) + 0.1)
+        return -jnp.mean(jnp.log(0.5 * (1 - lax.erf(t / np.float32(2**0.5))) + 1e-7))
+
+    return loss
+
+
+# -- metric learning, contrastive losses, rendering ------------------------------------------------
+
+
+@_head(TUNED, outs=8, scale=2.0)
+def contrastive(dot):
+    def loss(p, x):
+        u = _apply(dot, p, x)
+        u = u / jnp.linalg.norm(u, axis=1, keepdims=True)
+        v = jnp.roll(u, 1, 0)
+        logits = dot(u, v.T) / 0.1
+        return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(logits)))
+
+    return loss
+
+
+@_head(TUNED, outs=8, scale=2.0)
+def angular_margin(dot):
+    def loss(p, x):
+        u = _apply(dot, p, x)
+        u = u * lax.rsqrt(jnp.sum(u**2, 1, keepdims=True))
+        cos = jnp.sum(u * jnp.roll(u, 1, 0), 1)
+        sin = jnp.sqrt(jnp.maximum(1 - cos**2, 1e-7))
+        return jnp.mean(cos * 0.88 - sin * 0.48) + jnp.mean(1 / jnp.sqrt(1 - 0.999 * cos**2))
+
+    return loss
+
+
+@_head(TUNED, outs=6, scale=2.0)
+def volume_rendering(dot):
+    def loss(p, x):
+        density = jax.nn.softplus(_apply(dot, p, x))
+        alpha = 1 - jnp.exp(-density)
+        passed = jnp.cumprod(1 - alpha + 1e-10, axis=1)
+        weights = alpha * jnp.concatenate([jnp.ones_like(passed[:, :1]), passed[:, :-1]], 1)
+        return jnp.mean((jnp.sum(weights * jnp.arange(6.0), 1) - 2) ** 2)
+
+    return loss
+
+
+@_head(JUDGES, outs=8, scale=2.0)
+def hyperbolic_distance(dot):
+    def loss(p, x):
+        u = _apply(dot, p, x)
+        u = (
+            jnp.tanh(jnp.linalg.norm(u, axis=1, keepdims=True))
+            * u
+            / jnp.linalg.norm(u, axis=1, keepdims=True)
+        )
+        u, v = 0.99 * u, 0.99 * jnp.roll(u, 1, 0)
+        far = jnp.sum((u - v) ** 2, 1) / ((1 - jnp.sum(u**2, 1)) * (1 - jnp.sum(v**2, 1)))
+        return jnp.mean(jnp.arccosh(1 + 2 * far))
+
+    return loss
+
+
+@_head(JUDGES, outs=6, scale=3.0)
+def transmittance_in_logs(dot):
+    def loss(p, x):
+        alpha = jax.nn.sigmoid(_apply(dot, p, x))
+        passed = jnp.exp(jnp.cumsum(jnp.log(1 - alpha + 1e-7), axis=1))
+        return -jnp.mean(jnp.log(1 - passed[:, -1] + 1e-7)) + jnp.mean(passed * alpha)
+
+    return loss
+
+
+@_head(JUDGES, outs=8, scale=2.0)
+def triplets_by_cosine(dot):
+    def loss(p, x):
+        u = _apply(dot, p, x)
+        u = u / jnp.sqrt(jnp.sum(u * u, 1, keepdims=True) + 1e-12)
+        near, far = jnp.sum(u * jnp.roll(u, 1, 0), 1), jnp.sum(u * jnp.roll(u, 2, 0), 1)
+        return jnp.mean(jax.nn.relu((1 - near) - (1 - far) + 0.2) + jnp.log(2 - near - 0.999 * far))
+
+    return loss
+
+
+# -- Bayesian losses, the plain ones ---------------------------------------------------------------
+
+
+@_head(TUNED, outs=6, scale=1.0)
+def variational(dot):
+    def loss(p, x):
+        z = _apply(dot, p, x)
+        mean, spread = z[:, :3], jax.nn.softplus(z[:, 3:]) + 1e-3
+        kl = 0.5 * jnp.sum(mean**2 + spread**2 - 1 - 2 * jnp.log(spread), 1)
+        return jnp.mean(kl)
+
+    return loss
+
+
+@_head(TUNED, outs=5, scale=3.0, data=(_LABELS,))
+def labels(dot):
+    def loss(p, x, y):
+        logits = jax.nn.log_softmax(_apply(dot, p, x))
+        return -jnp.mean(jnp.take_along_axis(logits, y[:, None], axis=1))
+
+    return loss
+
+
+@_head(TUNED, outs=1, scale=2.0, data=(_normal(_N, 1),))
+def regression(dot):
+    def loss(p, x, y):
+        return jnp.mean((_apply(dot, p, x) - y) ** 2)
+
+    return loss
+
+
+@_head(JUDGES, outs=5, scale=4.0, data=(_ONE_HOT,))
+def brier_and_spherical(dot):
+    def loss(p, x, y):
+        q = jax.nn.softmax(_apply(dot, p, x))
+        spherical = jnp.sum(q * y, 1) / jnp.linalg.norm(q, axis=1)
+        return jnp.mean(jnp.sum((q - y) ** 2, 1)) - jnp.mean(jnp.log(1.0001 - spherical))
+
+    return loss
+
+
+@_head(JUDGES, outs=2, scale=3.0, data=(np.abs(_normal(_N, 1)) / 4 + 0.05,))
+def beta_likelihood(dot):
+    def loss(p, x, y):
+        z = jax.nn.softplus(_apply(dot, p, x)) + 0.1
+        a, b = z[:, :1], z[:, 1:]
+        norm = lax.lgamma(a) + lax.lgamma(b) - lax.lgamma(a + b)
+        y = jnp.clip(y, 0.01, 0.99)
+        return jnp.mean(norm - (a - 1) * jnp.log(y) - (b - 1) * jnp.log1p(-y))
+
+    return loss
+
+
+@_head(JUDGES, outs=5, scale=3.0, data=(_LABELS,))
+def evidential(dot):
+    def loss(p, x, y):
+        alpha = jax.nn.softplus(_apply(dot, p, x)) + 1
+        doubt = 5 / jnp.sum(alpha, 1)
+        mean = alpha / jnp.sum(alpha, 1, keepdims=True)
+        picked = jnp.take_along_axis(mean, y[:, None], 1)
+        return jnp.mean(-jnp.log(picked)) - 0.1 * jnp.mean(jnp.log(1 - 0.999 * doubt))
+
+    return loss
+
+
+HEADS = [*TUNED, *JUDGES]

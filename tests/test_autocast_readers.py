@@ -1,0 +1,493 @@
+"""What rounding would ruin is float32, whoever reads it too: laws of autocast's page, by name."""
+
+import functools
+
+import _evaluate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _metamorphic import hand_cast
+from jax import lax
+
+import mpjax
+
+POLICIES = {"bf16": ("bf16-mixed", jnp.bfloat16), "f16": ("16-mixed", jnp.float16)}
+_RNG = np.random.default_rng(5)
+X = _RNG.normal(size=(24, 16)).astype(np.float32)
+W = (3 * _RNG.normal(size=(16, 6)) / 4).astype(np.float32)
+V = _RNG.normal(size=(6, 3)).astype(np.float32)
+POINTS = _RNG.uniform(-3, 3, size=(40, 2)).astype(np.float32)
+
+
+class Float64(_evaluate.Exact):
+    """Every operation in float64 that was traced in float32."""
+
+    def dtype(self, dtype):
+        return np.dtype(np.float64) if dtype == np.float32 else dtype
+
+
+def run(fun, *args, how=None):
+    """Returns the results of a function, operation by operation: nothing is compiled."""
+    how = how or _evaluate.Exact()
+    program = jax.make_jaxpr(fun)(*args)
+    with np.errstate(all="ignore"):
+        return how.run(program, how.inputs(program, jax.tree.leaves(args)))
+
+
+def exactly(fun, *args):
+    return run(fun, *args, how=Float64())
+
+
+def off(outs, right):
+    """Returns the largest relative error of some arrays; infinite where one is not finite."""
+    pairs = zip(outs, right, strict=True)
+    found = max(np.linalg.norm(np.float64(a) - b) / np.linalg.norm(b) for a, b in pairs)
+    return found if np.isfinite(found) else np.inf
+
+
+def against_float64(make, dtype, *args):
+    """Asserts that autocast's values and gradients are within twice a hand cast's errors.
+
+    `make` gives a function for a product.
+    """
+    policy, low = POLICIES[dtype]
+
+    def weighted(out):
+        return jnp.vdot(out, jnp.cos(jnp.arange(out.size, dtype=jnp.float32)))
+
+    def both(fun):
+        def values(*args):
+            return fun(*args), jax.grad(lambda *a: weighted(fun(*a)))(*args)
+
+        return values
+
+    right = exactly(both(make(jnp.matmul)), *args)
+    by_hand = off(run(both(make(hand_cast(low))), *args), right)
+    got = off(run(both(mpjax.autocast(make(jnp.matmul), policy)), *args), right)
+    assert got <= 2 * by_hand + float(jnp.finfo(low).eps), (got, by_hand)
+
+
+# -- law 3: ill-conditioned readers ---------------------------------------------------
+
+SATURATING = {
+    "sigmoid": jax.nn.sigmoid,
+    "tanh": jnp.tanh,
+    "erf": lax.erf,
+    "softmax": jax.nn.softmax,
+    "exponential of a negative": lambda z: jnp.exp(-jnp.abs(z)),
+    "one minus an exponential": lambda z: 1 - jnp.exp(-jax.nn.softplus(z)),
+    "normalised": lambda z: z / jnp.linalg.norm(z, axis=-1, keepdims=True),
+}
+READERS = {
+    "log": lambda q: jnp.log(jnp.abs(q) + 1e-6),
+    "log1p": lambda q: jnp.log1p(-0.9999 * q),
+    "one minus": lambda q: jnp.log(1.0001 - q),
+    "reciprocal": lambda q: 1 / (1.02 - q),
+    "acos": lambda q: jnp.arccos(0.9999 * q),
+    "asin": lambda q: jnp.arcsin(0.9999 * q),
+    "atanh": lambda q: jnp.arctanh(0.9999 * q),
+    "rsqrt": lambda q: lax.rsqrt(1.001 - q**2),
+    "log odds": lambda q: jnp.log((jnp.abs(q) + 1e-3) / (1.001 - jnp.abs(q))),
+    "running product": lambda q: jnp.cumprod(1.001 - jnp.abs(q), axis=1),
+    "product": lambda q: jnp.prod(1.001 - jnp.abs(q), axis=1),
+}
+BETWEEN = {
+    "nothing": lambda q: q,
+    "a call": jax.jit(lambda q: q * 0.9999),
+    "a sort": lambda q: jnp.sort(q, axis=1),
+    "a choice": lambda q: jnp.where(q > 0.5, q, 0.9 * q),
+    "a slice": lambda q: q[:, 1:],
+    "a scan": lambda q: lax.scan(lambda c, row: (c, row * 1.0), 0, q)[1],
+}
+
+
+def _read(saturate, between, read, dot):
+    def fun(w, v):
+        q = saturate(dot(jnp.asarray(X), w))
+        return jnp.mean(read(between(q)), axis=0), dot(q, v)
+
+    return lambda w, v: jnp.concatenate([jnp.ravel(x) for x in fun(w, v)])
+
+
+@pytest.mark.parametrize("dtype", POLICIES)
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("saturating", SATURATING)
+def test_law_of_readers_what_saturates_is_float32_for_them(saturating, reader, dtype):
+    """Though a product reads it too."""
+    places = list(BETWEEN)
+    between = places[(list(READERS).index(reader) + len(saturating)) % len(places)]
+    parts = SATURATING[saturating], BETWEEN[between], READERS[reader]
+    against_float64(lambda dot: _read(*parts, dot), dtype, W, V)
+
+
+def test_law_of_readers_a_product_still_reads_its_low_copy():
+    fun = _read(jnp.tanh, BETWEEN["nothing"], READERS["log1p"], jnp.matmul)
+    rows = mpjax.explain(fun, "bf16-mixed")(W, V).rows
+    assert {r.dtype for r in rows if r.operation == "dot_general"} == {"bf16"}
+    (row,) = (r for r in rows if r.operation == "tanh")
+    assert row.dtype == "f32"
+    assert row.reason.startswith("its distance to a constant is read by log1p, test_autocast_read")
+
+
+# -- law 2: behind the last product ---------------------------------------------------
+
+
+def test_law_of_the_last_product_nothing_behind_it_is_rounded():
+    """A call around each operation would show a rounding."""
+
+    def fun(w):
+        z = jax.jit(lambda z: z * 1.001)(jnp.asarray(X) @ w)
+        return jax.jit(lambda z: z - 0.25 * z.mean(1, keepdims=True))(z).std(1)
+
+    rows = mpjax.explain(fun, "bf16-mixed")(W).rows
+    assert {r.operation: r.dtype for r in rows}["dot_general"] == "bf16"
+    assert {r.dtype for r in rows if r.operation != "dot_general"} == {"f32"}
+
+
+# -- law 4: one expression, one rounding ---------------------------------------------------
+
+
+def _softmax_by_a_loop(x, y, loop):
+    def logits():
+        return 4 * (x @ y.T)
+
+    normaliser = loop(lambda _: jax.nn.logsumexp(logits(), axis=1), jnp.zeros(len(x)))
+    return jnp.sum(jnp.exp(logits() - normaliser[:, None]), axis=1)
+
+
+LOOPS = {
+    "fori_loop": lambda turn, start: lax.fori_loop(0, 3, lambda _, f: turn(f), start),
+    "scan": lambda turn, start: lax.scan(lambda f, _: (turn(f), None), start, None, 3)[0],
+    "while": lambda turn, start: lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, turn(c[1])), (0, start)
+    )[1],
+    "while with a tolerance": lambda turn, start: lax.while_loop(
+        lambda c: jnp.max(jnp.abs(c[0] - c[1])) > 1e-6,
+        lambda c: (c[1], turn(c[1])),
+        (start + 1, start),
+    )[1],
+    "a loop in a call": lambda turn, start: jax.jit(
+        lambda f: lax.fori_loop(0, 3, lambda _, f: turn(f), f)
+    )(start),
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_law_of_one_expression_rows_of_a_softmax_sum_to_one(loop, policy):
+    x, y = (jnp.asarray(a, jnp.bfloat16).astype(jnp.float32) for a in (X[:, :8], X[:20, 8:]))
+    fun = functools.partial(_softmax_by_a_loop, loop=LOOPS[loop])
+    (rows,) = run(mpjax.autocast(fun, policy), x, y)
+    np.testing.assert_allclose(rows, 1, atol=1e-5)
+
+
+# -- law 5: a factorisation or a running sum ---------------------------------------------------
+
+KERNELS = {
+    "power": lambda dot, x: (1 + dot(x, x.T)) ** 3,
+    "exponential": lambda dot, x: jnp.exp(dot(_unit(x), _unit(x).T)),
+    "tanh of a small one": lambda dot, x: jnp.tanh(dot(x, x.T) / 64),
+    "logistic": lambda dot, x: jnp.eye(40) + jax.nn.sigmoid(dot(_unit(x), _unit(x).T)) / 64,
+    "a choice in a call": lambda dot, x: jax.jit(lambda k: jnp.where(k > -9, k, 0.0))(
+        jnp.exp(dot(x, x.T) / 16)
+    ),
+}
+ENDS = {
+    "solve": lambda k, y: y @ jnp.linalg.solve(k, y),
+    "slogdet": lambda k, y: jnp.linalg.slogdet(k)[1],
+    "inverse": lambda k, y: jnp.sum(y * (jnp.linalg.inv(k) * y).sum(1)),
+    "cholesky": lambda k, y: jnp.log(jnp.diag(jnp.linalg.cholesky(k))).sum(),
+    "cumsum": lambda k, y: jnp.cumsum(k, axis=1)[:, -1] - k.sum(1) + y,
+}
+
+
+def _unit(x):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("dtype", POLICIES)
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_law_of_factorisations_they_read_unrounded_sums(kernel, end, dtype):
+    def value(x, dot):
+        k = KERNELS[kernel](dot, x) + 0.1 * jnp.eye(len(x))
+        return jnp.sum(ENDS[end](k, jnp.sin(x[:, 0])))
+
+    policy, low = POLICIES[dtype]
+    (right,) = map(float, exactly(lambda x: value(x, jnp.matmul), POINTS))
+    hand = float(run(lambda x: value(x, hand_cast(low)), POINTS)[0])
+    got = float(run(mpjax.autocast(lambda x: value(x, jnp.matmul), policy), POINTS)[0])
+    assert abs(got - right) <= 3 * abs(hand - right) + 0.02 * abs(right) + 1e-3, (got, hand, right)
+
+
+# -- law 6: what contracts one element ---------------------------------------------------
+
+OUTER = {
+    "outer": lambda t, f: jnp.outer(t, f),
+    "matmul": lambda t, f: t[:, None] @ f[None],
+    "einsum": lambda t, f: jnp.einsum("bi,id->bd", t[:, None], f[None]),
+    "batched": lambda t, f: (f[None, :, None] @ t[None, None])[0].T,
+    "two axes": lambda t, f: jnp.einsum("bij,ijd->bd", t[:, None, None], f[None, None]),
+    "convolution": lambda t, f: lax.conv(t[None, None], f[:, None, None], (1,), "SAME")[0].T,
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("form", OUTER)
+def test_law_of_one_element_its_product_is_elementwise(form, policy):
+    frequencies = jnp.float32(1) / jnp.float32(10000) ** (jnp.arange(32, dtype=jnp.float32) / 32)
+    positions = jnp.arange(30000, 30064, dtype=jnp.float32)
+    right = np.cos(np.outer(np.float64(positions), np.float64(frequencies)))
+    fun = mpjax.autocast(lambda t, f: jnp.cos(OUTER[form](t, f)), policy)
+    (got,) = run(fun, positions, frequencies)
+    np.testing.assert_allclose(got, right, atol=0.01)
+
+
+# -- law 7: differences that cancel ---------------------------------------------------
+
+
+def _sum(x):
+    return jnp.sum(x, axis=-1)
+
+
+DISTANCES = {
+    "broadcasts": lambda a, b: _sum(a**2)[:, None] + _sum(b**2)[None] - 2 * a @ b.T,
+    "doubled first": lambda a, b: _sum(a * a)[:, None] - (2 * a) @ b.T + _sum(b * b)[None],
+    "einsum": lambda a, b: (
+        jnp.einsum("id,id->i", a, a)[:, None]
+        + jnp.einsum("id,id->i", b, b)
+        - 2 * jnp.einsum("id,jd->ij", a, b)
+    ),
+    "a call for each": lambda a, b: (
+        jax.jit(lambda a: _sum(a**2)[:, None])(a)
+        + jax.jit(lambda b: _sum(b**2)[None])(b)
+        - 2 * jax.jit(lambda a, b: a @ b.T)(a, b)
+    ),
+    "added up in a call": lambda a, b: jax.jit(lambda n, m, p: n[:, None] + m - 2 * p)(
+        _sum(a**2), _sum(b**2), a @ b.T
+    ),
+    "a checkpoint, a transposition": lambda a, b: (
+        jax.checkpoint(lambda a, b: _sum(a**2)[:, None] - 2 * (b @ a.T).T)(a, b) + _sum(b**2)
+    ),
+    "a branch": lambda a, b: (
+        lax.cond(
+            a[0, 0] < 1e9, lambda p: p - 2 * a @ b.T, lambda p: p + 2 * a @ b.T, _sum(a**2)[:, None]
+        )
+        + _sum(b**2)
+    ),
+    "of points that a layer made": lambda a, b: DISTANCES["broadcasts"](
+        jnp.tanh(a @ jnp.asarray(W[:, :4])) + 2, jnp.tanh(b @ jnp.asarray(W[:, :4])) + 2
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", POLICIES)
+@pytest.mark.parametrize("form", DISTANCES)
+def test_law_of_cancelling_distances_are_not_noise(form, dtype):
+    a = jnp.asarray(X + 3)
+    b = a + jnp.asarray(0.05 * X[::-1])
+    fun = DISTANCES[form]
+    (right,) = exactly(fun, a, b)
+    (got,) = run(mpjax.autocast(fun, POLICIES[dtype][0]), a, b)
+    # Points that a layer made are as exact as the layer; their distances are those of such points.
+    atol = 0.06 if form.startswith("of points") else 1e-3 * right.max()
+    assert np.abs(np.diag(np.float64(got)) - np.diag(right)).max() < atol
+    assert got.min() > -atol
+
+
+def test_law_of_cancelling_a_gram_matrix_of_distances_stays_positive():
+    def likelihood(x):
+        gram = jnp.exp(-0.5 * DISTANCES["broadcasts"](x, x)) + 1e-3 * jnp.eye(len(x))
+        return jnp.log(jnp.diag(jnp.linalg.cholesky(gram))).sum()
+
+    (right,) = run(likelihood, POINTS)
+    (got,) = run(mpjax.autocast(likelihood, "bf16-mixed"), POINTS)
+    np.testing.assert_allclose(got, right, rtol=1e-2)
+
+
+def test_law_of_cancelling_angles_between_rotations():
+    def angles(vectors, others):
+        def rotation(v):
+            q, _ = jnp.linalg.qr(v.reshape(-1, 3, 3))
+            return q
+
+        trace = jnp.trace(
+            rotation(vectors) @ jnp.swapaxes(rotation(others), -1, -2), axis1=-2, axis2=-1
+        )
+        return jnp.arccos(jnp.clip((trace - 1) / 2, -1 + 1e-6, 1 - 1e-6))
+
+    vectors = jnp.asarray(X[:, :9])
+    others = vectors + 0.01 * X[:, 7:]
+    (right,) = run(angles, vectors, others)
+    (got,) = run(mpjax.autocast(angles, "bf16-mixed"), vectors, others)
+    np.testing.assert_allclose(got, right, atol=2e-3)
+
+
+def test_law_of_cancelling_a_factorisation_machine():
+    def pairs(x, v):
+        return 0.5 * ((x @ v) ** 2 - x**2 @ v**2)
+
+    x = np.eye(16, dtype=np.float32)  # one feature each: no pairs
+    (got,) = run(mpjax.autocast(pairs, "bf16-mixed"), x, W)
+    np.testing.assert_allclose(got, 0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fun", "says"),
+    [
+        (DISTANCES["broadcasts"], "cancels it: float32; to have it low, cast its operands"),
+        (
+            lambda a, b: jnp.arccos(
+                jnp.clip(0.3 * jnp.tanh(a[:, :3]) @ jnp.tanh(b[:, :3]).T, -1, 1)
+            ),
+            "a few terms, and their distance to a constant is read: float32; to have it low",
+        ),
+    ],
+)
+def test_explain_says_why_a_product_is_float32_and_what_to_type_to_have_it_low(fun, says):
+    rows = mpjax.explain(fun, "bf16-mixed")(X, X).rows
+    (row,) = (r for r in rows if r.operation == "dot_general")
+    assert row.dtype == "f32"
+    assert says in row.reason
+
+    def cast(a, b):
+        return _sum(a**2)[:, None] - 2 * (a.astype(jnp.bfloat16) @ b.T.astype(jnp.bfloat16)).astype(
+            jnp.float32
+        )
+
+    rows = mpjax.explain(cast, "bf16-mixed")(X, X).rows
+    assert "bf16" in {r.dtype for r in rows if r.operation == "dot_general"}
+
+
+NOT_CANCELLING = {
+    "a norm behind a product": lambda x, w: (lambda h: h - h.mean(1, keepdims=True))(x @ w) @ w.T,
+    "two products of one input": lambda x, w: (x[:, :8] @ w[:8] + x[:, :8] @ w[8:]) @ w.T,
+    "products with a weight each": lambda x, w: (x @ w - jnp.tanh(x @ w) @ w[:6] @ w[:6]) @ w.T,
+    "a penalty on the weight": lambda x, w: jnp.mean((x @ w) ** 2) + 1e-2 * jnp.sum(w**2),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CANCELLING)
+def test_other_sums_leave_their_products_low(name):
+    rows = mpjax.explain(NOT_CANCELLING[name], "bf16-mixed")(X, W).rows
+    assert {r.dtype for r in rows if r.operation == "dot_general"} == {"bf16"}
+
+
+# -- law 8: a stop test ---------------------------------------------------
+
+
+def _turns(body, start, going):
+    def turn(c):
+        return (*body(*c[:-1]), c[-1] + 1)
+
+    return lax.while_loop(lambda c: going(*c[:-1]) & (c[-1] < 2000), turn, (*start, 0))[-1]
+
+
+def _new(z, w):
+    return jnp.tanh(z @ w + jnp.asarray(X[:8, :6]))
+
+
+STOPS = {
+    "a carried change": lambda w: _turns(
+        lambda z, _: (_new(z, w), jnp.max(jnp.abs(_new(z, w) - z))),
+        (jnp.zeros((8, 6)), jnp.float32(np.inf)),
+        lambda _, change: change > 1e-5,
+    ),
+    "compared in the condition": lambda w: _turns(
+        lambda z, _: (_new(z, w), z),
+        (jnp.zeros((8, 6)), jnp.ones((8, 6))),
+        lambda z, before: jnp.linalg.norm(z - before) > 1e-5,
+    ),
+    "a carried boolean": lambda w: _turns(
+        lambda z, _: (_new(z, w), jnp.all(jnp.abs(_new(z, w) - z) < 1e-5)),
+        (jnp.zeros((8, 6)), jnp.asarray(False)),
+        lambda _, done: ~done,
+    ),
+    "a product in the condition": lambda w: _turns(
+        lambda z: (_new(z, w),),
+        (jnp.zeros((8, 6)),),
+        lambda z: jnp.sum((_new(z, w) - z) ** 2) > 1e-10,
+    ),
+    "a product in a call": lambda w: _turns(
+        lambda z, _: (jax.jit(_new)(z, w), jnp.max(jnp.abs(jax.jit(_new)(z, w) - z))),
+        (jnp.zeros((8, 6)), jnp.float32(np.inf)),
+        lambda _, change: change > 1e-5,
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("stop", STOPS)
+def test_law_of_the_stop_test_a_fixed_point_ends(stop, policy):
+    w = jnp.asarray(W[:6] / np.linalg.norm(W[:6], 2) * 0.9)
+    (right,) = run(STOPS[stop], w)
+    (got,) = run(mpjax.autocast(STOPS[stop], policy), w)
+    assert right < 200
+    assert abs(int(got) - int(right)) <= 2
+
+
+def test_law_of_the_stop_test_a_decoder_stops_at_an_integer_and_is_low():
+    def decode(w, v):
+        def turn(c):
+            token, count = c
+            logits = jax.nn.one_hot(token, 16) @ w @ v
+            return jnp.argmax(logits), count + 1
+
+        return lax.while_loop(lambda c: (c[0] != 3) & (c[1] < 20), turn, (jnp.int32(0), 0))[1]
+
+    rows = mpjax.explain(decode, "bf16-mixed")(W, _RNG.normal(size=(6, 16)).astype(np.float32)).rows
+    assert {r.dtype for r in rows if r.operation == "dot_general"} == {"bf16"}
+
+
+def test_law_of_the_stop_test_explain_says_so():
+    rows = mpjax.explain(STOPS["a carried change"], "bf16-mixed")(W[:6]).rows
+    reasons = {r.reason for r in rows if r.operation == "dot_general"}
+    assert any("stop test" in r and "cast its operands" in r for r in reasons), reasons
+
+
+# -- law 9: cotangents of several readers ---------------------------------------------------
+
+
+@jax.custom_vjp
+def _through(h, c):
+    return jnp.sum(h * c)
+
+
+_through.defvjp(lambda h, c: (_through(h, c), (h, c)), lambda res, ct: (ct * res[1], ct * res[0]))
+
+
+@jax.custom_vjp
+def _through_a_loop(h, c):
+    return lax.fori_loop(0, 1, lambda _, s: s + jnp.sum(h * c), jnp.zeros(()))
+
+
+_through_a_loop.defvjp(
+    lambda h, c: (_through_a_loop(h, c), (h, c)), lambda res, ct: (ct * res[1], ct * res[0])
+)
+COTANGENTS = {
+    "custom_vjp": _through,
+    "a custom_vjp that holds a loop": lambda h, c: _through_a_loop(h, c),
+    "a loop": lambda h, c: lax.fori_loop(0, 4, lambda _, s: s + jnp.sum(h * c) / 4, jnp.zeros(())),
+    "a region": lambda h, c: _in_full(h, c),
+}
+
+
+def _in_full(h, c):
+    with mpjax.full_precision():
+        return jnp.sum(h * c)
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("reader", COTANGENTS)
+def test_law_of_cotangents_those_that_cancel_are_added_before_they_are_rounded(reader, policy):
+    c, d = 30 * X[:, :6], X[:, 6:12]
+
+    def loss(w):
+        h = jnp.asarray(X) @ w
+        return jnp.sum(h * c) - COTANGENTS[reader](h, c + d)
+
+    (right,) = run(jax.grad(loss), W)
+    (got,) = run(jax.grad(mpjax.autocast(loss, policy)), W)
+    scale = np.linalg.norm(X.T @ np.float64(d))
+    assert np.linalg.norm(got - right) < 2**-6 * scale
