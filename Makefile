@@ -68,8 +68,8 @@ types: $(STAMP)  ## check types: the code, then that every public name is fully 
 	PATH="$(abspath $(BIN)):$$PATH" pyright
 	PATH="$(abspath $(BIN)):$$PATH" pyright --verifytypes mpjax --ignoreexternal
 
-bench: $(STAMP)  ## run every benchmark, one after another
-	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; done
+bench: $(STAMP)  ## run every benchmark that needs no GPU, one after another
+	@for file in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; done
 
 docs: $(STAMP)  ## build the documentation into site/; a warning is an error
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -d site/.doctrees docs site $(ARGS)
@@ -80,5 +80,5 @@ package: $(STAMP)  ## build the wheel and the source archive into dist/
 	$(BIN)/python -m hatchling build
 
 clean:  ## remove all that the targets above made, environments included
-	rm -rf $(VENV) .venv-floor .venv-newest dist site outputs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-floor .venv-middle .venv-newest dist site outputs .pytest_cache .ruff_cache .hypothesis
 	find mpjax tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

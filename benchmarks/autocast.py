@@ -39,7 +39,8 @@ def count(text: str) -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--parts", type=words(PARTS), default=list(PARTS), help=", ".join(PARTS))
+    parts = f"{', '.join(PARTS)} (timings are this CPU's; a GPU's: benchmarks/gpu.py)"
+    add("--parts", type=words(PARTS), default=list(PARTS), help=parts)
     add("--networks", type=words(NETWORKS), default=list(NETWORKS), help=", ".join(NETWORKS))
     add("--variants", type=words(VARIANTS), default=list(VARIANTS), help=", ".join(VARIANTS))
     add("--targets", type=words(targets.NAMES), default=["cpu"], help=", ".join(targets.NAMES))

@@ -48,7 +48,7 @@ hypothesis.settings.load_profile(
 )
 
 # The check makes tracing several times slower: it turns JAX's trace caches off. The newest JAX pays
-# that, and runs the same tests as the floor.
+# that, for every case; `--first-case` looks for what another JAX changes, and goes without.
 CHECK_LEAKS = jax.__version_info__ >= (0, 11)
 
 _LIFTED_BY = {
@@ -114,7 +114,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _strict_jax(request: pytest.FixtureRequest) -> Iterator[None]:
     """Sets what a test can lift, and puts back whatever the test itself changed."""
     settings = {"numpy_dtype_promotion": "strict", "debug_nans": False}
-    settings["check_tracer_leaks"] = CHECK_LEAKS
+    settings["check_tracer_leaks"] = CHECK_LEAKS and not request.config.getoption("first_case")
     for marker, (name, value) in _LIFTED_BY.items():
         if request.node.get_closest_marker(marker):
             settings[name] = value

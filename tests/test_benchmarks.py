@@ -278,3 +278,29 @@ def test_what_benchmarks_write_does_not_make_a_commit_dirty(
     assert machine.commit() == clean
     code.write_text("2")
     assert machine.commit() == f"{clean}-dirty"
+
+
+def test_without_git_a_result_names_a_hash_of_the_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    monkeypatch.setattr(machine.subprocess, "run", None)  # nothing is started
+    assert machine.commit() == ""
+    assert f"; tree {machine.tree_hash('mpjax')}; Python 3." in machine.made()
+
+
+def test_the_hash_of_a_tree_changes_with_a_file_and_with_its_name(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    (tmp_path / "part").mkdir()
+    file = tmp_path / "part" / "a.py"
+    file.write_text("1")
+    first = machine.tree_hash("part")
+    (tmp_path / "part" / "notes.md").write_text("no code")
+    assert machine.tree_hash("part") == first
+    file.write_text("2")
+    assert machine.tree_hash("part") != first
+    file.write_text("1")
+    file.rename(tmp_path / "part" / "b.py")
+    assert machine.tree_hash("part") != first

@@ -59,7 +59,7 @@ def _is_var(atom: Any) -> bool:
     return not isinstance(atom, core.Literal)
 
 
-def _inner(eqn: Any) -> Iterator[Any]:
+def inner_jaxprs(eqn: Any) -> Iterator[Any]:
     """Yields the jaxprs that an equation holds."""
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
@@ -71,7 +71,7 @@ def _inner(eqn: Any) -> Iterator[Any]:
 def _equations(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in _inner(eqn):
+        for inner in inner_jaxprs(eqn):
             yield from _equations(inner)
 
 
@@ -89,7 +89,7 @@ def _reach(jaxpr: Any, flags: Sequence[int]) -> list[int]:
 
 def _through(eqn: Any, flags: list[int]) -> list[int]:
     """Returns the flags of an equation's results; finer than "any operand" where one looks in."""
-    inner = next(_inner(eqn), None)
+    inner = next(inner_jaxprs(eqn), None)
     aligned = inner is not None and (
         (len(inner.invars), len(inner.outvars)) == (len(eqn.invars), len(eqn.outvars))
     )

@@ -1,15 +1,23 @@
 """What a result file has to say about where it was made."""
 
 import datetime
+import hashlib
 import importlib.metadata
 import os
 import pathlib
 import platform
+import shutil
 import subprocess
 
 # The instructions that decide how fast 16-bit products are on a CPU, best first.
 FEATURES = ("amx_fp16", "amx_bf16", "avx512_fp16", "avx512_bf16", "avx512f", "avx2")
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "jax-cuda12-plugin", "libtpu")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "libtpu")
+ON_A_GPU = (
+    *("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
+    *("nvidia-cublas-cu12", "nvidia-cublas", "torch", "torchvision", "timm", "transformers"),
+    "triton",
+)
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def cpu() -> str:
@@ -32,7 +40,7 @@ def cpu() -> str:
 def versions() -> str:
     """Returns the versions of what the numbers depend on."""
     found = [f"Python {platform.python_version()}"]
-    for package in PACKAGES:
+    for package in (*PACKAGES, *ON_A_GPU):
         try:
             found.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
@@ -41,7 +49,7 @@ def versions() -> str:
 
 
 def commit() -> str:
-    """Returns the checked-out commit, "-dirty" where tracked files differ; "" outside of git.
+    """Returns the checked-out commit, "-dirty" where tracked files differ; "" without git.
 
     What benchmarks themselves write does not count: one run would mark the next.
     """
@@ -54,9 +62,26 @@ def commit() -> str:
 
 def made() -> str:
     """Returns when a result was made, of which commit, and with which versions."""
-    return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}; commit {commit()}; {versions()}"
+    of = f"commit {commit()}" if commit() else f"tree {tree_hash('mpjax')}"
+    return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}; {of}; {versions()}"
+
+
+def tree_hash(*paths: str) -> str:
+    """Returns a hash of the Python files at these paths of the checkout, folders with all below.
+
+    What two runs have in common where git is missing, or where nothing is committed yet.
+    """
+    digest = hashlib.sha256()
+    for path in paths:
+        start = ROOT / path
+        files = sorted(start.rglob("*.py")) if start.is_dir() else [start]
+        for file in files:
+            digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 def _git(root: pathlib.Path, *words: str) -> str:
+    if shutil.which("git") is None:
+        return ""
     done = subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, check=False)
     return done.stdout.strip()

@@ -35,7 +35,7 @@ class Store:
         """Adds a row, in place of an older one that measured the same, and writes the file."""
         row = {**dict(zip(KEYS, key, strict=True)), **values, "run": len(self.runs)}
         self.rows[key] = row
-        self._write()
+        self.write()
 
     def drop(self, *key: str) -> None:
         """Forgets the rows whose keys begin so."""
@@ -50,10 +50,14 @@ class Store:
         used = {row["run"] for row in self.rows.values()}
         return [(i, run) for i, run in enumerate(self.runs, start=1) if i in used]
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Writes the file, if there is one."""
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = ",\n".join(json.dumps(row) for row in self.rows.values())
         runs = ",\n".join(json.dumps(run) for run in self.runs)
-        self.path.write_text(f'{{"runs": [\n{runs}\n],\n"rows": [\n{rows}\n]}}\n')
+        # In one piece: a run that is stopped in between leaves the file of before.
+        beside = self.path.with_suffix(".part")
+        beside.write_text(f'{{"runs": [\n{runs}\n],\n"rows": [\n{rows}\n]}}\n')
+        beside.replace(self.path)

@@ -78,7 +78,10 @@ class Target:
 
 
 def quiet_environment() -> None:
-    """Keeps libtpu from looking for a TPU; call it before the first use of JAX's backends."""
+    """Keeps JAX to the CPU, and libtpu from looking for a TPU; call it before JAX's first use.
+
+    For scripts that compile for what is not there, and time this CPU; `gpu.py` measures a GPU.
+    """
     settings = {
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",

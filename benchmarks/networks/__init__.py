@@ -2,8 +2,9 @@
 
 `NETWORKS["mlp"]("full")` is a `Network`; sizes are "tiny" (seconds on a CPU, for values), "small"
 (for timings on a CPU), "medium" (few layers of a realistic width, to compile many times) and
-"full" (realistic, for counts; nothing needs to fit into memory). Decisions are taken by the
-figures of `TUNING`; those of `JUDGES` tell whether they hold elsewhere.
+"full" (realistic, for counts; nothing needs to fit into memory). What `gpu.py` times has "large"
+too, where "full" is small for a GPU. Decisions are taken by the figures of `TUNING`; those of
+`JUDGES` tell whether they hold elsewhere.
 """
 
 from collections.abc import Callable

@@ -14,6 +14,8 @@ SIZES = {
     "small": {"batch": 4, "time": 128, "width": 256, "heads": 4, "layers": 4, "vocab": 1024},
     "medium": {"batch": 4, "time": 512, "width": 768, "heads": 12, "layers": 2, "vocab": 8192},
     "full": {"batch": 16, "time": 512, "width": 768, "heads": 12, "layers": 12, "vocab": 30522},
+    # BERT-large.
+    "large": {"batch": 16, "time": 512, "width": 1024, "heads": 16, "layers": 24, "vocab": 30522},
 }
 
 

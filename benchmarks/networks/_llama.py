@@ -13,6 +13,7 @@ SIZES = {
     "small": {"batch": 4, "time": 128, "width": 256, "heads": 4, "layers": 4, "vocab": 1024},
     "medium": {"batch": 4, "time": 512, "width": 768, "heads": 12, "layers": 2, "vocab": 8192},
     "full": {"batch": 4, "time": 1024, "width": 1024, "heads": 16, "layers": 12, "vocab": 32000},
+    "large": {"batch": 4, "time": 2048, "width": 2048, "heads": 16, "layers": 8, "vocab": 32000},
 }
 SHARED = 4  # heads of queries that share one of keys and values
 

@@ -14,6 +14,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "small": {"batch": 8, "pixels": 96, "width": 32, "blocks": (1, 1, 1, 1), "classes": 100},
     "medium": {"batch": 32, "pixels": 112, "width": 64, "blocks": (2, 2), "classes": 1000},
     "full": {"batch": 64, "pixels": 224, "width": 64, "blocks": (3, 4, 6, 3), "classes": 1000},
+    "large": {"batch": 128, "pixels": 224, "width": 64, "blocks": (3, 4, 6, 3), "classes": 1000},
 }
 
 

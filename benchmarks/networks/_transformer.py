@@ -14,6 +14,10 @@ SIZES = {
     "small": {"batch": 4, "time": 128, "width": 256, "heads": 4, "layers": 4, "vocab": 1024},
     "medium": {"batch": 4, "time": 512, "width": 768, "heads": 12, "layers": 2, "vocab": 8192},
     "full": {"batch": 8, "time": 1024, "width": 768, "heads": 12, "layers": 12, "vocab": 32000},
+    # GPT-2 medium, for what is timed on a GPU.
+    "large": {"batch": 4, "time": 1024, "width": 1024, "heads": 16, "layers": 24, "vocab": 50257},
+    # As wide as 8 bits need to pay.
+    "wide": {"batch": 4, "time": 1024, "width": 4096, "heads": 32, "layers": 2, "vocab": 32000},
 }
 
 

@@ -14,6 +14,14 @@ SIZES: dict[str, dict[str, Any]] = {
     "small": {"batch": 8, "pixels": 64, "patch": 8, "width": 256, "layers": 4, "classes": 100},
     "medium": {"batch": 16, "pixels": 224, "patch": 16, "width": 768, "layers": 2, "classes": 1000},
     "full": {"batch": 32, "pixels": 224, "patch": 16, "width": 768, "layers": 12, "classes": 1000},
+    "large": {
+        "batch": 128,
+        "pixels": 224,
+        "patch": 16,
+        "width": 768,
+        "layers": 12,
+        "classes": 1000,
+    },
 }
 HEAD = 16  # features of a head at width 32; 64 at 256 and above
 
