@@ -194,6 +194,25 @@ def largest_rows(table: str) -> dict[tuple[str, str], dict[str, Any]]:
     }
 
 
+def save(figure: Figure, path: Path, told: str) -> None:
+    """Writes a picture with the numbers that it draws, by which a test holds it to the tables."""
+    figure.savefig(path, metadata={"Description": told})
+
+
+def beside_text() -> str:
+    """Returns the shares that `beside.png` draws, a line a network and target."""
+    lines = []
+    for target in TARGETS:
+        found = largest_rows(target)
+        for network in sorted({name for name, _ in found}):
+            cells = []
+            for variant, name in itertools.product(VARIANTS, COUNTS):
+                pair = [found.get((network, v), {}).get(name) for v in (variant, "hand-cast")]
+                cells.append(f"{pair[0] / pair[1]:.2f}" if all(pair) else "")
+            lines.append(f"{target} {network}: {' '.join(cells)}")
+    return "\n".join(lines)
+
+
 def draw_beside(path: Path) -> None:
     """Draws what networks cost in float32 and under autocast, as shares of hand-cast's."""
     figure = Figure(figsize=(11, 5.5), dpi=120, layout="constrained")
@@ -214,7 +233,7 @@ def draw_beside(path: Path) -> None:
         axes.set(title=title, xlabel="hand-cast = 1", xlim=(0.4, 2.5))
         axes.grid(axis="y", alpha=0.3)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    figure.savefig(path)
+    save(figure, path, beside_text())
 
 
 WAYS = {  # variant of the tables: what readers call it, and its colour
@@ -225,6 +244,10 @@ WAYS = {  # variant of the tables: what readers call it, and its colour
 }
 
 
+THREE = ("f32", "hand-cast", "autocast")
+BASES = {"torch autocast bf16": "torch f32"}  # a peer's own float32; ours for the others
+
+
 @dataclasses.dataclass(frozen=True)
 class Saving:
     """One comparison: what is counted, of which networks, and each variant's share of float32's."""
@@ -232,31 +255,36 @@ class Saving:
     title: str
     networks: list[str]
     shares: dict[str, float]
+    without: list[str]  # measured, but not in float32
 
 
-def saving(title: str, table: str, count: str, variants: tuple[str, ...]) -> Saving:
-    """Returns the geometric means, over the networks that a table has in all variants."""
+def saving(title: str, table: str, count: str, variants: tuple[str, ...] = THREE) -> Saving:
+    """Returns the geometric means, over all networks that a table has in these variants."""
+    rows = {(r["network"], r["variant"]): r[count] for r in bf16_rows(table) if r.get(count)}
     found = {(r["network"], r["variant"]): r[count] for r in table_rows(table) if r.get(count)}
     names = sorted({n for n, _ in found if all((n, variant) in found for variant in variants)})
-    logs = {
-        v: sum(math.log(found[n, v] / found[n, "f32"]) for n in names) / len(names)
+    shares = {
+        v: math.exp(
+            sum(math.log(found[n, v] / found[n, BASES.get(v, "f32")]) for n in names) / len(names)
+        )
         for v in variants
     }
-    return Saving(title, names, {v: math.exp(log) for v, log in logs.items()})
+    left = {n for n, _ in rows} - set(names) if variants == THREE else set()
+    return Saving(title, names, shares, sorted(left))
 
 
 def savings() -> list[Saving]:
-    three = ("f32", "hand-cast", "autocast")
     return [
-        saving("kept for the backward pass", "residuals", "activations", three),
-        saving("bytes moved on an H100", "h100", "bytes_accessed", three),
-        saving("time of a step on a CPU", "cpu", "seconds", tuple(WAYS)),
+        saving("kept for the backward pass", "residuals", "activations"),
+        saving("bytes moved on an H100", "h100", "bytes_accessed"),
+        saving("time of a step on a CPU", "cpu", "seconds"),
+        saving("the same, beside PyTorch", "cpu", "seconds", tuple(WAYS)),
     ]
 
 
 def draw_saves(found: list[Saving], path: Path) -> None:
     """Draws what a network costs in each way, float32 being 100 %, large enough for a phone."""
-    figure = Figure(figsize=(9, 2.7), dpi=160, layout="constrained")
+    figure = Figure(figsize=(11.5, 2.7), dpi=160, layout="constrained")
     for axes, each in zip(figure.subplots(1, len(found)), found, strict=True):
         for y, (variant, share) in enumerate(each.shares.items()):
             name, color = WAYS[variant]
@@ -267,7 +295,7 @@ def draw_saves(found: list[Saving], path: Path) -> None:
         axes.set_title(each.title, fontsize=13)
         axes.set(xlim=(0, 1.2 * max(each.shares.values())), ylim=(3.5, -0.5))
         axes.set_axis_off()
-    figure.savefig(path)
+    save(figure, path, saves_text(found))
 
 
 def saves_text(found: list[Saving]) -> str:
@@ -278,11 +306,18 @@ def saves_text(found: list[Saving]) -> str:
         cells = [f"{each.shares[v]:.0%}" if v in each.shares else "" for v in WAYS]
         cells[-1] = f"**{cells[-1]}**"
         lines.append(f"| {each.title} | " + " | ".join(cells) + " |")
-    of: dict[str, list[str]] = {}
+    lines += [
+        "",
+        "Geometric means in bfloat16 over all networks that were measured in these ways:",
+        "",
+    ]
     for each in found:
-        of.setdefault(", ".join(each.networks), []).append(each.title)
-    counted = [f"{' and '.join(titles)}: {networks}" for networks, titles in of.items()]
-    lines += ["", f"Geometric means over networks in bfloat16 ({'; '.join(counted)})."]
+        line = f"- {each.title}: {', '.join(each.networks)}"
+        left = ", ".join(each.without)
+        lines.append(
+            f"{line}; not measured in float32, and left out: {left}." if left else f"{line}."
+        )
+    lines += ["", "torch.autocast is a share of PyTorch's own float32, the others of JAX's."]
     return "\n".join(lines) + "\n"
 
 
@@ -299,10 +334,23 @@ LIMITS = (0.97, 1.05)
 HEIGHTS = {"mlp": (0.0, 22.0), "digits": (0.9, 2.4), "lm": LIMITS, "small lm": LIMITS}
 
 
+def optimizer_tasks() -> dict[str, Any]:
+    known = json.loads((RESULTS / "low_precision_optimizers.json").read_text())["tasks"]
+    return {name: known[name] for name in HEIGHTS}
+
+
+def optimizers_text() -> str:
+    """Returns where each curve of `optimizers.png` ends, of float32's."""
+    lines = []
+    for name, entry in optimizer_tasks().items():
+        ends = {f: mean_curve(entry["runs"][f])[-1] for f in FORMS if f in entry["runs"]}
+        lines += [f"{name} {form}: {end / ends['float32']:.4f}" for form, end in ends.items()]
+    return "\n".join(lines)
+
+
 def draw_optimizers(path: Path) -> None:
     """Draws how far each form's training loss is from float32's, the mean over the seeds."""
-    known = json.loads((RESULTS / "low_precision_optimizers.json").read_text())["tasks"]
-    tasks = {name: known[name] for name in HEIGHTS}
+    tasks = optimizer_tasks()
     figure = Figure(figsize=(11, 3.8), dpi=120, layout="constrained")
     for axes, (name, entry) in zip(figure.subplots(1, len(tasks)), tasks.items(), strict=True):
         base = mean_curve(entry["runs"]["float32"])
@@ -317,7 +365,7 @@ def draw_optimizers(path: Path) -> None:
     figure.supylabel("training loss, of float32's", fontsize=10)
     lines = {line.get_label(): line for axes in figure.axes for line in axes.lines}
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4, fontsize=8)
-    figure.savefig(path)
+    save(figure, path, optimizers_text())
 
 
 def mean_curve(runs: list[dict[str, Any]]) -> list[float]:

@@ -1,12 +1,15 @@
 """The pages of `docs/`: their code runs, what they link to exists, their pictures can be drawn."""
 
+import importlib
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from test_readme import ROOT, blocks, local_links, run
 
 import mpjax
@@ -161,6 +164,40 @@ def test_the_pictures_can_be_drawn(tmp_path: Path):
     }
     # The landing page's numbers are those of the tables; where they changed, draw them again.
     assert (tmp_path / "saves.txt").read_text() == (DOCS / "images" / "saves.txt").read_text()
+
+
+@pytest.mark.parametrize("name", ["saves", "beside", "optimizers"])
+def test_pictures_show_what_the_tables_say_now(name: str, monkeypatch: pytest.MonkeyPatch):
+    """A picture holds the numbers it draws: where tables are renewed, draw it again."""
+    monkeypatch.syspath_prepend(DOCS)
+    figures = importlib.import_module("figures")
+    told = {
+        "saves": lambda: figures.saves_text(figures.savings()),
+        "beside": figures.beside_text,
+        "optimizers": figures.optimizers_text,
+    }
+    with Image.open(DOCS / "images" / f"{name}.png") as picture:
+        assert picture.text["Description"] == told[name]()
+
+
+def test_the_landing_pages_means_are_of_all_networks_of_their_table():
+    table = (ROOT / "benchmarks" / "results" / "cpu.md").read_text()
+    cells = re.findall(r"^\| (\w+) \| ([\w -]+) \| ([\d.]+)", table, re.MULTILINE)
+    times = {(network, variant): float(ms) for network, variant, ms in cells}
+
+    def mean(variant: str, base: str) -> str:
+        shares = [times[n, variant] / times[n, base] for n, v in times if v == variant]
+        return f"{statistics.geometric_mean(shares):.0%}"
+
+    told = (DOCS / "images" / "saves.txt").read_text()
+    hand, ours = mean("hand-cast", "f32"), mean("autocast", "f32")
+    assert f"| time of a step on a CPU | 100% | {hand} |  | **{ours}** |" in told
+    (row,) = re.findall(r"\| the same, beside PyTorch \|(.*)", told)
+    assert f" {mean('torch autocast bf16', 'torch f32')} " in row  # of its own float32
+    for title in ("time of a step on a CPU", "the same, beside PyTorch"):
+        (line,) = re.findall(rf"^- {title}: (.*)\.$", told, re.MULTILINE)
+        asked = "torch f32" if "PyTorch" in title else "autocast"
+        assert set(line.split(", ")) == {n for n, variant in times if variant == asked}
 
 
 @pytest.mark.slow
