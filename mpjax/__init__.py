@@ -28,6 +28,7 @@ from mpjax._tree import all_finite, select_tree
 
 if TYPE_CHECKING:
     from mpjax._autocast import autocast, explain, full_precision, with_amax_history
+    from mpjax._measure import measure
     from mpjax._quantize import quantize
     from mpjax.optim import current_loss_scale, raise_if_diverged, with_loss_scale
     from mpjax.train import TrainState, make_train_step
@@ -65,6 +66,7 @@ __all__ = [
     "grad",
     "half_dtype",
     "make_train_step",
+    "measure",
     "quantize",
     "raise_if_diverged",
     "select_tree",
@@ -80,6 +82,7 @@ _IMPORTED_LATER = {
     "explain": "mpjax._autocast",
     "full_precision": "mpjax._autocast",
     "make_train_step": "mpjax.train",
+    "measure": "mpjax._measure",
     "quantize": "mpjax._quantize",
     "raise_if_diverged": "mpjax.optim",
     "with_amax_history": "mpjax._autocast",

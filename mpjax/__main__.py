@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 import mpjax
+from mpjax._errors import message
 from mpjax._hardware import DTYPES, SUPPORT, Accelerator, examine, find_accelerator
 from mpjax._policy import POLICY_NAMES, get_policy
 from mpjax._quantized_policy import NAMES
@@ -182,6 +183,9 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
 def _doctor(args: argparse.Namespace) -> int:
     from mpjax import _doctor as doctor  # the other commands need no autocast
 
+    if args.timed and args.device:
+        fix = "Leave out one of the two: what is not here is compiled for, and not run."
+        raise ValueError(message("mpjax doctor", "--run measures this machine, not --device.", fix))
     row = find_accelerator(args.device, "mpjax doctor")
     policies = tuple(dict.fromkeys(("32-true", *args.policy))) if args.policy else doctor.POLICIES
     compiler, note = _compiler(row.key) if args.device else (None, "")
@@ -193,10 +197,23 @@ def _doctor(args: argparse.Namespace) -> int:
         compiler=compiler,
         track=_tracked,
     )
+    measured = _measured(found, policies, args.budget) if args.timed else None
     if args.json:
-        return _print_json(found.to_dict())
+        more = {"measured": measured.to_dict()} if measured else {}
+        return _print_json({**found.to_dict(), **more})
     _print_diagnosis(found, note)
+    if measured:
+        print(f"\nBy the clock:\n\n{measured}")
     return OK
+
+
+def _measured(found: Any, policies: Sequence[str], budget: float) -> Any:
+    """Returns what running the function under each policy takes and gives, on this machine."""
+    from mpjax import _doctor as doctor
+
+    track = functools.partial(_tracked, doing="measuring")
+    measured = mpjax.measure(found.fun, policies, budget=budget, track=track)
+    return measured(*doctor.values_of(found))
 
 
 def _compiler(key: str) -> tuple[Any, str]:
@@ -254,7 +271,7 @@ def _size(count: int) -> str:
     return f"{count} B"
 
 
-def _tracked(policies: Sequence[str]) -> Iterator[str]:
+def _tracked(policies: Sequence[str], doing: str = "compiling") -> Iterator[str]:
     """Yields the policies with a progress bar on a terminal, where a person waits."""
     if not (sys.stderr.isatty() and importlib.util.find_spec("rich")):
         yield from policies
@@ -262,7 +279,7 @@ def _tracked(policies: Sequence[str]) -> Iterator[str]:
     from rich.console import Console
     from rich.progress import track
 
-    yield from track(policies, "compiling", console=Console(stderr=True), transient=True)
+    yield from track(policies, doing, console=Console(stderr=True), transient=True)
 
 
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -274,17 +291,21 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", action="append", metavar="NAME", help=help)
     help = "an accelerator that need not be here, for what it runs well; this machine's without"
     parser.add_argument("--device", metavar="NAME", help=help)
+    help = "run it too, on this machine: time, memory and error of each policy, and which to take"
+    parser.add_argument("--run", dest="timed", action="store_true", help=help)
+    help = "seconds for --run, in all (default: 60)"
+    parser.add_argument("--budget", type=float, default=60.0, metavar="SECONDS", help=help)
 
 
 # -- pods --------------------------------------------------------------------------------------
 
 
 def _pods(args: argparse.Namespace) -> int:
-    from mpjax import _doctor as doctor
+    from mpjax import _user_file
     from mpjax.pods import _command
 
     topology = _command.topology_of(args.topology, args.num_slices)
-    load = functools.partial(doctor.load, args.function, _command.WHERE)
+    load = functools.partial(_user_file.load, args.function, _command.WHERE)
     if args.outline:
         return _print_json_line(_command.outline(load, topology))
     again = ["pods", args.function, args.topology, "--outline"]

@@ -1,16 +1,10 @@
 """What a policy would change in a user's function: what `python -m mpjax doctor` finds out."""
 
 import dataclasses
-import importlib
-import importlib.util
 import inspect
 import re
-import sys
-import sysconfig
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,10 +14,12 @@ import jax.numpy as jnp
 
 from mpjax._autocast import autocast, explain
 from mpjax._autocast.explanation import Explanation
+from mpjax._dtypes import short_name
 from mpjax._errors import message, nearest
 from mpjax._hardware import Accelerator, examine
 from mpjax._policy import get_policy
 from mpjax._tree import is_array, leaf_paths
+from mpjax._user_file import WHERE, first_line, load, place_of
 from mpjax.numerics import find_promotions
 
 Compiler = Callable[[Callable[..., Any], Any], tuple[int | None, int, float]]
@@ -31,8 +27,6 @@ Compiler = Callable[[Callable[..., Any], Any], tuple[int | None, int, float]]
 POLICIES = ("32-true", "bf16-mixed", "16-mixed")
 """What is compared unless the user names others; the first is what the others are compared with."""
 
-_WHERE = "mpjax doctor"
-_INSTALLED = ("stdlib", "purelib", "platlib")
 _SHAPE = re.compile(r"(\w+)\[([\d, ]*)\]")
 _ALLOWED_ARGUMENT = (
     "Allowed: a name in the file (array, tree, or function that makes one), "
@@ -74,6 +68,8 @@ class Diagnosis:
     taken: str  # the policy that is explained
     explanation: Explanation
     advice: tuple[str, ...]
+    fun: Callable[..., Any]
+    args: list[Any]  # arrays, shapes, and what is neither
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all of it as plain values, for JSON."""
@@ -131,68 +127,10 @@ def diagnose(
     explanation = explain(fun, taken)(*args)
     what = "value and gradient" if is_loss else "value"
     found = (tuple(rows), taken, explanation, tuple(advice))
-    return Diagnosis(name, what, accelerator, target_name, *found)
+    return Diagnosis(name, what, accelerator, target_name, *found, fun, args)
 
 
 # -- what to examine -----------------------------------------------------------------------------
-
-
-def load(target: str, where: str = _WHERE) -> tuple[ModuleType, Callable[..., Any], str]:
-    """Returns the module, function and name that 'FILE.py:FUNCTION' means."""
-    path, colon, name = target.rpartition(":")
-    if not colon or not path or not name:
-        fix = "Type FILE.py:FUNCTION, e.g. train.py:loss_fn."
-        raise ValueError(message(where, f"{target!r} names no function in a file.", fix))
-    module = _import(path, where)
-    fun: Any = module
-    for part in name.split("."):  # 'model.loss' is an attribute of an attribute
-        fun = getattr(fun, part, None)
-    if callable(fun) and not isinstance(fun, type):
-        return module, fun, name
-    known = [n for n, x in vars(module).items() if callable(x) and not isinstance(x, type)]
-    known = [n for n in known if not n.startswith("_")]
-    close = nearest(name, known) or known
-    fix = f"It has {', '.join(close[:8])}." if close else "It has no function."
-    got = f"{path} has no function {name!r}."
-    if fun is not None:
-        kind = "class" if isinstance(fun, type) else type(fun).__name__
-        got = f"{name!r} in {path} is a {kind}, and no function."
-    raise ValueError(message(where, got, fix))
-
-
-def _import(path: str, where: str) -> ModuleType:
-    if not path.endswith(".py"):
-        return _executed(path, where, lambda: importlib.import_module(path))
-    file = Path(path).resolve()
-    if not file.is_file():
-        here = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        close = nearest(file.name, here)
-        fix = f"Did you mean {close[0]}?" if close else "Type the path of a Python file."
-        raise ValueError(message(where, f"there is no file {path}.", fix))
-    sys.path.insert(0, str(file.parent))  # as `python FILE` does, for what stands beside it
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or spec.loader is None:
-        raise ValueError(message(where, f"{path} is no Python file."))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
-    loader = spec.loader
-    _executed(path, where, lambda: loader.exec_module(module))
-    return module
-
-
-def _executed(path: str, where: str, execute: Callable[[], Any]) -> Any:
-    """Returns `execute()`, which imports the user's file and may raise anything."""
-    try:
-        return execute()
-    except SystemExit as error:
-        got = f"{path} ends the program while it is imported: it is a script."
-        fix = "Put what it runs under `if __name__ == '__main__':`."
-        raise ValueError(message(where, got, *_place(error), fix)) from error
-    except Exception as error:
-        got = f"{path} cannot be imported: {_first_line(error)}"
-        fix = "Type a path that ends in .py, or a module that Python finds from here."
-        is_missing = isinstance(error, ModuleNotFoundError) and not path.endswith(".py")
-        raise ValueError(message(where, got, *_place(error), *[fix] * is_missing)) from error
 
 
 def _arguments(
@@ -209,12 +147,12 @@ def _arguments(
         count = f"{len(names)} argument{'s' * (len(names) != 1)}"
         got = f"{name}{signature} does not take {count}: {error}."
         fix = "Give one a parameter, in order; for keyword-only ones write a function around it."
-        raise ValueError(message(_WHERE, got, _ALLOWED_ARGUMENT, fix)) from None
+        raise ValueError(message(WHERE, got, _ALLOWED_ARGUMENT, fix)) from None
     missing = [] if given else [p for p in needed if not hasattr(module, p)]
     if missing:
         got = f"{name} takes {', '.join(needed)}; the file has no {', '.join(missing)}."
         fix = "Type python -m mpjax doctor FILE:FUNCTION params 'f32[8,128]'."
-        raise ValueError(message(_WHERE, got, _ALLOWED_ARGUMENT, fix))
+        raise ValueError(message(WHERE, got, _ALLOWED_ARGUMENT, fix))
     return [_argument(module, text) for text in names]
 
 
@@ -227,13 +165,38 @@ def _argument(module: ModuleType, text: str) -> Any:
             return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
         except TypeError:
             known = f"Allowed: {', '.join(_DTYPES)}, and NumPy's names."
-            raise ValueError(message(_WHERE, f"{text!r} has no known dtype.", known)) from None
+            raise ValueError(message(WHERE, f"{text!r} has no known dtype.", known)) from None
     if not hasattr(module, text):
         close = nearest(text, [n for n in vars(module) if not n.startswith("__")])
         fix = [f"Did you mean {' or '.join(close)}?"] if close else []
-        raise ValueError(message(_WHERE, f"the file has no {text!r}.", _ALLOWED_ARGUMENT, *fix))
+        raise ValueError(message(WHERE, f"the file has no {text!r}.", _ALLOWED_ARGUMENT, *fix))
     value = getattr(module, text)
     return value() if callable(value) and not is_array(value) else value
+
+
+def values_of(found: Diagnosis) -> list[Any]:
+    """Returns arguments that a diagnosed function can run on.
+
+    A shape of floating numbers is filled with normal ones; what integers mean is not known.
+
+    Raises:
+      ValueError: an integer argument was given as a shape.
+    """
+    return jax.tree.map(lambda x: _filled(x, found.function), found.args, is_leaf=_is_shape)
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _filled(x: Any, name: str) -> Any:
+    if not _is_shape(x):
+        return x
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        got = f"{name} cannot be run on {short_name(x.dtype)}{list(x.shape)}: its numbers matter."
+        fix = "Name a value in the file, or a function that makes one, in its place."
+        raise ValueError(message(WHERE, got, fix))
+    return jax.random.normal(jax.random.key(0), x.shape, x.dtype)
 
 
 # -- what to compile -----------------------------------------------------------------------------
@@ -314,7 +277,7 @@ def _kept(fun: Callable[..., Any], args: list[Any], has_aux: bool) -> int:
 def _untraceable(error: Exception, name: str, module: ModuleType) -> str:
     needs_values = (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError)
     needs_values += (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError)
-    place = _place(error, module.__file__ or "")
+    place = place_of(error, module.__file__ or "")
     if isinstance(error, needs_values):
         got = f"{name} cannot be jitted: it needs the value of an array while it is traced."
         fix = "Use jnp.where or jax.lax.cond there, or make the argument a Python value."
@@ -322,29 +285,9 @@ def _untraceable(error: Exception, name: str, module: ModuleType) -> str:
         got = f"{name} cannot be jitted: {error}"
         place, fix = [], "Return arrays, numbers, or trees of them; a loss is a floating scalar."
     else:
-        got = f"{name} fails on these arguments: {_first_line(error)}"
+        got = f"{name} fails on these arguments: {first_line(error)}"
         fix = "Check their shapes and dtypes; others can be given after FILE:FUNCTION."
-    return message(_WHERE, got, *place, fix)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-def _place(error: BaseException, file: str = "") -> list[str]:
-    """Returns the line of the user's own code that was reached last, as a line of a message.
-
-    Args:
-      error: what was raised there.
-      file: where it is looked for first; without it, in all that is no installed package.
-    """
-    if isinstance(error, SyntaxError) and error.filename:
-        return [f"At {Path(error.filename).name}:{error.lineno}: {(error.text or '').strip()}"]
-    frames = traceback.extract_tb(error.__traceback__)
-    libraries = (str(Path(__file__).parent), "<frozen", *map(sysconfig.get_path, _INSTALLED))
-    own = [f for f in frames if f.filename == file]
-    own = own or [f for f in frames if not f.filename.startswith(libraries)]
-    return [f"At {Path(f.filename).name}:{f.lineno}: {f.line}" for f in own[-1:]]
+    return message(WHERE, got, *place, fix)
 
 
 # -- advice --------------------------------------------------------------------------------------

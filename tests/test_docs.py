@@ -116,17 +116,24 @@ def test_every_example_is_on_its_page():
     assert sorted(listed) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 
+_CLOCK = r"By the clock:\n\n.*\n\npolicy .*"  # the head of what --run prints
+
+
 def test_what_the_command_line_page_types_can_be_typed(tmp_path: Path, monkeypatch, capsys):
     page = (DOCS / "command_line.md").read_text()
     (tmp_path / "train.py").write_text("\n".join(blocks(page, "python")))
     monkeypatch.chdir(tmp_path)
-    (asked,) = blocks(page, "console")
+    asked, timed = blocks(page, "console")
     assert main(shlex.split(asked.removeprefix("$ python -m mpjax "))) == 0
     answered, *_ = blocks(page, "text")
     # Numbers are those of one machine and compiler; the words are those of the command.
     words = [re.sub(r"[\d.]+ ?(%|[kM]?B)?", "#", text).split() for text in (answered, "")]
     words[1] = re.sub(r"[\d.]+ ?(%|[kM]?B)?", "#", capsys.readouterr().out).split()
     assert words[0] == words[1]
+    assert main([*shlex.split(timed.removeprefix("$ python -m mpjax ")), "--budget", "1"]) == 0
+    shown = re.findall(_CLOCK, page)
+    printed = re.findall(_CLOCK, capsys.readouterr().out)
+    assert [head.split() for head in shown] == [head.split() for head in printed] != []
     typed = re.findall(r"^\| `python -m mpjax ?([^`]*)`", page, re.MULTILINE)
     known = {command.name for command in COMMANDS}
     assert {line.split()[0] for line in typed if line} == known

@@ -324,3 +324,76 @@ def test_promotions_are_among_the_advice(tmp_path: Path):
     with jax.numpy_dtype_promotion("standard"):
         advice = diagnose(f"{path}:loss_fn", (), accelerator=row).advice
     assert any(line.startswith("widening.py:6: multiply makes f32 of bf16") for line in advice)
+
+
+# -- by the clock --------------------------------------------------------------------------------
+
+
+def test_run_measures_each_policy_and_says_which_to_take(file, capsys):
+    words = ["doctor", f"{file}:loss_fn", "--run", "--budget", "2", "--policy", "bf16-mixed"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "By the clock:\n\nloss_fn: value and gradient, measured on " in printed
+    assert "bf16-mixed  " in printed.partition("By the clock")[2]
+    assert main([*words, "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)["measured"]
+    assert [row["policy"] for row in measured["rows"]] == ["32-true", "bf16-mixed"]
+    assert all(row["samples"] for row in measured["rows"])
+    assert measured["taken"] in ("32-true", "bf16-mixed")
+
+
+def test_without_run_nothing_is_measured(file, capsys, monkeypatch):
+    monkeypatch.setattr("mpjax.measure", None)
+    assert main(["doctor", f"{file}:loss_fn", "--json"]) == 0
+    assert "measured" not in json.loads(capsys.readouterr().out)
+
+
+def test_a_floating_shape_is_filled_with_numbers(file, capsys):
+    words = ["doctor", f"{file}:forward", "f32[8,128]", "--run", "--budget", "1", "--json"]
+    assert main(words) == 0
+    assert all(row["samples"] for row in json.loads(capsys.readouterr().out)["measured"]["rows"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("forward", "i32[8]"), "forward cannot be run on i32[8]: its numbers matter"),
+        (("forward", "f32[8]", "--device", "h100"), "--run measures this machine, not --device"),
+        (("forward", "f32[8]", "--budget", "0"), "budget=0.0 leaves no time"),
+        (("keyword_only",), "keyword-only"),
+    ],
+)
+def test_what_run_cannot_run_ends_with_2_and_says_why(file, capsys, words, said):
+    function, *rest = words
+    assert main(["doctor", f"{file}:{function}", *rest, "--run"]) == 2
+    assert said in capsys.readouterr().err
+
+
+TRAINS = {
+    "loop": "for step in range(9):\n    print('trained')\n",
+    "while": "import time\nwhile True:\n    print('trained')\n",
+    "main": "def main():\n    print('trained')\nmain()\n",
+    "module's": "import types\nx = types.SimpleNamespace(fit=lambda: print('trained'))\nx.fit()\n",
+    "nested": "try:\n    for i in range(3):\n        print('trained')\nfinally:\n    pass\n",
+    "else": "if __name__ == '__main__':\n    pass\nelse:\n    while 1:\n        print('trained')",
+    "not main": "if __name__ != '__main__':\n    while True:\n        print('trained')\n",
+}
+LOADS = {
+    "guarded": "if __name__ == '__main__':\n    for i in range(3):\n        print('trained')\n",
+    "table": "names = []\nfor name in ('a', 'b'):\n    names.append(name)\n",
+    "sum": "total = 0\nfor i in range(3):\n    total += i\n",
+    "in a function": "def train():\n    for i in range(3):\n        print('trained')\n",
+}
+
+
+@pytest.mark.parametrize("name", [*TRAINS, *LOADS])
+def test_a_script_is_refused_before_it_trains(name: str, tmp_path: Path, capsys):
+    path = tmp_path / "users_script.py"
+    path.write_text("def forward(x):\n    return x * 2\n\n" + (TRAINS | LOADS)[name])
+    code = main(["doctor", f"{path}:forward", "f32[8]"])
+    printed = capsys.readouterr()
+    assert "trained" not in printed.out
+    assert code == (2 if name in TRAINS else 0)
+    if name in TRAINS:
+        assert "is a script: importing it would run" in printed.err
+        assert "Put what it runs under `if __name__ == '__main__':`" in printed.err

@@ -23,6 +23,7 @@ LAYERS = (
     ("_adopt", "_chains", "_inputs", "_linen_modules", "_nnx_modules", "_summary"),
     ("_under_policy", "_step_history"),
     ("optim", "_train_checks", "_train_state", "numerics", "linen"),
+    ("_measure", "_user_file"),
     ("train", "pods", "experimental", "testing", "_doctor"),
     ("_nnx_train",),
     ("nnx", "__init__"),

@@ -1,0 +1,182 @@
+"""`measure`: what it times and compares, what it advises, what it says of bad input."""
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax import _measure
+from mpjax._measure import Timing, advise
+
+RANDOM = np.random.default_rng(0)
+
+
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(RANDOM.normal(size=shape).astype(np.float32))
+
+
+PARAMS = {"w": normal(16, 8), "b": jnp.zeros(8)}
+X = normal(4, 16)
+
+
+def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean((x @ params["w"] + params["b"]) ** 2)
+
+
+def row(policy: str, *samples: float, memory: int = 100, off: float = 1e-3, **more: Any) -> Timing:
+    return Timing(policy, samples, memory, off, off, **more)
+
+
+# -- what is measured ----------------------------------------------------------------------------
+
+
+def test_each_policy_has_times_memory_and_errors():
+    report = mpjax.measure(loss_fn, budget=5)(PARAMS, X)
+    assert [row.policy for row in report.rows] == list(_measure.POLICIES)
+    assert report.what == "value and gradient"
+    assert report.reference == "float32"
+    for each in report.rows:
+        assert min(each.samples) > 0
+        assert each.memory >= 4 * (16 * 8 + 8 + 4 * 16)
+    f32, bf16, f16 = report.rows
+    assert f32.gradient_error < 2**-20
+    assert 2**-12 < bf16.gradient_error < 2**-6
+    assert 2**-15 < f16.gradient_error < 2**-9
+    assert (f32.loss_scale, bf16.loss_scale) == (1, 1)
+    assert f16.loss_scale > 1
+
+
+def test_errors_are_those_of_the_gradients_that_autocast_gives():
+    report = mpjax.measure(loss_fn, ["32-true", "bf16-mixed"], budget=1)(PARAMS, X)
+    low = jax.jit(jax.grad(mpjax.autocast(loss_fn, "bf16-mixed")))(PARAMS, X)
+    with jax.default_matmul_precision("highest"):
+        full = jax.jit(jax.grad(loss_fn))(PARAMS, X)
+    flat = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (low, full)]
+    want = np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1])
+    assert report.rows[1].gradient_error == pytest.approx(want, rel=1e-3)
+
+
+def test_with_64_bits_on_errors_are_against_float64():
+    with jax.enable_x64(True):
+        report = mpjax.measure(loss_fn, ["32-true"], budget=1)(PARAMS, X)
+    assert report.reference == "float64"
+    assert 0 < report.rows[0].gradient_error < 2**-18
+
+
+def test_float16_gets_a_scale_with_which_gradients_are_finite():
+    def steep(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum((x @ w) * 3.0)  # a gradient of 3 times the scale: inf from 2**15 on
+
+    report = mpjax.measure(steep, ["32-true", "16-mixed"], budget=2)(normal(16, 8), normal(4, 16))
+    assert report.rows[1].gradient_error < 2**-8
+    assert 1 < report.rows[1].loss_scale < 2**15
+
+
+@pytest.mark.parametrize(
+    ("fun", "args", "what"),
+    [
+        (lambda w, x: (jnp.sum(x @ w), {"aux": x}), (PARAMS["w"], X), "value and gradient"),
+        (lambda x: jnp.sin(x), (X,), "value"),
+        (lambda x, flag: jnp.sin(x) if flag else x, (X, True), "value"),
+        (lambda tokens: jnp.sum(jnp.sin(tokens.astype(jnp.float32))), (jnp.arange(4),), "value"),
+    ],
+)
+def test_losses_are_differentiated_and_other_functions_evaluated(fun: Any, args: Any, what: str):
+    report = mpjax.measure(fun, ["32-true", "bf16-mixed"], budget=1)(*args)
+    assert report.what == what
+    assert (report.rows[0].gradient_error is None) == (what == "value")
+    assert all(row.samples for row in report.rows)
+
+
+def test_a_policy_that_fails_is_a_row_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch):
+    real = _measure.autocast
+
+    def short(fun: Any, policy: Any) -> Any:
+        if policy == "bf16-mixed":
+            return lambda *args: (_ for _ in ()).throw(RuntimeError("RESOURCE_EXHAUSTED: 9 GB"))
+        return real(fun, policy)
+
+    monkeypatch.setattr(_measure, "autocast", short)
+    report = mpjax.measure(loss_fn, budget=2)(PARAMS, X)
+    assert report.rows[1].failure == "out of memory"
+    assert report.rows[1].samples == ()
+    assert report.rows[2].samples
+    assert "bf16-mixed: out of memory" in str(report)
+
+
+def test_what_the_budget_does_not_reach_is_left_out_and_said():
+    def slow(policies: Any) -> Any:
+        for policy in policies:
+            yield policy
+            time.sleep(0.3)
+
+    report = mpjax.measure(loss_fn, budget=0.1, track=slow)(PARAMS, X)
+    assert report.rows[0].samples
+    assert [row.failure for row in report.rows[1:]] == ["left out: the budget was spent"] * 2
+
+
+def test_it_prints_as_a_table_and_as_plain_values():
+    report = mpjax.measure(loss_fn, ["32-true", "bf16-mixed"], budget=1)(PARAMS, X)
+    assert "loss_fn: value and gradient, measured on " in str(report)
+    assert report.to_dict()["rows"][1]["policy"] == "bf16-mixed"
+    assert "<table>" in report._repr_html_()
+    assert repr(report) == str(report)
+
+
+# -- what is advised -----------------------------------------------------------------------------
+
+BASE = row("32-true", 2.0, 2.1, 2.2, 2.0, 2.1, 2.2, 2.1)
+
+
+@pytest.mark.parametrize(
+    ("other", "taken", "said"),
+    [
+        (row("bf16-mixed", *[1.0] * 7), "bf16-mixed", "2.10 times as fast, faster in 7 of 7"),
+        (row("bf16-mixed", *[1.0] * 6, 9.0), "bf16-mixed", "faster in 6 of 7 rounds"),
+        (row("bf16-mixed", *[1.0] * 5, 9.0, 9.0), "32-true", "none is faster here"),
+        (row("bf16-mixed", *[3.0] * 7), "32-true", "none is faster here"),
+        (row("bf16-mixed", *[3.0] * 7, memory=50), "32-true", "none is faster here"),
+        (
+            row("bf16-mixed", 2.1, 2.0, 2.3, 1.9, 2.2, 2.1, 2.1, memory=60),
+            *("bf16-mixed", "for memory, 40% less: in time they are equal"),
+        ),
+        (row("bf16-mixed", *[1.0] * 7, off=float("nan")), "32-true", "gives inf or NaN"),
+        (row("bf16-mixed", 1.0, 1.0), "32-true", "Not sure: fewer than 3 samples"),
+        (Timing("bf16-mixed", failure="out of memory"), "32-true", "Nothing else to take"),
+        (row("16-mixed", *[1.0] * 7, loss_scale=512.0), "16-mixed", "a loss scale (512 was taken)"),
+    ],
+)
+def test_advice_says_what_to_take_and_how_sure_that_is(other: Timing, taken: str, said: str):
+    found, advice = advise([BASE, other])
+    assert found == taken
+    assert said in " ".join(advice)
+
+
+# -- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: mpjax.measure(loss_fn, "bf16-mixed"), r"is no list of policies\.\n  Give a seq"),
+        (lambda: mpjax.measure(loss_fn, []), "is no list of policies"),
+        (lambda: mpjax.measure(loss_fn, ["bf16_mixd"]), "unknown policy 'bf16_mixd'"),
+        (lambda: mpjax.measure(loss_fn, budget=0), r"budget=0 leaves no time\.\n  Give seconds"),
+        (
+            lambda: mpjax.measure(loss_fn)(PARAMS, jax.ShapeDtypeStruct((4, 16), jnp.float32)),
+            r"loss_fn cannot run on a shape: .*\n  Give arrays",
+        ),
+        (
+            lambda: mpjax.measure(loss_fn)(PARAMS, X.T),
+            "loss_fn fails on these arguments: TypeError",
+        ),
+        (lambda: mpjax.measure(lambda x: str(x))(X), "fails on these arguments|returns no array"),
+    ],
+)
+def test_a_slip_says_what_to_give(call: Any, said: str):
+    with pytest.raises(ValueError, match=said):
+        call()
