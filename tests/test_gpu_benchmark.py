@@ -291,6 +291,28 @@ def test_nothing_is_prepared_while_something_is_measured(gpu: SimpleNamespace, t
     assert overlaps == []
 
 
+@pytest.mark.parametrize(("load", "at_once"), [(1, 6), (16, 2)])
+def test_what_takes_memory_is_not_prepared_far_ahead(
+    gpu: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: int, at_once: int
+):
+    monkeypatch.setattr(gpu.worker.os, "cpu_count", lambda: 16)
+    bench, prepared, most = Bench(gpu, tmp_path), [], []
+
+    def measure(_: Any) -> Any:
+        most.append(len(prepared) - len(most))  # ready, or at work, and not yet measured
+        return {"only": TIME}
+
+    jobs = [
+        dataclasses.replace(
+            bench.job(str(i), measure, only=lambda i=i: prepared.append(i)), load=load
+        )
+        for i in range(6)
+    ]
+    bench.run(*jobs)
+    assert max(most) <= at_once
+    assert len(most) == 6
+
+
 def test_a_process_that_breaks_is_a_row_and_another_goes_on(
     gpu: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -387,6 +409,16 @@ def row(card: int, network: str, variant: str, ms: float, **more: Any) -> dict[s
 )
 def test_what_is_wrong_or_slower_than_expected_is_said(gpu: SimpleNamespace, rows: Any, said: Any):
     assert list(gpu.tables.findings(rows)) == said
+
+
+def test_products_stand_beside_the_peak_that_was_measured(gpu: SimpleNamespace):
+    rows = [
+        row(0, "device", "bf16 product", 1.0, tflops=800.0),
+        row(2, "net", "autocast bf16", 1.0, tflops=400.0),
+        {**row(2, "net", "autocast bf16", 1.0, tflops=400.0), "size": "tiny"},
+    ]
+    found = gpu.tables.with_shares(rows)
+    assert [each.get("share") for each in found] == [None, 0.5, None]
 
 
 def test_hints_name_the_networks_that_they_claim(gpu: SimpleNamespace):

@@ -22,6 +22,9 @@ class Job:
     measure: Callable[[dict[str, Any]], dict[str, Row]]
     code: str  # a hash of what the rows depend on
     seconds: float  # about how long, to say what no longer fits
+    load: int = (
+        1  # how many threads' worth each `prepare` is: what takes memory is not prepared early
+    )
 
 
 def attempted(fun: Callable[[], Any]) -> Any:

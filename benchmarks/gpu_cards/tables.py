@@ -8,6 +8,7 @@ from measure.store import Store
 from .jobs import FAILURES, Row
 from .plans import CARDS
 
+PRODUCT = "bf16 product"  # of card 0
 SLOWER = 1.02  # than a cast by hand, beyond what samples differ by: to be mended
 BESIDE_TORCH = 1.1  # times as fast as torch.compile with autocast is expected
 SAVES_TIME, SAVES_MEMORY = 0.99, 0.98  # a hint that saves neither on two networks goes
@@ -24,7 +25,7 @@ def document(store: Store) -> str:
 
 
 def _of_device(store: Store, name: str) -> str:
-    rows = [row for row in store.rows.values() if row["target"] == name]
+    rows = with_shares([row for row in store.rows.values() if row["target"] == name])
     found = list(findings(rows))
     lines = [f"## {name}", "", "### Wrong, failed, or slower than expected", ""]
     lines += [f"- {line}" for line in found] or ["Nothing."]
@@ -38,6 +39,18 @@ def _of_device(store: Store, name: str) -> str:
     runs = [(i, run) for i, run in mine if i in used or run["left"]]
     lines += ["### Made by", "", *(_made(i, run) for i, run in runs), ""]
     return "\n".join(lines)
+
+
+def with_shares(rows: list[Row]) -> list[Row]:
+    """Returns the rows, those with products beside card 0's bf16 product, which is the peak."""
+    peaks = {r["size"]: r["tflops"] for r in rows if r["variant"] == PRODUCT and "tflops" in r}
+
+    def beside(row: Row) -> Row:
+        peak = peaks.get("tiny" if row["size"] == "tiny" else "full")
+        is_asked = peak and row["part"] != "card 0" and "tflops" in row
+        return {**row, "share": row["tflops"] / peak} if is_asked else row
+
+    return [beside(row) for row in rows]
 
 
 def _made(number: int, run: dict[str, Any]) -> str:
@@ -55,7 +68,8 @@ def _notes(number: int) -> list[str]:
     notes = {
         2: "ms: median of samples in turns, and their range. float32: products as the device does "
         "them by default (TF32 on a GPU); highest: in full float32. peak: arguments, results and "
-        "temporaries of the program. TFLOP/s: of the products as written.",
+        "temporaries of the program. TFLOP/s: of the products as written; of the peak: "
+        "beside card 0's bf16 product.",
         3: PEERS_NOTE + " peak: what was allocated at most in one step.",
         4: "Loss and gradients. Beside all hints: below 1 it is faster, or smaller, without.",
     }
@@ -68,6 +82,7 @@ _COLUMNS = {  # a field of a row: its heading, its unit, its places
     "ms": ("ms", 1, 3),
     "per_second": ("a second", 1, 0),
     "tflops": ("TFLOP/s", 1, 1),
+    "share": ("of the peak", 1, 3),
     "gb_s": ("GB/s", 1, 0),
     "peak_bytes": ("peak GB", 1e9, 2),
     "bytes_a_parameter": ("bytes a parameter", 1, 2),

@@ -18,6 +18,7 @@ FLOAT32, TF32, BF16, F16, TF32_COMPILED, BF16_COMPILED = VARIANTS = (
     *("float32", "float32, TF32", "autocast bf16", "autocast f16"),
     *("float32, TF32, compiled", "autocast bf16, compiled"),
 )
+LOAD = 16  # two models at a time on 16 cores: each holds its weights and moments, and compiles
 WHOSE = {
     "transformer": "transformers' GPT-2",
     "llama": "transformers' Llama",
@@ -79,7 +80,8 @@ def _job(plan: Plan, name: str, size: str, code: str, python: str, device: str) 
             rows = clock.in_turns(ready, plan.patience)
         return _with_rates(rows, network, WHOSE[name])
 
-    return Job(3, name, size, VARIANTS, {"torch": started}, measure, code, 2 * plan.first_s)
+    seconds = 2 * plan.first_s
+    return Job(3, name, size, VARIANTS, {"torch": started}, measure, code, seconds, LOAD)
 
 
 def start(python: str, name: str, network: Network, device: str) -> tuple[Peer, dict[str, Any]]:

@@ -106,7 +106,7 @@ class Worker:
 
     def _start_ahead(self, waiting: list[jobs.Job], index: int, started: dict[int, Any]) -> None:
         """Hands this job to the threads, and of the next ones as many as keep them busy."""
-        busy = sum(len(futures) for futures in started.values())
+        busy = sum(len(started[i]) * waiting[i].load for i in started)
         for ahead in range(index, len(waiting)):
             if ahead > index and busy >= 2 * self.threads:
                 break
@@ -115,7 +115,7 @@ class Worker:
                 started[ahead] = {
                     name: self.pool.submit(self.gate.through, fun) for name, fun in prepare.items()
                 }
-                busy += len(prepare)
+                busy += len(prepare) * waiting[ahead].load
 
     def _prepared(self, futures: dict[str, Any]) -> dict[str, Any] | None:
         """Waits until a job is prepared and no thread is at work; None when the time is over."""
