@@ -116,8 +116,22 @@ def equally_varying(*xs: jax.Array) -> tuple[jax.Array, ...]:
     )
 
 
+_SCATTERS = {
+    "scatter-add": jax.lax.scatter_add,
+    "scatter-sub": jax.lax.scatter_sub,
+    "scatter-mul": jax.lax.scatter_mul,
+    "scatter-min": jax.lax.scatter_min,
+    "scatter-max": jax.lax.scatter_max,
+}
+
+
 def bind(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> Any:
     """Returns what an equation's primitive gives for other operands."""
+    scatter = _SCATTERS.get(primitive.name)
+    if scatter and params["update_jaxpr"].invars[0].aval.dtype != values[0].dtype:
+        # Its parameters hold the update as a program of scalars, in the dtype it was traced with.
+        names = "dimension_numbers", "indices_are_sorted", "unique_indices", "mode"
+        return scatter(*values, **{name: params[name] for name in names})
     return primitive.bind(*values, **primitive.get_bind_params(params))
 
 

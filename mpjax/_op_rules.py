@@ -84,6 +84,7 @@ cumsum                 | a running sum                                      | fp
 cumprod                | a running product                                  | fp32
 cumlogsumexp           | a running sum of exponentials                      |
 scatter-add            | a sum over equal indices                           |
+scatter-sub            | a sum over equal indices                           |
 scatter-mul            | a product over equal indices                       |
 select_and_gather_add  | pooling and its derivative                         |
 select_and_scatter     | its function is unknown: read in float32           |

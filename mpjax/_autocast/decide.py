@@ -109,6 +109,8 @@ class _Planner:
         if structure.is_call(eqn):
             return self.decide_call(eqn, settings)
         kind = op_class(name, settings.rules)
+        if structure.applies_function(eqn):
+            return self.as_traced(eqn, states.WIDE, "its function is unknown: in float32")
         if kind is OpClass.LOWER or name in PRODUCTS:
             return self.decide_product(eqn, kind, settings)
         if name == "convert_element_type":

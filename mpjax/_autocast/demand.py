@@ -66,7 +66,7 @@ def _operands(eqn: Any, outs: list[int], full: frozenset[str]) -> list[int]:
     name = eqn.primitive.name
     is_function = fusible.is_fusible_function(eqn)
     held = fusible.operations(eqn) & full if is_function and full else name in full
-    if name in traits.UNFORGIVING or held:
+    if name in traits.UNFORGIVING or held or structure.applies_function(eqn):
         later = functools.reduce(int.__or__, outs, 0) & LATER
         return [later | EXACT] * len(eqn.invars)
     union = functools.reduce(int.__or__, outs, 0)

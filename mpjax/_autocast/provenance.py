@@ -233,7 +233,8 @@ def _why(
         if structure.single_program(eqn) is not None and _asks_for_float32(eqn):
             return FUNCTION, False
         return (inherited.reason, True) if inherited else (UNCHANGED, False)
-    if decision.action is Action.AS_TRACED and op_class(name, {}) is not OpClass.FOLLOW:
+    decided = op_class(name, {}) is not OpClass.FOLLOW or structure.applies_function(eqn)
+    if decision.action is Action.AS_TRACED and decided:
         return decision.reason, False
     state = plan.states[eqn.outvars[0]]
     if state.kind == Kind.LOW:

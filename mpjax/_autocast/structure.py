@@ -41,6 +41,11 @@ def single_program(eqn: Any) -> Any:
     return eqn.params.get(key, eqn.params.get("jaxpr"))
 
 
+def applies_function(eqn: Any) -> bool:
+    """Whether an update of a part, `x.at[i].apply(fun)`, puts a function's values there."""
+    return eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None
+
+
 class Part(NamedTuple):
     """A program inside an equation.
 

@@ -45,7 +45,7 @@ dynamic_slice                           | resizes picks
 gather                                  | resizes picks repeats
 dynamic_update_slice                    | updates native steps accumulates
 scatter scatter-max scatter-min         | updates native steps accumulates selects
-scatter-add                             | updates native accumulates
+scatter-add scatter-sub                 | updates native accumulates
 scatter-mul                             | updates native
 reduce_sum                              | fusible linear statistic totals
 reduce_prod                             | fusible statistic
