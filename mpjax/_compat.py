@@ -94,7 +94,33 @@ def explicit_sharding(aval: Any) -> Any:
     """Returns the sharding in a type where the user's mesh is explicit, else None."""
     sharding = getattr(aval, "sharding", None)
     spec = getattr(sharding, "spec", None) or ()
-    return sharding if any(entry is not None for entry in spec) else None
+    placed = any(axes is not None for axes in partitions(aval))
+    return sharding if placed or _sums_later(spec) else None
+
+
+def partitions(aval: Any) -> tuple[Any, ...]:
+    """Returns the mesh axes of each dimension in a type, None where it is not split over any."""
+    spec = getattr(getattr(aval, "sharding", None), "spec", None) or ()
+    return tuple(getattr(spec, "partitions", spec))  # JAX 0.12 iterates over no spec with sums
+
+
+def unplaced(fun: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
+    """Returns `fun(*arrays)`, a few numbers, with XLA and not the types to say where values are."""
+    types = [jax.typeof(x) for x in arrays]
+    if all(explicit_sharding(aval) is None for aval in types):
+        return fun(*arrays)
+    whole = [
+        jax.sharding.reshard(x, jax.sharding.PartitionSpec(*partitions(aval)))
+        if _sums_later(aval.sharding.spec)
+        else x
+        for x, aval in zip(arrays, types, strict=True)
+    ]
+    return jax.sharding.auto_axes(fun, out_sharding=jax.sharding.PartitionSpec())(*whole)
+
+
+def _sums_later(spec: Any) -> frozenset[Any]:
+    """Returns the mesh axes over which a value, or its cotangent, is a sum yet to be taken."""
+    return getattr(spec, "unreduced", frozenset()) | getattr(spec, "reduced", frozenset())
 
 
 def like_varying(aval: Any, other: Any) -> Any:
@@ -171,6 +197,8 @@ def bind_remat(eqn: Any, fun: Callable[..., Any], args: Sequence[Any], policy: A
 def scan_options(params: dict[str, Any]) -> dict[str, Any]:
     """Returns what `lax.scan` is told, to give a `scan` equation's parameters again."""
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    if not isinstance(options["length"], int):
+        del options["length"]  # of an exported program, open: JAX takes it from what it scans
     return options | ({"_split_transpose": True} if params.get("_split_transpose") else {})
 
 
@@ -278,8 +306,27 @@ def layouts_can_be_asked_for(ctx: Any) -> bool:
     An exported program may not hold such a constraint, and before JAX 0.12 XLA gathers all of a
     sharded array that has one.
     """
-    module = ctx.module_context
-    if module.lowering_parameters.for_export:
+    if ctx.module_context.lowering_parameters.for_export:
         return False
-    one_device = getattr(module.axis_context, "num_devices", None) == 1
-    return one_device or jax.__version_info__ >= (0, 12)
+    return _runs_on_one_device(ctx) or jax.__version_info__ >= (0, 12)
+
+
+def cpu_may_multiply_low(ctx: Any) -> bool:
+    """Whether XLA:CPU compiles products of bfloat16 operands, in loops over several devices too."""
+    module = ctx.module_context
+    known = jax.__version_info__ >= (0, 12) or module.lowering_parameters.for_export
+    return known or _runs_on_one_device(ctx)
+
+
+def _runs_on_one_device(ctx: Any) -> bool:
+    return getattr(ctx.module_context.axis_context, "num_devices", None) == 1
+
+
+CHECKPOINTS_REFUSE_SUMS = jax.__version_info__ < (0, 12)
+"""Whether JAX cannot transpose a checkpointed function that returns sums yet to be taken."""
+
+
+def is_sum_yet_to_be_taken(aval: Any) -> bool:
+    """Whether a type says that a value is the sum of what devices hold."""
+    spec = getattr(getattr(aval, "sharding", None), "spec", None)
+    return bool(getattr(spec, "unreduced", None))

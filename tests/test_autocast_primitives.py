@@ -42,9 +42,7 @@ def test_updates_of_a_part_of_a_products_result(name, policy):
 def test_a_function_applied_to_a_part_reads_what_is_not_rounded():
     fast = autocast(APPLIED["apply what rounding would ruin"], "bf16-mixed")
     (product,) = [
-        e
-        for e in equations(jax.make_jaxpr(fast)(X, W).jaxpr)
-        if e.primitive.name == "dot_general"
+        e for e in equations(jax.make_jaxpr(fast)(X, W).jaxpr) if e.primitive.name == "dot_general"
     ]
     assert product.outvars[0].aval.dtype == jnp.float32
     rows = explain(APPLIED["apply"], "bf16-mixed")(X, W).rows

@@ -34,7 +34,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from .. import _compat
-from .identity import GPUS, batched, converted, identity_primitive, repeated
+from .identity import GPUS, batched, converted, identity_primitive, maker, placed, repeated
 
 FLOAT32 = np.dtype("float32")
 
@@ -190,19 +190,19 @@ _ROUND_THEMSELVES = frozenset({"stablehlo.dot_general", "stablehlo.convolution"}
 
 def _lower_rounded(ctx: Any, x: Any, *, dtype: Any) -> Any:
     """Repeats the product with a low result; XLA drops the one that nothing reads any more."""
-    product = x.owner
+    product = maker(x)
     if getattr(product, "name", None) not in _ROUND_THEMSELVES or "algorithm" in product.attributes:
         return _lower_convert(ctx, x, dtype=dtype)  # an algorithm says what its result is
     element = mlir.dtype_to_ir_type(dtype)
     if dtype != FLOAT32:
-        return [repeated(product, product.operands, element)]
+        return [placed(repeated(product, product.operands, element), x)]
     low = mlir.ir.RankedTensorType(product.operands[0].type).element_type
-    return [converted(repeated(product, product.operands, low), element)]
+    return [placed(converted(repeated(product, product.operands, low), element), x)]
 
 
 def _lower_convert(ctx: Any, x: Any, *, dtype: Any) -> Any:
     del ctx
-    return [converted(x, mlir.dtype_to_ir_type(dtype))]
+    return [placed(converted(x, mlir.dtype_to_ir_type(dtype)), x)]
 
 
 def _lower_settled(ctx: Any, x: Any) -> Any:
@@ -216,17 +216,18 @@ def _lower_settled(ctx: Any, x: Any) -> Any:
         operands=[x],
         attributes={name: mlir.ir.IntegerAttr.get(bits, size) for name, size in sizes.items()},
     )
-    return [operation.result]
+    return [placed(operation.result, x)]
 
 
 def _lower_on_cpu(ctx: Any, x: Any) -> Any:
     """Keeps the result of a product apart, or repeats the product on widened operands."""
-    product = x.owner
-    if cpu_multiplies_bfloat16() or getattr(product, "name", None) != "stablehlo.dot_general":
+    product = maker(x)
+    is_low = cpu_multiplies_bfloat16() and _compat.cpu_may_multiply_low(ctx)
+    if is_low or getattr(product, "name", None) != "stablehlo.dot_general":
         return _lower_settled(ctx, x)
     wide = mlir.dtype_to_ir_type(FLOAT32)
     operands = [_kept_apart(converted(operand, wide)) for operand in product.operands]
-    return [repeated(product, operands, wide)]
+    return [placed(repeated(product, operands, wide), x)]
 
 
 def _lower_result(ctx: Any, x: Any) -> Any:

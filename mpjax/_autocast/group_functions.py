@@ -51,6 +51,12 @@ class GroupFunctions:
           arrays: its inputs, as they are held.
         """
         eqns = [plan.decisions[i].eqn for i in step.members]
+        with eqns[0].ctx.manager:
+            return self._run(plan, step, eqns, arrays)
+
+    def _run(
+        self, plan: Plan, step: groups.Step, eqns: Sequence[Any], arrays: Sequence[Any]
+    ) -> list[Any]:
         if not step.checkpoint:
             return _function(plan, step, eqns, 0)(*arrays)
         around = _common_scopes(eqns)

@@ -285,7 +285,7 @@ def transposed(_mesh: Any, program: Bilinear, wrt: int) -> Bilinear:
 def _pullback(program: Any, wrt: int) -> Any:
     eval_jaxpr = jaxpr_as_fun(program)
     structs = [_struct(v.aval) for v in program.jaxpr.invars]
-    out = _struct(program.jaxpr.outvars[0].aval)
+    out = _struct(program.jaxpr.outvars[0].aval.to_ct_aval())
     mine, other, extras = structs[wrt], structs[1 - wrt], structs[2:]
 
     def pullback(ct: jax.Array, fixed: jax.Array, *rest: jax.Array) -> jax.Array:
