@@ -157,6 +157,7 @@ slice                  | picks values                                       |
 dynamic_slice          | picks values                                       |
 gather                 | picks values                                       |
 split                  | picks values                                       |
+unstack                | picks values                                       |
 tile                   | repeats values                                     |
 reduce_max             | picks a value                                      |
 reduce_min             | picks a value                                      |

@@ -47,3 +47,28 @@ def test_a_function_applied_to_a_part_reads_what_is_not_rounded():
     assert product.outvars[0].aval.dtype == jnp.float32
     rows = explain(APPLIED["apply"], "bf16-mixed")(X, W).rows
     assert {r.operation: r.reason for r in rows}["scatter"] == "its function is unknown: in float32"
+
+
+# -- moves that give several results ---------------------------------------------------------------
+
+GATES = {
+    "split": lambda y: jnp.split(y, 2, axis=1),
+    "unstack": lambda y: jnp.unstack(y.reshape(-1, 2, 8), axis=1),
+    "unpacked": lambda y: tuple(y.reshape(-1, 2, 8).transpose(1, 0, 2)),
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_gates_are_low_however_they_are_cut_out(name):
+    def fun(x, w):
+        gate, value = GATES[name](x @ w)
+        return (jax.nn.silu(gate) * value) @ w[:8]
+
+    large = jnp.tile(X, (64, 1))  # a small group is not computed again
+    residuals = jax.tree.leaves(jax.vjp(autocast(fun, "bf16-mixed"), large, W)[1])
+    sizes = {leaf.size for leaf in residuals if leaf.dtype == jnp.float32 and leaf.ndim}
+    assert sizes <= {large.size, W.size}  # the operands: nothing else is kept in float32
+    rows = {r.operation: r.dtype for r in explain(fun, "bf16-mixed")(X, W).rows}
+    assert rows["mul"] == "bf16"
+
+

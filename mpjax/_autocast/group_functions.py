@@ -161,9 +161,9 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
                 values = [moves.valued(*values, widened(eqn.outvars[0], *bind(eqn, [source])))]
             values = _marked(plan, step, eqn, values)
             cuts = [] if in_parts.keys().isdisjoint(variables) else moves.cuts(eqn)
-            if cuts:  # a slice or a split, of one value
+            if cuts:  # of one value
                 (v,) = variables
-                parts = (part(v, v.aval.shape, cut) for cut in cuts)
+                parts = (moves.as_result(eqn, part(v, v.aval.shape, cut)) for cut in cuts)
                 values = [moves.valued(*both) for both in zip(values, parts, strict=True)]
             local.update(zip(eqn.outvars, values, strict=True))
         return _outputs(plan, step, local)

@@ -39,7 +39,7 @@ pad                                     | fusible alone steps linear accumulates
 reshape squeeze expand_dims transpose   | fusible chooses turns permutes
 rev                                     | fusible turns permutes
 slice                                   | fusible resizes turns cuts
-split                                   | fusible resizes permutes cuts
+split unstack                           | fusible resizes permutes cuts
 broadcast_in_dim                        | fusible chooses resizes repeats
 dynamic_slice                           | resizes picks
 gather                                  | resizes picks repeats
