@@ -276,9 +276,33 @@ def programs(eqn: Any) -> list[Any]:
     found: list[Any] = []
     for param in eqn.params.values():
         inside = param if isinstance(param, (tuple, list)) else (param,)
-        kinds = (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr)
-        found += [closed(inner).jaxpr for inner in inside if isinstance(inner, kinds)]
+        found += [closed(inner).jaxpr for inner in inside if _is_program(inner)]
     return found
+
+
+def map_programs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns parameters with each of the open jaxprs in them changed."""
+
+    def changed(param: Any) -> Any:
+        if isinstance(param, (tuple, list)):
+            new = list(map(changed, param)) if any(map(_is_program, param)) else param
+            return param if new is param else _like(param, new)
+        if not _is_program(param):
+            return param
+        inner = closed(param).jaxpr
+        new = change(inner)
+        return new if inner is param else param.replace(jaxpr=new)
+
+    return {name: changed(param) for name, param in params.items()}
+
+
+def _like(old: Any, new: list[Any]) -> Any:
+    is_named = hasattr(old, "_fields")
+    return type(old)(*new) if is_named else type(old)(new)
+
+
+def _is_program(param: Any) -> bool:
+    return isinstance(param, (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr))
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

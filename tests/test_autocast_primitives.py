@@ -70,5 +70,3 @@ def test_gates_are_low_however_they_are_cut_out(name):
     assert sizes <= {large.size, W.size}  # the operands: nothing else is kept in float32
     rows = {r.operation: r.dtype for r in explain(fun, "bf16-mixed")(X, W).rows}
     assert rows["mul"] == "bf16"
-
-

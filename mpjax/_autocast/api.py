@@ -6,6 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 import jax
@@ -13,7 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._autocast import delayed, demand, nnx_names, parameters, quantized, scopes, stateful
+from mpjax._autocast import (
+    delayed,
+    demand,
+    nnx_names,
+    parameters,
+    precision,
+    quantized,
+    scopes,
+    stateful,
+)
 from mpjax._autocast import plan as planning
 from mpjax._autocast.activations import warn_of_unused
 from mpjax._autocast.decide import make_plan
@@ -226,7 +236,9 @@ def planned(
     if quantized.quantizes(settings.policy) and not owner:
         fun, owner = parameters.with_owner(fun)
     args, kwargs = quantized.widened(((*owner, *args), kwargs), settings.policy)
-    traced = trace(fun, args, kwargs)
+    settings = replace(settings, float32_precision=precision.default())
+    with precision.left_open(settings.float32_precision):
+        traced = trace(fun, args, kwargs)
 
     def paths() -> list[str | None]:
         found = parameters.paths(fun, args, kwargs, settings.params)

@@ -22,6 +22,7 @@ from mpjax._autocast import (
     held,
     moves,
     picks,
+    precision,
     recompute,
     scopes,
     storage,
@@ -155,7 +156,8 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
             with written_at(eqn, around):
                 values = centres.run(eqn, local, step.dear)
                 operands = [] if values else _operands(plan, step, eqn, local)
-                values = values or picking.run(eqn, operands) or bind(eqn, operands)
+                params = precision.restored(eqn, plan.settings.float32_precision)
+                values = values or picking.run(eqn, operands) or bind(eqn, operands, params)
             source = given.get(again.get(eqn.outvars[0]))
             if source is not None and source.dtype != values[0].dtype:
                 values = [moves.valued(*values, widened(eqn.outvars[0], *bind(eqn, [source])))]

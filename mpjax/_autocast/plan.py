@@ -30,6 +30,7 @@ class Settings:
     as_written: bool = False  # inside a region that is left alone
     params: tuple[int | str, ...] | None = None  # the arguments that hold parameters
     given: Any = None  # a `layers.Given` where products are quantised
+    float32_precision: Any = None  # JAX's global default, of products that stay float32
     in_loop: bool = False  # in the body of a loop, which keeps forward and backward apart
 
     @functools.cached_property
