@@ -115,7 +115,8 @@ def unplaced(fun: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
         else x
         for x, aval in zip(arrays, types, strict=True)
     ]
-    return jax.sharding.auto_axes(fun, out_sharding=jax.sharding.PartitionSpec())(*whole)
+    measured: Any = jax.sharding.auto_axes(fun, out_sharding=jax.sharding.PartitionSpec())
+    return measured(*whole)
 
 
 def _sums_later(spec: Any) -> frozenset[Any]:
@@ -285,8 +286,9 @@ def map_programs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[s
 
     def changed(param: Any) -> Any:
         if isinstance(param, (tuple, list)):
-            new = list(map(changed, param)) if any(map(_is_program, param)) else param
-            return param if new is param else _like(param, new)
+            if not any(map(_is_program, param)):
+                return param
+            return _like(param, list(map(changed, param)))
         if not _is_program(param):
             return param
         inner = closed(param).jaxpr

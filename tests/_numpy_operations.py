@@ -188,6 +188,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     # Identities of autocast's own around a product.
     "linked_product": lambda out, *_: out,
     "hidden_operand": np.asarray,
+    "reattached_value": lambda low, _: low,
     "clamp": _clamp,
     "select_n": _select,
     # Collectives over one device.

@@ -45,7 +45,7 @@ def plan_call(
     """Returns the plans of the programs of one equation."""
     if eqn.primitive.name in structure.LOOPS:
         return _plan_loop(eqn, in_states, wants, settings, inner)
-    if eqn.primitive.name in structure.CUSTOM:
+    if structure.has_rules(eqn):
         in_states = tuple(_traced(s) for s in in_states)
     plans = tuple(
         inner(part.program, tuple(in_states[i] for i in part.operands), wants, settings)
@@ -148,4 +148,4 @@ def operand_reads(
         flags[part.carried] = [w & ~(_WHOLE | _AT_THE_END) for w in flags[part.carried]]
         for i, flag in zip(part.operands, flags, strict=True):
             found[i] |= flag
-    return [w & ~_WHOLE for w in found] if eqn.primitive.name in structure.CUSTOM else found
+    return [w & ~_WHOLE for w in found] if structure.has_rules(eqn) else found

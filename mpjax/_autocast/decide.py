@@ -125,7 +125,7 @@ class _Planner:
             return self.as_traced(eqn, states.INPUT, "a weight in 8 bits, times its scales")
         if name == "bitcast_convert_type" or kind is None:
             operands = [self.state(v) for v in eqn.invars]
-            return self.as_traced(eqn, states.unknown(operands), "unknown: as traced")
+            return self.as_traced(eqn, states.unknown(operands), "no rule: as traced, float32")
         return self.decide_by_class(eqn, kind, settings)
 
     def settings_at(self, eqn: Any) -> Settings:

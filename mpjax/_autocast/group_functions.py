@@ -156,8 +156,7 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
             with written_at(eqn, around):
                 values = centres.run(eqn, local, step.dear)
                 operands = [] if values else _operands(plan, step, eqn, local)
-                params = precision.restored(eqn, plan.settings.float32_precision)
-                values = values or picking.run(eqn, operands) or bind(eqn, operands, params)
+                values = values or picking.run(eqn, operands) or _bound(plan, eqn, operands)
             source = given.get(again.get(eqn.outvars[0]))
             if source is not None and source.dtype != values[0].dtype:
                 values = [moves.valued(*values, widened(eqn.outvars[0], *bind(eqn, [source])))]
@@ -171,6 +170,10 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
         return _outputs(plan, step, local)
 
     return fun
+
+
+def _bound(plan: Plan, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    return bind(eqn, operands, precision.restored(eqn, plan.settings.float32_precision))
 
 
 def _curves(

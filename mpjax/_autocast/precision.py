@@ -1,9 +1,9 @@
-"""JAX's global `jax_default_matmul_precision`: for products that stay float32, and no low ones.
+"""Precisions of products: the one asked of autocast by name, and JAX's global default.
 
-A GPU user sets it once, to "tensorfloat32" or "high", as the precision of float32 products. JAX
-writes it into every product while it traces, where it cannot be told from a `precision=` that was
-typed at the product. So a function is traced with the default left open, and what stays float32 is
-given the default when it is bound.
+The default, `jax_default_matmul_precision`, is for products that stay float32: a GPU user sets it
+once, to "tensorfloat32" or "high". JAX writes it into every product while it traces, where it
+cannot be told from a `precision=` that was typed at the product. So a function is traced with the
+default left open, and a product that stays float32 is given the default when it is bound.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jax import lax
 
 from mpjax import _compat
 from mpjax._autocast.product import with_precision
+from mpjax._errors import message
 from mpjax._op_rules import PRODUCTS
 
 LOW = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
@@ -69,3 +70,33 @@ def _program(jaxpr: Any, *, precision: Any) -> Any:
 
 def _is_wide(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 2
+
+
+_ALGORITHMS = {
+    "tf32": lax.DotAlgorithmPreset.TF32_TF32_F32,
+    "tf32x3": lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
+    "bf16": lax.DotAlgorithmPreset.BF16_BF16_F32,
+    "bf16x3": lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
+    "bf16x6": lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
+    "bf16x9": lax.DotAlgorithmPreset.BF16_BF16_F32_X9,
+    "f32": lax.DotAlgorithmPreset.F32_F32_F32,
+}
+
+
+def named(spec: Any) -> Any:
+    """Returns the precision that `autocast(dot_precision=)` names, in JAX's terms."""
+    if spec is None or isinstance(spec, lax.DotAlgorithmPreset):
+        return spec
+    if isinstance(spec, lax.Precision):
+        return (spec, spec)
+    if isinstance(spec, str) and spec in _ALGORITHMS:
+        return _ALGORITHMS[spec]
+    raise ValueError(
+        message(
+            "autocast(dot_precision=)",
+            f"unknown algorithm {spec!r}.",
+            f"Accepted: {', '.join(map(repr, _ALGORITHMS))}, a jax.lax.Precision or a "
+            "jax.lax.DotAlgorithmPreset.",
+            'Type dot_precision="tf32" for TensorFloat-32 products on float32 arrays.',
+        )
+    )

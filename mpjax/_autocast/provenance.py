@@ -17,7 +17,7 @@ from mpjax._autocast import exact, fusible, quantized, scopes, states, structure
 from mpjax._autocast.plan import Action, Decision, Plan
 from mpjax._autocast.states import FLOAT32, Kind
 from mpjax._dtypes import short_name
-from mpjax._op_rules import OP_RULES, OpClass, op_class
+from mpjax._op_rules import OP_RULES, SILENT, OpClass, only_moves, op_class
 from mpjax._policy import Policy
 
 
@@ -156,8 +156,9 @@ class _Walk:
 
 def _computes(eqn: Any) -> bool:
     """Leaves out what only moves values: the table answers for dtypes."""
-    rule = OP_RULES.get(eqn.primitive.name)
-    return structure.is_call(eqn) or (rule is not None and rule.op_class is not OpClass.KEEP)
+    name = eqn.primitive.name
+    rule = OP_RULES.get(name)
+    return structure.is_call(eqn) or (name not in SILENT if rule is None else not only_moves(eqn))
 
 
 def _name(eqn: Any) -> str:

@@ -62,6 +62,8 @@ cholesky lu qr geqrf svd schur eig eigh | unforgiving
 hessenberg householder_product          | unforgiving
 triangular_solve custom_linear_solve    | unforgiving
 tridiagonal tridiagonal_solve           | unforgiving
+cholesky_update geqp3 ormqr             | unforgiving
+symmetric_product spsolve linear_solve  | unforgiving
 debug_callback debug_print              | looks
 """  # fmt: skip  # noqa: E501
 _ROWS = [[part.split() for part in line.split("|")] for line in _TABLE.strip().splitlines()]
