@@ -120,3 +120,20 @@ def test_small_steps_of_an_unrolled_cell_keep_nothing_in_float32() -> None:
     leaves = jax.tree.leaves(jax.eval_shape(kept, params, jnp.ones((6, 8, 64))))
     wide = [x.shape for x in leaves if x.dtype == jnp.float32 and x.shape == (8, 64)]
     assert len(wide) <= 2  # the first cell and the loss, not six gates a step
+
+
+def test_a_constant_stands_in_the_program_once() -> None:
+    table = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    text = jax.jit(autocast(lambda x: x @ table, "bf16-mixed")).lower(X).as_text()
+    assert "dense<" in text
+    assert "tensor<64x64xf32>" not in text
+
+
+def test_a_constant_is_differentiated_around() -> None:
+    table = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    fast = autocast(lambda x: jnp.tanh(x @ table) @ table, "bf16-mixed")
+    got, want = (
+        jax.grad(lambda x, f=f: jnp.sum(f(x) ** 2))(X)
+        for f in (fast, lambda x: jnp.tanh(x @ table) @ table)
+    )
+    assert jnp.linalg.norm(got - want) < 2.0**-5 * jnp.linalg.norm(want)
