@@ -7,6 +7,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 from jax.extend import linear_util
+from jax.interpreters import mlir
 
 QUOTIENTS_ARE_FUSED = jax.__version_info__ >= (0, 10, 2)
 """Whether XLA:CPU repeats a quotient in each fusion that reads it, as it repeats a product."""
@@ -335,6 +336,25 @@ def layouts_can_be_asked_for(ctx: Any) -> bool:
     if ctx.module_context.lowering_parameters.for_export:
         return False
     return _runs_on_one_device(ctx) or jax.__version_info__ >= (0, 12)
+
+
+def lower_program(ctx: Any, program: Any, *args: Any) -> Any:
+    """Lowers a program in place, as `mlir.lower_fun` would the function that it was traced from."""
+    module = ctx.module_context
+    if ctx.platforms is not None:
+        module = module.replace(platforms=ctx.platforms)
+    outs, _ = mlir.jaxpr_subcomp(
+        module,
+        program.jaxpr,
+        ctx.name_stack,
+        ctx.tokens_in,
+        (),
+        *args,
+        dim_var_values=ctx.dim_var_values,
+        const_lowering=ctx.const_lowering,
+        outer_traceback=None,
+    )
+    return outs
 
 
 def cpu_may_multiply_low(ctx: Any) -> bool:

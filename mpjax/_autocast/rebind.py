@@ -161,6 +161,7 @@ class Interpreter:
             out_dtype=decision.out_dtype,
             amaxes=amaxes,
             stored=tuple(v.stored for v in values[:2]),
+            wide=self.products is not None,
         )
         return out if self.products is None else self.products.named(eqn, out)
 
