@@ -231,11 +231,14 @@ def _lower_settled(ctx: Any, x: Any) -> Any:
     return [placed(operation.result, x)]
 
 
+def _cpu_reads_low(ctx: Any) -> bool:
+    return cpu_multiplies_bfloat16() and _compat.cpu_may_multiply_low(ctx)
+
+
 def _lower_on_cpu(ctx: Any, x: Any) -> Any:
     """Keeps the result of a product apart, or repeats the product on widened operands."""
     product = maker(x)
-    is_low = cpu_multiplies_bfloat16() and _compat.cpu_may_multiply_low(ctx)
-    if is_low or getattr(product, "name", None) != "stablehlo.dot_general":
+    if _cpu_reads_low(ctx) or getattr(product, "name", None) != "stablehlo.dot_general":
         return _lower_settled(ctx, x)
     wide = mlir.dtype_to_ir_type(FLOAT32)
     operands = [_kept_apart(converted(operand, wide)) for operand in product.operands]
@@ -269,6 +272,8 @@ def lower_result(ctx: Any, x: Any, *, dtype: Any, settles: bool) -> Any:
     product = maker(x)
     name = getattr(product, "name", None)
     if dtype != FLOAT32 and x.type.element_type == element:
+        if settles and platforms == {"cpu"} and not _cpu_reads_low(ctx):
+            return _lower_rounding(ctx, *_lower_on_cpu(ctx, x), dtype=dtype)
         rounds_itself = platforms <= set(GPUS) or platforms == {"tpu"}
         if rounds_itself or name not in _ROUND_THEMSELVES or "algorithm" in product.attributes:
             return [x]
