@@ -151,14 +151,23 @@ class _Walk:
         found = [short_name(d) for d in dtypes if jnp.issubdtype(d, jnp.floating)]
         if found and _computes(eqn):
             where = scopes.location(eqn)
-            self.found.append(Finding(module, _name(eqn), found[0], WRITTEN_SO, None, where))
+            why = AS_WRITTEN if scopes.AS_WRITTEN in scopes.of(eqn) else WRITTEN_SO
+            self.found.append(Finding(module, _name(eqn), found[0], why, None, where))
 
 
 def _computes(eqn: Any) -> bool:
     """Leaves out what only moves values: the table answers for dtypes."""
     name = eqn.primitive.name
     rule = OP_RULES.get(name)
+    if _is_ours(eqn):
+        return False
     return structure.is_call(eqn) or (name not in SILENT if rule is None else not only_moves(eqn))
+
+
+def _is_ours(eqn: Any) -> bool:
+    """Whether an operation is one that an inner autocast put in."""
+    home = getattr(getattr(eqn.primitive, "impl", None), "__module__", None) or ""
+    return home.startswith("mpjax._autocast")
 
 
 def _name(eqn: Any) -> str:
