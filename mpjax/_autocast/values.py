@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
+from jax.core import Tracer
 
 from mpjax._autocast.states import FLOAT32, Kind, State
 
@@ -59,7 +59,7 @@ class Value:
 
         A constant has none; its float32 form would stand in the program beside the low one.
         """
-        if not isinstance(self.made, jax.core.Tracer):
+        if not isinstance(self.made, Tracer):
             return self.low(dtype)
         return self.made if self.made.dtype == dtype else self.full
 
