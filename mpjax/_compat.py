@@ -7,6 +7,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 from jax.extend import linear_util
+from jax.interpreters import mlir
 
 QUOTIENTS_ARE_FUSED = jax.__version_info__ >= (0, 10, 2)
 """Whether XLA:CPU repeats a quotient in each fusion that reads it, as it repeats a product."""
@@ -94,7 +95,34 @@ def explicit_sharding(aval: Any) -> Any:
     """Returns the sharding in a type where the user's mesh is explicit, else None."""
     sharding = getattr(aval, "sharding", None)
     spec = getattr(sharding, "spec", None) or ()
-    return sharding if any(entry is not None for entry in spec) else None
+    placed = any(axes is not None for axes in partitions(aval))
+    return sharding if placed or _sums_later(spec) else None
+
+
+def partitions(aval: Any) -> tuple[Any, ...]:
+    """Returns the mesh axes of each dimension in a type, None where it is not split over any."""
+    spec = getattr(getattr(aval, "sharding", None), "spec", None) or ()
+    return tuple(getattr(spec, "partitions", spec))  # JAX 0.12 iterates over no spec with sums
+
+
+def unplaced(fun: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
+    """Returns `fun(*arrays)`, a few numbers, with XLA and not the types to say where values are."""
+    types = [jax.typeof(x) for x in arrays]
+    if all(explicit_sharding(aval) is None for aval in types):
+        return fun(*arrays)
+    whole = [
+        jax.sharding.reshard(x, jax.sharding.PartitionSpec(*partitions(aval)))
+        if _sums_later(aval.sharding.spec)
+        else x
+        for x, aval in zip(arrays, types, strict=True)
+    ]
+    measured: Any = jax.sharding.auto_axes(fun, out_sharding=jax.sharding.PartitionSpec())
+    return measured(*whole)
+
+
+def _sums_later(spec: Any) -> frozenset[Any]:
+    """Returns the mesh axes over which a value, or its cotangent, is a sum yet to be taken."""
+    return getattr(spec, "unreduced", frozenset()) | getattr(spec, "reduced", frozenset())
 
 
 def like_varying(aval: Any, other: Any) -> Any:
@@ -116,8 +144,22 @@ def equally_varying(*xs: jax.Array) -> tuple[jax.Array, ...]:
     )
 
 
+_SCATTERS = {
+    "scatter-add": jax.lax.scatter_add,
+    "scatter-sub": jax.lax.scatter_sub,
+    "scatter-mul": jax.lax.scatter_mul,
+    "scatter-min": jax.lax.scatter_min,
+    "scatter-max": jax.lax.scatter_max,
+}
+
+
 def bind(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> Any:
     """Returns what an equation's primitive gives for other operands."""
+    scatter = _SCATTERS.get(primitive.name)
+    if scatter and params["update_jaxpr"].invars[0].aval.dtype != values[0].dtype:
+        # Its parameters hold the update as a program of scalars, in the dtype it was traced with.
+        names = "dimension_numbers", "indices_are_sorted", "unique_indices", "mode"
+        return scatter(*values, **{name: params[name] for name in names})
     return primitive.bind(*values, **primitive.get_bind_params(params))
 
 
@@ -157,6 +199,8 @@ def bind_remat(eqn: Any, fun: Callable[..., Any], args: Sequence[Any], policy: A
 def scan_options(params: dict[str, Any]) -> dict[str, Any]:
     """Returns what `lax.scan` is told, to give a `scan` equation's parameters again."""
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    if not isinstance(options["length"], int):
+        del options["length"]  # of an exported program, open: JAX takes it from what it scans
     return options | ({"_split_transpose": True} if params.get("_split_transpose") else {})
 
 
@@ -234,9 +278,34 @@ def programs(eqn: Any) -> list[Any]:
     found: list[Any] = []
     for param in eqn.params.values():
         inside = param if isinstance(param, (tuple, list)) else (param,)
-        kinds = (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr)
-        found += [closed(inner).jaxpr for inner in inside if isinstance(inner, kinds)]
+        found += [closed(inner).jaxpr for inner in inside if _is_program(inner)]
     return found
+
+
+def map_programs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns parameters with each of the open jaxprs in them changed."""
+
+    def changed(param: Any) -> Any:
+        if isinstance(param, (tuple, list)):
+            if not any(map(_is_program, param)):
+                return param
+            return _like(param, list(map(changed, param)))
+        if not _is_program(param):
+            return param
+        inner = closed(param).jaxpr
+        new = change(inner)
+        return new if inner is param else param.replace(jaxpr=new)
+
+    return {name: changed(param) for name, param in params.items()}
+
+
+def _like(old: Any, new: list[Any]) -> Any:
+    is_named = hasattr(old, "_fields")
+    return type(old)(*new) if is_named else type(old)(new)
+
+
+def _is_program(param: Any) -> bool:
+    return isinstance(param, (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr))
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -264,8 +333,46 @@ def layouts_can_be_asked_for(ctx: Any) -> bool:
     An exported program may not hold such a constraint, and before JAX 0.12 XLA gathers all of a
     sharded array that has one.
     """
-    module = ctx.module_context
-    if module.lowering_parameters.for_export:
+    if ctx.module_context.lowering_parameters.for_export:
         return False
-    one_device = getattr(module.axis_context, "num_devices", None) == 1
-    return one_device or jax.__version_info__ >= (0, 12)
+    return _runs_on_one_device(ctx) or jax.__version_info__ >= (0, 12)
+
+
+def lower_program(ctx: Any, program: Any, *args: Any) -> Any:
+    """Lowers a program in place, as `mlir.lower_fun` would the function that it was traced from."""
+    module = ctx.module_context
+    if ctx.platforms is not None:
+        module = module.replace(platforms=ctx.platforms)
+    outs, _ = mlir.jaxpr_subcomp(
+        module,
+        program.jaxpr,
+        ctx.name_stack,
+        ctx.tokens_in,
+        (),
+        *args,
+        dim_var_values=ctx.dim_var_values,
+        const_lowering=ctx.const_lowering,
+        outer_traceback=None,
+    )
+    return outs
+
+
+def cpu_may_multiply_low(ctx: Any) -> bool:
+    """Whether XLA:CPU compiles products of bfloat16 operands, in loops over several devices too."""
+    module = ctx.module_context
+    known = jax.__version_info__ >= (0, 12) or module.lowering_parameters.for_export
+    return known or _runs_on_one_device(ctx)
+
+
+def _runs_on_one_device(ctx: Any) -> bool:
+    return getattr(ctx.module_context.axis_context, "num_devices", None) == 1
+
+
+CHECKPOINTS_REFUSE_SUMS = jax.__version_info__ < (0, 12)
+"""Whether JAX cannot transpose a checkpointed function that returns sums yet to be taken."""
+
+
+def is_sum_yet_to_be_taken(aval: Any) -> bool:
+    """Whether a type says that a value is the sum of what devices hold."""
+    spec = getattr(getattr(aval, "sharding", None), "spec", None)
+    return bool(getattr(spec, "unreduced", None))

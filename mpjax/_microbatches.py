@@ -1,11 +1,13 @@
 """Micro-batches: a step over a batch in parts, of which one at a time is in memory."""
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from mpjax import _compat
 from mpjax._dtypes import FLOAT32, describe
 from mpjax._errors import message
 from mpjax._skip import select_like
@@ -79,7 +81,22 @@ def _split(path: Any, x: Any, count: int) -> Any:
         got = f"{describe(x)} does not split into {count} micro-batches."
         fix = "Make the first axis a multiple of accumulate=, or drop the last, short batch."
         raise ValueError(message(f"batch leaf {path_str(path)!r}", got, fix))
-    return x.reshape(count, x.shape[0] // count, *x.shape[1:])
+    return _reshaped(path, x, (count, x.shape[0] // count, *x.shape[1:]))
+
+
+def _reshaped(path: Any, x: Any, shape: tuple[int, ...]) -> Any:
+    """Returns a batch leaf as micro-batches, each placed as the whole where types say where."""
+    axes = _compat.partitions(jax.typeof(x))
+    if all(names is None for names in axes):
+        return x.reshape(shape)
+    sizes = jax.typeof(x).sharding.mesh.shape
+    devices = math.prod(sizes[name] for name in _compat.axis_names(axes[0]))
+    if shape[1] % devices:
+        got = f"{describe(x)} in {shape[0]} micro-batches has {shape[1]} rows in each, "
+        got += f"which do not split over the {devices} devices of {axes[0]!r}."
+        fix = f"Make the first axis a multiple of accumulate= times {devices}."
+        raise ValueError(message(f"batch leaf {path_str(path)!r}", got, fix))
+    return jnp.reshape(x, shape, out_sharding=jax.sharding.PartitionSpec(None, *axes))
 
 
 def _nothing(params: PyTree) -> PyTree:

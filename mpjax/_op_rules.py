@@ -84,6 +84,7 @@ cumsum                 | a running sum                                      | fp
 cumprod                | a running product                                  | fp32
 cumlogsumexp           | a running sum of exponentials                      |
 scatter-add            | a sum over equal indices                           |
+scatter-sub            | a sum over equal indices                           |
 scatter-mul            | a product over equal indices                       |
 select_and_gather_add  | pooling and its derivative                         |
 select_and_scatter     | its function is unknown: read in float32           |
@@ -91,6 +92,8 @@ select_and_scatter_add | a sum: derivative of max pooling                   |
 psum                   | a sum across devices                               |
 psum_invariant         | a sum across devices                               |
 reduce_scatter         | a sum across devices                               |
+unreduced_psum         | a sum across devices                               |
+unreduced_reduce_scatter | a sum across devices                             |
 psum_scatter           | a sum across devices                               |
 fft                    | a sum; no low kernels                              |
 cholesky               | linear algebra: conditioning                       | fp32
@@ -107,6 +110,12 @@ triangular_solve       | linear algebra: conditioning                       |
 tridiagonal            | linear algebra: conditioning                       |
 tridiagonal_solve      | linear algebra: conditioning                       |
 custom_linear_solve    | linear algebra: conditioning                       |
+cholesky_update        | linear algebra: conditioning                       |
+geqp3                  | linear algebra: conditioning                       |
+ormqr                  | linear algebra: conditioning                       |
+symmetric_product      | linear algebra: conditioning                       |
+spsolve                | linear algebra: conditioning                       |
+linear_solve           | linear algebra: conditioning                       |
 nextafter              | the answer depends on the dtype                    |
 complex                | complex numbers have float32 parts                 |
 """
@@ -156,6 +165,7 @@ slice                  | picks values                                       |
 dynamic_slice          | picks values                                       |
 gather                 | picks values                                       |
 split                  | picks values                                       |
+unstack                | picks values                                       |
 tile                   | repeats values                                     |
 reduce_max             | picks a value                                      |
 reduce_min             | picks a value                                      |
@@ -172,16 +182,30 @@ optimization_barrier   | the same values                                    |
 sharding_constraint    | the same value, placed                             |
 mesh_cast              | the same value, placed                             |
 reshard                | the same value, placed                             |
+layout_constraint      | the same value, laid out                           |
+with_memory_space_constraint | the same value, placed                       |
+xla_metadata_value     | the same value, marked                             |
+vary_unreduced_cast    | the same value                                     |
+reduced_vary_cast      | the same value                                     |
+vary_unreduced_cast_p  | the same value                                     |
+reduced_vary_cast_p    | the same value                                     |
+shard_alike            | the same values, placed alike                      |
+preduced               | the same value                                     |
+nonbatchable           | the same value                                     |
+nondifferentiable_backward | the same value                                 |
 pvary                  | the same value                                     |
 pcast                  | the same value                                     |
 device_put             | the same value, placed                             |
 all_gather             | moves values across devices                        |
 all_gather_invariant   | moves values across devices                        |
+all_gather_reduced     | moves values across devices                        |
 all_to_all             | moves values across devices                        |
 ppermute               | moves values across devices                        |
 pbroadcast             | moves values across devices                        |
 pmax                   | picks a value across devices                       |
 pmin                   | picks a value across devices                       |
+unreduced_pmax         | picks a value across devices                       |
+unreduced_pmin         | picks a value across devices                       |
 """
 
 _ACTIVATIONS = """
@@ -194,16 +218,69 @@ argmax argmin eq eq_to ne lt lt_to le le_to gt ge is_finite
 """
 
 _STRUCTURE = """
-call closed_call cond custom_jvp_call custom_vjp_call eval_jaxpr jit remat2 scan shard_map while
+call call_hi_primitive closed_call composite compute_on cond custom_jvp_call custom_partitioning
+custom_vjp_call custom_vmap_call eval_jaxpr jit linear_call remat2 remat_opt scan shard_map while
+xla_metadata_call
 """
 
-_AS_TRACED = """
-after_all and axis_index bitcast_convert_type call_hi_primitive clz conj convert_element_type
-create_token custom_lin empty2 get imag iota not or population_count ragged_all_to_all random_bits
-random_fold_in random_gamma random_seed random_split random_unwrap random_wrap real reduce_and
-reduce_or reduce_precision reduce_xor rng_bit_generator rng_uniform shift_left
-shift_right_arithmetic shift_right_logical swap threefry2x32 xor addupdate debug_callback
-debug_print io_callback pure_callback ffi_call pallas_call dot_product_attention_fwd
+# Make, read or mark values, and compute none: `explain` has no row for them.
+_SILENT = """
+accum_grad_in_ref add_dependency addupdate after_all and announce_jaxpr assert_consumed_value
+axis_index bitcast_convert_type box_get box_set check clz conj consume convert_element_type
+create_linear create_token custom_lin dce_sink debug_callback debug_print dequantized dim_as_value
+dimension_size empty empty2 empty_ref free_ref freeze from_edtype get get_variable has_memory_space
+imag inspect_sharding iota iota_2x32_shape log_extend log_read lu_pivots_to_permutation maybe_set
+mulhi new_box new_log new_ref new_variable not or philox2x32 philox4x32 pin platform_index
+population_count random_bits random_clone random_fold_in random_gamma random_seed random_split
+random_unwrap random_wrap real reduce_and reduce_or reduce_precision reduce_xor rng_bit_generator
+rng_uniform select_if_vmap set_variable shape_assertion shift_left shift_right_arithmetic
+shift_right_logical stage swap threefry2x32 threefry4x32 tie to_edtype trace_value unpin unreachable
+unvmap_all unvmap_any unvmap_max xor zeros_like
+"""
+
+# Kernels of others, calls to the host, and programs that cannot be entered: a row says so.
+_OPAQUE = """
+all_gather_done all_gather_reduced_start all_gather_start all_to_all_done all_to_all_start
+bcoo_broadcast_in_dim bcoo_concatenate bcoo_dot_general bcoo_dot_general_sampled bcoo_extract
+bcoo_fromdense bcoo_sort_indices bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose
+bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense buffer_callback call_exported
+call_hi_primitive_linearized coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense
+core_map csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense cudnn_fusion
+custom_fusion custom_jvp_call_jaxpr dot_product_attention_bwd dot_product_attention_bwd_wrapper
+dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd
+dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd dot_product_attention_fwd_wrapper
+ffi_call fused_call fusible global_array_to_host_local_array host_local_array_to_global_array
+io_callback mpmd_map noinline nontraceable pallas_call pbroadcast_done pbroadcast_dynamic
+pbroadcast_start ppermute_done ppermute_start precv psend psum_done psum_invariant_start psum_start
+pure_callback ragged_all_to_all reduce_scatter_done reduce_scatter_start remove_memory_space rnn_bwd
+rnn_fwd run_state scaled_dot scaled_matmul scaled_matmul_wrapper todense tpu_custom_call unique
+unreduced_psum_start unreduced_reduce_scatter_start vprim
+"""
+
+# Stand in kernels alone, which Pallas and its kind lower: no program that autocast sees has them.
+_IN_KERNELS = """
+_copysign all_reduce_ffs all_reduce_population_count async_copy_scales_to_tmem
+async_copy_smem_to_tmem async_copy_sparse_metadata_to_tmem async_load async_prefetch
+async_store_smem async_store_tmem atomic_cas atomic_rmw barrier barrier_arrive
+barrier_arrive_and_wait barrier_test barrier_wait bitcast broadcast_to commit_group commit_smem
+commit_tmem conv copy_gmem_to_smem copy_smem_to_gmem debug_barrier debug_barrier_p delay dma_start
+dma_wait einshape_lo elementwise_inline_asm elementwise_inline_asm_p emit_pipeline
+get_barrier_semaphore get_global griddepcontrol_launch_dependents griddepcontrol_wait inline_mgpu
+inline_mgpu_p jaxpr_call layout_cast load masked_cummax masked_cummin masked_cumsum masked_load
+masked_sort masked_swap matmul_acc_lhs matmul_lhs_fifo matmul_pop matmul_pop_fifo matmul_push_rhs
+max_contiguous mgpu_atomic_store mma mosaic_gpu_p mosaic_gpu_reduce_max mosaic_gpu_reduce_min
+mosaic_gpu_reduce_prod mosaic_gpu_reduce_sum multimem_load_reduce multimem_store multiple_of
+num_programs pack pack_dtype pack_elementwise parallel_loop pipeline_body print_layout prng_join
+prng_random_bits prng_seed prng_split program_id program_order query_cluster_cancel reciprocal
+relayout roll run_scoped sc_fetch_and_add scan_count semaphore_read semaphore_signal
+semaphore_signal_multicast semaphore_signal_parallel semaphore_wait set_max_registers
+set_max_registers_p stochastic_round store tcgen05_commit_arrive tcgen05_mma thunky.all_gather
+thunky.all_reduce thunky.all_to_all thunky.async_done thunky.async_start thunky.call_jax
+thunky.call_thunky_nested thunky.collective_group thunky.collective_permute thunky.cond thunky.copy
+thunky.custom_call thunky.inline_constant thunky.memset thunky.memzero thunky.ptx_kernel
+thunky.reduce_scatter thunky.while try_cluster_cancel unpack unpack_dtype unpack_elementwise
+wait_gmem_to_smem wait_load_tmem wait_smem_to_gmem wgmma wgmma_accumulator_deref
+wgmma_accumulator_deref_p wgmma_accumulator_store wgmma_accumulator_store_p wgmma_ref wgmma_wait
 """
 
 
@@ -234,8 +311,14 @@ COMPARISONS: frozenset[str] = frozenset(_COMPARE.split())
 STRUCTURE: frozenset[str] = frozenset(_STRUCTURE.split())
 """Hold programs: autocast goes inside."""
 
-AS_TRACED: frozenset[str] = frozenset(_AS_TRACED.split())
-"""Unknown on purpose: integers, random bits, effects, foreign kernels; get what they were given."""
+SILENT: frozenset[str] = frozenset(_SILENT.split())
+"""Integers, random bits, references, effects: get what they were given."""
+
+IN_KERNELS: frozenset[str] = frozenset(_IN_KERNELS.split())
+"""Primitives of the languages in which kernels are written."""
+
+AS_TRACED: frozenset[str] = SILENT | frozenset(_OPAQUE.split())
+"""Unknown on purpose: those, and foreign kernels; get what they were given."""
 
 
 def op_class(name: str, overrides: Mapping[str, OpClass]) -> OpClass | None:

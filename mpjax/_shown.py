@@ -2,6 +2,7 @@
 
 import html
 from collections.abc import Sequence
+from typing import Any
 
 
 class Shown:
@@ -52,8 +53,10 @@ def _cell(text: str) -> str:
     return f'<td style="text-align: left">{html.escape(text)}</td>'
 
 
-def size(count: int) -> str:
-    """Returns a number of bytes in a unit that keeps it below five digits."""
+def size(count: Any) -> str:
+    """Returns a number of bytes in a unit that keeps it below five digits, a formula as it is."""
+    if not isinstance(count, int):
+        return f"{count} B"
     for unit in ("B", "kB", "MB"):
         if count < 10_000:
             return f"{count} {unit}"

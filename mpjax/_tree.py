@@ -197,8 +197,7 @@ def _is_foldable(x: Any) -> bool:
     """Whether folding pays; not under explicit sharding, where a reshape asks for its own."""
     if not is_array(x) or x.size < 4096 or x.shape[-1] % _FOLD:
         return False
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    return sharding is None or all(axes is None for axes in sharding.spec)
+    return _compat.explicit_sharding(jax.typeof(x)) is None
 
 
 def check_axes(axis_name: AxisName, where: str) -> None:

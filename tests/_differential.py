@@ -22,7 +22,7 @@ Cast = Callable[[Fun], Fun]
 _WIDE_NAMES = """
 exp exp2 expm1 log log1p pow rsqrt cbrt tan asin acos sinh cosh atanh acosh erf_inv lgamma digamma
 reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum cholesky lu triangular_solve
-scatter-add scatter-mul
+scatter-add scatter-sub scatter-mul
 """
 WIDE = frozenset(_WIDE_NAMES.split())
 

@@ -17,6 +17,7 @@ from jax.extend.core import Literal
 Flags = tuple[bool, ...]  # a fact about each value of a list; see `_rounding`
 _SCATTER = {
     "scatter-add": lax.scatter_add,
+    "scatter-sub": lax.scatter_sub,
     "scatter-mul": lax.scatter_mul,
     "scatter-min": lax.scatter_min,
     "scatter-max": lax.scatter_max,

@@ -186,8 +186,8 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "name": np.asarray,
     "convert_element_type": np.asarray,
     # Identities of autocast's own around a product.
-    "linked_product": lambda out, *_: out,
     "hidden_operand": np.asarray,
+    "reattached_value": lambda low, _: low,
     "clamp": _clamp,
     "select_n": _select,
     # Collectives over one device.
@@ -203,6 +203,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 }
 
 WITH_PARAMS: dict[str, Callable[..., Any]] = {
+    "linked_product": lambda out, *_, dtype, **__: np.asarray(out).astype(dtype),
     "integer_pow": lambda x, *, y: x**y if y >= 0 else 1 / x**-y,
     "round": _round,
     "psum": _psum,

@@ -51,10 +51,22 @@ def mlp_params():
 
 
 @pytest.mark.parametrize("policy", HALVES)
-def test_products_read_low_operands_and_accumulate_in_float32(policy):
-    name = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}[policy]
+def test_products_read_low_operands_and_give_what_is_stored(policy):
+    name = autocast_dtype(policy).__name__
     found = products(autocast(mlp, policy), mlp_params(), normal(4, 8))
-    assert found == [(name, name, "float32")] * 2
+    assert found == [(name, name, name), (name, name, "float32")]
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_a_product_that_is_stored_low_adds_up_in_float32(policy):
+    x, w = jnp.ones((1, 4096)), jnp.concatenate([jnp.full((4095, 8), 0.25), jnp.full((1, 8), 4.0)])
+    y = autocast(lambda x, w, v: (x @ w) @ v, policy)(x, w, jnp.eye(8))
+    rounded = (4095 * 0.25 + 4.0) * jnp.ones((1, 8))
+    assert jnp.array_equal(y, rounded.astype(autocast_dtype(policy)).astype(jnp.float32))
+
+
+def autocast_dtype(policy):
+    return {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}[policy]
 
 
 def test_output_types_are_those_of_the_function():

@@ -17,6 +17,7 @@ X = jax.random.normal(KEYS[2], (8, 16))
 
 APART = {
     "split": lambda y: jnp.split(y, 2, -1),
+    "rows": lambda y: tuple(y)[:2],
     "two slices": lambda y: (y[:, : y.shape[1] // 2], y[:, y.shape[1] // 2 :]),
     "slices with a gap": lambda y: (y[:, :8], y[:, 24:]),
     "slices of another axis, too": lambda y: (y[:4, :16], y[4:, 16:]),
@@ -46,7 +47,7 @@ def gated(parts):
 def cuts(fun):
     """Returns the dtypes of all parts and whole values that are moved forward."""
     text = str(jax.make_jaxpr(autocast(fun, "bf16-mixed"))(W, V, X))
-    return set(re.findall(r":(\w+)\[[^=]* = (?:split|slice|transpose|rev)\[", text))
+    return set(re.findall(r":(\w+)\[[^=]* = (?:split|unstack|slice|transpose|rev)\[", text))
 
 
 @pytest.mark.parametrize("case", APART)
@@ -112,6 +113,7 @@ def test_a_tpu_stores_no_gate_in_float32(hint, parts):
 B = jnp.linspace(-1.0, 1.0, 32)
 BIASED = {
     "a bias": lambda y: jnp.split(y + B, 2, -1),
+    "a bias, in rows": lambda y: tuple(y + B)[:2],
     "a bias, in slices": lambda y: (lambda z: (z[:, :16], z[:, 16:]))(y + B),
     "a bias, in turns": lambda y: (lambda z: (z[:, ::2], z[:, 1::2]))(y + B),
     "a scale and a bias": lambda y: jnp.split(B * y - 2.0 * B, 2, -1),

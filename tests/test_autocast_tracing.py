@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from mpjax import _compat
 from mpjax._autocast import autocast
+from mpjax._autocast.product import primitives
 
 X = jnp.linspace(-1.0, 1.0, 128 * 64, dtype=jnp.float32).reshape(128, 64)  # worth a checkpoint
 W = jnp.full((64, 64), 0.01)
@@ -120,3 +122,85 @@ def test_small_steps_of_an_unrolled_cell_keep_nothing_in_float32() -> None:
     leaves = jax.tree.leaves(jax.eval_shape(kept, params, jnp.ones((6, 8, 64))))
     wide = [x.shape for x in leaves if x.dtype == jnp.float32 and x.shape == (8, 64)]
     assert len(wide) <= 2  # the first cell and the loss, not six gates a step
+
+
+def test_a_constant_stands_in_the_program_once() -> None:
+    table = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    text = jax.jit(autocast(lambda x: x @ table, "bf16-mixed")).lower(X).as_text()
+    assert "dense<" in text
+    assert "tensor<64x64xf32>" not in text
+
+
+def test_a_constant_is_differentiated_around() -> None:
+    table = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    fast = autocast(lambda x: jnp.tanh(x @ table) @ table, "bf16-mixed")
+    got, want = (
+        jax.grad(lambda x, f=f: jnp.sum(f(x) ** 2))(X)
+        for f in (fast, lambda x: jnp.tanh(x @ table) @ table)
+    )
+    assert jnp.linalg.norm(got - want) < 2.0**-5 * jnp.linalg.norm(want)
+
+
+# -- products: what a program holds of them ------------------------------------------------------
+
+
+def network(ws: Any, x: jax.Array) -> jax.Array:
+    for up, down in ws:
+        x = x + jnp.tanh(x @ up) @ down
+    return jnp.sum(x**2)
+
+
+def weights(count: int) -> Any:
+    return [(jnp.full((64, 128), 0.01), jnp.full((128, 64), 0.01)) for _ in range(count)]
+
+
+def lowered(fun: Any, platform: str, count: int) -> str:
+    traced = jax.jit(jax.grad(fun)).trace(weights(count), X)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_an_accelerators_program_holds_each_product_once(platform: str) -> None:
+    plain, fast = (lowered(f, platform, 4) for f in (network, autocast(network, "bf16-mixed")))
+    assert fast.count("stablehlo.dot_general") == plain.count("stablehlo.dot_general") == 23
+    assert len(fast) < 1.5 * len(plain)
+
+
+def test_a_forward_product_is_four_equations() -> None:
+    program = jax.make_jaxpr(autocast(lambda x, w: x @ w @ w, "bf16-mixed"))(X, W)
+    found = [eqn.primitive.name for eqn in program.eqns]
+    one = ["hidden_operand", "hidden_operand", "dot_general", "linked_product"]
+    assert [name for name in found if name != "convert_element_type"] == one * 2
+
+
+def test_equal_products_are_traced_once_for_a_backend() -> None:
+    fast = autocast(network, "bf16-mixed")
+    lowered(fast, "cuda", 1)
+    before = primitives._traced.cache_info().misses
+    lowered(fast, "cuda", 4)
+    assert primitives._traced.cache_info().misses == before
+
+
+# -- a checkpoint around autocast ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outside", [True, False])
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+def test_a_checkpoint_saves_products_low_wherever_it_stands(policy: str, outside: bool) -> None:
+    keep = jax.checkpoint_policies.dots_saveable
+
+    def fun(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(jnp.tanh(x @ w) @ w) @ w
+
+    inside = autocast(jax.checkpoint(fun, policy=keep), policy)
+    around = jax.checkpoint(autocast(fun, policy), policy=keep)
+    low = around if outside else inside
+    w = jax.random.normal(jax.random.key(0), (64, 64)) / 8
+    residuals = jax.tree.leaves(jax.vjp(lambda x, w: jnp.sum(low(x, w)), X, w)[1])
+    kept = [r.dtype.itemsize for r in residuals if r.shape == X.shape and r is not X]
+    assert kept.count(2) == 2
+    assert kept.count(4) <= 1  # the operand
+    total = lambda f: lambda x, w: jnp.sum(f(x, w))  # noqa: E731 - one expression
+    got, want = (jax.jit(jax.grad(total(f), (0, 1)))(X, w) for f in (low, autocast(fun, policy)))
+    for a, b in zip(got, want, strict=True):
+        assert jnp.array_equal(a, b)

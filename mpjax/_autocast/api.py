@@ -14,7 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._autocast import delayed, nnx_names, parameters, quantized, reads, same, scopes, stateful
+from mpjax._autocast import (
+    delayed,
+    nnx_names,
+    parameters,
+    precision,
+    quantized,
+    reads,
+    same,
+    scopes,
+    stateful,
+)
 from mpjax._autocast import plan as planning
 from mpjax._autocast.activations import warn_of_unused
 from mpjax._autocast.decide import make_plan
@@ -98,7 +108,7 @@ def autocast(
       Micikevicius et al., Mixed Precision Training, 2018, https://arxiv.org/abs/1710.03740
     """
     overrides, widest = parse_rules(rules)
-    algorithm = _dot_precision(dot_precision)
+    algorithm = precision.named(dot_precision)
     ordered = tuple(sorted(overrides.items()))
     named = parameters.checked(params, "autocast")
     if not callable(fun) or (isinstance(fun, type) and hasattr(fun, "dtype")):  # jnp.bfloat16
@@ -227,7 +237,9 @@ def planned(
     if quantized.quantizes(settings.policy) and not owner:
         fun, owner = parameters.with_owner(fun)
     args, kwargs = quantized.widened(((*owner, *args), kwargs), settings.policy)
-    traced = trace(fun, args, kwargs)
+    settings = replace(settings, float32_precision=precision.default())
+    with precision.left_open(settings.float32_precision):
+        traced = trace(fun, args, kwargs)
 
     def paths() -> list[str | None]:
         found = parameters.paths(fun, args, kwargs, settings.params)
@@ -359,35 +371,6 @@ def _lowers(policy: scopes.Policies) -> bool:
     least = planning.FLOAT32.itemsize
     low = any(p.compute_dtype.itemsize < least for p in policies_in(policy))
     return low or quantized.quantizes(policy)
-
-
-_ALGORITHMS = {
-    "tf32": lax.DotAlgorithmPreset.TF32_TF32_F32,
-    "tf32x3": lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
-    "bf16": lax.DotAlgorithmPreset.BF16_BF16_F32,
-    "bf16x3": lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
-    "bf16x6": lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
-    "bf16x9": lax.DotAlgorithmPreset.BF16_BF16_F32_X9,
-    "f32": lax.DotAlgorithmPreset.F32_F32_F32,
-}
-
-
-def _dot_precision(spec: Any) -> Any:
-    if spec is None or isinstance(spec, lax.DotAlgorithmPreset):
-        return spec
-    if isinstance(spec, lax.Precision):
-        return (spec, spec)
-    if isinstance(spec, str) and spec in _ALGORITHMS:
-        return _ALGORITHMS[spec]
-    raise ValueError(
-        message(
-            "autocast(dot_precision=)",
-            f"unknown algorithm {spec!r}.",
-            f"Accepted: {', '.join(map(repr, _ALGORITHMS))}, a jax.lax.Precision or a "
-            "jax.lax.DotAlgorithmPreset.",
-            'Type dot_precision="tf32" for TensorFloat-32 products on float32 arrays.',
-        )
-    )
 
 
 _LOW_ALGORITHMS = frozenset({"DEFAULT", "BF16_BF16_F32", "F16_F16_F32"})

@@ -34,7 +34,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from .. import _compat
-from .identity import GPUS, batched, converted, identity_primitive, repeated
+from .identity import GPUS, batched, converted, identity_primitive, maker, placed, repeated
 
 FLOAT32 = np.dtype("float32")
 
@@ -80,7 +80,7 @@ def _in_order(x: jax.Array) -> jax.Array:
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-def _lower_operand(ctx: Any, x: Any) -> Any:
+def lower_operand(ctx: Any, x: Any) -> Any:
     """Lowers an operand so that it is stored in the order of its dimensions.
 
     XLA:CPU would make a transpose a matter of layout, find no kernel of bfloat16 for that layout,
@@ -92,7 +92,7 @@ def _lower_operand(ctx: Any, x: Any) -> Any:
 
 
 _operand_p = identity_primitive("settled_operand", {})
-mlir.register_lowering(_operand_p, _lower_operand, platform="cpu")
+mlir.register_lowering(_operand_p, lower_operand, platform="cpu")
 _result_p = identity_primitive("settled_result", {})
 
 
@@ -106,11 +106,21 @@ class Backend:
     low_convolutions: bool = False  # whether convolutions of low operands have no other
     ordered: bool = False  # whether operands are put into the order of `plain_layout`
     usual_convolutions: bool = False  # whether convolutions are turned to `in_usual_order`
+    hides: Callable[[Any], Any] = lambda x: x  # what any operand passes through
+    rounds: bool = True  # whether a result is rounded here, and not by what it passes through next
 
 
 OTHER = Backend()
 TRACED = Backend(_operand_p.bind, _result_p.bind, ordered=True)
 """For programs that may still be lowered for any platform."""
+WRITTEN = Backend(ordered=True, low_results=True, rounds=False)
+"""For a forward product: a low result, in the jaxpr, of operands that are hidden already.
+
+A checkpoint policy of the user's saves what it sees. `lower_result` widens it where a backend adds
+up in the dtype of the result.
+"""
+WRITTEN_WIDE = Backend(ordered=True, rounds=False)
+"""The same with float32 results, where products are saved by name."""
 CPU = Backend(_operand_p.bind, _result_p.bind, ordered=True, usual_convolutions=True)
 CPU_WIDE = Backend(
     lambda x: lax.optimization_barrier(x.astype("float32")), ordered=True, usual_convolutions=True
@@ -143,6 +153,8 @@ def convolved(
         return lax.conv_general_dilated(x, y, **params).astype(dtype)
     if backend.low_results and dtype == x.dtype:
         return lax.conv_general_dilated(x, y, **{**params, "preferred_element_type": dtype})
+    if not backend.rounds:
+        return lax.conv_general_dilated(x, y, **params)
     if backend.usual_convolutions and params.get("out_sharding") is None:
         return _rounded_p.bind(in_usual_order(x, y, params), dtype=dtype)
     return _rounded_p.bind(lax.conv_general_dilated(x, y, **params), dtype=dtype)
@@ -190,19 +202,19 @@ _ROUND_THEMSELVES = frozenset({"stablehlo.dot_general", "stablehlo.convolution"}
 
 def _lower_rounded(ctx: Any, x: Any, *, dtype: Any) -> Any:
     """Repeats the product with a low result; XLA drops the one that nothing reads any more."""
-    product = x.owner
+    product = maker(x)
     if getattr(product, "name", None) not in _ROUND_THEMSELVES or "algorithm" in product.attributes:
         return _lower_convert(ctx, x, dtype=dtype)  # an algorithm says what its result is
     element = mlir.dtype_to_ir_type(dtype)
     if dtype != FLOAT32:
-        return [repeated(product, product.operands, element)]
+        return [placed(repeated(product, product.operands, element), x)]
     low = mlir.ir.RankedTensorType(product.operands[0].type).element_type
-    return [converted(repeated(product, product.operands, low), element)]
+    return [placed(converted(repeated(product, product.operands, low), element), x)]
 
 
 def _lower_convert(ctx: Any, x: Any, *, dtype: Any) -> Any:
     del ctx
-    return [converted(x, mlir.dtype_to_ir_type(dtype))]
+    return [placed(converted(x, mlir.dtype_to_ir_type(dtype)), x)]
 
 
 def _lower_settled(ctx: Any, x: Any) -> Any:
@@ -216,17 +228,21 @@ def _lower_settled(ctx: Any, x: Any) -> Any:
         operands=[x],
         attributes={name: mlir.ir.IntegerAttr.get(bits, size) for name, size in sizes.items()},
     )
-    return [operation.result]
+    return [placed(operation.result, x)]
+
+
+def _cpu_reads_low(ctx: Any) -> bool:
+    return cpu_multiplies_bfloat16() and _compat.cpu_may_multiply_low(ctx)
 
 
 def _lower_on_cpu(ctx: Any, x: Any) -> Any:
     """Keeps the result of a product apart, or repeats the product on widened operands."""
-    product = x.owner
-    if cpu_multiplies_bfloat16() or getattr(product, "name", None) != "stablehlo.dot_general":
+    product = maker(x)
+    if _cpu_reads_low(ctx) or getattr(product, "name", None) != "stablehlo.dot_general":
         return _lower_settled(ctx, x)
     wide = mlir.dtype_to_ir_type(FLOAT32)
     operands = [_kept_apart(converted(operand, wide)) for operand in product.operands]
-    return [repeated(product, operands, wide)]
+    return [placed(repeated(product, operands, wide), x)]
 
 
 def _lower_result(ctx: Any, x: Any) -> Any:
@@ -240,6 +256,33 @@ def _lower_rounding(ctx: Any, x: Any, *, dtype: Any) -> Any:
     platforms = set(ctx.module_context.platforms)
     in_product = platforms <= set(GPUS) or (platforms == {"tpu"} and dtype != FLOAT32)
     return (_lower_rounded if in_product else _lower_convert)(ctx, x, dtype=dtype)
+
+
+def lower_result(ctx: Any, x: Any, *, dtype: Any, settles: bool) -> Any:
+    """Lowers what a forward product passes through: to its result in `dtype`.
+
+    Args:
+      ctx: of the lowering rule.
+      x: the result as it is written, low or float32.
+      dtype: of the result.
+      settles: whether XLA:CPU has to be kept from folding the next operation into the product.
+    """
+    platforms = set(ctx.module_context.platforms)
+    element = mlir.dtype_to_ir_type(dtype)
+    product = maker(x)
+    name = getattr(product, "name", None)
+    if dtype != FLOAT32 and x.type.element_type == element:
+        if settles and platforms == {"cpu"} and not _cpu_reads_low(ctx):
+            return _lower_rounding(ctx, *_lower_on_cpu(ctx, x), dtype=dtype)
+        rounds_itself = platforms <= set(GPUS) or platforms == {"tpu"}
+        if rounds_itself or name not in _ROUND_THEMSELVES or "algorithm" in product.attributes:
+            return [x]
+        x = placed(repeated(product, product.operands, mlir.dtype_to_ir_type(FLOAT32)), x)
+    if settles and "cpu" in platforms:
+        (x,) = _lower_on_cpu(ctx, x) if len(platforms) == 1 else _lower_settled(ctx, x)
+    if dtype == FLOAT32 and name != "stablehlo.convolution":
+        return [x]
+    return _lower_rounding(ctx, x, dtype=dtype)
 
 
 def _kept_apart(x: Any) -> Any:

@@ -15,6 +15,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def by_identity(fun: Callable[[Any], R]) -> Callable[[Any], R]:
+    """Returns `fun`, memoised on the identity of an object that may be no key of a dict."""
+    known: dict[int, tuple[weakref.ref[Any], R]] = {}
+
+    @functools.wraps(fun)
+    def cached(x: Any) -> R:
+        key = id(x)
+        if key not in known:
+            known[key] = weakref.ref(x, lambda _: known.pop(key)), fun(x)
+        return known[key][1]
+
+    return cached
+
+
 def by_program(fun: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Returns `fun`, memoised on the identity of its first argument and on the rest by value."""
     found: weakref.WeakKeyDictionary[Any, dict[Hashable, R]] = weakref.WeakKeyDictionary()

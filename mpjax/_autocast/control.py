@@ -64,7 +64,7 @@ def plan_call(
         tested = stop_test(eqn, reads)
         wants = (*carry_reads(body, wants, reads, tested), *wants[body.carries :])
         return _plan_loop(eqn, in_states, wants, settings, inner)
-    if eqn.primitive.name in structure.CUSTOM:
+    if structure.has_rules(eqn):
         in_states = tuple(_traced(s) for s in in_states)
     plans = tuple(
         inner(part, tuple(in_states[i] for i in part.operands), wants, settings)
@@ -169,7 +169,7 @@ def operand_reads(
             found[i] |= flag
     if tested and not any(w & TESTED for w in outs):
         found = [w & ~TESTED for w in found]  # what is rounded before the loop is so in each turn
-    return [w & ~WHOLE for w in found] if eqn.primitive.name in structure.CUSTOM else found
+    return [w & ~WHOLE for w in found] if structure.has_rules(eqn) else found
 
 
 def _part_reads(

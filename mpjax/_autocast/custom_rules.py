@@ -11,7 +11,7 @@ from typing import Any
 
 from mpjax import _compat
 from mpjax._autocast import plan as planning
-from mpjax._autocast import reads
+from mpjax._autocast import precision, reads
 from mpjax._autocast.decide import make_plan
 from mpjax._autocast.rule_traces import RuleTrace
 
@@ -34,7 +34,8 @@ def keeping_types(
     """Returns `fun` with its products lowered and its inputs and outputs typed as they were."""
 
     def wrapped(*args: Any) -> Any:
-        traced = RuleTrace(fun, args)
+        with precision.left_open(settings.float32_precision):
+            traced = RuleTrace(fun, args)
         jaxpr = traced.jaxpr
         in_states = tuple(planning.initial_state(v.aval) for v in jaxpr.jaxpr.invars)
         wants = (reads.OUTPUT | reads.NEAR,) * len(jaxpr.jaxpr.outvars)

@@ -117,6 +117,8 @@ class _Planner(Rounding):
         if structure.is_call(eqn):
             return self.decide_call(eqn, settings)
         kind = op_class(name, settings.rules)
+        if structure.applies_function(eqn):
+            return self.as_traced(eqn, states.WIDE, "its function is unknown: in float32")
         if kind is OpClass.LOWER or name in PRODUCTS:
             return self.decide_product(eqn, kind, settings)
         if name == "convert_element_type":
@@ -131,7 +133,7 @@ class _Planner(Rounding):
             return self.as_traced(eqn, states.INPUT, "a weight in 8 bits, times its scales")
         if name == "bitcast_convert_type" or kind is None:
             operands = [self.state(v) for v in eqn.invars]
-            return self.as_traced(eqn, states.unknown(operands), "unknown: as traced")
+            return self.as_traced(eqn, states.unknown(operands), "no rule: as traced, float32")
         return self.decide_by_class(eqn, kind, settings)
 
     def decide_by_class(self, eqn: Any, kind: OpClass, settings: Settings) -> Decision:

@@ -107,7 +107,8 @@ def _operands(eqn: Any, outs: list[int], demanded: Demanded, known: facts.Facts)
             return [later | EXACT] * len(eqn.invars)
         found = control.operand_reads(eqn, tuple(outs), Inner(eqn, demanded, known))
         return _of_activation(eqn, outs, found) if is_function and is_activation(eqn) else found
-    if name in traits.UNFORGIVING or name in demanded.full:
+    held = name in traits.UNFORGIVING or name in demanded.full
+    if held or structure.applies_function(eqn):
         return [later | EXACT] * len(eqn.invars)
     if only_moves(eqn) and len(eqn.invars) == len(outs) > 1:
         return outs  # each operand is handed on by itself, as through a barrier

@@ -22,6 +22,7 @@ from mpjax._autocast import (
     held,
     moves,
     picks,
+    precision,
     recompute,
     scopes,
     storage,
@@ -51,6 +52,12 @@ class GroupFunctions:
           arrays: its inputs, as they are held.
         """
         eqns = [plan.decisions[i].eqn for i in step.members]
+        with eqns[0].ctx.manager:
+            return self._run(plan, step, eqns, arrays)
+
+    def _run(
+        self, plan: Plan, step: groups.Step, eqns: Sequence[Any], arrays: Sequence[Any]
+    ) -> list[Any]:
         if not step.checkpoint:
             return _function(plan, step, eqns, 0)(*arrays)
         around = _common_scopes(eqns)
@@ -149,20 +156,24 @@ def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -
             with written_at(eqn, around):
                 values = centres.run(eqn, local, step.dear)
                 operands = [] if values else _operands(plan, step, eqn, local)
-                values = values or picking.run(eqn, operands) or bind(eqn, operands)
+                values = values or picking.run(eqn, operands) or _bound(plan, eqn, operands)
             source = given.get(again.get(eqn.outvars[0]))
             if source is not None and source.dtype != values[0].dtype:
                 values = [moves.valued(*values, widened(eqn.outvars[0], *bind(eqn, [source])))]
             values = _marked(plan, step, eqn, values)
             cuts = [] if in_parts.keys().isdisjoint(variables) else moves.cuts(eqn)
-            if cuts:  # a slice or a split, of one value
+            if cuts:  # of one value
                 (v,) = variables
-                parts = (part(v, v.aval.shape, cut) for cut in cuts)
+                parts = (moves.as_result(eqn, part(v, v.aval.shape, cut)) for cut in cuts)
                 values = [moves.valued(*both) for both in zip(values, parts, strict=True)]
             local.update(zip(eqn.outvars, values, strict=True))
         return _outputs(plan, step, local)
 
     return fun
+
+
+def _bound(plan: Plan, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    return bind(eqn, operands, precision.restored(eqn, plan.settings.float32_precision))
 
 
 def _curves(

@@ -63,6 +63,7 @@ def schedule(
     twice = storage.read_twice(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
     cuts |= storage.copied_last(jaxpr, fused, found)
     cuts |= twice | storage.merged(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
+    cuts |= _between_contexts(jaxpr)
     levels = _levels(jaxpr, fused, cuts)
     for _ in range(8):
         more = _cuts(jaxpr, fused, levels, found, out_states, multiplied)
@@ -106,6 +107,19 @@ def _read_exactly(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) ->
         if not linear.is_linear(eqn, found) or any(v in curved for v in operands):
             curved.update(eqn.outvars)
     return cuts
+
+
+def _between_contexts(jaxpr: Any) -> set[Any]:
+    """Values made in one context and read in another: of a mesh, of `compute_on`, of metadata.
+
+    A group runs in one context, its casts too.
+    """
+    made = {v: eqn.ctx for eqn in jaxpr.eqns for v in eqn.outvars}
+    if len(set(made.values())) < 2:
+        return set()
+    return {
+        v for eqn in jaxpr.eqns for v in _compat.variables(eqn) if made.get(v, eqn.ctx) != eqn.ctx
+    }
 
 
 def _levels(jaxpr: Any, fused: Sequence[bool], cuts: set[Any]) -> list[int]:
@@ -386,6 +400,10 @@ def _worth_checkpoint(
     """Whether recomputing a group in the backward pass keeps less than its float32 interior."""
     stored = [*inputs, *(v for v, _, _ in outputs)]
     if not any(found[v].kind == Kind.LOW for v in stored):
+        return False
+    if _compat.CHECKPOINTS_REFUSE_SUMS and any(
+        _compat.is_sum_yet_to_be_taken(v.aval) for v, _, _ in outputs
+    ):
         return False
     made = [v.aval for eqn in eqns for v in eqn.outvars if hasattr(v.aval, "shape")]
     if sum(size(aval.shape) for aval in made) < _SMALL:

@@ -15,7 +15,17 @@ from jax.interpreters import ad, batching, mlir
 from mpjax import _compat
 
 from .hints import hint
-from .identity import GPUS, batched, converted, identity_primitive, in_front, lower_on, repeated
+from .identity import (
+    GPUS,
+    batched,
+    converted,
+    identity_primitive,
+    in_front,
+    lower_on,
+    maker,
+    placed,
+    repeated,
+)
 
 FLOAT32 = np.dtype("float32")
 
@@ -169,28 +179,28 @@ def chosen(x: jax.Array) -> jax.Array:
 
 def _lower_sum(ctx: Any, x: Any, *, dtype: Any) -> Any:
     """Repeats a sum with low operands and a low result."""
-    total = x.owner
+    total = maker(x)
     platforms = set(ctx.module_context.platforms)
     if not platforms <= set(GPUS) or getattr(total, "name", None) != "stablehlo.add":
         return [x]
     element = mlir.dtype_to_ir_type(dtype)
     low = repeated(total, [_narrowed(operand, element) for operand in total.operands], element)
-    return [converted(low, mlir.dtype_to_ir_type(FLOAT32))]
+    return [placed(converted(low, mlir.dtype_to_ir_type(FLOAT32)), x)]
 
 
 def _lower_choice(ctx: Any, x: Any) -> Any:
     """Repeats a choice with wide operands and a wide result, and narrows that."""
-    choice, wide = x.owner, mlir.dtype_to_ir_type(FLOAT32)
+    choice, wide = maker(x), mlir.dtype_to_ir_type(FLOAT32)
     is_choice = getattr(choice, "name", None) in ("stablehlo.maximum", "stablehlo.minimum")
     if set(ctx.module_context.platforms) != {"tpu"} or not is_choice:
         return [x]
     operands = [converted(operand, wide) for operand in choice.operands]
-    return [converted(repeated(choice, operands, wide), x.type.element_type)]
+    return [placed(converted(repeated(choice, operands, wide), x.type.element_type), x)]
 
 
 def _narrowed(x: Any, element: Any) -> Any:
     """Returns an operand of low elements: as it was before it was widened, or repeated."""
-    owner = x.owner
+    owner = maker(x)
     name = getattr(owner, "name", None)
     if name == "stablehlo.broadcast_in_dim":
         return repeated(owner, [_narrowed(owner.operands[0], element)], element)

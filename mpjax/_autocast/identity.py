@@ -61,6 +61,24 @@ def repeated(operation: Any, operands: Any, element: Any) -> Any:
     return again.result
 
 
+_PLACED = "sdy.sharding_constraint"
+"""Stands behind every operation of a program whose types say where values are."""
+
+
+def maker(x: Any) -> Any:
+    """Returns the operation that made a value of a lowered program, whatever says where it is."""
+    owner = x.owner
+    return owner.operands[0].owner if getattr(owner, "name", None) == _PLACED else owner
+
+
+def placed(made: Any, like: Any) -> Any:
+    """Returns a value of a lowered program, placed as another is that it stands for."""
+    owner = like.owner
+    if getattr(owner, "name", None) != _PLACED:
+        return made
+    return repeated(owner, [made], mlir.ir.RankedTensorType(made.type).element_type)
+
+
 def converted(x: Any, element: Any) -> Any:
     """Returns a value of a lowered program, converted to other elements."""
     shape = mlir.ir.RankedTensorType(x.type).shape

@@ -193,7 +193,7 @@ def inside(eqn: Any, program: Any, found: Flow, given: Given) -> Given | None:
 
     A function with a derivative of its own is multiplied as its author wrote it.
     """
-    if eqn.primitive.name in structure.CUSTOM:
+    if structure.has_rules(eqn):
         return None
     origins = tuple(found.origin(v) for v in eqn.invars)
     outs = tuple(v in found.feeds for v in eqn.outvars)

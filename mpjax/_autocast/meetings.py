@@ -37,6 +37,6 @@ def _is_apart(eqn: Any) -> bool:
     if scopes.AS_WRITTEN in scopes.of(eqn):
         return True
     name = eqn.primitive.name
-    if name in structure.LOOPS | structure.CUSTOM:
+    if name in structure.LOOPS or structure.has_rules(eqn):
         return not fusible.is_fusible_function(eqn)
     return name in _OWN_KERNEL and name not in traits.FUSIBLE | traits.UPDATES

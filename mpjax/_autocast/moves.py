@@ -101,14 +101,15 @@ def _cut_once(readers: Sequence[Any]) -> bool:
 
 
 def cuts(eqn: Any) -> list[Cut]:
-    """Returns what each result of a `slice` or `split` is of its operand; nothing of any other."""
+    """Returns what each result of a move that cuts is of its operand; nothing of any other."""
     if eqn.primitive.name not in traits.CUTS:
         return []
     if eqn.primitive.name == "slice":
         names = "start_indices", "limit_indices", "strides"
         return [tuple(eqn.params[name] for name in names)]
     axis, (operand,) = eqn.params["axis"], eqn.invars
-    ends = list(itertools.accumulate(map(int, eqn.params["sizes"]), initial=0))
+    sizes = eqn.params.get("sizes", [1] * len(eqn.outvars))  # an `unstack` has none
+    ends = list(itertools.accumulate(map(int, sizes), initial=0))
     starts, limits = [0] * operand.aval.ndim, list(operand.aval.shape)
     at = [
         ([*starts[:axis], i, *starts[axis + 1 :]], [*limits[:axis], j, *limits[axis + 1 :]])
@@ -129,6 +130,12 @@ def cut(array: Any, of: Sequence[int], at: Cut) -> Any:
         [1 if one else i for one, i in zip(single, limit, strict=True)],
         strides and [1 if one else i for one, i in zip(single, strides, strict=True)],
     )
+
+
+def as_result(eqn: Any, part: Any) -> Any:
+    """Returns a part as the equation that cuts it gives it: an `unstack` drops the axis."""
+    dropped = eqn.primitive.name == "unstack"
+    return lax.squeeze(part, [eqn.params["axis"]]) if dropped else part
 
 
 def _moves_once(eqn: Any, *others: Any) -> bool:

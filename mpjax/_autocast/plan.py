@@ -33,6 +33,7 @@ class Settings:
     params: tuple[int | str, ...] | None = None  # the arguments that hold parameters
     given: Any = None  # a `layers.Given` where products are quantised
     asked: frozenset[tuple[Any, int]] = frozenset()  # of products' results: flags of `reads`
+    float32_precision: Any = None  # JAX's global default, of products that stay float32
     in_loop: bool = False  # in the body of a loop, which keeps forward and backward apart
 
     @functools.cached_property

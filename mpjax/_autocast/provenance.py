@@ -17,7 +17,7 @@ from mpjax._autocast import exact, fusible, quantized, readers, reads, scopes, s
 from mpjax._autocast.plan import Action, Decision, Plan
 from mpjax._autocast.states import FLOAT32, Kind
 from mpjax._dtypes import short_name
-from mpjax._op_rules import OP_RULES, OpClass, op_class
+from mpjax._op_rules import OP_RULES, SILENT, OpClass, only_moves, op_class
 from mpjax._policy import Policy
 
 
@@ -172,7 +172,8 @@ class _Walk:
         found = [short_name(d) for d in dtypes if jnp.issubdtype(d, jnp.floating)]
         if found and _computes(eqn):
             where = scopes.location(eqn)
-            self.found.append(Finding(module, _name(eqn), found[0], WRITTEN_SO, None, where))
+            why = AS_WRITTEN if scopes.AS_WRITTEN in scopes.of(eqn) else WRITTEN_SO
+            self.found.append(Finding(module, _name(eqn), found[0], why, None, where))
 
 
 def _asked_for(plan: Plan, eqn: Any, asking: dict[Any, readers.Reader]) -> str:
@@ -195,8 +196,17 @@ def _asked_for(plan: Plan, eqn: Any, asking: dict[Any, readers.Reader]) -> str:
 
 def _computes(eqn: Any) -> bool:
     """Leaves out what only moves values: the table answers for dtypes."""
-    rule = OP_RULES.get(eqn.primitive.name)
-    return structure.is_call(eqn) or (rule is not None and rule.op_class is not OpClass.KEEP)
+    name = eqn.primitive.name
+    rule = OP_RULES.get(name)
+    if _is_ours(eqn):
+        return False
+    return structure.is_call(eqn) or (name not in SILENT if rule is None else not only_moves(eqn))
+
+
+def _is_ours(eqn: Any) -> bool:
+    """Whether an operation is one that an inner autocast put in."""
+    home = getattr(getattr(eqn.primitive, "impl", None), "__module__", None) or ""
+    return home.startswith("mpjax._autocast")
 
 
 def _name(eqn: Any) -> str:
@@ -272,7 +282,8 @@ def _why(
         if structure.single_program(eqn) is not None and _asks_for_float32(eqn):
             return FUNCTION, False
         return (inherited.reason, True) if inherited else (UNCHANGED, False)
-    if decision.action is Action.AS_TRACED and op_class(name, {}) is not OpClass.FOLLOW:
+    decided = op_class(name, {}) is not OpClass.FOLLOW or structure.applies_function(eqn)
+    if decision.action is Action.AS_TRACED and decided:
         return decision.reason, False
     state = plan.states[eqn.outvars[0]]
     if state.kind == Kind.LOW:

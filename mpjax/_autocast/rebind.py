@@ -20,6 +20,7 @@ from mpjax._autocast import (
     held,
     picks,
     pooled,
+    precision,
     product,
     rebind_calls,
     remat,
@@ -117,10 +118,10 @@ class Interpreter:
                     env[var].stored = (values[0].full, values[1].full)
 
     def as_traced(self, plan: Plan, eqn: Any, values: Sequence[Value]) -> list[Any]:
-        params = eqn.params
-        precision = plan.settings.dot_precision
-        if precision is not None and eqn.primitive.name in PRODUCTS:
-            params = product.with_precision(params, precision)
+        params = precision.restored(eqn, plan.settings.float32_precision)
+        asked = plan.settings.dot_precision
+        if asked is not None and eqn.primitive.name in PRODUCTS:
+            params = product.with_precision(eqn.params, asked)
         return bind(eqn, [v.full for v in values], params)
 
     def keep(self, plan: Plan, eqn: Any, values: Sequence[Value], env: dict[Any, Value]) -> None:
@@ -140,8 +141,11 @@ class Interpreter:
     def product(self, plan: Plan, decision: Decision, values: Sequence[Value]) -> Any:
         eqn, low = decision.eqn, decision.low
         params = eqn.params
-        if plan.settings.dot_precision is not None:
-            params = product.with_precision(params, plan.settings.dot_precision)
+        asked = plan.settings.dot_precision
+        if asked is None and plan.settings.float32_precision is not None:
+            asked = precision.LOW
+        if asked is not None:
+            params = product.with_precision(params, asked)
         how, amaxes = self.history.of(decision, decision.how or product.low(low))
         x, y = (
             (v.carrier(low), v.made if how.reads_as_made(i) else v.low(low))
@@ -157,6 +161,7 @@ class Interpreter:
             out_dtype=decision.out_dtype,
             amaxes=amaxes,
             stored=tuple(v.stored for v in values[:2]),
+            wide=self.products is not None,
         )
         return out if self.products is None else self.products.named(eqn, out)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mpjax import _compat
-from mpjax._autocast import custom_rules, sums
+from mpjax._autocast import custom_rules, held_programs, hijax_programs, structure, sums
 from mpjax._autocast.plan import Decision, Plan
 from mpjax._autocast.states import Kind
 from mpjax._autocast.values import Value
@@ -25,9 +25,14 @@ Interpreter = Any
 
 def run(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
     """Returns the results of an equation with programs, in the forms of its `out_states`."""
-    name = decision.eqn.primitive.name
+    eqn = decision.eqn
     runner = runner.recording(runner.history.inside(decision))
-    return list(_RUN.get(name, _run_inline)(runner, decision, values))
+    how = _RUN.get(eqn.primitive.name, _run_inline)
+    if hijax_programs.is_checkpoint(eqn):
+        how = _run_remat
+    elif how is _run_inline and structure.has_rules(eqn):
+        how = _run_held
+    return list(how(runner, decision, values))
 
 
 def _operands(decision: Decision, values: Sequence[Value]) -> list[Any]:
@@ -92,7 +97,8 @@ def _run_jit(runner: Interpreter, decision: Decision, values: Sequence[Value]) -
 def _run_remat(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
     eqn = decision.eqn
     (plan,) = decision.call.plans
-    policy = eqn.params["policy"]
+    params = hijax_programs.holder(eqn).params if hijax_programs.holder(eqn) else eqn.params
+    policy = params["policy"]
     inner = runner
     if policy is not None and runner.products is None:
         inner = runner.inside_checkpoint()
@@ -100,9 +106,12 @@ def _run_remat(runner: Interpreter, decision: Decision, values: Sequence[Value])
     low_copies = _made_low_copies(plan, values)
     fun = _with_low_copies(inner, plan, low_copies)
     args = _all_operands(decision, values, low_copies)
-    if eqn.params["differentiated"]:  # inside `autocast(grad(f))`: JAX must not undo it
+    if params.get("differentiated"):  # inside `autocast(grad(f))`: JAX must not undo it
         return _compat.bind_remat(eqn, fun, args, ask)
-    return jax.checkpoint(fun, prevent_cse=eqn.params["prevent_cse"], policy=ask)(*args)
+    prevent_cse = params["prevent_cse"]
+    if not isinstance(prevent_cse, bool):  # one for each operand, without their low copies
+        prevent_cse = any(prevent_cse)
+    return jax.checkpoint(fun, prevent_cse=prevent_cse, policy=ask)(*args)
 
 
 def _run_shard_map(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
@@ -225,6 +234,20 @@ def _run_custom(runner: Interpreter, decision: Decision, values: Sequence[Value]
     return custom_rules.run(runner, decision.eqn, plan, [v.full for v in values])
 
 
+def _run_held(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    (plan,) = decision.call.plans
+    return held_programs.run(runner, decision.eqn, plan, [v.full for v in values])
+
+
+def _run_placed(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    """Binds a program that is run elsewhere, or under a mark, around what it does here."""
+    eqn = decision.eqn
+    (plan,) = decision.call.plans
+    operands = _operands(decision, values)
+    inner = jax.make_jaxpr(lambda *args: runner.run(plan, args))(*operands)
+    return eqn.primitive.bind(*operands, **{**eqn.params, "jaxpr": inner})
+
+
 _RUN: dict[str, Callable[..., Any]] = {
     "jit": _run_jit,
     "remat2": _run_remat,
@@ -233,6 +256,7 @@ _RUN: dict[str, Callable[..., Any]] = {
     "scan": _run_scan,
     "while": _run_while,
     "cond": _run_cond,
+    **dict.fromkeys(structure.PLACED, _run_placed),
     "custom_jvp_call": _run_custom,
     "custom_vjp_call": _run_custom,
 }

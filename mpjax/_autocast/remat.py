@@ -20,6 +20,7 @@ _OURS = frozenset(
     {"linked_product", "low_product", "hidden_operand", "settled_operand", "settled_result"}
     | {"rounded_result", "stored", "stored_cotangent", "cotangent_stored_low", "low_sum"}
     | {"recorded_amax", "recorded_amax_tangent", "spread_scale", "multiplied_alone"}
+    | {"reattached_value"}
 )
 
 Policy = Callable[..., Any]

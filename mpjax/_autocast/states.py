@@ -97,8 +97,10 @@ def constant(*values: float) -> State:
     return State(Kind.CONSTANT, values=distinct if len(distinct) <= _MAX_VALUES else None)
 
 
-def positions(count: int) -> State:
+def positions(count: Any) -> State:
     """Returns the state of 0, 1, 2 ...: of the last two, one is odd and tells whether all fit."""
+    if not isinstance(count, int):  # `jax.export` leaves it open
+        return UNKNOWN_CONSTANT
     return constant(0.0, float(max(count - 2, 0)), float(max(count - 1, 0)))
 
 

@@ -9,8 +9,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from mpjax import _compat
+from mpjax._autocast import hijax_programs
 
 CHECKPOINTS = ("remat2", "checkpoint")  # the primitive of `jax.checkpoint`, by version
+_WITH_RULES = {  # hold a program beside rules of its author's
+    "composite": "call_jaxpr",
+    "custom_vmap_call": "call",
+    "custom_partitioning": "call",
+    "linear_call": "callee",
+    "remat_opt": "fwd_jaxpr",
+}
+PLACED = ("compute_on", "xla_metadata_call")  # say where, or as what, a program is run
 _SINGLE = {
     "jit": "jaxpr",
     **dict.fromkeys(CHECKPOINTS, "jaxpr"),
@@ -21,10 +30,12 @@ _SINGLE = {
     "eval_jaxpr": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
+    **dict.fromkeys(PLACED, "jaxpr"),
+    **_WITH_RULES,
 }
 LOOPS = frozenset({"scan", "while"})
 _MANY = LOOPS | {"cond"}
-CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
+_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", *_WITH_RULES})
 
 
 def is_call(eqn: Any) -> bool:
@@ -34,11 +45,25 @@ def is_call(eqn: Any) -> bool:
 
 def single_program(eqn: Any) -> Any:
     """Returns the one jaxpr of a call, None for loops and branches."""
-    name = eqn.primitive.name
-    key = _SINGLE.get(name)
-    if key is None:
-        return None
-    return eqn.params.get(key, eqn.params.get("jaxpr"))
+    if eqn.primitive.name == hijax_programs.NAME:
+        return hijax_programs.program(eqn)
+    return eqn.params[program_key(eqn)] if eqn.primitive.name in _SINGLE else None
+
+
+def program_key(eqn: Any) -> str:
+    """Returns the name of the parameter that is a call's one program."""
+    keys = _SINGLE[eqn.primitive.name], "call_jaxpr", "jaxpr"  # by version
+    return next(key for key in keys if key in eqn.params)
+
+
+def has_rules(eqn: Any) -> bool:
+    """Whether a call's author wrote rules for it, and for the types of its operands."""
+    return eqn.primitive.name in _CUSTOM or hijax_programs.has_rules(eqn)
+
+
+def applies_function(eqn: Any) -> bool:
+    """Whether an update of a part, `x.at[i].apply(fun)`, puts a function's values there."""
+    return eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None
 
 
 class Part(NamedTuple):

@@ -13,9 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from mpjax import _compat
 from mpjax._autocast import product, states, traits
+from mpjax._autocast.identity import in_front
 from mpjax._autocast.states import FLOAT32, is_float32
 
 _LOW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -72,18 +75,37 @@ def _with_rule(fun: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..
     return made
 
 
-def _low(low: jax.Array, full: jax.Array) -> jax.Array:
-    del full
-    return low
+# A primitive, since a rule of the user's may hold such a loop over tangents: then the value itself
+# is transposed, and its cotangent has to go to the twin as well.
+_reattached_p = Primitive("reattached_value")
+_reattached_p.def_impl(lambda low, full: low)
+_reattached_p.def_abstract_eval(lambda low, full: low.update(weak_type=False))
+mlir.register_lowering(_reattached_p, lambda ctx, low, full: [low])
 
 
 def _reattached_jvp(primals: Any, tangents: Any) -> Any:
     # The value is attached again, or second derivatives would end at what is hidden.
-    out = _reattached(*primals)
-    return out, tangents[1].astype(out.dtype)
+    out, tangent = _reattached_p.bind(*primals), tangents[1]
+    if isinstance(tangent, ad.Zero):
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, tangent.astype(out.dtype)
 
 
-_reattached = _with_rule(_low, _reattached_jvp)
+def _reattached_transpose(ct: Any, low: Any, full: Any) -> list[Any]:
+    cts: list[Any] = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in (low, full)]
+    if ad.is_undefined_primal(full) and not isinstance(ct, ad.Zero):
+        cts[1] = ct.astype(full.aval.dtype)
+    return cts
+
+
+def _reattached_batch(args: Any, dims: Any) -> Any:
+    size = _compat.batch_size(args, dims)
+    return _reattached_p.bind(*(in_front(x, d, size) for x, d in zip(args, dims, strict=True))), 0
+
+
+ad.primitive_jvps[_reattached_p] = _reattached_jvp
+ad.primitive_transposes[_reattached_p] = _reattached_transpose
+batching.primitive_batchers[_reattached_p] = _reattached_batch
 
 
 def detached(low: jax.Array, full: jax.Array) -> Callable[[], jax.Array]:
@@ -97,4 +119,4 @@ def detached(low: jax.Array, full: jax.Array) -> Callable[[], jax.Array]:
       A function to be called in the body.
     """
     hidden = product.hidden(low)
-    return lambda: _reattached(hidden, full)
+    return lambda: _reattached_p.bind(hidden, full)

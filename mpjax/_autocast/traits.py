@@ -43,13 +43,13 @@ pad                                     | fusible alone steps linear accumulates
 reshape squeeze expand_dims transpose   | fusible chooses turns permutes
 rev                                     | fusible turns permutes
 slice                                   | fusible resizes turns cuts
-split                                   | fusible resizes permutes cuts
+split unstack                           | fusible resizes permutes cuts
 broadcast_in_dim                        | fusible chooses resizes repeats
 dynamic_slice                           | resizes picks
 gather                                  | resizes picks repeats
 dynamic_update_slice                    | updates native steps accumulates
 scatter scatter-max scatter-min         | updates native steps accumulates selects
-scatter-add                             | updates native accumulates
+scatter-add scatter-sub                 | updates native accumulates
 scatter-mul                             | updates native
 reduce_sum                              | fusible linear statistic totals
 reduce_prod                             | fusible statistic
@@ -66,6 +66,8 @@ cholesky lu qr geqrf svd schur eig eigh | unforgiving
 hessenberg householder_product          | unforgiving
 triangular_solve custom_linear_solve    | unforgiving
 tridiagonal tridiagonal_solve           | unforgiving
+cholesky_update geqp3 ormqr             | unforgiving
+symmetric_product spsolve linear_solve  | unforgiving
 debug_callback debug_print              | looks
 """  # fmt: skip  # noqa: E501
 _ROWS = [[part.split() for part in line.split("|")] for line in _TABLE.strip().splitlines()]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from jax.core import Tracer
+
 from mpjax._autocast.states import FLOAT32, Kind, State
 
 
@@ -53,7 +55,12 @@ class Value:
         return self.made if self.made.dtype == dtype else self.full.astype(dtype)
 
     def carrier(self, dtype: Any) -> Any:
-        """The form through which the tangents of a product in `dtype` flow."""
+        """The form through which the tangents of a product in `dtype` flow.
+
+        A constant has none; its float32 form would stand in the program beside the low one.
+        """
+        if not isinstance(self.made, Tracer):
+            return self.low(dtype)
         return self.made if self.made.dtype == dtype else self.full
 
     def form(self, state: State) -> Any:

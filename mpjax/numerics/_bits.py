@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mpjax import _compat
+
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
@@ -50,6 +52,10 @@ def counts(*values: Any) -> jax.Array:
       f32[values, 3]; the counts are exact up to 2²⁴. What is largest in a float64 array is
       at most float32's largest number here.
     """
+    return _compat.unplaced(_counts, *values)
+
+
+def _counts(*values: Any) -> jax.Array:
     real = [as_floating(x) for x in values]
     shape = real[0].shape
     if real[0].size == 0:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mpjax import _compat
 from mpjax._autocast.binding import bind
 from mpjax.numerics import _bits
 from mpjax.numerics._collect import Collecting, CollectingFrame
@@ -30,6 +31,10 @@ def histogram(x: Any) -> jax.Array:
     Returns:
       f32[280]; entry `e + 149` counts magnitudes in [2**e, 2**(e+1)).
     """
+    return _compat.unplaced(_histogram, x)
+
+
+def _histogram(x: Any) -> jax.Array:
     bits = _as_float32_bits(_bits.as_floating(x)).ravel()
     exponent, mantissa = (bits >> 23).astype(jnp.int32), bits & 0x7FFFFF
     # Of a subnormal number the exponent is where its highest bit stands.

@@ -208,16 +208,22 @@ def low_product(
     kwargs = dict(params, preferred_element_type=made)
     if name == "ragged_dot_general":
         kwargs.pop("group_offset", None)
-        return backends.rounded(lax.ragged_dot_general(*values, **kwargs), out_dtype)
+        values = [*map(backend.hides, values[:2]), *values[2:]]
+        return _rounded(lax.ragged_dot_general(*values, **kwargs), out_dtype, backend)
     x, y = values
+    if name == "dot_general" and backend.ordered:
+        x, y, kwargs["dimension_numbers"] = backends.plain_layout(x, y, kwargs["dimension_numbers"])
+    x, y = backend.hides(x), backend.hides(y)
     if name == "conv_general_dilated":
         return backends.convolved(x, y, kwargs, out_dtype, backend)
-    if backend.ordered:
-        x, y, kwargs["dimension_numbers"] = backends.plain_layout(x, y, kwargs["dimension_numbers"])
     if x.dtype != jnp.bfloat16:
-        return backends.rounded(lax.dot_general(x, y, **kwargs), out_dtype)
+        return _rounded(lax.dot_general(x, y, **kwargs), out_dtype, backend)
     out = lax.dot_general(backend.operand(x), backend.operand(y), **kwargs)
-    return backends.rounded(backend.result(out), out_dtype)
+    return _rounded(backend.result(out), out_dtype, backend)
+
+
+def _rounded(x: jax.Array, dtype: Any, backend: backends.Backend) -> jax.Array:
+    return backends.rounded(x, dtype) if backend.rounds else x
 
 
 def scaled_product(name: str, params: dict[str, Any], values: Sequence[Any], *, how: Any) -> Any:
@@ -285,7 +291,7 @@ def transposed(_mesh: Any, program: Bilinear, wrt: int) -> Bilinear:
 def _pullback(program: Any, wrt: int) -> Any:
     eval_jaxpr = jaxpr_as_fun(program)
     structs = [_struct(v.aval) for v in program.jaxpr.invars]
-    out = _struct(program.jaxpr.outvars[0].aval)
+    out = _struct(program.jaxpr.outvars[0].aval.to_ct_aval())
     mine, other, extras = structs[wrt], structs[1 - wrt], structs[2:]
 
     def pullback(ct: jax.Array, fixed: jax.Array, *rest: jax.Array) -> jax.Array:

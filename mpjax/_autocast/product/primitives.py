@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from jax.interpreters import ad, batching, mlir
 
 from mpjax import _compat
 from mpjax._autocast import backends, states, tpu_warning
+from mpjax._autocast.identity import batched
 from mpjax._autocast.product import bilinear, operands
 from mpjax._autocast.product.bilinear import Bilinear
 from mpjax._autocast.product.config import Config
@@ -80,7 +82,22 @@ def _lowering(backend: Callable[[], backends.Backend]) -> Any:
     def run(*args: Any, **params: Any) -> Any:
         return _run(*args, backend=backend(), **params)
 
-    return mlir.lower_fun(run, multiple_results=False)
+    lowered = mlir.lower_fun(run, multiple_results=False)
+
+    def lower(ctx: Any, *args: Any, **params: Any) -> Any:
+        if not all(isinstance(n, int) for aval in ctx.avals_in for n in aval.shape):
+            return lowered(ctx, *args, **params)  # of an exported program with open lengths
+        mesh = jax.sharding.get_abstract_mesh()
+        program = _traced(mesh, tuple(ctx.avals_in), backend(), **params)
+        return _compat.lower_program(ctx, program, *args)
+
+    return lower
+
+
+@functools.lru_cache(maxsize=4096)
+def _traced(_mesh: Any, avals: Any, backend: backends.Backend, **params: Any) -> Any:
+    """Returns what a product runs on a backend as a program, traced once for equal products."""
+    return jax.make_jaxpr(functools.partial(_run, backend=backend, **params))(*avals)
 
 
 _RULES: dict[str, Any] = {
@@ -187,47 +204,76 @@ batching.primitive_batchers[product_p] = _product_batch
 
 # `stop_gradient` has no transpose: a product of tangents inside a custom rule needs one.
 hidden_p = Primitive("hidden_operand")
-hidden_p.def_impl(lambda x: x)
-hidden_p.def_abstract_eval(lambda x: x.update(weak_type=False))
-mlir.register_lowering(hidden_p, tpu_warning.lower_operand)
-batching.primitive_batchers[hidden_p] = lambda args, dims: (hidden_p.bind(*args), dims[0])
+hidden_p.def_impl(lambda x, **_: x)
+hidden_p.def_abstract_eval(lambda x, **_: x.update(weak_type=False))
 
 
-def _hidden_jvp(primals: Any, tangents: Any) -> Any:
-    out = hidden_p.bind(*primals)
+def _lower_hidden(ctx: Any, x: Any, *, settles: bool) -> Any:
+    del settles
+    return tpu_warning.lower_operand(ctx, x)
+
+
+def _lower_hidden_on_cpu(ctx: Any, x: Any, *, settles: bool) -> Any:
+    return backends.lower_operand(ctx, x) if settles else [x]
+
+
+mlir.register_lowering(hidden_p, _lower_hidden)
+mlir.register_lowering(hidden_p, _lower_hidden_on_cpu, platform="cpu")
+batching.primitive_batchers[hidden_p] = functools.partial(batched, hidden_p)
+
+
+def _hidden_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    out = hidden_p.bind(*primals, **params)
     return out, ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
 ad.primitive_jvps[hidden_p] = _hidden_jvp
-ad.primitive_transposes[hidden_p] = lambda ct, x: [ad.Zero(x.aval)]
+ad.primitive_transposes[hidden_p] = lambda ct, x, **_: [ad.Zero(x.aval)]
 
 
-def hidden(x: jax.Array) -> jax.Array:
-    """Returns a value that nothing is derived from."""
-    return hidden_p.bind(x)
+def hidden(x: jax.Array, *, settles: bool = False) -> jax.Array:
+    """Returns a value that nothing is derived from.
+
+    Args:
+      x: the value.
+      settles: whether XLA:CPU is to store it in the order of its dimensions, as its fast products
+        read it.
+    """
+    return hidden_p.bind(x, settles=settles)
 
 
 # -- `linked_p`: the result of the forward product, with the derivative above ------------------
 
 linked_p = Primitive("linked_product")
-linked_p.def_impl(lambda out, *_, **__: out)
-mlir.register_lowering(linked_p, lambda ctx, out, *_, **__: [out])
+linked_p.def_impl(lambda out, *_, dtype, **__: lax.convert_element_type(out, dtype))
 
 
 @linked_p.def_abstract_eval
-def _linked_abstract(out: Any, *_: Any, **__: Any) -> Any:
-    return out.update(weak_type=False)
+def _linked_abstract(out: Any, *_: Any, dtype: Any, **__: Any) -> Any:
+    return out.update(dtype=dtype, weak_type=False)
 
 
-def _linked_jvp(primals: Any, tangents: Any, *, program: Bilinear, kept: Kept) -> Any:
-    out = linked_p.bind(*primals, program=program, kept=kept)
+def _lower_linked(ctx: Any, out: Any, *_: Any, dtype: Any, settles: bool | None, **__: Any) -> Any:
+    if settles is None:
+        return [out]
+    return backends.lower_result(ctx, out, dtype=dtype, settles=settles)
+
+
+# Not cacheable: as a function of its own it would see no product that it could repeat.
+mlir.register_lowering(linked_p, _lower_linked, cacheable=False)
+
+
+def _linked_jvp(
+    primals: Any, tangents: Any, *, program: Bilinear, kept: Kept, **params: Any
+) -> Any:
+    out = linked_p.bind(*primals, program=program, kept=kept, **params)
     (_, _, x_low, _, y_low, *extras), stored = operands.parted(primals, kept)
     # The low copies are read at this level, so that their own tangents give second derivatives.
     pair = Operand(x_low, stored[0]), Operand(y_low, stored[1])
     return out, _tangent(program, out, pair, (tangents[1], tangents[3]), extras)
 
 
-def _linked_batch(args: Any, dims: Any, *, program: Bilinear, kept: Kept) -> Any:
+def _linked_batch(args: Any, dims: Any, *, program: Bilinear, kept: Kept, **params: Any) -> Any:
     args, dims = _sharing_amaxes(program, args, dims, kept)
     behind = operands.places(len(args), kept)
     size = _compat.batch_size(args, dims)
@@ -239,10 +285,10 @@ def _linked_batch(args: Any, dims: Any, *, program: Bilinear, kept: Kept) -> Any
         args[0] = jnp.broadcast_to(args[0], (size, *args[0].shape))
     axes = [0 if _compat.is_batched(d) else None for d in operands.parted(dims, kept)[0]]
     wider = _batched(program, size, (axes[1], axes[3], *axes[5:]))
-    return linked_p.bind(*args, program=wider, kept=kept), 0
+    return linked_p.bind(*args, program=wider, kept=kept, **params), 0
 
 
-def _linked_transpose(ct: Any, *args: Any, program: Bilinear, kept: Kept) -> list[Any]:
+def _linked_transpose(ct: Any, *args: Any, program: Bilinear, kept: Kept, **_: Any) -> list[Any]:
     """Where a rule multiplies a tangent, the product itself is what is transposed."""
     cts: list[Any] = [ad.Zero(a.aval) if ad.is_undefined_primal(a) else None for a in args]
     if isinstance(ct, ad.Zero):
@@ -271,6 +317,7 @@ def product(
     out_dtype: Any,
     amaxes: jax.Array | None = None,
     stored: Sequence[Any] = (None, None),
+    wide: bool = False,
 ) -> jax.Array:
     """Returns one product of low operands, differentiable at any order.
 
@@ -285,14 +332,18 @@ def product(
       amaxes: f32[3], the largest values of earlier steps, where `how` records them; those of this
         one are its cotangent.
       stored: for each operand its 8-bit values and their scales, where it is kept as these.
+      wide: whether the product itself is written with a float32 result, and rounded after: where a
+        checkpoint's policy saves what is rounded, by its name.
     """
     recorded = () if amaxes is None else (amaxes,)
-    product = _product_of(name, bilinear.hashable(params), how, out_dtype)
+    product = _product_of(name, bilinear.hashable(params), how, jnp.dtype(out_dtype), wide)
     return product(tuple(stored), *x, *y, *extras, *recorded)
 
 
 @functools.lru_cache(maxsize=4096)
-def _product_of(name: str, params: Any, how: Config, out_dtype: Any) -> Callable[..., jax.Array]:
+def _product_of(
+    name: str, params: Any, how: Config, out_dtype: Any, wide: bool
+) -> Callable[..., jax.Array]:
     """Returns the product as one function, which JAX traces and differentiates once a shape."""
 
     def linked_product(
@@ -301,19 +352,26 @@ def _product_of(name: str, params: Any, how: Config, out_dtype: Any) -> Callable
         amaxes = extras[-1] if how.records else None
         if amaxes is not None:
             extras = (*extras[:-1], hidden(amaxes)) if how.is_delayed else extras[:-1]
-        values = [hidden(x_low), hidden(y_low), *extras]
+        settles = name == "dot_general" and x_low.dtype == jnp.bfloat16 and not how.is_scaled
         program = bilinear.of(name, dict(params), [x_low, y_low, *extras], how)
         kept: Any = (None, None)
         if how.is_scaled:
+            values = [hidden(x_low), hidden(y_low), *extras]
             kept = program.kept(values, stored)
             out = program.run(values, out_dtype, backends.TRACED, kept)
         else:
-            out = bilinear.low_product(
-                name, dict(params), values, out_dtype=out_dtype, backend=backends.TRACED
+            values = [x_low, y_low, *extras]
+            backend = replace(
+                backends.WRITTEN_WIDE if wide else backends.WRITTEN,
+                hides=functools.partial(hidden, settles=settles),
             )
+            out = bilinear.low_product(name, dict(params), values, out_dtype, backend)
         carriers = _compat.equally_varying(x, x_low, y, y_low)
         args, behind = operands.joined((out, *carriers, *extras), kept)
-        out = linked_p.bind(*args, program=program, kept=behind)
+        how_lowered = None if how.is_scaled else settles
+        out = linked_p.bind(
+            *args, program=program, kept=behind, dtype=out_dtype, settles=how_lowered
+        )
         if amaxes is None:
             return out
         seen = [how.read(x, role) for x, role in zip(values, how.roles[:2], strict=False)]

@@ -1,0 +1,222 @@
+"""Programs that a primitive holds beside rules of its author's: entered, and their rules too."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from _small import BF16, W, X, distance, loss
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.sparse import BCOO
+
+from mpjax import autocast, explain
+
+# -- programs with rules -------------------------------------------------------------------------
+
+
+def layer(x, w):
+    return jnp.tanh(x @ w)
+
+
+def root(x, w):
+    return lax.custom_root(
+        lambda y: y - 0.1 * jnp.tanh(y @ w) - x,
+        x,
+        lambda f, y: lax.fori_loop(0, 9, lambda _, y: y - f(y), y),
+        lambda g, y: lax.fori_loop(0, 9, lambda _, z: z + (y - g(z)), y),
+    )
+
+
+@jax.custom_batching.custom_vmap
+def with_vmap(x, w):
+    return layer(x, w)
+
+
+@with_vmap.def_vmap
+def _with_vmap_rule(size, batched, x, w):
+    del size
+    assert batched == [True, False]
+    return jnp.tanh(jnp.einsum("bij,jk->bik", x, w)), True
+
+
+partitioned = custom_partitioning(layer)
+partitioned.def_partition(
+    partition=lambda mesh, shapes, out: (mesh, layer, out.sharding, [s.sharding for s in shapes]),
+    infer_sharding_from_operands=lambda mesh, shapes, out: out.sharding,
+    sharding_rule="i j, j k -> i k",
+)
+
+
+def linear(x, w):
+    call = jax.custom_derivatives.linear_call
+    return call(lambda w, x: x @ w, lambda w, ct: ct @ w.T, w, x)
+
+
+@jax.custom_vjp
+def ruled(x, w):
+    return layer(x, w)
+
+
+def _ruled_backward(kept, ct):
+    x, w, y = kept
+    ct = ct * (1 - y * y)
+    return ct @ w.T, x.T @ ct
+
+
+def _ruled_forward(x, w):
+    y = layer(x, w)
+    return y, (x, w, y)
+
+
+ruled.defvjp(_ruled_forward, _ruled_backward)
+
+
+@jax.custom_jvp
+def ruled_forward(x, w):
+    return layer(x, w)
+
+
+@ruled_forward.defjvp
+def _(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    y = layer(x, w)
+    return y, (1 - y * y) * (dx @ w + x @ dw)
+
+
+optimised = jax.custom_vjp(lambda x, w: jnp.tanh(x @ w))
+optimised.defvjp(_ruled_forward, _ruled_backward, optimize_remat=True)
+
+NONE, GRAD, VMAP, ALL = "", "grad", "vmap", "grad vmap"
+# The function, and what JAX can do with it beside computing it.
+HELD = {
+    "composite": (lambda x, w: lax.composite(layer, "my.mlp", version=2)(x, w), NONE),
+    "custom_root": (root, ALL),
+    "custom_vmap": (with_vmap, VMAP),
+    "custom_partitioning": (partitioned, NONE),
+    "linear_call": (linear, NONE),
+    "optimize_remat": (optimised, ALL),
+}
+FLAGS = {
+    "jax_scan3": (
+        lambda x, w: lax.scan(lambda c, _: (layer(c, w), None), x, None, length=3)[0],
+        NONE,
+    ),
+    "jax_remat3": (jax.checkpoint(lambda x, w: layer(x, w) @ w), ALL),
+    "jax_custom_vjp3": (ruled, ALL),
+    "jax_custom_jvp3": (ruled_forward, ALL),
+}
+
+
+def types(tree):
+    return jax.tree.map(jax.typeof, tree)
+
+
+def results(fun, how):
+    forms = {"forward": lambda f: f}
+    if "grad" in how:
+        forms["gradient"] = lambda f: jax.grad(loss(f), (0, 1))
+    if "vmap" in how:
+        forms["vmap"] = lambda f: lambda x, w: jax.vmap(f, (0, None))(jnp.stack([x, 2 * x]), w)
+    return [jax.jit(form(fun))(X, W) for form in forms.values()]
+
+
+def check(fun, how, want):
+    for some in zip(results(autocast(fun, "bf16-mixed"), how), want, strict=True):
+        assert types(some[0]) == types(some[1])
+        assert 0 < distance(*some) < 16 * BF16
+    rows = explain(fun, "bf16-mixed")(X, W).rows
+    assert {r.dtype for r in rows if r.operation == "dot_general"} == {"bf16"}
+
+
+@pytest.mark.no_leak_check("a linear_call keeps its operands in JAX itself")
+@pytest.mark.parametrize("name", HELD)
+def test_products_of_a_program_with_rules_are_low(name):
+    fun, how = HELD[name]
+    check(fun, how, results(fun, how))
+
+
+@contextlib.contextmanager
+def flag(name):
+    """Programs as JAX will make them by default one day."""
+    jax.config.update(name, True)
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        jax.config.update(name, False)
+        jax.clear_caches()
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX 0.12 has the first that works")
+@pytest.mark.parametrize("name", FLAGS)
+def test_products_of_tomorrows_programs_are_low(name):
+    fun, how = FLAGS[name]
+    want = results(fun, how)  # JAX 0.12 computes nothing in a jitted loop of its new kind
+    with flag(name):
+        check(fun, how, want)
+
+
+@pytest.mark.no_leak_check("a linear_call keeps its operands in JAX itself")
+def test_a_linear_call_is_transposed_by_its_author():
+    fast = autocast(linear, "bf16-mixed")
+    (got,) = jax.linear_transpose(lambda x: fast(x, W), X)(X)
+    assert distance(got, X @ W.T) < 4 * BF16
+
+
+# -- rules that loop over tangents ---------------------------------------------------------------
+
+
+def by_loop(step):
+    """A function whose rule makes its tangent by a loop that reads a product of the others."""
+
+    @jax.custom_jvp
+    def fun(x, w):
+        return jnp.sin(x @ w)
+
+    @fun.defjvp
+    def _(primals, tangents):
+        (x, w), (dx, dw) = primals, tangents
+        return fun(x, w), jnp.cos(x @ w) * step(dx @ w + x @ dw, w)
+
+    return fun
+
+
+RULES = {
+    "fori_loop": lambda d, w: lax.fori_loop(0, 3, lambda _, c: 0.1 * (c @ w) + d, 0 * d),
+    "scan": lambda d, w: lax.scan(lambda c, v: (0.1 * (c @ v) + d, None), 0 * d, jnp.stack([w, w]))[
+        0
+    ],
+    "vmapped": lambda d, w: jax.vmap(
+        lambda r: lax.fori_loop(0, 3, lambda _, c: 0.1 * (c @ w) + r, 0 * r)
+    )(d),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_that_loops_over_tangents_is_transposed_through_what_the_loop_reads(name):
+    fun = by_loop(RULES[name])
+    fast = autocast(fun, "bf16-mixed")
+    for form in (jax.grad, jax.jacfwd):
+        got, want = (form(loss(f), (0, 1))(X, W) for f in (fast, fun))
+        assert distance(got, want) < 8 * BF16
+
+
+# -- what cannot be entered ----------------------------------------------------------------------
+
+
+def sparse(x, w):
+    return (BCOO.fromdense(w, nse=w.size) @ (x @ w).T) @ jnp.ones((8, 2))
+
+
+def test_what_has_no_rule_has_a_row_and_counts():
+    table = explain(sparse, "bf16-mixed")(X, W)
+    rows = {r.operation: (r.dtype, r.reason) for r in table.rows}
+    assert rows["bcoo_dot_general"] == ("f32", "no rule: as traced, float32")
+    assert "no rule: as traced, float32" in str(table)
+    assert table.summary()[1].startswith("other operations: 2 f32")
+
+
+def test_the_values_of_what_has_no_rule_are_those_of_float32():
+    got = jax.jit(autocast(sparse, "bf16-mixed"))(X, W)
+    assert distance(got, sparse(X, W)) < 8 * BF16

@@ -1,0 +1,296 @@
+"""Explicit sharding: what JAX's types let one write has, under autocast, the types of plain JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _small import BF16, KEY, W, X, distance, loss
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, auto_axes, reshard
+from jax.sharding import PartitionSpec as P
+
+import mpjax
+from mpjax import autocast
+
+S = 0.3 * jax.random.normal(jax.random.fold_in(KEY, 2), (4, 16, 16))
+IMAGE = jax.random.normal(KEY, (8, 8, 8, 4))
+KERNEL = 0.3 * jax.random.normal(KEY, (3, 3, 4, 4))
+POINT = 0.3 * jax.random.normal(KEY, (1, 1, 4, 8))
+LABELS = jnp.arange(8) % 5
+ROWS, WHOLE, COLUMNS = P("x", None), P(None, None), P(None, "y")
+BY_DATA = P("x", None, None, None), P(None, None, None, None)
+
+
+@pytest.fixture
+def explicit():
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def product(x, w, *spec, **sums):
+    """A product whose sharding is asked for, with sums that may be left to be taken."""
+    return jnp.einsum("bh,hd->bd", x, w, out_sharding=P(*spec, **sums))
+
+
+def partial(x, w):
+    return product(x, w, "x", None, unreduced={"y"})
+
+
+def gathered(w):
+    """A weight whose gradient is left unreduced, as fully sharded data parallelism is written."""
+    return reshard(w, P(None, None, reduced={"x"}))
+
+
+def layer(c, w):
+    return jnp.tanh(c @ gathered(w)), None
+
+
+def norm(x):
+    return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+
+
+def attention(x, w):
+    q, k = (x @ w).reshape(8, 4, 4), (x @ w.T).reshape(8, 4, 4)
+    weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k))
+    return jnp.einsum("bqk,bkd->bqd", weights, q)
+
+
+def cross_entropy(x, w):
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ w), LABELS[:, None], 1))
+
+
+def convolved(x, k):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.nn.relu(lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=numbers))
+
+
+def pooled(x, k):
+    return lax.reduce_window(
+        convolved(x, k), -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
+    )
+
+
+def sharded_by_hand(x, w):
+    body = jax.shard_map(
+        lambda a, b: jnp.tanh(a @ b), in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"}
+    )
+    return body(x, w) @ w
+
+
+def twice(x, w):
+    return jnp.tanh(x @ w) @ w
+
+
+@jax.custom_vjp
+def with_rule(x, w):
+    return jnp.tanh(x @ w)
+
+
+def _backward(kept, ct):
+    x, w = kept
+    weight = jnp.einsum("bi,bo->io", x, ct, out_sharding=jax.typeof(w).sharding)
+    return ct @ w.T, weight
+
+
+with_rule.defvjp(lambda x, w: (jnp.tanh(x @ w), (x, w)), _backward)
+
+
+def sums_left(x, w):
+    return reshard(
+        lax.reduce_sum(jax.nn.gelu(x @ w), axes=(1,), out_sharding=P("x", unreduced={"y"})), P("x")
+    )
+
+
+def dropped(x, w):
+    kept = jax.random.bernoulli(jax.random.key(0), 0.5, (8, 16), out_sharding=P("x", None))
+    return jnp.where(kept, x @ w, 0) @ w
+
+
+# How the operands are sharded, the function, and other operands than X and W.
+FEATURES = {
+    "a sum left": (P("x", "y"), P("y", None), lambda x, w: reshard(partial(x, w), ROWS)),
+    "a sum left, added": (
+        P("x", "y"),
+        P("y", None),
+        lambda x, w: reshard(partial(x, w) + partial(x, w), ROWS) @ reshard(w, WHOLE),
+    ),
+    "a sum left, scattered": (
+        P("x", "y"),
+        P("y", None),
+        lambda x, w: reshard(partial(x, w), P("x", "y")),
+    ),
+    "a sum left, named": (
+        P("x", "y"),
+        P("y", None),
+        lambda x, w: reshard(checkpoint_name(partial(x, w), "sum"), ROWS),
+    ),
+    "a reduction left": (ROWS, COLUMNS, sums_left),
+    "a gathered weight": (ROWS, WHOLE, lambda x, w: jnp.tanh(x @ gathered(w))),
+    "fully sharded": (ROWS, ROWS, lambda x, w: jnp.tanh(x @ gathered(w)) @ gathered(w)),
+    "fully sharded layers": (
+        ROWS,
+        P(None, "x", None),
+        lambda x, s: lax.scan(layer, x, s)[0],
+        X,
+        S,
+    ),
+    "checkpointed layers": (
+        ROWS,
+        P(None, "x", None),
+        lambda x, s: lax.scan(jax.checkpoint(layer), x, s)[0],
+        X,
+        S,
+    ),
+    "tensor parallel": (
+        ROWS,
+        COLUMNS,
+        lambda x, w: product(norm(jax.nn.gelu(x @ w)), reshard(w, COLUMNS).T, "x", None),
+    ),
+    "tensor parallel, sums left": (
+        ROWS,
+        COLUMNS,
+        lambda x, w: reshard(partial(jax.nn.gelu(x @ w), w.T), ROWS),
+    ),
+    "take": (P(), WHOLE, lambda x, w: jnp.take(w, LABELS, axis=0) @ w),
+    "get": (ROWS, WHOLE, lambda x, w: w.at[reshard(LABELS, P("x"))].get(out_sharding=ROWS) @ w + x),
+    "get columns": (
+        ROWS,
+        COLUMNS,
+        lambda x, w: (x @ w).at[:, jnp.arange(8)].get(out_sharding=ROWS),
+    ),
+    "set": (ROWS, WHOLE, lambda x, w: (x @ w).at[:, :4].set(0.0) @ w),
+    "vmap with spmd_axis_name": (
+        ROWS,
+        WHOLE,
+        lambda x, w: jax.vmap(lambda row: twice(row, w), spmd_axis_name="x")(x),
+    ),
+    "vmap of a gradient": (
+        ROWS,
+        WHOLE,
+        lambda x, w: jax.vmap(jax.grad(lambda row: jnp.sum(twice(row, w))))(x),
+    ),
+    "auto_axes": (ROWS, WHOLE, lambda x, w: auto_axes(twice, out_sharding=ROWS)(x, w) @ w),
+    "auto_axes of one axis": (
+        ROWS,
+        WHOLE,
+        lambda x, w: auto_axes(twice, axes="y", out_sharding=ROWS)(x, w) @ w,
+    ),
+    "shard_map of one axis": (ROWS, WHOLE, sharded_by_hand),
+    "reshape": (
+        ROWS,
+        COLUMNS,
+        lambda x, w: jnp.reshape(x @ w, (8, 2, 8), out_sharding=P("x", "y", None)).sum(2) @ w[:2],
+    ),
+    "attention": (ROWS, WHOLE, attention),
+    "cross entropy": (ROWS, WHOLE, cross_entropy),
+    "custom_vjp": (ROWS, WHOLE, lambda x, w: with_rule(x, w) @ w),
+    "cond": (ROWS, WHOLE, lambda x, w: lax.cond(x.sum() > 0, lambda x, w: x @ w, twice, x, w) @ w),
+    "a loop": (ROWS, WHOLE, lambda x, w: lax.fori_loop(0, 3, lambda _, c: jnp.tanh(c @ w), x)),
+    "checkpoint": (
+        ROWS,
+        WHOLE,
+        jax.checkpoint(twice, policy=jax.checkpoint_policies.dots_saveable),
+    ),
+    "convolution": (*BY_DATA, convolved, IMAGE, KERNEL),
+    "a kernel of one point": (*BY_DATA, convolved, IMAGE, POINT),
+    "pooling": (*BY_DATA, pooled, IMAGE, KERNEL),
+    "a constraint": (ROWS, WHOLE, lambda x, w: lax.with_sharding_constraint(x @ w, ROWS) @ w),
+    "zeros": (ROWS, WHOLE, lambda x, w: (x @ w + jnp.zeros((8, 16), out_sharding=ROWS)) @ w),
+    "dropout": (ROWS, WHOLE, dropped),
+    "split": (ROWS, WHOLE, lambda x, w: jnp.prod(jnp.stack(jnp.split(x @ w, 2, 1)), 0) @ w[:8]),
+    "outer": (P("x"), P(None), lambda x, w: jnp.tanh(x[:, None] * w[None]) @ S[0], X[:, 0], W[0]),
+    "batches": (
+        P("x", None, None),
+        P("x", None, "y"),
+        lambda x, w: jnp.tanh(jnp.einsum("bij,bjk->bik", x, w)),
+        S,
+        S,
+    ),
+}
+
+
+def both(fun):
+    return lambda *args: (fun(*args), jax.grad(loss(fun), (0, 1))(*args))
+
+
+def types(tree):
+    return [str(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_types_and_values_under_an_explicit_mesh(name, explicit):
+    of_x, of_w, fun, *others = FEATURES[name]
+    x, w = (jax.device_put(v, s) for v, s in zip(others or (X, W), (of_x, of_w), strict=True))
+    want = jax.jit(both(fun))(x, w)
+    got = jax.jit(both(autocast(fun, "bf16-mixed")))(x, w)
+    assert types(got) == types(want)
+    assert distance(got[0], want[0]) < 8 * BF16
+    assert distance(got[1], want[1]) < 24 * BF16  # pooling may choose another winner
+    inside = jax.jit(autocast(both(fun), "bf16-mixed")).trace(x, w)
+    assert types(inside.out_info) == types(jax.jit(both(fun)).trace(x, w).out_info)
+    inside.lower()
+
+
+def test_a_product_is_rounded_where_a_gpu_makes_it_whatever_says_where_it_is(explicit):
+    x, w = jax.device_put(X, ROWS), jax.device_put(W, WHOLE)
+    fast = jax.jit(autocast(twice, "bf16-mixed"))
+    text = fast.trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    dots = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert any(line.rstrip().endswith("-> tensor<8x16xbf16>") for line in dots)
+
+
+# -- everything else on JAX's default mesh -------------------------------------------------------
+
+
+def mean_square(params, batch):
+    return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"]) ** 2)
+
+
+def operands():
+    w, b = 0.3 * jax.random.normal(KEY, (16, 8)), jnp.ones((8,))
+    params = {"w": jax.device_put(w, P(None, "y")), "b": jax.device_put(b, P("y"))}
+    return params, jax.device_put(jax.random.normal(KEY, (32, 16)), ROWS)
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+def test_micro_batches_keep_shardings_and_give_the_same_step(policy, explicit):
+    params, batch = operands()
+    after = []
+    for accumulate in (1, 2):
+        options = {"accumulate": accumulate, "donate": False}
+        step = mpjax.make_train_step(mean_square, optax.sgd(0.5), policy, **options)
+        state = step.init(params)
+        new, metrics = step(state, batch)
+        assert types(new) == types(state)
+        after.append((new.params, metrics["loss"]))
+    assert distance(*after) < 4 * BF16
+    assert distance(after[1][0], params) > 1e-3
+
+
+def test_micro_batches_smaller_than_the_devices_are_refused(explicit):
+    params, batch = operands()
+    step = mpjax.make_train_step(mean_square, optax.sgd(0.5), "bf16-mixed", accumulate=16)
+    with pytest.raises(ValueError, match=r"2 rows in each, .*4 devices of 'x'(.|\n)*times 4"):
+        step(step.init(params), batch)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda *args: mpjax.numerics.exponents(mean_square, "16-mixed")(*args),
+        lambda *args: mpjax.numerics.diagnose(mean_square, "16-mixed")(*args),
+        lambda *args: mpjax.numerics.suggest(mean_square, "bf16-mixed", tolerance=0.1)(*args),
+        lambda *args: mpjax.numerics.compare(mean_square, "bf16-mixed")(*args),
+    ],
+    ids=["exponents", "diagnose", "suggest", "compare"],
+)
+def test_tools_say_the_same_of_arrays_that_are_sharded_explicitly(look, explicit):
+    params, batch = operands()
+    got = str(look(params, batch))
+    with jax.set_mesh(jax.make_mesh((1,), ("z",), axis_types=(AxisType.Auto,))):
+        params, batch = jax.tree.map(np.asarray, (params, batch))
+        want = str(look(params, batch))
+    assert got == want

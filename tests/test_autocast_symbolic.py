@@ -1,0 +1,81 @@
+"""Programs that are exported with lengths left open: they export, explain and run as plain ones."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from _small import BF16, KEY, distance, loss
+from jax import export, lax
+
+from mpjax import autocast, explain
+
+BATCH, LENGTH = export.symbolic_shape("b, t")
+OPEN = jax.ShapeDtypeStruct((BATCH, LENGTH, 16), jnp.float32)
+X = jax.random.normal(KEY, (3, 7, 16))
+W = 0.3 * jax.random.normal(jax.random.fold_in(KEY, 1), (16, 16))
+
+
+def rotated(x, w):
+    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * jnp.exp(-jnp.arange(8.0))
+    a, b = jnp.split(x @ w, 2, -1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1) @ w
+
+
+def causal(x, w):
+    q = x @ w
+    scores = jnp.einsum("bqd,bkd->bqk", q, x @ w) / 4
+    place = jnp.arange(x.shape[1])
+    bias = -jnp.abs(place[:, None] - place).astype(jnp.float32) / 8
+    mask = jnp.tril(jnp.ones((x.shape[1],) * 2, bool))
+    return jax.nn.softmax(jnp.where(mask, scores + bias, -1e9)) @ q
+
+
+def cross_entropy(x, w):
+    labels = lax.broadcasted_iota(jnp.int32, x.shape[:2], 1) % 16
+    picked = jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[..., None], -1)
+    return -jnp.mean(picked)
+
+
+def recurrent(x, w):
+    start = jnp.zeros((x.shape[0], 16))
+    return lax.scan(lambda c, e: (jnp.tanh(c @ w + e), c), start, x.transpose(1, 0, 2))
+
+
+OPEN_PROGRAMS = {
+    "positions": lambda x, w: x @ w + jnp.arange(x.shape[1], dtype=jnp.float32)[:, None],
+    "positions before a product": lambda x, w: (x @ w + jnp.arange(x.shape[1])[:, None] / 8) @ w,
+    "rotated": rotated,
+    "causal": causal,
+    "cross entropy": cross_entropy,
+    "recurrent": recurrent,
+    "one-hot positions": lambda x, w: jax.nn.one_hot(jnp.arange(x.shape[1]), 16) @ w + x @ w,
+    "a mean": lambda x, w: jnp.mean(x @ w, 1) @ w * (1 / x.shape[1]),
+    "shifted": lambda x, w: jnp.pad(x @ w, ((0, 0), (1, 0), (0, 0)))[:, :-1] @ w,
+    "flattened": lambda x, w: ((x @ w).reshape(-1, 16) @ w).reshape(x.shape),
+}
+
+
+@pytest.mark.parametrize("name", OPEN_PROGRAMS)
+def test_a_program_of_open_lengths(name):
+    fun = OPEN_PROGRAMS[name]
+    fast = autocast(fun, "bf16-mixed")
+
+    def exported(f):
+        both = lambda *args: (f(*args), jax.grad(loss(f), (0, 1))(*args))  # noqa: E731
+        return export.export(jax.jit(both))(OPEN, jax.ShapeDtypeStruct(W.shape, W.dtype))
+
+    got, want = exported(fast), exported(fun)
+    assert got.out_avals == want.out_avals
+    assert distance(got.call(X, W), want.call(X, W)) < 16 * BF16
+    table = explain(fun, "bf16-mixed")(OPEN, W)
+    assert "bf16" in str(table)
+    assert products(table) == products(explain(fun, "bf16-mixed")(X, W))
+
+
+def products(table):
+    return [(r.count, r.dtype) for r in table.rows if r.operation == "dot_general"]
+
+
+def test_bytes_of_an_open_length_are_a_formula():
+    text = str(explain(lambda x, w: x @ w @ w, "bf16-mixed")(OPEN, W))
+    assert "2 f32 to bf16 (32*b*t + 512 B)" in text.replace("32*t*b", "32*b*t")
