@@ -1,18 +1,49 @@
 """Micro-batches: a step over a batch in parts, of which one at a time is in memory."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from mpjax._dtypes import FLOAT32, describe
-from mpjax._errors import message
+from mpjax._dtypes import FLOAT32
+from mpjax._micro_axes import AXES, Axes, axes_of, repeated
 from mpjax._skip import select_like
-from mpjax._tree import is_array, is_overwritten, is_recorded, map_with_path, path_str, to_full
+from mpjax._tree import is_array, is_overwritten, is_recorded, map_with_path, to_full
 from mpjax._typing import Array, PyTree
 
 T = TypeVar("T")
+
+
+class MicroBatches(NamedTuple):
+    """How a batch is cut: into how many parts, and along which axis of each leaf."""
+
+    count: int = 1
+    axes: Axes = AXES
+
+    def first(self, batch: PyTree) -> PyTree:
+        """Returns the first part of a batch."""
+        if self.count == 1:
+            return batch
+        split, whole, merge = _parted(batch, self)
+        return merge([x[0] for x in split], whole)
+
+
+def gradients(
+    differentiate: Callable[..., Any],
+    params: PyTree,
+    extra_state: PyTree,
+    batch: PyTree,
+    parts: MicroBatches,
+) -> tuple[Any, Any, PyTree, PyTree, PyTree]:
+    """Returns what `over_parts` does, also where the batch is one part."""
+    if parts.count > 1:
+        return over_parts(differentiate, params, extra_state, batch, parts)
+    (loss, (weight, extra_state, aux)), grads = differentiate(params, extra_state, batch)
+    loss = loss.astype(FLOAT32)
+    if weight is not None:
+        loss, grads = weighed(weight, loss), weighed(weight, grads)
+    return loss, weight, extra_state, aux, grads
 
 
 def over_parts(
@@ -20,7 +51,7 @@ def over_parts(
     params: PyTree,
     extra_state: PyTree,
     batch: PyTree,
-    count: int,
+    parts: MicroBatches,
 ) -> tuple[Any, Any, PyTree, PyTree, PyTree]:
     """Returns the mean loss, the weight, the last extra state, aux stacked, and mean gradients.
 
@@ -29,17 +60,18 @@ def over_parts(
         the weight of a micro-batch in the mean is None where all weigh the same.
       params: what is differentiated.
       extra_state: handed from one micro-batch to the next.
-      batch: leaves are split along their first axis.
-      count: of micro-batches.
+      batch: what is cut.
+      parts: how many micro-batches there are, and along which axes they are cut.
 
     Returns:
       With weights, the first and the last are sums of what each micro-batch adds, its weight
       times its mean, and the weight is the sum of theirs.
     """
-    parts = jax.tree_util.tree_map_with_path(lambda path, x: _split(path, x, count), batch)
+    split, whole, merge = _parted(batch, parts)
 
-    def body(carry: Any, part: PyTree) -> Any:
+    def body(carry: Any, part: list[Array]) -> Any:
         old, total = carry
+        part = merge(part, whole)
         (loss, (weight, new, aux)), grads = differentiate(params, old, part)
         loss = loss.astype(FLOAT32)
         counts = jnp.array(True)
@@ -51,10 +83,10 @@ def over_parts(
         return (select_like(counts, new, old), total), (loss, weight, aux)
 
     carry = (extra_state, _nothing(params))
-    (extra_state, total), (losses, weights, aux) = jax.lax.scan(body, carry, parts)
+    (extra_state, total), (losses, weights, aux) = jax.lax.scan(body, carry, split)
     if weights is not None:
         return jnp.sum(losses), jnp.sum(weights), extra_state, aux, total
-    grads = map_with_path(lambda _, g: g / count, total)
+    grads = map_with_path(lambda _, g: g / parts.count, total)
     return jnp.mean(losses), None, extra_state, aux, grads
 
 
@@ -68,18 +100,30 @@ def divided(weight: Array, tree: T) -> T:
     return map_with_path(lambda _, x: x / weight, tree)
 
 
-def _split(path: Any, x: Any, count: int) -> Any:
+def _parted(batch: PyTree, parts: MicroBatches) -> tuple[list[Array], list[Any], Any]:
+    """Returns the leaves that are split, those that stay whole, and how to put them together."""
+    axes = axes_of(batch, parts.axes, parts.count)
+    leaves, structure = jax.tree.flatten(batch)
+    split = [
+        _split(jnp.asarray(x), axis, parts.count)
+        for x, axis in zip(leaves, axes, strict=True)
+        if axis is not None
+    ]
+    whole = [x for x, axis in zip(leaves, axes, strict=True) if axis is None]
+
+    def merge(part: list[Array], rest: list[Any]) -> PyTree:
+        mine, others = iter(part), iter(rest)
+        return structure.unflatten([next(others if axis is None else mine) for axis in axes])
+
+    return split, whole, merge
+
+
+def _split(x: Array, axis: int, count: int) -> Array:
     """Returns a batch leaf with a first axis of `count` micro-batches."""
-    x = jnp.asarray(x)
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) and x.ndim == 0:
-        return jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(count))
     if x.ndim == 0:
-        return jnp.broadcast_to(x, (count,))
-    if x.shape[0] % count:
-        got = f"{describe(x)} does not split into {count} micro-batches."
-        fix = "Make the first axis a multiple of accumulate=, or drop the last, short batch."
-        raise ValueError(message(f"batch leaf {path_str(path)!r}", got, fix))
-    return x.reshape(count, x.shape[0] // count, *x.shape[1:])
+        return repeated(x, count)
+    shape = (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x.reshape(shape), axis, 0)
 
 
 def _nothing(params: PyTree) -> PyTree:

@@ -34,6 +34,10 @@ class NNXTrainStep:
         self._has_aux = has_aux
         self._graphdef, params, rest = nnx.split(model, wrt, ...)
         self.params: PyTree = params
+        if not jax.tree.leaves(params):
+            got = f"the model has no variables of wrt={wrt!r}."
+            fix = "Type wrt=nnx.Param, or the kind of variables that you train."
+            raise ValueError(message("nnx.make_train_step", got, fix))
         self._rest_paths = frozenset(path for path, _ in nnx.to_flat_state(rest))
         self.plain: TrainStep  # the step of pure functions that does the work
 
@@ -109,6 +113,7 @@ def make_train_step(
     loss_scale: LossScale | float | None = None,
     has_aux: bool = False,
     accumulate: int = 1,
+    accumulate_axes: Any = 0,
     weighted: bool = False,
     max_consecutive_skips: int | None = 50,
     axis_name: AxisName = None,
@@ -131,8 +136,9 @@ def make_train_step(
       loss_fn: `loss_fn(model, batch) -> loss`, or `(loss, aux)` with `has_aux`. It may change
         the model's variables; new ones (sown values) are dropped, return them as aux.
       wrt: which variables to train, as in `nnx.Optimizer`.
-      loss_scale, has_aux, accumulate, weighted, max_consecutive_skips, axis_name, donate: as in
+      loss_scale, has_aux, accumulate, accumulate_axes, weighted, max_consecutive_skips: as in
         `mpjax.make_train_step`.
+      axis_name, donate: as there.
       rounding, watch, lost_updates: as there.
 
     Returns:
@@ -171,10 +177,6 @@ def make_train_step(
     """
     _check(model, loss_fn)
     step = NNXTrainStep(model, cast("Callable[..., Any]", loss_fn), wrt, has_aux)
-    if not jax.tree.leaves(step.params):
-        got = f"the model has no variables of wrt={wrt!r}."
-        fix = "Type wrt=nnx.Param, or the kind of variables that you train."
-        raise ValueError(message("nnx.make_train_step", got, fix))
 
     @functools.wraps(step.loss_fn, updated=())
     def loss_of_variables(*args: Any) -> Any:
@@ -187,6 +189,7 @@ def make_train_step(
         loss_scale=loss_scale,
         has_aux=has_aux,
         accumulate=accumulate,
+        accumulate_axes=accumulate_axes,
         weighted=weighted,
         max_consecutive_skips=max_consecutive_skips,
         axis_name=axis_name,

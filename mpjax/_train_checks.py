@@ -15,6 +15,7 @@ from mpjax._errors import message
 from mpjax._grad import get_loss_scale
 from mpjax._inputs import MODULES, check_params, check_transformation, described, is_transformation
 from mpjax._loss_scale import NoOpLossScale
+from mpjax._micro_axes import check_axes
 from mpjax._optim_state import find_states, gradient_params, is_wrapped, refuse_before
 from mpjax._policy import Policy
 from mpjax._policy_map import PolicyMap
@@ -46,6 +47,7 @@ def check_arguments(loss_fn: Any, tx: Any, policy: Any, options: dict[str, Any])
     if is_wrapped(tx):
         _refuse_two(options["loss_scale"])
     _check_accumulate(options["accumulate"])
+    check_axes(options["accumulate_axes"])
     for name in ("has_aux", "weighted", "donate", "lost_updates"):
         if not isinstance(options[name], bool):
             got = f"must be True or False; got {described(options[name])}."

@@ -17,7 +17,7 @@ from mpjax._grad import get_loss_scale, localised, mean, name_of, value_and_grad
 from mpjax._hardware import check_policy
 from mpjax._loss_scale import LossScale
 from mpjax._low_precision.chosen import check_rounding, warn_of_lost_updates, with_rounding
-from mpjax._microbatches import divided, over_parts, weighed
+from mpjax._microbatches import MicroBatches, divided, gradients
 from mpjax._policy import Policy, chosen_policy, in_step
 from mpjax._policy_map import PolicyMap
 from mpjax._skip import select_like
@@ -68,6 +68,7 @@ class TrainStep:
         loss_scale: LossScale | float | None,
         has_aux: bool,
         accumulate: int,
+        accumulate_axes: Any,
         weighted: bool,
         max_consecutive_skips: int | None,
         axis_name: AxisName,
@@ -85,7 +86,7 @@ class TrainStep:
         self._given_tx = tx
         self._given_loss_scale = loss_scale
         self._has_aux = has_aux
-        self._accumulate = accumulate
+        self._parts = MicroBatches(accumulate, accumulate_axes)
         self._weighted = weighted
         self._axis_name = axis_name
         self._wrapped_tx = with_loss_scale(
@@ -100,7 +101,8 @@ class TrainStep:
     def __repr__(self) -> str:
         options = {
             "loss_scale": (self._given_loss_scale, None),
-            "accumulate": (self._accumulate, 1),
+            "accumulate": (self._parts.count, 1),
+            "accumulate_axes": (self._parts.axes, 0),
             "axis_name": (self._axis_name, None),
             "rounding": (self._rounding, None),
             "watch": (self._watch, None),
@@ -142,7 +144,7 @@ class TrainStep:
     def _history_of(self, params: PyTree, opt_state: PyTree, extra: PyTree, batch: PyTree) -> Any:
         args = (params,) if extra is None else (params, extra)
         scale = current_loss_scale(opt_state)
-        return history_of(self.policy, self._loss_fn, args, batch, self._accumulate, scale)
+        return history_of(self.policy, self._loss_fn, args, batch, self._parts, scale)
 
     def adopt(self, state: Any, extra_state: PyTree = None, *, batch: PyTree = None) -> TrainState:
         """Returns a state that another policy left, or another loss scale, as one of this step.
@@ -302,16 +304,9 @@ class TrainStep:
         # Averaged here, after accumulation, and not by value_and_grad in each micro-batch.
         inputs = tracked(state.params, state.amax_history, self.policy, loss_scale)
         params = localised((inputs,), 0, self._axis_name)[0]
-        if self._accumulate == 1:
-            out, grads = differentiate(params, state.extra_state, batch)
-            loss, (weight, extra_state, aux) = out
-            loss = loss.astype(FLOAT32)
-            if weight is not None:
-                loss, grads = weighed(weight, loss), weighed(weight, grads)
-        else:
-            loss, weight, extra_state, aux, grads = over_parts(
-                differentiate, params, state.extra_state, batch, self._accumulate
-            )
+        loss, weight, extra_state, aux, grads = gradients(
+            differentiate, params, state.extra_state, batch, self._parts
+        )
         if self._axis_name is not None:
             loss, weight, grads = (mean(x, self._axis_name) for x in (loss, weight, grads))
         if weight is not None:
@@ -347,6 +342,7 @@ def make_train_step(
     loss_scale: LossScale | float | None = None,
     has_aux: bool = False,
     accumulate: int = 1,
+    accumulate_axes: Any = 0,
     weighted: bool = False,
     max_consecutive_skips: int | None = 50,
     axis_name: AxisName = None,
@@ -375,11 +371,14 @@ def make_train_step(
       loss_scale: None for what the policy needs (dynamic for float16 compute); else as in
         `with_loss_scale`.
       has_aux: whether `loss_fn` returns something to report besides.
-      accumulate: micro-batches in a step. Batch leaves are split along their first axis,
-        scalars are repeated and a scalar PRNG key is folded with the micro-batch's index. `aux`
-        comes back stacked. A non-finite micro-batch skips the whole step. The loss is the mean of
-        the micro-batches' losses: where each of those is a mean over as many as its mask leaves,
-        that is another loss than the whole batch's, unless `weighted`.
+      accumulate: micro-batches in a step. Batch leaves are split along their first axis, whose
+        size they share; scalars are repeated and a scalar PRNG key is folded with the
+        micro-batch's index. `aux` comes back stacked. A non-finite micro-batch skips the whole
+        step. The loss is the mean of the micro-batches' losses: where each of those is a mean over
+        as many as its mask leaves, that is another loss than the whole batch's, unless `weighted`.
+      accumulate_axes: along which axis each leaf is split: an axis, None for what every
+        micro-batch gets whole, or a tree of them that is a prefix of the batch's, as `in_axes` of
+        `jax.vmap`: `{"x": 0, "class_weights": None}`.
       weighted: whether the loss stands with its weight, `(loss, weight)` in its place: how many
         (tokens, rows) it is a mean over, as it counts in the mean over micro-batches and over
         `axis_name`. What weighs 0 is left out, also where its loss is NaN; a step in which nothing
@@ -406,7 +405,8 @@ def make_train_step(
       host sync.
 
     Raises:
-      ValueError: `accumulate` is less than 1 or does not divide the batch; `rounding` is no name
+      ValueError: `accumulate` is less than 1 or does not divide the batch, or leaves of the batch
+        differ in the size of the axis that is split; `rounding` is no name
         of one, or `tx` owns the rounding already; `watch` is less than 1.
       TypeError: the loss is no floating scalar, or `loss_fn` does not return what it should.
 
@@ -434,6 +434,7 @@ def make_train_step(
     options: dict[str, Any] = {
         "has_aux": has_aux,
         "accumulate": accumulate,
+        "accumulate_axes": accumulate_axes,
         "weighted": weighted,
         "axis_name": axis_name,
         "donate": donate,

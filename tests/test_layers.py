@@ -17,7 +17,7 @@ LAYERS = (
     ("_policy", "_loss_scale", "_hardware", "_op_rules", "_spelling"),
     ("_quantized_policy",),
     ("_qwix_rules",),
-    ("_policy_map", "_grad", "_autocast", "_support", "_skip"),
+    ("_policy_map", "_grad", "_autocast", "_support", "_skip", "_micro_axes"),
     ("_optim_state", "_module_dtypes", "_microbatches", "_quantize"),
     ("_low_precision",),
     ("_adopt", "_chains", "_inputs", "_linen_modules", "_nnx_modules", "_summary"),

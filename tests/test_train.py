@@ -1,6 +1,7 @@
 """The whole step: one shape for every precision, guarded state, accumulation, one compilation."""
 
 import contextlib
+import functools
 import types
 from typing import Any
 
@@ -237,6 +238,89 @@ def test_micro_batches_get_keys_of_their_own_and_repeated_scalars():
     want = [jax.random.normal(jax.random.fold_in(batch["key"], i), ()) for i in range(4)]
     assert_bitwise_equal(metrics["aux"], jnp.stack(want))
     assert float(metrics["loss"]) == 1.0
+
+
+# What a batch may hold besides rows, and the axes with which it means the same in 4 parts.
+BESIDES: dict[str, tuple[Any, Any, str]] = {
+    "class weights": (jnp.arange(1.0, 5.0), None, r"'more', f32|batch leaf 'more': is f32\[4\]"),
+    "as many as divide": (jnp.arange(1.0, 9.0), None, r"batch leaf 'more': is f32\[8\]"),
+    "a broadcast row": (jnp.ones((1, 3)), None, r"batch leaf 'more': is f32\[1,3\]"),
+    "another network": (
+        {"w": jnp.ones((8, 4)), "b": jnp.ones(8), "head": jnp.ones((4, 8))},
+        None,
+        r"batch leaf 'more/b': is f32\[8\]",
+    ),
+    "keys": (jax.random.split(jax.random.key(0), 4), None, r"batch leaf 'more': is key<fry>\[4\]"),
+    "an old key": (jax.random.PRNGKey(0), None, r"u32\[2\](.|\n)*Type jax\.random\.key\(0\)"),
+    "rows in the last axis": (jnp.ones((6, 16)), 1, r"batch leaf 'more': is f32\[6,16\]"),
+}
+
+
+def _sum_of_all(w: Any, batch: Any) -> Any:
+    leaves = jax.tree.leaves(batch["more"])
+    more = (
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for x in leaves
+    )
+    return jnp.mean(w * batch["x"]) * sum(jnp.mean(x.astype(jnp.float32) ** 2) for x in more)
+
+
+@pytest.mark.parametrize("name", BESIDES)
+def test_a_leaf_that_is_no_batch_is_refused_and_whole_where_that_is_said(name: str):
+    more, axis, said = BESIDES[name]
+    batch = {"x": jnp.arange(16.0), "more": more}
+    loss = functools.partial(mpjax.make_train_step, _sum_of_all, optax.sgd(0.1))
+    parts = loss(accumulate=4)
+    with pytest.raises(ValueError, match=said) as error:
+        parts(parts.init(jnp.float32(1)), batch)
+    if axis is None and "PRNGKey" not in str(error.value):
+        assert "Type accumulate_axes={'more': None, 'x': 0}" in str(error.value)
+    losses = []
+    for step in (loss(), loss(accumulate=4, accumulate_axes={"more": axis, "x": 0})):
+        state, metrics = step(step.init(jnp.float32(1)), batch)
+        losses.append((float(metrics["loss"]), float(state.params)))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("axes", "error", "said"),
+    [
+        ("x", TypeError, r"accumulate_axes\): got 'x' as an axis"),
+        ({"x": 0}, ValueError, r"no prefix(.|\n)*Type accumulate_axes=\{'more': 0, 'x': 0\}"),
+        ({"x": 1, "more": None}, ValueError, r"'x': f32\[16\] has no axis 1"),
+        ({"x": 0, "more": 0}, ValueError, r"'more': is f32\[4\](.|\n)*or None for what every"),
+    ],
+)
+def test_axes_that_do_not_fit_the_batch_are_refused(axes: Any, error: Any, said: str):
+    batch = {"x": jnp.arange(16.0), "more": jnp.ones(4)}
+    make = functools.partial(mpjax.make_train_step, _sum_of_all, optax.sgd(0.1), accumulate=4)
+    with pytest.raises(error, match=said):
+        (lambda step: step(step.init(jnp.float32(1)), batch))(make(accumulate_axes=axes))
+
+
+def test_what_is_whole_is_whole_for_the_amax_histories_and_for_nnx_too():
+    def loss(params: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for w in params.values():
+            x = x @ w
+        return jnp.mean((x @ batch["whole"]) ** 2)
+
+    policy = mpjax.QuantizedPolicy("bf16-mixed", mpjax.DelayedScaling())
+    axes = {"x": 0, "whole": None}
+    step = mpjax.make_train_step(loss, optax.sgd(0.1), policy, accumulate=2, accumulate_axes=axes)
+    batch = {"x": jnp.ones((64, 64)), "whole": jnp.ones((64, 4))}
+    state = step.init({name: jnp.eye(64) for name in "abc"}, batch=batch)
+    assert jnp.isfinite(step(state, batch)[1]["loss"])
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    def of_model(model: Any, batch: Any) -> Any:
+        return jnp.mean(model(batch["x"]) @ batch["whole"])
+
+    step = mpjax.nnx.make_train_step(
+        model, optax.sgd(0.1), None, of_model, accumulate=2, accumulate_axes=axes
+    )
+    batch = {"x": jnp.ones((4, 2)), "whole": jnp.ones((2, 3))}
+    assert jnp.isfinite(step(step.init(), batch)[1]["loss"])
 
 
 def test_extra_state_passes_from_one_micro_batch_to_the_next():
