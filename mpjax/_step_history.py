@@ -14,6 +14,7 @@ from mpjax._errors import message
 from mpjax._loss_scale import LossScale
 from mpjax._microbatches import MicroBatches
 from mpjax._typing import PyTree
+from mpjax._under_policy import widened
 
 has_history = delayed.has_history
 
@@ -52,7 +53,8 @@ def history_of(
     # A float16 loss cannot be multiplied by more.
     seed = jnp.minimum(jnp.asarray(loss_scale.loss_scale, FLOAT32), 2.0**15)
     args = (*args, parts.first(batch))
-    return jax.jit(lambda *args: started(loss_fn, args, {}, as_settings(policy), seed))(*args)
+    fun = widened(loss_fn, policy)
+    return jax.jit(lambda *args: started(fun, args, {}, as_settings(policy), seed))(*args)
 
 
 def of_policy(policy: Any, history: PyTree, where: str = "train step") -> PyTree:

@@ -200,6 +200,45 @@ def test_aux_comes_back_with_and_without_extra_state():
     assert (int(state.extra_state), metrics["aux"].tolist()) == (5, [3.0, 3.0])
 
 
+# -- 16-bit parameters and a float32 loss: Apex's O2 -----------------------------------------------
+
+RETURNS_FLOAT32: dict[str, Any] = {
+    "O2": "O2",
+    "bfloat16": "p=bf16,c=bf16,o=f32",
+    "a rule": mpjax.PolicyMap("O2", {"b": "float32"}),
+}
+
+
+def _apex(params: Any, batch: Any, dtype: Any) -> Any:
+    out = batch["x"].astype(dtype) @ params["w"].astype(dtype)
+    return jnp.mean((out.astype(jnp.float32) + params["b"] - batch["y"]) ** 2)
+
+
+@pytest.mark.parametrize("size", [300.0, 1e5])
+@pytest.mark.parametrize("name", RETURNS_FLOAT32)
+def test_loss_and_targets_stay_in_the_output_dtype(name: str, size: float):
+    policy = RETURNS_FLOAT32[name]
+    params, batch = params_of(), batch_of() | {"y": size * (1 + batch_of()["y"] ** 2 / 8)}
+    params["w"] = jnp.round(4 * params["w"]) / 4  # exact in both
+    step = mpjax.make_train_step(
+        lambda p, b: jnp.mean((b["x"] @ p["w"] + p["b"] - b["y"]) ** 2),
+        optax.sgd(0.0),
+        policy,
+        loss_scale=2.0**-16,
+        rounding="nearest",
+    )
+    dtype = getattr(mpjax.get_policy(policy), "default", mpjax.get_policy(policy)).compute_dtype
+    state, metrics = step(step.init(params), batch)
+    # Products of order one are rounded, and the loss of order size² is not: each row's error is
+    # below 16 units in the last place of a product, and twice that of a relative size.
+    want = float(_apex(params, batch, dtype))
+    assert float(metrics["loss"]) == pytest.approx(
+        want, rel=32 * float(jnp.finfo(dtype).eps) / size
+    )
+    assert bool(metrics["grads_finite"])
+    assert int(state.step) == 1
+
+
 # -- accumulation ---------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from mpjax._loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from mpjax._policy import get_policy
 from mpjax._step_history import has_history
 from mpjax._tree import is_array
-from mpjax._under_policy import is_autocast
+from mpjax._under_policy import is_autocast, widened
 from mpjax.numerics._program import argument_names, check_function
 
 Make = Callable[[Any], Callable[..., Any]]
@@ -154,7 +154,7 @@ def under_policy(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
     arguments are cast.
     """
     if is_autocast(policy):
-        return as_typed(fun, policy)
+        return as_typed(widened(fun, policy), policy)
     default = getattr(policy, "default", policy)
 
     def wrapped(params: Any, *rest: Any) -> Any:
