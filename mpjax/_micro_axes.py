@@ -17,8 +17,10 @@ Axes = Any
 AXES: Axes = 0
 
 _WHERE = "make_train_step(accumulate_axes)"
-_ALLOWED = "Allowed: an axis, None for what every micro-batch gets whole, or a tree of them that is"
-_ALLOWED += " a prefix of the batch's, as jax.vmap's in_axes."
+_ALLOWED = (
+    "Allowed: an axis, None for what every micro-batch gets whole, or a tree of them that is "
+    "a prefix of the batch's, as jax.vmap's in_axes."
+)
 
 
 def check_axes(axes: Axes) -> None:

@@ -1,7 +1,8 @@
 """Micro-batches: a step over a batch in parts, of which one at a time is in memory."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,8 @@ from mpjax._typing import Array, PyTree
 T = TypeVar("T")
 
 
-class MicroBatches(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class MicroBatches:
     """How a batch is cut: into how many parts, and along which axis of each leaf."""
 
     count: int = 1

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from mpjax._adopt import kind_of
 from mpjax._compat import axis_names
-from mpjax._dtypes import describe
+from mpjax._dtypes import FLOAT32, describe
 from mpjax._errors import message
 from mpjax._grad import get_loss_scale
 from mpjax._inputs import MODULES, check_params, check_transformation, described, is_transformation
@@ -238,3 +238,28 @@ def pair(out: Any, wanted: str) -> tuple[Any, Any]:
     got = f"the loss function must return {wanted}; got {describe(out)}."
     fix = "Return that tuple, or change has_aux= or what step.init was given."
     raise TypeError(message("make_train_step", got, fix))
+
+
+def split_outputs(
+    out: Any, extra_state: PyTree, *, has_aux: bool, weighted: bool
+) -> tuple[Any, tuple[Any, PyTree, Any]]:
+    """Returns what a loss function returned as `loss, (weight, extra_state, aux)`.
+
+    Args:
+      out: what it returned.
+      extra_state: what it was given; None if it has none.
+      has_aux, weighted: as in `make_train_step`.
+    """
+    loss = "(loss, weight)" if weighted else "loss"
+    weight = aux = None
+    if extra_state is not None and has_aux:
+        out, rest = pair(out, f"({loss}, (new_extra_state, aux))")
+        extra_state, aux = pair(rest, f"({loss}, (new_extra_state, aux))")
+    elif extra_state is not None:
+        out, extra_state = pair(out, f"({loss}, new_extra_state)")
+    elif has_aux:
+        out, aux = pair(out, f"({loss}, aux)")
+    if weighted:
+        out, weight = pair(out, "(loss, weight), with weighted=True,")
+        weight = jax.lax.stop_gradient(jnp.asarray(weight).astype(FLOAT32))
+    return out, (weight, extra_state, aux)

@@ -38,7 +38,7 @@ from mpjax._train_checks import (
     check_start,
     checked_call,
     fields_of,
-    pair,
+    split_outputs,
 )
 from mpjax._train_state import TrainState, checked_state, copied
 from mpjax._tree import check_axes
@@ -47,7 +47,13 @@ from mpjax._under_policy import is_autocast, param_dtypes, under_policy
 from mpjax.numerics import Report, lost_updates
 from mpjax.numerics._step import Differentiated, StepDiagnosis
 from mpjax.numerics._watch import Seen, check_watch, watched
-from mpjax.optim import apply_updates, current_loss_scale, find_states, with_loss_scale
+from mpjax.optim import (
+    apply_updates,
+    current_loss_scale,
+    find_states,
+    update_and_applied,
+    with_loss_scale,
+)
 
 __all__ = ["TrainState", "TrainStep", "make_train_step"]
 
@@ -261,7 +267,9 @@ class TrainStep:
         look = Seen(state, loss_scale, self._twin(self.policy), arguments)
         state, watching = watched(self._watch, look, self.policy, self._axis_name)
         extra = {"value": loss, "grad": grads, "value_fn": self._value_fn(state, batch)}
-        updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
+        updates, opt_state, applied = update_and_applied(
+            tx, grads, state.opt_state, state.params, **extra
+        )
         scaling = find_states(opt_state)[0][1]
         finite = scaling.grads_finite
         new_state = TrainState(
@@ -273,7 +281,7 @@ class TrainStep:
         )
         metrics = {
             "loss": loss,
-            "grad_norm": grad_norm(loss_scale, grads),
+            "grad_norm": grad_norm(loss_scale, grads, applied),
             "loss_scale": jnp.asarray(loss_scale.loss_scale, FLOAT32),
             **counted(scaling),
         }
@@ -316,21 +324,9 @@ class TrainStep:
     def _scalar_loss(self, params: PyTree, extra_state: PyTree, batch: PyTree) -> Any:
         """Runs the loss function under the policy; returns `loss, (weight, extra_state, aux)`."""
         guarded = extra_state is not None
-        loss = "(loss, weight)" if self._weighted else "loss"
         with in_step(self.policy):
             out = self._run(params, *((extra_state,) if guarded else ()), batch)
-        weight = aux = None
-        if guarded and self._has_aux:
-            out, rest = pair(out, f"({loss}, (new_extra_state, aux))")
-            extra_state, aux = pair(rest, f"({loss}, (new_extra_state, aux))")
-        elif guarded:
-            out, extra_state = pair(out, f"({loss}, new_extra_state)")
-        elif self._has_aux:
-            out, aux = pair(out, f"({loss}, aux)")
-        if self._weighted:
-            out, weight = pair(out, "(loss, weight), with weighted=True,")
-            weight = jax.lax.stop_gradient(jnp.asarray(weight).astype(FLOAT32))
-        return out, (weight, extra_state, aux)
+        return split_outputs(out, extra_state, has_aux=self._has_aux, weighted=self._weighted)
 
 
 @names_keywords(STEP)
@@ -354,8 +350,9 @@ def make_train_step(
     """Returns a jitted train step for any precision: `state, metrics = step(state, batch)`.
 
     The step computes the loss under `policy`, differentiates it scaled, and updates the
-    parameters unless a gradient is inf or NaN: then everything in the state but the loss scale
-    and its counters stays, bit for bit, as if the batch had never been.
+    parameters unless the loss or a gradient is inf or NaN: then everything in the state but the
+    loss scale and its counters stays, bit for bit, as if the batch had never been. Gradients of
+    parameters that `tx` freezes (`optax.set_to_zero`) do not count.
 
     Args:
       loss_fn: `loss_fn(params, batch) -> loss`; with extra state given to `init`,

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "mpjax"
 LAYERS = (
     ("_compat", "_errors", "_shown", "_typing"),
     ("_dtypes", "_foreign_names", "_recipes", "_quantized_array", "_attention_kernels"),
-    ("_tree", "_loss_scale_checks"),
+    ("_tree", "_loss_scale_checks", "_applied"),
     ("_policy", "_loss_scale", "_hardware", "_op_rules", "_spelling"),
     ("_quantized_policy",),
     ("_qwix_rules",),
