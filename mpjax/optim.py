@@ -50,6 +50,7 @@ from mpjax._optim_state import (
     raise_if_diverged,
     unpack,
 )
+from mpjax._scale_slips import as_scaled_by
 from mpjax._skip import select_like, update_where
 from mpjax._tree import (
     agree,
@@ -212,7 +213,9 @@ class _LossScaled:
         """Returns updates, the next state, and, by leaf, whether a gradient is applied."""
         _check_update(updates, state, params)
         scale = unpack(state)
-        grads = unscale_once_read(scale, _widened(updates))
+        is_dynamic = bool(state.adjustment)
+        given = as_scaled_by(scale, updates, is_dynamic=is_dynamic)
+        grads = unscale_once_read(scale, _widened(given))
         if "grad" in extra:
             other = extra["grad"]
             is_same = other is updates
@@ -266,7 +269,7 @@ def update_and_applied(
     scaled = getattr(tx.update, "__self__", None)
     if isinstance(scaled, _LossScaled):
         return scaled.update_and_applied(updates, state, params, **extra)
-    applied = applied_by(lambda *args: tx.update(*args, params, **extra), updates, state)
+    applied = applied_by(lambda g, s: tx.update(g, s, params, **extra), updates, state)
     return *tx.update(updates, state, params, **extra), applied
 
 

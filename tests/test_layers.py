@@ -12,12 +12,19 @@ PACKAGE = Path(__file__).parent.parent / "mpjax"
 # One row a layer; each file or folder stands in one. A file imports only from rows above its own.
 LAYERS = (
     ("_compat", "_errors", "_shown", "_typing"),
-    ("_dtypes", "_foreign_names", "_recipes", "_quantized_array", "_attention_kernels"),
+    (
+        "_dtypes",
+        "_foreign_names",
+        "_gradient_tags",
+        "_recipes",
+        "_quantized_array",
+        "_attention_kernels",
+    ),
     ("_tree", "_loss_scale_checks", "_applied"),
     ("_policy", "_loss_scale", "_hardware", "_op_rules", "_spelling"),
     ("_quantized_policy",),
     ("_qwix_rules",),
-    ("_policy_map", "_grad", "_autocast", "_support", "_skip", "_micro_axes"),
+    ("_policy_map", "_grad", "_autocast", "_support", "_skip", "_micro_axes", "_scale_slips"),
     ("_optim_state", "_module_dtypes", "_microbatches", "_quantize", "_under_policy"),
     ("_low_precision",),
     ("_adopt", "_chains", "_inputs", "_linen_modules", "_nnx_modules", "_summary"),
