@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._autocast.api import as_typed
+from mpjax._autocast.nnx_names import name_modules
 from mpjax._errors import message
 from mpjax._grad import as_loss_scale, get_loss_scale, name_of, value_and_grad
 from mpjax._loss_scale import LossScale, NoOpLossScale, StaticLossScale
@@ -158,7 +159,8 @@ def under_policy(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
     default = getattr(policy, "default", policy)
 
     def wrapped(params: Any, *rest: Any) -> Any:
-        return fun(policy.cast_to_compute(params), *map(default.cast_to_compute, rest))
+        args = (policy.cast_to_compute(params), *map(default.cast_to_compute, rest))
+        return fun(*name_modules(args))  # NNX modules among copies, named as autocast names them
 
     return wrapped
 
