@@ -376,6 +376,8 @@ def _from_object(spec: Any) -> Policy:
 
 
 def _from_config(config: Mapping[str, Any]) -> Policy:
+    if (found := _read_elsewhere(config)) is not None:
+        return found
     inner = config.get("config", config)  # Keras wraps it: {"class_name": ..., "config": {...}}
     if isinstance(inner, Mapping) and set(inner) >= {"name"}:
         return _parse(cast("Mapping[str, str]", inner)["name"])

@@ -9,7 +9,7 @@ import jax
 
 from mpjax import _spelling
 from mpjax._errors import PolicyWarning, message, nearest
-from mpjax._policy import Policy, get_policy
+from mpjax._policy import Policy, get_policy, read_names_with
 from mpjax._quantized_array import is_quantized
 from mpjax._qwix_rules import qwix_rules
 from mpjax._spelling import Path, matches
@@ -298,3 +298,12 @@ def _unmatched_text(where: str, rule: str, pattern: str, paths: list[Path]) -> s
     close = nearest(pattern.removeprefix("re:").replace("*", ""), texts) or texts[:3]
     near = f"Nearest: {', '.join(map(repr, close))} (case matters)."
     return message(where, got, near, "Write a pattern that matches one, or drop the rule.")
+
+
+def _read(spec: Any) -> Any:
+    """Returns the map that a config is of; None where it is of none."""
+    is_config = isinstance(spec, Mapping) and set(spec) == {"default", "rules"}
+    return PolicyMap.from_dict(spec) if is_config else None
+
+
+read_names_with(_read)

@@ -255,22 +255,30 @@ class _LossScaled:
         return steps, new, _in_all(grads, applied)
 
 
-def update_and_applied(
+def update_with(
     tx: optax.GradientTransformationExtraArgs,
     updates: PyTree,
     state: PyTree,
     params: PyTree,
-    **extra: Any,
+    extra: dict[str, Any],
 ) -> tuple[PyTree, PyTree, list[bool]]:
     """Returns what `tx.update` does, and, by leaf, whether a gradient is applied at all.
 
-    Those of parameters that the optimizer freezes are not.
+    Those of parameters that the optimizer freezes are not. Extra arguments that an optimizer says
+    it has no place for are left out: `optax.contrib.sam` has the type of one that takes some.
     """
     scaled = getattr(tx.update, "__self__", None)
-    if isinstance(scaled, _LossScaled):
-        return scaled.update_and_applied(updates, state, params, **extra)
-    applied = applied_by(lambda g, s: tx.update(g, s, params, **extra), updates, state)
-    return *tx.update(updates, state, params, **extra), applied
+    try:
+        if isinstance(scaled, _LossScaled):
+            return scaled.update_and_applied(updates, state, params, **extra)
+        applied = applied_by(lambda g, s: tx.update(g, s, params, **extra), updates, state)
+        return *tx.update(updates, state, params, **extra), applied
+    except TypeError as error:
+        refused = [name for name in extra if f"unexpected keyword argument '{name}'" in str(error)]
+        if not refused:
+            raise
+    fewer = {name: value for name, value in extra.items() if name not in refused}
+    return update_with(tx, updates, state, params, fewer)
 
 
 def _in_all(grads: PyTree, applied: list[bool]) -> list[bool]:

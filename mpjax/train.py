@@ -51,7 +51,7 @@ from mpjax.optim import (
     apply_updates,
     current_loss_scale,
     find_states,
-    update_and_applied,
+    update_with,
     with_loss_scale,
 )
 
@@ -267,9 +267,7 @@ class TrainStep:
         look = Seen(state, loss_scale, self._twin(self.policy), arguments)
         state, watching = watched(self._watch, look, self.policy, self._axis_name)
         extra = {"value": loss, "grad": grads, "value_fn": self._value_fn(state, batch)}
-        updates, opt_state, applied = update_and_applied(
-            tx, grads, state.opt_state, state.params, **extra
-        )
+        updates, opt_state, applied = update_with(tx, grads, state.opt_state, state.params, extra)
         scaling = find_states(opt_state)[0][1]
         finite = scaling.grads_finite
         new_state = TrainState(

@@ -3,6 +3,7 @@
 import functools
 
 import flax.linen as nn
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,6 +91,15 @@ def test_scale_is_that_of_the_largest_of_each_channel_or_matrix():
 
 
 E5M2 = mpjax.Float8CurrentScaling(fprop=("e4m3", "e5m2"))
+
+
+@pytest.mark.parametrize("policy", [INT8, FLOAT8])
+def test_flax_msgpack_gives_back_what_it_was_given(policy):
+    small = mpjax.quantize(PARAMS, policy)
+    target = jax.tree.map(jnp.zeros_like, small)
+    back = flax.serialization.from_bytes(target, flax.serialization.to_bytes(small))
+    assert_bitwise_equal(back, small)
+    assert [type(a) for a in arrays(back)] == [QuantizedArray] * 4
 
 
 @pytest.mark.parametrize("recipe", ["int8", "float8", E5M2])

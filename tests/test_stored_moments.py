@@ -437,3 +437,23 @@ def test_a_state_of_another_form_is_refused_while_tracing():
             if other != name:
                 with pytest.raises(ValueError, match=r"update: the state is .*\n .*adopt_state\("):
                     jax.eval_shape(store(optax.adam(0.1)).update, batch(0), state, params)
+
+
+@pytest.mark.parametrize("store", [optim.with_quantized_state, optim.with_state_dtypes])
+@pytest.mark.parametrize("jit", [False, True])
+def test_what_is_complex_passes_through_both_ways(store: Any, jit: bool):
+    params = {"spectral": jnp.ones((9, 64, 64), jnp.complex64), "linear": jnp.ones((64, 64))}
+    grads = jax.tree.map(lambda p: p * 0.5, params)
+    plain, tx = optax.adam(1e-2), store(optax.adam(1e-2))
+    update = jax.jit(tx.update) if jit else tx.update
+    want, before = plain.update(grads, plain.init(params), params)
+    for state in (tx.init(params), optim.adopt_state(tx, tx.init(params), params)):
+        got, after = update(grads, state, params)
+        np.testing.assert_allclose(got["spectral"], want["spectral"], rtol=1e-6)
+        assert after.inner_state[0].mu["spectral"].dtype == jnp.complex64
+        update(grads, after, params)
+    # From a state of another form, and back to one.
+    there = optim.adopt_state(tx, before, params)
+    back = optim.adopt_state(plain, there, params)
+    assert_bitwise_equal(back[0].mu["spectral"], before[0].mu["spectral"])
+    assert_bitwise_equal(back[0].nu["spectral"], before[0].nu["spectral"])

@@ -200,6 +200,54 @@ def test_aux_comes_back_with_and_without_extra_state():
     assert (int(state.extra_state), metrics["aux"].tolist()) == (5, [3.0, 3.0])
 
 
+# -- optimizers that take less than their type says, and states that hold keys ---------------------
+
+SAM = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2)
+PICKY: dict[str, Any] = {
+    "sam": SAM,
+    "in a chain": optax.chain(optax.clip_by_global_norm(1.0), SAM),
+    "wrapped": mpjax.with_loss_scale(SAM),
+    "value alone": optax.GradientTransformationExtraArgs(
+        lambda params: (), lambda g, state, params=None, *, value: (g, state)
+    ),
+    "nothing by name": optax.GradientTransformationExtraArgs(
+        lambda params: (), lambda g, state, params: (g, state)
+    ),
+}
+
+
+@OPTAX
+@pytest.mark.no_leak_check("a refused argument leaves the frame of a trace that was given up")
+@pytest.mark.parametrize("name", PICKY)
+def test_an_optimizer_gets_no_argument_that_it_has_no_place_for(name: str):
+    step = mpjax.make_train_step(lambda p, x: jnp.sum((p["w"] - x) ** 2), PICKY[name], "bf16-mixed")
+    state, metrics = step(step.init({"w": jnp.ones(4)}), jnp.zeros(4))
+    assert int(state.step) == 1
+    assert float(metrics["grad_norm"]) == 4.0
+
+
+def test_a_type_error_of_the_optimizers_own_comes_through():
+    def update(g: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        raise TypeError("mine")
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    step = mpjax.make_train_step(lambda p, x: jnp.sum(p * x), tx)
+    with pytest.raises(TypeError, match="mine"):
+        step(step.init(jnp.float32(1)), jnp.ones(2))
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_a_state_with_keys_in_it_is_shown(abstract: bool):
+    extra = {"rng": jax.random.key(0), "more": jax.random.split(jax.random.key(1), 3)}
+    step = mpjax.make_train_step(lambda p, e, x: (jnp.sum(p * x), e), optax.sgd(0.1))
+    make = functools.partial(jax.eval_shape, step.init) if abstract else step.init
+    assert "extra_state 32 B key<fry>" in repr(make(jnp.ones(3), extra))
+    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), dropout)
+    step = mpjax.nnx.make_train_step(model, optax.sgd(0.1), None, lambda m, x: jnp.mean(m(x)))
+    assert "key<fry>" in repr(step.init())
+
+
 # -- 16-bit parameters and a float32 loss: Apex's O2 -----------------------------------------------
 
 RETURNS_FLOAT32: dict[str, Any] = {
