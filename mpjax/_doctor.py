@@ -6,9 +6,7 @@ import importlib.util
 import inspect
 import re
 import sys
-import sysconfig
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +22,7 @@ from mpjax._errors import message, nearest
 from mpjax._hardware import Accelerator, examine
 from mpjax._policy import get_policy
 from mpjax._tree import is_array, leaf_paths
+from mpjax._users_line import users_line
 from mpjax.numerics import find_promotions
 
 Compiler = Callable[[Callable[..., Any], Any], tuple[int | None, int, float]]
@@ -32,7 +31,6 @@ POLICIES = ("32-true", "bf16-mixed", "16-mixed")
 """What is compared unless the user names others; the first is what the others are compared with."""
 
 _WHERE = "mpjax doctor"
-_INSTALLED = ("stdlib", "purelib", "platlib")
 _SHAPE = re.compile(r"(\w+)\[([\d, ]*)\]")
 _ALLOWED_ARGUMENT = (
     "Allowed: a name in the file (array, tree, or function that makes one), "
@@ -187,12 +185,12 @@ def _executed(path: str, where: str, execute: Callable[[], Any]) -> Any:
     except SystemExit as error:
         got = f"{path} ends the program while it is imported: it is a script."
         fix = "Put what it runs under `if __name__ == '__main__':`."
-        raise ValueError(message(where, got, *_place(error), fix)) from error
+        raise ValueError(message(where, got, *users_line(error), fix)) from error
     except Exception as error:
         got = f"{path} cannot be imported: {_first_line(error)}"
         fix = "Type a path that ends in .py, or a module that Python finds from here."
         is_missing = isinstance(error, ModuleNotFoundError) and not path.endswith(".py")
-        raise ValueError(message(where, got, *_place(error), *[fix] * is_missing)) from error
+        raise ValueError(message(where, got, *users_line(error), *[fix] * is_missing)) from error
 
 
 def _arguments(
@@ -314,7 +312,7 @@ def _kept(fun: Callable[..., Any], args: list[Any], has_aux: bool) -> int:
 def _untraceable(error: Exception, name: str, module: ModuleType) -> str:
     needs_values = (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError)
     needs_values += (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError)
-    place = _place(error, module.__file__ or "")
+    place = users_line(error, module.__file__ or "")
     if isinstance(error, needs_values):
         got = f"{name} cannot be jitted: it needs the value of an array while it is traced."
         fix = "Use jnp.where or jax.lax.cond there, or make the argument a Python value."
@@ -329,22 +327,6 @@ def _untraceable(error: Exception, name: str, module: ModuleType) -> str:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-def _place(error: BaseException, file: str = "") -> list[str]:
-    """Returns the line of the user's own code that was reached last, as a line of a message.
-
-    Args:
-      error: what was raised there.
-      file: where it is looked for first; without it, in all that is no installed package.
-    """
-    if isinstance(error, SyntaxError) and error.filename:
-        return [f"At {Path(error.filename).name}:{error.lineno}: {(error.text or '').strip()}"]
-    frames = traceback.extract_tb(error.__traceback__)
-    libraries = (str(Path(__file__).parent), "<frozen", *map(sysconfig.get_path, _INSTALLED))
-    own = [f for f in frames if f.filename == file]
-    own = own or [f for f in frames if not f.filename.startswith(libraries)]
-    return [f"At {Path(f.filename).name}:{f.lineno}: {f.line}" for f in own[-1:]]
 
 
 # -- advice --------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ def value_and_grad(
             value = getattr(chosen_policy, "default", chosen_policy).cast_to_output(value)
         if axis_name is not None:
             value, grads = mean(value, axis_name), mean(grads, axis_name)
-        tag_with(scale, grads, unscaled=unscale)
+            _tag(scale, grads, unscaled=unscale)
         return ((value, aux) if has_aux else value), grads
 
     return wrapped
@@ -227,7 +227,9 @@ def differentiated(
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any, PyTree]:
         (_, (value, aux)), grads = differentiate(*args, **kwargs)
         grads = map_with_path(lambda _, g: _widened(g), grads)
-        return value, aux, _restored(scale, value, grads, unscale)
+        grads = _restored(scale, value, grads, unscale)
+        _tag(scale, grads, unscaled=unscale)
+        return value, aux, grads
 
     return wrapped
 
@@ -373,7 +375,7 @@ def _restored(scale: LossScale, value: Any, grads: PyTree, unscale: bool) -> PyT
     return unscaled if unscale else scale.scale(unscaled)
 
 
-def tag_with(scale: LossScale, grads: PyTree, *, unscaled: bool) -> None:
+def _tag(scale: LossScale, grads: PyTree, *, unscaled: bool) -> None:
     """Notes of gradients by which scale they are multiplied, for the optimizer to look at."""
     is_true = unscaled or isinstance(scale, NoOpLossScale)
     tag(grads, None if is_true else scale.loss_scale)

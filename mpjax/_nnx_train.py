@@ -55,6 +55,10 @@ class NNXTrainStep:
           A `TrainState` of plain arrays: `params` are what `wrt` chose, `extra_state` all else
           (BatchNorm statistics, RNG streams, caches).
         """
+        if model is not None and not isinstance(model, nnx.Module):
+            got = f"got {described(model)} in place of a model."
+            fix = "Type step.init(), of the model that the step was made with, or step.init(model)."
+            raise TypeError(message("nnx step.init", got, fix))
         _, params, rest = nnx.split(self._model if model is None else model, self._wrt, ...)
         return self.plain.init(nnx.as_pure(params), nnx.as_pure(rest), batch=batch)
 
@@ -62,9 +66,9 @@ class NNXTrainStep:
         """Returns a state of another policy as one of this step; see `TrainStep.adopt`."""
         return self.plain.adopt(state, batch=batch)
 
-    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
-        """Returns the next state and the metrics of this step; `state` is donated."""
-        return self.plain(state, batch)
+    def __call__(self, state: TrainState, *batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
+        """Returns the next state and the metrics of this step, of a batch; `state` is donated."""
+        return self.plain(state, *batch)
 
     def diagnose(
         self, state: TrainState, batch: PyTree, metrics: Mapping[str, Any] | None = None

@@ -64,7 +64,10 @@ def describe_step(loss_fn: Any, policy: Any, options: dict[str, tuple[Any, Any]]
     """
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     chosen = [f"{key}={value!r}" for key, (value, default) in options.items() if value != default]
-    return f"<train step of {', '.join([f'{name} under {policy}', *chosen])}>"
+    shown = str(policy)
+    if getattr(policy, "name", shown) != shown:
+        shown = f"{policy.name!r} ({shown})"
+    return f"<train step of {', '.join([f'{name} under {shown}', *chosen])}>"
 
 
 def _sizes(tree: PyTree, *, counted: bool) -> str:

@@ -5,20 +5,20 @@ import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
+from mpjax._errors import missing
+
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    raise missing(error, "mpjax.nnx") from None
+
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from mpjax._adopt import adopted
 from mpjax._autocast import nnx_names
 from mpjax._errors import message
-from mpjax._grad import (
-    as_loss_scale,
-    differentiated,
-    name_of,
-    tag_with,
-    whether_to_unscale,
-)
+from mpjax._grad import as_loss_scale, differentiated, name_of, whether_to_unscale
 from mpjax._loss_scale import LossScale
 from mpjax._low_precision.forms import keeps_weights
 from mpjax._module_dtypes import AS_WRITTEN, ModuleTable, as_checked_policy, row_of, warn_of
@@ -273,7 +273,6 @@ def value_and_grad(
         value, aux, by_kind = differentiate(*args, **kwargs)
         merged = {i: g for kind in by_kind.values() for i, g in kind.items()}
         grads = structures[0].unflatten([merged[i] for i in sorted(merged)])
-        tag_with(scale, grads, unscaled=unscale)
         return ((value, aux) if has_aux else value), grads
 
     return wrapped

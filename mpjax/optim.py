@@ -7,11 +7,17 @@ pass over parameters and moments, and no host in between.
 
 from typing import Any
 
+from mpjax._errors import missing
+
+try:
+    import optax
+except ModuleNotFoundError as error:
+    raise missing(error, "mpjax.optim") from None
+
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from mpjax._adopt import adopt_state
 from mpjax._applied import applied_by

@@ -5,9 +5,15 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mpjax._errors import missing
+
+try:
+    import optax
+except ModuleNotFoundError as error:
+    raise missing(error, "mpjax.train") from None
+
 import jax
 import jax.numpy as jnp
-import optax
 
 from mpjax._adopt import adopted, params_to_adopt
 from mpjax._chains import skipped_whole
@@ -38,6 +44,7 @@ from mpjax._train_checks import (
     check_start,
     checked_call,
     fields_of,
+    one_batch,
     split_outputs,
 )
 from mpjax._train_state import TrainState, checked_state, copied
@@ -117,7 +124,7 @@ class TrainStep:
         return describe_step(self._loss_fn, self.policy, options)
 
     def init(
-        self, params: PyTree, extra_state: PyTree = None, *, batch: PyTree = None
+        self, params: PyTree = None, extra_state: PyTree = None, *, batch: PyTree = None
     ) -> TrainState:
         """Returns the state to start from.
 
@@ -187,9 +194,9 @@ class TrainStep:
         rest = (jax.tree.map(copied, x) for x in (opt_state, extra_state, history))
         return TrainState(jnp.array(old["step"], jnp.int32, copy=True), params, *rest)
 
-    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
-        """Returns the next state and the metrics of this step; `state` is donated."""
-        return checked_call(self._jitted, checked_state(state), batch)
+    def __call__(self, state: TrainState, *batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
+        """Returns the next state and the metrics of this step, of a batch; `state` is donated."""
+        return checked_call(self._jitted, checked_state(state), one_batch(batch))
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Returns the step lowered for these arguments (or specs of them), ahead of time."""

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "mpjax"
 
 # One row a layer; each file or folder stands in one. A file imports only from rows above its own.
 LAYERS = (
-    ("_compat", "_errors", "_shown", "_typing"),
+    ("_compat", "_errors", "_shown", "_typing", "_users_line"),
     (
         "_dtypes",
         "_foreign_names",

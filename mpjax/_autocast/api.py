@@ -15,6 +15,7 @@ from jax import lax
 from mpjax._autocast import delayed, demand, nnx_names, parameters, quantized, scopes, stateful
 from mpjax._autocast import plan as planning
 from mpjax._autocast.decide import make_plan
+from mpjax._autocast.decorator import Decorator, refuse_device
 from mpjax._autocast.enumerated import uncounted
 from mpjax._autocast.rebind import Interpreter
 from mpjax._autocast.stored_weights import sunk
@@ -101,8 +102,11 @@ def autocast(
     named = parameters.checked(params, "autocast")
     if not callable(fun) or (isinstance(fun, type) and hasattr(fun, "dtype")):  # jnp.bfloat16
         given = _given(fun, policy)
-        return lambda f: autocast(
-            _function(f), given, rules=rules, dot_precision=dot_precision, params=params
+        return Decorator(
+            lambda f: autocast(
+                _function(f), given, rules=rules, dot_precision=dot_precision, params=params
+            ),
+            given,
         )
     if policy is not None:  # a policy that is none is refused here; the default is read later
         policy = chosen_policy(policy, "autocast")
@@ -134,6 +138,7 @@ def _check_place(policy: scopes.Policies, fun: Any) -> None:
 
 def _given(first: Any, policy: Any) -> Any:
     """Returns the policy of `autocast(policy)`, which makes a decorator."""
+    refuse_device(first, policy)
     if callable(policy):
         raise TypeError(
             message(
