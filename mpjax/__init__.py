@@ -98,7 +98,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_IMPORTED_LATER[name]), name)
     if name in _MODULES:
         return importlib.import_module(f"mpjax.{name}")
-    raise AttributeError(no_attribute(name))
+    raise AttributeError(no_attribute(name, __dir__()))
 
 
 def __dir__() -> list[str]:

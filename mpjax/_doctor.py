@@ -19,7 +19,8 @@ from mpjax._errors import message, nearest
 from mpjax._hardware import Accelerator, examine
 from mpjax._policy import get_policy
 from mpjax._tree import is_array, leaf_paths
-from mpjax._user_file import WHERE, first_line, load, place_of
+from mpjax._user_file import WHERE, first_line, load
+from mpjax._users_line import users_line
 from mpjax.numerics import find_promotions
 
 Compiler = Callable[[Callable[..., Any], Any], tuple[int | None, int, float]]
@@ -277,7 +278,7 @@ def _kept(fun: Callable[..., Any], args: list[Any], has_aux: bool) -> int:
 def _untraceable(error: Exception, name: str, module: ModuleType) -> str:
     needs_values = (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError)
     needs_values += (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError)
-    place = place_of(error, module.__file__ or "")
+    place = users_line(error, module.__file__ or "")
     if isinstance(error, needs_values):
         got = f"{name} cannot be jitted: it needs the value of an array while it is traced."
         fix = "Use jnp.where or jax.lax.cond there, or make the argument a Python value."

@@ -131,7 +131,9 @@ def _unfit(dtype: DType, where: str) -> str:
 
 
 def short_name(dtype: Any) -> str:
-    """Returns a dtype's name as JAX prints it in types: 'bf16', 'i32', 'f8_e4m3fn', 'bool'."""
+    """Returns a dtype's name as JAX prints it in types: 'bf16', 'i32', 'f8_e4m3fn', 'key<fry>'."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):  # of PRNG keys
+        return str(dtype)
     dtype = jnp.dtype(dtype) if not isinstance(dtype, np.dtype) else dtype
     if dtype in _SHORT:
         return _SHORT[dtype]
@@ -145,11 +147,7 @@ def describe(x: Any) -> str:
     """Returns `x`'s type as users read it in JAX: 'bf16[8,128]', else its Python type's name."""
     if not (hasattr(x, "dtype") and hasattr(x, "shape")):
         return type(x).__name__
-    try:
-        name = short_name(x.dtype)
-    except TypeError:  # an extended dtype, such as that of PRNG keys
-        name = str(x.dtype)
-    return f"{name}[{','.join(map(str, x.shape))}]"
+    return f"{short_name(x.dtype)}[{','.join(map(str, x.shape))}]"
 
 
 def require_x64(dtype: DType, where: str) -> None:

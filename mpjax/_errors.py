@@ -27,6 +27,14 @@ def message(where: str, got: str, *lines: str) -> str:
     return "\n  ".join((f"{where}: {got}", *lines))
 
 
+def missing(error: ModuleNotFoundError, module: str) -> ModuleNotFoundError:
+    """Returns what is raised where a module of mpjax needs a library that is not installed."""
+    library = (error.name or "").partition(".")[0]
+    got = f"needs {library}, which is not installed."
+    fix = f"Type pip install {library} (or, in a checkout of mpjax, pip install -e '.[{library}]')."
+    return ModuleNotFoundError(message(module, got, fix), name=error.name)
+
+
 def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Returns up to `count` of `known` that look most like `word`, best first, case ignored."""
     by_lower: dict[str, str] = {}

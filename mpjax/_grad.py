@@ -12,6 +12,7 @@ from mpjax import _compat
 from mpjax._dtypes import FLOAT32, describe, normal_powers_of_two
 from mpjax._errors import message
 from mpjax._foreign_names import GRADIENTS, names_keywords
+from mpjax._gradient_tags import tag
 from mpjax._loss_scale import (
     DynamicLossScale,
     LossScale,
@@ -190,6 +191,7 @@ def value_and_grad(
             value = getattr(chosen_policy, "default", chosen_policy).cast_to_output(value)
         if axis_name is not None:
             value, grads = mean(value, axis_name), mean(grads, axis_name)
+            _tag(scale, grads, unscaled=unscale)
         return ((value, aux) if has_aux else value), grads
 
     return wrapped
@@ -225,7 +227,9 @@ def differentiated(
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any, PyTree]:
         (_, (value, aux)), grads = differentiate(*args, **kwargs)
         grads = map_with_path(lambda _, g: _widened(g), grads)
-        return value, aux, _restored(scale, value, grads, unscale)
+        grads = _restored(scale, value, grads, unscale)
+        _tag(scale, grads, unscaled=unscale)
+        return value, aux, grads
 
     return wrapped
 
@@ -369,6 +373,12 @@ def _restored(scale: LossScale, value: Any, grads: PyTree, unscale: bool) -> PyT
     factor = StaticLossScale.tree_unflatten(None, (seed,))
     unscaled = factor.unscale(grads)
     return unscaled if unscale else scale.scale(unscaled)
+
+
+def _tag(scale: LossScale, grads: PyTree, *, unscaled: bool) -> None:
+    """Notes of gradients by which scale they are multiplied, for the optimizer to look at."""
+    is_true = unscaled or isinstance(scale, NoOpLossScale)
+    tag(grads, None if is_true else scale.loss_scale)
 
 
 def _widened(g: Any) -> Any:

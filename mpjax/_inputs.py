@@ -30,6 +30,11 @@ def check_transformation(tx: Any, where: str) -> None:
         fix = f"Call it: optax.{name}(1e-3)." if _is_of(tx, "optax") else f"Call it: {name}(...)."
     elif isinstance(tx, (int, float)):
         fix = f"Type optax.adamw({tx!r}), if that is the learning rate."
+    elif type(tx).__name__ == "MultiSteps" and _is_of(type(tx), "optax"):
+        fix = (
+            "Type make_train_step(..., accumulate=4), whose micro-batches are in one call; or give "
+        )
+        fix += "optax.MultiSteps(...).gradient_transformation()."
     elif _kind(tx) == "an nnx.Optimizer":
         fix = "Give the transformation that it was made of: optimizer.tx."
     raise TypeError(message(where, got, "Allowed: what optax.adam(1e-3) and its kind return.", fix))
@@ -53,9 +58,10 @@ def check_params(params: PyTree, where: str) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
         got = f"there are no parameters; got {params!r}."
-        raise ValueError(
-            message(where, got, "Type, e.g., step.init(model.init(key, x)['params']).")
-        )
+        fix = "Type, e.g., step.init(model.init(key, x)['params'])."
+        of_nnx = "A step of an NNX model takes them from it: mpjax.nnx.make_train_step(model, tx, "
+        of_nnx += "policy, loss_fn), then step.init()."
+        raise ValueError(message(where, got, fix, *[of_nnx] * (params is None)))
     if holds_quantized(params):
         fix = "Type step.init(mpjax.dequantize(params)), and mpjax.quantize what was trained."
         raise TypeError(message(where, "got weights in 8 bits, which cannot be trained.", fix))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from mpjax import _compat
 from mpjax._errors import message
 from mpjax._foreign_names import LOSS_SCALE, names_keywords
+from mpjax._gradient_tags import tag
 from mpjax._loss_scale_checks import (
     LARGEST,
     SMALLEST,
@@ -122,7 +123,10 @@ class _ScalarFields:
 
         In float32 because a gradient that float16 held only thanks to the scale would vanish.
         """
-        return map_with_path(lambda _, x: _scaled(x, self.loss_scale, divide=True), tree)
+        true = map_with_path(lambda _, x: _scaled(x, self.loss_scale, divide=True), tree)
+        if self._mark is not None:
+            tag(true, None)  # an optimizer that is given these would divide them once more
+        return true
 
     def marked(self: T, mark: str | None) -> T:
         """Returns the same scale with this mark."""
@@ -406,6 +410,11 @@ def _scaled(x: Any, factor: Array, *, divide: bool) -> Any:
         return jax.lax.complex(*parts)
     factor = jnp.asarray(factor, x.dtype)
     return x / factor if divide else x * factor
+
+
+def scaled_by(x: Any, factor: Array) -> Any:
+    """Returns `x` times `factor`, in float32 as `scale` does."""
+    return _scaled(x, factor, divide=False)
 
 
 def unscale_once_read(loss_scale: LossScale, tree: T) -> T:

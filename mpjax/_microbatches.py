@@ -1,5 +1,6 @@
 """Micro-batches: a step over a batch in parts, of which one at a time is in memory."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from mpjax import _compat
 from mpjax._dtypes import FLOAT32, describe
 from mpjax._errors import message
+from mpjax._micro_axes import AXES, Axes, axes_of, repeated
 from mpjax._skip import select_like
 from mpjax._tree import is_array, is_overwritten, is_recorded, map_with_path, path_str, to_full
 from mpjax._typing import Array, PyTree
@@ -17,12 +19,44 @@ from mpjax._typing import Array, PyTree
 T = TypeVar("T")
 
 
+@dataclasses.dataclass(frozen=True)
+class MicroBatches:
+    """How a batch is cut: into how many parts, and along which axis of each leaf."""
+
+    count: int = 1
+    axes: Axes = AXES
+
+    def first(self, batch: PyTree) -> PyTree:
+        """Returns the first part of a batch."""
+        if self.count == 1:
+            return batch
+        split, whole, merge = _parted(batch, self)
+        return merge([x[0] for x in split], whole)
+
+
+def gradients(
+    differentiate: Callable[..., Any],
+    params: PyTree,
+    extra_state: PyTree,
+    batch: PyTree,
+    parts: MicroBatches,
+) -> tuple[Any, Any, PyTree, PyTree, PyTree]:
+    """Returns what `over_parts` does, also where the batch is one part."""
+    if parts.count > 1:
+        return over_parts(differentiate, params, extra_state, batch, parts)
+    (loss, (weight, extra_state, aux)), grads = differentiate(params, extra_state, batch)
+    loss = loss.astype(FLOAT32)
+    if weight is not None:
+        loss, grads = weighed(weight, loss), weighed(weight, grads)
+    return loss, weight, extra_state, aux, grads
+
+
 def over_parts(
     differentiate: Callable[..., Any],
     params: PyTree,
     extra_state: PyTree,
     batch: PyTree,
-    count: int,
+    parts: MicroBatches,
 ) -> tuple[Any, Any, PyTree, PyTree, PyTree]:
     """Returns the mean loss, the weight, the last extra state, aux stacked, and mean gradients.
 
@@ -31,17 +65,18 @@ def over_parts(
         the weight of a micro-batch in the mean is None where all weigh the same.
       params: what is differentiated.
       extra_state: handed from one micro-batch to the next.
-      batch: leaves are split along their first axis.
-      count: of micro-batches.
+      batch: what is cut.
+      parts: how many micro-batches there are, and along which axes they are cut.
 
     Returns:
       With weights, the first and the last are sums of what each micro-batch adds, its weight
       times its mean, and the weight is the sum of theirs.
     """
-    parts = jax.tree_util.tree_map_with_path(lambda path, x: _split(path, x, count), batch)
+    split, whole, merge = _parted(batch, parts)
 
-    def body(carry: Any, part: PyTree) -> Any:
+    def body(carry: Any, part: list[Array]) -> Any:
         old, total = carry
+        part = merge(part, whole)
         (loss, (weight, new, aux)), grads = differentiate(params, old, part)
         loss = loss.astype(FLOAT32)
         counts = jnp.array(True)
@@ -53,10 +88,10 @@ def over_parts(
         return (select_like(counts, new, old), total), (loss, weight, aux)
 
     carry = (extra_state, _nothing(params))
-    (extra_state, total), (losses, weights, aux) = jax.lax.scan(body, carry, parts)
+    (extra_state, total), (losses, weights, aux) = jax.lax.scan(body, carry, split)
     if weights is not None:
         return jnp.sum(losses), jnp.sum(weights), extra_state, aux, total
-    grads = map_with_path(lambda _, g: g / count, total)
+    grads = map_with_path(lambda _, g: g / parts.count, total)
     return jnp.mean(losses), None, extra_state, aux, grads
 
 
@@ -70,33 +105,41 @@ def divided(weight: Array, tree: T) -> T:
     return map_with_path(lambda _, x: x / weight, tree)
 
 
-def _split(path: Any, x: Any, count: int) -> Any:
+def _parted(batch: PyTree, parts: MicroBatches) -> tuple[list[Array], list[Any], Any]:
+    """Returns the leaves that are split, those that stay whole, and how to put them together."""
+    axes = axes_of(batch, parts.axes, parts.count)
+    leaves, structure = jax.tree.flatten_with_path(batch)
+    split = [
+        _split(path, jnp.asarray(x), axis, parts.count)
+        for (path, x), axis in zip(leaves, axes, strict=True)
+        if axis is not None
+    ]
+    whole = [x for (_, x), axis in zip(leaves, axes, strict=True) if axis is None]
+
+    def merge(part: list[Array], rest: list[Any]) -> PyTree:
+        mine, others = iter(part), iter(rest)
+        return structure.unflatten([next(others if axis is None else mine) for axis in axes])
+
+    return split, whole, merge
+
+
+def _split(path: Any, x: Array, axis: int, count: int) -> Array:
     """Returns a batch leaf with a first axis of `count` micro-batches."""
-    x = jnp.asarray(x)
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) and x.ndim == 0:
-        return jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(count))
     if x.ndim == 0:
-        return jnp.broadcast_to(x, (count,))
-    if x.shape[0] % count:
-        got = f"{describe(x)} does not split into {count} micro-batches."
-        fix = "Make the first axis a multiple of accumulate=, or drop the last, short batch."
-        raise ValueError(message(f"batch leaf {path_str(path)!r}", got, fix))
-    return _reshaped(path, x, (count, x.shape[0] // count, *x.shape[1:]))
-
-
-def _reshaped(path: Any, x: Any, shape: tuple[int, ...]) -> Any:
-    """Returns a batch leaf as micro-batches, each placed as the whole where types say where."""
-    axes = _compat.partitions(jax.typeof(x))
-    if all(names is None for names in axes):
-        return x.reshape(shape)
+        return repeated(x, count)
+    shape = (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
+    placed = _compat.partitions(jax.typeof(x))
+    if all(names is None for names in placed):
+        return jnp.moveaxis(x.reshape(shape), axis, 0)
     sizes = jax.typeof(x).sharding.mesh.shape
-    devices = math.prod(sizes[name] for name in _compat.axis_names(axes[0]))
-    if shape[1] % devices:
-        got = f"{describe(x)} in {shape[0]} micro-batches has {shape[1]} rows in each, "
-        got += f"which do not split over the {devices} devices of {axes[0]!r}."
-        fix = f"Make the first axis a multiple of accumulate= times {devices}."
+    devices = math.prod(sizes[name] for name in _compat.axis_names(placed[axis]))
+    if shape[axis + 1] % devices:
+        got = f"{describe(x)} in {count} micro-batches has {shape[axis + 1]} rows in each, "
+        got += f"which do not split over the {devices} devices of {placed[axis]!r}."
+        fix = f"Make axis {axis} a multiple of accumulate= times {devices}."
         raise ValueError(message(f"batch leaf {path_str(path)!r}", got, fix))
-    return jnp.reshape(x, shape, out_sharding=jax.sharding.PartitionSpec(None, *axes))
+    spec = jax.sharding.PartitionSpec(*placed[:axis], None, *placed[axis:])
+    return jnp.moveaxis(jnp.reshape(x, shape, out_sharding=spec), axis, 0)
 
 
 def _nothing(params: PyTree) -> PyTree:

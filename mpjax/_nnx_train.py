@@ -34,6 +34,10 @@ class NNXTrainStep:
         self._has_aux = has_aux
         self._graphdef, params, rest = nnx.split(model, wrt, ...)
         self.params: PyTree = params
+        if not jax.tree.leaves(params):
+            got = f"the model has no variables of wrt={wrt!r}."
+            fix = "Type wrt=nnx.Param, or the kind of variables that you train."
+            raise ValueError(message("nnx.make_train_step", got, fix))
         self._rest_paths = frozenset(path for path, _ in nnx.to_flat_state(rest))
         self.plain: TrainStep  # the step of pure functions that does the work
 
@@ -51,6 +55,10 @@ class NNXTrainStep:
           A `TrainState` of plain arrays: `params` are what `wrt` chose, `extra_state` all else
           (BatchNorm statistics, RNG streams, caches).
         """
+        if model is not None and not isinstance(model, nnx.Module):
+            got = f"got {described(model)} in place of a model."
+            fix = "Type step.init(), of the model that the step was made with, or step.init(model)."
+            raise TypeError(message("nnx step.init", got, fix))
         _, params, rest = nnx.split(self._model if model is None else model, self._wrt, ...)
         return self.plain.init(nnx.as_pure(params), nnx.as_pure(rest), batch=batch)
 
@@ -58,9 +66,9 @@ class NNXTrainStep:
         """Returns a state of another policy as one of this step; see `TrainStep.adopt`."""
         return self.plain.adopt(state, batch=batch)
 
-    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
-        """Returns the next state and the metrics of this step; `state` is donated."""
-        return self.plain(state, batch)
+    def __call__(self, state: TrainState, *batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
+        """Returns the next state and the metrics of this step, of a batch; `state` is donated."""
+        return self.plain(state, *batch)
 
     def diagnose(
         self, state: TrainState, batch: PyTree, metrics: Mapping[str, Any] | None = None
@@ -109,6 +117,7 @@ def make_train_step(
     loss_scale: LossScale | float | None = None,
     has_aux: bool = False,
     accumulate: int = 1,
+    accumulate_axes: Any = 0,
     weighted: bool = False,
     max_consecutive_skips: int | None = 50,
     axis_name: AxisName = None,
@@ -131,8 +140,9 @@ def make_train_step(
       loss_fn: `loss_fn(model, batch) -> loss`, or `(loss, aux)` with `has_aux`. It may change
         the model's variables; new ones (sown values) are dropped, return them as aux.
       wrt: which variables to train, as in `nnx.Optimizer`.
-      loss_scale, has_aux, accumulate, weighted, max_consecutive_skips, axis_name, donate: as in
+      loss_scale, has_aux, accumulate, accumulate_axes, weighted, max_consecutive_skips: as in
         `mpjax.make_train_step`.
+      axis_name, donate: as there.
       rounding, watch, lost_updates: as there.
 
     Returns:
@@ -171,10 +181,6 @@ def make_train_step(
     """
     _check(model, loss_fn)
     step = NNXTrainStep(model, cast("Callable[..., Any]", loss_fn), wrt, has_aux)
-    if not jax.tree.leaves(step.params):
-        got = f"the model has no variables of wrt={wrt!r}."
-        fix = "Type wrt=nnx.Param, or the kind of variables that you train."
-        raise ValueError(message("nnx.make_train_step", got, fix))
 
     @functools.wraps(step.loss_fn, updated=())
     def loss_of_variables(*args: Any) -> Any:
@@ -187,6 +193,7 @@ def make_train_step(
         loss_scale=loss_scale,
         has_aux=has_aux,
         accumulate=accumulate,
+        accumulate_axes=accumulate_axes,
         weighted=weighted,
         max_consecutive_skips=max_consecutive_skips,
         axis_name=axis_name,

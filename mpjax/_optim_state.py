@@ -235,7 +235,11 @@ def _diverged_text(state: dict[str, Any], params: PyTree | None) -> str:
     got = f"{words}; loss scale is {float(state['loss_scale']):g}."
     flags = state["leaf_finite"]
     bad = np.flatnonzero(~flags)
-    leaf = _leaf_text(int(bad[0]), len(flags), params) if len(bad) else "unknown"
+    if not len(bad):
+        fix = "The loss itself was inf or NaN, and every gradient finite: a max, a where or a clip "
+        fix += "hides it from them. step.diagnose(state, batch, metrics) names what made it."
+        return message("with_loss_scale", got, "First bad leaf: none.", fix)
+    leaf = _leaf_text(int(bad[0]), len(flags), params)
     more = f" ({len(bad)} of {len(flags)} leaves are bad)" if len(bad) > 1 else ""
     fix = (
         "Lower the learning rate, or look for what overflows: step.diagnose(state, batch, metrics) "

@@ -1,5 +1,6 @@
 """Policy: which dtype parameters, computation and outputs have, and every name for one."""
 
+import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Generator, Mapping
@@ -13,7 +14,7 @@ import numpy as np
 from mpjax import _dtypes
 from mpjax._dtypes import POLICY_DTYPES, DType
 from mpjax._errors import PolicyWarning, message
-from mpjax._foreign_names import folded, unknown_policy
+from mpjax._foreign_names import POLICY_ROWS, NoPolicyAttributeError, folded, unknown_policy
 from mpjax._tree import cast_tree
 from mpjax._typing import DTypeSpec
 
@@ -57,7 +58,8 @@ class Policy:
       Micikevicius et al., Mixed Precision Training, 2018, https://arxiv.org/abs/1710.03740
     """
 
-    __slots__ = ("_names",)
+    __slots__ = ("_given", "_names")
+    _given: str | None  # the name that `get_policy` was given; no part of what it is
     _names: tuple[str, str, str]  # short names; 'half' where the backend decides
 
     def __init__(
@@ -70,6 +72,22 @@ class Policy:
         named = zip(("param_dtype", "compute_dtype", "output_dtype"), given, strict=True)
         names = tuple(_name_of(spec, f"Policy({field})") for field, spec in named)
         object.__setattr__(self, "_names", names)
+        object.__setattr__(self, "_given", None)
+
+    @property
+    def name(self) -> str:
+        """The name that it was made by, 'bf16-mixed'; without one, what `str` gives."""
+        return self._given or str(self)
+
+    def named(self, name: str) -> "Policy":
+        """Returns the same policy, which remembers another name; it is equal to this one."""
+        new = copy.copy(self)
+        object.__setattr__(new, "_given", name)
+        return new
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises AttributeError, with what a name of another library is called here."""
+        raise NoPolicyAttributeError(type(self), name)
 
     @property
     def param_dtype(self) -> DType:
@@ -157,8 +175,14 @@ class Policy:
     def __delattr__(self, name: str) -> None:
         raise AttributeError(message(type(self).__name__, f"is immutable; cannot delete {name}."))
 
-    def __reduce__(self) -> tuple[type["Policy"], tuple[str, str, str]]:
-        return Policy, self._names
+    def __reduce__(self) -> Any:
+        return _rebuilt, (Policy, self._names, self._given)
+
+
+def _rebuilt(cls: type[Policy], args: tuple[Any, ...], given: str | None) -> Policy:
+    policy = cls(*args)
+    object.__setattr__(policy, "_given", given)
+    return policy
 
 
 def _name_of(spec: DTypeSpec, where: str) -> str:
@@ -184,38 +208,9 @@ class PolicyName:
     source: str  # the library that it comes from
 
 
-_MIXED_F16 = Policy("f32", "f16", "f32")
-_MIXED_BF16 = Policy("f32", "bf16", "f32")
-_F64, _F32, _F16, _BF16 = (Policy(d, d, d) for d in ("f64", "f32", "f16", "bf16"))
-
 POLICY_NAMES: tuple[PolicyName, ...] = tuple(
-    PolicyName(name=name, policy=policy, source=source)
-    for name, policy, source in (
-        ("32-true", _F32, "Lightning"),
-        ("16-mixed", _MIXED_F16, "Lightning"),
-        ("bf16-mixed", _MIXED_BF16, "Lightning"),
-        ("16-true", _F16, "Lightning"),
-        ("bf16-true", _BF16, "Lightning"),
-        ("64-true", _F64, "Lightning"),
-        ("32", _F32, "Lightning"),
-        ("16", _MIXED_F16, "Lightning"),
-        ("64", _F64, "Lightning"),
-        ("mixed_float16", _MIXED_F16, "Keras"),
-        ("mixed_bfloat16", _MIXED_BF16, "Keras"),
-        ("float32", _F32, "Keras, jmp"),
-        ("float16", _F16, "Keras, jmp"),
-        ("bfloat16", _BF16, "Keras, jmp"),
-        ("float64", _F64, "Keras, jmp"),
-        ("O0", _F32, "Apex"),
-        ("O1", _MIXED_F16, "Apex"),
-        ("O2", Policy("f16", "f16", "f32"), "Apex"),
-        ("O3", _F16, "Apex"),
-        ("f32", _F32, "jmp"),
-        ("full", _F32, "jmp"),
-        ("f16", _F16, "jmp"),
-        ("half", Policy(HALF, HALF, HALF), "jmp"),
-        ("f64", _F64, "jmp"),
-    )
+    PolicyName(name=name, policy=Policy(*dtypes.split()), source=source)
+    for name, dtypes, source in POLICY_ROWS
 )
 _BY_NAME = {row.name: row.policy for row in POLICY_NAMES}
 _BY_FOLDED = {folded(name): policy for name, policy in _BY_NAME.items()}
@@ -352,13 +347,13 @@ def get_policy(spec: Any = None) -> Any:
       Lightning, `Trainer(precision=)`; Keras, `DTypePolicy`; Apex, `opt_level`; jmp, `get_policy`
     """
     if spec is None:
-        return _default.value or _F32
+        return _default.value or Policy()
     if isinstance(spec, Policy) or hasattr(spec, "policy_for"):
         return spec
-    if isinstance(spec, str):
-        return _parse(spec.strip())
-    if isinstance(spec, int) and not isinstance(spec, bool):
-        return _parse(str(spec))
+    is_name = isinstance(spec, str) or (isinstance(spec, int) and not isinstance(spec, bool))
+    if is_name:
+        name = str(spec).strip()
+        return _parse(name).named(name)
     if isinstance(spec, Mapping):
         return _from_config(cast("Mapping[str, Any]", spec))
     return _from_object(spec)
@@ -376,6 +371,8 @@ def _from_object(spec: Any) -> Policy:
 
 
 def _from_config(config: Mapping[str, Any]) -> Policy:
+    if (found := _read_elsewhere(config)) is not None:
+        return found
     inner = config.get("config", config)  # Keras wraps it: {"class_name": ..., "config": {...}}
     if isinstance(inner, Mapping) and set(inner) >= {"name"}:
         return _parse(cast("Mapping[str, str]", inner)["name"])

@@ -2,14 +2,14 @@
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
 
 from mpjax import _spelling
 from mpjax._errors import PolicyWarning, message, nearest
-from mpjax._policy import Policy, get_policy
+from mpjax._policy import Policy, get_policy, read_names_with
 from mpjax._quantized_array import is_quantized
 from mpjax._qwix_rules import qwix_rules
 from mpjax._spelling import Path, matches
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @jax.tree_util.register_static
-class PolicyMap:
+class PolicyMap(Mapping[str, Policy]):
     """A default policy, and rules from path to policy of which the first match wins.
 
     Paths are the keys of `jax.tree_util` joined by '/', list indices included, the trailing
@@ -33,7 +33,7 @@ class PolicyMap:
     'params/' and 'batch_stats/' before it, and the model's class before the path of an operation,
     may be left out; '*/' before a name and '/*' behind it may stand for nothing.
 
-    Immutable, hashable, a pytree without leaves, as `Policy` is.
+    Immutable, hashable, a pytree without leaves, as `Policy` is; a mapping from pattern to policy.
 
     Args:
       default: policy of the paths that no rule matches; whatever `get_policy` takes.
@@ -68,11 +68,35 @@ class PolicyMap:
         default: Any = None,
         rules: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
     ) -> None:
+        if rules == () and isinstance(default, Mapping) and set(default) != {"default", "rules"}:
+            raise TypeError(_no_default(default))
         checked = tuple(
             (_check(pattern), _of_rule(pattern, policy)) for pattern, policy in _pairs(rules)
         )
         object.__setattr__(self, "_default", _single(default))
         object.__setattr__(self, "_rules", checked)
+
+    def __getitem__(self, pattern: str) -> Policy:
+        """Returns the policy of a rule, by its pattern."""
+        for known, policy in self._rules:
+            if known == pattern:
+                return policy
+        got = f"no rule has the pattern {pattern!r}."
+        known = f"Patterns: {', '.join(repr(p) for p, _ in self._rules) or 'none'}."
+        fix = f"Type policies.policy_for({pattern!r}) for the policy of a path."
+        raise KeyError(_Text(message("PolicyMap", got, known, fix)))
+
+    def __iter__(self) -> Iterator[str]:
+        """Returns the patterns, in the order in which they are tried."""
+        return iter(dict(self._rules))
+
+    def __len__(self) -> int:
+        """Returns how many rules there are."""
+        return len(dict(self._rules))
+
+    def __bool__(self) -> bool:
+        """Returns True: without rules it is a policy still."""
+        return True
 
     @property
     def default(self) -> Policy:
@@ -258,6 +282,19 @@ def _no_rules(got: object) -> str:
     return message("PolicyMap(rules)", f"got {got!r}.", allowed, fix)
 
 
+class _Text(str):
+    """A text that an error shows as it is: KeyError shows the repr of what it was made of."""
+
+    __repr__ = str.__str__
+
+
+def _no_default(rules: Mapping[Any, Any]) -> str:
+    got = "got rules, and no default policy before them."
+    allowed = "Allowed: PolicyMap(default, rules); the default is of what no rule matches."
+    shown = {key: getattr(value, "name", value) for key, value in rules.items()}
+    return message("PolicyMap", got, allowed, f"Type PolicyMap('bf16-mixed', {shown!r}).")
+
+
 def _single(policy: Any) -> Policy:
     policy = get_policy(policy)
     if isinstance(policy, Policy):
@@ -290,6 +327,9 @@ def _check(pattern: object) -> str:
 
 def _unmatched_text(where: str, rule: str, pattern: str, paths: list[Path]) -> str:
     got = f"{rule} matches none of the {len(paths)} paths."
+    if _spelling.looks_like_regex(pattern):
+        fix = f"Type {f're:{pattern}'!r}: without re: it is a glob, in which only * ? [ mean more."
+        return message(where, got, "It has the signs of a regular expression.", fix)
     found = _spelling.shorter(pattern, paths)
     if found is not None:
         fix = f"Type {found[0]!r}: the module's path alone means the same everywhere."
@@ -298,3 +338,12 @@ def _unmatched_text(where: str, rule: str, pattern: str, paths: list[Path]) -> s
     close = nearest(pattern.removeprefix("re:").replace("*", ""), texts) or texts[:3]
     near = f"Nearest: {', '.join(map(repr, close))} (case matters)."
     return message(where, got, near, "Write a pattern that matches one, or drop the rule.")
+
+
+def _read(spec: Any) -> Any:
+    """Returns the map that a config is of; None where it is of none."""
+    is_config = isinstance(spec, Mapping) and set(spec) == {"default", "rules"}
+    return PolicyMap.from_dict(spec) if is_config else None
+
+
+read_names_with(_read)

@@ -34,10 +34,10 @@ def quantize(params: Any, policy: Any, *, channel_axis: int = -1) -> Any:
 
     Args:
       params: any pytree.
-      policy: whose recipe names the dtype, that of weights in `fprop`, and what has a scale: each
-        channel, or each matrix; or a `PolicyMap`, in which a rule takes small weights in, too.
-      channel_axis: where channels are, of a recipe with a scale for each: what a product does not
-        add up over. -1 for kernels as Flax and Haiku have them; -2 for Equinox's and PyTorch's.
+      policy: whose recipe names the dtype, that of weights in `fprop`; or a `PolicyMap`, in which a
+        rule takes small weights in, too.
+      channel_axis: where channels are, each of which has a scale: what a product does not add up
+        over. -1 for kernels as Flax and Haiku have them; -2 for Equinox's and PyTorch's.
         Of Flax's attention it is known: heads and their sizes, or what comes out.
 
     Returns:
@@ -98,9 +98,9 @@ def _quantized(leaf: Any, path: str, policy: Any, summed: tuple[int, ...]) -> An
     if leaf.ndim < 2 or not (asked_for or _is_weight(leaf.shape, summed)):
         return leaf
     dtype = jnp.dtype(DTYPES[(mine.recipe.products["fprop"] or ("int8", "int8"))[1]])
-    # Axes in front of the matrix are those of stacks: layers of a scan, experts.
-    shared = summed if mine.recipe.granularity == "channel" else _matrix(summed)
-    axes = tuple(sorted(axis % leaf.ndim for axis in shared))
+    # Each channel has a scale, also in float8, where one a matrix would be 0 for channels that are
+    # 10⁶ smaller. Axes in front of the matrix are those of stacks: layers of a scan, experts.
+    axes = tuple(sorted(axis % leaf.ndim for axis in summed))
     found = scaled.quantize(jnp.asarray(leaf), dtype, axes, mine.recipe.margin)
     return QuantizedArray(found.values, found.scale)
 
@@ -135,7 +135,7 @@ def _check_recipe(recipe: Recipe) -> None:
         raise ValueError(message(_WHERE, f"{recipe} leaves the forward product.", fix))
     if recipe.block_size > 1:
         got = f"{recipe} has a scale for each {recipe.block_size} values; weights are stored with "
-        got += "one for each channel or matrix."
+        got += "one for each channel."
         raise ValueError(message(_WHERE, got, fix))
 
 

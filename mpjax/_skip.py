@@ -9,13 +9,14 @@ new are one, and on a skipped one all that follows is dropped.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.extend.core as jex
 import jax.numpy as jnp
 
+from mpjax._applied import applied_by, applied_of
 from mpjax._tree import first_difference, is_array
 from mpjax._typing import Array, PyTree
 
@@ -25,49 +26,126 @@ def select_like(pred: Array, new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: _choose(pred, a, b), new, old)
 
 
-def update_where(
-    pred: Array, update: Callable[[], tuple[PyTree, PyTree]], old: PyTree
-) -> tuple[PyTree, PyTree]:
-    """Returns `update()`, a pair `(steps, state)`, with the state `old` where `pred` is false.
+class Outcome(NamedTuple):
+    """What an update gave, or, where its step is skipped, what was before."""
 
-    The steps mean something only where `pred` is true.
+    steps: PyTree  # they mean something only where `taken` is true
+    state: PyTree
+    taken: Array  # bool[]
+    applied: list[bool]  # by leaf of the gradients; those of frozen parameters are not
+
+
+def update_where(
+    judge: Callable[[list[bool]], Array],
+    update: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    grads: PyTree,
+    old: PyTree,
+) -> Outcome:
+    """Returns `update(grads, old)`, a pair `(steps, state)`, with the state `old` where skipped.
+
+    A gradient that no update depends on is given as 0 where it is not finite: it would spoil what
+    the optimizer keeps of a frozen parameter.
 
     Args:
-      pred: bool[].
-      update: closes over what it needs; the state that it returns is a tree like `old`.
+      judge: bool[] for a flag by leaf of `grads`, whether it is applied: whether to take the step.
+      update: closes over all but gradients and state; the state that it returns is a tree like
+        `old`.
+      grads: the gradients.
       old: the state before.
 
     Raises:
       ValueError: the state that `update` returns is not a tree like `old`.
     """
-    if not isinstance(pred, jax.core.Tracer):
+    count = len(jax.tree.leaves(grads))
+    everything = [True] * count
+    taken = judge(everything)
+    if not isinstance(taken, jax.core.Tracer):
         # Outside jit nothing is fused, and an optimizer may look at concrete values.
-        steps, new = update()
+        applied = everything if bool(taken) else applied_by(update, grads, old)
+        taken = taken if all(applied) else judge(applied)
+        steps, new = update(_without_spoilt(grads, applied), old)
         _check_structure(new, old)
-        return steps, select_like(pred, new, old)
-    statics: list[Any] = []
-    structures: list[Any] = []
+        return Outcome(steps, select_like(taken, new, old), taken, applied)
+    return _traced(judge, update, grads, old)
 
-    def values_of_update() -> list[Any]:
-        steps, new = update()
+
+def _traced(
+    judge: Callable[[list[bool]], Array],
+    update: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    grads: PyTree,
+    old: PyTree,
+) -> Outcome:
+    (of_grads, given), (of_old, before) = _form(grads), _form(old)
+    made: list[_Form] = []
+
+    def values_of_update(given: list[Any], before: list[Any]) -> list[Any]:
+        steps, new = update(of_grads.filled(given), of_old.filled(before))
         _check_structure(new, old)
-        leaves, structure = jax.tree.flatten((steps, new))
-        structures.append(structure)
-        statics.extend(None if _is_value(x) else x for x in leaves)
-        return [x for x in leaves if _is_value(x)]
+        (of_steps, first), (of_new, after) = _form(steps), _form(new)
+        made.extend((of_steps, of_new))
+        return [*first, *after]
 
-    closed = jax.make_jaxpr(values_of_update)()
-    old_leaves = jax.tree.leaves(old)
-    olds = [*[None] * (len(statics) - len(old_leaves)), *old_leaves]
-    kept = [old for old, static in zip(olds, statics, strict=True) if static is None]
-    values = iter(_evaluate(pred, closed, kept))
-    return structures[0].unflatten([next(values) if s is None else s for s in statics])
+    closed = jax.make_jaxpr(values_of_update)(given, before)
+    of_steps, of_new = made
+    firsts = len(given), len(of_steps.places)
+    number_of = {place: number for number, place in enumerate(of_old.places)}
+    pairs = [
+        (firsts[0] + number_of[place], firsts[1] + number)
+        for number, place in enumerate(of_new.places)
+        if place in number_of
+    ]
+    inputs = applied_of(closed, firsts[1], pairs)
+    applied = [True] * of_grads.size
+    for number, place in enumerate(of_grads.places):
+        applied[place] = inputs[number]
+    taken = judge(applied)
+    args = [x if is_used else _unspoilt(x) for x, is_used in zip(given, inputs, strict=False)]
+    leaves = jax.tree.leaves(old)
+    olds = [*[None] * firsts[1], *[leaves[place] for place in of_new.places]]
+    results = _evaluate(taken, closed, list(map(jnp.asarray, [*args, *before])), olds)
+    steps, state = of_steps.filled(results[: firsts[1]]), of_new.filled(results[firsts[1] :])
+    return Outcome(steps, state, taken, applied)
 
 
-def _evaluate(pred: Array, closed: Any, olds: list[Any]) -> list[Any]:
+class _Form(NamedTuple):
+    """A tree without its values: where they stand, and what its other leaves are."""
+
+    structure: Any
+    places: list[int]
+    rest: dict[int, Any]
+    size: int
+
+    def filled(self, values: list[Any]) -> PyTree:
+        """Returns the tree with these values."""
+        by_place = self.rest | dict(zip(self.places, values, strict=True))
+        return self.structure.unflatten([by_place[place] for place in range(self.size)])
+
+
+def _form(tree: PyTree) -> tuple[_Form, list[Any]]:
+    leaves, structure = jax.tree.flatten(tree)
+    places = [i for i, x in enumerate(leaves) if _is_value(x)]
+    rest = {i: x for i, x in enumerate(leaves) if not _is_value(x)}
+    return _Form(structure, places, rest, len(leaves)), [leaves[i] for i in places]
+
+
+def _without_spoilt(grads: PyTree, applied: list[bool]) -> PyTree:
+    leaves, structure = jax.tree.flatten(grads)
+    kept = [x if is_used else _unspoilt(x) for x, is_used in zip(leaves, applied, strict=True)]
+    return structure.unflatten(kept)
+
+
+def _unspoilt(x: Any) -> Any:
+    """Returns a gradient, or zeros where it is not finite throughout."""
+    if not (is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)):
+        return x
+    return jax.lax.select(jnp.all(jnp.isfinite(x)), jnp.asarray(x), jnp.zeros_like(x))
+
+
+def _evaluate(pred: Array, closed: Any, args: list[Any], olds: list[Any]) -> list[Any]:
     """Returns the outputs of `closed`, each that has an old value chosen where it is made."""
     jaxpr = closed.jaxpr
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    env |= dict(zip(jaxpr.invars, args, strict=True))
     new: dict[Any, Any] = {}
 
     def read(atom: Any) -> Any:

@@ -123,6 +123,20 @@ def check(pattern: str) -> None:
         re.compile(pattern.removeprefix(REGEX))
 
 
+_SIGNS = re.compile(r"\.[*+?]|^\^|\$$|\\[a-zA-Z./]|\(.*\)|\||\[[^]]+\][*+?{]|\w\+")
+
+
+def looks_like_regex(pattern: str) -> bool:
+    """Whether a glob has signs that only a regular expression gives a meaning, and is one."""
+    if pattern.startswith(REGEX) or not _SIGNS.search(pattern):
+        return False
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
+
+
 def shorter(pattern: str, paths: Iterable[Path]) -> tuple[str, str] | None:
     """Returns a pattern without the part that keeps it from matching, and that part.
 

@@ -12,7 +12,9 @@ from mpjax._autocast.with_history import started
 from mpjax._dtypes import FLOAT32
 from mpjax._errors import message
 from mpjax._loss_scale import LossScale
+from mpjax._microbatches import MicroBatches
 from mpjax._typing import PyTree
+from mpjax._under_policy import widened
 
 has_history = delayed.has_history
 
@@ -25,7 +27,7 @@ def history_of(
     loss_fn: Callable[..., Any],
     args: tuple[PyTree, ...],
     batch: PyTree,
-    accumulate: int,
+    parts: MicroBatches,
     loss_scale: LossScale,
 ) -> PyTree:
     """Returns the histories that a state starts from, None where no recipe needs them.
@@ -34,8 +36,8 @@ def history_of(
       policy: the step's.
       loss_fn: the loss function, as it was given.
       args: what it takes before the batch.
-      batch: arrays of which each leaf's first axis divides by `accumulate`; None for none.
-      accumulate: of micro-batches, of which one is run.
+      batch: a batch as the step takes it; None for none.
+      parts: the step's micro-batches, of which one is run.
       loss_scale: what the loss is scaled by.
 
     Raises:
@@ -48,13 +50,11 @@ def history_of(
         fix = "Type step.init(params, batch=batch), and step.init(batch=batch) in mpjax.nnx."
         raise ValueError(message("step.init", got, fix))
 
-    def part(x: Any) -> Any:
-        return x[: x.shape[0] // accumulate] if getattr(x, "ndim", 0) and accumulate > 1 else x
-
     # A float16 loss cannot be multiplied by more.
     seed = jnp.minimum(jnp.asarray(loss_scale.loss_scale, FLOAT32), 2.0**15)
-    args = (*args, jax.tree.map(part, batch))
-    return jax.jit(lambda *args: started(loss_fn, args, {}, as_settings(policy), seed))(*args)
+    args = (*args, parts.first(batch))
+    fun = widened(loss_fn, policy)
+    return jax.jit(lambda *args: started(fun, args, {}, as_settings(policy), seed))(*args)
 
 
 def of_policy(policy: Any, history: PyTree, where: str = "train step") -> PyTree:

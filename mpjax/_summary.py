@@ -17,8 +17,10 @@ from mpjax._tree import is_array, is_overwritten, map_with_path, to_full
 from mpjax._typing import Array, PyTree
 
 
-def grad_norm(loss_scale: LossScale, grads: PyTree) -> Array:
+def grad_norm(loss_scale: LossScale, grads: PyTree, applied: list[bool]) -> Array:
     """Returns the norm of true gradients, given scaled: f32[], before anything clips them.
+
+    Those that are not `applied`, a flag for each leaf, do not count: of frozen parameters.
 
     Written as `optax.clip_by_global_norm` inside `with_loss_scale` writes its own, so that XLA
     computes both once: a step that clips pays nothing for the metric.
@@ -26,7 +28,8 @@ def grad_norm(loss_scale: LossScale, grads: PyTree) -> Array:
     plain = map_with_path(lambda _, g: to_full(g) if is_array(g) else g, grads)
     plain = unscale_once_read(loss_scale, plain)
     leaves = jax.tree_util.tree_leaves_with_path(plain)
-    counted = [g for path, g in leaves if not is_overwritten(path)]
+    flags = zip(leaves, applied, strict=True)
+    counted = [g for (path, g), is_used in flags if is_used and not is_overwritten(path)]
     with jax.numpy_dtype_promotion("standard"):  # float32 and float64 gradients in one tree
         return jnp.asarray(optax.tree.norm(counted), FLOAT32)
 
@@ -61,7 +64,10 @@ def describe_step(loss_fn: Any, policy: Any, options: dict[str, tuple[Any, Any]]
     """
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     chosen = [f"{key}={value!r}" for key, (value, default) in options.items() if value != default]
-    return f"<train step of {', '.join([f'{name} under {policy}', *chosen])}>"
+    shown = str(policy)
+    if getattr(policy, "name", shown) != shown:
+        shown = f"{policy.name!r} ({shown})"
+    return f"<train step of {', '.join([f'{name} under {shown}', *chosen])}>"
 
 
 def _sizes(tree: PyTree, *, counted: bool) -> str:

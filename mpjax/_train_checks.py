@@ -10,16 +10,18 @@ import jax.numpy as jnp
 
 from mpjax._adopt import kind_of
 from mpjax._compat import axis_names
-from mpjax._dtypes import describe
+from mpjax._dtypes import FLOAT32, describe
 from mpjax._errors import message
 from mpjax._grad import get_loss_scale
 from mpjax._inputs import MODULES, check_params, check_transformation, described, is_transformation
 from mpjax._loss_scale import NoOpLossScale
+from mpjax._micro_axes import check_axes
 from mpjax._optim_state import find_states, gradient_params, is_wrapped, refuse_before
 from mpjax._policy import Policy
 from mpjax._policy_map import PolicyMap
 from mpjax._tree import first_difference, is_array, leaf_paths
 from mpjax._typing import PyTree
+from mpjax._users_line import users_line
 
 
 def check_arguments(loss_fn: Any, tx: Any, policy: Any, options: dict[str, Any]) -> None:
@@ -46,6 +48,7 @@ def check_arguments(loss_fn: Any, tx: Any, policy: Any, options: dict[str, Any])
     if is_wrapped(tx):
         _refuse_two(options["loss_scale"])
     _check_accumulate(options["accumulate"])
+    check_axes(options["accumulate_axes"])
     for name in ("has_aux", "weighted", "donate", "lost_updates"):
         if not isinstance(options[name], bool):
             got = f"must be True or False; got {described(options[name])}."
@@ -99,7 +102,20 @@ def check_start(
         if extra_state is not None:
             fix = f"Type {where}({'state' if where.endswith('adopt') else 'params'}) without it,"
             fix += f" or def {name}(params, extra_state, batch)."
-        raise TypeError(message(where, got, allowed, fix)) from None
+        several = _several(signature) if extra_state is None else ""
+        also = []
+        if several:
+            of = next(iter(signature.parameters))
+            also = [f"Are {several} the batch: def {name}({of}, batch): {several} = batch,"]
+            also[0] += f" and step(state, ({several}))."
+        raise TypeError(message(where, got, allowed, fix, *also)) from None
+
+
+def _several(signature: inspect.Signature) -> str:
+    """Returns the names of what a loss function takes behind its parameters, if that is several."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in signature.parameters.values() if p.kind in kinds]
+    return ", ".join(names[1:]) if len(names) > 2 else ""
 
 
 def _changes_arguments(fun: Any) -> bool:
@@ -187,10 +203,40 @@ def check_extra_state(new: PyTree, old: PyTree) -> None:
             raise ValueError(message(where, got, "Return it in the shape in which it came."))
 
 
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def one_batch(batch: tuple[PyTree, ...]) -> PyTree:
+    """Returns the batch that a step was called with, of which there is to be one.
+
+    Raises:
+      TypeError: there is none, or there are several.
+    """
+    if len(batch) == 1:
+        return batch[0]
+    got = f"a step takes a state and one batch; got {len(batch)} arguments behind the state."
+    fix = "Type step(state, (x, y)), and def loss_fn(params, batch): with x, y = batch in it."
+    raise TypeError(message("train step", got, "Allowed: any pytree as the batch.", fix))
+
+
 def checked_call(call: Any, state: PyTree, batch: PyTree) -> Any:
-    """Returns `call(state, batch)`; says what to do about a state that was donated before."""
+    """Returns `call(state, batch)`; says what to do about a state that was donated before.
+
+    An error of JAX about a value that is not known while tracing gets the user's line as a note.
+    """
     try:
         return call(state, batch)
+    except _NEEDS_VALUES as error:
+        lines = users_line(error)
+        got = "the loss needs the value of an array while it is traced."
+        fix = "Use jnp.where or jax.lax.cond there, or make it a Python value outside of the step."
+        error.add_note(message("train step", got, *lines, fix))
+        raise
     except (RuntimeError, ValueError) as error:
         if "deleted" not in str(error) or not any(map(_is_deleted, jax.tree.leaves(state))):
             raise
@@ -236,3 +282,28 @@ def pair(out: Any, wanted: str) -> tuple[Any, Any]:
     got = f"the loss function must return {wanted}; got {describe(out)}."
     fix = "Return that tuple, or change has_aux= or what step.init was given."
     raise TypeError(message("make_train_step", got, fix))
+
+
+def split_outputs(
+    out: Any, extra_state: PyTree, *, has_aux: bool, weighted: bool
+) -> tuple[Any, tuple[Any, PyTree, Any]]:
+    """Returns what a loss function returned as `loss, (weight, extra_state, aux)`.
+
+    Args:
+      out: what it returned.
+      extra_state: what it was given; None if it has none.
+      has_aux, weighted: as in `make_train_step`.
+    """
+    loss = "(loss, weight)" if weighted else "loss"
+    weight = aux = None
+    if extra_state is not None and has_aux:
+        out, rest = pair(out, f"({loss}, (new_extra_state, aux))")
+        extra_state, aux = pair(rest, f"({loss}, (new_extra_state, aux))")
+    elif extra_state is not None:
+        out, extra_state = pair(out, f"({loss}, new_extra_state)")
+    elif has_aux:
+        out, aux = pair(out, f"({loss}, aux)")
+    if weighted:
+        out, weight = pair(out, "(loss, weight), with weighted=True,")
+        weight = jax.lax.stop_gradient(jnp.asarray(weight).astype(FLOAT32))
+    return out, (weight, extra_state, aux)

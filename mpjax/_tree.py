@@ -159,11 +159,16 @@ def to_full(x: Any) -> Any:
 
 def leaves_finite(tree: PyTree) -> Array:
     """Returns, leaf by leaf, whether it holds neither inf nor NaN: bool[number of leaves]."""
-    flags = [_leaf_finite(x) for x in jax.tree.leaves(tree)]
-    return jnp.stack(flags) if flags else jnp.ones((0,), jnp.bool_)
+    return stacked([leaf_finite(x) for x in jax.tree.leaves(tree)])
 
 
-def _leaf_finite(x: Any) -> Array:
+def stacked(flags: Sequence[Any]) -> Array:
+    """Returns flags as bool[number of flags]."""
+    return jnp.stack(list(map(jnp.asarray, flags))) if flags else jnp.ones((0,), jnp.bool_)
+
+
+def leaf_finite(x: Any) -> Array:
+    """Returns whether a leaf holds neither inf nor NaN."""
     inexact = isinstance(x, (float, complex)) or (
         is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
     )

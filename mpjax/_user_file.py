@@ -1,20 +1,18 @@
-"""A function in a user's file: found, imported, and where in it something was raised."""
+"""A function in a user's file: found and imported."""
 
 import ast
 import importlib
 import importlib.util
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from mpjax._errors import message, nearest
+from mpjax._users_line import users_line
 
 WHERE = "mpjax doctor"
-_INSTALLED = ("stdlib", "purelib", "platlib")
 _TRAINS = ("fit", "main", "run", "train")  # what a script calls at its end
 
 
@@ -69,32 +67,16 @@ def _executed(path: str, where: str, execute: Callable[[], Any]) -> Any:
     except SystemExit as error:
         got = f"{path} ends the program while it is imported: it is a script."
         fix = "Put what it runs under `if __name__ == '__main__':`."
-        raise ValueError(message(where, got, *place_of(error), fix)) from error
+        raise ValueError(message(where, got, *users_line(error), fix)) from error
     except Exception as error:
         got = f"{path} cannot be imported: {first_line(error)}"
         fix = "Type a path that ends in .py, or a module that Python finds from here."
         is_missing = isinstance(error, ModuleNotFoundError) and not path.endswith(".py")
-        raise ValueError(message(where, got, *place_of(error), *[fix] * is_missing)) from error
+        raise ValueError(message(where, got, *users_line(error), *[fix] * is_missing)) from error
 
 
 def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-def place_of(error: BaseException, file: str = "") -> list[str]:
-    """Returns the line of the user's own code that was reached last, as a line of a message.
-
-    Args:
-      error: what was raised there.
-      file: where it is looked for first; without it, in all that is no installed package.
-    """
-    if isinstance(error, SyntaxError) and error.filename:
-        return [f"At {Path(error.filename).name}:{error.lineno}: {(error.text or '').strip()}"]
-    frames = traceback.extract_tb(error.__traceback__)
-    libraries = (str(Path(__file__).parent), "<frozen", *map(sysconfig.get_path, _INSTALLED))
-    own = [f for f in frames if f.filename == file]
-    own = own or [f for f in frames if not f.filename.startswith(libraries)]
-    return [f"At {Path(f.filename).name}:{f.lineno}: {f.line}" for f in own[-1:]]
 
 
 def _refuse_script(path: str, file: Path, where: str) -> None:

@@ -4,7 +4,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar, cast
 
-import flax.linen as nn
+from mpjax._errors import missing
+
+try:
+    import flax.linen as nn
+except ModuleNotFoundError as error:
+    raise missing(error, "mpjax.linen") from None
+
 import jax
 import jax.numpy as jnp
 

@@ -5,9 +5,15 @@ import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
+from mpjax._errors import missing
+
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    raise missing(error, "mpjax.nnx") from None
+
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from mpjax._adopt import adopted
 from mpjax._autocast import nnx_names

@@ -7,13 +7,20 @@ pass over parameters and moments, and no host in between.
 
 from typing import Any
 
+from mpjax._errors import missing
+
+try:
+    import optax
+except ModuleNotFoundError as error:
+    raise missing(error, "mpjax.optim") from None
+
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from mpjax._adopt import adopt_state
+from mpjax._applied import applied_by
 from mpjax._dtypes import FLOAT32
 from mpjax._errors import message
 from mpjax._foreign_names import LOSS_SCALE, STEP, names_keywords
@@ -49,14 +56,17 @@ from mpjax._optim_state import (
     raise_if_diverged,
     unpack,
 )
+from mpjax._scale_slips import as_scaled_by
 from mpjax._skip import select_like, update_where
 from mpjax._tree import (
     agree,
     first_difference,
     is_array,
     is_overwritten,
+    leaf_finite,
     leaves_finite,
     map_with_path,
+    stacked,
     to_full,
 )
 from mpjax._typing import Array, AxisName, PyTree
@@ -108,6 +118,8 @@ def with_loss_scale(
     `current_loss_scale(opt_state)`, divides them by it in float32, and hands them to `inner`.
     Where any is inf or NaN, `inner`'s state stays as it was, bit for bit, and the update is -0.0,
     which leaves every parameter as it is, also one that is -0.0. Then the loss scale is adjusted.
+    So it is where `value=`, the loss, is given and is inf or NaN. Gradients that no update depends
+    on, of parameters frozen by `optax.set_to_zero`, say, are not judged.
 
     Clipping goes inside, where gradients are unscaled: `with_loss_scale(optax.chain(
     optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))`. So does what accumulates or filters
@@ -199,34 +211,87 @@ class _LossScaled:
     def update(
         self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
+        return self.update_and_applied(updates, state, params, **extra)[:2]
+
+    def update_and_applied(
+        self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, PyTree, list[bool]]:
+        """Returns updates, the next state, and, by leaf, whether a gradient is applied."""
         _check_update(updates, state, params)
         scale = unpack(state)
-        grads = unscale_once_read(scale, _widened(updates))
+        is_dynamic = bool(state.adjustment)
+        given = as_scaled_by(scale, updates, is_dynamic=is_dynamic)
+        grads = unscale_once_read(scale, _widened(given))
         if "grad" in extra:
             other = extra["grad"]
             is_same = other is updates
             extra["grad"] = grads if is_same else unscale_once_read(scale, _widened(other))
-        leaf_finite = agree(leaves_finite(grads), self._axis_name)
-        finite = jnp.all(leaf_finite)
-        args = (_without_overwritten(grads), state.inner_state, _without_overwritten(params))
-        steps, inner_state = update_where(
-            finite, lambda: self._inner.update(*args, **extra), state.inner_state
+        flags = [leaf_finite(g) for g in jax.tree.leaves(grads)]
+        axes = self._axis_name
+        value_finite = agree(leaves_finite(extra.get("value")), axes)
+        plain = _without_overwritten(params)
+        judged: list[Array] = []
+
+        def judge(applied: list[bool]) -> Array:
+            used = zip(flags, _in_all(grads, applied), strict=True)
+            judged.append(agree(stacked([f if is_used else True for f, is_used in used]), axes))
+            return jnp.all(judged[-1]) & jnp.all(value_finite)
+
+        steps, inner_state, finite, applied = update_where(
+            judge,
+            lambda grads, inner_state: self._inner.update(grads, inner_state, plain, **extra),
+            _without_overwritten(grads),
+            state.inner_state,
         )
         steps = jax.tree.map(lambda u: _or_nothing(finite, u), steps)
         steps = _with_overwritten(finite, steps, grads, params)
         scalar, adjustment = _fields(_adjusted(scale, finite))
         skips = jnp.where(finite, 0, state.consecutive_skips + 1)
         limit = self._limit
-        return steps, LossScaleState(
+        new = LossScaleState(
             loss_scale=state.loss_scale if scalar is None else jnp.asarray(scalar, FLOAT32),
             adjustment=adjustment,
             grads_finite=finite,
             skipped_steps=state.skipped_steps + (~finite).astype(jnp.int32),
             consecutive_skips=skips,
             diverged=state.diverged if limit is None else state.diverged | (skips >= limit),
-            leaf_finite=jnp.where(finite, state.leaf_finite, leaf_finite),
+            leaf_finite=jnp.where(finite, state.leaf_finite, judged[-1]),
             inner_state=inner_state,
         )
+        return steps, new, _in_all(grads, applied)
+
+
+def update_with(
+    tx: optax.GradientTransformationExtraArgs,
+    updates: PyTree,
+    state: PyTree,
+    params: PyTree,
+    extra: dict[str, Any],
+) -> tuple[PyTree, PyTree, list[bool]]:
+    """Returns what `tx.update` does, and, by leaf, whether a gradient is applied at all.
+
+    Those of parameters that the optimizer freezes are not. Extra arguments that an optimizer says
+    it has no place for are left out: `optax.contrib.sam` has the type of one that takes some.
+    """
+    scaled = getattr(tx.update, "__self__", None)
+    try:
+        if isinstance(scaled, _LossScaled):
+            return scaled.update_and_applied(updates, state, params, **extra)
+        applied = applied_by(lambda g, s: tx.update(g, s, params, **extra), updates, state)
+        return *tx.update(updates, state, params, **extra), applied
+    except TypeError as error:
+        refused = [name for name in extra if f"unexpected keyword argument '{name}'" in str(error)]
+        if not refused:
+            raise
+    fewer = {name: value for name, value in extra.items() if name not in refused}
+    return update_with(tx, updates, state, params, fewer)
+
+
+def _in_all(grads: PyTree, applied: list[bool]) -> list[bool]:
+    """Returns the flags of all leaves: those that overwrite are applied by what they hold."""
+    flags = iter(applied)
+    leaves = jax.tree_util.tree_leaves_with_path(grads)
+    return [True if is_overwritten(path) else next(flags) for path, _ in leaves]
 
 
 def _fields(scale: LossScale) -> tuple[Any, Any]:

@@ -5,9 +5,15 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mpjax._errors import missing
+
+try:
+    import optax
+except ModuleNotFoundError as error:
+    raise missing(error, "mpjax.train") from None
+
 import jax
 import jax.numpy as jnp
-import optax
 
 from mpjax._adopt import adopted, params_to_adopt
 from mpjax._chains import skipped_whole
@@ -17,7 +23,7 @@ from mpjax._grad import get_loss_scale, localised, mean, name_of, value_and_grad
 from mpjax._hardware import check_policy
 from mpjax._loss_scale import LossScale
 from mpjax._low_precision.chosen import check_rounding, warn_of_lost_updates, with_rounding
-from mpjax._microbatches import divided, over_parts, weighed
+from mpjax._microbatches import MicroBatches, divided, gradients
 from mpjax._policy import Policy, chosen_policy, in_step
 from mpjax._policy_map import PolicyMap
 from mpjax._skip import select_like
@@ -38,7 +44,8 @@ from mpjax._train_checks import (
     check_start,
     checked_call,
     fields_of,
-    pair,
+    one_batch,
+    split_outputs,
 )
 from mpjax._train_state import TrainState, checked_state, copied
 from mpjax._tree import check_axes
@@ -47,7 +54,13 @@ from mpjax._under_policy import is_autocast, param_dtypes, under_policy
 from mpjax.numerics import Report, lost_updates
 from mpjax.numerics._step import Differentiated, StepDiagnosis
 from mpjax.numerics._watch import Seen, check_watch, watched
-from mpjax.optim import apply_updates, current_loss_scale, find_states, with_loss_scale
+from mpjax.optim import (
+    apply_updates,
+    current_loss_scale,
+    find_states,
+    update_with,
+    with_loss_scale,
+)
 
 __all__ = ["TrainState", "TrainStep", "make_train_step"]
 
@@ -68,6 +81,7 @@ class TrainStep:
         loss_scale: LossScale | float | None,
         has_aux: bool,
         accumulate: int,
+        accumulate_axes: Any,
         weighted: bool,
         max_consecutive_skips: int | None,
         axis_name: AxisName,
@@ -85,7 +99,7 @@ class TrainStep:
         self._given_tx = tx
         self._given_loss_scale = loss_scale
         self._has_aux = has_aux
-        self._accumulate = accumulate
+        self._parts = MicroBatches(accumulate, accumulate_axes)
         self._weighted = weighted
         self._axis_name = axis_name
         self._wrapped_tx = with_loss_scale(
@@ -100,7 +114,8 @@ class TrainStep:
     def __repr__(self) -> str:
         options = {
             "loss_scale": (self._given_loss_scale, None),
-            "accumulate": (self._accumulate, 1),
+            "accumulate": (self._parts.count, 1),
+            "accumulate_axes": (self._parts.axes, 0),
             "axis_name": (self._axis_name, None),
             "rounding": (self._rounding, None),
             "watch": (self._watch, None),
@@ -109,7 +124,7 @@ class TrainStep:
         return describe_step(self._loss_fn, self.policy, options)
 
     def init(
-        self, params: PyTree, extra_state: PyTree = None, *, batch: PyTree = None
+        self, params: PyTree = None, extra_state: PyTree = None, *, batch: PyTree = None
     ) -> TrainState:
         """Returns the state to start from.
 
@@ -142,7 +157,7 @@ class TrainStep:
     def _history_of(self, params: PyTree, opt_state: PyTree, extra: PyTree, batch: PyTree) -> Any:
         args = (params,) if extra is None else (params, extra)
         scale = current_loss_scale(opt_state)
-        return history_of(self.policy, self._loss_fn, args, batch, self._accumulate, scale)
+        return history_of(self.policy, self._loss_fn, args, batch, self._parts, scale)
 
     def adopt(self, state: Any, extra_state: PyTree = None, *, batch: PyTree = None) -> TrainState:
         """Returns a state that another policy left, or another loss scale, as one of this step.
@@ -179,9 +194,9 @@ class TrainStep:
         rest = (jax.tree.map(copied, x) for x in (opt_state, extra_state, history))
         return TrainState(jnp.array(old["step"], jnp.int32, copy=True), params, *rest)
 
-    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
-        """Returns the next state and the metrics of this step; `state` is donated."""
-        return checked_call(self._jitted, checked_state(state), batch)
+    def __call__(self, state: TrainState, *batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
+        """Returns the next state and the metrics of this step, of a batch; `state` is donated."""
+        return checked_call(self._jitted, checked_state(state), one_batch(batch))
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Returns the step lowered for these arguments (or specs of them), ahead of time."""
@@ -259,7 +274,7 @@ class TrainStep:
         look = Seen(state, loss_scale, self._twin(self.policy), arguments)
         state, watching = watched(self._watch, look, self.policy, self._axis_name)
         extra = {"value": loss, "grad": grads, "value_fn": self._value_fn(state, batch)}
-        updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
+        updates, opt_state, applied = update_with(tx, grads, state.opt_state, state.params, extra)
         scaling = find_states(opt_state)[0][1]
         finite = scaling.grads_finite
         new_state = TrainState(
@@ -271,7 +286,7 @@ class TrainStep:
         )
         metrics = {
             "loss": loss,
-            "grad_norm": grad_norm(loss_scale, grads),
+            "grad_norm": grad_norm(loss_scale, grads, applied),
             "loss_scale": jnp.asarray(loss_scale.loss_scale, FLOAT32),
             **counted(scaling),
         }
@@ -302,16 +317,9 @@ class TrainStep:
         # Averaged here, after accumulation, and not by value_and_grad in each micro-batch.
         inputs = tracked(state.params, state.amax_history, self.policy, loss_scale)
         params = localised((inputs,), 0, self._axis_name)[0]
-        if self._accumulate == 1:
-            out, grads = differentiate(params, state.extra_state, batch)
-            loss, (weight, extra_state, aux) = out
-            loss = loss.astype(FLOAT32)
-            if weight is not None:
-                loss, grads = weighed(weight, loss), weighed(weight, grads)
-        else:
-            loss, weight, extra_state, aux, grads = over_parts(
-                differentiate, params, state.extra_state, batch, self._accumulate
-            )
+        loss, weight, extra_state, aux, grads = gradients(
+            differentiate, params, state.extra_state, batch, self._parts
+        )
         if self._axis_name is not None:
             loss, weight, grads = (mean(x, self._axis_name) for x in (loss, weight, grads))
         if weight is not None:
@@ -321,21 +329,9 @@ class TrainStep:
     def _scalar_loss(self, params: PyTree, extra_state: PyTree, batch: PyTree) -> Any:
         """Runs the loss function under the policy; returns `loss, (weight, extra_state, aux)`."""
         guarded = extra_state is not None
-        loss = "(loss, weight)" if self._weighted else "loss"
         with in_step(self.policy):
             out = self._run(params, *((extra_state,) if guarded else ()), batch)
-        weight = aux = None
-        if guarded and self._has_aux:
-            out, rest = pair(out, f"({loss}, (new_extra_state, aux))")
-            extra_state, aux = pair(rest, f"({loss}, (new_extra_state, aux))")
-        elif guarded:
-            out, extra_state = pair(out, f"({loss}, new_extra_state)")
-        elif self._has_aux:
-            out, aux = pair(out, f"({loss}, aux)")
-        if self._weighted:
-            out, weight = pair(out, "(loss, weight), with weighted=True,")
-            weight = jax.lax.stop_gradient(jnp.asarray(weight).astype(FLOAT32))
-        return out, (weight, extra_state, aux)
+        return split_outputs(out, extra_state, has_aux=self._has_aux, weighted=self._weighted)
 
 
 @names_keywords(STEP)
@@ -347,6 +343,7 @@ def make_train_step(
     loss_scale: LossScale | float | None = None,
     has_aux: bool = False,
     accumulate: int = 1,
+    accumulate_axes: Any = 0,
     weighted: bool = False,
     max_consecutive_skips: int | None = 50,
     axis_name: AxisName = None,
@@ -358,8 +355,9 @@ def make_train_step(
     """Returns a jitted train step for any precision: `state, metrics = step(state, batch)`.
 
     The step computes the loss under `policy`, differentiates it scaled, and updates the
-    parameters unless a gradient is inf or NaN: then everything in the state but the loss scale
-    and its counters stays, bit for bit, as if the batch had never been.
+    parameters unless the loss or a gradient is inf or NaN: then everything in the state but the
+    loss scale and its counters stays, bit for bit, as if the batch had never been. Gradients of
+    parameters that `tx` freezes (`optax.set_to_zero`) do not count.
 
     Args:
       loss_fn: `loss_fn(params, batch) -> loss`; with extra state given to `init`,
@@ -375,11 +373,14 @@ def make_train_step(
       loss_scale: None for what the policy needs (dynamic for float16 compute); else as in
         `with_loss_scale`.
       has_aux: whether `loss_fn` returns something to report besides.
-      accumulate: micro-batches in a step. Batch leaves are split along their first axis,
-        scalars are repeated and a scalar PRNG key is folded with the micro-batch's index. `aux`
-        comes back stacked. A non-finite micro-batch skips the whole step. The loss is the mean of
-        the micro-batches' losses: where each of those is a mean over as many as its mask leaves,
-        that is another loss than the whole batch's, unless `weighted`.
+      accumulate: micro-batches in a step. Batch leaves are split along their first axis, whose
+        size they share; scalars are repeated and a scalar PRNG key is folded with the
+        micro-batch's index. `aux` comes back stacked. A non-finite micro-batch skips the whole
+        step. The loss is the mean of the micro-batches' losses: where each of those is a mean over
+        as many as its mask leaves, that is another loss than the whole batch's, unless `weighted`.
+      accumulate_axes: along which axis each leaf is split: an axis, None for what every
+        micro-batch gets whole, or a tree of them that is a prefix of the batch's, as `in_axes` of
+        `jax.vmap`: `{"x": 0, "class_weights": None}`.
       weighted: whether the loss stands with its weight, `(loss, weight)` in its place: how many
         (tokens, rows) it is a mean over, as it counts in the mean over micro-batches and over
         `axis_name`. What weighs 0 is left out, also where its loss is NaN; a step in which nothing
@@ -406,7 +407,8 @@ def make_train_step(
       host sync.
 
     Raises:
-      ValueError: `accumulate` is less than 1 or does not divide the batch; `rounding` is no name
+      ValueError: `accumulate` is less than 1 or does not divide the batch, or leaves of the batch
+        differ in the size of the axis that is split; `rounding` is no name
         of one, or `tx` owns the rounding already; `watch` is less than 1.
       TypeError: the loss is no floating scalar, or `loss_fn` does not return what it should.
 
@@ -434,6 +436,7 @@ def make_train_step(
     options: dict[str, Any] = {
         "has_aux": has_aux,
         "accumulate": accumulate,
+        "accumulate_axes": accumulate_axes,
         "weighted": weighted,
         "axis_name": axis_name,
         "donate": donate,

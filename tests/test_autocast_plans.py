@@ -318,7 +318,9 @@ LATER = reads.LATER | reads.FORWARD
 
 def flags(fun, *args, want=reads.OUTPUT, full=frozenset()):
     jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
-    found = demand.of(jaxpr, (want,) * len(jaxpr.outvars), demand.Demanded(full), facts.of_program(jaxpr))
+    found = demand.of(
+        jaxpr, (want,) * len(jaxpr.outvars), demand.Demanded(full), facts.of_program(jaxpr)
+    )
     return [found.get(v, 0) for v in jaxpr.invars]
 
 

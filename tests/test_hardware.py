@@ -315,7 +315,7 @@ def test_a_rule_of_a_policy_map_is_named():
 
 
 def test_none_is_the_scoped_default():
-    assert check_support(device="v5e").policy == "'p=f32,c=f32,o=f32'"
+    assert check_support(device="v5e").policy == "p=f32,c=f32,o=f32"
     with default_policy("16-mixed"), pytest.warns(SupportWarning, match="float16"):
         check_support(device="v5e")
 
@@ -335,5 +335,5 @@ def test_a_report_survives_json():
         "dtype": "bfloat16",
         "status": "slow",
         "reason": "no unit takes it; float32 products, which saves memory only",
-        "instead": "'32-true'",
+        "instead": ["32-true"],
     }

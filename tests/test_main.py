@@ -224,3 +224,18 @@ def test_a_terminal_without_rich_gets_plain_text(capsys, monkeypatch):
     monkeypatch.setattr(command_line.importlib.util, "find_spec", lambda name: None)
     _, out = run(capsys, "table", "v5e")
     assert "  dtype          fast  why" in out
+
+
+@pytest.mark.parametrize(
+    ("policy", "device"),
+    [("bf16-mixed", "v100"), ("16-mixed", "v5e"), ("float8_from_mixed_bfloat16", "a100")],
+)
+def test_json_of_a_check_holds_names_that_can_be_used_as_they_are(capsys, policy, device):
+    _, out = run(capsys, "check", policy, "--device", device, "--json")
+    told = json.loads(out)
+    assert mpjax.get_policy(told["policy"]) == mpjax.get_policy(policy)
+    names = [name for finding in told["findings"] for name in finding["instead"]]
+    assert names
+    for name in names:
+        mpjax.get_policy(name)
+    assert "'" not in out

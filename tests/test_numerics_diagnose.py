@@ -336,3 +336,39 @@ def test_state_without_metrics_is_looked_at_under_the_scale_that_it_has():
     step = make(loss_scale=mpjax.DynamicLossScale(512.0))
     report = step.diagnose(step.init(params()), batch())
     assert (report.loss_scale, report.finite) == (512.0, True)
+
+
+# -- what is not finite and never gets anywhere ----------------------------------------------------
+
+
+HIDING: dict[str, Any] = {
+    "tanh": lambda p, x: jnp.mean(jnp.tanh(x @ p["w"]) ** 2),
+    "minimum": lambda p, x: jnp.mean(jnp.minimum(x @ p["w"], 3.0)),
+    "where": lambda p, x: jnp.mean(jnp.where(jnp.isfinite(p["w"]), p["w"], 0.0)) * jnp.sum(x),
+    "not read": lambda p, x: jnp.mean(x * p["v"]),
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "float32"])
+@pytest.mark.parametrize("name", HIDING)
+def test_a_parameter_that_hides_its_inf_is_named_all_the_same(name: str, policy: str):
+    params = {"w": jnp.ones((8, 8)).at[:, 0].set(jnp.inf), "v": jnp.float32(1)}
+    report = diagnose(HIDING[name], policy)(params, jnp.ones((4, 8)))
+    assert report.finite
+    assert report.cause.kind == "leaf"
+    assert report.cause.text.startswith("the parameter 'p/w' holds 8 inf among 64 elements")
+    assert "the argument 'p/w' (8 inf of 64)" in str(report)
+    step = mpjax.make_train_step(HIDING[name], optax.sgd(0.1), policy)
+    with pytest.raises(ValueError, match="'w' is not finite"):
+        step.init(params)
+
+
+def test_a_mask_that_stays_where_it_was_is_mentioned_and_blamed_for_nothing():
+    def loss(p: Any, mask: Any) -> Any:
+        return jnp.mean(jax.nn.softmax(p["w"] + mask)[:2] ** 2)
+
+    mask = jnp.array([0.0, 0.0, -jnp.inf])
+    report = diagnose(loss, "float32")({"w": jnp.ones(3)}, mask)
+    assert report.cause.kind == "none"
+    assert "nothing non-finite" not in str(report)
+    assert "the argument 'mask' (1 inf of 3)" in str(report)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from mpjax.numerics import exponents
 from mpjax.numerics._formats import EXPONENTS, FORMATS, Histogram
@@ -133,3 +134,13 @@ def test_a_loop_is_counted_as_often_as_it_runs():
 
     report = exponents(looped, "float32")(PARAMS[0], X)
     assert report.of("activation", "inside").size % (5 * X.size) == 0
+
+
+def test_modules_of_nnx_have_names_under_every_policy():
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs))
+    for policy in ("bf16-mixed", "float32", "bfloat16"):
+        found = exponents(lambda model, x: jnp.mean(model(x) ** 2), policy)(model, jnp.ones((4, 8)))
+        names = {s.module for s in found.spreads if s.kind == "activation"}
+        assert {"Sequential/layers/0", "Sequential/layers/1"} <= names
+    assert type(model.layers[0]) is nnx.Linear  # the user's own is left as it was

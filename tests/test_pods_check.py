@@ -3,6 +3,7 @@
 On virtual CPU devices here; the same on TPU and GPU targets in test_pods_targets.py.
 """
 
+import dataclasses
 import io
 import json
 from typing import Any
@@ -20,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 import mpjax
 import mpjax.pods
 from mpjax.pods import CHECKS, check, get_topology, with_sharding
+from mpjax.pods._findings import Memory
+from mpjax.pods._report import _parts
 
 HERE = ("late_cast", "low_reduction", "wide_activations", "replicated_state", "no_donation")
 EARLY = ("callback", "other_program")  # found without compiling
@@ -330,3 +333,12 @@ def test_a_mesh_of_another_size_is_an_error():
 
 def test_checks_are_documented():
     assert set(CHECKS) >= {check for check, _ in _pods_step.CULPRITS.values()}
+
+
+def test_the_parts_of_a_peak_are_no_more_than_the_whole():
+    memory = Memory(
+        peak=2_900_000_000, arguments=610_000_000, outputs=0, aliased=0,
+        temporaries=3_830_000_000, limit=0,
+    )  # fmt: skip
+    assert _parts(memory) == "arguments 0.61 GB, all else 2.29 GB"
+    assert "some of which" in _parts(dataclasses.replace(memory, peak=1))

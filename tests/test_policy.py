@@ -516,7 +516,7 @@ def test_what_is_no_policy(spec):
         mpjax.get_policy(spec)
 
 
-@pytest.mark.parametrize("config", [{}, {"param_dtype": "f32"}, {"default": "f32", "rules": []}])
+@pytest.mark.parametrize("config", [{}, {"param_dtype": "f32"}, {"default": "f32"}])
 def test_config_with_other_keys(config):
     with pytest.raises(ValueError, match=r"Policy.from_dict: got the keys .*\n  Allowed, all of"):
         mpjax.get_policy(config)

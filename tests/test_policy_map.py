@@ -270,3 +270,11 @@ def test_float64_by_path_is_refused_with_x64_off():
 def test_config_with_other_keys():
     with pytest.raises(ValueError, match=r"PolicyMap.from_dict: got the keys \['default'\]"):
         mpjax.PolicyMap.from_dict({"default": "f32"})
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "int8_from_mixed_bfloat16"])
+def test_get_policy_reads_what_to_dict_wrote(policy: str):
+    policies = mpjax.PolicyMap("bf16-mixed", {"head*": policy, "re:.*norm.*": "float32"})
+    assert mpjax.get_policy(json.loads(json.dumps(policies.to_dict()))) == policies
+    single = mpjax.get_policy(policy)
+    assert mpjax.get_policy(single.to_dict()) == single

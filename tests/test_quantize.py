@@ -3,6 +3,7 @@
 import functools
 
 import flax.linen as nn
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +48,7 @@ def arrays(tree):
 
 @pytest.mark.parametrize(
     ("policy", "dtype", "scales", "bound"),
-    [(INT8, "int8", (1, 64), 0.009), (FLOAT8, "float8_e4m3fn", (1, 1), 0.028)],
+    [(INT8, "int8", (1, 64), 0.009), (FLOAT8, "float8_e4m3fn", (1, 64), 0.028)],
 )
 def test_weights_are_8_bit_with_scales_and_a_quarter_as_large(policy, dtype, scales, bound):
     small = mpjax.quantize(PARAMS, policy)
@@ -87,6 +88,31 @@ def test_scale_is_that_of_the_largest_of_each_channel_or_matrix():
         wanted = jnp.max(jnp.abs(kernel), axis=along, keepdims=True) / 127
         assert found.scale.shape == shape
         np.testing.assert_allclose(found.scale, wanted, rtol=1e-6)
+
+
+E5M2 = mpjax.Float8CurrentScaling(fprop=("e4m3", "e5m2"))
+
+
+@pytest.mark.parametrize("policy", [INT8, FLOAT8])
+def test_flax_msgpack_gives_back_what_it_was_given(policy):
+    small = mpjax.quantize(PARAMS, policy)
+    target = jax.tree.map(jnp.zeros_like, small)
+    back = flax.serialization.from_bytes(target, flax.serialization.to_bytes(small))
+    assert_bitwise_equal(back, small)
+    assert [type(a) for a in arrays(back)] == [QuantizedArray] * 4
+
+
+@pytest.mark.parametrize("recipe", ["int8", "float8", E5M2])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_a_channel_that_is_a_million_times_smaller_is_no_zero(recipe, axis):
+    kernel = jnp.moveaxis(PARAMS["layers"][0]["kernel"] * jnp.logspace(-6, 0, 64), -1, axis)
+    small = mpjax.quantize(
+        {"w": kernel}, mpjax.QuantizedPolicy("bf16-mixed", recipe), channel_axis=axis
+    )
+    back = small["w"].dequantize()
+    for channel in range(64):
+        got, want = (jnp.take(x, channel, axis) for x in (back, kernel))
+        assert error(got, want) < 0.08  # e5m2 has two bits: an eighth at most
 
 
 def test_stack_is_scanned_over_with_a_scale_for_each_layer():
@@ -142,12 +168,12 @@ def attention():
     return layer.apply, params, jax.jit(layer.apply)(params, X[None])
 
 
+OF_HEADS = {"query": (1, 4, 16), "key": (1, 4, 16), "value": (1, 4, 16), "out": (1, 1, 64)}
+
+
 @pytest.mark.parametrize(
     ("policy", "scales", "bound"),
-    [
-        (INT8, {"query": (1, 4, 16), "key": (1, 4, 16), "value": (1, 4, 16), "out": (1, 1, 64)}, 1),
-        (FLOAT8, dict.fromkeys(("query", "key", "value", "out"), (1, 1, 1)), 4),
-    ],
+    [(INT8, OF_HEADS, 1), (FLOAT8, OF_HEADS, 4)],
 )
 def test_attention_kernels_have_scales_along_nothing_that_is_added_up(policy, scales, bound):
     apply, params, exact = attention()

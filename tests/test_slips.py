@@ -1,5 +1,7 @@
 """Slips that would stop learning with no error: scaled twice, averaged wrongly, never looked at."""
 
+import functools
+import gc
 import pickle
 import warnings
 from typing import Any
@@ -15,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax._chains import skipped_whole
+from mpjax._gradient_tags import _KNOWN
 from mpjax._loss_scale import is_owned, owned
 from mpjax.testing import assert_bitwise_equal
 
@@ -114,6 +117,140 @@ def test_the_mark_of_the_optimizers_scale_survives_what_a_step_does_with_it(scal
 def test_the_wrong_choice_names_the_right_call(scale: Any, unscale: Any, said: str):
     with pytest.raises((ValueError, TypeError), match=said):
         mpjax.value_and_grad(square, loss_scale=scale, unscale=unscale)
+
+
+# -- gradients of another scale than the optimizer's -----------------------------------------------
+
+
+def scaled_by_own(state: Any) -> Any:
+    return mpjax.grad(square, loss_scale=mpjax.current_loss_scale(state))(PARAMS, jnp.ones(2))
+
+
+def at(value: float, state: Any) -> Any:
+    return state._replace(loss_scale=jnp.float32(value))
+
+
+DYNAMIC = mpjax.with_loss_scale(optax.sgd(0.25), mpjax.DynamicLossScale(8.0))
+ONLY_SKIPS = mpjax.with_loss_scale(optax.sgd(0.25))
+START = DYNAMIC.init(PARAMS)
+
+
+def number(state: Any) -> Any:
+    return mpjax.grad(square, loss_scale=state.loss_scale)(PARAMS, jnp.ones(2))
+
+
+# What a step made of the scales, and what is said of it.
+SLIPS: dict[str, tuple[Any, str]] = {
+    "of an earlier state": (
+        lambda: DYNAMIC.update(scaled_by_own(START), at(16, START), PARAMS),
+        r"'w' was taken with a loss scale of 8, and that of this optimizer is 16(.|\n)*earlier",
+    ),
+    "of an earlier state, traced": (
+        lambda: jax.jit(functools.partial(update_with, mpjax.current_loss_scale(START)))(START),
+        r"a loss scale of 8 that was read outside of this traced step(.|\n)*Type loss_scale=mpjax",
+    ),
+    "of another optimizer": (
+        lambda: DYNAMIC.update(scaled_by_own(at(512, START)), START, PARAMS),
+        r"taken with a loss scale of 512, and that of this optimizer is 8",
+    ),
+    "for one that only skips": (
+        lambda: ONLY_SKIPS.update(scaled_by_own(START), ONLY_SKIPS.init(PARAMS), PARAMS),
+        r"of another optimizer, and this one holds none",
+    ),
+    "unscaled by hand": (
+        lambda: DYNAMIC.update(
+            mpjax.current_loss_scale(START).unscale(scaled_by_own(START)), START, PARAMS
+        ),
+        r"'w' is not scaled, and this optimizer would divide it(.|\n)*unscale\(grads\) has been",
+    ),
+    "taken with none": (
+        lambda: jax.jit(
+            lambda s: DYNAMIC.update(
+                mpjax.grad(square, loss_scale=None)(PARAMS, jnp.ones(2)), s, PARAMS
+            )
+        )(START),
+        r"'w' is not scaled(.|\n)*current_loss_scale\(opt_state\)",
+    ),
+    "taken with one's own": (
+        lambda: DYNAMIC.update(
+            mpjax.grad(square, loss_scale=mpjax.DynamicLossScale())(PARAMS, jnp.ones(2)),
+            START,
+            PARAMS,
+        ),
+        r"'w' is not scaled",
+    ),
+    "a number": (lambda: DYNAMIC.update(number(START), START, PARAMS), r"'w' is not scaled"),
+    "clipped before": (
+        lambda: mpjax.optim.clip_by_global_norm(1.0).update(scaled_by_own(START), None),
+        r"clip_by_global_norm: gradient 'w' is multiplied(.|\n)*Clip inside",
+    ),
+    "measured before": (
+        lambda: mpjax.optim.global_norm(scaled_by_own(START)),
+        r"global_norm: gradient 'w' is multiplied(.|\n)*loss_scale\.unscale\(grads\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SLIPS)
+@pytest.mark.no_leak_check("pytest.raises keeps the frame that holds the tracer")
+def test_gradients_that_are_known_to_be_of_another_scale_are_refused(name: str):
+    run, said = SLIPS[name]
+    with pytest.raises(ValueError, match=said):
+        run()
+
+
+TWO = (DYNAMIC, mpjax.with_loss_scale(optax.sgd(0.25), mpjax.DynamicLossScale(512.0)))
+
+
+def update_with(scale: Any, state: Any) -> Any:
+    grads = mpjax.grad(square, loss_scale=scale)(PARAMS, jnp.ones(2))
+    return DYNAMIC.update(grads, state, PARAMS)[0]
+
+
+@pytest.mark.parametrize(
+    ("scale", "state"),
+    [
+        (mpjax.current_loss_scale(START), START),  # the same number under two names
+        (mpjax.current_loss_scale(TWO[1].init(PARAMS)), START),  # another optimizer's
+        (mpjax.current_loss_scale(START), at(64, START)),  # of an earlier state
+    ],
+)
+def test_a_scale_that_comes_in_as_an_argument_is_the_one_that_gradients_are_divided_by(
+    scale: Any, state: Any
+):
+    want = {"w": -0.25 * square_grads()["w"]}
+    assert_bitwise_equal(jax.jit(update_with)(scale, state), want)
+
+
+def square_grads() -> Any:
+    return jax.grad(square)(PARAMS, jnp.ones(2))
+
+
+def test_a_static_scale_may_be_read_outside_and_gradients_may_be_taken_apart():
+    tx = mpjax.with_loss_scale(optax.sgd(0.25), 8.0)
+    state = tx.init(PARAMS)
+    scale = mpjax.current_loss_scale(state)
+
+    @jax.jit
+    def step(state: Any) -> Any:
+        grads = mpjax.grad(square, loss_scale=scale)(PARAMS, jnp.ones(2))
+        return tx.update(grads, state, PARAMS)[0]
+
+    want = {"w": -0.25 * square_grads()["w"]}
+    assert_bitwise_equal(step(state), want)
+    # Through a jit of their own, and a sum: other arrays, of which nothing is known or said.
+    grads = jax.jit(lambda s: mpjax.grad(square, loss_scale=s)(PARAMS, jnp.ones(2)))(scale)
+    assert_bitwise_equal(tx.update(grads, state, PARAMS)[0], want)
+    halves = jax.tree.map(lambda g: g / 2 + g / 2, scaled_by_own(state))
+    assert_bitwise_equal(tx.update(halves, state, PARAMS)[0], want)
+
+
+def test_tags_keep_no_gradient_alive():
+    grads = scaled_by_own(START)
+    before = len(_KNOWN)
+    del grads
+    gc.collect()
+    assert len(_KNOWN) < before
 
 
 def wrapped(tx: Any = None) -> Any:

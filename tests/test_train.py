@@ -1,6 +1,7 @@
 """The whole step: one shape for every precision, guarded state, accumulation, one compilation."""
 
 import contextlib
+import functools
 import types
 from typing import Any
 
@@ -199,6 +200,93 @@ def test_aux_comes_back_with_and_without_extra_state():
     assert (int(state.extra_state), metrics["aux"].tolist()) == (5, [3.0, 3.0])
 
 
+# -- optimizers that take less than their type says, and states that hold keys ---------------------
+
+SAM = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2)
+PICKY: dict[str, Any] = {
+    "sam": SAM,
+    "in a chain": optax.chain(optax.clip_by_global_norm(1.0), SAM),
+    "wrapped": mpjax.with_loss_scale(SAM),
+    "value alone": optax.GradientTransformationExtraArgs(
+        lambda params: (), lambda g, state, params=None, *, value: (g, state)
+    ),
+    "nothing by name": optax.GradientTransformationExtraArgs(
+        lambda params: (), lambda g, state, params: (g, state)
+    ),
+}
+
+
+@OPTAX
+@pytest.mark.no_leak_check("a refused argument leaves the frame of a trace that was given up")
+@pytest.mark.parametrize("name", PICKY)
+def test_an_optimizer_gets_no_argument_that_it_has_no_place_for(name: str):
+    step = mpjax.make_train_step(lambda p, x: jnp.sum((p["w"] - x) ** 2), PICKY[name], "bf16-mixed")
+    state, metrics = step(step.init({"w": jnp.ones(4)}), jnp.zeros(4))
+    assert int(state.step) == 1
+    assert float(metrics["grad_norm"]) == 4.0
+
+
+def test_a_type_error_of_the_optimizers_own_comes_through():
+    def update(g: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        raise TypeError("mine")
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    step = mpjax.make_train_step(lambda p, x: jnp.sum(p * x), tx)
+    with pytest.raises(TypeError, match="mine"):
+        step(step.init(jnp.float32(1)), jnp.ones(2))
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_a_state_with_keys_in_it_is_shown(abstract: bool):
+    extra = {"rng": jax.random.key(0), "more": jax.random.split(jax.random.key(1), 3)}
+    step = mpjax.make_train_step(lambda p, e, x: (jnp.sum(p * x), e), optax.sgd(0.1))
+    make = functools.partial(jax.eval_shape, step.init) if abstract else step.init
+    assert "extra_state 32 B key<fry>" in repr(make(jnp.ones(3), extra))
+    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), dropout)
+    step = mpjax.nnx.make_train_step(model, optax.sgd(0.1), None, lambda m, x: jnp.mean(m(x)))
+    assert "key<fry>" in repr(step.init())
+
+
+# -- 16-bit parameters and a float32 loss: Apex's O2 -----------------------------------------------
+
+RETURNS_FLOAT32: dict[str, Any] = {
+    "O2": "O2",
+    "bfloat16": "p=bf16,c=bf16,o=f32",
+    "a rule": mpjax.PolicyMap("O2", {"b": "float32"}),
+}
+
+
+def _apex(params: Any, batch: Any, dtype: Any) -> Any:
+    out = batch["x"].astype(dtype) @ params["w"].astype(dtype)
+    return jnp.mean((out.astype(jnp.float32) + params["b"] - batch["y"]) ** 2)
+
+
+@pytest.mark.parametrize("size", [300.0, 1e5])
+@pytest.mark.parametrize("name", RETURNS_FLOAT32)
+def test_loss_and_targets_stay_in_the_output_dtype(name: str, size: float):
+    policy = RETURNS_FLOAT32[name]
+    params, batch = params_of(), batch_of() | {"y": size * (1 + batch_of()["y"] ** 2 / 8)}
+    params["w"] = jnp.round(4 * params["w"]) / 4  # exact in both
+    step = mpjax.make_train_step(
+        lambda p, b: jnp.mean((b["x"] @ p["w"] + p["b"] - b["y"]) ** 2),
+        optax.sgd(0.0),
+        policy,
+        loss_scale=2.0**-16,
+        rounding="nearest",
+    )
+    dtype = getattr(mpjax.get_policy(policy), "default", mpjax.get_policy(policy)).compute_dtype
+    state, metrics = step(step.init(params), batch)
+    # Products of order one are rounded, and the loss of order size² is not: each row's error is
+    # below 16 units in the last place of a product, and twice that of a relative size.
+    want = float(_apex(params, batch, dtype))
+    assert float(metrics["loss"]) == pytest.approx(
+        want, rel=32 * float(jnp.finfo(dtype).eps) / size
+    )
+    assert bool(metrics["grads_finite"])
+    assert int(state.step) == 1
+
+
 # -- accumulation ---------------------------------------------------------------------------------
 
 
@@ -237,6 +325,89 @@ def test_micro_batches_get_keys_of_their_own_and_repeated_scalars():
     want = [jax.random.normal(jax.random.fold_in(batch["key"], i), ()) for i in range(4)]
     assert_bitwise_equal(metrics["aux"], jnp.stack(want))
     assert float(metrics["loss"]) == 1.0
+
+
+# What a batch may hold besides rows, and the axes with which it means the same in 4 parts.
+BESIDES: dict[str, tuple[Any, Any, str]] = {
+    "class weights": (jnp.arange(1.0, 5.0), None, r"'more', f32|batch leaf 'more': is f32\[4\]"),
+    "as many as divide": (jnp.arange(1.0, 9.0), None, r"batch leaf 'more': is f32\[8\]"),
+    "a broadcast row": (jnp.ones((1, 3)), None, r"batch leaf 'more': is f32\[1,3\]"),
+    "another network": (
+        {"w": jnp.ones((8, 4)), "b": jnp.ones(8), "head": jnp.ones((4, 8))},
+        None,
+        r"batch leaf 'more/b': is f32\[8\]",
+    ),
+    "keys": (jax.random.split(jax.random.key(0), 4), None, r"batch leaf 'more': is key<fry>\[4\]"),
+    "an old key": (jax.random.PRNGKey(0), None, r"u32\[2\](.|\n)*Type jax\.random\.key\(0\)"),
+    "rows in the last axis": (jnp.ones((6, 16)), 1, r"batch leaf 'more': is f32\[6,16\]"),
+}
+
+
+def _sum_of_all(w: Any, batch: Any) -> Any:
+    leaves = jax.tree.leaves(batch["more"])
+    more = (
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for x in leaves
+    )
+    return jnp.mean(w * batch["x"]) * sum(jnp.mean(x.astype(jnp.float32) ** 2) for x in more)
+
+
+@pytest.mark.parametrize("name", BESIDES)
+def test_a_leaf_that_is_no_batch_is_refused_and_whole_where_that_is_said(name: str):
+    more, axis, said = BESIDES[name]
+    batch = {"x": jnp.arange(16.0), "more": more}
+    loss = functools.partial(mpjax.make_train_step, _sum_of_all, optax.sgd(0.1))
+    parts = loss(accumulate=4)
+    with pytest.raises(ValueError, match=said) as error:
+        parts(parts.init(jnp.float32(1)), batch)
+    if axis is None and "PRNGKey" not in str(error.value):
+        assert "Type accumulate_axes={'more': None, 'x': 0}" in str(error.value)
+    losses = []
+    for step in (loss(), loss(accumulate=4, accumulate_axes={"more": axis, "x": 0})):
+        state, metrics = step(step.init(jnp.float32(1)), batch)
+        losses.append((float(metrics["loss"]), float(state.params)))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("axes", "error", "said"),
+    [
+        ("x", TypeError, r"accumulate_axes\): got 'x' as an axis"),
+        ({"x": 0}, ValueError, r"no prefix(.|\n)*Type accumulate_axes=\{'more': 0, 'x': 0\}"),
+        ({"x": 1, "more": None}, ValueError, r"'x': f32\[16\] has no axis 1"),
+        ({"x": 0, "more": 0}, ValueError, r"'more': is f32\[4\](.|\n)*or None for what every"),
+    ],
+)
+def test_axes_that_do_not_fit_the_batch_are_refused(axes: Any, error: Any, said: str):
+    batch = {"x": jnp.arange(16.0), "more": jnp.ones(4)}
+    make = functools.partial(mpjax.make_train_step, _sum_of_all, optax.sgd(0.1), accumulate=4)
+    with pytest.raises(error, match=said):
+        (lambda step: step(step.init(jnp.float32(1)), batch))(make(accumulate_axes=axes))
+
+
+def test_what_is_whole_is_whole_for_the_amax_histories_and_for_nnx_too():
+    def loss(params: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for w in params.values():
+            x = x @ w
+        return jnp.mean((x @ batch["whole"]) ** 2)
+
+    policy = mpjax.QuantizedPolicy("bf16-mixed", mpjax.DelayedScaling())
+    axes = {"x": 0, "whole": None}
+    step = mpjax.make_train_step(loss, optax.sgd(0.1), policy, accumulate=2, accumulate_axes=axes)
+    batch = {"x": jnp.ones((64, 64)), "whole": jnp.ones((64, 4))}
+    state = step.init({name: jnp.eye(64) for name in "abc"}, batch=batch)
+    assert jnp.isfinite(step(state, batch)[1]["loss"])
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    def of_model(model: Any, batch: Any) -> Any:
+        return jnp.mean(model(batch["x"]) @ batch["whole"])
+
+    step = mpjax.nnx.make_train_step(
+        model, optax.sgd(0.1), None, of_model, accumulate=2, accumulate_axes=axes
+    )
+    batch = {"x": jnp.ones((4, 2)), "whole": jnp.ones((2, 3))}
+    assert jnp.isfinite(step(step.init(), batch)[1]["loss"])
 
 
 def test_extra_state_passes_from_one_micro_batch_to_the_next():

@@ -4,6 +4,9 @@ No row compiles more than a small array: what is wrong is said where it is given
 is traced.
 """
 
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +51,11 @@ def step(fun: Any = loss_fn, tx: Any = SGD, policy: Any = None, **options: Any) 
 
 def traced(made: Any, *state: Any, batch: Any = X) -> Any:
     return made.lower(made.init(*(state or (PARAMS,))), batch)
+
+
+def traced_call(fun: Any) -> Any:
+    made = step(fun)
+    return made(made.init(PARAMS), X)
 
 
 def wrap(tx: Any = SGD, scale: Any = 8.0, **options: Any) -> Any:
@@ -96,9 +104,123 @@ def deleted() -> Any:
 LS, DLS, SLS = mpjax.LossScale, mpjax.DynamicLossScale, mpjax.StaticLossScale
 VG: Any = mpjax.value_and_grad
 Row = tuple[Callable[[], Any], type[Exception], tuple[str, ...]]
+
+
+def block(context: Any) -> None:
+    with context:
+        pass
+
+
+def two(params: Any, x: Any, y: Any) -> Any:
+    return loss_fn(params, x) + jnp.sum(y)
+
+
+def unmatched(pattern: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mpjax.PolicyMap(POLICY, {pattern: "float32"}).cast_to_param({"layer": PARAMS})
+
+
+def branching(params: Any, batch: Any) -> Any:
+    return loss_fn(params, batch) if jnp.sum(batch) > 0 else 0.0  # the line of the user
+
+
+def note_of(run: Callable[[], Any]) -> Any:
+    try:
+        run()
+    except jax.errors.ConcretizationTypeError as error:
+        raise ValueError("\n".join(error.__notes__)) from None
+
+
+def with_flax_hidden(name: str) -> Any:
+    code = f"import sys; sys.modules['flax'] = None; sys.modules['optax'] = None; import {name}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    raise ImportError(done.stderr)
+
+
 T, V, A = TypeError, ValueError, AttributeError
 
+CONTEXT = (
+    "no context manager",
+    "jit has traced already",
+    "Type @mpjax.autocast(",
+    "full_precision",
+)
 ROWS: dict[str, list[Row]] = {
+    "autocast as other libraries have it": [
+        (lambda: block(mpjax.autocast(POLICY)), T, ("with autocast('bf16-mixed')", *CONTEXT)),
+        (lambda: block(mpjax.autocast()), T, CONTEXT),
+        (lambda: block(mpjax.autocast("16-mixed")), T, ("@mpjax.autocast('16-mixed')", *CONTEXT)),
+        (lambda: block(mpjax.autocast(policy="O1")), T, ("@mpjax.autocast('O1')", *CONTEXT)),
+        (lambda: block(mpjax.autocast(rules={"exp": "full"})), T, CONTEXT),
+        (lambda: mpjax.autocast("cuda"), T, ("'cuda', a device", "Allowed", "@mpjax.autocast")),
+        (lambda: mpjax.autocast("cuda", jnp.float16), T, ("a device", "autocast('16-mixed')")),
+        (lambda: mpjax.autocast("cuda:0", jnp.bfloat16), T, ("a device", "'bf16-mixed'")),
+        (lambda: mpjax.autocast("cpu", "bf16-mixed"), T, ("a device", "'bf16-mixed'")),
+        (
+            lambda: mpjax.autocast(device_type="cuda"),
+            T,
+            ("device_type=", "Type the policy alone", "autocast(fun, 'bf16-mixed')"),
+        ),
+        (lambda: mpjax.autocast(enabled=False), T, ("enabled=", "'32-true'", "full_precision")),
+        (lambda: mpjax.autocast(dtype=jnp.bfloat16), T, ("dtype=", "Type policy=")),
+    ],
+    "policies as other libraries have them": [
+        (lambda: mpjax.get_policy(POLICY).variable_dtype, A, ("Here it is .param_dtype",)),
+        (lambda: mpjax.get_policy(POLICY).dtype, A, ("Here it is .compute_dtype",)),
+        (lambda: mpjax.get_policy(POLICY).reduce_dtype, A, ("averaged in float32",)),
+        (lambda: mpjax.get_policy(POLICY).compute_dtyp, A, ("Did you mean .compute_dtype?",)),
+        (lambda: mpjax.get_policy("int8_from_float32").get_config, A, ("Here it is .to_dict()",)),
+        (lambda: mpjax.get_policy("nf4"), V, ("no products of 4 bits", "int8_from_mixed_bfloat16")),
+        (lambda: mpjax.get_policy("int4"), (T, V), ("4",)),
+        (lambda: mpjax.get_policy("4bit"), V, ("no products of 4 bits", "mpjax.quantize")),
+        (
+            lambda: mpjax.PolicyMap({"norm*": "float32"}),
+            T,
+            ("no default policy", "Type PolicyMap('bf16-mixed', {'norm*': 'float32'})"),
+        ),
+        (
+            lambda: mpjax.PolicyMap(POLICY, {"a*": "float32"})["a/b"],
+            KeyError,
+            ("no rule has the pattern 'a/b'", "Patterns: 'a*'", "policies.policy_for('a/b')"),
+        ),
+        (lambda: unmatched(".*/w"), UserWarning, ("signs of a regular", "Type 're:.*/w'")),
+        (lambda: unmatched("^layer"), UserWarning, ("signs of a regular", "Type 're:^layer'")),
+        (lambda: unmatched(r"la\w+/w"), UserWarning, ("signs of a regular", "Type 're:la")),
+        (lambda: unmatched("(layer|block)/w"), UserWarning, ("Type 're:(layer|block)/w'",)),
+        (lambda: unmatched("lay/w"), UserWarning, ("Nearest: 'layer/w'",)),
+    ],
+    "steps as other libraries have them": [
+        (
+            lambda: step(two).init(PARAMS),
+            T,
+            ("two(params, x, y)", "def two(params, batch): x, y = batch", "step(state, (x, y))"),
+        ),
+        (lambda: step()(step().init(PARAMS), X, X), T, ("2 arguments", "step(state, (x, y))")),
+        (lambda: step()(step().init(PARAMS)), T, ("0 arguments", "step(state, (x, y))")),
+        (lambda: step().init(), V, ("got None", "mpjax.nnx.make_train_step", "step.init()")),
+        (
+            lambda: mpjax.nnx.make_train_step(model(), SGD, None, lambda m, x: 0.0).init(PARAMS),
+            T,
+            ("got a dict", "Type step.init()"),
+        ),
+        (
+            lambda: step(tx=optax.MultiSteps(SGD, 2)),
+            T,
+            ("MultiSteps", "accumulate=4", "gradient_transformation()"),
+        ),
+        (
+            lambda: note_of(lambda: traced_call(branching)),
+            V,
+            ("At test_wrong_uses.py:", "# the line of the user", "jax.lax.cond"),
+        ),
+        (
+            lambda: with_flax_hidden("mpjax.nnx"),
+            ImportError,
+            ("mpjax.nnx: needs flax, which is not installed", "pip install flax"),
+        ),
+        (lambda: with_flax_hidden("mpjax.train"), ImportError, ("mpjax.train: needs optax",)),
+    ],
     "make_train_step": [
         (lambda: step(tx=optax.adam), T, ("function adam", "Allowed", "optax.adam(1e-3)")),
         (lambda: step(tx=optax.sgd), T, ("function sgd", "Allowed", "optax.sgd(1e-3)")),
@@ -537,7 +659,7 @@ ROWS: dict[str, list[Row]] = {
         (lambda: mpjax.initialize, A, ("'initialize'", "make_train_step")),
         (lambda: mpjax.Accelerator, A, ("'Accelerator'", "make_train_step")),
         (lambda: mpjax.set_global_policy, A, ("default_policy",)),
-        (lambda: mpjax.DTypePolicy, A, ("Here it is mpjax.Policy",)),
+        (lambda: mpjax.DTypePolicy, A, ("Here it is mpjax.get_policy",)),
         (lambda: mpjax.force_full_precision, A, ("mpjax.full_precision",)),
         (lambda: mpjax.filter_value_and_grad, A, ("mpjax.value_and_grad", "eqx.partition")),
         (lambda: mpjax.set_policy, A, ("mpjax.nnx.set_policy",)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, overload
@@ -26,16 +25,17 @@ from mpjax._autocast import (
     stateful,
 )
 from mpjax._autocast import plan as planning
-from mpjax._autocast.activations import warn_of_unused
 from mpjax._autocast.decide import make_plan
+from mpjax._autocast.decorator import Decorator, refuse_device
 from mpjax._autocast.enumerated import uncounted
 from mpjax._autocast.rebind import Interpreter
 from mpjax._autocast.stored_weights import sunk
+from mpjax._autocast.unused import stored_paths, warn_of_rules
 from mpjax._dtypes import describe
-from mpjax._errors import PolicyWarning, message
+from mpjax._errors import message
 from mpjax._foreign_names import AUTOCAST, names_keywords
 from mpjax._op_rules import parse_rules
-from mpjax._policy import Policy, chosen_policy, get_policy, policies_in, warn_of_other_step
+from mpjax._policy import chosen_policy, get_policy, policies_in, warn_of_other_step
 from mpjax._quantized_array import dequantize, holds_quantized
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -113,8 +113,11 @@ def autocast(
     named = parameters.checked(params, "autocast")
     if not callable(fun) or (isinstance(fun, type) and hasattr(fun, "dtype")):  # jnp.bfloat16
         given = _given(fun, policy)
-        return lambda f: autocast(
-            _function(f), given, rules=rules, dot_precision=dot_precision, params=params
+        return Decorator(
+            lambda f: autocast(
+                _function(f), given, rules=rules, dot_precision=dot_precision, params=params
+            ),
+            given,
         )
     if policy is not None:  # a policy that is none is refused here; the default is read later
         policy = chosen_policy(policy, "autocast")
@@ -146,6 +149,7 @@ def _check_place(policy: scopes.Policies, fun: Any) -> None:
 
 def _given(first: Any, policy: Any) -> Any:
     """Returns the policy of `autocast(policy)`, which makes a decorator."""
+    refuse_device(first, policy)
     if callable(policy):
         raise TypeError(
             message(
@@ -196,10 +200,10 @@ def as_typed(fun: Callable[..., Any], policy: scopes.Policies) -> Callable[..., 
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if not args or not isinstance(args[0], delayed.Tracked):
-            return call(fun, args, kwargs, settings)
-        first, *rest = args
-        return call(fun, (first.params, *rest), kwargs, settings, first)
+        tracked = args[0] if args and isinstance(args[0], delayed.Tracked) else None
+        if tracked is not None:
+            args = (tracked.params, *args[1:])
+        return call(fun, args, kwargs, settings, tracked, stored_paths(policy, args))
 
     return wrapped
 
@@ -210,13 +214,17 @@ def call(
     kwargs: Any,
     settings: planning.Settings,
     tracked: delayed.Tracked | None = None,
+    stored: list[str] | None = None,
 ) -> Any:
-    """Returns `fun(*args, **kwargs)`, computed as `settings` say, with amaxes of earlier steps."""
+    """Returns `fun(*args, **kwargs)`, computed as `settings` say, with amaxes of earlier steps.
+
+    A rule may be for one of the parameters whose paths are `stored`, too.
+    """
     if stateful.is_initializing(stateful.linen_modules(fun, (args, kwargs))):
         return fun(*args, **kwargs)
     traced, plan = planned(fun, args, kwargs, settings)
     quantized.warn_if_nothing(plan)
-    _warn_unused(plan.settings, traced.jaxpr)
+    warn_of_rules(plan.settings, traced.jaxpr, stored or [])
     runner = Interpreter()
     if tracked is not None:
         runner = runner.recording(tracked.for_plan(plan))
@@ -253,29 +261,6 @@ def planned(
     if asked := same.asked(plan):
         plan = make_plan(jaxpr, in_states, wants, replace(settings, asked=asked))
     return traced, plan
-
-
-def _warn_unused(settings: planning.Settings, jaxpr: Any) -> None:
-    policy = settings.policy
-    warn_of_unused(settings.rules, jaxpr)
-    if isinstance(policy, Policy):
-        return
-    paths = scopes.paths(jaxpr.jaxpr)
-    paths += quantized.weights(settings.given)  # a rule may name the weight of a product
-    # An argument that is a parameter itself has an empty path: '*' matches that, and names do not.
-    can_match = any(path or policy.deciding(path) is not None for path in paths)
-    if can_match or len(policy.policies) == 1:
-        policy.warn_unused(paths, "autocast")
-        return
-    text = message(
-        "autocast",
-        f"no rule of {policy!r} can match: the function names no modules.",
-        "Names come from Flax modules and from jax.named_scope; an NNX model that the function "
-        "merges has none.",
-        "Type `with jax.named_scope('encoder'):` around what a rule is for, or "
-        "mpjax.nnx.name_operations(model) after nnx.merge.",
-    )
-    warnings.warn(text, PolicyWarning, stacklevel=4)
 
 
 class Traced:

@@ -248,10 +248,16 @@ def warn_if_nothing(plan: Any) -> None:
         "autocast",
         f"{plan.settings.policy} quantises no product of this function.",
         *(rows or ["It has no products."]),
-        "Type PolicyMap('bf16-mixed', {'mlp*': 'float8_from_mixed_bfloat16'}) for a layer by its "
-        "path, or autocast(fun, policy, params=...) where other arguments are the parameters.",
+        f"Type PolicyMap('bf16-mixed', {{'mlp*': {_of_rule(plan.settings.policy)!r}}}) for a layer "
+        "by its path, or autocast(fun, policy, params=...) where other arguments are parameters.",
     )
     warnings.warn(text, PolicyWarning, stacklevel=4)
+
+
+def _of_rule(policy: scopes.Policies) -> str:
+    """Returns a name of a policy, for a rule, whose products have the dtypes of this one's."""
+    is_int8 = any("int8" in recipe.dtypes for recipe in recipes_in(policy))
+    return f"{'int8' if is_int8 else 'float8'}_from_mixed_bfloat16"
 
 
 def _products(plan: Any) -> Iterator[Any]:

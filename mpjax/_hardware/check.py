@@ -44,7 +44,7 @@ class Finding:
     dtype: str
     status: Status
     reason: str
-    instead: str  # what to type; empty where nothing is wrong
+    instead: tuple[str, ...]  # what to type, policies by name; empty where nothing is wrong
 
     def __str__(self) -> str:
         where = "" if self.where == "policy" else f"{self.where!r}: "
@@ -60,6 +60,11 @@ class SupportReport:
     findings: tuple[Finding, ...]
 
     @property
+    def name(self) -> str:
+        """The policy as a sentence has it: in quotes, if it is a name."""
+        return self.policy if self.policy.startswith("PolicyMap") else repr(self.policy)
+
+    @property
     def status(self) -> Status:
         """The worst status among the findings."""
         found = {finding.status for finding in self.findings}
@@ -73,8 +78,9 @@ class SupportReport:
     def lines(self, *statuses: Status) -> list[str]:
         """Returns the findings of these statuses as text, then what to type instead."""
         chosen = [finding for finding in self.findings if finding.status in statuses]
-        instead = dict.fromkeys(finding.instead for finding in chosen if finding.instead)
-        advice = [f"Type {', or '.join(instead)} instead."] if instead else []
+        instead = dict.fromkeys(name for finding in chosen for name in finding.instead)
+        shown = [name if name == _X64 else repr(name) for name in instead]
+        advice = [f"Type {', or '.join(shown)} instead."] if shown else []
         return [*map(str, chosen), *advice]
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,7 +95,7 @@ class SupportReport:
         }
 
     def __str__(self) -> str:
-        head = f"{self.policy} on {self.accelerator.name}: {self.status}"
+        head = f"{self.name} on {self.accelerator.name}: {self.status}"
         return "\n  ".join((head, *self.lines(*_SEVERITY)))
 
 
@@ -104,7 +110,7 @@ def examine(policy: PolicyLike | PolicyMapLike, accelerator: Accelerator) -> Sup
         text = f"PolicyMap of {len(policies.rules)} rules"
     else:
         parts = [("policy", cast("PolicyLike", policy))]
-        text = repr(str(policy))
+        text = str(policy)
     findings = [finding for part in parts for finding in _findings(*part, accelerator)]
     return SupportReport(text, accelerator, tuple(findings))
 
@@ -135,10 +141,10 @@ def check_policy(
     report = examine(policy, find_accelerator(device, where))
     row = report.accelerator
     if report.status == "unsupported":
-        got = f"{report.policy} cannot run on {row.name}."
+        got = f"{report.name} cannot run on {row.name}."
         raise ValueError(message(where, got, *report.lines("unsupported")))
     if report.status == "slow" and row.family != "cpu":
-        got = f"{report.policy} gains little or nothing on {row.name}."
+        got = f"{report.name} gains little or nothing on {row.name}."
         warnings.warn(
             message(where, got, *report.lines("slow")), SupportWarning, stacklevel=stacklevel
         )
@@ -190,15 +196,17 @@ def _judge_blocks(size: int, cell: Cell, accelerator: Accelerator) -> Cell:
     return Cell("slow", _WITHOUT_BLOCKS)
 
 
-def _instead(dtype: str, cell: Cell, accelerator: Accelerator) -> str:
+_X64 = "jax.config.update('jax_enable_x64', True) at the start"
+
+
+def _instead(dtype: str, cell: Cell, accelerator: Accelerator) -> tuple[str, ...]:
     if cell.status == "unsupported":
-        return "jax.config.update('jax_enable_x64', True) at the start, or '32-true'"
+        return _X64, "32-true"
     if cell.reason == _WITHOUT_BLOCKS:
-        return repr("float8_from_mixed_bfloat16")
+        return ("float8_from_mixed_bfloat16",)
     if cell.status == "slow" and dtype in EIGHT_BIT.values():
-        other = "int8_from_mixed_bfloat16"
         has_other = accelerator.cell("int8").status == "native"
-        return ", or ".join(map(repr, [other] * has_other + [accelerator.policy]))
+        return *(["int8_from_mixed_bfloat16"] * has_other), accelerator.policy
     if cell.status == "slow":
-        return repr("32-true" if dtype == "float64" else accelerator.policy)
-    return ""
+        return ("32-true" if dtype == "float64" else accelerator.policy,)
+    return ()

@@ -8,6 +8,7 @@ import optax
 
 from mpjax._dtypes import FLOAT32, describe
 from mpjax._errors import message
+from mpjax._scale_slips import refuse_scaled
 from mpjax._tree import is_array, to_full
 from mpjax._typing import Array, PyTree
 
@@ -36,6 +37,10 @@ def global_norm(tree: PyTree) -> Array:
     Returns:
       f32[]; NaN if a number is NaN, else inf if one is.
 
+    Raises:
+      ValueError: the tree are gradients as `value_and_grad` returned them for an optimizer in
+        `with_loss_scale`, times its scale.
+
     Dtypes:
       Any floating dtype; float64 is taken in float32.
 
@@ -49,6 +54,7 @@ def global_norm(tree: PyTree) -> Array:
     References:
       Blue, A Portable Fortran Program to Find the Euclidean Norm of a Vector, 1978
     """
+    refuse_scaled(tree, "global_norm")
     value, factor = _norm(tree)
     return value * factor
 
@@ -64,7 +70,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
       max_norm: the largest norm that passes, positive.
 
     Raises:
-      ValueError: `max_norm` is not positive.
+      ValueError: `max_norm` is not positive; in `update`, gradients are still scaled.
 
     Dtypes:
       Gradients keep theirs; the arithmetic is float32.
@@ -84,6 +90,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         del params
+        refuse_scaled(updates, "clip_by_global_norm")
         value, factor = _norm(updates)
         limit = jnp.asarray(max_norm, FLOAT32)
         inverse = jnp.where(factor > 1, 1 / _SHIFT, jnp.where(factor < 1, _SHIFT, 1.0))

@@ -42,18 +42,22 @@ def with_quantized_state(
     bytes a number. Nothing is flattened, so that a sharded moment stays where it is; a block
     should not be longer than a shard's row.
 
-    The code of a first moment is linear in the square root of its share of the block's largest,
-    that of a second moment in the fourth root, so that neither loses what is small beside its
-    neighbours; a second moment that is not 0 does not become 0, which would make a step of 1/eps.
-    Codes are chosen by chance, so that the mean of what they stand for is exact, as in
-    `with_state_dtypes`.
+    Codes are finest near the block's largest and reach down to 10⁻⁸ of it, in a second moment to
+    10⁻¹⁴, so that neither loses what is small beside its neighbours; a second moment that is not 0
+    does not become 0, which would make a step of 1/eps. Codes are chosen by chance, so that the
+    mean of what they stand for is exact, as in `with_state_dtypes`.
+
+    The more the gradients of a block differ, the coarser are the codes of the small ones. With one
+    column in 256 that is 10⁶ times larger than the others, 300 steps of Adam end 5 % from those in
+    float32, and the largest single update is 3 times Adam's largest; with columns alike these are
+    1 % and 1.05. Where that is too much, leave the parameter in float32 by a rule.
 
     Left in float32, unless a rule says otherwise: what has fewer than 4096 numbers or no axis, and
     what 'embed' or 'norm' in its path says to be an embedding or a norm.
 
     Args:
       inner: any optax transformation.
-      kind: "int8", or "float8" (e4m3; second moments by their square root).
+      kind: "int8", or "float8" (e4m3, of a root of the moment).
       block_size: the most that share a scale. Where it does not divide the last axis, blocks are
         made shorter: 1000 in blocks of 256 are four of 250. None gives each row one scale: half of
         float32's traffic on TPUs too, which write blocks within a row out; more of what is small

@@ -65,6 +65,8 @@ class StoredMoments(abc.ABC):
         like = updates if params is None else gradient_params(params)
 
         def decoded(moment: Moment, x: Any) -> Array:
+            if not (is_coded(x) or _is_real(x)):  # of a complex parameter: not stored here
+                return x
             shape = jnp.shape(x.codes if is_coded(x) else x)
             if not self.is_own(moment, x, shape):
                 got = f"the state is of another form; {moment.where!r} is {stored_form(x)}."
@@ -83,12 +85,16 @@ class StoredMoments(abc.ABC):
 
     def _encoded(self, state: PyTree, params: PyTree, count: Array, found: list[Moment]) -> PyTree:
         def encode(moment: Moment, x: Any) -> Any:
-            if not (is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)):
+            if not _is_real(x):
                 return x
             found.append(moment)
             return self.encode(moment, to_full(x), scattered(x.shape, count, moment.number))
 
         return map_moments(encode, state, params)
+
+
+def _is_real(x: Any) -> bool:
+    return is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _choose_moments(taken: Array, new: PyTree, old: PyTree, params: PyTree) -> PyTree:

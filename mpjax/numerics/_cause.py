@@ -14,7 +14,7 @@ from mpjax.numerics._follow import Followed
 from mpjax.numerics._overflow import AMAX, BORN_INF, INF, NAN, ORIGIN
 from mpjax.numerics._plan import BACKWARD, Plan
 from mpjax.numerics._program import Read
-from mpjax.numerics._report import Cause, Row
+from mpjax.numerics._report import Cause, Row, count
 from mpjax.numerics._subject import Subject
 
 FLOAT32 = get_policy("float32")
@@ -40,7 +40,7 @@ def decide(
 ) -> Cause:
     """Returns the cause; what it claims of another loss scale or of float32 was measured."""
     if all(read.finite):
-        return _healthy(plan, rows)
+        return _healthy(rows, followed, subject)
     born = [rows[r] for r in followed.born]
     leaves = [rows[r] for r in followed.leaves]
     bad = next((r for r in leaves if _is_bad(r, subject, made=bool(born or followed.turned))), None)
@@ -76,13 +76,23 @@ def is_narrow(dtype: Any) -> bool:
     return jnp.dtype(dtype).itemsize <= 2
 
 
-def _healthy(plan: Plan, rows: dict[int, Row]) -> Cause:
-    del plan
+def _healthy(rows: dict[int, Row], followed: Followed, subject: Subject) -> Cause:
+    """Returns what is said of a finite loss and gradients; a parameter may be bad all the same."""
+    apart = [rows[r] for r in followed.apart]
+    arguments = [r for r in apart if r.phase == "argument"]
+    spoilt = [r for r in arguments if r.module.partition("/")[0] == subject.parameters]
+    if spoilt:
+        row = spoilt[0]
+        text = f"the parameter {_leaf_name(row)} holds {count(row)} among {math.prod(row.shape)} "
+        text += "elements. Loss and gradients are finite: a tanh, a maximum or a where hides it."
+        fix = "Look at its initializer or the checkpoint; no step mends it, its gradient being 0."
+        return Cause("leaf", text, fix)
     inner = [r for r in rows.values() if r.phase not in ("argument", "constant") and r.amax > 0]
+    what = "nothing non-finite" if not apart else "nothing that is not finite gets into them"
     if not inner:
-        return Cause("none", "nothing is not finite.", "There is nothing to do.")
+        return Cause("none", f"none: {what}.", "There is nothing to do.")
     least = min(inner, key=lambda r: r.headroom)
-    text = f"none: nothing non-finite; the least headroom is {least.headroom:.1f} bits, "
+    text = f"none: {what}; the least headroom is {least.headroom:.1f} bits, "
     fix = "After a skipped step pass its metrics, step.diagnose(state, batch, metrics): they hold "
     fix += "the loss scale that it used."
     return Cause("none", text + f"in {_place(least)}.", fix)

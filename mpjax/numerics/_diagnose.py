@@ -102,11 +102,11 @@ def diagnose_step(
     loss, same = float(metrics["loss"]), True
     if np.isfinite(loss) and np.isfinite(report.loss):
         same = abs(loss - report.loss) <= 0.02 * max(abs(loss), abs(report.loss), 1e-3)
-    if report.bad_gradients and same:
+    if not report.finite and same:
         return report
-    got = f"the metrics are of another step: they say loss {loss:.6g} and gradients that are not "
-    got += f"finite; this state and batch give loss {report.loss:.6g}"
-    got += "." if report.bad_gradients else " and finite gradients."
+    got = f"the metrics are of another step: they say loss {loss:.6g} and a step that was skipped; "
+    got += f"this state and batch give loss {report.loss:.6g}"
+    got += " and finite gradients." if report.finite else "."
     fix = "Pass the batch and the metrics of the step that skipped, and the state it returned:"
     raise ValueError(message(subject.where, got, fix, "step.diagnose(state, batch, metrics)."))
 

@@ -24,7 +24,7 @@ class Followed:
     turned: tuple[int, ...]  # NaN, of infinities
     leaves: tuple[int, ...]  # arguments and constants that came in so
     inherited: tuple[int, ...]
-    apart: tuple[int, ...]  # made here, and never in the loss or a gradient
+    apart: tuple[int, ...]  # made here, or an argument, and never in the loss or a gradient
     literals: bool  # whether an inf or NaN written in the program is among the sources
 
 
@@ -44,10 +44,11 @@ def follow(plan: Plan, values: Any, index: Any, bad_outputs: Sequence[bool]) -> 
     made = values[:, ORIGIN]
     leaves = [row for row in order if is_leaf(plan.sites[row])]
     inner = [row for row in order if not is_leaf(plan.sites[row])]
+    arguments = np.array([site.phase == "argument" for site in plan.sites], bool)
     apart = [
         row
-        for row in np.flatnonzero(bad & (made >= BORN_NAN)).tolist()
-        if row not in reached and not is_leaf(plan.sites[row])
+        for row in np.flatnonzero(bad & (arguments | (made >= BORN_NAN))).tolist()
+        if row not in reached and plan.sites[row].phase != "constant"
     ]
     born = [row for row in inner if made[row] >= BORN_NAN]
     return Followed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -160,7 +161,12 @@ class Report:
         apart = [r for r in self.rows if r.origin == "apart"]
         if not apart:
             return ""
-        text = [f"{r.operation} in {_module(r.module)} ({r.where})" for r in apart[:3]]
+        text = [
+            f"the argument {r.module!r} ({count(r)} of {math.prod(r.shape)})"
+            if r.phase == "argument"
+            else f"{r.operation} in {_module(r.module)} ({r.where})"
+            for r in apart[:3]
+        ]
         rest = f" and {len(apart) - 3} more" if len(apart) > 3 else ""
         return f"apart, for it never got into the loss or a gradient: {', '.join(text)}{rest}"
 
@@ -184,6 +190,12 @@ class Report:
         ]
         headers = ("least headroom", "operation", "where", "pass", "dtype", "amax", "headroom")
         return table(headers, cells) + _more(len(best), 8)
+
+
+def count(row: Row) -> str:
+    """Returns how many elements of a row are not finite, in words."""
+    parts = [f"{row.inf} inf"] * bool(row.inf) + [f"{row.nan} NaN"] * bool(row.nan)
+    return " and ".join(parts)
 
 
 # -- text ----------------------------------------------------------------------------------------

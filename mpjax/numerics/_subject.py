@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._autocast.api import as_typed
+from mpjax._autocast.nnx_names import name_modules
 from mpjax._errors import message
 from mpjax._grad import as_loss_scale, get_loss_scale, name_of, value_and_grad
 from mpjax._loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from mpjax._policy import get_policy
 from mpjax._step_history import has_history
 from mpjax._tree import is_array
-from mpjax._under_policy import is_autocast
+from mpjax._under_policy import is_autocast, widened
 from mpjax.numerics._program import argument_names, check_function
 
 Make = Callable[[Any], Callable[..., Any]]
@@ -154,11 +155,12 @@ def under_policy(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
     arguments are cast.
     """
     if is_autocast(policy):
-        return as_typed(fun, policy)
+        return as_typed(widened(fun, policy), policy)
     default = getattr(policy, "default", policy)
 
     def wrapped(params: Any, *rest: Any) -> Any:
-        return fun(policy.cast_to_compute(params), *map(default.cast_to_compute, rest))
+        args = (policy.cast_to_compute(params), *map(default.cast_to_compute, rest))
+        return fun(*name_modules(args))  # NNX modules among copies, named as autocast names them
 
     return wrapped
 

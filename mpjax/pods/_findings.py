@@ -48,7 +48,7 @@ class Memory:
     arguments: int
     outputs: int
     aliased: int  # outputs that take the memory of donated arguments
-    temporaries: int
+    temporaries: int  # all of them; at one moment they may be fewer
     limit: int  # what a program may use; 0 where it is not known
 
     @property

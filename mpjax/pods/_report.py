@@ -146,6 +146,14 @@ def _title(report: Report) -> str:
     return f"{report.topology}: {state}"
 
 
+def _parts(memory: Memory) -> str:
+    """Returns what the peak consists of; all temporaries of a step need not live at one moment."""
+    rest = memory.peak - memory.arguments
+    if rest < 0:
+        return f"arguments {_gb(memory.arguments)}, some of which are not counted in it"
+    return f"arguments {_gb(memory.arguments)}, all else {_gb(rest)}"
+
+
 def _summary(report: Report) -> list[str]:
     """Returns the lines of numbers."""
     mesh = ", ".join(f"{name} {size}" for name, size in report.mesh.items()) or "one device"
@@ -154,8 +162,7 @@ def _summary(report: Report) -> list[str]:
     if memory is None:
         return [*lines, "  memory    unknown: the program was not compiled"]
     of = f" of {_gb(memory.limit)}, {memory.headroom:.0%} left" if memory.limit else ""
-    parts = f"arguments {_gb(memory.arguments)}, temporaries {_gb(memory.temporaries)}"
-    lines.append(f"  memory    peak {_gb(memory.peak)}{of} ({parts})")
+    lines.append(f"  memory    peak {_gb(memory.peak)}{of} ({_parts(memory)})")
     flops = ", ".join(f"{n / 1e12:.3g} TFLOP in {d}" for d, n in report.flops.items()) or "none"
     lines.append(f"  products  {flops}; {_gb(report.hbm_bytes)} of memory traffic")
     if report.uncounted:

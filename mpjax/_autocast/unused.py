@@ -1,0 +1,42 @@
+"""Rules that decide nothing: said when a function is traced, since then its modules are known."""
+
+import warnings
+from typing import Any
+
+from mpjax._autocast import plan as planning
+from mpjax._autocast import quantized, scopes
+from mpjax._autocast.activations import warn_of_unused
+from mpjax._errors import PolicyWarning, message
+from mpjax._policy import Policy, policies_in
+from mpjax._tree import leaf_paths
+
+
+def stored_paths(policy: scopes.Policies, args: Any) -> list[str]:
+    """Returns the paths of a step's parameters, where rules say how they are stored."""
+    dtypes = {p.param_dtype for p in policies_in(policy)}
+    return leaf_paths(args[0]) if args and len(dtypes) > 1 else []
+
+
+def warn_of_rules(settings: planning.Settings, jaxpr: Any, stored: list[str]) -> None:
+    """Warns of what decides nothing in a function: a rule of its policy, or of its operations."""
+    policy = settings.policy
+    warn_of_unused(settings.rules, jaxpr)
+    if isinstance(policy, Policy):
+        return
+    paths = scopes.paths(jaxpr.jaxpr)
+    paths += quantized.weights(settings.given)  # a rule may name the weight of a product
+    paths += stored
+    # An argument that is a parameter itself has an empty path: '*' matches that, and names do not.
+    can_match = any(path or policy.deciding(path) is not None for path in paths)
+    if can_match or len(policy.policies) == 1:
+        policy.warn_unused(paths, "autocast")
+        return
+    text = message(
+        "autocast",
+        f"no rule of {policy!r} can match: the function names no modules.",
+        "Names come from Flax modules and from jax.named_scope; an NNX model that the function "
+        "merges has none.",
+        "Type `with jax.named_scope('encoder'):` around what a rule is for, or "
+        "mpjax.nnx.name_operations(model) after nnx.merge.",
+    )
+    warnings.warn(text, PolicyWarning, stacklevel=4)

@@ -1,0 +1,23 @@
+"""Which line of the user's own code an error came from: the last one outside of libraries."""
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+_INSTALLED = ("stdlib", "purelib", "platlib")
+
+
+def users_line(error: BaseException, file: str = "") -> list[str]:
+    """Returns the line of the user's own code that was reached last, as a line of a message.
+
+    Args:
+      error: what was raised there.
+      file: where it is looked for first; without it, in all that is no installed package.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return [f"At {Path(error.filename).name}:{error.lineno}: {(error.text or '').strip()}"]
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = (str(Path(__file__).parent), "<frozen", *map(sysconfig.get_path, _INSTALLED))
+    own = [f for f in frames if f.filename == file]
+    own = own or [f for f in frames if not f.filename.startswith(libraries)]
+    return [f"At {Path(f.filename).name}:{f.lineno}: {f.line}" for f in own[-1:]]
