@@ -269,3 +269,20 @@ def layouts_can_be_asked_for(ctx: Any) -> bool:
         return False
     one_device = getattr(module.axis_context, "num_devices", None) == 1
     return one_device or jax.__version_info__ >= (0, 12)
+
+
+def is_for_one_device(ctx: Any) -> bool:
+    """Whether what a lowering rule writes runs on one device, and is not split over several.
+
+    So it is in a program for one device, and inside a `shard_map` over all axes of its mesh.
+    """
+    context = ctx.module_context.axis_context
+    if hasattr(context, "num_devices"):
+        return context.num_devices == 1
+    mesh = getattr(context, "mesh", None)
+    return mesh is None or set(mesh.axis_names) <= set(context.manual_axes)
+
+
+def has_values(x: Any) -> bool:
+    """Whether an array holds numbers, and does not stand for those of a later run."""
+    return not isinstance(x, jax.core.Tracer)  # pyright: ignore[reportAttributeAccessIssue]

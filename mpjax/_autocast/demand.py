@@ -15,6 +15,7 @@ from jax import lax
 
 from mpjax import _compat
 from mpjax._autocast import control, fusible, scopes, states, structure, traits
+from mpjax._autocast.attention import under_plan
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.carries import direct
 from mpjax._op_rules import OP_RULES, OpClass
@@ -50,7 +51,7 @@ def of(jaxpr: Any, wants: tuple[int, ...], full: frozenset[str]) -> dict[Any, in
     derived = {v for eqn in jaxpr.eqns if _is_backward(eqn) for v in eqn.outvars}
     for eqn in reversed(jaxpr.eqns):
         outs = [flags.get(v, 0) for v in eqn.outvars]
-        for atom, found in zip(eqn.invars, _operands(eqn, outs, full), strict=True):
+        for atom, found in zip(eqn.invars, _reads(eqn, outs, full), strict=True):
             add(atom, found)
         if derived and not _is_backward(eqn):
             for v in _compat.variables(eqn):
@@ -60,6 +61,15 @@ def of(jaxpr: Any, wants: tuple[int, ...], full: frozenset[str]) -> dict[Any, in
 
 def _is_backward(eqn: Any) -> bool:
     return scopes.is_transposed(eqn.source_info.name_stack)
+
+
+def _reads(eqn: Any, outs: list[int], full: frozenset[str]) -> list[int]:
+    """Returns how an equation reads its operands."""
+    if not under_plan.is_attention(eqn):
+        return _operands(eqn, outs, full)
+    if scopes.AS_WRITTEN in scopes.of(eqn):
+        return [functools.reduce(int.__or__, outs, 0) & LATER] * len(eqn.invars)
+    return [PRODUCT | LATER | WHOLE if low else LATER for low in under_plan.operands_low(eqn)]
 
 
 def _operands(eqn: Any, outs: list[int], full: frozenset[str]) -> list[int]:
