@@ -148,6 +148,18 @@ def test_equal_layers_are_one_program():
     assert len(eqns) == 2
 
 
+def test_a_deep_program_is_planned_as_fast_as_without_it():
+    """Sums of values that are read twice lead back to the input in 2³⁰⁰ ways."""
+
+    def deep(weights, x):
+        for _ in range(300):
+            x = x + x * jax.nn.softmax(x)
+        return written.causal_by_tril(weights, x)
+
+    low = mpjax.autocast(deep, "bf16-mixed")
+    assert len(attentions(low, WEIGHTS, X)) == 1
+
+
 def test_explain_says_which_kernel_runs_it():
     found = mpjax.explain(written.causal_by_tril, "bf16-mixed")(WEIGHTS, X)
     (reason,) = {row.reason for row in found.rows if "attention" in row.reason}

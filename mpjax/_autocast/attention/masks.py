@@ -36,6 +36,7 @@ class Mask:
 
 
 ALL = Mask()
+_MOST = 500  # operations of a mask that are looked at; a longer one is an array
 
 
 class Reader:
@@ -44,6 +45,7 @@ class Reader:
     def __init__(self, graph: Graph, known: Callable[[Name], bool]) -> None:
         self._graph = graph
         self._known = known
+        self._left = _MOST
 
     def mask(self, name: Name, labels: axes.Labels, *, positive: bool = True) -> Mask | None:
         """Returns what a boolean, or a number that is not 0 where it is true, lets through."""
@@ -58,7 +60,8 @@ class Reader:
         if _compat.is_literal(name):
             return Mask() if bool(name.val) is positive else None
         node = self._graph.node(name)
-        if node is None:
+        self._left -= 1
+        if node is None or not node.operands or self._left < 0:
             return None
         first = node.operands[0]
         if node.kind in _COMPARED and node.eqn.invars[0].aval.dtype != np.bool_:

@@ -71,7 +71,10 @@ class Graph:
             mine = {v: (path, v) if path else v for v in eqn.outvars}
             names.update(mine)
             if len(eqn.outvars) == 1:
-                self._nodes[mine[eqn.outvars[0]]] = Node(eqn, tuple(given))
+                name, node = mine[eqn.outvars[0]], Node(eqn, tuple(given))
+                self._nodes[name] = node
+                if (number := self._number(node)) is not None:
+                    self._numbers[name] = number
         if not path:
             self._same = names
 
@@ -93,13 +96,14 @@ class Graph:
         """Returns the number that all elements of a value are, None where that is not known."""
         if _compat.is_literal(name):
             return float(name.val) if np.ndim(name.val) == 0 else None
-        node = self.node(name)
-        if node is None:
-            return self._numbers.get(name)
+        return self._numbers.get(name)
+
+    def _number(self, node: Node) -> float | None:
+        """Returns the number that an operation gives, of operands that are known by now."""
         if node.kind in _REPEATED:
             return self.number(node.operands[0])
         fun = _NUMBERS.get(node.kind)
-        numbers = [self.number(x) for x in node.operands]
+        numbers = [self.number(x) for x in node.operands] if fun else [None]
         if fun is None or any(x is None for x in numbers):
             return None
         with np.errstate(all="ignore"):
@@ -117,15 +121,22 @@ class Graph:
 
     def leaves(self, name: Name, known: Mapping[Name, Any] | frozenset[Name]) -> set[Name] | None:
         """Returns which known values a value is computed of, None if of others too."""
-        if _compat.is_literal(name):
-            return set()
-        if name in known:
-            return {name}
-        node = self.node(name)
-        if node is None or node.eqn.effects:
-            return None
-        found = [self.leaves(x, known) for x in node.operands]
-        return None if None in found else set[Name]().union(*(x for x in found if x is not None))
+        found: set[Name] = set()
+        seen: set[Name] = set()
+        left = [name]
+        while left:
+            one = left.pop()
+            if _compat.is_literal(one) or one in seen:
+                continue
+            seen.add(one)
+            node = self.node(one)
+            if one in known:
+                found.add(one)
+            elif node is None or node.eqn.effects:
+                return None
+            else:
+                left += node.operands
+        return found
 
 
 def _counts(x: Any) -> bool:

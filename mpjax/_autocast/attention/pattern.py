@@ -17,6 +17,7 @@ from mpjax._autocast.attention import axes, masks
 from mpjax._autocast.attention.nodes import Graph, Name, Node
 from mpjax._autocast.plan import Action
 
+_DEEPEST = 24  # operations between a product and its softmax
 _MASKED = -1e3  # a logit at most this large stands for a key that is not read
 _ONE_OPERAND = frozenset({"mul", "div"})
 _SHIFTS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "stop_gradient"})
@@ -90,6 +91,8 @@ class Finder:
             v for eqn in jaxpr.eqns for v in set(_compat.variables(eqn))
         ) + Counter(v for v in jaxpr.outvars if not _compat.is_literal(v))
         self.known: frozenset[Any] = frozenset()
+        self._read: dict[Name, Logits | None] = {}
+        self._depth = 0
 
     def matches(self, known: Iterable[Any]) -> list[Match]:
         """Returns the attentions, given which values are there when an equation runs."""
@@ -206,9 +209,16 @@ class Finder:
     # -- the logits ------------------------------------------------------------------------------
 
     def _logits(self, name: Name) -> Logits | None:
-        """Returns what logits are made of, None unless of one product by known operations."""
+        """Returns what logits are made of, None unless of one product by a few known operations."""
         if _compat.is_literal(name):
             return None
+        if name not in self._read:
+            self._depth += 1
+            self._read[name] = self._made_of(name) if self._depth < _DEEPEST else None
+            self._depth -= 1
+        return self._read[name]
+
+    def _made_of(self, name: Name) -> Logits | None:
         if name in self._products:
             shape = self.graph.aval(name).shape
             labels = tuple(None if n == 1 else i for i, n in enumerate(shape))

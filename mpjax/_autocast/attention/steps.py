@@ -110,6 +110,7 @@ class _Places:
         for n, step in enumerate(steps):
             for v in self.reads(step):
                 self._readers.setdefault(v, set()).add(n)
+        self._constants = self._made_of_positions()
         self._outputs = Counter(v for v in jaxpr.outvars if not _compat.is_literal(v))
 
     def reads(self, step: groups.Step) -> list[Any]:
@@ -155,25 +156,23 @@ class _Places:
         for v in read:
             if v in inside or v in own:
                 continue
-            made = self._constants(v)
+            made = self._constants.get(v)
             if made is not None and made.isdisjoint(mine):
                 pulled |= made
             else:
                 others.append(v)
         return pulled, others
 
-    def _constants(self, v: Any) -> set[int] | None:
-        """Returns the steps that make a value of numbers and positions alone, None of others."""
-        if v not in self._maker:
-            return None
-        n = self._step_of[self._maker[v]]
-        step = self.all[n]
-        if any(self.jaxpr.eqns[i].effects for i in step.members):
-            return None
-        found = [self._constants(x) for x in self.reads(step)]
-        if any(x is None for x in found):
-            return None
-        return {n}.union(*(x for x in found if x is not None))
+    def _made_of_positions(self) -> dict[Any, frozenset[int]]:
+        """Returns of each value that is made of numbers and positions alone the steps that do."""
+        found: dict[Any, frozenset[int]] = {}
+        for n, step in enumerate(self.all):
+            read = self.reads(step)
+            effects = any(self.jaxpr.eqns[i].effects for i in step.members)
+            if not effects and all(v in found for v in read):
+                made = frozenset({n}).union(*(found[v] for v in read))
+                found.update(dict.fromkeys(self.made(step), made))
+        return found
 
 
 def _attended(finder: Finder, place: _Places, match: Match, mine: list[int]) -> Attended | None:
