@@ -27,7 +27,13 @@ from mpjax._support import check_support
 from mpjax._tree import all_finite, select_tree
 
 if TYPE_CHECKING:
-    from mpjax._autocast import autocast, explain, full_precision, with_amax_history
+    from mpjax._autocast import (
+        autocast,
+        dot_product_attention,
+        explain,
+        full_precision,
+        with_amax_history,
+    )
     from mpjax._measure import measure
     from mpjax._quantize import quantize
     from mpjax.optim import current_loss_scale, raise_if_diverged, with_loss_scale
@@ -59,6 +65,7 @@ __all__ = [
     "current_loss_scale",
     "default_policy",
     "dequantize",
+    "dot_product_attention",
     "explain",
     "full_precision",
     "get_loss_scale",
@@ -79,6 +86,7 @@ _IMPORTED_LATER = {
     "TrainState": "mpjax.train",
     "autocast": "mpjax._autocast",
     "current_loss_scale": "mpjax.optim",
+    "dot_product_attention": "mpjax._autocast",
     "explain": "mpjax._autocast",
     "full_precision": "mpjax._autocast",
     "make_train_step": "mpjax.train",

@@ -376,3 +376,20 @@ def is_sum_yet_to_be_taken(aval: Any) -> bool:
     """Whether a type says that a value is the sum of what devices hold."""
     spec = getattr(getattr(aval, "sharding", None), "spec", None)
     return bool(getattr(spec, "unreduced", None))
+
+
+def is_for_one_device(ctx: Any) -> bool:
+    """Whether what a lowering rule writes runs on one device, and is not split over several.
+
+    So it is in a program for one device, and inside a `shard_map` over all axes of its mesh.
+    """
+    context = ctx.module_context.axis_context
+    if hasattr(context, "num_devices"):
+        return context.num_devices == 1
+    mesh = getattr(context, "mesh", None)
+    return mesh is None or set(mesh.axis_names) <= set(context.manual_axes)
+
+
+def has_values(x: Any) -> bool:
+    """Whether an array holds numbers, and does not stand for those of a later run."""
+    return not isinstance(x, jax.core.Tracer)  # pyright: ignore[reportAttributeAccessIssue]

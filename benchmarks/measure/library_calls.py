@@ -1,7 +1,7 @@
 """What calls of a GPU's libraries cost, which XLA's own cost analysis counts as nothing.
 
-cuDNN's convolutions and cuBLAS's products are `custom-call`s: as bytes, their operands and
-results; as flops, two for every product of a convolution's definition.
+cuDNN's convolutions and attention and cuBLAS's products are `custom-call`s: as bytes, their
+operands and results; as flops, two for every product of a convolution's or attention's definition.
 """
 
 import math
@@ -22,7 +22,20 @@ def cost(computation: Computation) -> dict[str, float]:
         found["bytes accessed"] += sum(shape.bytes for shape in arrays)
         if "conv" in call.target:
             found["flops"] += _convolution_flops(call, operands[0][0], operands[1][0])
+        if "fmha" in call.target:
+            found["flops"] += _attention_flops(call, [shapes[0] for shapes in operands])
     return found
+
+
+def _attention_flops(call: Instruction, operands: list[Shape]) -> float:
+    """Two for each product of a number, in two products forward and five backward, all pairs.
+
+    A kernel leaves out what causality hides; XLA, which computes it, is counted with it too.
+    """
+    batch, queries, heads, size = operands[0].dims
+    keys = operands[1].dims[1]
+    products = 5 if "Backward" in call.target else 2
+    return 2.0 * products * batch * heads * queries * keys * size
 
 
 def _convolution_flops(call: Instruction, first: Shape, second: Shape) -> float:

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from . import cudnn
+
 # Values of XLA's own files in xla/backends/gpu/target_config/specs.
 GPU_INFO = """
 gpu_device_info {{
@@ -101,6 +103,7 @@ def get_target(name: str) -> Target:
         return Target(name, "CPU, this machine", device)
     if name in GPUS:
         _need(name, "jax_plugins.xla_cuda12", "jax-cuda12-plugin jax-cuda12-pjrt")
+        cudnn.assume()
         config = GPU_INFO.format(**GPUS[name])
         topology = topologies.get_topology_desc(
             "", platform="cuda", topology="1x1x1", target_config=config

@@ -34,6 +34,8 @@ from mpjax._autocast import (
     traits,
 )
 from mpjax._autocast.activations import is_activation
+from mpjax._autocast.attention import steps as attention_steps
+from mpjax._autocast.attention import under_plan
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.plan import Action, Decision, Plan, Settings
 from mpjax._autocast.rounding import Rounding
@@ -92,6 +94,8 @@ class _Planner(Rounding):
         fused = [d.action is Action.FUSED for d in decisions]
         multiplied = frozenset(v for v, want in self.demand.items() if want & reads.PRODUCT)
         steps = groups.schedule(self.jaxpr, fused, self.states, out_states, multiplied)
+        consts = _compat.closed(self.program()).consts
+        steps = attention_steps.attended(self.jaxpr, consts, decisions, self.states, steps)
         low_copies = tuple(self.low_copy(v) for v in self.jaxpr.invars)
         return Plan(
             self.program,
@@ -116,6 +120,8 @@ class _Planner(Rounding):
             return self.foreign(eqn)
         if structure.is_call(eqn):
             return self.decide_call(eqn, settings)
+        if under_plan.is_attention(eqn):
+            return self.decide_attention(eqn, settings)
         kind = op_class(name, settings.rules)
         if structure.applies_function(eqn):
             return self.as_traced(eqn, states.WIDE, "its function is unknown: in float32")
@@ -260,6 +266,18 @@ class _Planner(Rounding):
         if any(s.kind == Kind.CONSTANT and not states.fits(s, low) for s in found):
             return "a constant that the compute dtype cannot hold"
         return ""
+
+    def decide_attention(self, eqn: Any, settings: Settings) -> Decision:
+        low = self.low_dtype(eqn, settings)
+        wants = [self.demand.get(v, 0) for v in eqn.outvars]
+        is_exact = any(want & demand.EXACT for want in wants)
+        reason = under_plan.why_as_written(eqn, settings, low, is_exact=is_exact)
+        if reason or low is None:
+            return self.as_traced(eqn, states.full([self.state(v) for v in eqn.invars]), reason)
+        self.changed = True
+        is_low = under_plan.results_low(eqn)
+        self.record(eqn, [states.low(low) if yes else states.WIDE for yes in is_low])
+        return Decision(eqn, Action.ATTENTION, under_plan.where(eqn, low), low=low)
 
     def decide_call(self, eqn: Any, settings: Settings) -> Decision:
         is_loop = eqn.primitive.name in ("scan", "while")

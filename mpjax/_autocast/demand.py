@@ -27,6 +27,7 @@ from mpjax._autocast import (
     traits,
 )
 from mpjax._autocast.activations import is_activation
+from mpjax._autocast.attention import under_plan
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.carries import direct
 from mpjax._autocast.reads import (
@@ -77,7 +78,7 @@ def of(
     for eqn in reversed(jaxpr.eqns):
         outs = [flags.get(v, 0) for v in eqn.outvars]
         backward = _is_backward(eqn)
-        reads = _operands(eqn, outs, demanded, known)
+        reads = _reads(eqn, outs, demanded, known)
         for atom, found, tested in zip(eqn.invars, reads, _tested(eqn, outs), strict=True):
             add(atom, (found & ~FORWARD if backward else found) | tested)
         if not (backward or only_moves(eqn) or structure.is_call(eqn)):
@@ -94,6 +95,17 @@ def _tested(eqn: Any, outs: list[int]) -> list[int]:
 
 def _is_backward(eqn: Any) -> bool:
     return scopes.is_transposed(eqn.source_info.name_stack)
+
+
+def _reads(eqn: Any, outs: list[int], demanded: Demanded, known: facts.Facts) -> list[int]:
+    """Returns how an equation reads its operands."""
+    if not under_plan.is_attention(eqn):
+        return _operands(eqn, outs, demanded, known)
+    later = functools.reduce(int.__or__, outs, 0) & (LATER | FORWARD)
+    if scopes.AS_WRITTEN in scopes.of(eqn):
+        return [later] * len(eqn.invars)
+    product = PRODUCT | LATER | FORWARD | WHOLE
+    return [product if low else LATER | FORWARD for low in under_plan.operands_low(eqn)]
 
 
 def _operands(eqn: Any, outs: list[int], demanded: Demanded, known: facts.Facts) -> list[int]:

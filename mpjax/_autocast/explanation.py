@@ -17,6 +17,7 @@ from mpjax._shown import Shown, html_table, size
 
 _WIDTH, _REASON_WIDTH = 120, 62
 _HEADERS = ("operations", "dtype", "why", "where")
+_PRODUCTS = PRODUCTS | {"attention", "attention_backward"}
 _LOW = ("f8_e4m3fn", "f8_e5m2", "i8", "bf16", "f16")
 
 
@@ -70,9 +71,9 @@ class Explanation(Shown):
 
     def summary(self) -> list[str]:
         """Returns the totals as lines: products, other operations, casts."""
-        products = [r for r in self.rows if r.operation in PRODUCTS]
+        products = [r for r in self.rows if r.operation in _PRODUCTS]
         fused = [r for r in self.rows if r.reason == FUSED]
-        others = [r for r in self.rows if r.operation not in PRODUCTS and r.reason != FUSED]
+        others = [r for r in self.rows if r.operation not in _PRODUCTS and r.reason != FUSED]
         casts = [f"{c.count} {c.source} to {c.target} ({size(c.bytes)})" for c in self.casts]
         between = sum(row.count for row in fused)
         return [

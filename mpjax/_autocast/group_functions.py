@@ -42,6 +42,7 @@ class GroupFunctions:
     def __init__(self) -> None:
         self._functions: dict[Hashable, Function] = {}
         self._lines: dict[Any, str] = {}
+        self.attentions: dict[Hashable, Any] = {}  # the programs of equal attentions
 
     def run(self, plan: Plan, step: groups.Step, arrays: Sequence[Any]) -> list[Any]:
         """Returns the outputs of a group: of each the low form, then the full one, if wanted.
@@ -75,8 +76,8 @@ class GroupFunctions:
         number = {v: i for i, v in enumerate(step.inputs)}
         found: list[Hashable] = [v.aval for v in step.inputs]
         for eqn in eqns:
-            operands = [_literal(v) if _compat.is_literal(v) else number[v] for v in eqn.invars]
-            params = [(name, _hashable(value)) for name, value in sorted(eqn.params.items())]
+            operands = [literal_key(v) if _compat.is_literal(v) else number[v] for v in eqn.invars]
+            params = [(name, hashable(value)) for name, value in sorted(eqn.params.items())]
             place = (eqn.source_info.name_stack[around:], self._line(eqn), eqn.ctx)
             low = groups.low_cotangent(eqn, step, plan.states)
             found.append((eqn.primitive, *operands, *params, *place, low))
@@ -105,7 +106,7 @@ def _common_scopes(eqns: Sequence[Any]) -> int:
     return shared
 
 
-def _hashable(param: Any) -> Hashable:
+def hashable(param: Any) -> Hashable:
     """Returns a parameter, or its identity: JAX 0.10 has rules with lists inside."""
     try:
         hash(param)
@@ -121,7 +122,7 @@ def _kept_apart(step: groups.Step, eqns: Sequence[Any]) -> Apart | None:
     return recompute.all_apart if storage.worth_keeping_apart(eqns) else None
 
 
-def _literal(literal: Any) -> Hashable:
+def literal_key(literal: Any) -> Hashable:
     return literal.aval, np.asarray(literal.val).tobytes()  # by its bits: -0.0 equals 0.0
 
 

@@ -43,6 +43,7 @@ class Step:
     convolved: frozenset[Any] = frozenset()  # sums that cuDNN adds up as it convolves
     rows: Any = None  # the input whose rows a GPU holds in one kernel, and again for the gradient
     stored: frozenset[Any] = frozenset()  # outputs that a GPU is to hold low, whoever reads them
+    attention: Any = None  # an `attention.steps.Attended`, run in place of the steps that it is of
 
 
 # -- the order in which to run -------------------------------------------------------------------

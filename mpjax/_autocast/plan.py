@@ -61,6 +61,7 @@ class Action(enum.Enum):
     AS_TRACED = "as traced"  # on the dtypes that it was written with
     KEEP = "keep"  # on whatever its operand is held in
     PRODUCT = "product"  # on low operands
+    ATTENTION = "attention"  # by a kernel that reads low operands
     FUSED = "fused"  # in float32 inside a group that XLA fuses, rounded where it is stored
     NATIVE = "native"  # follows its operands, outside any group
     CALL = "call"  # a program of its own

@@ -6,6 +6,7 @@ another function perhaps. So each float32 value remembers the operation that fir
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 
 from mpjax import _compat
 from mpjax._autocast import exact, fusible, quantized, readers, reads, scopes, states, structure
+from mpjax._autocast.attention import under_plan
 from mpjax._autocast.plan import Action, Decision, Plan
 from mpjax._autocast.states import FLOAT32, Kind
 from mpjax._dtypes import short_name
@@ -162,7 +164,7 @@ class _Walk:
         dtype = short_name(_dtype(plan, decision, stored))
         where = scopes.location(eqn)
         self.found.append(Finding(module, name, dtype, reason, cause, where))
-        is_product = decision.action is Action.PRODUCT
+        is_product = decision.action in (Action.PRODUCT, Action.ATTENTION)
         origin = cause or Cause(name, module, ACCUMULATED if is_product else reason)
         return [origin if w else None for w in wide]
 
@@ -198,6 +200,8 @@ def _computes(eqn: Any) -> bool:
     """Leaves out what only moves values: the table answers for dtypes."""
     name = eqn.primitive.name
     rule = OP_RULES.get(name)
+    if under_plan.is_attention(eqn):
+        return True
     if _is_ours(eqn):
         return False
     return structure.is_call(eqn) or (name not in SILENT if rule is None else not only_moves(eqn))
@@ -247,7 +251,8 @@ def _why_carried(state: states.State) -> str:
 def _stored(plan: Plan) -> dict[Any, bool | None]:
     """Returns of each value made in a fused group whether it is stored low; None: not stored."""
     found: dict[Any, bool | None] = {}
-    for step in plan.steps:
+    within = [step.attention.steps if step.attention else [step] for step in plan.steps]
+    for step in itertools.chain.from_iterable(within):
         if step.group and not step.native:
             made = [v for i in step.members for v in plan.decisions[i].eqn.outvars]
             found.update(dict.fromkeys(made, None))
@@ -259,6 +264,8 @@ def _dtype(plan: Plan, decision: Decision, stored: dict[Any, bool | None]) -> An
     """That of the operands of a product; in which any other operation's result is held."""
     if decision.action is Action.PRODUCT:
         return quantized.shown_dtype(decision.how) if decision.how else decision.low
+    if under_plan.is_attention(decision.eqn):
+        return decision.low or decision.eqn.invars[0].aval.dtype
     if op_class(decision.eqn.primitive.name, {}) is OpClass.LOWER:
         return decision.eqn.invars[0].aval.dtype  # as it was written
     out = decision.eqn.outvars[0]
@@ -272,7 +279,7 @@ def _why(
     """Returns the reason, and whether it is that of the operation which made an operand."""
     eqn = decision.eqn
     name = eqn.primitive.name
-    if decision.action is Action.PRODUCT:
+    if decision.action in (Action.PRODUCT, Action.ATTENTION):
         return decision.reason, False
     if region := _region(plan, eqn):
         return region, False

@@ -26,6 +26,8 @@ from mpjax._autocast import (
     remat,
     sums,
 )
+from mpjax._autocast.attention import steps as attention_steps
+from mpjax._autocast.attention import under_plan
 from mpjax._autocast.binding import bind, written_at
 from mpjax._autocast.group_functions import GroupFunctions
 from mpjax._autocast.plan import Action, Decision, Plan
@@ -86,6 +88,8 @@ class Interpreter:
         for step in plan.steps:
             if step.group:
                 self.run_group(plan, step, env)
+            elif step.attention is not None:
+                attention_steps.run(recorder, plan, step.attention, env)
             else:
                 recorder.run_one(plan, plan.decisions[step.members[0]], env)
         wanted = plan.out_states if out_states is None else out_states
@@ -104,6 +108,8 @@ class Interpreter:
                 outs = [self.product(plan, decision, values)]
             elif decision.action is Action.CALL:
                 outs = rebind_calls.run(self, decision, values)
+            elif decision.action is Action.ATTENTION:
+                outs = under_plan.run(decision, values)
             elif decision.action is Action.NATIVE:
                 operands = [_operand(v, a, decision.out_dtype) for v, a in _paired(eqn, values)]
                 outs = bind_low(eqn, operands)

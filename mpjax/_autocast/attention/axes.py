@@ -1,0 +1,102 @@
+"""Which axis of a value is which axis of the logits, while operations move them.
+
+Each axis has a label, one for each axis of the product that makes the logits. An axis of 1 has
+none: it says nothing, and comes and goes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from mpjax._autocast.attention.nodes import Graph, Name
+
+Labels = tuple[Any, ...]
+
+MOVES = frozenset(
+    {"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim"}
+    | {"copy", "copy_p", "convert_element_type"}
+)
+
+
+def moved(labels: Labels, eqn: Any) -> Labels | None:
+    """Returns the labels of what an operation makes of a value that it moves, None of another."""
+    (source, *_), (out,) = eqn.invars, eqn.outvars
+    kind, params = eqn.primitive.name, eqn.params
+    if source.aval.dtype != out.aval.dtype or kind not in MOVES:
+        return None
+    if kind == "transpose":
+        return tuple(labels[i] for i in params["permutation"])
+    if kind == "broadcast_in_dim":
+        return _broadcast(labels, params["broadcast_dimensions"], out.aval.shape)
+    return reshaped(labels, source.aval.shape, out.aval.shape)
+
+
+def _broadcast(labels: Labels, places: Sequence[int], shape: Sequence[int]) -> Labels | None:
+    found: list[Any] = [None] * len(shape)
+    for label, place in zip(labels, places, strict=True):
+        found[int(place)] = label
+    repeated = any(n != 1 and label is None for n, label in zip(shape, found, strict=True))
+    return None if repeated else tuple(found)
+
+
+def reshaped(labels: Labels, before: Sequence[int], after: Sequence[int]) -> Labels | None:
+    """Returns the labels of an array to which axes of 1 are added, or from which they are taken."""
+    kept = [label for label, n in zip(labels, before, strict=True) if n != 1]
+    if [n for n in before if n != 1] != [n for n in after if n != 1]:
+        return None
+    rest = iter(kept)
+    return tuple(None if n == 1 else next(rest) for n in after)
+
+
+def source(graph: Graph, name: Name, labels: Labels) -> tuple[Name, Labels]:
+    """Returns what a value repeats or moves, and the labels of its axes."""
+    while (node := graph.node(name)) is not None:
+        before = _before(node.eqn, labels)
+        if before is None:
+            break
+        name, labels = node.operands[0], before
+    return name, labels
+
+
+def _before(eqn: Any, labels: Labels) -> Labels | None:
+    """Returns the labels of what an operation moves, from those of its result."""
+    kind, params = eqn.primitive.name, eqn.params
+    if kind not in MOVES or eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype:
+        return None
+    shape = eqn.invars[0].aval.shape
+    if kind == "transpose":
+        found = dict(zip(params["permutation"], labels, strict=True))
+        return tuple(found[i] for i in range(len(labels)))
+    if kind == "broadcast_in_dim":
+        places = map(int, params["broadcast_dimensions"])
+        return tuple(
+            None if n == 1 else labels[place] for n, place in zip(shape, places, strict=True)
+        )
+    return reshaped(labels, eqn.outvars[0].aval.shape, shape)
+
+
+def in_order(
+    x: Any, labels: Labels, groups: Sequence[Sequence[Any]], sizes: Mapping[Any, int]
+) -> Any:
+    """Returns an array with one axis for each group of labels, in the order of the groups.
+
+    A group of whose labels the array has none is an axis of 1; one of which it lacks some is
+    repeated along these.
+    """
+    wanted = [label for group in groups for label in group if label in labels]
+    order = [labels.index(label) for label in wanted]
+    x = x.transpose([*order, *(i for i in range(x.ndim) if i not in order)])  # the rest are of 1
+    shared = [[label in labels for label in group] for group in groups]
+    apart = [sizes[label] if label in labels else 1 for group in groups for label in group]
+    whole = [
+        sizes[label] if any(has) else 1
+        for group, has in zip(groups, shared, strict=True)
+        for label in group
+    ]
+    x = jnp.broadcast_to(x.reshape(apart), whole)
+    lengths = iter(whole)
+    return x.reshape([math.prod(next(lengths) for _ in group) for group in groups])

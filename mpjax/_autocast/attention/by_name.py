@@ -1,0 +1,158 @@
+"""`dot_product_attention`: attention by name, in one kernel where there is one."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from mpjax._autocast.attention import written
+from mpjax._autocast.attention.checks import checked, with_axes
+from mpjax._autocast.attention.primitives import attention
+from mpjax._autocast.attention.program import Operands, Program, Spec
+
+Lengths = ArrayLike | None
+Window = int | tuple[int, int] | None
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ...,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: Lengths = ...,
+    key_value_seq_lengths: Lengths = ...,
+    local_window_size: Window = ...,
+    implementation: Literal["xla", "cudnn"] | None = ...,
+    return_residual: Literal[False] = ...,
+) -> jax.Array: ...
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ...,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: Lengths = ...,
+    key_value_seq_lengths: Lengths = ...,
+    local_window_size: Window = ...,
+    implementation: Literal["xla", "cudnn"] | None = ...,
+    return_residual: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Lengths = None,
+    key_value_seq_lengths: Lengths = None,
+    local_window_size: Window = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """Returns `softmax(scale * query keyᵀ + bias) value`, in one kernel where there is one.
+
+    The kernel is chosen where the program is compiled: cuDNN's on NVIDIA GPUs, JAX's flash
+    attention on TPUs, XLA's form elsewhere and for what they do not take; `mpjax.explain` says
+    which. No value of the size queries × keys is kept for the backward pass on any platform.
+
+    Args:
+      query: [batch, queries, heads, size], or without the batch.
+      key: [batch, keys, key heads, size]; the heads are a multiple of the key heads.
+      value: like `key`.
+      bias: is added to the logits; to be broadcast to [batch, heads, queries, keys].
+      mask: True where a row reads a key, bool; to be broadcast like `bias`.
+      scale: of the logits; by default `1 / sqrt(size)`.
+      is_causal: whether query `i` reads no key after `i`.
+      query_seq_lengths: int32[batch]; the result is 0 from there on.
+      key_value_seq_lengths: int32[batch]; keys from there on are not read.
+      local_window_size: how many keys before and after its place a row reads; one number is both.
+      implementation: "xla" or "cudnn" to insist on one.
+      return_residual: whether to return the logarithm of each row's sum of exponentials too.
+
+    Returns:
+      An array like `query`; with `return_residual` also f32[batch, queries, heads].
+
+    Raises:
+      ValueError: shapes that do not agree, or a window or an implementation that there is not.
+      TypeError: operands of several dtypes, or a mask that is not of booleans.
+      NotImplementedError: "cudnn" was asked for, where it cannot run; when the program is lowered.
+
+    Dtypes:
+      That of `query`, `key` and `value`. Under autocast its policy says in which dtype they are
+      read, 16 bits under float8 and int8 policies too. Kernels read bfloat16 and float16.
+
+    Transforms:
+      All of JAX's. Forward mode and second derivatives are those of XLA's form.
+
+    Example:
+      >>> q = k = v = jnp.ones((2, 16, 4, 8))
+      >>> attend = mpjax.autocast(mpjax.dot_product_attention, "bf16-mixed")
+      >>> attend(q, k, v, is_causal=True).shape
+      (2, 16, 4, 8)
+
+    References:
+      Dao, FlashAttention-2, 2023, https://arxiv.org/abs/2307.08691
+    """
+    found = Operands(
+        with_axes(query),
+        with_axes(key),
+        with_axes(value),
+        with_axes(bias),
+        with_axes(mask),
+        None if key_value_seq_lengths is None else jnp.asarray(key_value_seq_lengths),
+    )
+    lengths = None if query_seq_lengths is None else jnp.asarray(query_seq_lengths)
+    window = checked(found, lengths, local_window_size, implementation)
+    scale = 1 / math.sqrt(found.query.shape[-1]) if scale is None else scale
+    arrays = [x for x in found if x is not None]
+    if isinstance(scale, jax.Array):  # a kernel is given a number
+        arrays[0], scale = arrays[0] * scale.astype(arrays[0].dtype), 1.0
+    spec = Spec(float(scale), bool(is_causal), *window)
+    given = tuple(x is not None for x in found)
+    program = _program(spec, given, found.query.shape[0], implementation)
+    out, rows = attention(program, *arrays)
+    rows = rows.swapaxes(1, 2)
+    if lengths is not None:
+        exists = jnp.arange(out.shape[1]) < lengths[:, None]
+        out = jnp.where(exists[..., None, None], out, jnp.zeros((), out.dtype))
+        least = np.float32(-0.7) * np.finfo(np.float32).max
+        rows = jnp.where(exists[..., None], rows, least)
+    shape = jnp.shape(query)
+    out = out.reshape(shape)
+    return (out, rows.reshape(shape[:-1])) if return_residual else out
+
+
+@functools.lru_cache(maxsize=4096)
+def _program(
+    spec: Spec, given: tuple[bool, ...], batch: int, implementation: str | None
+) -> Program:
+    def operands(*arrays: Any) -> Operands:
+        rest = iter(arrays)
+        return Operands(*(next(rest) if has else None for has in given))
+
+    return Program(
+        spec=spec,
+        form=lambda *arrays: written.form(operands(*arrays), spec),
+        operands=operands,
+        result=lambda x: x,
+        lead=(batch,),
+        implementation=implementation,
+    )

@@ -1,0 +1,105 @@
+"""cuDNN's fused attention, as JAX calls it: both passes apart, each by the other's results.
+
+JAX offers the kernel as one function with a derivative of its own. That derivative, traced, holds
+both kernels; here the first runs for its two results, or these are given, and the second runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._autocast.attention.program import Operands, Spec
+from mpjax._autocast.attention.traced import Forward, first_pass, second_pass
+
+NAME = "cuDNN"
+_MULTIPLE, _LARGEST = 8, 256
+
+
+def why_not(found: Operands, spec: Spec) -> str:
+    """Returns why cuDNN does not take operands, empty where it may."""
+    size, values = found.query.shape[-1], found.value.shape[-1]
+    _, _, queries, keys = found.sizes
+    dtypes = {x.dtype.name for x in found[:3]}
+    if dtypes not in ({"bfloat16"}, {"float16"}):
+        return f"operands are {', '.join(sorted(dtypes))}, and not bfloat16 or float16"
+    if size % _MULTIPLE or size > _LARGEST:
+        return f"heads are of {size}, and not of a multiple of 8 up to 256"
+    if values != size:
+        return f"values are of {values}, and keys of {size}"
+    if (found.bias is not None or found.mask is not None) and (queries % 2 or keys % 2):
+        return "a mask or a bias has an odd length"
+    if spec.right is not None and not spec.causal and spec.right != 0:
+        return "its window ends after a query's place"
+    if spec.left is not None and spec.last is None:
+        return "its window has no end"
+    return ""
+
+
+def why_not_installed(found: Operands, spec: Spec) -> str:
+    """Returns what JAX has against the kernel: the version of cuDNN, or of the GPU."""
+    structs = [x for x in found if x is not None]
+    try:
+        jax.eval_shape(lambda *xs: _attend(_restored(found, xs), spec), *structs)
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        return f"JAX refuses it: {error}"
+    return ""
+
+
+def _restored(found: Operands, arrays: Sequence[Any]) -> Operands:
+    given = iter(arrays)
+    return Operands(*(None if x is None else next(given) for x in found))
+
+
+def _attend(found: Operands, spec: Spec) -> Any:
+    window = None if spec.left is None else (spec.left, 0)
+    mask = found.mask
+    if mask is not None:
+        _, _, queries, keys = found.sizes
+        mask = jnp.broadcast_to(mask, (*mask.shape[:2], queries, keys))
+    return jax.nn.dot_product_attention(
+        found.query,
+        found.key,
+        found.value,
+        found.bias,
+        mask,
+        scale=spec.scale,
+        is_causal=spec.last == 0,
+        key_value_seq_lengths=found.lengths,
+        local_window_size=window,
+        implementation="cudnn",
+    )
+
+
+def forward(found: Operands, spec: Spec) -> tuple[Any, Any]:
+    """Returns the result, and the logarithm of each row's sum, f32[batch, heads, queries]."""
+    kernel = Forward(functools.partial(_is_forward, found))
+    first_pass(_function(found, spec), found[:3], kernel)
+    out, rows = kernel.found(NAME)
+    return out, rows
+
+
+def backward(found: Operands, spec: Spec, out: Any, rows: Any, ct: Any) -> Sequence[Any]:
+    """Returns the cotangents of query, key and value."""
+    kernel = Forward(functools.partial(_is_forward, found), [out, rows])
+    grads = second_pass(_function(found, spec), found[:3], ct, kernel)
+    kernel.found(NAME)
+    return grads
+
+
+def _function(found: Operands, spec: Spec) -> Callable[..., Any]:
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        return _attend(found._replace(query=query, key=key, value=value), spec)
+
+    return attend
+
+
+def _is_forward(found: Operands, eqn: Any) -> bool:
+    """Whether an equation is the kernel of the forward pass: it gives a number for each row."""
+    batch, heads, queries, _ = found.sizes
+    rows = [v.aval.shape for v in eqn.outvars[1:] if v.aval.dtype == jnp.float32]
+    return eqn.primitive.multiple_results and rows == [(batch, heads, queries)]

@@ -1,0 +1,159 @@
+"""The operations of a jaxpr as a graph: values by name, and what makes each of them.
+
+Small functions that JAX has jitted (`where`, `tril`) are opened: a value inside is named by where
+it is called and by its variable, for two calls may share one program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax import _compat
+from mpjax._autocast import binding
+
+Name = Any
+"""A variable of the jaxpr, one inside a call with the call's place, or a literal."""
+
+_LONGEST = 2**17  # elements of a constant that is looked at
+_SAME = frozenset({"convert_element_type", "copy", "copy_p", "reshape", "squeeze", "expand_dims"})
+_REPEATED = _SAME | {"broadcast_in_dim", "stop_gradient", "transpose"}
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation."""
+
+    eqn: Any
+    operands: tuple[Name, ...]
+
+    @property
+    def kind(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
+    def aval(self) -> Any:
+        return self.eqn.outvars[0].aval
+
+
+class Graph:
+    """What makes each value of a jaxpr. Operations of several results make none that is known."""
+
+    def __init__(self, jaxpr: Any, constants: Sequence[Any]) -> None:
+        self._nodes: dict[Name, Node] = {}
+        self._same: dict[Any, Name] = {}  # results of calls, by the name that they have inside
+        self._numbers: dict[Name, float] = {}
+        self.positions: set[Name] = set()
+        """Constants that count the places of an axis: 0, 1, 2 ..."""
+        for v, x in zip(jaxpr.constvars, constants, strict=True):
+            if isinstance(x, np.ndarray | np.generic) and np.size(x) == 1:
+                self._numbers[v] = float(np.reshape(x, ()))
+            elif _counts(x):
+                self.positions.add(v)
+        self._add(jaxpr.eqns, (), {})
+
+    def _add(self, eqns: Sequence[Any], path: tuple[int, ...], names: dict[Any, Name]) -> None:
+        for i, eqn in enumerate(eqns):
+            given = [v if _compat.is_literal(v) else names.get(v, v) for v in eqn.invars]
+            if eqn.primitive.name == "jit":
+                inner = _compat.closed(eqn.params["jaxpr"])
+                inside = dict(zip(inner.jaxpr.invars, given, strict=True))
+                here = (*path, i)
+                inside |= {v: (here, v) for v in inner.jaxpr.constvars}
+                self._add(inner.jaxpr.eqns, here, inside)
+                outs = [v if _compat.is_literal(v) else inside[v] for v in inner.jaxpr.outvars]
+                names.update(zip(eqn.outvars, outs, strict=True))
+                continue
+            mine = {v: (path, v) if path else v for v in eqn.outvars}
+            names.update(mine)
+            if len(eqn.outvars) == 1:
+                name, node = mine[eqn.outvars[0]], Node(eqn, tuple(given))
+                self._nodes[name] = node
+                if (number := self._number(node)) is not None:
+                    self._numbers[name] = number
+        if not path:
+            self._same = names
+
+    def name(self, atom: Any) -> Name:
+        """Returns the name of an operand of an equation of the jaxpr."""
+        return atom if _compat.is_literal(atom) else self._same.get(atom, atom)
+
+    def node(self, name: Name) -> Node | None:
+        """Returns what makes a value; None of inputs, constants and literals."""
+        return None if _compat.is_literal(name) else self._nodes.get(name)
+
+    def aval(self, name: Name) -> Any:
+        node = self.node(name)
+        if node is not None:
+            return node.aval
+        return (name[1] if isinstance(name, tuple) else name).aval
+
+    def number(self, name: Name) -> float | None:
+        """Returns the number that all elements of a value are, None where that is not known."""
+        if _compat.is_literal(name):
+            return float(name.val) if np.ndim(name.val) == 0 else None
+        return self._numbers.get(name)
+
+    def _number(self, node: Node) -> float | None:
+        """Returns the number that an operation gives, of operands that are known by now."""
+        if node.kind in _REPEATED:
+            return self.number(node.operands[0])
+        fun = _NUMBERS.get(node.kind)
+        numbers = [self.number(x) for x in node.operands] if fun else [None]
+        if fun is None or any(x is None for x in numbers):
+            return None
+        with np.errstate(all="ignore"):
+            return float(fun(*map(np.float32, numbers)))
+
+    def compute(self, name: Name, known: dict[Name, Any]) -> Any:
+        """Returns a value, computed in float32 of values that are known."""
+        if _compat.is_literal(name):
+            return name.val
+        if name not in known:
+            node = self._nodes[name]
+            values = [self.compute(x, known) for x in node.operands]
+            known[name] = binding.bind(node.eqn, values)[0]
+        return known[name]
+
+    def leaves(self, name: Name, known: Mapping[Name, Any] | frozenset[Name]) -> set[Name] | None:
+        """Returns which known values a value is computed of, None if of others too."""
+        found: set[Name] = set()
+        seen: set[Name] = set()
+        left = [name]
+        while left:
+            one = left.pop()
+            if _compat.is_literal(one) or one in seen:
+                continue
+            seen.add(one)
+            node = self.node(one)
+            if one in known:
+                found.add(one)
+            elif node is None or node.eqn.effects:
+                return None
+            else:
+                left += node.operands
+        return found
+
+
+def _counts(x: Any) -> bool:
+    """Whether a constant is 0, 1, 2 ...; one that is traced or long is not looked at."""
+    is_known = isinstance(x, np.ndarray | jax.Array) and _compat.has_values(x)
+    if not is_known or x.ndim != 1 or x.dtype != np.int32 or x.size > _LONGEST:
+        return False
+    return bool(np.array_equal(np.asarray(x), np.arange(x.size)))
+
+
+_NUMBERS: dict[str, Any] = {
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "neg": np.negative,
+    "mul": np.multiply,
+    "div": np.divide,
+    "add": np.add,
+    "sub": np.subtract,
+    "pow": np.power,
+}

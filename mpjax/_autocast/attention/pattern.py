@@ -1,0 +1,328 @@
+"""Finds attention in a plan: a product, what scales and masks it, a softmax of rows, a product.
+
+Whatever is not exactly that is left alone: weights that are read elsewhere, dropped out or capped,
+a softmax in a float32 region, a bias for each head of each example.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mpjax import _compat
+from mpjax._autocast.attention import axes, masks
+from mpjax._autocast.attention.nodes import Graph, Name, Node
+from mpjax._autocast.plan import Action
+
+_DEEPEST = 24  # operations between a product and its softmax
+_MASKED = -1e3  # a logit at most this large stands for a key that is not read
+_ONE_OPERAND = frozenset({"mul", "div"})
+_SHIFTS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "stop_gradient"})
+
+
+@dataclass(frozen=True)
+class Logits:
+    """What a softmax is taken of: a product, times a scale, plus biases, where a mask is true."""
+
+    product: int  # which equation makes it
+    labels: axes.Labels
+    scale: float = 1.0
+    biases: tuple[tuple[Name, axes.Labels, float], ...] = ()  # each times a number
+    mask: masks.Mask = masks.ALL
+    masked: float | None = None  # the logit of keys that are not read, or what is added to it
+    is_added: bool = False
+    through: frozenset[Any] = frozenset()  # the values on the way, which nothing else may read
+
+    def past(self, name: Name, labels: axes.Labels | None = None, **changes: Any) -> Logits:
+        """Returns them behind one more operation."""
+        labels = self.labels if labels is None else labels
+        return replace(self, labels=labels, through=self.through | {name}, **changes)
+
+
+@dataclass(frozen=True)
+class Match:
+    """An attention in a jaxpr."""
+
+    first: int  # the equation of the product of query and key
+    last: int  # that of the product of weights and value
+    weights: int  # which operand of the last product the weights are
+    logits: Logits
+    softmax: Name  # what the softmax is taken of
+    softmax_labels: axes.Labels
+    keys: Any  # the label of the axis along which it is taken
+    out: Any  # the result of the last product
+    weight_labels: axes.Labels  # of the weights as the last product reads them
+    through: frozenset[Any]  # what nothing else may read
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """A softmax of logits along an axis."""
+
+    logits: Name
+    axis: int
+    through: frozenset[Any]
+
+
+class Finder:
+    """Finds the attentions of one jaxpr.
+
+    Args:
+      jaxpr: open.
+      constants: of the jaxpr.
+      decisions: one an equation.
+      held: the state of each value.
+    """
+
+    def __init__(
+        self, jaxpr: Any, constants: Sequence[Any], decisions: Sequence[Any], held: Any
+    ) -> None:
+        self.jaxpr = jaxpr
+        self.graph = Graph(jaxpr, constants)
+        self._decisions = decisions
+        self._held = held
+        self._products = {
+            d.eqn.outvars[0]: i for i, d in enumerate(decisions) if _multiplies_low(d)
+        }
+        self._reads = Counter(
+            v for eqn in jaxpr.eqns for v in set(_compat.variables(eqn))
+        ) + Counter(v for v in jaxpr.outvars if not _compat.is_literal(v))
+        self.known: frozenset[Any] = frozenset()
+        self._read: dict[Name, Logits | None] = {}
+        self._depth = 0
+
+    def matches(self, known: Iterable[Any]) -> list[Match]:
+        """Returns the attentions, given which values are there when an equation runs."""
+        self.known = frozenset(known)
+        found: list[Match] = []
+        for i, decision in enumerate(self._decisions):
+            if _multiplies_low(decision) and decision.out_dtype == decision.low:
+                both = (self._match(i, side) for side in (0, 1))
+                found += [match for match in both if match is not None][:1]
+        return found
+
+    def _match(self, last: int, side: int) -> Match | None:
+        eqn = self._decisions[last].eqn
+        if _compat.is_literal(eqn.invars[side]):
+            return None
+        weights = self.graph.name(eqn.invars[side])
+        way: list[Name] = []
+        name = weights
+        while (node := self.graph.node(name)) is not None and node.kind in axes.MOVES:
+            way.append(name)
+            name = node.operands[0]
+        if node is None or node.kind != "div":
+            return None
+        softmax = self._softmax(node)
+        logits = softmax and self._logits(softmax.logits)
+        if not softmax or not logits:
+            return None
+        if self._decisions[logits.product].low != self._decisions[last].low:
+            return None
+        labels: axes.Labels | None = logits.labels
+        for moved in reversed(way):
+            labels = axes.moved(labels, self.graph.node(moved).eqn) if labels else None  # type: ignore[union-attr]
+        if labels is None:
+            return None
+        through = logits.through | softmax.through | {*way, name}
+        return Match(
+            first=logits.product,
+            last=last,
+            weights=side,
+            logits=logits,
+            softmax=softmax.logits,
+            softmax_labels=logits.labels,
+            keys=logits.labels[softmax.axis],
+            out=eqn.outvars[0],
+            weight_labels=labels,
+            through=through,
+        )
+
+    # -- the softmax -----------------------------------------------------------------------------
+
+    def _softmax(self, quotient: Node) -> Softmax | None:
+        """Returns what a quotient is the softmax of, along one axis, None if it is none."""
+        exponential, total = quotient.operands
+        to_sum, summed = self._along(total, "reduce_sum")
+        power = self.graph.node(exponential)
+        if summed is None or summed.operands[0] != exponential:
+            return None
+        shifted = power and power.kind == "exp" and self.graph.node(power.operands[0])
+        if not power or not shifted or shifted.kind != "sub":
+            return None
+        logits, most = shifted.operands
+        to_most, largest = self._along(most, "reduce_max")
+        places = tuple(map(int, summed.eqn.params["axes"]))
+        if largest is None or largest.operands[0] != logits or len(places) != 1:
+            return None
+        if tuple(map(int, largest.eqn.params["axes"])) != places:
+            return None
+        if not self._repeats(total, places[0]) or not self._repeats(most, places[0]):
+            return None
+        through = frozenset({exponential, power.operands[0], *to_sum, *to_most})
+        return Softmax(logits, places[0], through)
+
+    def _along(self, name: Name, kind: str) -> tuple[list[Name], Node | None]:
+        """Returns the statistic that a value repeats, and what is on the way to it."""
+        way: list[Name] = []
+        while (node := self.graph.node(name)) is not None:
+            way.append(name)
+            if node.kind == kind:
+                return way, node
+            if node.kind == "max":  # with -inf
+                numbers = [self.graph.number(x) for x in node.operands]
+                if -math.inf not in numbers:
+                    break
+                name = node.operands[1 - numbers.index(-math.inf)]
+            elif node.kind in _SHIFTS:
+                name = node.operands[0]
+            else:
+                break
+        return way, None
+
+    def _repeats(self, name: Name, axis: int) -> bool:
+        """Whether a statistic stands beside the axis along which it was taken.
+
+        One of as many rows as there are keys could be repeated along another.
+        """
+        last = self.graph.node(name)
+        while last is not None and last.kind in ("stop_gradient", "max"):
+            name = last.operands[0]
+            last = self.graph.node(name)
+        shape = self.graph.aval(name).shape
+        if last is None or last.kind in ("reduce_sum", "reduce_max"):
+            return False  # repeated by an operation on arrays of several ranks
+        if shape[axis] == 1:
+            before = self.graph.aval(last.operands[0]).shape
+            return before == (*shape[:axis], *shape[axis + 1 :]) or before == shape
+        if last.kind != "broadcast_in_dim":
+            return False
+        places = tuple(map(int, last.eqn.params["broadcast_dimensions"]))
+        ndim = len(shape)
+        if places == tuple(range(ndim)):
+            return self._repeats(last.operands[0], axis)
+        return places == tuple(i for i in range(ndim) if i != axis)
+
+    # -- the logits ------------------------------------------------------------------------------
+
+    def _logits(self, name: Name) -> Logits | None:
+        """Returns what logits are made of, None unless of one product by a few known operations."""
+        if _compat.is_literal(name):
+            return None
+        if name not in self._read:
+            self._depth += 1
+            self._read[name] = self._made_of(name) if self._depth < _DEEPEST else None
+            self._depth -= 1
+        return self._read[name]
+
+    def _made_of(self, name: Name) -> Logits | None:
+        if name in self._products:
+            shape = self.graph.aval(name).shape
+            labels = tuple(None if n == 1 else i for i, n in enumerate(shape))
+            return Logits(self._products[name], labels, through=frozenset({name}))
+        node = self.graph.node(name)
+        if node is None:
+            return None
+        if node.kind in axes.MOVES:
+            found = self._logits(node.operands[0])
+            labels = found and axes.moved(found.labels, node.eqn)
+            return found.past(name, labels) if found and labels else None
+        if node.kind in _ONE_OPERAND:
+            return self._scaled(name, node)
+        if node.kind in ("add", "sub"):
+            return self._biased(name, node)
+        if node.kind == "select_n" and len(node.operands) == 3:
+            return self._masked(name, node)
+        return None
+
+    def _scaled(self, name: Name, node: Node) -> Logits | None:
+        number = self.graph.number(node.operands[1])
+        inner = node.operands[0]
+        if number is None and node.kind == "mul":
+            number, inner = self.graph.number(node.operands[0]), node.operands[1]
+        if not number or not math.isfinite(number):
+            return None
+        found = self._logits(inner)
+        if found is None or found.masked is not None:
+            return None
+        times = number if node.kind == "mul" else 1 / number
+        biases = tuple((bias, labels, n * times) for bias, labels, n in found.biases)
+        return found.past(name, scale=found.scale * times, biases=biases)
+
+    def _biased(self, name: Name, node: Node) -> Logits | None:
+        sign = -1.0 if node.kind == "sub" else 1.0
+        inner, bias = node.operands
+        found = self._logits(inner)
+        if found is None and node.kind == "add":
+            inner, bias = bias, inner
+            found = self._logits(inner)
+        if found is None or found.masked is not None:
+            return None
+        if self.graph.aval(inner).shape != node.aval.shape:
+            return None
+        shape = () if _compat.is_literal(bias) else self.graph.aval(bias).shape
+        start, labels = axes.source(self.graph, bias, _as_long(found.labels, shape))
+        added = self._additive_mask(start, labels) if sign > 0 else None
+        if added is not None and not found.biases:
+            mask, least = added
+            return found.past(name, mask=found.mask & mask, masked=least, is_added=True)
+        if self.graph.leaves(start, self.known) is None or len(set(labels) - {None}) > 3:
+            return None  # a bias for each head of each example is as large as what is not kept
+        return found.past(name, biases=(*found.biases, (start, labels, sign)))
+
+    def _additive_mask(self, name: Name, labels: axes.Labels) -> tuple[masks.Mask, float] | None:
+        """Returns which keys are read, where 0 is added, and what is added where they are not."""
+        node = self.graph.node(name)
+        if node is None or node.kind != "select_n" or len(node.operands) != 3:
+            return None
+        which, *cases = node.operands
+        numbers = [self.graph.number(x) for x in cases]
+        if 0.0 not in numbers:
+            return None
+        yes = numbers.index(0.0)
+        least = numbers[1 - yes]
+        if least is None or not least <= _MASKED:
+            return None
+        which, labels = axes.source(self.graph, which, labels)
+        reader = masks.Reader(self.graph, self.known.__contains__)
+        found = reader.mask(which, labels, positive=yes == 1)
+        return None if found is None else (found, least)
+
+    def _masked(self, name: Name, node: Node) -> Logits | None:
+        which, *cases = node.operands
+        numbers = [self.graph.number(x) for x in cases]
+        place = next((i for i, n in enumerate(numbers) if n is None), None)
+        if place is None or (least := numbers[1 - place]) is None or not least <= _MASKED:
+            return None
+        found = self._logits(cases[place])
+        if found is None or found.is_added or found.masked not in (None, least):
+            return None
+        shape = self.graph.aval(which).shape
+        if self.graph.aval(cases[place]).shape != node.aval.shape:
+            return None
+        which, labels = axes.source(self.graph, which, _as_long(found.labels, shape))
+        reader = masks.Reader(self.graph, self.known.__contains__)
+        mask = reader.mask(which, labels, positive=place == 1)
+        if mask is None:
+            return None
+        return found.past(name, mask=found.mask & mask, masked=least)
+
+
+def _as_long(labels: axes.Labels, shape: Sequence[int]) -> axes.Labels:
+    """Returns the labels of an array that is repeated along axes of 1."""
+    if len(shape) != len(labels):
+        return ()
+    return tuple(None if n == 1 else label for n, label in zip(shape, labels, strict=True))
+
+
+def _multiplies_low(decision: Any) -> bool:
+    """Whether an equation is a matrix product of two arrays on operands of 16 bits."""
+    if decision.action is not Action.PRODUCT or decision.how is not None:
+        return False
+    eqn = decision.eqn
+    if eqn.primitive.name != "dot_general" or any(map(_compat.is_literal, eqn.invars)):
+        return False
+    return eqn.params.get("out_sharding") is None and decision.low.itemsize == 2

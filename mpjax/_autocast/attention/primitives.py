@@ -1,0 +1,215 @@
+"""Attention as one operation, whose derivative keeps no value of the size queries × keys.
+
+`attention_p` gives the result and the logarithm of each row's sum. Its tangent is one operation
+too, linear in the tangents of the operands: forwards it is XLA's, and transposed it is
+`backward_p`, which reads the operands, the result and the rows' sums. So these are what a backward
+pass keeps, on every platform. The derivatives of both are those of XLA's form.
+
+Which kernel runs is chosen where the operations are lowered (`kernels`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from mpjax import _compat
+from mpjax._autocast.attention import kernels
+from mpjax._autocast.attention.program import Program, batched, out_avals
+
+attention_p = Primitive("attention")
+"""Operands to (result, rows)."""
+tangent_p = Primitive("attention_tangent")
+"""Operands, result, rows and tangents of the operands `wrt` to that of the result."""
+backward_p = Primitive("attention_backward")
+"""Operands, result, rows and the result's cotangent to those of the operands `wrt`."""
+attention_p.multiple_results = backward_p.multiple_results = True
+
+
+def attention(program: Program, *arrays: Any) -> tuple[Any, Any]:
+    """Returns the result of an attention, and the logarithm of each row's sum of exponentials."""
+    if any(_compat.explicit_sharding(jax.typeof(x)) is not None for x in arrays):
+        return jax.checkpoint(program.form)(*arrays)  # its products tell JAX where results are
+    out, rows = attention_p.bind(*_compat.equally_varying(*arrays), program=program)
+    return out, rows
+
+
+def backward(*args: Any, program: Program, wrt: tuple[int, ...]) -> list[Any]:
+    """Returns the cotangents of the operands `wrt` of an attention: see `backward_p`."""
+    return backward_p.bind(*_compat.equally_varying(*args), program=program, wrt=wrt)
+
+
+# -- as XLA computes them --------------------------------------------------------------------------
+
+
+def _form(*arrays: Any, program: Program) -> tuple[Any, Any]:
+    return program.form(*arrays)
+
+
+def _along(program: Program, arrays: Sequence[Any], wrt: Sequence[int]) -> Callable[..., Any]:
+    """Returns the result as a function of some of the operands."""
+
+    def fun(*moving: Any) -> Any:
+        full = list(arrays)
+        for i, x in zip(wrt, moving, strict=True):
+            full[i] = x
+        return program.form(*full)[0]
+
+    return fun
+
+
+def _tangent(*args: Any, program: Program, wrt: tuple[int, ...]) -> Any:
+    arrays, tangents = args[: -2 - len(wrt)], args[-len(wrt) :]
+    moving = [arrays[i] for i in wrt]
+    return jax.jvp(_along(program, arrays, wrt), moving, list(tangents))[1]
+
+
+def _backward(*args: Any, program: Program, wrt: tuple[int, ...]) -> list[Any]:
+    *arrays, _, _, ct = args
+    # Without the barrier XLA would see that the forward pass has computed this, and keep it.
+    *arrays, ct = lax.optimization_barrier((*arrays, ct))
+    return list(jax.vjp(_along(program, arrays, wrt), *(arrays[i] for i in wrt))[1](ct))
+
+
+# -- what a primitive needs ------------------------------------------------------------------------
+
+
+def _run(primitive: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
+    def impl(*args: Any, program: Program, **params: Any) -> Any:
+        if jax.config.jax_disable_jit:  # what is compiled would only come back here
+            return fun(*args, program=program, **params)
+        bind = functools.partial(primitive.bind, program=program, **params)
+        key = (primitive, *sorted(params.items()))
+        return program.once(key, lambda: jax.jit(bind))(*args)
+
+    return impl
+
+
+attention_p.def_impl(_run(attention_p, _form))
+tangent_p.def_impl(_run(tangent_p, _tangent))
+backward_p.def_impl(_run(backward_p, _backward))
+kernels.register(attention_p, _form, kernels.forward, others=0)
+kernels.register(backward_p, _backward, kernels.backward, others=3)
+mlir.register_lowering(tangent_p, mlir.lower_fun(_tangent, multiple_results=False))
+
+
+@attention_p.def_abstract_eval
+def _abstract(*avals: Any, program: Program) -> tuple[Any, Any]:
+    return out_avals(program, avals)
+
+
+@tangent_p.def_abstract_eval
+def _tangent_abstract(*avals: Any, wrt: tuple[int, ...], **_: Any) -> Any:
+    return avals[-2 - len(wrt)].update(weak_type=False)
+
+
+@backward_p.def_abstract_eval
+def _backward_abstract(*avals: Any, wrt: tuple[int, ...], **_: Any) -> list[Any]:
+    return [_compat.like_varying(avals[i].update(weak_type=False), avals[-1]) for i in wrt]
+
+
+# -- derivatives -----------------------------------------------------------------------------------
+
+
+def _moving(tangents: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero))
+
+
+def _zero(x: Any) -> ad.Zero:
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
+
+
+def _jvp(primals: Any, tangents: Any, *, program: Program) -> Any:
+    out, rows = attention_p.bind(*primals, program=program)
+    wrt = _moving(tangents)
+    if not wrt:
+        return (out, rows), (_zero(out), _zero(rows))
+    args = _compat.equally_varying(*primals, out, rows, *(tangents[i] for i in wrt))
+    return (out, rows), (tangent_p.bind(*args, program=program, wrt=wrt), _zero(rows))
+
+
+def _transpose(ct: Any, *args: Any, program: Program, wrt: tuple[int, ...]) -> list[Any]:
+    places = range(len(args) - len(wrt), len(args))
+    asked = [i for i, place in zip(wrt, places, strict=True) if ad.is_undefined_primal(args[place])]
+    cts: list[Any] = [None] * len(args)
+    if isinstance(ct, ad.Zero):
+        found = dict.fromkeys(asked)
+    else:
+        operands = *args[: -len(wrt)], ct
+        grads = backward(*operands, program=program, wrt=tuple(asked))
+        found = dict(zip(asked, grads, strict=True))
+    for i, place in zip(wrt, places, strict=True):
+        if i in found:
+            cts[place] = ad.Zero(args[place].aval) if found[i] is None else found[i]
+    return cts
+
+
+def _by_form(fun: Callable[..., Any], primitive: Any) -> Callable[..., Any]:
+    """Returns the derivative of an operation by XLA's form, of all that it was computed from.
+
+    Result and rows follow from the operands, so that what they add is in the operands' share.
+    """
+
+    def rule(primals: Any, tangents: Any, **params: Any) -> Any:
+        out = primitive.bind(*primals, **params)
+        moving = _moving(tangents)
+
+        def of_moving(*values: Any) -> Any:
+            full = list(primals)
+            for i, x in zip(moving, values, strict=True):
+                full[i] = x
+            return fun(*full, **params)
+
+        given = [primals[i] for i in moving], [tangents[i] for i in moving]
+        if not moving:
+            return out, jax.tree.map(_zero, out)
+        return out, jax.jvp(of_moving, *given)[1]
+
+    return rule
+
+
+ad.primitive_jvps[attention_p] = _jvp
+ad.primitive_jvps[tangent_p] = _by_form(_tangent, tangent_p)
+ad.primitive_jvps[backward_p] = _by_form(_backward, backward_p)
+ad.primitive_transposes[tangent_p] = _transpose
+
+
+# -- vmap ------------------------------------------------------------------------------------------
+
+
+def _batch(args: Any, dims: Any, *, program: Program) -> Any:
+    size = _compat.batch_size(args, dims)
+    in_axes = [d if _compat.is_batched(d) else None for d in dims]
+    return attention_p.bind(*args, program=batched(program, size, in_axes)), (0, 0)
+
+
+def _batch_derivative(primitive: Any, count: Callable[[Any, Any], int]) -> Callable[..., Any]:
+    """Returns the rule of an operation that reads what follows from the first `count` operands."""
+
+    def rule(args: Any, dims: Any, *, program: Program, wrt: tuple[int, ...]) -> Any:
+        size = _compat.batch_size(args, dims)
+        own = count(args, wrt)
+        all_args = _compat.all_batched(args, dims)
+        in_axes = [0 if _compat.is_batched(d) or i in wrt else None for i, d in enumerate(dims)]
+        args = [x if axis == 0 else y for x, y, axis in zip(all_args, args, in_axes, strict=True)]
+        wider = batched(program, size, in_axes[:own])
+        args = [*args[:own], *all_args[own:]]
+        out = primitive.bind(*args, program=wider, wrt=wrt)
+        return out, [0] * len(wrt) if primitive.multiple_results else 0
+
+    return rule
+
+
+batching.primitive_batchers[attention_p] = _batch
+batching.primitive_batchers[tangent_p] = _batch_derivative(
+    tangent_p, lambda args, wrt: len(args) - 2 - len(wrt)
+)
+batching.primitive_batchers[backward_p] = _batch_derivative(
+    backward_p, lambda args, _: len(args) - 3
+)

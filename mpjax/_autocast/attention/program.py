@@ -1,0 +1,146 @@
+"""An attention as data: what it adds up, over which keys, and how XLA computes it.
+
+An attention is `softmax(scale * q kᵀ + bias) v`, over the keys that a row may read. Whoever wrote
+it chose an order of axes; kernels have one of their own, [batch, time, heads, size], in which
+`Operands` are.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mpjax import _compat
+
+
+class Operands(NamedTuple):
+    """What a kernel reads. Heads of the query may share those of key and value, in groups."""
+
+    query: Any  # [batch, queries, heads, size]
+    key: Any  # [batch, keys, key heads, size]
+    value: Any  # [batch, keys, key heads, size]
+    bias: Any = None  # float; 1 or as long on each axis as [batch, heads, queries, keys]
+    mask: Any = None  # bool, as well: which keys are read
+    lengths: Any = None  # int32[batch]: how many keys there are
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The axes of the logits: batch, heads, queries, keys."""
+        batch, queries, heads, _ = self.query.shape
+        return batch, heads, queries, self.key.shape[1]
+
+
+class Empty(enum.Enum):
+    """What a row without keys gives. XLA's weights are all equal there: all logits are."""
+
+    MEAN = "mean"  # the mean of all values: a mask chose one logit for every key
+    THROUGH = "through"  # as well, but logits that were lost in a sum get their gradients
+    ALL = "all"  # what it would give with all keys: a mask shifted all logits alike
+    NAN = "nan"  # a mask chose -inf
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is known of an attention before it runs."""
+
+    scale: float
+    causal: bool = False  # query i reads no key after i
+    left: int | None = None  # nor one before i - left
+    right: int | None = None  # nor one after i + right
+    empty: Empty = Empty.MEAN
+
+    @property
+    def last(self) -> int | None:
+        """How far after a query's place its last key is; None if that does not matter."""
+        return 0 if self.causal else self.right
+
+    def has_empty_rows(self, queries: int, keys: int) -> bool:
+        """Whether place alone leaves a row without keys."""
+        return self.left is not None and queries - 1 - self.left > keys - 1
+
+    def band(self, queries: int, keys: int) -> Any:
+        """Returns which keys may be read by their place, bool[queries, keys], or None for all."""
+        if self.left is None and self.last is None:
+            return None
+        row, column = (jax.lax.broadcasted_iota(jnp.int32, (queries, keys), i) for i in (0, 1))
+        read = jnp.ones((queries, keys), bool)
+        if self.last is not None:
+            read &= column <= row + self.last
+        if self.left is not None:
+            read &= column >= row - self.left
+        return read
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One attention, as a function of the arrays that its author gave it.
+
+    Compared by identity: whoever makes one keeps it, so that `jit` traces it once.
+    """
+
+    spec: Spec
+    form: Callable[..., tuple[Any, Any]]
+    """XLA's: the arrays to the result, and the logarithm of each row's sum, f32[*lead, heads,
+    queries]."""
+    operands: Callable[..., Operands]
+    """The arrays to what a kernel reads; linear in each float."""
+    result: Callable[[Any], Any]
+    """A kernel's result to the author's order of axes."""
+    lead: tuple[int, ...]
+    """The axes of which the batch is made."""
+    implementation: str | None = None
+    _kept: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Returns what is found out about the program once, and kept as long as it."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def __repr__(self) -> str:
+        return f"<{self.spec}>"
+
+
+def batched(program: Program, size: int, in_axes: Sequence[int | None]) -> Program:
+    """Returns the program of `size` attentions, of arrays that are batched along some axis."""
+    axes = tuple(in_axes)
+    return program.once(("batched", size, axes), lambda: _batched(program, size, axes))
+
+
+def _batched(program: Program, size: int, in_axes: tuple[int | None, ...]) -> Program:
+    def mapped(fun: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.vmap(fun, in_axes=in_axes, axis_size=size)
+
+    def operands(*arrays: Any) -> Operands:
+        several = mapped(program.operands)(*arrays)
+        batch = several.query.shape[1]
+        return Operands(*(x if x is None else _joined(x, batch) for x in several))
+
+    def result(x: Any) -> Any:
+        apart = x.reshape(size, x.shape[0] // size, *x.shape[1:])
+        return jax.vmap(program.result)(apart)
+
+    form, lead = mapped(program.form), (size, *program.lead)
+    return replace(program, form=form, operands=operands, result=result, lead=lead, _kept={})
+
+
+def _joined(x: Any, batch: int) -> Any:
+    """Returns an operand with two axes of examples as one with one."""
+    wide = jnp.broadcast_to(x, (x.shape[0], batch, *x.shape[2:]))
+    return wide.reshape(-1, *x.shape[2:])
+
+
+def out_avals(program: Program, avals: Sequence[Any]) -> tuple[Any, Any]:
+    """Returns the types of the result and of the rows' sums, on the mesh of the first operand."""
+    structs = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
+    out, rows = program.once(structs, lambda: jax.eval_shape(program.form, *structs))
+    first = avals[0]
+    return tuple(
+        _compat.like_varying(first.update(shape=x.shape, dtype=x.dtype, weak_type=False), first)
+        for x in (out, rows)
+    )

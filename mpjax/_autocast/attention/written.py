@@ -1,0 +1,63 @@
+"""Attention as XLA computes it, of operands in any dtype: products low, softmax in float32."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpjax._autocast import product
+from mpjax._autocast.attention.program import Operands, Spec
+
+_BATCH, _KEYS = (0, 2), (3,)  # axes of [batch, time, heads, ...]
+
+
+def form(found: Operands, spec: Spec) -> tuple[Any, Any]:
+    """Returns the result, [batch, queries, heads, size], and the logarithm of each row's sum.
+
+    Keys that a row may not read get a logit of -0.7 times the largest number, as `jax.nn` has it:
+    a row without keys gives the mean of all values.
+    """
+    batch, heads, queries, keys = found.sizes
+    shared, dtype = found.key.shape[2], found.query.dtype
+    wide = max(dtype, jnp.dtype(jnp.float32), key=lambda d: d.itemsize)
+    query = found.query.reshape(batch, queries, shared, heads // shared, -1)
+    # [batch, key heads, queries, group, keys]
+    logits = _product(query, found.key, (((4,), (3,)), (_BATCH, _BATCH)), wide)
+    logits = logits.transpose(0, 1, 3, 2, 4).reshape(batch, heads, queries, keys)
+    logits = logits * jnp.asarray(spec.scale, wide)
+    if found.bias is not None:
+        logits = logits + found.bias.astype(wide)
+    read = _read(found, spec)
+    if read is not None:
+        least = -0.7 * float(np.finfo(np.float32).max)
+        logits = jnp.where(read, logits, jnp.asarray(least, wide))
+    rows = jax.nn.logsumexp(logits, axis=-1).astype(jnp.float32)
+    weights = jax.nn.softmax(logits, axis=-1).astype(dtype)
+    weights = weights.reshape(batch, shared, heads // shared, queries, keys)
+    # [batch, key heads, group, queries, size]
+    out = _product(weights, found.value, (((4,), (1,)), ((0, 1), _BATCH)), wide)
+    out = out.transpose(0, 3, 1, 2, 4).reshape(batch, queries, heads, -1)
+    return out.astype(dtype), lax.stop_gradient(rows)
+
+
+def _read(found: Operands, spec: Spec) -> Any:
+    """Returns which keys each row reads, or None for all of them."""
+    _, _, queries, keys = found.sizes
+    read = [found.mask, spec.band(queries, keys)]
+    if found.lengths is not None:
+        read.append(jnp.arange(keys) < found.lengths[:, None, None, None])
+    given = [x for x in read if x is not None]
+    return functools.reduce(jnp.logical_and, given) if given else None
+
+
+def _product(x: Any, y: Any, dims: Any, wide: Any) -> Any:
+    if x.dtype.itemsize >= wide.itemsize:
+        return lax.dot_general(x, y, dims, preferred_element_type=wide)
+    params = {"dimension_numbers": dims, "preferred_element_type": wide, "precision": None}
+    how = product.low(x.dtype)
+    return product.product("dot_general", params, (x, x), (y, y), [], how=how, out_dtype=wide)

@@ -1,0 +1,354 @@
+"""Attention by name: JAX's numbers, in one operation, whose derivative keeps no pairs of tokens."""
+
+import functools
+import sys
+
+import _attention_kernel as formulas
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax import dot_product_attention as attend
+from mpjax._autocast.attention import kernels
+
+BATCH, QUERIES, KEYS, HEADS, SHARED, SIZE = 2, 24, 32, 4, 2, 16
+LENGTHS = jnp.array([5, 32], jnp.int32)
+RESIDUALS = 2  # of operands: the result, and the sums of its rows
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def operands(dtype=jnp.float32, shared=SHARED, keys=KEYS):
+    return (
+        normal(0, BATCH, QUERIES, HEADS, SIZE, dtype=dtype),
+        normal(1, BATCH, keys, shared, SIZE, dtype=dtype),
+        normal(2, BATCH, keys, shared, SIZE, dtype=dtype),
+    )
+
+
+BIAS = normal(3, 1, HEADS, QUERIES, KEYS)
+MASK = jax.random.bernoulli(jax.random.key(4), 0.7, (BATCH, 1, QUERIES, KEYS))
+EMPTY = MASK.at[0, :, 3].set(False)  # a row without keys
+KEY_MASK = (jnp.arange(KEYS) < LENGTHS[:, None])[:, None, None]
+CASES = {
+    "all": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "bias": {"bias": BIAS},
+    "huge bias": {"bias": BIAS + jnp.where(EMPTY, 0.0, -1e9)},
+    "mask": {"mask": MASK},
+    "mask of keys": {"mask": KEY_MASK},
+    "a row without keys": {"mask": EMPTY, "is_causal": True},
+    "bias and mask": {"bias": BIAS, "mask": EMPTY},
+    "window": {"local_window_size": (3, 2)},
+    "causal window": {"local_window_size": 4, "is_causal": True},
+    "lengths": {"key_value_seq_lengths": LENGTHS, "query_seq_lengths": jnp.array([7, 24], "int32")},
+    "no keys": {"key_value_seq_lengths": jnp.array([0, 9], jnp.int32)},
+}
+
+
+def value_and_grads(fun, args, **kwargs):
+    """Returns a loss and its gradients, of the bias too."""
+    bias = kwargs.pop("bias", None)
+
+    def loss(query, key, value, bias):
+        out = fun(query, key, value, bias, **kwargs)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+    wrt = (0, 1, 2) if bias is None else (0, 1, 2, 3)
+    return jax.jit(jax.value_and_grad(loss, argnums=wrt))(*args, bias)
+
+
+def error(found, wanted):
+    found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
+    return np.linalg.norm(found - wanted) / (np.linalg.norm(wanted) + 1e-30)
+
+
+def errors(found, wanted):
+    return [error(*both) for both in zip(*map(jax.tree.leaves, (found, wanted)), strict=True)]
+
+
+@pytest.mark.standard_promotion("jax.nn multiplies by a mask of integers")
+@pytest.mark.parametrize("name", CASES)
+def test_it_gives_what_jax_gives(name):
+    args, kwargs = operands(), CASES[name]
+    wanted = value_and_grads(jax.nn.dot_product_attention, args, **kwargs)
+    assert max(errors(value_and_grads(attend, args, **kwargs), wanted)) < 1e-5
+
+
+@pytest.mark.standard_promotion("jax.nn multiplies by a mask of integers")
+@pytest.mark.parametrize("name", CASES)
+def test_a_kernel_is_as_exact_as_xla_beside_float32(name):
+    low, kwargs = operands(jnp.bfloat16), CASES[name]
+    wide = [x.astype(jnp.float32) for x in low]
+    if name == "huge bias":  # XLA loses the logits beside it in float32; a kernel does not
+        kwargs = {"bias": BIAS + jnp.where(MASK, 0.0, -1e9)}
+    wanted = value_and_grads(jax.nn.dot_product_attention, wide, **kwargs)
+    with formulas.everywhere(formulas):
+        found = value_and_grads(attend, low, **kwargs)
+    assert max(errors(found, wanted)) < 2**-7
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", ["causal", "bias"])
+def test_its_backward_pass_keeps_no_pairs(name, dtype):
+    kwargs = dict(CASES[name])
+    bias = kwargs.pop("bias", None)
+    args = operands(dtype)
+    fun = functools.partial(attend, bias=bias, **kwargs)
+    kept = jax.tree.leaves(jax.eval_shape(lambda *xs: jax.vjp(fun, *xs)[1], *args))
+    pairs = [x.shape for x in kept if KEYS in x.shape and QUERIES in x.shape]
+    assert pairs == ([] if bias is None else [BIAS.shape])
+    assert len(kept) == len(args) + RESIDUALS + (bias is not None)
+
+
+def test_outer_and_inner_derivatives_are_those_of_jax():
+    query, key, value = operands()
+
+    def curve(fun):
+        return lambda x: jnp.sum(jnp.sin(fun(x, key, value, is_causal=True)))
+
+    def all_of(fun):
+        loss, tangent = curve(fun), jnp.ones_like(query)
+        forward = jax.jvp(loss, (query,), (tangent,))[1]
+        forward_of_reverse = jax.jvp(jax.grad(loss), (query,), (tangent,))[1]
+        reverse_of_reverse = jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(query)
+        forward_of_forward = jax.jvp(
+            lambda x: jax.jvp(loss, (x,), (tangent,))[1], (query,), (tangent,)
+        )[1]
+        return forward, forward_of_reverse, reverse_of_reverse, forward_of_forward
+
+    assert max(errors(all_of(attend), all_of(jax.nn.dot_product_attention))) < 1e-5
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("in_axes", [(0, None, 0), (None, 2, None), (1, 0, None)])
+def test_it_maps_over_examples(in_axes, by_kernel):
+    def several(x, axis):
+        return x if axis is None else jnp.stack([x, x * 2, -x], axis=axis)
+
+    query, key, value = operands()
+    args = [several(x, axis) for x, axis in zip((query, key, BIAS), in_axes, strict=True)]
+
+    def mapped(fun):
+        def loss(query, key, bias):
+            return jnp.sum(jnp.sin(fun(query, key, value, bias)))
+
+        return jax.vmap(jax.grad(loss, argnums=(0, 1, 2)), in_axes=in_axes)(*args)
+
+    wanted = mapped(jax.nn.dot_product_attention)
+    if not by_kernel:
+        assert max(errors(mapped(attend), wanted)) < 1e-5
+        return
+    with formulas.everywhere(formulas):
+        assert max(errors(mapped(attend), wanted)) < 1e-5
+
+
+def test_the_sums_of_rows_are_those_of_jax():
+    args = operands()
+    kwargs = {"is_causal": True, "return_residual": True}
+    found, wanted = attend(*args, **kwargs), jax.nn.dot_product_attention(*args, **kwargs)
+    assert max(errors(found, wanted)) < 1e-6
+    assert found[1].dtype == jnp.float32
+
+
+def test_without_a_batch_it_is_one_example():
+    query, key, value = (x[0] for x in operands())
+    assert error(attend(query, key, value), attend(*(x[None] for x in (query, key, value)))[0]) == 0
+
+
+@pytest.mark.no_leak_check("a jitted gradient of a shard_map leaks in JAX, of q * k * v too")
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_inside_shard_map_each_device_runs_the_kernel(check_vma):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+
+    def loss(*args):
+        return jnp.sum(jnp.sin(attend(*args, is_causal=True)))
+
+    def shared(*args):
+        return jax.lax.psum(loss(*args), "data")
+
+    mapped = jax.shard_map(
+        shared,
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=jax.sharding.PartitionSpec(),
+        check_vma=check_vma,
+    )
+    wanted = jax.grad(loss, argnums=(0, 1, 2))(*operands())
+    assert max(errors(jax.grad(mapped, argnums=(0, 1, 2))(*operands()), wanted)) < 1e-5
+    with formulas.everywhere(formulas):
+        found = jax.jit(jax.grad(mapped, argnums=(0, 1, 2)))(*operands())
+    assert max(errors(found, wanted)) < 1e-5
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_split_by_xla_it_is_xlas_form(axis_type):
+    kind = getattr(jax.sharding.AxisType, axis_type)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+    def loss(*args):
+        return jnp.sum(jnp.sin(attend(*args, is_causal=True)))
+
+    wanted = jax.grad(loss, argnums=(0, 1, 2))(*operands())
+    with formulas.everywhere(None), jax.set_mesh(mesh):
+        placed = [jax.device_put(x, sharding) for x in operands()]
+        found = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*placed)
+    assert max(errors(found, wanted)) < 1e-5
+
+
+# -- under autocast --------------------------------------------------------------------------------
+
+
+def model(weights, x, **kwargs):
+    def project(i, heads):
+        return (x @ weights[i])[..., : heads * SIZE].reshape(*x.shape[:2], heads, SIZE)
+
+    query, key, value = project(0, HEADS), project(1, SHARED), project(2, SHARED)
+    out = attend(query, key, value, is_causal=True, **kwargs)
+    return jnp.sum((out.reshape(x.shape) @ weights[3]) ** 2)
+
+
+WEIGHTS = normal(5, 4, HEADS * SIZE, HEADS * SIZE) * 0.2
+X = normal(6, BATCH, QUERIES, HEADS * SIZE)
+LOW = {
+    "bf16-mixed": (jnp.bfloat16, 2**-5),
+    "16-mixed": (jnp.float16, 2**-8),
+    "float32": (jnp.float32, 1e-6),
+    "float8_from_mixed_bfloat16": (jnp.bfloat16, 0.3),
+    "int8_from_mixed_bfloat16": (jnp.bfloat16, 0.3),
+}
+
+
+def read_by_attention(fun, *args):
+    from mpjax import _compat
+
+    eqns = _compat.equations(jax.make_jaxpr(fun)(*args).jaxpr)
+    found = [eqn for eqn in eqns if eqn.primitive.name.startswith("attention")]
+    assert found
+    return {v.aval.dtype for eqn in found for v in eqn.invars[:3]}
+
+
+@pytest.mark.filterwarnings("ignore:autocast:mpjax.PolicyWarning")
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("policy", LOW)
+def test_a_policy_says_in_which_dtype_it_runs(policy, inside):
+    low, bound = LOW[policy]
+    if inside:
+        fun = mpjax.autocast(jax.grad(model), policy)
+    else:
+        fun = jax.grad(mpjax.autocast(model, policy))
+    assert read_by_attention(fun, WEIGHTS, X) == {jnp.dtype(low)}
+    assert error(fun(WEIGHTS, X), jax.grad(model)(WEIGHTS, X)) < bound
+
+
+def test_a_policy_map_and_a_region_hold_it_in_float32():
+    def scoped(weights, x):
+        with jax.named_scope("attention"):
+            return model(weights, x)
+
+    def region(weights, x):
+        with mpjax.full_precision():
+            return model(weights, x)
+
+    mapped = mpjax.PolicyMap("bf16-mixed", {"attention": "float32"})
+    assert read_by_attention(mpjax.autocast(scoped, mapped), WEIGHTS, X) == {jnp.dtype("float32")}
+    fun = mpjax.autocast(region, "bf16-mixed")
+    assert read_by_attention(fun, WEIGHTS, X) == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "wanted"),
+    [
+        ({}, "attention in one kernel: cuDNN on GPUs; not on TPUs: 24 × 24 are too few"),
+        ({"implementation": "xla"}, "attention in XLA's form: implementation= asks for it"),
+        ({"local_window_size": 3}, "cuDNN on GPUs; not on TPUs"),
+        ({"bias": BIAS[:, :, :, :QUERIES]}, "cuDNN on GPUs; not on TPUs"),
+    ],
+)
+def test_explain_says_which_kernel_where_and_why(kwargs, wanted):
+    found = mpjax.explain(functools.partial(model, **kwargs), "bf16-mixed")(WEIGHTS, X)
+    (row,) = [row for row in found.rows if row.operation == "attention"]
+    assert wanted in row.reason
+    assert row.dtype == "bf16"
+
+
+REFUSED = {
+    "float32": ((operands(), {}), ("operands are float32", "operands are float32")),
+    "odd mask": (
+        (operands(jnp.bfloat16, keys=KEYS - 1), {"mask": MASK[..., 1:]}),
+        ("odd length", "too few"),
+    ),
+    "window ahead": (
+        (operands(jnp.bfloat16), {"local_window_size": (3, 2)}),
+        ("ends after a query's place", "too few"),
+    ),
+    "rows without keys": (
+        (operands(jnp.bfloat16, keys=4), {"local_window_size": (3, 0)}),
+        ("rows without keys", "rows without keys"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_kernel_lacks_is_named(name):
+    (args, kwargs), wanted = REFUSED[name]
+    jaxpr = jax.make_jaxpr(functools.partial(attend, **kwargs))(*args)
+    (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == "attention"]
+    avals = [v.aval for v in eqn.invars]
+    for kernel, reason in zip(kernels.KERNELS.values(), wanted, strict=True):
+        assert reason in kernels.why_not(kernel, eqn.params["program"], avals)
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+Q, K, V = operands()
+SLIPS = {
+    "heads first": (
+        lambda: attend(*(x.swapaxes(1, 2) for x in (Q, K, V))),
+        ValueError,
+        "swapaxes",
+    ),
+    "two axes": (lambda: attend(Q[0, 0], K, V), ValueError, r"heads, size"),
+    "not a multiple": (lambda: attend(Q[:, :, :3], K, V), ValueError, "or a multiple"),
+    "dtypes": (lambda: attend(Q.astype(jnp.bfloat16), K, V), TypeError, "one dtype for query"),
+    "integers": (lambda: attend(*(x.astype(int) for x in (Q, K, V))), TypeError, "floating"),
+    "mask of floats": (lambda: attend(Q, K, V, mask=BIAS), TypeError, r"mask\.astype\(bool\)"),
+    "mask of keys": (lambda: attend(Q, K, V, mask=KEY_MASK[:, 0, 0]), ValueError, "None, None, :"),
+    "bias": (lambda: attend(Q, K, V, BIAS[..., 1:]), ValueError, "broadcast to"),
+    "window": (lambda: attend(Q, K, V, local_window_size=-1), ValueError, r"\(128, 0\)"),
+    "window of three": (lambda: attend(Q, K, V, local_window_size=(1, 2, 3)), ValueError, "pair"),
+    "lengths": (
+        lambda: attend(Q, K, V, key_value_seq_lengths=jnp.ones(3, jnp.int32)),
+        ValueError,
+        r"i32\[2\]",
+    ),
+    "implementation": (
+        lambda: attend(Q, K, V, implementation="cuddn"),
+        ValueError,
+        'implementation="cudnn"',
+    ),
+    "cuDNN on a CPU": (
+        lambda: attend(Q, K, V, implementation="cudnn"),
+        NotImplementedError,
+        "lowered for cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SLIPS)
+def test_a_slip_is_told_what_to_type(name):
+    call, kind, text = SLIPS[name]
+    with pytest.raises(kind, match=text):
+        call()
+
+
+def test_pallas_is_not_imported_for_who_has_no_tpu():
+    assert attend(*operands()).shape == (BATCH, QUERIES, HEADS, SIZE)
+    assert "jax.experimental.pallas.ops.tpu.flash_attention" not in sys.modules

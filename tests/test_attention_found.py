@@ -1,0 +1,166 @@
+"""Attention that nobody named runs in one kernel: found here, not found there, speed alone."""
+
+import functools
+
+import _attention_kernel as formulas
+import _attention_written as written
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _attention_written import FOUND, NOT_FOUND, TIME, WEIGHTS, X
+
+import mpjax
+from mpjax import _compat
+from mpjax._autocast import hints
+
+pytestmark = [
+    pytest.mark.standard_promotion("libraries promote masks and counts implicitly"),
+    pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs"),
+]
+HINT = "attended"
+SCALE = pytest.approx(written.SIZE**-0.5)
+
+
+def attentions(fun, *args):
+    eqns = _compat.equations(jax.make_jaxpr(fun)(*args).jaxpr)
+    return [eqn for eqn in eqns if eqn.primitive.name == "attention"]
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("name", FOUND)
+def test_it_is_found_here(name, policy):
+    assert len(attentions(mpjax.autocast(FOUND[name], policy), WEIGHTS, X)) == 1
+
+
+@pytest.mark.parametrize("name", NOT_FOUND)
+def test_it_is_not_found_there(name):
+    assert not attentions(mpjax.autocast(NOT_FOUND[name], "bf16-mixed"), WEIGHTS, X)
+
+
+@pytest.mark.parametrize("policy", ["float32", "tf32"])
+def test_nothing_is_found_where_nothing_is_low(policy):
+    fun = functools.partial(mpjax.autocast, written.of_all)
+    fun = fun("float32") if policy == "float32" else fun("float32", dot_precision=policy)
+    assert not attentions(fun, WEIGHTS, X)
+
+
+def test_without_the_hint_nothing_is_found():
+    with hints.without(HINT):
+        assert not attentions(mpjax.autocast(written.of_all, "bf16-mixed"), WEIGHTS, X)
+
+
+def results(fun):
+    """Returns what a function gives, and the gradients of a loss of it."""
+
+    def loss(weights, x):
+        out = fun(weights, x)
+        return jnp.sum(jnp.sin(out)), out
+
+    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+
+
+def error(found, wanted):
+    found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
+    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+
+
+@pytest.fixture(scope="module")
+def computed():
+    """Returns by name what a program gives: in float32, without the hint, with it, by a kernel."""
+    programs = [
+        lambda w, x: [results(fun)(w, x) for fun in FOUND.values()],
+        lambda w, x: [results(mpjax.autocast(f, "bf16-mixed"))(w, x) for f in FOUND.values()],
+    ]
+    plain, low = programs
+    wide = jax.jit(plain)(WEIGHTS, X)
+    with hints.without(HINT):
+        without = jax.jit(lambda w, x: low(w, x))(WEIGHTS, X)
+    hinted = jax.jit(lambda w, x: low(w, x))(WEIGHTS, X)
+    with formulas.everywhere(formulas):
+        by_kernel = jax.jit(lambda w, x: low(w, x))(WEIGHTS, X)
+    columns = zip(wide, without, hinted, by_kernel, strict=True)
+    return dict(zip(FOUND, columns, strict=True))
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_on_a_cpu_values_are_equal_to_the_bit(name, computed):
+    _, ((_, before), _), ((_, after), _), _ = computed[name]
+    np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("name", FOUND)
+def test_gradients_are_as_exact_as_without_it(name, place, computed):
+    (_, wide), (_, without), (_, hinted), (_, by_kernel) = computed[name]
+    allowed = 1.25 * error(without[place], wide[place]) + 2**-9
+    assert error(hinted[place], wide[place]) < allowed
+    assert error(by_kernel[place], wide[place]) < allowed
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_values_of_a_kernel_are_as_exact(name, computed):
+    ((_, wide), _), ((_, without), _), _, ((_, by_kernel), _) = computed[name]
+    assert error(by_kernel, wide) < 1.25 * error(without, wide) + 2**-9
+
+
+PAIRS = {"causal_by_tril", "in_groups", "by_jax_nn", "by_nnx", "of_all", "in_a_scan"}
+
+
+def kept(fun):
+    low = mpjax.autocast(fun, "bf16-mixed")
+    leaves = jax.eval_shape(lambda w, x: jax.vjp(low, w, x)[1], WEIGHTS, X)
+    return [x.shape for x in jax.tree.leaves(leaves) if x.shape[-2:] == (TIME, TIME)]
+
+
+@pytest.mark.parametrize("name", sorted(PAIRS))
+def test_no_pairs_of_tokens_are_kept(name):
+    assert kept(FOUND[name]) == []
+    with hints.without(HINT):
+        assert kept(FOUND[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("causal_by_tril", {"causal": True, "left": None, "scale": 1.0}),
+        ("by_nnx", {"causal": True}),
+        ("by_linen", {"causal": True}),
+        ("by_jax_nn_in_a_window", {"causal": True, "left": 5, "scale": pytest.approx(0.3)}),
+        ("heads_first_by_hand", {"causal": True, "scale": SCALE}),
+        ("of_padded_keys", {"causal": False, "right": None}),
+    ],
+)
+def test_masks_of_positions_are_read_and_not_computed(name, spec):
+    (eqn,) = attentions(mpjax.autocast(FOUND[name], "bf16-mixed"), WEIGHTS, X)
+    found = eqn.params["program"].spec
+    assert {field: getattr(found, field) for field in spec} == spec
+
+
+def test_equal_layers_are_one_program():
+    def two(weights, x):
+        for _ in range(2):
+            x = x + written.causal_by_tril(weights, x)
+        return x @ weights[4]
+
+    eqns = attentions(mpjax.autocast(two, "bf16-mixed"), WEIGHTS, X)
+    assert len({eqn.params["program"] for eqn in eqns}) == 1
+    assert len(eqns) == 2
+
+
+def test_a_deep_program_is_planned_as_fast_as_without_it():
+    """Sums of values that are read twice lead back to the input in 2³⁰⁰ ways."""
+
+    def deep(weights, x):
+        for _ in range(300):
+            x = x + x * jax.nn.softmax(x)
+        return written.causal_by_tril(weights, x)
+
+    low = mpjax.autocast(deep, "bf16-mixed")
+    assert len(attentions(low, WEIGHTS, X)) == 1
+
+
+def test_explain_says_which_kernel_runs_it():
+    found = mpjax.explain(written.causal_by_tril, "bf16-mixed")(WEIGHTS, X)
+    (reason,) = {row.reason for row in found.rows if "attention" in row.reason}
+    assert reason.startswith("attention in one kernel: cuDNN on GPUs; not on TPUs: 16 × 16 are too")
