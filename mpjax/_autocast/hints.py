@@ -49,7 +49,7 @@ pooled                | gpu      | vgg .67, resnet50 .95; temporaries vgg .82, r
 kept_apart            | all      | vit .94, gated .94; temporaries vit .76, gemma .81
 curves_apart          | gpu      | pixelcnn .90, wavenet .91, dit .94; temporaries critic .75
 smaller_first         | gpu      | temporaries graph .92, wavenet .94, resnet50 .94; its bytes 1.02
-attended              | gpu, tpu | transformer .74; temporaries .65; a v5e .87, .99
+attended              | gpu, tpu | llama .59, transformer .74, bert .75; temporaries .68, .65, .59
 rows_apart            | gpu      | bert .98, transformer .98, vit .99; of size full .97, .96, .98
 """
 HINTS = {
