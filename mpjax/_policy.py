@@ -5,7 +5,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ContextDecorator, contextmanager
-from typing import Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -85,9 +85,11 @@ class Policy:
         object.__setattr__(new, "_given", name)
         return new
 
-    def __getattr__(self, name: str) -> Any:
-        """Raises AttributeError, with what a name of another library is called here."""
-        raise NoPolicyAttributeError(type(self), name)
+    if not TYPE_CHECKING:  # or an editor would believe that there is any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises AttributeError, with what a name of another library is called here."""
+            raise NoPolicyAttributeError(type(self), name)
 
     @property
     def param_dtype(self) -> DType:
@@ -176,10 +178,11 @@ class Policy:
         raise AttributeError(message(type(self).__name__, f"is immutable; cannot delete {name}."))
 
     def __reduce__(self) -> Any:
-        return _rebuilt, (Policy, self._names, self._given)
+        return rebuilt, (Policy, self._names, self._given)
 
 
-def _rebuilt(cls: type[Policy], args: tuple[Any, ...], given: str | None) -> Policy:
+def rebuilt(cls: type[Policy], args: tuple[Any, ...], given: str | None) -> Policy:
+    """Returns a policy of a class from its arguments, and the name that it remembers."""
     policy = cls(*args)
     object.__setattr__(policy, "_given", given)
     return policy

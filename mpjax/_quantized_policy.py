@@ -112,7 +112,7 @@ class QuantizedPolicy(Policy):
         return hash((QuantizedPolicy, self._names, self._recipe))
 
     def __reduce__(self) -> Any:
-        return _policy._rebuilt, (QuantizedPolicy, (self.base, self._recipe), self._given)
+        return _policy.rebuilt, (QuantizedPolicy, (self.base, self._recipe), self._given)
 
 
 def _checked_base(base: Any) -> Policy:

@@ -1,6 +1,7 @@
 """Policy: every name of the table, equality, hashing, no retrace, and the policies of others."""
 
 import copy
+import importlib
 import itertools
 import json
 import pickle
@@ -14,12 +15,14 @@ import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
+import optax
 import pytest
 from _helpers import Traced
 from hypothesis import given
 from hypothesis import strategies as st
 
 import mpjax
+from mpjax._foreign_names import ATTRIBUTES
 from mpjax._policy import POLICY_NAMES
 from mpjax.testing import assert_one_compilation
 
@@ -535,3 +538,30 @@ def test_float64_is_refused_at_the_first_cast_with_x64_off(name):
 def test_unknown_default_is_an_error():
     with pytest.raises(ValueError, match="unknown policy 'bf15'"), mpjax.default_policy("bf15"):
         pass
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "mixed_bfloat16", "O1", "int8_from_mixed_bfloat16"])
+def test_a_policy_remembers_the_name_that_it_was_made_by(name):
+    policy = mpjax.get_policy(name)
+    assert policy.name == name
+    other = type(policy).from_dict(policy.to_dict())
+    assert policy == other
+    assert hash(policy) == hash(other)
+    assert other.name == str(policy)
+    for made in (pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)):
+        assert (made, made.name) == (policy, name)
+    step = mpjax.make_train_step(lambda p, x: jnp.sum(p * x), optax.sgd(0.1), name)
+    assert f"under {name!r} ({policy})" in repr(step)
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_a_name_of_another_library_is_answered_with_one_that_is_here(name):
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}'") as error:
+        getattr(mpjax, name)
+    for module, word in re.findall(r"mpjax((?:\.[a-z]+)*)\.(\w+)", str(error.value)):
+        assert hasattr(importlib.import_module(f"mpjax{module}"), word)
+
+
+def test_a_name_that_is_almost_right_is_answered_with_the_right_one():
+    with pytest.raises(AttributeError, match=r"Did you mean mpjax\.autocast\?"):
+        mpjax.autocats  # noqa: B018

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import warnings
+from collections.abc import Mapping
 
 import equinox as eqx
 import flax.linen as nn
@@ -278,3 +279,18 @@ def test_get_policy_reads_what_to_dict_wrote(policy: str):
     assert mpjax.get_policy(json.loads(json.dumps(policies.to_dict()))) == policies
     single = mpjax.get_policy(policy)
     assert mpjax.get_policy(single.to_dict()) == single
+
+
+def test_a_map_is_a_mapping_from_pattern_to_policy():
+    rules = {"a*": "float32", "re:.*b": "float16"}
+    policies = mpjax.PolicyMap("bf16-mixed", rules)
+    assert isinstance(policies, Mapping)
+    assert list(policies) == list(rules)
+    assert len(policies) == 2
+    assert policies["a*"] == mpjax.get_policy("float32")
+    assert "c" not in policies
+    assert mpjax.PolicyMap("bf16-mixed", policies) == policies
+    empty = mpjax.PolicyMap("bf16-mixed")
+    assert empty and not len(empty)  # noqa: PT018
+    with mpjax.default_policy(empty):
+        assert mpjax.get_policy() is empty

@@ -485,3 +485,10 @@ def test_nnx_module_is_quantised_and_keeps_its_paths():
 def test_modules_say_that_they_multiply_in_the_base_dtype():
     with pytest.warns(mpjax.PolicyWarning, match="products in 8 bits are autocast's"):
         mpjax.linen.with_policy(nn.Dense(8), FLOAT8)
+
+
+@pytest.mark.parametrize("mode", ["int8", "float8"])
+def test_a_policy_that_quantises_nothing_is_told_of_its_own_dtype(mode: str):
+    fun = mpjax.autocast(lambda x: x @ x, f"{mode}_from_mixed_bfloat16")
+    with pytest.warns(mpjax.PolicyWarning, match=rf"\{{'mlp\*': '{mode}_from_mixed_bfloat16'\}}"):
+        fun(jnp.ones((64, 64)))

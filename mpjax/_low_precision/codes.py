@@ -110,7 +110,8 @@ class _Curve(NamedTuple):
 
     def value(self, code: Array) -> Array:
         """Returns the share that a code stands for."""
-        depth = jnp.expm1(self._whole * (1 - code / self.most)) / _BEND
+        # Of a difference, which is 0 at the top: the largest must come back as it was.
+        depth = jnp.expm1((self.most - code) * (self._whole / self.most)) / _BEND
         return jnp.where(code > 0, jnp.exp(-depth), 0.0)
 
     @property
