@@ -111,11 +111,11 @@ def value_and_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., tuple[Any, PyTree]]:
-    """Returns a function that gives the value of `fun` and its gradients, scaled on the way.
+    """Returns a function for the value and the gradients of `fun`, computed with a loss scale.
 
-    As `jax.value_and_grad`, with the loss multiplied by the loss scale before differentiating
-    and the gradients divided by it afterwards, both in float32. The value is that of `fun`,
-    never the scaled one, also when the scaled loss overflows.
+    It works as `jax.value_and_grad`, and multiplies the loss by the loss scale before
+    differentiating and divides the gradients by it afterwards, both in float32. The value is the
+    true value of `fun`, also if the scaled loss overflows.
 
     Args:
       fun: returns a floating scalar, or `(scalar, aux)` with `has_aux`.

@@ -128,13 +128,14 @@ def make_train_step(
 ) -> NNXTrainStep:
     """Returns a jitted train step of an NNX model: `state, metrics = step(state, batch)`.
 
-    The step splits the model into parameters and all else, runs the loss under `policy`, and
-    keeps what the model changed in passing: BatchNorm statistics, RNG counts, caches. A step
-    with an inf or NaN in its gradients leaves all of it as it was, bit for bit.
+    The step splits the model into parameters and everything else, and runs the loss under `policy`.
+    Changes that the model makes to itself, such as BatchNorm statistics, RNG counts and caches, go
+    into the state. A step with an inf or NaN in its gradients leaves all of it as it was, bit for
+    bit.
 
     Args:
-      model: an NNX module; it is read where the step is made and at `step.init()`, in the mode
-        (`train()` or `eval()`) in which it is then, and left as it is.
+      model: an NNX module. It is read when the step is made and at `step.init()`, in its mode
+        (`train()` or `eval()`) at that time, and never changed.
       tx: any optax transformation, as `nnx.Optimizer` takes it; see `mpjax.make_train_step`.
       policy: whatever `get_policy` takes; None for the scoped default.
       loss_fn: `loss_fn(model, batch) -> loss`, or `(loss, aux)` with `has_aux`. It may change
@@ -155,8 +156,8 @@ def make_train_step(
       ValueError: the model has float8 scales, which `mpjax.nnx.value_and_grad` trains.
 
     Dtypes:
-      Parameters in `param_dtype`, computation in `compute_dtype`, gradients float32; what else
-      the model holds keeps its dtypes.
+      Parameters in `param_dtype`, computation in `compute_dtype`, gradients float32; other
+      variables keep their dtypes.
 
     Transforms:
       jit (it is), scan, vmap, shard_map.

@@ -63,11 +63,11 @@ def autocast(
     dot_precision: Any = None,
     params: Any = None,
 ) -> Any:
-    """Returns a function that computes what `fun` does, its products on low-precision operands.
+    """Returns a function that computes the same as `fun`, with its products in low precision.
 
-    Matrix products and convolutions read `policy.compute_dtype` and accumulate in float32; what
-    rounding or range would hurt stays in float32. The model is not edited: parameters go in, and
-    gradients come out, in float32.
+    Matrix products and convolutions read operands in `policy.compute_dtype` and accumulate in
+    float32. Operations that rounding or range would hurt, such as sums and exponentials, stay in
+    float32. The model is not edited: parameters and gradients are float32.
 
     Args:
       fun: any function of arrays; also a decorator, `@autocast("bf16-mixed")`.
@@ -377,16 +377,15 @@ def _check_algorithm(policy: scopes.Policies, algorithm: Any) -> None:
 
 
 class full_precision(contextlib.ContextDecorator):
-    """A region that autocast leaves alone: everything inside computes in float32.
+    """A region in which autocast changes nothing: everything inside runs in float32.
 
-    Both a context manager and a decorator. Outside autocast it does nothing.
+    It is a context manager and a decorator. Outside autocast it does nothing.
 
     Dtypes:
       Low values that enter the region are widened, exactly.
 
     Transforms:
-      All: the region is a mark on the operations, so that it outlives `jit`'s caches and
-      differentiation.
+      All: the region marks its operations, so it survives `jit`'s caches and differentiation.
 
     Example:
       >>> @mpjax.autocast("bf16-mixed")

@@ -39,7 +39,7 @@ def bytes_per_parameter(
 ) -> BytesPerParameter:
     """Returns how many bytes training takes for each parameter: weights, gradients, state.
 
-    Nothing is allocated. What the model's activations take is not in it.
+    It allocates nothing. It does not count activations.
 
     Args:
       tx: any optax transformation.
@@ -49,7 +49,7 @@ def bytes_per_parameter(
 
     Returns:
       A `BytesPerParameter` with `rows`, `total` and `count`: 'weights', 'gradients', then each
-      field of the state by its name, and 'rest' for what is no tree like the parameters.
+      field of the state by its name, and 'rest' for state that is no tree like the parameters.
 
     Example:
       >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}

@@ -39,7 +39,7 @@ class Errors:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare` found; `print` shows the worst first."""
+    """The result of `compare`; `print` shows the worst modules first."""
 
     function: str
     policy: str
@@ -48,8 +48,10 @@ class Comparison:
     gradients: dict[str, float]  # accumulated error by leaf; of those in `noise`, of their terms
     loss: float  # accumulated error
     noise: tuple[str, ...] = ()
-    """Gradients that are 0 but for rounding, as that of the bias of an attention's keys: sums whose
-    terms cancel. Their errors are relative to the terms, for of the sums no digit is known."""
+    """Gradients that are 0 but for rounding, as that of the bias of an attention's keys.
+
+    Their terms cancel, and no digit of the sum is correct. Their errors are relative to the terms.
+    """
 
     @property
     def gradient(self) -> float:
@@ -99,18 +101,18 @@ def compare(
     loss_scale: Any = None,
     has_aux: bool = False,
 ) -> Callable[..., Comparison]:
-    """Returns a function that tells which module loses precision, and how much has piled up.
+    """Returns a function that measures the rounding error that each module adds.
 
-    A second run goes beside the first, in the reference dtype. For each operation there is the
-    *local* error, against the reference operation on the very operands that it had, and the
-    *accumulated* one, against the second run. The local error names the culprit; the accumulated
-    one grows with depth whoever is to blame.
+    It runs the program twice, once in the reference dtype. The *local* error of an operation
+    compares it with the same operation in the reference dtype on the operands that it had: it names
+    the culprit. The *accumulated* error compares it with the second run: it grows with depth,
+    whichever module caused it.
 
     Args:
       loss_fn: `loss_fn(params, *batch) -> loss`, differentiated by its first argument.
-      policy: under which it is computed.
+      policy: the policy to judge; whatever `get_policy` takes.
       reference: 'float32' or 'float64'.
-      loss_scale: with which gradients are computed; None for what the policy needs.
+      loss_scale: the loss scale for the gradients; None for the policy's own.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
 
     Returns:
@@ -121,9 +123,9 @@ def compare(
       TypeError: as `diagnose`.
 
     Dtypes:
-      Roundings to fewer bits than the reference has are what is measured: casts, products on low
-      operands, `reduce_precision`. What holds a program with dtypes of its own (`lax.reduce`), and
-      foreign kernels, count as exact.
+      It measures roundings to fewer bits than the reference has: casts, products on low operands,
+      `reduce_precision`. Operations that contain a program with dtypes of its own (`lax.reduce`),
+      and foreign kernels, count as exact.
 
     Transforms:
       None: it is for people.

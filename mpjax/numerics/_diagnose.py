@@ -30,25 +30,26 @@ def diagnose(
     has_aux: bool = False,
     grads: Any = None,
 ) -> Callable[..., Report]:
-    """Returns a function that tells where the loss or a gradient stops being finite, and why.
+    """Returns a function that finds the operation that made the first inf or NaN, and why.
 
-    It runs once more what a step runs, value and gradients of `loss_fn` under `policy`, with a
-    count on each operation. Nothing is kept, so that it works at full size, sharded too. Of a step
-    that was skipped this is the same computation, for a skipped step leaves everything as it was.
+    It runs value and gradients of `loss_fn` under `policy` once more, as a step does, and counts
+    the infs and NaNs of each operation. It stores no intermediate array, so it works at full size,
+    sharded too. A skipped step leaves everything as it was, so this is the computation of that
+    step.
 
     Args:
       loss_fn: `loss_fn(params, *batch) -> loss`, differentiated by its first argument.
       policy: whatever `get_policy` takes; the program is that of `mpjax.autocast`.
-      loss_scale: what the step used, a number or a loss scale (`metrics["loss_scale"]`); None for
-        what the policy needs.
+      loss_scale: the step's loss scale, a number or an object (`metrics["loss_scale"]`); None for
+        the policy's own.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      grads: what a step of your own gave an optimizer in `with_loss_scale`, for the report to say
-        whether they were taken without the scale, so that nothing is learned.
+      grads: the gradients that a step of your own gave an optimizer in `with_loss_scale`. The
+        report then says whether they were taken without the scale, which would stop training.
 
     Returns:
-      A function of the arguments of `loss_fn` that returns a `Report`: `print(report)` fits a
-      screen, `.first` are the operations that made a non-finite value of finite operands, `.rows`
-      all of them, `.cause` says why, and what to type.
+      A function of the arguments of `loss_fn` that returns a `Report`. `print(report)` fits a
+      screen. `.first` holds the operations that made an inf or NaN from finite operands, `.rows`
+      holds all operations. `.cause` says why, and what to type.
 
     Raises:
       TypeError: `loss_fn` cannot be traced, or an argument is.

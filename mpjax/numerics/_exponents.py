@@ -52,7 +52,7 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class ExponentReport:
-    """What `exponents` found; `print` it, or `.plot()` it."""
+    """The result of `exponents`; `print` it, or `.plot()` it."""
 
     function: str
     policy: str
@@ -187,14 +187,15 @@ def exponents(
 ) -> Callable[..., ExponentReport]:
     """Returns a function that counts exponents of weights, activations and gradients, by module.
 
-    One histogram tells what every format would lose under every scale: in float16 what is below
-    2⁻²⁵, half the smallest number, becomes 0, in float8_e5m2 below 2⁻¹⁷, in float8_e4m3fn 2⁻¹⁰.
+    One histogram shows what every format would lose under every scale. For example, magnitudes
+    below 2⁻²⁵, half the smallest number, become 0 in float16; in float8_e5m2 the limit is 2⁻¹⁷, in
+    float8_e4m3fn 2⁻¹⁰.
 
     Args:
       loss_fn: `loss_fn(params, *batch) -> loss`, differentiated by its first argument.
-      policy: under which it is computed; "float32" shows what there is to lose.
-      loss_scale: with which gradients are computed, None for what the policy needs; the histograms
-        are of unscaled ones. A power of two is exact.
+      policy: the policy of the run; "float32" shows the values before any loss.
+      loss_scale: the loss scale for the gradients, None for the policy's own. The histograms are of
+        unscaled gradients. A power of two is exact.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
 
     Returns:

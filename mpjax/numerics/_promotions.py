@@ -37,7 +37,7 @@ class Promotion:
 
 @dataclasses.dataclass(frozen=True)
 class Promotions:
-    """What `find_promotions` found; mistakes first, what installed libraries do apart."""
+    """The result of `find_promotions`: mistakes first, those of installed libraries apart."""
 
     function: str
     rows: tuple[Promotion, ...]  # in the user's own files
@@ -89,11 +89,11 @@ class Promotions:
 
 
 def find_promotions(fun: Callable[..., Any]) -> Callable[..., Promotions]:
-    """Returns a function that lists where a 16-bit value is widened by promotion, not on purpose.
+    """Returns a function that lists the lines that widen a 16-bit value by accident.
 
-    A NumPy scalar, a float32 constant, a table of float32 or `dtype=` of a reduction makes what
-    meets it float32, and what follows too. `x.astype(...)` and `preferred_element_type=` are on
-    purpose; so is what JAX's functions widen inside and narrow again.
+    A NumPy scalar, a float32 constant, a float32 table, or `dtype=` of a reduction makes a 16-bit
+    operand float32, and everything that follows. `x.astype(...)` and `preferred_element_type=` are
+    on purpose, and so are JAX's functions that widen inside and narrow again.
 
     Args:
       fun: any function of arrays; gradients of one too.

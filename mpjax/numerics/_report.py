@@ -60,7 +60,7 @@ class Cause:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `diagnose` found; `print(report)` shows it on one screen.
+    """The result of `diagnose`; `print(report)` shows it on one screen.
 
     `rows` holds every operation; `first` those that made a non-finite value of finite operands and
     whose value got into the loss or a gradient, in the order in which they ran.

@@ -26,7 +26,7 @@ _WHERE = "numerics.suggest"
 
 @dataclasses.dataclass(frozen=True)
 class Suggestion:
-    """What `suggest` found: `.policy` is the one to use; every error in it was measured."""
+    """The result of `suggest`: use `.policy`; every error in it was measured."""
 
     function: str
     policy: PolicyMap
@@ -88,23 +88,24 @@ def suggest(
     loss_scale: Any = None,
     has_aux: bool = False,
 ) -> Callable[..., Suggestion]:
-    """Returns a function that finds which modules to keep in float32 for a tolerance on gradients.
+    """Returns a function that finds the fewest modules to run in float32 for a tolerance.
 
-    Modules are ranked by their local errors (`compare`); the fewest of that order that suffice are
-    found by bisection, then each is dropped that is not needed. Every policy on the way is run.
+    It ranks modules by their local errors (`compare`), finds by bisection how many of that order
+    are enough, and then drops each module that is not needed. It runs every policy that it tries.
 
-    A gradient that is 0 but for rounding, such as that of the bias of an attention's keys, has no
-    digits in float32 either: one that a unit in the last place of every other parameter moves by
-    more than the tolerance is left out, and listed in `.noise`.
+    A gradient that is 0 but for rounding has no correct digits in float32 either; that of the bias
+    of an attention's keys is one. It is recognised by a test: a change of the last bit of every
+    other parameter moves it by more than the tolerance. Such gradients do not count, and are listed
+    in `.noise`.
 
     Args:
       loss_fn: `loss_fn(params, *batch) -> loss`, differentiated by its first argument; it names its
         modules, as Flax's do, or `jax.named_scope`.
-      policy: of what is not kept in float32, as 'bf16-mixed'.
+      policy: the policy of the modules that are not in float32, as 'bf16-mixed'.
       tolerance: relative error of each gradient leaf against float32, in the L1 norm.
-      reverse: for a float32 model, what may go low: the map is "float32" with rules for modules
-        that take `policy`; what has no name stays in float32.
-      loss_scale: with which gradients are computed; None for what the policy needs.
+      reverse: find the modules of a float32 model that may go low. The map is then "float32" with
+        rules for modules that take `policy`; operations without a name stay in float32.
+      loss_scale: the loss scale for the gradients; None for the policy's own.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
 
     Returns:

@@ -31,10 +31,10 @@ def gather(
 ) -> T:
     """Returns sharded parameters whole, in the compute dtype; inside `shard_map`.
 
-    Each leaf is cast while it is a shard and then gathered, so that the network carries 16 bits.
-    On the way back its gradient is cast to float32 before it is summed over the devices and
-    scattered: a sum of n 16-bit numbers would round n - 1 times. Under `jax.checkpoint` the gather
-    is repeated in the backward pass and only the shard is kept.
+    Each leaf is cast while it is a shard and then gathered, so that the network carries 16 bits. In
+    the backward pass its gradient is cast to float32 before it is summed over the devices and
+    scattered: a sum of n 16-bit numbers would round n - 1 times. Under `jax.checkpoint` the
+    backward pass gathers again, and only the shard is stored.
 
     Args:
       tree: the shards that this device holds.
@@ -94,14 +94,15 @@ def gather(
 def gather_constraint(tree: T, shardings: Any, policy: Any = None) -> T:
     """Returns sharded parameters whole, rounded to the compute dtype; under `jit` with shardings.
 
-    What `gather` is to `shard_map`. XLA chooses there what is sent and where; two constraints make
-    it send 16 bits: the cast value is pinned to the shard's own sharding, then replicated. Values
-    come back in their own dtype, so that `autocast` reads them in the compute dtype without
-    another rounding and gives weight gradients in float32, which are reduced as such.
+    It does under `jit` what `gather` does inside `shard_map`. XLA chooses what is sent under `jit`;
+    two constraints make it send 16 bits: the cast value first gets the shard's own sharding, and
+    then it is replicated. Values come back in their own dtype. `autocast` then reads them in the
+    compute dtype without another rounding, and returns weight gradients in float32, which are
+    reduced in float32.
 
     Args:
       tree: parameters in a function that `jit` compiles.
-      shardings: a `NamedSharding` for each leaf, or for each subtree: how it is stored.
+      shardings: the `NamedSharding` in which each leaf, or subtree, is stored.
       policy: what `get_policy` takes; None for the scoped default.
 
     Returns:
