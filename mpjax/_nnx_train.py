@@ -16,9 +16,9 @@ from mpjax._loss_scale import LossScale
 from mpjax._summary import describe_step
 from mpjax._train_checks import pair
 from mpjax._tree import OVERWRITE_WITH_GRADIENT, first_difference
-from mpjax._typing import AxisName, PyTree
+from mpjax._typing import AxisName, PolicySpec, PyTree
 from mpjax.numerics import Report
-from mpjax.train import TrainState, TrainStep
+from mpjax.train import Metrics, TrainState, TrainStep
 from mpjax.train import make_train_step as make_plain_train_step
 
 
@@ -66,7 +66,7 @@ class NNXTrainStep:
         """Returns a state of another policy as one of this step; see `TrainStep.adopt`."""
         return self.plain.adopt(state, batch=batch)
 
-    def __call__(self, state: TrainState, *batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
+    def __call__(self, state: TrainState, *batch: PyTree) -> tuple[TrainState, Metrics]:
         """Returns the next state and the metrics of this step, of a batch; `state` is donated."""
         return self.plain(state, *batch)
 
@@ -110,7 +110,7 @@ class NNXTrainStep:
 def make_train_step(
     model: nnx.Module,
     tx: optax.GradientTransformation,
-    policy: Any = None,
+    policy: PolicySpec = None,
     loss_fn: Callable[..., Any] | None = None,
     *,
     wrt: Any = nnx.Param,

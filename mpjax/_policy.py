@@ -16,7 +16,7 @@ from mpjax._dtypes import POLICY_DTYPES, DType
 from mpjax._errors import PolicyWarning, message
 from mpjax._foreign_names import POLICY_ROWS, NoPolicyAttributeError, folded, unknown_policy
 from mpjax._tree import cast_tree
-from mpjax._typing import DTypeSpec
+from mpjax._typing import DTypeSpec, KnownPolicy, PolicySpec
 
 T = TypeVar("T")
 
@@ -244,7 +244,7 @@ class default_policy(ContextDecorator):
       Keras, `set_dtype_policy`, which is process-wide
     """
 
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy: PolicySpec) -> None:
         self._used = True  # an error below is no call without `with`
         self._policy = chosen_policy(policy, "default_policy")
         self._contexts: list[Any] = []
@@ -317,7 +317,9 @@ M = TypeVar("M")  # a PolicyMap, which a higher layer defines
 
 
 @overload
-def get_policy(spec: str | int | Mapping[str, Any] | Policy | None = None) -> Policy: ...
+def get_policy(spec: None = ...) -> Policy: ...
+@overload
+def get_policy(spec: KnownPolicy | str | int | Mapping[str, Any] | Policy) -> Policy: ...
 @overload
 def get_policy(spec: M) -> M: ...
 def get_policy(spec: Any = None) -> Any:

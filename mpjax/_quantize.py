@@ -19,11 +19,12 @@ from mpjax._quantized_array import QuantizedArray, is_quantized
 from mpjax._quantized_policy import QuantizedPolicy, recipes_in
 from mpjax._recipes import DTYPES, Recipe
 from mpjax._tree import is_array, is_castable, is_overwritten, leaf_paths
+from mpjax._typing import PolicySpec
 
 _WHERE = "quantize"
 
 
-def quantize(params: Any, policy: Any, *, channel_axis: int = -1) -> Any:
+def quantize(params: Any, policy: PolicySpec, *, channel_axis: int = -1) -> Any:
     """Returns `params` with weights in 8 bits: a quarter of the memory, for inference.
 
     A weight is an array of two axes or more, of 4096 elements at least and with sizes that divide

@@ -4,9 +4,12 @@ from typing import Any
 
 from mpjax._hardware import DeviceLike, SupportReport, check_policy
 from mpjax._policy import get_policy
+from mpjax._typing import PolicySpec
 
 
-def check_support(policy: Any = None, device: DeviceLike | str | None = None) -> SupportReport:
+def check_support(
+    policy: PolicySpec = None, device: DeviceLike | str | None = None
+) -> SupportReport:
     """Returns how well an accelerator runs a policy; warns if slow, raises if impossible.
 
     The hardware need not be here: give its name to check a job before it starts. A policy that is
@@ -47,4 +50,5 @@ def check_support(policy: Any = None, device: DeviceLike | str | None = None) ->
     References:
       Lightning, "precision by accelerator"; where each fact comes from: `mpjax/_hardware/table.py`
     """
-    return check_policy(get_policy(policy), device, where="check_support", stacklevel=3)
+    chosen: Any = get_policy(policy)
+    return check_policy(chosen, device, where="check_support", stacklevel=3)

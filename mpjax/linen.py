@@ -19,7 +19,7 @@ from mpjax._linen_modules import Setting, journal, policied
 from mpjax._module_dtypes import AS_WRITTEN, ModuleRow, ModuleTable, as_checked_policy, row_of
 from mpjax._optim_state import current_loss_scale, find_states
 from mpjax._tree import is_array, is_overwritten, select_tree
-from mpjax._typing import PyTree
+from mpjax._typing import PolicySpec, PyTree
 
 __all__ = ["apply_gradients", "tabulate", "with_policy"]
 
@@ -31,7 +31,7 @@ def __dir__() -> list[str]:
 M = TypeVar("M")
 
 
-def with_policy(model: M, policy: Any = None, *, override: bool = False) -> M:
+def with_policy(model: M, policy: PolicySpec = None, *, override: bool = False) -> M:
     """Returns `model` with the dtypes of a policy in all of its modules, by module path.
 
     Every module gets `dtype` from the policy's `compute_dtype` and `param_dtype` from its

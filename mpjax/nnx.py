@@ -26,7 +26,7 @@ from mpjax._nnx_modules import mark_of, modules_of, parameters_of, path_text, se
 from mpjax._nnx_train import NNXTrainStep, make_train_step
 from mpjax._optim_state import current_loss_scale, find_states
 from mpjax._tree import OVERWRITE_WITH_GRADIENT, select_tree
-from mpjax._typing import LossFunction, PyTree
+from mpjax._typing import LossFunction, PolicySpec, PyTree
 
 __all__ = [
     "NNXTrainStep",
@@ -48,7 +48,7 @@ def __dir__() -> list[str]:
 M = TypeVar("M", bound=nnx.Module)
 
 
-def set_policy(model: M, policy: Any = None, *, override: bool = False) -> M:
+def set_policy(model: M, policy: PolicySpec = None, *, override: bool = False) -> M:
     """Returns `model`, the dtypes of a policy set in place on all its modules, by module path.
 
     Every module gets `dtype` from the policy's `compute_dtype` and `param_dtype` from its

@@ -20,7 +20,7 @@ from mpjax._errors import message
 from mpjax._op_rules import PRODUCTS
 from mpjax._policy import get_policy
 from mpjax._tree import is_array, is_castable, leaf_paths
-from mpjax._typing import PyTree
+from mpjax._typing import PolicySpec, PyTree
 from mpjax.numerics import find_promotions
 
 __all__ = [
@@ -37,7 +37,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def assert_dtypes(tree: PyTree, policy: Any, role: str = "param") -> None:
+def assert_dtypes(tree: PyTree, policy: PolicySpec, role: str = "param") -> None:
     """Fails unless every floating leaf has the dtype that a policy gives it.
 
     Args:

@@ -47,9 +47,9 @@ from mpjax._train_checks import (
     one_batch,
     split_outputs,
 )
-from mpjax._train_state import TrainState, checked_state, copied
+from mpjax._train_state import Metrics, TrainState, checked_state, copied
 from mpjax._tree import check_axes
-from mpjax._typing import Array, AxisName, PyTree
+from mpjax._typing import Array, AxisName, PolicySpec, PyTree
 from mpjax._under_policy import is_autocast, param_dtypes, under_policy
 from mpjax.numerics import Report, lost_updates
 from mpjax.numerics._step import Differentiated, StepDiagnosis
@@ -62,7 +62,7 @@ from mpjax.optim import (
     with_loss_scale,
 )
 
-__all__ = ["TrainState", "TrainStep", "make_train_step"]
+__all__ = ["Metrics", "TrainState", "TrainStep", "make_train_step"]
 
 
 def __dir__() -> list[str]:
@@ -194,7 +194,7 @@ class TrainStep:
         rest = (jax.tree.map(copied, x) for x in (opt_state, extra_state, history))
         return TrainState(jnp.array(old["step"], jnp.int32, copy=True), params, *rest)
 
-    def __call__(self, state: TrainState, *batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
+    def __call__(self, state: TrainState, *batch: PyTree) -> tuple[TrainState, Metrics]:
         """Returns the next state and the metrics of this step, of a batch; `state` is donated."""
         return checked_call(self._jitted, checked_state(state), one_batch(batch))
 
@@ -338,7 +338,7 @@ class TrainStep:
 def make_train_step(
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
-    policy: Any = None,
+    policy: PolicySpec = None,
     *,
     loss_scale: LossScale | float | None = None,
     has_aux: bool = False,

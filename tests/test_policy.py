@@ -7,7 +7,7 @@ import pickle
 import re
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import haiku as hk
 import jax
@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import mpjax
 from mpjax._policy import POLICY_NAMES
+from mpjax._typing import KnownPolicy
 from mpjax.testing import assert_one_compilation
 
 SPELLINGS = {
@@ -535,3 +536,11 @@ def test_float64_is_refused_at_the_first_cast_with_x64_off(name):
 def test_unknown_default_is_an_error():
     with pytest.raises(ValueError, match="unknown policy 'bf15'"), mpjax.default_policy("bf15"):
         pass
+
+
+def test_an_editor_completes_names_that_exist_and_all_of_the_usual_ones():
+    known = get_args(KnownPolicy)
+    for name in known:
+        assert mpjax.get_policy(name) is not None
+    listed = {row.name for row in POLICY_NAMES if not row.name.isdigit()}
+    assert listed - {*known} <= {"f16", "f32", "f64"}

@@ -37,6 +37,8 @@ from mpjax._foreign_names import AUTOCAST, names_keywords
 from mpjax._op_rules import parse_rules
 from mpjax._policy import chosen_policy, get_policy, policies_in, warn_of_other_step
 from mpjax._quantized_array import dequantize, holds_quantized
+from mpjax._typing import KnownPolicy
+from mpjax._typing import PolicySpec as Spec
 
 F = TypeVar("F", bound=Callable[..., Any])
 Rules = str | Mapping[str, str] | None
@@ -44,11 +46,11 @@ Rules = str | Mapping[str, str] | None
 
 @overload
 def autocast(
-    fun: F, policy: Any = ..., *, rules: Rules = ..., dot_precision: Any = ..., params: Any = ...
+    fun: F, policy: Spec = ..., *, rules: Rules = ..., dot_precision: Any = ..., params: Any = ...
 ) -> F: ...
 @overload
 def autocast(
-    fun: str | scopes.Policies | None = ...,
+    fun: KnownPolicy | str | scopes.Policies | None = ...,
     *,
     rules: Rules = ...,
     dot_precision: Any = ...,
@@ -65,9 +67,8 @@ def autocast(
 ) -> Any:
     """Returns a function that computes the same as `fun`, with its products in low precision.
 
-    Matrix products and convolutions read operands in `policy.compute_dtype` and accumulate in
-    float32. Operations that rounding or range would hurt, such as sums and exponentials, stay in
-    float32. The model is not edited: parameters and gradients are float32.
+    Products read operands in `policy.compute_dtype` and accumulate in float32. Operations that
+    rounding or range would hurt stay in float32. Parameters and gradients are float32.
 
     Args:
       fun: any function of arrays; also a decorator, `@autocast("bf16-mixed")`.

@@ -15,11 +15,12 @@ from mpjax._autocast.plan import Plan
 from mpjax._dtypes import short_name
 from mpjax._op_rules import parse_rules
 from mpjax._policy import get_policy
+from mpjax._typing import PolicySpec
 
 
 def explain(
     fun: Callable[..., Any],
-    policy: Any = None,
+    policy: PolicySpec = None,
     *,
     rules: Any = None,
     dot_precision: Any = None,
@@ -65,7 +66,7 @@ def explain(
     named = parameters.checked(params, "explain")
 
     def describe(args: Any, kwargs: Any) -> Explanation:
-        found = get_policy(policy)
+        found: Any = get_policy(policy)
         ordered = tuple(sorted(overrides.items()))
         settings = planning.Settings(found, ordered, widest, None, params=named)
         # A plan holds what it is of weakly.

@@ -13,6 +13,7 @@ from mpjax._autocast import plan as planning
 from mpjax._errors import message
 from mpjax._op_rules import parse_rules
 from mpjax._policy import chosen_policy
+from mpjax._typing import PolicySpec
 
 _WHERE = "with_amax_history"
 
@@ -26,7 +27,7 @@ class WithAmaxHistory(NamedTuple):
 
 
 def with_amax_history(
-    fun: Callable[..., Any], policy: Any, *, rules: Any = None, params: Any = None
+    fun: Callable[..., Any], policy: PolicySpec, *, rules: Any = None, params: Any = None
 ) -> WithAmaxHistory:
     """Returns `fun` under `DelayedScaling`, with its amax histories as argument and result.
 

@@ -16,6 +16,7 @@ from mpjax._dtypes import describe, short_name
 from mpjax._errors import message
 from mpjax._hardware import examine, find_accelerator
 from mpjax._policy import get_policy
+from mpjax._typing import PolicySpec
 from mpjax.pods import _args, _programs, _rules
 from mpjax.pods._findings import Finding, Times
 from mpjax.pods._read import Lowered, read, too_large
@@ -28,7 +29,7 @@ def check(
     args: tuple[Any, ...],
     topology: str | Topology,
     *,
-    policy: Any = None,
+    policy: PolicySpec = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Report:
     """Checks a train step for hardware that need not be here, and returns a report.
@@ -117,7 +118,7 @@ def check_job(
     topology: str | Topology,
     *,
     num_slices: int = 1,
-    policy: Any = None,
+    policy: PolicySpec = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Report:
     """Returns `check`'s report on a job that `build` makes for the topology; for a command line.

@@ -14,7 +14,7 @@ from mpjax._dtypes import FLOAT32, DType
 from mpjax._errors import message
 from mpjax._policy import get_policy
 from mpjax._tree import check_axes, is_array, is_castable, map_with_path
-from mpjax._typing import Array, AxisName
+from mpjax._typing import Array, AxisName, PolicySpec
 
 T = TypeVar("T")
 Reduction: TypeAlias = Literal["sum", "mean"]
@@ -24,7 +24,7 @@ Split: TypeAlias = tuple[tuple[int, tuple[str, ...]], ...]  # array axis, and th
 def gather(
     tree: T,
     specs: Any,
-    policy: Any = None,
+    policy: PolicySpec = None,
     *,
     axis_name: AxisName,
     reduce: Reduction = "sum",
@@ -91,7 +91,7 @@ def gather(
     return map_with_path(apply, tree, broadcast_specs(specs, tree), _computed(policy, tree))
 
 
-def gather_constraint(tree: T, shardings: Any, policy: Any = None) -> T:
+def gather_constraint(tree: T, shardings: Any, policy: PolicySpec = None) -> T:
     """Returns sharded parameters whole, rounded to the compute dtype; under `jit` with shardings.
 
     It does under `jit` what `gather` does inside `shard_map`. XLA chooses what is sent under `jit`;
