@@ -299,25 +299,23 @@ def draw_saves(found: list[Saving], path: Path) -> None:
 
 
 def saves_text(found: list[Saving]) -> str:
-    """Returns the same as a table in Markdown, and below it the networks."""
-    lines = ["| of float32's | " + " | ".join(name for name, _ in WAYS.values()) + " |"]
-    lines.append("| --- |" + " ---: |" * len(WAYS))
+    """Returns the same as a table in Markdown, narrow enough for a phone, and the networks."""
+    ways = [v for v in reversed(WAYS) if v != "f32"]
+    lines = ["| share of float32's | " + " | ".join(WAYS[v][0] for v in ways) + " |"]
+    lines.append("| --- |" + " ---: |" * len(ways))
     for each in found:
-        cells = [f"{each.shares[v]:.0%}" if v in each.shares else "" for v in WAYS]
-        cells[-1] = f"**{cells[-1]}**"
+        cells = [f"{each.shares[v]:.0%}" if v in each.shares else "–" for v in ways]
+        cells[0] = f"**{cells[0]}**"
         lines.append(f"| {each.title} | " + " | ".join(cells) + " |")
-    lines += [
-        "",
-        "Geometric means in bfloat16 over all networks that were measured in these ways:",
-        "",
-    ]
+    means = "Geometric means in bfloat16 over all networks that were measured in these ways. "
+    means += "torch.autocast is a share of PyTorch's own float32, the others of JAX's."
+    lines += ["", means, "", "The networks:", ""]
     for each in found:
         line = f"- {each.title}: {', '.join(each.networks)}"
         left = ", ".join(each.without)
         lines.append(
             f"{line}; not measured in float32, and left out: {left}." if left else f"{line}."
         )
-    lines += ["", "torch.autocast is a share of PyTorch's own float32, the others of JAX's."]
     return "\n".join(lines) + "\n"
 
 

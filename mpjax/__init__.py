@@ -27,6 +27,13 @@ from mpjax._support import check_support
 from mpjax._tree import all_finite, select_tree
 
 if TYPE_CHECKING:
+    from mpjax import linen as linen
+    from mpjax import nnx as nnx
+    from mpjax import numerics as numerics
+    from mpjax import optim as optim
+    from mpjax import pods as pods
+    from mpjax import testing as testing
+    from mpjax import train as train
     from mpjax._autocast import (
         autocast,
         dot_product_attention,
@@ -101,12 +108,14 @@ _IMPORTED_LATER = {
 _MODULES = ("linen", "nnx", "numerics", "optim", "pods", "testing", "train")
 
 
-def __getattr__(name: str) -> Any:
-    if name in _IMPORTED_LATER:
-        return getattr(importlib.import_module(_IMPORTED_LATER[name]), name)
-    if name in _MODULES:
-        return importlib.import_module(f"mpjax.{name}")
-    raise AttributeError(no_attribute(name, __dir__()))
+if not TYPE_CHECKING:  # with it, an editor would let every misspelt name pass
+
+    def __getattr__(name: str) -> Any:
+        if name in _IMPORTED_LATER:
+            return getattr(importlib.import_module(_IMPORTED_LATER[name]), name)
+        if name in _MODULES:
+            return importlib.import_module(f"mpjax.{name}")
+        raise AttributeError(no_attribute(name, __dir__()))
 
 
 def __dir__() -> list[str]:

@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON instead of text"
     )
     parser = argparse.ArgumentParser(
-        prog="python -m mpjax",
+        prog="mpjax" if sys.argv[0].endswith("mpjax") else "python -m mpjax",
         description="Mixed precision for JAX. Without a command: what this machine is, what it "
         "runs well, which policy to pick, and the same for every accelerator known.",
         epilog="Exit codes: 0 fine, 1 runs with little or no gain, 2 cannot run or wrong argument.",
@@ -406,7 +406,8 @@ def _print_rich(title: str, header: Sequence[str], lines: Sequence[Sequence[str]
     Console().print(table)
 
 
-def _run_as_program() -> int:
+def run_as_program() -> int:
+    """Runs the command line of `python -m mpjax`, or of `mpjax`, and returns its exit code."""
     try:
         code = main()
         sys.stdout.flush()
@@ -418,4 +419,4 @@ def _run_as_program() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_run_as_program())
+    sys.exit(run_as_program())

@@ -25,23 +25,24 @@ def adopt_state(
 ) -> PyTree:
     """Returns `opt_state`, of the same optimizer under another precision, as a state of `tx`.
 
-    For a checkpoint from before `with_loss_scale`, or from a run with another loss scale or
-    policy. Moments, counts and schedules go on; so does the loss scale where both are of one kind
-    (dynamic, static, none), and else it starts as `tx` says. Restore the checkpoint into a state
-    of the optimizer that wrote it, then adopt that.
+    For a checkpoint from before `with_loss_scale`, or from a run with another loss scale or policy.
+    Moments, counts and schedules are taken over. The loss scale is too if both are of one kind
+    (dynamic, static, none); otherwise it starts as `tx` says. Restore the checkpoint into a state
+    of the optimizer that wrote it, then adopt that state.
 
-    Wrappers that store weights or moments in fewer bits (`with_master_weights`, `with_kahan`,
-    `with_quantized_state`, ...) may come, go and change. What is lost: a moment in fewer bits is
-    rounded; of the weights, whatever neither `params` nor the new form holds. From a run with
-    float32 weights round them for `params` and give them as `full_params`, from which 24 or 32 bits
-    or a compensation start; back to float32 with `params = mpjax.optim.full_params(params, old)`.
+    You may add, remove and change wrappers that store weights or moments in fewer bits
+    (`with_master_weights`, `with_kahan`, `with_quantized_state`, ...). A moment in fewer bits is
+    rounded. Bits of the weights are lost if neither `params` nor the new form stores them. From a
+    run with float32 weights, round them for `params` and pass them as `full_params`: 24 or 32 bits,
+    or a compensation, start from those. Back to float32: `params = mpjax.optim.full_params(params,
+    old)`.
 
     Args:
       tx: the optimizer that goes on, inside `with_loss_scale` or not.
       opt_state: the state that another one left, inside `with_loss_scale` or not.
       params: the parameters, in the dtypes in which they go on.
-      full_params: the float32 weights that `params` were rounded from; None for what `opt_state`
-        knows of them.
+      full_params: the float32 weights that `params` were rounded from; None for those in
+        `opt_state`.
 
     Returns:
       A state as `tx.init(params)` makes it.

@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from mpjax._tree import (
     map_with_path,
     to_full,
 )
-from mpjax._typing import Array, AxisName, LossFunction, PyTree
+from mpjax._typing import Array, AxisName, LossFunction, PolicySpec, PyTree
 
 
 def get_loss_scale(policy: Any = None) -> NoOpLossScale | DynamicLossScale:
@@ -98,24 +98,28 @@ def whether_to_unscale(scale: LossScale, unscale: bool | None, where: str) -> bo
     raise ValueError(message(where, got, allowed, fix))
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
 @names_keywords(GRADIENTS)
 def value_and_grad(
-    fun: LossFunction,
+    fun: Callable[P, R],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     loss_scale: LossScale | float | None,
     unscale: bool | None = None,
-    policy: Any = None,
+    policy: PolicySpec = None,
     axis_name: AxisName = None,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., tuple[Any, PyTree]]:
-    """Returns a function that gives the value of `fun` and its gradients, scaled on the way.
+) -> Callable[P, tuple[R, PyTree]]:
+    """Returns a function for the value and the gradients of `fun`, computed with a loss scale.
 
-    As `jax.value_and_grad`, with the loss multiplied by the loss scale before differentiating
-    and the gradients divided by it afterwards, both in float32. The value is that of `fun`,
-    never the scaled one, also when the scaled loss overflows.
+    It works as `jax.value_and_grad`, and multiplies the loss by the loss scale before
+    differentiating and divides the gradients by it afterwards, both in float32. The value is the
+    true value of `fun`, also if the scaled loss overflows.
 
     Args:
       fun: returns a floating scalar, or `(scalar, aux)` with `has_aux`.
@@ -165,7 +169,7 @@ def value_and_grad(
     scale = as_loss_scale(loss_scale, "value_and_grad(loss_scale)")
     unscale = whether_to_unscale(scale, unscale, "value_and_grad(unscale)")
     name = name_of(fun)
-    chosen_policy = None if policy is None else get_policy(policy)
+    chosen_policy: Any = None if policy is None else get_policy(policy)
     body = fun if chosen_policy is None else _under_policy(fun, chosen_policy, argnums)
 
     differentiate = differentiated(
@@ -194,7 +198,7 @@ def value_and_grad(
             _tag(scale, grads, unscaled=unscale)
         return ((value, aux) if has_aux else value), grads
 
-    return wrapped
+    return cast("Callable[P, tuple[R, PyTree]]", wrapped)
 
 
 def differentiated(
@@ -236,17 +240,17 @@ def differentiated(
 
 @names_keywords(GRADIENTS)
 def grad(
-    fun: LossFunction,
+    fun: Callable[P, Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     loss_scale: LossScale | float | None,
     unscale: bool | None = None,
-    policy: Any = None,
+    policy: PolicySpec = None,
     axis_name: AxisName = None,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., PyTree]:
+) -> Callable[P, PyTree]:
     """Returns a function that gives the gradients of `fun`; see `value_and_grad`.
 
     Returns:
@@ -275,7 +279,7 @@ def grad(
         out, grads = differentiate(*args, **kwargs)
         return (grads, out[1]) if has_aux else grads
 
-    return wrapped
+    return cast("Callable[P, PyTree]", wrapped)
 
 
 def name_of(fun: Any) -> str:

@@ -34,10 +34,10 @@ OWNED = "unscaled by its optimizer"
 
 @runtime_checkable
 class LossScale(Protocol):
-    """What every loss scale offers; write another by offering the same, as a pytree.
+    """The interface of a loss scale. To write your own, make a pytree with the same methods.
 
-    `value_and_grad`, `with_loss_scale` and `make_train_step` take yours as they take those of
-    mpjax. Its leaves are arrays, and `adjust` returns one of the same structure and dtypes.
+    `value_and_grad`, `with_loss_scale` and `make_train_step` accept it. Its leaves are arrays, and
+    `adjust` returns one of the same structure and dtypes.
 
     Example:
       >>> isinstance(mpjax.DynamicLossScale(), mpjax.LossScale)
@@ -64,9 +64,9 @@ class LossScale(Protocol):
 
 @jax.tree_util.register_static
 class NoOpLossScale:
-    """Scales nothing, adjusts nothing and leaves no operation: for bfloat16 and float32.
+    """Multiplies by nothing and adds no operation to the program: for bfloat16 and float32.
 
-    It has the methods of the others, so that a train step has one shape for every precision.
+    It has the methods of the other loss scales, so one train step serves every precision.
 
     Example:
       >>> mpjax.NoOpLossScale().scale(3.0)
@@ -289,19 +289,21 @@ class DynamicLossScale(_ScalarFields):
     `adjust(True)` counts, and at `growth_interval` finite steps in a row gives
     `min(max_loss_scale, loss_scale * growth_factor)` and counter 0.
 
-    All fields are leaves of the pytree, so that each survives jit, scan and a checkpoint. The
-    scale never becomes 0, inf or NaN; one that was restored as such is set to a bound.
+    All fields are leaves of the pytree, so each survives jit, scan and a checkpoint. The scale
+    never becomes 0, inf or NaN. A scale that was restored as 0, inf or NaN is set to a bound. A
+    large scale lifts small gradients above the smallest float16; the scale grows to find the
+    largest factor without overflow.
 
     Args:
-      loss_scale: where it starts, within the bounds.
+      loss_scale: the first scale, within the bounds.
       growth_factor: more than 1.
       backoff_factor: between 0 and 1, both excluded.
-      growth_interval: finite steps in a row before it grows, at least 1.
+      growth_interval: finite steps in a row before the scale grows, at least 1.
       min_loss_scale, max_loss_scale: bounds within [2⁻¹²⁶, 2¹²⁶].
       counter: finite steps since the last change, at least 0.
 
     Raises:
-      ValueError: an argument is out of its range; traced ones are not looked at.
+      ValueError: an argument is out of its range; traced arguments are not checked.
 
     Dtypes:
       f32[] and, for `counter` and `growth_interval`, i32[]. Scaled and unscaled values are

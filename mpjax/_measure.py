@@ -19,9 +19,8 @@ from mpjax._errors import message
 from mpjax._grad import get_loss_scale, value_and_grad
 from mpjax._loss_scale import NoOpLossScale, StaticLossScale
 from mpjax._policy import get_policy
-from mpjax._shown import Shown, html_table, size
+from mpjax._shown import Shown, html_table, size, table
 from mpjax._tree import all_finite, is_array
-from mpjax.numerics._report import table
 
 POLICIES = ("32-true", "bf16-mixed", "16-mixed")
 SAMPLES, LEAST_SAMPLES = 7, 3  # of each policy's time; fewer than the latter decide nothing
@@ -72,6 +71,9 @@ class Measurement(Shown):
 
     def _repr_html_(self) -> str:
         return html_table(self._title(), _HEADERS, self._cells(), self._notes())
+
+    def _headline(self) -> str:
+        return "; ".join([self._title(), *self.advice[:1]])
 
     def _title(self) -> str:
         return f"{self.function}: {self.what}, measured on {self.device}"

@@ -106,7 +106,7 @@ class ModuleRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ModuleTable(Shown):
-    """The modules of a network: a table at a prompt, in a notebook and in `print`."""
+    """The modules of a network: a table in `print` and in a notebook."""
 
     title: str
     rows: tuple[ModuleRow, ...]
@@ -122,6 +122,13 @@ class ModuleTable(Shown):
     def to_dict(self) -> dict[str, Any]:
         """Returns the table as dicts and lists, for JSON."""
         return {"title": self.title, "rows": [dataclasses.asdict(row) for row in self.rows]}
+
+    def _headline(self) -> str:
+        dtypes: dict[str, int] = {}
+        for row in self.rows:
+            dtypes[row.dtype] = dtypes.get(row.dtype, 0) + (row.dtype != "-")
+        counts = ", ".join(f"{n} in {dtype}" for dtype, n in dtypes.items() if n)
+        return f"{self.title}: {len(self.rows)} modules" + (f", {counts}" if counts else "")
 
     def _cells(self) -> list[tuple[str, ...]]:
         return [

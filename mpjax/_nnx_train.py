@@ -16,9 +16,9 @@ from mpjax._loss_scale import LossScale
 from mpjax._summary import describe_step
 from mpjax._train_checks import pair
 from mpjax._tree import OVERWRITE_WITH_GRADIENT, first_difference
-from mpjax._typing import AxisName, PyTree
+from mpjax._typing import AxisName, PolicySpec, PyTree
 from mpjax.numerics import Report
-from mpjax.train import TrainState, TrainStep
+from mpjax.train import Metrics, TrainState, TrainStep
 from mpjax.train import make_train_step as make_plain_train_step
 
 
@@ -66,7 +66,7 @@ class NNXTrainStep:
         """Returns a state of another policy as one of this step; see `TrainStep.adopt`."""
         return self.plain.adopt(state, batch=batch)
 
-    def __call__(self, state: TrainState, *batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
+    def __call__(self, state: TrainState, *batch: PyTree) -> tuple[TrainState, Metrics]:
         """Returns the next state and the metrics of this step, of a batch; `state` is donated."""
         return self.plain(state, *batch)
 
@@ -110,7 +110,7 @@ class NNXTrainStep:
 def make_train_step(
     model: nnx.Module,
     tx: optax.GradientTransformation,
-    policy: Any = None,
+    policy: PolicySpec = None,
     loss_fn: Callable[..., Any] | None = None,
     *,
     wrt: Any = nnx.Param,
@@ -128,13 +128,14 @@ def make_train_step(
 ) -> NNXTrainStep:
     """Returns a jitted train step of an NNX model: `state, metrics = step(state, batch)`.
 
-    The step splits the model into parameters and all else, runs the loss under `policy`, and
-    keeps what the model changed in passing: BatchNorm statistics, RNG counts, caches. A step
-    with an inf or NaN in its gradients leaves all of it as it was, bit for bit.
+    The step splits the model into parameters and everything else, and runs the loss under `policy`.
+    Changes that the model makes to itself, such as BatchNorm statistics, RNG counts and caches, go
+    into the state. A step with an inf or NaN in its gradients leaves all of it as it was, bit for
+    bit.
 
     Args:
-      model: an NNX module; it is read where the step is made and at `step.init()`, in the mode
-        (`train()` or `eval()`) in which it is then, and left as it is.
+      model: an NNX module. It is read when the step is made and at `step.init()`, in its mode
+        (`train()` or `eval()`) at that time, and never changed.
       tx: any optax transformation, as `nnx.Optimizer` takes it; see `mpjax.make_train_step`.
       policy: whatever `get_policy` takes; None for the scoped default.
       loss_fn: `loss_fn(model, batch) -> loss`, or `(loss, aux)` with `has_aux`. It may change
@@ -155,8 +156,8 @@ def make_train_step(
       ValueError: the model has float8 scales, which `mpjax.nnx.value_and_grad` trains.
 
     Dtypes:
-      Parameters in `param_dtype`, computation in `compute_dtype`, gradients float32; what else
-      the model holds keeps its dtypes.
+      Parameters in `param_dtype`, computation in `compute_dtype`, gradients float32; other
+      variables keep their dtypes.
 
     Transforms:
       jit (it is), scan, vmap, shard_map.

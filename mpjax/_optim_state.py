@@ -52,13 +52,13 @@ def current_loss_scale(opt_state: PyTree) -> LossScale:
       opt_state: an optimizer state, or any pytree with one inside (a train state).
 
     Returns:
-      The loss scale object, of the kind that `with_loss_scale` was given, marked as one with
-      which the optimizer unscales: `value_and_grad` leaves gradients taken with it scaled. The
-      mark is no leaf. No host sync.
+      The loss scale object that `with_loss_scale` was given. It carries a mark that says that the
+      optimizer unscales, so `value_and_grad` leaves gradients taken with it scaled. The mark is no
+      leaf. No host sync.
 
     Raises:
-      ValueError: there is none, or there are several; or another transformation of a chain
-        stands before it, which would see scaled gradients. The message says where.
+      ValueError: there is none, or there are several, or another transformation of a chain stands
+        before it and would see scaled gradients. The message says where.
 
     Example:
       >>> tx = optax.chain(mpjax.with_loss_scale(optax.sgd(0.1), mpjax.StaticLossScale(8)))
@@ -80,9 +80,9 @@ def current_loss_scale(opt_state: PyTree) -> LossScale:
 
 
 def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
-    """Raises `NonFiniteError` if `with_loss_scale` has given a run up; else does nothing.
+    """Raises `NonFiniteError` if too many steps in a row were skipped; else does nothing.
 
-    On the host, and it waits for the step: call it when you choose to look, not in the step.
+    It runs on the host and waits for the step. Call it outside of the step, every so many steps.
 
     Args:
       opt_state: an optimizer state, or any pytree with one inside.

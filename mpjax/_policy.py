@@ -16,7 +16,7 @@ from mpjax._dtypes import POLICY_DTYPES, DType
 from mpjax._errors import PolicyWarning, message
 from mpjax._foreign_names import POLICY_ROWS, NoPolicyAttributeError, folded, unknown_policy
 from mpjax._tree import cast_tree
-from mpjax._typing import DTypeSpec
+from mpjax._typing import DTypeSpec, KnownPolicy, PolicySpec
 
 T = TypeVar("T")
 
@@ -28,14 +28,14 @@ HALF = "half"
 class Policy:
     """Three dtypes: parameters are stored in one, computed with in another, returned in a third.
 
-    Immutable and hashable; two policies are equal when their dtypes are, however spelled. It is
-    a pytree without leaves, so that it may be an argument of a jitted function, where it is
-    static. `get_policy` makes one from a name.
+    A policy is immutable and hashable. Two policies are equal if their dtypes are equal, however
+    they were spelled. A policy is a pytree without leaves, so it may be a (static) argument of a
+    jitted function. `get_policy` makes one from a name.
 
     Args:
       param_dtype: of stored parameters.
-      compute_dtype: of matrix products, convolutions and what follows them.
-      output_dtype: of what the model returns.
+      compute_dtype: of the operands of matrix products and convolutions.
+      output_dtype: of the model's results.
 
     Raises:
       ValueError: an argument names no dtype.
@@ -103,7 +103,7 @@ class Policy:
 
     @property
     def output_dtype(self) -> DType:
-        """The dtype of what the model returns."""
+        """The dtype of the model's results."""
         return _dtype_of(self._names[2])
 
     def cast_to_param(self, tree: T) -> T:
@@ -113,10 +113,10 @@ class Policy:
     def cast_to_compute(self, tree: T) -> T:
         """Returns `tree` with its floating leaves in `compute_dtype`.
 
-        Integers, booleans, PRNG keys, complex values, 8-bit floats, Python scalars, strings and
-        None pass through, and so do float64 leaves unless the policy names float64, and Flax's
-        `_overwrite_with_gradient` collection. `ShapeDtypeStruct`s keep their sharding. A leaf
-        that has the dtype already is returned itself: no operation is added.
+        These pass through: integers, booleans, PRNG keys, complex values, 8-bit floats, Python
+        scalars, strings, None, Flax's `_overwrite_with_gradient` collection, and float64 leaves
+        unless the policy names float64. `ShapeDtypeStruct`s keep their sharding. A leaf that
+        already has the dtype is returned itself, and no operation is added.
 
         Raises:
           ValueError: `compute_dtype` is float64 and 64-bit types are off.
@@ -224,17 +224,17 @@ _step = jax.make_user_context(None)
 
 
 class default_policy(ContextDecorator):
-    """Makes `policy` the one that `get_policy(None)` returns, inside a `with` block.
+    """Makes `get_policy(None)` return `policy` inside a `with` block.
 
-    It is read while a function is traced, and belongs to the key of JAX's compilation cache: a
-    jitted function called under another default is traced again, not answered from the old one.
-    Nothing process-wide changes; other threads do not see it. It is a decorator too.
+    JAX reads the default while it traces a function, and the default belongs to the key of JAX's
+    compilation cache: a jitted function that is called under another default is traced again.
+    Nothing process-wide changes, and other threads do not see it. It also works as a decorator.
 
     Args:
       policy: whatever `get_policy` takes.
 
     Warns:
-      PolicyWarning: it is neither entered nor used as a decorator, which changes nothing.
+      PolicyWarning: the block was never entered, and no function was decorated, so nothing changed.
 
     Example:
       >>> with mpjax.default_policy("bf16-mixed"):
@@ -247,7 +247,7 @@ class default_policy(ContextDecorator):
       Keras, `set_dtype_policy`, which is process-wide
     """
 
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy: PolicySpec) -> None:
         self._used = True  # an error below is no call without `with`
         self._policy = chosen_policy(policy, "default_policy")
         self._contexts: list[Any] = []
@@ -320,24 +320,26 @@ M = TypeVar("M")  # a PolicyMap, which a higher layer defines
 
 
 @overload
-def get_policy(spec: str | int | Mapping[str, Any] | Policy | None = None) -> Policy: ...
+def get_policy(spec: None = ...) -> Policy: ...
+@overload
+def get_policy(spec: KnownPolicy | str | int | Mapping[str, Any] | Policy) -> Policy: ...
 @overload
 def get_policy(spec: M) -> M: ...
 def get_policy(spec: Any = None) -> Any:
     """Returns the policy that `spec` names.
 
     Args:
-      spec: a name known from Lightning ('bf16-mixed', 16), Keras ('mixed_float16'), Apex
-        ('O1') or jmp ('p=f32,c=bf16,o=f32', 'full'); a dtype; a `Policy`, `PolicyMap`,
-        `jmp.Policy`, Keras `DTypePolicy` or its config; None for the scoped default (see
-        `default_policy`), which is float32 throughout where there is none.
+      spec: a name known from Lightning ('bf16-mixed', 16), Keras ('mixed_float16'), Apex ('O1') or
+        jmp ('p=f32,c=bf16,o=f32', 'full'); a dtype; a `Policy`, `PolicyMap`, `jmp.Policy`, Keras
+        `DTypePolicy` or its config; None for the scoped default (see `default_policy`), or float32
+        throughout if there is none.
 
     Returns:
-      A `Policy`; a `PolicyMap` is returned itself. No device is asked for anything: 'half' is
-      settled when one of its dtypes is used.
+      A `Policy`; a `PolicyMap` is returned itself. It asks no device: 'half' becomes a dtype when
+      one of its dtypes is read.
 
     Raises:
-      ValueError: the name is unknown, or 'bf16', which means two things.
+      ValueError: the name is unknown, or it is 'bf16', which has two meanings.
       TypeError: it names a dtype that a policy cannot have, or is no name at all.
 
     Example:

@@ -21,19 +21,21 @@ T = TypeVar("T")
 
 @jax.tree_util.register_static
 class PolicyMap(Mapping[str, Policy]):
-    """A default policy, and rules from path to policy of which the first match wins.
+    """A default policy, and rules from path to policy; the first rule that matches wins.
 
-    Paths are the keys of `jax.tree_util` joined by '/', list indices included, the trailing
-    `value` of NNX variables not. A rule is a glob (as `fnmatch`, over the whole path; '*'
-    crosses '/', case matters), which also covers everything below a module that it matches, or
-    a regular expression after 're:', which must match the whole path.
+    A path joins the keys of `jax.tree_util` by '/'. It includes list indices, and not the trailing
+    `value` of NNX variables. A rule is a glob or a regular expression. A glob, as 'encoder/*', is
+    matched as by `fnmatch` against the whole path: '*' crosses '/', and case matters. It also
+    covers everything below a module that it matches. A regular expression stands after 're:' and
+    must match the whole path.
 
     A rule means the same module in a tree of parameters or variables, in a Flax model and under
-    autocast: write the module's path as its parameters have it, 'encoder/norm_0'. Flax's
-    'params/' and 'batch_stats/' before it, and the model's class before the path of an operation,
-    may be left out; '*/' before a name and '/*' behind it may stand for nothing.
+    autocast: write the module's path as its parameters have it, 'encoder/norm_0'. Flax's 'params/'
+    and 'batch_stats/' before it, and the model's class before the path of an operation, may be left
+    out; '*/' before a name and '/*' behind it may match nothing.
 
-    Immutable, hashable, a pytree without leaves, as `Policy` is; a mapping from pattern to policy.
+    A map is immutable, hashable, a pytree without leaves, as `Policy` is, and a mapping from
+    pattern to policy.
 
     Args:
       default: policy of the paths that no rule matches; whatever `get_policy` takes.
@@ -43,7 +45,7 @@ class PolicyMap(Mapping[str, Policy]):
       ValueError: a pattern is empty or no regular expression, or a policy's name is unknown.
 
     Dtypes:
-      Those of its policies; see `Policy.cast_to_compute` for what is never moved.
+      Those of its policies; `Policy.cast_to_compute` lists the leaves that are never cast.
 
     Transforms:
       As `Policy`.
@@ -119,7 +121,7 @@ class PolicyMap(Mapping[str, Policy]):
         return self._default if index is None else self._rules[index][1]
 
     def deciding(self, path: Path) -> int | None:
-        """Returns which rule decides a path, from 0 on; None for the default."""
+        """Returns the index of the rule that decides a path; None for the default."""
         matching = (i for i, (pattern, _) in enumerate(self._rules) if matches(pattern, path))
         return next(matching, None)
 
@@ -128,7 +130,7 @@ class PolicyMap(Mapping[str, Policy]):
 
         Args:
           tree: any pytree.
-          warn: False where rules may mean the paths of operations instead.
+          warn: False if the rules may be for paths of operations instead.
 
         Warns:
           PolicyWarning: a rule matches no path of `tree` (the message names the nearest), or
@@ -152,7 +154,8 @@ class PolicyMap(Mapping[str, Policy]):
     def cast_to_output(self, tree: T) -> T:
         """Returns `tree` with each leaf in the `output_dtype` of its path's policy.
 
-        Outputs have paths of their own, so that a rule without a match is no surprise here.
+        Outputs have paths of their own, so a rule without a match is normal here and gives no
+        warning.
         """
         return self._cast(tree, "cast_to_output", warn=False)
 
@@ -217,9 +220,9 @@ class PolicyMap(Mapping[str, Policy]):
     def to_qwix_rules(self) -> list[Any]:
         """Returns the map as rules of qwix, one `qwix.QtRule` a rule and one for the default.
 
-        qwix matches paths of modules, so that a rule for a parameter becomes one for its module;
-        it has one dtype for the gradients of both products, so that a recipe with two has none; it
-        knows no amax histories.
+        qwix matches paths of modules, so a rule for a parameter becomes a rule for its module. qwix
+        has one dtype for the gradients of both products, so a recipe with two gets none. qwix has
+        no amax histories.
 
         Raises:
           ImportError: qwix is not installed.

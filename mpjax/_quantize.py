@@ -19,26 +19,27 @@ from mpjax._quantized_array import QuantizedArray, is_quantized
 from mpjax._quantized_policy import QuantizedPolicy, recipes_in
 from mpjax._recipes import DTYPES, Recipe
 from mpjax._tree import is_array, is_castable, is_overwritten, leaf_paths
+from mpjax._typing import PolicySpec
 
 _WHERE = "quantize"
 
 
-def quantize(params: Any, policy: Any, *, channel_axis: int = -1) -> Any:
+def quantize(params: Any, policy: PolicySpec, *, channel_axis: int = -1) -> Any:
     """Returns `params` with weights in 8 bits: a quarter of the memory, for inference.
 
     A weight is an array of two axes or more, of 4096 elements at least and with sizes that divide
     by 16. Its last two axes are the matrix, those in front a stack of layers or experts; kernels of
-    Flax's attention, which have an axis of heads, are found by their names and shapes. Others stay,
-    and so do paths that a `PolicyMap` gives another policy: keep tables that rows are taken from
-    so, which are read in float32 otherwise.
+    Flax's attention, which have an axis of heads, are found by their names and shapes. Other arrays
+    stay as they are, and so do paths that a `PolicyMap` gives another policy. Exclude tables that
+    rows are gathered from that way: they would be widened to float32 as a whole.
 
     Args:
       params: any pytree.
-      policy: whose recipe names the dtype, that of weights in `fprop`; or a `PolicyMap`, in which a
-        rule takes small weights in, too.
-      channel_axis: where channels are, each of which has a scale: what a product does not add up
-        over. -1 for kernels as Flax and Haiku have them; -2 for Equinox's and PyTorch's.
-        Of Flax's attention it is known: heads and their sizes, or what comes out.
+      policy: its recipe names the dtype, that of weights in `fprop`. A rule of a `PolicyMap`
+        includes small weights, too.
+      channel_axis: the axis of output channels, each of which has a scale: a product does not sum
+        over it. -1 for kernels of Flax and Haiku, -2 for those of Equinox and PyTorch. For Flax's
+        attention it is known.
 
     Returns:
       A tree with a `QuantizedArray` in place of each weight, which `autocast`, `cast_to_compute`
@@ -46,10 +47,10 @@ def quantize(params: Any, policy: Any, *, channel_axis: int = -1) -> Any:
 
     Raises:
       ValueError: the policy has no recipe, one with blocks, or one without `fprop`.
-      TypeError: `policy` is none.
+      TypeError: `policy` is no policy.
 
     Warns:
-      PolicyWarning: there is no weight that it is for.
+      PolicyWarning: `params` has no weight that can be quantised.
 
     Dtypes:
       int8 or float8 with float32 scales; the rest as it is.

@@ -19,17 +19,17 @@ _FLOAT32 = np.dtype("float32")
 
 @jax.tree_util.register_pytree_with_keys_class
 class QuantizedArray:
-    """A weight in 8 bits: its values times its scales are what it stands for.
+    """A weight in 8 bits: it represents its values times its scales.
 
-    A pytree of the two arrays, for checkpoints and shardings. Made by `mpjax.quantize`; `autocast`
-    and a policy's `cast_to_compute` read it as the array that it stands for.
+    It is a pytree of the two arrays, for checkpoints and shardings. `mpjax.quantize` makes it.
+    `autocast` and a policy's `cast_to_compute` read it as the array that it represents.
 
     Args:
       values: int8, float8_e4m3fn or float8_e5m2.
       scale: f32 of as many axes, of size 1 where values share a scale.
 
     Dtypes:
-      `dtype` is float32: that of the array that it stands for.
+      `dtype` is float32: that of the array that it represents.
 
     Transforms:
       jit, vmap, scan (over a first axis that scales have too). Not differentiable.
@@ -50,7 +50,7 @@ class QuantizedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array that it stands for."""
+        """The shape of the array that it represents."""
         return self.values.shape
 
     @property
@@ -65,16 +65,16 @@ class QuantizedArray:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it takes, its scales among them."""
+        """The number of bytes that values and scales take."""
         return self.values.nbytes + self.scale.nbytes
 
     @property
     def dtype(self) -> Any:
-        """float32, that of the array that it stands for."""
+        """float32, the dtype of the array that it represents."""
         return _FLOAT32
 
     def dequantize(self, dtype: Any = _FLOAT32) -> jax.Array:
-        """Returns the array that it stands for, rounded once."""
+        """Returns the array that it represents, rounded once."""
         return dequantized(self.values, self.scale).astype(dtype)
 
     def __jax_array__(self) -> jax.Array:
@@ -142,14 +142,14 @@ def holds_quantized(tree: Any) -> bool:
 
 
 def dequantize(tree: Any, dtype: Any = _FLOAT32) -> Any:
-    """Returns `tree` with what `quantize` made 8-bit as plain arrays again.
+    """Returns `tree` with plain arrays in place of the 8-bit weights that `quantize` made.
 
     Args:
       tree: any pytree.
       dtype: of these arrays; nothing else is cast.
 
     Dtypes:
-      float32, or `dtype`: values times scales are exact in float32 but for one rounding.
+      float32, or `dtype`. Values times scales are rounded once, in float32.
 
     Transforms:
       jit, vmap.

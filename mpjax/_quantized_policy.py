@@ -25,10 +25,10 @@ _KEY = "q="
 class QuantizedPolicy(Policy):
     """A policy whose products with parameters are multiplied in 8 bits, as a recipe says.
 
-    All else is as under `base`: storage, activations, and the products that a recipe leaves. It is
-    `autocast` that quantises; casts with this policy are those of `base`.
+    Everything else is as under `base`: storage, activations, and the products that a recipe
+    excludes. `autocast` quantises; the casts of this policy are those of `base`.
 
-    Immutable, hashable, a pytree without leaves, as `Policy` is.
+    It is immutable, hashable, and a pytree without leaves, as `Policy` is.
 
     Args:
       base: the policy of everything else, or its name: 16- or 32-bit.

@@ -167,17 +167,17 @@ class Float8CurrentScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class DelayedScaling(Recipe):
-    """float8 with the scales of earlier steps: amax histories, which `make_train_step` keeps.
+    """float8 with the scales of earlier steps; `make_train_step` stores the amax histories.
 
-    A value is cast with a scale that is known before it is made. The scales are the largest of the
-    last steps: `make_train_step` and `with_amax_history` have a place for them. What is larger
-    than they allow is clipped; what is not finite stays so.
+    A value is cast with a scale that is known before the value is computed. The scale follows from
+    the largest magnitudes of earlier steps; `make_train_step` and `with_amax_history` store them. A
+    value larger than the scale allows is clipped. An inf or NaN stays one.
 
     Args:
       fprop, dgrad, wgrad, margin: as in `Recipe`.
       granularity: "tensor".
-      amax_history_len: of how many steps the largest values are kept.
-      amax_compute_algo: "max" of them, or "most_recent".
+      amax_history_len: the number of steps whose largest values are stored.
+      amax_compute_algo: "max" of these values, or "most_recent".
 
     Raises:
       ValueError, TypeError: as `Recipe`.

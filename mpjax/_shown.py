@@ -1,20 +1,88 @@
-"""How a report is shown where its reader is: at a prompt as text, in a notebook as a table."""
+"""How a report is shown: tables in print and in notebooks, one line at a prompt and in a log."""
 
+import dataclasses
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+WIDTH = 118
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of a report: it prints as aligned columns, and a notebook draws it.
+
+    Example:
+      >>> print(Table(("layer", "error"), [("head", "0.1"), ("norm", "0.02")]))
+      layer             error
+      head              0.1
+      norm              0.02
+    """
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""  # a line below
+
+    def __str__(self) -> str:
+        return table(self.headers, self.rows) + (f"\n{self.note}" if self.note else "")
+
+    def html(self) -> str:
+        """Returns it as HTML, without a title."""
+        return html_table("", self.headers, self.rows, [self.note] if self.note else [])
 
 
 class Shown:
-    """A report: `repr` is its table, so that a prompt shows it, and notebooks draw it."""
+    """A report: `print` shows all of it, `repr` one line of it, and notebooks draw its tables.
+
+    A subclass says what there is as `_blocks`: texts and tables, of which the first is a title. It
+    may have a `__str__` and a `_repr_html_` of its own in place of that.
+    """
 
     __slots__ = ()
 
+    def _blocks(self) -> Sequence[str | Table]:
+        """Returns texts and tables in their order."""
+        raise NotImplementedError
+
+    def _headline(self) -> str:
+        """Returns what `repr` says: the title, and what matters most."""
+        return str(self._blocks()[0])
+
     def __repr__(self) -> str:
-        return str(self)
+        return f"<{type(self).__name__} of {self._headline()}; print it to see all>"
+
+    def __str__(self) -> str:
+        return "\n\n".join(str(block) for block in self._blocks())
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        title, *blocks = self._blocks()
+        return f"<p><b>{_lines(str(title))}</b></p>" + "".join(
+            block.html() if isinstance(block, Table) else f"<p>{_lines(block)}</p>"
+            for block in blocks
+        )
+
+
+def _lines(text: str) -> str:
+    return "<br>".join(html.escape(line) for line in text.splitlines())
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns lines of aligned cells; the first column gives way where a line is too long."""
+    cells = [tuple(headers), *(tuple(row) for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
+    most = WIDTH - sum(widths[1:]) - 2 * len(widths)
+    widths[0] = min(widths[0], max(most, len(headers[0]), 16))
+    lines: list[str] = []
+    for row in cells:
+        fitting = (_fitted(c, w) for c, w in zip(row, widths, strict=True))
+        padded = (c.ljust(w) for c, w in zip(fitting, widths, strict=True))
+        lines.append("  ".join(padded).rstrip()[:WIDTH])
+    return "\n".join(lines)
+
+
+def _fitted(text: str, width: int) -> str:
+    """Returns a path's end where all of it does not fit: the end says which layer it is."""
+    return text if len(text) <= width else f"…{text[len(text) - width + 1 :]}"
 
 
 def html_table(
@@ -26,7 +94,7 @@ def html_table(
     """Returns an HTML table.
 
     Args:
-      title: stands above it.
+      title: stands above it; empty for none.
       headers: one a column.
       rows: cells; a single text is the title of the rows that follow, across all columns.
       notes: lines below it.
@@ -38,11 +106,10 @@ def html_table(
         for row in rows
     )
     head = _row("".join(f'<th style="text-align: left">{html.escape(h)}</th>' for h in headers))
+    caption = f"<caption>{html.escape(title)}</caption>" * bool(title)
     below = "<br>".join(map(html.escape, notes))
-    return (
-        f"<table><caption>{html.escape(title)}</caption>"
-        f"<thead>{head}</thead><tbody>{body}</tbody></table>" + f"<p>{below}</p>" * bool(notes)
-    )
+    shown = f"<table>{caption}<thead>{head}</thead><tbody>{body}</tbody></table>"
+    return shown + f"<p>{below}</p>" * bool(notes)
 
 
 def _row(cells: str) -> str:

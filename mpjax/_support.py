@@ -4,13 +4,16 @@ from typing import Any
 
 from mpjax._hardware import DeviceLike, SupportReport, check_policy
 from mpjax._policy import get_policy
+from mpjax._typing import PolicySpec
 
 
-def check_support(policy: Any = None, device: DeviceLike | str | None = None) -> SupportReport:
-    """Returns what an accelerator makes of a policy; warns of what is slow, raises on the rest.
+def check_support(
+    policy: PolicySpec = None, device: DeviceLike | str | None = None
+) -> SupportReport:
+    """Returns how well an accelerator runs a policy; warns if slow, raises if impossible.
 
-    The hardware need not be here: give its name, and a job can be checked before it is started.
-    What is slow on a CPU is in the report but is no warning: there code is tried, not run.
+    The hardware need not be here: give its name to check a job before it starts. A policy that is
+    slow on a CPU is in the report and gives no warning, because people try code on CPUs.
 
     Args:
       policy: whatever `get_policy` takes: a name, a `Policy`, a `PolicyMap`, None for the scoped
@@ -30,7 +33,7 @@ def check_support(policy: Any = None, device: DeviceLike | str | None = None) ->
       SupportWarning: a dtype is emulated there, or no faster than a wider one.
 
     Dtypes:
-      The compute dtype is judged by what products do; the others are only stored.
+      The compute dtype is judged by products; the other dtypes are only stored.
 
     Transforms:
       None: it reads no array. With a name for `device` it starts no backend either.
@@ -47,4 +50,5 @@ def check_support(policy: Any = None, device: DeviceLike | str | None = None) ->
     References:
       Lightning, "precision by accelerator"; where each fact comes from: `mpjax/_hardware/table.py`
     """
-    return check_policy(get_policy(policy), device, where="check_support", stacklevel=3)
+    chosen: Any = get_policy(policy)
+    return check_policy(chosen, device, where="check_support", stacklevel=3)

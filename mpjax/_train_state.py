@@ -1,6 +1,6 @@
 """The state of a train step: what it holds, and what is refused as one."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import jax.numpy as jnp
 
@@ -29,6 +29,22 @@ class TrainState(NamedTuple):
         return describe_state(self)
 
 
+class Metrics(TypedDict):
+    """The metrics of a step: a dict of arrays on the device; `float` waits for them."""
+
+    loss: Array  # f32[], the true loss
+    grad_norm: Array  # f32[], of the true gradients, before clipping
+    loss_scale: Array  # f32[], the one that this step used
+    grads_finite: Array  # bool[]; false where the step was skipped
+    skipped_steps: Array  # i32[], since the start
+    consecutive_skips: Array  # i32[]
+    diverged: Array  # bool[], after too many skips in a row
+    aux: NotRequired[Any]  # with `has_aux`
+    watched: NotRequired[Any]  # with `watch`
+    lost_updates: NotRequired[Any]  # with `lost_updates`
+
+
+Metrics.__module__ = "mpjax.train"
 TrainState.__module__ = "mpjax.train"  # where users find it
 
 

@@ -233,10 +233,10 @@ def all_finite(tree: PyTree, axis_name: AxisName = None) -> Array:
 
     Args:
       tree: any pytree; leaves that are not floating or complex count as finite. Flax's
-        `_overwrite_with_gradient` is judged too: what its gradient holds is its next value, in
-        which an inf would stay.
-      axis_name: mapped axis, or several, of `shard_map`, `pmap` or `vmap` over which to agree:
-        true only where it is true everywhere.
+        `_overwrite_with_gradient` counts too: its gradient is its next value, and an inf would stay
+        in it.
+      axis_name: mapped axis, or several, of `shard_map`, `pmap` or `vmap`: true only if every
+        member is finite.
 
     Returns:
       bool[], never synchronised with the host.
@@ -245,7 +245,7 @@ def all_finite(tree: PyTree, axis_name: AxisName = None) -> Array:
       NameError: `axis_name` is not an axis of the surrounding transformation.
 
     Dtypes:
-      Any; each leaf is judged in its own.
+      Any; each leaf is tested in its own dtype.
 
     Transforms:
       jit, vmap, scan, shard_map (`check_vma` on and off), pmap.
@@ -260,8 +260,8 @@ def all_finite(tree: PyTree, axis_name: AxisName = None) -> Array:
 def select_tree(pred: ScalarLike, a: T, b: T) -> T:
     """Returns `a` where `pred` is true and `b` where it is not, leaf by leaf.
 
-    Both are computed: this chooses values, not work. Meant for keeping old parameters, or old
-    BatchNorm statistics, when a step overflowed.
+    Both are computed: this chooses between values and saves no work. Use it to return the old
+    parameters, or the old BatchNorm statistics, after a step that overflowed.
 
     Args:
       pred: boolean scalar, concrete or traced.

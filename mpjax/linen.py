@@ -19,7 +19,7 @@ from mpjax._linen_modules import Setting, journal, policied
 from mpjax._module_dtypes import AS_WRITTEN, ModuleRow, ModuleTable, as_checked_policy, row_of
 from mpjax._optim_state import current_loss_scale, find_states
 from mpjax._tree import is_array, is_overwritten, select_tree
-from mpjax._typing import PyTree
+from mpjax._typing import PolicySpec, PyTree
 
 __all__ = ["apply_gradients", "tabulate", "with_policy"]
 
@@ -31,14 +31,14 @@ def __dir__() -> list[str]:
 M = TypeVar("M")
 
 
-def with_policy(model: M, policy: Any = None, *, override: bool = False) -> M:
+def with_policy(model: M, policy: PolicySpec = None, *, override: bool = False) -> M:
     """Returns `model` with the dtypes of a policy in all of its modules, by module path.
 
     Every module gets `dtype` from the policy's `compute_dtype` and `param_dtype` from its
-    `param_dtype`: submodules made in `setup` or a compact method, given as attributes, shared,
-    or inside `nn.scan`, `nn.remat`, `nn.vmap` and `nn.jit`. What the model returns is cast to
-    the `output_dtype` of the default. The model given is left as it is; variables, their names
-    and the modules' classes stay what they are to Flax.
+    `param_dtype`: submodules made in `setup` or a compact method, given as attributes, shared, or
+    inside `nn.scan`, `nn.remat`, `nn.vmap` and `nn.jit`. The model's results are cast to the
+    `output_dtype` of the default. The given model stays as it is; variables, their names and the
+    modules' classes are the same for Flax.
 
     A dtype that the model sets itself stays. It counts as set if it is neither the default of
     its field nor what the policy gave to a module above: a model that passes `dtype=self.dtype`
@@ -50,7 +50,7 @@ def with_policy(model: M, policy: Any = None, *, override: bool = False) -> M:
     Args:
       model: a linen module, unbound; or a module class, as `nn.remat` and `nn.scan` take it.
       policy: whatever `get_policy` takes; a `PolicyMap` for dtypes by path.
-      override: whether the policy also takes the place of what the model sets itself.
+      override: whether the policy also replaces dtypes that the model sets itself.
 
     Returns:
       A module of a subclass of the model's class, with the same fields; equal, and hashing
@@ -67,8 +67,8 @@ def with_policy(model: M, policy: Any = None, *, override: bool = False) -> M:
         parameters and no `dtype`.
 
     Dtypes:
-      Layers without a `dtype` (Dropout) work in that of their input. Statistics (BatchNorm)
-      keep the float32 that Flax gives them, the carries of recurrent cells the dtype with which
+      Layers without a `dtype` (Dropout) work in the dtype of their input. Statistics (BatchNorm)
+      stay float32, as Flax makes them. The carries of recurrent cells have the dtype with which
       they come in.
 
     Transforms:
@@ -122,14 +122,14 @@ def tabulate(
 
     Args:
       model: a linen module, with a policy or without.
-      *args, **kwargs: what it is called with; arrays may be `jax.ShapeDtypeStruct`s.
+      *args, **kwargs: arguments of a call; arrays may be `jax.ShapeDtypeStruct`s.
       rngs: as for `model.init`; None for a key that serves all streams.
       method: as for `model.init`.
 
     Returns:
       A `ModuleTable`: print it, with rich in colour; read it by `.rows`, `table["encoder"]` or
-      `.to_dict()`. Its `dtype` is 'inputs' where a module computes in what it is given, and '-'
-      where it has none.
+      `.to_dict()`. Its `dtype` is 'inputs' if a module computes in the dtype of its inputs, and '-'
+      if it has no dtype.
 
     Raises:
       TypeError: `model` is no linen module.
@@ -217,13 +217,13 @@ S = TypeVar("S", bound=TrainStateLike)
 
 
 def apply_gradients(state: S, *, grads: PyTree, **changes: Any) -> S:
-    """Returns `state.apply_gradients(grads=grads, **changes)`, undone where the step is skipped.
+    """Returns `state.apply_gradients(grads=grads, **changes)`, or `state` if the step is skipped.
 
-    With `with_loss_scale` around the optimizer, a step with a non-finite gradient leaves
-    parameters and moments as they are. The rest of a `TrainState` knows nothing of that: its
-    counter would go on, and BatchNorm statistics or an EMA that come from the same forward pass
-    would keep their NaN for ever. Here they stay too, bit for bit, and so do the float8 scales
-    of `_overwrite_with_gradient`.
+    With `with_loss_scale` around the optimizer, a step with a non-finite gradient leaves parameters
+    and moments as they are. The rest of a `TrainState` does not: its counter would go on, and
+    BatchNorm statistics or an EMA from the same forward pass would be NaN from then on. This
+    function leaves them as they were too, bit for bit, and also the float8 scales of
+    `_overwrite_with_gradient`.
 
     Args:
       state: a `flax.training.train_state.TrainState`, or a subclass with fields of its own.

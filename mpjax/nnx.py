@@ -26,7 +26,7 @@ from mpjax._nnx_modules import mark_of, modules_of, parameters_of, path_text, se
 from mpjax._nnx_train import NNXTrainStep, make_train_step
 from mpjax._optim_state import current_loss_scale, find_states
 from mpjax._tree import OVERWRITE_WITH_GRADIENT, select_tree
-from mpjax._typing import LossFunction, PyTree
+from mpjax._typing import LossFunction, PolicySpec, PyTree
 
 __all__ = [
     "NNXTrainStep",
@@ -48,13 +48,13 @@ def __dir__() -> list[str]:
 M = TypeVar("M", bound=nnx.Module)
 
 
-def set_policy(model: M, policy: Any = None, *, override: bool = False) -> M:
+def set_policy(model: M, policy: PolicySpec = None, *, override: bool = False) -> M:
     """Returns `model`, the dtypes of a policy set in place on all its modules, by module path.
 
     Every module gets `dtype` from the policy's `compute_dtype` and `param_dtype` from its
-    `param_dtype`, and its parameters (`nnx.Param`) are cast to the latter. What else it holds
-    (BatchNorm statistics, RNG state, caches) stays as it is. Set again, with another policy,
-    it replaces what it has set before.
+    `param_dtype`, and its parameters (`nnx.Param`) are cast to the latter. Everything else
+    (BatchNorm statistics, RNG state, caches) stays as it is. A second call, with another policy,
+    replaces the dtypes of the first.
 
     A dtype that the model sets itself stays. It counts as set if it is neither the default of
     the argument in the constructor of its class nor such a default of a module above, passed
@@ -64,13 +64,13 @@ def set_policy(model: M, policy: Any = None, *, override: bool = False) -> M:
     'layers/0/norm', or 'Net/layers/0/norm' after the model's class. The parameters below it
     follow the same rule, unless one before it names their own path, as 'layers/0/norm/scale'.
 
-    An NNX module returns what its last layer gives; `policy.cast_to_output(model(x))` applies
-    the policy's `output_dtype`.
+    The result of an NNX module has its last layer's dtype; `policy.cast_to_output(model(x))`
+    applies the policy's `output_dtype`.
 
     Args:
       model: an NNX module; one of shapes alone (`nnx.eval_shape`) will do.
       policy: whatever `get_policy` takes; a `PolicyMap` for dtypes by path.
-      override: whether the policy also takes the place of what the model sets itself.
+      override: whether the policy also replaces dtypes that the model sets itself.
 
     Returns:
       The same model, as `mpjax.linen.with_policy` returns one.
@@ -84,13 +84,13 @@ def set_policy(model: M, policy: Any = None, *, override: bool = False) -> M:
         too, or changes nothing; or a module of your own has parameters and no `dtype`.
 
     Dtypes:
-      Layers without a `dtype` (Dropout) work in that of their input. The carry of a recurrent
+      Layers without a `dtype` (Dropout) work in the dtype of their input. The carry of a recurrent
       cell has the wider of `param_dtype` and `compute_dtype`. On CPUs JAX refuses float16 in
       `jax.nn.dot_product_attention`, which NNX's attention calls; `mpjax.autocast` runs it.
 
     Transforms:
-      To be called outside of any; `nnx.jit`, `nnx.grad`, `nnx.scan`, `nnx.remat` and `nnx.vmap`
-      take the model as before. What one of them made stacked is set as one module.
+      Call it outside of any; `nnx.jit`, `nnx.grad`, `nnx.scan`, `nnx.remat` and `nnx.vmap` take the
+      model as before. A stack of modules that one of them made counts as one module.
 
     Example:
       >>> from flax import nnx
@@ -111,11 +111,11 @@ def set_policy(model: M, policy: Any = None, *, override: bool = False) -> M:
 
 
 def name_operations(model: M) -> M:
-    """Returns `model`, changed in place so that its operations carry the paths of its modules.
+    """Puts the paths of its modules on a model's operations, in place, and returns the model.
 
-    `mpjax.autocast` does so by itself for the modules among a function's arguments, so that the
-    rules of a `PolicyMap` find them and `explain` and profiles show them, as with Flax linen. A
-    model that the function makes from its parts by `nnx.merge` is none: name it there.
+    The rules of a `PolicyMap` match these paths, and `explain` and profiles show them, as with Flax
+    linen. `mpjax.autocast` names the modules among a function's arguments by itself. A model that
+    the function makes by `nnx.merge` is no argument: call this function on it there.
 
     Args:
       model: an NNX module. Its modules become instances of subclasses of their classes, of the
@@ -153,8 +153,8 @@ def tabulate(model: nnx.Module) -> ModuleTable:
 
     Returns:
       A `ModuleTable`: print it, with rich in colour; read it by `.rows`, `table["encoder"]` or
-      `.to_dict()`. Its `dtype` is 'inputs' where a module computes in what it is given, and '-'
-      where it has none; `param_dtype` is that of the parameters that are there.
+      `.to_dict()`. Its `dtype` is 'inputs' if a module computes in the dtype of its inputs, and '-'
+      if it has no dtype; `param_dtype` is that of the parameters that exist.
 
     Raises:
       TypeError: `model` is no NNX module.
@@ -196,11 +196,10 @@ def value_and_grad(
     unscale: bool | None = None,
     **options: Any,
 ) -> Callable[..., tuple[Any, PyTree]]:
-    """Returns a function that gives the value of `f` and its gradients, scaled on the way.
+    """Returns a function for the value and the gradients of `f`, computed with a loss scale.
 
-    As `nnx.value_and_grad`, which it calls, with the loss multiplied by the loss scale before
-    differentiating and the gradients divided by it afterwards, both in float32. The value is
-    that of `f`, never the scaled one.
+    It calls `nnx.value_and_grad`. It multiplies the loss by the loss scale before differentiating,
+    and divides the gradients by it afterwards, both in float32. The value is the true value of `f`.
 
     Args:
       f: a function of modules and arrays that returns a floating scalar, or `(scalar, aux)`.
@@ -331,7 +330,7 @@ def _sorted_out(leaves: list[Any]) -> dict[str, dict[int, Any]]:
 
 @contextlib.contextmanager
 def undo_skipped(optimizer: nnx.Optimizer[Any], *nodes: Any) -> Generator[None]:
-    """Undoes, where `optimizer` skips its step, what else changed in the `with` block.
+    """Undoes every other change of the `with` block if `optimizer` skips its step.
 
     `with_loss_scale` around the optax transformation leaves parameters and moments alone when a
     gradient is not finite. But the forward pass has by then written BatchNorm statistics (with
@@ -392,15 +391,15 @@ def adopt_state(
     """Gives `optimizer` the state of `old`, the same one under another precision, in place.
 
     For a checkpoint from before `with_loss_scale`, or from a run with another loss scale or
-    policy: restore it into an optimizer as it was written, and adopt that. Moments, counts and
-    the step go on; so does the loss scale where both are of one kind (dynamic, static, none),
-    and else it starts as the transformation of `optimizer` says.
+    policy: restore it into an optimizer as it was written, and adopt that. Moments, counts and the
+    step are taken over. The loss scale is too if both are of one kind (dynamic, static, none);
+    otherwise it starts as the transformation of `optimizer` says.
 
     Args:
       optimizer: the `nnx.Optimizer` that goes on, its transformation in `with_loss_scale` or
         not.
       old: the `nnx.Optimizer` that holds the checkpoint; it stays as it is.
-      model: whose parameters go on, as restored; only for a state that keeps bits of them
+      model: the model with the restored parameters; only for a state that stores bits of them
         (`with_master_weights`, `with_kahan`).
 
     Raises:

@@ -112,7 +112,7 @@ def with_loss_scale(
     max_consecutive_skips: int | None = 50,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `inner` for scaled gradients, skipping the steps in which one is not finite.
+    """Returns `inner` for scaled gradients; it skips a step whose gradients hold an inf or NaN.
 
     `update` takes *scaled* gradients, as `value_and_grad` gives them with the loss scale of
     `current_loss_scale(opt_state)`, divides them by it in float32, and hands them to `inner`.

@@ -20,7 +20,7 @@ from mpjax._errors import message
 from mpjax._op_rules import PRODUCTS
 from mpjax._policy import get_policy
 from mpjax._tree import is_array, is_castable, leaf_paths
-from mpjax._typing import PyTree
+from mpjax._typing import PolicySpec, PyTree
 from mpjax.numerics import find_promotions
 
 __all__ = [
@@ -37,7 +37,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def assert_dtypes(tree: PyTree, policy: Any, role: str = "param") -> None:
+def assert_dtypes(tree: PyTree, policy: PolicySpec, role: str = "param") -> None:
     """Fails unless every floating leaf has the dtype that a policy gives it.
 
     Args:
@@ -128,11 +128,11 @@ def assert_within_rounding(
     """Fails unless two trees differ by no more than some roundings to a dtype.
 
     One rounding is half a unit in the last place: `eps / 2` of the larger magnitude, and half the
-    smallest subnormal number below the normal range. A tolerance that says where it is from.
+    smallest subnormal number below the normal range. So the tolerance follows from the dtype.
 
     Args:
       actual, expected: trees of one structure and shapes; compared in float64.
-      dtype: what was rounded to, as 'bfloat16'.
+      dtype: the dtype of the roundings, as 'bfloat16'.
       roundings: how many in a row.
 
     Raises:
@@ -214,7 +214,7 @@ def assert_products(fun: Callable[..., Any], *args: Any, dtype: Any, least: int 
       fun: any function of arrays; a gradient too, or one under `mpjax.autocast`.
       *args: its arguments, arrays or `jax.ShapeDtypeStruct`s; nothing is computed.
       dtype: of both operands, as 'bfloat16'.
-      least: how many there must be, so that a function without any does not pass.
+      least: how many products there must be, so that a function without any does not pass.
 
     Raises:
       AssertionError: the products that read something else, or that there are too few.
@@ -257,10 +257,10 @@ def _product_dtypes(eqn: Any) -> list[Any] | None:
 def assert_one_compilation(
     fun: Callable[..., Any], **options: Any
 ) -> Generator[Callable[..., Any]]:
-    """Gives a jitted `fun` that may be traced once: a second trace fails at the end of the block.
+    """Yields a jitted `fun`, and fails at the end of the block if it was traced more than once.
 
     Args:
-      fun: what is jitted; state and batch of every call must have the same types.
+      fun: the function to jit; state and batch of every call must have the same types.
       **options: of `jax.jit`, as `donate_argnums=0`.
 
     Raises:

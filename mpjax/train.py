@@ -47,9 +47,9 @@ from mpjax._train_checks import (
     one_batch,
     split_outputs,
 )
-from mpjax._train_state import TrainState, checked_state, copied
+from mpjax._train_state import Metrics, TrainState, checked_state, copied
 from mpjax._tree import check_axes
-from mpjax._typing import Array, AxisName, PyTree
+from mpjax._typing import Array, AxisName, PolicySpec, PyTree
 from mpjax._under_policy import is_autocast, param_dtypes, under_policy
 from mpjax.numerics import Report, lost_updates
 from mpjax.numerics._step import Differentiated, StepDiagnosis
@@ -62,7 +62,7 @@ from mpjax.optim import (
     with_loss_scale,
 )
 
-__all__ = ["TrainState", "TrainStep", "make_train_step"]
+__all__ = ["Metrics", "TrainState", "TrainStep", "make_train_step"]
 
 
 def __dir__() -> list[str]:
@@ -194,7 +194,7 @@ class TrainStep:
         rest = (jax.tree.map(copied, x) for x in (opt_state, extra_state, history))
         return TrainState(jnp.array(old["step"], jnp.int32, copy=True), params, *rest)
 
-    def __call__(self, state: TrainState, *batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
+    def __call__(self, state: TrainState, *batch: PyTree) -> tuple[TrainState, Metrics]:
         """Returns the next state and the metrics of this step, of a batch; `state` is donated."""
         return checked_call(self._jitted, checked_state(state), one_batch(batch))
 
@@ -338,7 +338,7 @@ class TrainStep:
 def make_train_step(
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
-    policy: Any = None,
+    policy: PolicySpec = None,
     *,
     loss_scale: LossScale | float | None = None,
     has_aux: bool = False,
@@ -354,10 +354,10 @@ def make_train_step(
 ) -> TrainStep:
     """Returns a jitted train step for any precision: `state, metrics = step(state, batch)`.
 
-    The step computes the loss under `policy`, differentiates it scaled, and updates the
-    parameters unless the loss or a gradient is inf or NaN: then everything in the state but the
-    loss scale and its counters stays, bit for bit, as if the batch had never been. Gradients of
-    parameters that `tx` freezes (`optax.set_to_zero`) do not count.
+    The step computes the loss under `policy`, differentiates it scaled, and updates the parameters
+    unless the loss or a gradient is inf or NaN: then the whole state stays as it was, bit for bit,
+    except for the loss scale and its counters. Gradients of parameters that `tx` freezes
+    (`optax.set_to_zero`) do not count.
 
     Args:
       loss_fn: `loss_fn(params, batch) -> loss`; with extra state given to `init`,
@@ -383,16 +383,16 @@ def make_train_step(
         `jax.vmap`: `{"x": 0, "class_weights": None}`.
       weighted: whether the loss stands with its weight, `(loss, weight)` in its place: how many
         (tokens, rows) it is a mean over, as it counts in the mean over micro-batches and over
-        `axis_name`. What weighs 0 is left out, also where its loss is NaN; a step in which nothing
-        weighs anything is skipped.
+        `axis_name`. A micro-batch of weight 0 is ignored, even if its loss is NaN; a step without
+        any weight is skipped.
       max_consecutive_skips: as in `with_loss_scale`; see `raise_if_diverged`.
       axis_name: axis, or axes, of `shard_map` or `pmap` around the step, over which the loss
         and the gradients are averaged. With plain shardings nothing is needed.
       donate: whether the step may reuse the memory of the state that it is given.
       rounding: of updates to 16-bit parameters ("bf16-true", "16-true"): "stochastic" or "kahan",
         as `mpjax.optim.with_stochastic_rounding` and `with_kahan` around `tx`; "nearest", which
-        loses what is below half a unit in a parameter's last place; None for that with a warning,
-        unless `tx` owns the rounding.
+        loses every update below half a unit in a parameter's last place. None means "nearest" with
+        a warning, or the rounding that `tx` does itself.
       watch: every how many steps `metrics["watched"]` holds statistics of weights, activations and
         their gradients by module; NaN in the others. `mpjax.numerics.to_scalars` flattens them.
       lost_updates: whether `metrics["lost_updates"]` holds, by leaf, the share of updates that

@@ -16,6 +16,7 @@ import mpjax
 from mpjax.__main__ import COMMANDS, main
 
 DOCS = ROOT / "docs"
+sys.path.append(str(DOCS))
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "modules" not in path.parts)
 NAMES = [path.relative_to(DOCS).as_posix() for path in PAGES]
 WITH_CODE = [n for n, p in zip(NAMES, PAGES, strict=True) if blocks(p.read_text(), "python")]
@@ -29,7 +30,15 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(name: str, tmp_path: Path):
 
 def test_every_page_that_teaches_shows_code_that_runs():
     teaching = {n for n in NAMES if n.startswith("migrate/")} | {
-        *("index.md", "concepts.md", "autocast.md", "recipes.md", "pods.md", "attention.md"),
+        *(
+            "index.md",
+            "concepts.md",
+            "glossary.md",
+            "autocast.md",
+            "recipes.md",
+            "pods.md",
+            "attention.md",
+        ),
     }
     assert teaching - set(WITH_CODE) == set()
 
@@ -104,6 +113,88 @@ def test_two_columns_of_code_are_seen_without_scrolling():
         lines = "\n".join(pairs).splitlines()
         wide += [f"{name}: {line}" for line in lines if len(line) > 64]  # in a window of 1440 px
     assert wide == []
+
+
+def prose(text: str) -> list[str]:
+    """Returns the sentences of a page, without code, tables and pictures."""
+    for fenced in (r"^<div.*?^</div>", r"^```.*?^```$", r"^\|.*?$", r"^!?\[.*?\]\([^)]*\)$"):
+        text = re.sub(fenced, "\n\n", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"`[^`]*`", "code", text)
+    paragraphs = re.split(r"\n\s*\n|\n(?=\s*(?:[-*#]|\d+\.) )", text)
+    end = re.compile(r"(?<=[.?!])\*{0,2}\s+")
+    return [s for p in paragraphs for s in end.split(" ".join(p.split())) if s]
+
+
+FIRST_SCREEN, LONGEST = 200, 30  # words
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES, "../README.md"} - {"autocast_design.md"}))
+def test_sentences_on_the_first_screen_are_short(name: str):
+    seen, long = 0, []
+    for sentence in prose((DOCS / name).read_text()):
+        words = [word for word in sentence.split() if re.search(r"\w", word)]
+        seen += len(words)
+        long += [sentence] * (len(words) > LONGEST)
+        if seen > FIRST_SCREEN:
+            break
+    assert long == []
+
+
+def test_a_long_sentence_would_be_seen():
+    text = "# Title\n\n```py\n" + "x " * 40 + "\n```\n\nShort. " + "word " * 31 + "end. Short."
+    assert [len(s.split()) for s in prose(text)] == [2, 1, 32, 1]
+
+
+def test_the_glossary_defines_ten_words_with_an_example_each():
+    sections = re.split(r"^## ", (DOCS / "glossary.md").read_text(), flags=re.MULTILINE)[1:-1]
+    assert len(sections) == 10
+    for section in sections:
+        word, _, body = section.partition("\n")
+        assert blocks(body, "python"), word
+        assert "**" in body, word
+
+
+def test_the_page_of_operations_is_autocasts_own_table():
+    import operations
+
+    assert operations.PAGE.read_text() == operations.page()  # else: python docs/operations.py
+
+
+def exists(name: str) -> bool:
+    """Whether 'package.module.name' can be reached by imports and attributes."""
+    first, *names = name.split(".")
+    value = importlib.import_module(first)
+    for part in names:
+        first = f"{first}.{part}"
+        try:
+            value = getattr(value, part) if hasattr(value, part) else importlib.import_module(first)
+        except ModuleNotFoundError:
+            return False
+    return True
+
+
+def test_links_to_jax_are_built_without_network_and_name_what_exists(tmp_path: Path):
+    sphinx = pytest.importorskip("sphinx.util.inventory")
+    from inventory import PAGES as LINKED
+    from inventory import write
+
+    for project, path in write(tmp_path).items():
+        with path.open("rb") as file:
+            read = sphinx.InventoryFile.load(file, "https://x", lambda *parts: "/".join(parts))
+        names = read["py:function"] if isinstance(read, dict) else read.data["py:function"]
+        assert names.keys() == LINKED[project].keys()
+        assert [name for name in names if not exists(name)] == []
+
+
+def test_every_name_of_mpjax_that_a_page_writes_exists():
+    pages = {name: page.read_text() for name, page in zip(NAMES, PAGES, strict=True)}
+    pages["README.md"] = (ROOT / "README.md").read_text()
+    del pages["autocast_design.md"]  # names files
+    written = r"(?<![\w./-])(mpjax(?:\.[a-zA-Z_]\w*)+)"
+    names = {(page, name) for page, text in pages.items() for name in re.findall(written, text)}
+    assert len(names) > 100
+    assert [(page, name) for page, name in sorted(names) if not exists(name)] == []
 
 
 def test_every_page_of_the_index_is_translated():
@@ -198,7 +289,7 @@ def test_the_landing_pages_means_are_of_all_networks_of_their_table():
 
     told = (DOCS / "images" / "saves.txt").read_text()
     hand, ours = mean("hand-cast", "f32"), mean("autocast", "f32")
-    assert f"| time of a step on a CPU | 100% | {hand} |  | **{ours}** |" in told
+    assert f"| time of a step on a CPU | **{ours}** | – | {hand} |" in told
     (row,) = re.findall(r"\| the same, beside PyTorch \|(.*)", told)
     assert f" {mean('torch autocast bf16', 'torch f32')} " in row  # of its own float32
     for title in ("time of a step on a CPU", "the same, beside PyTorch"):

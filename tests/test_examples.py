@@ -28,6 +28,7 @@ SHORT = {
     "gan_two_losses.py": (["--steps", "20"], ["gan_two_losses.png"]),
     "gradient_accumulation.py": (["--steps", "2"], []),
     "lm.py": (["--steps", "2", "--precision", "compact"], ["lm.png"]),
+    "log_metrics.py": (["--steps", "21"], ["metrics.csv"]),
     "per_layer_policy.py": (["--steps", "3"], []),
     "plain_jax.py": (["--steps", "10"], []),
     "precision_names.py": ([], []),
@@ -43,6 +44,11 @@ SHOWN = {
     "checkpoint_resume.py": (r"resumed at 10 .* 21 of 21", r"exit status -9"),
     "flax_linen.py": (r"linen's .* finite", r"the state's .* NaN"),
     "lm.py": (r"compact +\d\.\d+ +\d\.\d+ +0 +6\.48 ",),
+    "log_metrics.py": (
+        r"train/loss +\d",
+        r"train/loss_scale +3.277e\+04",
+        r"and [1-9]\d* statistics",
+    ),
     "per_layer_policy.py": (r"all float16 .* not finite", r"Nearest: 'norm_0'"),
     "precision_names.py": (r"'bf16-mixed' +p=f32,c=bf16,o=f32", r"'bf16' means two things"),
 }

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "mpjax"
 
 # One row a layer; each file or folder stands in one. A file imports only from rows above its own.
 LAYERS = (
-    ("_compat", "_errors", "_shown", "_typing", "_users_line"),
+    ("_compat", "_errors", "_shown", "_typing", "_users_line", "_source_lines"),
     (
         "_dtypes",
         "_foreign_names",
@@ -33,7 +33,8 @@ LAYERS = (
     ("_measure", "_user_file"),
     ("train", "pods", "experimental", "testing", "_doctor"),
     ("_nnx_train",),
-    ("nnx", "__init__"),
+    ("nnx",),
+    ("__init__",),
     ("__main__",),  # the command line is a user of the public names
 )
 LAYER_OF = {name: layer for layer, row in enumerate(LAYERS) for name in row}

@@ -127,4 +127,4 @@ def test_it_prints_on_a_screen():
     assert len(text.splitlines()) < 40
     assert text.index("layer_2") < text.index("layer_0")
     assert report.to_dict()["modules"][0]["module"] == "layer_2"
-    assert report._repr_html_().startswith("<pre>")
+    assert "<table>" in report._repr_html_()

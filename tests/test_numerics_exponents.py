@@ -92,7 +92,7 @@ def test_it_prints_on_a_screen_and_draws():
     report = exponents(loss, "16-mixed")(PARAMS, X)
     assert len(str(report).splitlines()) < 40
     assert "loss scale for float16 gradients" in str(report)
-    assert report._repr_html_().startswith("<pre>")
+    assert "<table>" in report._repr_html_()
     figure = report.plot()
     labels = [line.get_label() for line in figure.axes[0].lines[:4]]
     kinds = ["weight", "activation", "gradient", "wgrad"]

@@ -63,6 +63,13 @@ def test_core_needs_jax_and_numpy_only(metadata: email.message.Message):
     assert metadata["Requires-Python"] == ">=3.11"
 
 
+def test_wheel_installs_a_command(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith("/entry_points.txt")]
+        points = archive.read(name).decode()
+    assert points.split("\n")[:2] == ["[console_scripts]", "mpjax = mpjax.__main__:run_as_program"]
+
+
 def test_extras(metadata: email.message.Message):
     extras = set(metadata.get_all("Provides-Extra", []))
     assert {"dev", "examples", "flax", "optax", "plots", "rich", "tpu"} <= extras

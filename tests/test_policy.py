@@ -8,7 +8,7 @@ import pickle
 import re
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import haiku as hk
 import jax
@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 import mpjax
 from mpjax._foreign_names import ATTRIBUTES
 from mpjax._policy import POLICY_NAMES
+from mpjax._typing import KnownPolicy
 from mpjax.testing import assert_one_compilation
 
 SPELLINGS = {
@@ -565,3 +566,11 @@ def test_a_name_of_another_library_is_answered_with_one_that_is_here(name):
 def test_a_name_that_is_almost_right_is_answered_with_the_right_one():
     with pytest.raises(AttributeError, match=r"Did you mean mpjax\.autocast\?"):
         mpjax.autocats  # noqa: B018
+
+
+def test_an_editor_completes_names_that_exist_and_all_of_the_usual_ones():
+    known = get_args(KnownPolicy)
+    for name in known:
+        assert mpjax.get_policy(name) is not None
+    listed = {row.name for row in POLICY_NAMES if not row.name.isdigit()}
+    assert listed - {*known} <= {"f16", "f32", "f64"}

@@ -1,9 +1,14 @@
 """What a reader sees at a prompt and in a notebook: tables and summaries, never walls of arrays."""
 
+import base64
+import html
 import html.parser
+import re
+import struct
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -31,7 +36,7 @@ class Cells(html.parser.HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        if tag == "br":
+        if tag in ("br", "img", "source"):
             return
         self.open.append(tag)
         if tag == "tr":
@@ -47,6 +52,11 @@ class Cells(html.parser.HTMLParser):
         self.text += data
 
 
+def small_loss(w, x):
+    with jax.named_scope("<layer>"):
+        return jnp.mean((jnp.tanh(x @ w) @ w) ** 2)
+
+
 def reports():
     model = mpjax.nnx.set_policy(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), "bf16-mixed")
     step = jax.jit(lambda state, x: (state - 0.1 * x, x.sum()), donate_argnums=0)
@@ -54,30 +64,121 @@ def reports():
         "explain": mpjax.explain(loss_fn, "bf16-mixed")(PARAMS, BATCH),
         "tabulate": mpjax.nnx.tabulate(model),
         "pods": mpjax.pods.check(step, (jnp.ones(8), jnp.ones(8)), "cpu:1"),
+        "support": mpjax.check_support("bf16-mixed", "cpu-plain"),
+        "bytes": mpjax.optim.bytes_per_parameter(optax.adam(1e-3), PARAMS),
+        **{name: make() for name, make in NUMERICS.items()},
     }
 
 
-@pytest.fixture(scope="module", params=["explain", "tabulate", "pods"])
-def report(request):
-    return reports()[request.param]
+W, X = jnp.eye(4) / 3, jnp.full((2, 4), 2.0**-7)
+NUMERICS = {
+    "diagnose": lambda: mpjax.numerics.diagnose(small_loss, "16-mixed")(W * 2.0**120, X),
+    "diagnose, healthy": lambda: mpjax.numerics.diagnose(small_loss, "bf16-mixed")(W, X),
+    "compare": lambda: mpjax.numerics.compare(small_loss, "bf16-mixed")(W, X),
+    "exponents": lambda: mpjax.numerics.exponents(small_loss, "float32")(W, X),
+    "suggest": lambda: mpjax.numerics.suggest(small_loss, "bf16-mixed", tolerance=1e-4)(W, X),
+    "promotions": lambda: mpjax.numerics.find_promotions(lambda x: x * np.float32(2))(
+        jnp.ones(8, jnp.bfloat16)
+    ),
+}
+# What a line at a prompt says of each.
+HEADLINES = {
+    "explain": r"<Explanation of loss_fn under .*; products: .*; casts: ",
+    "tabulate": r"<ModuleTable of .*: 1 modules, 1 in bf16",
+    "pods": r"<Report of cpu:1 .*: nothing wrong",
+    "support": r"<SupportReport of .* on CPU without bfloat16 units: slow",
+    "bytes": r"<BytesPerParameter of bytes a parameter, of 603: 16\.0",
+    "diagnose": r"<Report of small_loss .* not finite.*; cause: range",
+    "diagnose, healthy": r"<Report of small_loss .* gradients are finite; cause: none",
+    "compare": r"<Comparison of small_loss .*: gradients off by .* at most; most .* '<layer>'",
+    "exponents": r"<ExponentReport of small_loss .*: float16 would make 0 of .*% of gradients",
+    "suggest": r"<Suggestion of small_loss: \d modules in float32 for gradients within ",
+    "promotions": r"<Promotions of <lambda>: 1 promotions, 16 bytes more; test_shown\.py:",
+}
 
 
-def test_a_prompt_shows_what_print_shows(report):
-    assert repr(report) == str(report)
-    assert len(repr(report).splitlines()) > 1
+@pytest.fixture(scope="module")
+def shown():
+    return reports()
 
 
-def test_a_notebook_shows_well_formed_html(report):
-    assert Cells(report._repr_html_()).open == []
+@pytest.fixture(scope="module", params=[*HEADLINES])
+def named(request, shown):
+    return request.param, shown[request.param]
 
 
-def test_a_notebook_shows_the_cells_of_the_table():
-    shown = Cells(reports()["explain"]._repr_html_())
+def test_a_prompt_shows_one_line(named):
+    name, report = named
+    assert re.match(HEADLINES[name], repr(report)), repr(report)
+    assert len(repr(report).splitlines()) == 1
+    assert len(repr(report)) < 400
+    assert len(str(report).splitlines()) > 1
+
+
+def test_a_notebook_shows_well_formed_tables(named):
+    _, report = named
+    shown = Cells(report._repr_html_())
+    assert shown.open == []
+    assert len(shown.rows) > 1
+    assert "<pre>" not in report._repr_html_()
+
+
+def test_a_notebook_has_the_words_of_print(named):
+    _, report = named
+    for word in ("dot_general", "bf16", "<layer>", "multiply", "opt_state", "mu"):
+        assert (word in str(report)) <= (html.escape(word) in report._repr_html_())
+
+
+# -- figures -------------------------------------------------------------------------------------
+
+
+def colours(figure):
+    axes, legend = figure.axes[0], figure.axes[0].get_legend()
+    words = [*axes.get_xticklabels(), *axes.texts, axes.xaxis.label, *legend.get_texts()]
+    patches = (figure.patch, axes.patch, legend.get_frame(), *axes.spines.values())
+    return [
+        *(word.get_color() for word in words),
+        *((patch.get_facecolor(), patch.get_edgecolor()) for patch in patches),
+    ]
+
+
+def test_a_figure_shows_itself_at_its_size_light_and_dark():
+    figure = NUMERICS["exponents"]().plot()
+    before = colours(figure)
+    shown = figure._repr_html_()
+    assert Cells(shown).open == []
+    pictures = re.findall(r"data:image/png;base64,([\w+/=]+)", shown)
+    sizes = [struct.unpack(">II", base64.b64decode(p)[16:24]) for p in pictures]
+    assert sizes == [(1536, 768)] * 2  # sharp: two pixels for one of the 768 x 384 of the page
+    assert "width: 768px" in shown
+    assert re.search(r'<source media="\(prefers-color-scheme: dark\)"', shown)
+    assert pictures[0] != pictures[1]
+    assert colours(figure) == before
+
+
+def test_a_figure_has_its_axes_where_all_formats_end_outside():
+    figure = mpjax.numerics.exponents(small_loss, "float32")(jnp.eye(4), jnp.ones((2, 4))).plot()
+    figure._repr_html_()  # matplotlib warns where words outside take all of the room
+    assert figure.axes[0].get_position().width > 0.8
+
+
+def test_a_figure_is_shown_once():
+    import matplotlib.pyplot as plt
+
+    NUMERICS["exponents"]().plot()
+    assert plt.get_fignums() == []  # pyplot would show what it holds a second time
+
+
+# -- tables --------------------------------------------------------------------------------------
+
+
+def test_a_notebook_shows_the_cells_of_the_table(shown):
+    table = Cells(shown["tabulate"]._repr_html_())
+    shown = Cells(shown["explain"]._repr_html_())
     assert shown.rows[0] == ["operations", "dtype", "why", "where"]
     assert shown.rows[1] == ["<head>"]  # escaped on the way, and no tag
     assert shown.rows[2][:2] == ["dot_general", "bf16"]
     assert shown.rows[2][3].startswith("test_shown.py:")
-    table = Cells(reports()["tabulate"]._repr_html_())
     assert table.rows[1] == [".", "Linear", "bf16", "f32", "10", "policy"]
 
 
@@ -127,7 +228,8 @@ def test_a_diverged_state_says_what_to_type():
 
 def test_a_step_is_shown_in_one_line():
     step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "bf16-mixed", accumulate=2)
-    assert repr(step) == "<train step of loss_fn under p=f32,c=bf16,o=f32, accumulate=2>"
+    shown = "<train step of loss_fn under 'bf16-mixed' (p=f32,c=bf16,o=f32), accumulate=2>"
+    assert repr(step) == shown
 
 
 # -- the norm of the gradients -------------------------------------------------------------------

@@ -37,6 +37,8 @@ from mpjax._foreign_names import AUTOCAST, names_keywords
 from mpjax._op_rules import parse_rules
 from mpjax._policy import chosen_policy, get_policy, policies_in, warn_of_other_step
 from mpjax._quantized_array import dequantize, holds_quantized
+from mpjax._typing import KnownPolicy
+from mpjax._typing import PolicySpec as Spec
 
 F = TypeVar("F", bound=Callable[..., Any])
 Rules = str | Mapping[str, str] | None
@@ -44,11 +46,11 @@ Rules = str | Mapping[str, str] | None
 
 @overload
 def autocast(
-    fun: F, policy: Any = ..., *, rules: Rules = ..., dot_precision: Any = ..., params: Any = ...
+    fun: F, policy: Spec = ..., *, rules: Rules = ..., dot_precision: Any = ..., params: Any = ...
 ) -> F: ...
 @overload
 def autocast(
-    fun: str | scopes.Policies | None = ...,
+    fun: KnownPolicy | str | scopes.Policies | None = ...,
     *,
     rules: Rules = ...,
     dot_precision: Any = ...,
@@ -63,11 +65,10 @@ def autocast(
     dot_precision: Any = None,
     params: Any = None,
 ) -> Any:
-    """Returns a function that computes what `fun` does, its products on low-precision operands.
+    """Returns a function that computes the same as `fun`, with its products in low precision.
 
-    Matrix products and convolutions read `policy.compute_dtype` and accumulate in float32; what
-    rounding or range would hurt stays in float32. The model is not edited: parameters go in, and
-    gradients come out, in float32.
+    Products read operands in `policy.compute_dtype` and accumulate in float32. Operations that
+    rounding or range would hurt stay in float32. Parameters and gradients are float32.
 
     Args:
       fun: any function of arrays; also a decorator, `@autocast("bf16-mixed")`.
@@ -377,16 +378,15 @@ def _check_algorithm(policy: scopes.Policies, algorithm: Any) -> None:
 
 
 class full_precision(contextlib.ContextDecorator):
-    """A region that autocast leaves alone: everything inside computes in float32.
+    """A region in which autocast changes nothing: everything inside runs in float32.
 
-    Both a context manager and a decorator. Outside autocast it does nothing.
+    It is a context manager and a decorator. Outside autocast it does nothing.
 
     Dtypes:
       Low values that enter the region are widened, exactly.
 
     Transforms:
-      All: the region is a mark on the operations, so that it outlives `jit`'s caches and
-      differentiation.
+      All: the region marks its operations, so it survives `jit`'s caches and differentiation.
 
     Example:
       >>> @mpjax.autocast("bf16-mixed")

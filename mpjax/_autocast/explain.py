@@ -15,34 +15,35 @@ from mpjax._autocast.plan import Plan
 from mpjax._dtypes import short_name
 from mpjax._op_rules import parse_rules
 from mpjax._policy import get_policy
+from mpjax._typing import PolicySpec
 
 
 def explain(
     fun: Callable[..., Any],
-    policy: Any = None,
+    policy: PolicySpec = None,
     *,
     rules: Any = None,
     dot_precision: Any = None,
     params: Any = None,
 ) -> Callable[..., Explanation]:
-    """Returns a function that tells what `autocast` does with `fun` on the same arguments.
+    """Returns a function that shows the decisions of `autocast` for `fun`.
 
     Args:
       fun: a function of arrays.
       policy, rules, dot_precision, params: as for `autocast`.
 
     Returns:
-      A function of the arguments of `fun`, arrays or `jax.ShapeDtypeStruct`s: nothing is computed.
-      Its result prints as a table of modules, their operations, dtypes and reasons, on which
-      layers that differ in a number only are shown once; it has `.rows`, `.casts` and
-      `.to_dict()`, which leave nothing out.
+      A function of the arguments of `fun`, which may be arrays or `jax.ShapeDtypeStruct`s; it
+      computes nothing. Its result prints as a table of modules with their operations, dtypes and
+      reasons. Layers that differ only in a number share their lines. `.rows`, `.casts` and
+      `.to_dict()` are complete.
 
     Raises:
       ValueError, TypeError: as `autocast`.
 
     Dtypes:
-      The table names the dtype that a product reads, and that in which any other operation's
-      result is held: float32 for what is fused between two low values and never stored.
+      The table names the dtype of a product's operands, and the dtype of any other operation's
+      result. A result that XLA fuses between two low values, and never stores, is float32.
 
     Transforms:
       None: it is for people.
@@ -65,7 +66,7 @@ def explain(
     named = parameters.checked(params, "explain")
 
     def describe(args: Any, kwargs: Any) -> Explanation:
-        found = get_policy(policy)
+        found: Any = get_policy(policy)
         ordered = tuple(sorted(overrides.items()))
         settings = planning.Settings(found, ordered, widest, None, params=named)
         # A plan holds what it is of weakly.

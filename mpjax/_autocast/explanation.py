@@ -47,7 +47,7 @@ class Casts:
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Shown):
-    """What `explain` found: a table at a prompt, in a notebook and in `print`; rich colours it.
+    """The result of `explain`: a table in `print` and in a notebook; rich colours it.
 
     `rows` and `to_dict()` hold every decision of every module; the table shows alike ones once.
     """
@@ -68,6 +68,9 @@ class Explanation(Shown):
 
     def _title(self) -> str:
         return f"{self.function} under {self.policy}"
+
+    def _headline(self) -> str:
+        return "; ".join([self._title(), *self.summary()])
 
     def summary(self) -> list[str]:
         """Returns the totals as lines: products, other operations, casts."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import source_info_util
 
 from mpjax import _compat
 from mpjax._autocast import (
@@ -24,7 +25,6 @@ from mpjax._autocast import (
     picks,
     precision,
     recompute,
-    scopes,
     storage,
     traits,
 )
@@ -91,7 +91,7 @@ class GroupFunctions:
     def _line(self, eqn: Any) -> str:
         traceback = eqn.source_info.traceback
         if traceback not in self._lines:
-            self._lines[traceback] = scopes.location(eqn)
+            self._lines[traceback] = source_info_util.summarize(eqn.source_info)
         return self._lines[traceback]
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
-from mpjax import _compat
+from mpjax import _compat, _source_lines
 from mpjax._policy import Policy
 from mpjax._spelling import Path, of_operation
 
@@ -75,8 +75,12 @@ def of(eqn: Any) -> tuple[str, ...]:
 
 
 def location(eqn: Any) -> str:
-    """Returns the user's source line of an equation, as 'file.py:12 (function)'."""
-    return source_info_util.summarize(eqn.source_info)
+    """Returns the user's source line of an equation, as 'file.py:12 (function)'.
+
+    The line is the user's where a library's layer wrote the equation: 'model.py:30', the call.
+    """
+    user = _source_lines.of(eqn.source_info.traceback).user
+    return str(user) if user else source_info_util.summarize(eqn.source_info)
 
 
 @functools.lru_cache(maxsize=4096)

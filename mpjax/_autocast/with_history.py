@@ -13,6 +13,7 @@ from mpjax._autocast import plan as planning
 from mpjax._errors import message
 from mpjax._op_rules import parse_rules
 from mpjax._policy import chosen_policy
+from mpjax._typing import PolicySpec
 
 _WHERE = "with_amax_history"
 
@@ -26,30 +27,32 @@ class WithAmaxHistory(NamedTuple):
 
 
 def with_amax_history(
-    fun: Callable[..., Any], policy: Any, *, rules: Any = None, params: Any = None
+    fun: Callable[..., Any], policy: PolicySpec, *, rules: Any = None, params: Any = None
 ) -> WithAmaxHistory:
-    """Returns `fun` under `DelayedScaling`, its amax histories as a value that goes in and out.
+    """Returns `fun` under `DelayedScaling`, with its amax histories as argument and result.
 
-    For steps of your own; `mpjax.make_train_step` keeps them by itself. The gradient with respect
-    to the history is what the step saw, and `update` puts that in front.
+    For steps of your own; `mpjax.make_train_step` stores histories by itself. The gradient with
+    respect to the history holds the largest values of this step, and `update` puts them in front.
 
     Args:
       fun: any function of arrays.
-      policy: with `DelayedScaling` in it, somewhere.
+      policy: a policy with `DelayedScaling`, or a map that contains one.
       rules, params: as for `autocast`; the arguments of `params` are those of `fun`.
 
     Returns:
-      `init(*args)`: a history, plain containers of f32[3, steps] by product, in front of which
-      are the lengths of scans. It starts with what the products see of these arguments: of their
-      gradients too where the first result is a scalar.
-      `apply(history, *args)`: what `fun(*args)` returns.
-      `update(history, seen, finite=True)`: the next history, of the gradient of this one; it stays
-      where `finite` is false. What was not finite is never recorded.
+      A tuple of three functions.
+
+      - `init(*args)` returns a history, plain containers of f32[3, steps] by product, with the
+        lengths of scans in front. It starts with the largest values of these arguments' products,
+        and of their gradients if the first result is a scalar.
+      - `apply(history, *args)` returns the result of `fun(*args)`.
+      - `update(history, seen, finite=True)` returns the next history, from the gradient of this
+        one; unchanged where `finite` is false. An inf or NaN is never recorded.
 
     Raises:
       ValueError: `policy` has no recipe with a history, the function differentiates inside, or a
         history is of another function.
-      TypeError: a history is none.
+      TypeError: an argument is no history.
 
     Dtypes:
       As `autocast`; histories are float32.

@@ -11,6 +11,7 @@ from mpjax._errors import SupportWarning, message
 from mpjax._hardware.find import DeviceLike, find_accelerator
 from mpjax._hardware.table import Accelerator, Cell, Status
 from mpjax._recipes import DTYPES as EIGHT_BIT
+from mpjax._shown import Shown, html_table
 
 
 class PolicyLike(Protocol):
@@ -51,9 +52,9 @@ class Finding:
         return f"{where}{', '.join(self.roles)} {self.dtype} is {self.status}: {self.reason}"
 
 
-@dataclasses.dataclass(frozen=True)
-class SupportReport:
-    """What an accelerator makes of a policy, dtype by dtype."""
+@dataclasses.dataclass(frozen=True, repr=False)
+class SupportReport(Shown):
+    """How well an accelerator runs a policy, dtype by dtype."""
 
     policy: str  # as text
     accelerator: Accelerator
@@ -94,9 +95,19 @@ class SupportReport:
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
         }
 
+    def _headline(self) -> str:
+        return f"{self.name} on {self.accelerator.name}: {self.status}"
+
     def __str__(self) -> str:
-        head = f"{self.name} on {self.accelerator.name}: {self.status}"
-        return "\n  ".join((head, *self.lines(*_SEVERITY)))
+        return "\n  ".join((self._headline(), *self.lines(*_SEVERITY)))
+
+    def _repr_html_(self) -> str:
+        cells = [
+            (f.where, ", ".join(f.roles), f.dtype, f.status, f.reason, ", or ".join(f.instead))
+            for f in self.findings
+        ]
+        headers = ("policy", "role", "dtype", "status", "why", "type instead")
+        return html_table(self._headline(), headers, cells)
 
 
 _SEVERITY: tuple[Status, ...] = ("native", "unknown", "slow", "unsupported")

@@ -52,15 +52,15 @@ def apply_updates(params: PyTree, updates: PyTree, opt_state: PyTree = None) -> 
 
 
 def full_params(params: PyTree, opt_state: PyTree) -> PyTree:
-    """Returns the parameters in float32, with all the bits that an optimizer's state knows.
+    """Returns the parameters in float32, with the extra bits that an optimizer's state stores.
 
-    To evaluate, to export, or to go on in float32 (`adopt_state`). Of `with_master_weights` these
-    are the weights that are trained; of `with_kahan` the parameters and what their rounding
-    lost; else the parameters as they are.
+    Use it to evaluate, to export, or to continue in float32 (`adopt_state`). With
+    `with_master_weights` it returns the weights that are trained; with `with_kahan` the parameters
+    plus their rounding errors; otherwise the parameters as they are.
 
     Args:
       params: the parameters.
-      opt_state: the state that belongs to them, whatever is around it.
+      opt_state: the optimizer state of these parameters, with any wrapper.
 
     Dtypes:
       float16 and bfloat16 leaves become float32, the others stay.

@@ -11,12 +11,13 @@ import optax
 
 from mpjax._dtypes import canonical_dtype
 from mpjax._low_precision.codes import is_coded
+from mpjax._shown import Shown, html_table
 from mpjax._typing import DTypeSpec, PyTree
 
 
-@dataclasses.dataclass(frozen=True)
-class BytesPerParameter:
-    """Bytes for each parameter, by what they are for; prints as a table."""
+@dataclasses.dataclass(frozen=True, repr=False)
+class BytesPerParameter(Shown):
+    """Bytes for each parameter, by purpose; a table in `print` and in a notebook."""
 
     rows: tuple[tuple[str, float], ...]
     count: int  # of parameters
@@ -26,12 +27,22 @@ class BytesPerParameter:
         """Everything that stays between two steps, and the gradients."""
         return sum(size for _, size in self.rows)
 
+    def _headline(self) -> str:
+        return f"{self._title()}: {self.total:.3f}"
+
+    def _title(self) -> str:
+        return f"bytes a parameter, of {self.count:,}"
+
+    def _cells(self) -> list[tuple[str, str]]:
+        return [(name, f"{size:.3f}") for name, size in (*self.rows, ("total", self.total))]
+
     def __str__(self) -> str:
-        names = [name for name, _ in self.rows] + ["total"]
-        sizes = [size for _, size in self.rows] + [self.total]
-        width = max(map(len, names))
-        lines = [f"{n:<{width}}  {s:6.3f}" for n, s in zip(names, sizes, strict=True)]
-        return "\n".join((f"bytes a parameter, of {self.count:,}", *lines))
+        width = max(len(name) for name, _ in self._cells())
+        lines = [f"{name:<{width}}  {size:>6}" for name, size in self._cells()]
+        return "\n".join((self._title(), *lines))
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title(), ("for", "bytes"), self._cells())
 
 
 def bytes_per_parameter(
@@ -39,7 +50,7 @@ def bytes_per_parameter(
 ) -> BytesPerParameter:
     """Returns how many bytes training takes for each parameter: weights, gradients, state.
 
-    Nothing is allocated. What the model's activations take is not in it.
+    It allocates nothing. It does not count activations.
 
     Args:
       tx: any optax transformation.
@@ -49,7 +60,7 @@ def bytes_per_parameter(
 
     Returns:
       A `BytesPerParameter` with `rows`, `total` and `count`: 'weights', 'gradients', then each
-      field of the state by its name, and 'rest' for what is no tree like the parameters.
+      field of the state by its name, and 'rest' for state that is no tree like the parameters.
 
     Example:
       >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}

@@ -26,13 +26,12 @@ class KahanState(NamedTuple):
 def with_kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Returns `inner` for float16 or bfloat16 parameters, whose rounding errors it adds back.
 
-    The state keeps, in bfloat16, by how much each parameter was rounded at its last step; the
-    next step starts from there. 4 bytes a parameter with the parameter itself, and updates are
-    not lost until they are below 2⁻⁹ of what is kept, which is itself at most half a unit in the
-    parameter's last place.
+    The state stores the rounding error of each parameter's last step in bfloat16, and the next step
+    adds it back. A parameter takes 4 bytes with its error. An update is lost only if it is below
+    2⁻⁹ of the stored error, which is at most half a unit in the parameter's last place.
 
-    A sum that is written as in a textbook is dead on GPUs, where XLA deletes the rounding which
-    it is to measure. This one survives there (`reduce_precision`), and on TPUs.
+    A textbook's compensated sum does not work on GPUs: XLA deletes the rounding that it measures.
+    This one works there (`reduce_precision`), and on TPUs.
 
     Updates land on the rounded values as in `with_master_weights`, and it goes inside
     `with_loss_scale` as that does.

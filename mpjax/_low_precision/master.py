@@ -39,7 +39,7 @@ class SplitWeightsState(NamedTuple):
 def with_master_weights(
     inner: optax.GradientTransformation, *, bits: int = 32
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `inner` for float16 or bfloat16 parameters, of which it knows more bits.
+    """Returns `inner` for float16 or bfloat16 parameters, with their missing bits in its state.
 
     With 32 bits the state holds float32 copies, as level O2 of Apex: 6 bytes a parameter with the
     parameter itself. With 24 it holds one byte for each, the correction in units of 1/256 of the
@@ -51,9 +51,9 @@ def with_master_weights(
     `optax.apply_updates(params, updates)` gives the weights, rounded to the parameter's dtype, bit
     for bit.
 
-    The state is what is trained: after loading other parameters, make a new one.
+    Training changes the state's weights: after you load other parameters, make a new state.
 
-    With loss scaling it goes inside, so that a skipped step leaves all as it was:
+    Put it inside `with_loss_scale`, so that a skipped step leaves everything as it was:
     `with_loss_scale(with_master_weights(optax.adamw(1e-3)), DynamicLossScale())`.
 
     Args:

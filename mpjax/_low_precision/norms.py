@@ -28,8 +28,8 @@ class _Scaled(NamedTuple):
 def global_norm(tree: PyTree) -> Array:
     """Returns the Euclidean norm of all numbers in a tree, in float32.
 
-    Squares are summed in float32 and in three classes of size, so that neither the square of a
-    float16 or bfloat16 gradient nor their sum overflows or underflows where the norm does not.
+    Squares are summed in float32, in three classes of size. So no square and no sum overflows or
+    underflows unless the norm itself does.
 
     Args:
       tree: arrays of real floating dtypes; others, and None, do not count.
@@ -62,9 +62,9 @@ def global_norm(tree: PyTree) -> Array:
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     """Returns optax's `clip_by_global_norm` for gradients of any size and dtype.
 
-    A norm beyond float32 clips too; gradients that are within the norm are not touched. A NaN
-    makes NaN of all and an inf NaN of itself, as there: clipping goes inside `with_loss_scale`,
-    which skips such a step.
+    A norm beyond float32 clips too. Gradients within the norm are not changed. A NaN makes all
+    gradients NaN, and an inf becomes NaN, as in optax: put clipping inside `with_loss_scale`, which
+    skips such a step.
 
     Args:
       max_norm: the largest norm that passes, positive.

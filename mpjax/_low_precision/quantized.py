@@ -39,8 +39,8 @@ def with_quantized_state(
     """Returns `inner` with its moments stored in 8 bits, and computed in float32.
 
     Each row of a moment is cut along its last axis into blocks, each with a float32 scale: 1.016
-    bytes a number. Nothing is flattened, so that a sharded moment stays where it is; a block
-    should not be longer than a shard's row.
+    bytes a number. Nothing is flattened, so a sharded moment stays on its devices; a block should
+    not be longer than a shard's row.
 
     Codes are finest near the block's largest and reach down to 10⁻⁸ of it, in a second moment to
     10⁻¹⁴, so that neither loses what is small beside its neighbours; a second moment that is not 0
@@ -52,8 +52,8 @@ def with_quantized_state(
     float32, and the largest single update is 3 times Adam's largest; with columns alike these are
     1 % and 1.05. Where that is too much, leave the parameter in float32 by a rule.
 
-    Left in float32, unless a rule says otherwise: what has fewer than 4096 numbers or no axis, and
-    what 'embed' or 'norm' in its path says to be an embedding or a norm.
+    These moments stay in float32, unless a rule says otherwise: those with fewer than 4096 numbers
+    or no axis, and those with 'embed' or 'norm' in their path.
 
     Args:
       inner: any optax transformation.

@@ -30,13 +30,13 @@ def with_state_dtypes(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `inner` with its moments stored in the dtypes given, and computed in float32.
 
-    optax's `mu_dtype` is of first moments only, and of some optimizers. Here first moments are
-    what optax calls `mu`, `trace`, `ema` and so on, second ones `nu`, `v`, `sum_of_squares`; what
-    is no average of gradients (counts, step sizes, distances) stays as it is.
+    optax's `mu_dtype` covers first moments of some optimizers. Here first moments are optax's `mu`,
+    `trace`, `ema` and so on, and second moments are `nu`, `v`, `sum_of_squares`. Other state
+    (counts, step sizes, distances) stays as it is.
 
-    Moments are rounded up or down by chance, so that their means are exact: an average with a
-    decay of 0.999 moves by less in one step than two bfloat16 numbers are apart, and rounded to
-    the nearest it would stand still.
+    Moments are rounded up or down by chance, so their means are exact. An average with a decay of
+    0.999 moves by less in one step than two bfloat16 numbers are apart; rounded to the nearest, it
+    would stand still.
 
     Args:
       inner: any optax transformation.
@@ -52,7 +52,7 @@ def with_state_dtypes(
       ValueError: in `init`, `inner` has no moment; in `update`, the state is of another form.
 
     Dtypes:
-      As given; a moment that is not to be narrow is float32, also of a bfloat16 parameter.
+      The given dtypes; other moments are float32, also those of a bfloat16 parameter.
 
     Transforms:
       jit, scan, vmap, shard_map, pmap.

@@ -31,12 +31,11 @@ class StochasticRoundingState(NamedTuple):
 def with_stochastic_rounding(
     inner: optax.GradientTransformation, seed: int | Array = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `inner` for float16 or bfloat16 parameters, which are rounded up or down by chance.
+    """Returns `inner` for float16 or bfloat16 parameters, rounded up or down by chance.
 
-    The chance is such that the mean is exact: an update of a hundredth of the unit in the last
-    place moves the parameter by a whole unit in one step of a hundred. Nothing is kept for it:
-    2 bytes a parameter. The noise that it adds has half a unit in the last place (0.2 % of a
-    bfloat16 weight) in each step.
+    The mean is exact: an update of a hundredth of the unit in the last place moves the parameter by
+    a whole unit in one step of a hundred. It stores nothing extra, so a parameter takes 2 bytes. It
+    adds noise of half a unit in the last place (0.2 % of a bfloat16 weight) in each step.
 
     The chances come from `seed`, the number of steps taken and the parameter's path: a run that
     was restored goes on as if it had not stopped, a skipped step draws nothing, and replicas agree.
@@ -53,7 +52,7 @@ def with_stochastic_rounding(
       A transformation whose state is a `StochasticRoundingState`; extra arguments go to `inner`.
 
     Raises:
-      TypeError: `seed` is neither.
+      TypeError: `seed` is neither an integer nor a key.
       ValueError: `inner` owns the rounding already; in `update`, `params` is missing or the state
         is of another form.
 

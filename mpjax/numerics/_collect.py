@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax._autocast.binding import bind
 from mpjax.numerics._run import Tracked
+
+_NOTHING = np.int32(0)
 
 
 class Collecting:
@@ -18,6 +21,22 @@ class Collecting:
         """Returns false for each row."""
         del before
         return jnp.zeros(now.shape[:1], jnp.bool_)
+
+
+class Unmeasured(Collecting):
+    """Measures nothing: for the outputs of a program that is run operation by operation."""
+
+    width = 0
+    sums = 0
+    shadows = False
+
+    def frame(self, spread: Callable[[Any], Any]) -> UnmeasuredFrame:
+        """Returns what measures one function body."""
+        return UnmeasuredFrame(spread)
+
+    def outputs(self, outs: Sequence[Tracked]) -> None:
+        """Returns nothing."""
+        del outs
 
 
 class CollectingFrame:
@@ -42,3 +61,22 @@ class CollectingFrame:
 
     def rows(self) -> Any:
         return jnp.stack(self.found)
+
+
+class UnmeasuredFrame(CollectingFrame):
+    """A frame whose rows are empty."""
+
+    def constant(self, value: Any) -> Any:
+        self.found.append(None)
+        return self.fresh(value)
+
+    def fresh(self, value: Any) -> Any:
+        del value
+        return _NOTHING
+
+    def measure(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
+        self.found.append(None)
+        return self.same(eqn, operands)
+
+    def rows(self) -> Any:
+        return self.spread(jnp.zeros((len(self.found), 0), jnp.float32))

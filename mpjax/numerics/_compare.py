@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +11,12 @@ import numpy as np
 
 from mpjax._dtypes import require_x64, short_name
 from mpjax._errors import message
+from mpjax._shown import Shown, Table
+from mpjax._typing import PolicySpec
 from mpjax.numerics import _subject
+from mpjax.numerics._clock import Clock, Progress, spent
 from mpjax.numerics._plan import RECOMPUTED, Plan
 from mpjax.numerics._program import Program, argument_names, check_alive
-from mpjax.numerics._report import table
 from mpjax.numerics._shadow import LOCAL, LOCAL_SIZE, SUM, TERMS, TOTAL, TOTAL_SIZE, Shadow
 
 _REFERENCES = ("float32", "float64")
@@ -37,9 +38,9 @@ class Errors:
     operations: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """What `compare` found; `print` shows the worst first."""
+@dataclasses.dataclass(frozen=True, repr=False)
+class Comparison(Shown):
+    """The result of `compare`; `print` shows the worst modules first."""
 
     function: str
     policy: str
@@ -48,8 +49,11 @@ class Comparison:
     gradients: dict[str, float]  # accumulated error by leaf; of those in `noise`, of their terms
     loss: float  # accumulated error
     noise: tuple[str, ...] = ()
-    """Gradients that are 0 but for rounding, as that of the bias of an attention's keys: sums whose
-    terms cancel. Their errors are relative to the terms, for of the sums no digit is known."""
+    """Gradients that are 0 but for rounding, as that of the bias of an attention's keys.
+
+    Their terms cancel, and no digit of the sum is correct. Their errors are relative to the terms.
+    """
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict[str, float], compare=False)
 
     @property
     def gradient(self) -> float:
@@ -60,8 +64,15 @@ class Comparison:
         """Returns all of it as dicts and lists, for JSON."""
         return dataclasses.asdict(self)
 
-    def __str__(self) -> str:
-        title = f"{self.function} under {self.policy}, against {self.reference}: relative errors"
+    def _headline(self) -> str:
+        worst = next((e for e in self.modules), None)
+        most = f"; most is added in {worst.module or worst.where!r}" if worst else ""
+        return f"{self._title()}: gradients off by {self.gradient:.1e} at most{most}"
+
+    def _title(self) -> str:
+        return f"{self.function} under {self.policy}, against {self.reference}: relative errors"
+
+    def _blocks(self) -> list[str | Table]:
         headers = ("module", "pass", "local", "accumulated", "mostly by", "where", "dtype")
         cells = [
             (
@@ -76,42 +87,44 @@ class Comparison:
             for e in self.modules[:16]
         ]
         more = len(self.modules) - 16
-        rest = f"\n… and {more} more, in .modules" if more > 0 else ""
+        rest = f"… and {more} more, in .modules" if more > 0 else ""
         worst = sorted(self.gradients.items(), key=lambda pair: -pair[1])[:6]
-        grads = "\n".join(f"  {error:.1e}  {path}{self._mark(path)}" for path, error in worst)
-        return (
-            f"{title}\n\n{table(headers, cells)}{rest}\n\n"
-            f"loss: {self.loss:.1e}\ngradients, worst first:\n{grads}"
-        )
+        grads = [(f"{path}{self._mark(path)}", f"{error:.1e}") for path, error in worst]
+        blocks: list[str | Table] = [
+            self._title(),
+            Table(headers, cells, rest),
+            Table(("gradients, worst first", "error"), grads, f"loss: {self.loss:.1e}"),
+        ]
+        return [*blocks, spent(self.seconds)] if self.seconds else blocks
 
     def _mark(self, path: str) -> str:
         return "  (0 but for rounding: of its terms)" if path in self.noise else ""
 
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
-
 
 def compare(
     loss_fn: Callable[..., Any],
-    policy: Any = None,
+    policy: PolicySpec = None,
     *,
     reference: str = "float32",
     loss_scale: Any = None,
     has_aux: bool = False,
+    progress: Progress = None,
 ) -> Callable[..., Comparison]:
-    """Returns a function that tells which module loses precision, and how much has piled up.
+    """Returns a function that measures the rounding error that each module adds.
 
-    A second run goes beside the first, in the reference dtype. For each operation there is the
-    *local* error, against the reference operation on the very operands that it had, and the
-    *accumulated* one, against the second run. The local error names the culprit; the accumulated
-    one grows with depth whoever is to blame.
+    It runs the program twice, once in the reference dtype. The *local* error of an operation
+    compares it with the same operation in the reference dtype on the operands that it had: it names
+    the culprit. The *accumulated* error compares it with the second run: it grows with depth,
+    whichever module caused it.
 
     Args:
       loss_fn: `loss_fn(params, *batch) -> loss`, differentiated by its first argument.
-      policy: under which it is computed.
+      policy: the policy to judge; whatever `get_policy` takes.
       reference: 'float32' or 'float64'.
-      loss_scale: with which gradients are computed; None for what the policy needs.
+      loss_scale: the loss scale for the gradients; None for the policy's own.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
+      progress: whether lines on stderr say what is running; None for yes in a terminal and in a
+        notebook. A function is given each line.
 
     Returns:
       A function of the arguments of `loss_fn` that returns a `Comparison`.
@@ -121,9 +134,9 @@ def compare(
       TypeError: as `diagnose`.
 
     Dtypes:
-      Roundings to fewer bits than the reference has are what is measured: casts, products on low
-      operands, `reduce_precision`. What holds a program with dtypes of its own (`lax.reduce`), and
-      foreign kernels, count as exact.
+      It measures roundings to fewer bits than the reference has: casts, products on low operands,
+      `reduce_precision`. Operations that contain a program with dtypes of its own (`lax.reduce`),
+      and foreign kernels, count as exact.
 
     Transforms:
       None: it is for people.
@@ -137,9 +150,14 @@ def compare(
     References:
       PyTorch, `torch.ao.ns` (numeric suite)
     """
-    return compared(
-        loss_fn, policy, reference, loss_scale, has_aux=has_aux, where="numerics.compare"
-    )
+    where = "numerics.compare"
+    Clock(where, progress)  # a mistake is said here
+
+    def run(*args: Any) -> Comparison:
+        return compare_now(*args, clock=Clock(where, progress))
+
+    compare_now = compared(loss_fn, policy, reference, loss_scale, has_aux=has_aux, where=where)
+    return run
 
 
 def compared(
@@ -158,11 +176,11 @@ def compared(
     require_x64(jnp.dtype(reference), f"{where}(reference)")
     subject, scale = _subject.of_loss(loss_fn, policy, loss_scale, has_aux=has_aux, where=where)
 
-    def run(*args: Any) -> Comparison:
+    def run(*args: Any, clock: Clock) -> Comparison:
         names = argument_names(loss_fn, len(args))
         check_alive(args, names, where)
         given = [jnp.float32(float(scale.loss_scale)), *args]
-        program = Program(subject.make(subject.policy), given, ["loss_scale", *names], where)
+        program = Program(subject.make(subject.policy), given, ["loss_scale", *names], where, clock)
         read = program.read(Shadow(reference), given)
         errors = _Relative(program.plan, read.values, float(jnp.finfo(reference).eps))
         loss, *rest = [_ratio(*pair) for pair in read.outputs]
@@ -178,6 +196,7 @@ def compared(
             dict(zip(program.gradient_paths, rest, strict=True)),
             loss,
             tuple(p for p, s in zip(program.gradient_paths, sums, strict=True) if s is not None),
+            dict(clock.seconds),
         )
 
     return run

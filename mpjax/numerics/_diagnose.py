@@ -11,8 +11,10 @@ import numpy as np
 
 from mpjax._dtypes import short_name
 from mpjax._errors import message
-from mpjax._tree import is_array
+from mpjax._tree import is_array, leaves_finite
+from mpjax._typing import PolicySpec
 from mpjax.numerics import _cause, _subject
+from mpjax.numerics._clock import Clock, Progress
 from mpjax.numerics._follow import Followed, follow, when
 from mpjax.numerics._overflow import AMAX, INF, NAN, Overflow
 from mpjax.numerics._plan import Plan
@@ -24,31 +26,35 @@ from mpjax.numerics._unscaled import judged
 
 def diagnose(
     loss_fn: Callable[..., Any],
-    policy: Any = None,
+    policy: PolicySpec = None,
     *,
     loss_scale: Any = None,
     has_aux: bool = False,
     grads: Any = None,
+    progress: Progress = None,
 ) -> Callable[..., Report]:
-    """Returns a function that tells where the loss or a gradient stops being finite, and why.
+    """Returns a function that finds the operation that made the first inf or NaN, and why.
 
-    It runs once more what a step runs, value and gradients of `loss_fn` under `policy`, with a
-    count on each operation. Nothing is kept, so that it works at full size, sharded too. Of a step
-    that was skipped this is the same computation, for a skipped step leaves everything as it was.
+    It runs value and gradients of `loss_fn` under `policy` once more, as a step does, and counts
+    the infs and NaNs of each operation. It stores no intermediate array, so it works at full size,
+    sharded too. A skipped step leaves everything as it was, so this is the computation of that
+    step.
 
     Args:
       loss_fn: `loss_fn(params, *batch) -> loss`, differentiated by its first argument.
       policy: whatever `get_policy` takes; the program is that of `mpjax.autocast`.
-      loss_scale: what the step used, a number or a loss scale (`metrics["loss_scale"]`); None for
-        what the policy needs.
+      loss_scale: the step's loss scale, a number or an object (`metrics["loss_scale"]`); None for
+        the policy's own.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      grads: what a step of your own gave an optimizer in `with_loss_scale`, for the report to say
-        whether they were taken without the scale, so that nothing is learned.
+      grads: the gradients that a step of your own gave an optimizer in `with_loss_scale`. The
+        report then says whether they were taken without the scale, which would stop training.
+      progress: whether lines on stderr say what is running; None for yes in a terminal and in a
+        notebook. A function is given each line.
 
     Returns:
-      A function of the arguments of `loss_fn` that returns a `Report`: `print(report)` fits a
-      screen, `.first` are the operations that made a non-finite value of finite operands, `.rows`
-      all of them, `.cause` says why, and what to type.
+      A function of the arguments of `loss_fn` that returns a `Report`. `print(report)` fits a
+      screen. `.first` holds the operations that made an inf or NaN from finite operands, `.rows`
+      holds all operations. `.cause` says why, and what to type.
 
     Raises:
       TypeError: `loss_fn` cannot be traced, or an argument is.
@@ -73,13 +79,14 @@ def diagnose(
     """
     where = "numerics.diagnose"
     subject, scale = _subject.of_loss(loss_fn, policy, loss_scale, has_aux=has_aux, where=where)
+    Clock(where, progress)  # a mistake is said here
 
     def run(*args: Any) -> Report:
-        names = argument_names(loss_fn, len(args))
-        report = examine(subject, names, args, scale.loss_scale)
+        names, clock = argument_names(loss_fn, len(args)), Clock(where, progress)
+        report = examine(subject, names, args, scale.loss_scale, clock)
         if grads is None:
             return report
-        program = _program(subject, subject.policy, ["loss_scale", *names], args)
+        program = _program(subject, subject.policy, ["loss_scale", *names], args, clock)
         return judged(report, program, [jnp.float32(scale.loss_scale), *args], grads, where)
 
     return run
@@ -93,10 +100,11 @@ def diagnose_step(
     metrics: Mapping[str, Any] | None,
 ) -> Report:
     """Returns the report of a train step's state and batch; `metrics` are those of a step."""
+    clock = Clock(subject.where, None)
     if metrics is None:
-        return examine(subject, names, args, loss_scale)
+        return examine(subject, names, args, loss_scale, clock)
     _check_metrics(metrics, subject.where)
-    report = examine(subject, names, args, metrics["loss_scale"])
+    report = examine(subject, names, args, metrics["loss_scale"], clock)
     if bool(metrics["grads_finite"]):
         return report  # that step went through: the state is another one now
     loss, same = float(metrics["loss"]), True
@@ -121,21 +129,23 @@ def _check_metrics(metrics: Any, where: str) -> None:
     raise TypeError(message(where, got, fix))
 
 
-def examine(subject: Subject, names: Sequence[str], args: Sequence[Any], loss_scale: Any) -> Report:
+def examine(
+    subject: Subject, names: Sequence[str], args: Sequence[Any], loss_scale: Any, clock: Clock
+) -> Report:
     """Returns the report of a subject on arguments."""
     check_alive(args, names, subject.where)
     names = ["loss_scale", *names]
-    program = _program(subject, subject.policy, names, args)
+    program = _program(subject, subject.policy, names, args, clock)
     used = float(loss_scale)
 
     def read(factor: float) -> Read:
         return program.read(Overflow(), [jnp.float32(factor), *args])
 
     def finite_in_float32() -> bool:
-        return _finite_in_float32(subject, names, args)
+        return _finite_in_float32(_in_float32(subject, names, args, clock), args)
 
     def written(row: Row) -> bool:
-        return _is_written(subject, names, args, row)
+        return _is_written(_in_float32(subject, names, args, clock), row)
 
     found = read(used)
     bad_outputs = [not ok for ok in found.finite]
@@ -156,41 +166,46 @@ def examine(subject: Subject, names: Sequence[str], args: Sequence[Any], loss_sc
         first=tuple(rows[r] for r in followed.born),
         leaves=tuple(rows[r] for r in followed.leaves),
         cause=cause,
+        seconds=dict(clock.seconds),
     )
 
 
-def _program(subject: Subject, policy: Any, names: Sequence[str], args: Sequence[Any]) -> Program:
+def _program(
+    subject: Subject, policy: Any, names: Sequence[str], args: Sequence[Any], clock: Clock
+) -> Program:
     """Returns the program for the types of these arguments, traced once."""
     given = [jnp.float32(1), *args]
     leaves, treedef = jax.tree.flatten(given)
     types = tuple(jax.typeof(x) if is_array(x) else id(x) for x in leaves)
     key = (policy, treedef, types)
     if key not in subject.programs:
-        made = Program(subject.make(policy), given, names, subject.where)
+        made = Program(subject.make(policy), given, names, subject.where, clock)
         subject.programs[key] = made
+    subject.programs[key].clock = clock
     return subject.programs[key]
 
 
-def _finite_in_float32(subject: Subject, names: Sequence[str], args: Sequence[Any]) -> bool:
+def _finite_in_float32(program: Program, args: Sequence[Any]) -> bool:
     """Returns whether loss and gradients are finite with everything in float32."""
-    program = _in_float32(subject, names, args)
-    _, finite = jax.jit(program.plain())(*program.arrays([jnp.float32(1), *args]))
-    return bool(np.all(np.asarray(finite)))
+    outs = program.outputs([jnp.float32(1), *args])
+    return bool(np.all(np.asarray(leaves_finite(outs))))
 
 
-def _is_written(subject: Subject, names: Sequence[str], args: Sequence[Any], row: Row) -> bool:
+def _is_written(program: Program, row: Row) -> bool:
     """Returns whether the function asks for the dtype of an operation, whatever the policy.
 
     The float32 program is traced for that, and not run.
     """
-    sites = _in_float32(subject, names, args).plan.sites
+    sites = program.plan.sites
     found = {(s.operation, s.where, s.phase, short_name(s.dtype)) for s in sites}
     return (row.operation, row.where, row.phase, row.dtype) in found
 
 
-def _in_float32(subject: Subject, names: Sequence[str], args: Sequence[Any]) -> Program:
+def _in_float32(
+    subject: Subject, names: Sequence[str], args: Sequence[Any], clock: Clock
+) -> Program:
     given = [jnp.float32(1), *args]
-    return Program(subject.make(_cause.FLOAT32), given, names, subject.where)
+    return Program(subject.make(_cause.FLOAT32), given, names, subject.where, clock)
 
 
 def _rows(plan: Plan, read: Read, followed: Followed) -> dict[int, Row]:

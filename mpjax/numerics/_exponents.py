@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._errors import message
+from mpjax._shown import Shown, Table
+from mpjax._typing import PolicySpec
 from mpjax.numerics import _subject
+from mpjax.numerics._clock import Clock, Progress, spent
+from mpjax.numerics._figure import new_figure
 from mpjax.numerics._formats import EXPONENTS, FORMATS, Format, Histogram, Lost, format_of
 from mpjax.numerics._histogram import BINS, Exponents
 from mpjax.numerics._plan import BACKWARD, RECOMPUTED, Plan
 from mpjax.numerics._program import Program, argument_names, check_alive
-from mpjax.numerics._report import table
 
 WEIGHT, ACTIVATION, GRADIENT, WGRAD = "weight", "activation", "gradient", "wgrad"
 KINDS = (WEIGHT, ACTIVATION, GRADIENT, WGRAD)
@@ -50,14 +52,15 @@ class Spread:
         return named
 
 
-@dataclasses.dataclass(frozen=True)
-class ExponentReport:
-    """What `exponents` found; `print` it, or `.plot()` it."""
+@dataclasses.dataclass(frozen=True, repr=False)
+class ExponentReport(Shown):
+    """The result of `exponents`; `print` it, or `.plot()` it."""
 
     function: str
     policy: str
     loss_scale: float  # under which gradients were computed; histograms are of unscaled ones
     spreads: tuple[Spread, ...]
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict[str, float], compare=False)
 
     def of(self, kind: str, module: str | None = None) -> Histogram:
         """Returns the values of a kind together, of one module or of all.
@@ -102,28 +105,31 @@ class ExponentReport:
             "loss_scale": self.loss_scale,
             "suggested_loss_scale": self.suggested_loss_scale,
             "spreads": [s.to_dict() for s in self.spreads],
+            "seconds": self.seconds,
         }
 
-    def __str__(self) -> str:
+    def _headline(self) -> str:
+        lost = {k: self.lost(k, "float16").underflows for k in KINDS if self._has(k)}
+        shares = ", ".join(f"{share:.1f}% of {kind}s" for kind, share in lost.items())
+        return f"{self.function} under {self.policy}: float16 would make 0 of {shares}"
+
+    def _blocks(self) -> list[str | Table]:
         scale = self.suggested_loss_scale
         headers = ("module", "kind", "2^", "zeros", "f16→0", f"f16→0 ×{scale:g}", "f16→inf")
         headers = (*headers, "e4m3→0", "e4m3→NaN", "e5m2→0")
         cells = [_cells(s, scale) for s in self._worst(24)]
-        lines = table(headers, cells)
         rest = len(self.spreads) - len(cells)
-        more = f"\n… and {rest} more, in .spreads" if rest > 0 else ""
+        more = f"… and {rest} more, in .spreads" if rest > 0 else ""
         title = f"{self.function} under {self.policy}: exponents, and the share that would be lost"
         advice = f"loss scale for float16 gradients: {scale:g}"
-        return f"{title}\n\n{lines}{more}\n\n{advice}"
+        blocks: list[str | Table] = [title, Table(headers, cells, more), advice]
+        return [*blocks, spent(self.seconds)] if self.seconds else blocks
 
     def _worst(self, count: int) -> list[Spread]:
         """Returns the spreads of which float16 loses most, in their order."""
         by_loss = sorted(self.spreads, key=lambda s: -sum(_shares(s.histogram.lost("float16"))))
         chosen = set(map(id, by_loss[:count]))
         return [s for s in self.spreads if id(s) in chosen]
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
     def plot(
         self,
@@ -133,7 +139,7 @@ class ExponentReport:
         loss_scale: float = 1.0,
         formats: Sequence[str] = ("float16", "float8_e5m2", "float8_e4m3fn"),
     ) -> Any:
-        """Returns a matplotlib figure: a line a kind, and where formats end.
+        """Returns a matplotlib figure: a line a kind, and where formats end. A notebook shows it.
 
         Args:
           axis: of matplotlib, to draw on; None for a figure of its own.
@@ -144,9 +150,7 @@ class ExponentReport:
         Raises:
           ValueError: there is no such kind, or no such format.
         """
-        from matplotlib.figure import Figure  # only for who draws
-
-        figure = axis.figure if axis is not None else Figure(figsize=(8, 4), layout="constrained")
+        figure = axis.figure if axis is not None else new_figure(8, 4)
         axis = figure.subplots() if axis is None else axis
         shown = [kind for kind in kinds if self._has(kind) or kind not in KINDS]
         moved = [kind for kind in shown if kind in (GRADIENT, WGRAD) and loss_scale != 1]
@@ -175,27 +179,33 @@ def _draw_end(axis: Any, form: Format) -> None:
     axis.axvline(at, color="#777777", linewidth=1, linestyle=":")
     style = {"rotation": 90, "fontsize": 7, "va": "top", "ha": "right"}
     words = f"{form.name.removeprefix('float8_').removesuffix('fn')}: 0 left of this"
-    axis.annotate(words, (at, 0.98), xycoords=("data", "axes fraction"), **style)
+    place = ("data", "axes fraction")
+    text = axis.annotate(words, (at, 0.98), xycoords=place, annotation_clip=True, **style)
+    text.set_in_layout(False)  # where a format ends outside of the picture, nothing makes room
 
 
 def exponents(
     loss_fn: Callable[..., Any],
-    policy: Any = None,
+    policy: PolicySpec = None,
     *,
     loss_scale: Any = None,
     has_aux: bool = False,
+    progress: Progress = None,
 ) -> Callable[..., ExponentReport]:
     """Returns a function that counts exponents of weights, activations and gradients, by module.
 
-    One histogram tells what every format would lose under every scale: in float16 what is below
-    2⁻²⁵, half the smallest number, becomes 0, in float8_e5m2 below 2⁻¹⁷, in float8_e4m3fn 2⁻¹⁰.
+    One histogram shows what every format would lose under every scale. For example, magnitudes
+    below 2⁻²⁵, half the smallest number, become 0 in float16; in float8_e5m2 the limit is 2⁻¹⁷, in
+    float8_e4m3fn 2⁻¹⁰.
 
     Args:
       loss_fn: `loss_fn(params, *batch) -> loss`, differentiated by its first argument.
-      policy: under which it is computed; "float32" shows what there is to lose.
-      loss_scale: with which gradients are computed, None for what the policy needs; the histograms
-        are of unscaled ones. A power of two is exact.
+      policy: the policy of the run; "float32" shows the values before any loss.
+      loss_scale: the loss scale for the gradients, None for the policy's own. The histograms are of
+        unscaled gradients. A power of two is exact.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
+      progress: whether lines on stderr say what is running; None for yes in a terminal and in a
+        notebook. A function is given each line.
 
     Returns:
       A function of the arguments of `loss_fn` that returns an `ExponentReport`: `print` it,
@@ -221,20 +231,22 @@ def exponents(
       Transformer Engine, precision debug tools (`underflows%`, `overflows%`, `dynamic_range`)
     """
     where = "numerics.exponents"
+    Clock(where, progress)  # a mistake is said here
     subject, scale = _subject.of_loss(loss_fn, policy, loss_scale, has_aux=has_aux, where=where)
 
     def run(*args: Any) -> ExponentReport:
         names = argument_names(loss_fn, len(args))
         check_alive(args, names, where)
-        factor = float(scale.loss_scale)
-        given = [jnp.float32(factor), *args]
-        program = Program(subject.make(subject.policy), given, ["loss_scale", *names], where)
+        factor, clock = float(scale.loss_scale), Clock(where, progress)
+        given, named = [jnp.float32(factor), *args], ["loss_scale", *names]
+        program = Program(subject.make(subject.policy), given, named, where, clock)
         read = program.read(Exponents(), given)
         spreads = _spreads(program.plan, read.values, names[0], factor if subject.scaled else 1.0)
         paths = [f"{names[0]}/{p}" if p else names[0] for p in program.gradient_paths]
         for path, counted in zip(paths, read.outputs[1:], strict=True):
             spreads.append(Spread(path, WGRAD, Histogram.of_row(counted)))
-        return ExponentReport(subject.name, str(subject.policy), factor, tuple(spreads))
+        policy = str(subject.policy)
+        return ExponentReport(subject.name, policy, factor, tuple(spreads), dict(clock.seconds))
 
     return run
 

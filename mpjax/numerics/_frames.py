@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import sysconfig
-from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
+from mpjax import _source_lines
 
-_JAX = tuple(str(Path(m.__file__ or "").parent) for m in (jax, np))
-_OURS = str(Path(__file__).parent.parent)
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _CASTS = frozenset(
     {"astype", "_astype", "convert_element_type", "asarray", "array", "bitcast_convert_type"}
 )
@@ -41,22 +34,8 @@ def lines(eqn: Any) -> tuple[str, str]:
     The second is '' where the user's own line called JAX, both where mpjax wrote the operation. A
     library's line stands for the user's where the traceback has none behind it.
     """
-    return _lines(eqn.source_info.traceback)
-
-
-@functools.lru_cache(maxsize=8192)
-def _lines(traceback: Any) -> tuple[str, str]:
-    library = ""
-    for frame in getattr(traceback, "frames", None) or []:
-        if frame.file_name.startswith(_JAX) or frame.file_name.startswith("<frozen"):
-            continue
-        if frame.file_name.startswith(_OURS):
-            break  # what called mpjax did not write the operation
-        line = f"{Path(frame.file_name).name}:{frame.line_num}"
-        if not frame.file_name.startswith(_INSTALLED):
-            return line, library
-        library = library or line
-    return library, library
+    user, library = _source_lines.of(eqn.source_info.traceback)
+    return user.short if user else "", library.short if library else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,17 +54,17 @@ def call_of(eqn: Any) -> Call:
     frames = getattr(eqn.source_info.traceback, "frames", None) or []
     inside: list[str] = []
     for frame in frames:
-        if frame.file_name.startswith(_JAX) or frame.file_name.startswith("<frozen"):
+        if _source_lines.is_jax(frame.file_name):
             inside.append(frame.function_name.rpartition(".")[2])
             continue
-        name = Path(frame.file_name).name
-        line = f"{frame.file_name}:{frame.line_num}"
+        place = _source_lines.cell(frame.file_name)
+        line = _source_lines.Line(place, frame.line_num, frame.function_name)
         return Call(
-            f"{name}:{frame.line_num}",
-            line,
+            line.short,
+            f"{line.file}:{line.number}",
             _function(inside),
             not _CASTS.isdisjoint(inside),
-            frame.file_name.startswith(_INSTALLED),
+            frame.file_name.startswith(_source_lines.INSTALLED),
         )
     return Call("", "", "", False, False)
 

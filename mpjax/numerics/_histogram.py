@@ -22,6 +22,7 @@ ZERO, INF, NAN = range(BINS, BINS + 3)  # the columns behind the exponents'
 WIDTH = BINS + 3
 
 
+@jax.jit  # compiled once for values of the same type, where operations run one by one
 def histogram(x: Any) -> jax.Array:
     """Returns how many elements have which exponent, then how many are zero, inf and NaN.
 

@@ -23,7 +23,7 @@ def lost_updates(params: PyTree, updates: PyTree) -> dict[str, Array]:
 
     Args:
       params: the parameters, in the dtype in which they are stored.
-      updates: what is added to them; a tree of the same structure.
+      updates: the updates that are added to them; a tree of the same structure.
 
     Returns:
       Path → f32[], from 0 to 1; 0 where all updates are zero. Leaves that are not floating are left

@@ -105,8 +105,8 @@ class _Frame:
 
     def follows(self, out: Any, operands: Sequence[Tracked]) -> bool:
         """Whether a value is one more of the chain."""
-        if not 0 < len(self.chain) < _LONGEST:
-            return False
+        if not 0 < len(self.chain) < _LONGEST or not isinstance(out, jax.core.Tracer):
+            return False  # operation by operation there is no kernel to share
         shape = jnp.shape(next(iter(self.chain.values())))
         return jnp.shape(out) == shape and any(t.extra in self.chain for t in operands)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from jax.extend.core import jaxpr_as_fun
 from mpjax._dtypes import describe
 from mpjax._errors import message
 from mpjax._tree import is_array, leaf_paths, leaves_finite
+from mpjax.numerics._clock import Clock
+from mpjax.numerics._collect import Unmeasured
 from mpjax.numerics._plan import Plan
 from mpjax.numerics._run import Instrument, Runner
 
@@ -24,6 +27,10 @@ _NEEDS_VALUES = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+
+
+SMALL = 2**28
+"""Bytes of all results together up to which a program is run operation by operation."""
 
 
 class Read(NamedTuple):
@@ -40,8 +47,14 @@ class Program:
     """A function of arguments that returns a loss and gradients, traced for their types."""
 
     def __init__(
-        self, fun: Callable[..., Any], args: Sequence[Any], names: Sequence[str], where: str
+        self,
+        fun: Callable[..., Any],
+        args: Sequence[Any],
+        names: Sequence[str],
+        where: str,
+        clock: Clock | None = None,
     ) -> None:
+        self.clock = clock or Clock(where)
         self._leaves, self._treedef = jax.tree.flatten(list(args))
         self._places = [i for i, leaf in enumerate(self._leaves) if _is_traced(leaf)]
         paths = argument_paths(args, names)
@@ -54,8 +67,9 @@ class Program:
             return loss, jax.tree.map(lambda g: g if is_array(g) else None, grads)
 
         arrays = self.arrays(args)
-        self.jaxpr, (_, grads) = traced(flat, arrays, where)
-        self.plan = Plan(self.jaxpr, [paths[place] for place in self._places])
+        with self.clock("tracing"):
+            self.jaxpr, (_, grads) = traced(flat, arrays, where)
+            self.plan = Plan(self.jaxpr, [paths[place] for place in self._places])
         self.gradient_paths = leaf_paths(grads)
         self._leaves = [None if _is_traced(leaf) else leaf for leaf in self._leaves]
         self._compiled: dict[Any, Any] = {}
@@ -68,12 +82,49 @@ class Program:
     def read(self, instrument: Instrument, args: Sequence[Any]) -> Read:
         """Returns what an instrument measures of one run."""
         arrays = self.arrays(args)
-        twin = self._compiled.get(type(instrument))
-        if twin is None:
-            twin = jax.jit(self.twin(instrument), out_shardings=replicated(arrays))
-            self._compiled[type(instrument)] = twin
-        loss, finite, rows, said = jax.device_get(twin(*arrays))
+        twin = self.runner(self.twin(instrument), args, key=type(instrument))
+        with self.clock("running"):
+            loss, finite, rows, said = jax.device_get(twin(*arrays))
         return Read(rows[0], rows[1], float(loss), tuple(bool(f) for f in finite), said)
+
+    def runner(self, fun: Callable[..., Any], args: Sequence[Any], key: Any) -> Callable[..., Any]:
+        """Returns a function of arrays as it is to be called: by operations, or compiled as one.
+
+        Compiling takes nearly all of the time. A small program is quicker without: JAX compiles
+        each kind of operation once, for all layers and for all programs that are run after it.
+        """
+        if self.runs_by_operations(args):
+            return lambda *given: fun(*map(jnp.asarray, given))
+        return self._as_one(fun, self.arrays(args), key)
+
+    def _as_one(
+        self, fun: Callable[..., Any], arrays: Sequence[Any], key: Any
+    ) -> Callable[..., Any]:
+        if key not in self._compiled:
+            with self.clock("compiling"):
+                lowered = jax.jit(fun, out_shardings=replicated(arrays)).lower(*arrays)
+                self._compiled[key] = lowered.compile()
+        return self._compiled[key]
+
+    def runs_by_operations(self, args: Sequence[Any]) -> bool:
+        """Whether the program is small, and on one CPU."""
+        if jax.default_backend() != "cpu" or replicated(self.arrays(args)) is not None:
+            return False
+        held = sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in self.plan.sites)
+        return held <= SMALL
+
+    def outputs(self, args: Sequence[Any], *, compiled: bool = False) -> list[Any]:
+        """Returns the loss and the gradients; `compiled`: as one program, though it is small."""
+        arrays = self.arrays(args)
+        if compiled or not self.runs_by_operations(args):
+            run = self._as_one(jaxpr_as_fun(self.jaxpr), arrays, key="outputs")
+        else:
+            run = self.runner(self._plainly, args, key="outputs")
+        with self.clock("running"):
+            return jax.block_until_ready(run(*arrays))
+
+    def _plainly(self, *arrays: Any) -> list[Any]:
+        return Runner(self.plan, Unmeasured()).run(arrays)[0]
 
     def twin(self, instrument: Instrument) -> Callable[..., Any]:
         """Returns the instrumented program: the loss, which results are finite, and rows."""
@@ -83,16 +134,6 @@ class Program:
             return outs[0].astype(jnp.float32), leaves_finite(outs), tuple(rows), said
 
         return fun
-
-    def plain(self) -> Callable[..., Any]:
-        """Returns the same without an instrument."""
-        fun = jaxpr_as_fun(self.jaxpr)
-
-        def run(*arrays: Any) -> Any:
-            outs = fun(*arrays)
-            return outs[0].astype(jnp.float32), leaves_finite(outs)
-
-        return run
 
 
 def traced(flat: Callable[..., Any], arrays: Sequence[Any], where: str) -> Any:

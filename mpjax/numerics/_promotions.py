@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,10 +12,10 @@ import jax.numpy as jnp
 from mpjax import _compat
 from mpjax._autocast import structure
 from mpjax._dtypes import short_name
+from mpjax._shown import Shown, Table
 from mpjax.numerics import _names
 from mpjax.numerics._frames import Call, call_of
 from mpjax.numerics._program import argument_names, argument_paths, check_function, traced
-from mpjax.numerics._report import table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +34,9 @@ class Promotion:
     library: bool  # in an installed package, as Flax's norms against float32 statistics
 
 
-@dataclasses.dataclass(frozen=True)
-class Promotions:
-    """What `find_promotions` found; mistakes first, what installed libraries do apart."""
+@dataclasses.dataclass(frozen=True, repr=False)
+class Promotions(Shown):
+    """The result of `find_promotions`: mistakes first, those of installed libraries apart."""
 
     function: str
     rows: tuple[Promotion, ...]  # in the user's own files
@@ -67,33 +66,37 @@ class Promotions:
         """Returns all of it as dicts and lists, for JSON."""
         return dataclasses.asdict(self)
 
-    def __str__(self) -> str:
+    def _headline(self) -> str:
+        worst = self.advice(1)
+        return f"{self._title()}{'; ' + worst[0].partition(': ')[0] if worst else ''}"
+
+    def _title(self) -> str:
         if not self.rows:
-            text = f"{self.function}: no 16-bit value is widened by promotion"
-        else:
+            return f"{self.function}: no 16-bit value is widened by promotion"
+        return f"{self.function}: {len(self.rows)} promotions, {self.bytes} bytes more"
+
+    def _blocks(self) -> list[str | Table]:
+        blocks: list[str | Table] = [self._title()]
+        if self.rows:
             headers = ("where", "function", "from", "to", "bytes", "because of", "type")
             cells = [
                 (r.where, r.function, r.source, r.target, f"{r.bytes}", r.because, r.fix)
                 for r in self.rows[:20]
             ]
-            more = f"\n… and {len(self.rows) - 20} more, in .rows" if len(self.rows) > 20 else ""
-            title = f"{self.function}: {len(self.rows)} promotions, {self.bytes} bytes more"
-            text = f"{title}\n\n{table(headers, cells)}{more}"
+            more = f"… and {len(self.rows) - 20} more, in .rows" if len(self.rows) > 20 else ""
+            blocks.append(Table(headers, cells, more))
         if not self.library:
-            return text
+            return blocks
         places = ", ".join(dict.fromkeys(f"{r.where} ({r.function})" for r in self.library[:4]))
-        return f"{text}\n\nin libraries, by their own choice: {len(self.library)}, as {places}"
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return [*blocks, f"in libraries, by their own choice: {len(self.library)}, as {places}"]
 
 
 def find_promotions(fun: Callable[..., Any]) -> Callable[..., Promotions]:
-    """Returns a function that lists where a 16-bit value is widened by promotion, not on purpose.
+    """Returns a function that lists the lines that widen a 16-bit value by accident.
 
-    A NumPy scalar, a float32 constant, a table of float32 or `dtype=` of a reduction makes what
-    meets it float32, and what follows too. `x.astype(...)` and `preferred_element_type=` are on
-    purpose; so is what JAX's functions widen inside and narrow again.
+    A NumPy scalar, a float32 constant, a float32 table, or `dtype=` of a reduction makes a 16-bit
+    operand float32, and everything that follows. `x.astype(...)` and `preferred_element_type=` are
+    on purpose, and so are JAX's functions that widen inside and narrow again.
 
     Args:
       fun: any function of arrays; gradients of one too.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-WIDTH = 118
+from mpjax._shown import Shown, Table
+from mpjax.numerics._clock import spent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Cause:
     loss_scale: float | None = None  # the scale that fits, for 'loss_scale'
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """What `diagnose` found; `print(report)` shows it on one screen.
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report(Shown):
+    """The result of `diagnose`; `print(report)` shows it on one screen.
 
     `rows` holds every operation; `first` those that made a non-finite value of finite operands and
     whose value got into the loss or a gradient, in the order in which they ran.
@@ -76,6 +76,7 @@ class Report:
     first: tuple[Row, ...]
     leaves: tuple[Row, ...]  # arguments and constants that are not finite and got there
     cause: Cause
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict[str, float], compare=False)
 
     @property
     def finite(self) -> bool:
@@ -86,19 +87,20 @@ class Report:
         """Returns all of it as dicts and lists, for JSON."""
         return dataclasses.asdict(self)
 
-    def __str__(self) -> str:
-        blocks = [self._title()]
+    def _headline(self) -> str:
+        return f"{self._title()}; cause: {self.cause.kind}"
+
+    def _blocks(self) -> list[str | Table]:
+        blocks: list[str | Table] = [self._title()]
         if self.finite:
             blocks.append(self._headroom())
         else:
-            blocks += [b for b in (self._leaves(), self._born(), self._inherited()) if b]
+            tables = (self._leaves(), self._born(), self._inherited())
+            blocks += [table for table in tables if table.rows]
         apart = self._apart()
         blocks += [apart] if apart else []
-        blocks.append(f"cause: {self.cause.text}\n  {self.cause.fix}")
-        return "\n\n".join(blocks)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        blocks += [spent(self.seconds)] if self.seconds else []
+        return [*blocks, f"cause: {self.cause.text}\n  {self.cause.fix}"]
 
     # -- blocks --------------------------------------------------------------------------------
 
@@ -110,16 +112,12 @@ class Report:
         first = f" (first {self.bad_gradients[0]!r})" if bad else ""
         return text + f"loss {self.loss:.6g}, {bad} of {self.gradients} gradients not finite{first}"
 
-    def _leaves(self) -> str:
-        if not self.leaves:
-            return ""
+    def _leaves(self) -> Table:
         cells = [(r.module, r.phase, r.dtype, f"{r.inf}", f"{r.nan}") for r in self.leaves[:4]]
-        lines = table(("came in not finite", "kind", "dtype", "inf", "nan"), cells)
-        return lines + _more(len(self.leaves), 4)
+        headers = ("came in not finite", "kind", "dtype", "inf", "nan")
+        return Table(headers, cells, _more(len(self.leaves), 4))
 
-    def _born(self) -> str:
-        if not self.first:
-            return ""
+    def _born(self) -> Table:
         headers = ("born here", "operation", "where", "pass", "dtype", "inf", "nan", "amax", "at")
         cells = [
             (
@@ -135,15 +133,13 @@ class Report:
             )
             for r in self.first[:6]
         ]
-        return table(headers, cells) + _more(len(self.first), 6)
+        return Table(headers, cells, _more(len(self.first), 6))
 
-    def _inherited(self) -> str:
+    def _inherited(self) -> Table:
         places: dict[tuple[str, str], list[Row]] = {}
         for row in self.rows:
             if row.origin in ("inherited", "born of inf"):
                 places.setdefault((row.module, row.phase), []).append(row)
-        if not places:
-            return ""
         cells = [
             (
                 _module(module),
@@ -154,8 +150,8 @@ class Report:
             )
             for (module, phase), rows in list(places.items())[:8]
         ]
-        lines = table(("inherited by", "pass", "operations", "", "at"), cells)
-        return lines + _more(len(places), 8)
+        headers = ("inherited by", "pass", "operations", "", "at")
+        return Table(headers, cells, _more(len(places), 8))
 
     def _apart(self) -> str:
         apart = [r for r in self.rows if r.origin == "apart"]
@@ -170,7 +166,7 @@ class Report:
         rest = f" and {len(apart) - 3} more" if len(apart) > 3 else ""
         return f"apart, for it never got into the loss or a gradient: {', '.join(text)}{rest}"
 
-    def _headroom(self) -> str:
+    def _headroom(self) -> Table:
         narrow = [r for r in self.rows if r.amax > 0 and r.phase not in ("argument", "constant")]
         least = sorted(narrow, key=lambda r: r.headroom)
         best: dict[tuple[str, str], Row] = {}
@@ -189,35 +185,13 @@ class Report:
             for r in list(best.values())[:8]
         ]
         headers = ("least headroom", "operation", "where", "pass", "dtype", "amax", "headroom")
-        return table(headers, cells) + _more(len(best), 8)
+        return Table(headers, cells, _more(len(best), 8))
 
 
 def count(row: Row) -> str:
     """Returns how many elements of a row are not finite, in words."""
     parts = [f"{row.inf} inf"] * bool(row.inf) + [f"{row.nan} NaN"] * bool(row.nan)
     return " and ".join(parts)
-
-
-# -- text ----------------------------------------------------------------------------------------
-
-
-def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns lines of aligned cells; the first column gives way where a line is too long."""
-    cells = [tuple(headers), *(tuple(row) for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
-    most = WIDTH - sum(widths[1:]) - 2 * len(widths)
-    widths[0] = min(widths[0], max(most, len(headers[0]), 16))
-    lines = []
-    for row in cells:
-        fitting = (_fitted(c, w) for c, w in zip(row, widths, strict=True))
-        padded = (c.ljust(w) for c, w in zip(fitting, widths, strict=True))
-        lines.append("  ".join(padded).rstrip()[:WIDTH])
-    return "\n".join(lines)
-
-
-def _fitted(text: str, width: int) -> str:
-    """Returns a path's end where all of it does not fit: the end says which layer it is."""
-    return text if len(text) <= width else f"…{text[len(text) - width + 1 :]}"
 
 
 def _module(module: str) -> str:
@@ -234,7 +208,7 @@ def _listed(names: Iterable[str], width: int = 44) -> str:
 
 
 def _more(count: int, shown: int) -> str:
-    return f"\n… and {count - shown} more, in .rows" if count > shown else ""
+    return f"… and {count - shown} more, in .rows" if count > shown else ""
 
 
 def _number(x: float) -> str:

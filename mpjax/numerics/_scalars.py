@@ -17,12 +17,12 @@ from mpjax.numerics._watched import IS_NEW, Watched
 def to_scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Returns metrics as a flat dict from path to number, on the host.
 
-    Waits for the device, once for all of them. What is no number (text, None) is left out; an array
-    of more than one element gives its mean, under `path/mean`, and its largest, under `path/max`.
+    It waits for the device, once for all metrics. Text and None are left out. An array of more than
+    one element gives its mean, under `path/mean`, and its largest element, under `path/max`.
     Statistics that `make_train_step(watch=)` adds are there in the steps that computed them.
 
     Args:
-      metrics: what a step returned; a tree of arrays and numbers.
+      metrics: the metrics of a step; a tree of arrays and numbers.
       prefix: put before each path, as 'train/'.
 
     Returns:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 
 from mpjax import _compat
 from mpjax._errors import message
 from mpjax._policy import Policy, get_policy
 from mpjax._policy_map import PolicyMap
 from mpjax._tree import is_array
+from mpjax.numerics._clock import Clock
 from mpjax.numerics._program import Program
 
 _WHERE = "numerics.suggest(tolerance)"
@@ -27,6 +27,7 @@ class Tried:
 
     full: tuple[str, ...]
     error: float
+    compiled: bool = True  # or run operation by operation, which is quicker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,15 +79,18 @@ class Search:
         given: Sequence[Any],
         names: Sequence[str],
         tolerance: float,
+        clock: Clock,
     ) -> None:
         self.subject, self.choice = subject, choice
         self.given, self.names = given, names
-        self.tolerance = tolerance
+        self.tolerance, self.clock = tolerance, clock
         self.tried: list[Tried] = []
-        program, gradients = self._run(get_policy("float32"))
-        self.reference = gradients(given)
+        program = self._program(get_policy("float32"))
+        self.by_operations = program.runs_by_operations(given)
+        self._full = program
+        self.references = {not self.by_operations: _gradients(program, given)}
         moved = [given[0], jax.tree.map(_moved, given[1]), *given[2:]]
-        again = _errors(gradients(moved), self.reference)
+        again = _errors(_gradients(program, moved), self.references[not self.by_operations])
         self.is_noise = [not error <= tolerance for error in again]
         paths = zip(program.gradient_paths, self.is_noise, strict=True)
         self.noise = tuple(path for path, is_noise in paths if is_noise)
@@ -96,40 +100,60 @@ class Search:
             fix = f"Ask for more than that, as tolerance={10 * min(again):.1g}."
             raise ValueError(message(_WHERE, got, fix))
 
-    def _run(self, policy: Any) -> tuple[Program, Callable[[Sequence[Any]], list[Any]]]:
-        """Returns the program under a policy, and what gives its gradients for some arguments."""
-        program = Program(self.subject.make(policy), self.given, self.names, _WHERE)
-        run = jax.jit(jaxpr_as_fun(program.jaxpr))
+    def _program(self, policy: Any) -> Program:
+        return Program(self.subject.make(policy), self.given, self.names, _WHERE, self.clock)
 
-        def gradients(given: Sequence[Any]) -> list[Any]:
-            return [np.asarray(g, np.float64) for g in run(*program.arrays(given))[1:]]
+    def error(self, full: Sequence[str], *, compiled: bool = False) -> float:
+        """Returns the largest relative error of a gradient leaf, run once a choice.
 
-        return program, gradients
-
-    def error(self, full: Sequence[str]) -> float:
-        """Returns the largest relative error of a gradient leaf, run once a choice."""
+        Args:
+          full: the modules in float32.
+          compiled: as one program, as a step runs; else operation by operation if it is small.
+        """
+        compiled = compiled or not self.by_operations
         key = tuple(sorted(self.choice.roots(full)))
         for tried in self.tried:
-            if tried.full == key:
+            if tried.full == key and tried.compiled == compiled:
                 return tried.error
-        _, gradients = self._run(self.choice.policy(full))
-        errors = _errors(gradients(self.given), self.reference)
+        if compiled not in self.references:
+            self.references[compiled] = _gradients(self._full, self.given, compiled=compiled)
+        gradients = _gradients(
+            self._program(self.choice.policy(full)), self.given, compiled=compiled
+        )
+        errors = _errors(gradients, self.references[compiled])
         kept = [e for e, is_noise in zip(errors, self.is_noise, strict=True) if not is_noise]
         worst = float(np.max(np.nan_to_num(kept, nan=np.inf), initial=0.0))
-        self.tried.append(Tried(key, worst))
+        self.tried.append(Tried(key, worst, compiled))
         return worst
 
-    def fits(self, full: Sequence[str]) -> bool:
+    def fits(self, full: Sequence[str], *, compiled: bool = False) -> bool:
         """Whether the gradients are within the tolerance with these modules in float32."""
-        return self.error(full) <= self.tolerance
+        return self.error(full, compiled=compiled) <= self.tolerance
+
+    def confirmed(self, ranked: Sequence[str]) -> tuple[str, ...]:
+        """Returns the fewest modules with which the compiled program is within the tolerance.
+
+        Operation by operation a program rounds a little differently. Where that decided, modules
+        are added in the order of the ranking.
+        """
+        full = list(self.fewest(ranked))
+        rest = [m for m in ranked if m not in full]
+        while not self.fits(full, compiled=True):
+            if not rest:
+                self._missed(ranked, self.error(full, compiled=True))
+            full = list(self.choice.roots([*full, rest.pop(0)]))
+        return tuple(full)
+
+    def _missed(self, ranked: Sequence[str], error: float) -> None:
+        got = f"missed with all {len(ranked)} named modules in float32: the error is "
+        got += f"{error:.1e}, and {self.tolerance:.1e} was asked for."
+        fix = "What rounds then has no name: give it one with jax.named_scope; or ask for more."
+        raise ValueError(message(_WHERE, got, fix))
 
     def fewest(self, ranked: Sequence[str]) -> tuple[str, ...]:
-        """Returns the modules to keep: a prefix of the ranking, less what proves unneeded."""
+        """Returns a prefix of the ranking that is enough, less each module that is not needed."""
         if not self.fits(ranked):
-            got = f"missed with all {len(ranked)} named modules in float32: the error is "
-            got += f"{self.error(ranked):.1e}, and {self.tolerance:.1e} was asked for."
-            fix = "What rounds then has no name: give it one with jax.named_scope; or ask for more."
-            raise ValueError(message(_WHERE, got, fix))
+            self._missed(ranked, self.error(ranked))
         few, enough = -1, len(ranked)
         while enough - few > 1:
             middle = (few + enough) // 2
@@ -140,6 +164,10 @@ class Search:
             if self.fits(without):
                 kept = without
         return tuple(kept)
+
+
+def _gradients(program: Program, given: Sequence[Any], *, compiled: bool = False) -> list[Any]:
+    return [np.asarray(g, np.float64) for g in program.outputs(given, compiled=compiled)[1:]]
 
 
 def _errors(gradients: Sequence[Any], reference: Sequence[Any]) -> list[float]:

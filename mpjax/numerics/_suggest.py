@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,18 +14,20 @@ from mpjax._errors import message
 from mpjax._policy import Policy, get_policy
 from mpjax._policy_map import PolicyMap
 from mpjax._quantized_policy import QuantizedPolicy
+from mpjax._shown import Shown, Table
+from mpjax._typing import PolicySpec
 from mpjax.numerics import _subject
+from mpjax.numerics._clock import Clock, Progress, spent
 from mpjax.numerics._compare import compared
 from mpjax.numerics._program import argument_names, check_alive
-from mpjax.numerics._report import table
 from mpjax.numerics._search import Choice, Search, Tried
 
 _WHERE = "numerics.suggest"
 
 
-@dataclasses.dataclass(frozen=True)
-class Suggestion:
-    """What `suggest` found: `.policy` is the one to use; every error in it was measured."""
+@dataclasses.dataclass(frozen=True, repr=False)
+class Suggestion(Shown):
+    """The result of `suggest`: use `.policy`; every error in it was measured."""
 
     function: str
     policy: PolicyMap
@@ -41,6 +42,7 @@ class Suggestion:
     noise: tuple[str, ...]  # gradients that are rounding in float32 too, and were left out
     reverse: bool
     tried: tuple[Tried, ...]  # in the order in which they were run
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict[str, float], compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all of it as plain values, for JSON."""
@@ -50,7 +52,11 @@ class Suggestion:
             "tried": [dataclasses.asdict(t) for t in self.tried],
         }
 
-    def __str__(self) -> str:
+    def _headline(self) -> str:
+        count = "no module" if not self.full else f"{len(self.full)} modules"
+        return f"{self.function}: {count} in float32 for gradients within {self.error:.1e}"
+
+    def _blocks(self) -> list[str | Table]:
         title = f"{self.function}: gradients within {self.error:.1e} of float32 "
         title += f"(asked for {self.tolerance:.1e}), measured with"
         rows = _table(self.low, "may go low", "bytes kept less", self.bytes)
@@ -62,16 +68,14 @@ class Suggestion:
         blocks = [title, f"  {self.policy!r}", rows, f"{rest}\nbytes kept in all: {kept}"]
         if self.noise:
             blocks.append(f"left out, for they are rounding in float32 too: {_named(self.noise)}")
-        return "\n\n".join(blocks) + f"\n{len(self.tried)} policies run"
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        run = f"{len(self.tried)} policies run"
+        return [*blocks, f"{run}; {spent(self.seconds)}" if self.seconds else run]
 
 
-def _table(modules: Sequence[str], title: str, what: str, cost: dict[str, int]) -> str:
+def _table(modules: Sequence[str], title: str, what: str, cost: dict[str, int]) -> str | Table:
     if not modules:
         return f"{title}: nothing"
-    return table((title, what), [(m, f"{cost.get(m, 0)}") for m in modules[:20]])
+    return Table((title, what), [(m, f"{cost.get(m, 0)}") for m in modules[:20]])
 
 
 def _named(names: Sequence[str]) -> str:
@@ -81,31 +85,35 @@ def _named(names: Sequence[str]) -> str:
 
 def suggest(
     loss_fn: Callable[..., Any],
-    policy: Any = None,
+    policy: PolicySpec = None,
     *,
     tolerance: float,
     reverse: bool = False,
     loss_scale: Any = None,
     has_aux: bool = False,
+    progress: Progress = None,
 ) -> Callable[..., Suggestion]:
-    """Returns a function that finds which modules to keep in float32 for a tolerance on gradients.
+    """Returns a function that finds the fewest modules to run in float32 for a tolerance.
 
-    Modules are ranked by their local errors (`compare`); the fewest of that order that suffice are
-    found by bisection, then each is dropped that is not needed. Every policy on the way is run.
+    It ranks modules by their local errors (`compare`), finds by bisection how many of that order
+    are enough, and then drops each module that is not needed. It runs every policy that it tries.
 
-    A gradient that is 0 but for rounding, such as that of the bias of an attention's keys, has no
-    digits in float32 either: one that a unit in the last place of every other parameter moves by
-    more than the tolerance is left out, and listed in `.noise`.
+    A gradient that is 0 but for rounding has no correct digits in float32 either; that of the bias
+    of an attention's keys is one. It is recognised by a test: a change of the last bit of every
+    other parameter moves it by more than the tolerance. Such gradients do not count, and are listed
+    in `.noise`.
 
     Args:
       loss_fn: `loss_fn(params, *batch) -> loss`, differentiated by its first argument; it names its
         modules, as Flax's do, or `jax.named_scope`.
-      policy: of what is not kept in float32, as 'bf16-mixed'.
+      policy: the policy of the modules that are not in float32, as 'bf16-mixed'.
       tolerance: relative error of each gradient leaf against float32, in the L1 norm.
-      reverse: for a float32 model, what may go low: the map is "float32" with rules for modules
-        that take `policy`; what has no name stays in float32.
-      loss_scale: with which gradients are computed; None for what the policy needs.
+      reverse: find the modules of a float32 model that may go low. The map is then "float32" with
+        rules for modules that take `policy`; operations without a name stay in float32.
+      loss_scale: the loss scale for the gradients; None for the policy's own.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
+      progress: whether lines on stderr say what is running; None for yes in a terminal and in a
+        notebook. A function is given each line.
 
     Returns:
       A function of the arguments of `loss_fn` that returns a `Suggestion`.
@@ -135,40 +143,52 @@ def suggest(
       compare
     """
     _check(tolerance)
+    Clock(_WHERE, progress)  # a mistake is said here
     found = _low_policy(policy)
     subject, scale = _subject.of_loss(loss_fn, found, loss_scale, has_aux=has_aux, where=_WHERE)
 
     def run(*args: Any) -> Suggestion:
         names = argument_names(loss_fn, len(args))
         check_alive(args, names, _WHERE)
-        given = [jnp.float32(float(scale.loss_scale)), *args]
-        errors = compared(loss_fn, found, "float32", loss_scale, has_aux=has_aux, where=_WHERE)(
-            *args
-        )
+        given, clock = [jnp.float32(float(scale.loss_scale)), *args], Clock(_WHERE, progress)
+        errors = ranked_by(*args, clock=clock)
         ranked = list(dict.fromkeys(e.module for e in errors.modules if e.module and e.local > 0))
         choice = Choice(found, tuple(ranked), reverse)
-        search = Search(subject, choice, given, ["loss_scale", *names], tolerance)
-        full = search.fewest(ranked)
+        search = Search(subject, choice, given, ["loss_scale", *names], tolerance, clock)
+        full = search.confirmed(ranked)
 
         def kept(under: Any) -> int:
             return _subject.bytes_kept(loss_fn, under, args[0], args[1:], has_aux=has_aux)
 
-        total, cost = _costs(kept, choice, full)
-        return Suggestion(
-            subject.name,
-            choice.policy(full),
-            tolerance,
-            search.error(full),
-            full,
-            choice.low(full),
-            cost,
-            total,
-            search.noise,
-            reverse,
-            tuple(search.tried),
-        )
+        with clock("counting bytes"):
+            total, cost = _costs(kept, choice, full)
+        return _suggestion(subject.name, search, full, cost, total)
 
+    ranked_by = compared(loss_fn, found, "float32", loss_scale, has_aux=has_aux, where=_WHERE)
     return run
+
+
+def _suggestion(
+    name: str,
+    search: Search,
+    full: tuple[str, ...],
+    cost: dict[str, int],
+    total: dict[str, int],
+) -> Suggestion:
+    return Suggestion(
+        function=name,
+        policy=search.choice.policy(full),
+        tolerance=search.tolerance,
+        error=search.error(full, compiled=True),
+        full=full,
+        low=search.choice.low(full),
+        bytes=cost,
+        kept=total,
+        noise=search.noise,
+        reverse=search.choice.reverse,
+        tried=tuple(search.tried),
+        seconds=dict(search.clock.seconds),
+    )
 
 
 def _costs(

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 
 from mpjax._errors import message
 from mpjax._tree import is_array
@@ -33,7 +32,7 @@ def judged(
       ValueError: `grads` are not those of the parameters.
     """
     leaves = [g for g in jax.tree.leaves(grads) if is_array(g)]
-    outs = jax.jit(jaxpr_as_fun(program.jaxpr))(*program.arrays(given))[1:]
+    outs = program.outputs(given)[1:]
     shapes = [[jnp.shape(x) for x in tree] for tree in (leaves, outs)]
     if shapes[0] != shapes[1]:
         got = f"got {len(leaves)} gradients of other shapes than the {len(outs)} of the parameters."

@@ -25,8 +25,8 @@ def with_sharding(tree: T, specs: Any, mesh: Mesh) -> T:
 
     Args:
       tree: arrays or `jax.ShapeDtypeStruct`s, as `jax.eval_shape` makes them.
-      specs: a `PartitionSpec` for each leaf, or for each subtree; `PartitionSpec()` for all of it
-        says that every device holds the whole.
+      specs: a `PartitionSpec` for each leaf, or for each subtree; `PartitionSpec()` means that
+        every device holds the whole array.
       mesh: of the devices that `get_topology` returned, or any other.
 
     Raises:

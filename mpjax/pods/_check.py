@@ -16,6 +16,7 @@ from mpjax._dtypes import describe, short_name
 from mpjax._errors import message
 from mpjax._hardware import examine, find_accelerator
 from mpjax._policy import get_policy
+from mpjax._typing import PolicySpec
 from mpjax.pods import _args, _programs, _rules
 from mpjax.pods._findings import Finding, Times
 from mpjax.pods._read import Lowered, read, too_large
@@ -28,14 +29,14 @@ def check(
     args: tuple[Any, ...],
     topology: str | Topology,
     *,
-    policy: Any = None,
+    policy: PolicySpec = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Returns what is right and wrong about a train step on hardware that need not be here.
+    """Checks a train step for hardware that need not be here, and returns a report.
 
-    The step is traced, compiled for the topology and its program read: whether it fits, what is
-    sent between devices and in which dtype, what bounds its time. Nothing runs, no accelerator and
-    no data are needed; arguments are specs.
+    It traces the step, compiles it for the topology, and reads the program. The report says whether
+    the step fits, what devices send to each other in which dtype, and what limits its time. Nothing
+    runs: it needs no accelerator and no data, and arguments are specs.
 
     Args:
       step: the jitted step, with its donated arguments (a plain function is jitted); what
@@ -45,8 +46,8 @@ def check(
         makes them) or arrays. Shardings on a mesh of other devices are carried over by axis name.
         An argument that comes back with equal structure is the state.
       topology: a name such as 'v5e-256' or '8xh100', or what `get_topology` returned.
-      policy: what `get_policy` takes; None for the step's own (`make_train_step`), else for what
-        most products of the step read.
+      policy: whatever `get_policy` takes. None for the step's own policy (`make_train_step`), or
+        for the dtype that most products of the step read.
       compiler_options: XLA's, as the job will have them.
 
     Returns:
@@ -117,10 +118,10 @@ def check_job(
     topology: str | Topology,
     *,
     num_slices: int = 1,
-    policy: Any = None,
+    policy: PolicySpec = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Returns `check`'s report on a job that is built for the topology: for a command line.
+    """Returns `check`'s report on a job that `build` makes for the topology; for a command line.
 
     Args:
       build: `build(topology) -> (step, args)`, as `check` takes them; it makes its mesh of

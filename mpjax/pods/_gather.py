@@ -14,7 +14,7 @@ from mpjax._dtypes import FLOAT32, DType
 from mpjax._errors import message
 from mpjax._policy import get_policy
 from mpjax._tree import check_axes, is_array, is_castable, map_with_path
-from mpjax._typing import Array, AxisName
+from mpjax._typing import Array, AxisName, PolicySpec
 
 T = TypeVar("T")
 Reduction: TypeAlias = Literal["sum", "mean"]
@@ -24,17 +24,17 @@ Split: TypeAlias = tuple[tuple[int, tuple[str, ...]], ...]  # array axis, and th
 def gather(
     tree: T,
     specs: Any,
-    policy: Any = None,
+    policy: PolicySpec = None,
     *,
     axis_name: AxisName,
     reduce: Reduction = "sum",
 ) -> T:
     """Returns sharded parameters whole, in the compute dtype; inside `shard_map`.
 
-    Each leaf is cast while it is a shard and then gathered, so that the network carries 16 bits.
-    On the way back its gradient is cast to float32 before it is summed over the devices and
-    scattered: a sum of n 16-bit numbers would round n - 1 times. Under `jax.checkpoint` the gather
-    is repeated in the backward pass and only the shard is kept.
+    Each leaf is cast while it is a shard and then gathered, so that the network carries 16 bits. In
+    the backward pass its gradient is cast to float32 before it is summed over the devices and
+    scattered: a sum of n 16-bit numbers would round n - 1 times. Under `jax.checkpoint` the
+    backward pass gathers again, and only the shard is stored.
 
     Args:
       tree: the shards that this device holds.
@@ -91,17 +91,18 @@ def gather(
     return map_with_path(apply, tree, broadcast_specs(specs, tree), _computed(policy, tree))
 
 
-def gather_constraint(tree: T, shardings: Any, policy: Any = None) -> T:
+def gather_constraint(tree: T, shardings: Any, policy: PolicySpec = None) -> T:
     """Returns sharded parameters whole, rounded to the compute dtype; under `jit` with shardings.
 
-    What `gather` is to `shard_map`. XLA chooses there what is sent and where; two constraints make
-    it send 16 bits: the cast value is pinned to the shard's own sharding, then replicated. Values
-    come back in their own dtype, so that `autocast` reads them in the compute dtype without
-    another rounding and gives weight gradients in float32, which are reduced as such.
+    It does under `jit` what `gather` does inside `shard_map`. XLA chooses what is sent under `jit`;
+    two constraints make it send 16 bits: the cast value first gets the shard's own sharding, and
+    then it is replicated. Values come back in their own dtype. `autocast` then reads them in the
+    compute dtype without another rounding, and returns weight gradients in float32, which are
+    reduced in float32.
 
     Args:
       tree: parameters in a function that `jit` compiles.
-      shardings: a `NamedSharding` for each leaf, or for each subtree: how it is stored.
+      shardings: the `NamedSharding` in which each leaf, or subtree, is stored.
       policy: what `get_policy` takes; None for the scoped default.
 
     Returns:

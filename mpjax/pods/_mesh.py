@@ -17,10 +17,10 @@ from mpjax._errors import message
 def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """Returns a mesh of devices, for arrays that are laid out by `jit` or `shard_map`.
 
-    As `jax.make_mesh`, with three things besides: -1 stands for what is left; an axis of the mesh
-    may be a part of an axis of the torus (16 x 16 chips as 128 x 2), which `jax.make_mesh` refuses
-    on all TPUs but v5e; several TPU slices are put along the first axis, so that only this one
-    crosses the slower network between them.
+    It works as `jax.make_mesh`, with three additions. A size of -1 takes the remaining devices. An
+    axis of the mesh may be a part of an axis of the torus (16 x 16 chips as 128 x 2), which
+    `jax.make_mesh` refuses on all TPUs but v5e. Several TPU slices lie along the first axis, so
+    only this axis crosses the slower network between them.
 
     Args:
       axes: the size of each axis by its name, the one that sends most last.

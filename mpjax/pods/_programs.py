@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.extend import source_info_util
 
-from mpjax import _compat
+from mpjax import _compat, _source_lines
 from mpjax._dtypes import describe, short_name
 
 _CALLBACKS = (
@@ -60,7 +60,8 @@ def _as_process(index: int, count: int) -> Generator[None]:
 
 def source(eqn: Any) -> str:
     """Returns the user's line of an equation, 'train.py:12 (step)'."""
-    return shorten(source_info_util.summarize(eqn.source_info))
+    user = _source_lines.of(eqn.source_info.traceback).user
+    return shorten(str(user) if user else source_info_util.summarize(eqn.source_info))
 
 
 def shorten(line: str) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from mpjax._shown import Shown
+from mpjax._shown import Shown, html_table
 from mpjax.pods._collectives import Collective
 from mpjax.pods._findings import CHECKS, Finding, Memory, Times
 
@@ -16,7 +16,7 @@ _HEADERS = ("sent", "kind", "dtype", "axes", "arrays", "MB a step", "largest")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Report(Shown):
-    """What `mpjax.pods.check` found; a prompt or notebook shows it, `report.ok` decides.
+    """The result of `mpjax.pods.check`; `print` or a notebook shows it, `report.ok` decides.
 
     Example:
       >>> step = jax.jit(lambda state, x: (state - 0.1 * x, x.sum()), donate_argnums=0)
@@ -94,6 +94,17 @@ class Report(Shown):
 
     def __str__(self) -> str:
         return _as_text(self)
+
+    def _headline(self) -> str:
+        first = [f": {finding}".splitlines()[0] for finding in self.findings[:1]]
+        return _title(self) + "".join(first)
+
+    def _repr_html_(self) -> str:
+        lines = [line.strip() for line in _summary(self)]
+        checks = [f"{mark} {text}" for mark, text in _check_rows(self)]
+        rows = _collective_rows(self.collectives) or [("nothing", *[""] * (len(_HEADERS) - 1))]
+        notes = [*lines, *checks, *(str(finding) for finding in self.findings)]
+        return html_table(_title(self), _HEADERS, rows, notes)
 
     def __rich__(self) -> Any:
         return _as_table(self)

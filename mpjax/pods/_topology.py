@@ -148,7 +148,7 @@ class Topology:
 
 
 def get_topology(name: str | Topology, *, num_slices: int = 1) -> Topology:
-    """Returns the devices that a name means; no compiler is loaded before they are asked for.
+    """Returns the devices of a topology by its name; it loads no compiler yet.
 
     Args:
       name: a TPU slice as gcloud and XPK call it ('v5e-256', 'v5litepod-16', 'v5p-128', 'v6e-64',
@@ -160,8 +160,8 @@ def get_topology(name: str | Topology, *, num_slices: int = 1) -> Topology:
 
     Raises:
       ValueError: the name is unknown, or no slice has that size; the message has the nearest. Or
-        several slices are asked for of what is no TPU.
-      TypeError: it is no name, or `num_slices` no whole number.
+        `num_slices` is more than 1 and the devices are no TPUs.
+      TypeError: `name` is no string, or `num_slices` no whole number.
 
     Example:
       >>> print(mpjax.pods.get_topology("v5e-256"))
