@@ -37,6 +37,7 @@ class Term(NamedTuple):
     roots: frozenset[int]
     number: int
     is_product: bool
+    is_power: bool = False  # squared, or the root of it, on the way to where it is added
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def cancels(eqn: Any, facts: Facts) -> bool:
     first, second = (of_atom(v, facts).terms for v in eqn.invars)
     return any(
         a.number != b.number
-        and (a.is_product or b.is_product)
+        and (a.is_product != b.is_product or (a.is_product and a.is_power != b.is_power))
         and (a.roots <= b.roots or b.roots <= a.roots)
         for a, b in itertools.product(first, second)
     )
@@ -142,12 +143,12 @@ def entering(eqn: Any, part: structure.Part, facts: Facts) -> tuple[tuple[Fact, 
 
 
 def _renumbered(fact: Fact, number: Any) -> Fact:
-    terms = sorted(fact.terms, key=lambda t: (t.number, t.is_product))
+    terms = sorted(fact.terms, key=lambda t: (t.number, t.is_product, t.is_power))
     return replace(
         fact,
         roots=frozenset(number(n) for n in sorted(fact.roots)),
         terms=frozenset(
-            Term(frozenset(number(n) for n in sorted(t.roots)), number(t.number), t.is_product)
+            t._replace(roots=frozenset(number(n) for n in sorted(t.roots)), number=number(t.number))
             for t in terms
         ),
     )
@@ -280,6 +281,8 @@ class _Walk:
                 return frozenset()
             return whole[0].terms
         terms = frozenset[Term]().union(*(f.terms for f in floats))
+        if eqn.primitive.name in _POWERS:
+            terms = frozenset(t._replace(is_power=True) for t in terms)
         if eqn.primitive.name in ("gather", "slice", "dynamic_slice"):
             terms |= {self.of_gram(t) for t in terms if t.is_product and len(t.roots) == 1}
         return terms if len(terms) <= _MOST_TERMS else frozenset()
