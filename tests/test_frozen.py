@@ -158,7 +158,7 @@ def hidden(bad: float, params: Any, batch: Any) -> Any:
 def test_a_loss_that_is_not_finite_skips_its_step(bad: float, policy: str, accumulate: int):
     step = mpjax.make_train_step(
         functools.partial(hidden, bad), optax.sgd(0.1), policy, max_consecutive_skips=2,
-        accumulate=accumulate, accumulate_axes=0,
+        accumulate=accumulate,
     )  # fmt: skip
     params = {"w": jnp.float32(1.0)}
     state = step.init(params)
