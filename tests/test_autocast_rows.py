@@ -93,7 +93,7 @@ def test_rows_are_kept_apart_that_a_kernel_can_hold():
 
     def rows(length):
         planned = Planned(
-            fun, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 1), (1, length)))
+            fun, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 2), (2, length)))
         )
         return [step.rows is not None for step in planned.plan.steps]
 

@@ -9,6 +9,7 @@ reads may be rounded, since `log(1 - sigmoid(z))` is a smooth function of `z`.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -75,8 +76,8 @@ def _reads_a_distance(eqn: Any, known: facts.Facts) -> bool:
         return False
     operands = [facts.of_atom(v, known) for v in eqn.invars]
     constants = [f for f in operands if f.constant]
-    if len(constants) != 1 or facts.is_epsilon(constants[0]):
-        return False
+    if len(constants) != 1 or facts.is_epsilon(constants[0]) or constants[0].most == math.inf:
+        return False  # positions or a mask, added to logits, are no point that they come close to
     return not any(f.step for f in operands)  # a constant and a small step cancel nothing
 
 

@@ -79,6 +79,8 @@ def _no_cudnn(why: str) -> str:
 def why_not(kernel: ModuleType, program: Program, avals: Sequence[Any]) -> str:
     """Returns why a kernel does not run an attention of such operands, empty where it does."""
     found, spec = _operands(program, avals), program.spec
+    if not all(isinstance(n, int) for x in found[:3] for n in x.shape):
+        return "a length is left open"
     _, _, queries, keys = found.sizes
     if spec.has_empty_rows(queries, keys):
         return "its window leaves rows without keys"
