@@ -15,12 +15,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax._autocast import facts, traits
-from mpjax._autocast.contraction import terms
+from mpjax._autocast.contraction import is_of_small_matrices
 from mpjax._autocast.reads import CANCELS, EXACT, NEAR, TESTED
 from mpjax._op_rules import OP_RULES, OpClass, only_moves
 
 FEW = 4
-"""A product of so few terms is geometry, as of rotations; a matrix unit is not made for it."""
+"""A product of matrices of this size is geometry, as of rotations; no matrix unit is for it."""
 _SUMS = frozenset({"cumsum", "cumprod", "scatter-add", "scatter-mul", "reduce_window_sum", "psum"})
 
 
@@ -98,7 +98,7 @@ def why_not_low(eqn: Any, want: int) -> str:
         return STOP_TEST
     if want & CANCELS:
         return CANCELLED
-    if want & NEAR and terms(eqn) <= FEW:
+    if want & NEAR and is_of_small_matrices(eqn, FEW):
         return GEOMETRY
     return ""
 
@@ -106,5 +106,5 @@ def why_not_low(eqn: Any, want: int) -> str:
 _CAST = "; to have it low, cast its operands: x.astype(jnp.bfloat16)"
 STOP_TEST = f"a loop's stop test depends on it: rounded, the loop might not end: float32{_CAST}"
 CANCELLED = f"added to a sum over the same values, which cancels it: float32{_CAST}"
-GEOMETRY = f"a few terms, and their distance to a constant is read: float32{_CAST}"
+GEOMETRY = f"of small matrices, and a distance to a constant is read: float32{_CAST}"
 REASONS = frozenset({STOP_TEST, CANCELLED, GEOMETRY})

@@ -29,6 +29,18 @@ def terms(eqn: Any) -> int:
     return math.prod(sizes) if all(isinstance(n, int) for n in sizes) else MANY
 
 
+def is_of_small_matrices(eqn: Any, most: int) -> bool:
+    """Whether a product is of matrices, or of many, with no axis longer than `most`."""
+    if eqn.primitive.name != "dot_general" or terms(eqn) > most:
+        return False
+    _, batch = eqn.params["dimension_numbers"]
+    shapes = [
+        [n for i, n in enumerate(v.aval.shape) if i not in axes]
+        for v, axes in zip(eqn.invars, batch, strict=True)
+    ]
+    return all(isinstance(n, int) and n <= most for shape in shapes for n in shape)
+
+
 def is_product(eqn: Any) -> bool:
     """Whether an operation adds up products of elements: what a matrix unit is for."""
     rule = OP_RULES.get(eqn.primitive.name)
