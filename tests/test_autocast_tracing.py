@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpjax import _compat
-from mpjax._autocast import autocast
+from mpjax._autocast import autocast, hints
 from mpjax._autocast.product import primitives
 
 X = jnp.linspace(-1.0, 1.0, 128 * 64, dtype=jnp.float32).reshape(128, 64)  # worth a checkpoint
@@ -45,7 +45,8 @@ def test_equal_groups_are_one_program() -> None:
 
 
 def test_equal_groups_keep_their_scopes() -> None:
-    found = [str(eqn.source_info.name_stack) for eqn in groups(layers, X, W)]
+    with hints.without("attended"):  # a softmax between two products would be one operation
+        found = [str(eqn.source_info.name_stack) for eqn in groups(layers, X, W)]
     assert [name.split("/")[-2:] for name in found] == [[f"layer_{i}", "softmax"] for i in range(3)]
 
 

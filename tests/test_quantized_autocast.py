@@ -14,6 +14,7 @@ from flax import nnx
 
 import mpjax
 import mpjax.linen
+from mpjax._autocast import hints
 
 FLOAT8 = "float8_from_mixed_bfloat16"
 INT8 = "int8_from_mixed_bfloat16"
@@ -104,7 +105,8 @@ X = normal(7, 32, WIDTH)
 
 
 def test_weights_products_are_in_8_bits_but_for_the_head_and_attention():
-    found = products(language_model, FLOAT8, PARAMS, IDS)
+    with hints.without("attended"):  # in one kernel, its products are one operation
+        found = products(language_model, FLOAT8, PARAMS, IDS)
     by_reason = {}
     for dtype, reason in found:
         by_reason.setdefault((dtype, reason.split(":")[0]), []).append(reason)

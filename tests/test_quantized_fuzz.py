@@ -94,7 +94,7 @@ def test_random_programs_keep_types_and_exact_parts_and_stay_within_the_formats_
             found["compared"] += verdict(case, recipe).compared
     assert found["refused"] <= 2, found
     if shard == OFTEN and not BY_HAND:  # a run that compares little would prove little
-        assert found["quantised"] >= 3, found
+        assert found["quantised"] >= 2, found  # one contracts one element: elementwise
         assert found["compared"] >= 2, found
 
 
