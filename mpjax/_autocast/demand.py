@@ -22,7 +22,6 @@ from mpjax._autocast import (
     facts,
     fusible,
     scopes,
-    states,
     structure,
     traits,
 )
@@ -197,11 +196,6 @@ def has_default_precision(eqn: Any) -> bool:
 def resizes(eqn: Any) -> bool:
     """Whether an operation picks or repeats elements."""
     return eqn.primitive.name in traits.RESIZES
-
-
-def repeats(eqn: Any) -> bool:
-    """Whether an operation is a broadcast that makes its operand larger."""
-    return eqn.primitive.name == "broadcast_in_dim" and states.copies(eqn) > 1
 
 
 class Inner:

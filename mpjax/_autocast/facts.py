@@ -28,7 +28,6 @@ _EPSILON = 1 / 64
 _POWERS = frozenset({"sqrt", "square", "integer_pow"})
 _CHOICES = frozenset({"max", "min", "clamp", "select_n"})
 _PARTS = frozenset({"slice", "split", "gather", "dynamic_slice"})
-_SUMS = frozenset({"add", "sub", "add_any"})
 
 
 class Term(NamedTuple):
@@ -99,7 +98,7 @@ def is_epsilon(fact: Fact) -> bool:
 
 def cancels(eqn: Any, facts: Facts) -> bool:
     """Whether a sum is of terms that are over the same values, a product among them."""
-    if eqn.primitive.name not in _SUMS or scopes.is_transposed(eqn.source_info.name_stack):
+    if eqn.primitive.name not in traits.ADDS or scopes.is_transposed(eqn.source_info.name_stack):
         return False  # a derivative's sums are of what JAX adds up, and no formula of the author's
     first, second = (of_atom(v, facts).terms for v in eqn.invars)
     return any(
@@ -113,7 +112,7 @@ def cancels(eqn: Any, facts: Facts) -> bool:
 def hands_on_terms(eqn: Any) -> bool:
     """Whether an operation's result may be a sum of what its operands are sums of."""
     name = eqn.primitive.name
-    known = _POWERS | _CHOICES | _SUMS | {"mul", "div", "neg", "convert_element_type"}
+    known = _POWERS | _CHOICES | traits.ADDS | {"mul", "div", "neg", "convert_element_type"}
     return name in known or only_moves(eqn) or name in traits.ACCUMULATES
 
 
