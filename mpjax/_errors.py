@@ -1,7 +1,8 @@
 """Exceptions and warnings of mpjax, and the one layout that their messages share."""
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 
 
 class NonFiniteError(FloatingPointError):
@@ -27,12 +28,16 @@ def message(where: str, got: str, *lines: str) -> str:
     return "\n  ".join((f"{where}: {got}", *lines))
 
 
-def missing(error: ModuleNotFoundError, module: str) -> ModuleNotFoundError:
-    """Returns what is raised where a module of mpjax needs a library that is not installed."""
-    library = (error.name or "").partition(".")[0]
-    got = f"needs {library}, which is not installed."
-    fix = f"Type pip install {library} (or, in a checkout of mpjax, pip install -e '.[{library}]')."
-    return ModuleNotFoundError(message(module, got, fix), name=error.name)
+@contextlib.contextmanager
+def needed_by(module: str) -> Generator[None]:
+    """Says what to install where an import that a module of mpjax needs fails."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        got = f"needs {library}, which is not installed."
+        fix = f"Type pip install {library} (or, in a checkout of mpjax, pip install -e '.[{library}]')."
+        raise ModuleNotFoundError(message(module, got, fix), name=error.name) from None
 
 
 def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:

@@ -4,12 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar, cast
 
-from mpjax._errors import missing
+from mpjax._errors import needed_by
 
-try:
+with needed_by("mpjax.linen"):
     import flax.linen as nn
-except ModuleNotFoundError as error:
-    raise missing(error, "mpjax.linen") from None
 
 import jax
 import jax.numpy as jnp

@@ -5,12 +5,10 @@ import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
-from mpjax._errors import missing
+from mpjax._errors import needed_by
 
-try:
+with needed_by("mpjax.nnx"):
     from flax import nnx
-except ModuleNotFoundError as error:
-    raise missing(error, "mpjax.nnx") from None
 
 import jax
 import jax.numpy as jnp

@@ -7,12 +7,10 @@ pass over parameters and moments, and no host in between.
 
 from typing import Any
 
-from mpjax._errors import missing
+from mpjax._errors import needed_by
 
-try:
+with needed_by("mpjax.optim"):
     import optax
-except ModuleNotFoundError as error:
-    raise missing(error, "mpjax.optim") from None
 
 import jax
 import jax.core

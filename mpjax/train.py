@@ -5,12 +5,10 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpjax._errors import missing
+from mpjax._errors import needed_by
 
-try:
+with needed_by("mpjax.train"):
     import optax
-except ModuleNotFoundError as error:
-    raise missing(error, "mpjax.train") from None
 
 import jax
 import jax.numpy as jnp

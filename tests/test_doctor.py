@@ -329,8 +329,15 @@ def test_promotions_are_among_the_advice(tmp_path: Path):
 # -- by the clock --------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def short_samples(monkeypatch: pytest.MonkeyPatch):
+    """A slow machine does not spend the budget, and a quick one is soon done."""
+    monkeypatch.setattr("mpjax._measure.SAMPLE_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("short_samples")
 def test_run_measures_each_policy_and_says_which_to_take(file, capsys):
-    words = ["doctor", f"{file}:loss_fn", "--run", "--budget", "2", "--policy", "bf16-mixed"]
+    words = ["doctor", f"{file}:loss_fn", "--run", "--budget", "60", "--policy", "bf16-mixed"]
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert "By the clock:\n\nloss_fn: value and gradient, measured on " in printed
@@ -348,8 +355,9 @@ def test_without_run_nothing_is_measured(file, capsys, monkeypatch):
     assert "measured" not in json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.usefixtures("short_samples")
 def test_a_floating_shape_is_filled_with_numbers(file, capsys):
-    words = ["doctor", f"{file}:forward", "f32[8,128]", "--run", "--budget", "1", "--json"]
+    words = ["doctor", f"{file}:forward", "f32[8,128]", "--run", "--budget", "60", "--json"]
     assert main(words) == 0
     assert all(row["samples"] for row in json.loads(capsys.readouterr().out)["measured"]["rows"])
 

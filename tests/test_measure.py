@@ -19,6 +19,12 @@ def normal(*shape: int) -> jax.Array:
     return jnp.asarray(RANDOM.normal(size=shape).astype(np.float32))
 
 
+@pytest.fixture(autouse=True)
+def samples_are_short(monkeypatch: pytest.MonkeyPatch):
+    """A slow machine does not spend the budget, and a quick one is soon done."""
+    monkeypatch.setattr(_measure, "SAMPLE_SECONDS", 0.01)
+
+
 PARAMS = {"w": normal(16, 8), "b": jnp.zeros(8)}
 X = normal(4, 16)
 
@@ -35,7 +41,7 @@ def row(policy: str, *samples: float, memory: int = 100, off: float = 1e-3, **mo
 
 
 def test_each_policy_has_times_memory_and_errors():
-    report = mpjax.measure(loss_fn, budget=5)(PARAMS, X)
+    report = mpjax.measure(loss_fn, budget=60)(PARAMS, X)
     assert [row.policy for row in report.rows] == list(_measure.POLICIES)
     assert report.what == "value and gradient"
     assert report.reference == "float32"
@@ -51,7 +57,7 @@ def test_each_policy_has_times_memory_and_errors():
 
 
 def test_errors_are_those_of_the_gradients_that_autocast_gives():
-    report = mpjax.measure(loss_fn, ["32-true", "bf16-mixed"], budget=1)(PARAMS, X)
+    report = mpjax.measure(loss_fn, ["32-true", "bf16-mixed"], budget=60)(PARAMS, X)
     low = jax.jit(jax.grad(mpjax.autocast(loss_fn, "bf16-mixed")))(PARAMS, X)
     with jax.default_matmul_precision("highest"):
         full = jax.jit(jax.grad(loss_fn))(PARAMS, X)
@@ -62,7 +68,7 @@ def test_errors_are_those_of_the_gradients_that_autocast_gives():
 
 def test_with_64_bits_on_errors_are_against_float64():
     with jax.enable_x64(True):
-        report = mpjax.measure(loss_fn, ["32-true"], budget=1)(PARAMS, X)
+        report = mpjax.measure(loss_fn, ["32-true"], budget=60)(PARAMS, X)
     assert report.reference == "float64"
     assert 0 < report.rows[0].gradient_error < 2**-18
 
@@ -71,7 +77,7 @@ def test_float16_gets_a_scale_with_which_gradients_are_finite():
     def steep(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.sum((x @ w) * 3.0)  # a gradient of 3 times the scale: inf from 2**15 on
 
-    report = mpjax.measure(steep, ["32-true", "16-mixed"], budget=2)(normal(16, 8), normal(4, 16))
+    report = mpjax.measure(steep, ["32-true", "16-mixed"], budget=60)(normal(16, 8), normal(4, 16))
     assert report.rows[1].gradient_error < 2**-8
     assert 1 < report.rows[1].loss_scale < 2**15
 
@@ -86,7 +92,7 @@ def test_float16_gets_a_scale_with_which_gradients_are_finite():
     ],
 )
 def test_losses_are_differentiated_and_other_functions_evaluated(fun: Any, args: Any, what: str):
-    report = mpjax.measure(fun, ["32-true", "bf16-mixed"], budget=1)(*args)
+    report = mpjax.measure(fun, ["32-true", "bf16-mixed"], budget=60)(*args)
     assert report.what == what
     assert (report.rows[0].gradient_error is None) == (what == "value")
     assert all(row.samples for row in report.rows)
@@ -101,7 +107,7 @@ def test_a_policy_that_fails_is_a_row_and_the_others_are_measured(monkeypatch: p
         return real(fun, policy)
 
     monkeypatch.setattr(_measure, "autocast", short)
-    report = mpjax.measure(loss_fn, budget=2)(PARAMS, X)
+    report = mpjax.measure(loss_fn, budget=60)(PARAMS, X)
     assert report.rows[1].failure == "out of memory"
     assert report.rows[1].samples == ()
     assert report.rows[2].samples
@@ -120,7 +126,7 @@ def test_what_the_budget_does_not_reach_is_left_out_and_said():
 
 
 def test_it_prints_as_a_table_and_as_plain_values():
-    report = mpjax.measure(loss_fn, ["32-true", "bf16-mixed"], budget=1)(PARAMS, X)
+    report = mpjax.measure(loss_fn, ["32-true", "bf16-mixed"], budget=60)(PARAMS, X)
     assert "loss_fn: value and gradient, measured on " in str(report)
     assert report.to_dict()["rows"][1]["policy"] == "bf16-mixed"
     assert "<table>" in report._repr_html_()

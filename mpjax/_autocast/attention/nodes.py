@@ -95,7 +95,8 @@ class Graph:
     def number(self, name: Name) -> float | None:
         """Returns the number that all elements of a value are, None where that is not known."""
         if _compat.is_literal(name):
-            return float(name.val) if np.ndim(name.val) == 0 else None
+            is_real = np.ndim(name.val) == 0 and not np.iscomplexobj(name.val)
+            return float(name.val) if is_real else None
         return self._numbers.get(name)
 
     def _number(self, node: Node) -> float | None:
