@@ -36,7 +36,7 @@ def needed_by(module: str) -> Generator[None]:
     except ModuleNotFoundError as error:
         library = (error.name or "").partition(".")[0]
         got = f"needs {library}, which is not installed."
-        fix = f"Type pip install {library}, or in a checkout of mpjax pip install -e '.[{library}]'."
+        fix = f"Type pip install {library}, or in a checkout pip install -e '.[{library}]'."
         raise ModuleNotFoundError(message(module, got, fix), name=error.name) from None
 
 
