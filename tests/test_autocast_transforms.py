@@ -392,3 +392,23 @@ def test_cpu_runs_products_of_any_layout(seed):
 
         got = jax.block_until_ready(jax.jit(jax.grad(autocast(fun, "bf16-mixed"), (0, 1)))(*args))
         assert distance(got, jax.jit(jax.grad(fun, (0, 1)))(*args)) < 8 * 2.0**-8
+
+
+def test_a_rule_that_is_a_function_s_own_derivative_can_be_linearised():
+    """Its groups hold values beside tangents, and are large enough to be computed again."""
+
+    random = np.random.default_rng(0)
+
+    def block(x, w, b):
+        return jnp.tanh(x @ w + b)
+
+    with_rule = jax.custom_jvp(block)
+    with_rule.defjvp(lambda primals, tangents: jax.jvp(block, primals, tangents))
+    args = tuple(random.normal(size=n).astype(np.float32) for n in ((64, 16), (16, 64), (1, 64)))
+
+    def grads(fun):
+        loss = autocast(lambda *args: jnp.sum(fun(*args)), "bf16-mixed")
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*args)
+
+    for got, want in zip(grads(with_rule), grads(block), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2**-5, atol=2**-5)

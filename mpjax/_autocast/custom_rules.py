@@ -7,6 +7,7 @@ run with the types they had.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mpjax import _compat
@@ -22,8 +23,10 @@ Interpreter = Any
 def run(runner: Interpreter, eqn: Any, plan: planning.Plan, arrays: Sequence[Any]) -> list[Any]:
     """Returns the results of a function with custom rules, in float32."""
 
+    settings = replace(plan.settings, in_rule=True)
+
     def wrap(fun: Callable[..., Any]) -> Callable[..., Any]:
-        return keeping_types(runner, fun, plan.settings)
+        return keeping_types(runner, fun, settings)
 
     return list(_compat.bind_custom(eqn, arrays, wrap))
 

@@ -62,11 +62,13 @@ class GroupFunctions:
         if not step.checkpoint:
             return _function(plan, step, eqns, 0)(*arrays)
         around = _common_scopes(eqns)
-        in_loop = plan.settings.in_loop
-        key = (in_loop, self._key(plan, step, eqns, around))
+        # A rule's group may hold tangents beside values. JAX takes all results of a function that
+        # has a rule for unknown where one operand is a tangent, so that a group there has none.
+        alone = plan.settings.in_loop or plan.settings.in_rule
+        key = (alone, self._key(plan, step, eqns, around))
         if key not in self._functions:
             fun = _function(plan, step, eqns, around)
-            apart = None if in_loop else _kept_apart(step, eqns)
+            apart = None if alone else _kept_apart(step, eqns)
             self._functions[key] = recomputed(fun, arrays, apart=apart)
         with inside(eqns[0], around):
             return self._functions[key](*arrays)

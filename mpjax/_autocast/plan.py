@@ -35,6 +35,7 @@ class Settings:
     asked: frozenset[tuple[Any, int]] = frozenset()  # of products' results: flags of `reads`
     float32_precision: Any = None  # JAX's global default, of products that stay float32
     in_loop: bool = False  # in the body of a loop, which keeps forward and backward apart
+    in_rule: bool = False  # in a function with derivative rules, or in one of its rules
 
     @functools.cached_property
     def rules(self) -> dict[str, OpClass]:
