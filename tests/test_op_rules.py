@@ -32,8 +32,8 @@ def every_primitive():
     return json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
 
 
-def unknown():
-    known = OP_RULES.keys() | COMPARISONS | STRUCTURE | AS_TRACED | IN_KERNELS
+def unknown(rules=OP_RULES):
+    known = rules.keys() | COMPARISONS | STRUCTURE | AS_TRACED | IN_KERNELS
     return sorted(name for name in every_primitive() if name not in known)
 
 
@@ -42,9 +42,8 @@ def test_every_primitive_that_can_be_bound_has_a_rule_or_is_unknown_on_purpose()
     assert unknown() == [], "give each a row in _op_rules.py: a rule, or a place without one"
 
 
-def test_the_completeness_test_sees_a_missing_row(monkeypatch):
-    monkeypatch.delitem(_op_rules.OP_RULES, "tanh")
-    assert unknown() == ["tanh"]
+def test_the_completeness_test_sees_a_missing_row():
+    assert unknown({name: OP_RULES[name] for name in OP_RULES if name != "tanh"}) == ["tanh"]
 
 
 def test_no_primitive_stands_in_two_places():
