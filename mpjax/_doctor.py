@@ -126,6 +126,7 @@ def diagnose(
     taken, advice = _advise(rows, accelerator, where)
     advice += find_promotions(fun)(*args).advice()
     explanation = explain(fun, taken)(*args)
+    advice += explanation.warnings()
     what = "value and gradient" if is_loss else "value"
     found = (tuple(rows), taken, explanation, tuple(advice))
     return Diagnosis(name, what, accelerator, target_name, *found, fun, args)

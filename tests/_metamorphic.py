@@ -1,5 +1,6 @@
 """Runs heads cut and uncut under autocast, and says how far they are from float64."""
 
+import dataclasses
 import functools
 import random
 from collections.abc import Callable, Sequence
@@ -13,9 +14,51 @@ import jax.numpy as jnp
 import numpy as np
 from _heads import HEADS, Head
 
+from benchmarks.networks import NETWORKS
 from mpjax._autocast import autocast
 
-BY_NAME = {head.name: head for head in HEADS}
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A loss of parameters and data, as `written` for a dtype: float32 is what autocast gets."""
+
+    name: str
+    written: Callable[[Any], Callable[..., Any]]
+    params: Any
+    data: tuple[Any, ...]
+
+    @functools.cached_property
+    def leaves(self) -> list[Any]:
+        """The arguments, flat, the parameters first."""
+        return jax.tree.leaves((self.params, *self.data))
+
+    @functools.cached_property
+    def moving(self) -> int:
+        """How many of them are parameters."""
+        return len(jax.tree.leaves(self.params))
+
+    def loss(self, dtype: Any = jnp.float32) -> Callable[..., Any]:
+        """Returns the loss as a function of leaves."""
+        tree = jax.tree.structure((self.params, *self.data))
+        fun = self.written(dtype)
+        return lambda *leaves: fun(*jax.tree.unflatten(tree, leaves))
+
+
+def _of_head(head: Head) -> Program:
+    def written(dtype: Any) -> Callable[..., Any]:
+        is_low = jnp.finfo(dtype).bits == 16
+        return head.make(hand_cast(dtype) if is_low else jnp.matmul)
+
+    return Program(head.name, written, head.params, head.data)
+
+
+def _of_network(name: str) -> Program:
+    network = NETWORKS[name]("tiny")
+    with jax.default_prng_impl("threefry2x32"):
+        params, batch = jax.tree.map(np.asarray, network.values())
+    return Program(name, network.written, params, (batch,))
+
+
 POLICIES = {"bf16": "bf16-mixed", "f16": "16-mixed"}
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 # A loss is a mean of rounded terms: one rounding of it, and two of a gradient, are luck.
@@ -49,30 +92,22 @@ def _flat(arrays: Sequence[Any]) -> np.ndarray:
     return np.concatenate([np.ravel(np.asarray(a, np.float64)) for a in arrays])
 
 
+_HEADS = {head.name: head for head in HEADS}
+
+
 @functools.cache
-def _leaves(head: Head) -> tuple[list[Any], Any, int]:
-    leaves, tree = jax.tree.flatten((head.params, *head.data))
-    return leaves, tree, len(jax.tree.leaves(head.params))
-
-
-def leaves(name: str) -> list[Any]:
-    """Returns the arguments of a head, flat."""
-    return _leaves(BY_NAME[name])[0]
-
-
-def loss_of(head: Head, dot: Callable[[Any, Any], Any] = jnp.matmul) -> Callable[..., Any]:
-    """Returns the loss of a head as a function of leaves."""
-    _, tree, _ = _leaves(head)
-    return lambda *leaves: head.make(dot)(*jax.tree.unflatten(tree, leaves))
+def program(name: str) -> Program:
+    """Returns a head or a network by its name."""
+    return _of_head(_HEADS[name]) if name in _HEADS else _of_network(name)
 
 
 @functools.cache
 def _exact(name: str) -> tuple[float, np.ndarray]:
-    head = BY_NAME[name]
-    leaves, _, params = _leaves(head)
+    of = program(name)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        wide = [a.astype(np.float64) if a.dtype == np.float32 else a for a in leaves]
-        value, *grads = jax.jit(value_and_grad(loss_of(head), params, 1.0))(*wide)
+        wide = [a.astype(np.float64) if a.dtype == np.float32 else a for a in of.leaves]
+        fun = value_and_grad(of.loss(jnp.float64), of.moving, 1.0)
+        value, *grads = jax.jit(fun)(*wide)
     return float(value), _flat(grads)
 
 
@@ -89,18 +124,16 @@ def _run(fun: Callable[..., Any], leaves: Sequence[Any]) -> list[Any]:
 
 @functools.cache
 def variants(name: str, dtype: str) -> dict[str, Errors]:
-    """Returns the errors of a head uncut, cast by hand, and under PyTorch's rule."""
-    head = BY_NAME[name]
-    leaves, _, params = _leaves(head)
-    plain, policy = loss_of(head), POLICIES[dtype]
+    """Returns the errors of a program uncut, cast by hand, and under PyTorch's rule."""
+    of, policy = program(name), POLICIES[dtype]
 
-    def of(loss: Callable[..., Any]) -> Errors:
-        return errors(name, _run(value_and_grad(loss, params, SCALE[dtype]), leaves))
+    def errors_of(loss: Callable[..., Any]) -> Errors:
+        return errors(name, _run(value_and_grad(loss, of.moving, SCALE[dtype]), of.leaves))
 
     return {
-        "uncut": of(autocast(plain, policy)),
-        "by hand": of(loss_of(head, hand_cast(DTYPES[dtype]))),
-        "widest": of(autocast(plain, policy, rules="widest")),
+        "uncut": errors_of(autocast(of.loss(), policy)),
+        "by hand": errors_of(of.loss(DTYPES[dtype])),
+        "widest": errors_of(autocast(of.loss(), policy, rules="widest")),
     }
 
 
@@ -113,21 +146,30 @@ def bound(name: str, dtype: str, among: Sequence[str]) -> Errors:
 
 @functools.cache
 def traced(name: str, dtype: str, inside: bool) -> Any:
-    head = BY_NAME[name]
-    leaves, _, params = _leaves(head)
-    fun = loss_of(head)
+    """Returns the loss as a program, or the loss and its gradients."""
+    of = program(name)
+    fun = of.loss()
     if inside:
-        fun = value_and_grad(fun, params, SCALE[dtype])
-    return jax.make_jaxpr(fun)(*leaves)
+        fun = value_and_grad(fun, of.moving, SCALE[dtype])
+    return jax.make_jaxpr(fun)(*of.leaves)
 
 
 def cut_errors(name: str, dtype: str, kind: str, inside: bool, rng: random.Random) -> Errors:
-    """Returns the errors of a head that is cut at random, its gradient taken inside or outside."""
-    arguments, _, params = _leaves(BY_NAME[name])
+    """Returns the errors of a program cut at random, its gradient taken inside or outside."""
+    of = program(name)
     cut = _cuts.random_cut(traced(name, dtype, inside), kind, rng)
     # Groups as small as these are computed again in the backward pass, or kept.
     with mock.patch("mpjax._autocast.groups._SMALL", rng.choice((0, 1024))):
         fun = autocast(cut if inside else lambda *xs: cut(*xs)[0], POLICIES[dtype])
         if not inside:
-            fun = value_and_grad(fun, params, SCALE[dtype])
-        return errors(name, _run(fun, arguments))
+            fun = value_and_grad(fun, of.moving, SCALE[dtype])
+        return errors(name, _run(fun, of.leaves))
+
+
+def random_cut(names: Sequence[str], rng: random.Random) -> tuple[tuple[Any, ...], Errors, Errors]:
+    """Returns one cut of one program, chosen at random, with its errors and their limits."""
+    name, dtype = rng.choice(names), rng.choice(list(POLICIES))
+    kind = rng.choice(KINDS)
+    inside = kind in ONLY_INSIDE or rng.random() < 0.4
+    limit = bound(name, dtype, ("uncut", "by hand", "widest"))
+    return (name, dtype, kind, inside), cut_errors(name, dtype, kind, inside, rng), limit

@@ -16,6 +16,7 @@ import pytest
 from _heads import HEADS
 
 import mpjax
+from benchmarks.networks import NETWORKS
 from mpjax import _compat
 from mpjax._autocast import api, plan, structure
 from mpjax._autocast.states import Kind
@@ -29,7 +30,9 @@ ALL_SHARDS = [
     pytest.param(shard, marks=[pytest.mark.slow] if shard and not BY_HAND else [])
     for shard in range(SHARDS)
 ]
+NETWORK_CUTS = int(os.environ.get("MPJAX_NETWORK_CUTS", "2"))
 POLICIES = metamorphic.POLICIES
+HEAD_NAMES = [head.name for head in HEADS]
 
 pytestmark = [
     pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs"),
@@ -42,21 +45,26 @@ pytestmark = [
 
 @pytest.mark.parametrize("shard", ALL_SHARDS)
 def test_law_of_cutting_random_cuts_stay_within_twice_the_errors_of_the_uncut(shard: int) -> None:
+    _check_random_cuts(HEAD_NAMES, f"{SEED}, shard {shard}", CUTS // SHARDS)
+
+
+def _check_random_cuts(names: list[str], seed: str, count: int) -> None:
     failures = []
-    for i in range(CUTS // SHARDS):
-        rng = random.Random(f"{SEED}, shard {shard}, cut {i}")
-        head, dtype = rng.choice(HEADS).name, rng.choice(list(POLICIES))
-        kind = rng.choice(metamorphic.KINDS)
-        inside = kind in metamorphic.ONLY_INSIDE or rng.random() < 0.4
-        limit = metamorphic.bound(head, dtype, ("uncut", "by hand", "widest"))
-        errors = metamorphic.cut_errors(head, dtype, kind, inside, rng)
+    for i in range(count):
+        what, errors, limit = metamorphic.random_cut(names, random.Random(f"{seed}, cut {i}"))
         if not (errors[0] <= limit[0] and errors[1] <= limit[1]):
-            failures.append((i, head, dtype, kind, inside, errors, limit))
+            failures.append((i, *what, errors, limit))
     assert not failures, "\n".join(map(str, failures))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("network", NETWORKS)
+def test_law_of_cutting_networks_stay_within_twice_the_errors_of_the_uncut(network: str) -> None:
+    _check_random_cuts([network], f"{SEED}, {network}", NETWORK_CUTS)
+
+
 @pytest.mark.parametrize("dtype", POLICIES)
-@pytest.mark.parametrize("head", [h.name for h in HEADS])
+@pytest.mark.parametrize("head", HEAD_NAMES)
 def test_uncut_every_head_is_as_exact_as_a_hand_cast(head: str, dtype: str) -> None:
     limit = metamorphic.bound(head, dtype, ("by hand", "widest"))
     loss, grads = metamorphic.variants(head, dtype)["uncut"]
@@ -98,24 +106,39 @@ def _low(planned):
     return found
 
 
-@pytest.mark.parametrize("kind", ["jit", "checkpoint", "checkpoint_name", "barrier"])
+PLAN_KINDS = ["jit", "checkpoint", "checkpoint_name", "barrier"]
+
+
+@pytest.mark.parametrize("kind", PLAN_KINDS)
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
-@pytest.mark.parametrize("head", [h.name for h in HEADS])
+@pytest.mark.parametrize("head", HEAD_NAMES)
 def test_law_of_cutting_a_cut_changes_no_decision(head: str, inside: bool, kind: str) -> None:
-    """Nothing is computed: the plans are compared, value by value."""
-    closed, args = metamorphic.traced(head, "bf16", inside), metamorphic.leaves(head)
+    _check_decisions(head, inside, kind, cuts=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PLAN_KINDS)
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_law_of_cutting_a_cut_changes_no_decision_of_a_network(
+    network: str, inside: bool, kind: str
+) -> None:
+    _check_decisions(network, inside, kind, cuts=1)
+
+
+def _check_decisions(name: str, inside: bool, kind: str, cuts: int) -> None:
+    """Compares plans, value by value: nothing is computed."""
+    closed, args = metamorphic.traced(name, "bf16", inside), metamorphic.program(name).leaves
     with mock.patch("mpjax._autocast.fusible._MAX_FUNCTION", 0):  # look into all pieces
         _kept, whole = _planned(jax.extend.core.jaxpr_as_fun(closed), args)
         uncut = _low(whole)
-        for i in range(3):
-            rng = random.Random(f"{head} {kind} {i}")
+        for i in range(cuts):
+            rng = random.Random(f"{name} {kind} {i}")
             _kept, plan_of_cut = _planned(_cuts.random_cut(closed, kind, rng), args)
             cut = _low(plan_of_cut)
             if kind != "barrier":
                 assert cut == uncut, i
             # What a barrier holds together is rounded no more than without it.
-            assert [name for name, _ in cut] == [name for name, _ in uncut]
-            for (name, now), (_, before) in zip(cut, uncut, strict=True):
-                assert not any(a and not b for (_, a), (_, b) in zip(now, before, strict=True)), (
-                    name
-                )
+            assert [row for row, _ in cut] == [row for row, _ in uncut]
+            for (row, now), (_, before) in zip(cut, uncut, strict=True):
+                assert not any(a and not b for (_, a), (_, b) in zip(now, before, strict=True)), row

@@ -326,6 +326,25 @@ def test_promotions_are_among_the_advice(tmp_path: Path):
     assert any(line.startswith("widening.py:6: multiply makes f32 of bf16") for line in advice)
 
 
+def test_a_rounding_in_the_file_that_no_policy_mends_is_advised_against(tmp_path):
+    text = """
+    import jax
+    import jax.numpy as jnp
+
+    def loss_fn(w, x):
+        p = jax.nn.sigmoid(x @ w).astype(jnp.bfloat16)
+        return -jnp.mean(jnp.log1p(-p.astype(jnp.float32)))
+
+    w, x = jnp.ones((8, 8)), jnp.ones((8, 8))
+    """
+    path = tmp_path / "rounding.py"
+    path.write_text(textwrap.dedent(text))
+    advice = diagnose(f"{path}:loss_fn", (), accelerator=find_accelerator("h100")).advice
+    assert any(
+        line.startswith("rounding.py:6: the function itself asks for bf16") for line in advice
+    )
+
+
 # -- by the clock --------------------------------------------------------------------------------
 
 

@@ -363,3 +363,32 @@ def test_what_a_loop_keeps_is_named_with_its_dtype():
         ("scan carry 0 [2,4]", "f32", provenance.STATE),
         ("scan carry 1 [2,4]", "bf16", provenance.STREAM),
     ]
+
+
+def test_a_rounding_that_the_author_wrote_and_a_reader_cannot_bear_is_said():
+    def loss(w, x):
+        p = jax.nn.sigmoid(x @ w).astype(jnp.bfloat16)
+        return -jnp.mean(jnp.log1p(-p.astype(jnp.float32)))
+
+    table = explain(loss, "bf16-mixed")(ARRAY, ARRAY)
+    (warning,) = table.warnings()
+    assert warning.startswith("test_explain.py:"), warning
+    assert "its distance to a constant is read by log1p, test_explain.py:" in warning
+    assert "wrong under any policy" in warning
+    assert warning in str(table)
+
+
+def test_a_function_that_is_low_throughout_is_told_once_where_it_rounds():
+    def loss(w, x):
+        return -jnp.mean(jnp.log1p(-jax.nn.sigmoid(x @ w)))
+
+    low = jax.ShapeDtypeStruct((4, 4), jnp.bfloat16)
+    assert len(explain(loss, "32-true")(low, low).warnings()) == 1
+    assert explain(loss, "bf16-mixed")(ARRAY, ARRAY).warnings() == []
+
+
+def test_a_rounding_that_the_author_wrote_and_a_reader_can_bear_is_not_warned_of():
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w).astype(jnp.bfloat16).astype(jnp.float32) ** 2)
+
+    assert explain(loss, "bf16-mixed")(ARRAY, ARRAY).warnings() == []

@@ -1,6 +1,7 @@
 """`diagnose` names what was not finite first, where it went, and what to type; or why it cannot."""
 
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,44 @@ def make(policy: Any = "16-mixed", **options: Any) -> Any:
 
 
 # -- causes ------------------------------------------------------------------------------------
+
+
+def saturated(params: Any, x: Any) -> Any:
+    with jax.named_scope("gate"):
+        p = jax.nn.sigmoid(x @ params)
+    with jax.named_scope("head"):
+        return -jnp.mean(jnp.log1p(-p))
+
+
+def test_a_probability_that_was_rounded_to_1_is_no_matter_of_range():
+    args = jnp.full((64, 4), 0.2), jnp.ones((8, 64))  # logits of 12.8: 1 in float16
+    cause = diagnose(saturated, "16-true")(*args).cause
+    assert cause.kind == "precision"
+    assert "an operand was rounded, as a probability to 1" in cause.text
+    assert cause.fix == (
+        "Use '16-mixed', whose parameters are float32, or use 'bf16-mixed', whose parameters are "
+        "float32."
+    )
+    assert diagnose(saturated, "16-mixed")(*args).finite
+
+
+def test_a_policy_that_would_be_silently_wrong_is_not_advised():
+    with mock.patch("mpjax.numerics._advice._LOSS_OFF", -1.0):  # no loss is near enough
+        args = jnp.full((64, 4), 0.2), jnp.ones((8, 64))
+        fix = diagnose(saturated, "16-true")(*args).cause.fix
+    assert fix.startswith("Use 'float32'. Do not use '16-mixed'")
+    assert "Do not use 'bf16-mixed', whose parameters are float32: its loss is 12.8" in fix
+
+
+def test_a_rounding_that_the_function_asks_for_is_named_instead_of_blaming_the_operand():
+    def rounded(params: Any, x: Any) -> Any:
+        p = jax.nn.sigmoid(x @ params).astype(jnp.bfloat16)
+        return -jnp.mean(jnp.log1p(-p.astype(jnp.float32)))
+
+    cause = diagnose(rounded, "bf16-mixed")(jnp.full((64, 4), 0.2), jnp.ones((8, 64))).cause
+    assert cause.kind == "everywhere"
+    assert "itself rounds what that reads, to bf16 by convert_element_type" in cause.text
+    assert cause.fix.startswith("Leave that cast out")
 
 
 def test_a_loss_scale_that_is_too_high_is_named_with_the_one_that_fits():

@@ -22,7 +22,6 @@ Interpreter = Any
 
 def run(runner: Interpreter, eqn: Any, plan: planning.Plan, arrays: Sequence[Any]) -> list[Any]:
     """Returns the results of a function with custom rules, in float32."""
-
     settings = replace(plan.settings, in_rule=True)
 
     def wrap(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,12 +6,13 @@ decided. Within these, the operations that are in one dtype for one reason are o
 
 from __future__ import annotations
 
+import pathlib
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mpjax._autocast.provenance import FUSED
+from mpjax._autocast.provenance import FUSED, ROUNDED
 from mpjax._op_rules import PRODUCTS
 from mpjax._shown import Shown, html_table, size
 
@@ -35,6 +36,11 @@ class Row:
     cause_module: str = ""
 
 
+def _line_of(where: str) -> str:
+    """The file and line of a place, without folders and the function's name."""
+    return pathlib.PurePath(where.split(" ")[0]).name
+
+
 @dataclass(frozen=True)
 class Casts:
     """The casts of one kind in the program that autocast gives; a loop's body counts once."""
@@ -56,6 +62,20 @@ class Explanation(Shown):
     policy: str
     rows: tuple[Row, ...]
     casts: tuple[Casts, ...]
+
+    def warnings(self) -> list[str]:
+        """Returns the function's own roundings that may make a result wrong under any policy.
+
+        Example: `p.astype(jnp.bfloat16)`, and then `jnp.log1p(-p)`, which is -inf where `p` rounds
+        to 1.
+        """
+        return [
+            f"{_line_of(row.where)}: the function itself asks for {row.dtype}, though "
+            f"{row.reason.removeprefix(ROUNDED)}. It may be silently wrong under any policy: leave "
+            "that dtype out, or cast behind the operation."
+            for row in self.rows
+            if row.reason.startswith(ROUNDED)
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all rows and casts as dicts and lists, for JSON."""
@@ -83,6 +103,7 @@ class Explanation(Shown):
             f"products: {_shares(products)}",
             f"other operations: {_shares(others)}" + f", {between} fused" * bool(between),
             f"casts: {', '.join(casts) or 'none'}",
+            *self.warnings(),
         ]
 
     def __str__(self) -> str:

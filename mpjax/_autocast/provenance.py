@@ -63,6 +63,7 @@ CHANGED = "a state: an input added to or joined with, or a value changed in smal
 RUINED = "read by {}, which rounding would ruin"
 NEAR = "its distance to a constant is read by {}"
 TESTED = "a loop's stop test depends on it"
+ROUNDED = "rounded as written, though "
 BEHIND = "no product comes later: rounding it would gain nothing"
 FUSED = "fused: float32 between low values, not stored"
 
@@ -151,7 +152,7 @@ class _Walk:
         eqn = decision.eqn
         inherited = next((c for c in operands if c is not None), None)
         if not any(map(states.is_float32, eqn.outvars)):
-            self.foreign(eqn, module)
+            self.foreign(plan, eqn, module, asking)
             return [None] * len(eqn.outvars)
         wide = [plan.states[v].kind == Kind.WIDE for v in eqn.outvars]
         if not _computes(eqn):
@@ -168,14 +169,42 @@ class _Walk:
         origin = cause or Cause(name, module, ACCUMULATED if is_product else reason)
         return [origin if w else None for w in wide]
 
-    def foreign(self, eqn: Any, module: str) -> None:
+    def foreign(self, plan: Plan, eqn: Any, module: str, asking: dict[Any, readers.Reader]) -> None:
         """Adds an operation on other floating dtypes than float32: the author's own choice."""
         dtypes = {v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype")}
-        found = [short_name(d) for d in dtypes if jnp.issubdtype(d, jnp.floating)]
-        if found and _computes(eqn):
-            where = scopes.location(eqn)
+        found = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
+        if not found:
+            return
+        where, dtype = scopes.location(eqn), short_name(found[0])
+        if wants := _rounds(plan, eqn):
+            reader = asking.get(eqn.outvars[0], "another operation")
+            asked = NEAR if wants & reads.NEAR else RUINED
+            why = ROUNDED + (TESTED if wants & reads.TESTED else asked.format(reader))
+            self.found.append(Finding(module, _name(eqn), dtype, why, None, where))
+        elif _computes(eqn):
             why = AS_WRITTEN if scopes.AS_WRITTEN in scopes.of(eqn) else WRITTEN_SO
-            self.found.append(Finding(module, _name(eqn), found[0], why, None, where))
+            self.found.append(Finding(module, _name(eqn), dtype, why, None, where))
+
+
+def _is_narrow(atom: Any) -> bool:
+    dtype: Any = getattr(atom.aval, "dtype", FLOAT32)
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
+
+
+def _rounds(plan: Plan, eqn: Any) -> int:
+    """The flags of a value that its author rounds, though a reader needs it unrounded; 0 if none.
+
+    Only of the first such value: what is made of it has lost nothing more.
+    """
+
+    def wanted(atom: Any) -> int:
+        if _compat.is_literal(atom) or not _is_narrow(atom):
+            return 0
+        return plan.reads.get(atom, 0) & reads.UNROUNDED
+
+    if _is_ours(eqn) or scopes.AS_WRITTEN in scopes.of(eqn) or any(map(wanted, eqn.invars)):
+        return 0
+    return wanted(eqn.outvars[0])
 
 
 def _asked_for(plan: Plan, eqn: Any, asking: dict[Any, readers.Reader]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax._policy import get_policy
+from mpjax.numerics._advice import Compared, other_policies
 from mpjax.numerics._follow import Followed
 from mpjax.numerics._overflow import AMAX, BORN_INF, INF, NAN, ORIGIN
 from mpjax.numerics._plan import BACKWARD, Plan
@@ -18,6 +19,8 @@ from mpjax.numerics._report import Cause, Row, count
 from mpjax.numerics._subject import Subject
 
 FLOAT32 = get_policy("float32")
+_POLES = frozenset({"log", "log1p", "atanh", "acosh", "erf_inv"})
+"""Operations whose results pass no range but where an operand was rounded to their pole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +30,9 @@ class Again:
     read: Callable[[float], Read]
     finite_in_float32: Callable[[], bool]
     written: Callable[[Row], bool]  # whether an operation is low in the float32 program too
+    rounded_before: Callable[[Row], str]  # where the function itself rounds what it reads, or ""
+    operand: Callable[[int], int | None]  # the row of the value of 16 bits that an operation reads
+    compared: Callable[[Any], Compared]  # another policy beside float32
 
 
 def decide(
@@ -55,14 +61,24 @@ def decide(
         fitting = _fitting_scale(plan, again, scale)
         if fitting is not None:
             return _scale_too_high(first, dtype, scale, fitting)
-    if is_narrow(dtype) and passes_range(plan, read, number):
-        fix = _leave_out(first) if again.written(first) else _rule(first, subject)
+    by_range = passes_range(plan, read, number) and first.operation not in _POLES
+    if is_narrow(dtype) and by_range:
+        fix = (
+            _leave_out(first)
+            if again.written(first)
+            else other_policies([first], subject, again.compared)
+        )
         return _beyond(first, dtype, _magnitude(plan, read, number), subject, fix)
     if again.finite_in_float32():
-        return _rounding(first, subject)
-    text = f"{_place(first)} makes {_what(first)} of finite operands, and so it does in float32: "
+        operand = again.operand(number)
+        return _rounding(first, None if operand is None else rows[operand], subject, again)
+    text = f"{_place(first)} makes {_what(first)} of finite operands, and so it does in float32"
+    if rounded := again.rounded_before(first):
+        text += f": the function itself rounds what that reads, {rounded}."
+        fix = "Leave that cast out: in 16 bits a probability near 1 is 1, and a small number 0."
+        return Cause("everywhere", text, fix)
     fix = "Guard the operand (a division by 0, log or sqrt of 0, 0 * inf): no precision helps."
-    return Cause("everywhere", text + "not a matter of precision.", fix)
+    return Cause("everywhere", text + ": not a matter of precision.", fix)
 
 
 def passes_range(plan: Plan, read: Read, number: int) -> bool:
@@ -187,21 +203,11 @@ def _leave_out(row: Row) -> str:
     )
 
 
-def _rounding(row: Row, subject: Subject) -> Cause:
+def _rounding(row: Row, operand: Row | None, subject: Subject, again: Again) -> Cause:
     text = f"{_place(row)} makes {_what(row)} of finite operands; in float32 it does not: "
-    text += "an operand was rounded, as a small number to 0."
-    return Cause("precision", text, _rule(row, subject))
-
-
-def _rule(row: Row, subject: Subject) -> str:
-    policy = getattr(subject.policy, "default", subject.policy)
-    if not row.module:
-        return (
-            f"Name the place, `with jax.named_scope('here'):` around {row.where}, and type "
-            f"mpjax.PolicyMap({str(policy)!r}, {{'here': 'float32'}}); or use 'bf16-mixed'."
-        )
-    rules = {row.module: "float32"} | {p: str(q) for p, q in getattr(subject.policy, "rules", ())}
-    return f"Type mpjax.PolicyMap({str(policy)!r}, {rules!r}), or use 'bf16-mixed'."
+    text += "an operand was rounded, as a probability to 1 or a small number to 0."
+    made_by = [operand] if operand and operand.phase == row.phase else []
+    return Cause("precision", text, other_policies([*made_by, row], subject, again.compared))
 
 
 def _place(row: Row) -> str:

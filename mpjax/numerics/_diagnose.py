@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,14 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._dtypes import short_name
-from mpjax._errors import message
+from mpjax._errors import PolicyWarning, message
+from mpjax._op_rules import PRODUCTS
+from mpjax._policy import get_policy
 from mpjax._tree import is_array, leaves_finite
 from mpjax._typing import PolicySpec
 from mpjax.numerics import _cause, _subject
+from mpjax.numerics._advice import Compared
 from mpjax.numerics._clock import Clock, Progress
 from mpjax.numerics._follow import Followed, follow, when
 from mpjax.numerics._overflow import AMAX, INF, NAN, Overflow
-from mpjax.numerics._plan import Plan
+from mpjax.numerics._plan import Plan, Site
 from mpjax.numerics._program import Program, Read, argument_names, check_alive
 from mpjax.numerics._report import Report, Row
 from mpjax.numerics._subject import Subject
@@ -138,20 +143,11 @@ def examine(
     program = _program(subject, subject.policy, names, args, clock)
     used = float(loss_scale)
 
-    def read(factor: float) -> Read:
-        return program.read(Overflow(), [jnp.float32(factor), *args])
-
-    def finite_in_float32() -> bool:
-        return _finite_in_float32(_in_float32(subject, names, args, clock), args)
-
-    def written(row: Row) -> bool:
-        return _is_written(_in_float32(subject, names, args, clock), row)
-
-    found = read(used)
+    found = program.read(Overflow(), [jnp.float32(used), *args])
     bad_outputs = [not ok for ok in found.finite]
     followed = follow(program.plan, found.values, found.index, bad_outputs)
     rows = _rows(program.plan, found, followed)
-    again = _cause.Again(read, finite_in_float32, written)
+    again = _again(subject, program, names, args, used, clock)
     cause = _cause.decide(subject, program.plan, found, followed, rows, used, again)
     ordered = sorted(rows, key=lambda r: when(program.plan.sites[r], r, found.index[r]))
     bad = [p for p, ok in zip(program.gradient_paths, found.finite[1:], strict=True) if not ok]
@@ -167,6 +163,37 @@ def examine(
         leaves=tuple(rows[r] for r in followed.leaves),
         cause=cause,
         seconds=dict(clock.seconds),
+    )
+
+
+def _again(
+    subject: Subject,
+    program: Program,
+    names: Sequence[str],
+    args: Sequence[Any],
+    used: float,
+    clock: Clock,
+) -> _cause.Again:
+    """Returns what can be asked of the subject once more."""
+
+    @functools.cache
+    def in_float32() -> Program:
+        given = [jnp.float32(1), *args]
+        return Program(subject.make(_cause.FLOAT32), given, names, subject.where, clock)
+
+    def compared(policy: Any) -> Compared:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PolicyWarning)  # of a policy that is only tried
+            other = _program(subject, get_policy(policy), names, args, clock)
+        return _compared(other, in_float32(), args, used if subject.scaled else 1.0)
+
+    return _cause.Again(
+        read=lambda factor: program.read(Overflow(), [jnp.float32(factor), *args]),
+        finite_in_float32=lambda: _finite_in_float32(in_float32(), args),
+        written=lambda row: _is_written(in_float32(), row),
+        rounded_before=lambda row: _rounded_before(in_float32().plan, row),
+        operand=lambda number: _narrow_operand(program.plan, number),
+        compared=compared,
     )
 
 
@@ -201,11 +228,48 @@ def _is_written(program: Program, row: Row) -> bool:
     return (row.operation, row.where, row.phase, row.dtype) in found
 
 
-def _in_float32(
-    subject: Subject, names: Sequence[str], args: Sequence[Any], clock: Clock
-) -> Program:
-    given = [jnp.float32(1), *args]
-    return Program(subject.make(_cause.FLOAT32), given, names, subject.where, clock)
+def _rounded_before(plan: Plan, row: Row) -> str:
+    """Returns where a program rounds what an operation reads, behind the last product; "" if not.
+
+    The float32 program is walked for that: what is of 16 bits there, the function asks for.
+    """
+    places = [n for n, r in plan.row_of.items() if _is_row(plan.sites[r], row)]
+    seen = set(places)
+    while places:
+        for node in plan.reads[places.pop()]:
+            site = plan.sites[plan.row_of[node]] if node in plan.row_of else None
+            if site is not None and _cause.is_narrow(site.dtype):
+                return f"to {short_name(site.dtype)} by {site.operation}, {site.where}"
+            if node not in seen and (site is None or site.operation not in PRODUCTS):
+                seen.add(node)
+                places.append(node)
+    return ""
+
+
+def _narrow_operand(plan: Plan, number: int) -> int | None:
+    """Returns the row of the value of 16 bits that an operation reads, None where there is none."""
+    (node,) = (n for n, r in plan.row_of.items() if r == number)
+    rows = [plan.row_of[n] for n in plan.reads[node] if n in plan.row_of]
+    narrow = [r for r in rows if _cause.is_narrow(plan.sites[r].dtype)]
+    return next((r for r in narrow if plan.sites[r].phase not in ("argument", "constant")), None)
+
+
+def _is_row(site: Site, row: Row) -> bool:
+    return (site.operation, site.where, site.phase) == (row.operation, row.where, row.phase)
+
+
+def _compared(other: Program, exact: Program, args: Sequence[Any], scale: float) -> Compared:
+    """Returns the loss and the gradients of a program beside those of one in float32."""
+    (loss, *grads), (wanted, *exact_grads) = (
+        [np.asarray(x).astype(np.complex128) for x in program.outputs([jnp.float32(factor), *args])]
+        for program, factor in ((other, scale), (exact, 1.0))
+    )
+    pairs = zip(grads, exact_grads, strict=True)
+    with np.errstate(all="ignore"):  # inf - inf is NaN, which agrees with nothing
+        off = sum(float(np.sum(np.abs(a - b) ** 2)) for a, b in pairs)
+        whole = sum(float(np.sum(np.abs(b) ** 2)) for b in exact_grads)
+    error = float(np.sqrt(off / whole)) if whole else float(off > 0)
+    return Compared(float(loss.real), float(wanted.real), error)
 
 
 def _rows(plan: Plan, read: Read, followed: Followed) -> dict[int, Row]:

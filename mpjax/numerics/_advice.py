@@ -1,0 +1,78 @@
+"""Advice on which policy to use instead, each tried on the loss at hand before it is given."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from mpjax._policy_map import PolicyMap
+from mpjax.numerics._report import Row
+from mpjax.numerics._subject import Subject
+
+_LOSS_OFF, _GRADIENT_OFF = 0.02, 0.5  # relative; a model that is cast by hand is off by .001, .2
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """Loss and gradients under a policy beside those in float32."""
+
+    loss: float
+    exact: float
+    gradient_error: float  # relative, of all gradients together
+
+    @property
+    def agrees(self) -> bool:
+        """Whether they differ by no more than roundings to 16 bits explain."""
+        near = abs(self.loss - self.exact) <= _LOSS_OFF * max(abs(self.exact), 1e-3)
+        return near and self.gradient_error <= _GRADIENT_OFF
+
+
+def other_policies(
+    rows: Sequence[Row], subject: Subject, compared: Callable[[Any], Compared]
+) -> str:
+    """Returns what to type so that some operations are right.
+
+    Args:
+      rows: the operations.
+      subject: the loss, and its policy, under which they are not.
+      compared: runs the loss under another policy.
+    """
+    policy = getattr(subject.policy, "default", subject.policy)
+    is_bfloat16 = jnp.dtype(policy.compute_dtype) == jnp.bfloat16
+    mixed = ["bf16-mixed"] if is_bfloat16 else ["16-mixed", "bf16-mixed"]
+    if jnp.dtype(policy.param_dtype).itemsize > 2:
+        place, rules = _rules(rows, subject)
+        by_rule = f"type mpjax.PolicyMap({str(policy)!r}, {rules!r})"
+        # A place without a name cannot be tried: the rule is for one that the user will give.
+        can_try = not place
+        tried = {place + by_rule: compared(PolicyMap(policy, rules)) if can_try else None}
+        tried |= {} if is_bfloat16 else {"use 'bf16-mixed'": compared("bf16-mixed")}
+    else:  # a rule would find no float32 to keep
+        tried = {f"use {name!r}, whose parameters are float32": compared(name) for name in mixed}
+    good = [way for way, seen in tried.items() if seen is None or seen.agrees]
+    bad = [f"Do not {way}: {_off(s)}." for way, s in tried.items() if s and not s.agrees]
+    return " ".join([_sentence(", or ".join(good) or "use 'float32'"), *bad])
+
+
+def _rules(rows: Sequence[Row], subject: Subject) -> tuple[str, dict[str, str]]:
+    """Returns how to name places that have no name, if any, and the rules for all of them."""
+    rules = {row.module: "float32" for row in rows if row.module}
+    rules |= {p: str(q) for p, q in getattr(subject.policy, "rules", ())}
+    if not (unnamed := dict.fromkeys(row.where for row in rows if not row.module)):
+        return "", rules
+    place = f"name the place, `with jax.named_scope('here'):` around {' to '.join(unnamed)}, and "
+    return place, {"here": "float32"} | rules
+
+
+def _off(seen: Compared) -> str:
+    return (
+        f"its loss is {seen.loss:.6g}, where float32 gives {seen.exact:.6g}, and its gradient is "
+        f"off by {seen.gradient_error:.2g} of its norm"
+    )
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
