@@ -208,7 +208,7 @@ class _Planner(Rounding):
             return self.state(eqn.invars[0])
         if jnp.issubdtype(source, jnp.floating):
             return states.NEUTRAL
-        if _compat.is_literal(eqn.invars[0]):
+        if _compat.is_literal(eqn.invars[0]) and not jnp.issubdtype(source, jnp.complexfloating):
             return states.constant(float(eqn.invars[0].val))
         if source == np.bool_:
             return states.constant(0.0, 1.0)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
@@ -95,8 +96,9 @@ class Graph:
     def number(self, name: Name) -> float | None:
         """Returns the number that all elements of a value are, None where that is not known."""
         if _compat.is_literal(name):
-            is_real = np.ndim(name.val) == 0 and not np.iscomplexobj(name.val)
-            return float(name.val) if is_real else None
+            dtype = name.aval.dtype  # of a tangent of integers it has no numbers
+            is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+            return float(name.val) if is_real and np.ndim(name.val) == 0 else None
         return self._numbers.get(name)
 
     def _number(self, node: Node) -> float | None:
