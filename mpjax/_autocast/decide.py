@@ -291,7 +291,7 @@ class _Planner(Rounding):
         self.states.update(zip(eqn.outvars, call.out_states, strict=True))
         for v, *inside in zip(eqn.outvars, *(p.ahead for p in _bodies(eqn, call)), strict=True):
             if any(inside):
-                self.facts[v] = replace(self.facts[v], ahead=True)
+                self.facts[v] = self.facts[v]._replace(ahead=True)
         if not call.changed:
             return Decision(eqn, Action.AS_TRACED, "nothing to lower inside")
         self.changed = True
@@ -310,7 +310,7 @@ class _Planner(Rounding):
             given, _ = facts.entering(eqn, part, self.facts)
             operands = [eqn.invars[place] for place in part.operands]
             ahead = [not _compat.is_literal(v) and self.is_before_a_product(v) for v in operands]
-            told = tuple(replace(f, ahead=a) for f, a in zip(given, ahead, strict=True))
+            told = tuple(f._replace(ahead=a) for f, a in zip(given, ahead, strict=True))
             return plan(
                 part.program, in_states, wants, settings, told, self.sums.relations(operands)
             )
@@ -370,7 +370,7 @@ class _Planner(Rounding):
         for i, v in enumerate(eqn.outvars):  # what is moved stands where it stood
             moved = [eqn.invars[i]] if by_itself else _compat.variables(eqn)
             if any(not _compat.is_literal(a) and self.is_before_a_product(a) for a in moved):
-                self.facts[v] = replace(self.facts[v], ahead=True)
+                self.facts[v] = self.facts[v]._replace(ahead=True)
         fused = fusible.is_fusible(eqn) and not eqn.effects
         return Decision(eqn, Action.FUSED if fused else Action.KEEP, reason)
 

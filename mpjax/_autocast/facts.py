@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,8 +38,7 @@ class Term(NamedTuple):
     is_power: bool = False  # squared, or the root of it, on the way to where it is added
 
 
-@dataclass(frozen=True)
-class Fact:
+class Fact(NamedTuple):
     """One value: numbers stand for other values, and are those of one program."""
 
     constant: bool = False  # no float argument went into it: a literal, a mask, a one-hot label
@@ -143,8 +141,9 @@ def entering(eqn: Any, part: structure.Part, facts: Facts) -> tuple[tuple[Fact, 
 
 def _renumbered(fact: Fact, number: Any) -> Fact:
     terms = sorted(fact.terms, key=lambda t: (t.number, t.is_product, t.is_power))
-    return replace(
-        fact,
+    if not (fact.roots or terms):
+        return fact
+    return fact._replace(
         roots=frozenset(number(n) for n in sorted(fact.roots)),
         terms=frozenset(
             t._replace(roots=frozenset(number(n) for n in sorted(t.roots)), number=number(t.number))
@@ -166,7 +165,7 @@ def _constant(eqn: Any, floats: Sequence[Fact]) -> Fact:
     if not floats:
         return CONSTANT
     if only_moves(eqn):
-        return replace(floats[0], repeated=floats[0].repeated or _repeats(eqn))
+        return floats[0]._replace(repeated=floats[0].repeated or _repeats(eqn))
     scalar = all(f.scalar for f in floats)
     if name == "mul":
         least, most = (
@@ -211,7 +210,7 @@ class _Walk:
         for eqn in jaxpr.eqns:
             made = self.results(eqn)
             if scopes.is_transposed(eqn.source_info.name_stack):
-                made = [replace(fact, derived=True) for fact in made]
+                made = [fact._replace(derived=True) for fact in made]
             self.facts.update(zip(eqn.outvars, made, strict=True))
 
     def number(self) -> int:
@@ -222,10 +221,14 @@ class _Walk:
         scalar = not getattr(var.aval, "shape", ())
         return Fact(roots=frozenset({self.number()}), scalar=scalar)
 
+    def operand(self, atom: Any) -> Fact:
+        fact = of_atom(atom, self.facts)
+        return fact._replace(ahead=False) if fact.ahead else fact
+
     def results(self, eqn: Any) -> Sequence[Fact]:
         if structure.is_call(eqn):
             return self.call(eqn)
-        operands = [replace(of_atom(v, self.facts), ahead=False) for v in eqn.invars]
+        operands = [self.operand(v) for v in eqn.invars]
         floats = [f for v, f in zip(eqn.invars, operands, strict=True) if is_float32(v)]
         if eqn.effects or eqn.primitive.name == "bitcast_convert_type":
             return [self.fresh(v) for v in eqn.outvars]
@@ -239,7 +242,7 @@ class _Walk:
         repeated = moves and (_repeats(eqn) or any(f.repeated for f in made))
         step = any(f.step for f in made) if moves else _makes_a_step(eqn, floats)
         told = {"extreme": extreme, "repeated": repeated, "step": step}
-        return [replace(self.result(eqn, floats, v), **told) for v in eqn.outvars]
+        return [self.result(eqn, floats, v)._replace(**told) for v in eqn.outvars]
 
     def result(self, eqn: Any, floats: Sequence[Fact], out: Any) -> Fact:
         name = eqn.primitive.name
@@ -332,4 +335,4 @@ class _Walk:
         if all(f.constant for f in outs):
             return CONSTANT
         terms = frozenset[Term]().union(*(f.terms for f in outs))
-        return replace(self.fresh(var), terms=terms if len(terms) <= _MOST_TERMS else frozenset())
+        return self.fresh(var)._replace(terms=terms if len(terms) <= _MOST_TERMS else frozenset())
