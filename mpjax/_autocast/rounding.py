@@ -95,8 +95,16 @@ class Rounding:
             return state
         if self.gains_nothing(eqn, want):
             return states.WIDE
-        asked = want & reads.UNROUNDED or var in self.meeting
+        asked = want & reads.UNROUNDED or var in self.meeting or self.is_of_unrounded(eqn, var)
         return states.unrounded(state) if asked else state
+
+    def is_of_unrounded(self, eqn: Any, var: Any) -> bool:
+        """Whether a value is the maximum of rows that are float32 for the sake of a reader.
+
+        A softmax subtracts it from them: `exp(x - max(x))` is exactly 1 only where both are alike.
+        """
+        operands = [self.states[v] for v in _compat.variables(eqn)]
+        return self.facts[var].extreme and any(s.would_be is not None for s in operands)
 
     def gains_nothing(self, eqn: Any, want: int) -> bool:
         """Whether a value stands behind the last product, where losses live.
