@@ -1,0 +1,127 @@
+"""Numbers do not depend on where Flax, Equinox and Haiku cut a program: law 1, as users meet it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+
+pytestmark = pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs")
+
+_RNG = np.random.default_rng(0)
+X = _RNG.normal(size=(64, 12)).astype(np.float32)
+Y = (_RNG.random((64, 1)) < 0.5).astype(np.float32)
+
+Loss = Callable[[list[jax.Array]], jax.Array]
+Case = tuple[Loss, list[jax.Array]]
+
+
+def cross_entropy(p: jax.Array) -> jax.Array:
+    """What makes a rounded probability infinite: it stands behind the model's boundary."""
+    q = jnp.clip(p, 1e-7, 1 - 1e-7)
+    return -jnp.mean(Y * jnp.log(q) + (1 - Y) * jnp.log1p(-q))
+
+
+def _of_leaves(tree: Any, probabilities: Callable[[Any], jax.Array]) -> Case:
+    leaves, structure = jax.tree.flatten(tree)
+    return lambda ls: cross_entropy(probabilities(jax.tree.unflatten(structure, ls))), leaves
+
+
+def linen(boundary: str) -> Case:
+    nn = pytest.importorskip("flax.linen")
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.sigmoid(8 * nn.Dense(1)(nn.tanh(nn.Dense(32)(x))))
+
+    wrap = {
+        "none": lambda model: model,
+        "jit": nn.jit,
+        "remat": nn.remat,
+        "remat that saves products": lambda model: nn.remat(
+            model, policy=jax.checkpoint_policies.dots_saveable
+        ),
+    }[boundary]
+    model = wrap(Model)()
+    return _of_leaves(model.init(jax.random.key(0), X), lambda params: model.apply(params, X))
+
+
+def nnx(boundary: str) -> Case:
+    of_flax = pytest.importorskip("flax.nnx")
+
+    class Model(of_flax.Module):
+        def __init__(self, rngs: Any) -> None:
+            self.up = of_flax.Linear(12, 32, rngs=rngs)
+            self.down = of_flax.Linear(32, 1, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return jax.nn.sigmoid(8 * self.down(jnp.tanh(self.up(x))))
+
+    wrap = {
+        "none": lambda fun: fun,
+        "jit": of_flax.jit,
+        "remat": of_flax.remat,
+        "vmap": lambda fun: of_flax.vmap(fun, in_axes=(None, 0)),
+    }[boundary]
+    graph, state = of_flax.split(Model(of_flax.Rngs(0)))
+    run = wrap(lambda model, x: model(x))
+    return _of_leaves(state, lambda state: run(of_flax.merge(graph, state), X))
+
+
+def equinox(boundary: str) -> Case:
+    eqx = pytest.importorskip("equinox")
+    wrap = {
+        "none": lambda fun: fun,
+        "filter_jit": eqx.filter_jit,
+        "filter_checkpoint": eqx.filter_checkpoint,
+    }[boundary]
+    model = eqx.nn.MLP(12, 1, 32, 1, activation=jnp.tanh, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_array)
+    run = wrap(lambda model, x: jax.nn.sigmoid(8 * jax.vmap(model)(x)))
+    return _of_leaves(params, lambda params: run(eqx.combine(params, static), X))
+
+
+def haiku(boundary: str) -> Case:
+    hk = pytest.importorskip("haiku")
+    wrap = {"none": lambda fun: fun, "remat": hk.remat}[boundary]
+
+    def model(x: Any) -> Any:
+        def inner(x: Any) -> Any:
+            return jax.nn.sigmoid(8 * hk.Linear(1)(jnp.tanh(hk.Linear(32)(x))))
+
+        return wrap(inner)(x)
+
+    made = hk.without_apply_rng(hk.transform(model))
+    return _of_leaves(made.init(jax.random.key(0), X), lambda params: made.apply(params, X))
+
+
+BOUNDARIES = [
+    (linen, ("none", "jit", "remat", "remat that saves products")),
+    (nnx, ("none", "jit", "remat", "vmap")),
+    (equinox, ("none", "filter_jit", "filter_checkpoint")),
+    (haiku, ("none", "remat")),
+]
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(
+    ("library", "boundary"), [(lib, name) for lib, names in BOUNDARIES for name in names]
+)
+def test_law_of_cutting_a_probability_behind_a_library_s_boundary(
+    library: Callable[[str], Case], boundary: str, policy: str
+) -> None:
+    def run(fun: Loss, leaves: list[jax.Array]) -> tuple[float, np.ndarray]:
+        value, grads = jax.jit(jax.value_and_grad(fun))(leaves)
+        return float(value), np.concatenate([np.ravel(g) for g in grads])
+
+    loss, leaves = library(boundary)
+    value, grads = run(loss, leaves)
+    got, low_grads = run(mpjax.autocast(loss, policy), leaves)
+    eps = float(jnp.finfo(mpjax.get_policy(policy).compute_dtype).eps)
+    assert abs(got - value) <= eps * abs(value)
+    assert np.linalg.norm(low_grads - grads) <= 2 * eps * np.linalg.norm(grads)
