@@ -34,7 +34,7 @@ def gradient_errors(loss: Loss, network: Any, platform: str, seeds: int) -> list
     errors: list[float] = []
     for seed, exact in enumerate(references(network, seeds)):
         grads = jax.tree.map(lambda g: g / LOSS_SCALE, scaled(*network.values(seed)))
-        errors.append(_distance(grads, exact))
+        errors.append(distance(grads, exact))
     return errors
 
 
@@ -50,7 +50,8 @@ def references(network: Any, seeds: int) -> tuple[Any, ...]:
         )
 
 
-def _distance(grads: Any, exact: Any) -> float:
+def distance(grads: Any, exact: Any) -> float:
+    """Returns ‖g − e‖ / ‖e‖ over two trees."""
     with jax.enable_x64(True):
         differences = jax.tree.map(lambda g, e: g.astype(jnp.float64) - e, grads, exact)
         return float(_norm(differences) / _norm(exact))
