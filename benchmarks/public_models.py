@@ -34,6 +34,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 import mpjax
 
 PARTS = ("errors", "step", "counts")
+VARIANTS = f"of counts: {', '.join(report.VARIANTS)}"
 MODE = ("bf16-mixed", jnp.bfloat16)
 Job = tuple[tuple[str, ...], Callable[[], dict[str, Any]]]  # its key in the store, what measures
 
@@ -51,6 +52,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--models", type=words(MODELS), default=list(MODELS), help=", ".join(MODELS))
     add("--parts", type=words(PARTS), default=list(PARTS), help=", ".join(PARTS))
+    add("--variants", type=words(report.VARIANTS), default=list(report.VARIANTS), help=VARIANTS)
     add("--targets", type=words(targets.NAMES), default=["cpu"], help=", ".join(targets.NAMES))
     add("--seeds", type=seeds, default=8, help="parameters and batches for errors (default: 8)")
     add("--out", type=pathlib.Path, help="Markdown to write, and a .json of its numbers")
@@ -109,7 +111,7 @@ def part_jobs(
             yield key, lambda v=variant: measured.errors(loss(v), network(), options.seeds)
         return
     for target in options.targets:
-        for variant in variants:
+        for variant in (v for v in variants if v in options.variants):
             key = ("counts", target, "bf16", size, name, variant)
             yield key, lambda v=variant, t=target: counts(loss(v), network(), t)
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from mpjax._adopt import adopt_state
 from mpjax._applied import applied_by
+from mpjax._diverged import raise_if_diverged
 from mpjax._dtypes import FLOAT32
 from mpjax._errors import message
 from mpjax._foreign_names import LOSS_SCALE, STEP, names_keywords
@@ -43,6 +44,7 @@ from mpjax._low_precision.master import (
 )
 from mpjax._low_precision.norms import clip_by_global_norm, global_norm
 from mpjax._low_precision.quantized import QuantizedState, with_quantized_state
+from mpjax._low_precision.spread import MomentSpread, moment_spread
 from mpjax._low_precision.state_dtypes import StateDtypesState, with_state_dtypes
 from mpjax._low_precision.stochastic import StochasticRoundingState, with_stochastic_rounding
 from mpjax._optim_state import (
@@ -51,7 +53,6 @@ from mpjax._optim_state import (
     current_loss_scale,
     find_states,
     gradient_params,
-    raise_if_diverged,
     unpack,
 )
 from mpjax._scale_slips import as_scaled_by
@@ -80,6 +81,7 @@ __all__ = [
     "full_params",
     "adopt_state",
     "bytes_per_parameter",
+    "moment_spread",
     "global_norm",
     "clip_by_global_norm",
     "current_loss_scale",
@@ -90,6 +92,7 @@ __all__ = [
     "KahanState",
     "LossScaleState",
     "MasterWeightsState",
+    "MomentSpread",
     "QuantizedState",
     "SecondMoment",
     "SplitWeightsState",

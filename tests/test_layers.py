@@ -27,7 +27,7 @@ LAYERS = (
     ("_policy_map", "_grad", "_autocast", "_support", "_skip", "_micro_axes", "_scale_slips"),
     ("_optim_state", "_module_dtypes", "_microbatches", "_quantize", "_under_policy"),
     ("_low_precision",),
-    ("_adopt", "_chains", "_inputs", "_linen_modules", "_nnx_modules", "_summary"),
+    ("_adopt", "_chains", "_diverged", "_inputs", "_linen_modules", "_nnx_modules", "_summary"),
     ("_step_history",),
     ("optim", "_train_checks", "_train_state", "numerics", "linen"),
     ("_measure", "_user_file"),

@@ -80,16 +80,20 @@ def decode(moment: Any) -> Array:
     is_second = isinstance(moment, SecondMoment)
     spread = _spread(scales, codes.shape)
     value = codes.astype(FLOAT32)
-    if codes.dtype == FLOAT8:
-        share = (_SECOND8 if is_second else _FIRST8).value(jnp.abs(value))
-    else:
-        share = (_SECOND if is_second else _FIRST).value(jnp.abs(value))
+    share = shares(codes, is_second=is_second)
     if not is_second:
         share = jnp.copysign(share, value)
     if not is_second:
         return spread * share
     some = jnp.maximum(spread * share, TINY)
     return jnp.where(value > 0, some, jnp.where(jnp.isnan(spread), spread, 0.0))
+
+
+def shares(codes: Array, *, is_second: bool) -> Array:
+    """Returns the share of its block's largest that each code stands for, without its sign."""
+    if codes.dtype == FLOAT8:
+        return (_SECOND8 if is_second else _FIRST8).value(jnp.abs(codes.astype(FLOAT32)))
+    return (_SECOND if is_second else _FIRST).value(jnp.abs(codes.astype(FLOAT32)))
 
 
 class _Curve(NamedTuple):

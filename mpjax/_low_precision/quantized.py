@@ -6,18 +6,21 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import optax
 
+from mpjax._dtypes import FLOAT32
 from mpjax._errors import PolicyWarning, message
 from mpjax._low_precision.codes import FLOAT8, SecondMoment, block_count, encode, is_coded
 from mpjax._low_precision.moments import Moment, shapes
-from mpjax._low_precision.state_dtypes import require_moments
+from mpjax._low_precision.state_dtypes import narrowed, require_moments
 from mpjax._low_precision.stored import StoredMoments
 from mpjax._policy_map import PolicyMap
 from mpjax._tree import leaf_paths
 from mpjax._typing import Array, PyTree
 
 KINDS = ("int8", "float8")
+_PLAIN = {"bfloat16": jnp.dtype(jnp.bfloat16), "float32": FLOAT32}  # by a rule: without scales
 LEAST_SIZE = 4096
 _SPARED = ("*embed*", "*norm*")  # whatever the case of their letters
 
@@ -47,10 +50,12 @@ def with_quantized_state(
     does not become 0, which would make a step of 1/eps. Codes are chosen by chance, so that the
     mean of what they stand for is exact, as in `with_state_dtypes`.
 
-    The more the gradients of a block differ, the coarser are the codes of the small ones. With one
-    column in 256 that is 10⁶ times larger than the others, 300 steps of Adam end 5 % from those in
-    float32, and the largest single update is 3 times Adam's largest; with columns alike these are
-    1 % and 1.05. Where that is too much, leave the parameter in float32 by a rule.
+    The more the gradients of a block differ, the coarser are the codes of the small ones: with
+    columns alike, the largest single update in int8 is 1.1 times Adam's, and 3 times with one
+    column 10⁶ times larger than the rest; in float8, which has three bits of precision, twice
+    Adam's with either. `moment_spread` measures how far apart a block's gradients are, and
+    `raise_if_diverged` warns from 1000 times on. A rule "bfloat16" for such a parameter holds
+    updates to 1.05 times Adam's at any spread.
 
     These moments stay in float32, unless a rule says otherwise: those with fewer than 4096 numbers
     or no axis, and those with 'embed' or 'norm' in their path.
@@ -62,8 +67,8 @@ def with_quantized_state(
         made shorter: 1000 in blocks of 256 are four of 250. None gives each row one scale: half of
         float32's traffic on TPUs too, which write blocks within a row out; more of what is small
         beside its row's largest is rounded, and devices that share a row exchange that largest.
-      rules: pattern → "int8", "float8" or "float32", for the moments of parameters whose path
-        matches, the first match wins; patterns as in `PolicyMap`.
+      rules: pattern → "int8", "float8", "bfloat16" or "float32", for the moments of parameters
+        whose path matches, the first match wins; patterns as in `PolicyMap`.
 
     Returns:
       A transformation whose state is a `QuantizedState`; extra arguments go to `inner`.
@@ -76,7 +81,8 @@ def with_quantized_state(
       PolicyWarning: a rule matches no path, or a block size leaves a last block that is shorter.
 
     Dtypes:
-      int8 and uint8, or float8_e4m3fn; float32 where a moment is left alone.
+      int8 and uint8, or float8_e4m3fn; float32 or bfloat16 where a rule says so, and float32 where
+      a moment is left alone.
 
     Transforms:
       jit, scan, vmap, shard_map, pmap.
@@ -115,9 +121,9 @@ class _Quantized(StoredMoments):
     ) -> None:
         super().__init__(inner)
         for pattern, chosen in rules.items():
-            if chosen not in (*KINDS, "float32"):
+            if chosen not in (*KINDS, *_PLAIN):
                 got = f"the rule {pattern!r} says {chosen!r}."
-                allowed = "Accepted: 'int8', 'float8', 'float32'."
+                allowed = "Accepted: 'int8', 'float8', 'bfloat16', 'float32'."
                 raise ValueError(message("with_quantized_state(rules)", got, allowed))
         self._kind = kind
         self._block_size = block_size
@@ -126,16 +132,17 @@ class _Quantized(StoredMoments):
 
     def encode(self, moment: Moment, x: Array, random: Array) -> Any:
         kind = self._kind_of(moment, x.shape)
-        if kind == "float32":
-            return x
+        if kind in _PLAIN:
+            return narrowed(x, _PLAIN[kind], random, is_second=moment.is_second)
         return encode(x, kind, self._block_size, random, is_second=moment.is_second)
 
     def is_own(self, moment: Moment, x: Any, shape: tuple[int, ...]) -> bool:
         kind = self._kind_of(moment, shape)
-        if kind == "float32" or not is_coded(x):
-            return kind == "float32" and not is_coded(x)
+        if kind in _PLAIN:
+            return not is_coded(x) and (kind == "float32" or x.dtype == _PLAIN[kind])
         return (
-            (x.codes.dtype == FLOAT8) == (kind == "float8")
+            is_coded(x)
+            and (x.codes.dtype == FLOAT8) == (kind == "float8")
             and isinstance(x, SecondMoment) == moment.is_second
             and x.scales.shape[-1] == block_count(shape[-1], self._block_size)
         )
@@ -146,7 +153,7 @@ class _Quantized(StoredMoments):
         known = shapes(params)
         for moment in moments:
             shape = known.get(moment.param, ())
-            if self._block_size is None or self._kind_of(moment, shape) == "float32":
+            if self._block_size is None or self._kind_of(moment, shape) in _PLAIN:
                 continue
             blocks = block_count(shape[-1], self._block_size)
             length = -(-shape[-1] // blocks)

@@ -84,12 +84,7 @@ class _Narrowed(StoredMoments):
 
     def encode(self, moment: Moment, x: Array, random: Array) -> Array:
         dtype = self._dtypes[moment.is_second]
-        if not is_narrow(dtype):
-            return x
-        rounded = stochastic(x, dtype, random)
-        if moment.is_second:  # what is not 0 must not become 0
-            rounded = jnp.where((rounded == 0) & (x > 0), x, rounded)
-        return rounded.astype(dtype)
+        return narrowed(x, dtype, random, is_second=moment.is_second)
 
     def is_own(self, moment: Moment, x: Any, shape: tuple[int, ...]) -> bool:
         del shape
@@ -97,6 +92,16 @@ class _Narrowed(StoredMoments):
 
     def check_params(self, params: PyTree, moments: list[Moment]) -> None:
         require_moments(self.name, params, moments)
+
+
+def narrowed(x: Array, dtype: DType, random: Array, *, is_second: bool) -> Array:
+    """Returns a moment rounded by chance to one of the 16-bit dtypes; else as it is."""
+    if not is_narrow(dtype):
+        return x
+    rounded = stochastic(x, dtype, random)
+    if is_second:  # what is not 0 must not become 0
+        rounded = jnp.where((rounded == 0) & (x > 0), x, rounded)
+    return rounded.astype(dtype)
 
 
 def require_moments(name: str, params: PyTree, moments: list[Moment]) -> None:

@@ -1,0 +1,129 @@
+"""How far apart the gradients of a block lie whose second moment is stored in 8 bits."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._errors import message
+from mpjax._low_precision.codes import SecondMoment, is_coded, shares
+from mpjax._optim_state import gradient_params
+from mpjax._shown import Shown, html_table
+from mpjax._tree import leaf_paths, path_str
+from mpjax._typing import Array, KeyPath, PyTree
+
+WIDE = 1e3
+"""From this spread on, a single update can be 1.5 times Adam's and more."""
+_LEAST = 1e-3  # of a parameter's numbers, for a word about them
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MomentSpread(Shown):
+    """For each second moment in 8 bits how far apart its block's gradients are."""
+
+    # A parameter's path · the widest block's largest gradient over its smallest, in the root mean
+    # square · the share of the numbers that are a thousand times smaller than their block's largest
+    rows: tuple[tuple[str, float, float], ...]
+
+    @property
+    def rules(self) -> dict[str, str]:
+        """The rules to type, `with_quantized_state(tx, rules=...)`, for what is too wide."""
+        wide = [path for path, spread, share in self.rows if spread > WIDE and share >= _LEAST]
+        return dict.fromkeys(wide, "bfloat16")
+
+    def _headline(self) -> str:
+        return f"{self._title()}: {len(self.rules)} of {len(self.rows)} wide"
+
+    def _title(self) -> str:
+        return "spread of gradients within a block"
+
+    def _cells(self) -> list[tuple[str, str, str]]:
+        return [(path, f"{spread:.0e}", f"{share:.1%}") for path, spread, share in self.rows]
+
+    def __str__(self) -> str:
+        header = ("parameter", "widest", "below 1/1000")
+        rows = [header, *self._cells()]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}" for a, b, c in rows]
+        advice = [f"Type rules={self.rules!r}."] if self.rules else []
+        return "\n".join((self._title(), *lines, *advice))
+
+    def _repr_html_(self) -> str:
+        notes = [f"Type rules={self.rules!r}."] if self.rules else []
+        header = ("parameter", "widest", "below 1/1000")
+        return html_table(self._title(), header, self._cells(), notes)
+
+
+def moment_spread(opt_state: PyTree, params: PyTree | None = None) -> MomentSpread:
+    """Returns how far apart gradients within one block are, where moments are stored in 8 bits.
+
+    The codes of `with_quantized_state` are the coarser, the smaller a number is beside its block's
+    largest. Look after some steps: where gradients of one block are 1000 times apart, a single
+    update can be 1.5 times Adam's and more. The report's `rules` store such parameters' moments in
+    bfloat16, which follow Adam at any spread. It runs on the host and waits for the step.
+
+    Args:
+      opt_state: an optimizer's state, or any tree with one inside.
+      params: the parameters, for their paths; None for paths in the state.
+
+    Returns:
+      A `MomentSpread` with `rows` and `rules`, of all second moments in 8 bits.
+
+    Raises:
+      ValueError: the state is traced.
+
+    Example:
+      >>> tx = mpjax.optim.with_quantized_state(optax.adam(1e-3))
+      >>> params = {"w": jnp.ones((64, 256))}
+      >>> grads = {"w": jnp.ones((64, 256)).at[:, 5].set(1e5)}  # one column is 1e5 times the rest
+      >>> _, state = tx.update(grads, tx.init(params), params)
+      >>> print(mpjax.optim.moment_spread(state, params))
+      spread of gradients within a block
+      parameter  widest  below 1/1000
+      w           1e+05         99.6%
+      Type rules={'w': 'bfloat16'}.
+    """
+    plain = gradient_params(params)
+    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(plain))
+    known = dict(zip(paths, leaf_paths(plain), strict=True))
+    rows: list[tuple[str, float, float]] = []
+    for path, x in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_coded):
+        if not isinstance(x, SecondMoment):
+            continue
+        codes, scales = (jax.tree.leaves(part)[0] for part in x)  # NNX wraps each in a variable
+        if isinstance(codes, jax.core.Tracer):
+            got = "it was called inside a traced function."
+            fix = "Call it on the host, on the state that the jitted step returned."
+            raise ValueError(message("moment_spread", got, fix))
+        widest, share = _measured(codes, jnp.isfinite(scales).all())
+        rows.append((_param(path, known), float(widest), float(share)))
+    return MomentSpread(tuple(rows))
+
+
+def spread_text(opt_state: PyTree, params: PyTree | None, where: str) -> str | None:
+    """Returns a warning about moments in 8 bits whose blocks are wide; None where none is."""
+    found = moment_spread(opt_state, params)
+    if not found.rules:
+        return None
+    widest = {path: spread for path, spread, _ in found.rows}
+    first = max(found.rules, key=widest.__getitem__)
+    others = len(found.rules) - 1
+    got = f"gradients within a block of {first!r} are {widest[first]:.0e} times apart"
+    got += f" ({others} more parameters are wide)" if others else ""
+    got += ", too far for moments in 8 bits: single updates are up to 3 times the optimizer's own."
+    fix = "Type with_quantized_state(tx, rules=mpjax.optim.moment_spread(opt_state, params).rules),"
+    return message(where, got, f"{fix} and take the state over with mpjax.optim.adopt_state.")
+
+
+def _param(path: KeyPath, known: dict[KeyPath, str]) -> str:
+    ends = (known[path[i:]] for i in range(len(path)) if path[i:] in known)
+    return next(ends, path_str(path))
+
+
+@jax.jit
+def _measured(codes: Array, is_sound: Array) -> tuple[Array, Array]:
+    """Returns the widest spread of a moment's gradients, and the share of those that are small."""
+    size = jnp.sqrt(shares(codes, is_second=True))
+    widest = 1 / jnp.min(jnp.where(size > 0, size, 1.0))
+    small = jnp.mean((size > 0) & (size < 1 / WIDE), dtype=jnp.float32)
+    return jnp.where(is_sound, widest, 1.0), jnp.where(is_sound, small, 0.0)
