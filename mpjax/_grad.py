@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,13 @@ from mpjax import _compat
 from mpjax._dtypes import FLOAT32, describe, normal_powers_of_two
 from mpjax._errors import message
 from mpjax._foreign_names import GRADIENTS, names_keywords
+from mpjax._given_scale import as_loss_scale, whether_to_unscale
 from mpjax._gradient_tags import tag
 from mpjax._loss_scale import (
     DynamicLossScale,
     LossScale,
     NoOpLossScale,
     StaticLossScale,
-    is_owned,
 )
 from mpjax._policy import get_policy
 from mpjax._tree import (
@@ -53,56 +53,26 @@ def get_loss_scale(policy: Any = None) -> NoOpLossScale | DynamicLossScale:
     return DynamicLossScale() if scaled else NoOpLossScale()
 
 
-def as_loss_scale(loss_scale: Any, where: str) -> LossScale:
-    """Returns `loss_scale` as an object: a number is a static one, None is none.
-
-    Raises:
-      TypeError: it is neither, nor anything with the methods of a loss scale.
-    """
-    if loss_scale is None:
-        return NoOpLossScale()
-    if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
-        return StaticLossScale(loss_scale)
-    if is_array(loss_scale):
-        return StaticLossScale(loss_scale)
-    if isinstance(loss_scale, LossScale) and not isinstance(loss_scale, type):
-        return loss_scale
-    got = f"got {loss_scale!r}."
-    allowed = "Allowed: NoOpLossScale(), StaticLossScale(2**15), DynamicLossScale(), a number."
-    raise TypeError(message(where, got, allowed, "Type loss_scale=mpjax.DynamicLossScale()."))
-
-
-def whether_to_unscale(scale: LossScale, unscale: bool | None, where: str) -> bool:
-    """Returns whether gradients come unscaled: unless an optimizer does that with this scale.
-
-    Raises:
-      ValueError: `unscale` says otherwise: they would be unscaled twice, or not at all.
-    """
-    fits = not is_owned(scale)
-    if unscale is None or unscale is fits:
-        return fits
-    if not isinstance(unscale, bool):
-        got = f"must be None, True or False; got {unscale!r}."
-        raise TypeError(message(where, got, "Leave it out: what fits the loss scale is done."))
-    if isinstance(scale, NoOpLossScale):
-        return unscale
-    if unscale:
-        got = "got True, and the loss scale of an optimizer, which unscales by itself: twice."
-        allowed = "Allowed with current_loss_scale(opt_state): unscale=None or False."
-        fix = "Leave unscale= out; loss_scale.unscale(grads) gives the true ones, to look at."
-    else:
-        got = "got False, and a loss scale that no optimizer holds: nothing would unscale them."
-        allowed = "Allowed with a loss scale of your own: unscale=None or True."
-        fix = "Leave unscale= out; or, if tx is wrapped in with_loss_scale, type "
-        fix += "loss_scale=mpjax.current_loss_scale(opt_state)."
-    raise ValueError(message(where, got, allowed, fix))
-
-
 P = ParamSpec("P")
 R = TypeVar("R")
+X = TypeVar("X")
+A = TypeVar("A")
 
 
-@names_keywords(GRADIENTS)
+@overload
+def value_and_grad(
+    fun: Callable[Concatenate[X, P], R],
+    argnums: Literal[0] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: LossScale | float | None,
+    unscale: bool | None = None,
+    policy: PolicySpec = None,
+    axis_name: AxisName = None,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[Concatenate[X, P], tuple[R, X]]: ...
+@overload
 def value_and_grad(
     fun: Callable[P, R],
     argnums: int | Sequence[int] = 0,
@@ -114,7 +84,20 @@ def value_and_grad(
     axis_name: AxisName = None,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[P, tuple[R, PyTree]]:
+) -> Callable[P, tuple[R, PyTree]]: ...
+@names_keywords(GRADIENTS)
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: LossScale | float | None,
+    unscale: bool | None = None,
+    policy: PolicySpec = None,
+    axis_name: AxisName = None,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
     """Returns a function for the value and the gradients of `fun`, computed with a loss scale.
 
     It works as `jax.value_and_grad`, and multiplies the loss by the loss scale before
@@ -198,7 +181,7 @@ def value_and_grad(
             _tag(scale, grads, unscaled=unscale)
         return ((value, aux) if has_aux else value), grads
 
-    return cast("Callable[P, tuple[R, PyTree]]", wrapped)
+    return wrapped
 
 
 def differentiated(
@@ -238,7 +221,33 @@ def differentiated(
     return wrapped
 
 
-@names_keywords(GRADIENTS)
+@overload
+def grad(
+    fun: Callable[Concatenate[X, P], tuple[Any, A]],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+    loss_scale: LossScale | float | None,
+    unscale: bool | None = None,
+    policy: PolicySpec = None,
+    axis_name: AxisName = None,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[Concatenate[X, P], tuple[X, A]]: ...
+@overload
+def grad(
+    fun: Callable[Concatenate[X, P], Any],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    *,
+    loss_scale: LossScale | float | None,
+    unscale: bool | None = None,
+    policy: PolicySpec = None,
+    axis_name: AxisName = None,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[Concatenate[X, P], X]: ...
+@overload
 def grad(
     fun: Callable[P, Any],
     argnums: int | Sequence[int] = 0,
@@ -250,7 +259,20 @@ def grad(
     axis_name: AxisName = None,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[P, PyTree]:
+) -> Callable[P, PyTree]: ...
+@names_keywords(GRADIENTS)
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: LossScale | float | None,
+    unscale: bool | None = None,
+    policy: PolicySpec = None,
+    axis_name: AxisName = None,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
     """Returns a function that gives the gradients of `fun`; see `value_and_grad`.
 
     Returns:
@@ -279,7 +301,7 @@ def grad(
         out, grads = differentiate(*args, **kwargs)
         return (grads, out[1]) if has_aux else grads
 
-    return cast("Callable[P, PyTree]", wrapped)
+    return wrapped
 
 
 def name_of(fun: Any) -> str:

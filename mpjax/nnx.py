@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from mpjax._adopt import adopted
 from mpjax._autocast import nnx_names
 from mpjax._errors import message
-from mpjax._grad import as_loss_scale, differentiated, name_of, whether_to_unscale
+from mpjax._given_scale import as_loss_scale, whether_to_unscale
+from mpjax._grad import differentiated, name_of
 from mpjax._loss_scale import LossScale
 from mpjax._low_precision.forms import keeps_weights
 from mpjax._module_dtypes import AS_WRITTEN, ModuleTable, as_checked_policy, row_of, warn_of

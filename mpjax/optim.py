@@ -23,7 +23,7 @@ from mpjax._diverged import raise_if_diverged
 from mpjax._dtypes import FLOAT32
 from mpjax._errors import message
 from mpjax._foreign_names import LOSS_SCALE, STEP, names_keywords
-from mpjax._grad import as_loss_scale
+from mpjax._given_scale import as_loss_scale
 from mpjax._inputs import check_transformation, refuse_not_finite
 from mpjax._loss_scale import (
     DynamicLossScale,

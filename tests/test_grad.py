@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpjax
-from mpjax._grad import as_loss_scale
+from mpjax._given_scale import as_loss_scale
 from mpjax._loss_scale import owned
 from mpjax.testing import assert_bitwise_equal, assert_one_compilation
 

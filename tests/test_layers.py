@@ -22,7 +22,7 @@ LAYERS = (
     ),
     ("_tree", "_loss_scale_checks", "_applied"),
     ("_policy", "_loss_scale", "_hardware", "_op_rules", "_spelling"),
-    ("_quantized_policy",),
+    ("_quantized_policy", "_given_scale"),
     ("_qwix_rules",),
     ("_policy_map", "_grad", "_autocast", "_support", "_skip", "_micro_axes", "_scale_slips"),
     ("_optim_state", "_module_dtypes", "_microbatches", "_quantize", "_under_policy"),

@@ -2,7 +2,9 @@
 
 import functools
 import gc
+import pathlib
 import pickle
+import re
 import warnings
 from typing import Any
 
@@ -243,6 +245,56 @@ def test_a_static_scale_may_be_read_outside_and_gradients_may_be_taken_apart():
     assert_bitwise_equal(tx.update(grads, state, PARAMS)[0], want)
     halves = jax.tree.map(lambda g: g / 2 + g / 2, scaled_by_own(state))
     assert_bitwise_equal(tx.update(halves, state, PARAMS)[0], want)
+
+
+SCALE = mpjax.current_loss_scale(START)
+TRUE = {"w": jnp.array([-0.25, 0.5])}  # the updates of a step that is right
+OTHER = mpjax.with_loss_scale(optax.sgd(0.25), mpjax.DynamicLossScale(8.0)).init(PARAMS)
+TAKEN = jax.jit(lambda s: mpjax.grad(square, loss_scale=s)(PARAMS, jnp.ones(2)))
+
+
+def updates_of(grads: Any, state: Any = START) -> Any:
+    return DYNAMIC.update(grads, state, PARAMS)[0]
+
+
+# As docs/recipes.md lists them: what nobody sees, and by how much its updates are wrong.
+UNSEEN: dict[str, tuple[Any, float]] = {
+    "`jax.grad` into an optimizer that is wrapped": (lambda: updates_of(square_grads()), 1 / 8),
+    "Gradients changed by your own arithmetic": (
+        lambda: updates_of({"w": scaled_by_own(START)["w"] / SCALE.loss_scale}),
+        1 / 8,
+    ),
+    "Scaled and unscaled gradients added": (
+        lambda: updates_of(jax.tree.map(jnp.add, scaled_by_own(START), square_grads())),
+        9 / 8,
+    ),
+    "Gradients from one jitted function into another": (
+        lambda: updates_of(TAKEN(SCALE), at(16, START)),
+        1 / 2,
+    ),
+    "Scaled gradients into an optimizer that is not wrapped": (
+        lambda: optax.sgd(0.25).update(scaled_by_own(START), (optax.EmptyState(),) * 2)[0],
+        8.0,
+    ),
+    "Two optimizers that have the same scale so far": (
+        lambda: updates_of(scaled_by_own(OTHER)),
+        1.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_is_not_seen_is_listed_openly_and_counted(name: str):
+    run, factor = UNSEEN[name]
+    got = run()  # no error: where one comes, the docs have one fewer
+    np.testing.assert_allclose(got["w"], factor * np.asarray(TRUE["w"]), rtol=1e-6)
+    text = (pathlib.Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
+    _, _, rest = text.partition("It cannot see these ")
+    count, _, rest = rest.partition(" mistakes, because")
+    bullets = re.findall(r"^- \*\*(.+?)\*\*", rest.partition("```python")[0], re.MULTILINE)
+    assert [b for b in bullets if b.startswith(name)]
+    assert len(bullets) == len(UNSEEN)
+    assert count == {5: "five", 6: "six", 7: "seven"}[len(UNSEEN)]
 
 
 def test_tags_keep_no_gradient_alive():

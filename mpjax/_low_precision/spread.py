@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from mpjax._errors import message

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from mpjax._autocast.api import as_typed
 from mpjax._autocast.nnx_names import name_modules
 from mpjax._errors import message
-from mpjax._grad import as_loss_scale, get_loss_scale, name_of, value_and_grad
+from mpjax._given_scale import as_loss_scale
+from mpjax._grad import get_loss_scale, name_of, value_and_grad
 from mpjax._loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from mpjax._policy import get_policy
 from mpjax._step_history import has_history

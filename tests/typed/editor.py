@@ -35,9 +35,26 @@ fast = mpjax.autocast(loss_fn, "bf16-mixed")
 assert_type(fast(params, x), jax.Array)
 fast(params)  # pyright: ignore[reportCallIssue]
 differentiate = mpjax.value_and_grad(loss_fn, loss_scale=None)
-assert_type(differentiate(params, x), tuple[jax.Array, Any])
+assert_type(differentiate(params, x), tuple[jax.Array, dict[str, jax.Array]])
 differentiate(params)  # pyright: ignore[reportCallIssue]
+grads = mpjax.grad(loss_fn, loss_scale=None)(params, x)
+assert_type(grads, dict[str, jax.Array])
+grads.nothing  # pyright: ignore[reportAttributeAccessIssue]
 mpjax.grad(loss_fn, loss_scale=None)(params, 3)  # pyright: ignore[reportArgumentType]
+
+
+# Gradients have the type of what they are the gradients of, beside auxiliary results too.
+def with_aux(w: jax.Array, x: jax.Array) -> tuple[jax.Array, int]:
+    return jnp.sum(w * x), 1
+
+
+both = mpjax.value_and_grad(with_aux, has_aux=True, loss_scale=8.0)
+assert_type(both(x, x), tuple[tuple[jax.Array, int], jax.Array])
+assert_type(mpjax.grad(with_aux, has_aux=True, loss_scale=8.0)(x, x), tuple[jax.Array, int])
+other = mpjax.grad(loss_fn, argnums=1, loss_scale=None)  # of another argument: not known
+assert_type(other(params, x), Any)
+several = mpjax.value_and_grad(loss_fn, (0, 1), loss_scale=None)
+assert_type(several(params, x), tuple[jax.Array, Any])
 
 # Metrics are known by name.
 step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "16-mixed")
