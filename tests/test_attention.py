@@ -281,6 +281,7 @@ def test_explain_says_which_kernel_where_and_why(kwargs, wanted):
 
 REFUSED = {
     "float32": ((operands(), {}), ("operands are float32", "operands are float32")),
+    "odd length": ((operands(jnp.bfloat16, keys=KEYS - 1), {}), ("odd length", "too few")),
     "odd mask": (
         (operands(jnp.bfloat16, keys=KEYS - 1), {"mask": MASK[..., 1:]}),
         ("odd length", "too few"),

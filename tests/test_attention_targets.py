@@ -62,6 +62,30 @@ def test_attention_by_name_compiles_to_kernels_that_hold_no_pairs(target, shared
     assert not re.search(r"\[2,(4|2,2),256,256\]", text)
 
 
+LENGTHS = ((197, 197), (196, 197), (197, 196), (1, 256), (256, 1), (77, 77), (2, 2), (196, 196))
+MASKS = {
+    "none": lambda queries, keys: {},
+    "causal": lambda queries, keys: {"is_causal": True} if queries == keys else {},
+    "mask": lambda queries, keys: {"mask": jnp.tri(queries, keys, dtype=bool)[None, None]},
+    "bias": lambda queries, keys: {"bias": jnp.zeros((1, 4, queries, keys), jnp.bfloat16)},
+    "lengths": lambda queries, keys: {"key_value_seq_lengths": jnp.full(2, keys, jnp.int32)},
+}
+
+
+@pytest.mark.parametrize("target", [GPU, TPU])
+@pytest.mark.parametrize("masked", MASKS)
+def test_what_a_kernel_does_not_take_is_lowered_without_it(target, masked):
+    """A vision transformer has 197 places: JAX refuses cuDNN's derivative of an odd length."""
+    for queries, keys in LENGTHS:
+        query = jax.ShapeDtypeStruct((2, queries, 4, 64), jnp.bfloat16)
+        key = jax.ShapeDtypeStruct((2, keys, 4, 64), jnp.bfloat16)
+        fun = functools.partial(attend, **MASKS[masked](queries, keys))
+        text = lowered(fun, target, query, key, key).as_text()
+        if target == "h100":
+            is_even = queries % 2 == keys % 2 == 0
+            assert bool(kernels_of(text, target)) == is_even
+
+
 @pytest.mark.parametrize("target", [GPU, TPU])
 @pytest.mark.parametrize("name", ["causal_by_tril", "by_linen", "by_jax_nn", "of_padded_keys"])
 def test_attention_that_nobody_named_is_lowered_to_kernels(target, name):

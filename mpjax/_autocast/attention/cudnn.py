@@ -31,8 +31,8 @@ def why_not(found: Operands, spec: Spec) -> str:
         return f"heads are of {size}, and not of a multiple of 8 up to 256"
     if values != size:
         return f"values are of {values}, and keys of {size}"
-    if (found.bias is not None or found.mask is not None) and (queries % 2 or keys % 2):
-        return "a mask or a bias has an odd length"
+    if queries % 2 or keys % 2:  # without a bias too: JAX's derivative always hands cuDNN one
+        return f"{queries} × {keys} has an odd length"
     if spec.right is not None and not spec.causal and spec.right != 0:
         return "its window ends after a query's place"
     if spec.left is not None and spec.last is None:
@@ -43,8 +43,14 @@ def why_not(found: Operands, spec: Spec) -> str:
 def why_not_installed(found: Operands, spec: Spec) -> str:
     """Returns what JAX has against the kernel: the version of cuDNN, or of the GPU."""
     structs = [x for x in found if x is not None]
+
+    def both_passes(*arrays: Any) -> Any:  # JAX refuses more of the second, and `forward` runs it
+        given = _restored(found, arrays)
+        out, pull = jax.vjp(_function(given, spec), *given[:3])
+        return pull(out)
+
     try:
-        jax.eval_shape(lambda *xs: _attend(_restored(found, xs), spec), *structs)
+        jax.eval_shape(both_passes, *structs)
     except (NotImplementedError, RuntimeError, ValueError) as error:
         return f"JAX refuses it: {error}"
     return ""
