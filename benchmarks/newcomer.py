@@ -6,21 +6,34 @@ In a folder of its own: what `git archive` makes of the commit is unpacked, an e
 `pip install` fills it, and the scripts of `newcomers/` train models in float16, one for each
 library. Each runs once to its end; again, ended by SIGKILL once its first checkpoint is whole; and
 a third time, which goes on. Says so and exits with 1 where the two last states differ in a bit, or
-where a log has not every step once.
+where a log has not every step once. Then the code of the pages that four newcomers read, each from
+top to bottom: who comes from PyTorch AMP, who has a notebook with NNX, who knows FSDP and orbax,
+and who comes from Keras or Lightning.
 """
 
 import argparse
 import csv
+import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPTS = ROOT / "benchmarks" / "newcomers"
 LIBRARIES = ("linen", "nnx", "equinox")
 PACKAGES = ("orbax-checkpoint", "scikit-learn", "flax", "equinox")
+# Whose pages: what each newcomer reads, and whose code they run.
+PATHS = {
+    "PyTorch AMP": ("index.md", "migrate/pytorch.md"),
+    "an NNX notebook": ("index.md", "recipes.md"),
+    "FSDP and orbax": ("index.md", "pods.md"),
+    "Keras and Lightning": ("index.md", "migrate/keras.md", "migrate/lightning.md"),
+}
+DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "MPLBACKEND": "agg"}
 STEPS, FIRST_CHECKPOINT = 60, "20"  # as newcomers/loop.py has them
 HEAD = """\
 # A newcomer's first minutes
@@ -28,14 +41,15 @@ HEAD = """\
 `python benchmarks/newcomer.py`: from what `git archive` makes of a commit to models of one's own,
 trained in float16 on digits by `benchmarks/newcomers/` with what the recipes show: BatchNorm,
 Dropout, a batch with an inf, a log, checkpoints; ended by SIGKILL and started again. Elapsed time,
-downloads and the import of JAX included.
+downloads and the import of JAX included. Last, the code of the pages that four newcomers read, from
+top to bottom, page by page.
 
 | what is done | seconds | what came out |
 | --- | ---: | --- |
 """
 
 
-def timed(words: list[str], **options: str | pathlib.Path) -> tuple[float, str]:
+def timed(words: list[str], **options: Any) -> tuple[float, str]:
     """Returns how long a command took, and what it printed; ends all where it fails."""
     print("$", " ".join(words), flush=True)
     started = time.perf_counter()
@@ -103,6 +117,26 @@ def own_model(library: str, python: str, folder: pathlib.Path) -> tuple[float, s
     return first + until_kill + rest, said
 
 
+def page_code(page: pathlib.Path) -> str:
+    """Returns all Python of a page, as someone pastes it."""
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
+
+
+def path_of(newcomer: str, python: str, folder: pathlib.Path) -> tuple[str, float, str]:
+    """Returns the row of who reads some pages and runs their code."""
+    spent, lines = 0.0, 0
+    for page in PATHS[newcomer]:
+        script = folder / f"{newcomer}-{page}".replace("/", "-").replace(" ", "-")
+        code = page_code(folder / "mpjax" / "docs" / page)
+        script.with_suffix(".py").write_text(code)
+        took, _ = timed(
+            [python, str(script.with_suffix(".py"))], cwd=folder, env={**os.environ, **DEVICES}
+        )
+        spent, lines = spent + took, lines + len(code.splitlines())
+    pages = ", ".join(PATHS[newcomer])
+    return f"{newcomer}: the code of {pages}", spent, f"{lines} lines, no error"
+
+
 def main() -> None:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
@@ -114,6 +148,7 @@ def main() -> None:
         python, rows = installed(arguments.python, folder)
         foot = made(python)
         rows += [(f"own_{x}.py, three runs", *own_model(x, python, folder)) for x in LIBRARIES]
+        rows += [path_of(newcomer, python, folder) for newcomer in PATHS]
     total = sum(spent for _, spent, _ in rows)
     rows.append(("all of it", total, ""))
     lines = [f"| {what} | {spent:.0f} | {said} |" for what, spent, said in rows]
