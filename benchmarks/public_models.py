@@ -16,6 +16,7 @@ not installed.
 import argparse
 import datetime
 import functools
+import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
@@ -160,6 +161,8 @@ def main() -> int:
     options = arguments()
     console = Console(width=None if sys.stdout.isatty() else 160)
     targets.quiet_environment()
+    if "counts" not in options.parts:  # programs that run for a moment: they compile sooner
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     if "counts" in options.parts:
         for name in options.targets:
             try:
@@ -176,7 +179,7 @@ def main() -> int:
         cpu=machine.cpu(),
     )
     is_sound = run(options, store, console)
-    console.print(report.summary(store))
+    console.print("\n".join(report.summary(store)))
     for grid in report.grids(store):
         grid.show(console)
     if options.out:

@@ -25,29 +25,58 @@ def grids(store: Store) -> list[Grid]:
 def document(store: Store) -> str:
     """Returns the result file."""
     body = "\n".join(grid.markdown() for grid in grids(store))
-    return f"{HEAD}{commands(store)}\n\n{summary(store)}\n\n{body}"
+    short = "\n".join(f"- {line}" for line in summary(store))
+    return f"{HEAD}{commands(store)}\n\n## In short\n\n{short}\n\n{body}"
 
 
-def summary(store: Store) -> str:
-    """Returns what all rows come to, in sentences; models without a switch count where they can."""
-    tried = {row["network"] for row in store.rows.values()}
-    packages = {MODELS[name].package for name in tried}
-    failed = {row["network"] for row in store.rows.values() if "error" in row}
-    lines = [
-        f"{len(tried)} models of {len(packages)} packages, unedited; "
-        + (f"failed: {', '.join(sorted(failed))}." if failed else "none raised.")
-    ]
+def sentence(store: Store) -> str:
+    """Returns the one sentence for the landing page."""
+    models, packages, _ = tried(store)
+    text = f"On {models} models of {packages} other packages, unedited, gradients in bfloat16 are "
+    ratios = [ratio for name in MODELS if (ratio := gradient_ratio(store, name)) is not None]
+    text += f"{_mean(ratios):.2f} times as far off as with the package's own switch"
+    field = {"bytes": "bytes_accessed", "temporaries": "temporaries"}
+    means = {name: mean_count(store, "h100", SWITCH, field[name])[0] for name in field}
+    return f"{text}; compiled for an H100 they take {means['bytes']:.2f} of its bytes and " + (
+        f"{means['temporaries']:.2f} of its temporary memory."
+    )
+
+
+def tried(store: Store) -> tuple[int, int, list[str]]:
+    """Returns how many models and packages were measured, and which models raised."""
+    names = {row["network"] for row in store.rows.values()}
+    failed = sorted({row["network"] for row in store.rows.values() if "error" in row})
+    return len(names), len({MODELS[name].package for name in names}), failed
+
+
+def summary(store: Store) -> list[str]:
+    """Returns what all rows come to, in sentences; each says of how many models it is the mean."""
+    models, packages, failed = tried(store)
+    end = f"failed: {', '.join(failed)}." if failed else "none raised."
+    lines = [f"{models} models of {packages} packages, unedited; {end}"]
     ratios = {name: ratio for name in MODELS if (ratio := gradient_ratio(store, name)) is not None}
     if ratios:
         least, most = (pick(ratios, key=ratios.__getitem__) for pick in (min, max))
         lines.append(
             f"Gradient errors are {ratios[least]:.2f} ({least}) to {ratios[most]:.2f} ({most}) "
-            f"times those of the package's own switch, {_mean(ratios.values()):.2f} in the mean "
-            f"of {len(ratios)}."
+            f"times those of the package's own switch to bfloat16, {_mean(ratios.values()):.2f} in "
+            f"the mean of {len(ratios)}."
         )
     for target in dict.fromkeys(row["target"] for row in store.part("counts")):
-        lines += _means(store, target)
-    return "\n".join(lines)
+        for base, what in ((SWITCH, "those of the package's own switch"), (PLAIN, "float32's")):
+            size, count = mean_count(store, target, base, "bytes_accessed")
+            memory, _ = mean_count(store, target, base, "temporaries")
+            if count:
+                text = f"Compiled for {target}: {size:.2f} of the bytes and {memory:.2f} of the"
+                lines.append(f"{text} temporaries, beside {what} (mean of {count}).")
+    return lines
+
+
+def mean_count(store: Store, target: str, base: str, field: str) -> tuple[float, int]:
+    """Returns the geometric mean of autocast's counts over another variant's, and of how many."""
+    found = [count_ratio(store, target, model, base, field) for model in MODELS]
+    known = [ratio for ratio in found if ratio is not None]
+    return (_mean(known) if known else math.nan), len(known)
 
 
 def gradient_ratio(store: Store, name: str) -> float | None:
@@ -65,24 +94,6 @@ def count_ratio(store: Store, target: str, name: str, base: str, field: str) -> 
     if not (ours and other and ours.get(field) and other.get(field)):
         return None
     return ours[field] / other[field]
-
-
-def _means(store: Store, target: str) -> list[str]:
-    lines: list[str] = []
-    for base, what in ((SWITCH, "those of the package's own switch"), (PLAIN, "float32's")):
-        both: list[str] = []
-        count = 0
-        for field, name in (("bytes_accessed", "bytes"), ("temporaries", "temporaries")):
-            found = [count_ratio(store, target, model, base, field) for model in MODELS]
-            known = [ratio for ratio in found if ratio is not None]
-            if known:
-                count = len(known)
-                both.append(f"{name} {_mean(known):.2f}")
-        if both:
-            lines.append(
-                f"Compiled for {target}: {', '.join(both)} times {what} (mean of {count})."
-            )
-    return lines
 
 
 def errors_grid(store: Store) -> Grid:
