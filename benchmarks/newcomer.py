@@ -152,7 +152,8 @@ def main() -> None:
     total = sum(spent for _, spent, _ in rows)
     rows.append(("all of it", total, ""))
     lines = [f"| {what} | {spent:.0f} | {said} |" for what, spent, said in rows]
-    arguments.out.write_text(HEAD + "\n".join(lines) + "\n\n" + foot)
+    busy = f"The machine's load was {os.getloadavg()[2]:.0f} on {os.cpu_count()} cores.\n"
+    arguments.out.write_text(HEAD + "\n".join(lines) + "\n\n" + foot + busy)
     print(arguments.out.read_text())
 
 

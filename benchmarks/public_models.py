@@ -111,7 +111,7 @@ def part_jobs(
             key = ("errors", "cpu", "bf16", size, name, variant)
             yield key, lambda v=variant: measured.errors(loss(v), network(), options.seeds)
         return
-    for target in options.targets:
+    for target in options.targets if MODELS[name].is_counted else ():
         for variant in (v for v in variants if v in options.variants):
             key = ("counts", target, "bf16", size, name, variant)
             yield key, lambda v=variant, t=target: counts(loss(v), network(), t)

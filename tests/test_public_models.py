@@ -131,6 +131,7 @@ def linear(script: Any, *, has_switch: bool) -> Any:
         module="_written",
         switch="dtype=" if has_switch else None,
         is_installed=True,
+        is_counted=True,
         make=make,
     )
 

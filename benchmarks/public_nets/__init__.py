@@ -22,6 +22,9 @@ class Public:
     module: str  # of this folder
     function: str
     switch: str | None  # what its users type; None where there is nothing to type
+    # Whether it can be compiled for a device that is not here: not where its package looks for one
+    # of that platform while it is traced.
+    is_counted: bool = True
 
     def make(self, size: str) -> Network:
         """Returns the model at a size; it imports the package."""
@@ -53,7 +56,7 @@ MODELS: dict[str, Public] = {
     "gat": Public("jraphx", "_jraphx", "gat", None),
     "equivariant": Public("e3nn-jax", "_e3nn", "equivariant", None),
     "equimo": Public("equimo", "_equimo", "dino", None),
-    "ode": Public("diffrax", "_diffrax", "neural_ode", None),
+    "ode": Public("diffrax", "_diffrax", "neural_ode", None, is_counted=False),
     "ppo": Public("brax", "_brax", "ppo", None),
     "bayes": Public("numpyro", "_numpyro", "bayesian_network", None),
     "spline_flow": Public("distrax", "_distrax", "spline_flow", None),
