@@ -40,11 +40,18 @@ def bits(state: Any) -> str:
     return digest.hexdigest()[:16]
 
 
+def drop_after(path: pathlib.Path, step: int) -> None:
+    """Takes what is past a checkpoint out of a log: the steps after it are done again."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    path.write_text("".join(x for x in lines if x.endswith("\n") and int(x.split(",")[0]) <= step))
+
+
 def train(step: Any, state: Any) -> Any:
     """Trains to the end from where the folder's last checkpoint is: argument 1; `slow` waits."""
     folder, is_slow = pathlib.Path(sys.argv[1]).absolute(), "slow" in sys.argv
     folder.mkdir(parents=True, exist_ok=True)
     begun = max((int(p.name) for p in folder.glob("[0-9]*") if p.name.isdecimal()), default=0)
+    drop_after(folder / "log.csv", begun)
     with ocp.StandardCheckpointer() as checkpointer, open(folder / "log.csv", "a") as file:
         if begun:
             state = checkpointer.restore(folder / str(begun), state)
@@ -54,9 +61,9 @@ def train(step: Any, state: Any) -> Any:
             state, metrics = step(state, batch(index))
             log.writerow([index + 1, *(float(metrics[name]) for name in NAMES)])
             if (index + 1) % SAVE_EVERY == 0:
+                file.flush()  # first: a run that is killed here repeats what it logged
                 checkpointer.save(folder / str(index + 1), state)
                 checkpointer.wait_until_finished()
-                file.flush()
             time.sleep(0.1 * is_slow)
     print("ends with", bits(state), "skipped", int(metrics["skipped_steps"]))
     return state
