@@ -51,7 +51,7 @@ MODELS: dict[str, Public] = {
     "unet": Public("diffusers", "_diffusers", "unet", DTYPE),
     "vae": Public("diffusers", "_diffusers", "vae", DTYPE),
     "griffin": Public("recurrentgemma", "_recurrentgemma", "griffin", DTYPE),
-    "penzai": Public("penzai", "_penzai", "mistral", "activation_dtype="),
+    "penzai": Public("penzai", "_penzai", "mistral", "parameter_dtype="),
     "resnet": Public("dm-haiku", "_haiku", "resnet", "hk.mixed_precision"),
     "gat": Public("jraphx", "_jraphx", "gat", None),
     "equivariant": Public("e3nn-jax", "_e3nn", "equivariant", None),

@@ -7,7 +7,7 @@ from networks import Network
 from penzai import pz
 from penzai.models.transformer.variants import llamalike_common as llamalike
 
-from ._written import cross_entropy, switched
+from ._written import cast, cross_entropy, switched
 
 
 def mistral(size: str) -> Network:
@@ -27,6 +27,7 @@ def mistral(size: str) -> Network:
             mlp_variant="swiglu",
             tie_embedder_and_logits=False,
             attention_type=llamalike.AttentionTypeSlidingWindowCausal(time // 2),
+            parameter_dtype=dtype,
             activation_dtype=dtype,
         )
         return llamalike.build_llamalike_transformer(config, init_base_rng=key)
@@ -37,6 +38,8 @@ def mistral(size: str) -> Network:
 
     def written(dtype: Any) -> Any:
         def loss(params: Any, batch: Any) -> jax.Array:
+            # With float32 parameters and 16-bit activations every product of penzai is float32.
+            params = cast(params, dtype)
             skeleton = built(dtype, None)
             filled = pz.bind_variables(
                 skeleton, [pz.ParameterValue(label=k, value=v) for k, v in params.items()]

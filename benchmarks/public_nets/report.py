@@ -30,15 +30,16 @@ def document(store: Store) -> str:
 
 
 def sentence(store: Store) -> str:
-    """Returns the one sentence for the landing page."""
+    """Returns what the landing page says of it."""
     models, packages, _ = tried(store)
-    text = f"On {models} models of {packages} other packages, unedited, gradients in bfloat16 are "
     ratios = [ratio for name in MODELS if (ratio := gradient_ratio(store, name)) is not None]
-    text += f"{_mean(ratios):.2f} times as far off as with the package's own switch"
-    field = {"bytes": "bytes_accessed", "temporaries": "temporaries"}
-    means = {name: mean_count(store, "h100", SWITCH, field[name])[0] for name in field}
-    return f"{text}; compiled for an H100 they take {means['bytes']:.2f} of its bytes and " + (
-        f"{means['temporaries']:.2f} of its temporary memory."
+    size, count = mean_count(store, "h100", SWITCH, "bytes_accessed")
+    memory, _ = mean_count(store, "h100", SWITCH, "temporaries")
+    return (
+        f"On {models} models of {packages} other packages, unedited, gradients in bfloat16 are "
+        f"{_mean(ratios):.2f} times as far off as with the package's own switch. Compiled for an "
+        f"H100, {count} of them take {size:.2f} of its bytes and {memory:.2f} of its temporary "
+        "memory."
     )
 
 
