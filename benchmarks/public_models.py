@@ -18,6 +18,7 @@ import datetime
 import functools
 import os
 import pathlib
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -172,7 +173,7 @@ def main() -> int:
                 return 2
     store = Store.read(options.out.with_suffix(".json") if options.out else None)
     store.begin(
-        command=" ".join(["python", "benchmarks/public_models.py", *sys.argv[1:]]),
+        command=shlex.join(["python", "benchmarks/public_models.py", *sys.argv[1:]]),
         date=datetime.date.today().isoformat(),
         commit=machine.commit(),
         versions=machine.versions(),
