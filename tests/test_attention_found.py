@@ -148,6 +148,48 @@ def test_equal_layers_are_one_program():
     assert len(eqns) == 2
 
 
+def of_places(weights, x, places):
+    """An attention over the keys whose places are no later than a query's."""
+    mask = jnp.asarray(places)[:, None] >= jnp.asarray(places)
+    return written.attend(*written._heads(weights, x), mask, jnp.float32)
+
+
+def of_scale(weights, x, size):
+    query, *others = written._heads(weights, x)
+    scale = jax.lax.rsqrt(jnp.asarray(size))
+    return written.attend(query * scale, *others, jnp.ones((), bool), jnp.float32)
+
+
+def of_bias(weights, x, times):
+    """A bias that is moved to where the logits are before any step of the attention reads it."""
+    bias = times * weights[: written.HEADS, :TIME, :TIME]
+    return jax.nn.dot_product_attention(*written._heads(weights, x), bias=bias[None])
+
+
+PLACES = np.arange(TIME, dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    ("fun", "given"),
+    [
+        (of_places, [PLACES, PLACES[::-1].copy()]),
+        (of_places, [PLACES[::-1].copy(), PLACES]),
+        (of_bias, [1.0, -2.0]),
+        (of_scale, [np.full(1, 4.0, np.float32), np.full(1, 1 / 16, np.float32)]),
+    ],
+)
+def test_attentions_that_differ_outside_of_them_are_two(fun, given):
+    def both(weights, x):
+        return [written._out(weights, fun(weights, x, one)) for one in given]
+
+    low = mpjax.autocast(both, "bf16-mixed")
+    assert len(attentions(low, WEIGHTS, X)) == 2
+    with formulas.everywhere(formulas):
+        found = jax.jit(low)(WEIGHTS, X)
+    for one, wanted in zip(found, both(WEIGHTS, X), strict=True):
+        assert error(one, wanted) < 2**-5
+
+
 def test_a_deep_program_is_planned_as_fast_as_without_it():
     """Sums of values that are read twice lead back to the input in 2³⁰⁰ ways."""
 

@@ -87,6 +87,11 @@ class Graph:
         """Returns what makes a value; None of inputs, constants and literals."""
         return None if _compat.is_literal(name) else self._nodes.get(name)
 
+    def made(self, name: Name) -> tuple[Any, tuple[Name, ...]]:
+        """Returns the equation that makes a value, and its operands."""
+        node = self._nodes[name]
+        return node.eqn, node.operands
+
     def aval(self, name: Name) -> Any:
         node = self.node(name)
         if node is not None:

@@ -112,6 +112,8 @@ class _Places:
                 self._readers.setdefault(v, set()).add(n)
         self._constants = self._made_of_positions()
         self._outputs = Counter(v for v in jaxpr.outvars if not _compat.is_literal(v))
+        self.why: dict[Any, str] = {}
+        """Which kernel runs the attentions of a key."""
 
     def reads(self, step: groups.Step) -> list[Any]:
         if step.group:
@@ -201,12 +203,19 @@ def _attended(finder: Finder, place: _Places, match: Match, mine: list[int]) -> 
     steps = tuple(replace(place.all[n], checkpoint=False) for n in sorted({*pulled, *mine}))
     read = Read(finder.graph, how, match, inputs, spec)
     low = place.decisions[match.last].low
-    one = Attended(steps, match.first, match.last, inputs, low, read, _key(place, steps, inputs))
-    return one if _is_taken(one, place) else None
+    key = _key(place, steps, read)
+    one = Attended(steps, match.first, match.last, inputs, low, read, key)
+    if key not in place.why:
+        place.why[key] = _where(one, place)
+    if not (where := place.why[key]):
+        return None
+    for i in (one.first, one.last):
+        place.decisions[i].reason = where
+    return one
 
 
-def _is_taken(one: Attended, place: _Places) -> bool:
-    """Whether some kernel runs an attention; its products are told which."""
+def _where(one: Attended, place: _Places) -> str:
+    """Returns which kernel runs an attention on which platform, empty if none does."""
     program = one.read.program(lambda *_: None)
     structs = []
     for i, v in enumerate(one.inputs):
@@ -216,12 +225,8 @@ def _is_taken(one: Attended, place: _Places) -> bool:
         )
         structs.append(jax.ShapeDtypeStruct(v.aval.shape, dtype))
     if all(kernels.why_not(kernel, program, structs) for kernel in kernels.KERNELS.values()):
-        return False
-    where = kernels.where(program, structs)
-    for i in (one.first, one.last):
-        decision = place.decisions[i]
-        decision.reason = where
-    return True
+        return ""
+    return kernels.where(program, structs)
 
 
 def _spec(match: Match, how: layout.Layout) -> Spec | None:
@@ -326,10 +331,10 @@ def _form(runner: Any, plan: Plan, one: Attended) -> Callable[..., Any]:
     return form
 
 
-def _key(place: _Places, steps: Sequence[groups.Step], inputs: Sequence[Any]) -> Any:
+def _key(place: _Places, steps: Sequence[groups.Step], read: Read) -> Any:
     """Returns what equal attentions have in common."""
-    number = {v: i for i, v in enumerate(inputs)}
-    found: list[Any] = [(v.aval.shape, v.aval.dtype, place.held[v]) for v in inputs]
+    number = {v: i for i, v in enumerate(read.inputs)}
+    found: list[Any] = [(v.aval.shape, v.aval.dtype, place.held[v]) for v in read.inputs]
     for i in (i for step in steps for i in step.members):
         decision = place.decisions[i]
         eqn = decision.eqn
@@ -339,4 +344,32 @@ def _key(place: _Places, steps: Sequence[groups.Step], inputs: Sequence[Any]) ->
         how = (decision.action, decision.low, decision.out_dtype)
         found.append((eqn.primitive, *operands, *params, *held, *how, eqn.ctx))
         number |= {v: len(number) + n for n, v in enumerate(eqn.outvars)}
-    return tuple(found)
+    return (*found, *_known(read, number))
+
+
+def _known(read: Read, number: dict[Any, int]) -> list[Any]:
+    """Returns what a kernel knows of an attention beside its steps, and computes beside them.
+
+    One mask may compare an array that counts the places, another any array: steps are equal then.
+
+    Args:
+      read: how the inputs are read.
+      number: of each value that inputs and steps make.
+    """
+    made: list[Any] = []
+
+    def same(name: Any) -> Any:
+        if _compat.is_literal(name):
+            return _literal(name)
+        if name not in number:
+            eqn, operands = read.graph.made(name)
+            params = [(key, hashable(value)) for key, value in sorted(eqn.params.items())]
+            made.append((eqn.primitive, *map(same, operands), *params))
+            number[name] = len(number)
+        return number[name]
+
+    found = read.match.logits
+    biases = [(same(name), *how) for name, *how in found.biases]
+    arrays = [(same(name), *how) for name, *how in found.mask.arrays]
+    told = (read.spec, read.how, read.match.softmax_labels, found.mask.bounds)
+    return [*made, *biases, *arrays, *told]
