@@ -47,9 +47,12 @@ def to_varying(x: jax.Array, axis_name: Any) -> jax.Array:
 # -- seams of `_autocast`: jaxprs, and types that carry shardings or varying axes --------------
 
 
+_LITERAL = jax.extend.core.Literal
+
+
 def is_literal(atom: Any) -> bool:
     """Whether an equation's operand is a literal rather than a variable."""
-    return isinstance(atom, jax.extend.core.Literal)
+    return isinstance(atom, _LITERAL)
 
 
 def closed(jaxpr: Any) -> Any:
@@ -256,7 +259,7 @@ def still_going(going: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]
 
 def variables(eqn: Any) -> list[Any]:
     """Returns the operands of an equation that are no literals."""
-    return [v for v in eqn.invars if not is_literal(v)]
+    return [v for v in eqn.invars if not isinstance(v, _LITERAL)]
 
 
 def hashable_jit_params(params: dict[str, Any]) -> tuple[Any, ...]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+import jax
+from jax import lax
 from jax.extend import source_info_util
 
 from mpjax import _compat
+
+_MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
+"""What moves one array, and is bound often."""
 
 
 def inside(eqn: Any, count: int) -> contextlib.AbstractContextManager[None]:
@@ -38,6 +44,30 @@ def bind(eqn: Any, values: Sequence[Any], params: Any = None) -> list[Any]:
     params = eqn.params if params is None else params
     bound = _compat.bind(eqn.primitive, values, params)
     return list(bound) if eqn.primitive.multiple_results else [bound]
+
+
+def moved(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Returns the results of an equation on other operands; JAX differentiates equal moves once."""
+    if eqn.primitive.name not in _MOVES or len(values) != 1:
+        return bind(eqn, values)
+    return [_move(eqn.primitive, tuple(sorted(eqn.params.items())))(*values)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _move(primitive: Any, params: Any) -> Callable[..., Any]:
+    return _compat.inlined(lambda x: _compat.bind(primitive, [x], dict(params)))
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    """Returns an array in another dtype; JAX differentiates equal casts once."""
+    if not isinstance(x, jax.Array):
+        return x.astype(dtype)
+    return x if x.dtype == dtype else _casting(jax.numpy.dtype(dtype))(x)
+
+
+@functools.cache
+def _casting(dtype: Any) -> Callable[..., Any]:
+    return _compat.inlined(functools.partial(lax.convert_element_type, new_dtype=dtype))
 
 
 def evaluate(

@@ -26,11 +26,11 @@ _SELECTS = {"reduce_window_max": lax.ge_p, "reduce_window_min": lax.le_p}
 _WINDOW = ("window_dimensions", "window_strides", "padding")
 
 
-@hint("pooled", binding.bind)
+@hint("pooled", binding.moved)
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Returns the results of an equation; where it pools, with the derivative of this file."""
     if eqn.primitive.name not in _SELECTS:
-        return binding.bind(eqn, values)
+        return binding.moved(eqn, values)
     (image,), params = values, eqn.params
     window = {key: params[key] for key in _WINDOW}
     # JAX has no backward pass for dilated windows.

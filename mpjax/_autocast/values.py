@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.core import Tracer
 
+from mpjax._autocast.binding import cast
 from mpjax._autocast.states import FLOAT32, Kind, State
 
 
@@ -37,13 +38,13 @@ class Value:
         if not self.is_low:
             return self.made
         if FLOAT32 not in self._forms:
-            self._forms[FLOAT32] = self.made.astype(FLOAT32)
+            self._forms[FLOAT32] = cast(self.made, FLOAT32)
         return self._forms[FLOAT32]
 
     def low(self, dtype: Any) -> Any:
         """The value in `dtype`, cast once and shared."""
         if dtype not in self._forms:
-            self._forms[dtype] = self._lazy(dtype) if self._lazy else self.full.astype(dtype)
+            self._forms[dtype] = self._lazy(dtype) if self._lazy else cast(self.full, dtype)
         return self._forms[dtype]
 
     def made_low(self, dtype: Any) -> Any:
@@ -52,7 +53,7 @@ class Value:
 
     def cast(self, dtype: Any) -> Any:
         """The value in `dtype`, cast here, so that its gradient is summed in float32."""
-        return self.made if self.made.dtype == dtype else self.full.astype(dtype)
+        return self.made if self.made.dtype == dtype else cast(self.full, dtype)
 
     def carrier(self, dtype: Any) -> Any:
         """The form through which the tangents of a product in `dtype` flow.

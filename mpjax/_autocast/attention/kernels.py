@@ -48,7 +48,7 @@ def register(
             run = functools.partial(fun, **params)
             return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
 
-        mlir.register_lowering(primitive, rule, platform=platform)
+        mlir.register_lowering(primitive, rule, platform=platform, inline=False)
 
 
 def _chosen(platform: str | None, ctx: Any, avals: Sequence[Any], program: Program) -> Any:

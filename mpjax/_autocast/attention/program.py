@@ -96,6 +96,10 @@ class Program:
     implementation: str | None = None
     _kept: dict[Any, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Has the form traced and differentiated once, for every equal attention and each pass."""
+        object.__setattr__(self, "form", _compat.inlined(self.form))
+
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Returns what is found out about the program once, and kept as long as it."""
         if key not in self._kept:
