@@ -10,7 +10,7 @@ import pytest
 from _small import BF16, KEY, W, X, distance, loss
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, auto_axes, reshard
+from jax.sharding import AxisType, auto_axes, explicit_axes, reshard, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 import mpjax
@@ -112,6 +112,18 @@ def dropped(x, w):
 
 
 # How the operands are sharded, the function, and other operands than X and W.
+def explicitly(x, w):
+    """Axes that are explicit inside a region in which XLA chooses."""
+
+    def product(x, w):
+        return reshard(x @ w, P("x", "y"))
+
+    def region(x, w):
+        return explicit_axes(product, in_sharding=(ROWS, WHOLE))(x, w) @ w
+
+    return auto_axes(region, out_sharding=ROWS)(x, w) @ w
+
+
 FEATURES = {
     "a sum left": (P("x", "y"), P("y", None), lambda x, w: reshard(partial(x, w), ROWS)),
     "a sum left, added": (
@@ -156,6 +168,12 @@ FEATURES = {
         COLUMNS,
         lambda x, w: reshard(partial(jax.nn.gelu(x @ w), w.T), ROWS),
     ),
+    "reshard": (ROWS, WHOLE, lambda x, w: jnp.tanh(reshard(x @ w, P("y", None)) @ w)),
+    "out_sharding": (
+        P("x", "y"),
+        P("y", None),
+        lambda x, w: jnp.tanh(jnp.dot(x, w, out_sharding=ROWS)) @ reshard(w, WHOLE),
+    ),
     "take": (P(), WHOLE, lambda x, w: jnp.take(w, LABELS, axis=0) @ w),
     "get": (ROWS, WHOLE, lambda x, w: w.at[reshard(LABELS, P("x"))].get(out_sharding=ROWS) @ w + x),
     "get columns": (
@@ -180,6 +198,7 @@ FEATURES = {
         WHOLE,
         lambda x, w: auto_axes(twice, axes="y", out_sharding=ROWS)(x, w) @ w,
     ),
+    "explicit_axes": (ROWS, WHOLE, explicitly),
     "shard_map of one axis": (ROWS, WHOLE, sharded_by_hand),
     "reshape": (
         ROWS,
@@ -214,6 +233,12 @@ FEATURES = {
 }
 
 
+MIXED = {
+    "automatic": (AxisType.Auto, AxisType.Auto),
+    "one axis explicit": (AxisType.Explicit, AxisType.Auto),
+}
+
+
 def both(fun):
     return lambda *args: (fun(*args), jax.grad(loss(fun), (0, 1))(*args))
 
@@ -234,6 +259,34 @@ def test_types_and_values_under_an_explicit_mesh(name, explicit):
     inside = jax.jit(autocast(both(fun), "bf16-mixed")).trace(x, w)
     assert types(inside.out_info) == types(jax.jit(both(fun)).trace(x, w).out_info)
     inside.lower()
+
+
+@pytest.mark.parametrize("mesh", MIXED)
+@pytest.mark.parametrize("name", ["explicit_axes", "attention", "a loop"])
+def test_types_and_values_under_other_meshes(name, mesh):
+    *_, fun = FEATURES[name]
+    with jax.set_mesh(jax.make_mesh((4, 2), ("x", "y"), axis_types=MIXED[mesh])):
+        x, w = jax.device_put(X, ROWS), jax.device_put(W, WHOLE)
+        want, got = (jax.jit(both(f))(x, w) for f in (fun, autocast(fun, "bf16-mixed")))
+        assert types(got) == types(want)
+        assert distance(got[0], want[0]) < 8 * BF16
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_types_under_an_abstract_mesh(name):
+    """A program for devices that are not there, traced for types of arrays alone."""
+    of_x, of_w, fun, *others = FEATURES[name]
+    types_of = (AxisType.Explicit,) * 2
+    mesh = jax.sharding.AbstractMesh((4, 2), ("x", "y"), axis_types=types_of)
+    with use_abstract_mesh(mesh):
+        x, w = (
+            jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=jax.NamedSharding(mesh, spec))
+            for v, spec in zip(others or (X, W), (of_x, of_w), strict=True)
+        )
+        want, got = (
+            jax.jit(both(f)).trace(x, w).out_info for f in (fun, autocast(fun, "bf16-mixed"))
+        )
+    assert types(got) == types(want)
 
 
 def test_a_product_is_rounded_where_a_gpu_makes_it_whatever_says_where_it_is(explicit):
