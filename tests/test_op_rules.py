@@ -21,7 +21,8 @@ from mpjax._op_rules import (
     parse_rules,
 )
 
-_PACKAGES = [p for p in ("jax", "flax", "equinox", "optax") if importlib.util.find_spec(p)]
+_EXTENSIONS = ("flax", "equinox", "optax", "lineax", "optimistix", "diffrax")  # where installed
+_PACKAGES = [p for p in ("jax", *_EXTENSIONS) if importlib.util.find_spec(p)]
 
 
 @functools.cache
