@@ -7,10 +7,14 @@ import jax.numpy as jnp
 import pytest
 from _small import BF16, W, X, distance, loss
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import xla_metadata
+from jax.experimental.compute_on import compute_on
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.sparse import BCOO
 
 from mpjax import autocast, explain
+from mpjax._autocast.product import primitives
 
 # -- programs with rules -------------------------------------------------------------------------
 
@@ -87,6 +91,11 @@ def _(primals, tangents):
 optimised = jax.custom_vjp(lambda x, w: jnp.tanh(x @ w))
 optimised.defvjp(_ruled_forward, _ruled_backward, optimize_remat=True)
 
+by_name = jax.checkpoint(
+    lambda x, w: jnp.tanh(checkpoint_name(layer(x, w), "kept") @ w),
+    policy=jax.checkpoint_policies.save_only_these_names("kept"),
+)
+
 NONE, GRAD, VMAP, ALL = "", "grad", "vmap", "grad vmap"
 # The function, and what JAX can do with it beside computing it.
 HELD = {
@@ -103,6 +112,7 @@ FLAGS = {
         NONE,
     ),
     "jax_remat3": (jax.checkpoint(lambda x, w: layer(x, w) @ w), ALL),
+    "jax_remat3 by name": (by_name, ALL),
     "jax_custom_vjp3": (ruled, ALL),
     "jax_custom_jvp3": (ruled_forward, ALL),
 }
@@ -148,13 +158,29 @@ def flag(name):
         jax.clear_caches()
 
 
+LEAKS = pytest.mark.no_leak_check("JAX's own new checkpoints keep a trace where a policy is given")
+
+
+@LEAKS
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX 0.12 has the first that works")
 @pytest.mark.parametrize("name", FLAGS)
 def test_products_of_tomorrows_programs_are_low(name):
     fun, how = FLAGS[name]
     want = results(fun, how)  # JAX 0.12 computes nothing in a jitted loop of its new kind
-    with flag(name):
+    with flag(name.split()[0]):
         check(fun, how, want)
+
+
+@LEAKS
+@pytest.mark.parametrize("is_new", [False, True])
+def test_what_a_checkpoint_keeps_by_name_is_low(is_new):
+    if is_new and jax.__version_info__ < (0, 12):
+        pytest.skip("JAX 0.12 has the first that works")
+    with flag("jax_remat3") if is_new else contextlib.nullcontext():
+        low = autocast(by_name, "bf16-mixed")
+        kept = jax.eval_shape(lambda x, w: jax.vjp(low, x, w)[1], jnp.tile(X, (64, 1)), W)
+    found = [r.dtype for r in jax.tree.leaves(kept) if r.shape == (512, 16)]
+    assert sorted(dtype.name for dtype in found) == ["bfloat16", "float32"]  # and the input
 
 
 @pytest.mark.no_leak_check("a linear_call keeps its operands in JAX itself")
@@ -200,6 +226,51 @@ def test_a_rule_that_loops_over_tangents_is_transposed_through_what_the_loop_rea
     for form in (jax.grad, jax.jacfwd):
         got, want = (form(loss(f), (0, 1))(X, W) for f in (fast, fun))
         assert distance(got, want) < 8 * BF16
+
+
+# -- where, or as what, a program runs ---------------------------------------------------------
+
+
+def on_the_host(x, w):
+    if jax.__version_info__ < (0, 11):  # a context there
+        with compute_on("device_host"):
+            return layer(x, w)
+    space = jax.memory.Space.Device
+    return compute_on(layer, compute_type="device_host", out_memory_spaces=space)(x, w)
+
+
+def marked(x, w):
+    with xla_metadata.set_xla_metadata(mark="here"):
+        return layer(x, w)
+
+
+PLACED = {"on the host": (on_the_host, '"host"'), "marked": (marked, 'mark = "here"')}
+if hasattr(xla_metadata, "xla_metadata_call"):
+    called = xla_metadata.xla_metadata_call(layer, mark="here")
+    PLACED["called with a mark"] = called, 'mark = "here"'
+
+
+def marked_lines(fun, mark):
+    """Counts the products and calls of a lowered gradient: those that are marked, and the rest."""
+    traced = jax.jit(jax.grad(loss(fun), (0, 1))).trace(X, W)
+    lines = traced.lower(lowering_platforms=("cuda",)).as_text().splitlines()
+    found = [mark in line for line in lines if "dot_general" in line or " call @" in line]
+    return found.count(True), found.count(False)
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_products_stay_where_they_are_placed_and_no_others(name):
+    fun, mark = PLACED[name]
+
+    def both(x, w):
+        return layer(fun(x, w) @ w, w)
+
+    check(both, GRAD, results(both, GRAD))
+    primitives._traced.cache_clear()
+    jax.clear_caches()
+    assert marked_lines(autocast(both, "bf16-mixed"), mark) == marked_lines(both, mark)
+    marked, others = marked_lines(autocast(layer, "bf16-mixed"), mark)
+    assert (marked, others) == (0, 3)
 
 
 # -- what cannot be entered ----------------------------------------------------------------------

@@ -20,6 +20,7 @@ NAME = "call_hi_primitive"
 _PARAM = "_prim"
 _KINDS: tuple[type, ...] = (hijax.HiPrim,) if hasattr(hijax, "HiPrim") else ()
 _CHECKPOINT, _LOOP = "RematTraced", "Scan3"
+_NAMES = ("CheckpointName", "CheckpointNameFwd")
 
 
 def holder(eqn: Any) -> Any:
@@ -41,9 +42,15 @@ def is_checkpoint(eqn: Any) -> bool:
     return type(holder(eqn)).__name__ == _CHECKPOINT
 
 
+def given_name(eqn: Any) -> str | None:
+    """Returns the name that an equation gives its operand, for a checkpoint's policy, or None."""
+    return holder(eqn).params["name"] if type(holder(eqn)).__name__ in _NAMES else None
+
+
 def has_rules(eqn: Any) -> bool:
     """Whether an equation is a function with rules of its own, which were written for its types."""
-    return holder(eqn) is not None and type(holder(eqn)).__name__ not in (_CHECKPOINT, _LOOP)
+    without = (_CHECKPOINT, _LOOP, *_NAMES)
+    return holder(eqn) is not None and type(holder(eqn)).__name__ not in without
 
 
 @by_identity

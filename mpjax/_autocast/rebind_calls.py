@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from mpjax import _compat
 from mpjax._autocast import custom_rules, held_programs, hijax_programs, structure, sums
@@ -30,6 +31,8 @@ def run(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> lis
     how = _RUN.get(eqn.primitive.name, _run_inline)
     if hijax_programs.is_checkpoint(eqn):
         how = _run_remat
+    elif hijax_programs.given_name(eqn) is not None:
+        how = _run_named
     elif how is _run_inline and structure.has_rules(eqn):
         how = _run_held
     return list(how(runner, decision, values))
@@ -112,6 +115,12 @@ def _run_remat(runner: Interpreter, decision: Decision, values: Sequence[Value])
     if not isinstance(prevent_cse, bool):  # one for each operand, without their low copies
         prevent_cse = any(prevent_cse)
     return jax.checkpoint(fun, prevent_cse=prevent_cse, policy=ask)(*args)
+
+
+def _run_named(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    """Names a value in the form in which it is held: so a checkpoint's policy keeps it."""
+    name = hijax_programs.given_name(decision.eqn)
+    return [checkpoint_name(x, name) for x in _run_inline(runner, decision, values)]
 
 
 def _run_shard_map(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:

@@ -87,16 +87,18 @@ def _lowering(backend: Callable[[], backends.Backend]) -> Any:
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
         if not all(isinstance(n, int) for aval in ctx.avals_in for n in aval.shape):
             return lowered(ctx, *args, **params)  # of an exported program with open lengths
-        mesh = jax.sharding.get_abstract_mesh()
-        program = _traced(mesh, tuple(ctx.avals_in), backend(), **params)
+        program = _traced(ctx.jaxpr_eqn_ctx, tuple(ctx.avals_in), backend(), **params)
         return _compat.lower_program(ctx, program, *args)
 
     return lower
 
 
 @functools.lru_cache(maxsize=4096)
-def _traced(_mesh: Any, avals: Any, backend: backends.Backend, **params: Any) -> Any:
-    """Returns what a product runs on a backend as a program, traced once for equal products."""
+def _traced(_where: Any, avals: Any, backend: backends.Backend, **params: Any) -> Any:
+    """Returns what a product runs on a backend as a program, traced once for equal products.
+
+    Its operations are marked with where they are traced: on a mesh, in `compute_on`, in metadata.
+    """
     return jax.make_jaxpr(functools.partial(_run, backend=backend, **params))(*avals)
 
 
