@@ -298,6 +298,19 @@ def test_the_landing_pages_means_are_of_all_networks_of_their_table():
         assert set(line.split(", ")) == {n for n, variant in times if variant == asked}
 
 
+def test_what_the_pages_say_of_tracing_is_what_its_table_says():
+    table = (ROOT / "benchmarks" / "results" / "tracing.md").read_text()
+    row = re.compile(
+        r"^\| (\d+) \| autocast \| .* \| ([\d.]+) \| \d+ \| ([\d.]+) \|$", re.MULTILINE
+    )
+    found = {int(depth): (both, float(text)) for depth, both, text in row.findall(table)}
+    both, _ = found[max(found)]
+    told = f"at {max(found)} unrolled transformer blocks it is {both} times float32's"
+    assert told in (DOCS / "faq.md").read_text()
+    assert {1, 10, 100} <= found.keys()
+    assert all(text <= 1.3 for depth, (_, text) in found.items() if depth >= 10)
+
+
 @pytest.mark.slow
 def test_the_pictures_of_the_numerics_page_are_drawn_from_what_its_code_finds(tmp_path: Path):
     command = [sys.executable, str(DOCS / "figures.py"), "--page", "--out", str(tmp_path)]

@@ -17,6 +17,7 @@ from mpjax._autocast import (
     delayed,
     nnx_names,
     parameters,
+    permuted,
     precision,
     quantized,
     reads,
@@ -313,7 +314,7 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     arrays = [leaves[i] for i in places]
     linen = stateful.linen_modules(fun, (args, kwargs))
     before = stateful.variables(linen)
-    jaxpr = uncounted(sunk(jax.make_jaxpr(flat)(*arrays), arrays), arrays)
+    jaxpr = permuted.told(uncounted(sunk(jax.make_jaxpr(flat)(*arrays), arrays), arrays))
     stateful.check_unchanged(before, linen, where)
     return Traced(jaxpr, (args, kwargs), places, *trees)
 

@@ -77,10 +77,10 @@ def _count(column: Any, makers: Mapping[Any, Any]) -> int | None:
     name = eqn.primitive.name
     if name == "iota":
         axis = eqn.params["dimension"]
-        return axis if _holds(column, column.aval.shape[axis]) else None
+        return axis if holds(column, column.aval.shape[axis]) else None
     if name == "select_n":  # counted from the end where it is below 0: nowhere
         which, x, *_ = eqn.invars
-        return _count(x, makers) if _is_negative(which, x, makers) else None
+        return _count(x, makers) if is_negative(which, x, makers) else None
     if name not in ("convert_element_type", "transpose", "broadcast_in_dim"):
         return None
     (source, *_) = eqn.invars
@@ -90,16 +90,16 @@ def _count(column: Any, makers: Mapping[Any, Any]) -> int | None:
         return eqn.params["permutation"].index(axis)
     to = axis if name == "convert_element_type" else eqn.params["broadcast_dimensions"][axis]
     count = source.aval.shape[axis]
-    return to if count == column.aval.shape[to] and _holds(column, count) else None
+    return to if count == column.aval.shape[to] and holds(column, count) else None
 
 
-def _holds(var: Any, count: int) -> bool:
+def holds(var: Any, count: int) -> bool:
     """Whether the dtype of a variable can count so far: bytes end at 255."""
     dtype = var.aval.dtype
     return jnp.issubdtype(dtype, jnp.integer) and count <= np.iinfo(dtype).max
 
 
-def _is_negative(which: Any, x: Any, makers: Mapping[Any, Any]) -> bool:
+def is_negative(which: Any, x: Any, makers: Mapping[Any, Any]) -> bool:
     """Whether a condition is `x < 0`."""
     eqn = None if _compat.is_literal(which) else makers.get(which)
     if eqn is None or eqn.primitive.name != "lt" or eqn.invars[0] is not x:

@@ -29,6 +29,8 @@ def is_summed(eqn: Any) -> bool:
     name = eqn.primitive.name
     if name == "broadcast_in_dim":
         return states.copies(eqn) > 2  # a sum of two terms is rounded once in any dtype
+    if eqn.params.get("unique_indices") and name == "gather":
+        return False  # what each element is read for is one thing
     return name in traits.REPEATS or name in traits.SELECTS
 
 
