@@ -102,7 +102,8 @@ class Graph:
         """Returns the number that all elements of a value are, None where that is not known."""
         if _compat.is_literal(name):
             dtype = name.aval.dtype  # of a tangent of integers it has no numbers
-            is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+            kinds = (jnp.floating, jnp.integer, jnp.bool_)  # False and 0 are one number of a mask
+            is_real = any(jnp.issubdtype(dtype, kind) for kind in kinds)
             return float(name.val) if is_real and np.ndim(name.val) == 0 else None
         return self._numbers.get(name)
 
