@@ -1,5 +1,6 @@
 """The seams where versions of JAX differ, or where public JAX needs a detour."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -390,7 +391,21 @@ def is_for_one_device(ctx: Any) -> bool:
     if hasattr(context, "num_devices"):
         return context.num_devices == 1
     mesh = getattr(context, "mesh", None)
-    return mesh is None or set(mesh.axis_names) <= set(context.manual_axes)
+    manual = getattr(context, "manual_axes", ())
+    return mesh is None or all(n == 1 for axis, n in mesh.shape.items() if axis not in manual)
+
+
+def devices_shared_by(aval: Any) -> int:
+    """Returns over how many devices XLA splits a value, as far as its type tells.
+
+    Inside a `shard_map` these are the axes that are not mapped. An array that was placed, or traced
+    inside `jax.set_mesh`, has a type that tells; one that `jit` places later has not.
+    """
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    if mesh is None or mesh.empty:
+        return 1
+    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return math.prod(n for n, kind in axes if kind != jax.sharding.AxisType.Manual)
 
 
 def has_values(x: Any) -> bool:

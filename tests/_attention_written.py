@@ -1,11 +1,12 @@
-"""Attention as people write it, and what looks like it but is not: functions of (weights, x)."""
+"""Attention as people write it: functions of (weights, x)."""
 
+import equinox as eqx
 import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import mpjax
 from benchmarks.networks._attention import attend, attend_grouped, causal
 
 BATCH, TIME, HEADS, SIZE = 2, 16, 4, 8
@@ -16,8 +17,9 @@ X = jax.random.normal(jax.random.fold_in(KEY, 1), (BATCH, TIME, WIDTH))
 FIRST = jnp.arange(TIME) < jnp.array([10, 16])[:, None]  # which tokens are there
 LAST = ~FIRST | (jnp.arange(TIME) == TIME - 1)  # padded in front: early rows have no keys
 LEAST = float(jnp.finfo(jnp.float32).min)
+PAIRS = FIRST[:, None, :, None] & FIRST[:, None, None, :]  # padded: no row and no key of these
 
-FOUND, NOT_FOUND = {}, {}
+FOUND = {}
 
 
 def found(fun):
@@ -25,60 +27,76 @@ def found(fun):
     return fun
 
 
-def not_found(fun):
-    NOT_FOUND[fun.__name__] = fun
-    return fun
-
-
-def _heads(weights, x):
+def heads(weights, x):
     return [(x @ weights[i]).reshape(*x.shape[:-1], HEADS, SIZE) for i in range(3)]
 
 
-def _out(weights, y):
+def out(weights, y):
     return y.reshape(BATCH, TIME, WIDTH) @ weights[3] @ weights[4]
 
 
 def _fewer(weights, x):
-    query, key, value = _heads(weights, x)
+    query, key, value = heads(weights, x)
     return query, key[:, :, :2], value[:, :, :2]
+
+
+def of_logits(weights, x, change):
+    """Returns attention whose logits are changed by a function before the softmax."""
+    query, key, value = heads(weights, x)
+    logits = change(jnp.einsum("bqhd,bkhd->bhqk", query, key) * SIZE**-0.5)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits, axis=-1), value)
+
+
+LINEN = nn.MultiHeadDotProductAttention(num_heads=HEADS).init(KEY, X)
+NNX = nnx.split(nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=nnx.Rngs(0)))
+EQUINOX = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=KEY)
+
+
+def _haiku(x, mask):
+    init = hk.initializers.VarianceScaling(1.0)
+    return hk.MultiHeadAttention(HEADS, SIZE, w_init=init)(x, x, x, mask)
+
+
+HAIKU = hk.without_apply_rng(hk.transform(_haiku))
+HAIKU_PARAMS = HAIKU.init(KEY, X, jnp.broadcast_to(causal(TIME), (BATCH, 1, TIME, TIME)))
 
 
 @found
 def of_all(weights, x):
-    return _out(weights, attend(*_heads(weights, x), jnp.ones((), bool), jnp.float32))
+    return out(weights, attend(*heads(weights, x), jnp.ones((), bool), jnp.float32))
 
 
 @found
 def causal_by_tril(weights, x):
-    return _out(weights, attend(*_heads(weights, x), causal(TIME), jnp.float32))
+    return out(weights, attend(*heads(weights, x), causal(TIME), jnp.float32))
 
 
 @found
 def in_groups(weights, x):
-    return _out(weights, attend_grouped(*_fewer(weights, x), causal(TIME), jnp.float32))
+    return out(weights, attend_grouped(*_fewer(weights, x), causal(TIME), jnp.float32))
 
 
 @found
 def of_padded_keys(weights, x):
-    return _out(weights, attend(*_heads(weights, x), FIRST[:, None, None, :], jnp.float32))
+    return out(weights, attend(*heads(weights, x), FIRST[:, None, None, :], jnp.float32))
 
 
 @found
 def rows_without_keys(weights, x):
     mask = LAST[:, None, None, :] & causal(TIME)
-    return _out(weights, attend(*_heads(weights, x), mask, jnp.float32))
+    return out(weights, attend(*heads(weights, x), mask, jnp.float32))
 
 
 @found
 def by_jax_nn(weights, x):
-    return _out(weights, jax.nn.dot_product_attention(*_fewer(weights, x), is_causal=True))
+    return out(weights, jax.nn.dot_product_attention(*_fewer(weights, x), is_causal=True))
 
 
 @found
 def by_jax_nn_in_a_window(weights, x):
     attention = jax.nn.dot_product_attention
-    y = attention(*_heads(weights, x), is_causal=True, local_window_size=(5, 0), scale=0.3)
-    return _out(weights, y)
+    y = attention(*heads(weights, x), is_causal=True, local_window_size=(5, 0), scale=0.3)
+    return out(weights, y)
 
 
 @found
@@ -86,20 +104,20 @@ def by_jax_nn_with_a_bias(weights, x):
     bias = (weights[4, :TIME, :TIME] * 4 + weights[3, :TIME, None, :TIME][:4]).reshape(
         1, HEADS, TIME, TIME
     )
-    return _out(weights, jax.nn.dot_product_attention(*_heads(weights, x), bias))
+    return out(weights, jax.nn.dot_product_attention(*heads(weights, x), bias))
 
 
 @found
 def by_linen(weights, x):
     padded = nn.make_attention_mask(FIRST, FIRST)
     mask = nn.combine_masks(nn.make_causal_mask(jnp.ones((BATCH, TIME))), padded)
-    return _out(weights, nn.dot_product_attention(*_heads(weights, x), mask=mask))
+    return out(weights, nn.dot_product_attention(*heads(weights, x), mask=mask))
 
 
 @found
 def by_nnx(weights, x):
     mask = nnx.make_causal_mask(jnp.ones((BATCH, TIME)))
-    return _out(weights, nnx.dot_product_attention(*_heads(weights, x), mask=mask))
+    return out(weights, nnx.dot_product_attention(*heads(weights, x), mask=mask))
 
 
 def _added(mask, least):
@@ -112,53 +130,159 @@ def _added(mask, least):
 @found
 def with_an_added_mask(weights, x):
     bias = _added(LAST[:, None, None, :] & causal(TIME), LEAST)
-    return _out(weights, nn.dot_product_attention(*_heads(weights, x), bias=bias))
+    return out(weights, nn.dot_product_attention(*heads(weights, x), bias=bias))
 
 
 @found
 def with_a_billion_added(weights, x):
     bias = _added(LAST[:, None, None, :] & causal(TIME), -1e9)
-    return _out(weights, nn.dot_product_attention(*_heads(weights, x), bias=bias))
+    return out(weights, nn.dot_product_attention(*heads(weights, x), bias=bias))
 
 
 @found
 def with_ten_thousand_added(weights, x):
     bias = _added(LAST[:, None, None, :] & causal(TIME), -1e4)
-    return _out(weights, nn.dot_product_attention(*_heads(weights, x), bias=bias))
+    return out(weights, nn.dot_product_attention(*heads(weights, x), bias=bias))
 
 
 @found
 def heads_first_by_hand(weights, x):
-    query, key, value = (y.swapaxes(1, 2) for y in _heads(weights, x))
+    query, key, value = (y.swapaxes(1, 2) for y in heads(weights, x))
     logits = query @ key.swapaxes(-1, -2) / jnp.sqrt(SIZE)
     logits = jnp.where(jnp.tril(jnp.ones((TIME, TIME))) == 0, -jnp.inf, logits)
     weights_of_keys = jnp.exp(logits - logits.max(-1, keepdims=True))
     weights_of_keys = weights_of_keys / weights_of_keys.sum(-1, keepdims=True)
-    return _out(weights, (weights_of_keys @ value).swapaxes(1, 2))
+    return out(weights, (weights_of_keys @ value).swapaxes(1, 2))
+
+
+@found
+def with_a_mask_multiplied(weights, x):
+    bias = (1.0 - (LAST[:, None, None, :] & causal(TIME)).astype(jnp.float32)) * LEAST
+    return out(weights, of_logits(weights, x, lambda logits: logits + bias))
+
+
+@found
+def with_minus_infinity_chosen(weights, x):
+    mask = LAST[:, None, None, :] & causal(TIME)
+    return out(weights, of_logits(weights, x, lambda y: jnp.where(mask, y, -jnp.inf)))
+
+
+@found
+def with_minus_infinity_added(weights, x):
+    bias = jnp.where(PAIRS, 0.0, -jnp.inf)
+    return out(weights, of_logits(weights, x, lambda logits: logits + bias))
+
+
+@found
+def with_the_logarithm_of_a_mask_added(weights, x):
+    bias = jnp.log(PAIRS.astype(jnp.float32))
+    return out(weights, of_logits(weights, x, lambda logits: logits + bias))
+
+
+@found
+def with_the_least_half_of_a_mask(weights, x):
+    least = float(jnp.finfo(jnp.float16).min)
+    return out(weights, of_logits(weights, x, lambda y: jnp.where(PAIRS, y, least)))
+
+
+@found
+def with_a_mask_of_queries(weights, x):
+    mask = FIRST[:, None, :, None]
+    return out(weights, of_logits(weights, x, lambda y: jnp.where(mask, y, -1e9)))
+
+
+@found
+def with_a_mask_of_each_head(weights, x):
+    mask = jnp.arange(TIME) <= (3 * jnp.arange(HEADS) + 2)[:, None, None]
+    return out(weights, of_logits(weights, x, lambda y: jnp.where(mask, y, -1e9)))
+
+
+@found
+def with_slopes_of_positions(weights, x):
+    places = jnp.arange(TIME)
+    slopes = 2.0 ** -jnp.arange(1.0, HEADS + 1)
+    bias = slopes[:, None, None] * (places[None, :] - places[:, None])
+    return out(weights, of_logits(weights, x, lambda y: jnp.where(causal(TIME), y + bias, -1e9)))
+
+
+@found
+def of_scaled_query_and_key(weights, x):
+    query, key, value = heads(weights, x)
+    return out(weights, attend(query * 0.5, key * 0.75, value, causal(TIME), jnp.float32))
+
+
+@found
+def of_one_array(weights, x):
+    (query, *_) = heads(weights, x)
+    return out(weights, attend(query, query, query, causal(TIME), jnp.float32))
+
+
+@found
+def of_one_key_head_without_an_axis(weights, x):
+    query, key, value = heads(weights, x)
+    logits = jnp.einsum("bqhd,bkd->bhqk", query, key[:, :, 0]) * 0.3
+    scores = jax.nn.softmax(jnp.where(causal(TIME), logits, -1e9), axis=-1)
+    return out(weights, jnp.einsum("bhqk,bkd->bqhd", scores, value[:, :, 0]))
+
+
+@found
+def in_windows(weights, x):
+    query, key, value = (y.reshape(BATCH, 4, 4, HEADS, SIZE) for y in heads(weights, x))
+    logits = jnp.einsum("bwqhd,bwkhd->bwhqk", query, key) + weights[4, :HEADS, :16].reshape(
+        -1, 4, 4
+    )
+    return out(weights, jnp.einsum("bwhqk,bwkhd->bwqhd", jax.nn.softmax(logits), value))
+
+
+@found
+def by_linens_module(weights, x):
+    module = nn.MultiHeadDotProductAttention(num_heads=HEADS)
+    return module.apply(LINEN, x @ weights[0], mask=causal(TIME)) @ weights[4]
+
+
+@found
+def by_nnxs_module(weights, x):
+    module = nnx.merge(*NNX)
+    return module(x @ weights[0], mask=causal(TIME)) @ weights[4]
+
+
+@found
+def by_equinoxs_module(weights, x):
+    mask = jnp.broadcast_to(causal(TIME)[0, 0], (TIME, TIME))
+    return jax.vmap(lambda y: EQUINOX(y, y, y, mask=mask))(x @ weights[0]) @ weights[4]
+
+
+@found
+def by_haikus_module(weights, x):
+    y = x @ weights[0]
+    return (
+        HAIKU.apply(HAIKU_PARAMS, y, jnp.broadcast_to(causal(TIME), (BATCH, 1, TIME, TIME)))
+        @ (weights[4])
+    )
 
 
 @found
 def of_one_head(weights, x):
     query, key, value = (x @ weights[i] for i in range(3))
     scores = jax.nn.softmax(jnp.einsum("bqc,bkc->bqk", query, key) * 0.2, axis=-1)
-    return _out(weights, jnp.einsum("bqk,bkc->bqc", scores, value))
+    return out(weights, jnp.einsum("bqk,bkc->bqc", scores, value))
 
 
 @found
 def of_one_example_mapped(weights, x):
     def one(x):
-        query, key, value = _heads(weights, x)
+        query, key, value = heads(weights, x)
         scores = jax.nn.softmax(jnp.einsum("qhd,khd->hqk", query, key) * 0.2, axis=-1)
         return jnp.einsum("hqk,khd->qhd", scores, value)
 
-    return _out(weights, jax.vmap(one)(x))
+    return out(weights, jax.vmap(one)(x))
 
 
 @found
 def in_a_scan(weights, x):
     def layer(x, _):
         y = nn.LayerNorm(use_scale=False, use_bias=False).apply({}, x)
-        y = attend(*_heads(weights, y), causal(TIME), jnp.float32)
+        y = attend(*heads(weights, y), causal(TIME), jnp.float32)
         return x + y.reshape(x.shape) @ weights[3], None
 
     return jax.lax.scan(layer, x, None, length=2)[0] @ weights[4]
@@ -168,103 +292,7 @@ def in_a_scan(weights, x):
 def in_a_checkpoint(weights, x):
     @jax.checkpoint
     def layer(x):
-        y = attend(*_heads(weights, x), causal(TIME), jnp.float32)
+        y = attend(*heads(weights, x), causal(TIME), jnp.float32)
         return x + y.reshape(x.shape) @ weights[3]
 
     return layer(x) @ weights[4]
-
-
-def _scores(weights, x, axis=-1):
-    query, key, value = _heads(weights, x)
-    return jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key), axis=axis), key, value
-
-
-def _summed(weights, scores, value):
-    return _out(weights, jnp.einsum("bhqk,bkhd->bqhd", scores, value))
-
-
-@not_found
-def weights_are_returned(weights, x):
-    scores, _, value = _scores(weights, x)
-    return _summed(weights, scores, value), scores
-
-
-@not_found
-def weights_are_dropped_out(weights, x):
-    scores, _, value = _scores(weights, x)
-    kept = jax.random.bernoulli(KEY, 0.9, scores.shape)
-    return _summed(weights, jnp.where(kept, scores / 0.9, 0.0), value)
-
-
-@not_found
-def logits_are_capped(weights, x):
-    y = attend_grouped(*_heads(weights, x), causal(TIME), jnp.float32, cap=20.0)
-    return _out(weights, y)
-
-
-@not_found
-def weights_are_read_twice(weights, x):
-    scores, key, value = _scores(weights, x)
-    return _summed(weights, scores, value) + _summed(weights, scores, key)
-
-
-@not_found
-def logits_are_read_elsewhere(weights, x):
-    query, key, value = _heads(weights, x)
-    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key)
-    y = _summed(weights, jax.nn.softmax(logits, axis=-1), value)
-    return y + 1e-3 * jnp.mean(logits**2)
-
-
-@not_found
-def the_softmax_is_a_region(weights, x):
-    query, key, value = _heads(weights, x)
-    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key)
-    with mpjax.full_precision():
-        scores = jax.nn.softmax(logits, axis=-1)
-    return _summed(weights, scores, value)
-
-
-@not_found
-def all_is_a_region(weights, x):
-    with mpjax.full_precision():
-        return of_all(weights, x)
-
-
-@not_found
-def the_softmax_is_of_columns(weights, x):
-    scores, _, value = _scores(weights, x, axis=2)
-    return _summed(weights, scores, value)
-
-
-@not_found
-def the_sum_is_of_another_axis(weights, x):
-    query, key, value = _heads(weights, x)
-    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key)
-    scores = jnp.exp(logits - logits.max(-1, keepdims=True))
-    return _summed(weights, scores / scores.sum(-2, keepdims=True), value)
-
-
-@not_found
-def the_sum_stands_along_the_rows(weights, x):
-    query, key, value = _heads(weights, x)
-    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key)
-    scores = jnp.exp(logits - logits.max(-1, keepdims=True))
-    return _summed(weights, scores / scores.sum(-1)[:, :, None, :], value)
-
-
-@not_found
-def a_loop_carries_them(weights, x):
-    query, key, value = _heads(weights, x)
-    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key)
-
-    def more(carry, _):
-        return 0.5 * (carry + jax.nn.softmax(carry + logits, axis=-1)), None
-
-    scores, _ = jax.lax.scan(more, jnp.zeros_like(logits), None, length=2)
-    return _summed(weights, scores, value)
-
-
-@not_found
-def they_are_the_result(weights, x):
-    return attend(*_heads(weights, x), causal(TIME), jnp.float32)

@@ -8,13 +8,12 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from mpjax._autocast.attention import written
 from mpjax._autocast.attention.checks import checked, with_axes
 from mpjax._autocast.attention.primitives import attention
-from mpjax._autocast.attention.program import Operands, Program, Spec
+from mpjax._autocast.attention.program import LEAST, Operands, Program, Spec
 
 Lengths = ArrayLike | None
 Window = int | tuple[int, int] | None
@@ -133,8 +132,7 @@ def dot_product_attention(
     if lengths is not None:
         exists = jnp.arange(out.shape[1]) < lengths[:, None]
         out = jnp.where(exists[..., None, None], out, jnp.zeros((), out.dtype))
-        least = np.float32(-0.7) * np.finfo(np.float32).max
-        rows = jnp.where(exists[..., None], rows, least)
+        rows = jnp.where(exists[..., None], rows, LEAST)
     shape = jnp.shape(query)
     out = out.reshape(shape)
     return (out, rows.reshape(shape[:-1])) if return_residual else out

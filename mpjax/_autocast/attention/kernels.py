@@ -1,7 +1,7 @@
 """Which kernel runs an attention, and where; chosen where it is lowered.
 
 cuDNN's on NVIDIA GPUs, the flash kernel that JAX ships on TPUs, for what each of them takes; XLA's
-form everywhere else. A kernel reads `Operands`, and adds to its logits what keeps keys from rows.
+form everywhere else.
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.interpreters import mlir
 
 from mpjax import _compat
 from mpjax._autocast.attention import cudnn, flash
-from mpjax._autocast.attention.program import Empty, Operands, Program, Spec
+from mpjax._autocast.attention.program import MULTIPLIED, Operands, Program
 from mpjax._errors import message
 
-MULTIPLIED = 3  # operands, which come first: query, key and value
 KERNELS = {"cuda": cudnn, "tpu": flash}
 _CALLED = {"GPUs": cudnn, "TPUs": flash}  # as a person calls them
-_NEVER = 1e30  # as the logarithm of a row's sum: the row's weights are 0, whatever its logits are
 
 
 def register(
@@ -89,15 +86,28 @@ def why_not(kernel: ModuleType, program: Program, avals: Sequence[Any]) -> str:
     return kernel.why_not(found, spec)
 
 
-def where(program: Program, avals: Sequence[Any]) -> str:
-    """Returns which kernel runs an attention on which platform, and why XLA's form does."""
+def where(program: Program, avals: Sequence[Any], types: Sequence[Any]) -> str:
+    """Returns which kernel runs an attention on which platform, and why XLA's form does.
+
+    Args:
+      program: the attention.
+      avals: shapes and dtypes of its operands.
+      types: their types where it stands, which tell over how many devices XLA splits them.
+    """
     if program.implementation == "xla":
         return "attention in XLA's form: implementation= asks for it"
-    found = {platform: why_not(kernel, program, avals) for platform, kernel in _CALLED.items()}
+    found = {
+        platform: why_not(kernel, program, avals) or _why_not_mapped(kernel, types)
+        for platform, kernel in _CALLED.items()
+    }
     taken = [
         f"{_CALLED[platform].NAME} on {platform}" for platform, why in found.items() if not why
     ]
     why = [f"not on {platform}: {why}" for platform, why in found.items() if why]
+    devices = max(map(_compat.devices_shared_by, types))
+    if devices > 1 and taken:
+        split = f"XLA splits the program over {devices} devices"
+        return f"attention in XLA's form: {split}; inside jax.shard_map, {'; '.join(taken)}"
     kind = "attention in one kernel" if taken else "attention in XLA's form"
     return f"{kind}: {'; '.join([*taken, *why])}"
 
@@ -111,138 +121,12 @@ def _why_not_here(kernel: ModuleType, ctx: Any) -> str:
     """Returns why a kernel cannot be part of the program that is lowered."""
     if not _compat.is_for_one_device(ctx):
         return "XLA splits the program over devices; inside jax.shard_map there is one"
-    if kernel is flash and any(a.manual_axis_type.varying for a in ctx.avals_in):
-        return "Pallas needs jax.shard_map(..., check_vma=False)"
     if kernel is cudnn and ctx.module_context.lowering_parameters.for_export:
         return "an exported program cannot call cuDNN"
+    return _why_not_mapped(kernel, ctx.avals_in)
+
+
+def _why_not_mapped(kernel: ModuleType, types: Sequence[Any]) -> str:
+    if kernel is flash and any(a.manual_axis_type.varying for a in types):
+        return "Pallas needs jax.shard_map(..., check_vma=False)"
     return ""
-
-
-# -- both passes of a kernel -----------------------------------------------------------------------
-
-
-def forward(kernel: ModuleType, *arrays: Any, program: Program) -> tuple[Any, Any]:
-    """Returns the result and the logarithm of each row's sum, by a kernel."""
-    found, spec = program.operands(*arrays), program.spec
-    reads = rows_with_keys(found, spec)
-    out, rows = kernel.forward(_ready(found, spec, reads), spec)
-    out = _with_empty_rows(out, found, spec, reads)
-    return program.result(out), rows.reshape(*program.lead, *rows.shape[1:])
-
-
-def backward(kernel: ModuleType, *args: Any, program: Program, wrt: tuple[int, ...]) -> list[Any]:
-    """Returns the cotangents of query, key and value, by a kernel."""
-    *arrays, out, rows, ct = args
-    spec = program.spec
-
-    def operands(*moving: Any) -> tuple[Any, Any]:
-        full = list(arrays)
-        for i, x in zip(wrt, moving, strict=True):
-            full[i] = x
-        found = program.operands(*full)
-        return found[:MULTIPLIED], found[MULTIPLIED:]
-
-    floats, pull, others = jax.vjp(operands, *(arrays[i] for i in wrt), has_aux=True)
-    found = Operands(*floats, *others)
-    batch, heads, queries, _ = found.sizes
-    turned = functools.partial(_untransposed, program, (batch, queries, heads, _size(found)))
-    out, ct = turned(out), turned(ct)
-    rows = rows.reshape(batch, heads, queries)
-    reads = rows_with_keys(found, spec)
-    given = _ready(found, spec, reads)
-    by_kernel, at_empty = ct, (0.0, 0.0, 0.0)
-    if reads is not None and spec.empty is not Empty.ALL:
-        by_kernel = jnp.where(_as_result(reads), ct, jnp.zeros((), ct.dtype))
-        rows = jnp.where(reads[..., 0], rows, _NEVER)
-
-        def empty(*floats: Any) -> Any:
-            own = Operands(*floats, *others)
-            return _with_empty_rows(jnp.zeros_like(ct), own, spec, reads)
-
-        at_empty = jax.vjp(empty, *floats)[1](ct)
-    grads = kernel.backward(given, spec, out, rows, by_kernel)
-    return list(pull(tuple(a + b for a, b in zip(grads, at_empty, strict=True))))
-
-
-def _size(found: Operands) -> int:
-    return found.value.shape[-1]
-
-
-def _untransposed(program: Program, shape: tuple[int, ...], x: Any) -> Any:
-    """Returns what the author calls a result in the order of a kernel's axes."""
-    # `jax.linear_transpose` asserts inside a `shard_map` that tracks varying axes.
-    zeros, x = _compat.equally_varying(jnp.zeros(shape, x.dtype), x)
-    return jax.vjp(program.result, zeros)[1](x)[0]
-
-
-# -- what keeps keys from rows ---------------------------------------------------------------------
-
-
-def rows_with_keys(found: Operands, spec: Spec) -> Any:
-    """Returns which rows read any key, bool[.., .., .., 1] on the axes of the logits, or None.
-
-    Of a row without keys, kernels and XLA know different things: XLA's weights are all equal. The
-    logarithm of its sum is so large that float32 loses what the kernel's gradient needs of it.
-    """
-    read = None if found.mask is None else found.mask
-    _, _, queries, keys = found.sizes
-    if found.lengths is not None:
-        first = jnp.arange(keys) < found.lengths[:, None, None, None]
-        read = first if read is None else read & first
-    if read is None:
-        return None
-    band = spec.band(queries, keys)
-    if band is not None:
-        read = read & band
-    return jnp.any(read, axis=-1, keepdims=True)
-
-
-def _as_result(reads: Any) -> Any:
-    return reads.swapaxes(1, 2)  # [batch, heads, queries, 1] to [batch, queries, heads, 1]
-
-
-def _with_empty_rows(out: Any, found: Operands, spec: Spec, reads: Any) -> Any:
-    """Returns a kernel's result, and in rows without keys what XLA gives: see `Empty`."""
-    if reads is None or spec.empty is Empty.ALL:
-        return out
-    groups, keys = found.query.shape[2] // found.value.shape[2], found.sizes[3]
-    value, key = (
-        jnp.repeat(x.astype(jnp.float32), groups, axis=2) for x in (found.value, found.key)
-    )
-    weight = jnp.where(reads, 0.0, jnp.nan if spec.empty is Empty.NAN else 1 / keys)
-    empty = _as_result(weight) * jnp.sum(value, axis=1, keepdims=True)
-    if spec.empty is Empty.THROUGH:
-        centred = jax.lax.stop_gradient(value - jnp.mean(value, axis=1, keepdims=True))
-        together = jnp.einsum("bsnh,bsnv->bnhv", key, centred) * (spec.scale / keys)
-        moved = jnp.einsum("btnh,bnhv->btnv", found.query.astype(jnp.float32), together)
-        empty = empty + (moved - jax.lax.stop_gradient(moved))
-    return jnp.where(_as_result(reads), out, empty.astype(out.dtype))
-
-
-def _ready(found: Operands, spec: Spec, reads: Any) -> Operands:
-    """Returns operands of which a bias holds the mask; a row without keys reads all in a mask."""
-    if found.bias is not None:
-        dtype = found.query.dtype
-        bias = _ready_bias(found.bias, found.mask, spec, dtype, found.sizes)
-        return found._replace(bias=bias, mask=None)
-    if found.mask is not None:
-        return found._replace(mask=found.mask | ~reads)
-    return found
-
-
-def _ready_bias(bias: Any, mask: Any, spec: Spec, dtype: Any, sizes: Any) -> Any:
-    """Returns a bias as a kernel adds it, low: each row is shifted so that its largest is 0.
-
-    That changes no weight. Rounded, what counts of a bias is near 0, and exact; and a row whose
-    keys are all kept away by -1e9 keeps the logarithm of its sum.
-    """
-    bias = bias.astype(jnp.float32)
-    if mask is not None:
-        bias = jnp.where(mask, bias, -jnp.inf)
-    band = spec.band(*sizes[2:])
-    seen = bias if band is None else jnp.where(band, bias, -jnp.inf)
-    largest = jax.lax.stop_gradient(jnp.max(seen, axis=-1, keepdims=True))
-    bias = bias - jnp.where(jnp.isneginf(largest), 0.0, largest)
-    least = float(jnp.finfo(dtype).min) / 2 if dtype == jnp.float16 else -(2.0**41)
-    shape = (*bias.shape[:2], *sizes[2:])
-    return jnp.broadcast_to(jnp.maximum(bias, least), shape).astype(dtype)

@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpjax import _compat
-from mpjax._autocast.attention import kernels
+from mpjax._autocast.attention import kernels, passes
 from mpjax._autocast.attention.program import Program, batched, out_avals
 
 attention_p = Primitive("attention")
@@ -94,8 +94,8 @@ def _run(primitive: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
 attention_p.def_impl(_run(attention_p, _form))
 tangent_p.def_impl(_run(tangent_p, _tangent))
 backward_p.def_impl(_run(backward_p, _backward))
-kernels.register(attention_p, _form, kernels.forward, others=0)
-kernels.register(backward_p, _backward, kernels.backward, others=3)
+kernels.register(attention_p, _form, passes.forward, others=0)
+kernels.register(backward_p, _backward, passes.backward, others=3)
 mlir.register_lowering(tangent_p, mlir.lower_fun(_tangent, multiple_results=False))
 
 

@@ -14,8 +14,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax import _compat
+
+MULTIPLIED = 3  # operands, which come first: query, key and value
+LEAST = -0.7 * float(np.finfo(np.float32).max)  # the logit of a key that is not read
 
 
 class Operands(NamedTuple):
@@ -42,6 +46,7 @@ class Empty(enum.Enum):
     THROUGH = "through"  # as well, but logits that were lost in a sum get their gradients
     ALL = "all"  # what it would give with all keys: a mask shifted all logits alike
     NAN = "nan"  # a mask chose -inf
+    NAN_THROUGH = "nan through"  # -inf was added: gradients are NaN too
 
 
 @dataclass(frozen=True)

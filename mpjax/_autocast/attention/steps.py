@@ -20,10 +20,10 @@ import numpy as np
 from mpjax import _compat
 from mpjax._autocast import binding, groups, scopes, states
 from mpjax._autocast.attention import kernels, layout, masks, primitives
-from mpjax._autocast.attention.kernels import MULTIPLIED
+from mpjax._autocast.attention.empty_rows import LOST
 from mpjax._autocast.attention.nodes import Graph
 from mpjax._autocast.attention.pattern import Finder, Match
-from mpjax._autocast.attention.program import Empty, Operands, Program, Spec
+from mpjax._autocast.attention.program import MULTIPLIED, Empty, Operands, Program, Spec
 from mpjax._autocast.group_functions import hashable
 from mpjax._autocast.group_functions import literal_key as _literal
 from mpjax._autocast.hints import hint
@@ -32,7 +32,6 @@ from mpjax._autocast.states import Kind
 from mpjax._autocast.values import Value
 
 FLOAT32 = np.dtype("float32")
-_LOST = -5e8  # added to a logit, a number like this leaves nothing of it
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +225,7 @@ def _where(one: Attended, place: _Places) -> str:
         structs.append(jax.ShapeDtypeStruct(v.aval.shape, dtype))
     if all(kernels.why_not(kernel, program, structs) for kernel in kernels.KERNELS.values()):
         return ""
-    return kernels.where(program, structs)
+    return kernels.where(program, structs, [v.aval for v in one.inputs])
 
 
 def _spec(match: Match, how: layout.Layout) -> Spec | None:
@@ -239,9 +238,9 @@ def _spec(match: Match, how: layout.Layout) -> Spec | None:
     left, right = ends
     empty = Empty.MEAN
     if found.masked == -math.inf:
-        empty = Empty.NAN
+        empty = Empty.NAN_THROUGH if found.is_added else Empty.NAN
     elif found.is_added:
-        empty = Empty.THROUGH if (found.masked or 0) < _LOST else Empty.ALL
+        empty = Empty.THROUGH if (found.masked or 0) < LOST else Empty.ALL
     if empty is Empty.ALL and found.mask.arrays:
         left = right = None  # rows without keys read those of other places too: all is in the mask
     is_causal = right == 0

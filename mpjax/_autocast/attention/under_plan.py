@@ -9,8 +9,7 @@ import jax
 import numpy as np
 
 from mpjax._autocast.attention import kernels, primitives
-from mpjax._autocast.attention.kernels import MULTIPLIED
-from mpjax._autocast.attention.program import Program
+from mpjax._autocast.attention.program import MULTIPLIED, Program
 from mpjax._op_rules import OpClass, op_class
 
 _DERIVED = 3  # result, rows and cotangent, which a derivative reads last
@@ -61,7 +60,7 @@ def where(eqn: Any, low: Any) -> str:
         jax.ShapeDtypeStruct(a.shape, low if i < MULTIPLIED else a.dtype)
         for i, a in enumerate(avals)
     ]
-    return kernels.where(program, structs)
+    return kernels.where(program, structs, avals)
 
 
 def run(decision: Any, values: Sequence[Any]) -> list[Any]:

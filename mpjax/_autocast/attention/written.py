@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from mpjax._autocast import product
-from mpjax._autocast.attention.program import Operands, Spec
+from mpjax._autocast.attention.program import LEAST, Operands, Spec
 
 _BATCH, _KEYS = (0, 2), (3,)  # axes of [batch, time, heads, ...]
 
@@ -34,8 +33,7 @@ def form(found: Operands, spec: Spec) -> tuple[Any, Any]:
         logits = logits + found.bias.astype(wide)
     read = _read(found, spec)
     if read is not None:
-        least = -0.7 * float(np.finfo(np.float32).max)
-        logits = jnp.where(read, logits, jnp.asarray(least, wide))
+        logits = jnp.where(read, logits, jnp.asarray(LEAST, wide))
     rows = jax.nn.logsumexp(logits, axis=-1).astype(jnp.float32)
     weights = jax.nn.softmax(logits, axis=-1).astype(dtype)
     weights = weights.reshape(batch, shared, heads // shared, queries, keys)
