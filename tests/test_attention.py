@@ -172,12 +172,16 @@ def test_it_maps_over_examples(in_axes, by_kernel):
         assert max(errors(mapped(attend), wanted)) < 1e-5
 
 
-def test_the_sums_of_rows_are_those_of_jax():
+@pytest.mark.standard_promotion("jax.nn multiplies by a mask of integers")
+@pytest.mark.parametrize("name", ["causal", "a row without keys", "bias", "lengths"])
+def test_the_sums_of_rows_are_those_of_jax(name):
     args = operands()
-    kwargs = {"is_causal": True, "return_residual": True}
+    kwargs = {**CASES[name], "return_residual": True}
     found, wanted = attend(*args, **kwargs), jax.nn.dot_product_attention(*args, **kwargs)
     assert max(errors(found, wanted)) < 1e-6
     assert found[1].dtype == jnp.float32
+    with formulas.everywhere(formulas):
+        assert max(errors(jax.jit(lambda *xs: attend(*xs, **kwargs))(*args), wanted)) < 1e-6
 
 
 def test_without_a_batch_it_is_one_example():

@@ -126,7 +126,7 @@ def dot_product_attention(
         arrays[0], scale = arrays[0] * scale.astype(arrays[0].dtype), 1.0
     spec = Spec(float(scale), bool(is_causal), *window)
     given = tuple(x is not None for x in found)
-    program = _program(spec, given, found.query.shape[0], implementation)
+    program = _program(spec, given, found.query.shape[0], implementation, bool(return_residual))
     out, rows = attention(program, *arrays)
     rows = rows.swapaxes(1, 2)
     if lengths is not None:
@@ -140,7 +140,11 @@ def dot_product_attention(
 
 @functools.lru_cache(maxsize=4096)
 def _program(
-    spec: Spec, given: tuple[bool, ...], batch: int, implementation: str | None
+    spec: Spec,
+    given: tuple[bool, ...],
+    batch: int,
+    implementation: str | None,
+    shows_rows: bool,
 ) -> Program:
     def operands(*arrays: Any) -> Operands:
         rest = iter(arrays)
@@ -153,4 +157,5 @@ def _program(
         result=lambda x: x,
         lead=(batch,),
         implementation=implementation,
+        shows_rows=shows_rows,
     )

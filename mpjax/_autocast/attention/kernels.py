@@ -81,6 +81,8 @@ def why_not(kernel: ModuleType, program: Program, avals: Sequence[Any]) -> str:
     _, _, queries, keys = found.sizes
     if spec.has_empty_rows(queries, keys):
         return "its window leaves rows without keys"
+    if program.shows_rows and found.bias is not None:
+        return "return_residual=True beside a bias: kernels shift it"
     if 0 in (*found.query.shape, *found.value.shape):
         return "it is of size zero"
     return kernel.why_not(found, spec)

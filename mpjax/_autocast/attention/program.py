@@ -99,6 +99,8 @@ class Program:
     lead: tuple[int, ...]
     """The axes of which the batch is made."""
     implementation: str | None = None
+    shows_rows: bool = False
+    """Whether the rows' sums are results, and not for the backward pass alone."""
     _kept: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
