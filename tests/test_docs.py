@@ -250,6 +250,7 @@ def test_the_pictures_can_be_drawn(tmp_path: Path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {
+        "attention.png",
         "beside.png",
         "block.png",
         "eight_bits.png",
@@ -264,12 +265,13 @@ def test_the_pictures_can_be_drawn(tmp_path: Path):
     assert (tmp_path / "saves.txt").read_text() == (DOCS / "images" / "saves.txt").read_text()
 
 
-@pytest.mark.parametrize("name", ["saves", "beside", "optimizers"])
+@pytest.mark.parametrize("name", ["attention", "saves", "beside", "optimizers"])
 def test_pictures_show_what_the_tables_say_now(name: str, monkeypatch: pytest.MonkeyPatch):
     """A picture holds the numbers it draws: where tables are renewed, draw it again."""
     monkeypatch.syspath_prepend(DOCS)
     figures = importlib.import_module("figures")
     told = {
+        "attention": figures.attention_figure.text,
         "saves": lambda: figures.saves_text(figures.savings()),
         "beside": figures.beside_text,
         "optimizers": figures.optimizers_text,
