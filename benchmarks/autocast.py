@@ -20,7 +20,7 @@ import jax
 from measure import compiled, elsewhere, errors, jaxprs, machine, peer, tables, targets, timings
 from measure.options import words
 from measure.store import Store
-from measure.variants import DTYPES, VARIANTS
+from measure.variants import ANYWHERE, DTYPES, VARIANTS
 from networks import NETWORKS, SIZES, Network
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -42,7 +42,7 @@ def arguments() -> argparse.Namespace:
     parts = f"{', '.join(PARTS)} (timings are this CPU's; a GPU's: benchmarks/gpu.py)"
     add("--parts", type=words(PARTS), default=list(PARTS), help=parts)
     add("--networks", type=words(NETWORKS), default=list(NETWORKS), help=", ".join(NETWORKS))
-    add("--variants", type=words(VARIANTS), default=list(VARIANTS), help=", ".join(VARIANTS))
+    add("--variants", type=words(VARIANTS), default=ANYWHERE, help=", ".join(VARIANTS))
     add("--targets", type=words(targets.NAMES), default=["cpu"], help=", ".join(targets.NAMES))
     platforms = f"whose programs' gradient errors to measure: {', '.join(elsewhere.PLATFORMS)}"
     add("--platforms", type=words(elsewhere.PLATFORMS), default=["cpu"], help=platforms)

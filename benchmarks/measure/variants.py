@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from networks import by_cudnn
 
 import mpjax
 from mpjax._op_rules import OP_RULES, OpClass
@@ -22,6 +23,16 @@ def f32(network: Any, dtype: str) -> Loss:
 def hand_cast(network: Any, dtype: str) -> Loss:
     """Returns the model with `dtype=` written into its modules."""
     return network.hand_cast(DTYPES[dtype])
+
+
+def hand_cast_cudnn(network: Any, dtype: str) -> Loss:
+    """Returns the hand cast that asks JAX for cuDNN's attention; it compiles for GPUs alone."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        with by_cudnn():
+            return network.hand_cast(DTYPES[dtype])(params, batch)
+
+    return loss
 
 
 def autocast(network: Any, dtype: str) -> Loss:
@@ -53,9 +64,11 @@ def float8(network: Any, dtype: str) -> Loss:
 VARIANTS: dict[str, Callable[[Any, str], Loss]] = {
     "f32": f32,
     "hand-cast": hand_cast,
+    "hand-cast cuDNN": hand_cast_cudnn,
     "autocast": autocast,
     "widest": widest,
     "products only": products_only,
     "int8": int8,
     "float8": float8,
 }
+ANYWHERE = [name for name in VARIANTS if name != "hand-cast cuDNN"]

@@ -1,5 +1,11 @@
-"""Self-attention as written by hand in mixed precision: low products, softmax in full."""
+"""Self-attention as written by hand in mixed precision: low products, softmax in full.
 
+`by_cudnn()` is how one writes it who asks JAX for cuDNN's kernel, which takes low operands alone.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -8,9 +14,32 @@ import jax.numpy as jnp
 
 from ._network import full
 
+_BY_CUDNN = contextvars.ContextVar("by_cudnn", default=False)
+
+
+@contextlib.contextmanager
+def by_cudnn() -> Iterator[None]:
+    """Asks JAX for cuDNN's attention, in what is traced inside."""
+    token = _BY_CUDNN.set(True)
+    try:
+        yield
+    finally:
+        _BY_CUDNN.reset(token)
+
+
+def _kernel(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns attention by cuDNN: a mask of pairs is that of a decoder, others are of keys."""
+    is_causal = mask.shape[-2] > 1
+    of_keys = mask if not is_causal and mask.size > 1 else None
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=of_keys, is_causal=is_causal, implementation="cudnn"
+    )
+
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, dtype: Any) -> jax.Array:
     """Returns softmax(q k / sqrt(d)) v for [batch, time, heads, d], where `mask` allows it."""
+    if _BY_CUDNN.get():
+        return _kernel(q, k, v, mask)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q * q.shape[-1] ** -0.5, k)
     scores = jnp.where(mask, scores.astype(full(dtype)), -1e9)
     weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
@@ -27,6 +56,8 @@ def attend_grouped(
 ) -> jax.Array:
     """Returns `attend` where several heads of `q` share one of `k` and `v`; scores end at `cap`."""
     batch, time, heads, dim = q.shape
+    if _BY_CUDNN.get() and cap is None:
+        return _kernel(q, k, v, mask)
     q = q.reshape(batch, time, k.shape[2], -1, dim) * dim**-0.5
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k)
     if cap is not None:
