@@ -107,7 +107,6 @@ def _draw_arrays(axes: Axes, left: float, arrays: list[Any]) -> float:
         width = max(side, LABEL)
         middle = left + width / 2
         axes.add_patch(Rectangle((middle - side / 2, 0), side, side, color=COLORS[kind(array)]))
-        style = {"ha": "center", "va": "top", "fontsize": 8}
-        axes.text(middle, -0.5, _megabytes(size(array)), **style)
+        axes.text(middle, -0.5, _megabytes(size(array)), ha="center", va="top", fontsize=8)
         left += width + 1
     return left - 1

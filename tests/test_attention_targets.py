@@ -197,14 +197,14 @@ def test_inside_shard_map_the_kernel_runs(target, check_vma):
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("queries", [256, 196])
-def test_keys_that_are_not_read_compile_for_a_tpu(queries):
+@pytest.mark.parametrize(("queries", "masked"), [(256, 256), (196, 196), (196, 1)])
+def test_keys_that_are_not_read_compile_for_a_tpu(queries, masked):
     batch, _, heads, size = SHAPE
     array = jax.ShapeDtypeStruct((batch, queries, heads, size), jnp.bfloat16)
-    mask = jax.ShapeDtypeStruct((batch, 1, 1, queries), bool)
+    mask = jax.ShapeDtypeStruct((batch, 1, 1, masked), bool)
 
-    def masked(query, key, value, mask):
+    def attend_masked(query, key, value, mask):
         return attend(query, key, value, mask=mask)
 
-    compiled = lowered(masked, "v5e", array, array, array, mask).compile()
+    compiled = lowered(attend_masked, "v5e", array, array, array, mask).compile()
     assert kernels_of(compiled.as_text(), "v5e")

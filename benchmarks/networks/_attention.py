@@ -5,7 +5,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import flax.linen as nn
@@ -18,7 +18,7 @@ _BY_CUDNN = contextvars.ContextVar("by_cudnn", default=False)
 
 
 @contextlib.contextmanager
-def by_cudnn() -> Iterator[None]:
+def by_cudnn() -> Generator[None]:
     """Asks JAX for cuDNN's attention, in what is traced inside."""
     token = _BY_CUDNN.set(True)
     try:

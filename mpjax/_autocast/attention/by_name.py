@@ -11,7 +11,13 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from mpjax._autocast.attention import written
-from mpjax._autocast.attention.checks import checked, with_axes
+from mpjax._autocast.attention.checks import (
+    as_array,
+    checked,
+    checked_flag,
+    checked_scale,
+    with_axes,
+)
 from mpjax._autocast.attention.primitives import attention
 from mpjax._autocast.attention.program import LEAST, Operands, Program, Spec
 
@@ -110,23 +116,23 @@ def dot_product_attention(
     References:
       Dao, FlashAttention-2, 2023, https://arxiv.org/abs/2307.08691
     """
-    found = Operands(
-        with_axes(query),
-        with_axes(key),
-        with_axes(value),
-        with_axes(bias),
-        with_axes(mask),
-        None if key_value_seq_lengths is None else jnp.asarray(key_value_seq_lengths),
-    )
     lengths = None if query_seq_lengths is None else jnp.asarray(query_seq_lengths)
+    operands = {"query": query, "key": key, "value": value}
+    others = {"bias": bias, "mask": mask, "key_value_seq_lengths": key_value_seq_lengths}
+    arrays = [as_array(name, x) for name, x in operands.items()]
+    arrays += [None if x is None else as_array(name, x) for name, x in others.items()]
+    found = Operands(*arrays)
     window = checked(found, lengths, local_window_size, implementation)
-    scale = 1 / math.sqrt(found.query.shape[-1]) if scale is None else scale
+    is_causal = checked_flag("is_causal", is_causal)
+    return_residual = checked_flag("return_residual", return_residual)
+    found = with_axes(found)
+    factor = 1 / math.sqrt(found.query.shape[-1]) if scale is None else checked_scale(scale)
     arrays = [x for x in found if x is not None]
-    if isinstance(scale, jax.Array):  # a kernel is given a number
-        arrays[0], scale = arrays[0] * scale.astype(arrays[0].dtype), 1.0
-    spec = Spec(float(scale), bool(is_causal), *window)
+    if isinstance(factor, jax.Array):  # a kernel is given a number
+        arrays[0], factor = arrays[0] * factor.astype(arrays[0].dtype), 1.0
+    spec = Spec(factor, is_causal, *window)
     given = tuple(x is not None for x in found)
-    program = _program(spec, given, found.query.shape[0], implementation, bool(return_residual))
+    program = _program(spec, given, found.query.shape[0], implementation, return_residual)
     out, rows = attention(program, *arrays)
     rows = rows.swapaxes(1, 2)
     if lengths is not None:

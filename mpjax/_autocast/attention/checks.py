@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
+from mpjax import _compat
 from mpjax._autocast.attention.program import Operands
 from mpjax._dtypes import describe
 from mpjax._errors import message, nearest
@@ -15,37 +19,48 @@ _NDIM = 4
 _IMPLEMENTATIONS = ("xla", "cudnn")
 
 
-def with_axes(x: Any) -> Any:
-    """Returns an operand with four axes: those in front that it lacks are of 1."""
-    if x is None:
-        return None
-    x = jnp.asarray(x)
-    return x.reshape((1,) * (_NDIM - x.ndim) + x.shape)
+def as_array(name: str, x: Any) -> Any:
+    """Returns an operand as an array.
+
+    Raises:
+      TypeError: it is none.
+    """
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        got = f"got {x!r}." if x is None or isinstance(x, str) else f"got {describe(x)}."
+        raise TypeError(
+            message(f"{_NAME}({name}=)", got, "Allowed: an array.", f"Type {name}=jnp.asarray(...)")
+        ) from error
+
+
+def with_axes(given: Operands) -> Operands:
+    """Returns operands with four axes: those in front that they lack are of 1."""
+    arrays = [x if x is None else x.reshape((1,) * (_NDIM - x.ndim) + x.shape) for x in given[:5]]
+    return Operands(*arrays, lengths=given.lengths)
 
 
 def checked(
-    found: Operands, lengths: Any, window: Any, implementation: Any
+    given: Operands, lengths: Any, window: Any, implementation: Any
 ) -> tuple[int | None, int | None]:
     """Returns how far before and after its place a query reads keys.
+
+    Args:
+      given: operands as they are given; the batch may be missing.
+      lengths: of the queries.
+      window: of one number or two.
+      implementation: asked for.
 
     Raises:
       ValueError, TypeError: as `dot_product_attention` says.
     """
-    _check_arrays(found)
+    found = with_axes(given)
+    _check_arrays(given, found)
     batch, heads, queries, keys = found.sizes
-    logits = (batch, heads, queries, keys)
-    for name, x in (("bias", found.bias), ("mask", found.mask)):
+    for name, x in (("bias", given.bias), ("mask", given.mask)):
         if x is not None:
-            _check_logits(name, x, logits)
-    if found.mask is not None and found.mask.dtype != bool:
-        raise TypeError(
-            message(
-                f"{_NAME}(mask=)",
-                f"got {describe(found.mask)}.",
-                "Allowed: booleans, True where a row reads a key.",
-                "Type mask=mask.astype(bool), or bias=mask for what is added to the logits.",
-            )
-        )
+            _check_kind(name, x)
+            _check_logits(name, x, (batch, heads, queries, keys))
     named = {"query_seq_lengths": lengths, "key_value_seq_lengths": found.lengths}
     for name, x in named.items():
         if x is not None and (x.dtype != jnp.int32 or x.shape != (batch,)):
@@ -61,12 +76,75 @@ def checked(
     return _window(window)
 
 
-def _check_arrays(found: Operands) -> None:
-    given = {"query": found.query, "key": found.key, "value": found.value}
-    shown = ", ".join(f"{name} {describe(x)}" for name, x in given.items())
+def checked_flag(name: str, x: Any) -> bool:
+    """Returns an option that is True or False.
+
+    Raises:
+      TypeError: it is neither, or known only when the program runs.
+    """
+    if isinstance(x, bool | np.bool_):
+        return bool(x)
+    got = repr(x) if _compat.has_values(x) else "a traced array"
+    raise TypeError(
+        message(
+            f"{_NAME}({name}=)",
+            f"got {got}.",
+            "Allowed: True or False.",
+            f"Type {name}=True; which keys a row reads by what is computed is said by mask=.",
+        )
+    )
+
+
+def checked_scale(x: Any) -> Any:
+    """Returns a scale: a number, or a traced array of one.
+
+    Raises:
+      TypeError: it is none.
+    """
+    is_number = isinstance(x, int | float | np.floating | np.integer) and not isinstance(x, bool)
+    if is_number:
+        return float(x)
+    is_array = isinstance(x, jax.Array | np.ndarray)
+    if is_array and x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.asarray(x)
+    raise TypeError(
+        message(
+            f"{_NAME}(scale=)",
+            f"got {describe(x) if hasattr(x, 'dtype') else repr(x)}.",
+            "Allowed: one real number for all logits.",
+            "Type query=query * scale for one a head, with scale=1.0.",
+        )
+    )
+
+
+def _check_kind(name: str, x: Any) -> None:
+    if name == "mask" and x.dtype != bool:
+        raise TypeError(
+            message(
+                f"{_NAME}(mask=)",
+                f"got {describe(x)}.",
+                "Allowed: booleans, True where a row reads a key.",
+                "Type mask=mask.astype(bool), or bias=mask for what is added to the logits.",
+            )
+        )
+    if name == "bias" and not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            message(
+                f"{_NAME}(bias=)",
+                f"got {describe(x)}.",
+                "Allowed: floating numbers, which are added to the logits.",
+                "Type mask=... for booleans that say which keys a row reads, "
+                "or bias=bias.astype(query.dtype).",
+            )
+        )
+
+
+def _check_arrays(given: Operands, found: Operands) -> None:
+    named = {"query": given.query, "key": given.key, "value": given.value}
+    shown = ", ".join(f"{name} {describe(x)}" for name, x in named.items())
     layout = "[batch, time, heads, size]"
-    for name, x in given.items():
-        if x.ndim != _NDIM:
+    for name, x in named.items():
+        if x.ndim not in (_NDIM - 1, _NDIM):
             raise ValueError(
                 message(
                     f"{_NAME}({name}=)",
@@ -75,10 +153,10 @@ def _check_arrays(found: Operands) -> None:
                     f"Type {name}={name}.reshape(batch, time, heads, size).",
                 )
             )
-    if any(not jnp.issubdtype(x.dtype, jnp.floating) for x in given.values()):
+    if any(not jnp.issubdtype(x.dtype, jnp.floating) for x in named.values()):
         got = f"operands are not floating: {shown}."
         raise TypeError(message(_NAME, got, "Allowed: floating arrays.", "Cast them to one dtype."))
-    if len({x.dtype for x in given.values()}) > 1:
+    if len({x.dtype for x in named.values()}) > 1:
         raise TypeError(
             message(
                 _NAME,
@@ -90,7 +168,7 @@ def _check_arrays(found: Operands) -> None:
         )
     query, key, value = found.query.shape, found.key.shape, found.value.shape
     agree = query[0] == key[0] and query[-1] == key[-1] and key == value
-    if not agree or query[2] % max(key[2], 1):
+    if not agree or key[2] == 0 or query[2] % key[2]:
         raise ValueError(
             message(
                 _NAME,
@@ -103,16 +181,19 @@ def _check_arrays(found: Operands) -> None:
 
 
 def _check_logits(name: str, x: Any, logits: tuple[int, ...]) -> None:
-    fits = x.ndim == _NDIM and all(
-        n in (1, whole) for n, whole in zip(x.shape, logits, strict=True)
+    fits = x.ndim <= _NDIM and all(
+        n in (1, whole) for n, whole in zip(x.shape[::-1], logits[::-1], strict=False)
     )
     if not fits:
+        typed = f"{name}[:, None]", "one value a query and key, [batch, queries, keys]"
+        if x.ndim < _NDIM - 1:
+            typed = f"{name}[:, None, None, :]", "one value a key, [batch, keys]"
         raise ValueError(
             message(
                 f"{_NAME}({name}=)",
                 f"got {describe(x)}.",
                 f"Allowed: what can be broadcast to [batch, heads, queries, keys], {logits} here.",
-                f"Type {name}={name}[:, None, None, :] for one value a key, [batch, keys].",
+                f"Type {name}={typed[0]} for {typed[1]}.",
             )
         )
 
@@ -136,10 +217,10 @@ def _check_implementation(implementation: Any) -> None:
 def _window(window: Any) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
-    pair = (window, window) if isinstance(window, int) else window
-    is_pair = isinstance(pair, tuple) and len(pair) == 2
-    if is_pair and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in pair):
-        return pair
+    pair = window if isinstance(window, tuple) else (window, window)
+    whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in pair)
+    if len(pair) == 2 and whole and min(pair) >= 0:
+        return operator.index(pair[0]), operator.index(pair[1])
     raise ValueError(
         message(
             f"{_NAME}(local_window_size=)",

@@ -93,7 +93,10 @@ def _keys_read(found: Operands, spec: Spec, longer: int) -> Any:
         read = first if read is None else read & first
     if read is None and longer and not (spec.last == 0 and queries <= keys):
         read = jnp.ones((1, keys), bool)
-    return None if read is None else jnp.pad(read.astype(jnp.int32), [(0, 0), (0, longer)])
+    if read is None:
+        return None
+    each = jnp.broadcast_to(read, (read.shape[0], keys)).astype(jnp.int32)
+    return jnp.pad(each, [(0, 0), (0, longer)])
 
 
 def _blocks(kernel: Any, queries: int, keys: int) -> Any:
