@@ -30,7 +30,9 @@ def by_cudnn() -> Generator[None]:
 def _kernel(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
     """Returns attention by cuDNN: a mask of pairs is that of a decoder, others are of keys."""
     is_causal = mask.shape[-2] > 1
-    of_keys = mask if not is_causal and mask.size > 1 else None
+    of_keys = None
+    if not is_causal and mask.size > 1:  # JAX takes one of pairs
+        of_keys = jnp.broadcast_to(mask, (q.shape[0], 1, q.shape[1], k.shape[1]))
     return jax.nn.dot_product_attention(
         q, k, v, mask=of_keys, is_causal=is_causal, implementation="cudnn"
     )
