@@ -158,11 +158,11 @@ def test_equal_layers_are_one_program():
 def of_places(weights, x, places):
     """An attention over the keys whose places are no later than a query's."""
     mask = jnp.asarray(places)[:, None] >= jnp.asarray(places)
-    return written.attend(*written._heads(weights, x), mask, jnp.float32)
+    return written.attend(*written.heads(weights, x), mask, jnp.float32)
 
 
 def of_scale(weights, x, size):
-    query, *others = written._heads(weights, x)
+    query, *others = written.heads(weights, x)
     scale = jax.lax.rsqrt(jnp.asarray(size))
     return written.attend(query * scale, *others, jnp.ones((), bool), jnp.float32)
 
@@ -170,7 +170,7 @@ def of_scale(weights, x, size):
 def of_bias(weights, x, times):
     """A bias that is moved to where the logits are before any step of the attention reads it."""
     bias = times * weights[: written.HEADS, :TIME, :TIME]
-    return jax.nn.dot_product_attention(*written._heads(weights, x), bias=bias[None])
+    return jax.nn.dot_product_attention(*written.heads(weights, x), bias=bias[None])
 
 
 PLACES = np.arange(TIME, dtype=np.int32)
@@ -187,7 +187,7 @@ PLACES = np.arange(TIME, dtype=np.int32)
 )
 def test_attentions_that_differ_outside_of_them_are_two(fun, given):
     def both(weights, x):
-        return [written._out(weights, fun(weights, x, one)) for one in given]
+        return [written.out(weights, fun(weights, x, one)) for one in given]
 
     low = mpjax.autocast(both, "bf16-mixed")
     assert len(attentions(low, WEIGHTS, X)) == 2

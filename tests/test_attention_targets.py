@@ -12,6 +12,7 @@ import pytest
 import mpjax
 from benchmarks.measure import targets
 from mpjax._autocast import hints
+from mpjax._autocast.attention import flash
 
 pytestmark = [
     pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs"),
@@ -21,6 +22,12 @@ GPU = pytest.param("h100", marks=pytest.mark.gpu_compiler)
 TPU = pytest.param("v5e", marks=pytest.mark.tpu_compiler)
 KERNELS = {"h100": r"__cudnn\$fmha\w+", "v5e": "tpu_custom_call"}
 SHAPE = (2, 256, 4, 64)
+
+
+@pytest.fixture(autouse=True)
+def short_attentions_run_in_kernels(monkeypatch):
+    """On TPUs too, where they do not pay: what is tested is the kernel, and compiles quickly."""
+    monkeypatch.setattr(flash, "_LEAST", 0)
 
 
 def step(fun):
@@ -208,3 +215,14 @@ def test_keys_that_are_not_read_compile_for_a_tpu(queries, masked):
 
     compiled = lowered(attend_masked, "v5e", array, array, array, mask).compile()
     assert kernels_of(compiled.as_text(), "v5e")
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(
+    ("time", "size", "in_kernel"), [(512, 128, True), (384, 128, False), (512, 64, False)]
+)
+def test_a_tpu_gets_the_kernel_where_it_moves_fewer_bytes(monkeypatch, time, size, in_kernel):
+    monkeypatch.undo()
+    query = jax.ShapeDtypeStruct((2, time, 4, size), jnp.bfloat16)
+    text = lowered(attend, "v5e", query, query, query).as_text()
+    assert bool(kernels_of(text, "v5e")) is in_kernel
