@@ -36,10 +36,10 @@ def sentence(store: Store) -> str:
     size, count = mean_count(store, "h100", SWITCH, "bytes_accessed")
     memory, _ = mean_count(store, "h100", SWITCH, "temporaries")
     return (
-        f"On {models} models of {packages} other packages, unedited, gradients in bfloat16 are "
-        f"{_mean(ratios):.2f} times as far off as with the package's own switch. Compiled for an "
-        f"H100, {count} of them take {size:.2f} of its bytes and {memory:.2f} of its temporary "
-        "memory."
+        f"{models} models of {packages} other packages run unedited. {len(ratios)} of them have a "
+        f"switch to bfloat16 of their own: gradients are {_mean(ratios):.2f} times as far off as "
+        f"with it. Compiled for an H100, {count} of these take {size:.2f} of its bytes and "
+        f"{memory:.2f} of its temporary memory."
     )
 
 
