@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from networks import by_cudnn
 
 import mpjax
 from mpjax._op_rules import OP_RULES, OpClass
@@ -27,12 +26,7 @@ def hand_cast(network: Any, dtype: str) -> Loss:
 
 def hand_cast_cudnn(network: Any, dtype: str) -> Loss:
     """Returns the hand cast that asks JAX for cuDNN's attention; it compiles for GPUs alone."""
-
-    def loss(params: Any, batch: Any) -> Any:
-        with by_cudnn():
-            return network.hand_cast(DTYPES[dtype])(params, batch)
-
-    return loss
+    return network.hand_cast_by_cudnn(DTYPES[dtype])
 
 
 def autocast(network: Any, dtype: str) -> Loss:

@@ -9,7 +9,6 @@ too, where "full" is small for a GPU. Decisions are taken by the figures of `TUN
 
 from collections.abc import Callable
 
-from ._attention import by_cudnn
 from ._bert import bert
 from ._conformer import conformer
 from ._critic import critic
@@ -77,7 +76,6 @@ __all__ = [
     "TUNING",
     "Loss",
     "Network",
-    "by_cudnn",
     "cross_entropy",
     "full",
 ]

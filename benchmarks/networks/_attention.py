@@ -1,30 +1,15 @@
 """Self-attention as written by hand in mixed precision: low products, softmax in full.
 
-`by_cudnn()` is how one writes it who asks JAX for cuDNN's kernel, which takes low operands alone.
+Within `Network.hand_cast_by_cudnn` it asks JAX for cuDNN's kernel, which takes low operands alone.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Generator
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ._network import full
-
-_BY_CUDNN = contextvars.ContextVar("by_cudnn", default=False)
-
-
-@contextlib.contextmanager
-def by_cudnn() -> Generator[None]:
-    """Asks JAX for cuDNN's attention, in what is traced inside."""
-    token = _BY_CUDNN.set(True)
-    try:
-        yield
-    finally:
-        _BY_CUDNN.reset(token)
+from ._network import BY_CUDNN, full
 
 
 def _kernel(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
@@ -40,7 +25,7 @@ def _kernel(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Ar
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, dtype: Any) -> jax.Array:
     """Returns softmax(q k / sqrt(d)) v for [batch, time, heads, d], where `mask` allows it."""
-    if _BY_CUDNN.get():
+    if BY_CUDNN.get():
         return _kernel(q, k, v, mask)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q * q.shape[-1] ** -0.5, k)
     scores = jnp.where(mask, scores.astype(full(dtype)), -1e9)
@@ -58,7 +43,7 @@ def attend_grouped(
 ) -> jax.Array:
     """Returns `attend` where several heads of `q` share one of `k` and `v`; scores end at `cap`."""
     batch, time, heads, dim = q.shape
-    if _BY_CUDNN.get() and cap is None:
+    if BY_CUDNN.get() and cap is None:
         return _kernel(q, k, v, mask)
     q = q.reshape(batch, time, k.shape[2], -1, dim) * dim**-0.5
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k)

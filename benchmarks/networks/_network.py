@@ -1,5 +1,6 @@
 """What a benchmarked network is: one definition, written for any dtype, with its inputs."""
 
+import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -12,6 +13,10 @@ import optax
 
 PyTree = Any
 Loss = Callable[[PyTree, PyTree], jax.Array]  # loss(params, batch) -> scalar
+
+
+BY_CUDNN = contextvars.ContextVar("BY_CUDNN", default=False)
+"""Whether attention that is traced now asks JAX for cuDNN's kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +43,18 @@ class Network:
     def hand_cast(self, dtype: Any) -> Loss:
         """Returns the model with `dtype` written into it."""
         return self.written(dtype)
+
+    def hand_cast_by_cudnn(self, dtype: Any) -> Loss:
+        """Returns the hand cast that asks JAX for cuDNN's attention; it compiles for GPUs alone."""
+
+        def loss(params: PyTree, batch: PyTree) -> jax.Array:
+            token = BY_CUDNN.set(True)
+            try:
+                return self.written(dtype)(params, batch)
+            finally:
+                BY_CUDNN.reset(token)
+
+        return loss
 
     @functools.cached_property
     def params(self) -> PyTree:
