@@ -28,7 +28,9 @@ class Gru(nn.Module):
         """Returns logits of the next token."""
         x = nn.Embed(self.vocab, self.width, dtype=full(self.dtype))(tokens).astype(self.dtype)
         for _ in range(self.layers):
-            x = nn.RNN(nn.GRUCell(self.width, dtype=self.dtype))(x)
+            # A carry starts in the dtype of parameters.
+            cell = nn.GRUCell(self.width, dtype=self.dtype, param_dtype=full(self.dtype))
+            x = nn.RNN(cell)(x)
         return nn.Dense(self.vocab, dtype=self.dtype)(x)
 
 
