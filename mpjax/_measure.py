@@ -20,7 +20,7 @@ from mpjax._grad import get_loss_scale, value_and_grad
 from mpjax._loss_scale import NoOpLossScale, StaticLossScale
 from mpjax._policy import get_policy
 from mpjax._shown import Shown, html_table, size, table
-from mpjax._tree import all_finite, is_array
+from mpjax._tree import all_finite, distance, is_array
 
 POLICIES = ("32-true", "bf16-mixed", "16-mixed")
 SAMPLES, LEAST_SAMPLES = 7, 3  # of each policy's time; fewer than the latter decide nothing
@@ -299,9 +299,7 @@ def _reason(error: Exception) -> str:
 
 def _distance(found: list[Any], exact: list[Any]) -> float:
     """Returns the relative error of all leaves together, in the L2 norm."""
-    pairs = list(zip(found, exact, strict=True))
-    off = math.sqrt(sum(float(np.sum(np.square(a - b))) for a, b in pairs))
-    whole = math.sqrt(sum(float(np.sum(np.square(b))) for _, b in pairs))
+    off, whole = distance(found, exact)
     return off / whole if whole else off
 
 

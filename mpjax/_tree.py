@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard, TypeVar
 
@@ -155,6 +156,14 @@ def _cast_quantized(tree: T, dtype: DType, *, move_float64: bool, where: str) ->
 def to_full(x: Any) -> Any:
     """Returns a float16 or bfloat16 array in float32, anything else as it is."""
     return x.astype(FLOAT32) if is_castable(x) and x.dtype.itemsize < 4 else x
+
+
+def distance(arrays: Sequence[Any], exact: Sequence[Any]) -> tuple[float, float]:
+    """Returns the L2 norm of what arrays differ by from others, all together, and of the others."""
+    pairs = zip(arrays, exact, strict=True)
+    off = sum(float(np.sum(np.abs(a - b) ** 2)) for a, b in pairs)
+    whole = sum(float(np.sum(np.abs(b) ** 2)) for b in exact)
+    return math.sqrt(off), math.sqrt(whole)
 
 
 def leaves_finite(tree: PyTree) -> Array:

@@ -6,7 +6,6 @@ decided. Within these, the operations that are in one dtype for one reason are o
 
 from __future__ import annotations
 
-import pathlib
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -34,11 +33,6 @@ class Row:
     where: str  # the first source line
     cause: str = ""  # the operation whose float32 result this one follows, if it does
     cause_module: str = ""
-
-
-def _line_of(where: str) -> str:
-    """The file and line of a place, without folders and the function's name."""
-    return pathlib.PurePath(where.split(" ")[0]).name
 
 
 @dataclass(frozen=True)
@@ -70,7 +64,7 @@ class Explanation(Shown):
         to 1.
         """
         return [
-            f"{_line_of(row.where)}: the function itself asks for {row.dtype}, though "
+            f"{_short(row.where)}: the function itself asks for {row.dtype}, though "
             f"{row.reason.removeprefix(ROUNDED)}. It may be silently wrong under any policy: leave "
             "that dtype out, or cast behind the operation."
             for row in self.rows

@@ -180,10 +180,11 @@ class _Walk:
             reader = asking.get(eqn.outvars[0], "another operation")
             asked = NEAR if wants & reads.NEAR else RUINED
             why = ROUNDED + (TESTED if wants & reads.TESTED else asked.format(reader))
-            self.found.append(Finding(module, _name(eqn), dtype, why, None, where))
         elif _computes(eqn):
             why = AS_WRITTEN if scopes.AS_WRITTEN in scopes.of(eqn) else WRITTEN_SO
-            self.found.append(Finding(module, _name(eqn), dtype, why, None, where))
+        else:
+            return
+        self.found.append(Finding(module, _name(eqn), dtype, why, None, where))
 
 
 def _is_narrow(atom: Any) -> bool:

@@ -15,7 +15,7 @@ from mpjax._dtypes import short_name
 from mpjax._errors import PolicyWarning, message
 from mpjax._op_rules import PRODUCTS
 from mpjax._policy import get_policy
-from mpjax._tree import is_array, leaves_finite
+from mpjax._tree import distance, is_array, leaves_finite
 from mpjax._typing import PolicySpec
 from mpjax.numerics import _cause, _subject
 from mpjax.numerics._advice import Compared
@@ -181,17 +181,28 @@ def _again(
         given = [jnp.float32(1), *args]
         return Program(subject.make(_cause.FLOAT32), given, names, subject.where, clock)
 
+    @functools.cache
+    def exact() -> list[Any]:
+        return in_float32().outputs([jnp.float32(1), *args])
+
     def compared(policy: Any) -> Compared:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PolicyWarning)  # of a policy that is only tried
             other = _program(subject, get_policy(policy), names, args, clock)
-        scales = (used, 2.0**10, 1.0) if subject.scaled else (1.0,)  # a dynamic one goes down
-        tried = [_compared(other, in_float32(), args, scale) for scale in scales]
-        return next((seen for seen in tried if seen.agrees), tried[-1])
+
+        def at(scale: float) -> Compared:
+            return _compared(other.outputs([jnp.float32(scale), *args]), exact())
+
+        seen = at(used if subject.scaled else 1.0)
+        for lower in (2.0**10, 1.0) if subject.scaled else ():  # a dynamic scale goes down
+            if seen.agrees:
+                break
+            seen = at(lower)
+        return seen
 
     return _cause.Again(
         read=lambda factor: program.read(Overflow(), [jnp.float32(factor), *args]),
-        finite_in_float32=lambda: _finite_in_float32(in_float32(), args),
+        finite_in_float32=lambda: bool(np.all(np.asarray(leaves_finite(exact())))),
         written=lambda row: _is_written(in_float32(), row),
         rounded_before=lambda row: _rounded_before(in_float32().plan, row),
         operand=lambda number: _narrow_operand(program.plan, number),
@@ -212,12 +223,6 @@ def _program(
         subject.programs[key] = made
     subject.programs[key].clock = clock
     return subject.programs[key]
-
-
-def _finite_in_float32(program: Program, args: Sequence[Any]) -> bool:
-    """Returns whether loss and gradients are finite with everything in float32."""
-    outs = program.outputs([jnp.float32(1), *args])
-    return bool(np.all(np.asarray(leaves_finite(outs))))
 
 
 def _is_written(program: Program, row: Row) -> bool:
@@ -260,17 +265,14 @@ def _is_row(site: Site, row: Row) -> bool:
     return (site.operation, site.where, site.phase) == (row.operation, row.where, row.phase)
 
 
-def _compared(other: Program, exact: Program, args: Sequence[Any], scale: float) -> Compared:
-    """Returns the loss and the gradients of a program beside those of one in float32."""
+def _compared(outputs: Sequence[Any], exact: Sequence[Any]) -> Compared:
+    """Returns a loss and its gradients beside those of float32."""
     (loss, *grads), (wanted, *exact_grads) = (
-        [np.asarray(x).astype(np.complex128) for x in program.outputs([jnp.float32(factor), *args])]
-        for program, factor in ((other, scale), (exact, 1.0))
+        [np.asarray(x).astype(np.complex128) for x in outs] for outs in (outputs, exact)
     )
-    pairs = zip(grads, exact_grads, strict=True)
     with np.errstate(all="ignore"):  # inf - inf is NaN, which agrees with nothing
-        off = sum(float(np.sum(np.abs(a - b) ** 2)) for a, b in pairs)
-        whole = sum(float(np.sum(np.abs(b) ** 2)) for b in exact_grads)
-    error = float(np.sqrt(off / whole)) if whole else float(off > 0)
+        off, whole = distance(grads, exact_grads)
+    error = off / whole if whole else float(off > 0)
     return Compared(float(loss.real), float(wanted.real), error)
 
 
