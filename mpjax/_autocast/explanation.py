@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mpjax._autocast import scopes
 from mpjax._autocast.provenance import FUSED, ROUNDED
 from mpjax._op_rules import PRODUCTS
 from mpjax._shown import Shown, html_table, size
@@ -64,7 +65,7 @@ class Explanation(Shown):
         to 1.
         """
         return [
-            f"{_short(row.where)}: the function itself asks for {row.dtype}, though "
+            f"{scopes.short(row.where)}: the function itself asks for {row.dtype}, though "
             f"{row.reason.removeprefix(ROUNDED)}. It may be silently wrong under any policy: leave "
             "that dtype out, or cast behind the operation."
             for row in self.rows
@@ -231,7 +232,7 @@ def _lines(rows: Iterable[Row]) -> list[_Line]:
             name = re.sub(r"\d+", "*", row.cause_module.rpartition("/")[2])
             reason = f"after {row.cause} of {name}" if name else f"after {row.cause}"
         key = (row.dtype, reason)
-        line = lines.setdefault(key, _Line(row.dtype, reason, _short(row.where)))
+        line = lines.setdefault(key, _Line(row.dtype, reason, scopes.short(row.where)))
         line.counts[row.operation] = line.counts.get(row.operation, 0) + row.count
     return list(lines.values())
 
@@ -240,9 +241,3 @@ def _line(cells: Iterable[str], widths: list[int]) -> str:
     fitting = (c if len(c) <= w else f"{c[: w - 1]}…" for c, w in zip(cells, widths, strict=True))
     padded = "  ".join(cell.ljust(width) for cell, width in zip(fitting, widths, strict=True))
     return f"  {padded}".rstrip()
-
-
-def _short(where: str) -> str:
-    """Returns 'file.py:12' of '/a/path/file.py:12:4 (function)'."""
-    place = re.match(r"(?:.*[/\\])?([^/\\:]+:\d+)", where)
-    return place[1] if place else where

@@ -6,7 +6,6 @@ when somebody asks, for one place in the program.
 
 from __future__ import annotations
 
-import pathlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,4 +115,4 @@ def _name(eqn: Any) -> str:
 
 def _where(eqn: Any) -> str:
     """The file and line of an equation, without the function's name."""
-    return pathlib.PurePath(scopes.location(eqn).split(" ")[0]).name
+    return scopes.short(scopes.location(eqn))

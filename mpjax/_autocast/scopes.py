@@ -7,6 +7,7 @@ they survive `jit`'s caches, loops and differentiation, which a flag in Python w
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -81,6 +82,12 @@ def location(eqn: Any) -> str:
     """
     user = _source_lines.of(eqn.source_info.traceback).user
     return str(user) if user else source_info_util.summarize(eqn.source_info)
+
+
+def short(where: str) -> str:
+    """Returns 'file.py:12' of '/a/path/file.py:12:4 (function)'."""
+    place = re.match(r"(?:.*[/\\])?([^/\\:]+:\d+)", where)
+    return place[1] if place else where
 
 
 @functools.lru_cache(maxsize=4096)
