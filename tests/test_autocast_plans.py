@@ -8,7 +8,7 @@ from jax import lax
 
 from mpjax import get_policy
 from mpjax._autocast import api, carries, demand, facts, reads, states
-from mpjax._autocast.plan import Action, Settings
+from mpjax._autocast.decided import Action, Settings
 from mpjax._autocast.states import Kind
 from mpjax._op_rules import parse_rules
 

@@ -25,10 +25,11 @@ from mpjax._autocast import (
     scopes,
     stateful,
 )
-from mpjax._autocast import plan as planning
-from mpjax._autocast.decide import make_plan
+from mpjax._autocast.decided import Settings, initial_state
 from mpjax._autocast.decorator import Decorator, refuse_device
 from mpjax._autocast.enumerated import uncounted
+from mpjax._autocast.plan import Plan
+from mpjax._autocast.planning import make_plan
 from mpjax._autocast.rebind import Interpreter
 from mpjax._autocast.stored_weights import sunk
 from mpjax._autocast.unused import stored_paths, warn_of_rules
@@ -129,7 +130,7 @@ def autocast(
         found = get_policy(policy)
         _check_place(found, fun)
         warn_of_other_step(found, f"autocast({_name(fun)})")
-        settings = planning.Settings(found, ordered, widest, algorithm, params=named)
+        settings = Settings(found, ordered, widest, algorithm, params=named)
         _check_algorithm(found, algorithm)
         if not _lowers(found) and algorithm is None:
             with jax.named_scope(scopes.AS_WRITTEN):
@@ -191,9 +192,9 @@ def _function(fun: Any) -> Any:
     )
 
 
-def as_settings(policy: scopes.Policies) -> planning.Settings:
+def as_settings(policy: scopes.Policies) -> Settings:
     """Returns the settings of `as_typed`."""
-    return planning.Settings(policy, (), False, None)
+    return Settings(policy, (), False, None)
 
 
 def as_typed(fun: Callable[..., Any], policy: scopes.Policies) -> Callable[..., Any]:
@@ -214,7 +215,7 @@ def call(
     fun: Callable[..., Any],
     args: Any,
     kwargs: Any,
-    settings: planning.Settings,
+    settings: Settings,
     tracked: delayed.Tracked | None = None,
     stored: list[str] | None = None,
 ) -> Any:
@@ -240,8 +241,8 @@ def call(
 
 
 def planned(
-    fun: Callable[..., Any], args: Any, kwargs: Any, settings: planning.Settings
-) -> tuple[Traced, planning.Plan]:
+    fun: Callable[..., Any], args: Any, kwargs: Any, settings: Settings
+) -> tuple[Traced, Plan]:
     """Returns a function's jaxpr and its plan."""
     fun, owner = stateful.with_owner(fun)
     if quantized.quantizes(settings.policy) and not owner:
@@ -257,7 +258,7 @@ def planned(
 
     jaxpr = traced.jaxpr
     settings = quantized.prepared(jaxpr.jaxpr, settings, paths)
-    in_states = tuple(planning.initial_state(v.aval) for v in jaxpr.jaxpr.invars)
+    in_states = tuple(initial_state(v.aval) for v in jaxpr.jaxpr.invars)
     wants = (reads.OUTPUT,) * len(jaxpr.jaxpr.outvars)
     plan = make_plan(jaxpr, in_states, wants, settings)
     if asked := same.asked(plan):
@@ -355,7 +356,7 @@ def _typed_like(aval: Any, array: Any) -> Any:
 
 
 def _lowers(policy: scopes.Policies) -> bool:
-    least = planning.FLOAT32.itemsize
+    least = jnp.dtype(jnp.float32).itemsize
     low = any(p.compute_dtype.itemsize < least for p in policies_in(policy))
     return low or quantized.quantizes(policy)
 

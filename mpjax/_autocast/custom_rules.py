@@ -11,16 +11,17 @@ from dataclasses import replace
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import plan as planning
 from mpjax._autocast import precision, reads
-from mpjax._autocast.decide import make_plan
+from mpjax._autocast.decided import Settings, initial_state
+from mpjax._autocast.plan import Plan
+from mpjax._autocast.planning import make_plan
 from mpjax._autocast.rule_traces import RuleTrace
 
 Interpreter = Any
 """`rebind.Interpreter`, which imports this file."""
 
 
-def run(runner: Interpreter, eqn: Any, plan: planning.Plan, arrays: Sequence[Any]) -> list[Any]:
+def run(runner: Interpreter, eqn: Any, plan: Plan, arrays: Sequence[Any]) -> list[Any]:
     """Returns the results of a function with custom rules, in float32."""
     settings = replace(plan.settings, in_rule=True)
 
@@ -31,7 +32,7 @@ def run(runner: Interpreter, eqn: Any, plan: planning.Plan, arrays: Sequence[Any
 
 
 def keeping_types(
-    runner: Interpreter, fun: Callable[..., Any], settings: planning.Settings
+    runner: Interpreter, fun: Callable[..., Any], settings: Settings
 ) -> Callable[..., Any]:
     """Returns `fun` with its products lowered and its inputs and outputs typed as they were."""
 
@@ -39,10 +40,10 @@ def keeping_types(
         with precision.left_open(settings.float32_precision):
             traced = RuleTrace(fun, args)
         jaxpr = traced.jaxpr
-        in_states = tuple(planning.initial_state(v.aval) for v in jaxpr.jaxpr.invars)
+        in_states = tuple(initial_state(v.aval) for v in jaxpr.jaxpr.invars)
         wants = (reads.OUTPUT | reads.NEAR,) * len(jaxpr.jaxpr.outvars)
         plan = make_plan(jaxpr, in_states, wants, settings)
-        full_states = [planning.initial_state(v.aval) for v in jaxpr.jaxpr.outvars]
+        full_states = [initial_state(v.aval) for v in jaxpr.jaxpr.outvars]
         return traced.rebuild(runner.run(plan, traced.arrays, out_states=full_states))
 
     return wrapped

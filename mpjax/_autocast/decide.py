@@ -7,9 +7,9 @@ Decisions look both ways: forward, a value is low when a low value went into it;
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,9 +23,8 @@ from mpjax._autocast import (
     demand,
     facts,
     fusible,
-    groups,
+    named_attention,
     norms,
-    quantized,
     reads,
     scopes,
     states,
@@ -34,78 +33,80 @@ from mpjax._autocast import (
     traits,
 )
 from mpjax._autocast.activations import is_activation
-from mpjax._autocast.attention import steps as attention_steps
-from mpjax._autocast.attention import under_plan
-from mpjax._autocast.caches import by_program
-from mpjax._autocast.plan import Action, Decision, Plan, Settings
+from mpjax._autocast.decided import Action, Decided, Decision, Settings
 from mpjax._autocast.rounding import Rounding
 from mpjax._autocast.states import FLOAT32, Kind, State, is_float32
 from mpjax._op_rules import COMPARISONS, OP_RULES, PRODUCTS, OpClass, op_class
 from mpjax._policy import Policy
 
 
-def make_plan(
+class Products(Protocol):
+    """What decides which products of a program are in 8 bits: a `quantized.Products`."""
+
+    def config(
+        self, eqn: Any, settings: Any, low: Any, *, exact: bool
+    ) -> tuple[Any | None, str, Any]: ...
+
+    def path(self, eqn: Any) -> str: ...
+
+    def entering(self, eqn: Any, inner: PlanProgram) -> PlanProgram: ...
+
+
+PlanProgram = Callable[..., Decided]
+"""Plans a program, as `planning.make_plan` does."""
+
+
+def decide(
     jaxpr: Any,
     in_states: tuple[State, ...],
     wants: tuple[int, ...],
     settings: Settings,
-    given: tuple[facts.Fact, ...] | None = None,
-    relations: streams.Relations = frozenset(),
-) -> Plan:
-    """Returns the plan of a jaxpr.
+    given: tuple[facts.Fact, ...] | None,
+    relations: streams.Relations,
+    *,
+    products: Products,
+    inner: PlanProgram,
+) -> Decided:
+    """Returns what is decided of a jaxpr.
 
     Args:
-      jaxpr: the program, closed or not; whoever runs the plan has to hold it.
+      jaxpr: the program, closed or not; whoever reads what was decided has to hold it.
       in_states: of its inputs.
       wants: how each output is read outside, in the flags of `reads`.
       settings: what the user asked for.
       given: what is known of its inputs, by default nothing.
       relations: which of them were computed of which others.
+      products: decides which products are in 8 bits.
+      inner: plans the programs that equations hold.
     """
-    return _Planner(jaxpr, in_states, wants, settings, given, relations).run()
-
-
-plan_inner = by_program(make_plan)
-"""Memoised for programs inside others, or nested loops would cost exponentially."""
+    planner = _Planner(jaxpr, in_states, wants, settings, given, relations)
+    return planner.run(products, inner)
 
 
 class _Planner(Rounding):
-    def __init__(
-        self,
-        jaxpr: Any,
-        in_states: tuple[State, ...],
-        wants: tuple[int, ...],
-        settings: Settings,
-        given: tuple[facts.Fact, ...] | None,
-        relations: streams.Relations,
-    ) -> None:
-        super().__init__(jaxpr, in_states, wants, settings, given, relations)
-        self.products = quantized.Products(self.jaxpr, settings.policy, settings.given)
+    """Decides one equation after the other."""
+
+    products: Products
+    plan_inner: PlanProgram
+
+    def run(self, products: Products, inner: PlanProgram) -> Decided:
+        self.products, self.plan_inner = products, inner
         self.compared: set[Any] = set()
         self.changed = False
-
-    def run(self) -> Plan:
         decisions = [self.decide(eqn) for eqn in self.jaxpr.eqns]
         out_states = tuple(
             self.output_state(v, w, self.sums.maker(v))
             for v, w in zip(self.jaxpr.outvars, self.wants, strict=True)
         )
         self.changed |= any(s.kind == Kind.LOW for s in (*self.in_states, *out_states))
-        fused = [d.action is Action.FUSED for d in decisions]
-        multiplied = frozenset(v for v, want in self.demand.items() if want & reads.PRODUCT)
-        steps = groups.schedule(self.jaxpr, fused, self.states, out_states, multiplied)
-        consts = _compat.closed(self.program()).consts
-        steps = attention_steps.attended(self.jaxpr, consts, decisions, self.states, steps)
-        low_copies = tuple(self.low_copy(v) for v in self.jaxpr.invars)
-        return Plan(
+        return Decided(
             self.program,
             self.settings,
             self.in_states,
             out_states,
             self.states,
             decisions,
-            steps,
-            low_copies,
+            tuple(self.low_copy(v) for v in self.jaxpr.invars),
             self.demand,
             self.facts,
             self.changed,
@@ -120,7 +121,7 @@ class _Planner(Rounding):
             return self.foreign(eqn)
         if structure.is_call(eqn):
             return self.decide_call(eqn, settings)
-        if under_plan.is_attention(eqn):
+        if named_attention.is_attention(eqn):
             return self.decide_attention(eqn, settings)
         kind = op_class(name, settings.rules)
         if structure.applies_function(eqn):
@@ -271,13 +272,13 @@ class _Planner(Rounding):
         low = self.low_dtype(eqn, settings)
         wants = [self.demand.get(v, 0) for v in eqn.outvars]
         is_exact = any(want & demand.EXACT for want in wants)
-        reason = under_plan.why_as_written(eqn, settings, low, is_exact=is_exact)
+        reason = named_attention.why_as_written(eqn, settings, low, is_exact=is_exact)
         if reason or low is None:
             return self.as_traced(eqn, states.full([self.state(v) for v in eqn.invars]), reason)
         self.changed = True
-        is_low = under_plan.results_low(eqn)
+        is_low = named_attention.results_low(eqn)
         self.record(eqn, [states.low(low) if yes else states.WIDE for yes in is_low])
-        return Decision(eqn, Action.ATTENTION, under_plan.where(eqn, low), low=low)
+        return Decision(eqn, Action.ATTENTION, "", low=low)  # `planning` names the kernel
 
     def decide_call(self, eqn: Any, settings: Settings) -> Decision:
         is_loop = eqn.primitive.name in ("scan", "while")
@@ -299,14 +300,14 @@ class _Planner(Rounding):
 
     def inner(self, eqn: Any) -> control.PlanInner:
         """Returns what plans the programs of an equation, told what is known of their inputs."""
-        plan = self.products.entering(eqn, plan_inner)
+        plan = self.products.entering(eqn, self.plan_inner)
 
         def planned(
             part: structure.Part,
             in_states: tuple[State, ...],
             wants: tuple[int, ...],
             settings: Settings,
-        ) -> Plan:
+        ) -> Decided:
             given, _ = facts.entering(eqn, part, self.facts)
             operands = [eqn.invars[place] for place in part.operands]
             ahead = [not _compat.is_literal(v) and self.is_before_a_product(v) for v in operands]
@@ -386,7 +387,7 @@ class _Planner(Rounding):
         return Decision(eqn, Action.FUSED, reason)
 
 
-def _bodies(eqn: Any, call: control.CallPlan) -> list[Plan]:
+def _bodies(eqn: Any, call: control.CallPlan) -> list[Decided]:
     """Returns the plans of an equation's programs but for a loop's condition."""
     parts = structure.parts(eqn)
     return [p for part, p in zip(parts, call.plans, strict=True) if not part.is_condition]

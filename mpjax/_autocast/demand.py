@@ -21,12 +21,12 @@ from mpjax._autocast import (
     control,
     facts,
     fusible,
+    named_attention,
     scopes,
     structure,
     traits,
 )
 from mpjax._autocast.activations import is_activation
-from mpjax._autocast.attention import under_plan
 from mpjax._autocast.caches import by_program
 from mpjax._autocast.carries import direct
 from mpjax._autocast.reads import (
@@ -98,13 +98,13 @@ def _is_backward(eqn: Any) -> bool:
 
 def _reads(eqn: Any, outs: list[int], demanded: Demanded, known: facts.Facts) -> list[int]:
     """Returns how an equation reads its operands."""
-    if not under_plan.is_attention(eqn):
+    if not named_attention.is_attention(eqn):
         return _operands(eqn, outs, demanded, known)
     later = functools.reduce(int.__or__, outs, 0) & (LATER | FORWARD)
     if scopes.AS_WRITTEN in scopes.of(eqn):
         return [later] * len(eqn.invars)
     product = PRODUCT | LATER | FORWARD | WHOLE
-    return [product if low else LATER | FORWARD for low in under_plan.operands_low(eqn)]
+    return [product if low else LATER | FORWARD for low in named_attention.operands_low(eqn)]
 
 
 def _operands(eqn: Any, outs: list[int], demanded: Demanded, known: facts.Facts) -> list[int]:

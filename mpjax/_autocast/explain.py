@@ -9,7 +9,7 @@ import jax
 
 from mpjax import _compat
 from mpjax._autocast import api, delayed, parameters, provenance, stateful
-from mpjax._autocast import plan as planning
+from mpjax._autocast.decided import Settings
 from mpjax._autocast.explanation import Casts, Explanation, Row
 from mpjax._autocast.plan import Plan
 from mpjax._dtypes import short_name
@@ -68,7 +68,7 @@ def explain(
     def describe(args: Any, kwargs: Any) -> Explanation:
         found: Any = get_policy(policy)
         ordered = tuple(sorted(overrides.items()))
-        settings = planning.Settings(found, ordered, widest, None, params=named)
+        settings = Settings(found, ordered, widest, None, params=named)
         # A plan holds what it is of weakly.
         _traced, plan = api.planned(fun, args, kwargs, settings)
         program = api.trace(fast, args, kwargs).jaxpr.jaxpr

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from mpjax import _compat
-from mpjax._autocast import picks, scopes, structure, traits
+from mpjax._autocast import scopes, structure, traits
 from mpjax._autocast.activations import is_activation
 from mpjax._autocast.caches import by_program
-from mpjax._autocast.states import Kind, fits, of_literal
+from mpjax._autocast.states import Kind, fits, of_literal, size
 from mpjax._op_rules import COMPARISONS, OP_RULES, OpClass
 
 _MAX_FUNCTION = 64  # equations: larger functions are planned inside
@@ -19,7 +19,29 @@ _MAX_FUNCTION = 64  # equations: larger functions are planned inside
 
 def is_fusible(eqn: Any) -> bool:
     """Whether XLA computes an operation in one kernel with its neighbours, cheaply."""
-    return eqn.primitive.name in traits.FUSIBLE or picks.is_pick(eqn)
+    return eqn.primitive.name in traits.FUSIBLE or is_pick(eqn)
+
+
+def is_pick(eqn: Any) -> bool:
+    """Whether an equation gathers one element, or one slice, of each of many rows."""
+    return eqn.primitive.name == "gather" and _picks_one(eqn.invars[0].aval, eqn)
+
+
+def _picks_one(operand: Any, eqn: Any) -> bool:
+    dims = eqn.params["dimension_numbers"]
+    if len(dims.start_index_map) != 1:
+        return False
+    (axis,), sizes = dims.start_index_map, eqn.params["slice_sizes"]
+    if not dims.operand_batching_dims and operand.shape[axis] != 1:
+        return False  # one row of a table
+    whole = (sizes[i] == n for i, n in enumerate(operand.shape) if i not in _pointed(dims))
+    indices = eqn.invars[1].aval.shape[:-1]
+    rows = [n for i, n in enumerate(indices) if i in dims.start_indices_batching_dims]
+    return sizes[axis] == 1 and all(whole) and size(indices) == size(rows)
+
+
+def _pointed(dims: Any) -> set[int]:
+    return {*dims.start_index_map, *dims.operand_batching_dims}
 
 
 def is_fusible_function(eqn: Any) -> bool:

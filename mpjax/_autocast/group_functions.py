@@ -30,7 +30,7 @@ from mpjax._autocast import (
 )
 from mpjax._autocast.binding import bind, inside, written_at
 from mpjax._autocast.curves import widened
-from mpjax._autocast.plan import Plan
+from mpjax._autocast.plan import Plan, Step
 from mpjax._autocast.recompute import Apart, recomputed
 
 Function = Callable[..., list[Any]]
@@ -44,7 +44,7 @@ class GroupFunctions:
         self._lines: dict[Any, str] = {}
         self.attentions: dict[Hashable, Any] = {}  # the programs of equal attentions
 
-    def run(self, plan: Plan, step: groups.Step, arrays: Sequence[Any]) -> list[Any]:
+    def run(self, plan: Plan, step: Step, arrays: Sequence[Any]) -> list[Any]:
         """Returns the outputs of a group: of each the low form, then the full one, if wanted.
 
         Args:
@@ -56,9 +56,7 @@ class GroupFunctions:
         with eqns[0].ctx.manager:
             return self._run(plan, step, eqns, arrays)
 
-    def _run(
-        self, plan: Plan, step: groups.Step, eqns: Sequence[Any], arrays: Sequence[Any]
-    ) -> list[Any]:
+    def _run(self, plan: Plan, step: Step, eqns: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
         if not step.checkpoint:
             return _function(plan, step, eqns, 0)(*arrays)
         around = _common_scopes(eqns)
@@ -73,7 +71,7 @@ class GroupFunctions:
         with inside(eqns[0], around):
             return self._functions[key](*arrays)
 
-    def _key(self, plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -> Hashable:
+    def _key(self, plan: Plan, step: Step, eqns: Sequence[Any], around: int) -> Hashable:
         """Returns what equal groups have in common; their outer scopes may differ."""
         number = {v: i for i, v in enumerate(step.inputs)}
         found: list[Hashable] = [v.aval for v in step.inputs]
@@ -117,7 +115,7 @@ def hashable(param: Any) -> Hashable:
     return param
 
 
-def _kept_apart(step: groups.Step, eqns: Sequence[Any]) -> Apart | None:
+def _kept_apart(step: Step, eqns: Sequence[Any]) -> Apart | None:
     """Returns what keeps a group's inputs apart from those of its derivative, if that pays."""
     if step.rows is not None:
         return functools.partial(recompute.one_apart, which=step.inputs.index(step.rows))
@@ -128,7 +126,7 @@ def literal_key(literal: Any) -> Hashable:
     return literal.aval, np.asarray(literal.val).tobytes()  # by its bits: -0.0 equals 0.0
 
 
-def _function(plan: Plan, step: groups.Step, eqns: Sequence[Any], around: int) -> Function:
+def _function(plan: Plan, step: Step, eqns: Sequence[Any], around: int) -> Function:
     unwidened = moves.moved_low(eqns)
     again = moves.moved_again(eqns, step.inputs)
     in_parts = moves.read_in_parts(eqns, {v for v, *_ in step.outputs})
@@ -180,7 +178,7 @@ def _bound(plan: Plan, eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def _curves(
-    plan: Plan, step: groups.Step, eqns: Sequence[Any], others: set[Any]
+    plan: Plan, step: Step, eqns: Sequence[Any], others: set[Any]
 ) -> dict[Any, curves.Curve | None]:
     """Returns the curves of a group; in a loop none, whose backward pass is another loop."""
     if not step.checkpoint or plan.settings.in_loop:
@@ -189,7 +187,7 @@ def _curves(
     return curves.curves(eqns, step.inputs, outputs, others | step.several | step.convolved)
 
 
-def _marked(plan: Plan, step: groups.Step, eqn: Any, values: Sequence[Any]) -> list[Any]:
+def _marked(plan: Plan, step: Step, eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Returns the results of an equation, and tells backends what is asked of them."""
     (first, *others), (var, *_) = values, eqn.outvars
     if var in step.convolved:
@@ -202,7 +200,7 @@ def _marked(plan: Plan, step: groups.Step, eqn: Any, values: Sequence[Any]) -> l
     return [first, *others]
 
 
-def _outputs(plan: Plan, step: groups.Step, local: dict[Any, Any]) -> list[Any]:
+def _outputs(plan: Plan, step: Step, local: dict[Any, Any]) -> list[Any]:
     outs: list[Any] = []
     for var, is_low, is_full in step.outputs:
         if is_low:
@@ -213,7 +211,7 @@ def _outputs(plan: Plan, step: groups.Step, local: dict[Any, Any]) -> list[Any]:
     return outs
 
 
-def _operands(plan: Plan, step: groups.Step, eqn: Any, local: dict[Any, Any]) -> list[Any]:
+def _operands(plan: Plan, step: Step, eqn: Any, local: dict[Any, Any]) -> list[Any]:
     values = [a.val if _compat.is_literal(a) else local[a] for a in eqn.invars]
     for i, v in enumerate(eqn.invars if eqn.primitive.name in traits.ADDS else ()):
         if not _compat.is_literal(v) and v in step.apart:

@@ -10,40 +10,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from mpjax import _compat
 from mpjax._autocast import exact, linear, rows, storage, traits
 from mpjax._autocast.hints import hint
+from mpjax._autocast.plan import Step
 from mpjax._autocast.states import Kind, State, fits, of_literal, size
 from mpjax._op_rules import only_moves
 
 _SMALL = 1024  # elements: below this a group costs more to wrap than it saves
-
-
-@dataclass(slots=True)
-class Step:
-    """Equations that run together: one, or a group in float32.
-
-    `outputs` are the variables read elsewhere, each with whether its low form, its float32 form,
-    or both are wanted.
-    """
-
-    members: list[int]
-    group: bool = False
-    inputs: tuple[Any, ...] = ()
-    outputs: tuple[tuple[Any, bool, bool], ...] = ()
-    checkpoint: bool = False
-    native: bool = False
-    repeated: frozenset[Any] = frozenset()  # what `broadcast_in_dim` makes inside the group
-    several: frozenset[Any] = frozenset()  # values whose cotangents are read in several passes
-    dear: frozenset[Any] = frozenset()  # those of them whose cotangents XLA would not compute twice
-    apart: frozenset[Any] = frozenset()  # terms whose cotangents are sums, taken in a pass each
-    convolved: frozenset[Any] = frozenset()  # sums that cuDNN adds up as it convolves
-    rows: Any = None  # the input whose rows a GPU holds in one kernel, and again for the gradient
-    stored: frozenset[Any] = frozenset()  # outputs that a GPU is to hold low, whoever reads them
-    attention: Any = None  # an `attention.steps.Attended`, run in place of the steps that it is of
 
 
 # -- the order in which to run -------------------------------------------------------------------

@@ -23,31 +23,10 @@ from mpjax import _compat
 from mpjax._autocast import moves, structure, traits
 from mpjax._autocast.binding import bind, evaluate
 from mpjax._autocast.caches import by_program
+from mpjax._autocast.fusible import is_pick
 from mpjax._autocast.gather_one import gather, gather_one_p
 from mpjax._autocast.hints import hint
-from mpjax._autocast.states import FLOAT32, is_float32, size
-
-
-def is_pick(eqn: Any) -> bool:
-    """Whether an equation gathers one element, or one slice, of each of many rows."""
-    return eqn.primitive.name == "gather" and _picks_one(eqn.invars[0].aval, eqn)
-
-
-def _picks_one(operand: Any, eqn: Any) -> bool:
-    dims = eqn.params["dimension_numbers"]
-    if len(dims.start_index_map) != 1:
-        return False
-    (axis,), sizes = dims.start_index_map, eqn.params["slice_sizes"]
-    if not dims.operand_batching_dims and operand.shape[axis] != 1:
-        return False  # one row of a table
-    whole = (sizes[i] == n for i, n in enumerate(operand.shape) if i not in _pointed(dims))
-    indices = eqn.invars[1].aval.shape[:-1]
-    rows = [n for i, n in enumerate(indices) if i in dims.start_indices_batching_dims]
-    return sizes[axis] == 1 and all(whole) and size(indices) == size(rows)
-
-
-def _pointed(dims: Any) -> set[int]:
-    return {*dims.start_index_map, *dims.operand_batching_dims}
+from mpjax._autocast.states import FLOAT32, is_float32
 
 
 @hint("picked", lambda *_: [])

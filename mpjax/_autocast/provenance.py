@@ -14,9 +14,19 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax import _compat
-from mpjax._autocast import exact, fusible, quantized, readers, reads, scopes, states, structure
-from mpjax._autocast.attention import under_plan
-from mpjax._autocast.plan import Action, Decision, Plan
+from mpjax._autocast import (
+    exact,
+    fusible,
+    named_attention,
+    quantized,
+    readers,
+    reads,
+    scopes,
+    states,
+    structure,
+)
+from mpjax._autocast.decided import Action, Decision
+from mpjax._autocast.plan import Plan
 from mpjax._autocast.states import FLOAT32, Kind
 from mpjax._dtypes import short_name
 from mpjax._op_rules import OP_RULES, SILENT, OpClass, only_moves, op_class
@@ -230,7 +240,7 @@ def _computes(eqn: Any) -> bool:
     """Leaves out what only moves values: the table answers for dtypes."""
     name = eqn.primitive.name
     rule = OP_RULES.get(name)
-    if under_plan.is_attention(eqn):
+    if named_attention.is_attention(eqn):
         return True
     if _is_ours(eqn):
         return False
@@ -294,7 +304,7 @@ def _dtype(plan: Plan, decision: Decision, stored: dict[Any, bool | None]) -> An
     """That of the operands of a product; in which any other operation's result is held."""
     if decision.action is Action.PRODUCT:
         return quantized.shown_dtype(decision.how) if decision.how else decision.low
-    if under_plan.is_attention(decision.eqn):
+    if named_attention.is_attention(decision.eqn):
         return decision.low or decision.eqn.invars[0].aval.dtype
     if op_class(decision.eqn.primitive.name, {}) is OpClass.LOWER:
         return decision.eqn.invars[0].aval.dtype  # as it was written

@@ -11,7 +11,8 @@ from typing import Any
 
 from mpjax import _compat
 from mpjax._autocast import conditioned, fusible, reads, scopes, structure, traits
-from mpjax._autocast.plan import Action, Decision, Plan
+from mpjax._autocast.decided import Action, Decision
+from mpjax._autocast.plan import Plan
 from mpjax._op_rules import OP_RULES
 
 

@@ -16,7 +16,6 @@ from mpjax import _compat
 from mpjax._autocast import (
     delayed,
     exact,
-    groups,
     held,
     picks,
     pooled,
@@ -29,8 +28,9 @@ from mpjax._autocast import (
 from mpjax._autocast.attention import steps as attention_steps
 from mpjax._autocast.attention import under_plan
 from mpjax._autocast.binding import bind, written_at
+from mpjax._autocast.decided import Action, Decision
 from mpjax._autocast.group_functions import GroupFunctions
-from mpjax._autocast.plan import Action, Decision, Plan
+from mpjax._autocast.plan import Plan, Step
 from mpjax._autocast.states import FLOAT32, Kind, State, is_float32
 from mpjax._autocast.values import Value
 from mpjax._op_rules import OP_RULES, PRODUCTS, OpClass
@@ -171,7 +171,7 @@ class Interpreter:
         )
         return out if self.products is None else self.products.named(eqn, out)
 
-    def run_group(self, plan: Plan, step: groups.Step, env: dict[Any, Value]) -> None:
+    def run_group(self, plan: Plan, step: Step, env: dict[Any, Value]) -> None:
         if step.native:
             self.run_native(plan, step, env)
             return
@@ -182,7 +182,7 @@ class Interpreter:
             full = next(found) if is_full else None
             env[var] = _both_forms(plan.states[var], low, full)
 
-    def run_native(self, plan: Plan, step: groups.Step, env: dict[Any, Value]) -> None:
+    def run_native(self, plan: Plan, step: Step, env: dict[Any, Value]) -> None:
         local = dict(env)
         for i in step.members:
             eqn = plan.decisions[i].eqn

@@ -16,7 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mpjax import _compat
 from mpjax._autocast import custom_rules, held_programs, hijax_programs, structure, sums
-from mpjax._autocast.plan import Decision, Plan
+from mpjax._autocast.decided import Decision
+from mpjax._autocast.plan import Plan
 from mpjax._autocast.states import Kind
 from mpjax._autocast.values import Value
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from mpjax import _compat
 from mpjax._autocast import demand, facts, meetings, norms, reads, scopes, states, streams
-from mpjax._autocast.plan import Settings, initial_state
+from mpjax._autocast.decided import Settings, initial_state
 from mpjax._autocast.states import FLOAT32, Kind, State, is_float32
 from mpjax._policy import Policy
 

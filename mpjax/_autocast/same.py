@@ -15,7 +15,7 @@ import numpy as np
 
 from mpjax import _compat
 from mpjax._autocast import conditioned, reads, structure
-from mpjax._autocast.plan import Action, Decision, Plan
+from mpjax._autocast.decided import Action, Decided, Decision
 from mpjax._autocast.states import FLOAT32
 from mpjax._op_rules import PRODUCTS
 
@@ -23,7 +23,7 @@ Asked = frozenset[tuple[Any, int]]
 """What is asked of products beside what their readers ask: their results, and flags of `reads`."""
 
 
-def asked(plan: Plan) -> Asked:
+def asked(plan: Decided) -> Asked:
     """Returns what is to be asked of products so that equal ones are held in one dtype."""
     if not _may_differ(plan):
         return frozenset()
@@ -44,7 +44,7 @@ def _asked_of(decision: Decision) -> int:
     return reads.TESTED if decision.reason in conditioned.REASONS else 0
 
 
-def _may_differ(plan: Plan) -> bool:
+def _may_differ(plan: Decided) -> bool:
     """Whether products of the same shapes are held differently: only then is it worth a walk."""
     seen: dict[Hashable, int] = {}
     for decision in _products(plan):
@@ -55,7 +55,7 @@ def _may_differ(plan: Plan) -> bool:
     return False
 
 
-def _products(plan: Plan) -> Iterator[Decision]:
+def _products(plan: Decided) -> Iterator[Decision]:
     for decision in plan.decisions:
         if decision.call is not None:
             for inner in decision.call.plans:
@@ -77,7 +77,7 @@ class _Numbering:
     def of(self, key: Hashable) -> int:
         return self.numbers.setdefault(key, len(self.numbers))
 
-    def plan(self, plan: Plan, inputs: Sequence[int]) -> list[int]:
+    def plan(self, plan: Decided, inputs: Sequence[int]) -> list[int]:
         """Numbers the values of a plan; returns the numbers of its outputs."""
         decisions = {d.eqn.outvars[0]: d for d in plan.decisions if d.eqn.outvars}
 

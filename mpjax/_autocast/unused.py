@@ -3,9 +3,9 @@
 import warnings
 from typing import Any
 
-from mpjax._autocast import plan as planning
 from mpjax._autocast import quantized, scopes
 from mpjax._autocast.activations import warn_of_unused
+from mpjax._autocast.decided import Settings
 from mpjax._errors import PolicyWarning, message
 from mpjax._policy import Policy, policies_in
 from mpjax._tree import leaf_paths
@@ -17,7 +17,7 @@ def stored_paths(policy: scopes.Policies, args: Any) -> list[str]:
     return leaf_paths(args[0]) if args and len(dtypes) > 1 else []
 
 
-def warn_of_rules(settings: planning.Settings, jaxpr: Any, stored: list[str]) -> None:
+def warn_of_rules(settings: Settings, jaxpr: Any, stored: list[str]) -> None:
     """Warns of what decides nothing in a function: a rule of its policy, or of its operations."""
     policy = settings.policy
     warn_of_unused(settings.rules, jaxpr)

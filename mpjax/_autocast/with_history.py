@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._autocast import api, delayed, parameters
-from mpjax._autocast import plan as planning
+from mpjax._autocast.decided import Settings
 from mpjax._errors import message
 from mpjax._op_rules import parse_rules
 from mpjax._policy import chosen_policy
@@ -87,7 +87,7 @@ def with_amax_history(
     overrides, widest = parse_rules(rules)
     named = parameters.checked(params, _WHERE)
     ordered = tuple(sorted(overrides.items()))
-    settings = planning.Settings(found, ordered, widest, params=named)
+    settings = Settings(found, ordered, widest, params=named)
 
     def init(*args: Any, **kwargs: Any) -> Any:
         return started(fun, args, kwargs, settings)
@@ -106,7 +106,7 @@ def with_amax_history(
 
 
 def started(
-    fun: Callable[..., Any], args: Any, kwargs: Any, settings: planning.Settings, seed: Any = 1.0
+    fun: Callable[..., Any], args: Any, kwargs: Any, settings: Settings, seed: Any = 1.0
 ) -> Any:
     """Returns the histories of a function after one run, scaled by the values at hand.
 

@@ -15,7 +15,7 @@ from typing import Any
 from mpjax import _compat
 from mpjax._autocast.attention import axes, masks
 from mpjax._autocast.attention.nodes import Graph, Name, Node
-from mpjax._autocast.plan import Action
+from mpjax._autocast.decided import Action
 
 _DEEPEST = 24  # operations between a product and its softmax
 _MASKED = -1e3  # a logit at most this large stands for a key that is not read

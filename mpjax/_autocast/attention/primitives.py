@@ -20,14 +20,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpjax import _compat
+from mpjax._autocast import named_attention
 from mpjax._autocast.attention import kernels, passes
 from mpjax._autocast.attention.program import Program, batched, out_avals
 
-attention_p = Primitive("attention")
+attention_p = Primitive(named_attention.FORWARD)
 """Operands to (result, rows)."""
 tangent_p = Primitive("attention_tangent")
 """Operands, result, rows and tangents of the operands `wrt` to that of the result."""
-backward_p = Primitive("attention_backward")
+backward_p = Primitive(named_attention.BACKWARD)
 """Operands, result, rows and the result's cotangent to those of the operands `wrt`."""
 attention_p.multiple_results = backward_p.multiple_results = True
 

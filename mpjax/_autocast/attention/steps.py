@@ -18,16 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax._autocast import binding, groups, scopes, states
+from mpjax._autocast import binding, scopes, states
 from mpjax._autocast.attention import kernels, layout, masks, primitives
 from mpjax._autocast.attention.empty_rows import LOST
 from mpjax._autocast.attention.nodes import Graph
 from mpjax._autocast.attention.pattern import Finder, Match
 from mpjax._autocast.attention.program import MULTIPLIED, Empty, Operands, Program, Spec
+from mpjax._autocast.decided import Action
 from mpjax._autocast.group_functions import hashable
 from mpjax._autocast.group_functions import literal_key as _literal
 from mpjax._autocast.hints import hint
-from mpjax._autocast.plan import Action, Plan
+from mpjax._autocast.plan import Plan, Step
 from mpjax._autocast.states import Kind
 from mpjax._autocast.values import Value
 
@@ -38,7 +39,7 @@ FLOAT32 = np.dtype("float32")
 class Attended:
     """An attention in place of some steps of a plan."""
 
-    steps: tuple[groups.Step, ...]  # what XLA's form runs
+    steps: tuple[Step, ...]  # what XLA's form runs
     first: int  # the equation of the first product
     last: int  # that of the last
     inputs: tuple[Any, ...]  # query, key and value, then what else is read
@@ -53,8 +54,8 @@ def attended(
     constants: Sequence[Any],
     decisions: Sequence[Any],
     held: dict[Any, Any],
-    steps: list[groups.Step],
-) -> list[groups.Step]:
+    steps: list[Step],
+) -> list[Step]:
     """Returns the steps of a plan, those of each attention as one.
 
     Args:
@@ -81,17 +82,17 @@ def attended(
         if one := _attended(finder, place, match, mine):
             gone.update(mine)
             found[max(mine)] = one
-    kept: list[groups.Step] = []
+    kept: list[Step] = []
     for i, step in enumerate(steps):
         if i in found:
             one = found[i]
-            kept.append(groups.Step([one.last], inputs=one.inputs, attention=one))
+            kept.append(Step([one.last], inputs=one.inputs, attention=one))
         elif i not in gone:
             kept.append(step)
     return kept
 
 
-def _made(jaxpr: Any, step: groups.Step) -> list[Any]:
+def _made(jaxpr: Any, step: Step) -> list[Any]:
     """Returns what a step leaves for others."""
     if step.group:
         return [v for v, *_ in step.outputs]
@@ -101,7 +102,7 @@ def _made(jaxpr: Any, step: groups.Step) -> list[Any]:
 class _Places:
     """Which step makes and which steps read each value."""
 
-    def __init__(self, jaxpr: Any, decisions: Any, held: Any, steps: list[groups.Step]) -> None:
+    def __init__(self, jaxpr: Any, decisions: Any, held: Any, steps: list[Step]) -> None:
         self.jaxpr, self.decisions, self.held, self.all = jaxpr, decisions, held, steps
         self._step_of = {i: n for n, step in enumerate(steps) for i in step.members}
         self._maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
@@ -114,12 +115,12 @@ class _Places:
         self.why: dict[Any, str] = {}
         """Which kernel runs the attentions of a key."""
 
-    def reads(self, step: groups.Step) -> list[Any]:
+    def reads(self, step: Step) -> list[Any]:
         if step.group:
             return list(step.inputs)
         return [v for i in step.members for v in _compat.variables(self.jaxpr.eqns[i])]
 
-    def made(self, step: groups.Step) -> list[Any]:
+    def made(self, step: Step) -> list[Any]:
         return _made(self.jaxpr, step)
 
     def steps(self, match: Match) -> list[int]:
@@ -330,7 +331,7 @@ def _form(runner: Any, plan: Plan, one: Attended) -> Callable[..., Any]:
     return form
 
 
-def _key(place: _Places, steps: Sequence[groups.Step], read: Read) -> Any:
+def _key(place: _Places, steps: Sequence[Step], read: Read) -> Any:
     """Returns what equal attentions have in common."""
     number = {v: i for i, v in enumerate(read.inputs)}
     found: list[Any] = [(v.aval.shape, v.aval.dtype, place.held[v]) for v in read.inputs]
