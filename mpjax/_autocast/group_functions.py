@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import source_info_util
 
 from mpjax import _compat
@@ -30,6 +29,7 @@ from mpjax._autocast import (
 )
 from mpjax._autocast.binding import bind, inside, written_at
 from mpjax._autocast.curves import widened
+from mpjax._autocast.keys import hashable, literal_key
 from mpjax._autocast.plan import Plan, Step
 from mpjax._autocast.recompute import Apart, recomputed
 
@@ -106,24 +106,11 @@ def _common_scopes(eqns: Sequence[Any]) -> int:
     return shared
 
 
-def hashable(param: Any) -> Hashable:
-    """Returns a parameter, or its identity: JAX 0.10 has rules with lists inside."""
-    try:
-        hash(param)
-    except TypeError:
-        return id(param)  # of an equation that the plan holds, as long as the key is in use
-    return param
-
-
 def _kept_apart(step: Step, eqns: Sequence[Any]) -> Apart | None:
     """Returns what keeps a group's inputs apart from those of its derivative, if that pays."""
     if step.rows is not None:
         return functools.partial(recompute.one_apart, which=step.inputs.index(step.rows))
     return recompute.all_apart if storage.worth_keeping_apart(eqns) else None
-
-
-def literal_key(literal: Any) -> Hashable:
-    return literal.aval, np.asarray(literal.val).tobytes()  # by its bits: -0.0 equals 0.0
 
 
 def _function(plan: Plan, step: Step, eqns: Sequence[Any], around: int) -> Function:

@@ -14,6 +14,7 @@ import numpy as np
 
 from mpjax import _compat
 from mpjax._autocast import (
+    attended,
     delayed,
     exact,
     held,
@@ -25,8 +26,6 @@ from mpjax._autocast import (
     remat,
     sums,
 )
-from mpjax._autocast.attention import steps as attention_steps
-from mpjax._autocast.attention import under_plan
 from mpjax._autocast.binding import bind, written_at
 from mpjax._autocast.decided import Action, Decision
 from mpjax._autocast.group_functions import GroupFunctions
@@ -89,7 +88,7 @@ class Interpreter:
             if step.group:
                 self.run_group(plan, step, env)
             elif step.attention is not None:
-                attention_steps.run(recorder, plan, step.attention, env)
+                attended.run(recorder, plan, step.attention, env)
             else:
                 recorder.run_one(plan, plan.decisions[step.members[0]], env)
         wanted = plan.out_states if out_states is None else out_states
@@ -109,7 +108,7 @@ class Interpreter:
             elif decision.action is Action.CALL:
                 outs = rebind_calls.run(self, decision, values)
             elif decision.action is Action.ATTENTION:
-                outs = under_plan.run(decision, values)
+                outs = attended.run_named(decision, values)
             elif decision.action is Action.NATIVE:
                 operands = [_operand(v, a, decision.out_dtype) for v, a in _paired(eqn, values)]
                 outs = bind_low(eqn, operands)

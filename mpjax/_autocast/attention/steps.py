@@ -18,19 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax._autocast import binding, scopes, states
-from mpjax._autocast.attention import kernels, layout, masks, primitives
+from mpjax._autocast import scopes
+from mpjax._autocast.attention import kernels, layout, masks
 from mpjax._autocast.attention.empty_rows import LOST
 from mpjax._autocast.attention.nodes import Graph
 from mpjax._autocast.attention.pattern import Finder, Match
 from mpjax._autocast.attention.program import MULTIPLIED, Empty, Operands, Program, Spec
 from mpjax._autocast.decided import Action
-from mpjax._autocast.group_functions import hashable
-from mpjax._autocast.group_functions import literal_key as _literal
 from mpjax._autocast.hints import hint
-from mpjax._autocast.plan import Plan, Step
+from mpjax._autocast.keys import hashable
+from mpjax._autocast.keys import literal_key as _literal
+from mpjax._autocast.plan import Step
 from mpjax._autocast.states import Kind
-from mpjax._autocast.values import Value
 
 FLOAT32 = np.dtype("float32")
 
@@ -295,40 +294,6 @@ class Read:
 
 def _wide(x: Any) -> Any:
     return x.astype(FLOAT32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-
-def run(runner: Any, plan: Plan, one: Attended, env: dict[Any, Value]) -> None:
-    """Adds the result of an attention to the values of a plan."""
-    values = [env[v] for v in one.inputs]
-    arrays = [v.low(one.low) if i < MULTIPLIED else v.made for i, v in enumerate(values)]
-    eqn = plan.decisions[one.last].eqn
-    kept = runner.functions.attentions
-    if one.key not in kept:
-        kept[one.key] = one.read.program(_form(runner, plan, one))
-    with binding.written_at(eqn):
-        out, _ = primitives.attention(kept[one.key], *arrays)
-    (var,) = eqn.outvars
-    env[var] = Value(out, plan.states[var])
-
-
-def _form(runner: Any, plan: Plan, one: Attended) -> Callable[..., Any]:
-    """Returns what the steps compute, as a function of the inputs: XLA's form of an attention."""
-    held = [
-        states.low(one.low) if i < MULTIPLIED else plan.states[v] for i, v in enumerate(one.inputs)
-    ]
-
-    def form(*arrays: Any) -> tuple[Any, Any]:
-        given = zip(one.inputs, arrays, held, strict=True)
-        env = {v: Value(x, state) for v, x, state in given}
-        for step in one.steps:
-            if step.group:
-                runner.run_group(plan, step, env)
-            else:
-                runner.run_one(plan, plan.decisions[step.members[0]], env)
-        out = env[plan.decisions[one.last].eqn.outvars[0]].made
-        return out, one.read.rows({v: value.full for v, value in env.items()})
-
-    return form
 
 
 def _key(place: _Places, steps: Sequence[Step], read: Read) -> Any:

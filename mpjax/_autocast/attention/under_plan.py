@@ -1,15 +1,14 @@
-"""Attention by name under a plan: which kernel runs it, and how it is run."""
+"""Attention by name under a plan: which kernel runs it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from mpjax._autocast.attention import kernels, primitives
+from mpjax._autocast.attention import kernels
 from mpjax._autocast.attention.program import Program
-from mpjax._autocast.named_attention import DERIVED, MULTIPLIED, is_backward, operands_low
+from mpjax._autocast.named_attention import DERIVED, MULTIPLIED, is_backward
 
 
 def where(eqn: Any, low: Any) -> str:
@@ -21,15 +20,3 @@ def where(eqn: Any, low: Any) -> str:
         for i, a in enumerate(avals)
     ]
     return kernels.where(program, structs, avals)
-
-
-def run(decision: Any, values: Sequence[Any]) -> list[Any]:
-    """Returns the results of an attention, on low operands."""
-    eqn = decision.eqn
-    arrays = [
-        value.low(decision.low) if is_low else value.full
-        for value, is_low in zip(values, operands_low(eqn), strict=True)
-    ]
-    if is_backward(eqn):
-        return primitives.backward(*arrays, **eqn.params)
-    return list(primitives.attention(eqn.params["program"], *arrays))

@@ -18,9 +18,11 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from mpjax import _compat
+from mpjax._autocast import axes as axes_of
 from mpjax._autocast import backends, binding, traits
+from mpjax._autocast.axes import Axes
 from mpjax._autocast.product import blocks, config, convolutions, epilogue, scaled
-from mpjax._autocast.product.config import FLOAT32, Axes, Config, Direction, Roles, Scaling
+from mpjax._autocast.product.config import FLOAT32, Config, Direction, Roles, Scaling
 from mpjax._op_rules import PRODUCTS
 
 
@@ -268,7 +270,7 @@ def _bilinear(
         axes: Axes = ()
         if name == "dot_general":
             ndims = structs[0].ndim, structs[1].ndim
-            axes = config.of_dot_general(kwargs["dimension_numbers"], ndims)
+            axes = axes_of.of_dot_general(kwargs["dimension_numbers"], ndims)
         return Bilinear(traced, how, how.roles, axes)
     point = jax.make_jaxpr(convolutions.pointwise(kwargs))(*structs)
     return Bilinear(point, how, how.roles, convolved=traced)
@@ -283,7 +285,7 @@ def transposed(_mesh: Any, program: Bilinear, wrt: int) -> Bilinear:
         _untransposed(_pullback(program.traced, wrt)),
         program.config,
         config.transposed(program.roles, wrt),
-        config.transposed_axes(program.axes, wrt),
+        axes_of.transposed(program.axes, wrt),
         convolved and _pullback(convolved, wrt),
     )
 
@@ -346,5 +348,5 @@ def batched(_mesh: Any, program: Bilinear, size: int, in_axes: tuple[int | None,
     structs = [_struct(v.aval) for v in program.traced.jaxpr.invars]
     args = [widen(s, axis) for s, axis in zip(structs, in_axes, strict=True)]
     wider = jax.make_jaxpr(lambda *xs: fun(*xs)[0])(*args)
-    axes = program.axes and config.mapped_axes(program.axes, *in_axes[:2])
+    axes = program.axes and axes_of.mapped(program.axes, *in_axes[:2])
     return Bilinear(wider, program.config, program.roles, axes)

@@ -19,9 +19,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpjax import _compat
+from mpjax._autocast.axes import Axes
 from mpjax._autocast.hints import hint
 from mpjax._autocast.identity import GPUS
-from mpjax._autocast.product.config import Axes
 
 # -- scales as those of a matrix ---------------------------------------------------------------
 
