@@ -33,8 +33,16 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .. import _compat
-from .identity import GPUS, batched, converted, identity_primitive, maker, placed, repeated
+from mpjax import _compat
+from mpjax._autocast.identity import (
+    GPUS,
+    batched,
+    converted,
+    identity_primitive,
+    maker,
+    placed,
+    repeated,
+)
 
 FLOAT32 = np.dtype("float32")
 

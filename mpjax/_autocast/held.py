@@ -13,9 +13,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpjax import _compat
-
-from .hints import hint
-from .identity import (
+from mpjax._autocast.hints import hint
+from mpjax._autocast.identity import (
     GPUS,
     batched,
     converted,
