@@ -23,7 +23,7 @@ from networks import JUDGES, NETWORKS, SIZES
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mpjax._autocast import hints
+from mpjax._autocast.speed import hints
 
 COUNTS = ("bytes_accessed", "hbm_traffic", "temporaries", "converts")
 

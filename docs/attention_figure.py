@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import mpjax
-from mpjax._autocast import hints
+from mpjax._autocast.speed import hints
 
 BATCH, TIME, HEADS, SIZE = 8, 1024, 16, 64
 PAIRS, ROWS = "queries × keys", "a number for each row"

@@ -5,13 +5,13 @@
 
 from pathlib import Path
 
-from mpjax._op_rules import ACTIVATIONS, AS_TRACED, COMPARISONS, OP_RULES, STRUCTURE, OpClass
+from mpjax._jaxpr.op_rules import ACTIVATIONS, AS_TRACED, COMPARISONS, OP_RULES, STRUCTURE, OpClass
 
 PAGE = Path(__file__).parent / "api" / "operations.md"
 
 HEAD = """# Every operation
 
-Autocast's table of operations, `mpjax/_op_rules.py`, as a page. Names are those that
+Autocast's table of operations, `mpjax/_jaxpr/op_rules.py`, as a page. Names are those that
 `jax.make_jaxpr` prints and `mpjax.explain` shows. `python docs/operations.py` writes this page.
 
 To see the decisions for your own function, type `print(mpjax.explain(fun, policy)(*args))`. To

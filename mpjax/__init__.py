@@ -7,24 +7,25 @@ costs little and loads neither optax nor Flax.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mpjax._dtypes import half_dtype
-from mpjax._errors import NonFiniteError, PolicyWarning, SupportWarning
-from mpjax._foreign_names import no_attribute
-from mpjax._grad import get_loss_scale, grad, value_and_grad
-from mpjax._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
-from mpjax._policy import Policy, default_policy, get_policy
-from mpjax._policy_map import PolicyMap
-from mpjax._quantized_array import QuantizedArray, dequantize
-from mpjax._quantized_policy import QuantizedPolicy
-from mpjax._recipes import (
+from mpjax._base.dtypes import half_dtype
+from mpjax._base.errors import NonFiniteError, PolicyWarning, SupportWarning
+from mpjax._base.foreign_names import no_attribute
+from mpjax._base.moved import find_old_names
+from mpjax._base.quantized_array import QuantizedArray, dequantize
+from mpjax._base.tree import all_finite, select_tree
+from mpjax._hardware.support import check_support
+from mpjax._policies.policy import Policy, default_policy, get_policy
+from mpjax._policies.policy_map import PolicyMap
+from mpjax._policies.quantized_policy import QuantizedPolicy
+from mpjax._policies.recipes import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Int8CurrentScaling,
     MXFP8BlockScaling,
 )
-from mpjax._support import check_support
-from mpjax._tree import all_finite, select_tree
+from mpjax._scaling.grad import get_loss_scale, grad, value_and_grad
+from mpjax._scaling.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 
 if TYPE_CHECKING:
     from mpjax import linen as linen
@@ -41,10 +42,12 @@ if TYPE_CHECKING:
         full_precision,
         with_amax_history,
     )
-    from mpjax._measure import measure
-    from mpjax._quantize import quantize
+    from mpjax._doctor.measure import measure
+    from mpjax._weights.quantize import quantize
     from mpjax.optim import current_loss_scale, raise_if_diverged, with_loss_scale
     from mpjax.train import TrainState, make_train_step
+
+find_old_names()
 
 __version__ = "0.1.0"
 
@@ -97,8 +100,8 @@ _IMPORTED_LATER = {
     "explain": "mpjax._autocast",
     "full_precision": "mpjax._autocast",
     "make_train_step": "mpjax.train",
-    "measure": "mpjax._measure",
-    "quantize": "mpjax._quantize",
+    "measure": "mpjax._doctor.measure",
+    "quantize": "mpjax._weights.quantize",
     "raise_if_diverged": "mpjax.optim",
     "with_amax_history": "mpjax._autocast",
     "with_loss_scale": "mpjax.optim",

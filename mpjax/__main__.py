@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 import mpjax
-from mpjax._errors import message
+from mpjax._base.errors import message
 from mpjax._hardware import DTYPES, SUPPORT, Accelerator, examine, find_accelerator
-from mpjax._policy import POLICY_NAMES, get_policy
-from mpjax._quantized_policy import NAMES
+from mpjax._policies.policy import POLICY_NAMES, get_policy
+from mpjax._policies.quantized_policy import NAMES
 
 OK, SLOW, FAILED = 0, 1, 2
 """Exit codes: as it should be · runs, with little or no gain · cannot run, or a wrong argument."""
@@ -181,7 +181,7 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from mpjax import _doctor as doctor  # the other commands need no autocast
+    from mpjax._doctor import doctor  # the other commands need no autocast
 
     if args.timed and args.device:
         fix = "Leave out one of the two: what is not here is compiled for, and not run."
@@ -209,7 +209,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _measured(found: Any, policies: Sequence[str], budget: float) -> Any:
     """Returns what running the function under each policy takes and gives, on this machine."""
-    from mpjax import _doctor as doctor
+    from mpjax._doctor import doctor
 
     track = functools.partial(_tracked, doing="measuring")
     measured = mpjax.measure(found.fun, policies, budget=budget, track=track)
@@ -301,11 +301,11 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _pods(args: argparse.Namespace) -> int:
-    from mpjax import _user_file
+    from mpjax._doctor import user_file
     from mpjax.pods import _command
 
     topology = _command.topology_of(args.topology, args.num_slices)
-    load = functools.partial(_user_file.load, args.function, _command.WHERE)
+    load = functools.partial(user_file.load, args.function, _command.WHERE)
     if args.outline:
         return _print_json_line(_command.outline(load, topology))
     again = ["pods", args.function, args.topology, "--outline"]

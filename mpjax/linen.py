@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar, cast
 
-from mpjax._errors import needed_by
+from mpjax._base.errors import needed_by
 
 with needed_by("mpjax.linen"):
     import flax.linen as nn
@@ -12,12 +12,12 @@ with needed_by("mpjax.linen"):
 import jax
 import jax.numpy as jnp
 
-from mpjax._errors import message
-from mpjax._linen_modules import Setting, journal, policied
-from mpjax._module_dtypes import AS_WRITTEN, ModuleRow, ModuleTable, as_checked_policy, row_of
-from mpjax._optim_state import current_loss_scale, find_states
-from mpjax._tree import is_array, is_overwritten, select_tree
-from mpjax._typing import PolicySpec, PyTree
+from mpjax._base.errors import message
+from mpjax._base.tree import is_array, is_overwritten, select_tree
+from mpjax._base.typing import PolicySpec, PyTree
+from mpjax._flax.linen_modules import Setting, journal, policied
+from mpjax._flax.module_dtypes import AS_WRITTEN, ModuleRow, ModuleTable, as_checked_policy, row_of
+from mpjax._scaling.optim_state import current_loss_scale, find_states
 
 __all__ = ["apply_gradients", "tabulate", "with_policy"]
 

@@ -7,7 +7,7 @@ pass over parameters and moments, and no host in between.
 
 from typing import Any
 
-from mpjax._errors import needed_by
+from mpjax._base.errors import needed_by
 
 with needed_by("mpjax.optim"):
     import optax
@@ -17,22 +17,21 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._adopt import adopt_state
-from mpjax._applied import applied_by
-from mpjax._diverged import raise_if_diverged
-from mpjax._dtypes import FLOAT32
-from mpjax._errors import message
-from mpjax._foreign_names import LOSS_SCALE, STEP, names_keywords
-from mpjax._given_scale import as_loss_scale
-from mpjax._inputs import check_transformation, refuse_not_finite
-from mpjax._loss_scale import (
-    DynamicLossScale,
-    LossScale,
-    NoOpLossScale,
-    StaticLossScale,
-    unscale_once_read,
-    without_owner,
+from mpjax._base.dtypes import FLOAT32
+from mpjax._base.errors import message
+from mpjax._base.foreign_names import LOSS_SCALE, STEP, names_keywords
+from mpjax._base.tree import (
+    agree,
+    first_difference,
+    is_array,
+    is_overwritten,
+    leaf_finite,
+    leaves_finite,
+    map_with_path,
+    stacked,
+    to_full,
 )
+from mpjax._base.typing import Array, AxisName, PyTree
 from mpjax._low_precision.apply import apply_updates, full_params
 from mpjax._low_precision.bytes import BytesPerParameter, bytes_per_parameter
 from mpjax._low_precision.codes import FirstMoment, SecondMoment
@@ -47,7 +46,17 @@ from mpjax._low_precision.quantized import QuantizedState, with_quantized_state
 from mpjax._low_precision.spread import MomentSpread, moment_spread
 from mpjax._low_precision.state_dtypes import StateDtypesState, with_state_dtypes
 from mpjax._low_precision.stochastic import StochasticRoundingState, with_stochastic_rounding
-from mpjax._optim_state import (
+from mpjax._scaling.applied import applied_by
+from mpjax._scaling.given_scale import as_loss_scale
+from mpjax._scaling.loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    unscale_once_read,
+    without_owner,
+)
+from mpjax._scaling.optim_state import (
     DYNAMIC_FIELDS,
     LossScaleState,
     current_loss_scale,
@@ -55,20 +64,11 @@ from mpjax._optim_state import (
     gradient_params,
     unpack,
 )
-from mpjax._scale_slips import as_scaled_by
-from mpjax._skip import select_like, update_where
-from mpjax._tree import (
-    agree,
-    first_difference,
-    is_array,
-    is_overwritten,
-    leaf_finite,
-    leaves_finite,
-    map_with_path,
-    stacked,
-    to_full,
-)
-from mpjax._typing import Array, AxisName, PyTree
+from mpjax._scaling.skip import select_like, update_where
+from mpjax._scaling.slips import as_scaled_by
+from mpjax._training.adopt import adopt_state
+from mpjax._training.diverged import raise_if_diverged
+from mpjax._training.inputs import check_transformation, refuse_not_finite
 
 __all__ = [
     "with_loss_scale",

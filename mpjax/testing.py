@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax import _compat
-from mpjax._dtypes import canonical_dtype, describe, is_dtype_name, short_name
-from mpjax._errors import message
-from mpjax._op_rules import PRODUCTS
-from mpjax._policy import get_policy
-from mpjax._tree import is_array, is_castable, leaf_paths
-from mpjax._typing import PolicySpec, PyTree
+from mpjax._base import compat
+from mpjax._base.dtypes import canonical_dtype, describe, is_dtype_name, short_name
+from mpjax._base.errors import message
+from mpjax._base.tree import is_array, is_castable, leaf_paths
+from mpjax._base.typing import PolicySpec, PyTree
+from mpjax._jaxpr.op_rules import PRODUCTS
+from mpjax._policies.policy import get_policy
 from mpjax.numerics import find_promotions
 
 __all__ = [
@@ -231,7 +231,7 @@ def assert_products(fun: Callable[..., Any], *args: Any, dtype: Any, least: int 
       >>> mpjax.testing.assert_products(fast, jnp.ones((4, 4)), jnp.ones((2, 4)), dtype="bfloat16")
     """
     wanted, count, wrong = _dtype(dtype, "assert_products(dtype)"), 0, list[str]()
-    for eqn in _compat.equations(jax.make_jaxpr(fun)(*args)):
+    for eqn in compat.equations(jax.make_jaxpr(fun)(*args)):
         read = _product_dtypes(eqn)
         if read is None:
             continue

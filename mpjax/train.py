@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpjax._errors import needed_by
+from mpjax._base.errors import needed_by
 
 with needed_by("mpjax.train"):
     import optax
@@ -13,28 +13,21 @@ with needed_by("mpjax.train"):
 import jax
 import jax.numpy as jnp
 
-from mpjax._adopt import adopted, params_to_adopt
-from mpjax._chains import skipped_whole
-from mpjax._dtypes import FLOAT32
-from mpjax._foreign_names import STEP, names_keywords
-from mpjax._grad import get_loss_scale, localised, mean, name_of, value_and_grad
+from mpjax._base.dtypes import FLOAT32
+from mpjax._base.foreign_names import STEP, names_keywords
+from mpjax._base.tree import check_axes
+from mpjax._base.typing import Array, AxisName, PolicySpec, PyTree
 from mpjax._hardware import check_policy
-from mpjax._loss_scale import LossScale
 from mpjax._low_precision.chosen import check_rounding, warn_of_lost_updates, with_rounding
-from mpjax._microbatches import MicroBatches, divided, gradients
-from mpjax._policy import Policy, chosen_policy, in_step
-from mpjax._policy_map import PolicyMap
-from mpjax._skip import select_like
-from mpjax._step_history import (
-    has_history,
-    history_of,
-    next_history,
-    of_policy,
-    tracked,
-    untracked,
-)
-from mpjax._summary import counted, describe_step, grad_norm
-from mpjax._train_checks import (
+from mpjax._policies.of_step import in_step
+from mpjax._policies.policy import Policy, chosen_policy
+from mpjax._policies.policy_map import PolicyMap
+from mpjax._scaling.chains import skipped_whole
+from mpjax._scaling.grad import get_loss_scale, localised, mean, name_of, value_and_grad
+from mpjax._scaling.loss_scale import LossScale
+from mpjax._scaling.skip import select_like
+from mpjax._training.adopt import adopted, params_to_adopt
+from mpjax._training.checks import (
     check_arguments,
     check_extra_state,
     check_own,
@@ -45,10 +38,18 @@ from mpjax._train_checks import (
     one_batch,
     split_outputs,
 )
-from mpjax._train_state import Metrics, TrainState, checked_state, copied
-from mpjax._tree import check_axes
-from mpjax._typing import Array, AxisName, PolicySpec, PyTree
-from mpjax._under_policy import is_autocast, param_dtypes, under_policy
+from mpjax._training.history import (
+    has_history,
+    history_of,
+    next_history,
+    of_policy,
+    tracked,
+    untracked,
+)
+from mpjax._training.microbatches import MicroBatches, divided, gradients
+from mpjax._training.state import Metrics, TrainState, checked_state, copied
+from mpjax._training.summary import counted, describe_step, grad_norm
+from mpjax._training.under_policy import is_autocast, param_dtypes, under_policy
 from mpjax.numerics import Report, lost_updates
 from mpjax.numerics._step import Differentiated, StepDiagnosis
 from mpjax.numerics._watch import Seen, check_watch, watched

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from mpjax._autocast.binding import bind, written_at
+from mpjax._jaxpr.binding import bind, written_at
 
 Fun = Callable[..., Any]
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.measure.elsewhere import lowered_for
-from mpjax._autocast import autocast, hints
+from mpjax._autocast import autocast
+from mpjax._autocast.speed import hints
 
 
 def directions(fun, *args):

@@ -9,8 +9,7 @@ import numpy as np
 from _evaluate import Exact
 from _rounding import Noisy
 
-from mpjax._autocast import backends
-from mpjax._autocast.product import operands
+from mpjax._autocast.product import backends, operands
 
 # Student's t of 40 degrees of freedom is beyond it once in 10⁹: see `_rounding.QUANTILE`.
 SAMPLES, QUANTILE = 16, 12.6

@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from mpjax import _compat, _spelling
-from mpjax._autocast import scopes
+from mpjax._autocast.decide import scopes
+from mpjax._base import compat
+from mpjax._policies import spelling
 
 
 def products(jaxpr, around=()):
@@ -13,14 +14,14 @@ def products(jaxpr, around=()):
         names = (*around, *(n for n in scopes.of(eqn) if n != scopes.AS_WRITTEN))
         if eqn.primitive.name == "dot_general":
             yield names, eqn.invars[0].aval.dtype
-        for inner in _compat.programs(eqn):
+        for inner in compat.programs(eqn):
             yield from products(inner, names)
 
 
 def in_float32(fun, *args):
     """Returns the modules whose products all read float32; none has products of both kinds."""
     found = [
-        (_spelling.of_operation(names)[-1], dtype)
+        (spelling.of_operation(names)[-1], dtype)
         for names, dtype in products(jax.make_jaxpr(fun)(*args).jaxpr)
     ]
     full = {module for module, dtype in found if dtype == jnp.float32}

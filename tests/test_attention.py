@@ -239,9 +239,9 @@ LOW = {
 
 
 def read_by_attention(fun, *args):
-    from mpjax import _compat
+    from mpjax._base import compat
 
-    eqns = _compat.equations(jax.make_jaxpr(fun)(*args).jaxpr)
+    eqns = compat.equations(jax.make_jaxpr(fun)(*args).jaxpr)
     found = [eqn for eqn in eqns if eqn.primitive.name.startswith("attention")]
     assert found
     return {v.aval.dtype for eqn in found for v in eqn.invars[:3]}

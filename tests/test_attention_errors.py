@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax import _compat
 from mpjax import dot_product_attention as attend
+from mpjax._base import compat
 
 pytestmark = pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs")
 BATCH, QUERIES, KEYS, HEADS, SIZE = 4, 32, 32, 8, 16
@@ -109,7 +109,7 @@ def off(found, right):
 
 
 def attentions(fun, *args):
-    eqns = _compat.equations(jax.make_jaxpr(fun)(*args).jaxpr)
+    eqns = compat.equations(jax.make_jaxpr(fun)(*args).jaxpr)
     return sum(eqn.primitive.name == "attention" for eqn in eqns)
 
 

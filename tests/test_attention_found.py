@@ -12,8 +12,8 @@ from _attention_lookalikes import NOT_FOUND
 from _attention_written import FOUND, TIME, WEIGHTS, X
 
 import mpjax
-from mpjax import _compat
-from mpjax._autocast import hints
+from mpjax._autocast.speed import hints
+from mpjax._base import compat
 
 pytestmark = [
     pytest.mark.standard_promotion("libraries promote masks and counts implicitly"),
@@ -24,7 +24,7 @@ SCALE = pytest.approx(written.SIZE**-0.5)
 
 
 def attentions(fun, *args):
-    eqns = _compat.equations(jax.make_jaxpr(fun)(*args).jaxpr)
+    eqns = compat.equations(jax.make_jaxpr(fun)(*args).jaxpr)
     return [eqn for eqn in eqns if eqn.primitive.name == "attention"]
 
 

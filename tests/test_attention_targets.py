@@ -11,8 +11,8 @@ import pytest
 
 import mpjax
 from benchmarks.measure import targets
-from mpjax._autocast import hints
 from mpjax._autocast.attention import flash
+from mpjax._autocast.speed import hints
 
 pytestmark = [
     pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs"),

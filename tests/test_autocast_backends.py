@@ -10,7 +10,9 @@ import pytest
 from jax import lax
 
 from mpjax import SupportWarning
-from mpjax._autocast import autocast, backends, hints
+from mpjax._autocast import autocast
+from mpjax._autocast.product import backends
+from mpjax._autocast.speed import hints
 
 HALVES = {"bf16-mixed": "bf16", "16-mixed": "f16"}
 KEY = jax.random.key(0)

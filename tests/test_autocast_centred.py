@@ -9,9 +9,10 @@ import pytest
 from jax import lax
 from test_autocast_plans import Planned
 
-from mpjax import _compat
-from mpjax._autocast import autocast, hints
-from mpjax._autocast.centred import centred
+from mpjax._autocast import autocast
+from mpjax._autocast.speed import hints
+from mpjax._autocast.speed.centred import centred
+from mpjax._base import compat
 
 F32 = 2.0**-24
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -83,7 +84,7 @@ def test_differences_of_whole_arrays_and_of_integers_are_none():
 def large_sums(fun, *args):
     """How many sums over whole activations a program holds."""
     jax.clear_caches()
-    found = _compat.equations(jax.make_jaxpr(fun)(*args).jaxpr)
+    found = compat.equations(jax.make_jaxpr(fun)(*args).jaxpr)
     return sum(e.primitive.name == "reduce_sum" and e.invars[0].aval.size == X.size for e in found)
 
 

@@ -12,7 +12,8 @@ from jax import lax
 from test_autocast_plans import Planned
 
 from benchmarks.measure.elsewhere import lowered_for
-from mpjax._autocast import autocast, curves, hints
+from mpjax._autocast import autocast
+from mpjax._autocast.speed import curves, hints
 
 SHAPES = {"x": (64, 32), "w": (32, 64), "out": (64, 32)}
 SPECS = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES.values()]

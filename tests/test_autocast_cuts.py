@@ -19,9 +19,12 @@ from _heads import HEADS
 
 import mpjax
 from benchmarks.networks import NETWORKS
-from mpjax import _compat
-from mpjax._autocast import api, plan, reads, structure
-from mpjax._autocast.states import Kind
+from mpjax._autocast import api
+from mpjax._autocast.arrange import plan
+from mpjax._autocast.decide import reads
+from mpjax._autocast.decide.states import Kind
+from mpjax._base import compat
+from mpjax._jaxpr import structure
 
 IS_FLOOR = jax.__version_info__ < (0, 11)
 CUTS = int(os.environ.get("MPJAX_CUTS", "100" if IS_FLOOR else "2000"))
@@ -109,7 +112,7 @@ def _rows(eqn, planned, told: Told):
     """Returns the name and types of an operation, calls looked into, and what is told of it."""
     if structure.is_call(eqn):
         programs = [part.program for part in structure.parts(eqn)]
-        eqns = [e for p in programs for e in _compat.closed(p).jaxpr.eqns]
+        eqns = [e for p in programs for e in compat.closed(p).jaxpr.eqns]
         return [row for e in eqns for row in _rows(e, None, told)]
     if eqn.primitive.name in _cuts.PUT_IN:
         return []
@@ -130,7 +133,7 @@ def _decided(planned, told: Told):
 def _plans(name: str, inside: bool, kind: str, cuts: int, told: Told):
     """Returns what is told of a program uncut, and of each of some cuts; nothing is computed."""
     closed, args = metamorphic.traced(name, "bf16", inside), metamorphic.program(name).leaves
-    with mock.patch("mpjax._autocast.fusible._MAX_FUNCTION", 0):  # look into all pieces
+    with mock.patch("mpjax._autocast.decide.fusible._MAX_FUNCTION", 0):  # look into all pieces
         _kept, whole = _planned(jax.extend.core.jaxpr_as_fun(closed), args)
         of_cuts = []
         for i in range(cuts):

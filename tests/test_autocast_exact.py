@@ -10,7 +10,8 @@ from jax import lax
 
 from benchmarks.measure import targets
 from benchmarks.measure.elsewhere import lowered_for
-from mpjax._autocast import autocast, hints
+from mpjax._autocast import autocast
+from mpjax._autocast.speed import hints
 
 KEY = jax.random.key(0)
 

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpjax._autocast import autocast, hints
+from mpjax._autocast import autocast
+from mpjax._autocast.speed import hints
 
 KEY = jax.random.key(0)
 ARGS = jax.random.normal(KEY, (8, 32)), jnp.ones(32), jax.random.normal(KEY, (4, 8))

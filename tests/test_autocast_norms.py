@@ -6,7 +6,8 @@ import pytest
 from jax import lax
 from test_autocast_plans import Planned
 
-from mpjax._autocast import autocast, norms, states
+from mpjax._autocast import autocast
+from mpjax._autocast.decide import norms, states
 
 KEY = jax.random.key(0)
 X, W = jax.random.normal(KEY, (16, 32)), jax.random.normal(KEY, (32, 32)) / 6

@@ -6,7 +6,8 @@ import pytest
 from _small import BF16, KEY, distance
 from jax import lax
 
-from mpjax import _compat, autocast
+from mpjax import autocast
+from mpjax._base import compat
 
 COUNT = 512
 X = jax.random.normal(KEY, (COUNT, 16))
@@ -58,7 +59,7 @@ def low(fun):
 @pytest.mark.parametrize("name", ONCE | OFTEN)
 def test_the_cotangent_of_a_gather_is_low_where_it_is_no_sum(name):
     fun = (ONCE | OFTEN)[name]
-    found = _compat.equations(jax.make_jaxpr(gradient(fun, low))(X, W))
+    found = compat.equations(jax.make_jaxpr(gradient(fun, low))(X, W))
     scatters = [eqn for eqn in found if eqn.primitive.name.startswith("scatter")]
     dtypes = {eqn.invars[2].aval.dtype.name for eqn in scatters}
     assert dtypes == {"bfloat16" if name in ONCE else "float32"}

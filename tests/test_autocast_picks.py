@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mpjax import autocast, numerics, pods
-from mpjax._autocast import hints
+from mpjax._autocast.speed import hints
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 X = jax.random.normal(KEYS[0], (4, 5, 7))

@@ -7,10 +7,17 @@ import pytest
 from jax import lax
 
 from mpjax import get_policy
-from mpjax._autocast import api, carries, demand, facts, reads, states
-from mpjax._autocast.decided import Action, Settings
-from mpjax._autocast.states import Kind
-from mpjax._op_rules import parse_rules
+from mpjax._autocast import api
+from mpjax._autocast.decide import (
+    carries,
+    demand,
+    facts,
+    reads,
+    states,
+)
+from mpjax._autocast.decide.decided import Action, Settings
+from mpjax._autocast.decide.states import Kind
+from mpjax._jaxpr.op_rules import parse_rules
 
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 W = jax.ShapeDtypeStruct((8, 8), jnp.float32)

@@ -11,8 +11,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.measure.elsewhere import lowered_for
-from mpjax import _compat
-from mpjax._autocast import autocast, hints, pooled
+from mpjax._autocast import autocast
+from mpjax._autocast.speed import hints, pooled
+from mpjax._base import compat
 from mpjax.numerics._own import is_identity
 from mpjax.numerics._reference import in_reference
 
@@ -79,7 +80,7 @@ def assert_same(a, b):
 
 
 def primitives(fun, *args):
-    return {eqn.primitive.name for eqn in _compat.equations(jax.make_jaxpr(fun)(*args))}
+    return {eqn.primitive.name for eqn in compat.equations(jax.make_jaxpr(fun)(*args))}
 
 
 # -- values ----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 
 import mpjax
 from mpjax import PolicyMap, PolicyWarning, autocast, full_precision
-from mpjax._op_rules import ACTIVATIONS
+from mpjax._jaxpr.op_rules import ACTIVATIONS
 
 X = jax.random.normal(jax.random.key(0), (8, 16))
 W = jax.random.normal(jax.random.key(1), (16, 16)) / 4

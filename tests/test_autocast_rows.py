@@ -11,7 +11,8 @@ from _directions import check_as_exact_without
 from jax import lax
 from test_autocast_plans import Planned
 
-from mpjax._autocast import autocast, hints
+from mpjax._autocast import autocast
+from mpjax._autocast.speed import hints
 
 SHAPES = {"q": (2, 64, 3, 16), "k": (2, 64, 3, 16), "v": (2, 64, 3, 16)}
 SPECS = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES.values()]

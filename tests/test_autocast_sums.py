@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 from mpjax import Policy, autocast
-from mpjax._autocast import states
+from mpjax._autocast.decide import states
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (6, 8))

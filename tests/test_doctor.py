@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from mpjax.__main__ import main
-from mpjax._doctor import POLICIES, Measured, _advise, diagnose
+from mpjax._doctor.doctor import POLICIES, Measured, _advise, diagnose
 from mpjax._hardware import find_accelerator
 from mpjax.pods import _one
 from mpjax.pods._chips import GPUS, TPUS
@@ -351,7 +351,7 @@ def test_a_rounding_in_the_file_that_no_policy_mends_is_advised_against(tmp_path
 @pytest.fixture
 def short_samples(monkeypatch: pytest.MonkeyPatch):
     """A slow machine does not spend the budget, and a quick one is soon done."""
-    monkeypatch.setattr("mpjax._measure.SAMPLE_SECONDS", 0.01)
+    monkeypatch.setattr("mpjax._doctor.measure.SAMPLE_SECONDS", 0.01)
 
 
 @pytest.mark.usefixtures("short_samples")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax._dtypes import (
+from mpjax._base.dtypes import (
     canonical_dtype,
     describe,
     half_dtype,

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpjax
-from mpjax._given_scale import as_loss_scale
-from mpjax._loss_scale import owned
+from mpjax._scaling.given_scale import as_loss_scale
+from mpjax._scaling.loss_scale import owned
 from mpjax.testing import assert_bitwise_equal, assert_one_compilation
 
 SCALE = 2.0**10

@@ -10,12 +10,12 @@ import warnings
 import jax
 import pytest
 
-from mpjax._errors import SupportWarning
+from mpjax._base.errors import SupportWarning
 from mpjax._hardware import DTYPES, SUPPORT, examine, find_accelerator
 from mpjax._hardware.find import cpu_key, host_cpu
-from mpjax._policy import Policy, default_policy, get_policy
-from mpjax._policy_map import PolicyMap
-from mpjax._support import check_support
+from mpjax._hardware.support import check_support
+from mpjax._policies.policy import Policy, default_policy, get_policy
+from mpjax._policies.policy_map import PolicyMap
 
 ROWS = list(SUPPORT.values())
 
@@ -215,7 +215,7 @@ def test_processors(cpuinfo, key):
 def test_asking_by_name_starts_no_backend():
     code = """
 import jax
-from mpjax._support import check_support
+from mpjax._hardware.support import check_support
 assert check_support("bf16-mixed", "v5e").ok
 assert check_support("half", "v5e").ok
 try:

@@ -5,65 +5,39 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import _layers
 import pytest
+from _layers import LAYERS, PACKAGE, ROOMS
 
-PACKAGE = Path(__file__).parent.parent / "mpjax"
-
-# One row a layer; each file or folder stands in one. A file imports only from rows above its own.
-LAYERS = (
-    ("_compat", "_errors", "_shown", "_typing", "_users_line", "_source_lines"),
-    (
-        "_dtypes",
-        "_foreign_names",
-        "_gradient_tags",
-        "_recipes",
-        "_quantized_array",
-        "_attention_kernels",
-    ),
-    ("_tree", "_loss_scale_checks", "_applied"),
-    ("_policy", "_loss_scale", "_hardware", "_op_rules", "_spelling"),
-    ("_quantized_policy", "_given_scale"),
-    ("_qwix_rules",),
-    ("_policy_map", "_grad", "_autocast", "_support", "_skip", "_micro_axes", "_scale_slips"),
-    ("_optim_state", "_module_dtypes", "_microbatches", "_quantize", "_under_policy"),
-    ("_low_precision",),
-    ("_adopt", "_chains", "_diverged", "_inputs", "_linen_modules", "_nnx_modules", "_summary"),
-    ("_step_history",),
-    ("optim", "_train_checks", "_train_state", "numerics", "linen"),
-    ("_measure", "_user_file"),
-    ("train", "pods", "experimental", "testing", "_doctor"),
-    ("_nnx_train",),
-    ("nnx",),
-    ("__init__",),
-    ("__main__",),  # the command line is a user of the public names
-)
 LAYER_OF = {name: layer for layer, row in enumerate(LAYERS) for name in row}
+
+# Walls beside the order: what a folder may import of `mpjax`, and through which door.
+ONLY_FROM = {
+    "_autocast/decide": {"_autocast/decide", "_base", "_jaxpr", "_policies"},
+    "pods": {"pods", "_base", "_jaxpr", "_policies", "_hardware", "_scaling", "_low_precision"},
+}
 
 # Who may import what is neither JAX, NumPy nor the standard library.
 EVERYWHERE = {"jax", "numpy", "mpjax"}
 ONLY_IN = {
-    "flax": {"_linen_modules", "_nnx_modules", "_nnx_train", "linen", "nnx"},
-    "optax": {
-        "_adopt",
-        "_chains",
-        "_inputs",
-        "_low_precision",
-        "_nnx_train",
-        "_optim_state",
-        "_summary",
-        "experimental",
-        "optim",
-        "train",
-    },
-    "jmp": {"_policy"},
-    "qwix": {"_qwix_rules"},
+    "flax": {"_flax", "linen", "nnx"},
+    "optax": {"_low_precision", "_scaling", "_training", "nnx", "optim", "train"},
+    "jmp": {"_policies"},
+    "qwix": {"_policies"},
     "chex": {"testing"},
     "matplotlib": {"numerics"},
-    "rich": {"__main__", "_autocast", "_module_dtypes", "numerics", "pods"},
+    "rich": {"__main__", "_autocast/why", "_flax", "numerics", "pods"},
 }
 
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 45
+
+
+def unit_of(parts: tuple[str, ...]) -> str:
+    """Returns the row entry of a file or folder: that of its room, where its folder has rooms."""
+    if parts[0] in ROOMS:
+        return f"{parts[0]}/{parts[1] if len(parts) > 1 else '__init__'}"
+    return parts[0]
 
 
 class Source:
@@ -71,7 +45,7 @@ class Source:
 
     def __init__(self, path: Path, root: Path):
         self.parts = path.relative_to(root.parent).with_suffix("").parts
-        self.unit = self.parts[1]  # the file, or the folder that the table names
+        self.unit = unit_of(self.parts[1:])
         self.text = path.read_text()
         self.tree = ast.parse(self.text)
         self.name = "/".join(self.parts) + ".py"
@@ -101,9 +75,13 @@ def imported_unit(name: str, root: Path) -> str:
     parts = name.split(".")
     if len(parts) == 1:
         return "__init__"
-    if parts[1] in LAYER_OF or (root / parts[1]).exists() or (root / f"{parts[1]}.py").exists():
-        return parts[1]
-    return "__init__"  # `from mpjax import Policy`
+    places = [parts[1:2], parts[1:3] if parts[1] in ROOMS else ()]
+    known = [p for p in places if p and _exists(root.joinpath(*p))]
+    return unit_of(tuple(known[-1])) if known else "__init__"  # `from mpjax import Policy`
+
+
+def _exists(path: Path) -> bool:
+    return path.is_dir() or path.with_suffix(".py").exists()
 
 
 def layer_violations(root: Path) -> list[str]:
@@ -117,6 +95,8 @@ def layer_violations(root: Path) -> list[str]:
                 continue
             unit = imported_unit(name, root)
             inside = unit == source.unit and len(source.parts) > 2
+            if unit not in ONLY_FROM.get(source.unit, {unit}):
+                found.append(f"{source.name}:{line}: imports {name}, which is behind a wall")
             if not inside and LAYER_OF.get(unit, -1) >= LAYER_OF[source.unit]:
                 found.append(f"{source.name}:{line}: imports {name}, which is not below it")
     return found
@@ -190,6 +170,10 @@ def unopened(root: Path) -> list[str]:
     return [s.name for s in sources(root) if s.text.strip() and not ast.get_docstring(s.tree)]
 
 
+def test_the_design_page_shows_this_table():
+    assert _layers.PAGE.read_text() == _layers.page(), "type: python tests/_layers.py"
+
+
 def test_files_import_only_from_smaller_layers():
     assert "mpjax/__init__.py" in [source.name for source in sources(PACKAGE)]
     assert layer_violations(PACKAGE) == []
@@ -218,17 +202,17 @@ def test_every_file_says_what_it_is_for():
 def planted(tmp_path: Path) -> Path:
     """A small sound package; a test adds one fault to it."""
     root = tmp_path / "mpjax"
-    (root / "_autocast").mkdir(parents=True)
     files = {
-        "__init__.py": "from mpjax._tree import f\nfrom mpjax import optim\n",
-        "_dtypes.py": "import jax\n",
-        "_tree.py": "import enum\nfrom mpjax import _dtypes\nfrom mpjax._dtypes import x\n",
-        "optim.py": "import optax\nfrom . import _tree\n",
-        "_autocast/__init__.py": "from mpjax._autocast.plan import p\n",
-        "_autocast/plan.py": "from .._tree import f\n",
-        "_autocast/rebind.py": "from mpjax._autocast import plan\nfrom . import plan\n",
+        "__init__.py": "from mpjax._base.tree import f\nfrom mpjax import optim\n",
+        "_base/dtypes.py": "import jax\n",
+        "_base/tree.py": "import enum\nfrom mpjax._base import dtypes\nfrom . import dtypes\n",
+        "optim.py": "import optax\nfrom ._base import tree\n",
+        "_autocast/__init__.py": "from mpjax._autocast.arrange.plan import p\n",
+        "_autocast/arrange/plan.py": "from ..._base.tree import f\n",
+        "_autocast/run/calls.py": "from mpjax._autocast.arrange import plan\nfrom . import calls\n",
     }
     for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f'"""Says what it is for."""\n{text}')
     return root
 
@@ -245,40 +229,58 @@ def test_sound_package_passes(planted: Path):
 @pytest.mark.parametrize(
     ("file", "text", "said"),
     [
-        ("_tree.py", "from mpjax._policy import Policy", "imports mpjax._policy.Policy, which is"),
-        ("_tree.py", "def f():\n    from mpjax import optim", "imports mpjax.optim, which is"),
-        ("_tree.py", "import mpjax", "imports mpjax, which is not below it"),
-        ("_tree.py", "from mpjax import Policy", "imports mpjax.Policy, which is not below it"),
-        ("_dtypes.py", "from mpjax import _compat, _errors, _tree", "imports mpjax._tree,"),
-        ("linen.py", "from mpjax import nnx", "imports mpjax.nnx, which is not below it"),
-        ("_autocast/plan.py", "from ..optim import tx", "imports mpjax.optim.tx, which is not"),
-        ("_helpers.py", "x = 1", "has no row in the table"),
-        ("_tree.py", "import flax.linen", "flax is not for this file"),
-        ("_policy.py", "def f():\n    import optax", "optax is not for this file"),
-        ("_tree.py", "import equinox", "equinox is not for this file"),
-        ("_compat.py", "from jax._src import core", "private to JAX"),
         (
-            "_compat.py",
+            "_base/tree.py",
+            "from mpjax._policies.policy import Policy",
+            "imports mpjax._policies.policy.Policy, which is",
+        ),
+        ("_base/tree.py", "def f():\n    from mpjax import optim", "imports mpjax.optim, which is"),
+        ("_base/tree.py", "import mpjax", "imports mpjax, which is not below it"),
+        (
+            "_base/tree.py",
+            "from mpjax import Policy",
+            "imports mpjax.Policy, which is not below it",
+        ),
+        ("linen.py", "from mpjax import nnx", "imports mpjax.nnx, which is not below it"),
+        (
+            "_autocast/arrange/plan.py",
+            "from mpjax._autocast.run import calls",
+            "imports mpjax._autocast.run.calls, which is not below it",
+        ),
+        (
+            "_autocast/decide/states.py",
+            "from mpjax._scaling.skip import f",
+            "imports mpjax._scaling.skip.f, which is behind a wall",
+        ),
+        ("_autocast/plan.py", "from ..optim import tx", "has no row in the table"),
+        ("_helpers.py", "x = 1", "has no row in the table"),
+        ("_base/tree.py", "import flax.linen", "flax is not for this file"),
+        ("_policies/policy.py", "def f():\n    import optax", "optax is not for this file"),
+        ("_base/tree.py", "import equinox", "equinox is not for this file"),
+        ("_base/compat.py", "from jax._src import core", "private to JAX"),
+        (
+            "_base/compat.py",
             "import importlib\nimportlib.import_module('jax._src.core')",
             "names jax._s",
         ),
-        ("_autocast/plan.py", "from mpjax._autocast import rebind", "mpjax._autocast.plan -> mp"),
-        ("_tree.py", "x = 1\n" * 450, "452 lines, more than 450"),
-        ("_tree.py", "def f():\n" + "    x = 1\n" * 45, "f has 46 lines"),
+        ("_base/dtypes.py", "from mpjax._base import tree", "mpjax._base.dtypes -> mp"),
+        ("_base/tree.py", "x = 1\n" * 450, "452 lines, more than 450"),
+        ("_base/tree.py", "def f():\n" + "    x = 1\n" * 45, "f has 46 lines"),
     ],
 )
 def test_planted_fault_is_found(planted: Path, file: str, text: str, said: str):
+    (planted / file).parent.mkdir(parents=True, exist_ok=True)
     (planted / file).write_text(f'"""Says what it is for."""\n{text}\n')
     found = all_violations(planted)
     assert any(said in violation for violation in found), found
 
 
 def test_file_without_a_first_line_is_found(planted: Path):
-    (planted / "_tree.py").write_text("import enum\n")
-    assert all_violations(planted) == ["mpjax/_tree.py"]
+    (planted / "_base" / "tree.py").write_text("import enum\n")
+    assert all_violations(planted) == ["mpjax/_base/tree.py"]
 
 
 def test_docstring_does_not_count_towards_a_function(planted: Path):
     body = '    """Doc.\n' + "\n    Words.\n" * 40 + '    """\n' + "    x = 1\n" * 40
-    (planted / "_tree.py").write_text('"""Says what it is for."""\ndef f():\n' + body)
+    (planted / "_base" / "tree.py").write_text('"""Says what it is for."""\ndef f():\n' + body)
     assert all_violations(planted) == []

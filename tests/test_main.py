@@ -13,8 +13,8 @@ import mpjax
 from mpjax import __main__ as command_line
 from mpjax.__main__ import COMMANDS, Command, main
 from mpjax._hardware import SUPPORT, find_accelerator
-from mpjax._policy import POLICY_NAMES, get_policy
-from mpjax._quantized_policy import NAMES
+from mpjax._policies.policy import POLICY_NAMES, get_policy
+from mpjax._policies.quantized_policy import NAMES
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:

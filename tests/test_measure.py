@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax import _measure
-from mpjax._measure import Timing, advise
+from mpjax._doctor import measure
+from mpjax._doctor.measure import Timing, advise
 
 RANDOM = np.random.default_rng(0)
 
@@ -22,7 +22,7 @@ def normal(*shape: int) -> jax.Array:
 @pytest.fixture(autouse=True)
 def samples_are_short(monkeypatch: pytest.MonkeyPatch):
     """A slow machine does not spend the budget, and a quick one is soon done."""
-    monkeypatch.setattr(_measure, "SAMPLE_SECONDS", 0.01)
+    monkeypatch.setattr(measure, "SAMPLE_SECONDS", 0.01)
 
 
 PARAMS = {"w": normal(16, 8), "b": jnp.zeros(8)}
@@ -42,7 +42,7 @@ def row(policy: str, *samples: float, memory: int = 100, off: float = 1e-3, **mo
 
 def test_each_policy_has_times_memory_and_errors():
     report = mpjax.measure(loss_fn, budget=60)(PARAMS, X)
-    assert [row.policy for row in report.rows] == list(_measure.POLICIES)
+    assert [row.policy for row in report.rows] == list(measure.POLICIES)
     assert report.what == "value and gradient"
     assert report.reference == "float32"
     for each in report.rows:
@@ -99,14 +99,14 @@ def test_losses_are_differentiated_and_other_functions_evaluated(fun: Any, args:
 
 
 def test_a_policy_that_fails_is_a_row_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch):
-    real = _measure.autocast
+    real = measure.autocast
 
     def short(fun: Any, policy: Any) -> Any:
         if policy == "bf16-mixed":
             return lambda *args: (_ for _ in ()).throw(RuntimeError("RESOURCE_EXHAUSTED: 9 GB"))
         return real(fun, policy)
 
-    monkeypatch.setattr(_measure, "autocast", short)
+    monkeypatch.setattr(measure, "autocast", short)
     report = mpjax.measure(loss_fn, budget=60)(PARAMS, X)
     assert report.rows[1].failure == "out of memory"
     assert report.rows[1].samples == ()

@@ -15,7 +15,7 @@ from flax import nnx
 import mpjax
 import mpjax.linen
 import mpjax.nnx
-from mpjax._loss_scale import owned
+from mpjax._scaling.loss_scale import owned
 from mpjax.testing import assert_bitwise_equal
 
 pytestmark = [

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import mpjax
-from mpjax._autocast import hints
+from mpjax._autocast.speed import hints
 from mpjax.numerics import compare
 
 pytestmark = pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs")

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax._shown import WIDTH
+from mpjax._base.shown import WIDTH
 from mpjax.numerics import diagnose
 
 pytestmark = [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._tree import leaf_paths
+from mpjax._base.tree import leaf_paths
 from mpjax.numerics import diagnose
 
 pytestmark = [

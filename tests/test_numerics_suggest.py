@@ -11,7 +11,7 @@ import pytest
 import mpjax
 from benchmarks.measure.suggested import exact_gradients, language_model, worst_error
 from benchmarks.networks import NETWORKS
-from mpjax._spelling import of_operation
+from mpjax._policies.spelling import of_operation
 from mpjax.numerics import suggest
 from mpjax.numerics._search import Choice
 

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from mpjax import _op_rules
-from mpjax._autocast import traits
-from mpjax._op_rules import (
+from mpjax._autocast.decide import traits
+from mpjax._jaxpr import op_rules
+from mpjax._jaxpr.op_rules import (
     AS_TRACED,
     COMPARISONS,
     IN_KERNELS,
@@ -89,8 +89,8 @@ def test_every_row_has_a_reason_and_a_known_torch_list(rule):
     ],
 )
 def test_classes_of_the_common_operations(name, expected):
-    assert _op_rules.op_class(name, {}) is expected
-    assert _op_rules.op_class(name, {name: OpClass.FULL}) is OpClass.FULL
+    assert op_rules.op_class(name, {}) is expected
+    assert op_rules.op_class(name, {name: OpClass.FULL}) is OpClass.FULL
 
 
 def test_rules_are_parsed():

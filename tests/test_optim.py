@@ -16,7 +16,7 @@ from flax.training import train_state
 
 import mpjax
 from mpjax import optim
-from mpjax._loss_scale import without_owner
+from mpjax._scaling.loss_scale import without_owner
 from mpjax.testing import assert_bitwise_equal, assert_one_compilation
 
 OPTAX = pytest.mark.standard_promotion("optax.apply_updates and adam mix dtypes")

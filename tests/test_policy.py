@@ -22,9 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpjax
-from mpjax._foreign_names import ATTRIBUTES
-from mpjax._policy import POLICY_NAMES
-from mpjax._typing import KnownPolicy
+from mpjax._base.foreign_names import ATTRIBUTES
+from mpjax._base.typing import KnownPolicy
+from mpjax._policies.policy import POLICY_NAMES
 from mpjax.testing import assert_one_compilation
 
 SPELLINGS = {

@@ -14,7 +14,7 @@ from flax import nnx
 
 import mpjax
 import mpjax.linen
-from mpjax._autocast import hints
+from mpjax._autocast.speed import hints
 
 FLOAT8 = "float8_from_mixed_bfloat16"
 INT8 = "int8_from_mixed_bfloat16"

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._autocast import hints, product
+from mpjax._autocast import product
 from mpjax._autocast.product import Role, scaled
+from mpjax._autocast.speed import hints
 
 BF16 = jnp.dtype("bfloat16")
 ROLES = (Role.INPUT, Role.WEIGHT, Role.RESULT)

@@ -11,7 +11,7 @@ import pytest
 import mpjax
 from mpjax._autocast import product
 from mpjax._autocast.product import scaled
-from mpjax._qwix_rules import fields
+from mpjax._policies.qwix_rules import fields
 
 POLICIES = mpjax.PolicyMap(
     "int8_from_mixed_bfloat16",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._recipes import RECIPES, get_recipe
+from mpjax._policies.recipes import RECIPES, get_recipe
 
 NAMES = [
     ("int8_from_mixed_bfloat16", "bf16-mixed", mpjax.Int8CurrentScaling()),

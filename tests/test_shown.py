@@ -15,7 +15,7 @@ from flax import nnx
 
 import mpjax
 import mpjax.nnx
-from mpjax import _shown
+from mpjax._base import shown as _shown
 from mpjax.optim import LossScaleState
 
 PARAMS = {"w": jnp.full((300, 2), 2.0**-6), "b": jnp.zeros(3)}

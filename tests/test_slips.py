@@ -18,9 +18,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import mpjax
-from mpjax._chains import skipped_whole
-from mpjax._gradient_tags import _KNOWN
-from mpjax._loss_scale import is_owned, owned
+from mpjax._base.gradient_tags import _KNOWN
+from mpjax._scaling.chains import skipped_whole
+from mpjax._scaling.loss_scale import is_owned, owned
 from mpjax.testing import assert_bitwise_equal
 
 PARAMS = {"w": jnp.array([1.0, -2.0])}

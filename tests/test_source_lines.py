@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax import _source_lines
+from mpjax._base import source_lines
 
 X = jnp.ones((2, 4))
 
@@ -87,9 +87,9 @@ def notebook(monkeypatch):
     shell = types.SimpleNamespace(compile=types.SimpleNamespace(format_code_name=known.get))
     module = types.SimpleNamespace(get_ipython=lambda: shell)
     monkeypatch.setitem(sys.modules, "IPython", module)
-    _source_lines.of.cache_clear()
+    source_lines.of.cache_clear()
     yield
-    _source_lines.of.cache_clear()
+    source_lines.of.cache_clear()
 
 
 @pytest.mark.no_leak_check("a diagnosis holds what it traced")
@@ -104,4 +104,4 @@ def test_a_line_of_a_notebook_is_its_cell_and_line(notebook):
 
 
 def test_a_prompt_without_ipython_shows_its_file():
-    assert _source_lines.cell("<stdin>") == "<stdin>"
+    assert source_lines.cell("<stdin>") == "<stdin>"

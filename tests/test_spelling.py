@@ -12,7 +12,7 @@ from _named_products import in_float32, products
 
 import mpjax
 import mpjax.linen
-from mpjax import _spelling
+from mpjax._policies import spelling
 
 F32 = mpjax.get_policy("float32")
 
@@ -170,14 +170,14 @@ def test_what_a_rule_means_in_a_tree(rule, path, means):
     ],
 )
 def test_spellings_of_an_operation(scopes, spelled):
-    found = _spelling.of_operation(scopes)
+    found = spelling.of_operation(scopes)
     assert (found[0], found[-1]) == ("/".join(scopes), spelled)
 
 
 def test_a_scope_that_no_model_makes_is_part_of_the_path():
-    assert _spelling.of_operation(("loss", "head")) == ("loss/head",)
+    assert spelling.of_operation(("loss", "head")) == ("loss/head",)
     policies = mpjax.PolicyMap("bf16-mixed", {"head": "float32"})
-    assert policies.policy_for(_spelling.of_operation(("loss", "head"))) != F32
+    assert policies.policy_for(spelling.of_operation(("loss", "head"))) != F32
 
 
 # -- what matches nothing, and what comes too late -----------------------------------------------
@@ -229,9 +229,9 @@ def test_the_table_of_uses_is_true():
     rows = re.findall(r"^\| ([^|]*`[^|]*) \| `([^|`]*)` \| (.*) \|$", section, re.MULTILINE)
     assert len(rows) == 7
     for use, path, rules in rows:
-        spelled = _spelling.of_operation(tuple(path.split("/"))) if "autocast" in use else path
+        spelled = spelling.of_operation(tuple(path.split("/"))) if "autocast" in use else path
         if "_policy" in use:
-            spelled = _spelling.in_model("Net", path)
+            spelled = spelling.in_model("Net", path)
         for rule in re.findall("`([^`]+)`", rules):
             policies = mpjax.PolicyMap("bf16-mixed", {rule: "float32"})
             assert policies.policy_for(spelled) == F32, (use, rule)

@@ -18,8 +18,8 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._errors import SupportWarning
-from mpjax._train_checks import checked_call
+from mpjax._base.errors import SupportWarning
+from mpjax._training.checks import checked_call
 from mpjax.testing import assert_bitwise_equal
 
 PRECISIONS = ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "mixed_float16", "O2"]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import mpjax
-from mpjax._tree import is_castable, leaf_paths, path_str
+from mpjax._base.tree import is_castable, leaf_paths, path_str
 from mpjax.testing import assert_bitwise_equal
 
 BF16 = mpjax.Policy("float32", "bfloat16", "float32")

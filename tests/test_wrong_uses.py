@@ -23,7 +23,7 @@ import mpjax
 import mpjax.linen
 import mpjax.nnx
 import mpjax.optim
-from mpjax._loss_scale import owned
+from mpjax._scaling.loss_scale import owned
 
 pytestmark = pytest.mark.no_leak_check("pytest.raises keeps the frame that holds the tracer")
 

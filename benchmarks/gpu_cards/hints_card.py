@@ -9,7 +9,7 @@ import jax
 from measure.variants import VARIANTS as WAYS
 from networks import NETWORKS, Network
 
-from mpjax._autocast import hints
+from mpjax._autocast.speed import hints
 
 from . import clock
 from .jobs import Job, Row

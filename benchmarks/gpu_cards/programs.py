@@ -13,7 +13,7 @@ import numpy as np
 from measure import jaxprs
 from networks import Network
 
-from mpjax._autocast import hints
+from mpjax._autocast.speed import hints
 
 from .jobs import Row
 

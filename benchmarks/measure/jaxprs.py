@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from mpjax import _compat
+from mpjax._base import compat
 
 WEIGHTS, BATCH = 1, 2  # bits: what a value depends on
 
@@ -100,7 +100,7 @@ def _through(eqn: Any, flags: list[int]) -> list[int]:
         return [union] * len(eqn.outvars)
     if eqn.primitive.name != "scan":
         return _reach(inner, flags)
-    consts, carries = _compat.scan_counts(eqn.params)
+    consts, carries = compat.scan_counts(eqn.params)
     while True:  # a carry reaches what the next step computes; flags only grow
         out = _reach(inner, flags)
         carried = [a | b for a, b in zip(flags[consts : consts + carries], out, strict=False)]

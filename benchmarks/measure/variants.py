@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 import mpjax
-from mpjax._op_rules import OP_RULES, OpClass
+from mpjax._jaxpr.op_rules import OP_RULES, OpClass
 
 Loss = Callable[[Any, Any], Any]
 POLICIES = {"bf16": "bf16-mixed", "f16": "16-mixed"}

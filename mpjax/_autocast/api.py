@@ -13,34 +13,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._autocast import (
-    delayed,
-    nnx_names,
-    parameters,
-    permuted,
-    precision,
-    quantized,
-    reads,
-    same,
-    scopes,
-    stateful,
-)
-from mpjax._autocast.decided import Settings, initial_state
+from mpjax._autocast.arguments import nnx_names, parameters, stateful
+from mpjax._autocast.arrange.plan import Plan
+from mpjax._autocast.decide import reads, same, scopes
+from mpjax._autocast.decide.decided import Settings, initial_state
 from mpjax._autocast.decorator import Decorator, refuse_device
-from mpjax._autocast.enumerated import uncounted
-from mpjax._autocast.plan import Plan
+from mpjax._autocast.eight_bits import delayed, quantized
+from mpjax._autocast.eight_bits.stored_weights import sunk
 from mpjax._autocast.planning import make_plan
-from mpjax._autocast.rebind import Interpreter
-from mpjax._autocast.stored_weights import sunk
+from mpjax._autocast.product import precision
+from mpjax._autocast.run.interpreter import Interpreter
+from mpjax._autocast.speed import permuted
+from mpjax._autocast.speed.enumerated import uncounted
 from mpjax._autocast.unused import stored_paths, warn_of_rules
-from mpjax._dtypes import describe
-from mpjax._errors import message
-from mpjax._foreign_names import AUTOCAST, names_keywords
-from mpjax._op_rules import parse_rules
-from mpjax._policy import chosen_policy, get_policy, policies_in, warn_of_other_step
-from mpjax._quantized_array import dequantize, holds_quantized
-from mpjax._typing import KnownPolicy
-from mpjax._typing import PolicySpec as Spec
+from mpjax._base.dtypes import describe
+from mpjax._base.errors import message
+from mpjax._base.foreign_names import AUTOCAST, names_keywords
+from mpjax._base.quantized_array import dequantize, holds_quantized
+from mpjax._base.typing import KnownPolicy
+from mpjax._base.typing import PolicySpec as Spec
+from mpjax._jaxpr.op_rules import parse_rules
+from mpjax._policies.of_step import warn_of_other_step
+from mpjax._policies.policy import chosen_policy, get_policy, policies_in
 
 F = TypeVar("F", bound=Callable[..., Any])
 Rules = str | Mapping[str, str] | None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from mpjax._errors import message
-from mpjax._foreign_names import DEVICES
+from mpjax._base.errors import message
+from mpjax._base.foreign_names import DEVICES
 
 _WHY = (
     "A block cannot reach what jax.jit has traced already, nor a function that comes from a cache "

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpjax import _compat
-from mpjax._autocast import facts, groups, plan, quantized, reads, streams
+from mpjax._autocast.arrange import groups, plan
+from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.attention import steps as attention_steps
 from mpjax._autocast.attention import under_plan
-from mpjax._autocast.caches import by_program
-from mpjax._autocast.decide import decide
-from mpjax._autocast.decided import Action, Decided, Settings
-from mpjax._autocast.plan import Plan
-from mpjax._autocast.states import State
+from mpjax._autocast.decide import facts, reads, streams
+from mpjax._autocast.decide.decided import Action, Decided, Settings
+from mpjax._autocast.decide.equations import decide
+from mpjax._autocast.decide.states import State
+from mpjax._autocast.eight_bits import quantized
+from mpjax._base import compat
+from mpjax._jaxpr.caches import by_program
 
 
 def make_plan(
@@ -33,7 +35,7 @@ def make_plan(
       given: what is known of its inputs, by default nothing.
       relations: which of them were computed of which others.
     """
-    opened = _compat.closed(jaxpr).jaxpr
+    opened = compat.closed(jaxpr).jaxpr
     products = quantized.Products(opened, settings.policy, settings.given)
     return arranged(
         decide(

@@ -3,12 +3,13 @@
 import warnings
 from typing import Any
 
-from mpjax._autocast import quantized, scopes
-from mpjax._autocast.activations import warn_of_unused
-from mpjax._autocast.decided import Settings
-from mpjax._errors import PolicyWarning, message
-from mpjax._policy import Policy, policies_in
-from mpjax._tree import leaf_paths
+from mpjax._autocast.decide import scopes
+from mpjax._autocast.decide.activations import warn_of_unused
+from mpjax._autocast.decide.decided import Settings
+from mpjax._autocast.eight_bits import quantized
+from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.tree import leaf_paths
+from mpjax._policies.policy import Policy, policies_in
 
 
 def stored_paths(policy: scopes.Policies, args: Any) -> list[str]:

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mpjax._autocast import api, delayed, parameters
-from mpjax._autocast.decided import Settings
-from mpjax._errors import message
-from mpjax._op_rules import parse_rules
-from mpjax._policy import chosen_policy
-from mpjax._typing import PolicySpec
+from mpjax._autocast import api
+from mpjax._autocast.arguments import parameters
+from mpjax._autocast.decide.decided import Settings
+from mpjax._autocast.eight_bits import delayed
+from mpjax._base.errors import message
+from mpjax._base.typing import PolicySpec
+from mpjax._jaxpr.op_rules import parse_rules
+from mpjax._policies.policy import chosen_policy
 
 _WHERE = "with_amax_history"
 

@@ -7,11 +7,11 @@ from typing import Any, Protocol, cast
 
 import jax
 
-from mpjax._errors import SupportWarning, message
+from mpjax._base.errors import SupportWarning, message
+from mpjax._base.shown import Shown, html_table
 from mpjax._hardware.find import DeviceLike, find_accelerator
 from mpjax._hardware.table import Accelerator, Cell, Status
-from mpjax._recipes import DTYPES as EIGHT_BIT
-from mpjax._shown import Shown, html_table
+from mpjax._policies.recipes import DTYPES as EIGHT_BIT
 
 
 class PolicyLike(Protocol):

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import jax
 
-from mpjax._errors import message, nearest
+from mpjax._base.errors import message, nearest
 from mpjax._hardware.table import DTYPES, NO_ROW, SUPPORT, Accelerator
 
 

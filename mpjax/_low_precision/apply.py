@@ -5,13 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._dtypes import FLOAT32
+from mpjax._base.dtypes import FLOAT32
+from mpjax._base.tree import is_array, is_overwritten, to_full
+from mpjax._base.typing import Array, KeyPath, PyTree
 from mpjax._low_precision.kahan import KahanState
 from mpjax._low_precision.master import MasterWeightsState, SplitWeightsState, joined
 from mpjax._low_precision.owner import is_narrow_leaf, owners
 from mpjax._low_precision.rounding import nearest
-from mpjax._tree import is_array, is_overwritten, to_full
-from mpjax._typing import Array, KeyPath, PyTree
 
 _KEEPING = (MasterWeightsState, SplitWeightsState, KahanState)
 

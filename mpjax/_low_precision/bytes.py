@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import optax
 
-from mpjax._dtypes import canonical_dtype
+from mpjax._base.dtypes import canonical_dtype
+from mpjax._base.shown import Shown, html_table
+from mpjax._base.typing import DTypeSpec, PyTree
 from mpjax._low_precision.codes import is_coded
-from mpjax._shown import Shown, html_table
-from mpjax._typing import DTypeSpec, PyTree
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

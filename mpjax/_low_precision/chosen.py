@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import optax
 
-from mpjax._dtypes import DType
-from mpjax._errors import PolicyWarning, message, nearest
+from mpjax._base.dtypes import DType
+from mpjax._base.errors import PolicyWarning, message, nearest
+from mpjax._base.typing import PyTree
 from mpjax._low_precision.kahan import with_kahan
 from mpjax._low_precision.owner import is_narrow_leaf, owners
 from mpjax._low_precision.rounding import is_narrow
 from mpjax._low_precision.stochastic import with_stochastic_rounding
-from mpjax._typing import PyTree
 
 ROUNDINGS = ("nearest", "stochastic", "kahan")
 _WRAPPERS = {"stochastic": with_stochastic_rounding, "kahan": with_kahan}

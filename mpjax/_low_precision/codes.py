@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mpjax._dtypes import FLOAT32
+from mpjax._base.dtypes import FLOAT32
+from mpjax._base.typing import Array
 from mpjax._low_precision.rounding import TINY, stochastic
-from mpjax._typing import Array
 
 FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
 FLOAT8_MAX = 448.0

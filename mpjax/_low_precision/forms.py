@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mpjax._base.tree import to_full
+from mpjax._base.typing import Array, PyTree
 from mpjax._low_precision.apply import full_params
 from mpjax._low_precision.codes import FLOAT8, SecondMoment, decode, encode, is_coded
 from mpjax._low_precision.kahan import KahanState
@@ -14,8 +16,6 @@ from mpjax._low_precision.quantized import QuantizedState
 from mpjax._low_precision.rounding import scattered
 from mpjax._low_precision.state_dtypes import StateDtypesState
 from mpjax._low_precision.stochastic import StochasticRoundingState
-from mpjax._tree import to_full
-from mpjax._typing import Array, PyTree
 
 _KEEPING = (MasterWeightsState, SplitWeightsState, KahanState)
 _WRAPPING = (*_KEEPING, StochasticRoundingState, StateDtypesState, QuantizedState)

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 
-from mpjax._dtypes import FLOAT32, POLICY_DTYPES
+from mpjax._base.dtypes import FLOAT32, POLICY_DTYPES
+from mpjax._base.tree import to_full
+from mpjax._base.typing import Array, PyTree
 from mpjax._low_precision.owner import RoundingOwner, map_narrow, nothing, unless_zero
 from mpjax._low_precision.rounding import land, nearest
-from mpjax._tree import to_full
-from mpjax._typing import Array, PyTree
 
 BFLOAT16 = POLICY_DTYPES["bf16"]
 

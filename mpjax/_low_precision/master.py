@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._dtypes import FLOAT32
-from mpjax._errors import message
+from mpjax._base.dtypes import FLOAT32
+from mpjax._base.errors import message
+from mpjax._base.tree import to_full
+from mpjax._base.typing import Array, PyTree
 from mpjax._low_precision.owner import RoundingOwner, map_narrow, nothing, unless_zero
 from mpjax._low_precision.rounding import land, nearest
-from mpjax._tree import to_full
-from mpjax._typing import Array, PyTree
 
 
 class MasterWeightsState(NamedTuple):

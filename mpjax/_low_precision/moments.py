@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from mpjax._tree import is_array, leaf_paths, path_str
-from mpjax._typing import KeyPath, PyTree
+from mpjax._base.tree import is_array, leaf_paths, path_str
+from mpjax._base.typing import KeyPath, PyTree
 
 # The fields in which optax and those who follow it keep averages, trees like the parameters: the
 # first may have either sign, the second are never negative. Classes that use the names otherwise

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._dtypes import FLOAT32, describe
-from mpjax._errors import message
-from mpjax._scale_slips import refuse_scaled
-from mpjax._tree import is_array, to_full
-from mpjax._typing import Array, PyTree
+from mpjax._base.dtypes import FLOAT32, describe
+from mpjax._base.errors import message
+from mpjax._base.tree import is_array, to_full
+from mpjax._base.typing import Array, PyTree
+from mpjax._scaling.slips import refuse_scaled
 
 # Squares of values between 2⁻⁴⁸ and 2⁴⁸ are safe, also a billion of them; what is larger or
 # smaller is scaled first, and summed apart. One pass, where scaling by the largest takes two.

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._dtypes import FLOAT32
-from mpjax._errors import message
+from mpjax._base.dtypes import FLOAT32
+from mpjax._base.errors import message
+from mpjax._base.tree import is_array, is_castable, is_overwritten, path_str, to_full
+from mpjax._base.typing import Array, KeyPath, PyTree
 from mpjax._low_precision.rounding import is_narrow
-from mpjax._tree import is_array, is_castable, is_overwritten, path_str, to_full
-from mpjax._typing import Array, KeyPath, PyTree
 
 
 class RoundingOwner(abc.ABC):

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 
-from mpjax._dtypes import FLOAT32
-from mpjax._errors import PolicyWarning, message
+from mpjax._base.dtypes import FLOAT32
+from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.tree import leaf_paths
+from mpjax._base.typing import Array, PyTree
 from mpjax._low_precision.codes import FLOAT8, SecondMoment, block_count, encode, is_coded
 from mpjax._low_precision.moments import Moment, shapes
 from mpjax._low_precision.state_dtypes import narrowed, require_moments
 from mpjax._low_precision.stored import StoredMoments
-from mpjax._policy_map import PolicyMap
-from mpjax._tree import leaf_paths
-from mpjax._typing import Array, PyTree
+from mpjax._policies.policy_map import PolicyMap
 
 KINDS = ("int8", "float8")
 _PLAIN = {"bfloat16": jnp.dtype(jnp.bfloat16), "float32": FLOAT32}  # by a rule: without scales

@@ -12,8 +12,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from mpjax._dtypes import FLOAT32, DType
-from mpjax._typing import Array
+from mpjax._base.dtypes import FLOAT32, DType
+from mpjax._base.typing import Array
 
 TINY = 2.0**-126
 """Least normal float32: what lies below is 0 to a GPU, a TPU and XLA:CPU alike."""

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._optim_state import find_states
-from mpjax._typing import Array
+from mpjax._base.typing import Array
+from mpjax._scaling.optim_state import find_states
 
 
 def was_taken(inner_state: Any) -> Array:

@@ -6,12 +6,12 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from mpjax._errors import message
+from mpjax._base.errors import message
+from mpjax._base.shown import Shown, html_table
+from mpjax._base.tree import leaf_paths, path_str
+from mpjax._base.typing import Array, KeyPath, PyTree
 from mpjax._low_precision.codes import SecondMoment, is_coded, shares
-from mpjax._optim_state import gradient_params
-from mpjax._shown import Shown, html_table
-from mpjax._tree import leaf_paths, path_str
-from mpjax._typing import Array, KeyPath, PyTree
+from mpjax._scaling.optim_state import gradient_params
 
 WIDE = 1e3
 """From this spread on, a single update can be 1.5 times Adam's and more."""

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._dtypes import FLOAT32, POLICY_DTYPES, DType, canonical_dtype
-from mpjax._errors import message
+from mpjax._base.dtypes import FLOAT32, POLICY_DTYPES, DType, canonical_dtype
+from mpjax._base.errors import message
+from mpjax._base.typing import Array, DTypeSpec, PyTree
 from mpjax._low_precision.codes import is_coded
 from mpjax._low_precision.moments import Moment
 from mpjax._low_precision.rounding import is_narrow, stochastic
 from mpjax._low_precision.stored import StoredMoments
-from mpjax._typing import Array, DTypeSpec, PyTree
 
 
 class StateDtypesState(NamedTuple):

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._dtypes import describe
-from mpjax._errors import PolicyWarning, message
+from mpjax._base.dtypes import describe
+from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.tree import is_array, leaf_paths, to_full
+from mpjax._base.typing import Array, PyTree
 from mpjax._low_precision.owner import RoundingOwner, is_narrow_leaf, map_narrow, nothing
 from mpjax._low_precision.rounding import land, stochastic
 from mpjax._low_precision.skipped import was_taken
-from mpjax._tree import is_array, leaf_paths, to_full
-from mpjax._typing import Array, PyTree
 
 
 class StochasticRoundingState(NamedTuple):

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._errors import message
+from mpjax._base.errors import message
+from mpjax._base.tree import is_array, to_full
+from mpjax._base.typing import Array, PyTree
 from mpjax._low_precision.codes import decode, is_coded
 from mpjax._low_precision.moments import Moment, map_moments
 from mpjax._low_precision.rounding import scattered
 from mpjax._low_precision.skipped import was_taken
-from mpjax._optim_state import find_states, gradient_params
-from mpjax._tree import is_array, to_full
-from mpjax._typing import Array, PyTree
+from mpjax._scaling.optim_state import find_states, gradient_params
 
 
 class StoredMoments(abc.ABC):

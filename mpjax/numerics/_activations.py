@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._autocast.binding import bind
-from mpjax._autocast.scopes import compute_dtype
-from mpjax._op_rules import PRODUCTS
-from mpjax._typing import Array, AxisName
+from mpjax._autocast.decide.scopes import compute_dtype
+from mpjax._base.typing import Array, AxisName
+from mpjax._jaxpr.binding import bind
+from mpjax._jaxpr.op_rules import PRODUCTS
 from mpjax.numerics._collect import Collecting, CollectingFrame
 from mpjax.numerics._names import Neighbours
 from mpjax.numerics._plan import BACKWARD, FORWARD, Plan

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._policy_map import PolicyMap
+from mpjax._policies.policy_map import PolicyMap
 from mpjax.numerics._report import Row
 from mpjax.numerics._subject import Subject
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mpjax import _compat
+from mpjax._base import compat
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
@@ -52,7 +52,7 @@ def counts(*values: Any) -> jax.Array:
       f32[values, 3]; the counts are exact up to 2²⁴. What is largest in a float64 array is
       at most float32's largest number here.
     """
-    return _compat.unplaced(_counts, *values)
+    return compat.unplaced(_counts, *values)
 
 
 def _counts(*values: Any) -> jax.Array:

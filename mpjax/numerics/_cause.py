@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._policy import get_policy
+from mpjax._policies.policy import get_policy
 from mpjax.numerics._advice import Compared, other_policies
 from mpjax.numerics._follow import Followed
 from mpjax.numerics._overflow import AMAX, BORN_INF, INF, NAN, ORIGIN

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Generator
 
-from mpjax._errors import message
+from mpjax._base.errors import message
 
 Progress = bool | Callable[[str], None] | None
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._autocast.binding import bind
+from mpjax._jaxpr.binding import bind
 from mpjax.numerics._run import Tracked
 
 _NOTHING = np.int32(0)

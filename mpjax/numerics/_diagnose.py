@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._dtypes import short_name
-from mpjax._errors import PolicyWarning, message
-from mpjax._op_rules import PRODUCTS
-from mpjax._policy import get_policy
-from mpjax._tree import distance, is_array, leaves_finite
-from mpjax._typing import PolicySpec
+from mpjax._base.dtypes import short_name
+from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.tree import distance, is_array, leaves_finite
+from mpjax._base.typing import PolicySpec
+from mpjax._jaxpr.op_rules import PRODUCTS
+from mpjax._policies.policy import get_policy
 from mpjax.numerics import _cause, _subject
 from mpjax.numerics._advice import Compared
 from mpjax.numerics._clock import Clock, Progress

@@ -9,9 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._errors import message
-from mpjax._shown import Shown, Table
-from mpjax._typing import PolicySpec
+from mpjax._base.errors import message
+from mpjax._base.shown import Shown, Table
+from mpjax._base.typing import PolicySpec
 from mpjax.numerics import _subject
 from mpjax.numerics._clock import Clock, Progress, spent
 from mpjax.numerics._figure import new_figure

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._errors import message
+from mpjax._base.errors import message
 from mpjax.numerics._histogram import BINS, HIGHEST, INF, LOWEST, NAN, ZERO
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from mpjax import _source_lines
+from mpjax._base import source_lines
 
 _CASTS = frozenset(
     {"astype", "_astype", "convert_element_type", "asarray", "array", "bitcast_convert_type"}
@@ -34,7 +34,7 @@ def lines(eqn: Any) -> tuple[str, str]:
     The second is '' where the user's own line called JAX, both where mpjax wrote the operation. A
     library's line stands for the user's where the traceback has none behind it.
     """
-    user, library = _source_lines.of(eqn.source_info.traceback)
+    user, library = source_lines.of(eqn.source_info.traceback)
     return user.short if user else "", library.short if library else ""
 
 
@@ -54,17 +54,17 @@ def call_of(eqn: Any) -> Call:
     frames = getattr(eqn.source_info.traceback, "frames", None) or []
     inside: list[str] = []
     for frame in frames:
-        if _source_lines.is_jax(frame.file_name):
+        if source_lines.is_jax(frame.file_name):
             inside.append(frame.function_name.rpartition(".")[2])
             continue
-        place = _source_lines.cell(frame.file_name)
-        line = _source_lines.Line(place, frame.line_num, frame.function_name)
+        place = source_lines.cell(frame.file_name)
+        line = source_lines.Line(place, frame.line_num, frame.function_name)
         return Call(
             line.short,
             f"{line.file}:{line.number}",
             _function(inside),
             not _CASTS.isdisjoint(inside),
-            frame.file_name.startswith(_source_lines.INSTALLED),
+            frame.file_name.startswith(source_lines.INSTALLED),
         )
     return Call("", "", "", False, False)
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mpjax import _compat
-from mpjax._autocast.binding import bind
+from mpjax._base import compat
+from mpjax._jaxpr.binding import bind
 from mpjax.numerics import _bits
 from mpjax.numerics._collect import Collecting, CollectingFrame
 from mpjax.numerics._plan import is_inexact
@@ -32,7 +32,7 @@ def histogram(x: Any) -> jax.Array:
     Returns:
       f32[280]; entry `e + 149` counts magnitudes in [2**e, 2**(e+1)).
     """
-    return _compat.unplaced(_histogram, x)
+    return compat.unplaced(_histogram, x)
 
 
 def _histogram(x: Any) -> jax.Array:

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._errors import message
-from mpjax._tree import first_difference, is_castable, leaf_paths
-from mpjax._typing import Array, PyTree
+from mpjax._base.errors import message
+from mpjax._base.tree import first_difference, is_castable, leaf_paths
+from mpjax._base.typing import Array, PyTree
 from mpjax.numerics._program import check_alive
 
 _WHERE = "numerics.lost_updates"

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from mpjax import _compat
-from mpjax._autocast import scopes
-from mpjax._op_rules import PRODUCTS
+from mpjax._autocast.decide import scopes
+from mpjax._base import compat
+from mpjax._jaxpr.op_rules import PRODUCTS
 
 
 class Graph(Protocol):
@@ -52,7 +52,7 @@ def operation(eqn: Any) -> str:
     """Returns the name of an equation's primitive; of a product in low precision, the product's."""
     for param in eqn.params.values():
         traced = getattr(param, "traced", None)
-        for inner in () if traced is None else _compat.equations(traced):
+        for inner in () if traced is None else compat.equations(traced):
             if inner.primitive.name in PRODUCTS:
                 return inner.primitive.name
     return eqn.primitive.name

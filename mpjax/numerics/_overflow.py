@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._autocast.binding import bind
+from mpjax._jaxpr.binding import bind
 from mpjax.numerics import _bits
 from mpjax.numerics._plan import is_inexact
 from mpjax.numerics._run import Tracked

@@ -15,9 +15,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax import _compat
-from mpjax._autocast import scopes, structure
-from mpjax._dtypes import short_name
+from mpjax._autocast.decide import scopes
+from mpjax._base import compat
+from mpjax._base.dtypes import short_name
+from mpjax._jaxpr import structure
 from mpjax.numerics import _frames, _names
 from mpjax.numerics._own import is_identity
 
@@ -155,7 +156,7 @@ class Plan:
         return self._row(Site(name, kind, "", kind, var.aval.dtype, var.aval.shape, *place))
 
     def _atom(self, atom: Any, env: dict[Any, Node]) -> Node:
-        if not _compat.is_literal(atom):
+        if not compat.is_literal(atom):
             return env[atom]
         if not is_inexact(atom) or bool(np.all(np.isfinite(np.asarray(atom.val, np.complex128)))):
             return None
@@ -168,7 +169,7 @@ class Plan:
     def _block(
         self, jaxpr: Any, inputs: Sequence[Node], around: _Around
     ) -> tuple[Block, list[Node]]:
-        jaxpr = _compat.closed(jaxpr)
+        jaxpr = compat.closed(jaxpr)
         first = len(self.sites)
         env: dict[Any, Node] = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
         for var in jaxpr.jaxpr.constvars:
@@ -227,9 +228,9 @@ class Plan:
 
     def plan_scan(self, eqn: Any, operands: Any, around: _Around) -> Any:
         params = eqn.params
-        consts, carried = _compat.scan_counts(params)
+        consts, carried = compat.scan_counts(params)
         level = Level("scan", len(self.sites), params["length"], params["reverse"])
-        jaxpr = _compat.closed(params["jaxpr"])
+        jaxpr = compat.closed(params["jaxpr"])
         merged = self._merged(operands[consts:], jaxpr.jaxpr.invars[consts:])
         block, outs = self._block(jaxpr, [*operands[:consts], *merged], self._at(around, level))
         for node, out in zip(merged[:carried], outs[:carried], strict=True):
@@ -242,7 +243,7 @@ class Plan:
         params = eqn.params
         skipped, consts = params["cond_nconsts"], params["body_nconsts"]
         level = Level("while", len(self.sites), None)
-        jaxpr = _compat.closed(params["body_jaxpr"])
+        jaxpr = compat.closed(params["body_jaxpr"])
         carry = operands[skipped + consts :]
         merged = self._merged(carry, jaxpr.jaxpr.invars[consts:])
         inputs = [*operands[skipped : skipped + consts], *merged]
@@ -267,7 +268,7 @@ class Plan:
     def plan_shard_map(self, eqn: Any, operands: Any, around: _Around) -> Any:
         level = Level("shard_map", len(self.sites), None)
         inside = self._at(around, level)
-        jaxpr = _compat.closed(eqn.params["jaxpr"])
+        jaxpr = compat.closed(eqn.params["jaxpr"])
         merged = self._merged(operands, jaxpr.jaxpr.invars)
         block, outs = self._block(jaxpr, merged, inside)
         return outs, Step(eqn, Kind.SHARD_MAP, (block,), len(around.levels))

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from mpjax._dtypes import describe
-from mpjax._errors import message
-from mpjax._tree import is_array, leaf_paths, leaves_finite
+from mpjax._base.dtypes import describe
+from mpjax._base.errors import message
+from mpjax._base.tree import is_array, leaf_paths, leaves_finite
 from mpjax.numerics._clock import Clock
 from mpjax.numerics._collect import Unmeasured
 from mpjax.numerics._plan import Plan

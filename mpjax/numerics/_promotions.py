@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax import _compat
-from mpjax._autocast import structure
-from mpjax._dtypes import short_name
-from mpjax._shown import Shown, Table
+from mpjax._base import compat
+from mpjax._base.dtypes import short_name
+from mpjax._base.shown import Shown, Table
+from mpjax._jaxpr import structure
 from mpjax.numerics import _names
 from mpjax.numerics._frames import Call, call_of
 from mpjax.numerics._program import argument_names, argument_paths, check_function, traced
@@ -195,7 +195,7 @@ class _Walk:
         """Adds what a body of its own widens; calls in it are run in place."""
         nodes: list[_Node] = []
         origin: dict[Any, str] = {}  # value → what it comes from
-        jaxpr = _compat.closed(jaxpr)
+        jaxpr = compat.closed(jaxpr)
         env: dict[Any, Any] = {v: v for v in jaxpr.jaxpr.invars}
         origin |= {env[v]: text for v, text in known.items()}
         outs = self._flatten(jaxpr, env, nodes, origin, path, None)
@@ -222,7 +222,7 @@ class _Walk:
             origin[env[var]] = _SCALAR if var.aval.ndim == 0 else _CONSTANT
 
         def read(atom: Any) -> Any:
-            if not _compat.is_literal(atom):
+            if not compat.is_literal(atom):
                 return env[atom]
             value = object()
             origin[value] = _OTHER if atom.aval.weak_type else _SCALAR
@@ -233,7 +233,7 @@ class _Walk:
             call = outer if outer is not None and outer.where else call_of(eqn)
             values = [read(v) for v in eqn.invars]
             if eqn.primitive.name in _INLINED:
-                inner = _compat.closed(_program_of(eqn))
+                inner = compat.closed(_program_of(eqn))
                 inner_env = dict(zip(inner.jaxpr.invars, values, strict=True))
                 user = eqn.primitive.name not in ("jit", "pjit") or not _is_of_jax(eqn, call)
                 if not user and not call.function:
@@ -244,7 +244,7 @@ class _Walk:
             else:
                 made = [object() for _ in eqn.outvars]
                 nodes.append(_Node(eqn, call, "/".join(inside), values, made))
-                for inner in _compat.programs(eqn):
+                for inner in compat.programs(eqn):
                     self.program(inner, {}, inside)
                 text = _derived(eqn, [origin.get(v) for v in values], call)
                 origin |= dict.fromkeys(made, text) if text else {}
@@ -254,7 +254,7 @@ class _Walk:
 
 def _is_of_jax(eqn: Any, call: Call) -> bool:
     """Whether a jitted function is one of JAX's own, which a line called, and not the user's."""
-    lines = {call_of(inner).where for inner in _compat.equations(eqn.params["jaxpr"])}
+    lines = {call_of(inner).where for inner in compat.equations(eqn.params["jaxpr"])}
     return lines <= {call.where, ""}
 
 

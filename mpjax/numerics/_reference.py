@@ -7,13 +7,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax import _compat
-from mpjax._autocast.binding import bind, evaluate
-from mpjax._op_rules import OP_RULES
-from mpjax.numerics._own import COMPUTES, is_identity
+from mpjax._base import compat
+from mpjax._jaxpr.binding import bind, evaluate
+from mpjax._jaxpr.op_rules import OP_RULES
+from mpjax.numerics._own import is_identity
 
 # Roundings, which the reference leaves out.
 _ROUNDS = frozenset({"convert_element_type", "reduce_precision"})
+_OWN = frozenset({"gather_one", "pooled_tangent", "pooled_cotangent"})  # as they are, in float64
 _TYPED = frozenset({"reduce", "reduce_window", "select_and_scatter", "custom_linear_solve"})
 
 
@@ -48,7 +49,7 @@ def in_reference(eqn: Any, operands: Sequence[Any], outs: Sequence[Any], dtype: 
     if name == "low_product":
         program = eqn.params["program"].traced  # 8-bit copies of its operands may stand behind them
         return _evaluated(program, operands[: len(program.jaxpr.invars)], dtype)
-    is_known = name in OP_RULES or name in COMPUTES
+    is_known = name in OP_RULES or name in _OWN
     if not is_known or name in _TYPED or _is_typed(eqn):
         return [widened(x, dtype) for x in outs]
     return bind(eqn, _alike(eqn, operands, dtype), _parameters(eqn, dtype))
@@ -57,7 +58,7 @@ def in_reference(eqn: Any, operands: Sequence[Any], outs: Sequence[Any], dtype: 
 def _is_typed(eqn: Any) -> bool:
     """Whether a program among its parameters fixes dtypes, for operands that had fewer bits."""
     narrow = any(getattr(v.aval.dtype, "itemsize", 8) < 4 for v in eqn.invars if _floats(v))
-    return bool(_compat.programs(eqn)) and narrow
+    return bool(compat.programs(eqn)) and narrow
 
 
 def _floats(atom: Any) -> bool:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from mpjax._shown import Shown, Table
+from mpjax._base.shown import Shown, Table
 from mpjax.numerics._clock import spent
 
 

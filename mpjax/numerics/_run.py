@@ -17,8 +17,8 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from mpjax import _compat
-from mpjax._autocast.binding import bind, written_at
+from mpjax._base import compat
+from mpjax._jaxpr.binding import bind, written_at
 from mpjax.numerics._plan import Block, Kind, Plan, Step, is_inexact
 
 
@@ -200,7 +200,7 @@ class Runner:
         """Returns a number typed as varying over all shards, so that loops carry one type."""
         if not self.axes or x is None or self.instrument.shadows:
             return x
-        return _compat.to_varying(x, self.axes)
+        return compat.to_varying(x, self.axes)
 
     def merged(self, total: Any, new: Any) -> Any:
         """Returns two readings of the same rows as one."""
@@ -226,7 +226,7 @@ class Runner:
             trees[:] = [out_tree]
             return leaves
 
-        leaves = _compat.bind_remat(step.eqn, fun, arrays, None)
+        leaves = compat.bind_remat(step.eqn, fun, arrays, None)
         return jax.tree.unflatten(trees[0], leaves)
 
     def _split(self, body: _Body, tracked: Tracked) -> Tracked:
@@ -235,7 +235,7 @@ class Runner:
 
     def run_scan(self, body: _Body, step: Step, operands: list[Tracked]) -> Any:
         params, (block,) = step.eqn.params, step.blocks
-        consts, carried = _compat.scan_counts(params)
+        consts, carried = compat.scan_counts(params)
         last = consts + carried
         fixed = [self._known(body, t) for t in operands[:consts]]
 
@@ -253,7 +253,7 @@ class Runner:
             iteration,
             state,
             [self._split(body, t) for t in operands[last:]],
-            **_compat.scan_options(params),
+            **compat.scan_options(params),
         )
         return [*carry, *(self._joined(t) for t in ys)], total
 
@@ -267,8 +267,8 @@ class Runner:
         skipped, consts = params["cond_nconsts"], params["body_nconsts"]
         cond_consts = [t.value for t in operands[:skipped]]
         fixed = [self._known(body, t) for t in operands[skipped : skipped + consts]]
-        condition = jaxpr_as_fun(_compat.closed(params["cond_jaxpr"]))
-        joined = _compat.has_joined_ends(params)
+        condition = jaxpr_as_fun(compat.closed(params["cond_jaxpr"]))
+        joined = compat.has_joined_ends(params)
 
         def going(carry: Any) -> Any:
             return condition(*cond_consts, *(t.value for t in carry))[0]
@@ -318,7 +318,7 @@ class Runner:
 
     def run_shard_map(self, body: _Body, step: Step, operands: list[Tracked]) -> Any:
         params, (block,) = step.eqn.params, step.blocks
-        axes = tuple(a for a in params["mesh"].axis_names if a in _compat.manual_axes(params))
+        axes = tuple(a for a in params["mesh"].axis_names if a in compat.manual_axes(params))
         inner = copy.copy(self)
         inner.axes = (*self.axes, *axes)
         given = _as_arrays([self._split(body, t) for t in operands])
@@ -392,9 +392,9 @@ def _as_arrays(values: Sequence[Tracked]) -> list[Tracked]:
 
 def _ended(going: Any, new: Sequence[Tracked], old: Sequence[Tracked]) -> list[Tracked]:
     """Returns the carry of a loop that `vmap` joined: values of before where an element ended."""
-    kept = _compat.still_going(going, [t.value for t in new], [t.value for t in old])
+    kept = compat.still_going(going, [t.value for t in new], [t.value for t in old])
     return [Tracked(value, t.extra) for value, t in zip(kept, new, strict=True)]
 
 
 def _atom(atom: Any, env: dict[Any, Tracked]) -> Tracked:
-    return Tracked(atom.val) if _compat.is_literal(atom) else env[atom]
+    return Tracked(atom.val) if compat.is_literal(atom) else env[atom]

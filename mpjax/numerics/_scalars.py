@@ -9,8 +9,8 @@ import jax
 import jax.core
 import numpy as np
 
-from mpjax._errors import message
-from mpjax._tree import leaf_paths
+from mpjax._base.errors import message
+from mpjax._base.tree import leaf_paths
 from mpjax.numerics._watched import IS_NEW, Watched
 
 

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax import _compat
-from mpjax._errors import message
-from mpjax._policy import Policy, get_policy
-from mpjax._policy_map import PolicyMap
-from mpjax._tree import is_array
+from mpjax._base import compat
+from mpjax._base.errors import message
+from mpjax._base.tree import is_array
+from mpjax._policies.policy import Policy, get_policy
+from mpjax._policies.policy_map import PolicyMap
 from mpjax.numerics._clock import Clock
 from mpjax.numerics._program import Program
 
@@ -180,6 +180,6 @@ def _moved(x: Any) -> Any:
     if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     is_even = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape) % 2 == 0
-    if (sharding := _compat.explicit_sharding(jax.typeof(x))) is not None:
+    if (sharding := compat.explicit_sharding(jax.typeof(x))) is not None:
         is_even = jax.sharding.reshard(is_even, sharding)
     return jnp.where(is_even, jnp.nextafter(x, jnp.full_like(x, jnp.inf)), x)

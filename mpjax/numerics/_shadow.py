@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from mpjax._autocast.binding import bind
+from mpjax._jaxpr.binding import bind
 from mpjax.numerics._collect import Collecting, CollectingFrame
 from mpjax.numerics._plan import is_inexact
 from mpjax.numerics._reference import in_reference, widened

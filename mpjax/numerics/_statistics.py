@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._typing import Array
+from mpjax._base.typing import Array
 from mpjax.numerics import _bits
 
 STATISTICS = ("amax", "l2_norm", "dynamic_range", "underflows%", "overflows%")

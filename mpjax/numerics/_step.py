@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from mpjax._errors import message
-from mpjax._tree import to_full
+from mpjax._base.errors import message
+from mpjax._base.tree import to_full
 from mpjax.numerics._diagnose import diagnose_step
 from mpjax.numerics._program import check_alive
 from mpjax.numerics._report import Report

@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._autocast.api import as_typed
-from mpjax._autocast.nnx_names import name_modules
-from mpjax._errors import message
-from mpjax._given_scale import as_loss_scale
-from mpjax._grad import get_loss_scale, name_of, value_and_grad
-from mpjax._loss_scale import LossScale, NoOpLossScale, StaticLossScale
-from mpjax._policy import get_policy
-from mpjax._step_history import has_history
-from mpjax._tree import is_array
-from mpjax._under_policy import is_autocast, widened
+from mpjax._autocast.arguments.nnx_names import name_modules
+from mpjax._base.errors import message
+from mpjax._base.tree import is_array
+from mpjax._policies.policy import get_policy
+from mpjax._scaling.given_scale import as_loss_scale
+from mpjax._scaling.grad import get_loss_scale, name_of, value_and_grad
+from mpjax._scaling.loss_scale import LossScale, NoOpLossScale, StaticLossScale
+from mpjax._training.history import has_history
+from mpjax._training.under_policy import is_autocast, widened
 from mpjax.numerics._program import argument_names, check_function
 
 Make = Callable[[Any], Callable[..., Any]]

@@ -9,13 +9,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._dtypes import FLOAT32, short_name
-from mpjax._errors import message
-from mpjax._policy import Policy, get_policy
-from mpjax._policy_map import PolicyMap
-from mpjax._quantized_policy import QuantizedPolicy
-from mpjax._shown import Shown, Table
-from mpjax._typing import PolicySpec
+from mpjax._base.dtypes import FLOAT32, short_name
+from mpjax._base.errors import message
+from mpjax._base.shown import Shown, Table
+from mpjax._base.typing import PolicySpec
+from mpjax._policies.policy import Policy, get_policy
+from mpjax._policies.policy_map import PolicyMap
+from mpjax._policies.quantized_policy import QuantizedPolicy
 from mpjax.numerics import _subject
 from mpjax.numerics._clock import Clock, Progress, spent
 from mpjax.numerics._compare import compared

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._errors import message
-from mpjax._tree import is_array
+from mpjax._base.errors import message
+from mpjax._base.tree import is_array
 from mpjax.numerics._program import Program
 from mpjax.numerics._report import Cause, Report
 

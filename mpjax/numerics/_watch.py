@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mpjax import _compat
-from mpjax._errors import message
-from mpjax._tree import is_array, is_overwritten, path_str
-from mpjax._typing import Array, AxisName, PyTree
+from mpjax._base import compat
+from mpjax._base.errors import message
+from mpjax._base.tree import is_array, is_overwritten, path_str
+from mpjax._base.typing import Array, AxisName, PyTree
 from mpjax.numerics._activations import ACTIVATION, GRADIENT, Activations
 from mpjax.numerics._statistics import STATISTICS, named, read
 from mpjax.numerics._watched import Watched
@@ -130,4 +130,4 @@ def _unknown(numbers: list[Any]) -> Array:
     """Returns NaN for all numbers, typed as varying over shards as they are together."""
     nan = jnp.full((len(numbers) // len(STATISTICS), len(STATISTICS)), jnp.nan, jnp.float32)
     axes = tuple(sorted({axis for n in numbers for axis in getattr(n, "vma", None) or ()}))
-    return _compat.to_varying(nan, axes) if axes else nan
+    return compat.to_varying(nan, axes) if axes else nan

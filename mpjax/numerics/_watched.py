@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from mpjax._typing import Array
+from mpjax._base.typing import Array
 from mpjax.numerics._statistics import STATISTICS
 
 IS_NEW = "is_new"

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mpjax._dtypes import describe
-from mpjax._errors import message
-from mpjax._tree import leaf_paths, path_str
+from mpjax._base.dtypes import describe
+from mpjax._base.errors import message
+from mpjax._base.tree import leaf_paths, path_str
 from mpjax.pods._gather import broadcast_specs
 from mpjax.pods._topology import Topology
 

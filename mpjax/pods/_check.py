@@ -11,12 +11,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from mpjax import _compat
-from mpjax._dtypes import describe, short_name
-from mpjax._errors import message
+from mpjax._base import compat
+from mpjax._base.dtypes import describe, short_name
+from mpjax._base.errors import message
+from mpjax._base.typing import PolicySpec
 from mpjax._hardware import examine, find_accelerator
-from mpjax._policy import get_policy
-from mpjax._typing import PolicySpec
+from mpjax._policies.policy import get_policy
 from mpjax.pods import _args, _programs, _rules
 from mpjax.pods._findings import Finding, Times
 from mpjax.pods._read import Lowered, read, too_large
@@ -87,7 +87,7 @@ def check(
     found += _precision(policy, compute, topology)
     options = dict(compiler_options or {})
     if topology.chip.platform == "cpu":
-        options = _compat.cpu_as_accelerator() | options
+        options = compat.cpu_as_accelerator() | options
     started = time.perf_counter()
     compiled, refusal = _compile(lowered, topology, options)
     seconds = time.perf_counter() - started

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from mpjax._op_rules import PRODUCTS
+from mpjax._jaxpr.op_rules import PRODUCTS
 from mpjax.pods._flow import Flow, Place
 from mpjax.pods._groups import Group, along, group_of, joins_devices, sends_by_itself
 from mpjax.pods._hlo import Computation, Instruction, Module, Shape

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from mpjax._errors import message
+from mpjax._base.errors import message
 from mpjax.pods import _programs
 from mpjax.pods._args import place
 from mpjax.pods._check import build_job, check, traced

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from mpjax._errors import message
+from mpjax._base.errors import message
 from mpjax.pods._chips import GPU_TARGETS
 
 

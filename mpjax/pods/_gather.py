@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpjax import _compat
-from mpjax._dtypes import FLOAT32, DType
-from mpjax._errors import message
-from mpjax._policy import get_policy
-from mpjax._tree import check_axes, is_array, is_castable, map_with_path
-from mpjax._typing import Array, AxisName, PolicySpec
+from mpjax._base import compat
+from mpjax._base.dtypes import FLOAT32, DType
+from mpjax._base.errors import message
+from mpjax._base.tree import check_axes, is_array, is_castable, map_with_path
+from mpjax._base.typing import Array, AxisName, PolicySpec
+from mpjax._policies.policy import get_policy
 
 T = TypeVar("T")
 Reduction: TypeAlias = Literal["sum", "mean"]
@@ -78,7 +78,7 @@ def gather(
     check_axes(axis_name, "gather")
     if reduce not in ("sum", "mean"):
         raise ValueError(message("gather(reduce)", f"got {reduce!r}.", "Type 'sum' or 'mean'."))
-    axes = tuple(str(axis) for axis in _compat.axis_names(axis_name))
+    axes = tuple(str(axis) for axis in compat.axis_names(axis_name))
 
     def apply(path: Any, x: Any, spec: PartitionSpec, low: Any) -> Any:
         if not is_array(x):
@@ -184,7 +184,7 @@ def _gather_leaf(
     x: Array, split: Split, axes: tuple[str, ...], low: DType, reduce: Reduction
 ) -> Array:
     # Varying over all of them, so that under check_vma the cotangent, which varies, is of its type.
-    return _gathered(_compat.to_varying(x.astype(low), axes), split)
+    return _gathered(compat.to_varying(x.astype(low), axes), split)
 
 
 def _gather_fwd(

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.extend import source_info_util
 
-from mpjax import _compat, _source_lines
-from mpjax._dtypes import describe, short_name
+from mpjax._base import compat, source_lines
+from mpjax._base.dtypes import describe, short_name
 
 _CALLBACKS = (
     *("debug_callback", "debug_print", "pure_callback", "io_callback", "callback"),
@@ -60,7 +60,7 @@ def _as_process(index: int, count: int) -> Generator[None]:
 
 def source(eqn: Any) -> str:
     """Returns the user's line of an equation, 'train.py:12 (step)'."""
-    user = _source_lines.of(eqn.source_info.traceback).user
+    user = source_lines.of(eqn.source_info.traceback).user
     return shorten(str(user) if user else source_info_util.summarize(eqn.source_info))
 
 
@@ -71,7 +71,7 @@ def shorten(line: str) -> str:
 
 def callbacks(jaxpr: Any) -> list[tuple[str, str]]:
     """Returns the name and the source line of what calls the host."""
-    found = ((eqn.primitive.name, source(eqn)) for eqn in _compat.equations(jaxpr))
+    found = ((eqn.primitive.name, source(eqn)) for eqn in compat.equations(jaxpr))
     return list(dict.fromkeys((name, line) for name, line in found if name in _CALLBACKS))
 
 
@@ -81,7 +81,7 @@ def compute_dtype(jaxpr: Any) -> str:
     Weighed by the size of their operands, so that a small float32 product does not decide.
     """
     sizes: collections.Counter[str] = collections.Counter()
-    for eqn in _compat.equations(jaxpr):
+    for eqn in compat.equations(jaxpr):
         if eqn.primitive.name in _PRODUCTS:
             for operand in eqn.invars[:2]:
                 if jax.numpy.issubdtype(operand.aval.dtype, jax.numpy.floating):
@@ -92,7 +92,7 @@ def compute_dtype(jaxpr: Any) -> str:
 def sent_dtypes(jaxpr: Any) -> dict[tuple[str, str], set[str]]:
     """Returns the dtypes of what JAX's own collectives send, by operation and source line."""
     found: dict[tuple[str, str], set[str]] = {}
-    for eqn in _compat.equations(jaxpr):
+    for eqn in compat.equations(jaxpr):
         if eqn.primitive.name in _COLLECTIVES:
             dtypes = {short_name(v.aval.dtype) for v in eqn.invars}
             found.setdefault((eqn.primitive.name, line_of(source(eqn))), set()).update(dtypes)
@@ -103,7 +103,7 @@ def outline(jaxpr: Any) -> list[str]:
     """Returns every operation with its shape and line, in order."""
     return [
         f"{eqn.primitive.name} of {' '.join(str(v.aval) for v in eqn.outvars)} at {source(eqn)}"
-        for eqn in _compat.equations(jaxpr)
+        for eqn in compat.equations(jaxpr)
     ]
 
 
@@ -115,8 +115,8 @@ def line_of(text: str) -> str:
 def largest_arrays(jaxpr: Any, count: int = 3) -> list[Array]:
     """Returns the largest arrays that a step makes, each source line once."""
     found: dict[str, Array] = {}
-    for eqn in _compat.equations(jaxpr):
-        if list(_compat.programs(eqn)):
+    for eqn in compat.equations(jaxpr):
+        if list(compat.programs(eqn)):
             continue  # its results are those of what is inside
         if not source(eqn):
             continue  # JAX's own: the line that led to it has results of the same size
@@ -187,7 +187,7 @@ def _equation_difference(x: Any, y: Any) -> str:
         other = "" if source(x) == source(y) else f", or {y.primitive.name} at {source(y)}"
         return f"{x.primitive.name} at {source(x)}{other}"
     for one, other in zip(x.invars, y.invars, strict=True):
-        if _compat.is_literal(one) and not _equal(one.val, other.val):
+        if compat.is_literal(one) and not _equal(one.val, other.val):
             return f"{x.primitive.name} at {source(x)}, with a constant of other values"
     return ""
 
@@ -200,7 +200,7 @@ def _signature(eqn: Any) -> tuple[Any, ...]:
         if isinstance(value, (int, float, str, bool, tuple, np.dtype, type(None)))
         and not _holds_program(value)
     }
-    operands = tuple((str(v.aval), _compat.is_literal(v)) for v in eqn.invars)
+    operands = tuple((str(v.aval), compat.is_literal(v)) for v in eqn.invars)
     return eqn.primitive.name, tuple(sorted(params.items())), operands, len(eqn.outvars)
 
 

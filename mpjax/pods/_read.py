@@ -11,9 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from mpjax import _compat
-from mpjax._dtypes import describe
-from mpjax._tree import leaf_paths
+from mpjax._base import compat
+from mpjax._base.dtypes import describe
+from mpjax._base.tree import leaf_paths
 from mpjax.pods import _args, _cost, _programs, _rules, _state_rules
 from mpjax.pods._collectives import Collective, Names, as_traced, find_collectives, find_unknown
 from mpjax.pods._copies import Differs, outputs_that_differ
@@ -92,7 +92,7 @@ def read(report: Report, lowered: Lowered, compiled: Any, topology: Topology) ->
 def _as_on_accelerators(
     collectives: tuple[Collective, ...], lowered: Lowered, topology: Topology
 ) -> tuple[Collective, ...]:
-    if topology.chip.platform != "cpu" or _compat.cpu_as_accelerator():
+    if topology.chip.platform != "cpu" or compat.cpu_as_accelerator():
         return collectives
     return as_traced(collectives, _programs.sent_dtypes(lowered.jaxpr))
 

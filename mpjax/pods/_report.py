@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from mpjax._shown import Shown, html_table
+from mpjax._base.shown import Shown, html_table
 from mpjax.pods._collectives import Collective
 from mpjax.pods._findings import CHECKS, Finding, Memory, Times
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mpjax._tree import is_overwritten
+from mpjax._base.tree import is_overwritten
 from mpjax.pods._copies import Differs
 from mpjax.pods._findings import Finding
 

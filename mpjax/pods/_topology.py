@@ -11,8 +11,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from mpjax._dtypes import describe
-from mpjax._errors import message, nearest
+from mpjax._base.dtypes import describe
+from mpjax._base.errors import message, nearest
 from mpjax.pods._chips import CPU, GPUS, TPUS, Chip
 from mpjax.pods._devices import cpu_devices, gpu_devices, tpu_devices
 from mpjax.pods._mesh import axis_sizes, make_mesh

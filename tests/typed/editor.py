@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 import mpjax
-from mpjax._typing import KnownPolicy
+from mpjax._base.typing import KnownPolicy
 from mpjax.train import Metrics, TrainState
 
 

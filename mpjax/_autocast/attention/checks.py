@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax import _compat
 from mpjax._autocast.attention.program import Operands
-from mpjax._dtypes import describe
-from mpjax._errors import message, nearest
+from mpjax._base import compat
+from mpjax._base.dtypes import describe
+from mpjax._base.errors import message, nearest
 
 _NAME = "dot_product_attention"
 _NDIM = 4
@@ -84,7 +84,7 @@ def checked_flag(name: str, x: Any) -> bool:
     """
     if isinstance(x, bool | np.bool_):
         return bool(x)
-    got = repr(x) if _compat.has_values(x) else "a traced array"
+    got = repr(x) if compat.has_values(x) else "a traced array"
     raise TypeError(
         message(
             f"{_NAME}({name}=)",

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 from jax.interpreters import mlir
 
-from mpjax import _compat
 from mpjax._autocast.attention import cudnn, flash
 from mpjax._autocast.attention.program import MULTIPLIED, Operands, Program
-from mpjax._errors import message
+from mpjax._base import compat
+from mpjax._base.errors import message
 
 KERNELS = {"cuda": cudnn, "tpu": flash}
 _CALLED = {"GPUs": cudnn, "TPUs": flash}  # as a person calls them
@@ -106,7 +106,7 @@ def where(program: Program, avals: Sequence[Any], types: Sequence[Any]) -> str:
         f"{_CALLED[platform].NAME} on {platform}" for platform, why in found.items() if not why
     ]
     why = [f"not on {platform}: {why}" for platform, why in found.items() if why]
-    devices = max(map(_compat.devices_shared_by, types))
+    devices = max(map(compat.devices_shared_by, types))
     if devices > 1 and taken:
         split = f"XLA splits the program over {devices} devices"
         return f"attention in XLA's form: {split}; inside jax.shard_map, {'; '.join(taken)}"
@@ -121,7 +121,7 @@ def _operands(program: Program, avals: Sequence[Any]) -> Operands:
 
 def _why_not_here(kernel: ModuleType, ctx: Any) -> str:
     """Returns why a kernel cannot be part of the program that is lowered."""
-    if not _compat.is_for_one_device(ctx):
+    if not compat.is_for_one_device(ctx):
         return "XLA splits the program over devices; inside jax.shard_map there is one"
     if kernel is cudnn and ctx.module_context.lowering_parameters.for_export:
         return "an exported program cannot call cuDNN"

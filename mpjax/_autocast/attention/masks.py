@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax import _compat
 from mpjax._autocast.attention import axes
 from mpjax._autocast.attention.nodes import Graph, Name, Node
+from mpjax._base import compat
 
 Affine = tuple[tuple[tuple[Any, int], ...], int]
 """A sum of positions along labelled axes, each times a number, and of a number."""
@@ -57,7 +57,7 @@ class Reader:
         return Mask(arrays=((name, labels, positive),))
 
     def _opened(self, name: Name, labels: axes.Labels, *, positive: bool) -> Mask | None:
-        if _compat.is_literal(name):
+        if compat.is_literal(name):
             return Mask() if bool(name.val) is positive else None
         node = self._graph.node(name)
         self._left -= 1
@@ -141,7 +141,7 @@ class Reader:
         return None if before is name else self._affine(before, of)
 
     def _broadcast(self, name: Name, labels: axes.Labels) -> axes.Labels:
-        shape = () if _compat.is_literal(name) else self._graph.aval(name).shape
+        shape = () if compat.is_literal(name) else self._graph.aval(name).shape
         return tuple(
             None if n == 1 else label
             for n, label in zip(shape, labels[len(labels) - len(shape) :], strict=True)

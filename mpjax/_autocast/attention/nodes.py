@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax import _compat
-from mpjax._autocast import binding
+from mpjax._base import compat
+from mpjax._jaxpr import binding
 
 Name = Any
 """A variable of the jaxpr, one inside a call with the call's place, or a literal."""
@@ -59,14 +59,14 @@ class Graph:
 
     def _add(self, eqns: Sequence[Any], path: tuple[int, ...], names: dict[Any, Name]) -> None:
         for i, eqn in enumerate(eqns):
-            given = [v if _compat.is_literal(v) else names.get(v, v) for v in eqn.invars]
+            given = [v if compat.is_literal(v) else names.get(v, v) for v in eqn.invars]
             if eqn.primitive.name == "jit":
-                inner = _compat.closed(eqn.params["jaxpr"])
+                inner = compat.closed(eqn.params["jaxpr"])
                 inside = dict(zip(inner.jaxpr.invars, given, strict=True))
                 here = (*path, i)
                 inside |= {v: (here, v) for v in inner.jaxpr.constvars}
                 self._add(inner.jaxpr.eqns, here, inside)
-                outs = [v if _compat.is_literal(v) else inside[v] for v in inner.jaxpr.outvars]
+                outs = [v if compat.is_literal(v) else inside[v] for v in inner.jaxpr.outvars]
                 names.update(zip(eqn.outvars, outs, strict=True))
                 continue
             mine = {v: (path, v) if path else v for v in eqn.outvars}
@@ -81,11 +81,11 @@ class Graph:
 
     def name(self, atom: Any) -> Name:
         """Returns the name of an operand of an equation of the jaxpr."""
-        return atom if _compat.is_literal(atom) else self._same.get(atom, atom)
+        return atom if compat.is_literal(atom) else self._same.get(atom, atom)
 
     def node(self, name: Name) -> Node | None:
         """Returns what makes a value; None of inputs, constants and literals."""
-        return None if _compat.is_literal(name) else self._nodes.get(name)
+        return None if compat.is_literal(name) else self._nodes.get(name)
 
     def made(self, name: Name) -> tuple[Any, tuple[Name, ...]]:
         """Returns the equation that makes a value, and its operands."""
@@ -100,7 +100,7 @@ class Graph:
 
     def number(self, name: Name) -> float | None:
         """Returns the number that all elements of a value are, None where that is not known."""
-        if _compat.is_literal(name):
+        if compat.is_literal(name):
             dtype = name.aval.dtype  # of a tangent of integers it has no numbers
             kinds = (jnp.floating, jnp.integer, jnp.bool_)  # False and 0 are one number of a mask
             is_real = any(jnp.issubdtype(dtype, kind) for kind in kinds)
@@ -120,7 +120,7 @@ class Graph:
 
     def compute(self, name: Name, known: dict[Name, Any]) -> Any:
         """Returns a value, computed in float32 of values that are known."""
-        if _compat.is_literal(name):
+        if compat.is_literal(name):
             return name.val
         if name not in known:
             node = self._nodes[name]
@@ -135,7 +135,7 @@ class Graph:
         left = [name]
         while left:
             one = left.pop()
-            if _compat.is_literal(one) or one in seen:
+            if compat.is_literal(one) or one in seen:
                 continue
             seen.add(one)
             node = self.node(one)
@@ -150,7 +150,7 @@ class Graph:
 
 def _counts(x: Any) -> bool:
     """Whether a constant is 0, 1, 2 ...; one that is traced or long is not looked at."""
-    is_known = isinstance(x, np.ndarray | jax.Array) and _compat.has_values(x)
+    is_known = isinstance(x, np.ndarray | jax.Array) and compat.has_values(x)
     if not is_known or x.ndim != 1 or x.dtype != np.int32 or x.size > _LONGEST:
         return False
     return bool(np.array_equal(np.asarray(x), np.arange(x.size)))

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax import _compat
 from mpjax._autocast.attention import empty_rows
 from mpjax._autocast.attention.program import LEAST, MULTIPLIED, Empty, Operands, Program
+from mpjax._base import compat
 
 _NEVER = 1e30  # as the logarithm of a row's sum: the row's weights are 0, whatever its logits are
 
@@ -68,5 +68,5 @@ def backward(kernel: ModuleType, *args: Any, program: Program, wrt: tuple[int, .
 def _untransposed(program: Program, shape: tuple[int, ...], x: Any) -> Any:
     """Returns what the author calls a result in the order of a kernel's axes."""
     # `jax.linear_transpose` asserts inside a `shard_map` that tracks varying axes.
-    zeros, x = _compat.equally_varying(jnp.zeros(shape, x.dtype), x)
+    zeros, x = compat.equally_varying(jnp.zeros(shape, x.dtype), x)
     return jax.vjp(program.result, zeros)[1](x)[0]

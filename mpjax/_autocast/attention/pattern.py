@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpjax import _compat
 from mpjax._autocast.attention import axes, masks
 from mpjax._autocast.attention.nodes import Graph, Name, Node
-from mpjax._autocast.decided import Action
+from mpjax._autocast.decide.decided import Action
+from mpjax._base import compat
 
 _DEEPEST = 24  # operations between a product and its softmax
 _MASKED = -1e3  # a logit at most this large stands for a key that is not read
@@ -88,8 +88,8 @@ class Finder:
             d.eqn.outvars[0]: i for i, d in enumerate(decisions) if _multiplies_low(d)
         }
         self._reads = Counter(
-            v for eqn in jaxpr.eqns for v in set(_compat.variables(eqn))
-        ) + Counter(v for v in jaxpr.outvars if not _compat.is_literal(v))
+            v for eqn in jaxpr.eqns for v in set(compat.variables(eqn))
+        ) + Counter(v for v in jaxpr.outvars if not compat.is_literal(v))
         self.known: frozenset[Any] = frozenset()
         self._read: dict[Name, Logits | None] = {}
         self._depth = 0
@@ -106,7 +106,7 @@ class Finder:
 
     def _match(self, last: int, side: int) -> Match | None:
         eqn = self._decisions[last].eqn
-        if _compat.is_literal(eqn.invars[side]):
+        if compat.is_literal(eqn.invars[side]):
             return None
         weights = self.graph.name(eqn.invars[side])
         way: list[Name] = []
@@ -210,7 +210,7 @@ class Finder:
 
     def _logits(self, name: Name) -> Logits | None:
         """Returns what logits are made of, None unless of one product by a few known operations."""
-        if _compat.is_literal(name):
+        if compat.is_literal(name):
             return None
         if name not in self._read:
             self._depth += 1
@@ -263,7 +263,7 @@ class Finder:
             return None
         if self.graph.aval(inner).shape != node.aval.shape:
             return None
-        shape = () if _compat.is_literal(bias) else self.graph.aval(bias).shape
+        shape = () if compat.is_literal(bias) else self.graph.aval(bias).shape
         start, labels = axes.source(self.graph, bias, _as_long(found.labels, shape))
         added = self._additive_mask(start, labels) if sign > 0 else None
         if added is not None and not found.biases:
@@ -323,6 +323,6 @@ def _multiplies_low(decision: Any) -> bool:
     if decision.action is not Action.PRODUCT or decision.how is not None:
         return False
     eqn = decision.eqn
-    if eqn.primitive.name != "dot_general" or any(map(_compat.is_literal, eqn.invars)):
+    if eqn.primitive.name != "dot_general" or any(map(compat.is_literal, eqn.invars)):
         return False
     return eqn.params.get("out_sharding") is None and decision.low.itemsize == 2

@@ -16,34 +16,33 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from mpjax import _compat
-from mpjax._autocast import named_attention
 from mpjax._autocast.attention import kernels, passes
 from mpjax._autocast.attention.program import Program, batched, out_avals
+from mpjax._autocast.decide import named_attention
+from mpjax._base import compat
+from mpjax._base.own_primitives import own_primitive
 
-attention_p = Primitive(named_attention.FORWARD)
+attention_p = named_attention.FORWARD
 """Operands to (result, rows)."""
-tangent_p = Primitive("attention_tangent")
+tangent_p = own_primitive("attention_tangent", computes=True)
 """Operands, result, rows and tangents of the operands `wrt` to that of the result."""
-backward_p = Primitive(named_attention.BACKWARD)
+backward_p = named_attention.BACKWARD
 """Operands, result, rows and the result's cotangent to those of the operands `wrt`."""
-attention_p.multiple_results = backward_p.multiple_results = True
 
 
 def attention(program: Program, *arrays: Any) -> tuple[Any, Any]:
     """Returns the result of an attention, and the logarithm of each row's sum of exponentials."""
-    if any(_compat.explicit_sharding(jax.typeof(x)) is not None for x in arrays):
+    if any(compat.explicit_sharding(jax.typeof(x)) is not None for x in arrays):
         return jax.checkpoint(program.form)(*arrays)  # its products tell JAX where results are
-    out, rows = attention_p.bind(*_compat.equally_varying(*arrays), program=program)
+    out, rows = attention_p.bind(*compat.equally_varying(*arrays), program=program)
     return out, rows
 
 
 def backward(*args: Any, program: Program, wrt: tuple[int, ...]) -> list[Any]:
     """Returns the cotangents of the operands `wrt` of an attention: see `backward_p`."""
-    return backward_p.bind(*_compat.equally_varying(*args), program=program, wrt=wrt)
+    return backward_p.bind(*compat.equally_varying(*args), program=program, wrt=wrt)
 
 
 # -- as XLA computes them --------------------------------------------------------------------------
@@ -112,7 +111,7 @@ def _tangent_abstract(*avals: Any, wrt: tuple[int, ...], **_: Any) -> Any:
 
 @backward_p.def_abstract_eval
 def _backward_abstract(*avals: Any, wrt: tuple[int, ...], **_: Any) -> list[Any]:
-    return [_compat.like_varying(avals[i].update(weak_type=False), avals[-1]) for i in wrt]
+    return [compat.like_varying(avals[i].update(weak_type=False), avals[-1]) for i in wrt]
 
 
 # -- derivatives -----------------------------------------------------------------------------------
@@ -131,7 +130,7 @@ def _jvp(primals: Any, tangents: Any, *, program: Program) -> Any:
     wrt = _moving(tangents)
     if not wrt:
         return (out, rows), (_zero(out), _zero(rows))
-    args = _compat.equally_varying(*primals, out, rows, *(tangents[i] for i in wrt))
+    args = compat.equally_varying(*primals, out, rows, *(tangents[i] for i in wrt))
     return (out, rows), (tangent_p.bind(*args, program=program, wrt=wrt), _zero(rows))
 
 
@@ -185,8 +184,8 @@ ad.primitive_transposes[tangent_p] = _transpose
 
 
 def _batch(args: Any, dims: Any, *, program: Program) -> Any:
-    size = _compat.batch_size(args, dims)
-    in_axes = [d if _compat.is_batched(d) else None for d in dims]
+    size = compat.batch_size(args, dims)
+    in_axes = [d if compat.is_batched(d) else None for d in dims]
     return attention_p.bind(*args, program=batched(program, size, in_axes)), (0, 0)
 
 
@@ -194,10 +193,10 @@ def _batch_derivative(primitive: Any, count: Callable[[Any, Any], int]) -> Calla
     """Returns the rule of an operation that reads what follows from the first `count` operands."""
 
     def rule(args: Any, dims: Any, *, program: Program, wrt: tuple[int, ...]) -> Any:
-        size = _compat.batch_size(args, dims)
+        size = compat.batch_size(args, dims)
         own = count(args, wrt)
-        all_args = _compat.all_batched(args, dims)
-        in_axes = [0 if _compat.is_batched(d) or i in wrt else None for i, d in enumerate(dims)]
+        all_args = compat.all_batched(args, dims)
+        in_axes = [0 if compat.is_batched(d) or i in wrt else None for i, d in enumerate(dims)]
         args = [x if axis == 0 else y for x, y, axis in zip(all_args, args, in_axes, strict=True)]
         wider = batched(program, size, in_axes[:own])
         args = [*args[:own], *all_args[own:]]

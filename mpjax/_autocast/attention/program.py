@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax import _compat
+from mpjax._base import compat
 
 MULTIPLIED = 3  # operands, which come first: query, key and value
 LEAST = -0.7 * float(np.finfo(np.float32).max)  # the logit of a key that is not read
@@ -105,7 +105,7 @@ class Program:
 
     def __post_init__(self) -> None:
         """Has the form traced and differentiated once, for every equal attention and each pass."""
-        object.__setattr__(self, "form", _compat.inlined(self.form))
+        object.__setattr__(self, "form", compat.inlined(self.form))
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Returns what is found out about the program once, and kept as long as it."""
@@ -152,6 +152,6 @@ def out_avals(program: Program, avals: Sequence[Any]) -> tuple[Any, Any]:
     out, rows = program.once(structs, lambda: jax.eval_shape(program.form, *structs))
     first = avals[0]
     return tuple(
-        _compat.like_varying(first.update(shape=x.shape, dtype=x.dtype, weak_type=False), first)
+        compat.like_varying(first.update(shape=x.shape, dtype=x.dtype, weak_type=False), first)
         for x in (out, rows)
     )

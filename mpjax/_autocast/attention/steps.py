@@ -17,19 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax import _compat
-from mpjax._autocast import scopes
+from mpjax._autocast.arrange.plan import Step
 from mpjax._autocast.attention import kernels, layout, masks
 from mpjax._autocast.attention.empty_rows import LOST
 from mpjax._autocast.attention.nodes import Graph
 from mpjax._autocast.attention.pattern import Finder, Match
 from mpjax._autocast.attention.program import MULTIPLIED, Empty, Operands, Program, Spec
-from mpjax._autocast.decided import Action
-from mpjax._autocast.hints import hint
-from mpjax._autocast.keys import hashable
-from mpjax._autocast.keys import literal_key as _literal
-from mpjax._autocast.plan import Step
-from mpjax._autocast.states import Kind
+from mpjax._autocast.decide import scopes
+from mpjax._autocast.decide.decided import Action
+from mpjax._autocast.decide.states import Kind
+from mpjax._autocast.speed.hints import hint
+from mpjax._base import compat
+from mpjax._jaxpr.keys import hashable
+from mpjax._jaxpr.keys import literal_key as _literal
 
 FLOAT32 = np.dtype("float32")
 
@@ -110,14 +110,14 @@ class _Places:
             for v in self.reads(step):
                 self._readers.setdefault(v, set()).add(n)
         self._constants = self._made_of_positions()
-        self._outputs = Counter(v for v in jaxpr.outvars if not _compat.is_literal(v))
+        self._outputs = Counter(v for v in jaxpr.outvars if not compat.is_literal(v))
         self.why: dict[Any, str] = {}
         """Which kernel runs the attentions of a key."""
 
     def reads(self, step: Step) -> list[Any]:
         if step.group:
             return list(step.inputs)
-        return [v for i in step.members for v in _compat.variables(self.jaxpr.eqns[i])]
+        return [v for i in step.members for v in compat.variables(self.jaxpr.eqns[i])]
 
     def made(self, step: Step) -> list[Any]:
         return _made(self.jaxpr, step)
@@ -182,7 +182,7 @@ def _attended(finder: Finder, place: _Places, match: Match, mine: list[int]) -> 
     first, last = eqns[match.first], eqns[match.last]
     how = layout.of(first, last, match)
     spec = how and _spec(match, how)
-    sharded = [_compat.explicit_sharding(v.aval) for v in (*first.invars, *last.invars)]
+    sharded = [compat.explicit_sharding(v.aval) for v in (*first.invars, *last.invars)]
     if not how or not spec or any(x is not None for x in sharded):
         return None
     query, key = first.invars[:: -1 if how.is_key_first else 1]
@@ -303,7 +303,7 @@ def _key(place: _Places, steps: Sequence[Step], read: Read) -> Any:
     for i in (i for step in steps for i in step.members):
         decision = place.decisions[i]
         eqn = decision.eqn
-        operands = [_literal(v) if _compat.is_literal(v) else number[v] for v in eqn.invars]
+        operands = [_literal(v) if compat.is_literal(v) else number[v] for v in eqn.invars]
         params = [(name, hashable(value)) for name, value in sorted(eqn.params.items())]
         held = [place.held[v] for v in eqn.outvars]
         how = (decision.action, decision.low, decision.out_dtype)
@@ -324,7 +324,7 @@ def _known(read: Read, number: dict[Any, int]) -> list[Any]:
     made: list[Any] = []
 
     def same(name: Any) -> Any:
-        if _compat.is_literal(name):
+        if compat.is_literal(name):
             return _literal(name)
         if name not in number:
             eqn, operands = read.graph.made(name)

@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 
-from mpjax import _compat
-from mpjax._autocast import structure
-from mpjax._autocast.binding import bind
-from mpjax._autocast.binding import evaluate as evaluate_with
+from mpjax._base import compat
+from mpjax._jaxpr import structure
+from mpjax._jaxpr.binding import bind
+from mpjax._jaxpr.binding import evaluate as evaluate_with
 
 
 class Forward:
@@ -36,7 +36,7 @@ class Forward:
         """Returns the results of an equation."""
         program = structure.single_program(eqn)
         if program is not None:
-            return evaluate_with(_compat.closed(program), values, self.run)
+            return evaluate_with(compat.closed(program), values, self.run)
         if self._met or not self._is_forward(eqn):
             return _bind(eqn, values)
         self._met = True

@@ -8,7 +8,7 @@ import jax
 
 from mpjax._autocast.attention import kernels
 from mpjax._autocast.attention.program import Program
-from mpjax._autocast.named_attention import DERIVED, MULTIPLIED, is_backward
+from mpjax._autocast.decide.named_attention import DERIVED, MULTIPLIED, is_backward
 
 
 def where(eqn: Any, low: Any) -> str:

@@ -17,13 +17,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from mpjax import _compat
-from mpjax._autocast import axes as axes_of
-from mpjax._autocast import backends, binding, traits
-from mpjax._autocast.axes import Axes
-from mpjax._autocast.product import blocks, config, convolutions, epilogue, scaled
+from mpjax._autocast.decide import traits
+from mpjax._autocast.product import (
+    backends,
+    blocks,
+    config,
+    convolutions,
+    scaled,
+)
 from mpjax._autocast.product.config import FLOAT32, Config, Direction, Roles, Scaling
-from mpjax._op_rules import PRODUCTS
+from mpjax._autocast.speed import epilogue
+from mpjax._base import compat
+from mpjax._jaxpr import axes as axes_of
+from mpjax._jaxpr import binding
+from mpjax._jaxpr.axes import Axes
+from mpjax._jaxpr.op_rules import PRODUCTS
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -157,7 +165,7 @@ def _eval(jaxpr: Any, args: Sequence[Any], product: Bind) -> Any:
 
     def one(eqn: Any, values: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name == "jit":
-            return [_eval(_compat.closed(eqn.params["jaxpr"]), values, product)]
+            return [_eval(compat.closed(eqn.params["jaxpr"]), values, product)]
         if eqn.primitive.name in PRODUCTS:
             return [product(eqn.primitive.name, eqn.params, values)]
         if eqn.primitive.name == "pad":  # with a zero that was written in float32
@@ -172,7 +180,7 @@ def _eval(jaxpr: Any, args: Sequence[Any], product: Bind) -> Any:
 def _only_moves(jaxpr: Any) -> bool:
     """Whether a program does nothing to its product that rounding it at once would change."""
     return all(
-        _only_moves(_compat.closed(eqn.params["jaxpr"]))
+        _only_moves(compat.closed(eqn.params["jaxpr"]))
         if eqn.primitive.name == "jit"
         else eqn.primitive.name in PRODUCTS | traits.TURNS
         for eqn in _live_equations(jaxpr.jaxpr)
@@ -239,7 +247,7 @@ def scaled_product(name: str, params: dict[str, Any], values: Sequence[Any], *, 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:
     dtype = jnp.float32 if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype
-    return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=_compat.explicit_sharding(aval))
+    return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=compat.explicit_sharding(aval))
 
 
 def hashable(params: dict[str, Any]) -> tuple[tuple[str, Any], ...]:

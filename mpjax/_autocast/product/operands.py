@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mpjax import _compat
-from mpjax._autocast.identity import in_front
+from mpjax._base import compat
+from mpjax._jaxpr.identity import in_front
 
 
 class Operand(NamedTuple):
@@ -56,9 +56,9 @@ def batched_together(
     """
     args, dims = list(args), list(dims)
     alike, scale = [*group, *behind[:1]], behind[1:]
-    if all(not _compat.is_batched(dims[i]) for i in (*group, *behind)):
+    if all(not compat.is_batched(dims[i]) for i in (*group, *behind)):
         return args, dims
-    size = _compat.batch_size(args, dims)
+    size = compat.batch_size(args, dims)
     for i in alike:
         args[i], dims[i] = in_front(args[i], dims[i], size), 0
     for i in scale:  # one that all examples share is still one

@@ -18,18 +18,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from mpjax import _compat
-from mpjax._autocast import backends, states, tpu_warning
-from mpjax._autocast.identity import batched
-from mpjax._autocast.product import bilinear, operands
+from mpjax._autocast.decide import states
+from mpjax._autocast.product import backends, bilinear, operands, tpu_warning
 from mpjax._autocast.product.bilinear import Bilinear
 from mpjax._autocast.product.config import Config
 from mpjax._autocast.product.operands import Kept, Operand
-from mpjax._autocast.product.order import smaller_first
 from mpjax._autocast.product.recorded import recorded
+from mpjax._autocast.speed.order import smaller_first
+from mpjax._base import compat
+from mpjax._base.own_primitives import own_primitive
+from mpjax._jaxpr.identity import batched
 
 
 def with_precision(params: dict[str, Any], precision: Any) -> dict[str, Any]:
@@ -43,11 +43,11 @@ def with_precision(params: dict[str, Any], precision: Any) -> dict[str, Any]:
 
 # -- `product_p`: what tangents and cotangents are multiplied by -------------------------------
 
-product_p = Primitive("low_product")
+product_p = own_primitive("low_product", computes=True)
 
 
 def _product(program: Bilinear, out_dtype: Any, a: Operand, b: Operand, *extras: Any) -> Any:
-    arrays = _compat.equally_varying(a.array, b.array)
+    arrays = compat.equally_varying(a.array, b.array)
     args, kept = operands.joined((*arrays, *extras), (a.stored, b.stored))
     return product_p.bind(*args, program=program, out_dtype=jnp.dtype(out_dtype), kept=kept)
 
@@ -75,7 +75,7 @@ def _product_impl(*args: Any, **params: Any) -> Any:
 def _product_abstract(a: Any, *_: Any, program: Bilinear, out_dtype: Any, kept: Kept) -> Any:
     del kept
     out = program.traced.jaxpr.outvars[0].aval
-    return _compat.like_varying(out.update(dtype=out_dtype, weak_type=False), a)
+    return compat.like_varying(out.update(dtype=out_dtype, weak_type=False), a)
 
 
 def _lowering(backend: Callable[[], backends.Backend]) -> Any:
@@ -88,7 +88,7 @@ def _lowering(backend: Callable[[], backends.Backend]) -> Any:
         if not all(isinstance(n, int) for aval in ctx.avals_in for n in aval.shape):
             return lowered(ctx, *args, **params)  # of an exported program with open lengths
         program = _traced(ctx.jaxpr_eqn_ctx, tuple(ctx.avals_in), backend(), **params)
-        return _compat.lower_program(ctx, program, *args)
+        return compat.lower_program(ctx, program, *args)
 
     return lower
 
@@ -110,7 +110,7 @@ _RULES: dict[str, Any] = {
 
 # One rule for all platforms, as what is not cacheable needs: JAX fails on several of them in a
 # program that is exported for several, and this is what does it there.
-_exported_p = Primitive("exported_product")
+_exported_p = own_primitive("exported_product")
 _exported_p.def_abstract_eval(_product_abstract)
 mlir.register_lowering(_exported_p, _lowering(lambda: backends.OTHER))
 for _platform, _rule in _RULES.items():
@@ -177,20 +177,20 @@ def _product_batch(args: Any, dims: Any, *, program: Bilinear, kept: Kept, **par
     for i, behind in enumerate(operands.places(len(args), kept)):
         if behind:
             args, dims = operands.batched_together(args, dims, (i,), behind)
-    size = _compat.batch_size(args, dims)
+    size = compat.batch_size(args, dims)
     wider = _batched(program, size, operands.parted(dims, kept)[0])
     return product_p.bind(*args, program=wider, kept=kept, **params), 0
 
 
 def _batched(program: Bilinear, size: int, dims: Sequence[Any]) -> Bilinear:
-    in_axes = tuple(d if _compat.is_batched(d) else None for d in dims)
+    in_axes = tuple(d if compat.is_batched(d) else None for d in dims)
     return bilinear.batched(jax.sharding.get_abstract_mesh(), program, size, in_axes)
 
 
 def _sharing_amaxes(program: Bilinear, args: Any, dims: Any, kept: Kept) -> Any:
     """Returns operands of which those that are mapped over share scales: those of the largest."""
     place = len(args) - 2 * sum(kept) - 1
-    if not program.config.is_delayed or not _compat.is_batched(dims[place]):
+    if not program.config.is_delayed or not compat.is_batched(dims[place]):
         return args, dims
     args, dims = list(args), list(dims)
     args[place], dims[place] = jnp.max(args[place], axis=dims[place]), None
@@ -205,7 +205,7 @@ batching.primitive_batchers[product_p] = _product_batch
 # -- `hidden_p`: an operand of the forward product, which nothing is derived from ---------------
 
 # `stop_gradient` has no transpose: a product of tangents inside a custom rule needs one.
-hidden_p = Primitive("hidden_operand")
+hidden_p = own_primitive("hidden_operand")
 hidden_p.def_impl(lambda x, **_: x)
 hidden_p.def_abstract_eval(lambda x, **_: x.update(weak_type=False))
 
@@ -246,7 +246,7 @@ def hidden(x: jax.Array, *, settles: bool = False) -> jax.Array:
 
 # -- `linked_p`: the result of the forward product, with the derivative above ------------------
 
-linked_p = Primitive("linked_product")
+linked_p = own_primitive("linked_product")
 linked_p.def_impl(lambda out, *_, dtype, **__: lax.convert_element_type(out, dtype))
 
 
@@ -278,14 +278,14 @@ def _linked_jvp(
 def _linked_batch(args: Any, dims: Any, *, program: Bilinear, kept: Kept, **params: Any) -> Any:
     args, dims = _sharing_amaxes(program, args, dims, kept)
     behind = operands.places(len(args), kept)
-    size = _compat.batch_size(args, dims)
+    size = compat.batch_size(args, dims)
     args, dims = operands.batched_together(args, dims, (1, 2), behind[0])
     args, dims = operands.batched_together(args, dims, (3, 4), behind[1])
     for i, (x, d) in enumerate(zip(args, dims, strict=True)):
-        args[i] = jnp.moveaxis(x, d, 0) if _compat.is_batched(d) else x
-    if not _compat.is_batched(dims[0]):
+        args[i] = jnp.moveaxis(x, d, 0) if compat.is_batched(d) else x
+    if not compat.is_batched(dims[0]):
         args[0] = jnp.broadcast_to(args[0], (size, *args[0].shape))
-    axes = [0 if _compat.is_batched(d) else None for d in operands.parted(dims, kept)[0]]
+    axes = [0 if compat.is_batched(d) else None for d in operands.parted(dims, kept)[0]]
     wider = _batched(program, size, (axes[1], axes[3], *axes[5:]))
     return linked_p.bind(*args, program=wider, kept=kept, **params), 0
 
@@ -368,7 +368,7 @@ def _product_of(
                 hides=functools.partial(hidden, settles=settles),
             )
             out = bilinear.low_product(name, dict(params), values, out_dtype, backend)
-        carriers = _compat.equally_varying(x, x_low, y, y_low)
+        carriers = compat.equally_varying(x, x_low, y, y_low)
         args, behind = operands.joined((out, *carriers, *extras), kept)
         how_lowered = None if how.is_scaled else settles
         out = linked_p.bind(
@@ -379,4 +379,4 @@ def _product_of(
         seen = [how.read(x, role) for x, role in zip(values, how.roles[:2], strict=False)]
         return recorded(out, amaxes, seen, how.roles)
 
-    return _compat.inlined(linked_product)
+    return compat.inlined(linked_product)

@@ -13,15 +13,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from mpjax import _compat
 from mpjax._autocast.product.config import PLACES, Roles
 from mpjax._autocast.product.scaled import absolute_maximum
+from mpjax._base import compat
+from mpjax._base.own_primitives import own_primitive
 
-recorded_p = Primitive("recorded_amax")
-tangent_p = Primitive("recorded_amax_tangent")
+recorded_p = own_primitive("recorded_amax")
+tangent_p = own_primitive("recorded_amax_tangent")
 
 
 def recorded(
@@ -33,7 +33,7 @@ def recorded(
         for x, role in zip(operands, roles, strict=False)
     }
     seen = jax.lax.stop_gradient(jnp.stack([found[0], found[1]]))
-    return recorded_p.bind(*_compat.equally_varying(out, amaxes, seen))
+    return recorded_p.bind(*compat.equally_varying(out, amaxes, seen))
 
 
 def _first(out: Any, *_: Any) -> Any:
@@ -53,7 +53,7 @@ def _jvp(primals: Any, tangents: Any) -> Any:
         return out, moved
     if isinstance(moved, ad.Zero):
         moved = ad.instantiate_zeros(moved)
-    return out, tangent_p.bind(*_compat.equally_varying(moved, slot, primals[2]))
+    return out, tangent_p.bind(*compat.equally_varying(moved, slot, primals[2]))
 
 
 def _tangent_jvp(primals: Any, tangents: Any) -> Any:
@@ -76,11 +76,11 @@ def _tangent_transpose(ct: Any, moved: Any, slot: Any, seen: Any) -> list[Any]:
 def _batch(primitive: Any, args: Any, dims: Any) -> Any:
     """Maps over products that share a history, or each with its own where that is mapped too."""
     out, slot, seen = args
-    if _compat.is_batched(dims[1]):
-        return primitive.bind(*_compat.all_batched(args, dims)), 0
-    if _compat.is_batched(dims[2]):
+    if compat.is_batched(dims[1]):
+        return primitive.bind(*compat.all_batched(args, dims)), 0
+    if compat.is_batched(dims[2]):
         seen = jnp.max(seen, axis=dims[2])
-    if not _compat.is_batched(dims[0]):
+    if not compat.is_batched(dims[0]):
         return primitive.bind(out, slot, seen), dims[0]
     # At the end, behind what has histories of its own.
     return primitive.bind(jnp.moveaxis(out, dims[0], -1), slot, seen), out.ndim - 1

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._autocast.axes import Axes
 from mpjax._autocast.product.config import Scaling
+from mpjax._jaxpr.axes import Axes
 
 FLOAT32 = np.dtype("float32")
 _LEAST = 2.0**-110  # divided by 57344 it is a normal number still; less is scaled as this is

@@ -1,0 +1,116 @@
+"""Which arrays among a function's arguments are parameters, and their paths."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from mpjax._autocast.arguments import stateful
+from mpjax._base.errors import message
+from mpjax._base.tree import leaf_paths
+
+Params = tuple[int | str, ...] | None
+"""Positions and names of arguments; None for modules, or else the first argument."""
+
+
+def checked(params: Any, where: str) -> Params:
+    """Returns the arguments that a user named, as a tuple.
+
+    Raises:
+      TypeError: what was given is no position and no name.
+    """
+    if params is None:
+        return None
+    found = tuple(params) if isinstance(params, (tuple, list)) else (params,)
+    for one in found:
+        if not isinstance(one, (int, str)) or isinstance(one, bool):
+            allowed = "Allowed: the position or the name of an argument, or several."
+            fix = "Type params=0, params='params' or params=(0, 1)."
+            raise TypeError(message(f"{where}(params=)", f"got {one!r}.", allowed, fix))
+    return found
+
+
+def paths(fun: Callable[..., Any], args: Any, kwargs: Any, params: Params) -> list[str | None]:
+    """Returns, for each leaf of `(args, kwargs)`, its path if it is a parameter, else None.
+
+    Parameters are what `params` names, or the Flax NNX and Equinox modules wherever they stand, or
+    else the first argument, as `jax.grad` takes it.
+
+    Raises:
+      ValueError: `params` names an argument that the call has not.
+    """
+    if params is not None:
+        chosen = [_named(fun, args, kwargs, one) for one in params]
+        return [path for part in _parts(args, kwargs) for path in _of(part, _is_in(part, chosen))]
+    parts = _parts(args, kwargs)
+    if any(map(_holds_module, parts)):
+        return [path for part in parts for path in _of_modules(part)]
+    first = 0 if args else None
+    return [path for i, part in enumerate(parts) for path in _of(part, i == first)]
+
+
+def with_owner(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns a function and what to pass it first: an Equinox module's call takes the module."""
+    if not _is_equinox(fun) or not jax.tree.leaves(fun):
+        return fun, ()
+    return lambda module, *args, **kwargs: module(*args, **kwargs), (fun,)
+
+
+def _parts(args: Any, kwargs: Any) -> list[Any]:
+    """The arguments in the order of the leaves of `(args, kwargs)`."""
+    return [*args, *(kwargs[name] for name in sorted(kwargs))]
+
+
+def _is_in(part: Any, chosen: list[Any]) -> bool:
+    return any(part is one for one in chosen)
+
+
+def _of(part: Any, is_parameter: bool) -> list[str | None]:
+    if not is_parameter:
+        return [None] * len(jax.tree.leaves(part))
+    return list(leaf_paths(part))
+
+
+def _holds_module(part: Any) -> bool:
+    return any(map(_is_module, jax.tree.leaves(part, is_leaf=_is_module)))
+
+
+def _of_modules(part: Any) -> list[str | None]:
+    tops = jax.tree.leaves(part, is_leaf=_is_module)
+    return [path for top in tops for path in _of(top, _is_module(top))]
+
+
+def _is_module(x: Any) -> bool:
+    kinds = stateful.object_types()
+    return (isinstance(x, kinds) if kinds else False) or _is_equinox(x)
+
+
+def _is_equinox(x: Any) -> bool:
+    """Whether an object is an Equinox module, of which JAX's trees are made."""
+    return any(
+        kind.__name__ == "Module" and kind.__module__.startswith("equinox.")
+        for kind in type(x).__mro__
+    )
+
+
+def _named(fun: Callable[..., Any], args: Any, kwargs: Any, one: int | str) -> Any:
+    where = "autocast(params=)"
+    if isinstance(one, int):
+        if -len(args) <= one < len(args):
+            return args[one]
+        got = f"there is no argument {one}: the call has {len(args)}."
+        raise ValueError(message(where, got, "Type the position of one that it has."))
+    if one in kwargs:
+        return kwargs[one]
+    try:
+        bound = inspect.signature(fun).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        bound = {}
+    if one in bound:
+        return bound[one]
+    named = ", ".join(map(repr, [*bound, *kwargs])) or "none by name"
+    got = f"there is no argument {one!r}."
+    raise ValueError(message(where, got, f"The call has: {named}.", "Type one of them."))

@@ -1,0 +1,176 @@
+"""Arguments that a function changes in place, as it may change a Flax NNX module or optimizer.
+
+Tracing runs the function on a copy of such an argument. What it changed there comes back as
+results and is written to the caller's object; what cannot be written back is refused, and so is a
+change to the variables of a Flax linen module inside its `apply`.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from mpjax._base.errors import message
+
+
+def object_types() -> tuple[Any, ...]:
+    """Returns NNX's classes of modules, optimizers, metrics, random streams, and of variables.
+
+    Empty where Flax NNX is not loaded: nobody has such an object then.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    return () if nnx is None else (nnx.Pytree, nnx.Variable)
+
+
+def with_owner(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns a function and what to pass it first: a module's own call takes the module."""
+    kind = object_types()
+    if isinstance(fun, kind):
+
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return module(*args, **kwargs)
+
+        call.__name__ = type(fun).__name__
+        return call, (fun,)
+    owner = getattr(fun, "__self__", None)
+    if isinstance(owner, kind):
+        return getattr(fun, "__func__", fun), (owner,)
+    return fun, ()
+
+
+def modules(tree: Any) -> list[Any]:
+    """Returns the NNX objects in a tree of arguments, in order: most are modules."""
+    kind = object_types()
+    if not kind:
+        return []
+    return [leaf for leaf in _leaves(tree, kind) if isinstance(leaf, kind)]
+
+
+class Watched:
+    """The copies on which tracing runs a function, and what it changed in them."""
+
+    __slots__ = ("_before", "_shared", "_where", "modules")
+
+    def __init__(self, given: Any, copies: Any, where: str) -> None:
+        """Notes what `copies` of the arguments `given` hold; `where` is the function."""
+        self.modules = modules(copies)
+        self._before = [jax.tree.leaves(module) for module in self.modules]
+        self._shared = _shared(given, copies)
+        self._where = where
+
+    def changes(self) -> list[tuple[int, list[Any]]]:
+        """Returns the modules that tracing changed: their place, and their leaves after it.
+
+        Raises:
+          ValueError: a module has other variables than before, or a variable that was changed is
+            in the arguments twice.
+        """
+        found: list[tuple[int, list[Any]]] = []
+        for i, (old, module) in enumerate(zip(self._before, self.modules, strict=True)):
+            new = jax.tree.leaves(module)
+            if len(new) != len(old):
+                raise ValueError(
+                    message(
+                        self._where,
+                        f"the function adds variables to its {type(module).__name__}.",
+                        "Allowed: changes to the variables that a module has, as BatchNorm makes "
+                        "them.",
+                        "Split it outside: graphdef, state = nnx.split(model), and return "
+                        "nnx.state().",
+                    )
+                )
+            if _differ(old, new):
+                found.append((i, new))
+        self._check_shared()
+        return found
+
+    def _check_shared(self) -> None:
+        for variable, old in self._shared:
+            if _differ(old, jax.tree.leaves(variable)):
+                raise ValueError(
+                    message(
+                        self._where,
+                        f"the function changes a {type(variable).__name__} that its arguments "
+                        "hold twice.",
+                        "Allowed: to share variables that are only read.",
+                        "Split them outside: graphdef, state = nnx.split(everything), and return "
+                        "nnx.state().",
+                    )
+                )
+
+
+def _differ(old: Sequence[Any], new: Sequence[Any]) -> bool:
+    return len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True))
+
+
+def _shared(given: Any, copies: Any) -> list[tuple[Any, list[Any]]]:
+    """Returns the copies of variables that are in a tree more than once, with their leaves."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return []
+    variables, twins = (
+        [x for x in _leaves(tree, nnx.Variable) if isinstance(x, nnx.Variable)]
+        for tree in (given, copies)
+    )
+    count = collections.Counter(map(id, variables))
+    return [
+        (twin, jax.tree.leaves(twin))
+        for variable, twin in zip(variables, twins, strict=True)
+        if count[id(variable)] > 1
+    ]
+
+
+def _leaves(tree: Any, kind: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+
+
+def write_back(module: Any, leaves: Sequence[Any]) -> None:
+    """Writes a module's new leaves to the caller's object."""
+    nnx = sys.modules["flax.nnx"]
+    new = jax.tree.unflatten(jax.tree.structure(module), leaves)
+    if isinstance(module, nnx.Variable):
+        module.set_value(new.get_value())
+    else:
+        nnx.update(module, nnx.state(new))
+
+
+# -- Flax linen: a module inside `init` or `apply` holds its variables itself ---------------------
+
+
+def linen_modules(fun: Callable[..., Any], args: Any) -> list[Any]:
+    """Returns the linen modules that a function is called on or with, inside `init` or `apply`."""
+    linen = sys.modules.get("flax.linen")
+    kind = getattr(linen, "Module", ()) if linen is not None else ()
+    if not kind:
+        return []
+    found = [fun, getattr(fun, "__self__", None), *jax.tree.leaves(args)]
+    return [m for m in found if isinstance(m, kind) and getattr(m, "scope", None) is not None]
+
+
+def is_initializing(linen: Sequence[Any]) -> bool:
+    """Whether parameters are being made: they do not depend on the dtypes of a computation."""
+    return any(module.is_initializing() for module in linen)
+
+
+def variables(linen: Sequence[Any]) -> list[Any]:
+    """Returns the variables of linen modules, as they are now."""
+    return [leaf for module in linen for leaf in jax.tree.leaves(module.variables)]
+
+
+def check_unchanged(before: Sequence[Any], linen: Sequence[Any], where: str) -> None:
+    """Raises where tracing changed a linen module: its variables would be values of the trace."""
+    after = variables(linen)
+    if len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True)):
+        return
+    raise ValueError(
+        message(
+            where,
+            f"the function changes variables of its {type(linen[0]).__name__}.",
+            "Allowed inside a linen module: functions that read variables.",
+            "Type autocast(model.apply, policy)(variables, x, mutable=[...]) around the model.",
+        )
+    )

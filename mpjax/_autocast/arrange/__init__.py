@@ -1,0 +1,1 @@
+"""Which equations run together, and in what order."""

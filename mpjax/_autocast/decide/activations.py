@@ -1,0 +1,103 @@
+"""Whether a called function is one of JAX's activations: by what it computes, not by its name.
+
+A name proves nothing, for a user's `mish` may be an exponential. So a function that is called like
+an activation is compared, operation by operation, with what `jax.nn` does for the same types.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax._base import compat
+from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.foreign_names import PRIMITIVES
+from mpjax._jaxpr import structure
+from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.op_rules import ACTIVATIONS
+
+
+def warn_of_unused(rules: Iterable[str], program: Any) -> None:
+    """Warns of rules for functions that a program does not call: JAX inlines some of its own."""
+    names = [name for name in rules if name in ACTIVATIONS]
+    if not names:
+        return
+    calls = [e for e in compat.equations(program) if structure.single_program(e) is not None]
+    called = set(map(structure.function_name, calls))
+    for name in names:
+        if name in called:
+            continue
+        part = PRIMITIVES.get(name)
+        text = message(
+            "autocast(rules=)",
+            f"the function calls no {name!r}.",
+            "JAX inlines some of its activations, so that a rule cannot find them.",
+            f'Type rules={{"{part}": ...}}.'
+            if part
+            else "Type `with mpjax.full_precision():` there.",
+        )
+        warnings.warn(text, PolicyWarning, stacklevel=5)
+
+
+def is_activation(eqn: Any) -> bool:
+    """Whether an equation calls one of `jax.nn`'s activations."""
+    name = structure.function_name(eqn)
+    return name in ACTIVATIONS and _is_named(structure.single_program(eqn), name)
+
+
+@by_program
+def _is_named(program: Any, name: str) -> bool:
+    mine = _signature(program)
+    args = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in compat.closed(program).in_avals]
+    return any(_signature(known) == mine for known in _references(name, args))
+
+
+def _references(name: str, args: list[Any]) -> Iterator[Any]:
+    """Yields the programs that `jax.nn` has under a name, for arguments of these types."""
+    fun = getattr(jax.nn, name, None)
+    forms: list[Callable[..., Any] | None] = [fun]
+    if name == "gelu":
+        forms = [functools.partial(jax.nn.gelu, approximate=a) for a in (True, False)]
+    for form in forms:
+        if form is None:
+            continue
+        try:
+            traced = jax.make_jaxpr(form)(*args)
+        except (TypeError, ValueError):  # takes other arguments: a user's function, a derivative
+            continue
+        yield traced  # JAX inlines some of them, which a user may have put under `jit`
+        for eqn in compat.equations(traced):
+            if structure.single_program(eqn) is not None and structure.function_name(eqn) == name:
+                yield structure.single_program(eqn)
+
+
+@by_program
+def _signature(program: Any) -> Hashable:
+    """What two programs that compute the same in the same way have in common."""
+    jaxpr = compat.closed(program).jaxpr
+    place = {v: i for i, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+
+    def of(atom: Any) -> Hashable:
+        if compat.is_literal(atom):
+            return atom.aval.dtype, np.asarray(atom.val).tobytes()
+        return place[atom]
+
+    rows: list[Hashable] = [(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
+    for eqn in jaxpr.eqns:
+        inner = tuple(_signature(p) for p in compat.programs(eqn))
+        plain = tuple((k, v) for k, v in sorted(eqn.params.items()) if _is_plain(v))
+        rows.append((eqn.primitive, inner, plain, *map(of, eqn.invars)))
+        place |= {v: i for i, v in enumerate(eqn.outvars, start=len(place))}
+    return (*rows, *map(of, jaxpr.outvars))
+
+
+def _is_plain(param: Any) -> bool:
+    """Numbers, shapes and dtypes say what is computed; rules, names and shardings do not."""
+    if isinstance(param, tuple):
+        return all(map(_is_plain, param))
+    return isinstance(param, (bool, int, float, np.dtype))

@@ -1,0 +1,211 @@
+"""Which carries of a loop are states, kept in float32, and which are the stream of a stack.
+
+A *state* is what a loop keeps and changes a little: a solver's value, an average, a
+log-probability. Rounding it loses the changes. A *stream* is what a stack of layers adds to, each
+layer with weights of its own. A carry that reaches itself by a direct path (sums, elementwise
+products, choices, moves) is a state, unless a layer proves it a stream: a norm, then a product with
+a weight that differs by iteration, whose result comes back to the carry. What cannot be told apart
+is a state.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from mpjax._autocast.decide import traits
+from mpjax._autocast.decide.contraction import is_product
+from mpjax._base import compat
+from mpjax._jaxpr import structure
+from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.op_rules import only_moves
+
+Places = frozenset[int]
+_NONE: Places = frozenset()
+
+
+def kept(eqn: Any) -> tuple[bool, ...]:
+    """Returns, for each carry of a `scan` or `while` equation, whether it is a state."""
+    body = structure.parts(eqn)[-1]
+    return _kept_by(body.program, body.carried.start, body.carries)
+
+
+@by_program
+def _kept_by(body: Any, consts: int, carries: int) -> tuple[bool, ...]:
+    jaxpr = compat.closed(body).jaxpr
+    reached = direct(body)
+    before = {
+        i: {p - consts for p in reached[i] if consts <= p < consts + carries}
+        for i in range(carries)
+        if jaxpr.outvars[i] is not jaxpr.invars[consts + i]  # handed on as it is
+    }
+    return tuple(
+        i in _ancestors(i, before) and not _is_stream(body, consts, carries, i)
+        for i in range(carries)
+    )
+
+
+def _ancestors(place: int, before: dict[int, set[int]]) -> set[int]:
+    found: set[int] = set()
+    waiting = set(before.get(place, ()))
+    while waiting:
+        i = waiting.pop()
+        if i not in found:
+            found.add(i)
+            waiting |= before.get(i, set())
+    return found
+
+
+# -- direct paths ----------------------------------------------------------------------------------
+
+
+@by_program
+def direct(program: Any) -> tuple[Places, ...]:
+    """Returns, for each output of a jaxpr, the inputs that reach it by a direct path.
+
+    That is through anything but a product or a bounded function: what is not known passes on.
+    """
+    jaxpr = compat.closed(program).jaxpr
+    found: dict[Any, Places] = {v: frozenset({i}) for i, v in enumerate(jaxpr.invars)}
+
+    def of(atom: Any) -> Places:
+        return _NONE if compat.is_literal(atom) else found.get(atom, _NONE)
+
+    for eqn in jaxpr.eqns:
+        outs = _passed(eqn, [of(v) for v in eqn.invars])
+        found.update(zip(eqn.outvars, outs, strict=True))
+    return tuple(map(of, jaxpr.outvars))
+
+
+def _passed(eqn: Any, operands: Sequence[Places]) -> Sequence[Places]:
+    if structure.is_call(eqn):
+        return structure.forward(eqn, operands, _through, _any_of)
+    blocked = eqn.primitive.name in traits.BENDS or is_product(eqn)
+    return [_NONE if blocked else _any_of(operands)] * len(eqn.outvars)
+
+
+def _through(program: Any, inputs: Sequence[Places]) -> list[Places]:
+    return [_any_of([inputs[i] for i in places]) for places in direct(program)]
+
+
+def _any_of(places: Sequence[Places]) -> Places:
+    return _NONE.union(*places)
+
+
+def holds_product(eqn: Any) -> bool:
+    """Whether an equation is such a product, or holds a program with one."""
+    return is_product(eqn) or any(map(_multiplies, compat.programs(eqn)))
+
+
+@by_program
+def _multiplies(program: Any) -> bool:
+    return any(map(holds_product, compat.closed(program).jaxpr.eqns))
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+class Role(enum.Flag):
+    """What a value of a loop's body is to a carry that may be a stream."""
+
+    NONE = 0
+    SHARED = enum.auto()  # the same in every iteration, unchanged
+    COUNTER = enum.auto()  # made of carried integers
+    WEIGHT = enum.auto()  # raw, and another one in each iteration
+    CARRIED = enum.auto()  # made of the carry, by no product yet
+    SUMMED = enum.auto()  # likewise, and a sum or a maximum took part
+    ROOT = enum.auto()  # likewise, and the root of such a sum
+    NORMED = enum.auto()  # likewise, and scaled by such a root
+    LAYER = enum.auto()  # made of a product of the normed carry with a weight
+
+
+Roles = tuple[Role, ...]
+_MADE = Role.CARRIED | Role.SUMMED | Role.ROOT | Role.NORMED | Role.LAYER | Role.COUNTER
+_ROOTS = ("sqrt", "rsqrt", "pow")
+
+
+def _is_stream(body: Any, consts: int, carries: int, place: int) -> bool:
+    jaxpr = compat.closed(body).jaxpr
+    roles = [Role.SHARED] * consts + [Role.NONE] * carries
+    roles += [Role.WEIGHT] * (len(jaxpr.invars) - len(roles))
+    for i, v in enumerate(jaxpr.invars[consts : consts + carries], start=consts):
+        if v.aval.shape == () and jnp.issubdtype(v.aval.dtype, jnp.integer):
+            roles[i] = Role.COUNTER
+    roles[consts + place] = Role.CARRIED
+    return Role.LAYER in _roles(body, tuple(roles))[place]
+
+
+@by_program
+def _roles(program: Any, roles: Roles) -> Roles:
+    """Returns the roles of a jaxpr's outputs, given those of its inputs."""
+    jaxpr = compat.closed(program).jaxpr
+    found: dict[Any, Role] = dict(zip(jaxpr.invars, roles, strict=True))
+    found.update((v, Role.SHARED) for v in jaxpr.constvars)
+
+    def of(atom: Any) -> Role:
+        return Role.NONE if compat.is_literal(atom) else found[atom]
+
+    for eqn in jaxpr.eqns:
+        outs = _played(eqn, tuple(of(v) for v in eqn.invars))
+        found.update(zip(eqn.outvars, outs, strict=True))
+    return tuple(map(of, jaxpr.outvars))
+
+
+def _played(eqn: Any, operands: Roles) -> Sequence[Role]:
+    if structure.single_program(eqn) is not None:
+        return structure.forward(eqn, operands, _roles, _union)
+    if not structure.is_call(eqn):
+        return [_operation(eqn, operands)] * len(eqn.outvars)
+    if eqn.primitive.name in structure.LOOPS:  # what it slices and carries is no raw weight of ours
+        raw = {i for p in structure.parts(eqn) for i in p.operands[: p.carried.start]}
+        operands = tuple(r if i in raw else r & _MADE for i, r in enumerate(operands))
+    outs = structure.forward(eqn, operands, _roles, lambda found: _union(found) & _MADE)
+    return [r & _MADE for r in outs]
+
+
+def _operation(eqn: Any, operands: Roles) -> Role:
+    made = _union(operands) & _MADE
+    if is_product(eqn):
+        return Role.LAYER if _is_layer(eqn, operands) or Role.LAYER in made else Role.NONE
+    if Role.CARRIED in made:
+        made |= _towards_a_norm(eqn.primitive.name, made)
+    if eqn.primitive.name in ("dynamic_slice", "gather") and Role.SHARED in operands[0]:
+        return Role.WEIGHT if Role.COUNTER in _union(operands[1:]) else Role.NONE
+    if only_moves(eqn) or eqn.primitive.name == "convert_element_type":
+        return operands[0] | made
+    return made
+
+
+def _towards_a_norm(name: str, made: Role) -> Role:
+    """What an operation adds on the way to a norm: a sum, the root of it, a scaling by that.
+
+    An exponential, a solver or a softmax before a product is none: filters, bandits and recursions
+    in log space have them.
+    """
+    if name in traits.TOTALS:
+        return Role.SUMMED
+    if name in _ROOTS and Role.SUMMED in made:
+        return Role.ROOT
+    return Role.NORMED if name in traits.SCALES and Role.ROOT in made else Role.NONE
+
+
+def _is_layer(eqn: Any, operands: Roles) -> bool:
+    first, second, *_ = operands
+    needed = Role.CARRIED
+    if eqn.primitive.name == "dot_general":
+        needed = Role.NORMED
+        if eqn.params["dimension_numbers"][1][0]:
+            return False  # each element has a "weight" of its own: `vmap` of a loop over data
+    return (needed in first and Role.WEIGHT in second) or (
+        needed in second and Role.WEIGHT in first
+    )
+
+
+def _union(roles: Sequence[Role]) -> Role:
+    found = Role.NONE
+    for role in roles:
+        found |= role
+    return found

@@ -1,0 +1,110 @@
+"""Ill-conditioned readers: operations that read how far a value is from a constant.
+
+A probability of 0.9999 is 1 in bfloat16. A product does not mind; `log(1 - q)` reads the distance
+to 1, of which nothing is left. So a value that such an operation reads is not rounded, whatever
+lies between: moves, choices, arithmetic, sums, calls. The way back ends at a product, whose own
+result may be rounded, and at a function that saturates, such as a sigmoid: what such a function
+reads may be rounded, since `log(1 - sigmoid(z))` is a smooth function of `z`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from mpjax._autocast.decide import facts, traits
+from mpjax._autocast.decide.contraction import is_of_small_matrices
+from mpjax._autocast.decide.reads import CANCELS, EXACT, NEAR, TESTED
+from mpjax._jaxpr.op_rules import OP_RULES, OpClass, only_moves
+
+FEW = 4
+"""A product of matrices of this size is geometry, as of rotations; no matrix unit is for it."""
+_SUMS = frozenset({"cumsum", "cumprod", "scatter-add", "scatter-mul", "reduce_window_sum", "psum"})
+
+
+def asks(eqn: Any, union: int, known: facts.Facts) -> int:
+    """Returns what an operation, or a later reader of its results, asks of its operands.
+
+    Args:
+      eqn: the operation.
+      union: how its results are read.
+      known: the facts of its program.
+    """
+    asked = NEAR if _reads_a_distance(eqn, known) else 0
+    if facts.cancels(eqn, known):
+        asked |= CANCELS | EXACT
+    if _passes_back(eqn):
+        asked |= union & NEAR
+    if facts.hands_on_terms(eqn):
+        asked |= union & CANCELS
+    elif union & CANCELS:
+        asked |= EXACT  # all terms of the difference are of the same, unrounded values
+    if eqn.primitive.name in traits.FUSIBLE - traits.STATISTIC:
+        asked |= union & EXACT
+    return asked
+
+
+def of_a_test(eqn: Any, union: int) -> list[int]:
+    """Returns what a loop's stop test asks of an operation's operands.
+
+    All that its floats are made of, products included: rounded anew in each turn, a change need
+    never fall below a tolerance. Integers end the way: a decoder stops at a token.
+    """
+    tested = union & TESTED
+    return [tested if _is_compared(v.aval) else 0 for v in eqn.invars]
+
+
+def _is_compared(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and (
+        jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.bool_)
+    )
+
+
+def is_source(eqn: Any, known: facts.Facts) -> bool:
+    """Whether an operation itself asks for operands that are not rounded."""
+    return _reads_a_distance(eqn, known) or facts.cancels(eqn, known)
+
+
+def _reads_a_distance(eqn: Any, known: facts.Facts) -> bool:
+    name = eqn.primitive.name
+    if name in traits.DISTANCES:
+        return True
+    if name not in ("add", "sub"):
+        return False
+    operands = [facts.of_atom(v, known) for v in eqn.invars]
+    constants = [f for f in operands if f.constant]
+    if len(constants) != 1 or facts.is_epsilon(constants[0]) or constants[0].most == math.inf:
+        return False  # positions or a mask, added to logits, are no point that they come close to
+    return not any(f.step for f in operands)  # a constant and a small step cancel nothing
+
+
+def _passes_back(eqn: Any) -> bool:
+    """Whether a distance that is read of an operation's result is read of its operands too."""
+    name = eqn.primitive.name
+    if name in traits.SATURATES:
+        return False
+    rule = OP_RULES.get(name)
+    if rule is not None and rule.op_class is OpClass.LOWER:
+        return False
+    return name in traits.FUSIBLE or only_moves(eqn) or name in traits.ACCUMULATES or name in _SUMS
+
+
+def why_not_low(eqn: Any, want: int) -> str:
+    """Returns why a product is not made low for the sake of a reader, empty where it may be."""
+    if want & TESTED:
+        return STOP_TEST
+    if want & CANCELS:
+        return CANCELLED
+    if want & NEAR and is_of_small_matrices(eqn, FEW):
+        return GEOMETRY
+    return ""
+
+
+_CAST = "; to have it low, cast its operands: x.astype(jnp.bfloat16)"
+STOP_TEST = f"a loop's stop test depends on it: rounded, the loop might not end: float32{_CAST}"
+CANCELLED = f"added to a sum over the same values, which cancels it: float32{_CAST}"
+GEOMETRY = f"of small matrices, and a distance to a constant is read: float32{_CAST}"
+REASONS = frozenset({STOP_TEST, CANCELLED, GEOMETRY})

@@ -1,0 +1,64 @@
+"""What a product adds up: nothing, one array's elements, or products of two arrays' elements.
+
+Only the last is what matrix units are for. A product that contracts one element, as a column with
+a row, adds nothing up: it is elementwise, and its operands need not be rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mpjax._jaxpr.op_rules import OP_RULES, OpClass
+
+MANY = 1 << 30
+"""The number of terms where a dimension is symbolic, or where groups decide."""
+
+
+def terms(eqn: Any) -> int:
+    """Returns how many products of elements a product adds up for each of its results."""
+    first, second = (v.aval.shape for v in eqn.invars[:2])
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        sizes = [first[i] for i in contracted]
+    elif eqn.primitive.name == "conv_general_dilated":
+        kernel = eqn.params["dimension_numbers"].rhs_spec
+        sizes = [second[i] for i in kernel[1:]]  # of one group: channels in, and places
+    else:
+        sizes = [MANY]
+    return math.prod(sizes) if all(isinstance(n, int) for n in sizes) else MANY
+
+
+def is_of_small_matrices(eqn: Any, most: int) -> bool:
+    """Whether a product is of matrices, or of many, with no axis longer than `most`."""
+    if eqn.primitive.name != "dot_general" or terms(eqn) > most:
+        return False
+    _, batch = eqn.params["dimension_numbers"]
+    shapes = [
+        [n for i, n in enumerate(v.aval.shape) if i not in axes]
+        for v, axes in zip(eqn.invars, batch, strict=True)
+    ]
+    return all(isinstance(n, int) and n <= most for shape in shapes for n in shape)
+
+
+def is_product(eqn: Any) -> bool:
+    """Whether an operation adds up products of elements: what a matrix unit is for."""
+    rule = OP_RULES.get(eqn.primitive.name)
+    return rule is not None and rule.op_class is OpClass.LOWER and terms(eqn) > 1
+
+
+def adds_nothing(eqn: Any) -> bool:
+    """Whether a product contracts nothing, or one element: it is elementwise."""
+    rule = OP_RULES.get(eqn.primitive.name)
+    return rule is not None and rule.op_class is OpClass.LOWER and terms(eqn) == 1
+
+
+def only_sums(eqn: Any) -> bool:
+    """Whether a product is a sum of elements, such as a squared norm: it reuses no operand."""
+    if eqn.primitive.name != "dot_general" or adds_nothing(eqn):
+        return False
+    contracted, batch = eqn.params["dimension_numbers"]
+    return all(
+        v.aval.ndim == len(summed) + len(kept)
+        for v, summed, kept in zip(eqn.invars, contracted, batch, strict=True)
+    )

@@ -1,0 +1,122 @@
+"""What is decided of a program: in which dtype every value is held, how each operation is run.
+
+It is pure data over one jaxpr, made by `decide` before anything is computed: the state of each
+value, and an action for each equation. `plan` adds the order in which these run.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from mpjax._autocast.decide import demand, scopes, states
+from mpjax._autocast.decide.facts import Facts
+from mpjax._autocast.decide.reads import FORWARD
+from mpjax._autocast.decide.states import FLOAT32, State
+from mpjax._base import compat
+from mpjax._jaxpr.op_rules import OpClass, op_class
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for; hashable, so that equal settings share plans."""
+
+    policy: scopes.Policies
+    overrides: tuple[tuple[str, OpClass], ...] = ()
+    widest: bool = False
+    dot_precision: Any = None
+    scope: tuple[str, ...] = ()  # names around the jaxpr, for the paths of a PolicyMap
+    as_written: bool = False  # inside a region that is left alone
+    params: tuple[int | str, ...] | None = None  # the arguments that hold parameters
+    given: Any = None  # a `layers.Given` where products are quantised
+    asked: frozenset[tuple[Any, int]] = frozenset()  # of products' results: flags of `reads`
+    float32_precision: Any = None  # JAX's global default, of products that stay float32
+    in_loop: bool = False  # in the body of a loop, which keeps forward and backward apart
+    in_rule: bool = False  # in a function with derivative rules, or in one of its rules
+
+    @functools.cached_property
+    def rules(self) -> dict[str, OpClass]:
+        return dict(self.overrides)
+
+    @functools.cached_property
+    def held_full(self) -> frozenset[str]:
+        """The operations that follow their operands unless the user holds them in float32."""
+        return frozenset(
+            name
+            for name, kind in self.overrides
+            if kind is OpClass.FULL and op_class(name, {}) is not kind
+        )
+
+    @functools.cached_property
+    def demanded(self) -> demand.Demanded:
+        """What the user's rules, and equal products elsewhere, ask of operations."""
+        return demand.Demanded(self.held_full, self.asked)
+
+
+class Action(enum.Enum):
+    """How one equation is run."""
+
+    AS_TRACED = "as traced"  # on the dtypes that it was written with
+    KEEP = "keep"  # on whatever its operand is held in
+    PRODUCT = "product"  # on low operands
+    ATTENTION = "attention"  # by a kernel that reads low operands
+    FUSED = "fused"  # in float32 inside a group that XLA fuses, rounded where it is stored
+    NATIVE = "native"  # follows its operands, outside any group
+    CALL = "call"  # a program of its own
+
+
+@dataclass(slots=True)
+class Decision:
+    """What was decided for one equation."""
+
+    eqn: Any
+    action: Action
+    reason: str
+    low: Any = None  # the dtype of a product's operands
+    out_dtype: Any = None  # that of a product's or native operation's result
+    call: Any = None  # a `control.CallPlan`, where the action is to call
+    how: Any = None  # a `product.Config`, where a product is quantised
+    path: str = ""  # of the weight of one that is
+
+
+@dataclass(slots=True, eq=False)
+class Decided:
+    """Everything that was decided of a jaxpr.
+
+    It is remembered as long as the program of an equation lives (`caches`), so that it holds its
+    program weakly; whoever reads it holds the equation, or the trace, that the program is of.
+    """
+
+    program: weakref.ref[Any]
+    settings: Settings
+    in_states: tuple[State, ...]
+    out_states: tuple[State, ...]
+    states: dict[Any, State]
+    decisions: list[Decision]
+    low_copies: tuple[Any, ...]  # per input, the dtype of the low copy that products want, or None
+    reads: dict[Any, int]  # how each value is read, in flags
+    facts: Facts
+    changed: bool  # whether anything differs from what was traced
+
+    @property
+    def ahead(self) -> tuple[bool, ...]:
+        """Of each output, whether a product of the forward pass inside depends on it too."""
+        atoms = self.jaxpr.jaxpr.outvars
+        return tuple(not compat.is_literal(v) and self.is_before_a_product(v) for v in atoms)
+
+    def is_before_a_product(self, var: Any) -> bool:
+        """Whether a product of the forward pass depends on a value, here or where we are called."""
+        return bool(self.reads.get(var, 0) & FORWARD) or self.facts[var].ahead
+
+    @property
+    def jaxpr(self) -> Any:
+        """The closed jaxpr that this was decided of."""
+        return compat.closed(self.program())
+
+
+def initial_state(aval: Any) -> State:
+    """Returns the state of an input."""
+    return states.INPUT if getattr(aval, "dtype", None) == FLOAT32 else states.FOREIGN

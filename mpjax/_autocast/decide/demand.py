@@ -1,0 +1,235 @@
+"""How each value of a jaxpr is read: by a product, by an output, by neither.
+
+Found backwards, through the operations that move values without rounding. It tells where rounding
+costs nothing (a product would round anyway) and where it would be seen (an output).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from mpjax._autocast.decide import (
+    conditioned,
+    contraction,
+    control,
+    facts,
+    fusible,
+    named_attention,
+    scopes,
+    traits,
+)
+from mpjax._autocast.decide.activations import is_activation
+from mpjax._autocast.decide.carries import direct
+from mpjax._autocast.decide.reads import (
+    ABSOLUTE,
+    CARRIED,
+    EXACT,
+    FORWARD,
+    FULL,
+    GRADIENT,
+    LATER,
+    NEAR,
+    OUTPUT,
+    PRODUCT,
+    UNROUNDED,
+    WHOLE,
+)
+from mpjax._base import compat
+from mpjax._jaxpr import structure
+from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.op_rules import OP_RULES, OpClass, only_moves
+
+
+@dataclass(frozen=True)
+class Demanded:
+    """What is asked beside what readers ask."""
+
+    full: frozenset[str] = frozenset()  # operations that the user's `rules=` hold in float32
+    asked: frozenset[tuple[Any, int]] = frozenset()  # flags of products' results
+
+
+def of(
+    jaxpr: Any, wants: tuple[int, ...], demanded: Demanded, known: facts.Facts
+) -> dict[Any, int]:
+    """Returns the flags of each variable of an open jaxpr.
+
+    Args:
+      jaxpr: the program.
+      wants: the flags of its outputs.
+      demanded: what is asked beside.
+      known: the facts of its variables.
+    """
+    made = {v for eqn in jaxpr.eqns for v in eqn.outvars} if demanded.asked else set[Any]()
+    flags: dict[Any, int] = {v: flag for v, flag in demanded.asked if v in made}
+
+    def add(atom: Any, found: int) -> None:
+        if found and not compat.is_literal(atom):
+            flags[atom] = flags.get(atom, 0) | found
+
+    for atom, want in zip(jaxpr.outvars, wants, strict=True):
+        add(atom, want)
+    for eqn in reversed(jaxpr.eqns):
+        outs = [flags.get(v, 0) for v in eqn.outvars]
+        backward = _is_backward(eqn)
+        reads = _reads(eqn, outs, demanded, known)
+        for atom, found, tested in zip(eqn.invars, reads, _tested(eqn, outs), strict=True):
+            add(atom, (found & ~FORWARD if backward else found) | tested)
+        if not (backward or only_moves(eqn) or structure.is_call(eqn)):
+            for v in compat.variables(eqn):
+                add(v, GRADIENT if known[v].derived else 0)
+    return flags
+
+
+def _tested(eqn: Any, outs: list[int]) -> list[int]:
+    if structure.is_call(eqn):
+        return [0] * len(eqn.invars)  # the programs inside say which operands are
+    return conditioned.of_a_test(eqn, functools.reduce(int.__or__, outs, 0))
+
+
+def _is_backward(eqn: Any) -> bool:
+    return scopes.is_transposed(eqn.source_info.name_stack)
+
+
+def _reads(eqn: Any, outs: list[int], demanded: Demanded, known: facts.Facts) -> list[int]:
+    """Returns how an equation reads its operands."""
+    if not named_attention.is_attention(eqn):
+        return _operands(eqn, outs, demanded, known)
+    later = functools.reduce(int.__or__, outs, 0) & (LATER | FORWARD)
+    if scopes.AS_WRITTEN in scopes.of(eqn):
+        return [later] * len(eqn.invars)
+    product = PRODUCT | LATER | FORWARD | WHOLE
+    return [product if low else LATER | FORWARD for low in named_attention.operands_low(eqn)]
+
+
+def _operands(eqn: Any, outs: list[int], demanded: Demanded, known: facts.Facts) -> list[int]:
+    name = eqn.primitive.name
+    union = functools.reduce(int.__or__, outs, 0)
+    later = union & (LATER | FORWARD)
+    is_function = fusible.is_fusible_function(eqn)
+    if structure.is_call(eqn):
+        full = demanded.full
+        if is_function and full and fusible.operations(eqn) & full:
+            return [later | EXACT] * len(eqn.invars)
+        found = control.operand_reads(eqn, tuple(outs), Inner(eqn, demanded, known))
+        return _of_activation(eqn, outs, found) if is_function and is_activation(eqn) else found
+    held = name in traits.UNFORGIVING or name in demanded.full
+    if held or structure.applies_function(eqn):
+        return [later | EXACT] * len(eqn.invars)
+    if only_moves(eqn) and len(eqn.invars) == len(outs) > 1:
+        return outs  # each operand is handed on by itself, as through a barrier
+    asked = conditioned.asks(eqn, union, known)
+    return [found | asked for found in _by_rule(eqn, union, later)]
+
+
+def _by_rule(eqn: Any, union: int, later: int) -> list[int]:
+    name = eqn.primitive.name
+    rule = OP_RULES.get(name)
+    if contraction.only_sums(eqn):
+        return [later | union & NEAR] * len(eqn.invars)
+    if contraction.adds_nothing(eqn):
+        passed = OUTPUT | LATER | FORWARD | FULL | CARRIED | ABSOLUTE | UNROUNDED
+        return [union & passed] * len(eqn.invars)
+    if rule and rule.op_class is OpClass.LOWER:
+        return _of_product(eqn, union, later)
+    if rule and rule.op_class is OpClass.KEEP:
+        moved = union & ~WHOLE if name in traits.RESIZES else union
+        return [moved] * len(eqn.invars)
+    if name in traits.HANDS_ON:
+        passed = OUTPUT | LATER | FORWARD | FULL | CARRIED | EXACT | ABSOLUTE
+        if name not in ("mul", "div") or any(map(compat.is_literal, eqn.invars)):
+            passed |= GRADIENT
+        return [union & passed] * len(eqn.invars)
+    if name in traits.ACCUMULATES:
+        return [union & (LATER | FORWARD | FULL | EXACT | ABSOLUTE)] * len(eqn.invars)
+    if name in traits.ABSOLUTE:
+        return [later | ABSOLUTE]
+    is_unknown = rule is None and name not in traits.LOOKS
+    return [later | EXACT if is_unknown else later] * len(eqn.invars)
+
+
+def _of_product(eqn: Any, union: int, later: int) -> list[int]:
+    if not has_default_precision(eqn):
+        return [later | EXACT] * len(eqn.invars)
+    if conditioned.why_not_low(eqn, union):
+        return [later | EXACT] * len(eqn.invars)
+    if why_as_written(eqn) or scopes.AS_WRITTEN in scopes.of(eqn):
+        return [later] * len(eqn.invars)
+    return [PRODUCT | LATER | FORWARD | WHOLE] * 2 + [0] * (len(eqn.invars) - 2)
+
+
+def _of_activation(eqn: Any, outs: list[int], inside: list[int]) -> list[int]:
+    """An activation is one operation: what it reads inside is not read by a product outside."""
+    found = [w & (LATER | FORWARD | UNROUNDED) for w in inside]
+    for out, places in zip(outs, direct(structure.single_program(eqn)), strict=True):
+        for i in places:
+            found[i] |= out & FULL
+    return found
+
+
+def why_as_written(eqn: Any) -> str:
+    """Returns why a product is not made low whatever the policy, empty where it may be."""
+    operands = eqn.invars[:2]
+    if any(getattr(v.aval, "dtype", None) != np.float32 for v in (*operands, *eqn.outvars)):
+        return "operands are not float32: as written"
+    if not has_default_precision(eqn):
+        return "its precision= asks for float32"
+    if eqn.params.get("preferred_element_type") not in (None, np.float32):
+        return "its preferred_element_type= was given"
+    if any(v.aval.size == 0 for v in (*operands, *eqn.outvars)):
+        return "of size zero"
+    return ""
+
+
+def has_default_precision(eqn: Any) -> bool:
+    """Whether a product leaves its precision to JAX: any other one asks for float32."""
+    precision = eqn.params.get("precision")
+    both = precision if isinstance(precision, tuple) else (precision,)
+    return all(p in (None, lax.Precision.DEFAULT) for p in both)
+
+
+def resizes(eqn: Any) -> bool:
+    """Whether an operation picks or repeats elements."""
+    return eqn.primitive.name in traits.RESIZES
+
+
+class Inner:
+    """Says how the programs of an equation read their inputs."""
+
+    def __init__(self, eqn: Any, demanded: Demanded, known: facts.Facts) -> None:
+        self.eqn, self.demanded, self.known = eqn, demanded, known
+
+    def __call__(self, part: structure.Part, wants: tuple[int, ...]) -> tuple[int, ...]:
+        given, _ = facts.entering(self.eqn, part, self.known)
+        return inner(part.program, wants, self.demanded, given)
+
+
+@by_program
+def inner(
+    jaxpr: Any, wants: tuple[int, ...], demanded: Demanded, given: tuple[facts.Fact, ...]
+) -> tuple[int, ...]:
+    """Returns the flags of a jaxpr's inputs."""
+    opened = compat.closed(jaxpr).jaxpr
+    flags = of(opened, wants, demanded, facts.of_program(opened, given))
+    return tuple(flags.get(v, 0) for v in opened.invars)
+
+
+@by_program
+def dependencies(jaxpr: Any) -> tuple[frozenset[int], ...]:
+    """Returns, for each output of a jaxpr, the inputs that it depends on, by their places."""
+    opened = compat.closed(jaxpr).jaxpr
+    found: dict[Any, frozenset[int]] = {v: frozenset({i}) for i, v in enumerate(opened.invars)}
+
+    def of(atoms: Sequence[Any]) -> frozenset[int]:
+        known = [found[v] for v in atoms if not compat.is_literal(v) and v in found]
+        return frozenset[int]().union(*known)
+
+    for eqn in opened.eqns:
+        union = of(eqn.invars)
+        found.update((v, union) for v in eqn.outvars)
+    return tuple(of([v]) for v in opened.outvars)

@@ -1,0 +1,417 @@
+"""Decides the state of each value of a jaxpr, and an action for each equation.
+
+Decisions look both ways: forward, a value is low when a low value went into it; backward
+(`demand`), it matters whether a product, an output or only float32 reads it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._autocast.decide import (
+    carries,
+    conditioned,
+    contraction,
+    control,
+    demand,
+    facts,
+    fusible,
+    named_attention,
+    norms,
+    reads,
+    scopes,
+    states,
+    streams,
+    traits,
+)
+from mpjax._autocast.decide.activations import is_activation
+from mpjax._autocast.decide.decided import Action, Decided, Decision, Settings
+from mpjax._autocast.decide.rounding import Rounding
+from mpjax._autocast.decide.states import FLOAT32, Kind, State, is_float32
+from mpjax._base import compat
+from mpjax._jaxpr import structure
+from mpjax._jaxpr.op_rules import COMPARISONS, OP_RULES, PRODUCTS, OpClass, op_class
+from mpjax._policies.policy import Policy
+
+
+class Products(Protocol):
+    """What decides which products of a program are in 8 bits: a `quantized.Products`."""
+
+    def config(
+        self, eqn: Any, settings: Any, low: Any, *, exact: bool
+    ) -> tuple[Any | None, str, Any]: ...
+
+    def path(self, eqn: Any) -> str: ...
+
+    def entering(self, eqn: Any, inner: PlanProgram) -> PlanProgram: ...
+
+
+PlanProgram = Callable[..., Decided]
+"""Plans a program, as `planning.make_plan` does."""
+
+
+def decide(
+    jaxpr: Any,
+    in_states: tuple[State, ...],
+    wants: tuple[int, ...],
+    settings: Settings,
+    given: tuple[facts.Fact, ...] | None,
+    relations: streams.Relations,
+    *,
+    products: Products,
+    inner: PlanProgram,
+) -> Decided:
+    """Returns what is decided of a jaxpr.
+
+    Args:
+      jaxpr: the program, closed or not; whoever reads what was decided has to hold it.
+      in_states: of its inputs.
+      wants: how each output is read outside, in the flags of `reads`.
+      settings: what the user asked for.
+      given: what is known of its inputs, by default nothing.
+      relations: which of them were computed of which others.
+      products: decides which products are in 8 bits.
+      inner: plans the programs that equations hold.
+    """
+    planner = _Planner(jaxpr, in_states, wants, settings, given, relations)
+    return planner.run(products, inner)
+
+
+class _Planner(Rounding):
+    """Decides one equation after the other."""
+
+    products: Products
+    plan_inner: PlanProgram
+
+    def run(self, products: Products, inner: PlanProgram) -> Decided:
+        self.products, self.plan_inner = products, inner
+        self.compared: set[Any] = set()
+        self.changed = False
+        decisions = [self.decide(eqn) for eqn in self.jaxpr.eqns]
+        out_states = tuple(
+            self.output_state(v, w, self.sums.maker(v))
+            for v, w in zip(self.jaxpr.outvars, self.wants, strict=True)
+        )
+        self.changed |= any(s.kind == Kind.LOW for s in (*self.in_states, *out_states))
+        return Decided(
+            self.program,
+            self.settings,
+            self.in_states,
+            out_states,
+            self.states,
+            decisions,
+            tuple(self.low_copy(v) for v in self.jaxpr.invars),
+            self.demand,
+            self.facts,
+            self.changed,
+        )
+
+    # -- one equation ----------------------------------------------------------------------
+
+    def decide(self, eqn: Any) -> Decision:
+        name = eqn.primitive.name
+        settings = self.settings_at(eqn)
+        if not any(map(is_float32, (*eqn.invars, *eqn.outvars))) and not structure.is_call(eqn):
+            return self.foreign(eqn)
+        if structure.is_call(eqn):
+            return self.decide_call(eqn, settings)
+        if named_attention.is_attention(eqn):
+            return self.decide_attention(eqn, settings)
+        kind = op_class(name, settings.rules)
+        if structure.applies_function(eqn):
+            return self.as_traced(eqn, states.WIDE, "its function is unknown: in float32")
+        if kind is OpClass.LOWER or name in PRODUCTS:
+            return self.decide_product(eqn, kind, settings)
+        if name == "convert_element_type":
+            return self.fused(eqn, self.converted(eqn), "explicit cast")
+        if name in COMPARISONS:
+            self.compared.update(eqn.outvars)
+            return self.fused(eqn, states.FOREIGN, "compared in float32: exact")
+        if name == "iota":
+            count = eqn.params["shape"][eqn.params["dimension"]]
+            return self.as_traced(eqn, states.positions(count), "positions")
+        if name == "dequantized":
+            return self.as_traced(eqn, states.INPUT, "a weight in 8 bits, times its scales")
+        if name == "bitcast_convert_type" or kind is None:
+            operands = [self.state(v) for v in eqn.invars]
+            return self.as_traced(eqn, states.unknown(operands), "no rule: as traced, float32")
+        return self.decide_by_class(eqn, kind, settings)
+
+    def decide_by_class(self, eqn: Any, kind: OpClass, settings: Settings) -> Decision:
+        name = eqn.primitive.name
+        rule = OP_RULES[name]
+        operands = [self.state(v) for v in eqn.invars]
+        if name == "reduce_sum" and operands[0].kind == Kind.CONSTANT:
+            dims = [eqn.invars[0].aval.shape[i] for i in eqn.params["axes"]]
+            return self.fused(eqn, states.total(operands[0], dims), rule.reason)
+        if self.low_dtype(eqn, settings) is None and not self.reads_low(eqn):
+            kind = OpClass.KEEP if kind is OpClass.KEEP else OpClass.FULL
+        if kind is OpClass.FULL:
+            state = states.full(operands)
+            is_total = name in traits.RUNNING and state.kind == Kind.WIDE
+            return self.fused(eqn, states.keep(state) if is_total else state, rule.reason)
+        if kind is OpClass.KEEP:
+            return self.decide_keep(eqn, operands, rule.reason)
+        if settings.as_written or self.low_dtype(eqn, settings) is None:
+            return self.fused(eqn, states.full(operands), "float32 was asked for here")
+        branches = self.with_branches(eqn, self.as_followed(eqn, operands))
+        state = states.follow(branches, widest=settings.widest)
+        if state.kind == Kind.LOW:
+            operands = branches
+        if state.kind == Kind.CONSTANT:
+            state = states.arithmetic(name, operands)
+        if name not in traits.STEPS:
+            state = states.unkept(state)
+        if name in traits.ADDS:
+            alike = self.as_followed(eqn, operands)
+            state = self.sums.state(eqn, alike, state, widest=settings.widest)
+        if state.kind == Kind.LOW:
+            state = _unrounded_parts(name, operands) or state
+        return self.fused(eqn, state, rule.reason)
+
+    def with_branches(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
+        """The states of operands; a normalised branch that joins a stream counts as low."""
+        found = norms.branches(eqn, self.normalised)
+        if not found or self.sums.repeats_any(compat.variables(eqn)):  # the shift of a norm
+            return operands
+        want = self.demand.get(eqn.outvars[0], 0)
+        return [
+            self.as_normalised(eqn, state, want) if v in found else state
+            for v, state in zip(eqn.invars, operands, strict=True)
+        ]
+
+    def reads_low(self, eqn: Any) -> bool:
+        return any(self.state(v).kind == Kind.LOW for v in eqn.invars)
+
+    def decide_keep(self, eqn: Any, operands: Sequence[State], reason: str) -> Decision:
+        name = eqn.primitive.name
+        floats = [s for v, s in zip(eqn.invars, operands, strict=True) if is_float32(v)]
+        if len(eqn.outvars) > 1 and len(eqn.invars) == len(eqn.outvars):
+            return self.keep(eqn, operands, reason)  # optimization_barrier and collectives
+        state = floats[0] if floats else states.FOREIGN
+        if state == states.INPUT and demand.resizes(eqn) and name not in traits.CUTS:
+            state = states.NEUTRAL  # rows of a table, or copies
+        if state.kind == Kind.CONSTANT:
+            state = states.arithmetic(name, [state]) if name in ("neg", "abs") else state
+        return self.keep(eqn, [state] * len(eqn.outvars), reason)
+
+    def converted(self, eqn: Any) -> State:
+        source, target = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+        if target != FLOAT32:
+            return states.FOREIGN
+        if source == FLOAT32:
+            return self.state(eqn.invars[0])
+        if jnp.issubdtype(source, jnp.floating):
+            return states.NEUTRAL
+        if compat.is_literal(eqn.invars[0]) and not jnp.issubdtype(source, jnp.complexfloating):
+            return states.constant(float(eqn.invars[0].val))
+        if source == np.bool_:
+            return states.constant(0.0, 1.0)
+        if source.itemsize == 1:
+            return states.constant(float(jnp.iinfo(source).min), float(jnp.iinfo(source).max))
+        return states.UNKNOWN_CONSTANT
+
+    def decide_product(self, eqn: Any, kind: OpClass | None, settings: Settings) -> Decision:
+        want = self.demand.get(eqn.outvars[0], 0)
+        low = self.low_dtype(eqn, settings)
+        how, why, low = self.products.config(eqn, settings, low, exact=bool(want & reads.EXACT))
+        reason = self.why_not_lower(eqn, kind, low) or conditioned.why_not_low(eqn, want)
+        if reason:
+            self.changed |= reason in conditioned.REASONS  # it has a row, and equals others
+            state = states.full([self.state(v) for v in eqn.invars])
+            if settings.dot_precision is not None and demand.has_default_precision(eqn):
+                self.changed = True
+            return self.as_traced(eqn, state, reason)
+        if contraction.only_sums(eqn) and any(self.state(v).kind == Kind.WIDE for v in eqn.invars):
+            self.record(eqn, [states.full([self.state(v) for v in eqn.invars])])
+            return Decision(eqn, Action.FUSED, "a sum of float32 values")
+        if contraction.adds_nothing(eqn):
+            found = [states.unkept(self.state(v)) for v in eqn.invars]
+            state = states.follow(self.as_followed(eqn, found), widest=settings.widest)
+            self.record(eqn, [self.stored(eqn, eqn.outvars[0], state)])
+            return Decision(eqn, Action.FUSED, "contracts nothing, or one element: elementwise")
+        self.changed = True
+        backward = scopes.is_transposed(eqn.source_info.name_stack)
+        seen = want & (reads.OUTPUT | reads.FULL)
+        gradient = want & reads.GRADIENT  # rounded, small steps along it would be lost
+        ruined = want & reads.EXACT
+        exact = gradient or ruined or contraction.only_sums(eqn) or low == FLOAT32
+        exact = exact or (not want & reads.LATER and (seen or backward))
+        exact = exact or bool(want & reads.NEAR and not want & reads.FORWARD)
+        exact = exact or bool(want & reads.SAME)
+        wide = states.WIDE_PURE if gradient else states.KEPT if ruined else states.WIDE
+        rounded = states.low(low)
+        if eqn.outvars[0] in self.meeting:
+            rounded = states.unrounded(rounded)
+        self.states[eqn.outvars[0]] = wide if exact else rounded
+        reason = why or OP_RULES[eqn.primitive.name].reason
+        out = FLOAT32 if exact else low
+        path = self.products.path(eqn) if how is not None else ""
+        return Decision(eqn, Action.PRODUCT, reason, low=low, out_dtype=out, how=how, path=path)
+
+    def why_not_lower(self, eqn: Any, kind: OpClass | None, low: Any) -> str:
+        operands = eqn.invars[:2]
+        if low is None:
+            return "float32 was asked for here"
+        if kind is not OpClass.LOWER:
+            return "kept in float32 by rules="
+        if reason := demand.why_as_written(eqn):
+            return reason
+        found = [self.state(v) for v in operands]
+        if any(s.kind == Kind.CONSTANT and not states.fits(s, low) for s in found):
+            return "a constant that the compute dtype cannot hold"
+        return ""
+
+    def decide_attention(self, eqn: Any, settings: Settings) -> Decision:
+        low = self.low_dtype(eqn, settings)
+        wants = [self.demand.get(v, 0) for v in eqn.outvars]
+        is_exact = any(want & demand.EXACT for want in wants)
+        reason = named_attention.why_as_written(eqn, settings, low, is_exact=is_exact)
+        if reason or low is None:
+            return self.as_traced(eqn, states.full([self.state(v) for v in eqn.invars]), reason)
+        self.changed = True
+        is_low = named_attention.results_low(eqn)
+        self.record(eqn, [states.low(low) if yes else states.WIDE for yes in is_low])
+        return Decision(eqn, Action.ATTENTION, "", low=low)  # `planning` names the kernel
+
+    def decide_call(self, eqn: Any, settings: Settings) -> Decision:
+        is_loop = eqn.primitive.name in ("scan", "while")
+        settings = _inside(settings, scopes.of(eqn), in_loop=is_loop or settings.in_loop)
+        if fusible.is_fusible_function(eqn):
+            return self.decide_function(eqn, settings)
+        in_states = tuple(self.state(v) for v in eqn.invars)
+        wants = tuple(self.demand.get(v, 0) for v in eqn.outvars)
+        reads_of = demand.Inner(eqn, self.settings.demanded, self.facts)
+        call = control.plan_call(eqn, in_states, wants, settings, self.inner(eqn), reads_of)
+        self.states.update(zip(eqn.outvars, call.out_states, strict=True))
+        for v, *inside in zip(eqn.outvars, *(p.ahead for p in _bodies(eqn, call)), strict=True):
+            if any(inside):
+                self.facts[v] = self.facts[v]._replace(ahead=True)
+        if not call.changed:
+            return Decision(eqn, Action.AS_TRACED, "nothing to lower inside")
+        self.changed = True
+        return Decision(eqn, Action.CALL, "planned inside", call=call)
+
+    def inner(self, eqn: Any) -> control.PlanInner:
+        """Returns what plans the programs of an equation, told what is known of their inputs."""
+        plan = self.products.entering(eqn, self.plan_inner)
+
+        def planned(
+            part: structure.Part,
+            in_states: tuple[State, ...],
+            wants: tuple[int, ...],
+            settings: Settings,
+        ) -> Decided:
+            given, _ = facts.entering(eqn, part, self.facts)
+            operands = [eqn.invars[place] for place in part.operands]
+            ahead = [not compat.is_literal(v) and self.is_before_a_product(v) for v in operands]
+            told = tuple(f._replace(ahead=a) for f, a in zip(given, ahead, strict=True))
+            return plan(
+                part.program, in_states, wants, settings, told, self.sums.relations(operands)
+            )
+
+        return planned
+
+    def decide_function(self, eqn: Any, settings: Settings) -> Decision:
+        """A small function without products: run as one operation, decided as if inlined."""
+        operands = tuple(self.state(v) for v in eqn.invars)
+        low = self.low_dtype(eqn, self.settings_at(eqn))
+        if low is None or fusible.operations(eqn) & settings.held_full:
+            made = [states.full(of) for of in _read_by_each_result(eqn, operands)]
+        elif is_activation(eqn):
+            made = self.of_activation(eqn, operands, settings)
+        else:
+            wants = tuple(self.demand.get(v, 0) for v in eqn.outvars)
+            (part,) = structure.parts(eqn)
+            made = self.inner(eqn)(part, operands, wants, settings).out_states
+        self.record(eqn, [self.stored(eqn, *pair) for pair in zip(eqn.outvars, made, strict=True)])
+        reason = "a function as a whole: inside in float32, rounded once"
+        return Decision(eqn, Action.FUSED, reason)
+
+    def of_activation(
+        self, eqn: Any, operands: tuple[State, ...], settings: Settings
+    ) -> list[State]:
+        """An activation takes the dtype of its operands, as one operation."""
+        found: list[State] = []
+        handed_on = carries.direct(structure.single_program(eqn))
+        for places, of in zip(handed_on, _read_by_each_result(eqn, operands), strict=True):
+            state = states.follow(self.as_followed(eqn, of), widest=settings.widest)
+            if any(operands[i].is_state for i in places):
+                state = states.keep(state)
+            elif state.kind != Kind.CONSTANT:
+                state = states.unkept(state)
+            found.append(state)
+        return found
+
+    # -- the ways to record a decision -------------------------------------------------------
+
+    def foreign(self, eqn: Any) -> Decision:
+        """Integers and the like; what combines comparisons stays in the group that made them."""
+        joined = eqn.primitive.name in traits.LOGIC and any(
+            not compat.is_literal(v) and v in self.compared for v in eqn.invars
+        )
+        if not joined:
+            return self.as_traced(eqn, states.FOREIGN, "holds no float32")
+        self.compared.update(eqn.outvars)
+        return self.fused(eqn, states.FOREIGN, "combines comparisons")
+
+    def as_traced(self, eqn: Any, state: State, reason: str) -> Decision:
+        self.record(eqn, [state] * len(eqn.outvars))
+        return Decision(eqn, Action.AS_TRACED, reason)
+
+    def keep(self, eqn: Any, found: Sequence[State], reason: str) -> Decision:
+        self.record(eqn, found)
+        by_itself = len(eqn.outvars) == len(eqn.invars)
+        for i, v in enumerate(eqn.outvars):  # what is moved stands where it stood
+            moved = [eqn.invars[i]] if by_itself else compat.variables(eqn)
+            if any(not compat.is_literal(a) and self.is_before_a_product(a) for a in moved):
+                self.facts[v] = self.facts[v]._replace(ahead=True)
+        fused = fusible.is_fusible(eqn) and not eqn.effects
+        return Decision(eqn, Action.FUSED if fused else Action.KEEP, reason)
+
+    def fused(self, eqn: Any, state: State, reason: str) -> Decision:
+        name = eqn.primitive.name
+        if eqn.effects or not (name in traits.FUSIBLE or fusible.is_fusible_function(eqn)):
+            found = [self.unrounded(eqn, v, state) for v in eqn.outvars]
+            self.record(eqn, found)
+            native = name in traits.NATIVE and state.kind == Kind.LOW and found[0] == state
+            action = Action.NATIVE if native else Action.AS_TRACED
+            return Decision(eqn, action, reason, out_dtype=state.dtype)
+        self.record(eqn, [self.stored(eqn, v, state) for v in eqn.outvars])
+        return Decision(eqn, Action.FUSED, reason)
+
+
+def _bodies(eqn: Any, call: control.CallPlan) -> list[Decided]:
+    """Returns the plans of an equation's programs but for a loop's condition."""
+    parts = structure.parts(eqn)
+    return [p for part, p in zip(parts, call.plans, strict=True) if not part.is_condition]
+
+
+def _read_by_each_result(eqn: Any, operands: Sequence[State]) -> list[list[State]]:
+    """Returns the states of the operands that each result of a function depends on."""
+    program = structure.single_program(eqn)
+    return [[operands[i] for i in sorted(places)] for places in demand.dependencies(program)]
+
+
+def _unrounded_parts(name: str, operands: Sequence[State]) -> State | None:
+    """The state of what holds values of its operands as they are, where one must not be rounded."""
+    if name in traits.JOINS and states.INPUT in operands:
+        return states.KEPT  # coordinates beside features
+    if name in traits.UPDATES and operands[0].kind != Kind.LOW:
+        return states.WIDE  # the rest of a float32 buffer
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _inside(settings: Settings, scope: tuple[str, ...], *, in_loop: bool) -> Settings:
+    if isinstance(settings.policy, Policy):
+        scope = ()
+    if not scope and in_loop is settings.in_loop:
+        return settings
+    return replace(settings, scope=settings.scope + scope, in_loop=in_loop)

@@ -1,0 +1,56 @@
+"""Attention by name: which of its operands and results are low, and when it stays float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpjax._base.own_primitives import own_primitive
+from mpjax._jaxpr.op_rules import OpClass, op_class
+
+FORWARD = own_primitive("attention", computes=True, several=True)
+BACKWARD = own_primitive("attention_backward", computes=True, several=True)
+"""The primitives of `dot_product_attention`; their rules are in `attention/primitives`."""
+MULTIPLIED = 3
+"""Operands that are multiplied, which come first: query, key and value."""
+DERIVED = 3
+"""Operands that a derivative reads last: result, rows and cotangent."""
+FLOAT32 = np.dtype("float32")
+
+
+def is_attention(eqn: Any) -> bool:
+    """Whether an equation is an attention, or its derivative."""
+    return eqn.primitive in (FORWARD, BACKWARD)
+
+
+def is_backward(eqn: Any) -> bool:
+    """Whether an equation is the derivative of an attention."""
+    return eqn.primitive is BACKWARD
+
+
+def operands_low(eqn: Any) -> list[bool]:
+    """Returns which operands a kernel multiplies: query, key, value, result and its cotangent."""
+    count = len(eqn.invars)
+    last = {count - DERIVED, count - 1} if is_backward(eqn) else set()
+    return [i < MULTIPLIED or i in last for i in range(count)]
+
+
+def results_low(eqn: Any) -> list[bool]:
+    """Returns which results a kernel rounds: all but a row's sum and the gradient of a bias."""
+    if is_backward(eqn):
+        return [i < MULTIPLIED for i in eqn.params["wrt"]]
+    return [True, False]
+
+
+def why_as_written(eqn: Any, settings: Any, low: Any, *, is_exact: bool) -> str:
+    """Returns why an attention is not made low, empty where it may be."""
+    if low is None:
+        return "float32 was asked for here"
+    if op_class("dot_general", settings.rules) is not OpClass.LOWER:
+        return "its products are kept in float32 by rules="
+    if any(v.aval.dtype != FLOAT32 for v in eqn.invars[:MULTIPLIED]):
+        return "operands are not float32: as written"
+    if is_exact:
+        return "rounding would ruin what reads it"
+    return ""

@@ -1,0 +1,119 @@
+"""Which values a norm made: divided by the root of their own statistic, then scaled and shifted.
+
+A norm computes in float32, and its result is float32. Where a product reads that result it is
+rounded; where one comes later (a branch that is normalised before it is added to a stream, an
+activation whose channels are gated by their means) a layer that is cast by hand gives a low one
+too. So it may be low if it is stored: without that, the stream behind it is float32 for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpjax._autocast.decide import activations, traits
+from mpjax._autocast.decide.states import copies
+from mpjax._base import compat
+from mpjax._jaxpr import structure
+from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.op_rules import PRODUCTS, only_moves
+
+
+def results(eqns: Sequence[Any]) -> frozenset[Any]:
+    """Returns the values that a norm, or a function of a norm alone, made in some equations."""
+    return _Search(eqns).found()
+
+
+def stored(jaxpr: Any, made: frozenset[Any]) -> frozenset[Any]:
+    """Returns those that several operations read, so that they are stored between them."""
+    readers: dict[Any, int] = {}
+    for eqn in jaxpr.eqns:
+        for v in made.intersection(compat.variables(eqn)):
+            readers[v] = readers.get(v, 0) + 1
+    return frozenset(v for v, count in readers.items() if count > 1)
+
+
+def multiplied(jaxpr: Any, made: frozenset[Any]) -> frozenset[Any]:
+    """Returns those that products read and nothing else, so that no sum goes on from them.
+
+    A norm of a state is no state then: what is added up is the state, and the products round what
+    they read in any case. An iterate that is normalised after each step is read by its next sum.
+    """
+    others = {v for v in jaxpr.outvars if not compat.is_literal(v)}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in PRODUCTS:
+            others.update(compat.variables(eqn))
+    return made - others
+
+
+def branches(eqn: Any, made: frozenset[Any]) -> frozenset[Any]:
+    """Returns which terms of a sum of two whole arrays a norm made."""
+    if eqn.primitive.name not in ("add", "add_any") or made.isdisjoint(compat.variables(eqn)):
+        return frozenset()
+    shape = eqn.outvars[0].aval.shape
+    if any(compat.is_literal(v) or v.aval.shape != shape for v in eqn.invars):
+        return frozenset()
+    return made.intersection(compat.variables(eqn))
+
+
+@by_program
+def _inside(program: Any) -> bool:
+    opened = compat.closed(program).jaxpr
+    return bool(results(opened.eqns).intersection(opened.outvars))
+
+
+class _Search:
+    """One pass over some equations."""
+
+    def __init__(self, eqns: Sequence[Any]):
+        self.eqns = eqns
+        self.statistics: set[Any] = set()
+        self.roots: set[Any] = set()  # 1 / sqrt of a statistic, or sqrt
+        self.repeated: set[Any] = set()  # by a broadcast, as a shift is
+        self.normalised: set[Any] = set()
+
+    def found(self) -> frozenset[Any]:
+        """Returns what the pass finds."""
+        for eqn in self.eqns:
+            self.note(eqn)
+        return frozenset(self.normalised)
+
+    def note(self, eqn: Any) -> None:
+        """Finds what the results of one equation are."""
+        operands = compat.variables(eqn)
+        if len(eqn.outvars) != 1 or not operands:
+            return
+        (out,) = eqn.outvars
+        name = eqn.primitive.name
+        if name == "broadcast_in_dim" and copies(eqn) > 1:
+            self.repeated.add(out)
+        if name in traits.TOTALS:
+            self.statistics.add(out)
+        elif name == "rsqrt" and operands[0] in self.statistics:
+            self.roots.add(out)
+        elif self.statistics.issuperset(operands) and (name in traits.OF_TOTALS or only_moves(eqn)):
+            (self.roots if name == "sqrt" else self.statistics).add(out)
+        elif self.roots.issuperset(operands) and only_moves(eqn):
+            self.roots.add(out)
+        elif self.is_normalised(eqn, name, operands):
+            self.normalised.add(out)
+
+    def is_normalised(self, eqn: Any, name: str, operands: list[Any]) -> bool:
+        """Whether an equation normalises, or computes from what is normalised and weights."""
+        ready = [v for v in operands if v in self.normalised]
+        if structure.single_program(eqn) is not None:
+            return self.is_function_of_a_norm(eqn, operands, ready)
+        if name in traits.SCALES:
+            scales = [v for v in eqn.invars if compat.is_literal(v) or v.aval.ndim == 0]
+            return not scales and bool(ready or self.roots.intersection(operands))
+        if name in traits.SHIFTS:
+            shape = eqn.outvars[0].aval.shape
+            others = [v for v in operands if v not in self.normalised]
+            return bool(ready) and all(v in self.repeated or v.aval.shape != shape for v in others)
+        return len(ready) == len(operands) and (name in traits.BOUNDS or only_moves(eqn))
+
+    def is_function_of_a_norm(self, eqn: Any, operands: list[Any], ready: list[Any]) -> bool:
+        """Whether an equation calls an activation of a normalised value, or a norm."""
+        if len(ready) == len(operands) == 1:
+            return activations.is_activation(eqn)
+        return _inside(structure.single_program(eqn))

@@ -1,0 +1,184 @@
+"""Where a result may be rounded: what readers ask for, and where rounding gains nothing.
+
+A low value is one that may be rounded where it is stored. This file takes that back, for a reader
+that rounding would hurt and behind the last product, and grants it where a product reads the value.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from mpjax._autocast.decide import (
+    demand,
+    facts,
+    meetings,
+    norms,
+    reads,
+    scopes,
+    states,
+    streams,
+)
+from mpjax._autocast.decide.decided import Settings, initial_state
+from mpjax._autocast.decide.states import FLOAT32, Kind, State, is_float32
+from mpjax._base import compat
+from mpjax._policies.policy import Policy
+
+
+class Rounding:
+    """What is known of the values of one program, and in which state each is given to readers."""
+
+    def __init__(
+        self,
+        jaxpr: Any,
+        in_states: tuple[State, ...],
+        wants: tuple[int, ...],
+        settings: Settings,
+        given: tuple[facts.Fact, ...] | None,
+        relations: streams.Relations,
+    ) -> None:
+        self.program = weakref.ref(jaxpr)
+        self.jaxpr = compat.closed(jaxpr).jaxpr
+        self.settings = settings
+        self.in_states = in_states
+        self.facts = facts.of_program(self.jaxpr, given)
+        self.demand = demand.of(self.jaxpr, wants, settings.demanded, self.facts)
+        self.wants = wants
+        self.states: dict[Any, State] = dict(zip(self.jaxpr.invars, in_states, strict=True))
+        for var in self.jaxpr.constvars:
+            self.states[var] = initial_state(var.aval)
+        self.sums = streams.Sums(self.jaxpr, self.demand, self.states, self.facts, relations)
+        self.normalised = norms.results(self.jaxpr.eqns)
+        self.norms_between = norms.stored(self.jaxpr, self.normalised)
+        self.norms_multiplied = norms.multiplied(self.jaxpr, self.normalised)
+        self.meeting = meetings.of(self.jaxpr)
+
+    def settings_at(self, eqn: Any) -> Settings:
+        names = scopes.of(eqn)
+        if self.settings.as_written or scopes.AS_WRITTEN not in names:
+            return self.settings
+        return _as_written(self.settings)
+
+    def low_dtype(self, eqn: Any, settings: Settings) -> Any:
+        """The compute dtype at an equation, None where that is float32."""
+        if settings.as_written:
+            return None
+        path = settings.scope + scopes.of(eqn) if not isinstance(settings.policy, Policy) else ()
+        dtype = scopes.compute_dtype(settings.policy, path)
+        return dtype if dtype.itemsize < FLOAT32.itemsize else None
+
+    def as_followed(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
+        """The states of operands for an operation that takes their dtype.
+
+        What is float32 for the sake of one reader is as good as low for the others. Its cotangent
+        is float32 too, as that of a value which `jax.grad` sees in float32.
+        """
+        if scopes.is_transposed(eqn.source_info.name_stack):
+            return operands
+        return [states.as_low(s) for s in operands]
+
+    def as_normalised(self, eqn: Any, state: State, want: int) -> State:
+        """Low, where a product comes later and nothing that rounding would hurt reads the value."""
+        spoiled = reads.OUTPUT | reads.FULL | reads.GRADIENT | reads.ABSOLUTE | reads.UNROUNDED
+        if not want & reads.LATER or want & spoiled:
+            return state
+        return self.as_read(eqn, state, reads.PRODUCT)
+
+    def stored(self, eqn: Any, var: Any, state: State) -> State:
+        """Low instead of wide, where a product reads the value and no output does."""
+        want = self.demand.get(var, 0)
+        state = self.unrounded(eqn, var, state)
+        if var in self.norms_multiplied:
+            state = states.unkept(state)
+        if var in self.norms_between:
+            state = self.as_normalised(eqn, state, want)
+        return self.as_read(eqn, state, want)
+
+    def unrounded(self, eqn: Any, var: Any, state: State) -> State:
+        """Float32 instead of low, where rounding would hurt a reader or gain nothing."""
+        want = self.demand.get(var, 0)
+        if state.kind != Kind.LOW:
+            return state
+        if self.gains_nothing(eqn, want):
+            return states.WIDE
+        asked = want & reads.UNROUNDED or var in self.meeting or self.is_of_unrounded(eqn, var)
+        return states.unrounded(state) if asked else state
+
+    def is_of_unrounded(self, eqn: Any, var: Any) -> bool:
+        """Whether a value is the maximum of rows that are float32 for the sake of a reader.
+
+        A softmax subtracts it from them: `exp(x - max(x))` is exactly 1 only where both are alike.
+        """
+        operands = [self.states[v] for v in compat.variables(eqn)]
+        return self.facts[var].extreme and any(s.would_be is not None for s in operands)
+
+    def gains_nothing(self, eqn: Any, want: int) -> bool:
+        """Whether a value stands behind the last product, where losses live.
+
+        In a derivative taken inside the program products come later: those of the backward pass.
+        What is behind the last product of the forward pass still is, unless it was made, for that
+        derivative, of what stands before.
+        """
+        if not want & reads.LATER:
+            return True
+        if want & reads.FORWARD or scopes.is_transposed(eqn.source_info.name_stack):
+            return False
+        return not any(map(self.is_before_a_product, compat.variables(eqn)))
+
+    def is_before_a_product(self, var: Any) -> bool:
+        """Whether a product of the forward pass depends on a value, here or where we are called."""
+        return bool(self.demand.get(var, 0) & reads.FORWARD) or self.facts[var].ahead
+
+    def as_read(self, eqn: Any, state: State, want: int) -> State:
+        """The state in which a result of an equation is given to those that read it so."""
+        if state.kind != Kind.WIDE or state.pure or state.kept or not want & reads.PRODUCT:
+            return state
+        dtype = self.low_dtype(eqn, self.settings_at(eqn))
+        if want & (reads.OUTPUT | reads.FULL | reads.ABSOLUTE | reads.UNROUNDED):
+            return state
+        if dtype is None or self.settings.widest:
+            return state
+        return states.low(dtype)
+
+    def record(self, eqn: Any, found: Sequence[State]) -> None:
+        for var, state in zip(eqn.outvars, found, strict=True):
+            self.states[var] = state if is_float32(var) else states.FOREIGN
+
+    def state(self, atom: Any) -> State:
+        if compat.is_literal(atom):
+            return states.of_literal(atom)
+        return self.states[atom]
+
+    def output_state(self, atom: Any, want: int, maker: Any) -> State:
+        state = self.state(atom)
+        if want & reads.STACKED:  # a loop may stack low what it also carries in float32
+            state = states.unkept(state)
+        if maker is not None:
+            inside = self.demand.get(atom, 0) & reads.UNROUNDED
+            state = self.as_read(maker, state, want | inside)
+        if state.kind != Kind.LOW:
+            return state
+        if want & (reads.FULL | reads.UNROUNDED):
+            return states.WIDE
+        if want & reads.OUTPUT and not want & reads.PRODUCT:
+            return states.WIDE  # rounding it would be seen and gain nothing
+        return state
+
+    def low_copy(self, var: Any) -> Any:
+        if not is_float32(var) or self.states[var].kind in (Kind.LOW, Kind.CONSTANT):
+            return None
+        if not self.demand.get(var, 0) & reads.WHOLE or not isinstance(
+            self.settings.policy, Policy
+        ):
+            return None
+        dtype = scopes.compute_dtype(self.settings.policy, ())
+        lowered = dtype.itemsize < FLOAT32.itemsize and not self.settings.as_written
+        return dtype if lowered else None
+
+
+@functools.lru_cache(maxsize=256)
+def _as_written(settings: Settings) -> Settings:
+    return replace(settings, scope=(), as_written=True)

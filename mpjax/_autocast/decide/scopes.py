@@ -1,0 +1,113 @@
+"""Where an operation stands: its module path, and whether it is in a region left as it is.
+
+Both are read from the names that `jax.named_scope` (and with it Flax) puts on every operation:
+they survive `jit`'s caches, loops and differentiation, which a flag in Python would not.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from jax.extend import source_info_util
+
+from mpjax._base import compat, source_lines
+from mpjax._policies.policy import Policy
+from mpjax._policies.spelling import Path, of_operation
+
+
+class PolicyByPath(Protocol):
+    """What autocast needs of a `PolicyMap`."""
+
+    @property
+    def policies(self) -> tuple[Policy, ...]: ...
+
+    @property
+    def default(self) -> Policy: ...
+
+    @property
+    def rules(self) -> tuple[tuple[str, Policy], ...]: ...
+
+    def deciding(self, path: Path) -> int | None: ...
+
+    def policy_for(self, path: Path) -> Policy: ...
+
+    def warn_unused(self, paths: Iterable[Path], where: str = ...) -> None: ...
+
+    def cast_to_output(self, tree: Any) -> Any: ...
+
+
+Policies = Policy | PolicyByPath
+
+AS_WRITTEN = "mpjax_as_written"
+"""The scope inside which autocast changes nothing: `full_precision`, and its own results."""
+
+
+@functools.lru_cache(maxsize=8192)
+def names(name_stack: Any) -> tuple[str, ...]:
+    """Returns the scopes in a name stack, without the transformations between them."""
+    return tuple(name for segment in segments(name_stack) for name in segment)
+
+
+def segments(name_stack: Any) -> list[tuple[str, ...]]:
+    """Returns the scopes in a name stack, apart where there is a transformation between them."""
+    found: list[tuple[str, ...]] = [()]
+    for entry in getattr(name_stack, "stack", ()):
+        if type(entry).__name__ == "Scope":
+            found[-1] = (*found[-1], entry.name)
+        else:
+            found.append(())
+    return found
+
+
+@functools.lru_cache(maxsize=8192)
+def is_transposed(name_stack: Any) -> bool:
+    """Whether an operation was made by reverse-mode differentiation inside the function."""
+    entries = getattr(name_stack, "stack", ())
+    return any(type(e).__name__ == "Transform" and e.name == "transpose" for e in entries)
+
+
+def of(eqn: Any) -> tuple[str, ...]:
+    """Returns the scopes of one equation."""
+    return names(eqn.source_info.name_stack)
+
+
+def location(eqn: Any) -> str:
+    """Returns the user's source line of an equation, as 'file.py:12 (function)'.
+
+    The line is the user's where a library's layer wrote the equation: 'model.py:30', the call.
+    """
+    user = source_lines.of(eqn.source_info.traceback).user
+    return str(user) if user else source_info_util.summarize(eqn.source_info)
+
+
+def short(where: str) -> str:
+    """Returns 'file.py:12' of '/a/path/file.py:12:4 (function)'."""
+    place = re.match(r"(?:.*[/\\])?([^/\\:]+:\d+)", where)
+    return place[1] if place else where
+
+
+@functools.lru_cache(maxsize=4096)
+def compute_dtype(policy: Policies, path: tuple[str, ...]) -> Any:
+    """Returns the dtype that a policy has for the operations of a module path."""
+    if not isinstance(policy, Policy):
+        policy = policy.policy_for(of_operation(path))
+    return jnp.dtype(policy.compute_dtype)
+
+
+def paths(jaxpr: Any) -> list[Path]:
+    """Returns the paths of the operations of a jaxpr and of those inside it, in all spellings."""
+    return [of_operation(path) for path in _paths(jaxpr, ()) if path]
+
+
+def _paths(jaxpr: Any, around: tuple[str, ...]) -> dict[tuple[str, ...], None]:
+    found: dict[tuple[str, ...], None] = {}
+    for eqn in jaxpr.eqns:
+        path = around + of(eqn)
+        found[path] = None
+        for inner in compat.programs(eqn):
+            found.update(_paths(inner, path))
+    return found

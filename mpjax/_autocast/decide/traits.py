@@ -1,0 +1,188 @@
+"""What operations are like, beside the class that `mpjax._jaxpr.op_rules` gives them: one table.
+
+An operation stands in one row, with a word for each trait; below, what a word means and who asks.
+What is in no row has no trait: it runs by its class alone, in a kernel of its own.
+"""
+
+_TABLE = """
+add sub                                 | fusible alone steps adds linear hands_on shifts of_totals parts
+add_any                                 | fusible alone steps adds linear hands_on
+mul                                     | fusible alone steps hands_on scales of_totals parts
+div                                     | fusible alone steps hands_on scales of_totals parts
+neg                                     | fusible chooses hands_on parts
+rem                                     | fusible native steps
+abs copy stop_gradient                  | fusible chooses
+max                                     | fusible alone steps chooses accumulates bounds of_totals widened
+min                                     | fusible alone steps chooses accumulates bounds widened
+clamp                                   | fusible alone steps chooses accumulates
+select_n                                | fusible alone steps chooses accumulates linear joins
+floor ceil round                        | fusible linear
+convert_element_type                    | fusible linear hands_on of_totals
+sqrt square integer_pow                 | fusible of_totals
+tanh                                    | fusible alone bends bounds costly parts saturates
+logistic                                | fusible bends bounds saturates
+erf                                     | fusible bends bounds costly saturates
+exp exp2 expm1                          | fusible absolute saturates
+pow                                     | fusible
+log log2 log1p                          | fusible distances
+rsqrt cbrt                              | fusible
+sin cos tan sinh cosh                   | fusible absolute saturates
+asin acos acosh atanh                   | fusible distances
+atan asinh                              | fusible saturates
+atan2                                   | fusible
+erfc                                    | fusible costly saturates
+erf_inv one_minus_square                | fusible distances
+sign                                    | fusible saturates
+eq ne lt le gt ge                       | fusible chooses linear looks
+eq_to lt_to le_to is_finite             | fusible chooses linear looks
+argmax argmin                           | chooses linear looks
+and or not                              | fusible chooses linear logic
+xor                                     | fusible linear logic
+concatenate stack                       | fusible alone steps linear accumulates joins
+pad                                     | fusible alone steps linear accumulates turns
+reshape squeeze expand_dims transpose   | fusible chooses turns permutes
+rev                                     | fusible turns permutes
+slice                                   | fusible resizes turns cuts
+split unstack                           | fusible resizes permutes cuts
+broadcast_in_dim                        | fusible chooses resizes repeats
+dynamic_slice                           | resizes picks
+gather                                  | resizes picks repeats
+dynamic_update_slice                    | updates native steps accumulates
+scatter scatter-max scatter-min         | updates native steps accumulates selects
+scatter-add scatter-sub                 | updates native accumulates
+scatter-mul                             | updates native
+reduce_sum                              | fusible linear statistic totals
+reduce_prod                             | fusible statistic
+reduce_max                              | fusible statistic totals resizes selects extreme
+reduce_min                              | fusible statistic resizes selects extreme
+reduce_and reduce_or                    | fusible
+cummax cummin                           | extreme
+sort top_k                              | selects
+tile pvary pcast pbroadcast             | repeats
+all_gather all_gather_invariant         | repeats
+cumsum cumlogsumexp                     | unforgiving running
+cumprod fft                             | unforgiving
+cholesky lu qr geqrf svd schur eig eigh | unforgiving
+hessenberg householder_product          | unforgiving
+triangular_solve custom_linear_solve    | unforgiving
+tridiagonal tridiagonal_solve           | unforgiving
+cholesky_update geqp3 ormqr             | unforgiving
+symmetric_product spsolve linear_solve  | unforgiving
+debug_callback debug_print              | looks
+"""  # fmt: skip  # noqa: E501
+_ROWS = [[part.split() for part in line.split("|")] for line in _TABLE.strip().splitlines()]
+
+
+def _having(word: str) -> frozenset[str]:
+    return frozenset(name for names, words in _ROWS for name in names if word in words)
+
+
+# -- how it is run: groups, fusible, exact, sums ---------------------------------------------------
+
+FUSIBLE = _having("fusible")
+"""XLA computes it in one kernel with its neighbours, cheaply enough to do it again."""
+
+ALONE = _having("alone")
+"""Runs on low operands where it is alone in its group: one rounding either way.
+
+Not `logistic`: some backends make 1 / (1 + exp(-x)) of it, each step rounded.
+"""
+
+COSTLY = _having("costly")
+"""XLA:GPU stores its result in float32 for a second kernel rather than compute it there."""
+
+NATIVE = _having("native")
+"""Follows its operands' dtype outside of any group."""
+
+CHOOSES = _having("chooses")
+"""Only chooses, compares or moves: low values in, the same result."""
+
+PERMUTES = _having("permutes")
+"""Each element of its operand stands in its results once, unchanged."""
+
+CUTS = _having("cuts")
+"""Each of its results is a part of its operand, told by where it starts and ends."""
+
+PARTS = _having("parts")
+"""A part of its result is computed of the same parts of its operands."""
+
+WIDENED = _having("widened")
+"""A TPU widens low operands for it by itself, and is told to, or it lays out badly what follows."""
+
+REPEATS = _having("repeats")
+"""Linear; its cotangent is a sum over copies."""
+
+SELECTS = _having("selects")
+"""Its derivative asks again which values were chosen, and may sum over ties."""
+
+# -- what it does to states and streams: decide, streams, carries, norms ---------------------------
+
+STEPS = _having("steps")
+"""A value that is kept in float32 goes through it and is kept."""
+
+ADDS = _having("adds")
+"""Adds two values: a step of a solver, a branch of a residual stream."""
+
+UPDATES = _having("updates")
+"""Updates part of its first operand."""
+
+JOINS = _having("joins")
+"""Each value of its result is one of its operands', unchanged."""
+
+LOGIC = _having("logic")
+"""Joins booleans or bits."""
+
+PICKS = _having("picks")
+"""Takes rows that its other operands name."""
+
+EXTREME = _having("extreme")
+"""Gives values that it was given, the largest or the smallest."""
+
+STATISTIC = _having("statistic")
+"""Makes few numbers of many."""
+
+RUNNING = _having("running")
+"""Adds up: its results are large beside what sets them apart, which rounding would lose."""
+
+BENDS = _having("bends")
+"""Bounded: forgets how large its operand was."""
+
+SCALES, SHIFTS, BOUNDS = _having("scales"), _having("shifts"), _having("bounds")
+"""What may follow in a norm, after the division by the root of its statistic."""
+
+TOTALS, OF_TOTALS = _having("totals"), _having("of_totals")
+"""What makes the statistic of a norm, and what is computed with statistics alone."""
+
+# -- what its derivative keeps: linear, product ----------------------------------------------------
+
+LINEAR = _having("linear")
+"""Differentiating it keeps nothing in float32."""
+
+TURNS = _having("turns")
+"""May stand beside the product in the small function that is one product to its derivative."""
+
+# -- how its result tells what is asked of its operands: reads -------------------------------------
+
+UNFORGIVING = _having("unforgiving")
+"""Amplifies what its operand was rounded by: factorisations, running sums, transforms."""
+
+ABSOLUTE = _having("absolute")
+"""Shows the error of its operand, not its ratio to the operand: a rounded 40 is another angle."""
+
+DISTANCES = _having("distances")
+"""Reads how far its operand is from 0, 1 or -1: `log` near 1, `acos` at both ends."""
+
+SATURATES = _having("saturates")
+"""Smooth in its operand, also where its result is close to a constant."""
+
+HANDS_ON = _having("hands_on")
+"""An output, or a float32 accumulator, that reads its result reads its operands."""
+
+ACCUMULATES = _having("accumulates")
+"""Puts its operands into what a loop may carry in float32."""
+
+RESIZES = _having("resizes")
+"""Its result has another size than its operand: a low copy of the whole is not worth it."""
+
+LOOKS = _having("looks")
+"""Changes nothing by being there."""

@@ -1,0 +1,259 @@
+"""Which operands of products come from parameters, and which product is a network's first or last.
+
+Found by data flow, so that any function has it: forward, what each value is made of; backward,
+whether another layer reads it. A *layer* is a product of a weight with something that is none, or
+a table that rows are taken from.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from mpjax._autocast.decide import scopes, traits
+from mpjax._base import compat
+from mpjax._jaxpr import structure
+from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.op_rules import PRODUCTS
+from mpjax._jaxpr.structure import Part
+
+
+class Made(enum.IntEnum):
+    """What a value is made of."""
+
+    CONSTANTS = 0  # nothing that is given to the function
+    PARAMETERS = 1  # parameters, and constants
+    INPUTS = 2  # something else besides
+
+
+class Origin(NamedTuple):
+    """Where a value comes from."""
+
+    made: Made
+    path: str = ""  # of the first parameter, where it is made of parameters
+    after_layer: bool = False  # whether a layer's result went into it
+
+
+CONSTANT = Origin(Made.CONSTANTS)
+INPUT = Origin(Made.INPUTS)
+
+
+def joined(origins: Sequence[Origin]) -> Origin:
+    """Returns the origin of what several values went into."""
+    made = max((o.made for o in origins), default=Made.CONSTANTS)
+    if made is Made.PARAMETERS:
+        return next(o for o in origins if o.made is made)
+    return Origin(made, "", any(o.after_layer for o in origins))
+
+
+@dataclass(frozen=True)
+class Given:
+    """What is known of a program's inputs and outputs; hashable, part of a plan's key."""
+
+    inputs: tuple[Origin, ...]
+    feeds: tuple[bool, ...]  # for each output, whether a later layer reads it
+    tables: frozenset[str]  # parameters that rows are taken from
+    unplaced: frozenset[str]  # parameters of the first or last layer, for products of a derivative
+    keeps_history: bool = True  # whether what products see can be recorded where the program stands
+
+
+@dataclass
+class Flow:
+    """What each value of a program is made of, and which of them another layer reads."""
+
+    origins: dict[Any, Origin]
+    feeds: set[Any] = field(default_factory=set)
+
+    def origin(self, atom: Any) -> Origin:
+        """Returns where a variable or a literal comes from."""
+        return CONSTANT if compat.is_literal(atom) else self.origins.get(atom, INPUT)
+
+    def weight(self, eqn: Any) -> int | None:
+        """Returns which operand of a product is made of parameters, if only one is."""
+        made = [self.origin(v).made is Made.PARAMETERS for v in eqn.invars[:2]]
+        others = [self.origin(v).made is Made.INPUTS for v in eqn.invars[:2]]
+        if made[0] and others[1]:
+            return 0
+        return 1 if made[1] and others[0] else None
+
+
+def flow(jaxpr: Any, given: Given) -> Flow:
+    """Returns what is known of the values of an open jaxpr."""
+    found = _forward(jaxpr, given.inputs)
+    _backward(jaxpr, found, given.feeds)
+    return found
+
+
+# -- forward: what values are made of --------------------------------------------------------------
+
+
+def _forward(jaxpr: Any, inputs: tuple[Origin, ...]) -> Flow:
+    found = Flow(dict(zip(jaxpr.invars, inputs, strict=True)))
+    for eqn in jaxpr.eqns:
+        operands = tuple(found.origin(v) for v in eqn.invars)
+        found.origins.update(zip(eqn.outvars, _results(eqn, operands, found), strict=True))
+    return found
+
+
+def _results(eqn: Any, operands: tuple[Origin, ...], found: Flow) -> Sequence[Origin]:
+    if structure.is_call(eqn):
+        return structure.forward(eqn, operands, _outputs, joined)
+    if is_layer(eqn, found):
+        return [Origin(Made.INPUTS, "", after_layer=True)] * len(eqn.outvars)
+    return [joined(operands)] * len(eqn.outvars)
+
+
+def is_layer(eqn: Any, found: Flow) -> bool:
+    """Whether an equation multiplies a weight with something else, or takes rows of a table."""
+    if eqn.primitive.name in PRODUCTS:
+        return found.weight(eqn) is not None
+    return is_table(eqn, found)
+
+
+def is_table(eqn: Any, found: Flow) -> bool:
+    """Whether an equation takes rows of a parameter, which ones depending on the inputs."""
+    if eqn.primitive.name not in traits.PICKS or len(eqn.invars) < 2:
+        return False
+    taken = found.origin(eqn.invars[0]).made is Made.PARAMETERS
+    return taken and any(found.origin(v).made is Made.INPUTS for v in eqn.invars[1:])
+
+
+@by_program
+def _outputs(jaxpr: Any, inputs: tuple[Origin, ...]) -> tuple[Origin, ...]:
+    opened = compat.closed(jaxpr).jaxpr
+    found = _forward(opened, inputs)
+    return tuple(found.origin(v) for v in opened.outvars)
+
+
+# -- backward: which values another layer reads -------------------------------------------------
+
+
+def _backward(jaxpr: Any, found: Flow, outputs: Sequence[bool]) -> None:
+    found.feeds.update(
+        v
+        for v, feeds in zip(jaxpr.outvars, outputs, strict=True)
+        if feeds and not compat.is_literal(v)
+    )
+    for eqn in reversed(jaxpr.eqns):
+        read = _operands_feed(eqn, found)
+        found.feeds.update(
+            v
+            for v, feeds in zip(eqn.invars, read, strict=True)
+            if feeds and not compat.is_literal(v)
+        )
+
+
+def _operands_feed(eqn: Any, found: Flow) -> Sequence[bool]:
+    outs = tuple(v in found.feeds for v in eqn.outvars)
+    count = len(eqn.invars)
+    if is_layer(eqn, found) and not scopes.is_transposed(eqn.source_info.name_stack):
+        return [True] * count
+    if not structure.is_call(eqn):
+        return [any(outs)] * count
+    origins = tuple(found.origin(v) for v in eqn.invars)
+    read = [False] * count
+    for part in structure.parts(eqn):
+        if not part.is_condition:
+            fed = _feeds(part, origins, outs)[0]
+            for i, feeds in zip(part.operands, fed, strict=True):
+                read[i] |= feeds
+    return read
+
+
+@by_program
+def _inputs_feed(
+    jaxpr: Any, inputs: tuple[Origin, ...], outputs: tuple[bool, ...]
+) -> tuple[bool, ...]:
+    opened = compat.closed(jaxpr).jaxpr
+    found = _forward(opened, inputs)
+    _backward(opened, found, outputs)
+    return tuple(v in found.feeds for v in opened.invars)
+
+
+def _feeds(
+    part: Part, origins: tuple[Origin, ...], outs: tuple[bool, ...]
+) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Returns of a program's inputs, and of its outputs, whether a later layer reads them."""
+    inputs = tuple(structure.settled(part, origins, _outputs, joined)[0])
+    while True:  # flags are only ever added
+        read = _inputs_feed(part.program, inputs, outs)
+        again = read[part.carried]
+        found = (*(a or b for a, b in zip(outs, again, strict=False)), *outs[len(again) :])
+        if found == outs:
+            return read, outs
+        outs = found
+
+
+# -- a call's programs ---------------------------------------------------------------------------
+
+
+def inside(eqn: Any, program: Any, found: Flow, given: Given) -> Given | None:
+    """Returns what is known of a program inside an equation; None where nothing is quantised.
+
+    A function with a derivative of its own is multiplied as its author wrote it.
+    """
+    if structure.has_rules(eqn):
+        return None
+    origins = tuple(found.origin(v) for v in eqn.invars)
+    outs = tuple(v in found.feeds for v in eqn.outvars)
+    parts = structure.parts(eqn)
+    part = next(p for p in parts if p.program is program)
+    if part.is_condition:
+        body = parts[-1]
+        carried = structure.settled(body, origins, _outputs, joined)[0][body.carried]
+        asked = [origins[i] for i in part.operands]
+        return _with(given, (*asked[: part.carried.start], *carried), (False,))
+    inputs = tuple(structure.settled(part, origins, _outputs, joined)[0])
+    return _with(given, inputs, _feeds(part, origins, outs)[1])
+
+
+def _with(given: Given, inputs: tuple[Origin, ...], feeds: tuple[bool, ...]) -> Given:
+    return replace(given, inputs=inputs, feeds=feeds)
+
+
+# -- the whole program, once ---------------------------------------------------------------------
+
+
+def whole(jaxpr: Any, inputs: tuple[Origin, ...]) -> Given:
+    """Returns what is known of a whole function of which `inputs` are the arrays' origins."""
+    given = Given(inputs, (False,) * len(jaxpr.outvars), frozenset(), frozenset())
+    tables: set[str] = set()
+    unplaced: set[str] = set()
+    _collect(jaxpr, given, tables, unplaced)
+    return Given(inputs, given.feeds, frozenset(tables), frozenset(unplaced))
+
+
+def _collect(jaxpr: Any, given: Given, tables: set[str], unplaced: set[str]) -> None:
+    found = flow(jaxpr, given)
+    for eqn in jaxpr.eqns:
+        if is_table(eqn, found):
+            tables.add(found.origin(eqn.invars[0]).path)
+        if is_first(eqn, found) or is_last(eqn, found):
+            weight = found.weight(eqn)
+            unplaced.add(found.origin(eqn.invars[weight or 0]).path)
+        if structure.is_call(eqn):
+            for part in structure.parts(eqn):
+                inner = None if part.is_condition else inside(eqn, part.program, found, given)
+                if inner is not None:
+                    _collect(compat.closed(part.program).jaxpr, inner, tables, unplaced)
+
+
+def _is_forward_product(eqn: Any, found: Flow) -> bool:
+    if eqn.primitive.name not in PRODUCTS or found.weight(eqn) is None:
+        return False
+    return not scopes.is_transposed(eqn.source_info.name_stack)
+
+
+def is_first(eqn: Any, found: Flow) -> bool:
+    """Whether no layer stands between a layer's product and the inputs."""
+    if not _is_forward_product(eqn, found):
+        return False
+    read = eqn.invars[1 - (found.weight(eqn) or 0)]
+    return not found.origin(read).after_layer
+
+
+def is_last(eqn: Any, found: Flow) -> bool:
+    """Whether no layer stands between a layer's product and the outputs."""
+    return _is_forward_product(eqn, found) and eqn.outvars[0] not in found.feeds

@@ -1,0 +1,285 @@
+"""Which products are multiplied in 8 bits: a recipe for each, or why it stays in 16."""
+
+from __future__ import annotations
+
+import collections
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax._autocast.arguments import stateful
+from mpjax._autocast.decide import scopes
+from mpjax._autocast.decide.contraction import adds_nothing
+from mpjax._autocast.eight_bits import delayed, layers
+from mpjax._autocast.eight_bits.layers import Flow, Given, Made, Origin
+from mpjax._autocast.product import Config, Role, current, quantized
+from mpjax._base.errors import PolicyWarning, message
+from mpjax._jaxpr.op_rules import PRODUCTS
+from mpjax._policies.policy import Policy
+from mpjax._policies.quantized_policy import QuantizedPolicy, recipes_in
+from mpjax._policies.recipes import Recipe
+from mpjax._policies.spelling import matches, of_operation
+
+FLOAT32 = np.dtype("float32")
+SMALLEST = 4096
+"""Elements of a weight below which a product stays in 16 bits: its casts would cost more."""
+MULTIPLE = 16
+"""What both sizes of a weight divide by, as matrix units want them."""
+_ANY_PATH = "\0"  # no layer is called so: what matches it matches everything
+
+
+def quantizes(policy: scopes.Policies) -> bool:
+    """Whether a policy, or a policy of a map, has a recipe."""
+    return bool(recipes_in(policy))
+
+
+class Products:
+    """What is decided for the products of one program: nothing where no policy has a recipe."""
+
+    def __init__(self, jaxpr: Any, policy: scopes.Policies, given: Given | None) -> None:
+        self.policy = policy
+        self.given = given
+        self.flow: Flow | None = layers.flow(jaxpr, given) if given is not None else None
+
+    def entering(self, eqn: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `inner`, which plans a program of an equation, told what is known of it."""
+        flow, given = self.flow, self.given
+        if flow is None or given is None:
+            return inner
+
+        def plan(
+            program: Any, in_states: Any, wants: Any, settings: Any, facts: Any, relations: Any
+        ) -> Any:
+            known = layers.inside(eqn, program, flow, given)
+            if known is not None and known.keeps_history and not delayed.keeps(eqn):
+                known = replace(known, keeps_history=False)
+            return inner(
+                program, in_states, wants, replace(settings, given=known), facts, relations
+            )
+
+        return plan
+
+    def config(
+        self, eqn: Any, settings: Any, low: Any, *, exact: bool
+    ) -> tuple[Config | None, str, Any]:
+        """Returns what a product reads in 8 bits, or None; why; and the dtype of all else.
+
+        Args:
+          eqn: its equation.
+          settings: those of its plan, whose scopes are around it.
+          low: the dtype of products that are not quantised, None for float32.
+          exact: whether what reads the result would be ruined by rounding.
+        """
+        skipped = self.flow is None or settings.as_written
+        if skipped or eqn.primitive.name == "ragged_dot_general" or adds_nothing(eqn):
+            return None, "", low
+        weight = self.flow.weight(eqn) if self.flow is not None else None
+        path = self.path(eqn)
+        scope = settings.scope + scopes.of(eqn)
+        recipe, rule = _recipe(self.policy, scope, path)
+        if recipe is None:
+            left = "no rule asks for it" if rule is None else f"rule {rule!r}"
+            return None, "" if weight is None else f"not in 8 bits: {left}", low
+        why = self._why_not(eqn, weight, path, recipe, rule)
+        why = "what reads it needs it exact" if exact else why
+        if weight is None or why:
+            return None, f"not in 8 bits: {why}", low
+        roles = _roles(eqn, weight)
+        how = quantized(recipe, low or FLOAT32, roles, keeps=settings.in_loop)
+        lost = recipe.has_history and self._why_no_history(eqn)
+        if lost:
+            how = current(how, records=False)
+        return how, _said(recipe, path, lost or ""), low or FLOAT32
+
+    def path(self, eqn: Any) -> str:
+        """Returns the path of the weight of a product, empty where it has none."""
+        weight = self.flow.weight(eqn) if self.flow is not None else None
+        return self.flow.origin(eqn.invars[weight]).path if self.flow and weight is not None else ""
+
+    def _why_no_history(self, eqn: Any) -> str:
+        if scopes.is_transposed(eqn.source_info.name_stack):
+            return "inside a derivative"
+        is_kept = self.given is not None and self.given.keeps_history
+        return "" if is_kept else "inside a branch, a while loop or a shard_map"
+
+    def _why_not(
+        self, eqn: Any, weight: int | None, path: str, recipe: Recipe, rule: str | None
+    ) -> str:
+        if weight is None:
+            return _no_weight(self.flow, eqn)
+        if eqn.primitive.name != "dot_general":
+            return "a convolution"
+        sizes = _sizes(eqn, weight)
+        if sizes[0] % recipe.block_size:
+            why = f"it adds up {sizes[0]}, which blocks of {recipe.block_size} do not divide"
+            if rule is not None and not matches(rule, _ANY_PATH):
+                _refuse_blocks(eqn, why, recipe, rule, path)
+            return why
+        if rule is not None:
+            return ""
+        if self.given is not None and path in self.given.tables:
+            return f"{path or 'the weight'} is a table that rows are taken from"
+        if place := self._place(eqn, path):
+            return place
+        if any(size % MULTIPLE for size in sizes) or math.prod(sizes) < SMALLEST:
+            return f"its weight is small or odd: {sizes[0]} x {sizes[1]}"
+        return ""
+
+    def _place(self, eqn: Any, path: str) -> str:
+        """Returns why a product of the first or last layer is kept, empty for one between."""
+        flow, given = self.flow, self.given
+        if flow is None or given is None:
+            return ""
+        if scopes.is_transposed(eqn.source_info.name_stack):
+            return "the derivative of the first or last layer" if path in given.unplaced else ""
+        if layers.is_first(eqn, flow):
+            return "the first layer"
+        return "the last layer" if layers.is_last(eqn, flow) else ""
+
+
+def _recipe(
+    policy: scopes.Policies, scope: tuple[str, ...], path: str
+) -> tuple[Recipe | None, str | None]:
+    """Returns the recipe for a product, and the pattern of the rule of a map that asks for it."""
+    chosen: Any = policy
+    rule = None
+    if not isinstance(policy, Policy):
+        spellings = of_operation(scope)
+        named = spellings if isinstance(spellings, tuple) else (spellings,)
+        index = policy.deciding((*named, path) if path else named)
+        rule, chosen = (None, policy.default) if index is None else policy.rules[index]
+    recipe = chosen.recipe if isinstance(chosen, QuantizedPolicy) else None
+    return recipe, rule
+
+
+def _refuse_blocks(eqn: Any, why: str, recipe: Recipe, rule: str, path: str) -> None:
+    """Refuses blocks that do not divide what a rule names; one for everything names nothing."""
+    if scopes.is_transposed(eqn.source_info.name_stack):
+        return  # a gradient's product of another length stays in 16 bits
+    got = f"rule {rule!r} asks for {recipe}, and the product of {path or 'a weight'} has none:"
+    where = f"autocast, {scopes.location(eqn)}"
+    fix = f"Type {{{rule!r}: 'float8_from_mixed_bfloat16'}}, whose scales need no blocks, or "
+    fix += "another policy for this path before the rule."
+    raise ValueError(message(where, got, f"{why}.", fix))
+
+
+def _roles(eqn: Any, weight: int) -> Any:
+    """Returns the roles of a product's operands and result; a derivative's is the input's."""
+    if scopes.is_transposed(eqn.source_info.name_stack):
+        other, result = Role.RESULT, Role.INPUT
+    else:
+        other, result = Role.INPUT, Role.RESULT
+    return (Role.WEIGHT, other, result) if weight == 0 else (other, Role.WEIGHT, result)
+
+
+def _sizes(eqn: Any, weight: int) -> tuple[int, int]:
+    """Returns how many values a product adds up, and how many columns its weight has."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    shape = eqn.invars[weight].aval.shape
+    summed = math.prod(shape[i] for i in contracted[weight])
+    rest = [n for i, n in enumerate(shape) if i not in (*contracted[weight], *batch[weight])]
+    return summed, math.prod(rest)
+
+
+def _no_weight(flow: Flow | None, eqn: Any) -> str:
+    made = [flow.origin(v).made for v in eqn.invars[:2]] if flow is not None else []
+    if Made.CONSTANTS in made:
+        return "an operand is a constant"
+    if all(m is Made.PARAMETERS for m in made):
+        return "both operands are parameters"
+    return "neither operand is a parameter"
+
+
+def _said(recipe: Recipe, path: str, lost: str) -> str:
+    scales = {"tensor": "one scale each", "channel": "a scale a row"}
+    each = scales.get(recipe.granularity, f"a scale for {recipe.block_size} values")
+    if recipe.has_history:
+        each = f"of the values at hand, {lost}" if lost else "scales of earlier steps"
+    left = [name for name, pair in recipe.products.items() if pair is None]
+    rest = f", not {' and '.join(left)}" if left else ""
+    pattern = re.sub(r"\d+", "*", path) or "an argument"  # so that alike layers share a line
+    return f"{type(recipe).__name__}, {each}{rest}: {pattern}"
+
+
+def prepared(jaxpr: Any, settings: Any, paths: Callable[[], list[str | None]]) -> Any:
+    """Returns the settings for a whole function, with what is known of its arrays.
+
+    Args:
+      jaxpr: the function, open.
+      settings: of its plan.
+      paths: gives, for each of its arrays, the path of a parameter, or None.
+    """
+    if not quantizes(settings.policy):
+        return settings
+    return replace(settings, given=layers.whole(jaxpr, origins(paths())))
+
+
+def widened(args: Any, policy: scopes.Policies) -> Any:
+    """Returns arguments of a function whose parameters are 16-bit, as autocast reads them.
+
+    It moves float32 values only; widening is exact, and what was 16-bit is rounded to the same.
+    """
+    default = policy if isinstance(policy, Policy) else policy.default
+    narrow = default.param_dtype
+    if not quantizes(policy) or narrow.itemsize >= FLOAT32.itemsize:
+        return args
+
+    def widen(leaf: Any) -> Any:
+        is_narrow = isinstance(leaf, (jax.Array, np.ndarray)) and leaf.dtype == narrow
+        return leaf.astype(FLOAT32) if is_narrow else leaf
+
+    return jax.tree.map(widen, args, is_leaf=lambda x: isinstance(x, stateful.object_types()))
+
+
+def warn_if_nothing(plan: Any) -> None:
+    """Warns where a policy has a recipe and no product of a function is quantised."""
+    if not quantizes(plan.settings.policy):
+        return
+    found = list(_products(plan))
+    if any(decision.how is not None for decision in found):
+        return
+    counts = collections.Counter(f"{scopes.location(d.eqn)}: {d.reason}" for d in found)
+    rows = [f"{row}{f' (×{n})' if n > 1 else ''}" for row, n in list(counts.items())[:8]]
+    text = message(
+        "autocast",
+        f"{plan.settings.policy} quantises no product of this function.",
+        *(rows or ["It has no products."]),
+        f"Type PolicyMap('bf16-mixed', {{'mlp*': {_of_rule(plan.settings.policy)!r}}}) for a layer "
+        "by its path, or autocast(fun, policy, params=...) where other arguments are parameters.",
+    )
+    warnings.warn(text, PolicyWarning, stacklevel=4)
+
+
+def _of_rule(policy: scopes.Policies) -> str:
+    """Returns a name of a policy, for a rule, whose products have the dtypes of this one's."""
+    is_int8 = any("int8" in recipe.dtypes for recipe in recipes_in(policy))
+    return f"{'int8' if is_int8 else 'float8'}_from_mixed_bfloat16"
+
+
+def _products(plan: Any) -> Iterator[Any]:
+    for decision in plan.decisions:
+        if decision.eqn.primitive.name in PRODUCTS:
+            yield decision
+        for inner in decision.call.plans if decision.call else ():
+            yield from _products(inner)
+
+
+def weights(given: Given | None) -> list[str]:
+    """Returns the paths of a function's parameters; that of an argument which is one is empty."""
+    return [] if given is None else [o.path for o in given.inputs if o.made is Made.PARAMETERS]
+
+
+def origins(paths: list[str | None]) -> tuple[Origin, ...]:
+    """Returns the origins of arrays, of which parameters have a path and others None."""
+    return tuple(layers.INPUT if path is None else Origin(Made.PARAMETERS, path) for path in paths)
+
+
+def shown_dtype(config: Config) -> Any:
+    """Returns the dtype in which a product is said to read: that of its first operand."""
+    return config.direction(config.roles).dtype(config.roles[0])

@@ -1,0 +1,98 @@
+"""Weights in 8 bits are read where their products are: inside the loops that take a layer each.
+
+A function sees them as the float32 arrays that they stand for. Made once at its start, those of a
+stack of layers would all be stored before the loop over them begins; so they are made in its body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from mpjax._base import compat
+from mpjax._base.quantized_array import dequantized, dequantized_p
+from mpjax._jaxpr import structure
+from mpjax._jaxpr.binding import bind, evaluate, written_at
+
+
+class _Stored(NamedTuple):
+    """A weight that has not been read yet."""
+
+    values: Any
+    scale: Any
+
+    @property
+    def read(self) -> jax.Array:
+        return dequantized(self.values, self.scale)
+
+
+def sunk(program: Any, arrays: Sequence[Any]) -> Any:
+    """Returns a closed jaxpr that reads weights in 8 bits inside its loops and checkpoints.
+
+    Args:
+      program: what was traced.
+      arrays: what it was traced on.
+    """
+    jaxpr = program.jaxpr
+    made = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive is dequantized_p}
+    holds = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in _INTO]
+    if made.isdisjoint(v for eqn in holds for v in compat.variables(eqn)):
+        return program
+    return jax.make_jaxpr(lambda *args: _read(_run(program, args)))(*arrays)
+
+
+def _run(program: Any, args: Sequence[Any]) -> list[Any]:
+    """Returns the results of a program, some of whose arguments may be stored weights."""
+
+    def one(eqn: Any, values: list[Any]) -> Sequence[Any]:
+        if eqn.primitive is dequantized_p:
+            return [_Stored(*values)]
+        holds = any(isinstance(v, _Stored) for v in values)
+        into = _INTO.get(eqn.primitive.name) if holds else None
+        with written_at(eqn):
+            return bind(eqn, _read(values)) if into is None else into(eqn, values)
+
+    return evaluate(program, args, one)
+
+
+def _read(values: Sequence[Any]) -> list[Any]:
+    return [v.read if isinstance(v, _Stored) else v for v in values]
+
+
+def _scan(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    first, num_carry = compat.scan_counts(eqn.params)
+    last = first + num_carry
+    length = eqn.params["length"]
+    # Scales that all slices share cannot be sliced.
+    xs = [v if _is_sliced(v, length) else v.read for v in values[last:]]
+    consts, body = values[:first], compat.closed(eqn.params["jaxpr"])
+
+    def step(carry: Any, slices: Any) -> tuple[Any, Any]:
+        outs = _read(_run(body, [*consts, *carry, *slices]))
+        return outs[:num_carry], outs[num_carry:]
+
+    carry, ys = lax.scan(
+        step,
+        _read(values[first:last]),
+        xs,
+        **compat.scan_options(eqn.params),
+    )
+    return [*carry, *ys]
+
+
+def _is_sliced(x: Any, length: int) -> bool:
+    return not isinstance(x, _Stored) or x.scale.shape[0] == length
+
+
+def _checkpoint(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    body = compat.closed(eqn.params["jaxpr"])
+    options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
+    if eqn.params["differentiated"]:
+        return bind(eqn, _read(values))
+    return jax.checkpoint(lambda *args: _read(_run(body, args)), **options)(*values)
+
+
+_INTO = {"scan": _scan, **dict.fromkeys(structure.CHECKPOINTS, _checkpoint)}

@@ -1,0 +1,305 @@
+"""What each backend needs before it runs a low product.
+
+Nothing here changes a value: these are primitives that are the identity, or a rounding, wherever
+they are traced, and that one backend lowers in its own way.
+
+XLA:CPU has kernels for `[batch, free, contract] × [batch, contract, free]` of bfloat16 with a
+float32 result. When it folds a transpose into the product, of an operand or of the result, none
+fits and the program fails when it runs (`UNIMPLEMENTED: ... DotThunk::Execute: BF16 x BF16 =
+F32`). So operands are put in that order, and what XLA would fold is kept apart. On a CPU without
+instructions for bfloat16 products the same numbers come faster from the float32 kernel: products
+of two bfloat16 are exact in float32.
+
+XLA:GPU cancels a rounding to low against the widening of a later reader, and then stores float32.
+So a product is asked for the low result itself: it accumulates in float32 all the same. So it is
+for a TPU, where it changes one thing: products that are split along what they add up over several
+chips send their parts in 16 bits, as those of a model that is cast by hand. (A barrier
+behind all that is stored low would part it from a transpose or a pad that XLA computes with it.)
+cuDNN has no low convolution with a float32 result at all: XLA would widen its operands, whole
+activations. So it has a low result, widened where float32 was asked for. In float16 the gradient of
+a kernel may overflow there, as one that is cast by hand may; the loss scale is there for that.
+"""
+
+import functools
+import pathlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.interpreters import ad, batching, mlir
+
+from mpjax._base import compat
+from mpjax._base.own_primitives import own_primitive
+from mpjax._jaxpr.identity import (
+    GPUS,
+    batched,
+    converted,
+    identity_primitive,
+    maker,
+    placed,
+    repeated,
+)
+
+FLOAT32 = np.dtype("float32")
+
+
+def plain_layout(x: jax.Array, y: jax.Array, dims: Any) -> tuple[jax.Array, jax.Array, Any]:
+    """Returns both operands with batch dimensions first and contracted ones next to each other."""
+    (contract_x, contract_y), (batch_x, batch_y) = dims
+    free_x = tuple(i for i in range(x.ndim) if i not in (*contract_x, *batch_x))
+    free_y = tuple(i for i in range(y.ndim) if i not in (*contract_y, *batch_y))
+    x = _transpose(x, (*batch_x, *free_x, *contract_x))
+    y = _transpose(y, (*batch_y, *contract_y, *free_y))
+    batch = tuple(range(len(batch_x)))
+    first = len(batch)
+    contracted = len(contract_x)
+    return (
+        x,
+        y,
+        (
+            (
+                tuple(range(x.ndim - contracted, x.ndim)),
+                tuple(range(first, first + contracted)),
+            ),
+            (batch, batch),
+        ),
+    )
+
+
+def _transpose(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    return x if order == tuple(range(x.ndim)) else lax.transpose(x, order)
+
+
+@functools.cache
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for bfloat16 products; yes where the system tells none."""
+    info = pathlib.Path("/proc/cpuinfo")
+    if not info.exists():
+        return True
+    words = set(info.read_text().split())
+    return not words.isdisjoint({"amx_bf16", "avx512_bf16", "bf16"})
+
+
+def _in_order(x: jax.Array) -> jax.Array:
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+def lower_operand(ctx: Any, x: Any) -> Any:
+    """Lowers an operand so that it is stored in the order of its dimensions.
+
+    XLA:CPU would make a transpose a matter of layout, find no kernel of bfloat16 for that layout,
+    and widen both operands: 16 ms instead of 6 for a weight gradient of 512 × 1024 × 1024.
+    """
+    ordered = compat.layouts_can_be_asked_for(ctx)
+    fun = _in_order if ordered else lax.optimization_barrier
+    return mlir.lower_fun(fun, multiple_results=False)(ctx, x)
+
+
+_operand_p = identity_primitive("settled_operand", {})
+mlir.register_lowering(_operand_p, lower_operand, platform="cpu")
+_result_p = identity_primitive("settled_result", {})
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How a product is bound: what its operands and a bfloat16 result pass through."""
+
+    operand: Callable[[Any], Any] = lambda x: x
+    result: Callable[[Any], Any] = lambda x: x
+    low_results: bool = False  # whether the product itself is asked for a low result
+    low_convolutions: bool = False  # whether convolutions of low operands have no other
+    ordered: bool = False  # whether operands are put into the order of `plain_layout`
+    usual_convolutions: bool = False  # whether convolutions are turned to `in_usual_order`
+    hides: Callable[[Any], Any] = lambda x: x  # what any operand passes through
+    rounds: bool = True  # whether a result is rounded here, and not by what it passes through next
+
+
+OTHER = Backend()
+TRACED = Backend(_operand_p.bind, _result_p.bind, ordered=True)
+"""For programs that may still be lowered for any platform."""
+WRITTEN = Backend(ordered=True, low_results=True, rounds=False)
+"""For a forward product: a low result, in the jaxpr, of operands that are hidden already.
+
+A checkpoint policy of the user's saves what it sees. `lower_result` widens it where a backend adds
+up in the dtype of the result.
+"""
+WRITTEN_WIDE = Backend(ordered=True, rounds=False)
+"""The same with float32 results, where products are saved by name."""
+CPU = Backend(_operand_p.bind, _result_p.bind, ordered=True, usual_convolutions=True)
+CPU_WIDE = Backend(
+    lambda x: lax.optimization_barrier(x.astype("float32")), ordered=True, usual_convolutions=True
+)
+GPU = Backend(low_results=True, low_convolutions=True)
+TPU = Backend(low_results=True)
+
+
+def cpu() -> Backend:
+    """Returns how this CPU runs a bfloat16 product; asked when a program is lowered for it."""
+    return CPU if cpu_multiplies_bfloat16() else CPU_WIDE
+
+
+# -- `rounded_p`: the rounding of a product's result, where a GPU rounds in the product ----------
+
+_rounded_p = own_primitive("rounded_result")
+
+
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns a product's result in `dtype`."""
+    return x if x.dtype == dtype else _rounded_p.bind(x, dtype=jax.dtypes.canonicalize_dtype(dtype))
+
+
+def convolved(
+    x: jax.Array, y: jax.Array, params: dict[str, Any], dtype: Any, backend: Backend
+) -> jax.Array:
+    """Returns a convolution of low operands in `dtype`, rounded to theirs on a GPU."""
+    if backend.low_convolutions:
+        params = {**params, "preferred_element_type": x.dtype}
+        return lax.conv_general_dilated(x, y, **params).astype(dtype)
+    if backend.low_results and dtype == x.dtype:
+        return lax.conv_general_dilated(x, y, **{**params, "preferred_element_type": dtype})
+    if not backend.rounds:
+        return lax.conv_general_dilated(x, y, **params)
+    if backend.usual_convolutions and params.get("out_sharding") is None:
+        return _rounded_p.bind(in_usual_order(x, y, params), dtype=dtype)
+    return _rounded_p.bind(lax.conv_general_dilated(x, y, **params), dtype=dtype)
+
+
+def in_usual_order(x: jax.Array, y: jax.Array, params: dict[str, Any]) -> jax.Array:
+    """Returns a convolution, run on images NHWC and kernels HWIO, as XLA:CPU's fast routine is.
+
+    Outside of loops and branches XLA:CPU turns them by itself. Inside, a gradient's convolution
+    runs in plain loops: one of 8 images of 32 × 32 × 32 takes thirteen times what it takes so.
+    """
+    lhs, rhs, out = params["dimension_numbers"]
+    spatial = tuple(range(1, len(lhs) - 1))
+    image = [(spec[0], *spec[2:], spec[1]) for spec in (lhs, out)]
+    kernel = (*rhs[2:], rhs[1], rhs[0])
+    features = len(lhs) - 1
+    usual = lax.ConvDimensionNumbers(
+        (0, features, *spatial),
+        (features, features - 1, *range(features - 1)),
+        (0, features, *spatial),
+    )
+    x, y = _turned(x, image[0]), _turned(y, kernel)
+    made = lax.conv_general_dilated(x, y, **dict(params, dimension_numbers=usual))
+    return lax.transpose(made, np.argsort(image[1]))
+
+
+def _turned(x: jax.Array, order: Sequence[int]) -> jax.Array:
+    """Returns an operand with its dimensions in another order, and stored in that."""
+    if list(order) == list(range(x.ndim)):
+        return x
+    return _operand_p.bind(lax.transpose(x, order))
+
+
+def _convert(x: jax.Array, *, dtype: Any) -> jax.Array:
+    return lax.convert_element_type(x, dtype)
+
+
+_rounded_p.def_impl(_convert)
+_rounded_p.def_abstract_eval(lambda x, *, dtype: x.update(dtype=dtype, weak_type=False))
+batching.primitive_batchers[_rounded_p] = functools.partial(batched, _rounded_p)
+ad.deflinear2(_rounded_p, lambda ct, x, *, dtype: [lax.convert_element_type(ct, x.aval.dtype)])
+
+_ROUND_THEMSELVES = frozenset({"stablehlo.dot_general", "stablehlo.convolution"})
+
+
+def _lower_rounded(ctx: Any, x: Any, *, dtype: Any) -> Any:
+    """Repeats the product with a low result; XLA drops the one that nothing reads any more."""
+    product = maker(x)
+    if getattr(product, "name", None) not in _ROUND_THEMSELVES or "algorithm" in product.attributes:
+        return _lower_convert(ctx, x, dtype=dtype)  # an algorithm says what its result is
+    element = mlir.dtype_to_ir_type(dtype)
+    if dtype != FLOAT32:
+        return [placed(repeated(product, product.operands, element), x)]
+    low = mlir.ir.RankedTensorType(product.operands[0].type).element_type
+    return [placed(converted(repeated(product, product.operands, low), element), x)]
+
+
+def _lower_convert(ctx: Any, x: Any, *, dtype: Any) -> Any:
+    del ctx
+    return [placed(converted(x, mlir.dtype_to_ir_type(dtype)), x)]
+
+
+def _lower_settled(ctx: Any, x: Any) -> Any:
+    """Keeps XLA from folding what reads a product into it; 8 and 23 bits are all of float32."""
+    del ctx
+    bits = mlir.ir.IntegerType.get_signless(32)
+    sizes = {"exponent_bits": 8, "mantissa_bits": 23}
+    operation = mlir.ir.Operation.create(
+        "stablehlo.reduce_precision",
+        results=[x.type],
+        operands=[x],
+        attributes={name: mlir.ir.IntegerAttr.get(bits, size) for name, size in sizes.items()},
+    )
+    return [placed(operation.result, x)]
+
+
+def _cpu_reads_low(ctx: Any) -> bool:
+    return cpu_multiplies_bfloat16() and compat.cpu_may_multiply_low(ctx)
+
+
+def _lower_on_cpu(ctx: Any, x: Any) -> Any:
+    """Keeps the result of a product apart, or repeats the product on widened operands."""
+    product = maker(x)
+    if _cpu_reads_low(ctx) or getattr(product, "name", None) != "stablehlo.dot_general":
+        return _lower_settled(ctx, x)
+    wide = mlir.dtype_to_ir_type(FLOAT32)
+    operands = [_kept_apart(converted(operand, wide)) for operand in product.operands]
+    return [placed(repeated(product, operands, wide), x)]
+
+
+def _lower_result(ctx: Any, x: Any) -> Any:
+    platforms = ctx.module_context.platforms
+    if "cpu" not in platforms:
+        return [x]
+    return _lower_on_cpu(ctx, x) if len(platforms) == 1 else _lower_settled(ctx, x)
+
+
+def _lower_rounding(ctx: Any, x: Any, *, dtype: Any) -> Any:
+    platforms = set(ctx.module_context.platforms)
+    in_product = platforms <= set(GPUS) or (platforms == {"tpu"} and dtype != FLOAT32)
+    return (_lower_rounded if in_product else _lower_convert)(ctx, x, dtype=dtype)
+
+
+def lower_result(ctx: Any, x: Any, *, dtype: Any, settles: bool) -> Any:
+    """Lowers what a forward product passes through: to its result in `dtype`.
+
+    Args:
+      ctx: of the lowering rule.
+      x: the result as it is written, low or float32.
+      dtype: of the result.
+      settles: whether XLA:CPU has to be kept from folding the next operation into the product.
+    """
+    platforms = set(ctx.module_context.platforms)
+    element = mlir.dtype_to_ir_type(dtype)
+    product = maker(x)
+    name = getattr(product, "name", None)
+    if dtype != FLOAT32 and x.type.element_type == element:
+        if settles and platforms == {"cpu"} and not _cpu_reads_low(ctx):
+            return _lower_rounding(ctx, *_lower_on_cpu(ctx, x), dtype=dtype)
+        rounds_itself = platforms <= set(GPUS) or platforms == {"tpu"}
+        if rounds_itself or name not in _ROUND_THEMSELVES or "algorithm" in product.attributes:
+            return [x]
+        x = placed(repeated(product, product.operands, mlir.dtype_to_ir_type(FLOAT32)), x)
+    if settles and "cpu" in platforms:
+        (x,) = _lower_on_cpu(ctx, x) if len(platforms) == 1 else _lower_settled(ctx, x)
+    if dtype == FLOAT32 and name != "stablehlo.convolution":
+        return [x]
+    return _lower_rounding(ctx, x, dtype=dtype)
+
+
+def _kept_apart(x: Any) -> Any:
+    barrier = "stablehlo.optimization_barrier"
+    return mlir.ir.Operation.create(barrier, results=[x.type], operands=[x]).result
+
+
+# Not cacheable: JAX would lower each as a function of its own, where no product is in sight. And
+# one rule that asks for the platforms: JAX 0.12 fails on several rules that are not cacheable in a
+# program that is exported for several platforms.
+mlir.register_lowering(_result_p, _lower_result, cacheable=False)
+mlir.register_lowering(_rounded_p, _lower_rounding, cacheable=False)

@@ -1,0 +1,102 @@
+"""Precisions of products: the one asked of autocast by name, and JAX's global default.
+
+The default, `jax_default_matmul_precision`, is for products that stay float32: a GPU user sets it
+once, to "tensorfloat32" or "high". JAX writes it into every product while it traces, where it
+cannot be told from a `precision=` that was typed at the product. So a function is traced with the
+default left open, and a product that stays float32 is given the default when it is bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mpjax._autocast.product import with_precision
+from mpjax._base import compat
+from mpjax._base.errors import message
+from mpjax._jaxpr.op_rules import PRODUCTS
+
+LOW = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
+"""The precision of low products: told, or JAX would give them the global one."""
+
+
+def default() -> Any:
+    """Returns the precision that JAX gives a product by default; None where that is its own."""
+    if jax.config.jax_default_matmul_precision is None:
+        return None
+    return _given(jax.config.jax_default_matmul_precision)
+
+
+@functools.lru_cache(maxsize=16)
+def _given(_setting: Any) -> Any:
+    x = jax.ShapeDtypeStruct((1,), jnp.float32)
+    (product,) = jax.make_jaxpr(lax.dot)(x, x).jaxpr.eqns
+    found = product.params["precision"]
+    return None if found == LOW else found
+
+
+def left_open(precision: Any) -> contextlib.AbstractContextManager[Any]:
+    """Traces products so that those which leave their precision to JAX are left so.
+
+    Args:
+      precision: what `default` gave.
+    """
+    if precision is None:
+        return contextlib.nullcontext()
+    return jax.default_matmul_precision(None)
+
+
+def restored(eqn: Any, precision: Any) -> dict[str, Any]:
+    """Returns the parameters of an equation bound as traced, with the default in its products."""
+    if precision is None:
+        return eqn.params
+    if eqn.primitive.name in PRODUCTS:
+        is_wide = any(_is_wide(v.aval.dtype) for v in eqn.invars[:2])
+        return with_precision(eqn.params, precision) if is_wide else eqn.params
+    if not compat.programs(eqn):
+        return eqn.params
+    return compat.map_programs(eqn.params, functools.partial(_program, precision=precision))
+
+
+def _program(jaxpr: Any, *, precision: Any) -> Any:
+    eqns = [eqn.replace(params=restored(eqn, precision)) for eqn in jaxpr.eqns]
+    return jaxpr.replace(eqns=eqns)
+
+
+def _is_wide(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 2
+
+
+_ALGORITHMS = {
+    "tf32": lax.DotAlgorithmPreset.TF32_TF32_F32,
+    "tf32x3": lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
+    "bf16": lax.DotAlgorithmPreset.BF16_BF16_F32,
+    "bf16x3": lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
+    "bf16x6": lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
+    "bf16x9": lax.DotAlgorithmPreset.BF16_BF16_F32_X9,
+    "f32": lax.DotAlgorithmPreset.F32_F32_F32,
+}
+
+
+def named(spec: Any) -> Any:
+    """Returns the precision that `autocast(dot_precision=)` names, in JAX's terms."""
+    if spec is None or isinstance(spec, lax.DotAlgorithmPreset):
+        return spec
+    if isinstance(spec, lax.Precision):
+        return (spec, spec)
+    if isinstance(spec, str) and spec in _ALGORITHMS:
+        return _ALGORITHMS[spec]
+    raise ValueError(
+        message(
+            "autocast(dot_precision=)",
+            f"unknown algorithm {spec!r}.",
+            f"Accepted: {', '.join(map(repr, _ALGORITHMS))}, a jax.lax.Precision or a "
+            "jax.lax.DotAlgorithmPreset.",
+            'Type dot_precision="tf32" for TensorFloat-32 products on float32 arrays.',
+        )
+    )

@@ -1,0 +1,23 @@
+"""Warns where a program that multiplies float16 is lowered for a TPU, which gains nothing by it.
+
+Only there is it known what the program is for: to ask while tracing would start a backend, and
+could answer for another device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from mpjax._hardware import check_policy
+from mpjax._policies.policy import get_policy
+
+_FLOAT16 = jnp.dtype(jnp.float16)
+
+
+def lower_operand(ctx: Any, x: Any) -> list[Any]:
+    """Lowers an operand of a product to itself."""
+    if ctx.avals_in[0].dtype == _FLOAT16 and "tpu" in ctx.module_context.platforms:
+        check_policy(get_policy("16-mixed"), "tpu", where="autocast")
+    return [x]

@@ -1,0 +1,60 @@
+"""Runs the attentions of a plan: those that were found, and those that the user named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpjax._autocast.arrange.plan import Plan
+from mpjax._autocast.attention import primitives
+from mpjax._autocast.attention.steps import Attended
+from mpjax._autocast.decide import states
+from mpjax._autocast.decide.named_attention import MULTIPLIED, is_backward, operands_low
+from mpjax._autocast.run.values import Value
+from mpjax._jaxpr import binding
+
+
+def run_named(decision: Any, values: Sequence[Any]) -> list[Any]:
+    """Returns the results of an attention, on low operands."""
+    eqn = decision.eqn
+    arrays = [
+        value.low(decision.low) if is_low else value.full
+        for value, is_low in zip(values, operands_low(eqn), strict=True)
+    ]
+    if is_backward(eqn):
+        return primitives.backward(*arrays, **eqn.params)
+    return list(primitives.attention(eqn.params["program"], *arrays))
+
+
+def run(runner: Any, plan: Plan, one: Attended, env: dict[Any, Value]) -> None:
+    """Adds the result of an attention to the values of a plan."""
+    values = [env[v] for v in one.inputs]
+    arrays = [v.low(one.low) if i < MULTIPLIED else v.made for i, v in enumerate(values)]
+    eqn = plan.decisions[one.last].eqn
+    kept = runner.functions.attentions
+    if one.key not in kept:
+        kept[one.key] = one.read.program(_form(runner, plan, one))
+    with binding.written_at(eqn):
+        out, _ = primitives.attention(kept[one.key], *arrays)
+    (var,) = eqn.outvars
+    env[var] = Value(out, plan.states[var])
+
+
+def _form(runner: Any, plan: Plan, one: Attended) -> Callable[..., Any]:
+    """Returns what the steps compute, as a function of the inputs: XLA's form of an attention."""
+    held = [
+        states.low(one.low) if i < MULTIPLIED else plan.states[v] for i, v in enumerate(one.inputs)
+    ]
+
+    def form(*arrays: Any) -> tuple[Any, Any]:
+        given = zip(one.inputs, arrays, held, strict=True)
+        env = {v: Value(x, state) for v, x, state in given}
+        for step in one.steps:
+            if step.group:
+                runner.run_group(plan, step, env)
+            else:
+                runner.run_one(plan, plan.decisions[step.members[0]], env)
+        out = env[plan.decisions[one.last].eqn.outvars[0]].made
+        return out, one.read.rows({v: value.full for v, value in env.items()})
+
+    return form

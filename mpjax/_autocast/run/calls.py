@@ -1,0 +1,273 @@
+"""Binds operations that hold programs: calls, loops, branches and functions with their own rules.
+
+The public functions of JAX (`lax.scan`, `jax.jit`, `jax.checkpoint`, `jax.shard_map` ...) are
+called on closures that run the plans, so that JAX itself finds what they close over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from mpjax._autocast.arrange.plan import Plan
+from mpjax._autocast.decide.decided import Decision
+from mpjax._autocast.decide.states import Kind
+from mpjax._autocast.run import custom_rules, held_programs, sums
+from mpjax._autocast.run.values import Value
+from mpjax._base import compat
+from mpjax._jaxpr import hijax_programs, structure
+
+Interpreter = Any
+"""`rebind.Interpreter`, which imports this file."""
+
+
+def run(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    """Returns the results of an equation with programs, in the forms of its `out_states`."""
+    eqn = decision.eqn
+    runner = runner.recording(runner.history.inside(decision))
+    how = _RUN.get(eqn.primitive.name, _run_inline)
+    if hijax_programs.is_checkpoint(eqn):
+        how = _run_remat
+    elif hijax_programs.given_name(eqn) is not None:
+        how = _run_named
+    elif how is _run_inline and structure.has_rules(eqn):
+        how = _run_held
+    return list(how(runner, decision, values))
+
+
+def _operands(decision: Decision, values: Sequence[Value]) -> list[Any]:
+    operand_states = decision.call.operand_states
+    return [v.form(s) for v, s in zip(values, operand_states, strict=True)]
+
+
+def _low_copies(plan: Plan, values: Sequence[Value]) -> list[Any]:
+    return [
+        None if dtype is None else v.low(dtype)
+        for v, dtype in zip(values, plan.low_copies, strict=True)
+    ]
+
+
+def _made_low_copies(plan: Plan, values: Sequence[Value]) -> list[Any]:
+    """The low copies that exist: a checkpointed function would keep any other one for backward."""
+    return [
+        None if dtype is None else v.made_low(dtype)
+        for v, dtype in zip(values, plan.low_copies, strict=True)
+    ]
+
+
+def _run_inline(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    (plan,) = decision.call.plans
+    return runner.run(plan, _operands(decision, values), _low_copies(plan, values))
+
+
+def _with_low_copies(
+    runner: Interpreter, plan: Plan, low_copies: Sequence[Any]
+) -> Callable[..., list[Any]]:
+    """Returns the plan as a function of its inputs followed by the low copies that there are."""
+    count = len(plan.in_states)
+    given = [low_copy is not None for low_copy in low_copies]
+
+    def fun(*args: Any) -> list[Any]:
+        rest = iter(args[count:])
+        return runner.run(plan, args[:count], [next(rest) if has else None for has in given])
+
+    return fun
+
+
+def _all_operands(
+    decision: Decision, values: Sequence[Value], low_copies: Sequence[Any]
+) -> list[Any]:
+    return [*_operands(decision, values), *(s for s in low_copies if s is not None)]
+
+
+def _run_jit(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    eqn = decision.eqn
+    (plan,) = decision.call.plans
+    # Kept with the plan, so that the same function is compiled once in eager mode too.
+    key = (runner.products, *compat.hashable_jit_params(eqn.params))
+    compiled = {} if runner.history.arrays else plan.compiled  # no tracers may stay with the plan
+    if key not in compiled:
+        fun = _with_low_copies(runner, plan, plan.low_copies)
+        fun.__name__ = fun.__qualname__ = eqn.params["name"]
+        extra = [i for i, dtype in enumerate(plan.low_copies) if dtype is not None]
+        compiled[key] = jax.jit(fun, **compat.jit_options(eqn.params, extra))
+    return compiled[key](*_all_operands(decision, values, _low_copies(plan, values)))
+
+
+def _run_remat(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    eqn = decision.eqn
+    (plan,) = decision.call.plans
+    params = hijax_programs.holder(eqn).params if hijax_programs.holder(eqn) else eqn.params
+    policy = params["policy"]
+    inner = runner
+    if policy is not None and runner.products is None:
+        inner = runner.inside_checkpoint()
+    ask = None if inner.products is None else inner.products.translated(policy)
+    low_copies = _made_low_copies(plan, values)
+    fun = _with_low_copies(inner, plan, low_copies)
+    args = _all_operands(decision, values, low_copies)
+    if params.get("differentiated"):  # inside `autocast(grad(f))`: JAX must not undo it
+        return compat.bind_remat(eqn, fun, args, ask)
+    prevent_cse = params["prevent_cse"]
+    if not isinstance(prevent_cse, bool):  # one for each operand, without their low copies
+        prevent_cse = any(prevent_cse)
+    return jax.checkpoint(fun, prevent_cse=prevent_cse, policy=ask)(*args)
+
+
+def _run_named(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    """Names a value in the form in which it is held: so a checkpoint's policy keeps it."""
+    name = hijax_programs.given_name(decision.eqn)
+    return [checkpoint_name(x, name) for x in _run_inline(runner, decision, values)]
+
+
+def _run_shard_map(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    params = decision.eqn.params
+    (plan,) = decision.call.plans
+    specs = params["in_specs"]
+    extra = [spec for spec, dtype in zip(specs, plan.low_copies, strict=True) if dtype is not None]
+    operands = _all_operands(decision, values, _low_copies(plan, values))
+    inner = _with_low_copies(runner, plan, plan.low_copies)
+    lows = {i: s.dtype for i, s in enumerate(plan.in_states) if s.kind == Kind.LOW}
+    for i in lows:  # cast inside, so that a replicated value's cotangents are summed in float32
+        operands[i] = values[i].full
+
+    def fun(*args: Any) -> list[Any]:
+        return inner(*(a.astype(lows[i]) if i in lows else a for i, a in enumerate(args)))
+
+    wrapped = jax.shard_map(
+        fun,
+        mesh=params["mesh"],
+        in_specs=(*specs, *extra),
+        out_specs=list(params["out_specs"]),
+        check_vma=params["check_vma"],
+        axis_names=compat.manual_axes(params),
+    )
+    return wrapped(*operands)
+
+
+def _run_scan(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    eqn = decision.eqn
+    (plan,) = decision.call.plans
+    num_consts, num_carry = compat.scan_counts(eqn.params)
+    operands = _operands(decision, values)
+    first, last = num_consts, num_consts + num_carry
+    read_consts = [_read_in_loop(v, x) for v, x in zip(values[:first], operands, strict=False)]
+    # Slices of `xs` are read once each: a low copy of the whole would only stay alive longer.
+    low_copies = [
+        None if dtype is None or i >= first else v.low(dtype)
+        for i, (v, dtype) in enumerate(zip(values, plan.low_copies, strict=True))
+    ]
+    out_states = (*decision.call.out_states[:num_carry], *plan.out_states[num_carry:])
+
+    def body(carry: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
+        xs, amaxes = found  # of histories, each iteration has its own
+        outs = runner.recording(runner.history.inside(decision, amaxes)).run(
+            plan,
+            [*(read() for read in read_consts), *carry, *xs],
+            low_copies,
+            out_states,
+        )
+        return outs[:num_carry], outs[num_carry:]
+
+    carry, ys = lax.scan(
+        body,
+        operands[first:last],
+        (operands[last:], list(runner.history.arrays)),
+        **compat.scan_options(eqn.params),
+    )
+    return [*carry, *ys]
+
+
+def _read_in_loop(value: Value, operand: Any) -> Callable[[], Any]:
+    """Returns how the body of a loop reads what is the same in every iteration."""
+    if value.is_low and sums.is_low(operand):
+        return sums.detached(operand, value.full)
+    return lambda: operand
+
+
+def _run_while(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    params = decision.eqn.params
+    cond, body = decision.call.plans
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    operands = _operands(decision, values)
+    cond_consts, body_consts = operands[:num_cond], operands[num_cond : num_cond + num_body]
+    body_values = values[num_cond : num_cond + num_body]
+    low_copies = [
+        None if dtype is None else v.low(dtype)
+        for v, dtype in zip(body_values, body.low_copies[:num_body], strict=True)
+    ]
+    num_carry = len(operands) - num_cond - num_body
+
+    def cond_fun(carry: Any) -> Any:
+        return runner.run(cond, [*cond_consts, *carry])[0]
+
+    def body_fun(carry: Any) -> Any:
+        low = [*low_copies, *[None] * num_carry]
+        return runner.run(body, [*body_consts, *carry], low, decision.call.out_states)
+
+    init = operands[num_cond + num_body :]
+    if not compat.has_joined_ends(params):
+        return lax.while_loop(cond_fun, body_fun, init)
+
+    def each(carry: Any) -> Any:
+        return compat.still_going(cond_fun(carry), body_fun(carry), carry)
+
+    return lax.while_loop(lambda carry: jnp.any(cond_fun(carry)), each, init)
+
+
+def _run_cond(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    call = decision.call
+    index, *operands = _operands(decision, values)
+
+    def branch(plan: Plan) -> Callable[..., list[Any]]:
+        low_copies = _low_copies(plan, values[1:])
+        return lambda *args: runner.run(plan, args, low_copies, call.out_states)
+
+    branches = [branch(p) for p in call.plans]
+    platforms = decision.eqn.params.get("branches_platforms")
+    if platforms is None:
+        return lax.switch(index, branches, *operands)
+    # Only the branches of the platform that it is lowered for may be lowered.
+    named = [
+        (name, b) for names, b in zip(platforms, branches, strict=True) for name in names or ()
+    ]
+    default = dict(zip(platforms, branches, strict=True)).get(None)
+    return lax.platform_dependent(*operands, default=default, **dict(named))
+
+
+def _run_custom(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    (plan,) = decision.call.plans
+    return custom_rules.run(runner, decision.eqn, plan, [v.full for v in values])
+
+
+def _run_held(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    (plan,) = decision.call.plans
+    return held_programs.run(runner, decision.eqn, plan, [v.full for v in values])
+
+
+def _run_placed(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
+    """Binds a program that is run elsewhere, or under a mark, around what it does here."""
+    eqn = decision.eqn
+    (plan,) = decision.call.plans
+    operands = _operands(decision, values)
+    inner = jax.make_jaxpr(lambda *args: runner.run(plan, args))(*operands)
+    return eqn.primitive.bind(*operands, **{**eqn.params, "jaxpr": inner})
+
+
+_RUN: dict[str, Callable[..., Any]] = {
+    "jit": _run_jit,
+    "remat2": _run_remat,
+    "checkpoint": _run_remat,
+    "shard_map": _run_shard_map,
+    "scan": _run_scan,
+    "while": _run_while,
+    "cond": _run_cond,
+    **dict.fromkeys(structure.PLACED, _run_placed),
+    "custom_jvp_call": _run_custom,
+    "custom_vjp_call": _run_custom,
+}

@@ -1,0 +1,50 @@
+"""Keeps `custom_jvp` and `custom_vjp` rules, each run on the dtypes that it was written for.
+
+The function, its rule and its backward pass are wrapped to trace themselves, be planned, and be
+run with the types they had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mpjax._autocast.arrange.plan import Plan
+from mpjax._autocast.decide import reads
+from mpjax._autocast.decide.decided import Settings, initial_state
+from mpjax._autocast.planning import make_plan
+from mpjax._autocast.product import precision
+from mpjax._base import compat
+from mpjax._jaxpr.rule_traces import RuleTrace
+
+Interpreter = Any
+"""`rebind.Interpreter`, which imports this file."""
+
+
+def run(runner: Interpreter, eqn: Any, plan: Plan, arrays: Sequence[Any]) -> list[Any]:
+    """Returns the results of a function with custom rules, in float32."""
+    settings = replace(plan.settings, in_rule=True)
+
+    def wrap(fun: Callable[..., Any]) -> Callable[..., Any]:
+        return keeping_types(runner, fun, settings)
+
+    return list(compat.bind_custom(eqn, arrays, wrap))
+
+
+def keeping_types(
+    runner: Interpreter, fun: Callable[..., Any], settings: Settings
+) -> Callable[..., Any]:
+    """Returns `fun` with its products lowered and its inputs and outputs typed as they were."""
+
+    def wrapped(*args: Any) -> Any:
+        with precision.left_open(settings.float32_precision):
+            traced = RuleTrace(fun, args)
+        jaxpr = traced.jaxpr
+        in_states = tuple(initial_state(v.aval) for v in jaxpr.jaxpr.invars)
+        wants = (reads.OUTPUT | reads.NEAR,) * len(jaxpr.jaxpr.outvars)
+        plan = make_plan(jaxpr, in_states, wants, settings)
+        full_states = [initial_state(v.aval) for v in jaxpr.jaxpr.outvars]
+        return traced.rebuild(runner.run(plan, traced.arrays, out_states=full_states))
+
+    return wrapped

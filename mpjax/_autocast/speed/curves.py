@@ -1,0 +1,219 @@
+"""Nonlinear functions of one value, as activations are, differentiated at inputs taken for others.
+
+XLA:GPU finds a `tanh` costly: where two kernels would compute it, or two branches of one kernel,
+one stores it in float32 for the other. So it does between the gradients of both halves of a gate,
+`tanh(a) * sigmoid(b)`, and between forward and backward pass, which the statistics of a norm tie to
+one input. Computed of inputs that XLA takes for others, what a derivative reads is another `tanh`,
+and each kernel computes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from mpjax._autocast.decide import fusible, norms, traits
+from mpjax._autocast.decide.states import FLOAT32, SMALLER, is_float32, size
+from mpjax._autocast.speed import lowerings, storage
+from mpjax._autocast.speed.hints import hint
+from mpjax._base import compat
+from mpjax._jaxpr.binding import bind, compute, written_at
+
+_AFFINE = traits.SCALES | traits.SHIFTS | traits.PERMUTES | traits.CUTS | traits.REPEATS
+_MOVES = traits.PERMUTES | traits.CUTS | traits.RESIZES | traits.TURNS
+
+
+@dataclass
+class Curve:
+    """A function of one value, and how that value comes of a group's inputs."""
+
+    of: Any
+    eqns: list[Any] = field(default_factory=list)
+    result: Any = None
+    before: Sequence[Any] = ()  # the sums, scales and moves that make the value
+    inputs: Collection[Any] = ()  # the large ones that these begin with
+
+    def run(self, given: Mapping[Any, Any], local: Mapping[Any, Any], around: int) -> Any:
+        """Returns the result.
+
+        Args:
+          given: the inputs of the group, as they are held.
+          local: what the group has computed so far.
+          around: how many scopes the group is in already.
+        """
+        apart = {v: lowerings.rows_apart(given[v]) for v in self.inputs}
+        again = _evaluated(self.before, {**local, **apart}, around)[self.of]
+
+        def fun(x: Any) -> Any:
+            return _evaluated(self.eqns, {self.of: x}, around)[self.result]  # closes over no tracer
+
+        return _differentiated_at(fun)(widened(self.of, local[self.of]), widened(self.of, again))
+
+
+def _differentiated_at(fun: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    """Returns `fun` of a value, with its derivative at another, which is equal to it."""
+
+    @jax.custom_jvp
+    def at(x: Any, again: Any) -> Any:
+        del again
+        return fun(x)
+
+    @at.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        x, again = primals
+        _, tangent = jax.jvp(fun, (lowerings.on_gpus(x, again),), (tangents[0],))
+        return at(x, again), tangent
+
+    return at
+
+
+def _evaluated(eqns: Sequence[Any], values: Mapping[Any, Any], around: int) -> Mapping[Any, Any]:
+    env = dict(values)
+
+    def read(atom: Any) -> Any:
+        return atom.val if compat.is_literal(atom) else widened(atom, env[atom])
+
+    def run(eqn: Any, operands: list[Any]) -> list[Any]:
+        with written_at(eqn, around):
+            return bind(eqn, operands)
+
+    compute(eqns, env, read, run)
+    return env
+
+
+def widened(var: Any, array: Any) -> Any:
+    """Returns what a group computes with: float32 of what is held low."""
+    return array.astype(FLOAT32) if is_float32(var) and array.dtype != FLOAT32 else array
+
+
+@hint("curves_apart", lambda *_: {})
+def curves(
+    eqns: Sequence[Any],
+    inputs: Collection[Any],
+    outputs: Collection[Any],
+    others: Collection[Any] = (),
+) -> dict[Any, Curve | None]:
+    """Returns the costly curves of a group that gate another part of their input or follow a norm.
+
+    Args:
+      eqns: the group.
+      inputs: what it reads.
+      outputs: what is read of it.
+      others: its variables that are made in another way, and in no curve.
+
+    Returns:
+      Each curve by the first variable that it makes, and None by the rest of them.
+    """
+    found: dict[Any, Curve | None] = {}
+    for curve in _Search(eqns, inputs, outputs).found():
+        first, *rest = made = [eqn.outvars[0] for eqn in curve.eqns]
+        if not set(others).intersection(made):
+            found |= {first: curve, **dict.fromkeys(rest)}
+    return found
+
+
+class _Search:
+    """One pass over the equations of a group."""
+
+    def __init__(
+        self, eqns: Sequence[Any], inputs: Collection[Any], outputs: Collection[Any]
+    ) -> None:
+        self.eqns, self.inputs = eqns, inputs
+        self.makers = {v: eqn for eqn in eqns for v in eqn.outvars}
+        self.least = max((size(v.aval.shape) for v in inputs), default=0) // SMALLER
+        self.by_origin: dict[Any, Curve] = {}
+        self.origins: dict[Any, Any] = {}
+        for eqn in eqns:
+            self.note(eqn)
+        self.results: dict[Any, Curve] = {}  # curves by what is read of them, if it is one value
+        for curve in self.by_origin.values():
+            self.end(curve, outputs)
+
+    def note(self, eqn: Any) -> None:
+        """Adds an equation to the curve that it goes on, if it does."""
+        of = {self.origins.get(v, v) for v in compat.variables(eqn)}
+        if len(of) == 1 and _is_elementwise(eqn):
+            (x,) = of
+            self.by_origin.setdefault(x, Curve(x)).eqns.append(eqn)
+            self.origins[eqn.outvars[0]] = x
+
+    def end(self, curve: Curve, outputs: Collection[Any]) -> None:
+        """Finds the one value of a curve that others read."""
+        made = {eqn.outvars[0] for eqn in curve.eqns}
+        outside = (eqn for eqn in self.eqns if eqn.outvars[0] not in made)
+        read = made.intersection(outputs)
+        read |= {v for eqn in outside for v in made.intersection(compat.variables(eqn))}
+        if len(read) == 1:
+            (curve.result,) = read
+            self.results[curve.result] = curve
+
+    def found(self) -> Iterator[Curve]:
+        """Yields the curves that pay."""
+        of_norms = norms.results(self.eqns)
+        gates = self.gates()
+        for curve in self.results.values():
+            is_tied = curve.of in of_norms and _is_costly(curve)
+            if not is_tied and curve.result not in gates:
+                continue
+            if self.begins(curve) and (is_tied or _is_cut(curve)):
+                yield curve
+
+    def gates(self) -> set[Any]:
+        """Returns the factors of products of two large values, one of them a costly curve's."""
+        found: set[Any] = set()
+        for eqn in self.eqns:
+            factors = {v for v in compat.variables(eqn) if self.is_large(v)}
+            curves = [self.results[v] for v in factors if v in self.results]
+            if eqn.primitive.name == "mul" and len(factors) == 2 and any(map(_is_costly, curves)):
+                found |= factors
+        return found
+
+    def is_large(self, v: Any) -> bool:
+        return size(v.aval.shape) > self.least
+
+    def begins(self, curve: Curve) -> bool:
+        """Whether sums, scales and moves of inputs make the value; notes which."""
+        before: dict[Any, Any] = {}
+        inputs: dict[Any, None] = {}
+
+        def visit(v: Any) -> bool:
+            if compat.is_literal(v) or not self.is_large(v) or v in before:
+                return True
+            if v in self.inputs:
+                inputs[v] = None
+                return True
+            eqn = self.makers[v]
+            if eqn.primitive.name not in _AFFINE or not all(map(visit, eqn.invars)):
+                return False
+            before.update(dict.fromkeys(eqn.outvars, eqn))
+            return True
+
+        is_affine = visit(curve.of) and bool(inputs)
+        curve.before = list({id(eqn): eqn for eqn in before.values()}.values())
+        curve.inputs = tuple(inputs)
+        return is_affine
+
+
+def _is_elementwise(eqn: Any) -> bool:
+    atoms = (*compat.variables(eqn), *eqn.outvars)
+    if len(eqn.outvars) > 1 or len({v.aval.shape for v in atoms}) > 1:
+        return False
+    if not all(map(is_float32, atoms)) or storage.takes_a_statistic(eqn):
+        return False
+    return eqn.primitive.name in traits.FUSIBLE - _MOVES or fusible.is_fusible_function(eqn)
+
+
+def _is_cut(curve: Curve) -> bool:
+    """Whether the value is part of what its gradient is stored with, in one kernel."""
+    return any(eqn.primitive.name in traits.CUTS for eqn in curve.before)
+
+
+def _is_costly(curve: Curve) -> bool:
+    return any(
+        eqn.primitive.name in traits.COSTLY
+        or (fusible.is_fusible_function(eqn) and traits.COSTLY & fusible.operations(eqn))
+        for eqn in curve.eqns
+    )

@@ -1,0 +1,98 @@
+"""Functions that only choose, compare and move values, such as relu: run on low values as they are.
+
+Their results need no rounding, in either dtype, and the derivative keeps a mask at most. So a low
+operand is stored, and they read it from there, in the backward pass too: a group around them would
+keep both its inputs and its result.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from mpjax._autocast.decide import states, traits
+from mpjax._autocast.speed import lowerings
+from mpjax._base import compat
+from mpjax._jaxpr import structure
+from mpjax._jaxpr.binding import bind, evaluate
+from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.rule_traces import RuleTrace
+
+FLOAT32 = np.dtype("float32")
+
+
+def is_exact(eqn: Any, dtype: Any) -> bool:
+    """Whether an equation is a function whose results are the same in `dtype`, for values in it."""
+    if eqn.primitive.name not in ("jit", "custom_jvp_call"):
+        return False
+    return _is_exact_program(compat.closed(structure.single_program(eqn)).jaxpr, dtype)
+
+
+@by_program
+def _is_exact_program(jaxpr: Any, dtype: Any) -> bool:
+    return not jaxpr.constvars and all(
+        _constants_fit(eqn, dtype)
+        and (
+            is_exact(eqn, dtype)
+            if structure.single_program(eqn) is not None
+            else eqn.primitive.name in traits.CHOOSES
+        )
+        for eqn in jaxpr.eqns
+    )
+
+
+def _constants_fit(eqn: Any, dtype: Any) -> bool:
+    literals = [v for v in eqn.invars if compat.is_literal(v) and v.aval.dtype == FLOAT32]
+    return all(
+        np.ndim(v.val) == 0 and states.fits(states.constant(float(v.val)), dtype) for v in literals
+    )
+
+
+def run(eqn: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
+    """Returns the results of an exact function of low values, with its own derivative rule."""
+    program = compat.closed(structure.single_program(eqn))
+    if eqn.primitive.name == "jit":
+        return _evaluate(program, values, dtype)
+
+    def function(*arrays: Any) -> list[Any]:
+        return _evaluate(program, arrays, dtype)
+
+    def wrap(rule: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(_on_low, rule, dtype)
+
+    return list(compat.bind_custom(eqn, values, wrap, function))
+
+
+def _on_low(fun: Callable[..., Any], dtype: Any, *args: Any) -> Any:
+    """Returns `fun(*args)`, a rule of float32 arrays, for low ones."""
+    traced = RuleTrace(fun, args, lambda array: _widened(array, dtype))
+    jaxpr = traced.jaxpr
+    if _is_exact_program(jaxpr.jaxpr, dtype):
+        return traced.rebuild(_evaluate(jaxpr, traced.arrays, dtype))
+    # A rule of the user's own, which may round: in float32, as it was written.
+    outs = jaxpr_as_fun(jaxpr)(*(_widened(a, dtype) for a in traced.arrays))
+    return traced.rebuild([x.astype(dtype) if x.dtype == FLOAT32 else x for x in outs])
+
+
+def _widened(array: Any, dtype: Any) -> Any:
+    return array.astype(FLOAT32) if array.dtype == dtype else array
+
+
+def _evaluate(jaxpr: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
+    def constant(x: Any, aval: Any) -> Any:
+        return np.asarray(x, dtype) if aval.dtype == FLOAT32 else x
+
+    def one(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if structure.single_program(eqn) is not None:
+            return run(eqn, operands, dtype)
+        outs = bind(eqn, operands)
+        if eqn.primitive.name in traits.WIDENED and outs[0].dtype == dtype:
+            return [lowerings.chosen(outs[0])]
+        return outs
+
+    return [jnp.asarray(out) for out in evaluate(jaxpr, values, one, constant=constant)]

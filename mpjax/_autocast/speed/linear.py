@@ -1,0 +1,44 @@
+"""What is differentiated without keeping anything in float32: sums, moves and choices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpjax._autocast.decide import traits
+from mpjax._autocast.decide.states import WIDE, Kind, State
+from mpjax._base import compat
+from mpjax._jaxpr import structure
+from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.op_rules import only_moves
+
+
+def is_linear(eqn: Any, found: dict[Any, State]) -> bool:
+    """Whether differentiating an equation keeps nothing in float32."""
+    name = eqn.primitive.name
+    if name in traits.LINEAR or (
+        only_moves(eqn) and name not in ("reduce_max", "reduce_min", "abs")
+    ):
+        return True
+    if name in ("mul", "div"):
+        operands = [_state(v, found) for v in eqn.invars]
+        known = [s is None or s.kind in (Kind.CONSTANT, Kind.FOREIGN) for s in operands]
+        return known[1] or (known[0] and name == "mul")
+    return False
+
+
+def keeps_a_mask_at_most(eqn: Any, found: dict[Any, State]) -> bool:
+    """Whether an equation is linear, or calls a function of such equations, as leaky relu."""
+    if eqn.primitive.name == "jit":
+        return _keeps_masks(structure.single_program(eqn))
+    return is_linear(eqn, found)
+
+
+@by_program
+def _keeps_masks(program: Any) -> bool:
+    jaxpr = compat.closed(program).jaxpr
+    found = {v: WIDE for eqn in jaxpr.eqns for v in compat.variables(eqn)}
+    return all(keeps_a_mask_at_most(eqn, found) for eqn in jaxpr.eqns)
+
+
+def _state(atom: Any, found: dict[Any, State]) -> State | None:
+    return None if compat.is_literal(atom) else found[atom]

@@ -1,0 +1,212 @@
+"""Values that a backend holds low, or apart from others, where its compiler would not.
+
+XLA:GPU cancels a rounding to low against the widening of a later reader, and then stores float32.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.interpreters import ad, batching, mlir
+
+from mpjax._autocast.speed.hints import hint
+from mpjax._base import compat
+from mpjax._base.own_primitives import own_primitive
+from mpjax._jaxpr.identity import (
+    GPUS,
+    batched,
+    converted,
+    identity_primitive,
+    in_front,
+    lower_on,
+    maker,
+    placed,
+    repeated,
+)
+
+FLOAT32 = np.dtype("float32")
+
+STORED = identity_primitive("stored", dict.fromkeys(GPUS, lax.optimization_barrier))
+
+
+def stored(x: jax.Array) -> jax.Array:
+    """Returns a low value that a GPU stores as it is, and that the backward pass keeps."""
+    return STORED.bind(x)
+
+
+_apart_p = identity_primitive("kept_apart", {})
+mlir.register_lowering(_apart_p, mlir.lower_fun(lax.optimization_barrier, multiple_results=False))
+
+
+def kept_apart(x: jax.Array) -> jax.Array:
+    """Returns a value that XLA takes for another than `x`."""
+    return _apart_p.bind(x)
+
+
+_first_p = identity_primitive("summed_first", dict.fromkeys(GPUS, lax.optimization_barrier))
+ad.deflinear(_first_p, lambda ct: [_first_p.bind(ct)])
+
+
+def summed_first(x: jax.Array) -> jax.Array:
+    """Returns what is repeated, whose cotangent a GPU adds up before anything else."""
+    return _first_p.bind(x)
+
+
+_rows_apart_p = identity_primitive("rows_apart", dict.fromkeys(GPUS, lax.optimization_barrier))
+
+
+def rows_apart(x: jax.Array) -> jax.Array:
+    """Returns a value that XLA:GPU takes for another than `x`, and nothing else does."""
+    return _rows_apart_p.bind(x)
+
+
+_on_gpus_p = own_primitive("on_gpus")
+_on_gpus_p.def_impl(lambda x, other: x)
+_on_gpus_p.def_abstract_eval(lambda x, other: x.update(weak_type=False))
+mlir.register_lowering(_on_gpus_p, lambda ctx, x, other: [x])
+lower_on(_on_gpus_p, dict.fromkeys(GPUS, lambda x, other: other))
+ad.primitive_jvps[_on_gpus_p] = lambda both, tangents: (on_gpus(*both), tangents[0])
+
+
+def on_gpus(x: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns `x`; a GPU takes `other` for it, which is the same value."""
+    return _on_gpus_p.bind(x, other)
+
+
+def _on_gpus_batch(both: Any, dims: Any) -> Any:
+    size = compat.batch_size(both, dims)
+    return on_gpus(*(in_front(x, d, size) for x, d in zip(both, dims, strict=True))), 0
+
+
+batching.primitive_batchers[_on_gpus_p] = _on_gpus_batch
+
+
+# -- values whose cotangents are stored low, as several kernels read them ------------------------
+
+_cotangent_p = own_primitive("stored_cotangent")
+_low_once_p = own_primitive("cotangent_stored_low")
+
+
+@hint("stored_cotangent", lambda x, _, **__: x)
+def stored_cotangent(x: jax.Array, dtype: Any, *, apart: bool | None) -> jax.Array:
+    """Returns a float32 value whose cotangent is read more than once.
+
+    On a GPU and a TPU all read it as it is stored; else XLA would store it in float32.
+
+    Args:
+      x: f32[...].
+      dtype: what it is stored in.
+      apart: whether a kernel stores it that nothing else is fused into. That of a biased product
+        is stored in any case, as the product's operand; that of a normalised value, which is
+        summed and then read again, may be summed by the kernel that makes it. None: a TPU alone
+        stores it so.
+    """
+    return _cotangent_p.bind(x, dtype=dtype, apart=apart)
+
+
+_summed_p = own_primitive("low_sum")
+
+
+def summed(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns a sum that will be rounded; a GPU adds it up low, which its convolutions can do."""
+    return _summed_p.bind(x, dtype=dtype)
+
+
+def _low_once(x: jax.Array, *, dtype: Any, apart: bool | None) -> jax.Array:
+    """XLA:GPU cancels a rounding against a widening: not behind a barrier, nor one by bits.
+
+    The upper half of a float32 number is a bfloat16 number; float16 has no such shift.
+    """
+    if apart is None:
+        return x
+    if not apart and dtype == jax.numpy.bfloat16 and x.dtype == FLOAT32:
+        bits = lax.bitcast_convert_type(x.astype(dtype), np.uint16).astype(np.uint32)
+        return lax.bitcast_convert_type(bits << np.uint32(16), FLOAT32)
+    return lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
+
+
+def _low_on_tpu(x: jax.Array, *, dtype: Any, apart: bool | None) -> jax.Array:
+    """XLA:TPU keeps the rounding; a barrier would also part the sums from what they are of."""
+    del apart
+    return x.astype(dtype).astype(x.dtype)
+
+
+for _primitive in (_cotangent_p, _low_once_p, _summed_p):
+    _primitive.def_impl(lambda x, **_: x)
+    _primitive.def_abstract_eval(lambda x, **_: x.update(weak_type=False))
+    batching.primitive_batchers[_primitive] = functools.partial(batched, _primitive)
+for _primitive in (_cotangent_p, _low_once_p):
+    mlir.register_lowering(_primitive, lambda ctx, x, **_: [x])
+lower_on(_low_once_p, dict.fromkeys(GPUS, _low_once) | {"tpu": _low_on_tpu})
+ad.deflinear2(_cotangent_p, lambda ct, x, **how: [_low_once_p.bind(ct, **how)])
+for _primitive in (_low_once_p, _summed_p):
+    ad.deflinear2(_primitive, lambda ct, x, **_: [ct])
+
+
+_read_low_p = identity_primitive(
+    "read_low",
+    dict.fromkeys(GPUS, functools.partial(_low_once, dtype=jax.numpy.bfloat16, apart=False)),
+)
+
+
+@hint("read_low", lambda x: x)
+def read_low(x: jax.Array) -> jax.Array:
+    """Returns what is read once for its scale and once to be quantised: on a GPU as bfloat16.
+
+    Else XLA would store it in float32 between the two, though it was rounded before.
+
+    Args:
+      x: f32[...], which any product in 16 bits would round to bfloat16.
+    """
+    return _read_low_p.bind(x)
+
+
+_chosen_p = identity_primitive("chosen", {})
+
+
+@hint("chosen_wide", lambda x: x)
+def chosen(x: jax.Array) -> jax.Array:
+    """Returns what `max` or `min` chose of low values; a TPU widens them for it.
+
+    A v5e chooses in float32 in any case. Left to do it by itself, XLA:TPU transposes what comes of
+    it, and transposes that back for a gather or a scatter.
+    """
+    return _chosen_p.bind(x)
+
+
+def _lower_sum(ctx: Any, x: Any, *, dtype: Any) -> Any:
+    """Repeats a sum with low operands and a low result."""
+    total = maker(x)
+    platforms = set(ctx.module_context.platforms)
+    if not platforms <= set(GPUS) or getattr(total, "name", None) != "stablehlo.add":
+        return [x]
+    element = mlir.dtype_to_ir_type(dtype)
+    low = repeated(total, [_narrowed(operand, element) for operand in total.operands], element)
+    return [placed(converted(low, mlir.dtype_to_ir_type(FLOAT32)), x)]
+
+
+def _lower_choice(ctx: Any, x: Any) -> Any:
+    """Repeats a choice with wide operands and a wide result, and narrows that."""
+    choice, wide = maker(x), mlir.dtype_to_ir_type(FLOAT32)
+    is_choice = getattr(choice, "name", None) in ("stablehlo.maximum", "stablehlo.minimum")
+    if set(ctx.module_context.platforms) != {"tpu"} or not is_choice:
+        return [x]
+    operands = [converted(operand, wide) for operand in choice.operands]
+    return [placed(converted(repeated(choice, operands, wide), x.type.element_type), x)]
+
+
+def _narrowed(x: Any, element: Any) -> Any:
+    """Returns an operand of low elements: as it was before it was widened, or repeated."""
+    owner = maker(x)
+    name = getattr(owner, "name", None)
+    if name == "stablehlo.broadcast_in_dim":
+        return repeated(owner, [_narrowed(owner.operands[0], element)], element)
+    return converted(x, element)
+
+
+# Not cacheable: JAX would lower it as a function of its own, where no sum is in sight. And one rule
+# for all platforms: JAX 0.12 fails on several in a program that is exported for several.
+mlir.register_lowering(_summed_p, _lower_sum, cacheable=False)
+mlir.register_lowering(_chosen_p, _lower_choice, cacheable=False)

@@ -1,0 +1,108 @@
+"""Gathers by a permutation, `x[jnp.argsort(i)]`: their cotangents are no sums, and stay low.
+
+JAX's derivative of a gather adds up what was read of an element, which autocast does in float32. An
+index that sorts, or counts, names each place once: so the gather is told, as a user may tell it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from mpjax._autocast.speed.enumerated import holds, is_negative
+from mpjax._base import compat
+
+_SAME = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy"})
+
+
+Makers = Mapping[Any, Any]
+"""What makes each variable: an equation, or how many places it names, where that is known."""
+
+
+def told(program: Any) -> Any:
+    """Returns a closed jaxpr whose gathers by a permutation have `unique_indices`."""
+    known: dict[Any, Any] = {}
+
+    def changed(jaxpr: Any, counts: tuple[int | None, ...] = ()) -> Any:
+        key = (id(jaxpr), counts)
+        if key not in known:
+            known[key] = _changed(jaxpr, counts, changed)
+        return known[key]
+
+    new = changed(program.jaxpr)
+    return program if new is program.jaxpr else program.replace(jaxpr=new)
+
+
+def _changed(jaxpr: Any, counts: tuple[int | None, ...], changed: Callable[..., Any]) -> Any:
+    given = {v: n for v, n in zip(jaxpr.invars, counts, strict=False) if n is not None}
+    makers = given | _makers(jaxpr)
+    eqns = [_equation(eqn, makers, changed) for eqn in jaxpr.eqns]
+    same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+    return jaxpr if same else jaxpr.replace(eqns=eqns)
+
+
+def _makers(jaxpr: Any) -> dict[Any, Any]:
+    return {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+
+def _equation(eqn: Any, makers: Makers, changed: Callable[..., Any]) -> Any:
+    if eqn.primitive.name == "gather":
+        is_told = eqn.params["unique_indices"] or not _reads_each_once(eqn, makers)
+        return eqn if is_told else eqn.replace(params={**eqn.params, "unique_indices": True})
+    if eqn.primitive.name == "jit":
+        counts = tuple(_places(v, makers) for v in eqn.invars)
+        changed = functools.partial(changed, counts=counts)
+    inner = compat.programs(eqn)
+    if all(changed(jaxpr) is jaxpr for jaxpr in inner):
+        return eqn
+    return eqn.replace(params=compat.map_programs(eqn.params, changed))
+
+
+def _reads_each_once(eqn: Any, makers: Makers) -> bool:
+    """Whether a gather takes whole slices along one axis, in the order of a permutation."""
+    operand, indices = eqn.invars
+    dims = eqn.params["dimension_numbers"]
+    if len(dims.start_index_map) != 1 or dims.operand_batching_dims:
+        return False
+    (axis,) = dims.start_index_map
+    sizes, shape = eqn.params["slice_sizes"], operand.aval.shape
+    is_whole = all(n == (1 if i == axis else shape[i]) for i, n in enumerate(sizes))
+    count = _places(indices, makers)
+    # What is out of bounds would be moved to the last place, or left out.
+    if count is None or not isinstance(shape[axis], int):
+        return False
+    return is_whole and count <= shape[axis]
+
+
+def _places(index: Any, makers: Makers) -> int | None:
+    """Returns how many places an index names, each of 0, 1, 2 ... once; None of any other."""
+    eqn = None if compat.is_literal(index) else makers.get(index)
+    if eqn is None or isinstance(eqn, int):
+        return eqn
+    if not jnp.issubdtype(index.aval.dtype, jnp.integer):
+        return None
+    name, place = eqn.primitive.name, eqn.outvars.index(index)
+    if name == "iota":
+        (count, *others) = index.aval.shape
+        known = isinstance(count, int) and not others  # and not open, in an exported program
+        return count if known and holds(index, count) else None
+    if name == "sort":
+        return _places(eqn.invars[place], makers) if index.aval.ndim == 1 else None
+    if name == "jit":
+        inner = compat.closed(eqn.params["jaxpr"]).jaxpr
+        if [e.primitive.name for e in inner.eqns] != ["select_n"]:
+            return _places(inner.outvars[place], _makers(inner))
+        name, outside = "select_n", dict(zip(inner.invars, eqn.invars, strict=True))
+        chosen = [outside.get(v) for v in compat.variables(inner.eqns[0])]
+    else:
+        chosen = eqn.invars
+    if name == "select_n":  # counted from the end where it is below 0: nowhere
+        which, x, *_ = chosen
+        return _places(x, makers) if is_negative(which, x, makers) else None
+    if name == "convert_element_type" or name in _SAME:
+        count = _places(eqn.invars[0], makers)
+        return count if count and count == index.aval.size and holds(index, count) else None
+    return None

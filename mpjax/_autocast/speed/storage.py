@@ -1,0 +1,277 @@
+"""Where a statistic stands between two passes over a value, so that it is stored in between.
+
+A norm reads its input for mean and variance, and again to normalise it; its derivative reads its
+cotangent for their sums, and again. A kernel that holds a row does both at once if statistics are
+of rows. Those of a batch or an image (batch and group normalisation) end one kernel and start the
+next: XLA stores what both read, in the float32 in which it was computed. Here it is found, to be
+stored low.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from mpjax._autocast.decide import norms, traits
+from mpjax._autocast.decide.states import SMALLER, Kind, State, copies, size
+from mpjax._autocast.speed import exact, linear
+from mpjax._autocast.speed.centred import Centred
+from mpjax._autocast.speed.hints import hint
+from mpjax._base import compat
+from mpjax._jaxpr import structure
+from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.op_rules import OP_RULES, OpClass, only_moves
+
+BFLOAT16 = jnp.dtype(jnp.bfloat16)
+CONVOLUTION = "conv_general_dilated"
+_NOTHING: frozenset[Any] = frozenset()
+
+
+@hint("read_twice", lambda *_: set[Any]())
+def read_twice(
+    jaxpr: Any,
+    fused: Sequence[bool],
+    found: dict[Any, State],
+    is_linear: Callable[[Any], bool],
+) -> set[Any]:
+    """Returns the low values that a group makes, and reads again beside their own statistics.
+
+    Stored low, such a value is what the backward pass keeps, in place of what it was made of. Only
+    sums and moves may lead to it: else both would be kept.
+    """
+    twice: set[Any] = set()
+    parts: dict[Any, frozenset[Any]] = {}  # of what is concatenated, what convolutions leave
+    convolved: set[Any] = set()
+    made_of: dict[Any, frozenset[Any]] = {}  # the low values that a value was computed from
+    counted: dict[Any, frozenset[Any]] = {}  # those that statistics in it were taken of
+    curved: set[Any] = set()
+    for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
+        if not is_fused:
+            convolved.update(eqn.outvars if eqn.primitive.name == CONVOLUTION else ())
+            continue
+        operands = compat.variables(eqn)
+        if eqn.primitive.name in traits.ADDS and convolved.intersection(operands):
+            convolved.update(eqn.outvars)
+        values = _NOTHING.union(*(made_of.get(v, _NOTHING) for v in operands))
+        counts = _NOTHING.union(*(counted.get(v, _NOTHING) for v in operands))
+        twice |= values & counts
+        if any(v in curved for v in operands) or not is_linear(eqn):
+            curved.update(eqn.outvars)
+        is_sum = ends_a_kernel(eqn)
+        for v in eqn.outvars:
+            counted[v] = values | counts if is_sum else counts
+            if found[v].kind == Kind.LOW and v not in curved and not only_moves(eqn):
+                made_of[v] = frozenset({v})
+                if eqn.primitive.name == "concatenate":
+                    parts[v] = frozenset(values & convolved)
+            elif not is_sum:
+                made_of[v] = values
+    return twice.union(*(parts.get(v, _NOTHING) for v in twice))
+
+
+@hint("merged", lambda *_: set[Any]())
+def merged(
+    jaxpr: Any,
+    fused: Sequence[bool],
+    found: dict[Any, State],
+    is_linear: Callable[[Any], bool],
+) -> set[Any]:
+    """Returns the low sums of several low values that an activation reads, as gates of an LSTM.
+
+    Stored low, such a sum is kept for the backward pass in place of its terms, which a loop would
+    each copy to a stack, and is not computed again there.
+    """
+    cuts: set[Any] = set()
+    sums: dict[Any, frozenset[Any]] = {}  # the last sum that a value is of
+    curved: set[Any] = set()
+    for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
+        if not is_fused:
+            continue
+        operands = compat.variables(eqn)
+        read = _NOTHING.union(*(sums.get(v, _NOTHING) for v in operands))
+        if _bends(eqn):
+            cuts |= read
+        if any(v in curved for v in operands) or not is_linear(eqn):
+            curved.update(eqn.outvars)
+            continue
+        (out, *_) = eqn.outvars
+        terms = {
+            v
+            for v in operands
+            if found[v].kind == Kind.LOW and size(v.aval.shape) == size(out.aval.shape)
+        }
+        is_sum = eqn.primitive.name in traits.ADDS and (read or len(terms) > 1)
+        kept = frozenset({out}) if is_sum and found[out].kind == Kind.LOW else read
+        sums.update((v, kept) for v in eqn.outvars)
+    return cuts
+
+
+@hint("copied_last", lambda *_: set[Any]())
+def copied_last(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> set[Any]:
+    """Returns the low values of which a group at last makes two copies, as it is upsampled.
+
+    They are stored before, and the cotangents of both copies are added up as they are held: a sum
+    of two is rounded once. Else a TPU would store the sum in float32, and the copies.
+    """
+    worked: set[Any] = set()
+    copied: set[Any] = set()
+    for eqn, is_fused in zip(reversed(jaxpr.eqns), reversed(fused), strict=True):
+        if is_fused and (not only_moves(eqn) or worked.intersection(eqn.outvars)):
+            worked.update(compat.variables(eqn))
+        elif is_fused and eqn.primitive.name == "broadcast_in_dim" and copies(eqn) == 2:
+            copied.update(v for v in compat.variables(eqn) if found[v].kind == Kind.LOW)
+    return copied
+
+
+@hint("held_low", lambda *_: _NOTHING)
+def held_low(outputs: Sequence[tuple[Any, bool, bool]], read: set[Any]) -> frozenset[Any]:
+    """Returns the low outputs of a group that are in `read`: stored low for all that read them."""
+    return frozenset(v for v, is_low, _ in outputs if is_low and v in read)
+
+
+@hint("activated", lambda *_: dict[Any, bool]())
+def activated(eqns: Sequence[Any]) -> dict[Any, bool]:
+    """Returns the normalised values of a group that an activation reads, and whether it is dear.
+
+    The derivatives of the normalisation read the cotangent of such a value several times. Behind
+    relu that is a mask's work, done again in each, unless the group reads another large value too.
+    An activation may be written out, as a GELU is: its operations are a function of one value.
+    """
+    largest = _largest(eqns)
+    of_norms = norms.results(eqns)
+    affine = of_norms.union(v for v, made in Centred(eqns).found.items() if len(made.steps) > 1)
+    origins: dict[Any, Any] = {}  # the one value that another is a function of
+    made = {v for eqn in eqns for v in eqn.outvars}
+    read = {v for eqn in eqns for v in eqn.invars if not compat.is_literal(v)} - made
+    is_joined = sum(size(v.aval.shape) == largest for v in read) > 1
+    normalised = set(of_norms)
+    found: dict[Any, bool] = {}
+    for eqn in eqns:
+        operands = compat.variables(eqn)
+        large = {v for v in operands if size(v.aval.shape) == largest}
+        of = {origins.get(v, v) for v in large}
+        if _bends(eqn) and (is_joined or not exact.is_exact(eqn, BFLOAT16)):
+            is_dear = not linear.keeps_a_mask_at_most(eqn, {})
+            found |= {v: is_dear or found.get(v, False) for v in of & normalised}
+        elif _is_dear(eqn):
+            found |= dict.fromkeys(of & affine, True)
+        if eqn.primitive.name in traits.PERMUTES:
+            affine = affine.union(eqn.outvars if affine & of else ())
+        elif len(of) == 1 and large == set(operands):
+            origins.update(dict.fromkeys(eqn.outvars, *of))
+        if ends_a_kernel(eqn) or any(v in normalised for v in operands):
+            normalised.update(eqn.outvars)
+    return found
+
+
+@hint("summed_apart", lambda *_: set[Any]())
+def summed_apart(eqns: Sequence[Any]) -> set[Any]:
+    """Returns the repeated terms of a group's sums but for those of the first shape.
+
+    The cotangents of a bias, over the images, and of a time, over the places, are sums of one
+    cotangent in two kernels. XLA sums one of them as it makes the cotangent.
+    """
+    source = {
+        eqn.outvars[0]: eqn.invars[0].aval.shape
+        for eqn in eqns
+        if eqn.primitive.name == "broadcast_in_dim"
+    }
+    largest = _largest(eqns)
+    found: dict[Any, Any] = {}
+    for eqn in eqns:
+        for v in eqn.invars if eqn.primitive.name in traits.ADDS else ():
+            if compat.is_literal(v) or size(eqn.outvars[0].aval.shape) < largest:
+                continue
+            if v in source or size(v.aval.shape) < size(eqn.outvars[0].aval.shape):
+                found[v] = source.get(v, v.aval.shape)
+    first = next(iter(found.values()), None)
+    return {v for v, shape in found.items() if shape != first}
+
+
+@hint("added_to_convolutions", lambda *_: _NOTHING)
+def added_to_convolutions(
+    jaxpr: Any, eqns: Sequence[Any], inputs: Sequence[Any], found: dict[Any, State]
+) -> frozenset[Any]:
+    """Returns the sums of a group that does nothing but to add to low convolutions.
+
+    cuDNN adds a bias and another image as it writes a convolution's result, if all have its dtype.
+    """
+    convolved = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == CONVOLUTION}
+    sums = [eqn for eqn in eqns if not only_moves(eqn)]
+    if not all(map(adds, sums)):
+        return _NOTHING
+    if any(found[eqn.outvars[0]].kind != Kind.LOW for eqn in sums):
+        return _NOTHING  # cuDNN would round what was asked for in float32
+    if not any(v in convolved and found[v].kind == Kind.LOW for v in inputs):
+        return _NOTHING
+    return frozenset(eqn.outvars[0] for eqn in sums)
+
+
+def _largest(eqns: Sequence[Any]) -> int:
+    return max(size(v.aval.shape) for eqn in eqns for v in eqn.outvars)
+
+
+def _bends(eqn: Any) -> bool:
+    if structure.single_program(eqn) is not None:
+        return not ends_a_kernel(eqn)
+    return eqn.primitive.name in traits.BENDS
+
+
+def _is_dear(eqn: Any) -> bool:
+    """Whether XLA would rather store what an operation makes than compute it again."""
+    rule = OP_RULES.get(eqn.primitive.name)
+    if rule is None or rule.op_class is not OpClass.FULL:
+        return False
+    return rule.primitive in traits.FUSIBLE - traits.STATISTIC
+
+
+def ends_a_kernel(eqn: Any) -> bool:
+    """Whether an equation takes a statistic of something else than rows."""
+    program = structure.single_program(eqn)
+    if program is not None:
+        return _holds_an_end(program)
+    if eqn.primitive.name not in traits.STATISTIC:
+        return False
+    axes, ndim = sorted(eqn.params["axes"]), eqn.invars[0].aval.ndim
+    return axes != list(range(ndim - len(axes), ndim))
+
+
+def adds(eqn: Any) -> bool:
+    """Whether an equation is a sum; not a difference, as of a value and its mean."""
+    return eqn.primitive.name in traits.ADDS - {"sub"}
+
+
+@hint("kept_apart", lambda _: False)
+def worth_keeping_apart(eqns: Sequence[Any]) -> bool:
+    """Whether a group's derivative is to compute its values from inputs that XLA takes for others.
+
+    An activation's is. Statistics tie forward and backward together anyway; for a softmax of what
+    a product stores `rows` has another rule. What is but scaled, as by a gate of channel means,
+    costs nothing to compute again: kept apart, the input would be stored, where XLA computes that
+    again too.
+    """
+    if any(map(takes_a_statistic, eqns)):
+        return False
+    large = [eqn for eqn in eqns if size(eqn.outvars[0].aval.shape) * SMALLER > _largest(eqns)]
+    others = [eqn for eqn in large if eqn.primitive.name not in traits.SCALES]
+    return not all(linear.keeps_a_mask_at_most(eqn, {}) for eqn in others)
+
+
+def takes_a_statistic(eqn: Any) -> bool:
+    """Whether an equation, or the function that it calls, adds up or finds the largest of many."""
+    program = structure.single_program(eqn)
+    return (
+        eqn.primitive.name in traits.STATISTIC if program is None else _holds_a_statistic(program)
+    )
+
+
+@by_program
+def _holds_a_statistic(program: Any) -> bool:
+    return any(map(takes_a_statistic, compat.closed(program).jaxpr.eqns))
+
+
+@by_program
+def _holds_an_end(program: Any) -> bool:
+    return any(map(ends_a_kernel, compat.closed(program).jaxpr.eqns))

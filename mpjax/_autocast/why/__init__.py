@@ -1,0 +1,1 @@
+"""Says what was decided of a function, and why."""

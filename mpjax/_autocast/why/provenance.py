@@ -1,0 +1,416 @@
+"""Why each operation of a plan is in the dtype that it is in, traced back to who decided it.
+
+A plan says that a division is in float32. The reader asks why: because of the sum before it, in
+another function perhaps. So each float32 value remembers the operation that first asked for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from mpjax._autocast.arrange.plan import Plan
+from mpjax._autocast.decide import (
+    fusible,
+    named_attention,
+    reads,
+    scopes,
+    states,
+)
+from mpjax._autocast.decide.decided import Action, Decision
+from mpjax._autocast.decide.states import FLOAT32, Kind
+from mpjax._autocast.eight_bits import quantized
+from mpjax._autocast.speed import exact
+from mpjax._autocast.why import readers
+from mpjax._base import compat
+from mpjax._base.dtypes import short_name
+from mpjax._base.own_primitives import is_own
+from mpjax._jaxpr import structure
+from mpjax._jaxpr.op_rules import OP_RULES, SILENT, OpClass, only_moves, op_class
+from mpjax._policies.policy import Policy
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The operation that first asked for float32, where it stands, and why it did."""
+
+    operation: str
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One operation, the dtype it is in, and why.
+
+    `cause` is where a float32 value comes from that this operation merely follows; None where
+    the decision is the operation's own.
+    """
+
+    module: str
+    operation: str
+    dtype: str
+    reason: str
+    cause: Cause | None
+    where: str
+
+
+Causes = list[Cause | None]
+
+ACCUMULATED = "a product's float32 sums, which no product reads"
+FUNCTION = "holds a sum or an exponential: float32 as a whole"
+AS_WRITTEN = "as written: full_precision(), or an inner autocast"
+WRITTEN_SO = "as written: in a dtype of its author's choice"
+OUTPUT = "an output: rounding it would gain nothing"
+UNCHANGED = "nothing low goes into it, and it holds no product"
+STATE = "a state: reaches itself by sums or moves, so roundings would add up"
+STREAM = "made anew by products, or a stack's stream: rounded as they round"
+ACCUMULATOR = "starts as a constant, or its body leaves it in float32"
+CHANGED = "a state: an input added to or joined with, or a value changed in small steps"
+RUINED = "read by {}, which rounding would ruin"
+NEAR = "its distance to a constant is read by {}"
+TESTED = "a loop's stop test depends on it"
+ROUNDED = "rounded as written, though "
+BEHIND = "no product comes later: rounding it would gain nothing"
+FUSED = "fused: float32 between low values, not stored"
+
+
+def findings(plan: Plan) -> list[Finding]:
+    """Returns what was decided for each operation that computes on float32, in program order."""
+    walk = _Walk()
+    jaxpr = plan.jaxpr.jaxpr
+    walk.plan(plan, (), [None] * len(jaxpr.invars), [None] * len(jaxpr.outvars))
+    return walk.found
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.found: list[Finding] = []
+
+    def plan(
+        self,
+        plan: Plan,
+        around: tuple[str, ...],
+        incoming: Causes,
+        outside: readers.Readers,
+    ) -> Causes:
+        """Adds a plan's findings; returns the causes of its outputs, which `outside` reads."""
+        asking = readers.of(plan, outside)
+        causes: dict[Any, Cause | None] = dict(zip(plan.jaxpr.jaxpr.invars, incoming, strict=True))
+        stored = _stored(plan)
+        for decision in plan.decisions:
+            eqn = decision.eqn
+            path = around + tuple(n for n in scopes.of(eqn) if n != scopes.AS_WRITTEN)
+            operands = [None if compat.is_literal(v) else causes.get(v) for v in eqn.invars]
+            if decision.call is not None:
+                outs = self.call(plan, decision, path, operands, asking)
+            else:
+                outs = self.operation(plan, decision, "/".join(path), operands, stored, asking)
+            causes.update(zip(eqn.outvars, outs, strict=True))
+        return [None if compat.is_literal(v) else causes.get(v) for v in plan.jaxpr.jaxpr.outvars]
+
+    def call(
+        self,
+        plan: Plan,
+        decision: Decision,
+        path: tuple[str, ...],
+        operands: Causes,
+        asking: dict[Any, readers.Reader],
+    ) -> Causes:
+        """Goes inside a call, loop or branch."""
+        eqn, call = decision.eqn, decision.call
+        handed = [
+            cause or _loop_cause(plan, eqn, i, state, "/".join(path))
+            for i, (cause, state) in enumerate(zip(operands, call.operand_states, strict=True))
+        ]
+        self.carries(decision, "/".join(path))
+        outs: Causes = [None] * len(eqn.outvars)
+        outside = readers.inside(plan, decision, asking)
+        programs = zip(call.plans, _incoming(eqn, handed), outside, strict=True)
+        for inner, incoming, read in programs:
+            found = self.plan(inner, path, incoming, read)
+            if len(found) == len(outs):  # not the condition of a `while`
+                outs = [a or b for a, b in zip(outs, found, strict=True)]
+        kept = Cause(_name(eqn), "/".join(path), OUTPUT)  # low inside, widened on its way out
+        wide = [state.kind == Kind.WIDE for state in call.out_states]
+        return [cause or (kept if w else None) for cause, w in zip(outs, wide, strict=True)]
+
+    def carries(self, decision: Decision, module: str) -> None:
+        """Adds what a loop carries, by its place: what it keeps, and in which dtype."""
+        eqn, out_states = decision.eqn, decision.call.out_states
+        where = scopes.location(eqn)
+        for i, (aval, state) in enumerate(zip(_carried(eqn), out_states, strict=False)):
+            if state.kind is Kind.FOREIGN:
+                continue
+            shape = ",".join(map(str, aval.shape))
+            dtype = short_name(state.dtype if state.kind is Kind.LOW else FLOAT32)
+            name = f"{eqn.primitive.name} carry {i} [{shape}]"
+            self.found.append(Finding(module, name, dtype, _why_carried(state), None, where))
+
+    def operation(
+        self,
+        plan: Plan,
+        decision: Decision,
+        module: str,
+        operands: Causes,
+        stored: dict[Any, bool | None],
+        asking: dict[Any, readers.Reader],
+    ) -> Causes:
+        eqn = decision.eqn
+        inherited = next((c for c in operands if c is not None), None)
+        if not any(map(states.is_float32, eqn.outvars)):
+            self.foreign(plan, eqn, module, asking)
+            return [None] * len(eqn.outvars)
+        wide = [plan.states[v].kind == Kind.WIDE for v in eqn.outvars]
+        if not _computes(eqn):
+            return [inherited if w else None for w in wide]
+        reason, follows = _asked_for(plan, eqn, asking), False
+        if not reason:
+            reason, follows = _why(plan, decision, inherited, stored)
+        name = _name(eqn)
+        cause = inherited if follows else None
+        dtype = short_name(_dtype(plan, decision, stored))
+        where = scopes.location(eqn)
+        self.found.append(Finding(module, name, dtype, reason, cause, where))
+        is_product = decision.action in (Action.PRODUCT, Action.ATTENTION)
+        origin = cause or Cause(name, module, ACCUMULATED if is_product else reason)
+        return [origin if w else None for w in wide]
+
+    def foreign(self, plan: Plan, eqn: Any, module: str, asking: dict[Any, readers.Reader]) -> None:
+        """Adds an operation on other floating dtypes than float32: the author's own choice."""
+        dtypes = {v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype")}
+        found = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
+        if not found:
+            return
+        where, dtype = scopes.location(eqn), short_name(found[0])
+        if wants := _rounds(plan, eqn):
+            reader = asking.get(eqn.outvars[0], "another operation")
+            asked = NEAR if wants & reads.NEAR else RUINED
+            why = ROUNDED + (TESTED if wants & reads.TESTED else asked.format(reader))
+        elif _computes(eqn):
+            why = AS_WRITTEN if scopes.AS_WRITTEN in scopes.of(eqn) else WRITTEN_SO
+        else:
+            return
+        self.found.append(Finding(module, _name(eqn), dtype, why, None, where))
+
+
+def _is_narrow(atom: Any) -> bool:
+    dtype: Any = getattr(atom.aval, "dtype", FLOAT32)
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
+
+
+def _rounds(plan: Plan, eqn: Any) -> int:
+    """The flags of a value that its author rounds, though a reader needs it unrounded; 0 if none.
+
+    Only of the first such value: what is made of it has lost nothing more.
+    """
+
+    def wanted(atom: Any) -> int:
+        if compat.is_literal(atom) or not _is_narrow(atom):
+            return 0
+        return plan.reads.get(atom, 0) & reads.UNROUNDED
+
+    if is_own(eqn.primitive) or scopes.AS_WRITTEN in scopes.of(eqn) or any(map(wanted, eqn.invars)):
+        return 0
+    return wanted(eqn.outvars[0])
+
+
+def _asked_for(plan: Plan, eqn: Any, asking: dict[Any, readers.Reader]) -> str:
+    """Returns why a value is float32 that would be low but for a reader; empty for any other."""
+    out = eqn.outvars[0]
+    want = plan.reads.get(out, 0)
+    state = plan.states[out]
+    rounded_for_a_product = want & reads.PRODUCT and want & reads.UNROUNDED
+    if state.would_be is None and not rounded_for_a_product:
+        return ""
+    reader = asking.get(out, "another operation")
+    if want & reads.TESTED:
+        return TESTED
+    if want & reads.NEAR:
+        return NEAR.format(reader)
+    if want & reads.UNROUNDED:
+        return RUINED.format(reader)
+    return OUTPUT if want & reads.OUTPUT else BEHIND
+
+
+def _computes(eqn: Any) -> bool:
+    """Leaves out what only moves values: the table answers for dtypes."""
+    name = eqn.primitive.name
+    rule = OP_RULES.get(name)
+    if named_attention.is_attention(eqn):
+        return True
+    if is_own(eqn.primitive):
+        return False
+    return structure.is_call(eqn) or (name not in SILENT if rule is None else not only_moves(eqn))
+
+
+def _name(eqn: Any) -> str:
+    """The primitive's name, or that of the function which a call runs."""
+    called = structure.single_program(eqn) is not None and structure.function_name(eqn)
+    return called or eqn.primitive.name
+
+
+def _incoming(eqn: Any, operands: Causes) -> list[Causes]:
+    """Returns the causes of the inputs of each program of a call, in the order of its plans."""
+    return [[operands[i] for i in part.operands] for part in structure.parts(eqn)]
+
+
+def _loop_cause(plan: Plan, eqn: Any, index: int, state: Any, module: str) -> Cause | None:
+    """A carry that becomes float32 only because of the loop that it enters."""
+    if state.kind != Kind.WIDE or eqn.primitive.name not in structure.LOOPS:
+        return None
+    operand = eqn.invars[index]
+    before = states.UNKNOWN_CONSTANT if compat.is_literal(operand) else plan.states[operand]
+    if before.kind == Kind.CONSTANT:
+        return Cause(eqn.primitive.name, module, "a loop's accumulator: starts as a constant")
+    return Cause(eqn.primitive.name, module, "a loop's carry that its body leaves in float32")
+
+
+def _carried(eqn: Any) -> list[Any]:
+    """Returns the types of a loop's carries; none for other calls."""
+    return [v.aval for v in eqn.outvars[: structure.parts(eqn)[-1].carries]]
+
+
+def _why_carried(state: states.State) -> str:
+    if state.is_state:
+        return STATE
+    if state.kind is Kind.LOW:
+        return STREAM
+    return "handed on as it is" if state.kind is Kind.NEUTRAL else ACCUMULATOR
+
+
+def _stored(plan: Plan) -> dict[Any, bool | None]:
+    """Returns of each value made in a fused group whether it is stored low; None: not stored."""
+    found: dict[Any, bool | None] = {}
+    within = [step.attention.steps if step.attention else [step] for step in plan.steps]
+    for step in itertools.chain.from_iterable(within):
+        if step.group and not step.native:
+            made = [v for i in step.members for v in plan.decisions[i].eqn.outvars]
+            found.update(dict.fromkeys(made, None))
+            found.update((v, is_low) for v, is_low, _ in step.outputs)
+    return found
+
+
+def _dtype(plan: Plan, decision: Decision, stored: dict[Any, bool | None]) -> Any:
+    """That of the operands of a product; in which any other operation's result is held."""
+    if decision.action is Action.PRODUCT:
+        return quantized.shown_dtype(decision.how) if decision.how else decision.low
+    if named_attention.is_attention(decision.eqn):
+        return decision.low or decision.eqn.invars[0].aval.dtype
+    if op_class(decision.eqn.primitive.name, {}) is OpClass.LOWER:
+        return decision.eqn.invars[0].aval.dtype  # as it was written
+    out = decision.eqn.outvars[0]
+    state = plan.states[out]
+    return state.dtype if state.kind == Kind.LOW and stored.get(out, True) else FLOAT32
+
+
+def _why(
+    plan: Plan, decision: Decision, inherited: Cause | None, stored: dict[Any, bool | None]
+) -> tuple[str, bool]:
+    """Returns the reason, and whether it is that of the operation which made an operand."""
+    eqn = decision.eqn
+    name = eqn.primitive.name
+    if decision.action in (Action.PRODUCT, Action.ATTENTION):
+        return decision.reason, False
+    if region := _region(plan, eqn):
+        return region, False
+    if by_rule := _users_rule(plan, eqn):
+        return by_rule, False
+    if decision.action is Action.AS_TRACED and structure.is_call(eqn):
+        if structure.single_program(eqn) is not None and _asks_for_float32(eqn):
+            return FUNCTION, False
+        return (inherited.reason, True) if inherited else (UNCHANGED, False)
+    decided = op_class(name, {}) is not OpClass.FOLLOW or structure.applies_function(eqn)
+    if decision.action is Action.AS_TRACED and decided:
+        return decision.reason, False
+    state = plan.states[eqn.outvars[0]]
+    if state.kind == Kind.LOW:
+        return _why_low(eqn, state.dtype, stored), False
+    if _asks_for_float32(eqn):
+        return (FUNCTION if structure.is_call(eqn) else decision.reason), False
+    if state.kind == Kind.CONSTANT:
+        return "constants only", False
+    if state.kind != Kind.WIDE:
+        return "parameters and inputs only: nothing low went in", False
+    if inherited is not None:
+        return inherited.reason, True
+    return _why_wide(plan, eqn), False
+
+
+def _users_rule(plan: Plan, eqn: Any) -> str:
+    """The rule of the user's that decides, for an operation or one inside a function."""
+    names = [eqn.primitive.name]
+    if fusible.is_fusible_function(eqn):
+        names = sorted(fusible.operations(eqn) & plan.settings.held_full)
+    for name in names:
+        if name in plan.settings.rules:
+            word = plan.settings.rules[name].value
+            rounded = word == "full" and plan.states[eqn.outvars[0]].kind == Kind.LOW
+            behind = ": computed in float32, rounded for the product that reads it"
+            return f'rules={{"{name}": "{word}"}}{behind if rounded else ""}'
+    return ""
+
+
+def _asks_for_float32(eqn: Any) -> bool:
+    if structure.single_program(eqn) is not None:
+        return fusible.function_class(eqn) is OpClass.FULL
+    return op_class(eqn.primitive.name, {}) is OpClass.FULL
+
+
+def _region(plan: Plan, eqn: Any) -> str:
+    settings = plan.settings
+    if settings.as_written or scopes.AS_WRITTEN in scopes.of(eqn):
+        return AS_WRITTEN
+    if isinstance(settings.policy, Policy):
+        return ""
+    path = settings.scope + scopes.of(eqn)
+    low = scopes.compute_dtype(settings.policy, path).itemsize < FLOAT32.itemsize
+    return "" if low else "its policy in the PolicyMap computes in float32"
+
+
+def _why_low(eqn: Any, dtype: Any, stored: dict[Any, bool | None]) -> str:
+    out = eqn.outvars[0]
+    if out not in stored:
+        rule = OP_RULES.get(eqn.primitive.name)
+        is_exact = rule.reason == "exact" if rule else exact.is_exact(eqn, dtype)
+        return f"on low values: {'exact' if is_exact else 'one rounding'}"
+    is_low = stored[out]
+    if is_low is None:
+        return FUSED
+    if not is_low:
+        return OUTPUT
+    return "computed in float32, rounded once where it is stored"
+
+
+def _why_wide(plan: Plan, eqn: Any) -> str:
+    """Why an operation that follows its operands is in float32, though none of them is."""
+    if plan.states[eqn.outvars[0]].is_state and not plan.settings.widest:
+        return CHANGED
+    found = [plan.states[v] for v in compat.variables(eqn)]
+    lows = sorted({short_name(s.dtype) for s in found if s.kind == Kind.LOW})
+    if len(lows) > 1:
+        return f"operands in {' and '.join(lows)}"
+    literals = [float(v.val) for v in eqn.invars if _is_float_literal(v)]
+    known = [x for s in found if s.kind == Kind.CONSTANT for x in s.values or ()]
+    for value in (*literals, *known):
+        if lows and not states.fits(states.constant(value), _low_dtype(found)):
+            return f"its constant {value:.4g} is no {lows[0]} number"
+    if plan.settings.widest and any(s.kind == Kind.NEUTRAL for s in found):
+        return 'rules="widest": a float32 operand wins'
+    if any(s.kind == Kind.CONSTANT and s.values is None for s in found):
+        return "a constant whose values are not known"
+    if lows and not any(s.kind == Kind.WIDE for s in found):
+        return OUTPUT if plan.reads.get(eqn.outvars[0], 0) & reads.OUTPUT else BEHIND
+    return "its operands are in float32"
+
+
+def _is_float_literal(atom: Any) -> bool:
+    return compat.is_literal(atom) and states.is_float32(atom) and atom.aval.ndim == 0
+
+
+def _low_dtype(found: Sequence[states.State]) -> Any:
+    return next(s.dtype for s in found if s.kind == Kind.LOW)

@@ -1,0 +1,126 @@
+"""Who asks for a value in float32: the operation that rounding it would hurt, and where it stands.
+
+`demand` finds flags, and plans are shared by calls that are read differently; a name is looked up
+when somebody asks, for one place in the program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mpjax._autocast.arrange.plan import Plan
+from mpjax._autocast.decide import (
+    conditioned,
+    fusible,
+    reads,
+    scopes,
+    traits,
+)
+from mpjax._autocast.decide.decided import Action, Decision
+from mpjax._base import compat
+from mpjax._jaxpr import structure
+from mpjax._jaxpr.op_rules import OP_RULES
+
+
+@dataclass(frozen=True)
+class Reader:
+    """An operation, and its place in the source."""
+
+    name: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.where}" if self.where else self.name
+
+
+Readers = list[Reader | None]
+
+
+def of(plan: Plan, outside: Readers) -> dict[Any, Reader]:
+    """Returns the operation that asks for each value that is not to be rounded.
+
+    Args:
+      plan: of the program.
+      outside: who asks for its outputs.
+    """
+    found: dict[Any, Reader] = {}
+
+    def add(atom: Any, reader: Reader | None) -> None:
+        if reader is None or compat.is_literal(atom):
+            return
+        if plan.reads.get(atom, 0) & reads.UNROUNDED:
+            found.setdefault(atom, reader)
+
+    for atom, reader in zip(plan.jaxpr.jaxpr.outvars, outside, strict=True):
+        add(atom, reader)
+    for decision in reversed(plan.decisions):
+        outs = [found.get(v) for v in decision.eqn.outvars]
+        for atom, reader in zip(decision.eqn.invars, _operands(plan, decision, outs), strict=True):
+            add(atom, reader)
+    return found
+
+
+def inside(plan: Plan, decision: Decision, readers: dict[Any, Reader]) -> list[Readers]:
+    """Returns who asks for the outputs of each program of a call, in the order of its plans."""
+    outs = [readers.get(v) for v in decision.eqn.outvars]
+    return [
+        [None] if part.is_condition else _turn(part, inner, outs)
+        for part, inner in zip(structure.parts(decision.eqn), decision.call.plans, strict=True)
+    ]
+
+
+def _turn(part: structure.Part, inner: Plan, outs: Readers) -> Readers:
+    """Who asks for the outputs of a body: the next turn of a loop, or who reads its results."""
+    if not part.carries:
+        return outs
+    at_start = of(inner, outs)
+    carried = inner.jaxpr.jaxpr.invars[part.carried]
+    asked = [outer or at_start.get(v) for outer, v in zip(outs, carried, strict=False)]
+    return [*asked, *outs[len(asked) :]]
+
+
+def _operands(plan: Plan, decision: Decision, outs: Readers) -> Readers:
+    eqn = decision.eqn
+    first = next((r for r in outs if r is not None), None)
+    if decision.call is not None:
+        return _of_call(plan, decision, outs)
+    own = Reader(_name(eqn), _where(eqn))
+    if fusible.is_fusible_function(eqn):
+        return [first or own] * len(eqn.invars)
+    is_own = conditioned.is_source(eqn, plan.facts) or _ruins(eqn)
+    stops = decision.action is Action.PRODUCT
+    return [own if is_own else None if stops else first] * len(eqn.invars)
+
+
+def _of_call(plan: Plan, decision: Decision, outs: Readers) -> Readers:
+    found: Readers = [None] * len(decision.eqn.invars)
+    known = {v: r for v, r in zip(decision.eqn.outvars, outs, strict=True) if r is not None}
+    programs = zip(
+        structure.parts(decision.eqn),
+        decision.call.plans,
+        inside(plan, decision, known),
+        strict=True,
+    )
+    for part, inner, asked in programs:
+        by = of(inner, asked)
+        for place, v in zip(part.operands, inner.jaxpr.jaxpr.invars, strict=True):
+            found[place] = found[place] or by.get(v)
+    return found
+
+
+def _ruins(eqn: Any) -> bool:
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+        return False
+    return name in traits.UNFORGIVING or (name not in OP_RULES and name not in traits.LOOKS)
+
+
+def _name(eqn: Any) -> str:
+    is_function = structure.single_program(eqn) is not None
+    return structure.function_name(eqn) if is_function else eqn.primitive.name
+
+
+def _where(eqn: Any) -> str:
+    """The file and line of an equation, without the function's name."""
+    return scopes.short(scopes.location(eqn))

@@ -1,0 +1,32 @@
+"""Primitives of our own: made here and nowhere else, so that lists of them derive."""
+
+from __future__ import annotations
+
+from jax.extend.core import Primitive
+
+_computing: dict[Primitive, bool] = {}
+
+
+def own_primitive(name: str, *, computes: bool = False, several: bool = False) -> Primitive:
+    """Returns a new primitive, and remembers it as one of ours.
+
+    Args:
+      name: as programs and profiles show it.
+      computes: whether its results are other values than its operands; else they are the first
+        operands, perhaps rounded.
+      several: whether it returns a list of results.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = several
+    _computing[primitive] = computes
+    return primitive
+
+
+def is_own(primitive: Primitive) -> bool:
+    """Whether a primitive is one that autocast puts into programs."""
+    return primitive in _computing
+
+
+def returns_operands(primitive: Primitive) -> bool:
+    """Whether a primitive of ours hands on its first operands, perhaps rounded."""
+    return not _computing.get(primitive, True)

@@ -1,0 +1,1 @@
+"""Compares policies for a user's own function: compiled, and by the clock."""

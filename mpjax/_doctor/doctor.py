@@ -1,0 +1,372 @@
+"""What a policy would change in a user's function: what `python -m mpjax doctor` finds out."""
+
+import dataclasses
+import inspect
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+from mpjax._autocast import autocast, explain
+from mpjax._autocast.why.explanation import Explanation
+from mpjax._base.dtypes import short_name
+from mpjax._base.errors import message, nearest
+from mpjax._base.tree import is_array, leaf_paths
+from mpjax._base.users_line import users_line
+from mpjax._doctor.user_file import WHERE, first_line, load
+from mpjax._hardware import Accelerator, examine
+from mpjax._policies.policy import get_policy
+from mpjax.numerics import find_promotions
+
+Compiler = Callable[[Callable[..., Any], Any], tuple[int | None, int, float]]
+
+POLICIES = ("32-true", "bf16-mixed", "16-mixed")
+"""What is compared unless the user names others; the first is what the others are compared with."""
+
+_SHAPE = re.compile(r"(\w+)\[([\d, ]*)\]")
+_ALLOWED_ARGUMENT = (
+    "Allowed: a name in the file (array, tree, or function that makes one), "
+    "or a shape: 'f32[8,128]', 'i32[]'."
+)
+_DTYPES = {
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f64": "float64",
+    "i32": "int32",
+    "i64": "int64",
+    "u32": "uint32",
+    "u8": "uint8",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One policy: what its program keeps, and what it does once compiled, by XLA's own count."""
+
+    policy: str
+    status: str  # of its dtypes on the accelerator: native, slow, unsupported or unknown
+    kept: int  # bytes from the forward to the backward pass, arguments left out; on any device
+    bytes_accessed: int | None  # None where the backend does not count
+    temporaries: int  # bytes
+    seconds: float  # to trace, lower and compile
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What the doctor found: a row a policy, what the one to take changes, and advice."""
+
+    function: str
+    what: str  # 'value and gradient' or 'value'
+    accelerator: Accelerator
+    compiled_for: str  # the target whose compiler counted
+    rows: tuple[Measured, ...]
+    taken: str  # the policy that is explained
+    explanation: Explanation
+    advice: tuple[str, ...]
+    fun: Callable[..., Any]
+    args: list[Any]  # arrays, shapes, and what is neither
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all of it as plain values, for JSON."""
+        return {
+            "function": self.function,
+            "what": self.what,
+            "device": self.accelerator.key,
+            "compiled_for": self.compiled_for,
+            "taken": self.taken,
+            "policies": [dataclasses.asdict(row) for row in self.rows],
+            "explanation": self.explanation.to_dict(),
+            "advice": list(self.advice),
+        }
+
+
+def diagnose(
+    target: str,
+    arguments: Sequence[str],
+    *,
+    policies: Sequence[str] = POLICIES,
+    accelerator: Accelerator,
+    compiler: tuple[str, Compiler] | None = None,
+    track: Callable[[Sequence[str]], Iterator[str]] = iter,
+) -> Diagnosis:
+    """Returns the diagnosis of a function in a file.
+
+    Args:
+      target: 'FILE.py:FUNCTION' or 'package.module:FUNCTION'.
+      arguments: one a parameter: a name in the file, or a shape such as 'f32[8,128]'. Without
+        any, each parameter is what the file calls by its name.
+      policies: what to compare.
+      accelerator: for which the support is looked up.
+      compiler: what counts, and the name of its target; None for this machine's.
+      track: shows progress over the policies.
+
+    Raises:
+      ValueError: there is no such file or function, an argument has no value, or the function
+        cannot be traced; the message has the line.
+    """
+    module, fun, name = load(target)
+    args = _arguments(module, fun, name, arguments)
+    found = {policy: get_policy(policy) for policy in policies}  # a wrong name, before any work
+    is_loss, has_aux = _is_loss(fun, args, name, module)
+    target_name, compiled = compiler or (jax.default_backend(), compiled_here)
+    rows = []
+    for policy in track(policies):
+        fast = autocast(fun, policy)
+        kept = _kept(fast, args, has_aux) if is_loss else 0
+        whole = jax.value_and_grad(fast, has_aux=has_aux, allow_int=True) if is_loss else fast
+        status = examine(found[policy], accelerator).status
+        rows.append(Measured(policy, status, kept, *_on_arrays(whole, args, compiled)))
+    where = "here" if compiler is None else f"for {target_name}"
+    taken, advice = _advise(rows, accelerator, where)
+    advice += find_promotions(fun)(*args).advice()
+    explanation = explain(fun, taken)(*args)
+    advice += explanation.warnings()
+    what = "value and gradient" if is_loss else "value"
+    found = (tuple(rows), taken, explanation, tuple(advice))
+    return Diagnosis(name, what, accelerator, target_name, *found, fun, args)
+
+
+# -- what to examine -----------------------------------------------------------------------------
+
+
+def _arguments(
+    module: ModuleType, fun: Callable[..., Any], name: str, given: Sequence[str]
+) -> list[Any]:
+    signature = inspect.signature(fun)
+    parameters = signature.parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p.name for p in parameters if p.kind in positional and p.default is p.empty]
+    names = list(given) or needed
+    try:
+        signature.bind(*names)
+    except TypeError as error:  # too few, too many, or keyword-only ones
+        count = f"{len(names)} argument{'s' * (len(names) != 1)}"
+        got = f"{name}{signature} does not take {count}: {error}."
+        fix = "Give one a parameter, in order; for keyword-only ones write a function around it."
+        raise ValueError(message(WHERE, got, _ALLOWED_ARGUMENT, fix)) from None
+    missing = [] if given else [p for p in needed if not hasattr(module, p)]
+    if missing:
+        got = f"{name} takes {', '.join(needed)}; the file has no {', '.join(missing)}."
+        fix = "Type python -m mpjax doctor FILE:FUNCTION params 'f32[8,128]'."
+        raise ValueError(message(WHERE, got, _ALLOWED_ARGUMENT, fix))
+    return [_argument(module, text) for text in names]
+
+
+def _argument(module: ModuleType, text: str) -> Any:
+    shape = _SHAPE.fullmatch(text)
+    if shape:
+        dtype = _DTYPES.get(shape[1], shape[1])
+        try:
+            sizes = tuple(int(n) for n in shape[2].split(",") if n.strip())
+            return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+        except TypeError:
+            known = f"Allowed: {', '.join(_DTYPES)}, and NumPy's names."
+            raise ValueError(message(WHERE, f"{text!r} has no known dtype.", known)) from None
+    if not hasattr(module, text):
+        close = nearest(text, [n for n in vars(module) if not n.startswith("__")])
+        fix = [f"Did you mean {' or '.join(close)}?"] if close else []
+        raise ValueError(message(WHERE, f"the file has no {text!r}.", _ALLOWED_ARGUMENT, *fix))
+    value = getattr(module, text)
+    return value() if callable(value) and not is_array(value) else value
+
+
+def values_of(found: Diagnosis) -> list[Any]:
+    """Returns arguments that a diagnosed function can run on.
+
+    A shape of floating numbers is filled with normal ones; what integers mean is not known.
+
+    Raises:
+      ValueError: an integer argument was given as a shape.
+    """
+    return jax.tree.map(lambda x: _filled(x, found.function), found.args, is_leaf=_is_shape)
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _filled(x: Any, name: str) -> Any:
+    if not _is_shape(x):
+        return x
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        got = f"{name} cannot be run on {short_name(x.dtype)}{list(x.shape)}: its numbers matter."
+        fix = "Name a value in the file, or a function that makes one, in its place."
+        raise ValueError(message(WHERE, got, fix))
+    return jax.random.normal(jax.random.key(0), x.shape, x.dtype)
+
+
+# -- what to compile -----------------------------------------------------------------------------
+
+
+def _is_loss(
+    fun: Callable[..., Any], args: list[Any], name: str, module: ModuleType
+) -> tuple[bool, bool]:
+    """Returns whether `fun` is a loss, to be differentiated by its first argument, and has aux.
+
+    A floating scalar is a loss, alone or as the first of a pair.
+    """
+
+    def checked(*args: Any) -> Any:
+        out = fun(*args)
+        for path, leaf in zip(leaf_paths(out), jax.tree.leaves(out), strict=True):
+            if not (is_array(leaf) or isinstance(leaf, int | float | complex)):
+                place = f" at {path!r}" if path else ""
+                raise _NoArrayError(f"it returns a {type(leaf).__name__}{place}.")
+        return out
+
+    try:
+        out: Any = _on_arrays(checked, args, jax.eval_shape)
+    except Exception as error:  # whatever the user's code raises
+        raise ValueError(_untraceable(error, name, module)) from error
+    has_aux = isinstance(out, tuple) and len(out) == 2
+    loss: Any = out[0] if has_aux else out
+    is_scalar = getattr(loss, "shape", None) == () and jnp.issubdtype(loss.dtype, jnp.floating)
+    return bool(is_scalar and args and any(map(_is_floating, jax.tree.leaves(args[0])))), has_aux
+
+
+class _NoArrayError(TypeError):
+    """A function returned what no transformation of JAX takes."""
+
+
+def _is_floating(x: Any) -> bool:
+    known = is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+    return known and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _on_arrays(fun: Callable[..., Any], args: list[Any], transform: Callable[..., Any]) -> Any:
+    """Returns `transform(fun, *args)`, of whose leaves only arrays are traced."""
+    leaves, structure = jax.tree.flatten(args)
+    traced = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+
+    def on_arrays(arrays: list[Any]) -> Any:
+        values = iter(arrays)
+        given = [next(values) if t else x for t, x in zip(traced, leaves, strict=True)]
+        return fun(*structure.unflatten(given))
+
+    return transform(on_arrays, [x for t, x in zip(traced, leaves, strict=True) if t])
+
+
+def compiled_here(fun: Callable[..., Any], args: Any) -> tuple[int | None, int, float]:
+    """Returns bytes accessed, bytes of temporaries and seconds of `fun(args)`, compiled here."""
+    start = time.perf_counter()
+    compiled = jax.jit(fun).lower(args).compile()
+    seconds = time.perf_counter() - start
+    accessed = (compiled.cost_analysis() or {}).get("bytes accessed")
+    memory: Any = compiled.memory_analysis()
+    temporaries = memory.temp_size_in_bytes
+    return None if accessed is None else int(accessed), temporaries, seconds
+
+
+def _kept(fun: Callable[..., Any], args: list[Any], has_aux: bool) -> int:
+    """Returns the bytes that reverse-mode differentiation keeps, arguments left out."""
+
+    def residuals(*args: Any) -> list[Any]:
+        made = jax.vjp(lambda first: fun(first, *args[1:]), args[0], has_aux=has_aux)
+        return jax.tree.leaves(made[1])
+
+    jaxpr = _on_arrays(residuals, args, lambda f, arrays: jax.make_jaxpr(f)(arrays)).jaxpr
+    made = {var for eqn in jaxpr.eqns for var in eqn.outvars}
+    kept = {var for var in jaxpr.outvars if not isinstance(var, jex.Literal) and var in made}
+    return sum(var.aval.size * var.aval.dtype.itemsize for var in kept)
+
+
+def _untraceable(error: Exception, name: str, module: ModuleType) -> str:
+    needs_values = (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError)
+    needs_values += (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError)
+    place = users_line(error, module.__file__ or "")
+    if isinstance(error, needs_values):
+        got = f"{name} cannot be jitted: it needs the value of an array while it is traced."
+        fix = "Use jnp.where or jax.lax.cond there, or make the argument a Python value."
+    elif isinstance(error, _NoArrayError):
+        got = f"{name} cannot be jitted: {error}"
+        place, fix = [], "Return arrays, numbers, or trees of them; a loss is a floating scalar."
+    else:
+        got = f"{name} fails on these arguments: {first_line(error)}"
+        fix = "Check their shapes and dtypes; others can be given after FILE:FUNCTION."
+    return message(WHERE, got, *place, fix)
+
+
+# -- advice --------------------------------------------------------------------------------------
+
+
+def _advise(
+    rows: Sequence[Measured], accelerator: Accelerator, where: str = "here"
+) -> tuple[str, list[str]]:
+    """Returns the policy to explain, and what to say: the one to take, or why none is."""
+    base, others = rows[0], [row for row in rows[1:] if row.status != "unsupported"]
+    fast = [row for row in others if row.status == "native"]
+    best = _best(fast or others or [base], base, accelerator)
+    change = _change(best, base, where)
+    if len(rows) == 1:
+        return base.policy, ["Nothing to compare with: give two policies or more."]
+    if best is base:
+        got = f"{accelerator.name} runs none of them but {base.policy!r}."
+        return base.policy, [got, *_instead(accelerator, rows)]
+    if fast and _saves(best, base):
+        return best.policy, [f"Take {best.policy!r}: {change}.", *_needs(best)]
+    if fast:
+        return best.policy, [
+            f"{best.policy!r} is fast on {accelerator.name}, but saves no memory here: most of "
+            "this function stays in float32, or its arrays are small. Time it before you take it.",
+            *_needs(best),
+        ]
+    advice = _why_none(others, accelerator)
+    instead = _instead(accelerator, rows)
+    if not _saves(best, base):
+        return best.policy, [advice, *instead, "None of them would save memory either."]
+    return best.policy, [advice, *instead, f"For memory {best.policy!r}: {change}.", *_needs(best)]
+
+
+def _best(rows: Sequence[Measured], base: Measured, accelerator: Accelerator) -> Measured:
+    """Returns the row of least memory; among those within 5 % the accelerator's own choice."""
+    least = min(_memory(row, base) for row in rows)
+    close = [row for row in rows if _memory(row, base) <= 1.05 * least]
+    return next((row for row in close if row.policy == accelerator.policy), close[0])
+
+
+def _memory(row: Measured, base: Measured) -> int:
+    """Returns what is kept, which no backend changes; temporaries where float32 keeps nothing."""
+    return row.kept if base.kept else row.temporaries
+
+
+def _saves(row: Measured, base: Measured) -> bool:
+    return _memory(row, base) < 0.995 * _memory(base, base)
+
+
+def _why_none(others: Sequence[Measured], accelerator: Accelerator) -> str:
+    tried = " and ".join(repr(row.policy) for row in others)
+    if all(row.status == "unknown" for row in others):
+        return f"Whether {tried} is fast on {accelerator.name} is not known: time it."
+    return f"Not fast on {accelerator.name}: {tried}."
+
+
+def _instead(accelerator: Accelerator, rows: Sequence[Measured]) -> list[str]:
+    """Returns what to take for speed where none of the policies asked for is."""
+    policy = accelerator.policy
+    if policy in [row.policy for row in rows]:
+        return [f"For speed take {policy!r}."]
+    return [f"There {policy!r} is: look at it with --policy {policy}."]
+
+
+def _change(row: Measured, base: Measured, where: str) -> str:
+    """Returns what becomes less, and what more, as words."""
+    pairs = [
+        ("kept for the backward pass", row.kept, base.kept),
+        (f"temporary memory as compiled {where}", row.temporaries, base.temporaries),
+    ]
+    shares = [(name, a / b - 1) for name, a, b in pairs if b]
+    less = [f"{-share:.0%} less {name}" for name, share in shares if share < -0.005]
+    more = [f"{share:.0%} more {name}" for name, share in shares if share > 0.005]
+    return ", but ".join(" and ".join(words) for words in (less, more) if words)
+
+
+def _needs(row: Measured) -> list[str]:
+    if get_policy(row.policy).compute_dtype != jnp.float16:
+        return []
+    return ["It needs a loss scale: mpjax.make_train_step, or mpjax.with_loss_scale around optax."]

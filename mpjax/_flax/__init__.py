@@ -1,0 +1,1 @@
+"""Policies on Flax modules: Linen's and NNX's."""

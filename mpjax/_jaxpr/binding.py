@@ -1,0 +1,118 @@
+"""Binds equations again: on other operands, at the place where their author wrote them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import source_info_util
+
+from mpjax._base import compat
+
+_MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
+"""What moves one array, and is bound often."""
+
+
+def inside(eqn: Any, count: int) -> contextlib.AbstractContextManager[None]:
+    """Gives what is bound inside the outermost scopes of an equation, and its source line."""
+    return _at(eqn.source_info.traceback, eqn.source_info.name_stack[:count])
+
+
+@contextlib.contextmanager
+def written_at(eqn: Any, within: int = 0) -> Generator[None]:
+    """Gives what is bound inside the scopes and the source line of an equation.
+
+    Args:
+      eqn: the equation.
+      within: how many of its outermost scopes what is bound is in already.
+    """
+    with _at(eqn.source_info.traceback, eqn.source_info.name_stack[within:]), eqn.ctx.manager:
+        yield
+
+
+def _at(traceback: Any, names: Any) -> contextlib.AbstractContextManager[None]:
+    stack = source_info_util.current_name_stack() + names
+    return source_info_util.user_context(traceback, name_stack=stack)
+
+
+def bind(eqn: Any, values: Sequence[Any], params: Any = None) -> list[Any]:
+    """Returns the results of an equation on other operands."""
+    params = eqn.params if params is None else params
+    bound = compat.bind(eqn.primitive, values, params)
+    return list(bound) if eqn.primitive.multiple_results else [bound]
+
+
+def moved(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Returns the results of an equation on other operands; JAX differentiates equal moves once."""
+    if eqn.primitive.name not in _MOVES or len(values) != 1:
+        return bind(eqn, values)
+    return [_move(eqn.primitive, tuple(sorted(eqn.params.items())))(*values)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _move(primitive: Any, params: Any) -> Callable[..., Any]:
+    return compat.inlined(lambda x: compat.bind(primitive, [x], dict(params)))
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    """Returns an array in another dtype; JAX differentiates equal casts once."""
+    if not isinstance(x, jax.Array):
+        return x.astype(dtype)
+    return x if x.dtype == dtype else _casting(jax.numpy.dtype(dtype))(x)
+
+
+@functools.cache
+def _casting(dtype: Any) -> Callable[..., Any]:
+    return compat.inlined(functools.partial(lax.convert_element_type, new_dtype=dtype))
+
+
+def evaluate(
+    program: Any,
+    values: Sequence[Any],
+    run: Callable[[Any, list[Any]], Sequence[Any]],
+    *,
+    constant: Callable[[Any, Any], Any] = lambda x, aval: x,
+    equations: Sequence[Any] | None = None,
+) -> list[Any]:
+    """Returns the outputs of a program: arrays, or whatever `run` makes of what it is given.
+
+    Args:
+      program: a jaxpr.
+      values: its inputs.
+      run: gives the results of an equation for its operands.
+      constant: what stands for a constant, of a type.
+      equations: those that matter; by default all.
+    """
+    program = compat.closed(program)
+    jaxpr = program.jaxpr
+    env = {v: constant(x, v.aval) for v, x in zip(jaxpr.constvars, program.consts, strict=True)}
+    env |= dict(zip(jaxpr.invars, values, strict=True))
+
+    def read(atom: Any) -> Any:
+        return constant(atom.val, atom.aval) if compat.is_literal(atom) else env[atom]
+
+    compute(jaxpr.eqns if equations is None else equations, env, read, run)
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def compute(
+    equations: Sequence[Any],
+    env: dict[Any, Any],
+    read: Callable[[Any], Any],
+    run: Callable[[Any, list[Any]], Sequence[Any]],
+) -> None:
+    """Adds the results of equations to what is known of variables.
+
+    Args:
+      equations: in order.
+      env: what is known.
+      read: gives what an operand is.
+      run: gives the results of an equation for its operands.
+    """
+    for eqn in equations:
+        outs = run(eqn, [read(atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, outs, strict=True))

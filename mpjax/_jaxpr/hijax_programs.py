@@ -1,0 +1,91 @@
+"""JAX's high-level primitives: which programs they hold, and how those are changed.
+
+`lax.custom_root` is one, and so will `scan`, `checkpoint` and functions with rules be. All are one
+JAX primitive, whose parameter is an object with methods: one computes (`expand`), others derive and
+batch. These call functions and programs that the object holds, which are changed in a copy of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import hijax
+
+from mpjax._jaxpr.caches import by_identity
+
+NAME = "call_hi_primitive"
+_PARAM = "_prim"
+_KINDS: tuple[type, ...] = (hijax.HiPrim,) if hasattr(hijax, "HiPrim") else ()
+_CHECKPOINT, _LOOP = "RematTraced", "Scan3"
+_NAMES = ("CheckpointName", "CheckpointNameFwd")
+
+
+def holder(eqn: Any) -> Any:
+    """Returns the object in an equation's parameters, None where there is none of a known kind."""
+    found = eqn.params.get(_PARAM) if eqn.primitive.name == NAME else None
+    return found if isinstance(found, _KINDS) else None
+
+
+def program(eqn: Any) -> Any:
+    """Returns the program that an equation's object computes, None where it cannot be told."""
+    found = holder(eqn)
+    if found is None:
+        return None
+    return found.params["jaxpr"] if is_checkpoint(eqn) else _expanded(found)
+
+
+def is_checkpoint(eqn: Any) -> bool:
+    """Whether an equation is a `jax.checkpoint`."""
+    return type(holder(eqn)).__name__ == _CHECKPOINT
+
+
+def given_name(eqn: Any) -> str | None:
+    """Returns the name that an equation gives its operand, for a checkpoint's policy, or None."""
+    return holder(eqn).params["name"] if type(holder(eqn)).__name__ in _NAMES else None
+
+
+def has_rules(eqn: Any) -> bool:
+    """Whether an equation is a function with rules of its own, which were written for its types."""
+    without = (_CHECKPOINT, _LOOP, *_NAMES)
+    return holder(eqn) is not None and type(holder(eqn)).__name__ not in without
+
+
+@by_identity
+def _expanded(found: Any) -> Any:
+    def flat(*arrays: Any) -> list[Any]:
+        return jax.tree.leaves(found.expand(*jax.tree.unflatten(found.in_tree, arrays)))
+
+    try:
+        made = jax.make_jaxpr(flat)(*found.in_avals_flat)
+    except NotImplementedError:  # some are lowered only, or have types of their own
+        return None
+    return None if made.consts else made
+
+
+def changed(eqn: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> dict[str, Any]:
+    """Returns an equation's parameters, with each function that its object holds changed.
+
+    Args:
+      eqn: the equation.
+      change: gives for a function of arrays, and of whatever else JAX hands to a rule, another.
+    """
+    found = holder(eqn)
+    new = copy.copy(found)
+    new.params = {name: _changed(value, change) for name, value in found.params.items()}
+    vars(new).update(new.params)
+    return {**eqn.params, _PARAM: new}
+
+
+def _changed(value: Any, change: Callable[..., Any]) -> Any:
+    if isinstance(value, jax.stages.Traced):
+        args, kwargs = value.in_avals  # pyright: ignore[reportAttributeAccessIssue]
+        fun = change(value)
+        fun.__name__ = fun.__qualname__ = value.fun_name
+        return jax.jit(fun).trace(*args, **kwargs)
+    if isinstance(value, tuple):
+        return tuple(_changed(x, change) for x in value)
+    is_function = callable(value) and not isinstance(value, type)
+    return change(value) if is_function else value

@@ -1,0 +1,33 @@
+"""The policy of the train step that is being traced: warns where autocast inside has another."""
+
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from mpjax._base.errors import PolicyWarning, message
+
+_step = jax.make_user_context(None)
+
+
+@contextmanager
+def in_step(policy: Any) -> Generator[None]:
+    """Says to autocast, while a train step traces its loss, which policy that step has."""
+    with _step(policy):
+        yield
+
+
+def warn_of_other_step(policy: Any, where: str) -> None:
+    """Warns of autocast to a dtype that the step around it knows nothing of, nor scales for."""
+    step = _step.value
+    if step is None:
+        return
+    known = {p.compute_dtype for p in getattr(step, "policies", (step,))}
+    low = {p.compute_dtype for p in getattr(policy, "policies", (policy,))}
+    if any(dtype.itemsize < 4 and dtype not in known for dtype in low):
+        got = f"autocast to {policy} runs inside a train step of {step}."
+        allowed = "The step keeps parameters, and scales the loss, for its own policy only."
+        fix = f"Type make_train_step(loss_fn, tx, {str(policy)!r}), and drop autocast."
+        warnings.warn(message(where, got, allowed, fix), PolicyWarning, stacklevel=4)

@@ -1,0 +1,429 @@
+"""Policy: which dtype parameters, computation and outputs have, and every name for one."""
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ContextDecorator
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._base import dtypes as _dtypes
+from mpjax._base.dtypes import POLICY_DTYPES, DType
+from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.foreign_names import POLICY_ROWS, NoPolicyAttributeError, folded, unknown_policy
+from mpjax._base.public import public
+from mpjax._base.tree import cast_tree
+from mpjax._base.typing import DTypeSpec, KnownPolicy, PolicySpec
+
+T = TypeVar("T")
+
+HALF = "half"
+"""A dtype that is settled at the first use: `half_dtype()` of the backend there is then."""
+
+
+@public
+@jax.tree_util.register_static
+class Policy:
+    """Three dtypes: parameters are stored in one, computed with in another, returned in a third.
+
+    A policy is immutable and hashable. Two policies are equal if their dtypes are equal, however
+    they were spelled. A policy is a pytree without leaves, so it may be a (static) argument of a
+    jitted function. `get_policy` makes one from a name.
+
+    Args:
+      param_dtype: of stored parameters.
+      compute_dtype: of the operands of matrix products and convolutions.
+      output_dtype: of the model's results.
+
+    Raises:
+      ValueError: an argument names no dtype.
+      TypeError: an argument names an integer, complex or 8-bit dtype.
+
+    Dtypes:
+      float16, bfloat16, float32 and float64; casting to float64 needs 64-bit types on.
+
+    Transforms:
+      Casts are ordinary conversions, differentiable and valid under every transformation.
+
+    Example:
+      >>> policy = mpjax.Policy(jnp.float32, jnp.bfloat16, jnp.float32)
+      >>> policy.cast_to_compute({"w": jnp.ones(2), "step": 3})
+      {'step': 3, 'w': Array([1, 1], dtype=bfloat16)}
+      >>> str(policy), mpjax.get_policy(str(policy)) == policy
+      ('p=f32,c=bf16,o=f32', True)
+
+    References:
+      Micikevicius et al., Mixed Precision Training, 2018, https://arxiv.org/abs/1710.03740
+    """
+
+    __slots__ = ("_given", "_names")
+    _given: str | None  # the name that `get_policy` was given; no part of what it is
+    _names: tuple[str, str, str]  # short names; 'half' where the backend decides
+
+    def __init__(
+        self,
+        param_dtype: DTypeSpec = jnp.float32,
+        compute_dtype: DTypeSpec = jnp.float32,
+        output_dtype: DTypeSpec = jnp.float32,
+    ) -> None:
+        given = (param_dtype, compute_dtype, output_dtype)
+        named = zip(("param_dtype", "compute_dtype", "output_dtype"), given, strict=True)
+        names = tuple(_name_of(spec, f"Policy({field})") for field, spec in named)
+        object.__setattr__(self, "_names", names)
+        object.__setattr__(self, "_given", None)
+
+    @property
+    def name(self) -> str:
+        """The name that it was made by, 'bf16-mixed'; without one, what `str` gives."""
+        return self._given or str(self)
+
+    def named(self, name: str) -> "Policy":
+        """Returns the same policy, which remembers another name; it is equal to this one."""
+        new = copy.copy(self)
+        object.__setattr__(new, "_given", name)
+        return new
+
+    if not TYPE_CHECKING:  # or an editor would believe that there is any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises AttributeError, with what a name of another library is called here."""
+            raise NoPolicyAttributeError(type(self), name)
+
+    @property
+    def param_dtype(self) -> DType:
+        """The dtype in which parameters are stored."""
+        return _dtype_of(self._names[0])
+
+    @property
+    def compute_dtype(self) -> DType:
+        """The dtype of the operands of products and convolutions."""
+        return _dtype_of(self._names[1])
+
+    @property
+    def output_dtype(self) -> DType:
+        """The dtype of the model's results."""
+        return _dtype_of(self._names[2])
+
+    def cast_to_param(self, tree: T) -> T:
+        """Returns `tree` with its floating leaves in `param_dtype`; see `cast_to_compute`."""
+        return self._cast(tree, self.param_dtype, "cast_to_param")
+
+    def cast_to_compute(self, tree: T) -> T:
+        """Returns `tree` with its floating leaves in `compute_dtype`.
+
+        These pass through: integers, booleans, PRNG keys, complex values, 8-bit floats, Python
+        scalars, strings, None, Flax's `_overwrite_with_gradient` collection, and float64 leaves
+        unless the policy names float64. `ShapeDtypeStruct`s keep their sharding. A leaf that
+        already has the dtype is returned itself, and no operation is added.
+
+        Raises:
+          ValueError: `compute_dtype` is float64 and 64-bit types are off.
+        """
+        return self._cast(tree, self.compute_dtype, "cast_to_compute")
+
+    def cast_to_output(self, tree: T) -> T:
+        """Returns `tree` with its floating leaves in `output_dtype`; see `cast_to_compute`."""
+        return self._cast(tree, self.output_dtype, "cast_to_output")
+
+    def with_output_dtype(self, output_dtype: DTypeSpec) -> "Policy":
+        """Returns this policy with another `output_dtype`."""
+        return Policy(self._names[0], self._names[1], output_dtype)
+
+    def to_dict(self) -> dict[str, str]:
+        """Returns the policy as names that JSON or YAML can hold; `from_dict` reads them."""
+        fields = ("param_dtype", "compute_dtype", "output_dtype")
+        return dict(zip(fields, map(_long_name, self._names), strict=True))
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, str]) -> "Policy":
+        """Returns the policy that `to_dict` gave `config` for; a missing field is an error."""
+        fields = {"param_dtype", "compute_dtype", "output_dtype"}
+        if set(config) != fields:
+            got = f"got the keys {sorted(config)}."
+            fix = f"Allowed, all of them: {sorted(fields)}."
+            raise ValueError(message("Policy.from_dict", got, fix))
+        return cls(**config)
+
+    def to_jmp(self) -> Any:
+        """Returns the `jmp.Policy` of the same dtypes; needs jmp installed."""
+        import jmp  # type: ignore[import-not-found,unused-ignore]  # optional peer
+
+        # jmp looks its names up by scalar type, so that is what it gets.
+        scalars: Any = (jnp.dtype(_dtype_of(name)).type for name in self._names)
+        return jmp.Policy(*scalars)
+
+    def _cast(self, tree: T, dtype: DType, where: str) -> T:
+        return cast_tree(tree, dtype, move_float64="f64" in self._names, where=where)
+
+    def __str__(self) -> str:
+        return "p={},c={},o={}".format(*self._names)
+
+    def __repr__(self) -> str:
+        return f"Policy({', '.join(f'{k}={v!r}' for k, v in self.to_dict().items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return self._names == other._names if isinstance(other, Policy) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((Policy, self._names))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        kind = type(self).__name__
+        fix = f"Make another, e.g. mpjax.{kind}({name}=...)."
+        raise AttributeError(message(kind, f"is immutable; got {name} = {value!r}.", fix))
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(message(type(self).__name__, f"is immutable; cannot delete {name}."))
+
+    def __reduce__(self) -> Any:
+        return rebuilt, (Policy, self._names, self._given)
+
+
+def rebuilt(cls: type[Policy], args: tuple[Any, ...], given: str | None) -> Policy:
+    """Returns a policy of a class from its arguments, and the name that it remembers."""
+    policy = cls(*args)
+    object.__setattr__(policy, "_given", given)
+    return policy
+
+
+def _name_of(spec: DTypeSpec, where: str) -> str:
+    if spec == HALF and isinstance(spec, str):
+        return HALF
+    return _dtypes.short_name(_dtypes.canonical_dtype(spec, where))
+
+
+def _dtype_of(name: str) -> DType:
+    return _dtypes.half_dtype() if name == HALF else POLICY_DTYPES[name]
+
+
+def _long_name(name: str) -> str:
+    return HALF if name == HALF else POLICY_DTYPES[name].name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyName:
+    """A row of the table of names that other libraries' users know."""
+
+    name: str
+    policy: Policy
+    source: str  # the library that it comes from
+
+
+POLICY_NAMES: tuple[PolicyName, ...] = tuple(
+    PolicyName(name=name, policy=Policy(*dtypes.split()), source=source)
+    for name, dtypes, source in POLICY_ROWS
+)
+_BY_NAME = {row.name: row.policy for row in POLICY_NAMES}
+_BY_FOLDED = {folded(name): policy for name, policy in _BY_NAME.items()}
+_KEYS = {"p": 0, "params": 0, "c": 1, "compute": 1, "o": 2, "output": 2}
+# Read while tracing and part of JAX's own cache key: another default is another program.
+_default = jax.make_user_context(None)
+
+
+class default_policy(ContextDecorator):
+    """Makes `get_policy(None)` return `policy` inside a `with` block.
+
+    JAX reads the default while it traces a function, and the default belongs to the key of JAX's
+    compilation cache: a jitted function that is called under another default is traced again.
+    Nothing process-wide changes, and other threads do not see it. It also works as a decorator.
+
+    Args:
+      policy: whatever `get_policy` takes.
+
+    Warns:
+      PolicyWarning: the block was never entered, and no function was decorated, so nothing changed.
+
+    Example:
+      >>> with mpjax.default_policy("bf16-mixed"):
+      ...     print(mpjax.get_policy())
+      p=f32,c=bf16,o=f32
+      >>> print(mpjax.get_policy())
+      p=f32,c=f32,o=f32
+
+    References:
+      Keras, `set_dtype_policy`, which is process-wide
+    """
+
+    def __init__(self, policy: PolicySpec) -> None:
+        self._used = True  # an error below is no call without `with`
+        self._policy = chosen_policy(policy, "default_policy")
+        self._contexts: list[Any] = []
+        self._used = False
+
+    def __call__(self, func: Any) -> Any:
+        self._used = True
+        return super().__call__(func)
+
+    def __enter__(self) -> None:
+        self._used = True
+        context = _default(self._policy)
+        context.__enter__()
+        self._contexts.append(context)
+
+    def __exit__(self, *exc: Any) -> None:
+        self._contexts.pop().__exit__(*exc)
+
+    def __del__(self) -> None:
+        if not self._used:
+            got = f"{self._policy} was made the default of no block: it has changed nothing."
+            fix = f"Type `with mpjax.default_policy({str(self._policy)!r}):` above what it is for."
+            warnings.warn(message("default_policy", got, fix), PolicyWarning, stacklevel=2)
+
+
+def chosen_policy(spec: Any, where: str) -> Any:
+    """Returns `get_policy(spec)`; refuses a lone dtype of 16 bits, which is mixed for some.
+
+    Raises:
+      ValueError: `spec` is `jnp.bfloat16` or `jnp.float16`, as an object.
+    """
+    policy = get_policy(spec)
+    is_dtype = isinstance(spec, (type, np.dtype))
+    if not is_dtype or policy.compute_dtype.itemsize > 2:
+        return policy
+    name = policy.compute_dtype.name
+    mixed = "bf16-mixed" if name == "bfloat16" else "16-mixed"
+    got = f"got {name} alone: mixed, as in torch.autocast, or all of it, loss included?"
+    fix = f"Type {mixed!r} (float32 parameters and loss) or {name!r} ({name} throughout)."
+    raise ValueError(message(where, got, fix))
+
+
+def policies_in(policy: Any) -> tuple[Policy, ...]:
+    """Returns the policies of a map; of a policy itself."""
+    return (policy,) if isinstance(policy, Policy) else policy.policies
+
+
+M = TypeVar("M")  # a PolicyMap, which a higher layer defines
+
+
+@overload
+def get_policy(spec: None = ...) -> Policy: ...
+@overload
+def get_policy(spec: KnownPolicy | str | int | Mapping[str, Any] | Policy) -> Policy: ...
+@overload
+def get_policy(spec: M) -> M: ...
+def get_policy(spec: Any = None) -> Any:
+    """Returns the policy that `spec` names.
+
+    Args:
+      spec: a name known from Lightning ('bf16-mixed', 16), Keras ('mixed_float16'), Apex ('O1') or
+        jmp ('p=f32,c=bf16,o=f32', 'full'); a dtype; a `Policy`, `PolicyMap`, `jmp.Policy`, Keras
+        `DTypePolicy` or its config; None for the scoped default (see `default_policy`), or float32
+        throughout if there is none.
+
+    Returns:
+      A `Policy`; a `PolicyMap` is returned itself. It asks no device: 'half' becomes a dtype when
+      one of its dtypes is read.
+
+    Raises:
+      ValueError: the name is unknown, or it is 'bf16', which has two meanings.
+      TypeError: it names a dtype that a policy cannot have, or is no name at all.
+
+    Example:
+      >>> mpjax.get_policy("bf16-mixed")
+      Policy(param_dtype='float32', compute_dtype='bfloat16', output_dtype='float32')
+      >>> mpjax.get_policy("c=f16") == mpjax.get_policy("params=float32,compute=float16")
+      True
+
+    References:
+      Lightning, `Trainer(precision=)`; Keras, `DTypePolicy`; Apex, `opt_level`; jmp, `get_policy`
+    """
+    if spec is None:
+        return _default.value or Policy()
+    if isinstance(spec, Policy) or hasattr(spec, "policy_for"):
+        return spec
+    is_name = isinstance(spec, str) or (isinstance(spec, int) and not isinstance(spec, bool))
+    if is_name:
+        name = str(spec).strip()
+        return _parse(name).named(name)
+    if isinstance(spec, Mapping):
+        return _from_config(cast("Mapping[str, Any]", spec))
+    return _from_object(spec)
+
+
+def _from_object(spec: Any) -> Policy:
+    if hasattr(spec, "param_dtype") and hasattr(spec, "output_dtype"):  # jmp.Policy
+        return Policy(spec.param_dtype, spec.compute_dtype, spec.output_dtype)
+    if hasattr(spec, "variable_dtype") and hasattr(spec, "name"):  # keras.DTypePolicy
+        if hasattr(spec, "default_policy"):
+            raise ValueError(_no_keras_policy("DTypePolicyMap"))
+        return _parse(spec.name)
+    dtype = _dtypes.canonical_dtype(spec, "get_policy")
+    return Policy(dtype, dtype, dtype)
+
+
+def _from_config(config: Mapping[str, Any]) -> Policy:
+    if (found := _read_elsewhere(config)) is not None:
+        return found
+    inner = config.get("config", config)  # Keras wraps it: {"class_name": ..., "config": {...}}
+    if isinstance(inner, Mapping) and set(inner) >= {"name"}:
+        return _parse(cast("Mapping[str, str]", inner)["name"])
+    if isinstance(inner, Mapping) and (found := _read_elsewhere(inner)) is not None:
+        return found
+    if "class_name" in config:
+        raise ValueError(_no_keras_policy(str(config["class_name"])))
+    return Policy.from_dict(config)
+
+
+def _no_keras_policy(kind: str) -> str:
+    """Returns what is said of a Keras class that is no pair of floating dtypes."""
+    got = f"a Keras {kind} is no policy of floating dtypes."
+    if kind == "DTypePolicyMap":
+        got = "a Keras DTypePolicyMap is many policies, by the paths of Keras layers."
+    allowed = "Allowed: a Keras DTypePolicy, or its config."
+    fix = "Type PolicyMap('mixed_bfloat16', {'re:encoder/.*': 'float32'}), with your own paths."
+    if kind != "DTypePolicyMap":
+        fix = "Type the name that it was made from, such as 'mixed_bfloat16'."
+    return message("get_policy", got, allowed, fix)
+
+
+_READERS: list[Callable[[Any], Policy | None]] = []
+
+
+def read_names_with(reader: Callable[[Any], Policy | None]) -> None:
+    """Has `get_policy` ask `reader` of a name or a config first: a kind of policy of its own."""
+    _READERS.append(reader)
+
+
+def _read_elsewhere(spec: Any) -> Policy | None:
+    return next(filter(None, (reader(spec) for reader in _READERS)), None)
+
+
+def _parse(name: str) -> Policy:
+    if (found := _read_elsewhere(name)) is not None:
+        return found
+    if "=" in name:
+        return _parse_pairs(name)
+    if name.lower() == "bf16":
+        got = f"{name!r} means two things: mixed for Lightning, all bfloat16 for jmp."
+        fix = "Type 'bf16-mixed' (float32 parameters) or 'bfloat16' (bfloat16 throughout)."
+        raise ValueError(message("get_policy", got, fix))
+    if folded(name) in _BY_FOLDED:
+        return _BY_FOLDED[folded(name)]
+    if _dtypes.is_dtype_name(name):
+        return Policy(name, name, name)
+    dtype = _dtypes.existing_dtype(name)
+    if dtype is None:
+        raise ValueError(unknown_policy(name, [row.name for row in POLICY_NAMES]))
+    return _from_object(dtype)  # a dtype that no policy can have: the error says why
+
+
+def _parse_pairs(text: str) -> Policy:
+    """Reads jmp's grammar: params default to f32, compute follows params, output compute."""
+    fields: list[str | None] = [None, None, None]
+    for part in text.split(","):
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        if key not in _KEYS:
+            got = f"unknown key {key!r} in {text!r}."
+            fix = "Allowed: params (p), compute (c), output (o); e.g. 'p=f32,c=bf16,o=f32'."
+            raise ValueError(message("get_policy", got, fix))
+        if fields[_KEYS[key]] is not None:
+            got = f"{key!r} is given twice in {text!r}."
+            raise ValueError(message("get_policy", got, "Give each of p, c and o once."))
+        fields[_KEYS[key]] = _name_of(value, f"get_policy({text!r})")
+    param = fields[0] or "f32"
+    compute = fields[1] or param
+    return Policy(param, compute, fields[2] or compute)

@@ -1,0 +1,61 @@
+"""A policy's recipes as rules of qwix, for those who serve with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpjax._base.errors import message
+from mpjax._policies import spelling
+from mpjax._policies.policy import Policy
+from mpjax._policies.quantized_policy import QuantizedPolicy
+from mpjax._policies.recipes import DTYPES, Recipe
+
+
+def qwix_rules(default: Policy, rules: Sequence[tuple[str, Policy]]) -> list[Any]:
+    """Returns `qwix.QtRule`s, the first match of which wins, as in a `PolicyMap`.
+
+    Raises:
+      ImportError: qwix is not installed.
+    """
+    try:
+        import qwix  # type: ignore[import-not-found,unused-ignore]  # optional peer
+    except ImportError as error:
+        text = message("to_qwix_rules", "qwix is not installed.", "Type pip install qwix.")
+        raise ImportError(text) from error
+    pairs = [*((spelling.module_regex(pattern), policy) for pattern, policy in rules)]
+    return [qwix.QtRule(module_path=path, **fields(policy)) for path, policy in pairs] + [
+        qwix.QtRule(**fields(default))
+    ]
+
+
+def fields(policy: Policy) -> dict[str, Any]:
+    """Returns the fields of a rule of qwix: none, where a policy has no recipe."""
+    if not isinstance(policy, QuantizedPolicy):
+        return {}
+    recipe = policy.recipe
+    forward = recipe.products["fprop"]
+    if forward is None:
+        return {}
+    inputs, weights = forward
+    found: dict[str, Any] = {"weight_qtype": DTYPES[weights], "act_qtype": DTYPES[inputs]}
+    if gradient := _gradient_dtype(recipe):
+        found["bwd_qtype"] = gradient
+    if recipe.granularity == "tensor":
+        found["disable_channelwise_axes"] = True
+    if recipe.block_size > 1:
+        found["tile_size"] = recipe.block_size
+        found["bwd_weight_grad_tile_size"] = recipe.block_size
+    if recipe.margin:
+        method = f"absmax,{2.0**recipe.margin:g}"
+        names = ("weight_calibration_method", "act_calibration_method", "bwd_calibration_method")
+        found |= dict.fromkeys(names, method)
+    return found
+
+
+def _gradient_dtype(recipe: Recipe) -> str | None:
+    """Qwix has one dtype for the gradients of both products: none, where a recipe has two."""
+    both = [recipe.products[name] for name in ("dgrad", "wgrad")]
+    dtypes = {pair[0] if pair else None for pair in both}
+    (dtype,) = dtypes if len(dtypes) == 1 else (None,)
+    return DTYPES[dtype] if dtype else None

@@ -1,0 +1,1 @@
+"""What a train step checks, splits, keeps and reports."""

@@ -1,0 +1,164 @@
+"""States of another policy, or of no loss scale: taken over by name, never by accident."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mpjax._base.dtypes import describe
+from mpjax._base.errors import message
+from mpjax._base.tree import first_difference, is_array, leaf_paths
+from mpjax._base.typing import PyTree
+from mpjax._low_precision.apply import full_params as full_weights
+from mpjax._low_precision.forms import formed, has_form, known_weights, plain
+from mpjax._scaling.optim_state import LossScaleState, find_states
+
+
+def adopt_state(
+    tx: optax.GradientTransformation,
+    opt_state: PyTree,
+    params: PyTree,
+    *,
+    full_params: PyTree | None = None,
+) -> PyTree:
+    """Returns `opt_state`, of the same optimizer under another precision, as a state of `tx`.
+
+    For a checkpoint from before `with_loss_scale`, or from a run with another loss scale or policy.
+    Moments, counts and schedules are taken over. The loss scale is too if both are of one kind
+    (dynamic, static, none); otherwise it starts as `tx` says. Restore the checkpoint into a state
+    of the optimizer that wrote it, then adopt that state.
+
+    You may add, remove and change wrappers that store weights or moments in fewer bits
+    (`with_master_weights`, `with_kahan`, `with_quantized_state`, ...). A moment in fewer bits is
+    rounded. Bits of the weights are lost if neither `params` nor the new form stores them. From a
+    run with float32 weights, round them for `params` and pass them as `full_params`: 24 or 32 bits,
+    or a compensation, start from those. Back to float32: `params = mpjax.optim.full_params(params,
+    old)`.
+
+    Args:
+      tx: the optimizer that goes on, inside `with_loss_scale` or not.
+      opt_state: the state that another one left, inside `with_loss_scale` or not.
+      params: the parameters, in the dtypes in which they go on.
+      full_params: the float32 weights that `params` were rounded from; None for those in
+        `opt_state`.
+
+    Returns:
+      A state as `tx.init(params)` makes it.
+
+    Raises:
+      ValueError: the optimizers differ in more than loss scale and dtypes; the message names
+        where first.
+
+    Dtypes:
+      Those of `tx.init(params)`: moments are cast.
+
+    Transforms:
+      jit.
+
+    Example:
+      >>> params = {"w": jnp.ones(2)}
+      >>> old = optax.sgd(0.1, momentum=0.9)
+      >>> tx = mpjax.with_loss_scale(old, mpjax.DynamicLossScale(8))
+      >>> state = mpjax.optim.adopt_state(tx, old.init(params), params)
+      >>> mpjax.current_loss_scale(state).loss_scale
+      Array(8., dtype=float32)
+    """
+    return adopted(tx.init(params), opt_state, "adopt_state", params, full_params)
+
+
+def adopted(
+    fresh: PyTree,
+    old: PyTree,
+    where: str,
+    params: PyTree | None = None,
+    full_params: PyTree | None = None,
+) -> PyTree:
+    """Returns the values of `old` in the form of `fresh`, a state that has just been made."""
+    if has_form(fresh) or has_form(old):
+        if full_params is None and _same_form(fresh, old):
+            return old
+        values = adopted(plain(fresh), plain(old), where)
+        weights = known_weights(params, old) if full_params is None else full_params
+        return formed(fresh, values, params, weights)
+    if jax.tree.structure(fresh) == jax.tree.structure(old):
+        return _cast_like(fresh, old, where)
+    states = find_states(old)
+    found = [state for path, state in states if not path]
+    if not found and states:
+        got = "the loss scale stands inside the old state, at another place than in the new one."
+        fix = "Put with_loss_scale where it stood, or adopt the part of the state that it wraps."
+        raise ValueError(message(where, got, fix))
+    inner = found[0].inner_state if found else old
+    if not isinstance(fresh, LossScaleState):
+        return _cast_like(fresh, inner, where)
+    kept: dict[str, Any] = {"inner_state": _cast_like(fresh.inner_state, inner, where)}
+    if found:
+        counts = ("grads_finite", "skipped_steps", "consecutive_skips", "diverged")
+        kept |= {name: getattr(found[0], name) for name in counts}
+        if kind_of(found[0]) == kind_of(fresh):
+            kept |= {"loss_scale": found[0].loss_scale, "adjustment": found[0].adjustment}
+    return fresh._replace(**kept)
+
+
+def params_to_adopt(
+    cast: Callable[[PyTree], PyTree], params: PyTree, opt_state: PyTree
+) -> tuple[PyTree, PyTree | None]:
+    """Returns the parameters of another precision, cast, and the weights that they stand for.
+
+    What the old state knows beyond their bits is not lost by the cast. The weights are None where
+    the parameters keep their dtypes: nothing new is to be known of them.
+    """
+    weights = full_weights(params, opt_state)
+    plainly, from_weights = cast(params), cast(weights)
+    same = jax.tree.map(lambda a, b: _dtype(a) == _dtype(b), plainly, params)
+    chosen = jax.tree.map(lambda is_same, a, b: a if is_same else b, same, plainly, from_weights)
+    return chosen, None if all(jax.tree.leaves(same)) else weights
+
+
+def _dtype(x: Any) -> Any:
+    return getattr(x, "dtype", None)
+
+
+def _same_form(fresh: PyTree, old: PyTree) -> bool:
+    if jax.tree.structure(fresh) != jax.tree.structure(old):
+        return False
+    pairs = zip(jax.tree.leaves(fresh), jax.tree.leaves(old), strict=True)
+    return all(describe(a) == describe(b) for a, b in pairs)
+
+
+def kind_of(state: LossScaleState) -> str:
+    """Returns 'no', 'a static' or 'a dynamic', as a message says it before 'loss scale'."""
+    if state.adjustment is None:
+        return "no"
+    return "a dynamic" if state.adjustment else "a static"
+
+
+def _cast_like(fresh: PyTree, old: PyTree, where: str) -> PyTree:
+    if jax.tree.structure(fresh) != jax.tree.structure(old):
+        by_path = dict(zip(leaf_paths(old), jax.tree.leaves(old), strict=True))
+        paths = leaf_paths(fresh)
+        if set(by_path) == set(paths):  # restored without a target: the same, in bare containers
+            found = [by_path[path] for path in paths]
+            return _cast_like(fresh, jax.tree.unflatten(jax.tree.structure(fresh), found), where)
+        fix = (
+            "Adopt a state of the same optimizer (of an nnx.Optimizer: mpjax.nnx.adopt_state);",
+            "or start again: tx.init(params).",
+        )
+        pair = (("the new optimizer's state", fresh), ("the old one's", old))
+        raise ValueError(first_difference(where, *pair, fix))
+    paths = leaf_paths(fresh)
+    leaves = zip(paths, jax.tree.leaves(fresh), jax.tree.leaves(old), strict=True)
+    cast = [_leaf_like(path, new, was, where) for path, new, was in leaves]
+    return jax.tree.unflatten(jax.tree.structure(fresh), cast)
+
+
+def _leaf_like(path: str, fresh: Any, old: Any, where: str) -> Any:
+    if not (is_array(fresh) and is_array(old)) or describe(fresh) == describe(old):
+        return old
+    is_floating = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (fresh, old))
+    if fresh.shape == old.shape and is_floating:
+        return old.astype(fresh.dtype)
+    got = f"{path!r} is {describe(old)}; the new optimizer keeps {describe(fresh)}."
+    raise ValueError(message(where, got, "Adopt a state of the same optimizer and model."))

@@ -1,0 +1,315 @@
+"""What `make_train_step` and its step refuse, and what they say to type instead."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from mpjax._base.compat import axis_names
+from mpjax._base.dtypes import FLOAT32, describe
+from mpjax._base.errors import message
+from mpjax._base.tree import first_difference, is_array, leaf_paths
+from mpjax._base.typing import PyTree
+from mpjax._base.users_line import users_line
+from mpjax._policies.policy import Policy
+from mpjax._policies.policy_map import PolicyMap
+from mpjax._scaling.grad import get_loss_scale
+from mpjax._scaling.loss_scale import NoOpLossScale
+from mpjax._scaling.optim_state import find_states, gradient_params, is_wrapped, refuse_before
+from mpjax._training.adopt import kind_of
+from mpjax._training.inputs import (
+    MODULES,
+    check_params,
+    check_transformation,
+    described,
+    is_transformation,
+)
+from mpjax._training.micro_axes import check_axes
+
+
+def check_arguments(loss_fn: Any, tx: Any, policy: Any, options: dict[str, Any]) -> None:
+    """Refuses what `make_train_step` cannot work with, before anything is made of it."""
+    where = "make_train_step"
+    if is_transformation(loss_fn) or _is_policy(loss_fn):
+        got = f"got {described(loss_fn)} as the loss function."
+        allowed = "Allowed, in this order: make_train_step(loss_fn, tx, policy)."
+        fix = 'Swap them: make_train_step(loss_fn, optax.adam(1e-3), "bf16-mixed").'
+        raise TypeError(message(where, got, allowed, fix))
+    if not callable(loss_fn) or isinstance(loss_fn, type):
+        got = f"the loss function must be a function; got {described(loss_fn)}."
+        allowed = "Allowed: loss_fn(params, batch) -> loss, a floating scalar."
+        fix = "Type make_train_step(loss_fn, optax.adam(1e-3)), loss_fn without parentheses."
+        raise TypeError(message(where, got, allowed, fix))
+    if described(loss_fn) in MODULES:
+        got = f"got {described(loss_fn)} as the loss function."
+        fix = "Write one: def loss_fn(params, batch), which calls the model and returns a scalar."
+        raise TypeError(message(where, got, "Allowed: loss_fn(params, batch) -> loss.", fix))
+    check_transformation(tx, f"{where}(tx)")
+    if is_transformation(policy):
+        got = "got an optax transformation as the policy."
+        raise TypeError(message(where, got, 'Type make_train_step(loss_fn, tx, "bf16-mixed").'))
+    if is_wrapped(tx):
+        _refuse_two(options["loss_scale"])
+    _check_accumulate(options["accumulate"])
+    check_axes(options["accumulate_axes"])
+    for name in ("has_aux", "weighted", "donate", "lost_updates"):
+        if not isinstance(options[name], bool):
+            got = f"must be True or False; got {described(options[name])}."
+            raise TypeError(message(f"{where}({name})", got, f"Type {name}=True, or leave it out."))
+    for name in axis_names(options["axis_name"]):
+        if not isinstance(name, str):
+            got = f"must be the name of an axis, or several; got {described(name)}."
+            fix = "Type axis_name='data', as it stands in the mesh; under plain jit leave it out."
+            raise TypeError(message(f"{where}(axis_name)", got, fix))
+
+
+def _refuse_two(loss_scale: Any) -> None:
+    if loss_scale is not None:
+        got = "got a loss_scale, and an optimizer that holds one already."
+        fix = "Drop loss_scale=, or the with_loss_scale around the optimizer."
+        raise ValueError(message("make_train_step", got, fix))
+
+
+def _is_policy(x: Any) -> bool:
+    return isinstance(x, (str, Policy, PolicyMap))
+
+
+def _check_accumulate(accumulate: Any) -> None:
+    is_count = isinstance(accumulate, int) and not isinstance(accumulate, bool)
+    if not (is_count and accumulate >= 1):
+        got = f"must be a whole number of at least 1; got {accumulate!r}."
+        raise ValueError(message("make_train_step(accumulate)", got, "Type, for example, 4."))
+
+
+def check_start(
+    loss_fn: Callable[..., Any], params: PyTree, extra_state: PyTree, where: str
+) -> None:
+    """Refuses parameters that cannot be trained, and extra state that the loss has no place for."""
+    check_params(params, where)
+    given = ("params", "batch") if extra_state is None else ("params", "extra_state", "batch")
+    if _changes_arguments(loss_fn):
+        return
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # some callables have none
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        takes = ", ".join(signature.parameters)
+        got = f"the loss function {name}({takes}) cannot take ({', '.join(given)}): {error}."
+        allowed = "Allowed: loss_fn(params, batch), or with extra state"
+        allowed += " loss_fn(params, extra_state, batch) -> (loss, new_extra_state)."
+        fix = "Type step.init(params, extra_state), or give it as extra_state= to step.adopt."
+        if extra_state is not None:
+            fix = f"Type {where}({'state' if where.endswith('adopt') else 'params'}) without it,"
+            fix += f" or def {name}(params, extra_state, batch)."
+        several = _several(signature) if extra_state is None else ""
+        also = []
+        if several:
+            of = next(iter(signature.parameters))
+            also = [f"Are {several} the batch: def {name}({of}, batch): {several} = batch,"]
+            also[0] += f" and step(state, ({several}))."
+        raise TypeError(message(where, got, allowed, fix, *also)) from None
+
+
+def _several(signature: inspect.Signature) -> str:
+    """Returns the names of what a loss function takes behind its parameters, if that is several."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in signature.parameters.values() if p.kind in kinds]
+    return ", ".join(names[1:]) if len(names) > 2 else ""
+
+
+def _changes_arguments(fun: Any) -> bool:
+    """Whether a wrapper may take other arguments than its signature says: that of what it wraps.
+
+    JAX's own and autocast hand them on as they are.
+    """
+    while hasattr(fun, "__wrapped__"):
+        maker = getattr(fun, "__globals__", {}).get("__name__") or type(fun).__module__
+        if not maker.startswith(("jax.", "jaxlib.", "mpjax._autocast.")):
+            return True
+        fun = fun.__wrapped__
+    return False
+
+
+def check_scale_fits(
+    tx_state: PyTree, params: PyTree, loss_scale: Any, policy: Policy | PolicyMap
+) -> None:
+    """Refuses an optimizer whose own wrapper does not go with the rest of the arguments.
+
+    Args:
+      tx_state: what the given optimizer starts from; it holds a loss scale.
+      params: what it is for.
+      loss_scale: what was given beside it.
+      policy: the step's.
+    """
+    _refuse_two(loss_scale)
+    refuse_before(tx_state, "make_train_step", is_optimizer=True)
+    wanted = get_loss_scale(policy)
+    found = [state for _, state in find_states(tx_state)]
+    reached = sum(state.leaf_finite.size for state in found)
+    leaves = len(jax.tree.leaves(gradient_params(params)))
+    if reached < leaves and any(state.adjustment is not None for state in found):
+        got = f"with_loss_scale is around the optimizer of {reached} of {leaves} parameters: "
+        got += "the others would get gradients that are still scaled."
+        fix = "Type with_loss_scale(optax.partition(...)) or with_loss_scale(optax.masked(...)):"
+        fix += " the wrapper around all of it."
+        raise ValueError(message("make_train_step", got, fix))
+    if not isinstance(wanted, NoOpLossScale) and all(x.adjustment is None for x in found):
+        got = f"{policy} computes in float16, and with_loss_scale(tx) was given no loss scale: "
+        got += "gradients below 2**-24 would vanish."
+        fix = "Type with_loss_scale(tx, mpjax.DynamicLossScale()), or give tx unwrapped;"
+        fix += " without scaling: make_train_step(loss_fn, tx, loss_scale=mpjax.NoOpLossScale())."
+        raise ValueError(message("make_train_step", got, fix))
+
+
+def check_own(
+    policy: Policy | PolicyMap, params: PyTree, wanted: PyTree, opt_state: PyTree, fresh: PyTree
+) -> None:
+    """Refuses, while tracing, the state of another policy: it would train in that one.
+
+    Args:
+      policy: the step's.
+      params, opt_state: of the state that was given.
+      wanted, fresh: what the step itself would make of these parameters.
+    """
+    fix = "A checkpoint of another policy: step.adopt(state). Else start with step.init(params)."
+    pairs = zip(leaf_paths(wanted), *map(jax.tree.leaves, (wanted, params)), strict=True)
+    for path, ours, theirs in pairs:
+        if is_array(theirs) and ours.dtype != theirs.dtype:
+            got = f"the state is of another policy; parameter {path!r} is {describe(theirs)}"
+            got += f", and {policy} keeps {describe(ours)}."
+            raise ValueError(message("train step", got, fix))
+    ours, theirs = map(find_states, (fresh, opt_state))
+    kinds = [[kind_of(found) for _, found in states] for states in (ours, theirs)]
+    if theirs and kinds[0] != kinds[1]:
+        got = f"the state has {kinds[1][0]} loss scale, and this step {kinds[0][0]} loss scale."
+        raise ValueError(message("train step", got, fix))
+    if jax.tree.structure(fresh) != jax.tree.structure(opt_state):
+        pair = ("this step's optimizer state", fresh), ("the one that was given", opt_state)
+        lines = ("It is of another optimizer or model.", "Start with step.init(params).")
+        raise ValueError(first_difference("train step", *pair, lines))
+
+
+def check_extra_state(new: PyTree, old: PyTree) -> None:
+    """Refuses, while tracing, extra state that does not come back as it went in."""
+    where = "make_train_step: the extra state"
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        pair = ("what the loss function returned", new), ("what it was given", old)
+        fix = "Return all of it, under the same keys; what is new goes into step.init(params, ...)."
+        raise ValueError(first_difference(where, *pair, (fix,)))
+    for path, a, b in zip(leaf_paths(old), *map(jax.tree.leaves, (new, old)), strict=True):
+        if is_array(b) and jnp.shape(a) != jnp.shape(b):
+            got = f"{path!r} was {describe(b)}; the loss function returned {describe(a)}."
+            raise ValueError(message(where, got, "Return it in the shape in which it came."))
+
+
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def one_batch(batch: tuple[PyTree, ...]) -> PyTree:
+    """Returns the batch that a step was called with, of which there is to be one.
+
+    Raises:
+      TypeError: there is none, or there are several.
+    """
+    if len(batch) == 1:
+        return batch[0]
+    got = f"a step takes a state and one batch; got {len(batch)} arguments behind the state."
+    fix = "Type step(state, (x, y)), and def loss_fn(params, batch): with x, y = batch in it."
+    raise TypeError(message("train step", got, "Allowed: any pytree as the batch.", fix))
+
+
+def checked_call(call: Any, state: PyTree, batch: PyTree) -> Any:
+    """Returns `call(state, batch)`; says what to do about a state that was donated before.
+
+    An error of JAX about a value that is not known while tracing gets the user's line as a note.
+    """
+    try:
+        return call(state, batch)
+    except _NEEDS_VALUES as error:
+        lines = users_line(error)
+        got = "the loss needs the value of an array while it is traced."
+        fix = "Use jnp.where or jax.lax.cond there, or make it a Python value outside of the step."
+        error.add_note(message("train step", got, *lines, fix))
+        raise
+    except (RuntimeError, ValueError) as error:
+        if "deleted" not in str(error) or not any(map(_is_deleted, jax.tree.leaves(state))):
+            raise
+        if jax.config.jax_debug_nans:
+            got = "jax.debug_nans found a NaN, and cannot run a step again that donates its state."
+            fix = "Without it, type step.diagnose(state, batch, metrics); or set donate=False."
+            raise ValueError(message("train step", got, fix)) from None
+        got = "the state that it was given has been donated to an earlier step, and is gone."
+        allowed = "Allowed: the state that the last step returned."
+        fix = "Type state, metrics = step(state, batch); to keep old ones: donate=False."
+        raise ValueError(message("train step", got, allowed, fix)) from None
+
+
+def fields_of(state: Any) -> dict[str, Any]:
+    """Returns what a state that is to be adopted holds, by name.
+
+    Raises:
+      TypeError: it has no `params`, `opt_state` and `step`.
+    """
+    names = ("step", "params", "opt_state", "extra_state", "amax_history")
+    found = {}
+    for name in names:
+        if isinstance(state, Mapping) and name in state:
+            found[name] = state[name]
+        elif hasattr(state, name):
+            found[name] = getattr(state, name)
+    missing = [name for name in names[:3] if name not in found]
+    if not missing:
+        return found
+    got = f"got {described(state)}, which has no {', '.join(missing)}."
+    allowed = "Allowed: a TrainState of mpjax or Flax, or a restored mapping with these names."
+    fix = "Type step.adopt({'step': 0, 'params': params, 'opt_state': opt_state})."
+    raise TypeError(message("step.adopt", got, allowed, fix))
+
+
+def _is_deleted(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
+
+
+def pair(out: Any, wanted: str) -> tuple[Any, Any]:
+    if isinstance(out, tuple) and len(out) == 2:
+        return out
+    got = f"the loss function must return {wanted}; got {describe(out)}."
+    fix = "Return that tuple, or change has_aux= or what step.init was given."
+    raise TypeError(message("make_train_step", got, fix))
+
+
+def split_outputs(
+    out: Any, extra_state: PyTree, *, has_aux: bool, weighted: bool
+) -> tuple[Any, tuple[Any, PyTree, Any]]:
+    """Returns what a loss function returned as `loss, (weight, extra_state, aux)`.
+
+    Args:
+      out: what it returned.
+      extra_state: what it was given; None if it has none.
+      has_aux, weighted: as in `make_train_step`.
+    """
+    loss = "(loss, weight)" if weighted else "loss"
+    weight = aux = None
+    if extra_state is not None and has_aux:
+        out, rest = pair(out, f"({loss}, (new_extra_state, aux))")
+        extra_state, aux = pair(rest, f"({loss}, (new_extra_state, aux))")
+    elif extra_state is not None:
+        out, extra_state = pair(out, f"({loss}, new_extra_state)")
+    elif has_aux:
+        out, aux = pair(out, f"({loss}, aux)")
+    if weighted:
+        out, weight = pair(out, "(loss, weight), with weighted=True,")
+        weight = jax.lax.stop_gradient(jnp.asarray(weight).astype(FLOAT32))
+    return out, (weight, extra_state, aux)

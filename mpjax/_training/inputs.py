@@ -1,0 +1,170 @@
+"""What is given as an optimizer or as parameters: refused where it is given, with what to type."""
+
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mpjax._base.dtypes import describe
+from mpjax._base.errors import message
+from mpjax._base.quantized_array import holds_quantized
+from mpjax._base.tree import is_array, is_overwritten, leaf_paths, path_str
+from mpjax._base.typing import PyTree
+
+
+def is_transformation(x: Any) -> bool:
+    return isinstance(x, optax.GradientTransformation)
+
+
+def check_transformation(tx: Any, where: str) -> None:
+    """Raises TypeError for what is no optax transformation."""
+    if is_transformation(tx):
+        return
+    got = f"must be an optax transformation; got {described(tx)}."
+    fix = "Type, for example, optax.adamw(1e-3)."
+    if callable(tx) and not isinstance(tx, type):
+        name = getattr(tx, "__name__", type(tx).__name__)
+        fix = f"Call it: optax.{name}(1e-3)." if _is_of(tx, "optax") else f"Call it: {name}(...)."
+    elif isinstance(tx, (int, float)):
+        fix = f"Type optax.adamw({tx!r}), if that is the learning rate."
+    elif type(tx).__name__ == "MultiSteps" and _is_of(type(tx), "optax"):
+        fix = (
+            "Type make_train_step(..., accumulate=4), whose micro-batches are in one call; or give "
+        )
+        fix += "optax.MultiSteps(...).gradient_transformation()."
+    elif _kind(tx) == "an nnx.Optimizer":
+        fix = "Give the transformation that it was made of: optimizer.tx."
+    raise TypeError(message(where, got, "Allowed: what optax.adam(1e-3) and its kind return.", fix))
+
+
+def check_params(params: PyTree, where: str) -> None:
+    """Raises for what cannot be trained: a module, a state, nothing at all, integers.
+
+    Raises:
+      TypeError: `params` is no pytree of floating arrays; the message names what it is.
+      ValueError: there is none, or one has been deleted.
+    """
+    kind = _kind(params)
+    if kind in _INSTEAD:
+        allowed = "Allowed: the parameters alone, a pytree of floating arrays."
+        raise TypeError(message(where, f"got {kind}.", allowed, _INSTEAD[kind]))
+    if isinstance(params, dict) and {"params", "batch_stats"} <= set(params):
+        got = "got Flax's variables, whose batch statistics would be trained."
+        fix = "Type step.init(variables['params'], {'batch_stats': variables['batch_stats']})."
+        raise ValueError(message(where, got, "What is not trained is extra state.", fix))
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    if not leaves:
+        got = f"there are no parameters; got {params!r}."
+        fix = "Type, e.g., step.init(model.init(key, x)['params'])."
+        of_nnx = "A step of an NNX model takes them from it: mpjax.nnx.make_train_step(model, tx, "
+        of_nnx += "policy, loss_fn), then step.init()."
+        raise ValueError(message(where, got, fix, *[of_nnx] * (params is None)))
+    if holds_quantized(params):
+        fix = "Type step.init(mpjax.dequantize(params)), and mpjax.quantize what was trained."
+        raise TypeError(message(where, "got weights in 8 bits, which cannot be trained.", fix))
+    for path, leaf in leaves:
+        _check_leaf(path_str(path), leaf, where, overwritten=is_overwritten(path))
+
+
+def _check_leaf(path: str, leaf: Any, where: str, *, overwritten: bool) -> None:
+    if isinstance(leaf, (float, complex)) or overwritten:
+        return
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+        got = f"parameter {path!r} has been deleted: a step that donates its state was given it."
+        raise ValueError(message(where, got, "Start from a copy, or set donate=False there."))
+    is_number = isinstance(leaf, int)
+    if not (is_number or is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)):
+        got = f"parameter {path!r} is {described(leaf)}, which is no array."
+        fix = "With Equinox: params, static = eqx.partition(model, eqx.is_inexact_array), and "
+        fix += "eqx.combine(params, static) in the loss."
+        raise TypeError(message(where, got, "Allowed: floating arrays.", fix))
+    if is_number or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        got = f"parameter {path!r} is {described(leaf)}, which has no gradient."
+        fix = "Put it into the extra state, step.init(params, extra_state), or into the batch."
+        raise TypeError(message(where, got, "Allowed: floating arrays.", fix))
+
+
+def refuse_not_finite(params: PyTree, where: str) -> None:
+    """Raises ValueError for the first parameter that holds inf or NaN: no step would be taken.
+
+    Arrays that are traced, or of shapes alone, are not looked at; of those on several hosts, the
+    part that is here.
+    """
+    with jax.ensure_compile_time_eval():
+        flags = [_finite(leaf) for leaf in jax.tree.leaves(params)]
+    for path, leaf, finite in zip(leaf_paths(params), jax.tree.leaves(params), flags, strict=True):
+        if not all(map(bool, finite)):
+            values = np.concatenate([np.ravel(np.asarray(part)) for part in _parts(leaf)])
+            counts = f"{np.isinf(values).sum()} inf, {np.isnan(values).sum()} nan"
+            got = f"parameter {path!r} is not finite: {describe(leaf)}, {counts}."
+            allowed = "Every step would be skipped, or its loss be NaN, whatever the loss scale."
+            fix = "Look at its initializer; what is a constant goes into the extra state."
+            raise ValueError(message(where, got, allowed, fix))
+
+
+def _finite(leaf: Any) -> list[Any]:
+    """Returns whether the parts of a leaf are finite; on accelerators without waiting for them."""
+    if isinstance(leaf, jax.core.Tracer) or not is_array(leaf):
+        return []
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return []
+    return [_part_finite(part) for part in _parts(leaf)]
+
+
+def _parts(leaf: Any) -> list[Any]:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return [shard.data for shard in leaf.addressable_shards]
+    return [leaf]
+
+
+def _part_finite(x: Any) -> Any:
+    is_here = not isinstance(x, jax.Array) or all(d.platform == "cpu" for d in x.devices())
+    return np.isfinite(np.asarray(x)).all() if is_here else jnp.all(jnp.isfinite(x))
+
+
+def described(x: Any) -> str:
+    """Returns what something is, for a message: its kind where it is of a library known here."""
+    kind = _kind(x)
+    if kind is not None:
+        return kind
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return repr(x)
+    if callable(x) and hasattr(x, "__name__"):
+        return f"the {'class' if isinstance(x, type) else 'function'} {x.__name__}"
+    return describe(x) if is_array(x) else f"a {type(x).__name__}"
+
+
+# By the names of classes: neither Flax nor Equinox is to be imported for a message.
+_KINDS = (
+    ("flax.nnx", "Optimizer", "an nnx.Optimizer"),
+    ("flax.nnx", "Module", "an nnx.Module"),
+    ("flax.linen", "Module", "a linen module that is not initialised"),
+    ("flax.training.train_state", "TrainState", "a Flax TrainState"),
+    ("mpjax.train", "TrainState", "a whole state"),
+)
+_INSTEAD = {
+    "an nnx.Optimizer": "Type mpjax.nnx.make_train_step(model, tx, policy, loss_fn).",
+    "an nnx.Module": "Type mpjax.nnx.make_train_step(model, tx, policy, loss_fn), "
+    "which keeps statistics and RNGs too.",
+    "a linen module that is not initialised": "Type step.init(model.init(key, x)['params']).",
+    "a Flax TrainState": "Type step.init(state.params); to go on from it, step.adopt(state).",
+    "a whole state": "Type step.init(state.params), or step.adopt(state) for a state of another.",
+}
+
+
+MODULES = frozenset(kind for _, name, kind in _KINDS if name == "Module")
+
+
+def _kind(x: Any) -> str | None:
+    for cls in type(x).__mro__:
+        for module, name, kind in _KINDS:
+            if cls.__name__ == name and cls.__module__.startswith(module):
+                return kind
+    return None
+
+
+def _is_of(x: Any, library: str) -> bool:
+    return getattr(x, "__module__", "").partition(".")[0] == library

@@ -1,0 +1,61 @@
+"""The state of a train step: what it holds, and what is refused as one."""
+
+from typing import Any, NamedTuple, NotRequired, TypedDict
+
+import jax.numpy as jnp
+
+from mpjax._base.errors import message
+from mpjax._base.public import public_in
+from mpjax._base.tree import is_array
+from mpjax._base.typing import Array, PyTree
+from mpjax._training.summary import describe_state
+
+
+@public_in("mpjax.train")
+class TrainState(NamedTuple):
+    """What a train step takes and returns; a pytree of plain containers, for checkpoints.
+
+    Example:
+      >>> step = mpjax.make_train_step(lambda w, x: (w * x) ** 2, optax.sgd(0.1))
+      >>> step.init(jnp.float32(3)).params
+      Array(3., dtype=float32)
+    """
+
+    step: Array  # i32[], updates taken; a skipped step does not count
+    params: PyTree
+    opt_state: PyTree
+    extra_state: PyTree  # None where the loss function has none
+    amax_history: PyTree = None  # f32[..., 3, steps] by product, under a `DelayedScaling`
+
+    def __repr__(self) -> str:
+        return describe_state(self)
+
+
+@public_in("mpjax.train")
+class Metrics(TypedDict):
+    """The metrics of a step: a dict of arrays on the device; `float` waits for them."""
+
+    loss: Array  # f32[], the true loss
+    grad_norm: Array  # f32[], of the true gradients, before clipping
+    loss_scale: Array  # f32[], the one that this step used
+    grads_finite: Array  # bool[]; false where the step was skipped
+    skipped_steps: Array  # i32[], since the start
+    consecutive_skips: Array  # i32[]
+    diverged: Array  # bool[], after too many skips in a row
+    aux: NotRequired[Any]  # with `has_aux`
+    watched: NotRequired[Any]  # with `watch`
+    lost_updates: NotRequired[Any]  # with `lost_updates`
+
+
+def checked_state(state: Any) -> TrainState:
+    """Returns a train state; raises TypeError for anything else."""
+    if isinstance(state, TrainState):
+        return state
+    got = f"the first argument must be the state; got a {type(state).__name__}."
+    fix = "Make it with step.init(params), and pass the state that the last step returned."
+    raise TypeError(message("train step", got, fix))
+
+
+def copied(x: Any) -> Any:
+    """Returns an array copied, anything else as it is."""
+    return jnp.array(x, copy=True) if is_array(x) else x

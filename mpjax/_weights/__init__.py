@@ -1,0 +1,1 @@
+"""Weights in 8 bits, stored so for inference."""

@@ -1,0 +1,444 @@
+"""Flax NNX under a policy: dtypes by module path, scaled gradients, skipped steps undone."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar
+
+from mpjax._base.errors import needed_by
+
+with needed_by("mpjax.nnx"):
+    from flax import nnx
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._autocast.arguments import nnx_names
+from mpjax._base.errors import message
+from mpjax._base.tree import OVERWRITE_WITH_GRADIENT, select_tree
+from mpjax._base.typing import LossFunction, PolicySpec, PyTree
+from mpjax._flax.module_dtypes import AS_WRITTEN, ModuleTable, as_checked_policy, row_of, warn_of
+from mpjax._flax.nnx_modules import mark_of, modules_of, parameters_of, path_text, set_dtypes
+from mpjax._low_precision.forms import keeps_weights
+from mpjax._scaling.given_scale import as_loss_scale, whether_to_unscale
+from mpjax._scaling.grad import differentiated, name_of
+from mpjax._scaling.loss_scale import LossScale
+from mpjax._scaling.optim_state import current_loss_scale, find_states
+from mpjax._training.adopt import adopted
+from mpjax.nnx._train import NNXTrainStep, make_train_step
+
+__all__ = [
+    "NNXTrainStep",
+    "adopt_state",
+    "grad",
+    "make_train_step",
+    "name_operations",
+    "set_policy",
+    "tabulate",
+    "undo_skipped",
+    "value_and_grad",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+def set_policy(model: M, policy: PolicySpec = None, *, override: bool = False) -> M:
+    """Returns `model`, the dtypes of a policy set in place on all its modules, by module path.
+
+    Every module gets `dtype` from the policy's `compute_dtype` and `param_dtype` from its
+    `param_dtype`, and its parameters (`nnx.Param`) are cast to the latter. Everything else
+    (BatchNorm statistics, RNG state, caches) stays as it is. A second call, with another policy,
+    replaces the dtypes of the first.
+
+    A dtype that the model sets itself stays. It counts as set if it is neither the default of
+    the argument in the constructor of its class nor such a default of a module above, passed
+    down. `nnx.Embed` does not tell an explicit float32 from its default.
+
+    A rule's path is that of the module, as in `nnx.iter_modules`, joined by '/':
+    'layers/0/norm', or 'Net/layers/0/norm' after the model's class. The parameters below it
+    follow the same rule, unless one before it names their own path, as 'layers/0/norm/scale'.
+
+    The result of an NNX module has its last layer's dtype; `policy.cast_to_output(model(x))`
+    applies the policy's `output_dtype`.
+
+    Args:
+      model: an NNX module; one of shapes alone (`nnx.eval_shape`) will do.
+      policy: whatever `get_policy` takes; a `PolicyMap` for dtypes by path.
+      override: whether the policy also replaces dtypes that the model sets itself.
+
+    Returns:
+      The same model, as `mpjax.linen.with_policy` returns one.
+
+    Raises:
+      TypeError: `model` is no NNX module.
+      ValueError: a dtype is float64 and 64-bit types are off.
+
+    Warns:
+      PolicyWarning: a rule matches no module, decides nothing because an earlier one matches
+        too, or changes nothing; or a module of your own has parameters and no `dtype`.
+
+    Dtypes:
+      Layers without a `dtype` (Dropout) work in the dtype of their input. The carry of a recurrent
+      cell has the wider of `param_dtype` and `compute_dtype`. On CPUs JAX refuses float16 in
+      `jax.nn.dot_product_attention`, which NNX's attention calls; `mpjax.autocast` runs it.
+
+    Transforms:
+      Call it outside of any; `nnx.jit`, `nnx.grad`, `nnx.scan`, `nnx.remat` and `nnx.vmap` take the
+      model as before. A stack of modules that one of them made counts as one module.
+
+    Example:
+      >>> from flax import nnx
+      >>> rngs = nnx.Rngs(0)
+      >>> model = nnx.Sequential(nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 2, rngs=rngs))
+      >>> policies = mpjax.PolicyMap("bf16-mixed", {"layers/1": "float32"})
+      >>> model = mpjax.nnx.set_policy(model, policies)
+      >>> [layer.dtype.dtype.name for layer in model.layers]
+      ['bfloat16', 'float32']
+
+    References:
+      flax, `nnx.Module.set_attributes`; Keras, `DTypePolicyMap`
+    """
+    chosen = as_checked_policy(policy, "set_policy")
+    findings, parameters = set_dtypes(model, chosen, override=override)
+    warn_of(chosen, findings, "set_policy", model=type(model).__name__, also=parameters)
+    return model
+
+
+def name_operations(model: M) -> M:
+    """Puts the paths of its modules on a model's operations, in place, and returns the model.
+
+    The rules of a `PolicyMap` match these paths, and `explain` and profiles show them, as with Flax
+    linen. `mpjax.autocast` names the modules among a function's arguments by itself. A model that
+    the function makes by `nnx.merge` is no argument: call this function on it there.
+
+    Args:
+      model: an NNX module. Its modules become instances of subclasses of their classes, of the
+        same names; a pickle of them holds the classes themselves.
+
+    Raises:
+      TypeError: `model` is no NNX module.
+
+    Dtypes:
+      Unchanged.
+
+    Transforms:
+      All of JAX's and NNX's, around it and inside.
+
+    Example:
+      >>> from flax import nnx
+      >>> graphdef, params = nnx.split(nnx.Sequential(nnx.Linear(4, 2, rngs=nnx.Rngs(0))))
+      >>> def fun(params, x):
+      ...     return mpjax.nnx.name_operations(nnx.merge(graphdef, params))(x)
+      >>> [row.module for row in mpjax.explain(fun, "bf16-mixed")(params, jnp.ones((1, 4))).rows]
+      ['Sequential/layers/0', 'Sequential/layers/0']
+
+    References:
+      flax, `nn.enable_named_call`
+    """
+    modules_of(model, "name_operations")  # its error says what is allowed
+    return nnx_names.name_modules(model)
+
+
+def tabulate(model: nnx.Module) -> ModuleTable:
+    """Returns which dtypes the modules of a model use, and why, as a table.
+
+    Args:
+      model: an NNX module, with a policy or without.
+
+    Returns:
+      A `ModuleTable`: print it, with rich in colour; read it by `.rows`, `table["encoder"]` or
+      `.to_dict()`. Its `dtype` is 'inputs' if a module computes in the dtype of its inputs, and '-'
+      if it has no dtype; `param_dtype` is that of the parameters that exist.
+
+    Raises:
+      TypeError: `model` is no NNX module.
+
+    Dtypes:
+      Those of the modules' attributes and parameters.
+
+    Transforms:
+      None: it is for people.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = mpjax.nnx.set_policy(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), "bf16-mixed")
+      >>> print(mpjax.nnx.tabulate(model))
+      Linear
+      module  class   dtype  param_dtype  parameters  reason
+      .       Linear  bf16   f32          10          policy
+
+    References:
+      flax, `nnx.tabulate`
+    """
+    rows: list[Any] = []
+    for path, module in modules_of(model, "tabulate"):
+        mark = mark_of(module)
+        reason = mark.reason if mark else AS_WRITTEN
+        rows.append(row_of(path_text(path), module, parameters_of(module), reason))
+    return ModuleTable(type(model).__name__, tuple(rows))
+
+
+# -- gradients ---------------------------------------------------------------------------------
+
+
+def value_and_grad(
+    f: LossFunction,
+    *,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+    has_aux: bool = False,
+    loss_scale: LossScale | float | None,
+    unscale: bool | None = None,
+    **options: Any,
+) -> Callable[..., tuple[Any, PyTree]]:
+    """Returns a function for the value and the gradients of `f`, computed with a loss scale.
+
+    It calls `nnx.value_and_grad`. It multiplies the loss by the loss scale before differentiating,
+    and divides the gradients by it afterwards, both in float32. The value is the true value of `f`.
+
+    Args:
+      f: a function of modules and arrays that returns a floating scalar, or `(scalar, aux)`.
+      argnums: which arguments to differentiate; an `nnx.DiffState` for some of its variables.
+      has_aux: whether `f` returns a pair, of which the second is passed through.
+      loss_scale: a loss scale, traced or not; a number for a static one; None for none.
+        `mpjax.current_loss_scale(optimizer)` finds that of an `nnx.Optimizer`.
+      unscale: None for what fits: with the scale of `current_loss_scale(optimizer)` gradients
+        stay scaled, as the optimizer unscales them; all others come unscaled.
+      **options: whatever else `nnx.value_and_grad` takes.
+
+    Returns:
+      A function of the arguments of `f` that returns `(value, grads)`, or
+      `((value, aux), grads)` with `has_aux`.
+
+    Raises:
+      TypeError: the loss is no floating scalar, or `loss_scale` is none of the allowed.
+      ValueError: `unscale` would leave gradients scaled, or unscale them twice.
+
+    Dtypes:
+      The value keeps its dtype; real gradients of up to 32 bits are float32. Variables of the
+      type `_overwrite_with_gradient` (the float8 scales of a linen model in `nnx.bridge.ToNNX`)
+      get their next value, neither cast nor scaled.
+
+    Transforms:
+      nnx.jit, nnx.vmap, nnx.scan, nnx.remat, nnx.shard_map.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
+      >>> loss_fn = lambda model, x: jnp.mean(model(x).astype(jnp.float16))
+      >>> loss, grads = mpjax.nnx.value_and_grad(loss_fn, loss_scale=1024.0)(
+      ...     model, jnp.ones((4, 2))
+      ... )
+      >>> grads.kernel.get_value()
+      Array([[1.],
+             [1.]], dtype=float32)
+
+    References:
+      flax, `nnx.value_and_grad`; Micikevicius et al., Mixed Precision Training, 2018,
+      https://arxiv.org/abs/1710.03740
+    """
+    scale = as_loss_scale(loss_scale, "value_and_grad(loss_scale)")
+    unscale = whether_to_unscale(scale, unscale, "value_and_grad(unscale)")
+    structures: list[Any] = []
+
+    def transform(fun: Any, *, has_aux: bool) -> Any:
+        inner = nnx.value_and_grad(fun, argnums=argnums, has_aux=has_aux, **options)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            out, grads = inner(*args, **kwargs)
+            leaves, structure = jax.tree.flatten(grads, is_leaf=_is_variable)
+            structures[:] = [structure]
+            return out, _sorted_out(leaves)
+
+        return run
+
+    differentiate = differentiated(
+        transform,
+        f,
+        scale,
+        has_aux=has_aux,
+        unscale=unscale,
+        holomorphic=options.get("holomorphic", False),
+        name=name_of(f),
+    )
+
+    @functools.wraps(f, updated=())
+    def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        value, aux, by_kind = differentiate(*args, **kwargs)
+        merged = {i: g for kind in by_kind.values() for i, g in kind.items()}
+        grads = structures[0].unflatten([merged[i] for i in sorted(merged)])
+        return ((value, aux) if has_aux else value), grads
+
+    return wrapped
+
+
+def grad(
+    f: LossFunction,
+    *,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+    has_aux: bool = False,
+    loss_scale: LossScale | float | None,
+    unscale: bool | None = None,
+    **options: Any,
+) -> Callable[..., PyTree]:
+    """Returns a function that gives the gradients of `f`; see `value_and_grad`.
+
+    Returns:
+      A function of the arguments of `f` that returns `grads`, or `(grads, aux)` with `has_aux`,
+      as `nnx.grad` does.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
+      >>> loss_fn = lambda model: jnp.sum(model(jnp.ones((1, 2))))
+      >>> mpjax.nnx.grad(loss_fn, loss_scale=8.0)(model).kernel.get_value()
+      Array([[1.],
+             [1.]], dtype=float32)
+    """
+    differentiate = value_and_grad(
+        f, argnums=argnums, has_aux=has_aux, loss_scale=loss_scale, unscale=unscale, **options
+    )
+
+    @functools.wraps(f, updated=())
+    def wrapped(*args: Any, **kwargs: Any) -> PyTree:
+        out, grads = differentiate(*args, **kwargs)
+        return (grads, out[1]) if has_aux else grads
+
+    return wrapped
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+def _sorted_out(leaves: list[Any]) -> dict[str, dict[int, Any]]:
+    """Returns gradients by number, those that overwrite under Flax's name, which is not scaled."""
+    kinds: dict[str, dict[int, Any]] = {"scaled": {}, OVERWRITE_WITH_GRADIENT: {}}
+    for index, leaf in enumerate(leaves):
+        overwrites = type(leaf).__name__ == OVERWRITE_WITH_GRADIENT
+        kinds[OVERWRITE_WITH_GRADIENT if overwrites else "scaled"][index] = leaf
+    return kinds
+
+
+# -- skipped steps -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def undo_skipped(optimizer: nnx.Optimizer[Any], *nodes: Any) -> Generator[None]:
+    """Undoes every other change of the `with` block if `optimizer` skips its step.
+
+    `with_loss_scale` around the optax transformation leaves parameters and moments alone when a
+    gradient is not finite. But the forward pass has by then written BatchNorm statistics (with
+    that step's NaN in them), counted RNG streams on, perhaps updated an EMA; and the optimizer
+    counts the step. All of that is put back, bit for bit, as if the batch had never been.
+
+    Args:
+      optimizer: an `nnx.Optimizer` whose transformation is wrapped in `with_loss_scale`. It is
+        updated once inside the block.
+      *nodes: modules, metrics, `nnx.Rngs`, `nnx.EMA`: every variable in them is guarded. A
+        variable that is created inside the block is not undone.
+
+    Raises:
+      ValueError: the optimizer is not wrapped in `with_loss_scale`; or a variable changes its
+        shape or dtype.
+
+    Dtypes:
+      Unchanged.
+
+    Transforms:
+      nnx.jit, nnx.scan, nnx.vmap, nnx.shard_map: inside, around the whole step.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = nnx.BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0))
+      >>> tx = mpjax.with_loss_scale(optax.sgd(0.1), mpjax.DynamicLossScale(8.0))
+      >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+      >>> @nnx.jit
+      ... def step(model, optimizer, x):
+      ...     scale = mpjax.current_loss_scale(optimizer)
+      ...     loss_fn = lambda model: jnp.mean(model(x) ** 2)
+      ...     differentiate = mpjax.nnx.grad(loss_fn, loss_scale=scale)
+      ...     with mpjax.nnx.undo_skipped(optimizer, model):
+      ...         optimizer.update(model, differentiate(model))
+      >>> step(model, optimizer, jnp.array([[1.0, jnp.nan], [0.0, 1.0]]))
+      >>> model.mean.get_value(), int(optimizer.step.get_value())
+      (Array([0., 0.], dtype=float32), 0)
+    """
+    if not find_states(optimizer.opt_state):
+        current_loss_scale(optimizer.opt_state)  # its error says what is missing
+    variables = {id(v): v for node in (*nodes, optimizer.step) for v in _variables(node)}
+    before = [(v, v.get_value()) for v in variables.values()]
+    yield
+    scaled = [found for _, found in find_states(optimizer.opt_state)]
+    finite = jnp.all(jnp.stack([jnp.asarray(found.grads_finite) for found in scaled]))
+    for variable, old in before:
+        new = variable.get_value()
+        if new is not old:
+            variable.set_value(select_tree(finite, new, old))
+
+
+# -- checkpoints -------------------------------------------------------------------------------
+
+
+def adopt_state(
+    optimizer: nnx.Optimizer[Any], old: nnx.Optimizer[Any], model: nnx.Module | None = None
+) -> None:
+    """Gives `optimizer` the state of `old`, the same one under another precision, in place.
+
+    For a checkpoint from before `with_loss_scale`, or from a run with another loss scale or
+    policy: restore it into an optimizer as it was written, and adopt that. Moments, counts and the
+    step are taken over. The loss scale is too if both are of one kind (dynamic, static, none);
+    otherwise it starts as the transformation of `optimizer` says.
+
+    Args:
+      optimizer: the `nnx.Optimizer` that goes on, its transformation in `with_loss_scale` or
+        not.
+      old: the `nnx.Optimizer` that holds the checkpoint; it stays as it is.
+      model: the model with the restored parameters; only for a state that stores bits of them
+        (`with_master_weights`, `with_kahan`).
+
+    Raises:
+      TypeError: one of them is no `nnx.Optimizer`.
+      ValueError: `model` is missing, or they differ in more than loss scale and dtypes; the message
+        names where first.
+
+    Dtypes:
+      Those that the state of `optimizer` has: moments are cast.
+
+    Transforms:
+      nnx.jit.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> old = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+      >>> tx = mpjax.with_loss_scale(optax.adam(0.1), mpjax.DynamicLossScale(8))
+      >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+      >>> mpjax.nnx.adopt_state(optimizer, old)
+      >>> mpjax.current_loss_scale(optimizer).loss_scale
+      Array(8., dtype=float32)
+
+    References:
+      `mpjax.optim.adopt_state`, for states that are pytrees
+    """
+    for given in (optimizer, old):
+        if not isinstance(given, nnx.Optimizer):
+            got = f"got a {type(given).__name__}."
+            fix = "Restore the checkpoint into the nnx.Optimizer that wrote it, and give that."
+            raise TypeError(message("adopt_state", got, "Allowed: an nnx.Optimizer.", fix))
+    fresh, was = nnx.as_pure(optimizer.opt_state), nnx.as_pure(old.opt_state)
+    if model is None and keeps_weights(fresh):
+        got = "the optimizer keeps bits of the parameters, and was not given the model."
+        raise ValueError(message("adopt_state", got, "Type adopt_state(optimizer, old, model)."))
+    params = None if model is None else nnx.as_pure(nnx.state(model, optimizer.wrt))
+    state = jax.tree.map(jnp.copy, adopted(fresh, was, "adopt_state", params))
+    nnx.update(optimizer.opt_state, nnx.state(state))
+    optimizer.step.set_value(jnp.copy(old.step.get_value()))
+
+
+def _variables(node: Any) -> list[Any]:
+    return [x for _, x in nnx.iter_graph(node) if _is_variable(x)]
