@@ -37,12 +37,14 @@ POLICIES = (
     "int8_from_mixed_bfloat16",
     "float8_from_mixed_bfloat16",
 )
+_ROOT = str(Path(__file__).parents[1])
 _OWN_LINE = re.compile(r"\S*mpjax/\S+\.py:\d+\S*")
 
 
 def digest(text: str) -> str:
-    """Returns the SHA-256 of a text without the places of mpjax's own code."""
-    return hashlib.sha256(_OWN_LINE.sub("mpjax", text).encode()).hexdigest()
+    """Returns the SHA-256 of a text without places: of our own code, of the checkout."""
+    text = _OWN_LINE.sub("mpjax", text).replace(_ROOT, "")
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def lowered(name: str, size: str) -> Iterator[tuple[str, str]]:

@@ -159,7 +159,7 @@ def cut_errors(name: str, dtype: str, kind: str, inside: bool, rng: random.Rando
     of = program(name)
     cut = _cuts.random_cut(traced(name, dtype, inside), kind, rng)
     # Groups as small as these are computed again in the backward pass, or kept.
-    with mock.patch("mpjax._autocast.arrange.groups._SMALL", rng.choice((0, 1024))):
+    with mock.patch("mpjax._autocast.speed.marks._SMALL", rng.choice((0, 1024))):
         fun = autocast(cut if inside else lambda *xs: cut(*xs)[0], POLICIES[dtype])
         if not inside:
             fun = value_and_grad(fun, of.moving, SCALE[dtype])

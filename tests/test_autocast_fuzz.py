@@ -71,7 +71,7 @@ def _each(examples: int, shard: int, test: Callable[[random.Random], None]) -> N
 
 def _verdict(program: Any, mode: Mode, policy: str, small: int) -> differential.Verdict:
     try:
-        with mock.patch("mpjax._autocast.arrange.groups._SMALL", small):
+        with mock.patch("mpjax._autocast.speed.marks._SMALL", small):
             case = trace(program, mode, lambda fun: autocast(fun, policy))
     except differential.JaxRefusesError:
         return differential.Verdict(compared=False, reason=_REFUSED)

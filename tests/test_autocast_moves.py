@@ -191,7 +191,7 @@ def test_a_branch_that_only_calls_a_function_of_nothing_is_computed():
         y = jax.lax.cond(x[0, 0] > jnp.inf, lambda: x @ w, lambda: made())
         return jnp.sum(y @ w.T) * jnp.sum(v)
 
-    with mock.patch("mpjax._autocast.arrange.groups._SMALL", 0):
+    with mock.patch("mpjax._autocast.speed.marks._SMALL", 0):
         found = autocast(loss, "bf16-mixed")(W, V, X)
     assert found == pytest.approx(float(loss(W, V, X)), rel=0.02)
 

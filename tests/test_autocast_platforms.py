@@ -64,9 +64,7 @@ def _runs_here(case: differential.Case) -> bool:
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in _LATER)])
-@mock.patch(
-    "mpjax._autocast.arrange.groups._SMALL", 0
-)  # or no group is large enough to be kept apart
+@mock.patch("mpjax._autocast.speed.marks._SMALL", 0)  # or no group is large enough to be kept apart
 def test_random_programs_of_another_platform_stay_within_rounding(
     platform: str, first: int
 ) -> None:

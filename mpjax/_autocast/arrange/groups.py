@@ -8,27 +8,16 @@ a group recomputed in the backward pass keeps nothing but its low inputs.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from mpjax._autocast.arrange.plan import Step
-from mpjax._autocast.decide import traits
-from mpjax._autocast.decide.states import Kind, State, fits, of_literal, size
-from mpjax._autocast.speed import (
-    exact,
-    linear,
-    rows,
-    storage,
-)
-from mpjax._autocast.speed.hints import hint
+from mpjax._autocast.decide.states import Kind, State
+from mpjax._autocast.speed import cuts as cuts_for_speed
+from mpjax._autocast.speed import marks
+from mpjax._autocast.speed.marks import Group
 from mpjax._base import compat
 from mpjax._jaxpr.op_rules import only_moves
-
-_SMALL = 1024  # elements: below this a group costs more to wrap than it saves
-
-
-# -- the order in which to run -------------------------------------------------------------------
 
 
 def schedule(
@@ -42,11 +31,8 @@ def schedule(
 
     `multiplied` are the variables that products read, however late.
     """
-    cuts = _read_exactly(jaxpr, fused, found)
-    twice = storage.read_twice(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
-    cuts |= storage.copied_last(jaxpr, fused, found)
-    cuts |= twice | storage.merged(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
-    cuts |= _between_contexts(jaxpr)
+    stored, read_twice = cuts_for_speed.of_program(jaxpr, fused, found)
+    cuts = stored | _between_contexts(jaxpr)
     levels = _levels(jaxpr, fused, cuts)
     for _ in range(8):
         more = _cuts(jaxpr, fused, levels, found, out_states, multiplied)
@@ -56,40 +42,19 @@ def schedule(
         levels = _levels(jaxpr, fused, cuts)
     components = _components(jaxpr, fused, levels, cuts)
     outside = _read_outside(jaxpr, components)
-    steps: list[tuple[tuple[int, int, int], Step]] = []
-    for indices in components:
-        made = _group_steps(jaxpr, indices, outside, found, out_states)
-        for step in made:
-            _mark(jaxpr, step, twice, found)
-        steps += [((levels[indices[0]], 0, step.members[0]), step) for step in made]
-    for i, is_fused in enumerate(fused):
-        if not is_fused:
-            steps.append(((levels[i], 1, i), Step([i])))
-    _mark_stored(jaxpr, [step for _, step in steps])
-    _mark_rows(jaxpr, [step for _, step in steps])
-    return [step for _, step in sorted(steps, key=lambda pair: pair[0])]
-
-
-@hint("read_exactly", lambda *_: set[Any]())
-def _read_exactly(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> set[Any]:
-    """Low values that an exact function reads, such as a biased product that relu reads.
-
-    Stored, such a value serves product, function and derivative. A group around both would keep
-    what it starts from and what it ends in. Where the group has to keep its start anyway, because
-    what leads to the value is not linear, the value would be one more.
-    """
-    cuts: set[Any] = set()
-    curved: set[Any] = set()  # what depends, inside its group, on more than sums and moves
-    for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
-        if not is_fused:
-            continue
-        operands = compat.variables(eqn)
-        state = found[eqn.outvars[0]]
-        if state.kind == Kind.LOW and exact.is_exact(eqn, state.dtype):
-            cuts.update(v for v in operands if found[v] == state and v not in curved)
-        if not linear.is_linear(eqn, found) or any(v in curved for v in operands):
-            curved.update(eqn.outvars)
-    return cuts
+    made = [(i, _group(jaxpr, i, outside, found, out_states)) for i in components]
+    grouped = [(indices, group) for indices, group in made if group is not None]
+    alone = [i for i, is_fused in enumerate(fused) if not is_fused]
+    order = {i: (levels[i], 1, i) for i in alone}
+    for indices, group in made:
+        members = indices if group is None else indices[:1]
+        order |= {i: (levels[indices[0]], 0, i) for i in members}
+        alone += indices if group is None else ()
+    eqns = [jaxpr.eqns[i] for i in alone]
+    marked = marks.of_groups(jaxpr, [g for _, g in grouped], eqns, read_twice, found)
+    steps = [Step(i, group) for (i, _), group in zip(grouped, marked, strict=True)]
+    steps += [Step([i]) for i in alone]
+    return sorted(steps, key=lambda step: order[step.members[0]])
 
 
 def _between_contexts(jaxpr: Any) -> set[Any]:
@@ -208,16 +173,17 @@ def _read_outside(jaxpr: Any, components: list[list[int]]) -> set[Any]:
     return outside
 
 
-def _group_steps(
+def _group(
     jaxpr: Any,
     indices: list[int],
     outside: set[Any],
     found: dict[Any, State],
     out_states: Sequence[State],
-) -> list[Step]:
+) -> Group | None:
+    """Returns a group of equations; None for moves, which run one by one."""
     eqns = [jaxpr.eqns[i] for i in indices]
     if all(only_moves(eqn) for eqn in eqns):
-        return [Step([i]) for i in indices]
+        return None
     made = {v for eqn in eqns for v in eqn.outvars}
     inputs = dict.fromkeys(
         v for eqn in eqns for v in eqn.invars if not compat.is_literal(v) and v not in made
@@ -232,163 +198,4 @@ def _group_steps(
             wants_low = state.kind == Kind.LOW
             outputs[v] = (is_low or wants_low, is_full or not wants_low)
     ordered = tuple((v, *outputs[v]) for eqn in eqns for v in eqn.outvars if v in outputs)
-    return [
-        Step(
-            indices,
-            group=True,
-            inputs=tuple(inputs),
-            outputs=ordered,
-            checkpoint=_worth_checkpoint(eqns, inputs, ordered, found),
-            native=_is_native(eqns, ordered, found),
-            repeated=frozenset(
-                eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "broadcast_in_dim"
-            ),
-        )
-    ]
-
-
-def _mark(jaxpr: Any, step: Step, twice: set[Any], found: dict[Any, State]) -> None:
-    """Finds what a GPU is to hold low inside a group, where other devices fuse what reads it."""
-    if not step.group:
-        return
-    eqns = [jaxpr.eqns[i] for i in step.members]
-    if step.checkpoint:
-        activated = storage.activated(eqns)
-        step.several = frozenset(activated)
-        step.dear = frozenset(v for v, is_dear in activated.items() if is_dear)
-        return
-    if not step.outputs or not all(low and not full for _, low, full in step.outputs):
-        return
-    joined = {eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "concatenate"}
-    step.several = frozenset(joined & twice)
-    if not step.native:
-        step.apart = frozenset(storage.summed_apart(eqns))
-        step.convolved = storage.added_to_convolutions(jaxpr, eqns, step.inputs, found)
-
-
-def _mark_stored(jaxpr: Any, steps: Sequence[Step]) -> None:
-    """Finds which low outputs of groups a GPU would hold in float32 for those that read them.
-
-    XLA cancels a rounding against the widening of a reader: of a group that takes a statistic. A
-    sum it computes again there, unless the next sum reads it too, as of a residual stream.
-    """
-    by_statistic: set[Any] = set()
-    by_sum: set[Any] = set()
-    once: set[Any] = set()
-    again: set[Any] = set()
-    for step in steps:
-        eqns = [jaxpr.eqns[i] for i in step.members if step.group]
-        if any(map(storage.takes_a_statistic, eqns)):
-            by_statistic.update(step.inputs)
-        by_sum.update(v for e in eqns if storage.adds(e) for v in compat.variables(e))
-        again |= once.intersection(step.inputs)
-        once.update(step.inputs)
-    for step in steps:
-        read = by_statistic if step.checkpoint else by_statistic & by_sum & again
-        step.stored = storage.held_low(step.outputs, read)
-
-
-def _mark_rows(jaxpr: Any, steps: Sequence[Step]) -> None:
-    """Finds the products' results of whose rows a group makes others, by a softmax.
-
-    What is read elsewhere too may be kept for the gradient there, and would be kept twice.
-    """
-    reads = Counter(v for v in jaxpr.outvars if not compat.is_literal(v))
-    for step in steps:
-        reads.update(step.inputs if step.group else set(_operands(jaxpr, step)))
-    stored = {v for v in rows.of_products(jaxpr) if reads[v] == 1}
-    for step in steps:
-        if step.checkpoint:
-            eqns = [jaxpr.eqns[i] for i in step.members]
-            step.rows = rows.normalised(eqns, [v for v in step.inputs if v in stored], step.outputs)
-
-
-def _operands(jaxpr: Any, step: Step) -> list[Any]:
-    return [v for i in step.members for v in compat.variables(jaxpr.eqns[i])]
-
-
-def _is_native(
-    eqns: Sequence[Any], outputs: Sequence[tuple[Any, bool, bool]], found: dict[Any, State]
-) -> bool:
-    """Whether a group is one operation on low values, to be run as it is."""
-    working = [eqn for eqn in eqns if not only_moves(eqn)]
-    if len(working) != 1 or not all(is_low and not is_full for _, is_low, is_full in outputs):
-        return False
-    (eqn,) = working
-    state = found[eqn.outvars[0]]
-    if state.kind != Kind.LOW:
-        return False
-    if eqn.primitive.name not in traits.ALONE and not exact.is_exact(eqn, state.dtype):
-        return False
-    if any(_is_repeated(v, eqn) for v in eqn.invars):
-        return False
-    for v in eqn.invars:
-        operand = of_literal(v) if compat.is_literal(v) else found[v]
-        if operand.kind in (Kind.FOREIGN, Kind.NEUTRAL):
-            continue
-        if operand.kind == Kind.CONSTANT and fits(operand, state.dtype):
-            continue
-        if operand != state:
-            return False
-    return True
-
-
-def _is_repeated(operand: Any, eqn: Any) -> bool:
-    """Whether an elementwise operation repeats an operand along an axis, as JAX 0.12 lets it.
-
-    The derivative is a sum over that axis, of a bias over the batch: in low it would round, and in
-    float16 be inf past 65504. In a group it is taken in float32, and XLA fuses the casts.
-    """
-    if compat.is_literal(operand) or eqn.primitive.name in ("concatenate", "stack", "pad"):
-        return False
-    return operand.aval.shape != eqn.outvars[0].aval.shape and operand.aval.dtype == "float32"
-
-
-def low_cotangent(eqn: Any, step: Step, found: dict[Any, State]) -> Any:
-    """Returns the dtype in which a GPU stores the cotangent of an equation's result, or None.
-
-    It is that of a low value: of one that is read in several passes, and of the sum of a low input
-    and a bias.
-    """
-    if any(v in step.several for v in eqn.outvars):
-        return stored_dtype(step, found)
-    return _biased_dtype(eqn, step, found) if step.checkpoint else None
-
-
-def stored_dtype(step: Step, found: dict[Any, State]) -> Any:
-    """Returns the dtype of the low values that a group reads or leaves."""
-    stored = [*step.inputs, *(v for v, _, _ in step.outputs)]
-    return next(found[v].dtype for v in stored if found[v].kind == Kind.LOW)
-
-
-def _biased_dtype(eqn: Any, step: Step, found: dict[Any, State]) -> Any:
-    if eqn.primitive.name != "add":
-        return None
-    for product, bias in (eqn.invars, eqn.invars[::-1]):
-        if any(map(compat.is_literal, eqn.invars)) or product not in step.inputs:
-            continue
-        state = found[product]
-        repeated = bias in step.repeated or _is_repeated(bias, eqn)
-        if state.kind == Kind.LOW and repeated and not _is_repeated(product, eqn):
-            return state.dtype
-    return None
-
-
-def _worth_checkpoint(
-    eqns: Sequence[Any],
-    inputs: Any,
-    outputs: Sequence[tuple[Any, bool, bool]],
-    found: dict[Any, State],
-) -> bool:
-    """Whether recomputing a group in the backward pass keeps less than its float32 interior."""
-    stored = [*inputs, *(v for v, _, _ in outputs)]
-    if not any(found[v].kind == Kind.LOW for v in stored):
-        return False
-    if compat.CHECKPOINTS_REFUSE_SUMS and any(
-        compat.is_sum_yet_to_be_taken(v.aval) for v, _, _ in outputs
-    ):
-        return False
-    made = [v.aval for eqn in eqns for v in eqn.outvars if hasattr(v.aval, "shape")]
-    if sum(size(aval.shape) for aval in made) < _SMALL:
-        return False
-    return not all(linear.keeps_a_mask_at_most(eqn, found) for eqn in eqns)
+    return Group(tuple(eqns), tuple(inputs), ordered)

@@ -94,7 +94,7 @@ def attended(
 def _made(jaxpr: Any, step: Step) -> list[Any]:
     """Returns what a step leaves for others."""
     if step.group:
-        return [v for v, *_ in step.outputs]
+        return [v for v, *_ in step.group.outputs]
     return [v for i in step.members for v in jaxpr.eqns[i].outvars]
 
 
@@ -116,7 +116,7 @@ class _Places:
 
     def reads(self, step: Step) -> list[Any]:
         if step.group:
-            return list(step.inputs)
+            return list(step.group.inputs)
         return [v for i in step.members for v in compat.variables(self.jaxpr.eqns[i])]
 
     def made(self, step: Step) -> list[Any]:
@@ -199,7 +199,7 @@ def _attended(finder: Finder, place: _Places, match: Match, mine: list[int]) -> 
     made = [finder.graph.leaves(name, frozenset(inputs)) for name in sources]
     if not inside.isdisjoint(own) or any(x is None for x in made):
         return None
-    steps = tuple(replace(place.all[n], checkpoint=False) for n in sorted({*pulled, *mine}))
+    steps = tuple(_without_checkpoint(place.all[n]) for n in sorted({*pulled, *mine}))
     read = Read(finder.graph, how, match, inputs, spec)
     low = place.decisions[match.last].low
     key = _key(place, steps, read)
@@ -211,6 +211,14 @@ def _attended(finder: Finder, place: _Places, match: Match, mine: list[int]) -> 
     for i in (one.first, one.last):
         place.decisions[i].reason = where
     return one
+
+
+def _without_checkpoint(step: Step) -> Step:
+    """Returns a step that the backward pass does not compute again: the kernel's pass does that."""
+    if step.group is None:
+        return step
+    marks = replace(step.group.marks, checkpoint=False)
+    return replace(step, group=step.group._replace(marks=marks))
 
 
 def _where(one: Attended, place: _Places) -> str:

@@ -50,8 +50,8 @@ def _form(runner: Any, plan: Plan, one: Attended) -> Callable[..., Any]:
         given = zip(one.inputs, arrays, held, strict=True)
         env = {v: Value(x, state) for v, x, state in given}
         for step in one.steps:
-            if step.group:
-                runner.run_group(plan, step, env)
+            if step.group is not None:
+                runner.run_group(plan, step.group, env)
             else:
                 runner.run_one(plan, plan.decisions[step.members[0]], env)
         out = env[plan.decisions[one.last].eqn.outvars[0]].made

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpjax._autocast import product
-from mpjax._autocast.arrange.plan import Plan, Step
+from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.decide.decided import Action, Decision
 from mpjax._autocast.decide.states import FLOAT32, Kind, State, is_float32
 from mpjax._autocast.eight_bits import delayed
@@ -32,6 +32,7 @@ from mpjax._autocast.speed import (
     picks,
     pooled,
 )
+from mpjax._autocast.speed.marks import Group
 from mpjax._base import compat
 from mpjax._jaxpr.binding import bind, written_at
 from mpjax._jaxpr.op_rules import OP_RULES, PRODUCTS, OpClass
@@ -87,8 +88,8 @@ class Interpreter:
         inputs = zip(jaxpr.invars, arrays, plan.in_states, low_copies, strict=True)
         env |= {v: Value(a, s, low_copy) for v, a, s, low_copy in inputs}
         for step in plan.steps:
-            if step.group:
-                self.run_group(plan, step, env)
+            if step.group is not None:
+                self.run_group(plan, step.group, env)
             elif step.attention is not None:
                 attended.run(recorder, plan, step.attention, env)
             else:
@@ -172,21 +173,20 @@ class Interpreter:
         )
         return out if self.products is None else self.products.named(eqn, out)
 
-    def run_group(self, plan: Plan, step: Step, env: dict[Any, Value]) -> None:
-        if step.native:
-            self.run_native(plan, step, env)
+    def run_group(self, plan: Plan, group: Group, env: dict[Any, Value]) -> None:
+        if group.marks.native:
+            self.run_native(plan, group, env)
             return
-        arrays = [env[v].made for v in step.inputs]
-        found = iter(self.functions.run(plan, step, arrays))
-        for var, is_low, is_full in step.outputs:
+        arrays = [env[v].made for v in group.inputs]
+        found = iter(self.functions.run(plan, group, arrays))
+        for var, is_low, is_full in group.outputs:
             low = next(found) if is_low else None
             full = next(found) if is_full else None
             env[var] = _both_forms(plan.states[var], low, full)
 
-    def run_native(self, plan: Plan, step: Step, env: dict[Any, Value]) -> None:
+    def run_native(self, plan: Plan, group: Group, env: dict[Any, Value]) -> None:
         local = dict(env)
-        for i in step.members:
-            eqn = plan.decisions[i].eqn
+        for eqn in group.eqns:
             values = [self.value(v, local) for v in eqn.invars]
             with written_at(eqn):
                 rule = OP_RULES.get(eqn.primitive.name)
@@ -196,14 +196,14 @@ class Interpreter:
                 state = plan.states[eqn.outvars[0]]
                 operands = [_operand(v, a, state.dtype) for v, a in _paired(eqn, values)]
                 outs = bind(eqn, operands) if rule else exact.run(eqn, operands, state.dtype)
-                if eqn.outvars[0] in step.stored:
+                if eqn.outvars[0] in group.marks.stored:
                     outs = [lowerings.stored(out) for out in outs]
-                if eqn.outvars[0] in step.several:
+                if eqn.outvars[0] in group.marks.several:
                     dtype = state.dtype
                     outs = [lowerings.stored_cotangent(x, dtype, apart=True) for x in outs]
                 for v, out in zip(eqn.outvars, outs, strict=True):
                     local[v] = Value(out, plan.states[v])
-        env.update((v, local[v]) for v, _, _ in step.outputs)
+        env.update((v, local[v]) for v, _, _ in group.outputs)
 
 
 def bind_low(eqn: Any, values: Sequence[Any]) -> list[Any]:

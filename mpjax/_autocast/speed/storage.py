@@ -9,13 +9,13 @@ stored low.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from mpjax._autocast.decide import norms, traits
-from mpjax._autocast.decide.states import SMALLER, Kind, State, copies, size
+from mpjax._autocast.decide.states import SMALLER, Kind, State, size
 from mpjax._autocast.speed import exact, linear
 from mpjax._autocast.speed.centred import Centred
 from mpjax._autocast.speed.hints import hint
@@ -27,102 +27,6 @@ from mpjax._jaxpr.op_rules import OP_RULES, OpClass, only_moves
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 CONVOLUTION = "conv_general_dilated"
 _NOTHING: frozenset[Any] = frozenset()
-
-
-@hint("read_twice", lambda *_: set[Any]())
-def read_twice(
-    jaxpr: Any,
-    fused: Sequence[bool],
-    found: dict[Any, State],
-    is_linear: Callable[[Any], bool],
-) -> set[Any]:
-    """Returns the low values that a group makes, and reads again beside their own statistics.
-
-    Stored low, such a value is what the backward pass keeps, in place of what it was made of. Only
-    sums and moves may lead to it: else both would be kept.
-    """
-    twice: set[Any] = set()
-    parts: dict[Any, frozenset[Any]] = {}  # of what is concatenated, what convolutions leave
-    convolved: set[Any] = set()
-    made_of: dict[Any, frozenset[Any]] = {}  # the low values that a value was computed from
-    counted: dict[Any, frozenset[Any]] = {}  # those that statistics in it were taken of
-    curved: set[Any] = set()
-    for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
-        if not is_fused:
-            convolved.update(eqn.outvars if eqn.primitive.name == CONVOLUTION else ())
-            continue
-        operands = compat.variables(eqn)
-        if eqn.primitive.name in traits.ADDS and convolved.intersection(operands):
-            convolved.update(eqn.outvars)
-        values = _NOTHING.union(*(made_of.get(v, _NOTHING) for v in operands))
-        counts = _NOTHING.union(*(counted.get(v, _NOTHING) for v in operands))
-        twice |= values & counts
-        if any(v in curved for v in operands) or not is_linear(eqn):
-            curved.update(eqn.outvars)
-        is_sum = ends_a_kernel(eqn)
-        for v in eqn.outvars:
-            counted[v] = values | counts if is_sum else counts
-            if found[v].kind == Kind.LOW and v not in curved and not only_moves(eqn):
-                made_of[v] = frozenset({v})
-                if eqn.primitive.name == "concatenate":
-                    parts[v] = frozenset(values & convolved)
-            elif not is_sum:
-                made_of[v] = values
-    return twice.union(*(parts.get(v, _NOTHING) for v in twice))
-
-
-@hint("merged", lambda *_: set[Any]())
-def merged(
-    jaxpr: Any,
-    fused: Sequence[bool],
-    found: dict[Any, State],
-    is_linear: Callable[[Any], bool],
-) -> set[Any]:
-    """Returns the low sums of several low values that an activation reads, as gates of an LSTM.
-
-    Stored low, such a sum is kept for the backward pass in place of its terms, which a loop would
-    each copy to a stack, and is not computed again there.
-    """
-    cuts: set[Any] = set()
-    sums: dict[Any, frozenset[Any]] = {}  # the last sum that a value is of
-    curved: set[Any] = set()
-    for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
-        if not is_fused:
-            continue
-        operands = compat.variables(eqn)
-        read = _NOTHING.union(*(sums.get(v, _NOTHING) for v in operands))
-        if _bends(eqn):
-            cuts |= read
-        if any(v in curved for v in operands) or not is_linear(eqn):
-            curved.update(eqn.outvars)
-            continue
-        (out, *_) = eqn.outvars
-        terms = {
-            v
-            for v in operands
-            if found[v].kind == Kind.LOW and size(v.aval.shape) == size(out.aval.shape)
-        }
-        is_sum = eqn.primitive.name in traits.ADDS and (read or len(terms) > 1)
-        kept = frozenset({out}) if is_sum and found[out].kind == Kind.LOW else read
-        sums.update((v, kept) for v in eqn.outvars)
-    return cuts
-
-
-@hint("copied_last", lambda *_: set[Any]())
-def copied_last(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> set[Any]:
-    """Returns the low values of which a group at last makes two copies, as it is upsampled.
-
-    They are stored before, and the cotangents of both copies are added up as they are held: a sum
-    of two is rounded once. Else a TPU would store the sum in float32, and the copies.
-    """
-    worked: set[Any] = set()
-    copied: set[Any] = set()
-    for eqn, is_fused in zip(reversed(jaxpr.eqns), reversed(fused), strict=True):
-        if is_fused and (not only_moves(eqn) or worked.intersection(eqn.outvars)):
-            worked.update(compat.variables(eqn))
-        elif is_fused and eqn.primitive.name == "broadcast_in_dim" and copies(eqn) == 2:
-            copied.update(v for v in compat.variables(eqn) if found[v].kind == Kind.LOW)
-    return copied
 
 
 @hint("held_low", lambda *_: _NOTHING)
@@ -152,7 +56,7 @@ def activated(eqns: Sequence[Any]) -> dict[Any, bool]:
         operands = compat.variables(eqn)
         large = {v for v in operands if size(v.aval.shape) == largest}
         of = {origins.get(v, v) for v in large}
-        if _bends(eqn) and (is_joined or not exact.is_exact(eqn, BFLOAT16)):
+        if bends(eqn) and (is_joined or not exact.is_exact(eqn, BFLOAT16)):
             is_dear = not linear.keeps_a_mask_at_most(eqn, {})
             found |= {v: is_dear or found.get(v, False) for v in of & normalised}
         elif _is_dear(eqn):
@@ -213,7 +117,7 @@ def _largest(eqns: Sequence[Any]) -> int:
     return max(size(v.aval.shape) for eqn in eqns for v in eqn.outvars)
 
 
-def _bends(eqn: Any) -> bool:
+def bends(eqn: Any) -> bool:
     if structure.single_program(eqn) is not None:
         return not ends_a_kernel(eqn)
     return eqn.primitive.name in traits.BENDS

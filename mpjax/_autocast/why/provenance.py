@@ -288,10 +288,10 @@ def _stored(plan: Plan) -> dict[Any, bool | None]:
     found: dict[Any, bool | None] = {}
     within = [step.attention.steps if step.attention else [step] for step in plan.steps]
     for step in itertools.chain.from_iterable(within):
-        if step.group and not step.native:
+        if step.group and not step.group.marks.native:
             made = [v for i in step.members for v in plan.decisions[i].eqn.outvars]
             found.update(dict.fromkeys(made, None))
-            found.update((v, is_low) for v, is_low, _ in step.outputs)
+            found.update((v, is_low) for v, is_low, _ in step.group.outputs)
     return found
 
 

@@ -1,0 +1,239 @@
+"""What a backend is told of the values of a group: which it stores low, which it computes again.
+
+No mark changes what is computed: on a CPU all values and gradients are the same bits without it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from mpjax._autocast.decide import traits
+from mpjax._autocast.decide.states import Kind, State, fits, of_literal, size
+from mpjax._autocast.speed import exact, linear, rows, storage
+from mpjax._base import compat
+from mpjax._jaxpr.op_rules import only_moves
+
+_SMALL = 1024  # elements: below this a group costs more to wrap than it saves
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What is to be done with a group for speed. Equal groups with equal marks share a function."""
+
+    checkpoint: bool = False  # computed again in the backward pass, from its inputs
+    native: bool = False  # one operation, run on low operands as it is
+    repeated: frozenset[Any] = frozenset()  # what `broadcast_in_dim` makes inside the group
+    several: frozenset[Any] = frozenset()  # values whose cotangents are read in several passes
+    dear: frozenset[Any] = frozenset()  # those of them whose cotangents XLA would not compute twice
+    apart: frozenset[Any] = frozenset()  # terms whose cotangents are sums, taken in a pass each
+    convolved: frozenset[Any] = frozenset()  # sums that cuDNN adds up as it convolves
+    rows: Any = None  # the input whose rows a GPU holds in one kernel, and again for the gradient
+    stored: frozenset[Any] = frozenset()  # outputs that a GPU is to hold low, whoever reads them
+
+    def numbered(self, number: dict[Any, int]) -> tuple[Any, ...]:
+        """Returns the marks with variables by number: equal for equal groups."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return tuple(
+            frozenset(number[v] for v in value)
+            if isinstance(value, frozenset)
+            else number.get(value, value)
+            for value in values
+        )
+
+
+class Group(NamedTuple):
+    """Equations that run together in float32.
+
+    `outputs` are the variables read elsewhere, each with whether its low form, its float32 form,
+    or both are wanted.
+    """
+
+    eqns: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+    outputs: tuple[tuple[Any, bool, bool], ...]
+    marks: Marks = Marks()
+
+
+def of_groups(
+    jaxpr: Any,
+    groups: Sequence[Group],
+    alone: Sequence[Any],
+    read_twice: set[Any],
+    found: dict[Any, State],
+) -> list[Group]:
+    """Returns the groups of a program with their marks.
+
+    Args:
+      jaxpr: open.
+      groups: its groups.
+      alone: the equations that stand in none.
+      read_twice: the values that stand between two passes; see `cuts`.
+      found: the state of each value.
+    """
+    marks = [_of_group(jaxpr, group, read_twice, found) for group in groups]
+    stored = _stored(groups, marks)
+    rows_of = _rows(jaxpr, groups, alone, marks)
+    return [
+        group._replace(marks=replace(mark, stored=low, rows=row))
+        for group, mark, low, row in zip(groups, marks, stored, rows_of, strict=True)
+    ]
+
+
+def _of_group(jaxpr: Any, group: Group, twice: set[Any], found: dict[Any, State]) -> Marks:
+    """Finds what a GPU is to hold low inside a group, where other devices fuse what reads it."""
+    eqns, inputs, outputs, _ = group
+    repeated = (eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "broadcast_in_dim")
+    marks = Marks(
+        checkpoint=_worth_checkpoint(eqns, inputs, outputs, found),
+        native=_is_native(eqns, outputs, found),
+        repeated=frozenset(repeated),
+    )
+    if marks.checkpoint:
+        activated = storage.activated(eqns)
+        dear = frozenset(v for v, is_dear in activated.items() if is_dear)
+        return replace(marks, several=frozenset(activated), dear=dear)
+    if not outputs or not all(low and not full for _, low, full in outputs):
+        return marks
+    joined = {eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "concatenate"}
+    marks = replace(marks, several=frozenset(joined & twice))
+    if marks.native:
+        return marks
+    return replace(
+        marks,
+        apart=frozenset(storage.summed_apart(eqns)),
+        convolved=storage.added_to_convolutions(jaxpr, eqns, inputs, found),
+    )
+
+
+def _stored(groups: Sequence[Group], marks: Sequence[Marks]) -> list[frozenset[Any]]:
+    """Finds which low outputs of groups a GPU would hold in float32 for those that read them.
+
+    XLA cancels a rounding against the widening of a reader: of a group that takes a statistic. A
+    sum it computes again there, unless the next sum reads it too, as of a residual stream.
+    """
+    by_statistic: set[Any] = set()
+    by_sum: set[Any] = set()
+    once: set[Any] = set()
+    again: set[Any] = set()
+    for eqns, inputs, *_ in groups:
+        if any(map(storage.takes_a_statistic, eqns)):
+            by_statistic.update(inputs)
+        by_sum.update(v for e in eqns if storage.adds(e) for v in compat.variables(e))
+        again |= once.intersection(inputs)
+        once.update(inputs)
+    often = by_statistic & by_sum & again
+    return [
+        storage.held_low(group.outputs, by_statistic if mark.checkpoint else often)
+        for group, mark in zip(groups, marks, strict=True)
+    ]
+
+
+def _rows(
+    jaxpr: Any, groups: Sequence[Group], alone: Sequence[Any], marks: Sequence[Marks]
+) -> list[Any]:
+    """Finds the products' results of whose rows a group makes others, by a softmax.
+
+    What is read elsewhere too may be kept for the gradient there, and would be kept twice.
+    """
+    reads = Counter(v for v in jaxpr.outvars if not compat.is_literal(v))
+    for group in groups:
+        reads.update(group.inputs)
+    for eqn in alone:
+        reads.update(set(compat.variables(eqn)))
+    stored = {v for v in rows.of_products(jaxpr) if reads[v] == 1}
+    return [
+        rows.normalised(group.eqns, [v for v in group.inputs if v in stored], group.outputs)
+        if mark.checkpoint
+        else None
+        for group, mark in zip(groups, marks, strict=True)
+    ]
+
+
+def _is_native(
+    eqns: Sequence[Any], outputs: Sequence[tuple[Any, bool, bool]], found: dict[Any, State]
+) -> bool:
+    """Whether a group is one operation on low values, to be run as it is."""
+    working = [eqn for eqn in eqns if not only_moves(eqn)]
+    if len(working) != 1 or not all(is_low and not is_full for _, is_low, is_full in outputs):
+        return False
+    (eqn,) = working
+    state = found[eqn.outvars[0]]
+    if state.kind != Kind.LOW:
+        return False
+    if eqn.primitive.name not in traits.ALONE and not exact.is_exact(eqn, state.dtype):
+        return False
+    if any(_is_repeated(v, eqn) for v in eqn.invars):
+        return False
+    for v in eqn.invars:
+        operand = of_literal(v) if compat.is_literal(v) else found[v]
+        if operand.kind in (Kind.FOREIGN, Kind.NEUTRAL):
+            continue
+        if operand.kind == Kind.CONSTANT and fits(operand, state.dtype):
+            continue
+        if operand != state:
+            return False
+    return True
+
+
+def _is_repeated(operand: Any, eqn: Any) -> bool:
+    """Whether an elementwise operation repeats an operand along an axis, as JAX 0.12 lets it.
+
+    The derivative is a sum over that axis, of a bias over the batch: in low it would round, and in
+    float16 be inf past 65504. In a group it is taken in float32, and XLA fuses the casts.
+    """
+    if compat.is_literal(operand) or eqn.primitive.name in ("concatenate", "stack", "pad"):
+        return False
+    return operand.aval.shape != eqn.outvars[0].aval.shape and operand.aval.dtype == "float32"
+
+
+def low_cotangent(eqn: Any, group: Group, found: dict[Any, State]) -> Any:
+    """Returns the dtype in which a GPU stores the cotangent of an equation's result, or None.
+
+    It is that of a low value: of one that is read in several passes, and of the sum of a low input
+    and a bias.
+    """
+    if any(v in group.marks.several for v in eqn.outvars):
+        return stored_dtype(group, found)
+    return _biased_dtype(eqn, group, found) if group.marks.checkpoint else None
+
+
+def stored_dtype(group: Group, found: dict[Any, State]) -> Any:
+    """Returns the dtype of the low values that a group reads or leaves."""
+    stored = [*group.inputs, *(v for v, _, _ in group.outputs)]
+    return next(found[v].dtype for v in stored if found[v].kind == Kind.LOW)
+
+
+def _biased_dtype(eqn: Any, group: Group, found: dict[Any, State]) -> Any:
+    if eqn.primitive.name != "add":
+        return None
+    for product, bias in (eqn.invars, eqn.invars[::-1]):
+        if any(map(compat.is_literal, eqn.invars)) or product not in group.inputs:
+            continue
+        state = found[product]
+        repeated = bias in group.marks.repeated or _is_repeated(bias, eqn)
+        if state.kind == Kind.LOW and repeated and not _is_repeated(product, eqn):
+            return state.dtype
+    return None
+
+
+def _worth_checkpoint(
+    eqns: Sequence[Any],
+    inputs: Any,
+    outputs: Sequence[tuple[Any, bool, bool]],
+    found: dict[Any, State],
+) -> bool:
+    """Whether recomputing a group in the backward pass keeps less than its float32 interior."""
+    stored = [*inputs, *(v for v, _, _ in outputs)]
+    if not any(found[v].kind == Kind.LOW for v in stored):
+        return False
+    if compat.CHECKPOINTS_REFUSE_SUMS and any(
+        compat.is_sum_yet_to_be_taken(v.aval) for v, _, _ in outputs
+    ):
+        return False
+    made = [v.aval for eqn in eqns for v in eqn.outvars if hasattr(v.aval, "shape")]
+    if sum(size(aval.shape) for aval in made) < _SMALL:
+        return False
+    return not all(linear.keeps_a_mask_at_most(eqn, found) for eqn in eqns)
