@@ -17,6 +17,9 @@ ONLY_FROM = {
     "pods": {"pods", "_base", "_jaxpr", "_policies", "_hardware", "_scaling", "_low_precision"},
 }
 
+DOORS = {"mpjax._autocast.speed": "_autocast/speed"}
+"""Folders that others enter by their `__init__` alone."""
+
 # Who may import what is neither JAX, NumPy nor the standard library.
 EVERYWHERE = {"jax", "numpy", "mpjax"}
 ONLY_IN = {
@@ -95,11 +98,22 @@ def layer_violations(root: Path) -> list[str]:
                 continue
             unit = imported_unit(name, root)
             inside = unit == source.unit and len(source.parts) > 2
+            found += behind_a_door(source, line, name, root)
             if unit not in ONLY_FROM.get(source.unit, {unit}):
                 found.append(f"{source.name}:{line}: imports {name}, which is behind a wall")
             if not inside and LAYER_OF.get(unit, -1) >= LAYER_OF[source.unit]:
                 found.append(f"{source.name}:{line}: imports {name}, which is not below it")
     return found
+
+
+def behind_a_door(source: Source, line: int, name: str, root: Path) -> list[str]:
+    """Returns what is wrong with an import of a file in a folder that has a door."""
+    for door, unit in DOORS.items():
+        first = name.removeprefix(f"{door}.").partition(".")[0]
+        inner = root.parent.joinpath(*door.split("."), f"{first}.py")
+        if name.startswith(f"{door}.") and source.unit != unit and inner.exists():
+            return [f"{source.name}:{line}: imports {name}: type `from {door} import`"]
+    return []
 
 
 def foreign_violations(root: Path) -> list[str]:
@@ -208,6 +222,7 @@ def planted(tmp_path: Path) -> Path:
         "_base/tree.py": "import enum\nfrom mpjax._base import dtypes\nfrom . import dtypes\n",
         "optim.py": "import optax\nfrom ._base import tree\n",
         "_autocast/__init__.py": "from mpjax._autocast.arrange.plan import p\n",
+        "_autocast/speed/marks.py": "import enum\n",
         "_autocast/arrange/plan.py": "from ..._base.tree import f\n",
         "_autocast/run/calls.py": "from mpjax._autocast.arrange import plan\nfrom . import calls\n",
     }
@@ -251,6 +266,11 @@ def test_sound_package_passes(planted: Path):
             "_autocast/decide/states.py",
             "from mpjax._scaling.skip import f",
             "imports mpjax._scaling.skip.f, which is behind a wall",
+        ),
+        (
+            "_autocast/run/calls.py",
+            "from mpjax._autocast.speed import marks",
+            "imports mpjax._autocast.speed.marks: type `from mpjax._autocast.speed import`",
         ),
         ("_autocast/plan.py", "from ..optim import tx", "has no row in the table"),
         ("_helpers.py", "x = 1", "has no row in the table"),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mpjax._autocast import speed
 from mpjax._autocast.arguments import nnx_names, parameters, stateful
 from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.decide import reads, same, scopes
@@ -23,8 +24,6 @@ from mpjax._autocast.eight_bits.stored_weights import sunk
 from mpjax._autocast.planning import make_plan
 from mpjax._autocast.product import precision
 from mpjax._autocast.run.interpreter import Interpreter
-from mpjax._autocast.speed import permuted
-from mpjax._autocast.speed.enumerated import uncounted
 from mpjax._autocast.unused import stored_paths, warn_of_rules
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import message
@@ -309,7 +308,7 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     arrays = [leaves[i] for i in places]
     linen = stateful.linen_modules(fun, (args, kwargs))
     before = stateful.variables(linen)
-    jaxpr = permuted.told(uncounted(sunk(jax.make_jaxpr(flat)(*arrays), arrays), arrays))
+    jaxpr = speed.told(speed.uncounted(sunk(jax.make_jaxpr(flat)(*arrays), arrays), arrays))
     stateful.check_unchanged(before, linen, where)
     return Traced(jaxpr, (args, kwargs), places, *trees)
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mpjax._autocast import speed
 from mpjax._autocast.arrange.plan import Step
 from mpjax._autocast.decide.states import Kind, State
-from mpjax._autocast.speed import cuts as cuts_for_speed
-from mpjax._autocast.speed import marks
-from mpjax._autocast.speed.marks import Group
+from mpjax._autocast.speed import Group
 from mpjax._base import compat
 from mpjax._jaxpr.op_rules import only_moves
 
@@ -31,7 +30,7 @@ def schedule(
 
     `multiplied` are the variables that products read, however late.
     """
-    stored, read_twice = cuts_for_speed.of_program(jaxpr, fused, found)
+    stored, read_twice = speed.cuts(jaxpr, fused, found)
     cuts = stored | _between_contexts(jaxpr)
     levels = _levels(jaxpr, fused, cuts)
     for _ in range(8):
@@ -51,7 +50,7 @@ def schedule(
         order |= {i: (levels[indices[0]], 0, i) for i in members}
         alone += indices if group is None else ()
     eqns = [jaxpr.eqns[i] for i in alone]
-    marked = marks.of_groups(jaxpr, [g for _, g in grouped], eqns, read_twice, found)
+    marked = speed.marked(jaxpr, [g for _, g in grouped], eqns, read_twice, found)
     steps = [Step(i, group) for (i, _), group in zip(grouped, marked, strict=True)]
     steps += [Step([i]) for i in alone]
     return sorted(steps, key=lambda step: order[step.members[0]])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mpjax._autocast.decide.decided import Decided
-from mpjax._autocast.speed.marks import Group
+from mpjax._autocast.speed import Group
 
 
 @dataclass(slots=True)

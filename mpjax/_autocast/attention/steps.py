@@ -26,7 +26,7 @@ from mpjax._autocast.attention.program import MULTIPLIED, Empty, Operands, Progr
 from mpjax._autocast.decide import scopes
 from mpjax._autocast.decide.decided import Action
 from mpjax._autocast.decide.states import Kind
-from mpjax._autocast.speed.hints import hint
+from mpjax._autocast.speed import hint
 from mpjax._base import compat
 from mpjax._jaxpr.keys import hashable
 from mpjax._jaxpr.keys import literal_key as _literal

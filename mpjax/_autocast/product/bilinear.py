@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
+from mpjax._autocast import speed
 from mpjax._autocast.decide import traits
 from mpjax._autocast.product import (
     backends,
@@ -26,7 +27,6 @@ from mpjax._autocast.product import (
     scaled,
 )
 from mpjax._autocast.product.config import FLOAT32, Config, Direction, Roles, Scaling
-from mpjax._autocast.speed import epilogue
 from mpjax._base import compat
 from mpjax._jaxpr import axes as axes_of
 from mpjax._jaxpr import binding
@@ -126,9 +126,9 @@ class Bilinear:
         values = [x.values for x in found]
         if set(self.roles[:2]) == {config.Role.INPUT, config.Role.WEIGHT}:
             weight = self.roles.index(config.Role.WEIGHT)
-            values[1 - weight], scales[weight] = epilogue.alone(values[1 - weight], scales[weight])
+            values[1 - weight], scales[weight] = speed.alone(values[1 - weight], scales[weight])
         out = _eval(self.traced, [*values, *args[2:]], bind).astype(FLOAT32)
-        first, second = (epilogue.spread(s, out.shape, self.axes) for s in scales)
+        first, second = (speed.spread(s, out.shape, self.axes) for s in scales)
         return out * first * second
 
     def _quantized(

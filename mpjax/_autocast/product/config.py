@@ -15,7 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._autocast.speed import lowerings
+from mpjax._autocast import speed
 from mpjax._policies.recipes import DTYPES, Recipe
 
 FLOAT32 = jnp.dtype("float32")
@@ -75,7 +75,7 @@ class Config:
         """Returns an operand as it is read for its largest value, and again to be quantised."""
         if role is Role.WEIGHT or self.low != jnp.bfloat16:
             return x
-        return lowerings.read_low(x.astype(FLOAT32))
+        return speed.read_low(x.astype(FLOAT32))
 
     @functools.cached_property
     def is_scaled(self) -> bool:

@@ -26,7 +26,7 @@ from mpjax._autocast.product.bilinear import Bilinear
 from mpjax._autocast.product.config import Config
 from mpjax._autocast.product.operands import Kept, Operand
 from mpjax._autocast.product.recorded import recorded
-from mpjax._autocast.speed.order import smaller_first
+from mpjax._autocast.speed import smaller_first
 from mpjax._base import compat
 from mpjax._base.own_primitives import own_primitive
 from mpjax._jaxpr.identity import batched

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._autocast import product
+from mpjax._autocast import product, speed
 from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.decide.decided import Action, Decision
 from mpjax._autocast.decide.states import FLOAT32, Kind, State, is_float32
@@ -26,13 +26,7 @@ from mpjax._autocast.run import (
 )
 from mpjax._autocast.run.group_functions import GroupFunctions
 from mpjax._autocast.run.values import Value
-from mpjax._autocast.speed import (
-    exact,
-    lowerings,
-    picks,
-    pooled,
-)
-from mpjax._autocast.speed.marks import Group
+from mpjax._autocast.speed import Group
 from mpjax._base import compat
 from mpjax._jaxpr.binding import bind, written_at
 from mpjax._jaxpr.op_rules import OP_RULES, PRODUCTS, OpClass
@@ -195,12 +189,12 @@ class Interpreter:
                     continue
                 state = plan.states[eqn.outvars[0]]
                 operands = [_operand(v, a, state.dtype) for v, a in _paired(eqn, values)]
-                outs = bind(eqn, operands) if rule else exact.run(eqn, operands, state.dtype)
+                outs = bind(eqn, operands) if rule else speed.native(eqn, operands, state.dtype)
                 if eqn.outvars[0] in group.marks.stored:
-                    outs = [lowerings.stored(out) for out in outs]
+                    outs = [speed.stored(out) for out in outs]
                 if eqn.outvars[0] in group.marks.several:
                     dtype = state.dtype
-                    outs = [lowerings.stored_cotangent(x, dtype, apart=True) for x in outs]
+                    outs = [speed.stored_cotangent(x, dtype, apart=True) for x in outs]
                 for v, out in zip(eqn.outvars, outs, strict=True):
                     local[v] = Value(out, plan.states[v])
         env.update((v, local[v]) for v, _, _ in group.outputs)
@@ -208,11 +202,11 @@ class Interpreter:
 
 def bind_low(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Returns the results of an equation on operands that may be low."""
-    if outs := picks.run(eqn, values):
+    if outs := speed.pick(eqn, values):
         return outs
     if sums.is_summed(eqn) and any(map(sums.is_low, values)):
         return sums.bind(eqn, values)
-    return pooled.bind(eqn, values)
+    return speed.bind_pooled(eqn, values)
 
 
 def _paired(eqn: Any, values: Sequence[Value]) -> Any:

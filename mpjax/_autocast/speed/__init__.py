@@ -1,1 +1,50 @@
-"""What is done for a compiler's sake. Nothing here decides what may be low."""
+"""What is done for a compiler's sake. Nothing here decides which values may be low.
+
+The other rooms import these names and nothing else. They are of four kinds, and `hints` has a row
+for each function that does something: what it is for, on which platform, and what it saves there.
+
+Cuts: low values that are stored where a group would compute them again (`cuts`).
+Marks: what a backend is told of a group's values (`marked`).
+Ways: the same values computed otherwise, in a group (`Ways`) or alone (`operation`, `native`).
+Arounds: what stands around a product's operands and result, where it is lowered.
+"""
+
+from mpjax._autocast.speed.cuts import Cuts
+from mpjax._autocast.speed.cuts import of_program as cuts
+from mpjax._autocast.speed.enumerated import uncounted
+from mpjax._autocast.speed.epilogue import alone, spread
+from mpjax._autocast.speed.exact import is_exact
+from mpjax._autocast.speed.exact import run as native
+from mpjax._autocast.speed.hints import hint
+from mpjax._autocast.speed.lowerings import read_low, stored, stored_cotangent
+from mpjax._autocast.speed.marks import Group, low_cotangent
+from mpjax._autocast.speed.marks import of_groups as marked
+from mpjax._autocast.speed.order import smaller_first
+from mpjax._autocast.speed.permuted import told
+from mpjax._autocast.speed.picks import run as pick
+from mpjax._autocast.speed.pooled import bind as bind_pooled
+from mpjax._autocast.speed.recompute import recomputed
+from mpjax._autocast.speed.ways import Ways
+
+__all__ = [
+    "Cuts",
+    "Group",
+    "Ways",
+    "alone",
+    "bind_pooled",
+    "cuts",
+    "hint",
+    "is_exact",
+    "low_cotangent",
+    "marked",
+    "native",
+    "pick",
+    "read_low",
+    "recomputed",
+    "smaller_first",
+    "spread",
+    "stored",
+    "stored_cotangent",
+    "told",
+    "uncounted",
+]

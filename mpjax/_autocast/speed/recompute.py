@@ -17,8 +17,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from mpjax._autocast.decide import traits
 from mpjax._autocast.decide.states import SMALLER, size
-from mpjax._autocast.speed import lowerings
+from mpjax._autocast.speed import lowerings, storage
 from mpjax._autocast.speed.hints import hint
+from mpjax._autocast.speed.marks import Group
 from mpjax._base import compat
 
 Function = Callable[..., list[Any]]
@@ -27,19 +28,30 @@ Apart = Callable[[Sequence[Any]], list[Any]]
 
 
 @hint("recomputed", lambda fun, *_, **__: fun)
-def recomputed(fun: Function, inputs: Sequence[Any], *, apart: Apart | None) -> Function:
+def recomputed(fun: Function, group: Group, inputs: Sequence[Any], *, alone: bool) -> Function:
     """Returns `fun`, computed again where its derivative needs it.
 
+    Where XLA would recognise what is computed twice, compute it once, and store it after all, in
+    float32, the derivative is given inputs that XLA takes for others.
+
     Args:
-      fun: a group.
+      fun: what computes the group.
+      group: which one.
       inputs: what it will be called on.
-      apart: what keeps inputs apart where XLA would recognise what is computed twice, compute it
-        once, and store it after all, in float32. In a loop it does not: the backward pass is
-        another loop.
+      alone: whether its derivative stands in another program, as that of a loop's body does: XLA
+        recognises nothing there.
     """
+    apart = None if alone else _kept_apart(group)
     limit = max(size(x.shape) for x in inputs) // SMALLER  # statistics up to this are kept
     again = jax.checkpoint(fun, prevent_cse=False, policy=_keeps_small(limit))
     return _apart(fun, again, apart) if apart else again
+
+
+def _kept_apart(group: Group) -> Apart | None:
+    """Returns what keeps a group's inputs apart from those of its derivative, if that pays."""
+    if group.marks.rows is not None:
+        return functools.partial(one_apart, which=group.inputs.index(group.marks.rows))
+    return all_apart if storage.worth_keeping_apart(group.eqns) else None
 
 
 def all_apart(inputs: Sequence[Any]) -> list[Any]:

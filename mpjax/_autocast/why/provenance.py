@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from mpjax._autocast import speed
 from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.decide import (
     fusible,
@@ -24,7 +25,6 @@ from mpjax._autocast.decide import (
 from mpjax._autocast.decide.decided import Action, Decision
 from mpjax._autocast.decide.states import FLOAT32, Kind
 from mpjax._autocast.eight_bits import quantized
-from mpjax._autocast.speed import exact
 from mpjax._autocast.why import readers
 from mpjax._base import compat
 from mpjax._base.dtypes import short_name
@@ -376,7 +376,7 @@ def _why_low(eqn: Any, dtype: Any, stored: dict[Any, bool | None]) -> str:
     out = eqn.outvars[0]
     if out not in stored:
         rule = OP_RULES.get(eqn.primitive.name)
-        is_exact = rule.reason == "exact" if rule else exact.is_exact(eqn, dtype)
+        is_exact = rule.reason == "exact" if rule else speed.is_exact(eqn, dtype)
         return f"on low values: {'exact' if is_exact else 'one rounding'}"
     is_low = stored[out]
     if is_low is None:

@@ -1,0 +1,144 @@
+"""Runs the equations of a group, each in the way that is best for a compiler.
+
+Without hints that is: widen the operands, compute in float32, round where a result is stored. A way
+computes the same value otherwise, such as a mean and a variance in one pass, or tells a backend how
+to hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from mpjax._autocast.decide import traits
+from mpjax._autocast.decide.states import State
+from mpjax._autocast.speed import centred, curves, lowerings, moves, picks
+from mpjax._autocast.speed.curves import widened
+from mpjax._autocast.speed.marks import Group, low_cotangent, stored_dtype
+from mpjax._base import compat
+from mpjax._jaxpr.binding import bind, written_at
+
+Bind = Callable[[Any, Sequence[Any]], list[Any]]
+"""Returns the results of an equation on operands, computed as it stands."""
+
+
+class Ways:
+    """How the equations of a group are run; found once for all groups that are equal to it.
+
+    Args:
+      group: its equations, what they read and leave, and its marks.
+      states: of each value of the program.
+      in_loop: whether it stands in the body of a loop, whose backward pass is another loop.
+      around: how many scopes of names are open where it runs.
+    """
+
+    def __init__(
+        self, group: Group, states: dict[Any, State], *, in_loop: bool, around: int
+    ) -> None:
+        eqns, outputs = group.eqns, [v for v, *_ in group.outputs]
+        self.group, self.states, self.around = group, states, around
+        self.unwidened = moves.moved_low(eqns)
+        self.again = moves.moved_again(eqns, group.inputs)
+        self.in_parts = moves.read_in_parts(eqns, set(outputs))
+        self.centres = centred.centred(eqns)
+        self.picked_from = picks.picked_from(eqns)
+        self.curves: dict[Any, curves.Curve | None] = {}
+        if group.marks.checkpoint and not in_loop:
+            others = {*self.in_parts, *self.picked_from}
+            others |= group.marks.several | group.marks.convolved
+            self.curves = curves.curves(eqns, group.inputs, outputs, others)
+
+    def on(self, arrays: Sequence[Any]) -> Running:
+        """Returns a run of the group on its inputs, as they are held."""
+        return Running(self, arrays)
+
+
+class Running:
+    """One run of a group: its values so far."""
+
+    def __init__(self, ways: Ways, arrays: Sequence[Any]) -> None:
+        self._ways, self._marks = ways, ways.group.marks
+        self._given = dict(zip(ways.group.inputs, arrays, strict=True))
+        self._local = dict(self._given)
+        self._picking = picks.Parts(ways.picked_from, self._given)
+
+    def run(self, eqn: Any, bound: Bind) -> None:
+        """Adds the results of the next equation.
+
+        The order matters: a curve stands for several equations; centring and picking replace one;
+        marks are put on whatever computed the value; parts are cut out of the marked value.
+        """
+        ways, (first, *_) = self._ways, eqn.outvars
+        if first in ways.curves:
+            curve = ways.curves[first]
+            if curve is not None:
+                self._local[curve.result] = curve.run(self._given, self._local, ways.around)
+            return
+        variables = compat.variables(eqn)
+        self._local |= {v: widened(v, self._local[v]) for v in variables if v not in ways.unwidened}
+        values = self._computed(eqn, bound)
+        source = self._given.get(ways.again.get(first))
+        if source is not None and source.dtype != values[0].dtype:
+            values = [moves.valued(*values, widened(first, *bind(eqn, [source])))]
+        values = self._cut(eqn, variables, self._marked(eqn, values))
+        self._local.update(zip(eqn.outvars, values, strict=True))
+
+    def outputs(self) -> list[Any]:
+        """Returns the outputs of the group: of each the low form, then the full one, if wanted."""
+        outs: list[Any] = []
+        for var, is_low, is_full in self._ways.group.outputs:
+            if is_low:
+                low = self._local[var].astype(self._ways.states[var].dtype)
+                outs.append(lowerings.stored(low) if var in self._marks.stored else low)
+            if is_full:
+                outs.append(widened(var, self._local[var]))
+        return outs
+
+    def _computed(self, eqn: Any, bound: Bind) -> list[Any]:
+        with written_at(eqn, self._ways.around):
+            values = self._ways.centres.run(eqn, self._local, self._marks.dear)
+            operands = [] if values else self._operands(eqn)
+            return values or self._picking.run(eqn, operands) or bound(eqn, operands)
+
+    def _operands(self, eqn: Any) -> list[Any]:
+        values = [a.val if compat.is_literal(a) else self._local[a] for a in eqn.invars]
+        for i, v in enumerate(eqn.invars if eqn.primitive.name in traits.ADDS else ()):
+            if not compat.is_literal(v) and v in self._marks.apart:
+                # Repeated here, or its cotangent would be summed before it is stored.
+                wide = jnp.broadcast_to(values[i], eqn.outvars[0].aval.shape)
+                low = stored_dtype(self._ways.group, self._ways.states)
+                values[i] = lowerings.stored_cotangent(wide, low, apart=True)
+        return values
+
+    def _marked(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
+        """Returns the results of an equation, and tells backends what is asked of them."""
+        (first, *others), (var, *_) = values, eqn.outvars
+        states, several = self._ways.states, self._marks.several
+        if var in self._marks.convolved:
+            first = lowerings.summed(first, states[var].dtype)
+        if low := low_cotangent(eqn, self._ways.group, states):
+            apart: bool | None = var not in several
+            if apart and several:
+                apart = None  # behind a norm: its kernel sums the bias with its scales and shifts
+            first = lowerings.stored_cotangent(first, low, apart=apart)
+        return [first, *others]
+
+    def _cut(self, eqn: Any, variables: Sequence[Any], values: list[Any]) -> list[Any]:
+        """Returns what is cut out of a value, computed of parts of the inputs as they are held."""
+        cuts = [] if self._ways.in_parts.keys().isdisjoint(variables) else moves.cuts(eqn)
+        if not cuts:
+            return values
+        (v,) = variables
+        parts = (moves.as_result(eqn, self._part(v, v.aval.shape, cut)) for cut in cuts)
+        return [moves.valued(*both) for both in zip(values, parts, strict=True)]
+
+    def _part(self, v: Any, of: Sequence[int], cut: moves.Cut) -> Any:
+        if compat.is_literal(v):
+            return v.val
+        eqn = self._ways.in_parts.get(v)
+        if eqn is None:
+            return widened(v, moves.cut(self._given.get(v, self._local[v]), of, cut))
+        with written_at(eqn, self._ways.around):
+            return bind(eqn, [self._part(a, v.aval.shape, cut) for a in eqn.invars])[0]
