@@ -44,7 +44,8 @@ class Rounding:
         self.jaxpr = compat.closed(jaxpr).jaxpr
         self.settings = settings
         self.in_states = in_states
-        self.facts = facts.of_program(self.jaxpr, given)
+        known = facts.of_program(self.jaxpr) if given is None else facts.inside(jaxpr, given)
+        self.facts = dict(known)  # it is added what comes out of calls
         self.demand = demand.of(self.jaxpr, wants, settings.demanded, self.facts)
         self.wants = wants
         self.states: dict[Any, State] = dict(zip(self.jaxpr.invars, in_states, strict=True))
