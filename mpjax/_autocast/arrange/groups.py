@@ -42,10 +42,11 @@ def schedule(
 
     `multiplied` are the variables that products read, however late.
     """
-    cuts = _read_exactly(jaxpr, fused, found)
-    twice = storage.read_twice(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
+    curved = linear.curved(jaxpr, fused, found)
+    cuts = _read_exactly(jaxpr, fused, found, curved)
+    twice = storage.read_twice(jaxpr, fused, found, curved)
     cuts |= storage.copied_last(jaxpr, fused, found)
-    cuts |= twice | storage.merged(jaxpr, fused, found, lambda eqn: linear.is_linear(eqn, found))
+    cuts |= twice | storage.merged(jaxpr, fused, found, curved)
     cuts |= _between_contexts(jaxpr)
     levels = _levels(jaxpr, fused, cuts)
     for _ in range(8):
@@ -71,7 +72,9 @@ def schedule(
 
 
 @hint("read_exactly", lambda *_: set[Any]())
-def _read_exactly(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> set[Any]:
+def _read_exactly(
+    jaxpr: Any, fused: Sequence[bool], found: dict[Any, State], curved: set[Any]
+) -> set[Any]:
     """Low values that an exact function reads, such as a biased product that relu reads.
 
     Stored, such a value serves product, function and derivative. A group around both would keep
@@ -79,16 +82,13 @@ def _read_exactly(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) ->
     what leads to the value is not linear, the value would be one more.
     """
     cuts: set[Any] = set()
-    curved: set[Any] = set()  # what depends, inside its group, on more than sums and moves
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
         if not is_fused:
             continue
-        operands = compat.variables(eqn)
         state = found[eqn.outvars[0]]
         if state.kind == Kind.LOW and exact.is_exact(eqn, state.dtype):
+            operands = compat.variables(eqn)
             cuts.update(v for v in operands if found[v] == state and v not in curved)
-        if not linear.is_linear(eqn, found) or any(v in curved for v in operands):
-            curved.update(eqn.outvars)
     return cuts
 
 

@@ -9,7 +9,7 @@ stored low.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
-from mpjax._jaxpr.op_rules import OP_RULES, OpClass, only_moves
+from mpjax._jaxpr.op_rules import MOVES, OP_RULES, OpClass, only_moves
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 CONVOLUTION = "conv_general_dilated"
@@ -31,52 +31,50 @@ _NOTHING: frozenset[Any] = frozenset()
 
 @hint("read_twice", lambda *_: set[Any]())
 def read_twice(
-    jaxpr: Any,
-    fused: Sequence[bool],
-    found: dict[Any, State],
-    is_linear: Callable[[Any], bool],
+    jaxpr: Any, fused: Sequence[bool], found: dict[Any, State], curved: set[Any]
 ) -> set[Any]:
     """Returns the low values that a group makes, and reads again beside their own statistics.
 
     Stored low, such a value is what the backward pass keeps, in place of what it was made of. Only
-    sums and moves may lead to it: else both would be kept.
+    sums and moves may lead to it, so that it is not in `curved`: else both would be kept.
     """
     twice: set[Any] = set()
     parts: dict[Any, frozenset[Any]] = {}  # of what is concatenated, what convolutions leave
     convolved: set[Any] = set()
     made_of: dict[Any, frozenset[Any]] = {}  # the low values that a value was computed from
     counted: dict[Any, frozenset[Any]] = {}  # those that statistics in it were taken of
-    curved: set[Any] = set()
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
+        name = eqn.primitive.name
         if not is_fused:
-            convolved.update(eqn.outvars if eqn.primitive.name == CONVOLUTION else ())
+            convolved.update(eqn.outvars if name == CONVOLUTION else ())
             continue
         operands = compat.variables(eqn)
-        if eqn.primitive.name in traits.ADDS and convolved.intersection(operands):
+        if name in traits.ADDS and not convolved.isdisjoint(operands):
             convolved.update(eqn.outvars)
-        values = _NOTHING.union(*(made_of.get(v, _NOTHING) for v in operands))
-        counts = _NOTHING.union(*(counted.get(v, _NOTHING) for v in operands))
+        values, counts = _union(made_of, operands), _union(counted, operands)
         twice |= values & counts
-        if any(v in curved for v in operands) or not is_linear(eqn):
-            curved.update(eqn.outvars)
         is_sum = ends_a_kernel(eqn)
         for v in eqn.outvars:
-            counted[v] = values | counts if is_sum else counts
-            if found[v].kind == Kind.LOW and v not in curved and not only_moves(eqn):
+            if counts or is_sum:
+                counted[v] = values | counts if is_sum else counts
+            if found[v].kind == Kind.LOW and v not in curved and name not in MOVES:
                 made_of[v] = frozenset({v})
-                if eqn.primitive.name == "concatenate":
+                if name == "concatenate":
                     parts[v] = frozenset(values & convolved)
-            elif not is_sum:
+            elif values and not is_sum:
                 made_of[v] = values
     return twice.union(*(parts.get(v, _NOTHING) for v in twice))
 
 
+def _union(sets: dict[Any, frozenset[Any]], keys: Sequence[Any]) -> frozenset[Any]:
+    """Returns the union of the sets of some keys."""
+    found = [sets[key] for key in keys if key in sets]
+    return found[0].union(*found[1:]) if found else _NOTHING
+
+
 @hint("merged", lambda *_: set[Any]())
 def merged(
-    jaxpr: Any,
-    fused: Sequence[bool],
-    found: dict[Any, State],
-    is_linear: Callable[[Any], bool],
+    jaxpr: Any, fused: Sequence[bool], found: dict[Any, State], curved: set[Any]
 ) -> set[Any]:
     """Returns the low sums of several low values that an activation reads, as gates of an LSTM.
 
@@ -85,26 +83,26 @@ def merged(
     """
     cuts: set[Any] = set()
     sums: dict[Any, frozenset[Any]] = {}  # the last sum that a value is of
-    curved: set[Any] = set()
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
         if not is_fused:
             continue
         operands = compat.variables(eqn)
-        read = _NOTHING.union(*(sums.get(v, _NOTHING) for v in operands))
-        if _bends(eqn):
+        read = _union(sums, operands)
+        if read and _bends(eqn):
             cuts |= read
-        if any(v in curved for v in operands) or not is_linear(eqn):
-            curved.update(eqn.outvars)
-            continue
         (out, *_) = eqn.outvars
-        terms = {
-            v
-            for v in operands
-            if found[v].kind == Kind.LOW and size(v.aval.shape) == size(out.aval.shape)
-        }
-        is_sum = eqn.primitive.name in traits.ADDS and (read or len(terms) > 1)
-        kept = frozenset({out}) if is_sum and found[out].kind == Kind.LOW else read
-        sums.update((v, kept) for v in eqn.outvars)
+        if out in curved:
+            continue
+        if found[out].kind == Kind.LOW and eqn.primitive.name in traits.ADDS:
+            terms = {
+                v
+                for v in operands
+                if found[v].kind == Kind.LOW and size(v.aval.shape) == size(out.aval.shape)
+            }
+            if read or len(terms) > 1:
+                read = frozenset({out})
+        if read:
+            sums.update(dict.fromkeys(eqn.outvars, read))
     return cuts
 
 
@@ -139,9 +137,11 @@ def activated(eqns: Sequence[Any]) -> dict[Any, bool]:
     relu that is a mask's work, done again in each, unless the group reads another large value too.
     An activation may be written out, as a GELU is: its operations are a function of one value.
     """
-    largest = _largest(eqns)
     of_norms = norms.results(eqns)
     affine = of_norms.union(v for v, made in Centred(eqns).found.items() if len(made.steps) > 1)
+    if not affine and not any(map(ends_a_kernel, eqns)):
+        return {}
+    largest = _largest(eqns)
     origins: dict[Any, Any] = {}  # the one value that another is a function of
     made = {v for eqn in eqns for v in eqn.outvars}
     read = {v for eqn in eqns for v in eqn.invars if not compat.is_literal(v)} - made
@@ -224,7 +224,7 @@ def _is_dear(eqn: Any) -> bool:
     rule = OP_RULES.get(eqn.primitive.name)
     if rule is None or rule.op_class is not OpClass.FULL:
         return False
-    return rule.primitive in traits.FUSIBLE - traits.STATISTIC
+    return rule.primitive in traits.FUSIBLE and rule.primitive not in traits.STATISTIC
 
 
 def ends_a_kernel(eqn: Any) -> bool:
@@ -240,7 +240,7 @@ def ends_a_kernel(eqn: Any) -> bool:
 
 def adds(eqn: Any) -> bool:
     """Whether an equation is a sum; not a difference, as of a value and its mean."""
-    return eqn.primitive.name in traits.ADDS - {"sub"}
+    return eqn.primitive.name in traits.ADDS and eqn.primitive.name != "sub"
 
 
 @hint("kept_apart", lambda _: False)
