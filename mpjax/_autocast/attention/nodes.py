@@ -7,8 +7,7 @@ it is called and by its variable, for two calls may share one program.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,7 @@ _SAME = frozenset({"convert_element_type", "copy", "copy_p", "reshape", "squeeze
 _REPEATED = _SAME | {"broadcast_in_dim", "stop_gradient", "transpose"}
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """One operation."""
 
     eqn: Any
@@ -112,8 +110,11 @@ class Graph:
         if node.kind in _REPEATED:
             return self.number(node.operands[0])
         fun = _NUMBERS.get(node.kind)
-        numbers = [self.number(x) for x in node.operands] if fun else [None]
-        if fun is None or any(x is None for x in numbers):
+        names = [x for x in node.operands if not compat.is_literal(x)]
+        if fun is None or not self._numbers.keys() >= set(names):
+            return None
+        numbers = [self.number(x) for x in node.operands]
+        if None in numbers:
             return None
         with np.errstate(all="ignore"):
             return float(fun(*map(np.float32, numbers)))

@@ -87,9 +87,9 @@ class Finder:
         self._products = {
             d.eqn.outvars[0]: i for i, d in enumerate(decisions) if _multiplies_low(d)
         }
-        self._reads = Counter(
-            v for eqn in jaxpr.eqns for v in set(compat.variables(eqn))
-        ) + Counter(v for v in jaxpr.outvars if not compat.is_literal(v))
+        self._reads = Counter(v for v in jaxpr.outvars if not compat.is_literal(v))
+        for eqn in jaxpr.eqns:
+            self._reads.update(set(compat.variables(eqn)))
         self.known: frozenset[Any] = frozenset()
         self._read: dict[Name, Logits | None] = {}
         self._depth = 0

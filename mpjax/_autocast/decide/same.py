@@ -65,6 +65,11 @@ def _products(plan: Decided) -> Iterator[Decision]:
             yield decision
 
 
+def _param(value: Any) -> Hashable:
+    """Returns an equation's parameter as a key: equal ones print alike."""
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
 class _Numbering:
     """Numbers values by what they are computed of."""
 
@@ -109,7 +114,7 @@ class _Numbering:
             return self.call(eqn, operands, decision)
         if eqn.effects:
             return [self.fresh() for _ in eqn.outvars]
-        params = tuple((k, str(v)) for k, v in sorted(eqn.params.items()))
+        params = tuple((k, _param(v)) for k, v in sorted(eqn.params.items()))
         first = self.of((eqn.primitive.name, params, *operands))
         if decision is not None and eqn.primitive.name in PRODUCTS:
             place = (eqn.outvars[0], _asked_of(decision))
