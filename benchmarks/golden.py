@@ -37,11 +37,11 @@ POLICIES = (
     "int8_from_mixed_bfloat16",
     "float8_from_mixed_bfloat16",
 )
-_OWN_LINE = re.compile(r"\S*mpjax/\S+\.py:\d+\S*")
+_OWN_LINE = re.compile(r"\S*mpjax/\S+\.py:\d+\S*|compiled in \d+ s")
 
 
 def digest(text: str) -> str:
-    """Returns the SHA-256 of a text without the places of mpjax's own code."""
+    """Returns the SHA-256 of a text without the places of mpjax's own code, and without times."""
     return hashlib.sha256(_OWN_LINE.sub("mpjax", text).encode()).hexdigest()
 
 
