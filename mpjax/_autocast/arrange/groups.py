@@ -97,6 +97,8 @@ def _between_contexts(jaxpr: Any) -> set[Any]:
 
     A group runs in one context, its casts too.
     """
+    if len({eqn.ctx for eqn in jaxpr.eqns}) < 2:
+        return set()
     made = {v: eqn.ctx for eqn in jaxpr.eqns for v in eqn.outvars}
     if len(set(made.values())) < 2:
         return set()

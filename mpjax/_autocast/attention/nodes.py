@@ -15,6 +15,7 @@ import numpy as np
 
 from mpjax._base import compat
 from mpjax._jaxpr import binding
+from mpjax._jaxpr.caches import by_program
 
 Name = Any
 """A variable of the jaxpr, one inside a call with the call's place, or a literal."""
@@ -147,6 +148,14 @@ class Graph:
             else:
                 left += node.operands
         return found
+
+
+@by_program
+def operations(jaxpr: Any) -> frozenset[str]:
+    """Returns the names of an open jaxpr's operations, and of those in small functions."""
+    names = frozenset(eqn.primitive.name for eqn in jaxpr.eqns)
+    calls = (eqn.params["jaxpr"] for eqn in jaxpr.eqns if eqn.primitive.name == "jit")
+    return names.union(*(operations(compat.closed(call).jaxpr) for call in calls))
 
 
 def _counts(x: Any) -> bool:

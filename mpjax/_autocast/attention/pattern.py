@@ -19,6 +19,8 @@ from mpjax._base import compat
 
 _DEEPEST = 24  # operations between a product and its softmax
 _MASKED = -1e3  # a logit at most this large stands for a key that is not read
+SOFTMAX = frozenset({"reduce_max", "sub", "exp", "reduce_sum", "div"})
+"""The operations of a softmax."""
 _ONE_OPERAND = frozenset({"mul", "div"})
 _SHIFTS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "stop_gradient"})
 

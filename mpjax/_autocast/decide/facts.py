@@ -33,6 +33,7 @@ _SCALES = frozenset({"mul", "div", "neg", "convert_element_type"})
 _HANDS_ON_TERMS = _POWERS | _CHOICES | _SCALES | MOVES | traits.ADDS | traits.ACCUMULATES
 _OF_ITS_OPERANDS = (traits.FUSIBLE | traits.UPDATES | MOVES) - traits.STATISTIC
 """Each element of a result is of a few elements of the operands."""
+_HANDS_ON_DERIVED = MOVES & _OF_ITS_OPERANDS
 
 
 class Term(NamedTuple):
@@ -62,7 +63,7 @@ class Fact(NamedTuple):
 
 CONSTANT = Fact(constant=True)
 _EXTREME, _REPEATED, _STEP = map(operator.attrgetter, ("extreme", "repeated", "step"))
-_SCALAR, _DERIVED = map(operator.attrgetter, ("scalar", "derived"))
+_SCALAR, _DERIVED, _TERMS = map(operator.attrgetter, ("scalar", "derived", "terms"))
 SMALL_STEP = 1 / 32
 """Times this a change counts as a step: each one is worth 5 bits less."""
 Facts = Mapping[Any, Fact]
@@ -221,9 +222,10 @@ class _Walk:
         self.facts: dict[Any, Fact] = dict(zip(jaxpr.invars, given, strict=True))
         self.facts.update((v, self.fresh(v)) for v in jaxpr.constvars)
         for eqn in jaxpr.eqns:
-            made = self.results(eqn)
-            if scopes.is_transposed(eqn.source_info.name_stack):
-                made = [fact._replace(derived=True) for fact in made]
+            derived = scopes.is_transposed(eqn.source_info.name_stack)
+            made = self.results(eqn, derived=derived)
+            if derived:
+                made = [f if f.derived else f._replace(derived=True) for f in made]
             self.facts.update(zip(eqn.outvars, made, strict=True))
 
     def number(self) -> int:
@@ -237,7 +239,7 @@ class _Walk:
         fact = of_atom(atom, self.facts)
         return fact._replace(ahead=False) if fact.ahead else fact
 
-    def results(self, eqn: Any) -> Sequence[Fact]:
+    def results(self, eqn: Any, *, derived: bool) -> Sequence[Fact]:
         if structure.is_call(eqn):
             return self.call(eqn)
         operands = [self.operand(v) for v in eqn.invars]
@@ -255,6 +257,7 @@ class _Walk:
             "extreme": name in traits.EXTREME or all(map(_EXTREME, made)),
             "repeated": moves and (_repeats(eqn) or any(map(_REPEATED, made))),
             "step": any(map(_STEP, made)) if moves else _makes_a_step(eqn, floats),
+            "derived": derived or (name in _HANDS_ON_DERIVED and any(map(_DERIVED, floats))),
         }
         return [self.result(eqn, floats, made, v, told) for v in eqn.outvars]
 
@@ -286,7 +289,6 @@ class _Walk:
             roots=roots,
             terms=self.terms(eqn, floats),
             scalar=_is_number(out) or all(map(_SCALAR, floats)),
-            derived=name in MOVES and any(map(_DERIVED, floats)),
             **told,
         )
 
@@ -300,7 +302,7 @@ class _Walk:
 
     def terms(self, eqn: Any, floats: Sequence[Fact]) -> frozenset[Term]:
         """The terms that an operation hands on: unscaled, or scaled by one number."""
-        if not hands_on_terms(eqn):
+        if not hands_on_terms(eqn) or not any(map(_TERMS, floats)):
             return frozenset()
         if eqn.primitive.name in ("mul", "div"):
             whole = [f for f in floats if not (f.constant or f.scalar)]
@@ -308,8 +310,6 @@ class _Walk:
                 return frozenset()
             return whole[0].terms
         terms = frozenset[Term]().union(*(f.terms for f in floats))
-        if not terms:
-            return terms
         if eqn.primitive.name in _POWERS:
             terms = frozenset(t._replace(is_power=True) for t in terms)
         if eqn.primitive.name in ("gather", "slice", "dynamic_slice"):
