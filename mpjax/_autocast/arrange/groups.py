@@ -57,11 +57,13 @@ def schedule(
         levels = _levels(jaxpr, fused, cuts)
     components = _components(jaxpr, fused, levels, cuts)
     outside = _read_outside(jaxpr, components)
+    returned = _returned(jaxpr, out_states)
+    convolved = storage.convolved(jaxpr)
     steps: list[tuple[tuple[int, int, int], Step]] = []
     for indices in components:
-        made = _group_steps(jaxpr, indices, outside, found, out_states)
+        made = _group_steps(jaxpr, indices, outside, found, returned)
         for step in made:
-            _mark(jaxpr, step, twice, found)
+            _mark(jaxpr, step, twice, found, convolved)
         steps += [((levels[indices[0]], 0, step.members[0]), step) for step in made]
     for i, is_fused in enumerate(fused):
         if not is_fused:
@@ -182,11 +184,11 @@ def _components(
     for i, eqn in enumerate(jaxpr.eqns):
         if not fused[i]:
             continue
-        for v in eqn.invars:
-            j = None if compat.is_literal(v) or v in cuts else maker.get(v)
+        for v in compat.variables(eqn):
+            j = None if v in cuts else maker.get(v)
             if j is not None and levels[j] == levels[i]:
                 parent[root(i)] = root(j)
-        maker.update((v, i) for v in eqn.outvars)
+        maker.update(dict.fromkeys(eqn.outvars, i))
     found: dict[int, list[int]] = {}
     for i in range(len(levels)):
         if fused[i]:
@@ -201,13 +203,22 @@ def _read_outside(jaxpr: Any, components: list[list[int]]) -> set[Any]:
     outside: set[Any] = set()
     for i, eqn in enumerate(jaxpr.eqns):
         mine = group.get(i)
-        outside.update(
-            v
-            for v in eqn.invars
-            if not compat.is_literal(v) and (mine is None or maker.get(v, mine) != mine)
-        )
-        maker.update((v, mine) for v in eqn.outvars)
+        for v in compat.variables(eqn):
+            if mine is None or maker.get(v, mine) != mine:
+                outside.add(v)
+        maker.update(dict.fromkeys(eqn.outvars, mine))
     return outside
+
+
+def _returned(jaxpr: Any, out_states: Sequence[State]) -> dict[Any, tuple[bool, bool]]:
+    """Returns of each variable that is an output whether its low and its float32 form are."""
+    forms: dict[Any, tuple[bool, bool]] = {}
+    for v, state in zip(jaxpr.outvars, out_states, strict=True):
+        if not compat.is_literal(v):
+            low, full = forms.get(v, (False, False))
+            is_low = state.kind == Kind.LOW
+            forms[v] = (low or is_low, full or not is_low)
+    return forms
 
 
 def _group_steps(
@@ -215,7 +226,7 @@ def _group_steps(
     indices: list[int],
     outside: set[Any],
     found: dict[Any, State],
-    out_states: Sequence[State],
+    returned: dict[Any, tuple[bool, bool]],
 ) -> list[Step]:
     eqns = [jaxpr.eqns[i] for i in indices]
     if all(only_moves(eqn) for eqn in eqns):
@@ -224,15 +235,11 @@ def _group_steps(
     inputs = dict.fromkeys(
         v for eqn in eqns for v in eqn.invars if not compat.is_literal(v) and v not in made
     )
-    outputs: dict[Any, tuple[bool, bool]] = {}
+    outputs = {v: returned[v] for v in made & returned.keys()}
     for v in made & outside:
+        low, full = outputs.get(v, (False, False))
         is_low = found[v].kind == Kind.LOW
-        outputs[v] = (is_low, not is_low)
-    for v, state in zip(jaxpr.outvars, out_states, strict=True):
-        if not compat.is_literal(v) and v in made:
-            is_low, is_full = outputs.get(v, (False, False))
-            wants_low = state.kind == Kind.LOW
-            outputs[v] = (is_low or wants_low, is_full or not wants_low)
+        outputs[v] = (low or is_low, full or not is_low)
     ordered = tuple((v, *outputs[v]) for eqn in eqns for v in eqn.outvars if v in outputs)
     return [
         Step(
@@ -249,7 +256,9 @@ def _group_steps(
     ]
 
 
-def _mark(jaxpr: Any, step: Step, twice: set[Any], found: dict[Any, State]) -> None:
+def _mark(
+    jaxpr: Any, step: Step, twice: set[Any], found: dict[Any, State], convolved: set[Any]
+) -> None:
     """Finds what a GPU is to hold low inside a group, where other devices fuse what reads it."""
     if not step.group:
         return
@@ -265,7 +274,7 @@ def _mark(jaxpr: Any, step: Step, twice: set[Any], found: dict[Any, State]) -> N
     step.several = frozenset(joined & twice)
     if not step.native:
         step.apart = frozenset(storage.summed_apart(eqns))
-        step.convolved = storage.added_to_convolutions(jaxpr, eqns, step.inputs, found)
+        step.convolved = storage.added_to_convolutions(convolved, eqns, step.inputs, found)
 
 
 def _mark_stored(jaxpr: Any, steps: Sequence[Step]) -> None:
@@ -285,9 +294,11 @@ def _mark_stored(jaxpr: Any, steps: Sequence[Step]) -> None:
         by_sum.update(v for e in eqns if storage.adds(e) for v in compat.variables(e))
         again |= once.intersection(step.inputs)
         once.update(step.inputs)
+    by_both = by_statistic & by_sum & again
     for step in steps:
-        read = by_statistic if step.checkpoint else by_statistic & by_sum & again
-        step.stored = storage.held_low(step.outputs, read)
+        if step.outputs:
+            read = by_statistic if step.checkpoint else by_both
+            step.stored = storage.held_low(step.outputs, read)
 
 
 def _mark_rows(jaxpr: Any, steps: Sequence[Step]) -> None:

@@ -21,7 +21,8 @@ from mpjax._jaxpr.op_rules import PRODUCTS, only_moves
 
 def results(eqns: Sequence[Any]) -> frozenset[Any]:
     """Returns the values that a norm, or a function of a norm alone, made in some equations."""
-    return _Search(eqns).found()
+    leads = any(eqn.primitive.name in traits.TOTALS or structure.is_call(eqn) for eqn in eqns)
+    return _Search(eqns).found() if leads else frozenset()
 
 
 def stored(jaxpr: Any, made: frozenset[Any]) -> frozenset[Any]:

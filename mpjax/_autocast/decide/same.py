@@ -20,6 +20,8 @@ from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.op_rules import PRODUCTS
 
+_BY_VALUE = (bool, int, str, tuple, np.dtype)
+
 Asked = frozenset[tuple[Any, int]]
 """What is asked of products beside what their readers ask: their results, and flags of `reads`."""
 
@@ -73,8 +75,12 @@ def _operation(eqn: Any) -> tuple[Hashable, ...]:
 
 
 def _param(value: Any) -> Hashable:
-    """Returns an equation's parameter as a key: equal ones print alike."""
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+    """Returns an equation's parameter as a key: itself, or how it prints where it is an object."""
+    try:
+        hash(value)
+    except TypeError:
+        return str(value)
+    return value if value is None or isinstance(value, _BY_VALUE) else str(value)
 
 
 class _Numbering:
@@ -108,7 +114,7 @@ class _Numbering:
 
         def number(atom: Any) -> int:
             if compat.is_literal(atom):
-                return self.of((atom.aval.str_short(), np.asarray(atom.val).tobytes()))
+                return self.of((atom.aval.dtype, atom.aval.shape, np.asarray(atom.val).tobytes()))
             return env[atom]
 
         for eqn in jaxpr.eqns:

@@ -190,15 +190,19 @@ def summed_apart(eqns: Sequence[Any]) -> set[Any]:
     return {v for v, shape in found.items() if shape != first}
 
 
+def convolved(jaxpr: Any) -> set[Any]:
+    """Returns the results of a program's convolutions."""
+    return {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == CONVOLUTION}
+
+
 @hint("added_to_convolutions", lambda *_: _NOTHING)
 def added_to_convolutions(
-    jaxpr: Any, eqns: Sequence[Any], inputs: Sequence[Any], found: dict[Any, State]
+    convolved: set[Any], eqns: Sequence[Any], inputs: Sequence[Any], found: dict[Any, State]
 ) -> frozenset[Any]:
-    """Returns the sums of a group that does nothing but to add to low convolutions.
+    """Returns the sums of a group that does nothing but to add to low convolutions' results.
 
     cuDNN adds a bias and another image as it writes a convolution's result, if all have its dtype.
     """
-    convolved = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == CONVOLUTION}
     sums = [eqn for eqn in eqns if not only_moves(eqn)]
     if not all(map(adds, sums)):
         return _NOTHING
