@@ -38,11 +38,11 @@ POLICIES = (
     "float8_from_mixed_bfloat16",
 )
 _ROOT = str(Path(__file__).parents[1])
-_OWN_LINE = re.compile(r"\S*mpjax/\S+\.py:\d+\S*")
+_OWN_LINE = re.compile(r"\S*mpjax/\S+\.py:\d+\S*|compiled in \d+ s")
 
 
 def digest(text: str) -> str:
-    """Returns the SHA-256 of a text without places: of our own code, of the checkout."""
+    """Returns the SHA-256 of a text without places, of our own code and the checkout, and times."""
     text = _OWN_LINE.sub("mpjax", text).replace(_ROOT, "")
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -49,8 +49,8 @@ def given_name(eqn: Any) -> str | None:
 
 def has_rules(eqn: Any) -> bool:
     """Whether an equation is a function with rules of its own, which were written for its types."""
-    without = (_CHECKPOINT, _LOOP, *_NAMES)
-    return holder(eqn) is not None and type(holder(eqn)).__name__ not in without
+    found = holder(eqn)
+    return found is not None and type(found).__name__ not in (_CHECKPOINT, _LOOP, *_NAMES)
 
 
 @by_identity

@@ -302,6 +302,9 @@ OP_RULES: dict[str, OpRule] = {
 PRODUCTS: frozenset[str] = frozenset(_rows(_LOWER, OpClass.LOWER))
 """What matrix units are for."""
 
+MOVES: frozenset[str] = frozenset(_rows(_KEEP, OpClass.KEEP))
+"""Leave values as they are."""
+
 ACTIVATIONS: frozenset[str] = frozenset(_ACTIVATIONS.split())
 """Functions taken as a whole: a low operand gives a low result, computed in float32 between."""
 
@@ -416,5 +419,4 @@ def _unknown(name: Any) -> str:
 
 def only_moves(eqn: Any) -> bool:
     """Whether an equation leaves values as they are: a reshape, a slice, a broadcast."""
-    rule = OP_RULES.get(eqn.primitive.name)
-    return rule is not None and rule.op_class is OpClass.KEEP
+    return eqn.primitive.name in MOVES

@@ -35,12 +35,16 @@ _SINGLE = {
 }
 LOOPS = frozenset({"scan", "while"})
 _MANY = LOOPS | {"cond"}
+_HOLDS_PROGRAMS = _MANY | _SINGLE.keys()
 _CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", *_WITH_RULES})
 
 
 def is_call(eqn: Any) -> bool:
     """Whether autocast goes inside an equation."""
-    return eqn.primitive.name in _MANY or single_program(eqn) is not None
+    name = eqn.primitive.name
+    return name in _HOLDS_PROGRAMS or (
+        name == hijax_programs.NAME and hijax_programs.program(eqn) is not None
+    )
 
 
 def single_program(eqn: Any) -> Any:

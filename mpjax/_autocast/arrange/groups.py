@@ -41,7 +41,8 @@ def schedule(
         levels = _levels(jaxpr, fused, cuts)
     components = _components(jaxpr, fused, levels, cuts)
     outside = _read_outside(jaxpr, components)
-    made = [(i, _group(jaxpr, i, outside, found, out_states)) for i in components]
+    returned = _returned(jaxpr, out_states)
+    made = [(i, _group(jaxpr, i, outside, found, returned)) for i in components]
     grouped = [(indices, group) for indices, group in made if group is not None]
     alone = [i for i, is_fused in enumerate(fused) if not is_fused]
     order = {i: (levels[i], 1, i) for i in alone}
@@ -61,6 +62,8 @@ def _between_contexts(jaxpr: Any) -> set[Any]:
 
     A group runs in one context, its casts too.
     """
+    if len({eqn.ctx for eqn in jaxpr.eqns}) < 2:
+        return set()
     made = {v: eqn.ctx for eqn in jaxpr.eqns for v in eqn.outvars}
     if len(set(made.values())) < 2:
         return set()
@@ -144,11 +147,11 @@ def _components(
     for i, eqn in enumerate(jaxpr.eqns):
         if not fused[i]:
             continue
-        for v in eqn.invars:
-            j = None if compat.is_literal(v) or v in cuts else maker.get(v)
+        for v in compat.variables(eqn):
+            j = None if v in cuts else maker.get(v)
             if j is not None and levels[j] == levels[i]:
                 parent[root(i)] = root(j)
-        maker.update((v, i) for v in eqn.outvars)
+        maker.update(dict.fromkeys(eqn.outvars, i))
     found: dict[int, list[int]] = {}
     for i in range(len(levels)):
         if fused[i]:
@@ -163,13 +166,22 @@ def _read_outside(jaxpr: Any, components: list[list[int]]) -> set[Any]:
     outside: set[Any] = set()
     for i, eqn in enumerate(jaxpr.eqns):
         mine = group.get(i)
-        outside.update(
-            v
-            for v in eqn.invars
-            if not compat.is_literal(v) and (mine is None or maker.get(v, mine) != mine)
-        )
-        maker.update((v, mine) for v in eqn.outvars)
+        for v in compat.variables(eqn):
+            if mine is None or maker.get(v, mine) != mine:
+                outside.add(v)
+        maker.update(dict.fromkeys(eqn.outvars, mine))
     return outside
+
+
+def _returned(jaxpr: Any, out_states: Sequence[State]) -> dict[Any, tuple[bool, bool]]:
+    """Returns of each variable that is an output whether its low and its float32 form are."""
+    forms: dict[Any, tuple[bool, bool]] = {}
+    for v, state in zip(jaxpr.outvars, out_states, strict=True):
+        if not compat.is_literal(v):
+            low, full = forms.get(v, (False, False))
+            is_low = state.kind == Kind.LOW
+            forms[v] = (low or is_low, full or not is_low)
+    return forms
 
 
 def _group(
@@ -177,7 +189,7 @@ def _group(
     indices: list[int],
     outside: set[Any],
     found: dict[Any, State],
-    out_states: Sequence[State],
+    returned: dict[Any, tuple[bool, bool]],
 ) -> Group | None:
     """Returns a group of equations; None for moves, which run one by one."""
     eqns = [jaxpr.eqns[i] for i in indices]
@@ -187,14 +199,10 @@ def _group(
     inputs = dict.fromkeys(
         v for eqn in eqns for v in eqn.invars if not compat.is_literal(v) and v not in made
     )
-    outputs: dict[Any, tuple[bool, bool]] = {}
+    outputs = {v: returned[v] for v in made & returned.keys()}
     for v in made & outside:
+        low, full = outputs.get(v, (False, False))
         is_low = found[v].kind == Kind.LOW
-        outputs[v] = (is_low, not is_low)
-    for v, state in zip(jaxpr.outvars, out_states, strict=True):
-        if not compat.is_literal(v) and v in made:
-            is_low, is_full = outputs.get(v, (False, False))
-            wants_low = state.kind == Kind.LOW
-            outputs[v] = (is_low or wants_low, is_full or not wants_low)
+        outputs[v] = (low or is_low, full or not is_low)
     ordered = tuple((v, *outputs[v]) for eqn in eqns for v in eqn.outvars if v in outputs)
     return Group(tuple(eqns), tuple(inputs), ordered)

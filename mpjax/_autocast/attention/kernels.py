@@ -57,7 +57,7 @@ def _chosen(platform: str | None, ctx: Any, avals: Sequence[Any], program: Progr
         return None
     why = why_not(kernel, program, avals) or _why_not_here(kernel, ctx)
     if not why:
-        why = kernel.why_not_installed(_operands(program, avals), program.spec)
+        why = _why_not_installed(kernel, program, avals)
     if why and program.implementation == "cudnn":
         raise NotImplementedError(_no_cudnn(why))
     return None if why else kernel
@@ -117,6 +117,13 @@ def where(program: Program, avals: Sequence[Any], types: Sequence[Any]) -> str:
 def _operands(program: Program, avals: Sequence[Any]) -> Operands:
     structs = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
     return program.once(("read", structs), lambda: jax.eval_shape(program.operands, *structs))
+
+
+def _why_not_installed(kernel: ModuleType, program: Program, avals: Sequence[Any]) -> str:
+    """Returns what JAX has against a kernel, which each pass asks."""
+    found = _operands(program, avals)
+    key = "installed", kernel.NAME, tuple((a.shape, a.dtype) for a in avals)
+    return program.once(key, lambda: kernel.why_not_installed(found, program.spec))
 
 
 def _why_not_here(kernel: ModuleType, ctx: Any) -> str:

@@ -7,8 +7,7 @@ it is called and by its variable, for two calls may share one program.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ import numpy as np
 
 from mpjax._base import compat
 from mpjax._jaxpr import binding
+from mpjax._jaxpr.caches import by_program
 
 Name = Any
 """A variable of the jaxpr, one inside a call with the call's place, or a literal."""
@@ -25,8 +25,7 @@ _SAME = frozenset({"convert_element_type", "copy", "copy_p", "reshape", "squeeze
 _REPEATED = _SAME | {"broadcast_in_dim", "stop_gradient", "transpose"}
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """One operation."""
 
     eqn: Any
@@ -112,8 +111,11 @@ class Graph:
         if node.kind in _REPEATED:
             return self.number(node.operands[0])
         fun = _NUMBERS.get(node.kind)
-        numbers = [self.number(x) for x in node.operands] if fun else [None]
-        if fun is None or any(x is None for x in numbers):
+        names = [x for x in node.operands if not compat.is_literal(x)]
+        if fun is None or not self._numbers.keys() >= set(names):
+            return None
+        numbers = [self.number(x) for x in node.operands]
+        if None in numbers:
             return None
         with np.errstate(all="ignore"):
             return float(fun(*map(np.float32, numbers)))
@@ -146,6 +148,14 @@ class Graph:
             else:
                 left += node.operands
         return found
+
+
+@by_program
+def operations(jaxpr: Any) -> frozenset[str]:
+    """Returns the names of an open jaxpr's operations, and of those in small functions."""
+    names = frozenset(eqn.primitive.name for eqn in jaxpr.eqns)
+    calls = (eqn.params["jaxpr"] for eqn in jaxpr.eqns if eqn.primitive.name == "jit")
+    return names.union(*(operations(compat.closed(call).jaxpr) for call in calls))
 
 
 def _counts(x: Any) -> bool:

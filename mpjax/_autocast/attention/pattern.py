@@ -19,6 +19,8 @@ from mpjax._base import compat
 
 _DEEPEST = 24  # operations between a product and its softmax
 _MASKED = -1e3  # a logit at most this large stands for a key that is not read
+SOFTMAX = frozenset({"reduce_max", "sub", "exp", "reduce_sum", "div"})
+"""The operations of a softmax."""
 _ONE_OPERAND = frozenset({"mul", "div"})
 _SHIFTS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "stop_gradient"})
 
@@ -87,9 +89,9 @@ class Finder:
         self._products = {
             d.eqn.outvars[0]: i for i, d in enumerate(decisions) if _multiplies_low(d)
         }
-        self._reads = Counter(
-            v for eqn in jaxpr.eqns for v in set(compat.variables(eqn))
-        ) + Counter(v for v in jaxpr.outvars if not compat.is_literal(v))
+        self._reads = Counter(v for v in jaxpr.outvars if not compat.is_literal(v))
+        for eqn in jaxpr.eqns:
+            self._reads.update(set(compat.variables(eqn)))
         self.known: frozenset[Any] = frozenset()
         self._read: dict[Name, Logits | None] = {}
         self._depth = 0

@@ -20,8 +20,8 @@ import numpy as np
 from mpjax._autocast.arrange.plan import Step
 from mpjax._autocast.attention import kernels, layout, masks
 from mpjax._autocast.attention.empty_rows import LOST
-from mpjax._autocast.attention.nodes import Graph
-from mpjax._autocast.attention.pattern import Finder, Match
+from mpjax._autocast.attention.nodes import Graph, operations
+from mpjax._autocast.attention.pattern import SOFTMAX, Finder, Match
 from mpjax._autocast.attention.program import MULTIPLIED, Empty, Operands, Program, Spec
 from mpjax._autocast.decide import scopes
 from mpjax._autocast.decide.decided import Action
@@ -64,7 +64,7 @@ def attended(
       held: the state of each value.
       steps: in order.
     """
-    if sum(d.action is Action.PRODUCT for d in decisions) < 2:
+    if sum(d.action is Action.PRODUCT for d in decisions) < 2 or not operations(jaxpr) >= SOFTMAX:
         return steps
     finder = Finder(jaxpr, constants, decisions, held)
     known = {*jaxpr.invars, *jaxpr.constvars}.union(*(_made(jaxpr, step) for step in steps))

@@ -7,8 +7,9 @@ an activation is compared, operation by operation, with what `jax.nn` does for t
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -57,17 +58,21 @@ def _is_named(program: Any, name: str) -> bool:
     return any(_signature(known) == mine for known in _references(name, args))
 
 
-def _references(name: str, args: list[Any]) -> Iterator[Any]:
-    """Yields the programs that `jax.nn` has under a name, for arguments of these types."""
-    fun = getattr(jax.nn, name, None)
-    forms: list[Callable[..., Any] | None] = [fun]
+@functools.cache
+def _forms(name: str) -> list[tuple[Any, inspect.Signature]]:
+    """Returns what `jax.nn` has under a name, under `jit`, which remembers what it traced."""
+    forms = [getattr(jax.nn, name)] if hasattr(jax.nn, name) else []
     if name == "gelu":
         forms = [functools.partial(jax.nn.gelu, approximate=a) for a in (True, False)]
-    for form in forms:
-        if form is None:
-            continue
+    return [(jax.jit(form), inspect.signature(form)) for form in forms]
+
+
+def _references(name: str, args: list[Any]) -> Iterator[Any]:
+    """Yields the programs that `jax.nn` has under a name, for arguments of these types."""
+    for form, signature in _forms(name):
         try:
-            traced = jax.make_jaxpr(form)(*args)
+            signature.bind(*args)
+            traced = form.trace(*args).jaxpr
         except (TypeError, ValueError):  # takes other arguments: a user's function, a derivative
             continue
         yield traced  # JAX inlines some of them, which a user may have put under `jit`

@@ -17,11 +17,14 @@ import jax.numpy as jnp
 from mpjax._autocast.decide import facts, traits
 from mpjax._autocast.decide.contraction import is_of_small_matrices
 from mpjax._autocast.decide.reads import CANCELS, EXACT, NEAR, TESTED
-from mpjax._jaxpr.op_rules import OP_RULES, OpClass, only_moves
+from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
 
 FEW = 4
 """A product of matrices of this size is geometry, as of rotations; no matrix unit is for it."""
 _SUMS = frozenset({"cumsum", "cumprod", "scatter-add", "scatter-mul", "reduce_window_sum", "psum"})
+_PASSES_BACK = (traits.FUSIBLE | traits.ACCUMULATES | MOVES | _SUMS) - traits.SATURATES - PRODUCTS
+"""A distance that is read of their results is read of their operands too."""
+_ELEMENTWISE = traits.FUSIBLE - traits.STATISTIC
 
 
 def asks(eqn: Any, union: int, known: facts.Facts) -> int:
@@ -35,25 +38,27 @@ def asks(eqn: Any, union: int, known: facts.Facts) -> int:
     asked = NEAR if _reads_a_distance(eqn, known) else 0
     if facts.cancels(eqn, known):
         asked |= CANCELS | EXACT
-    if _passes_back(eqn):
+    if not union & (NEAR | CANCELS | EXACT):
+        return asked
+    name = eqn.primitive.name
+    if name in _PASSES_BACK:
         asked |= union & NEAR
     if facts.hands_on_terms(eqn):
         asked |= union & CANCELS
     elif union & CANCELS:
         asked |= EXACT  # all terms of the difference are of the same, unrounded values
-    if eqn.primitive.name in traits.FUSIBLE - traits.STATISTIC:
+    if name in _ELEMENTWISE:
         asked |= union & EXACT
     return asked
 
 
-def of_a_test(eqn: Any, union: int) -> list[int]:
-    """Returns what a loop's stop test asks of an operation's operands.
+def of_a_test(eqn: Any) -> list[int]:
+    """Returns what a loop's stop test that reads an operation asks of the operands.
 
     All that its floats are made of, products included: rounded anew in each turn, a change need
     never fall below a tolerance. Integers end the way: a decoder stops at a token.
     """
-    tested = union & TESTED
-    return [tested if _is_compared(v.aval) else 0 for v in eqn.invars]
+    return [TESTED if _is_compared(v.aval) else 0 for v in eqn.invars]
 
 
 def _is_compared(aval: Any) -> bool:
@@ -79,17 +84,6 @@ def _reads_a_distance(eqn: Any, known: facts.Facts) -> bool:
     if len(constants) != 1 or facts.is_epsilon(constants[0]) or constants[0].most == math.inf:
         return False  # positions or a mask, added to logits, are no point that they come close to
     return not any(f.step for f in operands)  # a constant and a small step cancel nothing
-
-
-def _passes_back(eqn: Any) -> bool:
-    """Whether a distance that is read of an operation's result is read of its operands too."""
-    name = eqn.primitive.name
-    if name in traits.SATURATES:
-        return False
-    rule = OP_RULES.get(name)
-    if rule is not None and rule.op_class is OpClass.LOWER:
-        return False
-    return name in traits.FUSIBLE or only_moves(eqn) or name in traits.ACCUMULATES or name in _SUMS
 
 
 def why_not_low(eqn: Any, want: int) -> str:

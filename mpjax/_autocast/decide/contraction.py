@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mpjax._jaxpr.op_rules import OP_RULES, OpClass
+from mpjax._jaxpr.op_rules import PRODUCTS
 
 MANY = 1 << 30
 """The number of terms where a dimension is symbolic, or where groups decide."""
@@ -43,14 +43,12 @@ def is_of_small_matrices(eqn: Any, most: int) -> bool:
 
 def is_product(eqn: Any) -> bool:
     """Whether an operation adds up products of elements: what a matrix unit is for."""
-    rule = OP_RULES.get(eqn.primitive.name)
-    return rule is not None and rule.op_class is OpClass.LOWER and terms(eqn) > 1
+    return eqn.primitive.name in PRODUCTS and terms(eqn) > 1
 
 
 def adds_nothing(eqn: Any) -> bool:
     """Whether a product contracts nothing, or one element: it is elementwise."""
-    rule = OP_RULES.get(eqn.primitive.name)
-    return rule is not None and rule.op_class is OpClass.LOWER and terms(eqn) == 1
+    return eqn.primitive.name in PRODUCTS and terms(eqn) == 1
 
 
 def only_sums(eqn: Any) -> bool:

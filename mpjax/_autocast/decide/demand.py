@@ -7,6 +7,7 @@ costs nothing (a product would round anyway) and where it would be seen (an outp
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,13 +38,14 @@ from mpjax._autocast.decide.reads import (
     NEAR,
     OUTPUT,
     PRODUCT,
+    TESTED,
     UNROUNDED,
     WHOLE,
 )
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
-from mpjax._jaxpr.op_rules import OP_RULES, OpClass, only_moves
+from mpjax._jaxpr.op_rules import MOVES, OP_RULES, PRODUCTS, only_moves
 
 
 @dataclass(frozen=True)
@@ -68,76 +70,74 @@ def of(
     made = {v for eqn in jaxpr.eqns for v in eqn.outvars} if demanded.asked else set[Any]()
     flags: dict[Any, int] = {v: flag for v, flag in demanded.asked if v in made}
 
-    def add(atom: Any, found: int) -> None:
-        if found and not compat.is_literal(atom):
-            flags[atom] = flags.get(atom, 0) | found
-
     for atom, want in zip(jaxpr.outvars, wants, strict=True):
-        add(atom, want)
+        _add(flags, atom, want)
     for eqn in reversed(jaxpr.eqns):
+        backward = scopes.is_transposed(eqn.source_info.name_stack)
         outs = [flags.get(v, 0) for v in eqn.outvars]
-        backward = _is_backward(eqn)
-        reads = _reads(eqn, outs, demanded, known)
-        for atom, found, tested in zip(eqn.invars, reads, _tested(eqn, outs), strict=True):
-            add(atom, (found & ~FORWARD if backward else found) | tested)
+        for atom, found in zip(eqn.invars, _reads(eqn, outs, demanded, known), strict=True):
+            _add(flags, atom, found & ~FORWARD if backward else found)
         if not (backward or only_moves(eqn) or structure.is_call(eqn)):
             for v in compat.variables(eqn):
-                add(v, GRADIENT if known[v].derived else 0)
+                if known[v].derived:
+                    _add(flags, v, GRADIENT)
     return flags
 
 
-def _tested(eqn: Any, outs: list[int]) -> list[int]:
-    if structure.is_call(eqn):
-        return [0] * len(eqn.invars)  # the programs inside say which operands are
-    return conditioned.of_a_test(eqn, functools.reduce(int.__or__, outs, 0))
-
-
-def _is_backward(eqn: Any) -> bool:
-    return scopes.is_transposed(eqn.source_info.name_stack)
+def _add(flags: dict[Any, int], atom: Any, found: int) -> None:
+    if found and not compat.is_literal(atom):
+        flags[atom] = flags.get(atom, 0) | found
 
 
 def _reads(eqn: Any, outs: list[int], demanded: Demanded, known: facts.Facts) -> list[int]:
     """Returns how an equation reads its operands."""
-    if not named_attention.is_attention(eqn):
-        return _operands(eqn, outs, demanded, known)
-    later = functools.reduce(int.__or__, outs, 0) & (LATER | FORWARD)
+    if structure.is_call(eqn):
+        return _of_call(eqn, outs, demanded, known)
+    union = functools.reduce(operator.or_, outs, 0)
+    found = _operands(eqn, outs, union, demanded, known)
+    if not union & TESTED:
+        return found
+    return [w | t for w, t in zip(found, conditioned.of_a_test(eqn), strict=True)]
+
+
+def _of_call(eqn: Any, outs: list[int], demanded: Demanded, known: facts.Facts) -> list[int]:
+    is_function, full = fusible.is_fusible_function(eqn), demanded.full
+    if is_function and full and fusible.operations(eqn) & full:
+        later = functools.reduce(operator.or_, outs, 0) & (LATER | FORWARD)
+        return [later | EXACT] * len(eqn.invars)
+    found = control.operand_reads(eqn, tuple(outs), Inner(eqn, demanded, known))
+    return _of_activation(eqn, outs, found) if is_function and is_activation(eqn) else found
+
+
+def _operands(
+    eqn: Any, outs: list[int], union: int, demanded: Demanded, known: facts.Facts
+) -> list[int]:
+    """Returns how an operation reads its operands but for a loop's stop test."""
+    name = eqn.primitive.name
+    later = union & (LATER | FORWARD)
+    if named_attention.is_attention(eqn):
+        return _of_attention(eqn, later)
+    held = name in traits.UNFORGIVING or name in demanded.full
+    if held or structure.applies_function(eqn):
+        return [later | EXACT] * len(eqn.invars)
+    if name in MOVES and len(eqn.invars) == len(outs) > 1:
+        return outs  # each operand is handed on by itself, as through a barrier
+    asked = conditioned.asks(eqn, union, known)
+    return [found | asked for found in _by_rule(eqn, union, later)]
+
+
+def _of_attention(eqn: Any, later: int) -> list[int]:
     if scopes.AS_WRITTEN in scopes.of(eqn):
         return [later] * len(eqn.invars)
     product = PRODUCT | LATER | FORWARD | WHOLE
     return [product if low else LATER | FORWARD for low in named_attention.operands_low(eqn)]
 
 
-def _operands(eqn: Any, outs: list[int], demanded: Demanded, known: facts.Facts) -> list[int]:
-    name = eqn.primitive.name
-    union = functools.reduce(int.__or__, outs, 0)
-    later = union & (LATER | FORWARD)
-    is_function = fusible.is_fusible_function(eqn)
-    if structure.is_call(eqn):
-        full = demanded.full
-        if is_function and full and fusible.operations(eqn) & full:
-            return [later | EXACT] * len(eqn.invars)
-        found = control.operand_reads(eqn, tuple(outs), Inner(eqn, demanded, known))
-        return _of_activation(eqn, outs, found) if is_function and is_activation(eqn) else found
-    held = name in traits.UNFORGIVING or name in demanded.full
-    if held or structure.applies_function(eqn):
-        return [later | EXACT] * len(eqn.invars)
-    if only_moves(eqn) and len(eqn.invars) == len(outs) > 1:
-        return outs  # each operand is handed on by itself, as through a barrier
-    asked = conditioned.asks(eqn, union, known)
-    return [found | asked for found in _by_rule(eqn, union, later)]
-
-
 def _by_rule(eqn: Any, union: int, later: int) -> list[int]:
     name = eqn.primitive.name
-    rule = OP_RULES.get(name)
-    if contraction.only_sums(eqn):
-        return [later | union & NEAR] * len(eqn.invars)
-    if contraction.adds_nothing(eqn):
-        passed = OUTPUT | LATER | FORWARD | FULL | CARRIED | ABSOLUTE | UNROUNDED
-        return [union & passed] * len(eqn.invars)
-    if rule and rule.op_class is OpClass.LOWER:
+    if name in PRODUCTS:
         return _of_product(eqn, union, later)
-    if rule and rule.op_class is OpClass.KEEP:
+    if name in MOVES:
         moved = union & ~WHOLE if name in traits.RESIZES else union
         return [moved] * len(eqn.invars)
     if name in traits.HANDS_ON:
@@ -149,11 +149,16 @@ def _by_rule(eqn: Any, union: int, later: int) -> list[int]:
         return [union & (LATER | FORWARD | FULL | EXACT | ABSOLUTE)] * len(eqn.invars)
     if name in traits.ABSOLUTE:
         return [later | ABSOLUTE]
-    is_unknown = rule is None and name not in traits.LOOKS
+    is_unknown = name not in OP_RULES and name not in traits.LOOKS
     return [later | EXACT if is_unknown else later] * len(eqn.invars)
 
 
 def _of_product(eqn: Any, union: int, later: int) -> list[int]:
+    if contraction.only_sums(eqn):
+        return [later | union & NEAR] * len(eqn.invars)
+    if contraction.adds_nothing(eqn):
+        passed = OUTPUT | LATER | FORWARD | FULL | CARRIED | ABSOLUTE | UNROUNDED
+        return [union & passed] * len(eqn.invars)
     if not has_default_precision(eqn):
         return [later | EXACT] * len(eqn.invars)
     if conditioned.why_not_low(eqn, union):
@@ -203,10 +208,12 @@ class Inner:
 
     def __init__(self, eqn: Any, demanded: Demanded, known: facts.Facts) -> None:
         self.eqn, self.demanded, self.known = eqn, demanded, known
+        self._given: dict[Any, tuple[facts.Fact, ...]] = {}  # the facts of each program's inputs
 
     def __call__(self, part: structure.Part, wants: tuple[int, ...]) -> tuple[int, ...]:
-        given, _ = facts.entering(self.eqn, part, self.known)
-        return inner(part.program, wants, self.demanded, given)
+        if part.program not in self._given:
+            self._given[part.program], _ = facts.entering(self.eqn, part, self.known)
+        return inner(part.program, wants, self.demanded, self._given[part.program])
 
 
 @by_program
@@ -215,7 +222,7 @@ def inner(
 ) -> tuple[int, ...]:
     """Returns the flags of a jaxpr's inputs."""
     opened = compat.closed(jaxpr).jaxpr
-    flags = of(opened, wants, demanded, facts.of_program(opened, given))
+    flags = of(opened, wants, demanded, facts.inside(jaxpr, given))
     return tuple(flags.get(v, 0) for v in opened.invars)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from mpjax._autocast.decide.states import copies, is_float32
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
-from mpjax._jaxpr.op_rules import OP_RULES, OpClass, only_moves
+from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, only_moves
 
 _MOST_ROOTS, _MOST_TERMS = 3, 8
 _EPSILON = 1 / 64
@@ -28,6 +29,11 @@ _EPSILON = 1 / 64
 _POWERS = frozenset({"sqrt", "square", "integer_pow"})
 _CHOICES = frozenset({"max", "min", "clamp", "select_n"})
 _PARTS = frozenset({"slice", "split", "gather", "dynamic_slice"})
+_SCALES = frozenset({"mul", "div", "neg", "convert_element_type"})
+_HANDS_ON_TERMS = _POWERS | _CHOICES | _SCALES | MOVES | traits.ADDS | traits.ACCUMULATES
+_OF_ITS_OPERANDS = (traits.FUSIBLE | traits.UPDATES | MOVES) - traits.STATISTIC
+"""Each element of a result is of a few elements of the operands."""
+_HANDS_ON_DERIVED = MOVES & _OF_ITS_OPERANDS
 
 
 class Term(NamedTuple):
@@ -56,6 +62,8 @@ class Fact(NamedTuple):
 
 
 CONSTANT = Fact(constant=True)
+_EXTREME, _REPEATED, _STEP = map(operator.attrgetter, ("extreme", "repeated", "step"))
+_SCALAR, _DERIVED, _TERMS = map(operator.attrgetter, ("scalar", "derived", "terms"))
 SMALL_STEP = 1 / 32
 """Times this a change counts as a step: each one is worth 5 bits less."""
 Facts = Mapping[Any, Fact]
@@ -75,8 +83,7 @@ def of_program(jaxpr: Any, given: Sequence[Fact] | None = None) -> dict[Any, Fac
 def unrelated(jaxpr: Any) -> tuple[Fact, ...]:
     """Returns the facts of inputs that have nothing in common."""
     return tuple(
-        Fact(roots=frozenset({i}), scalar=not getattr(v.aval, "shape", ()))
-        for i, v in enumerate(jaxpr.invars)
+        Fact(roots=frozenset({i}), scalar=_is_number(v)) for i, v in enumerate(jaxpr.invars)
     )
 
 
@@ -110,9 +117,7 @@ def cancels(eqn: Any, facts: Facts) -> bool:
 
 def hands_on_terms(eqn: Any) -> bool:
     """Whether an operation's result may be a sum of what its operands are sums of."""
-    name = eqn.primitive.name
-    known = _POWERS | _CHOICES | traits.ADDS | {"mul", "div", "neg", "convert_element_type"}
-    return name in known or only_moves(eqn) or name in traits.ACCUMULATES
+    return eqn.primitive.name in _HANDS_ON_TERMS
 
 
 def entering(eqn: Any, part: structure.Part, facts: Facts) -> tuple[tuple[Fact, ...], list[int]]:
@@ -154,10 +159,14 @@ def _renumbered(fact: Fact, number: Any) -> Fact:
 
 
 @by_program
-def _outputs(program: Any, given: tuple[Fact, ...]) -> tuple[Fact, ...]:
-    jaxpr = compat.closed(program).jaxpr
-    facts = of_program(jaxpr, given)
-    return tuple(of_atom(v, facts) for v in jaxpr.outvars)
+def inside(program: Any, given: tuple[Fact, ...]) -> Facts:
+    """Returns the facts of a program inside another, given those of its inputs."""
+    return of_program(compat.closed(program).jaxpr, given)
+
+
+def _outputs(program: Any, given: tuple[Fact, ...]) -> list[Fact]:
+    facts = inside(program, given)
+    return [of_atom(v, facts) for v in compat.closed(program).jaxpr.outvars]
 
 
 def _constant(eqn: Any, floats: Sequence[Fact]) -> Fact:
@@ -198,6 +207,10 @@ def _makes_a_step(eqn: Any, floats: Sequence[Fact]) -> bool:
     return constants[1] and floats[1].least >= 1 / SMALL_STEP
 
 
+def _is_number(var: Any) -> bool:
+    return not getattr(var.aval, "shape", ())
+
+
 class _Walk:
     """One pass over a program, in order."""
 
@@ -209,9 +222,10 @@ class _Walk:
         self.facts: dict[Any, Fact] = dict(zip(jaxpr.invars, given, strict=True))
         self.facts.update((v, self.fresh(v)) for v in jaxpr.constvars)
         for eqn in jaxpr.eqns:
-            made = self.results(eqn)
-            if scopes.is_transposed(eqn.source_info.name_stack):
-                made = [fact._replace(derived=True) for fact in made]
+            derived = scopes.is_transposed(eqn.source_info.name_stack)
+            made = self.results(eqn, derived=derived)
+            if derived:
+                made = [f if f.derived else f._replace(derived=True) for f in made]
             self.facts.update(zip(eqn.outvars, made, strict=True))
 
     def number(self) -> int:
@@ -219,52 +233,64 @@ class _Walk:
         return self.next - 1
 
     def fresh(self, var: Any) -> Fact:
-        scalar = not getattr(var.aval, "shape", ())
-        return Fact(roots=frozenset({self.number()}), scalar=scalar)
+        return Fact(roots=frozenset({self.number()}), scalar=_is_number(var))
 
     def operand(self, atom: Any) -> Fact:
         fact = of_atom(atom, self.facts)
         return fact._replace(ahead=False) if fact.ahead else fact
 
-    def results(self, eqn: Any) -> Sequence[Fact]:
+    def results(self, eqn: Any, *, derived: bool) -> Sequence[Fact]:
         if structure.is_call(eqn):
             return self.call(eqn)
         operands = [self.operand(v) for v in eqn.invars]
         floats = [f for v, f in zip(eqn.invars, operands, strict=True) if is_float32(v)]
-        if eqn.effects or eqn.primitive.name == "bitcast_convert_type":
-            return [self.fresh(v) for v in eqn.outvars]
-        if all(f.constant for f in floats):
-            return [_constant(eqn, floats)] * len(eqn.outvars)
-        if only_moves(eqn) and len(eqn.outvars) == len(eqn.invars) > 1:
-            return operands  # a barrier
-        made = [f for f in floats if not f.constant]
-        moves = only_moves(eqn)
-        extreme = eqn.primitive.name in traits.EXTREME or all(f.extreme for f in made)
-        repeated = moves and (_repeats(eqn) or any(f.repeated for f in made))
-        step = any(f.step for f in made) if moves else _makes_a_step(eqn, floats)
-        told = {"extreme": extreme, "repeated": repeated, "step": step}
-        return [self.result(eqn, floats, v)._replace(**told) for v in eqn.outvars]
-
-    def result(self, eqn: Any, floats: Sequence[Fact], out: Any) -> Fact:
         name = eqn.primitive.name
+        if eqn.effects or name == "bitcast_convert_type":
+            return [self.fresh(v) for v in eqn.outvars]
         made = [f for f in floats if not f.constant]
-        rule = OP_RULES.get(name)
-        if rule is not None and rule.op_class is OpClass.LOWER:
-            return self.product(eqn, floats)
+        if not made:
+            return [_constant(eqn, floats)] * len(eqn.outvars)
+        moves = name in MOVES
+        if moves and len(eqn.outvars) == len(eqn.invars) > 1:
+            return operands  # a barrier
+        told = {
+            "extreme": name in traits.EXTREME or all(map(_EXTREME, made)),
+            "repeated": moves and (_repeats(eqn) or any(map(_REPEATED, made))),
+            "step": any(map(_STEP, made)) if moves else _makes_a_step(eqn, floats),
+            "derived": derived or (name in _HANDS_ON_DERIVED and any(map(_DERIVED, floats))),
+        }
+        return [self.result(eqn, floats, made, v, told) for v in eqn.outvars]
+
+    def result(
+        self,
+        eqn: Any,
+        floats: Sequence[Fact],
+        made: Sequence[Fact],
+        out: Any,
+        told: dict[str, Any],
+    ) -> Fact:
+        """The fact of one result, of which `told` says what is so of all.
+
+        Of the float operands, `floats`, those in `made` are no constants.
+        """
+        name = eqn.primitive.name
+        if name in PRODUCTS:
+            return self.product(eqn, floats, told)
         if name == "reduce_sum":
-            return self.total(made[0])
-        known = name in traits.FUSIBLE or only_moves(eqn) or name in traits.UPDATES
-        if not known or name in traits.STATISTIC:
-            return self.fresh(out)
-        roots = frozenset[int]().union(*(f.roots for f in made))
+            return self.total(made[0], told)
+        if name not in _OF_ITS_OPERANDS:
+            return Fact(roots=frozenset({self.number()}), scalar=_is_number(out), **told)
+        roots = made[0].roots.union(*(f.roots for f in made[1:]))
         if name in _PARTS:
             roots = frozenset({self.part(eqn, roots, out)})
         elif len(roots) > _MOST_ROOTS:
             roots = frozenset({self.number()})
-        terms = self.terms(eqn, floats)
-        derived = only_moves(eqn) and any(f.derived for f in floats)
-        scalar = all(f.scalar for f in floats) or not out.aval.shape
-        return Fact(roots=roots, terms=terms, scalar=scalar, derived=derived)
+        return Fact(
+            roots=roots,
+            terms=self.terms(eqn, floats),
+            scalar=_is_number(out) or all(map(_SCALAR, floats)),
+            **told,
+        )
 
     def part(self, eqn: Any, roots: frozenset[int], out: Any) -> int:
         """The number of a part of a value: the same part has the same number."""
@@ -276,7 +302,7 @@ class _Walk:
 
     def terms(self, eqn: Any, floats: Sequence[Fact]) -> frozenset[Term]:
         """The terms that an operation hands on: unscaled, or scaled by one number."""
-        if not hands_on_terms(eqn):
+        if not hands_on_terms(eqn) or not any(map(_TERMS, floats)):
             return frozenset()
         if eqn.primitive.name in ("mul", "div"):
             whole = [f for f in floats if not (f.constant or f.scalar)]
@@ -294,18 +320,18 @@ class _Walk:
         """The diagonal of `a aᵀ` is a sum over the elements of `a`."""
         return Term(term.roots, self.number(), is_product=False)
 
-    def product(self, eqn: Any, floats: Sequence[Fact]) -> Fact:
+    def product(self, eqn: Any, floats: Sequence[Fact], told: dict[str, Any]) -> Fact:
         roots = frozenset[int]().union(*(f.roots for f in floats[:2]))
         is_product = not contraction.only_sums(eqn)
         term = Term(roots, self.number(), is_product)
         if contraction.adds_nothing(eqn):
-            return Fact(roots=frozenset({term.number}))
-        return Fact(roots=frozenset({self.number()}), terms=frozenset({term}))
+            return Fact(roots=frozenset({term.number}), **told)
+        return Fact(roots=frozenset({self.number()}), terms=frozenset({term}), **told)
 
-    def total(self, of: Fact) -> Fact:
+    def total(self, of: Fact, told: dict[str, Any]) -> Fact:
         terms = {Term(of.roots, self.number(), is_product=False)}
         terms |= {self.of_gram(t) for t in of.terms if t.is_product and len(t.roots) == 1}
-        return Fact(roots=frozenset({self.number()}), terms=frozenset(terms))
+        return Fact(roots=frozenset({self.number()}), terms=frozenset(terms), **told)
 
     def call(self, eqn: Any) -> Sequence[Fact]:
         made: list[list[Fact]] = []

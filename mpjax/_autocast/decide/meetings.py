@@ -9,6 +9,7 @@ its readers.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from mpjax._autocast.decide import fusible, scopes, traits
@@ -16,28 +17,28 @@ from mpjax._autocast.decide.states import is_float32
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 
-_OWN_KERNEL = traits.SELECTS | traits.RUNNING - traits.FUSIBLE
+_OWN_KERNEL = (traits.SELECTS | traits.RUNNING) - traits.FUSIBLE - traits.UPDATES
 
 
 def of(jaxpr: Any) -> frozenset[Any]:
     """Returns the variables of a program whose cotangents meet from such readers."""
-    readers: dict[Any, int] = {}
-    apart: set[Any] = set()
-    for eqn in jaxpr.eqns:
-        if not any(map(is_float32, eqn.outvars)):
-            continue  # it has no cotangent
-        floats = {v for v in compat.variables(eqn) if is_float32(v)}
-        for v in floats:
-            readers[v] = readers.get(v, 0) + 1
-        if _is_apart(eqn):
-            apart |= floats
+    apart = {v for eqn in filter(_is_apart, jaxpr.eqns) for v in _cotangents(eqn)}
+    if not apart:
+        return frozenset()
+    readers = Counter(v for eqn in jaxpr.eqns for v in apart.intersection(_cotangents(eqn)))
     return frozenset(v for v in apart if readers[v] > 1)
+
+
+def _cotangents(eqn: Any) -> list[Any]:
+    """Returns the operands of an equation to which it gives cotangents."""
+    if not any(map(is_float32, eqn.outvars)):
+        return []  # it has no cotangent itself
+    return [v for v in compat.variables(eqn) if is_float32(v)]
 
 
 def _is_apart(eqn: Any) -> bool:
     if scopes.AS_WRITTEN in scopes.of(eqn):
         return True
-    name = eqn.primitive.name
-    if name in structure.LOOPS or structure.has_rules(eqn):
+    if eqn.primitive.name in structure.LOOPS or structure.has_rules(eqn):
         return not fusible.is_fusible_function(eqn)
-    return name in _OWN_KERNEL and name not in traits.FUSIBLE | traits.UPDATES
+    return eqn.primitive.name in _OWN_KERNEL

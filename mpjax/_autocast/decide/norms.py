@@ -21,11 +21,14 @@ from mpjax._jaxpr.op_rules import PRODUCTS, only_moves
 
 def results(eqns: Sequence[Any]) -> frozenset[Any]:
     """Returns the values that a norm, or a function of a norm alone, made in some equations."""
-    return _Search(eqns).found()
+    leads = any(eqn.primitive.name in traits.TOTALS or structure.is_call(eqn) for eqn in eqns)
+    return _Search(eqns).found() if leads else frozenset()
 
 
 def stored(jaxpr: Any, made: frozenset[Any]) -> frozenset[Any]:
     """Returns those that several operations read, so that they are stored between them."""
+    if not made:
+        return made
     readers: dict[Any, int] = {}
     for eqn in jaxpr.eqns:
         for v in made.intersection(compat.variables(eqn)):
@@ -39,6 +42,8 @@ def multiplied(jaxpr: Any, made: frozenset[Any]) -> frozenset[Any]:
     A norm of a state is no state then: what is added up is the state, and the products round what
     they read in any case. An iterate that is normalised after each step is read by its next sum.
     """
+    if not made:
+        return made
     others = {v for v in jaxpr.outvars if not compat.is_literal(v)}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name not in PRODUCTS:
@@ -71,6 +76,7 @@ class _Search:
         self.roots: set[Any] = set()  # 1 / sqrt of a statistic, or sqrt
         self.repeated: set[Any] = set()  # by a broadcast, as a shift is
         self.normalised: set[Any] = set()
+        self.leading: set[Any] = set()  # statistics, roots and what is normalised
 
     def found(self) -> frozenset[Any]:
         """Returns what the pass finds."""
@@ -89,6 +95,8 @@ class _Search:
             self.repeated.add(out)
         if name in traits.TOTALS:
             self.statistics.add(out)
+        elif self.leading.isdisjoint(operands) and structure.single_program(eqn) is None:
+            return
         elif name == "rsqrt" and operands[0] in self.statistics:
             self.roots.add(out)
         elif self.statistics.issuperset(operands) and (name in traits.OF_TOTALS or only_moves(eqn)):
@@ -97,6 +105,9 @@ class _Search:
             self.roots.add(out)
         elif self.is_normalised(eqn, name, operands):
             self.normalised.add(out)
+        else:
+            return
+        self.leading.add(out)
 
     def is_normalised(self, eqn: Any, name: str, operands: list[Any]) -> bool:
         """Whether an equation normalises, or computes from what is normalised and weights."""

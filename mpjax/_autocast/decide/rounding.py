@@ -43,8 +43,11 @@ class Rounding:
         self.program = weakref.ref(jaxpr)
         self.jaxpr = compat.closed(jaxpr).jaxpr
         self.settings = settings
+        is_one = isinstance(settings.policy, Policy)
+        self.low = _low(scopes.compute_dtype(settings.policy, ())) if is_one else None
         self.in_states = in_states
-        self.facts = facts.of_program(self.jaxpr, given)
+        known = facts.of_program(self.jaxpr) if given is None else facts.inside(jaxpr, given)
+        self.facts = dict(known)  # it is added what comes out of calls
         self.demand = demand.of(self.jaxpr, wants, settings.demanded, self.facts)
         self.wants = wants
         self.states: dict[Any, State] = dict(zip(self.jaxpr.invars, in_states, strict=True))
@@ -66,9 +69,9 @@ class Rounding:
         """The compute dtype at an equation, None where that is float32."""
         if settings.as_written:
             return None
-        path = settings.scope + scopes.of(eqn) if not isinstance(settings.policy, Policy) else ()
-        dtype = scopes.compute_dtype(settings.policy, path)
-        return dtype if dtype.itemsize < FLOAT32.itemsize else None
+        if isinstance(settings.policy, Policy):
+            return self.low
+        return _low(scopes.compute_dtype(settings.policy, settings.scope + scopes.of(eqn)))
 
     def as_followed(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
         """The states of operands for an operation that takes their dtype.
@@ -174,9 +177,12 @@ class Rounding:
             self.settings.policy, Policy
         ):
             return None
-        dtype = scopes.compute_dtype(self.settings.policy, ())
-        lowered = dtype.itemsize < FLOAT32.itemsize and not self.settings.as_written
-        return dtype if lowered else None
+        return None if self.settings.as_written else self.low
+
+
+def _low(dtype: Any) -> Any:
+    """Returns a dtype, None where it is no smaller than float32."""
+    return dtype if dtype.itemsize < FLOAT32.itemsize else None
 
 
 @functools.lru_cache(maxsize=256)

@@ -20,6 +20,8 @@ from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.op_rules import PRODUCTS
 
+_BY_VALUE = (bool, int, str, tuple, np.dtype)
+
 Asked = frozenset[tuple[Any, int]]
 """What is asked of products beside what their readers ask: their results, and flags of `reads`."""
 
@@ -46,12 +48,13 @@ def _asked_of(decision: Decision) -> int:
 
 
 def _may_differ(plan: Decided) -> bool:
-    """Whether products of the same shapes are held differently: only then is it worth a walk."""
+    """Whether products of the same form are held differently: only then is it worth a walk."""
     seen: dict[Hashable, int] = {}
     for decision in _products(plan):
-        shapes = tuple(v.aval.shape for v in (*decision.eqn.invars[:2], *decision.eqn.outvars))
+        eqn = decision.eqn
+        shapes = [v.aval.shape for v in (*eqn.invars[:2], *eqn.outvars)]
         flag = _asked_of(decision)
-        if seen.setdefault(shapes, flag) != flag:
+        if seen.setdefault((*_operation(eqn), *shapes), flag) != flag:
             return True
     return False
 
@@ -63,6 +66,21 @@ def _products(plan: Decided) -> Iterator[Decision]:
                 yield from _products(inner)
         elif decision.eqn.primitive.name in PRODUCTS:
             yield decision
+
+
+def _operation(eqn: Any) -> tuple[Hashable, ...]:
+    """Returns what equations that compute the same have in common beside their operands."""
+    params = ((name, _param(value)) for name, value in sorted(eqn.params.items()))
+    return eqn.primitive.name, *params
+
+
+def _param(value: Any) -> Hashable:
+    """Returns an equation's parameter as a key: itself, or how it prints where it is an object."""
+    try:
+        hash(value)
+    except TypeError:
+        return str(value)
+    return value if value is None or isinstance(value, _BY_VALUE) else str(value)
 
 
 class _Numbering:
@@ -96,7 +114,7 @@ class _Numbering:
 
         def number(atom: Any) -> int:
             if compat.is_literal(atom):
-                return self.of((atom.aval.str_short(), np.asarray(atom.val).tobytes()))
+                return self.of((atom.aval.dtype, atom.aval.shape, np.asarray(atom.val).tobytes()))
             return env[atom]
 
         for eqn in jaxpr.eqns:
@@ -109,8 +127,7 @@ class _Numbering:
             return self.call(eqn, operands, decision)
         if eqn.effects:
             return [self.fresh() for _ in eqn.outvars]
-        params = tuple((k, str(v)) for k, v in sorted(eqn.params.items()))
-        first = self.of((eqn.primitive.name, params, *operands))
+        first = self.of((*_operation(eqn), *operands))
         if decision is not None and eqn.primitive.name in PRODUCTS:
             place = (eqn.outvars[0], _asked_of(decision))
             self.products.setdefault(first, set()).add(place)

@@ -77,6 +77,11 @@ def is_float32(atom: Any) -> bool:
 
 def size(shape: Sequence[Any]) -> int:
     """Returns the number of elements of a shape, to compare it with others."""
+    return _size(tuple(shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def _size(shape: tuple[Any, ...]) -> int:
     return math.prod(n if isinstance(n, int) else _SYMBOLIC for n in shape)
 
 

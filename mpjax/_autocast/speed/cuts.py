@@ -7,7 +7,7 @@ is low.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mpjax._autocast.decide import traits
@@ -16,7 +16,7 @@ from mpjax._autocast.speed import exact, linear
 from mpjax._autocast.speed.hints import hint
 from mpjax._autocast.speed.storage import CONVOLUTION, bends, ends_a_kernel
 from mpjax._base import compat
-from mpjax._jaxpr.op_rules import only_moves
+from mpjax._jaxpr.op_rules import MOVES, only_moves
 
 _NOTHING: frozenset[Any] = frozenset()
 
@@ -36,17 +36,16 @@ def of_program(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> Cu
       fused: of each equation, whether it may run in a group.
       found: the state of each value.
     """
-
-    def is_linear(eqn: Any) -> bool:
-        return linear.is_linear(eqn, found)
-
-    twice = read_twice(jaxpr, fused, found, is_linear)
-    others = merged(jaxpr, fused, found, is_linear) | copied_last(jaxpr, fused, found)
-    return Cuts(read_exactly(jaxpr, fused, found) | others | twice, twice)
+    curved = linear.curved(jaxpr, fused, found)
+    twice = read_twice(jaxpr, fused, found, curved)
+    others = merged(jaxpr, fused, found, curved) | copied_last(jaxpr, fused, found)
+    return Cuts(read_exactly(jaxpr, fused, found, curved) | others | twice, twice)
 
 
 @hint("read_exactly", lambda *_: set[Any]())
-def read_exactly(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> set[Any]:
+def read_exactly(
+    jaxpr: Any, fused: Sequence[bool], found: dict[Any, State], curved: set[Any]
+) -> set[Any]:
     """Low values that an exact function reads, such as a biased product that relu reads.
 
     Stored, such a value serves product, function and derivative. A group around both would keep
@@ -54,67 +53,62 @@ def read_exactly(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> 
     what leads to the value is not linear, the value would be one more.
     """
     cuts: set[Any] = set()
-    curved: set[Any] = set()  # what depends, inside its group, on more than sums and moves
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
         if not is_fused:
             continue
-        operands = compat.variables(eqn)
         state = found[eqn.outvars[0]]
         if state.kind == Kind.LOW and exact.is_exact(eqn, state.dtype):
+            operands = compat.variables(eqn)
             cuts.update(v for v in operands if found[v] == state and v not in curved)
-        if not linear.is_linear(eqn, found) or any(v in curved for v in operands):
-            curved.update(eqn.outvars)
     return cuts
 
 
 @hint("read_twice", lambda *_: set[Any]())
 def read_twice(
-    jaxpr: Any,
-    fused: Sequence[bool],
-    found: dict[Any, State],
-    is_linear: Callable[[Any], bool],
+    jaxpr: Any, fused: Sequence[bool], found: dict[Any, State], curved: set[Any]
 ) -> set[Any]:
     """Returns the low values that a group makes, and reads again beside their own statistics.
 
     Stored low, such a value is what the backward pass keeps, in place of what it was made of. Only
-    sums and moves may lead to it: else both would be kept.
+    sums and moves may lead to it, so that it is not in `curved`: else both would be kept.
     """
     twice: set[Any] = set()
     parts: dict[Any, frozenset[Any]] = {}  # of what is concatenated, what convolutions leave
     convolved: set[Any] = set()
     made_of: dict[Any, frozenset[Any]] = {}  # the low values that a value was computed from
     counted: dict[Any, frozenset[Any]] = {}  # those that statistics in it were taken of
-    curved: set[Any] = set()
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
+        name = eqn.primitive.name
         if not is_fused:
-            convolved.update(eqn.outvars if eqn.primitive.name == CONVOLUTION else ())
+            convolved.update(eqn.outvars if name == CONVOLUTION else ())
             continue
         operands = compat.variables(eqn)
-        if eqn.primitive.name in traits.ADDS and convolved.intersection(operands):
+        if name in traits.ADDS and not convolved.isdisjoint(operands):
             convolved.update(eqn.outvars)
-        values = _NOTHING.union(*(made_of.get(v, _NOTHING) for v in operands))
-        counts = _NOTHING.union(*(counted.get(v, _NOTHING) for v in operands))
+        values, counts = _union(made_of, operands), _union(counted, operands)
         twice |= values & counts
-        if any(v in curved for v in operands) or not is_linear(eqn):
-            curved.update(eqn.outvars)
         is_sum = ends_a_kernel(eqn)
         for v in eqn.outvars:
-            counted[v] = values | counts if is_sum else counts
-            if found[v].kind == Kind.LOW and v not in curved and not only_moves(eqn):
+            if counts or is_sum:
+                counted[v] = values | counts if is_sum else counts
+            if found[v].kind == Kind.LOW and v not in curved and name not in MOVES:
                 made_of[v] = frozenset({v})
-                if eqn.primitive.name == "concatenate":
+                if name == "concatenate":
                     parts[v] = frozenset(values & convolved)
-            elif not is_sum:
+            elif values and not is_sum:
                 made_of[v] = values
     return twice.union(*(parts.get(v, _NOTHING) for v in twice))
 
 
+def _union(sets: dict[Any, frozenset[Any]], keys: Sequence[Any]) -> frozenset[Any]:
+    """Returns the union of the sets of some keys."""
+    found = [sets[key] for key in keys if key in sets]
+    return found[0].union(*found[1:]) if found else _NOTHING
+
+
 @hint("merged", lambda *_: set[Any]())
 def merged(
-    jaxpr: Any,
-    fused: Sequence[bool],
-    found: dict[Any, State],
-    is_linear: Callable[[Any], bool],
+    jaxpr: Any, fused: Sequence[bool], found: dict[Any, State], curved: set[Any]
 ) -> set[Any]:
     """Returns the low sums of several low values that an activation reads, as gates of an LSTM.
 
@@ -123,26 +117,26 @@ def merged(
     """
     cuts: set[Any] = set()
     sums: dict[Any, frozenset[Any]] = {}  # the last sum that a value is of
-    curved: set[Any] = set()
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
         if not is_fused:
             continue
         operands = compat.variables(eqn)
-        read = _NOTHING.union(*(sums.get(v, _NOTHING) for v in operands))
-        if bends(eqn):
+        read = _union(sums, operands)
+        if read and bends(eqn):
             cuts |= read
-        if any(v in curved for v in operands) or not is_linear(eqn):
-            curved.update(eqn.outvars)
-            continue
         (out, *_) = eqn.outvars
-        terms = {
-            v
-            for v in operands
-            if found[v].kind == Kind.LOW and size(v.aval.shape) == size(out.aval.shape)
-        }
-        is_sum = eqn.primitive.name in traits.ADDS and (read or len(terms) > 1)
-        kept = frozenset({out}) if is_sum and found[out].kind == Kind.LOW else read
-        sums.update((v, kept) for v in eqn.outvars)
+        if out in curved:
+            continue
+        if found[out].kind == Kind.LOW and eqn.primitive.name in traits.ADDS:
+            terms = {
+                v
+                for v in operands
+                if found[v].kind == Kind.LOW and size(v.aval.shape) == size(out.aval.shape)
+            }
+            if read or len(terms) > 1:
+                read = frozenset({out})
+        if read:
+            sums.update(dict.fromkeys(eqn.outvars, read))
     return cuts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mpjax._autocast.decide import traits
@@ -9,21 +10,30 @@ from mpjax._autocast.decide.states import WIDE, Kind, State
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
-from mpjax._jaxpr.op_rules import only_moves
+from mpjax._jaxpr.op_rules import MOVES
+
+_LINEAR = traits.LINEAR | (MOVES - {"reduce_max", "reduce_min", "abs"})
 
 
 def is_linear(eqn: Any, found: dict[Any, State]) -> bool:
     """Whether differentiating an equation keeps nothing in float32."""
     name = eqn.primitive.name
-    if name in traits.LINEAR or (
-        only_moves(eqn) and name not in ("reduce_max", "reduce_min", "abs")
-    ):
+    if name in _LINEAR:
         return True
     if name in ("mul", "div"):
         operands = [_state(v, found) for v in eqn.invars]
         known = [s is None or s.kind in (Kind.CONSTANT, Kind.FOREIGN) for s in operands]
         return known[1] or (known[0] and name == "mul")
     return False
+
+
+def curved(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> set[Any]:
+    """Returns what depends, inside its group, on more than sums and moves."""
+    made: set[Any] = set()
+    for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
+        if is_fused and not (made.isdisjoint(compat.variables(eqn)) and is_linear(eqn, found)):
+            made.update(eqn.outvars)
+    return made
 
 
 def keeps_a_mask_at_most(eqn: Any, found: dict[Any, State]) -> bool:

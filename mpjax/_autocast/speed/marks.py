@@ -73,7 +73,8 @@ def of_groups(
       read_twice: the values that stand between two passes; see `cuts`.
       found: the state of each value.
     """
-    marks = [_of_group(jaxpr, group, read_twice, found) for group in groups]
+    convolved = storage.convolved(jaxpr)
+    marks = [_of_group(group, convolved, read_twice, found) for group in groups]
     stored = _stored(groups, marks)
     rows_of = _rows(jaxpr, groups, alone, marks)
     return [
@@ -82,7 +83,7 @@ def of_groups(
     ]
 
 
-def _of_group(jaxpr: Any, group: Group, twice: set[Any], found: dict[Any, State]) -> Marks:
+def _of_group(group: Group, convolved: set[Any], twice: set[Any], found: dict[Any, State]) -> Marks:
     """Finds what a GPU is to hold low inside a group, where other devices fuse what reads it."""
     eqns, inputs, outputs, _ = group
     repeated = (eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "broadcast_in_dim")
@@ -104,7 +105,7 @@ def _of_group(jaxpr: Any, group: Group, twice: set[Any], found: dict[Any, State]
     return replace(
         marks,
         apart=frozenset(storage.summed_apart(eqns)),
-        convolved=storage.added_to_convolutions(jaxpr, eqns, inputs, found),
+        convolved=storage.added_to_convolutions(convolved, eqns, inputs, found),
     )
 
 

@@ -43,9 +43,11 @@ def activated(eqns: Sequence[Any]) -> dict[Any, bool]:
     relu that is a mask's work, done again in each, unless the group reads another large value too.
     An activation may be written out, as a GELU is: its operations are a function of one value.
     """
-    largest = _largest(eqns)
     of_norms = norms.results(eqns)
     affine = of_norms.union(v for v, made in Centred(eqns).found.items() if len(made.steps) > 1)
+    if not affine and not any(map(ends_a_kernel, eqns)):
+        return {}
+    largest = _largest(eqns)
     origins: dict[Any, Any] = {}  # the one value that another is a function of
     made = {v for eqn in eqns for v in eqn.outvars}
     read = {v for eqn in eqns for v in eqn.invars if not compat.is_literal(v)} - made
@@ -94,15 +96,19 @@ def summed_apart(eqns: Sequence[Any]) -> set[Any]:
     return {v for v, shape in found.items() if shape != first}
 
 
+def convolved(jaxpr: Any) -> set[Any]:
+    """Returns the results of a program's convolutions."""
+    return {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == CONVOLUTION}
+
+
 @hint("added_to_convolutions", lambda *_: _NOTHING)
 def added_to_convolutions(
-    jaxpr: Any, eqns: Sequence[Any], inputs: Sequence[Any], found: dict[Any, State]
+    convolved: set[Any], eqns: Sequence[Any], inputs: Sequence[Any], found: dict[Any, State]
 ) -> frozenset[Any]:
-    """Returns the sums of a group that does nothing but to add to low convolutions.
+    """Returns the sums of a group that does nothing but to add to low convolutions' results.
 
     cuDNN adds a bias and another image as it writes a convolution's result, if all have its dtype.
     """
-    convolved = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == CONVOLUTION}
     sums = [eqn for eqn in eqns if not only_moves(eqn)]
     if not all(map(adds, sums)):
         return _NOTHING
@@ -128,7 +134,7 @@ def _is_dear(eqn: Any) -> bool:
     rule = OP_RULES.get(eqn.primitive.name)
     if rule is None or rule.op_class is not OpClass.FULL:
         return False
-    return rule.primitive in traits.FUSIBLE - traits.STATISTIC
+    return rule.primitive in traits.FUSIBLE and rule.primitive not in traits.STATISTIC
 
 
 def ends_a_kernel(eqn: Any) -> bool:
@@ -144,7 +150,7 @@ def ends_a_kernel(eqn: Any) -> bool:
 
 def adds(eqn: Any) -> bool:
     """Whether an equation is a sum; not a difference, as of a value and its mean."""
-    return eqn.primitive.name in traits.ADDS - {"sub"}
+    return eqn.primitive.name in traits.ADDS and eqn.primitive.name != "sub"
 
 
 @hint("kept_apart", lambda _: False)
