@@ -323,11 +323,6 @@ def test_under_explicit_shardings_a_pick_is_a_gather():
         assert "gather_one" not in {str(e.primitive) for e in equations(program.jaxpr)}
 
 
-def test_the_hint_can_be_left_out():
-    with hints.without("picked"):
-        assert scatters(jax.grad(autocast(total(PICKS["a label of each row"]), "bf16-mixed")), X)
-
-
 def test_a_comparison_follows_the_error_of_what_is_picked():
     """The reference picks from its own logits, and not from rounded ones."""
 

@@ -131,11 +131,6 @@ def test_of_equal_groups_one_is_kept_apart_whose_logits_nothing_else_reads():
         assert held(fun, "cuda") == ["tensor<2x3x64x64xbf16>"]
 
 
-def test_without_the_hint_a_gpu_holds_nothing():
-    with hints.without("rows_apart"):
-        assert held(attend, "cuda") == []
-
-
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_other_platforms_hold_nothing(platform):
     assert "tensor<2x3x64x64xbf16>" not in held(attend, platform)
