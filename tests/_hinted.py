@@ -16,6 +16,9 @@ import optax
 from jax import lax
 
 from mpjax import autocast
+from mpjax._autocast.speed import hints
+
+__all__ = ["ALL", "HINTED", "Hinted", "hints"]  # the one door of tests to hints
 
 CPU, GPU, TPU = ("cpu",), ("cuda",), ("tpu",)
 ALL = (*CPU, *GPU, *TPU)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from _attention_lookalikes import NOT_FOUND
 from _attention_written import FOUND, TIME, WEIGHTS, X
+from _hinted import hints
 
 import mpjax
-from mpjax._autocast.speed import hints
 from mpjax._base import compat
 
 pytestmark = [

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _hinted import hints
 from jax import lax
 from test_autocast_plans import Planned
 
-from mpjax._autocast import autocast
-from mpjax._autocast.speed import hints
+from mpjax import autocast
 from mpjax._autocast.speed.centred import centred
 from mpjax._base import compat
 

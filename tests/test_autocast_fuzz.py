@@ -32,7 +32,7 @@ from _differential import MODES, Mismatch, Mode, check_types, check_values, chec
 from _program_text import Program, Var
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from mpjax._autocast import autocast
+from mpjax import autocast
 
 # What is checked are autocast's decisions, which hardly depend on JAX's version; seams do.
 IS_FLOOR = jax.__version_info__ < (0, 11)

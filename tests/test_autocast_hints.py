@@ -6,9 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from _hinted import ALL, HINTED
-
-from mpjax._autocast.speed import hints
+from _hinted import ALL, HINTED, hints
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 FAMILIES = {"all": set(ALL), "gpu": {"cuda"}, "tpu": {"tpu"}}

@@ -6,11 +6,10 @@ import _metamorphic as metamorphic
 import jax
 import pytest
 from _heads import HEADS, JUDGES
-from _hinted import HINTED
+from _hinted import HINTED, hints
 from _planned import dtypes, plan_of
 
 from mpjax import autocast, explain
-from mpjax._autocast.speed import hints
 
 HEAD_NAMES = [head.name for head in HEADS]
 SOME_NETWORKS = ("mlp", "gru", "graph")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import export, lax
 
-from mpjax._autocast import autocast
+from mpjax import autocast
 
 W = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 X = jax.ShapeDtypeStruct((16, 8), jnp.float32)

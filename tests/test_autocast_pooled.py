@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _hinted import hints
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.measure.elsewhere import lowered_for
-from mpjax._autocast import autocast
-from mpjax._autocast.speed import hints, pooled
+from mpjax import autocast
+from mpjax._autocast.speed import pooled
 from mpjax._base import compat
 from mpjax.numerics._own import is_identity
 from mpjax.numerics._reference import in_reference

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _directions import check_as_exact_without
+from _hinted import hints
 from jax import lax
 from test_autocast_plans import Planned
 
-from mpjax._autocast import autocast
-from mpjax._autocast.speed import hints
+from mpjax import autocast
 
 SHAPES = {"q": (2, 64, 3, 16), "k": (2, 64, 3, 16), "v": (2, 64, 3, 16)}
 SPECS = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES.values()]

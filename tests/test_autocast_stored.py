@@ -5,11 +5,11 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from _hinted import hints
 from jax import lax
 from test_autocast_plans import Planned
 
 from mpjax import autocast
-from mpjax._autocast.speed import hints
 
 X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
 W = jax.ShapeDtypeStruct((32, 32), jnp.float32)

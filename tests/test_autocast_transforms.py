@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mpjax._autocast import autocast
+from mpjax import autocast
 
 EPS = {"bf16-mixed": 2.0**-8, "16-mixed": 2.0**-11}
 HALVES = list(EPS)

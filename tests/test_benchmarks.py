@@ -7,13 +7,13 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from _hinted import hints
 from _hlo_text import LOOP, parsed
 
 import mpjax
 from benchmarks.measure import compiled, hbm, jaxprs, machine, prefetches, slices, tables, targets
 from benchmarks.measure.store import Store
 from benchmarks.networks import NETWORKS
-from mpjax._autocast.speed import hints
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 names = pytest.mark.parametrize("name", NETWORKS)
