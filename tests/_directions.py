@@ -5,10 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _hinted import hints
 
 from benchmarks.measure.elsewhere import lowered_for
-from mpjax._autocast import autocast
-from mpjax._autocast.speed import hints
+from mpjax import autocast
 
 
 def directions(fun, *args):

@@ -15,7 +15,7 @@ import numpy as np
 from _heads import HEADS, Head
 
 from benchmarks.networks import NETWORKS
-from mpjax._autocast import autocast
+from mpjax import autocast
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,7 +118,7 @@ def errors(name: str, outs: Sequence[Any]) -> Errors:
     return abs(float(outs[0]) - value) / max(abs(value), 1e-9), float(off)
 
 
-def _run(fun: Callable[..., Any], leaves: Sequence[Any]) -> list[Any]:
+def run(fun: Callable[..., Any], leaves: Sequence[Any]) -> list[Any]:
     return _evaluate.evaluate(jax.make_jaxpr(fun)(*leaves), leaves)
 
 
@@ -128,7 +128,7 @@ def variants(name: str, dtype: str) -> dict[str, Errors]:
     of, policy = program(name), POLICIES[dtype]
 
     def errors_of(loss: Callable[..., Any]) -> Errors:
-        return errors(name, _run(value_and_grad(loss, of.moving, SCALE[dtype]), of.leaves))
+        return errors(name, run(value_and_grad(loss, of.moving, SCALE[dtype]), of.leaves))
 
     return {
         "uncut": errors_of(autocast(of.loss(), policy)),
@@ -163,7 +163,7 @@ def cut_errors(name: str, dtype: str, kind: str, inside: bool, rng: random.Rando
         fun = autocast(cut if inside else lambda *xs: cut(*xs)[0], POLICIES[dtype])
         if not inside:
             fun = value_and_grad(fun, of.moving, SCALE[dtype])
-        return errors(name, _run(fun, of.leaves))
+        return errors(name, run(fun, of.leaves))
 
 
 def random_cut(names: Sequence[str], rng: random.Random) -> tuple[tuple[Any, ...], Errors, Errors]:

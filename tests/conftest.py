@@ -10,11 +10,13 @@ What compiles for an accelerator is marked `tpu_compiler` or `gpu_compiler`, and
 how to get the compiler, where it is not installed.
 """
 
+import argparse
 import gc
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Generator, Iterator
 
 HOST_DEVICES = 8
 # XLA's newer CPU code generator takes three quarters of a program's compile time; the XLA of these
@@ -47,8 +49,10 @@ hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
 )
 
-# The check makes tracing several times slower: it turns JAX's trace caches off. The newest JAX pays
-# that, for every case; `--first-case` looks for what another JAX changes, and goes without.
+# Until JAX 0.11 the check turned trace caches off, which made tracing several times slower. On 0.12
+# it costs nothing that two runs of test_grad.py and test_autocast_picks.py could show (97 s of
+# processor time with it, 99 s without). `--first-case` looks for what another JAX changes, and goes
+# without.
 CHECK_LEAKS = jax.__version_info__ >= (0, 11)
 
 _LIFTED_BY = {
@@ -70,9 +74,25 @@ def _installed(module: str) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds what CI's stage `floor` asks for."""
+    """Adds what CI's stages `floor` and `fuzz` ask for."""
     what = "of a parametrised test run the first case only: another JAX breaks seams, not cases"
     parser.addoption("--first-case", action="store_true", help=what)
+    what = "run one part of the tests, as 3/4: the third test of each four. All parts run them all"
+    parser.addoption("--part", metavar="N/OF", type=_part, help=what)
+
+
+def _part(text: str) -> tuple[int, int]:
+    """Returns the number of a part, from 0, and how many there are."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"got {text!r}; type a part of all parts, as 1/4 or 4/4")
+    return int(match[1]) - 1, int(match[2])
+
+
+def _keep_part(config: pytest.Config, items: list[pytest.Item], number: int, of: int) -> None:
+    """Leaves out all tests but those of one part, from what `-m` and `-k` have selected."""
+    config.hook.pytest_deselected(items=[x for i, x in enumerate(items) if i % of != number])
+    items[:] = items[number::of]
 
 
 def _keep_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -88,10 +108,21 @@ def _keep_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=dropped)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuses a marker that lifts a check and does not say why; skips what lacks its compiler."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
+    """Selects what the options ask for: cases before `-m` and `-k` do, a part after them."""
+    _mark(items)
     if config.getoption("first_case"):
         _keep_first_cases(config, items)
+    yield
+    if part := config.getoption("part"):
+        _keep_part(config, items, *part)
+
+
+def _mark(items: list[pytest.Item]) -> None:
+    """Refuses a marker that lifts a check and does not say why; skips what lacks its compiler."""
     missing = {
         name: f"{module} is not installed; it compiles for what is not here: {install}"
         for name, (module, install) in _COMPILERS.items()

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from mpjax import Policy, PolicyMap
-from mpjax._autocast import autocast, full_precision
+from mpjax import Policy, PolicyMap, autocast, full_precision
 
 HALVES = ["bf16-mixed", "16-mixed"]
 KEY = jax.random.key(0)

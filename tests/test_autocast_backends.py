@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _hinted import hints
 from jax import lax
 
-from mpjax import SupportWarning
-from mpjax._autocast import autocast
+from mpjax import SupportWarning, autocast
 from mpjax._autocast.product import backends
-from mpjax._autocast.speed import hints
 
 HALVES = {"bf16-mixed": "bf16", "16-mixed": "f16"}
 KEY = jax.random.key(0)

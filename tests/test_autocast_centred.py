@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _hinted import hints
 from jax import lax
 from test_autocast_plans import Planned
 
-from mpjax._autocast import autocast
-from mpjax._autocast.speed import hints
+from mpjax import autocast
 from mpjax._autocast.speed.centred import centred
 from mpjax._base import compat
 
@@ -97,7 +97,11 @@ def test_its_derivative_adds_up_an_array_less(name):
 
 
 def directions(fun, *args):
-    """A value, a gradient, a tangent, and second derivatives in both orders of modes."""
+    """A value, a gradient, a tangent, and second derivatives in both orders of modes: compiled."""
+    return jax.jit(lambda *a: _directions(fun, *a))(*args)
+
+
+def _directions(fun, *args):
     along = jax.tree.map(
         lambda v: jnp.cos(jnp.arange(v.size, dtype=v.dtype)).reshape(v.shape), args
     )

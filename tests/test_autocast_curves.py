@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _directions import check_as_exact_without
+from _hinted import hints
 from jax import lax
 from test_autocast_plans import Planned
 
 from benchmarks.measure.elsewhere import lowered_for
-from mpjax._autocast import autocast
-from mpjax._autocast.speed import curves, hints
+from mpjax import autocast
+from mpjax._autocast.speed import curves
 
 SHAPES = {"x": (64, 32), "w": (32, 64), "out": (64, 32)}
 SPECS = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES.values()]

@@ -27,7 +27,7 @@ from mpjax._base import compat
 from mpjax._jaxpr import structure
 
 IS_FLOOR = jax.__version_info__ < (0, 11)
-CUTS = int(os.environ.get("MPJAX_CUTS", "100" if IS_FLOOR else "2000"))
+CUTS = int(os.environ.get("MPJAX_CUTS", "40" if IS_FLOOR else "2000"))
 SEED = os.environ.get("MPJAX_CUTS_SEED", "0")
 BY_HAND = "MPJAX_CUTS" in os.environ
 SHARDS = 1 if IS_FLOOR else 20

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from _differential import MODES, named
 
-from mpjax._autocast import autocast
+from mpjax import autocast
 
 POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
 FORWARD, GRAD = MODES[0], MODES[1]

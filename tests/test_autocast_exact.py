@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _hinted import hints
 from jax import lax
 
 from benchmarks.measure import targets
 from benchmarks.measure.elsewhere import lowered_for
-from mpjax._autocast import autocast
-from mpjax._autocast.speed import hints
+from mpjax import autocast
 
 KEY = jax.random.key(0)
 

@@ -32,11 +32,11 @@ from _differential import MODES, Mismatch, Mode, check_types, check_values, chec
 from _program_text import Program, Var
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from mpjax._autocast import autocast
+from mpjax import autocast
 
 # What is checked are autocast's decisions, which hardly depend on JAX's version; seams do.
 IS_FLOOR = jax.__version_info__ < (0, 11)
-PROGRAMS = int(os.environ.get("MPJAX_FUZZ_PROGRAMS", "100" if IS_FLOOR else "2000"))
+PROGRAMS = int(os.environ.get("MPJAX_FUZZ_PROGRAMS", "40" if IS_FLOOR else "2000"))
 SEED = int(os.environ.get("MPJAX_FUZZ_SEED", random.SystemRandom().randrange(10**6)))
 BY_HAND = "MPJAX_FUZZ_PROGRAMS" in os.environ
 POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}

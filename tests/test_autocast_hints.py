@@ -1,36 +1,20 @@
-"""Hints are a table: each row has a function, can be left out, and comes back."""
+"""Hints are a table whose rows keep the same laws: `_hinted.py` has a program for each."""
 
-import re
+import json
+from pathlib import Path
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
+from _hinted import ALL, HINTED, hints
 
-from mpjax._autocast import autocast
-from mpjax._autocast.speed import hints
-
-KEY = jax.random.key(0)
-ARGS = jax.random.normal(KEY, (8, 32)), jnp.ones(32), jax.random.normal(KEY, (4, 8))
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+FAMILIES = {"all": set(ALL), "gpu": {"cuda"}, "tpu": {"tpu"}}
 
 
-def loss(w, b, x):
-    return jnp.sum(jax.nn.relu(x @ w + b) @ w.T)
-
-
-def text():
-    jax.clear_caches()
-    return str(jax.make_jaxpr(jax.grad(autocast(loss, "bf16-mixed")))(*ARGS))
-
-
-def test_a_hint_is_left_out_where_it_is_asked_for_and_nowhere_else():
-    before = text()
-    with hints.without("read_exactly"):
-        assert text() != before
-    assert text() == before
-
-
-def test_every_row_has_a_function_and_every_function_a_row():
-    assert hints.FUNCTIONS.keys() == hints.HINTS.keys()
+def test_every_row_has_a_function_a_program_and_a_kind():
+    assert hints.FUNCTIONS.keys() == hints.HINTS.keys() == HINTED.keys()
+    assert {hint.kind for hint in hints.HINTS.values()} == {"cut", "mark", "way", "around"}
 
 
 def test_an_unknown_hint_is_an_error():
@@ -38,32 +22,61 @@ def test_an_unknown_hint_is_an_error():
         pass
 
 
-def upsampled(w, x):
-    return jnp.sum(jnp.tanh(jnp.repeat(x @ w + w[0], 2, axis=0) @ w) ** 2)
+@pytest.mark.parametrize("name", HINTED)
+def test_law_a_hint_changes_the_program_that_it_is_for_where_it_is_for_and_comes_back(name):
+    hinted, named = HINTED[name], hints.HINTS[name].platforms.split(", ")
+    assert set().union(*map(FAMILIES.get, named)) <= set(hinted.platforms)
+    for _ in range(2):  # what products of 8 bits share is lowered once more the first time
+        before = {platform: hinted.text(platform) for platform in ALL}
+    with hints.without(name):
+        without = {platform: hinted.text(platform) for platform in ALL}
+    assert tuple(p for p in ALL if before[p] != without[p]) == hinted.platforms
+    assert hinted.text(hinted.platforms[0]) == before[hinted.platforms[0]]
 
 
-@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
-def test_what_is_copied_last_is_stored_low_before_and_its_cotangent_added_up_low(policy):
-    low = {"bf16-mixed": "bf16", "16-mixed": "f16"}[policy]
-    args = jnp.ones((8, 8)), jnp.linspace(-1.0, 1.0, 128).reshape(16, 8)
-
-    def copied():
-        fun = autocast(lambda w, x: upsampled(w, x), policy)  # of which nothing is remembered
-        text = str(jax.make_jaxpr(jax.grad(fun, (0, 1)))(*args))
-        return set(re.findall(r":(\w+)\[16,2,8\] = ", text))
-
-    assert copied() == {low}
-    with hints.without("copied_last"):
-        assert copied() == {"f32"}
+@pytest.mark.filterwarnings("ignore:autocast:mpjax.PolicyWarning")  # two layers, none in 8 bits
+@pytest.mark.parametrize("name", HINTED)
+def test_law_a_hint_leaves_a_program_alone_that_is_nearly_what_it_is_for(name):
+    hinted = HINTED[name]
+    platform = hinted.platforms[-1]
+    hinted.text(platform, hinted.other)
+    before = hinted.text(platform, hinted.other)
+    with hints.without(name):
+        assert hinted.text(platform, hinted.other) == before
 
 
-def test_a_value_that_is_worked_on_after_it_is_copied_is_stored_after():
-    def loss(w, x):
-        y = x @ w
-        return jnp.sum(jnp.tanh((jnp.repeat(y + w[0], 2, axis=0) * 1.5) @ w) ** 2)
+def on_a_cpu(hinted):
+    return jax.tree.leaves(jax.jit(hinted.gradients())(*hinted.args))
 
-    args = jnp.ones((8, 8)), jnp.ones((16, 8))
-    with_hint = str(jax.make_jaxpr(autocast(loss, "bf16-mixed"))(*args))
-    with hints.without("copied_last"):
-        without = str(jax.make_jaxpr(autocast(lambda *a: loss(*a), "bf16-mixed"))(*args))
-    assert with_hint == without
+
+ROUNDS = {
+    "attended": "a kernel's formula rounds its scores and weights less",
+    **{name: "a cut" for name, hint in hints.HINTS.items() if hint.kind == "cut"},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in HINTED if name not in ROUNDS])
+def test_law_a_hint_that_is_no_cut_changes_no_bit_on_a_cpu(name):
+    hinted = HINTED[name]
+    before = hinted.text("cpu")
+    with hints.without(name):
+        if hinted.text("cpu") == before:
+            return  # the same program
+        without = on_a_cpu(hinted)
+    jax.clear_caches()
+    for a, b in zip(on_a_cpu(hinted), without, strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_a_row_was_measured_when_the_table_of_results_says():
+    """But for the kernels of attention: their tables are those of each target."""
+    measured: dict[str, str] = {}
+    for file in ("ablation.json", "eight_bits_ablation.json"):
+        table = json.loads((RESULTS / file).read_text())
+        for row in table["rows"]:
+            run = table["runs"][row["run"] - 1]
+            jaxlib = run["versions"].partition("jaxlib ")[2].partition(",")[0]
+            last = measured.get(row["variant"], "")
+            measured[row["variant"]] = max(last, f"{jaxlib} {run['date']}")
+    for name, hint in hints.HINTS.items():
+        assert name == "attended" or hint.measured == measured[name], name

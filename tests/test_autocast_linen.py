@@ -12,7 +12,7 @@ import pytest
 from _differential import MODES, named
 from _linen_layers import LAYERS, NOT_LAYERS, ROWS, applied
 
-from mpjax._autocast import autocast
+from mpjax import autocast
 
 POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
 FORWARD, GRAD = MODES[0], MODES[1]

@@ -12,7 +12,7 @@ import pytest
 from _small import distance
 from flax import nnx
 
-from mpjax._autocast import autocast
+from mpjax import autocast
 
 EPS = {"bf16-mixed": 2.0**-8, "16-mixed": 2.0**-11}
 KEY = jax.random.key(0)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from mpjax._autocast import autocast
+from mpjax import autocast
 
 POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
 GRAD = MODES[1]

@@ -13,7 +13,7 @@ from _differential import MODES, named
 from _nnx_layers import LAYERS, NOT_LAYERS, ROWS, rngs
 from flax import nnx
 
-from mpjax._autocast import autocast
+from mpjax import autocast
 
 POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
 FORWARD, GRAD = MODES[0], MODES[1]

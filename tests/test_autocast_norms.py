@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 from test_autocast_plans import Planned
 
-from mpjax._autocast import autocast
+from mpjax import autocast
 from mpjax._autocast.decide import norms, states
 
 KEY = jax.random.key(0)

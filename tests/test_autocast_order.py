@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import export, lax
 
-from mpjax._autocast import autocast
-from mpjax._autocast.speed import hints
+from mpjax import autocast
 
 W = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 X = jax.ShapeDtypeStruct((16, 8), jnp.float32)
@@ -70,16 +69,6 @@ def test_a_gpu_makes_a_weights_gradient_before_that_of_the_input(model, policy):
     assert "f16>" in types.split(", ")[0]
     shapes = [sorted(re.findall(r"\d+(?=x)", each.replace("1x", ""))) for each in types.split(", ")]
     assert shapes[0] == shapes[1]
-
-
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_no_other_backend_is_told_an_order(platform):
-    assert barriers(gradients(in_a_loop), W, X, platform=platform) == []
-
-
-def test_the_order_is_a_hint():
-    with hints.without("smaller_first"):
-        assert barriers(gradients(right), W, X) == []
 
 
 def test_a_cotangent_that_is_larger_than_the_input_is_read_with_what_comes_next():

@@ -16,7 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 from benchmarks.measure.elsewhere import lowered_for
 from benchmarks.measure.errors import gradient_errors
 from benchmarks.networks import NETWORKS
-from mpjax._autocast import autocast
+from mpjax import autocast
 
 POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
 PLATFORMS = ("cuda", "tpu")

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mpjax._autocast import autocast
+from mpjax import autocast
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (16, 32, 24))

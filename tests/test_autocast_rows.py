@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _directions import check_as_exact_without
+from _hinted import hints
 from jax import lax
 from test_autocast_plans import Planned
 
-from mpjax._autocast import autocast
-from mpjax._autocast.speed import hints
+from mpjax import autocast
 
 SHAPES = {"q": (2, 64, 3, 16), "k": (2, 64, 3, 16), "v": (2, 64, 3, 16)}
 SPECS = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES.values()]
@@ -129,11 +129,6 @@ def test_of_equal_groups_one_is_kept_apart_whose_logits_nothing_else_reads():
 
     with hints.without("attended"):  # which would run the second as one kernel
         assert held(fun, "cuda") == ["tensor<2x3x64x64xbf16>"]
-
-
-def test_without_the_hint_a_gpu_holds_nothing():
-    with hints.without("rows_apart"):
-        assert held(attend, "cuda") == []
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])

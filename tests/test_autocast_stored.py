@@ -1,12 +1,15 @@
 """Where values are stored low: what a plan's steps leave, and what their backward pass keeps."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
+from _hinted import hints
 from jax import lax
 from test_autocast_plans import Planned
 
-from mpjax._autocast import autocast
+from mpjax import autocast
 
 X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
 W = jax.ShapeDtypeStruct((32, 32), jnp.float32)
@@ -98,3 +101,19 @@ def test_what_a_norm_or_a_softmax_computes_for_itself_is_not_taken_for_an_activa
     assert activated_by(lambda y: 2 * y) == []
     assert activated_by(lambda y: y, lambda x, b: b * jax.nn.softmax(x, 0)) == []
     assert activated_by(lambda y: y, lambda x, b: jax.nn.log_softmax(x, 0) - b) == []
+
+
+@pytest.mark.parametrize(("policy", "low"), [("bf16-mixed", "bf16"), ("16-mixed", "f16")])
+def test_what_is_copied_last_is_stored_low_before_and_its_cotangent_added_up_low(policy, low):
+    args = jnp.ones((8, 8)), jnp.linspace(-1.0, 1.0, 128).reshape(16, 8)
+
+    def copied():
+        def fun(w, x):
+            return jnp.sum(jnp.tanh(jnp.repeat(x @ w + w[0], 2, axis=0) @ w) ** 2)
+
+        text = str(jax.make_jaxpr(jax.grad(autocast(fun, policy), (0, 1)))(*args))
+        return set(re.findall(r":(\w+)\[16,2,8\] = ", text))
+
+    assert copied() == {low}
+    with hints.without("copied_last"):
+        assert copied() == {"f32"}

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _hinted import hints
 
 from benchmarks import tracing
-from mpjax._autocast import autocast
+from mpjax import autocast
 from mpjax._autocast.product import primitives
-from mpjax._autocast.speed import hints
 from mpjax._base import compat
 
 X = jnp.linspace(-1.0, 1.0, 128 * 64, dtype=jnp.float32).reshape(128, 64)  # worth a checkpoint

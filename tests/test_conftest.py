@@ -93,6 +93,25 @@ def test_first_case_leaves_out_the_later_cases_of_each_test_and_no_test(tmp_path
     assert "2 passed, 3 deselected" in run.stdout
 
 
+def test_parts_run_each_selected_test_once(tmp_path: Path):
+    source = (
+        "@pytest.mark.parametrize('n', range(7))\n"
+        "def test_cases(n): assert not open('log', 'a').write(f'{n} ') == 0\n"
+        "def test_other(): assert False\n"
+    )
+    for part, passed in (("1/3", 3), ("2/3", 2), ("3/3", 2)):
+        run = pytest_on(source, tmp_path, "", "--part", part, "-k", "cases")
+        assert f"{passed} passed" in run.stdout, run.stdout
+    assert sorted((tmp_path / "log").read_text().split()) == [*"0123456"]
+
+
+@pytest.mark.parametrize("part", ["0/4", "5/4", "2"])
+def test_a_part_that_is_none_is_refused_with_what_to_type(part: str, tmp_path: Path):
+    run = pytest_on("", tmp_path, "", "--part", part)
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    assert f"got '{part}'; type a part of all parts, as 1/4 or 4/4" in run.stderr
+
+
 def test_marker_without_a_reason_is_refused(tmp_path: Path):
     run = pytest_on("@pytest.mark.no_leak_check\ndef test_it(): pass\n", tmp_path)
     assert run.returncode == pytest.ExitCode.USAGE_ERROR

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mpjax import half_dtype
 from mpjax._base.dtypes import (
     canonical_dtype,
     describe,
-    half_dtype,
     normal_powers_of_two,
     require_x64,
     short_name,

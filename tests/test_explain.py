@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks.networks import NETWORKS
 from benchmarks.networks._transformer import TransformerLM
-from mpjax import PolicyMap, full_precision
-from mpjax._autocast import autocast, explain
+from mpjax import PolicyMap, autocast, explain, full_precision
 from mpjax._autocast.why import provenance
 
 ARRAY = jax.ShapeDtypeStruct((4, 4), jnp.float32)

@@ -10,12 +10,9 @@ import warnings
 import jax
 import pytest
 
-from mpjax._base.errors import SupportWarning
+from mpjax import Policy, PolicyMap, SupportWarning, check_support, default_policy, get_policy
 from mpjax._hardware import DTYPES, SUPPORT, examine, find_accelerator
 from mpjax._hardware.find import cpu_key, host_cpu
-from mpjax._hardware.support import check_support
-from mpjax._policies.policy import Policy, default_policy, get_policy
-from mpjax._policies.policy_map import PolicyMap
 
 ROWS = list(SUPPORT.values())
 

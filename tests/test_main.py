@@ -11,9 +11,10 @@ import pytest
 
 import mpjax
 from mpjax import __main__ as command_line
+from mpjax import get_policy
 from mpjax.__main__ import COMMANDS, Command, main
 from mpjax._hardware import SUPPORT, find_accelerator
-from mpjax._policies.policy import POLICY_NAMES, get_policy
+from mpjax._policies.policy import POLICY_NAMES
 from mpjax._policies.quantized_policy import NAMES
 
 

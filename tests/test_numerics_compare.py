@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _hinted import hints
 from jax import lax
 
 import mpjax
-from mpjax._autocast.speed import hints
 from mpjax.numerics import compare
 
 pytestmark = pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs")

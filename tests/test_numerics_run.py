@@ -15,7 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mpjax._autocast import autocast
+from mpjax import autocast
 from mpjax.numerics import _bits
 from mpjax.numerics._overflow import BORN_INF, BORN_NAN, INHERITED, TURNED, Overflow
 from mpjax.numerics._plan import Plan, is_inexact

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _hinted import hints
 from flax import nnx
 
 import mpjax
 import mpjax.linen
-from mpjax._autocast.speed import hints
 
 FLOAT8 = "float8_from_mixed_bfloat16"
 INT8 = "int8_from_mixed_bfloat16"

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _hinted import hints
 
 import mpjax
 from mpjax._autocast import product
 from mpjax._autocast.product import Role, scaled
-from mpjax._autocast.speed import hints
 
 BF16 = jnp.dtype("bfloat16")
 ROLES = (Role.INPUT, Role.WEIGHT, Role.RESULT)

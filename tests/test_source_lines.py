@@ -3,6 +3,7 @@
 import inspect
 import sys
 import types
+from pathlib import Path
 
 import equinox as eqx
 import flax.linen as nn
@@ -105,3 +106,9 @@ def test_a_line_of_a_notebook_is_its_cell_and_line(notebook):
 
 def test_a_prompt_without_ipython_shows_its_file():
     assert source_lines.cell("<stdin>") == "<stdin>"
+
+
+def test_files_of_the_package_that_are_looked_past_are_where_they_are_said_to_be():
+    """They are named by path: a file that moves would be taken for a user's."""
+    assert Path(mpjax.__file__).parent == Path(source_lines.OURS)
+    assert [path for path in source_lines.WRAPPED if not Path(path).is_file()] == []

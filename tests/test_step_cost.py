@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax._autocast import autocast
+from mpjax import autocast
 
 WIDTH, DEPTH = 256, 3
 # The budget: one reading of all gradients in float32, and 1 % of the step.

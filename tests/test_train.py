@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._base.errors import SupportWarning
+from mpjax import SupportWarning
 from mpjax._training.checks import checked_call
 from mpjax.testing import assert_bitwise_equal
 

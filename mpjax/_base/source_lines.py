@@ -12,11 +12,15 @@ import jax
 import numpy as np
 
 JAX = tuple(str(Path(m.__file__ or "").parent) for m in (jax, np))
-OURS = str(Path(__file__).parent)
+OURS = str(Path(__file__).parents[1])  # the package
 # Where a layer of Flax is called in mpjax's name: the user's line is behind it.
 WRAPPED = tuple(
     str(Path(OURS, *name.split("/")))
-    for name in ("_autocast/nnx_names.py", "_linen_modules.py", "_nnx_modules.py")
+    for name in (
+        "_autocast/arguments/nnx_names.py",
+        "_flax/linen_modules.py",
+        "_flax/nnx_modules.py",
+    )
 )
 INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 

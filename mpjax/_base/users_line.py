@@ -17,7 +17,7 @@ def users_line(error: BaseException, file: str = "") -> list[str]:
     if isinstance(error, SyntaxError) and error.filename:
         return [f"At {Path(error.filename).name}:{error.lineno}: {(error.text or '').strip()}"]
     frames = traceback.extract_tb(error.__traceback__)
-    libraries = (str(Path(__file__).parent), "<frozen", *map(sysconfig.get_path, _INSTALLED))
+    libraries = (str(Path(__file__).parents[1]), "<frozen", *map(sysconfig.get_path, _INSTALLED))
     own = [f for f in frames if f.filename == file]
     own = own or [f for f in frames if not f.filename.startswith(libraries)]
     return [f"At {Path(f.filename).name}:{f.lineno}: {f.line}" for f in own[-1:]]
