@@ -9,12 +9,12 @@ from mpjax._autocast import api
 from mpjax._autocast.decide.decided import Settings
 
 
-def plan_of(fun: Any, args: Any, policy: str = "bf16-mixed") -> Any:
+def plan_of(fun: Any, args: Any, policy: str = "bf16-mixed", **settings: Any) -> Any:
     """Returns the plan of a function, and the trace that it is of, which it holds weakly."""
     made = []
 
     def trace(*xs: Any) -> tuple[()]:
-        made.append(api.planned(fun, xs, {}, Settings(get_policy(policy))))
+        made.append(api.planned(fun, xs, {}, Settings(get_policy(policy), **settings)))
         return ()
 
     jax.eval_shape(trace, *args)

@@ -1,15 +1,21 @@
-"""Autocast with less of what is done for speed: without any hint, without a mark, without a cut."""
+"""Autocast without any hint, without a mark, without a cut, and without any permission."""
 
 import functools
+from unittest import mock
 
 import _metamorphic as metamorphic
 import jax
+import jax.numpy as jnp
 import pytest
 from _heads import HEADS, JUDGES
 from _hinted import HINTED, hints
 from _planned import dtypes, plan_of
 
 from mpjax import autocast, explain
+from mpjax._autocast import api
+from mpjax._autocast.decide import may
+from mpjax._autocast.decide.decided import Settings
+from mpjax._autocast.decide.states import Kind
 
 HEAD_NAMES = [head.name for head in HEADS]
 SOME_NETWORKS = ("mlp", "gru", "graph")
@@ -69,7 +75,40 @@ def losses():
         yield name, "bf16-mixed", of.loss(), of.leaves
 
 
+def normalised_branches(x, weights):
+    """A stack whose branches are normalised before they are added, as in Swin V2 and Gemma 2."""
+    x = x @ weights[0]
+    for w in weights:
+        branch = jax.nn.gelu(x @ w) @ w
+        x = x + branch * jax.lax.rsqrt(jnp.mean(branch**2, axis=-1, keepdims=True) + 1e-6)
+    return jnp.mean((x @ weights[0]) ** 2)
+
+
+def float32_branches(x, weights):
+    """A stack that norms alone read, whose branches are float32 by their class."""
+    x = x @ weights[0]
+    for w in weights:
+        normed = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+        x = x + jnp.exp(-jnp.abs(normed @ w))
+    normed = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+    return jnp.mean((normed @ weights[0]) ** 2)
+
+
+def stack_of_layers(x, weights):
+    """The same stack as a scan, with norms of its stream."""
+
+    def layer(x, w):
+        normed = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+        return x + jax.nn.gelu(normed @ w) @ w, ()
+
+    return jnp.mean((jax.lax.scan(layer, x @ weights[0], weights)[0] @ weights[0]) ** 2)
+
+
 LOSSES = {name: rest for name, *rest in losses()}
+STACK = jnp.ones((64, 32)), jnp.ones((3, 32, 32)) / 32
+LOSSES["normalised branches"] = ["bf16-mixed", normalised_branches, STACK]
+LOSSES["float32 branches"] = ["bf16-mixed", float32_branches, STACK]
+LOSSES["stack of layers"] = ["bf16-mixed", stack_of_layers, STACK]
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -87,3 +126,48 @@ def test_without_cuts_every_decision_has_the_same_dtypes(name):
             assert decided() == before, cut
     with hints.without(*OF_KIND["cut"]):
         assert decided() == before
+
+
+# Permissions: without them nothing is lower than with them, and all laws hold.
+
+
+def lowered(name, **settings):
+    """Returns of each value that is made, in order, whether it is low."""
+    policy, loss, args = LOSSES[name]
+    jax.clear_caches()
+    _traced, plan = plan_of(lambda *xs: loss(*xs), args, policy, **settings)
+    return [state.kind == Kind.LOW for *_, states in dtypes(plan) for state in states]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_without_a_permission_nothing_is_lower(name):
+    granted = lowered(name)
+    for taken in (frozenset({permission}) for permission in may.ALL):
+        for low, was_low in zip(lowered(name, may=may.ALL - taken), granted, strict=True):
+            assert was_low or not low, taken
+    without = lowered(name, may=frozenset())
+    assert all(was or not low for low, was in zip(without, granted, strict=True))
+
+
+def test_each_permission_lowers_something():
+    for permission in may.ALL:
+        assert any(lowered(name) != lowered(name, may=may.ALL - {permission}) for name in LOSSES), (
+            permission
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "bf16") for name in IN_BFLOAT16), *((name, "f16") for name in IN_FLOAT16)],
+)
+def test_without_any_permission_a_program_is_as_exact_as_a_hand_cast(name, dtype):
+    limit = metamorphic.bound(name, dtype, ("by hand", "widest"))
+    of = metamorphic.program(name)
+    none = functools.partial(Settings, may=frozenset())
+    with mock.patch.object(api, "Settings", none):
+        jax.clear_caches()
+        loss = autocast(of.loss(), metamorphic.POLICIES[dtype])
+        fun = metamorphic.value_and_grad(loss, of.moving, metamorphic.SCALE[dtype])
+        of_loss, of_grads = metamorphic.errors(name, metamorphic.run(fun, of.leaves))
+    assert of_loss <= limit[0]
+    assert of_grads <= limit[1]

@@ -9,13 +9,13 @@ from jax import lax
 from mpjax import get_policy
 from mpjax._autocast import api
 from mpjax._autocast.decide import (
-    carries,
     demand,
     facts,
     reads,
     states,
 )
 from mpjax._autocast.decide.decided import Action, Settings
+from mpjax._autocast.decide.must import carries
 from mpjax._autocast.decide.states import Kind
 from mpjax._jaxpr.op_rules import parse_rules
 

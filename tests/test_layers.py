@@ -1,6 +1,7 @@
 """The layers hold: a file imports only from smaller ones, and stays small enough to read."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,9 @@ ONLY_FROM = {
     "_autocast/decide": {"_autocast/decide", "_base", "_jaxpr", "_policies"},
     "pods": {"pods", "_base", "_jaxpr", "_policies", "_hardware", "_scaling", "_low_precision"},
 }
+
+# Folders inside a room that may not import another folder, by dotted name.
+WALLS = {"mpjax._autocast.decide.must": "mpjax._autocast.decide.may"}
 
 DOORS = {"mpjax._autocast.speed": "_autocast/speed"}
 """Folders that others enter by their `__init__` alone."""
@@ -99,6 +103,11 @@ def layer_violations(root: Path) -> list[str]:
             unit = imported_unit(name, root)
             inside = unit == source.unit and len(source.parts) > 2
             found += behind_a_door(source, line, name, root)
+            found += [
+                f"{source.name}:{line}: imports {name}, which is behind a wall"
+                for folder, wall in WALLS.items()
+                if ".".join(source.parts).startswith(f"{folder}.") and name.startswith(wall)
+            ]
             if unit not in ONLY_FROM.get(source.unit, {unit}):
                 found.append(f"{source.name}:{line}: imports {name}, which is behind a wall")
             if not inside and LAYER_OF.get(unit, -1) >= LAYER_OF[source.unit]:
@@ -188,6 +197,31 @@ def test_the_design_page_shows_this_table():
     assert _layers.PAGE.read_text() == _layers.page(), "type: python tests/_layers.py"
 
 
+def missing_places(text: str, folder: Path) -> list[str]:
+    """Returns the files and folders in backquotes, written with a slash, that do not exist."""
+    missing: list[str] = []
+    for name in re.findall(r"`([\w./]+/[\w.]*)`", text):
+        path = folder / name
+        module = path.parent / f"{path.name.partition('.')[0]}.py"
+        if (folder / name.partition("/")[0]).is_dir() and not (path.exists() or module.exists()):
+            missing.append(name)
+    return missing
+
+
+@pytest.mark.parametrize(
+    ("page", "folder"),
+    [
+        (PACKAGE / "_autocast" / "README.md", PACKAGE / "_autocast"),
+        (PACKAGE.parent / "docs" / "design.md", PACKAGE),
+    ],
+)
+def test_what_the_tables_of_files_name_exists(page: Path, folder: Path):
+    assert missing_places(page.read_text(), folder) == []
+    assert missing_places("`decide/nothing.py` `_base/none`", PACKAGE / "_autocast") == [
+        "decide/nothing"
+    ]
+
+
 def test_files_import_only_from_smaller_layers():
     assert "mpjax/__init__.py" in [source.name for source in sources(PACKAGE)]
     assert layer_violations(PACKAGE) == []
@@ -271,6 +305,11 @@ def test_sound_package_passes(planted: Path):
             "_autocast/run/calls.py",
             "from mpjax._autocast.speed import marks",
             "imports mpjax._autocast.speed.marks: type `from mpjax._autocast.speed import`",
+        ),
+        (
+            "_autocast/decide/must/carries.py",
+            "from mpjax._autocast.decide.may import norms",
+            "imports mpjax._autocast.decide.may.norms, which is behind a wall",
         ),
         ("_autocast/plan.py", "from ..optim import tx", "has no row in the table"),
         ("_helpers.py", "x = 1", "has no row in the table"),

@@ -40,7 +40,7 @@ def unknown(rules=OP_RULES):
 
 def test_every_primitive_that_can_be_bound_has_a_rule_or_is_unknown_on_purpose():
     assert {"dot_general", "pallas_call", "bcoo_dot_general"} <= set(every_primitive())
-    assert unknown() == [], "give each a row in _op_rules.py: a rule, or a place without one"
+    assert unknown() == [], "give each a row in _jaxpr/op_rules.py: a rule, or a place without one"
 
 
 def test_the_completeness_test_sees_a_missing_row():

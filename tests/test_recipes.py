@@ -136,6 +136,11 @@ def test_name_of_nothing_is_refused_with_what_to_type(name, said):
         (lambda: mpjax.Float8CurrentScaling(fprop="int8"), ValueError, "Type mpjax.Int8Current"),
         (lambda: mpjax.Int8CurrentScaling(fprop="e4m3"), ValueError, "Type mpjax.Float8Current"),
         (lambda: mpjax.Int8CurrentScaling(fprop="int4"), ValueError, "no 4-bit product"),
+        (
+            lambda: mpjax.Float8CurrentScaling(fprop="float8_e3m4"),
+            ValueError,
+            "type 'e4m3' or 'e5m2'",
+        ),
         (lambda: mpjax.Float8CurrentScaling(dgrad="e5m2"), ValueError, "e5m2 for both operands"),
         (lambda: mpjax.Float8CurrentScaling(dgrad=("e5m2",)), ValueError, "not two dtypes"),
         (lambda: mpjax.Float8CurrentScaling(granularity="row"), ValueError, "Allowed: 'tensor'"),

@@ -1,8 +1,7 @@
 """Any JAX function in mixed precision, unedited: decide, then bind again.
 
-`api` traces a function; `plan` (with `states`, `demand`, `groups` and `control`) decides the dtype
-of every value; `rebind` (with `group_functions`, `rebind_calls`, `custom_rules`, `remat` and
-`product`) runs it. `explain` prints what was decided.
+`api` traces a function, `planning` makes its plan (`decide`, then `arrange`), `run` binds it again,
+`why` says what was decided. README.md says which folder to open for what.
 """
 
 from mpjax._autocast.api import autocast, full_precision

@@ -16,8 +16,9 @@ from jax import lax
 from mpjax._autocast import speed
 from mpjax._autocast.arguments import nnx_names, parameters, stateful
 from mpjax._autocast.arrange.plan import Plan
-from mpjax._autocast.decide import reads, same, scopes
+from mpjax._autocast.decide import reads, scopes
 from mpjax._autocast.decide.decided import Settings, initial_state
+from mpjax._autocast.decide.must import same
 from mpjax._autocast.decorator import Decorator, refuse_device
 from mpjax._autocast.eight_bits import delayed, quantized
 from mpjax._autocast.eight_bits.stored_weights import sunk

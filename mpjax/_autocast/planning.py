@@ -8,9 +8,10 @@ from mpjax._autocast.arrange import groups, plan
 from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.attention import steps as attention_steps
 from mpjax._autocast.attention import under_plan
-from mpjax._autocast.decide import facts, reads, streams
+from mpjax._autocast.decide import facts, reads
 from mpjax._autocast.decide.decided import Action, Decided, Settings
 from mpjax._autocast.decide.equations import decide
+from mpjax._autocast.decide.must import steps
 from mpjax._autocast.decide.states import State
 from mpjax._autocast.eight_bits import quantized
 from mpjax._base import compat
@@ -23,7 +24,7 @@ def make_plan(
     wants: tuple[int, ...],
     settings: Settings,
     given: tuple[facts.Fact, ...] | None = None,
-    relations: streams.Relations = frozenset(),
+    relations: steps.Relations = frozenset(),
 ) -> Plan:
     """Returns the plan of a jaxpr.
 

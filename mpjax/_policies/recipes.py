@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from typing import Any, ClassVar, TypeAlias
 
 from mpjax._base.errors import message, nearest
@@ -15,6 +16,7 @@ DTYPES = {"int8": "int8", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 """The 8-bit dtypes of operands, by the names that recipes have for them."""
 
 _BY_FULL_NAME = {full: short for short, full in DTYPES.items()}
+_FOUR_BITS = re.compile(r"(?:u?int|nf|fp|float)4", re.IGNORECASE)
 _PRODUCTS = ("fprop", "dgrad", "wgrad")
 _HYBRID: Pair = ("e5m2", "e4m3")
 
@@ -27,7 +29,7 @@ def _short_name(dtype: Any) -> str:
 
 def _other_recipe(name: str) -> tuple[str, ...]:
     """Returns what to say of a dtype that belongs to another recipe, or to none."""
-    if "4" in name and name not in DTYPES:
+    if _FOUR_BITS.match(name):
         return (
             "XLA compiles no 4-bit product for a CPU; 8 bits are the fewest here.",
             "Type 'int8' or 'float8'.",
@@ -36,6 +38,8 @@ def _other_recipe(name: str) -> tuple[str, ...]:
         return ("Type mpjax.Int8CurrentScaling().",)
     if name in DTYPES:
         return ("Type mpjax.Float8CurrentScaling().",)
+    if name.startswith("float8_"):
+        return ("Of the float8 dtypes XLA multiplies e4m3fn and e5m2: type 'e4m3' or 'e5m2'.",)
     return ()
 
 

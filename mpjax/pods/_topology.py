@@ -175,9 +175,7 @@ def get_topology(name: str | Topology, *, num_slices: int = 1) -> Topology:
     text = name.lower().strip()
     if match := re.fullmatch(r"cpu(?:[:\-]([1-9]\d*))?", text):
         return Topology(name, CPU, (1, int(match[1] or 1)))
-    if match := re.fullmatch(
-        r"(?:(\d+)x)?(a100|h100|gb200|b200)(?:[a-z0-9\-]*?[:\-](\d+)(?:x(\d+))?)?", text
-    ):
+    if match := re.fullmatch(_GPU_NAME, text):
         return _gpu_topology(name, match)
     match = re.fullmatch(r"([a-z0-9]+?)(?:-(\d+)|:(\d+(?:x\d+)+))", text)
     if match is None or match[1] not in _TPU_NAMES:
@@ -204,9 +202,7 @@ def _check_slices(name: Any, num_slices: Any) -> None:
         got = f"num_slices={num_slices} for a topology that has {name.num_slices}."
         fix = f"Type get_topology({name.name!r}, num_slices={num_slices})."
         raise ValueError(message(where, got, fix))
-    if isinstance(name, str) and re.match(
-        r"\d*x?(?:cpu|h100|a100|gb200|b200)", name.lower().strip()
-    ):
+    if isinstance(name, str) and re.match(_NO_SLICE, name.lower().strip()):
         got = f"num_slices={num_slices}, but {name!r} is no TPU slice."
         fix = "GPUs on several hosts are one topology: 'h100:2x8', hosts and GPUs a host."
         raise ValueError(message(where, got, fix))

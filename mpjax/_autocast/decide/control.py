@@ -1,7 +1,7 @@
 """How states pass through operations that hold programs: calls, loops, branches, custom rules.
 
 Loops are fixpoints: a carry is low only if it is no state (`carries`), starts low or neutral and
-leaves the body low. Nothing is bound here; `rebind_calls` does that from the plans found.
+leaves the body low. Nothing is bound here; `run/calls` does that from the plans found.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpjax._autocast.decide import states
-from mpjax._autocast.decide.carries import kept
+from mpjax._autocast.decide.may import STREAM_CARRIES, stream_carries
+from mpjax._autocast.decide.must.carries import recurrent
 from mpjax._autocast.decide.reads import (
     ABSOLUTE,
     AT_THE_END,
@@ -86,7 +87,7 @@ def _plan_loop(
 ) -> CallPlan:
     *conditions, body = structure.parts(eqn)
     given = [in_states[i] for i in body.operands]
-    entering = _initial(eqn, given[body.carried])
+    entering = _initial(eqn, given[body.carried], streams=STREAM_CARRIES in settings.may)
     stacked = [w | STACKED for w in wants[len(entering) :]]
 
     def step(found: tuple[State, ...]) -> Any:
@@ -128,10 +129,13 @@ def _carry_wants(found: Sequence[State], wants: Sequence[int]) -> tuple[int, ...
     )
 
 
-def _initial(eqn: Any, carry: Sequence[State]) -> list[State]:
-    """The states with which carries enter: what a loop keeps, or adds up, is float32."""
-    found = map(_entering, carry, kept(eqn))
-    return list(found)
+def _initial(eqn: Any, carry: Sequence[State], *, streams: bool) -> list[State]:
+    """Returns the states with which carries enter: recurrent ones, and sums, are float32."""
+    kept = [
+        is_recurrent and not (streams and stream_carries.is_stream(eqn, i))
+        for i, is_recurrent in enumerate(recurrent(eqn))
+    ]
+    return list(map(_entering, carry, kept))
 
 
 def _entering(state: State, is_kept: bool) -> State:

@@ -12,7 +12,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from mpjax._autocast.decide import demand, scopes, states
+from mpjax._autocast.decide import demand, may, scopes, states
 from mpjax._autocast.decide.facts import Facts
 from mpjax._autocast.decide.reads import FORWARD
 from mpjax._autocast.decide.states import FLOAT32, State
@@ -36,6 +36,7 @@ class Settings:
     float32_precision: Any = None  # JAX's global default, of products that stay float32
     in_loop: bool = False  # in the body of a loop, which keeps forward and backward apart
     in_rule: bool = False  # in a function with derivative rules, or in one of its rules
+    may: frozenset[str] = may.ALL  # the permissions that are granted: what may be low
 
     @functools.cached_property
     def rules(self) -> dict[str, OpClass]:

@@ -16,7 +16,6 @@ import numpy as np
 from jax import lax
 
 from mpjax._autocast.decide import (
-    conditioned,
     contraction,
     control,
     facts,
@@ -26,7 +25,8 @@ from mpjax._autocast.decide import (
     traits,
 )
 from mpjax._autocast.decide.activations import is_activation
-from mpjax._autocast.decide.carries import direct
+from mpjax._autocast.decide.must import conditioned
+from mpjax._autocast.decide.must.carries import direct
 from mpjax._autocast.decide.reads import (
     ABSOLUTE,
     CARRIED,

@@ -15,23 +15,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._autocast.decide import (
-    carries,
-    conditioned,
     contraction,
     control,
     demand,
     facts,
     fusible,
     named_attention,
-    norms,
     reads,
     scopes,
     states,
-    streams,
     traits,
 )
 from mpjax._autocast.decide.activations import is_activation
 from mpjax._autocast.decide.decided import Action, Decided, Decision, Settings
+from mpjax._autocast.decide.may import norms
+from mpjax._autocast.decide.must import carries, conditioned
+from mpjax._autocast.decide.must.steps import Relations
 from mpjax._autocast.decide.rounding import Rounding
 from mpjax._autocast.decide.states import FLOAT32, Kind, State, is_float32
 from mpjax._base import compat
@@ -62,7 +61,7 @@ def decide(
     wants: tuple[int, ...],
     settings: Settings,
     given: tuple[facts.Fact, ...] | None,
-    relations: streams.Relations,
+    relations: Relations,
     *,
     products: Products,
     inner: PlanProgram,
@@ -95,7 +94,7 @@ class _Planner(Rounding):
         self.changed = False
         decisions = [self.decide(eqn) for eqn in self.jaxpr.eqns]
         out_states = tuple(
-            self.output_state(v, w, self.sums.maker(v))
+            self.output_state(v, w, self.steps.maker(v))
             for v, w in zip(self.jaxpr.outvars, self.wants, strict=True)
         )
         self.changed |= any(s.kind == Kind.LOW for s in (*self.in_states, *out_states))
@@ -170,7 +169,7 @@ class _Planner(Rounding):
             state = states.unkept(state)
         if name in traits.ADDS:
             alike = self.as_followed(eqn, operands)
-            state = self.sums.state(eqn, alike, state, widest=settings.widest)
+            state = self.of_sum(eqn, alike, state)
         if state.kind == Kind.LOW:
             state = _unrounded_parts(name, operands) or state
         return self.fused(eqn, state, rule.reason)
@@ -178,7 +177,7 @@ class _Planner(Rounding):
     def with_branches(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
         """The states of operands; a normalised branch that joins a stream counts as low."""
         found = norms.branches(eqn, self.normalised)
-        if not found or self.sums.repeats_any(compat.variables(eqn)):  # the shift of a norm
+        if not found or self.steps.repeats_any(compat.variables(eqn)):  # the shift of a norm
             return operands
         want = self.demand.get(eqn.outvars[0], 0)
         return [
@@ -313,7 +312,7 @@ class _Planner(Rounding):
             ahead = [not compat.is_literal(v) and self.is_before_a_product(v) for v in operands]
             told = tuple(f._replace(ahead=a) for f, a in zip(given, ahead, strict=True))
             return plan(
-                part.program, in_states, wants, settings, told, self.sums.relations(operands)
+                part.program, in_states, wants, settings, told, self.steps.relations(operands)
             )
 
         return planned

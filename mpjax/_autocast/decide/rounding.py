@@ -15,14 +15,16 @@ from typing import Any
 from mpjax._autocast.decide import (
     demand,
     facts,
-    meetings,
-    norms,
+    may,
     reads,
     scopes,
     states,
-    streams,
 )
 from mpjax._autocast.decide.decided import Settings, initial_state
+from mpjax._autocast.decide.may import norms
+from mpjax._autocast.decide.may.streams import Streams
+from mpjax._autocast.decide.must import meetings
+from mpjax._autocast.decide.must.steps import Relations, Steps
 from mpjax._autocast.decide.states import FLOAT32, Kind, State, is_float32
 from mpjax._base import compat
 from mpjax._policies.policy import Policy
@@ -38,7 +40,7 @@ class Rounding:
         wants: tuple[int, ...],
         settings: Settings,
         given: tuple[facts.Fact, ...] | None,
-        relations: streams.Relations,
+        relations: Relations,
     ) -> None:
         self.program = weakref.ref(jaxpr)
         self.jaxpr = compat.closed(jaxpr).jaxpr
@@ -53,8 +55,10 @@ class Rounding:
         self.states: dict[Any, State] = dict(zip(self.jaxpr.invars, in_states, strict=True))
         for var in self.jaxpr.constvars:
             self.states[var] = initial_state(var.aval)
-        self.sums = streams.Sums(self.jaxpr, self.demand, self.states, self.facts, relations)
-        self.normalised = norms.results(self.jaxpr.eqns)
+        self.steps = Steps(self.jaxpr, self.demand, self.states, self.facts, relations)
+        self.streams = Streams(self.jaxpr, self.steps, self.demand, self.facts)
+        granted = may.NORMS in settings.may
+        self.normalised = norms.results(self.jaxpr.eqns) if granted else frozenset[Any]()
         self.norms_between = norms.stored(self.jaxpr, self.normalised)
         self.norms_multiplied = norms.multiplied(self.jaxpr, self.normalised)
         self.meeting = meetings.of(self.jaxpr)
@@ -89,6 +93,17 @@ class Rounding:
         if not want & reads.LATER or want & spoiled:
             return state
         return self.as_read(eqn, state, reads.PRODUCT)
+
+    def of_sum(self, eqn: Any, operands: Sequence[State], state: State) -> State:
+        """The state of a sum that would be `state` by its operands alone."""
+        if state.is_state or self.steps.changes_a_state(eqn, operands):
+            return states.keep(state)
+        settings = self.settings
+        if state.kind == Kind.WIDE and may.STREAMS in settings.may and not settings.widest:
+            state = self.streams.low(eqn, operands) or state
+        if state.kind == Kind.LOW:
+            self.streams.note(eqn)
+        return state
 
     def stored(self, eqn: Any, var: Any, state: State) -> State:
         """Low instead of wide, where a product reads the value and no output does."""
@@ -142,7 +157,7 @@ class Rounding:
         dtype = self.low_dtype(eqn, self.settings_at(eqn))
         if want & (reads.OUTPUT | reads.FULL | reads.ABSOLUTE | reads.UNROUNDED):
             return state
-        if dtype is None or self.settings.widest:
+        if dtype is None or self.settings.widest or may.READ not in self.settings.may:
             return state
         return states.low(dtype)
 

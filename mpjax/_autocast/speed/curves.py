@@ -15,7 +15,8 @@ from typing import Any
 
 import jax
 
-from mpjax._autocast.decide import fusible, norms, traits
+from mpjax._autocast.decide import fusible, traits
+from mpjax._autocast.decide.may import norms
 from mpjax._autocast.decide.states import FLOAT32, SMALLER, is_float32, size
 from mpjax._autocast.speed import lowerings, storage
 from mpjax._autocast.speed.hints import hint

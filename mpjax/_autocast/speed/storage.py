@@ -14,7 +14,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._autocast.decide import norms, traits
+from mpjax._autocast.decide import traits
+from mpjax._autocast.decide.may import norms
 from mpjax._autocast.decide.states import SMALLER, Kind, State, size
 from mpjax._autocast.speed import exact, linear
 from mpjax._autocast.speed.centred import Centred

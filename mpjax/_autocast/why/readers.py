@@ -11,13 +11,13 @@ from typing import Any
 
 from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.decide import (
-    conditioned,
     fusible,
     reads,
     scopes,
     traits,
 )
 from mpjax._autocast.decide.decided import Action, Decision
+from mpjax._autocast.decide.must import conditioned
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.op_rules import OP_RULES

@@ -1,11 +1,8 @@
-"""Which carries of a loop are states, kept in float32, and which are the stream of a stack.
+"""Which carry of a loop is the residual stream of a stack of layers, and so may be low.
 
-A *state* is what a loop keeps and changes a little: a solver's value, an average, a
-log-probability. Rounding it loses the changes. A *stream* is what a stack of layers adds to, each
-layer with weights of its own. A carry that reaches itself by a direct path (sums, elementwise
-products, choices, moves) is a state, unless a layer proves it a stream: a norm, then a product with
-a weight that differs by iteration, whose result comes back to the carry. What cannot be told apart
-is a state.
+A recurrent carry stays float32, unless the body proves it a stream: a norm of it, then a product
+with a weight that differs by iteration, whose result comes back to the carry. Example: a `scan`
+over the layers of a transformer, `x + f(norm(x) @ w[i])`.
 """
 
 from __future__ import annotations
@@ -23,89 +20,11 @@ from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
 from mpjax._jaxpr.op_rules import only_moves
 
-Places = frozenset[int]
-_NONE: Places = frozenset()
 
-
-def kept(eqn: Any) -> tuple[bool, ...]:
-    """Returns, for each carry of a `scan` or `while` equation, whether it is a state."""
+def is_stream(eqn: Any, place: int) -> bool:
+    """Whether a carry of a `scan` or `while` equation is a stream."""
     body = structure.parts(eqn)[-1]
-    return _kept_by(body.program, body.carried.start, body.carries)
-
-
-@by_program
-def _kept_by(body: Any, consts: int, carries: int) -> tuple[bool, ...]:
-    jaxpr = compat.closed(body).jaxpr
-    reached = direct(body)
-    before = {
-        i: {p - consts for p in reached[i] if consts <= p < consts + carries}
-        for i in range(carries)
-        if jaxpr.outvars[i] is not jaxpr.invars[consts + i]  # handed on as it is
-    }
-    return tuple(
-        i in _ancestors(i, before) and not _is_stream(body, consts, carries, i)
-        for i in range(carries)
-    )
-
-
-def _ancestors(place: int, before: dict[int, set[int]]) -> set[int]:
-    found: set[int] = set()
-    waiting = set(before.get(place, ()))
-    while waiting:
-        i = waiting.pop()
-        if i not in found:
-            found.add(i)
-            waiting |= before.get(i, set())
-    return found
-
-
-# -- direct paths ----------------------------------------------------------------------------------
-
-
-@by_program
-def direct(program: Any) -> tuple[Places, ...]:
-    """Returns, for each output of a jaxpr, the inputs that reach it by a direct path.
-
-    That is through anything but a product or a bounded function: what is not known passes on.
-    """
-    jaxpr = compat.closed(program).jaxpr
-    found: dict[Any, Places] = {v: frozenset({i}) for i, v in enumerate(jaxpr.invars)}
-
-    def of(atom: Any) -> Places:
-        return _NONE if compat.is_literal(atom) else found.get(atom, _NONE)
-
-    for eqn in jaxpr.eqns:
-        outs = _passed(eqn, [of(v) for v in eqn.invars])
-        found.update(zip(eqn.outvars, outs, strict=True))
-    return tuple(map(of, jaxpr.outvars))
-
-
-def _passed(eqn: Any, operands: Sequence[Places]) -> Sequence[Places]:
-    if structure.is_call(eqn):
-        return structure.forward(eqn, operands, _through, _any_of)
-    blocked = eqn.primitive.name in traits.BENDS or is_product(eqn)
-    return [_NONE if blocked else _any_of(operands)] * len(eqn.outvars)
-
-
-def _through(program: Any, inputs: Sequence[Places]) -> list[Places]:
-    return [_any_of([inputs[i] for i in places]) for places in direct(program)]
-
-
-def _any_of(places: Sequence[Places]) -> Places:
-    return _NONE.union(*places)
-
-
-def holds_product(eqn: Any) -> bool:
-    """Whether an equation is such a product, or holds a program with one."""
-    return is_product(eqn) or any(map(_multiplies, compat.programs(eqn)))
-
-
-@by_program
-def _multiplies(program: Any) -> bool:
-    return any(map(holds_product, compat.closed(program).jaxpr.eqns))
-
-
-# -- streams ---------------------------------------------------------------------------------------
+    return _is_stream(body.program, body.carried.start, body.carries, place)
 
 
 class Role(enum.Flag):

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._autocast.decide import conditioned, reads
+from mpjax._autocast.decide import reads
 from mpjax._autocast.decide.decided import Action, Decided, Decision
+from mpjax._autocast.decide.must import conditioned
 from mpjax._autocast.decide.states import FLOAT32
 from mpjax._base import compat
 from mpjax._jaxpr import structure
