@@ -217,9 +217,8 @@ def missing_places(text: str, folder: Path) -> list[str]:
 )
 def test_what_the_tables_of_files_name_exists(page: Path, folder: Path):
     assert missing_places(page.read_text(), folder) == []
-    assert missing_places("`decide/nothing.py` `_base/none`", PACKAGE / "_autocast") == [
-        "decide/nothing"
-    ]
+    planted = "`decide/nothing.py` `_base/none`"
+    assert missing_places(planted, PACKAGE / "_autocast") == ["decide/nothing.py"]
 
 
 def test_files_import_only_from_smaller_layers():
