@@ -83,7 +83,7 @@ def _references(name: str, args: list[Any]) -> Iterator[Any]:
 
 @by_program
 def _signature(program: Any) -> Hashable:
-    """What two programs that compute the same in the same way have in common."""
+    """Returns a key that two programs share if they compute the same in the same way."""
     jaxpr = compat.closed(program).jaxpr
     place = {v: i for i, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
 

@@ -1,4 +1,4 @@
-"""What a product adds up: nothing, one array's elements, or products of two arrays' elements.
+"""The sum inside a product: of nothing, one array's elements, or products of two arrays' elements.
 
 Only the last is what matrix units are for. A product that contracts one element, as a column with
 a row, adds nothing up: it is elementwise, and its operands need not be rounded.

@@ -1,7 +1,7 @@
-"""How states pass through operations that hold programs: calls, loops, branches, custom rules.
+"""Passes states through operations that hold programs: calls, loops, branches, custom rules.
 
 Loops are fixpoints: a carry is low only if it is no state (`carries`), starts low or neutral and
-leaves the body low. Nothing is bound here; `run/calls` does that from the plans found.
+leaves the body low. Nothing is bound here; `run/calls` does that from the plans made here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mpjax._jaxpr import structure
 
 _MAX_PASSES = 8
 _NEXT_TURN = UNROUNDED | ABSOLUTE | LATER | FORWARD
-"""What the next turn of a loop asks of a carry is asked of the turn that leaves it."""
+"""Flags that the next turn of a loop sets of a carry hold for the turn that leaves it."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class CallPlan:
 
 PlanInner = Callable[[structure.Part, tuple[State, ...], tuple[int, ...], Any], Any]
 Reads = Callable[[structure.Part, tuple[int, ...]], tuple[int, ...]]
-"""How a program inside an equation reads its inputs, given how its outputs are read."""
+"""Returns how a program inside an equation reads its inputs, given how its outputs are read."""
 
 
 def plan_call(
@@ -90,9 +90,9 @@ def _plan_loop(
     entering = _initial(eqn, given[body.carried], streams=STREAM_CARRIES in settings.may)
     stacked = [w | STACKED for w in wants[len(entering) :]]
 
-    def step(found: tuple[State, ...]) -> Any:
-        given[body.carried] = found
-        return inner(body, tuple(given), (*_carry_wants(found, wants), *stacked), settings)
+    def step(carried: tuple[State, ...]) -> Any:
+        given[body.carried] = carried
+        return inner(body, tuple(given), (*_carry_wants(carried, wants), *stacked), settings)
 
     carry, plan = _fixpoint(step, entering)
     operands = dict(enumerate(in_states)) | dict(zip(body.operands, given, strict=True))
@@ -110,22 +110,22 @@ def _fixpoint(
     step: Callable[[tuple[State, ...]], Any], carry: Sequence[State]
 ) -> tuple[tuple[State, ...], Any]:
     """Returns the states that a loop's carry keeps, and the plan of the body for them."""
-    found = tuple(carry)
+    carried = tuple(carry)
     for _ in range(_MAX_PASSES):
-        plan = step(found)
-        after = tuple(map(_carried, found, plan.out_states))
-        if after == found:
-            return found, plan
-        found = after
-    found = tuple(s if s.kind == Kind.FOREIGN else states.WIDE for s in found)
-    return found, step(found)
+        plan = step(carried)
+        after = tuple(map(_carried, carried, plan.out_states))
+        if after == carried:
+            return carried, plan
+        carried = after
+    carried = tuple(s if s.kind == Kind.FOREIGN else states.WIDE for s in carried)
+    return carried, step(carried)
 
 
-def _carry_wants(found: Sequence[State], wants: Sequence[int]) -> tuple[int, ...]:
+def _carry_wants(carried: Sequence[State], wants: Sequence[int]) -> tuple[int, ...]:
     """Returns how a loop's body is to give each carry: unrounded where it is float32."""
     return tuple(
         FULL | w & UNROUNDED if s.kind == Kind.WIDE else w | CARRIED
-        for s, w in zip(found, wants, strict=False)
+        for s, w in zip(carried, wants, strict=False)
     )
 
 
@@ -165,22 +165,22 @@ def operand_reads(
     inner: Reads,
 ) -> list[int]:
     """Returns how an equation with programs reads its operands, in the flags of `reads`."""
-    found = [0] * len(eqn.invars)
+    wants = [0] * len(eqn.invars)
     tested = stop_test(eqn, inner)
     for part in structure.parts(eqn):
         if part.is_condition:
             continue
         for i, flag in zip(part.operands, _part_reads(part, outs, inner, tested), strict=True):
-            found[i] |= flag
+            wants[i] |= flag
     if tested and not any(w & TESTED for w in outs):
-        found = [w & ~TESTED for w in found]  # what is rounded before the loop is so in each turn
-    return [w & ~WHOLE for w in found] if structure.has_rules(eqn) else found
+        wants = [w & ~TESTED for w in wants]  # what is rounded before the loop is so in each turn
+    return [w & ~WHOLE for w in wants] if structure.has_rules(eqn) else wants
 
 
 def _part_reads(
     part: structure.Part, outs: tuple[int, ...], inner: Reads, tested: tuple[int, ...]
 ) -> list[int]:
-    """How one program reads its inputs: in a loop, in any turn."""
+    """Returns how one program reads its inputs: in a loop, in any turn."""
     ends = carry_reads(part, outs, inner, tested)
     flags = list(inner(part, (*ends, *outs[part.carries :])))
     flags[part.carried] = [c & ~(WHOLE | AT_THE_END) for c in flags[part.carried]]

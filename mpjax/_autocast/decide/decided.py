@@ -1,4 +1,4 @@
-"""What is decided of a program: in which dtype every value is held, how each operation is run.
+"""Decisions about a program: in which dtype every value is held, how each operation is run.
 
 It is pure data over one jaxpr, made by `decide` before anything is computed: the state of each
 value, and an action for each equation. `plan` adds the order in which these run.
@@ -22,7 +22,7 @@ from mpjax._jaxpr.op_rules import OpClass, op_class
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for; hashable, so that equal settings share plans."""
+    """The user's wishes and a program's place; hashable, so that equal settings share plans."""
 
     policy: scopes.Policies
     overrides: tuple[tuple[str, OpClass], ...] = ()
@@ -53,12 +53,12 @@ class Settings:
 
     @functools.cached_property
     def demanded(self) -> demand.Demanded:
-        """What the user's rules, and equal products elsewhere, ask of operations."""
+        """Demands of the user's rules, and of equal products elsewhere."""
         return demand.Demanded(self.held_full, self.asked)
 
 
 class Action(enum.Enum):
-    """How one equation is run."""
+    """The way in which one equation is run."""
 
     AS_TRACED = "as traced"  # on the dtypes that it was written with
     KEEP = "keep"  # on whatever its operand is held in
@@ -71,7 +71,7 @@ class Action(enum.Enum):
 
 @dataclass(slots=True)
 class Decision:
-    """What was decided for one equation."""
+    """The decision for one equation."""
 
     eqn: Any
     action: Action

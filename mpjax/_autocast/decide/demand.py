@@ -1,4 +1,4 @@
-"""How each value of a jaxpr is read: by a product, by an output, by neither.
+"""Finds how each value of a jaxpr is read: by a product, by an output, by neither.
 
 Found backwards, through the operations that move values without rounding. It tells where rounding
 costs nothing (a product would round anyway) and where it would be seen (an output).
@@ -50,7 +50,7 @@ from mpjax._jaxpr.op_rules import MOVES, OP_RULES, PRODUCTS, only_moves
 
 @dataclass(frozen=True)
 class Demanded:
-    """What is asked beside what readers ask."""
+    """Demands beside those of readers."""
 
     full: frozenset[str] = frozenset()  # operations that the user's `rules=` hold in float32
     asked: frozenset[tuple[Any, int]] = frozenset()  # flags of products' results
@@ -75,8 +75,8 @@ def of(
     for eqn in reversed(jaxpr.eqns):
         backward = scopes.is_transposed(eqn.source_info.name_stack)
         outs = [flags.get(v, 0) for v in eqn.outvars]
-        for atom, found in zip(eqn.invars, _reads(eqn, outs, demanded, known), strict=True):
-            _add(flags, atom, found & ~FORWARD if backward else found)
+        for atom, want in zip(eqn.invars, _reads(eqn, outs, demanded, known), strict=True):
+            _add(flags, atom, want & ~FORWARD if backward else want)
         if not (backward or only_moves(eqn) or structure.is_call(eqn)):
             for v in compat.variables(eqn):
                 if known[v].derived:
@@ -84,9 +84,9 @@ def of(
     return flags
 
 
-def _add(flags: dict[Any, int], atom: Any, found: int) -> None:
-    if found and not compat.is_literal(atom):
-        flags[atom] = flags.get(atom, 0) | found
+def _add(flags: dict[Any, int], atom: Any, want: int) -> None:
+    if want and not compat.is_literal(atom):
+        flags[atom] = flags.get(atom, 0) | want
 
 
 def _reads(eqn: Any, outs: list[int], demanded: Demanded, known: facts.Facts) -> list[int]:
@@ -94,10 +94,10 @@ def _reads(eqn: Any, outs: list[int], demanded: Demanded, known: facts.Facts) ->
     if structure.is_call(eqn):
         return _of_call(eqn, outs, demanded, known)
     union = functools.reduce(operator.or_, outs, 0)
-    found = _operands(eqn, outs, union, demanded, known)
+    wants = _operands(eqn, outs, union, demanded, known)
     if not union & TESTED:
-        return found
-    return [w | t for w, t in zip(found, conditioned.of_a_test(eqn), strict=True)]
+        return wants
+    return [w | t for w, t in zip(wants, conditioned.of_a_test(eqn), strict=True)]
 
 
 def _of_call(eqn: Any, outs: list[int], demanded: Demanded, known: facts.Facts) -> list[int]:
@@ -105,8 +105,8 @@ def _of_call(eqn: Any, outs: list[int], demanded: Demanded, known: facts.Facts) 
     if is_function and full and fusible.operations(eqn) & full:
         later = functools.reduce(operator.or_, outs, 0) & (LATER | FORWARD)
         return [later | EXACT] * len(eqn.invars)
-    found = control.operand_reads(eqn, tuple(outs), Inner(eqn, demanded, known))
-    return _of_activation(eqn, outs, found) if is_function and is_activation(eqn) else found
+    wants = control.operand_reads(eqn, tuple(outs), Inner(eqn, demanded, known))
+    return _of_activation(eqn, outs, wants) if is_function and is_activation(eqn) else wants
 
 
 def _operands(
@@ -123,7 +123,7 @@ def _operands(
     if name in MOVES and len(eqn.invars) == len(outs) > 1:
         return outs  # each operand is handed on by itself, as through a barrier
     asked = conditioned.asks(eqn, union, known)
-    return [found | asked for found in _by_rule(eqn, union, later)]
+    return [want | asked for want in _by_rule(eqn, union, later)]
 
 
 def _of_attention(eqn: Any, later: int) -> list[int]:
@@ -170,11 +170,11 @@ def _of_product(eqn: Any, union: int, later: int) -> list[int]:
 
 def _of_activation(eqn: Any, outs: list[int], inside: list[int]) -> list[int]:
     """An activation is one operation: what it reads inside is not read by a product outside."""
-    found = [w & (LATER | FORWARD | UNROUNDED) for w in inside]
+    wants = [w & (LATER | FORWARD | UNROUNDED) for w in inside]
     for out, places in zip(outs, direct(structure.single_program(eqn)), strict=True):
         for i in places:
-            found[i] |= out & FULL
-    return found
+            wants[i] |= out & FULL
+    return wants
 
 
 def why_as_written(eqn: Any) -> str:
@@ -230,13 +230,13 @@ def inner(
 def dependencies(jaxpr: Any) -> tuple[frozenset[int], ...]:
     """Returns, for each output of a jaxpr, the inputs that it depends on, by their places."""
     opened = compat.closed(jaxpr).jaxpr
-    found: dict[Any, frozenset[int]] = {v: frozenset({i}) for i, v in enumerate(opened.invars)}
+    inputs_of: dict[Any, frozenset[int]] = {v: frozenset({i}) for i, v in enumerate(opened.invars)}
 
     def of(atoms: Sequence[Any]) -> frozenset[int]:
-        known = [found[v] for v in atoms if not compat.is_literal(v) and v in found]
+        known = [inputs_of[v] for v in atoms if not compat.is_literal(v) and v in inputs_of]
         return frozenset[int]().union(*known)
 
     for eqn in opened.eqns:
         union = of(eqn.invars)
-        found.update((v, union) for v in eqn.outvars)
+        inputs_of.update((v, union) for v in eqn.outvars)
     return tuple(of([v]) for v in opened.outvars)

@@ -40,7 +40,7 @@ from mpjax._policies.policy import Policy
 
 
 class Products(Protocol):
-    """What decides which products of a program are in 8 bits: a `quantized.Products`."""
+    """Decides which products of a program are in 8 bits: a `quantized.Products`."""
 
     def config(
         self, eqn: Any, settings: Any, low: Any, *, exact: bool
@@ -176,12 +176,12 @@ class _Planner(Rounding):
 
     def with_branches(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
         """The states of operands; a normalised branch that joins a stream counts as low."""
-        found = norms.branches(eqn, self.normalised)
-        if not found or self.steps.repeats_any(compat.variables(eqn)):  # the shift of a norm
+        branches = norms.branches(eqn, self.normalised)
+        if not branches or self.steps.repeats_any(compat.variables(eqn)):  # the shift of a norm
             return operands
         want = self.demand.get(eqn.outvars[0], 0)
         return [
-            self.as_normalised(eqn, state, want) if v in found else state
+            self.as_normalised(eqn, state, want) if v in branches else state
             for v, state in zip(eqn.invars, operands, strict=True)
         ]
 
@@ -231,8 +231,8 @@ class _Planner(Rounding):
             self.record(eqn, [states.full([self.state(v) for v in eqn.invars])])
             return Decision(eqn, Action.FUSED, "a sum of float32 values")
         if contraction.adds_nothing(eqn):
-            found = [states.unkept(self.state(v)) for v in eqn.invars]
-            state = states.follow(self.as_followed(eqn, found), widest=settings.widest)
+            unkept = [states.unkept(self.state(v)) for v in eqn.invars]
+            state = states.follow(self.as_followed(eqn, unkept), widest=settings.widest)
             self.record(eqn, [self.stored(eqn, eqn.outvars[0], state)])
             return Decision(eqn, Action.FUSED, "contracts nothing, or one element: elementwise")
         self.changed = True
@@ -262,8 +262,8 @@ class _Planner(Rounding):
             return "kept in float32 by rules="
         if reason := demand.why_as_written(eqn):
             return reason
-        found = [self.state(v) for v in operands]
-        if any(s.kind == Kind.CONSTANT and not states.fits(s, low) for s in found):
+        held = [self.state(v) for v in operands]
+        if any(s.kind == Kind.CONSTANT and not states.fits(s, low) for s in held):
             return "a constant that the compute dtype cannot hold"
         return ""
 
@@ -337,7 +337,7 @@ class _Planner(Rounding):
         self, eqn: Any, operands: tuple[State, ...], settings: Settings
     ) -> list[State]:
         """An activation takes the dtype of its operands, as one operation."""
-        found: list[State] = []
+        made: list[State] = []
         handed_on = carries.direct(structure.single_program(eqn))
         for places, of in zip(handed_on, _read_by_each_result(eqn, operands), strict=True):
             state = states.follow(self.as_followed(eqn, of), widest=settings.widest)
@@ -345,8 +345,8 @@ class _Planner(Rounding):
                 state = states.keep(state)
             elif state.kind != Kind.CONSTANT:
                 state = states.unkept(state)
-            found.append(state)
-        return found
+            made.append(state)
+        return made
 
     # -- the ways to record a decision -------------------------------------------------------
 
@@ -364,8 +364,8 @@ class _Planner(Rounding):
         self.record(eqn, [state] * len(eqn.outvars))
         return Decision(eqn, Action.AS_TRACED, reason)
 
-    def keep(self, eqn: Any, found: Sequence[State], reason: str) -> Decision:
-        self.record(eqn, found)
+    def keep(self, eqn: Any, made: Sequence[State], reason: str) -> Decision:
+        self.record(eqn, made)
         by_itself = len(eqn.outvars) == len(eqn.invars)
         for i, v in enumerate(eqn.outvars):  # what is moved stands where it stood
             moved = [eqn.invars[i]] if by_itself else compat.variables(eqn)
@@ -377,9 +377,9 @@ class _Planner(Rounding):
     def fused(self, eqn: Any, state: State, reason: str) -> Decision:
         name = eqn.primitive.name
         if eqn.effects or not (name in traits.FUSIBLE or fusible.is_fusible_function(eqn)):
-            found = [self.unrounded(eqn, v, state) for v in eqn.outvars]
-            self.record(eqn, found)
-            native = name in traits.NATIVE and state.kind == Kind.LOW and found[0] == state
+            made = [self.unrounded(eqn, v, state) for v in eqn.outvars]
+            self.record(eqn, made)
+            native = name in traits.NATIVE and state.kind == Kind.LOW and made[0] == state
             action = Action.NATIVE if native else Action.AS_TRACED
             return Decision(eqn, action, reason, out_dtype=state.dtype)
         self.record(eqn, [self.stored(eqn, v, state) for v in eqn.outvars])
@@ -399,7 +399,7 @@ def _read_by_each_result(eqn: Any, operands: Sequence[State]) -> list[list[State
 
 
 def _unrounded_parts(name: str, operands: Sequence[State]) -> State | None:
-    """The state of what holds values of its operands as they are, where one must not be rounded."""
+    """Returns float32 where a result holds elements of a float32 operand as they are."""
     if name in traits.JOINS and states.INPUT in operands:
         return states.KEPT  # coordinates beside features
     if name in traits.UPDATES and operands[0].kind != Kind.LOW:

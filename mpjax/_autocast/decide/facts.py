@@ -1,4 +1,4 @@
-"""What a value was made of: of constants alone, of which other values, of which sums.
+"""Facts of values: whether they are made of constants alone, of which values, of which sums.
 
 Found forwards, through calls, branches and loops as if all were inlined. A value's *roots* are what
 it is an elementwise function of; its *terms* are the products and sums that it is a sum of. From

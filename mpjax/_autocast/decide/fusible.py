@@ -1,4 +1,4 @@
-"""Which operations XLA computes in one kernel with their neighbours, and which small functions.
+"""Operations and small functions that XLA computes in one kernel with their neighbours.
 
 A function of fusible operations, such as an activation, is taken as a whole: it has one class.
 """

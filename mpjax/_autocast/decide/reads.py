@@ -1,4 +1,4 @@
-"""How a value is read: the flags that `demand` finds backwards, and `decide` asks for.
+"""Flags for how a value is read: `demand` sets them backwards, `equations` asks for them.
 
 Flags of safety say what rounding the value would do to a reader, however far away. Flags of place
 say what comes later.

@@ -31,7 +31,7 @@ from mpjax._policies.policy import Policy
 
 
 class Rounding:
-    """What is known of the values of one program, and in which state each is given to readers."""
+    """The values of one program: facts, readers, and the state in which readers are given each."""
 
     def __init__(
         self,
@@ -161,8 +161,8 @@ class Rounding:
             return state
         return states.low(dtype)
 
-    def record(self, eqn: Any, found: Sequence[State]) -> None:
-        for var, state in zip(eqn.outvars, found, strict=True):
+    def record(self, eqn: Any, made: Sequence[State]) -> None:
+        for var, state in zip(eqn.outvars, made, strict=True):
             self.states[var] = state if is_float32(var) else states.FOREIGN
 
     def state(self, atom: Any) -> State:

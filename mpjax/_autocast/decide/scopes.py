@@ -20,7 +20,7 @@ from mpjax._policies.spelling import Path, of_operation
 
 
 class PolicyByPath(Protocol):
-    """What autocast needs of a `PolicyMap`."""
+    """The part of a `PolicyMap` that autocast needs."""
 
     @property
     def policies(self) -> tuple[Policy, ...]: ...
@@ -54,13 +54,13 @@ def names(name_stack: Any) -> tuple[str, ...]:
 
 def segments(name_stack: Any) -> list[tuple[str, ...]]:
     """Returns the scopes in a name stack, apart where there is a transformation between them."""
-    found: list[tuple[str, ...]] = [()]
+    parts: list[tuple[str, ...]] = [()]
     for entry in getattr(name_stack, "stack", ()):
         if type(entry).__name__ == "Scope":
-            found[-1] = (*found[-1], entry.name)
+            parts[-1] = (*parts[-1], entry.name)
         else:
-            found.append(())
-    return found
+            parts.append(())
+    return parts
 
 
 @functools.lru_cache(maxsize=8192)
@@ -104,10 +104,10 @@ def paths(jaxpr: Any) -> list[Path]:
 
 
 def _paths(jaxpr: Any, around: tuple[str, ...]) -> dict[tuple[str, ...], None]:
-    found: dict[tuple[str, ...], None] = {}
+    seen: dict[tuple[str, ...], None] = {}
     for eqn in jaxpr.eqns:
         path = around + of(eqn)
-        found[path] = None
+        seen[path] = None
         for inner in compat.programs(eqn):
-            found.update(_paths(inner, path))
-    return found
+            seen.update(_paths(inner, path))
+    return seen

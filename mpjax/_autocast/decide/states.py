@@ -1,4 +1,4 @@
-"""What is known of a float32 value before anything is computed: pure data, and how it combines.
+"""States of float32 values, known before anything is computed: pure data, and how they combine.
 
 *Neutral* values (inputs, parameters) may be read in either dtype; *constants* have known values;
 *low* ones are held in the compute dtype; *wide* ones in float32 because an operation asked for
@@ -65,7 +65,7 @@ WIDE_PURE = State(Kind.WIDE, pure=True)
 KEPT_PURE = State(Kind.WIDE, pure=True, kept=True)
 UNKNOWN_CONSTANT = State(Kind.CONSTANT)
 SMALLER = 16
-"""A value is small beside one that has this many times its size, or more."""
+"""A value with 1/16 of the elements of another costs next to nothing to store."""
 _MAX_VALUES = 8
 _SYMBOLIC = 1024  # what a dimension counts for that `jax.export` leaves open
 
@@ -153,19 +153,19 @@ def as_low(state: State) -> State:
 
 def follow(states: Sequence[State], *, widest: bool = False) -> State:
     """Returns the state of the result of an operation that takes the dtype of its operands."""
-    found = [s for s in states if s.kind != Kind.FOREIGN]
-    kinds = {s.kind for s in found}
-    lows = {s.dtype for s in found if s.kind == Kind.LOW}
+    floats = [s for s in states if s.kind != Kind.FOREIGN]
+    kinds = {s.kind for s in floats}
+    lows = {s.dtype for s in floats if s.kind == Kind.LOW}
     if Kind.WIDE in kinds:
-        state = _wide(found)
-        return keep(state) if any(s.is_state for s in found) else state
+        state = _wide(floats)
+        return keep(state) if any(s.is_state for s in floats) else state
     if not lows:
-        inputs = INPUT if INPUT in found else NEUTRAL
+        inputs = INPUT if INPUT in floats else NEUTRAL
         return inputs if Kind.NEUTRAL in kinds else UNKNOWN_CONSTANT
     if len(lows) > 1 or (widest and Kind.NEUTRAL in kinds):
         return WIDE
     (dtype,) = lows
-    if all(fits(s, dtype) for s in found if s.kind == Kind.CONSTANT):
+    if all(fits(s, dtype) for s in floats if s.kind == Kind.CONSTANT):
         return low(dtype)
     return WIDE
 
@@ -197,7 +197,7 @@ def keep(state: State) -> State:
 
 
 def unkept(state: State) -> State:
-    """Returns the state of what is made of a value by more than sums, products and moves."""
+    """Returns a state without `kept`: a nonlinear operation made another value of a recurrent one."""
     if state.is_state:
         return _wide([state])
     return NEUTRAL if state == INPUT else state

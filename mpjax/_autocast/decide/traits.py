@@ -1,4 +1,4 @@
-"""What operations are like, beside the class that `mpjax._jaxpr.op_rules` gives them: one table.
+"""Traits of operations, beside the class that `mpjax._jaxpr.op_rules` gives them: one table.
 
 An operation stands in one row, with a word for each trait; below, what a word means and who asks.
 What is in no row has no trait: it runs by its class alone, in a kernel of its own.
@@ -148,10 +148,10 @@ BENDS = _having("bends")
 """Bounded: forgets how large its operand was."""
 
 SCALES, SHIFTS, BOUNDS = _having("scales"), _having("shifts"), _having("bounds")
-"""What may follow in a norm, after the division by the root of its statistic."""
+"""Operations that may follow in a norm, after the division by the root of its statistic."""
 
 TOTALS, OF_TOTALS = _having("totals"), _having("of_totals")
-"""What makes the statistic of a norm, and what is computed with statistics alone."""
+"""Operations that make the statistic of a norm, and those that combine statistics."""
 
 # -- what its derivative keeps: linear, product ----------------------------------------------------
 
@@ -167,7 +167,7 @@ UNFORGIVING = _having("unforgiving")
 """Amplifies what its operand was rounded by: factorisations, running sums, transforms."""
 
 ABSOLUTE = _having("absolute")
-"""Shows the error of its operand, not its ratio to the operand: a rounded 40 is another angle."""
+"""Sensitive to absolute error: bfloat16 rounds 40.1 to 40, and sin(40.1) is not like sin(40)."""
 
 DISTANCES = _having("distances")
 """Reads how far its operand is from 0, 1 or -1: `log` near 1, `acos` at both ends."""

@@ -1,4 +1,4 @@
-"""Which values a norm made: divided by the root of their own statistic, then scaled and shifted.
+"""Normalised values: divided by the root of their own statistic, then scaled and shifted.
 
 A norm computes in float32, and its result is float32. Where a product reads that result it is
 rounded; where one comes later (a branch that is normalised before it is added to a stream, an
@@ -22,7 +22,7 @@ from mpjax._jaxpr.op_rules import PRODUCTS, only_moves
 def results(eqns: Sequence[Any]) -> frozenset[Any]:
     """Returns the values that a norm, or a function of a norm alone, made in some equations."""
     leads = any(eqn.primitive.name in traits.TOTALS or structure.is_call(eqn) for eqn in eqns)
-    return _Search(eqns).found() if leads else frozenset()
+    return _Search(eqns).made() if leads else frozenset()
 
 
 def stored(jaxpr: Any, made: frozenset[Any]) -> frozenset[Any]:
@@ -78,7 +78,7 @@ class _Search:
         self.normalised: set[Any] = set()
         self.leading: set[Any] = set()  # statistics, roots and what is normalised
 
-    def found(self) -> frozenset[Any]:
+    def made(self) -> frozenset[Any]:
         """Returns what the pass finds."""
         for eqn in self.eqns:
             self.note(eqn)

@@ -1,4 +1,4 @@
-"""Which carry of a loop is the residual stream of a stack of layers, and so may be low.
+"""Carries of a loop that are the residual stream of a stack of layers, and so may be low.
 
 A recurrent carry stays float32, unless the body proves it a stream: a norm of it, then a product
 with a weight that differs by iteration, whose result comes back to the carry. Example: a `scan`
@@ -28,7 +28,7 @@ def is_stream(eqn: Any, place: int) -> bool:
 
 
 class Role(enum.Flag):
-    """What a value of a loop's body is to a carry that may be a stream."""
+    """The part that a value of a loop's body plays for a carry that may be a stream."""
 
     NONE = 0
     SHARED = enum.auto()  # the same in every iteration, unchanged
@@ -61,15 +61,15 @@ def _is_stream(body: Any, consts: int, carries: int, place: int) -> bool:
 def _roles(program: Any, roles: Roles) -> Roles:
     """Returns the roles of a jaxpr's outputs, given those of its inputs."""
     jaxpr = compat.closed(program).jaxpr
-    found: dict[Any, Role] = dict(zip(jaxpr.invars, roles, strict=True))
-    found.update((v, Role.SHARED) for v in jaxpr.constvars)
+    roles_of: dict[Any, Role] = dict(zip(jaxpr.invars, roles, strict=True))
+    roles_of.update((v, Role.SHARED) for v in jaxpr.constvars)
 
     def of(atom: Any) -> Role:
-        return Role.NONE if compat.is_literal(atom) else found[atom]
+        return Role.NONE if compat.is_literal(atom) else roles_of[atom]
 
     for eqn in jaxpr.eqns:
         outs = _played(eqn, tuple(of(v) for v in eqn.invars))
-        found.update(zip(eqn.outvars, outs, strict=True))
+        roles_of.update(zip(eqn.outvars, outs, strict=True))
     return tuple(map(of, jaxpr.outvars))
 
 
@@ -81,7 +81,7 @@ def _played(eqn: Any, operands: Roles) -> Sequence[Role]:
     if eqn.primitive.name in structure.LOOPS:  # what it slices and carries is no raw weight of ours
         raw = {i for p in structure.parts(eqn) for i in p.operands[: p.carried.start]}
         operands = tuple(r if i in raw else r & _MADE for i, r in enumerate(operands))
-    outs = structure.forward(eqn, operands, _roles, lambda found: _union(found) & _MADE)
+    outs = structure.forward(eqn, operands, _roles, lambda passed: _union(passed) & _MADE)
     return [r & _MADE for r in outs]
 
 
@@ -99,7 +99,7 @@ def _operation(eqn: Any, operands: Roles) -> Role:
 
 
 def _towards_a_norm(name: str, made: Role) -> Role:
-    """What an operation adds on the way to a norm: a sum, the root of it, a scaling by that.
+    """Returns the step of a norm that an operation takes: a sum, the root of it, a scaling by that.
 
     An exponential, a solver or a softmax before a product is none: filters, bandits and recursions
     in log space have them.
@@ -124,7 +124,7 @@ def _is_layer(eqn: Any, operands: Roles) -> bool:
 
 
 def _union(roles: Sequence[Role]) -> Role:
-    found = Role.NONE
+    joined = Role.NONE
     for role in roles:
-        found |= role
-    return found
+        joined |= role
+    return joined

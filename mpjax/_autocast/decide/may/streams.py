@@ -1,4 +1,4 @@
-"""Which sums are residual streams: low, though one term is float32.
+"""Residual streams: sums that are low, though one term is float32.
 
 Example: `x + norm(f(x) @ w)`, where `x` is low. Without this permission a stream would be float32
 from its first normalised branch on.

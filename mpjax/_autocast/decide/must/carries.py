@@ -1,4 +1,4 @@
-"""Which carries of a loop are recurrent: made of themselves by sums and elementwise operations.
+"""Recurrent carries of a loop: made of themselves by sums and elementwise operations.
 
 A solver's value, a running average and a log-probability are such carries: each turn changes them a
 little, and rounding would lose the change. `x + 0.01 * f(x)` is recurrent, `tanh(x @ w)` is not: a
@@ -39,14 +39,14 @@ def _recurrent(body: Any, consts: int, carries: int) -> tuple[bool, ...]:
 
 
 def _ancestors(place: int, before: dict[int, set[int]]) -> set[int]:
-    found: set[int] = set()
+    ancestors: set[int] = set()
     waiting = set(before.get(place, ()))
     while waiting:
         i = waiting.pop()
-        if i not in found:
-            found.add(i)
+        if i not in ancestors:
+            ancestors.add(i)
             waiting |= before.get(i, set())
-    return found
+    return ancestors
 
 
 # -- direct paths ----------------------------------------------------------------------------------
@@ -59,14 +59,14 @@ def direct(program: Any) -> tuple[Places, ...]:
     That is through anything but a product or a bounded function: what is not known passes on.
     """
     jaxpr = compat.closed(program).jaxpr
-    found: dict[Any, Places] = {v: frozenset({i}) for i, v in enumerate(jaxpr.invars)}
+    reaching: dict[Any, Places] = {v: frozenset({i}) for i, v in enumerate(jaxpr.invars)}
 
     def of(atom: Any) -> Places:
-        return _NONE if compat.is_literal(atom) else found.get(atom, _NONE)
+        return _NONE if compat.is_literal(atom) else reaching.get(atom, _NONE)
 
     for eqn in jaxpr.eqns:
         outs = _passed(eqn, [of(v) for v in eqn.invars])
-        found.update(zip(eqn.outvars, outs, strict=True))
+        reaching.update(zip(eqn.outvars, outs, strict=True))
     return tuple(map(of, jaxpr.outvars))
 
 

@@ -24,7 +24,7 @@ from mpjax._jaxpr.op_rules import PRODUCTS
 _BY_VALUE = (bool, int, str, tuple, np.dtype)
 
 Asked = frozenset[tuple[Any, int]]
-"""What is asked of products beside what their readers ask: their results, and flags of `reads`."""
+"""Flags of `reads` for results of products, asked beside those that their readers ask."""
 
 
 def asked(plan: Decided) -> Asked:
@@ -33,16 +33,16 @@ def asked(plan: Decided) -> Asked:
         return frozenset()
     numbering = _Numbering()
     numbering.plan(plan, [numbering.fresh() for _ in plan.jaxpr.jaxpr.invars])
-    found: set[tuple[Any, int]] = set()
+    asked_for: set[tuple[Any, int]] = set()
     for copies in numbering.products.values():
         flags = {flag for _, flag in copies}
         if len(flags) > 1:
-            found.update((out, max(flags)) for out, flag in copies if flag != max(flags))
-    return frozenset(found)
+            asked_for.update((out, max(flags)) for out, flag in copies if flag != max(flags))
+    return frozenset(asked_for)
 
 
 def _asked_of(decision: Decision) -> int:
-    """What would make another product be held as this one is: 0 where its result is rounded."""
+    """Returns the flag that makes another product be held as this one is; 0 where it is rounded."""
     if decision.action is Action.PRODUCT:
         return reads.SAME if decision.out_dtype == FLOAT32 else 0
     return reads.TESTED if decision.reason in conditioned.REASONS else 0

@@ -1,4 +1,4 @@
-"""Which sums change a value a little, so that rounding would lose the change.
+"""Sums that change a value a little, so that rounding would lose the change.
 
 `w - 0.01 * g` is such a sum: one term is a small step. So is a sum of an input and of what was made
 of it, as `x + f(x)` of a solver: the input is what a program is asked to change.
