@@ -31,7 +31,7 @@ from mpjax._policies.policy import Policy
 
 
 class Rounding:
-    """The values of one program: facts, readers, and the state in which readers are given each."""
+    """The values of one program: facts, readers, and the state that each reader is given."""
 
     def __init__(
         self,

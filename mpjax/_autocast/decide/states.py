@@ -197,7 +197,7 @@ def keep(state: State) -> State:
 
 
 def unkept(state: State) -> State:
-    """Returns a state without `kept`: a nonlinear operation made another value of a recurrent one."""
+    """Returns a state without `kept`: a nonlinear operation made another value of it."""
     if state.is_state:
         return _wide([state])
     return NEUTRAL if state == INPUT else state
