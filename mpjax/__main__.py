@@ -189,7 +189,7 @@ def _doctor(args: argparse.Namespace) -> int:
     row = find_accelerator(args.device, "mpjax doctor")
     policies = tuple(dict.fromkeys(("32-true", *args.policy))) if args.policy else doctor.POLICIES
     compiler, note = _compiler(row.key) if args.device else (None, "")
-    found = doctor.diagnose(
+    diagnosis = doctor.diagnose(
         args.function,
         args.argument,
         policies=policies,
@@ -197,23 +197,23 @@ def _doctor(args: argparse.Namespace) -> int:
         compiler=compiler,
         track=_tracked,
     )
-    measured = _measured(found, policies, args.budget) if args.timed else None
+    measured = _measured(diagnosis, policies, args.budget) if args.timed else None
     if args.json:
         more = {"measured": measured.to_dict()} if measured else {}
-        return _print_json({**found.to_dict(), **more})
-    _print_diagnosis(found, note)
+        return _print_json({**diagnosis.to_dict(), **more})
+    _print_diagnosis(diagnosis, note)
     if measured:
         print(f"\nBy the clock:\n\n{measured}")
     return OK
 
 
-def _measured(found: Any, policies: Sequence[str], budget: float) -> Any:
+def _measured(diagnosis: Any, policies: Sequence[str], budget: float) -> Any:
     """Returns what running the function under each policy takes and gives, on this machine."""
     from mpjax._doctor import doctor
 
     track = functools.partial(_tracked, doing="measuring")
-    measured = mpjax.measure(found.fun, policies, budget=budget, track=track)
-    return measured(*doctor.values_of(found))
+    measured = mpjax.measure(diagnosis.fun, policies, budget=budget, track=track)
+    return measured(*doctor.values_of(diagnosis))
 
 
 def _compiler(key: str) -> tuple[Any, str]:
@@ -230,8 +230,8 @@ def _compiler(key: str) -> tuple[Any, str]:
         return None, f"the device's {missing.partition(': its ')[2]}\n{install.strip()}"
 
 
-def _print_diagnosis(found: Any, note: str) -> None:
-    base, accelerator = found.rows[0], found.accelerator
+def _print_diagnosis(diagnosis: Any, note: str) -> None:
+    base, accelerator = diagnosis.rows[0], diagnosis.accelerator
     lines = [
         (
             measured.policy,
@@ -241,20 +241,20 @@ def _print_diagnosis(found: Any, note: str) -> None:
             *_with_share(measured.bytes_accessed, base.bytes_accessed),
             f"{measured.seconds:.1f}",
         )
-        for measured in found.rows
+        for measured in diagnosis.rows
     ]
     header = ("policy", "fast", "kept", "x", "temporary", "x", "accessed", "x", "compiled in s")
-    print(f"{found.function}: {found.what}\n")
+    print(f"{diagnosis.function}: {diagnosis.what}\n")
     _print_table(f"On {accelerator.name} ({accelerator.key})", header, lines)
     print(f"x: against {base.policy}. kept: from the forward to the backward pass, on any device.")
-    print(f"The rest is as compiled for {found.compiled_for}{f': {note}' if note else '.'}\n")
-    for dtype in dict.fromkeys(str(get_policy(row.policy).compute_dtype) for row in found.rows):
+    print(f"The rest is as compiled for {diagnosis.compiled_for}{f': {note}' if note else '.'}\n")
+    for dtype in dict.fromkeys(str(get_policy(row.policy).compute_dtype) for row in diagnosis.rows):
         cell = accelerator.cell(dtype)
         print(f"  {dtype:<9} {_WORDS[cell.status]:<5} {cell.reason}")
-    print(f"\nWhat {found.taken!r} does:")
-    print("".join(f"  {line}\n" for line in found.explanation.summary()))
-    print("\n".join(found.advice))
-    call = f"mpjax.explain({found.function}, {found.taken!r})(...)"
+    print(f"\nWhat {diagnosis.taken!r} does:")
+    print("".join(f"  {line}\n" for line in diagnosis.explanation.summary()))
+    print("\n".join(diagnosis.advice))
+    call = f"mpjax.explain({diagnosis.function}, {diagnosis.taken!r})(...)"
     print(f"Operation by operation: print({call})")
 
 

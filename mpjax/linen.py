@@ -253,10 +253,10 @@ def apply_gradients(state: S, *, grads: PyTree, **changes: Any) -> S:
       flax, `TrainState.apply_gradients`
     """
     new = state.apply_gradients(grads=grads, **changes)
-    scaled = [found for _, found in find_states(new.opt_state)]
+    scaled = [scale_state for _, scale_state in find_states(new.opt_state)]
     if not scaled:
         current_loss_scale(new.opt_state)  # its error says what is missing
-    finite = jnp.all(jnp.stack([found.grads_finite for found in scaled]))
+    finite = jnp.all(jnp.stack([scale_state.grads_finite for scale_state in scaled]))
     kept = {
         f.name: select_tree(finite, getattr(new, f.name), getattr(state, f.name))
         for f in dataclasses.fields(cast("Any", state))

@@ -202,9 +202,9 @@ def assert_no_promotions(fun: Callable[..., Any], *args: Any) -> None:
     Example:
       >>> mpjax.testing.assert_no_promotions(lambda x: x * 2.0, jnp.ones(3, jnp.bfloat16))
     """
-    found = find_promotions(fun)(*args)
-    if found:
-        raise AssertionError(f"assert_no_promotions: {found}")
+    promotions = find_promotions(fun)(*args)
+    if promotions:
+        raise AssertionError(f"assert_no_promotions: {promotions}")
 
 
 def assert_products(fun: Callable[..., Any], *args: Any, dtype: Any, least: int = 1) -> None:

@@ -250,16 +250,16 @@ class TrainStep:
 
     def _tx(self, params: PyTree) -> optax.GradientTransformation:
         """Returns the optimizer, wrapped unless its user has wrapped it."""
-        found: list[Any] = []
+        scale_paths: list[Any] = []
 
         def look(params: PyTree) -> None:
             opt_state = self._given_tx.init(params)
-            found.extend(path for path, _ in find_states(opt_state))
-            if found:
+            scale_paths.extend(path for path, _ in find_states(opt_state))
+            if scale_paths:
                 check_scale_fits(opt_state, params, self._given_loss_scale, self.policy)
 
         jax.eval_shape(look, params)
-        return skipped_whole(self._given_tx) if found else self._wrapped_tx
+        return skipped_whole(self._given_tx) if scale_paths else self._wrapped_tx
 
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         tx = optax.with_extra_args_support(self._tx(state.params))

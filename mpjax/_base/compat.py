@@ -279,11 +279,11 @@ def _sharding(sharding: Any) -> Any:
 
 def programs(eqn: Any) -> list[Any]:
     """Returns the open jaxprs among an equation's parameters."""
-    found: list[Any] = []
+    jaxprs: list[Any] = []
     for param in eqn.params.values():
         inside = param if isinstance(param, (tuple, list)) else (param,)
-        found += [closed(inner).jaxpr for inner in inside if _is_program(inner)]
-    return found
+        jaxprs += [closed(inner).jaxpr for inner in inside if _is_program(inner)]
+    return jaxprs
 
 
 def map_programs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:

@@ -100,8 +100,8 @@ def _quantized_paths(tree: PyTree) -> frozenset[KeyPath]:
     """Returns the paths of arrays in 8 bits: values and scales have no names of their own."""
     if not holds_quantized(tree):
         return frozenset()
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
-    return frozenset(path for path, x in found if is_quantized(x))
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
+    return frozenset(path for path, x in leaves if is_quantized(x))
 
 
 def cast_leaf(x: Any, dtype: DType, *, move_float64: bool) -> Any:

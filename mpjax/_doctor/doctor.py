@@ -112,7 +112,7 @@ def diagnose(
     """
     module, fun, name = load(target)
     args = _arguments(module, fun, name, arguments)
-    found = {policy: get_policy(policy) for policy in policies}  # a wrong name, before any work
+    by_name = {policy: get_policy(policy) for policy in policies}  # a wrong name, before any work
     is_loss, has_aux = _is_loss(fun, args, name, module)
     target_name, compiled = compiler or (jax.default_backend(), compiled_here)
     rows = []
@@ -120,7 +120,7 @@ def diagnose(
         fast = autocast(fun, policy)
         kept = _kept(fast, args, has_aux) if is_loss else 0
         whole = jax.value_and_grad(fast, has_aux=has_aux, allow_int=True) if is_loss else fast
-        status = examine(found[policy], accelerator).status
+        status = examine(by_name[policy], accelerator).status
         rows.append(Measured(policy, status, kept, *_on_arrays(whole, args, compiled)))
     where = "here" if compiler is None else f"for {target_name}"
     taken, advice = _advise(rows, accelerator, where)
@@ -128,8 +128,8 @@ def diagnose(
     explanation = explain(fun, taken)(*args)
     advice += explanation.warnings()
     what = "value and gradient" if is_loss else "value"
-    found = (tuple(rows), taken, explanation, tuple(advice))
-    return Diagnosis(name, what, accelerator, target_name, *found, fun, args)
+    told = (tuple(rows), taken, explanation, tuple(advice))
+    return Diagnosis(name, what, accelerator, target_name, *told, fun, args)
 
 
 # -- what to examine -----------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def _argument(module: ModuleType, text: str) -> Any:
     return value() if callable(value) and not is_array(value) else value
 
 
-def values_of(found: Diagnosis) -> list[Any]:
+def values_of(diagnosis: Diagnosis) -> list[Any]:
     """Returns arguments that a diagnosed function can run on.
 
     A shape of floating numbers is filled with normal ones; what integers mean is not known.
@@ -184,7 +184,7 @@ def values_of(found: Diagnosis) -> list[Any]:
     Raises:
       ValueError: an integer argument was given as a shape.
     """
-    return jax.tree.map(lambda x: _filled(x, found.function), found.args, is_leaf=_is_shape)
+    return jax.tree.map(lambda x: _filled(x, diagnosis.function), diagnosis.args, is_leaf=_is_shape)
 
 
 def _is_shape(x: Any) -> bool:

@@ -178,11 +178,11 @@ def _measured(
             fix = "Call it on these arguments first; give arrays, not shapes."
             raise ValueError(message("measure", got, fix))
     samples = _in_turns(ready, deadline)
-    found = tuple(dataclasses.replace(r, samples=samples.get(n, ())) for n, r in rows.items())
+    timings = tuple(dataclasses.replace(r, samples=samples.get(n, ())) for n, r in rows.items())
     device = jax.devices()[0].device_kind
-    taken, advice = advise(found)
+    taken, advice = advise(timings)
     told = (subject.name, subject.what, device, subject.reference)
-    return Measurement(*told, found, taken, tuple(advice))
+    return Measurement(*told, timings, taken, tuple(advice))
 
 
 # -- what is run ---------------------------------------------------------------------------------
@@ -257,11 +257,11 @@ def _is_floating(x: Any) -> bool:
     return is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _numbers(found: tuple[Any, Any]) -> tuple[list[Any], list[Any]]:
+def _numbers(value_and_grads: tuple[Any, Any]) -> tuple[list[Any], list[Any]]:
     """Returns the floating leaves of both, in float64 on the host."""
     value, grads = (
         [np.asarray(x, np.float64) for x in jax.tree.leaves(tree) if _is_floating(x)]
-        for tree in found
+        for tree in value_and_grads
     )
     return value, grads
 
@@ -273,13 +273,13 @@ def _prepared(subject: _Subject, name: str, policy: Any, exact: Any) -> tuple[Ti
     scale = None if start == 1 else jnp.float32(start)
     try:
         program = jax.jit(subject.step(fast)).lower(subject.arrays, scale).compile()
-        found = program(subject.arrays, scale)
+        outputs = program(subject.arrays, scale)
         for _ in range(_HALVINGS):
-            if scale is None or all_finite(found[1]):
+            if scale is None or all_finite(outputs[1]):
                 break
             scale = scale / 2  # as dynamic scaling does when a step overflows
-            found = program(subject.arrays, scale)
-        value, grads = _numbers(found)
+            outputs = program(subject.arrays, scale)
+        value, grads = _numbers(outputs)
     except Exception as error:  # noqa: BLE001 - what one policy raises is a row; of the first, an error
         return Timing(name, failure=_reason(error)), None
     memory: Any = program.memory_analysis()
@@ -297,9 +297,9 @@ def _reason(error: Exception) -> str:
     return text.strip().partition("\n")[0][:200]
 
 
-def _distance(found: list[Any], exact: list[Any]) -> float:
+def _distance(leaves: list[Any], exact: list[Any]) -> float:
     """Returns the relative error of all leaves together, in the L2 norm."""
-    off, whole = distance(found, exact)
+    off, whole = distance(leaves, exact)
     return off / whole if whole else off
 
 
@@ -321,7 +321,7 @@ def _in_turns(ready: dict[str, Any], deadline: float) -> dict[str, tuple[float, 
         for name, program in ready.items():
             samples[name].append(_timed(program, steps[name]))
         took = time.monotonic() - began
-    return {name: tuple(found) for name, found in samples.items()}
+    return {name: tuple(times) for name, times in samples.items()}
 
 
 def _timed(program: Callable[[], Any], steps: int) -> float:

@@ -58,10 +58,10 @@ _traced_setting = jax.make_user_context(None)
 @contextlib.contextmanager
 def journal() -> Generator[dict[str, str]]:
     """Collects why each module, by its path, has its dtypes, while models run inside."""
-    found: dict[str, str] = {}
-    token = _journal.set(found)
+    reasons: dict[str, str] = {}
+    token = _journal.set(reasons)
     try:
-        yield found
+        yield reasons
     finally:
         _journal.reset(token)
 
@@ -205,12 +205,12 @@ class _Region:
                 yield
         finally:
             _region.reset(token)
-        found = _journal.get()
-        if found is not None:
+        reasons = _journal.get()
+        if reasons is not None:
             skipped = len(self._setting.prefix)
             for name, finding in self._findings.items():
                 below = tuple(name.split("/"))[skipped:] if name else ()
-                found.setdefault("/".join((*self._base, *below)), finding.reason)
+                reasons.setdefault("/".join((*self._base, *below)), finding.reason)
 
     def warn(self) -> None:
         warn_of(self._setting.policy, self._findings, "with_policy", model=self._setting.model)
@@ -256,8 +256,8 @@ class _Region:
             decisive = {"dtype"} & fields.keys() or fields.keys()
             reason = reason_at(self._setting.policy, spelled) if decisive & free else OWN
             reason = reason if fields else NO_DTYPE
-            found = Finding(path=name, class_name=type(module).__name__, reason=reason)
-            self._findings.setdefault(name, found)
+            finding = Finding(path=name, class_name=type(module).__name__, reason=reason)
+            self._findings.setdefault(name, finding)
 
     def _is_free(self, module: nn.Module, field: Any, place: Path) -> bool:
         """Whether a field holds its default, or what the policy gave here or further up."""
@@ -278,8 +278,8 @@ class _Region:
         held = module.variables.get("params", {}).values()
         if any(is_castable(x) for x in held if not isinstance(x, Mapping)):
             name = type(module).__name__  # not that of nn.remat's subclass
-            found = dataclasses.replace(finding, class_name=name, has_parameters=True)
-            self._findings[finding.path] = found
+            complete = dataclasses.replace(finding, class_name=name, has_parameters=True)
+            self._findings[finding.path] = complete
 
 
 def _with_carry_dtypes(out: Any, carry: Any) -> Any:

@@ -30,19 +30,19 @@ AS_WRITTEN = "as written"
 
 def as_checked_policy(policy: Any, where: str) -> Policy | PolicyMap:
     """Returns the policy that `policy` names, all of whose dtypes JAX can make as it is set."""
-    found = get_policy(policy)
-    for each in getattr(found, "policies", (found,)):
+    checked = get_policy(policy)
+    for each in getattr(checked, "policies", (checked,)):
         require_x64(each.compute_dtype, where)
         require_x64(each.param_dtype, where)
-    if any(isinstance(each, QuantizedPolicy) for each in getattr(found, "policies", (found,))):
+    if any(isinstance(each, QuantizedPolicy) for each in getattr(checked, "policies", (checked,))):
         text = message(
             where,
-            f"got {str(found)!r}, and modules multiply in its base's dtype alone.",
+            f"got {str(checked)!r}, and modules multiply in its base's dtype alone.",
             "Allowed: any policy; products in 8 bits are autocast's.",
             "Type autocast(loss_fn, policy), or make_train_step(loss_fn, tx, policy), as well.",
         )
         warnings.warn(text, PolicyWarning, stacklevel=3)
-    return found
+    return checked
 
 
 def _rules(policy: Policy | PolicyMap) -> tuple[tuple[str, Policy], ...]:
@@ -217,15 +217,15 @@ def _idle(policy: Any, places: Places, where: str) -> Iterable[str]:
     for path, finding in places:
         decided.setdefault(rule_index(policy, path), []).append((path, finding))
     for index in sorted(decided, key=lambda index: -1 if index is None else index):
-        found = [finding for _, finding in decided[index]]
-        if any(f.reason not in (OWN, NO_DTYPE) for f in found):
+        findings = [finding for _, finding in decided[index]]
+        if any(f.reason not in (OWN, NO_DTYPE) for f in findings):
             continue
         if any(f.has_parameters and not _is_lowered(policy, path) for path, f in decided[index]):
             continue  # it says of a module without a dtype what is so: no warning of that one
-        own = [f for f in found if f.reason == OWN]
+        own = [f for f in findings if f.reason == OWN]
         if index is None and not own:
             continue  # containers are nothing to speak of
-        example = (own or found)[0]
+        example = (own or findings)[0]
         subject = "the policy"
         if index is not None:
             subject = f"rule {index + 1} of {len(rules)}, {rules[index][0]!r},"
@@ -251,15 +251,15 @@ def _is_lowered(policy: Policy | PolicyMap, path: Path) -> bool:
 
 def _unreached(policy: Any, places: Places, where: str) -> Iterable[str]:
     """Yields what is said of custom modules with parameters that are to be computed with low."""
-    found = [
+    custom = [
         f
         for path, f in places
         if f.has_parameters and f.reason == NO_DTYPE and _is_lowered(policy, path)
     ]
-    if not found:
+    if not custom:
         return
-    first = ", ".join(f"{f.path or '.'!r} ({f.class_name})" for f in found[:3])
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    first = ", ".join(f"{f.path or '.'!r} ({f.class_name})" for f in custom[:3])
+    more = f" and {len(custom) - 3} more" if len(custom) > 3 else ""
     got = (
         f"{first}{more} holds parameters and has no dtype: it computes in what they are stored in."
     )

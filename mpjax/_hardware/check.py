@@ -68,8 +68,8 @@ class SupportReport(Shown):
     @property
     def status(self) -> Status:
         """The worst status among the findings."""
-        found = {finding.status for finding in self.findings}
-        return next(status for status in reversed(_SEVERITY) if status in found)
+        statuses = {finding.status for finding in self.findings}
+        return next(status for status in reversed(_SEVERITY) if status in statuses)
 
     @property
     def ok(self) -> bool:

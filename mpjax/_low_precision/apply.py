@@ -93,9 +93,9 @@ def full_params(params: PyTree, opt_state: PyTree) -> PyTree:
 
 def _kept(opt_state: PyTree) -> dict[KeyPath, tuple[type[Any], Array]]:
     """Returns what is kept of each parameter by its path, with the kind of state it is from."""
-    found: dict[KeyPath, tuple[type[Any], Array]] = {}
+    by_path: dict[KeyPath, tuple[type[Any], Array]] = {}
     for _, state in owners(opt_state):
         if isinstance(state, _KEEPING):
             for path, leaf in jax.tree_util.tree_leaves_with_path(state[0]):
-                found[path] = (type(state), leaf)
-    return found
+                by_path[path] = (type(state), leaf)
+    return by_path

@@ -91,8 +91,8 @@ def _kept_of(form: Any, params: PyTree, weights: PyTree) -> PyTree:
 
     kept = map_narrow(keep, params, weights, other=nothing)
     paths, treedef = jax.tree_util.tree_flatten_with_path(form[0])
-    found = dict(jax.tree_util.tree_leaves_with_path(kept))
-    return treedef.unflatten([found[path] for path, _ in paths])
+    by_path = dict(jax.tree_util.tree_leaves_with_path(kept))
+    return treedef.unflatten([by_path[path] for path, _ in paths])
 
 
 def known_weights(params: PyTree | None, old_state: PyTree) -> PyTree | None:

@@ -51,8 +51,8 @@ def map_moments(
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_leaf)
     mapped: list[Any] = []
     for number, (path, leaf) in enumerate(leaves):
-        found = _moment(state, path, number, known)
-        mapped.append(leaf if found is None else fun(found, leaf))
+        moment = _moment(state, path, number, known)
+        mapped.append(leaf if moment is None else fun(moment, leaf))
     return treedef.unflatten(mapped)
 
 

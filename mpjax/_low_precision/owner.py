@@ -155,10 +155,10 @@ def _is_owner(x: Any) -> bool:
 
 
 def _refuse_second(name: str, inner_state: PyTree) -> None:
-    found = owners(inner_state)
-    if not found:
+    inner_owners = owners(inner_state)
+    if not inner_owners:
         return
-    first = found[0][1].owns_rounding_as
+    first = inner_owners[0][1].owns_rounding_as
     got = f"it was given an optimizer that owns the rounding already ({first})."
     allowed = "Allowed: one of with_master_weights, with_stochastic_rounding and with_kahan."
     fix = "Drop one; for some parameters the one and for others the other, use optax.partition."

@@ -103,12 +103,12 @@ def moment_spread(opt_state: PyTree, params: PyTree | None = None) -> MomentSpre
 
 def spread_text(opt_state: PyTree, params: PyTree | None, where: str) -> str | None:
     """Returns a warning about moments in 8 bits whose blocks are wide; None where none is."""
-    found = moment_spread(opt_state, params)
-    if not found.rules:
+    wide = moment_spread(opt_state, params)
+    if not wide.rules:
         return None
-    widest = {path: spread for path, spread, _ in found.rows}
-    first = max(found.rules, key=widest.__getitem__)
-    others = len(found.rules) - 1
+    widest = {path: spread for path, spread, _ in wide.rows}
+    first = max(wide.rules, key=widest.__getitem__)
+    others = len(wide.rules) - 1
     got = f"gradients within a block of {first!r} are {widest[first]:.0e} times apart"
     got += f" ({others} more parameters are wide)" if others else ""
     got += ", too far for moments in 8 bits: single updates are up to 3 times the optimizer's own."

@@ -49,9 +49,9 @@ class StoredMoments(abc.ABC):
         """Returns the state to start from."""
         inner_state = self.inner.init(params)
         count = jnp.zeros((), jnp.int32)
-        found: list[Moment] = []
-        encoded = self._encoded(inner_state, params, count, found)
-        self.check_params(params, found)
+        moments: list[Moment] = []
+        encoded = self._encoded(inner_state, params, count, moments)
+        self.check_params(params, moments)
         return self.state_type(count, encoded)
 
     def update(
@@ -83,11 +83,13 @@ class StoredMoments(abc.ABC):
             encoded = _choose_moments(taken, encoded, state.inner_state, like)
         return steps, self.state_type(count, encoded)
 
-    def _encoded(self, state: PyTree, params: PyTree, count: Array, found: list[Moment]) -> PyTree:
+    def _encoded(
+        self, state: PyTree, params: PyTree, count: Array, moments: list[Moment]
+    ) -> PyTree:
         def encode(moment: Moment, x: Any) -> Any:
             if not _is_real(x):
                 return x
-            found.append(moment)
+            moments.append(moment)
             return self.encode(moment, to_full(x), scattered(x.shape, count, moment.number))
 
         return map_moments(encode, state, params)

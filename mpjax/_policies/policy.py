@@ -356,13 +356,13 @@ def _from_object(spec: Any) -> Policy:
 
 
 def _from_config(config: Mapping[str, Any]) -> Policy:
-    if (found := _read_elsewhere(config)) is not None:
-        return found
+    if (read := _read_elsewhere(config)) is not None:
+        return read
     inner = config.get("config", config)  # Keras wraps it: {"class_name": ..., "config": {...}}
     if isinstance(inner, Mapping) and set(inner) >= {"name"}:
         return _parse(cast("Mapping[str, str]", inner)["name"])
-    if isinstance(inner, Mapping) and (found := _read_elsewhere(inner)) is not None:
-        return found
+    if isinstance(inner, Mapping) and (read := _read_elsewhere(inner)) is not None:
+        return read
     if "class_name" in config:
         raise ValueError(_no_keras_policy(str(config["class_name"])))
     return Policy.from_dict(config)
@@ -393,8 +393,8 @@ def _read_elsewhere(spec: Any) -> Policy | None:
 
 
 def _parse(name: str) -> Policy:
-    if (found := _read_elsewhere(name)) is not None:
-        return found
+    if (read := _read_elsewhere(name)) is not None:
+        return read
     if "=" in name:
         return _parse_pairs(name)
     if name.lower() == "bf16":

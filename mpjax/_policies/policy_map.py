@@ -335,10 +335,10 @@ def _unmatched_text(where: str, rule: str, pattern: str, paths: list[Path]) -> s
     if spelling.looks_like_regex(pattern):
         fix = f"Type {f're:{pattern}'!r}: without re: it is a glob, in which only * ? [ mean more."
         return message(where, got, "It has the signs of a regular expression.", fix)
-    found = spelling.shorter(pattern, paths)
-    if found is not None:
-        fix = f"Type {found[0]!r}: the module's path alone means the same everywhere."
-        return message(where, got, f"No path here has the part {found[1]!r} in that place.", fix)
+    shorter = spelling.shorter(pattern, paths)
+    if shorter is not None:
+        fix = f"Type {shorter[0]!r}: the module's path alone means the same everywhere."
+        return message(where, got, f"No path here has the part {shorter[1]!r} in that place.", fix)
     texts = [spelling.shown(path) for path in paths]
     close = nearest(pattern.removeprefix("re:").replace("*", ""), texts) or texts[:3]
     near = f"Nearest: {', '.join(map(repr, close))} (case matters)."

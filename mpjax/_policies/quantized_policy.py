@@ -140,8 +140,8 @@ def _read(spec: str | Mapping[str, Any]) -> Policy | None:
     if _KEY in spec:
         base, _, recipe = spec.partition(_KEY)
         return QuantizedPolicy(base.rstrip(",") or "bf16-mixed", get_recipe(recipe, "get_policy"))
-    mode, found, _ = spec.lower().partition(_FROM)
-    if not found:
+    mode, separator, _ = spec.lower().partition(_FROM)
+    if not separator:
         return None
     base = spec[len(mode) + len(_FROM) :]
     if mode not in MODES or not base:

@@ -38,19 +38,19 @@ def fields(policy: Policy) -> dict[str, Any]:
     if forward is None:
         return {}
     inputs, weights = forward
-    found: dict[str, Any] = {"weight_qtype": DTYPES[weights], "act_qtype": DTYPES[inputs]}
+    rule: dict[str, Any] = {"weight_qtype": DTYPES[weights], "act_qtype": DTYPES[inputs]}
     if gradient := _gradient_dtype(recipe):
-        found["bwd_qtype"] = gradient
+        rule["bwd_qtype"] = gradient
     if recipe.granularity == "tensor":
-        found["disable_channelwise_axes"] = True
+        rule["disable_channelwise_axes"] = True
     if recipe.block_size > 1:
-        found["tile_size"] = recipe.block_size
-        found["bwd_weight_grad_tile_size"] = recipe.block_size
+        rule["tile_size"] = recipe.block_size
+        rule["bwd_weight_grad_tile_size"] = recipe.block_size
     if recipe.margin:
         method = f"absmax,{2.0**recipe.margin:g}"
         names = ("weight_calibration_method", "act_calibration_method", "bwd_calibration_method")
-        found |= dict.fromkeys(names, method)
-    return found
+        rule |= dict.fromkeys(names, method)
+    return rule
 
 
 def _gradient_dtype(recipe: Recipe) -> str | None:

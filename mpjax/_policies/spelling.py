@@ -43,12 +43,12 @@ def of_operation(scopes: tuple[str, ...]) -> Path:
         is_again = modules[-1:] == [name] and (bool(method) or _MODEL.fullmatch(name))
         if not is_again and scope not in _ADDED_BY_JAX:
             modules.append(name)
-    found = ["/".join(scopes), "/".join(modules)]
+    spellings = ["/".join(scopes), "/".join(modules)]
     root = next((i for i, name in enumerate(modules) if _MODEL.fullmatch(name)), None)
     if root is not None and root + 1 < len(modules):
         below = modules[root + 1 :]
-        found += ["/".join(below), "/".join([*modules[:root], *below])]
-    return tuple(dict.fromkeys(found))
+        spellings += ["/".join(below), "/".join([*modules[:root], *below])]
+    return tuple(dict.fromkeys(spellings))
 
 
 def matches(pattern: str, path: Path) -> bool:
@@ -100,8 +100,8 @@ def _alternatives(pattern: str, *, bare: bool) -> tuple[re.Pattern[str], ...]:
     texts += [text.removesuffix(f"/{anything}") for text in texts]
     if is_regex:  # r"\/.*" and ".*/?" have an edge that is no part of a path
         texts = [t for t in texts if t == texts[0] or not (t[0:1] in "*+?{" or t[-1:] == "\\")]
-    found = dict.fromkeys(text for text in texts if text)
-    return tuple(re.compile(text if is_regex else translate(text)) for text in found)
+    unique = dict.fromkeys(text for text in texts if text)
+    return tuple(re.compile(text if is_regex else translate(text)) for text in unique)
 
 
 def module_regex(pattern: str) -> str:
@@ -110,11 +110,11 @@ def module_regex(pattern: str) -> str:
     Where the pattern names a parameter, the module that it is of is meant.
     """
     leaf = re.search(r"/(kernel|embedding|scale|bias|weight|w|b)$", pattern)
-    found = [each.pattern for each in _alternatives(pattern, bare=True)]
+    alternatives = [each.pattern for each in _alternatives(pattern, bare=True)]
     if leaf:
-        found += [each.pattern for each in _alternatives(pattern[: leaf.start()], bare=True)]
+        alternatives += [each.pattern for each in _alternatives(pattern[: leaf.start()], bare=True)]
     below = "" if pattern.startswith(REGEX) else "(/.*)?"
-    return "|".join(f"({text}){below}" for text in dict.fromkeys(found))
+    return "|".join(f"({text}){below}" for text in dict.fromkeys(alternatives))
 
 
 def check(pattern: str) -> None:

@@ -63,16 +63,16 @@ def current_loss_scale(opt_state: PyTree) -> LossScale:
       >>> mpjax.current_loss_scale(tx.init({"w": jnp.ones(2)}))
       StaticLossScale(loss_scale=8)
     """
-    found = find_states(opt_state)
-    if len(found) == 1:
+    states = find_states(opt_state)
+    if len(states) == 1:
         refuse_before(opt_state, "current_loss_scale", is_optimizer=False)
-        return owned(unpack(found[0][1]))
-    if not found:
+        return owned(unpack(states[0][1]))
+    if not states:
         fix = "Wrap the optimizer: mpjax.with_loss_scale(tx, mpjax.DynamicLossScale())."
         got = f"the state holds no loss scale; got a {type(opt_state).__name__}."
         raise ValueError(message("current_loss_scale", got, fix))
-    paths = ", ".join(repr(path) for path, _ in found)
-    got = f"the state holds {len(found)} loss scales, at {paths}."
+    paths = ", ".join(repr(path) for path, _ in states)
+    got = f"the state holds {len(states)} loss scales, at {paths}."
     fix = "Give the part of the state that you mean, e.g. current_loss_scale(opt_state[0])."
     raise ValueError(message("current_loss_scale", got, fix))
 

@@ -85,20 +85,20 @@ def adopted(
     if jax.tree.structure(fresh) == jax.tree.structure(old):
         return _cast_like(fresh, old, where)
     states = find_states(old)
-    found = [state for path, state in states if not path]
-    if not found and states:
+    outermost = [state for path, state in states if not path]
+    if not outermost and states:
         got = "the loss scale stands inside the old state, at another place than in the new one."
         fix = "Put with_loss_scale where it stood, or adopt the part of the state that it wraps."
         raise ValueError(message(where, got, fix))
-    inner = found[0].inner_state if found else old
+    inner = outermost[0].inner_state if outermost else old
     if not isinstance(fresh, LossScaleState):
         return _cast_like(fresh, inner, where)
     kept: dict[str, Any] = {"inner_state": _cast_like(fresh.inner_state, inner, where)}
-    if found:
+    if outermost:
         counts = ("grads_finite", "skipped_steps", "consecutive_skips", "diverged")
-        kept |= {name: getattr(found[0], name) for name in counts}
-        if kind_of(found[0]) == kind_of(fresh):
-            kept |= {"loss_scale": found[0].loss_scale, "adjustment": found[0].adjustment}
+        kept |= {name: getattr(outermost[0], name) for name in counts}
+        if kind_of(outermost[0]) == kind_of(fresh):
+            kept |= {"loss_scale": outermost[0].loss_scale, "adjustment": outermost[0].adjustment}
     return fresh._replace(**kept)
 
 
@@ -140,8 +140,8 @@ def _cast_like(fresh: PyTree, old: PyTree, where: str) -> PyTree:
         by_path = dict(zip(leaf_paths(old), jax.tree.leaves(old), strict=True))
         paths = leaf_paths(fresh)
         if set(by_path) == set(paths):  # restored without a target: the same, in bare containers
-            found = [by_path[path] for path in paths]
-            return _cast_like(fresh, jax.tree.unflatten(jax.tree.structure(fresh), found), where)
+            in_order = [by_path[path] for path in paths]
+            return _cast_like(fresh, jax.tree.unflatten(jax.tree.structure(fresh), in_order), where)
         fix = (
             "Adopt a state of the same optimizer (of an nnx.Optimizer: mpjax.nnx.adopt_state);",
             "or start again: tx.init(params).",

@@ -151,16 +151,16 @@ def check_scale_fits(
     _refuse_two(loss_scale)
     refuse_before(tx_state, "make_train_step", is_optimizer=True)
     wanted = get_loss_scale(policy)
-    found = [state for _, state in find_states(tx_state)]
-    reached = sum(state.leaf_finite.size for state in found)
+    scale_states = [state for _, state in find_states(tx_state)]
+    reached = sum(state.leaf_finite.size for state in scale_states)
     leaves = len(jax.tree.leaves(gradient_params(params)))
-    if reached < leaves and any(state.adjustment is not None for state in found):
+    if reached < leaves and any(state.adjustment is not None for state in scale_states):
         got = f"with_loss_scale is around the optimizer of {reached} of {leaves} parameters: "
         got += "the others would get gradients that are still scaled."
         fix = "Type with_loss_scale(optax.partition(...)) or with_loss_scale(optax.masked(...)):"
         fix += " the wrapper around all of it."
         raise ValueError(message("make_train_step", got, fix))
-    if not isinstance(wanted, NoOpLossScale) and all(x.adjustment is None for x in found):
+    if not isinstance(wanted, NoOpLossScale) and all(x.adjustment is None for x in scale_states):
         got = f"{policy} computes in float16, and with_loss_scale(tx) was given no loss scale: "
         got += "gradients below 2**-24 would vanish."
         fix = "Type with_loss_scale(tx, mpjax.DynamicLossScale()), or give tx unwrapped;"
@@ -186,7 +186,7 @@ def check_own(
             got += f", and {policy} keeps {describe(ours)}."
             raise ValueError(message("train step", got, fix))
     ours, theirs = map(find_states, (fresh, opt_state))
-    kinds = [[kind_of(found) for _, found in states] for states in (ours, theirs)]
+    kinds = [[kind_of(scale_state) for _, scale_state in states] for states in (ours, theirs)]
     if theirs and kinds[0] != kinds[1]:
         got = f"the state has {kinds[1][0]} loss scale, and this step {kinds[0][0]} loss scale."
         raise ValueError(message("train step", got, fix))
@@ -263,15 +263,15 @@ def fields_of(state: Any) -> dict[str, Any]:
       TypeError: it has no `params`, `opt_state` and `step`.
     """
     names = ("step", "params", "opt_state", "extra_state", "amax_history")
-    found = {}
+    fields = {}
     for name in names:
         if isinstance(state, Mapping) and name in state:
-            found[name] = state[name]
+            fields[name] = state[name]
         elif hasattr(state, name):
-            found[name] = getattr(state, name)
-    missing = [name for name in names[:3] if name not in found]
+            fields[name] = getattr(state, name)
+    missing = [name for name in names[:3] if name not in fields]
     if not missing:
-        return found
+        return fields
     got = f"got {described(state)}, which has no {', '.join(missing)}."
     allowed = "Allowed: a TrainState of mpjax or Flax, or a restored mapping with these names."
     fix = "Type step.adopt({'step': 0, 'params': params, 'opt_state': opt_state})."

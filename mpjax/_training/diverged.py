@@ -47,10 +47,10 @@ def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
         First bad leaf: 'w', f32[2].
         Lower the learning rate, or look for what overflows: ...
     """
-    found = find_states(opt_state)
-    if not found:
+    states = find_states(opt_state)
+    if not states:
         current_loss_scale(opt_state)
-    for _, state in found:
+    for _, state in states:
         if isinstance(state.diverged, jax.core.Tracer):
             got = "it was called inside a traced function."
             fix = "Call it on the host, on the state that the jitted step returned."

@@ -44,10 +44,10 @@ def axes_of(batch: PyTree, axes: Axes, count: int) -> list[int | None]:
     leaves = jax.tree.leaves(batch)
     paths = leaf_paths(batch)
     given = _broadcast(axes, batch)
-    found = [_axis(*row) for row in zip(paths, leaves, given, strict=True)]
+    leaf_axes = [_axis(*row) for row in zip(paths, leaves, given, strict=True)]
     sizes = {
         path: np.shape(x)[axis]
-        for path, x, axis in zip(paths, leaves, found, strict=True)
+        for path, x, axis in zip(paths, leaves, leaf_axes, strict=True)
         if axis is not None and np.ndim(x)
     }
     if len(set(sizes.values())) > 1:
@@ -58,7 +58,7 @@ def axes_of(batch: PyTree, axes: Axes, count: int) -> list[int | None]:
             fix = "Make the first axis a multiple of accumulate=, or drop the last, short batch."
             fix += " What is no batch: accumulate_axes=, with None for it."
             raise ValueError(message(f"batch leaf {path!r}", got, fix))
-    return found
+    return leaf_axes
 
 
 def repeated(x: Array, count: int) -> Array:

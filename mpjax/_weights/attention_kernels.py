@@ -23,12 +23,12 @@ def summed_axes(leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     Args:
       leaves: everything in a tree by its path.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    axes: dict[str, tuple[int, ...]] = {}
     ending = f"{_OUT}/{_KERNEL}"
     for path in leaves:
         if path == ending or path.endswith(f"/{ending}"):
-            found |= _of_module(leaves, path.removesuffix(ending))
-    return found
+            axes |= _of_module(leaves, path.removesuffix(ending))
+    return axes
 
 
 def _of_module(leaves: Mapping[str, Any], module: str) -> dict[str, tuple[int, ...]]:

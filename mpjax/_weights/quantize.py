@@ -70,18 +70,18 @@ def quantize(params: Any, policy: PolicySpec, *, channel_axis: int = -1) -> Any:
     References:
       Jacob et al., Quantization and Training of Neural Networks, 2018, https://arxiv.org/abs/1712.05877
     """
-    found = chosen_policy(policy, _WHERE)
-    _check(found, channel_axis)
+    checked = chosen_policy(policy, _WHERE)
+    _check(checked, channel_axis)
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_quantized)
     keyed = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
     paths = leaf_paths(jax.tree.unflatten(treedef, [0] * len(leaves)))
-    if isinstance(found, PolicyMap):
-        found.warn_unused(paths, _WHERE)
+    if isinstance(checked, PolicyMap):
+        checked.warn_unused(paths, _WHERE)
     summed = attention.summed_axes(dict(zip(paths, leaves, strict=True)))
     chosen = [
         leaf
         if is_overwritten(key)
-        else _quantized(leaf, path, found, summed.get(path, (-3 - channel_axis,)))
+        else _quantized(leaf, path, checked, summed.get(path, (-3 - channel_axis,)))
         for path, (key, leaf) in zip(paths, keyed, strict=True)
     ]
     if not any(map(is_quantized, chosen)):
@@ -102,8 +102,8 @@ def _quantized(leaf: Any, path: str, policy: Any, summed: tuple[int, ...]) -> An
     # Each channel has a scale, also in float8, where one a matrix would be 0 for channels that are
     # 10⁶ smaller. Axes in front of the matrix are those of stacks: layers of a scan, experts.
     axes = tuple(sorted(axis % leaf.ndim for axis in summed))
-    found = scaled.quantize(jnp.asarray(leaf), dtype, axes, mine.recipe.margin)
-    return QuantizedArray(found.values, found.scale)
+    in_8_bits = scaled.quantize(jnp.asarray(leaf), dtype, axes, mine.recipe.margin)
+    return QuantizedArray(in_8_bits.values, in_8_bits.scale)
 
 
 def _matrix(summed: tuple[int, ...]) -> tuple[int, ...]:

@@ -373,8 +373,8 @@ def undo_skipped(optimizer: nnx.Optimizer[Any], *nodes: Any) -> Generator[None]:
     variables = {id(v): v for node in (*nodes, optimizer.step) for v in _variables(node)}
     before = [(v, v.get_value()) for v in variables.values()]
     yield
-    scaled = [found for _, found in find_states(optimizer.opt_state)]
-    finite = jnp.all(jnp.stack([jnp.asarray(found.grads_finite) for found in scaled]))
+    scaled = [scale_state for _, scale_state in find_states(optimizer.opt_state)]
+    finite = jnp.all(jnp.stack([jnp.asarray(scale_state.grads_finite) for scale_state in scaled]))
     for variable, old in before:
         new = variable.get_value()
         if new is not old:

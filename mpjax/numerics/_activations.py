@@ -67,10 +67,10 @@ class Activations:
         runner.axes = self._axes
         (_, *grads), read_rows, _ = runner.run(self._arrays)
         values = read_rows.values
-        found = {key: _of_columns(values[np.array(rows)]) for key, rows in self.rows.items()}
+        by_module = {key: _of_columns(values[np.array(rows)]) for key, rows in self.rows.items()}
         if self._axis_name is not None:
-            found = {key: _over_shards(one, self._axis_name) for key, one in found.items()}
-        return found, grads
+            by_module = {key: _over_shards(one, self._axis_name) for key, one in by_module.items()}
+        return by_module, grads
 
 
 def _path(module: str) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ def _chosen(plan: Plan) -> dict[tuple[str, str], list[int]]:
     graph = Neighbours(plan)
     looked_at = {FORWARD: _of_data(plan, graph), BACKWARD: _read_on(plan)}
     outputs = {n for n in plan.outputs if n is not None}
-    found: dict[tuple[str, str], list[int]] = {}
+    chosen: dict[tuple[str, str], list[int]] = {}
     for node, row in plan.row_of.items():
         site = plan.sites[row]
         if node in outputs or not site.shape or node not in looked_at.get(site.phase, ()):
@@ -101,10 +101,10 @@ def _chosen(plan: Plan) -> dict[tuple[str, str], list[int]]:
         ends = site.phase == BACKWARD and any(r.operation in PRODUCTS for r in readers)
         if site.operation in PRODUCTS or leaves or ends:
             kind = ACTIVATION if site.phase == FORWARD else GRADIENT
-            rows = found.setdefault((kind, _name(site)), [])
+            rows = chosen.setdefault((kind, _name(site)), [])
             scaled = _scaled(plan, graph, row)
             rows += [scaled] if scaled not in rows else []
-    return found
+    return chosen
 
 
 def _scaled(plan: Plan, graph: Neighbours, row: int) -> int:
@@ -163,13 +163,13 @@ def _read_on(plan: Plan) -> set[int]:
 
 
 def _all_from(starts: Sequence[int], edges: Sequence[Sequence[int]]) -> set[int]:
-    waiting, found = list(starts), set[int]()
+    waiting, reached = list(starts), set[int]()
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
+        if node not in reached:
+            reached.add(node)
             waiting += edges[node]
-    return found
+    return reached
 
 
 class _Statistics(Collecting):
@@ -202,7 +202,7 @@ class _Frame(CollectingFrame):
         self.nothing = spread(jnp.zeros((instrument.width,), jnp.float32))
 
     def constant(self, value: Any) -> Any:
-        self.found.append(self.nothing)
+        self.collected.append(self.nothing)
         return self.fresh(value)
 
     def measure(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
@@ -210,7 +210,9 @@ class _Frame(CollectingFrame):
         dtype = self.dtypes.get(id(eqn))
         floating = [o for o in outs if jnp.issubdtype(o.dtype, jnp.floating) and o.size]
         is_read = dtype is not None and floating
-        self.found.append(self.spread(_columns(floating[0], dtype)) if is_read else self.nothing)
+        self.collected.append(
+            self.spread(_columns(floating[0], dtype)) if is_read else self.nothing
+        )
         return [Tracked(out) for out in outs]
 
 

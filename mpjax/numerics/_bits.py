@@ -62,13 +62,13 @@ def _counts(*values: Any) -> jax.Array:
         return jnp.zeros((len(real), 3), jnp.float32)
     parts = [part for x in real for part in read(x)]
     joins = [lax.max if is_max else lax.add for _, is_max in parts]
-    found = lax.reduce(
+    reduced = lax.reduce(
         tuple(part for part, _ in parts),
         tuple(part.dtype.type(0) for part, _ in parts),
         lambda a, b: tuple(join(x, y) for join, x, y in zip(joins, a, b, strict=True)),
         tuple(range(len(shape))),
     )
-    rows = [_row(x.dtype, *found[3 * i : 3 * i + 3]) for i, x in enumerate(real)]
+    rows = [_row(x.dtype, *reduced[3 * i : 3 * i + 3]) for i, x in enumerate(real)]
     return jnp.stack(rows)
 
 

@@ -44,7 +44,7 @@ class CollectingFrame:
 
     def __init__(self, spread: Callable[[Any], Any]) -> None:
         self.spread = spread
-        self.found: list[Any] = []
+        self.collected: list[Any] = []
 
     def enter(self, extra: Any) -> Any:
         return extra
@@ -60,14 +60,14 @@ class CollectingFrame:
         return [Tracked(out) for out in bind(eqn, [t.value for t in operands])]
 
     def rows(self) -> Any:
-        return jnp.stack(self.found)
+        return jnp.stack(self.collected)
 
 
 class UnmeasuredFrame(CollectingFrame):
     """A frame whose rows are empty."""
 
     def constant(self, value: Any) -> Any:
-        self.found.append(None)
+        self.collected.append(None)
         return self.fresh(value)
 
     def fresh(self, value: Any) -> Any:
@@ -75,8 +75,8 @@ class UnmeasuredFrame(CollectingFrame):
         return _NOTHING
 
     def measure(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
-        self.found.append(None)
+        self.collected.append(None)
         return self.same(eqn, operands)
 
     def rows(self) -> Any:
-        return self.spread(jnp.zeros((len(self.found), 0), jnp.float32))
+        return self.spread(jnp.zeros((len(self.collected), 0), jnp.float32))

@@ -242,8 +242,8 @@ class _Relative:
             if row is not None and self._cancels(row):
                 self._known[node] = row
             elif row is None or self._plan.sites[row].operation in _PASS_ON:
-                found = (self.cancelled(n) for n in self._plan.reads[node])
-                self._known[node] = next((row for row in found if row is not None), None)
+                rows = (self.cancelled(n) for n in self._plan.reads[node])
+                self._known[node] = next((row for row in rows if row is not None), None)
         return self._known[node]
 
     def _cancels(self, row: int) -> bool:

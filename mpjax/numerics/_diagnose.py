@@ -143,19 +143,19 @@ def examine(
     program = _program(subject, subject.policy, names, args, clock)
     used = float(loss_scale)
 
-    found = program.read(Overflow(), [jnp.float32(used), *args])
-    bad_outputs = [not ok for ok in found.finite]
-    followed = follow(program.plan, found.values, found.index, bad_outputs)
-    rows = _rows(program.plan, found, followed)
+    twin_run = program.read(Overflow(), [jnp.float32(used), *args])
+    bad_outputs = [not ok for ok in twin_run.finite]
+    followed = follow(program.plan, twin_run.values, twin_run.index, bad_outputs)
+    rows = _rows(program.plan, twin_run, followed)
     again = _again(subject, program, names, args, used, clock)
-    cause = _cause.decide(subject, program.plan, found, followed, rows, used, again)
-    ordered = sorted(rows, key=lambda r: when(program.plan.sites[r], r, found.index[r]))
-    bad = [p for p, ok in zip(program.gradient_paths, found.finite[1:], strict=True) if not ok]
+    cause = _cause.decide(subject, program.plan, twin_run, followed, rows, used, again)
+    ordered = sorted(rows, key=lambda r: when(program.plan.sites[r], r, twin_run.index[r]))
+    bad = [p for p, ok in zip(program.gradient_paths, twin_run.finite[1:], strict=True) if not ok]
     return Report(
         function=subject.name,
         policy=str(subject.policy),
         loss_scale=used if subject.scaled else 1.0,
-        loss=found.loss,
+        loss=twin_run.loss,
         bad_gradients=tuple(bad),
         gradients=len(program.gradient_paths),
         rows=tuple(rows[r] for r in ordered),
@@ -231,8 +231,8 @@ def _is_written(program: Program, row: Row) -> bool:
     The float32 program is traced for that, and not run.
     """
     sites = program.plan.sites
-    found = {(s.operation, s.where, s.phase, short_name(s.dtype)) for s in sites}
-    return (row.operation, row.where, row.phase, row.dtype) in found
+    operations = {(s.operation, s.where, s.phase, short_name(s.dtype)) for s in sites}
+    return (row.operation, row.where, row.phase, row.dtype) in operations
 
 
 def _rounded_before(plan: Plan, row: Row) -> str:

@@ -34,19 +34,19 @@ class Spread:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns it with Transformer Engine's names, as plain values."""
-        found = self.histogram
+        histogram = self.histogram
         named = {
             "module": self.module,
             "kind": self.kind,
-            "size": found.size,
-            "amax_exponent": found.highest,
-            "dynamic_range": found.dynamic_range,
-            "zeros%": 100.0 * found.zeros / max(found.size, 1),
-            "inf": found.inf,
-            "nan": found.nan,
+            "size": histogram.size,
+            "amax_exponent": histogram.highest,
+            "dynamic_range": histogram.dynamic_range,
+            "zeros%": 100.0 * histogram.zeros / max(histogram.size, 1),
+            "inf": histogram.inf,
+            "nan": histogram.nan,
         }
         for dtype in FORMATS:
-            lost = found.lost(dtype)
+            lost = histogram.lost(dtype)
             named[f"{dtype}_underflows%"] = lost.underflows
             named[f"{dtype}_overflows%"] = lost.overflows
         return named
@@ -68,14 +68,14 @@ class ExponentReport(Shown):
         Raises:
           ValueError: there is no such kind, or no such module has it.
         """
-        found = [s for s in self.spreads if s.kind == kind and module in (None, s.module)]
-        if not found:
+        spreads = [s for s in self.spreads if s.kind == kind and module in (None, s.module)]
+        if not spreads:
             known = sorted({s.module for s in self.spreads if s.kind == kind})
             got = f"no {kind!r} in module {module!r}." if known else f"no kind {kind!r}."
             allowed = f"Allowed: {', '.join(map(repr, known[:8] or KINDS))}."
             raise ValueError(message("exponents.of", got, allowed))
-        total = found[0].histogram
-        for spread in found[1:]:
+        total = spreads[0].histogram
+        for spread in spreads[1:]:
             total = total + spread.histogram
         return total
 
@@ -155,10 +155,10 @@ class ExponentReport(Shown):
         shown = [kind for kind in kinds if self._has(kind) or kind not in KINDS]
         moved = [kind for kind in shown if kind in (GRADIENT, WGRAD) and loss_scale != 1]
         for kind, scale in (*((k, 1.0) for k in shown), *((k, loss_scale) for k in moved)):
-            found = self.of(kind)
-            share = 100 * found.counts / max(found.counts.sum(), 1)
+            histogram = self.of(kind)
+            share = 100 * histogram.counts / max(histogram.counts.sum(), 1)
             name = kind if scale == 1 else f"{kind} × {scale:g}"
-            label = f"{name}: {found.lost('float16', scale).underflows:.1f}% are 0 in float16"
+            label = f"{name}: {histogram.lost('float16', scale).underflows:.1f}% are 0 in float16"
             axis.step(EXPONENTS + round(np.log2(scale)), share, where="mid", label=label)
         for name in formats:
             _draw_end(axis, format_of(name, "ExponentReport.plot(formats)"))
@@ -253,7 +253,7 @@ def exponents(
 
 def _spreads(plan: Plan, values: Any, params: str, scale: float) -> list[Spread]:
     """Returns the rows by module and kind; what runs twice, in a checkpoint, counts once."""
-    found: dict[tuple[str, str], Any] = {}
+    counts: dict[tuple[str, str], Any] = {}
     outputs = _output_rows(plan)
     made = {*outputs, *_read_by(plan, outputs)} if scale != 1 else set(outputs)
     for row, (site, counted) in enumerate(zip(plan.sites, values, strict=True)):
@@ -267,8 +267,8 @@ def _spreads(plan: Plan, values: Any, params: str, scale: float) -> list[Spread]
         elif site.phase == BACKWARD:
             kind, shifted = GRADIENT, unscaled(counted, scale)
         key = (site.module or site.where, kind)
-        found[key] = shifted + found.get(key, 0)
-    spreads = [Spread(m, k, Histogram.of_row(row)) for (m, k), row in found.items()]
+        counts[key] = shifted + counts.get(key, 0)
+    spreads = [Spread(m, k, Histogram.of_row(row)) for (m, k), row in counts.items()]
     return sorted(spreads, key=lambda s: KINDS.index(s.kind))
 
 
@@ -311,11 +311,11 @@ def _shares(lost: Lost) -> tuple[float, float]:
 
 
 def _cells(spread: Spread, scale: float) -> Sequence[str]:
-    found = spread.histogram
-    half, e4m3, e5m2 = (found.lost(d) for d in ("float16", "float8_e4m3fn", "float8_e5m2"))
-    scaled = found.lost("float16", scale) if spread.kind in (GRADIENT, WGRAD) else half
-    reach = "all 0" if found.lowest is None else f"{found.lowest} … {found.highest}"
-    zeros = 100.0 * found.zeros / max(found.size, 1)
+    histogram = spread.histogram
+    half, e4m3, e5m2 = (histogram.lost(d) for d in ("float16", "float8_e4m3fn", "float8_e5m2"))
+    scaled = histogram.lost("float16", scale) if spread.kind in (GRADIENT, WGRAD) else half
+    reach = "all 0" if histogram.lowest is None else f"{histogram.lowest} … {histogram.highest}"
+    zeros = 100.0 * histogram.zeros / max(histogram.size, 1)
     shares = (zeros, half.underflows, scaled.underflows, half.overflows, e4m3.underflows)
     shares = (*shares, e4m3.overflows, e5m2.underflows)
     return (spread.module or "(no name)", spread.kind, reach, *(f"{s:.1f}%" for s in shares))

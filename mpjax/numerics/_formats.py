@@ -82,14 +82,14 @@ class Histogram:
     @property
     def lowest(self) -> int | None:
         """The exponent of the smallest non-zero magnitude; None where there is none."""
-        found = np.flatnonzero(self.counts)
-        return int(EXPONENTS[found[0]]) if found.size else None
+        occupied = np.flatnonzero(self.counts)
+        return int(EXPONENTS[occupied[0]]) if occupied.size else None
 
     @property
     def highest(self) -> int | None:
         """The exponent of the largest finite magnitude; None where all are zero."""
-        found = np.flatnonzero(self.counts)
-        return int(EXPONENTS[found[-1]]) if found.size else None
+        occupied = np.flatnonzero(self.counts)
+        return int(EXPONENTS[occupied[-1]]) if occupied.size else None
 
     @property
     def dynamic_range(self) -> float:

@@ -72,12 +72,12 @@ class Exponents(Collecting):
 
 class _Frame(CollectingFrame):
     def constant(self, value: Any) -> Any:
-        self.found.append(self.spread(histogram(value)))
+        self.collected.append(self.spread(histogram(value)))
         return self.fresh(value)
 
     def measure(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
         outs = bind(eqn, [t.value for t in operands])
         pairs = zip(outs, eqn.outvars, strict=True)
         counts = [histogram(out) for out, var in pairs if is_inexact(var)]
-        self.found.append(self.spread(sum(counts[1:], counts[0])))
+        self.collected.append(self.spread(sum(counts[1:], counts[0])))
         return [Tracked(out) for out in outs]

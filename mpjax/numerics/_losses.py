@@ -50,8 +50,8 @@ def lost_updates(params: PyTree, updates: PyTree) -> dict[str, Array]:
         raise ValueError(first_difference(_WHERE, ("params", params), ("updates", updates)))
     check_alive((params, updates), ("params", "updates"), _WHERE, tracers=True)
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(updates), strict=True)
-    found = zip(leaf_paths(params), pairs, strict=True)
-    return {path: _share(path, p, u) for path, (p, u) in found if is_castable(p)}
+    rows = zip(leaf_paths(params), pairs, strict=True)
+    return {path: _share(path, p, u) for path, (p, u) in rows if is_castable(p)}
 
 
 def _share(path: str, p: Any, u: Any) -> Array:

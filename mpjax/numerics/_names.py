@@ -35,11 +35,11 @@ def path(name_stack: Any) -> tuple[str, ...]:
     Where JAX differentiates a checkpointed program, it writes the scopes around that twice: before
     the transformation, and behind it.
     """
-    found: tuple[str, ...] = ()
+    scope: tuple[str, ...] = ()
     for segment in scopes.segments(name_stack):
         own = modules(segment)
-        found = own if own[: len(found)] == found else (*found, *own)
-    return found
+        scope = own if own[: len(scope)] == scope else (*scope, *own)
+    return scope
 
 
 def once(path: tuple[str, ...]) -> tuple[str, ...]:
@@ -102,11 +102,11 @@ class Neighbours:
 
     def before(self, row: int) -> list[int]:
         """Returns the rows that a row reads, arguments left out."""
-        found = self._reached(row, self.plan.reads)
-        return [r for r in found if r >= self.plan.arguments]
+        rows = self._reached(row, self.plan.reads)
+        return [r for r in rows if r >= self.plan.arguments]
 
     def _reached(self, row: int, edges: list[list[int]]) -> list[int]:
-        found: set[int] = set()
+        rows: set[int] = set()
         seen: set[int] = set()
         waiting = list(edges[self.node_of[row]])
         while waiting:
@@ -118,5 +118,5 @@ class Neighbours:
             if other is None:
                 waiting += edges[node]
             else:
-                found.add(other)
-        return sorted(found)
+                rows.add(other)
+        return sorted(rows)

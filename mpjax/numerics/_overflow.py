@@ -98,9 +98,9 @@ class _Frame:
         value, compiling takes time by the square of its length.
         """
         if self.chain:
-            found = self.spread(_bits.counts(*self.chain.values()))
+            counts = self.spread(_bits.counts(*self.chain.values()))
             for row, number in enumerate(self.chain):
-                self.counted[number] = found[row]
+                self.counted[number] = counts[row]
             self.chain = {}
 
     def follows(self, out: Any, operands: Sequence[Tracked]) -> bool:
@@ -174,8 +174,8 @@ def _judged(counted: Any, given: Any, measured: tuple[tuple[int, tuple[int, ...]
 
 def _severity(counted: Any) -> Any:
     infs, nans = counted[..., INF], counted[..., NAN]
-    found = jnp.where(nans > 0, HAS_NAN, jnp.where(infs > 0, HAS_INF, FINITE))
-    return found.astype(jnp.int32)
+    severity = jnp.where(nans > 0, HAS_NAN, jnp.where(infs > 0, HAS_INF, FINITE))
+    return severity.astype(jnp.int32)
 
 
 def _together(a: Any, b: Any) -> Any:

@@ -178,10 +178,10 @@ def argument_names(fun: Callable[..., Any], count: int) -> list[str]:
 
 def argument_paths(args: Sequence[Any], names: Sequence[str]) -> list[str]:
     """Returns a path for each leaf of the arguments: 'batch/x', or 'x' for an array itself."""
-    found: list[str] = []
+    paths: list[str] = []
     for name, arg in zip(names, args, strict=True):
-        found += [f"{name}/{path}" if path else name for path in leaf_paths(arg)]
-    return found
+        paths += [f"{name}/{path}" if path else name for path in leaf_paths(arg)]
+    return paths
 
 
 def check_alive(

@@ -117,8 +117,8 @@ def find_promotions(fun: Callable[..., Any]) -> Callable[..., Promotions]:
 
     Example:
       >>> fun = lambda x: x * np.float32(2)
-      >>> found = mpjax.numerics.find_promotions(fun)(jnp.ones(8, jnp.bfloat16))
-      >>> [(row.function, row.because, row.bytes) for row in found.rows]
+      >>> promotions = mpjax.numerics.find_promotions(fun)(jnp.ones(8, jnp.bfloat16))
+      >>> [(row.function, row.because, row.bytes) for row in promotions.rows]
       [('multiply', 'a float32 scalar', 16)]
 
     References:
@@ -143,7 +143,7 @@ def find_promotions(fun: Callable[..., Any]) -> Callable[..., Promotions]:
         known = {v: _argument(paths[i]) for v, i in zip(jaxpr.jaxpr.invars, places, strict=True)}
         walk = _Walk()
         walk.program(jaxpr, known, ())
-        rows = _once(walk.found)
+        rows = _once(walk.promotions)
         own = tuple(row for row in rows if not row.library)
         name = getattr(fun, "__name__", type(fun).__name__)
         return Promotions(name, own, tuple(row for row in rows if row.library))
@@ -189,7 +189,7 @@ class _Node:
 
 class _Walk:
     def __init__(self) -> None:
-        self.found: list[Promotion] = []
+        self.promotions: list[Promotion] = []
 
     def program(self, jaxpr: Any, known: dict[Any, str], path: tuple[str, ...]) -> None:
         """Adds what a body of its own widens; calls in it are run in place."""
@@ -206,7 +206,7 @@ class _Walk:
         for node in nodes:
             counts = _widens(node.eqn) and not node.call.is_cast
             if counts and _leaves_line(node, readers, set(outs)):
-                self.found.append(_promotion(node, readers, origin))
+                self.promotions.append(_promotion(node, readers, origin))
 
     def _flatten(
         self,
@@ -334,8 +334,8 @@ def _promotion(node: _Node, readers: dict[Any, list[_Node]], origin: dict[Any, s
 
 def _reader(node: _Node, readers: dict[Any, list[_Node]]) -> str:
     """Returns the operation that reads a widened value, where its function cannot be told."""
-    found = [reader for value in node.makes for reader in readers.get(value, ())]
-    return (found[0] if found else node).eqn.primitive.name
+    consumers = [reader for value in node.makes for reader in readers.get(value, ())]
+    return (consumers[0] if consumers else node).eqn.primitive.name
 
 
 def _because(node: _Node, readers: dict[Any, list[_Node]], origin: dict[Any, str]) -> str:

@@ -221,8 +221,8 @@ class Runner:
         trees: list[Any] = []
 
         def fun(*args: Any) -> list[Any]:
-            found = self.body(step.blocks[0], jax.tree.unflatten(tree, args))
-            leaves, out_tree = jax.tree.flatten(found)
+            outs = self.body(step.blocks[0], jax.tree.unflatten(tree, args))
+            leaves, out_tree = jax.tree.flatten(outs)
             trees[:] = [out_tree]
             return leaves
 

@@ -49,10 +49,10 @@ def to_scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         got = "the metrics are traced; numbers are read outside of jax.jit."
         raise TypeError(message("numerics.to_scalars", got, "Call it on what the step returned."))
-    found: dict[str, float] = {}
+    scalars: dict[str, float] = {}
     for path, leaf in zip(leaf_paths(dict(metrics)), jax.device_get(leaves), strict=True):
-        found |= {prefix + name: value for name, value in _numbers(path, leaf)}
-    return found
+        scalars |= {prefix + name: value for name, value in _numbers(path, leaf)}
+    return scalars
 
 
 def _without_old(metrics: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -51,7 +51,7 @@ class _Frame(CollectingFrame):
         return widened(value, self.dtype)
 
     def constant(self, value: Any) -> Any:
-        self.found.append(self.spread(jnp.zeros((Shadow.width,), jnp.float32)))
+        self.collected.append(self.spread(jnp.zeros((Shadow.width,), jnp.float32)))
         return self.fresh(value)
 
     def same(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
@@ -67,7 +67,7 @@ class _Frame(CollectingFrame):
         terms = jnp.zeros((), jnp.float32)
         if eqn.primitive.name == SUM and (summed := operands[0].extra) is not None:
             terms = jnp.sum(jnp.abs(summed)).astype(jnp.float32)
-        self.found.append(self.spread(jnp.append(row, terms)))
+        self.collected.append(self.spread(jnp.append(row, terms)))
         return self._tracked(eqn, outs, shadows)
 
     def _both(self, eqn: Any, operands: Sequence[Tracked]) -> tuple[list[Any], ...]:

@@ -40,8 +40,8 @@ def named(reads: list[Read], scale: Array | None = None) -> dict[str, Array]:
     if scale is not None:
         amax, norm = amax / scale, norm / scale
     share = 100 / count
-    found = (amax, norm, bits, jnp.sum(under) * share, jnp.sum(over) * share)
-    return dict(zip(STATISTICS, found, strict=True))
+    numbers = (amax, norm, bits, jnp.sum(under) * share, jnp.sum(over) * share)
+    return dict(zip(STATISTICS, numbers, strict=True))
 
 
 @functools.partial(jax.jit, static_argnums=1)  # traced once for arrays of the same types
@@ -71,9 +71,9 @@ def read(value: Any, dtype: Any) -> Read:
         lambda a, b: tuple(join(x, y) for join, x, y in zip(joins, a, b, strict=True)),
         tuple(range(x.ndim)),
     )
-    found = [lax.bitcast_convert_type(end, jnp.float32) for end in (largest, smallest)]
+    ends = [lax.bitcast_convert_type(end, jnp.float32) for end in (largest, smallest)]
     used, under, over = (c.astype(jnp.float32) for c in counts)
-    return Read(found[0], found[1], square, used, under, over)
+    return Read(ends[0], ends[1], square, used, under, over)
 
 
 def limits(dtype: Any) -> tuple[np.uint32, np.uint32]:

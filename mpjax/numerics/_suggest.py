@@ -133,10 +133,10 @@ def suggest(
       >>> def loss(w, x):
       ...     with jax.named_scope("layer"):
       ...         return jnp.sum(jnp.tanh(x @ w))
-      >>> found = mpjax.numerics.suggest(loss, "bf16-mixed", tolerance=1e-4)(
+      >>> suggestion = mpjax.numerics.suggest(loss, "bf16-mixed", tolerance=1e-4)(
       ...     jnp.eye(4) / 3, jnp.ones((2, 4))
       ... )
-      >>> found.full
+      >>> suggestion.full
       ('layer',)
 
     References:
@@ -144,8 +144,10 @@ def suggest(
     """
     _check(tolerance)
     Clock(_WHERE, progress)  # a mistake is said here
-    found = _low_policy(policy)
-    subject, scale = _subject.of_loss(loss_fn, found, loss_scale, has_aux=has_aux, where=_WHERE)
+    low_policy = _low_policy(policy)
+    subject, scale = _subject.of_loss(
+        loss_fn, low_policy, loss_scale, has_aux=has_aux, where=_WHERE
+    )
 
     def run(*args: Any) -> Suggestion:
         names = argument_names(loss_fn, len(args))
@@ -153,7 +155,7 @@ def suggest(
         given, clock = [jnp.float32(float(scale.loss_scale)), *args], Clock(_WHERE, progress)
         errors = ranked_by(*args, clock=clock)
         ranked = list(dict.fromkeys(e.module for e in errors.modules if e.module and e.local > 0))
-        choice = Choice(found, tuple(ranked), reverse)
+        choice = Choice(low_policy, tuple(ranked), reverse)
         search = Search(subject, choice, given, ["loss_scale", *names], tolerance, clock)
         full = search.confirmed(ranked)
 
@@ -164,7 +166,7 @@ def suggest(
             total, cost = _costs(kept, choice, full)
         return _suggestion(subject.name, search, full, cost, total)
 
-    ranked_by = compared(loss_fn, found, "float32", loss_scale, has_aux=has_aux, where=_WHERE)
+    ranked_by = compared(loss_fn, low_policy, "float32", loss_scale, has_aux=has_aux, where=_WHERE)
     return run
 
 
@@ -206,15 +208,15 @@ def _costs(
 
 def _low_policy(policy: Any) -> Policy:
     """Returns the policy of what is not kept in float32."""
-    found = get_policy(policy)
-    if not isinstance(found, Policy):
+    low = get_policy(policy)
+    if not isinstance(low, Policy):
         got = "got a PolicyMap, and it makes one."
         raise TypeError(message(_WHERE, got, "Give the policy of what is not kept in float32."))
-    if found.compute_dtype.itemsize >= 4 and not isinstance(found, QuantizedPolicy):
-        got = f"{found} computes in {short_name(found.compute_dtype)}: nothing is low in it."
+    if low.compute_dtype.itemsize >= 4 and not isinstance(low, QuantizedPolicy):
+        got = f"{low} computes in {short_name(low.compute_dtype)}: nothing is low in it."
         fix = "Give the policy of what is not kept in float32, 'bf16-mixed'; for a float32 model, "
         raise ValueError(message(_WHERE, got, fix + "what may go low, reverse=True beside it."))
-    return found
+    return low
 
 
 def _check(tolerance: Any) -> None:

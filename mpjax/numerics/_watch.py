@@ -70,40 +70,40 @@ def watched(every: int | None, seen: Seen, policy: Any, axis_name: AxisName) -> 
         # this branch in every step.
         read_inside, grads = inside.measure()
         gradients = _by_module(params, grads, dtypes)
-        found: dict[str, dict[str, Any]] = {
+        statistics: dict[str, dict[str, Any]] = {
             "weight": {m: named([read(*x) for x in group]) for m, group in weights.items()},
             "wgrad": {m: named([read(*x) for x in group], scale) for m, group in gradients.items()},
             ACTIVATION: {},
             GRADIENT: {},
         }
         for (kind, module), one in read_inside.items():
-            found[kind][module] = named([one], scale if kind == GRADIENT else None)
-        return found
+            statistics[kind][module] = named([one], scale if kind == GRADIENT else None)
+        return statistics
 
     shapes = jax.eval_shape(measure)
-    rows = tuple((kind, tuple(found)) for kind, found in shapes.items())
+    rows = tuple((kind, tuple(by_module)) for kind, by_module in shapes.items())
 
     def together() -> Array:
-        found = measure()
-        modules = [found[kind][module] for kind, names in rows for module in names]
+        statistics = measure()
+        modules = [statistics[kind][module] for kind, names in rows for module in names]
         numbers = [each[name] for each in modules for name in STATISTICS]
         return jnp.reshape(jnp.stack(numbers), (-1, len(STATISTICS)))
 
     unknown = functools.partial(_unknown, jax.tree.leaves(shapes))
     is_new = seen.state.step % every == 0
-    found = Watched(is_new, lax.cond(is_new, together, unknown), rows)
-    return _behind(seen.state, {"watched": found})
+    seen_in_step = Watched(is_new, lax.cond(is_new, together, unknown), rows)
+    return _behind(seen.state, {"watched": seen_in_step})
 
 
-def _behind(state: Any, found: PyTree) -> tuple[Any, PyTree]:
+def _behind(state: Any, outputs: PyTree) -> tuple[Any, PyTree]:
     """Returns both, so that an update of that state comes after the branch that looks.
 
     What an update could overwrite before the branch has read it, XLA copies in every step (with
     JAX 0.10 it does so for a CPU all the same).
     """
     kept = {name: getattr(state, name) for name in ("params", "extra_state", "amax_history")}
-    kept, found = lax.optimization_barrier((kept, found))
-    return state._replace(**kept), found
+    kept, outputs = lax.optimization_barrier((kept, outputs))
+    return state._replace(**kept), outputs
 
 
 def _to_compute(policy: Any) -> Any:
@@ -115,15 +115,15 @@ def _by_module(params: PyTree, values: PyTree, dtypes: PyTree) -> Mapping[str, l
     """Returns module → (value, dtype) of its floating leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     rows = zip(leaves, jax.tree.leaves(values), jax.tree.leaves(dtypes), strict=True)
-    found: dict[str, list[Any]] = {}
+    by_module: dict[str, list[Any]] = {}
     for (path, leaf), value, typed in rows:
         if not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
         if leaf.size and not is_overwritten(path):
             name = path_str(path).removesuffix("/value")
             module = name.rpartition("/")[0] or name or "params"
-            found.setdefault(module, []).append((value, jnp.dtype(typed.dtype)))
-    return found
+            by_module.setdefault(module, []).append((value, jnp.dtype(typed.dtype)))
+    return by_module
 
 
 def _unknown(numbers: list[Any]) -> Array:

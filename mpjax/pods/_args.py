@@ -184,10 +184,10 @@ def state_arguments(args: tuple[Any, ...], results: Any) -> set[int]:
     """Returns which arguments come back changed: those that have a result of equal structure."""
     # A bare array may have the shape of one weight among the results by chance.
     depths = (2 if len(jax.tree.leaves(arg)) > 1 else 1 for arg in args)
-    found = {
+    states = {
         i for i, (arg, n) in enumerate(zip(args, depths, strict=True)) if _like(arg, results, n)
     }
-    return found or {0}
+    return states or {0}
 
 
 def _like(arg: Any, results: Any, depth: int) -> bool:

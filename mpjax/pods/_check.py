@@ -80,11 +80,11 @@ def check(
         got = f"must be a tuple, one entry for each argument; got {type(args).__name__}."
         raise TypeError(message("check(args)", got, "Type check(step, (state, batch), ...)."))
     lowered = _lower(step, args, topology)
-    found = [*_rules.callbacks(_programs.callbacks(lowered.jaxpr))]
-    found += _rules.agreement(lowered.difference, max(1, topology.num_hosts - 1))
+    findings = [*_rules.callbacks(_programs.callbacks(lowered.jaxpr))]
+    findings += _rules.agreement(lowered.difference, max(1, topology.num_hosts - 1))
     policy = getattr(step, "policy", None) if policy is None else get_policy(policy)
     compute = _compute_dtype(policy, lowered.jaxpr)
-    found += _precision(policy, compute, topology)
+    findings += _precision(policy, compute, topology)
     options = dict(compiler_options or {})
     if topology.chip.platform == "cpu":
         options = compat.cpu_as_accelerator() | options
@@ -96,7 +96,7 @@ def check(
         num_devices=topology.num_devices,
         mesh=dict(lowered.mesh.shape) if lowered.mesh else {},
         compute_dtype=compute,
-        findings=(*found, *refusal),
+        findings=(*findings, *refusal),
         collectives=(),
         memory=None,
         flops={},

@@ -100,7 +100,7 @@ def find_collectives(
       names: of its inputs and outputs.
       name_source: picks the line to name among those that led to an instruction.
     """
-    found: dict[Any, Collective] = {}
+    by_key: dict[Any, Collective] = {}
     for computation in module.computations.values():
         if computation.name not in runs.counts:
             continue
@@ -119,9 +119,9 @@ def find_collectives(
             )
             for number, own in enumerate(_arrays(flow, computation, instruction, names, common)):
                 key = _once(computation, instruction, number)
-                if key not in found or (own.path and not found[key].path):
-                    found[key] = own
-    return tuple(found.values())
+                if key not in by_key or (own.path and not by_key[key].path):
+                    by_key[key] = own
+    return tuple(by_key.values())
 
 
 def _arrays(
@@ -160,7 +160,7 @@ def find_unknown(
     A kernel that sends by itself says so in its notes; any other collective names a channel or
     the devices that take part.
     """
-    found: list[tuple[str, str]] = []
+    unknown: list[tuple[str, str]] = []
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             opcode = instruction.opcode
@@ -170,8 +170,8 @@ def find_unknown(
             known = opcode.removesuffix("-start").removesuffix("-done") in KINDS
             if kernel or (not known and joins_devices(instruction)):
                 source = source_of(module, computation, instruction, name_source)
-                found.append((instruction.target or opcode, source))
-    return list(dict.fromkeys(found))
+                unknown.append((instruction.target or opcode, source))
+    return list(dict.fromkeys(unknown))
 
 
 def _group(instruction: Instruction, names: Names) -> Group:
@@ -295,14 +295,14 @@ def as_traced(
       collectives: as compiled.
       traced: the dtypes of JAX's collectives, by operation and source line.
     """
-    found: list[Collective] = []
+    renamed: list[Collective] = []
     for c in collectives:
         dtypes = traced.get((c.operation, line_of(c.source)), set[str]())
         if len(dtypes) == 1 and dtypes | {c.dtype} <= {"f32", "bf16", "f16"}:
             shape = Shape(next(iter(dtypes)), c.shape)
             c = dataclasses.replace(c, dtype=shape.dtype, bytes=shape.bytes)
-        found.append(c)
-    return tuple(found)
+        renamed.append(c)
+    return tuple(renamed)
 
 
 # -- roles -----------------------------------------------------------------------------------------

@@ -59,8 +59,8 @@ def check_file(
             started.communicate()
     if started.returncode:
         raise ValueError(message(WHERE, "traced again, it fails.", *errors.splitlines()[-3:]))
-    found = _difference(mine, json.loads(other.splitlines()[-1]))
-    return dataclasses.replace(report, hash_seeds=2, findings=(*report.findings, *found))
+    findings = _difference(mine, json.loads(other.splitlines()[-1]))
+    return dataclasses.replace(report, hash_seeds=2, findings=(*report.findings, *findings))
 
 
 def outline(

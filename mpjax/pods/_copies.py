@@ -55,12 +55,12 @@ class Joined:
 
     def between(self, start: int, limit: int) -> Differs:
         """Returns what is known of some of its elements."""
-        found, position = EQUAL, 0
+        differs, position = EQUAL, 0
         for size, value in self.parts:
             if start < position + size and position < limit:
-                found |= value
+                differs |= value
             position += size
-        return found
+        return differs
 
 
 Value: TypeAlias = "Differs | Joined | tuple[Value, ...]"

@@ -67,14 +67,14 @@ def count(module: Module, runs: Runs) -> Cost:
 
 def _fused(module: Module) -> set[str]:
     """Returns the computations whose values stay on the chip: what is inside fusions."""
-    found = set[str]()
+    names = set[str]()
     for computation in reversed(tuple(module.computations.values())):
         for instruction in computation.instructions.values():
             fused = instruction.is_call and instruction.opcode not in _CALLS
             callee = instruction.callee
-            if callee and (fused or computation.name in found):
-                found.add(callee)
-    return found
+            if callee and (fused or computation.name in names):
+                names.add(callee)
+    return names
 
 
 # -- products --------------------------------------------------------------------------------------

@@ -28,13 +28,13 @@ def cpu_devices(count: int) -> tuple[Any, ...]:
 def gpu_devices(name: str, key: str, shape: Sequence[int]) -> tuple[Any, ...]:
     """Returns GPUs of one kind, `shape` being hosts and GPUs a host."""
     _need(name, shape, "jax_plugins.xla_cuda12", "jax-cuda12-plugin", "jax-cuda12-pjrt")
-    found = topologies.get_topology_desc(
+    topology = topologies.get_topology_desc(
         "",
         platform="cuda",
         topology=f"1x{shape[0]}x{shape[1]}",
         target_config=GPU_TARGETS[key].text(),
     )
-    return tuple(found.devices)
+    return tuple(topology.devices)
 
 
 def tpu_devices(name: str, key: str, shape: Sequence[int], num_slices: int) -> tuple[Any, ...]:

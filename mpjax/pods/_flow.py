@@ -58,21 +58,21 @@ class Flow:
 
     def inputs_of(self, place: Place) -> set[int]:
         """Returns the numbers of the program's parameters that a value is, cast or sliced."""
-        found: set[int] = set()
+        numbers: set[int] = set()
         for at in self._walk(place, self._back):
             instruction = self._instruction(at)
             if at.computation == self.module.entry.name and instruction.opcode == "parameter":
-                found.add(instruction.number)
-        return found
+                numbers.add(instruction.number)
+        return numbers
 
     def outputs_of(self, place: Place) -> set[int]:
         """Returns the numbers of the program's results that a value is added or multiplied into."""
-        entry, found = self.module.entry, set[int]()
+        entry, numbers = self.module.entry, set[int]()
         for at in self._walk(place, self._on):
             if at.computation != entry.name or at.instruction != entry.root.name:
                 continue
-            found.add(at.part[0] if at.part else 0)
-        return found
+            numbers.add(at.part[0] if at.part else 0)
+        return numbers
 
     def parts_of(self, place: Place) -> list[tuple[int, list[Place]]]:
         """Returns the parts that a flat array is cut into, each with its size and its places.
@@ -82,16 +82,16 @@ class Flow:
         whole = self._shape(place)
         if whole is None or len(whole.dims) != 1:
             return []
-        found: dict[tuple[int, int], list[Place]] = {}
+        places: dict[tuple[int, int], list[Place]] = {}
         for at in self._walk(place, lambda at: self._whole(at, whole)):
             for user, position in self._users(at):
                 if user.opcode == "slice" and position == 0 and self._shape(at) is not None:
                     (cut,) = user.proto.messages(17)
                     limits = cut.integer(1), cut.integer(2)
-                    found.setdefault(limits, []).append(Place(at.computation, user.name))
-        sizes = [limit - start for start, limit in found]
-        complete = len(found) > 1 and sum(sizes) == whole.elements
-        return list(zip(sizes, found.values(), strict=True)) if complete else []
+                    places.setdefault(limits, []).append(Place(at.computation, user.name))
+        sizes = [limit - start for start, limit in places]
+        complete = len(places) > 1 and sum(sizes) == whole.elements
+        return list(zip(sizes, places.values(), strict=True)) if complete else []
 
     def _whole(self, at: Place, whole: Shape) -> Iterator[Place]:
         """Yields the ways on of a value that leave its size and shape."""
@@ -108,12 +108,12 @@ class Flow:
 
     def rounded_at_once(self, place: Place) -> str:
         """Returns the 16-bit dtype that all readers of a value round it to first, '' if not all."""
-        found = set[str]()
+        dtypes = set[str]()
         for at in self._walk(place, self._unread):
             for user, _ in self._users(at):
                 if not _passes(user) and not user.is_call:
-                    found.add(_rounds_to(user))
-        return found.pop() if len(found) == 1 else ""
+                    dtypes.add(_rounds_to(user))
+        return dtypes.pop() if len(dtypes) == 1 else ""
 
     def _unread(self, at: Place) -> Iterator[Place]:
         passed = {user.name for user, _ in self._users(at) if _passes(user)}

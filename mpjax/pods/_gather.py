@@ -164,13 +164,13 @@ def _split(path: Any, x: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> Spl
         got = f"{spec} has more entries than {x.dtype.name}{list(x.shape)} has axes."
         fix = "Inside scan leave the stacked axis out: PartitionSpec(*spec[1:])."
         raise ValueError(message(where, got, fix))
-    found: list[tuple[int, tuple[str, ...]]] = []
+    splits: list[tuple[int, tuple[str, ...]]] = []
     for axis, entry in enumerate(spec):
         names = entry if isinstance(entry, tuple) else (entry,)
         chosen = tuple(name for name in names if name in axes)
         if chosen:
-            found.append((axis, chosen))
-    return tuple(found)
+            splits.append((axis, chosen))
+    return tuple(splits)
 
 
 def _gathered(x: Array, split: Split) -> Array:

@@ -63,10 +63,10 @@ def along(axes: Sequence[str], mesh: Mapping[str, int]) -> Group:
 
 def coordinates(device: int, mesh: Mapping[str, int]) -> dict[str, int]:
     """Returns where in a mesh a device is, by axis."""
-    found: dict[str, int] = {}
+    place: dict[str, int] = {}
     for axis in reversed(tuple(mesh)):
-        device, found[axis] = divmod(device, mesh[axis])
-    return found
+        device, place[axis] = divmod(device, mesh[axis])
+    return place
 
 
 def _of(members: Sequence[int], mesh: Mapping[str, int]) -> Group:

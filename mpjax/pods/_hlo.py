@@ -169,17 +169,17 @@ class Computation:
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
         """The parameters by their number."""
-        found = (i for i in self.instructions.values() if i.opcode == "parameter")
-        return {i.number: i for i in found}
+        parameters = (i for i in self.instructions.values() if i.opcode == "parameter")
+        return {i.number: i for i in parameters}
 
     @functools.cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
         """For each instruction, those that read it, and as which operand."""
-        found: dict[str, list[tuple[Instruction, int]]] = {}
+        readers: dict[str, list[tuple[Instruction, int]]] = {}
         for instruction in self.instructions.values():
             for position, name in enumerate(instruction.operands):
-                found.setdefault(name, []).append((instruction, position))
-        return found
+                readers.setdefault(name, []).append((instruction, position))
+        return readers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,13 +194,13 @@ class Module:
     @functools.cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
         """For each computation, what runs it: calls, fusions, loops and branches."""
-        found: dict[str, list[tuple[Computation, Instruction]]] = {}
+        calls: dict[str, list[tuple[Computation, Instruction]]] = {}
         for computation in self.computations.values():
             for instruction in computation.instructions.values():
                 if instruction.is_call or instruction.opcode in ("while", "conditional"):
                     for name in instruction.called:
-                        found.setdefault(name, []).append((computation, instruction))
-        return found
+                        calls.setdefault(name, []).append((computation, instruction))
+        return calls
 
     def source(self, instruction: Instruction) -> tuple[str, ...]:
         """Returns the source lines of an instruction as 'path:12 (function)', innermost first."""
@@ -246,7 +246,7 @@ def parse_module(data: bytes) -> Module:
 def _computation(proto: Message, names: Mapping[int, str]) -> Computation:
     protos, root = list(proto.messages(2)), proto.integer(6)
     own = {instruction.integer(35): instruction.text(1) for instruction in protos}
-    found = [
+    instructions = [
         Instruction(
             name=instruction.text(1),
             opcode=instruction.text(2),
@@ -257,7 +257,7 @@ def _computation(proto: Message, names: Mapping[int, str]) -> Computation:
         )
         for instruction in protos
     ]
-    by_name = {instruction.name: instruction for instruction in found}
+    by_name = {instruction.name: instruction for instruction in instructions}
     return Computation(proto.text(1), by_name, by_name[own[root]])
 
 
@@ -271,11 +271,11 @@ def _type(proto: Message) -> Type:
 
 
 def _aliases(proto: Message) -> dict[int, int]:
-    found: dict[int, int] = {}
+    inputs: dict[int, int] = {}
     for entry in proto.messages(1):
         output = entry.integers(1)
-        found[output[0] if output else 0] = entry.integer(2)
-    return found
+        inputs[output[0] if output else 0] = entry.integer(2)
+    return inputs
 
 
 def _frames(proto: Message) -> dict[int, tuple[str, ...]]:
@@ -285,7 +285,7 @@ def _frames(proto: Message) -> dict[int, tuple[str, ...]]:
         f"{files[at.integer(1) - 1]}:{at.integer(3)} ({functions[at.integer(2) - 1]})"
         for at in proto.messages(3)
     ]
-    found: dict[int, tuple[str, ...]] = {}
+    stacks: dict[int, tuple[str, ...]] = {}
     for number, frame in enumerate(proto.messages(4), 1):  # a parent stands before
-        found[number] = (lines[frame.integer(1) - 1], *found.get(frame.integer(2), ()))
-    return found
+        stacks[number] = (lines[frame.integer(1) - 1], *stacks.get(frame.integer(2), ()))
+    return stacks

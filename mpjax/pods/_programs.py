@@ -71,8 +71,8 @@ def shorten(line: str) -> str:
 
 def callbacks(jaxpr: Any) -> list[tuple[str, str]]:
     """Returns the name and the source line of what calls the host."""
-    found = ((eqn.primitive.name, source(eqn)) for eqn in compat.equations(jaxpr))
-    return list(dict.fromkeys((name, line) for name, line in found if name in _CALLBACKS))
+    operations = ((eqn.primitive.name, source(eqn)) for eqn in compat.equations(jaxpr))
+    return list(dict.fromkeys((name, line) for name, line in operations if name in _CALLBACKS))
 
 
 def compute_dtype(jaxpr: Any) -> str:
@@ -91,12 +91,12 @@ def compute_dtype(jaxpr: Any) -> str:
 
 def sent_dtypes(jaxpr: Any) -> dict[tuple[str, str], set[str]]:
     """Returns the dtypes of what JAX's own collectives send, by operation and source line."""
-    found: dict[tuple[str, str], set[str]] = {}
+    sent: dict[tuple[str, str], set[str]] = {}
     for eqn in compat.equations(jaxpr):
         if eqn.primitive.name in _COLLECTIVES:
             dtypes = {short_name(v.aval.dtype) for v in eqn.invars}
-            found.setdefault((eqn.primitive.name, line_of(source(eqn))), set()).update(dtypes)
-    return found
+            sent.setdefault((eqn.primitive.name, line_of(source(eqn))), set()).update(dtypes)
+    return sent
 
 
 def outline(jaxpr: Any) -> list[str]:
@@ -114,7 +114,7 @@ def line_of(text: str) -> str:
 
 def largest_arrays(jaxpr: Any, count: int = 3) -> list[Array]:
     """Returns the largest arrays that a step makes, each source line once."""
-    found: dict[str, Array] = {}
+    largest: dict[str, Array] = {}
     for eqn in compat.equations(jaxpr):
         if list(compat.programs(eqn)):
             continue  # its results are those of what is inside
@@ -122,9 +122,9 @@ def largest_arrays(jaxpr: Any, count: int = 3) -> list[Array]:
             continue  # JAX's own: the line that led to it has results of the same size
         for out in eqn.outvars:
             array = _array(out.aval, source(eqn))
-            if array is not None and array.bytes > getattr(found.get(array.source), "bytes", 0):
-                found[array.source] = array
-    return sorted(found.values(), key=lambda array: -array.bytes)[:count]
+            if array is not None and array.bytes > getattr(largest.get(array.source), "bytes", 0):
+                largest[array.source] = array
+    return sorted(largest.values(), key=lambda array: -array.bytes)[:count]
 
 
 def _array(aval: Any, line: str) -> Array | None:
@@ -162,10 +162,10 @@ def _difference(a: Any, b: Any) -> str:
     a, b = getattr(a, "jaxpr", a), getattr(b, "jaxpr", b)
     for x, y in zip(a.eqns, b.eqns, strict=False):
         for one, other in zip(_inside(x), _inside(y), strict=False):
-            if found := _difference(one, other):
-                return found
-        if found := _equation_difference(x, y):
-            return found
+            if difference := _difference(one, other):
+                return difference
+        if difference := _equation_difference(x, y):
+            return difference
     if len(a.eqns) != len(b.eqns):
         longer = max(a.eqns, b.eqns, key=len)
         extra = longer[min(len(a.eqns), len(b.eqns))]
@@ -175,11 +175,11 @@ def _difference(a: Any, b: Any) -> str:
 
 def _inside(eqn: Any) -> list[Any]:
     """Returns the jaxprs in an equation's parameters, with their constants where they have some."""
-    found: list[Any] = []
+    jaxprs: list[Any] = []
     for param in eqn.params.values():
         inside = param if isinstance(param, (tuple, list)) else (param,)
-        found += [x for x in inside if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
-    return found
+        jaxprs += [x for x in inside if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
+    return jaxprs
 
 
 def _equation_difference(x: Any, y: Any) -> str:

@@ -40,10 +40,10 @@ class Message:
 
     def integers(self, field: int) -> tuple[int, ...]:
         """Returns a repeated number, packed or not."""
-        found: list[int] = []
+        numbers: list[int] = []
         for value in self._fields.get(field, ()):
-            found += _packed(value) if isinstance(value, bytes) else [_signed(value)]
-        return tuple(found)
+            numbers += _packed(value) if isinstance(value, bytes) else [_signed(value)]
+        return tuple(numbers)
 
     def data(self, field: int) -> bytes:
         """Returns the bytes of a field, none where it is not written."""
@@ -74,7 +74,7 @@ class Message:
 
 def _fields(data: bytes) -> dict[int, list[int | bytes]]:
     """Returns the values of each field, in order; what lies in them is not looked at."""
-    found: dict[int, list[int | bytes]] = {}
+    fields: dict[int, list[int | bytes]] = {}
     position, end = 0, len(data)
     while position < end:
         tag, position = _varint(data, position)
@@ -91,8 +91,8 @@ def _fields(data: bytes) -> dict[int, list[int | bytes]]:
             raise ValueError(f"protobuf: unknown kind {kind} of field {tag >> 3}.")
         if position > end:
             raise ValueError(f"protobuf: field {tag >> 3} is cut short.")
-        found.setdefault(tag >> 3, []).append(value)
-    return found
+        fields.setdefault(tag >> 3, []).append(value)
+    return fields
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
@@ -114,12 +114,12 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def _packed(data: bytes) -> list[int]:
-    found: list[int] = []
+    numbers: list[int] = []
     position = 0
     while position < len(data):
         value, position = _varint(data, position)
-        found.append(_signed(value))
-    return found
+        numbers.append(_signed(value))
+    return numbers
 
 
 def _signed(value: int) -> int:

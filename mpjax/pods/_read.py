@@ -212,14 +212,14 @@ def _kept(paths: list[str], module: Module) -> dict[int, int]:
     # JAX names them as Python would reach them: state['params'].w[0].
     tails = {"/".join(path.split("/")[1:]) or path: i for i, path in enumerate(paths)}
     whole = {path: i for i, path in enumerate(paths)}
-    found: dict[int, int] = {}
+    leaf_of: dict[int, int] = {}
     for number, instruction in parameters.items():
         parts = re.findall(r"\['(.*?)'\]|\[(\d+)\]|\.(\w+)|^(\w+)", instruction.op_name)
         named = [part for groups in parts for part in groups if part]
         leaf = whole.get("/".join(named), tails.get("/".join(named[1:])))
         if leaf is not None:
-            found[number] = leaf
-    return found
+            leaf_of[number] = leaf
+    return leaf_of
 
 
 def _outputs(

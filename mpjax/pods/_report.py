@@ -137,7 +137,7 @@ def _as_table(report: Report) -> Any:
     colours = {"ok": "green", "!!": "red", "??": "yellow", "--": "dim"}
     checks = [Text(f"  {mark} {text}", style=colours[mark]) for mark, text in _check_rows(report)]
     styles = {"error": "red", "warning": "yellow"}
-    findings = [Text(f"  {found}", style=styles[found.severity]) for found in report.findings]
+    findings = [Text(f"  {finding}", style=styles[finding.severity]) for finding in report.findings]
     table = Table(*_HEADERS, title="between devices", title_justify="left")
     for row in _collective_rows(report.collectives):
         table.add_row(*map(Text, row))
@@ -193,10 +193,10 @@ def _check_rows(report: Report) -> list[tuple[str, str]]:
     """Returns a mark and a sentence for each check: ok, !! an error, ?? a warning, -- not made."""
     rows: list[tuple[str, str]] = []
     for check, text in CHECKS.items():
-        found = report.found(check)
-        if any(finding.severity == "error" for finding in found):
+        findings = report.found(check)
+        if any(finding.severity == "error" for finding in findings):
             mark = "!!"
-        elif found:
+        elif findings:
             mark = "??"
         elif not _is_judged(report, check):
             mark = "--"

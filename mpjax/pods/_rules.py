@@ -18,9 +18,9 @@ GATHERED_SHARE = 0.1
 """The part of all bytes from which on gathered activations are worth a finding."""
 
 
-def callbacks(found: Iterable[tuple[str, str]]) -> Iterator[Finding]:
+def callbacks(operations: Iterable[tuple[str, str]]) -> Iterator[Finding]:
     """Yields a finding for each operation that calls the host."""
-    for name, source in found:
+    for name, source in operations:
         yield Finding(
             check="callbacks",
             severity="error",
@@ -111,8 +111,8 @@ def repeated(
     by_path = {leaf.path: leaf for leaf in leaves}
     same = (c for c in collectives if c.role == "gradients" and c.kind in _SUMS)
     by_place = itertools.groupby(sorted(same, key=_place), key=_place)
-    for (path, axes), found in by_place:
-        group = list(found)
+    for (path, axes), members in by_place:
+        group = list(members)
         leaf = by_path.get(path)
         if leaf is None or not leaf.elements:
             continue
@@ -159,9 +159,9 @@ def gathered(collectives: Sequence[Collective], batch: frozenset[str]) -> Iterat
     )
 
 
-def unknown(found: Iterable[tuple[str, str]]) -> Iterator[Finding]:
+def unknown(operations: Iterable[tuple[str, str]]) -> Iterator[Finding]:
     """Yields a finding for each kind of sending that the check does not know."""
-    for name, source in found:
+    for name, source in operations:
         yield Finding(
             check="unknown",
             severity="warning",
@@ -202,8 +202,8 @@ def _large(
     same = [c for c in collectives if c.role == role]
     everything = sum(c.total_bytes for c in same)
     wrong = sorted((c for c in same if c.dtype in dtypes), key=lambda c: c.path)
-    for path, found in itertools.groupby(wrong, key=lambda c: c.path):
-        group = list(found)
+    for path, members in itertools.groupby(wrong, key=lambda c: c.path):
+        group = list(members)
         if sum(c.total_bytes for c in group) >= SMALL_SHARE * everything:
             yield path, group
 
