@@ -21,7 +21,7 @@ import mpjax
 from mpjax import numerics
 from mpjax.numerics import _subject
 from mpjax.numerics._overflow import Overflow
-from mpjax.numerics._program import Program
+from mpjax.numerics._program import LossProgram
 
 
 def mlp(params: Any, x: jax.Array) -> jax.Array:
@@ -99,7 +99,7 @@ def diagnosis(network: str) -> None:
             loss, "16-mixed", 1024.0, has_aux=False, where="benchmark"
         )
         given = [jnp.float32(scale.loss_scale), params, x]
-        program = Program(subject.make(mpjax.get_policy("16-mixed")), given, "spx", "benchmark")
+        program = LossProgram(subject.make(mpjax.get_policy("16-mixed")), given, "spx", "benchmark")
         plain = measured(step, (state, x))
         twin = measured(jax.jit(program.twin(Overflow())), program.arrays(given))
         # The state and the batch are there all the time, the moments too.

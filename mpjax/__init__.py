@@ -1,7 +1,7 @@
 """Mixed precision for JAX: autocast, policies, loss scales, and train steps that lose nothing.
 
-What needs optax is imported when it is first used, and so is autocast, so that `import mpjax`
-costs little and loads neither optax nor Flax.
+Functions that need optax, and autocast, are imported at their first use. So `import mpjax` is
+quick, and loads neither optax nor Flax.
 """
 
 import importlib

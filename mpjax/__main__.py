@@ -1,4 +1,4 @@
-"""The command line, `python -m mpjax`: what machines run well, what policies do to a function."""
+"""The command line, `python -m mpjax`: tables of machines and names, checks, and the doctor."""
 
 import argparse
 import dataclasses
@@ -20,7 +20,7 @@ from mpjax._policies.policy import POLICY_NAMES, get_policy
 from mpjax._policies.quantized_policy import NAMES
 
 OK, SLOW, FAILED = 0, 1, 2
-"""Exit codes: as it should be · runs, with little or no gain · cannot run, or a wrong argument."""
+"""Exit codes: all is well · runs, with little or no gain · cannot run, or a wrong argument."""
 
 _WORDS = {"native": "yes", "slow": "slow", "unsupported": "no", "unknown": "?"}
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv, argparse.Namespace(json=False))
     try:
         return args.run(args)
-    except (ValueError, TypeError) as error:  # what the library says of a name that is wrong
+    except (ValueError, TypeError) as error:  # the library's message about a wrong name
         print(error, file=sys.stderr)
         return FAILED
 
@@ -208,7 +208,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _measured(diagnosis: Any, policies: Sequence[str], budget: float) -> Any:
-    """Returns what running the function under each policy takes and gives, on this machine."""
+    """Returns the time, memory and error of the function under each policy, on this machine."""
     from mpjax._doctor import doctor
 
     track = functools.partial(_tracked, doing="measuring")
@@ -217,7 +217,7 @@ def _measured(diagnosis: Any, policies: Sequence[str], budget: float) -> Any:
 
 
 def _compiler(key: str) -> tuple[Any, str]:
-    """Returns the compiler for an accelerator with its name, or None and what to install."""
+    """Returns an accelerator's compiler with its name, or None and a note on installing it."""
     from mpjax.pods import _one
 
     topology = _one.topology_of(key)
@@ -376,7 +376,7 @@ def _print_json(value: Any) -> int:
 
 
 def _print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Prints a table: by rich where a person reads it and rich is installed, else as plain text."""
+    """Prints a table: by rich on a terminal, if rich is installed; else as plain text."""
     if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         _print_rich(title, header, lines)
         return

@@ -1,4 +1,4 @@
-"""Flax linen under a policy: dtypes by module path, what a model uses, guarded train states."""
+"""Flax linen under a policy: dtypes by module path, a table of them, guarded train states."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -116,7 +116,7 @@ def tabulate(
     method: Any = None,
     **kwargs: Any,
 ) -> ModuleTable:
-    """Returns which dtypes the modules of a model use, and why, as a table.
+    """Returns a table of the dtypes that the modules of a model use, with the reasons.
 
     Args:
       model: a linen module, with a policy or without.
@@ -159,7 +159,7 @@ def tabulate(
         if context.method_name != "setup":
             kinds.setdefault(path, type(module))  # here, for the order in which they are called
         out = next_fun(*args, **kwargs)
-        # Flax tries out the setup of a lifted module on a copy, at the path of the root.
+        # Flax tries out the setup of a lifted module on a copy, whose path is that of the root.
         if type(module) is kinds.get(path):
             modules.setdefault(path, module)  # its dtypes are set by now
         return out
@@ -199,7 +199,7 @@ def _row(path: str, module: Any, variables: Any, reason: str) -> ModuleRow:
 
 
 class TrainStateLike(Protocol):
-    """What `apply_gradients` needs of a train state; `flax.training.train_state` has it."""
+    """The part of a train state, as `flax.training.train_state`, that `apply_gradients` needs."""
 
     opt_state: Any
     params: Any
@@ -266,7 +266,7 @@ def apply_gradients(state: S, *, grads: PyTree, **changes: Any) -> S:
 
 
 def _overwritten_kept(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """Returns the new parameters; those that a gradient overwrites stay where it is not finite."""
+    """Returns the new parameters; overwritten ones keep their old value if a step is skipped."""
 
     def choose(path: Any, a: Any, b: Any) -> Any:
         return select_tree(finite, a, b) if is_overwritten(path) else a

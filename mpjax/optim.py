@@ -1,8 +1,8 @@
 """The optax wrapper: unscales, and skips non-finite steps as if they had never been.
 
-`with_loss_scale` is what takes part in every step; `current_loss_scale` and `raise_if_diverged`
-read its state. Everything that a step decides is chosen by `select`, not by branching: one fused
-pass over parameters and moments, and no host in between.
+`with_loss_scale` takes part in every step; `current_loss_scale` and `raise_if_diverged` read its
+state. A step chooses by `select` and not by `cond`: one fused pass over parameters and moments, and
+no host in between.
 """
 
 from typing import Any
@@ -174,7 +174,7 @@ def with_loss_scale(
 
 
 class _LossScaled:
-    """The two functions of `with_loss_scale`, and what they were made with."""
+    """The two functions of `with_loss_scale`, and its arguments."""
 
     holds_loss_scale = True  # for `is_wrapped`
 
@@ -269,10 +269,10 @@ def update_with(
     params: PyTree,
     extra: dict[str, Any],
 ) -> tuple[PyTree, PyTree, list[bool]]:
-    """Returns what `tx.update` does, and, by leaf, whether a gradient is applied at all.
+    """Returns the results of `tx.update`, and, by leaf, whether its gradient is applied.
 
-    Those of parameters that the optimizer freezes are not. Extra arguments that an optimizer says
-    it has no place for are left out: `optax.contrib.sam` has the type of one that takes some.
+    Gradients of parameters that the optimizer freezes are not applied. Extra arguments that an
+    optimizer does not take are left out: `optax.contrib.sam` has the type of one that takes some.
     """
     scaled = getattr(tx.update, "__self__", None)
     try:
@@ -289,7 +289,7 @@ def update_with(
 
 
 def _in_all(grads: PyTree, applied: list[bool]) -> list[bool]:
-    """Returns the flags of all leaves: those that overwrite are applied by what they hold."""
+    """Returns the flags of all leaves; an overwriting leaf counts as applied."""
     flags = iter(applied)
     leaves = jax.tree_util.tree_leaves_with_path(grads)
     return [True if is_overwritten(path) else next(flags) for path, _ in leaves]
@@ -298,7 +298,7 @@ def _in_all(grads: PyTree, applied: list[bool]) -> list[bool]:
 def _fields(scale: LossScale) -> tuple[Any, Any]:
     """Returns a loss scale as its scalar and its other fields: None and None for a no-op.
 
-    One of the user's own class has fields that only it knows: it is its own other fields.
+    The fields of a user's own class are not known: the object itself stands for them.
     """
     scale = without_owner(scale)
     if isinstance(scale, NoOpLossScale):
@@ -311,14 +311,14 @@ def _fields(scale: LossScale) -> tuple[Any, Any]:
 
 
 def _pack(scale: LossScale) -> tuple[Any, Any]:
-    """Returns the fields to start from, on the host: a closure must not hold device memory."""
+    """Returns the initial fields, on the host: a closure must not hold device memory."""
     scalar, adjustment = _fields(scale)
     scalar = np.float32(1) if scalar is None else _on_host(jnp.asarray(scalar, FLOAT32))
     return scalar, jax.tree.map(_on_host, adjustment)
 
 
 def _adjusted(scale: LossScale, finite: Array) -> LossScale:
-    """Returns the next loss scale; one of the user's own class is to keep its form."""
+    """Returns the next loss scale; raises if a user's own class changes its tree."""
     new = scale.adjust(finite)
     forms = [
         (jax.tree.structure(x), [jnp.result_type(leaf) for leaf in jax.tree.leaves(x)])
@@ -336,7 +336,7 @@ def _on_host(x: Array) -> Any:
 
 
 def _widened(grads: PyTree) -> PyTree:
-    """Returns 16-bit gradients in float32, as `inner` is to see them under every loss scale."""
+    """Returns 16-bit gradients in float32: `inner` sees one dtype under every loss scale."""
     return map_with_path(lambda _, g: to_full(g) if is_array(g) else g, grads)
 
 
@@ -347,7 +347,7 @@ def _strong(x: Any) -> Any:
 
 
 def _or_nothing(finite: Array, u: Any) -> Array:
-    """Returns `u`, or what leaves a parameter as it is: -0.0, since -0.0 + 0.0 is 0.0."""
+    """Returns `u`, or -0.0, which leaves a parameter as it is: -0.0 + 0.0 would be 0.0."""
     u = jnp.asarray(u)
     nothing = -0.0 if jnp.issubdtype(u.dtype, jnp.inexact) else 0
     return jax.lax.select(finite, u, jnp.full_like(u, nothing))

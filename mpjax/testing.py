@@ -173,7 +173,7 @@ def assert_within_rounding(
 
 
 def _dtype(spec: Any, where: str) -> Any:
-    """Returns the dtype that is named as in a policy, or as in JAX."""
+    """Returns the dtype of a name, of policies or of JAX."""
     if isinstance(spec, str) and is_dtype_name(spec):
         return canonical_dtype(spec, where)
     try:
@@ -246,7 +246,7 @@ def assert_products(fun: Callable[..., Any], *args: Any, dtype: Any, least: int 
 
 
 def _product_dtypes(eqn: Any) -> list[Any] | None:
-    """Returns the dtypes of a product's operands; None of what is no product of floats."""
+    """Returns the dtypes of a product's operands; None if it is no product of floats."""
     if eqn.primitive.name not in (*PRODUCTS, "low_product"):
         return None
     read = [v.aval.dtype for v in eqn.invars[:2]]

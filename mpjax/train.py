@@ -204,7 +204,7 @@ class TrainStep:
     def diagnose(
         self, state: TrainState, batch: PyTree, metrics: Mapping[str, Any] | None = None
     ) -> Report:
-        """Returns where the loss or a gradient stopped being finite, and why: `print` it.
+        """Reports the operation that made the loss or a gradient not finite: `print` the result.
 
         A skipped step left everything as it was, so that it can be run once more, with a count on
         each operation. A step that is not diagnosed pays nothing for it.
@@ -227,7 +227,7 @@ class TrainStep:
         return self._diagnosis.run(checked, batch, metrics, current_loss_scale)
 
     def _twin(self, policy: Any) -> Differentiated:
-        """Returns what this step differentiates, under its own policy or another one."""
+        """Returns the function that this step differentiates, under its policy or another one."""
         step = copy.copy(self)
         if policy != self.policy:
             step._run = under_policy(self._loss_fn, policy)

@@ -10,7 +10,7 @@ except ImportError:  # JAX before 0.12
 
 from mpjax.pods import _collectives, _hlo, _loops, _read
 from mpjax.pods._collectives import Names
-from mpjax.pods._flow import Flow
+from mpjax.pods._flow import ValueFlow
 
 # Written by hand after what XLA prints: a loop over two layers that gathers a slice of the weights
 # and reduces its gradient, on a mesh of data=2 and fsdp=4. The instructions mean nothing more.
@@ -109,7 +109,9 @@ def parsed(text: str) -> _hlo.Module:
 def found(program: str | _hlo.Module, names: Names = NAMES) -> list[_collectives.Collective]:
     module = parsed(program) if isinstance(program, str) else program
     runs = _loops.run_counts(module)
-    return list(_collectives.find_collectives(module, Flow(module), runs, names, _read.user_source))
+    return list(
+        _collectives.find_collectives(module, ValueFlow(module), runs, names, _read.user_source)
+    )
 
 
 def encoded(fields: Mapping[int, Sequence[Any]]) -> bytes:

@@ -18,18 +18,18 @@ from jax.sharding import PartitionSpec as P
 from mpjax import autocast
 from mpjax.numerics import _bits
 from mpjax.numerics._overflow import BORN_INF, BORN_NAN, INHERITED, TURNED, Overflow
-from mpjax.numerics._plan import Plan, is_inexact
+from mpjax.numerics._plan import RunPlan, is_inexact
 from mpjax.numerics._run import Runner
 from mpjax.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs")
 
 
-def planned(jaxpr: Any) -> Plan:
-    return Plan(jaxpr, [f"in{i}" for i in range(len(jaxpr.jaxpr.invars))])
+def planned(jaxpr: Any) -> RunPlan:
+    return RunPlan(jaxpr, [f"in{i}" for i in range(len(jaxpr.jaxpr.invars))])
 
 
-def counted(fun: Any, *args: Any) -> tuple[Plan, dict[str, np.ndarray], dict[str, list[int]]]:
+def counted(fun: Any, *args: Any) -> tuple[RunPlan, dict[str, np.ndarray], dict[str, list[int]]]:
     """Returns rows by operation: [inf, nan, amax, origin], and their indices."""
     plan = planned(jax.make_jaxpr(fun)(*args))
     _, rows, _ = jax.jit(Runner(plan, Overflow()).run)(args)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from mpjax.pods import _collectives, _hlo, _loops, _read
 from mpjax.pods._collectives import Names
-from mpjax.pods._flow import Flow, Place
+from mpjax.pods._flow import Place, ValueFlow
 
 
 def test_collectives_have_roles_paths_counts_and_axes():
@@ -133,7 +133,7 @@ def test_a_collective_that_a_sparse_core_runs_is_followed():
     module = dataclasses.replace(module, computations={**module.computations, "body": body})
     gather = next(c for c in found(module) if c.kind == "all-gather")
     assert (gather.role, gather.path, gather.count) == ("weights", "w", 2)
-    assert Flow(module).inputs_of(Place("body", "whole")) == {0}
+    assert ValueFlow(module).inputs_of(Place("body", "whole")) == {0}
 
 
 def test_what_tpu_slices_exchange_is_a_collective():
@@ -258,7 +258,7 @@ def test_a_program_that_xla_compiled_here(devices: list[jax.Device], tmp_path: P
     module = _hlo.read_module(jax.jit(mapped, donate_argnums=0).lower(w, x).compile())
     names = Names({0: "w", 1: "x"}, {0: "w"}, frozenset({0}), frozenset({0}), dict(mesh.shape))
     runs = _loops.run_counts(module)
-    sent = _collectives.find_collectives(module, Flow(module), runs, names, _read.user_source)
+    sent = _collectives.find_collectives(module, ValueFlow(module), runs, names, _read.user_source)
     assert [(c.kind, c.role, c.path, c.axes) for c in sent] == [
         ("all-gather", "weights", "w", ("fsdp",)),
         ("reduce-scatter", "gradients", "w", ("fsdp",)),

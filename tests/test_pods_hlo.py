@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpjax.pods import _hlo, _loops, _read
-from mpjax.pods._flow import Flow, Place
+from mpjax.pods._flow import Place, ValueFlow
 from mpjax.pods._groups import group_of, joins_devices
 from mpjax.pods._proto import Message
 
@@ -252,7 +252,7 @@ def test_what_the_compiler_notes_is_what_is_worked_out(length: int):
 
 
 def test_a_value_is_followed_to_its_input_and_its_output(loop: _hlo.Module):
-    flow = Flow(loop)
+    flow = ValueFlow(loop)
     assert flow.inputs_of(Place("body", "low")) == {0}
     assert flow.inputs_of(Place("body", "dot")) == set()
     assert flow.outputs_of(Place("body", "total")) == {0}
@@ -265,7 +265,7 @@ def test_a_way_leads_through_a_branch():
 
     args = jnp.ones((4, 4)), jnp.ones((4, 4)), True
     module = _hlo.read_module(jax.jit(fun).lower(*args).compile())
-    flow, entry = Flow(module), module.entry
+    flow, entry = ValueFlow(module), module.entry
     assert any(i.opcode == "conditional" for i in entry.instructions.values())
     for number in (0, 1):
         assert flow.outputs_of(Place(entry.name, entry.parameters[number].name)) == {0}

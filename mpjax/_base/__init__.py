@@ -1,1 +1,1 @@
-"""What every folder stands on: JAX's seams, messages, dtypes, trees of arrays, tables."""
+"""The base of every folder: seams between JAX versions, messages, dtypes, trees, tables."""

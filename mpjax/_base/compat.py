@@ -1,4 +1,4 @@
-"""The seams where versions of JAX differ, or where public JAX needs a detour."""
+"""The seams between versions of JAX, and the detours that public JAX needs."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +64,7 @@ def closed(jaxpr: Any) -> Any:
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Returns how many constants and carries a `scan` equation has (JAX 0.12 holds trees)."""
+    """Returns the numbers of constants and carries of a `scan` equation (JAX 0.12 holds trees)."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -77,17 +77,17 @@ def manual_axes(params: dict[str, Any]) -> set[Any]:
 
 
 def is_batched(dim: Any) -> bool:
-    """Whether a batching rule's dimension says that the operand is batched."""
+    """Whether a batching rule's dimension is that of a batched operand."""
     return isinstance(dim, int)
 
 
 def batch_size(args: Sequence[Any], dims: Sequence[Any]) -> int:
-    """Returns over how many examples a batching rule maps."""
+    """Returns the number of examples that a batching rule maps over."""
     return next(x.shape[d] for x, d in zip(args, dims, strict=True) if is_batched(d))
 
 
 def all_batched(args: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
-    """Returns the operands of a batching rule with examples in front, repeated where they share."""
+    """Returns the operands of a batching rule, examples first; unbatched ones are repeated."""
     size = batch_size(args, dims)
     return [
         jnp.moveaxis(x, d, 0) if is_batched(d) else jnp.broadcast_to(x, (size, *x.shape))
@@ -110,7 +110,7 @@ def partitions(aval: Any) -> tuple[Any, ...]:
 
 
 def unplaced(fun: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
-    """Returns `fun(*arrays)`, a few numbers, with XLA and not the types to say where values are."""
+    """Returns `fun(*arrays)`, a few numbers, with shardings chosen by XLA and not by types."""
     types = [jax.typeof(x) for x in arrays]
     if all(explicit_sharding(aval) is None for aval in types):
         return fun(*arrays)
@@ -158,10 +158,10 @@ _SCATTERS = {
 
 
 def bind(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Returns what an equation's primitive gives for other operands."""
+    """Returns the results of an equation's primitive for other operands."""
     scatter = _SCATTERS.get(primitive.name)
     if scatter and params["update_jaxpr"].invars[0].aval.dtype != values[0].dtype:
-        # Its parameters hold the update as a program of scalars, in the dtype it was traced with.
+        # Its parameters hold the update (as add) as a jaxpr of scalars, in the dtype of the trace.
         names = "dimension_numbers", "indices_are_sorted", "unique_indices", "mode"
         return scatter(*values, **{name: params[name] for name in names})
     return primitive.bind(*values, **primitive.get_bind_params(params))
@@ -191,7 +191,7 @@ def bind_custom(
 def bind_remat(eqn: Any, fun: Callable[..., Any], args: Sequence[Any], policy: Any) -> Any:
     """Binds a `remat2` equation that was differentiated already, around another function.
 
-    `jax.checkpoint` would make one that was not, which XLA may undo.
+    `jax.checkpoint` would bind one that was not: XLA may then undo the recomputation.
     """
     inner = jax.make_jaxpr(fun)(*args)
     if inner.consts:  # there is no public way to turn constants into inputs on both versions
@@ -201,10 +201,10 @@ def bind_remat(eqn: Any, fun: Callable[..., Any], args: Sequence[Any], policy: A
 
 
 def scan_options(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns what `lax.scan` is told, to give a `scan` equation's parameters again."""
+    """Returns the arguments of `lax.scan` that give a `scan` equation's parameters again."""
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
     if not isinstance(options["length"], int):
-        del options["length"]  # of an exported program, open: JAX takes it from what it scans
+        del options["length"]  # a symbol, when exported: JAX reads it off the scanned arrays
     return options | ({"_split_transpose": True} if params.get("_split_transpose") else {})
 
 
@@ -232,24 +232,25 @@ def jit_options(params: dict[str, Any], extra: Sequence[int]) -> dict[str, Any]:
 
 
 def inlined(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fun` as one that JAX traces and differentiates once, and inlines where it is traced.
+    """Returns `fun` as a function that JAX traces and differentiates once, and inlines into traces.
 
-    JAX 0.12 has a word for when to inline; True is a later time there, when a program is lowered.
+    JAX 0.12 has a word for the time of inlining; True means a later one there, at lowering.
     """
     early = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
     return jax.jit(fun, inline=early)
 
 
 def has_joined_ends(params: dict[str, Any]) -> bool:
-    """Whether a `while` equation is one that `vmap` made of many, each with an end of its own.
+    """Whether a `while` equation is a loop that `vmap` joined, whose elements end one by one.
 
-    Its condition is an array. It means: until all have ended, those that have keep what they have.
+    Its condition is an array: the loop runs until all elements have ended, and an element that has
+    ended keeps its carry.
     """
     return bool(closed(params["cond_jaxpr"]).out_avals[0].shape)
 
 
 def still_going(going: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-    """Returns the carry of such a loop after an iteration: new where it has not ended."""
+    """Returns the carry of such a loop after an iteration; ended elements keep their own."""
 
     def chosen(after: Any, before: Any) -> Any:
         where = jax.lax.broadcast_in_dim(going, after.shape, range(going.ndim))
@@ -264,7 +265,7 @@ def variables(eqn: Any) -> list[Any]:
 
 
 def hashable_jit_params(params: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns what two `jit` equations of one jaxpr can differ in."""
+    """Returns the parameters in which two `jit` equations of one jaxpr can differ, as a key."""
     names = ("name", "donated_invars", "in_shardings", "out_shardings", "inline", "keep_unused")
     return tuple(params[name] for name in names)
 
@@ -323,8 +324,8 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 def cpu_as_accelerator() -> dict[str, Any]:
     """Returns compiler options with which XLA:CPU sends 16-bit values as accelerators do.
 
-    Left to itself it widens them. For programs that are read and not run; before JAX 0.12 its code
-    generator cannot do without, and `mpjax.pods` recognises the widening instead.
+    Without them XLA:CPU widens such values. They are for programs that are read and not run. Before
+    JAX 0.12 its code generator needs the widening, and `mpjax.pods` recognises it instead.
     """
     if jax.__version_info__ < (0, 12):
         return {}
@@ -373,19 +374,19 @@ def _runs_on_one_device(ctx: Any) -> bool:
 
 
 CHECKPOINTS_REFUSE_SUMS = jax.__version_info__ < (0, 12)
-"""Whether JAX cannot transpose a checkpointed function that returns sums yet to be taken."""
+"""Whether JAX cannot transpose a checkpointed function that returns unreduced sums."""
 
 
 def is_sum_yet_to_be_taken(aval: Any) -> bool:
-    """Whether a type says that a value is the sum of what devices hold."""
+    """Whether a type is unreduced: the value is the sum of the devices' arrays."""
     spec = getattr(getattr(aval, "sharding", None), "spec", None)
     return bool(getattr(spec, "unreduced", None))
 
 
 def is_for_one_device(ctx: Any) -> bool:
-    """Whether what a lowering rule writes runs on one device, and is not split over several.
+    """Whether a lowering rule's code runs on one device, and is not split over several by XLA.
 
-    So it is in a program for one device, and inside a `shard_map` over all axes of its mesh.
+    True in a program for one device, and inside a `shard_map` over all axes of its mesh.
     """
     context = ctx.module_context.axis_context
     if hasattr(context, "num_devices"):
@@ -396,10 +397,10 @@ def is_for_one_device(ctx: Any) -> bool:
 
 
 def devices_shared_by(aval: Any) -> int:
-    """Returns over how many devices XLA splits a value, as far as its type tells.
+    """Returns the number of devices over which XLA splits a value, as far as its type tells.
 
-    Inside a `shard_map` these are the axes that are not mapped. An array that was placed, or traced
-    inside `jax.set_mesh`, has a type that tells; one that `jit` places later has not.
+    Inside a `shard_map` the axes that are not mapped count. The type tells for an array that was
+    placed, or traced inside `jax.set_mesh`, and not for one that `jit` places later.
     """
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     if mesh is None or mesh.empty:
@@ -409,5 +410,5 @@ def devices_shared_by(aval: Any) -> int:
 
 
 def has_values(x: Any) -> bool:
-    """Whether an array holds numbers, and does not stand for those of a later run."""
+    """Whether an array holds numbers, and is no tracer, which stands for those of a later run."""
     return not isinstance(x, jax.core.Tracer)  # pyright: ignore[reportAttributeAccessIssue]

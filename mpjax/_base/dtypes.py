@@ -1,4 +1,4 @@
-"""Any spelling of a dtype ⇄ one canonical dtype and short name; what each can hold.
+"""Translates any spelling of a dtype to one canonical dtype and short name; ranges of dtypes.
 
 A policy names one of four dtypes. Short names are those that JAX prints (`bf16[8,128]`).
 """

@@ -1,4 +1,4 @@
-"""What users of other libraries type, and what it is called here: data for messages."""
+"""Translates names of other libraries to mpjax's, for messages: tables, as data."""
 
 import functools
 import inspect
@@ -60,7 +60,7 @@ POLICIES: dict[str, str] = {
     "single": "32-true",
     "double": "64-true",
 }
-"""Policy by folded name: what was most probably meant."""
+"""Folded name → the policy that was most probably meant."""
 
 PRIMITIVES: dict[str, str] = {
     "softmax": "exp",
@@ -84,7 +84,7 @@ PRIMITIVES: dict[str, str] = {
     "sigmoid": "logistic",
     "swish": "silu",
 }
-"""Primitive by the function that consists of it."""
+"""Function or layer → the primitive that is most of it."""
 
 ATTRIBUTES: dict[str, str] = {
     "GradScaler": 'mpjax.DynamicLossScale, inside make_train_step(loss_fn, tx, "16-mixed")',
@@ -157,7 +157,7 @@ ATTRIBUTES: dict[str, str] = {
     "QtRule": "mpjax.PolicyMap, whose to_qwix_rules() gives them",
     "quantize_model": "mpjax.quantize(params, policy), of any tree of weights",
 }
-"""What stands here for a name of another library."""
+"""Name of another library → mpjax's."""
 
 POLICY_ATTRIBUTES: dict[str, str] = {
     "variable_dtype": ".param_dtype",
@@ -174,7 +174,7 @@ POLICY_ATTRIBUTES: dict[str, str] = {
     "from_config": "mpjax.get_policy(config)",
     "loss_scale": "mpjax.get_loss_scale(policy)",
 }
-"""What stands here for an attribute of other libraries' policies."""
+"""Attribute of other libraries' policies → mpjax's."""
 
 LOSS_SCALE: dict[str, str] = {
     "init_scale": "loss_scale",
@@ -230,11 +230,11 @@ AUTOCAST: dict[str, str] = {
 DEVICES = frozenset(
     {"cuda", "cpu", "gpu", "tpu", "xpu", "mps", "hpu", "npu", "xla", "rocm", "meta"}
 )
-"""What PyTorch's autocast takes first."""
+"""Device types, the first argument of PyTorch's autocast."""
 
 
 def names_keywords(names: dict[str, str], where: str = "") -> Callable[[F], F]:
-    """Decorates a function so that a keyword it does not know is an error with the right name.
+    """Decorates a function: its error for an unknown keyword suggests the right one.
 
     Args:
       names: keywords of other libraries, and which one of the function's stands for each.
@@ -267,7 +267,7 @@ def _unknown_keyword(where: str, name: str, names: dict[str, str], known: list[s
 
 
 def no_attribute(name: str, known: Iterable[str] = ()) -> str:
-    """Returns what is said of a name that `mpjax` does not have; `known` are those that it has."""
+    """Returns the error text for a name that `mpjax` does not have; `known` are its own names."""
     got = f"has no attribute {name!r}."
     here = ATTRIBUTES.get(name)
     if here is not None:
@@ -277,7 +277,7 @@ def no_attribute(name: str, known: Iterable[str] = ()) -> str:
 
 
 class NoPolicyAttributeError(AttributeError):
-    """A policy has no such attribute; what it is called here is looked up when that is shown."""
+    """A policy has no such attribute; mpjax's name for it is looked up when the error is shown."""
 
     def __init__(self, cls: type, attribute: str) -> None:
         super().__init__(attribute)
@@ -292,12 +292,12 @@ class NoPolicyAttributeError(AttributeError):
 
 
 def folded(name: str) -> str:
-    """Returns a policy's name as it is looked up: BF16-Mixed, bf16_mixed and o1 are understood."""
+    """Returns the key of a policy's name: BF16-Mixed and bf16_mixed have one, O1 and o1 another."""
     return name.lower().replace("_", "-")
 
 
 def unknown_policy(name: str, names: list[str]) -> str:
-    """Returns what is said of a name that is none of the policies' `names`."""
+    """Returns the error text for a name that is none of the policies' `names`."""
     if folded(name) in ("tf32", "tensorfloat32", "tf32x3"):
         got = f"{name!r} is how float32 products are computed, and no dtype of a policy."
         fix = "Type mpjax.autocast(fun, '32-true', dot_precision='tf32')."

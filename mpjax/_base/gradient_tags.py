@@ -1,7 +1,7 @@
-"""What is known of gradient arrays themselves: by which scale they are multiplied, or by none.
+"""Remembers, for gradient arrays, the loss scale by which they are multiplied, or that none is.
 
-A gradient is a plain array. While it is that very array, from `value_and_grad` to `tx.update`, the
-optimizer can tell that it was taken with its own loss scale. Arithmetic on it, or the end of a
+A gradient is a plain array. If the very array that `value_and_grad` returned gets to `tx.update`,
+the optimizer can tell that it was taken with its own loss scale. Arithmetic on it, or the end of a
 jitted function, makes another array, of which nothing is known.
 """
 
@@ -14,14 +14,14 @@ import jax.core
 
 from mpjax._base.typing import PyTree
 
-# By the number of an array: a reference to it, and what gives its scale, None where it has none.
+# id of an array → a weak reference to it, and a function of its scale, None for a true gradient.
 _KNOWN: dict[int, tuple["weakref.ref[Any]", Callable[[], Any] | None]] = {}
 
 
 def tag(grads: PyTree, factor: Any) -> None:
     """Notes that gradients are multiplied by `factor`, an array; None for true ones.
 
-    No gradient and no tracer is kept alive by that.
+    It keeps no gradient and no tracer alive.
     """
     if factor is not None and not isinstance(factor, jax.Array):
         return
@@ -39,7 +39,7 @@ def is_true(leaf: Any) -> bool:
 
 
 def factor_of(leaf: Any) -> Any:
-    """Returns the scale by which a gradient is known to be multiplied; None where nothing is."""
+    """Returns the scale by which a gradient is multiplied; None if that is not known."""
     known = _of(leaf)
     return None if known is None or known[1] is None else known[1]()
 
@@ -51,7 +51,7 @@ def _of(leaf: Any) -> Any:
 
 def _forget(key: int) -> Any:
     def forget(ref: Any) -> None:
-        # Another array may have the same number by now.
+        # Another array may have the same id by now.
         if key in _KNOWN and _KNOWN[key][0] is ref:
             del _KNOWN[key]
 

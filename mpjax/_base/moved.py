@@ -1,4 +1,4 @@
-"""Modules that stood elsewhere: a pickle of an earlier version names them by their old place."""
+"""Imports modules by their old places, which pickles of earlier versions name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOVED = {
 }
 
 
-class _Moved(MetaPathFinder, Loader):
+class _OldNameFinder(MetaPathFinder, Loader):
     """Imports a module by its old name: the same module object, not a second copy."""
 
     def find_spec(
@@ -34,5 +34,5 @@ class _Moved(MetaPathFinder, Loader):
 
 def find_old_names() -> None:
     """Lets Python import the old names, once."""
-    if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
-        sys.meta_path.append(_Moved())
+    if not any(isinstance(finder, _OldNameFinder) for finder in sys.meta_path):
+        sys.meta_path.append(_OldNameFinder())

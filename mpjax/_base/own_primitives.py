@@ -1,4 +1,4 @@
-"""Primitives of our own: made here and nowhere else, so that lists of them derive."""
+"""Makes all primitives of our own, so that lists of them are derived and not kept by hand."""
 
 from __future__ import annotations
 

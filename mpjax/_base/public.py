@@ -1,4 +1,4 @@
-"""Where users find a class, whatever file it stands in: pickles name that place."""
+"""Sets the module that a class is imported from by users, which pickles name."""
 
 from __future__ import annotations
 

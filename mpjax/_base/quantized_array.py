@@ -1,4 +1,4 @@
-"""An array in 8 bits with its scales, and how trees that hold some are read as arrays again."""
+"""An array in 8 bits with its scales; reads trees that hold some as trees of arrays."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ class QuantizedArray:
         return dequantized(self.values, self.scale).astype(dtype)
 
     def __jax_array__(self) -> jax.Array:
-        """Raises TypeError: a function that has not been told of 8 bits was given some."""
+        """Raises TypeError: a function that does not know 8-bit weights was given one."""
         got = f"a function was given {self!r} as an array."
         fix = "Type mpjax.autocast(fun, 'bf16-mixed')(params, ...), or fun(mpjax.dequantize(params)"
         raise TypeError(message("quantize", got, f"{fix}, ...)."))
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
-        """Raises TypeError, where NumPy would make an array of one object."""
+        """Raises TypeError: NumPy would make an array of one object."""
         got = f"NumPy was given {self!r} as an array."
         fix = "Type np.asarray(x.dequantize()), or np.asarray(x.values) for the 8-bit values."
         raise TypeError(message("quantize", got, fix))
@@ -112,7 +112,7 @@ def _shown(x: Any, name: str = "") -> str:
 
 
 def _register_with_flax() -> None:
-    """Tells Flax's msgpack, where Flax is there, how to store one: as its two arrays."""
+    """Registers the class with Flax's msgpack, if Flax is there: it is stored as two arrays."""
     serialization = sys.modules.get("flax.serialization")
     if serialization is None or _KNOWN_TO:
         return
@@ -169,7 +169,7 @@ def dequantize(tree: Any, dtype: Any = _FLOAT32) -> Any:
     return jax.tree.map(plain, tree, is_leaf=is_quantized)
 
 
-# A primitive, so that a product of it can be seen to be one of 8-bit values.
+# A primitive, so that autocast recognises the operand of a product as 8-bit values.
 dequantized_p = Primitive("dequantized")
 
 

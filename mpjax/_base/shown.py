@@ -1,4 +1,4 @@
-"""How a report is shown: tables in print and in notebooks, one line at a prompt and in a log."""
+"""Shows reports: as tables in print and in notebooks, in one line at a prompt and in a log."""
 
 import dataclasses
 import html
@@ -34,8 +34,8 @@ class Table:
 class Shown:
     """A report: `print` shows all of it, `repr` one line of it, and notebooks draw its tables.
 
-    A subclass says what there is as `_blocks`: texts and tables, of which the first is a title. It
-    may have a `__str__` and a `_repr_html_` of its own in place of that.
+    A subclass gives `_blocks`: texts and tables, of which the first is a title. Or it has a
+    `__str__` and a `_repr_html_` of its own.
     """
 
     __slots__ = ()
@@ -45,7 +45,7 @@ class Shown:
         raise NotImplementedError
 
     def _headline(self) -> str:
-        """Returns what `repr` says: the title, and what matters most."""
+        """Returns the text of `repr`: the title, and the most important number."""
         return str(self._blocks()[0])
 
     def __repr__(self) -> str:
@@ -67,7 +67,7 @@ def _lines(text: str) -> str:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns lines of aligned cells; the first column gives way where a line is too long."""
+    """Returns lines of aligned cells; if a line is too long, the first column is shortened."""
     cells = [tuple(headers), *(tuple(row) for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
     most = WIDTH - sum(widths[1:]) - 2 * len(widths)
@@ -81,7 +81,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _fitted(text: str, width: int) -> str:
-    """Returns a path's end where all of it does not fit: the end says which layer it is."""
+    """Returns a path, or, if it does not fit, its end, which names the layer."""
     return text if len(text) <= width else f"…{text[len(text) - width + 1 :]}"
 
 

@@ -1,4 +1,4 @@
-"""Whose line an operation is: the user's own, without the frames of JAX and of libraries."""
+"""Finds the user's own source line of an operation, behind the frames of JAX and of libraries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 JAX = tuple(str(Path(m.__file__ or "").parent) for m in (jax, np))
 OURS = str(Path(__file__).parents[1])  # the package
-# Where a layer of Flax is called in mpjax's name: the user's line is behind it.
+# The file in which mpjax calls a layer of Flax: the user's line is behind it.
 WRAPPED = tuple(
     str(Path(OURS, *name.split("/")))
     for name in (
@@ -42,7 +42,7 @@ class Line(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Where an operation was written; None where the traceback does not tell."""
+    """The source lines of an operation; None for one that the traceback does not have."""
 
     user: Line | None  # the innermost that is in no installed package
     library: Line | None  # that of the library that it called, if it called one
@@ -52,7 +52,7 @@ class Lines(NamedTuple):
 def of(traceback: Any) -> Lines:
     """Returns the user's line of a traceback of JAX, and that of the library that it called.
 
-    A library's line stands for the user's where the traceback has none behind it: where the
+    A library's line stands for the user's if the traceback has none behind it, as when the
     library's function itself was given to mpjax.
     """
     library: Line | None = None

@@ -21,7 +21,7 @@ T = TypeVar("T")
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """Flax's collection of float8 scales and histories: their "gradient" is their next value."""
 RECORDED = "_recorded_amax"
-"""Inside that: the largest values that products saw, of which the largest counts."""
+"""Inside that: the largest values of products' operands, which are joined by maximum."""
 
 _CASTABLE = frozenset(POLICY_DTYPES.values())
 _NUMPY = (np.ndarray, np.generic)
@@ -37,7 +37,7 @@ def is_array(x: object) -> TypeGuard[Array]:
 def jax_dtype(x: Any) -> Any:
     """Returns the dtype that JAX gives `x`: NumPy's float64 is float32 with 64-bit types off.
 
-    So is that of a `ShapeDtypeStruct`, which may be made of either.
+    So is the float64 of a `ShapeDtypeStruct`, which may stand for an array of either library.
     """
     known = isinstance(x, jax.Array)
     return x.dtype if known else jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
@@ -64,7 +64,7 @@ def is_overwritten(path: KeyPath) -> bool:
 
 
 def is_recorded(path: KeyPath) -> bool:
-    """Whether a leaf is what products saw: of micro-batches and devices the largest counts."""
+    """Whether a leaf records products' largest values, which devices join by maximum."""
     return RECORDED in (getattr(key, "key", None) for key in path)
 
 
@@ -97,7 +97,7 @@ def leaf_paths(tree: PyTree) -> list[str]:
 
 
 def _quantized_paths(tree: PyTree) -> frozenset[KeyPath]:
-    """Returns the paths of arrays in 8 bits: values and scales have no names of their own."""
+    """Returns the paths of arrays in 8 bits: their values and scales go by one path."""
     if not holds_quantized(tree):
         return frozenset()
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
@@ -142,7 +142,7 @@ def cast_tree(tree: T, dtype: DType, *, move_float64: bool, where: str) -> T:
 
 
 def _cast_quantized(tree: T, dtype: DType, *, move_float64: bool, where: str) -> T:
-    """Returns the cast tree: what is computed with is the array that a `QuantizedArray` is of."""
+    """Returns the cast tree, with plain arrays in place of `QuantizedArray`s, to compute with."""
     reads = where.endswith("cast_to_compute")
 
     def cast(path: KeyPath, x: Any) -> Any:
@@ -159,7 +159,7 @@ def to_full(x: Any) -> Any:
 
 
 def distance(arrays: Sequence[Any], exact: Sequence[Any]) -> tuple[float, float]:
-    """Returns the L2 norm of what arrays differ by from others, all together, and of the others."""
+    """Returns two L2 norms over all arrays: of their differences from others, and of the others."""
     pairs = zip(arrays, exact, strict=True)
     off = sum(float(np.sum(np.abs(a - b) ** 2)) for a, b in pairs)
     whole = sum(float(np.sum(np.abs(b) ** 2)) for b in exact)
@@ -195,7 +195,7 @@ def _all_finite(x: Any) -> Array:
 
 
 def _all_finite_folded(x: Array) -> Array:
-    """The same for XLA:CPU, which writes the booleans out before it reduces them: half a read more.
+    """As above, for XLA:CPU, which would write all booleans out before it reduces them.
 
     Neighbours along the last axis are combined first, so that an eighth is written. The split
     stays within a shard.

@@ -1,4 +1,4 @@
-"""Which line of the user's own code an error came from: the last one outside of libraries."""
+"""Finds the line of the user's own code that raised an error: the last outside of libraries."""
 
 import sysconfig
 import traceback
@@ -8,7 +8,7 @@ _INSTALLED = ("stdlib", "purelib", "platlib")
 
 
 def users_line(error: BaseException, file: str = "") -> list[str]:
-    """Returns the line of the user's own code that was reached last, as a line of a message.
+    """Returns the last line of the user's own code in a traceback, as a line of a message.
 
     Args:
       error: what was raised there.

@@ -1,4 +1,4 @@
-"""What a policy would change in a user's function: what `python -m mpjax doctor` finds out."""
+"""`python -m mpjax doctor`: compares policies on a user's function, as compiled."""
 
 import dataclasses
 import inspect
@@ -26,7 +26,7 @@ from mpjax.numerics import find_promotions
 Compiler = Callable[[Callable[..., Any], Any], tuple[int | None, int, float]]
 
 POLICIES = ("32-true", "bf16-mixed", "16-mixed")
-"""What is compared unless the user names others; the first is what the others are compared with."""
+"""The policies to compare unless the user names others; the first is the reference."""
 
 _SHAPE = re.compile(r"(\w+)\[([\d, ]*)\]")
 _ALLOWED_ARGUMENT = (
@@ -47,7 +47,7 @@ _DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One policy: what its program keeps, and what it does once compiled, by XLA's own count."""
+    """One policy: the bytes that its program keeps for the backward pass, and XLA's own counts."""
 
     policy: str
     status: str  # of its dtypes on the accelerator: native, slow, unsupported or unknown
@@ -59,7 +59,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """What the doctor found: a row a policy, what the one to take changes, and advice."""
+    """The doctor's result: a row a policy, an explanation of the policy to take, and advice."""
 
     function: str
     what: str  # 'value and gradient' or 'value'
@@ -70,7 +70,7 @@ class Diagnosis:
     explanation: Explanation
     advice: tuple[str, ...]
     fun: Callable[..., Any]
-    args: list[Any]  # arrays, shapes, and what is neither
+    args: list[Any]  # arrays, shapes, and other objects
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all of it as plain values, for JSON."""
@@ -179,7 +179,7 @@ def _argument(module: ModuleType, text: str) -> Any:
 def values_of(diagnosis: Diagnosis) -> list[Any]:
     """Returns arguments that a diagnosed function can run on.
 
-    A shape of floating numbers is filled with normal ones; what integers mean is not known.
+    A shape of floating numbers is filled with normal ones; integers may be indices of any range.
 
     Raises:
       ValueError: an integer argument was given as a shape.
@@ -231,7 +231,7 @@ def _is_loss(
 
 
 class _NoArrayError(TypeError):
-    """A function returned what no transformation of JAX takes."""
+    """A function returned an object that no transformation of JAX takes."""
 
 
 def _is_floating(x: Any) -> bool:
@@ -240,7 +240,7 @@ def _is_floating(x: Any) -> bool:
 
 
 def _on_arrays(fun: Callable[..., Any], args: list[Any], transform: Callable[..., Any]) -> Any:
-    """Returns `transform(fun, *args)`, of whose leaves only arrays are traced."""
+    """Returns `transform(fun, *args)`; of the leaves of `args` only arrays are traced."""
     leaves, structure = jax.tree.flatten(args)
     traced = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
 
@@ -298,7 +298,7 @@ def _untraceable(error: Exception, name: str, module: ModuleType) -> str:
 def _advise(
     rows: Sequence[Measured], accelerator: Accelerator, where: str = "here"
 ) -> tuple[str, list[str]]:
-    """Returns the policy to explain, and what to say: the one to take, or why none is."""
+    """Returns the policy to explain, and the advice: to take it, or why to take none."""
     base, others = rows[0], [row for row in rows[1:] if row.status != "unsupported"]
     fast = [row for row in others if row.status == "native"]
     best = _best(fast or others or [base], base, accelerator)
@@ -331,7 +331,7 @@ def _best(rows: Sequence[Measured], base: Measured, accelerator: Accelerator) ->
 
 
 def _memory(row: Measured, base: Measured) -> int:
-    """Returns what is kept, which no backend changes; temporaries where float32 keeps nothing."""
+    """Returns the bytes kept, equal on all backends; if float32 keeps none, the temporaries."""
     return row.kept if base.kept else row.temporaries
 
 
@@ -347,7 +347,7 @@ def _why_none(others: Sequence[Measured], accelerator: Accelerator) -> str:
 
 
 def _instead(accelerator: Accelerator, rows: Sequence[Measured]) -> list[str]:
-    """Returns what to take for speed where none of the policies asked for is."""
+    """Returns the advice on the accelerator's own policy, if that of least memory is not fast."""
     policy = accelerator.policy
     if policy in [row.policy for row in rows]:
         return [f"For speed take {policy!r}."]
@@ -355,7 +355,7 @@ def _instead(accelerator: Accelerator, rows: Sequence[Measured]) -> list[str]:
 
 
 def _change(row: Measured, base: Measured, where: str) -> str:
-    """Returns what becomes less, and what more, as words."""
+    """Returns in words what decreases and what increases."""
     pairs = [
         ("kept for the backward pass", row.kept, base.kept),
         (f"temporary memory as compiled {where}", row.temporaries, base.temporaries),

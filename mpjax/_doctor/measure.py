@@ -24,9 +24,9 @@ from mpjax._scaling.loss_scale import NoOpLossScale, StaticLossScale
 
 POLICIES = ("32-true", "bf16-mixed", "16-mixed")
 SAMPLES, LEAST_SAMPLES = 7, 3  # of each policy's time; fewer than the latter decide nothing
-SAMPLE_SECONDS = 0.3  # of many steps, enqueued and waited for once: more than a clock is off
-LATE_SECONDS = 1.0  # that a round may take where the budget is spent and samples are few
-_SMALLER = 0.98  # of the memory: less is worth a policy that is no faster
+SAMPLE_SECONDS = 0.3  # of many steps, enqueued and waited for once: long beside a clock's error
+LATE_SECONDS = 1.0  # for one more round after the budget, if samples are few
+_SMALLER = 0.98  # of the memory: below this share a policy is worth it, though no faster
 _HALVINGS = 24  # of a loss scale whose gradients overflow
 _HEADERS = ("policy", "ms", "from … to", "x", "memory", "x", "loss off", "gradients off")
 
@@ -51,7 +51,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Measurement(Shown):
-    """What `measure` found: a row a policy, which to take, and how sure that is."""
+    """The result of `measure`: a row a policy, the policy to take, and how sure that is."""
 
     function: str
     what: str  # 'value and gradient' or 'value'
@@ -185,11 +185,11 @@ def _measured(
     return Measurement(*told, timings, taken, tuple(advice))
 
 
-# -- what is run ---------------------------------------------------------------------------------
+# -- programs ------------------------------------------------------------------------------------
 
 
 def split(args: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Returns the arrays (or shapes) among the leaves, and what puts others in their place."""
+    """Returns the arrays (or shapes) among the leaves, and a function that puts others there."""
     leaves, structure = jax.tree.flatten(tuple(args))
     is_traced = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
 
@@ -202,7 +202,7 @@ def split(args: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], Any
 
 
 class _Subject:
-    """A function with its arguments: whether it is a loss, and what it gives exactly."""
+    """A function with its arguments: whether it is a loss, and its exact results."""
 
     def __init__(self, fun: Callable[..., Any], args: Sequence[Any]) -> None:
         self.fun, self.name = fun, getattr(fun, "__name__", type(fun).__name__)
@@ -228,7 +228,7 @@ class _Subject:
     def step(self, fun: Callable[..., Any]) -> Callable[[Any, Any], tuple[Any, Any]]:
         """Returns a function that gives the loss, or value, and the gradients, unscaled.
 
-        Of the arrays and of the loss scale, None for no scaling.
+        Its arguments are the arrays and the loss scale, None for no scaling.
         """
         if not self.is_loss:
             return lambda arrays, scale: (fun(*self.joined(arrays)), ())
@@ -244,7 +244,7 @@ class _Subject:
         return differentiated
 
     def exact(self) -> tuple[list[Any], list[Any]]:
-        """Returns the leaves of value and gradients as the reference dtype has them."""
+        """Returns the leaves of value and gradients, computed in the reference dtype."""
         wide = [
             x.astype(self.reference) if _is_floating(x) else x
             for x in map(jnp.asarray, self.arrays)
@@ -337,7 +337,7 @@ def _timed(program: Callable[[], Any], steps: int) -> float:
 
 
 def advise(rows: Sequence[Timing]) -> tuple[str, list[str]]:
-    """Returns the policy to take, and why: by time where rounds agree on it, then by memory."""
+    """Returns the policy to take, and why: the faster one if all rounds agree, else by memory."""
     base = rows[0]
     usable = [row for row in rows if row.samples and _is_usable(row)]
     lost = [row for row in rows if row.samples and not _is_usable(row)]
@@ -380,7 +380,7 @@ def _is_usable(row: Timing) -> bool:
 def are_equal(a: Timing, b: Timing) -> bool:
     """Returns whether neither is faster in all rounds, or in all but one of seven.
 
-    A round takes a sample of each, so that what else the machine does meets both alike.
+    A round takes a sample of each, so that other work of the machine slows both alike.
     """
     rounds = min(len(a.samples), len(b.samples))
     return max(_wins(a, b), _wins(b, a)) < rounds - rounds // SAMPLES

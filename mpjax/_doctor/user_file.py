@@ -1,4 +1,4 @@
-"""A function in a user's file: found and imported."""
+"""Imports a function from a user's file."""
 
 import ast
 import importlib
@@ -13,7 +13,7 @@ from mpjax._base.errors import message, nearest
 from mpjax._base.users_line import users_line
 
 WHERE = "mpjax doctor"
-_TRAINS = ("fit", "main", "run", "train")  # what a script calls at its end
+_TRAINS = ("fit", "main", "run", "train")  # names that a script calls at its end
 
 
 def load(target: str, where: str = WHERE) -> tuple[ModuleType, Callable[..., Any], str]:
@@ -94,7 +94,7 @@ def _refuse_script(path: str, file: Path, where: str) -> None:
 
 
 def _run_on_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yields the statements outside of functions and classes, but for what a guard keeps."""
+    """Yields the statements outside of functions, classes and `if __name__ == "__main__":`."""
     for node in body:
         yield node
         if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
@@ -105,9 +105,9 @@ def _run_on_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _is_work(node: ast.stmt) -> bool:
-    """Returns whether a statement is a loop that calls functions, or a call of what trains.
+    """Returns whether a statement is a loop that calls functions, or calls `main()` or the like.
 
-    A loop over a literal, as one that fills a table, is none.
+    A loop over a literal, which may fill a table, does not count.
     """
     if isinstance(node, ast.For | ast.While):
         is_table = isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple | ast.List)

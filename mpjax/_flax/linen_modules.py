@@ -1,8 +1,8 @@
 """Linen modules that enter their policy: subclasses whose methods set dtypes by module path.
 
 Flax makes submodules while a method of their parent runs, so that nothing outside can set their
-fields beforehand. An interceptor can: it sees each module before any code of it runs, `setup`
-included, with its path. The fields are set there, on instances that Flax made for this one call.
+fields beforehand. An interceptor can: Flax calls it with each module and its path before any code
+of the module runs, `setup` included. The instances were made for this one call.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from mpjax._flax.module_dtypes import (
     FIELDS,
     NO_DTYPE,
     OWN,
-    Finding,
+    ModuleFinding,
     policy_at,
     reason_at,
     same_dtype,
@@ -38,12 +38,12 @@ Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a policied class was made with."""
+    """The arguments that a policied class was made with."""
 
     policy: Policy | PolicyMap
     override: bool
     model: str  # the name that may stand before the path of its modules in a rule
-    prefix: Path = ()  # where the module stands in the model that was given the policy
+    prefix: Path = ()  # the module's place in the model that was given the policy
 
 
 _region: contextvars.ContextVar["_Region | None"] = contextvars.ContextVar("region", default=None)
@@ -57,7 +57,7 @@ _traced_setting = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def journal() -> Generator[dict[str, str]]:
-    """Collects why each module, by its path, has its dtypes, while models run inside."""
+    """Collects, by path, the reason of each module's dtypes, while models run in the block."""
     reasons: dict[str, str] = {}
     token = _journal.set(reasons)
     try:
@@ -100,7 +100,7 @@ def _subclass(given: type[nn.Module], setting: Setting) -> type[nn.Module]:
 
     # Not in `names`: Flax would wrap them, and name the scope of each operation twice.
     own = {"__post_init__": post_init, "__reduce__": reduce}
-    # Flax has made new ones, and the model's may be its author's.
+    # The given class's own, perhaps written by its author: Flax has made new ones for `new`.
     own |= {"__eq__": given.__eq__, "__hash__": given.__hash__}
     entering = {name: _entering(method, setting) for name, method in _methods(given)}
     applying = ("apply", "init_with_output")
@@ -160,7 +160,7 @@ def _with_method_entering(apply: Callable[..., Any], setting: Setting) -> Callab
 def _enter(
     module: nn.Module, setting: Setting, method: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Returns what `method` gives under the setting, which is entered unless it has been."""
+    """Returns the result of `method` under the setting, which is entered unless it has been."""
     if module.scope is None:
         return method(module, *args, **kwargs)
     region = _region.get()
@@ -187,10 +187,10 @@ class _Region:
         self._base: Path = module.path
         self._class = type(module)
         self._given: dict[Path, dict[str, Any]] = {}
-        self._findings: dict[str, Finding] = {}
+        self._findings: dict[str, ModuleFinding] = {}
 
     def covers(self, module: nn.Module, setting: Setting) -> bool:
-        """Whether a module of that setting is inside, at the place that the setting means."""
+        """Whether a module of that setting stands inside, at the place that the setting means."""
         is_same = (setting.policy, setting.override) == (
             self._setting.policy,
             self._setting.override,
@@ -256,11 +256,11 @@ class _Region:
             decisive = {"dtype"} & fields.keys() or fields.keys()
             reason = reason_at(self._setting.policy, spelled) if decisive & free else OWN
             reason = reason if fields else NO_DTYPE
-            finding = Finding(path=name, class_name=type(module).__name__, reason=reason)
+            finding = ModuleFinding(path=name, class_name=type(module).__name__, reason=reason)
             self._findings.setdefault(name, finding)
 
     def _is_free(self, module: nn.Module, field: Any, place: Path) -> bool:
-        """Whether a field holds its default, or what the policy gave here or further up."""
+        """Whether a field holds its default, or the policy's dtype from here or from further up."""
         have = getattr(module, field.name)
         above = (self._given.get(place[:end], {}) for end in range(len(place) + 1))
         given = [values[field.name] for values in above if field.name in values]
@@ -285,8 +285,8 @@ class _Region:
 def _with_carry_dtypes(out: Any, carry: Any) -> Any:
     """Returns a cell's output with its carry in the dtypes that it came in with.
 
-    A SimpleCell that computes in bfloat16 hands on a bfloat16 carry, and what scans over time,
-    `nn.RNN` included, needs the type that it started from: float32, that of the parameters.
+    A SimpleCell that computes in bfloat16 returns a bfloat16 carry, and a scan over time, as in
+    `nn.RNN`, needs the type that it started from: float32, that of the parameters.
     """
     new, y = out
 
@@ -300,7 +300,7 @@ def _with_carry_dtypes(out: Any, carry: Any) -> Any:
 
 
 def _children(module: nn.Module, *, fields_only: bool) -> list[nn.Module]:
-    """Returns the submodules in a module's fields; those that `setup` made too, unless not."""
+    """Returns the submodules in a module's fields, by default with those that `setup` made."""
     names = [f.name for f in _fields(module) if f.name not in ("parent", "name")]
     if not fields_only:
         names = [name for name in vars(module) if not name.startswith("_")]
@@ -312,8 +312,8 @@ def _children(module: nn.Module, *, fields_only: bool) -> list[nn.Module]:
 def _adopt(module: nn.Module) -> None:
     """Makes the submodules enter the policy by themselves, as in `model.bind(variables).encoder`.
 
-    They are the instances that Flax made for this scope, never those that the user holds. What a
-    compact method makes needs none of this: it is reached only while that method runs.
+    They are the instances that Flax made for this scope, never those that the user holds. Modules
+    that a compact method makes do not need it: they are reached only while that method runs.
     """
     setting: Setting = getattr(type(module), "mpjax_setting")  # noqa: B009 - of its subclass
     depth = len(module.path)

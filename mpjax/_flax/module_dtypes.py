@@ -1,7 +1,6 @@
-"""Which dtypes a policy gives to the modules of a network, and what it could not reach.
+"""Reports the dtypes that a policy gives to the modules of a network, and those out of its reach.
 
-Flax linen and NNX are asked for different things in different ways; what is said about their
-modules, as a table or as a warning, is the same.
+Linen and NNX are read in different ways; the tables and warnings about their modules are the same.
 """
 
 import dataclasses
@@ -29,7 +28,7 @@ AS_WRITTEN = "as written"
 
 
 def as_checked_policy(policy: Any, where: str) -> Policy | PolicyMap:
-    """Returns the policy that `policy` names, all of whose dtypes JAX can make as it is set."""
+    """Returns the policy that `policy` names; raises if it needs 64-bit types and JAX has none."""
     checked = get_policy(policy)
     for each in getattr(checked, "policies", (checked,)):
         require_x64(each.compute_dtype, where)
@@ -50,7 +49,7 @@ def _rules(policy: Policy | PolicyMap) -> tuple[tuple[str, Policy], ...]:
 
 
 def rule_index(policy: Policy | PolicyMap, path: Path) -> int | None:
-    """Returns which rule of a map decides a path, None for the default."""
+    """Returns the number of the rule of a map that decides a path, None for the default."""
     return policy.deciding(path) if isinstance(policy, PolicyMap) else None
 
 
@@ -60,7 +59,7 @@ def policy_at(policy: Policy | PolicyMap, path: Path) -> Policy:
 
 
 def reason_at(policy: Policy | PolicyMap, path: Path) -> str:
-    """Returns what gave the module at a path its dtypes, for people."""
+    """Returns the source of the dtypes of the module at a path, in words: the policy, or a rule."""
     index = rule_index(policy, path)
     if index is None or not isinstance(policy, PolicyMap):
         return BY_POLICY
@@ -68,7 +67,7 @@ def reason_at(policy: Policy | PolicyMap, path: Path) -> str:
 
 
 def scalar_type(dtype: DType) -> Any:
-    """Returns `jnp.bfloat16` for bfloat16: what a user writes, and what may be called."""
+    """Returns `jnp.bfloat16` for bfloat16: as users write it, and callable."""
     return getattr(jnp, dtype.name)
 
 
@@ -83,8 +82,8 @@ def same_dtype(a: Any, b: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
-    """What became of one module: the class, where it is, and why its dtypes are what they are."""
+class ModuleFinding:
+    """The result for one module: its class, its path, and the reason of its dtypes."""
 
     path: str
     class_name: str
@@ -100,7 +99,7 @@ class ModuleRow:
     class_name: str
     dtype: str  # 'inputs' where it computes in what it is given
     param_dtype: str  # of the parameters that are there
-    parameters: int  # how many numbers it holds itself, without those below it
+    parameters: int  # numbers that it holds itself, without those below it
     reason: str
 
 
@@ -149,7 +148,7 @@ class ModuleTable(Shown):
         return html_table(self.title, _HEADERS, self._cells())
 
     def __rich__(self) -> Any:
-        from rich.table import Table  # only for who prints with rich
+        from rich.table import Table  # optional: only printing with rich needs it
 
         table = Table(*_HEADERS, title=self.title)
         for row, cells in zip(self.rows, self._cells(), strict=True):
@@ -179,12 +178,12 @@ def row_of(path: str, module: Any, leaves: Iterable[Any], reason: str) -> Module
     )
 
 
-# -- what a policy does not do -----------------------------------------------------------------
+# -- warnings --------------------------------------------------------------------------------
 
 
 def warn_of(
     policy: Policy | PolicyMap,
-    findings: Mapping[str, Finding],
+    findings: Mapping[str, ModuleFinding],
     where: str,
     *,
     model: str,
@@ -207,11 +206,11 @@ def warn_of(
             warnings.warn(text, PolicyWarning, stacklevel=3)
 
 
-Places = list[tuple[Path, Finding]]
+Places = list[tuple[Path, ModuleFinding]]
 
 
 def _idle(policy: Any, places: Places, where: str) -> Iterable[str]:
-    """Yields what is said of a rule, or of the default, whose every module stays as it is."""
+    """Yields a warning for each rule, or the default, that changes none of its modules."""
     rules = _rules(policy)
     decided: dict[int | None, Places] = {}
     for path, finding in places:
@@ -221,10 +220,10 @@ def _idle(policy: Any, places: Places, where: str) -> Iterable[str]:
         if any(f.reason not in (OWN, NO_DTYPE) for f in findings):
             continue
         if any(f.has_parameters and not _is_lowered(policy, path) for path, f in decided[index]):
-            continue  # it says of a module without a dtype what is so: no warning of that one
+            continue  # the rule names a module without a dtype, and asks for what it does already
         own = [f for f in findings if f.reason == OWN]
         if index is None and not own:
-            continue  # containers are nothing to speak of
+            continue  # the default's modules are containers, which compute nothing
         example = (own or findings)[0]
         subject = "the policy"
         if index is not None:
@@ -234,7 +233,7 @@ def _idle(policy: Any, places: Places, where: str) -> Iterable[str]:
         yield message(where, *_idle_lines(got, example, bool(own)))
 
 
-def _idle_lines(got: str, example: Finding, is_own: bool) -> tuple[str, str, str]:
+def _idle_lines(got: str, example: ModuleFinding, is_own: bool) -> tuple[str, str, str]:
     if is_own:
         allowed = "A dtype that the model sets itself stays."
         return f"{got}.", allowed, "Drop it there, or pass override=True."
@@ -250,7 +249,7 @@ def _is_lowered(policy: Policy | PolicyMap, path: Path) -> bool:
 
 
 def _unreached(policy: Any, places: Places, where: str) -> Iterable[str]:
-    """Yields what is said of custom modules with parameters that are to be computed with low."""
+    """Yields a warning for custom modules with parameters that the policy cannot lower."""
     custom = [
         f
         for path, f in places

@@ -15,7 +15,7 @@ from mpjax._flax.module_dtypes import (
     FIELDS,
     NO_DTYPE,
     OWN,
-    Finding,
+    ModuleFinding,
     policy_at,
     reason_at,
     same_dtype,
@@ -31,10 +31,10 @@ _MARK = "mpjax_mark"
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """What `set_policy` leaves on a module: which dtypes are its own doing, and why.
+    """The mark of `set_policy` on a module: the dtypes that it has set, and why.
 
-    On the module, as an attribute that is no state, so that it lives through `nnx.split`,
-    `nnx.clone` and `nnx.jit`: a later `set_policy` may replace what an earlier one has set.
+    It is an attribute that is no state, so that it lives through `nnx.split`, `nnx.clone` and
+    `nnx.jit`: a later `set_policy` may replace the dtypes of an earlier one, and no others.
     """
 
     given: tuple[tuple[str, str], ...]  # field → the name of the dtype that was set
@@ -46,20 +46,20 @@ class Mark:
 
 
 def mark_of(module: Any) -> Mark | None:
-    """Returns what `set_policy` left on a module, None where it has not been."""
+    """Returns the mark of `set_policy` on a module, None for none."""
     return getattr(module, _MARK, None)
 
 
 def set_dtypes(
     model: nnx.Module, policy: Policy | PolicyMap, *, override: bool
-) -> tuple[dict[str, Finding], list[str]]:
+) -> tuple[dict[str, ModuleFinding], list[str]]:
     """Sets attributes and parameters of all modules.
 
     Returns:
       What became of each module, by path; and the paths of the parameters.
     """
-    findings: dict[str, Finding] = {}
-    defaults: dict[Path, dict[str, Any]] = {}  # what was there by default, and is passed down
+    findings: dict[str, ModuleFinding] = {}
+    defaults: dict[Path, dict[str, Any]] = {}  # path → dtypes by default, which it may pass down
     root = type(model).__name__
     kept: set[Path] = set()  # modules that have set the dtype of their parameters
     for path, module in modules_of(model, "set_policy"):
@@ -77,7 +77,7 @@ def set_dtypes(
         _give(module, free, policy_at(policy, spelled), reason)
         if "param_dtype" in had and "param_dtype" not in free:
             kept.add(path)
-        findings[name] = Finding(
+        findings[name] = ModuleFinding(
             path=name,
             class_name=type(module).__name__,
             reason=reason,
@@ -87,7 +87,7 @@ def set_dtypes(
 
 
 def modules_of(model: Any, where: str) -> list[tuple[Path, nnx.Module]]:
-    """Returns the modules of a model, those above before those below them."""
+    """Returns the modules of a model, parents before children."""
     if not isinstance(model, nnx.Module):
         fix = f"Type mpjax.nnx.{where}(model, 'bf16-mixed') with the model itself."
         if any(base.__module__.startswith("flax.linen") for base in type(model).__mro__):
@@ -109,7 +109,7 @@ def path_text(path: Path) -> str:
 def _is_default(module: Any, field: str, value: Any, above: list[dict[str, Any]]) -> bool:
     """Whether a value is the default of the constructor's argument, or one passed down."""
     if isinstance(module, nnx.Embed) and field == "dtype":
-        return same_dtype(value, module.embedding.dtype)  # its constructor puts that for None
+        return same_dtype(value, module.embedding.dtype)  # its constructor replaces None by that
     if value is None or same_dtype(value, _constructor_default(type(module), field)):
         return True
     passed_down = [values[field] for values in above if values.get(field) is not None]
@@ -119,7 +119,8 @@ def _is_default(module: Any, field: str, value: Any, above: list[dict[str, Any]]
 def _constructor_default(cls: type, field: str) -> Any:
     """Returns the default of a constructor's argument, '' where it has none.
 
-    What goes on to a base class by `**kwargs` has its default there, as in `nnx.LoRALinear`.
+    An argument that goes on to a base class by `**kwargs`, as in `nnx.LoRALinear`, has its default
+    there.
     """
     for base in cls.__mro__:
         if "__init__" not in vars(base):
@@ -136,7 +137,7 @@ def _constructor_default(cls: type, field: str) -> Any:
 def _give(module: Any, free: set[str], policy: Policy, reason: str) -> None:
     values = {"dtype": policy.compute_dtype, "param_dtype": policy.param_dtype}
     if isinstance(module, (nnx.WeightNorm, nnx.SpectralNorm)):
-        values["dtype"] = policy.param_dtype  # in it they write the weights of the layer inside
+        values["dtype"] = policy.param_dtype  # they write the inner layer's weights in it
     for field in free:
         setattr(module, field, scalar_type(values[field]))
     given = tuple((field, values[field].name) for field in sorted(free))
@@ -161,11 +162,11 @@ class CarryDType:
 
 
 def _give_carry_dtype(cell: Any, policy: Policy) -> None:
-    """Lets a cell hand on what `nnx.RNN` can scan: a carry of the dtype that it started from.
+    """Makes a cell return a carry of the dtype that it started from, so that `nnx.RNN` can scan it.
 
     A carry starts in the cell's `param_dtype`, which after construction serves nothing else. The
-    gated cells compute theirs in the wider of that and their gates; a SimpleCell would hand on a
-    bfloat16 one in place of the float32 that it began with, and the scan refuses that.
+    gated cells compute theirs in the wider of `param_dtype` and their gates' dtype. A SimpleCell
+    would return a bfloat16 carry for a float32 one, which `lax.scan` refuses.
     """
     with jax.numpy_dtype_promotion("standard"):
         wide = jnp.promote_types(policy.param_dtype, policy.compute_dtype)

@@ -1,6 +1,6 @@
-"""Which precision each accelerator supports: the table, its rows by device, a policy's check."""
+"""The table of dtypes that each accelerator supports, and the check of a policy against it."""
 
-from mpjax._hardware.check import Finding as Finding
+from mpjax._hardware.check import DtypeFinding as DtypeFinding
 from mpjax._hardware.check import SupportReport as SupportReport
 from mpjax._hardware.check import check_policy as check_policy
 from mpjax._hardware.check import examine as examine

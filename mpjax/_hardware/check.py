@@ -1,4 +1,4 @@
-"""What an accelerator makes of a policy, and the warning or error that follows."""
+"""Checks a policy against an accelerator's row of the table; warns, or raises."""
 
 import dataclasses
 import warnings
@@ -15,7 +15,7 @@ from mpjax._policies.recipes import DTYPES as EIGHT_BIT
 
 
 class PolicyLike(Protocol):
-    """What a policy tells of itself here."""
+    """The part of a policy that is read here."""
 
     def to_dict(self) -> dict[str, str]:
         """Returns 'param_dtype', 'compute_dtype' and 'output_dtype', by name ('half' included)."""
@@ -23,11 +23,11 @@ class PolicyLike(Protocol):
 
 
 class PolicyMapLike(Protocol):
-    """What a map from paths to policies tells of itself here."""
+    """The part of a map from paths to policies that is read here."""
 
     @property
     def default(self) -> PolicyLike:
-        """The policy of what no rule matches."""
+        """The policy of paths that no rule matches."""
         ...
 
     @property
@@ -37,15 +37,15 @@ class PolicyMapLike(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
-    """What an accelerator makes of one dtype of a policy."""
+class DtypeFinding:
+    """The support of one dtype of a policy on an accelerator."""
 
     where: str  # 'policy'; in a PolicyMap 'default' or the pattern of a rule
     roles: tuple[str, ...]  # of 'param', 'compute', 'output'; of a recipe 'fprop', 'dgrad', 'wgrad'
     dtype: str
     status: Status
     reason: str
-    instead: tuple[str, ...]  # what to type, policies by name; empty where nothing is wrong
+    instead: tuple[str, ...]  # the names of policies to type; empty if nothing is wrong
 
     def __str__(self) -> str:
         where = "" if self.where == "policy" else f"{self.where!r}: "
@@ -54,11 +54,11 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SupportReport(Shown):
-    """How well an accelerator runs a policy, dtype by dtype."""
+    """The support of a policy on an accelerator, dtype by dtype."""
 
     policy: str  # as text
     accelerator: Accelerator
-    findings: tuple[Finding, ...]
+    findings: tuple[DtypeFinding, ...]
 
     @property
     def name(self) -> str:
@@ -114,7 +114,7 @@ _SEVERITY: tuple[Status, ...] = ("native", "unknown", "slow", "unsupported")
 
 
 def examine(policy: PolicyLike | PolicyMapLike, accelerator: Accelerator) -> SupportReport:
-    """Returns what `accelerator` makes of a policy, or of a `PolicyMap`'s default and rules."""
+    """Returns the support of a policy, or a `PolicyMap`'s default and rules, on `accelerator`."""
     if hasattr(policy, "rules"):
         policies = cast("PolicyMapLike", policy)
         parts = [("default", policies.default), *policies.rules]
@@ -133,9 +133,9 @@ def check_policy(
     where: str,
     stacklevel: int = 2,
 ) -> SupportReport:
-    """Returns `examine`'s report; warns of what is slow and raises on what cannot run.
+    """Returns `examine`'s report; warns of slow dtypes, and raises on those that cannot run.
 
-    What is slow on a CPU is reported without a warning: there code is tried, not run for speed.
+    A dtype that is slow on a CPU is reported without a warning: people try code on CPUs.
 
     Args:
       policy: a `Policy` or `PolicyMap`.
@@ -162,7 +162,7 @@ def check_policy(
     return report
 
 
-def _findings(where: str, policy: PolicyLike, accelerator: Accelerator) -> list[Finding]:
+def _findings(where: str, policy: PolicyLike, accelerator: Accelerator) -> list[DtypeFinding]:
     roles: dict[tuple[str, Cell], list[str]] = {}
     for field, dtype in policy.to_dict().items():
         role = field.removesuffix("_dtype")
@@ -179,7 +179,7 @@ def _findings(where: str, policy: PolicyLike, accelerator: Accelerator) -> list[
             cell = _judge_blocks(blocks, accelerator.cell(dtype), accelerator)
             roles.setdefault((dtype, cell), []).append(product)
     return [
-        Finding(where, tuple(names), dtype, *cell, instead=_instead(dtype, cell, accelerator))
+        DtypeFinding(where, tuple(names), dtype, *cell, instead=_instead(dtype, cell, accelerator))
         for (dtype, cell), names in roles.items()
     ]
 
@@ -187,18 +187,18 @@ def _findings(where: str, policy: PolicyLike, accelerator: Accelerator) -> list[
 def _judge(role: str, dtype: str, accelerator: Accelerator) -> Cell:
     if dtype == "float64" and not jax.config.read("jax_enable_x64"):
         return Cell("unsupported", "64-bit types are off in JAX, which would give float32")
-    # An optimizer adds in the parameters' dtype: of that only float64 is costly in itself.
+    # Parameters and outputs are stored and added, which only float64 makes costly.
     if role != "compute" and dtype != "float64":
         return Cell("native", "stored and added, not multiplied")
     return accelerator.cell(dtype)
 
 
 _WITHOUT_BLOCKS = "no unit takes a scale for each block of values; 16-bit products"
-_BLOCK_UNITS = {"sm_100": 32, "sm_103": 32}  # how many values share a scale, as cuDNN takes them
+_BLOCK_UNITS = {"sm_100": 32, "sm_103": 32}  # values that share a scale, in cuDNN
 
 
 def _judge_blocks(size: int, cell: Cell, accelerator: Accelerator) -> Cell:
-    """Returns what is made of operands with a scale for each `size` values; 1 is for none."""
+    """Returns the cell of operands that have a scale for each `size` values; 1 is for no blocks."""
     units = _BLOCK_UNITS.get(accelerator.key)
     if size == 1 or cell.status != "native" or units == size:
         return cell

@@ -1,4 +1,4 @@
-"""Which row of the support table a device has, or the name of a device that is not here."""
+"""Finds the row of the support table of a device, or of the name of a device that is not here."""
 
 import functools
 import itertools
@@ -16,7 +16,7 @@ def _compact(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-# What people call them: models, jax.Device.device_kind ('TPU v5 lite'), gcloud ('v5litepod-16').
+# Names in use: models, jax.Device.device_kind ('TPU v5 lite'), gcloud ('v5litepod-16').
 # Names are compared by their letters and digits only.
 _ALSO = {
     "gpu": "cuda",
@@ -126,7 +126,7 @@ def _by_name(name: str, where: str) -> Accelerator:
 
 
 def _search(name: str) -> str | None:
-    """Returns the name of the row that a device's name means, None where it means none."""
+    """Returns the name of the row for a device's name, None if no row has it."""
     text = name.split(":")[0]  # 'v5e:4x4' is a topology, 'v5litepod-16' a slice
     for whole in (text, re.sub(r"-\d+$", "", text)):
         key = _BY_NAME.get(_compact(whole)) or _nvidia_key(whole)

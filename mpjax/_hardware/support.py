@@ -1,4 +1,4 @@
-"""Whether an accelerator runs a policy well: the check that a user asks for by name."""
+"""`check_support`: checks a policy for an accelerator that the user names."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from mpjax._policies.policy import get_policy
 def check_support(
     policy: PolicySpec = None, device: DeviceLike | str | None = None
 ) -> SupportReport:
-    """Returns how well an accelerator runs a policy; warns if slow, raises if impossible.
+    """Returns the support of a policy on an accelerator; warns if slow, raises if impossible.
 
     The hardware need not be here: give its name to check a job before it starts. A policy that is
     slow on a CPU is in the report and gives no warning, because people try code on CPUs.

@@ -1,6 +1,6 @@
-"""What each accelerator makes of each floating dtype, as a table: one row a line.
+"""The table of each accelerator's support of each dtype: one row a line.
 
-Two things decide: what the hardware multiplies, and what XLA makes of a dtype that it does not.
+Two things decide: the dtypes that the hardware multiplies, and XLA's conversion of the others.
 Where the facts come from:
 
 * NVIDIA: "Compute Capabilities" in the CUDA Programming Guide; the support matrix of Transformer
@@ -31,7 +31,7 @@ Status: TypeAlias = Literal["native", "slow", "unsupported", "unknown"]
 
 
 class Cell(NamedTuple):
-    """What one accelerator makes of one dtype, and why."""
+    """The support of one dtype on one accelerator, and the reason."""
 
     status: Status
     reason: str
@@ -60,7 +60,7 @@ class Accelerator:
     int8: Cell
 
     def cell(self, dtype: str) -> Cell:
-        """Returns what this accelerator makes of the dtype of this name."""
+        """Returns the support of the dtype of this name on this accelerator."""
         return getattr(self, dtype) if dtype in DTYPES else _NO_COLUMN
 
     @property
@@ -88,7 +88,7 @@ class Accelerator:
 _NO_COLUMN = Cell("unknown", "the support table has no column for it")
 NO_ROW = Cell("unknown", "the support table has no row for this device")
 
-# The cells, by what they say.
+# The cells that several rows share, by their status.
 FULL = Cell("native", "full precision, at the rate that the hardware is built for")
 HALF = Cell("native", "in hardware, at about half the rate of float32")
 TF32 = Cell("native", "products may round operands to TF32; precision='highest' keeps every bit")

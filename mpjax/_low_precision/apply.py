@@ -1,4 +1,4 @@
-"""Adding updates to parameters, and what a state knows of the parameters beyond their bits."""
+"""Adds updates to parameters; reads the extra bits of parameters that a state stores."""
 
 from typing import Any
 
@@ -92,7 +92,7 @@ def full_params(params: PyTree, opt_state: PyTree) -> PyTree:
 
 
 def _kept(opt_state: PyTree) -> dict[KeyPath, tuple[type[Any], Array]]:
-    """Returns what is kept of each parameter by its path, with the kind of state it is from."""
+    """Returns, by a parameter's path, the array kept for it, with the type of the state."""
     by_path: dict[KeyPath, tuple[type[Any], Array]] = {}
     for _, state in owners(opt_state):
         if isinstance(state, _KEEPING):

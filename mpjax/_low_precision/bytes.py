@@ -1,4 +1,4 @@
-"""How many bytes an optimizer needs for each parameter, before anything is allocated."""
+"""Counts the bytes that training needs for each parameter, without allocating any."""
 
 import collections
 import dataclasses
@@ -48,7 +48,7 @@ class BytesPerParameter(Shown):
 def bytes_per_parameter(
     tx: optax.GradientTransformation, params: PyTree, *, grad_dtype: DTypeSpec | None = "float32"
 ) -> BytesPerParameter:
-    """Returns how many bytes training takes for each parameter: weights, gradients, state.
+    """Returns the bytes that training takes for each parameter: weights, gradients, state.
 
     It allocates nothing. It does not count activations.
 

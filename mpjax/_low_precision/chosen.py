@@ -1,4 +1,4 @@
-"""The rounding of a whole train step: by name, and what is said where none was chosen."""
+"""The rounding of a train step's parameters, by name; a warning if none was chosen."""
 
 import warnings
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ _WRAPPERS = {"stochastic": with_stochastic_rounding, "kahan": with_kahan}
 
 
 def check_rounding(rounding: Any, where: str) -> None:
-    """Raises ValueError for what is none of the names, and not None."""
+    """Raises ValueError for anything but one of the names, or None."""
     if rounding is None or (isinstance(rounding, str) and rounding in ROUNDINGS):
         return
     got = f"unknown rounding {rounding!r}."

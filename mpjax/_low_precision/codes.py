@@ -17,8 +17,8 @@ from mpjax._low_precision.rounding import TINY, stochastic
 
 FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
 FLOAT8_MAX = 448.0
-# A code that is decoded and encoded again must come back, whatever the chance: what is nearer to a
-# code than this is it. Errors of division and roots are some 2⁻¹⁶ of the distance of two.
+# A code that is decoded and encoded again must come back, whatever the chance. So a level nearer to
+# a code than this is that code: errors of division and roots are some 2⁻¹⁶ of the distance of two.
 _SNAP = 2.0**-11
 
 
@@ -30,7 +30,7 @@ class FirstMoment(NamedTuple):
 
 
 class SecondMoment(NamedTuple):
-    """A moment that is never negative in 8 bits; what is not 0 does not become 0."""
+    """A moment in 8 bits that is never negative; a value that is not 0 does not become 0."""
 
     codes: Array  # u8 or f8_e4m3fn, of the parameter's shape
     scales: Array  # f32[..., blocks]
@@ -42,7 +42,7 @@ def is_coded(x: Any) -> bool:
 
 
 def block_count(size: int, block_size: int | None) -> int:
-    """Returns how many blocks a last axis is cut into: of equal length, up to the last."""
+    """Returns the number of blocks of a last axis: of equal length, but for the last one."""
     return 1 if block_size is None else max(1, -(-size // block_size))
 
 
@@ -59,7 +59,7 @@ def encode(x: Array, kind: str, block_size: int | None, random: Array, *, is_sec
     """
     blocks = block_count(x.shape[-1], block_size)
     sound = jnp.isfinite(x) & (x >= 0) if is_second else jnp.isfinite(x)
-    # As inf and not as NaN, which a maximum passes over on CPUs.
+    # A NaN counts as inf here: XLA:CPU's maximum of a large array ignores NaN.
     largest = _largest(jnp.where(sound, jnp.abs(x), jnp.inf), blocks)
     scales = jnp.where(largest == jnp.inf, jnp.nan, largest)
     spread = _spread(scales, x.shape)
@@ -90,18 +90,18 @@ def decode(moment: Any) -> Array:
 
 
 def shares(codes: Array, *, is_second: bool) -> Array:
-    """Returns the share of its block's largest that each code stands for, without its sign."""
+    """Returns the share of its block's largest that each code means, without its sign."""
     if codes.dtype == FLOAT8:
         return (_SECOND8 if is_second else _FIRST8).value(jnp.abs(codes.astype(FLOAT32)))
     return (_SECOND if is_second else _FIRST).value(jnp.abs(codes.astype(FLOAT32)))
 
 
 class _Curve(NamedTuple):
-    """What codes from 0 to `most` stand for: shares of a block's largest, down to exp(-depth).
+    """The meaning of codes from 0 to `most`: shares of a block's largest, down to exp(-depth).
 
-    Neighbours are a ratio apart that grows with the distance from the largest: by 3 % at the top
-    of a first moment, 18 % at a millionth. A power would be finer at the top and lose all that is
-    10⁵ times smaller, which an outlier among a block's columns makes of the others.
+    The ratio of neighbouring codes grows with the distance from the largest: 3 % apart at the top
+    of a first moment, 18 % at a millionth. A power, such as `_Power`, would be finer at the top and
+    lose values 10⁵ times smaller, as they are in a block with one column of large outliers.
     """
 
     most: float
@@ -113,8 +113,8 @@ class _Curve(NamedTuple):
         return jnp.maximum(self.most * (1 - jnp.log1p(_BEND * depth) / self._whole), 0.0)
 
     def value(self, code: Array) -> Array:
-        """Returns the share that a code stands for."""
-        # Of a difference, which is 0 at the top: the largest must come back as it was.
+        """Returns the share that a code means."""
+        # Of `most - code`, exactly 0 at the top: the block's largest must come back as it was.
         depth = jnp.expm1((self.most - code) * (self._whole / self.most)) / _BEND
         return jnp.where(code > 0, jnp.exp(-depth), 0.0)
 
@@ -129,7 +129,7 @@ _FIRST, _SECOND = _Curve(127, math.log(1e8)), _Curve(255, math.log(1e14))
 
 
 class _Power(NamedTuple):
-    """What a float8 code stands for: `(code / 448) ** exponent`, of a share."""
+    """The meaning of a float8 code, as a share of a block's largest: `(code / 448) ** exponent`."""
 
     exponent: float
 
@@ -138,7 +138,7 @@ class _Power(NamedTuple):
         return FLOAT8_MAX * share ** (1 / self.exponent)
 
     def value(self, code: Array) -> Array:
-        """Returns the share that a code stands for."""
+        """Returns the share that a code means."""
         return (code / FLOAT8_MAX) ** self.exponent
 
 
@@ -171,9 +171,9 @@ def _by_chance(
     curve: "_Curve | _Power",
     snap: Array | float,
 ) -> Array:
-    """Returns one of the two codes about a level, by a chance with which the mean is exact.
+    """Returns one of the two codes about a level, by a chance that makes the mean exact.
 
-    The mean of what they stand for: that of the codes would make the moments larger.
+    The mean of the decoded values, that is: one of the codes would make the moments larger.
     """
     low, high = ends
     below, above = map(curve.value, ends)
@@ -184,7 +184,7 @@ def _by_chance(
 
 
 def _largest(x: Array, blocks: int) -> Array:
-    """Returns the largest of each block of what is not negative: f32[..., blocks].
+    """Returns the largest of each block of non-negative values: f32[..., blocks].
 
     By windows, and not by a reshape, for which XLA writes the moments out: 12 bytes a parameter
     move in a step on an H100 in place of 21, and 48 in place of 65 on a v5e. A TPU finds a whole

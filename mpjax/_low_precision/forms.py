@@ -1,4 +1,4 @@
-"""From one form of a state to another: without what stores it in fewer bits, and with it again."""
+"""Converts optimizer states between forms: to the plain one, in full precision, and from it."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def has_form(state: PyTree) -> bool:
 
 
 def keeps_weights(state: PyTree) -> bool:
-    """Whether a state holds what parameters lack, which another model's parameters do not."""
+    """Whether a state stores bits of the parameters themselves, so that it fits no others."""
     return any(isinstance(x, _KEEPING) for _, x in owners(state))
 
 
@@ -80,7 +80,7 @@ def _coded_like(form: Any, value: Array, number: int) -> Any:
 
 
 def _kept_of(form: Any, params: PyTree, weights: PyTree) -> PyTree:
-    """Returns what a wrapper keeps of weights, for the parameters that it keeps something of."""
+    """Returns a wrapper's first field for weights: copies, corrections or rounding errors."""
 
     def keep(p: Array, weight: Array) -> Any:
         if isinstance(form, MasterWeightsState):

@@ -1,4 +1,4 @@
-"""Kahan summation: what rounding a parameter lost is kept in 16 bits and added to the next step."""
+"""Kahan summation: the rounding error of a parameter is kept in 16 bits, and added to a step."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ BFLOAT16 = POLICY_DTYPES["bf16"]
 
 
 class KahanState(NamedTuple):
-    """State of `with_kahan`: what the parameters lack, and the state of what it wraps."""
+    """State of `with_kahan`: the parameters' rounding errors, and the wrapped state."""
 
     compensations: PyTree  # bf16, also for f16 parameters; nothing for f32 ones
     inner_state: Any

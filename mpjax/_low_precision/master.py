@@ -1,4 +1,4 @@
-"""Master weights: 16-bit parameters of which the optimizer knows more bits than they hold.
+"""Master weights: the optimizer's state stores more bits of 16-bit parameters than they hold.
 
 An update smaller than half a unit in the last place of a bfloat16 parameter (0.4 % of it) is
 lost when it is added to that parameter. Added to a copy with more bits it is not.
@@ -19,7 +19,7 @@ from mpjax._low_precision.rounding import land, nearest
 
 
 class MasterWeightsState(NamedTuple):
-    """State of `with_master_weights`: the float32 parameters, and the state of what it wraps."""
+    """State of `with_master_weights`: the float32 parameters, and the wrapped state."""
 
     master_params: PyTree  # f32 where the parameter is f16 or bf16, else nothing
     inner_state: Any
@@ -28,7 +28,7 @@ class MasterWeightsState(NamedTuple):
 
 
 class SplitWeightsState(NamedTuple):
-    """State of `with_master_weights(tx, bits=24)`: what the parameters lack, and the rest."""
+    """State of `with_master_weights(tx, bits=24)`: corrections of the parameters, and the rest."""
 
     corrections: PyTree  # i8, in 1/256 of a unit in the last place; nothing for f32 parameters
     inner_state: Any
@@ -137,13 +137,13 @@ class _Corrections(RoundingOwner):
 
 
 def joined(p: Array, correction: Array) -> Array:
-    """Returns the weights that parameters and their corrections stand for, in float32."""
+    """Returns parameters plus their corrections, in float32."""
     full = to_full(p)
     return full + correction.astype(FLOAT32) * _unit(full, p.dtype)
 
 
 def correction(weight: Array, place: Array, dtype: Any) -> Array:
-    """Returns i8[...], how far weights are from their parameters, which are the nearest ones.
+    """Returns i8[...], the distance of weights from their parameters, the nearest 16-bit values.
 
     Half a unit in the last place is 128; a tie, the only one that far away, is cut to 127.
     """

@@ -1,4 +1,4 @@
-"""Which leaves of an optimizer's state are moments of a parameter, and whether first or second."""
+"""Finds the moments in an optimizer's state: their parameters, and whether first or second."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,8 +9,8 @@ import jax
 from mpjax._base.tree import is_array, leaf_paths, path_str
 from mpjax._base.typing import KeyPath, PyTree
 
-# The fields in which optax and those who follow it keep averages, trees like the parameters: the
-# first may have either sign, the second are never negative. Classes that use the names otherwise
+# Names of fields with averages, trees like the parameters, in optax and libraries like it: first
+# moments may have either sign, second ones are never negative. Classes that use the names otherwise
 # have rows of their own.
 _FIRST = ("mu", "trace", "ema", "exp_avg")
 _SECOND = ("nu", "nu_max", "exp_avg_sq")
@@ -22,7 +22,7 @@ _BY_CLASS: dict[str, dict[str, bool]] = {
     "ScaleByAdemamixState": {"m1": False, "m2": False, "nu": True},
     "ScaleByRssState": {"sum_of_squares": True},
     "SophiaState": {"mu": False},  # its nu is of a Hessian's diagonal, of either sign
-    # Centred: nu - mu² must stay positive, which holds of no two that are rounded apart.
+    # Centred: nu - mu² must stay positive, and may not if each is rounded by itself.
     "ScaleByRStdDevState": {},
     "ScaleByRStdDevWithCountState": {},
 }
@@ -30,7 +30,7 @@ _BY_CLASS: dict[str, dict[str, bool]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """Where a moment stands, and of what."""
+    """The place of a moment in a state, and its parameter."""
 
     field: str  # 'mu'
     is_second: bool

@@ -12,8 +12,8 @@ from mpjax._base.tree import is_array, to_full
 from mpjax._base.typing import Array, PyTree
 from mpjax._scaling.slips import refuse_scaled
 
-# Squares of values between 2⁻⁴⁸ and 2⁴⁸ are safe, also a billion of them; what is larger or
-# smaller is scaled first, and summed apart. One pass, where scaling by the largest takes two.
+# Squares of values between 2⁻⁴⁸ and 2⁴⁸ are safe, also a billion of them; larger and smaller values
+# are scaled first, and summed apart. That is one pass; scaling by the largest takes two.
 _EDGE = 2.0**48
 _SHIFT = 2.0**80
 
@@ -99,7 +99,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         def clip(g: Any) -> Any:
             if not _counts(g):
                 return g
-            # Not `/ factor`: XLA would divide by the product, which overflows.
+            # Not `/ factor`: XLA would make of `x / a / b` a division by `a * b`, which overflows.
             clipped = to_full(g).astype(FLOAT32) * inverse / value * limit
             return jnp.where(within, g, clipped.astype(g.dtype))
 
@@ -128,7 +128,7 @@ def _norm(tree: PyTree) -> _Scaled:
     middle_root, small_root = jax.lax.optimization_barrier(tuple(scaled))
     huge = jnp.sqrt(large + jnp.square(middle_root))
     usual = jnp.sqrt(middle + jnp.square(small_root))
-    # NaN is none of the three sizes: it is in the middle, and stays.
+    # NaN is neither large nor small: it is summed with the middling values, and stays NaN.
     is_huge, is_usual = large > 0, middle != 0
     value = jnp.where(is_huge, huge, jnp.where(is_usual, usual, jnp.sqrt(small)))
     factor = jnp.where(is_huge, _SHIFT, jnp.where(is_usual | (value == 0), 1.0, 1 / _SHIFT))
@@ -136,7 +136,7 @@ def _norm(tree: PyTree) -> _Scaled:
 
 
 def _squares(x: Array) -> list[Array]:
-    """Returns the sums of the squares of what is large, middling and small, scaled."""
+    """Returns the sums of squares of large, middling and small values, scaled."""
     size = jnp.abs(x)
     is_large, is_small = size >= _EDGE, size < 1 / _EDGE
 

@@ -1,8 +1,8 @@
-"""Who rounds a 16-bit parameter: one wrapper, which emits updates that land on what it chose.
+"""The base of wrappers that round 16-bit parameters: updates that land on the chosen value.
 
-optax adds an update to a parameter and rounds the sum to the nearest. A wrapper that wants another
-rounding chooses the target itself and emits, in float32, the way there: the sum is then the target
-exactly, and there is nothing left to round (`rounding.land`).
+optax adds an update to a parameter and rounds the sum to the nearest. A wrapper with another
+rounding chooses the target itself and returns, in float32, the way there: then the sum is exactly
+the target, and there is nothing left to round (`rounding.land`).
 """
 
 import abc
@@ -29,7 +29,7 @@ class RoundingOwner(abc.ABC):
 
     name: str
     state_type: type[Any]
-    never: float | None = None  # a value that is never kept, where the rest of the rounding is
+    never: float | None = None  # a value that no kept array has, if it holds the rounding's rest
 
     def __init__(self, inner: optax.GradientTransformation) -> None:
         self.inner = optax.with_extra_args_support(inner)
@@ -40,7 +40,7 @@ class RoundingOwner(abc.ABC):
 
     @abc.abstractmethod
     def kept(self, params: PyTree, field: PyTree) -> PyTree:
-        """Returns a tree with what is kept for each narrow parameter, and nothing elsewhere."""
+        """Returns a tree with the array kept for each narrow parameter, and nothing elsewhere."""
 
     @abc.abstractmethod
     def weight(self, p: Array, kept: Any) -> Array:
@@ -48,9 +48,9 @@ class RoundingOwner(abc.ABC):
 
     @abc.abstractmethod
     def move(self, p: Array, kept: Any, weight: Array, step: Array) -> tuple[Array, Any]:
-        """Returns the update of a narrow parameter for a float32 step, and what is kept.
+        """Returns the update of a narrow parameter for a float32 step, and the array kept for it.
 
-        By a step of zero what is kept stays (`unless_zero`).
+        A step of zero leaves the kept array as it is (`unless_zero`).
         """
 
     def after(self, field: PyTree, kept: PyTree, inner_state: PyTree) -> PyTree:
@@ -91,36 +91,36 @@ class RoundingOwner(abc.ABC):
     def _weights(self, params: PyTree, kept: PyTree) -> PyTree:
         return map_narrow(self.weight, params, kept, other=lambda p, _: p)
 
-    def _moved(self, p: Array, kept: Any, weight: Array, step: Array) -> "_Moved":
+    def _moved(self, p: Array, kept: Any, weight: Array, step: Array) -> "_UpdateAndKept":
         # Rounded, so that no compiler contracts the product that it is in one use and not another.
         step = jax.lax.reduce_precision(step.astype(FLOAT32), 8, 23)
         update, now = self.move(p, kept, weight, step)
         if self.never is None:
-            return _Moved(update, now)
-        # What is kept must not be rounded into the parameter by a step of zero, which is no step.
-        # And for TPUs what is kept must lead to the parameter: two results of which neither does
-        # are two kernels there behind a root or a division, 1.4 to 1.6 times the traffic. Hence a
-        # question whose answer is no.
-        return _Moved(jnp.where((step == 0) | (now == self.never), -0.0, update), now)
+            return _UpdateAndKept(update, now)
+        # A step of zero is no step: it must not round the kept array into the parameter. And the
+        # update has to read the kept array: if neither result reads the other, a TPU's compiler
+        # makes two kernels of them behind a root or a division, 1.4 to 1.6 times the traffic. Hence
+        # the comparison with `never`, which is always false.
+        return _UpdateAndKept(jnp.where((step == 0) | (now == self.never), -0.0, update), now)
 
 
 def unless_zero(step: Array, new: Array, old: Array) -> Array:
-    """Returns what is kept after a step: as it was, sign of zero included, by a step of zero."""
+    """Returns `new`, or after a step of zero `old`, sign of zero included."""
     return jnp.where(step == 0, old, new)
 
 
-class _Moved(NamedTuple):
+class _UpdateAndKept(NamedTuple):
     update: Any
     kept: Any
 
 
 def _is_moved(x: Any) -> bool:
-    return isinstance(x, _Moved)
+    return isinstance(x, _UpdateAndKept)
 
 
-def _as_it_is(p: Any, kept: Any, weight: Any, step: Any) -> _Moved:
+def _as_it_is(p: Any, kept: Any, weight: Any, step: Any) -> _UpdateAndKept:
     del p, weight
-    return _Moved(step, kept)
+    return _UpdateAndKept(step, kept)
 
 
 def map_narrow(
@@ -140,7 +140,7 @@ def is_narrow_leaf(path: KeyPath, p: Any) -> bool:
 
 
 def nothing(*_: Any) -> optax.MaskedNode:
-    """Returns what stands in a state where nothing is kept for a parameter, as optax has it."""
+    """Returns optax's placeholder, for a parameter that a state keeps nothing for."""
     return optax.MaskedNode()
 
 

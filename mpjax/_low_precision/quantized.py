@@ -1,4 +1,4 @@
-"""Moments in 8 bits: which of an optimizer's, in blocks of what size."""
+"""`with_quantized_state`: an optimizer's moments in 8 bits, by rules and block sizes."""
 
 import fnmatch
 import math
@@ -28,7 +28,7 @@ _SPARED = ("*embed*", "*norm*")  # whatever the case of their letters
 class QuantizedState(NamedTuple):
     """State of `with_quantized_state`: how many steps were rounded, and the state inside."""
 
-    steps: Array  # i32[], how many were taken
+    steps: Array  # i32[], the steps that were taken
     inner_state: Any  # with FirstMoment and SecondMoment in place of moments
 
 

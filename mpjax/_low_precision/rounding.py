@@ -1,9 +1,9 @@
 """Rounding that no compiler deletes: float32 values onto the grid of a narrower dtype.
 
-XLA's compilers for GPUs take a cast to 16 bits and back as no cast at all, unless the narrow value
-is stored in between. What is here stays: `lax.reduce_precision`, integer arithmetic on the bits,
-and whole-number rounding. Results are float32 values that the narrow dtype holds exactly, so that
-a cast which follows can be done, deleted or delayed without changing a bit.
+XLA's compilers for GPUs delete a cast to 16 bits and back, unless the narrow value is stored in
+between. They do not delete the operations used here: `lax.reduce_precision`, integer arithmetic on
+the bits, and rounding to whole numbers. Results are float32 values that the narrow dtype holds
+exactly, so that a cast which follows can be done, deleted or delayed without changing a bit.
 """
 
 import functools
@@ -16,7 +16,7 @@ from mpjax._base.dtypes import FLOAT32, DType
 from mpjax._base.typing import Array
 
 TINY = 2.0**-126
-"""Least normal float32: what lies below is 0 to a GPU, a TPU and XLA:CPU alike."""
+"""Least normal float32: smaller values are 0 on GPUs, on TPUs and for XLA:CPU."""
 
 
 def is_narrow(dtype: DType) -> bool:
@@ -30,7 +30,7 @@ def nearest(x: Array, dtype: DType) -> Array:
     rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
     if info.minexp <= -126:
         return rounded
-    # reduce_precision makes zeros of float16's subnormal values; they are multiples of 2⁻²⁴.
+    # reduce_precision makes float16's subnormal values 0; these are rounded to multiples of 2⁻²⁴.
     step = 2.0 ** (int(info.minexp) - int(info.nmant))
     fine = jax.lax.round(x * (1 / step), jax.lax.RoundingMethod.TO_NEAREST_EVEN) * step
     return jnp.where(jnp.abs(x) < 2.0 ** int(info.minexp), fine, rounded)
@@ -52,14 +52,14 @@ def stochastic(x: Array, dtype: DType, random: Array) -> Array:
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     up = (bits + (random >> (32 - dropped))) & jnp.uint32(2**32 - 2**dropped)
     rounded = jax.lax.bitcast_convert_type(up, FLOAT32)
-    if info.minexp > -126:  # below its least normal value the dtype's values are equally spaced
+    if info.minexp > -126:  # float16: below its least normal value, values are equally spaced
         step = 2.0 ** (int(info.minexp) - int(info.nmant))
         chance = (random >> 19).astype(FLOAT32) * 2.0**-13  # the sum below is exact: 23 bits
         fine = jnp.floor(jnp.abs(x) * (1 / step) + chance) * step
         below = jnp.abs(x) < 2.0 ** int(info.minexp)
         rounded = jnp.where(below, jnp.copysign(fine, x), rounded)
     largest = float(info.max)
-    beyond = ~(jnp.abs(x) < largest)  # NaN too
+    beyond = ~(jnp.abs(x) < largest)  # inf, and NaN, which compares false
     return jnp.where(beyond, _beyond(x, dtype, largest), rounded)
 
 
@@ -69,7 +69,7 @@ def _beyond(x: Array, dtype: DType, largest: float) -> Array:
     return jnp.where(jnp.isnan(x), x, jnp.clip(x, -largest, largest))
 
 
-# Compiled as one where an optimizer's state is made outside of jit; inside, as if written there.
+# Compiled as one program when an optimizer's state is made outside of jit; inlined inside it.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def scattered(shape: tuple[int, ...], count: Array, salt: int) -> Array:
     """Returns u32[shape] that look random: of the place, a step's count and a leaf's number.
@@ -93,11 +93,11 @@ def scattered(shape: tuple[int, ...], count: Array, salt: int) -> Array:
 
 
 def land(p: Array, target: Array) -> tuple[Array, Array]:
-    """Returns the update that leads a parameter to a target, and where it then is, in float32.
+    """Returns the update from a parameter to a target, and the value that it reaches, in float32.
 
-    `p + update`, rounded to the parameter's dtype, is that place bit for bit: it is the target,
-    or, where the two differ by less than float32 can express, the parameter itself. A zero that
-    is reached is +0.0.
+    `p + update`, rounded to the parameter's dtype, is that value bit for bit: it is the target,
+    or, if the two differ by less than float32 can express, the parameter itself. A zero that is
+    reached is +0.0.
 
     Args:
       p: f32[...], the values of a 16-bit parameter.

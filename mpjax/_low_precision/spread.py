@@ -1,4 +1,4 @@
-"""How far apart the gradients of a block lie whose second moment is stored in 8 bits."""
+"""Measures the spread of gradients within blocks whose second moments are stored in 8 bits."""
 
 import dataclasses
 
@@ -15,12 +15,12 @@ from mpjax._scaling.optim_state import gradient_params
 
 WIDE = 1e3
 """From this spread on, a single update can be 1.5 times Adam's and more."""
-_LEAST = 1e-3  # of a parameter's numbers, for a word about them
+_LEAST = 1e-3  # the share of a parameter's numbers from which on it is reported
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MomentSpread(Shown):
-    """For each second moment in 8 bits how far apart its block's gradients are."""
+    """The spread of gradients within a block, for each second moment in 8 bits."""
 
     # A parameter's path · the widest block's largest gradient over its smallest, in the root mean
     # square · the share of the numbers that are a thousand times smaller than their block's largest
@@ -28,7 +28,7 @@ class MomentSpread(Shown):
 
     @property
     def rules(self) -> dict[str, str]:
-        """The rules to type, `with_quantized_state(tx, rules=...)`, for what is too wide."""
+        """The rules for parameters that are too wide, for `with_quantized_state(tx, rules=...)`."""
         wide = [path for path, spread, share in self.rows if spread > WIDE and share >= _LEAST]
         return dict.fromkeys(wide, "bfloat16")
 
@@ -56,7 +56,7 @@ class MomentSpread(Shown):
 
 
 def moment_spread(opt_state: PyTree, params: PyTree | None = None) -> MomentSpread:
-    """Returns how far apart gradients within one block are, where moments are stored in 8 bits.
+    """Returns the spread of gradients within blocks, for second moments stored in 8 bits.
 
     The codes of `with_quantized_state` are the coarser, the smaller a number is beside its block's
     largest. Look after some steps: where gradients of one block are 1000 times apart, a single
@@ -102,7 +102,7 @@ def moment_spread(opt_state: PyTree, params: PyTree | None = None) -> MomentSpre
 
 
 def spread_text(opt_state: PyTree, params: PyTree | None, where: str) -> str | None:
-    """Returns a warning about moments in 8 bits whose blocks are wide; None where none is."""
+    """Returns a warning about moments in 8 bits whose blocks are wide; None if none is."""
     wide = moment_spread(opt_state, params)
     if not wide.rules:
         return None

@@ -1,4 +1,4 @@
-"""Moments in the dtypes that are asked for, whatever optimizer they are of."""
+"""`with_state_dtypes`: the moments of any optimizer in the dtypes that are asked for."""
 
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from mpjax._low_precision.stored import StoredMoments
 class StateDtypesState(NamedTuple):
     """State of `with_state_dtypes`: how many steps were rounded, and the state inside."""
 
-    steps: Array  # i32[], how many were taken
+    steps: Array  # i32[], the steps that were taken
     inner_state: Any
 
 
@@ -99,7 +99,7 @@ def narrowed(x: Array, dtype: DType, random: Array, *, is_second: bool) -> Array
     if not is_narrow(dtype):
         return x
     rounded = stochastic(x, dtype, random)
-    if is_second:  # what is not 0 must not become 0
+    if is_second:  # one that is not 0 must not become 0: a step would be 1/eps
         rounded = jnp.where((rounded == 0) & (x > 0), x, rounded)
     return rounded.astype(dtype)
 

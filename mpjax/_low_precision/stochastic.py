@@ -20,9 +20,9 @@ from mpjax._low_precision.skipped import was_taken
 
 
 class StochasticRoundingState(NamedTuple):
-    """State of `with_stochastic_rounding`: what the chances are drawn from, and the rest."""
+    """State of `with_stochastic_rounding`: the source of the chances, and the wrapped state."""
 
-    steps: Array  # i32[], how many were taken
+    steps: Array  # i32[], the steps that were taken
     inner_state: Any
 
     owns_rounding_as = "with_stochastic_rounding"

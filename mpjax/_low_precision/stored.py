@@ -1,4 +1,4 @@
-"""Moments stored in fewer bits than they are computed in: one wrapper, whatever the form."""
+"""The base of wrappers that store moments in fewer bits than they are computed in."""
 
 import abc
 from typing import Any
@@ -35,11 +35,11 @@ class StoredMoments(abc.ABC):
 
     @abc.abstractmethod
     def is_own(self, moment: Moment, x: Any, shape: tuple[int, ...]) -> bool:
-        """Whether a stored moment is as this wrapper stores it."""
+        """Whether a moment is in this wrapper's own stored form."""
 
     @abc.abstractmethod
     def check_params(self, params: PyTree, moments: list[Moment]) -> None:
-        """Says what is wrong with what it was given, before it starts."""
+        """Refuses parameters or rules that do not fit, before the state is made."""
 
     def transformation(self) -> optax.GradientTransformationExtraArgs:
         """Returns the wrapper as optax has them."""
@@ -78,7 +78,7 @@ class StoredMoments(abc.ABC):
         steps, new = self.inner.update(grads, old, params, **extra)
         count = jnp.where(was_taken(new), state.steps + 1, state.steps)
         encoded = self._encoded(new, like, count, [])
-        if find_states(new):  # a step that was skipped inside leaves the very bits
+        if find_states(new):  # a step that was skipped inside leaves the stored bits as they are
             taken = was_taken(new)
             encoded = _choose_moments(taken, encoded, state.inner_state, like)
         return steps, self.state_type(count, encoded)
@@ -114,7 +114,7 @@ def _choose_moments(taken: Array, new: PyTree, old: PyTree, params: PyTree) -> P
 
 
 def stored_form(x: Any) -> str:
-    """Returns what a moment is stored as, for a message."""
+    """Returns the stored form of a moment, for a message."""
     if is_coded(x):
         return f"{x.codes.dtype.name} in {x.scales.shape[-1]} blocks"
     return str(x.dtype.name)

@@ -1,1 +1,1 @@
-"""Policies: which dtype parameters, products and results have; by path, by name, by recipe."""
+"""Policies: the dtypes of parameters, products and results; by path, by name, by recipe."""

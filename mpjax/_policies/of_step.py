@@ -14,13 +14,13 @@ _step = jax.make_user_context(None)
 
 @contextmanager
 def in_step(policy: Any) -> Generator[None]:
-    """Says to autocast, while a train step traces its loss, which policy that step has."""
+    """Tells autocast the policy of a train step while that step traces its loss."""
     with _step(policy):
         yield
 
 
 def warn_of_other_step(policy: Any, where: str) -> None:
-    """Warns of autocast to a dtype that the step around it knows nothing of, nor scales for."""
+    """Warns of autocast to a 16-bit dtype that the step around it does not know, nor scale for."""
     step = _step.value
     if step is None:
         return

@@ -1,4 +1,4 @@
-"""Policy: which dtype parameters, computation and outputs have, and every name for one."""
+"""Policy: the dtypes of parameters, computation and outputs, and every name for one."""
 
 import copy
 import dataclasses
@@ -22,7 +22,7 @@ from mpjax._base.typing import DTypeSpec, KnownPolicy, PolicySpec
 T = TypeVar("T")
 
 HALF = "half"
-"""A dtype that is settled at the first use: `half_dtype()` of the backend there is then."""
+"""A dtype that is settled at its first use: `half_dtype()` of the backend at that time."""
 
 
 @public
@@ -61,7 +61,7 @@ class Policy:
     """
 
     __slots__ = ("_given", "_names")
-    _given: str | None  # the name that `get_policy` was given; no part of what it is
+    _given: str | None  # the name that `get_policy` was given; not compared by ==
     _names: tuple[str, str, str]  # short names; 'half' where the backend decides
 
     def __init__(
@@ -78,7 +78,7 @@ class Policy:
 
     @property
     def name(self) -> str:
-        """The name that it was made by, 'bf16-mixed'; without one, what `str` gives."""
+        """The name that it was made by, 'bf16-mixed'; without one, its `str`."""
         return self._given or str(self)
 
     def named(self, name: str) -> "Policy":
@@ -90,7 +90,7 @@ class Policy:
     if not TYPE_CHECKING:  # or an editor would believe that there is any attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Raises AttributeError, with what a name of another library is called here."""
+            """Raises AttributeError, with mpjax's name for an attribute of another library."""
             raise NoPolicyAttributeError(type(self), name)
 
     @property
@@ -275,7 +275,7 @@ class default_policy(ContextDecorator):
 
 
 def chosen_policy(spec: Any, where: str) -> Any:
-    """Returns `get_policy(spec)`; refuses a lone dtype of 16 bits, which is mixed for some.
+    """Returns `get_policy(spec)`; refuses a lone dtype of 16 bits, which means mixed to some.
 
     Raises:
       ValueError: `spec` is `jnp.bfloat16` or `jnp.float16`, as an object.
@@ -369,7 +369,7 @@ def _from_config(config: Mapping[str, Any]) -> Policy:
 
 
 def _no_keras_policy(kind: str) -> str:
-    """Returns what is said of a Keras class that is no pair of floating dtypes."""
+    """Returns the error text for a Keras class that is no pair of floating dtypes."""
     got = f"a Keras {kind} is no policy of floating dtypes."
     if kind == "DTypePolicyMap":
         got = "a Keras DTypePolicyMap is many policies, by the paths of Keras layers."
@@ -384,7 +384,7 @@ _READERS: list[Callable[[Any], Policy | None]] = []
 
 
 def read_names_with(reader: Callable[[Any], Policy | None]) -> None:
-    """Has `get_policy` ask `reader` of a name or a config first: a kind of policy of its own."""
+    """Registers a reader of names and configs that `get_policy` asks first, as of 8 bits."""
     _READERS.append(reader)
 
 

@@ -1,4 +1,4 @@
-"""PolicyMap: a policy for each path, by rules of which the first that matches wins."""
+"""PolicyMap: a policy for each path, by rules; the first that matches wins."""
 
 import re
 import warnings
@@ -95,7 +95,7 @@ class PolicyMap(Mapping[str, Policy]):
         return iter(dict(self._rules))
 
     def __len__(self) -> int:
-        """Returns how many rules there are."""
+        """Returns the number of rules."""
         return len(dict(self._rules))
 
     def __bool__(self) -> bool:
@@ -196,7 +196,7 @@ class PolicyMap(Mapping[str, Policy]):
     def _hidden_text(
         self, where: str, rule: str, index: int, deciding: list[int | None]
     ) -> str | None:
-        """Returns what is said of a rule that comes too late, None where no one is misled."""
+        """Returns the warning of a rule that earlier ones hide, None if their policy is its own."""
         pattern, chosen = self._rules[index]
         earlier = sorted({i for i in deciding if i is not None})
         if all(self._rules[i][1] == chosen for i in earlier):
@@ -288,7 +288,7 @@ def _no_rules(got: object) -> str:
 
 
 class _Text(str):
-    """A text that an error shows as it is: KeyError shows the repr of what it was made of."""
+    """A text whose `repr` is itself: KeyError shows the `repr` of its argument."""
 
     __repr__ = str.__str__
 

@@ -1,4 +1,4 @@
-"""QuantizedPolicy: a policy some of whose products are multiplied in 8 bits, and its names."""
+"""QuantizedPolicy: a policy with products in 8 bits, and its names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ NAMES = (
     *("int8_from_mixed_bfloat16", "int8_from_float32", "float8_from_mixed_bfloat16"),
     *("float8_from_bfloat16", "float8_from_mixed_float16"),
 )
-"""Keras's names for them, to be listed; any 16- or 32-bit policy may stand behind `_from_`."""
+"""Keras's names, for lists; any 16- or 32-bit policy may stand after `_from_`."""
 
 _FROM = "_from_"
 _KEY = "q="
@@ -72,7 +72,7 @@ class QuantizedPolicy(Policy):
 
     @property
     def recipe(self) -> Recipe:
-        """Which products are multiplied in 8 bits, and how."""
+        """The recipe: the products to multiply in 8 bits, their dtypes and scales."""
         return self._recipe
 
     def with_output_dtype(self, output_dtype: DTypeSpec) -> "QuantizedPolicy":

@@ -1,4 +1,4 @@
-"""A policy's recipes as rules of qwix, for those who serve with it."""
+"""Translates a policy's recipes to rules of qwix, to serve with qwix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpjax._policies.recipes import DTYPES, Recipe
 
 
 def qwix_rules(default: Policy, rules: Sequence[tuple[str, Policy]]) -> list[Any]:
-    """Returns `qwix.QtRule`s, the first match of which wins, as in a `PolicyMap`.
+    """Returns `qwix.QtRule`s; the first match wins, as in a `PolicyMap`.
 
     Raises:
       ImportError: qwix is not installed.
@@ -30,7 +30,7 @@ def qwix_rules(default: Policy, rules: Sequence[tuple[str, Policy]]) -> list[Any
 
 
 def fields(policy: Policy) -> dict[str, Any]:
-    """Returns the fields of a rule of qwix: none, where a policy has no recipe."""
+    """Returns the fields of a rule of qwix; none for a policy without a recipe."""
     if not isinstance(policy, QuantizedPolicy):
         return {}
     recipe = policy.recipe
@@ -54,7 +54,7 @@ def fields(policy: Policy) -> dict[str, Any]:
 
 
 def _gradient_dtype(recipe: Recipe) -> str | None:
-    """Qwix has one dtype for the gradients of both products: none, where a recipe has two."""
+    """Returns qwix's one dtype for the gradients of both products, None if a recipe has two."""
     both = [recipe.products[name] for name in ("dgrad", "wgrad")]
     dtypes = {pair[0] if pair else None for pair in both}
     (dtype,) = dtypes if len(dtypes) == 1 else (None,)

@@ -1,4 +1,4 @@
-"""Recipes: which products are multiplied in 8 bits, in which dtypes and scales, as data."""
+"""Recipes: the products to multiply in 8 bits, with their dtypes and scales, as data."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, ClassVar, TypeAlias
 from mpjax._base.errors import message, nearest
 
 Pair: TypeAlias = tuple[str, str]
-"""The dtypes of both operands: of input and weight, or of a gradient and what it multiplies."""
+"""The dtypes of both operands: of input and weight, or of a gradient and the other operand."""
 
 DTYPES = {"int8": "int8", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
-"""The 8-bit dtypes of operands, by the names that recipes have for them."""
+"""A recipe's name for an 8-bit dtype → JAX's."""
 
 _BY_FULL_NAME = {full: short for short, full in DTYPES.items()}
 _FOUR_BITS = re.compile(r"(?:u?int|nf|fp|float)4", re.IGNORECASE)
@@ -28,7 +28,7 @@ def _short_name(dtype: Any) -> str:
 
 
 def _other_recipe(name: str) -> tuple[str, ...]:
-    """Returns what to say of a dtype that belongs to another recipe, or to none."""
+    """Returns the hint for a dtype that belongs to another recipe, or to none."""
     if _FOUR_BITS.match(name):
         return (
             "XLA compiles no 4-bit product for a CPU; 8 bits are the fewest here.",
@@ -45,7 +45,7 @@ def _other_recipe(name: str) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Recipe:
-    """How the products of a policy are multiplied in 8 bits; made by one of its subclasses.
+    """The way in which a policy multiplies in 8 bits; its subclasses are made, not it.
 
     Immutable, hashable, and printed as the expression that makes it.
 
@@ -65,7 +65,7 @@ class Recipe:
 
     allowed_dtypes: ClassVar[tuple[str, ...]] = ("e4m3", "e5m2")
     granularities: ClassVar[tuple[str, ...]] = ("tensor", "channel")
-    block_size: ClassVar[int] = 1  # what the length that a product adds up over must divide by
+    block_size: ClassVar[int] = 1  # values that share a scale; has to divide the contracted length
     has_history: ClassVar[bool] = False  # whether scales are those of earlier steps
 
     fprop: Pair | str | None = ("e4m3", "e4m3")
@@ -265,11 +265,11 @@ RECIPES: dict[str, type[Recipe]] = {
 """Every recipe by its name."""
 
 MODES: dict[str, Recipe] = {"int8": Int8CurrentScaling(), "float8": Float8CurrentScaling()}
-"""What the first word of a name such as 'int8_from_mixed_bfloat16' means."""
+"""The first word of a name such as 'int8_from_mixed_bfloat16' → its recipe."""
 
 
 def get_recipe(spec: Any, where: str = "recipe") -> Recipe:
-    """Returns the recipe that `spec` is, names or prints as.
+    """Returns the recipe of `spec`: itself, its name, or the text that it prints.
 
     Raises:
       ValueError: an unknown name, or an argument that the recipe has not.

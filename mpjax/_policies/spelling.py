@@ -1,4 +1,4 @@
-"""Which paths a rule's pattern means: one spelling serves trees, modules and operations.
+"""Matches a rule's pattern against paths: one pattern serves trees, modules and operations.
 
 A tree of variables calls a module 'params/head', a tree of parameters 'head', and an operation
 under autocast 'Net/head', after the class of the model. A path is given here as one text, or as
@@ -14,28 +14,28 @@ Path = str | tuple[str, ...]
 
 REGEX = "re:"
 _PARAMS = "params"
-_COLLECTIONS = (_PARAMS, "batch_stats")  # Flax's, of what a module holds and a policy casts
+_COLLECTIONS = (_PARAMS, "batch_stats")  # Flax's, of variables that a policy casts
 _MODEL = re.compile("[A-Z][A-Za-z0-9]*")  # a class; submodules named after theirs have a number
-_HAIKU = "~"  # stands in the paths of parameters for a constructor, not in those of operations
+_HAIKU = "~"  # a constructor in the paths of parameters; paths of operations do not have it
 _ADDED_BY_JAX = frozenset({"checkpoint", "rematted_computation"})
 
 
 def shown(path: Path) -> str:
-    """Returns the spelling of a path that people are shown."""
+    """Returns the spelling of a path for messages."""
     return path if isinstance(path, str) else path[0]
 
 
 def in_model(model: str, path: str) -> Path:
-    """Returns the spellings of a module's path in a model, whose name may stand before it."""
+    """Returns the spellings of a module's path: with the model's name before it, and without."""
     return path, f"{model}/{path}" if path else model
 
 
 @functools.lru_cache(maxsize=8192)
 def of_operation(scopes: tuple[str, ...]) -> Path:
-    """Returns the spellings of the path of an operation: as it is named, and as its module is.
+    """Returns the spellings of an operation's path: its scopes, and its module's path.
 
-    Flax names a method 'embed.attend', or 'Net/Net.encode' where a method calls another of the
-    same module, and puts the model's class first; JAX names what it computes again.
+    Flax puts the model's class first, and names a method 'embed.attend', or 'Net/Net.encode' if a
+    method of the same module calls it; JAX adds scopes such as 'checkpoint'.
     """
     modules: list[str] = []
     for scope in "/".join(scopes).split("/"):
@@ -82,11 +82,11 @@ def _covers_all(compiled: re.Pattern[str], text: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _alternatives(pattern: str, *, bare: bool) -> tuple[re.Pattern[str], ...]:
-    """Returns what a pattern may stand for, compiled.
+    """Returns the compiled expressions of a pattern, any of which may match.
 
-    '*/head' and 'head/*' mean the module 'head' too, wherever it stands and whatever is in it:
-    only some spellings of its path have something before and behind. A leading 'params/' means
-    nothing where the path (`bare`) names no collection.
+    '*/head' and 'head/*' mean the module 'head' too, because only some spellings of its path have
+    parts before and after it. A leading 'params/' is dropped for a path that names no collection
+    (`bare`).
 
     Raises:
       re.error: it is no regular expression.
@@ -105,9 +105,9 @@ def _alternatives(pattern: str, *, bare: bool) -> tuple[re.Pattern[str], ...]:
 
 
 def module_regex(pattern: str) -> str:
-    """Returns a regular expression that matches, in full, the modules that a pattern is for.
+    """Returns a regular expression that matches, in full, the modules of a pattern.
 
-    Where the pattern names a parameter, the module that it is of is meant.
+    A pattern that names a parameter, as '*/kernel', gives the parameter's module.
     """
     leaf = re.search(r"/(kernel|embedding|scale|bias|weight|w|b)$", pattern)
     alternatives = [each.pattern for each in _alternatives(pattern, bare=True)]
@@ -127,7 +127,7 @@ _SIGNS = re.compile(r"\.[*+?]|^\^|\$$|\\[a-zA-Z./]|\(.*\)|\||\[[^]]+\][*+?{]|\w\
 
 
 def looks_like_regex(pattern: str) -> bool:
-    """Whether a glob has signs that only a regular expression gives a meaning, and is one."""
+    """Whether a glob has signs of a regular expression, as '.*', and is a valid one."""
     if pattern.startswith(REGEX) or not _SIGNS.search(pattern):
         return False
     try:
@@ -140,8 +140,8 @@ def looks_like_regex(pattern: str) -> bool:
 def shorter(pattern: str, paths: Iterable[Path]) -> tuple[str, str] | None:
     """Returns a pattern without the part that keeps it from matching, and that part.
 
-    The name of the model stands before no path of a tree, and that of a parameter behind none of
-    an operation.
+    For example paths of a tree do not start with the model's name, and paths of operations do not
+    end with a parameter's.
     """
     first, _, below = pattern.partition("/")
     above, _, last = pattern.rpartition("/")

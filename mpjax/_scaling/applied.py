@@ -1,8 +1,8 @@
-"""Which gradients an optimizer applies: those of frozen parameters lead to no update.
+"""Finds the gradients that an optimizer applies: those of frozen parameters lead to no update.
 
 `optax.set_to_zero` behind a mask, in a partition or in a chain gives zeros that depend on no
-gradient. What depends on what is read from the traced update: a gradient is applied where an
-update depends on it, in this step or, through the optimizer's state, in a later one.
+gradient. Dependence is read from the jaxpr of the update: a gradient is applied if an update
+depends on it, in this step or, through the optimizer's state, in a later one.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ def applied_by(
 ) -> list[bool]:
     """Returns, for each leaf of `grads`, whether `update(grads, state)` applies it.
 
-    All are where the update looks at values and cannot be traced.
+    All are if the update cannot be traced, since it looks at values.
     """
     leaves, structure = jax.tree.flatten((grads, state))
     count, steps = len(jax.tree.leaves(grads)), []

@@ -1,4 +1,4 @@
-"""Chains with something behind `with_loss_scale`: a skipped step takes back what that did, too."""
+"""Skips whole chains: a skipped step undoes transformations behind `with_loss_scale`, too."""
 
 from collections import OrderedDict
 from typing import Any
@@ -47,7 +47,7 @@ def skipped_whole(tx: optax.GradientTransformation) -> optax.GradientTransformat
 
 
 def _in_chain(state: Any) -> bool:
-    """Whether the loss scale of a state is that of a chain, which runs it in every step."""
+    """Whether a state's loss scale is an element of a chain, and so runs in every step."""
     if isinstance(state, optax.MaskedState):
         return _in_chain(state.inner_state)
     if isinstance(state, OrderedDict):

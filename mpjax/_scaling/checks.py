@@ -1,4 +1,4 @@
-"""The numbers that a loss scale may be made of, and what is said of all others."""
+"""Checks the numbers that a loss scale is made of."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def known(*values: ScalarLike) -> bool:
-    """Whether every value can be looked at: none is traced."""
+    """Whether every value is known: none is traced."""
     return not any(isinstance(x, jax.core.Tracer) for x in values)
 
 
@@ -35,7 +35,7 @@ def _check_number(where: str, value: Any) -> None:
 
 
 def _as_float32(value: ScalarLike) -> float:
-    """Returns a number rounded as the field that holds it: 1 + 1e-9 is 1 there."""
+    """Returns a number rounded to the dtype of the fields, float32: 1 + 1e-9 is 1 there."""
     try:
         with np.errstate(over="ignore", under="ignore"):
             return float(np.float32(value))

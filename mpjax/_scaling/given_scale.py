@@ -1,4 +1,4 @@
-"""A loss scale as it was given: an object, a number or None, and who is to unscale by it."""
+"""Reads a loss scale that was given, an object, a number or None, and says who unscales by it."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def as_loss_scale(loss_scale: Any, where: str) -> LossScale:
 
 
 def whether_to_unscale(scale: LossScale, unscale: bool | None, where: str) -> bool:
-    """Returns whether gradients come unscaled: unless an optimizer does that with this scale.
+    """Returns whether to unscale gradients: not if the scale's optimizer does.
 
     Raises:
       ValueError: `unscale` says otherwise: they would be unscaled twice, or not at all.

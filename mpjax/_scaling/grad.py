@@ -174,7 +174,7 @@ def value_and_grad(
             args = localised(args, argnums, axis_name)
         value, aux, grads = differentiate(*args, **kwargs)
         if chosen_policy is not None:
-            # After differentiating: a float16 loss must be known as one when it is scaled.
+            # After differentiating: the scaling has to know that a loss is float16.
             value = getattr(chosen_policy, "default", chosen_policy).cast_to_output(value)
         if axis_name is not None:
             value, grads = mean(value, axis_name), mean(grads, axis_name)
@@ -305,7 +305,7 @@ def grad(
 
 
 def name_of(fun: Any) -> str:
-    """Returns a function's name for messages; raises TypeError for what is none."""
+    """Returns a function's name for messages; raises TypeError for anything but a function."""
     if callable(fun):
         return getattr(fun, "__name__", type(fun).__name__)
     got = f"the first argument must be a function; got {describe(fun)}."
@@ -331,7 +331,7 @@ def _under_policy(fun: LossFunction, policy: Any, argnums: int | Sequence[int]) 
 
 
 def _cast_together(policy: Any, args: list[Any]) -> list[Any]:
-    """Returns the arguments cast; a rule of a map is to match something in one of them."""
+    """Returns the arguments cast; warns of rules of a map that match nothing in any of them."""
     if not hasattr(policy, "warn_unused"):
         return [policy.cast_to_compute(arg) for arg in args]
     policy.warn_unused([path for arg in args for path in leaf_paths(arg)])
@@ -339,7 +339,7 @@ def _cast_together(policy: Any, args: list[Any]) -> list[Any]:
 
 
 def _indices(argnums: int | Sequence[int], count: int) -> list[int]:
-    """Returns which of `count` arguments are meant; JAX itself reports those that are not there."""
+    """Returns `argnums` as numbers below `count`; JAX itself reports those that are not."""
     given = argnums if isinstance(argnums, Sequence) else (argnums,)
     known = [index for index in map(operator.index, given) if -count <= index < count]
     return sorted({index % count for index in known})
@@ -371,11 +371,11 @@ def _check_loss(value: Any, name: str, holomorphic: bool) -> None:
 
 
 def _seed(scale: LossScale, value: Any) -> Array | None:
-    """Returns the scale that a 16-bit loss is differentiated with, None where it is `scale`.
+    """Returns the scale that a 16-bit loss is differentiated with, None if that is `scale`.
 
     The cotangent of a float16 loss is float16: 2**16 would enter the backward pass as inf, and
     a rule that clips its cotangent would make a wrong finite gradient of it; 2**-30 would enter
-    as 0. Within the range, what is no power of two is rounded, in bfloat16 too.
+    as 0. Within the range a scale that is no power of two would be rounded, in bfloat16 too.
     """
     dtype: Any = getattr(value, "dtype", None)
     if isinstance(scale, NoOpLossScale) or dtype not in (jnp.float16, jnp.bfloat16):
@@ -402,7 +402,7 @@ def _restored(scale: LossScale, value: Any, grads: PyTree, unscale: bool) -> PyT
 
 
 def _tag(scale: LossScale, grads: PyTree, *, unscaled: bool) -> None:
-    """Notes of gradients by which scale they are multiplied, for the optimizer to look at."""
+    """Tags gradients with the scale by which they are multiplied, for the optimizer to check."""
     is_true = unscaled or isinstance(scale, NoOpLossScale)
     tag(grads, None if is_true else scale.loss_scale)
 

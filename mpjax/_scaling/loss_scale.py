@@ -30,7 +30,7 @@ from mpjax._scaling.checks import (
 T = TypeVar("T")
 
 OWNED = "unscaled by its optimizer"
-"""The mark of a loss scale that `current_loss_scale` returned: part of its tree's structure."""
+"""The mark of a loss scale from `current_loss_scale`: part of its tree's structure."""
 
 
 @runtime_checkable
@@ -204,12 +204,12 @@ class OwnedLossScale:
         return getattr(self.inner, name)
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], None]:
-        """Returns what it marks, as `jax.tree_util` asks."""
+        """Returns the marked loss scale and its key, as `jax.tree_util` asks."""
         return ((jax.tree_util.GetAttrKey("inner"), self.inner),), None
 
     @classmethod
     def tree_unflatten(cls, aux: None, children: Any) -> "OwnedLossScale":
-        """Returns the mark around what was in it."""
+        """Returns the mark around other fields."""
         del aux
         return cls(*children)
 
@@ -403,15 +403,15 @@ def _bounded(x: Array, low: Array | float, high: Array | float) -> Array:
 
 
 def _scaled(x: Any, factor: Array, *, divide: bool) -> Any:
-    """Returns `x` times or divided by `factor`; what is not floating or complex is left alone."""
+    """Returns `x` times or divided by `factor`; only floating and complex arrays are changed."""
     if not (is_array(x) or isinstance(x, (float, complex))):
         return x
     # float0, the gradient of integers, is no inexact type; 8-bit floats are never scaled.
     if is_array(x) and not (is_castable(x) or jnp.issubdtype(x.dtype, jnp.complexfloating)):
         return x
-    x = to_full(jnp.asarray(x))  # NumPy's float64 and Python's are float32 with 64-bit types off
+    x = to_full(jnp.asarray(x))  # NumPy's and Python's float64 become float32 with 64-bit types off
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        # By parts: the square of a scale, in the quotient of two complex numbers, may overflow.
+        # By parts: a complex quotient divides by |factor|², which may overflow.
         parts = (_scaled(part, factor, divide=divide) for part in (x.real, x.imag))
         return jax.lax.complex(*parts)
     factor = jnp.asarray(factor, x.dtype)

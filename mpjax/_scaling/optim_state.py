@@ -1,4 +1,4 @@
-"""The state of `with_loss_scale`, and what is read of it from outside: the scale."""
+"""The state of `with_loss_scale`: finds it in other states, and reads its loss scale."""
 
 import itertools
 from collections import OrderedDict
@@ -25,12 +25,12 @@ Adjustment = dict[str, Array] | LossScale | None
 
 @public_in("mpjax.optim")
 class LossScaleState(NamedTuple):
-    """State of `with_loss_scale`: strong-typed scalars, and the state of what it wraps.
+    """State of `with_loss_scale`: strong-typed scalars, and the wrapped state.
 
     Plain containers only, so that orbax, Flax's msgpack and pickle restore it.
     """
 
-    loss_scale: Array  # f32[], 1 where there is none
+    loss_scale: Array  # f32[], 1 for none
     adjustment: Adjustment  # the other fields; {} static, None no scaling; or one of your own
     grads_finite: Array  # bool[], whether the last step was taken
     skipped_steps: Array  # i32[], in all
@@ -80,15 +80,15 @@ def current_loss_scale(opt_state: PyTree) -> LossScale:
 def find_states(opt_state: PyTree) -> list[tuple[str, LossScaleState]]:
     """Returns every `LossScaleState` in a tree that is not inside another one, with its path.
 
-    Also one whose scalars are wrapped (NNX puts each into a variable), and one that has become a
-    mapping, as in `nnx.state(optimizer)` or a checkpoint restored without a target.
+    It also finds a state whose scalars are wrapped (NNX puts each into a variable), and one that
+    has become a mapping, as in `nnx.state(optimizer)` or a checkpoint restored without a target.
     """
     leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_state)
     return [(jax.tree_util.keystr(p), _as_state(x)) for p, x in leaves if _is_state(x)]
 
 
 def is_wrapped(tx: optax.GradientTransformation) -> bool:
-    """Whether `with_loss_scale` returned it; of what holds such a one, only its state tells."""
+    """Whether `with_loss_scale` returned it; a chain around one is known by its state only."""
     return getattr(getattr(tx.init, "__self__", None), "holds_loss_scale", False)
 
 
@@ -97,7 +97,7 @@ def _is_state(x: Any) -> bool:
 
 
 def _as_state(x: Any) -> LossScaleState:
-    # What has no leaves may be left out of a mapping.
+    # A restored mapping may lack fields without leaves.
     fields = x._asdict() if isinstance(x, LossScaleState) else {"adjustment": {}, **x}
     adjustment = fields["adjustment"]
     if isinstance(adjustment, Mapping):
@@ -112,7 +112,7 @@ def _bare(x: Any) -> Any:
 
 
 def refuse_before(opt_state: PyTree, where: str, *, is_optimizer: bool) -> None:
-    """Raises ValueError where a chain has something before `with_loss_scale`.
+    """Raises ValueError if a chain has a transformation before `with_loss_scale`.
 
     Args:
       opt_state: an optimizer's state, or anything that may hold one.

@@ -1,11 +1,11 @@
-"""Skipping a step: keeps the old state where a step was not finite, at no traffic of its own.
+"""Skips a step: keeps the old state if the step is not finite, without extra memory traffic.
 
-Choosing between the old and the new state *after* the update is right but dear: XLA recomputes
+Choosing between the old and the new state *after* the update is right but costly: XLA recomputes
 the new moments inside the fusion that makes the new parameters, reads the old ones there too, and
-copies what it may then not overwrite; on CPUs adamw pays 7.5 extra reads of the gradients. Here
-the choice is made where each piece of state is computed, and what follows uses the chosen value
-as a step without skipping uses the new one. The bits are the same: on a finite step chosen and
-new are one, and on a skipped one all that follows is dropped.
+copies arrays that it may then not overwrite; on CPUs adamw pays 7.5 extra reads of the gradients.
+Here the choice is made right where each new array of the state is computed, and later equations
+read the chosen array. The bits are the same: on a finite step chosen and new are equal, and on a
+skipped step the results of the later equations are dropped.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def select_like(pred: Array, new: PyTree, old: PyTree) -> PyTree:
 
 
 class Outcome(NamedTuple):
-    """What an update gave, or, where its step is skipped, what was before."""
+    """The results of an update; on a skipped step the state is the old one."""
 
     steps: PyTree  # they mean something only where `taken` is true
     state: PyTree
@@ -43,8 +43,8 @@ def update_where(
 ) -> Outcome:
     """Returns `update(grads, old)`, a pair `(steps, state)`, with the state `old` where skipped.
 
-    A gradient that no update depends on is given as 0 where it is not finite: it would spoil what
-    the optimizer keeps of a frozen parameter.
+    A gradient that no update depends on is replaced by 0 if it is not finite: it would spoil the
+    moments of a frozen parameter.
 
     Args:
       judge: bool[] for a flag by leaf of `grads`, whether it is applied: whether to take the step.
@@ -60,7 +60,7 @@ def update_where(
     everything = [True] * count
     taken = judge(everything)
     if not isinstance(taken, jax.core.Tracer):
-        # Outside jit nothing is fused, and an optimizer may look at concrete values.
+        # Outside jit nothing is fused, and an optimizer may branch on concrete values.
         applied = everything if bool(taken) else applied_by(update, grads, old)
         taken = taken if all(applied) else judge(applied)
         steps, new = update(_without_spoilt(grads, applied), old)
@@ -108,7 +108,7 @@ def _traced(
 
 
 class _Form(NamedTuple):
-    """A tree without its values: where they stand, and what its other leaves are."""
+    """A tree without its arrays: their places, and the other leaves."""
 
     structure: Any
     places: list[int]
@@ -142,7 +142,7 @@ def _unspoilt(x: Any) -> Any:
 
 
 def _evaluate(pred: Array, closed: Any, args: list[Any], olds: list[Any]) -> list[Any]:
-    """Returns the outputs of `closed`, each that has an old value chosen where it is made."""
+    """Returns the outputs of `closed`; each new array of the state is chosen where it is made."""
     jaxpr = closed.jaxpr
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     env |= dict(zip(jaxpr.invars, args, strict=True))
@@ -168,7 +168,7 @@ def _evaluate(pred: Array, closed: Any, args: list[Any], olds: list[Any]) -> lis
         value = read(atom)
         if old is None or isinstance(atom, jex.Literal) or atom not in new:
             return value if old is None else _choose(pred, value, old)
-        # Two pieces of state may be one value, of which only the first was chosen early.
+        # Two leaves of the state may be one variable, of which only the first was chosen early.
         is_chosen = value is not new[atom] and old_of[atom] is old
         return value if is_chosen else _choose(pred, new[atom], old)
 
@@ -176,14 +176,14 @@ def _evaluate(pred: Array, closed: Any, args: list[Any], olds: list[Any]) -> lis
 
 
 def _bind(eqn: Any, values: list[Any]) -> list[Any]:
-    with eqn.ctx.manager:  # what jax.default_matmul_precision and its kind said when it was traced
+    with eqn.ctx.manager:  # jax.default_matmul_precision and the like, as traced
         params = eqn.primitive.get_bind_params(eqn.params)
         made = eqn.primitive.bind(*values, **params)
     return list(made) if eqn.primitive.multiple_results else [made]
 
 
 def _chosen_early(pred: Array, new: Any, old: Any) -> Any:
-    """Returns the choice, or `new` where the choice is of another type to what follows."""
+    """Returns the choice, or `new` if later equations would refuse the choice's type."""
     chosen = _choose(pred, new, old)
     # The dtype may differ; under shard_map, and with explicit meshes, types say more than that.
     same = jax.typeof(chosen).strip_weak_type() == jax.typeof(new).strip_weak_type()

@@ -1,6 +1,6 @@
-"""Gradients that were taken with another loss scale than the optimizer's, as far as that is known.
+"""Catches gradients that were taken with another loss scale than the optimizer's, by their tags.
 
-`value_and_grad` tags what it returns (`_gradient_tags`); `with_loss_scale` looks at the tags.
+`value_and_grad` tags its gradients (`_base/gradient_tags.py`); `with_loss_scale` reads the tags.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ _FIX = (
 
 
 def as_scaled_by(scale: LossScale, grads: PyTree, *, is_dynamic: bool) -> PyTree:
-    """Returns gradients multiplied by `scale`, also those that are known to be so by another.
+    """Returns gradients multiplied by `scale`, rescaled if their tag names another scale.
 
     Args:
       scale: that of the optimizer's state.
@@ -51,7 +51,7 @@ def as_scaled_by(scale: LossScale, grads: PyTree, *, is_dynamic: bool) -> PyTree
 
 
 def refuse_scaled(grads: PyTree, where: str) -> None:
-    """Raises ValueError where gradients are known to be multiplied by a loss scale."""
+    """Raises ValueError if gradients are tagged as multiplied by a loss scale."""
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
         if factor_of(g) is not None:
             got = f"gradient {path_str(path)!r} is multiplied by the loss scale of an optimizer."
@@ -78,7 +78,7 @@ def _unowned(path: str) -> str:
 
 
 def _other(path: str, g: Any, factor: Any, own: Any, is_dynamic: bool) -> Any:
-    """Returns a gradient as scaled by `own`; it is known to be multiplied by `factor`."""
+    """Returns a gradient, tagged as multiplied by `factor`, multiplied by `own` in its place."""
     is_baked_in = _is_value(factor) and not _is_value(own)
     if is_baked_in and is_dynamic:
         got = f"gradient {path!r} was taken with a loss scale of {_number(factor)} that was read "
@@ -89,7 +89,7 @@ def _other(path: str, g: Any, factor: Any, own: Any, is_dynamic: bool) -> Any:
         got += f"this optimizer is {_number(own)}: its updates would be wrong by their ratio."
         why = "The scale is of an earlier state, or of another optimizer."
         raise ValueError(message(_WHERE, got, why, _FIX))
-    # Both may be one number under two names, as behind a jit, or not: the ratio is right for both.
+    # Traced, they may be one number (behind a jit) or two: the ratio is right for both.
     return scaled_by(g, own / factor)
 
 

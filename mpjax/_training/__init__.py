@@ -1,1 +1,1 @@
-"""What a train step checks, splits, keeps and reports."""
+"""Parts of a train step: checks, micro-batches, histories, reports."""

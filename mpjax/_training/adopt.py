@@ -1,4 +1,4 @@
-"""States of another policy, or of no loss scale: taken over by name, never by accident."""
+"""Adopts states of another policy, or of no loss scale: on request, and never by accident."""
 
 from collections.abc import Callable
 from typing import Any
@@ -105,10 +105,10 @@ def adopted(
 def params_to_adopt(
     cast: Callable[[PyTree], PyTree], params: PyTree, opt_state: PyTree
 ) -> tuple[PyTree, PyTree | None]:
-    """Returns the parameters of another precision, cast, and the weights that they stand for.
+    """Returns parameters of another precision, cast, and their float32 weights.
 
-    What the old state knows beyond their bits is not lost by the cast. The weights are None where
-    the parameters keep their dtypes: nothing new is to be known of them.
+    The weights have the extra bits that the old state stores, so that the cast does not lose these.
+    They are None if the parameters keep their dtypes.
     """
     weights = full_weights(params, opt_state)
     plainly, from_weights = cast(params), cast(weights)

@@ -1,4 +1,4 @@
-"""What `make_train_step` and its step refuse, and what they say to type instead."""
+"""Checks the arguments of `make_train_step` and of its step; errors say what to type instead."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ from mpjax._training.micro_axes import check_axes
 
 
 def check_arguments(loss_fn: Any, tx: Any, policy: Any, options: dict[str, Any]) -> None:
-    """Refuses what `make_train_step` cannot work with, before anything is made of it."""
+    """Refuses arguments that `make_train_step` cannot work with, before it uses them."""
     where = "make_train_step"
     if is_transformation(loss_fn) or _is_policy(loss_fn):
         got = f"got {described(loss_fn)} as the loss function."
@@ -118,16 +118,16 @@ def check_start(
 
 
 def _several(signature: inspect.Signature) -> str:
-    """Returns the names of what a loss function takes behind its parameters, if that is several."""
+    """Returns the names of a loss function's arguments after the parameters, if several."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in signature.parameters.values() if p.kind in kinds]
     return ", ".join(names[1:]) if len(names) > 2 else ""
 
 
 def _changes_arguments(fun: Any) -> bool:
-    """Whether a wrapper may take other arguments than its signature says: that of what it wraps.
+    """Whether a wrapper may take other arguments than its signature, that of the wrapped function.
 
-    JAX's own and autocast hand them on as they are.
+    Those of JAX and autocast do not: they pass arguments on as they are.
     """
     while hasattr(fun, "__wrapped__"):
         maker = getattr(fun, "__globals__", {}).get("__name__") or type(fun).__module__
@@ -257,7 +257,7 @@ def checked_call(call: Any, state: PyTree, batch: PyTree) -> Any:
 
 
 def fields_of(state: Any) -> dict[str, Any]:
-    """Returns what a state that is to be adopted holds, by name.
+    """Returns the fields of a state that is to be adopted, by name.
 
     Raises:
       TypeError: it has no `params`, `opt_state` and `step`.
@@ -293,7 +293,7 @@ def pair(out: Any, wanted: str) -> tuple[Any, Any]:
 def split_outputs(
     out: Any, extra_state: PyTree, *, has_aux: bool, weighted: bool
 ) -> tuple[Any, tuple[Any, PyTree, Any]]:
-    """Returns what a loss function returned as `loss, (weight, extra_state, aux)`.
+    """Returns the results of a loss function as `loss, (weight, extra_state, aux)`.
 
     Args:
       out: what it returned.

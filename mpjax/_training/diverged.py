@@ -1,4 +1,4 @@
-"""What to look at every so many steps, on the host: whether a run is still one."""
+"""`raise_if_diverged`: the check of a run, every so many steps, on the host."""
 
 import warnings
 from typing import Any
@@ -64,7 +64,7 @@ def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
 
 
 def _member(state: LossScaleState, index: int) -> dict[str, Any]:
-    """Returns the scalars of one state of those that pmap or vmap made, on the host."""
+    """Returns the scalars of one of the states that pmap or vmap stacked, on the host."""
     flags = np.asarray(state.leaf_finite)
     members = np.size(state.diverged)
     member = {

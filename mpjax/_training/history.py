@@ -1,4 +1,4 @@
-"""What a train step does with the amax histories of its state."""
+"""Reads and updates the amax histories in a train step's state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +50,7 @@ def history_of(
         fix = "Type step.init(params, batch=batch), and step.init(batch=batch) in mpjax.nnx."
         raise ValueError(message("step.init", got, fix))
 
-    # A float16 loss cannot be multiplied by more.
+    # The largest power of two in float16: more would be inf as the seed of a float16 loss.
     seed = jnp.minimum(jnp.asarray(loss_scale.loss_scale, FLOAT32), 2.0**15)
     args = (*args, parts.first(batch))
     fun = widened(loss_fn, policy)
@@ -73,10 +73,10 @@ def of_policy(policy: Any, history: PyTree, where: str = "train step") -> PyTree
 
 
 def tracked(params: PyTree, history: PyTree, policy: Any, loss_scale: LossScale) -> PyTree:
-    """Returns what the loss is differentiated with respect to: parameters, and amaxes if any.
+    """Returns the variables to differentiate by: parameters, and amaxes if there are any.
 
-    Histories hold true gradients, and what products see is scaled: a loss scale that moves would
-    be too much for the scales of the step before.
+    Histories hold amaxes of true gradients, and products see scaled ones. So the amaxes are
+    multiplied by this step's loss scale, which may be another than the last step's.
     """
     if history is None:
         return params
@@ -89,7 +89,7 @@ def tracked(params: PyTree, history: PyTree, policy: Any, loss_scale: LossScale)
 
 
 def untracked(grads: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the gradients of parameters, and what products saw, or None."""
+    """Returns the gradients of parameters, and the amaxes that products saw, or None."""
     if isinstance(grads, delayed.Tracked):
         return grads.params, grads.amaxes
     return grads, None

@@ -1,4 +1,4 @@
-"""What is given as an optimizer or as parameters: refused where it is given, with what to type."""
+"""Checks an optimizer and parameters at the call; errors say what to type instead."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def is_transformation(x: Any) -> bool:
 
 
 def check_transformation(tx: Any, where: str) -> None:
-    """Raises TypeError for what is no optax transformation."""
+    """Raises TypeError for anything but an optax transformation."""
     if is_transformation(tx):
         return
     got = f"must be an optax transformation; got {described(tx)}."
@@ -41,7 +41,7 @@ def check_transformation(tx: Any, where: str) -> None:
 
 
 def check_params(params: PyTree, where: str) -> None:
-    """Raises for what cannot be trained: a module, a state, nothing at all, integers.
+    """Raises for parameters that cannot be trained: a module, a state, an empty tree, integers.
 
     Raises:
       TypeError: `params` is no pytree of floating arrays; the message names what it is.
@@ -126,7 +126,7 @@ def _part_finite(x: Any) -> Any:
 
 
 def described(x: Any) -> str:
-    """Returns what something is, for a message: its kind where it is of a library known here."""
+    """Returns a description of an object for a message, by its library if that is known here."""
     kind = _kind(x)
     if kind is not None:
         return kind

@@ -1,4 +1,4 @@
-"""Along which axis each leaf of a batch is cut into micro-batches; what is refused as a batch."""
+"""Finds the axis along which each leaf of a batch is cut into micro-batches; checks the batch."""
 
 import collections
 from typing import Any
@@ -13,7 +13,7 @@ from mpjax._base.tree import leaf_paths
 from mpjax._base.typing import Array, PyTree
 
 Axes = Any
-"""An axis, None for what stays whole, or a tree of both that is a prefix of the batch's."""
+"""An axis, None for leaves that stay whole, or a tree of both, a prefix of the batch's."""
 AXES: Axes = 0
 
 _WHERE = "make_train_step(accumulate_axes)"
@@ -103,7 +103,7 @@ def _axis(path: str, x: Any, axis: int | None) -> int | None:
 def _unequal(
     batch: PyTree, leaves: dict[str, Any], sizes: dict[str, int], axes: Axes, count: int
 ) -> str:
-    """Returns what is said of leaves of which one has another size than the batch's, as guessed."""
+    """Returns the error text for leaves of different sizes; the batch's own size is a guess."""
     usual = _guess(batch, leaves, sizes, count)
     most = next(path for path, size in sizes.items() if size == usual)
     other = next(path for path, size in sizes.items() if size != usual)
@@ -124,10 +124,11 @@ def _unequal(
 
 
 def _guess(batch: PyTree, leaves: dict[str, Any], sizes: dict[str, int], count: int) -> int:
-    """Returns the size that is most probably the batch's: another network has many others.
+    """Returns the size that is most probably the batch's.
 
-    It is that of the most entries of the batch that have one size throughout; among as many, one
-    that can be split, then that of the leaf with the most axes: class weights have one.
+    It is the size of the most entries of the batch (an entry counts if its leaves have one size, as
+    a second network's parameters do not). Of equally many, a size that can be split wins, then
+    that of the leaf with the most axes: class weights have one.
     """
     keys = [path[:1] for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
     of_entry: dict[Any, set[int]] = {}

@@ -1,4 +1,4 @@
-"""Micro-batches: a step over a batch in parts, of which one at a time is in memory."""
+"""Micro-batches: computes a step over a batch in parts, one at a time in memory."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
-    """How a batch is cut: into how many parts, and along which axis of each leaf."""
+    """The cut of a batch: the number of parts, and the axis of each leaf."""
 
     count: int = 1
     axes: Axes = AXES
@@ -41,7 +41,7 @@ def gradients(
     batch: PyTree,
     parts: MicroBatches,
 ) -> tuple[Any, Any, PyTree, PyTree, PyTree]:
-    """Returns what `over_parts` does, also where the batch is one part."""
+    """Returns the results of `over_parts`, also for a batch of one part."""
     if parts.count > 1:
         return over_parts(differentiate, params, extra_state, batch, parts)
     (loss, (weight, extra_state, aux)), grads = differentiate(params, extra_state, batch)
@@ -84,7 +84,7 @@ def over_parts(
             counts = weight != 0
             loss, grads = weighed(weight, loss), weighed(weight, grads)
         total = _accumulated(total, grads, counts)
-        # Of a micro-batch without weight, which may hold NaN, nothing is kept.
+        # A micro-batch of weight 0 leaves no trace: its mean, of no examples, may be NaN.
         return (select_like(counts, new, old), total), (loss, weight, aux)
 
     carry = (extra_state, _nothing(params))
@@ -96,12 +96,12 @@ def over_parts(
 
 
 def weighed(weight: Array, tree: T) -> T:
-    """Returns `tree` times a weight, and nothing where it weighs nothing: a mean of none is NaN."""
+    """Returns `tree` times a weight; 0 for a weight of 0, also of NaN, the mean of no examples."""
     return map_with_path(lambda _, x: jnp.where(weight != 0, weight * x, 0), tree)
 
 
 def divided(weight: Array, tree: T) -> T:
-    """Returns sums of what was weighed as means; NaN where nothing was, so that it is skipped."""
+    """Returns weighed sums as means; NaN for a weight of 0, so that the step is skipped."""
     return map_with_path(lambda _, x: x / weight, tree)
 
 
@@ -143,7 +143,7 @@ def _split(path: Any, x: Array, axis: int, count: int) -> Array:
 
 
 def _nothing(params: PyTree) -> PyTree:
-    """Returns what has been added up before the first micro-batch."""
+    """Returns the sums before the first micro-batch: zeros; overwritten leaves as they are."""
     zeros = map_with_path(_no_gradient, params)
     return jax.tree_util.tree_map_with_path(
         lambda path, x: jnp.zeros_like(x) if is_recorded(path) else x, zeros
@@ -151,12 +151,12 @@ def _nothing(params: PyTree) -> PyTree:
 
 
 def _no_gradient(_: Any, p: Any) -> Any:
-    """Returns the gradient of nothing: zeros in the dtype in which gradients come back."""
+    """Returns zeros in the dtype in which gradients come back."""
     return jnp.zeros_like(to_full(p)) if is_array(p) else p
 
 
 def _accumulated(total: PyTree, grads: PyTree, counts: Array) -> PyTree:
-    """Returns the sums; an overwritten leaf is its latest value, what was seen the largest."""
+    """Returns the sums; of an overwritten leaf the latest value, of a recorded one the largest."""
 
     def add(path: Any, a: Any, b: Any) -> Any:
         if is_recorded(path):

@@ -1,4 +1,4 @@
-"""The state of a train step: what it holds, and what is refused as one."""
+"""The state and metrics of a train step, and the check of a state."""
 
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
@@ -13,7 +13,7 @@ from mpjax._training.summary import describe_state
 
 @public_in("mpjax.train")
 class TrainState(NamedTuple):
-    """What a train step takes and returns; a pytree of plain containers, for checkpoints.
+    """The state of a train step; a pytree of plain containers, for checkpoints.
 
     Example:
       >>> step = mpjax.make_train_step(lambda w, x: (w * x) ** 2, optax.sgd(0.1))

@@ -1,4 +1,4 @@
-"""What a train step says of itself: the norm of its gradients, and its state in a few lines."""
+"""Sums a train step up: the norm of its gradients, its metrics, its state in a few lines."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ from mpjax._scaling.optim_state import find_states
 def grad_norm(loss_scale: LossScale, grads: PyTree, applied: list[bool]) -> Array:
     """Returns the norm of true gradients, given scaled: f32[], before anything clips them.
 
-    Those that are not `applied`, a flag for each leaf, do not count: of frozen parameters.
+    Leaves that are not `applied`, of frozen parameters, do not count.
 
     Written as `optax.clip_by_global_norm` inside `with_loss_scale` writes its own, so that XLA
     computes both once: a step that clips pays nothing for the metric.
@@ -98,7 +98,7 @@ def _is_deleted(x: jax.Array) -> bool:
 
 
 def _value(x: Any) -> str:
-    """Returns a scalar as text; of one that is not at hand, why."""
+    """Returns a scalar as text; for one without a value the reason."""
     if isinstance(x, jax.core.Tracer):
         return "(traced)"
     if not is_array(x):
@@ -110,6 +110,6 @@ def _value(x: Any) -> str:
 
 
 def counted(scaling: Any) -> dict[str, Any]:
-    """Returns what the state of `with_loss_scale` says of this step and of skips, as metrics."""
+    """Returns the metrics that the state of `with_loss_scale` holds: this step, and skips."""
     names = ("grads_finite", "skipped_steps", "consecutive_skips", "diverged")
     return {name: getattr(scaling, name) for name in names}

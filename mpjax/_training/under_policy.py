@@ -16,9 +16,9 @@ from mpjax._policies.quantized_policy import QuantizedPolicy
 def under_policy(loss_fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
     """Returns the loss function in the policy's precision.
 
-    A mixed policy, whose parameters or outputs are wider than what is computed with, is autocast's
-    business: it alone can tell a target from an input. In a "true" one everything has one dtype, so
-    that the arguments are cast, all but the extra state.
+    Under a mixed policy, whose parameters or outputs are wider than its compute dtype, autocast
+    runs it: casts could not tell a target, which stays float32, from an input. Under a "true"
+    policy everything has one dtype, so the arguments are cast, all but the extra state.
     """
     if is_autocast(policy):
         # In the dtypes that it returns: BatchNorm's means must not be rounded to a low output
@@ -37,8 +37,8 @@ def under_policy(loss_fn: Callable[..., Any], policy: Any) -> Callable[..., Any]
 def widened(fun: Callable[..., Any], policy: Policy | PolicyMap) -> Callable[..., Any]:
     """Returns `fun` for parameters in 16 bits, its first argument, which it reads in float32.
 
-    "O2" keeps 16-bit parameters, and returns float32: what its products read is 16-bit, and what
-    follows them, the loss and the targets in it, is not.
+    "O2" keeps 16-bit parameters, and returns float32: its products read 16-bit operands, and the
+    operations after them, as the loss with its targets, are float32.
     """
     narrow = any(p.param_dtype.itemsize < p.output_dtype.itemsize for p in _policies(policy))
     if not narrow:
@@ -52,7 +52,7 @@ def widened(fun: Callable[..., Any], policy: Policy | PolicyMap) -> Callable[...
 
 
 def is_autocast(policy: Policy | PolicyMap) -> bool:
-    """Whether parameters or outputs are wider than what is computed with, or products narrower."""
+    """Whether parameters or outputs are wider than the compute dtype, or products narrower."""
     policies = _policies(policy)
     narrower = any(p.compute_dtype.itemsize < p.param_dtype.itemsize for p in policies)
     narrower = narrower or any(map(_returns_wider, policies))

@@ -1,10 +1,10 @@
-"""Which arrays of a tree are kernels of Flax's attention, and what their products add up over.
+"""Finds kernels of Flax's attention in a tree, and the axes that their products add up over.
 
-Such a kernel has axes of heads and of their sizes where others have one of channels: query, key
+Such a kernel has an axis of heads and one of their sizes in place of one of channels: query, key
 and value are [width, heads, size] and out is [heads, size, width], in linen and in NNX. By its
-shape alone one may as well be a stack of matrices, whose first axis is that of the layers, so that
-a scale along it would be right for one and wrong for the other. Four kernels side by side tell:
-stacks have first axes of one length, and a query's is the width where that of out is the heads.
+shape alone one may as well be a stack of matrices, whose first axis is that of the layers; a scale
+along it would be right for one and wrong for the other. Four kernels side by side tell: in stacks
+all first axes have one length; in attention a query's is the width, and that of out the heads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def summed_axes(leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _of_module(leaves: Mapping[str, Any], module: str) -> dict[str, tuple[int, ...]]:
-    """Returns those of a module, none where its kernels are not those of attention."""
+    """Returns the axes for one module; none if its kernels are not those of attention."""
     paths = {name: f"{module}{name}/{_KERNEL}" for name in (*_READS, _OUT)}
     shapes = {name: _shape(leaves.get(path)) for name, path in paths.items()}
     out = shapes[_OUT]

@@ -107,7 +107,7 @@ def _quantized(leaf: Any, path: str, policy: Any, summed: tuple[int, ...]) -> An
 
 
 def _matrix(summed: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the axes of one weight, what it adds up over and its channels: the last ones."""
+    """Returns the last axes of a weight, its matrix: those that are added up, and the channels."""
     return tuple(range(min(-2, *summed), 0))
 
 

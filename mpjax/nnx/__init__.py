@@ -145,7 +145,7 @@ def name_operations(model: M) -> M:
 
 
 def tabulate(model: nnx.Module) -> ModuleTable:
-    """Returns which dtypes the modules of a model use, and why, as a table.
+    """Returns a table of the dtypes that the modules of a model use, with the reasons.
 
     Args:
       model: an NNX module, with a policy or without.
@@ -316,7 +316,7 @@ def _is_variable(x: Any) -> bool:
 
 
 def _sorted_out(leaves: list[Any]) -> dict[str, dict[int, Any]]:
-    """Returns gradients by number, those that overwrite under Flax's name, which is not scaled."""
+    """Returns gradients by number; overwriting ones under Flax's name, which is not scaled."""
     kinds: dict[str, dict[int, Any]] = {"scaled": {}, OVERWRITE_WITH_GRADIENT: {}}
     for index, leaf in enumerate(leaves):
         overwrites = type(leaf).__name__ == OVERWRITE_WITH_GRADIENT

@@ -73,7 +73,7 @@ class NNXTrainStep:
     def diagnose(
         self, state: TrainState, batch: PyTree, metrics: Mapping[str, Any] | None = None
     ) -> Report:
-        """Returns where a skipped step stopped being finite, and why; see `TrainStep.diagnose`."""
+        """Returns the operation that made a skipped step not finite; see `TrainStep.diagnose`."""
         return self.plain.diagnose(state, batch, metrics)
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
@@ -96,7 +96,7 @@ class NNXTrainStep:
             out, aux = pair(out, "(loss, aux)")
         left: Any = nnx.split(model, self._wrt, ...)[2]
         changed = nnx.to_flat_state(left)
-        # What the loss has made (sown values) has no place in a state of one form.
+        # Variables that the loss created (sown values) would change the state's tree, and retrace.
         kept = [(path, x) for path, x in changed if path in self._rest_paths]
         new = nnx.as_pure(nnx.from_flat_state(kept))
         if jax.tree.structure(new) != jax.tree.structure(rest):

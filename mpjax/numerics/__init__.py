@@ -1,4 +1,4 @@
-"""Where inf and NaN come from, where precision is lost, and which layers to keep in float32."""
+"""Finds where inf and NaN come from, where precision is lost, and layers that need float32."""
 
 from mpjax.numerics._compare import Comparison, Errors, compare
 from mpjax.numerics._diagnose import diagnose

@@ -1,8 +1,8 @@
-"""What `make_train_step(watch=)` reads of activations and their gradients, by module.
+"""The statistics of activations and their gradients, by module, for `make_train_step(watch=)`.
 
-They exist only while the loss is differentiated, and are in no step's results. So a step that looks
-runs the program once more, besides its own, with an instrument on the values that leave a module
-and on products. The step's own program stays as it is, and keeps nothing.
+Activations exist only while the loss is differentiated; no step returns them. So a watched step
+runs the program a second time, with an instrument on products and on the values that leave a
+module. The step's own program is not changed, and keeps no activation for it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from mpjax._jaxpr.binding import bind
 from mpjax._jaxpr.op_rules import PRODUCTS
 from mpjax.numerics._collect import Collecting, CollectingFrame
 from mpjax.numerics._names import Neighbours
-from mpjax.numerics._plan import BACKWARD, FORWARD, Plan
-from mpjax.numerics._program import Program
-from mpjax.numerics._run import Runner, Tracked
-from mpjax.numerics._statistics import Read, read
+from mpjax.numerics._plan import BACKWARD, FORWARD, RunPlan
+from mpjax.numerics._program import LossProgram
+from mpjax.numerics._run import Runner, TrackedValue
+from mpjax.numerics._statistics import Reading, read
 
 ACTIVATION, GRADIENT = "activation", "gradient"
 _OWN = ("loss_scale", "params", "amax_history")
 _NAMES = (*_OWN[:2], "extra_state", "batch", _OWN[2])  # the arguments of a step's twin
-_ENDS = PRODUCTS | {"scatter-add", "scatter_add"}  # what reads the gradient of an activation
+_ENDS = PRODUCTS | {"scatter-add", "scatter_add"}  # they read the gradient of an activation
 
 
 class Activations:
-    """The program of a step's loss and gradients, and which of its values are looked at.
+    """The program of a step's loss and gradients, and the rows of it that are read.
 
     Args:
       fun: function of arguments that returns a loss and gradients.
@@ -45,7 +45,7 @@ class Activations:
     def __init__(
         self, fun: Callable[..., Any], args: Sequence[Any], policy: Any, axis_name: AxisName
     ) -> None:
-        program = Program(fun, args, _NAMES, "make_train_step(watch)")
+        program = LossProgram(fun, args, _NAMES, "make_train_step(watch)")
         self._plan = program.plan
         self._arrays = program.arrays(args)
         self._axis_name = axis_name
@@ -58,11 +58,8 @@ class Activations:
         }
         self._instrument = _Statistics(dtypes)
 
-    def measure(self) -> tuple[dict[tuple[str, str], Read], list[Array]]:
-        """Returns what was read, by kind and module, of all shards together, and the gradients.
-
-        Runs the program.
-        """
+    def measure(self) -> tuple[dict[tuple[str, str], Reading], list[Array]]:
+        """Runs the program; returns readings, by kind and module, of all shards, and gradients."""
         runner = Runner(self._plan, self._instrument)
         runner.axes = self._axes
         (_, *grads), read_rows, _ = runner.run(self._arrays)
@@ -83,8 +80,8 @@ def _axes(jaxpr: Any) -> tuple[Any, ...]:
     return tuple(sorted({axis for v in variables for axis in getattr(v.aval, "vma", ())}))
 
 
-def _chosen(plan: Plan) -> dict[tuple[str, str], list[int]]:
-    """Returns the rows that are looked at, by kind and module."""
+def _chosen(plan: RunPlan) -> dict[tuple[str, str], list[int]]:
+    """Returns the rows to read, by kind and module."""
     graph = Neighbours(plan)
     looked_at = {FORWARD: _of_data(plan, graph), BACKWARD: _read_on(plan)}
     outputs = {n for n in plan.outputs if n is not None}
@@ -94,10 +91,10 @@ def _chosen(plan: Plan) -> dict[tuple[str, str], list[int]]:
         if node in outputs or not site.shape or node not in looked_at.get(site.phase, ()):
             continue
         if _is_rounding_of_product(plan, node):
-            continue  # before it is rounded, a product tells more
+            continue  # the product before it has a row: its magnitudes before they are rounded
         readers = [plan.sites[r] for r in graph.after(row)]
         leaves = any(_name(r) != _name(site) and r.phase == site.phase for r in readers)
-        # A layer's own gradient may go no further than into the product of its weights'.
+        # The first layer's: dL/dx goes nowhere, and dL/dy only into the product for dL/dw.
         ends = site.phase == BACKWARD and any(r.operation in PRODUCTS for r in readers)
         if site.operation in PRODUCTS or leaves or ends:
             kind = ACTIVATION if site.phase == FORWARD else GRADIENT
@@ -107,8 +104,11 @@ def _chosen(plan: Plan) -> dict[tuple[str, str], list[int]]:
     return chosen
 
 
-def _scaled(plan: Plan, graph: Neighbours, row: int) -> int:
-    """Returns where a product of 8-bit operands has the scales of both; of others their own row."""
+def _scaled(plan: RunPlan, graph: Neighbours, row: int) -> int:
+    """Returns the row in which a product of 8-bit operands is multiplied by both scales.
+
+    Of any other operation it is the row itself.
+    """
     product = plan.sites[row]
     reads = [plan.row_of.get(n) for n in plan.reads[graph.node_of[row]]]
     is_low = any(r is not None and jnp.dtype(plan.sites[r].dtype).itemsize == 1 for r in reads)
@@ -126,11 +126,11 @@ def _scaled(plan: Plan, graph: Neighbours, row: int) -> int:
 
 
 def _name(site: Any) -> str:
-    """Returns the module, or where nothing is named the source line."""
+    """Returns the module of a row; without a name the source line."""
     return site.module or site.where or "(no name)"
 
 
-def _is_rounding_of_product(plan: Plan, node: int) -> bool:
+def _is_rounding_of_product(plan: RunPlan, node: int) -> bool:
     site = plan.sites[plan.row_of[node]]
     rows = [plan.row_of.get(n) for n in plan.reads[node]]
     if site.operation not in PRODUCTS or len(rows) != 1 or rows[0] is None:
@@ -138,7 +138,7 @@ def _is_rounding_of_product(plan: Plan, node: int) -> bool:
     return plan.sites[rows[0]].operation == site.operation
 
 
-def _of_data(plan: Plan, graph: Neighbours) -> set[int]:
+def _of_data(plan: RunPlan, graph: Neighbours) -> set[int]:
     """Returns the nodes that are not made of parameters alone."""
     starts = [
         node
@@ -149,10 +149,10 @@ def _of_data(plan: Plan, graph: Neighbours) -> set[int]:
     return _all_from(starts, graph.readers)
 
 
-def _read_on(plan: Plan) -> set[int]:
+def _read_on(plan: RunPlan) -> set[int]:
     """Returns the nodes that products and scatters of the backward pass are made of.
 
-    The gradient of a weight is none: it is known without.
+    The gradient of a weight is none of them: the step returns it.
     """
     ends = [
         node
@@ -173,10 +173,10 @@ def _all_from(starts: Sequence[int], edges: Sequence[Sequence[int]]) -> set[int]
 
 
 class _Statistics(Collecting):
-    """Reads the statistics of some operations' results; of all others nothing.
+    """Reads the statistics of some operations' results, and nothing of the others.
 
-    What a row holds is 0 where nothing ran: the smallest magnitude is stored by how far its bits
-    are below those of inf.
+    A row of zeros has to mean that nothing ran, and rows are joined by maxima. So the smallest
+    magnitude is stored as the distance of its bits from those of inf.
     """
 
     width = 6
@@ -184,18 +184,18 @@ class _Statistics(Collecting):
     shadows = False
 
     def __init__(self, dtypes: dict[int, Any]) -> None:
-        self.dtypes = dtypes  # of the equations that are looked at, by their ids
+        self.dtypes = dtypes  # of the equations that are read, by their ids
 
-    def frame(self, spread: Callable[[Any], Any]) -> _Frame:
-        """Returns what measures one function body."""
-        return _Frame(self, spread)
+    def frame(self, spread: Callable[[Any], Any]) -> _StatisticsFrame:
+        """Returns the frame of one function body."""
+        return _StatisticsFrame(self, spread)
 
-    def outputs(self, outs: Sequence[Tracked]) -> None:
+    def outputs(self, outs: Sequence[TrackedValue]) -> None:
         """Returns nothing."""
         del outs
 
 
-class _Frame(CollectingFrame):
+class _StatisticsFrame(CollectingFrame):
     def __init__(self, instrument: _Statistics, spread: Callable[[Any], Any]) -> None:
         super().__init__(spread)
         self.dtypes = instrument.dtypes
@@ -205,7 +205,7 @@ class _Frame(CollectingFrame):
         self.collected.append(self.nothing)
         return self.fresh(value)
 
-    def measure(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
+    def measure(self, eqn: Any, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
         outs = bind(eqn, [t.value for t in operands])
         dtype = self.dtypes.get(id(eqn))
         floating = [o for o in outs if jnp.issubdtype(o.dtype, jnp.floating) and o.size]
@@ -213,7 +213,7 @@ class _Frame(CollectingFrame):
         self.collected.append(
             self.spread(_columns(floating[0], dtype)) if is_read else self.nothing
         )
-        return [Tracked(out) for out in outs]
+        return [TrackedValue(out) for out in outs]
 
 
 def _columns(x: Any, dtype: Any) -> Any:
@@ -223,16 +223,16 @@ def _columns(x: Any, dtype: Any) -> Any:
     return jnp.stack([*sums, one.largest, far.astype(jnp.float32)])
 
 
-def _of_columns(rows: Any) -> Read:
+def _of_columns(rows: Any) -> Reading:
     square, used, under, over = jnp.sum(rows[:, :4], axis=0)
     largest, far = jnp.max(rows[:, 4:], axis=0)
-    return Read(largest, _smallest(far), square, used, under, over)
+    return Reading(largest, _smallest(far), square, used, under, over)
 
 
 def _smallest(far: Array) -> Array:
     return lax.bitcast_convert_type(np.uint32(0x7F800000) - far.astype(jnp.uint32), jnp.float32)
 
 
-def _over_shards(one: Read, axis_name: AxisName) -> Read:
+def _over_shards(one: Reading, axis_name: AxisName) -> Reading:
     sums = (lax.psum(x, axis_name) for x in (one.square, one.used, one.under, one.over))
-    return Read(lax.pmax(one.largest, axis_name), lax.pmin(one.smallest, axis_name), *sums)
+    return Reading(lax.pmax(one.largest, axis_name), lax.pmin(one.smallest, axis_name), *sums)

@@ -1,4 +1,4 @@
-"""Advice on which policy to use instead, each tried on the loss at hand before it is given."""
+"""Advises another policy; each one is tried on the loss at hand before it is given."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Compared:
 def other_policies(
     rows: Sequence[Row], subject: Subject, compared: Callable[[Any], Compared]
 ) -> str:
-    """Returns what to type so that some operations are right.
+    """Returns the policies to type so that some operations are right.
 
     Args:
       rows: the operations.
@@ -50,7 +50,7 @@ def other_policies(
         can_try = not place
         tried = {place + by_rule: compared(PolicyMap(policy, rules)) if can_try else None}
         tried |= {} if is_bfloat16 else {"use 'bf16-mixed'": compared("bf16-mixed")}
-    else:  # a rule would find no float32 to keep
+    else:  # 16-bit parameters: a rule would have no float32 values to keep
         tried = {f"use {name!r}, whose parameters are float32": compared(name) for name in mixed}
     good = [way for way, seen in tried.items() if seen is None or seen.agrees]
     bad = [f"Do not {way}: {_off(s)}." for way, s in tried.items() if s and not s.agrees]
@@ -58,7 +58,7 @@ def other_policies(
 
 
 def _rules(rows: Sequence[Row], subject: Subject) -> tuple[str, dict[str, str]]:
-    """Returns how to name places that have no name, if any, and the rules for all of them."""
+    """Returns the words on naming unnamed places, if any, and the rules for all places."""
     rules = {row.module: "float32" for row in rows if row.module}
     rules |= {p: str(q) for p, q in getattr(subject.policy, "rules", ())}
     if not (unnamed := dict.fromkeys(row.where for row in rows if not row.module)):

@@ -1,8 +1,8 @@
-"""What a tensor holds, read off its bits: how much is inf or NaN, and the largest finite magnitude.
+"""Counts inf and NaN in an array, and finds its largest finite magnitude, from its bits.
 
-In integers, for two reasons. XLA:CPU's maximum of a large array passes over NaN, so that no maximum
-of floating values may stand for a flag. And XLA deletes the rounding of a value that it widens
-again (`xla_allow_excess_precision`): what is computed from the bits of the narrow value it leaves.
+In integers, for two reasons. XLA:CPU's maximum of a large array ignores NaN, so a maximum of
+floating values cannot say that there is one. And XLA deletes a rounding whose result it widens
+again (`xla_allow_excess_precision`); it deletes none whose result is read as bits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def infinity_bits(dtype: Any) -> int:
 
 @jax.jit  # traced and lowered once for values of the same types, of which there are many
 def counts(*values: Any) -> jax.Array:
-    """Returns how many elements are inf, how many NaN, and the largest finite magnitude, of each.
+    """Returns the numbers of inf and of NaN, and the largest finite magnitude, of each array.
 
     One pass over all of them, and one kernel to compile.
 
@@ -73,7 +73,7 @@ def _counts(*values: Any) -> jax.Array:
 
 
 def read(x: jax.Array) -> tuple[tuple[jax.Array, bool], ...]:
-    """Returns what is reduced, elementwise, and whether by its maximum."""
+    """Returns the arrays to reduce, each with whether by its maximum or by its sum."""
     bits = magnitude_bits(x)
     infinity = bits.dtype.type(infinity_bits(x.dtype))
     nothing = bits.dtype.type(0)

@@ -1,4 +1,4 @@
-"""From the rows to a cause in words: range, loss scale, a bad leaf, or no matter of precision."""
+"""Names the cause in words, from the rows: range, loss scale, a bad leaf, or not precision."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from mpjax._policies.policy import get_policy
 from mpjax.numerics._advice import Compared, other_policies
 from mpjax.numerics._follow import Followed
 from mpjax.numerics._overflow import AMAX, BORN_INF, INF, NAN, ORIGIN
-from mpjax.numerics._plan import BACKWARD, Plan
-from mpjax.numerics._program import Read
+from mpjax.numerics._plan import BACKWARD, RunPlan
+from mpjax.numerics._program import TwinRun
 from mpjax.numerics._report import Cause, Row, count
 from mpjax.numerics._subject import Subject
 
 FLOAT32 = get_policy("float32")
 _POLES = frozenset({"log", "log1p", "atanh", "acosh", "erf_inv"})
-"""Operations whose results pass no range but where an operand was rounded to their pole."""
+"""Operations that give inf only at a pole: an operand of theirs was rounded to it, as 1/0."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Again:
-    """What can be looked at once more: another loss scale, and float32."""
+    """Further runs of the subject: with another loss scale, and in float32."""
 
-    read: Callable[[float], Read]
+    read: Callable[[float], TwinRun]
     finite_in_float32: Callable[[], bool]
     written: Callable[[Row], bool]  # whether an operation is low in the float32 program too
-    rounded_before: Callable[[Row], str]  # where the function itself rounds what it reads, or ""
+    rounded_before: Callable[[Row], str]  # where the function itself rounds an operand, or ""
     operand: Callable[[int], int | None]  # the row of the value of 16 bits that an operation reads
     compared: Callable[[Any], Compared]  # another policy beside float32
 
 
 def decide(
     subject: Subject,
-    plan: Plan,
-    read: Read,
+    plan: RunPlan,
+    read: TwinRun,
     followed: Followed,
     rows: dict[int, Row],
     scale: float,
@@ -81,7 +81,7 @@ def decide(
     return Cause("everywhere", text + ": not a matter of precision.", fix)
 
 
-def passes_range(plan: Plan, read: Read, number: int) -> bool:
+def passes_range(plan: RunPlan, read: TwinRun, number: int) -> bool:
     """Whether a value became inf, or NaN in a dtype that has no inf."""
     made = read.values[number][ORIGIN]
     return made == BORN_INF or plan.sites[number].dtype == jnp.float8_e4m3fn
@@ -93,7 +93,7 @@ def is_narrow(dtype: Any) -> bool:
 
 
 def _healthy(rows: dict[int, Row], followed: Followed, subject: Subject) -> Cause:
-    """Returns what is said of a finite loss and gradients; a parameter may be bad all the same."""
+    """Returns the cause for a finite loss and gradients: none, or a parameter with inf or NaN."""
     apart = [rows[r] for r in followed.apart]
     arguments = [r for r in apart if r.phase == "argument"]
     spoilt = [r for r in arguments if r.module.partition("/")[0] == subject.parameters]
@@ -148,7 +148,7 @@ def _masked(turned: Row | None, leaves: Sequence[Row]) -> Cause:
     return Cause("masked", text, fix)
 
 
-def _fitting_scale(plan: Plan, again: Again, scale: float) -> float | None:
+def _fitting_scale(plan: RunPlan, again: Again, scale: float) -> float | None:
     """Returns the largest power of two that was found to fit, None where 1 does not."""
     one = again.read(1.0)
     if not all(one.finite):
@@ -175,8 +175,8 @@ def _scale_too_high(row: Row, dtype: Any, scale: float, fitting: float) -> Cause
     return Cause("loss_scale", text, fix, fitting)
 
 
-def _magnitude(plan: Plan, read: Read, number: int) -> float:
-    """Returns how large a rounded value was before it was rounded, 0 where that is unknown."""
+def _magnitude(plan: RunPlan, read: TwinRun, number: int) -> float:
+    """Returns the magnitude of a value before it was rounded, 0 if that is not known."""
     node = next(n for n, r in plan.row_of.items() if r == number)
     rows = [plan.row_of.get(n) for n in plan.reads[node]]
     known = [r for r in rows if r is not None and not is_narrow(plan.sites[r].dtype)]

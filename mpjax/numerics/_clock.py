@@ -1,4 +1,4 @@
-"""Where the time of a question goes: each stage is timed, and shown while it runs."""
+"""Times the stages of a run, such as compiling, and shows each one while it runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Clock:
 
     @contextlib.contextmanager
     def __call__(self, stage: str, detail: str = "") -> Generator[None]:
-        """Times a `with` block as one stage; what it takes counts for no stage around it."""
+        """Times a `with` block as one stage; a stage around it is charged for the rest alone."""
         self._say(f"{self.where}: {stage}{detail and f' {detail}'} ...")
         started, inner = time.perf_counter(), sum(self.seconds.values())
         try:

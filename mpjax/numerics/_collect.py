@@ -1,4 +1,4 @@
-"""What instruments have in common that gather a row from each operation and judge none."""
+"""Base classes of the instruments that gather a row from each operation and judge none."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr.binding import bind
-from mpjax.numerics._run import Tracked
+from mpjax.numerics._run import TrackedValue
 
 _NOTHING = np.int32(0)
 
 
 class Collecting:
-    """An instrument of which no iteration tells more than another."""
+    """An instrument whose rows mean the same in every iteration of a loop."""
 
     def is_news(self, now: Any, before: Any) -> Any:
         """Returns false for each row."""
@@ -24,23 +24,23 @@ class Collecting:
 
 
 class Unmeasured(Collecting):
-    """Measures nothing: for the outputs of a program that is run operation by operation."""
+    """Measures nothing; runs a program operation by operation for its outputs."""
 
     width = 0
     sums = 0
     shadows = False
 
     def frame(self, spread: Callable[[Any], Any]) -> UnmeasuredFrame:
-        """Returns what measures one function body."""
+        """Returns the frame of one function body."""
         return UnmeasuredFrame(spread)
 
-    def outputs(self, outs: Sequence[Tracked]) -> None:
+    def outputs(self, outs: Sequence[TrackedValue]) -> None:
         """Returns nothing."""
         del outs
 
 
 class CollectingFrame:
-    """A frame that gathers rows; of values nothing is known, unless a subclass says so."""
+    """A frame that gathers rows; it knows nothing of values, unless a subclass does."""
 
     def __init__(self, spread: Callable[[Any], Any]) -> None:
         self.spread = spread
@@ -56,8 +56,8 @@ class CollectingFrame:
         del value
         return jnp.zeros((), jnp.int32)
 
-    def same(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
-        return [Tracked(out) for out in bind(eqn, [t.value for t in operands])]
+    def same(self, eqn: Any, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
+        return [TrackedValue(out) for out in bind(eqn, [t.value for t in operands])]
 
     def rows(self) -> Any:
         return jnp.stack(self.collected)
@@ -74,7 +74,7 @@ class UnmeasuredFrame(CollectingFrame):
         del value
         return _NOTHING
 
-    def measure(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
+    def measure(self, eqn: Any, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
         self.collected.append(None)
         return self.same(eqn, operands)
 

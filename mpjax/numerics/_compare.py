@@ -15,12 +15,12 @@ from mpjax._base.shown import Shown, Table
 from mpjax._base.typing import PolicySpec
 from mpjax.numerics import _subject
 from mpjax.numerics._clock import Clock, Progress, spent
-from mpjax.numerics._plan import RECOMPUTED, Plan
-from mpjax.numerics._program import Program, argument_names, check_alive
+from mpjax.numerics._plan import RECOMPUTED, RunPlan
+from mpjax.numerics._program import LossProgram, argument_names, check_alive
 from mpjax.numerics._shadow import LOCAL, LOCAL_SIZE, SUM, TERMS, TOTAL, TOTAL_SIZE, Shadow
 
 _REFERENCES = ("float32", "float64")
-_CANCELS = 2.0**-10  # a sum whose terms round to more than this share of it is rounding
+_CANCELS = 2.0**-10  # a sum is rounding alone if its terms' errors exceed this share of them
 _PASS_ON = frozenset({"convert_element_type", "reduce_precision", "mul", "div", "psum", SUM})
 
 
@@ -169,7 +169,7 @@ def compared(
     has_aux: bool,
     where: str,
 ) -> Callable[..., Comparison]:
-    """Returns what `compare` returns, for the function that messages are to speak for."""
+    """Returns the function that `compare` returns; `where` is the name in its messages."""
     if reference not in _REFERENCES:
         got = f"unknown reference {reference!r}."
         raise ValueError(message(f"{where}(reference)", got, "Allowed: 'float32', 'float64'."))
@@ -180,7 +180,9 @@ def compared(
         names = argument_names(loss_fn, len(args))
         check_alive(args, names, where)
         given = [jnp.float32(float(scale.loss_scale)), *args]
-        program = Program(subject.make(subject.policy), given, ["loss_scale", *names], where, clock)
+        program = LossProgram(
+            subject.make(subject.policy), given, ["loss_scale", *names], where, clock
+        )
         read = program.read(Shadow(reference), given)
         errors = _Relative(program.plan, read.values, float(jnp.finfo(reference).eps))
         loss, *rest = [_ratio(*pair) for pair in read.outputs]
@@ -207,12 +209,13 @@ def _ratio(error: float, size: float) -> float:
 
 
 class _Relative:
-    """Errors of rows by what they are relative to: the result, or the terms where these cancel.
+    """Errors of rows, relative to the result, or to the terms of a sum where these cancel.
 
-    A sum that is 0 but for the rounding of its terms has no digit, in the reference either.
+    A sum such as 1 - 1 that is 0 but for the rounding of its terms has no correct digit in the
+    reference either.
     """
 
-    def __init__(self, plan: Plan, values: Any, eps: float) -> None:
+    def __init__(self, plan: RunPlan, values: Any, eps: float) -> None:
         self._plan, self._values, self._eps = plan, values, eps
         self._node = {row: node for node, row in plan.row_of.items()}
         self._known: dict[int, int | None] = {}
@@ -233,7 +236,7 @@ class _Relative:
         return _ratio(self._values[row][column], self._values[row][TERMS])
 
     def cancelled(self, node: int | None) -> int | None:
-        """Returns the row of the sum whose terms cancel, where a value is that, scaled or cast."""
+        """Returns the row of a sum whose terms cancel, if a value is that sum, scaled or cast."""
         if node is None:
             return None
         if node not in self._known:
@@ -251,7 +254,7 @@ class _Relative:
         return self._plan.sites[row].operation == SUM and terms * self._eps > size * _CANCELS
 
 
-def _modules(plan: Plan, errors: _Relative) -> list[Errors]:
+def _modules(plan: RunPlan, errors: _Relative) -> list[Errors]:
     rows: dict[tuple[str, str, str], list[int]] = {}
     for row, site in enumerate(plan.sites):
         if site.phase not in ("argument", "constant", RECOMPUTED):
@@ -263,7 +266,7 @@ def _modules(plan: Plan, errors: _Relative) -> list[Errors]:
     )
 
 
-def _errors(plan: Plan, errors: _Relative, module: str, phase: str, rows: list[int]) -> Errors:
+def _errors(plan: RunPlan, errors: _Relative, module: str, phase: str, rows: list[int]) -> Errors:
     local = [errors.local(r) for r in rows]
     worst = rows[int(np.argmax(np.nan_to_num(local, nan=np.inf)))]
     return Errors(

@@ -22,8 +22,8 @@ from mpjax.numerics._advice import Compared
 from mpjax.numerics._clock import Clock, Progress
 from mpjax.numerics._follow import Followed, follow, when
 from mpjax.numerics._overflow import AMAX, INF, NAN, Overflow
-from mpjax.numerics._plan import Plan, Site
-from mpjax.numerics._program import Program, Read, argument_names, check_alive
+from mpjax.numerics._plan import MeasuredSite, RunPlan
+from mpjax.numerics._program import LossProgram, TwinRun, argument_names, check_alive
 from mpjax.numerics._report import Report, Row
 from mpjax.numerics._subject import Subject
 from mpjax.numerics._unscaled import judged
@@ -111,7 +111,7 @@ def diagnose_step(
     _check_metrics(metrics, subject.where)
     report = examine(subject, names, args, metrics["loss_scale"], clock)
     if bool(metrics["grads_finite"]):
-        return report  # that step went through: the state is another one now
+        return report  # the step was not skipped: its state is not the one that it started from
     loss, same = float(metrics["loss"]), True
     if np.isfinite(loss) and np.isfinite(report.loss):
         same = abs(loss - report.loss) <= 0.02 * max(abs(loss), abs(report.loss), 1e-3)
@@ -168,18 +168,18 @@ def examine(
 
 def _again(
     subject: Subject,
-    program: Program,
+    program: LossProgram,
     names: Sequence[str],
     args: Sequence[Any],
     used: float,
     clock: Clock,
 ) -> _cause.Again:
-    """Returns what can be asked of the subject once more."""
+    """Returns the further runs that a cause is tested with."""
 
     @functools.cache
-    def in_float32() -> Program:
+    def in_float32() -> LossProgram:
         given = [jnp.float32(1), *args]
-        return Program(subject.make(_cause.FLOAT32), given, names, subject.where, clock)
+        return LossProgram(subject.make(_cause.FLOAT32), given, names, subject.where, clock)
 
     @functools.cache
     def exact() -> list[Any]:
@@ -194,7 +194,7 @@ def _again(
             return _compared(other.outputs([jnp.float32(scale), *args]), exact())
 
         seen = at(used if subject.scaled else 1.0)
-        for lower in (2.0**10, 1.0) if subject.scaled else ():  # a dynamic scale goes down
+        for lower in (2.0**10, 1.0) if subject.scaled else ():  # a dynamic scale would get there
             if seen.agrees:
                 break
             seen = at(lower)
@@ -212,20 +212,20 @@ def _again(
 
 def _program(
     subject: Subject, policy: Any, names: Sequence[str], args: Sequence[Any], clock: Clock
-) -> Program:
+) -> LossProgram:
     """Returns the program for the types of these arguments, traced once."""
     given = [jnp.float32(1), *args]
     leaves, treedef = jax.tree.flatten(given)
     types = tuple(jax.typeof(x) if is_array(x) else id(x) for x in leaves)
     key = (policy, treedef, types)
     if key not in subject.programs:
-        made = Program(subject.make(policy), given, names, subject.where, clock)
+        made = LossProgram(subject.make(policy), given, names, subject.where, clock)
         subject.programs[key] = made
     subject.programs[key].clock = clock
     return subject.programs[key]
 
 
-def _is_written(program: Program, row: Row) -> bool:
+def _is_written(program: LossProgram, row: Row) -> bool:
     """Returns whether the function asks for the dtype of an operation, whatever the policy.
 
     The float32 program is traced for that, and not run.
@@ -235,10 +235,10 @@ def _is_written(program: Program, row: Row) -> bool:
     return (row.operation, row.where, row.phase, row.dtype) in operations
 
 
-def _rounded_before(plan: Plan, row: Row) -> str:
-    """Returns where a program rounds what an operation reads, behind the last product; "" if not.
+def _rounded_before(plan: RunPlan, row: Row) -> str:
+    """Returns the line at which a program rounds an operand after the last product; "" if none.
 
-    The float32 program is walked for that: what is of 16 bits there, the function asks for.
+    The float32 program is walked for that: a cast to 16 bits in it is the function's own.
     """
     places = [n for n, r in plan.row_of.items() if _is_row(plan.sites[r], row)]
     seen = set(places)
@@ -253,7 +253,7 @@ def _rounded_before(plan: Plan, row: Row) -> str:
     return ""
 
 
-def _narrow_operand(plan: Plan, number: int) -> int | None:
+def _narrow_operand(plan: RunPlan, number: int) -> int | None:
     """Returns the row of the value of 16 bits that an operation reads, None where there is none."""
     (node,) = (n for n, r in plan.row_of.items() if r == number)
     rows = [plan.row_of[n] for n in plan.reads[node] if n in plan.row_of]
@@ -261,7 +261,7 @@ def _narrow_operand(plan: Plan, number: int) -> int | None:
     return next((r for r in narrow if plan.sites[r].phase not in ("argument", "constant")), None)
 
 
-def _is_row(site: Site, row: Row) -> bool:
+def _is_row(site: MeasuredSite, row: Row) -> bool:
     return (site.operation, site.where, site.phase) == (row.operation, row.where, row.phase)
 
 
@@ -276,7 +276,7 @@ def _compared(outputs: Sequence[Any], exact: Sequence[Any]) -> Compared:
     return Compared(float(loss.real), float(wanted.real), error)
 
 
-def _rows(plan: Plan, read: Read, followed: Followed) -> dict[int, Row]:
+def _rows(plan: RunPlan, read: TwinRun, followed: Followed) -> dict[int, Row]:
     """Returns every row, by its number."""
     parts = (
         ("born here", followed.born),
@@ -289,7 +289,7 @@ def _rows(plan: Plan, read: Read, followed: Followed) -> dict[int, Row]:
     return {row: _row(plan, read, row, origin.get(row, "")) for row in range(len(plan.sites))}
 
 
-def _row(plan: Plan, read: Read, number: int, origin: str) -> Row:
+def _row(plan: RunPlan, read: TwinRun, number: int, origin: str) -> Row:
     site, values = plan.sites[number], read.values[number]
     kinds = [level.kind for level in site.levels]
     index = read.index[number].tolist()

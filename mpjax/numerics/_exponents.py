@@ -17,8 +17,8 @@ from mpjax.numerics._clock import Clock, Progress, spent
 from mpjax.numerics._figure import new_figure
 from mpjax.numerics._formats import EXPONENTS, FORMATS, Format, Histogram, Lost, format_of
 from mpjax.numerics._histogram import BINS, Exponents
-from mpjax.numerics._plan import BACKWARD, RECOMPUTED, Plan
-from mpjax.numerics._program import Program, argument_names, check_alive
+from mpjax.numerics._plan import BACKWARD, RECOMPUTED, RunPlan
+from mpjax.numerics._program import LossProgram, argument_names, check_alive
 
 WEIGHT, ACTIVATION, GRADIENT, WGRAD = "weight", "activation", "gradient", "wgrad"
 KINDS = (WEIGHT, ACTIVATION, GRADIENT, WGRAD)
@@ -80,7 +80,7 @@ class ExponentReport(Shown):
         return total
 
     def lost(self, kind: str, dtype: str, scale: float = 1.0) -> Lost:
-        """Returns what a dtype would lose of all values of a kind, times a scale."""
+        """Returns the losses of a dtype, of all values of a kind, times a scale."""
         return self.of(kind).lost(dtype, scale)
 
     @property
@@ -174,14 +174,14 @@ class ExponentReport(Shown):
 
 
 def _draw_end(axis: Any, form: Format) -> None:
-    """Draws a line where what a format makes 0 ends; a bin reaches half to each side."""
+    """Draws a line at the end of a format's range, below which all is 0; bins are centred."""
     at = form.zero_below - 0.5
     axis.axvline(at, color="#777777", linewidth=1, linestyle=":")
     style = {"rotation": 90, "fontsize": 7, "va": "top", "ha": "right"}
     words = f"{form.name.removeprefix('float8_').removesuffix('fn')}: 0 left of this"
     place = ("data", "axes fraction")
     text = axis.annotate(words, (at, 0.98), xycoords=place, annotation_clip=True, **style)
-    text.set_in_layout(False)  # where a format ends outside of the picture, nothing makes room
+    text.set_in_layout(False)  # no room is made for the end of a format outside of the picture
 
 
 def exponents(
@@ -239,7 +239,7 @@ def exponents(
         check_alive(args, names, where)
         factor, clock = float(scale.loss_scale), Clock(where, progress)
         given, named = [jnp.float32(factor), *args], ["loss_scale", *names]
-        program = Program(subject.make(subject.policy), given, named, where, clock)
+        program = LossProgram(subject.make(subject.policy), given, named, where, clock)
         read = program.read(Exponents(), given)
         spreads = _spreads(program.plan, read.values, names[0], factor if subject.scaled else 1.0)
         paths = [f"{names[0]}/{p}" if p else names[0] for p in program.gradient_paths]
@@ -251,7 +251,7 @@ def exponents(
     return run
 
 
-def _spreads(plan: Plan, values: Any, params: str, scale: float) -> list[Spread]:
+def _spreads(plan: RunPlan, values: Any, params: str, scale: float) -> list[Spread]:
     """Returns the rows by module and kind; what runs twice, in a checkpoint, counts once."""
     counts: dict[tuple[str, str], Any] = {}
     outputs = _output_rows(plan)
@@ -263,7 +263,7 @@ def _spreads(plan: Plan, values: Any, params: str, scale: float) -> list[Spread]
         elif site.phase in ("argument", "constant", RECOMPUTED):
             continue
         elif not site.shape or row in made:  # a loss, and the number that it is scaled with
-            continue  # what comes out is counted below
+            continue  # the gradients are counted below, from their own rows
         elif site.phase == BACKWARD:
             kind, shifted = GRADIENT, unscaled(counted, scale)
         key = (site.module or site.where, kind)
@@ -272,8 +272,8 @@ def _spreads(plan: Plan, values: Any, params: str, scale: float) -> list[Spread]
     return sorted(spreads, key=lambda s: KINDS.index(s.kind))
 
 
-def _output_rows(plan: Plan) -> list[int | None]:
-    """Returns the row of each gradient, through values that have none."""
+def _output_rows(plan: RunPlan) -> list[int | None]:
+    """Returns the row of each gradient; of one without, the row that it is made of."""
     rows: list[int | None] = []
     for node in plan.outputs[1:]:
         seen = node
@@ -283,15 +283,15 @@ def _output_rows(plan: Plan) -> list[int | None]:
     return rows
 
 
-def _read_by(plan: Plan, rows: Sequence[int | None]) -> set[int]:
-    """Returns the rows that are read by some: gradients, before they are unscaled."""
+def _read_by(plan: RunPlan, rows: Sequence[int | None]) -> set[int]:
+    """Returns the rows that some rows read: gradients, before they are unscaled."""
     node_of = {row: node for node, row in plan.row_of.items()}
     reads = [n for row in rows if row is not None for n in plan.reads[node_of[row]]]
     return {plan.row_of[n] for n in reads if n in plan.row_of}
 
 
 def unscaled(counted: Any, scale: float) -> Any:
-    """Returns a histogram of values divided by a scale, a power of two to the next."""
+    """Returns a histogram of values divided by a scale, taken as the nearest power of two."""
     shift = round(np.log2(scale))
     if not shift:
         return counted

@@ -16,14 +16,14 @@ _SHARP = 2  # pixels of a picture for one of the page
 def new_figure(width: float, height: float) -> Any:
     """Returns an empty figure of a size in inches.
 
-    It belongs to nobody: pyplot would show it a second time, and hold it until it is closed.
+    It is none of pyplot's, which would show it a second time and hold it until it is closed.
     """
     return _kind()(figsize=(width, height), layout="constrained")
 
 
 @functools.cache
 def _kind() -> type:
-    from matplotlib.figure import Figure  # only for who draws
+    from matplotlib.figure import Figure  # optional: only drawing needs it
 
     class NotebookFigure(Figure):
         """A figure with a picture for a light page and one for a dark page."""
@@ -51,7 +51,7 @@ def _picture(figure: Any) -> str:
 
 @contextlib.contextmanager
 def _colours(figure: Any, ink: str, paper: str) -> Generator[None]:
-    """Draws words, ticks and frames in `ink`, what is behind them in `paper`, then as before."""
+    """Draws in a `with` block words, ticks and frames in `ink`, the background in `paper`."""
     from matplotlib.lines import Line2D
     from matplotlib.spines import Spine
     from matplotlib.text import Text

@@ -1,7 +1,8 @@
-"""Which operations made what is not finite in the loss and the gradients, and which passed it on.
+"""Finds the operations that made an inf or NaN of the loss and gradients, and those that passed it.
 
-From those results backwards, through values that are not finite themselves: what a mask of -inf
-or a guarded division leaves behind, and what never gets to the loss, is met by no such path.
+It goes from these results backwards, through values that are not finite themselves. So it never
+meets the -inf of a mask, the inf of a division that `jnp.where` leaves out, or a value that does
+not get to the loss.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from mpjax.numerics._overflow import BORN_NAN, INF, NAN, ORIGIN, TURNED
-from mpjax.numerics._plan import RECOMPUTED, Plan, Site
+from mpjax.numerics._plan import RECOMPUTED, MeasuredSite, RunPlan
 
 
 @dataclasses.dataclass(frozen=True)
 class Followed:
-    """Rows by their part in it, each in the order in which they ran."""
+    """Rows by their part in an inf or NaN, each in the order in which they ran."""
 
     born: tuple[int, ...]  # not finite, of finite operands
     turned: tuple[int, ...]  # NaN, of infinities
@@ -28,8 +29,8 @@ class Followed:
     literals: bool  # whether an inf or NaN written in the program is among the sources
 
 
-def follow(plan: Plan, values: Any, index: Any, bad_outputs: Sequence[bool]) -> Followed:
-    """Returns where the outputs that are not finite have it from.
+def follow(plan: RunPlan, values: Any, index: Any, bad_outputs: Sequence[bool]) -> Followed:
+    """Returns the rows that outputs have their inf and NaN from.
 
     Args:
       plan: of the program.
@@ -61,8 +62,8 @@ def follow(plan: Plan, values: Any, index: Any, bad_outputs: Sequence[bool]) -> 
     )
 
 
-def _again(plan: Plan, row: int, born: Sequence[int]) -> bool:
-    """Whether a row computes again, in a checkpoint, what was made so in the forward pass."""
+def _again(plan: RunPlan, row: int, born: Sequence[int]) -> bool:
+    """Whether a row repeats, in a checkpoint, a row of the forward pass that was not finite."""
     site = plan.sites[row]
     if site.phase != RECOMPUTED:
         return False
@@ -70,20 +71,20 @@ def _again(plan: Plan, row: int, born: Sequence[int]) -> bool:
     return any(_what(other) == _what(site) for other in known)
 
 
-def _what(site: Site) -> tuple[str, str, str]:
+def _what(site: MeasuredSite) -> tuple[str, str, str]:
     return site.module, site.operation, site.where
 
 
-def _once(plan: Plan, born: Sequence[int]) -> list[int]:
+def _once(plan: RunPlan, born: Sequence[int]) -> list[int]:
     return [row for row in born if not _again(plan, row, born)]
 
 
-def is_leaf(site: Site) -> bool:
+def is_leaf(site: MeasuredSite) -> bool:
     """Whether a row is about an argument or a constant, and no operation."""
     return site.phase in ("argument", "constant")
 
 
-def when(site: Site, row: int, index: Any) -> tuple[int, ...]:
+def when(site: MeasuredSite, row: int, index: Any) -> tuple[int, ...]:
     """Returns a key by which rows sort as they ran: an iteration before the next one."""
     key: list[int] = []
     for level, number in zip(site.levels, index.tolist(), strict=False):
@@ -91,7 +92,7 @@ def when(site: Site, row: int, index: Any) -> tuple[int, ...]:
     return (*key, row)
 
 
-def _reached(plan: Plan, bad: Any, starts: Sequence[int]) -> tuple[set[int], bool]:
+def _reached(plan: RunPlan, bad: Any, starts: Sequence[int]) -> tuple[set[int], bool]:
     rows: set[int] = set()
     seen: set[int] = set()
     waiting = list(starts)

@@ -1,4 +1,4 @@
-"""What a dtype of few bits would lose of values whose exponents are known."""
+"""Counts the values that a dtype of few bits would round to 0 or inf, from their exponents."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Lost:
 
 @dataclasses.dataclass(frozen=True)
 class Histogram:
-    """How the magnitudes of a tensor, or of several, are spread over powers of two."""
+    """The number of elements of each exponent of two, in an array or several."""
 
     counts: Any  # i64[277], by exponent from -149
     zeros: int
@@ -97,7 +97,7 @@ class Histogram:
         return 0.0 if self.highest is None or self.lowest is None else self.highest - self.lowest
 
     def lost(self, dtype: str, scale: float = 1.0) -> Lost:
-        """Returns what a dtype would lose of these values, times a scale.
+        """Returns the losses of a dtype, of these values, times a scale.
 
         Exponents tell: half of what lies one exponent below the smallest number rounds up to it,
         and is counted as kept.

@@ -1,4 +1,4 @@
-"""Whose line an operation is, and which function of JAX that called: from the traceback."""
+"""Finds an operation's source line, and the function of JAX that it called, in the traceback."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpjax._base import source_lines
 _CASTS = frozenset(
     {"astype", "_astype", "convert_element_type", "asarray", "array", "bitcast_convert_type"}
 )
-# What Python's operators call themselves in JAX's tracebacks.
+# The names of Python's operators in JAX's tracebacks.
 _OPERATORS = {
     "mul": "multiply",
     "add": "add",
@@ -40,7 +40,7 @@ def lines(eqn: Any) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What the user's line, or a library's, called."""
+    """A call of a function of JAX, in the user's line or a library's."""
 
     where: str  # 'file.py:12', '' where it is unknown
     line: str  # with the whole path

@@ -14,7 +14,7 @@ from mpjax._jaxpr.binding import bind
 from mpjax.numerics import _bits
 from mpjax.numerics._collect import Collecting, CollectingFrame
 from mpjax.numerics._plan import is_inexact
-from mpjax.numerics._run import Tracked
+from mpjax.numerics._run import TrackedValue
 
 LOWEST, HIGHEST = -149, 127  # the exponents of float32, subnormal ones too
 BINS = HIGHEST - LOWEST + 1
@@ -24,7 +24,7 @@ WIDTH = BINS + 3
 
 @jax.jit  # compiled once for values of the same type, where operations run one by one
 def histogram(x: Any) -> jax.Array:
-    """Returns how many elements have which exponent, then how many are zero, inf and NaN.
+    """Returns the number of elements of each exponent, then of zeros, inf and NaN.
 
     Args:
       x: any floating array; float64 is counted as float32.
@@ -38,7 +38,7 @@ def histogram(x: Any) -> jax.Array:
 def _histogram(x: Any) -> jax.Array:
     bits = _as_float32_bits(_bits.as_floating(x)).ravel()
     exponent, mantissa = (bits >> 23).astype(jnp.int32), bits & 0x7FFFFF
-    # Of a subnormal number the exponent is where its highest bit stands.
+    # The exponent of a subnormal number is the place of its highest bit: 2⁻¹⁴⁹ has bits 1.
     small = 31 - lax.clz(mantissa).astype(jnp.int32)
     column = jnp.where(exponent == 0, small, exponent + 22)
     column = jnp.where(bits == 0, ZERO, column)
@@ -55,29 +55,29 @@ def _as_float32_bits(x: jax.Array) -> jax.Array:
 
 
 class Exponents(Collecting):
-    """Counts exponents of every operation's results; all is a sum."""
+    """Counts the exponents of every operation's results; iterations and shards add up."""
 
     width = WIDTH
     sums = WIDTH
     shadows = False
 
-    def frame(self, spread: Callable[[Any], Any]) -> _Frame:
-        """Returns what measures one function body."""
-        return _Frame(spread)
+    def frame(self, spread: Callable[[Any], Any]) -> _HistogramFrame:
+        """Returns the frame of one function body."""
+        return _HistogramFrame(spread)
 
-    def outputs(self, outs: Sequence[Tracked]) -> Any:
+    def outputs(self, outs: Sequence[TrackedValue]) -> Any:
         """Returns the histogram of each output."""
         return jnp.stack([histogram(t.value) for t in outs])
 
 
-class _Frame(CollectingFrame):
+class _HistogramFrame(CollectingFrame):
     def constant(self, value: Any) -> Any:
         self.collected.append(self.spread(histogram(value)))
         return self.fresh(value)
 
-    def measure(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
+    def measure(self, eqn: Any, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
         outs = bind(eqn, [t.value for t in operands])
         pairs = zip(outs, eqn.outvars, strict=True)
         counts = [histogram(out) for out, var in pairs if is_inexact(var)]
         self.collected.append(self.spread(sum(counts[1:], counts[0])))
-        return [Tracked(out) for out in outs]
+        return [TrackedValue(out) for out in outs]

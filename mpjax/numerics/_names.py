@@ -1,4 +1,4 @@
-"""What operations are called: module, operation and source line, autocast's own included."""
+"""Names operations by module, primitive and source line, autocast's own included."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mpjax._base import compat
 from mpjax._jaxpr.op_rules import PRODUCTS
 
 
-class Graph(Protocol):
-    """What names need of a plan: its rows, and which values are made of which."""
+class PlanGraph(Protocol):
+    """The part of a plan that names are made from: its rows, and the graph of its values."""
 
     sites: list[Any]
     reads: list[list[int]]
@@ -58,8 +58,8 @@ def operation(eqn: Any) -> str:
     return eqn.primitive.name
 
 
-def adopt(plan: Graph) -> None:
-    """Gives what autocast inserted the module and line of the operation that it is for."""
+def adopt(plan: PlanGraph) -> None:
+    """Gives a cast that autocast inserted the module and line of the operation that it is for."""
     graph = Neighbours(plan)
     for row in range(plan.arguments, len(plan.sites)):
         site = plan.sites[row]
@@ -86,9 +86,9 @@ def _inside_of(site: Any, reader: Any) -> None:
 
 
 class Neighbours:
-    """Which rows are made of which, through values without rows."""
+    """The graph of rows: an edge leads from a row to its reader, through values without rows."""
 
-    def __init__(self, plan: Graph) -> None:
+    def __init__(self, plan: PlanGraph) -> None:
         self.plan = plan
         self.node_of = {row: node for node, row in plan.row_of.items()}
         self.readers: list[list[int]] = [[] for _ in plan.reads]

@@ -1,4 +1,4 @@
-"""The instrument of `diagnose`: where inf and NaN are made, and how far all else is from it."""
+"""The instrument of `diagnose`: counts inf and NaN, and measures the largest finite magnitude."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import numpy as np
 from mpjax._jaxpr.binding import bind
 from mpjax.numerics import _bits
 from mpjax.numerics._plan import is_inexact
-from mpjax.numerics._run import Tracked
+from mpjax.numerics._run import TrackedValue
 
 INF, NAN, AMAX, ORIGIN = range(4)  # the columns
 INHERITED, TURNED, BORN_NAN, BORN_INF = range(4)  # the last one, of what is not finite
-FINITE, HAS_INF, HAS_NAN = range(3)  # what is known of a value, i32[]
+FINITE, HAS_INF, HAS_NAN = range(3)  # a value's severity, i32[]
 
 
 _LONGEST = 8  # values that are counted in one pass
 
 
 class Overflow:
-    """Counts inf and NaN, and tells what was made so from what was so already.
+    """Counts inf and NaN, and tells those that an operation made from those of its operands.
 
     `BORN_INF` and `BORN_NAN` were made of finite operands. `TURNED` is a NaN that was made of
     infinities: a row that a mask of -inf covers as a whole, or `inf - inf`.
@@ -35,25 +35,26 @@ class Overflow:
     sums = 2  # inf and NaN; the largest magnitude and the origin are maxima
     shadows = False
 
-    def frame(self, spread: Callable[[Any], Any]) -> _Frame:
-        """Returns what measures one function body."""
-        return _Frame(spread)
+    def frame(self, spread: Callable[[Any], Any]) -> _OverflowFrame:
+        """Returns the frame of one function body."""
+        return _OverflowFrame(spread)
 
-    def outputs(self, outs: Sequence[Tracked]) -> None:
-        """Returns nothing: what an output is made of has rows."""
+    def outputs(self, outs: Sequence[TrackedValue]) -> None:
+        """Returns nothing: the rows tell which outputs are not finite."""
         del outs
 
     def is_news(self, now: Any, before: Any) -> Any:
-        """Returns where a row was not finite for the first time, or was made so."""
+        """Returns, row by row, whether it is not finite for the first time, or is made so now."""
         bad = (now[:, INF] + now[:, NAN] > 0) & (before[:, INF] + before[:, NAN] == 0)
         return bad | (now[:, ORIGIN] > before[:, ORIGIN])
 
 
-class _Frame:
+class _OverflowFrame:
     """Counts once an operation, and judges all operations together at the end.
 
-    What is known of a value is a number here: first those of what was counted, then those of what
-    came in known. A judgement an operation would be hundreds of kernels of one element each.
+    A value is known by a number: from 0 up where this frame counted it, from -1 down where the
+    frame around it did. Judging each operation by itself would be hundreds of kernels of one
+    element each.
     """
 
     def __init__(self, spread: Callable[[Any], Any]) -> None:
@@ -65,7 +66,7 @@ class _Frame:
         self.literal: int | None = None
         self.chain: dict[int, Any] = {}  # numbers of what is to be counted, in one pass
 
-    # What is counted is numbered from 0 up, what is given from -1 down.
+    # Values that are counted are numbered from 0 up, given ones from -1 down.
 
     def enter(self, extra: Any) -> int:
         self.given.append(extra)
@@ -92,10 +93,10 @@ class _Frame:
         return len(self.counted) - 1
 
     def flush(self) -> None:
-        """Counts what waits: the values of a chain of elementwise operations, of one shape.
+        """Counts the values of a chain of elementwise operations, of one shape, in one kernel.
 
-        XLA computes a chain again in each kernel that reads one of its values: with a kernel a
-        value, compiling takes time by the square of its length.
+        XLA computes a chain again in each kernel that reads one of its values: with one kernel a
+        value, compile time grows with the square of the chain's length.
         """
         if self.chain:
             counts = self.spread(_bits.counts(*self.chain.values()))
@@ -103,7 +104,7 @@ class _Frame:
                 self.counted[number] = counts[row]
             self.chain = {}
 
-    def follows(self, out: Any, operands: Sequence[Tracked]) -> bool:
+    def follows(self, out: Any, operands: Sequence[TrackedValue]) -> bool:
         """Whether a value is one more of the chain."""
         if not 0 < len(self.chain) < _LONGEST or not isinstance(out, jax.core.Tracer):
             return False  # operation by operation there is no kernel to share
@@ -115,12 +116,12 @@ class _Frame:
         self.measured.append((number, ()))
         return number
 
-    def same(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
+    def same(self, eqn: Any, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
         outs = bind(eqn, [t.value for t in operands])
         paired = len(outs) == len(operands)
-        return [Tracked(out, operands[i if paired else 0].extra) for i, out in enumerate(outs)]
+        return [TrackedValue(out, operands[i if paired else 0].extra) for i, out in enumerate(outs)]
 
-    def measure(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
+    def measure(self, eqn: Any, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
         outs = bind(eqn, [t.value for t in operands])
         floating = [is_inexact(v) for v in eqn.outvars]
         number = len(self.counted)
@@ -136,7 +137,7 @@ class _Frame:
             self.counted.append(self.spread(functools.reduce(_together, read)))
         self.measured.append((number, tuple(t.extra for t in operands if t.extra is not None)))
         return [
-            Tracked(out, number if is_one else None)
+            TrackedValue(out, number if is_one else None)
             for out, is_one in zip(outs, floating, strict=True)
         ]
 
@@ -148,9 +149,9 @@ class _Frame:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _judged(counted: Any, given: Any, measured: tuple[tuple[int, tuple[int, ...]], ...]) -> Any:
-    """Returns the rows: what was counted, and whether finite operands went in.
+    """Returns the rows: the counts, and whether the operands were finite.
 
-    A function of its own, so that its tables are constants of it and of no `jax.checkpoint`.
+    A jitted function, so that its tables are its own constants, and none of a `jax.checkpoint`.
     """
     # The last entry is finite, and stands where a row has fewer operands than another.
     finite = jnp.zeros_like(counted[:1, 0], jnp.int32)

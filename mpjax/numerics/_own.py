@@ -1,4 +1,4 @@
-"""Which operations autocast put in: identities that compilers and derivatives read as hints."""
+"""Tells the identities that autocast put into a program, as hints to compilers and derivatives."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Which operations of a program are looked at, where each stands, and what flows into it.
+"""Plans an instrumented run of a jaxpr: its rows, where each stands, and the graph of its values.
 
-A plan is pure data over a jaxpr: a row for each operation that can make or pass on a value of its
-own, and a graph of who reads whom. Nothing is bound here; `_run` runs a plan, `_follow` walks its
-graph.
+A plan is pure data: a row for each equation that computes floating values (a transpose has none),
+and a graph of who reads whom. Nothing is bound here; `_run` runs a plan, `_follow` walks its graph.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ _CALLS = "jit pjit closed_call core_call custom_jvp_call custom_vjp_call"
 _INLINED = frozenset(_CALLS.split())
 
 
-class Kind(enum.Enum):
-    """How an equation is run."""
+class RunAs(enum.Enum):
+    """The way to run an equation."""
 
     OTHER = "no floating result"
     SAME = "the values of its operands"
@@ -66,8 +65,8 @@ class Level:
 
 
 @dataclasses.dataclass
-class Site:
-    """An operation, an argument or a constant: what one row is about."""
+class MeasuredSite:
+    """The subject of one row: an operation, an argument or a constant."""
 
     module: str  # path of named scopes; of an argument, its path in the tree
     operation: str
@@ -81,11 +80,11 @@ class Site:
 
 
 @dataclasses.dataclass
-class Step:
+class RunStep:
     """One equation: how it is run, its rows, and the blocks inside it."""
 
     eqn: Any
-    kind: Kind
+    kind: RunAs
     blocks: tuple[Block, ...] = ()
     level: int = -1  # the column of the index, of a loop
 
@@ -95,7 +94,7 @@ class Block:
     """One jaxpr at one place, and the range of its rows."""
 
     jaxpr: Any  # closed
-    steps: list[Step]
+    steps: list[RunStep]
     first_row: int
     last_row: int
 
@@ -106,7 +105,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class _Around:
-    """What an equation inherits from the equations that it is inside of."""
+    """The place of an equation, inherited from the equations that it is inside of."""
 
     path: tuple[str, ...] = ()
     phase: str = FORWARD
@@ -117,14 +116,14 @@ class _Around:
 
 
 Node = int | None
-"""A value in the graph; None for what is finite whatever happens: integers and finite literals."""
+"""A value in the graph; None for one that is always finite: an integer, a finite literal."""
 
 
-class Plan:
+class RunPlan:
     """The rows of a program, its blocks, and the graph of its values."""
 
     def __init__(self, jaxpr: Any, names: Sequence[str]) -> None:
-        self.sites: list[Site] = []
+        self.sites: list[MeasuredSite] = []
         self.reads: list[list[int]] = []  # node → nodes that it is made of
         self.row_of: dict[int, int] = {}
         self.made_by: dict[int, Any] = {}  # row → equation
@@ -142,7 +141,7 @@ class Plan:
         self.reads.append([n for n in reads if n is not None])
         return len(self.reads) - 1
 
-    def _row(self, site: Site, reads: Sequence[Node] = ()) -> int:
+    def _row(self, site: MeasuredSite, reads: Sequence[Node] = ()) -> int:
         node = self.node(reads)
         self.row_of[node] = len(self.sites)
         self.sites.append(site)
@@ -153,7 +152,7 @@ class Plan:
             return None
         around = around or _Around()
         place = (around.levels, around.branch)
-        return self._row(Site(name, kind, "", kind, var.aval.dtype, var.aval.shape, *place))
+        return self._row(MeasuredSite(name, kind, "", kind, var.aval.dtype, var.aval.shape, *place))
 
     def _atom(self, atom: Any, env: dict[Any, Node]) -> Node:
         if not compat.is_literal(atom):
@@ -178,27 +177,27 @@ class Plan:
         outputs = [self._atom(v, env) for v in jaxpr.jaxpr.outvars]
         return Block(jaxpr, steps, first, len(self.sites)), outputs
 
-    def _step(self, eqn: Any, env: dict[Any, Node], around: _Around) -> Step:
+    def _step(self, eqn: Any, env: dict[Any, Node], around: _Around) -> RunStep:
         operands = [self._atom(v, env) for v in eqn.invars]
         kind = _kind(eqn)
         inside = _enter(eqn, around)
         if kind in _HOLDERS:
             outs, step = _HOLDERS[kind](self, eqn, operands, inside)
         else:
-            outs, step = self._outs(eqn, kind, operands, inside), Step(eqn, kind)
+            outs, step = self._outs(eqn, kind, operands, inside), RunStep(eqn, kind)
         env.update(zip(eqn.outvars, outs, strict=True))
         return step
 
     def _outs(
-        self, eqn: Any, kind: Kind, operands: Sequence[Node], around: _Around
+        self, eqn: Any, kind: RunAs, operands: Sequence[Node], around: _Around
     ) -> Sequence[Node]:
-        if kind is Kind.SAME:
+        if kind is RunAs.SAME:
             paired = len(eqn.outvars) == len(eqn.invars)
             return [operands[i if paired else 0] for i in range(len(eqn.outvars))]
-        if kind is Kind.OTHER:
+        if kind is RunAs.OTHER:
             return [None] * len(eqn.outvars)
         made = next(v for v in eqn.outvars if is_inexact(v)).aval
-        site = Site(
+        site = MeasuredSite(
             "/".join(around.path),
             _names.operation(eqn),
             around.where,
@@ -215,10 +214,10 @@ class Plan:
 
     def plan_inlined(self, eqn: Any, operands: Any, around: _Around) -> Any:
         block, outs = self._block(_program(eqn), operands, around)
-        return outs, Step(eqn, _kind(eqn), (block,))
+        return outs, RunStep(eqn, _kind(eqn), (block,))
 
     def _merged(self, reads: Sequence[Node], avals: Sequence[Any]) -> list[Node]:
-        """Returns nodes that later reads are added to: what a loop carries, and its slices."""
+        """Returns nodes that get their reads later: the carries of a loop, and its slices."""
         pairs = zip(reads, avals, strict=True)
         return [self.node([n]) if is_inexact(v) else None for n, v in pairs]
 
@@ -236,7 +235,7 @@ class Plan:
         for node, out in zip(merged[:carried], outs[:carried], strict=True):
             self._tie(node, out)
         first = [self.node([n]) if n is not None else None for n in merged[:carried]]
-        step = Step(eqn, Kind.SCAN, (block,), len(around.levels))
+        step = RunStep(eqn, RunAs.SCAN, (block,), len(around.levels))
         return [*first, *outs[carried:]], step
 
     def plan_while(self, eqn: Any, operands: Any, around: _Around) -> Any:
@@ -250,7 +249,7 @@ class Plan:
         block, outs = self._block(jaxpr, inputs, self._at(around, level))
         for node, out in zip(merged, outs, strict=True):
             self._tie(node, out)
-        return merged, Step(eqn, Kind.WHILE, (block,), len(around.levels))
+        return merged, RunStep(eqn, RunAs.WHILE, (block,), len(around.levels))
 
     def plan_cond(self, eqn: Any, operands: Any, around: _Around) -> Any:
         blocks: list[Block] = []
@@ -263,7 +262,7 @@ class Plan:
             blocks.append(block)
             for node, out in zip(merged, outs, strict=True):
                 self._tie(node, out)
-        return merged, Step(eqn, Kind.COND, tuple(blocks))
+        return merged, RunStep(eqn, RunAs.COND, tuple(blocks))
 
     def plan_shard_map(self, eqn: Any, operands: Any, around: _Around) -> Any:
         level = Level("shard_map", len(self.sites), None)
@@ -271,7 +270,7 @@ class Plan:
         jaxpr = compat.closed(eqn.params["jaxpr"])
         merged = self._merged(operands, jaxpr.jaxpr.invars)
         block, outs = self._block(jaxpr, merged, inside)
-        return outs, Step(eqn, Kind.SHARD_MAP, (block,), len(around.levels))
+        return outs, RunStep(eqn, RunAs.SHARD_MAP, (block,), len(around.levels))
 
     def _at(self, around: _Around, level: Level) -> _Around:
         levels = (*around.levels, level)
@@ -279,13 +278,13 @@ class Plan:
         return dataclasses.replace(around, levels=levels)
 
 
-_HOLDERS: dict[Kind, Any] = {
-    Kind.INLINED: Plan.plan_inlined,
-    Kind.REMAT: Plan.plan_inlined,
-    Kind.SCAN: Plan.plan_scan,
-    Kind.WHILE: Plan.plan_while,
-    Kind.COND: Plan.plan_cond,
-    Kind.SHARD_MAP: Plan.plan_shard_map,
+_HOLDERS: dict[RunAs, Any] = {
+    RunAs.INLINED: RunPlan.plan_inlined,
+    RunAs.REMAT: RunPlan.plan_inlined,
+    RunAs.SCAN: RunPlan.plan_scan,
+    RunAs.WHILE: RunPlan.plan_while,
+    RunAs.COND: RunPlan.plan_cond,
+    RunAs.SHARD_MAP: RunPlan.plan_shard_map,
 }
 
 
@@ -299,23 +298,23 @@ def _ins(jaxpr: Any) -> Sequence[Any]:
     return jaxpr.jaxpr.invars
 
 
-def _kind(eqn: Any) -> Kind:
+def _kind(eqn: Any) -> RunAs:
     name = eqn.primitive.name
-    by_name = {"scan": Kind.SCAN, "while": Kind.WHILE, "cond": Kind.COND}
-    by_name["shard_map"] = Kind.SHARD_MAP
+    by_name = {"scan": RunAs.SCAN, "while": RunAs.WHILE, "cond": RunAs.COND}
+    by_name["shard_map"] = RunAs.SHARD_MAP
     if name in by_name:
         return by_name[name]
     if name in structure.CHECKPOINTS:
-        return Kind.REMAT if eqn.params.get("differentiated") else Kind.INLINED
+        return RunAs.REMAT if eqn.params.get("differentiated") else RunAs.INLINED
     if name in _INLINED:
-        return Kind.INLINED
+        return RunAs.INLINED
     if not any(map(is_inexact, eqn.outvars)):
-        return Kind.OTHER
-    return Kind.SAME if _is_same(eqn) else Kind.SITE
+        return RunAs.OTHER
+    return RunAs.SAME if _is_same(eqn) else RunAs.SITE
 
 
 def _is_same(eqn: Any) -> bool:
-    """Whether the results are the operands: by name, or as a cast to a wider floating dtype."""
+    """Whether an equation only moves or repeats its operands, or casts to a wider dtype."""
     if not eqn.invars:
         return False
     source = eqn.invars[0]
@@ -340,7 +339,7 @@ def _program(eqn: Any) -> Any:
 
 
 def _enter(eqn: Any, around: _Around) -> _Around:
-    """Returns the surroundings of what is inside an equation, or of the equation itself."""
+    """Returns the place of the equations inside an equation, or of the equation itself."""
     names = scopes.of(eqn)
     phase = around.phase
     if _RECOMPUTED_SCOPE in names:
@@ -348,7 +347,7 @@ def _enter(eqn: Any, around: _Around) -> _Around:
     elif phase == FORWARD and scopes.is_transposed(eqn.source_info.name_stack):
         phase = BACKWARD
     own = _names.path(eqn.source_info.name_stack)
-    if _kind(eqn) is Kind.REMAT:
+    if _kind(eqn) is RunAs.REMAT:
         own = _names.once(own)
     path = (*around.path, *own)
     where, library = _frames.lines(eqn)

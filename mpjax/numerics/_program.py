@@ -18,7 +18,7 @@ from mpjax._base.errors import message
 from mpjax._base.tree import is_array, leaf_paths, leaves_finite
 from mpjax.numerics._clock import Clock
 from mpjax.numerics._collect import Unmeasured
-from mpjax.numerics._plan import Plan
+from mpjax.numerics._plan import RunPlan
 from mpjax.numerics._run import Instrument, Runner
 
 _NEEDS_VALUES = (
@@ -33,17 +33,17 @@ SMALL = 2**28
 """Bytes of all results together up to which a program is run operation by operation."""
 
 
-class Read(NamedTuple):
-    """What one run of a twin gave, on the host."""
+class TwinRun(NamedTuple):
+    """The results of one run of a twin, on the host."""
 
     values: Any  # f32[rows, width]
     index: Any  # i32[rows, depth]
     loss: float
     finite: tuple[bool, ...]  # of the loss and each gradient
-    outputs: Any = None  # what the instrument says of these
+    outputs: Any = None  # the instrument's own readings of the outputs
 
 
-class Program:
+class LossProgram:
     """A function of arguments that returns a loss and gradients, traced for their types."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Program:
         arrays = self.arrays(args)
         with self.clock("tracing"):
             self.jaxpr, (_, grads) = traced(flat, arrays, where)
-            self.plan = Plan(self.jaxpr, [paths[place] for place in self._places])
+            self.plan = RunPlan(self.jaxpr, [paths[place] for place in self._places])
         self.gradient_paths = leaf_paths(grads)
         self._leaves = [None if _is_traced(leaf) else leaf for leaf in self._leaves]
         self._compiled: dict[Any, Any] = {}
@@ -79,19 +79,19 @@ class Program:
         leaves = jax.tree.leaves(list(args))
         return [leaves[place] for place in self._places]
 
-    def read(self, instrument: Instrument, args: Sequence[Any]) -> Read:
-        """Returns what an instrument measures of one run."""
+    def read(self, instrument: Instrument, args: Sequence[Any]) -> TwinRun:
+        """Runs the program once; returns an instrument's readings."""
         arrays = self.arrays(args)
         twin = self.runner(self.twin(instrument), args, key=type(instrument))
         with self.clock("running"):
             loss, finite, rows, said = jax.device_get(twin(*arrays))
-        return Read(rows[0], rows[1], float(loss), tuple(bool(f) for f in finite), said)
+        return TwinRun(rows[0], rows[1], float(loss), tuple(bool(f) for f in finite), said)
 
     def runner(self, fun: Callable[..., Any], args: Sequence[Any], key: Any) -> Callable[..., Any]:
-        """Returns a function of arrays as it is to be called: by operations, or compiled as one.
+        """Returns a function of arrays, compiled as one program, or left to run by operations.
 
-        Compiling takes nearly all of the time. A small program is quicker without: JAX compiles
-        each kind of operation once, for all layers and for all programs that are run after it.
+        Compiling takes nearly all of the time. A small program runs sooner by operations: JAX
+        compiles each kind of operation once, for all layers and for all later programs.
         """
         if self.runs_by_operations(args):
             return lambda *given: fun(*map(jnp.asarray, given))
@@ -114,7 +114,7 @@ class Program:
         return held <= SMALL
 
     def outputs(self, args: Sequence[Any], *, compiled: bool = False) -> list[Any]:
-        """Returns the loss and the gradients; `compiled`: as one program, though it is small."""
+        """Returns the loss and the gradients; `compiled` runs a small program as one, too."""
         arrays = self.arrays(args)
         if compiled or not self.runs_by_operations(args):
             run = self._as_one(jaxpr_as_fun(self.jaxpr), arrays, key="outputs")
@@ -158,7 +158,7 @@ def replicated(arrays: Sequence[Any]) -> Any:
 
 
 def check_function(fun: Any, where: str, given: str) -> None:
-    """Refuses what cannot be called."""
+    """Refuses a loss function that cannot be called."""
     if not callable(fun):
         got = f"the first argument must be a function; got {type(fun).__name__}."
         arguments = "params, *batch" if "loss" in given else "*args"

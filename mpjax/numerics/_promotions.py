@@ -141,7 +141,7 @@ def find_promotions(fun: Callable[..., Any]) -> Callable[..., Promotions]:
         with jax.numpy_dtype_promotion("standard"):
             jaxpr, _ = traced(flat, structs, "numerics.find_promotions")
         known = {v: _argument(paths[i]) for v, i in zip(jaxpr.jaxpr.invars, places, strict=True)}
-        walk = _Walk()
+        walk = _PromotionWalk()
         walk.program(jaxpr, known, ())
         rows = _once(walk.promotions)
         own = tuple(row for row in rows if not row.library)
@@ -187,12 +187,12 @@ class _Node:
     makes: list[Any]
 
 
-class _Walk:
+class _PromotionWalk:
     def __init__(self) -> None:
         self.promotions: list[Promotion] = []
 
     def program(self, jaxpr: Any, known: dict[Any, str], path: tuple[str, ...]) -> None:
-        """Adds what a body of its own widens; calls in it are run in place."""
+        """Adds the promotions of one function body; calls in it are walked in place."""
         nodes: list[_Node] = []
         origin: dict[Any, str] = {}  # value → what it comes from
         jaxpr = compat.closed(jaxpr)
@@ -263,7 +263,7 @@ def _program_of(eqn: Any) -> Any:
 
 
 def _derived(eqn: Any, origins: Sequence[str | None], call: Call) -> str | None:
-    """Returns what a result comes from: a table where positions went in, else its one origin."""
+    """Returns the origin of a result: a table if positions go in, else the only one of operands."""
     if eqn.primitive.name == "iota":
         return _TABLE
     if eqn.primitive.name == "broadcast_in_dim" and call.function in _FILLED:
@@ -339,7 +339,7 @@ def _reader(node: _Node, readers: dict[Any, list[_Node]]) -> str:
 
 
 def _because(node: _Node, readers: dict[Any, list[_Node]], origin: dict[Any, str]) -> str:
-    """Returns what the value met: the wide operand of the operation that reads it."""
+    """Returns the reason: the wide operand of the operation that reads the value."""
     if node.call.function in _REDUCTIONS:
         return "dtype= of a reduction"
     waiting: list[_Node] = [node] if node.eqn.primitive.name != "convert_element_type" else []
@@ -362,5 +362,5 @@ def _because(node: _Node, readers: dict[Any, list[_Node]], origin: dict[Any, str
 
 
 def _once(rows: Iterable[Promotion]) -> list[Promotion]:
-    """Returns each place once, as a derivative traces it again."""
+    """Returns each place once: a derivative traces the same line again."""
     return list(dict.fromkeys(rows))

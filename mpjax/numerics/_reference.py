@@ -1,4 +1,4 @@
-"""An operation in the reference dtype: what it gives without a rounding to anything narrower."""
+"""Runs an operation in the reference dtype, without its roundings to narrower dtypes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def in_reference(eqn: Any, operands: Sequence[Any], outs: Sequence[Any], dtype: 
 
 
 def _is_typed(eqn: Any) -> bool:
-    """Whether a program among its parameters fixes dtypes, for operands that had fewer bits."""
+    """Whether an equation holds a jaxpr of narrow dtypes, which would not take wide operands."""
     narrow = any(getattr(v.aval.dtype, "itemsize", 8) < 4 for v in eqn.invars if _floats(v))
     return bool(compat.programs(eqn)) and narrow
 
@@ -71,7 +71,7 @@ def _is_floating(x: Any) -> bool:
 
 
 def _alike(eqn: Any, operands: Sequence[Any], dtype: Any) -> list[Any]:
-    """Returns the operands of one dtype, literals too."""
+    """Returns the operands in one dtype, literals too."""
     pairs = zip(eqn.invars, operands, strict=True)
     return [widened(x, dtype) if _floats(v) else x for v, x in pairs]
 

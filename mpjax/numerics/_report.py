@@ -1,4 +1,4 @@
-"""What `diagnose` found, as rows, and how it is shown: on one screen."""
+"""The report of `diagnose`: a row an operation, the cause, and a print of one screen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Row:
     phase: str  # 'forward', 'backward', 'recomputed' (the forward pass again, in a checkpoint)
     dtype: str
     shape: tuple[int, ...]
-    inf: int  # how many elements, over all iterations and shards
+    inf: int  # elements, over all iterations and shards
     nan: int
     amax: float  # the largest finite magnitude
     headroom: float  # bits between amax and the dtype's largest number
@@ -35,7 +35,7 @@ class Row:
 
     @property
     def at(self) -> str:
-        """Where in loops, shards and branches it first was not finite."""
+        """The iteration, shard and branch in which it first was not finite."""
         parts = []
         if self.iteration:
             parts.append("iteration " + ".".join(map(str, self.iteration)))
@@ -48,7 +48,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Why the loss or a gradient is not finite, and what to type."""
+    """The reason why the loss or a gradient is not finite, and the code to type."""
 
     kind: str
     """'loss_scale', 'range', 'gradient_range', 'precision', 'everywhere', 'leaf', 'masked',
@@ -62,8 +62,8 @@ class Cause:
 class Report(Shown):
     """The result of `diagnose`; `print(report)` shows it on one screen.
 
-    `rows` holds every operation; `first` those that made a non-finite value of finite operands and
-    whose value got into the loss or a gradient, in the order in which they ran.
+    `rows` holds every operation. `first` holds those that made an inf or NaN of finite operands
+    which got into the loss or a gradient, in the order in which they ran.
     """
 
     function: str
@@ -189,7 +189,7 @@ class Report(Shown):
 
 
 def count(row: Row) -> str:
-    """Returns how many elements of a row are not finite, in words."""
+    """Returns the number of elements of a row that are not finite, in words."""
     parts = [f"{row.inf} inf"] * bool(row.inf) + [f"{row.nan} NaN"] * bool(row.nan)
     return " and ".join(parts)
 

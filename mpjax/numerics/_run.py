@@ -19,87 +19,88 @@ from jax.sharding import PartitionSpec
 
 from mpjax._base import compat
 from mpjax._jaxpr.binding import bind, written_at
-from mpjax.numerics._plan import Block, Kind, Plan, Step, is_inexact
+from mpjax.numerics._plan import Block, RunAs, RunPlan, RunStep, is_inexact
 
 
-class Tracked(NamedTuple):
-    """A value, and what an instrument knows of it: None until it is asked, or for integers."""
+class TrackedValue(NamedTuple):
+    """A value with the instrument's knowledge of it: None until it is asked, or for integers."""
 
     value: Any
     extra: Any = None
 
 
 class Frame(Protocol):
-    """Measures one function body: what a loop runs again, a branch runs or not, a shard runs."""
+    """Measures one function body: of a loop, of a branch of `cond`, of a `shard_map`."""
 
     def enter(self, extra: Any) -> Any:
-        """Returns what is known of a value inside, from what was known outside."""
+        """Returns the knowledge of a value that comes in, from that of the frame around it."""
         ...
 
     def leave(self, extra: Any) -> Any:
-        """Returns what is known of a value as arrays that a loop can carry."""
+        """Returns the knowledge of a value as arrays that a loop can carry."""
         ...
 
     def fresh(self, value: Any) -> Any:
-        """Returns what is known of a floating value that nothing was said about."""
+        """Returns the knowledge of a floating value that has none yet."""
         ...
 
     def constant(self, value: Any) -> Any:
-        """Returns what is known of an argument or constant, which has a row."""
+        """Adds the row of an argument or constant; returns the knowledge of it."""
         ...
 
-    def same(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
+    def same(self, eqn: Any, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
         """Returns the results of an equation that moves values and has no row."""
         ...
 
-    def measure(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
-        """Returns the results of an equation that has a row."""
+    def measure(self, eqn: Any, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
+        """Runs an equation that has a row, and adds that; returns its results."""
         ...
 
     def rows(self) -> Any:
-        """Returns what was measured: f32[rows of this frame, width]."""
+        """Returns the rows of this frame, f32[rows, width]."""
         ...
 
 
 class Instrument(Protocol):
-    """What is measured of an operation."""
+    """A way to measure operations: `width` numbers each, from a frame a function body."""
 
     width: int  # numbers a row
-    sums: int  # how many of them, the first, are sums; the others are maxima
-    shadows: bool  # whether what is known of a value has its shape, and goes where it goes
+    sums: int  # the first so many of them are sums, the others maxima
+    shadows: bool  # whether the knowledge of a value is an array of its shape, sliced with it
 
     def frame(self, spread: Callable[[Any], Any]) -> Frame:
-        """Returns what measures one function body; `spread` types numbers as a loop needs them."""
+        """Returns the frame of one function body; `spread` types numbers as a loop needs them."""
         ...
 
-    def outputs(self, outs: Sequence[Tracked]) -> Any:
-        """Returns what is said of the program's outputs besides: f32[outputs, ...], or None."""
+    def outputs(self, outs: Sequence[TrackedValue]) -> Any:
+        """Returns further readings of the program's outputs, f32[outputs, ...], or None."""
         ...
 
     def is_news(self, now: Any, before: Any) -> Any:
-        """Returns, row by row, whether an iteration is the first to tell something."""
+        """Returns, row by row, whether an iteration is the first with something to report."""
         ...
 
 
-class Rows(NamedTuple):
-    """What was read of a range of rows, and in which iterations, shards or loops first."""
+class RowValues(NamedTuple):
+    """The readings of a range of rows, and the first iteration, shard or branch of each."""
 
     values: Any  # f32[rows, width]
     index: Any  # i32[rows, depth]; -1 where there is no such loop
 
 
 class _Body:
-    """What is gathered while one function body runs: its frame, and the rows in program order."""
+    """The frame of one function body while it runs, and its rows in program order."""
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
         self.own = 0  # rows of the frame so far
-        self.parts: list[Rows | tuple[int, int]] = []  # of loops and branches; ranges of the frame
+        # The rows of loops and branches; of the frame's own operations, ranges of its rows.
+        self.parts: list[RowValues | tuple[int, int]] = []
 
     def count(self) -> None:
         """Adds a row of the frame's own."""
         last = self.parts[-1] if self.parts else None
-        if isinstance(last, Rows) or last is None:
+        if isinstance(last, RowValues) or last is None:
             self.parts.append((self.own, self.own + 1))
         else:
             self.parts[-1] = (last[0], self.own + 1)
@@ -109,48 +110,55 @@ class _Body:
 class Runner:
     """Runs the blocks of a plan."""
 
-    def __init__(self, plan: Plan, instrument: Instrument) -> None:
+    def __init__(self, plan: RunPlan, instrument: Instrument) -> None:
         self.plan = plan
         self.instrument = instrument
         self.axes: tuple[Any, ...] = ()  # of the meshes whose shards this runs in
 
-    def run(self, arrays: Sequence[Any]) -> tuple[list[Any], Rows, Any]:
-        """Returns the outputs of the whole program, all rows, and what is said of the outputs."""
+    def run(self, arrays: Sequence[Any]) -> tuple[list[Any], RowValues, Any]:
+        """Returns the outputs of the whole program, all rows, and the readings of the outputs."""
         body = _Body(self.instrument.frame(self._spread))
-        arguments: list[Tracked] = []
+        arguments: list[TrackedValue] = []
         for var, array in zip(self.plan.block.jaxpr.jaxpr.invars, arrays, strict=True):
-            arguments.append(self._constant(body, array) if is_inexact(var) else Tracked(array))
+            arguments.append(
+                self._constant(body, array) if is_inexact(var) else TrackedValue(array)
+            )
         outs = self._block(body, self.plan.block, arguments)
         said = self.instrument.outputs([self._inside(body, t) for t in outs])
         return [o.value for o in outs], self._gathered(body), said
 
-    def body(self, block: Block, arguments: Sequence[Tracked]) -> tuple[list[Tracked], Rows]:
+    def body(
+        self, block: Block, arguments: Sequence[TrackedValue]
+    ) -> tuple[list[TrackedValue], RowValues]:
         """Returns the outputs of a block that is a function of its own, and its rows."""
         body = _Body(self.instrument.frame(self._spread))
         entered = [
-            t if t.extra is None else Tracked(t.value, body.frame.enter(t.extra)) for t in arguments
+            t if t.extra is None else TrackedValue(t.value, body.frame.enter(t.extra))
+            for t in arguments
         ]
         outs = self._block(body, block, entered)
         return [self._known(body, t) for t in outs], self._gathered(body)
 
-    def _constant(self, body: _Body, value: Any) -> Tracked:
+    def _constant(self, body: _Body, value: Any) -> TrackedValue:
         body.count()
-        return Tracked(value, body.frame.constant(value))
+        return TrackedValue(value, body.frame.constant(value))
 
-    def _gathered(self, body: _Body) -> Rows:
+    def _gathered(self, body: _Body) -> RowValues:
         own: Any = body.frame.rows() if body.own else None
         pieces = [
-            part if isinstance(part, Rows) else self._rows(own[part[0] : part[1]])
+            part if isinstance(part, RowValues) else self._rows(own[part[0] : part[1]])
             for part in body.parts
         ]
         return _concatenated(pieces) if pieces else self._zeros(0)
 
-    def _block(self, body: _Body, block: Block, arguments: Sequence[Tracked]) -> list[Tracked]:
+    def _block(
+        self, body: _Body, block: Block, arguments: Sequence[TrackedValue]
+    ) -> list[TrackedValue]:
         """Returns the outputs of a block that is part of a body."""
         jaxpr = block.jaxpr.jaxpr
-        env: dict[Any, Tracked] = dict(zip(jaxpr.invars, arguments, strict=True))
+        env: dict[Any, TrackedValue] = dict(zip(jaxpr.invars, arguments, strict=True))
         for var, const in zip(jaxpr.constvars, block.jaxpr.consts, strict=True):
-            env[var] = self._constant(body, const) if is_inexact(var) else Tracked(const)
+            env[var] = self._constant(body, const) if is_inexact(var) else TrackedValue(const)
         for step in block.steps:
             operands = [_atom(v, env) for v in step.eqn.invars]
             with written_at(step.eqn):
@@ -158,43 +166,45 @@ class Runner:
             env.update(zip(step.eqn.outvars, outs, strict=True))
         return [_atom(v, env) for v in jaxpr.outvars]
 
-    def _step(self, body: _Body, step: Step, operands: list[Tracked]) -> list[Tracked]:
-        if step.kind is Kind.INLINED:
+    def _step(self, body: _Body, step: RunStep, operands: list[TrackedValue]) -> list[TrackedValue]:
+        if step.kind is RunAs.INLINED:
             return self._block(body, step.blocks[0], operands)
         if step.kind in _RUN:
             outs, rows = _RUN[step.kind](self, body, step, operands)
             body.parts.append(rows)
             frame = body.frame
-            return [t if t.extra is None else Tracked(t.value, frame.enter(t.extra)) for t in outs]
-        if step.kind is Kind.OTHER:
-            return [Tracked(out) for out in bind(step.eqn, [t.value for t in operands])]
+            return [
+                t if t.extra is None else TrackedValue(t.value, frame.enter(t.extra)) for t in outs
+            ]
+        if step.kind is RunAs.OTHER:
+            return [TrackedValue(out) for out in bind(step.eqn, [t.value for t in operands])]
         known = [self._inside(body, t) for t in operands]
-        if step.kind is Kind.SAME:
+        if step.kind is RunAs.SAME:
             return body.frame.same(step.eqn, known)
         body.count()
         return body.frame.measure(step.eqn, known)
 
-    def _inside(self, body: _Body, tracked: Tracked) -> Tracked:
+    def _inside(self, body: _Body, tracked: TrackedValue) -> TrackedValue:
         if tracked.extra is not None or not _is_floating(tracked.value):
             return tracked
-        return Tracked(tracked.value, body.frame.fresh(tracked.value))
+        return TrackedValue(tracked.value, body.frame.fresh(tracked.value))
 
-    def _known(self, body: _Body, tracked: Tracked) -> Tracked:
-        """Returns a value with what is known of it, for another body."""
+    def _known(self, body: _Body, tracked: TrackedValue) -> TrackedValue:
+        """Returns a value and the knowledge of it as arrays, for another body."""
         inside = self._inside(body, tracked)
         if inside.extra is None:
             return inside
-        return Tracked(inside.value, self._spread(body.frame.leave(inside.extra)))
+        return TrackedValue(inside.value, self._spread(body.frame.leave(inside.extra)))
 
     # -- rows ----------------------------------------------------------------------------------
 
-    def _rows(self, values: Any) -> Rows:
-        return Rows(self._spread(values), self._zeros(values.shape[0]).index)
+    def _rows(self, values: Any) -> RowValues:
+        return RowValues(self._spread(values), self._zeros(values.shape[0]).index)
 
-    def _zeros(self, count: int) -> Rows:
+    def _zeros(self, count: int) -> RowValues:
         values = jnp.zeros((count, self.instrument.width), jnp.float32)
         index = jnp.full((count, self.plan.depth), -1, jnp.int32)
-        return Rows(self._spread(values), self._spread(index))
+        return RowValues(self._spread(values), self._spread(index))
 
     def _spread(self, x: Any) -> Any:
         """Returns a number typed as varying over all shards, so that loops carry one type."""
@@ -207,16 +217,16 @@ class Runner:
         is_sum = lax.broadcasted_iota(jnp.int32, total.shape, 1) < self.instrument.sums
         return jnp.where(is_sum, total + new, jnp.maximum(total, new))
 
-    def _iterated(self, total: Rows, new: Rows, number: Any, level: int) -> Rows:
+    def _iterated(self, total: RowValues, new: RowValues, number: Any, level: int) -> RowValues:
         """Returns the rows of a loop after one more iteration."""
         is_mine = lax.broadcasted_iota(jnp.int32, new.index.shape, 1) == level
         index = jnp.where(is_mine, number, new.index)
         news = self.instrument.is_news(new.values, total.values)[:, None]
-        return Rows(self.merged(total.values, new.values), jnp.where(news, index, total.index))
+        return RowValues(self.merged(total.values, new.values), jnp.where(news, index, total.index))
 
     # -- programs ------------------------------------------------------------------------------
 
-    def run_remat(self, body: _Body, step: Step, operands: list[Tracked]) -> Any:
+    def run_remat(self, body: _Body, step: RunStep, operands: list[TrackedValue]) -> Any:
         arrays, tree = jax.tree.flatten([self._known(body, t) for t in operands])
         trees: list[Any] = []
 
@@ -229,11 +239,13 @@ class Runner:
         leaves = compat.bind_remat(step.eqn, fun, arrays, None)
         return jax.tree.unflatten(trees[0], leaves)
 
-    def _split(self, body: _Body, tracked: Tracked) -> Tracked:
-        """Returns what a loop gets slices of."""
-        return self._known(body, tracked) if self.instrument.shadows else Tracked(tracked.value)
+    def _split(self, body: _Body, tracked: TrackedValue) -> TrackedValue:
+        """Returns the operands that a loop slices."""
+        return (
+            self._known(body, tracked) if self.instrument.shadows else TrackedValue(tracked.value)
+        )
 
-    def run_scan(self, body: _Body, step: Step, operands: list[Tracked]) -> Any:
+    def run_scan(self, body: _Body, step: RunStep, operands: list[TrackedValue]) -> Any:
         params, (block,) = step.eqn.params, step.blocks
         consts, carried = compat.scan_counts(params)
         last = consts + carried
@@ -257,12 +269,12 @@ class Runner:
         )
         return [*carry, *(self._joined(t) for t in ys)], total
 
-    def _joined(self, tracked: Tracked) -> Tracked:
+    def _joined(self, tracked: TrackedValue) -> TrackedValue:
         if tracked.extra is None or self.instrument.shadows:
             return tracked
-        return Tracked(tracked.value, jnp.max(tracked.extra, 0, initial=0))
+        return TrackedValue(tracked.value, jnp.max(tracked.extra, 0, initial=0))
 
-    def run_while(self, body: _Body, step: Step, operands: list[Tracked]) -> Any:
+    def run_while(self, body: _Body, step: RunStep, operands: list[TrackedValue]) -> Any:
         params, (block,) = step.eqn.params, step.blocks
         skipped, consts = params["cond_nconsts"], params["body_nconsts"]
         cond_consts = [t.value for t in operands[:skipped]]
@@ -291,7 +303,7 @@ class Runner:
         )
         return carry, total
 
-    def run_cond(self, body: _Body, step: Step, operands: list[Tracked]) -> Any:
+    def run_cond(self, body: _Body, step: RunStep, operands: list[TrackedValue]) -> Any:
         index, *rest = [self._known(body, t) for t in operands]
 
         def branch(chosen: int) -> Callable[..., Any]:
@@ -307,7 +319,7 @@ class Runner:
         platforms = step.eqn.params.get("branches_platforms")
         if platforms is None:
             return lax.switch(index.value, branches)
-        # Only the branches of the platform that it is lowered for may be lowered.
+        # `platform_dependent`: the branches of other platforms may not lower on this one.
         named = {
             name: run
             for names, run in zip(platforms, branches, strict=True)
@@ -316,21 +328,21 @@ class Runner:
         default = dict(zip(platforms, branches, strict=True)).get(None)
         return lax.platform_dependent(default=default, **named)
 
-    def run_shard_map(self, body: _Body, step: Step, operands: list[Tracked]) -> Any:
+    def run_shard_map(self, body: _Body, step: RunStep, operands: list[TrackedValue]) -> Any:
         params, (block,) = step.eqn.params, step.blocks
         axes = tuple(a for a in params["mesh"].axis_names if a in compat.manual_axes(params))
         inner = copy.copy(self)
         inner.axes = (*self.axes, *axes)
         given = _as_arrays([self._split(body, t) for t in operands])
-        specs = [Tracked(s, None if t.extra is None else s) for s, t in _zip(params, given)]
+        specs = [TrackedValue(s, None if t.extra is None else s) for s, t in _zip(params, given)]
 
         def fun(args: Any) -> Any:
             outs, rows = inner.body(block, args)
-            kept = outs if self.instrument.shadows else [Tracked(t.value) for t in outs]
+            kept = outs if self.instrument.shadows else [TrackedValue(t.value) for t in outs]
             return kept, jax.tree.map(lambda x: inner._spread(x)[None], rows)
 
         out_specs = [
-            Tracked(s, s if self.instrument.shadows and is_inexact(v) else None)
+            TrackedValue(s, s if self.instrument.shadows and is_inexact(v) else None)
             for s, v in zip(params["out_specs"], step.eqn.outvars, strict=True)
         ]
         each = PartitionSpec(axes)
@@ -338,44 +350,44 @@ class Runner:
             fun,
             mesh=params["mesh"],
             in_specs=(specs,),
-            out_specs=(out_specs, Rows(each, each)),
+            out_specs=(out_specs, RowValues(each, each)),
             check_vma=params["check_vma"],
             axis_names=set(axes),
         )(given)
         return outs, self._over_shards(rows, step.level)
 
-    def _over_shards(self, rows: Rows, level: int) -> Rows:
-        """Returns the rows of all shards as one, indexed by the first shard with something new."""
+    def _over_shards(self, rows: RowValues, level: int) -> RowValues:
+        """Returns the rows of all shards as one, indexed by the first with something to report."""
         shards = rows.values.shape[0]
-        total = Rows(rows.values[0] * 0, rows.index[0] * 0 - 1)
-        total = Rows(self._spread(total.values), self._spread(total.index))
+        total = RowValues(rows.values[0] * 0, rows.index[0] * 0 - 1)
+        total = RowValues(self._spread(total.values), self._spread(total.index))
 
         def body(state: Any, new: Any) -> Any:
             total, number = state
-            return (self._iterated(total, Rows(*new), number, level), number + 1), None
+            return (self._iterated(total, RowValues(*new), number, level), number + 1), None
 
         zero = self._spread(jnp.zeros((), jnp.int32))
         (total, _), _ = lax.scan(body, (total, zero), tuple(rows), length=shards)
         return total
 
 
-def _zip(params: dict[str, Any], given: Sequence[Tracked]) -> Any:
+def _zip(params: dict[str, Any], given: Sequence[TrackedValue]) -> Any:
     return zip(params["in_specs"], given, strict=True)
 
 
-_RUN: dict[Kind, Any] = {
-    Kind.REMAT: Runner.run_remat,
-    Kind.SCAN: Runner.run_scan,
-    Kind.WHILE: Runner.run_while,
-    Kind.COND: Runner.run_cond,
-    Kind.SHARD_MAP: Runner.run_shard_map,
+_RUN: dict[RunAs, Any] = {
+    RunAs.REMAT: Runner.run_remat,
+    RunAs.SCAN: Runner.run_scan,
+    RunAs.WHILE: Runner.run_while,
+    RunAs.COND: Runner.run_cond,
+    RunAs.SHARD_MAP: Runner.run_shard_map,
 }
 
 
-def _concatenated(pieces: Sequence[Rows]) -> Rows:
+def _concatenated(pieces: Sequence[RowValues]) -> RowValues:
     if len(pieces) == 1:
         return pieces[0]
-    return Rows(*(jnp.concatenate(parts) for parts in zip(*pieces, strict=True)))
+    return RowValues(*(jnp.concatenate(parts) for parts in zip(*pieces, strict=True)))
 
 
 def _is_floating(value: Any) -> bool:
@@ -385,16 +397,18 @@ def _is_floating(value: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _as_arrays(values: Sequence[Tracked]) -> list[Tracked]:
+def _as_arrays(values: Sequence[TrackedValue]) -> list[TrackedValue]:
     """Returns the values as arrays, literals too."""
-    return [Tracked(jnp.asarray(t.value), t.extra) for t in values]
+    return [TrackedValue(jnp.asarray(t.value), t.extra) for t in values]
 
 
-def _ended(going: Any, new: Sequence[Tracked], old: Sequence[Tracked]) -> list[Tracked]:
-    """Returns the carry of a loop that `vmap` joined: values of before where an element ended."""
+def _ended(
+    going: Any, new: Sequence[TrackedValue], old: Sequence[TrackedValue]
+) -> list[TrackedValue]:
+    """Returns the carry of a loop that `vmap` joined: an element that has ended keeps its own."""
     kept = compat.still_going(going, [t.value for t in new], [t.value for t in old])
-    return [Tracked(value, t.extra) for value, t in zip(kept, new, strict=True)]
+    return [TrackedValue(value, t.extra) for value, t in zip(kept, new, strict=True)]
 
 
-def _atom(atom: Any, env: dict[Any, Tracked]) -> Tracked:
-    return Tracked(atom.val) if compat.is_literal(atom) else env[atom]
+def _atom(atom: Any, env: dict[Any, TrackedValue]) -> TrackedValue:
+    return TrackedValue(atom.val) if compat.is_literal(atom) else env[atom]

@@ -1,4 +1,4 @@
-"""The search of `suggest`: policies are run one after another, and what they gave is kept."""
+"""The search of `suggest`: runs policies one after another, and keeps their errors."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from mpjax._base.tree import is_array
 from mpjax._policies.policy import Policy, get_policy
 from mpjax._policies.policy_map import PolicyMap
 from mpjax.numerics._clock import Clock
-from mpjax.numerics._program import Program
+from mpjax.numerics._program import LossProgram
 
 _WHERE = "numerics.suggest(tolerance)"
 
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """One policy that was run: which modules were in float32, and the error that was measured."""
+    """One policy that was run: its modules in float32, and the measured error."""
 
     full: tuple[str, ...]
     error: float
-    compiled: bool = True  # or run operation by operation, which is quicker
+    compiled: bool = True  # False: it ran operation by operation, which is quicker
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What may be chosen: which of the modules are in float32; all below one is with it."""
+    """The choices of a search: a set of modules in float32, with all modules below them."""
 
     policy_low: Policy
     modules: tuple[str, ...]
@@ -66,7 +66,7 @@ def _is_in(module: str, other: str) -> bool:
 
 
 class Search:
-    """Runs policies, and remembers what they gave.
+    """Runs policies, and remembers their errors.
 
     Raises:
       ValueError: float32 itself misses the tolerance in each gradient.
@@ -100,11 +100,11 @@ class Search:
             fix = f"Ask for more than that, as tolerance={10 * min(again):.1g}."
             raise ValueError(message(_WHERE, got, fix))
 
-    def _program(self, policy: Any) -> Program:
-        return Program(self.subject.make(policy), self.given, self.names, _WHERE, self.clock)
+    def _program(self, policy: Any) -> LossProgram:
+        return LossProgram(self.subject.make(policy), self.given, self.names, _WHERE, self.clock)
 
     def error(self, full: Sequence[str], *, compiled: bool = False) -> float:
-        """Returns the largest relative error of a gradient leaf, run once a choice.
+        """Returns the largest relative error of a gradient leaf; each choice is run once.
 
         Args:
           full: the modules in float32.
@@ -133,8 +133,8 @@ class Search:
     def confirmed(self, ranked: Sequence[str]) -> tuple[str, ...]:
         """Returns the fewest modules with which the compiled program is within the tolerance.
 
-        Operation by operation a program rounds a little differently. Where that decided, modules
-        are added in the order of the ranking.
+        Operation by operation a program rounds a little differently. If the compiled program is
+        not within the tolerance for that reason, modules are added in the order of the ranking.
         """
         full = list(self.fewest(ranked))
         rest = [m for m in ranked if m not in full]
@@ -151,7 +151,7 @@ class Search:
         raise ValueError(message(_WHERE, got, fix))
 
     def fewest(self, ranked: Sequence[str]) -> tuple[str, ...]:
-        """Returns a prefix of the ranking that is enough, less each module that is not needed."""
+        """Returns the shortest prefix of the ranking that is enough, less modules not needed."""
         if not self.fits(ranked):
             self._missed(ranked, self.error(ranked))
         few, enough = -1, len(ranked)
@@ -166,7 +166,7 @@ class Search:
         return tuple(kept)
 
 
-def _gradients(program: Program, given: Sequence[Any], *, compiled: bool = False) -> list[Any]:
+def _gradients(program: LossProgram, given: Sequence[Any], *, compiled: bool = False) -> list[Any]:
     return [np.asarray(g, np.float64) for g in program.outputs(given, compiled=compiled)[1:]]
 
 

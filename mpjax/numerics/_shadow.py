@@ -1,4 +1,4 @@
-"""The instrument of `compare`: beside each value, the one that the reference dtype gives."""
+"""The instrument of `compare`: runs the reference dtype beside each value, as its shadow."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mpjax._jaxpr.binding import bind
 from mpjax.numerics._collect import Collecting, CollectingFrame
 from mpjax.numerics._plan import is_inexact
 from mpjax.numerics._reference import in_reference, widened
-from mpjax.numerics._run import Tracked
+from mpjax.numerics._run import TrackedValue
 
-# The columns, sums of magnitudes: of errors, of what they are of, and of the terms of a sum.
+# The columns, sums of magnitudes: of an error, of the result that it is of, of a sum's terms.
 LOCAL, LOCAL_SIZE, TOTAL, TOTAL_SIZE, TERMS = range(5)
 SUM = "reduce_sum"
 
@@ -22,8 +22,8 @@ SUM = "reduce_sum"
 class Shadow(Collecting):
     """Measures two errors of each operation, as sums of magnitudes.
 
-    The local one is against the reference operation on the very operands that it had: what this
-    operation adds. The accumulated one is against a run that is in the reference dtype throughout.
+    The local error is against the reference operation on the same operands: this operation's own
+    share. The accumulated error is against a run that is in the reference dtype throughout.
     """
 
     width = 5
@@ -33,16 +33,16 @@ class Shadow(Collecting):
     def __init__(self, dtype: Any) -> None:
         self.dtype = jnp.dtype(dtype)
 
-    def frame(self, spread: Callable[[Any], Any]) -> _Frame:
-        """Returns what measures one function body."""
-        return _Frame(self.dtype, spread)
+    def frame(self, spread: Callable[[Any], Any]) -> _ShadowFrame:
+        """Returns the frame of one function body."""
+        return _ShadowFrame(self.dtype, spread)
 
-    def outputs(self, outs: Sequence[Tracked]) -> Any:
+    def outputs(self, outs: Sequence[TrackedValue]) -> Any:
         """Returns the accumulated error of each output, and its size."""
         return jnp.stack([jnp.stack(_error(t.value, t.extra)) for t in outs])
 
 
-class _Frame(CollectingFrame):
+class _ShadowFrame(CollectingFrame):
     def __init__(self, dtype: Any, spread: Callable[[Any], Any]) -> None:
         super().__init__(spread)
         self.dtype = dtype
@@ -54,11 +54,11 @@ class _Frame(CollectingFrame):
         self.collected.append(self.spread(jnp.zeros((Shadow.width,), jnp.float32)))
         return self.fresh(value)
 
-    def same(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
+    def same(self, eqn: Any, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
         outs, shadows, _ = self._both(eqn, operands)
         return self._tracked(eqn, outs, shadows)
 
-    def measure(self, eqn: Any, operands: Sequence[Tracked]) -> list[Tracked]:
+    def measure(self, eqn: Any, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
         outs, shadows, locally = self._both(eqn, operands)
         row = jnp.zeros((TERMS,), jnp.float32)
         for var, out, local, shadow in zip(eqn.outvars, outs, locally, shadows, strict=True):
@@ -70,8 +70,8 @@ class _Frame(CollectingFrame):
         self.collected.append(self.spread(jnp.append(row, terms)))
         return self._tracked(eqn, outs, shadows)
 
-    def _both(self, eqn: Any, operands: Sequence[Tracked]) -> tuple[list[Any], ...]:
-        """Returns the results, those of the shadows, and the reference's on the same operands."""
+    def _both(self, eqn: Any, operands: Sequence[TrackedValue]) -> tuple[list[Any], ...]:
+        """Returns the results, their shadows, and the reference's results on the same operands."""
         outs = bind(eqn, [t.value for t in operands])
         wide = [t.value if t.extra is None else widened(t.value, self.dtype) for t in operands]
         shadows = [t.value if t.extra is None else t.extra for t in operands]
@@ -81,9 +81,9 @@ class _Frame(CollectingFrame):
             in_reference(eqn, wide, outs, self.dtype),
         )
 
-    def _tracked(self, eqn: Any, outs: Sequence[Any], shadows: Sequence[Any]) -> list[Tracked]:
+    def _tracked(self, eqn: Any, outs: Sequence[Any], shadows: Sequence[Any]) -> list[TrackedValue]:
         return [
-            Tracked(out, shadow if is_inexact(var) else None)
+            TrackedValue(out, shadow if is_inexact(var) else None)
             for var, out, shadow in zip(eqn.outvars, outs, shadows, strict=True)
         ]
 

@@ -14,21 +14,21 @@ from mpjax._base.typing import Array
 from mpjax.numerics import _bits
 
 STATISTICS = ("amax", "l2_norm", "dynamic_range", "underflows%", "overflows%")
-"""Of each module: f32[] each, under Transformer Engine's names."""
+"""The statistics of a module, f32[] each, under Transformer Engine's names."""
 
 
-class Read(NamedTuple):
-    """What is read of an array, f32[] each; of several, it joins by maximum, minimum and sums."""
+class Reading(NamedTuple):
+    """The statistics of an array, f32[] each; those of several join by maximum, minimum and sum."""
 
     largest: Array  # finite magnitude, 0 where there is none
     smallest: Array  # magnitude that is not 0, inf where there is none
     square: Array  # the sum of squares of what is finite
-    used: Array  # how many are not 0
-    under: Array  # of them, how many a dtype would round to 0
-    over: Array  # and how many finite ones to inf
+    used: Array  # the number of values that are not 0
+    under: Array  # of them, those that a dtype would round to 0
+    over: Array  # and the finite ones that it would round to inf
 
 
-def named(reads: list[Read], scale: Array | None = None) -> dict[str, Array]:
+def named(reads: list[Reading], scale: Array | None = None) -> dict[str, Array]:
     """Returns the statistics of some reads together, of values divided by a scale."""
     largest, smallest, square, used, under, over = (
         jnp.stack(column) for column in zip(*reads, strict=True)
@@ -45,10 +45,10 @@ def named(reads: list[Read], scale: Array | None = None) -> dict[str, Array]:
 
 
 @functools.partial(jax.jit, static_argnums=1)  # traced once for arrays of the same types
-def read(value: Any, dtype: Any) -> Read:
-    """Returns what is read of an array, held against a dtype.
+def read(value: Any, dtype: Any) -> Reading:
+    """Returns the statistics of an array, held against a dtype.
 
-    On bits, so that no compiler's excess precision and no flushing of subnormal numbers takes part.
+    On bits, so that neither XLA's excess precision nor its flushing of subnormal numbers matters.
     """
     x = value.astype(jnp.float32)
     bits = _bits.magnitude_bits(x)
@@ -73,11 +73,11 @@ def read(value: Any, dtype: Any) -> Read:
     )
     ends = [lax.bitcast_convert_type(end, jnp.float32) for end in (largest, smallest)]
     used, under, over = (c.astype(jnp.float32) for c in counts)
-    return Read(ends[0], ends[1], square, used, under, over)
+    return Reading(ends[0], ends[1], square, used, under, over)
 
 
 def limits(dtype: Any) -> tuple[np.uint32, np.uint32]:
-    """Returns the float32 bits of the largest that rounds to 0, and the least that does to inf."""
+    """Returns the float32 bits of the largest value that rounds to 0, and the least to inf."""
     if dtype.itemsize >= 4:
         return np.uint32(0), np.uint32(_bits.infinity_bits(jnp.float32))
     info = jnp.finfo(dtype)

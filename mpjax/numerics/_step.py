@@ -1,4 +1,4 @@
-"""What `step.diagnose` of a train step does: the same computation, its arguments checked."""
+"""Diagnoses a train step, for `step.diagnose`: checks its arguments, and runs it instrumented."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StepDiagnosis:
 
         def make(under: Any) -> Callable[..., Any]:
             run = twin(under)
-            widened = under != policy  # a state of 16 bits, to be looked at in float32
+            widened = under != policy  # the policy of a 16-bit state, tried in float32
 
             def fun(factor: Any, params: Any, *rest: Any) -> Any:
                 if widened:

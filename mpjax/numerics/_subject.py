@@ -1,4 +1,4 @@
-"""What is looked at: a loss function under a policy, differentiated with a loss scale."""
+"""Makes the subject of a diagnosis: a loss function, differentiated under a policy and a scale."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Subject:
     make: Make
     scaled: bool  # whether the loss scale takes part
     where: str  # the function that messages speak for
-    parameters: str  # what the argument is called that it is differentiated by
+    parameters: str  # the name of the argument that it is differentiated by
     programs: dict[Any, Any] = dataclasses.field(default_factory=dict)  # by types of arguments
 
 
 def of_loss(
     loss_fn: Callable[..., Any], policy: Any, loss_scale: Any, *, has_aux: bool, where: str
 ) -> tuple[Subject, LossScale]:
-    """Returns a loss function as what is looked at, and its loss scale.
+    """Returns the subject of a loss function, and its loss scale.
 
     Raises:
       TypeError: it is no function, or `loss_scale` is no loss scale.
@@ -62,7 +62,7 @@ def of_loss(
 
 
 def _check_place(policy: Any, loss_fn: Callable[..., Any], where: str) -> None:
-    """Refuses a recipe whose scales are those of earlier steps, which are not known here."""
+    """Refuses a recipe whose scales come from earlier steps: their history is not at hand."""
     if not has_history(policy):
         return
     got = f"{policy} scales by amax histories, which are in the state of a train step: without "
@@ -98,7 +98,7 @@ def differentiated(
 
 
 def _checked(args: Sequence[Any], loss_fn: Callable[..., Any], where: str) -> Sequence[Any]:
-    """Returns the arguments; refuses those by which nothing can be differentiated."""
+    """Returns the arguments; refuses a first one without floating arrays to differentiate by."""
     if args and any(map(_is_differentiable, jax.tree.leaves(args[0]))):
         return args
     name = name_of(loss_fn)
@@ -128,7 +128,7 @@ def of_leaves(
 def bytes_kept(
     loss_fn: Callable[..., Any], policy: Any, params: Any, rest: Sequence[Any], *, has_aux: bool
 ) -> int:
-    """Returns the bytes that go from the forward to the backward pass; nothing is computed."""
+    """Returns the bytes of residuals, from the forward to the backward pass; nothing is run."""
 
     def pullback(arrays: Sequence[Any]) -> Any:
         loss, chosen, _ = of_leaves(loss_fn, policy, params, rest, has_aux=has_aux)

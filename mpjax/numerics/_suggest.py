@@ -36,8 +36,8 @@ class Suggestion(Shown):
     full: tuple[str, ...]  # modules that stay in float32, with all below them
     low: tuple[str, ...]  # modules that may go low
     bytes: dict[str, int]
-    """By module in float32 what is kept more for the backward pass; with `reverse`, by module that
-    may go low what is kept less."""
+    """The bytes that a module in float32 adds for the backward pass; with `reverse`, the bytes that
+    a low module saves."""
     kept: dict[str, int]  # bytes kept for the backward pass: 'float32', 'low' and 'suggested'
     noise: tuple[str, ...]  # gradients that are rounding in float32 too, and were left out
     reverse: bool

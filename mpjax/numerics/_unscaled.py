@@ -1,4 +1,4 @@
-"""Gradients that went into a loss-scaled optimizer without their scale: updates too small by it."""
+"""Recognises gradients that an optimizer unscaled though they had no scale: updates vanish."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 from mpjax._base.errors import message
 from mpjax._base.tree import is_array
-from mpjax.numerics._program import Program
+from mpjax.numerics._program import LossProgram
 from mpjax.numerics._report import Cause, Report
 
 
 def judged(
-    report: Report, program: Program, given: Sequence[Any], grads: Any, where: str
+    report: Report, program: LossProgram, given: Sequence[Any], grads: Any, where: str
 ) -> Report:
     """Returns a report that says, of finite gradients, whether they were taken without the scale.
 

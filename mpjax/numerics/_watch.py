@@ -1,4 +1,4 @@
-"""`make_train_step(watch=)`: how values stand to their dtype, now and then."""
+"""`make_train_step(watch=)`: statistics of values against their dtype, every so many steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_watch(watch: Any, where: str) -> int | None:
 
 
 class Seen(NamedTuple):
-    """What a step has in hand where it looks."""
+    """The values of a step that its statistics are computed from."""
 
     state: Any  # a `TrainState`
     loss_scale: Any  # a `LossScale`, what gradients are scaled with
@@ -96,10 +96,10 @@ def watched(every: int | None, seen: Seen, policy: Any, axis_name: AxisName) -> 
 
 
 def _behind(state: Any, outputs: PyTree) -> tuple[Any, PyTree]:
-    """Returns both, so that an update of that state comes after the branch that looks.
+    """Returns both, so that an update of that state comes after the branch that reads it.
 
-    What an update could overwrite before the branch has read it, XLA copies in every step (with
-    JAX 0.10 it does so for a CPU all the same).
+    XLA copies, in every step, an array that an update could overwrite before the branch has read
+    it. (With JAX 0.10 it does so for a CPU all the same.)
     """
     kept = {name: getattr(state, name) for name in ("params", "extra_state", "amax_history")}
     kept, outputs = lax.optimization_barrier((kept, outputs))

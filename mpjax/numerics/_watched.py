@@ -1,4 +1,4 @@
-"""What `make_train_step(watch=)` saw in a step: one array to the device, a tree to readers."""
+"""The statistics of `make_train_step(watch=)`: one array on the device, a mapping to readers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpjax._base.typing import Array
 from mpjax.numerics._statistics import STATISTICS
 
 IS_NEW = "is_new"
-Rows = tuple[tuple[str, tuple[str, ...]], ...]
+ModulesByKind = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -22,7 +22,7 @@ class Watched(Mapping[str, Any]):
     hundredth: 0.4 ms for 17 modules. So `values`, f32[rows, statistics], is one for all of them.
     """
 
-    def __init__(self, is_new: Array, values: Array, rows: Rows) -> None:
+    def __init__(self, is_new: Array, values: Array, rows: ModulesByKind) -> None:
         self.is_new = is_new
         self.values_ = values
         self.rows = rows  # kinds, and the modules of each
@@ -51,17 +51,17 @@ class Watched(Mapping[str, Any]):
         counts = ", ".join(f"{kind}: {len(modules)} modules" for kind, modules in self.rows)
         return f"Watched({counts})"
 
-    def tree_flatten_with_keys(self) -> tuple[Any, Rows]:
+    def tree_flatten_with_keys(self) -> tuple[Any, ModulesByKind]:
         """Returns the arrays with their names, and the rows."""
         keys = map(jax.tree_util.DictKey, (IS_NEW, "values"))
         return tuple(zip(keys, (self.is_new, self.values_), strict=True)), self.rows
 
-    def tree_flatten(self) -> tuple[Any, Rows]:
+    def tree_flatten(self) -> tuple[Any, ModulesByKind]:
         """Returns the arrays, and the rows."""
         return (self.is_new, self.values_), self.rows
 
     @classmethod
-    def tree_unflatten(cls, rows: Rows, arrays: Any) -> Watched:
-        """Returns what was flattened, holding other arrays."""
+    def tree_unflatten(cls, rows: ModulesByKind, arrays: Any) -> Watched:
+        """Returns the object of these rows, holding other arrays."""
         is_new, values = arrays
         return cls(is_new, values, rows)

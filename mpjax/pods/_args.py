@@ -1,4 +1,4 @@
-"""A step's arguments on devices that are not here: their specs, their paths, and what is wrong."""
+"""Lays a step's arguments out on devices that need not be here; names their leaves."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _argument_names(step: Callable[..., Any], count: int) -> list[str]:
 
 
 def state_arguments(args: tuple[Any, ...], results: Any) -> set[int]:
-    """Returns which arguments come back changed: those that have a result of equal structure."""
+    """Returns the numbers of the arguments that a result of equal structure replaces: the state."""
     # A bare array may have the shape of one weight among the results by chance.
     depths = (2 if len(jax.tree.leaves(arg)) > 1 else 1 for arg in args)
     states = {

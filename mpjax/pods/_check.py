@@ -1,4 +1,4 @@
-"""Whether a train step is right for a pod, before the job starts: compiled ahead of time."""
+"""Checks a train step for a pod before the job starts: compiles it ahead of time, and reads it."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def check_job(
 
 
 def build_job(build: Callable[[Topology], Any], topology: Topology) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the step and the arguments that a build function makes, or says what it should."""
+    """Returns the step and the arguments of a build function; an error says what to return."""
     built = build(topology)
     if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[1], tuple)):
         got = f"must return (step, args), args a tuple; got {describe(built)}."
@@ -178,7 +178,8 @@ def traced(
 def _lower(step: Callable[..., Any], args: tuple[Any, ...], topology: Topology) -> Lowered:
     args, mesh = _args.place(args, topology)
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
-    # Two also for one host: what differs from trace to trace differs between processes too.
+    # Two traces for one host as well: a program that differs from trace to trace also differs
+    # between processes.
     count = max(2, topology.num_hosts)
     with _context(mesh), _on_devices(topology):
         jaxpr = _programs.trace(jitted, args, process=0, count=count)
@@ -211,7 +212,7 @@ def _context(mesh: Mesh | None) -> Generator[None]:
 
 @contextlib.contextmanager
 def _on_devices(topology: Topology) -> Generator[None]:
-    """Says what to do about a step that was built for other devices."""
+    """Returns the error of a step that was built for other devices, with a fix."""
     try:
         yield
     except ValueError as error:
@@ -229,7 +230,7 @@ def _compute_dtype(policy: Any, jaxpr: Any) -> str:
 
 
 def _precision(policy: Any, compute: str, topology: Topology) -> Iterator[Finding]:
-    """Yields a finding where the accelerator gains nothing from the dtypes."""
+    """Yields a finding if the accelerator gains nothing from the policy's dtypes."""
     if topology.chip.platform == "cpu" or (policy is None and compute != "f16"):
         return
     judged = get_policy("16-mixed") if policy is None else policy
@@ -252,7 +253,7 @@ def _precision(policy: Any, compute: str, topology: Topology) -> Iterator[Findin
 def _compile(
     lowered: Lowered, topology: Topology, options: dict[str, Any]
 ) -> tuple[Any, list[Finding]]:
-    """Returns the compiled step, or None and why there is none."""
+    """Returns the compiled step, or None and a finding that says why."""
     if lowered.lowered is None:
         return None, []
     try:

@@ -1,4 +1,4 @@
-"""What a chip can do, as a table: products a second, memory, bandwidth, links. Numbers are peaks.
+"""The table of chips: products a second, memory, bandwidth, links. Numbers are peaks.
 
 They bound a step's time from below; no program reaches all of them. Where each comes from, and when
 it was read ("2026": when the row was written; "11/2026": compared with stored copies of the page in
@@ -43,14 +43,14 @@ GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """The peaks of one device, which is what JAX calls a device: half a chip on TPU7x."""
+    """The peaks of one device in JAX's sense: half a chip on TPU7x."""
 
     key: str  # as in `mpjax table`: 'v5e', 'sm_90'
     name: str
     platform: str  # 'tpu', 'cuda' or 'cpu'
     dense_flops: float  # a second, bfloat16 operands
     float32_flops: float  # at JAX's default precision: rounded to bfloat16 (TPU) or TF32 (GPU)
-    hbm_bytes: int  # what a program may use
+    hbm_bytes: int  # that a program may use
     hbm_bandwidth: float  # bytes a second
     link_bandwidth: float  # bytes a second, sent over one link of a torus, or over all of NVLink
     network_bandwidth: float  # bytes a second and device between hosts or slices
@@ -97,7 +97,7 @@ TPUS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuTarget:
-    """What XLA must know of a GPU to compile for it (XLA's `GpuTargetConfigProto`)."""
+    """XLA's description of a GPU, to compile for it (`GpuTargetConfigProto`)."""
 
     capability: int
     cores: int
@@ -226,7 +226,7 @@ GPUS = {
     "gb200": _gpu("gb200", "sm_100", 2500, 1800, 50, per_host=4, linked_hosts=18),
 }
 
-# Only to look at a program without any of the compilers above: nothing is known of its speed.
+# For a look at a program without the compilers above; its speed is not known.
 CPU = Chip(
     key="cpu",
     name="virtual CPU devices",

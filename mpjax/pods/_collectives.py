@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices: each collective with its dtype, bytes and role."""
+"""Lists the collectives of a compiled program, each with its dtype, bytes and role."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from mpjax._jaxpr.op_rules import PRODUCTS
-from mpjax.pods._flow import Flow, Place
-from mpjax.pods._groups import Group, along, group_of, joins_devices, sends_by_itself
+from mpjax.pods._flow import Place, ValueFlow
+from mpjax.pods._groups import DeviceGroup, along, group_of, joins_devices, sends_by_itself
 from mpjax.pods._hlo import Computation, Instruction, Module, Shape
 from mpjax.pods._loops import Runs
 from mpjax.pods._programs import line_of
 
 Role: TypeAlias = Literal["weights", "gradients", "updates", "activations", "scalars"]
-"""What is sent: a parameter to compute with · its gradient · the new value of a parameter or of
-optimizer state · something that is neither · a few numbers."""
+"""In order: a parameter to compute with · its gradient · the new value of a parameter or of
+optimizer state · an array that is none of these · a few numbers."""
 
 FEW = 32
 """Arrays of fewer values are 'scalars': losses and norms, several of them in one message."""
@@ -37,11 +37,11 @@ class Collective:
     dtype: str  # 'bf16', as HLO spells it
     shape: tuple[int, ...]  # the whole array, as one device has it before or after
     bytes: int  # of that array, once
-    count: int  # how often in a step: the trips of the loops around it
+    count: int  # in a step: the trips of the loops around it
     at_least: bool  # whether one of these loops has trips that are not known, and counts once
     axes: tuple[str, ...]  # of the mesh; empty where they are not known
     group_size: int
-    operation: str  # what made it, as JAX calls it: 'psum', 'dot_general'
+    operation: str  # that made the array, in JAX's name: 'psum', 'dot_general'
     path: str  # of the parameter, gradient or state; empty where it is none
     source: str  # the user's line, 'train.py:12 (loss_fn)'
 
@@ -52,7 +52,7 @@ class Collective:
 
     @property
     def wire_bytes(self) -> int:
-        """What one device sends in a step, by the ring algorithm."""
+        """The bytes that one device sends in a step, by the ring algorithm."""
         n = max(self.group_size, 1)
         factor = {"all-reduce": 2 * (n - 1) / n}
         factor |= {"collective-permute": 1.0, "collective-broadcast": 1.0}
@@ -74,24 +74,24 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """What the check knows of a program from its arguments: the paths of inputs and outputs."""
+    """The paths of a program's inputs and outputs, and other facts from the step's arguments."""
 
     inputs: Mapping[int, str]
     outputs: Mapping[int, str]
     state_inputs: frozenset[int]  # the parameters, optimizer state, and so on
     state_outputs: frozenset[int]
     mesh: Mapping[str, int]  # axis sizes, in the order of the devices
-    slice_axes: tuple[str, ...] = ()  # those whose devices are on several TPU slices
+    slice_axes: tuple[str, ...] = ()  # mesh axes whose devices are on several TPU slices
 
 
 def find_collectives(
     module: Module,
-    flow: Flow,
+    flow: ValueFlow,
     runs: Runs,
     names: Names,
     name_source: Callable[[Sequence[str]], str],
 ) -> tuple[Collective, ...]:
-    """Returns what a program sends.
+    """Returns the collectives of a program.
 
     Args:
       module: the compiled program.
@@ -125,7 +125,7 @@ def find_collectives(
 
 
 def _arrays(
-    flow: Flow,
+    flow: ValueFlow,
     computation: Computation,
     instruction: Instruction,
     names: Names,
@@ -155,7 +155,7 @@ def _arrays(
 def find_unknown(
     module: Module, runs: Runs, name_source: Callable[[Sequence[str]], str]
 ) -> list[tuple[str, str]]:
-    """Returns name and line of what sends between devices and is none of `KINDS`.
+    """Returns name and line of operations that send between devices and are none of `KINDS`.
 
     A kernel that sends by itself says so in its notes; any other collective names a channel or
     the devices that take part.
@@ -174,14 +174,14 @@ def find_unknown(
     return list(dict.fromkeys(unknown))
 
 
-def _group(instruction: Instruction, names: Names) -> Group:
+def _group(instruction: Instruction, names: Names) -> DeviceGroup:
     if instruction.opcode == "send":
         return along(names.slice_axes, names.mesh)
     return group_of(instruction, names.mesh)
 
 
 def _kind(computation: Computation, instruction: Instruction) -> str | None:
-    """Returns what an instruction is of `KINDS`; between TPU slices it is written as a `send`.
+    """Returns the one of `KINDS` that an instruction is; between TPU slices that is a `send`.
 
     A TPU program names a fusion `all-reduce-scatter` in which a sum and a slice are done in one.
     """
@@ -200,9 +200,9 @@ def source_of(
     instruction: Instruction,
     name_source: Callable[[Sequence[str]], str],
 ) -> str:
-    """Returns the line to name, of what is sent or else of what reads it.
+    """Returns the source line of a collective, or else of an instruction that reads it.
 
-    What a TPU's compiler makes of a scatter and a reduction in one has no line of its own.
+    A scatter and a reduction that a TPU's compiler joins have no line of their own.
     """
     operands = (computation.instructions[name] for name in instruction.operands)
     users = (user for user, _ in computation.users.get(instruction.name, ()))
@@ -211,9 +211,9 @@ def source_of(
 
 
 def _once(computation: Computation, instruction: Instruction, position: int) -> Any:
-    """Returns what the parts have in common into which a TPU program splits one collective.
+    """Returns a key that is equal for the parts into which a TPU program splits one collective.
 
-    They stand in several fusions, so that it overlaps with what these compute.
+    The parts stand in several fusions, so that sending overlaps with what these compute.
     """
     chain = instruction.attributes.get("chain_id")
     if chain is None:
@@ -225,15 +225,15 @@ def _once(computation: Computation, instruction: Instruction, position: int) -> 
 def _parts(computation: Computation, instruction: Instruction, kind: str) -> list[Shape]:
     """Returns the whole arrays that are sent, one for each operand.
 
-    The larger side: a gather's result, a reduction's operand. That one has the result's dtype where
-    it is wider: a TPU sums 16-bit operands in the dtype of the result.
+    Whole is the larger side: a gather's result, a reduction's operand. A reduction's operand gets
+    the result's dtype where that is wider: a TPU sums 16-bit operands in the dtype of the result.
     """
     if instruction.opcode == "send":
         return [instruction.shapes[0]]
     operands = [computation.instructions[name].shapes for name in instruction.operands]
     before = [shapes[0] for shapes in operands if shapes]
     if kind == "ragged-all-to-all":
-        return before[:1]  # behind it stand the result's memory, and where parts begin and end
+        return before[:1]  # the others are the result's memory, and where parts begin and end
     # A permute that is begun has two numbers more behind its result.
     after = instruction.shapes[1:2] if instruction.opcode == "collective-permute-start" else ()
     after = after or (instruction.shapes[-len(before) :] if before else ())
@@ -245,13 +245,14 @@ def _parts(computation: Computation, instruction: Instruction, kind: str) -> lis
     ]
 
 
-def _dtype(flow: Flow, place: Place, operand: Place, shape: Shape) -> str:
-    """Returns the dtype of what is sent, as the program would have it on an accelerator.
+def _dtype(flow: ValueFlow, place: Place, operand: Place, shape: Shape) -> str:
+    """Returns the dtype that an array is sent in, as the program would have it on an accelerator.
 
-    XLA:CPU widens what is sent in 16 bits. Reductions say so by the name of their function; what
-    is gathered was cast down and up again just before (on JAX before 0.12; see `_compat`). And a
-    product of 16 bits is float32 there: where the partitioner of `jit` adds it up over devices and
-    all that reads the sum rounds it, an accelerator adds rounded parts.
+    XLA:CPU widens 16-bit arrays before it sends them. A reduction says so in the name of its
+    function; a gather's operand was cast down and up again just before (on JAX before 0.12; see
+    `_base/compat.py`). And a product of 16-bit operands is float32 there: if the partitioner of
+    `jit` sums it over devices and every reader of the sum rounds it, an accelerator sums rounded
+    parts.
     """
     module = flow.module
     computation = module.computations[place.computation]
@@ -261,7 +262,7 @@ def _dtype(flow: Flow, place: Place, operand: Place, shape: Shape) -> str:
     if shape.dtype != "f32":
         return shape.dtype
     if reduces and not promoted:
-        # Behind a product it was the partitioner that put it there.
+        # The partitioner put it there if it reads a product.
         is_added = _operation(computation, instruction, operand) in PRODUCTS
         return (flow.rounded_at_once(place) if is_added else "") or "f32"
     producer = computation.instructions[operand.instruction]
@@ -274,9 +275,9 @@ def _dtype(flow: Flow, place: Place, operand: Place, shape: Shape) -> str:
 
 
 def _operation(computation: Computation, instruction: Instruction, operand: Place) -> str:
-    """Returns what JAX calls that which made what is sent: 'conv_general_dilated', 'psum'.
+    """Returns JAX's name for the operation of a collective: 'conv_general_dilated', 'psum'.
 
-    Where several were put together, it is said of the operand.
+    A collective that joins several has no name of its own: then it is the operand's.
     """
     own = instruction.op_name
     name = computation.instructions[operand.instruction].op_name if ":" in own else own
@@ -288,8 +289,8 @@ def as_traced(
 ) -> tuple[Collective, ...]:
     """Returns the collectives with the dtypes that they were traced with.
 
-    For XLA:CPU before JAX 0.12, which widens 16 bits: a chunk that was cast to float32 and sent is
-    then no other program than one that was sent as it is.
+    For XLA:CPU before JAX 0.12, which widens 16 bits: it compiles a bfloat16 chunk that is sent as
+    it is to the same program as one that is cast to float32 and then sent.
 
     Args:
       collectives: as compiled.
@@ -309,9 +310,9 @@ def as_traced(
 
 
 def _role(
-    kind: str, shape: Shape, flow: Flow, ways: tuple[Place, Sequence[Place]], names: Names
+    kind: str, shape: Shape, flow: ValueFlow, ways: tuple[Place, Sequence[Place]], names: Names
 ) -> tuple[Role, str]:
-    """Returns what an array is, and whose: by where it comes from and what it becomes."""
+    """Returns an array's role and path: from the input it comes from and the output it becomes."""
     if shape.elements < FEW:
         return "scalars", ""
     operand, results = ways

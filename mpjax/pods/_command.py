@@ -1,4 +1,4 @@
-"""A check from the command line: a job from a file, its errors, and a second seed of its hashes."""
+"""Checks a job from the command line: imports its file, and traces it under a second hash seed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_file(
 def outline(
     load: Callable[[], tuple[Any, Callable[..., Any], str]], topology: Topology
 ) -> list[str]:
-    """Returns the operations of a job with their lines, in order: what `check_file` compares."""
+    """Returns the operations of a job with their lines, in order, for `check_file` to compare."""
     use_cpu(topology)
     with _named(topology):
         return _outline(*build_job(load()[1], topology), topology)
@@ -81,7 +81,7 @@ def use_cpu(topology: Topology) -> None:
 
 
 def topology_of(name: str, num_slices: int) -> Topology:
-    """Returns the topology, its devices not asked for."""
+    """Returns the topology, without starting its devices."""
     return get_topology(name, num_slices=num_slices)
 
 
@@ -121,7 +121,7 @@ def _difference(mine: list[str], other: list[str]) -> list[Finding]:
 
 @contextlib.contextmanager
 def _named(topology: Topology) -> Generator[None]:
-    """Gives errors of the user's code one layout: what, at which line, what to type."""
+    """Gives errors of the user's code the layout of messages: the error, its line, the fix."""
     try:
         yield
     except (ValueError, ModuleNotFoundError):

@@ -1,7 +1,7 @@
-"""Whether the copies of a value stay equal: along which mesh axes devices hold different ones.
+"""Finds the mesh axes along which devices hold different copies of a value.
 
 A value that comes from an input split over an axis differs along it, until it is reduced or
-gathered over that axis. What is written to state that is said to be whole there must not.
+gathered over that axis. New state whose sharding says that it is whole there must not differ.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from mpjax.pods._groups import Group, along, group_of, sends_by_itself
+from mpjax.pods._groups import DeviceGroup, along, group_of, sends_by_itself
 from mpjax.pods._hlo import Computation, Instruction, Module, Shape, Type
 
 
 @dataclasses.dataclass(frozen=True)
 class Differs:
-    """Along which mesh axes a value differs between devices."""
+    """The mesh axes along which a value differs between devices."""
 
     axes: frozenset[str] = frozenset()
-    unsure: frozenset[str] = frozenset()  # of these it may, or not: it went round in a ring
+    unsure: frozenset[str] = frozenset()  # of these it may or may not: it went round in a ring
 
     def __or__(self, other: Differs) -> Differs:
         if other is self or other == EQUAL:
@@ -36,7 +36,7 @@ class Differs:
 
     @property
     def surely(self) -> frozenset[str]:
-        """The axes along which nothing can have made it equal."""
+        """The axes along which it differs for sure."""
         return self.axes - self.unsure
 
 
@@ -47,14 +47,14 @@ EQUAL = Differs()
 class Joined:
     """Several values end to end, as GPU programs send many gradients at once."""
 
-    parts: tuple[tuple[int, Differs], ...]  # how many elements, and what is known of them
+    parts: tuple[tuple[int, Differs], ...]  # the number of elements, and how they differ
 
     def map(self, change: Callable[[Differs], Differs]) -> Joined:
-        """Returns it with something done to each part."""
+        """Returns the parts with a function applied to each."""
         return Joined(tuple((size, change(value)) for size, value in self.parts))
 
     def between(self, start: int, limit: int) -> Differs:
-        """Returns what is known of some of its elements."""
+        """Returns how a range of its elements differs."""
         differs, position = EQUAL, 0
         for size, value in self.parts:
             if start < position + size and position < limit:
@@ -104,7 +104,7 @@ def outputs_that_differ(
 
 
 class _Reader:
-    """Computes what differs, computation by computation."""
+    """Computes how values differ, computation by computation."""
 
     def __init__(self, module: Module, mesh: Mapping[str, int], slice_axes: Sequence[str]) -> None:
         self._module, self._mesh = module, mesh
@@ -116,7 +116,7 @@ class _Reader:
         computation = self._module.computations[name]
         values: dict[str, Value] = {}
         ends = any(i.opcode == "recv" for i in computation.instructions.values())
-        for _ in range(2 if ends else 1):  # what arrives may stand in front of what is sent
+        for _ in range(2 if ends else 1):  # a receive may stand in front of its send
             for instruction in computation.instructions.values():
                 values[instruction.name] = self._value(computation, instruction, values, given)
         return values[computation.root.name]
@@ -174,7 +174,7 @@ class _Reader:
         return self.evaluate(instruction.called[0], tuple(operands))
 
     def _of_loop(self, instruction: Instruction, state: Value) -> Value:
-        """Returns a loop's state: what differs after one turn may make more differ in the next."""
+        """Returns how a loop's state differs: a turn spreads differences until nothing is added."""
         while True:
             turned = _join(state, self.evaluate(instruction.body, (state,)))
             asked = _joined(self.evaluate(instruction.condition, (turned,)))
@@ -197,21 +197,21 @@ class _Reader:
         return values[0] if len(values) == 1 else tuple(values)
 
 
-def _sent_on(kind: str, value: Differs, group: Group, joins: bool) -> Differs:
-    """Returns what a value is behind a collective, which makes it the same along axes or not."""
+def _sent_on(kind: str, value: Differs, group: DeviceGroup, joins: bool) -> Differs:
+    """Returns how a value differs after a collective, which makes it equal along axes or not."""
     if kind == "reduce-scatter":  # each device has a part of the sum
         return value | Differs(frozenset(group.axes))
     if joins:
         return value.less(group.axes)
-    # Handed on from device to device: chunks that all devices put together in the end are the
-    # same, but which a device has at one moment differs.
+    # Handed on from device to device in a ring: in the end every device has all chunks, but at
+    # one moment each has another.
     return Differs(value.axes, value.unsure | frozenset(group.axes))
 
 
 def _end_to_end(
     computation: Computation, instruction: Instruction, operands: Sequence[Value]
 ) -> Value | None:
-    """Returns the result where parts are put end to end, changed each, or taken out again."""
+    """Returns the result of an instruction that joins parts end to end, or cuts them out again."""
     shape = instruction.type
     if not isinstance(shape, Shape):
         return None
@@ -243,7 +243,7 @@ def _each(value: Value, change: Callable[[Differs], Differs]) -> Value:
 
 
 def _sent(computation: Computation, received: Instruction) -> list[str]:
-    """Returns what the other slices send where this one receives."""
+    """Returns the value that the other slices send to a `recv`."""
     return [
         i.operands[0]
         for i in computation.instructions.values()
@@ -256,7 +256,7 @@ def _like(type_: Type, value: Differs) -> Value:
 
 
 def _joined(value: Value) -> Differs:
-    """Returns what differs in any part of a value."""
+    """Returns the axes along which any part of a value differs."""
     if isinstance(value, Differs):
         return value
     parts = [v for _, v in value.parts] if isinstance(value, Joined) else map(_joined, value)
@@ -272,7 +272,7 @@ def _join(a: Value, b: Value) -> Value:
 
 
 def _spread(value: Value, more: Differs) -> Value:
-    """Returns a value of which every part differs along more axes too."""
+    """Returns a value with every part differing along more axes."""
     if isinstance(value, tuple):
         return tuple(_spread(part, more) for part in value)
     return _each(value, lambda v: v | more)

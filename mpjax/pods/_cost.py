@@ -1,4 +1,4 @@
-"""What a compiled program costs on one device: products and memory traffic, counted.
+"""Counts the products and the memory traffic of a compiled program on one device.
 
 XLA's own `cost_analysis` counts the body of a loop once and is absent on GPUs; here a body counts
 as often as it runs, on every target alike.
@@ -22,13 +22,13 @@ _FREE = (
     *("while", "conditional", "call", "partition-id", "replica-id", "opt-barrier"),
     *("add-dependency", "domain"),
 )
-_CALLS = ("call", "async-start")  # what they run reads and writes memory itself
+_CALLS = ("call", "async-start")  # their computations read and write memory themselves
 # Part of a line's work is in its other half.
 _HALVES = ("-done", "-update")
 # Fields of an instruction: of a product, of a convolution.
 _DOT, _WINDOW, _DIMENSIONS, _BATCH_GROUPS = 30, 15, 16, 58
 _CONTRACTED = r'"lhs_contracting_dimensions":(\[[^\]]*\])'  # of a cuBLAS product, in its notes
-# cuDNN's names: which of (input, filter, output) a convolution's result is.
+# cuDNN's names, with the one of (input, filter, output) that a convolution computes.
 _CUDNN = {"convBackwardInput": 0, "convBackwardFilter": 1}
 
 
@@ -66,7 +66,7 @@ def count(module: Module, runs: Runs) -> Cost:
 
 
 def _fused(module: Module) -> set[str]:
-    """Returns the computations whose values stay on the chip: what is inside fusions."""
+    """Returns the computations inside fusions: their values stay on the chip."""
     names = set[str]()
     for computation in reversed(tuple(module.computations.values())):
         for instruction in computation.instructions.values():
@@ -81,7 +81,7 @@ def _fused(module: Module) -> set[str]:
 
 
 def product_flops(computation: Computation, instruction: Instruction) -> int | None:
-    """Returns two for each multiplication of a product; None for a library call of unknown work."""
+    """Returns the FLOPs of a product, 2mnk of matrices; None for a library call of unknown work."""
     if instruction.opcode == "dot":
         return _dot(computation, instruction, instruction.proto.message(_DOT).integers(1))
     if instruction.opcode == "convolution":
@@ -139,7 +139,7 @@ class _Window:
         self._right, self._left = (max(proto.integer(n), 1) for n in (5, 6))
 
     def valid(self, size: int, out: int) -> int:
-        """Returns how many pairs of filter and output positions meet a value of the input.
+        """Returns the number of pairs of filter and output positions that meet an input value.
 
         TPU programs write batched products as convolutions whose windows mostly miss.
         """
@@ -180,7 +180,7 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
         return 2 * _hbm(operands[1].shapes)
     inner = module.computations.get(instruction.callee or "")
     if instruction.opcode in _CALLS:
-        return 0  # what it runs is counted there
+        return 0  # the computation that it runs is counted by itself
     if inner is None:
         results = instruction.shapes
         if instruction.opcode.endswith("-start"):  # (operands, results): both are named once
@@ -191,7 +191,7 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
 
 
 def _read(inner: Computation, number: int, operand: Instruction) -> int:
-    """Returns what a fusion reads of one operand: slices of it, where it only takes slices."""
+    """Returns the bytes that a fusion reads of one operand: of slices, if it only takes slices."""
     parameter = inner.parameters.get(number)
     if parameter is None or not _hbm(operand.shapes):
         return 0
@@ -204,7 +204,7 @@ def _read(inner: Computation, number: int, operand: Instruction) -> int:
 
 
 def _written(inner: Computation, instruction: Instruction) -> int:
-    """Returns what a fusion writes: the update only, where it updates in place."""
+    """Returns the bytes that a fusion writes: of the update alone, if it updates in place."""
     root = inner.root
     parts = [inner.instructions[n] for n in root.operands] if root.opcode == "tuple" else [root]
     results = instruction.shapes

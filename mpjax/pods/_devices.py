@@ -1,4 +1,4 @@
-"""Devices that are not here, to compile for: what each platform's compiler makes of a topology."""
+"""Describes devices that are not here, to compile for, by means of each platform's compiler."""
 
 from __future__ import annotations
 

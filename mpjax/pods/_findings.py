@@ -1,4 +1,4 @@
-"""What the check looks at, and what it may find: one thing wrong, memory, times."""
+"""The data of a check's result: the checks by name, findings, memory, times."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Severity: TypeAlias = Literal["error", "warning"]
 class Finding:
     """One thing that is wrong, or probably not meant."""
 
-    check: str  # which check: 'weights', 'gradients', ... as in CHECKS
+    check: str  # a key of CHECKS: 'weights', 'gradients', ...
     severity: Severity  # an error makes the report not ok
-    what: str  # what was found, with its dtype, size and place
+    what: str  # the fault, with dtype, size and place
     culprit: str  # the parameter's path or the source line
-    fix: str  # what to type instead
+    fix: str  # the code to type instead
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.what}\n    {self.fix}"
@@ -37,7 +37,7 @@ CHECKS = {
     "replication": "optimizer state is sharded as its parameters are",
     "donation": "the state is donated",
 }
-"""What is checked, in order; the key is a finding's `check`."""
+"""The checks, in order; the key is a finding's `check`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Memory:
     outputs: int
     aliased: int  # outputs that take the memory of donated arguments
     temporaries: int  # all of them; at one moment they may be fewer
-    limit: int  # what a program may use; 0 where it is not known
+    limit: int  # that a program may use; 0 if it is not known
 
     @property
     def headroom(self) -> float | None:
@@ -67,6 +67,6 @@ class Times:
 
     @property
     def bound(self) -> str:
-        """What takes longest: 'compute', 'hbm' or 'network'; 'unknown' on a CPU."""
+        """The longest of the three, 'compute', 'hbm' or 'network'; 'unknown' on a CPU."""
         times = dataclasses.asdict(self)
         return max(times, key=lambda name: times[name]) if any(times.values()) else "unknown"

@@ -1,7 +1,7 @@
-"""Follows a value through a compiled program: back to the input it is, on to the output it becomes.
+"""Follows a value through a compiled program: back to an input, on to an output.
 
-Both directions follow only what keeps a value: casts, copies, slices, layouts, tuples, loops and
-fusions; forward also arithmetic that keeps the number of elements, which is what an optimizer does
+Both directions pass instructions that keep the value: casts, copies, slices, layouts, tuples, loops
+and fusions. Forward they also pass arithmetic that keeps the number of elements, as an optimizer's
 with a gradient. A product, a reduction or a lookup ends the way.
 """
 
@@ -24,7 +24,7 @@ class Place(NamedTuple):
     part: Index = ()
 
 
-# Read one value and give it back, whole or in part, in another dtype, order or place.
+# They read one value and return it, whole or in part, in another dtype, order or place.
 _CARRY = (
     *("convert", "copy", "copy-start", "bitcast", "bitcast-convert", "reshape", "transpose"),
     *("slice", "dynamic-slice", "reduce-precision", "pad", "broadcast", "reverse"),
@@ -34,11 +34,11 @@ _CARRY = (
 # Their result is the value or a part of it, whatever its shape: a TPU program also moves arrays
 # between its memories as bytes, in pieces (f32[64,128] as s8[32768], sliced, and put together).
 _SAME_BYTES = ("bitcast", "bitcast-convert", "dynamic-slice", "slice", "copy-start")
-# Read a value without looking at it.
+# They hand a value on, bit for bit.
 _PASSED = ("bitcast", "copy", "get-tuple-element", "reshape", "transpose", "all-reduce-done")
 _MANY = ("concatenate", "ConcatBitcast")
 _COMBINED = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")  # many at once
-# Their result has parts besides the value itself; without an index the value is meant.
+# Their result is a tuple with more than the value; a place without an index means the value.
 _STARTS = (*("all-gather-start", "all-reduce-start", "collective-permute-start"),)
 _ASYNC = ("AsyncCollectiveStart", "AsyncCollectiveDone")  # a TPU's, inside fusions
 _SAME_PARTS = ("-done", "-update", "opt-barrier")
@@ -49,7 +49,7 @@ _ENDS = (
 )
 
 
-class Flow:
+class ValueFlow:
     """The ways of values through one program."""
 
     def __init__(self, module: Module) -> None:
@@ -94,7 +94,7 @@ class Flow:
         return list(zip(sizes, places.values(), strict=True)) if complete else []
 
     def _whole(self, at: Place, whole: Shape) -> Iterator[Place]:
-        """Yields the ways on of a value that leave its size and shape."""
+        """Yields the next places of a value that have its size and shape."""
         for further in self._on(at):
             shape = self._shape(further)
             inside = shape is None or shape.dims == whole.dims  # a tuple may hold it
@@ -122,7 +122,7 @@ class Flow:
                 yield further
 
     def reaches_product(self, place: Place) -> bool:
-        """Whether a value is an operand of a product, a lookup or a library call: a weight is."""
+        """Whether a value is an operand of a product, lookup or library call, as a weight is."""
         return any(
             user.opcode in _PRODUCTS and user.target not in (*_MANY, *_ASYNC)
             for at in self._walk(place, self._on)
@@ -143,7 +143,7 @@ class Flow:
         return self.module.computations[at.computation].instructions[at.instruction]
 
     def _find_transfers(self, opcode: str) -> dict[str, Place]:
-        """Returns one end of what TPU slices exchange over the slower network, by its name."""
+        """Returns the sends, or receives, between TPU slices, by the name that both ends share."""
         return {
             instruction.rendezvous: Place(computation.name, instruction.name, (0,))
             for computation in self.module.computations.values()
@@ -154,7 +154,7 @@ class Flow:
     # -- back ----------------------------------------------------------------------------------
 
     def _back(self, at: Place) -> Iterator[Place]:
-        """Yields the values that a value was made of, by a step that keeps it."""
+        """Yields the places that a value was handed on from."""
         instruction = self._instruction(at)
         opcode = instruction.opcode
         there = functools.partial(Place, at.computation)
@@ -206,7 +206,7 @@ class Flow:
                 yield Place(computation.name, caller.operands[0], at.part)
                 body = self.module.computations[caller.body]
                 yield Place(body.name, body.root.name, at.part)
-            elif caller.opcode == "conditional":  # in front of its operands stands the choice
+            elif caller.opcode == "conditional":  # its operand 0 is the choice
                 chosen = caller.called.index(at.computation)
                 yield Place(computation.name, caller.operands[1 + chosen], at.part)
             elif number < len(operands := _bound(computation, caller)):
@@ -220,7 +220,7 @@ class Flow:
     # -- on ------------------------------------------------------------------------------------
 
     def _on(self, at: Place) -> Iterator[Place]:
-        """Yields the values that are made of a value, by a step that keeps its size."""
+        """Yields the places that a value goes to, by instructions that keep its size."""
         computation = self.module.computations[at.computation]
         instruction = computation.instructions[at.instruction]
         for user, position in self._users(at):
@@ -233,7 +233,7 @@ class Flow:
     def _into(
         self, at: Place, instruction: Instruction, user: Instruction, position: int
     ) -> Iterator[Place]:
-        """Yields what a value becomes in an instruction that reads it as operand `position`."""
+        """Yields the places of a value in the results of a reader; it is operand `position`."""
         opcode, name = user.opcode, user.name
         there = functools.partial(Place, at.computation)
         if opcode == "get-tuple-element":
@@ -253,13 +253,13 @@ class Flow:
             yield there(name)
 
     def _into_computations(self, at: Place, user: Instruction, position: int) -> Iterator[Place]:
-        """Yields what a value becomes inside of a call, a branch or a loop that reads it."""
+        """Yields the places of a value inside a call, a branch or a loop that reads it."""
         if user.opcode == "while":
             inner, number = self.module.computations[user.body], 0
             yield Place(at.computation, user.name, at.part)
         elif user.opcode == "conditional":
             if not position:
-                return  # the choice, in front of what the branches take
+                return  # the choice itself goes into no branch
             inner, number = self.module.computations[user.called[position - 1]], 0
         else:
             inner, number = self.module.computations[user.called[0]], position
@@ -267,7 +267,7 @@ class Flow:
             yield Place(inner.name, inner.parameters[number].name, at.part)
 
     def _into_other_end(self, at: Place, user: Instruction, position: int) -> Iterator[Place]:
-        """Yields where a value that is handed over arrives: on other slices, in a SparseCore."""
+        """Yields the other end of a transfer: on other TPU slices, in a SparseCore."""
         if user.opcode == "send":
             if user.rendezvous in self._receives:
                 yield self._receives[user.rendezvous]
@@ -279,11 +279,11 @@ class Flow:
     def _continues(
         self, instruction: Instruction, user: Instruction, position: int, at: Place
     ) -> bool:
-        """Whether the result of an operation on arrays still is the value."""
+        """Whether the result of an operation on arrays counts as the value."""
         if user.opcode == "dynamic-update-slice":
-            return position <= 1  # 0 is what is updated, 1 what it is updated with
+            return position <= 1  # operand 0 is the array, 1 its update, 2 on are indices
         if user.opcode == "scatter":
-            return position == 0  # what is added to: a table's gradient as head, then as embedding
+            return position == 0  # the sum so far: of a tied table's gradient the head's part
         many = user.opcode in _MANY or user.target in _MANY
         return many or self._keeps(instruction, user, at)
 
@@ -309,7 +309,7 @@ class Flow:
 
 
 def _bound(computation: Computation, caller: Instruction) -> tuple[str, ...]:
-    """Returns the operands of a call; those of a SparseCore's come behind its start."""
+    """Returns the operands of a call; a SparseCore's has them after its start."""
     if caller.opcode != "async-start" or caller.operands:
         return caller.operands
     users = computation.users.get(caller.name, [])
@@ -317,7 +317,7 @@ def _bound(computation: Computation, caller: Instruction) -> tuple[str, ...]:
 
 
 def _passes(instruction: Instruction) -> bool:
-    """Whether an instruction gives a value on, bit for bit; one that rounds to float32 does."""
+    """Whether an instruction hands a value on, bit for bit; a rounding to float32 counts too."""
     to_float32 = instruction.opcode == "reduce-precision" and instruction.proto.integer(19) == 23
     return to_float32 or instruction.opcode in _PASSED
 

@@ -155,7 +155,7 @@ def _computed(policy: Any, tree: Any) -> Any:
 
 
 def _split(path: Any, x: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> Split:
-    """Returns which axes of a leaf are gathered, over which axes of the mesh."""
+    """Returns the axes of a leaf to gather, each with its axes of the mesh."""
     if not isinstance(spec, PartitionSpec):
         got = f"must be jax.sharding.PartitionSpecs; got {type(spec).__name__}."
         raise TypeError(message("gather(specs)", got, "Type PartitionSpec('fsdp')."))
@@ -183,14 +183,15 @@ def _gathered(x: Array, split: Split) -> Array:
 def _gather_leaf(
     x: Array, split: Split, axes: tuple[str, ...], low: DType, reduce: Reduction
 ) -> Array:
-    # Varying over all of them, so that under check_vma the cotangent, which varies, is of its type.
+    # Typed as varying over all of them, so that under check_vma the cotangent, which varies, has
+    # the same type.
     return _gathered(compat.to_varying(x.astype(low), axes), split)
 
 
 def _gather_fwd(
     x: Array, split: Split, axes: tuple[str, ...], low: DType, reduce: Reduction
 ) -> tuple[Array, Array]:
-    # An empty array carries the dtype: a dtype itself is no residual.
+    # An empty array carries the dtype: a dtype cannot be a residual of a custom_vjp.
     return _gather_leaf(x, split, axes, low, reduce), jnp.zeros((0,), x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Which devices a collective joins: the mesh axes along which it sends, and how many take part."""
+"""Reads the devices that a collective joins: mesh axes, and the number that take part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpjax.pods._proto import Message
 _LISTED, _LIST, _RANGE, _BY_MESH, _PAIRS, _CHANNEL = 49, 87, 92, 93, 52, 26
 
 
-class Group(NamedTuple):
+class DeviceGroup(NamedTuple):
     """The devices of one group."""
 
     axes: tuple[str, ...]  # of the mesh, along which they differ
@@ -25,9 +25,9 @@ class Group(NamedTuple):
 
 
 def joins_devices(instruction: Instruction) -> bool:
-    """Whether an instruction says which devices take part in it, or names a channel between them.
+    """Whether an instruction names devices that take part in it, or a channel between them.
 
-    Every collective does, those included that no reader knows by name.
+    Every collective does, also one whose opcode this package does not know.
     """
     proto = instruction.proto
     fields = (_LISTED, _LIST, _RANGE, _BY_MESH, _PAIRS)
@@ -35,11 +35,11 @@ def joins_devices(instruction: Instruction) -> bool:
 
 
 def sends_by_itself(instruction: Instruction) -> bool:
-    """Whether a `custom-call` is a kernel that sends to other devices, such as one of Pallas."""
+    """Whether a `custom-call` is a kernel that sends to other devices, such as some of Pallas."""
     return '"has_communication":true' in instruction.backend_config.replace(" ", "")
 
 
-def group_of(instruction: Instruction, mesh: Mapping[str, int]) -> Group:
+def group_of(instruction: Instruction, mesh: Mapping[str, int]) -> DeviceGroup:
     """Returns the group that the first device of a mesh is in.
 
     Args:
@@ -56,27 +56,27 @@ def group_of(instruction: Instruction, mesh: Mapping[str, int]) -> Group:
     return _of(members or everyone, mesh)
 
 
-def along(axes: Sequence[str], mesh: Mapping[str, int]) -> Group:
+def along(axes: Sequence[str], mesh: Mapping[str, int]) -> DeviceGroup:
     """Returns the group of all devices along some axes of a mesh."""
-    return Group(tuple(axes), math.prod(mesh[axis] for axis in axes), True)
+    return DeviceGroup(tuple(axes), math.prod(mesh[axis] for axis in axes), True)
 
 
 def coordinates(device: int, mesh: Mapping[str, int]) -> dict[str, int]:
-    """Returns where in a mesh a device is, by axis."""
+    """Returns the coordinates of a device in a mesh, by axis."""
     place: dict[str, int] = {}
     for axis in reversed(tuple(mesh)):
         device, place[axis] = divmod(device, mesh[axis])
     return place
 
 
-def _of(members: Sequence[int], mesh: Mapping[str, int]) -> Group:
+def _of(members: Sequence[int], mesh: Mapping[str, int]) -> DeviceGroup:
     """Returns the group of some devices."""
     first, differing = coordinates(members[0], mesh), set[str]()
     for member in members:
         here = coordinates(member, mesh)
         differing |= {axis for axis in mesh if here[axis] != first[axis]}
     axes = tuple(axis for axis in mesh if axis in differing)
-    return Group(axes, len(members), len(members) == math.prod(mesh[axis] for axis in axes))
+    return DeviceGroup(axes, len(members), len(members) == math.prod(mesh[axis] for axis in axes))
 
 
 def _members(proto: Message) -> list[int]:
@@ -105,14 +105,14 @@ def _transposed(dims: Sequence[int], order: Sequence[int]) -> Iterator[int]:
 
 
 def _named(proto: Message) -> list[int]:
-    """Returns the devices of the first group of a mesh that XLA names axes of; parts of them too.
+    """Returns the devices of the first group, from axes of a mesh, or parts of axes.
 
-    The partitioner of `jit` has axes of its own naming, of the same devices in the same order, or
-    in one that it lists.
+    The partitioner of `jit` names axes of its own, of the same devices in the same order, or in an
+    order that it lists.
     """
     declared = proto.message(1)
     sizes = {f"{i}": axis.integer(2) for i, axis in enumerate(declared.messages(1))}
-    # Stride and size of the part that is meant, by axis.
+    # Stride and size of the part of each axis.
     chosen: dict[str, tuple[int, int]] = dict.fromkeys(sizes, (1, 1))
     for axis in proto.messages(2):
         name, part = f"{axis.integer(1)}", axis.message(2)
@@ -129,7 +129,7 @@ def _named(proto: Message) -> list[int]:
     return [ids[member] for member in members] if ids else members
 
 
-def _permuted(proto: Message, mesh: Mapping[str, int]) -> Group:
+def _permuted(proto: Message, mesh: Mapping[str, int]) -> DeviceGroup:
     """Returns the axes along which a permutation sends; all devices along them count as a group."""
     differing = set[str]()
     for pair in proto.messages(_PAIRS):

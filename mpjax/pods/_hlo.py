@@ -1,8 +1,8 @@
-"""A compiled program as XLA keeps it: computations, instructions, shapes, source lines.
+"""Reads a compiled program: its computations, instructions, shapes, source lines.
 
 JAX hands the program over as a serialized `HloModuleProto`, which is the same on all its versions
-and platforms; the objects around it are not. What the fields are called, and their numbers, are in
-XLA's files `hlo.proto` and `xla_data.proto`. A number is never given away for another use.
+and platforms; the objects around it are not. The names and numbers of its fields are in XLA's files
+`hlo.proto` and `xla_data.proto`. XLA never gives a number to another field.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Shape:
 
     @property
     def elements(self) -> int:
-        """How many values it has."""
+        """The number of its values."""
         return math.prod(self.dims)
 
     @property
     def bytes(self) -> int:
-        """How much memory it takes, padding left out."""
+        """The bytes of its values, without padding."""
         return math.ceil(self.elements * _BITS.get(self.dtype, 0) / 8)
 
     @property
@@ -70,7 +70,7 @@ Type: TypeAlias = "Shape | tuple[Type, ...]"
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One operation of a computation; what only some of them have is read when it is asked for."""
+    """One operation of a computation; fields that only some kinds have are read when asked for."""
 
     name: str
     opcode: str
@@ -91,17 +91,17 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """JAX's name for what this was: 'jit(step)/transpose(jvp())/dot_general'."""
+        """JAX's name for the operation that this was: 'jit(step)/transpose(jvp())/dot_general'."""
         return self.proto.message(7).text(2)
 
     @property
     def number(self) -> int:
-        """Which of its computation's parameters a `parameter` is."""
+        """The number of a `parameter` among its computation's parameters."""
         return self.proto.integer(9)
 
     @property
     def tuple_index(self) -> int:
-        """Which part of a tuple a `get-tuple-element` takes."""
+        """The number of the element that a `get-tuple-element` takes."""
         return self.proto.integer(13)
 
     @property
@@ -113,33 +113,33 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """Which function of a library or of the compiler a `custom-call` is; '' elsewhere."""
+        """The function of a library or of the compiler that a `custom-call` runs; '' elsewhere."""
         return self.proto.text(28)
 
     @property
     def direction(self) -> str:
-        """What a `compare` asks: 'LT', 'LE', 'GT', 'GE', 'EQ' or 'NE'; '' elsewhere."""
+        """The comparison of a `compare`: 'LT', 'LE', 'GT', 'GE', 'EQ' or 'NE'; '' elsewhere."""
         return self.proto.text(63)
 
     @property
     def backend_config(self) -> str:
-        """What the platform's own compiler noted, mostly JSON."""
+        """The notes of the platform's compiler, mostly JSON."""
         return self.proto.text(43)
 
     @functools.cached_property
     def attributes(self) -> dict[str, str]:
-        """What the front end noted, by name: `chain_id`, the names of transfers."""
+        """The notes of the front end, by name: `chain_id`, the names of transfers."""
         pairs = self.proto.message(68).messages(1)
         return {pair.text(1): pair.text(2) for pair in pairs}
 
     @property
     def rendezvous(self) -> str:
-        """What the two ends of a transfer between TPU slices have in common; '' elsewhere."""
+        """The name that both ends of a transfer between TPU slices share; '' elsewhere."""
         return self.attributes.get("_xla_host_transfer_rendezvous", "")
 
     @property
     def is_call(self) -> bool:
-        """Whether it runs one computation on its operands: a fusion, a call, and either begun."""
+        """Whether it runs one computation on its operands: a fusion, a call, or a start of one."""
         return self.opcode in ("fusion", "call", "async-start") and bool(self.called)
 
     @property
@@ -160,7 +160,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """A function of the program: the entry, a loop's body, or what is inside a fusion."""
+    """A function of the program: the entry, a loop's body, or the inside of a fusion."""
 
     name: str
     instructions: Mapping[str, Instruction]
@@ -174,7 +174,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
-        """For each instruction, those that read it, and as which operand."""
+        """For each instruction, its readers, each with the number of the operand."""
         readers: dict[str, list[tuple[Instruction, int]]] = {}
         for instruction in self.instructions.values():
             for position, name in enumerate(instruction.operands):
@@ -184,16 +184,16 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program; a computation stands behind all that it calls."""
+    """A compiled program; a computation stands after all that it calls."""
 
     computations: Mapping[str, Computation]
     entry: Computation
-    aliases: Mapping[int, int]  # which parameter's memory each output takes, by their numbers
+    aliases: Mapping[int, int]  # output → the parameter whose memory it takes, by their numbers
     frames: Mapping[int, tuple[str, ...]]  # by id: source lines, innermost first
 
     @functools.cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
-        """For each computation, what runs it: calls, fusions, loops and branches."""
+        """For each computation, the calls, fusions, loops and branches that run it."""
         calls: dict[str, list[tuple[Computation, Instruction]]] = {}
         for computation in self.computations.values():
             for instruction in computation.instructions.values():

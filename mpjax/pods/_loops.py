@@ -1,4 +1,4 @@
-"""How often each computation of a compiled program runs: loops counted by their trips."""
+"""Counts the runs of each computation of a compiled program, loops by their trips."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "op
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """How often what runs."""
+    """The number of runs of each computation in a step."""
 
     counts: dict[str, int]  # by computation; at least, in those of `open`
     open: frozenset[str]  # computations inside a loop whose trips are not known
@@ -21,15 +21,15 @@ class Runs:
 
 
 def run_counts(module: Module) -> Runs:
-    """Returns how often each computation runs in one call of the program.
+    """Returns the runs of each computation in one call of the program.
 
-    What a branch holds counts as if every branch ran. What is not reached (the scalar functions
-    inside reductions) has no entry. A loop without a known number of trips counts once, and what
-    is in it is `open`.
+    Branches count as if every one ran. A computation that is not reached, as the scalar function of
+    a reduction, has no entry. A loop without a known number of trips counts once, and the
+    computations in it are `open`.
     """
     counts, inside, loops = {module.entry.name: 1}, set[str](), list[Instruction]()
-    # A computation stands behind all that it calls: backwards, every caller of a computation was
-    # counted before the computation itself.
+    # A computation stands after all that it calls. So backwards every caller is counted before the
+    # computation itself.
     for computation in reversed(tuple(module.computations.values())):
         times = counts.get(computation.name)
         if times is None:
@@ -58,11 +58,11 @@ def callees(module: Module, instruction: Instruction, trips: int) -> list[tuple[
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """Returns how often a `while` runs its body; None where the program does not tell.
+    """Returns the number of trips of a `while`; None if the program does not tell.
 
-    CPU and GPU compilers note it. A TPU's does not: there it is the bound that the condition
-    compares a counter with, less what the counter starts with, by steps of what the body adds to
-    it. Loops in which a product overlaps with what it sends take steps of two.
+    CPU and GPU compilers note it. A TPU's does not: there it is (bound - start) / step, of the
+    counter that the condition compares with a bound and the body adds a step to. The step is two in
+    loops that overlap a product with a transfer.
     """
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.backend_config):
         return int(known[1])
@@ -94,7 +94,7 @@ def _trips(distance: int, step: int, direction: str) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Scope:
-    """A computation, and where it was called from, if it was."""
+    """A computation, and the place that it is called from, if there is one."""
 
     computation: Computation
     operands: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class _Scope:
 
 
 def _called(module: Module, computation: Computation) -> _Scope:
-    """Returns a computation with what it was called with, where one place alone calls it."""
+    """Returns the scope of a computation, with its caller if there is only one."""
     callers = module.callers.get(computation.name, [])
     if len(callers) != 1 or not callers[0][1].operands or not callers[0][1].is_call:
         return _Scope(computation)
@@ -112,7 +112,7 @@ def _called(module: Module, computation: Computation) -> _Scope:
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """What a value is made by."""
+    """The instruction that makes a value, and its scope."""
 
     scope: _Scope
     instruction: Instruction
@@ -122,7 +122,7 @@ class _Value:
 
 
 def _origin(module: Module, scope: _Scope, name: str) -> _Value:
-    """Returns what makes a value: copies left out, fusions and calls looked into."""
+    """Returns the maker of a value: past copies, and inside fusions and calls."""
     while True:
         instruction = scope.computation.instructions[name]
         if instruction.opcode in _SAME and instruction.operands:
@@ -140,7 +140,7 @@ def _origin(module: Module, scope: _Scope, name: str) -> _Value:
 
 
 def _element(module: Module, scope: _Scope, name: str, index: int) -> _Value | None:
-    """Returns a part of a tuple that is put together here; None for one that comes from outside."""
+    """Returns an element of a tuple that is built here; None for a tuple from outside."""
     whole = _origin(module, scope, name)
     if whole.instruction.opcode != "tuple":
         return None
@@ -148,7 +148,7 @@ def _element(module: Module, scope: _Scope, name: str, index: int) -> _Value | N
 
 
 def _counter(module: Module, value: _Value) -> int | None:
-    """Returns which part of a loop's state a value is."""
+    """Returns the number of the element of a loop's state that a value is."""
     instruction = value.instruction
     if instruction.opcode != "get-tuple-element":
         return None
@@ -158,7 +158,7 @@ def _counter(module: Module, value: _Value) -> int | None:
 
 
 def _step(module: Module, body: Computation, counter: int) -> int | None:
-    """Returns what the body of a loop adds to its counter; None where it does something else."""
+    """Returns the step that a loop's body adds to its counter; None if it does something else."""
     last = _element(module, _Scope(body), body.root.name, counter)
     if last is None or last.instruction.opcode not in ("add", "subtract"):
         return None

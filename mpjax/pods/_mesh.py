@@ -46,7 +46,7 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
 
 
 def axis_sizes(axes: Any, count: int, whose: str) -> tuple[int, ...]:
-    """Returns the sizes with -1 filled in; `whose` stands behind the number in the error."""
+    """Returns the sizes with -1 filled in; `whose` follows the number in the error's text."""
     if not isinstance(axes, Mapping) or not all(_is_axis(*axis) for axis in axes.items()):
         got = f"must be sizes by axis name; got {axes!r}."
         raise TypeError(message("make_mesh(axes)", got, "Type e.g. {'data': 1, 'fsdp': -1}."))
@@ -60,7 +60,7 @@ def axis_sizes(axes: Any, count: int, whose: str) -> tuple[int, ...]:
 
 
 def filled(axes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Returns the axes with what is left of `count` in place of one -1, if that can be."""
+    """Returns the axes, with one -1 replaced so that their product is `count`, if it can be."""
     free = [name for name, size in axes.items() if size == -1]
     rest = math.prod(size for size in axes.values() if size != -1)
     return {**axes, free[0]: count // rest} if len(free) == 1 and rest > 0 else dict(axes)

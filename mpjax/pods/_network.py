@@ -1,4 +1,4 @@
-"""How fast the devices of a mesh send to each other: the links that they have along its axes."""
+"""Computes the bandwidth between devices of a mesh, from their links along its axes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ON_ONE_CHIP = 6.0
 def bandwidth(topology: Topology, mesh: Mesh, axes: Sequence[str]) -> float:
     """Returns the bytes a second that a device can send to those along some axes of a mesh.
 
-    It bounds from above. Along an axis of a TPU slice's torus a device has a link to either side,
-    and collectives use both, and those of all axes at once. Where the axis is no ring, the devices
-    at its ends have one, and the others wait for them.
+    It is an upper bound. Along an axis of a TPU slice's torus a device has a link to either side;
+    collectives use both, and those of all axes at once. If the axis is no ring, the devices at its
+    ends have one link, and the others wait for them.
 
     Args:
       topology: whose devices they are.
@@ -56,6 +56,6 @@ def _differ(devices: Sequence[Any], place: str) -> bool:
 
 
 def _links(size: int, ring: bool, places: np.ndarray[Any, Any]) -> int:
-    """Returns how many links of one axis of the torus a device has to others of its group."""
+    """Returns the number of links that a device has to its group along one axis of the torus."""
     count = len(set(places.tolist()))
     return 0 if count == 1 else 2 if ring and count == size else 1

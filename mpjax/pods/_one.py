@@ -1,4 +1,4 @@
-"""One accelerator that need not be here, and its compiler: what the doctor asks, of no pod."""
+"""Compiles for one accelerator that need not be here: for the doctor, which needs no pod."""
 
 from __future__ import annotations
 

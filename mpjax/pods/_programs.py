@@ -1,4 +1,4 @@
-"""What can be read from a traced step: host callbacks, products, large arrays, differences."""
+"""Reads a traced step: host callbacks, products, large arrays, differences of two traces."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _traced_as = jax.make_user_context(None)
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """An array that a step makes: what and where."""
+    """An array that a step makes: its type and its source line."""
 
     text: str  # 'f32[8,128]'
     bytes: int
@@ -70,7 +70,7 @@ def shorten(line: str) -> str:
 
 
 def callbacks(jaxpr: Any) -> list[tuple[str, str]]:
-    """Returns the name and the source line of what calls the host."""
+    """Returns the name and the source line of operations that call the host."""
     operations = ((eqn.primitive.name, source(eqn)) for eqn in compat.equations(jaxpr))
     return list(dict.fromkeys((name, line) for name, line in operations if name in _CALLBACKS))
 
@@ -90,7 +90,7 @@ def compute_dtype(jaxpr: Any) -> str:
 
 
 def sent_dtypes(jaxpr: Any) -> dict[tuple[str, str], set[str]]:
-    """Returns the dtypes of what JAX's own collectives send, by operation and source line."""
+    """Returns the dtypes that JAX's own collectives send, by operation and source line."""
     sent: dict[tuple[str, str], set[str]] = {}
     for eqn in compat.equations(jaxpr):
         if eqn.primitive.name in _COLLECTIVES:
@@ -117,7 +117,7 @@ def largest_arrays(jaxpr: Any, count: int = 3) -> list[Array]:
     largest: dict[str, Array] = {}
     for eqn in compat.equations(jaxpr):
         if list(compat.programs(eqn)):
-            continue  # its results are those of what is inside
+            continue  # its results are made by the equations inside it
         if not source(eqn):
             continue  # JAX's own: the line that led to it has results of the same size
         for out in eqn.outvars:
@@ -144,14 +144,14 @@ def fingerprint(text: str) -> str:
 
 
 def first_difference(a: Any, b: Any) -> str:
-    """Returns where two traces of one step differ first, '' where they do not."""
+    """Returns the first difference between two traces of one step, '' for none."""
     if [str(v.aval) for v in a.jaxpr.invars] != [str(v.aval) for v in b.jaxpr.invars]:
         return "inputs of other shapes or dtypes"
     return _difference(a, b)
 
 
 def _difference(a: Any, b: Any) -> str:
-    """Returns where two jaxprs, closed or open, differ."""
+    """Returns the first difference between two jaxprs, closed or open."""
     consts = zip(getattr(a, "consts", ()), getattr(b, "consts", ()), strict=False)
     differing = next((i for i, (x, y) in enumerate(consts) if not _equal(x, y)), None)
     if differing is not None:
@@ -193,7 +193,7 @@ def _equation_difference(x: Any, y: Any) -> str:
 
 
 def _signature(eqn: Any) -> tuple[Any, ...]:
-    """Returns what an equation is, apart from the programs and the values of constants in it."""
+    """Returns an equation's primitive, types and parameters, without the jaxprs in it."""
     params = {
         key: str(value)
         for key, value in eqn.params.items()
@@ -205,7 +205,7 @@ def _signature(eqn: Any) -> tuple[Any, ...]:
 
 
 def _holds_program(value: Any) -> bool:
-    """Whether a parameter prints with the names of variables or addresses of functions in it."""
+    """Whether a parameter's text has names of variables or addresses of functions in it."""
     text = str(value)
     return " = " in text or "0x" in text or "lambda" in text
 

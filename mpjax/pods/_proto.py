@@ -13,7 +13,7 @@ _SIGN, _ALL = 1 << 63, 1 << 64
 
 
 class Message:
-    """One message; what its fields are called stands where it is read.
+    """One message; its fields have numbers here, and names where they are read.
 
     Args:
       data: the bytes of the message alone.
@@ -73,7 +73,7 @@ class Message:
 
 
 def _fields(data: bytes) -> dict[int, list[int | bytes]]:
-    """Returns the values of each field, in order; what lies in them is not looked at."""
+    """Returns the values of each field, in order; messages inside are left as bytes."""
     fields: dict[int, list[int | bytes]] = {}
     position, end = 0, len(data)
     while position < end:
@@ -96,7 +96,7 @@ def _fields(data: bytes) -> dict[int, list[int | bytes]]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Returns the number that starts at a position, and where it ends."""
+    """Returns the number that starts at a position, and the position after it."""
     try:
         byte = data[position]
         if byte < 128:  # most are

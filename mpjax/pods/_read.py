@@ -1,4 +1,4 @@
-"""What a compiled step says: its leaves, memory, traffic and time, and what is wrong with them."""
+"""Reads a compiled step for its report: leaves, memory, traffic, time, and findings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpjax.pods import _args, _cost, _programs, _rules, _state_rules
 from mpjax.pods._collectives import Collective, Names, as_traced, find_collectives, find_unknown
 from mpjax.pods._copies import Differs, outputs_that_differ
 from mpjax.pods._findings import Finding, Memory, Times
-from mpjax.pods._flow import Flow, Place
+from mpjax.pods._flow import Place, ValueFlow
 from mpjax.pods._hlo import Instruction, Module, read_module
 from mpjax.pods._loops import Runs, run_counts
 from mpjax.pods._network import bandwidth, crossing
@@ -37,14 +37,14 @@ class Lowered:
     args: tuple[Any, ...]
     mesh: Mesh | None
     jaxpr: Any
-    difference: str  # between what the first and the last process trace
+    difference: str  # between the traces of the first and the last process
     lowered: Any  # None where it cannot be lowered
     fingerprint: str
 
 
 def read(report: Report, lowered: Lowered, compiled: Any, topology: Topology) -> Report:
     module = read_module(compiled)
-    runs, flow = run_counts(module), Flow(module)
+    runs, flow = run_counts(module), ValueFlow(module)
     inputs, numbers = _inputs(lowered, module, flow)
     outputs = _outputs(lowered, compiled, module, inputs, numbers)
     parameters = {n: inputs[i] for n, i in numbers.items()}
@@ -111,7 +111,7 @@ def _sent(
     mesh: Mapping[str, int],
     platform: str,
 ) -> Iterator[Finding]:
-    """Yields what is wrong with what is sent, and with what is not."""
+    """Yields the findings about collectives, and about those that are missing."""
     shared = frozenset(a for c in collectives if c.role == "activations" for a in c.axes)
     yield from _state_rules.batch(inputs, mesh, shared)
     yield from _rules.weights(collectives, report.compute_dtype)
@@ -128,12 +128,12 @@ def _unjudged(
     outputs: Sequence[Leaf],
     differing: Sequence[Differs],
 ) -> Iterator[str]:
-    """Yields the checks that had nothing to look at: none of them is 'ok'."""
+    """Yields the checks that had nothing to judge: they are not reported as 'ok'."""
     sent = {c.role for c in collectives}
     yield from (role for role in ("weights", "gradients", "activations") if role not in sent)
     leaves = [*inputs]
     if all(leaf.is_replicated for leaf in leaves if leaf.is_state):
-        yield "replication"  # there is no sharded parameter that it could be compared with
+        yield "replication"  # it compares with sharded parameters, and there are none
     if not any(not leaf.is_state for leaf in leaves) or report.num_devices == 1:
         yield "batch"
     if report.num_devices == 1 or _state_rules.undecided(outputs, differing):
@@ -143,7 +143,7 @@ def _unjudged(
 
 
 def _open_loops(module: Module, runs: Runs) -> tuple[str, ...]:
-    """Returns the lines of the loops whose trips the program does not tell."""
+    """Returns the source lines of loops whose number of trips is not in the program."""
     lines = (user_source(module.source(loop)) or loop.op_name for loop in runs.loops)
     return tuple(dict.fromkeys(lines))
 
@@ -169,8 +169,8 @@ def user_source(lines: Sequence[str]) -> str:
     return _programs.shorten(next((x for x in mine if not x.startswith(_PACKAGE)), ""))
 
 
-def _inputs(lowered: Lowered, module: Module, flow: Flow) -> tuple[list[Leaf], dict[int, int]]:
-    """Returns the leaves of the arguments, and which of them each parameter of the program is."""
+def _inputs(lowered: Lowered, module: Module, flow: ValueFlow) -> tuple[list[Leaf], dict[int, int]]:
+    """Returns the leaves of the arguments, and the program's parameter → its leaf."""
     paths = _args.input_paths(lowered.step, lowered.args)
     state = _args.state_arguments(lowered.args, lowered.lowered.out_info)
     flat = [
@@ -205,7 +205,7 @@ def _inputs(lowered: Lowered, module: Module, flow: Flow) -> tuple[list[Leaf], d
 
 
 def _kept(paths: list[str], module: Module) -> dict[int, int]:
-    """Returns which leaf each of the program's parameters is: those not used are left out."""
+    """Returns parameter → leaf, by number: JAX leaves out arguments that are not used."""
     parameters = module.entry.parameters
     if len(parameters) == len(paths):
         return {n: n for n in parameters}
@@ -309,7 +309,7 @@ def _times(
     mesh: Mesh | None,
     topology: Topology,
 ) -> Times:
-    """Returns what the table of chips makes of the counts; overlap and latency are left out."""
+    """Returns the counts divided by the chip's peaks; overlap and latency are left out."""
     chip = topology.chip
     if not chip.dense_flops:
         return Times(compute=0.0, hbm=0.0, network=0.0)

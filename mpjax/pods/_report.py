@@ -1,4 +1,4 @@
-"""What `check` found: numbers, collectives and findings, as text, table or JSON."""
+"""The report of `check`: numbers, collectives and findings, as text, table or JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Report(Shown):
     topology: str
     num_devices: int
     mesh: dict[str, int]
-    compute_dtype: str  # what most products read; of the policy, where one was given
+    compute_dtype: str  # of most products; of the policy, if one was given
     findings: tuple[Finding, ...]
     collectives: tuple[Collective, ...]
     memory: Memory | None  # None where the program was not compiled
@@ -129,7 +129,7 @@ def _as_text(report: Report) -> str:
 
 
 def _as_table(report: Report) -> Any:
-    """Returns the report as something that rich prints."""
+    """Returns the report as a group that rich prints."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -158,7 +158,7 @@ def _title(report: Report) -> str:
 
 
 def _parts(memory: Memory) -> str:
-    """Returns what the peak consists of; all temporaries of a step need not live at one moment."""
+    """Returns the parts of the peak; not all temporaries of a step need live at one moment."""
     rest = memory.peak - memory.arguments
     if rest < 0:
         return f"arguments {_gb(memory.arguments)}, some of which are not counted in it"

@@ -1,4 +1,4 @@
-"""What is wrong with what a step traces to and sends: one function a check; each has a culprit."""
+"""The checks of a traced step and its collectives: one function each; a finding has a culprit."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def gradients(
         )
     if platform != "cpu" or compute_dtype not in _LOW:
         return
-    # The partitioner of `jit` adds right behind a convolution, whose result is low on a GPU.
+    # The partitioner of `jit` sums the result of a convolution as it is: in 16 bits on a GPU.
     for path, group in _large(collectives, "gradients", _HIGH):
         if group[0].operation == _CONVOLUTION:
             yield Finding(
@@ -198,7 +198,7 @@ def activations(collectives: Sequence[Collective], compute_dtype: str) -> Iterat
 def _large(
     collectives: Sequence[Collective], role: str, dtypes: Sequence[str]
 ) -> Iterator[tuple[str, list[Collective]]]:
-    """Yields path and collectives of what is sent in one of the dtypes, if it is worth a word."""
+    """Yields, by path, the collectives in one of the dtypes, if they are a large enough share."""
     same = [c for c in collectives if c.role == role]
     everything = sum(c.total_bytes for c in same)
     wrong = sorted((c for c in same if c.dtype in dtypes), key=lambda c: c.path)

@@ -1,4 +1,4 @@
-"""What is wrong with what devices hold: batch, copies, optimizer state, donated memory."""
+"""The checks of the arrays that devices hold: batch, copies, optimizer state, donated memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpjax.pods._copies import Differs
 from mpjax.pods._findings import Finding
 
 SMALL_SHARE = 0.01
-"""What is less than this part of all bytes of its role is not worth a finding: scales, biases."""
+"""The share of all bytes of its role below which an array, as a bias, is no finding."""
 
 DONATED_SHARE = 0.98
 """The part of the state whose memory the results take in a step that donates it."""
@@ -47,7 +47,7 @@ class Leaf:
 
 
 def batch_axes(inputs: Sequence[Leaf]) -> frozenset[str]:
-    """Returns the mesh axes that split the examples: the first axis of what is no state."""
+    """Returns the mesh axes that split the examples: the first axis of inputs that are no state."""
     return frozenset(axis for leaf in _data(inputs) for axis in leaf.leading)
 
 
@@ -107,7 +107,7 @@ def batch(
 def copies(
     outputs: Sequence[Leaf], differing: Sequence[Differs], inputs: Sequence[Leaf]
 ) -> Iterator[Finding]:
-    """Yields a finding where new state is said to be whole along an axis, and differs along it."""
+    """Yields a finding if new state, whole along a mesh axis by its sharding, differs along it."""
     lost = [
         (leaf, sorted(differs.surely - leaf.axes))
         for leaf, differs in zip(outputs, differing, strict=True)
@@ -130,7 +130,7 @@ def copies(
 
 
 def undecided(outputs: Sequence[Leaf], differing: Sequence[Differs]) -> bool:
-    """Whether nothing can be said of some state: what it is made of went round in a ring."""
+    """Whether some state cannot be judged: its operands went round in a ring of devices."""
     pairs = zip(outputs, differing, strict=True)
     return any(leaf.is_state and (d.axes & d.unsure) - leaf.axes for leaf, d in pairs)
 
@@ -138,9 +138,9 @@ def undecided(outputs: Sequence[Leaf], differing: Sequence[Differs]) -> bool:
 def replication(inputs: Sequence[Leaf]) -> Iterator[Finding]:
     """Yields a finding for each piece of optimizer state that is whole on every device.
 
-    Optimizer state is what no product reads. It is known by its parameter: a leaf of the same shape
-    whose path is shorter and has the same end; or, where names do not tell, any weight of the same
-    shape. Where that one is sharded, this one should be.
+    Optimizer state is state that no product reads. Its parameter is a leaf of the same shape whose
+    path is shorter and has the same end (`opt_state/mu/w`, `params/w`); or, where names do not
+    tell, any weight of the same shape. If the parameter is sharded, its state should be.
     """
     state = [leaf for leaf in inputs if leaf.is_state and not is_overwritten(leaf.key_path)]
     large = SMALL_SHARE * sum(leaf.bytes for leaf in state)
@@ -172,8 +172,8 @@ def donation(
 ) -> Iterator[Finding]:
     """Yields a finding where the new state does not take the memory of the old one.
 
-    What counts is whose memory no result takes: JAX pairs what was donated with results of equal
-    shape, so that a metric may have a counter's place, and the new counter a new one.
+    It counts old leaves whose memory no result takes. JAX pairs donated arrays with results of
+    equal shape, so a metric may take a counter's memory, and the new counter other memory.
 
     Args:
       inputs: the leaves that the program reads, by the number of its parameter.

@@ -1,4 +1,4 @@
-"""The slices and clusters that people rent, by the names they know."""
+"""The TPU slices and GPU clusters that people rent, by the names they know."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpjax.pods._chips import CPU, GPUS, TPUS, Chip
 from mpjax.pods._devices import cpu_devices, gpu_devices, tpu_devices
 from mpjax.pods._mesh import axis_sizes, make_mesh
 
-# How gcloud, XPK and libtpu call them. "TensorCores" counts two a chip, as their names do.
+# The names of gcloud, XPK and libtpu. The number behind some counts TensorCores, two a chip.
 _TPU_NAMES = {
     "v4": "v4",
     "v5e": "v5e",
@@ -34,7 +34,7 @@ _CHIPS_PER_HOST = 4
 _GPU_NAME = rf"(?:(\d+)x)?({'|'.join(GPUS)})(?:[a-z0-9\-]*?[:\-](\d+)(?:x(\d+))?)?"
 _NO_SLICE = rf"\d*x?(?:cpu|{'|'.join(GPUS)})"
 
-# Chips of a slice and its shape, where the name gives the number only.
+# Chips of a slice → its shape, for names that give the number only.
 _SHAPES_2D = {
     1: (1, 1),
     4: (2, 2),
@@ -82,20 +82,20 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        """How many devices JAX sees."""
+        """The number of devices that JAX sees."""
         cores = 2 if self.chip.key == "v7x" else 1
         return math.prod(self.shape) * cores * self.num_slices
 
     @property
     def num_hosts(self) -> int:
-        """How many machines, and so processes, drive them."""
+        """The number of machines, and so of processes, that drive them."""
         if self.chip.platform != "tpu":
             return self.shape[0]
         return max(1, math.prod(self.shape) // _CHIPS_PER_HOST) * self.num_slices
 
     @property
     def rings(self) -> tuple[bool, ...]:
-        """Which axes of a TPU slice are closed: the last chip has a link to the first.
+        """The axes of a TPU slice that are closed: the last chip has a link to the first.
 
         Those of 16 chips on v5e and v6e; all of v4, v5p and tpu7x in slices of whole cubes, 4x4x4.
         """
