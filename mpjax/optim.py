@@ -224,13 +224,13 @@ class _LossScaled:
         given = as_scaled_by(scale, updates, is_dynamic=is_dynamic)
         grads = unscale_once_read(scale, _widened(given))
         if "grad" in extra:
-            other = extra["grad"]
+            other = extra["grad"]  # line searches are given the gradient once more, scaled too
             is_same = other is updates
             extra["grad"] = grads if is_same else unscale_once_read(scale, _widened(other))
         flags = [leaf_finite(g) for g in jax.tree.leaves(grads)]
         axes = self._axis_name
         value_finite = agree(leaves_finite(extra.get("value")), axes)
-        plain = _without_overwritten(params)
+        plain = _without_overwritten(params)  # their "gradient" is their next value
         judged: list[Array] = []
 
         def judge(applied: list[bool]) -> Array:

@@ -308,6 +308,7 @@ def _in_turns(ready: dict[str, Any], deadline: float) -> dict[str, tuple[float, 
     steps = {}
     share = max(deadline - time.monotonic(), 0.0) / (max(len(ready), 1) * (SAMPLES + 1))
     for name, program in ready.items():
+        # The first run warms up, and does not count.
         _timed(program, 1)
         each = max(_timed(program, 2), 1e-6)
         steps[name] = max(1, math.ceil(min(SAMPLE_SECONDS, share) / each))

@@ -200,6 +200,7 @@ _BLOCK_UNITS = {"sm_100": 32, "sm_103": 32}  # values that share a scale, in cuD
 def _judge_blocks(size: int, cell: Cell, accelerator: Accelerator) -> Cell:
     """Returns the cell of operands that have a scale for each `size` values; 1 is for no blocks."""
     units = _BLOCK_UNITS.get(accelerator.key)
+    # XLA uses a unit's own blocks only: others are products of 16 bits.
     if size == 1 or cell.status != "native" or units == size:
         return cell
     if units is None and accelerator.key in ("sm_120", "gfx950"):

@@ -178,6 +178,7 @@ def _by_chance(
     low, high = ends
     below, above = map(curve.value, ends)
     chance = (random >> 8).astype(FLOAT32) * 2.0**-24
+    # P(high) = (share - below) / (above - below), so that the mean is the share.
     code = jnp.where(chance * (above - below) < share - below, high, low)
     code = jnp.where(high - level <= snap, high, code)
     return jnp.where(level - low <= snap, low, code)

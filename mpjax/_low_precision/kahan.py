@@ -86,5 +86,6 @@ class _Kahan(RoundingOwner):
     def move(self, p: Array, kept: Array, weight: Array, step: Array) -> tuple[Array, Array]:
         del weight
         full, way = to_full(p), kept.astype(FLOAT32) + step
+        # `way` is the step with the last error; `way - update` is the part that rounding lost.
         update, _ = land(full, nearest(full + way, p.dtype))
         return update, unless_zero(step, (way - update).astype(BFLOAT16), kept)

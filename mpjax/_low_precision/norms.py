@@ -93,6 +93,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         refuse_scaled(updates, "clip_by_global_norm")
         value, factor = _norm(updates)
         limit = jnp.asarray(max_norm, FLOAT32)
+        # The norm is `value * factor`, which float32 may not hold: compare without it.
         inverse = jnp.where(factor > 1, 1 / _SHIFT, jnp.where(factor < 1, _SHIFT, 1.0))
         within = jnp.where(factor > 1, value < limit * inverse, value * factor < limit)
 

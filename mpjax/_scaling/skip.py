@@ -94,6 +94,7 @@ def _traced(
         for number, place in enumerate(of_new.places)
         if place in number_of
     ]
+    # `pairs` say which input reads an output in the next step: a moment is applied later.
     inputs = applied_of(closed, firsts[1], pairs)
     applied = [True] * of_grads.size
     for number, place in enumerate(of_grads.places):

@@ -79,6 +79,7 @@ def adopted(
     if has_form(fresh) or has_form(old):
         if full_params is None and _same_form(fresh, old):
             return old
+        # By way of the plain state: both may store moments or weights in different forms.
         values = adopted(plain(fresh), plain(old), where)
         weights = known_weights(params, old) if full_params is None else full_params
         return formed(fresh, values, params, weights)
@@ -97,6 +98,7 @@ def adopted(
     if outermost:
         counts = ("grads_finite", "skipped_steps", "consecutive_skips", "diverged")
         kept |= {name: getattr(outermost[0], name) for name in counts}
+        # A scale of another kind, as a static one for a dynamic, starts as `fresh` says.
         if kind_of(outermost[0]) == kind_of(fresh):
             kept |= {"loss_scale": outermost[0].loss_scale, "adjustment": outermost[0].adjustment}
     return fresh._replace(**kept)

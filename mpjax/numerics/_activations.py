@@ -114,6 +114,7 @@ def _scaled(plan: RunPlan, graph: Neighbours, row: int) -> int:
     is_low = any(r is not None and jnp.dtype(plan.sites[r].dtype).itemsize == 1 for r in reads)
     if product.operation not in PRODUCTS or not is_low:
         return row
+    # A product of 8-bit codes is multiplied by the scales of both operands, one `mul` each.
     for _ in range(2):
         after = graph.after(row)
         site = plan.sites[after[0]] if len(after) == 1 else None

@@ -53,12 +53,13 @@ def decide(
     if bad is not None:
         return _leaf(bad)
     if not born:
+        # No operation made it of finite operands: -inf of a mask met, or an inf is written.
         turned = [rows[r] for r in followed.turned]
         return _masked(turned[0] if turned else None, leaves)
     first, number = born[0], followed.born[0]
     dtype = plan.sites[number].dtype
     if first.phase == BACKWARD and subject.scaled and scale > 1:
-        fitting = _fitting_scale(plan, again, scale)
+        fitting = _fitting_scale(plan, again, scale)  # cotangents grow with it: try lower ones
         if fitting is not None:
             return _scale_too_high(first, dtype, scale, fitting)
     by_range = passes_range(plan, read, number) and first.operation not in _POLES
@@ -70,6 +71,7 @@ def decide(
         )
         return _beyond(first, dtype, _magnitude(plan, read, number), subject, fix)
     if again.finite_in_float32():
+        # Float32 is finite: an operand was rounded, as 1 - 1e-4 to 1.
         operand = again.operand(number)
         return _rounding(first, None if operand is None else rows[operand], subject, again)
     text = f"{_place(first)} makes {_what(first)} of finite operands, and so it does in float32"
@@ -158,8 +160,10 @@ def _fitting_scale(plan: RunPlan, again: Again, scale: float) -> float | None:
         for site, values in zip(plan.sites, one.values, strict=True)
         if site.phase == BACKWARD and is_narrow(site.dtype) and values[AMAX] > 0
     ]
+    # scale * amax <= max for each cotangent, so log2(scale) <= log2(max / amax).
     exponent = min([math.floor(x) for x in largest] + [math.ceil(math.log2(scale)) - 1])
     while exponent > 0:
+        # That is an estimate, from one run: each power of two is tried, downwards.
         if all(again.read(2.0**exponent).finite):
             return 2.0**exponent
         exponent -= 1

@@ -240,6 +240,7 @@ class _Relative:
         if node is None:
             return None
         if node not in self._known:
+            # Set before the recursion: a loop's carry reads itself.
             self._known[node] = None
             row = self._plan.row_of.get(node)
             if row is not None and self._cancels(row):

@@ -217,6 +217,7 @@ def _program(
     given = [jnp.float32(1), *args]
     leaves, treedef = jax.tree.flatten(given)
     types = tuple(jax.typeof(x) if is_array(x) else id(x) for x in leaves)
+    # Leaves that are no arrays are constants of the program, so they count by identity.
     key = (policy, treedef, types)
     if key not in subject.programs:
         made = LossProgram(subject.make(policy), given, names, subject.where, clock)

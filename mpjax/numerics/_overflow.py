@@ -155,6 +155,7 @@ def _judged(counted: Any, given: Any, measured: tuple[tuple[int, tuple[int, ...]
     """
     # The last entry is finite, and stands where a row has fewer operands than another.
     finite = jnp.zeros_like(counted[:1, 0], jnp.int32)
+    # Given ones in reverse, so that value -1 is the entry right before the last one.
     known = jnp.concatenate([_severity(counted), given[::-1], finite])
     most = max(len(operands) for _, operands in measured)
     count = known.shape[0] - 1
@@ -168,6 +169,7 @@ def _judged(counted: Any, given: Any, measured: tuple[tuple[int, tuple[int, ...]
         worst = jnp.max(known[np.array(table)], axis=1)
     made, infs = known[rows], counted[rows, INF]
     born = jnp.where(infs > 0, BORN_INF, jnp.where(made == HAS_NAN, BORN_NAN, INHERITED))
+    # NaN of an inf, without a NaN among the operands: inf - inf, 0 * inf.
     turned = jnp.where((made == HAS_NAN) & (worst == HAS_INF), TURNED, INHERITED)
     origin = jnp.where(worst == FINITE, born, turned).astype(jnp.float32)
     return jnp.concatenate([counted[rows], origin[:, None]], axis=1)

@@ -249,6 +249,7 @@ class RunPlan:
         block, outs = self._block(jaxpr, inputs, self._at(around, level))
         for node, out in zip(merged, outs, strict=True):
             self._tie(node, out)
+        # The merged nodes, and not `outs`: a loop of no iterations returns its initial carry.
         return merged, RunStep(eqn, RunAs.WHILE, (block,), len(around.levels))
 
     def plan_cond(self, eqn: Any, operands: Any, around: _Around) -> Any:
@@ -305,6 +306,7 @@ def _kind(eqn: Any) -> RunAs:
     if name in by_name:
         return by_name[name]
     if name in structure.CHECKPOINTS:
+        # A checkpoint that was not differentiated recomputes nothing: it is a call.
         return RunAs.REMAT if eqn.params.get("differentiated") else RunAs.INLINED
     if name in _INLINED:
         return RunAs.INLINED

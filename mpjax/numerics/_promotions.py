@@ -230,6 +230,7 @@ class _PromotionWalk:
 
         for eqn in jaxpr.jaxpr.eqns:
             inside = (*path, *_names.modules(_names.scopes.of(eqn)))
+            # Inside a function of JAX, as `jnp.mean`, equations count to the line that called it.
             call = outer if outer is not None and outer.where else call_of(eqn)
             values = [read(v) for v in eqn.invars]
             if eqn.primitive.name in _INLINED:
@@ -301,6 +302,7 @@ def _leaves_line(node: _Node, readers: dict[Any, list[_Node]], outs: set[Any]) -
         if value in outs:
             return True
         for reader in readers.get(value, ()):
+            # A value that is widened and narrowed again within one line was meant to be.
             if reader.call.where != node.call.where or reader.call.line != node.call.line:
                 return True
             wide = [v for v in reader.eqn.outvars if _itemsize(v) >= 4]

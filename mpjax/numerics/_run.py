@@ -221,6 +221,7 @@ class Runner:
         """Returns the rows of a loop after one more iteration."""
         is_mine = lax.broadcasted_iota(jnp.int32, new.index.shape, 1) == level
         index = jnp.where(is_mine, number, new.index)
+        # The index stays that of the first iteration with something to report.
         news = self.instrument.is_news(new.values, total.values)[:, None]
         return RowValues(self.merged(total.values, new.values), jnp.where(news, index, total.index))
 
@@ -272,6 +273,7 @@ class Runner:
     def _joined(self, tracked: TrackedValue) -> TrackedValue:
         if tracked.extra is None or self.instrument.shadows:
             return tracked
+        # The knowledge of a stack is the worst of its slices; `initial` is for a scan of no steps.
         return TrackedValue(tracked.value, jnp.max(tracked.extra, 0, initial=0))
 
     def run_while(self, body: _Body, step: RunStep, operands: list[TrackedValue]) -> Any:
@@ -309,6 +311,7 @@ class Runner:
         def branch(chosen: int) -> Callable[..., Any]:
             def run() -> Any:
                 outs, rows = self.body(step.blocks[chosen], rest)
+                # `cond` needs equal results of all branches: the rows of the others are zeros.
                 pieces = [self._zeros(block.rows) for block in step.blocks]
                 pieces[chosen] = rows
                 return _as_arrays(outs), _concatenated(pieces)

@@ -115,6 +115,7 @@ class Search:
         for tried in self.tried:
             if tried.full == key and tried.compiled == compiled:
                 return tried.error
+        # A program compiled as one rounds differently, in float32 too: each has its reference.
         if compiled not in self.references:
             self.references[compiled] = _gradients(self._full, self.given, compiled=compiled)
         gradients = _gradients(
@@ -159,6 +160,7 @@ class Search:
             middle = (few + enough) // 2
             few, enough = (few, middle) if self.fits(ranked[:middle]) else (middle, enough)
         kept = list(self.choice.roots(ranked[:enough]))
+        # From the end of the ranking: the modules that add the least.
         for module in list(reversed(kept)):
             without = [m for m in kept if m != module]
             if self.fits(without):

@@ -83,6 +83,7 @@ def limits(dtype: Any) -> tuple[np.uint32, np.uint32]:
     info = jnp.finfo(dtype)
     half_of_least = np.float64(info.smallest_subnormal) / 2
     largest = np.float64(info.max)
+    # Half a unit above the largest number: from there on, rounding gives inf.
     beyond = largest + 2.0 ** (np.floor(np.log2(largest)) - info.nmant - 1)
     ends = np.array([half_of_least, min(beyond, np.inf)]).astype(np.float32).view(np.uint32)
     return np.uint32(ends[0]), np.uint32(ends[1])

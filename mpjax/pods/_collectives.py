@@ -119,6 +119,7 @@ def find_collectives(
             )
             for number, own in enumerate(_arrays(flow, computation, instruction, names, common)):
                 key = _once(computation, instruction, number)
+                # Of the parts of one collective, keep the one whose parameter is known.
                 if key not in by_key or (own.path and not by_key[key].path):
                     by_key[key] = own
     return tuple(by_key.values())
@@ -137,6 +138,7 @@ def _arrays(
         place = Place(computation.name, instruction.name, (position,) if len(parts) > 1 else ())
         operand = Place(computation.name, instruction.operands[position])
         dtype = _dtype(flow, place, operand, shape)
+        # XLA:GPU joins gradients end to end and sums them as one array.
         cut = flow.parts_of(place) if common["kind"] == "all-reduce" else []
         pieces = [(Shape(dtype, (size,)), places) for size, places in cut]
         for array, places in pieces or [(Shape(dtype, shape.dims, shape.space), [place])]:

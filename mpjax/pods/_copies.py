@@ -163,6 +163,7 @@ class _Reader:
         if instruction.opcode == "conditional":
             pairs = zip(instruction.called, operands[1:], strict=True)
             branches = [self.evaluate(name, (value,)) for name, value in pairs]
+            # Where the choice differs between devices, so do results, of different branches.
             return _spread(functools.reduce(_join, branches), _joined(operands[0]))
         if instruction.opcode == "async-update":
             begun = computation.instructions[instruction.operands[0]]
@@ -224,6 +225,7 @@ def _end_to_end(
         (place,) = instruction.proto.messages(17)
         return operands[0].between(place.integer(1), place.integer(2))
     whole = [value for value in operands if isinstance(value, Joined)]
+    # Elementwise, parts stay apart only if all operands are cut at the same places.
     sizes = {tuple(size for size, _ in value.parts) for value in whole}
     keeps = sum(next(iter(sizes))) == shape.elements and len(shape.dims) == 1
     if instruction.opcode not in _BY_ELEMENT or len(sizes) > 1 or not keeps:

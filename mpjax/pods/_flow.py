@@ -204,6 +204,7 @@ class ValueFlow:
         for computation, caller in self.module.callers.get(at.computation, ()):
             if caller.opcode == "while":
                 yield Place(computation.name, caller.operands[0], at.part)
+                # A loop's parameter is its initial value, or what the body returned a turn before.
                 body = self.module.computations[caller.body]
                 yield Place(body.name, body.root.name, at.part)
             elif caller.opcode == "conditional":  # its operand 0 is the choice

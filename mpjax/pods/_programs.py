@@ -162,6 +162,7 @@ def _difference(a: Any, b: Any) -> str:
     a, b = getattr(a, "jaxpr", a), getattr(b, "jaxpr", b)
     for x, y in zip(a.eqns, b.eqns, strict=False):
         for one, other in zip(_inside(x), _inside(y), strict=False):
+            # Inside first, to name the innermost equation that differs.
             if difference := _difference(one, other):
                 return difference
         if difference := _equation_difference(x, y):
@@ -215,6 +216,7 @@ def _equal(x: Any, y: Any) -> bool:
         return False
     if jax.dtypes.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.extended):
         return True  # PRNG keys: their data is a constant of its own
+    # Its values are on other hosts, and cannot be compared here.
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return True
     return np.asarray(x).tobytes() == np.asarray(y).tobytes()  # NaN is equal to itself

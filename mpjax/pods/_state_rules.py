@@ -187,6 +187,7 @@ def donation(
     lost: list[Leaf] = []
     for number, leaf in state.items():
         if number not in taken and waiting[leaf.shape] > 0:
+            # Only where a result of its shape is without memory: other leaves have no successor.
             waiting[leaf.shape] -= 1
             lost.append(leaf)
     size, whole = (sum(leaf.bytes for leaf in leaves) for leaves in (lost, state.values()))
