@@ -123,10 +123,10 @@ def with_loss_scale(
     on, of parameters frozen by `optax.set_to_zero`, say, are not judged.
 
     Clipping goes inside, where gradients are unscaled: `with_loss_scale(optax.chain(
-    optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))`. So does what accumulates or filters
-    (`optax.MultiSteps`): around it, its own arithmetic would make NaN of a skipped step. Behind it
-    in a chain weight decay and momentum act on skipped steps too, except in `make_train_step`,
-    which takes back all that a skipped step did.
+    optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))`. So does a transformation that
+    accumulates or filters (`optax.MultiSteps`): around it, its own arithmetic would make NaN of a
+    skipped step. Behind it in a chain weight decay and momentum act on skipped steps too, except in
+    `make_train_step`, which takes back all that a skipped step did.
 
     Args:
       inner: any optax transformation.

@@ -162,13 +162,13 @@ class TrainStep:
         """Returns a state that another policy left, or another loss scale, as one of this step.
 
         Restore a checkpoint into a state of the step that wrote it, then adopt that: a run in
-        bfloat16 goes on in float16, or one without loss scaling with it. What is of one kind goes
-        on as it was; a loss scale of another kind starts afresh. The state given stays usable.
+        bfloat16 goes on in float16, or one without loss scaling with it. Parts of one kind go
+        on as they were; a loss scale of another kind starts afresh. The state given stays usable.
 
         Args:
           state: a `TrainState`; or a Flax `TrainState`, or a checkpoint that was restored as bare
             dictionaries, with `params`, `opt_state` and `step`.
-          extra_state: what takes the place of the state's own; None for that.
+          extra_state: a tree in place of the state's own; None for that.
           batch: as in `init`, where the state has no amax histories.
 
         Raises:
@@ -210,9 +210,9 @@ class TrainStep:
         each operation. A step that is not diagnosed pays nothing for it.
 
         Args:
-          state: what the skipped step returned.
-          batch: what it was given.
-          metrics: what it returned; they hold the loss scale that it used. None for the loss scale
+          state: the state that the skipped step returned.
+          batch: the batch that it was given.
+          metrics: its metrics; they hold the loss scale that it used. None for the loss scale
             of the state, which a skip has lowered.
 
         Returns:

@@ -86,7 +86,7 @@ def canonical_dtype(spec: DTypeSpec, where: str) -> DType:
 
 
 def existing_dtype(name: str) -> DType | None:
-    """Returns the dtype of which `name` is the full name, None where there is none.
+    """Returns the dtype with the full name `name`, None for none.
 
     NumPy's codes are no names here: to it 'O4' is an object, 'e' a float16 and 'float' a float64.
     """

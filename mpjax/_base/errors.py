@@ -27,15 +27,15 @@ def message(where: str, got: str, *lines: str) -> str:
 
     Args:
       where: the function, argument or path at fault, as the user writes it.
-      got: what was wrong with it, one sentence.
-      *lines: what is allowed, then what to type instead; each becomes an indented line.
+      got: the fault, in one sentence.
+      *lines: the allowed values, then the code to type; each becomes an indented line.
     """
     return "\n  ".join((f"{where}: {got}", *lines))
 
 
 @contextlib.contextmanager
 def needed_by(module: str) -> Generator[None]:
-    """Says what to install where an import that a module of mpjax needs fails."""
+    """Names the package to install if an import of a module of mpjax fails."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -81,8 +81,8 @@ def leaf_paths(tree: PyTree) -> list[str]:
     """Returns the paths of the leaves of `tree`, in order.
 
     The trailing `value` of an NNX variable is not part of its path. To JAX it is an attribute
-    like any other; what sets it apart is that a variable has no second one, unlike a module with
-    a `query`, a `key` and a `value`.
+    like any other. But a variable has no second one, unlike a module with a `query`, a `key` and
+    a `value`.
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     below = collections.Counter(path[:end] for path in paths for end in range(len(path)))

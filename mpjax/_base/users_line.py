@@ -11,8 +11,8 @@ def users_line(error: BaseException, file: str = "") -> list[str]:
     """Returns the last line of the user's own code in a traceback, as a line of a message.
 
     Args:
-      error: what was raised there.
-      file: where it is looked for first; without it, in all that is no installed package.
+      error: the exception.
+      file: the file to look in first; without it, all files that are in no installed package.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return [f"At {Path(error.filename).name}:{error.lineno}: {(error.text or '').strip()}"]

@@ -101,9 +101,9 @@ def diagnose(
       target: 'FILE.py:FUNCTION' or 'package.module:FUNCTION'.
       arguments: one a parameter: a name in the file, or a shape such as 'f32[8,128]'. Without
         any, each parameter is what the file calls by its name.
-      policies: what to compare.
+      policies: the policies to compare.
       accelerator: for which the support is looked up.
-      compiler: what counts, and the name of its target; None for this machine's.
+      compiler: a compiler that counts, with the name of its target; None for this machine's.
       track: shows progress over the policies.
 
     Raises:

@@ -192,7 +192,7 @@ def warn_of(
     """Warns of each rule that changes nothing, and of modules that the policy cannot reach.
 
     Args:
-      policy: what was set.
+      policy: the policy that was set.
       findings: all modules of the network, by path.
       where: the function in whose name the warnings speak.
       model: the name that may stand before each path.

@@ -1,1 +1,1 @@
-"""Optimizers for parameters and moments of 16 and 8 bits; `mpjax.optim` names what is public."""
+"""Optimizers for parameters and moments of 16 and 8 bits; `mpjax.optim` exports them."""

@@ -24,7 +24,7 @@ def apply_updates(params: PyTree, updates: PyTree, opt_state: PyTree = None) -> 
 
     Args:
       params: the parameters.
-      updates: what an optimizer's `update` returned.
+      updates: the updates that an optimizer's `update` returned.
       opt_state: the state that it returned, or None. With float32 master weights in it a
         parameter becomes its rounded copy also where no float32 update leads there: where their
         difference is beyond float32, or the parameter was changed by other means and is 2¹⁶ times

@@ -155,7 +155,7 @@ def _whole_code(share: Array, random: Array, is_second: bool) -> Array:
 
 
 def _float_code(share: Array, random: Array, is_second: bool) -> Array:
-    """Returns a float8 code, whose range is that of the whole ones."""
+    """Returns a float8 code; these reach as far down as whole codes."""
     power = _SECOND8 if is_second else _FIRST8
     level = jnp.minimum(power.level(share), FLOAT8_MAX)
     ends = [stochastic(level, FLOAT8, jnp.full_like(random, r)) for r in (0, 2**32 - 1)]

@@ -47,7 +47,7 @@ def with_master_weights(
     (19 from float16). An update below 2⁻¹⁷ of its weight (2⁻²⁰) is then lost: learning rates of
     1e-5 and more suit weights of ordinary size.
 
-    `inner` sees float32 weights and gradients. What comes back are float32 updates with which
+    `inner` sees float32 weights and gradients. The results are float32 updates with which
     `optax.apply_updates(params, updates)` gives the weights, rounded to the parameter's dtype, bit
     for bit.
 

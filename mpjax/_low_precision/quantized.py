@@ -48,7 +48,7 @@ def with_quantized_state(
     Codes are finest near the block's largest and reach down to 10⁻⁸ of it, in a second moment to
     10⁻¹⁴, so that neither loses what is small beside its neighbours; a second moment that is not 0
     does not become 0, which would make a step of 1/eps. Codes are chosen by chance, so that the
-    mean of what they stand for is exact, as in `with_state_dtypes`.
+    mean of the decoded values is exact, as in `with_state_dtypes`.
 
     The more the gradients of a block differ, the coarser are the codes of the small ones: with
     columns alike, the largest single update in int8 is 1.1 times Adam's, and 3 times with one

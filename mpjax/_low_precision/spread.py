@@ -123,7 +123,7 @@ def _param(path: KeyPath, known: dict[KeyPath, str]) -> str:
 
 @jax.jit
 def _measured(codes: Array, is_sound: Array) -> tuple[Array, Array]:
-    """Returns the widest spread of a moment's gradients, and the share of those that are small."""
+    """Returns the widest spread of a moment's gradients, and the share of small ones."""
     size = jnp.sqrt(shares(codes, is_second=True))
     widest = 1 / jnp.min(jnp.where(size > 0, size, 1.0))
     small = jnp.mean((size > 0) & (size < 1 / WIDE), dtype=jnp.float32)

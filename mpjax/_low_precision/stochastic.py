@@ -118,7 +118,7 @@ class _Stochastic(RoundingOwner):
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def _chances(key: Array, place: Array | np.uint32, shape: tuple[int, ...]) -> Array:
-    """Returns u32[shape] of which the upper half is random."""
+    """Returns u32[shape]; the upper 16 bits of each are random."""
     bits = jax.random.bits(jax.random.fold_in(key, place), shape, jnp.uint16)
     return bits.astype(jnp.uint32) << 16
 

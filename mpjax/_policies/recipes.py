@@ -54,8 +54,8 @@ class Recipe:
         for both or a pair; None to multiply in the policy's own dtype.
       dgrad: those of the gradient and the weight, which give the input's gradient.
       wgrad: those of the gradient and the input, which give the weight's.
-      granularity: what has a scale of its own: "tensor", or "channel", that is each row of what
-        a product adds up over.
+      granularity: the part that has a scale of its own: "tensor", or "channel", that is each row
+        that a product adds up over.
       margin: bits that are left free above the largest value.
 
     Raises:

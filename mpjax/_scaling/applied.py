@@ -25,7 +25,7 @@ def applied_of(closed: Any, steps: int, states: Sequence[tuple[int, int]]) -> li
 
     Args:
       closed: a closed jaxpr, whose first results are the updates.
-      steps: how many they are.
+      steps: the number of these.
       states: pairs of an input and a result, which is the next step's input.
     """
     used = [index < steps for index in range(len(closed.jaxpr.outvars))]

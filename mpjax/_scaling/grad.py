@@ -199,7 +199,7 @@ def differentiated(
     Args:
       transform: `jax.value_and_grad` or one of its kind, with all but the function and `has_aux`.
       fun: the loss function.
-      scale: what the loss is multiplied with while it is differentiated.
+      scale: the factor of the loss while it is differentiated.
       has_aux, unscale, holomorphic: as in `value_and_grad`.
       name: of the function, for messages.
     """

@@ -116,7 +116,7 @@ def refuse_before(opt_state: PyTree, where: str, *, is_optimizer: bool) -> None:
 
     Args:
       opt_state: an optimizer's state, or anything that may hold one.
-      where: who refuses, for the message.
+      where: the function's name, for the message.
       is_optimizer: whether it is the state of an optimizer for certain: then every tuple in it is
         a chain, and every ordered dictionary a named one. Else what stands before must be a
         state of optax or mpjax.

@@ -27,7 +27,7 @@ def as_scaled_by(scale: LossScale, grads: PyTree, *, is_dynamic: bool) -> PyTree
 
     Args:
       scale: that of the optimizer's state.
-      grads: what the optimizer was given.
+      grads: the gradients that the optimizer was given.
       is_dynamic: whether the scale moves.
 
     Raises:

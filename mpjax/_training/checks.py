@@ -143,9 +143,9 @@ def check_scale_fits(
     """Refuses an optimizer whose own wrapper does not go with the rest of the arguments.
 
     Args:
-      tx_state: what the given optimizer starts from; it holds a loss scale.
-      params: what it is for.
-      loss_scale: what was given beside it.
+      tx_state: the initial state of the given optimizer; it holds a loss scale.
+      params: the parameters to optimize.
+      loss_scale: the loss scale that was given beside it.
       policy: the step's.
     """
     _refuse_two(loss_scale)
@@ -176,7 +176,7 @@ def check_own(
     Args:
       policy: the step's.
       params, opt_state: of the state that was given.
-      wanted, fresh: what the step itself would make of these parameters.
+      wanted, fresh: the parameters and the initial state that the step would make of these.
     """
     fix = "A checkpoint of another policy: step.adopt(state). Else start with step.init(params)."
     pairs = zip(leaf_paths(wanted), *map(jax.tree.leaves, (wanted, params)), strict=True)
@@ -218,7 +218,7 @@ _NEEDS_VALUES = (
 
 
 def one_batch(batch: tuple[PyTree, ...]) -> PyTree:
-    """Returns the batch that a step was called with, of which there is to be one.
+    """Returns the one batch that a step was called with.
 
     Raises:
       TypeError: there is none, or there are several.
@@ -296,8 +296,8 @@ def split_outputs(
     """Returns the results of a loss function as `loss, (weight, extra_state, aux)`.
 
     Args:
-      out: what it returned.
-      extra_state: what it was given; None if it has none.
+      out: its results.
+      extra_state: the state that it was given; None for none.
       has_aux, weighted: as in `make_train_step`.
     """
     loss = "(loss, weight)" if weighted else "loss"

@@ -35,10 +35,10 @@ def history_of(
     Args:
       policy: the step's.
       loss_fn: the loss function, as it was given.
-      args: what it takes before the batch.
+      args: its arguments before the batch.
       batch: a batch as the step takes it; None for none.
       parts: the step's micro-batches, of which one is run.
-      loss_scale: what the loss is scaled by.
+      loss_scale: the factor of the loss.
 
     Raises:
       ValueError: histories are needed, and there is no batch.

@@ -63,10 +63,10 @@ def over_parts(
     Args:
       differentiate: `(params, extra_state, part) -> ((loss, (weight, extra_state, aux)), grads)`;
         the weight of a micro-batch in the mean is None where all weigh the same.
-      params: what is differentiated.
+      params: the loss is differentiated by them.
       extra_state: handed from one micro-batch to the next.
-      batch: what is cut.
-      parts: how many micro-batches there are, and along which axes they are cut.
+      batch: the batch to cut.
+      parts: the number of micro-batches, and the axes of the cut.
 
     Returns:
       With weights, the first and the last are sums of what each micro-batch adds, its weight

@@ -44,7 +44,7 @@ def decide(
     scale: float,
     again: Again,
 ) -> Cause:
-    """Returns the cause; what it claims of another loss scale or of float32 was measured."""
+    """Returns the cause; its claims about another loss scale or float32 were measured."""
     if all(read.finite):
         return _healthy(rows, followed, subject)
     born = [rows[r] for r in followed.born]

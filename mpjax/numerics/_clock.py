@@ -62,5 +62,5 @@ def _shown(progress: bool | None) -> Callable[[str], None]:
 
 
 def _is_looked_at() -> bool:
-    """Whether stderr is a terminal, or that of a notebook."""
+    """Whether stderr is a terminal, or a notebook's."""
     return sys.stderr.isatty() or "ipykernel" in type(sys.stderr).__module__

@@ -1,4 +1,4 @@
-"""`diagnose`: what made the loss or a gradient not finite, where it went, and what to type."""
+"""`diagnose`: the operation that made an inf or NaN, its way to the loss, and the fix."""
 
 from __future__ import annotations
 

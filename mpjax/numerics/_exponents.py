@@ -126,7 +126,7 @@ class ExponentReport(Shown):
         return [*blocks, spent(self.seconds)] if self.seconds else blocks
 
     def _worst(self, count: int) -> list[Spread]:
-        """Returns the spreads of which float16 loses most, in their order."""
+        """Returns the spreads in which float16 loses most, in their order."""
         by_loss = sorted(self.spreads, key=lambda s: -sum(_shares(s.histogram.lost("float16"))))
         chosen = set(map(id, by_loss[:count]))
         return [s for s in self.spreads if id(s) in chosen]
@@ -143,9 +143,9 @@ class ExponentReport(Shown):
 
         Args:
           axis: of matplotlib, to draw on; None for a figure of its own.
-          kinds: which to draw, of 'weight', 'activation', 'gradient' and 'wgrad'.
+          kinds: the kinds to draw, of 'weight', 'activation', 'gradient' and 'wgrad'.
           loss_scale: with which gradients are drawn once more; 1 for not.
-          formats: of which to draw where they end, also 'bfloat16'.
+          formats: the formats whose ends to draw; also 'bfloat16'.
 
         Raises:
           ValueError: there is no such kind, or no such format.
@@ -252,7 +252,7 @@ def exponents(
 
 
 def _spreads(plan: RunPlan, values: Any, params: str, scale: float) -> list[Spread]:
-    """Returns the rows by module and kind; what runs twice, in a checkpoint, counts once."""
+    """Returns the rows by module and kind; one that a checkpoint runs twice counts once."""
     counts: dict[tuple[str, str], Any] = {}
     outputs = _output_rows(plan)
     made = {*outputs, *_read_by(plan, outputs)} if scale != 1 else set(outputs)

@@ -16,9 +16,9 @@ class Format:
     """The range of a dtype, as exponents of two."""
 
     name: str
-    smallest: int  # of its smallest subnormal number; what is below half of it becomes 0
+    smallest: int  # of its smallest subnormal number; less than half of it becomes 0
     normal: int  # of its smallest normal number
-    largest: int  # of its largest number; what is 2**(largest + 1) or more does not fit
+    largest: int  # of its largest number; 2**(largest + 1) does not fit
 
     @property
     def zero_below(self) -> int:
@@ -99,12 +99,12 @@ class Histogram:
     def lost(self, dtype: str, scale: float = 1.0) -> Lost:
         """Returns the losses of a dtype, of these values, times a scale.
 
-        Exponents tell: half of what lies one exponent below the smallest number rounds up to it,
-        and is counted as kept.
+        Exponents decide: values one exponent below the smallest number, at least half of it, round
+        up to it, and are counted as kept.
 
         Args:
           dtype: 'float16', 'bfloat16', 'float8_e4m3fn' or 'float8_e5m2'.
-          scale: what the values are multiplied with first; taken as a power of two.
+          scale: a factor of the values; taken as a power of two.
 
         Raises:
           ValueError: there is no such format.

@@ -37,7 +37,7 @@ def in_reference(eqn: Any, operands: Sequence[Any], outs: Sequence[Any], dtype: 
     Args:
       eqn: the equation.
       operands: its operands, floating ones in the reference dtype.
-      outs: what it gave as it was traced; what cannot be computed otherwise is that.
+      outs: its results as it was traced; returned where it cannot run in the reference dtype.
       dtype: the reference's.
     """
     name = eqn.primitive.name

@@ -1,8 +1,8 @@
-"""Runs a program again with an instrument on each operation, and gathers what it read.
+"""Runs a program again with an instrument on each operation, and gathers its readings.
 
-The program is bound as it was traced, equation by equation, so that what is measured is what runs;
-only the instrument's readings are carried along, a few numbers a row. Loops carry them, branches
-return zeros for what was not taken, shards return theirs side by side.
+The program is bound as it was traced, equation by equation, so that the measured program is the one
+that runs. Only the instrument's readings are added, a few numbers a row: loops carry them, branches
+that are not taken return zeros, shards return theirs side by side.
 """
 
 from __future__ import annotations

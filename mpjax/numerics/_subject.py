@@ -28,7 +28,7 @@ Make = Callable[[Any], Callable[..., Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A loss function, how it is differentiated, and what its arguments are called."""
+    """A loss function, its derivative under a policy, and the names of its arguments."""
 
     name: str
     policy: Any

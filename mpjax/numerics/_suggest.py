@@ -207,7 +207,7 @@ def _costs(
 
 
 def _low_policy(policy: Any) -> Policy:
-    """Returns the policy of what is not kept in float32."""
+    """Returns the policy of the modules that are not kept in float32."""
     low = get_policy(policy)
     if not isinstance(low, Policy):
         got = "got a PolicyMap, and it makes one."

@@ -25,7 +25,7 @@ def judged(
       report: of the same run.
       program: it returns true gradients.
       given: its arguments.
-      grads: what the user's step gave its optimizer.
+      grads: the gradients that the user's step gave its optimizer.
       where: the function that messages speak for.
 
     Raises:

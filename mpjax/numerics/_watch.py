@@ -44,9 +44,9 @@ def watched(every: int | None, seen: Seen, policy: Any, axis_name: AxisName) -> 
     """Returns the state for the update to read, and {"watched": statistics by kind and module}.
 
     Args:
-      every: in every how many steps they are computed; in the others they are NaN. None for never.
+      every: the steps from one computation to the next; between, they are NaN. None for never.
       seen: the step's values.
-      policy: whose `compute_dtype` values are held against: weights and activations as they are,
+      policy: values are held against its `compute_dtype`: weights and activations as they are,
         gradients scaled.
       axis_name: the step's.
 

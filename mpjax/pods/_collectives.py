@@ -96,7 +96,7 @@ def find_collectives(
     Args:
       module: the compiled program.
       flow: the ways of its values.
-      runs: how often each of its computations runs.
+      runs: the number of runs of each computation.
       names: of its inputs and outputs.
       name_source: picks the line to name among those that led to an instruction.
     """

@@ -40,7 +40,7 @@ def check_file(
     Args:
       load: imports the file and returns the module and the function.
       command: the arguments of `python -m mpjax` that print the job's outline, for that process.
-      topology: what it is checked for.
+      topology: the devices to check it for.
 
     Raises:
       ValueError: the file, or what it builds, raises; the message has its line.
@@ -145,7 +145,7 @@ def _is_library(line: str) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Generator[None]:
-    """Keeps what compilers write to stderr by themselves, and shows it if they fail."""
+    """Holds compilers' own output to stderr back, and shows it if they fail."""
     sys.stderr.flush()
     with tempfile.TemporaryFile() as kept:
         before = os.dup(2)

@@ -90,7 +90,7 @@ def outputs_that_differ(
       module: the compiled program.
       inputs: the axes that split each parameter, by its number.
       mesh: axis sizes, in the order of the devices.
-      slice_axes: those whose devices are on several TPU slices.
+      slice_axes: mesh axes whose devices are on several TPU slices.
     """
     reader = _Reader(module, mesh, slice_axes)
     entry = module.entry

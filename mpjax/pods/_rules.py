@@ -106,7 +106,7 @@ def repeated(
     """Yields a finding for each gradient that is summed over devices several times in a step.
 
     That is so in a loop over micro-batches that reduces in each turn. A weight that is used twice
-    has two gradients, each of which may be reduced; it is in no loop.
+    has two gradients, and each may be reduced; it is in no loop.
     """
     by_path = {leaf.path: leaf for leaf in leaves}
     same = (c for c in collectives if c.role == "gradients" and c.kind in _SUMS)

@@ -178,7 +178,7 @@ def donation(
     Args:
       inputs: the leaves that the program reads, by the number of its parameter.
       outputs: the leaves of the results.
-      aliases: which parameter's memory each output takes.
+      aliases: output → the parameter whose memory it takes.
     """
     state = {number: leaf for number, leaf in inputs.items() if leaf.is_state}
     taken = set(aliases.values())

@@ -70,7 +70,7 @@ class Topology:
 
     Attributes:
       name: as it was asked for, 'v5e-256'.
-      chip: what one device can do.
+      chip: the peaks of one device.
       shape: chips of a TPU slice by axis; hosts and devices a host otherwise.
       num_slices: TPU slices that a slower network connects.
     """
