@@ -272,6 +272,7 @@ class TrainStep:
         arguments = (loss_scale, state.params, state.extra_state, batch, state.amax_history)
         look = Seen(state, loss_scale, self._twin(self.policy), arguments)
         state, watching = watched(self._watch, look, self.policy, self._axis_name)
+        # For line searches and the like; `update_with` leaves out those that `tx` does not take.
         extra = {"value": loss, "grad": grads, "value_fn": self._value_fn(state, batch)}
         updates, opt_state, applied = update_with(tx, grads, state.opt_state, state.params, extra)
         scaling = find_states(opt_state)[0][1]

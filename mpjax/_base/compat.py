@@ -216,6 +216,7 @@ def jit_options(params: dict[str, Any], extra: Sequence[int]) -> dict[str, Any]:
       extra: the inputs of which a second copy follows the inputs; it is placed as they are.
     """
     options: dict[str, Any] = {"keep_unused": params["keep_unused"]}
+    # The default, False or in JAX 0.12 AUTO, is left out.
     if getattr(params["inline"], "name", params["inline"]) not in (False, "AUTO"):
         options["inline"] = params["inline"]
     donated = tuple(i for i, is_donated in enumerate(params["donated_invars"]) if is_donated)

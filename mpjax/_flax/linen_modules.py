@@ -161,6 +161,7 @@ def _enter(
     module: nn.Module, setting: Setting, method: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """Returns the result of `method` under the setting, which is entered unless it has been."""
+    # Unbound: it has no path yet, and makes no submodules.
     if module.scope is None:
         return method(module, *args, **kwargs)
     region = _region.get()

@@ -42,20 +42,14 @@ def describe_state(state: Any) -> str:
     for name in ("params", "opt_state", "extra_state", "amax_history"):
         text = _sizes(getattr(state, name), counted=name == "params")
         lines += [f"  {name.removesuffix('_history'):12}{text}"] if text else []
-    for path, scale_state in find_states(state.opt_state):
-        kind = (
-            "no"
-            if scale_state.adjustment is None
-            else "dynamic"
-            if scale_state.adjustment
-            else "static"
-        )
-        text = "none" if kind == "no" else f"{_value(scale_state.loss_scale)} ({kind})"
-        skips = f"{_value(scale_state.skipped_steps)} steps skipped"
-        row = f"{_value(scale_state.consecutive_skips)} in a row"
+    for path, scaling in find_states(state.opt_state):
+        kind = "no" if scaling.adjustment is None else "dynamic" if scaling.adjustment else "static"
+        text = "none" if kind == "no" else f"{_value(scaling.loss_scale)} ({kind})"
+        skips = f"{_value(scaling.skipped_steps)} steps skipped"
+        row = f"{_value(scaling.consecutive_skips)} in a row"
         place = f" at {path!r}" if path else ""
         lines.append(f"  {'loss scale':12}{text}; {skips}, {row}{place}")
-        if _value(scale_state.diverged) == "True":
+        if _value(scaling.diverged) == "True":
             lines.append("  diverged: mpjax.raise_if_diverged(state.opt_state, state.params)")
     return "\n".join(lines)
 

@@ -300,6 +300,7 @@ def unscaled(counted: Any, scale: float) -> Any:
     kept = counted[shift:BINS] if shift > 0 else counted[: BINS + shift]
     if shift > 0:
         moved[: BINS - shift] = kept
+        # Magnitudes below the lowest exponent count with it.
         moved[0] += counted[:shift].sum()
     else:
         moved[-shift:BINS] = kept

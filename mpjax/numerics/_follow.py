@@ -46,6 +46,7 @@ def follow(plan: RunPlan, values: Any, index: Any, bad_outputs: Sequence[bool]) 
     leaves = [row for row in order if is_leaf(plan.sites[row])]
     inner = [row for row in order if not is_leaf(plan.sites[row])]
     arguments = np.array([site.phase == "argument" for site in plan.sites], bool)
+    # Not finite, and on no way to the loss: an unused branch of `where`, an unused argument.
     apart = [
         row
         for row in np.flatnonzero(bad & (arguments | (made >= BORN_NAN))).tolist()

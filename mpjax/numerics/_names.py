@@ -63,9 +63,11 @@ def adopt(plan: PlanGraph) -> None:
     graph = Neighbours(plan)
     for row in range(plan.arguments, len(plan.sites)):
         site = plan.sites[row]
+        # The rounding of a product's result goes by the product's name.
         if site.operation == "rounded_result":
             site.operation = next((plan.sites[r].operation for r in graph.before(row)), "")
         if site.operation == "convert_element_type":
+            # A cast of a product's operand, say, stands in the product's module.
             for reader in graph.after(row)[:1]:
                 _inside_of(site, plan.sites[reader])
         if not site.where and site.phase != "constant":

@@ -136,6 +136,7 @@ def bytes_kept(
         return jax.vjp(loss, list(arrays))[1]
 
     _, chosen, _ = of_leaves(loss_fn, policy, params, rest, has_aux=has_aux)
+    # The leaves of a pullback are its residuals.
     kept = jax.tree.leaves(jax.eval_shape(pullback, chosen))
     return sum(math.prod(x.shape) * _itemsize(x) for x in kept)
 

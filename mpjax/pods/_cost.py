@@ -68,6 +68,7 @@ def count(module: Module, runs: Runs) -> Cost:
 def _fused(module: Module) -> set[str]:
     """Returns the computations inside fusions: their values stay on the chip."""
     names = set[str]()
+    # Reversed: a computation stands after all that it calls.
     for computation in reversed(tuple(module.computations.values())):
         for instruction in computation.instructions.values():
             fused = instruction.is_call and instruction.opcode not in _CALLS
