@@ -121,16 +121,16 @@ def autocast(
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        found = get_policy(policy)
-        _check_place(found, fun)
-        warn_of_other_step(found, f"autocast({_name(fun)})")
-        settings = Settings(found, ordered, widest, algorithm, params=named)
-        _check_algorithm(found, algorithm)
-        if not _lowers(found) and algorithm is None:
+        chosen = get_policy(policy)
+        _check_place(chosen, fun)
+        warn_of_other_step(chosen, f"autocast({_name(fun)})")
+        settings = Settings(chosen, ordered, widest, algorithm, params=named)
+        _check_algorithm(chosen, algorithm)
+        if not _lowers(chosen) and algorithm is None:
             with jax.named_scope(scopes.AS_WRITTEN):
                 args, kwargs = dequantize((args, kwargs))
-                return found.cast_to_output(fun(*args, **kwargs))
-        return found.cast_to_output(call(fun, args, kwargs, settings))
+                return chosen.cast_to_output(fun(*args, **kwargs))
+        return chosen.cast_to_output(call(fun, args, kwargs, settings))
 
     return wrapped
 
@@ -165,8 +165,8 @@ def _given(first: Any, policy: Any) -> Any:
                 f"Type autocast(fun, {policy!r})(*args): the function, and not what it returned.",
             )
         )
-    found = first if policy is None else policy
-    return None if found is None else chosen_policy(found, "autocast")
+    chosen = first if policy is None else policy
+    return None if chosen is None else chosen_policy(chosen, "autocast")
 
 
 def _shown(x: Any) -> str:
@@ -197,7 +197,7 @@ def as_typed(fun: Callable[..., Any], policy: scopes.Policies) -> Callable[..., 
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        tracked = args[0] if args and isinstance(args[0], delayed.Tracked) else None
+        tracked = args[0] if args and isinstance(args[0], delayed.WithAmaxes) else None
         if tracked is not None:
             args = (tracked.params, *args[1:])
         return call(fun, args, kwargs, settings, tracked, stored_paths(policy, args))
@@ -210,7 +210,7 @@ def call(
     args: Any,
     kwargs: Any,
     settings: Settings,
-    tracked: delayed.Tracked | None = None,
+    tracked: delayed.WithAmaxes | None = None,
     stored: list[str] | None = None,
 ) -> Any:
     """Returns `fun(*args, **kwargs)`, computed as `settings` say, with amaxes of earlier steps.
@@ -247,8 +247,8 @@ def planned(
         traced = trace(fun, args, kwargs)
 
     def paths() -> list[str | None]:
-        found = parameters.paths(fun, args, kwargs, settings.params)
-        return [found[i] for i in traced.places]
+        all_paths = parameters.paths(fun, args, kwargs, settings.params)
+        return [all_paths[i] for i in traced.places]
 
     jaxpr = traced.jaxpr
     settings = quantized.prepared(jaxpr.jaxpr, settings, paths)
@@ -296,13 +296,13 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
         copies = jax.tree.unflatten(treedef, full)
         if has_quantized:
             copies = dequantize(copies)
-        watched = stateful.Watched((args, kwargs), copies, where)
+        watched = stateful.WatchedModules((args, kwargs), copies, where)
         nnx_names.name_modules(copies)
         result = fun(*copies[0], **copies[1])
         nnx_names.unname_modules(result)
         changed = watched.changes()
-        found = (result, [new for _, new in changed])
-        paths, out_tree = jax.tree_util.tree_flatten_with_path(found)
+        returned = (result, [new for _, new in changed])
+        paths, out_tree = jax.tree_util.tree_flatten_with_path(returned)
         trees[:] = [out_tree, [place for place, _ in changed]]
         return [_checked_result(fun, path[1:], leaf) for path, leaf in paths]
 

@@ -37,7 +37,7 @@ def make_plan(
       relations: which of them were computed of which others.
     """
     opened = compat.closed(jaxpr).jaxpr
-    products = quantized.Products(opened, settings.policy, settings.given)
+    products = quantized.QuantizedProducts(opened, settings.policy, settings.given)
     return arranged(
         decide(
             jaxpr,

@@ -81,23 +81,23 @@ def with_amax_history(
     References:
       Transformer Engine, `DelayedScaling`
     """
-    found = chosen_policy(policy, _WHERE)
-    if not delayed.has_history(found):
-        got = f"{found} has no recipe with a history."
+    chosen = chosen_policy(policy, _WHERE)
+    if not delayed.has_history(chosen):
+        got = f"{chosen} has no recipe with a history."
         fix = "Type mpjax.autocast(fun, policy); or policy=QuantizedPolicy('bf16-mixed', "
         raise ValueError(message(_WHERE, got, fix + "DelayedScaling())."))
     overrides, widest = parse_rules(rules)
     named = parameters.checked(params, _WHERE)
     ordered = tuple(sorted(overrides.items()))
-    settings = Settings(found, ordered, widest, params=named)
+    settings = Settings(chosen, ordered, widest, params=named)
 
     def init(*args: Any, **kwargs: Any) -> Any:
         return started(fun, args, kwargs, settings)
 
     def apply(history: Any, *args: Any, **kwargs: Any) -> Any:
         delayed.unwrapped(history)
-        tracked = delayed.Tracked(None, delayed.amaxes_of(history, found))
-        return found.cast_to_output(api.call(fun, args, kwargs, settings, tracked))
+        tracked = delayed.WithAmaxes(None, delayed.amaxes_of(history, chosen))
+        return chosen.cast_to_output(api.call(fun, args, kwargs, settings, tracked))
 
     def update(history: Any, seen: Any, finite: Any = True) -> Any:
         delayed.unwrapped(seen)
@@ -123,7 +123,7 @@ def started(
     zeros = delayed.zeros(delayed.sites(plan), length)
 
     def run(amaxes: Any) -> list[Any]:
-        tracked = delayed.Tracked(None, amaxes, calibrates=True)
+        tracked = delayed.WithAmaxes(None, amaxes, calibrates=True)
         outs = jax.tree.leaves(api.call(fun, args, kwargs, settings, tracked))
         return [x for x in outs if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
 

@@ -31,13 +31,13 @@ def by_identity(fun: Callable[[Any], R]) -> Callable[[Any], R]:
 
 def by_program(fun: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Returns `fun`, memoised on the identity of its first argument and on the rest by value."""
-    found: weakref.WeakKeyDictionary[Any, dict[Hashable, R]] = weakref.WeakKeyDictionary()
+    memos: weakref.WeakKeyDictionary[Any, dict[Hashable, R]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(fun)
     def cached(program: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        known = found.get(program)
+        known = memos.get(program)
         if known is None:
-            known = found[program] = {}
+            known = memos[program] = {}
         key = (args, tuple(kwargs.items()))
         if key not in known:
             known[key] = fun(program, *args, **kwargs)

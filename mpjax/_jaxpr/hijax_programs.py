@@ -25,16 +25,16 @@ _NAMES = ("CheckpointName", "CheckpointNameFwd")
 
 def holder(eqn: Any) -> Any:
     """Returns the object in an equation's parameters, None where there is none of a known kind."""
-    found = eqn.params.get(_PARAM) if eqn.primitive.name == NAME else None
-    return found if isinstance(found, _KINDS) else None
+    prim = eqn.params.get(_PARAM) if eqn.primitive.name == NAME else None
+    return prim if isinstance(prim, _KINDS) else None
 
 
 def program(eqn: Any) -> Any:
     """Returns the program that an equation's object computes, None where it cannot be told."""
-    found = holder(eqn)
-    if found is None:
+    prim = holder(eqn)
+    if prim is None:
         return None
-    return found.params["jaxpr"] if is_checkpoint(eqn) else _expanded(found)
+    return prim.params["jaxpr"] if is_checkpoint(eqn) else _expanded(prim)
 
 
 def is_checkpoint(eqn: Any) -> bool:
@@ -49,17 +49,17 @@ def given_name(eqn: Any) -> str | None:
 
 def has_rules(eqn: Any) -> bool:
     """Whether an equation is a function with rules of its own, which were written for its types."""
-    found = holder(eqn)
-    return found is not None and type(found).__name__ not in (_CHECKPOINT, _LOOP, *_NAMES)
+    prim = holder(eqn)
+    return prim is not None and type(prim).__name__ not in (_CHECKPOINT, _LOOP, *_NAMES)
 
 
 @by_identity
-def _expanded(found: Any) -> Any:
+def _expanded(prim: Any) -> Any:
     def flat(*arrays: Any) -> list[Any]:
-        return jax.tree.leaves(found.expand(*jax.tree.unflatten(found.in_tree, arrays)))
+        return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, arrays)))
 
     try:
-        made = jax.make_jaxpr(flat)(*found.in_avals_flat)
+        made = jax.make_jaxpr(flat)(*prim.in_avals_flat)
     except NotImplementedError:  # some are lowered only, or have types of their own
         return None
     return None if made.consts else made
@@ -72,9 +72,9 @@ def changed(eqn: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]
       eqn: the equation.
       change: gives for a function of arrays, and of whatever else JAX hands to a rule, another.
     """
-    found = holder(eqn)
-    new = copy.copy(found)
-    new.params = {name: _changed(value, change) for name, value in found.params.items()}
+    prim = holder(eqn)
+    new = copy.copy(prim)
+    new.params = {name: _changed(value, change) for name, value in prim.params.items()}
     vars(new).update(new.params)
     return {**eqn.params, _PARAM: new}
 

@@ -40,9 +40,9 @@ class RuleTrace:
 
     def rebuild(self, outs: Sequence[Any]) -> Any:
         """Returns the result of the call from the results of the jaxpr."""
-        found = iter(outs)
+        results = iter(outs)
         treedef, leaves = self._outer
-        return jax.tree.unflatten(treedef, [next(found) if x is None else x for x in leaves])
+        return jax.tree.unflatten(treedef, [next(results) if x is None else x for x in leaves])
 
 
 def is_array(x: Any) -> bool:

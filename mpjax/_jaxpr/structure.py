@@ -124,10 +124,10 @@ def forward(
       inner: says of a program, given what is known of its inputs, what is of its outputs.
       join: what is known of a value that is one of several; in a loop it only ever grows.
     """
-    found = [
+    outputs = [
         settled(part, operands, inner, join)[1] for part in parts(eqn) if not part.is_condition
     ]
-    return found[0] if len(found) == 1 else [join(outs) for outs in zip(*found, strict=True)]
+    return outputs[0] if len(outputs) == 1 else [join(outs) for outs in zip(*outputs, strict=True)]
 
 
 def settled(

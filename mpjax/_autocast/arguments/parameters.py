@@ -24,13 +24,13 @@ def checked(params: Any, where: str) -> Params:
     """
     if params is None:
         return None
-    found = tuple(params) if isinstance(params, (tuple, list)) else (params,)
-    for one in found:
+    named = tuple(params) if isinstance(params, (tuple, list)) else (params,)
+    for one in named:
         if not isinstance(one, (int, str)) or isinstance(one, bool):
             allowed = "Allowed: the position or the name of an argument, or several."
             fix = "Type params=0, params='params' or params=(0, 1)."
             raise TypeError(message(f"{where}(params=)", f"got {one!r}.", allowed, fix))
-    return found
+    return named
 
 
 def paths(fun: Callable[..., Any], args: Any, kwargs: Any, params: Params) -> list[str | None]:

@@ -50,7 +50,7 @@ def modules(tree: Any) -> list[Any]:
     return [leaf for leaf in _leaves(tree, kind) if isinstance(leaf, kind)]
 
 
-class Watched:
+class WatchedModules:
     """The copies on which tracing runs a function, and what it changed in them."""
 
     __slots__ = ("_before", "_shared", "_where", "modules")
@@ -69,7 +69,7 @@ class Watched:
           ValueError: a module has other variables than before, or a variable that was changed is
             in the arguments twice.
         """
-        found: list[tuple[int, list[Any]]] = []
+        changed: list[tuple[int, list[Any]]] = []
         for i, (old, module) in enumerate(zip(self._before, self.modules, strict=True)):
             new = jax.tree.leaves(module)
             if len(new) != len(old):
@@ -84,9 +84,9 @@ class Watched:
                     )
                 )
             if _differ(old, new):
-                found.append((i, new))
+                changed.append((i, new))
         self._check_shared()
-        return found
+        return changed
 
     def _check_shared(self) -> None:
         for variable, old in self._shared:
@@ -147,8 +147,8 @@ def linen_modules(fun: Callable[..., Any], args: Any) -> list[Any]:
     kind = getattr(linen, "Module", ()) if linen is not None else ()
     if not kind:
         return []
-    found = [fun, getattr(fun, "__self__", None), *jax.tree.leaves(args)]
-    return [m for m in found if isinstance(m, kind) and getattr(m, "scope", None) is not None]
+    objects = [fun, getattr(fun, "__self__", None), *jax.tree.leaves(args)]
+    return [m for m in objects if isinstance(m, kind) and getattr(m, "scope", None) is not None]
 
 
 def is_initializing(linen: Sequence[Any]) -> bool:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpjax._autocast import speed
-from mpjax._autocast.arrange.plan import Step
+from mpjax._autocast.arrange.plan import PlanStep
 from mpjax._autocast.decide.states import Kind, State
-from mpjax._autocast.speed import Group
+from mpjax._autocast.speed import FusedGroup
 from mpjax._base import compat
 from mpjax._jaxpr.op_rules import only_moves
 
@@ -22,19 +22,19 @@ from mpjax._jaxpr.op_rules import only_moves
 def schedule(
     jaxpr: Any,
     fused: Sequence[bool],
-    found: dict[Any, State],
+    states: dict[Any, State],
     out_states: Sequence[State],
     multiplied: frozenset[Any],
-) -> list[Step]:
+) -> list[PlanStep]:
     """Returns the steps of a jaxpr: its fused equations in groups, every other one alone.
 
     `multiplied` are the variables that products read, however late.
     """
-    stored, read_twice = speed.cuts(jaxpr, fused, found)
+    stored, read_twice = speed.cuts(jaxpr, fused, states)
     cuts = stored | _between_contexts(jaxpr)
     levels = _levels(jaxpr, fused, cuts)
     for _ in range(8):
-        more = _cuts(jaxpr, fused, levels, found, out_states, multiplied)
+        more = _cuts(jaxpr, fused, levels, states, out_states, multiplied)
         if more <= cuts:
             break
         cuts |= more
@@ -42,7 +42,7 @@ def schedule(
     components = _components(jaxpr, fused, levels, cuts)
     outside = _read_outside(jaxpr, components)
     returned = _returned(jaxpr, out_states)
-    made = [(i, _group(jaxpr, i, outside, found, returned)) for i in components]
+    made = [(i, _group(jaxpr, i, outside, states, returned)) for i in components]
     grouped = [(indices, group) for indices, group in made if group is not None]
     alone = [i for i, is_fused in enumerate(fused) if not is_fused]
     order = {i: (levels[i], 1, i) for i in alone}
@@ -51,9 +51,9 @@ def schedule(
         order |= {i: (levels[indices[0]], 0, i) for i in members}
         alone += indices if group is None else ()
     eqns = [jaxpr.eqns[i] for i in alone]
-    marked = speed.marked(jaxpr, [g for _, g in grouped], eqns, read_twice, found)
-    steps = [Step(i, group) for (i, _), group in zip(grouped, marked, strict=True)]
-    steps += [Step([i]) for i in alone]
+    marked = speed.marked(jaxpr, [g for _, g in grouped], eqns, read_twice, states)
+    steps = [PlanStep(i, group) for (i, _), group in zip(grouped, marked, strict=True)]
+    steps += [PlanStep([i]) for i in alone]
     return sorted(steps, key=lambda step: order[step.members[0]])
 
 
@@ -100,7 +100,7 @@ def _cuts(
     jaxpr: Any,
     fused: Sequence[bool],
     levels: list[int],
-    found: dict[Any, State],
+    states: dict[Any, State],
     out_states: Sequence[State],
     multiplied: frozenset[Any],
 ) -> set[Any]:
@@ -115,7 +115,7 @@ def _cuts(
         for eqn, level, is_fused in zip(jaxpr.eqns, levels, fused, strict=True)
         if is_fused
         for v in eqn.outvars
-        if found[v].kind == Kind.LOW
+        if states[v].kind == Kind.LOW
     }
     here: set[Any] = set()
     later: set[Any] = set()
@@ -152,11 +152,11 @@ def _components(
             if j is not None and levels[j] == levels[i]:
                 parent[root(i)] = root(j)
         maker.update(dict.fromkeys(eqn.outvars, i))
-    found: dict[int, list[int]] = {}
+    components: dict[int, list[int]] = {}
     for i in range(len(levels)):
         if fused[i]:
-            found.setdefault(root(i), []).append(i)
-    return list(found.values())
+            components.setdefault(root(i), []).append(i)
+    return list(components.values())
 
 
 def _read_outside(jaxpr: Any, components: list[list[int]]) -> set[Any]:
@@ -188,9 +188,9 @@ def _group(
     jaxpr: Any,
     indices: list[int],
     outside: set[Any],
-    found: dict[Any, State],
+    states: dict[Any, State],
     returned: dict[Any, tuple[bool, bool]],
-) -> Group | None:
+) -> FusedGroup | None:
     """Returns a group of equations; None for moves, which run one by one."""
     eqns = [jaxpr.eqns[i] for i in indices]
     if all(only_moves(eqn) for eqn in eqns):
@@ -202,7 +202,7 @@ def _group(
     outputs = {v: returned[v] for v in made & returned.keys()}
     for v in made & outside:
         low, full = outputs.get(v, (False, False))
-        is_low = found[v].kind == Kind.LOW
+        is_low = states[v].kind == Kind.LOW
         outputs[v] = (low or is_low, full or not is_low)
     ordered = tuple((v, *outputs[v]) for eqn in eqns for v in eqn.outvars if v in outputs)
-    return Group(tuple(eqns), tuple(inputs), ordered)
+    return FusedGroup(tuple(eqns), tuple(inputs), ordered)

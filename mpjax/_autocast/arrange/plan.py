@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mpjax._autocast.decide.decided import Decided
-from mpjax._autocast.speed import Group
+from mpjax._autocast.speed import FusedGroup
 
 
 @dataclass(slots=True)
-class Step:
+class PlanStep:
     """Equations that run together: one, or a group in float32."""
 
     members: list[int]
-    group: Group | None = None
+    group: FusedGroup | None = None
     inputs: tuple[Any, ...] = ()  # of an attention
     attention: Any = None  # an `attention.steps.Attended`, run in place of the steps that it is of
 
@@ -24,11 +24,11 @@ class Step:
 class Plan(Decided):
     """Everything that running a jaxpr needs to know."""
 
-    steps: list[Step]
+    steps: list[PlanStep]
     compiled: dict[Any, Any] = field(default_factory=dict)  # `jit` functions made from it
 
 
-def of(decided: Decided, steps: Sequence[Step]) -> Plan:
+def of(decided: Decided, steps: Sequence[PlanStep]) -> Plan:
     """Returns the plan that runs what was decided in these steps."""
     known = {f.name: getattr(decided, f.name) for f in fields(decided)}
     return Plan(**known, steps=list(steps))

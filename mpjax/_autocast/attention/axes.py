@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._autocast.attention.nodes import Graph, Name
+from mpjax._autocast.attention.nodes import Name, ValueGraph
 
 Labels = tuple[Any, ...]
 
@@ -36,11 +36,11 @@ def moved(labels: Labels, eqn: Any) -> Labels | None:
 
 
 def _broadcast(labels: Labels, places: Sequence[int], shape: Sequence[int]) -> Labels | None:
-    found: list[Any] = [None] * len(shape)
+    placed: list[Any] = [None] * len(shape)
     for label, place in zip(labels, places, strict=True):
-        found[int(place)] = label
-    repeated = any(n != 1 and label is None for n, label in zip(shape, found, strict=True))
-    return None if repeated else tuple(found)
+        placed[int(place)] = label
+    repeated = any(n != 1 and label is None for n, label in zip(shape, placed, strict=True))
+    return None if repeated else tuple(placed)
 
 
 def reshaped(labels: Labels, before: Sequence[int], after: Sequence[int]) -> Labels | None:
@@ -52,7 +52,7 @@ def reshaped(labels: Labels, before: Sequence[int], after: Sequence[int]) -> Lab
     return tuple(None if n == 1 else next(rest) for n in after)
 
 
-def source(graph: Graph, name: Name, labels: Labels) -> tuple[Name, Labels]:
+def source(graph: ValueGraph, name: Name, labels: Labels) -> tuple[Name, Labels]:
     """Returns what a value repeats or moves, and the labels of its axes."""
     while (node := graph.node(name)) is not None:
         before = _before(node.eqn, labels)
@@ -69,8 +69,8 @@ def _before(eqn: Any, labels: Labels) -> Labels | None:
         return None
     shape = eqn.invars[0].aval.shape
     if kind == "transpose":
-        found = dict(zip(params["permutation"], labels, strict=True))
-        return tuple(found[i] for i in range(len(labels)))
+        by_axis = dict(zip(params["permutation"], labels, strict=True))
+        return tuple(by_axis[i] for i in range(len(labels)))
     if kind == "broadcast_in_dim":
         places = map(int, params["broadcast_dimensions"])
         return tuple(

@@ -54,14 +54,14 @@ def checked(
     Raises:
       ValueError, TypeError: as `dot_product_attention` says.
     """
-    found = with_axes(given)
-    _check_arrays(given, found)
-    batch, heads, queries, keys = found.sizes
+    inputs = with_axes(given)
+    _check_arrays(given, inputs)
+    batch, heads, queries, keys = inputs.sizes
     for name, x in (("bias", given.bias), ("mask", given.mask)):
         if x is not None:
             _check_kind(name, x)
             _check_logits(name, x, (batch, heads, queries, keys))
-    named = {"query_seq_lengths": lengths, "key_value_seq_lengths": found.lengths}
+    named = {"query_seq_lengths": lengths, "key_value_seq_lengths": inputs.lengths}
     for name, x in named.items():
         if x is not None and (x.dtype != jnp.int32 or x.shape != (batch,)):
             raise ValueError(
@@ -139,7 +139,7 @@ def _check_kind(name: str, x: Any) -> None:
         )
 
 
-def _check_arrays(given: Operands, found: Operands) -> None:
+def _check_arrays(given: Operands, inputs: Operands) -> None:
     named = {"query": given.query, "key": given.key, "value": given.value}
     shown = ", ".join(f"{name} {describe(x)}" for name, x in named.items())
     layout = "[batch, time, heads, size]"
@@ -166,7 +166,7 @@ def _check_arrays(given: Operands, found: Operands) -> None:
                 'mpjax.autocast(fun, "bf16-mixed") choose.',
             )
         )
-    query, key, value = found.query.shape, found.key.shape, found.value.shape
+    query, key, value = inputs.query.shape, inputs.key.shape, inputs.value.shape
     agree = query[0] == key[0] and query[-1] == key[-1] and key == value
     if not agree or key[2] == 0 or query[2] % key[2]:
         raise ValueError(

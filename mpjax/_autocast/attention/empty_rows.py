@@ -21,7 +21,7 @@ _NAN = (Empty.NAN, Empty.NAN_THROUGH)
 _THROUGH = (Empty.THROUGH, Empty.NAN_THROUGH)
 
 
-class Rows(NamedTuple):
+class SpecialRows(NamedTuple):
     """Which rows are special, bool[.., .., .., 1] on the axes of the logits, or None for none."""
 
     keyless: Any = None  # no key may be read
@@ -51,20 +51,20 @@ def _any(*rows: Any) -> Any:
     return given[0] if given else None
 
 
-def special(found: Operands, spec: Spec) -> Rows:
+def special(operands: Operands, spec: Spec) -> SpecialRows:
     """Returns which rows of an attention a kernel has to be helped with."""
-    read = found.mask
-    _, _, queries, keys = found.sizes
-    if found.lengths is not None:
-        first = jnp.arange(keys) < found.lengths[:, None, None, None]
+    read = operands.mask
+    _, _, queries, keys = operands.sizes
+    if operands.lengths is not None:
+        first = jnp.arange(keys) < operands.lengths[:, None, None, None]
         read = first if read is None else read & first
     band = spec.band(queries, keys)
     if read is not None and band is not None:
         read = read & band
     keyless = None if read is None else ~jnp.any(read, axis=-1, keepdims=True)
-    if found.bias is None:
-        return Rows(keyless)
-    bias, read = _wide(found.bias), band if read is None else read
+    if operands.bias is None:
+        return SpecialRows(keyless)
+    bias, read = _wide(operands.bias), band if read is None else read
     seen = bias if read is None else jnp.where(read, bias, -jnp.inf)
     most = jnp.max(seen, axis=-1, keepdims=True)
     is_lost = most <= LOST if keyless is None else (most <= LOST) & ~keyless
@@ -72,7 +72,7 @@ def special(found: Operands, spec: Spec) -> Rows:
     if read is not None:
         alike &= jnp.all(read, axis=-1, keepdims=True)
     infinite = is_lost & jnp.isneginf(most)
-    return Rows(keyless, is_lost & alike & ~infinite, infinite, is_lost & ~alike & ~infinite)
+    return SpecialRows(keyless, is_lost & alike & ~infinite, infinite, is_lost & ~alike & ~infinite)
 
 
 def _wide(bias: Any) -> Any:
@@ -84,22 +84,26 @@ def as_result(rows: Any) -> Any:
     return rows.swapaxes(1, 2)  # [batch, heads, queries, 1] to [batch, queries, heads, 1]
 
 
-def ready(found: Operands, spec: Spec, rows: Rows) -> Operands:
+def ready(operands: Operands, spec: Spec, rows: SpecialRows) -> Operands:
     """Returns operands of which a bias holds the mask; a row without keys reads all in a mask."""
-    if found.bias is None:
-        return found if found.mask is None else found._replace(mask=found.mask | rows.keyless)
-    query = jnp.where(as_result(rows.faint), jnp.zeros((), found.query.dtype), found.query)
-    return found._replace(query=query, bias=_ready_bias(found, spec), mask=None)
+    if operands.bias is None:
+        return (
+            operands
+            if operands.mask is None
+            else operands._replace(mask=operands.mask | rows.keyless)
+        )
+    query = jnp.where(as_result(rows.faint), jnp.zeros((), operands.query.dtype), operands.query)
+    return operands._replace(query=query, bias=_ready_bias(operands, spec), mask=None)
 
 
-def _ready_bias(found: Operands, spec: Spec) -> Any:
+def _ready_bias(operands: Operands, spec: Spec) -> Any:
     """Returns a bias as a kernel adds it, low: each row is shifted so that its largest is 0.
 
     That changes no weight. Rounded, what counts of a bias is near 0, and exact.
     """
-    bias, dtype, sizes = _wide(found.bias), found.query.dtype, found.sizes
-    if found.mask is not None:
-        bias = jnp.where(found.mask, bias, -jnp.inf)
+    bias, dtype, sizes = _wide(operands.bias), operands.query.dtype, operands.sizes
+    if operands.mask is not None:
+        bias = jnp.where(operands.mask, bias, -jnp.inf)
     band = spec.band(*sizes[2:])
     seen = bias if band is None else jnp.where(band, bias, -jnp.inf)
     largest = jnp.max(seen, axis=-1, keepdims=True)
@@ -109,14 +113,14 @@ def _ready_bias(found: Operands, spec: Spec) -> Any:
     return jnp.broadcast_to(jnp.maximum(bias, least), shape).astype(dtype)
 
 
-def filled(out: Any, found: Operands, spec: Spec, rows: Rows) -> Any:
+def filled(out: Any, operands: Operands, spec: Spec, rows: SpecialRows) -> Any:
     """Returns a kernel's result, and in special rows what XLA gives: see `Empty`."""
     which = rows.filled(spec.empty)
     if which is None:
         return out
-    groups, keys = found.query.shape[2] // found.value.shape[2], found.sizes[3]
+    groups, keys = operands.query.shape[2] // operands.value.shape[2], operands.sizes[3]
     value, key = (
-        jnp.repeat(x.astype(jnp.float32), groups, axis=2) for x in (found.value, found.key)
+        jnp.repeat(x.astype(jnp.float32), groups, axis=2) for x in (operands.value, operands.key)
     )
     nan, through = rows.nan(spec.empty), rows.through(spec.empty)
     weight = 1 / keys if nan is None else as_result(jnp.where(nan, jnp.nan, 1 / keys))
@@ -124,7 +128,7 @@ def filled(out: Any, found: Operands, spec: Spec, rows: Rows) -> Any:
     if through is not None:
         centred = jax.lax.stop_gradient(value - jnp.mean(value, axis=1, keepdims=True))
         together = jnp.einsum("bsnh,bsnv->bnhv", key, centred) * (spec.scale / keys)
-        moved = jnp.einsum("btnh,bnhv->btnv", found.query.astype(jnp.float32), together)
+        moved = jnp.einsum("btnh,bnhv->btnv", operands.query.astype(jnp.float32), together)
         moved = jnp.where(as_result(through), weight * keys * moved, 0.0)
         instead = instead + (moved - jax.lax.stop_gradient(moved))
     return jnp.where(as_result(which), instead.astype(out.dtype), out)

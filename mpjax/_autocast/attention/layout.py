@@ -126,7 +126,7 @@ def _of_product(eqn: Any) -> tuple[Labels, Labels]:
     """Returns the labels of both operands: places among the result's axes, or what is summed."""
     contract, batch = eqn.params["dimension_numbers"]
     place = len(batch[0])
-    found = []
+    both = []
     for side, v in enumerate(eqn.invars):
         labels: list[Any] = [None] * v.aval.ndim
         for i, axis in enumerate(batch[side]):
@@ -137,10 +137,8 @@ def _of_product(eqn: Any) -> tuple[Labels, Labels]:
             if axis not in (*batch[side], *contract[side]):
                 labels[axis] = place
                 place += 1
-        found.append(
-            tuple(None if n == 1 else x for n, x in zip(v.aval.shape, labels, strict=True))
-        )
-    return found[0], found[1]
+        both.append(tuple(None if n == 1 else x for n, x in zip(v.aval.shape, labels, strict=True)))
+    return both[0], both[1]
 
 
 def _value(eqn: Any, weights: int, labels: Labels) -> tuple[Labels, Labels] | None:
@@ -148,20 +146,20 @@ def _value(eqn: Any, weights: int, labels: Labels) -> tuple[Labels, Labels] | No
     contract, batch = eqn.params["dimension_numbers"]
     other = 1 - weights
     value = eqn.invars[other].aval
-    found: list[Any] = [None] * value.ndim
+    value_labels: list[Any] = [None] * value.ndim
     for mine, theirs in ((contract[weights], contract[other]), (batch[weights], batch[other])):
         for a, b in zip(mine, theirs, strict=True):
-            found[b] = labels[a]
+            value_labels[b] = labels[a]
     taken = (*contract[other], *batch[other])
     for axis in range(value.ndim):
         if axis not in taken and value.shape[axis] != 1:
-            found[axis] = ("value", axis)
-    sides = {weights: labels, other: found}
+            value_labels[axis] = ("value", axis)
+    sides = {weights: labels, other: value_labels}
     out = [labels[i] for i in batch[weights]]
     for side in (0, 1):
         mine = (*contract[side], *batch[side])
         out += [x for i, x in enumerate(sides[side]) if i not in mine]
-    return tuple(found), tuple(out)
+    return tuple(value_labels), tuple(out)
 
 
 def _multiplies(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._autocast.attention import axes
-from mpjax._autocast.attention.nodes import Graph, Name, Node
+from mpjax._autocast.attention.nodes import Name, Node, ValueGraph
 from mpjax._base import compat
 
 Affine = tuple[tuple[tuple[Any, int], ...], int]
@@ -39,19 +39,19 @@ ALL = Mask()
 _MOST = 500  # operations of a mask that are looked at; a longer one is an array
 
 
-class Reader:
+class MaskReader:
     """Reads masks of a graph, of which some values are known when an attention runs."""
 
-    def __init__(self, graph: Graph, known: Callable[[Name], bool]) -> None:
+    def __init__(self, graph: ValueGraph, known: Callable[[Name], bool]) -> None:
         self._graph = graph
         self._known = known
         self._left = _MOST
 
     def mask(self, name: Name, labels: axes.Labels, *, positive: bool = True) -> Mask | None:
         """Returns what a boolean, or a number that is not 0 where it is true, lets through."""
-        found = self._opened(name, labels, positive=positive)
-        if found is not None:
-            return found
+        opened = self._opened(name, labels, positive=positive)
+        if opened is not None:
+            return opened
         if not self._known(name) or self._graph.aval(name).dtype != np.bool_:
             return None
         return Mask(arrays=((name, labels, positive),))
@@ -151,14 +151,14 @@ class Reader:
 _COMPARED = frozenset({"ge", "gt", "le", "lt", "ne", "eq", "ge_to", "gt_to", "le_to", "lt_to"})
 
 
-def _is_truth(graph: Graph, node: Node) -> bool:
+def _is_truth(graph: ValueGraph, node: Node) -> bool:
     """Whether both operands are truth values: a product of them is both."""
     if node.aval.dtype == np.bool_:
         return True
     return node.kind == "mul" and all(_is_binary(graph, x) for x in node.operands)
 
 
-def _is_binary(graph: Graph, name: Name) -> bool:
+def _is_binary(graph: ValueGraph, name: Name) -> bool:
     node = graph.node(name)
     if node is None:
         return False

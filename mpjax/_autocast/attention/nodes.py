@@ -40,7 +40,7 @@ class Node(NamedTuple):
         return self.eqn.outvars[0].aval
 
 
-class Graph:
+class ValueGraph:
     """What makes each value of a jaxpr. Operations of several results make none that is known."""
 
     def __init__(self, jaxpr: Any, constants: Sequence[Any]) -> None:
@@ -132,7 +132,7 @@ class Graph:
 
     def leaves(self, name: Name, known: Mapping[Name, Any] | frozenset[Name]) -> set[Name] | None:
         """Returns which known values a value is computed of, None if of others too."""
-        found: set[Name] = set()
+        reached: set[Name] = set()
         seen: set[Name] = set()
         left = [name]
         while left:
@@ -142,12 +142,12 @@ class Graph:
             seen.add(one)
             node = self.node(one)
             if one in known:
-                found.add(one)
+                reached.add(one)
             elif node is None or node.eqn.effects:
                 return None
             else:
                 left += node.operands
-        return found
+        return reached
 
 
 @by_program

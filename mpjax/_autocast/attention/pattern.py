@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mpjax._autocast.attention import axes, masks
-from mpjax._autocast.attention.nodes import Graph, Name, Node
+from mpjax._autocast.attention.nodes import Name, Node, ValueGraph
 from mpjax._autocast.decide.decided import Action
 from mpjax._base import compat
 
@@ -83,7 +83,7 @@ class Finder:
         self, jaxpr: Any, constants: Sequence[Any], decisions: Sequence[Any], held: Any
     ) -> None:
         self.jaxpr = jaxpr
-        self.graph = Graph(jaxpr, constants)
+        self.graph = ValueGraph(jaxpr, constants)
         self._decisions = decisions
         self._held = held
         self._products = {
@@ -99,12 +99,12 @@ class Finder:
     def matches(self, known: Iterable[Any]) -> list[Match]:
         """Returns the attentions, given which values are there when an equation runs."""
         self.known = frozenset(known)
-        found: list[Match] = []
+        attentions: list[Match] = []
         for i, decision in enumerate(self._decisions):
             if _multiplies_low(decision) and decision.out_dtype == decision.low:
                 both = (self._match(i, side) for side in (0, 1))
-                found += [match for match in both if match is not None][:1]
-        return found
+                attentions += [match for match in both if match is not None][:1]
+        return attentions
 
     def _match(self, last: int, side: int) -> Match | None:
         eqn = self._decisions[last].eqn
@@ -229,9 +229,9 @@ class Finder:
         if node is None:
             return None
         if node.kind in axes.MOVES:
-            found = self._logits(node.operands[0])
-            labels = found and axes.moved(found.labels, node.eqn)
-            return found.past(name, labels) if found and labels else None
+            logits = self._logits(node.operands[0])
+            labels = logits and axes.moved(logits.labels, node.eqn)
+            return logits.past(name, labels) if logits and labels else None
         if node.kind in _ONE_OPERAND:
             return self._scaled(name, node)
         if node.kind in ("add", "sub"):
@@ -247,33 +247,33 @@ class Finder:
             number, inner = self.graph.number(node.operands[0]), node.operands[1]
         if not number or not math.isfinite(number):
             return None
-        found = self._logits(inner)
-        if found is None or found.masked is not None:
+        logits = self._logits(inner)
+        if logits is None or logits.masked is not None:
             return None
         times = number if node.kind == "mul" else 1 / number
-        biases = tuple((bias, labels, n * times) for bias, labels, n in found.biases)
-        return found.past(name, scale=found.scale * times, biases=biases)
+        biases = tuple((bias, labels, n * times) for bias, labels, n in logits.biases)
+        return logits.past(name, scale=logits.scale * times, biases=biases)
 
     def _biased(self, name: Name, node: Node) -> Logits | None:
         sign = -1.0 if node.kind == "sub" else 1.0
         inner, bias = node.operands
-        found = self._logits(inner)
-        if found is None and node.kind == "add":
+        logits = self._logits(inner)
+        if logits is None and node.kind == "add":
             inner, bias = bias, inner
-            found = self._logits(inner)
-        if found is None or found.masked is not None:
+            logits = self._logits(inner)
+        if logits is None or logits.masked is not None:
             return None
         if self.graph.aval(inner).shape != node.aval.shape:
             return None
         shape = () if compat.is_literal(bias) else self.graph.aval(bias).shape
-        start, labels = axes.source(self.graph, bias, _as_long(found.labels, shape))
+        start, labels = axes.source(self.graph, bias, _as_long(logits.labels, shape))
         added = self._additive_mask(start, labels) if sign > 0 else None
-        if added is not None and not found.biases:
+        if added is not None and not logits.biases:
             mask, least = added
-            return found.past(name, mask=found.mask & mask, masked=least, is_added=True)
+            return logits.past(name, mask=logits.mask & mask, masked=least, is_added=True)
         if self.graph.leaves(start, self.known) is None or len(set(labels) - {None}) > 3:
             return None  # a bias for each head of each example is as large as what is not kept
-        return found.past(name, biases=(*found.biases, (start, labels, sign)))
+        return logits.past(name, biases=(*logits.biases, (start, labels, sign)))
 
     def _additive_mask(self, name: Name, labels: axes.Labels) -> tuple[masks.Mask, float] | None:
         """Returns which keys are read, where 0 is added, and what is added where they are not."""
@@ -289,9 +289,9 @@ class Finder:
         if least is None or not least <= _MASKED:
             return None
         which, labels = axes.source(self.graph, which, labels)
-        reader = masks.Reader(self.graph, self.known.__contains__)
-        found = reader.mask(which, labels, positive=yes == 1)
-        return None if found is None else (found, least)
+        reader = masks.MaskReader(self.graph, self.known.__contains__)
+        mask = reader.mask(which, labels, positive=yes == 1)
+        return None if mask is None else (mask, least)
 
     def _masked(self, name: Name, node: Node) -> Logits | None:
         which, *cases = node.operands
@@ -299,18 +299,18 @@ class Finder:
         place = next((i for i, n in enumerate(numbers) if n is None), None)
         if place is None or (least := numbers[1 - place]) is None or not least <= _MASKED:
             return None
-        found = self._logits(cases[place])
-        if found is None or found.is_added or found.masked not in (None, least):
+        logits = self._logits(cases[place])
+        if logits is None or logits.is_added or logits.masked not in (None, least):
             return None
         shape = self.graph.aval(which).shape
         if self.graph.aval(cases[place]).shape != node.aval.shape:
             return None
-        which, labels = axes.source(self.graph, which, _as_long(found.labels, shape))
-        reader = masks.Reader(self.graph, self.known.__contains__)
+        which, labels = axes.source(self.graph, which, _as_long(logits.labels, shape))
+        reader = masks.MaskReader(self.graph, self.known.__contains__)
         mask = reader.mask(which, labels, positive=place == 1)
         if mask is None:
             return None
-        return found.past(name, mask=found.mask & mask, masked=least)
+        return logits.past(name, mask=logits.mask & mask, masked=least)
 
 
 def _as_long(labels: axes.Labels, shape: Sequence[int]) -> axes.Labels:

@@ -82,7 +82,7 @@ class Spec:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class AttentionProgram:
     """One attention, as a function of the arrays that its author gave it.
 
     Compared by identity: whoever makes one keeps it, so that `jit` traces it once.
@@ -117,13 +117,17 @@ class Program:
         return f"<{self.spec}>"
 
 
-def batched(program: Program, size: int, in_axes: Sequence[int | None]) -> Program:
+def batched(
+    program: AttentionProgram, size: int, in_axes: Sequence[int | None]
+) -> AttentionProgram:
     """Returns the program of `size` attentions, of arrays that are batched along some axis."""
     axes = tuple(in_axes)
     return program.once(("batched", size, axes), lambda: _batched(program, size, axes))
 
 
-def _batched(program: Program, size: int, in_axes: tuple[int | None, ...]) -> Program:
+def _batched(
+    program: AttentionProgram, size: int, in_axes: tuple[int | None, ...]
+) -> AttentionProgram:
     def mapped(fun: Callable[..., Any]) -> Callable[..., Any]:
         return jax.vmap(fun, in_axes=in_axes, axis_size=size)
 
@@ -146,7 +150,7 @@ def _joined(x: Any, batch: int) -> Any:
     return wide.reshape(-1, *x.shape[2:])
 
 
-def out_avals(program: Program, avals: Sequence[Any]) -> tuple[Any, Any]:
+def out_avals(program: AttentionProgram, avals: Sequence[Any]) -> tuple[Any, Any]:
     """Returns the types of the result and of the rows' sums, on the mesh of the first operand."""
     structs = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
     out, rows = program.once(structs, lambda: jax.eval_shape(program.form, *structs))

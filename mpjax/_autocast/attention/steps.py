@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._autocast.arrange.plan import Step
+from mpjax._autocast.arrange.plan import PlanStep
 from mpjax._autocast.attention import kernels, layout, masks
 from mpjax._autocast.attention.empty_rows import LOST
-from mpjax._autocast.attention.nodes import Graph, operations
+from mpjax._autocast.attention.nodes import ValueGraph, operations
 from mpjax._autocast.attention.pattern import SOFTMAX, Finder, Match
-from mpjax._autocast.attention.program import MULTIPLIED, Empty, Operands, Program, Spec
+from mpjax._autocast.attention.program import MULTIPLIED, AttentionProgram, Empty, Operands, Spec
 from mpjax._autocast.decide import scopes
 from mpjax._autocast.decide.decided import Action
 from mpjax._autocast.decide.states import Kind
@@ -38,12 +38,12 @@ FLOAT32 = np.dtype("float32")
 class Attended:
     """An attention in place of some steps of a plan."""
 
-    steps: tuple[Step, ...]  # what XLA's form runs
+    steps: tuple[PlanStep, ...]  # what XLA's form runs
     first: int  # the equation of the first product
     last: int  # that of the last
     inputs: tuple[Any, ...]  # query, key and value, then what else is read
     low: Any
-    read: Read
+    read: AttentionInputs
     key: Any  # equal for equal attentions
 
 
@@ -53,8 +53,8 @@ def attended(
     constants: Sequence[Any],
     decisions: Sequence[Any],
     held: dict[Any, Any],
-    steps: list[Step],
-) -> list[Step]:
+    steps: list[PlanStep],
+) -> list[PlanStep]:
     """Returns the steps of a plan, those of each attention as one.
 
     Args:
@@ -72,7 +72,7 @@ def attended(
     if not matches:
         return steps
     place = _Places(jaxpr, decisions, held, steps)
-    found: dict[int, Attended] = {}
+    attentions: dict[int, Attended] = {}
     gone: set[int] = set()
     for match in matches:
         mine = place.steps(match)
@@ -80,18 +80,18 @@ def attended(
             continue
         if one := _attended(finder, place, match, mine):
             gone.update(mine)
-            found[max(mine)] = one
-    kept: list[Step] = []
+            attentions[max(mine)] = one
+    kept: list[PlanStep] = []
     for i, step in enumerate(steps):
-        if i in found:
-            one = found[i]
-            kept.append(Step([one.last], inputs=one.inputs, attention=one))
+        if i in attentions:
+            one = attentions[i]
+            kept.append(PlanStep([one.last], inputs=one.inputs, attention=one))
         elif i not in gone:
             kept.append(step)
     return kept
 
 
-def _made(jaxpr: Any, step: Step) -> list[Any]:
+def _made(jaxpr: Any, step: PlanStep) -> list[Any]:
     """Returns what a step leaves for others."""
     if step.group:
         return [v for v, *_ in step.group.outputs]
@@ -101,7 +101,7 @@ def _made(jaxpr: Any, step: Step) -> list[Any]:
 class _Places:
     """Which step makes and which steps read each value."""
 
-    def __init__(self, jaxpr: Any, decisions: Any, held: Any, steps: list[Step]) -> None:
+    def __init__(self, jaxpr: Any, decisions: Any, held: Any, steps: list[PlanStep]) -> None:
         self.jaxpr, self.decisions, self.held, self.all = jaxpr, decisions, held, steps
         self._step_of = {i: n for n, step in enumerate(steps) for i in step.members}
         self._maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
@@ -114,12 +114,12 @@ class _Places:
         self.why: dict[Any, str] = {}
         """Which kernel runs the attentions of a key."""
 
-    def reads(self, step: Step) -> list[Any]:
+    def reads(self, step: PlanStep) -> list[Any]:
         if step.group:
             return list(step.group.inputs)
         return [v for i in step.members for v in compat.variables(self.jaxpr.eqns[i])]
 
-    def made(self, step: Step) -> list[Any]:
+    def made(self, step: PlanStep) -> list[Any]:
         return _made(self.jaxpr, step)
 
     def steps(self, match: Match) -> list[int]:
@@ -166,14 +166,14 @@ class _Places:
 
     def _made_of_positions(self) -> dict[Any, frozenset[int]]:
         """Returns of each value that is made of numbers and positions alone the steps that do."""
-        found: dict[Any, frozenset[int]] = {}
+        makers: dict[Any, frozenset[int]] = {}
         for n, step in enumerate(self.all):
             read = self.reads(step)
             effects = any(self.jaxpr.eqns[i].effects for i in step.members)
-            if not effects and all(v in found for v in read):
-                made = frozenset({n}).union(*(found[v] for v in read))
-                found.update(dict.fromkeys(self.made(step), made))
-        return found
+            if not effects and all(v in makers for v in read):
+                made = frozenset({n}).union(*(makers[v] for v in read))
+                makers.update(dict.fromkeys(self.made(step), made))
+        return makers
 
 
 def _attended(finder: Finder, place: _Places, match: Match, mine: list[int]) -> Attended | None:
@@ -200,7 +200,7 @@ def _attended(finder: Finder, place: _Places, match: Match, mine: list[int]) -> 
     if not inside.isdisjoint(own) or any(x is None for x in made):
         return None
     steps = tuple(_without_checkpoint(place.all[n]) for n in sorted({*pulled, *mine}))
-    read = Read(finder.graph, how, match, inputs, spec)
+    read = AttentionInputs(finder.graph, how, match, inputs, spec)
     low = place.decisions[match.last].low
     key = _key(place, steps, read)
     one = Attended(steps, match.first, match.last, inputs, low, read, key)
@@ -213,7 +213,7 @@ def _attended(finder: Finder, place: _Places, match: Match, mine: list[int]) -> 
     return one
 
 
-def _without_checkpoint(step: Step) -> Step:
+def _without_checkpoint(step: PlanStep) -> PlanStep:
     """Returns a step that the backward pass does not compute again: the kernel's pass does that."""
     if step.group is None:
         return step
@@ -238,36 +238,36 @@ def _where(one: Attended, place: _Places) -> str:
 
 def _spec(match: Match, how: layout.Layout) -> Spec | None:
     """Returns what is known of an attention; None where its mask says what no kernel knows."""
-    found = match.logits
+    logits = match.logits
     row = how.queries[0] if how.queries else None
-    ends = masks.window(found.mask.bounds, row, match.keys)
-    if ends is None or found.scale <= 0:
+    ends = masks.window(logits.mask.bounds, row, match.keys)
+    if ends is None or logits.scale <= 0:
         return None
     left, right = ends
     empty = Empty.MEAN
-    if found.masked == -math.inf:
-        empty = Empty.NAN_THROUGH if found.is_added else Empty.NAN
-    elif found.is_added:
-        empty = Empty.THROUGH if (found.masked or 0) < LOST else Empty.ALL
-    if empty is Empty.ALL and found.mask.arrays:
+    if logits.masked == -math.inf:
+        empty = Empty.NAN_THROUGH if logits.is_added else Empty.NAN
+    elif logits.is_added:
+        empty = Empty.THROUGH if (logits.masked or 0) < LOST else Empty.ALL
+    if empty is Empty.ALL and logits.mask.arrays:
         left = right = None  # rows without keys read those of other places too: all is in the mask
     is_causal = right == 0
-    return Spec(found.scale, is_causal, left, None if is_causal else right, empty)
+    return Spec(logits.scale, is_causal, left, None if is_causal else right, empty)
 
 
 @dataclass(frozen=True, eq=False)
-class Read:
+class AttentionInputs:
     """How an attention's inputs are read: by a kernel, and for the sums of its rows."""
 
-    graph: Graph
+    graph: ValueGraph
     how: layout.Layout
     match: Match
     inputs: tuple[Any, ...]
     spec: Spec
 
-    def program(self, form: Callable[..., Any]) -> Program:
+    def program(self, form: Callable[..., Any]) -> AttentionProgram:
         shape = self.match.out.aval.shape
-        return Program(
+        return AttentionProgram(
             spec=self.spec,
             form=form,
             operands=self.operands,
@@ -280,16 +280,16 @@ class Read:
         own = zip(("query", "key", "value"), arrays, strict=False)
         query, key, value = (self.how.operand(name, x) for name, x in own)
         known = {v: _wide(x) for v, x in zip(self.inputs, arrays, strict=True)}
-        found, bias, mask = self.match.logits, None, None
-        for name, labels, times in found.biases:
+        logits, bias, mask = self.match.logits, None, None
+        for name, labels, times in logits.biases:
             added = times * self.how.like_logits(self.graph.compute(name, known), labels)
             bias = added if bias is None else bias + added
-        for name, labels, positive in found.mask.arrays:
+        for name, labels, positive in logits.mask.arrays:
             read = self.how.like_logits(self.graph.compute(name, known), labels)
             read = read if positive else ~read
             mask = read if mask is None else mask & read
         if mask is not None and self.spec.empty is Empty.ALL:
-            mask = mask & masks.of_places(found.mask.bounds, self.how)
+            mask = mask & masks.of_places(logits.mask.bounds, self.how)
         return Operands(query, key, value, bias, mask)
 
     def rows(self, known: dict[Any, Any]) -> Any:
@@ -304,10 +304,10 @@ def _wide(x: Any) -> Any:
     return x.astype(FLOAT32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def _key(place: _Places, steps: Sequence[Step], read: Read) -> Any:
+def _key(place: _Places, steps: Sequence[PlanStep], read: AttentionInputs) -> Any:
     """Returns what equal attentions have in common."""
     number = {v: i for i, v in enumerate(read.inputs)}
-    found: list[Any] = [(v.aval.shape, v.aval.dtype, place.held[v]) for v in read.inputs]
+    content: list[Any] = [(v.aval.shape, v.aval.dtype, place.held[v]) for v in read.inputs]
     for i in (i for step in steps for i in step.members):
         decision = place.decisions[i]
         eqn = decision.eqn
@@ -315,12 +315,12 @@ def _key(place: _Places, steps: Sequence[Step], read: Read) -> Any:
         params = [(name, hashable(value)) for name, value in sorted(eqn.params.items())]
         held = [place.held[v] for v in eqn.outvars]
         how = (decision.action, decision.low, decision.out_dtype)
-        found.append((eqn.primitive, *operands, *params, *held, *how, eqn.ctx))
+        content.append((eqn.primitive, *operands, *params, *held, *how, eqn.ctx))
         number |= {v: len(number) + n for n, v in enumerate(eqn.outvars)}
-    return (*found, *_known(read, number))
+    return (*content, *_known(read, number))
 
 
-def _known(read: Read, number: dict[Any, int]) -> list[Any]:
+def _known(read: AttentionInputs, number: dict[Any, int]) -> list[Any]:
     """Returns what a kernel knows of an attention beside its steps, and computes beside them.
 
     One mask may compare an array that counts the places, another any array: steps are equal then.
@@ -341,8 +341,8 @@ def _known(read: Read, number: dict[Any, int]) -> list[Any]:
             number[name] = len(number)
         return number[name]
 
-    found = read.match.logits
-    biases = [(same(name), *how) for name, *how in found.biases]
-    arrays = [(same(name), *how) for name, *how in found.mask.arrays]
-    told = (read.spec, read.how, read.match.softmax_labels, found.mask.bounds)
+    logits = read.match.logits
+    biases = [(same(name), *how) for name, *how in logits.biases]
+    arrays = [(same(name), *how) for name, *how in logits.mask.arrays]
+    told = (read.spec, read.how, read.match.softmax_labels, logits.mask.bounds)
     return [*made, *biases, *arrays, *told]

@@ -30,7 +30,7 @@ KEEPING = frozenset({"jit", "scan", *structure.CHECKPOINTS})
 _FLOAT32 = jnp.dtype("float32")
 
 
-class Site(NamedTuple):
+class HistorySite(NamedTuple):
     """One product that keeps a history: its name, and the lengths of the scans around it."""
 
     name: str
@@ -65,29 +65,29 @@ def _recipes(policy: scopes.Policies) -> list[Any]:
 # -- which products ------------------------------------------------------------------------------
 
 
-def sites(plan: Any) -> tuple[Site, ...]:
+def sites(plan: Any) -> tuple[HistorySite, ...]:
     """Returns the products of a plan that keep a history, in the order in which they are run."""
-    found = [site for decision in plan.decisions for site in _of(decision)]
+    all_sites = [site for decision in plan.decisions for site in _of(decision)]
     counts: collections.Counter[str] = collections.Counter()
     named = []
-    for site in found:
+    for site in all_sites:
         counts[site.name] += 1
         again = f"#{counts[site.name]}" if counts[site.name] > 1 else ""
-        named.append(Site(site.name + again, site.shape))
+        named.append(HistorySite(site.name + again, site.shape))
     return tuple(named)
 
 
-def _of(decision: Any) -> Iterator[Site]:
+def _of(decision: Any) -> Iterator[HistorySite]:
     """Yields the sites of one equation, named by the paths of their weights."""
     eqn = decision.eqn
     if decision.how is not None and decision.how.records:
-        yield Site(decision.path or "weight", ())
+        yield HistorySite(decision.path or "weight", ())
     if decision.call is None or not keeps(eqn):
         return
     lengths = (eqn.params["length"],) if eqn.primitive.name == "scan" else ()
     for inner in decision.call.plans[0].decisions:
         for site in _of(inner):
-            yield Site(site.name, (*lengths, *site.shape))
+            yield HistorySite(site.name, (*lengths, *site.shape))
 
 
 def keeps(eqn: Any) -> bool:
@@ -112,12 +112,12 @@ class Amaxes:
         """Returns these, looked up by the decisions of `plan`."""
         if not self.arrays:
             return NONE
-        found = Amaxes(calibrates=self.calibrates)
+        amaxes = Amaxes(calibrates=self.calibrates)
         rest = iter(self.arrays)
         for decision in plan.decisions:
             if mine := tuple(next(rest) for _ in _of(decision)):
-                found._found[id(decision)] = mine
-        return found
+                amaxes._found[id(decision)] = mine
+        return amaxes
 
     def inside(self, decision: Any, arrays: Sequence[Any] | None = None) -> Amaxes:
         """Returns those for the program of a call; `arrays` take the place of them."""
@@ -170,9 +170,9 @@ def unwrapped(history: Any) -> dict[str, Any]:
         raise TypeError(message("with_amax_history", got, fix)) from None
 
 
-def zeros(found: Sequence[Site], length: int) -> Any:
+def zeros(products: Sequence[HistorySite], length: int) -> Any:
     """Returns the histories of products that have seen nothing."""
-    return wrapped({site.name: jnp.zeros((*site.shape, 3, length), _FLOAT32) for site in found})
+    return wrapped({site.name: jnp.zeros((*site.shape, 3, length), _FLOAT32) for site in products})
 
 
 def amaxes_of(history: Any, policy: scopes.Policies) -> Any:
@@ -225,7 +225,7 @@ def arrays_for(plan: Any, amaxes: Any, where: str) -> list[Any]:
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Tracked:
+class WithAmaxes:
     """The first argument of a function, and what its products read of earlier steps.
 
     Args:
@@ -245,12 +245,12 @@ class Tracked:
         return tuple(zip(names, (self.params, self.amaxes), strict=True)), self.calibrates
 
     @classmethod
-    def tree_unflatten(cls, calibrates: bool, children: Any) -> Tracked:
+    def tree_unflatten(cls, calibrates: bool, children: Any) -> WithAmaxes:
         """Returns one of other leaves."""
         return cls(*children, calibrates=calibrates)
 
     def for_plan(self, plan: Any) -> Amaxes:
         """Returns the arrays for the products of a plan."""
         check_not_differentiated(plan, "with_amax_history")
-        found = arrays_for(plan, self.amaxes, "with_amax_history")
-        return Amaxes(found, calibrates=self.calibrates)
+        arrays = arrays_for(plan, self.amaxes, "with_amax_history")
+        return Amaxes(arrays, calibrates=self.calibrates)

@@ -60,7 +60,7 @@ class Given:
 
 
 @dataclass
-class Flow:
+class DataFlow:
     """What each value of a program is made of, and which of them another layer reads."""
 
     origins: dict[Any, Origin]
@@ -79,80 +79,80 @@ class Flow:
         return 1 if made[1] and others[0] else None
 
 
-def flow(jaxpr: Any, given: Given) -> Flow:
+def flow(jaxpr: Any, given: Given) -> DataFlow:
     """Returns what is known of the values of an open jaxpr."""
-    found = _forward(jaxpr, given.inputs)
-    _backward(jaxpr, found, given.feeds)
-    return found
+    data_flow = _forward(jaxpr, given.inputs)
+    _backward(jaxpr, data_flow, given.feeds)
+    return data_flow
 
 
 # -- forward: what values are made of --------------------------------------------------------------
 
 
-def _forward(jaxpr: Any, inputs: tuple[Origin, ...]) -> Flow:
-    found = Flow(dict(zip(jaxpr.invars, inputs, strict=True)))
+def _forward(jaxpr: Any, inputs: tuple[Origin, ...]) -> DataFlow:
+    data_flow = DataFlow(dict(zip(jaxpr.invars, inputs, strict=True)))
     for eqn in jaxpr.eqns:
-        operands = tuple(found.origin(v) for v in eqn.invars)
-        found.origins.update(zip(eqn.outvars, _results(eqn, operands, found), strict=True))
-    return found
+        operands = tuple(data_flow.origin(v) for v in eqn.invars)
+        data_flow.origins.update(zip(eqn.outvars, _results(eqn, operands, data_flow), strict=True))
+    return data_flow
 
 
-def _results(eqn: Any, operands: tuple[Origin, ...], found: Flow) -> Sequence[Origin]:
+def _results(eqn: Any, operands: tuple[Origin, ...], data_flow: DataFlow) -> Sequence[Origin]:
     if structure.is_call(eqn):
         return structure.forward(eqn, operands, _outputs, joined)
-    if is_layer(eqn, found):
+    if is_layer(eqn, data_flow):
         return [Origin(Made.INPUTS, "", after_layer=True)] * len(eqn.outvars)
     return [joined(operands)] * len(eqn.outvars)
 
 
-def is_layer(eqn: Any, found: Flow) -> bool:
+def is_layer(eqn: Any, data_flow: DataFlow) -> bool:
     """Whether an equation multiplies a weight with something else, or takes rows of a table."""
     if eqn.primitive.name in PRODUCTS:
-        return found.weight(eqn) is not None
-    return is_table(eqn, found)
+        return data_flow.weight(eqn) is not None
+    return is_table(eqn, data_flow)
 
 
-def is_table(eqn: Any, found: Flow) -> bool:
+def is_table(eqn: Any, data_flow: DataFlow) -> bool:
     """Whether an equation takes rows of a parameter, which ones depending on the inputs."""
     if eqn.primitive.name not in traits.PICKS or len(eqn.invars) < 2:
         return False
-    taken = found.origin(eqn.invars[0]).made is Made.PARAMETERS
-    return taken and any(found.origin(v).made is Made.INPUTS for v in eqn.invars[1:])
+    taken = data_flow.origin(eqn.invars[0]).made is Made.PARAMETERS
+    return taken and any(data_flow.origin(v).made is Made.INPUTS for v in eqn.invars[1:])
 
 
 @by_program
 def _outputs(jaxpr: Any, inputs: tuple[Origin, ...]) -> tuple[Origin, ...]:
     opened = compat.closed(jaxpr).jaxpr
-    found = _forward(opened, inputs)
-    return tuple(found.origin(v) for v in opened.outvars)
+    data_flow = _forward(opened, inputs)
+    return tuple(data_flow.origin(v) for v in opened.outvars)
 
 
 # -- backward: which values another layer reads -------------------------------------------------
 
 
-def _backward(jaxpr: Any, found: Flow, outputs: Sequence[bool]) -> None:
-    found.feeds.update(
+def _backward(jaxpr: Any, data_flow: DataFlow, outputs: Sequence[bool]) -> None:
+    data_flow.feeds.update(
         v
         for v, feeds in zip(jaxpr.outvars, outputs, strict=True)
         if feeds and not compat.is_literal(v)
     )
     for eqn in reversed(jaxpr.eqns):
-        read = _operands_feed(eqn, found)
-        found.feeds.update(
+        read = _operands_feed(eqn, data_flow)
+        data_flow.feeds.update(
             v
             for v, feeds in zip(eqn.invars, read, strict=True)
             if feeds and not compat.is_literal(v)
         )
 
 
-def _operands_feed(eqn: Any, found: Flow) -> Sequence[bool]:
-    outs = tuple(v in found.feeds for v in eqn.outvars)
+def _operands_feed(eqn: Any, data_flow: DataFlow) -> Sequence[bool]:
+    outs = tuple(v in data_flow.feeds for v in eqn.outvars)
     count = len(eqn.invars)
-    if is_layer(eqn, found) and not scopes.is_transposed(eqn.source_info.name_stack):
+    if is_layer(eqn, data_flow) and not scopes.is_transposed(eqn.source_info.name_stack):
         return [True] * count
     if not structure.is_call(eqn):
         return [any(outs)] * count
-    origins = tuple(found.origin(v) for v in eqn.invars)
+    origins = tuple(data_flow.origin(v) for v in eqn.invars)
     read = [False] * count
     for part in structure.parts(eqn):
         if not part.is_condition:
@@ -167,9 +167,9 @@ def _inputs_feed(
     jaxpr: Any, inputs: tuple[Origin, ...], outputs: tuple[bool, ...]
 ) -> tuple[bool, ...]:
     opened = compat.closed(jaxpr).jaxpr
-    found = _forward(opened, inputs)
-    _backward(opened, found, outputs)
-    return tuple(v in found.feeds for v in opened.invars)
+    data_flow = _forward(opened, inputs)
+    _backward(opened, data_flow, outputs)
+    return tuple(v in data_flow.feeds for v in opened.invars)
 
 
 def _feeds(
@@ -180,24 +180,24 @@ def _feeds(
     while True:  # flags are only ever added
         read = _inputs_feed(part.program, inputs, outs)
         again = read[part.carried]
-        found = (*(a or b for a, b in zip(outs, again, strict=False)), *outs[len(again) :])
-        if found == outs:
+        fed = (*(a or b for a, b in zip(outs, again, strict=False)), *outs[len(again) :])
+        if fed == outs:
             return read, outs
-        outs = found
+        outs = fed
 
 
 # -- a call's programs ---------------------------------------------------------------------------
 
 
-def inside(eqn: Any, program: Any, found: Flow, given: Given) -> Given | None:
+def inside(eqn: Any, program: Any, data_flow: DataFlow, given: Given) -> Given | None:
     """Returns what is known of a program inside an equation; None where nothing is quantised.
 
     A function with a derivative of its own is multiplied as its author wrote it.
     """
     if structure.has_rules(eqn):
         return None
-    origins = tuple(found.origin(v) for v in eqn.invars)
-    outs = tuple(v in found.feeds for v in eqn.outvars)
+    origins = tuple(data_flow.origin(v) for v in eqn.invars)
+    outs = tuple(v in data_flow.feeds for v in eqn.outvars)
     parts = structure.parts(eqn)
     part = next(p for p in parts if p.program is program)
     if part.is_condition:
@@ -226,34 +226,34 @@ def whole(jaxpr: Any, inputs: tuple[Origin, ...]) -> Given:
 
 
 def _collect(jaxpr: Any, given: Given, tables: set[str], unplaced: set[str]) -> None:
-    found = flow(jaxpr, given)
+    data_flow = flow(jaxpr, given)
     for eqn in jaxpr.eqns:
-        if is_table(eqn, found):
-            tables.add(found.origin(eqn.invars[0]).path)
-        if is_first(eqn, found) or is_last(eqn, found):
-            weight = found.weight(eqn)
-            unplaced.add(found.origin(eqn.invars[weight or 0]).path)
+        if is_table(eqn, data_flow):
+            tables.add(data_flow.origin(eqn.invars[0]).path)
+        if is_first(eqn, data_flow) or is_last(eqn, data_flow):
+            weight = data_flow.weight(eqn)
+            unplaced.add(data_flow.origin(eqn.invars[weight or 0]).path)
         if structure.is_call(eqn):
             for part in structure.parts(eqn):
-                inner = None if part.is_condition else inside(eqn, part.program, found, given)
+                inner = None if part.is_condition else inside(eqn, part.program, data_flow, given)
                 if inner is not None:
                     _collect(compat.closed(part.program).jaxpr, inner, tables, unplaced)
 
 
-def _is_forward_product(eqn: Any, found: Flow) -> bool:
-    if eqn.primitive.name not in PRODUCTS or found.weight(eqn) is None:
+def _is_forward_product(eqn: Any, data_flow: DataFlow) -> bool:
+    if eqn.primitive.name not in PRODUCTS or data_flow.weight(eqn) is None:
         return False
     return not scopes.is_transposed(eqn.source_info.name_stack)
 
 
-def is_first(eqn: Any, found: Flow) -> bool:
+def is_first(eqn: Any, data_flow: DataFlow) -> bool:
     """Whether no layer stands between a layer's product and the inputs."""
-    if not _is_forward_product(eqn, found):
+    if not _is_forward_product(eqn, data_flow):
         return False
-    read = eqn.invars[1 - (found.weight(eqn) or 0)]
-    return not found.origin(read).after_layer
+    read = eqn.invars[1 - (data_flow.weight(eqn) or 0)]
+    return not data_flow.origin(read).after_layer
 
 
-def is_last(eqn: Any, found: Flow) -> bool:
+def is_last(eqn: Any, data_flow: DataFlow) -> bool:
     """Whether no layer stands between a layer's product and the outputs."""
-    return _is_forward_product(eqn, found) and eqn.outvars[0] not in found.feeds
+    return _is_forward_product(eqn, data_flow) and eqn.outvars[0] not in data_flow.feeds

@@ -17,8 +17,8 @@ from mpjax._autocast.arguments import stateful
 from mpjax._autocast.decide import scopes
 from mpjax._autocast.decide.contraction import adds_nothing
 from mpjax._autocast.eight_bits import delayed, layers
-from mpjax._autocast.eight_bits.layers import Flow, Given, Made, Origin
-from mpjax._autocast.product import Config, Role, current, quantized
+from mpjax._autocast.eight_bits.layers import DataFlow, Given, Made, Origin
+from mpjax._autocast.product import ArrayRole, Config, current, quantized
 from mpjax._base.errors import PolicyWarning, message
 from mpjax._jaxpr.op_rules import PRODUCTS
 from mpjax._policies.policy import Policy
@@ -39,13 +39,13 @@ def quantizes(policy: scopes.Policies) -> bool:
     return bool(recipes_in(policy))
 
 
-class Products:
+class QuantizedProducts:
     """What is decided for the products of one program: nothing where no policy has a recipe."""
 
     def __init__(self, jaxpr: Any, policy: scopes.Policies, given: Given | None) -> None:
         self.policy = policy
         self.given = given
-        self.flow: Flow | None = layers.flow(jaxpr, given) if given is not None else None
+        self.flow: DataFlow | None = layers.flow(jaxpr, given) if given is not None else None
 
     def entering(self, eqn: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `inner`, which plans a program of an equation, told what is known of it."""
@@ -172,10 +172,10 @@ def _refuse_blocks(eqn: Any, why: str, recipe: Recipe, rule: str, path: str) -> 
 def _roles(eqn: Any, weight: int) -> Any:
     """Returns the roles of a product's operands and result; a derivative's is the input's."""
     if scopes.is_transposed(eqn.source_info.name_stack):
-        other, result = Role.RESULT, Role.INPUT
+        other, result = ArrayRole.RESULT, ArrayRole.INPUT
     else:
-        other, result = Role.INPUT, Role.RESULT
-    return (Role.WEIGHT, other, result) if weight == 0 else (other, Role.WEIGHT, result)
+        other, result = ArrayRole.INPUT, ArrayRole.RESULT
+    return (ArrayRole.WEIGHT, other, result) if weight == 0 else (other, ArrayRole.WEIGHT, result)
 
 
 def _sizes(eqn: Any, weight: int) -> tuple[int, int]:
@@ -187,7 +187,7 @@ def _sizes(eqn: Any, weight: int) -> tuple[int, int]:
     return summed, math.prod(rest)
 
 
-def _no_weight(flow: Flow | None, eqn: Any) -> str:
+def _no_weight(flow: DataFlow | None, eqn: Any) -> str:
     made = [flow.origin(v).made for v in eqn.invars[:2]] if flow is not None else []
     if Made.CONSTANTS in made:
         return "an operand is a constant"
@@ -241,10 +241,10 @@ def warn_if_nothing(plan: Any) -> None:
     """Warns where a policy has a recipe and no product of a function is quantised."""
     if not quantizes(plan.settings.policy):
         return
-    found = list(_products(plan))
-    if any(decision.how is not None for decision in found):
+    products = list(_products(plan))
+    if any(decision.how is not None for decision in products):
         return
-    counts = collections.Counter(f"{scopes.location(d.eqn)}: {d.reason}" for d in found)
+    counts = collections.Counter(f"{scopes.location(d.eqn)}: {d.reason}" for d in products)
     rows = [f"{row}{f' (×{n})' if n > 1 else ''}" for row, n in list(counts.items())[:8]]
     text = message(
         "autocast",

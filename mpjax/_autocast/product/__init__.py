@@ -4,12 +4,12 @@
 `primitives` gives it a derivative of its own.
 """
 
-from mpjax._autocast.product.config import Config, Role, current, low, quantized
+from mpjax._autocast.product.config import ArrayRole, Config, current, low, quantized
 from mpjax._autocast.product.primitives import hidden, product, with_precision
 
 __all__ = [
+    "ArrayRole",
     "Config",
-    "Role",
     "current",
     "hidden",
     "low",

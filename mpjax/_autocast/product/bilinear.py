@@ -55,7 +55,7 @@ class Bilinear:
         An axis that both operands and the result have is a batch: so are keys and values of
         attention multiplied, and no weight, unless `jax.vmap` made the batch.
         """
-        is_gradient = self.roles[2] is not config.Role.RESULT and not self.config.is_scaled
+        is_gradient = self.roles[2] is not config.ArrayRole.RESULT and not self.config.is_scaled
         return is_gradient and all(None in axis[:3] or axis.mapped for axis in self.axes)
 
     def run(
@@ -117,15 +117,15 @@ class Bilinear:
     ) -> jax.Array:
         """Returns a product of 8-bit operands: quantised, multiplied, scaled after."""
         ndim = self.traced.jaxpr.outvars[0].aval.ndim
-        found = [self._quantized(i, args, direction, stored[i]) for i in (0, 1)]
-        scales = [scaled.as_result(x.scale, self.axes, i, ndim) for i, x in enumerate(found)]
+        operands = [self._quantized(i, args, direction, stored[i]) for i in (0, 1)]
+        scales = [scaled.as_result(x.scale, self.axes, i, ndim) for i, x in enumerate(operands)]
         how = direction.accumulates
         if direction.scaling is not None and direction.scaling.granularity == "block":
             how = [direction.dtype(role) for role in self.roles[:2]], direction.scaling.block_size
         bind = functools.partial(scaled_product, how=how)
-        values = [x.values for x in found]
-        if set(self.roles[:2]) == {config.Role.INPUT, config.Role.WEIGHT}:
-            weight = self.roles.index(config.Role.WEIGHT)
+        values = [x.values for x in operands]
+        if set(self.roles[:2]) == {config.ArrayRole.INPUT, config.ArrayRole.WEIGHT}:
+            weight = self.roles.index(config.ArrayRole.WEIGHT)
             values[1 - weight], scales[weight] = speed.alone(values[1 - weight], scales[weight])
         out = _eval(self.traced, [*values, *args[2:]], bind).astype(FLOAT32)
         first, second = (speed.spread(s, out.shape, self.axes) for s in scales)

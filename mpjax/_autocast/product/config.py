@@ -21,7 +21,7 @@ from mpjax._policies.recipes import DTYPES, Recipe
 FLOAT32 = jnp.dtype("float32")
 
 
-class Role(enum.Enum):
+class ArrayRole(enum.Enum):
     """What an array is to the product that was written: an operand, or its result."""
 
     INPUT = "input"
@@ -29,10 +29,10 @@ class Role(enum.Enum):
     RESULT = "result"
 
 
-PLACES = {Role.INPUT: 0, Role.WEIGHT: 1, Role.RESULT: 2}
+PLACES = {ArrayRole.INPUT: 0, ArrayRole.WEIGHT: 1, ArrayRole.RESULT: 2}
 """Where the largest value of each is among the three that a product records."""
 
-Roles = tuple[Role, Role, Role]
+Roles = tuple[ArrayRole, ArrayRole, ArrayRole]
 """Of the two operands of a product and of its result."""
 
 
@@ -50,11 +50,11 @@ class Scaling:
 class Direction:
     """One kind of product: the dtype of each operand, by its role, and of what they add up to."""
 
-    operands: tuple[tuple[Role, Any], tuple[Role, Any]]
+    operands: tuple[tuple[ArrayRole, Any], tuple[ArrayRole, Any]]
     accumulates: Any = FLOAT32
     scaling: Scaling | None = None  # None: operands are cast, without a scale
 
-    def dtype(self, role: Role) -> Any:
+    def dtype(self, role: ArrayRole) -> Any:
         """Returns the dtype in which the operand of a role is read."""
         return dict(self.operands)[role]
 
@@ -67,13 +67,17 @@ class Config:
     dgrad: Direction
     wgrad: Direction
     low: Any  # the dtype of what is not quantised
-    roles: Roles = (Role.INPUT, Role.WEIGHT, Role.RESULT)  # as the product was written
+    roles: Roles = (
+        ArrayRole.INPUT,
+        ArrayRole.WEIGHT,
+        ArrayRole.RESULT,
+    )  # as the product was written
     records: bool = False  # whether the largest values that it sees are recorded
     keeps: bool = False  # whether operands are kept in 8 bits for the products of its gradient
 
-    def read(self, x: Any, role: Role) -> Any:
+    def read(self, x: Any, role: ArrayRole) -> Any:
         """Returns an operand as it is read for its largest value, and again to be quantised."""
-        if role is Role.WEIGHT or self.low != jnp.bfloat16:
+        if role is ArrayRole.WEIGHT or self.low != jnp.bfloat16:
             return x
         return speed.read_low(x.astype(FLOAT32))
 
@@ -89,15 +93,19 @@ class Config:
 
     def reads_as_made(self, operand: int) -> bool:
         """Whether an operand is quantised from what it is made as: a weight, rounded once."""
-        return self.is_scaled and self.roles[operand] is Role.WEIGHT
+        return self.is_scaled and self.roles[operand] is ArrayRole.WEIGHT
 
     def direction(self, roles: Roles) -> Direction:
         """Returns the entry for a product of arrays that have these roles: its result decides."""
-        gives = {Role.RESULT: self.fprop, Role.INPUT: self.dgrad, Role.WEIGHT: self.wgrad}
+        gives = {
+            ArrayRole.RESULT: self.fprop,
+            ArrayRole.INPUT: self.dgrad,
+            ArrayRole.WEIGHT: self.wgrad,
+        }
         return gives[roles[2]]
 
 
-def _cast(first: Role, second: Role, dtype: Any) -> Direction:
+def _cast(first: ArrayRole, second: ArrayRole, dtype: Any) -> Direction:
     return Direction(((first, dtype), (second, dtype)))
 
 
@@ -108,9 +116,9 @@ def low(dtype: Any) -> Config:
 
 
 _OPERANDS = (
-    (Role.INPUT, Role.WEIGHT),
-    (Role.RESULT, Role.WEIGHT),
-    (Role.RESULT, Role.INPUT),
+    (ArrayRole.INPUT, ArrayRole.WEIGHT),
+    (ArrayRole.RESULT, ArrayRole.WEIGHT),
+    (ArrayRole.RESULT, ArrayRole.INPUT),
 )
 """Of fprop, dgrad and wgrad, in the order in which a recipe names their dtypes."""
 
@@ -128,7 +136,7 @@ def quantized(recipe: Recipe, dtype: Any, roles: Roles, *, keeps: bool = False) 
     """
     scaling = Scaling(recipe.granularity, recipe.margin, recipe.block_size, recipe.has_history)
 
-    def of(both: tuple[Role, Role], pair: Any) -> Direction:
+    def of(both: tuple[ArrayRole, ArrayRole], pair: Any) -> Direction:
         if pair is None:
             return _cast(*both, dtype)
         first, second = (jnp.dtype(DTYPES[name]) for name in pair)
@@ -136,8 +144,8 @@ def quantized(recipe: Recipe, dtype: Any, roles: Roles, *, keeps: bool = False) 
         return Direction(((both[0], first), (both[1], second)), accumulates, scaling)
 
     pairs = zip(_OPERANDS, recipe.products.values(), strict=True)
-    found = (of(both, pair) for both, pair in pairs)
-    return Config(*found, low=dtype, roles=roles, records=recipe.has_history, keeps=keeps)
+    directions = (of(both, pair) for both, pair in pairs)
+    return Config(*directions, low=dtype, roles=roles, records=recipe.has_history, keeps=keeps)
 
 
 @functools.lru_cache(maxsize=256)

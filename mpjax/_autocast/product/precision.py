@@ -36,8 +36,8 @@ def default() -> Any:
 def _given(_setting: Any) -> Any:
     x = jax.ShapeDtypeStruct((1,), jnp.float32)
     (product,) = jax.make_jaxpr(lax.dot)(x, x).jaxpr.eqns
-    found = product.params["precision"]
-    return None if found == LOW else found
+    precision = product.params["precision"]
+    return None if precision == LOW else precision
 
 
 def left_open(precision: Any) -> contextlib.AbstractContextManager[Any]:

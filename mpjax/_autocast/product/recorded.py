@@ -28,11 +28,11 @@ def recorded(
     out: jax.Array, amaxes: jax.Array, operands: Sequence[jax.Array], roles: Roles
 ) -> jax.Array:
     """Returns `out`; the cotangent of `amaxes` is what was seen of the operands and of its own."""
-    found = {
+    largest = {
         PLACES[role]: absolute_maximum(x, tuple(range(x.ndim))).reshape(())
         for x, role in zip(operands, roles, strict=False)
     }
-    seen = jax.lax.stop_gradient(jnp.stack([found[0], found[1]]))
+    seen = jax.lax.stop_gradient(jnp.stack([largest[0], largest[1]]))
     return recorded_p.bind(*compat.equally_varying(out, amaxes, seen))
 
 
@@ -68,8 +68,8 @@ def _tangent_transpose(ct: Any, moved: Any, slot: Any, seen: Any) -> list[Any]:
         apart = slot.aval.ndim - 1  # axes in front: mapped over, each with its own histories
         gradient = absolute_maximum(ct, tuple(range(apart, ct.ndim)))
         gradient = gradient.reshape((*gradient.shape[:apart], 1))
-        found = jnp.concatenate([seen, gradient], axis=-1)
-        cts[1] = jnp.where(jnp.isfinite(found), found, 0)
+        largest = jnp.concatenate([seen, gradient], axis=-1)
+        cts[1] = jnp.where(jnp.isfinite(largest), largest, 0)
     return cts
 
 

@@ -122,9 +122,9 @@ def is_usable(stored: Any, axes: Axes, operand: int, dtype: Any) -> bool:
 
 def as_result(scale: jax.Array, axes: Axes, operand: int, ndim: int) -> jax.Array:
     """Returns the scales of an operand, to multiply the result of the product by."""
-    found = {a[operand]: a.result for a in axes if a.result is not None}
-    kept = sorted((found[i], i) for i in range(scale.ndim) if i in found)
-    dropped = tuple(i for i in range(scale.ndim) if i not in found)
+    result_axes = {a[operand]: a.result for a in axes if a.result is not None}
+    kept = sorted((result_axes[i], i) for i in range(scale.ndim) if i in result_axes)
+    dropped = tuple(i for i in range(scale.ndim) if i not in result_axes)
     shape = [1] * ndim
     for place, i in kept:
         shape[place] = scale.shape[i]

@@ -164,8 +164,8 @@ def _run_scan(runner: Interpreter, decision: Decision, values: Sequence[Value]) 
     ]
     out_states = (*decision.call.out_states[:num_carry], *plan.out_states[num_carry:])
 
-    def body(carry: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
-        xs, amaxes = found  # of histories, each iteration has its own
+    def body(carry: Any, slices: tuple[Any, Any]) -> tuple[Any, Any]:
+        xs, amaxes = slices  # of histories, each iteration has its own
         outs = runner.recording(runner.history.inside(decision, amaxes)).run(
             plan,
             [*(read() for read in read_consts), *carry, *xs],

@@ -15,7 +15,7 @@ from jax.extend import source_info_util
 from mpjax._autocast import speed
 from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.product import precision
-from mpjax._autocast.speed import Group
+from mpjax._autocast.speed import FusedGroup
 from mpjax._base import compat
 from mpjax._jaxpr.binding import bind, inside
 from mpjax._jaxpr.keys import hashable, literal_key
@@ -31,7 +31,7 @@ class GroupFunctions:
         self._lines: dict[Any, str] = {}
         self.attentions: dict[Hashable, Any] = {}  # the programs of equal attentions
 
-    def run(self, plan: Plan, group: Group, arrays: Sequence[Any]) -> list[Any]:
+    def run(self, plan: Plan, group: FusedGroup, arrays: Sequence[Any]) -> list[Any]:
         """Returns the outputs of a group: of each the low form, then the full one, if wanted.
 
         Args:
@@ -44,7 +44,7 @@ class GroupFunctions:
             return self._run(plan, group, eqns, arrays)
 
     def _run(
-        self, plan: Plan, group: Group, eqns: Sequence[Any], arrays: Sequence[Any]
+        self, plan: Plan, group: FusedGroup, eqns: Sequence[Any], arrays: Sequence[Any]
     ) -> list[Any]:
         if not group.marks.checkpoint:
             return _function(plan, group, 0)(*arrays)
@@ -59,19 +59,19 @@ class GroupFunctions:
         with inside(eqns[0], around):
             return self._functions[key](*arrays)
 
-    def _key(self, plan: Plan, group: Group, eqns: Sequence[Any], around: int) -> Hashable:
+    def _key(self, plan: Plan, group: FusedGroup, eqns: Sequence[Any], around: int) -> Hashable:
         """Returns what equal groups have in common; their outer scopes may differ."""
         number = {v: i for i, v in enumerate(group.inputs)}
-        found: list[Hashable] = [v.aval for v in group.inputs]
+        content: list[Hashable] = [v.aval for v in group.inputs]
         for eqn in eqns:
             operands = [literal_key(v) if compat.is_literal(v) else number[v] for v in eqn.invars]
             params = [(name, hashable(value)) for name, value in sorted(eqn.params.items())]
             place = (eqn.source_info.name_stack[around:], self._line(eqn), eqn.ctx)
             low = speed.low_cotangent(eqn, group, plan.states)
-            found.append((eqn.primitive, *operands, *params, *place, low))
+            content.append((eqn.primitive, *operands, *params, *place, low))
             number |= {v: i for i, v in enumerate(eqn.outvars, start=len(number))}
         outputs = ((number[v], plan.states[v].dtype, *forms) for v, *forms in group.outputs)
-        return (*found, *outputs, *group.marks.numbered(number))
+        return (*content, *outputs, *group.marks.numbered(number))
 
     def _line(self, eqn: Any) -> str:
         traceback = eqn.source_info.traceback
@@ -91,7 +91,7 @@ def _common_scopes(eqns: Sequence[Any]) -> int:
     return shared
 
 
-def _function(plan: Plan, group: Group, around: int) -> Function:
+def _function(plan: Plan, group: FusedGroup, around: int) -> Function:
     ways = speed.Ways(group, plan.states, in_loop=plan.settings.in_loop, around=around)
 
     def bound(eqn: Any, operands: Sequence[Any]) -> list[Any]:

@@ -26,7 +26,7 @@ from mpjax._autocast.run import (
 )
 from mpjax._autocast.run.group_functions import GroupFunctions
 from mpjax._autocast.run.values import Value
-from mpjax._autocast.speed import Group
+from mpjax._autocast.speed import FusedGroup
 from mpjax._base import compat
 from mpjax._jaxpr.binding import bind, written_at
 from mpjax._jaxpr.op_rules import OP_RULES, PRODUCTS, OpClass
@@ -167,18 +167,18 @@ class Interpreter:
         )
         return out if self.products is None else self.products.named(eqn, out)
 
-    def run_group(self, plan: Plan, group: Group, env: dict[Any, Value]) -> None:
+    def run_group(self, plan: Plan, group: FusedGroup, env: dict[Any, Value]) -> None:
         if group.marks.native:
             self.run_native(plan, group, env)
             return
         arrays = [env[v].made for v in group.inputs]
-        found = iter(self.functions.run(plan, group, arrays))
+        forms = iter(self.functions.run(plan, group, arrays))
         for var, is_low, is_full in group.outputs:
-            low = next(found) if is_low else None
-            full = next(found) if is_full else None
+            low = next(forms) if is_low else None
+            full = next(forms) if is_full else None
             env[var] = _both_forms(plan.states[var], low, full)
 
-    def run_native(self, plan: Plan, group: Group, env: dict[Any, Value]) -> None:
+    def run_native(self, plan: Plan, group: FusedGroup, env: dict[Any, Value]) -> None:
         local = dict(env)
         for eqn in group.eqns:
             values = [self.value(v, local) for v in eqn.invars]

@@ -17,7 +17,7 @@ from mpjax._autocast.speed.exact import is_exact
 from mpjax._autocast.speed.exact import run as native
 from mpjax._autocast.speed.hints import hint
 from mpjax._autocast.speed.lowerings import read_low, stored, stored_cotangent
-from mpjax._autocast.speed.marks import Group, low_cotangent
+from mpjax._autocast.speed.marks import FusedGroup, low_cotangent
 from mpjax._autocast.speed.marks import of_groups as marked
 from mpjax._autocast.speed.order import smaller_first
 from mpjax._autocast.speed.permuted import told
@@ -28,7 +28,7 @@ from mpjax._autocast.speed.ways import Ways
 
 __all__ = [
     "Cuts",
-    "Group",
+    "FusedGroup",
     "Ways",
     "alone",
     "bind_pooled",

@@ -49,7 +49,7 @@ class Centred:
     """The affine values of a group that begin with `x - m`, by the variable that holds them."""
 
     def __init__(self, eqns: Sequence[Any]) -> None:
-        self.found: dict[Any, Affine] = {}
+        self.by_variable: dict[Any, Affine] = {}
         self._repeated: dict[Any, Any] = {}  # equations that do nothing but to repeat
         for eqn in eqns:
             self._note(eqn)
@@ -62,7 +62,7 @@ class Centred:
           values: of the variables.
           dear: those whose cotangents are stored, and dear to compute.
         """
-        affine = self.found.get(eqn.outvars[0])
+        affine = self.by_variable.get(eqn.outvars[0])
         if affine is None or len(affine.steps) == 1:
             return []
         operands = [self._small(v, values) for _, v in affine.steps]
@@ -78,7 +78,7 @@ class Centred:
         elif eqn.primitive.name in _STEPS and is_float32(out):
             made = next(filter(None, self._orders(eqn, out)), None)
             if made is not None:
-                self.found[out] = made
+                self.by_variable[out] = made
 
     def _orders(self, eqn: Any, out: Any) -> Iterator[Affine | None]:
         x, y = eqn.invars
@@ -93,7 +93,7 @@ class Centred:
         """
         if compat.is_literal(x) or compat.is_literal(operand) or x.aval.shape != out.aval.shape:
             return None
-        before = self.found.get(x)
+        before = self.by_variable.get(x)
         if before is None and name != "sub":
             return None
         start = before or Affine(x, (), frozenset(range(out.aval.ndim)))

@@ -108,15 +108,15 @@ def curves(
     Returns:
       Each curve by the first variable that it makes, and None by the rest of them.
     """
-    found: dict[Any, Curve | None] = {}
-    for curve in _Search(eqns, inputs, outputs).found():
+    by_variable: dict[Any, Curve | None] = {}
+    for curve in _CurveSearch(eqns, inputs, outputs).found():
         first, *rest = made = [eqn.outvars[0] for eqn in curve.eqns]
         if not set(others).intersection(made):
-            found |= {first: curve, **dict.fromkeys(rest)}
-    return found
+            by_variable |= {first: curve, **dict.fromkeys(rest)}
+    return by_variable
 
 
-class _Search:
+class _CurveSearch:
     """One pass over the equations of a group."""
 
     def __init__(
@@ -164,13 +164,13 @@ class _Search:
 
     def gates(self) -> set[Any]:
         """Returns the factors of products of two large values, one of them a costly curve's."""
-        found: set[Any] = set()
+        gates: set[Any] = set()
         for eqn in self.eqns:
             factors = {v for v in compat.variables(eqn) if self.is_large(v)}
             curves = [self.results[v] for v in factors if v in self.results]
             if eqn.primitive.name == "mul" and len(factors) == 2 and any(map(_is_costly, curves)):
-                found |= factors
-        return found
+                gates |= factors
+        return gates
 
     def is_large(self, v: Any) -> bool:
         return size(v.aval.shape) > self.least

@@ -28,23 +28,23 @@ class Cuts(NamedTuple):
     read_twice: set[Any]  # those of them that stand between two passes over a value
 
 
-def of_program(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> Cuts:
+def of_program(jaxpr: Any, fused: Sequence[bool], states: dict[Any, State]) -> Cuts:
     """Returns the cuts of a program.
 
     Args:
       jaxpr: open.
       fused: of each equation, whether it may run in a group.
-      found: the state of each value.
+      states: the state of each value.
     """
-    curved = linear.curved(jaxpr, fused, found)
-    twice = read_twice(jaxpr, fused, found, curved)
-    others = merged(jaxpr, fused, found, curved) | copied_last(jaxpr, fused, found)
-    return Cuts(read_exactly(jaxpr, fused, found, curved) | others | twice, twice)
+    curved = linear.curved(jaxpr, fused, states)
+    twice = read_twice(jaxpr, fused, states, curved)
+    others = merged(jaxpr, fused, states, curved) | copied_last(jaxpr, fused, states)
+    return Cuts(read_exactly(jaxpr, fused, states, curved) | others | twice, twice)
 
 
 @hint("read_exactly", lambda *_: set[Any]())
 def read_exactly(
-    jaxpr: Any, fused: Sequence[bool], found: dict[Any, State], curved: set[Any]
+    jaxpr: Any, fused: Sequence[bool], states: dict[Any, State], curved: set[Any]
 ) -> set[Any]:
     """Low values that an exact function reads, such as a biased product that relu reads.
 
@@ -56,16 +56,16 @@ def read_exactly(
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
         if not is_fused:
             continue
-        state = found[eqn.outvars[0]]
+        state = states[eqn.outvars[0]]
         if state.kind == Kind.LOW and exact.is_exact(eqn, state.dtype):
             operands = compat.variables(eqn)
-            cuts.update(v for v in operands if found[v] == state and v not in curved)
+            cuts.update(v for v in operands if states[v] == state and v not in curved)
     return cuts
 
 
 @hint("read_twice", lambda *_: set[Any]())
 def read_twice(
-    jaxpr: Any, fused: Sequence[bool], found: dict[Any, State], curved: set[Any]
+    jaxpr: Any, fused: Sequence[bool], states: dict[Any, State], curved: set[Any]
 ) -> set[Any]:
     """Returns the low values that a group makes, and reads again beside their own statistics.
 
@@ -91,7 +91,7 @@ def read_twice(
         for v in eqn.outvars:
             if counts or is_sum:
                 counted[v] = values | counts if is_sum else counts
-            if found[v].kind == Kind.LOW and v not in curved and name not in MOVES:
+            if states[v].kind == Kind.LOW and v not in curved and name not in MOVES:
                 made_of[v] = frozenset({v})
                 if name == "concatenate":
                     parts[v] = frozenset(values & convolved)
@@ -102,13 +102,13 @@ def read_twice(
 
 def _union(sets: dict[Any, frozenset[Any]], keys: Sequence[Any]) -> frozenset[Any]:
     """Returns the union of the sets of some keys."""
-    found = [sets[key] for key in keys if key in sets]
-    return found[0].union(*found[1:]) if found else _NOTHING
+    present = [sets[key] for key in keys if key in sets]
+    return present[0].union(*present[1:]) if present else _NOTHING
 
 
 @hint("merged", lambda *_: set[Any]())
 def merged(
-    jaxpr: Any, fused: Sequence[bool], found: dict[Any, State], curved: set[Any]
+    jaxpr: Any, fused: Sequence[bool], states: dict[Any, State], curved: set[Any]
 ) -> set[Any]:
     """Returns the low sums of several low values that an activation reads, as gates of an LSTM.
 
@@ -127,11 +127,11 @@ def merged(
         (out, *_) = eqn.outvars
         if out in curved:
             continue
-        if found[out].kind == Kind.LOW and eqn.primitive.name in traits.ADDS:
+        if states[out].kind == Kind.LOW and eqn.primitive.name in traits.ADDS:
             terms = {
                 v
                 for v in operands
-                if found[v].kind == Kind.LOW and size(v.aval.shape) == size(out.aval.shape)
+                if states[v].kind == Kind.LOW and size(v.aval.shape) == size(out.aval.shape)
             }
             if read or len(terms) > 1:
                 read = frozenset({out})
@@ -141,7 +141,7 @@ def merged(
 
 
 @hint("copied_last", lambda *_: set[Any]())
-def copied_last(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> set[Any]:
+def copied_last(jaxpr: Any, fused: Sequence[bool], states: dict[Any, State]) -> set[Any]:
     """Returns the low values of which a group at last makes two copies, as it is upsampled.
 
     They are stored before, and the cotangents of both copies are added up as they are held: a sum
@@ -153,5 +153,5 @@ def copied_last(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> s
         if is_fused and (not only_moves(eqn) or worked.intersection(eqn.outvars)):
             worked.update(compat.variables(eqn))
         elif is_fused and eqn.primitive.name == "broadcast_in_dim" and copies(eqn) == 2:
-            copied.update(v for v in compat.variables(eqn) if found[v].kind == Kind.LOW)
+            copied.update(v for v in compat.variables(eqn) if states[v].kind == Kind.LOW)
     return copied

@@ -26,12 +26,12 @@ def uncounted(program: Any, arrays: Sequence[Any]) -> Any:
       arrays: what it was traced on.
     """
     makers = {v: eqn for eqn in program.jaxpr.eqns for v in eqn.outvars}
-    found = {v: how for v, eqn in makers.items() if (how := _counted(eqn, makers)) is not None}
-    if not found:
+    counting = {v: how for v, eqn in makers.items() if (how := _counted(eqn, makers)) is not None}
+    if not counting:
         return program
 
     def one(eqn: Any, values: list[Any]) -> Sequence[Any]:
-        how = found.get(eqn.outvars[0]) if eqn.outvars else None
+        how = counting.get(eqn.outvars[0]) if eqn.outvars else None
         with written_at(eqn):
             return bind(eqn, values) if how is None else [_batched(eqn, how, *values)]
 

@@ -44,7 +44,7 @@ class Marks:
         )
 
 
-class Group(NamedTuple):
+class FusedGroup(NamedTuple):
     """Equations that run together in float32.
 
     `outputs` are the variables read elsewhere, each with whether its low form, its float32 form,
@@ -59,11 +59,11 @@ class Group(NamedTuple):
 
 def of_groups(
     jaxpr: Any,
-    groups: Sequence[Group],
+    groups: Sequence[FusedGroup],
     alone: Sequence[Any],
     read_twice: set[Any],
-    found: dict[Any, State],
-) -> list[Group]:
+    states: dict[Any, State],
+) -> list[FusedGroup]:
     """Returns the groups of a program with their marks.
 
     Args:
@@ -71,10 +71,10 @@ def of_groups(
       groups: its groups.
       alone: the equations that stand in none.
       read_twice: the values that stand between two passes; see `cuts`.
-      found: the state of each value.
+      states: the state of each value.
     """
     convolved = storage.convolved(jaxpr)
-    marks = [_of_group(group, convolved, read_twice, found) for group in groups]
+    marks = [_of_group(group, convolved, read_twice, states) for group in groups]
     stored = _stored(groups, marks)
     rows_of = _rows(jaxpr, groups, alone, marks)
     return [
@@ -83,13 +83,15 @@ def of_groups(
     ]
 
 
-def _of_group(group: Group, convolved: set[Any], twice: set[Any], found: dict[Any, State]) -> Marks:
+def _of_group(
+    group: FusedGroup, convolved: set[Any], twice: set[Any], states: dict[Any, State]
+) -> Marks:
     """Finds what a GPU is to hold low inside a group, where other devices fuse what reads it."""
     eqns, inputs, outputs, _ = group
     repeated = (eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "broadcast_in_dim")
     marks = Marks(
-        checkpoint=_worth_checkpoint(eqns, inputs, outputs, found),
-        native=_is_native(eqns, outputs, found),
+        checkpoint=_worth_checkpoint(eqns, inputs, outputs, states),
+        native=_is_native(eqns, outputs, states),
         repeated=frozenset(repeated),
     )
     if marks.checkpoint:
@@ -105,11 +107,11 @@ def _of_group(group: Group, convolved: set[Any], twice: set[Any], found: dict[An
     return replace(
         marks,
         apart=frozenset(storage.summed_apart(eqns)),
-        convolved=storage.added_to_convolutions(convolved, eqns, inputs, found),
+        convolved=storage.added_to_convolutions(convolved, eqns, inputs, states),
     )
 
 
-def _stored(groups: Sequence[Group], marks: Sequence[Marks]) -> list[frozenset[Any]]:
+def _stored(groups: Sequence[FusedGroup], marks: Sequence[Marks]) -> list[frozenset[Any]]:
     """Finds which low outputs of groups a GPU would hold in float32 for those that read them.
 
     XLA cancels a rounding against the widening of a reader: of a group that takes a statistic. A
@@ -133,7 +135,7 @@ def _stored(groups: Sequence[Group], marks: Sequence[Marks]) -> list[frozenset[A
 
 
 def _rows(
-    jaxpr: Any, groups: Sequence[Group], alone: Sequence[Any], marks: Sequence[Marks]
+    jaxpr: Any, groups: Sequence[FusedGroup], alone: Sequence[Any], marks: Sequence[Marks]
 ) -> list[Any]:
     """Finds the products' results of whose rows a group makes others, by a softmax.
 
@@ -154,14 +156,14 @@ def _rows(
 
 
 def _is_native(
-    eqns: Sequence[Any], outputs: Sequence[tuple[Any, bool, bool]], found: dict[Any, State]
+    eqns: Sequence[Any], outputs: Sequence[tuple[Any, bool, bool]], states: dict[Any, State]
 ) -> bool:
     """Whether a group is one operation on low values, to be run as it is."""
     working = [eqn for eqn in eqns if not only_moves(eqn)]
     if len(working) != 1 or not all(is_low and not is_full for _, is_low, is_full in outputs):
         return False
     (eqn,) = working
-    state = found[eqn.outvars[0]]
+    state = states[eqn.outvars[0]]
     if state.kind != Kind.LOW:
         return False
     if eqn.primitive.name not in traits.ALONE and not exact.is_exact(eqn, state.dtype):
@@ -169,7 +171,7 @@ def _is_native(
     if any(_is_repeated(v, eqn) for v in eqn.invars):
         return False
     for v in eqn.invars:
-        operand = of_literal(v) if compat.is_literal(v) else found[v]
+        operand = of_literal(v) if compat.is_literal(v) else states[v]
         if operand.kind in (Kind.FOREIGN, Kind.NEUTRAL):
             continue
         if operand.kind == Kind.CONSTANT and fits(operand, state.dtype):
@@ -190,30 +192,30 @@ def _is_repeated(operand: Any, eqn: Any) -> bool:
     return operand.aval.shape != eqn.outvars[0].aval.shape and operand.aval.dtype == "float32"
 
 
-def low_cotangent(eqn: Any, group: Group, found: dict[Any, State]) -> Any:
+def low_cotangent(eqn: Any, group: FusedGroup, states: dict[Any, State]) -> Any:
     """Returns the dtype in which a GPU stores the cotangent of an equation's result, or None.
 
     It is that of a low value: of one that is read in several passes, and of the sum of a low input
     and a bias.
     """
     if any(v in group.marks.several for v in eqn.outvars):
-        return stored_dtype(group, found)
-    return _biased_dtype(eqn, group, found) if group.marks.checkpoint else None
+        return stored_dtype(group, states)
+    return _biased_dtype(eqn, group, states) if group.marks.checkpoint else None
 
 
-def stored_dtype(group: Group, found: dict[Any, State]) -> Any:
+def stored_dtype(group: FusedGroup, states: dict[Any, State]) -> Any:
     """Returns the dtype of the low values that a group reads or leaves."""
     stored = [*group.inputs, *(v for v, _, _ in group.outputs)]
-    return next(found[v].dtype for v in stored if found[v].kind == Kind.LOW)
+    return next(states[v].dtype for v in stored if states[v].kind == Kind.LOW)
 
 
-def _biased_dtype(eqn: Any, group: Group, found: dict[Any, State]) -> Any:
+def _biased_dtype(eqn: Any, group: FusedGroup, states: dict[Any, State]) -> Any:
     if eqn.primitive.name != "add":
         return None
     for product, bias in (eqn.invars, eqn.invars[::-1]):
         if any(map(compat.is_literal, eqn.invars)) or product not in group.inputs:
             continue
-        state = found[product]
+        state = states[product]
         repeated = bias in group.marks.repeated or _is_repeated(bias, eqn)
         if state.kind == Kind.LOW and repeated and not _is_repeated(product, eqn):
             return state.dtype
@@ -224,11 +226,11 @@ def _worth_checkpoint(
     eqns: Sequence[Any],
     inputs: Any,
     outputs: Sequence[tuple[Any, bool, bool]],
-    found: dict[Any, State],
+    states: dict[Any, State],
 ) -> bool:
     """Whether recomputing a group in the backward pass keeps less than its float32 interior."""
     stored = [*inputs, *(v for v, _, _ in outputs)]
-    if not any(found[v].kind == Kind.LOW for v in stored):
+    if not any(states[v].kind == Kind.LOW for v in stored):
         return False
     if compat.CHECKPOINTS_REFUSE_SUMS and any(
         compat.is_sum_yet_to_be_taken(v.aval) for v, _, _ in outputs
@@ -237,4 +239,4 @@ def _worth_checkpoint(
     made = [v.aval for eqn in eqns for v in eqn.outvars if hasattr(v.aval, "shape")]
     if sum(size(aval.shape) for aval in made) < _SMALL:
         return False
-    return not all(linear.keeps_a_mask_at_most(eqn, found) for eqn in eqns)
+    return not all(linear.keeps_a_mask_at_most(eqn, states) for eqn in eqns)

@@ -57,19 +57,19 @@ def read_in_parts(eqns: Sequence[Any], outputs: Collection[Any]) -> dict[Any, An
     They are computed of the parts of their operands, which nothing else in the group reads.
     """
     readers = _readers(eqns)
-    found: dict[Any, Any] = {}
+    makers: dict[Any, Any] = {}
     for eqn in reversed(eqns):
         (out, *_) = eqn.outvars
         if eqn.primitive.name not in traits.PARTS or out in outputs or out not in readers:
             continue
         shape = out.aval.shape
         (reader, *others) = readers[out]
-        again = not others and reader.outvars[0] in found and reader.outvars[0].aval.shape == shape
+        again = not others and reader.outvars[0] in makers and reader.outvars[0].aval.shape == shape
         in_parts = again or _cut_once(readers[out])
         large = [v for v in compat.variables(eqn) if v.aval.shape == shape]
         if in_parts and all(len(readers[v]) == 1 for v in large):
-            found[out] = eqn
-    return found
+            makers[out] = eqn
+    return makers
 
 
 @jax.custom_jvp

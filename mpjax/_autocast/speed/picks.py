@@ -109,15 +109,15 @@ class Parts:
 @hint("picked", lambda _: frozenset[Any]())
 def picked_from(eqns: Sequence[Any]) -> frozenset[Any]:
     """Returns what is picked from in a group, what that is elementwise of, and what comes of it."""
-    found: set[Any] = set()
+    sources: set[Any] = set()
     for eqn in reversed(eqns):
         called = _jitted(eqn)
         is_opened = called is not None or _is_in_parts(eqn)
         if is_pick(eqn):
-            found.add(eqn.invars[0])
-        elif _holds_a_pick(called) or (is_opened and not found.isdisjoint(eqn.outvars)):
-            found.update(compat.variables(eqn))
-    return frozenset(found)
+            sources.add(eqn.invars[0])
+        elif _holds_a_pick(called) or (is_opened and not sources.isdisjoint(eqn.outvars)):
+            sources.update(compat.variables(eqn))
+    return frozenset(sources)
 
 
 def _run(eqn: Any, values: Sequence[Known]) -> list[Known]:

@@ -19,7 +19,7 @@ from mpjax._autocast.decide import traits
 from mpjax._autocast.decide.states import SMALLER, size
 from mpjax._autocast.speed import lowerings, storage
 from mpjax._autocast.speed.hints import hint
-from mpjax._autocast.speed.marks import Group
+from mpjax._autocast.speed.marks import FusedGroup
 from mpjax._base import compat
 
 Function = Callable[..., list[Any]]
@@ -28,7 +28,7 @@ Apart = Callable[[Sequence[Any]], list[Any]]
 
 
 @hint("recomputed", lambda fun, *_, **__: fun)
-def recomputed(fun: Function, group: Group, inputs: Sequence[Any], *, alone: bool) -> Function:
+def recomputed(fun: Function, group: FusedGroup, inputs: Sequence[Any], *, alone: bool) -> Function:
     """Returns `fun`, computed again where its derivative needs it.
 
     Where XLA would recognise what is computed twice, compute it once, and store it after all, in
@@ -47,7 +47,7 @@ def recomputed(fun: Function, group: Group, inputs: Sequence[Any], *, alone: boo
     return _apart(fun, again, apart) if apart else again
 
 
-def _kept_apart(group: Group) -> Apart | None:
+def _kept_apart(group: FusedGroup) -> Apart | None:
     """Returns what keeps a group's inputs apart from those of its derivative, if that pays."""
     if group.marks.rows is not None:
         return functools.partial(one_apart, which=group.inputs.index(group.marks.rows))

@@ -45,7 +45,9 @@ def activated(eqns: Sequence[Any]) -> dict[Any, bool]:
     An activation may be written out, as a GELU is: its operations are a function of one value.
     """
     of_norms = norms.results(eqns)
-    affine = of_norms.union(v for v, made in Centred(eqns).found.items() if len(made.steps) > 1)
+    affine = of_norms.union(
+        v for v, made in Centred(eqns).by_variable.items() if len(made.steps) > 1
+    )
     if not affine and not any(map(ends_a_kernel, eqns)):
         return {}
     largest = _largest(eqns)
@@ -54,23 +56,23 @@ def activated(eqns: Sequence[Any]) -> dict[Any, bool]:
     read = {v for eqn in eqns for v in eqn.invars if not compat.is_literal(v)} - made
     is_joined = sum(size(v.aval.shape) == largest for v in read) > 1
     normalised = set(of_norms)
-    found: dict[Any, bool] = {}
+    dear: dict[Any, bool] = {}
     for eqn in eqns:
         operands = compat.variables(eqn)
         large = {v for v in operands if size(v.aval.shape) == largest}
         of = {origins.get(v, v) for v in large}
         if bends(eqn) and (is_joined or not exact.is_exact(eqn, BFLOAT16)):
             is_dear = not linear.keeps_a_mask_at_most(eqn, {})
-            found |= {v: is_dear or found.get(v, False) for v in of & normalised}
+            dear |= {v: is_dear or dear.get(v, False) for v in of & normalised}
         elif _is_dear(eqn):
-            found |= dict.fromkeys(of & affine, True)
+            dear |= dict.fromkeys(of & affine, True)
         if eqn.primitive.name in traits.PERMUTES:
             affine = affine.union(eqn.outvars if affine & of else ())
         elif len(of) == 1 and large == set(operands):
             origins.update(dict.fromkeys(eqn.outvars, *of))
         if ends_a_kernel(eqn) or any(v in normalised for v in operands):
             normalised.update(eqn.outvars)
-    return found
+    return dear
 
 
 @hint("summed_apart", lambda *_: set[Any]())
@@ -86,15 +88,15 @@ def summed_apart(eqns: Sequence[Any]) -> set[Any]:
         if eqn.primitive.name == "broadcast_in_dim"
     }
     largest = _largest(eqns)
-    found: dict[Any, Any] = {}
+    shapes: dict[Any, Any] = {}
     for eqn in eqns:
         for v in eqn.invars if eqn.primitive.name in traits.ADDS else ():
             if compat.is_literal(v) or size(eqn.outvars[0].aval.shape) < largest:
                 continue
             if v in source or size(v.aval.shape) < size(eqn.outvars[0].aval.shape):
-                found[v] = source.get(v, v.aval.shape)
-    first = next(iter(found.values()), None)
-    return {v for v, shape in found.items() if shape != first}
+                shapes[v] = source.get(v, v.aval.shape)
+    first = next(iter(shapes.values()), None)
+    return {v for v, shape in shapes.items() if shape != first}
 
 
 def convolved(jaxpr: Any) -> set[Any]:
@@ -104,7 +106,7 @@ def convolved(jaxpr: Any) -> set[Any]:
 
 @hint("added_to_convolutions", lambda *_: _NOTHING)
 def added_to_convolutions(
-    convolved: set[Any], eqns: Sequence[Any], inputs: Sequence[Any], found: dict[Any, State]
+    convolved: set[Any], eqns: Sequence[Any], inputs: Sequence[Any], states: dict[Any, State]
 ) -> frozenset[Any]:
     """Returns the sums of a group that does nothing but to add to low convolutions' results.
 
@@ -113,9 +115,9 @@ def added_to_convolutions(
     sums = [eqn for eqn in eqns if not only_moves(eqn)]
     if not all(map(adds, sums)):
         return _NOTHING
-    if any(found[eqn.outvars[0]].kind != Kind.LOW for eqn in sums):
+    if any(states[eqn.outvars[0]].kind != Kind.LOW for eqn in sums):
         return _NOTHING  # cuDNN would round what was asked for in float32
-    if not any(v in convolved and found[v].kind == Kind.LOW for v in inputs):
+    if not any(v in convolved and states[v].kind == Kind.LOW for v in inputs):
         return _NOTHING
     return frozenset(eqn.outvars[0] for eqn in sums)
 

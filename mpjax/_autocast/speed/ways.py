@@ -16,7 +16,7 @@ from mpjax._autocast.decide import traits
 from mpjax._autocast.decide.states import State
 from mpjax._autocast.speed import centred, curves, lowerings, moves, picks
 from mpjax._autocast.speed.curves import widened
-from mpjax._autocast.speed.marks import Group, low_cotangent, stored_dtype
+from mpjax._autocast.speed.marks import FusedGroup, low_cotangent, stored_dtype
 from mpjax._base import compat
 from mpjax._jaxpr.binding import bind, written_at
 
@@ -35,7 +35,7 @@ class Ways:
     """
 
     def __init__(
-        self, group: Group, states: dict[Any, State], *, in_loop: bool, around: int
+        self, group: FusedGroup, states: dict[Any, State], *, in_loop: bool, around: int
     ) -> None:
         eqns, outputs = group.eqns, [v for v, *_ in group.outputs]
         self.group, self.states, self.around = group, states, around

@@ -35,7 +35,7 @@ from mpjax._policies.policy import Policy
 
 
 @dataclass(frozen=True)
-class Cause:
+class WideSource:
     """The operation that first asked for float32, where it stands, and why it did."""
 
     operation: str
@@ -44,7 +44,7 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Finding:
+class OperationDtype:
     """One operation, the dtype it is in, and why.
 
     `cause` is where a float32 value comes from that this operation merely follows; None where
@@ -55,11 +55,11 @@ class Finding:
     operation: str
     dtype: str
     reason: str
-    cause: Cause | None
+    cause: WideSource | None
     where: str
 
 
-Causes = list[Cause | None]
+Causes = list[WideSource | None]
 
 ACCUMULATED = "a product's float32 sums, which no product reads"
 FUNCTION = "holds a sum or an exponential: float32 as a whole"
@@ -79,17 +79,17 @@ BEHIND = "no product comes later: rounding it would gain nothing"
 FUSED = "fused: float32 between low values, not stored"
 
 
-def findings(plan: Plan) -> list[Finding]:
+def findings(plan: Plan) -> list[OperationDtype]:
     """Returns what was decided for each operation that computes on float32, in program order."""
-    walk = _Walk()
+    walk = _ReasonWalk()
     jaxpr = plan.jaxpr.jaxpr
     walk.plan(plan, (), [None] * len(jaxpr.invars), [None] * len(jaxpr.outvars))
-    return walk.found
+    return walk.findings
 
 
-class _Walk:
+class _ReasonWalk:
     def __init__(self) -> None:
-        self.found: list[Finding] = []
+        self.findings: list[OperationDtype] = []
 
     def plan(
         self,
@@ -100,7 +100,9 @@ class _Walk:
     ) -> Causes:
         """Adds a plan's findings; returns the causes of its outputs, which `outside` reads."""
         asking = readers.of(plan, outside)
-        causes: dict[Any, Cause | None] = dict(zip(plan.jaxpr.jaxpr.invars, incoming, strict=True))
+        causes: dict[Any, WideSource | None] = dict(
+            zip(plan.jaxpr.jaxpr.invars, incoming, strict=True)
+        )
         stored = _stored(plan)
         for decision in plan.decisions:
             eqn = decision.eqn
@@ -132,10 +134,10 @@ class _Walk:
         outside = readers.inside(plan, decision, asking)
         programs = zip(call.plans, _incoming(eqn, handed), outside, strict=True)
         for inner, incoming, read in programs:
-            found = self.plan(inner, path, incoming, read)
-            if len(found) == len(outs):  # not the condition of a `while`
-                outs = [a or b for a, b in zip(outs, found, strict=True)]
-        kept = Cause(_name(eqn), "/".join(path), OUTPUT)  # low inside, widened on its way out
+            causes = self.plan(inner, path, incoming, read)
+            if len(causes) == len(outs):  # not the condition of a `while`
+                outs = [a or b for a, b in zip(outs, causes, strict=True)]
+        kept = WideSource(_name(eqn), "/".join(path), OUTPUT)  # low inside, widened on its way out
         wide = [state.kind == Kind.WIDE for state in call.out_states]
         return [cause or (kept if w else None) for cause, w in zip(outs, wide, strict=True)]
 
@@ -149,7 +151,9 @@ class _Walk:
             shape = ",".join(map(str, aval.shape))
             dtype = short_name(state.dtype if state.kind is Kind.LOW else FLOAT32)
             name = f"{eqn.primitive.name} carry {i} [{shape}]"
-            self.found.append(Finding(module, name, dtype, _why_carried(state), None, where))
+            self.findings.append(
+                OperationDtype(module, name, dtype, _why_carried(state), None, where)
+            )
 
     def operation(
         self,
@@ -175,18 +179,18 @@ class _Walk:
         cause = inherited if follows else None
         dtype = short_name(_dtype(plan, decision, stored))
         where = scopes.location(eqn)
-        self.found.append(Finding(module, name, dtype, reason, cause, where))
+        self.findings.append(OperationDtype(module, name, dtype, reason, cause, where))
         is_product = decision.action in (Action.PRODUCT, Action.ATTENTION)
-        origin = cause or Cause(name, module, ACCUMULATED if is_product else reason)
+        origin = cause or WideSource(name, module, ACCUMULATED if is_product else reason)
         return [origin if w else None for w in wide]
 
     def foreign(self, plan: Plan, eqn: Any, module: str, asking: dict[Any, readers.Reader]) -> None:
         """Adds an operation on other floating dtypes than float32: the author's own choice."""
         dtypes = {v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype")}
-        found = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
-        if not found:
+        floats = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
+        if not floats:
             return
-        where, dtype = scopes.location(eqn), short_name(found[0])
+        where, dtype = scopes.location(eqn), short_name(floats[0])
         if wants := _rounds(plan, eqn):
             reader = asking.get(eqn.outvars[0], "another operation")
             asked = NEAR if wants & reads.NEAR else RUINED
@@ -195,7 +199,7 @@ class _Walk:
             why = AS_WRITTEN if scopes.AS_WRITTEN in scopes.of(eqn) else WRITTEN_SO
         else:
             return
-        self.found.append(Finding(module, _name(eqn), dtype, why, None, where))
+        self.findings.append(OperationDtype(module, _name(eqn), dtype, why, None, where))
 
 
 def _is_narrow(atom: Any) -> bool:
@@ -259,15 +263,15 @@ def _incoming(eqn: Any, operands: Causes) -> list[Causes]:
     return [[operands[i] for i in part.operands] for part in structure.parts(eqn)]
 
 
-def _loop_cause(plan: Plan, eqn: Any, index: int, state: Any, module: str) -> Cause | None:
+def _loop_cause(plan: Plan, eqn: Any, index: int, state: Any, module: str) -> WideSource | None:
     """A carry that becomes float32 only because of the loop that it enters."""
     if state.kind != Kind.WIDE or eqn.primitive.name not in structure.LOOPS:
         return None
     operand = eqn.invars[index]
     before = states.UNKNOWN_CONSTANT if compat.is_literal(operand) else plan.states[operand]
     if before.kind == Kind.CONSTANT:
-        return Cause(eqn.primitive.name, module, "a loop's accumulator: starts as a constant")
-    return Cause(eqn.primitive.name, module, "a loop's carry that its body leaves in float32")
+        return WideSource(eqn.primitive.name, module, "a loop's accumulator: starts as a constant")
+    return WideSource(eqn.primitive.name, module, "a loop's carry that its body leaves in float32")
 
 
 def _carried(eqn: Any) -> list[Any]:
@@ -285,14 +289,14 @@ def _why_carried(state: states.State) -> str:
 
 def _stored(plan: Plan) -> dict[Any, bool | None]:
     """Returns of each value made in a fused group whether it is stored low; None: not stored."""
-    found: dict[Any, bool | None] = {}
+    stored_low: dict[Any, bool | None] = {}
     within = [step.attention.steps if step.attention else [step] for step in plan.steps]
     for step in itertools.chain.from_iterable(within):
         if step.group and not step.group.marks.native:
             made = [v for i in step.members for v in plan.decisions[i].eqn.outvars]
-            found.update(dict.fromkeys(made, None))
-            found.update((v, is_low) for v, is_low, _ in step.group.outputs)
-    return found
+            stored_low.update(dict.fromkeys(made, None))
+            stored_low.update((v, is_low) for v, is_low, _ in step.group.outputs)
+    return stored_low
 
 
 def _dtype(plan: Plan, decision: Decision, stored: dict[Any, bool | None]) -> Any:
@@ -309,7 +313,7 @@ def _dtype(plan: Plan, decision: Decision, stored: dict[Any, bool | None]) -> An
 
 
 def _why(
-    plan: Plan, decision: Decision, inherited: Cause | None, stored: dict[Any, bool | None]
+    plan: Plan, decision: Decision, inherited: WideSource | None, stored: dict[Any, bool | None]
 ) -> tuple[str, bool]:
     """Returns the reason, and whether it is that of the operation which made an operand."""
     eqn = decision.eqn
@@ -390,20 +394,20 @@ def _why_wide(plan: Plan, eqn: Any) -> str:
     """Why an operation that follows its operands is in float32, though none of them is."""
     if plan.states[eqn.outvars[0]].is_state and not plan.settings.widest:
         return CHANGED
-    found = [plan.states[v] for v in compat.variables(eqn)]
-    lows = sorted({short_name(s.dtype) for s in found if s.kind == Kind.LOW})
+    operands = [plan.states[v] for v in compat.variables(eqn)]
+    lows = sorted({short_name(s.dtype) for s in operands if s.kind == Kind.LOW})
     if len(lows) > 1:
         return f"operands in {' and '.join(lows)}"
     literals = [float(v.val) for v in eqn.invars if _is_float_literal(v)]
-    known = [x for s in found if s.kind == Kind.CONSTANT for x in s.values or ()]
+    known = [x for s in operands if s.kind == Kind.CONSTANT for x in s.values or ()]
     for value in (*literals, *known):
-        if lows and not states.fits(states.constant(value), _low_dtype(found)):
+        if lows and not states.fits(states.constant(value), _low_dtype(operands)):
             return f"its constant {value:.4g} is no {lows[0]} number"
-    if plan.settings.widest and any(s.kind == Kind.NEUTRAL for s in found):
+    if plan.settings.widest and any(s.kind == Kind.NEUTRAL for s in operands):
         return 'rules="widest": a float32 operand wins'
-    if any(s.kind == Kind.CONSTANT and s.values is None for s in found):
+    if any(s.kind == Kind.CONSTANT and s.values is None for s in operands):
         return "a constant whose values are not known"
-    if lows and not any(s.kind == Kind.WIDE for s in found):
+    if lows and not any(s.kind == Kind.WIDE for s in operands):
         return OUTPUT if plan.reads.get(eqn.outvars[0], 0) & reads.OUTPUT else BEHIND
     return "its operands are in float32"
 
@@ -412,5 +416,5 @@ def _is_float_literal(atom: Any) -> bool:
     return compat.is_literal(atom) and states.is_float32(atom) and atom.aval.ndim == 0
 
 
-def _low_dtype(found: Sequence[states.State]) -> Any:
-    return next(s.dtype for s in found if s.kind == Kind.LOW)
+def _low_dtype(operands: Sequence[states.State]) -> Any:
+    return next(s.dtype for s in operands if s.kind == Kind.LOW)

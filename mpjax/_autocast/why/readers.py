@@ -44,21 +44,21 @@ def of(plan: Plan, outside: Readers) -> dict[Any, Reader]:
       plan: of the program.
       outside: who asks for its outputs.
     """
-    found: dict[Any, Reader] = {}
+    readers: dict[Any, Reader] = {}
 
     def add(atom: Any, reader: Reader | None) -> None:
         if reader is None or compat.is_literal(atom):
             return
         if plan.reads.get(atom, 0) & reads.UNROUNDED:
-            found.setdefault(atom, reader)
+            readers.setdefault(atom, reader)
 
     for atom, reader in zip(plan.jaxpr.jaxpr.outvars, outside, strict=True):
         add(atom, reader)
     for decision in reversed(plan.decisions):
-        outs = [found.get(v) for v in decision.eqn.outvars]
+        outs = [readers.get(v) for v in decision.eqn.outvars]
         for atom, reader in zip(decision.eqn.invars, _operands(plan, decision, outs), strict=True):
             add(atom, reader)
-    return found
+    return readers
 
 
 def inside(plan: Plan, decision: Decision, readers: dict[Any, Reader]) -> list[Readers]:
@@ -94,7 +94,7 @@ def _operands(plan: Plan, decision: Decision, outs: Readers) -> Readers:
 
 
 def _of_call(plan: Plan, decision: Decision, outs: Readers) -> Readers:
-    found: Readers = [None] * len(decision.eqn.invars)
+    by_operand: Readers = [None] * len(decision.eqn.invars)
     known = {v: r for v, r in zip(decision.eqn.outvars, outs, strict=True) if r is not None}
     programs = zip(
         structure.parts(decision.eqn),
@@ -105,8 +105,8 @@ def _of_call(plan: Plan, decision: Decision, outs: Readers) -> Readers:
     for part, inner, asked in programs:
         by = of(inner, asked)
         for place, v in zip(part.operands, inner.jaxpr.jaxpr.invars, strict=True):
-            found[place] = found[place] or by.get(v)
-    return found
+            by_operand[place] = by_operand[place] or by.get(v)
+    return by_operand
 
 
 def _ruins(eqn: Any) -> bool:
