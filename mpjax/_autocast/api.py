@@ -116,7 +116,7 @@ def autocast(
             ),
             given,
         )
-    if policy is not None:  # a policy that is none is refused here; the default is read later
+    if policy is not None:  # a wrong policy is refused here; the default is read at each call
         policy = chosen_policy(policy, "autocast")
 
     @functools.wraps(fun)
@@ -136,7 +136,7 @@ def autocast(
 
 
 def _check_place(policy: scopes.Policies, fun: Any) -> None:
-    """Refuses a recipe with state where that would have no place."""
+    """Refuses a recipe with amax histories, which a plain function has no place for."""
     if delayed.has_history(policy):
         got = f"{policy} scales by amax histories, which have no place in a function of its own."
         allowed = "Allowed: make_train_step(loss_fn, tx, policy), whose state keeps them."
@@ -213,9 +213,13 @@ def call(
     tracked: delayed.WithAmaxes | None = None,
     stored: list[str] | None = None,
 ) -> Any:
-    """Returns `fun(*args, **kwargs)`, computed as `settings` say, with amaxes of earlier steps.
+    """Returns `fun(*args, **kwargs)` under `settings`.
 
-    A rule may be for one of the parameters whose paths are `stored`, too.
+    Args:
+      fun, args, kwargs: the function and its arguments.
+      settings: the user's options.
+      tracked: amaxes of earlier steps, for a recipe with a history.
+      stored: paths of parameters; a rule that matches one of them is not reported as unused.
     """
     if stateful.is_initializing(stateful.linen_modules(fun, (args, kwargs))):
         return fun(*args, **kwargs)
@@ -263,8 +267,8 @@ def planned(
 class Traced:
     """A function's jaxpr, the arrays that it is for, and the structure of its results.
 
-    The results are a pair: what the function returned, and the leaves of each module in its
-    arguments that it changed; `changed` says which modules these are.
+    The results are a pair: the function's own result, and the new leaves of each module among its
+    arguments that it changed. `changed` has the places of these modules.
     """
 
     __slots__ = ("arrays", "changed", "given", "jaxpr", "out_tree", "places")
@@ -274,7 +278,7 @@ class Traced:
     ) -> None:
         self.jaxpr = jaxpr
         self.given = given  # the arguments
-        self.places = places  # of the arrays among their leaves
+        self.places = places  # of the arrays among the leaves of the arguments
         leaves = jax.tree.leaves(given)
         self.arrays = [leaves[i] for i in places]
         self.out_tree = out_tree
@@ -282,7 +286,7 @@ class Traced:
 
 
 def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
-    """Returns the jaxpr of `fun` over the arrays among its arguments; all else stays as it is."""
+    """Returns the jaxpr of `fun` over the arrays among its arguments; other leaves are static."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if _is_traced(leaf)]
     where = f"autocast({_name(fun)})"
@@ -315,7 +319,10 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
 
 
 def _is_traced(leaf: Any) -> bool:
-    """Arrays are, NumPy's where they are floating: its integers and booleans may be static."""
+    """Whether a leaf is an input of the jaxpr: JAX's arrays are, and NumPy's floating ones.
+
+    NumPy's integers and booleans may be shapes or flags that `fun` needs as values.
+    """
     if isinstance(leaf, np.ndarray):
         return jnp.issubdtype(leaf.dtype, jnp.floating)
     return isinstance(leaf, jax.Array)
@@ -339,7 +346,7 @@ def _checked_result(fun: Any, path: Any, leaf: Any) -> Any:
 
 
 def _typed_like(aval: Any, array: Any) -> Any:
-    """A weakly typed result of `fun` stays weakly typed."""
+    """Returns a result with the weak type that it has in `fun` itself."""
     if not isinstance(array, jax.Array):  # a literal
         array = jnp.asarray(array, aval.dtype)
     if not getattr(aval, "weak_type", False) or jax.typeof(array).weak_type:

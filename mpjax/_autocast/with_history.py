@@ -21,7 +21,7 @@ _WHERE = "with_amax_history"
 
 
 class WithAmaxHistory(NamedTuple):
-    """A function under a recipe with amax histories; made by `with_amax_history`."""
+    """The three functions that `with_amax_history` returns."""
 
     init: Callable[..., Any]
     apply: Callable[..., Any]
@@ -113,10 +113,10 @@ def started(
     """Returns the histories of a function after one run, scaled by the values at hand.
 
     Args:
-      fun: its first result is the loss, if that is a scalar: else gradients are not known.
-      args, kwargs: what it is run on.
+      fun: a function; if its first result is a scalar, that is the loss and gradients are recorded.
+      args, kwargs: its arguments.
       settings: of its plan.
-      seed: what the loss is scaled by; what gradients saw is divided by it.
+      seed: the loss scale; the recorded maxima of gradients are divided by it.
     """
     _, plan = api.planned(fun, args, kwargs, settings)
     length = delayed.history_length(settings.policy)

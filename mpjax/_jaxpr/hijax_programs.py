@@ -1,8 +1,9 @@
-"""JAX's high-level primitives: which programs they hold, and how those are changed.
+"""JAX's high-level primitives: the programs inside them, and copies with other programs.
 
-`lax.custom_root` is one, and so will `scan`, `checkpoint` and functions with rules be. All are one
-JAX primitive, whose parameter is an object with methods: one computes (`expand`), others derive and
-batch. These call functions and programs that the object holds, which are changed in a copy of it.
+`lax.custom_root` is one; JAX plans to make `scan`, `checkpoint` and functions with rules such
+primitives. All are one JAX primitive, whose parameter is an object with methods: `expand` computes,
+others differentiate and batch. The methods call functions and programs that are attributes of the
+object, so that another program is put into a copy of the object.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def holder(eqn: Any) -> Any:
 
 
 def program(eqn: Any) -> Any:
-    """Returns the program that an equation's object computes, None where it cannot be told."""
+    """Returns the program that an equation's object computes, None if it cannot be traced."""
     prim = holder(eqn)
     if prim is None:
         return None
@@ -48,7 +49,7 @@ def given_name(eqn: Any) -> str | None:
 
 
 def has_rules(eqn: Any) -> bool:
-    """Whether an equation is a function with rules of its own, which were written for its types."""
+    """Whether an equation is a function with rules that its author wrote for its dtypes."""
     prim = holder(eqn)
     return prim is not None and type(prim).__name__ not in (_CHECKPOINT, _LOOP, *_NAMES)
 
@@ -66,11 +67,12 @@ def _expanded(prim: Any) -> Any:
 
 
 def changed(eqn: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> dict[str, Any]:
-    """Returns an equation's parameters, with each function that its object holds changed.
+    """Returns an equation's parameters, with each function in its object replaced.
 
     Args:
       eqn: the equation.
-      change: gives for a function of arrays, and of whatever else JAX hands to a rule, another.
+      change: returns the replacement of a function of arrays, and of whatever else JAX hands to a
+        rule.
     """
     prim = holder(eqn)
     new = copy.copy(prim)

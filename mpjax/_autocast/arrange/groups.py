@@ -1,9 +1,9 @@
-"""Which operations are computed together in float32, and in what order everything runs.
+"""Groups the operations that are computed together in float32, and orders all steps.
 
-Elementwise work, reductions and moves between two products are one kernel to XLA. So they are
-computed in float32, and a value is rounded only where it is stored: read by a product, by another
-group, or by a loop. That rounds once where an operation-by-operation cast rounds every time, and
-a group recomputed in the backward pass keeps nothing but its low inputs.
+XLA fuses the elementwise operations, reductions and moves between two products into one kernel. So
+a group computes in float32, and rounds a value only where it is stored: where a product, another
+group or a loop reads it. That rounds once where a cast of every operation rounds every time, and a
+group that is recomputed in the backward pass saves nothing but its low inputs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,17 @@ def schedule(
 ) -> list[PlanStep]:
     """Returns the steps of a jaxpr: its fused equations in groups, every other one alone.
 
-    `multiplied` are the variables that products read, however late.
+    Args:
+      jaxpr: open.
+      fused: for each equation, whether it may run in a group.
+      states: the state of each variable.
+      out_states: the state of each output.
+      multiplied: the variables that a product reads, directly or after moves.
     """
     stored, read_twice = speed.cuts(jaxpr, fused, states)
     cuts = stored | _between_contexts(jaxpr)
     levels = _levels(jaxpr, fused, cuts)
-    for _ in range(8):
+    for _ in range(8):  # a cut splits a group, which may put another value between two groups
         more = _cuts(jaxpr, fused, levels, states, out_states, multiplied)
         if more <= cuts:
             break
@@ -58,9 +63,9 @@ def schedule(
 
 
 def _between_contexts(jaxpr: Any) -> set[Any]:
-    """Values made in one context and read in another: of a mesh, of `compute_on`, of metadata.
+    """Returns the values made in one context and read in another: a mesh, `compute_on`, metadata.
 
-    A group runs in one context, its casts too.
+    A group and its casts run in one context.
     """
     if len({eqn.ctx for eqn in jaxpr.eqns}) < 2:
         return set()
@@ -73,11 +78,11 @@ def _between_contexts(jaxpr: Any) -> set[Any]:
 
 
 def _levels(jaxpr: Any, fused: Sequence[bool], cuts: set[Any]) -> list[int]:
-    """Groups at one level depend on nothing but what lower levels stored.
+    """Returns the level of each equation: a group reads only values stored at lower levels.
 
-    What runs alone comes after the groups of its level, in the order in which it was written: a
-    product of a product, or the arithmetic of an index, is at no higher level than what it reads.
-    What reads the program's inputs alone comes before all groups.
+    An equation outside groups comes after the groups of its level, in the program's order: a
+    product of a product, or the arithmetic of an index, has the level of its operands. An equation
+    that reads only inputs of the program is at level -1, before all groups.
     """
     in_groups: dict[Any, int] = {}  # the lowest level at which a group can read a value
     alone: dict[Any, int] = {}
@@ -104,11 +109,12 @@ def _cuts(
     out_states: Sequence[State],
     multiplied: frozenset[Any],
 ) -> set[Any]:
-    """Low values that are stored anyway, and read where they are made: read them as stored.
+    """Returns the low values that are stored anyway, and that their own group reads as well.
 
-    A residual stream is the case: without the cut, the group of its next normalisation would
-    keep both terms of the sum instead of the sum. So are logits of which a loss gathers one: less
-    than the logarithm of all, as they were before rounding, it could be negative.
+    The group then reads the stored value, so that all readers see one rounding. Example: a residual
+    stream `x + f(norm(x) @ w)`. Without the cut, the group of the next normalisation would save
+    both terms of the sum instead of the sum. Another: a loss that gathers one of its logits. The
+    logsumexp of unrounded logits, less one rounded logit, could be negative.
     """
     made: dict[Any, int] = {
         v: level
@@ -160,7 +166,7 @@ def _components(
 
 
 def _read_outside(jaxpr: Any, components: list[list[int]]) -> set[Any]:
-    """Returns the variables that are read by another group than the one that makes them."""
+    """Returns the variables that are read outside the group that makes them."""
     group = {i: k for k, indices in enumerate(components) for i in indices}
     maker: dict[Any, int | None] = {}
     outside: set[Any] = set()
@@ -174,7 +180,7 @@ def _read_outside(jaxpr: Any, components: list[list[int]]) -> set[Any]:
 
 
 def _returned(jaxpr: Any, out_states: Sequence[State]) -> dict[Any, tuple[bool, bool]]:
-    """Returns of each variable that is an output whether its low and its float32 form are."""
+    """Returns, for each output variable, whether its low form and its float32 form are outputs."""
     forms: dict[Any, tuple[bool, bool]] = {}
     for v, state in zip(jaxpr.outvars, out_states, strict=True):
         if not compat.is_literal(v):

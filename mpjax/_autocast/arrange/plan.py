@@ -1,4 +1,4 @@
-"""A plan: what was decided of a program, and in which steps it runs."""
+"""A plan: the decisions for a program, and the steps in which it runs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mpjax._autocast.speed import FusedGroup
 
 @dataclass(slots=True)
 class PlanStep:
-    """Equations that run together: one, or a group in float32."""
+    """Equations that run together: a single one, a group in float32, or an attention."""
 
     members: list[int]
     group: FusedGroup | None = None
     inputs: tuple[Any, ...] = ()  # of an attention
-    attention: Any = None  # an `attention.steps.Attended`, run in place of the steps that it is of
+    attention: Any = None  # an `attention.steps.Attended`, which runs in place of several steps
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -29,6 +29,6 @@ class Plan(Decided):
 
 
 def of(decided: Decided, steps: Sequence[PlanStep]) -> Plan:
-    """Returns the plan that runs what was decided in these steps."""
+    """Returns the plan of decisions, with the steps that carry them out."""
     known = {f.name: getattr(decided, f.name) for f in fields(decided)}
     return Plan(**known, steps=list(steps))

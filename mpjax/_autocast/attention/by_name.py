@@ -76,7 +76,7 @@ def dot_product_attention(
 
     The kernel is chosen where the program is compiled: cuDNN's on NVIDIA GPUs, JAX's flash
     attention on TPUs, XLA's form elsewhere and for what they do not take; `mpjax.explain` says
-    which. No value of the size queries × keys is kept for the backward pass on any platform.
+    which. No value of the size queries × keys is saved for the backward pass on any platform.
 
     Args:
       query: [batch, queries, heads, size], or without the batch.
@@ -128,7 +128,7 @@ def dot_product_attention(
     inputs = with_axes(inputs)
     factor = 1 / math.sqrt(inputs.query.shape[-1]) if scale is None else checked_scale(scale)
     arrays = [x for x in inputs if x is not None]
-    if isinstance(factor, jax.Array):  # a kernel is given a number
+    if isinstance(factor, jax.Array):  # a kernel takes a Python number alone
         arrays[0], factor = arrays[0] * factor.astype(arrays[0].dtype), 1.0
     spec = Spec(factor, is_causal, *window)
     given = tuple(x is not None for x in inputs)

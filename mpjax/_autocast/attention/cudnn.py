@@ -1,7 +1,8 @@
-"""cuDNN's fused attention, as JAX calls it: both passes apart, each by the other's results.
+"""cuDNN's fused attention, called through JAX: the forward and the backward kernel separately.
 
-JAX offers the kernel as one function with a derivative of its own. That derivative, traced, holds
-both kernels; here the first runs for its two results, or these are given, and the second runs.
+JAX offers the kernels as one function with its own derivative. A trace of that derivative has both
+kernels in it. `forward` runs the first for its results; `backward` is given these, and runs the
+second.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MULTIPLE, _LARGEST = 8, 256
 
 
 def why_not(operands: Operands, spec: Spec) -> str:
-    """Returns why cuDNN does not take operands, empty where it may."""
+    """Returns why cuDNN does not take operands, empty if it may."""
     size, values = operands.query.shape[-1], operands.value.shape[-1]
     _, _, queries, keys = operands.sizes
     dtypes = {x.dtype.name for x in operands[:3]}
@@ -41,7 +42,7 @@ def why_not(operands: Operands, spec: Spec) -> str:
 
 
 def why_not_installed(operands: Operands, spec: Spec) -> str:
-    """Returns what JAX has against the kernel: the version of cuDNN, or of the GPU."""
+    """Returns why JAX refuses the kernel here, such as the version of cuDNN or the GPU; or ''."""
     structs = [x for x in operands if x is not None]
 
     def both_passes(*arrays: Any) -> Any:  # JAX refuses more of the second, and `forward` runs it
@@ -105,7 +106,7 @@ def _function(operands: Operands, spec: Spec) -> Callable[..., Any]:
 
 
 def _is_forward(operands: Operands, eqn: Any) -> bool:
-    """Whether an equation is the kernel of the forward pass: it gives a number for each row."""
+    """Whether an equation is the forward kernel: its second result is a number for each row."""
     batch, heads, queries, _ = operands.sizes
     rows = [v.aval.shape for v in eqn.outvars[1:] if v.aval.dtype == jnp.float32]
     return eqn.primitive.multiple_results and rows == [(batch, heads, queries)]

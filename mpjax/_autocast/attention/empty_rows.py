@@ -1,8 +1,9 @@
-"""Rows of an attention of which a kernel knows less than XLA does: those that may read no key.
+"""Corrects a kernel's result in rows of an attention that may read no key.
 
-XLA's weights are all equal there. A kernel takes the logarithm of such a row's sum, which is so
-large that float32 loses what its gradient needs of it. So a kernel computes something for these
-rows that is finite, and `filled` puts there what XLA gives, with its gradient.
+There XLA's softmax gives equal weights to all keys, since all logits are equal. A kernel saves the
+logarithm of a row's sum of exponentials; in such a row it is so large that float32 loses the part
+that the gradient needs. So a kernel computes a finite result for these rows, and `filled` replaces
+it by XLA's, with its gradient.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ _THROUGH = (Empty.THROUGH, Empty.NAN_THROUGH)
 
 
 class SpecialRows(NamedTuple):
-    """Which rows are special, bool[.., .., .., 1] on the axes of the logits, or None for none."""
+    """The special rows by kind, bool[.., .., .., 1] on the axes of the logits; None for no row."""
 
-    keyless: Any = None  # no key may be read
-    lost: Any = None  # to all logits the same is added, and nothing is left of them
-    infinite: Any = None  # to all logits -inf is added
-    faint: Any = None  # as well, but what is added differs between keys: logits get no gradients
+    keyless: Any = None  # a mask lets no key be read
+    lost: Any = None  # the bias is the same for all keys, and so large that it absorbs the logits
+    infinite: Any = None  # the bias is -inf for all keys
+    faint: Any = None  # the bias absorbs the logits and differs: logits get no gradient
 
     def filled(self, empty: Empty) -> Any:
-        """Returns which rows a kernel cannot answer for, None if there are none."""
+        """Returns the rows whose result a kernel cannot compute, None if there are none."""
         keyless = None if empty is Empty.ALL else self.keyless
         return _any(keyless, self.lost, self.infinite)
 
     def nan(self, empty: Empty) -> Any:
-        """Returns which rows are NaN."""
+        """Returns the rows whose result is NaN."""
         return _any(self.keyless if empty in _NAN else None, self.infinite)
 
     def through(self, empty: Empty) -> Any:
-        """Returns in which rows logits get gradients, although nothing is left of them."""
+        """Returns the rows in which logits get gradients although the bias absorbs them."""
         keyless = self.keyless if empty in _THROUGH else None
         return _any(keyless, self.lost, self.infinite)
 
@@ -52,7 +53,7 @@ def _any(*rows: Any) -> Any:
 
 
 def special(operands: Operands, spec: Spec) -> SpecialRows:
-    """Returns which rows of an attention a kernel has to be helped with."""
+    """Returns the special rows of an attention."""
     read = operands.mask
     _, _, queries, keys = operands.sizes
     if operands.lengths is not None:
@@ -80,12 +81,12 @@ def _wide(bias: Any) -> Any:
 
 
 def as_result(rows: Any) -> Any:
-    """Returns rows on the axes of the logits on those of the result."""
+    """Returns an array of rows with the axes of the result, from one with those of the logits."""
     return rows.swapaxes(1, 2)  # [batch, heads, queries, 1] to [batch, queries, heads, 1]
 
 
 def ready(operands: Operands, spec: Spec, rows: SpecialRows) -> Operands:
-    """Returns operands of which a bias holds the mask; a row without keys reads all in a mask."""
+    """Returns operands for a kernel: no row is without keys, and a bias includes the mask."""
     if operands.bias is None:
         return (
             operands
@@ -97,9 +98,9 @@ def ready(operands: Operands, spec: Spec, rows: SpecialRows) -> Operands:
 
 
 def _ready_bias(operands: Operands, spec: Spec) -> Any:
-    """Returns a bias as a kernel adds it, low: each row is shifted so that its largest is 0.
+    """Returns a bias in the kernel's low dtype, each row shifted so that its largest value is 0.
 
-    That changes no weight. Rounded, what counts of a bias is near 0, and exact.
+    The shift changes no weight. Values near 0, which matter, then lose least to the rounding.
     """
     bias, dtype, sizes = _wide(operands.bias), operands.query.dtype, operands.sizes
     if operands.mask is not None:
@@ -114,7 +115,7 @@ def _ready_bias(operands: Operands, spec: Spec) -> Any:
 
 
 def filled(out: Any, operands: Operands, spec: Spec, rows: SpecialRows) -> Any:
-    """Returns a kernel's result, and in special rows what XLA gives: see `Empty`."""
+    """Returns a kernel's result, with XLA's in special rows: see `Empty`."""
     which = rows.filled(spec.empty)
     if which is None:
         return out

@@ -1,4 +1,4 @@
-"""The flash attention that JAX ships for TPUs: both passes apart, as `cudnn` has them."""
+"""The flash attention that JAX ships for TPUs: both passes separately, as in `cudnn`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mpjax._autocast.attention.program import Operands, Spec
 from mpjax._autocast.attention.traced import Forward, first_pass, second_pass
 
 NAME = "flash attention"
-_BLOCK = 128  # lengths are multiples of it, and so is the last axis of what it keeps of a row
+_BLOCK = 128  # lengths are multiples of it; statistics of a row are repeated so many times
 _LEAST = 512 * 128
 """Length × size of a head. On a v5e the kernel moves 2.2, 1.6, .90 and .45 times the bytes of XLA's
 form at 128, 256, 512 and 1024 × 128, and 3.5, 1.2 and .35 times at 256, 512 and 1024 × 64 (counted,
 libtpu 0.0.50)."""
-_LONGEST = 512  # of blocks: longer ones leave the chip's memory
+_LONGEST = 512  # of blocks: longer ones do not fit the chip's memory
 
 
 def why_not(operands: Operands, spec: Spec) -> str:
-    """Returns why the kernel does not take operands, empty where it does."""
+    """Returns why the kernel does not take operands, empty if it does."""
     _, _, queries, keys = operands.sizes
     size, values = operands.query.shape[-1], operands.value.shape[-1]
     dtypes = {x.dtype.name for x in operands[:3]}
@@ -43,7 +43,7 @@ def why_not(operands: Operands, spec: Spec) -> str:
 
 
 def why_not_installed(operands: Operands, spec: Spec) -> str:
-    """Returns nothing: it comes with JAX."""
+    """Returns an empty string: the kernel is part of JAX."""
     del operands, spec
     return ""
 
@@ -83,14 +83,14 @@ def _is_forward(eqn: Any) -> bool:
 
 
 def _padded(x: Any, longer: int) -> Any:
-    """Returns [batch, heads, time, ...] with zeros behind the last place."""
+    """Returns [batch, heads, time, ...] with zeros appended along time."""
     return jnp.pad(x, [(0, 0), (0, 0), (0, longer), *[(0, 0)] * (x.ndim - 3)]) if longer else x
 
 
 def _keys_read(operands: Operands, spec: Spec, longer: int) -> Any:
     """Returns 1 for each key of each example that is read and 0 for others, or None for all.
 
-    Keys that are added to make a whole block are not; after all queries, causality says so.
+    Keys of the padding are not read; behind the last query, a causal mask excludes them already.
     """
     _, _, queries, keys = operands.sizes
     read = None if operands.mask is None else operands.mask[:, 0, 0]
@@ -106,7 +106,7 @@ def _keys_read(operands: Operands, spec: Spec, longer: int) -> Any:
 
 
 def _blocks(kernel: Any, queries: int, keys: int) -> Any:
-    """Returns the sizes of what is on the chip at once: the largest that fit."""
+    """Returns the sizes of the blocks that are on the chip at once: the largest that fit."""
     q, k = (math.gcd(n, _LONGEST) for n in (queries, keys))
     return kernel.BlockSizes(
         block_q=q,
@@ -136,7 +136,7 @@ def backward(operands: Operands, spec: Spec, out: Any, rows: Any, ct: Any) -> Se
     """Returns the cotangents of query, key and value."""
     longer = -rows.shape[2] % _BLOCK
     rows = _padded(rows[..., None], longer)
-    # The kernel keeps a row's largest logit and its sum apart: here the sum is 1.
+    # The kernel reads a row's largest logit and its sum separately: rows + log(1) = rows.
     largest = jnp.broadcast_to(rows, (*rows.shape[:3], _BLOCK))
     known = [_padded(out.swapaxes(1, 2), longer), jnp.ones_like(largest), largest]
     kernel = Forward(_is_forward, known)

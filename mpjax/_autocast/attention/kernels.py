@@ -1,7 +1,7 @@
-"""Which kernel runs an attention, and where; chosen where it is lowered.
+"""Chooses the kernel of an attention where it is lowered, when the platform is known.
 
-cuDNN's on NVIDIA GPUs, the flash kernel that JAX ships on TPUs, for what each of them takes; XLA's
-form everywhere else.
+cuDNN's on NVIDIA GPUs, JAX's flash kernel on TPUs, for operands that they take; XLA's form for all
+others.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from mpjax._base import compat
 from mpjax._base.errors import message
 
 KERNELS = {"cuda": cudnn, "tpu": flash}
-_CALLED = {"GPUs": cudnn, "TPUs": flash}  # as a person calls them
+_CALLED = {"GPUs": cudnn, "TPUs": flash}  # words for `explain`
 
 
 def register(
     primitive: Any, form: Callable[..., Any], by_kernel: Callable[..., Any], others: int
 ) -> None:
-    """Lowers an operation as a kernel where one takes it, or else as XLA's form.
+    """Lowers a primitive as a call of a kernel if one takes its operands, else as XLA's form.
 
     Args:
-      primitive: the operation.
-      form: it, as XLA computes it.
-      by_kernel: it, by a kernel, which comes first.
-      others: how many of its operands are not the attention's, but come behind.
+      primitive: the primitive.
+      form: computes it by XLA's operations.
+      by_kernel: computes it by a kernel, its first argument.
+      others: how many operands follow those of the attention: results, cotangents.
     """
     for platform in (None, *KERNELS):
 
@@ -74,7 +74,7 @@ def _no_cudnn(why: str) -> str:
 
 
 def why_not(kernel: ModuleType, program: AttentionProgram, avals: Sequence[Any]) -> str:
-    """Returns why a kernel does not run an attention of such operands, empty where it does."""
+    """Returns why a kernel does not run an attention of such operands, empty if it does."""
     operands, spec = _operands(program, avals), program.spec
     if not all(isinstance(n, int) for x in operands[:3] for n in x.shape):
         return "a length is left open"
@@ -89,12 +89,12 @@ def why_not(kernel: ModuleType, program: AttentionProgram, avals: Sequence[Any])
 
 
 def where(program: AttentionProgram, avals: Sequence[Any], types: Sequence[Any]) -> str:
-    """Returns which kernel runs an attention on which platform, and why XLA's form does.
+    """Returns the sentence of `explain`: the kernel on each platform, or why it is XLA's form.
 
     Args:
       program: the attention.
       avals: shapes and dtypes of its operands.
-      types: their types where it stands, which tell over how many devices XLA splits them.
+      types: the types of its operands in the program, with the devices over which XLA splits them.
     """
     if program.implementation == "xla":
         return "attention in XLA's form: implementation= asks for it"
@@ -120,14 +120,14 @@ def _operands(program: AttentionProgram, avals: Sequence[Any]) -> Operands:
 
 
 def _why_not_installed(kernel: ModuleType, program: AttentionProgram, avals: Sequence[Any]) -> str:
-    """Returns what JAX has against a kernel, which each pass asks."""
+    """Returns why JAX refuses a kernel here, or ''; asked by both passes, traced once."""
     operands = _operands(program, avals)
     key = "installed", kernel.NAME, tuple((a.shape, a.dtype) for a in avals)
     return program.once(key, lambda: kernel.why_not_installed(operands, program.spec))
 
 
 def _why_not_here(kernel: ModuleType, ctx: Any) -> str:
-    """Returns why a kernel cannot be part of the program that is lowered."""
+    """Returns why a kernel cannot be part of the program that is lowered, or ''."""
     if not compat.is_for_one_device(ctx):
         return "XLA splits the program over devices; inside jax.shard_map there is one"
     if kernel is cudnn and ctx.module_context.lowering_parameters.for_export:

@@ -1,4 +1,4 @@
-"""Both passes of an attention by a kernel, which reads `Operands` and knows nothing else."""
+"""Runs the forward and the backward pass of an attention by a kernel, which reads `Operands`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpjax._autocast.attention import empty_rows
 from mpjax._autocast.attention.program import LEAST, MULTIPLIED, AttentionProgram, Empty, Operands
 from mpjax._base import compat
 
-_NEVER = 1e30  # as the logarithm of a row's sum: the row's weights are 0, whatever its logits are
+_NEVER = 1e30  # as the logarithm of a row's sum: all weights are exp(logit - 1e30) = 0
 
 
 def forward(kernel: ModuleType, *arrays: Any, program: AttentionProgram) -> tuple[Any, Any]:
@@ -68,7 +68,7 @@ def backward(
 
 
 def _untransposed(program: AttentionProgram, shape: tuple[int, ...], x: Any) -> Any:
-    """Returns what the author calls a result in the order of a kernel's axes."""
+    """Returns an array like the author's result with the axes of a kernel's result."""
     # `jax.linear_transpose` asserts inside a `shard_map` that tracks varying axes.
     zeros, x = compat.equally_varying(jnp.zeros(shape, x.dtype), x)
     return jax.vjp(program.result, zeros)[1](x)[0]

@@ -1,11 +1,11 @@
-"""Attention as one operation, whose derivative keeps no value of the size queries × keys.
+"""Attention as one operation, whose derivative saves no value of the size queries × keys.
 
 `attention_p` gives the result and the logarithm of each row's sum. Its tangent is one operation
-too, linear in the tangents of the operands: forwards it is XLA's, and transposed it is
-`backward_p`, which reads the operands, the result and the rows' sums. So these are what a backward
-pass keeps, on every platform. The derivatives of both are those of XLA's form.
+too, linear in the tangents of the operands. In forward mode it is computed by XLA's form; its
+transpose is `backward_p`, which reads the operands, the result and the rows' sums. So a backward
+pass saves these on every platform. The derivatives of both are those of XLA's form.
 
-Which kernel runs is chosen where the operations are lowered (`kernels`).
+The kernel is chosen where the operations are lowered (`kernels`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from mpjax._base import compat
 from mpjax._base.own_primitives import own_primitive
 
 attention_p = named_attention.FORWARD
-"""Operands to (result, rows)."""
+"""Maps operands to (result, rows)."""
 tangent_p = own_primitive("attention_tangent", computes=True)
-"""Operands, result, rows and tangents of the operands `wrt` to that of the result."""
+"""Maps operands, result, rows and the tangents of operands `wrt` to the result's tangent."""
 backward_p = named_attention.BACKWARD
-"""Operands, result, rows and the result's cotangent to those of the operands `wrt`."""
+"""Maps operands, result, rows and the result's cotangent to the cotangents of operands `wrt`."""
 
 
 def attention(program: AttentionProgram, *arrays: Any) -> tuple[Any, Any]:
     """Returns the result of an attention, and the logarithm of each row's sum of exponentials."""
     if any(compat.explicit_sharding(jax.typeof(x)) is not None for x in arrays):
-        return jax.checkpoint(program.form)(*arrays)  # its products tell JAX where results are
+        return jax.checkpoint(program.form)(*arrays)  # JAX types results by its products
     out, rows = attention_p.bind(*compat.equally_varying(*arrays), program=program)
     return out, rows
 
@@ -45,7 +45,7 @@ def backward(*args: Any, program: AttentionProgram, wrt: tuple[int, ...]) -> lis
     return backward_p.bind(*compat.equally_varying(*args), program=program, wrt=wrt)
 
 
-# -- as XLA computes them --------------------------------------------------------------------------
+# -- by XLA's operations ---------------------------------------------------------------------------
 
 
 def _form(*arrays: Any, program: AttentionProgram) -> tuple[Any, Any]:
@@ -74,17 +74,17 @@ def _tangent(*args: Any, program: AttentionProgram, wrt: tuple[int, ...]) -> Any
 
 def _backward(*args: Any, program: AttentionProgram, wrt: tuple[int, ...]) -> list[Any]:
     *arrays, _, _, ct = args
-    # Without the barrier XLA would see that the forward pass has computed this, and keep it.
+    # Without the barrier XLA would recognise the forward pass's logits, and store them for this.
     *arrays, ct = lax.optimization_barrier((*arrays, ct))
     return list(jax.vjp(_along(program, arrays, wrt), *(arrays[i] for i in wrt))[1](ct))
 
 
-# -- what a primitive needs ------------------------------------------------------------------------
+# -- rules of the primitives -----------------------------------------------------------------------
 
 
 def _run(primitive: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
     def impl(*args: Any, program: AttentionProgram, **params: Any) -> Any:
-        if jax.config.jax_disable_jit:  # what is compiled would only come back here
+        if jax.config.jax_disable_jit:  # `jax.jit` would only call this again
             return fun(*args, program=program, **params)
         bind = functools.partial(primitive.bind, program=program, **params)
         key = (primitive, *sorted(params.items()))
@@ -153,9 +153,10 @@ def _transpose(ct: Any, *args: Any, program: AttentionProgram, wrt: tuple[int, .
 
 
 def _by_form(fun: Callable[..., Any], primitive: Any) -> Callable[..., Any]:
-    """Returns the derivative of an operation by XLA's form, of all that it was computed from.
+    """Returns the JVP rule of a primitive by XLA's form.
 
-    Result and rows follow from the operands, so that what they add is in the operands' share.
+    The form computes `out` and `rows` again from the other operands, so that the tangents given for
+    these two add nothing.
     """
 
     def rule(primals: Any, tangents: Any, **params: Any) -> Any:
@@ -192,7 +193,7 @@ def _batch(args: Any, dims: Any, *, program: AttentionProgram) -> Any:
 
 
 def _batch_derivative(primitive: Any, count: Callable[[Any, Any], int]) -> Callable[..., Any]:
-    """Returns the rule of an operation that reads what follows from the first `count` operands."""
+    """Returns the batching rule of a primitive; `count` gives the number of attention operands."""
 
     def rule(args: Any, dims: Any, *, program: AttentionProgram, wrt: tuple[int, ...]) -> Any:
         size = compat.batch_size(args, dims)

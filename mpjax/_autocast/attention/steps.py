@@ -1,8 +1,8 @@
-"""Attention that nobody named: found in a plan, and run as one operation.
+"""Puts one step in a plan for each attention that is written out in its equations.
 
-It is a hint: which values are low was decided before, and XLA's form of it is the steps that stood
-there, so that a platform without a kernel computes what it computed. What a backward pass keeps are
-the operands; a mask that is made of positions alone is made again.
+This is a hint: the states of values were decided before. XLA's form of the attention is the steps
+that it replaces, so that a platform without a kernel computes the same as without the hint. A
+backward pass saves the operands, and makes a mask of positions alone again.
 """
 
 from __future__ import annotations
@@ -38,40 +38,40 @@ FLOAT32 = np.dtype("float32")
 class Attended:
     """An attention in place of some steps of a plan."""
 
-    steps: tuple[PlanStep, ...]  # what XLA's form runs
-    first: int  # the equation of the first product
-    last: int  # that of the last
-    inputs: tuple[Any, ...]  # query, key and value, then what else is read
+    steps: tuple[PlanStep, ...]  # the steps of XLA's form
+    first: int  # the index of the equation of the first product
+    last: int  # the index of the last product
+    inputs: tuple[Any, ...]  # query, key and value, then the other variables that are read
     low: Any
     read: AttentionInputs
     key: Any  # equal for equal attentions
 
 
-@hint("attended", lambda jaxpr, constants, decisions, held, steps: steps)
+@hint("attended", lambda jaxpr, constants, decisions, states, steps: steps)
 def attended(
     jaxpr: Any,
     constants: Sequence[Any],
     decisions: Sequence[Any],
-    held: dict[Any, Any],
+    states: dict[Any, Any],
     steps: list[PlanStep],
 ) -> list[PlanStep]:
-    """Returns the steps of a plan, those of each attention as one.
+    """Returns the steps of a plan, with one step in place of those of each attention.
 
     Args:
       jaxpr: open.
       constants: of the jaxpr.
-      decisions: one an equation; those of the products are told which kernel runs them.
-      held: the state of each value.
+      decisions: one for each equation; the reasons of products are set to the kernel's sentence.
+      states: the state of each value.
       steps: in order.
     """
     if sum(d.action is Action.PRODUCT for d in decisions) < 2 or not operations(jaxpr) >= SOFTMAX:
         return steps
-    finder = Finder(jaxpr, constants, decisions, held)
+    finder = Finder(jaxpr, constants, decisions, states)
     known = {*jaxpr.invars, *jaxpr.constvars}.union(*(_made(jaxpr, step) for step in steps))
     matches = finder.matches(known)
     if not matches:
         return steps
-    place = _Places(jaxpr, decisions, held, steps)
+    place = _Places(jaxpr, decisions, states, steps)
     attentions: dict[int, Attended] = {}
     gone: set[int] = set()
     for match in matches:
@@ -81,28 +81,28 @@ def attended(
         if one := _attended(finder, place, match, mine):
             gone.update(mine)
             attentions[max(mine)] = one
-    kept: list[PlanStep] = []
+    new: list[PlanStep] = []
     for i, step in enumerate(steps):
         if i in attentions:
             one = attentions[i]
-            kept.append(PlanStep([one.last], inputs=one.inputs, attention=one))
+            new.append(PlanStep([one.last], inputs=one.inputs, attention=one))
         elif i not in gone:
-            kept.append(step)
-    return kept
+            new.append(step)
+    return new
 
 
 def _made(jaxpr: Any, step: PlanStep) -> list[Any]:
-    """Returns what a step leaves for others."""
+    """Returns the variables of a step that others may read."""
     if step.group:
         return [v for v, *_ in step.group.outputs]
     return [v for i in step.members for v in jaxpr.eqns[i].outvars]
 
 
 class _Places:
-    """Which step makes and which steps read each value."""
+    """The step that makes each value, and the steps that read it."""
 
-    def __init__(self, jaxpr: Any, decisions: Any, held: Any, steps: list[PlanStep]) -> None:
-        self.jaxpr, self.decisions, self.held, self.all = jaxpr, decisions, held, steps
+    def __init__(self, jaxpr: Any, decisions: Any, states: Any, steps: list[PlanStep]) -> None:
+        self.jaxpr, self.decisions, self.states, self.all = jaxpr, decisions, states, steps
         self._step_of = {i: n for n, step in enumerate(steps) for i in step.members}
         self._maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self._readers: dict[Any, set[int]] = {}
@@ -112,7 +112,7 @@ class _Places:
         self._constants = self._made_of_positions()
         self._outputs = Counter(v for v in jaxpr.outvars if not compat.is_literal(v))
         self.why: dict[Any, str] = {}
-        """Which kernel runs the attentions of a key."""
+        """The kernel's sentence for the attentions of each key, '' if no kernel takes them."""
 
     def reads(self, step: PlanStep) -> list[Any]:
         if step.group:
@@ -123,7 +123,7 @@ class _Places:
         return _made(self.jaxpr, step)
 
     def steps(self, match: Match) -> list[int]:
-        """Returns which steps are an attention, none if something else reads what they make."""
+        """Returns the steps of an attention, none if others read its intermediate values."""
         eqns = {match.first, match.last}
         for name in match.through:
             i = name[0][0] if isinstance(name, tuple) else self._maker.get(name)
@@ -145,10 +145,10 @@ class _Places:
         return mine
 
     def inputs(self, mine: Sequence[int], own: Sequence[Any]) -> tuple[set[int], list[Any]]:
-        """Returns what steps read but for query, key and value, and the steps that make the rest.
+        """Returns further steps that make masks, and the inputs beside query, key and value.
 
-        What is made of numbers and positions alone is made anew: kept, it would be a mask of the
-        size queries × keys.
+        A value of numbers and positions alone is made anew in the attention: as an input it would
+        be saved, a mask of the size queries × keys.
         """
         inside = {v for n in mine for v in self.made(self.all[n])}
         read = dict.fromkeys(v for n in mine for v in self.reads(self.all[n]))
@@ -165,7 +165,7 @@ class _Places:
         return pulled, others
 
     def _made_of_positions(self) -> dict[Any, frozenset[int]]:
-        """Returns of each value that is made of numbers and positions alone the steps that do."""
+        """Returns, for each value computed from numbers and positions alone, the steps for it."""
         makers: dict[Any, frozenset[int]] = {}
         for n, step in enumerate(self.all):
             read = self.reads(step)
@@ -177,7 +177,7 @@ class _Places:
 
 
 def _attended(finder: Finder, place: _Places, match: Match, mine: list[int]) -> Attended | None:
-    """Returns an attention as one step, None if it is laid out in a way that no kernel takes."""
+    """Returns an attention as one step, None if no kernel takes its layout or its operands."""
     eqns = place.jaxpr.eqns
     first, last = eqns[match.first], eqns[match.last]
     how = layout.of(first, last, match)
@@ -214,7 +214,7 @@ def _attended(finder: Finder, place: _Places, match: Match, mine: list[int]) -> 
 
 
 def _without_checkpoint(step: PlanStep) -> PlanStep:
-    """Returns a step that the backward pass does not compute again: the kernel's pass does that."""
+    """Returns a step without its own recomputation: the attention's backward pass recomputes it."""
     if step.group is None:
         return step
     marks = replace(step.group.marks, checkpoint=False)
@@ -222,11 +222,11 @@ def _without_checkpoint(step: PlanStep) -> PlanStep:
 
 
 def _where(one: Attended, place: _Places) -> str:
-    """Returns which kernel runs an attention on which platform, empty if none does."""
+    """Returns the sentence of `explain` about the kernel of an attention, '' if none takes it."""
     program = one.read.program(lambda *_: None)
     structs = []
     for i, v in enumerate(one.inputs):
-        state = place.held[v]
+        state = place.states[v]
         dtype = (
             one.low if i < MULTIPLIED else state.dtype if state.kind == Kind.LOW else v.aval.dtype
         )
@@ -237,7 +237,7 @@ def _where(one: Attended, place: _Places) -> str:
 
 
 def _spec(match: Match, how: layout.Layout) -> Spec | None:
-    """Returns what is known of an attention; None where its mask says what no kernel knows."""
+    """Returns the options of an attention; None if no kernel can express its mask."""
     logits = match.logits
     row = how.queries[0] if how.queries else None
     ends = masks.window(logits.mask.bounds, row, match.keys)
@@ -250,14 +250,14 @@ def _spec(match: Match, how: layout.Layout) -> Spec | None:
     elif logits.is_added:
         empty = Empty.THROUGH if (logits.masked or 0) < LOST else Empty.ALL
     if empty is Empty.ALL and logits.mask.arrays:
-        left = right = None  # rows without keys read those of other places too: all is in the mask
+        left = right = None  # rows without keys read beyond the window: the mask includes it
     is_causal = right == 0
     return Spec(logits.scale, is_causal, left, None if is_causal else right, empty)
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionInputs:
-    """How an attention's inputs are read: by a kernel, and for the sums of its rows."""
+    """The inputs of an attention, arranged as operands of a kernel, and the sums of its rows."""
 
     graph: ValueGraph
     how: layout.Layout
@@ -276,7 +276,7 @@ class AttentionInputs:
         )
 
     def operands(self, *arrays: Any) -> Operands:
-        """Returns what a kernel reads of the inputs."""
+        """Returns the operands of a kernel, computed from the inputs."""
         own = zip(("query", "key", "value"), arrays, strict=False)
         query, key, value = (self.how.operand(name, x) for name, x in own)
         known = {v: _wide(x) for v, x in zip(self.inputs, arrays, strict=True)}
@@ -305,29 +305,30 @@ def _wide(x: Any) -> Any:
 
 
 def _key(place: _Places, steps: Sequence[PlanStep], read: AttentionInputs) -> Any:
-    """Returns what equal attentions have in common."""
+    """Returns the key of an attention: equal for equal attentions."""
     number = {v: i for i, v in enumerate(read.inputs)}
-    content: list[Any] = [(v.aval.shape, v.aval.dtype, place.held[v]) for v in read.inputs]
+    content: list[Any] = [(v.aval.shape, v.aval.dtype, place.states[v]) for v in read.inputs]
     for i in (i for step in steps for i in step.members):
         decision = place.decisions[i]
         eqn = decision.eqn
         operands = [_literal(v) if compat.is_literal(v) else number[v] for v in eqn.invars]
         params = [(name, hashable(value)) for name, value in sorted(eqn.params.items())]
-        held = [place.held[v] for v in eqn.outvars]
+        states = [place.states[v] for v in eqn.outvars]
         how = (decision.action, decision.low, decision.out_dtype)
-        content.append((eqn.primitive, *operands, *params, *held, *how, eqn.ctx))
+        content.append((eqn.primitive, *operands, *params, *states, *how, eqn.ctx))
         number |= {v: len(number) + n for n, v in enumerate(eqn.outvars)}
     return (*content, *_known(read, number))
 
 
 def _known(read: AttentionInputs, number: dict[Any, int]) -> list[Any]:
-    """Returns what a kernel knows of an attention beside its steps, and computes beside them.
+    """Returns the part of the key that is not in the steps: the kernel's biases, mask and layout.
 
-    One mask may compare an array that counts the places, another any array: steps are equal then.
+    Steps are equal for a mask that compares a constant 0, 1, 2 ... and one that compares any other
+    array, but their masks differ.
 
     Args:
-      read: how the inputs are read.
-      number: of each value that inputs and steps make.
+      read: the inputs of the attention.
+      number: a number for each input and each value that the steps make.
     """
     made: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Attention by name under a plan: which kernel runs it."""
+"""Names the kernel of a `dot_product_attention` in a plan, for `explain`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpjax._autocast.decide.named_attention import DERIVED, MULTIPLIED, is_backw
 
 
 def where(eqn: Any, low: Any) -> str:
-    """Returns which kernel runs an attention of low operands on which platform, and why."""
+    """Returns the sentence of `explain` about the kernel of an attention of low operands."""
     program: AttentionProgram = eqn.params["program"]
     avals = [v.aval for v in eqn.invars[: -DERIVED if is_backward(eqn) else None]]
     structs = [

@@ -1,4 +1,4 @@
-"""Attention as XLA computes it, of operands in any dtype: products low, softmax in float32."""
+"""Attention by XLA's operations, for operands of any dtype: products in it, softmax in float32."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def form(operands: Operands, spec: Spec) -> tuple[Any, Any]:
 
 
 def _read(operands: Operands, spec: Spec) -> Any:
-    """Returns which keys each row reads, or None for all of them."""
+    """Returns the mask of the keys that each row reads, or None for all of them."""
     _, _, queries, keys = operands.sizes
     read = [operands.mask, spec.band(queries, keys)]
     if operands.lengths is not None:

@@ -1,4 +1,4 @@
-"""Which products are multiplied in 8 bits: a recipe for each, or why it stays in 16."""
+"""Chooses the products that are multiplied in 8 bits: a recipe for each, or why it stays in 16."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ FLOAT32 = np.dtype("float32")
 SMALLEST = 4096
 """Elements of a weight below which a product stays in 16 bits: its casts would cost more."""
 MULTIPLE = 16
-"""What both sizes of a weight divide by, as matrix units want them."""
-_ANY_PATH = "\0"  # no layer is called so: what matches it matches everything
+"""Both sizes of a weight must be multiples of it, as matrix units need them."""
+_ANY_PATH = "\0"  # no layer is called so: a pattern that matches it matches everything
 
 
 def quantizes(policy: scopes.Policies) -> bool:
@@ -40,7 +40,7 @@ def quantizes(policy: scopes.Policies) -> bool:
 
 
 class QuantizedProducts:
-    """What is decided for the products of one program: nothing where no policy has a recipe."""
+    """Decides about the products of one program; does nothing if no policy has a recipe."""
 
     def __init__(self, jaxpr: Any, policy: scopes.Policies, given: Given | None) -> None:
         self.policy = policy
@@ -48,7 +48,7 @@ class QuantizedProducts:
         self.flow: DataFlow | None = layers.flow(jaxpr, given) if given is not None else None
 
     def entering(self, eqn: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `inner`, which plans a program of an equation, told what is known of it."""
+        """Returns `inner`, which plans a program inside an equation, with the origins of inputs."""
         flow, given = self.flow, self.given
         if flow is None or given is None:
             return inner
@@ -68,13 +68,13 @@ class QuantizedProducts:
     def config(
         self, eqn: Any, settings: Any, low: Any, *, exact: bool
     ) -> tuple[Config | None, str, Any]:
-        """Returns what a product reads in 8 bits, or None; why; and the dtype of all else.
+        """Returns the 8-bit config of a product or None, the reason, and the other products' dtype.
 
         Args:
           eqn: its equation.
           settings: those of its plan, whose scopes are around it.
           low: the dtype of products that are not quantised, None for float32.
-          exact: whether what reads the result would be ruined by rounding.
+          exact: whether rounding the result would ruin a reader.
         """
         skipped = self.flow is None or settings.as_written
         if skipped or eqn.primitive.name == "ragged_dot_general" or adds_nothing(eqn):
@@ -132,7 +132,7 @@ class QuantizedProducts:
         return ""
 
     def _place(self, eqn: Any, path: str) -> str:
-        """Returns why a product of the first or last layer is kept, empty for one between."""
+        """Returns why a product of the first or last layer is not quantised, empty for others."""
         flow, given = self.flow, self.given
         if flow is None or given is None:
             return ""
@@ -146,7 +146,7 @@ class QuantizedProducts:
 def _recipe(
     policy: scopes.Policies, scope: tuple[str, ...], path: str
 ) -> tuple[Recipe | None, str | None]:
-    """Returns the recipe for a product, and the pattern of the rule of a map that asks for it."""
+    """Returns the recipe for a product, and the pattern of the map's rule that chose it or None."""
     chosen: Any = policy
     rule = None
     if not isinstance(policy, Policy):
@@ -159,7 +159,10 @@ def _recipe(
 
 
 def _refuse_blocks(eqn: Any, why: str, recipe: Recipe, rule: str, path: str) -> None:
-    """Refuses blocks that do not divide what a rule names; one for everything names nothing."""
+    """Refuses a rule for a layer whose length is no multiple of the block size.
+
+    A pattern that matches everything does not ask for this layer: its product stays in 16 bits.
+    """
     if scopes.is_transposed(eqn.source_info.name_stack):
         return  # a gradient's product of another length stays in 16 bits
     got = f"rule {rule!r} asks for {recipe}, and the product of {path or 'a weight'} has none:"
@@ -170,7 +173,11 @@ def _refuse_blocks(eqn: Any, why: str, recipe: Recipe, rule: str, path: str) -> 
 
 
 def _roles(eqn: Any, weight: int) -> Any:
-    """Returns the roles of a product's operands and result; a derivative's is the input's."""
+    """Returns the roles of a product's operands and result.
+
+    A product with a weight in a derivative taken inside the function is a dgrad: its other operand
+    is a cotangent, and its result the cotangent of the input.
+    """
     if scopes.is_transposed(eqn.source_info.name_stack):
         other, result = ArrayRole.RESULT, ArrayRole.INPUT
     else:
@@ -179,7 +186,7 @@ def _roles(eqn: Any, weight: int) -> Any:
 
 
 def _sizes(eqn: Any, weight: int) -> tuple[int, int]:
-    """Returns how many values a product adds up, and how many columns its weight has."""
+    """Returns the contracted length of a product, and the number of columns of its weight."""
     contracted, batch = eqn.params["dimension_numbers"]
     shape = eqn.invars[weight].aval.shape
     summed = math.prod(shape[i] for i in contracted[weight])
@@ -208,12 +215,12 @@ def _said(recipe: Recipe, path: str, lost: str) -> str:
 
 
 def prepared(jaxpr: Any, settings: Any, paths: Callable[[], list[str | None]]) -> Any:
-    """Returns the settings for a whole function, with what is known of its arrays.
+    """Returns the settings for a whole function, with the origins of its arrays.
 
     Args:
       jaxpr: the function, open.
       settings: of its plan.
-      paths: gives, for each of its arrays, the path of a parameter, or None.
+      paths: returns, for each array, its path if it is a parameter, else None.
     """
     if not quantizes(settings.policy):
         return settings
@@ -221,9 +228,10 @@ def prepared(jaxpr: Any, settings: Any, paths: Callable[[], list[str | None]]) -
 
 
 def widened(args: Any, policy: scopes.Policies) -> Any:
-    """Returns arguments of a function whose parameters are 16-bit, as autocast reads them.
+    """Returns arguments with 16-bit parameters widened to float32.
 
-    It moves float32 values only; widening is exact, and what was 16-bit is rounded to the same.
+    Autocast only decides about float32 values. Widening is exact, and a product that rounds the
+    value to 16 bits again gets the same bits.
     """
     default = policy if isinstance(policy, Policy) else policy.default
     narrow = default.param_dtype
@@ -238,7 +246,7 @@ def widened(args: Any, policy: scopes.Policies) -> Any:
 
 
 def warn_if_nothing(plan: Any) -> None:
-    """Warns where a policy has a recipe and no product of a function is quantised."""
+    """Warns if a policy has a recipe and no product of a function is quantised."""
     if not quantizes(plan.settings.policy):
         return
     products = list(_products(plan))
@@ -257,7 +265,7 @@ def warn_if_nothing(plan: Any) -> None:
 
 
 def _of_rule(policy: scopes.Policies) -> str:
-    """Returns a name of a policy, for a rule, whose products have the dtypes of this one's."""
+    """Returns the name of a policy with the same 8-bit dtypes, to type in a rule."""
     is_int8 = any("int8" in recipe.dtypes for recipe in recipes_in(policy))
     return f"{'int8' if is_int8 else 'float8'}_from_mixed_bfloat16"
 
@@ -271,15 +279,15 @@ def _products(plan: Any) -> Iterator[Any]:
 
 
 def weights(given: Given | None) -> list[str]:
-    """Returns the paths of a function's parameters; that of an argument which is one is empty."""
+    """Returns the paths of a function's parameters; an argument that is one array has path ''."""
     return [] if given is None else [o.path for o in given.inputs if o.made is Made.PARAMETERS]
 
 
 def origins(paths: list[str | None]) -> tuple[Origin, ...]:
-    """Returns the origins of arrays, of which parameters have a path and others None."""
+    """Returns the origins of arrays, given a path for each parameter and None for others."""
     return tuple(layers.INPUT if path is None else Origin(Made.PARAMETERS, path) for path in paths)
 
 
 def shown_dtype(config: Config) -> Any:
-    """Returns the dtype in which a product is said to read: that of its first operand."""
+    """Returns the dtype that `explain` shows for a product: that of its first operand."""
     return config.direction(config.roles).dtype(config.roles[0])

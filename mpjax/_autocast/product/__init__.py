@@ -1,4 +1,4 @@
-"""Products on low operands: what each direction reads (`config`), how it is run and differentiated.
+"""Products on low operands: the dtypes of each direction (`config`), programs, derivatives.
 
 `config` is data; `bilinear` runs a product and finds its transposed and batched forms;
 `primitives` gives it a derivative of its own.

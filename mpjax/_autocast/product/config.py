@@ -1,9 +1,9 @@
-"""What a product and the two of its derivative read and give: one entry per direction, as data.
+"""The dtypes and scales of a product and of the two products of its derivative, as data.
 
-A product of an input and a weight has three directions, named as in Transformer Engine: *fprop*
-(the product itself), *dgrad* (cotangent and weight, which give the cotangent of the input) and
-*wgrad* (cotangent and input, which give that of the weight). Derivatives of any order are products
-of these three kinds again, so that the roles of the arrays tell which entry holds.
+A product `y = x @ w` of an input and a weight has three directions, named as in Transformer Engine:
+*fprop* (the product itself), *dgrad* (`dx = dy @ wᵀ`, the cotangent of the input) and *wgrad*
+(`dw = xᵀ @ dy`, that of the weight). Derivatives of any order are products of these three kinds
+again: the roles of the arrays tell the direction.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ FLOAT32 = jnp.dtype("float32")
 
 
 class ArrayRole(enum.Enum):
-    """What an array is to the product that was written: an operand, or its result."""
+    """The role of an array in the product as written: an operand, or the result.
+
+    A cotangent has the role of its array: `dy` is a RESULT.
+    """
 
     INPUT = "input"
     WEIGHT = "weight"
@@ -30,25 +33,25 @@ class ArrayRole(enum.Enum):
 
 
 PLACES = {ArrayRole.INPUT: 0, ArrayRole.WEIGHT: 1, ArrayRole.RESULT: 2}
-"""Where the largest value of each is among the three that a product records."""
+"""The place of each role among the three maxima that a product records."""
 
 Roles = tuple[ArrayRole, ArrayRole, ArrayRole]
-"""Of the two operands of a product and of its result."""
+"""The roles of a product's two operands and of its result."""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """What has a scale of its own in an operand that is quantised."""
+    """The scales of a quantised operand: which parts of it have one, and where it comes from."""
 
     granularity: str  # "tensor", "channel" or "block", as in a recipe
     margin: int = 0
     block_size: int = 1
-    is_delayed: bool = False  # whether it is of earlier steps, and given with the operands
+    is_delayed: bool = False  # whether it comes from earlier steps, as a further operand
 
 
 @dataclass(frozen=True)
 class Direction:
-    """One kind of product: the dtype of each operand, by its role, and of what they add up to."""
+    """One kind of product: the dtype of each operand, by its role, and of the accumulator."""
 
     operands: tuple[tuple[ArrayRole, Any], tuple[ArrayRole, Any]]
     accumulates: Any = FLOAT32
@@ -66,17 +69,17 @@ class Config:
     fprop: Direction
     dgrad: Direction
     wgrad: Direction
-    low: Any  # the dtype of what is not quantised
+    low: Any  # the dtype of operands that are not quantised
     roles: Roles = (
         ArrayRole.INPUT,
         ArrayRole.WEIGHT,
         ArrayRole.RESULT,
     )  # as the product was written
-    records: bool = False  # whether the largest values that it sees are recorded
-    keeps: bool = False  # whether operands are kept in 8 bits for the products of its gradient
+    records: bool = False  # whether the maxima of its operands and its gradient are recorded
+    keeps: bool = False  # whether operands are saved in 8 bits for the products of its gradient
 
     def read(self, x: Any, role: ArrayRole) -> Any:
-        """Returns an operand as it is read for its largest value, and again to be quantised."""
+        """Returns an operand in the form that is read for its maximum and again to quantise it."""
         if role is ArrayRole.WEIGHT or self.low != jnp.bfloat16:
             return x
         return speed.read_low(x.astype(FLOAT32))
@@ -92,11 +95,11 @@ class Config:
         return any(d.scaling and d.scaling.is_delayed for d in (self.fprop, self.dgrad, self.wgrad))
 
     def reads_as_made(self, operand: int) -> bool:
-        """Whether an operand is quantised from what it is made as: a weight, rounded once."""
+        """Whether an operand is quantised from float32, so that a weight is rounded once."""
         return self.is_scaled and self.roles[operand] is ArrayRole.WEIGHT
 
     def direction(self, roles: Roles) -> Direction:
-        """Returns the entry for a product of arrays that have these roles: its result decides."""
+        """Returns the direction of a product of arrays with these roles: the result's decides."""
         gives = {
             ArrayRole.RESULT: self.fprop,
             ArrayRole.INPUT: self.dgrad,
@@ -120,7 +123,7 @@ _OPERANDS = (
     (ArrayRole.RESULT, ArrayRole.WEIGHT),
     (ArrayRole.RESULT, ArrayRole.INPUT),
 )
-"""Of fprop, dgrad and wgrad, in the order in which a recipe names their dtypes."""
+"""The operands of fprop, dgrad and wgrad, in the order in which a recipe names their dtypes."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -128,11 +131,11 @@ def quantized(recipe: Recipe, dtype: Any, roles: Roles, *, keeps: bool = False) 
     """Returns the config of a product in 8 bits.
 
     Args:
-      recipe: the dtypes of each direction, and what has a scale.
-      dtype: that of the directions which the recipe leaves.
+      recipe: the dtypes of each direction, and the granularity of scales.
+      dtype: the 16-bit dtype of directions that the recipe does not quantise.
       roles: of both operands and the result, as the product is written.
-      keeps: whether operands are kept in 8 bits for the products of its gradient, where these
-        read the same.
+      keeps: whether operands are saved in 8 bits for the products of its gradient, where these
+        read the same 8-bit values.
     """
     scaling = Scaling(recipe.granularity, recipe.margin, recipe.block_size, recipe.has_history)
 
@@ -150,7 +153,7 @@ def quantized(recipe: Recipe, dtype: Any, roles: Roles, *, keeps: bool = False) 
 
 @functools.lru_cache(maxsize=256)
 def current(how: Config, *, records: bool) -> Config:
-    """Returns a config whose scales are those of the values at hand, where they were delayed."""
+    """Returns a config that scales by the values at hand in place of those of earlier steps."""
 
     def of(direction: Direction) -> Direction:
         scaling = direction.scaling and replace(direction.scaling, is_delayed=False)

@@ -1,8 +1,8 @@
-"""A group as a function of its inputs. Equal groups are one function, so that JAX traces it once.
+"""Makes each group a function of its inputs; equal groups share one, which JAX traces once.
 
-The layers of a network are equal groups, one a layer. Traced, differentiated and transposed one
-by one they would be most of what autocast costs while tracing; JAX's own functions (softmax, gelu)
-are traced once in the same way.
+The layers of a network have equal groups. If each were traced, differentiated and transposed by
+itself, that would be most of autocast's tracing time. JAX shares its own functions (softmax, gelu)
+in the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Function = Callable[..., list[Any]]
 
 
 class GroupFunctions:
-    """The functions of the groups of one run, by what they compute and where it is written."""
+    """The functions of the groups of one run, by their equations and source lines."""
 
     def __init__(self) -> None:
         self._functions: dict[Hashable, Function] = {}
@@ -32,12 +32,12 @@ class GroupFunctions:
         self.attentions: dict[Hashable, Any] = {}  # the programs of equal attentions
 
     def run(self, plan: Plan, group: FusedGroup, arrays: Sequence[Any]) -> list[Any]:
-        """Returns the outputs of a group: of each the low form, then the full one, if wanted.
+        """Returns the outputs of a group: for each its low form, then its float32 one, if wanted.
 
         Args:
-          plan: what the group is of.
-          group: which one.
-          arrays: its inputs, as they are held.
+          plan: the plan with the group.
+          group: one of its groups.
+          arrays: the inputs of the group, in the dtypes in which they were made.
         """
         eqns = group.eqns
         with eqns[0].ctx.manager:
@@ -49,8 +49,9 @@ class GroupFunctions:
         if not group.marks.checkpoint:
             return _function(plan, group, 0)(*arrays)
         around = _common_scopes(eqns)
-        # A rule's group may hold tangents beside values. JAX takes all results of a function that
-        # has a rule for unknown where one operand is a tangent, so that a group there has none.
+        # Inside a user's rule, operands of a group may be tangents. Where one operand of a
+        # `custom_jvp` function is a tangent, JAX's partial evaluation takes all its results for
+        # unknown: so a group there runs without a rule of ours.
         alone = plan.settings.in_loop or plan.settings.in_rule
         key = (alone, self._key(plan, group, eqns, around))
         if key not in self._functions:
@@ -60,7 +61,7 @@ class GroupFunctions:
             return self._functions[key](*arrays)
 
     def _key(self, plan: Plan, group: FusedGroup, eqns: Sequence[Any], around: int) -> Hashable:
-        """Returns what equal groups have in common; their outer scopes may differ."""
+        """Returns the key of a group: equal for equal groups, whose outer scopes may differ."""
         number = {v: i for i, v in enumerate(group.inputs)}
         content: list[Hashable] = [v.aval for v in group.inputs]
         for eqn in eqns:
@@ -81,7 +82,7 @@ class GroupFunctions:
 
 
 def _common_scopes(eqns: Sequence[Any]) -> int:
-    """Returns how many outer scopes the equations share."""
+    """Returns the number of outer scopes that the equations share."""
     stacks = [eqn.source_info.name_stack.stack for eqn in eqns]
     shared = 0
     for entries in zip(*stacks, strict=False):

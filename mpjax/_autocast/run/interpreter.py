@@ -1,7 +1,7 @@
-"""Runs a plan: binds every operation again, each value in the form that was decided for it.
+"""Runs a plan: binds every equation again, each value in its decided dtype.
 
-A value is made in one form and cast to another when something first asks for it, once. Nothing is
-decided here.
+A value is made in one dtype and cast to another, once, when an equation first reads it so. Nothing
+is decided here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Interpreter:
         return inner
 
     def recording(self, history: delayed.Amaxes) -> Interpreter:
-        """Returns a runner for one plan, or for what it holds, whose products read `history`."""
+        """Returns a runner for a plan and its inner plans, whose products read `history`."""
         if history is self.history:
             return self
         inner = copy.copy(self)
@@ -67,10 +67,10 @@ class Interpreter:
         """Returns the outputs of a plan.
 
         Args:
-          plan: what to run.
-          arrays: its inputs, each in the form of its state.
-          low_copies: low copies of inputs where the plan wants them, else None.
-          out_states: forms of the outputs, those of the plan by default.
+          plan: the plan to run.
+          arrays: its inputs, each in the dtype of its state.
+          low_copies: for each input a low copy, or None where the plan wants none.
+          out_states: the states of the outputs, by default those of the plan.
         """
         jaxpr = plan.jaxpr.jaxpr
         recorder = self.recording(self.history.assigned(plan))
@@ -127,7 +127,7 @@ class Interpreter:
         return bind(eqn, [v.full for v in values], params)
 
     def keep(self, plan: Plan, eqn: Any, values: Sequence[Value], env: dict[Any, Value]) -> None:
-        """Moves values in the form in which they are held; low copies move with them."""
+        """Moves values in the dtype in which they were made; their low copies move with them."""
         outs = bind_low(
             eqn,
             [v.made if is_float32(a) else v.full for a, v in zip(eqn.invars, values, strict=True)],
@@ -201,7 +201,7 @@ class Interpreter:
 
 
 def bind_low(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Returns the results of an equation on operands that may be low."""
+    """Returns the results of an equation on operands that may be low: moves, single operations."""
     if outs := speed.pick(eqn, values):
         return outs
     if sums.is_summed(eqn) and any(map(sums.is_low, values)):
@@ -238,14 +238,14 @@ def _both_forms(state: State, low: Any, full: Any) -> Value:
 
 
 def _same_size(eqn: Any) -> bool:
-    """Whether a low copy may move as its value does; not from one mesh to another."""
+    """Whether a low copy may move as its value does: to as many elements, on the same mesh."""
     (source, *_), (out,) = eqn.invars, eqn.outvars
     same = source.aval.size == out.aval.size and is_float32(source)
     return same and eqn.primitive.name not in ("mesh_cast", "reshard")
 
 
 def _moved(eqn: Any, values: Sequence[Value]) -> Callable[[Any], Any]:
-    """Returns how to move the low copy of the operand rather than to cast the result again."""
+    """Returns a function that moves the operand's low copy, which saves a cast of the result."""
 
     def lazy(dtype: Any) -> Any:
         rest = [v.full for v in values[1:]]

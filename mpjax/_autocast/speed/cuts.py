@@ -1,8 +1,7 @@
-"""Where a low value is stored between two operations that a group would compute together.
+"""Cuts: low values that are stored between two operations that a group would compute together.
 
-Stored low, such a value is read again where it would be computed again, and the backward pass
-keeps it in place of what it was made of. A cut moves a rounding. It does not decide whether a value
-is low.
+A later operation then reads the stored value instead of recomputing it, and the backward pass saves
+it in place of its operands. A cut moves a rounding. It does not decide whether a value is low.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Cuts(NamedTuple):
     """The low values of a program that are stored where they are made."""
 
     stored: set[Any]
-    read_twice: set[Any]  # those of them that stand between two passes over a value
+    read_twice: set[Any]  # those of them that two passes read: for a statistic, and with it
 
 
 def of_program(jaxpr: Any, fused: Sequence[bool], states: dict[Any, State]) -> Cuts:
@@ -33,7 +32,7 @@ def of_program(jaxpr: Any, fused: Sequence[bool], states: dict[Any, State]) -> C
 
     Args:
       jaxpr: open.
-      fused: of each equation, whether it may run in a group.
+      fused: for each equation, whether it may run in a group.
       states: the state of each value.
     """
     curved = linear.curved(jaxpr, fused, states)
@@ -46,11 +45,11 @@ def of_program(jaxpr: Any, fused: Sequence[bool], states: dict[Any, State]) -> C
 def read_exactly(
     jaxpr: Any, fused: Sequence[bool], states: dict[Any, State], curved: set[Any]
 ) -> set[Any]:
-    """Low values that an exact function reads, such as a biased product that relu reads.
+    """Returns the low values that an exact function reads, as relu reads `x @ w + b`.
 
-    Stored, such a value serves product, function and derivative. A group around both would keep
-    what it starts from and what it ends in. Where the group has to keep its start anyway, because
-    what leads to the value is not linear, the value would be one more.
+    Stored, such a value serves the product, the function and the derivative. A group around the
+    bias and the relu would save its input and its result. A value after a nonlinear operation is
+    not cut: its group saves its input anyway, and would save the value as well.
     """
     cuts: set[Any] = set()
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
@@ -67,16 +66,16 @@ def read_exactly(
 def read_twice(
     jaxpr: Any, fused: Sequence[bool], states: dict[Any, State], curved: set[Any]
 ) -> set[Any]:
-    """Returns the low values that a group makes, and reads again beside their own statistics.
+    """Returns the low values that are read again with their own statistics: `x` in `x - mean(x)`.
 
-    Stored low, such a value is what the backward pass keeps, in place of what it was made of. Only
-    sums and moves may lead to it, so that it is not in `curved`: else both would be kept.
+    Stored low, such a value is saved for the backward pass in place of its operands. A value in
+    `curved` is not cut: after a nonlinear operation both would be saved.
     """
     twice: set[Any] = set()
-    parts: dict[Any, frozenset[Any]] = {}  # of what is concatenated, what convolutions leave
+    parts: dict[Any, frozenset[Any]] = {}  # for a concatenation, its operands from convolutions
     convolved: set[Any] = set()
-    made_of: dict[Any, frozenset[Any]] = {}  # the low values that a value was computed from
-    counted: dict[Any, frozenset[Any]] = {}  # those that statistics in it were taken of
+    made_of: dict[Any, frozenset[Any]] = {}  # the low values from which a value was computed
+    counted: dict[Any, frozenset[Any]] = {}  # the low values whose statistics went into a value
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
         name = eqn.primitive.name
         if not is_fused:
@@ -110,13 +109,13 @@ def _union(sets: dict[Any, frozenset[Any]], keys: Sequence[Any]) -> frozenset[An
 def merged(
     jaxpr: Any, fused: Sequence[bool], states: dict[Any, State], curved: set[Any]
 ) -> set[Any]:
-    """Returns the low sums of several low values that an activation reads, as gates of an LSTM.
+    """Returns the low sums of several low values that an activation reads: `tanh(x @ w + h @ u)`.
 
-    Stored low, such a sum is kept for the backward pass in place of its terms, which a loop would
-    each copy to a stack, and is not computed again there.
+    Stored low, such a sum is saved for the backward pass in place of its terms, each of which a
+    loop would copy to a stack, and is not computed again there.
     """
     cuts: set[Any] = set()
-    sums: dict[Any, frozenset[Any]] = {}  # the last sum that a value is of
+    sums: dict[Any, frozenset[Any]] = {}  # for a value, the last sum from which it was computed
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
         if not is_fused:
             continue
@@ -142,10 +141,11 @@ def merged(
 
 @hint("copied_last", lambda *_: set[Any]())
 def copied_last(jaxpr: Any, fused: Sequence[bool], states: dict[Any, State]) -> set[Any]:
-    """Returns the low values of which a group at last makes two copies, as it is upsampled.
+    """Returns the low values that a group copies twice at its end, as an upsampling does.
 
-    They are stored before, and the cotangents of both copies are added up as they are held: a sum
-    of two is rounded once. Else a TPU would store the sum in float32, and the copies.
+    They are stored before the copy, and the cotangents of the two copies are added in low
+    precision: a sum of two is rounded once. Else a TPU would store the sum and both copies in
+    float32.
     """
     worked: set[Any] = set()
     copied: set[Any] = set()

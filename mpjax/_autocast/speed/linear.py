@@ -1,4 +1,4 @@
-"""What is differentiated without keeping anything in float32: sums, moves and choices."""
+"""Finds equations whose derivative saves no float32 value: sums, moves and choices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LINEAR = traits.LINEAR | (MOVES - {"reduce_max", "reduce_min", "abs"})
 
 
 def is_linear(eqn: Any, states: dict[Any, State]) -> bool:
-    """Whether differentiating an equation keeps nothing in float32."""
+    """Whether the derivative of an equation saves no float32 value: `x + y`, `2 * x`."""
     name = eqn.primitive.name
     if name in _LINEAR:
         return True
@@ -28,7 +28,7 @@ def is_linear(eqn: Any, states: dict[Any, State]) -> bool:
 
 
 def curved(jaxpr: Any, fused: Sequence[bool], states: dict[Any, State]) -> set[Any]:
-    """Returns what depends, inside its group, on more than sums and moves."""
+    """Returns the values that depend on a nonlinear operation of their group: `exp(x) + y`."""
     made: set[Any] = set()
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
         if is_fused and not (made.isdisjoint(compat.variables(eqn)) and is_linear(eqn, states)):
@@ -37,7 +37,7 @@ def curved(jaxpr: Any, fused: Sequence[bool], states: dict[Any, State]) -> set[A
 
 
 def keeps_a_mask_at_most(eqn: Any, states: dict[Any, State]) -> bool:
-    """Whether an equation is linear, or calls a function of such equations, as leaky relu."""
+    """Whether an equation is linear, or calls a function of such equations: a leaky relu."""
     if eqn.primitive.name == "jit":
         return _keeps_masks(structure.single_program(eqn))
     return is_linear(eqn, states)

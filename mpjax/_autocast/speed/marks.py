@@ -1,6 +1,6 @@
-"""What a backend is told of the values of a group: which it stores low, which it computes again.
+"""Marks: the values of a group that a backend stores low, computes again, or sums separately.
 
-No mark changes what is computed: on a CPU all values and gradients are the same bits without it.
+No mark changes a result: on a CPU all values and gradients have the same bits without it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _SMALL = 1024  # elements: below this a group costs more to wrap than it saves
 
 @dataclass(frozen=True)
 class Marks:
-    """What is to be done with a group for speed. Equal groups with equal marks share a function."""
+    """The marks of one group. Equal groups with equal marks share a function."""
 
-    checkpoint: bool = False  # computed again in the backward pass, from its inputs
+    checkpoint: bool = False  # recomputed in the backward pass, from its inputs
     native: bool = False  # one operation, run on low operands as it is
-    repeated: frozenset[Any] = frozenset()  # what `broadcast_in_dim` makes inside the group
+    repeated: frozenset[Any] = frozenset()  # results of `broadcast_in_dim` inside the group
     several: frozenset[Any] = frozenset()  # values whose cotangents are read in several passes
     dear: frozenset[Any] = frozenset()  # those of them whose cotangents XLA would not compute twice
-    apart: frozenset[Any] = frozenset()  # terms whose cotangents are sums, taken in a pass each
-    convolved: frozenset[Any] = frozenset()  # sums that cuDNN adds up as it convolves
-    rows: Any = None  # the input whose rows a GPU holds in one kernel, and again for the gradient
-    stored: frozenset[Any] = frozenset()  # outputs that a GPU is to hold low, whoever reads them
+    apart: frozenset[Any] = frozenset()  # terms whose cotangents are sums, each in its own pass
+    convolved: frozenset[Any] = frozenset()  # sums that cuDNN computes with a convolution
+    rows: Any = None  # the input of a softmax of rows, which forward and backward each read
+    stored: frozenset[Any] = frozenset()  # outputs that a GPU stores low for all their readers
 
     def numbered(self, number: dict[Any, int]) -> tuple[Any, ...]:
-        """Returns the marks with variables by number: equal for equal groups."""
+        """Returns the marks with numbers in place of variables: equal for equal groups."""
         values = (getattr(self, field.name) for field in fields(self))
         return tuple(
             frozenset(number[v] for v in value)
@@ -69,8 +69,8 @@ def of_groups(
     Args:
       jaxpr: open.
       groups: its groups.
-      alone: the equations that stand in none.
-      read_twice: the values that stand between two passes; see `cuts`.
+      alone: the equations outside groups.
+      read_twice: the values between two passes; see `cuts`.
       states: the state of each value.
     """
     convolved = storage.convolved(jaxpr)
@@ -86,7 +86,7 @@ def of_groups(
 def _of_group(
     group: FusedGroup, convolved: set[Any], twice: set[Any], states: dict[Any, State]
 ) -> Marks:
-    """Finds what a GPU is to hold low inside a group, where other devices fuse what reads it."""
+    """Returns the marks of one group, without those that depend on other groups."""
     eqns, inputs, outputs, _ = group
     repeated = (eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "broadcast_in_dim")
     marks = Marks(
@@ -112,10 +112,10 @@ def _of_group(
 
 
 def _stored(groups: Sequence[FusedGroup], marks: Sequence[Marks]) -> list[frozenset[Any]]:
-    """Finds which low outputs of groups a GPU would hold in float32 for those that read them.
+    """Returns, for each group, the low outputs that a GPU would store in float32 for their readers.
 
-    XLA cancels a rounding against the widening of a reader: of a group that takes a statistic. A
-    sum it computes again there, unless the next sum reads it too, as of a residual stream.
+    XLA:GPU cancels a rounding against the widening in a reader that takes a statistic (a norm). A
+    sum is recomputed there and not stored, unless the next sum reads it too: a residual stream.
     """
     by_statistic: set[Any] = set()
     by_sum: set[Any] = set()
@@ -137,9 +137,9 @@ def _stored(groups: Sequence[FusedGroup], marks: Sequence[Marks]) -> list[frozen
 def _rows(
     jaxpr: Any, groups: Sequence[FusedGroup], alone: Sequence[Any], marks: Sequence[Marks]
 ) -> list[Any]:
-    """Finds the products' results of whose rows a group makes others, by a softmax.
+    """Returns, for each group, the result of a product of which it computes a softmax, or None.
 
-    What is read elsewhere too may be kept for the gradient there, and would be kept twice.
+    The group must be its only reader: another one may save it too, and so it would be saved twice.
     """
     reads = Counter(v for v in jaxpr.outvars if not compat.is_literal(v))
     for group in groups:
@@ -158,7 +158,7 @@ def _rows(
 def _is_native(
     eqns: Sequence[Any], outputs: Sequence[tuple[Any, bool, bool]], states: dict[Any, State]
 ) -> bool:
-    """Whether a group is one operation on low values, to be run as it is."""
+    """Whether a group is one operation on low values, such as a `max`, that runs without casts."""
     working = [eqn for eqn in eqns if not only_moves(eqn)]
     if len(working) != 1 or not all(is_low and not is_full for _, is_low, is_full in outputs):
         return False
@@ -182,10 +182,11 @@ def _is_native(
 
 
 def _is_repeated(operand: Any, eqn: Any) -> bool:
-    """Whether an elementwise operation repeats an operand along an axis, as JAX 0.12 lets it.
+    """Whether an elementwise operation broadcasts an operand along an axis, which JAX 0.12 allows.
 
-    The derivative is a sum over that axis, of a bias over the batch: in low it would round, and in
-    float16 be inf past 65504. In a group it is taken in float32, and XLA fuses the casts.
+    The cotangent of that operand is a sum over the axis, of a bias over the batch. In low precision
+    the sum would round, and in float16 be inf past 65504. A group sums in float32, and XLA fuses
+    the casts.
     """
     if compat.is_literal(operand) or eqn.primitive.name in ("concatenate", "stack", "pad"):
         return False
@@ -193,10 +194,9 @@ def _is_repeated(operand: Any, eqn: Any) -> bool:
 
 
 def low_cotangent(eqn: Any, group: FusedGroup, states: dict[Any, State]) -> Any:
-    """Returns the dtype in which a GPU stores the cotangent of an equation's result, or None.
+    """Returns the low dtype in which a GPU stores the cotangent of an equation's result, or None.
 
-    It is that of a low value: of one that is read in several passes, and of the sum of a low input
-    and a bias.
+    It is low for a value that is read in several passes, and for `x @ w + b`.
     """
     if any(v in group.marks.several for v in eqn.outvars):
         return stored_dtype(group, states)
@@ -204,7 +204,7 @@ def low_cotangent(eqn: Any, group: FusedGroup, states: dict[Any, State]) -> Any:
 
 
 def stored_dtype(group: FusedGroup, states: dict[Any, State]) -> Any:
-    """Returns the dtype of the low values that a group reads or leaves."""
+    """Returns the dtype of the low values among a group's inputs and outputs."""
     stored = [*group.inputs, *(v for v, _, _ in group.outputs)]
     return next(states[v].dtype for v in stored if states[v].kind == Kind.LOW)
 
@@ -228,7 +228,11 @@ def _worth_checkpoint(
     outputs: Sequence[tuple[Any, bool, bool]],
     states: dict[Any, State],
 ) -> bool:
-    """Whether recomputing a group in the backward pass keeps less than its float32 interior."""
+    """Whether a recomputed group saves less for the backward pass than one that is not.
+
+    A small group does not, nor one without low inputs or outputs, nor one whose derivative saves
+    no float32 value.
+    """
     stored = [*inputs, *(v for v, _, _ in outputs)]
     if not any(states[v].kind == Kind.LOW for v in stored):
         return False

@@ -1,4 +1,4 @@
-"""What autocast decided for a function, and why: the plan, as a table to read."""
+"""`explain`: the decisions of autocast for a function with their reasons, as a table."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def explain(
     """
     overrides, widest = parse_rules(rules)
     fun, owner = stateful.with_owner(fun)
-    # Histories are no business of a table: without them products scale by the values at hand.
+    # The table is the same without histories: products then scale by the values at hand.
     stateless = policy if policy is None else delayed.without_history(get_policy(policy))
     fast = api.autocast(fun, stateless, rules=rules, dot_precision=dot_precision, params=params)
     named = parameters.checked(params, "explain")
@@ -72,7 +72,7 @@ def explain(
         chosen: Any = get_policy(policy)
         ordered = tuple(sorted(overrides.items()))
         settings = Settings(chosen, ordered, widest, None, params=named)
-        # A plan holds what it is of weakly.
+        # A plan refers weakly to its jaxpr, which `_traced` keeps alive.
         _traced, plan = api.planned(fun, args, kwargs, settings)
         program = api.trace(fast, args, kwargs).jaxpr.jaxpr
         name = getattr(fun, "__name__", type(fun).__name__)
@@ -85,7 +85,7 @@ def explain(
 
 
 def _on_arrays(describe: Callable[[Any, Any], Explanation], args: Any, kwargs: Any) -> Explanation:
-    """Returns `describe(args, kwargs)` with shapes and dtypes made into arrays without values."""
+    """Returns `describe(args, kwargs)` with a tracer in place of each `ShapeDtypeStruct`."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
     tables: list[Explanation] = []

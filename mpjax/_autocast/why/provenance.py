@@ -1,7 +1,7 @@
-"""Why each operation of a plan is in the dtype that it is in, traced back to who decided it.
+"""Gives each operation of a plan the reason for its dtype, traced back to its first cause.
 
-A plan says that a division is in float32. The reader asks why: because of the sum before it, in
-another function perhaps. So each float32 value remembers the operation that first asked for it.
+Example: a plan says that a division is in float32. The reason is the sum before it, perhaps in
+another function. So each float32 value remembers the operation that first asked for float32.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mpjax._policies.policy import Policy
 
 @dataclass(frozen=True)
 class WideSource:
-    """The operation that first asked for float32, where it stands, and why it did."""
+    """The operation that first asked for float32, its module, and its reason."""
 
     operation: str
     module: str
@@ -45,10 +45,10 @@ class WideSource:
 
 @dataclass(frozen=True)
 class OperationDtype:
-    """One operation, the dtype it is in, and why.
+    """One operation, its dtype, and the reason.
 
-    `cause` is where a float32 value comes from that this operation merely follows; None where
-    the decision is the operation's own.
+    `cause` is the source of a float32 operand that this operation follows; None if the reason is
+    the operation's own.
     """
 
     module: str
@@ -80,7 +80,7 @@ FUSED = "fused: float32 between low values, not stored"
 
 
 def findings(plan: Plan) -> list[OperationDtype]:
-    """Returns what was decided for each operation that computes on float32, in program order."""
+    """Returns the dtype of each operation on float32 values and its reason, in program order."""
     walk = _ReasonWalk()
     jaxpr = plan.jaxpr.jaxpr
     walk.plan(plan, (), [None] * len(jaxpr.invars), [None] * len(jaxpr.outvars))
@@ -98,7 +98,7 @@ class _ReasonWalk:
         incoming: Causes,
         outside: readers.Readers,
     ) -> Causes:
-        """Adds a plan's findings; returns the causes of its outputs, which `outside` reads."""
+        """Adds the operations of a plan; returns the causes of its outputs, read by `outside`."""
         asking = readers.of(plan, outside)
         causes: dict[Any, WideSource | None] = dict(
             zip(plan.jaxpr.jaxpr.invars, incoming, strict=True)
@@ -123,7 +123,7 @@ class _ReasonWalk:
         operands: Causes,
         asking: dict[Any, readers.Reader],
     ) -> Causes:
-        """Goes inside a call, loop or branch."""
+        """Adds the operations inside a call, loop or branch; returns the causes of its results."""
         eqn, call = decision.eqn, decision.call
         handed = [
             cause or _loop_cause(plan, eqn, i, state, "/".join(path))
@@ -137,12 +137,12 @@ class _ReasonWalk:
             causes = self.plan(inner, path, incoming, read)
             if len(causes) == len(outs):  # not the condition of a `while`
                 outs = [a or b for a, b in zip(outs, causes, strict=True)]
-        kept = WideSource(_name(eqn), "/".join(path), OUTPUT)  # low inside, widened on its way out
+        widened = WideSource(_name(eqn), "/".join(path), OUTPUT)  # low inside, float32 outside
         wide = [state.kind == Kind.WIDE for state in call.out_states]
-        return [cause or (kept if w else None) for cause, w in zip(outs, wide, strict=True)]
+        return [cause or (widened if w else None) for cause, w in zip(outs, wide, strict=True)]
 
     def carries(self, decision: Decision, module: str) -> None:
-        """Adds what a loop carries, by its place: what it keeps, and in which dtype."""
+        """Adds the carries of a loop, by place, with their dtypes and reasons."""
         eqn, out_states = decision.eqn, decision.call.out_states
         where = scopes.location(eqn)
         for i, (aval, state) in enumerate(zip(_carried(eqn), out_states, strict=False)):
@@ -185,7 +185,7 @@ class _ReasonWalk:
         return [origin if w else None for w in wide]
 
     def foreign(self, plan: Plan, eqn: Any, module: str, asking: dict[Any, readers.Reader]) -> None:
-        """Adds an operation on other floating dtypes than float32: the author's own choice."""
+        """Adds an operation on a floating dtype other than float32, which its author chose."""
         dtypes = {v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype")}
         floats = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
         if not floats:
@@ -208,9 +208,9 @@ def _is_narrow(atom: Any) -> bool:
 
 
 def _rounds(plan: Plan, eqn: Any) -> int:
-    """The flags of a value that its author rounds, though a reader needs it unrounded; 0 if none.
+    """Returns the flags of a value that its author rounds though a reader needs it unrounded, or 0.
 
-    Only of the first such value: what is made of it has lost nothing more.
+    Only for the first such value: values computed from it lose nothing more.
     """
 
     def wanted(atom: Any) -> int:
@@ -224,7 +224,7 @@ def _rounds(plan: Plan, eqn: Any) -> int:
 
 
 def _asked_for(plan: Plan, eqn: Any, asking: dict[Any, readers.Reader]) -> str:
-    """Returns why a value is float32 that would be low but for a reader; empty for any other."""
+    """Returns why a reader needs a value in float32 that would be low; empty for other values."""
     out = eqn.outvars[0]
     want = plan.reads.get(out, 0)
     state = plan.states[out]
@@ -242,7 +242,7 @@ def _asked_for(plan: Plan, eqn: Any, asking: dict[Any, readers.Reader]) -> str:
 
 
 def _computes(eqn: Any) -> bool:
-    """Leaves out what only moves values: the table answers for dtypes."""
+    """Whether an equation computes and so has a row: moves, such as a reshape, have none."""
     name = eqn.primitive.name
     rule = OP_RULES.get(name)
     if named_attention.is_attention(eqn):
@@ -253,7 +253,7 @@ def _computes(eqn: Any) -> bool:
 
 
 def _name(eqn: Any) -> str:
-    """The primitive's name, or that of the function which a call runs."""
+    """Returns the name of an equation's primitive, or of the function that it calls."""
     called = structure.single_program(eqn) is not None and structure.function_name(eqn)
     return called or eqn.primitive.name
 
@@ -264,7 +264,7 @@ def _incoming(eqn: Any, operands: Causes) -> list[Causes]:
 
 
 def _loop_cause(plan: Plan, eqn: Any, index: int, state: Any, module: str) -> WideSource | None:
-    """A carry that becomes float32 only because of the loop that it enters."""
+    """Returns the loop as the cause, if a carry is float32 only because of it; else None."""
     if state.kind != Kind.WIDE or eqn.primitive.name not in structure.LOOPS:
         return None
     operand = eqn.invars[index]
@@ -288,7 +288,7 @@ def _why_carried(state: states.State) -> str:
 
 
 def _stored(plan: Plan) -> dict[Any, bool | None]:
-    """Returns of each value made in a fused group whether it is stored low; None: not stored."""
+    """Returns, for each value made in a group, whether it is stored low; None if not stored."""
     stored_low: dict[Any, bool | None] = {}
     within = [step.attention.steps if step.attention else [step] for step in plan.steps]
     for step in itertools.chain.from_iterable(within):
@@ -300,13 +300,13 @@ def _stored(plan: Plan) -> dict[Any, bool | None]:
 
 
 def _dtype(plan: Plan, decision: Decision, stored: dict[Any, bool | None]) -> Any:
-    """That of the operands of a product; in which any other operation's result is held."""
+    """Returns the dtype that `explain` shows: of a product's operands, or of another's result."""
     if decision.action is Action.PRODUCT:
         return quantized.shown_dtype(decision.how) if decision.how else decision.low
     if named_attention.is_attention(decision.eqn):
         return decision.low or decision.eqn.invars[0].aval.dtype
     if op_class(decision.eqn.primitive.name, {}) is OpClass.LOWER:
-        return decision.eqn.invars[0].aval.dtype  # as it was written
+        return decision.eqn.invars[0].aval.dtype  # a product that is left as it was written
     out = decision.eqn.outvars[0]
     state = plan.states[out]
     return state.dtype if state.kind == Kind.LOW and stored.get(out, True) else FLOAT32
@@ -315,7 +315,7 @@ def _dtype(plan: Plan, decision: Decision, stored: dict[Any, bool | None]) -> An
 def _why(
     plan: Plan, decision: Decision, inherited: WideSource | None, stored: dict[Any, bool | None]
 ) -> tuple[str, bool]:
-    """Returns the reason, and whether it is that of the operation which made an operand."""
+    """Returns the reason, and whether it is inherited from the operation that made an operand."""
     eqn = decision.eqn
     name = eqn.primitive.name
     if decision.action in (Action.PRODUCT, Action.ATTENTION):
@@ -346,7 +346,7 @@ def _why(
 
 
 def _users_rule(plan: Plan, eqn: Any) -> str:
-    """The rule of the user's that decides, for an operation or one inside a function."""
+    """Returns the user's rule that decides for an operation, or for one inside a function."""
     names = [eqn.primitive.name]
     if fusible.is_fusible_function(eqn):
         names = sorted(fusible.operations(eqn) & plan.settings.held_full)
@@ -391,7 +391,7 @@ def _why_low(eqn: Any, dtype: Any, stored: dict[Any, bool | None]) -> str:
 
 
 def _why_wide(plan: Plan, eqn: Any) -> str:
-    """Why an operation that follows its operands is in float32, though none of them is."""
+    """Returns why an operation that follows its operands is in float32 though none of them is."""
     if plan.states[eqn.outvars[0]].is_state and not plan.settings.widest:
         return CHANGED
     operands = [plan.states[v] for v in compat.variables(eqn)]
