@@ -127,7 +127,7 @@ def autocast(
         settings = Settings(chosen, ordered, widest, algorithm, params=named)
         _check_algorithm(chosen, algorithm)
         if not _lowers(chosen) and algorithm is None:
-            with jax.named_scope(scopes.AS_WRITTEN):
+            with jax.named_scope(scopes.AS_WRITTEN):  # an outer autocast leaves this scope alone
                 args, kwargs = dequantize((args, kwargs))
                 return chosen.cast_to_output(fun(*args, **kwargs))
         return chosen.cast_to_output(call(fun, args, kwargs, settings))
@@ -259,7 +259,7 @@ def planned(
     in_states = tuple(initial_state(v.aval) for v in jaxpr.jaxpr.invars)
     wants = (reads.OUTPUT,) * len(jaxpr.jaxpr.outvars)
     plan = make_plan(jaxpr, in_states, wants, settings)
-    if asked := same.asked(plan):
+    if asked := same.asked(plan):  # equal products were decided differently: decide again, alike
         plan = make_plan(jaxpr, in_states, wants, replace(settings, asked=asked))
     return traced, plan
 

@@ -50,6 +50,7 @@ def schedule(
     made = [(i, _group(jaxpr, i, outside, states, returned)) for i in components]
     grouped = [(indices, group) for indices, group in made if group is not None]
     alone = [i for i, is_fused in enumerate(fused) if not is_fused]
+    # At one level: groups (0), then equations alone (1), each in the program's order.
     order = {i: (levels[i], 1, i) for i in alone}
     for indices, group in made:
         members = indices if group is None else indices[:1]
@@ -91,7 +92,7 @@ def _levels(jaxpr: Any, fused: Sequence[bool], cuts: set[Any]) -> list[int]:
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
         lowest, base = (in_groups, 0) if is_fused else (alone, -1)
         level = max((lowest.get(v, base) for v in compat.variables(eqn)), default=base)
-        if eqn.effects:
+        if eqn.effects:  # effects stay in order: none runs at a lower level than the one before
             level = max(level, effects)
             effects = level + 1
         levels.append(level)
@@ -199,7 +200,7 @@ def _group(
 ) -> FusedGroup | None:
     """Returns a group of equations; None for moves, which run one by one."""
     eqns = [jaxpr.eqns[i] for i in indices]
-    if all(only_moves(eqn) for eqn in eqns):
+    if all(only_moves(eqn) for eqn in eqns):  # moves do not round: they need no float32
         return None
     made = {v for eqn in eqns for v in eqn.outvars}
     inputs = dict.fromkeys(

@@ -51,7 +51,7 @@ def backward(
     special = empty_rows.special(inputs, spec)
     given = empty_rows.ready(inputs, spec, special)
     which = special.filled(spec.empty)
-    if which is None:
+    if which is None:  # no special rows: the kernel's gradients are XLA's
         return list(pull(tuple(kernel.backward(given, spec, out, rows, ct))))
 
     def instead(*floats: Any) -> Any:
@@ -62,7 +62,7 @@ def backward(
     out, ct = (jnp.where(is_filled, zero, x) for x in (out, ct))  # a NaN would spread
     rows = jnp.where(which[..., 0], _NEVER, rows)
     grads = list(kernel.backward(given, spec, out, rows, ct))
-    if special.faint is not None:
+    if special.faint is not None:  # the bias absorbs the logits there: the query has no gradient
         grads[0] = jnp.where(empty_rows.as_result(special.faint), zero, grads[0])
     return list(pull(tuple(a + b for a, b in zip(grads, others_share, strict=True))))
 

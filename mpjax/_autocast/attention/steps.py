@@ -64,6 +64,7 @@ def attended(
       states: the state of each value.
       steps: in order.
     """
+    # The cheap test first: most jaxprs have no softmax, or fewer than two products.
     if sum(d.action is Action.PRODUCT for d in decisions) < 2 or not operations(jaxpr) >= SOFTMAX:
         return steps
     finder = Finder(jaxpr, constants, decisions, states)

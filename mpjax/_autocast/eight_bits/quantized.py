@@ -77,6 +77,7 @@ class QuantizedProducts:
           exact: whether rounding the result would ruin a reader.
         """
         skipped = self.flow is None or settings.as_written
+        # A ragged product has no axes for scales; an outer product sums nothing: it is elementwise.
         if skipped or eqn.primitive.name == "ragged_dot_general" or adds_nothing(eqn):
             return None, "", low
         weight = self.flow.weight(eqn) if self.flow is not None else None
@@ -121,7 +122,7 @@ class QuantizedProducts:
             if rule is not None and not matches(rule, _ANY_PATH):
                 _refuse_blocks(eqn, why, recipe, rule, path)
             return why
-        if rule is not None:
+        if rule is not None:  # a user's rule overrules the defaults below
             return ""
         if self.given is not None and path in self.given.tables:
             return f"{path or 'the weight'} is a table that rows are taken from"

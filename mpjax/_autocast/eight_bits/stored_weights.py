@@ -91,7 +91,7 @@ def _is_sliced(x: Any, length: int) -> bool:
 def _checkpoint(eqn: Any, values: Sequence[Any]) -> list[Any]:
     body = compat.closed(eqn.params["jaxpr"])
     options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
-    if eqn.params["differentiated"]:
+    if eqn.params["differentiated"]:  # XLA may undo a new checkpoint: see `compat.bind_remat`
         return bind(eqn, _read(values))
     return jax.checkpoint(lambda *args: _read(_run(body, args)), **options)(*values)
 

@@ -226,7 +226,7 @@ def low_product(
     x, y = backend.hides(x), backend.hides(y)
     if name == "conv_general_dilated":
         return backends.convolved(x, y, kwargs, out_dtype, backend)
-    if x.dtype != jnp.bfloat16:
+    if x.dtype != jnp.bfloat16:  # XLA:CPU lacks kernels of bfloat16 alone: see `backends`
         return _rounded(lax.dot_general(x, y, **kwargs), out_dtype, backend)
     out = lax.dot_general(backend.operand(x), backend.operand(y), **kwargs)
     return _rounded(backend.result(out), out_dtype, backend)

@@ -80,6 +80,7 @@ class Config:
 
     def read(self, x: Any, role: ArrayRole) -> Any:
         """Returns an operand in the form that is read for its maximum and again to quantise it."""
+        # A weight is quantised from float32. `read_low` rounds to bfloat16, not to float16.
         if role is ArrayRole.WEIGHT or self.low != jnp.bfloat16:
             return x
         return speed.read_low(x.astype(FLOAT32))

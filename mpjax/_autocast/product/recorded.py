@@ -69,7 +69,7 @@ def _tangent_transpose(ct: Any, moved: Any, slot: Any, seen: Any) -> list[Any]:
         gradient = absolute_maximum(ct, tuple(range(apart, ct.ndim)))
         gradient = gradient.reshape((*gradient.shape[:apart], 1))
         largest = jnp.concatenate([seen, gradient], axis=-1)
-        cts[1] = jnp.where(jnp.isfinite(largest), largest, 0)
+        cts[1] = jnp.where(jnp.isfinite(largest), largest, 0)  # 0: nothing is recorded
     return cts
 
 

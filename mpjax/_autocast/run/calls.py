@@ -109,7 +109,7 @@ def _run_remat(runner: Interpreter, decision: Decision, values: Sequence[Value])
     params = hijax_programs.holder(eqn).params if hijax_programs.holder(eqn) else eqn.params
     policy = params["policy"]
     inner = runner
-    if policy is not None and runner.products is None:
+    if policy is not None and runner.products is None:  # nested checkpoints share the names
         inner = runner.inside_checkpoint()
     ask = None if inner.products is None else inner.products.translated(policy)
     low_copies = _made_low_copies(plan, values)

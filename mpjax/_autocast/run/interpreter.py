@@ -116,7 +116,7 @@ class Interpreter:
                 return
             for var, out in zip(eqn.outvars, outs, strict=True):
                 env[var] = _stored(out, plan.states[var])
-                if eqn.primitive.name == "dequantized":
+                if eqn.primitive.name == "dequantized":  # an 8-bit product reads these as they are
                     env[var].stored = (values[0].full, values[1].full)
 
     def as_traced(self, plan: Plan, eqn: Any, values: Sequence[Value]) -> list[Any]:
@@ -145,7 +145,7 @@ class Interpreter:
         params = eqn.params
         asked = plan.settings.dot_precision
         if asked is None and plan.settings.float32_precision is not None:
-            asked = precision.LOW
+            asked = precision.LOW  # or JAX would write the user's global default into it
         if asked is not None:
             params = product.with_precision(params, asked)
         how, amaxes = self.history.of(decision, decision.how or product.low(low))

@@ -316,6 +316,7 @@ def _why(
     plan: Plan, decision: Decision, inherited: WideSource | None, stored: dict[Any, bool | None]
 ) -> tuple[str, bool]:
     """Returns the reason, and whether it is inherited from the operation that made an operand."""
+    # In this order: the user's regions and rules, the operation's class, its operands.
     eqn = decision.eqn
     name = eqn.primitive.name
     if decision.action in (Action.PRODUCT, Action.ATTENTION):
