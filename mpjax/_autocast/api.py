@@ -197,7 +197,7 @@ def as_typed(fun: Callable[..., Any], policy: scopes.Policies) -> Callable[..., 
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        tracked = args[0] if args and isinstance(args[0], delayed.WithAmaxes) else None
+        tracked = args[0] if args and isinstance(args[0], delayed.Tracked) else None
         if tracked is not None:
             args = (tracked.params, *args[1:])
         return call(fun, args, kwargs, settings, tracked, stored_paths(policy, args))
@@ -210,7 +210,7 @@ def call(
     args: Any,
     kwargs: Any,
     settings: Settings,
-    tracked: delayed.WithAmaxes | None = None,
+    tracked: delayed.Tracked | None = None,
     stored: list[str] | None = None,
 ) -> Any:
     """Returns `fun(*args, **kwargs)` under `settings`.

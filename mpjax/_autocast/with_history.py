@@ -96,7 +96,7 @@ def with_amax_history(
 
     def apply(history: Any, *args: Any, **kwargs: Any) -> Any:
         delayed.unwrapped(history)
-        tracked = delayed.WithAmaxes(None, delayed.amaxes_of(history, chosen))
+        tracked = delayed.Tracked(None, delayed.amaxes_of(history, chosen))
         return chosen.cast_to_output(api.call(fun, args, kwargs, settings, tracked))
 
     def update(history: Any, seen: Any, finite: Any = True) -> Any:
@@ -123,7 +123,7 @@ def started(
     zeros = delayed.zeros(delayed.sites(plan), length)
 
     def run(amaxes: Any) -> list[Any]:
-        tracked = delayed.WithAmaxes(None, amaxes, calibrates=True)
+        tracked = delayed.Tracked(None, amaxes, calibrates=True)
         outs = jax.tree.leaves(api.call(fun, args, kwargs, settings, tracked))
         return [x for x in outs if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
 

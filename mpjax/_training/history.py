@@ -85,12 +85,12 @@ def tracked(params: PyTree, history: PyTree, policy: Any, loss_scale: LossScale)
     grown = jax.tree.map(
         lambda x: x.at[..., _GRADIENT].set(jnp.minimum(x[..., _GRADIENT] * scaled, _MOST)), amaxes
     )
-    return delayed.WithAmaxes(params, grown)
+    return delayed.Tracked(params, grown)
 
 
 def untracked(grads: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the gradients of parameters, and what products saw, or None."""
-    if isinstance(grads, delayed.WithAmaxes):
+    if isinstance(grads, delayed.Tracked):
         return grads.params, grads.amaxes
     return grads, None
 

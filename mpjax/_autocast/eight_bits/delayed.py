@@ -225,7 +225,7 @@ def arrays_for(plan: Any, amaxes: Any, where: str) -> list[Any]:
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class WithAmaxes:
+class Tracked:
     """The first argument of a function, and the maxima of earlier steps for its products.
 
     Args:
@@ -245,7 +245,7 @@ class WithAmaxes:
         return tuple(zip(names, (self.params, self.amaxes), strict=True)), self.calibrates
 
     @classmethod
-    def tree_unflatten(cls, calibrates: bool, children: Any) -> WithAmaxes:
+    def tree_unflatten(cls, calibrates: bool, children: Any) -> Tracked:
         """Returns an instance with other leaves."""
         return cls(*children, calibrates=calibrates)
 
