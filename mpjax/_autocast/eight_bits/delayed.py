@@ -152,7 +152,7 @@ def check_not_differentiated(plan: Any, where: str) -> None:
 
 
 def wrapped(by_name: Mapping[str, Any]) -> Any:
-    """Returns arrays by product as a tree that loss scaling and optimizers recognise and skip."""
+    """Returns arrays by product in a tree whose gradients loss scaling leaves unscaled."""
     return {OVERWRITE_WITH_GRADIENT: {RECORDED: dict(by_name)}}
 
 

@@ -26,7 +26,7 @@ _LOW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def is_summed(eqn: Any) -> bool:
-    """Whether the transpose of an operation sums cotangents: a broadcast to 3 copies, a gather."""
+    """Whether the transpose of an operation is a sum, or JAX writes it as one: of a gather."""
     name = eqn.primitive.name
     if name == "broadcast_in_dim":
         return states.copies(eqn) > 2  # a sum of two terms is rounded once in any dtype

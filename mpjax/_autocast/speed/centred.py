@@ -55,7 +55,7 @@ class Centred:
             self._note(eqn)
 
     def run(self, eqn: Any, values: Mapping[Any, Any], dear: Collection[Any]) -> list[Any]:
-        """Returns the result of an equation that ends an affine value of two steps; else nothing.
+        """Returns the result of an equation that ends an affine value of several steps; else [].
 
         Args:
           eqn: the equation.
