@@ -57,7 +57,7 @@ def affine_values(fun, *args):
     """How many steps each scaled affine value of a function's groups has."""
     plan = Planned(fun, *args).plan
     groups = [[plan.decisions[i].eqn for i in s.members] for s in plan.steps if s.group]
-    steps = [len(a.steps) for eqns in groups for a in centred(eqns).found.values()]
+    steps = [len(a.steps) for eqns in groups for a in centred(eqns).by_variable.values()]
     return [count for count in steps if count > 1]
 
 

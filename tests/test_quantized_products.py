@@ -11,10 +11,10 @@ from _hinted import hints
 
 import mpjax
 from mpjax._autocast import product
-from mpjax._autocast.product import Role, scaled
+from mpjax._autocast.product import ArrayRole, scaled
 
 BF16 = jnp.dtype("bfloat16")
-ROLES = (Role.INPUT, Role.WEIGHT, Role.RESULT)
+ROLES = (ArrayRole.INPUT, ArrayRole.WEIGHT, ArrayRole.RESULT)
 FLOAT8 = mpjax.Float8CurrentScaling()
 INT8 = mpjax.Int8CurrentScaling(wgrad="int8")
 RECIPES = [FLOAT8, INT8, mpjax.MXFP8BlockScaling()]
@@ -46,7 +46,7 @@ def _einsum(dims, x, w, how, out_dtype):
         "out_sharding": None,
     }
     forms = [
-        (a, a) if r is Role.WEIGHT else (a, a.astype(BF16))
+        (a, a) if r is ArrayRole.WEIGHT else (a, a.astype(BF16))
         for a, r in zip((x, w), how.roles, strict=False)
     ]
     return product.product("dot_general", params, *forms, [], how=how, out_dtype=out_dtype)
@@ -173,7 +173,7 @@ def test_axes_may_stand_anywhere(recipe, dims, x, w):
 
 
 def test_weight_may_be_the_first_operand():
-    fun = multiply(FLOAT8, "nk,km->nm", (Role.WEIGHT, Role.INPUT, Role.RESULT))
+    fun = multiply(FLOAT8, "nk,km->nm", (ArrayRole.WEIGHT, ArrayRole.INPUT, ArrayRole.RESULT))
     out, pullback = jax.vjp(fun, W.T, X.T)
     dw, dx = pullback(CT.T)
     other, other_pullback = jax.vjp(multiply(FLOAT8), X, W)

@@ -83,7 +83,7 @@ def test_dtypes_values_and_scales_are_those_of_qwix(qwix, dtype):
 
 
 def multiply(recipe, x, w):
-    roles = (product.Role.INPUT, product.Role.WEIGHT, product.Role.RESULT)
+    roles = (product.ArrayRole.INPUT, product.ArrayRole.WEIGHT, product.ArrayRole.RESULT)
     how = product.quantized(recipe, jnp.dtype("bfloat16"), roles)
     params = {
         "dimension_numbers": (((1,), (0,)), ((), ())),

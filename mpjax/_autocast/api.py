@@ -116,27 +116,27 @@ def autocast(
             ),
             given,
         )
-    if policy is not None:  # a policy that is none is refused here; the default is read later
+    if policy is not None:  # a wrong policy is refused here; the default is read at each call
         policy = chosen_policy(policy, "autocast")
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        found = get_policy(policy)
-        _check_place(found, fun)
-        warn_of_other_step(found, f"autocast({_name(fun)})")
-        settings = Settings(found, ordered, widest, algorithm, params=named)
-        _check_algorithm(found, algorithm)
-        if not _lowers(found) and algorithm is None:
-            with jax.named_scope(scopes.AS_WRITTEN):
+        chosen = get_policy(policy)
+        _check_place(chosen, fun)
+        warn_of_other_step(chosen, f"autocast({_name(fun)})")
+        settings = Settings(chosen, ordered, widest, algorithm, params=named)
+        _check_algorithm(chosen, algorithm)
+        if not _lowers(chosen) and algorithm is None:
+            with jax.named_scope(scopes.AS_WRITTEN):  # an outer autocast leaves this scope alone
                 args, kwargs = dequantize((args, kwargs))
-                return found.cast_to_output(fun(*args, **kwargs))
-        return found.cast_to_output(call(fun, args, kwargs, settings))
+                return chosen.cast_to_output(fun(*args, **kwargs))
+        return chosen.cast_to_output(call(fun, args, kwargs, settings))
 
     return wrapped
 
 
 def _check_place(policy: scopes.Policies, fun: Any) -> None:
-    """Refuses a recipe with state where that would have no place."""
+    """Refuses a recipe with amax histories, which a plain function has no place for."""
     if delayed.has_history(policy):
         got = f"{policy} scales by amax histories, which have no place in a function of its own."
         allowed = "Allowed: make_train_step(loss_fn, tx, policy), whose state keeps them."
@@ -165,8 +165,8 @@ def _given(first: Any, policy: Any) -> Any:
                 f"Type autocast(fun, {policy!r})(*args): the function, and not what it returned.",
             )
         )
-    found = first if policy is None else policy
-    return None if found is None else chosen_policy(found, "autocast")
+    chosen = first if policy is None else policy
+    return None if chosen is None else chosen_policy(chosen, "autocast")
 
 
 def _shown(x: Any) -> str:
@@ -213,9 +213,13 @@ def call(
     tracked: delayed.Tracked | None = None,
     stored: list[str] | None = None,
 ) -> Any:
-    """Returns `fun(*args, **kwargs)`, computed as `settings` say, with amaxes of earlier steps.
+    """Returns `fun(*args, **kwargs)` under `settings`.
 
-    A rule may be for one of the parameters whose paths are `stored`, too.
+    Args:
+      fun, args, kwargs: the function and its arguments.
+      settings: the user's options.
+      tracked: amaxes of earlier steps, for a recipe with a history.
+      stored: paths of parameters; a rule that matches one of them is not reported as unused.
     """
     if stateful.is_initializing(stateful.linen_modules(fun, (args, kwargs))):
         return fun(*args, **kwargs)
@@ -247,15 +251,15 @@ def planned(
         traced = trace(fun, args, kwargs)
 
     def paths() -> list[str | None]:
-        found = parameters.paths(fun, args, kwargs, settings.params)
-        return [found[i] for i in traced.places]
+        all_paths = parameters.paths(fun, args, kwargs, settings.params)
+        return [all_paths[i] for i in traced.places]
 
     jaxpr = traced.jaxpr
     settings = quantized.prepared(jaxpr.jaxpr, settings, paths)
     in_states = tuple(initial_state(v.aval) for v in jaxpr.jaxpr.invars)
     wants = (reads.OUTPUT,) * len(jaxpr.jaxpr.outvars)
     plan = make_plan(jaxpr, in_states, wants, settings)
-    if asked := same.asked(plan):
+    if asked := same.asked(plan):  # equal products were decided differently: decide again, alike
         plan = make_plan(jaxpr, in_states, wants, replace(settings, asked=asked))
     return traced, plan
 
@@ -263,8 +267,8 @@ def planned(
 class Traced:
     """A function's jaxpr, the arrays that it is for, and the structure of its results.
 
-    The results are a pair: what the function returned, and the leaves of each module in its
-    arguments that it changed; `changed` says which modules these are.
+    The results are a pair: the function's own result, and the new leaves of each module among its
+    arguments that it changed. `changed` has the places of these modules.
     """
 
     __slots__ = ("arrays", "changed", "given", "jaxpr", "out_tree", "places")
@@ -274,7 +278,7 @@ class Traced:
     ) -> None:
         self.jaxpr = jaxpr
         self.given = given  # the arguments
-        self.places = places  # of the arrays among their leaves
+        self.places = places  # of the arrays among the leaves of the arguments
         leaves = jax.tree.leaves(given)
         self.arrays = [leaves[i] for i in places]
         self.out_tree = out_tree
@@ -282,7 +286,7 @@ class Traced:
 
 
 def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
-    """Returns the jaxpr of `fun` over the arrays among its arguments; all else stays as it is."""
+    """Returns the jaxpr of `fun` over the arrays among its arguments; other leaves are static."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if _is_traced(leaf)]
     where = f"autocast({_name(fun)})"
@@ -296,13 +300,13 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
         copies = jax.tree.unflatten(treedef, full)
         if has_quantized:
             copies = dequantize(copies)
-        watched = stateful.Watched((args, kwargs), copies, where)
+        watched = stateful.WatchedModules((args, kwargs), copies, where)
         nnx_names.name_modules(copies)
         result = fun(*copies[0], **copies[1])
         nnx_names.unname_modules(result)
         changed = watched.changes()
-        found = (result, [new for _, new in changed])
-        paths, out_tree = jax.tree_util.tree_flatten_with_path(found)
+        returned = (result, [new for _, new in changed])
+        paths, out_tree = jax.tree_util.tree_flatten_with_path(returned)
         trees[:] = [out_tree, [place for place, _ in changed]]
         return [_checked_result(fun, path[1:], leaf) for path, leaf in paths]
 
@@ -315,7 +319,10 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
 
 
 def _is_traced(leaf: Any) -> bool:
-    """Arrays are, NumPy's where they are floating: its integers and booleans may be static."""
+    """Whether a leaf is an input of the jaxpr: JAX's arrays are, and NumPy's floating ones.
+
+    NumPy's integers and booleans may be shapes or flags that `fun` needs as values.
+    """
     if isinstance(leaf, np.ndarray):
         return jnp.issubdtype(leaf.dtype, jnp.floating)
     return isinstance(leaf, jax.Array)
@@ -339,7 +346,7 @@ def _checked_result(fun: Any, path: Any, leaf: Any) -> Any:
 
 
 def _typed_like(aval: Any, array: Any) -> Any:
-    """A weakly typed result of `fun` stays weakly typed."""
+    """Returns a result with the weak type that it has in `fun` itself."""
     if not isinstance(array, jax.Array):  # a literal
         array = jnp.asarray(array, aval.dtype)
     if not getattr(aval, "weak_type", False) or jax.typeof(array).weak_type:

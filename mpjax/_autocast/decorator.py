@@ -1,4 +1,4 @@
-"""What `autocast(policy)` returns: a decorator, and no context manager, as its message says."""
+"""The decorator that `autocast(policy)` returns, and the message for one used in a `with`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WHY = (
 
 
 class Decorator:
-    """A function to function, for `@autocast(policy)`."""
+    """Maps a function to the same function under autocast, as `@autocast(policy)` does."""
 
     def __init__(self, decorate: Callable[[Any], Any], policy: Any) -> None:
         self._decorate = decorate
@@ -44,7 +44,7 @@ class Decorator:
 
 
 def refuse_device(first: Any, policy: Any) -> None:
-    """Raises TypeError for `autocast("cuda")` and its kind, as PyTorch has it."""
+    """Raises TypeError for a device as the first argument: `autocast("cuda")`, as in PyTorch."""
     if not (isinstance(first, str) and first.partition(":")[0].lower() in DEVICES):
         return
     name = getattr(policy, "__name__", None) or getattr(policy, "name", None) or str(policy)

@@ -1,4 +1,4 @@
-"""Makes the plan of a program: decides, then arranges what runs together."""
+"""Makes the plan of a program: decides dtypes, then arranges equations into steps."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def make_plan(
     """Returns the plan of a jaxpr.
 
     Args:
-      jaxpr: the program, closed or not; whoever runs the plan has to hold it.
-      in_states: of its inputs.
-      wants: how each output is read outside, in the flags of `reads`.
-      settings: what the user asked for.
-      given: what is known of its inputs, by default nothing.
-      relations: which of them were computed of which others.
+      jaxpr: the program, closed or not. The plan refers to it weakly: the caller keeps it alive.
+      in_states: the state of each input.
+      wants: for each output, the flags of `reads` that tell how it is read outside.
+      settings: the user's options.
+      given: a fact for each input, by default none.
+      relations: pairs of places of inputs; the second was computed from the first.
     """
     opened = compat.closed(jaxpr).jaxpr
-    products = quantized.Products(opened, settings.policy, settings.given)
+    products = quantized.QuantizedProducts(opened, settings.policy, settings.given)
     return arranged(
         decide(
             jaxpr,
@@ -53,11 +53,12 @@ def make_plan(
 
 
 plan_inner = by_program(make_plan)
-"""Memoised for programs inside others, or nested loops would cost exponentially."""
+"""`make_plan`, memoised: a program inside another is planned more than once, so that without this
+the time would be exponential in the depth of nested loops."""
 
 
 def arranged(decided: Decided) -> Plan:
-    """Returns the plan that runs what was decided."""
+    """Returns the plan that carries out decisions."""
     closed, decisions = decided.jaxpr, decided.decisions
     for decision in decisions:
         if decision.action is Action.ATTENTION:

@@ -1,4 +1,4 @@
-"""Rules that decide nothing: said when a function is traced, since then its modules are known."""
+"""Warns of rules that decide nothing, when a function is traced: its modules are known then."""
 
 import warnings
 from typing import Any
@@ -13,13 +13,13 @@ from mpjax._policies.policy import Policy, policies_in
 
 
 def stored_paths(policy: scopes.Policies, args: Any) -> list[str]:
-    """Returns the paths of a step's parameters, where rules say how they are stored."""
+    """Returns the paths of a step's parameters if policies differ in `param_dtype`, else none."""
     dtypes = {p.param_dtype for p in policies_in(policy)}
     return leaf_paths(args[0]) if args and len(dtypes) > 1 else []
 
 
 def warn_of_rules(settings: Settings, jaxpr: Any, stored: list[str]) -> None:
-    """Warns of what decides nothing in a function: a rule of its policy, or of its operations."""
+    """Warns of a rule of the policy, or of `rules=`, that decides nothing in a function."""
     policy = settings.policy
     warn_of_unused(settings.rules, jaxpr)
     if isinstance(policy, Policy):

@@ -21,7 +21,7 @@ _WHERE = "with_amax_history"
 
 
 class WithAmaxHistory(NamedTuple):
-    """A function under a recipe with amax histories; made by `with_amax_history`."""
+    """The three functions that `with_amax_history` returns."""
 
     init: Callable[..., Any]
     apply: Callable[..., Any]
@@ -81,23 +81,23 @@ def with_amax_history(
     References:
       Transformer Engine, `DelayedScaling`
     """
-    found = chosen_policy(policy, _WHERE)
-    if not delayed.has_history(found):
-        got = f"{found} has no recipe with a history."
+    chosen = chosen_policy(policy, _WHERE)
+    if not delayed.has_history(chosen):
+        got = f"{chosen} has no recipe with a history."
         fix = "Type mpjax.autocast(fun, policy); or policy=QuantizedPolicy('bf16-mixed', "
         raise ValueError(message(_WHERE, got, fix + "DelayedScaling())."))
     overrides, widest = parse_rules(rules)
     named = parameters.checked(params, _WHERE)
     ordered = tuple(sorted(overrides.items()))
-    settings = Settings(found, ordered, widest, params=named)
+    settings = Settings(chosen, ordered, widest, params=named)
 
     def init(*args: Any, **kwargs: Any) -> Any:
         return started(fun, args, kwargs, settings)
 
     def apply(history: Any, *args: Any, **kwargs: Any) -> Any:
         delayed.unwrapped(history)
-        tracked = delayed.Tracked(None, delayed.amaxes_of(history, found))
-        return found.cast_to_output(api.call(fun, args, kwargs, settings, tracked))
+        tracked = delayed.Tracked(None, delayed.amaxes_of(history, chosen))
+        return chosen.cast_to_output(api.call(fun, args, kwargs, settings, tracked))
 
     def update(history: Any, seen: Any, finite: Any = True) -> Any:
         delayed.unwrapped(seen)
@@ -113,10 +113,10 @@ def started(
     """Returns the histories of a function after one run, scaled by the values at hand.
 
     Args:
-      fun: its first result is the loss, if that is a scalar: else gradients are not known.
-      args, kwargs: what it is run on.
+      fun: a function; if its first result is a scalar, that is the loss and gradients are recorded.
+      args, kwargs: its arguments.
       settings: of its plan.
-      seed: what the loss is scaled by; what gradients saw is divided by it.
+      seed: the loss scale; the recorded maxima of gradients are divided by it.
     """
     _, plan = api.planned(fun, args, kwargs, settings)
     length = delayed.history_length(settings.policy)

@@ -1,1 +1,1 @@
-"""Programs as data: what each primitive is, how equations are bound, which programs they hold."""
+"""Programs as data: the class of each primitive, equations bound again, programs inside them."""

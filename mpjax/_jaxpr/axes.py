@@ -1,4 +1,7 @@
-"""The axes of a product: which axis of an operand is which of the other, and of the result."""
+"""The axes of a product: each with its place in both operands and in the result.
+
+Example: `einsum("bij,bjk->bik")` has four, of which `j` has no place in the result.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,15 @@ from typing import Any, NamedTuple
 
 
 class Axis(NamedTuple):
-    """One axis of a product: where both operands and the result have it, None where they do not.
+    """One axis of a product: its place in both operands and the result, None where one lacks it.
 
-    What has no place in the result is added up over. One in all three is a batch.
+    The product sums over an axis that the result lacks. An axis of all three is a batch axis.
     """
 
     first: int | None
     second: int | None
     result: int | None
-    mapped: bool = False  # by `jax.vmap`: what it maps over shares no scale
+    mapped: bool = False  # by `jax.vmap`: its examples do not share a scale
 
 
 Axes = tuple[Axis, ...]
@@ -25,8 +28,8 @@ def of_dot_general(dimension_numbers: Any, ndims: tuple[int, int]) -> Axes:
     contracted, batch = dimension_numbers
     both = [Axis(i, j, place) for place, (i, j) in enumerate(zip(*batch, strict=True))]
     free = [
-        [i for i in range(ndim) if i not in (*summed, *kept)]
-        for ndim, summed, kept in zip(ndims, contracted, batch, strict=True)
+        [i for i in range(ndim) if i not in (*summed, *batched)]
+        for ndim, summed, batched in zip(ndims, contracted, batch, strict=True)
     ]
     second = len(both) + len(free[0])
     return (

@@ -14,21 +14,21 @@ from jax.extend import source_info_util
 from mpjax._base import compat
 
 _MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
-"""What moves one array, and is bound often."""
+"""Primitives that move one array, and that a network binds often."""
 
 
 def inside(eqn: Any, count: int) -> contextlib.AbstractContextManager[None]:
-    """Gives what is bound inside the outermost scopes of an equation, and its source line."""
+    """Gives equations bound in the block an equation's outermost scopes and its source line."""
     return _at(eqn.source_info.traceback, eqn.source_info.name_stack[:count])
 
 
 @contextlib.contextmanager
 def written_at(eqn: Any, within: int = 0) -> Generator[None]:
-    """Gives what is bound inside the scopes and the source line of an equation.
+    """Gives equations bound in the block the scopes and the source line of an equation.
 
     Args:
       eqn: the equation.
-      within: how many of its outermost scopes what is bound is in already.
+      within: the number of its outermost scopes that the block is in already.
     """
     with _at(eqn.source_info.traceback, eqn.source_info.name_stack[within:]), eqn.ctx.manager:
         yield
@@ -78,14 +78,14 @@ def evaluate(
     constant: Callable[[Any, Any], Any] = lambda x, aval: x,
     equations: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """Returns the outputs of a program: arrays, or whatever `run` makes of what it is given.
+    """Returns the outputs of a program: arrays, or other values that `run` can compute with.
 
     Args:
       program: a jaxpr.
       values: its inputs.
-      run: gives the results of an equation for its operands.
-      constant: what stands for a constant, of a type.
-      equations: those that matter; by default all.
+      run: returns the results of an equation, given its operands.
+      constant: returns the value for a constant and its type.
+      equations: the equations to run; by default all.
     """
     program = compat.closed(program)
     jaxpr = program.jaxpr
@@ -105,13 +105,13 @@ def compute(
     read: Callable[[Any], Any],
     run: Callable[[Any, list[Any]], Sequence[Any]],
 ) -> None:
-    """Adds the results of equations to what is known of variables.
+    """Adds the results of equations to the values of variables.
 
     Args:
       equations: in order.
-      env: what is known.
-      read: gives what an operand is.
-      run: gives the results of an equation for its operands.
+      env: the value of each variable so far.
+      read: returns the value of an operand.
+      run: returns the results of an equation, given its operands.
     """
     for eqn in equations:
         outs = run(eqn, [read(atom) for atom in eqn.invars])

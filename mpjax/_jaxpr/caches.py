@@ -1,7 +1,8 @@
-"""Memoises what is found out about a program for as long as the program lives.
+"""Memoises results of functions of a program for as long as the program lives.
 
-A strong cache would keep the arrays that a traced function closes over after JAX itself has dropped
-the function. So the program is held weakly, and what is remembered must not hold it.
+A cache with strong references would keep alive the arrays that a traced function closes over, after
+JAX itself has dropped the function. So a cache refers to the program weakly, and a memoised result
+must have no reference to it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ R = TypeVar("R")
 
 
 def by_identity(fun: Callable[[Any], R]) -> Callable[[Any], R]:
-    """Returns `fun`, memoised on the identity of an object that may be no key of a dict."""
+    """Returns `fun`, memoised on the identity of its argument, which need not be hashable."""
     known: dict[int, tuple[weakref.ref[Any], R]] = {}
 
     @functools.wraps(fun)
@@ -31,13 +32,13 @@ def by_identity(fun: Callable[[Any], R]) -> Callable[[Any], R]:
 
 def by_program(fun: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Returns `fun`, memoised on the identity of its first argument and on the rest by value."""
-    found: weakref.WeakKeyDictionary[Any, dict[Hashable, R]] = weakref.WeakKeyDictionary()
+    memos: weakref.WeakKeyDictionary[Any, dict[Hashable, R]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(fun)
     def cached(program: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        known = found.get(program)
+        known = memos.get(program)
         if known is None:
-            known = found[program] = {}
+            known = memos[program] = {}
         key = (args, tuple(kwargs.items()))
         if key not in known:
             known[key] = fun(program, *args, **kwargs)

@@ -1,8 +1,9 @@
-"""JAX's high-level primitives: which programs they hold, and how those are changed.
+"""JAX's high-level primitives: the programs inside them, and copies with other programs.
 
-`lax.custom_root` is one, and so will `scan`, `checkpoint` and functions with rules be. All are one
-JAX primitive, whose parameter is an object with methods: one computes (`expand`), others derive and
-batch. These call functions and programs that the object holds, which are changed in a copy of it.
+`lax.custom_root` is one; JAX plans to make `scan`, `checkpoint` and functions with rules such
+primitives. All are one JAX primitive, whose parameter is an object with methods: `expand` computes,
+others differentiate and batch. The methods call functions and programs that are attributes of the
+object, so that another program is put into a copy of the object.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ _NAMES = ("CheckpointName", "CheckpointNameFwd")
 
 def holder(eqn: Any) -> Any:
     """Returns the object in an equation's parameters, None where there is none of a known kind."""
-    found = eqn.params.get(_PARAM) if eqn.primitive.name == NAME else None
-    return found if isinstance(found, _KINDS) else None
+    prim = eqn.params.get(_PARAM) if eqn.primitive.name == NAME else None
+    return prim if isinstance(prim, _KINDS) else None
 
 
 def program(eqn: Any) -> Any:
-    """Returns the program that an equation's object computes, None where it cannot be told."""
-    found = holder(eqn)
-    if found is None:
+    """Returns the program that an equation's object computes, None if it cannot be traced."""
+    prim = holder(eqn)
+    if prim is None:
         return None
-    return found.params["jaxpr"] if is_checkpoint(eqn) else _expanded(found)
+    return prim.params["jaxpr"] if is_checkpoint(eqn) else _expanded(prim)
 
 
 def is_checkpoint(eqn: Any) -> bool:
@@ -48,33 +49,34 @@ def given_name(eqn: Any) -> str | None:
 
 
 def has_rules(eqn: Any) -> bool:
-    """Whether an equation is a function with rules of its own, which were written for its types."""
-    found = holder(eqn)
-    return found is not None and type(found).__name__ not in (_CHECKPOINT, _LOOP, *_NAMES)
+    """Whether an equation is a function with rules that its author wrote for its dtypes."""
+    prim = holder(eqn)
+    return prim is not None and type(prim).__name__ not in (_CHECKPOINT, _LOOP, *_NAMES)
 
 
 @by_identity
-def _expanded(found: Any) -> Any:
+def _expanded(prim: Any) -> Any:
     def flat(*arrays: Any) -> list[Any]:
-        return jax.tree.leaves(found.expand(*jax.tree.unflatten(found.in_tree, arrays)))
+        return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, arrays)))
 
     try:
-        made = jax.make_jaxpr(flat)(*found.in_avals_flat)
+        made = jax.make_jaxpr(flat)(*prim.in_avals_flat)
     except NotImplementedError:  # some are lowered only, or have types of their own
         return None
     return None if made.consts else made
 
 
 def changed(eqn: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> dict[str, Any]:
-    """Returns an equation's parameters, with each function that its object holds changed.
+    """Returns an equation's parameters, with each function in its object replaced.
 
     Args:
       eqn: the equation.
-      change: gives for a function of arrays, and of whatever else JAX hands to a rule, another.
+      change: returns the replacement of a function of arrays, and of whatever else JAX hands to a
+        rule.
     """
-    found = holder(eqn)
-    new = copy.copy(found)
-    new.params = {name: _changed(value, change) for name, value in found.params.items()}
+    prim = holder(eqn)
+    new = copy.copy(prim)
+    new.params = {name: _changed(value, change) for name, value in prim.params.items()}
     vars(new).update(new.params)
     return {**eqn.params, _PARAM: new}
 

@@ -1,7 +1,7 @@
-"""Primitives that change no value, and operations of their lowerings: repeated, converted.
+"""Primitives that are the identity, and helpers for their lowerings: copies of operations, casts.
 
-Wherever it is traced such a primitive is the identity; a backend lowers it in its own way, so that
-its compiler keeps what it would otherwise undo.
+Wherever such a primitive is traced it is the identity. A backend lowers it in its own way, for
+example to an optimization barrier, so that its compiler does not undo a rounding.
 """
 
 import functools
@@ -31,26 +31,26 @@ def identity_primitive(name: str, platforms: dict[str, Callable[[Any], Any]]) ->
 
 
 def lower_on(primitive: Primitive, platforms: dict[str, Callable[..., Any]]) -> None:
-    """Lowers a primitive on each platform as the function that stands for it there."""
+    """Lowers a primitive on each platform as the function given for that platform."""
     for platform, fun in platforms.items():
         rule = mlir.lower_fun(fun, multiple_results=False)
         mlir.register_lowering(primitive, rule, platform=platform)
 
 
 def batched(primitive: Primitive, args: Any, dims: Any, **params: Any) -> Any:
-    """Binds a primitive that works on each element as it does on one example's."""
+    """Binds an elementwise primitive to batched operands: its batching rule."""
     return primitive.bind(*args, **params), dims[0]
 
 
 def in_front(x: Any, dim: Any, size: int) -> Any:
-    """Returns an argument of a batching rule with its batch in front; one without is repeated."""
+    """Returns an argument of a batching rule with its batch axis first; adds one if it has none."""
     if compat.is_batched(dim):
         return jnp.moveaxis(x, dim, 0)
     return jnp.broadcast_to(x, (size, *x.shape))
 
 
 def repeated(operation: Any, operands: Any, element: Any) -> Any:
-    """Returns the result of an operation on other operands, or of other elements."""
+    """Returns the result of a copy of an operation with other operands or another element type."""
     shape = mlir.ir.RankedTensorType(operation.results[0].type).shape
     again = mlir.ir.Operation.create(
         operation.name,
@@ -63,17 +63,17 @@ def repeated(operation: Any, operands: Any, element: Any) -> Any:
 
 
 _PLACED = "sdy.sharding_constraint"
-"""Stands behind every operation of a program whose types say where values are."""
+"""Follows every operation in a program with explicit shardings."""
 
 
 def maker(x: Any) -> Any:
-    """Returns the operation that made a value of a lowered program, whatever says where it is."""
+    """Returns the operation that made a value of a lowered program, past a sharding constraint."""
     owner = x.owner
     return owner.operands[0].owner if getattr(owner, "name", None) == _PLACED else owner
 
 
 def placed(made: Any, like: Any) -> Any:
-    """Returns a value of a lowered program, placed as another is that it stands for."""
+    """Returns a value of a lowered program with the sharding constraint of the one it replaces."""
     owner = like.owner
     if getattr(owner, "name", None) != _PLACED:
         return made
@@ -81,7 +81,7 @@ def placed(made: Any, like: Any) -> Any:
 
 
 def converted(x: Any, element: Any) -> Any:
-    """Returns a value of a lowered program, converted to other elements."""
+    """Returns a value of a lowered program, converted to another element type."""
     shape = mlir.ir.RankedTensorType(x.type).shape
     result = mlir.ir.RankedTensorType.get(shape, element)
     return mlir.ir.Operation.create("stablehlo.convert", results=[result], operands=[x]).result

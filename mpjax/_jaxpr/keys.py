@@ -1,4 +1,4 @@
-"""Keys by which equal equations of a program are found to be equal."""
+"""Hashable keys of equations: equal keys for equal equations of a program."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def hashable(param: Any) -> Hashable:
     try:
         hash(param)
     except TypeError:
-        return id(param)  # of an equation that the plan holds, as long as the key is in use
+        return id(param)  # unique: the plan refers to the equation as long as the key is in use
     return param
 
 
 def literal_key(literal: Any) -> Hashable:
-    """Returns what equal literals have in common: type and bits."""
-    return literal.aval, np.asarray(literal.val).tobytes()  # by its bits: -0.0 equals 0.0
+    """Returns the key of a literal: its type and its bits."""
+    return literal.aval, np.asarray(literal.val).tobytes()  # bits, since -0.0 == 0.0

@@ -1,7 +1,8 @@
-"""What each JAX operation does with a low-precision operand: a table, as data.
+"""The table of JAX's operations: each in one of four classes, by the dtypes that it runs in.
 
-Four classes. *lower*: runs on low operands. *full*: reads float32, gives a float32 result.
-*follow*: takes the dtype of its operands. *keep*: moves values without rounding any.
+*lower*: reads low operands (`dot_general`). *full*: reads float32 and gives float32 (`exp`).
+*follow*: computes in the dtype of its operands (`add`). *keep*: moves values and rounds none
+(`reshape`).
 """
 
 import enum
@@ -14,7 +15,7 @@ from mpjax._base.foreign_names import PRIMITIVES
 
 
 class OpClass(enum.Enum):
-    """How autocast treats an operation."""
+    """The class of an operation: see the module."""
 
     LOWER = "lower"
     FULL = "full"
@@ -223,7 +224,7 @@ custom_vjp_call custom_vmap_call eval_jaxpr jit linear_call remat2 remat_opt sca
 xla_metadata_call
 """
 
-# Make, read or mark values, and compute none: `explain` has no row for them.
+# These make, read or mark values and do no arithmetic on floats: `explain` has no row for them.
 _SILENT = """
 accum_grad_in_ref add_dependency addupdate after_all and announce_jaxpr assert_consumed_value
 axis_index bitcast_convert_type box_get box_set check clz conj consume convert_element_type
@@ -238,7 +239,7 @@ shift_right_logical stage swap threefry2x32 threefry4x32 tie to_edtype trace_val
 unvmap_all unvmap_any unvmap_max xor zeros_like
 """
 
-# Kernels of others, calls to the host, and programs that cannot be entered: a row says so.
+# Kernels of other libraries, calls to the host, programs that autocast cannot enter: a row says so.
 _OPAQUE = """
 all_gather_done all_gather_reduced_start all_gather_start all_to_all_done all_to_all_start
 bcoo_broadcast_in_dim bcoo_concatenate bcoo_dot_general bcoo_dot_general_sampled bcoo_extract
@@ -257,7 +258,7 @@ rnn_fwd run_state scaled_dot scaled_matmul scaled_matmul_wrapper todense tpu_cus
 unreduced_psum_start unreduced_reduce_scatter_start vprim
 """
 
-# Stand in kernels alone, which Pallas and its kind lower: no program that autocast sees has them.
+# These occur only inside kernels (Pallas, Mosaic): no jaxpr that autocast traces has them.
 _IN_KERNELS = """
 _copysign all_reduce_ffs all_reduce_population_count async_copy_scales_to_tmem
 async_copy_smem_to_tmem async_copy_sparse_metadata_to_tmem async_load async_prefetch
@@ -300,28 +301,31 @@ OP_RULES: dict[str, OpRule] = {
 }
 
 PRODUCTS: frozenset[str] = frozenset(_rows(_LOWER, OpClass.LOWER))
-"""What matrix units are for."""
+"""Products that matrix units compute."""
 
 MOVES: frozenset[str] = frozenset(_rows(_KEEP, OpClass.KEEP))
-"""Leave values as they are."""
+"""Operations that leave the values of elements as they are."""
 
 ACTIVATIONS: frozenset[str] = frozenset(_ACTIVATIONS.split())
-"""Functions taken as a whole: a low operand gives a low result, computed in float32 between."""
+"""Functions that count as one operation: low operand, low result, float32 between them."""
 
 COMPARISONS: frozenset[str] = frozenset(_COMPARE.split())
-"""Read values and give integers or booleans: computed in float32, where a low value is exact."""
+"""Operations whose results are integers or booleans. They read float32, into which a low value
+widens exactly."""
 
 STRUCTURE: frozenset[str] = frozenset(_STRUCTURE.split())
-"""Hold programs: autocast goes inside."""
+"""Operations with programs inside, which autocast enters."""
 
 SILENT: frozenset[str] = frozenset(_SILENT.split())
-"""Integers, random bits, references, effects: get what they were given."""
+"""Operations on integers, random bits, references and effects: they read what they were traced
+on."""
 
 IN_KERNELS: frozenset[str] = frozenset(_IN_KERNELS.split())
 """Primitives of the languages in which kernels are written."""
 
 AS_TRACED: frozenset[str] = SILENT | frozenset(_OPAQUE.split())
-"""Unknown on purpose: those, and foreign kernels; get what they were given."""
+"""Operations without a class on purpose: silent ones and foreign kernels. They read what they were
+traced on."""
 
 
 def op_class(name: str, overrides: Mapping[str, OpClass]) -> OpClass | None:
@@ -392,7 +396,7 @@ def _override(name: str, word: str) -> OpClass:
 
 
 def _unknown(name: Any) -> str:
-    """Returns what is said of a rule for something that has none."""
+    """Returns the message about a rule for a name that can have none."""
     type_this = (
         "Type the name of an operation inside it, as jax.make_jaxpr prints it, or "
         "`with mpjax.full_precision():` around it."
@@ -418,5 +422,5 @@ def _unknown(name: Any) -> str:
 
 
 def only_moves(eqn: Any) -> bool:
-    """Whether an equation leaves values as they are: a reshape, a slice, a broadcast."""
+    """Whether an equation leaves the values of elements as they are: a reshape, a slice."""
     return eqn.primitive.name in MOVES

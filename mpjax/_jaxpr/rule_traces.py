@@ -1,6 +1,6 @@
-"""A function with custom derivatives, or one of its rules, as a jaxpr over the arrays it is given.
+"""Traces a function with custom derivatives, or one of its rules, over the arrays it is given.
 
-What JAX passes besides arrays (symbolic zeros, flags, logs) goes through untouched.
+JAX passes other things besides arrays (symbolic zeros, flags, logs): these go through untouched.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class RuleTrace:
-    """The jaxpr of one call, the arrays it is for, and how to give its results back."""
+    """The jaxpr of one call, and the arrays it is for; `rebuild` gives its results as JAX wants."""
 
     __slots__ = ("_outer", "arrays", "jaxpr")
 
@@ -40,13 +40,13 @@ class RuleTrace:
 
     def rebuild(self, outs: Sequence[Any]) -> Any:
         """Returns the result of the call from the results of the jaxpr."""
-        found = iter(outs)
+        results = iter(outs)
         treedef, leaves = self._outer
-        return jax.tree.unflatten(treedef, [next(found) if x is None else x for x in leaves])
+        return jax.tree.unflatten(treedef, [next(results) if x is None else x for x in leaves])
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf is traced: arrays are, except those that stand for no tangent."""
+    """Whether a leaf is traced: an array is, unless its dtype is `float0` (no tangent)."""
     if not isinstance(x, (jax.Array, np.ndarray, np.generic)):
         return False
     return x.dtype != jax.dtypes.float0

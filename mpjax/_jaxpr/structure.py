@@ -1,6 +1,6 @@
-"""Operations that hold programs: what they are called, where each program is, what goes in and out.
+"""Operations with programs inside: their names, their programs, and how values enter and leave.
 
-Whoever follows values through a jaxpr asks `parts`, and knows nothing of scans and branches.
+A pass over a jaxpr asks `parts` and needs to know nothing of scans and branches.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from mpjax._base import compat
 from mpjax._jaxpr import hijax_programs
 
 CHECKPOINTS = ("remat2", "checkpoint")  # the primitive of `jax.checkpoint`, by version
-_WITH_RULES = {  # hold a program beside rules of its author's
+_WITH_RULES = {  # have a program, and rules that its author wrote
     "composite": "call_jaxpr",
     "custom_vmap_call": "call",
     "custom_partitioning": "call",
     "linear_call": "callee",
     "remat_opt": "fwd_jaxpr",
 }
-PLACED = ("compute_on", "xla_metadata_call")  # say where, or as what, a program is run
+PLACED = ("compute_on", "xla_metadata_call")  # run a program on another device, or under a mark
 _SINGLE = {
     "jit": "jaxpr",
     **dict.fromkeys(CHECKPOINTS, "jaxpr"),
@@ -40,7 +40,7 @@ _CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", *_WITH_RULES})
 
 
 def is_call(eqn: Any) -> bool:
-    """Whether autocast goes inside an equation."""
+    """Whether an equation has a program inside that autocast enters: a `scan`, a `jit`."""
     name = eqn.primitive.name
     return name in _HOLDS_PROGRAMS or (
         name == hijax_programs.NAME and hijax_programs.program(eqn) is not None
@@ -48,7 +48,7 @@ def is_call(eqn: Any) -> bool:
 
 
 def single_program(eqn: Any) -> Any:
-    """Returns the one jaxpr of a call, None for loops and branches."""
+    """Returns the jaxpr of an equation that has one, such as a `jit`; None for loops, branches."""
     if eqn.primitive.name == hijax_programs.NAME:
         return hijax_programs.program(eqn)
     return eqn.params[program_key(eqn)] if eqn.primitive.name in _SINGLE else None
@@ -61,12 +61,12 @@ def program_key(eqn: Any) -> str:
 
 
 def has_rules(eqn: Any) -> bool:
-    """Whether a call's author wrote rules for it, and for the types of its operands."""
+    """Whether a call has rules that its author wrote for the dtypes of its operands."""
     return eqn.primitive.name in _CUSTOM or hijax_programs.has_rules(eqn)
 
 
 def applies_function(eqn: Any) -> bool:
-    """Whether an update of a part, `x.at[i].apply(fun)`, puts a function's values there."""
+    """Whether an equation applies a function to a part of an array: `x.at[i].apply(fun)`."""
     return eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None
 
 
@@ -74,17 +74,18 @@ class Part(NamedTuple):
     """A program inside an equation.
 
     Its inputs are operands of the equation. Its outputs are the equation's results; in a loop the
-    first of them go back into the carried inputs, and a condition's goes nowhere else.
+    first outputs go back into the carried inputs. The output of a `while`'s condition only ends the
+    loop.
     """
 
     program: Any
-    operands: Sequence[int]  # which of the equation's its inputs are
-    carried: slice  # which of its inputs a loop carries; empty where there is none
+    operands: Sequence[int]  # for each input, the place of its operand in the equation
+    carried: slice  # of the inputs, those that a loop carries; empty outside loops
     is_condition: bool = False
 
     @property
     def carries(self) -> int:
-        """How many of its inputs a loop carries."""
+        """The number of inputs that a loop carries."""
         return self.carried.stop - self.carried.start
 
 
@@ -116,18 +117,21 @@ def forward(
     inner: Callable[[Any, tuple[T, ...]], Sequence[T]],
     join: Callable[[Sequence[T]], T],
 ) -> list[T]:
-    """Returns what is known of the results of an equation that holds programs.
+    """Returns the facts of the results of an equation with programs inside.
+
+    A *fact* is whatever a pass knows of a value: its width, its origin.
 
     Args:
       eqn: the equation.
-      operands: what is known of its operands.
-      inner: says of a program, given what is known of its inputs, what is of its outputs.
-      join: what is known of a value that is one of several; in a loop it only ever grows.
+      operands: the facts of its operands.
+      inner: returns the facts of a program's outputs, given those of its inputs.
+      join: returns the fact of a value that is one of several. It must be monotone, or the search
+        for the fixed point of a loop does not end.
     """
-    found = [
+    outputs = [
         settled(part, operands, inner, join)[1] for part in parts(eqn) if not part.is_condition
     ]
-    return found[0] if len(found) == 1 else [join(outs) for outs in zip(*found, strict=True)]
+    return outputs[0] if len(outputs) == 1 else [join(outs) for outs in zip(*outputs, strict=True)]
 
 
 def settled(
@@ -136,7 +140,7 @@ def settled(
     inner: Callable[[Any, tuple[T, ...]], Sequence[T]],
     join: Callable[[Sequence[T]], T],
 ) -> tuple[list[T], list[T]]:
-    """Returns what is known of a program's inputs and outputs, in a loop of all iterations.
+    """Returns the facts of a program's inputs and outputs; in a loop, those of all iterations.
 
     Arguments are those of `forward`.
     """

@@ -1,1 +1,1 @@
-"""The arguments of a function: modules that hold arrays, parameters and their paths."""
+"""The arguments of a function: modules with arrays in them, parameters and their paths."""

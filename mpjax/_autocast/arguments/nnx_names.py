@@ -1,9 +1,9 @@
-"""Names for the operations of Flax NNX modules, which put none on them by themselves.
+"""Puts the operations of Flax NNX modules under named scopes, as Flax linen does by itself.
 
 NNX has no hook around a module's methods: its own `nnx.capture` and `nnx.tabulate` change classes
-while they run. Here the objects change instead, which are autocast's copies: each gets a subclass
-of its class whose methods run under `jax.named_scope`, and its path as an attribute that is no
-state, so that both live through `nnx.split`, `nnx.scan` and `nnx.remat` inside.
+while they run. Here autocast changes its own copies of the modules instead: each gets a subclass of
+its class whose methods run under `jax.named_scope`, and its path as an attribute outside the NNX
+state, so that both survive `nnx.split`, `nnx.scan` and `nnx.remat` inside the function.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _here = contextvars.ContextVar("here", default="")  # the path of the module who
 
 
 def name_modules(tree: T) -> T:
-    """Returns the tree, whose NNX modules name their operations from now on, as linen's do.
+    """Returns the tree; its NNX modules name their operations from now on, as linen's do.
 
-    The name of a module is its path, the model's class before it: 'Net/layers/0'. Modules that
-    have names already keep them.
+    The name of a module is the model's class and its path: 'Net/layers/0'. A module that has a name
+    already is left as it is.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -44,7 +44,7 @@ def name_modules(tree: T) -> T:
 
 
 def unname_modules(tree: Any) -> None:
-    """Gives the NNX modules in a tree the classes back that `name_modules` took."""
+    """Undoes `name_modules`: gives the NNX modules in a tree their own classes back."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return
@@ -63,8 +63,8 @@ def _models(tree: Any, nnx: Any) -> list[Any]:
 def _can_be_named(cls: type, module: Any) -> bool:
     """Whether a subclass can take the place of a module's class, and has a method to name.
 
-    What is no pytree is the caller's object and no copy; a class that watches its subclasses
-    would see one that its author does not know.
+    An object that is not a pytree was not copied: it is the caller's. A class with
+    `__init_subclass__` would be told of a subclass that its author does not know.
     """
     is_copy = not jax.tree_util.all_leaves([module])
     watches = any("__init_subclass__" in vars(base) for base in _own_bases(cls))
@@ -105,7 +105,7 @@ def _empty(cls: type) -> Any:
 
 
 def _state(module: Any) -> dict[str, Any]:
-    """Returns what a pickle of a module holds: that of the class that its author knows."""
+    """Returns the state for a pickle: a module is unpickled as its own class, without a path."""
     return {name: value for name, value in module.__getstate__().items() if name != PATH}
 
 
@@ -120,7 +120,7 @@ def _naming(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _entered(path: str) -> Generator[None]:
-    """Puts what a path adds to that of the module whose method runs on the name stack."""
+    """Enters the scope of a path, less the path of the module whose method runs already."""
     here = _here.get()
     if path in ("", here):
         yield

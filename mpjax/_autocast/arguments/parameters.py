@@ -1,4 +1,7 @@
-"""Which arrays among a function's arguments are parameters, and their paths."""
+"""Finds the parameters among a function's arguments, and gives each its path.
+
+Example: in `loss(params, batch)` the leaf `params["up"]["kernel"]` has the path "up/kernel".
+"""
 
 from __future__ import annotations
 
@@ -13,31 +16,32 @@ from mpjax._base.errors import message
 from mpjax._base.tree import leaf_paths
 
 Params = tuple[int | str, ...] | None
-"""Positions and names of arguments; None for modules, or else the first argument."""
+"""Positions and names of arguments. None stands for the modules among them, or the first if there
+are none."""
 
 
 def checked(params: Any, where: str) -> Params:
     """Returns the arguments that a user named, as a tuple.
 
     Raises:
-      TypeError: what was given is no position and no name.
+      TypeError: `params` is neither a position nor a name, nor several.
     """
     if params is None:
         return None
-    found = tuple(params) if isinstance(params, (tuple, list)) else (params,)
-    for one in found:
+    named = tuple(params) if isinstance(params, (tuple, list)) else (params,)
+    for one in named:
         if not isinstance(one, (int, str)) or isinstance(one, bool):
             allowed = "Allowed: the position or the name of an argument, or several."
             fix = "Type params=0, params='params' or params=(0, 1)."
             raise TypeError(message(f"{where}(params=)", f"got {one!r}.", allowed, fix))
-    return found
+    return named
 
 
 def paths(fun: Callable[..., Any], args: Any, kwargs: Any, params: Params) -> list[str | None]:
     """Returns, for each leaf of `(args, kwargs)`, its path if it is a parameter, else None.
 
-    Parameters are what `params` names, or the Flax NNX and Equinox modules wherever they stand, or
-    else the first argument, as `jax.grad` takes it.
+    Parameters are the arguments that `params` names; by default the Flax NNX and Equinox modules
+    anywhere among the arguments, or else the first argument, which `jax.grad` differentiates.
 
     Raises:
       ValueError: `params` names an argument that the call has not.
@@ -53,14 +57,14 @@ def paths(fun: Callable[..., Any], args: Any, kwargs: Any, params: Params) -> li
 
 
 def with_owner(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns a function and what to pass it first: an Equinox module's call takes the module."""
+    """Returns a function and its first arguments: `call(module, ...)` for an Equinox module."""
     if not _is_equinox(fun) or not jax.tree.leaves(fun):
         return fun, ()
     return lambda module, *args, **kwargs: module(*args, **kwargs), (fun,)
 
 
 def _parts(args: Any, kwargs: Any) -> list[Any]:
-    """The arguments in the order of the leaves of `(args, kwargs)`."""
+    """Returns the arguments in the order of the leaves of `(args, kwargs)`."""
     return [*args, *(kwargs[name] for name in sorted(kwargs))]
 
 
@@ -89,7 +93,7 @@ def _is_module(x: Any) -> bool:
 
 
 def _is_equinox(x: Any) -> bool:
-    """Whether an object is an Equinox module, of which JAX's trees are made."""
+    """Whether an object is an Equinox module, told by name so that Equinox is not imported."""
     return any(
         kind.__name__ == "Module" and kind.__module__.startswith("equinox.")
         for kind in type(x).__mro__

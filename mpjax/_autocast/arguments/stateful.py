@@ -1,8 +1,9 @@
 """Arguments that a function changes in place, as it may change a Flax NNX module or optimizer.
 
-Tracing runs the function on a copy of such an argument. What it changed there comes back as
-results and is written to the caller's object; what cannot be written back is refused, and so is a
-change to the variables of a Flax linen module inside its `apply`.
+Tracing runs the function on a copy of such an argument. Variables that the function changed there
+come back as results and are written to the caller's object. A change that cannot be written back
+(a new variable, a shared one) is refused, and so is a change to the variables of a Flax linen
+module inside its `apply`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def object_types() -> tuple[Any, ...]:
 
 
 def with_owner(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns a function and what to pass it first: a module's own call takes the module."""
+    """Returns a function and its first arguments: `call(module, ...)` for an NNX module."""
     kind = object_types()
     if isinstance(fun, kind):
 
@@ -50,26 +51,26 @@ def modules(tree: Any) -> list[Any]:
     return [leaf for leaf in _leaves(tree, kind) if isinstance(leaf, kind)]
 
 
-class Watched:
-    """The copies on which tracing runs a function, and what it changed in them."""
+class WatchedModules:
+    """The copies on which tracing runs a function, compared with what they were before."""
 
     __slots__ = ("_before", "_shared", "_where", "modules")
 
     def __init__(self, given: Any, copies: Any, where: str) -> None:
-        """Notes what `copies` of the arguments `given` hold; `where` is the function."""
+        """Records the leaves of `copies` of the arguments `given`; `where` names the function."""
         self.modules = modules(copies)
         self._before = [jax.tree.leaves(module) for module in self.modules]
         self._shared = _shared(given, copies)
         self._where = where
 
     def changes(self) -> list[tuple[int, list[Any]]]:
-        """Returns the modules that tracing changed: their place, and their leaves after it.
+        """Returns the modules that tracing changed: the place of each, and its new leaves.
 
         Raises:
           ValueError: a module has other variables than before, or a variable that was changed is
             in the arguments twice.
         """
-        found: list[tuple[int, list[Any]]] = []
+        changed: list[tuple[int, list[Any]]] = []
         for i, (old, module) in enumerate(zip(self._before, self.modules, strict=True)):
             new = jax.tree.leaves(module)
             if len(new) != len(old):
@@ -84,9 +85,9 @@ class Watched:
                     )
                 )
             if _differ(old, new):
-                found.append((i, new))
+                changed.append((i, new))
         self._check_shared()
-        return found
+        return changed
 
     def _check_shared(self) -> None:
         for variable, old in self._shared:
@@ -108,7 +109,7 @@ def _differ(old: Sequence[Any], new: Sequence[Any]) -> bool:
 
 
 def _shared(given: Any, copies: Any) -> list[tuple[Any, list[Any]]]:
-    """Returns the copies of variables that are in a tree more than once, with their leaves."""
+    """Returns the copies of variables that occur more than once in a tree, with their leaves."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return []
@@ -138,7 +139,7 @@ def write_back(module: Any, leaves: Sequence[Any]) -> None:
         nnx.update(module, nnx.state(new))
 
 
-# -- Flax linen: a module inside `init` or `apply` holds its variables itself ---------------------
+# -- Flax linen: a module inside `init` or `apply` has its variables as attributes -----------------
 
 
 def linen_modules(fun: Callable[..., Any], args: Any) -> list[Any]:
@@ -147,12 +148,12 @@ def linen_modules(fun: Callable[..., Any], args: Any) -> list[Any]:
     kind = getattr(linen, "Module", ()) if linen is not None else ()
     if not kind:
         return []
-    found = [fun, getattr(fun, "__self__", None), *jax.tree.leaves(args)]
-    return [m for m in found if isinstance(m, kind) and getattr(m, "scope", None) is not None]
+    objects = [fun, getattr(fun, "__self__", None), *jax.tree.leaves(args)]
+    return [m for m in objects if isinstance(m, kind) and getattr(m, "scope", None) is not None]
 
 
 def is_initializing(linen: Sequence[Any]) -> bool:
-    """Whether parameters are being made: they do not depend on the dtypes of a computation."""
+    """Whether a linen module is in `init`: its parameters do not depend on autocast's dtypes."""
     return any(module.is_initializing() for module in linen)
 
 
@@ -162,7 +163,7 @@ def variables(linen: Sequence[Any]) -> list[Any]:
 
 
 def check_unchanged(before: Sequence[Any], linen: Sequence[Any], where: str) -> None:
-    """Raises where tracing changed a linen module: its variables would be values of the trace."""
+    """Raises if tracing changed a linen module: tracers would be left in its variables."""
     after = variables(linen)
     if len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True)):
         return

@@ -1,1 +1,1 @@
-"""Which equations run together, and in what order."""
+"""Arranges the equations of a program in groups and steps, in the order in which they run."""

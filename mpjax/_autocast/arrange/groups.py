@@ -1,9 +1,9 @@
-"""Which operations are computed together in float32, and in what order everything runs.
+"""Groups the operations that are computed together in float32, and orders all steps.
 
-Elementwise work, reductions and moves between two products are one kernel to XLA. So they are
-computed in float32, and a value is rounded only where it is stored: read by a product, by another
-group, or by a loop. That rounds once where an operation-by-operation cast rounds every time, and
-a group recomputed in the backward pass keeps nothing but its low inputs.
+XLA fuses the elementwise operations, reductions and moves between two products into one kernel. So
+a group computes in float32, and rounds a value only where it is stored: where a product, another
+group or a loop reads it. That rounds once where a cast of every operation rounds every time, and a
+group that is recomputed in the backward pass saves nothing but its low inputs.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpjax._autocast import speed
-from mpjax._autocast.arrange.plan import Step
+from mpjax._autocast.arrange.plan import PlanStep
 from mpjax._autocast.decide.states import Kind, State
-from mpjax._autocast.speed import Group
+from mpjax._autocast.speed import FusedGroup
 from mpjax._base import compat
 from mpjax._jaxpr.op_rules import only_moves
 
@@ -22,19 +22,24 @@ from mpjax._jaxpr.op_rules import only_moves
 def schedule(
     jaxpr: Any,
     fused: Sequence[bool],
-    found: dict[Any, State],
+    states: dict[Any, State],
     out_states: Sequence[State],
     multiplied: frozenset[Any],
-) -> list[Step]:
+) -> list[PlanStep]:
     """Returns the steps of a jaxpr: its fused equations in groups, every other one alone.
 
-    `multiplied` are the variables that products read, however late.
+    Args:
+      jaxpr: open.
+      fused: for each equation, whether it may run in a group.
+      states: the state of each variable.
+      out_states: the state of each output.
+      multiplied: the variables that a product reads, directly or after moves.
     """
-    stored, read_twice = speed.cuts(jaxpr, fused, found)
+    stored, read_twice = speed.cuts(jaxpr, fused, states)
     cuts = stored | _between_contexts(jaxpr)
     levels = _levels(jaxpr, fused, cuts)
-    for _ in range(8):
-        more = _cuts(jaxpr, fused, levels, found, out_states, multiplied)
+    for _ in range(8):  # a cut splits a group, which may put another value between two groups
+        more = _cuts(jaxpr, fused, levels, states, out_states, multiplied)
         if more <= cuts:
             break
         cuts |= more
@@ -42,25 +47,26 @@ def schedule(
     components = _components(jaxpr, fused, levels, cuts)
     outside = _read_outside(jaxpr, components)
     returned = _returned(jaxpr, out_states)
-    made = [(i, _group(jaxpr, i, outside, found, returned)) for i in components]
+    made = [(i, _group(jaxpr, i, outside, states, returned)) for i in components]
     grouped = [(indices, group) for indices, group in made if group is not None]
     alone = [i for i, is_fused in enumerate(fused) if not is_fused]
+    # At one level: groups (0), then equations alone (1), each in the program's order.
     order = {i: (levels[i], 1, i) for i in alone}
     for indices, group in made:
         members = indices if group is None else indices[:1]
         order |= {i: (levels[indices[0]], 0, i) for i in members}
         alone += indices if group is None else ()
     eqns = [jaxpr.eqns[i] for i in alone]
-    marked = speed.marked(jaxpr, [g for _, g in grouped], eqns, read_twice, found)
-    steps = [Step(i, group) for (i, _), group in zip(grouped, marked, strict=True)]
-    steps += [Step([i]) for i in alone]
+    marked = speed.marked(jaxpr, [g for _, g in grouped], eqns, read_twice, states)
+    steps = [PlanStep(i, group) for (i, _), group in zip(grouped, marked, strict=True)]
+    steps += [PlanStep([i]) for i in alone]
     return sorted(steps, key=lambda step: order[step.members[0]])
 
 
 def _between_contexts(jaxpr: Any) -> set[Any]:
-    """Values made in one context and read in another: of a mesh, of `compute_on`, of metadata.
+    """Returns the values made in one context and read in another: a mesh, `compute_on`, metadata.
 
-    A group runs in one context, its casts too.
+    A group and its casts run in one context.
     """
     if len({eqn.ctx for eqn in jaxpr.eqns}) < 2:
         return set()
@@ -73,11 +79,11 @@ def _between_contexts(jaxpr: Any) -> set[Any]:
 
 
 def _levels(jaxpr: Any, fused: Sequence[bool], cuts: set[Any]) -> list[int]:
-    """Groups at one level depend on nothing but what lower levels stored.
+    """Returns the level of each equation: a group reads only values stored at lower levels.
 
-    What runs alone comes after the groups of its level, in the order in which it was written: a
-    product of a product, or the arithmetic of an index, is at no higher level than what it reads.
-    What reads the program's inputs alone comes before all groups.
+    An equation outside groups comes after the groups of its level, in the program's order: a
+    product of a product, or the arithmetic of an index, has the level of its operands. An equation
+    that reads only inputs of the program is at level -1, before all groups.
     """
     in_groups: dict[Any, int] = {}  # the lowest level at which a group can read a value
     alone: dict[Any, int] = {}
@@ -86,7 +92,7 @@ def _levels(jaxpr: Any, fused: Sequence[bool], cuts: set[Any]) -> list[int]:
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
         lowest, base = (in_groups, 0) if is_fused else (alone, -1)
         level = max((lowest.get(v, base) for v in compat.variables(eqn)), default=base)
-        if eqn.effects:
+        if eqn.effects:  # effects stay in order: none runs at a lower level than the one before
             level = max(level, effects)
             effects = level + 1
         levels.append(level)
@@ -100,22 +106,23 @@ def _cuts(
     jaxpr: Any,
     fused: Sequence[bool],
     levels: list[int],
-    found: dict[Any, State],
+    states: dict[Any, State],
     out_states: Sequence[State],
     multiplied: frozenset[Any],
 ) -> set[Any]:
-    """Low values that are stored anyway, and read where they are made: read them as stored.
+    """Returns the low values that are stored anyway, and that their own group reads as well.
 
-    A residual stream is the case: without the cut, the group of its next normalisation would
-    keep both terms of the sum instead of the sum. So are logits of which a loss gathers one: less
-    than the logarithm of all, as they were before rounding, it could be negative.
+    The group then reads the stored value, so that all readers see one rounding. Example: a residual
+    stream `x + f(norm(x) @ w)`. Without the cut, the group of the next normalisation would save
+    both terms of the sum instead of the sum. Another: a loss that gathers one of its logits. The
+    logsumexp of unrounded logits, less one rounded logit, could be negative.
     """
     made: dict[Any, int] = {
         v: level
         for eqn, level, is_fused in zip(jaxpr.eqns, levels, fused, strict=True)
         if is_fused
         for v in eqn.outvars
-        if found[v].kind == Kind.LOW
+        if states[v].kind == Kind.LOW
     }
     here: set[Any] = set()
     later: set[Any] = set()
@@ -152,15 +159,15 @@ def _components(
             if j is not None and levels[j] == levels[i]:
                 parent[root(i)] = root(j)
         maker.update(dict.fromkeys(eqn.outvars, i))
-    found: dict[int, list[int]] = {}
+    components: dict[int, list[int]] = {}
     for i in range(len(levels)):
         if fused[i]:
-            found.setdefault(root(i), []).append(i)
-    return list(found.values())
+            components.setdefault(root(i), []).append(i)
+    return list(components.values())
 
 
 def _read_outside(jaxpr: Any, components: list[list[int]]) -> set[Any]:
-    """Returns the variables that are read by another group than the one that makes them."""
+    """Returns the variables that are read outside the group that makes them."""
     group = {i: k for k, indices in enumerate(components) for i in indices}
     maker: dict[Any, int | None] = {}
     outside: set[Any] = set()
@@ -174,7 +181,7 @@ def _read_outside(jaxpr: Any, components: list[list[int]]) -> set[Any]:
 
 
 def _returned(jaxpr: Any, out_states: Sequence[State]) -> dict[Any, tuple[bool, bool]]:
-    """Returns of each variable that is an output whether its low and its float32 form are."""
+    """Returns, for each output variable, whether its low form and its float32 form are outputs."""
     forms: dict[Any, tuple[bool, bool]] = {}
     for v, state in zip(jaxpr.outvars, out_states, strict=True):
         if not compat.is_literal(v):
@@ -188,12 +195,12 @@ def _group(
     jaxpr: Any,
     indices: list[int],
     outside: set[Any],
-    found: dict[Any, State],
+    states: dict[Any, State],
     returned: dict[Any, tuple[bool, bool]],
-) -> Group | None:
+) -> FusedGroup | None:
     """Returns a group of equations; None for moves, which run one by one."""
     eqns = [jaxpr.eqns[i] for i in indices]
-    if all(only_moves(eqn) for eqn in eqns):
+    if all(only_moves(eqn) for eqn in eqns):  # moves do not round: they need no float32
         return None
     made = {v for eqn in eqns for v in eqn.outvars}
     inputs = dict.fromkeys(
@@ -202,7 +209,7 @@ def _group(
     outputs = {v: returned[v] for v in made & returned.keys()}
     for v in made & outside:
         low, full = outputs.get(v, (False, False))
-        is_low = found[v].kind == Kind.LOW
+        is_low = states[v].kind == Kind.LOW
         outputs[v] = (low or is_low, full or not is_low)
     ordered = tuple((v, *outputs[v]) for eqn in eqns for v in eqn.outvars if v in outputs)
-    return Group(tuple(eqns), tuple(inputs), ordered)
+    return FusedGroup(tuple(eqns), tuple(inputs), ordered)

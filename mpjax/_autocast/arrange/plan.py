@@ -1,4 +1,4 @@
-"""A plan: what was decided of a program, and in which steps it runs."""
+"""A plan: the decisions for a program, and the steps in which it runs."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mpjax._autocast.decide.decided import Decided
-from mpjax._autocast.speed import Group
+from mpjax._autocast.speed import FusedGroup
 
 
 @dataclass(slots=True)
-class Step:
-    """Equations that run together: one, or a group in float32."""
+class PlanStep:
+    """Equations that run together: a single one, a group in float32, or an attention."""
 
     members: list[int]
-    group: Group | None = None
+    group: FusedGroup | None = None
     inputs: tuple[Any, ...] = ()  # of an attention
-    attention: Any = None  # an `attention.steps.Attended`, run in place of the steps that it is of
+    attention: Any = None  # an `attention.steps.Attended`, which runs in place of several steps
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Plan(Decided):
     """Everything that running a jaxpr needs to know."""
 
-    steps: list[Step]
+    steps: list[PlanStep]
     compiled: dict[Any, Any] = field(default_factory=dict)  # `jit` functions made from it
 
 
-def of(decided: Decided, steps: Sequence[Step]) -> Plan:
-    """Returns the plan that runs what was decided in these steps."""
+def of(decided: Decided, steps: Sequence[PlanStep]) -> Plan:
+    """Returns the plan of decisions, with the steps that carry them out."""
     known = {f.name: getattr(decided, f.name) for f in fields(decided)}
     return Plan(**known, steps=list(steps))

@@ -1,8 +1,9 @@
 """Attention in one kernel: cuDNN's on GPUs, a flash kernel on TPUs, XLA's form elsewhere.
 
-`program` says what an attention is, `primitives` make it one operation with a derivative of its
-own, `kernels` chooses who runs it, and `cudnn` and `flash` call JAX's kernels. `by_name` is the
-public function, with `written` as its form.
+`program` describes an attention, `primitives` makes it one operation with its own derivative,
+`kernels` chooses the kernel, and `cudnn` and `flash` call JAX's kernels. `by_name` is the public
+function, and `written` its form for XLA. `pattern` finds attention in a jaxpr, and `steps` puts it
+into a plan.
 """
 
 from mpjax._autocast.attention.by_name import dot_product_attention

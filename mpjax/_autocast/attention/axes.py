@@ -1,7 +1,7 @@
-"""Which axis of a value is which axis of the logits, while operations move them.
+"""Labels axes, to follow the axes of the logits through transposes, reshapes and broadcasts.
 
-Each axis has a label, one for each axis of the product that makes the logits. An axis of 1 has
-none: it says nothing, and comes and goes.
+The labels are the axes of the product that makes the logits. An axis of length 1 has no label,
+since a reshape may add or drop it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._autocast.attention.nodes import Graph, Name
+from mpjax._autocast.attention.nodes import Name, ValueGraph
 
 Labels = tuple[Any, ...]
 
@@ -23,7 +23,7 @@ MOVES = frozenset(
 
 
 def moved(labels: Labels, eqn: Any) -> Labels | None:
-    """Returns the labels of what an operation makes of a value that it moves, None of another."""
+    """Returns the labels of the result of a move, from those of its operand; None for others."""
     (source, *_), (out,) = eqn.invars, eqn.outvars
     kind, params = eqn.primitive.name, eqn.params
     if source.aval.dtype != out.aval.dtype or kind not in MOVES:
@@ -36,24 +36,24 @@ def moved(labels: Labels, eqn: Any) -> Labels | None:
 
 
 def _broadcast(labels: Labels, places: Sequence[int], shape: Sequence[int]) -> Labels | None:
-    found: list[Any] = [None] * len(shape)
+    placed: list[Any] = [None] * len(shape)
     for label, place in zip(labels, places, strict=True):
-        found[int(place)] = label
-    repeated = any(n != 1 and label is None for n, label in zip(shape, found, strict=True))
-    return None if repeated else tuple(found)
+        placed[int(place)] = label
+    repeated = any(n != 1 and label is None for n, label in zip(shape, placed, strict=True))
+    return None if repeated else tuple(placed)
 
 
 def reshaped(labels: Labels, before: Sequence[int], after: Sequence[int]) -> Labels | None:
-    """Returns the labels of an array to which axes of 1 are added, or from which they are taken."""
-    kept = [label for label, n in zip(labels, before, strict=True) if n != 1]
+    """Returns the labels after a reshape that adds or drops axes of 1; None after any other."""
+    longer = [label for label, n in zip(labels, before, strict=True) if n != 1]
     if [n for n in before if n != 1] != [n for n in after if n != 1]:
         return None
-    rest = iter(kept)
+    rest = iter(longer)
     return tuple(None if n == 1 else next(rest) for n in after)
 
 
-def source(graph: Graph, name: Name, labels: Labels) -> tuple[Name, Labels]:
-    """Returns what a value repeats or moves, and the labels of its axes."""
+def source(graph: ValueGraph, name: Name, labels: Labels) -> tuple[Name, Labels]:
+    """Returns the value that another is moved or broadcast from, and the labels of its axes."""
     while (node := graph.node(name)) is not None:
         before = _before(node.eqn, labels)
         if before is None:
@@ -63,14 +63,14 @@ def source(graph: Graph, name: Name, labels: Labels) -> tuple[Name, Labels]:
 
 
 def _before(eqn: Any, labels: Labels) -> Labels | None:
-    """Returns the labels of what an operation moves, from those of its result."""
+    """Returns the labels of the operand of a move, from those of its result; None for others."""
     kind, params = eqn.primitive.name, eqn.params
     if kind not in MOVES or eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype:
         return None
     shape = eqn.invars[0].aval.shape
     if kind == "transpose":
-        found = dict(zip(params["permutation"], labels, strict=True))
-        return tuple(found[i] for i in range(len(labels)))
+        by_axis = dict(zip(params["permutation"], labels, strict=True))
+        return tuple(by_axis[i] for i in range(len(labels)))
     if kind == "broadcast_in_dim":
         places = map(int, params["broadcast_dimensions"])
         return tuple(
@@ -84,12 +84,12 @@ def in_order(
 ) -> Any:
     """Returns an array with one axis for each group of labels, in the order of the groups.
 
-    A group of whose labels the array has none is an axis of 1; one of which it lacks some is
-    repeated along these.
+    If the array has no label of a group, its axis for the group is 1; if it lacks some of them, it
+    is broadcast along these.
     """
     wanted = [label for group in groups for label in group if label in labels]
     order = [labels.index(label) for label in wanted]
-    x = x.transpose([*order, *(i for i in range(x.ndim) if i not in order)])  # the rest are of 1
+    x = x.transpose([*order, *(i for i in range(x.ndim) if i not in order)])  # others: of 1
     shared = [[label in labels for label in group] for group in groups]
     apart = [sizes[label] if label in labels else 1 for group in groups for label in group]
     whole = [

@@ -19,7 +19,7 @@ from mpjax._autocast.attention.checks import (
     with_axes,
 )
 from mpjax._autocast.attention.primitives import attention
-from mpjax._autocast.attention.program import LEAST, Operands, Program, Spec
+from mpjax._autocast.attention.program import LEAST, AttentionProgram, Operands, Spec
 
 Lengths = ArrayLike | None
 Window = int | tuple[int, int] | None
@@ -76,7 +76,7 @@ def dot_product_attention(
 
     The kernel is chosen where the program is compiled: cuDNN's on NVIDIA GPUs, JAX's flash
     attention on TPUs, XLA's form elsewhere and for what they do not take; `mpjax.explain` says
-    which. No value of the size queries × keys is kept for the backward pass on any platform.
+    which. No value of the size queries × keys is saved for the backward pass on any platform.
 
     Args:
       query: [batch, queries, heads, size], or without the batch.
@@ -121,18 +121,18 @@ def dot_product_attention(
     others = {"bias": bias, "mask": mask, "key_value_seq_lengths": key_value_seq_lengths}
     arrays = [as_array(name, x) for name, x in operands.items()]
     arrays += [None if x is None else as_array(name, x) for name, x in others.items()]
-    found = Operands(*arrays)
-    window = checked(found, lengths, local_window_size, implementation)
+    inputs = Operands(*arrays)
+    window = checked(inputs, lengths, local_window_size, implementation)
     is_causal = checked_flag("is_causal", is_causal)
     return_residual = checked_flag("return_residual", return_residual)
-    found = with_axes(found)
-    factor = 1 / math.sqrt(found.query.shape[-1]) if scale is None else checked_scale(scale)
-    arrays = [x for x in found if x is not None]
-    if isinstance(factor, jax.Array):  # a kernel is given a number
+    inputs = with_axes(inputs)
+    factor = 1 / math.sqrt(inputs.query.shape[-1]) if scale is None else checked_scale(scale)
+    arrays = [x for x in inputs if x is not None]
+    if isinstance(factor, jax.Array):  # a kernel takes a Python number alone
         arrays[0], factor = arrays[0] * factor.astype(arrays[0].dtype), 1.0
     spec = Spec(factor, is_causal, *window)
-    given = tuple(x is not None for x in found)
-    program = _program(spec, given, found.query.shape[0], implementation, return_residual)
+    given = tuple(x is not None for x in inputs)
+    program = _program(spec, given, inputs.query.shape[0], implementation, return_residual)
     out, rows = attention(program, *arrays)
     rows = rows.swapaxes(1, 2)
     if lengths is not None:
@@ -151,12 +151,12 @@ def _program(
     batch: int,
     implementation: str | None,
     shows_rows: bool,
-) -> Program:
+) -> AttentionProgram:
     def operands(*arrays: Any) -> Operands:
         rest = iter(arrays)
         return Operands(*(next(rest) if has else None for has in given))
 
-    return Program(
+    return AttentionProgram(
         spec=spec,
         form=lambda *arrays: written.form(operands(*arrays), spec),
         operands=operands,

@@ -1,4 +1,4 @@
-"""Operands of an attention that do not agree: what is said of them."""
+"""Checks the arguments of `dot_product_attention`, and says what to type instead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def as_array(name: str, x: Any) -> Any:
     """Returns an operand as an array.
 
     Raises:
-      TypeError: it is none.
+      TypeError: it cannot be one.
     """
     try:
         return jnp.asarray(x)
@@ -35,7 +35,7 @@ def as_array(name: str, x: Any) -> Any:
 
 
 def with_axes(given: Operands) -> Operands:
-    """Returns operands with four axes: those in front that they lack are of 1."""
+    """Returns operands with four axes: missing leading axes are added with length 1."""
     arrays = [x if x is None else x.reshape((1,) * (_NDIM - x.ndim) + x.shape) for x in given[:5]]
     return Operands(*arrays, lengths=given.lengths)
 
@@ -46,22 +46,22 @@ def checked(
     """Returns how far before and after its place a query reads keys.
 
     Args:
-      given: operands as they are given; the batch may be missing.
-      lengths: of the queries.
-      window: of one number or two.
-      implementation: asked for.
+      given: the operands; the batch axis may be missing.
+      lengths: `query_seq_lengths`.
+      window: `local_window_size`, one number or two.
+      implementation: the one that the user named, or None.
 
     Raises:
       ValueError, TypeError: as `dot_product_attention` says.
     """
-    found = with_axes(given)
-    _check_arrays(given, found)
-    batch, heads, queries, keys = found.sizes
+    inputs = with_axes(given)
+    _check_arrays(given, inputs)
+    batch, heads, queries, keys = inputs.sizes
     for name, x in (("bias", given.bias), ("mask", given.mask)):
         if x is not None:
             _check_kind(name, x)
             _check_logits(name, x, (batch, heads, queries, keys))
-    named = {"query_seq_lengths": lengths, "key_value_seq_lengths": found.lengths}
+    named = {"query_seq_lengths": lengths, "key_value_seq_lengths": inputs.lengths}
     for name, x in named.items():
         if x is not None and (x.dtype != jnp.int32 or x.shape != (batch,)):
             raise ValueError(
@@ -99,7 +99,7 @@ def checked_scale(x: Any) -> Any:
     """Returns a scale: a number, or a traced array of one.
 
     Raises:
-      TypeError: it is none.
+      TypeError: it is neither.
     """
     is_number = isinstance(x, int | float | np.floating | np.integer) and not isinstance(x, bool)
     if is_number:
@@ -139,7 +139,7 @@ def _check_kind(name: str, x: Any) -> None:
         )
 
 
-def _check_arrays(given: Operands, found: Operands) -> None:
+def _check_arrays(given: Operands, inputs: Operands) -> None:
     named = {"query": given.query, "key": given.key, "value": given.value}
     shown = ", ".join(f"{name} {describe(x)}" for name, x in named.items())
     layout = "[batch, time, heads, size]"
@@ -166,7 +166,7 @@ def _check_arrays(given: Operands, found: Operands) -> None:
                 'mpjax.autocast(fun, "bf16-mixed") choose.',
             )
         )
-    query, key, value = found.query.shape, found.key.shape, found.value.shape
+    query, key, value = inputs.query.shape, inputs.key.shape, inputs.value.shape
     agree = query[0] == key[0] and query[-1] == key[-1] and key == value
     if not agree or key[2] == 0 or query[2] % key[2]:
         raise ValueError(

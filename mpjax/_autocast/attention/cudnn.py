@@ -1,7 +1,8 @@
-"""cuDNN's fused attention, as JAX calls it: both passes apart, each by the other's results.
+"""cuDNN's fused attention, called through JAX: the forward and the backward kernel separately.
 
-JAX offers the kernel as one function with a derivative of its own. That derivative, traced, holds
-both kernels; here the first runs for its two results, or these are given, and the second runs.
+JAX offers the kernels as one function with its own derivative. A trace of that derivative has both
+kernels in it. `forward` runs the first for its results; `backward` is given these, and runs the
+second.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ NAME = "cuDNN"
 _MULTIPLE, _LARGEST = 8, 256
 
 
-def why_not(found: Operands, spec: Spec) -> str:
-    """Returns why cuDNN does not take operands, empty where it may."""
-    size, values = found.query.shape[-1], found.value.shape[-1]
-    _, _, queries, keys = found.sizes
-    dtypes = {x.dtype.name for x in found[:3]}
+def why_not(operands: Operands, spec: Spec) -> str:
+    """Returns why cuDNN does not take operands, empty if it may."""
+    size, values = operands.query.shape[-1], operands.value.shape[-1]
+    _, _, queries, keys = operands.sizes
+    dtypes = {x.dtype.name for x in operands[:3]}
     if dtypes not in ({"bfloat16"}, {"float16"}):
         return f"operands are {', '.join(sorted(dtypes))}, and not bfloat16 or float16"
     if size % _MULTIPLE or size > _LARGEST:
@@ -40,12 +41,12 @@ def why_not(found: Operands, spec: Spec) -> str:
     return ""
 
 
-def why_not_installed(found: Operands, spec: Spec) -> str:
-    """Returns what JAX has against the kernel: the version of cuDNN, or of the GPU."""
-    structs = [x for x in found if x is not None]
+def why_not_installed(operands: Operands, spec: Spec) -> str:
+    """Returns why JAX refuses the kernel here, such as the version of cuDNN or the GPU; or ''."""
+    structs = [x for x in operands if x is not None]
 
     def both_passes(*arrays: Any) -> Any:  # JAX refuses more of the second, and `forward` runs it
-        given = _restored(found, arrays)
+        given = _restored(operands, arrays)
         out, pull = jax.vjp(_function(given, spec), *given[:3])
         return pull(out)
 
@@ -56,56 +57,56 @@ def why_not_installed(found: Operands, spec: Spec) -> str:
     return ""
 
 
-def _restored(found: Operands, arrays: Sequence[Any]) -> Operands:
+def _restored(operands: Operands, arrays: Sequence[Any]) -> Operands:
     given = iter(arrays)
-    return Operands(*(None if x is None else next(given) for x in found))
+    return Operands(*(None if x is None else next(given) for x in operands))
 
 
-def _attend(found: Operands, spec: Spec) -> Any:
+def _attend(operands: Operands, spec: Spec) -> Any:
     window = None if spec.left is None else (spec.left, 0)
-    mask = found.mask
+    mask = operands.mask
     if mask is not None:
-        _, _, queries, keys = found.sizes
+        _, _, queries, keys = operands.sizes
         mask = jnp.broadcast_to(mask, (*mask.shape[:2], queries, keys))
     return jax.nn.dot_product_attention(
-        found.query,
-        found.key,
-        found.value,
-        found.bias,
+        operands.query,
+        operands.key,
+        operands.value,
+        operands.bias,
         mask,
         scale=spec.scale,
         is_causal=spec.last == 0,
-        key_value_seq_lengths=found.lengths,
+        key_value_seq_lengths=operands.lengths,
         local_window_size=window,
         implementation="cudnn",
     )
 
 
-def forward(found: Operands, spec: Spec) -> tuple[Any, Any]:
+def forward(operands: Operands, spec: Spec) -> tuple[Any, Any]:
     """Returns the result, and the logarithm of each row's sum, f32[batch, heads, queries]."""
-    kernel = Forward(functools.partial(_is_forward, found))
-    first_pass(_function(found, spec), found[:3], kernel)
+    kernel = Forward(functools.partial(_is_forward, operands))
+    first_pass(_function(operands, spec), operands[:3], kernel)
     out, rows = kernel.found(NAME)
     return out, rows
 
 
-def backward(found: Operands, spec: Spec, out: Any, rows: Any, ct: Any) -> Sequence[Any]:
+def backward(operands: Operands, spec: Spec, out: Any, rows: Any, ct: Any) -> Sequence[Any]:
     """Returns the cotangents of query, key and value."""
-    kernel = Forward(functools.partial(_is_forward, found), [out, rows])
-    grads = second_pass(_function(found, spec), found[:3], ct, kernel)
+    kernel = Forward(functools.partial(_is_forward, operands), [out, rows])
+    grads = second_pass(_function(operands, spec), operands[:3], ct, kernel)
     kernel.found(NAME)
     return grads
 
 
-def _function(found: Operands, spec: Spec) -> Callable[..., Any]:
+def _function(operands: Operands, spec: Spec) -> Callable[..., Any]:
     def attend(query: Any, key: Any, value: Any) -> Any:
-        return _attend(found._replace(query=query, key=key, value=value), spec)
+        return _attend(operands._replace(query=query, key=key, value=value), spec)
 
     return attend
 
 
-def _is_forward(found: Operands, eqn: Any) -> bool:
-    """Whether an equation is the kernel of the forward pass: it gives a number for each row."""
-    batch, heads, queries, _ = found.sizes
+def _is_forward(operands: Operands, eqn: Any) -> bool:
+    """Whether an equation is the forward kernel: its second result is a number for each row."""
+    batch, heads, queries, _ = operands.sizes
     rows = [v.aval.shape for v in eqn.outvars[1:] if v.aval.dtype == jnp.float32]
     return eqn.primitive.multiple_results and rows == [(batch, heads, queries)]

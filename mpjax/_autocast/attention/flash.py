@@ -1,4 +1,4 @@
-"""The flash attention that JAX ships for TPUs: both passes apart, as `cudnn` has them."""
+"""The flash attention that JAX ships for TPUs: both passes separately, as in `cudnn`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from mpjax._autocast.attention.program import Operands, Spec
 from mpjax._autocast.attention.traced import Forward, first_pass, second_pass
 
 NAME = "flash attention"
-_BLOCK = 128  # lengths are multiples of it, and so is the last axis of what it keeps of a row
+_BLOCK = 128  # lengths are multiples of it; statistics of a row are repeated so many times
 _LEAST = 512 * 128
 """Length × size of a head. On a v5e the kernel moves 2.2, 1.6, .90 and .45 times the bytes of XLA's
 form at 128, 256, 512 and 1024 × 128, and 3.5, 1.2 and .35 times at 256, 512 and 1024 × 64 (counted,
 libtpu 0.0.50)."""
-_LONGEST = 512  # of blocks: longer ones leave the chip's memory
+_LONGEST = 512  # of blocks: longer ones do not fit the chip's memory
 
 
-def why_not(found: Operands, spec: Spec) -> str:
-    """Returns why the kernel does not take operands, empty where it does."""
-    _, _, queries, keys = found.sizes
-    size, values = found.query.shape[-1], found.value.shape[-1]
-    dtypes = {x.dtype.name for x in found[:3]}
+def why_not(operands: Operands, spec: Spec) -> str:
+    """Returns why the kernel does not take operands, empty if it does."""
+    _, _, queries, keys = operands.sizes
+    size, values = operands.query.shape[-1], operands.value.shape[-1]
+    dtypes = {x.dtype.name for x in operands[:3]}
     if dtypes != {"bfloat16"}:
         return f"operands are {', '.join(sorted(dtypes))}, and not bfloat16"
     if queries < _BLOCK // 2 or keys < _BLOCK // 2:
@@ -33,29 +33,29 @@ def why_not(found: Operands, spec: Spec) -> str:
         return f"of {queries} × {keys} with heads of {size} XLA's form moves fewer bytes"
     if values != size or (size % _BLOCK and size > _BLOCK):
         return f"heads are of {size}, and not up to 128 or of a multiple"
-    if found.bias is not None:
+    if operands.bias is not None:
         return "it has a bias"
-    if found.mask is not None and math.prod(found.mask.shape[1:3]) != 1:
+    if operands.mask is not None and math.prod(operands.mask.shape[1:3]) != 1:
         return "its mask is of queries or heads too, and not of keys alone"
     if spec.left is not None or (spec.right is not None and spec.last != 0):
         return "it has a window"
     return ""
 
 
-def why_not_installed(found: Operands, spec: Spec) -> str:
-    """Returns nothing: it comes with JAX."""
-    del found, spec
+def why_not_installed(operands: Operands, spec: Spec) -> str:
+    """Returns an empty string: the kernel is part of JAX."""
+    del operands, spec
     return ""
 
 
-def _function(found: Operands, spec: Spec) -> Callable[..., Any]:
+def _function(operands: Operands, spec: Spec) -> Callable[..., Any]:
     """Returns the flash attention as a function of query, key and value."""
     # Imported here: Pallas takes a second to import, and programs for a TPU alone need it.
     from jax.experimental.pallas.ops.tpu import flash_attention as kernel
 
-    batch, heads, queries, keys = found.sizes
+    batch, heads, queries, keys = operands.sizes
     longer = -queries % _BLOCK, -keys % _BLOCK
-    read, segments = _keys_read(found, spec, longer[1]), None
+    read, segments = _keys_read(operands, spec, longer[1]), None
     if read is not None:
         ones = jnp.ones((batch, queries + longer[0]), jnp.int32)
         segments = kernel.SegmentIds(ones, jnp.broadcast_to(read, (batch, keys + longer[1])))
@@ -83,19 +83,19 @@ def _is_forward(eqn: Any) -> bool:
 
 
 def _padded(x: Any, longer: int) -> Any:
-    """Returns [batch, heads, time, ...] with zeros behind the last place."""
+    """Returns [batch, heads, time, ...] with zeros appended along time."""
     return jnp.pad(x, [(0, 0), (0, 0), (0, longer), *[(0, 0)] * (x.ndim - 3)]) if longer else x
 
 
-def _keys_read(found: Operands, spec: Spec, longer: int) -> Any:
+def _keys_read(operands: Operands, spec: Spec, longer: int) -> Any:
     """Returns 1 for each key of each example that is read and 0 for others, or None for all.
 
-    Keys that are added to make a whole block are not; after all queries, causality says so.
+    Keys of the padding are not read; behind the last query, a causal mask excludes them already.
     """
-    _, _, queries, keys = found.sizes
-    read = None if found.mask is None else found.mask[:, 0, 0]
-    if found.lengths is not None:
-        first = jnp.arange(keys) < found.lengths[:, None]
+    _, _, queries, keys = operands.sizes
+    read = None if operands.mask is None else operands.mask[:, 0, 0]
+    if operands.lengths is not None:
+        first = jnp.arange(keys) < operands.lengths[:, None]
         read = first if read is None else read & first
     if read is None and longer and not (spec.last == 0 and queries <= keys):
         read = jnp.ones((1, keys), bool)
@@ -106,7 +106,7 @@ def _keys_read(found: Operands, spec: Spec, longer: int) -> Any:
 
 
 def _blocks(kernel: Any, queries: int, keys: int) -> Any:
-    """Returns the sizes of what is on the chip at once: the largest that fit."""
+    """Returns the sizes of the blocks that are on the chip at once: the largest that fit."""
     q, k = (math.gcd(n, _LONGEST) for n in (queries, keys))
     return kernel.BlockSizes(
         block_q=q,
@@ -123,23 +123,23 @@ def _blocks(kernel: Any, queries: int, keys: int) -> Any:
     )
 
 
-def forward(found: Operands, spec: Spec) -> tuple[Any, Any]:
+def forward(operands: Operands, spec: Spec) -> tuple[Any, Any]:
     """Returns the result, and the logarithm of each row's sum, f32[batch, heads, queries]."""
-    kernel, queries = Forward(_is_forward), found.sizes[2]
-    first_pass(_function(found, spec), found[:3], kernel)
+    kernel, queries = Forward(_is_forward), operands.sizes[2]
+    first_pass(_function(operands, spec), operands[:3], kernel)
     out, total, largest = kernel.found(NAME)
     rows = (largest + jnp.log(total))[:, :, :queries, 0]
     return out[:, :, :queries].swapaxes(1, 2), rows
 
 
-def backward(found: Operands, spec: Spec, out: Any, rows: Any, ct: Any) -> Sequence[Any]:
+def backward(operands: Operands, spec: Spec, out: Any, rows: Any, ct: Any) -> Sequence[Any]:
     """Returns the cotangents of query, key and value."""
     longer = -rows.shape[2] % _BLOCK
     rows = _padded(rows[..., None], longer)
-    # The kernel keeps a row's largest logit and its sum apart: here the sum is 1.
+    # The kernel reads a row's largest logit and its sum separately: rows + log(1) = rows.
     largest = jnp.broadcast_to(rows, (*rows.shape[:3], _BLOCK))
     known = [_padded(out.swapaxes(1, 2), longer), jnp.ones_like(largest), largest]
     kernel = Forward(_is_forward, known)
-    grads = second_pass(_function(found, spec), found[:3], ct, kernel)
+    grads = second_pass(_function(operands, spec), operands[:3], ct, kernel)
     kernel.found(NAME)
     return grads

@@ -1,7 +1,7 @@
-"""Which kernel runs an attention, and where; chosen where it is lowered.
+"""Chooses the kernel of an attention where it is lowered, when the platform is known.
 
-cuDNN's on NVIDIA GPUs, the flash kernel that JAX ships on TPUs, for what each of them takes; XLA's
-form everywhere else.
+cuDNN's on NVIDIA GPUs, JAX's flash kernel on TPUs, for operands that they take; XLA's form for all
+others.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import jax
 from jax.interpreters import mlir
 
 from mpjax._autocast.attention import cudnn, flash
-from mpjax._autocast.attention.program import MULTIPLIED, Operands, Program
+from mpjax._autocast.attention.program import MULTIPLIED, AttentionProgram, Operands
 from mpjax._base import compat
 from mpjax._base.errors import message
 
 KERNELS = {"cuda": cudnn, "tpu": flash}
-_CALLED = {"GPUs": cudnn, "TPUs": flash}  # as a person calls them
+_CALLED = {"GPUs": cudnn, "TPUs": flash}  # words for `explain`
 
 
 def register(
     primitive: Any, form: Callable[..., Any], by_kernel: Callable[..., Any], others: int
 ) -> None:
-    """Lowers an operation as a kernel where one takes it, or else as XLA's form.
+    """Lowers a primitive as a call of a kernel if one takes its operands, else as XLA's form.
 
     Args:
-      primitive: the operation.
-      form: it, as XLA computes it.
-      by_kernel: it, by a kernel, which comes first.
-      others: how many of its operands are not the attention's, but come behind.
+      primitive: the primitive.
+      form: computes it by XLA's operations.
+      by_kernel: computes it by a kernel, its first argument.
+      others: how many operands follow those of the attention: results, cotangents.
     """
     for platform in (None, *KERNELS):
 
@@ -48,7 +48,7 @@ def register(
         mlir.register_lowering(primitive, rule, platform=platform, inline=False)
 
 
-def _chosen(platform: str | None, ctx: Any, avals: Sequence[Any], program: Program) -> Any:
+def _chosen(platform: str | None, ctx: Any, avals: Sequence[Any], program: AttentionProgram) -> Any:
     kernel = KERNELS.get(platform or "")
     if program.implementation == "cudnn" and kernel is not cudnn:
         platforms = ", ".join(ctx.module_context.platforms)
@@ -73,39 +73,39 @@ def _no_cudnn(why: str) -> str:
     )
 
 
-def why_not(kernel: ModuleType, program: Program, avals: Sequence[Any]) -> str:
-    """Returns why a kernel does not run an attention of such operands, empty where it does."""
-    found, spec = _operands(program, avals), program.spec
-    if not all(isinstance(n, int) for x in found[:3] for n in x.shape):
+def why_not(kernel: ModuleType, program: AttentionProgram, avals: Sequence[Any]) -> str:
+    """Returns why a kernel does not run an attention of such operands, empty if it does."""
+    operands, spec = _operands(program, avals), program.spec
+    if not all(isinstance(n, int) for x in operands[:3] for n in x.shape):
         return "a length is left open"
-    _, _, queries, keys = found.sizes
+    _, _, queries, keys = operands.sizes
     if spec.has_empty_rows(queries, keys):
         return "its window leaves rows without keys"
-    if program.shows_rows and found.bias is not None:
+    if program.shows_rows and operands.bias is not None:
         return "return_residual=True beside a bias: kernels shift it"
-    if 0 in (*found.query.shape, *found.value.shape):
+    if 0 in (*operands.query.shape, *operands.value.shape):
         return "it is of size zero"
-    return kernel.why_not(found, spec)
+    return kernel.why_not(operands, spec)
 
 
-def where(program: Program, avals: Sequence[Any], types: Sequence[Any]) -> str:
-    """Returns which kernel runs an attention on which platform, and why XLA's form does.
+def where(program: AttentionProgram, avals: Sequence[Any], types: Sequence[Any]) -> str:
+    """Returns the sentence of `explain`: the kernel on each platform, or why it is XLA's form.
 
     Args:
       program: the attention.
       avals: shapes and dtypes of its operands.
-      types: their types where it stands, which tell over how many devices XLA splits them.
+      types: the types of its operands in the program, with the devices over which XLA splits them.
     """
     if program.implementation == "xla":
         return "attention in XLA's form: implementation= asks for it"
-    found = {
+    reasons = {
         platform: why_not(kernel, program, avals) or _why_not_mapped(kernel, types)
         for platform, kernel in _CALLED.items()
     }
     taken = [
-        f"{_CALLED[platform].NAME} on {platform}" for platform, why in found.items() if not why
+        f"{_CALLED[platform].NAME} on {platform}" for platform, why in reasons.items() if not why
     ]
-    why = [f"not on {platform}: {why}" for platform, why in found.items() if why]
+    why = [f"not on {platform}: {why}" for platform, why in reasons.items() if why]
     devices = max(map(compat.devices_shared_by, types))
     if devices > 1 and taken:
         split = f"XLA splits the program over {devices} devices"
@@ -114,20 +114,20 @@ def where(program: Program, avals: Sequence[Any], types: Sequence[Any]) -> str:
     return f"{kind}: {'; '.join([*taken, *why])}"
 
 
-def _operands(program: Program, avals: Sequence[Any]) -> Operands:
+def _operands(program: AttentionProgram, avals: Sequence[Any]) -> Operands:
     structs = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
     return program.once(("read", structs), lambda: jax.eval_shape(program.operands, *structs))
 
 
-def _why_not_installed(kernel: ModuleType, program: Program, avals: Sequence[Any]) -> str:
-    """Returns what JAX has against a kernel, which each pass asks."""
-    found = _operands(program, avals)
+def _why_not_installed(kernel: ModuleType, program: AttentionProgram, avals: Sequence[Any]) -> str:
+    """Returns why JAX refuses a kernel here, or ''; asked by both passes, traced once."""
+    operands = _operands(program, avals)
     key = "installed", kernel.NAME, tuple((a.shape, a.dtype) for a in avals)
-    return program.once(key, lambda: kernel.why_not_installed(found, program.spec))
+    return program.once(key, lambda: kernel.why_not_installed(operands, program.spec))
 
 
 def _why_not_here(kernel: ModuleType, ctx: Any) -> str:
-    """Returns why a kernel cannot be part of the program that is lowered."""
+    """Returns why a kernel cannot be part of the program that is lowered, or ''."""
     if not compat.is_for_one_device(ctx):
         return "XLA splits the program over devices; inside jax.shard_map there is one"
     if kernel is cudnn and ctx.module_context.lowering_parameters.for_export:

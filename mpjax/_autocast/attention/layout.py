@@ -1,4 +1,4 @@
-"""Where a kernel's axes are in the arrays that an author multiplies."""
+"""Maps the axes of an author's arrays to those of a kernel, [batch, time, heads, size]."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpjax._autocast.attention.pattern import Match
 
 @dataclass(frozen=True)
 class Layout:
-    """The labels of the axes of all operands, and how a kernel's axes are made of them."""
+    """The labels of the axes of all operands, grouped by the kernel's axes."""
 
     query: Labels
     key: Labels
@@ -48,29 +48,29 @@ class Layout:
         return axes.in_order(x, getattr(self, name), (self.batch, *own), self.lengths)
 
     def like_logits(self, x: Any, labels: Labels) -> Any:
-        """Returns an array as [batch, heads, queries, keys], 1 where it is repeated."""
+        """Returns an array as [batch, heads, queries, keys], 1 on axes that it lacks."""
         groups = (self.batch, self.heads, self.queries, self.keys)
         return axes.in_order(x, labels, groups, self.lengths)
 
     def result(self, x: Any, shape: Sequence[int]) -> Any:
-        """Returns a kernel's result as the product of weights and value gives it."""
+        """Returns a kernel's result in the shape of the author's product of weights and value."""
         own = (*self.batch, *self.queries, *self.heads, *self.values)
         x = x.reshape([self.lengths[label] for label in own])
         order = [own.index(label) for label in self.out if label is not None]
         return x.transpose(order).reshape(shape)
 
     def count(self, labels: Sequence[Any]) -> int:
-        """Returns how many places some axes have together."""
+        """Returns the product of the lengths of some axes."""
         return functools.reduce(lambda n, label: n * self.lengths[label], labels, 1)
 
 
 def of(first: Any, last: Any, match: Match) -> Layout | None:
-    """Returns the layout of an attention; None unless its products are those of one.
+    """Returns the layout of an attention; None if its products are not those of an attention.
 
     Args:
       first: the equation of the product of query and key.
-      last: that of the product of weights and value.
-      match: what is known of it.
+      last: the equation of the product of weights and value.
+      match: the attention as the pattern describes it.
     """
     keys, weights, weight_labels = match.keys, match.weights, match.weight_labels
     placed = masks.rows(match.logits.mask.bounds, keys)
@@ -123,10 +123,10 @@ def _sizes(shape: Sequence[int], labels: Any) -> dict[Any, int]:
 
 
 def _of_product(eqn: Any) -> tuple[Labels, Labels]:
-    """Returns the labels of both operands: places among the result's axes, or what is summed."""
+    """Returns the labels of both operands: an axis of the result, or ("size", i) if contracted."""
     contract, batch = eqn.params["dimension_numbers"]
     place = len(batch[0])
-    found = []
+    both = []
     for side, v in enumerate(eqn.invars):
         labels: list[Any] = [None] * v.aval.ndim
         for i, axis in enumerate(batch[side]):
@@ -137,37 +137,35 @@ def _of_product(eqn: Any) -> tuple[Labels, Labels]:
             if axis not in (*batch[side], *contract[side]):
                 labels[axis] = place
                 place += 1
-        found.append(
-            tuple(None if n == 1 else x for n, x in zip(v.aval.shape, labels, strict=True))
-        )
-    return found[0], found[1]
+        both.append(tuple(None if n == 1 else x for n, x in zip(v.aval.shape, labels, strict=True)))
+    return both[0], both[1]
 
 
 def _value(eqn: Any, weights: int, labels: Labels) -> tuple[Labels, Labels] | None:
-    """Returns the labels of the value, and of the result, of a product with weights."""
+    """Returns the labels of the value and of the result of the product with weights."""
     contract, batch = eqn.params["dimension_numbers"]
     other = 1 - weights
     value = eqn.invars[other].aval
-    found: list[Any] = [None] * value.ndim
+    value_labels: list[Any] = [None] * value.ndim
     for mine, theirs in ((contract[weights], contract[other]), (batch[weights], batch[other])):
         for a, b in zip(mine, theirs, strict=True):
-            found[b] = labels[a]
+            value_labels[b] = labels[a]
     taken = (*contract[other], *batch[other])
     for axis in range(value.ndim):
         if axis not in taken and value.shape[axis] != 1:
-            found[axis] = ("value", axis)
-    sides = {weights: labels, other: found}
+            value_labels[axis] = ("value", axis)
+    sides = {weights: labels, other: value_labels}
     out = [labels[i] for i in batch[weights]]
     for side in (0, 1):
         mine = (*contract[side], *batch[side])
         out += [x for i, x in enumerate(sides[side]) if i not in mine]
-    return tuple(found), tuple(out)
+    return tuple(value_labels), tuple(out)
 
 
 def _multiplies(
     eqn: Any, weights: int, labels: Labels, keys: Any, batch: Sequence[Any], rows: Sequence[Any]
 ) -> bool:
-    """Whether a product adds up over the keys, for each example and each head of the value."""
+    """Whether a product contracts the keys, and has the examples and heads as batch axes."""
     contract, shared = eqn.params["dimension_numbers"]
     summed = {labels[i] for i in contract[weights]} - {None}
     along = {labels[i] for i in shared[weights]} - {None}
@@ -176,7 +174,11 @@ def _multiplies(
 
 
 def _queries(rows: Sequence[Any], row: Any, sizes: dict[Any, int], keys: int) -> tuple[Any, ...]:
-    """Returns which axis of the query that the key has not is that of its places."""
+    """Returns the axis of positions among the query's own axes; the others are heads.
+
+    It is the one that a mask compares with keys, or else the last one (as long as the keys, if one
+    is).
+    """
     if row is not None:
         return (row,)
     alike = [x for x in rows if sizes[x] == keys]

@@ -1,8 +1,8 @@
-"""Which keys a mask lets a query read: by their places, and by arrays that say so.
+"""Reads a mask from the equations that make it: inequalities of positions, and arrays.
 
-A mask is followed back to what it is made of. Comparisons of positions are kept as inequalities
-of the axes, `row - column + 0 >= 0` for a causal one, so that nothing of the size queries × keys
-is evaluated; what cannot be told so stays an array, as small as it was before it was repeated.
+Comparisons of positions become inequalities between axes, `row - column + 0 >= 0` for a causal
+mask, so that no array of the size queries × keys is evaluated. Any other part of a mask is an
+array, in the shape before its broadcast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._autocast.attention import axes
-from mpjax._autocast.attention.nodes import Graph, Name, Node
+from mpjax._autocast.attention.nodes import Name, Node, ValueGraph
 from mpjax._base import compat
 
 Affine = tuple[tuple[tuple[Any, int], ...], int]
@@ -25,11 +25,11 @@ Affine = tuple[tuple[tuple[Any, int], ...], int]
 
 @dataclass(frozen=True)
 class Mask:
-    """What has to hold for a key to be read."""
+    """The conditions under which a query reads a key; all must hold."""
 
     bounds: frozenset[Affine] = frozenset()  # each at least 0
     arrays: tuple[tuple[Name, axes.Labels, bool], ...] = field(default=())
-    """Booleans, with the labels of their axes; the last says whether they are true of keys read."""
+    """Boolean arrays, the labels of their axes, and whether True (else False) means: key read."""
 
     def __and__(self, other: Mask) -> Mask:
         return Mask(self.bounds | other.bounds, (*self.arrays, *other.arrays))
@@ -39,19 +39,19 @@ ALL = Mask()
 _MOST = 500  # operations of a mask that are looked at; a longer one is an array
 
 
-class Reader:
-    """Reads masks of a graph, of which some values are known when an attention runs."""
+class MaskReader:
+    """Reads masks from a graph; `known` tells the values that exist when an attention runs."""
 
-    def __init__(self, graph: Graph, known: Callable[[Name], bool]) -> None:
+    def __init__(self, graph: ValueGraph, known: Callable[[Name], bool]) -> None:
         self._graph = graph
         self._known = known
         self._left = _MOST
 
     def mask(self, name: Name, labels: axes.Labels, *, positive: bool = True) -> Mask | None:
-        """Returns what a boolean, or a number that is not 0 where it is true, lets through."""
-        found = self._opened(name, labels, positive=positive)
-        if found is not None:
-            return found
+        """Returns the mask of a boolean, or of a number that is 0 for False; None if unknown."""
+        opened = self._opened(name, labels, positive=positive)
+        if opened is not None:
+            return opened
         if not self._known(name) or self._graph.aval(name).dtype != np.bool_:
             return None
         return Mask(arrays=((name, labels, positive),))
@@ -92,7 +92,7 @@ class Reader:
         return self.mask(node.operands[place], mine, positive=positive)
 
     def _selected(self, node: Node, labels: axes.Labels, *, positive: bool) -> Mask | None:
-        """Of `where(a, b, False)` both are asked of, of `where(a, True, False)` one."""
+        """Returns the mask of `where(a, b, False)`, which is `a & b`; None for other choices."""
         which, no, yes = node.operands
         if self._graph.aval(which).shape != node.aval.shape or not positive:
             return None
@@ -119,7 +119,7 @@ class Reader:
         return Mask(frozenset({bound}))
 
     def _affine(self, name: Name, labels: axes.Labels) -> Affine | None:
-        """Returns a value as a sum of positions, None where it is none."""
+        """Returns a value as a sum of positions, None if it is not one."""
         number = self._graph.number(name)
         if number is not None:
             return ((), int(number)) if number == int(number) else None
@@ -151,14 +151,14 @@ class Reader:
 _COMPARED = frozenset({"ge", "gt", "le", "lt", "ne", "eq", "ge_to", "gt_to", "le_to", "lt_to"})
 
 
-def _is_truth(graph: Graph, node: Node) -> bool:
-    """Whether both operands are truth values: a product of them is both."""
+def _is_truth(graph: ValueGraph, node: Node) -> bool:
+    """Whether both operands are truth values, so that their product is `a & b`."""
     if node.aval.dtype == np.bool_:
         return True
     return node.kind == "mul" and all(_is_binary(graph, x) for x in node.operands)
 
 
-def _is_binary(graph: Graph, name: Name) -> bool:
+def _is_binary(graph: ValueGraph, name: Name) -> bool:
     node = graph.node(name)
     if node is None:
         return False
@@ -171,12 +171,12 @@ def _plus(a: Affine, b: Affine, sign: int) -> Affine:
     terms = dict(a[0])
     for label, times in b[0]:
         terms[label] = terms.get(label, 0) + sign * times
-    kept = tuple(sorted((label, n) for label, n in terms.items() if n))
-    return kept, a[1] + sign * b[1]
+    remaining = tuple(sorted((label, n) for label, n in terms.items() if n))
+    return remaining, a[1] + sign * b[1]
 
 
 def window(bounds: Iterable[Affine], row: Any, column: Any) -> tuple[int | None, int | None] | None:
-    """Returns how far before and after a row's place its keys are; None if bounds say more."""
+    """Returns how far before and after a row's place its keys are; None if bounds need more."""
     ends: dict[int, int | None] = {1: None, -1: None}
     for terms, number in bounds:
         times = dict(terms)
@@ -189,10 +189,10 @@ def window(bounds: Iterable[Affine], row: Any, column: Any) -> tuple[int | None,
 
 
 def of_places(bounds: Iterable[Affine], how: Any) -> Any:
-    """Returns which keys bounds let through, bool[1, 1, queries, keys].
+    """Returns bounds as a mask, bool[1, 1, queries, keys].
 
     Args:
-      bounds: those of a row's place and a key's.
+      bounds: inequalities between a row's place and a key's.
       how: the layout of the attention.
     """
     (queries, keys), (row, column) = (how.count(how.queries), how.count(how.keys)), (2, 3)
@@ -207,5 +207,5 @@ def of_places(bounds: Iterable[Affine], how: Any) -> Any:
 
 
 def rows(bounds: Iterable[Affine], column: Any) -> set[Any]:
-    """Returns the labels of the axes with whose places bounds compare those of a column."""
+    """Returns the labels of the axes whose positions bounds compare with those of a column."""
     return {label for terms, _ in bounds for label, _ in terms if label != column}

@@ -1,7 +1,7 @@
-"""The operations of a jaxpr as a graph: values by name, and what makes each of them.
+"""The operations of a jaxpr as a graph: a node for each value, by name.
 
-Small functions that JAX has jitted (`where`, `tril`) are opened: a value inside is named by where
-it is called and by its variable, for two calls may share one program.
+Small functions that JAX has jitted (`where`, `tril`) are inlined. The name of a value inside is the
+place of the call and the variable, since two calls may share one program.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mpjax._jaxpr import binding
 from mpjax._jaxpr.caches import by_program
 
 Name = Any
-"""A variable of the jaxpr, one inside a call with the call's place, or a literal."""
+"""A variable of the jaxpr, a variable inside a call with the call's place, or a literal."""
 
-_LONGEST = 2**17  # elements of a constant that is looked at
+_LONGEST = 2**17  # elements of a constant whose values are compared
 _SAME = frozenset({"convert_element_type", "copy", "copy_p", "reshape", "squeeze", "expand_dims"})
 _REPEATED = _SAME | {"broadcast_in_dim", "stop_gradient", "transpose"}
 
@@ -40,15 +40,15 @@ class Node(NamedTuple):
         return self.eqn.outvars[0].aval
 
 
-class Graph:
-    """What makes each value of a jaxpr. Operations of several results make none that is known."""
+class ValueGraph:
+    """The node of each value of a jaxpr. Results of operations with several have none."""
 
     def __init__(self, jaxpr: Any, constants: Sequence[Any]) -> None:
         self._nodes: dict[Name, Node] = {}
         self._same: dict[Any, Name] = {}  # results of calls, by the name that they have inside
         self._numbers: dict[Name, float] = {}
         self.positions: set[Name] = set()
-        """Constants that count the places of an axis: 0, 1, 2 ..."""
+        """Constants that are the positions of an axis: 0, 1, 2 ..."""
         for v, x in zip(jaxpr.constvars, constants, strict=True):
             if isinstance(x, np.ndarray | np.generic) and np.size(x) == 1:
                 self._numbers[v] = float(np.reshape(x, ()))
@@ -83,7 +83,7 @@ class Graph:
         return atom if compat.is_literal(atom) else self._same.get(atom, atom)
 
     def node(self, name: Name) -> Node | None:
-        """Returns what makes a value; None of inputs, constants and literals."""
+        """Returns the node of a value; None for inputs, constants and literals."""
         return None if compat.is_literal(name) else self._nodes.get(name)
 
     def made(self, name: Name) -> tuple[Any, tuple[Name, ...]]:
@@ -100,14 +100,14 @@ class Graph:
     def number(self, name: Name) -> float | None:
         """Returns the number that all elements of a value are, None where that is not known."""
         if compat.is_literal(name):
-            dtype = name.aval.dtype  # of a tangent of integers it has no numbers
+            dtype = name.aval.dtype  # `float0` for a tangent of integers, which has no numbers
             kinds = (jnp.floating, jnp.integer, jnp.bool_)  # False and 0 are one number of a mask
             is_real = any(jnp.issubdtype(dtype, kind) for kind in kinds)
             return float(name.val) if is_real and np.ndim(name.val) == 0 else None
         return self._numbers.get(name)
 
     def _number(self, node: Node) -> float | None:
-        """Returns the number that an operation gives, of operands that are known by now."""
+        """Returns the result of an operation on numbers, None if an operand is not one."""
         if node.kind in _REPEATED:
             return self.number(node.operands[0])
         fun = _NUMBERS.get(node.kind)
@@ -121,7 +121,7 @@ class Graph:
             return float(fun(*map(np.float32, numbers)))
 
     def compute(self, name: Name, known: dict[Name, Any]) -> Any:
-        """Returns a value, computed in float32 of values that are known."""
+        """Returns a value, computed in float32 from known ones; adds it to these."""
         if compat.is_literal(name):
             return name.val
         if name not in known:
@@ -131,8 +131,8 @@ class Graph:
         return known[name]
 
     def leaves(self, name: Name, known: Mapping[Name, Any] | frozenset[Name]) -> set[Name] | None:
-        """Returns which known values a value is computed of, None if of others too."""
-        found: set[Name] = set()
+        """Returns the known values from which a value is computed, None if others are needed."""
+        reached: set[Name] = set()
         seen: set[Name] = set()
         left = [name]
         while left:
@@ -142,12 +142,12 @@ class Graph:
             seen.add(one)
             node = self.node(one)
             if one in known:
-                found.add(one)
+                reached.add(one)
             elif node is None or node.eqn.effects:
                 return None
             else:
                 left += node.operands
-        return found
+        return reached
 
 
 @by_program
@@ -159,7 +159,7 @@ def operations(jaxpr: Any) -> frozenset[str]:
 
 
 def _counts(x: Any) -> bool:
-    """Whether a constant is 0, 1, 2 ...; one that is traced or long is not looked at."""
+    """Whether a constant is 0, 1, 2 ...; False for one that is traced or long."""
     is_known = isinstance(x, np.ndarray | jax.Array) and compat.has_values(x)
     if not is_known or x.ndim != 1 or x.dtype != np.int32 or x.size > _LONGEST:
         return False

@@ -1,7 +1,7 @@
-"""Finds attention in a plan: a product, what scales and masks it, a softmax of rows, a product.
+"""Finds attention in a jaxpr: a product, a scale, biases and a mask, a softmax, a product.
 
-Whatever is not exactly that is left alone: weights that are read elsewhere, dropped out or capped,
-a softmax in a float32 region, a bias for each head of each example.
+Anything else is left alone: weights that are read elsewhere, dropped out or capped, a softmax in a
+float32 region, a bias for each head of each example.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mpjax._autocast.attention import axes, masks
-from mpjax._autocast.attention.nodes import Graph, Name, Node
+from mpjax._autocast.attention.nodes import Name, Node, ValueGraph
 from mpjax._autocast.decide.decided import Action
 from mpjax._base import compat
 
 _DEEPEST = 24  # operations between a product and its softmax
-_MASKED = -1e3  # a logit at most this large stands for a key that is not read
+_MASKED = -1e3  # a constant logit of at most this marks a key that is not read
 SOFTMAX = frozenset({"reduce_max", "sub", "exp", "reduce_sum", "div"})
 """The operations of a softmax."""
 _ONE_OPERAND = frozenset({"mul", "div"})
@@ -27,19 +27,19 @@ _SHIFTS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "s
 
 @dataclass(frozen=True)
 class Logits:
-    """What a softmax is taken of: a product, times a scale, plus biases, where a mask is true."""
+    """The operand of a softmax: `where(mask, scale * product + biases, masked)`."""
 
-    product: int  # which equation makes it
+    product: int  # the index of the equation that makes it
     labels: axes.Labels
     scale: float = 1.0
     biases: tuple[tuple[Name, axes.Labels, float], ...] = ()  # each times a number
     mask: masks.Mask = masks.ALL
-    masked: float | None = None  # the logit of keys that are not read, or what is added to it
+    masked: float | None = None  # the logit of keys that are not read, or the bias on theirs
     is_added: bool = False
-    through: frozenset[Any] = frozenset()  # the values on the way, which nothing else may read
+    through: frozenset[Any] = frozenset()  # the intermediate values, which nothing else may read
 
     def past(self, name: Name, labels: axes.Labels | None = None, **changes: Any) -> Logits:
-        """Returns them behind one more operation."""
+        """Returns these logits after one more operation."""
         labels = self.labels if labels is None else labels
         return replace(self, labels=labels, through=self.through | {name}, **changes)
 
@@ -48,16 +48,16 @@ class Logits:
 class Match:
     """An attention in a jaxpr."""
 
-    first: int  # the equation of the product of query and key
-    last: int  # that of the product of weights and value
-    weights: int  # which operand of the last product the weights are
+    first: int  # the index of the equation of the product of query and key
+    last: int  # the index of the product of weights and value
+    weights: int  # the place of the weights among the operands of the last product
     logits: Logits
-    softmax: Name  # what the softmax is taken of
+    softmax: Name  # the operand of the softmax
     softmax_labels: axes.Labels
-    keys: Any  # the label of the axis along which it is taken
+    keys: Any  # the label of the axis of the softmax
     out: Any  # the result of the last product
     weight_labels: axes.Labels  # of the weights as the last product reads them
-    through: frozenset[Any]  # what nothing else may read
+    through: frozenset[Any]  # the intermediate values, which nothing else may read
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,17 @@ class Finder:
     Args:
       jaxpr: open.
       constants: of the jaxpr.
-      decisions: one an equation.
-      held: the state of each value.
+      decisions: one for each equation.
+      states: the state of each value.
     """
 
     def __init__(
-        self, jaxpr: Any, constants: Sequence[Any], decisions: Sequence[Any], held: Any
+        self, jaxpr: Any, constants: Sequence[Any], decisions: Sequence[Any], states: Any
     ) -> None:
         self.jaxpr = jaxpr
-        self.graph = Graph(jaxpr, constants)
+        self.graph = ValueGraph(jaxpr, constants)
         self._decisions = decisions
-        self._held = held
+        self._states = states
         self._products = {
             d.eqn.outvars[0]: i for i, d in enumerate(decisions) if _multiplies_low(d)
         }
@@ -97,14 +97,14 @@ class Finder:
         self._depth = 0
 
     def matches(self, known: Iterable[Any]) -> list[Match]:
-        """Returns the attentions, given which values are there when an equation runs."""
+        """Returns the attentions, given the values that exist when the steps of the plan run."""
         self.known = frozenset(known)
-        found: list[Match] = []
+        attentions: list[Match] = []
         for i, decision in enumerate(self._decisions):
             if _multiplies_low(decision) and decision.out_dtype == decision.low:
                 both = (self._match(i, side) for side in (0, 1))
-                found += [match for match in both if match is not None][:1]
-        return found
+                attentions += [match for match in both if match is not None][:1]
+        return attentions
 
     def _match(self, last: int, side: int) -> Match | None:
         eqn = self._decisions[last].eqn
@@ -146,7 +146,10 @@ class Finder:
     # -- the softmax -----------------------------------------------------------------------------
 
     def _softmax(self, quotient: Node) -> Softmax | None:
-        """Returns what a quotient is the softmax of, along one axis, None if it is none."""
+        """Returns the softmax that ends in a quotient, None if it is not one along one axis.
+
+        `exp(x - max(x)) / sum(exp(x - max(x)))`
+        """
         exponential, total = quotient.operands
         to_sum, summed = self._along(total, "reduce_sum")
         power = self.graph.node(exponential)
@@ -168,7 +171,7 @@ class Finder:
         return Softmax(logits, places[0], through)
 
     def _along(self, name: Name, kind: str) -> tuple[list[Name], Node | None]:
-        """Returns the statistic that a value repeats, and what is on the way to it."""
+        """Returns the values from a broadcast back to its statistic, and the statistic's node."""
         way: list[Name] = []
         while (node := self.graph.node(name)) is not None:
             way.append(name)
@@ -186,9 +189,9 @@ class Finder:
         return way, None
 
     def _repeats(self, name: Name, axis: int) -> bool:
-        """Whether a statistic stands beside the axis along which it was taken.
+        """Whether a statistic is broadcast along the axis over which it was taken.
 
-        One of as many rows as there are keys could be repeated along another.
+        Where there are as many rows as keys, a wrong axis would have the same shape.
         """
         last = self.graph.node(name)
         while last is not None and last.kind in ("stop_gradient", "max"):
@@ -196,7 +199,7 @@ class Finder:
             last = self.graph.node(name)
         shape = self.graph.aval(name).shape
         if last is None or last.kind in ("reduce_sum", "reduce_max"):
-            return False  # repeated by an operation on arrays of several ranks
+            return False  # broadcast by an operation on operands of different ranks
         if shape[axis] == 1:
             before = self.graph.aval(last.operands[0]).shape
             return before == (*shape[:axis], *shape[axis + 1 :]) or before == shape
@@ -211,7 +214,7 @@ class Finder:
     # -- the logits ------------------------------------------------------------------------------
 
     def _logits(self, name: Name) -> Logits | None:
-        """Returns what logits are made of, None unless of one product by a few known operations."""
+        """Returns the parts of logits, None if they are not one product and a few operations."""
         if compat.is_literal(name):
             return None
         if name not in self._read:
@@ -229,9 +232,9 @@ class Finder:
         if node is None:
             return None
         if node.kind in axes.MOVES:
-            found = self._logits(node.operands[0])
-            labels = found and axes.moved(found.labels, node.eqn)
-            return found.past(name, labels) if found and labels else None
+            logits = self._logits(node.operands[0])
+            labels = logits and axes.moved(logits.labels, node.eqn)
+            return logits.past(name, labels) if logits and labels else None
         if node.kind in _ONE_OPERAND:
             return self._scaled(name, node)
         if node.kind in ("add", "sub"):
@@ -247,36 +250,36 @@ class Finder:
             number, inner = self.graph.number(node.operands[0]), node.operands[1]
         if not number or not math.isfinite(number):
             return None
-        found = self._logits(inner)
-        if found is None or found.masked is not None:
+        logits = self._logits(inner)
+        if logits is None or logits.masked is not None:
             return None
         times = number if node.kind == "mul" else 1 / number
-        biases = tuple((bias, labels, n * times) for bias, labels, n in found.biases)
-        return found.past(name, scale=found.scale * times, biases=biases)
+        biases = tuple((bias, labels, n * times) for bias, labels, n in logits.biases)
+        return logits.past(name, scale=logits.scale * times, biases=biases)
 
     def _biased(self, name: Name, node: Node) -> Logits | None:
         sign = -1.0 if node.kind == "sub" else 1.0
         inner, bias = node.operands
-        found = self._logits(inner)
-        if found is None and node.kind == "add":
+        logits = self._logits(inner)
+        if logits is None and node.kind == "add":
             inner, bias = bias, inner
-            found = self._logits(inner)
-        if found is None or found.masked is not None:
+            logits = self._logits(inner)
+        if logits is None or logits.masked is not None:
             return None
         if self.graph.aval(inner).shape != node.aval.shape:
             return None
         shape = () if compat.is_literal(bias) else self.graph.aval(bias).shape
-        start, labels = axes.source(self.graph, bias, _as_long(found.labels, shape))
+        start, labels = axes.source(self.graph, bias, _as_long(logits.labels, shape))
         added = self._additive_mask(start, labels) if sign > 0 else None
-        if added is not None and not found.biases:
+        if added is not None and not logits.biases:
             mask, least = added
-            return found.past(name, mask=found.mask & mask, masked=least, is_added=True)
+            return logits.past(name, mask=logits.mask & mask, masked=least, is_added=True)
         if self.graph.leaves(start, self.known) is None or len(set(labels) - {None}) > 3:
-            return None  # a bias for each head of each example is as large as what is not kept
-        return found.past(name, biases=(*found.biases, (start, labels, sign)))
+            return None  # a bias for each head of each example is as large as the logits
+        return logits.past(name, biases=(*logits.biases, (start, labels, sign)))
 
     def _additive_mask(self, name: Name, labels: axes.Labels) -> tuple[masks.Mask, float] | None:
-        """Returns which keys are read, where 0 is added, and what is added where they are not."""
+        """Returns the mask of a bias `where(mask, 0, least)`, and `least`; None for others."""
         node = self.graph.node(name)
         if node is None or node.kind != "select_n" or len(node.operands) != 3:
             return None
@@ -289,9 +292,9 @@ class Finder:
         if least is None or not least <= _MASKED:
             return None
         which, labels = axes.source(self.graph, which, labels)
-        reader = masks.Reader(self.graph, self.known.__contains__)
-        found = reader.mask(which, labels, positive=yes == 1)
-        return None if found is None else (found, least)
+        reader = masks.MaskReader(self.graph, self.known.__contains__)
+        mask = reader.mask(which, labels, positive=yes == 1)
+        return None if mask is None else (mask, least)
 
     def _masked(self, name: Name, node: Node) -> Logits | None:
         which, *cases = node.operands
@@ -299,29 +302,29 @@ class Finder:
         place = next((i for i, n in enumerate(numbers) if n is None), None)
         if place is None or (least := numbers[1 - place]) is None or not least <= _MASKED:
             return None
-        found = self._logits(cases[place])
-        if found is None or found.is_added or found.masked not in (None, least):
+        logits = self._logits(cases[place])
+        if logits is None or logits.is_added or logits.masked not in (None, least):
             return None
         shape = self.graph.aval(which).shape
         if self.graph.aval(cases[place]).shape != node.aval.shape:
             return None
-        which, labels = axes.source(self.graph, which, _as_long(found.labels, shape))
-        reader = masks.Reader(self.graph, self.known.__contains__)
+        which, labels = axes.source(self.graph, which, _as_long(logits.labels, shape))
+        reader = masks.MaskReader(self.graph, self.known.__contains__)
         mask = reader.mask(which, labels, positive=place == 1)
         if mask is None:
             return None
-        return found.past(name, mask=found.mask & mask, masked=least)
+        return logits.past(name, mask=logits.mask & mask, masked=least)
 
 
 def _as_long(labels: axes.Labels, shape: Sequence[int]) -> axes.Labels:
-    """Returns the labels of an array that is repeated along axes of 1."""
+    """Returns the labels of an array that is broadcast along axes of 1."""
     if len(shape) != len(labels):
         return ()
     return tuple(None if n == 1 else label for n, label in zip(shape, labels, strict=True))
 
 
 def _multiplies_low(decision: Any) -> bool:
-    """Whether an equation is a matrix product of two arrays on operands of 16 bits."""
+    """Whether an equation is a matrix product of two arrays in 16 bits."""
     if decision.action is not Action.PRODUCT or decision.how is not None:
         return False
     eqn = decision.eqn

@@ -1,11 +1,11 @@
-"""Attention as one operation, whose derivative keeps no value of the size queries × keys.
+"""Attention as one operation, whose derivative saves no value of the size queries × keys.
 
 `attention_p` gives the result and the logarithm of each row's sum. Its tangent is one operation
-too, linear in the tangents of the operands: forwards it is XLA's, and transposed it is
-`backward_p`, which reads the operands, the result and the rows' sums. So these are what a backward
-pass keeps, on every platform. The derivatives of both are those of XLA's form.
+too, linear in the tangents of the operands. In forward mode it is computed by XLA's form; its
+transpose is `backward_p`, which reads the operands, the result and the rows' sums. So a backward
+pass saves these on every platform. The derivatives of both are those of XLA's form.
 
-Which kernel runs is chosen where the operations are lowered (`kernels`).
+The kernel is chosen where the operations are lowered (`kernels`).
 """
 
 from __future__ import annotations
@@ -19,40 +19,42 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 from mpjax._autocast.attention import kernels, passes
-from mpjax._autocast.attention.program import Program, batched, out_avals
+from mpjax._autocast.attention.program import AttentionProgram, batched, out_avals
 from mpjax._autocast.decide import named_attention
 from mpjax._base import compat
 from mpjax._base.own_primitives import own_primitive
 
 attention_p = named_attention.FORWARD
-"""Operands to (result, rows)."""
+"""Maps operands to (result, rows)."""
 tangent_p = own_primitive("attention_tangent", computes=True)
-"""Operands, result, rows and tangents of the operands `wrt` to that of the result."""
+"""Maps operands, result, rows and the tangents of operands `wrt` to the result's tangent."""
 backward_p = named_attention.BACKWARD
-"""Operands, result, rows and the result's cotangent to those of the operands `wrt`."""
+"""Maps operands, result, rows and the result's cotangent to the cotangents of operands `wrt`."""
 
 
-def attention(program: Program, *arrays: Any) -> tuple[Any, Any]:
+def attention(program: AttentionProgram, *arrays: Any) -> tuple[Any, Any]:
     """Returns the result of an attention, and the logarithm of each row's sum of exponentials."""
     if any(compat.explicit_sharding(jax.typeof(x)) is not None for x in arrays):
-        return jax.checkpoint(program.form)(*arrays)  # its products tell JAX where results are
+        return jax.checkpoint(program.form)(*arrays)  # JAX types results by its products
     out, rows = attention_p.bind(*compat.equally_varying(*arrays), program=program)
     return out, rows
 
 
-def backward(*args: Any, program: Program, wrt: tuple[int, ...]) -> list[Any]:
+def backward(*args: Any, program: AttentionProgram, wrt: tuple[int, ...]) -> list[Any]:
     """Returns the cotangents of the operands `wrt` of an attention: see `backward_p`."""
     return backward_p.bind(*compat.equally_varying(*args), program=program, wrt=wrt)
 
 
-# -- as XLA computes them --------------------------------------------------------------------------
+# -- by XLA's operations ---------------------------------------------------------------------------
 
 
-def _form(*arrays: Any, program: Program) -> tuple[Any, Any]:
+def _form(*arrays: Any, program: AttentionProgram) -> tuple[Any, Any]:
     return program.form(*arrays)
 
 
-def _along(program: Program, arrays: Sequence[Any], wrt: Sequence[int]) -> Callable[..., Any]:
+def _along(
+    program: AttentionProgram, arrays: Sequence[Any], wrt: Sequence[int]
+) -> Callable[..., Any]:
     """Returns the result as a function of some of the operands."""
 
     def fun(*moving: Any) -> Any:
@@ -64,25 +66,25 @@ def _along(program: Program, arrays: Sequence[Any], wrt: Sequence[int]) -> Calla
     return fun
 
 
-def _tangent(*args: Any, program: Program, wrt: tuple[int, ...]) -> Any:
+def _tangent(*args: Any, program: AttentionProgram, wrt: tuple[int, ...]) -> Any:
     arrays, tangents = args[: -2 - len(wrt)], args[-len(wrt) :]
     moving = [arrays[i] for i in wrt]
     return jax.jvp(_along(program, arrays, wrt), moving, list(tangents))[1]
 
 
-def _backward(*args: Any, program: Program, wrt: tuple[int, ...]) -> list[Any]:
+def _backward(*args: Any, program: AttentionProgram, wrt: tuple[int, ...]) -> list[Any]:
     *arrays, _, _, ct = args
-    # Without the barrier XLA would see that the forward pass has computed this, and keep it.
+    # Without the barrier XLA would recognise the forward pass's logits, and store them for this.
     *arrays, ct = lax.optimization_barrier((*arrays, ct))
     return list(jax.vjp(_along(program, arrays, wrt), *(arrays[i] for i in wrt))[1](ct))
 
 
-# -- what a primitive needs ------------------------------------------------------------------------
+# -- rules of the primitives -----------------------------------------------------------------------
 
 
 def _run(primitive: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
-    def impl(*args: Any, program: Program, **params: Any) -> Any:
-        if jax.config.jax_disable_jit:  # what is compiled would only come back here
+    def impl(*args: Any, program: AttentionProgram, **params: Any) -> Any:
+        if jax.config.jax_disable_jit:  # `jax.jit` would only call this again
             return fun(*args, program=program, **params)
         bind = functools.partial(primitive.bind, program=program, **params)
         key = (primitive, *sorted(params.items()))
@@ -100,7 +102,7 @@ mlir.register_lowering(tangent_p, mlir.lower_fun(_tangent, multiple_results=Fals
 
 
 @attention_p.def_abstract_eval
-def _abstract(*avals: Any, program: Program) -> tuple[Any, Any]:
+def _abstract(*avals: Any, program: AttentionProgram) -> tuple[Any, Any]:
     return out_avals(program, avals)
 
 
@@ -125,7 +127,7 @@ def _zero(x: Any) -> ad.Zero:
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
-def _jvp(primals: Any, tangents: Any, *, program: Program) -> Any:
+def _jvp(primals: Any, tangents: Any, *, program: AttentionProgram) -> Any:
     out, rows = attention_p.bind(*primals, program=program)
     wrt = _moving(tangents)
     if not wrt:
@@ -134,26 +136,27 @@ def _jvp(primals: Any, tangents: Any, *, program: Program) -> Any:
     return (out, rows), (tangent_p.bind(*args, program=program, wrt=wrt), _zero(rows))
 
 
-def _transpose(ct: Any, *args: Any, program: Program, wrt: tuple[int, ...]) -> list[Any]:
+def _transpose(ct: Any, *args: Any, program: AttentionProgram, wrt: tuple[int, ...]) -> list[Any]:
     places = range(len(args) - len(wrt), len(args))
     asked = [i for i, place in zip(wrt, places, strict=True) if ad.is_undefined_primal(args[place])]
     cts: list[Any] = [None] * len(args)
     if isinstance(ct, ad.Zero):
-        found = dict.fromkeys(asked)
+        by_operand = dict.fromkeys(asked)
     else:
         operands = *args[: -len(wrt)], ct
         grads = backward(*operands, program=program, wrt=tuple(asked))
-        found = dict(zip(asked, grads, strict=True))
+        by_operand = dict(zip(asked, grads, strict=True))
     for i, place in zip(wrt, places, strict=True):
-        if i in found:
-            cts[place] = ad.Zero(args[place].aval) if found[i] is None else found[i]
+        if i in by_operand:
+            cts[place] = ad.Zero(args[place].aval) if by_operand[i] is None else by_operand[i]
     return cts
 
 
 def _by_form(fun: Callable[..., Any], primitive: Any) -> Callable[..., Any]:
-    """Returns the derivative of an operation by XLA's form, of all that it was computed from.
+    """Returns the JVP rule of a primitive by XLA's form.
 
-    Result and rows follow from the operands, so that what they add is in the operands' share.
+    The form computes `out` and `rows` again from the other operands, so that the tangents given for
+    these two add nothing.
     """
 
     def rule(primals: Any, tangents: Any, **params: Any) -> Any:
@@ -183,16 +186,16 @@ ad.primitive_transposes[tangent_p] = _transpose
 # -- vmap ------------------------------------------------------------------------------------------
 
 
-def _batch(args: Any, dims: Any, *, program: Program) -> Any:
+def _batch(args: Any, dims: Any, *, program: AttentionProgram) -> Any:
     size = compat.batch_size(args, dims)
     in_axes = [d if compat.is_batched(d) else None for d in dims]
     return attention_p.bind(*args, program=batched(program, size, in_axes)), (0, 0)
 
 
 def _batch_derivative(primitive: Any, count: Callable[[Any, Any], int]) -> Callable[..., Any]:
-    """Returns the rule of an operation that reads what follows from the first `count` operands."""
+    """Returns the batching rule of a primitive; `count` gives the number of attention operands."""
 
-    def rule(args: Any, dims: Any, *, program: Program, wrt: tuple[int, ...]) -> Any:
+    def rule(args: Any, dims: Any, *, program: AttentionProgram, wrt: tuple[int, ...]) -> Any:
         size = compat.batch_size(args, dims)
         own = count(args, wrt)
         all_args = compat.all_batched(args, dims)

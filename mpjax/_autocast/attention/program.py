@@ -1,8 +1,7 @@
-"""An attention as data: what it adds up, over which keys, and how XLA computes it.
+"""An attention as data: its scale and mask, its operands for a kernel, its form for XLA.
 
-An attention is `softmax(scale * q kᵀ + bias) v`, over the keys that a row may read. Whoever wrote
-it chose an order of axes; kernels have one of their own, [batch, time, heads, size], in which
-`Operands` are.
+An attention is `softmax(scale * q kᵀ + bias) v`, over the keys that a row may read. Its author
+chose an order of axes. Kernels read `Operands`, whose order is [batch, time, heads, size].
 """
 
 from __future__ import annotations
@@ -23,35 +22,35 @@ LEAST = -0.7 * float(np.finfo(np.float32).max)  # the logit of a key that is not
 
 
 class Operands(NamedTuple):
-    """What a kernel reads. Heads of the query may share those of key and value, in groups."""
+    """The operands of a kernel. Heads of the query may share those of key and value, in groups."""
 
     query: Any  # [batch, queries, heads, size]
     key: Any  # [batch, keys, key heads, size]
     value: Any  # [batch, keys, key heads, size]
-    bias: Any = None  # float; 1 or as long on each axis as [batch, heads, queries, keys]
-    mask: Any = None  # bool, as well: which keys are read
-    lengths: Any = None  # int32[batch]: how many keys there are
+    bias: Any = None  # float; broadcastable to [batch, heads, queries, keys]
+    mask: Any = None  # bool, broadcastable as well: True where a key is read
+    lengths: Any = None  # int32[batch]: the number of keys
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """The axes of the logits: batch, heads, queries, keys."""
+        """The shape of the logits: batch, heads, queries, keys."""
         batch, queries, heads, _ = self.query.shape
         return batch, heads, queries, self.key.shape[1]
 
 
 class Empty(enum.Enum):
-    """What a row without keys gives. XLA's weights are all equal there: all logits are."""
+    """The result of a row that reads no key. In XLA's form its logits are all equal."""
 
-    MEAN = "mean"  # the mean of all values: a mask chose one logit for every key
-    THROUGH = "through"  # as well, but logits that were lost in a sum get their gradients
-    ALL = "all"  # what it would give with all keys: a mask shifted all logits alike
-    NAN = "nan"  # a mask chose -inf
-    NAN_THROUGH = "nan through"  # -inf was added: gradients are NaN too
+    MEAN = "mean"  # the mean of all values: `where(mask, logits, least)` gave the least for all
+    THROUGH = "through"  # the mean too, but logits absorbed by a large bias still get gradients
+    ALL = "all"  # the result with all keys: a bias shifted all logits alike, and absorbed none
+    NAN = "nan"  # `where(mask, logits, -inf)` gave -inf for all keys
+    NAN_THROUGH = "nan through"  # a bias of -inf: gradients are NaN too
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What is known of an attention before it runs."""
+    """The options of an attention: scale, window, and the result of rows without keys."""
 
     scale: float
     causal: bool = False  # query i reads no key after i
@@ -61,15 +60,15 @@ class Spec:
 
     @property
     def last(self) -> int | None:
-        """How far after a query's place its last key is; None if that does not matter."""
+        """The number of keys after a query's place that it reads; None for all."""
         return 0 if self.causal else self.right
 
     def has_empty_rows(self, queries: int, keys: int) -> bool:
-        """Whether place alone leaves a row without keys."""
+        """Whether the window alone leaves a row without keys."""
         return self.left is not None and queries - 1 - self.left > keys - 1
 
     def band(self, queries: int, keys: int) -> Any:
-        """Returns which keys may be read by their place, bool[queries, keys], or None for all."""
+        """Returns the window as a mask, bool[queries, keys], or None if it excludes no key."""
         if self.left is None and self.last is None:
             return None
         row, column = (jax.lax.broadcasted_iota(jnp.int32, (queries, keys), i) for i in (0, 1))
@@ -82,33 +81,33 @@ class Spec:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
-    """One attention, as a function of the arrays that its author gave it.
+class AttentionProgram:
+    """One attention, as a function of its author's arrays.
 
-    Compared by identity: whoever makes one keeps it, so that `jit` traces it once.
+    Compared by identity: callers cache instances, so that `jit` traces each once.
     """
 
     spec: Spec
     form: Callable[..., tuple[Any, Any]]
-    """XLA's: the arrays to the result, and the logarithm of each row's sum, f32[*lead, heads,
-    queries]."""
+    """XLA's form: maps the arrays to the result and the logarithm of each row's sum, f32[*lead,
+    heads, queries]."""
     operands: Callable[..., Operands]
-    """The arrays to what a kernel reads; linear in each float."""
+    """Maps the arrays to the operands of a kernel; linear in each floating one."""
     result: Callable[[Any], Any]
-    """A kernel's result to the author's order of axes."""
+    """Maps a kernel's result to the author's order of axes."""
     lead: tuple[int, ...]
-    """The axes of which the batch is made."""
+    """The lengths of the author's batch axes, of which a kernel's batch is the product."""
     implementation: str | None = None
     shows_rows: bool = False
-    """Whether the rows' sums are results, and not for the backward pass alone."""
+    """Whether the rows' sums are results of the function, and not for the backward pass alone."""
     _kept: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Has the form traced and differentiated once, for every equal attention and each pass."""
+        """Wraps the form so that JAX traces and differentiates it once for each shape."""
         object.__setattr__(self, "form", compat.inlined(self.form))
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Returns what is found out about the program once, and kept as long as it."""
+        """Returns `make()`, memoised by key for as long as this instance lives."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
@@ -117,13 +116,17 @@ class Program:
         return f"<{self.spec}>"
 
 
-def batched(program: Program, size: int, in_axes: Sequence[int | None]) -> Program:
+def batched(
+    program: AttentionProgram, size: int, in_axes: Sequence[int | None]
+) -> AttentionProgram:
     """Returns the program of `size` attentions, of arrays that are batched along some axis."""
     axes = tuple(in_axes)
     return program.once(("batched", size, axes), lambda: _batched(program, size, axes))
 
 
-def _batched(program: Program, size: int, in_axes: tuple[int | None, ...]) -> Program:
+def _batched(
+    program: AttentionProgram, size: int, in_axes: tuple[int | None, ...]
+) -> AttentionProgram:
     def mapped(fun: Callable[..., Any]) -> Callable[..., Any]:
         return jax.vmap(fun, in_axes=in_axes, axis_size=size)
 
@@ -141,12 +144,12 @@ def _batched(program: Program, size: int, in_axes: tuple[int | None, ...]) -> Pr
 
 
 def _joined(x: Any, batch: int) -> Any:
-    """Returns an operand with two axes of examples as one with one."""
+    """Returns an operand with its two leading batch axes joined."""
     wide = jnp.broadcast_to(x, (x.shape[0], batch, *x.shape[2:]))
     return wide.reshape(-1, *x.shape[2:])
 
 
-def out_avals(program: Program, avals: Sequence[Any]) -> tuple[Any, Any]:
+def out_avals(program: AttentionProgram, avals: Sequence[Any]) -> tuple[Any, Any]:
     """Returns the types of the result and of the rows' sums, on the mesh of the first operand."""
     structs = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
     out, rows = program.once(structs, lambda: jax.eval_shape(program.form, *structs))

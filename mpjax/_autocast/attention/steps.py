@@ -1,8 +1,8 @@
-"""Attention that nobody named: found in a plan, and run as one operation.
+"""Puts one step in a plan for each attention that is written out in its equations.
 
-It is a hint: which values are low was decided before, and XLA's form of it is the steps that stood
-there, so that a platform without a kernel computes what it computed. What a backward pass keeps are
-the operands; a mask that is made of positions alone is made again.
+This is a hint: the states of values were decided before. XLA's form of the attention is the steps
+that it replaces, so that a platform without a kernel computes the same as without the hint. A
+backward pass saves the operands, and makes a mask of positions alone again.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._autocast.arrange.plan import Step
+from mpjax._autocast.arrange.plan import PlanStep
 from mpjax._autocast.attention import kernels, layout, masks
 from mpjax._autocast.attention.empty_rows import LOST
-from mpjax._autocast.attention.nodes import Graph, operations
+from mpjax._autocast.attention.nodes import ValueGraph, operations
 from mpjax._autocast.attention.pattern import SOFTMAX, Finder, Match
-from mpjax._autocast.attention.program import MULTIPLIED, Empty, Operands, Program, Spec
+from mpjax._autocast.attention.program import MULTIPLIED, AttentionProgram, Empty, Operands, Spec
 from mpjax._autocast.decide import scopes
 from mpjax._autocast.decide.decided import Action
 from mpjax._autocast.decide.states import Kind
@@ -38,41 +38,42 @@ FLOAT32 = np.dtype("float32")
 class Attended:
     """An attention in place of some steps of a plan."""
 
-    steps: tuple[Step, ...]  # what XLA's form runs
-    first: int  # the equation of the first product
-    last: int  # that of the last
-    inputs: tuple[Any, ...]  # query, key and value, then what else is read
+    steps: tuple[PlanStep, ...]  # the steps of XLA's form
+    first: int  # the index of the equation of the first product
+    last: int  # the index of the last product
+    inputs: tuple[Any, ...]  # query, key and value, then the other variables that are read
     low: Any
-    read: Read
+    read: AttentionInputs
     key: Any  # equal for equal attentions
 
 
-@hint("attended", lambda jaxpr, constants, decisions, held, steps: steps)
+@hint("attended", lambda jaxpr, constants, decisions, states, steps: steps)
 def attended(
     jaxpr: Any,
     constants: Sequence[Any],
     decisions: Sequence[Any],
-    held: dict[Any, Any],
-    steps: list[Step],
-) -> list[Step]:
-    """Returns the steps of a plan, those of each attention as one.
+    states: dict[Any, Any],
+    steps: list[PlanStep],
+) -> list[PlanStep]:
+    """Returns the steps of a plan, with one step in place of those of each attention.
 
     Args:
       jaxpr: open.
       constants: of the jaxpr.
-      decisions: one an equation; those of the products are told which kernel runs them.
-      held: the state of each value.
+      decisions: one for each equation; the reasons of products are set to the kernel's sentence.
+      states: the state of each value.
       steps: in order.
     """
+    # The cheap test first: most jaxprs have no softmax, or fewer than two products.
     if sum(d.action is Action.PRODUCT for d in decisions) < 2 or not operations(jaxpr) >= SOFTMAX:
         return steps
-    finder = Finder(jaxpr, constants, decisions, held)
+    finder = Finder(jaxpr, constants, decisions, states)
     known = {*jaxpr.invars, *jaxpr.constvars}.union(*(_made(jaxpr, step) for step in steps))
     matches = finder.matches(known)
     if not matches:
         return steps
-    place = _Places(jaxpr, decisions, held, steps)
-    found: dict[int, Attended] = {}
+    place = _Places(jaxpr, decisions, states, steps)
+    attentions: dict[int, Attended] = {}
     gone: set[int] = set()
     for match in matches:
         mine = place.steps(match)
@@ -80,29 +81,29 @@ def attended(
             continue
         if one := _attended(finder, place, match, mine):
             gone.update(mine)
-            found[max(mine)] = one
-    kept: list[Step] = []
+            attentions[max(mine)] = one
+    new: list[PlanStep] = []
     for i, step in enumerate(steps):
-        if i in found:
-            one = found[i]
-            kept.append(Step([one.last], inputs=one.inputs, attention=one))
+        if i in attentions:
+            one = attentions[i]
+            new.append(PlanStep([one.last], inputs=one.inputs, attention=one))
         elif i not in gone:
-            kept.append(step)
-    return kept
+            new.append(step)
+    return new
 
 
-def _made(jaxpr: Any, step: Step) -> list[Any]:
-    """Returns what a step leaves for others."""
+def _made(jaxpr: Any, step: PlanStep) -> list[Any]:
+    """Returns the variables of a step that others may read."""
     if step.group:
         return [v for v, *_ in step.group.outputs]
     return [v for i in step.members for v in jaxpr.eqns[i].outvars]
 
 
 class _Places:
-    """Which step makes and which steps read each value."""
+    """The step that makes each value, and the steps that read it."""
 
-    def __init__(self, jaxpr: Any, decisions: Any, held: Any, steps: list[Step]) -> None:
-        self.jaxpr, self.decisions, self.held, self.all = jaxpr, decisions, held, steps
+    def __init__(self, jaxpr: Any, decisions: Any, states: Any, steps: list[PlanStep]) -> None:
+        self.jaxpr, self.decisions, self.states, self.all = jaxpr, decisions, states, steps
         self._step_of = {i: n for n, step in enumerate(steps) for i in step.members}
         self._maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self._readers: dict[Any, set[int]] = {}
@@ -112,18 +113,18 @@ class _Places:
         self._constants = self._made_of_positions()
         self._outputs = Counter(v for v in jaxpr.outvars if not compat.is_literal(v))
         self.why: dict[Any, str] = {}
-        """Which kernel runs the attentions of a key."""
+        """The kernel's sentence for the attentions of each key, '' if no kernel takes them."""
 
-    def reads(self, step: Step) -> list[Any]:
+    def reads(self, step: PlanStep) -> list[Any]:
         if step.group:
             return list(step.group.inputs)
         return [v for i in step.members for v in compat.variables(self.jaxpr.eqns[i])]
 
-    def made(self, step: Step) -> list[Any]:
+    def made(self, step: PlanStep) -> list[Any]:
         return _made(self.jaxpr, step)
 
     def steps(self, match: Match) -> list[int]:
-        """Returns which steps are an attention, none if something else reads what they make."""
+        """Returns the steps of an attention, none if others read its intermediate values."""
         eqns = {match.first, match.last}
         for name in match.through:
             i = name[0][0] if isinstance(name, tuple) else self._maker.get(name)
@@ -145,10 +146,10 @@ class _Places:
         return mine
 
     def inputs(self, mine: Sequence[int], own: Sequence[Any]) -> tuple[set[int], list[Any]]:
-        """Returns what steps read but for query, key and value, and the steps that make the rest.
+        """Returns further steps that make masks, and the inputs beside query, key and value.
 
-        What is made of numbers and positions alone is made anew: kept, it would be a mask of the
-        size queries × keys.
+        A value of numbers and positions alone is made anew in the attention: as an input it would
+        be saved, a mask of the size queries × keys.
         """
         inside = {v for n in mine for v in self.made(self.all[n])}
         read = dict.fromkeys(v for n in mine for v in self.reads(self.all[n]))
@@ -165,19 +166,19 @@ class _Places:
         return pulled, others
 
     def _made_of_positions(self) -> dict[Any, frozenset[int]]:
-        """Returns of each value that is made of numbers and positions alone the steps that do."""
-        found: dict[Any, frozenset[int]] = {}
+        """Returns, for each value computed from numbers and positions alone, the steps for it."""
+        makers: dict[Any, frozenset[int]] = {}
         for n, step in enumerate(self.all):
             read = self.reads(step)
             effects = any(self.jaxpr.eqns[i].effects for i in step.members)
-            if not effects and all(v in found for v in read):
-                made = frozenset({n}).union(*(found[v] for v in read))
-                found.update(dict.fromkeys(self.made(step), made))
-        return found
+            if not effects and all(v in makers for v in read):
+                made = frozenset({n}).union(*(makers[v] for v in read))
+                makers.update(dict.fromkeys(self.made(step), made))
+        return makers
 
 
 def _attended(finder: Finder, place: _Places, match: Match, mine: list[int]) -> Attended | None:
-    """Returns an attention as one step, None if it is laid out in a way that no kernel takes."""
+    """Returns an attention as one step, None if no kernel takes its layout or its operands."""
     eqns = place.jaxpr.eqns
     first, last = eqns[match.first], eqns[match.last]
     how = layout.of(first, last, match)
@@ -200,7 +201,7 @@ def _attended(finder: Finder, place: _Places, match: Match, mine: list[int]) -> 
     if not inside.isdisjoint(own) or any(x is None for x in made):
         return None
     steps = tuple(_without_checkpoint(place.all[n]) for n in sorted({*pulled, *mine}))
-    read = Read(finder.graph, how, match, inputs, spec)
+    read = AttentionInputs(finder.graph, how, match, inputs, spec)
     low = place.decisions[match.last].low
     key = _key(place, steps, read)
     one = Attended(steps, match.first, match.last, inputs, low, read, key)
@@ -213,8 +214,8 @@ def _attended(finder: Finder, place: _Places, match: Match, mine: list[int]) -> 
     return one
 
 
-def _without_checkpoint(step: Step) -> Step:
-    """Returns a step that the backward pass does not compute again: the kernel's pass does that."""
+def _without_checkpoint(step: PlanStep) -> PlanStep:
+    """Returns a step without its own recomputation: the attention's backward pass recomputes it."""
     if step.group is None:
         return step
     marks = replace(step.group.marks, checkpoint=False)
@@ -222,11 +223,11 @@ def _without_checkpoint(step: Step) -> Step:
 
 
 def _where(one: Attended, place: _Places) -> str:
-    """Returns which kernel runs an attention on which platform, empty if none does."""
+    """Returns the sentence of `explain` about the kernel of an attention, '' if none takes it."""
     program = one.read.program(lambda *_: None)
     structs = []
     for i, v in enumerate(one.inputs):
-        state = place.held[v]
+        state = place.states[v]
         dtype = (
             one.low if i < MULTIPLIED else state.dtype if state.kind == Kind.LOW else v.aval.dtype
         )
@@ -237,37 +238,37 @@ def _where(one: Attended, place: _Places) -> str:
 
 
 def _spec(match: Match, how: layout.Layout) -> Spec | None:
-    """Returns what is known of an attention; None where its mask says what no kernel knows."""
-    found = match.logits
+    """Returns the options of an attention; None if no kernel can express its mask."""
+    logits = match.logits
     row = how.queries[0] if how.queries else None
-    ends = masks.window(found.mask.bounds, row, match.keys)
-    if ends is None or found.scale <= 0:
+    ends = masks.window(logits.mask.bounds, row, match.keys)
+    if ends is None or logits.scale <= 0:
         return None
     left, right = ends
     empty = Empty.MEAN
-    if found.masked == -math.inf:
-        empty = Empty.NAN_THROUGH if found.is_added else Empty.NAN
-    elif found.is_added:
-        empty = Empty.THROUGH if (found.masked or 0) < LOST else Empty.ALL
-    if empty is Empty.ALL and found.mask.arrays:
-        left = right = None  # rows without keys read those of other places too: all is in the mask
+    if logits.masked == -math.inf:
+        empty = Empty.NAN_THROUGH if logits.is_added else Empty.NAN
+    elif logits.is_added:
+        empty = Empty.THROUGH if (logits.masked or 0) < LOST else Empty.ALL
+    if empty is Empty.ALL and logits.mask.arrays:
+        left = right = None  # rows without keys read beyond the window: the mask includes it
     is_causal = right == 0
-    return Spec(found.scale, is_causal, left, None if is_causal else right, empty)
+    return Spec(logits.scale, is_causal, left, None if is_causal else right, empty)
 
 
 @dataclass(frozen=True, eq=False)
-class Read:
-    """How an attention's inputs are read: by a kernel, and for the sums of its rows."""
+class AttentionInputs:
+    """The inputs of an attention, arranged as operands of a kernel, and the sums of its rows."""
 
-    graph: Graph
+    graph: ValueGraph
     how: layout.Layout
     match: Match
     inputs: tuple[Any, ...]
     spec: Spec
 
-    def program(self, form: Callable[..., Any]) -> Program:
+    def program(self, form: Callable[..., Any]) -> AttentionProgram:
         shape = self.match.out.aval.shape
-        return Program(
+        return AttentionProgram(
             spec=self.spec,
             form=form,
             operands=self.operands,
@@ -276,20 +277,20 @@ class Read:
         )
 
     def operands(self, *arrays: Any) -> Operands:
-        """Returns what a kernel reads of the inputs."""
+        """Returns the operands of a kernel, computed from the inputs."""
         own = zip(("query", "key", "value"), arrays, strict=False)
         query, key, value = (self.how.operand(name, x) for name, x in own)
         known = {v: _wide(x) for v, x in zip(self.inputs, arrays, strict=True)}
-        found, bias, mask = self.match.logits, None, None
-        for name, labels, times in found.biases:
+        logits, bias, mask = self.match.logits, None, None
+        for name, labels, times in logits.biases:
             added = times * self.how.like_logits(self.graph.compute(name, known), labels)
             bias = added if bias is None else bias + added
-        for name, labels, positive in found.mask.arrays:
+        for name, labels, positive in logits.mask.arrays:
             read = self.how.like_logits(self.graph.compute(name, known), labels)
             read = read if positive else ~read
             mask = read if mask is None else mask & read
         if mask is not None and self.spec.empty is Empty.ALL:
-            mask = mask & masks.of_places(found.mask.bounds, self.how)
+            mask = mask & masks.of_places(logits.mask.bounds, self.how)
         return Operands(query, key, value, bias, mask)
 
     def rows(self, known: dict[Any, Any]) -> Any:
@@ -304,30 +305,31 @@ def _wide(x: Any) -> Any:
     return x.astype(FLOAT32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def _key(place: _Places, steps: Sequence[Step], read: Read) -> Any:
-    """Returns what equal attentions have in common."""
+def _key(place: _Places, steps: Sequence[PlanStep], read: AttentionInputs) -> Any:
+    """Returns the key of an attention: equal for equal attentions."""
     number = {v: i for i, v in enumerate(read.inputs)}
-    found: list[Any] = [(v.aval.shape, v.aval.dtype, place.held[v]) for v in read.inputs]
+    content: list[Any] = [(v.aval.shape, v.aval.dtype, place.states[v]) for v in read.inputs]
     for i in (i for step in steps for i in step.members):
         decision = place.decisions[i]
         eqn = decision.eqn
         operands = [_literal(v) if compat.is_literal(v) else number[v] for v in eqn.invars]
         params = [(name, hashable(value)) for name, value in sorted(eqn.params.items())]
-        held = [place.held[v] for v in eqn.outvars]
+        states = [place.states[v] for v in eqn.outvars]
         how = (decision.action, decision.low, decision.out_dtype)
-        found.append((eqn.primitive, *operands, *params, *held, *how, eqn.ctx))
+        content.append((eqn.primitive, *operands, *params, *states, *how, eqn.ctx))
         number |= {v: len(number) + n for n, v in enumerate(eqn.outvars)}
-    return (*found, *_known(read, number))
+    return (*content, *_known(read, number))
 
 
-def _known(read: Read, number: dict[Any, int]) -> list[Any]:
-    """Returns what a kernel knows of an attention beside its steps, and computes beside them.
+def _known(read: AttentionInputs, number: dict[Any, int]) -> list[Any]:
+    """Returns the part of the key that is not in the steps: the kernel's biases, mask and layout.
 
-    One mask may compare an array that counts the places, another any array: steps are equal then.
+    Steps are equal for a mask that compares a constant 0, 1, 2 ... and one that compares any other
+    array, but their masks differ.
 
     Args:
-      read: how the inputs are read.
-      number: of each value that inputs and steps make.
+      read: the inputs of the attention.
+      number: a number for each input and each value that the steps make.
     """
     made: list[Any] = []
 
@@ -341,8 +343,8 @@ def _known(read: Read, number: dict[Any, int]) -> list[Any]:
             number[name] = len(number)
         return number[name]
 
-    found = read.match.logits
-    biases = [(same(name), *how) for name, *how in found.biases]
-    arrays = [(same(name), *how) for name, *how in found.mask.arrays]
-    told = (read.spec, read.how, read.match.softmax_labels, found.mask.bounds)
+    logits = read.match.logits
+    biases = [(same(name), *how) for name, *how in logits.biases]
+    arrays = [(same(name), *how) for name, *how in logits.mask.arrays]
+    told = (read.spec, read.how, read.match.softmax_labels, logits.mask.bounds)
     return [*made, *biases, *arrays, *told]

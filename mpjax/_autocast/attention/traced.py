@@ -1,7 +1,7 @@
-"""One pass of a kernel that JAX offers as a function with a derivative.
+"""Runs one pass of a kernel that JAX offers only as a function with a derivative.
 
-The derivative, traced, holds the kernels of both passes. The first of them is run for its results;
-or these are known, and what follows is run with them.
+A trace of the derivative has the kernels of both passes in it. `first_pass` runs the first for its
+results; `second_pass` puts known results in place of the first kernel, and runs the rest.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Forward:
     """The kernel of the forward pass among the equations of a derivative.
 
     Args:
-      is_forward: tells its equation.
-      results: what it gives, where that is known: it is not run then.
+      is_forward: whether an equation is the kernel.
+      results: the kernel's results if they are known: it does not run then.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Forward:
         return self.results
 
     def found(self, kernel: str) -> list[Any]:
-        """Returns what the kernel gives; an error unless it was met."""
+        """Returns the kernel's results; raises RuntimeError if the trace did not contain it."""
         if not self._met:
             raise RuntimeError(
                 f"attention: in what JAX {jax.__version__} traces of {kernel} there is no kernel "
@@ -55,9 +55,10 @@ class Forward:
 
 
 def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Returns the results of an equation, as a kernel on one device gives them.
+    """Returns the results of an equation, computed on one device.
 
-    What splits it over devices is left out, and so is the gradient of a bias, which nothing reads.
+    JAX's wrapper that splits a kernel over devices is left out, and so is the gradient of a bias,
+    which nothing reads.
     """
     if not eqn.primitive.name.endswith("_wrapper"):
         return bind(eqn, values)
@@ -69,12 +70,12 @@ def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def first_pass(fun: Callable[..., Any], primals: Sequence[Any], forward: Forward) -> None:
-    """Runs a function as its derivative does, of which a kernel keeps what it needs.
+    """Runs the forward pass of a function's derivative, and records the kernel's results.
 
     Args:
-      fun: of arrays; one that JAX has a kernel for.
-      primals: what it reads.
-      forward: holds what the kernel gives.
+      fun: a function of arrays that JAX computes by a kernel.
+      primals: its arguments.
+      forward: records the results of the kernel.
     """
     traced = jax.make_jaxpr(lambda *xs: jax.vjp(fun, *xs)[0])(*primals)
     evaluate_with(traced, primals, forward.run)
@@ -83,13 +84,13 @@ def first_pass(fun: Callable[..., Any], primals: Sequence[Any], forward: Forward
 def second_pass(
     fun: Callable[..., Any], primals: Sequence[Any], ct: Any, forward: Forward
 ) -> list[Any]:
-    """Returns the cotangents of a function, whose first pass `forward` knows the results of.
+    """Returns the cotangents of a function's arguments, given the results of the forward kernel.
 
     Args:
-      fun: of arrays; one that JAX has a kernel for.
-      primals: what it reads.
+      fun: a function of arrays that JAX computes by a kernel.
+      primals: its arguments.
       ct: the cotangent of its result.
-      forward: what stands for the kernel of the first pass.
+      forward: has the results of the forward kernel, which does not run.
     """
 
     def grads(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Attention as XLA computes it, of operands in any dtype: products low, softmax in float32."""
+"""Attention by XLA's operations, for operands of any dtype: products in it, softmax in float32."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from mpjax._autocast.attention.program import LEAST, Operands, Spec
 _BATCH, _KEYS = (0, 2), (3,)  # axes of [batch, time, heads, ...]
 
 
-def form(found: Operands, spec: Spec) -> tuple[Any, Any]:
+def form(operands: Operands, spec: Spec) -> tuple[Any, Any]:
     """Returns the result, [batch, queries, heads, size], and the logarithm of each row's sum.
 
     Keys that a row may not read get a logit of -0.7 times the largest number, as `jax.nn` has it:
     a row without keys gives the mean of all values.
     """
-    batch, heads, queries, keys = found.sizes
-    shared, dtype = found.key.shape[2], found.query.dtype
+    batch, heads, queries, keys = operands.sizes
+    shared, dtype = operands.key.shape[2], operands.query.dtype
     wide = max(dtype, jnp.dtype(jnp.float32), key=lambda d: d.itemsize)
-    query = found.query.reshape(batch, queries, shared, heads // shared, -1)
+    query = operands.query.reshape(batch, queries, shared, heads // shared, -1)
     # [batch, key heads, queries, group, keys]
-    logits = _product(query, found.key, (((4,), (3,)), (_BATCH, _BATCH)), wide)
+    logits = _product(query, operands.key, (((4,), (3,)), (_BATCH, _BATCH)), wide)
     logits = logits.transpose(0, 1, 3, 2, 4).reshape(batch, heads, queries, keys)
     logits = logits * jnp.asarray(spec.scale, wide)
-    if found.bias is not None:
-        logits = logits + found.bias.astype(wide)
-    read = _read(found, spec)
+    if operands.bias is not None:
+        logits = logits + operands.bias.astype(wide)
+    read = _read(operands, spec)
     if read is not None:
         logits = jnp.where(read, logits, jnp.asarray(LEAST, wide))
     rows = jax.nn.logsumexp(logits, axis=-1).astype(jnp.float32)
     weights = jax.nn.softmax(logits, axis=-1).astype(dtype)
     weights = weights.reshape(batch, shared, heads // shared, queries, keys)
     # [batch, key heads, group, queries, size]
-    out = _product(weights, found.value, (((4,), (1,)), ((0, 1), _BATCH)), wide)
+    out = _product(weights, operands.value, (((4,), (1,)), ((0, 1), _BATCH)), wide)
     out = out.transpose(0, 3, 1, 2, 4).reshape(batch, queries, heads, -1)
     return out.astype(dtype), lax.stop_gradient(rows)
 
 
-def _read(found: Operands, spec: Spec) -> Any:
-    """Returns which keys each row reads, or None for all of them."""
-    _, _, queries, keys = found.sizes
-    read = [found.mask, spec.band(queries, keys)]
-    if found.lengths is not None:
-        read.append(jnp.arange(keys) < found.lengths[:, None, None, None])
+def _read(operands: Operands, spec: Spec) -> Any:
+    """Returns the mask of the keys that each row reads, or None for all of them."""
+    _, _, queries, keys = operands.sizes
+    read = [operands.mask, spec.band(queries, keys)]
+    if operands.lengths is not None:
+        read.append(jnp.arange(keys) < operands.lengths[:, None, None, None])
     given = [x for x in read if x is not None]
     return functools.reduce(jnp.logical_and, given) if given else None
 

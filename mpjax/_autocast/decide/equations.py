@@ -40,7 +40,7 @@ from mpjax._policies.policy import Policy
 
 
 class Products(Protocol):
-    """Decides which products of a program are in 8 bits: a `quantized.Products`."""
+    """Decides which products of a program are in 8 bits: a `quantized.QuantizedProducts`."""
 
     def config(
         self, eqn: Any, settings: Any, low: Any, *, exact: bool

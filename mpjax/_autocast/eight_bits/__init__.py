@@ -1,1 +1,1 @@
-"""Products in 8 bits: which they are, what is known of their operands, amax histories."""
+"""Products in 8 bits: the recipe of each, the origin of its operands, amax histories."""

@@ -1,9 +1,9 @@
-"""Amax histories: which products of a plan have one, and how they are handed to where they are.
+"""Amax histories: the products of a plan that have one, and how each product gets its own.
 
-A *history* is a pytree of plain containers: by product, the largest values of its input, its weight
-and the gradient of its result in the last steps, newest first: f32[3, steps], with the lengths of
-the scans around it in front. Its products read the largest of each, `amaxes`, and what they saw is
-the cotangent of that (`product.recorded`).
+A *history* is a pytree of plain containers. For each product it has an f32[3, steps]: the maxima of
+its input, its weight and the gradient of its result in the last steps, newest first; lengths of
+scans around the product are leading axes. A product scales by the maxima of its history, `amaxes`,
+and the cotangent of `amaxes` is the new maxima (`product.recorded`).
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from mpjax._jaxpr.op_rules import PRODUCTS
 from mpjax._policies.quantized_policy import QuantizedPolicy, recipes_in
 
 KEEPING = frozenset({"jit", "scan", *structure.CHECKPOINTS})
-"""Calls whose products keep histories: what each of them holds is run as often as is known."""
+"""Calls whose products can have histories: their programs run a known number of times."""
 
 _FLOAT32 = jnp.dtype("float32")
 
 
-class Site(NamedTuple):
-    """One product that keeps a history: its name, and the lengths of the scans around it."""
+class HistorySite(NamedTuple):
+    """One product with a history: its name, and the lengths of the scans around it."""
 
     name: str
     shape: tuple[int, ...]
 
 
 def has_history(policy: scopes.Policies) -> bool:
-    """Whether a policy, or a policy of a map, has a recipe that needs a place for its state."""
+    """Whether a policy, or a policy of a map, has a recipe with amax histories."""
     return bool(_recipes(policy))
 
 
 def without_history(policy: Any) -> Any:
-    """Returns a policy with the scales of the values at hand in place of those of earlier steps."""
+    """Returns a policy that scales by the values at hand in place of those of earlier steps."""
     if not has_history(policy):
         return policy
     if isinstance(policy, QuantizedPolicy):
@@ -54,7 +54,7 @@ def without_history(policy: Any) -> Any:
 
 
 def history_length(policy: scopes.Policies) -> int:
-    """Returns how many steps the histories of a policy hold: the most of any recipe of a map."""
+    """Returns the number of steps in a policy's histories: the most of any recipe of a map."""
     return max(recipe.amax_history_len for recipe in _recipes(policy))
 
 
@@ -62,45 +62,45 @@ def _recipes(policy: scopes.Policies) -> list[Any]:
     return [recipe for recipe in recipes_in(policy) if recipe.has_history]
 
 
-# -- which products ------------------------------------------------------------------------------
+# -- products with histories ---------------------------------------------------------------------
 
 
-def sites(plan: Any) -> tuple[Site, ...]:
-    """Returns the products of a plan that keep a history, in the order in which they are run."""
-    found = [site for decision in plan.decisions for site in _of(decision)]
+def sites(plan: Any) -> tuple[HistorySite, ...]:
+    """Returns the products of a plan that have a history, in the order in which they run."""
+    all_sites = [site for decision in plan.decisions for site in _of(decision)]
     counts: collections.Counter[str] = collections.Counter()
     named = []
-    for site in found:
+    for site in all_sites:
         counts[site.name] += 1
         again = f"#{counts[site.name]}" if counts[site.name] > 1 else ""
-        named.append(Site(site.name + again, site.shape))
+        named.append(HistorySite(site.name + again, site.shape))
     return tuple(named)
 
 
-def _of(decision: Any) -> Iterator[Site]:
+def _of(decision: Any) -> Iterator[HistorySite]:
     """Yields the sites of one equation, named by the paths of their weights."""
     eqn = decision.eqn
     if decision.how is not None and decision.how.records:
-        yield Site(decision.path or "weight", ())
+        yield HistorySite(decision.path or "weight", ())
     if decision.call is None or not keeps(eqn):
         return
     lengths = (eqn.params["length"],) if eqn.primitive.name == "scan" else ()
     for inner in decision.call.plans[0].decisions:
         for site in _of(inner):
-            yield Site(site.name, (*lengths, *site.shape))
+            yield HistorySite(site.name, (*lengths, *site.shape))
 
 
 def keeps(eqn: Any) -> bool:
-    """Whether products inside a call may keep histories."""
+    """Whether products inside a call may have histories: in a `jit`, a `scan`, a checkpoint."""
     return eqn.primitive.name in KEEPING and not eqn.params.get("differentiated", False)
 
 
 class Amaxes:
-    """What the products of one plan read of earlier steps, on its way to where each is run.
+    """The maxima of earlier steps for the products of one plan.
 
     Args:
-      arrays: those of a plan's products, in order.
-      calibrates: whether products scale by the values at hand, and record what they see.
+      arrays: f32[3] for each product with a history, in order.
+      calibrates: whether products scale by the values at hand, and record their maxima.
     """
 
     def __init__(self, arrays: Sequence[Any] = (), *, calibrates: bool = False) -> None:
@@ -109,23 +109,23 @@ class Amaxes:
         self._found: dict[int, tuple[Any, ...]] = {}
 
     def assigned(self, plan: Any) -> Amaxes:
-        """Returns these, looked up by the decisions of `plan`."""
+        """Returns the same maxima, each assigned to a decision of `plan`."""
         if not self.arrays:
             return NONE
-        found = Amaxes(calibrates=self.calibrates)
+        amaxes = Amaxes(calibrates=self.calibrates)
         rest = iter(self.arrays)
         for decision in plan.decisions:
             if mine := tuple(next(rest) for _ in _of(decision)):
-                found._found[id(decision)] = mine
-        return found
+                amaxes._found[id(decision)] = mine
+        return amaxes
 
     def inside(self, decision: Any, arrays: Sequence[Any] | None = None) -> Amaxes:
-        """Returns those for the program of a call; `arrays` take the place of them."""
+        """Returns the maxima for the program of a call: its own, or `arrays` in their place."""
         mine = self._found.get(id(decision), ()) if arrays is None else arrays
         return Amaxes(mine, calibrates=self.calibrates) if mine else NONE
 
     def of(self, decision: Any, how: Config) -> tuple[Config, Any]:
-        """Returns how one product is run, and what it reads of earlier steps, or None."""
+        """Returns the config of one product, and its maxima of earlier steps or None."""
         if not how.records:
             return how, None
         mine = self._found.get(id(decision))
@@ -135,11 +135,11 @@ class Amaxes:
 
 
 NONE = Amaxes()
-"""Where nothing is recorded."""
+"""No maxima: nothing is recorded."""
 
 
 def check_not_differentiated(plan: Any, where: str) -> None:
-    """Refuses a function that has derivatives inside: what they see could not come out."""
+    """Refuses a function that differentiates inside: maxima of its gradients could not come out."""
     for eqn in compat.equations(plan.jaxpr):
         transposed = scopes.is_transposed(eqn.source_info.name_stack)
         if eqn.primitive.name in PRODUCTS and transposed:
@@ -152,7 +152,7 @@ def check_not_differentiated(plan: Any, where: str) -> None:
 
 
 def wrapped(by_name: Mapping[str, Any]) -> Any:
-    """Returns arrays by product as a tree that gradients leave as they are: no one scales them."""
+    """Returns arrays by product in a tree whose gradients loss scaling leaves unscaled."""
     return {OVERWRITE_WITH_GRADIENT: {RECORDED: dict(by_name)}}
 
 
@@ -160,7 +160,7 @@ def unwrapped(history: Any) -> dict[str, Any]:
     """Returns the arrays by product.
 
     Raises:
-      TypeError: it is no history.
+      TypeError: `history` is not one.
     """
     try:
         return dict(history[OVERWRITE_WITH_GRADIENT][RECORDED])
@@ -170,33 +170,33 @@ def unwrapped(history: Any) -> dict[str, Any]:
         raise TypeError(message("with_amax_history", got, fix)) from None
 
 
-def zeros(found: Sequence[Site], length: int) -> Any:
-    """Returns the histories of products that have seen nothing."""
-    return wrapped({site.name: jnp.zeros((*site.shape, 3, length), _FLOAT32) for site in found})
+def zeros(products: Sequence[HistorySite], length: int) -> Any:
+    """Returns the histories of products before their first step: zeros."""
+    return wrapped({site.name: jnp.zeros((*site.shape, 3, length), _FLOAT32) for site in products})
 
 
 def amaxes_of(history: Any, policy: scopes.Policies) -> Any:
-    """Returns what products read, the largest values: f32[..., 3]; 0 where nothing was seen yet.
+    """Returns the maxima of histories by which products scale: f32[..., 3], 0 if none is known.
 
-    Its cotangent is that of the newest entry of each history.
+    The cotangent of a maximum goes to the newest entry of its history.
     """
     newest = all(recipe.amax_compute_algo == "most_recent" for recipe in _recipes(policy))
 
     def amax(x: jax.Array) -> jax.Array:
-        kept = jax.lax.stop_gradient(x)
-        largest = kept[..., 0] if newest else jnp.max(kept, axis=-1)
-        return largest + (x[..., 0] - kept[..., 0])
+        fixed = jax.lax.stop_gradient(x)
+        largest = fixed[..., 0] if newest else jnp.max(fixed, axis=-1)
+        return largest + (x[..., 0] - fixed[..., 0])
 
     return jax.tree.map(amax, history)
 
 
 def updated(history: Any, seen: Any, finite: Any = True) -> Any:
-    """Returns the histories with what one step saw in front; 0 and what is not finite is not.
+    """Returns the histories with the maxima of one step in front; a 0, inf or NaN is left out.
 
     Args:
       history: f32[..., 3, steps] by product.
-      seen: f32[..., 3] by product.
-      finite: whether the step counts: the histories of one that was skipped stay.
+      seen: the maxima, f32[..., 3] by product.
+      finite: whether the step counts: a skipped step leaves the histories as they are.
     """
 
     def push(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -226,7 +226,7 @@ def arrays_for(plan: Any, amaxes: Any, where: str) -> list[Any]:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Tracked:
-    """The first argument of a function, and what its products read of earlier steps.
+    """The first argument of a function, and the maxima of earlier steps for its products.
 
     Args:
       params: the argument.
@@ -246,11 +246,11 @@ class Tracked:
 
     @classmethod
     def tree_unflatten(cls, calibrates: bool, children: Any) -> Tracked:
-        """Returns one of other leaves."""
+        """Returns an instance with other leaves."""
         return cls(*children, calibrates=calibrates)
 
     def for_plan(self, plan: Any) -> Amaxes:
-        """Returns the arrays for the products of a plan."""
+        """Returns the maxima for the products of a plan."""
         check_not_differentiated(plan, "with_amax_history")
-        found = arrays_for(plan, self.amaxes, "with_amax_history")
-        return Amaxes(found, calibrates=self.calibrates)
+        arrays = arrays_for(plan, self.amaxes, "with_amax_history")
+        return Amaxes(arrays, calibrates=self.calibrates)

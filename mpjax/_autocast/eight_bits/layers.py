@@ -1,8 +1,8 @@
-"""Which operands of products come from parameters, and which product is a network's first or last.
+"""Finds operands that come from parameters, and the products of a network's first and last layer.
 
-Found by data flow, so that any function has it: forward, what each value is made of; backward,
-whether another layer reads it. A *layer* is a product of a weight with something that is none, or
-a table that rows are taken from.
+It follows the data flow, so that any function can be analysed: a forward pass finds the origin of
+each value, a backward pass finds whether a later layer reads it. A *layer* is a product of a weight
+with an activation, such as `x @ w`, or a gather of rows of a table (an embedding).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from mpjax._jaxpr.structure import Part
 
 
 class Made(enum.IntEnum):
-    """What a value is made of."""
+    """The values from which a value is computed."""
 
-    CONSTANTS = 0  # nothing that is given to the function
+    CONSTANTS = 0  # none of the function's arguments
     PARAMETERS = 1  # parameters, and constants
-    INPUTS = 2  # something else besides
+    INPUTS = 2  # other arguments too
 
 
 class Origin(NamedTuple):
-    """Where a value comes from."""
+    """The origin of a value: parameters, inputs or constants."""
 
     made: Made
-    path: str = ""  # of the first parameter, where it is made of parameters
-    after_layer: bool = False  # whether a layer's result went into it
+    path: str = ""  # of the first parameter, if it is computed from parameters
+    after_layer: bool = False  # whether it is computed from a layer's result
 
 
 CONSTANT = Origin(Made.CONSTANTS)
@@ -41,7 +41,7 @@ INPUT = Origin(Made.INPUTS)
 
 
 def joined(origins: Sequence[Origin]) -> Origin:
-    """Returns the origin of what several values went into."""
+    """Returns the origin of a value that is computed from several others."""
     made = max((o.made for o in origins), default=Made.CONSTANTS)
     if made is Made.PARAMETERS:
         return next(o for o in origins if o.made is made)
@@ -50,28 +50,28 @@ def joined(origins: Sequence[Origin]) -> Origin:
 
 @dataclass(frozen=True)
 class Given:
-    """What is known of a program's inputs and outputs; hashable, part of a plan's key."""
+    """The origins of a program's inputs, and the uses of its outputs. Hashable: in a plan's key."""
 
     inputs: tuple[Origin, ...]
     feeds: tuple[bool, ...]  # for each output, whether a later layer reads it
-    tables: frozenset[str]  # parameters that rows are taken from
-    unplaced: frozenset[str]  # parameters of the first or last layer, for products of a derivative
-    keeps_history: bool = True  # whether what products see can be recorded where the program stands
+    tables: frozenset[str]  # paths of parameters of which a gather takes rows
+    unplaced: frozenset[str]  # paths of the first and last layers' weights, for derivatives inside
+    keeps_history: bool = True  # whether products here can have histories: not in a branch
 
 
 @dataclass
-class Flow:
-    """What each value of a program is made of, and which of them another layer reads."""
+class DataFlow:
+    """The origin of each value of a program, and the values that a later layer reads."""
 
     origins: dict[Any, Origin]
     feeds: set[Any] = field(default_factory=set)
 
     def origin(self, atom: Any) -> Origin:
-        """Returns where a variable or a literal comes from."""
+        """Returns the origin of a variable or a literal."""
         return CONSTANT if compat.is_literal(atom) else self.origins.get(atom, INPUT)
 
     def weight(self, eqn: Any) -> int | None:
-        """Returns which operand of a product is made of parameters, if only one is."""
+        """Returns the place of the operand of a product that is a weight, None if there is none."""
         made = [self.origin(v).made is Made.PARAMETERS for v in eqn.invars[:2]]
         others = [self.origin(v).made is Made.INPUTS for v in eqn.invars[:2]]
         if made[0] and others[1]:
@@ -79,80 +79,80 @@ class Flow:
         return 1 if made[1] and others[0] else None
 
 
-def flow(jaxpr: Any, given: Given) -> Flow:
-    """Returns what is known of the values of an open jaxpr."""
-    found = _forward(jaxpr, given.inputs)
-    _backward(jaxpr, found, given.feeds)
-    return found
+def flow(jaxpr: Any, given: Given) -> DataFlow:
+    """Returns the data flow of an open jaxpr."""
+    data_flow = _forward(jaxpr, given.inputs)
+    _backward(jaxpr, data_flow, given.feeds)
+    return data_flow
 
 
-# -- forward: what values are made of --------------------------------------------------------------
+# -- forward: origins ------------------------------------------------------------------------------
 
 
-def _forward(jaxpr: Any, inputs: tuple[Origin, ...]) -> Flow:
-    found = Flow(dict(zip(jaxpr.invars, inputs, strict=True)))
+def _forward(jaxpr: Any, inputs: tuple[Origin, ...]) -> DataFlow:
+    data_flow = DataFlow(dict(zip(jaxpr.invars, inputs, strict=True)))
     for eqn in jaxpr.eqns:
-        operands = tuple(found.origin(v) for v in eqn.invars)
-        found.origins.update(zip(eqn.outvars, _results(eqn, operands, found), strict=True))
-    return found
+        operands = tuple(data_flow.origin(v) for v in eqn.invars)
+        data_flow.origins.update(zip(eqn.outvars, _results(eqn, operands, data_flow), strict=True))
+    return data_flow
 
 
-def _results(eqn: Any, operands: tuple[Origin, ...], found: Flow) -> Sequence[Origin]:
+def _results(eqn: Any, operands: tuple[Origin, ...], data_flow: DataFlow) -> Sequence[Origin]:
     if structure.is_call(eqn):
         return structure.forward(eqn, operands, _outputs, joined)
-    if is_layer(eqn, found):
+    if is_layer(eqn, data_flow):
         return [Origin(Made.INPUTS, "", after_layer=True)] * len(eqn.outvars)
     return [joined(operands)] * len(eqn.outvars)
 
 
-def is_layer(eqn: Any, found: Flow) -> bool:
-    """Whether an equation multiplies a weight with something else, or takes rows of a table."""
+def is_layer(eqn: Any, data_flow: DataFlow) -> bool:
+    """Whether an equation multiplies a weight with an activation, or takes rows of a table."""
     if eqn.primitive.name in PRODUCTS:
-        return found.weight(eqn) is not None
-    return is_table(eqn, found)
+        return data_flow.weight(eqn) is not None
+    return is_table(eqn, data_flow)
 
 
-def is_table(eqn: Any, found: Flow) -> bool:
-    """Whether an equation takes rows of a parameter, which ones depending on the inputs."""
+def is_table(eqn: Any, data_flow: DataFlow) -> bool:
+    """Whether an equation takes rows of a parameter by an index that depends on the inputs."""
     if eqn.primitive.name not in traits.PICKS or len(eqn.invars) < 2:
         return False
-    taken = found.origin(eqn.invars[0]).made is Made.PARAMETERS
-    return taken and any(found.origin(v).made is Made.INPUTS for v in eqn.invars[1:])
+    taken = data_flow.origin(eqn.invars[0]).made is Made.PARAMETERS
+    return taken and any(data_flow.origin(v).made is Made.INPUTS for v in eqn.invars[1:])
 
 
 @by_program
 def _outputs(jaxpr: Any, inputs: tuple[Origin, ...]) -> tuple[Origin, ...]:
     opened = compat.closed(jaxpr).jaxpr
-    found = _forward(opened, inputs)
-    return tuple(found.origin(v) for v in opened.outvars)
+    data_flow = _forward(opened, inputs)
+    return tuple(data_flow.origin(v) for v in opened.outvars)
 
 
-# -- backward: which values another layer reads -------------------------------------------------
+# -- backward: values that a later layer reads ---------------------------------------------------
 
 
-def _backward(jaxpr: Any, found: Flow, outputs: Sequence[bool]) -> None:
-    found.feeds.update(
+def _backward(jaxpr: Any, data_flow: DataFlow, outputs: Sequence[bool]) -> None:
+    data_flow.feeds.update(
         v
         for v, feeds in zip(jaxpr.outvars, outputs, strict=True)
         if feeds and not compat.is_literal(v)
     )
     for eqn in reversed(jaxpr.eqns):
-        read = _operands_feed(eqn, found)
-        found.feeds.update(
+        read = _operands_feed(eqn, data_flow)
+        data_flow.feeds.update(
             v
             for v, feeds in zip(eqn.invars, read, strict=True)
             if feeds and not compat.is_literal(v)
         )
 
 
-def _operands_feed(eqn: Any, found: Flow) -> Sequence[bool]:
-    outs = tuple(v in found.feeds for v in eqn.outvars)
+def _operands_feed(eqn: Any, data_flow: DataFlow) -> Sequence[bool]:
+    outs = tuple(v in data_flow.feeds for v in eqn.outvars)
     count = len(eqn.invars)
-    if is_layer(eqn, found) and not scopes.is_transposed(eqn.source_info.name_stack):
+    if is_layer(eqn, data_flow) and not scopes.is_transposed(eqn.source_info.name_stack):
         return [True] * count
     if not structure.is_call(eqn):
         return [any(outs)] * count
-    origins = tuple(found.origin(v) for v in eqn.invars)
+    origins = tuple(data_flow.origin(v) for v in eqn.invars)
     read = [False] * count
     for part in structure.parts(eqn):
         if not part.is_condition:
@@ -167,37 +167,37 @@ def _inputs_feed(
     jaxpr: Any, inputs: tuple[Origin, ...], outputs: tuple[bool, ...]
 ) -> tuple[bool, ...]:
     opened = compat.closed(jaxpr).jaxpr
-    found = _forward(opened, inputs)
-    _backward(opened, found, outputs)
-    return tuple(v in found.feeds for v in opened.invars)
+    data_flow = _forward(opened, inputs)
+    _backward(opened, data_flow, outputs)
+    return tuple(v in data_flow.feeds for v in opened.invars)
 
 
 def _feeds(
     part: Part, origins: tuple[Origin, ...], outs: tuple[bool, ...]
 ) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Returns of a program's inputs, and of its outputs, whether a later layer reads them."""
+    """Returns, for a program's inputs and for its outputs, whether a later layer reads each."""
     inputs = tuple(structure.settled(part, origins, _outputs, joined)[0])
     while True:  # flags are only ever added
         read = _inputs_feed(part.program, inputs, outs)
         again = read[part.carried]
-        found = (*(a or b for a, b in zip(outs, again, strict=False)), *outs[len(again) :])
-        if found == outs:
+        fed = (*(a or b for a, b in zip(outs, again, strict=False)), *outs[len(again) :])
+        if fed == outs:
             return read, outs
-        outs = found
+        outs = fed
 
 
 # -- a call's programs ---------------------------------------------------------------------------
 
 
-def inside(eqn: Any, program: Any, found: Flow, given: Given) -> Given | None:
-    """Returns what is known of a program inside an equation; None where nothing is quantised.
+def inside(eqn: Any, program: Any, data_flow: DataFlow, given: Given) -> Given | None:
+    """Returns the origins and uses for a program inside an equation; None if nothing is quantised.
 
-    A function with a derivative of its own is multiplied as its author wrote it.
+    Nothing is quantised in a function with rules of its author.
     """
     if structure.has_rules(eqn):
         return None
-    origins = tuple(found.origin(v) for v in eqn.invars)
-    outs = tuple(v in found.feeds for v in eqn.outvars)
+    origins = tuple(data_flow.origin(v) for v in eqn.invars)
+    outs = tuple(v in data_flow.feeds for v in eqn.outvars)
     parts = structure.parts(eqn)
     part = next(p for p in parts if p.program is program)
     if part.is_condition:
@@ -217,7 +217,7 @@ def _with(given: Given, inputs: tuple[Origin, ...], feeds: tuple[bool, ...]) -> 
 
 
 def whole(jaxpr: Any, inputs: tuple[Origin, ...]) -> Given:
-    """Returns what is known of a whole function of which `inputs` are the arrays' origins."""
+    """Returns the origins and uses for a whole function, given the origins of its arrays."""
     given = Given(inputs, (False,) * len(jaxpr.outvars), frozenset(), frozenset())
     tables: set[str] = set()
     unplaced: set[str] = set()
@@ -226,34 +226,34 @@ def whole(jaxpr: Any, inputs: tuple[Origin, ...]) -> Given:
 
 
 def _collect(jaxpr: Any, given: Given, tables: set[str], unplaced: set[str]) -> None:
-    found = flow(jaxpr, given)
+    data_flow = flow(jaxpr, given)
     for eqn in jaxpr.eqns:
-        if is_table(eqn, found):
-            tables.add(found.origin(eqn.invars[0]).path)
-        if is_first(eqn, found) or is_last(eqn, found):
-            weight = found.weight(eqn)
-            unplaced.add(found.origin(eqn.invars[weight or 0]).path)
+        if is_table(eqn, data_flow):
+            tables.add(data_flow.origin(eqn.invars[0]).path)
+        if is_first(eqn, data_flow) or is_last(eqn, data_flow):
+            weight = data_flow.weight(eqn)
+            unplaced.add(data_flow.origin(eqn.invars[weight or 0]).path)
         if structure.is_call(eqn):
             for part in structure.parts(eqn):
-                inner = None if part.is_condition else inside(eqn, part.program, found, given)
+                inner = None if part.is_condition else inside(eqn, part.program, data_flow, given)
                 if inner is not None:
                     _collect(compat.closed(part.program).jaxpr, inner, tables, unplaced)
 
 
-def _is_forward_product(eqn: Any, found: Flow) -> bool:
-    if eqn.primitive.name not in PRODUCTS or found.weight(eqn) is None:
+def _is_forward_product(eqn: Any, data_flow: DataFlow) -> bool:
+    if eqn.primitive.name not in PRODUCTS or data_flow.weight(eqn) is None:
         return False
     return not scopes.is_transposed(eqn.source_info.name_stack)
 
 
-def is_first(eqn: Any, found: Flow) -> bool:
-    """Whether no layer stands between a layer's product and the inputs."""
-    if not _is_forward_product(eqn, found):
+def is_first(eqn: Any, data_flow: DataFlow) -> bool:
+    """Whether a product is that of a first layer: its activation comes after no other layer."""
+    if not _is_forward_product(eqn, data_flow):
         return False
-    read = eqn.invars[1 - (found.weight(eqn) or 0)]
-    return not found.origin(read).after_layer
+    read = eqn.invars[1 - (data_flow.weight(eqn) or 0)]
+    return not data_flow.origin(read).after_layer
 
 
-def is_last(eqn: Any, found: Flow) -> bool:
-    """Whether no layer stands between a layer's product and the outputs."""
-    return _is_forward_product(eqn, found) and eqn.outvars[0] not in found.feeds
+def is_last(eqn: Any, data_flow: DataFlow) -> bool:
+    """Whether a product is that of a last layer: no other layer reads its result."""
+    return _is_forward_product(eqn, data_flow) and eqn.outvars[0] not in data_flow.feeds

@@ -1,4 +1,4 @@
-"""Which products are multiplied in 8 bits: a recipe for each, or why it stays in 16."""
+"""Chooses the products that are multiplied in 8 bits: a recipe for each, or why it stays in 16."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mpjax._autocast.arguments import stateful
 from mpjax._autocast.decide import scopes
 from mpjax._autocast.decide.contraction import adds_nothing
 from mpjax._autocast.eight_bits import delayed, layers
-from mpjax._autocast.eight_bits.layers import Flow, Given, Made, Origin
-from mpjax._autocast.product import Config, Role, current, quantized
+from mpjax._autocast.eight_bits.layers import DataFlow, Given, Made, Origin
+from mpjax._autocast.product import ArrayRole, Config, current, quantized
 from mpjax._base.errors import PolicyWarning, message
 from mpjax._jaxpr.op_rules import PRODUCTS
 from mpjax._policies.policy import Policy
@@ -30,8 +30,8 @@ FLOAT32 = np.dtype("float32")
 SMALLEST = 4096
 """Elements of a weight below which a product stays in 16 bits: its casts would cost more."""
 MULTIPLE = 16
-"""What both sizes of a weight divide by, as matrix units want them."""
-_ANY_PATH = "\0"  # no layer is called so: what matches it matches everything
+"""Both sizes of a weight must be multiples of it, as matrix units need them."""
+_ANY_PATH = "\0"  # no layer is called so: a pattern that matches it matches everything
 
 
 def quantizes(policy: scopes.Policies) -> bool:
@@ -39,16 +39,16 @@ def quantizes(policy: scopes.Policies) -> bool:
     return bool(recipes_in(policy))
 
 
-class Products:
-    """What is decided for the products of one program: nothing where no policy has a recipe."""
+class QuantizedProducts:
+    """Decides about the products of one program; does nothing if no policy has a recipe."""
 
     def __init__(self, jaxpr: Any, policy: scopes.Policies, given: Given | None) -> None:
         self.policy = policy
         self.given = given
-        self.flow: Flow | None = layers.flow(jaxpr, given) if given is not None else None
+        self.flow: DataFlow | None = layers.flow(jaxpr, given) if given is not None else None
 
     def entering(self, eqn: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `inner`, which plans a program of an equation, told what is known of it."""
+        """Returns `inner`, which plans a program inside an equation, with the origins of inputs."""
         flow, given = self.flow, self.given
         if flow is None or given is None:
             return inner
@@ -68,15 +68,16 @@ class Products:
     def config(
         self, eqn: Any, settings: Any, low: Any, *, exact: bool
     ) -> tuple[Config | None, str, Any]:
-        """Returns what a product reads in 8 bits, or None; why; and the dtype of all else.
+        """Returns the 8-bit config of a product or None, the reason, and the other products' dtype.
 
         Args:
           eqn: its equation.
           settings: those of its plan, whose scopes are around it.
           low: the dtype of products that are not quantised, None for float32.
-          exact: whether what reads the result would be ruined by rounding.
+          exact: whether rounding the result would ruin a reader.
         """
         skipped = self.flow is None or settings.as_written
+        # A ragged product has no axes for scales; an outer product sums nothing: it is elementwise.
         if skipped or eqn.primitive.name == "ragged_dot_general" or adds_nothing(eqn):
             return None, "", low
         weight = self.flow.weight(eqn) if self.flow is not None else None
@@ -121,7 +122,7 @@ class Products:
             if rule is not None and not matches(rule, _ANY_PATH):
                 _refuse_blocks(eqn, why, recipe, rule, path)
             return why
-        if rule is not None:
+        if rule is not None:  # a user's rule overrules the defaults below
             return ""
         if self.given is not None and path in self.given.tables:
             return f"{path or 'the weight'} is a table that rows are taken from"
@@ -132,7 +133,7 @@ class Products:
         return ""
 
     def _place(self, eqn: Any, path: str) -> str:
-        """Returns why a product of the first or last layer is kept, empty for one between."""
+        """Returns why a product of the first or last layer is not quantised, empty for others."""
         flow, given = self.flow, self.given
         if flow is None or given is None:
             return ""
@@ -146,7 +147,7 @@ class Products:
 def _recipe(
     policy: scopes.Policies, scope: tuple[str, ...], path: str
 ) -> tuple[Recipe | None, str | None]:
-    """Returns the recipe for a product, and the pattern of the rule of a map that asks for it."""
+    """Returns the recipe for a product, and the pattern of the map's rule that chose it or None."""
     chosen: Any = policy
     rule = None
     if not isinstance(policy, Policy):
@@ -159,7 +160,10 @@ def _recipe(
 
 
 def _refuse_blocks(eqn: Any, why: str, recipe: Recipe, rule: str, path: str) -> None:
-    """Refuses blocks that do not divide what a rule names; one for everything names nothing."""
+    """Refuses a rule for a layer whose length is no multiple of the block size.
+
+    A pattern that matches everything does not ask for this layer: its product stays in 16 bits.
+    """
     if scopes.is_transposed(eqn.source_info.name_stack):
         return  # a gradient's product of another length stays in 16 bits
     got = f"rule {rule!r} asks for {recipe}, and the product of {path or 'a weight'} has none:"
@@ -170,16 +174,20 @@ def _refuse_blocks(eqn: Any, why: str, recipe: Recipe, rule: str, path: str) -> 
 
 
 def _roles(eqn: Any, weight: int) -> Any:
-    """Returns the roles of a product's operands and result; a derivative's is the input's."""
+    """Returns the roles of a product's operands and result.
+
+    A product with a weight in a derivative taken inside the function is a dgrad: its other operand
+    is a cotangent, and its result the cotangent of the input.
+    """
     if scopes.is_transposed(eqn.source_info.name_stack):
-        other, result = Role.RESULT, Role.INPUT
+        other, result = ArrayRole.RESULT, ArrayRole.INPUT
     else:
-        other, result = Role.INPUT, Role.RESULT
-    return (Role.WEIGHT, other, result) if weight == 0 else (other, Role.WEIGHT, result)
+        other, result = ArrayRole.INPUT, ArrayRole.RESULT
+    return (ArrayRole.WEIGHT, other, result) if weight == 0 else (other, ArrayRole.WEIGHT, result)
 
 
 def _sizes(eqn: Any, weight: int) -> tuple[int, int]:
-    """Returns how many values a product adds up, and how many columns its weight has."""
+    """Returns the contracted length of a product, and the number of columns of its weight."""
     contracted, batch = eqn.params["dimension_numbers"]
     shape = eqn.invars[weight].aval.shape
     summed = math.prod(shape[i] for i in contracted[weight])
@@ -187,7 +195,7 @@ def _sizes(eqn: Any, weight: int) -> tuple[int, int]:
     return summed, math.prod(rest)
 
 
-def _no_weight(flow: Flow | None, eqn: Any) -> str:
+def _no_weight(flow: DataFlow | None, eqn: Any) -> str:
     made = [flow.origin(v).made for v in eqn.invars[:2]] if flow is not None else []
     if Made.CONSTANTS in made:
         return "an operand is a constant"
@@ -208,12 +216,12 @@ def _said(recipe: Recipe, path: str, lost: str) -> str:
 
 
 def prepared(jaxpr: Any, settings: Any, paths: Callable[[], list[str | None]]) -> Any:
-    """Returns the settings for a whole function, with what is known of its arrays.
+    """Returns the settings for a whole function, with the origins of its arrays.
 
     Args:
       jaxpr: the function, open.
       settings: of its plan.
-      paths: gives, for each of its arrays, the path of a parameter, or None.
+      paths: returns, for each array, its path if it is a parameter, else None.
     """
     if not quantizes(settings.policy):
         return settings
@@ -221,9 +229,10 @@ def prepared(jaxpr: Any, settings: Any, paths: Callable[[], list[str | None]]) -
 
 
 def widened(args: Any, policy: scopes.Policies) -> Any:
-    """Returns arguments of a function whose parameters are 16-bit, as autocast reads them.
+    """Returns arguments with 16-bit parameters widened to float32.
 
-    It moves float32 values only; widening is exact, and what was 16-bit is rounded to the same.
+    Autocast only decides about float32 values. Widening is exact, and a product that rounds the
+    value to 16 bits again gets the same bits.
     """
     default = policy if isinstance(policy, Policy) else policy.default
     narrow = default.param_dtype
@@ -238,13 +247,13 @@ def widened(args: Any, policy: scopes.Policies) -> Any:
 
 
 def warn_if_nothing(plan: Any) -> None:
-    """Warns where a policy has a recipe and no product of a function is quantised."""
+    """Warns if a policy has a recipe and no product of a function is quantised."""
     if not quantizes(plan.settings.policy):
         return
-    found = list(_products(plan))
-    if any(decision.how is not None for decision in found):
+    products = list(_products(plan))
+    if any(decision.how is not None for decision in products):
         return
-    counts = collections.Counter(f"{scopes.location(d.eqn)}: {d.reason}" for d in found)
+    counts = collections.Counter(f"{scopes.location(d.eqn)}: {d.reason}" for d in products)
     rows = [f"{row}{f' (×{n})' if n > 1 else ''}" for row, n in list(counts.items())[:8]]
     text = message(
         "autocast",
@@ -257,7 +266,7 @@ def warn_if_nothing(plan: Any) -> None:
 
 
 def _of_rule(policy: scopes.Policies) -> str:
-    """Returns a name of a policy, for a rule, whose products have the dtypes of this one's."""
+    """Returns the name of a policy with the same 8-bit dtypes, to type in a rule."""
     is_int8 = any("int8" in recipe.dtypes for recipe in recipes_in(policy))
     return f"{'int8' if is_int8 else 'float8'}_from_mixed_bfloat16"
 
@@ -271,15 +280,15 @@ def _products(plan: Any) -> Iterator[Any]:
 
 
 def weights(given: Given | None) -> list[str]:
-    """Returns the paths of a function's parameters; that of an argument which is one is empty."""
+    """Returns the paths of a function's parameters; an argument that is one array has path ''."""
     return [] if given is None else [o.path for o in given.inputs if o.made is Made.PARAMETERS]
 
 
 def origins(paths: list[str | None]) -> tuple[Origin, ...]:
-    """Returns the origins of arrays, of which parameters have a path and others None."""
+    """Returns the origins of arrays, given a path for each parameter and None for others."""
     return tuple(layers.INPUT if path is None else Origin(Made.PARAMETERS, path) for path in paths)
 
 
 def shown_dtype(config: Config) -> Any:
-    """Returns the dtype in which a product is said to read: that of its first operand."""
+    """Returns the dtype that `explain` shows for a product: that of its first operand."""
     return config.direction(config.roles).dtype(config.roles[0])

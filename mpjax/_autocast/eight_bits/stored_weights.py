@@ -1,7 +1,8 @@
-"""Weights in 8 bits are read where their products are: inside the loops that take a layer each.
+"""Dequantises weights stored in 8 bits where they are multiplied: in the body of a scan, say.
 
-A function sees them as the float32 arrays that they stand for. Made once at its start, those of a
-stack of layers would all be stored before the loop over them begins; so they are made in its body.
+A function sees such weights as float32 arrays. Dequantised at the start of the function, the
+weights of all layers of a scan would be stored in float32 before the scan begins; so each slice is
+dequantised in the body.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mpjax._jaxpr.binding import bind, evaluate, written_at
 
 
 class _Stored(NamedTuple):
-    """A weight that has not been read yet."""
+    """A weight in 8 bits that has not been dequantised yet."""
 
     values: Any
     scale: Any
@@ -30,11 +31,11 @@ class _Stored(NamedTuple):
 
 
 def sunk(program: Any, arrays: Sequence[Any]) -> Any:
-    """Returns a closed jaxpr that reads weights in 8 bits inside its loops and checkpoints.
+    """Returns a closed jaxpr that dequantises weights inside its scans and checkpoints.
 
     Args:
-      program: what was traced.
-      arrays: what it was traced on.
+      program: the closed jaxpr of a function.
+      arrays: the arrays on which it was traced.
     """
     jaxpr = program.jaxpr
     made = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive is dequantized_p}
@@ -66,7 +67,7 @@ def _scan(eqn: Any, values: Sequence[Any]) -> list[Any]:
     first, num_carry = compat.scan_counts(eqn.params)
     last = first + num_carry
     length = eqn.params["length"]
-    # Scales that all slices share cannot be sliced.
+    # A scale that all slices share cannot be sliced: that weight is dequantised before the scan.
     xs = [v if _is_sliced(v, length) else v.read for v in values[last:]]
     consts, body = values[:first], compat.closed(eqn.params["jaxpr"])
 
@@ -90,7 +91,7 @@ def _is_sliced(x: Any, length: int) -> bool:
 def _checkpoint(eqn: Any, values: Sequence[Any]) -> list[Any]:
     body = compat.closed(eqn.params["jaxpr"])
     options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
-    if eqn.params["differentiated"]:
+    if eqn.params["differentiated"]:  # XLA may undo a new checkpoint: see `compat.bind_remat`
         return bind(eqn, _read(values))
     return jax.checkpoint(lambda *args: _read(_run(body, args)), **options)(*values)
 

@@ -1,23 +1,24 @@
-"""What each backend needs before it runs a low product.
+"""Prepares the operands and the result of a low product for each backend.
 
-Nothing here changes a value: these are primitives that are the identity, or a rounding, wherever
-they are traced, and that one backend lowers in its own way.
+Nothing here changes a value: these primitives are the identity, or a rounding, wherever they are
+traced, and one backend lowers each in its own way.
 
 XLA:CPU has kernels for `[batch, free, contract] × [batch, contract, free]` of bfloat16 with a
 float32 result. When it folds a transpose into the product, of an operand or of the result, none
 fits and the program fails when it runs (`UNIMPLEMENTED: ... DotThunk::Execute: BF16 x BF16 =
-F32`). So operands are put in that order, and what XLA would fold is kept apart. On a CPU without
-instructions for bfloat16 products the same numbers come faster from the float32 kernel: products
-of two bfloat16 are exact in float32.
+F32`). So operands are put in that order, and a barrier separates the product from a transpose that
+XLA would fold. On a CPU without instructions for bfloat16 products the float32 kernel gives the
+same numbers faster: products of two bfloat16 numbers are exact in float32.
 
 XLA:GPU cancels a rounding to low against the widening of a later reader, and then stores float32.
-So a product is asked for the low result itself: it accumulates in float32 all the same. So it is
-for a TPU, where it changes one thing: products that are split along what they add up over several
-chips send their parts in 16 bits, as those of a model that is cast by hand. (A barrier
-behind all that is stored low would part it from a transpose or a pad that XLA computes with it.)
-cuDNN has no low convolution with a float32 result at all: XLA would widen its operands, whole
-activations. So it has a low result, widened where float32 was asked for. In float16 the gradient of
-a kernel may overflow there, as one that is cast by hand may; the loss scale is there for that.
+So the product itself has a low result; it accumulates in float32 all the same. It has one on a TPU
+too, where that changes one thing: a product whose contracted axis is sharded over several chips
+sends its partial sums in 16 bits, as in a model that is cast by hand. (A barrier after every low
+value would separate it from a transpose or a pad that XLA computes in the same kernel.)
+cuDNN has no convolution of low operands with a float32 result: XLA would widen its operands, whole
+activations. So it has a low result, which is widened where float32 was asked for. In float16 the
+gradient of a kernel may overflow there, as in a model that is cast by hand; the loss scale is there
+for that.
 """
 
 import functools
@@ -48,7 +49,7 @@ FLOAT32 = np.dtype("float32")
 
 
 def plain_layout(x: jax.Array, y: jax.Array, dims: Any) -> tuple[jax.Array, jax.Array, Any]:
-    """Returns both operands with batch dimensions first and contracted ones next to each other."""
+    """Returns operands `[batch, free, contract]` and `[batch, contract, free]`, and dimensions."""
     (contract_x, contract_y), (batch_x, batch_y) = dims
     free_x = tuple(i for i in range(x.ndim) if i not in (*contract_x, *batch_x))
     free_y = tuple(i for i in range(y.ndim) if i not in (*contract_y, *batch_y))
@@ -76,7 +77,7 @@ def _transpose(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
 
 @functools.cache
 def cpu_multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for bfloat16 products; yes where the system tells none."""
+    """Whether this CPU has instructions for bfloat16 products; True if the system does not say."""
     info = pathlib.Path("/proc/cpuinfo")
     if not info.exists():
         return True
@@ -89,9 +90,9 @@ def _in_order(x: jax.Array) -> jax.Array:
 
 
 def lower_operand(ctx: Any, x: Any) -> Any:
-    """Lowers an operand so that it is stored in the order of its dimensions.
+    """Lowers an operand so that XLA:CPU stores it in the order of its dimensions.
 
-    XLA:CPU would make a transpose a matter of layout, find no kernel of bfloat16 for that layout,
+    XLA:CPU would turn a transpose into a change of layout, find no bfloat16 kernel for that layout,
     and widen both operands: 16 ms instead of 6 for a weight gradient of 512 × 1024 × 1024.
     """
     ordered = compat.layouts_can_be_asked_for(ctx)
@@ -106,29 +107,29 @@ _result_p = identity_primitive("settled_result", {})
 
 @dataclass(frozen=True)
 class Backend:
-    """How a product is bound: what its operands and a bfloat16 result pass through."""
+    """How a product is bound: the functions that its operands and its result pass through."""
 
     operand: Callable[[Any], Any] = lambda x: x
     result: Callable[[Any], Any] = lambda x: x
-    low_results: bool = False  # whether the product itself is asked for a low result
-    low_convolutions: bool = False  # whether convolutions of low operands have no other
+    low_results: bool = False  # whether the product itself has a low result
+    low_convolutions: bool = False  # whether convolutions of low operands have low results alone
     ordered: bool = False  # whether operands are put into the order of `plain_layout`
     usual_convolutions: bool = False  # whether convolutions are turned to `in_usual_order`
-    hides: Callable[[Any], Any] = lambda x: x  # what any operand passes through
-    rounds: bool = True  # whether a result is rounded here, and not by what it passes through next
+    hides: Callable[[Any], Any] = lambda x: x  # applied to every operand, of any dtype
+    rounds: bool = True  # whether the result is rounded here, and not by `linked` afterwards
 
 
 OTHER = Backend()
 TRACED = Backend(_operand_p.bind, _result_p.bind, ordered=True)
 """For programs that may still be lowered for any platform."""
 WRITTEN = Backend(ordered=True, low_results=True, rounds=False)
-"""For a forward product: a low result, in the jaxpr, of operands that are hidden already.
+"""For a forward product: its result is low in the jaxpr, and its operands are hidden already.
 
-A checkpoint policy of the user's saves what it sees. `lower_result` widens it where a backend adds
-up in the dtype of the result.
+A user's checkpoint policy saves results in the dtype of the jaxpr. `lower_result` repeats the
+product with a float32 result where a backend accumulates in the dtype of the result.
 """
 WRITTEN_WIDE = Backend(ordered=True, rounds=False)
-"""The same with float32 results, where products are saved by name."""
+"""The same with float32 results, for a checkpoint's policy that saves rounded results by name."""
 CPU = Backend(_operand_p.bind, _result_p.bind, ordered=True, usual_convolutions=True)
 CPU_WIDE = Backend(
     lambda x: lax.optimization_barrier(x.astype("float32")), ordered=True, usual_convolutions=True
@@ -138,7 +139,7 @@ TPU = Backend(low_results=True)
 
 
 def cpu() -> Backend:
-    """Returns how this CPU runs a bfloat16 product; asked when a program is lowered for it."""
+    """Returns the backend of bfloat16 products on this CPU; called when a program is lowered."""
     return CPU if cpu_multiplies_bfloat16() else CPU_WIDE
 
 
@@ -169,10 +170,10 @@ def convolved(
 
 
 def in_usual_order(x: jax.Array, y: jax.Array, params: dict[str, Any]) -> jax.Array:
-    """Returns a convolution, run on images NHWC and kernels HWIO, as XLA:CPU's fast routine is.
+    """Returns a convolution, run on images NHWC and kernels HWIO as XLA:CPU's fast routine needs.
 
-    Outside of loops and branches XLA:CPU turns them by itself. Inside, a gradient's convolution
-    runs in plain loops: one of 8 images of 32 × 32 × 32 takes thirteen times what it takes so.
+    Outside of loops and branches XLA:CPU transposes operands by itself. Inside, a gradient's
+    convolution runs in plain loops: one of 8 images of 32 × 32 × 32 takes thirteen times as long.
     """
     lhs, rhs, out = params["dimension_numbers"]
     spatial = tuple(range(1, len(lhs) - 1))
@@ -190,7 +191,7 @@ def in_usual_order(x: jax.Array, y: jax.Array, params: dict[str, Any]) -> jax.Ar
 
 
 def _turned(x: jax.Array, order: Sequence[int]) -> jax.Array:
-    """Returns an operand with its dimensions in another order, and stored in that."""
+    """Returns an operand with its dimensions transposed, and stored in that order."""
     if list(order) == list(range(x.ndim)):
         return x
     return _operand_p.bind(lax.transpose(x, order))
@@ -209,10 +210,10 @@ _ROUND_THEMSELVES = frozenset({"stablehlo.dot_general", "stablehlo.convolution"}
 
 
 def _lower_rounded(ctx: Any, x: Any, *, dtype: Any) -> Any:
-    """Repeats the product with a low result; XLA drops the one that nothing reads any more."""
+    """Repeats the product with a low result; XLA removes the first one, which is then unused."""
     product = maker(x)
     if getattr(product, "name", None) not in _ROUND_THEMSELVES or "algorithm" in product.attributes:
-        return _lower_convert(ctx, x, dtype=dtype)  # an algorithm says what its result is
+        return _lower_convert(ctx, x, dtype=dtype)  # an algorithm fixes the dtype of its result
     element = mlir.dtype_to_ir_type(dtype)
     if dtype != FLOAT32:
         return [placed(repeated(product, product.operands, element), x)]
@@ -226,7 +227,7 @@ def _lower_convert(ctx: Any, x: Any, *, dtype: Any) -> Any:
 
 
 def _lower_settled(ctx: Any, x: Any) -> Any:
-    """Keeps XLA from folding what reads a product into it; 8 and 23 bits are all of float32."""
+    """Stops XLA from folding the next operation into a product: rounds to float32's own bits."""
     del ctx
     bits = mlir.ir.IntegerType.get_signless(32)
     sizes = {"exponent_bits": 8, "mantissa_bits": 23}
@@ -244,7 +245,7 @@ def _cpu_reads_low(ctx: Any) -> bool:
 
 
 def _lower_on_cpu(ctx: Any, x: Any) -> Any:
-    """Keeps the result of a product apart, or repeats the product on widened operands."""
+    """Separates the result of a product, or repeats the product on widened operands."""
     product = maker(x)
     if _cpu_reads_low(ctx) or getattr(product, "name", None) != "stablehlo.dot_general":
         return _lower_settled(ctx, x)
@@ -267,13 +268,13 @@ def _lower_rounding(ctx: Any, x: Any, *, dtype: Any) -> Any:
 
 
 def lower_result(ctx: Any, x: Any, *, dtype: Any, settles: bool) -> Any:
-    """Lowers what a forward product passes through: to its result in `dtype`.
+    """Lowers `linked`, which a forward product's result passes through: to the result in `dtype`.
 
     Args:
       ctx: of the lowering rule.
       x: the result as it is written, low or float32.
-      dtype: of the result.
-      settles: whether XLA:CPU has to be kept from folding the next operation into the product.
+      dtype: the dtype of the result.
+      settles: whether XLA:CPU must not fold the next operation into the product.
     """
     platforms = set(ctx.module_context.platforms)
     element = mlir.dtype_to_ir_type(dtype)

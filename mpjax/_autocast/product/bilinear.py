@@ -1,7 +1,7 @@
 """Products as programs that are linear in each of two arrays, with their transposed forms.
 
-A product is run on operands as its direction says (`config`), and so are the products of its
-gradient. Which these are is found by tracing JAX's own derivative and `jax.vmap` of the float32
+A product reads operands in the dtypes of its direction (`config`), and so do the products of its
+gradient. Their programs come from tracing JAX's own derivative and `jax.vmap` of the float32
 product, so that convolutions need no formulas here.
 """
 
@@ -38,24 +38,24 @@ from mpjax._jaxpr.op_rules import PRODUCTS
 class Bilinear:
     """A float32 program of two arrays (and integer extras) that is linear in each.
 
-    Compared by identity: the caches below give the same object for the same product, which is what
-    keeps `jit` from tracing again.
+    Compared by identity: the caches below return the same object for the same product, so that
+    `jit` does not trace it again.
     """
 
     traced: Any
-    config: Config  # what products of each direction read
-    roles: Roles  # of both operands and the result: they tell the direction of this one
-    axes: Axes = ()  # of a `dot_general`: where scales go
-    convolved: Any = None  # the same program as a convolution, where a GPU runs that better
+    config: Config  # the dtypes of each direction
+    roles: Roles  # of both operands and the result: they tell the direction of this product
+    axes: Axes = ()  # of a `dot_general`: they tell the axes of scales
+    convolved: Any = None  # the same program as a convolution, if a GPU runs that better
 
     @property
     def may_meet_a_weight(self) -> bool:
-        """Whether it gives a gradient in 16 bits, and an operand may be a weight.
+        """Whether this gives a gradient in 16 bits, and an operand may be a weight.
 
-        An axis that both operands and the result have is a batch: so are keys and values of
-        attention multiplied, and no weight, unless `jax.vmap` made the batch.
+        An axis of both operands and the result is a batch axis. Products with one are those of
+        attention's queries, keys and values, and not of a weight, unless `jax.vmap` made the axis.
         """
-        is_gradient = self.roles[2] is not config.Role.RESULT and not self.config.is_scaled
+        is_gradient = self.roles[2] is not config.ArrayRole.RESULT and not self.config.is_scaled
         return is_gradient and all(None in axis[:3] or axis.mapped for axis in self.axes)
 
     def run(
@@ -65,9 +65,9 @@ class Bilinear:
         backend: backends.Backend,
         stored: Sequence[Any] = (None, None),
     ) -> jax.Array:
-        """Returns the product of two arrays, cast as its direction says, as `out_dtype`.
+        """Returns the product of two arrays, each cast to its dtype, as `out_dtype`.
 
-        An operand may be `stored` in 8 bits: its values and scales are used if they fit.
+        `stored` has 8-bit values and scales of an operand, used if their dtype and axes fit.
         """
         direction = self.config.direction(self.roles)
         if self._is_scaled(direction, args[0].shape):
@@ -84,15 +84,15 @@ class Bilinear:
         if direction.scaling is None or not self.axes or not _only_moves(self.traced):
             return False
         if all(axis.result is not None for axis in self.axes):
-            return False  # it adds nothing up, as the gradient of a weight that one vector meets
+            return False  # an outer product: the gradient of a weight for a single vector
         dtype, block_size = direction.dtype(self.roles[0]), direction.scaling.block_size
         return scaled.fits(self.axes, shape, dtype, block_size)
 
     def kept(self, args: Sequence[jax.Array], stored: Sequence[Any]) -> Sequence[Any]:
         """Returns, for each operand, the 8-bit values and scales that its gradient's products read.
 
-        None where they read others: of another dtype, with another scale, or none. Out of a loop
-        nothing has to be kept: XLA finds in one program that the same is quantised twice.
+        None where they read others: of another dtype, with another scale, or none. Outside a loop
+        nothing has to be saved: XLA's CSE removes the second of two equal quantisations.
         """
         direction = self.config.direction(self.roles)
         if not self.config.keeps or not self._is_scaled(direction, args[0].shape):
@@ -109,7 +109,7 @@ class Bilinear:
         later = self.config.direction(config.transposed(self.roles, 1 - operand))
         if later.scaling != scaling or later.dtype(role) != direction.dtype(role):
             return False
-        # A scale of its own for each row could not leave the sum over the rows.
+        # The next product sums over the rows: a scale a row could not be factored out of that sum.
         return scaling is not None and scaling.granularity == "tensor"
 
     def _run_scaled(
@@ -117,15 +117,15 @@ class Bilinear:
     ) -> jax.Array:
         """Returns a product of 8-bit operands: quantised, multiplied, scaled after."""
         ndim = self.traced.jaxpr.outvars[0].aval.ndim
-        found = [self._quantized(i, args, direction, stored[i]) for i in (0, 1)]
-        scales = [scaled.as_result(x.scale, self.axes, i, ndim) for i, x in enumerate(found)]
+        operands = [self._quantized(i, args, direction, stored[i]) for i in (0, 1)]
+        scales = [scaled.as_result(x.scale, self.axes, i, ndim) for i, x in enumerate(operands)]
         how = direction.accumulates
         if direction.scaling is not None and direction.scaling.granularity == "block":
             how = [direction.dtype(role) for role in self.roles[:2]], direction.scaling.block_size
         bind = functools.partial(scaled_product, how=how)
-        values = [x.values for x in found]
-        if set(self.roles[:2]) == {config.Role.INPUT, config.Role.WEIGHT}:
-            weight = self.roles.index(config.Role.WEIGHT)
+        values = [x.values for x in operands]
+        if set(self.roles[:2]) == {config.ArrayRole.INPUT, config.ArrayRole.WEIGHT}:
+            weight = self.roles.index(config.ArrayRole.WEIGHT)
             values[1 - weight], scales[weight] = speed.alone(values[1 - weight], scales[weight])
         out = _eval(self.traced, [*values, *args[2:]], bind).astype(FLOAT32)
         first, second = (speed.spread(s, out.shape, self.axes) for s in scales)
@@ -134,7 +134,7 @@ class Bilinear:
     def _quantized(
         self, operand: int, args: Sequence[jax.Array], direction: Direction, stored: Any
     ) -> scaled.Quantized:
-        """Returns one operand in 8 bits, where it is `stored` so as that; blocks come later."""
+        """Returns one operand in 8 bits, as `stored` if usable; blocks are quantised later."""
         x, role = args[operand], self.roles[operand]
         scaling = direction.scaling or Scaling("tensor")
         shared = scaled.shared_axes(self.axes, operand, scaling)
@@ -161,24 +161,24 @@ Bind = Callable[[str, dict[str, Any], Sequence[Any]], Any]
 
 
 def _eval(jaxpr: Any, args: Sequence[Any], product: Bind) -> Any:
-    """Returns what a program gives for other operands, its product bound by `product`."""
+    """Returns the result of a program on other operands, its product bound by `product`."""
 
     def one(eqn: Any, values: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name == "jit":
             return [_eval(compat.closed(eqn.params["jaxpr"]), values, product)]
         if eqn.primitive.name in PRODUCTS:
             return [product(eqn.primitive.name, eqn.params, values)]
-        if eqn.primitive.name == "pad":  # with a zero that was written in float32
+        if eqn.primitive.name == "pad":  # its zero is a float32 literal
             values[1] = jnp.asarray(values[1], values[0].dtype)
         return binding.bind(eqn, values)
 
-    live = _live_equations(jaxpr.jaxpr)  # what is left of a derivative may hold others
+    live = _live_equations(jaxpr.jaxpr)  # a traced derivative may have unused equations
     return binding.evaluate(jaxpr, args, one, equations=live)[0]
 
 
 @functools.lru_cache(maxsize=4096)
 def _only_moves(jaxpr: Any) -> bool:
-    """Whether a program does nothing to its product that rounding it at once would change."""
+    """Whether a program only moves its product, so that rounding it at once changes nothing."""
     return all(
         _only_moves(compat.closed(eqn.params["jaxpr"]))
         if eqn.primitive.name == "jit"
@@ -211,7 +211,7 @@ def low_product(
       params: its parameters; the dtype of the result is replaced.
       values: low operands, then integer extras.
       out_dtype: the dtype of the result.
-      backend: what the product is bound for.
+      backend: the backend for which the product is bound.
     """
     algorithm = isinstance(params.get("precision"), (lax.DotAlgorithm, lax.DotAlgorithmPreset))
     made = out_dtype if backend.low_results and not algorithm else jnp.dtype(jnp.float32)
@@ -226,7 +226,7 @@ def low_product(
     x, y = backend.hides(x), backend.hides(y)
     if name == "conv_general_dilated":
         return backends.convolved(x, y, kwargs, out_dtype, backend)
-    if x.dtype != jnp.bfloat16:
+    if x.dtype != jnp.bfloat16:  # XLA:CPU lacks kernels of bfloat16 alone: see `backends`
         return _rounded(lax.dot_general(x, y, **kwargs), out_dtype, backend)
     out = lax.dot_general(backend.operand(x), backend.operand(y), **kwargs)
     return _rounded(backend.result(out), out_dtype, backend)
@@ -237,7 +237,7 @@ def _rounded(x: jax.Array, dtype: Any, backend: backends.Backend) -> jax.Array:
 
 
 def scaled_product(name: str, params: dict[str, Any], values: Sequence[Any], *, how: Any) -> Any:
-    """Returns a product of 8-bit values in the dtype `how`, or of blocks of dtypes and a size."""
+    """Returns a product of 8-bit values accumulated in `how`, or of blocks of `how`'s dtypes."""
     del name  # only `dot_general` has axes
     if isinstance(how, tuple):
         return blocks.block_product(values[0], values[1], params["dimension_numbers"], *how)
@@ -287,7 +287,8 @@ def _bilinear(
 @functools.lru_cache(maxsize=4096)
 def transposed(_mesh: Any, program: Bilinear, wrt: int) -> Bilinear:
     """Returns the program of (cotangent, other operand) → cotangent of operand `wrt`."""
-    # A kernel's gradient leaves a product in float32; an image's a convolution, which also adds.
+    # A kernel's gradient is better a product, with a float32 result. An image's is better a
+    # convolution: cuDNN also adds another image as it writes the result.
     convolved = program.convolved if wrt == 0 else None
     return Bilinear(
         _untransposed(_pullback(program.traced, wrt)),
@@ -317,9 +318,9 @@ def _pullback(program: Any, wrt: int) -> Any:
 
 
 def _untransposed(program: Any) -> Any:
-    """Returns the program whose product has the order of dimensions that a transpose gave it.
+    """Returns a program `(ctᵀ x)ᵀ`, as JAX writes a weight's gradient, as `xᵀ ct`.
 
-    JAX writes a weight gradient as `(ctᵀ x)ᵀ`, and XLA:CPU stores both.
+    Written with the transpose, XLA:CPU would store both results.
     """
     live = _live_equations(program.jaxpr)
     if [eqn.primitive.name for eqn in live] != ["dot_general", "transpose"]:

@@ -1,9 +1,9 @@
-"""Products of float8 values with a scale for each block of what is added up, as MXFP8's.
+"""Products of float8 values with a scale for each block along the contracted axis, as in MXFP8.
 
-Scales are powers of two, rounded up (rounded down, as the first version of the standard has it,
-training diverges). `jax.lax.scaled_dot` takes the 8-bit values and their scales: a GPU that has
-units for it multiplies them so, and elsewhere the product is one of bfloat16, in which each value
-times its scale is exact.
+Scales are powers of two, rounded up (rounded down, as in the first version of the standard,
+training diverges). `jax.lax.scaled_dot` takes the 8-bit values and their scales: a GPU with units
+for it multiplies them directly. Elsewhere the product is one of bfloat16, in which each value times
+its scale is exact.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def block_product(x: jax.Array, y: jax.Array, dims: Any, dtypes: Any, size: int)
 
     Args:
       x, y: floating operands.
-      dims: as `dot_general` takes them; what they contract divides by `size`.
+      dims: as `dot_general` takes them; the contracted length is a multiple of `size`.
       dtypes: float8, of both operands.
-      size: how many neighbours along what is added up share a scale.
+      size: how many neighbours along the contracted axis share a scale.
     """
     contracted, batch = dims
     operands = []
-    for array, dtype, summed, kept in zip((x, y), dtypes, contracted, batch, strict=True):
-        operands.append(_by_blocks(_in_order(array, summed, kept), dtype, size))
+    for array, dtype, summed, batched in zip((x, y), dtypes, contracted, batch, strict=True):
+        operands.append(_by_blocks(_in_order(array, summed, batched), dtype, size))
     (x_values, x_scale), (y_values, y_scale) = operands
     out = lax.scaled_dot(
         x_values,
@@ -43,17 +43,17 @@ def block_product(x: jax.Array, y: jax.Array, dims: Any, dtypes: Any, size: int)
         preferred_element_type=jnp.float32,
     )
     free = [
-        [array.shape[i] for i in range(array.ndim) if i not in (*summed, *kept)]
-        for array, summed, kept in zip((x, y), contracted, batch, strict=True)
+        [array.shape[i] for i in range(array.ndim) if i not in (*summed, *batched)]
+        for array, summed, batched in zip((x, y), contracted, batch, strict=True)
     ]
     return out.reshape(*(x.shape[i] for i in batch[0]), *free[0], *free[1])
 
 
-def _in_order(x: jax.Array, summed: Any, kept: Any) -> jax.Array:
+def _in_order(x: jax.Array, summed: Any, batched: Any) -> jax.Array:
     """Returns an operand as [batch, free, contracted]."""
-    free = [i for i in range(x.ndim) if i not in (*summed, *kept)]
-    shape = [math.prod(x.shape[i] for i in axes) for axes in (kept, free, summed)]
-    return lax.transpose(x, (*kept, *free, *summed)).reshape(shape)
+    free = [i for i in range(x.ndim) if i not in (*summed, *batched)]
+    shape = [math.prod(x.shape[i] for i in axes) for axes in (batched, free, summed)]
+    return lax.transpose(x, (*batched, *free, *summed)).reshape(shape)
 
 
 def _by_blocks(x: jax.Array, dtype: Any, size: int) -> tuple[jax.Array, jax.Array]:
@@ -67,9 +67,9 @@ def _by_blocks(x: jax.Array, dtype: Any, size: int) -> tuple[jax.Array, jax.Arra
 
 
 def _power_of_two(x: jax.Array) -> jax.Array:
-    """Returns the least power of two that is not less, within what the scale can be; 1 for 0.
+    """Returns the least power of two that is not less, within the scale's range; 1 for 0.
 
-    On the bits: a logarithm is not exact, and rounds some powers of two up to the next.
+    Computed from the bits: a logarithm is not exact, and rounds some powers of two up to the next.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     up = lax.bitcast_convert_type((bits + _MANTISSA) & ~_MANTISSA, jnp.float32)

@@ -1,9 +1,9 @@
-"""What a product and the two of its derivative read and give: one entry per direction, as data.
+"""The dtypes and scales of a product and of the two products of its derivative, as data.
 
-A product of an input and a weight has three directions, named as in Transformer Engine: *fprop*
-(the product itself), *dgrad* (cotangent and weight, which give the cotangent of the input) and
-*wgrad* (cotangent and input, which give that of the weight). Derivatives of any order are products
-of these three kinds again, so that the roles of the arrays tell which entry holds.
+A product `y = x @ w` of an input and a weight has three directions, named as in Transformer Engine:
+*fprop* (the product itself), *dgrad* (`dx = dy @ wᵀ`, the cotangent of the input) and *wgrad*
+(`dw = xᵀ @ dy`, that of the weight). Derivatives of any order are products of these three kinds
+again: the roles of the arrays tell the direction.
 """
 
 from __future__ import annotations
@@ -21,40 +21,43 @@ from mpjax._policies.recipes import DTYPES, Recipe
 FLOAT32 = jnp.dtype("float32")
 
 
-class Role(enum.Enum):
-    """What an array is to the product that was written: an operand, or its result."""
+class ArrayRole(enum.Enum):
+    """The role of an array in the product as written: an operand, or the result.
+
+    A cotangent has the role of its array: `dy` is a RESULT.
+    """
 
     INPUT = "input"
     WEIGHT = "weight"
     RESULT = "result"
 
 
-PLACES = {Role.INPUT: 0, Role.WEIGHT: 1, Role.RESULT: 2}
-"""Where the largest value of each is among the three that a product records."""
+PLACES = {ArrayRole.INPUT: 0, ArrayRole.WEIGHT: 1, ArrayRole.RESULT: 2}
+"""The place of each role among the three maxima that a product records."""
 
-Roles = tuple[Role, Role, Role]
-"""Of the two operands of a product and of its result."""
+Roles = tuple[ArrayRole, ArrayRole, ArrayRole]
+"""The roles of a product's two operands and of its result."""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """What has a scale of its own in an operand that is quantised."""
+    """The scales of a quantised operand: which parts of it have one, and where it comes from."""
 
     granularity: str  # "tensor", "channel" or "block", as in a recipe
     margin: int = 0
     block_size: int = 1
-    is_delayed: bool = False  # whether it is of earlier steps, and given with the operands
+    is_delayed: bool = False  # whether it comes from earlier steps, as a further operand
 
 
 @dataclass(frozen=True)
 class Direction:
-    """One kind of product: the dtype of each operand, by its role, and of what they add up to."""
+    """One kind of product: the dtype of each operand, by its role, and of the accumulator."""
 
-    operands: tuple[tuple[Role, Any], tuple[Role, Any]]
+    operands: tuple[tuple[ArrayRole, Any], tuple[ArrayRole, Any]]
     accumulates: Any = FLOAT32
     scaling: Scaling | None = None  # None: operands are cast, without a scale
 
-    def dtype(self, role: Role) -> Any:
+    def dtype(self, role: ArrayRole) -> Any:
         """Returns the dtype in which the operand of a role is read."""
         return dict(self.operands)[role]
 
@@ -66,14 +69,19 @@ class Config:
     fprop: Direction
     dgrad: Direction
     wgrad: Direction
-    low: Any  # the dtype of what is not quantised
-    roles: Roles = (Role.INPUT, Role.WEIGHT, Role.RESULT)  # as the product was written
-    records: bool = False  # whether the largest values that it sees are recorded
-    keeps: bool = False  # whether operands are kept in 8 bits for the products of its gradient
+    low: Any  # the dtype of operands that are not quantised
+    roles: Roles = (
+        ArrayRole.INPUT,
+        ArrayRole.WEIGHT,
+        ArrayRole.RESULT,
+    )  # as the product was written
+    records: bool = False  # whether the maxima of its operands and its gradient are recorded
+    keeps: bool = False  # whether operands are saved in 8 bits for the products of its gradient
 
-    def read(self, x: Any, role: Role) -> Any:
-        """Returns an operand as it is read for its largest value, and again to be quantised."""
-        if role is Role.WEIGHT or self.low != jnp.bfloat16:
+    def read(self, x: Any, role: ArrayRole) -> Any:
+        """Returns an operand in the form that is read for its maximum and again to quantise it."""
+        # A weight is quantised from float32. `read_low` rounds to bfloat16, not to float16.
+        if role is ArrayRole.WEIGHT or self.low != jnp.bfloat16:
             return x
         return speed.read_low(x.astype(FLOAT32))
 
@@ -88,16 +96,20 @@ class Config:
         return any(d.scaling and d.scaling.is_delayed for d in (self.fprop, self.dgrad, self.wgrad))
 
     def reads_as_made(self, operand: int) -> bool:
-        """Whether an operand is quantised from what it is made as: a weight, rounded once."""
-        return self.is_scaled and self.roles[operand] is Role.WEIGHT
+        """Whether an operand is quantised from float32, so that a weight is rounded once."""
+        return self.is_scaled and self.roles[operand] is ArrayRole.WEIGHT
 
     def direction(self, roles: Roles) -> Direction:
-        """Returns the entry for a product of arrays that have these roles: its result decides."""
-        gives = {Role.RESULT: self.fprop, Role.INPUT: self.dgrad, Role.WEIGHT: self.wgrad}
+        """Returns the direction of a product of arrays with these roles: the result's decides."""
+        gives = {
+            ArrayRole.RESULT: self.fprop,
+            ArrayRole.INPUT: self.dgrad,
+            ArrayRole.WEIGHT: self.wgrad,
+        }
         return gives[roles[2]]
 
 
-def _cast(first: Role, second: Role, dtype: Any) -> Direction:
+def _cast(first: ArrayRole, second: ArrayRole, dtype: Any) -> Direction:
     return Direction(((first, dtype), (second, dtype)))
 
 
@@ -108,11 +120,11 @@ def low(dtype: Any) -> Config:
 
 
 _OPERANDS = (
-    (Role.INPUT, Role.WEIGHT),
-    (Role.RESULT, Role.WEIGHT),
-    (Role.RESULT, Role.INPUT),
+    (ArrayRole.INPUT, ArrayRole.WEIGHT),
+    (ArrayRole.RESULT, ArrayRole.WEIGHT),
+    (ArrayRole.RESULT, ArrayRole.INPUT),
 )
-"""Of fprop, dgrad and wgrad, in the order in which a recipe names their dtypes."""
+"""The operands of fprop, dgrad and wgrad, in the order in which a recipe names their dtypes."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -120,15 +132,15 @@ def quantized(recipe: Recipe, dtype: Any, roles: Roles, *, keeps: bool = False) 
     """Returns the config of a product in 8 bits.
 
     Args:
-      recipe: the dtypes of each direction, and what has a scale.
-      dtype: that of the directions which the recipe leaves.
+      recipe: the dtypes of each direction, and the granularity of scales.
+      dtype: the 16-bit dtype of directions that the recipe does not quantise.
       roles: of both operands and the result, as the product is written.
-      keeps: whether operands are kept in 8 bits for the products of its gradient, where these
-        read the same.
+      keeps: whether operands are saved in 8 bits for the products of its gradient, where these
+        read the same 8-bit values.
     """
     scaling = Scaling(recipe.granularity, recipe.margin, recipe.block_size, recipe.has_history)
 
-    def of(both: tuple[Role, Role], pair: Any) -> Direction:
+    def of(both: tuple[ArrayRole, ArrayRole], pair: Any) -> Direction:
         if pair is None:
             return _cast(*both, dtype)
         first, second = (jnp.dtype(DTYPES[name]) for name in pair)
@@ -136,13 +148,13 @@ def quantized(recipe: Recipe, dtype: Any, roles: Roles, *, keeps: bool = False) 
         return Direction(((both[0], first), (both[1], second)), accumulates, scaling)
 
     pairs = zip(_OPERANDS, recipe.products.values(), strict=True)
-    found = (of(both, pair) for both, pair in pairs)
-    return Config(*found, low=dtype, roles=roles, records=recipe.has_history, keeps=keeps)
+    directions = (of(both, pair) for both, pair in pairs)
+    return Config(*directions, low=dtype, roles=roles, records=recipe.has_history, keeps=keeps)
 
 
 @functools.lru_cache(maxsize=256)
 def current(how: Config, *, records: bool) -> Config:
-    """Returns a config whose scales are those of the values at hand, where they were delayed."""
+    """Returns a config that scales by the values at hand in place of those of earlier steps."""
 
     def of(direction: Direction) -> Direction:
         scaling = direction.scaling and replace(direction.scaling, is_delayed=False)

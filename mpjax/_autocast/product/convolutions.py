@@ -1,8 +1,8 @@
-"""Convolutions that are plain products: a kernel of one point.
+"""Convolutions with a kernel of one point, as matrix products.
 
-The gradient of such a kernel is a product too, which any device accumulates in float32 from low
-operands. As a convolution it is not: cuDNN gives a low result for low operands, so that XLA would
-widen both, whole activations, to reach float32.
+The gradient of such a kernel is a product too: any device multiplies low operands and accumulates
+in float32. As a convolution it would need float32 operands, whole activations: cuDNN gives a low
+result for low ones.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def pointwise(params: dict[str, Any]) -> Callable[[jax.Array, jax.Array], jax.Ar
     dims = params["dimension_numbers"]
     feature = dims.lhs_spec[1]
     strides = dict(zip(dims.lhs_spec[2:], params["window_strides"], strict=True))
-    # The axes of the product: those of the image but its features, then the new features.
-    kept = [axis for axis in range(len(dims.lhs_spec)) if axis != feature]
-    made = {axis: place for place, axis in enumerate(kept)} | {feature: len(kept)}
+    # The axes of the product: those of the image without its features, then the new features.
+    others = [axis for axis in range(len(dims.lhs_spec)) if axis != feature]
+    made = {axis: place for place, axis in enumerate(others)} | {feature: len(others)}
     order = [made[axis] for _, axis in sorted(zip(dims.out_spec, dims.lhs_spec, strict=True))]
 
     def fun(image: jax.Array, kernel: jax.Array) -> jax.Array:

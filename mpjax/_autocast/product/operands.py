@@ -1,7 +1,8 @@
-"""Operands that have an 8-bit copy beside them, as arguments of a primitive.
+"""Operands with an 8-bit copy, as arguments of a primitive.
 
-What is multiplied are the 8-bit values, and their scales come after; the array that they were made
-of is there for its derivatives alone, so that a compiled program stores one byte of it and not two.
+The product multiplies the 8-bit values, and their scales afterwards. The array from which they were
+made is an argument for its derivatives alone, so that a compiled program stores one byte a value
+and not two.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ class Operand(NamedTuple):
 
 
 Kept = tuple[bool, bool]
-"""Which of two operands have 8-bit values: these and their scales stand behind all arguments."""
+"""For each of two operands, whether 8-bit values and scales of it follow all other arguments."""
 
 
 def joined(args: Sequence[Any], stored: Sequence[Any]) -> tuple[tuple[Any, ...], Kept]:
-    """Returns arguments with the values and scales of two operands behind them."""
+    """Returns arguments, followed by the 8-bit values and scales of two operands."""
     kept = stored[0] is not None, stored[1] is not None
     return (*args, *(x for pair in stored if pair is not None for x in pair)), kept
 
 
 def parted(args: Sequence[Any], kept: Kept) -> tuple[Sequence[Any], tuple[Any, Any]]:
-    """Returns arguments, and values and scales for each of two operands, None if not kept."""
+    """Returns arguments, and the 8-bit values and scales of two operands, None for none."""
     first, second = places(len(args), kept)
     pairs = tuple(args[i] for i in first) or None, tuple(args[i] for i in second) or None
     return args[: len(args) - 2 * sum(kept)], pairs
 
 
 def places(count: int, kept: Kept) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns where the values and scales of each operand are among `count` arguments."""
+    """Returns the places of each operand's 8-bit values and scales among `count` arguments."""
     begin = count - 2 * sum(kept)
     first = (begin, begin + 1) if kept[0] else ()
     return first, (count - 2, count - 1) if kept[1] else ()
@@ -47,12 +48,12 @@ def places(count: int, kept: Kept) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def batched_together(
     args: Sequence[Any], dims: Sequence[Any], group: Sequence[int], behind: Sequence[int]
 ) -> tuple[list[Any], list[Any]]:
-    """Returns arguments and batch axes: in front for all forms of an operand, if one has any.
+    """Returns arguments and batch axes; if one form of an operand is batched, all are, on axis 0.
 
     Args:
       args, dims: of a batching rule.
-      group: where arrays are that have the shape of the operand.
-      behind: where its values and its scales are, empty where it has none.
+      group: places of the arrays that have the shape of the operand.
+      behind: places of its 8-bit values and its scales, empty if it has none.
     """
     args, dims = list(args), list(dims)
     alike, scale = [*group, *behind[:1]], behind[1:]
@@ -61,6 +62,6 @@ def batched_together(
     size = compat.batch_size(args, dims)
     for i in alike:
         args[i], dims[i] = in_front(args[i], dims[i], size), 0
-    for i in scale:  # one that all examples share is still one
+    for i in scale:  # a scale that all examples share has a batch axis of 1
         args[i], dims[i] = in_front(args[i], dims[i], 1), 0
     return args, dims

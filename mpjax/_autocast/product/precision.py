@@ -1,9 +1,9 @@
-"""Precisions of products: the one asked of autocast by name, and JAX's global default.
+"""Precisions of products: that of `autocast(dot_precision=)`, and JAX's global default.
 
 The default, `jax_default_matmul_precision`, is for products that stay float32: a GPU user sets it
-once, to "tensorfloat32" or "high". JAX writes it into every product while it traces, where it
-cannot be told from a `precision=` that was typed at the product. So a function is traced with the
-default left open, and a product that stays float32 is given the default when it is bound.
+once, to "tensorfloat32" or "high". JAX writes it into every product while tracing, and then it
+looks the same as a `precision=` that was typed at the product. So a function is traced with the
+default unset, and a product that stays float32 gets the default when it is bound.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from mpjax._base.errors import message
 from mpjax._jaxpr.op_rules import PRODUCTS
 
 LOW = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
-"""The precision of low products: told, or JAX would give them the global one."""
+"""The precision of low products: written out, or JAX would put the global default in."""
 
 
 def default() -> Any:
-    """Returns the precision that JAX gives a product by default; None where that is its own."""
+    """Returns the precision that the user set for all products, None if they set none."""
     if jax.config.jax_default_matmul_precision is None:
         return None
     return _given(jax.config.jax_default_matmul_precision)
@@ -36,15 +36,15 @@ def default() -> Any:
 def _given(_setting: Any) -> Any:
     x = jax.ShapeDtypeStruct((1,), jnp.float32)
     (product,) = jax.make_jaxpr(lax.dot)(x, x).jaxpr.eqns
-    found = product.params["precision"]
-    return None if found == LOW else found
+    precision = product.params["precision"]
+    return None if precision == LOW else precision
 
 
 def left_open(precision: Any) -> contextlib.AbstractContextManager[Any]:
-    """Traces products so that those which leave their precision to JAX are left so.
+    """Traces products with the global default unset.
 
     Args:
-      precision: what `default` gave.
+      precision: the result of `default`.
     """
     if precision is None:
         return contextlib.nullcontext()
@@ -52,7 +52,7 @@ def left_open(precision: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def restored(eqn: Any, precision: Any) -> dict[str, Any]:
-    """Returns the parameters of an equation bound as traced, with the default in its products."""
+    """Returns the parameters of an equation that stays float32, the default put in its products."""
     if precision is None:
         return eqn.params
     if eqn.primitive.name in PRODUCTS:

@@ -1,11 +1,11 @@
-"""A product on low operands whose derivative is such products again.
+"""A product on low operands; its derivative is two such products.
 
-The forward product is a plain `dot_general`, visible to checkpoint policies and to sharding. What
-JAX would derive from it multiplies a float32 cotangent by a low operand (slow), and rounds the
+The forward product is a plain `dot_general`, visible to checkpoint policies and to sharding. JAX's
+own derivative of it would multiply a float32 cotangent by a low operand (slow), and round the
 gradient of a weight to the low dtype. So its operands are hidden from differentiation, and the
-result passes through `linked`, an identity whose tangents are products of our own. They take the
-float32 *carrier* of each operand for its tangent and the low copy for its value: a weight is cast
-once, and its gradient leaves a float32 accumulator unrounded (but for `backends.convolved`).
+result passes through `linked`, an identity whose tangents are products of our own. These read the
+tangent of each operand's float32 *carrier*, and the value of its low copy: a weight is cast once,
+and its gradient leaves a float32 accumulator unrounded (but for `backends.convolved`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def with_precision(params: dict[str, Any], precision: Any) -> dict[str, Any]:
     return {**params, "precision": precision}
 
 
-# -- `product_p`: what tangents and cotangents are multiplied by -------------------------------
+# -- `product_p`: the products of tangents and cotangents ----------------------------------------
 
 product_p = own_primitive("low_product", computes=True)
 
@@ -95,9 +95,10 @@ def _lowering(backend: Callable[[], backends.Backend]) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _traced(_where: Any, avals: Any, backend: backends.Backend, **params: Any) -> Any:
-    """Returns what a product runs on a backend as a program, traced once for equal products.
+    """Returns a product on a backend as a program, traced once for equal products.
 
-    Its operations are marked with where they are traced: on a mesh, in `compute_on`, in metadata.
+    The first argument is part of the key alone: operations are marked with the context in which
+    they are traced (a mesh, `compute_on`, metadata).
     """
     return jax.make_jaxpr(functools.partial(_run, backend=backend, **params))(*avals)
 
@@ -108,8 +109,8 @@ _RULES: dict[str, Any] = {
     **dict.fromkeys(backends.GPUS, _lowering(lambda: backends.GPU)),
 }
 
-# One rule for all platforms, as what is not cacheable needs: JAX fails on several of them in a
-# program that is exported for several, and this is what does it there.
+# One rule for all platforms: in a program exported for several, JAX 0.12 fails on a primitive with
+# several rules that are not cacheable. There the product is lowered as this primitive.
 _exported_p = own_primitive("exported_product")
 _exported_p.def_abstract_eval(_product_abstract)
 mlir.register_lowering(_exported_p, _lowering(lambda: backends.OTHER))
@@ -128,7 +129,8 @@ def _lower_product(ctx: Any, *args: Any, program: Bilinear, **params: Any) -> An
     return (rule or _lower_exported)(ctx, *args, program=program, **params)
 
 
-# Not cacheable: as a function of its own it would not see what else its operands are used for.
+# Not cacheable: JAX would lower it as a function of its own, where `smaller_first` could not see
+# the other uses of the cotangent.
 mlir.register_lowering(product_p, _lower_product, cacheable=False)
 
 
@@ -143,7 +145,7 @@ def _tangent(
     program: Bilinear, out: Any, pair: tuple[Operand, Operand], tangents: Any, extras: Any
 ) -> Any:
     parts = []
-    # Transposed in reverse: the gradient of the smaller operand, as a rule a weight, comes first.
+    # JAX transposes in reverse: the gradient of the smaller operand, mostly a weight, comes first.
     for i in sorted((0, 1), key=lambda i: -states.size(pair[i].array.shape)):
         tangent = tangents[i]
         if not isinstance(tangent, ad.Zero):
@@ -155,7 +157,7 @@ def _tangent(
 
 
 def _cotangent(program: Bilinear, wrt: int, mine: Any, ct: Any, other: Operand, extras: Any) -> Any:
-    """Returns the cotangent of an operand like `mine`, from that of the result."""
+    """Returns the cotangent of operand `wrt`, in the dtype of `mine`, from that of the result."""
     turned = bilinear.transposed(jax.sharding.get_abstract_mesh(), program, wrt)
     return _product(turned, mine.aval.dtype, Operand(ct), other, *extras)
 
@@ -188,7 +190,7 @@ def _batched(program: Bilinear, size: int, dims: Sequence[Any]) -> Bilinear:
 
 
 def _sharing_amaxes(program: Bilinear, args: Any, dims: Any, kept: Kept) -> Any:
-    """Returns operands of which those that are mapped over share scales: those of the largest."""
+    """Returns operands whose examples share scales: each maximum is the largest of all examples."""
     place = len(args) - 2 * sum(kept) - 1
     if not program.config.is_delayed or not compat.is_batched(dims[place]):
         return args, dims
@@ -202,7 +204,7 @@ ad.primitive_transposes[product_p] = _product_transpose
 batching.primitive_batchers[product_p] = _product_batch
 
 
-# -- `hidden_p`: an operand of the forward product, which nothing is derived from ---------------
+# -- `hidden_p`: an operand of the forward product, without a derivative --------------------------
 
 # `stop_gradient` has no transpose: a product of tangents inside a custom rule needs one.
 hidden_p = own_primitive("hidden_operand")
@@ -234,12 +236,11 @@ ad.primitive_transposes[hidden_p] = lambda ct, x, **_: [ad.Zero(x.aval)]
 
 
 def hidden(x: jax.Array, *, settles: bool = False) -> jax.Array:
-    """Returns a value that nothing is derived from.
+    """Returns a value whose derivative is zero.
 
     Args:
       x: the value.
-      settles: whether XLA:CPU is to store it in the order of its dimensions, as its fast products
-        read it.
+      settles: whether XLA:CPU stores it in the order of its dimensions, as its fast kernels read.
     """
     return hidden_p.bind(x, settles=settles)
 
@@ -261,7 +262,7 @@ def _lower_linked(ctx: Any, out: Any, *_: Any, dtype: Any, settles: bool | None,
     return backends.lower_result(ctx, out, dtype=dtype, settles=settles)
 
 
-# Not cacheable: as a function of its own it would see no product that it could repeat.
+# Not cacheable: JAX would lower it as a function of its own, where there is no product to repeat.
 mlir.register_lowering(linked_p, _lower_linked, cacheable=False)
 
 
@@ -270,7 +271,7 @@ def _linked_jvp(
 ) -> Any:
     out = linked_p.bind(*primals, program=program, kept=kept, **params)
     (_, _, x_low, _, y_low, *extras), stored = operands.parted(primals, kept)
-    # The low copies are read at this level, so that their own tangents give second derivatives.
+    # The low copies are arguments of this rule, so that their tangents give second derivatives.
     pair = Operand(x_low, stored[0]), Operand(y_low, stored[1])
     return out, _tangent(program, out, pair, (tangents[1], tangents[3]), extras)
 
@@ -291,7 +292,7 @@ def _linked_batch(args: Any, dims: Any, *, program: Bilinear, kept: Kept, **para
 
 
 def _linked_transpose(ct: Any, *args: Any, program: Bilinear, kept: Kept, **_: Any) -> list[Any]:
-    """Where a rule multiplies a tangent, the product itself is what is transposed."""
+    """Returns the cotangents of a product of a tangent, which a user's rule multiplied."""
     cts: list[Any] = [ad.Zero(a.aval) if ad.is_undefined_primal(a) else None for a in args]
     if isinstance(ct, ad.Zero):
         return cts
@@ -326,16 +327,16 @@ def product(
     Args:
       name: the primitive: one of `PRODUCTS`.
       params: its parameters.
-      x, y: each a carrier, which receives the gradient in its own dtype, and its low copy (any
-        copy that is to be read, where the product is quantised).
+      x, y: each a carrier, which receives the gradient in its own dtype, and its low copy (for a
+        quantised product, the copy that is quantised).
       extras: integer operands.
-      how: what it and the products of its derivative read.
+      how: the dtypes of the product and of the products of its derivative.
       out_dtype: the dtype of the result: low, or float32 where nothing low reads it.
-      amaxes: f32[3], the largest values of earlier steps, where `how` records them; those of this
-        one are its cotangent.
-      stored: for each operand its 8-bit values and their scales, where it is kept as these.
-      wide: whether the product itself is written with a float32 result, and rounded after: where a
-        checkpoint's policy saves what is rounded, by its name.
+      amaxes: f32[3], the maxima of earlier steps, if `how` records them; their cotangent is the
+        maxima of this product.
+      stored: for each operand its 8-bit values and their scales, if a weight is stored as these.
+      wide: whether the product itself has a float32 result in the jaxpr, and is rounded after it:
+        a checkpoint's policy then saves the rounded result by its name.
     """
     recorded = () if amaxes is None else (amaxes,)
     product = _product_of(name, bilinear.hashable(params), how, jnp.dtype(out_dtype), wide)
@@ -346,7 +347,7 @@ def product(
 def _product_of(
     name: str, params: Any, how: Config, out_dtype: Any, wide: bool
 ) -> Callable[..., jax.Array]:
-    """Returns the product as one function, which JAX traces and differentiates once a shape."""
+    """Returns a product as a function that JAX traces and differentiates once for each shape."""
 
     def linked_product(
         stored: Any, x: Any, x_low: Any, y: Any, y_low: Any, *extras: Any

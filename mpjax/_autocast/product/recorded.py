@@ -1,9 +1,9 @@
-"""What a product saw: its largest values as the cotangent of those of earlier steps.
+"""Records a product's maxima, as the cotangent of the maxima of earlier steps.
 
-The largest gradient is known in the backward pass only, and what leaves that is a cotangent. So the
-largest values that a product uses are an input of it, and the "gradient" of that input is what it
-saw itself: f32[3], of its input, its weight and the gradient of its result. A product that nothing
-was derived from, and a value that is not finite, give 0: nothing was seen.
+The maximum of the gradient is known only in the backward pass, and only cotangents leave that. So
+the maxima by which a product scales are an operand of it, and the "gradient" of that operand is its
+own maxima: f32[3], of its input, its weight and the gradient of its result. A product that is not
+differentiated gives 0, and so does a value that is not finite: nothing is recorded then.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ tangent_p = own_primitive("recorded_amax_tangent")
 def recorded(
     out: jax.Array, amaxes: jax.Array, operands: Sequence[jax.Array], roles: Roles
 ) -> jax.Array:
-    """Returns `out`; the cotangent of `amaxes` is what was seen of the operands and of its own."""
-    found = {
+    """Returns `out`; the cotangent of `amaxes` is the maxima of the operands and of `out`'s own."""
+    largest = {
         PLACES[role]: absolute_maximum(x, tuple(range(x.ndim))).reshape(())
         for x, role in zip(operands, roles, strict=False)
     }
-    seen = jax.lax.stop_gradient(jnp.stack([found[0], found[1]]))
+    seen = jax.lax.stop_gradient(jnp.stack([largest[0], largest[1]]))
     return recorded_p.bind(*compat.equally_varying(out, amaxes, seen))
 
 
@@ -65,16 +65,16 @@ def _tangent_transpose(ct: Any, moved: Any, slot: Any, seen: Any) -> list[Any]:
         return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in (moved, slot, seen)]
     cts: list[Any] = [ct if ad.is_undefined_primal(moved) else None, None, None]
     if ad.is_undefined_primal(slot):
-        apart = slot.aval.ndim - 1  # axes in front: mapped over, each with its own histories
+        apart = slot.aval.ndim - 1  # leading axes that `vmap` made: each example has a history
         gradient = absolute_maximum(ct, tuple(range(apart, ct.ndim)))
         gradient = gradient.reshape((*gradient.shape[:apart], 1))
-        found = jnp.concatenate([seen, gradient], axis=-1)
-        cts[1] = jnp.where(jnp.isfinite(found), found, 0)
+        largest = jnp.concatenate([seen, gradient], axis=-1)
+        cts[1] = jnp.where(jnp.isfinite(largest), largest, 0)  # 0: nothing is recorded
     return cts
 
 
 def _batch(primitive: Any, args: Any, dims: Any) -> Any:
-    """Maps over products that share a history, or each with its own where that is mapped too."""
+    """Maps over products that share a history (maxima over all), or have one each."""
     out, slot, seen = args
     if compat.is_batched(dims[1]):
         return primitive.bind(*compat.all_batched(args, dims)), 0
@@ -82,7 +82,7 @@ def _batch(primitive: Any, args: Any, dims: Any) -> Any:
         seen = jnp.max(seen, axis=dims[2])
     if not compat.is_batched(dims[0]):
         return primitive.bind(out, slot, seen), dims[0]
-    # At the end, behind what has histories of its own.
+    # The last axis: leading ones are those of examples with histories of their own.
     return primitive.bind(jnp.moveaxis(out, dims[0], -1), slot, seen), out.ndim - 1
 
 

@@ -1,13 +1,13 @@
 """Operands in 8 bits with scales, and the product of two: quantise, multiply, scale after.
 
-Only genuine 8-bit operands stay 8-bit in what XLA compiles: values that are scaled back before
-the product are multiplied in 16 bits. So the product is of the 8-bit values themselves, and its
-result is scaled.
+XLA multiplies in 8 bits only operands that are 8-bit themselves: it multiplies values that are
+scaled back before the product in 16 bits. So the product is of the 8-bit values, and its result is
+scaled.
 
-What is not finite has to be seen in the result, or loss scaling would go blind: int8 has no NaN,
-a clipped infinity is the largest number, and XLA:CPU's maximum passes over NaN. The largest value
-is found among the bits of float32, as integers, where infinity and NaN are larger than all else;
-where it is one of them, the scale is NaN.
+An inf or NaN in an operand must reach the result, or loss scaling would not notice it. But int8 has
+no NaN, clipping turns inf into the largest number, and XLA:CPU's maximum ignores NaN. So the
+maximum is taken of the bits of float32, as integers, where inf and NaN are larger than all numbers;
+if the maximum is one of these, the scale is NaN.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ _LONGEST_INT8 = (2**31 - 1) // 127**2  # products of int8 that int32 can add up
 
 
 class Quantized(NamedTuple):
-    """An array in 8 bits: what its values times its scales are."""
+    """An array in 8 bits: it is `values * scale`."""
 
     values: jax.Array
     scale: jax.Array  # f32, of the rank of `values`: 1 along each axis that shares a scale
 
 
 def largest(dtype: Any) -> float:
-    """Returns the largest finite value that is used of an 8-bit dtype: 127, 448 or 57344."""
+    """Returns the largest finite value of an 8-bit dtype: 127 (not -128), 448 or 57344."""
     dtype = jnp.dtype(dtype)
     return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
 
 
 def absolute_maximum(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Returns the largest magnitude over some axes, which it keeps; not finite if one value is."""
+    """Returns the largest magnitude over some axes, left as 1; not finite if a value is not."""
     bits = lax.bitcast_convert_type(jnp.abs(x.astype(FLOAT32)), jnp.int32)
     return lax.bitcast_convert_type(jnp.max(bits, axis=axes, keepdims=True), FLOAT32)
 
 
 def scale_of(amax: jax.Array, dtype: Any, margin: int) -> jax.Array:
-    """Returns what 8-bit values are multiplied by: 1 for zeros, NaN where one is not finite."""
+    """Returns the scale for a maximum, `amax / largest`: 1 for 0, NaN if it is not finite."""
     used = largest(dtype) * 2.0**-margin
     scale = jnp.where(amax == 0, 1.0, jnp.maximum(amax, _LEAST) / used)
     return jnp.where(jnp.isfinite(amax), scale, jnp.nan).astype(FLOAT32)
@@ -64,7 +64,7 @@ def rounded(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
 
 def _clipped(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     top = largest(dtype)
-    # e4m3 has no infinity: what is larger than 448 would be NaN.
+    # e4m3 has no infinity: a value above 448 would be NaN.
     return jnp.clip(x / scale, -top, top)
 
 
@@ -75,24 +75,24 @@ def quantize(x: jax.Array, dtype: Any, axes: tuple[int, ...], margin: int = 0) -
       x: floating values.
       dtype: int8, float8_e4m3fn or float8_e5m2.
       axes: those along which values share a scale.
-      margin: bits that are left free above the largest value.
+      margin: bits of headroom above the largest value.
     """
     scale = scale_of(absolute_maximum(x, axes), dtype, margin)
     return Quantized(rounded(x, scale, dtype), scale)
 
 
 def quantize_delayed(x: jax.Array, amax: jax.Array, dtype: Any, margin: int = 0) -> Quantized:
-    """Returns an array in float8 with the scale of a largest value that was known before.
+    """Returns an array in float8 with the scale of the maximum of earlier steps.
 
     Args:
-      x: floating values; larger ones are clipped, and what is not finite becomes NaN.
-      amax: f32[], 0 where none is known yet: then the scale is 1.
+      x: floating values; larger ones are clipped, inf and NaN become NaN.
+      amax: f32[], 0 if none is known yet: then the scale is 1.
       dtype: float8_e4m3fn or float8_e5m2.
-      margin: bits that are left free above `amax`.
+      margin: bits of headroom above `amax`.
     """
     scale = scale_of(amax.reshape((1,) * x.ndim), dtype, margin)
     wide = x.astype(FLOAT32)
-    # NaN where it is not finite, and else 0: XLA:GPU would take a pass to choose by `isfinite`.
+    # `wide * 0` is NaN for inf and NaN, else 0. A `where(isfinite)` would cost XLA:GPU a pass.
     values = _clipped(wide, scale, dtype) + wide * 0
     return Quantized(values.astype(dtype), scale)
 
@@ -100,7 +100,7 @@ def quantize_delayed(x: jax.Array, amax: jax.Array, dtype: Any, margin: int = 0)
 def shared_axes(axes: Axes, operand: int, scaling: Scaling) -> tuple[int, ...]:
     """Returns the axes of an operand along which a scale is shared.
 
-    A scale can be taken out of a product only where the result has the axis too.
+    A scale can be factored out of a product only along an axis that the result has.
     """
     places = ((axis[operand], _has_scales(axis, operand, scaling)) for axis in axes)
     return tuple(place for place, has_scales in places if place is not None and not has_scales)
@@ -114,7 +114,7 @@ def _has_scales(axis: Any, operand: int, scaling: Scaling) -> bool:
 
 
 def is_usable(stored: Any, axes: Axes, operand: int, dtype: Any) -> bool:
-    """Whether values that are 8-bit already can be multiplied: no scale varies along a sum."""
+    """Whether stored 8-bit values can be multiplied: no scale varies along a contracted axis."""
     values, scale = stored
     summed = [a[operand] for a in axes if a.result is None]
     return values.dtype == dtype and all(i is None or scale.shape[i] == 1 for i in summed)
@@ -122,26 +122,26 @@ def is_usable(stored: Any, axes: Axes, operand: int, dtype: Any) -> bool:
 
 def as_result(scale: jax.Array, axes: Axes, operand: int, ndim: int) -> jax.Array:
     """Returns the scales of an operand, to multiply the result of the product by."""
-    found = {a[operand]: a.result for a in axes if a.result is not None}
-    kept = sorted((found[i], i) for i in range(scale.ndim) if i in found)
-    dropped = tuple(i for i in range(scale.ndim) if i not in found)
+    result_axes = {a[operand]: a.result for a in axes if a.result is not None}
+    pairs = sorted((result_axes[i], i) for i in range(scale.ndim) if i in result_axes)
+    dropped = tuple(i for i in range(scale.ndim) if i not in result_axes)
     shape = [1] * ndim
-    for place, i in kept:
+    for place, i in pairs:
         shape[place] = scale.shape[i]
-    places = [i for _, i in kept]
+    places = [i for _, i in pairs]
     order = [sorted(places).index(i) for i in places]
     return lax.transpose(lax.squeeze(scale, dropped), order).reshape(shape)
 
 
 def marks(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Returns 1 where all values along some axes are finite, and NaN where one is not."""
+    """Returns 1 if all values along some axes are finite, and NaN if one is not."""
     return jnp.where(jnp.isfinite(absolute_maximum(x, axes)), 1.0, jnp.nan).astype(FLOAT32)
 
 
 def fits(axes: Axes, shape: tuple[int, ...], dtype: Any, block_size: int) -> bool:
-    """Whether a product can be of 8-bit values: its blocks divide, and sums of int8 fit int32.
+    """Whether a product can be of 8-bit values: blocks divide its length, int8 sums fit int32.
 
-    Sums of float8 always fit float32. Of a length that an export leaves open nothing is known.
+    Sums of float8 always fit float32. A symbolic length (`jax.export`) is refused for both.
     """
     sizes = [shape[a.first] for a in axes if a.result is None and a.first is not None]
     length = math.prod(sizes)  # how many products are added up in each element

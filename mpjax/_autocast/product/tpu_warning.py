@@ -1,7 +1,7 @@
-"""Warns where a program that multiplies float16 is lowered for a TPU, which gains nothing by it.
+"""Warns when a program that multiplies float16 is lowered for a TPU, which gains nothing by it.
 
-Only there is it known what the program is for: to ask while tracing would start a backend, and
-could answer for another device.
+The platform is known when a program is lowered. To ask while tracing would start a backend, and
+could be about another device.
 """
 
 from __future__ import annotations

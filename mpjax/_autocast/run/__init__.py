@@ -1,1 +1,1 @@
-"""Runs a plan: binds every equation again, each value in the form that was decided for it."""
+"""Runs a plan: binds every equation again, each value in its decided dtype."""

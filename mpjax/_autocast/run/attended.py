@@ -1,4 +1,4 @@
-"""Runs the attentions of a plan: those that were found, and those that the user named."""
+"""Runs the attentions of a plan: patterns of equations, and calls of `dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpjax._jaxpr import binding
 
 
 def run_named(decision: Any, values: Sequence[Any]) -> list[Any]:
-    """Returns the results of an attention, on low operands."""
+    """Returns the results of a `dot_product_attention` on low operands."""
     eqn = decision.eqn
     arrays = [
         value.low(decision.low) if is_low else value.full
@@ -27,27 +27,27 @@ def run_named(decision: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def run(runner: Any, plan: Plan, one: Attended, env: dict[Any, Value]) -> None:
-    """Adds the result of an attention to the values of a plan."""
+    """Adds the result of a pattern of equations that is an attention to the values of a plan."""
     values = [env[v] for v in one.inputs]
     arrays = [v.low(one.low) if i < MULTIPLIED else v.made for i, v in enumerate(values)]
     eqn = plan.decisions[one.last].eqn
-    kept = runner.functions.attentions
-    if one.key not in kept:
-        kept[one.key] = one.read.program(_form(runner, plan, one))
+    programs = runner.functions.attentions
+    if one.key not in programs:  # equal attentions share a program, which JAX traces once
+        programs[one.key] = one.read.program(_form(runner, plan, one))
     with binding.written_at(eqn):
-        out, _ = primitives.attention(kept[one.key], *arrays)
+        out, _ = primitives.attention(programs[one.key], *arrays)
     (var,) = eqn.outvars
     env[var] = Value(out, plan.states[var])
 
 
 def _form(runner: Any, plan: Plan, one: Attended) -> Callable[..., Any]:
-    """Returns what the steps compute, as a function of the inputs: XLA's form of an attention."""
-    held = [
+    """Returns XLA's form of an attention: the steps as a function of the attention's inputs."""
+    in_states = [
         states.low(one.low) if i < MULTIPLIED else plan.states[v] for i, v in enumerate(one.inputs)
     ]
 
     def form(*arrays: Any) -> tuple[Any, Any]:
-        given = zip(one.inputs, arrays, held, strict=True)
+        given = zip(one.inputs, arrays, in_states, strict=True)
         env = {v: Value(x, state) for v, x, state in given}
         for step in one.steps:
             if step.group is not None:

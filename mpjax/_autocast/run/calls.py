@@ -1,7 +1,7 @@
-"""Binds operations that hold programs: calls, loops, branches and functions with their own rules.
+"""Binds operations with programs inside: calls, loops, branches and functions with their own rules.
 
 The public functions of JAX (`lax.scan`, `jax.jit`, `jax.checkpoint`, `jax.shard_map` ...) are
-called on closures that run the plans, so that JAX itself finds what they close over.
+called on closures that run the plans; JAX itself makes inputs of the values that these close over.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mpjax._base import compat
 from mpjax._jaxpr import hijax_programs, structure
 
 Interpreter = Any
-"""`rebind.Interpreter`, which imports this file."""
+"""`run.interpreter.Interpreter`, which imports this file."""
 
 
 def run(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
-    """Returns the results of an equation with programs, in the forms of its `out_states`."""
+    """Returns the results of an equation with programs inside, in the dtypes of `out_states`."""
     eqn = decision.eqn
     runner = runner.recording(runner.history.inside(decision))
     how = _RUN.get(eqn.primitive.name, _run_inline)
@@ -53,7 +53,11 @@ def _low_copies(plan: Plan, values: Sequence[Value]) -> list[Any]:
 
 
 def _made_low_copies(plan: Plan, values: Sequence[Value]) -> list[Any]:
-    """The low copies that exist: a checkpointed function would keep any other one for backward."""
+    """Returns the low copies that exist already.
+
+    A copy made here would be an input of the checkpointed function, and so saved for its backward
+    pass.
+    """
     return [
         None if dtype is None else v.made_low(dtype)
         for v, dtype in zip(values, plan.low_copies, strict=True)
@@ -68,7 +72,7 @@ def _run_inline(runner: Interpreter, decision: Decision, values: Sequence[Value]
 def _with_low_copies(
     runner: Interpreter, plan: Plan, low_copies: Sequence[Any]
 ) -> Callable[..., list[Any]]:
-    """Returns the plan as a function of its inputs followed by the low copies that there are."""
+    """Returns the plan as a function of its inputs, followed by those low copies that exist."""
     count = len(plan.in_states)
     given = [low_copy is not None for low_copy in low_copies]
 
@@ -88,7 +92,7 @@ def _all_operands(
 def _run_jit(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
     eqn = decision.eqn
     (plan,) = decision.call.plans
-    # Kept with the plan, so that the same function is compiled once in eager mode too.
+    # The plan remembers the function, so that eager mode too compiles it once.
     key = (runner.products, *compat.hashable_jit_params(eqn.params))
     compiled = {} if runner.history.arrays else plan.compiled  # no tracers may stay with the plan
     if key not in compiled:
@@ -105,22 +109,22 @@ def _run_remat(runner: Interpreter, decision: Decision, values: Sequence[Value])
     params = hijax_programs.holder(eqn).params if hijax_programs.holder(eqn) else eqn.params
     policy = params["policy"]
     inner = runner
-    if policy is not None and runner.products is None:
+    if policy is not None and runner.products is None:  # nested checkpoints share the names
         inner = runner.inside_checkpoint()
     ask = None if inner.products is None else inner.products.translated(policy)
     low_copies = _made_low_copies(plan, values)
     fun = _with_low_copies(inner, plan, low_copies)
     args = _all_operands(decision, values, low_copies)
-    if params.get("differentiated"):  # inside `autocast(grad(f))`: JAX must not undo it
+    if params.get("differentiated"):  # inside `autocast(grad(f))`: XLA may undo a new checkpoint
         return compat.bind_remat(eqn, fun, args, ask)
     prevent_cse = params["prevent_cse"]
-    if not isinstance(prevent_cse, bool):  # one for each operand, without their low copies
+    if not isinstance(prevent_cse, bool):  # one for each operand: low copies have no entry
         prevent_cse = any(prevent_cse)
     return jax.checkpoint(fun, prevent_cse=prevent_cse, policy=ask)(*args)
 
 
 def _run_named(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
-    """Names a value in the form in which it is held: so a checkpoint's policy keeps it."""
+    """Names a value in the dtype in which it was made, in which a checkpoint's policy saves it."""
     name = hijax_programs.given_name(decision.eqn)
     return [checkpoint_name(x, name) for x in _run_inline(runner, decision, values)]
 
@@ -133,7 +137,7 @@ def _run_shard_map(runner: Interpreter, decision: Decision, values: Sequence[Val
     operands = _all_operands(decision, values, _low_copies(plan, values))
     inner = _with_low_copies(runner, plan, plan.low_copies)
     lows = {i: s.dtype for i, s in enumerate(plan.in_states) if s.kind == Kind.LOW}
-    for i in lows:  # cast inside, so that a replicated value's cotangents are summed in float32
+    for i in lows:  # cast inside: the transpose of a replicated input is a psum, here of float32
         operands[i] = values[i].full
 
     def fun(*args: Any) -> list[Any]:
@@ -157,15 +161,15 @@ def _run_scan(runner: Interpreter, decision: Decision, values: Sequence[Value]) 
     operands = _operands(decision, values)
     first, last = num_consts, num_consts + num_carry
     read_consts = [_read_in_loop(v, x) for v, x in zip(values[:first], operands, strict=False)]
-    # Slices of `xs` are read once each: a low copy of the whole would only stay alive longer.
+    # Each slice of `xs` is read once: a low copy of all of `xs` would only use memory for longer.
     low_copies = [
         None if dtype is None or i >= first else v.low(dtype)
         for i, (v, dtype) in enumerate(zip(values, plan.low_copies, strict=True))
     ]
     out_states = (*decision.call.out_states[:num_carry], *plan.out_states[num_carry:])
 
-    def body(carry: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
-        xs, amaxes = found  # of histories, each iteration has its own
+    def body(carry: Any, slices: tuple[Any, Any]) -> tuple[Any, Any]:
+        xs, amaxes = slices  # each iteration has its own slice of the histories
         outs = runner.recording(runner.history.inside(decision, amaxes)).run(
             plan,
             [*(read() for read in read_consts), *carry, *xs],
@@ -184,7 +188,7 @@ def _run_scan(runner: Interpreter, decision: Decision, values: Sequence[Value]) 
 
 
 def _read_in_loop(value: Value, operand: Any) -> Callable[[], Any]:
-    """Returns how the body of a loop reads what is the same in every iteration."""
+    """Returns a function by which the body of a loop reads a value that no iteration changes."""
     if value.is_low and sums.is_low(operand):
         return sums.detached(operand, value.full)
     return lambda: operand
@@ -211,7 +215,7 @@ def _run_while(runner: Interpreter, decision: Decision, values: Sequence[Value])
         return runner.run(body, [*body_consts, *carry], low, decision.call.out_states)
 
     init = operands[num_cond + num_body :]
-    if not compat.has_joined_ends(params):
+    if not compat.has_joined_ends(params):  # else `vmap` made one loop of many that end apart
         return lax.while_loop(cond_fun, body_fun, init)
 
     def each(carry: Any) -> Any:
@@ -232,7 +236,7 @@ def _run_cond(runner: Interpreter, decision: Decision, values: Sequence[Value]) 
     platforms = decision.eqn.params.get("branches_platforms")
     if platforms is None:
         return lax.switch(index, branches, *operands)
-    # Only the branches of the platform that it is lowered for may be lowered.
+    # `lax.platform_dependent` lowers only the branch of the platform: others may fail there.
     named = [
         (name, b) for names, b in zip(platforms, branches, strict=True) for name in names or ()
     ]
@@ -251,7 +255,7 @@ def _run_held(runner: Interpreter, decision: Decision, values: Sequence[Value]) 
 
 
 def _run_placed(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
-    """Binds a program that is run elsewhere, or under a mark, around what it does here."""
+    """Binds a `compute_on` or an `xla_metadata_call` around the plan's own program."""
     eqn = decision.eqn
     (plan,) = decision.call.plans
     operands = _operands(decision, values)

@@ -1,7 +1,7 @@
-"""Keeps `custom_jvp` and `custom_vjp` rules, each run on the dtypes that it was written for.
+"""Runs `custom_jvp` and `custom_vjp` functions with their own rules, on the dtypes of their author.
 
-The function, its rule and its backward pass are wrapped to trace themselves, be planned, and be
-run with the types they had.
+The function, its rule and its backward pass are each wrapped: when called, the wrapper traces the
+callable, plans it, and runs the plan; inputs and outputs have the dtypes that they had.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpjax._base import compat
 from mpjax._jaxpr.rule_traces import RuleTrace
 
 Interpreter = Any
-"""`rebind.Interpreter`, which imports this file."""
+"""`run.interpreter.Interpreter`, which imports this file."""
 
 
 def run(runner: Interpreter, eqn: Any, plan: Plan, arrays: Sequence[Any]) -> list[Any]:
@@ -35,7 +35,7 @@ def run(runner: Interpreter, eqn: Any, plan: Plan, arrays: Sequence[Any]) -> lis
 def keeping_types(
     runner: Interpreter, fun: Callable[..., Any], settings: Settings
 ) -> Callable[..., Any]:
-    """Returns `fun` with its products lowered and its inputs and outputs typed as they were."""
+    """Returns `fun` with products on low operands, and with the dtypes of `fun` in and out."""
 
     def wrapped(*args: Any) -> Any:
         with precision.left_open(settings.float32_precision):

@@ -1,8 +1,8 @@
-"""A group as a function of its inputs. Equal groups are one function, so that JAX traces it once.
+"""Makes each group a function of its inputs; equal groups share one, which JAX traces once.
 
-The layers of a network are equal groups, one a layer. Traced, differentiated and transposed one
-by one they would be most of what autocast costs while tracing; JAX's own functions (softmax, gelu)
-are traced once in the same way.
+The layers of a network have equal groups. If each were traced, differentiated and transposed by
+itself, that would be most of autocast's tracing time. JAX shares its own functions (softmax, gelu)
+in the same way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax.extend import source_info_util
 from mpjax._autocast import speed
 from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.product import precision
-from mpjax._autocast.speed import Group
+from mpjax._autocast.speed import FusedGroup
 from mpjax._base import compat
 from mpjax._jaxpr.binding import bind, inside
 from mpjax._jaxpr.keys import hashable, literal_key
@@ -24,33 +24,34 @@ Function = Callable[..., list[Any]]
 
 
 class GroupFunctions:
-    """The functions of the groups of one run, by what they compute and where it is written."""
+    """The functions of the groups of one run, by their equations and source lines."""
 
     def __init__(self) -> None:
         self._functions: dict[Hashable, Function] = {}
         self._lines: dict[Any, str] = {}
         self.attentions: dict[Hashable, Any] = {}  # the programs of equal attentions
 
-    def run(self, plan: Plan, group: Group, arrays: Sequence[Any]) -> list[Any]:
-        """Returns the outputs of a group: of each the low form, then the full one, if wanted.
+    def run(self, plan: Plan, group: FusedGroup, arrays: Sequence[Any]) -> list[Any]:
+        """Returns the outputs of a group: for each its low form, then its float32 one, if wanted.
 
         Args:
-          plan: what the group is of.
-          group: which one.
-          arrays: its inputs, as they are held.
+          plan: the plan with the group.
+          group: one of its groups.
+          arrays: the inputs of the group, in the dtypes in which they were made.
         """
         eqns = group.eqns
         with eqns[0].ctx.manager:
             return self._run(plan, group, eqns, arrays)
 
     def _run(
-        self, plan: Plan, group: Group, eqns: Sequence[Any], arrays: Sequence[Any]
+        self, plan: Plan, group: FusedGroup, eqns: Sequence[Any], arrays: Sequence[Any]
     ) -> list[Any]:
         if not group.marks.checkpoint:
             return _function(plan, group, 0)(*arrays)
         around = _common_scopes(eqns)
-        # A rule's group may hold tangents beside values. JAX takes all results of a function that
-        # has a rule for unknown where one operand is a tangent, so that a group there has none.
+        # Inside a user's rule, operands of a group may be tangents. Where one operand of a
+        # `custom_jvp` function is a tangent, JAX's partial evaluation takes all its results for
+        # unknown: so a group there runs without a rule of ours.
         alone = plan.settings.in_loop or plan.settings.in_rule
         key = (alone, self._key(plan, group, eqns, around))
         if key not in self._functions:
@@ -59,19 +60,19 @@ class GroupFunctions:
         with inside(eqns[0], around):
             return self._functions[key](*arrays)
 
-    def _key(self, plan: Plan, group: Group, eqns: Sequence[Any], around: int) -> Hashable:
-        """Returns what equal groups have in common; their outer scopes may differ."""
+    def _key(self, plan: Plan, group: FusedGroup, eqns: Sequence[Any], around: int) -> Hashable:
+        """Returns the key of a group: equal for equal groups, whose outer scopes may differ."""
         number = {v: i for i, v in enumerate(group.inputs)}
-        found: list[Hashable] = [v.aval for v in group.inputs]
+        content: list[Hashable] = [v.aval for v in group.inputs]
         for eqn in eqns:
             operands = [literal_key(v) if compat.is_literal(v) else number[v] for v in eqn.invars]
             params = [(name, hashable(value)) for name, value in sorted(eqn.params.items())]
             place = (eqn.source_info.name_stack[around:], self._line(eqn), eqn.ctx)
             low = speed.low_cotangent(eqn, group, plan.states)
-            found.append((eqn.primitive, *operands, *params, *place, low))
+            content.append((eqn.primitive, *operands, *params, *place, low))
             number |= {v: i for i, v in enumerate(eqn.outvars, start=len(number))}
         outputs = ((number[v], plan.states[v].dtype, *forms) for v, *forms in group.outputs)
-        return (*found, *outputs, *group.marks.numbered(number))
+        return (*content, *outputs, *group.marks.numbered(number))
 
     def _line(self, eqn: Any) -> str:
         traceback = eqn.source_info.traceback
@@ -81,7 +82,7 @@ class GroupFunctions:
 
 
 def _common_scopes(eqns: Sequence[Any]) -> int:
-    """Returns how many outer scopes the equations share."""
+    """Returns the number of outer scopes that the equations share."""
     stacks = [eqn.source_info.name_stack.stack for eqn in eqns]
     shared = 0
     for entries in zip(*stacks, strict=False):
@@ -91,7 +92,7 @@ def _common_scopes(eqns: Sequence[Any]) -> int:
     return shared
 
 
-def _function(plan: Plan, group: Group, around: int) -> Function:
+def _function(plan: Plan, group: FusedGroup, around: int) -> Function:
     ways = speed.Ways(group, plan.states, in_loop=plan.settings.in_loop, around=around)
 
     def bound(eqn: Any, operands: Sequence[Any]) -> list[Any]:

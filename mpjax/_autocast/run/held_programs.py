@@ -1,8 +1,8 @@
-"""Binds primitives that hold a program beside rules of its author's: changed, types as they were.
+"""Binds primitives that have a program and rules of its author: both changed, dtypes as they were.
 
-A kernel's stand-in (`lax.composite`), a function with a rule for `vmap`, for partitioning or for
-transposition, a high-level primitive. What goes in and comes out has the dtypes that the rules were
-written for; products inside are low, and so are those of the rules.
+Examples: `lax.composite`, `custom_vmap`, `custom_partitioning`, `linear_call`, a high-level
+primitive. Operands and results have the dtypes that the rules were written for; products in the
+program and in the rules read low operands.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mpjax._base import compat
 from mpjax._jaxpr import hijax_programs, structure
 
 Interpreter = Any
-"""`rebind.Interpreter`, which imports this file."""
+"""`run.interpreter.Interpreter`, which imports this file."""
 
 
 def run(runner: Interpreter, eqn: Any, plan: Plan, arrays: Sequence[Any]) -> list[Any]:
-    """Returns the results of an equation that holds a program and rules, in float32."""
+    """Returns the results of an equation that has a program and rules, in float32."""
 
     def change(fun: Callable[..., Any]) -> Callable[..., Any]:
         return _keeping_types(runner, fun, plan)
@@ -42,7 +42,7 @@ def run(runner: Interpreter, eqn: Any, plan: Plan, arrays: Sequence[Any]) -> lis
 
 
 def _keeping_types(runner: Interpreter, fun: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
-    """Returns a function of trees, with its products lowered and its types as they were."""
+    """Returns a function of trees with products on low operands, and its own dtypes in and out."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
@@ -58,12 +58,12 @@ def _keeping_types(runner: Interpreter, fun: Callable[..., Any], plan: Plan) -> 
 
 
 def _program(program: Any, change: Callable[..., Any]) -> Any:
-    """Returns a program changed, with the inputs and outputs that it had."""
+    """Returns a changed program with the same types of inputs and outputs."""
     return jax.make_jaxpr(change(jaxpr_as_fun(compat.closed(program))))(*program.in_avals)
 
 
 def _transposition(thunk: Callable[[], Any], change: Callable[..., Any]) -> Callable[[], Any]:
-    """Returns what gives the transposed program of a `linear_call`, and its constants."""
+    """Returns the function that makes a `linear_call`'s transposed program, changed."""
 
     def changed() -> Any:
         program, consts = thunk()

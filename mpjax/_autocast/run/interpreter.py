@@ -1,7 +1,7 @@
-"""Runs a plan: binds every operation again, each value in the form that was decided for it.
+"""Runs a plan: binds every equation again, each value in its decided dtype.
 
-A value is made in one form and cast to another when something first asks for it, once. Nothing is
-decided here.
+A value is made in one dtype and cast to another, once, when an equation first reads it so. Nothing
+is decided here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpjax._autocast.run import (
 )
 from mpjax._autocast.run.group_functions import GroupFunctions
 from mpjax._autocast.run.values import Value
-from mpjax._autocast.speed import Group
+from mpjax._autocast.speed import FusedGroup
 from mpjax._base import compat
 from mpjax._jaxpr.binding import bind, written_at
 from mpjax._jaxpr.op_rules import OP_RULES, PRODUCTS, OpClass
@@ -50,7 +50,7 @@ class Interpreter:
         return inner
 
     def recording(self, history: delayed.Amaxes) -> Interpreter:
-        """Returns a runner for one plan, or for what it holds, whose products read `history`."""
+        """Returns a runner for a plan and its inner plans, whose products read `history`."""
         if history is self.history:
             return self
         inner = copy.copy(self)
@@ -67,10 +67,10 @@ class Interpreter:
         """Returns the outputs of a plan.
 
         Args:
-          plan: what to run.
-          arrays: its inputs, each in the form of its state.
-          low_copies: low copies of inputs where the plan wants them, else None.
-          out_states: forms of the outputs, those of the plan by default.
+          plan: the plan to run.
+          arrays: its inputs, each in the dtype of its state.
+          low_copies: for each input a low copy, or None where the plan wants none.
+          out_states: the states of the outputs, by default those of the plan.
         """
         jaxpr = plan.jaxpr.jaxpr
         recorder = self.recording(self.history.assigned(plan))
@@ -116,7 +116,7 @@ class Interpreter:
                 return
             for var, out in zip(eqn.outvars, outs, strict=True):
                 env[var] = _stored(out, plan.states[var])
-                if eqn.primitive.name == "dequantized":
+                if eqn.primitive.name == "dequantized":  # an 8-bit product reads these as they are
                     env[var].stored = (values[0].full, values[1].full)
 
     def as_traced(self, plan: Plan, eqn: Any, values: Sequence[Value]) -> list[Any]:
@@ -127,7 +127,7 @@ class Interpreter:
         return bind(eqn, [v.full for v in values], params)
 
     def keep(self, plan: Plan, eqn: Any, values: Sequence[Value], env: dict[Any, Value]) -> None:
-        """Moves values in the form in which they are held; low copies move with them."""
+        """Moves values in the dtype in which they were made; their low copies move with them."""
         outs = bind_low(
             eqn,
             [v.made if is_float32(a) else v.full for a, v in zip(eqn.invars, values, strict=True)],
@@ -145,7 +145,7 @@ class Interpreter:
         params = eqn.params
         asked = plan.settings.dot_precision
         if asked is None and plan.settings.float32_precision is not None:
-            asked = precision.LOW
+            asked = precision.LOW  # or JAX would write the user's global default into it
         if asked is not None:
             params = product.with_precision(params, asked)
         how, amaxes = self.history.of(decision, decision.how or product.low(low))
@@ -167,18 +167,18 @@ class Interpreter:
         )
         return out if self.products is None else self.products.named(eqn, out)
 
-    def run_group(self, plan: Plan, group: Group, env: dict[Any, Value]) -> None:
+    def run_group(self, plan: Plan, group: FusedGroup, env: dict[Any, Value]) -> None:
         if group.marks.native:
             self.run_native(plan, group, env)
             return
         arrays = [env[v].made for v in group.inputs]
-        found = iter(self.functions.run(plan, group, arrays))
+        forms = iter(self.functions.run(plan, group, arrays))
         for var, is_low, is_full in group.outputs:
-            low = next(found) if is_low else None
-            full = next(found) if is_full else None
+            low = next(forms) if is_low else None
+            full = next(forms) if is_full else None
             env[var] = _both_forms(plan.states[var], low, full)
 
-    def run_native(self, plan: Plan, group: Group, env: dict[Any, Value]) -> None:
+    def run_native(self, plan: Plan, group: FusedGroup, env: dict[Any, Value]) -> None:
         local = dict(env)
         for eqn in group.eqns:
             values = [self.value(v, local) for v in eqn.invars]
@@ -201,7 +201,7 @@ class Interpreter:
 
 
 def bind_low(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Returns the results of an equation on operands that may be low."""
+    """Returns the results of an equation on operands that may be low: moves, single operations."""
     if outs := speed.pick(eqn, values):
         return outs
     if sums.is_summed(eqn) and any(map(sums.is_low, values)):
@@ -238,14 +238,14 @@ def _both_forms(state: State, low: Any, full: Any) -> Value:
 
 
 def _same_size(eqn: Any) -> bool:
-    """Whether a low copy may move as its value does; not from one mesh to another."""
+    """Whether a low copy may move as its value does: to as many elements, on the same mesh."""
     (source, *_), (out,) = eqn.invars, eqn.outvars
     same = source.aval.size == out.aval.size and is_float32(source)
     return same and eqn.primitive.name not in ("mesh_cast", "reshard")
 
 
 def _moved(eqn: Any, values: Sequence[Value]) -> Callable[[Any], Any]:
-    """Returns how to move the low copy of the operand rather than to cast the result again."""
+    """Returns a function that moves the operand's low copy, which saves a cast of the result."""
 
     def lazy(dtype: Any) -> Any:
         rest = [v.full for v in values[1:]]

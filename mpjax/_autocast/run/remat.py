@@ -1,8 +1,8 @@
-"""Checkpoint policies of the user's, asked about the products that they knew.
+"""Translates a user's checkpoint policy to the program after autocast.
 
 A policy such as `dots_saveable` would save the float32 result of a low product. So inside a
-checkpointed function every product's rounded result carries a name, and the policy is asked about
-the original product when JAX asks about that name: what is saved is low.
+checkpointed function every product's rounded result carries a name. When JAX asks about that name,
+the policy is asked about the original product: the value that it saves is the low one.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Policy = Callable[..., Any]
 
 
 class NamedProducts:
-    """The products inside a checkpointed function, by the names given to their results."""
+    """The product equations in a checkpointed function, by the names of their results."""
 
     def __init__(self) -> None:
         self._eqns: dict[str, Any] = {}
 
     def named(self, eqn: Any, out: jax.Array) -> jax.Array:
-        """Returns the rounded result of a product equation, with a name."""
+        """Returns the rounded result of a product equation under a new name."""
         name = f"{_PREFIX}{len(self._eqns)}"
         self._eqns[name] = eqn
         return checkpoint_name(out, name)
 
     def translated(self, policy: Policy | None) -> Policy | None:
-        """Returns a policy that gives, for the program after autocast, the answers of `policy`."""
+        """Returns a policy for the program after autocast that answers as `policy` does."""
         if policy is None:
             return None
 

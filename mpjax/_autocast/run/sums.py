@@ -1,9 +1,9 @@
-"""Low values whose cotangents are sums: of everything that a repetition, or a loop, made of them.
+"""Sums the cotangents of low values in float32: of values that a broadcast or a loop repeats.
 
-A value that is repeated has the sum of its copies' cotangents for its own, and so has a value that
-every iteration of a loop reads. JAX would add them up in the dtype of the value: in bfloat16 a sum
-of equal terms stops growing at 256 of them, in float16 it is inf past 65504. Values stay low here,
-tangents pass through float32, and so does their transpose.
+The cotangent of a repeated value is the sum of its copies' cotangents, and so is that of a value
+that every iteration of a loop reads. JAX would add them up in the dtype of the value: in bfloat16 a
+sum of equal terms stops growing at 256 terms, in float16 it is inf past 65504. Here values stay
+low, and tangents pass through float32, so that their transposes (cotangents) do too.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _LOW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def is_summed(eqn: Any) -> bool:
-    """Whether the derivative of an operation holds a sum, or what JAX writes as one."""
+    """Whether the transpose of an operation is a sum, or JAX writes it as one: of a gather."""
     name = eqn.primitive.name
     if name == "broadcast_in_dim":
         return states.copies(eqn) > 2  # a sum of two terms is rounded once in any dtype
     if eqn.params.get("unique_indices") and name == "gather":
-        return False  # what each element is read for is one thing
+        return False  # each element is read at most once, so that its cotangent is no sum
     return name in traits.REPEATS or name in traits.SELECTS
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Returns the results of an operation on low values, its tangents computed in float32."""
-    # A 16-bit operand that the user's program has is none of ours: it keeps its dtype.
+    # An operand that is 16-bit in the user's own program is not ours to widen.
     pairs = zip(eqn.invars, values, strict=True)
     lows = [i for i, (v, x) in enumerate(pairs) if is_float32(v) and is_low(x)]
     if not lows:
@@ -55,7 +55,8 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     def rule(primals: Any, tangents: Any) -> Any:
         if eqn.primitive.name in traits.REPEATS:
             return made(*primals), widened(tangents[0], *primals[1:])
-        # Which values were chosen is found again from low operands, rather than kept in float32.
+        # The checkpoint recomputes the chosen places (a max, a sort) from low operands; else JAX
+        # would save float32 operands for the backward pass.
         return jax.jvp(jax.checkpoint(widened, prevent_cse=False), primals, tangents)
 
     made = _with_rule(plain, rule)
@@ -68,7 +69,7 @@ def _outs(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def is_low(value: Any) -> bool:
-    """Whether an array is held in a dtype of 16 bits."""
+    """Whether an array has a dtype of 16 bits."""
     return getattr(value, "dtype", None) in _LOW
 
 
@@ -78,8 +79,8 @@ def _with_rule(fun: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..
     return made
 
 
-# A primitive, since a rule of the user's may hold such a loop over tangents: then the value itself
-# is transposed, and its cotangent has to go to the twin as well.
+# A primitive and not a `custom_jvp`: a user's rule may contain such a loop over tangents. Then JAX
+# transposes the value itself, and its cotangent has to go to the float32 twin.
 _reattached_p = own_primitive("reattached_value")
 _reattached_p.def_impl(lambda low, full: low)
 _reattached_p.def_abstract_eval(lambda low, full: low.update(weak_type=False))
@@ -87,7 +88,7 @@ mlir.register_lowering(_reattached_p, lambda ctx, low, full: [low])
 
 
 def _reattached_jvp(primals: Any, tangents: Any) -> Any:
-    # The value is attached again, or second derivatives would end at what is hidden.
+    # The value is attached again: the hidden low value alone would have no second derivatives.
     out, tangent = _reattached_p.bind(*primals), tangents[1]
     if isinstance(tangent, ad.Zero):
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
@@ -112,14 +113,14 @@ batching.primitive_batchers[_reattached_p] = _reattached_batch
 
 
 def detached(low: jax.Array, full: jax.Array) -> Callable[[], jax.Array]:
-    """Returns a low value for the body of a loop: read there, summed outside in float32.
+    """Returns a low value for the body of a loop, whose cotangents are summed in float32.
 
     Args:
       low: the value.
-      full: the same in float32; its tangent is that of the value.
+      full: the same in float32, which receives the gradient.
 
     Returns:
-      A function to be called in the body.
+      A function to call in the body; it returns the value.
     """
     hidden = product.hidden(low)
     return lambda: _reattached_p.bind(hidden, full)

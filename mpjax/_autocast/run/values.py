@@ -1,4 +1,4 @@
-"""A value while a plan runs: made in one form, cast to another when something first asks for it."""
+"""A value while a plan runs: made in one dtype, cast to another when an equation first reads it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpjax._jaxpr.binding import cast
 
 
 class Value:
-    """One value and its forms: as made, in float32, and low copies that are cast once."""
+    """One value and its forms: as made, in float32, and low copies, each cast once."""
 
     __slots__ = ("_forms", "_lazy", "is_low", "made", "stored")
 
@@ -24,7 +24,7 @@ class Value:
         lazy: Callable[[Any], Any] | None = None,
     ) -> None:
         self.made = array
-        self.stored: Any = None  # values and scales, where this is a weight in 8 bits
+        self.stored: Any = None  # 8-bit values and scales, if this is a weight stored in 8 bits
         self.is_low = state.kind == Kind.LOW
         self._lazy = lazy
         self._forms: dict[Any, Any] = {}
@@ -34,7 +34,7 @@ class Value:
 
     @property
     def full(self) -> Any:
-        """The value in float32, or as it is where it is foreign."""
+        """The value in float32; a foreign one (an integer, a float64) as it is."""
         if not self.is_low:
             return self.made
         if FLOAT32 not in self._forms:
@@ -48,7 +48,7 @@ class Value:
         return self._forms[dtype]
 
     def made_low(self, dtype: Any) -> Any:
-        """The copy in `dtype` if there is one."""
+        """The copy in `dtype` if there is one already, else None."""
         return self._forms.get(dtype)
 
     def cast(self, dtype: Any) -> Any:
@@ -56,14 +56,15 @@ class Value:
         return self.made if self.made.dtype == dtype else cast(self.full, dtype)
 
     def carrier(self, dtype: Any) -> Any:
-        """The form through which the tangents of a product in `dtype` flow.
+        """The form that receives the gradient of a product in `dtype`: float32 unless made low.
 
-        A constant has none; its float32 form would stand in the program beside the low one.
+        A constant has no gradient: it gives its low form, so that the program does not also have a
+        float32 constant.
         """
         if not isinstance(self.made, Tracer):
             return self.low(dtype)
         return self.made if self.made.dtype == dtype else self.full
 
     def form(self, state: State) -> Any:
-        """The value as `state` says."""
+        """The value in the dtype of `state`."""
         return self.cast(state.dtype) if state.kind == Kind.LOW else self.full

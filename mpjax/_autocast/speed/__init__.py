@@ -1,12 +1,12 @@
-"""What is done for a compiler's sake. Nothing here decides which values may be low.
+"""Helps compilers to save memory and time. Nothing here decides which values may be low.
 
 The other rooms import these names and nothing else. They are of four kinds, and `hints` has a row
-for each function that does something: what it is for, on which platform, and what it saves there.
+for each function: its purpose, its platforms, and the bytes that it saves there.
 
 Cuts: low values that are stored where a group would compute them again (`cuts`).
-Marks: what a backend is told of a group's values (`marked`).
-Ways: the same values computed otherwise, in a group (`Ways`) or alone (`operation`, `native`).
-Arounds: what stands around a product's operands and result, where it is lowered.
+Marks: instructions for a backend about a group's values (`marked`).
+Ways: the same values by other operations, in a group (`Ways`) or alone (`pick`, `native`).
+Arounds: operations around a product's operands and result, where it is lowered (`alone`).
 """
 
 from mpjax._autocast.speed.cuts import Cuts
@@ -17,7 +17,7 @@ from mpjax._autocast.speed.exact import is_exact
 from mpjax._autocast.speed.exact import run as native
 from mpjax._autocast.speed.hints import hint
 from mpjax._autocast.speed.lowerings import read_low, stored, stored_cotangent
-from mpjax._autocast.speed.marks import Group, low_cotangent
+from mpjax._autocast.speed.marks import FusedGroup, low_cotangent
 from mpjax._autocast.speed.marks import of_groups as marked
 from mpjax._autocast.speed.order import smaller_first
 from mpjax._autocast.speed.permuted import told
@@ -28,7 +28,7 @@ from mpjax._autocast.speed.ways import Ways
 
 __all__ = [
     "Cuts",
-    "Group",
+    "FusedGroup",
     "Ways",
     "alone",
     "bind_pooled",

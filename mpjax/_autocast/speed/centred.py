@@ -1,10 +1,10 @@
 """The affine part of a norm, `(x - m) * s + b`, with a derivative that adds up each array once.
 
-Where `m` and `s` are of more than a row (batch and group normalisation), the derivative holds
-three sums: of `ct` for `b`, of `ct * s` for `m` and of `ct * (x - m)` for `s`. The second is `s`
-times the first, and is taken so here: tangents of what is repeated meet before they are repeated.
-With two sums in place of three XLA:GPU computes `ct` again in each kernel that reads it, where it
-would store it, or reads what it is made of once less.
+Where `m` and `s` are statistics of more than a row (batch and group normalisation), the derivative
+has three sums: of `ct` for `b`, of `ct * s` for `m` and of `ct * (x - m)` for `s`. The second is
+`s` times the first, and is computed so here: the tangents of `m` and `b` are added before they are
+broadcast. With two sums instead of three, XLA:GPU recomputes `ct` in each kernel that reads it,
+where it would store it, or reads its operands once less.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ _STEPS: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Affine:
-    """`x`, less something, and what else it is multiplied by, divided by or added to."""
+    """An array `x` minus a broadcast operand, and further such steps: `(x - m) * s + b`."""
 
     x: Any
-    steps: tuple[tuple[str, Any], ...]  # an operation and its other operand, which is repeated
-    axes: frozenset[int]  # along which all of these are
+    steps: tuple[tuple[str, Any], ...]  # an operation and its other operand, which is broadcast
+    axes: frozenset[int]  # along which all of these operands are broadcast
 
     def then(self, name: str, operand: Any, axes: frozenset[int]) -> Affine:
-        """Returns this with another step."""
+        """Returns this value with another step after it."""
         return Affine(self.x, (*self.steps, (name, operand)), self.axes & axes)
 
 
 class Centred:
-    """The affine values of a group that begin with `x - m`, by the variable that holds them."""
+    """The affine values of a group that begin with `x - m`, by variable."""
 
     def __init__(self, eqns: Sequence[Any]) -> None:
-        self.found: dict[Any, Affine] = {}
-        self._repeated: dict[Any, Any] = {}  # equations that do nothing but to repeat
+        self.by_variable: dict[Any, Affine] = {}
+        self._repeated: dict[Any, Any] = {}  # broadcasts, by result
         for eqn in eqns:
             self._note(eqn)
 
     def run(self, eqn: Any, values: Mapping[Any, Any], dear: Collection[Any]) -> list[Any]:
-        """Returns the result of an equation that makes a scaled one; of any other nothing.
+        """Returns the result of an equation that ends an affine value of several steps; else [].
 
         Args:
           eqn: the equation.
           values: of the variables.
-          dear: those whose cotangents are stored, and dear to compute.
+          dear: variables whose cotangents are stored, because they are expensive to compute.
         """
-        affine = self.found.get(eqn.outvars[0])
+        affine = self.by_variable.get(eqn.outvars[0])
         if affine is None or len(affine.steps) == 1:
             return []
         operands = [self._small(v, values) for _, v in affine.steps]
@@ -78,7 +78,7 @@ class Centred:
         elif eqn.primitive.name in _STEPS and is_float32(out):
             made = next(filter(None, self._orders(eqn, out)), None)
             if made is not None:
-                self.found[out] = made
+                self.by_variable[out] = made
 
     def _orders(self, eqn: Any, out: Any) -> Iterator[Affine | None]:
         x, y = eqn.invars
@@ -87,13 +87,14 @@ class Centred:
             yield self._step(eqn.primitive.name, y, x, out)
 
     def _step(self, name: str, x: Any, operand: Any, out: Any) -> Affine | None:
-        """Returns what an operation makes of `x`; None where rows alone are repeated, or nothing.
+        """Returns the affine value of an operation on `x`, None if its steps are those of rows.
 
-        A kernel that holds a row adds up as much of it as is asked for.
+        For statistics of rows (layer normalisation) nothing is gained: a kernel with a whole row on
+        the chip computes any number of its sums.
         """
         if compat.is_literal(x) or compat.is_literal(operand) or x.aval.shape != out.aval.shape:
             return None
-        before = self.found.get(x)
+        before = self.by_variable.get(x)
         if before is None and name != "sub":
             return None
         start = before or Affine(x, (), frozenset(range(out.aval.ndim)))
@@ -102,7 +103,7 @@ class Centred:
         return None if made.axes == frozenset(last) else made
 
     def _axes(self, v: Any, shape: Sequence[int]) -> frozenset[int]:
-        """Returns the axes along which an operand is repeated."""
+        """Returns the axes along which an operand is broadcast."""
         sizes = self._sizes(v)
         if len(sizes) != len(shape):
             return frozenset()
@@ -118,7 +119,7 @@ class Centred:
         return sizes
 
     def _small(self, v: Any, values: Mapping[Any, Any]) -> Any:
-        """Returns what is repeated, with axes of size 1 along which it is."""
+        """Returns a broadcast operand before its broadcast, with axes of 1 in place of the new."""
         if v not in self._repeated:
             return values[v]
         eqn = self._repeated[v]
@@ -134,11 +135,11 @@ def centred(eqns: Sequence[Any]) -> Centred:
 
 @hint("shifted_apart", operator.add)
 def _shifted_apart(x: jax.Array, shift: jax.Array) -> jax.Array:
-    """Returns `x + shift`, the cotangent of the shift added up in a kernel of its own.
+    """Returns `x + shift`; a kernel of its own sums the cotangent of the shift.
 
-    XLA:GPU adds up two sums of one array in one kernel, and then finds it too dear to compute the
-    array there too; with one sum it does. Taken in two steps, along its first axis last, a sum is
-    unlike the other.
+    XLA:GPU takes two sums of one array in one kernel, and then judges it too expensive to compute
+    the array there too; with one sum it does. A sum in two steps, along its first axis last, is
+    not merged with the other.
     """
     repeated = [i for i, n in enumerate(shift.shape) if n == 1 != x.shape[i]]
     if len(repeated) < 2:
@@ -158,7 +159,7 @@ def _function(names: Sequence[str], shifted: Callable[[Any, Any], Any]) -> Calla
     @fun.defjvp
     def _(primals: Any, tangents: Any) -> Any:
         (x, *operands), (dx, *moves) = primals, tangents
-        shift: Any = 0.0  # by how much all that is subtracted and added moves the result
+        shift: Any = 0.0  # the tangent of the result by all subtracted and added operands
         for name, y, dy in zip(names, operands, moves, strict=True):
             if name in traits.SHIFTS:
                 x, shift = _STEPS[name](x, y), _STEPS[name](shift, dy)

@@ -1,10 +1,10 @@
-"""Nonlinear functions of one value, as activations are, differentiated at inputs taken for others.
+"""Nonlinear functions of one value (activations), differentiated at a copy of their input.
 
-XLA:GPU finds a `tanh` costly: where two kernels would compute it, or two branches of one kernel,
-one stores it in float32 for the other. So it does between the gradients of both halves of a gate,
-`tanh(a) * sigmoid(b)`, and between forward and backward pass, which the statistics of a norm tie to
-one input. Computed of inputs that XLA takes for others, what a derivative reads is another `tanh`,
-and each kernel computes its own.
+XLA:GPU treats `tanh` as expensive: where two kernels need it, or two branches of one kernel, one
+stores it in float32 for the other. It does so between the gradients of both halves of a gate,
+`tanh(a) * sigmoid(b)`, and between forward and backward pass, where the statistics of a norm tie
+both to one input. So the derivative reads a copy of the input behind a barrier, which XLA does not
+recognise: its `tanh` is another one, and each kernel computes its own.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _MOVES = traits.PERMUTES | traits.CUTS | traits.RESIZES | traits.TURNS
 
 @dataclass
 class Curve:
-    """A function of one value, and how that value comes of a group's inputs."""
+    """A function of one value, and the equations that compute this value from a group's inputs."""
 
     of: Any
     eqns: list[Any] = field(default_factory=list)
     result: Any = None
-    before: Sequence[Any] = ()  # the sums, scales and moves that make the value
-    inputs: Collection[Any] = ()  # the large ones that these begin with
+    before: Sequence[Any] = ()  # the sums, scales and moves that compute the value
+    inputs: Collection[Any] = ()  # the large inputs of the group among their operands
 
     def run(self, given: Mapping[Any, Any], local: Mapping[Any, Any], around: int) -> Any:
         """Returns the result.
 
         Args:
-          given: the inputs of the group, as they are held.
-          local: what the group has computed so far.
-          around: how many scopes the group is in already.
+          given: the inputs of the group, in the dtypes in which they were made.
+          local: the values that the group has computed so far.
+          around: the number of scopes that are open already.
         """
         apart = {v: lowerings.rows_apart(given[v]) for v in self.inputs}
         again = _evaluated(self.before, {**local, **apart}, around)[self.of]
@@ -55,7 +55,7 @@ class Curve:
 
 
 def _differentiated_at(fun: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-    """Returns `fun` of a value, with its derivative at another, which is equal to it."""
+    """Returns `fun` of two equal values: computed of the first, differentiated at the second."""
 
     @jax.custom_jvp
     def at(x: Any, again: Any) -> Any:
@@ -86,7 +86,7 @@ def _evaluated(eqns: Sequence[Any], values: Mapping[Any, Any], around: int) -> M
 
 
 def widened(var: Any, array: Any) -> Any:
-    """Returns what a group computes with: float32 of what is held low."""
+    """Returns an array as a group computes with it: a low one in float32."""
     return array.astype(FLOAT32) if is_float32(var) and array.dtype != FLOAT32 else array
 
 
@@ -100,23 +100,23 @@ def curves(
     """Returns the costly curves of a group that gate another part of their input or follow a norm.
 
     Args:
-      eqns: the group.
-      inputs: what it reads.
-      outputs: what is read of it.
-      others: its variables that are made in another way, and in no curve.
+      eqns: the equations of the group.
+      inputs: the variables that it reads.
+      outputs: its variables that are read elsewhere.
+      others: its variables that another way computes; no curve contains them.
 
     Returns:
-      Each curve by the first variable that it makes, and None by the rest of them.
+      Each curve by the first variable that it makes; None by each of its other variables.
     """
-    found: dict[Any, Curve | None] = {}
-    for curve in _Search(eqns, inputs, outputs).found():
+    by_variable: dict[Any, Curve | None] = {}
+    for curve in _CurveSearch(eqns, inputs, outputs).found():
         first, *rest = made = [eqn.outvars[0] for eqn in curve.eqns]
         if not set(others).intersection(made):
-            found |= {first: curve, **dict.fromkeys(rest)}
-    return found
+            by_variable |= {first: curve, **dict.fromkeys(rest)}
+    return by_variable
 
 
-class _Search:
+class _CurveSearch:
     """One pass over the equations of a group."""
 
     def __init__(
@@ -129,12 +129,12 @@ class _Search:
         self.origins: dict[Any, Any] = {}
         for eqn in eqns:
             self.note(eqn)
-        self.results: dict[Any, Curve] = {}  # curves by what is read of them, if it is one value
+        self.results: dict[Any, Curve] = {}  # curves of which others read one value, by that value
         for curve in self.by_origin.values():
             self.end(curve, outputs)
 
     def note(self, eqn: Any) -> None:
-        """Adds an equation to the curve that it goes on, if it does."""
+        """Adds an equation to the curve of its operands, if these are functions of one value."""
         of = {self.origins.get(v, v) for v in compat.variables(eqn)}
         if len(of) == 1 and _is_elementwise(eqn):
             (x,) = of
@@ -142,7 +142,7 @@ class _Search:
             self.origins[eqn.outvars[0]] = x
 
     def end(self, curve: Curve, outputs: Collection[Any]) -> None:
-        """Finds the one value of a curve that others read."""
+        """Sets the result of a curve: its one value that other equations read, if there is one."""
         made = {eqn.outvars[0] for eqn in curve.eqns}
         outside = (eqn for eqn in self.eqns if eqn.outvars[0] not in made)
         read = made.intersection(outputs)
@@ -152,7 +152,7 @@ class _Search:
             self.results[curve.result] = curve
 
     def found(self) -> Iterator[Curve]:
-        """Yields the curves that pay."""
+        """Yields the curves for which a copy of the input saves bytes."""
         of_norms = norms.results(self.eqns)
         gates = self.gates()
         for curve in self.results.values():
@@ -163,20 +163,20 @@ class _Search:
                 yield curve
 
     def gates(self) -> set[Any]:
-        """Returns the factors of products of two large values, one of them a costly curve's."""
-        found: set[Any] = set()
+        """Returns the factors of products `tanh(a) * b`: both large, one the result of a curve."""
+        gates: set[Any] = set()
         for eqn in self.eqns:
             factors = {v for v in compat.variables(eqn) if self.is_large(v)}
             curves = [self.results[v] for v in factors if v in self.results]
             if eqn.primitive.name == "mul" and len(factors) == 2 and any(map(_is_costly, curves)):
-                found |= factors
-        return found
+                gates |= factors
+        return gates
 
     def is_large(self, v: Any) -> bool:
         return size(v.aval.shape) > self.least
 
     def begins(self, curve: Curve) -> bool:
-        """Whether sums, scales and moves of inputs make the value; notes which."""
+        """Whether the value is computed from inputs by sums, scales and moves; records these."""
         before: dict[Any, Any] = {}
         inputs: dict[Any, None] = {}
 
@@ -208,7 +208,7 @@ def _is_elementwise(eqn: Any) -> bool:
 
 
 def _is_cut(curve: Curve) -> bool:
-    """Whether the value is part of what its gradient is stored with, in one kernel."""
+    """Whether the value is cut out of a larger one, whose gradient one kernel stores whole."""
     return any(eqn.primitive.name in traits.CUTS for eqn in curve.before)
 
 

@@ -1,8 +1,7 @@
-"""Where a low value is stored between two operations that a group would compute together.
+"""Cuts: low values that are stored between two operations that a group would compute together.
 
-Stored low, such a value is read again where it would be computed again, and the backward pass
-keeps it in place of what it was made of. A cut moves a rounding. It does not decide whether a value
-is low.
+A later operation then reads the stored value instead of recomputing it, and the backward pass saves
+it in place of its operands. A cut moves a rounding. It does not decide whether a value is low.
 """
 
 from __future__ import annotations
@@ -25,58 +24,58 @@ class Cuts(NamedTuple):
     """The low values of a program that are stored where they are made."""
 
     stored: set[Any]
-    read_twice: set[Any]  # those of them that stand between two passes over a value
+    read_twice: set[Any]  # those of them that two passes read: for a statistic, and with it
 
 
-def of_program(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> Cuts:
+def of_program(jaxpr: Any, fused: Sequence[bool], states: dict[Any, State]) -> Cuts:
     """Returns the cuts of a program.
 
     Args:
       jaxpr: open.
-      fused: of each equation, whether it may run in a group.
-      found: the state of each value.
+      fused: for each equation, whether it may run in a group.
+      states: the state of each value.
     """
-    curved = linear.curved(jaxpr, fused, found)
-    twice = read_twice(jaxpr, fused, found, curved)
-    others = merged(jaxpr, fused, found, curved) | copied_last(jaxpr, fused, found)
-    return Cuts(read_exactly(jaxpr, fused, found, curved) | others | twice, twice)
+    curved = linear.curved(jaxpr, fused, states)
+    twice = read_twice(jaxpr, fused, states, curved)
+    others = merged(jaxpr, fused, states, curved) | copied_last(jaxpr, fused, states)
+    return Cuts(read_exactly(jaxpr, fused, states, curved) | others | twice, twice)
 
 
 @hint("read_exactly", lambda *_: set[Any]())
 def read_exactly(
-    jaxpr: Any, fused: Sequence[bool], found: dict[Any, State], curved: set[Any]
+    jaxpr: Any, fused: Sequence[bool], states: dict[Any, State], curved: set[Any]
 ) -> set[Any]:
-    """Low values that an exact function reads, such as a biased product that relu reads.
+    """Returns the low values that an exact function reads, as relu reads `x @ w + b`.
 
-    Stored, such a value serves product, function and derivative. A group around both would keep
-    what it starts from and what it ends in. Where the group has to keep its start anyway, because
-    what leads to the value is not linear, the value would be one more.
+    Stored, such a value serves the product, the function and the derivative. A group around the
+    bias and the relu would save its input and its result. A value after a nonlinear operation is
+    not cut: its group saves its input anyway, and would save the value as well.
     """
     cuts: set[Any] = set()
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
         if not is_fused:
             continue
-        state = found[eqn.outvars[0]]
+        state = states[eqn.outvars[0]]
         if state.kind == Kind.LOW and exact.is_exact(eqn, state.dtype):
             operands = compat.variables(eqn)
-            cuts.update(v for v in operands if found[v] == state and v not in curved)
+            cuts.update(v for v in operands if states[v] == state and v not in curved)
     return cuts
 
 
 @hint("read_twice", lambda *_: set[Any]())
 def read_twice(
-    jaxpr: Any, fused: Sequence[bool], found: dict[Any, State], curved: set[Any]
+    jaxpr: Any, fused: Sequence[bool], states: dict[Any, State], curved: set[Any]
 ) -> set[Any]:
-    """Returns the low values that a group makes, and reads again beside their own statistics.
+    """Returns the low values that are read again with their own statistics: `x` in `x - mean(x)`.
 
-    Stored low, such a value is what the backward pass keeps, in place of what it was made of. Only
-    sums and moves may lead to it, so that it is not in `curved`: else both would be kept.
+    Stored low, such a value is saved for the backward pass in place of its operands. A value in
+    `curved` is not cut: after a nonlinear operation both would be saved.
     """
     twice: set[Any] = set()
-    parts: dict[Any, frozenset[Any]] = {}  # of what is concatenated, what convolutions leave
+    parts: dict[Any, frozenset[Any]] = {}  # for a concatenation, its operands from convolutions
     convolved: set[Any] = set()
-    made_of: dict[Any, frozenset[Any]] = {}  # the low values that a value was computed from
-    counted: dict[Any, frozenset[Any]] = {}  # those that statistics in it were taken of
+    made_of: dict[Any, frozenset[Any]] = {}  # the low values from which a value was computed
+    counted: dict[Any, frozenset[Any]] = {}  # the low values whose statistics went into a value
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
         name = eqn.primitive.name
         if not is_fused:
@@ -91,7 +90,7 @@ def read_twice(
         for v in eqn.outvars:
             if counts or is_sum:
                 counted[v] = values | counts if is_sum else counts
-            if found[v].kind == Kind.LOW and v not in curved and name not in MOVES:
+            if states[v].kind == Kind.LOW and v not in curved and name not in MOVES:
                 made_of[v] = frozenset({v})
                 if name == "concatenate":
                     parts[v] = frozenset(values & convolved)
@@ -102,21 +101,21 @@ def read_twice(
 
 def _union(sets: dict[Any, frozenset[Any]], keys: Sequence[Any]) -> frozenset[Any]:
     """Returns the union of the sets of some keys."""
-    found = [sets[key] for key in keys if key in sets]
-    return found[0].union(*found[1:]) if found else _NOTHING
+    present = [sets[key] for key in keys if key in sets]
+    return present[0].union(*present[1:]) if present else _NOTHING
 
 
 @hint("merged", lambda *_: set[Any]())
 def merged(
-    jaxpr: Any, fused: Sequence[bool], found: dict[Any, State], curved: set[Any]
+    jaxpr: Any, fused: Sequence[bool], states: dict[Any, State], curved: set[Any]
 ) -> set[Any]:
-    """Returns the low sums of several low values that an activation reads, as gates of an LSTM.
+    """Returns the low sums of several low values that an activation reads: `tanh(x @ w + h @ u)`.
 
-    Stored low, such a sum is kept for the backward pass in place of its terms, which a loop would
-    each copy to a stack, and is not computed again there.
+    Stored low, such a sum is saved for the backward pass in place of its terms, each of which a
+    loop would copy to a stack, and is not computed again there.
     """
     cuts: set[Any] = set()
-    sums: dict[Any, frozenset[Any]] = {}  # the last sum that a value is of
+    sums: dict[Any, frozenset[Any]] = {}  # for a value, the last sum from which it was computed
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
         if not is_fused:
             continue
@@ -127,11 +126,11 @@ def merged(
         (out, *_) = eqn.outvars
         if out in curved:
             continue
-        if found[out].kind == Kind.LOW and eqn.primitive.name in traits.ADDS:
+        if states[out].kind == Kind.LOW and eqn.primitive.name in traits.ADDS:
             terms = {
                 v
                 for v in operands
-                if found[v].kind == Kind.LOW and size(v.aval.shape) == size(out.aval.shape)
+                if states[v].kind == Kind.LOW and size(v.aval.shape) == size(out.aval.shape)
             }
             if read or len(terms) > 1:
                 read = frozenset({out})
@@ -141,11 +140,12 @@ def merged(
 
 
 @hint("copied_last", lambda *_: set[Any]())
-def copied_last(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> set[Any]:
-    """Returns the low values of which a group at last makes two copies, as it is upsampled.
+def copied_last(jaxpr: Any, fused: Sequence[bool], states: dict[Any, State]) -> set[Any]:
+    """Returns the low values that a group copies twice at its end, as an upsampling does.
 
-    They are stored before, and the cotangents of both copies are added up as they are held: a sum
-    of two is rounded once. Else a TPU would store the sum in float32, and the copies.
+    They are stored before the copy, and the cotangents of the two copies are added in low
+    precision: a sum of two is rounded once. Else a TPU would store the sum and both copies in
+    float32.
     """
     worked: set[Any] = set()
     copied: set[Any] = set()
@@ -153,5 +153,5 @@ def copied_last(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> s
         if is_fused and (not only_moves(eqn) or worked.intersection(eqn.outvars)):
             worked.update(compat.variables(eqn))
         elif is_fused and eqn.primitive.name == "broadcast_in_dim" and copies(eqn) == 2:
-            copied.update(v for v in compat.variables(eqn) if found[v].kind == Kind.LOW)
+            copied.update(v for v in compat.variables(eqn) if states[v].kind == Kind.LOW)
     return copied

@@ -1,7 +1,7 @@
-"""`logits[jnp.arange(n), labels]`, which counts the rows itself, as a gather of one of each row.
+"""Rewrites `logits[jnp.arange(n), labels]`, which counts rows, as a gather with batch axes.
 
-An index column that counts from 0 to the length of its axis says nothing that the shapes do not.
-Without it, the gather is one that `picks` knows: its derivative is a choice, and no scatter.
+An index column that counts from 0 to the length of its axis says no more than a batch axis does.
+Without it, the gather has the form of `picks`, whose derivative is a `where` and no scatter.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ def uncounted(program: Any, arrays: Sequence[Any]) -> Any:
     """Returns a closed jaxpr whose gathers do not count rows.
 
     Args:
-      program: what was traced.
-      arrays: what it was traced on.
+      program: the closed jaxpr of a function.
+      arrays: the arrays on which it was traced.
     """
     makers = {v: eqn for eqn in program.jaxpr.eqns for v in eqn.outvars}
-    found = {v: how for v, eqn in makers.items() if (how := _counted(eqn, makers)) is not None}
-    if not found:
+    counting = {v: how for v, eqn in makers.items() if (how := _counted(eqn, makers)) is not None}
+    if not counting:
         return program
 
     def one(eqn: Any, values: list[Any]) -> Sequence[Any]:
-        how = found.get(eqn.outvars[0]) if eqn.outvars else None
+        how = counting.get(eqn.outvars[0]) if eqn.outvars else None
         with written_at(eqn):
             return bind(eqn, values) if how is None else [_batched(eqn, how, *values)]
 
@@ -39,14 +39,14 @@ def uncounted(program: Any, arrays: Sequence[Any]) -> Any:
 
 
 class _Rows(NamedTuple):
-    """What the columns of an index say."""
+    """The columns of a gather's index: the one with labels, and the ones that count rows."""
 
     column: int  # the one that does not count
     batch: Mapping[int, int]  # axis of the operand: axis of the index that counts along it
 
 
 def _counted(eqn: Any, makers: Mapping[Any, Any]) -> _Rows | None:
-    """Returns how a gather of single elements counts all its rows, or None."""
+    """Returns the columns of a gather of single elements that counts all its rows, or None."""
     if eqn.primitive.name != "gather":
         return None
     operand, indices = (v.aval for v in eqn.invars)
@@ -71,14 +71,14 @@ def _counted(eqn: Any, makers: Mapping[Any, Any]) -> _Rows | None:
 
 
 def _count(column: Any, makers: Mapping[Any, Any]) -> int | None:
-    """Returns the axis along which an array counts from 0 and on all others repeats, or None."""
+    """Returns the axis along which an array counts 0, 1, 2 ..., constant on the others, or None."""
     if compat.is_literal(column) or (eqn := makers.get(column)) is None:
         return None
     name = eqn.primitive.name
     if name == "iota":
         axis = eqn.params["dimension"]
         return axis if holds(column, column.aval.shape[axis]) else None
-    if name == "select_n":  # counted from the end where it is below 0: nowhere
+    if name == "select_n":  # JAX's `where(i < 0, i + n, i)`: a counter is nowhere below 0
         which, x, *_ = eqn.invars
         return _count(x, makers) if is_negative(which, x, makers) else None
     if name not in ("convert_element_type", "transpose", "broadcast_in_dim"):
@@ -94,7 +94,7 @@ def _count(column: Any, makers: Mapping[Any, Any]) -> int | None:
 
 
 def holds(var: Any, count: int) -> bool:
-    """Whether the dtype of a variable can count so far: bytes end at 255."""
+    """Whether the dtype of a variable can count up to a number: uint8 ends at 255."""
     dtype = var.aval.dtype
     return jnp.issubdtype(dtype, jnp.integer) and count <= np.iinfo(dtype).max
 
@@ -108,7 +108,7 @@ def is_negative(which: Any, x: Any, makers: Mapping[Any, Any]) -> bool:
 
 
 def _batched(eqn: Any, how: _Rows, operand: jax.Array, indices: jax.Array) -> jax.Array:
-    """Returns what a gather gives, of an index that only says where in each row."""
+    """Returns the result of a gather, computed with batch axes and the column with labels alone."""
     axis = eqn.params["dimension_numbers"].start_index_map[how.column]
     rows = sorted(how.batch)
     dims = lax.GatherDimensionNumbers(

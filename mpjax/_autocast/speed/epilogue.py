@@ -1,8 +1,8 @@
-"""What lets a GPU scale and round an 8-bit product in the kernel that multiplies.
+"""Helps XLA:GPU to scale and round an 8-bit product in the kernel that multiplies.
 
-Nothing here changes a value. Without it XLA:GPU stores a product in 32 bits, and each of its
-readers scales it again: where scales are of rows that have several axes, and where it makes one
-product of several that read the same operand, whose scales differ.
+Nothing here changes a value. In two cases XLA:GPU would store a product in 32 bits, and each of its
+readers would scale it again: a scale for each row, where rows have several axes; and products that
+read the same operand, which XLA merges into one although their scales differ.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ ad.deflinear2(_spread_p, lambda ct, x, **_: [ct])
 def spread(scale: jax.Array, shape: tuple[int, ...], axes: Axes) -> jax.Array:
     """Returns the scale of each element of a product.
 
-    A GPU multiplies matrices, and scales one as it stores it; scales of rows that have several axes
-    are those of a matrix for it only if they were repeated as such.
+    A GPU multiplies matrices, and scales a matrix as it stores it. It does so for rows of several
+    axes only if the scales are broadcast as a matrix.
 
     Args:
       scale: f32[...] of the rank of the product, 1 along each axis that shares a scale.
-      shape: that of the product.
-      axes: those of the product.
+      shape: of the product.
+      axes: of the product.
     """
     if scale.size == 1 or compat.explicit_sharding(jax.typeof(scale)) is not None:
         return scale
@@ -52,7 +52,7 @@ def spread(scale: jax.Array, shape: tuple[int, ...], axes: Axes) -> jax.Array:
 
 
 def _lower_spread(ctx: Any, x: Any, *, batch: int, rows: int) -> Any:
-    """Repeats what was repeated again: as a matrix, or as one for each of a batch."""
+    """Lowers a broadcast of scales as a broadcast of a matrix, or of a batch of matrices."""
     wide = x.owner
     platforms = set(ctx.module_context.platforms)
     if not platforms <= set(GPUS) or getattr(wide, "name", None) != "stablehlo.broadcast_in_dim":
@@ -69,7 +69,7 @@ def _lower_spread(ctx: Any, x: Any, *, batch: int, rows: int) -> Any:
 
 
 def _repeated(scale: jax.Array, *, shape: tuple[int, ...], parts: Sequence[slice]) -> jax.Array:
-    """Returns scales repeated to a shape of which each part is an axis while they are."""
+    """Returns scales broadcast to a shape; meanwhile each part of its axes is a single axis."""
     whole = [shape[part] if math.prod(scale.shape[part]) > 1 else () for part in parts]
     ones = [(1,) * len(shape[part]) for part in parts]
     kept = sum((size or one for size, one in zip(whole, ones, strict=True)), ())
@@ -85,10 +85,10 @@ def _batch_spread(args: Any, dims: Any, *, batch: int, rows: int) -> Any:
 
 
 batching.primitive_batchers[_spread_p] = _batch_spread
-# Not cacheable: JAX would lower it as a function of its own, where no scale is in sight.
+# Not cacheable: JAX would lower it as a function of its own, without the broadcast to replace.
 mlir.register_lowering(_spread_p, _lower_spread, cacheable=False)
 
-# -- products that are not made one ------------------------------------------------------------
+# -- products that XLA must not merge ------------------------------------------------------------
 
 _alone_p = own_primitive("multiplied_alone")
 _alone_p.multiple_results = True
@@ -104,9 +104,9 @@ for _platform in GPUS:
 
 @hint("multiplied_alone", lambda values, scale: [values, scale])
 def alone(values: jax.Array, scale: jax.Array) -> list[jax.Array]:
-    """Returns the 8-bit values that a product reads and the scale of its weight, as they are.
+    """Returns the 8-bit values that a product reads and the scale of its weight, unchanged.
 
-    On a GPU XLA does not find in them what another product reads: it makes one product of those of
-    the queries, keys and values, and stores it in 32 bits, since each has a scale of its own.
+    On a GPU they are behind a barrier. Else XLA would merge the products of queries, keys and
+    values, which read one operand, into one, and store it in 32 bits, since their scales differ.
     """
     return _alone_p.bind(values, scale)

@@ -1,8 +1,8 @@
-"""Functions that only choose, compare and move values, such as relu: run on low values as they are.
+"""Runs functions that only choose, compare and move values, such as relu, on low values.
 
-Their results need no rounding, in either dtype, and the derivative keeps a mask at most. So a low
-operand is stored, and they read it from there, in the backward pass too: a group around them would
-keep both its inputs and its result.
+Their results are exact in either dtype, and their derivative saves at most a mask. So a low operand
+is stored, and forward and backward pass both read it: a group around them would save its inputs and
+its result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FLOAT32 = np.dtype("float32")
 
 
 def is_exact(eqn: Any, dtype: Any) -> bool:
-    """Whether an equation is a function whose results are the same in `dtype`, for values in it."""
+    """Whether an equation is a function that gives equal results in `dtype` and in float32."""
     if eqn.primitive.name not in ("jit", "custom_jvp_call"):
         return False
     return _is_exact_program(compat.closed(structure.single_program(eqn)).jaxpr, dtype)
@@ -69,12 +69,12 @@ def run(eqn: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
 
 
 def _on_low(fun: Callable[..., Any], dtype: Any, *args: Any) -> Any:
-    """Returns `fun(*args)`, a rule of float32 arrays, for low ones."""
+    """Returns `fun(*args)` on low arrays, for a rule that was written for float32."""
     traced = RuleTrace(fun, args, lambda array: _widened(array, dtype))
     jaxpr = traced.jaxpr
     if _is_exact_program(jaxpr.jaxpr, dtype):
         return traced.rebuild(_evaluate(jaxpr, traced.arrays, dtype))
-    # A rule of the user's own, which may round: in float32, as it was written.
+    # A user's own rule may round: it runs in float32, as it was written.
     outs = jaxpr_as_fun(jaxpr)(*(_widened(a, dtype) for a in traced.arrays))
     return traced.rebuild([x.astype(dtype) if x.dtype == FLOAT32 else x for x in outs])
 

@@ -1,4 +1,4 @@
-"""One element of each row of an array: a gather whose transposition is a choice, and no scatter."""
+"""A gather of one element of each row of an array, whose transpose is a `where` and no scatter."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from mpjax._base import compat
 from mpjax._base.own_primitives import own_primitive
 
 gather_one_p = own_primitive("gather_one", computes=True)
-"""`f[..., n, ...]` and indices of its rank, 1 on the axis, to `f[..., 1, ...]`; linear."""
+"""Maps `f[..., n, ...]` and indices of its rank, 1 on the axis, to `f[..., 1, ...]`; linear in the
+first."""
 
 
 def gather(x: Any, index: Any, *, axis: int, mode: Any, fill_value: Any) -> Any:
-    """Returns `x` where an index points along an axis, for each place that the index has.
+    """Returns the elements of `x` at an index along an axis, one for each element of the index.
 
     Args:
       x: any[...].
       index: int[...] of its rank, 1 on the axis. On another axis it is as long as `x`; or 1, and
-        what is picked is a slice; or longer than `x`, which is 1 there and repeated.
-      axis: which it points along.
-      mode: what becomes of an index beyond the end, as `lax.gather` takes it.
-      fill_value: as well.
+        the result has a slice there; or longer than `x`, which is 1 there and broadcast.
+      axis: the axis that is indexed.
+      mode, fill_value: for an index beyond the end, as `lax.gather` takes them.
     """
     others = [(i, n) for i, n in enumerate(index.shape) if i != axis]
     rows = [i for i, n in others if n == x.shape[i]]
-    shared = [i for i, n in others if n != x.shape[i] == 1]  # one row, which several read
+    shared = [i for i, n in others if n != x.shape[i] == 1]  # one row for several indices
     named = sorted([*rows, *shared])
-    kept = [i for i in range(x.ndim) if i not in shared]
+    unshared = [i for i in range(x.ndim) if i not in shared]
     dims = lax.GatherDimensionNumbers(
         offset_dims=tuple(i for i in range(x.ndim) if i not in named),
         collapsed_slice_dims=(),
-        start_index_map=(kept.index(axis),),
-        operand_batching_dims=tuple(map(kept.index, rows)),
+        start_index_map=(unshared.index(axis),),
+        operand_batching_dims=tuple(map(unshared.index, rows)),
         start_indices_batching_dims=tuple(map(named.index, rows)),
     )
     start = index.reshape([*(index.shape[i] for i in named), 1])
-    sizes = [1 if i == axis or i in rows else x.shape[i] for i in kept]
-    x = x.reshape([x.shape[i] for i in kept])  # XLA:TPU fails on a gather of axes of 1
+    sizes = [1 if i == axis or i in rows else x.shape[i] for i in unshared]
+    x = x.reshape([x.shape[i] for i in unshared])  # XLA:TPU fails on a gather of axes of 1
     return lax.gather(x, start, dims, sizes, mode=mode, fill_value=fill_value)
 
 
@@ -84,7 +84,7 @@ def _transpose(ct: Any, x: Any, index: Any, *, axis: int, mode: Any, **_: Any) -
 
 
 def _batch(args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
-    if not compat.is_batched(dims[0]):  # rows that all read: their gradient is a sum, a scatter
+    if not compat.is_batched(dims[0]):  # all examples read the same rows: their gradient is a sum
         return jax.vmap(functools.partial(gather, axis=axis, **params), in_axes=dims)(*args), 0
     return gather_one_p.bind(*compat.all_batched(args, dims), axis=axis + 1, **params), 0
 

@@ -1,15 +1,15 @@
-"""The table of all that is done for speed alone: each row can be deleted.
+"""The table of hints, which exist for speed alone: each row can be deleted.
 
 A row says of which kind it is, for which platforms, and how much it saves there. The kinds:
 
-- cut: a low value is stored, and so rounded, where it is read. No decision changes its dtype.
-- mark: a backend is told how to hold a value. On a CPU no bit changes.
+- cut: a low value is stored, and so rounded, where it is read. The decided dtypes do not change.
+- mark: a backend is told where to store a value, and in which dtype. On a CPU no bit changes.
 - way: the same value, or its derivative, is computed by other operations.
 - around: the operands of a product are prepared otherwise where it is lowered.
 
-`tests/test_autocast_modes.py` holds each kind to its sentence, and runs autocast without any row.
-`benchmarks/ablation.py` leaves out one at a time and writes what is lost; a hint that saves less
-than 2 % on two networks goes.
+`tests/test_autocast_modes.py` tests each kind's sentence, and runs autocast without any row.
+`benchmarks/ablation.py` leaves out one row at a time and writes the loss; a hint that saves less
+than 2 % on two networks is deleted.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 @dataclass(frozen=True)
 class Hint:
-    """A row of the table: what a hint is for."""
+    """A row of the table."""
 
     name: str
     kind: str
     platforms: str
-    measured: str  # with which jaxlib, and when last: each row works around one compiler
-    gain: str  # bytes accessed, or temporaries, of what they are without it
+    measured: str  # jaxlib version and date: each row works around one compiler
+    gain: str  # bytes accessed, or temporaries, as a fraction of those without the hint
 
 
 _ROWS = """
@@ -94,13 +94,13 @@ HINTS = {
     for row in re.split(r"\n(?=\w)", _ROWS.strip())
 }
 FUNCTIONS: dict[str, Callable[..., object]] = {}
-"""Those of the rows, by name."""
+"""The functions of the rows, by name."""
 
 _left_out: set[str] = set()
 
 
 def hint(name: str, otherwise: Callable[..., object]) -> Callable[[Function], Function]:
-    """Returns a decorator for the function of a row; without the row `otherwise` is called."""
+    """Returns a decorator for a row's function; where the row is left out, `otherwise` runs."""
 
     def decorate(fun: Function) -> Function:
         FUNCTIONS[HINTS[name].name] = fun
@@ -116,7 +116,7 @@ def hint(name: str, otherwise: Callable[..., object]) -> Callable[[Function], Fu
 
 @contextlib.contextmanager
 def without(*names: str) -> Generator[None]:
-    """Leaves out hints, to measure them, in what is traced and lowered inside."""
+    """Leaves out hints, to measure them, from programs traced and lowered in the block."""
     added = {HINTS[name].name for name in names} - _left_out
     _left_out.update(added)
     try:

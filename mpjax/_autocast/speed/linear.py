@@ -1,4 +1,4 @@
-"""What is differentiated without keeping anything in float32: sums, moves and choices."""
+"""Finds equations whose derivative saves no float32 value: sums, moves and choices."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from mpjax._jaxpr.op_rules import MOVES
 _LINEAR = traits.LINEAR | (MOVES - {"reduce_max", "reduce_min", "abs"})
 
 
-def is_linear(eqn: Any, found: dict[Any, State]) -> bool:
-    """Whether differentiating an equation keeps nothing in float32."""
+def is_linear(eqn: Any, states: dict[Any, State]) -> bool:
+    """Whether the derivative of an equation saves no float32 value: `x + y`, `2 * x`."""
     name = eqn.primitive.name
     if name in _LINEAR:
         return True
     if name in ("mul", "div"):
-        operands = [_state(v, found) for v in eqn.invars]
+        operands = [_state(v, states) for v in eqn.invars]
         known = [s is None or s.kind in (Kind.CONSTANT, Kind.FOREIGN) for s in operands]
         return known[1] or (known[0] and name == "mul")
     return False
 
 
-def curved(jaxpr: Any, fused: Sequence[bool], found: dict[Any, State]) -> set[Any]:
-    """Returns what depends, inside its group, on more than sums and moves."""
+def curved(jaxpr: Any, fused: Sequence[bool], states: dict[Any, State]) -> set[Any]:
+    """Returns the values that depend on a nonlinear operation of their group: `exp(x) + y`."""
     made: set[Any] = set()
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
-        if is_fused and not (made.isdisjoint(compat.variables(eqn)) and is_linear(eqn, found)):
+        if is_fused and not (made.isdisjoint(compat.variables(eqn)) and is_linear(eqn, states)):
             made.update(eqn.outvars)
     return made
 
 
-def keeps_a_mask_at_most(eqn: Any, found: dict[Any, State]) -> bool:
-    """Whether an equation is linear, or calls a function of such equations, as leaky relu."""
+def keeps_a_mask_at_most(eqn: Any, states: dict[Any, State]) -> bool:
+    """Whether an equation is linear, or calls a function of such equations: a leaky relu."""
     if eqn.primitive.name == "jit":
         return _keeps_masks(structure.single_program(eqn))
-    return is_linear(eqn, found)
+    return is_linear(eqn, states)
 
 
 @by_program
 def _keeps_masks(program: Any) -> bool:
     jaxpr = compat.closed(program).jaxpr
-    found = {v: WIDE for eqn in jaxpr.eqns for v in compat.variables(eqn)}
-    return all(keeps_a_mask_at_most(eqn, found) for eqn in jaxpr.eqns)
+    states = {v: WIDE for eqn in jaxpr.eqns for v in compat.variables(eqn)}
+    return all(keeps_a_mask_at_most(eqn, states) for eqn in jaxpr.eqns)
 
 
-def _state(atom: Any, found: dict[Any, State]) -> State | None:
-    return None if compat.is_literal(atom) else found[atom]
+def _state(atom: Any, states: dict[Any, State]) -> State | None:
+    return None if compat.is_literal(atom) else states[atom]

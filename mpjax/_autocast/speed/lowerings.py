@@ -1,6 +1,7 @@
-"""Values that a backend holds low, or apart from others, where its compiler would not.
+"""Lowerings by which a backend stores a value low, or takes it for another value.
 
-XLA:GPU cancels a rounding to low against the widening of a later reader, and then stores float32.
+Without them XLA:GPU cancels a rounding to low against the widening of a later reader, and then
+stores float32.
 """
 
 import functools
@@ -32,7 +33,7 @@ STORED = identity_primitive("stored", dict.fromkeys(GPUS, lax.optimization_barri
 
 
 def stored(x: jax.Array) -> jax.Array:
-    """Returns a low value that a GPU stores as it is, and that the backward pass keeps."""
+    """Returns a low value that a GPU stores low (behind a barrier), and the backward pass saves."""
     return STORED.bind(x)
 
 
@@ -41,7 +42,7 @@ mlir.register_lowering(_apart_p, mlir.lower_fun(lax.optimization_barrier, multip
 
 
 def kept_apart(x: jax.Array) -> jax.Array:
-    """Returns a value that XLA takes for another than `x`."""
+    """Returns `x` behind a barrier, so that XLA does not see that the two are equal."""
     return _apart_p.bind(x)
 
 
@@ -50,7 +51,7 @@ ad.deflinear(_first_p, lambda ct: [_first_p.bind(ct)])
 
 
 def summed_first(x: jax.Array) -> jax.Array:
-    """Returns what is repeated, whose cotangent a GPU adds up before anything else."""
+    """Returns a broadcast operand whose cotangent a GPU sums first, in a kernel of its own."""
     return _first_p.bind(x)
 
 
@@ -58,7 +59,7 @@ _rows_apart_p = identity_primitive("rows_apart", dict.fromkeys(GPUS, lax.optimiz
 
 
 def rows_apart(x: jax.Array) -> jax.Array:
-    """Returns a value that XLA:GPU takes for another than `x`, and nothing else does."""
+    """Returns `x`, on GPUs behind a barrier, so that XLA does not see that the two are equal."""
     return _rows_apart_p.bind(x)
 
 
@@ -71,7 +72,7 @@ ad.primitive_jvps[_on_gpus_p] = lambda both, tangents: (on_gpus(*both), tangents
 
 
 def on_gpus(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Returns `x`; a GPU takes `other` for it, which is the same value."""
+    """Returns `x`, or on GPUs `other`, which has the same value."""
     return _on_gpus_p.bind(x, other)
 
 
@@ -83,7 +84,7 @@ def _on_gpus_batch(both: Any, dims: Any) -> Any:
 batching.primitive_batchers[_on_gpus_p] = _on_gpus_batch
 
 
-# -- values whose cotangents are stored low, as several kernels read them ------------------------
+# -- values whose cotangents are stored low, since several kernels read them ---------------------
 
 _cotangent_p = own_primitive("stored_cotangent")
 _low_once_p = own_primitive("cotangent_stored_low")
@@ -91,17 +92,17 @@ _low_once_p = own_primitive("cotangent_stored_low")
 
 @hint("stored_cotangent", lambda x, _, **__: x)
 def stored_cotangent(x: jax.Array, dtype: Any, *, apart: bool | None) -> jax.Array:
-    """Returns a float32 value whose cotangent is read more than once.
+    """Returns a float32 value whose cotangent is read more than once, and stored low.
 
-    On a GPU and a TPU all read it as it is stored; else XLA would store it in float32.
+    On a GPU and a TPU all its readers read the low cotangent; else XLA would store it in float32.
 
     Args:
       x: f32[...].
-      dtype: what it is stored in.
-      apart: whether a kernel stores it that nothing else is fused into. That of a biased product
-        is stored in any case, as the product's operand; that of a normalised value, which is
-        summed and then read again, may be summed by the kernel that makes it. None: a TPU alone
-        stores it so.
+      dtype: the low dtype.
+      apart: whether a barrier follows the cotangent, so that no reader is fused with it. True for
+        that of `x @ w + b`, which is stored in any case as an operand of the next product. False
+        for that of a normalised value: the kernel that computes it may sum it too. None: a TPU
+        alone stores it low.
     """
     return _cotangent_p.bind(x, dtype=dtype, apart=apart)
 
@@ -110,14 +111,15 @@ _summed_p = own_primitive("low_sum")
 
 
 def summed(x: jax.Array, dtype: Any) -> jax.Array:
-    """Returns a sum that will be rounded; a GPU adds it up low, which its convolutions can do."""
+    """Returns a sum that will be rounded; a GPU adds low terms, so that cuDNN can do it."""
     return _summed_p.bind(x, dtype=dtype)
 
 
 def _low_once(x: jax.Array, *, dtype: Any, apart: bool | None) -> jax.Array:
-    """XLA:GPU cancels a rounding against a widening: not behind a barrier, nor one by bits.
+    """Returns `x` rounded to `dtype` and widened again, in a form that XLA:GPU does not cancel.
 
-    The upper half of a float32 number is a bfloat16 number; float16 has no such shift.
+    A barrier between the casts is such a form, and so is a shift of bits: the upper half of a
+    float32 number is a bfloat16 number. There is no such shift for float16.
     """
     if apart is None:
         return x
@@ -128,7 +130,10 @@ def _low_once(x: jax.Array, *, dtype: Any, apart: bool | None) -> jax.Array:
 
 
 def _low_on_tpu(x: jax.Array, *, dtype: Any, apart: bool | None) -> jax.Array:
-    """XLA:TPU keeps the rounding; a barrier would also part the sums from what they are of."""
+    """Returns `x` rounded and widened again, which XLA:TPU does not cancel.
+
+    It needs no barrier, which would also stop it from fusing the sums of `x` with `x`.
+    """
     del apart
     return x.astype(dtype).astype(x.dtype)
 
@@ -153,9 +158,9 @@ _read_low_p = identity_primitive(
 
 @hint("read_low", lambda x: x)
 def read_low(x: jax.Array) -> jax.Array:
-    """Returns what is read once for its scale and once to be quantised: on a GPU as bfloat16.
+    """Returns an operand that is read for its scale and again to be quantised: on GPUs bfloat16.
 
-    Else XLA would store it in float32 between the two, though it was rounded before.
+    Else XLA:GPU would store it in float32 between the two.
 
     Args:
       x: f32[...], which any product in 16 bits would round to bfloat16.
@@ -168,10 +173,10 @@ _chosen_p = identity_primitive("chosen", {})
 
 @hint("chosen_wide", lambda x: x)
 def chosen(x: jax.Array) -> jax.Array:
-    """Returns what `max` or `min` chose of low values; a TPU widens them for it.
+    """Returns the result of `max` or `min` of low values; on a TPU it is computed in float32.
 
-    A v5e chooses in float32 in any case. Left to do it by itself, XLA:TPU transposes what comes of
-    it, and transposes that back for a gather or a scatter.
+    A v5e compares in float32 in any case. Where XLA:TPU widens by itself, it also transposes the
+    result, and transposes that back for a gather or a scatter.
     """
     return _chosen_p.bind(x)
 
@@ -188,7 +193,7 @@ def _lower_sum(ctx: Any, x: Any, *, dtype: Any) -> Any:
 
 
 def _lower_choice(ctx: Any, x: Any) -> Any:
-    """Repeats a choice with wide operands and a wide result, and narrows that."""
+    """Repeats a `max` or `min` with float32 operands and result, and narrows the result."""
     choice, wide = maker(x), mlir.dtype_to_ir_type(FLOAT32)
     is_choice = getattr(choice, "name", None) in ("stablehlo.maximum", "stablehlo.minimum")
     if set(ctx.module_context.platforms) != {"tpu"} or not is_choice:
@@ -198,7 +203,7 @@ def _lower_choice(ctx: Any, x: Any) -> Any:
 
 
 def _narrowed(x: Any, element: Any) -> Any:
-    """Returns an operand of low elements: as it was before it was widened, or repeated."""
+    """Returns a low operand: the cast of a float32 one, below its broadcast if it has one."""
     owner = maker(x)
     name = getattr(owner, "name", None)
     if name == "stablehlo.broadcast_in_dim":
@@ -206,7 +211,7 @@ def _narrowed(x: Any, element: Any) -> Any:
     return converted(x, element)
 
 
-# Not cacheable: JAX would lower it as a function of its own, where no sum is in sight. And one rule
-# for all platforms: JAX 0.12 fails on several in a program that is exported for several.
+# Not cacheable: JAX would lower it as a function of its own, without the sum to repeat. And one
+# rule for all platforms: JAX 0.12 fails on several in a program that is exported for several.
 mlir.register_lowering(_summed_p, _lower_sum, cacheable=False)
 mlir.register_lowering(_chosen_p, _lower_choice, cacheable=False)

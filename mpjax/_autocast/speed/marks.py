@@ -1,6 +1,6 @@
-"""What a backend is told of the values of a group: which it stores low, which it computes again.
+"""Marks: the values of a group that a backend stores low, computes again, or sums separately.
 
-No mark changes what is computed: on a CPU all values and gradients are the same bits without it.
+No mark changes a result: on a CPU all values and gradients have the same bits without it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _SMALL = 1024  # elements: below this a group costs more to wrap than it saves
 
 @dataclass(frozen=True)
 class Marks:
-    """What is to be done with a group for speed. Equal groups with equal marks share a function."""
+    """The marks of one group. Equal groups with equal marks share a function."""
 
-    checkpoint: bool = False  # computed again in the backward pass, from its inputs
+    checkpoint: bool = False  # recomputed in the backward pass, from its inputs
     native: bool = False  # one operation, run on low operands as it is
-    repeated: frozenset[Any] = frozenset()  # what `broadcast_in_dim` makes inside the group
+    repeated: frozenset[Any] = frozenset()  # results of `broadcast_in_dim` inside the group
     several: frozenset[Any] = frozenset()  # values whose cotangents are read in several passes
     dear: frozenset[Any] = frozenset()  # those of them whose cotangents XLA would not compute twice
-    apart: frozenset[Any] = frozenset()  # terms whose cotangents are sums, taken in a pass each
-    convolved: frozenset[Any] = frozenset()  # sums that cuDNN adds up as it convolves
-    rows: Any = None  # the input whose rows a GPU holds in one kernel, and again for the gradient
-    stored: frozenset[Any] = frozenset()  # outputs that a GPU is to hold low, whoever reads them
+    apart: frozenset[Any] = frozenset()  # terms whose cotangents are sums, each in its own pass
+    convolved: frozenset[Any] = frozenset()  # sums that cuDNN computes with a convolution
+    rows: Any = None  # the input of a softmax of rows, which forward and backward each read
+    stored: frozenset[Any] = frozenset()  # outputs that a GPU stores low for all their readers
 
     def numbered(self, number: dict[Any, int]) -> tuple[Any, ...]:
-        """Returns the marks with variables by number: equal for equal groups."""
+        """Returns the marks with numbers in place of variables: equal for equal groups."""
         values = (getattr(self, field.name) for field in fields(self))
         return tuple(
             frozenset(number[v] for v in value)
@@ -44,7 +44,7 @@ class Marks:
         )
 
 
-class Group(NamedTuple):
+class FusedGroup(NamedTuple):
     """Equations that run together in float32.
 
     `outputs` are the variables read elsewhere, each with whether its low form, its float32 form,
@@ -59,22 +59,22 @@ class Group(NamedTuple):
 
 def of_groups(
     jaxpr: Any,
-    groups: Sequence[Group],
+    groups: Sequence[FusedGroup],
     alone: Sequence[Any],
     read_twice: set[Any],
-    found: dict[Any, State],
-) -> list[Group]:
+    states: dict[Any, State],
+) -> list[FusedGroup]:
     """Returns the groups of a program with their marks.
 
     Args:
       jaxpr: open.
       groups: its groups.
-      alone: the equations that stand in none.
-      read_twice: the values that stand between two passes; see `cuts`.
-      found: the state of each value.
+      alone: the equations outside groups.
+      read_twice: the values between two passes; see `cuts`.
+      states: the state of each value.
     """
     convolved = storage.convolved(jaxpr)
-    marks = [_of_group(group, convolved, read_twice, found) for group in groups]
+    marks = [_of_group(group, convolved, read_twice, states) for group in groups]
     stored = _stored(groups, marks)
     rows_of = _rows(jaxpr, groups, alone, marks)
     return [
@@ -83,13 +83,15 @@ def of_groups(
     ]
 
 
-def _of_group(group: Group, convolved: set[Any], twice: set[Any], found: dict[Any, State]) -> Marks:
-    """Finds what a GPU is to hold low inside a group, where other devices fuse what reads it."""
+def _of_group(
+    group: FusedGroup, convolved: set[Any], twice: set[Any], states: dict[Any, State]
+) -> Marks:
+    """Returns the marks of one group, without those that depend on other groups."""
     eqns, inputs, outputs, _ = group
     repeated = (eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "broadcast_in_dim")
     marks = Marks(
-        checkpoint=_worth_checkpoint(eqns, inputs, outputs, found),
-        native=_is_native(eqns, outputs, found),
+        checkpoint=_worth_checkpoint(eqns, inputs, outputs, states),
+        native=_is_native(eqns, outputs, states),
         repeated=frozenset(repeated),
     )
     if marks.checkpoint:
@@ -105,15 +107,15 @@ def _of_group(group: Group, convolved: set[Any], twice: set[Any], found: dict[An
     return replace(
         marks,
         apart=frozenset(storage.summed_apart(eqns)),
-        convolved=storage.added_to_convolutions(convolved, eqns, inputs, found),
+        convolved=storage.added_to_convolutions(convolved, eqns, inputs, states),
     )
 
 
-def _stored(groups: Sequence[Group], marks: Sequence[Marks]) -> list[frozenset[Any]]:
-    """Finds which low outputs of groups a GPU would hold in float32 for those that read them.
+def _stored(groups: Sequence[FusedGroup], marks: Sequence[Marks]) -> list[frozenset[Any]]:
+    """Returns, for each group, the low outputs that a GPU would store in float32 for their readers.
 
-    XLA cancels a rounding against the widening of a reader: of a group that takes a statistic. A
-    sum it computes again there, unless the next sum reads it too, as of a residual stream.
+    XLA:GPU cancels a rounding against the widening in a reader that takes a statistic (a norm). A
+    sum is recomputed there and not stored, unless the next sum reads it too: a residual stream.
     """
     by_statistic: set[Any] = set()
     by_sum: set[Any] = set()
@@ -133,11 +135,11 @@ def _stored(groups: Sequence[Group], marks: Sequence[Marks]) -> list[frozenset[A
 
 
 def _rows(
-    jaxpr: Any, groups: Sequence[Group], alone: Sequence[Any], marks: Sequence[Marks]
+    jaxpr: Any, groups: Sequence[FusedGroup], alone: Sequence[Any], marks: Sequence[Marks]
 ) -> list[Any]:
-    """Finds the products' results of whose rows a group makes others, by a softmax.
+    """Returns, for each group, the result of a product of which it computes a softmax, or None.
 
-    What is read elsewhere too may be kept for the gradient there, and would be kept twice.
+    The group must be its only reader: another one may save it too, and so it would be saved twice.
     """
     reads = Counter(v for v in jaxpr.outvars if not compat.is_literal(v))
     for group in groups:
@@ -154,14 +156,14 @@ def _rows(
 
 
 def _is_native(
-    eqns: Sequence[Any], outputs: Sequence[tuple[Any, bool, bool]], found: dict[Any, State]
+    eqns: Sequence[Any], outputs: Sequence[tuple[Any, bool, bool]], states: dict[Any, State]
 ) -> bool:
-    """Whether a group is one operation on low values, to be run as it is."""
+    """Whether a group is one operation on low values, such as a `max`, that runs without casts."""
     working = [eqn for eqn in eqns if not only_moves(eqn)]
     if len(working) != 1 or not all(is_low and not is_full for _, is_low, is_full in outputs):
         return False
     (eqn,) = working
-    state = found[eqn.outvars[0]]
+    state = states[eqn.outvars[0]]
     if state.kind != Kind.LOW:
         return False
     if eqn.primitive.name not in traits.ALONE and not exact.is_exact(eqn, state.dtype):
@@ -169,7 +171,7 @@ def _is_native(
     if any(_is_repeated(v, eqn) for v in eqn.invars):
         return False
     for v in eqn.invars:
-        operand = of_literal(v) if compat.is_literal(v) else found[v]
+        operand = of_literal(v) if compat.is_literal(v) else states[v]
         if operand.kind in (Kind.FOREIGN, Kind.NEUTRAL):
             continue
         if operand.kind == Kind.CONSTANT and fits(operand, state.dtype):
@@ -180,40 +182,40 @@ def _is_native(
 
 
 def _is_repeated(operand: Any, eqn: Any) -> bool:
-    """Whether an elementwise operation repeats an operand along an axis, as JAX 0.12 lets it.
+    """Whether an elementwise operation broadcasts an operand along an axis, which JAX 0.12 allows.
 
-    The derivative is a sum over that axis, of a bias over the batch: in low it would round, and in
-    float16 be inf past 65504. In a group it is taken in float32, and XLA fuses the casts.
+    The cotangent of that operand is a sum over the axis, of a bias over the batch. In low precision
+    the sum would round, and in float16 be inf past 65504. A group sums in float32, and XLA fuses
+    the casts.
     """
     if compat.is_literal(operand) or eqn.primitive.name in ("concatenate", "stack", "pad"):
         return False
     return operand.aval.shape != eqn.outvars[0].aval.shape and operand.aval.dtype == "float32"
 
 
-def low_cotangent(eqn: Any, group: Group, found: dict[Any, State]) -> Any:
-    """Returns the dtype in which a GPU stores the cotangent of an equation's result, or None.
+def low_cotangent(eqn: Any, group: FusedGroup, states: dict[Any, State]) -> Any:
+    """Returns the low dtype in which a GPU stores the cotangent of an equation's result, or None.
 
-    It is that of a low value: of one that is read in several passes, and of the sum of a low input
-    and a bias.
+    It is low for a value that is read in several passes, and for `x @ w + b`.
     """
     if any(v in group.marks.several for v in eqn.outvars):
-        return stored_dtype(group, found)
-    return _biased_dtype(eqn, group, found) if group.marks.checkpoint else None
+        return stored_dtype(group, states)
+    return _biased_dtype(eqn, group, states) if group.marks.checkpoint else None
 
 
-def stored_dtype(group: Group, found: dict[Any, State]) -> Any:
-    """Returns the dtype of the low values that a group reads or leaves."""
+def stored_dtype(group: FusedGroup, states: dict[Any, State]) -> Any:
+    """Returns the dtype of the low values among a group's inputs and outputs."""
     stored = [*group.inputs, *(v for v, _, _ in group.outputs)]
-    return next(found[v].dtype for v in stored if found[v].kind == Kind.LOW)
+    return next(states[v].dtype for v in stored if states[v].kind == Kind.LOW)
 
 
-def _biased_dtype(eqn: Any, group: Group, found: dict[Any, State]) -> Any:
+def _biased_dtype(eqn: Any, group: FusedGroup, states: dict[Any, State]) -> Any:
     if eqn.primitive.name != "add":
         return None
     for product, bias in (eqn.invars, eqn.invars[::-1]):
         if any(map(compat.is_literal, eqn.invars)) or product not in group.inputs:
             continue
-        state = found[product]
+        state = states[product]
         repeated = bias in group.marks.repeated or _is_repeated(bias, eqn)
         if state.kind == Kind.LOW and repeated and not _is_repeated(product, eqn):
             return state.dtype
@@ -224,11 +226,15 @@ def _worth_checkpoint(
     eqns: Sequence[Any],
     inputs: Any,
     outputs: Sequence[tuple[Any, bool, bool]],
-    found: dict[Any, State],
+    states: dict[Any, State],
 ) -> bool:
-    """Whether recomputing a group in the backward pass keeps less than its float32 interior."""
+    """Whether a recomputed group saves less for the backward pass than one that is not.
+
+    A small group does not, nor one without low inputs or outputs, nor one whose derivative saves
+    no float32 value.
+    """
     stored = [*inputs, *(v for v, _, _ in outputs)]
-    if not any(found[v].kind == Kind.LOW for v in stored):
+    if not any(states[v].kind == Kind.LOW for v in stored):
         return False
     if compat.CHECKPOINTS_REFUSE_SUMS and any(
         compat.is_sum_yet_to_be_taken(v.aval) for v, _, _ in outputs
@@ -237,4 +243,4 @@ def _worth_checkpoint(
     made = [v.aval for eqn in eqns for v in eqn.outvars if hasattr(v.aval, "shape")]
     if sum(size(aval.shape) for aval in made) < _SMALL:
         return False
-    return not all(linear.keeps_a_mask_at_most(eqn, found) for eqn in eqns)
+    return not all(linear.keeps_a_mask_at_most(eqn, states) for eqn in eqns)

@@ -1,9 +1,9 @@
-"""What a group moves before it is widened: the gates of a cell, a gate and what it lets through.
+"""Moves low values before they are widened: `split(x @ w + b)` of an LSTM's or a GLU's gates.
 
-Widened first, and split then, the whole is a float32 value that several kernels of a TPU read, and
-XLA stores it. So it is split as it is held, and a bias is added to the parts. Each element must
-have one reader: a value's gradient is the sum over its readers, and of what is held low it would be
-added up in low precision.
+If the whole is widened first and split then, it is a float32 value that several kernels of a TPU
+read, and XLA stores it. So the low value is split, and the bias is added to the parts. Each element
+must have one reader: a value's gradient is the sum over its readers, which for a low value would be
+added in low precision.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat
 
 Cut = tuple[Sequence[int], Sequence[int], Sequence[int] | None]
-"""Where a part of an array starts and ends on each axis, and its strides."""
+"""A part of an array: its start and its end on each axis, and its strides."""
 
 _MANY = 32
-"""A value cut into more parts is widened first: the parts are compared two by two."""
+"""A value cut into more parts is widened first: to compare all pairs of parts would take long."""
 
 
 @hint("moved_low", lambda _: set[Any]())
 def moved_low(eqns: Sequence[Any]) -> set[Any]:
-    """Returns what the equations of a group move as it is held; what they make of it is widened."""
+    """Returns the values that a group moves before they are widened; the results are widened."""
     return {v for v, readers in _readers(eqns).items() if _moves_once(*readers)}
 
 
 @hint("moved_again", lambda *_: dict[Any, Any]())
 def moved_again(eqns: Sequence[Any], inputs: Collection[Any]) -> dict[Any, Any]:
-    """Returns what a group makes by moving inputs that it reads in other ways too, and of which.
+    """Returns moves of a group's inputs that the group reads unmoved too: result to input.
 
-    A norm reads its input as it is and, for the statistics of its channels, reshaped. Widened
-    first, the two are one float32 value to XLA:TPU, which stores that and copies it from the one's
-    layout to the other's. Widened last, each is read from the low value.
+    A group norm reads its input as it is and, for the statistics of channels, reshaped. If it is
+    widened first, XLA:TPU stores one float32 value and copies it from one layout to the other. If
+    it is widened after the reshape, both are read from the low value.
     """
     once = moved_low(eqns)
     return {
@@ -52,32 +52,32 @@ def moved_again(eqns: Sequence[Any], inputs: Collection[Any]) -> dict[Any, Any]:
 
 @hint("read_in_parts", lambda *_: dict[Any, Any]())
 def read_in_parts(eqns: Sequence[Any], outputs: Collection[Any]) -> dict[Any, Any]:
-    """Returns what a group computes part by part and reads only parts of, and what makes each.
+    """Returns elementwise results of which a group reads only slices, each with its equation.
 
-    They are computed of the parts of their operands, which nothing else in the group reads.
+    The slices are computed from slices of the operands, which nothing else in the group reads.
     """
     readers = _readers(eqns)
-    found: dict[Any, Any] = {}
+    makers: dict[Any, Any] = {}
     for eqn in reversed(eqns):
         (out, *_) = eqn.outvars
         if eqn.primitive.name not in traits.PARTS or out in outputs or out not in readers:
             continue
         shape = out.aval.shape
         (reader, *others) = readers[out]
-        again = not others and reader.outvars[0] in found and reader.outvars[0].aval.shape == shape
+        again = not others and reader.outvars[0] in makers and reader.outvars[0].aval.shape == shape
         in_parts = again or _cut_once(readers[out])
         large = [v for v in compat.variables(eqn) if v.aval.shape == shape]
         if in_parts and all(len(readers[v]) == 1 for v in large):
-            found[out] = eqn
-    return found
+            makers[out] = eqn
+    return makers
 
 
 @jax.custom_jvp
 def valued(whole: jax.Array, part: jax.Array) -> jax.Array:
-    """Returns `part`, computed of less or as it is held, to differentiate as `whole` is.
+    """Returns `part`, with the derivative of `whole`, which has the same value.
 
-    `whole` is the same value. Of a sum it is the part that is cut out: XLA computes that for its
-    cotangent's sake alone, which is stored as a whole, for the product whose result it is of.
+    `part` is computed from slices or from low values. `whole` is cut out of the complete result:
+    XLA removes its forward pass, and its cotangent is stored complete, for the product before it.
     """
     del whole
     return part
@@ -101,7 +101,7 @@ def _cut_once(readers: Sequence[Any]) -> bool:
 
 
 def cuts(eqn: Any) -> list[Cut]:
-    """Returns what each result of a move that cuts is of its operand; nothing of any other."""
+    """Returns the part of the operand that each result of a slice, split or unstack is; else []."""
     if eqn.primitive.name not in traits.CUTS:
         return []
     if eqn.primitive.name == "slice":
@@ -119,7 +119,7 @@ def cuts(eqn: Any) -> list[Cut]:
 
 
 def cut(array: Any, of: Sequence[int], at: Cut) -> Any:
-    """Returns the part of an array that goes into a part of what is broadcast to shape `of`."""
+    """Returns the part `at` of an array that is broadcast to shape `of`, before its broadcast."""
     if array.ndim == 0:
         return array
     start, limit, strides = at
@@ -133,13 +133,13 @@ def cut(array: Any, of: Sequence[int], at: Cut) -> Any:
 
 
 def as_result(eqn: Any, part: Any) -> Any:
-    """Returns a part as the equation that cuts it gives it: an `unstack` drops the axis."""
+    """Returns a part in the shape that the equation gives it: an `unstack` drops the axis."""
     dropped = eqn.primitive.name == "unstack"
     return lax.squeeze(part, [eqn.params["axis"]]) if dropped else part
 
 
 def _moves_once(eqn: Any, *others: Any) -> bool:
-    """Whether all the readers of a value are moves of it that share no element."""
+    """Whether all the readers of a value are moves, and no two of them read the same element."""
     if not others:
         return eqn.primitive.name in traits.PERMUTES | traits.CUTS
     slices = [eqn, *others]
@@ -149,7 +149,7 @@ def _moves_once(eqn: Any, *others: Any) -> bool:
 
 
 def _disjoint(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Returns whether two slices of one array share no element: apart, or in turns, on an axis."""
+    """Whether two slices share no element: `x[:4]` and `x[4:]`, or `x[::2]` and `x[1::2]`."""
     if a["strides"] == b["strides"] is not None:
         starts = zip(a["start_indices"], b["start_indices"], a["strides"], strict=True)
         if any((i - j) % stride for i, j, stride in starts):

@@ -1,7 +1,8 @@
-"""In which order a GPU makes the two gradients of a product: the smaller, a weight's, first.
+"""Orders the two gradients of a product on a GPU: the smaller one, a weight's, comes first.
 
-Both read the cotangent. Nothing waits for the gradient of a weight, so XLA:GPU's scheduler may put
-it off to the end of the program, and until then the product's input and the cotangent are stored.
+Both read the cotangent. Nothing waits for the gradient of a weight, so that XLA:GPU's scheduler may
+put it off to the end of the program; until then the product's input and the cotangent stay in
+memory.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ _PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution")
 
 @hint("smaller_first", lambda ct, other, _: other)
 def smaller_first(ct: Any, other: Any, shapes: Sequence[Sequence[Any]]) -> Any:
-    """Returns the other operand of the product that gives the larger of two gradients.
+    """Returns the operand `other` of the larger gradient, `ct @ otherᵀ`.
 
-    It stands behind a barrier beside what the cotangent was multiplied into before, so that this is
-    made first. Where the cotangent is the larger one it is left: XLA makes what both products read
-    in one kernel with what comes next, and would need two.
+    It is behind a barrier with the smaller gradient, the product that `ct` was in before, so that
+    the smaller one is computed first. Where `ct` is larger than the result nothing is done: XLA
+    computes `ct` in one kernel with the operation after it, and would need two.
 
     Args:
       ct: the lowered cotangent of the product.
-      other: the lowered operand, as a rule the weight.
-      shapes: of both, and of what the product gives, as a rule the cotangent of the input.
+      other: the lowered operand, mostly the weight.
+      shapes: of both, and of the result, mostly the cotangent of the input.
     """
     cotangent, weight, made = map(size, shapes)
     if cotangent > made or weight >= made:
         return other
-    block = mlir.ir.InsertionPoint.current.block  # what a branch makes is not read outside
+    block = mlir.ir.InsertionPoint.current.block  # a branch's values cannot be read outside it
     products = [use.owner.operation for use in ct.uses if use.owner.operation.name in _PRODUCTS]
     first = next((product.results[0] for product in products if product.block == block), None)
     if first is None:

@@ -1,7 +1,8 @@
-"""Gathers by a permutation, `x[jnp.argsort(i)]`: their cotangents are no sums, and stay low.
+"""Sets `unique_indices` of gathers by a permutation, `x[jnp.argsort(i)]`: cotangents stay low.
 
-JAX's derivative of a gather adds up what was read of an element, which autocast does in float32. An
-index that sorts, or counts, names each place once: so the gather is told, as a user may tell it.
+JAX's derivative of a gather sums the cotangents of an element that is read more than once, which
+autocast does in float32. An index that sorts, or counts, names each place once: then no cotangent
+is a sum.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _SAME = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "cop
 
 
 Makers = Mapping[Any, Any]
-"""What makes each variable: an equation, or how many places it names, where that is known."""
+"""For each variable its equation, or for an input that is a permutation its number of places."""
 
 
 def told(program: Any) -> Any:
@@ -71,14 +72,14 @@ def _reads_each_once(eqn: Any, makers: Makers) -> bool:
     sizes, shape = eqn.params["slice_sizes"], operand.aval.shape
     is_whole = all(n == (1 if i == axis else shape[i]) for i, n in enumerate(sizes))
     count = _places(indices, makers)
-    # What is out of bounds would be moved to the last place, or left out.
+    # An index out of bounds would be clipped to the last place, or dropped.
     if count is None or not isinstance(shape[axis], int):
         return False
     return is_whole and count <= shape[axis]
 
 
 def _places(index: Any, makers: Makers) -> int | None:
-    """Returns how many places an index names, each of 0, 1, 2 ... once; None of any other."""
+    """Returns n if an index is a permutation of 0, 1, ... n - 1, else None."""
     eqn = None if compat.is_literal(index) else makers.get(index)
     if eqn is None or isinstance(eqn, int):
         return eqn
@@ -87,7 +88,7 @@ def _places(index: Any, makers: Makers) -> int | None:
     name, place = eqn.primitive.name, eqn.outvars.index(index)
     if name == "iota":
         (count, *others) = index.aval.shape
-        known = isinstance(count, int) and not others  # and not open, in an exported program
+        known = isinstance(count, int) and not others  # not symbolic, as `jax.export` may have it
         return count if known and holds(index, count) else None
     if name == "sort":
         return _places(eqn.invars[place], makers) if index.aval.ndim == 1 else None
@@ -99,7 +100,7 @@ def _places(index: Any, makers: Makers) -> int | None:
         chosen = [outside.get(v) for v in compat.variables(inner.eqns[0])]
     else:
         chosen = eqn.invars
-    if name == "select_n":  # counted from the end where it is below 0: nowhere
+    if name == "select_n":  # JAX's `where(i < 0, i + n, i)`: a permutation is nowhere below 0
         which, x, *_ = chosen
         return _places(x, makers) if is_negative(which, x, makers) else None
     if name == "convert_element_type" or name in _SAME:

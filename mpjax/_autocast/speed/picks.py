@@ -1,9 +1,9 @@
-"""One element of each row, as a loss picks a label's logit: with a derivative that is a choice.
+"""Picks one element of each row, such as a label's logit, with a `where` as derivative.
 
 JAX's derivative of a gather is a scatter: zeros are stored, one element of each row is added, and
-the whole is read again where the other cotangents of the logits are added to it. Where a row has
-one index, the cotangent is `where(position == index, ct, 0)`: elementwise, so that it is computed
-in the kernel that needs it and never stored.
+all are read again to add the other cotangents of the logits. Where a row has one index, the
+cotangent is `where(position == index, ct, 0)`: elementwise, so that the kernel that reads it
+computes it, and it is never stored.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from mpjax._jaxpr.caches import by_program
 
 @hint("picked", lambda *_: [])
 def run(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Returns the results of an equation that picks, or calls what does; of any other nothing."""
+    """Returns the results of a pick, or of a `jit` with one inside; nothing for other equations."""
     if is_pick(eqn) or _holds_a_pick(_jitted(eqn)):
         return [jnp.asarray(out.array) for out in _run(eqn, [Known(x) for x in values])]
     return []
 
 
-# -- parts of what is picked from ------------------------------------------------------------------
+# -- elements of intermediate values ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class At:
-    """Where something is picked: what `gather_one` takes beside the array."""
+    """The place of a pick: the arguments of `gather_one` beside the array."""
 
     index: jax.Array
     axis: int
@@ -52,16 +52,16 @@ class At:
     fill_value: Any
 
     def of(self, x: Any) -> Any:
-        """Returns what is picked of an array that is repeated where an axis of it is 1."""
+        """Returns the elements of an array at this place; an axis of 1 is broadcast."""
         if jnp.ndim(x) == 0 or x.shape[self.axis] == 1:
             return x
         how = {"mode": self.mode, "fill_value": self.fill_value}
         return gather(x, self.index, axis=self.axis, **how)
 
     def before(self, shape: tuple[int, ...]) -> At | None:
-        """Returns where that is in an array of a shape, whose rows are laid out in another way.
+        """Returns this place in an array before a reshape of its leading axes, of shape `shape`.
 
-        None unless one is picked of each row.
+        None unless there is one index for each row.
         """
         rows = shape[:-1]
         if self.axis != self.index.ndim - 1 or math.prod(rows) != self.index.size:
@@ -71,7 +71,7 @@ class At:
 
 @dataclass(frozen=True)
 class Known:
-    """A value that may be picked from, and how what is picked of it is computed of less."""
+    """A value, and a function that computes single elements of it from those of its operands."""
 
     array: Any
     part: Callable[[At], Any] | None = None
@@ -81,14 +81,14 @@ class Known:
 
 
 class Parts:
-    """The values of a group from which something is picked.
+    """The values of a group from which a gather picks.
 
-    XLA fuses nothing into a gather. For one label of each row it would store what the gather reads,
-    log-probabilities or capped logits, in float32; of the group's inputs it can pick as they are
-    held, and compute one element of each row from that.
+    XLA fuses nothing into a gather. To pick one label of each row it would store the operand, such
+    as log-probabilities, in float32. Here the gather reads the low inputs of the group, and one
+    element of each row is computed from these.
 
     Args:
-      read: what is picked from, and what that is made of.
+      read: the operands of picks, and the values from which they are computed.
       given: the inputs of the group.
     """
 
@@ -97,7 +97,7 @@ class Parts:
         self._parts = {v: _of_held(v, x) for v, x in given.items() if v in read}
 
     def run(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-        """Returns the results of an equation that picks, or makes what is picked from."""
+        """Returns the results of a pick, or of an equation that computes the operand of one."""
         if self._read.isdisjoint([*compat.variables(eqn), *eqn.outvars]):
             return run(eqn, operands)
         known = (None if compat.is_literal(v) else self._parts.get(v) for v in eqn.invars)
@@ -108,16 +108,16 @@ class Parts:
 
 @hint("picked", lambda _: frozenset[Any]())
 def picked_from(eqns: Sequence[Any]) -> frozenset[Any]:
-    """Returns what is picked from in a group, what that is elementwise of, and what comes of it."""
-    found: set[Any] = set()
+    """Returns the arrays that a pick in the group reads, and the elementwise operands of these."""
+    sources: set[Any] = set()
     for eqn in reversed(eqns):
         called = _jitted(eqn)
         is_opened = called is not None or _is_in_parts(eqn)
         if is_pick(eqn):
-            found.add(eqn.invars[0])
-        elif _holds_a_pick(called) or (is_opened and not found.isdisjoint(eqn.outvars)):
-            found.update(compat.variables(eqn))
-    return frozenset(found)
+            sources.add(eqn.invars[0])
+        elif _holds_a_pick(called) or (is_opened and not sources.isdisjoint(eqn.outvars)):
+            sources.update(compat.variables(eqn))
+    return frozenset(sources)
 
 
 def _run(eqn: Any, values: Sequence[Known]) -> list[Known]:
@@ -126,7 +126,7 @@ def _run(eqn: Any, values: Sequence[Known]) -> list[Known]:
     if called is not None:
         return evaluate(called, values, _run, constant=lambda x, _: Known(x))
     if is_pick(eqn) and compat.explicit_sharding(eqn.invars[0].aval) is None:
-        # Under explicit shardings a type tells XLA where a scatter's result is, but no choice's.
+        # With explicit shardings JAX types the result of a scatter, but not that of our `where`.
         return [Known(_in_order(eqn, values[0], arrays[1]))]
     outs = bind(eqn, arrays)
     if not _is_in_parts(eqn):
@@ -139,14 +139,14 @@ def _is_in_parts(eqn: Any) -> bool:
 
 
 def _keeps_rows(eqn: Any) -> bool:
-    """Whether an equation lays out the rows of an array in another way."""
+    """Whether an equation reshapes the leading axes of an array, and leaves its rows whole."""
     if eqn.primitive.name != "reshape" or eqn.params["dimensions"] is not None:
         return False
     return eqn.invars[0].aval.shape[-1:] == eqn.outvars[0].aval.shape[-1:]
 
 
 def _part(eqn: Any, values: Sequence[Known], whole: Any, at: At) -> Any:
-    """Returns what is picked of what an equation makes, made of what is picked."""
+    """Returns elements of an equation's result, computed from elements of its operands."""
     if eqn.primitive.name in traits.PARTS:
         return bind(eqn, [value.at(at) for value in values])[0]
     before = at.before(values[0].array.shape)
@@ -168,7 +168,7 @@ def _jitted(eqn: Any) -> Any:
 
 
 def _in_order(eqn: Any, value: Known, indices: jax.Array) -> jax.Array:
-    """Returns what a gather gives, picked from rows in the order of the operand's axes."""
+    """Returns the result of a gather by `gather_one`, whose index has the operand's axes."""
     x = value.array
     dims, (out,) = eqn.params["dimension_numbers"], eqn.outvars
     (axis,) = dims.start_index_map
@@ -189,13 +189,13 @@ def _in_order(eqn: Any, value: Known, indices: jax.Array) -> jax.Array:
 
 
 def _is_filled(mode: Any, fill_value: Any) -> bool:
-    """Whether a number may be picked that stands nowhere; NaN is NaN of any part."""
+    """Whether a pick out of bounds gives a number: then it differs from one computed of parts."""
     fills = mode == lax.GatherScatterMode.FILL_OR_DROP
     return fills and fill_value is not None and not np.isnan(fill_value)
 
 
 def _of_held(var: Any, x: Any) -> Callable[[At], Any] | None:
-    """Returns how to pick of an input of a group as it is held: where a group would widen it."""
+    """Returns a function that picks from a low input of a group before it is widened, or None."""
     if not is_float32(var) or x.dtype == FLOAT32:
         return None
     return lambda at: at.of(lax.stop_gradient(x)).astype(FLOAT32)

@@ -1,9 +1,10 @@
 """Max and min pooling with a derivative that a GPU computes without a scatter.
 
-XLA:GPU expands JAX's derivative into a reduction with the winner and an index a dimension, each in
-32 bits, and a scatter of atomic additions. Here a window's winner is one byte, which the kernel of
-the forward pass writes beside the result, and an image's cotangent is chosen and added up, element
-by element, in the kernels that read it. Elsewhere, and forwards, it is JAX's own derivative.
+XLA:GPU expands JAX's derivative into a reduction that also gives the winner and its index in each
+dimension, each in 32 bits, and a scatter of atomic additions. Here the winner of a window is one
+byte, which the kernel of the forward pass writes beside the result. The kernels that read the
+image's cotangent compute it element by element. On other platforms, and in forward mode, this is
+JAX's own derivative.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _WINDOW = ("window_dimensions", "window_strides", "padding")
 
 @hint("pooled", binding.moved)
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Returns the results of an equation; where it pools, with the derivative of this file."""
+    """Returns the results of an equation; those of a pooling have the derivative of this file."""
     if eqn.primitive.name not in _SELECTS:
         return binding.moved(eqn, values)
     (image,), params = values, eqn.params
@@ -54,7 +55,7 @@ def _pool(eqn: Any, window: dict[str, Any]) -> Callable[[jax.Array], jax.Array]:
     return pool
 
 
-# -- JAX's own derivative, as two primitives of which each is the other's transpose ----------------
+# -- JAX's own derivative, as two primitives: each is the transpose of the other -------------------
 
 _tangent_p = own_primitive("pooled_tangent", computes=True)
 _cotangent_p = own_primitive("pooled_cotangent", computes=True)

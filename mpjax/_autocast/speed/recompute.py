@@ -1,9 +1,9 @@
-"""Runs a group so that the backward pass computes it again, from little.
+"""Runs a group so that the backward pass recomputes it from its inputs.
 
-What is kept are the group's inputs, low, and its small statistics: the mean and variance of a row,
-the maximum and sum of a softmax. They cost nothing to keep, and without them each would be another
-pass over the inputs. All else comes from these again: in a loop, a float32 copy of a small input
-would be stacked beside the input.
+Saved for the backward pass are the group's low inputs and its small statistics: the mean and
+variance of a row, the maximum and sum of a softmax. They take little memory, and to recompute each
+would be another pass over the inputs. All other values are recomputed: in a loop, a float32 copy of
+a small input would be stacked beside the input.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpjax._autocast.decide import traits
 from mpjax._autocast.decide.states import SMALLER, size
 from mpjax._autocast.speed import lowerings, storage
 from mpjax._autocast.speed.hints import hint
-from mpjax._autocast.speed.marks import Group
+from mpjax._autocast.speed.marks import FusedGroup
 from mpjax._base import compat
 
 Function = Callable[..., list[Any]]
@@ -28,51 +28,51 @@ Apart = Callable[[Sequence[Any]], list[Any]]
 
 
 @hint("recomputed", lambda fun, *_, **__: fun)
-def recomputed(fun: Function, group: Group, inputs: Sequence[Any], *, alone: bool) -> Function:
-    """Returns `fun`, computed again where its derivative needs it.
+def recomputed(fun: Function, group: FusedGroup, inputs: Sequence[Any], *, alone: bool) -> Function:
+    """Returns `fun`, recomputed in its derivative.
 
-    Where XLA would recognise what is computed twice, compute it once, and store it after all, in
-    float32, the derivative is given inputs that XLA takes for others.
+    Where XLA would recognise the second computation, it would compute the value once and store it
+    in float32 after all. There the derivative reads inputs behind a barrier.
 
     Args:
-      fun: what computes the group.
-      group: which one.
-      inputs: what it will be called on.
-      alone: whether its derivative stands in another program, as that of a loop's body does: XLA
-        recognises nothing there.
+      fun: computes the group.
+      group: the group.
+      inputs: the arrays on which it will be called.
+      alone: whether its derivative is in another program, as that of a loop's body is: XLA does not
+        compare the two.
     """
     apart = None if alone else _kept_apart(group)
-    limit = max(size(x.shape) for x in inputs) // SMALLER  # statistics up to this are kept
+    limit = max(size(x.shape) for x in inputs) // SMALLER  # statistics up to this size are saved
     again = jax.checkpoint(fun, prevent_cse=False, policy=_keeps_small(limit))
     return _apart(fun, again, apart) if apart else again
 
 
-def _kept_apart(group: Group) -> Apart | None:
-    """Returns what keeps a group's inputs apart from those of its derivative, if that pays."""
+def _kept_apart(group: FusedGroup) -> Apart | None:
+    """Returns a function that puts inputs of a group's derivative behind a barrier, or None."""
     if group.marks.rows is not None:
         return functools.partial(one_apart, which=group.inputs.index(group.marks.rows))
     return all_apart if storage.worth_keeping_apart(group.eqns) else None
 
 
 def all_apart(inputs: Sequence[Any]) -> list[Any]:
-    """Returns inputs as values that XLA takes for others."""
+    """Returns inputs behind barriers."""
     return [lowerings.kept_apart(x) for x in inputs]
 
 
 def one_apart(inputs: Sequence[Any], *, which: int) -> list[Any]:
-    """Returns inputs of which a GPU takes one, from which all follows, for another.
+    """Returns inputs of which one, the logits of a softmax, is behind a barrier on GPUs.
 
-    A mask or a bias that all layers read is kept for the backward pass once; apart, it would be
-    kept for each layer.
+    A mask or a bias that all layers read is saved for the backward pass once; behind a barrier, it
+    would be saved for each layer.
     """
     return [lowerings.rows_apart(x) if i == which else x for i, x in enumerate(inputs)]
 
 
 def _apart(fun: Function, again: Function, apart: Apart) -> Function:
-    """Returns `fun` with the derivative of `again`, of inputs in which XLA does not recognise it.
+    """Returns `fun` with the derivative of `again`, on inputs behind a barrier.
 
-    The barrier of `jax.checkpoint` holds cotangents too, so that the product which makes them is
-    stored before the group's derivative reads it.
+    The barrier of `jax.checkpoint` includes cotangents too: XLA would store the product that gives
+    them before the group's derivative reads it.
     """
 
     @jax.custom_jvp
@@ -98,14 +98,17 @@ def _apart(fun: Function, again: Function, apart: Apart) -> Function:
 
 @functools.lru_cache(maxsize=1024)
 def _keeps_small(limit: int) -> Callable[..., bool]:
-    """A checkpoint policy; equal limits share one, so that equal programs are."""
+    """Returns a checkpoint policy that saves small statistics; equal limits share one.
+
+    JAX compares policies by identity: programs with the same policy object can be equal.
+    """
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> bool:
         if primitive is lowerings.STORED:
             return True
         if primitive.name not in traits.STATISTIC:
             return False
-        kept = [n for i, n in enumerate(avals[0].shape) if i not in params["axes"]]
-        return size(kept) <= limit
+        shape = [n for i, n in enumerate(avals[0].shape) if i not in params["axes"]]
+        return size(shape) <= limit
 
     return policy

@@ -1,10 +1,11 @@
-"""Which groups are a softmax of rows: one kernel on a GPU, and one again for the gradient.
+"""Finds groups that are a softmax of rows: one kernel on a GPU, and a second for the gradient.
 
-XLA:GPU computes a softmax in one kernel, which holds a row, if nothing else reads its statistics.
-The gradient computes it again from the same logits; for an H100 XLA recognises the sum, takes it
-in a kernel for both, and reads the logits once more for the weights. Kept apart, softmax and
-gradient are a kernel each. Nothing is gained where a group leaves nothing but statistics, as a loss
-does, or takes them in the kernel that makes its input, as most norms do.
+XLA:GPU computes a softmax in one kernel, with a row on the chip, if nothing else reads its
+statistics. The gradient recomputes it from the same logits; for an H100 XLA recognises the sum,
+computes it in one kernel for both, and reads the logits once more for the weights. With a barrier,
+softmax and gradient are one kernel each. Nothing is gained for a group whose outputs are all
+statistics (a loss), or one whose statistics are taken by the kernel that makes its input (most
+norms).
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _ROW = 2**14  # elements: of longer rows XLA:GPU makes several kernels, which ma
 
 
 def of_products(jaxpr: Any) -> set[Any]:
-    """Returns the results of matrix products: XLA stores these, whatever reads them.
+    """Returns the results of matrix products, which XLA stores for all their readers.
 
-    What is but scaled or masked after the product it computes again in each kernel that reads it;
-    kept apart, that would be stored too.
+    Logits that are scaled or masked after the product are recomputed in each kernel that reads
+    them; behind a barrier, they would be stored too.
     """
     return {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"}
 
@@ -33,15 +34,17 @@ def of_products(jaxpr: Any) -> set[Any]:
 def normalised(
     eqns: Sequence[Any], stored: Iterable[Any], outputs: Iterable[tuple[Any, bool, bool]]
 ) -> Any:
-    """Returns the input of whose rows a group makes others by a statistic of a statistic, or None.
+    """Returns the input of which a group computes a softmax of rows, or None.
+
+    The sign of a softmax is a statistic that depends on another: its sum comes after its maximum.
 
     Args:
-      eqns: the group. The sum of a softmax is of what its maximum was taken from.
-      stored: its inputs that a product stores.
+      eqns: the equations of the group.
+      stored: its inputs that are results of products.
       outputs: its variables that are read elsewhere.
     """
     largest = max(size(v.aval.shape) for eqn in eqns for v in eqn.outvars)
-    passes: dict[Any, int] = {}  # statistics that lead to a value one by one
+    passes: dict[Any, int] = {}  # how many statistics in a row a value depends on
     for eqn in eqns:
         if storage.ends_a_kernel(eqn) or _turns(eqn, largest) or _is_long(eqn):
             return None
@@ -53,7 +56,7 @@ def normalised(
 
 
 def _is_long(eqn: Any) -> bool:
-    """Whether an equation takes a statistic of rows that are too long for a kernel to hold."""
+    """Whether an equation takes a statistic of rows that are too long for one kernel."""
     if not storage.takes_a_statistic(eqn):
         return False
     read = max((size(v.aval.shape) for v in compat.variables(eqn)), default=0)
@@ -61,7 +64,7 @@ def _is_long(eqn: Any) -> bool:
 
 
 def _turns(eqn: Any, largest: int) -> bool:
-    """Whether an equation makes of large rows what is stored otherwise: no kernel holds these."""
+    """Whether an equation transposes the last axis of a large value: then rows are not rows."""
     if eqn.primitive.name != "transpose" or size(eqn.outvars[0].aval.shape) < largest:
         return False
     order = eqn.params["permutation"]

@@ -1,10 +1,10 @@
-"""Where a statistic stands between two passes over a value, so that it is stored in between.
+"""Finds values that two passes read, with a statistic between them, to store them low.
 
 A norm reads its input for mean and variance, and again to normalise it; its derivative reads its
-cotangent for their sums, and again. A kernel that holds a row does both at once if statistics are
-of rows. Those of a batch or an image (batch and group normalisation) end one kernel and start the
-next: XLA stores what both read, in the float32 in which it was computed. Here it is found, to be
-stored low.
+cotangent for two sums, and again. If statistics are of rows, one kernel with a row on the chip does
+both. Statistics of a batch or an image (batch and group normalisation) end one kernel and start the
+next: XLA stores the value that both read, in the float32 in which it was computed. The functions
+here find such values.
 """
 
 from __future__ import annotations
@@ -32,53 +32,57 @@ _NOTHING: frozenset[Any] = frozenset()
 
 @hint("held_low", lambda *_: _NOTHING)
 def held_low(outputs: Sequence[tuple[Any, bool, bool]], read: set[Any]) -> frozenset[Any]:
-    """Returns the low outputs of a group that are in `read`: stored low for all that read them."""
+    """Returns the low outputs of a group that are in `read`; a GPU stores them low for all."""
     return frozenset(v for v, is_low, _ in outputs if is_low and v in read)
 
 
 @hint("activated", lambda *_: dict[Any, bool]())
 def activated(eqns: Sequence[Any]) -> dict[Any, bool]:
-    """Returns the normalised values of a group that an activation reads, and whether it is dear.
+    """Returns the normalised values that an activation reads, and whether its derivative is dear.
 
-    The derivatives of the normalisation read the cotangent of such a value several times. Behind
-    relu that is a mask's work, done again in each, unless the group reads another large value too.
-    An activation may be written out, as a GELU is: its operations are a function of one value.
+    The derivative of the normalisation reads the cotangent of such a value several times. After a
+    relu each pass recomputes it, from a mask, unless the group reads another large value too. After
+    a GELU it is stored: that is dear to compute. An activation may be written out: its operations
+    are a function of one value.
     """
     of_norms = norms.results(eqns)
-    affine = of_norms.union(v for v, made in Centred(eqns).found.items() if len(made.steps) > 1)
+    affine = of_norms.union(
+        v for v, made in Centred(eqns).by_variable.items() if len(made.steps) > 1
+    )
     if not affine and not any(map(ends_a_kernel, eqns)):
         return {}
     largest = _largest(eqns)
-    origins: dict[Any, Any] = {}  # the one value that another is a function of
+    origins: dict[Any, Any] = {}  # for a function of one value, that value
     made = {v for eqn in eqns for v in eqn.outvars}
     read = {v for eqn in eqns for v in eqn.invars if not compat.is_literal(v)} - made
     is_joined = sum(size(v.aval.shape) == largest for v in read) > 1
     normalised = set(of_norms)
-    found: dict[Any, bool] = {}
+    dear: dict[Any, bool] = {}
     for eqn in eqns:
         operands = compat.variables(eqn)
         large = {v for v in operands if size(v.aval.shape) == largest}
         of = {origins.get(v, v) for v in large}
         if bends(eqn) and (is_joined or not exact.is_exact(eqn, BFLOAT16)):
             is_dear = not linear.keeps_a_mask_at_most(eqn, {})
-            found |= {v: is_dear or found.get(v, False) for v in of & normalised}
+            dear |= {v: is_dear or dear.get(v, False) for v in of & normalised}
         elif _is_dear(eqn):
-            found |= dict.fromkeys(of & affine, True)
+            dear |= dict.fromkeys(of & affine, True)
         if eqn.primitive.name in traits.PERMUTES:
             affine = affine.union(eqn.outvars if affine & of else ())
         elif len(of) == 1 and large == set(operands):
             origins.update(dict.fromkeys(eqn.outvars, *of))
         if ends_a_kernel(eqn) or any(v in normalised for v in operands):
             normalised.update(eqn.outvars)
-    return found
+    return dear
 
 
 @hint("summed_apart", lambda *_: set[Any]())
 def summed_apart(eqns: Sequence[Any]) -> set[Any]:
-    """Returns the repeated terms of a group's sums but for those of the first shape.
+    """Returns the broadcast terms of a group's sums, except those of the first shape.
 
-    The cotangents of a bias, over the images, and of a time, over the places, are sums of one
-    cotangent in two kernels. XLA sums one of them as it makes the cotangent.
+    In `image + bias + time` the cotangents of the bias (summed over images and places) and of the
+    time embedding (over places) are sums of one cotangent, in two kernels. XLA sums for one of them
+    in the kernel that computes the cotangent.
     """
     source = {
         eqn.outvars[0]: eqn.invars[0].aval.shape
@@ -86,15 +90,15 @@ def summed_apart(eqns: Sequence[Any]) -> set[Any]:
         if eqn.primitive.name == "broadcast_in_dim"
     }
     largest = _largest(eqns)
-    found: dict[Any, Any] = {}
+    shapes: dict[Any, Any] = {}
     for eqn in eqns:
         for v in eqn.invars if eqn.primitive.name in traits.ADDS else ():
             if compat.is_literal(v) or size(eqn.outvars[0].aval.shape) < largest:
                 continue
             if v in source or size(v.aval.shape) < size(eqn.outvars[0].aval.shape):
-                found[v] = source.get(v, v.aval.shape)
-    first = next(iter(found.values()), None)
-    return {v for v, shape in found.items() if shape != first}
+                shapes[v] = source.get(v, v.aval.shape)
+    first = next(iter(shapes.values()), None)
+    return {v for v, shape in shapes.items() if shape != first}
 
 
 def convolved(jaxpr: Any) -> set[Any]:
@@ -104,18 +108,18 @@ def convolved(jaxpr: Any) -> set[Any]:
 
 @hint("added_to_convolutions", lambda *_: _NOTHING)
 def added_to_convolutions(
-    convolved: set[Any], eqns: Sequence[Any], inputs: Sequence[Any], found: dict[Any, State]
+    convolved: set[Any], eqns: Sequence[Any], inputs: Sequence[Any], states: dict[Any, State]
 ) -> frozenset[Any]:
-    """Returns the sums of a group that does nothing but to add to low convolutions' results.
+    """Returns the sums of a group that only adds a bias or an image to results of convolutions.
 
-    cuDNN adds a bias and another image as it writes a convolution's result, if all have its dtype.
+    cuDNN adds these as it writes a convolution's result, if all have its dtype.
     """
     sums = [eqn for eqn in eqns if not only_moves(eqn)]
     if not all(map(adds, sums)):
         return _NOTHING
-    if any(found[eqn.outvars[0]].kind != Kind.LOW for eqn in sums):
-        return _NOTHING  # cuDNN would round what was asked for in float32
-    if not any(v in convolved and found[v].kind == Kind.LOW for v in inputs):
+    if any(states[eqn.outvars[0]].kind != Kind.LOW for eqn in sums):
+        return _NOTHING  # cuDNN would round a sum that was asked for in float32
+    if not any(v in convolved and states[v].kind == Kind.LOW for v in inputs):
         return _NOTHING
     return frozenset(eqn.outvars[0] for eqn in sums)
 
@@ -131,7 +135,7 @@ def bends(eqn: Any) -> bool:
 
 
 def _is_dear(eqn: Any) -> bool:
-    """Whether XLA would rather store what an operation makes than compute it again."""
+    """Whether XLA would store an operation's result rather than recompute it: an `exp`."""
     rule = OP_RULES.get(eqn.primitive.name)
     if rule is None or rule.op_class is not OpClass.FULL:
         return False
@@ -139,7 +143,7 @@ def _is_dear(eqn: Any) -> bool:
 
 
 def ends_a_kernel(eqn: Any) -> bool:
-    """Whether an equation takes a statistic of something else than rows."""
+    """Whether an equation takes a statistic over other axes than the last ones."""
     program = structure.single_program(eqn)
     if program is not None:
         return _holds_an_end(program)
@@ -150,18 +154,18 @@ def ends_a_kernel(eqn: Any) -> bool:
 
 
 def adds(eqn: Any) -> bool:
-    """Whether an equation is a sum; not a difference, as of a value and its mean."""
+    """Whether an equation is a sum. A difference is not: it may be `x - mean(x)`."""
     return eqn.primitive.name in traits.ADDS and eqn.primitive.name != "sub"
 
 
 @hint("kept_apart", lambda _: False)
 def worth_keeping_apart(eqns: Sequence[Any]) -> bool:
-    """Whether a group's derivative is to compute its values from inputs that XLA takes for others.
+    """Whether a group's derivative should recompute its values from inputs behind a barrier.
 
-    An activation's is. Statistics tie forward and backward together anyway; for a softmax of what
-    a product stores `rows` has another rule. What is but scaled, as by a gate of channel means,
-    costs nothing to compute again: kept apart, the input would be stored, where XLA computes that
-    again too.
+    It should for an activation. A group with statistics saves these, which tie forward and backward
+    together anyway; for a softmax of a product's result see `rows`. A group that only scales, as by
+    a gate of channel means, costs nothing to recompute: behind a barrier, its input would be
+    stored, which XLA recomputes as well.
     """
     if any(map(takes_a_statistic, eqns)):
         return False
@@ -171,7 +175,7 @@ def worth_keeping_apart(eqns: Sequence[Any]) -> bool:
 
 
 def takes_a_statistic(eqn: Any) -> bool:
-    """Whether an equation, or the function that it calls, adds up or finds the largest of many."""
+    """Whether an equation, or the function that it calls, takes a sum or a maximum over an axis."""
     program = structure.single_program(eqn)
     return (
         eqn.primitive.name in traits.STATISTIC if program is None else _holds_a_statistic(program)

@@ -1,8 +1,8 @@
 """Runs the equations of a group, each in the way that is best for a compiler.
 
-Without hints that is: widen the operands, compute in float32, round where a result is stored. A way
-computes the same value otherwise, such as a mean and a variance in one pass, or tells a backend how
-to hold it.
+Without hints: widen the operands, compute in float32, round where a result is stored. A way
+computes the same value by other operations, such as a gather of low logits in place of float32
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from mpjax._autocast.decide import traits
 from mpjax._autocast.decide.states import State
 from mpjax._autocast.speed import centred, curves, lowerings, moves, picks
 from mpjax._autocast.speed.curves import widened
-from mpjax._autocast.speed.marks import Group, low_cotangent, stored_dtype
+from mpjax._autocast.speed.marks import FusedGroup, low_cotangent, stored_dtype
 from mpjax._base import compat
 from mpjax._jaxpr.binding import bind, written_at
 
 Bind = Callable[[Any, Sequence[Any]], list[Any]]
-"""Returns the results of an equation on operands, computed as it stands."""
+"""Returns the results of an equation on operands, computed as it is written."""
 
 
 class Ways:
-    """How the equations of a group are run; found once for all groups that are equal to it.
+    """The ways of a group's equations, computed once for all groups that are equal to it.
 
     Args:
-      group: its equations, what they read and leave, and its marks.
-      states: of each value of the program.
-      in_loop: whether it stands in the body of a loop, whose backward pass is another loop.
-      around: how many scopes of names are open where it runs.
+      group: its equations, inputs, outputs and marks.
+      states: the state of each value of the program.
+      in_loop: whether it is in the body of a loop, whose backward pass is another loop.
+      around: the number of named scopes that are open where it runs.
     """
 
     def __init__(
-        self, group: Group, states: dict[Any, State], *, in_loop: bool, around: int
+        self, group: FusedGroup, states: dict[Any, State], *, in_loop: bool, around: int
     ) -> None:
         eqns, outputs = group.eqns, [v for v, *_ in group.outputs]
         self.group, self.states, self.around = group, states, around
@@ -51,7 +51,7 @@ class Ways:
             self.curves = curves.curves(eqns, group.inputs, outputs, others)
 
     def on(self, arrays: Sequence[Any]) -> Running:
-        """Returns a run of the group on its inputs, as they are held."""
+        """Returns a run of the group on its inputs, in the dtypes in which they were made."""
         return Running(self, arrays)
 
 
@@ -86,7 +86,7 @@ class Running:
         self._local.update(zip(eqn.outvars, values, strict=True))
 
     def outputs(self) -> list[Any]:
-        """Returns the outputs of the group: of each the low form, then the full one, if wanted."""
+        """Returns the outputs: for each its low form, then its float32 one, if wanted."""
         outs: list[Any] = []
         for var, is_low, is_full in self._ways.group.outputs:
             if is_low:
@@ -106,14 +106,14 @@ class Running:
         values = [a.val if compat.is_literal(a) else self._local[a] for a in eqn.invars]
         for i, v in enumerate(eqn.invars if eqn.primitive.name in traits.ADDS else ()):
             if not compat.is_literal(v) and v in self._marks.apart:
-                # Repeated here, or its cotangent would be summed before it is stored.
+                # Broadcast here, or XLA would sum its cotangent before it stores it.
                 wide = jnp.broadcast_to(values[i], eqn.outvars[0].aval.shape)
                 low = stored_dtype(self._ways.group, self._ways.states)
                 values[i] = lowerings.stored_cotangent(wide, low, apart=True)
         return values
 
     def _marked(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
-        """Returns the results of an equation, and tells backends what is asked of them."""
+        """Returns the results of an equation with the group's marks on them."""
         (first, *others), (var, *_) = values, eqn.outvars
         states, several = self._ways.states, self._marks.several
         if var in self._marks.convolved:
@@ -126,7 +126,7 @@ class Running:
         return [first, *others]
 
     def _cut(self, eqn: Any, variables: Sequence[Any], values: list[Any]) -> list[Any]:
-        """Returns what is cut out of a value, computed of parts of the inputs as they are held."""
+        """Returns slices of a value, computed from slices of the group's low inputs."""
         cuts = [] if self._ways.in_parts.keys().isdisjoint(variables) else moves.cuts(eqn)
         if not cuts:
             return values

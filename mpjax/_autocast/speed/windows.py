@@ -1,7 +1,8 @@
-"""The cotangent of what was pooled, without a scatter: winners of one byte, and fusible operations.
+"""Computes the cotangent of a pooled image without a scatter: from winners of one byte each.
 
-A window's winner is a *place*, a number in its span: as many elements as the strides cover that the
-window touches. The padded image lies in blocks of a stride, and a window begins with a block.
+The winner of a window is a *place*, a number within its span: the window's size rounded up to a
+multiple of the stride. The padded image is divided into blocks of the size of a stride, and each
+window begins with a block.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ class Windows:
 
     @property
     def spans(self) -> list[int]:
-        """In each dimension, how many elements the strides cover that a window touches."""
+        """In each dimension, the window's size rounded up to a multiple of its stride."""
         return list(map(operator.mul, self.overlaps, self.window_strides))
 
     @property
     def overlaps(self) -> list[int]:
-        """In each dimension, in how many windows an element is at most."""
+        """In each dimension, the largest number of windows that an element is in."""
         pairs = zip(self.window_dimensions, self.window_strides, strict=True)
         return [-(-size // stride) for size, stride in pairs]
 
     def is_supported(self, shape: Sequence[int]) -> bool:
-        """Whether a cotangent is right and its program small, for an image of some shape.
+        """Whether the cotangent can be computed here by a small program, for an image of a shape.
 
-        A dimension that `jax.export` leaves open, of a batch, may have windows of one element.
+        A symbolic dimension (`jax.export`), such as a batch, must have windows of one element.
         """
         rows = zip(shape, self.window_dimensions, self.window_strides, self.padding, strict=True)
         if any(not isinstance(n, int) and (*how,) != (1, 1, (0, 0)) for n, *how in rows):
@@ -66,12 +67,12 @@ class Windows:
     def winners(self, image: jax.Array, shape: Sequence[int], select_prim: Any) -> jax.Array:
         """Returns the place of each window's winner: u8[`shape`].
 
-        As JAX has it on a GPU, elements are compared in their order, padding with them, and a later
-        one wins unless the best before it is `>=`, which NaN never is.
+        As in JAX on a GPU, elements are compared in order, padding included, and a later one wins
+        unless the best before it is `>=`, which NaN never is.
 
         Args:
-          image: what is pooled.
-          shape: that of the result.
+          image: the operand of the pooling.
+          shape: the shape of its result.
           select_prim: `lax.ge_p`, or `lax.le_p` where the smallest wins.
         """
         worst = np.asarray(-np.inf if select_prim is lax.ge_p else np.inf, image.dtype)
@@ -92,15 +93,15 @@ class Windows:
 
 
 def cotangent(ct: jax.Array, image: jax.Array, *, select_prim: Any, **window: Any) -> jax.Array:
-    """Returns the cotangent of what was pooled: to each element that of the windows it won.
+    """Returns the cotangent of a pooled image: to each element those of the windows that it won.
 
-    An element reads what the window has that begins with its block, and those that begin with the
-    blocks before. One `lax.pad` for each place in a window would be more operations, and XLA
-    repeats few operations in every kernel that reads them.
+    An element reads the cotangents of the window that begins with its block, and of those that
+    begin with the blocks before. One `lax.pad` for each place in a window would be simpler, but
+    more operations: XLA recomputes in each reading kernel only what takes few.
 
     Args:
-      ct: of the result.
-      image: what was pooled.
+      ct: the cotangent of the result.
+      image: the operand of the pooling.
       select_prim: `lax.ge_p`, or `lax.le_p` where the smallest wins.
       window: the fields of `Windows`.
 
@@ -108,7 +109,7 @@ def cotangent(ct: jax.Array, image: jax.Array, *, select_prim: Any, **window: An
       An array of the image's shape.
 
     Dtypes:
-      That of `ct`; what overlapping windows give is added up in float32 and rounded once.
+      That of `ct`; cotangents of overlapping windows are added in float32 and rounded once.
     """
     windows = Windows(**window)
     winners = windows.winners(image, ct.shape, select_prim)
@@ -128,14 +129,14 @@ def cotangent(ct: jax.Array, image: jax.Array, *, select_prim: Any, **window: An
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Arrays in blocks: a dimension of stride 1 as it is, another as two, (blocks, stride)."""
+    """Arrays in blocks: a dimension of stride 1 as it is, any other as two, (blocks, stride)."""
 
     windows: Windows
     counts: Sequence[int]  # of blocks, in each dimension
 
     @classmethod
     def of(cls, windows: Windows, image: Sequence[int], out: Sequence[int]) -> _Blocks:
-        """Returns the blocks that hold an image and all windows, from their shapes."""
+        """Returns the blocks that cover an image and all windows, from their shapes."""
         rows = zip(
             image, out, windows.window_strides, windows.overlaps, windows.padding, strict=True
         )
@@ -155,14 +156,14 @@ class _Blocks:
 
     @property
     def axes(self) -> list[int]:
-        """Where in this shape the blocks of each dimension are."""
+        """The axis of blocks of each dimension, in this shape."""
         earlier = itertools.accumulate(
             (1 if stride == 1 else 2 for stride in self.windows.window_strides), initial=0
         )
         return list(earlier)[:-1]
 
     def repeated(self, x: jax.Array, before: Sequence[int], fill: Any) -> jax.Array:
-        """Returns for each element the `x` of the block that is `before` its own."""
+        """Returns, for each element, the `x` of the block that is `before` its own by so many."""
         rows = zip(before, self.counts, x.shape, strict=True)
         moved = lax.pad(x, fill, [(back, count - back - n, 0) for back, count, n in rows])
         return lax.broadcast_in_dim(moved, self.shape, self.axes)
@@ -179,6 +180,6 @@ class _Blocks:
         return place
 
     def joined(self, x: jax.Array, sharding: Any) -> jax.Array:
-        """Returns an array in blocks as one without, of a sharding that its type tells, or None."""
+        """Returns an array in blocks as a plain one, with an explicit sharding or None."""
         shape = list(map(operator.mul, self.counts, self.windows.window_strides))
         return lax.reshape(x, shape, out_sharding=sharding)

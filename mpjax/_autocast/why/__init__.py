@@ -1,1 +1,1 @@
-"""Says what was decided of a function, and why."""
+"""Says what was decided for a function, and why."""

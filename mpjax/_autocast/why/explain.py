@@ -1,4 +1,4 @@
-"""What autocast decided for a function, and why: the plan, as a table to read."""
+"""`explain`: the decisions of autocast for a function with their reasons, as a table."""
 
 from __future__ import annotations
 
@@ -63,20 +63,20 @@ def explain(
     """
     overrides, widest = parse_rules(rules)
     fun, owner = stateful.with_owner(fun)
-    # Histories are no business of a table: without them products scale by the values at hand.
+    # The table is the same without histories: products then scale by the values at hand.
     stateless = policy if policy is None else delayed.without_history(get_policy(policy))
     fast = api.autocast(fun, stateless, rules=rules, dot_precision=dot_precision, params=params)
     named = parameters.checked(params, "explain")
 
     def describe(args: Any, kwargs: Any) -> Explanation:
-        found: Any = get_policy(policy)
+        chosen: Any = get_policy(policy)
         ordered = tuple(sorted(overrides.items()))
-        settings = Settings(found, ordered, widest, None, params=named)
-        # A plan holds what it is of weakly.
+        settings = Settings(chosen, ordered, widest, None, params=named)
+        # A plan refers weakly to its jaxpr, which `_traced` keeps alive.
         _traced, plan = api.planned(fun, args, kwargs, settings)
         program = api.trace(fast, args, kwargs).jaxpr.jaxpr
         name = getattr(fun, "__name__", type(fun).__name__)
-        return Explanation(name, str(found), _rows(plan), _casts(program))
+        return Explanation(name, str(chosen), _rows(plan), _casts(program))
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         return _on_arrays(describe, (*owner, *args), kwargs)
@@ -85,29 +85,29 @@ def explain(
 
 
 def _on_arrays(describe: Callable[[Any, Any], Explanation], args: Any, kwargs: Any) -> Explanation:
-    """Returns `describe(args, kwargs)` with shapes and dtypes made into arrays without values."""
+    """Returns `describe(args, kwargs)` with a tracer in place of each `ShapeDtypeStruct`."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
-    found: list[Explanation] = []
+    tables: list[Explanation] = []
 
     def inside(*arrays: Any) -> None:
         full = list(leaves)
         for place, array in zip(places, arrays, strict=True):
             full[place] = array
-        found.append(describe(*jax.tree.unflatten(treedef, full)))
+        tables.append(describe(*jax.tree.unflatten(treedef, full)))
 
     jax.eval_shape(inside, *(leaves[i] for i in places))
-    return found[0]
+    return tables[0]
 
 
 def _rows(plan: Plan) -> tuple[Row, ...]:
     counts: dict[tuple[Any, ...], int] = {}
     places: dict[tuple[Any, ...], str] = {}
-    for found in provenance.findings(plan):
-        cause = (found.cause.operation, found.cause.module) if found.cause else ("", "")
-        key = (found.module, found.operation, found.dtype, found.reason, cause)
+    for decided in provenance.findings(plan):
+        cause = (decided.cause.operation, decided.cause.module) if decided.cause else ("", "")
+        key = (decided.module, decided.operation, decided.dtype, decided.reason, cause)
         counts[key] = counts.get(key, 0) + 1
-        places.setdefault(key, found.where)
+        places.setdefault(key, decided.where)
     rows = [
         Row(module, operation, count, dtype, reason, places[key], *cause)
         for key, count in counts.items()
@@ -118,7 +118,7 @@ def _rows(plan: Plan) -> tuple[Row, ...]:
 
 
 def _casts(jaxpr: Any) -> tuple[Casts, ...]:
-    found: dict[tuple[str, str], list[int]] = {}
+    counts: dict[tuple[str, str], list[int]] = {}
     for eqn in compat.equations(jaxpr):
         if eqn.primitive.name != "convert_element_type":
             continue
@@ -126,7 +126,7 @@ def _casts(jaxpr: Any) -> tuple[Casts, ...]:
         floats = [jax.numpy.issubdtype(a.dtype, jax.numpy.floating) for a in (source, target)]
         if all(floats) and source.dtype != target.dtype:
             key = (short_name(source.dtype), short_name(target.dtype))
-            entry = found.setdefault(key, [0, 0])
+            entry = counts.setdefault(key, [0, 0])
             entry[0] += 1
             entry[1] += target.size * target.dtype.itemsize
-    return tuple(Casts(*key, *entry) for key, entry in found.items())
+    return tuple(Casts(*key, *entry) for key, entry in counts.items())

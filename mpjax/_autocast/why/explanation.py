@@ -1,7 +1,7 @@
-"""What `explain` found, and how it is shown: on one screen, whatever the number of layers.
+"""The result of `explain`, shown on one screen, whatever the number of layers.
 
-Layers that differ in a number only share their lines, and so do siblings about which the same was
-decided. Within these, the operations that are in one dtype for one reason are one line.
+Layers whose names differ only in a number share their lines, and so do siblings with the same
+decisions. Within these, operations of one dtype and one reason are one line.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Casts:
-    """The casts of one kind in the program that autocast gives; a loop's body counts once."""
+    """The casts of one kind in the program after autocast; a loop's body counts once."""
 
     source: str
     target: str
@@ -141,7 +141,7 @@ class Explanation(Shown):
 
 
 def _shares(rows: Iterable[Row]) -> str:
-    """Returns how many operations are in which dtype, as '12 bf16, 3 f32'."""
+    """Returns the number of operations in each dtype, as '12 bf16, 3 f32'."""
     counts: dict[str, int] = {}
     for row in rows:
         counts[row.dtype] = counts.get(row.dtype, 0) + row.count
@@ -154,7 +154,7 @@ def _shares(rows: Iterable[Row]) -> str:
 
 @dataclass
 class _Line:
-    """Operations of a group of modules that are in one dtype for one reason."""
+    """A line of the table: operations of a group of modules, of one dtype and one reason."""
 
     dtype: str
     reason: str
@@ -180,9 +180,9 @@ class _Line:
 
 @dataclass
 class _Group:
-    """Modules about which the same was decided."""
+    """Modules with the same decisions, which share their lines."""
 
-    paths: list[str]  # with * for a number in which modules differ
+    paths: list[str]  # with * for a number that differs between modules
     modules: int
     lines: list[_Line]
 
@@ -198,14 +198,14 @@ class _Group:
         return (f"{parent}/{text}" if parent else text) + many
 
     def decided(self) -> tuple[Any, ...]:
-        """Returns what has to be equal for siblings to share their lines."""
+        """Returns a key: siblings with equal keys share their lines."""
         parent = self.paths[0].rpartition("/")[0]
         lines = [(line.dtype, line.reason, tuple(line.counts.items())) for line in self.lines]
         return parent, self.paths[0] == "", self.modules, tuple(lines)
 
 
 def _groups(rows: Iterable[Row]) -> list[_Group]:
-    """Returns the rows by pattern of module path, alike siblings in one group."""
+    """Returns the rows in groups: by pattern of module path, siblings with equal lines together."""
     by_pattern: dict[str, list[Row]] = {}
     for row in rows:
         by_pattern.setdefault(re.sub(r"\d+", "*", row.module), []).append(row)

@@ -1,7 +1,7 @@
-"""Why each operation of a plan is in the dtype that it is in, traced back to who decided it.
+"""Gives each operation of a plan the reason for its dtype, traced back to its first cause.
 
-A plan says that a division is in float32. The reader asks why: because of the sum before it, in
-another function perhaps. So each float32 value remembers the operation that first asked for it.
+Example: a plan says that a division is in float32. The reason is the sum before it, perhaps in
+another function. So each float32 value remembers the operation that first asked for float32.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from mpjax._policies.policy import Policy
 
 
 @dataclass(frozen=True)
-class Cause:
-    """The operation that first asked for float32, where it stands, and why it did."""
+class WideSource:
+    """The operation that first asked for float32, its module, and its reason."""
 
     operation: str
     module: str
@@ -44,22 +44,22 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One operation, the dtype it is in, and why.
+class OperationDtype:
+    """One operation, its dtype, and the reason.
 
-    `cause` is where a float32 value comes from that this operation merely follows; None where
-    the decision is the operation's own.
+    `cause` is the source of a float32 operand that this operation follows; None if the reason is
+    the operation's own.
     """
 
     module: str
     operation: str
     dtype: str
     reason: str
-    cause: Cause | None
+    cause: WideSource | None
     where: str
 
 
-Causes = list[Cause | None]
+Causes = list[WideSource | None]
 
 ACCUMULATED = "a product's float32 sums, which no product reads"
 FUNCTION = "holds a sum or an exponential: float32 as a whole"
@@ -79,17 +79,17 @@ BEHIND = "no product comes later: rounding it would gain nothing"
 FUSED = "fused: float32 between low values, not stored"
 
 
-def findings(plan: Plan) -> list[Finding]:
-    """Returns what was decided for each operation that computes on float32, in program order."""
-    walk = _Walk()
+def findings(plan: Plan) -> list[OperationDtype]:
+    """Returns the dtype of each operation on float32 values and its reason, in program order."""
+    walk = _ReasonWalk()
     jaxpr = plan.jaxpr.jaxpr
     walk.plan(plan, (), [None] * len(jaxpr.invars), [None] * len(jaxpr.outvars))
-    return walk.found
+    return walk.findings
 
 
-class _Walk:
+class _ReasonWalk:
     def __init__(self) -> None:
-        self.found: list[Finding] = []
+        self.findings: list[OperationDtype] = []
 
     def plan(
         self,
@@ -98,9 +98,11 @@ class _Walk:
         incoming: Causes,
         outside: readers.Readers,
     ) -> Causes:
-        """Adds a plan's findings; returns the causes of its outputs, which `outside` reads."""
+        """Adds the operations of a plan; returns the causes of its outputs, read by `outside`."""
         asking = readers.of(plan, outside)
-        causes: dict[Any, Cause | None] = dict(zip(plan.jaxpr.jaxpr.invars, incoming, strict=True))
+        causes: dict[Any, WideSource | None] = dict(
+            zip(plan.jaxpr.jaxpr.invars, incoming, strict=True)
+        )
         stored = _stored(plan)
         for decision in plan.decisions:
             eqn = decision.eqn
@@ -121,7 +123,7 @@ class _Walk:
         operands: Causes,
         asking: dict[Any, readers.Reader],
     ) -> Causes:
-        """Goes inside a call, loop or branch."""
+        """Adds the operations inside a call, loop or branch; returns the causes of its results."""
         eqn, call = decision.eqn, decision.call
         handed = [
             cause or _loop_cause(plan, eqn, i, state, "/".join(path))
@@ -132,15 +134,15 @@ class _Walk:
         outside = readers.inside(plan, decision, asking)
         programs = zip(call.plans, _incoming(eqn, handed), outside, strict=True)
         for inner, incoming, read in programs:
-            found = self.plan(inner, path, incoming, read)
-            if len(found) == len(outs):  # not the condition of a `while`
-                outs = [a or b for a, b in zip(outs, found, strict=True)]
-        kept = Cause(_name(eqn), "/".join(path), OUTPUT)  # low inside, widened on its way out
+            causes = self.plan(inner, path, incoming, read)
+            if len(causes) == len(outs):  # not the condition of a `while`
+                outs = [a or b for a, b in zip(outs, causes, strict=True)]
+        widened = WideSource(_name(eqn), "/".join(path), OUTPUT)  # low inside, float32 outside
         wide = [state.kind == Kind.WIDE for state in call.out_states]
-        return [cause or (kept if w else None) for cause, w in zip(outs, wide, strict=True)]
+        return [cause or (widened if w else None) for cause, w in zip(outs, wide, strict=True)]
 
     def carries(self, decision: Decision, module: str) -> None:
-        """Adds what a loop carries, by its place: what it keeps, and in which dtype."""
+        """Adds the carries of a loop, by place, with their dtypes and reasons."""
         eqn, out_states = decision.eqn, decision.call.out_states
         where = scopes.location(eqn)
         for i, (aval, state) in enumerate(zip(_carried(eqn), out_states, strict=False)):
@@ -149,7 +151,9 @@ class _Walk:
             shape = ",".join(map(str, aval.shape))
             dtype = short_name(state.dtype if state.kind is Kind.LOW else FLOAT32)
             name = f"{eqn.primitive.name} carry {i} [{shape}]"
-            self.found.append(Finding(module, name, dtype, _why_carried(state), None, where))
+            self.findings.append(
+                OperationDtype(module, name, dtype, _why_carried(state), None, where)
+            )
 
     def operation(
         self,
@@ -175,18 +179,18 @@ class _Walk:
         cause = inherited if follows else None
         dtype = short_name(_dtype(plan, decision, stored))
         where = scopes.location(eqn)
-        self.found.append(Finding(module, name, dtype, reason, cause, where))
+        self.findings.append(OperationDtype(module, name, dtype, reason, cause, where))
         is_product = decision.action in (Action.PRODUCT, Action.ATTENTION)
-        origin = cause or Cause(name, module, ACCUMULATED if is_product else reason)
+        origin = cause or WideSource(name, module, ACCUMULATED if is_product else reason)
         return [origin if w else None for w in wide]
 
     def foreign(self, plan: Plan, eqn: Any, module: str, asking: dict[Any, readers.Reader]) -> None:
-        """Adds an operation on other floating dtypes than float32: the author's own choice."""
+        """Adds an operation on a floating dtype other than float32, which its author chose."""
         dtypes = {v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype")}
-        found = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
-        if not found:
+        floats = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
+        if not floats:
             return
-        where, dtype = scopes.location(eqn), short_name(found[0])
+        where, dtype = scopes.location(eqn), short_name(floats[0])
         if wants := _rounds(plan, eqn):
             reader = asking.get(eqn.outvars[0], "another operation")
             asked = NEAR if wants & reads.NEAR else RUINED
@@ -195,7 +199,7 @@ class _Walk:
             why = AS_WRITTEN if scopes.AS_WRITTEN in scopes.of(eqn) else WRITTEN_SO
         else:
             return
-        self.found.append(Finding(module, _name(eqn), dtype, why, None, where))
+        self.findings.append(OperationDtype(module, _name(eqn), dtype, why, None, where))
 
 
 def _is_narrow(atom: Any) -> bool:
@@ -204,9 +208,9 @@ def _is_narrow(atom: Any) -> bool:
 
 
 def _rounds(plan: Plan, eqn: Any) -> int:
-    """The flags of a value that its author rounds, though a reader needs it unrounded; 0 if none.
+    """Returns the flags of a value that its author rounds though a reader needs it unrounded, or 0.
 
-    Only of the first such value: what is made of it has lost nothing more.
+    Only for the first such value: values computed from it lose nothing more.
     """
 
     def wanted(atom: Any) -> int:
@@ -220,7 +224,7 @@ def _rounds(plan: Plan, eqn: Any) -> int:
 
 
 def _asked_for(plan: Plan, eqn: Any, asking: dict[Any, readers.Reader]) -> str:
-    """Returns why a value is float32 that would be low but for a reader; empty for any other."""
+    """Returns why a reader needs a value in float32 that would be low; empty for other values."""
     out = eqn.outvars[0]
     want = plan.reads.get(out, 0)
     state = plan.states[out]
@@ -238,7 +242,7 @@ def _asked_for(plan: Plan, eqn: Any, asking: dict[Any, readers.Reader]) -> str:
 
 
 def _computes(eqn: Any) -> bool:
-    """Leaves out what only moves values: the table answers for dtypes."""
+    """Whether an equation computes and so has a row: moves, such as a reshape, have none."""
     name = eqn.primitive.name
     rule = OP_RULES.get(name)
     if named_attention.is_attention(eqn):
@@ -249,7 +253,7 @@ def _computes(eqn: Any) -> bool:
 
 
 def _name(eqn: Any) -> str:
-    """The primitive's name, or that of the function which a call runs."""
+    """Returns the name of an equation's primitive, or of the function that it calls."""
     called = structure.single_program(eqn) is not None and structure.function_name(eqn)
     return called or eqn.primitive.name
 
@@ -259,15 +263,15 @@ def _incoming(eqn: Any, operands: Causes) -> list[Causes]:
     return [[operands[i] for i in part.operands] for part in structure.parts(eqn)]
 
 
-def _loop_cause(plan: Plan, eqn: Any, index: int, state: Any, module: str) -> Cause | None:
-    """A carry that becomes float32 only because of the loop that it enters."""
+def _loop_cause(plan: Plan, eqn: Any, index: int, state: Any, module: str) -> WideSource | None:
+    """Returns the loop as the cause, if a carry is float32 only because of it; else None."""
     if state.kind != Kind.WIDE or eqn.primitive.name not in structure.LOOPS:
         return None
     operand = eqn.invars[index]
     before = states.UNKNOWN_CONSTANT if compat.is_literal(operand) else plan.states[operand]
     if before.kind == Kind.CONSTANT:
-        return Cause(eqn.primitive.name, module, "a loop's accumulator: starts as a constant")
-    return Cause(eqn.primitive.name, module, "a loop's carry that its body leaves in float32")
+        return WideSource(eqn.primitive.name, module, "a loop's accumulator: starts as a constant")
+    return WideSource(eqn.primitive.name, module, "a loop's carry that its body leaves in float32")
 
 
 def _carried(eqn: Any) -> list[Any]:
@@ -284,34 +288,35 @@ def _why_carried(state: states.State) -> str:
 
 
 def _stored(plan: Plan) -> dict[Any, bool | None]:
-    """Returns of each value made in a fused group whether it is stored low; None: not stored."""
-    found: dict[Any, bool | None] = {}
+    """Returns, for each value made in a group, whether it is stored low; None if not stored."""
+    stored_low: dict[Any, bool | None] = {}
     within = [step.attention.steps if step.attention else [step] for step in plan.steps]
     for step in itertools.chain.from_iterable(within):
         if step.group and not step.group.marks.native:
             made = [v for i in step.members for v in plan.decisions[i].eqn.outvars]
-            found.update(dict.fromkeys(made, None))
-            found.update((v, is_low) for v, is_low, _ in step.group.outputs)
-    return found
+            stored_low.update(dict.fromkeys(made, None))
+            stored_low.update((v, is_low) for v, is_low, _ in step.group.outputs)
+    return stored_low
 
 
 def _dtype(plan: Plan, decision: Decision, stored: dict[Any, bool | None]) -> Any:
-    """That of the operands of a product; in which any other operation's result is held."""
+    """Returns the dtype that `explain` shows: of a product's operands, or of another's result."""
     if decision.action is Action.PRODUCT:
         return quantized.shown_dtype(decision.how) if decision.how else decision.low
     if named_attention.is_attention(decision.eqn):
         return decision.low or decision.eqn.invars[0].aval.dtype
     if op_class(decision.eqn.primitive.name, {}) is OpClass.LOWER:
-        return decision.eqn.invars[0].aval.dtype  # as it was written
+        return decision.eqn.invars[0].aval.dtype  # a product that is left as it was written
     out = decision.eqn.outvars[0]
     state = plan.states[out]
     return state.dtype if state.kind == Kind.LOW and stored.get(out, True) else FLOAT32
 
 
 def _why(
-    plan: Plan, decision: Decision, inherited: Cause | None, stored: dict[Any, bool | None]
+    plan: Plan, decision: Decision, inherited: WideSource | None, stored: dict[Any, bool | None]
 ) -> tuple[str, bool]:
-    """Returns the reason, and whether it is that of the operation which made an operand."""
+    """Returns the reason, and whether it is inherited from the operation that made an operand."""
+    # In this order: the user's regions and rules, the operation's class, its operands.
     eqn = decision.eqn
     name = eqn.primitive.name
     if decision.action in (Action.PRODUCT, Action.ATTENTION):
@@ -342,7 +347,7 @@ def _why(
 
 
 def _users_rule(plan: Plan, eqn: Any) -> str:
-    """The rule of the user's that decides, for an operation or one inside a function."""
+    """Returns the user's rule that decides for an operation, or for one inside a function."""
     names = [eqn.primitive.name]
     if fusible.is_fusible_function(eqn):
         names = sorted(fusible.operations(eqn) & plan.settings.held_full)
@@ -387,23 +392,23 @@ def _why_low(eqn: Any, dtype: Any, stored: dict[Any, bool | None]) -> str:
 
 
 def _why_wide(plan: Plan, eqn: Any) -> str:
-    """Why an operation that follows its operands is in float32, though none of them is."""
+    """Returns why an operation that follows its operands is in float32 though none of them is."""
     if plan.states[eqn.outvars[0]].is_state and not plan.settings.widest:
         return CHANGED
-    found = [plan.states[v] for v in compat.variables(eqn)]
-    lows = sorted({short_name(s.dtype) for s in found if s.kind == Kind.LOW})
+    operands = [plan.states[v] for v in compat.variables(eqn)]
+    lows = sorted({short_name(s.dtype) for s in operands if s.kind == Kind.LOW})
     if len(lows) > 1:
         return f"operands in {' and '.join(lows)}"
     literals = [float(v.val) for v in eqn.invars if _is_float_literal(v)]
-    known = [x for s in found if s.kind == Kind.CONSTANT for x in s.values or ()]
+    known = [x for s in operands if s.kind == Kind.CONSTANT for x in s.values or ()]
     for value in (*literals, *known):
-        if lows and not states.fits(states.constant(value), _low_dtype(found)):
+        if lows and not states.fits(states.constant(value), _low_dtype(operands)):
             return f"its constant {value:.4g} is no {lows[0]} number"
-    if plan.settings.widest and any(s.kind == Kind.NEUTRAL for s in found):
+    if plan.settings.widest and any(s.kind == Kind.NEUTRAL for s in operands):
         return 'rules="widest": a float32 operand wins'
-    if any(s.kind == Kind.CONSTANT and s.values is None for s in found):
+    if any(s.kind == Kind.CONSTANT and s.values is None for s in operands):
         return "a constant whose values are not known"
-    if lows and not any(s.kind == Kind.WIDE for s in found):
+    if lows and not any(s.kind == Kind.WIDE for s in operands):
         return OUTPUT if plan.reads.get(eqn.outvars[0], 0) & reads.OUTPUT else BEHIND
     return "its operands are in float32"
 
@@ -412,5 +417,5 @@ def _is_float_literal(atom: Any) -> bool:
     return compat.is_literal(atom) and states.is_float32(atom) and atom.aval.ndim == 0
 
 
-def _low_dtype(found: Sequence[states.State]) -> Any:
-    return next(s.dtype for s in found if s.kind == Kind.LOW)
+def _low_dtype(operands: Sequence[states.State]) -> Any:
+    return next(s.dtype for s in operands if s.kind == Kind.LOW)

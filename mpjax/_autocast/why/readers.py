@@ -1,7 +1,7 @@
-"""Who asks for a value in float32: the operation that rounding it would hurt, and where it stands.
+"""Finds the operation for whose sake a value stays in float32: rounding would hurt its result.
 
-`demand` finds flags, and plans are shared by calls that are read differently; a name is looked up
-when somebody asks, for one place in the program.
+`demand` gives flags without names, since calls whose results are read differently share a plan.
+`explain` looks the name up, for one place in the program.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ Readers = list[Reader | None]
 
 
 def of(plan: Plan, outside: Readers) -> dict[Any, Reader]:
-    """Returns the operation that asks for each value that is not to be rounded.
+    """Returns, for each value that must not be rounded, the operation that needs it so.
 
     Args:
       plan: of the program.
-      outside: who asks for its outputs.
+      outside: for each output, the operation outside that needs it unrounded, or None.
     """
-    found: dict[Any, Reader] = {}
+    readers: dict[Any, Reader] = {}
 
     def add(atom: Any, reader: Reader | None) -> None:
         if reader is None or compat.is_literal(atom):
             return
         if plan.reads.get(atom, 0) & reads.UNROUNDED:
-            found.setdefault(atom, reader)
+            readers.setdefault(atom, reader)
 
     for atom, reader in zip(plan.jaxpr.jaxpr.outvars, outside, strict=True):
         add(atom, reader)
     for decision in reversed(plan.decisions):
-        outs = [found.get(v) for v in decision.eqn.outvars]
+        outs = [readers.get(v) for v in decision.eqn.outvars]
         for atom, reader in zip(decision.eqn.invars, _operands(plan, decision, outs), strict=True):
             add(atom, reader)
-    return found
+    return readers
 
 
 def inside(plan: Plan, decision: Decision, readers: dict[Any, Reader]) -> list[Readers]:
-    """Returns who asks for the outputs of each program of a call, in the order of its plans."""
+    """Returns the readers of the outputs of each program of a call, in the order of its plans."""
     outs = [readers.get(v) for v in decision.eqn.outvars]
     return [
         [None] if part.is_condition else _turn(part, inner, outs)
@@ -71,7 +71,7 @@ def inside(plan: Plan, decision: Decision, readers: dict[Any, Reader]) -> list[R
 
 
 def _turn(part: structure.Part, inner: Plan, outs: Readers) -> Readers:
-    """Who asks for the outputs of a body: the next turn of a loop, or who reads its results."""
+    """Returns the readers of a body's outputs: in the next iteration, or those of the results."""
     if not part.carries:
         return outs
     at_start = of(inner, outs)
@@ -94,7 +94,7 @@ def _operands(plan: Plan, decision: Decision, outs: Readers) -> Readers:
 
 
 def _of_call(plan: Plan, decision: Decision, outs: Readers) -> Readers:
-    found: Readers = [None] * len(decision.eqn.invars)
+    by_operand: Readers = [None] * len(decision.eqn.invars)
     known = {v: r for v, r in zip(decision.eqn.outvars, outs, strict=True) if r is not None}
     programs = zip(
         structure.parts(decision.eqn),
@@ -105,8 +105,8 @@ def _of_call(plan: Plan, decision: Decision, outs: Readers) -> Readers:
     for part, inner, asked in programs:
         by = of(inner, asked)
         for place, v in zip(part.operands, inner.jaxpr.jaxpr.invars, strict=True):
-            found[place] = found[place] or by.get(v)
-    return found
+            by_operand[place] = by_operand[place] or by.get(v)
+    return by_operand
 
 
 def _ruins(eqn: Any) -> bool:
@@ -122,5 +122,5 @@ def _name(eqn: Any) -> str:
 
 
 def _where(eqn: Any) -> str:
-    """The file and line of an equation, without the function's name."""
+    """Returns the file and line of an equation, without the function's name."""
     return scopes.short(scopes.location(eqn))
