@@ -19,6 +19,7 @@ from mpjax._base.dtypes import canonical_dtype, describe, is_dtype_name, short_n
 from mpjax._base.errors import message
 from mpjax._base.tree import is_array, is_castable, leaf_paths
 from mpjax._base.typing import PolicySpec, PyTree
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 from mpjax._policies.policy import get_policy
 from mpjax.numerics import find_promotions
@@ -245,7 +246,7 @@ def assert_products(fun: Callable[..., Any], *args: Any, dtype: Any, least: int 
         raise AssertionError(got)
 
 
-def _product_dtypes(eqn: Any) -> list[Any] | None:
+def _product_dtypes(eqn: Eqn) -> list[Any] | None:
     """Returns the dtypes of a product's operands; None if it is no product of floats."""
     if eqn.primitive.name not in (*PRODUCTS, "low_product"):
         return None

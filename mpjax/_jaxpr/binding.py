@@ -12,18 +12,19 @@ from jax import lax
 from jax.extend import source_info_util
 
 from mpjax._base import compat
+from mpjax._jaxpr.equation import Eqn
 
 _MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
 """Primitives that move one array, and that a network binds often."""
 
 
-def inside(eqn: Any, count: int) -> contextlib.AbstractContextManager[None]:
+def inside(eqn: Eqn, count: int) -> contextlib.AbstractContextManager[None]:
     """Gives equations bound in the block an equation's outermost scopes and its source line."""
     return _at(eqn.source_info.traceback, eqn.source_info.name_stack[:count])
 
 
 @contextlib.contextmanager
-def written_at(eqn: Any, within: int = 0) -> Generator[None]:
+def written_at(eqn: Eqn, within: int = 0) -> Generator[None]:
     """Gives equations bound in the block the scopes and the source line of an equation.
 
     Args:
@@ -39,14 +40,14 @@ def _at(traceback: Any, names: Any) -> contextlib.AbstractContextManager[None]:
     return source_info_util.user_context(traceback, name_stack=stack)
 
 
-def bind(eqn: Any, values: Sequence[Any], params: Any = None) -> list[Any]:
+def bind(eqn: Eqn, values: Sequence[Any], params: Any = None) -> list[Any]:
     """Returns the results of an equation on other operands."""
     params = eqn.params if params is None else params
     bound = compat.bind(eqn.primitive, values, params)
     return list(bound) if eqn.primitive.multiple_results else [bound]
 
 
-def moved(eqn: Any, values: Sequence[Any]) -> list[Any]:
+def moved(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     """Returns the results of an equation on other operands; JAX differentiates equal moves once."""
     if eqn.primitive.name not in _MOVES or len(values) != 1:
         return bind(eqn, values)

@@ -16,6 +16,7 @@ import jax
 from jax.experimental import hijax
 
 from mpjax._jaxpr.caches import by_identity
+from mpjax._jaxpr.equation import Eqn
 
 NAME = "call_hi_primitive"
 _PARAM = "_prim"
@@ -24,13 +25,13 @@ _CHECKPOINT, _LOOP = "RematTraced", "Scan3"
 _NAMES = ("CheckpointName", "CheckpointNameFwd")
 
 
-def holder(eqn: Any) -> Any:
+def holder(eqn: Eqn) -> Any:
     """Returns the object in an equation's parameters, None where there is none of a known kind."""
     prim = eqn.params.get(_PARAM) if eqn.primitive.name == NAME else None
     return prim if isinstance(prim, _KINDS) else None
 
 
-def program(eqn: Any) -> Any:
+def program(eqn: Eqn) -> Any:
     """Returns the program that an equation's object computes, None if it cannot be traced."""
     prim = holder(eqn)
     if prim is None:
@@ -38,17 +39,17 @@ def program(eqn: Any) -> Any:
     return prim.params["jaxpr"] if is_checkpoint(eqn) else _expanded(prim)
 
 
-def is_checkpoint(eqn: Any) -> bool:
+def is_checkpoint(eqn: Eqn) -> bool:
     """Whether an equation is a `jax.checkpoint`."""
     return type(holder(eqn)).__name__ == _CHECKPOINT
 
 
-def given_name(eqn: Any) -> str | None:
+def given_name(eqn: Eqn) -> str | None:
     """Returns the name that an equation gives its operand, for a checkpoint's policy, or None."""
     return holder(eqn).params["name"] if type(holder(eqn)).__name__ in _NAMES else None
 
 
-def has_rules(eqn: Any) -> bool:
+def has_rules(eqn: Eqn) -> bool:
     """Whether an equation is a function with rules that its author wrote for its dtypes."""
     prim = holder(eqn)
     return prim is not None and type(prim).__name__ not in (_CHECKPOINT, _LOOP, *_NAMES)
@@ -66,7 +67,7 @@ def _expanded(prim: Any) -> Any:
     return None if made.consts else made
 
 
-def changed(eqn: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> dict[str, Any]:
+def changed(eqn: Eqn, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> dict[str, Any]:
     """Returns an equation's parameters, with each function in its object replaced.
 
     Args:

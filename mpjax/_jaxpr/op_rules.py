@@ -12,6 +12,7 @@ from typing import Any
 
 from mpjax._base.errors import message, nearest
 from mpjax._base.foreign_names import PRIMITIVES
+from mpjax._jaxpr.equation import Eqn
 
 
 class OpClass(enum.Enum):
@@ -421,6 +422,6 @@ def _unknown(name: Any) -> str:
     return message("autocast(rules=)", got, allowed, type_this)
 
 
-def only_moves(eqn: Any) -> bool:
+def only_moves(eqn: Eqn) -> bool:
     """Whether an equation leaves the values of elements as they are: a reshape, a slice."""
     return eqn.primitive.name in MOVES

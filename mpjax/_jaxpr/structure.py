@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from mpjax._base import compat
 from mpjax._jaxpr import hijax_programs
+from mpjax._jaxpr.equation import Eqn
 
 CHECKPOINTS = ("remat2", "checkpoint")  # the primitive of `jax.checkpoint`, by version
 _WITH_RULES = {  # have a program, and rules that its author wrote
@@ -39,7 +40,7 @@ _HOLDS_PROGRAMS = _MANY | _SINGLE.keys()
 _CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", *_WITH_RULES})
 
 
-def is_call(eqn: Any) -> bool:
+def is_call(eqn: Eqn) -> bool:
     """Whether an equation has a program inside that autocast enters: a `scan`, a `jit`."""
     name = eqn.primitive.name
     return name in _HOLDS_PROGRAMS or (
@@ -47,25 +48,25 @@ def is_call(eqn: Any) -> bool:
     )
 
 
-def single_program(eqn: Any) -> Any:
+def single_program(eqn: Eqn) -> Any:
     """Returns the jaxpr of an equation that has one, such as a `jit`; None for loops, branches."""
     if eqn.primitive.name == hijax_programs.NAME:
         return hijax_programs.program(eqn)
     return eqn.params[program_key(eqn)] if eqn.primitive.name in _SINGLE else None
 
 
-def program_key(eqn: Any) -> str:
+def program_key(eqn: Eqn) -> str:
     """Returns the name of the parameter that is a call's one program."""
     keys = _SINGLE[eqn.primitive.name], "call_jaxpr", "jaxpr"  # by version
     return next(key for key in keys if key in eqn.params)
 
 
-def has_rules(eqn: Any) -> bool:
+def has_rules(eqn: Eqn) -> bool:
     """Whether a call has rules that its author wrote for the dtypes of its operands."""
     return eqn.primitive.name in _CUSTOM or hijax_programs.has_rules(eqn)
 
 
-def applies_function(eqn: Any) -> bool:
+def applies_function(eqn: Eqn) -> bool:
     """Whether an equation applies a function to a part of an array: `x.at[i].apply(fun)`."""
     return eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None
 
@@ -89,7 +90,7 @@ class Part(NamedTuple):
         return self.carried.stop - self.carried.start
 
 
-def parts(eqn: Any) -> list[Part]:
+def parts(eqn: Eqn) -> list[Part]:
     """Returns the programs of a call, a loop or a branch, in the order of its parameters."""
     params, count = eqn.params, len(eqn.invars)
     if eqn.primitive.name == "cond":
@@ -112,7 +113,7 @@ T = TypeVar("T")
 
 
 def forward(
-    eqn: Any,
+    eqn: Eqn,
     operands: Sequence[T],
     inner: Callable[[Any, tuple[T, ...]], Sequence[T]],
     join: Callable[[Sequence[T]], T],
@@ -154,7 +155,7 @@ def settled(
         inputs[part.carried] = after
 
 
-def function_name(eqn: Any) -> str:
+def function_name(eqn: Eqn) -> str:
     """Returns the name of the function that an equation calls."""
     if "name" in eqn.params:
         return eqn.params["name"]

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from mpjax._base.tree import first_difference, is_array
 from mpjax._base.typing import Array, PyTree
+from mpjax._jaxpr.equation import Eqn
 from mpjax._scaling.applied import applied_by, applied_of
 
 
@@ -176,7 +177,7 @@ def _evaluate(pred: Array, closed: Any, args: list[Any], olds: list[Any]) -> lis
     return [result(atom, old) for atom, old in zip(jaxpr.outvars, olds, strict=True)]
 
 
-def _bind(eqn: Any, values: list[Any]) -> list[Any]:
+def _bind(eqn: Eqn, values: list[Any]) -> list[Any]:
     with eqn.ctx.manager:  # jax.default_matmul_precision and the like, as traced
         params = eqn.primitive.get_bind_params(eqn.params)
         made = eqn.primitive.bind(*values, **params)

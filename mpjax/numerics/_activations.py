@@ -17,6 +17,7 @@ from jax import lax
 from mpjax._autocast.decide.scopes import compute_dtype
 from mpjax._base.typing import Array, AxisName
 from mpjax._jaxpr.binding import bind
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 from mpjax.numerics._collect import Collecting, CollectingFrame
 from mpjax.numerics._names import Neighbours
@@ -206,7 +207,7 @@ class _StatisticsFrame(CollectingFrame):
         self.collected.append(self.nothing)
         return self.fresh(value)
 
-    def measure(self, eqn: Any, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
+    def measure(self, eqn: Eqn, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
         outs = bind(eqn, [t.value for t in operands])
         dtype = self.dtypes.get(id(eqn))
         floating = [o for o in outs if jnp.issubdtype(o.dtype, jnp.floating) and o.size]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr.binding import bind
+from mpjax._jaxpr.equation import Eqn
 from mpjax.numerics._run import TrackedValue
 
 _NOTHING = np.int32(0)
@@ -56,7 +57,7 @@ class CollectingFrame:
         del value
         return jnp.zeros((), jnp.int32)
 
-    def same(self, eqn: Any, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
+    def same(self, eqn: Eqn, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
         return [TrackedValue(out) for out in bind(eqn, [t.value for t in operands])]
 
     def rows(self) -> Any:
@@ -74,7 +75,7 @@ class UnmeasuredFrame(CollectingFrame):
         del value
         return _NOTHING
 
-    def measure(self, eqn: Any, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
+    def measure(self, eqn: Eqn, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
         self.collected.append(None)
         return self.same(eqn, operands)
 

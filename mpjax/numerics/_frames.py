@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from mpjax._base import source_lines
+from mpjax._jaxpr.equation import Eqn
 
 _CASTS = frozenset(
     {"astype", "_astype", "convert_element_type", "asarray", "array", "bitcast_convert_type"}
@@ -28,7 +28,7 @@ _WRAPPERS = frozenset(
 )
 
 
-def lines(eqn: Any) -> tuple[str, str]:
+def lines(eqn: Eqn) -> tuple[str, str]:
     """Returns the user's line as 'file.py:12', and that of the library that it called.
 
     The second is '' where the user's own line called JAX, both where mpjax wrote the operation. A
@@ -49,7 +49,7 @@ class Call:
     library: bool  # whether the line is in an installed package
 
 
-def call_of(eqn: Any) -> Call:
+def call_of(eqn: Eqn) -> Call:
     """Returns the call that made an operation."""
     frames = getattr(eqn.source_info.traceback, "frames", None) or []
     inside: list[str] = []

@@ -11,6 +11,7 @@ from jax import lax
 
 from mpjax._base import compat
 from mpjax._jaxpr.binding import bind
+from mpjax._jaxpr.equation import Eqn
 from mpjax.numerics import _bits
 from mpjax.numerics._collect import Collecting, CollectingFrame
 from mpjax.numerics._plan import is_inexact
@@ -75,7 +76,7 @@ class _HistogramFrame(CollectingFrame):
         self.collected.append(self.spread(histogram(value)))
         return self.fresh(value)
 
-    def measure(self, eqn: Any, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
+    def measure(self, eqn: Eqn, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
         outs = bind(eqn, [t.value for t in operands])
         pairs = zip(outs, eqn.outvars, strict=True)
         counts = [histogram(out) for out, var in pairs if is_inexact(var)]

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from mpjax._autocast.decide import scopes
 from mpjax._base import compat
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 
 
@@ -48,7 +49,7 @@ def once(path: tuple[str, ...]) -> tuple[str, ...]:
     return path[:half] if path[:half] == path[half:] else path
 
 
-def operation(eqn: Any) -> str:
+def operation(eqn: Eqn) -> str:
     """Returns the name of an equation's primitive; of a product in low precision, the product's."""
     for param in eqn.params.values():
         traced = getattr(param, "traced", None)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr.binding import bind
+from mpjax._jaxpr.equation import Eqn
 from mpjax.numerics import _bits
 from mpjax.numerics._plan import is_inexact
 from mpjax.numerics._run import TrackedValue
@@ -116,12 +117,12 @@ class _OverflowFrame:
         self.measured.append((number, ()))
         return number
 
-    def same(self, eqn: Any, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
+    def same(self, eqn: Eqn, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
         outs = bind(eqn, [t.value for t in operands])
         paired = len(outs) == len(operands)
         return [TrackedValue(out, operands[i if paired else 0].extra) for i, out in enumerate(outs)]
 
-    def measure(self, eqn: Any, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
+    def measure(self, eqn: Eqn, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
         outs = bind(eqn, [t.value for t in operands])
         floating = [is_inexact(v) for v in eqn.outvars]
         number = len(self.counted)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mpjax._base.own_primitives import returns_operands
+from mpjax._jaxpr.equation import Eqn
 
 
-def is_identity(eqn: Any) -> bool:
+def is_identity(eqn: Eqn) -> bool:
     """Whether an operation is one of autocast's that gives its first operands, one for a result."""
     if not eqn.outvars or not returns_operands(eqn.primitive):
         return False

@@ -18,6 +18,7 @@ from mpjax._autocast.decide import scopes
 from mpjax._base import compat
 from mpjax._base.dtypes import short_name
 from mpjax._jaxpr import structure
+from mpjax._jaxpr.equation import Eqn
 from mpjax.numerics import _frames, _names
 from mpjax.numerics._own import is_identity
 
@@ -83,7 +84,7 @@ class MeasuredSite:
 class RunStep:
     """One equation: how it is run, its rows, and the blocks inside it."""
 
-    eqn: Any
+    eqn: Eqn
     kind: RunAs
     blocks: tuple[Block, ...] = ()
     level: int = -1  # the column of the index, of a loop
@@ -177,7 +178,7 @@ class RunPlan:
         outputs = [self._atom(v, env) for v in jaxpr.jaxpr.outvars]
         return Block(jaxpr, steps, first, len(self.sites)), outputs
 
-    def _step(self, eqn: Any, env: dict[Any, Node], around: _Around) -> RunStep:
+    def _step(self, eqn: Eqn, env: dict[Any, Node], around: _Around) -> RunStep:
         operands = [self._atom(v, env) for v in eqn.invars]
         kind = _kind(eqn)
         inside = _enter(eqn, around)
@@ -189,7 +190,7 @@ class RunPlan:
         return step
 
     def _outs(
-        self, eqn: Any, kind: RunAs, operands: Sequence[Node], around: _Around
+        self, eqn: Eqn, kind: RunAs, operands: Sequence[Node], around: _Around
     ) -> Sequence[Node]:
         if kind is RunAs.SAME:
             paired = len(eqn.outvars) == len(eqn.invars)
@@ -212,7 +213,7 @@ class RunPlan:
         self.made_by[self.row_of[node]] = eqn
         return [node if is_inexact(v) else None for v in eqn.outvars]
 
-    def plan_inlined(self, eqn: Any, operands: Any, around: _Around) -> Any:
+    def plan_inlined(self, eqn: Eqn, operands: Any, around: _Around) -> Any:
         block, outs = self._block(_program(eqn), operands, around)
         return outs, RunStep(eqn, _kind(eqn), (block,))
 
@@ -225,7 +226,7 @@ class RunPlan:
         if node is not None and source is not None:
             self.reads[node].append(source)
 
-    def plan_scan(self, eqn: Any, operands: Any, around: _Around) -> Any:
+    def plan_scan(self, eqn: Eqn, operands: Any, around: _Around) -> Any:
         params = eqn.params
         consts, carried = compat.scan_counts(params)
         level = Level("scan", len(self.sites), params["length"], params["reverse"])
@@ -238,7 +239,7 @@ class RunPlan:
         step = RunStep(eqn, RunAs.SCAN, (block,), len(around.levels))
         return [*first, *outs[carried:]], step
 
-    def plan_while(self, eqn: Any, operands: Any, around: _Around) -> Any:
+    def plan_while(self, eqn: Eqn, operands: Any, around: _Around) -> Any:
         params = eqn.params
         skipped, consts = params["cond_nconsts"], params["body_nconsts"]
         level = Level("while", len(self.sites), None)
@@ -252,7 +253,7 @@ class RunPlan:
         # The merged nodes, and not `outs`: a loop of no iterations returns its initial carry.
         return merged, RunStep(eqn, RunAs.WHILE, (block,), len(around.levels))
 
-    def plan_cond(self, eqn: Any, operands: Any, around: _Around) -> Any:
+    def plan_cond(self, eqn: Eqn, operands: Any, around: _Around) -> Any:
         blocks: list[Block] = []
         merged = [self.node() if is_inexact(v) else None for v in eqn.outvars]
         platforms = eqn.params.get("branches_platforms") is not None
@@ -265,7 +266,7 @@ class RunPlan:
                 self._tie(node, out)
         return merged, RunStep(eqn, RunAs.COND, tuple(blocks))
 
-    def plan_shard_map(self, eqn: Any, operands: Any, around: _Around) -> Any:
+    def plan_shard_map(self, eqn: Eqn, operands: Any, around: _Around) -> Any:
         level = Level("shard_map", len(self.sites), None)
         inside = self._at(around, level)
         jaxpr = compat.closed(eqn.params["jaxpr"])
@@ -299,7 +300,7 @@ def _ins(jaxpr: Any) -> Sequence[Any]:
     return jaxpr.jaxpr.invars
 
 
-def _kind(eqn: Any) -> RunAs:
+def _kind(eqn: Eqn) -> RunAs:
     name = eqn.primitive.name
     by_name = {"scan": RunAs.SCAN, "while": RunAs.WHILE, "cond": RunAs.COND}
     by_name["shard_map"] = RunAs.SHARD_MAP
@@ -315,7 +316,7 @@ def _kind(eqn: Any) -> RunAs:
     return RunAs.SAME if _is_same(eqn) else RunAs.SITE
 
 
-def _is_same(eqn: Any) -> bool:
+def _is_same(eqn: Eqn) -> bool:
     """Whether an equation only moves or repeats its operands, or casts to a wider dtype."""
     if not eqn.invars:
         return False
@@ -332,7 +333,7 @@ def _is_same(eqn: Any) -> bool:
 _EXACT = {"f32": ("f16", "bf16", "f32"), "f64": ("f16", "bf16", "f32", "f64")}
 
 
-def _program(eqn: Any) -> Any:
+def _program(eqn: Eqn) -> Any:
     """Returns the one program of a call: of a function with derivative rules, the function."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if name in eqn.params:
@@ -340,7 +341,7 @@ def _program(eqn: Any) -> Any:
     raise KeyError(f"{eqn.primitive.name} holds no program")
 
 
-def _enter(eqn: Any, around: _Around) -> _Around:
+def _enter(eqn: Eqn, around: _Around) -> _Around:
     """Returns the place of the equations inside an equation, or of the equation itself."""
     names = scopes.of(eqn)
     phase = around.phase

@@ -13,6 +13,7 @@ from mpjax._base import compat
 from mpjax._base.dtypes import short_name
 from mpjax._base.shown import Shown, Table
 from mpjax._jaxpr import structure
+from mpjax._jaxpr.equation import Eqn
 from mpjax.numerics import _names
 from mpjax.numerics._frames import Call, call_of
 from mpjax.numerics._program import argument_names, argument_paths, check_function, traced
@@ -180,7 +181,7 @@ _REDUCTIONS = frozenset(_REDUCED.split())
 class _Node:
     """An equation, flat among the others of its body."""
 
-    eqn: Any
+    eqn: Eqn
     call: Call
     module: str
     reads: list[Any]
@@ -253,17 +254,17 @@ class _PromotionWalk:
         return [read(v) for v in jaxpr.jaxpr.outvars]
 
 
-def _is_of_jax(eqn: Any, call: Call) -> bool:
+def _is_of_jax(eqn: Eqn, call: Call) -> bool:
     """Whether a jitted function is one of JAX's own, which a line called, and not the user's."""
     lines = {call_of(inner).where for inner in compat.equations(eqn.params["jaxpr"])}
     return lines <= {call.where, ""}
 
 
-def _program_of(eqn: Any) -> Any:
+def _program_of(eqn: Eqn) -> Any:
     return next(eqn.params[n] for n in ("jaxpr", "call_jaxpr", "fun_jaxpr") if n in eqn.params)
 
 
-def _derived(eqn: Any, origins: Sequence[str | None], call: Call) -> str | None:
+def _derived(eqn: Eqn, origins: Sequence[str | None], call: Call) -> str | None:
     """Returns the origin of a result: a table if positions go in, else the only one of operands."""
     if eqn.primitive.name == "iota":
         return _TABLE
@@ -281,7 +282,7 @@ def _itemsize(atom: Any) -> int:
     return jnp.dtype(dtype).itemsize if floats else 0
 
 
-def _widens(eqn: Any) -> bool:
+def _widens(eqn: Eqn) -> bool:
     """Whether a 16-bit operand meets a wider one, or is converted."""
     sizes = [_itemsize(v) for v in eqn.invars]
     if not eqn.outvars or _itemsize(eqn.outvars[0]) < 4 or 2 not in sizes:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from mpjax._base import compat
 from mpjax._jaxpr.binding import bind, evaluate
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import OP_RULES
 from mpjax.numerics._own import is_identity
 
@@ -31,7 +32,7 @@ def wider(a: Any, b: Any) -> Any:
     return a if a.itemsize > b.itemsize else b
 
 
-def in_reference(eqn: Any, operands: Sequence[Any], outs: Sequence[Any], dtype: Any) -> list[Any]:
+def in_reference(eqn: Eqn, operands: Sequence[Any], outs: Sequence[Any], dtype: Any) -> list[Any]:
     """Returns the results of an equation on other operands, in the reference dtype.
 
     Args:
@@ -55,7 +56,7 @@ def in_reference(eqn: Any, operands: Sequence[Any], outs: Sequence[Any], dtype: 
     return bind(eqn, _alike(eqn, operands, dtype), _parameters(eqn, dtype))
 
 
-def _is_typed(eqn: Any) -> bool:
+def _is_typed(eqn: Eqn) -> bool:
     """Whether an equation holds a jaxpr of narrow dtypes, which would not take wide operands."""
     narrow = any(getattr(v.aval.dtype, "itemsize", 8) < 4 for v in eqn.invars if _floats(v))
     return bool(compat.programs(eqn)) and narrow
@@ -70,13 +71,13 @@ def _is_floating(x: Any) -> bool:
     return jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)
 
 
-def _alike(eqn: Any, operands: Sequence[Any], dtype: Any) -> list[Any]:
+def _alike(eqn: Eqn, operands: Sequence[Any], dtype: Any) -> list[Any]:
     """Returns the operands in one dtype, literals too."""
     pairs = zip(eqn.invars, operands, strict=True)
     return [widened(x, dtype) if _floats(v) else x for v, x in pairs]
 
 
-def _parameters(eqn: Any, dtype: Any) -> dict[str, Any]:
+def _parameters(eqn: Eqn, dtype: Any) -> dict[str, Any]:
     params = dict(eqn.params)
     if params.get("preferred_element_type") is not None:
         made = jnp.dtype(params["preferred_element_type"])
@@ -88,7 +89,7 @@ def _parameters(eqn: Any, dtype: Any) -> dict[str, Any]:
 def _evaluated(jaxpr: Any, operands: Sequence[Any], dtype: Any) -> list[Any]:
     """Returns the results of a program in the reference dtype."""
 
-    def one(eqn: Any, values: list[Any]) -> Sequence[Any]:
+    def one(eqn: Eqn, values: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name == "jit":
             return _evaluated(eqn.params["jaxpr"], values, dtype)
         return bind(eqn, _alike(eqn, values, dtype), _parameters(eqn, dtype))

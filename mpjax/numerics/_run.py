@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from mpjax._base import compat
 from mpjax._jaxpr.binding import bind, written_at
+from mpjax._jaxpr.equation import Eqn
 from mpjax.numerics._plan import Block, RunAs, RunPlan, RunStep, is_inexact
 
 
@@ -48,11 +49,11 @@ class Frame(Protocol):
         """Adds the row of an argument or constant; returns the knowledge of it."""
         ...
 
-    def same(self, eqn: Any, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
+    def same(self, eqn: Eqn, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
         """Returns the results of an equation that moves values and has no row."""
         ...
 
-    def measure(self, eqn: Any, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
+    def measure(self, eqn: Eqn, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
         """Runs an equation that has a row, and adds that; returns its results."""
         ...
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mpjax._jaxpr.binding import bind
+from mpjax._jaxpr.equation import Eqn
 from mpjax.numerics._collect import Collecting, CollectingFrame
 from mpjax.numerics._plan import is_inexact
 from mpjax.numerics._reference import in_reference, widened
@@ -54,11 +55,11 @@ class _ShadowFrame(CollectingFrame):
         self.collected.append(self.spread(jnp.zeros((Shadow.width,), jnp.float32)))
         return self.fresh(value)
 
-    def same(self, eqn: Any, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
+    def same(self, eqn: Eqn, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
         outs, shadows, _ = self._both(eqn, operands)
         return self._tracked(eqn, outs, shadows)
 
-    def measure(self, eqn: Any, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
+    def measure(self, eqn: Eqn, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
         outs, shadows, locally = self._both(eqn, operands)
         row = jnp.zeros((TERMS,), jnp.float32)
         for var, out, local, shadow in zip(eqn.outvars, outs, locally, shadows, strict=True):
@@ -70,7 +71,7 @@ class _ShadowFrame(CollectingFrame):
         self.collected.append(self.spread(jnp.append(row, terms)))
         return self._tracked(eqn, outs, shadows)
 
-    def _both(self, eqn: Any, operands: Sequence[TrackedValue]) -> tuple[list[Any], ...]:
+    def _both(self, eqn: Eqn, operands: Sequence[TrackedValue]) -> tuple[list[Any], ...]:
         """Returns the results, their shadows, and the reference's results on the same operands."""
         outs = bind(eqn, [t.value for t in operands])
         wide = [t.value if t.extra is None else widened(t.value, self.dtype) for t in operands]
@@ -81,7 +82,7 @@ class _ShadowFrame(CollectingFrame):
             in_reference(eqn, wide, outs, self.dtype),
         )
 
-    def _tracked(self, eqn: Any, outs: Sequence[Any], shadows: Sequence[Any]) -> list[TrackedValue]:
+    def _tracked(self, eqn: Eqn, outs: Sequence[Any], shadows: Sequence[Any]) -> list[TrackedValue]:
         return [
             TrackedValue(out, shadow if is_inexact(var) else None)
             for var, out, shadow in zip(eqn.outvars, outs, shadows, strict=True)

@@ -16,6 +16,7 @@ from jax.extend import source_info_util
 
 from mpjax._base import compat, source_lines
 from mpjax._base.dtypes import describe, short_name
+from mpjax._jaxpr.equation import Eqn
 
 _CALLBACKS = (
     *("debug_callback", "debug_print", "pure_callback", "io_callback", "callback"),
@@ -58,7 +59,7 @@ def _as_process(index: int, count: int) -> Generator[None]:
         jax.process_index, jax.process_count = before
 
 
-def source(eqn: Any) -> str:
+def source(eqn: Eqn) -> str:
     """Returns the user's line of an equation, 'train.py:12 (step)'."""
     user = source_lines.of(eqn.source_info.traceback).user
     return shorten(str(user) if user else source_info_util.summarize(eqn.source_info))
@@ -174,7 +175,7 @@ def _difference(a: Any, b: Any) -> str:
     return ""
 
 
-def _inside(eqn: Any) -> list[Any]:
+def _inside(eqn: Eqn) -> list[Any]:
     """Returns the jaxprs in an equation's parameters, with their constants where they have some."""
     jaxprs: list[Any] = []
     for param in eqn.params.values():
@@ -193,7 +194,7 @@ def _equation_difference(x: Any, y: Any) -> str:
     return ""
 
 
-def _signature(eqn: Any) -> tuple[Any, ...]:
+def _signature(eqn: Eqn) -> tuple[Any, ...]:
     """Returns an equation's primitive, types and parameters, without the jaxprs in it."""
     params = {
         key: str(value)

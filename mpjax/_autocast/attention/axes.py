@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax._autocast.attention.nodes import Name, ValueGraph
+from mpjax._jaxpr.equation import Eqn
 
 Labels = tuple[Any, ...]
 
@@ -22,7 +23,7 @@ MOVES = frozenset(
 )
 
 
-def moved(labels: Labels, eqn: Any) -> Labels | None:
+def moved(labels: Labels, eqn: Eqn) -> Labels | None:
     """Returns the labels of the result of a move, from those of its operand; None for others."""
     (source, *_), (out,) = eqn.invars, eqn.outvars
     kind, params = eqn.primitive.name, eqn.params
@@ -62,7 +63,7 @@ def source(graph: ValueGraph, name: Name, labels: Labels) -> tuple[Name, Labels]
     return name, labels
 
 
-def _before(eqn: Any, labels: Labels) -> Labels | None:
+def _before(eqn: Eqn, labels: Labels) -> Labels | None:
     """Returns the labels of the operand of a move, from those of its result; None for others."""
     kind, params = eqn.primitive.name, eqn.params
     if kind not in MOVES or eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype:

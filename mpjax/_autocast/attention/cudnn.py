@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from mpjax._autocast.attention.program import Operands, Spec
 from mpjax._autocast.attention.traced import Forward, first_pass, second_pass
+from mpjax._jaxpr.equation import Eqn
 
 NAME = "cuDNN"
 _MULTIPLE, _LARGEST = 8, 256
@@ -105,7 +106,7 @@ def _function(operands: Operands, spec: Spec) -> Callable[..., Any]:
     return attend
 
 
-def _is_forward(operands: Operands, eqn: Any) -> bool:
+def _is_forward(operands: Operands, eqn: Eqn) -> bool:
     """Whether an equation is the forward kernel: its second result is a number for each row."""
     batch, heads, queries, _ = operands.sizes
     rows = [v.aval.shape for v in eqn.outvars[1:] if v.aval.dtype == jnp.float32]

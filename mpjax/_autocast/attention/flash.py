@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from mpjax._autocast.attention.program import Operands, Spec
 from mpjax._autocast.attention.traced import Forward, first_pass, second_pass
+from mpjax._jaxpr.equation import Eqn
 
 NAME = "flash attention"
 _BLOCK = 128  # lengths are multiples of it; statistics of a row are repeated so many times
@@ -78,7 +79,7 @@ def _function(operands: Operands, spec: Spec) -> Callable[..., Any]:
     return fun
 
 
-def _is_forward(eqn: Any) -> bool:
+def _is_forward(eqn: Eqn) -> bool:
     return eqn.primitive.name == "pallas_call"
 
 

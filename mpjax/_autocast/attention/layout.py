@@ -10,6 +10,7 @@ from typing import Any
 from mpjax._autocast.attention import axes, masks
 from mpjax._autocast.attention.axes import Labels
 from mpjax._autocast.attention.pattern import Match
+from mpjax._jaxpr.equation import Eqn
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def _sizes(shape: Sequence[int], labels: Any) -> dict[Any, int]:
     return {label: n for n, label in zip(shape, labels, strict=True) if label is not None}
 
 
-def _of_product(eqn: Any) -> tuple[Labels, Labels]:
+def _of_product(eqn: Eqn) -> tuple[Labels, Labels]:
     """Returns the labels of both operands: an axis of the result, or ("size", i) if contracted."""
     contract, batch = eqn.params["dimension_numbers"]
     place = len(batch[0])
@@ -141,7 +142,7 @@ def _of_product(eqn: Any) -> tuple[Labels, Labels]:
     return both[0], both[1]
 
 
-def _value(eqn: Any, weights: int, labels: Labels) -> tuple[Labels, Labels] | None:
+def _value(eqn: Eqn, weights: int, labels: Labels) -> tuple[Labels, Labels] | None:
     """Returns the labels of the value and of the result of the product with weights."""
     contract, batch = eqn.params["dimension_numbers"]
     other = 1 - weights
@@ -163,7 +164,7 @@ def _value(eqn: Any, weights: int, labels: Labels) -> tuple[Labels, Labels] | No
 
 
 def _multiplies(
-    eqn: Any, weights: int, labels: Labels, keys: Any, batch: Sequence[Any], rows: Sequence[Any]
+    eqn: Eqn, weights: int, labels: Labels, keys: Any, batch: Sequence[Any], rows: Sequence[Any]
 ) -> bool:
     """Whether a product contracts the keys, and has the examples and heads as batch axes."""
     contract, shared = eqn.params["dimension_numbers"]

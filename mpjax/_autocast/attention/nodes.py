@@ -16,6 +16,7 @@ import numpy as np
 from mpjax._base import compat
 from mpjax._jaxpr import binding
 from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.equation import Eqn
 
 Name = Any
 """A variable of the jaxpr, a variable inside a call with the call's place, or a literal."""
@@ -28,7 +29,7 @@ _REPEATED = _SAME | {"broadcast_in_dim", "stop_gradient", "transpose"}
 class Node(NamedTuple):
     """One operation."""
 
-    eqn: Any
+    eqn: Eqn
     operands: tuple[Name, ...]
 
     @property
@@ -56,7 +57,7 @@ class ValueGraph:
                 self.positions.add(v)
         self._add(jaxpr.eqns, (), {})
 
-    def _add(self, eqns: Sequence[Any], path: tuple[int, ...], names: dict[Any, Name]) -> None:
+    def _add(self, eqns: Sequence[Eqn], path: tuple[int, ...], names: dict[Any, Name]) -> None:
         for i, eqn in enumerate(eqns):
             given = [v if compat.is_literal(v) else names.get(v, v) for v in eqn.invars]
             if eqn.primitive.name == "jit":

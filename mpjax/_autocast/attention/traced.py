@@ -15,6 +15,7 @@ from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.binding import bind
 from mpjax._jaxpr.binding import evaluate as evaluate_with
+from mpjax._jaxpr.equation import Eqn
 
 
 class Forward:
@@ -32,7 +33,7 @@ class Forward:
         self._met = False
         self.results = list(results or ())
 
-    def run(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
+    def run(self, eqn: Eqn, values: list[Any]) -> Sequence[Any]:
         """Returns the results of an equation."""
         program = structure.single_program(eqn)
         if program is not None:
@@ -54,7 +55,7 @@ class Forward:
         return self.results
 
 
-def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+def _bind(eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
     """Returns the results of an equation, computed on one device.
 
     JAX's wrapper that splits a kernel over devices is left out, and so is the gradient of a bias,

@@ -9,9 +9,10 @@ import jax
 from mpjax._autocast.attention import kernels
 from mpjax._autocast.attention.program import AttentionProgram
 from mpjax._autocast.decide.named_attention import DERIVED, MULTIPLIED, is_backward
+from mpjax._jaxpr.equation import Eqn
 
 
-def where(eqn: Any, low: Any) -> str:
+def where(eqn: Eqn, low: Any) -> str:
     """Returns the sentence of `explain` about the kernel of an attention of low operands."""
     program: AttentionProgram = eqn.params["program"]
     avals = [v.aval for v in eqn.invars[: -DERIVED if is_backward(eqn) else None]]

@@ -20,6 +20,7 @@ from mpjax._base.errors import PolicyWarning, message
 from mpjax._base.foreign_names import PRIMITIVES
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import ACTIVATIONS
 
 
@@ -45,7 +46,7 @@ def warn_of_unused(rules: Iterable[str], program: Any) -> None:
         warnings.warn(text, PolicyWarning, stacklevel=5)
 
 
-def is_activation(eqn: Any) -> bool:
+def is_activation(eqn: Eqn) -> bool:
     """Whether an equation calls one of `jax.nn`'s activations."""
     name = structure.function_name(eqn)
     return name in ACTIVATIONS and _is_named(structure.single_program(eqn), name)

@@ -11,13 +11,14 @@ from typing import Any
 
 from mpjax._base import compat
 from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 
 MANY = 1 << 30
 """The number of terms where a dimension is symbolic, or where groups decide."""
 
 
-def terms(eqn: Any) -> int:
+def terms(eqn: Eqn) -> int:
     """Returns how many products of elements a product adds up for each of its results."""
     first, second = (v.aval.shape for v in eqn.invars[:2])
     if eqn.primitive.name == "dot_general":
@@ -31,7 +32,7 @@ def terms(eqn: Any) -> int:
     return math.prod(sizes) if all(isinstance(n, int) for n in sizes) else MANY
 
 
-def is_of_small_matrices(eqn: Any, most: int) -> bool:
+def is_of_small_matrices(eqn: Eqn, most: int) -> bool:
     """Whether a product is of matrices, or of many, with no axis longer than `most`."""
     if eqn.primitive.name != "dot_general" or terms(eqn) > most:
         return False
@@ -43,17 +44,17 @@ def is_of_small_matrices(eqn: Any, most: int) -> bool:
     return all(isinstance(n, int) and n <= most for shape in shapes for n in shape)
 
 
-def is_product(eqn: Any) -> bool:
+def is_product(eqn: Eqn) -> bool:
     """Whether an operation adds up products of elements: what a matrix unit is for."""
     return eqn.primitive.name in PRODUCTS and terms(eqn) > 1
 
 
-def adds_nothing(eqn: Any) -> bool:
+def adds_nothing(eqn: Eqn) -> bool:
     """Whether a product contracts nothing, or one element: it is elementwise."""
     return eqn.primitive.name in PRODUCTS and terms(eqn) == 1
 
 
-def only_sums(eqn: Any) -> bool:
+def only_sums(eqn: Eqn) -> bool:
     """Whether a product is a sum of elements, such as a squared norm: it reuses no operand."""
     if eqn.primitive.name != "dot_general" or adds_nothing(eqn):
         return False
@@ -64,7 +65,7 @@ def only_sums(eqn: Any) -> bool:
     )
 
 
-def holds_product(eqn: Any) -> bool:
+def holds_product(eqn: Eqn) -> bool:
     """Whether an equation is such a product, or holds a program with one."""
     return is_product(eqn) or any(map(_multiplies, compat.programs(eqn)))
 

@@ -27,6 +27,7 @@ from mpjax._autocast.decide.reads import (
 )
 from mpjax._autocast.decide.states import Kind, State
 from mpjax._jaxpr import structure
+from mpjax._jaxpr.equation import Eqn
 
 _MAX_PASSES = 8
 _NEXT_TURN = UNROUNDED | ABSOLUTE | LATER | FORWARD
@@ -53,7 +54,7 @@ Reads = Callable[[structure.Part, tuple[int, ...]], tuple[int, ...]]
 
 
 def plan_call(
-    eqn: Any,
+    eqn: Eqn,
     in_states: tuple[State, ...],
     wants: tuple[int, ...],
     settings: Any,
@@ -83,7 +84,7 @@ def _traced(state: State) -> State:
 
 
 def _plan_loop(
-    eqn: Any, in_states: tuple[State, ...], wants: tuple[int, ...], settings: Any, inner: PlanInner
+    eqn: Eqn, in_states: tuple[State, ...], wants: tuple[int, ...], settings: Any, inner: PlanInner
 ) -> CallPlan:
     *conditions, body = structure.parts(eqn)
     given = [in_states[i] for i in body.operands]
@@ -129,7 +130,7 @@ def _carry_wants(carried: Sequence[State], wants: Sequence[int]) -> tuple[int, .
     )
 
 
-def _initial(eqn: Any, carry: Sequence[State], *, streams: bool) -> list[State]:
+def _initial(eqn: Eqn, carry: Sequence[State], *, streams: bool) -> list[State]:
     """Returns the states with which carries enter: recurrent ones, and sums, are float32."""
     kept = [
         is_recurrent and not (streams and stream_carries.is_stream(eqn, i))
@@ -160,7 +161,7 @@ def _carried(before: State, after: State) -> State:
 
 
 def operand_reads(
-    eqn: Any,
+    eqn: Eqn,
     outs: tuple[int, ...],
     inner: Reads,
 ) -> list[int]:
@@ -187,7 +188,7 @@ def _part_reads(
     return flags
 
 
-def stop_test(eqn: Any, inner: Reads) -> tuple[int, ...]:
+def stop_test(eqn: Eqn, inner: Reads) -> tuple[int, ...]:
     """Returns the flags that the condition of a `while` sets of its carries; empty without one."""
     for part in structure.parts(eqn):
         if part.is_condition:

@@ -17,6 +17,7 @@ from mpjax._autocast.decide.facts import Facts
 from mpjax._autocast.decide.reads import FORWARD
 from mpjax._autocast.decide.states import FLOAT32, State
 from mpjax._base import compat
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import OpClass, op_class
 
 
@@ -73,7 +74,7 @@ class Action(enum.Enum):
 class Decision:
     """The decision for one equation."""
 
-    eqn: Any
+    eqn: Eqn
     action: Action
     reason: str
     low: Any = None  # the dtype of a product's operands

@@ -45,6 +45,7 @@ from mpjax._autocast.decide.reads import (
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES, OP_RULES, PRODUCTS, only_moves
 
 
@@ -89,7 +90,7 @@ def _add(flags: dict[Any, int], atom: Any, want: int) -> None:
         flags[atom] = flags.get(atom, 0) | want
 
 
-def _reads(eqn: Any, outs: list[int], demanded: Demanded, known: facts.Facts) -> list[int]:
+def _reads(eqn: Eqn, outs: list[int], demanded: Demanded, known: facts.Facts) -> list[int]:
     """Returns how an equation reads its operands."""
     if structure.is_call(eqn):
         return _of_call(eqn, outs, demanded, known)
@@ -100,7 +101,7 @@ def _reads(eqn: Any, outs: list[int], demanded: Demanded, known: facts.Facts) ->
     return [w | t for w, t in zip(wants, conditioned.of_a_test(eqn), strict=True)]
 
 
-def _of_call(eqn: Any, outs: list[int], demanded: Demanded, known: facts.Facts) -> list[int]:
+def _of_call(eqn: Eqn, outs: list[int], demanded: Demanded, known: facts.Facts) -> list[int]:
     is_function, full = fusible.is_fusible_function(eqn), demanded.full
     if is_function and full and fusible.operations(eqn) & full:
         later = functools.reduce(operator.or_, outs, 0) & (LATER | FORWARD)
@@ -110,7 +111,7 @@ def _of_call(eqn: Any, outs: list[int], demanded: Demanded, known: facts.Facts) 
 
 
 def _operands(
-    eqn: Any, outs: list[int], union: int, demanded: Demanded, known: facts.Facts
+    eqn: Eqn, outs: list[int], union: int, demanded: Demanded, known: facts.Facts
 ) -> list[int]:
     """Returns how an operation reads its operands but for a loop's stop test."""
     name = eqn.primitive.name
@@ -126,14 +127,14 @@ def _operands(
     return [want | asked for want in _by_rule(eqn, union, later)]
 
 
-def _of_attention(eqn: Any, later: int) -> list[int]:
+def _of_attention(eqn: Eqn, later: int) -> list[int]:
     if scopes.AS_WRITTEN in scopes.of(eqn):
         return [later] * len(eqn.invars)
     product = PRODUCT | LATER | FORWARD | WHOLE
     return [product if low else LATER | FORWARD for low in named_attention.operands_low(eqn)]
 
 
-def _by_rule(eqn: Any, union: int, later: int) -> list[int]:
+def _by_rule(eqn: Eqn, union: int, later: int) -> list[int]:
     name = eqn.primitive.name
     if name in PRODUCTS:
         return _of_product(eqn, union, later)
@@ -153,7 +154,7 @@ def _by_rule(eqn: Any, union: int, later: int) -> list[int]:
     return [later | EXACT if is_unknown else later] * len(eqn.invars)
 
 
-def _of_product(eqn: Any, union: int, later: int) -> list[int]:
+def _of_product(eqn: Eqn, union: int, later: int) -> list[int]:
     if contraction.only_sums(eqn):
         return [later | union & NEAR] * len(eqn.invars)
     if contraction.adds_nothing(eqn):
@@ -168,7 +169,7 @@ def _of_product(eqn: Any, union: int, later: int) -> list[int]:
     return [PRODUCT | LATER | FORWARD | WHOLE] * 2 + [0] * (len(eqn.invars) - 2)
 
 
-def _of_activation(eqn: Any, outs: list[int], inside: list[int]) -> list[int]:
+def _of_activation(eqn: Eqn, outs: list[int], inside: list[int]) -> list[int]:
     """An activation is one operation: what it reads inside is not read by a product outside."""
     wants = [w & (LATER | FORWARD | UNROUNDED) for w in inside]
     for out, places in zip(outs, direct(structure.single_program(eqn)), strict=True):
@@ -177,7 +178,7 @@ def _of_activation(eqn: Any, outs: list[int], inside: list[int]) -> list[int]:
     return wants
 
 
-def why_as_written(eqn: Any) -> str:
+def why_as_written(eqn: Eqn) -> str:
     """Returns why a product is not made low whatever the policy, empty where it may be."""
     operands = eqn.invars[:2]
     if any(getattr(v.aval, "dtype", None) != np.float32 for v in (*operands, *eqn.outvars)):
@@ -191,14 +192,14 @@ def why_as_written(eqn: Any) -> str:
     return ""
 
 
-def has_default_precision(eqn: Any) -> bool:
+def has_default_precision(eqn: Eqn) -> bool:
     """Whether a product leaves its precision to JAX: any other one asks for float32."""
     precision = eqn.params.get("precision")
     both = precision if isinstance(precision, tuple) else (precision,)
     return all(p in (None, lax.Precision.DEFAULT) for p in both)
 
 
-def resizes(eqn: Any) -> bool:
+def resizes(eqn: Eqn) -> bool:
     """Whether an operation picks or repeats elements."""
     return eqn.primitive.name in traits.RESIZES
 
@@ -206,7 +207,7 @@ def resizes(eqn: Any) -> bool:
 class Inner:
     """Says how the programs of an equation read their inputs."""
 
-    def __init__(self, eqn: Any, demanded: Demanded, known: facts.Facts) -> None:
+    def __init__(self, eqn: Eqn, demanded: Demanded, known: facts.Facts) -> None:
         self.eqn, self.demanded, self.known = eqn, demanded, known
         self._given: dict[Any, tuple[facts.Fact, ...]] = {}  # the facts of each program's inputs
 

@@ -35,6 +35,7 @@ from mpjax._autocast.decide.rounding import Rounding
 from mpjax._autocast.decide.states import FLOAT32, Kind, State, is_float32
 from mpjax._base import compat
 from mpjax._jaxpr import structure
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import COMPARISONS, OP_RULES, PRODUCTS, OpClass, op_class
 from mpjax._policies.policy import Policy
 
@@ -43,12 +44,12 @@ class Products(Protocol):
     """Decides which products of a program are in 8 bits: a `quantized.QuantizedProducts`."""
 
     def config(
-        self, eqn: Any, settings: Any, low: Any, *, exact: bool
+        self, eqn: Eqn, settings: Any, low: Any, *, exact: bool
     ) -> tuple[Any | None, str, Any]: ...
 
-    def path(self, eqn: Any) -> str: ...
+    def path(self, eqn: Eqn) -> str: ...
 
-    def entering(self, eqn: Any, inner: PlanProgram) -> PlanProgram: ...
+    def entering(self, eqn: Eqn, inner: PlanProgram) -> PlanProgram: ...
 
 
 PlanProgram = Callable[..., Decided]
@@ -113,7 +114,7 @@ class _Planner(Rounding):
 
     # -- one equation ----------------------------------------------------------------------
 
-    def decide(self, eqn: Any) -> Decision:
+    def decide(self, eqn: Eqn) -> Decision:
         name = eqn.primitive.name
         settings = self.settings_at(eqn)
         if not any(map(is_float32, (*eqn.invars, *eqn.outvars))) and not structure.is_call(eqn):
@@ -142,7 +143,7 @@ class _Planner(Rounding):
             return self.as_traced(eqn, states.unknown(operands), "no rule: as traced, float32")
         return self.decide_by_class(eqn, kind, settings)
 
-    def decide_by_class(self, eqn: Any, kind: OpClass, settings: Settings) -> Decision:
+    def decide_by_class(self, eqn: Eqn, kind: OpClass, settings: Settings) -> Decision:
         name = eqn.primitive.name
         rule = OP_RULES[name]
         operands = [self.state(v) for v in eqn.invars]
@@ -174,7 +175,7 @@ class _Planner(Rounding):
             state = _unrounded_parts(name, operands) or state
         return self.fused(eqn, state, rule.reason)
 
-    def with_branches(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
+    def with_branches(self, eqn: Eqn, operands: Sequence[State]) -> Sequence[State]:
         """The states of operands; a normalised branch that joins a stream counts as low."""
         branches = norms.branches(eqn, self.normalised)
         if not branches or self.steps.repeats_any(compat.variables(eqn)):  # the shift of a norm
@@ -185,10 +186,10 @@ class _Planner(Rounding):
             for v, state in zip(eqn.invars, operands, strict=True)
         ]
 
-    def reads_low(self, eqn: Any) -> bool:
+    def reads_low(self, eqn: Eqn) -> bool:
         return any(self.state(v).kind == Kind.LOW for v in eqn.invars)
 
-    def decide_keep(self, eqn: Any, operands: Sequence[State], reason: str) -> Decision:
+    def decide_keep(self, eqn: Eqn, operands: Sequence[State], reason: str) -> Decision:
         name = eqn.primitive.name
         floats = [s for v, s in zip(eqn.invars, operands, strict=True) if is_float32(v)]
         if len(eqn.outvars) > 1 and len(eqn.invars) == len(eqn.outvars):
@@ -200,7 +201,7 @@ class _Planner(Rounding):
             state = states.arithmetic(name, [state]) if name in ("neg", "abs") else state
         return self.keep(eqn, [state] * len(eqn.outvars), reason)
 
-    def converted(self, eqn: Any) -> State:
+    def converted(self, eqn: Eqn) -> State:
         source, target = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
         if target != FLOAT32:
             return states.FOREIGN
@@ -216,7 +217,7 @@ class _Planner(Rounding):
             return states.constant(float(jnp.iinfo(source).min), float(jnp.iinfo(source).max))
         return states.UNKNOWN_CONSTANT
 
-    def decide_product(self, eqn: Any, kind: OpClass | None, settings: Settings) -> Decision:
+    def decide_product(self, eqn: Eqn, kind: OpClass | None, settings: Settings) -> Decision:
         want = self.demand.get(eqn.outvars[0], 0)
         low = self.low_dtype(eqn, settings)
         how, why, low = self.products.config(eqn, settings, low, exact=bool(want & reads.EXACT))
@@ -254,7 +255,7 @@ class _Planner(Rounding):
         path = self.products.path(eqn) if how is not None else ""
         return Decision(eqn, Action.PRODUCT, reason, low=low, out_dtype=out, how=how, path=path)
 
-    def why_not_lower(self, eqn: Any, kind: OpClass | None, low: Any) -> str:
+    def why_not_lower(self, eqn: Eqn, kind: OpClass | None, low: Any) -> str:
         operands = eqn.invars[:2]
         if low is None:
             return "float32 was asked for here"
@@ -267,7 +268,7 @@ class _Planner(Rounding):
             return "a constant that the compute dtype cannot hold"
         return ""
 
-    def decide_attention(self, eqn: Any, settings: Settings) -> Decision:
+    def decide_attention(self, eqn: Eqn, settings: Settings) -> Decision:
         low = self.low_dtype(eqn, settings)
         wants = [self.demand.get(v, 0) for v in eqn.outvars]
         is_exact = any(want & demand.EXACT for want in wants)
@@ -279,7 +280,7 @@ class _Planner(Rounding):
         self.record(eqn, [states.low(low) if yes else states.WIDE for yes in is_low])
         return Decision(eqn, Action.ATTENTION, "", low=low)  # `planning` names the kernel
 
-    def decide_call(self, eqn: Any, settings: Settings) -> Decision:
+    def decide_call(self, eqn: Eqn, settings: Settings) -> Decision:
         is_loop = eqn.primitive.name in ("scan", "while")
         settings = _inside(settings, scopes.of(eqn), in_loop=is_loop or settings.in_loop)
         if fusible.is_fusible_function(eqn):
@@ -297,7 +298,7 @@ class _Planner(Rounding):
         self.changed = True
         return Decision(eqn, Action.CALL, "planned inside", call=call)
 
-    def inner(self, eqn: Any) -> control.PlanInner:
+    def inner(self, eqn: Eqn) -> control.PlanInner:
         """Returns what plans the programs of an equation, told what is known of their inputs."""
         plan = self.products.entering(eqn, self.plan_inner)
 
@@ -317,7 +318,7 @@ class _Planner(Rounding):
 
         return planned
 
-    def decide_function(self, eqn: Any, settings: Settings) -> Decision:
+    def decide_function(self, eqn: Eqn, settings: Settings) -> Decision:
         """A small function without products: run as one operation, decided as if inlined."""
         operands = tuple(self.state(v) for v in eqn.invars)
         low = self.low_dtype(eqn, self.settings_at(eqn))
@@ -334,7 +335,7 @@ class _Planner(Rounding):
         return Decision(eqn, Action.FUSED, reason)
 
     def of_activation(
-        self, eqn: Any, operands: tuple[State, ...], settings: Settings
+        self, eqn: Eqn, operands: tuple[State, ...], settings: Settings
     ) -> list[State]:
         """An activation takes the dtype of its operands, as one operation."""
         made: list[State] = []
@@ -350,7 +351,7 @@ class _Planner(Rounding):
 
     # -- the ways to record a decision -------------------------------------------------------
 
-    def foreign(self, eqn: Any) -> Decision:
+    def foreign(self, eqn: Eqn) -> Decision:
         """Integers and the like; what combines comparisons stays in the group that made them."""
         joined = eqn.primitive.name in traits.LOGIC and any(
             not compat.is_literal(v) and v in self.compared for v in eqn.invars
@@ -360,11 +361,11 @@ class _Planner(Rounding):
         self.compared.update(eqn.outvars)
         return self.fused(eqn, states.FOREIGN, "combines comparisons")
 
-    def as_traced(self, eqn: Any, state: State, reason: str) -> Decision:
+    def as_traced(self, eqn: Eqn, state: State, reason: str) -> Decision:
         self.record(eqn, [state] * len(eqn.outvars))
         return Decision(eqn, Action.AS_TRACED, reason)
 
-    def keep(self, eqn: Any, made: Sequence[State], reason: str) -> Decision:
+    def keep(self, eqn: Eqn, made: Sequence[State], reason: str) -> Decision:
         self.record(eqn, made)
         by_itself = len(eqn.outvars) == len(eqn.invars)
         for i, v in enumerate(eqn.outvars):  # what is moved stands where it stood
@@ -374,7 +375,7 @@ class _Planner(Rounding):
         fused = fusible.is_fusible(eqn) and not eqn.effects
         return Decision(eqn, Action.FUSED if fused else Action.KEEP, reason)
 
-    def fused(self, eqn: Any, state: State, reason: str) -> Decision:
+    def fused(self, eqn: Eqn, state: State, reason: str) -> Decision:
         name = eqn.primitive.name
         if eqn.effects or not (name in traits.FUSIBLE or fusible.is_fusible_function(eqn)):
             made = [self.unrounded(eqn, v, state) for v in eqn.outvars]
@@ -386,13 +387,13 @@ class _Planner(Rounding):
         return Decision(eqn, Action.FUSED, reason)
 
 
-def _bodies(eqn: Any, call: control.CallPlan) -> list[Decided]:
+def _bodies(eqn: Eqn, call: control.CallPlan) -> list[Decided]:
     """Returns the plans of an equation's programs but for a loop's condition."""
     parts = structure.parts(eqn)
     return [p for part, p in zip(parts, call.plans, strict=True) if not part.is_condition]
 
 
-def _read_by_each_result(eqn: Any, operands: Sequence[State]) -> list[list[State]]:
+def _read_by_each_result(eqn: Eqn, operands: Sequence[State]) -> list[list[State]]:
     """Returns the states of the operands that each result of a function depends on."""
     program = structure.single_program(eqn)
     return [[operands[i] for i in sorted(places)] for places in demand.dependencies(program)]

@@ -21,6 +21,7 @@ from mpjax._autocast.decide.states import copies, is_float32
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, only_moves
 
 _MOST_ROOTS, _MOST_TERMS = 3, 8
@@ -102,7 +103,7 @@ def is_epsilon(fact: Fact) -> bool:
     return fact.constant and fact.most < _EPSILON
 
 
-def cancels(eqn: Any, facts: Facts) -> bool:
+def cancels(eqn: Eqn, facts: Facts) -> bool:
     """Whether a sum is of terms that are over the same values, a product among them."""
     if eqn.primitive.name not in traits.ADDS or scopes.is_transposed(eqn.source_info.name_stack):
         return False  # a derivative's sums are of what JAX adds up, and no formula of the author's
@@ -115,12 +116,12 @@ def cancels(eqn: Any, facts: Facts) -> bool:
     )
 
 
-def hands_on_terms(eqn: Any) -> bool:
+def hands_on_terms(eqn: Eqn) -> bool:
     """Whether an operation's result may be a sum of what its operands are sums of."""
     return eqn.primitive.name in _HANDS_ON_TERMS
 
 
-def entering(eqn: Any, part: structure.Part, facts: Facts) -> tuple[tuple[Fact, ...], list[int]]:
+def entering(eqn: Eqn, part: structure.Part, facts: Facts) -> tuple[tuple[Fact, ...], list[int]]:
     """Returns the facts of the inputs of a program inside an equation, numbered from 0 up.
 
     The second result says, for each of these numbers, which one it is outside; -1 where it is of a
@@ -169,7 +170,7 @@ def _outputs(program: Any, given: tuple[Fact, ...]) -> list[Fact]:
     return [of_atom(v, facts) for v in compat.closed(program).jaxpr.outvars]
 
 
-def _constant(eqn: Any, floats: Sequence[Fact]) -> Fact:
+def _constant(eqn: Eqn, floats: Sequence[Fact]) -> Fact:
     """The fact of what is made of constants alone."""
     name = eqn.primitive.name
     if not floats:
@@ -189,12 +190,12 @@ def _constant(eqn: Any, floats: Sequence[Fact]) -> Fact:
     return Fact(constant=True, scalar=scalar)
 
 
-def _repeats(eqn: Any) -> bool:
+def _repeats(eqn: Eqn) -> bool:
     """Whether an operation is a broadcast that makes its operand larger."""
     return eqn.primitive.name == "broadcast_in_dim" and copies(eqn) > 1
 
 
-def _makes_a_step(eqn: Any, floats: Sequence[Fact]) -> bool:
+def _makes_a_step(eqn: Eqn, floats: Sequence[Fact]) -> bool:
     """Whether an equation multiplies a whole array by a small number, or by an unknown one."""
     if eqn.primitive.name not in ("mul", "div") or len(floats) != 2:
         return False
@@ -239,7 +240,7 @@ class _Walk:
         fact = of_atom(atom, self.facts)
         return fact._replace(ahead=False) if fact.ahead else fact
 
-    def results(self, eqn: Any, *, derived: bool) -> Sequence[Fact]:
+    def results(self, eqn: Eqn, *, derived: bool) -> Sequence[Fact]:
         if structure.is_call(eqn):
             return self.call(eqn)
         operands = [self.operand(v) for v in eqn.invars]
@@ -263,7 +264,7 @@ class _Walk:
 
     def result(
         self,
-        eqn: Any,
+        eqn: Eqn,
         floats: Sequence[Fact],
         made: Sequence[Fact],
         out: Any,
@@ -292,7 +293,7 @@ class _Walk:
             **told,
         )
 
-    def part(self, eqn: Any, roots: frozenset[int], out: Any) -> int:
+    def part(self, eqn: Eqn, roots: frozenset[int], out: Any) -> int:
         """The number of a part of a value: the same part has the same number."""
         key = (eqn.primitive.name, roots, str(eqn.params), eqn.outvars.index(out))
         indices = tuple(None if compat.is_literal(v) else v for v in eqn.invars[1:])
@@ -300,7 +301,7 @@ class _Walk:
             self.parts[*key, indices] = self.number()
         return self.parts[*key, indices]
 
-    def terms(self, eqn: Any, floats: Sequence[Fact]) -> frozenset[Term]:
+    def terms(self, eqn: Eqn, floats: Sequence[Fact]) -> frozenset[Term]:
         """The terms that an operation hands on: unscaled, or scaled by one number."""
         if not hands_on_terms(eqn) or not any(map(_TERMS, floats)):
             return frozenset()
@@ -320,7 +321,7 @@ class _Walk:
         """The diagonal of `a aᵀ` is a sum over the elements of `a`."""
         return Term(term.roots, self.number(), is_product=False)
 
-    def product(self, eqn: Any, floats: Sequence[Fact], told: dict[str, Any]) -> Fact:
+    def product(self, eqn: Eqn, floats: Sequence[Fact], told: dict[str, Any]) -> Fact:
         roots = frozenset[int]().union(*(f.roots for f in floats[:2]))
         is_product = not contraction.only_sums(eqn)
         term = Term(roots, self.number(), is_product)
@@ -333,7 +334,7 @@ class _Walk:
         terms |= {self.of_gram(t) for t in of.terms if t.is_product and len(t.roots) == 1}
         return Fact(roots=frozenset({self.number()}), terms=frozenset(terms), **told)
 
-    def call(self, eqn: Any) -> Sequence[Fact]:
+    def call(self, eqn: Eqn) -> Sequence[Fact]:
         made: list[list[Fact]] = []
         for part in structure.parts(eqn):
             if part.is_condition:

@@ -13,22 +13,23 @@ from mpjax._autocast.decide.states import Kind, fits, of_literal, size
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import COMPARISONS, OP_RULES, OpClass
 
 _MAX_FUNCTION = 64  # equations: larger functions are planned inside
 
 
-def is_fusible(eqn: Any) -> bool:
+def is_fusible(eqn: Eqn) -> bool:
     """Whether XLA computes an operation in one kernel with its neighbours, cheaply."""
     return eqn.primitive.name in traits.FUSIBLE or is_pick(eqn)
 
 
-def is_pick(eqn: Any) -> bool:
+def is_pick(eqn: Eqn) -> bool:
     """Whether an equation gathers one element, or one slice, of each of many rows."""
     return eqn.primitive.name == "gather" and _picks_one(eqn.invars[0].aval, eqn)
 
 
-def _picks_one(operand: Any, eqn: Any) -> bool:
+def _picks_one(operand: Any, eqn: Eqn) -> bool:
     dims = eqn.params["dimension_numbers"]
     if len(dims.start_index_map) != 1:
         return False
@@ -45,7 +46,7 @@ def _pointed(dims: Any) -> set[int]:
     return {*dims.start_index_map, *dims.operand_batching_dims}
 
 
-def is_fusible_function(eqn: Any) -> bool:
+def is_fusible_function(eqn: Eqn) -> bool:
     """Whether an equation is a small function of fusible operations, such as an activation."""
     if eqn.primitive.name not in ("jit", "custom_jvp_call", "custom_vjp_call") or eqn.effects:
         return False
@@ -64,7 +65,7 @@ def _fusible_program(jaxpr: Any) -> bool:
     ) and bool(opened.eqns)
 
 
-def operations(eqn: Any) -> frozenset[str]:
+def operations(eqn: Eqn) -> frozenset[str]:
     """Returns the names of a fusible function, and of the operations and functions inside it."""
     inside = _operations(structure.single_program(eqn))
     return inside | {structure.function_name(eqn)}
@@ -77,14 +78,14 @@ def _operations(jaxpr: Any) -> frozenset[str]:
     return frozenset(eqn.primitive.name for eqn in eqns).union(*map(operations, calls))
 
 
-def function_class(eqn: Any) -> OpClass:
+def function_class(eqn: Eqn) -> OpClass:
     """Returns how a fusible function's result is held: activations follow their input."""
     if is_activation(eqn):
         return OpClass.FOLLOW
     return OpClass.FULL if _holds_full(structure.single_program(eqn)) else OpClass.FOLLOW
 
 
-def holds_only_what_fits(eqn: Any, dtype: Any) -> bool:
+def holds_only_what_fits(eqn: Eqn, dtype: Any) -> bool:
     """Whether `dtype` can hold the constants inside a function, or it is a known activation."""
     return is_activation(eqn) or _fits_inside(structure.single_program(eqn), dtype)
 

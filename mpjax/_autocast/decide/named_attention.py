@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpjax._base.own_primitives import own_primitive
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import OpClass, op_class
 
 FORWARD = own_primitive("attention", computes=True, several=True)
@@ -19,31 +20,31 @@ DERIVED = 3
 FLOAT32 = np.dtype("float32")
 
 
-def is_attention(eqn: Any) -> bool:
+def is_attention(eqn: Eqn) -> bool:
     """Whether an equation is an attention, or its derivative."""
     return eqn.primitive in (FORWARD, BACKWARD)
 
 
-def is_backward(eqn: Any) -> bool:
+def is_backward(eqn: Eqn) -> bool:
     """Whether an equation is the derivative of an attention."""
     return eqn.primitive is BACKWARD
 
 
-def operands_low(eqn: Any) -> list[bool]:
+def operands_low(eqn: Eqn) -> list[bool]:
     """Returns which operands a kernel multiplies: query, key, value, result and its cotangent."""
     count = len(eqn.invars)
     last = {count - DERIVED, count - 1} if is_backward(eqn) else set()
     return [i < MULTIPLIED or i in last for i in range(count)]
 
 
-def results_low(eqn: Any) -> list[bool]:
+def results_low(eqn: Eqn) -> list[bool]:
     """Returns which results a kernel rounds: all but a row's sum and the gradient of a bias."""
     if is_backward(eqn):
         return [i < MULTIPLIED for i in eqn.params["wrt"]]
     return [True, False]
 
 
-def why_as_written(eqn: Any, settings: Any, low: Any, *, is_exact: bool) -> str:
+def why_as_written(eqn: Eqn, settings: Any, low: Any, *, is_exact: bool) -> str:
     """Returns why an attention is not made low, empty where it may be."""
     if low is None:
         return "float32 was asked for here"

@@ -27,6 +27,7 @@ from mpjax._autocast.decide.must import meetings
 from mpjax._autocast.decide.must.steps import Relations, Steps
 from mpjax._autocast.decide.states import FLOAT32, Kind, State, is_float32
 from mpjax._base import compat
+from mpjax._jaxpr.equation import Eqn
 from mpjax._policies.policy import Policy
 
 
@@ -63,13 +64,13 @@ class Rounding:
         self.norms_multiplied = norms.multiplied(self.jaxpr, self.normalised)
         self.meeting = meetings.of(self.jaxpr)
 
-    def settings_at(self, eqn: Any) -> Settings:
+    def settings_at(self, eqn: Eqn) -> Settings:
         names = scopes.of(eqn)
         if self.settings.as_written or scopes.AS_WRITTEN not in names:
             return self.settings
         return _as_written(self.settings)
 
-    def low_dtype(self, eqn: Any, settings: Settings) -> Any:
+    def low_dtype(self, eqn: Eqn, settings: Settings) -> Any:
         """The compute dtype at an equation, None where that is float32."""
         if settings.as_written:
             return None
@@ -77,7 +78,7 @@ class Rounding:
             return self.low
         return _low(scopes.compute_dtype(settings.policy, settings.scope + scopes.of(eqn)))
 
-    def as_followed(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
+    def as_followed(self, eqn: Eqn, operands: Sequence[State]) -> Sequence[State]:
         """The states of operands for an operation that takes their dtype.
 
         What is float32 for the sake of one reader is as good as low for the others. Its cotangent
@@ -87,14 +88,14 @@ class Rounding:
             return operands
         return [states.as_low(s) for s in operands]
 
-    def as_normalised(self, eqn: Any, state: State, want: int) -> State:
+    def as_normalised(self, eqn: Eqn, state: State, want: int) -> State:
         """Low, where a product comes later and nothing that rounding would hurt reads the value."""
         spoiled = reads.OUTPUT | reads.FULL | reads.GRADIENT | reads.ABSOLUTE | reads.UNROUNDED
         if not want & reads.LATER or want & spoiled:
             return state
         return self.as_read(eqn, state, reads.PRODUCT)
 
-    def of_sum(self, eqn: Any, operands: Sequence[State], state: State) -> State:
+    def of_sum(self, eqn: Eqn, operands: Sequence[State], state: State) -> State:
         """The state of a sum that would be `state` by its operands alone."""
         if state.is_state or self.steps.changes_a_state(eqn, operands):
             return states.keep(state)
@@ -105,7 +106,7 @@ class Rounding:
             self.streams.note(eqn)
         return state
 
-    def stored(self, eqn: Any, var: Any, state: State) -> State:
+    def stored(self, eqn: Eqn, var: Any, state: State) -> State:
         """Low instead of wide, where a product reads the value and no output does."""
         want = self.demand.get(var, 0)
         state = self.unrounded(eqn, var, state)
@@ -115,7 +116,7 @@ class Rounding:
             state = self.as_normalised(eqn, state, want)
         return self.as_read(eqn, state, want)
 
-    def unrounded(self, eqn: Any, var: Any, state: State) -> State:
+    def unrounded(self, eqn: Eqn, var: Any, state: State) -> State:
         """Float32 instead of low, where rounding would hurt a reader or gain nothing."""
         want = self.demand.get(var, 0)
         if state.kind != Kind.LOW:
@@ -125,7 +126,7 @@ class Rounding:
         asked = want & reads.UNROUNDED or var in self.meeting or self.is_of_unrounded(eqn, var)
         return states.unrounded(state) if asked else state
 
-    def is_of_unrounded(self, eqn: Any, var: Any) -> bool:
+    def is_of_unrounded(self, eqn: Eqn, var: Any) -> bool:
         """Whether a value is the maximum of rows that are float32 for the sake of a reader.
 
         A softmax subtracts it from them: `exp(x - max(x))` is exactly 1 only where both are alike.
@@ -133,7 +134,7 @@ class Rounding:
         operands = [self.states[v] for v in compat.variables(eqn)]
         return self.facts[var].extreme and any(s.would_be is not None for s in operands)
 
-    def gains_nothing(self, eqn: Any, want: int) -> bool:
+    def gains_nothing(self, eqn: Eqn, want: int) -> bool:
         """Whether a value stands behind the last product, where losses live.
 
         In a derivative taken inside the program products come later: those of the backward pass.
@@ -150,7 +151,7 @@ class Rounding:
         """Whether a product of the forward pass depends on a value, here or where we are called."""
         return bool(self.demand.get(var, 0) & reads.FORWARD) or self.facts[var].ahead
 
-    def as_read(self, eqn: Any, state: State, want: int) -> State:
+    def as_read(self, eqn: Eqn, state: State, want: int) -> State:
         """The state in which a result of an equation is given to those that read it so."""
         if state.kind != Kind.WIDE or state.pure or state.kept or not want & reads.PRODUCT:
             return state
@@ -161,7 +162,7 @@ class Rounding:
             return state
         return states.low(dtype)
 
-    def record(self, eqn: Any, made: Sequence[State]) -> None:
+    def record(self, eqn: Eqn, made: Sequence[State]) -> None:
         for var, state in zip(eqn.outvars, made, strict=True):
             self.states[var] = state if is_float32(var) else states.FOREIGN
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 
 from mpjax._base import compat, source_lines
+from mpjax._jaxpr.equation import Eqn
 from mpjax._policies.policy import Policy
 from mpjax._policies.spelling import Path, of_operation
 
@@ -70,12 +71,12 @@ def is_transposed(name_stack: Any) -> bool:
     return any(type(e).__name__ == "Transform" and e.name == "transpose" for e in entries)
 
 
-def of(eqn: Any) -> tuple[str, ...]:
+def of(eqn: Eqn) -> tuple[str, ...]:
     """Returns the scopes of one equation."""
     return names(eqn.source_info.name_stack)
 
 
-def location(eqn: Any) -> str:
+def location(eqn: Eqn) -> str:
     """Returns the user's source line of an equation, as 'file.py:12 (function)'.
 
     The line is the user's where a library's layer wrote the equation: 'model.py:30', the call.

@@ -17,6 +17,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._jaxpr.equation import Eqn
+
 FLOAT32 = np.dtype("float32")
 
 
@@ -85,7 +87,7 @@ def _size(shape: tuple[Any, ...]) -> int:
     return math.prod(n if isinstance(n, int) else _SYMBOLIC for n in shape)
 
 
-def copies(eqn: Any) -> int:
+def copies(eqn: Eqn) -> int:
     """Returns how many copies of its operand a broadcast makes, 0 of one without elements."""
     return size(eqn.outvars[0].aval.shape) // max(size(eqn.invars[0].aval.shape), 1)
 

@@ -21,6 +21,7 @@ from mpjax._base import compat
 from mpjax._base.errors import message
 from mpjax._base.tree import OVERWRITE_WITH_GRADIENT, RECORDED
 from mpjax._jaxpr import structure
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 from mpjax._policies.quantized_policy import QuantizedPolicy, recipes_in
 
@@ -90,7 +91,7 @@ def _of(decision: Any) -> Iterator[HistorySite]:
             yield HistorySite(site.name, (*lengths, *site.shape))
 
 
-def keeps(eqn: Any) -> bool:
+def keeps(eqn: Eqn) -> bool:
     """Whether products inside a call may have histories: in a `jit`, a `scan`, a checkpoint."""
     return eqn.primitive.name in KEEPING and not eqn.params.get("differentiated", False)
 

@@ -16,6 +16,7 @@ from mpjax._autocast.decide import scopes, traits
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 from mpjax._jaxpr.structure import Part
 
@@ -70,7 +71,7 @@ class DataFlow:
         """Returns the origin of a variable or a literal."""
         return CONSTANT if compat.is_literal(atom) else self.origins.get(atom, INPUT)
 
-    def weight(self, eqn: Any) -> int | None:
+    def weight(self, eqn: Eqn) -> int | None:
         """Returns the place of the operand of a product that is a weight, None if there is none."""
         made = [self.origin(v).made is Made.PARAMETERS for v in eqn.invars[:2]]
         others = [self.origin(v).made is Made.INPUTS for v in eqn.invars[:2]]
@@ -97,7 +98,7 @@ def _forward(jaxpr: Any, inputs: tuple[Origin, ...]) -> DataFlow:
     return data_flow
 
 
-def _results(eqn: Any, operands: tuple[Origin, ...], data_flow: DataFlow) -> Sequence[Origin]:
+def _results(eqn: Eqn, operands: tuple[Origin, ...], data_flow: DataFlow) -> Sequence[Origin]:
     if structure.is_call(eqn):
         return structure.forward(eqn, operands, _outputs, joined)
     if is_layer(eqn, data_flow):
@@ -105,14 +106,14 @@ def _results(eqn: Any, operands: tuple[Origin, ...], data_flow: DataFlow) -> Seq
     return [joined(operands)] * len(eqn.outvars)
 
 
-def is_layer(eqn: Any, data_flow: DataFlow) -> bool:
+def is_layer(eqn: Eqn, data_flow: DataFlow) -> bool:
     """Whether an equation multiplies a weight with an activation, or takes rows of a table."""
     if eqn.primitive.name in PRODUCTS:
         return data_flow.weight(eqn) is not None
     return is_table(eqn, data_flow)
 
 
-def is_table(eqn: Any, data_flow: DataFlow) -> bool:
+def is_table(eqn: Eqn, data_flow: DataFlow) -> bool:
     """Whether an equation takes rows of a parameter by an index that depends on the inputs."""
     if eqn.primitive.name not in traits.PICKS or len(eqn.invars) < 2:
         return False
@@ -145,7 +146,7 @@ def _backward(jaxpr: Any, data_flow: DataFlow, outputs: Sequence[bool]) -> None:
         )
 
 
-def _operands_feed(eqn: Any, data_flow: DataFlow) -> Sequence[bool]:
+def _operands_feed(eqn: Eqn, data_flow: DataFlow) -> Sequence[bool]:
     outs = tuple(v in data_flow.feeds for v in eqn.outvars)
     count = len(eqn.invars)
     if is_layer(eqn, data_flow) and not scopes.is_transposed(eqn.source_info.name_stack):
@@ -189,7 +190,7 @@ def _feeds(
 # -- a call's programs ---------------------------------------------------------------------------
 
 
-def inside(eqn: Any, program: Any, data_flow: DataFlow, given: Given) -> Given | None:
+def inside(eqn: Eqn, program: Any, data_flow: DataFlow, given: Given) -> Given | None:
     """Returns the origins and uses for a program inside an equation; None if nothing is quantised.
 
     Nothing is quantised in a function with rules of its author.
@@ -240,13 +241,13 @@ def _collect(jaxpr: Any, given: Given, tables: set[str], unplaced: set[str]) -> 
                     _collect(compat.closed(part.program).jaxpr, inner, tables, unplaced)
 
 
-def _is_forward_product(eqn: Any, data_flow: DataFlow) -> bool:
+def _is_forward_product(eqn: Eqn, data_flow: DataFlow) -> bool:
     if eqn.primitive.name not in PRODUCTS or data_flow.weight(eqn) is None:
         return False
     return not scopes.is_transposed(eqn.source_info.name_stack)
 
 
-def is_first(eqn: Any, data_flow: DataFlow) -> bool:
+def is_first(eqn: Eqn, data_flow: DataFlow) -> bool:
     """Whether a product is that of a first layer: its activation comes after no other layer."""
     if not _is_forward_product(eqn, data_flow):
         return False
@@ -254,6 +255,6 @@ def is_first(eqn: Any, data_flow: DataFlow) -> bool:
     return not data_flow.origin(read).after_layer
 
 
-def is_last(eqn: Any, data_flow: DataFlow) -> bool:
+def is_last(eqn: Eqn, data_flow: DataFlow) -> bool:
     """Whether a product is that of a last layer: no other layer reads its result."""
     return _is_forward_product(eqn, data_flow) and eqn.outvars[0] not in data_flow.feeds

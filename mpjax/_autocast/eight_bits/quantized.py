@@ -20,6 +20,7 @@ from mpjax._autocast.eight_bits import delayed, layers
 from mpjax._autocast.eight_bits.layers import DataFlow, Given, Made, Origin
 from mpjax._autocast.product import ArrayRole, Config, current, quantized
 from mpjax._base.errors import PolicyWarning, message
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 from mpjax._policies.policy import Policy
 from mpjax._policies.quantized_policy import QuantizedPolicy, recipes_in
@@ -47,7 +48,7 @@ class QuantizedProducts:
         self.given = given
         self.flow: DataFlow | None = layers.flow(jaxpr, given) if given is not None else None
 
-    def entering(self, eqn: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def entering(self, eqn: Eqn, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `inner`, which plans a program inside an equation, with the origins of inputs."""
         flow, given = self.flow, self.given
         if flow is None or given is None:
@@ -66,7 +67,7 @@ class QuantizedProducts:
         return plan
 
     def config(
-        self, eqn: Any, settings: Any, low: Any, *, exact: bool
+        self, eqn: Eqn, settings: Any, low: Any, *, exact: bool
     ) -> tuple[Config | None, str, Any]:
         """Returns the 8-bit config of a product or None, the reason, and the other products' dtype.
 
@@ -98,19 +99,19 @@ class QuantizedProducts:
             how = current(how, records=False)
         return how, _said(recipe, path, lost or ""), low or FLOAT32
 
-    def path(self, eqn: Any) -> str:
+    def path(self, eqn: Eqn) -> str:
         """Returns the path of the weight of a product, empty where it has none."""
         weight = self.flow.weight(eqn) if self.flow is not None else None
         return self.flow.origin(eqn.invars[weight]).path if self.flow and weight is not None else ""
 
-    def _why_no_history(self, eqn: Any) -> str:
+    def _why_no_history(self, eqn: Eqn) -> str:
         if scopes.is_transposed(eqn.source_info.name_stack):
             return "inside a derivative"
         is_kept = self.given is not None and self.given.keeps_history
         return "" if is_kept else "inside a branch, a while loop or a shard_map"
 
     def _why_not(
-        self, eqn: Any, weight: int | None, path: str, recipe: Recipe, rule: str | None
+        self, eqn: Eqn, weight: int | None, path: str, recipe: Recipe, rule: str | None
     ) -> str:
         if weight is None:
             return _no_weight(self.flow, eqn)
@@ -132,7 +133,7 @@ class QuantizedProducts:
             return f"its weight is small or odd: {sizes[0]} x {sizes[1]}"
         return ""
 
-    def _place(self, eqn: Any, path: str) -> str:
+    def _place(self, eqn: Eqn, path: str) -> str:
         """Returns why a product of the first or last layer is not quantised, empty for others."""
         flow, given = self.flow, self.given
         if flow is None or given is None:
@@ -159,7 +160,7 @@ def _recipe(
     return recipe, rule
 
 
-def _refuse_blocks(eqn: Any, why: str, recipe: Recipe, rule: str, path: str) -> None:
+def _refuse_blocks(eqn: Eqn, why: str, recipe: Recipe, rule: str, path: str) -> None:
     """Refuses a rule for a layer whose length is no multiple of the block size.
 
     A pattern that matches everything does not ask for this layer: its product stays in 16 bits.
@@ -173,7 +174,7 @@ def _refuse_blocks(eqn: Any, why: str, recipe: Recipe, rule: str, path: str) -> 
     raise ValueError(message(where, got, f"{why}.", fix))
 
 
-def _roles(eqn: Any, weight: int) -> Any:
+def _roles(eqn: Eqn, weight: int) -> Any:
     """Returns the roles of a product's operands and result.
 
     A product with a weight in a derivative taken inside the function is a dgrad: its other operand
@@ -186,7 +187,7 @@ def _roles(eqn: Any, weight: int) -> Any:
     return (ArrayRole.WEIGHT, other, result) if weight == 0 else (other, ArrayRole.WEIGHT, result)
 
 
-def _sizes(eqn: Any, weight: int) -> tuple[int, int]:
+def _sizes(eqn: Eqn, weight: int) -> tuple[int, int]:
     """Returns the contracted length of a product, and the number of columns of its weight."""
     contracted, batch = eqn.params["dimension_numbers"]
     shape = eqn.invars[weight].aval.shape
@@ -195,7 +196,7 @@ def _sizes(eqn: Any, weight: int) -> tuple[int, int]:
     return summed, math.prod(rest)
 
 
-def _no_weight(flow: DataFlow | None, eqn: Any) -> str:
+def _no_weight(flow: DataFlow | None, eqn: Eqn) -> str:
     made = [flow.origin(v).made for v in eqn.invars[:2]] if flow is not None else []
     if Made.CONSTANTS in made:
         return "an operand is a constant"

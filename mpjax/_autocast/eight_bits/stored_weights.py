@@ -17,6 +17,7 @@ from mpjax._base import compat
 from mpjax._base.quantized_array import dequantized, dequantized_p
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.binding import bind, evaluate, written_at
+from mpjax._jaxpr.equation import Eqn
 
 
 class _Stored(NamedTuple):
@@ -48,7 +49,7 @@ def sunk(program: Any, arrays: Sequence[Any]) -> Any:
 def _run(program: Any, args: Sequence[Any]) -> list[Any]:
     """Returns the results of a program, some of whose arguments may be stored weights."""
 
-    def one(eqn: Any, values: list[Any]) -> Sequence[Any]:
+    def one(eqn: Eqn, values: list[Any]) -> Sequence[Any]:
         if eqn.primitive is dequantized_p:
             return [_Stored(*values)]
         holds = any(isinstance(v, _Stored) for v in values)
@@ -63,7 +64,7 @@ def _read(values: Sequence[Any]) -> list[Any]:
     return [v.read if isinstance(v, _Stored) else v for v in values]
 
 
-def _scan(eqn: Any, values: Sequence[Any]) -> list[Any]:
+def _scan(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     first, num_carry = compat.scan_counts(eqn.params)
     last = first + num_carry
     length = eqn.params["length"]
@@ -88,7 +89,7 @@ def _is_sliced(x: Any, length: int) -> bool:
     return not isinstance(x, _Stored) or x.scale.shape[0] == length
 
 
-def _checkpoint(eqn: Any, values: Sequence[Any]) -> list[Any]:
+def _checkpoint(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     body = compat.closed(eqn.params["jaxpr"])
     options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
     if eqn.params["differentiated"]:  # XLA may undo a new checkpoint: see `compat.bind_remat`

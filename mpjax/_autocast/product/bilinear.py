@@ -31,6 +31,7 @@ from mpjax._base import compat
 from mpjax._jaxpr import axes as axes_of
 from mpjax._jaxpr import binding
 from mpjax._jaxpr.axes import Axes
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 
 
@@ -163,7 +164,7 @@ Bind = Callable[[str, dict[str, Any], Sequence[Any]], Any]
 def _eval(jaxpr: Any, args: Sequence[Any], product: Bind) -> Any:
     """Returns the result of a program on other operands, its product bound by `product`."""
 
-    def one(eqn: Any, values: list[Any]) -> Sequence[Any]:
+    def one(eqn: Eqn, values: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name == "jit":
             return [_eval(compat.closed(eqn.params["jaxpr"]), values, product)]
         if eqn.primitive.name in PRODUCTS:

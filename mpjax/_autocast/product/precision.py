@@ -19,6 +19,7 @@ from jax import lax
 from mpjax._autocast.product import with_precision
 from mpjax._base import compat
 from mpjax._base.errors import message
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 
 LOW = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
@@ -51,7 +52,7 @@ def left_open(precision: Any) -> contextlib.AbstractContextManager[Any]:
     return jax.default_matmul_precision(None)
 
 
-def restored(eqn: Any, precision: Any) -> dict[str, Any]:
+def restored(eqn: Eqn, precision: Any) -> dict[str, Any]:
     """Returns the parameters of an equation that stays float32, the default put in its products."""
     if precision is None:
         return eqn.params

@@ -16,13 +16,14 @@ from mpjax._autocast.decide.decided import Settings, initial_state
 from mpjax._autocast.planning import make_plan
 from mpjax._autocast.product import precision
 from mpjax._base import compat
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.rule_traces import RuleTrace
 
 Interpreter = Any
 """`run.interpreter.Interpreter`, which imports this file."""
 
 
-def run(runner: Interpreter, eqn: Any, plan: Plan, arrays: Sequence[Any]) -> list[Any]:
+def run(runner: Interpreter, eqn: Eqn, plan: Plan, arrays: Sequence[Any]) -> list[Any]:
     """Returns the results of a function with custom rules, in float32."""
     settings = replace(plan.settings, in_rule=True)
 

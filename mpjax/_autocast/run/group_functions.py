@@ -18,6 +18,7 @@ from mpjax._autocast.product import precision
 from mpjax._autocast.speed import FusedGroup
 from mpjax._base import compat
 from mpjax._jaxpr.binding import bind, inside
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.keys import hashable, literal_key
 
 Function = Callable[..., list[Any]]
@@ -44,7 +45,7 @@ class GroupFunctions:
             return self._run(plan, group, eqns, arrays)
 
     def _run(
-        self, plan: Plan, group: FusedGroup, eqns: Sequence[Any], arrays: Sequence[Any]
+        self, plan: Plan, group: FusedGroup, eqns: Sequence[Eqn], arrays: Sequence[Any]
     ) -> list[Any]:
         if not group.marks.checkpoint:
             return _function(plan, group, 0)(*arrays)
@@ -60,7 +61,7 @@ class GroupFunctions:
         with inside(eqns[0], around):
             return self._functions[key](*arrays)
 
-    def _key(self, plan: Plan, group: FusedGroup, eqns: Sequence[Any], around: int) -> Hashable:
+    def _key(self, plan: Plan, group: FusedGroup, eqns: Sequence[Eqn], around: int) -> Hashable:
         """Returns the key of a group: equal for equal groups, whose outer scopes may differ."""
         number = {v: i for i, v in enumerate(group.inputs)}
         content: list[Hashable] = [v.aval for v in group.inputs]
@@ -74,14 +75,14 @@ class GroupFunctions:
         outputs = ((number[v], plan.states[v].dtype, *forms) for v, *forms in group.outputs)
         return (*content, *outputs, *group.marks.numbered(number))
 
-    def _line(self, eqn: Any) -> str:
+    def _line(self, eqn: Eqn) -> str:
         traceback = eqn.source_info.traceback
         if traceback not in self._lines:
             self._lines[traceback] = source_info_util.summarize(eqn.source_info)
         return self._lines[traceback]
 
 
-def _common_scopes(eqns: Sequence[Any]) -> int:
+def _common_scopes(eqns: Sequence[Eqn]) -> int:
     """Returns the number of outer scopes that the equations share."""
     stacks = [eqn.source_info.name_stack.stack for eqn in eqns]
     shared = 0
@@ -95,7 +96,7 @@ def _common_scopes(eqns: Sequence[Any]) -> int:
 def _function(plan: Plan, group: FusedGroup, around: int) -> Function:
     ways = speed.Ways(group, plan.states, in_loop=plan.settings.in_loop, around=around)
 
-    def bound(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    def bound(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
         return bind(eqn, operands, precision.restored(eqn, plan.settings.float32_precision))
 
     def fun(*arrays: Any) -> list[Any]:

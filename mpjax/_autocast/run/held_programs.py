@@ -18,12 +18,13 @@ from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.run import custom_rules
 from mpjax._base import compat
 from mpjax._jaxpr import hijax_programs, structure
+from mpjax._jaxpr.equation import Eqn
 
 Interpreter = Any
 """`run.interpreter.Interpreter`, which imports this file."""
 
 
-def run(runner: Interpreter, eqn: Any, plan: Plan, arrays: Sequence[Any]) -> list[Any]:
+def run(runner: Interpreter, eqn: Eqn, plan: Plan, arrays: Sequence[Any]) -> list[Any]:
     """Returns the results of an equation that has a program and rules, in float32."""
 
     def change(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ from mpjax._autocast.run.values import Value
 from mpjax._autocast.speed import FusedGroup
 from mpjax._base import compat
 from mpjax._jaxpr.binding import bind, written_at
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import OP_RULES, PRODUCTS, OpClass
 
 
@@ -119,14 +120,14 @@ class Interpreter:
                 if eqn.primitive.name == "dequantized":  # an 8-bit product reads these as they are
                     env[var].stored = (values[0].full, values[1].full)
 
-    def as_traced(self, plan: Plan, eqn: Any, values: Sequence[Value]) -> list[Any]:
+    def as_traced(self, plan: Plan, eqn: Eqn, values: Sequence[Value]) -> list[Any]:
         params = precision.restored(eqn, plan.settings.float32_precision)
         asked = plan.settings.dot_precision
         if asked is not None and eqn.primitive.name in PRODUCTS:
             params = product.with_precision(eqn.params, asked)
         return bind(eqn, [v.full for v in values], params)
 
-    def keep(self, plan: Plan, eqn: Any, values: Sequence[Value], env: dict[Any, Value]) -> None:
+    def keep(self, plan: Plan, eqn: Eqn, values: Sequence[Value], env: dict[Any, Value]) -> None:
         """Moves values in the dtype in which they were made; their low copies move with them."""
         outs = bind_low(
             eqn,
@@ -200,7 +201,7 @@ class Interpreter:
         env.update((v, local[v]) for v, _, _ in group.outputs)
 
 
-def bind_low(eqn: Any, values: Sequence[Any]) -> list[Any]:
+def bind_low(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     """Returns the results of an equation on operands that may be low: moves, single operations."""
     if outs := speed.pick(eqn, values):
         return outs
@@ -209,7 +210,7 @@ def bind_low(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return speed.bind_pooled(eqn, values)
 
 
-def _paired(eqn: Any, values: Sequence[Value]) -> Any:
+def _paired(eqn: Eqn, values: Sequence[Value]) -> Any:
     return zip(values, eqn.invars, strict=True)
 
 
@@ -237,14 +238,14 @@ def _both_forms(state: State, low: Any, full: Any) -> Value:
     return Value(full, State(Kind.WIDE), low_copy=low)
 
 
-def _same_size(eqn: Any) -> bool:
+def _same_size(eqn: Eqn) -> bool:
     """Whether a low copy may move as its value does: to as many elements, on the same mesh."""
     (source, *_), (out,) = eqn.invars, eqn.outvars
     same = source.aval.size == out.aval.size and is_float32(source)
     return same and eqn.primitive.name not in ("mesh_cast", "reshard")
 
 
-def _moved(eqn: Any, values: Sequence[Value]) -> Callable[[Any], Any]:
+def _moved(eqn: Eqn, values: Sequence[Value]) -> Callable[[Any], Any]:
     """Returns a function that moves the operand's low copy, which saves a cast of the result."""
 
     def lazy(dtype: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 
 _PREFIX = "mpjax_product_"
@@ -32,7 +33,7 @@ class NamedProducts:
     def __init__(self) -> None:
         self._eqns: dict[str, Any] = {}
 
-    def named(self, eqn: Any, out: jax.Array) -> jax.Array:
+    def named(self, eqn: Eqn, out: jax.Array) -> jax.Array:
         """Returns the rounded result of a product equation under a new name."""
         name = f"{_PREFIX}{len(self._eqns)}"
         self._eqns[name] = eqn

@@ -20,12 +20,13 @@ from mpjax._autocast.decide import states, traits
 from mpjax._autocast.decide.states import FLOAT32, is_float32
 from mpjax._base import compat
 from mpjax._base.own_primitives import own_primitive
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.identity import in_front
 
 _LOW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
-def is_summed(eqn: Any) -> bool:
+def is_summed(eqn: Eqn) -> bool:
     """Whether the transpose of an operation is a sum, or JAX writes it as one: of a gather."""
     name = eqn.primitive.name
     if name == "broadcast_in_dim":
@@ -35,7 +36,7 @@ def is_summed(eqn: Any) -> bool:
     return name in traits.REPEATS or name in traits.SELECTS
 
 
-def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+def bind(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     """Returns the results of an operation on low values, its tangents computed in float32."""
     # An operand that is 16-bit in the user's own program is not ours to widen.
     pairs = zip(eqn.invars, values, strict=True)
@@ -63,7 +64,7 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return made(*values)
 
 
-def _outs(eqn: Any, values: Sequence[Any]) -> list[Any]:
+def _outs(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     bound = compat.bind(eqn.primitive, values, eqn.params)
     return list(bound) if eqn.primitive.multiple_results else [bound]
 

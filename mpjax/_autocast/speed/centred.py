@@ -23,6 +23,7 @@ from mpjax._autocast.decide.states import is_float32, size
 from mpjax._autocast.speed import lowerings
 from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat
+from mpjax._jaxpr.equation import Eqn
 
 _STEPS: dict[str, Callable[[Any, Any], Any]] = {
     "add": operator.add,
@@ -48,13 +49,13 @@ class Affine:
 class Centred:
     """The affine values of a group that begin with `x - m`, by variable."""
 
-    def __init__(self, eqns: Sequence[Any]) -> None:
+    def __init__(self, eqns: Sequence[Eqn]) -> None:
         self.by_variable: dict[Any, Affine] = {}
         self._repeated: dict[Any, Any] = {}  # broadcasts, by result
         for eqn in eqns:
             self._note(eqn)
 
-    def run(self, eqn: Any, values: Mapping[Any, Any], dear: Collection[Any]) -> list[Any]:
+    def run(self, eqn: Eqn, values: Mapping[Any, Any], dear: Collection[Any]) -> list[Any]:
         """Returns the result of an equation that ends an affine value of several steps; else [].
 
         Args:
@@ -70,7 +71,7 @@ class Centred:
         how = _shifted_apart if eqn.outvars[0] in dear else operator.add
         return [_function(names, how)(values[affine.x], *operands)]
 
-    def _note(self, eqn: Any) -> None:
+    def _note(self, eqn: Eqn) -> None:
         (out, *_) = eqn.outvars
         if eqn.primitive.name == "broadcast_in_dim" and compat.variables(eqn):
             if size(eqn.invars[0].aval.shape) != size(out.aval.shape):
@@ -80,7 +81,7 @@ class Centred:
             if made is not None:
                 self.by_variable[out] = made
 
-    def _orders(self, eqn: Any, out: Any) -> Iterator[Affine | None]:
+    def _orders(self, eqn: Eqn, out: Any) -> Iterator[Affine | None]:
         x, y = eqn.invars
         yield self._step(eqn.primitive.name, x, y, out)
         if eqn.primitive.name in ("add", "mul"):
@@ -128,7 +129,7 @@ class Centred:
 
 
 @hint("centred", lambda _: Centred([]))
-def centred(eqns: Sequence[Any]) -> Centred:
+def centred(eqns: Sequence[Eqn]) -> Centred:
     """Returns the affine values of a group."""
     return Centred(eqns)
 

@@ -22,6 +22,7 @@ from mpjax._autocast.speed import lowerings, storage
 from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat
 from mpjax._jaxpr.binding import bind, compute, written_at
+from mpjax._jaxpr.equation import Eqn
 
 _AFFINE = traits.SCALES | traits.SHIFTS | traits.PERMUTES | traits.CUTS | traits.REPEATS
 _MOVES = traits.PERMUTES | traits.CUTS | traits.RESIZES | traits.TURNS
@@ -32,7 +33,7 @@ class Curve:
     """A function of one value, and the equations that compute this value from a group's inputs."""
 
     of: Any
-    eqns: list[Any] = field(default_factory=list)
+    eqns: list[Eqn] = field(default_factory=list)
     result: Any = None
     before: Sequence[Any] = ()  # the sums, scales and moves that compute the value
     inputs: Collection[Any] = ()  # the large inputs of the group among their operands
@@ -71,13 +72,13 @@ def _differentiated_at(fun: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     return at
 
 
-def _evaluated(eqns: Sequence[Any], values: Mapping[Any, Any], around: int) -> Mapping[Any, Any]:
+def _evaluated(eqns: Sequence[Eqn], values: Mapping[Any, Any], around: int) -> Mapping[Any, Any]:
     env = dict(values)
 
     def read(atom: Any) -> Any:
         return atom.val if compat.is_literal(atom) else widened(atom, env[atom])
 
-    def run(eqn: Any, operands: list[Any]) -> list[Any]:
+    def run(eqn: Eqn, operands: list[Any]) -> list[Any]:
         with written_at(eqn, around):
             return bind(eqn, operands)
 
@@ -92,7 +93,7 @@ def widened(var: Any, array: Any) -> Any:
 
 @hint("curves_apart", lambda *_: {})
 def curves(
-    eqns: Sequence[Any],
+    eqns: Sequence[Eqn],
     inputs: Collection[Any],
     outputs: Collection[Any],
     others: Collection[Any] = (),
@@ -120,7 +121,7 @@ class _CurveSearch:
     """One pass over the equations of a group."""
 
     def __init__(
-        self, eqns: Sequence[Any], inputs: Collection[Any], outputs: Collection[Any]
+        self, eqns: Sequence[Eqn], inputs: Collection[Any], outputs: Collection[Any]
     ) -> None:
         self.eqns, self.inputs = eqns, inputs
         self.makers = {v: eqn for eqn in eqns for v in eqn.outvars}
@@ -133,7 +134,7 @@ class _CurveSearch:
         for curve in self.by_origin.values():
             self.end(curve, outputs)
 
-    def note(self, eqn: Any) -> None:
+    def note(self, eqn: Eqn) -> None:
         """Adds an equation to the curve of its operands, if these are functions of one value."""
         of = {self.origins.get(v, v) for v in compat.variables(eqn)}
         if len(of) == 1 and _is_elementwise(eqn):
@@ -198,7 +199,7 @@ class _CurveSearch:
         return is_affine
 
 
-def _is_elementwise(eqn: Any) -> bool:
+def _is_elementwise(eqn: Eqn) -> bool:
     atoms = (*compat.variables(eqn), *eqn.outvars)
     if len(eqn.outvars) > 1 or len({v.aval.shape for v in atoms}) > 1:
         return False

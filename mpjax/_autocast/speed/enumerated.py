@@ -16,6 +16,7 @@ from jax import lax
 
 from mpjax._base import compat
 from mpjax._jaxpr.binding import bind, evaluate, written_at
+from mpjax._jaxpr.equation import Eqn
 
 
 def uncounted(program: Any, arrays: Sequence[Any]) -> Any:
@@ -30,7 +31,7 @@ def uncounted(program: Any, arrays: Sequence[Any]) -> Any:
     if not counting:
         return program
 
-    def one(eqn: Any, values: list[Any]) -> Sequence[Any]:
+    def one(eqn: Eqn, values: list[Any]) -> Sequence[Any]:
         how = counting.get(eqn.outvars[0]) if eqn.outvars else None
         with written_at(eqn):
             return bind(eqn, values) if how is None else [_batched(eqn, how, *values)]
@@ -45,7 +46,7 @@ class _Rows(NamedTuple):
     batch: Mapping[int, int]  # axis of the operand: axis of the index that counts along it
 
 
-def _counted(eqn: Any, makers: Mapping[Any, Any]) -> _Rows | None:
+def _counted(eqn: Eqn, makers: Mapping[Any, Any]) -> _Rows | None:
     """Returns the columns of a gather of single elements that counts all its rows, or None."""
     if eqn.primitive.name != "gather":
         return None
@@ -107,7 +108,7 @@ def is_negative(which: Any, x: Any, makers: Mapping[Any, Any]) -> bool:
     return compat.is_literal(eqn.invars[1]) and eqn.invars[1].val == 0
 
 
-def _batched(eqn: Any, how: _Rows, operand: jax.Array, indices: jax.Array) -> jax.Array:
+def _batched(eqn: Eqn, how: _Rows, operand: jax.Array, indices: jax.Array) -> jax.Array:
     """Returns the result of a gather, computed with batch axes and the column with labels alone."""
     axis = eqn.params["dimension_numbers"].start_index_map[how.column]
     rows = sorted(how.batch)

@@ -21,12 +21,13 @@ from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.binding import bind, evaluate
 from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.rule_traces import RuleTrace
 
 FLOAT32 = np.dtype("float32")
 
 
-def is_exact(eqn: Any, dtype: Any) -> bool:
+def is_exact(eqn: Eqn, dtype: Any) -> bool:
     """Whether an equation is a function that gives equal results in `dtype` and in float32."""
     if eqn.primitive.name not in ("jit", "custom_jvp_call"):
         return False
@@ -46,14 +47,14 @@ def _is_exact_program(jaxpr: Any, dtype: Any) -> bool:
     )
 
 
-def _constants_fit(eqn: Any, dtype: Any) -> bool:
+def _constants_fit(eqn: Eqn, dtype: Any) -> bool:
     literals = [v for v in eqn.invars if compat.is_literal(v) and v.aval.dtype == FLOAT32]
     return all(
         np.ndim(v.val) == 0 and states.fits(states.constant(float(v.val)), dtype) for v in literals
     )
 
 
-def run(eqn: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
+def run(eqn: Eqn, values: Sequence[Any], dtype: Any) -> list[Any]:
     """Returns the results of an exact function of low values, with its own derivative rule."""
     program = compat.closed(structure.single_program(eqn))
     if eqn.primitive.name == "jit":
@@ -87,7 +88,7 @@ def _evaluate(jaxpr: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
     def constant(x: Any, aval: Any) -> Any:
         return np.asarray(x, dtype) if aval.dtype == FLOAT32 else x
 
-    def one(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    def one(eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         if structure.single_program(eqn) is not None:
             return run(eqn, operands, dtype)
         outs = bind(eqn, operands)

@@ -10,12 +10,13 @@ from mpjax._autocast.decide.states import WIDE, Kind, State
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES
 
 _LINEAR = traits.LINEAR | (MOVES - {"reduce_max", "reduce_min", "abs"})
 
 
-def is_linear(eqn: Any, states: dict[Any, State]) -> bool:
+def is_linear(eqn: Eqn, states: dict[Any, State]) -> bool:
     """Whether the derivative of an equation saves no float32 value: `x + y`, `2 * x`."""
     name = eqn.primitive.name
     if name in _LINEAR:
@@ -36,7 +37,7 @@ def curved(jaxpr: Any, fused: Sequence[bool], states: dict[Any, State]) -> set[A
     return made
 
 
-def keeps_a_mask_at_most(eqn: Any, states: dict[Any, State]) -> bool:
+def keeps_a_mask_at_most(eqn: Eqn, states: dict[Any, State]) -> bool:
     """Whether an equation is linear, or calls a function of such equations: a leaky relu."""
     if eqn.primitive.name == "jit":
         return _keeps_masks(structure.single_program(eqn))

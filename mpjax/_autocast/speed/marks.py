@@ -14,6 +14,7 @@ from mpjax._autocast.decide import traits
 from mpjax._autocast.decide.states import Kind, State, fits, of_literal, size
 from mpjax._autocast.speed import exact, linear, rows, storage
 from mpjax._base import compat
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import only_moves
 
 _SMALL = 1024  # elements: below this a group costs more to wrap than it saves
@@ -51,7 +52,7 @@ class FusedGroup(NamedTuple):
     or both are wanted.
     """
 
-    eqns: tuple[Any, ...]
+    eqns: tuple[Eqn, ...]
     inputs: tuple[Any, ...]
     outputs: tuple[tuple[Any, bool, bool], ...]
     marks: Marks = Marks()
@@ -156,7 +157,7 @@ def _rows(
 
 
 def _is_native(
-    eqns: Sequence[Any], outputs: Sequence[tuple[Any, bool, bool]], states: dict[Any, State]
+    eqns: Sequence[Eqn], outputs: Sequence[tuple[Any, bool, bool]], states: dict[Any, State]
 ) -> bool:
     """Whether a group is one operation on low values, such as a `max`, that runs without casts."""
     working = [eqn for eqn in eqns if not only_moves(eqn)]
@@ -181,7 +182,7 @@ def _is_native(
     return True
 
 
-def _is_repeated(operand: Any, eqn: Any) -> bool:
+def _is_repeated(operand: Any, eqn: Eqn) -> bool:
     """Whether an elementwise operation broadcasts an operand along an axis, which JAX 0.12 allows.
 
     The cotangent of that operand is a sum over the axis, of a bias over the batch. In low precision
@@ -193,7 +194,7 @@ def _is_repeated(operand: Any, eqn: Any) -> bool:
     return operand.aval.shape != eqn.outvars[0].aval.shape and operand.aval.dtype == "float32"
 
 
-def low_cotangent(eqn: Any, group: FusedGroup, states: dict[Any, State]) -> Any:
+def low_cotangent(eqn: Eqn, group: FusedGroup, states: dict[Any, State]) -> Any:
     """Returns the low dtype in which a GPU stores the cotangent of an equation's result, or None.
 
     It is low for a value that is read in several passes, and for `x @ w + b`.
@@ -209,7 +210,7 @@ def stored_dtype(group: FusedGroup, states: dict[Any, State]) -> Any:
     return next(states[v].dtype for v in stored if states[v].kind == Kind.LOW)
 
 
-def _biased_dtype(eqn: Any, group: FusedGroup, states: dict[Any, State]) -> Any:
+def _biased_dtype(eqn: Eqn, group: FusedGroup, states: dict[Any, State]) -> Any:
     if eqn.primitive.name != "add":
         return None
     for product, bias in (eqn.invars, eqn.invars[::-1]):
@@ -223,7 +224,7 @@ def _biased_dtype(eqn: Any, group: FusedGroup, states: dict[Any, State]) -> Any:
 
 
 def _worth_checkpoint(
-    eqns: Sequence[Any],
+    eqns: Sequence[Eqn],
     inputs: Any,
     outputs: Sequence[tuple[Any, bool, bool]],
     states: dict[Any, State],

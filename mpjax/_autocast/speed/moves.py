@@ -18,6 +18,7 @@ from jax import lax
 from mpjax._autocast.decide import traits
 from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat
+from mpjax._jaxpr.equation import Eqn
 
 Cut = tuple[Sequence[int], Sequence[int], Sequence[int] | None]
 """A part of an array: its start and its end on each axis, and its strides."""
@@ -27,13 +28,13 @@ _MANY = 32
 
 
 @hint("moved_low", lambda _: set[Any]())
-def moved_low(eqns: Sequence[Any]) -> set[Any]:
+def moved_low(eqns: Sequence[Eqn]) -> set[Any]:
     """Returns the values that a group moves before they are widened; the results are widened."""
     return {v for v, readers in _readers(eqns).items() if _moves_once(*readers)}
 
 
 @hint("moved_again", lambda *_: dict[Any, Any]())
-def moved_again(eqns: Sequence[Any], inputs: Collection[Any]) -> dict[Any, Any]:
+def moved_again(eqns: Sequence[Eqn], inputs: Collection[Any]) -> dict[Any, Any]:
     """Returns moves of a group's inputs that the group reads unmoved too: result to input.
 
     A group norm reads its input as it is and, for the statistics of channels, reshaped. If it is
@@ -51,7 +52,7 @@ def moved_again(eqns: Sequence[Any], inputs: Collection[Any]) -> dict[Any, Any]:
 
 
 @hint("read_in_parts", lambda *_: dict[Any, Any]())
-def read_in_parts(eqns: Sequence[Any], outputs: Collection[Any]) -> dict[Any, Any]:
+def read_in_parts(eqns: Sequence[Eqn], outputs: Collection[Any]) -> dict[Any, Any]:
     """Returns elementwise results of which a group reads only slices, each with its equation.
 
     The slices are computed from slices of the operands, which nothing else in the group reads.
@@ -88,7 +89,7 @@ def _valued_jvp(primals: Any, tangents: Any) -> Any:
     return valued(*primals), tangents[0]
 
 
-def _readers(eqns: Sequence[Any]) -> dict[Any, list[Any]]:
+def _readers(eqns: Sequence[Eqn]) -> dict[Any, list[Any]]:
     readers: dict[Any, list[Any]] = {}
     for eqn in eqns:
         for v in compat.variables(eqn):
@@ -100,7 +101,7 @@ def _cut_once(readers: Sequence[Any]) -> bool:
     return readers[0].primitive.name in traits.CUTS and _moves_once(*readers)
 
 
-def cuts(eqn: Any) -> list[Cut]:
+def cuts(eqn: Eqn) -> list[Cut]:
     """Returns the part of the operand that each result of a slice, split or unstack is; else []."""
     if eqn.primitive.name not in traits.CUTS:
         return []
@@ -132,13 +133,13 @@ def cut(array: Any, of: Sequence[int], at: Cut) -> Any:
     )
 
 
-def as_result(eqn: Any, part: Any) -> Any:
+def as_result(eqn: Eqn, part: Any) -> Any:
     """Returns a part in the shape that the equation gives it: an `unstack` drops the axis."""
     dropped = eqn.primitive.name == "unstack"
     return lax.squeeze(part, [eqn.params["axis"]]) if dropped else part
 
 
-def _moves_once(eqn: Any, *others: Any) -> bool:
+def _moves_once(eqn: Eqn, *others: Any) -> bool:
     """Whether all the readers of a value are moves, and no two of them read the same element."""
     if not others:
         return eqn.primitive.name in traits.PERMUTES | traits.CUTS

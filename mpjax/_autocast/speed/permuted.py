@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from mpjax._autocast.speed.enumerated import holds, is_negative
 from mpjax._base import compat
+from mpjax._jaxpr.equation import Eqn
 
 _SAME = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy"})
 
@@ -49,7 +50,7 @@ def _makers(jaxpr: Any) -> dict[Any, Any]:
     return {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
 
 
-def _equation(eqn: Any, makers: Makers, changed: Callable[..., Any]) -> Any:
+def _equation(eqn: Eqn, makers: Makers, changed: Callable[..., Any]) -> Any:
     if eqn.primitive.name == "gather":
         is_told = eqn.params["unique_indices"] or not _reads_each_once(eqn, makers)
         return eqn if is_told else eqn.replace(params={**eqn.params, "unique_indices": True})
@@ -62,7 +63,7 @@ def _equation(eqn: Any, makers: Makers, changed: Callable[..., Any]) -> Any:
     return eqn.replace(params=compat.map_programs(eqn.params, changed))
 
 
-def _reads_each_once(eqn: Any, makers: Makers) -> bool:
+def _reads_each_once(eqn: Eqn, makers: Makers) -> bool:
     """Whether a gather takes whole slices along one axis, in the order of a permutation."""
     operand, indices = eqn.invars
     dims = eqn.params["dimension_numbers"]

@@ -29,10 +29,11 @@ from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.binding import bind, evaluate
 from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.equation import Eqn
 
 
 @hint("picked", lambda *_: [])
-def run(eqn: Any, values: Sequence[Any]) -> list[Any]:
+def run(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     """Returns the results of a pick, or of a `jit` with one inside; nothing for other equations."""
     if is_pick(eqn) or _holds_a_pick(_jitted(eqn)):
         return [jnp.asarray(out.array) for out in _run(eqn, [Known(x) for x in values])]
@@ -96,7 +97,7 @@ class Parts:
         self._read = read
         self._parts = {v: _of_held(v, x) for v, x in given.items() if v in read}
 
-    def run(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    def run(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
         """Returns the results of a pick, or of an equation that computes the operand of one."""
         if self._read.isdisjoint([*compat.variables(eqn), *eqn.outvars]):
             return run(eqn, operands)
@@ -107,7 +108,7 @@ class Parts:
 
 
 @hint("picked", lambda _: frozenset[Any]())
-def picked_from(eqns: Sequence[Any]) -> frozenset[Any]:
+def picked_from(eqns: Sequence[Eqn]) -> frozenset[Any]:
     """Returns the arrays that a pick in the group reads, and the elementwise operands of these."""
     sources: set[Any] = set()
     for eqn in reversed(eqns):
@@ -120,7 +121,7 @@ def picked_from(eqns: Sequence[Any]) -> frozenset[Any]:
     return frozenset(sources)
 
 
-def _run(eqn: Any, values: Sequence[Known]) -> list[Known]:
+def _run(eqn: Eqn, values: Sequence[Known]) -> list[Known]:
     arrays = [value.array for value in values]
     called = _jitted(eqn)
     if called is not None:
@@ -134,18 +135,18 @@ def _run(eqn: Any, values: Sequence[Known]) -> list[Known]:
     return [Known(outs[0], functools.partial(_part, eqn, values, outs[0]))]
 
 
-def _is_in_parts(eqn: Any) -> bool:
+def _is_in_parts(eqn: Eqn) -> bool:
     return eqn.primitive.name in traits.PARTS or _keeps_rows(eqn)
 
 
-def _keeps_rows(eqn: Any) -> bool:
+def _keeps_rows(eqn: Eqn) -> bool:
     """Whether an equation reshapes the leading axes of an array, and leaves its rows whole."""
     if eqn.primitive.name != "reshape" or eqn.params["dimensions"] is not None:
         return False
     return eqn.invars[0].aval.shape[-1:] == eqn.outvars[0].aval.shape[-1:]
 
 
-def _part(eqn: Any, values: Sequence[Known], whole: Any, at: At) -> Any:
+def _part(eqn: Eqn, values: Sequence[Known], whole: Any, at: At) -> Any:
     """Returns elements of an equation's result, computed from elements of its operands."""
     if eqn.primitive.name in traits.PARTS:
         return bind(eqn, [value.at(at) for value in values])[0]
@@ -163,11 +164,11 @@ def _program_holds_a_pick(program: Any) -> bool:
     return any(is_pick(eqn) or _holds_a_pick(_jitted(eqn)) for eqn in inside)
 
 
-def _jitted(eqn: Any) -> Any:
+def _jitted(eqn: Eqn) -> Any:
     return structure.single_program(eqn) if eqn.primitive.name == "jit" else None
 
 
-def _in_order(eqn: Any, value: Known, indices: jax.Array) -> jax.Array:
+def _in_order(eqn: Eqn, value: Known, indices: jax.Array) -> jax.Array:
     """Returns the result of a gather by `gather_one`, whose index has the operand's axes."""
     x = value.array
     dims, (out,) = eqn.params["dimension_numbers"], eqn.outvars

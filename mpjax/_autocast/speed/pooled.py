@@ -23,6 +23,7 @@ from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat
 from mpjax._base.own_primitives import own_primitive
 from mpjax._jaxpr import binding
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.identity import GPUS, lower_on
 
 _SELECTS = {"reduce_window_max": lax.ge_p, "reduce_window_min": lax.le_p}
@@ -30,7 +31,7 @@ _WINDOW = ("window_dimensions", "window_strides", "padding")
 
 
 @hint("pooled", binding.moved)
-def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+def bind(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     """Returns the results of an equation; those of a pooling have the derivative of this file."""
     if eqn.primitive.name not in _SELECTS:
         return binding.moved(eqn, values)
@@ -43,7 +44,7 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return [_pool(eqn, window | {"select_prim": _SELECTS[eqn.primitive.name]})(image)]
 
 
-def _pool(eqn: Any, window: dict[str, Any]) -> Callable[[jax.Array], jax.Array]:
+def _pool(eqn: Eqn, window: dict[str, Any]) -> Callable[[jax.Array], jax.Array]:
     @jax.custom_jvp
     def pool(image: jax.Array) -> jax.Array:
         return binding.bind(eqn, [image])[0]

@@ -17,6 +17,7 @@ from mpjax._autocast.decide.states import size
 from mpjax._autocast.speed import storage
 from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat
+from mpjax._jaxpr.equation import Eqn
 
 _ROW = 2**14  # elements: of longer rows XLA:GPU makes several kernels, which may share statistics
 
@@ -32,7 +33,7 @@ def of_products(jaxpr: Any) -> set[Any]:
 
 @hint("rows_apart", lambda *_: None)
 def normalised(
-    eqns: Sequence[Any], stored: Iterable[Any], outputs: Iterable[tuple[Any, bool, bool]]
+    eqns: Sequence[Eqn], stored: Iterable[Any], outputs: Iterable[tuple[Any, bool, bool]]
 ) -> Any:
     """Returns the input of which a group computes a softmax of rows, or None.
 
@@ -55,7 +56,7 @@ def normalised(
     return next((v for v in stored if size(v.aval.shape) == largest), None)
 
 
-def _is_long(eqn: Any) -> bool:
+def _is_long(eqn: Eqn) -> bool:
     """Whether an equation takes a statistic of rows that are too long for one kernel."""
     if not storage.takes_a_statistic(eqn):
         return False
@@ -63,7 +64,7 @@ def _is_long(eqn: Any) -> bool:
     return read > _ROW * size(eqn.outvars[0].aval.shape)
 
 
-def _turns(eqn: Any, largest: int) -> bool:
+def _turns(eqn: Eqn, largest: int) -> bool:
     """Whether an equation transposes the last axis of a large value: then rows are not rows."""
     if eqn.primitive.name != "transpose" or size(eqn.outvars[0].aval.shape) < largest:
         return False

@@ -23,6 +23,7 @@ from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import OP_RULES, OpClass, only_moves
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
@@ -37,7 +38,7 @@ def held_low(outputs: Sequence[tuple[Any, bool, bool]], read: set[Any]) -> froze
 
 
 @hint("activated", lambda *_: dict[Any, bool]())
-def activated(eqns: Sequence[Any]) -> dict[Any, bool]:
+def activated(eqns: Sequence[Eqn]) -> dict[Any, bool]:
     """Returns the normalised values that an activation reads, and whether its derivative is dear.
 
     The derivative of the normalisation reads the cotangent of such a value several times. After a
@@ -77,7 +78,7 @@ def activated(eqns: Sequence[Any]) -> dict[Any, bool]:
 
 
 @hint("summed_apart", lambda *_: set[Any]())
-def summed_apart(eqns: Sequence[Any]) -> set[Any]:
+def summed_apart(eqns: Sequence[Eqn]) -> set[Any]:
     """Returns the broadcast terms of a group's sums, except those of the first shape.
 
     In `image + bias + time` the cotangents of the bias (summed over images and places) and of the
@@ -108,7 +109,7 @@ def convolved(jaxpr: Any) -> set[Any]:
 
 @hint("added_to_convolutions", lambda *_: _NOTHING)
 def added_to_convolutions(
-    convolved: set[Any], eqns: Sequence[Any], inputs: Sequence[Any], states: dict[Any, State]
+    convolved: set[Any], eqns: Sequence[Eqn], inputs: Sequence[Any], states: dict[Any, State]
 ) -> frozenset[Any]:
     """Returns the sums of a group that only adds a bias or an image to results of convolutions.
 
@@ -124,17 +125,17 @@ def added_to_convolutions(
     return frozenset(eqn.outvars[0] for eqn in sums)
 
 
-def _largest(eqns: Sequence[Any]) -> int:
+def _largest(eqns: Sequence[Eqn]) -> int:
     return max(size(v.aval.shape) for eqn in eqns for v in eqn.outvars)
 
 
-def bends(eqn: Any) -> bool:
+def bends(eqn: Eqn) -> bool:
     if structure.single_program(eqn) is not None:
         return not ends_a_kernel(eqn)
     return eqn.primitive.name in traits.BENDS
 
 
-def _is_dear(eqn: Any) -> bool:
+def _is_dear(eqn: Eqn) -> bool:
     """Whether XLA would store an operation's result rather than recompute it: an `exp`."""
     rule = OP_RULES.get(eqn.primitive.name)
     if rule is None or rule.op_class is not OpClass.FULL:
@@ -142,7 +143,7 @@ def _is_dear(eqn: Any) -> bool:
     return rule.primitive in traits.FUSIBLE and rule.primitive not in traits.STATISTIC
 
 
-def ends_a_kernel(eqn: Any) -> bool:
+def ends_a_kernel(eqn: Eqn) -> bool:
     """Whether an equation takes a statistic over other axes than the last ones."""
     program = structure.single_program(eqn)
     if program is not None:
@@ -153,13 +154,13 @@ def ends_a_kernel(eqn: Any) -> bool:
     return axes != list(range(ndim - len(axes), ndim))
 
 
-def adds(eqn: Any) -> bool:
+def adds(eqn: Eqn) -> bool:
     """Whether an equation is a sum. A difference is not: it may be `x - mean(x)`."""
     return eqn.primitive.name in traits.ADDS and eqn.primitive.name != "sub"
 
 
 @hint("kept_apart", lambda _: False)
-def worth_keeping_apart(eqns: Sequence[Any]) -> bool:
+def worth_keeping_apart(eqns: Sequence[Eqn]) -> bool:
     """Whether a group's derivative should recompute its values from inputs behind a barrier.
 
     It should for an activation. A group with statistics saves these, which tie forward and backward
@@ -174,7 +175,7 @@ def worth_keeping_apart(eqns: Sequence[Any]) -> bool:
     return not all(linear.keeps_a_mask_at_most(eqn, {}) for eqn in others)
 
 
-def takes_a_statistic(eqn: Any) -> bool:
+def takes_a_statistic(eqn: Eqn) -> bool:
     """Whether an equation, or the function that it calls, takes a sum or a maximum over an axis."""
     program = structure.single_program(eqn)
     return (

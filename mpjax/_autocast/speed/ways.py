@@ -19,6 +19,7 @@ from mpjax._autocast.speed.curves import widened
 from mpjax._autocast.speed.marks import FusedGroup, low_cotangent, stored_dtype
 from mpjax._base import compat
 from mpjax._jaxpr.binding import bind, written_at
+from mpjax._jaxpr.equation import Eqn
 
 Bind = Callable[[Any, Sequence[Any]], list[Any]]
 """Returns the results of an equation on operands, computed as it is written."""
@@ -64,7 +65,7 @@ class Running:
         self._local = dict(self._given)
         self._picking = picks.Parts(ways.picked_from, self._given)
 
-    def run(self, eqn: Any, bound: Bind) -> None:
+    def run(self, eqn: Eqn, bound: Bind) -> None:
         """Adds the results of the next equation.
 
         The order matters: a curve stands for several equations; centring and picking replace one;
@@ -96,13 +97,13 @@ class Running:
                 outs.append(widened(var, self._local[var]))
         return outs
 
-    def _computed(self, eqn: Any, bound: Bind) -> list[Any]:
+    def _computed(self, eqn: Eqn, bound: Bind) -> list[Any]:
         with written_at(eqn, self._ways.around):
             values = self._ways.centres.run(eqn, self._local, self._marks.dear)
             operands = [] if values else self._operands(eqn)
             return values or self._picking.run(eqn, operands) or bound(eqn, operands)
 
-    def _operands(self, eqn: Any) -> list[Any]:
+    def _operands(self, eqn: Eqn) -> list[Any]:
         values = [a.val if compat.is_literal(a) else self._local[a] for a in eqn.invars]
         for i, v in enumerate(eqn.invars if eqn.primitive.name in traits.ADDS else ()):
             if not compat.is_literal(v) and v in self._marks.apart:
@@ -112,7 +113,7 @@ class Running:
                 values[i] = lowerings.stored_cotangent(wide, low, apart=True)
         return values
 
-    def _marked(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
+    def _marked(self, eqn: Eqn, values: Sequence[Any]) -> list[Any]:
         """Returns the results of an equation with the group's marks on them."""
         (first, *others), (var, *_) = values, eqn.outvars
         states, several = self._ways.states, self._marks.several
@@ -125,7 +126,7 @@ class Running:
             first = lowerings.stored_cotangent(first, low, apart=apart)
         return [first, *others]
 
-    def _cut(self, eqn: Any, variables: Sequence[Any], values: list[Any]) -> list[Any]:
+    def _cut(self, eqn: Eqn, variables: Sequence[Any], values: list[Any]) -> list[Any]:
         """Returns slices of a value, computed from slices of the group's low inputs."""
         cuts = [] if self._ways.in_parts.keys().isdisjoint(variables) else moves.cuts(eqn)
         if not cuts:

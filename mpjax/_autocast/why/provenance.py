@@ -30,6 +30,7 @@ from mpjax._base import compat
 from mpjax._base.dtypes import short_name
 from mpjax._base.own_primitives import is_own
 from mpjax._jaxpr import structure
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import OP_RULES, SILENT, OpClass, only_moves, op_class
 from mpjax._policies.policy import Policy
 
@@ -184,7 +185,7 @@ class _ReasonWalk:
         origin = cause or WideSource(name, module, ACCUMULATED if is_product else reason)
         return [origin if w else None for w in wide]
 
-    def foreign(self, plan: Plan, eqn: Any, module: str, asking: dict[Any, readers.Reader]) -> None:
+    def foreign(self, plan: Plan, eqn: Eqn, module: str, asking: dict[Any, readers.Reader]) -> None:
         """Adds an operation on a floating dtype other than float32, which its author chose."""
         dtypes = {v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype")}
         floats = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
@@ -207,7 +208,7 @@ def _is_narrow(atom: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
 
 
-def _rounds(plan: Plan, eqn: Any) -> int:
+def _rounds(plan: Plan, eqn: Eqn) -> int:
     """Returns the flags of a value that its author rounds though a reader needs it unrounded, or 0.
 
     Only for the first such value: values computed from it lose nothing more.
@@ -223,7 +224,7 @@ def _rounds(plan: Plan, eqn: Any) -> int:
     return wanted(eqn.outvars[0])
 
 
-def _asked_for(plan: Plan, eqn: Any, asking: dict[Any, readers.Reader]) -> str:
+def _asked_for(plan: Plan, eqn: Eqn, asking: dict[Any, readers.Reader]) -> str:
     """Returns why a reader needs a value in float32 that would be low; empty for other values."""
     out = eqn.outvars[0]
     want = plan.reads.get(out, 0)
@@ -241,7 +242,7 @@ def _asked_for(plan: Plan, eqn: Any, asking: dict[Any, readers.Reader]) -> str:
     return OUTPUT if want & reads.OUTPUT else BEHIND
 
 
-def _computes(eqn: Any) -> bool:
+def _computes(eqn: Eqn) -> bool:
     """Whether an equation computes and so has a row: moves, such as a reshape, have none."""
     name = eqn.primitive.name
     rule = OP_RULES.get(name)
@@ -252,18 +253,18 @@ def _computes(eqn: Any) -> bool:
     return structure.is_call(eqn) or (name not in SILENT if rule is None else not only_moves(eqn))
 
 
-def _name(eqn: Any) -> str:
+def _name(eqn: Eqn) -> str:
     """Returns the name of an equation's primitive, or of the function that it calls."""
     called = structure.single_program(eqn) is not None and structure.function_name(eqn)
     return called or eqn.primitive.name
 
 
-def _incoming(eqn: Any, operands: Causes) -> list[Causes]:
+def _incoming(eqn: Eqn, operands: Causes) -> list[Causes]:
     """Returns the causes of the inputs of each program of a call, in the order of its plans."""
     return [[operands[i] for i in part.operands] for part in structure.parts(eqn)]
 
 
-def _loop_cause(plan: Plan, eqn: Any, index: int, state: Any, module: str) -> WideSource | None:
+def _loop_cause(plan: Plan, eqn: Eqn, index: int, state: Any, module: str) -> WideSource | None:
     """Returns the loop as the cause, if a carry is float32 only because of it; else None."""
     if state.kind != Kind.WIDE or eqn.primitive.name not in structure.LOOPS:
         return None
@@ -274,7 +275,7 @@ def _loop_cause(plan: Plan, eqn: Any, index: int, state: Any, module: str) -> Wi
     return WideSource(eqn.primitive.name, module, "a loop's carry that its body leaves in float32")
 
 
-def _carried(eqn: Any) -> list[Any]:
+def _carried(eqn: Eqn) -> list[Any]:
     """Returns the types of a loop's carries; none for other calls."""
     return [v.aval for v in eqn.outvars[: structure.parts(eqn)[-1].carries]]
 
@@ -346,7 +347,7 @@ def _why(
     return _why_wide(plan, eqn), False
 
 
-def _users_rule(plan: Plan, eqn: Any) -> str:
+def _users_rule(plan: Plan, eqn: Eqn) -> str:
     """Returns the user's rule that decides for an operation, or for one inside a function."""
     names = [eqn.primitive.name]
     if fusible.is_fusible_function(eqn):
@@ -360,13 +361,13 @@ def _users_rule(plan: Plan, eqn: Any) -> str:
     return ""
 
 
-def _asks_for_float32(eqn: Any) -> bool:
+def _asks_for_float32(eqn: Eqn) -> bool:
     if structure.single_program(eqn) is not None:
         return fusible.function_class(eqn) is OpClass.FULL
     return op_class(eqn.primitive.name, {}) is OpClass.FULL
 
 
-def _region(plan: Plan, eqn: Any) -> str:
+def _region(plan: Plan, eqn: Eqn) -> str:
     settings = plan.settings
     if settings.as_written or scopes.AS_WRITTEN in scopes.of(eqn):
         return AS_WRITTEN
@@ -377,7 +378,7 @@ def _region(plan: Plan, eqn: Any) -> str:
     return "" if low else "its policy in the PolicyMap computes in float32"
 
 
-def _why_low(eqn: Any, dtype: Any, stored: dict[Any, bool | None]) -> str:
+def _why_low(eqn: Eqn, dtype: Any, stored: dict[Any, bool | None]) -> str:
     out = eqn.outvars[0]
     if out not in stored:
         rule = OP_RULES.get(eqn.primitive.name)
@@ -391,7 +392,7 @@ def _why_low(eqn: Any, dtype: Any, stored: dict[Any, bool | None]) -> str:
     return "computed in float32, rounded once where it is stored"
 
 
-def _why_wide(plan: Plan, eqn: Any) -> str:
+def _why_wide(plan: Plan, eqn: Eqn) -> str:
     """Returns why an operation that follows its operands is in float32 though none of them is."""
     if plan.states[eqn.outvars[0]].is_state and not plan.settings.widest:
         return CHANGED

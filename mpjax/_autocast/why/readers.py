@@ -20,6 +20,7 @@ from mpjax._autocast.decide.decided import Action, Decision
 from mpjax._autocast.decide.must import conditioned
 from mpjax._base import compat
 from mpjax._jaxpr import structure
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import OP_RULES
 
 
@@ -109,18 +110,18 @@ def _of_call(plan: Plan, decision: Decision, outs: Readers) -> Readers:
     return by_operand
 
 
-def _ruins(eqn: Any) -> bool:
+def _ruins(eqn: Eqn) -> bool:
     name = eqn.primitive.name
     if name == "convert_element_type":
         return False
     return name in traits.UNFORGIVING or (name not in OP_RULES and name not in traits.LOOKS)
 
 
-def _name(eqn: Any) -> str:
+def _name(eqn: Eqn) -> str:
     is_function = structure.single_program(eqn) is not None
     return structure.function_name(eqn) if is_function else eqn.primitive.name
 
 
-def _where(eqn: Any) -> str:
+def _where(eqn: Eqn) -> str:
     """Returns the file and line of an equation, without the function's name."""
     return scopes.short(scopes.location(eqn))

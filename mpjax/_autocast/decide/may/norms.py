@@ -16,10 +16,11 @@ from mpjax._autocast.decide.states import copies
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS, only_moves
 
 
-def results(eqns: Sequence[Any]) -> frozenset[Any]:
+def results(eqns: Sequence[Eqn]) -> frozenset[Any]:
     """Returns the values that a norm, or a function of a norm alone, made in some equations."""
     leads = any(eqn.primitive.name in traits.TOTALS or structure.is_call(eqn) for eqn in eqns)
     return _Search(eqns).made() if leads else frozenset()
@@ -51,7 +52,7 @@ def multiplied(jaxpr: Any, made: frozenset[Any]) -> frozenset[Any]:
     return made - others
 
 
-def branches(eqn: Any, made: frozenset[Any]) -> frozenset[Any]:
+def branches(eqn: Eqn, made: frozenset[Any]) -> frozenset[Any]:
     """Returns which terms of a sum of two whole arrays a norm made."""
     if eqn.primitive.name not in ("add", "add_any") or made.isdisjoint(compat.variables(eqn)):
         return frozenset()
@@ -70,7 +71,7 @@ def _inside(program: Any) -> bool:
 class _Search:
     """One pass over some equations."""
 
-    def __init__(self, eqns: Sequence[Any]):
+    def __init__(self, eqns: Sequence[Eqn]):
         self.eqns = eqns
         self.statistics: set[Any] = set()
         self.roots: set[Any] = set()  # 1 / sqrt of a statistic, or sqrt
@@ -84,7 +85,7 @@ class _Search:
             self.note(eqn)
         return frozenset(self.normalised)
 
-    def note(self, eqn: Any) -> None:
+    def note(self, eqn: Eqn) -> None:
         """Finds what the results of one equation are."""
         operands = compat.variables(eqn)
         if len(eqn.outvars) != 1 or not operands:
@@ -109,7 +110,7 @@ class _Search:
             return
         self.leading.add(out)
 
-    def is_normalised(self, eqn: Any, name: str, operands: list[Any]) -> bool:
+    def is_normalised(self, eqn: Eqn, name: str, operands: list[Any]) -> bool:
         """Whether an equation normalises, or computes from what is normalised and weights."""
         ready = [v for v in operands if v in self.normalised]
         if structure.single_program(eqn) is not None:
@@ -123,7 +124,7 @@ class _Search:
             return bool(ready) and all(v in self.repeated or v.aval.shape != shape for v in others)
         return len(ready) == len(operands) and (name in traits.BOUNDS or only_moves(eqn))
 
-    def is_function_of_a_norm(self, eqn: Any, operands: list[Any], ready: list[Any]) -> bool:
+    def is_function_of_a_norm(self, eqn: Eqn, operands: list[Any], ready: list[Any]) -> bool:
         """Whether an equation calls an activation of a normalised value, or a norm."""
         if len(ready) == len(operands) == 1:
             return activations.is_activation(eqn)

@@ -18,10 +18,11 @@ from mpjax._autocast.decide.contraction import is_product
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import only_moves
 
 
-def is_stream(eqn: Any, place: int) -> bool:
+def is_stream(eqn: Eqn, place: int) -> bool:
     """Whether a carry of a `scan` or `while` equation is a stream."""
     body = structure.parts(eqn)[-1]
     return _is_stream(body.program, body.carried.start, body.carries, place)
@@ -73,7 +74,7 @@ def _roles(program: Any, roles: Roles) -> Roles:
     return tuple(map(of, jaxpr.outvars))
 
 
-def _played(eqn: Any, operands: Roles) -> Sequence[Role]:
+def _played(eqn: Eqn, operands: Roles) -> Sequence[Role]:
     if structure.single_program(eqn) is not None:
         return structure.forward(eqn, operands, _roles, _union)
     if not structure.is_call(eqn):
@@ -85,7 +86,7 @@ def _played(eqn: Any, operands: Roles) -> Sequence[Role]:
     return [r & _MADE for r in outs]
 
 
-def _operation(eqn: Any, operands: Roles) -> Role:
+def _operation(eqn: Eqn, operands: Roles) -> Role:
     made = _union(operands) & _MADE
     if is_product(eqn):
         return Role.LAYER if _is_layer(eqn, operands) or Role.LAYER in made else Role.NONE
@@ -111,7 +112,7 @@ def _towards_a_norm(name: str, made: Role) -> Role:
     return Role.NORMED if name in traits.SCALES and Role.ROOT in made else Role.NONE
 
 
-def _is_layer(eqn: Any, operands: Roles) -> bool:
+def _is_layer(eqn: Eqn, operands: Roles) -> bool:
     first, second, *_ = operands
     needed = Role.CARRIED
     if eqn.primitive.name == "dot_general":

@@ -15,6 +15,7 @@ from mpjax._autocast.decide.facts import Facts
 from mpjax._autocast.decide.must.steps import Steps
 from mpjax._autocast.decide.states import Kind, State
 from mpjax._base import compat
+from mpjax._jaxpr.equation import Eqn
 
 
 class Streams:
@@ -34,12 +35,12 @@ class Streams:
         self._known = known
         self._shapes: set[Any] = set()  # of low streams, forward
 
-    def note(self, eqn: Any) -> None:
+    def note(self, eqn: Eqn) -> None:
         """Remembers a low sum, if it is that of a stream: its cotangents may be low too."""
         if self._adds_a_branch(eqn) and not _is_backward(eqn):
             self._shapes.add(eqn.outvars[0].aval.shape)
 
-    def low(self, eqn: Any, operands: Sequence[State]) -> State | None:
+    def low(self, eqn: Eqn, operands: Sequence[State]) -> State | None:
         """Low, where a float32 branch is added to a low stream of the same shape.
 
         A sum counts as residual only if one operand was computed from the other through at least
@@ -63,7 +64,7 @@ class Streams:
             return None
         return next(s for s in operands if s.kind == Kind.LOW)
 
-    def _adds_a_branch(self, eqn: Any) -> bool:
+    def _adds_a_branch(self, eqn: Eqn) -> bool:
         """Whether a sum is of two whole arrays, of which neither was repeated."""
         shape = eqn.outvars[0].aval.shape
         return not any(
@@ -87,5 +88,5 @@ class Streams:
         return atom in by_products
 
 
-def _is_backward(eqn: Any) -> bool:
+def _is_backward(eqn: Eqn) -> bool:
     return scopes.is_transposed(eqn.source_info.name_stack)

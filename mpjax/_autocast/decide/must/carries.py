@@ -15,12 +15,13 @@ from mpjax._autocast.decide.contraction import is_product
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.equation import Eqn
 
 Places = frozenset[int]
 _NONE: Places = frozenset()
 
 
-def recurrent(eqn: Any) -> tuple[bool, ...]:
+def recurrent(eqn: Eqn) -> tuple[bool, ...]:
     """Returns, for each carry of a `scan` or `while` equation, whether it is recurrent."""
     body = structure.parts(eqn)[-1]
     return _recurrent(body.program, body.carried.start, body.carries)
@@ -70,7 +71,7 @@ def direct(program: Any) -> tuple[Places, ...]:
     return tuple(map(of, jaxpr.outvars))
 
 
-def _passed(eqn: Any, operands: Sequence[Places]) -> Sequence[Places]:
+def _passed(eqn: Eqn, operands: Sequence[Places]) -> Sequence[Places]:
     if structure.is_call(eqn):
         return structure.forward(eqn, operands, _through, _any_of)
     blocked = eqn.primitive.name in traits.BENDS or is_product(eqn)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from mpjax._autocast.decide import facts, traits
 from mpjax._autocast.decide.contraction import is_of_small_matrices
 from mpjax._autocast.decide.reads import CANCELS, EXACT, NEAR, TESTED
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
 
 FEW = 4
@@ -27,7 +28,7 @@ _PASSES_BACK = (traits.FUSIBLE | traits.ACCUMULATES | MOVES | _SUMS) - traits.SA
 _ELEMENTWISE = traits.FUSIBLE - traits.STATISTIC
 
 
-def asks(eqn: Any, union: int, known: facts.Facts) -> int:
+def asks(eqn: Eqn, union: int, known: facts.Facts) -> int:
     """Returns what an operation, or a later reader of its results, asks of its operands.
 
     Args:
@@ -52,7 +53,7 @@ def asks(eqn: Any, union: int, known: facts.Facts) -> int:
     return asked
 
 
-def of_a_test(eqn: Any) -> list[int]:
+def of_a_test(eqn: Eqn) -> list[int]:
     """Returns what a loop's stop test that reads an operation asks of the operands.
 
     All that its floats are made of, products included: rounded anew in each turn, a change need
@@ -68,12 +69,12 @@ def _is_compared(aval: Any) -> bool:
     )
 
 
-def is_source(eqn: Any, known: facts.Facts) -> bool:
+def is_source(eqn: Eqn, known: facts.Facts) -> bool:
     """Whether an operation itself asks for operands that are not rounded."""
     return _reads_a_distance(eqn, known) or facts.cancels(eqn, known)
 
 
-def _reads_a_distance(eqn: Any, known: facts.Facts) -> bool:
+def _reads_a_distance(eqn: Eqn, known: facts.Facts) -> bool:
     name = eqn.primitive.name
     if name in traits.DISTANCES:
         return True
@@ -86,7 +87,7 @@ def _reads_a_distance(eqn: Any, known: facts.Facts) -> bool:
     return not any(f.step for f in operands)  # a constant and a small step cancel nothing
 
 
-def why_not_low(eqn: Any, want: int) -> str:
+def why_not_low(eqn: Eqn, want: int) -> str:
     """Returns why a product is not made low for the sake of a reader, empty where it may be."""
     if want & TESTED:
         return STOP_TEST

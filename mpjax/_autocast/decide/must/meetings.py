@@ -16,6 +16,7 @@ from mpjax._autocast.decide import fusible, scopes, traits
 from mpjax._autocast.decide.states import is_float32
 from mpjax._base import compat
 from mpjax._jaxpr import structure
+from mpjax._jaxpr.equation import Eqn
 
 _OWN_KERNEL = (traits.SELECTS | traits.RUNNING) - traits.FUSIBLE - traits.UPDATES
 
@@ -29,14 +30,14 @@ def of(jaxpr: Any) -> frozenset[Any]:
     return frozenset(v for v in apart if readers[v] > 1)
 
 
-def _cotangents(eqn: Any) -> list[Any]:
+def _cotangents(eqn: Eqn) -> list[Any]:
     """Returns the operands of an equation to which it gives cotangents."""
     if not any(map(is_float32, eqn.outvars)):
         return []  # it has no cotangent itself
     return [v for v in compat.variables(eqn) if is_float32(v)]
 
 
-def _is_apart(eqn: Any) -> bool:
+def _is_apart(eqn: Eqn) -> bool:
     if scopes.AS_WRITTEN in scopes.of(eqn):
         return True
     if eqn.primitive.name in structure.LOOPS or structure.has_rules(eqn):

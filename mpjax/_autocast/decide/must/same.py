@@ -19,6 +19,7 @@ from mpjax._autocast.decide.must import conditioned
 from mpjax._autocast.decide.states import FLOAT32
 from mpjax._base import compat
 from mpjax._jaxpr import structure
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 
 _BY_VALUE = (bool, int, str, tuple, np.dtype)
@@ -69,7 +70,7 @@ def _products(plan: Decided) -> Iterator[Decision]:
             yield decision
 
 
-def _operation(eqn: Any) -> tuple[Hashable, ...]:
+def _operation(eqn: Eqn) -> tuple[Hashable, ...]:
     """Returns what equations that compute the same have in common beside their operands."""
     params = ((name, _param(value)) for name, value in sorted(eqn.params.items()))
     return eqn.primitive.name, *params
@@ -101,7 +102,7 @@ class _Numbering:
         """Numbers the values of a plan; returns the numbers of its outputs."""
         decisions = {d.eqn.outvars[0]: d for d in plan.decisions if d.eqn.outvars}
 
-        def planned(eqn: Any) -> Decision | None:
+        def planned(eqn: Eqn) -> Decision | None:
             return decisions.get(eqn.outvars[0]) if eqn.outvars else None
 
         return self.program(plan.jaxpr, inputs, planned)
@@ -123,7 +124,7 @@ class _Numbering:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [number(v) for v in jaxpr.outvars]
 
-    def equation(self, eqn: Any, operands: list[int], decision: Decision | None) -> list[int]:
+    def equation(self, eqn: Eqn, operands: list[int], decision: Decision | None) -> list[int]:
         if structure.is_call(eqn):
             return self.call(eqn, operands, decision)
         if eqn.effects:
@@ -134,7 +135,7 @@ class _Numbering:
             self.products.setdefault(first, set()).add(place)
         return [first, *(self.of((first, i)) for i in range(1, len(eqn.outvars)))]
 
-    def call(self, eqn: Any, operands: list[int], decision: Decision | None) -> list[int]:
+    def call(self, eqn: Eqn, operands: list[int], decision: Decision | None) -> list[int]:
         plans = decision.call.plans if decision is not None and decision.call else None
         outs: list[list[int]] = []
         for i, part in enumerate(structure.parts(eqn)):

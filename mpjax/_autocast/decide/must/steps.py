@@ -13,6 +13,7 @@ from mpjax._autocast.decide import reads, states
 from mpjax._autocast.decide.facts import Facts
 from mpjax._autocast.decide.states import Kind, State
 from mpjax._base import compat
+from mpjax._jaxpr.equation import Eqn
 
 Relations = frozenset[tuple[int, int]]
 """Pairs of a program's inputs, by place: where it is called, the second was made of the first."""
@@ -70,7 +71,7 @@ class Steps:
             and self._depends(other, v)
         )
 
-    def changes_a_state(self, eqn: Any, operands: Sequence[State]) -> bool:
+    def changes_a_state(self, eqn: Eqn, operands: Sequence[State]) -> bool:
         """Whether a sum adds a small step to a value, or to an input what was made of it.
 
         Adding to an input of which the other term is not made (positions to embeddings) is left to
