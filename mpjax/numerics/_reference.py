@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from mpjax._base import compat
 from mpjax._jaxpr.binding import bind, evaluate
-from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import OP_RULES
 from mpjax.numerics._own import is_identity
 
@@ -86,7 +86,7 @@ def _parameters(eqn: Eqn, dtype: Any) -> dict[str, Any]:
     return params
 
 
-def _evaluated(jaxpr: Any, operands: Sequence[Any], dtype: Any) -> list[Any]:
+def _evaluated(jaxpr: Jaxpr, operands: Sequence[Any], dtype: Any) -> list[Any]:
     """Returns the results of a program in the reference dtype."""
 
     def one(eqn: Eqn, values: list[Any]) -> Sequence[Any]:

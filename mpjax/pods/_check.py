@@ -16,6 +16,7 @@ from mpjax._base.dtypes import describe, short_name
 from mpjax._base.errors import message
 from mpjax._base.typing import PolicySpec
 from mpjax._hardware import examine, find_accelerator
+from mpjax._jaxpr.equation import Jaxpr
 from mpjax._policies.policy import get_policy
 from mpjax.pods import _args, _programs, _rules
 from mpjax.pods._findings import Finding, Times
@@ -223,7 +224,7 @@ def _on_devices(topology: Topology) -> Generator[None]:
         raise ValueError(message("check(step)", got, fix)) from error
 
 
-def _compute_dtype(policy: Any, jaxpr: Any) -> str:
+def _compute_dtype(policy: Any, jaxpr: Jaxpr) -> str:
     if policy is None:
         return _programs.compute_dtype(jaxpr)
     return short_name(getattr(policy, "default", policy).compute_dtype)

@@ -16,7 +16,7 @@ from jax.extend import source_info_util
 
 from mpjax._base import compat, source_lines
 from mpjax._base.dtypes import describe, short_name
-from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.equation import Eqn, Jaxpr
 
 _CALLBACKS = (
     *("debug_callback", "debug_print", "pure_callback", "io_callback", "callback"),
@@ -70,13 +70,13 @@ def shorten(line: str) -> str:
     return line.removeprefix(f"{os.getcwd()}{os.sep}")
 
 
-def callbacks(jaxpr: Any) -> list[tuple[str, str]]:
+def callbacks(jaxpr: Jaxpr) -> list[tuple[str, str]]:
     """Returns the name and the source line of operations that call the host."""
     operations = ((eqn.primitive.name, source(eqn)) for eqn in compat.equations(jaxpr))
     return list(dict.fromkeys((name, line) for name, line in operations if name in _CALLBACKS))
 
 
-def compute_dtype(jaxpr: Any) -> str:
+def compute_dtype(jaxpr: Jaxpr) -> str:
     """Returns the dtype that most of a step's products read: 'bf16'; '' where there are none.
 
     Weighed by the size of their operands, so that a small float32 product does not decide.
@@ -90,7 +90,7 @@ def compute_dtype(jaxpr: Any) -> str:
     return sizes.most_common(1)[0][0] if sizes else ""
 
 
-def sent_dtypes(jaxpr: Any) -> dict[tuple[str, str], set[str]]:
+def sent_dtypes(jaxpr: Jaxpr) -> dict[tuple[str, str], set[str]]:
     """Returns the dtypes that JAX's own collectives send, by operation and source line."""
     sent: dict[tuple[str, str], set[str]] = {}
     for eqn in compat.equations(jaxpr):
@@ -100,7 +100,7 @@ def sent_dtypes(jaxpr: Any) -> dict[tuple[str, str], set[str]]:
     return sent
 
 
-def outline(jaxpr: Any) -> list[str]:
+def outline(jaxpr: Jaxpr) -> list[str]:
     """Returns every operation with its shape and line, in order."""
     return [
         f"{eqn.primitive.name} of {' '.join(str(v.aval) for v in eqn.outvars)} at {source(eqn)}"
@@ -113,7 +113,7 @@ def line_of(text: str) -> str:
     return ":".join(text.partition(" (")[0].split(":")[:2])
 
 
-def largest_arrays(jaxpr: Any, count: int = 3) -> list[Array]:
+def largest_arrays(jaxpr: Jaxpr, count: int = 3) -> list[Array]:
     """Returns the largest arrays that a step makes, each source line once."""
     largest: dict[str, Array] = {}
     for eqn in compat.equations(jaxpr):

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from mpjax._base import compat
 from mpjax._base.dtypes import describe
 from mpjax._base.tree import leaf_paths
+from mpjax._jaxpr.equation import Jaxpr
 from mpjax.pods import _args, _cost, _programs, _rules, _state_rules
 from mpjax.pods._collectives import Collective, Names, as_traced, find_collectives, find_unknown
 from mpjax.pods._copies import Differs, outputs_that_differ
@@ -36,7 +37,7 @@ class Lowered:
     step: Callable[..., Any]
     args: tuple[Any, ...]
     mesh: Mesh | None
-    jaxpr: Any
+    jaxpr: Jaxpr
     difference: str  # between the traces of the first and the last process
     lowered: Any  # None where it cannot be lowered
     fingerprint: str

@@ -16,11 +16,12 @@ from mpjax._autocast.arrange.plan import PlanStep
 from mpjax._autocast.decide.states import Kind, State
 from mpjax._autocast.speed import FusedGroup
 from mpjax._base import compat
+from mpjax._jaxpr.equation import Jaxpr
 from mpjax._jaxpr.op_rules import only_moves
 
 
 def schedule(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     fused: Sequence[bool],
     states: dict[Any, State],
     out_states: Sequence[State],
@@ -63,7 +64,7 @@ def schedule(
     return sorted(steps, key=lambda step: order[step.members[0]])
 
 
-def _between_contexts(jaxpr: Any) -> set[Any]:
+def _between_contexts(jaxpr: Jaxpr) -> set[Any]:
     """Returns the values made in one context and read in another: a mesh, `compute_on`, metadata.
 
     A group and its casts run in one context.
@@ -78,7 +79,7 @@ def _between_contexts(jaxpr: Any) -> set[Any]:
     }
 
 
-def _levels(jaxpr: Any, fused: Sequence[bool], cuts: set[Any]) -> list[int]:
+def _levels(jaxpr: Jaxpr, fused: Sequence[bool], cuts: set[Any]) -> list[int]:
     """Returns the level of each equation: a group reads only values stored at lower levels.
 
     An equation outside groups comes after the groups of its level, in the program's order: a
@@ -103,7 +104,7 @@ def _levels(jaxpr: Any, fused: Sequence[bool], cuts: set[Any]) -> list[int]:
 
 
 def _cuts(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     fused: Sequence[bool],
     levels: list[int],
     states: dict[Any, State],
@@ -140,7 +141,7 @@ def _cuts(
 
 
 def _components(
-    jaxpr: Any, fused: Sequence[bool], levels: list[int], cuts: set[Any]
+    jaxpr: Jaxpr, fused: Sequence[bool], levels: list[int], cuts: set[Any]
 ) -> list[list[int]]:
     parent = list(range(len(levels)))
 
@@ -166,7 +167,7 @@ def _components(
     return list(components.values())
 
 
-def _read_outside(jaxpr: Any, components: list[list[int]]) -> set[Any]:
+def _read_outside(jaxpr: Jaxpr, components: list[list[int]]) -> set[Any]:
     """Returns the variables that are read outside the group that makes them."""
     group = {i: k for k, indices in enumerate(components) for i in indices}
     maker: dict[Any, int | None] = {}
@@ -180,7 +181,7 @@ def _read_outside(jaxpr: Any, components: list[list[int]]) -> set[Any]:
     return outside
 
 
-def _returned(jaxpr: Any, out_states: Sequence[State]) -> dict[Any, tuple[bool, bool]]:
+def _returned(jaxpr: Jaxpr, out_states: Sequence[State]) -> dict[Any, tuple[bool, bool]]:
     """Returns, for each output variable, whether its low form and its float32 form are outputs."""
     forms: dict[Any, tuple[bool, bool]] = {}
     for v, state in zip(jaxpr.outvars, out_states, strict=True):
@@ -192,7 +193,7 @@ def _returned(jaxpr: Any, out_states: Sequence[State]) -> dict[Any, tuple[bool, 
 
 
 def _group(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     indices: list[int],
     outside: set[Any],
     states: dict[Any, State],

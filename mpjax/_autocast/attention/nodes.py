@@ -16,7 +16,7 @@ import numpy as np
 from mpjax._base import compat
 from mpjax._jaxpr import binding
 from mpjax._jaxpr.caches import by_program
-from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.equation import Eqn, Jaxpr
 
 Name = Any
 """A variable of the jaxpr, a variable inside a call with the call's place, or a literal."""
@@ -44,7 +44,7 @@ class Node(NamedTuple):
 class ValueGraph:
     """The node of each value of a jaxpr. Results of operations with several have none."""
 
-    def __init__(self, jaxpr: Any, constants: Sequence[Any]) -> None:
+    def __init__(self, jaxpr: Jaxpr, constants: Sequence[Any]) -> None:
         self._nodes: dict[Name, Node] = {}
         self._same: dict[Any, Name] = {}  # results of calls, by the name that they have inside
         self._numbers: dict[Name, float] = {}
@@ -152,7 +152,7 @@ class ValueGraph:
 
 
 @by_program
-def operations(jaxpr: Any) -> frozenset[str]:
+def operations(jaxpr: Jaxpr) -> frozenset[str]:
     """Returns the names of an open jaxpr's operations, and of those in small functions."""
     names = frozenset(eqn.primitive.name for eqn in jaxpr.eqns)
     calls = (eqn.params["jaxpr"] for eqn in jaxpr.eqns if eqn.primitive.name == "jit")

@@ -16,6 +16,7 @@ from mpjax._autocast.attention import axes, masks
 from mpjax._autocast.attention.nodes import Name, Node, ValueGraph
 from mpjax._autocast.decide.decided import Action
 from mpjax._base import compat
+from mpjax._jaxpr.equation import Jaxpr
 
 _DEEPEST = 24  # operations between a product and its softmax
 _MASKED = -1e3  # a constant logit of at most this marks a key that is not read
@@ -80,7 +81,7 @@ class Finder:
     """
 
     def __init__(
-        self, jaxpr: Any, constants: Sequence[Any], decisions: Sequence[Any], states: Any
+        self, jaxpr: Jaxpr, constants: Sequence[Any], decisions: Sequence[Any], states: Any
     ) -> None:
         self.jaxpr = jaxpr
         self.graph = ValueGraph(jaxpr, constants)

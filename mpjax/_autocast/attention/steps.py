@@ -28,6 +28,7 @@ from mpjax._autocast.decide.decided import Action
 from mpjax._autocast.decide.states import Kind
 from mpjax._autocast.speed import hint
 from mpjax._base import compat
+from mpjax._jaxpr.equation import Jaxpr
 from mpjax._jaxpr.keys import hashable
 from mpjax._jaxpr.keys import literal_key as _literal
 
@@ -49,7 +50,7 @@ class Attended:
 
 @hint("attended", lambda jaxpr, constants, decisions, states, steps: steps)
 def attended(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     constants: Sequence[Any],
     decisions: Sequence[Any],
     states: dict[Any, Any],
@@ -92,7 +93,7 @@ def attended(
     return new
 
 
-def _made(jaxpr: Any, step: PlanStep) -> list[Any]:
+def _made(jaxpr: Jaxpr, step: PlanStep) -> list[Any]:
     """Returns the variables of a step that others may read."""
     if step.group:
         return [v for v, *_ in step.group.outputs]
@@ -102,7 +103,7 @@ def _made(jaxpr: Any, step: PlanStep) -> list[Any]:
 class _Places:
     """The step that makes each value, and the steps that read it."""
 
-    def __init__(self, jaxpr: Any, decisions: Any, states: Any, steps: list[PlanStep]) -> None:
+    def __init__(self, jaxpr: Jaxpr, decisions: Any, states: Any, steps: list[PlanStep]) -> None:
         self.jaxpr, self.decisions, self.states, self.all = jaxpr, decisions, states, steps
         self._step_of = {i: n for n, step in enumerate(steps) for i in step.members}
         self._maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}

@@ -45,7 +45,7 @@ from mpjax._autocast.decide.reads import (
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
-from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import MOVES, OP_RULES, PRODUCTS, only_moves
 
 
@@ -58,7 +58,7 @@ class Demanded:
 
 
 def of(
-    jaxpr: Any, wants: tuple[int, ...], demanded: Demanded, known: facts.Facts
+    jaxpr: Jaxpr, wants: tuple[int, ...], demanded: Demanded, known: facts.Facts
 ) -> dict[Any, int]:
     """Returns the flags of each variable of an open jaxpr.
 

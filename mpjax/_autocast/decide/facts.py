@@ -21,7 +21,7 @@ from mpjax._autocast.decide.states import copies, is_float32
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
-from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, only_moves
 
 _MOST_ROOTS, _MOST_TERMS = 3, 8
@@ -70,7 +70,7 @@ SMALL_STEP = 1 / 32
 Facts = Mapping[Any, Fact]
 
 
-def of_program(jaxpr: Any, given: Sequence[Fact] | None = None) -> dict[Any, Fact]:
+def of_program(jaxpr: Jaxpr, given: Sequence[Fact] | None = None) -> dict[Any, Fact]:
     """Returns the fact of each variable of an open jaxpr.
 
     Args:
@@ -81,7 +81,7 @@ def of_program(jaxpr: Any, given: Sequence[Fact] | None = None) -> dict[Any, Fac
     return _Walk(jaxpr, given).facts
 
 
-def unrelated(jaxpr: Any) -> tuple[Fact, ...]:
+def unrelated(jaxpr: Jaxpr) -> tuple[Fact, ...]:
     """Returns the facts of inputs that have nothing in common."""
     return tuple(
         Fact(roots=frozenset({i}), scalar=_is_number(v)) for i, v in enumerate(jaxpr.invars)
@@ -215,7 +215,7 @@ def _is_number(var: Any) -> bool:
 class _Walk:
     """One pass over a program, in order."""
 
-    def __init__(self, jaxpr: Any, given: Sequence[Fact]) -> None:
+    def __init__(self, jaxpr: Jaxpr, given: Sequence[Fact]) -> None:
         numbers = [n for f in given for n in (*f.roots, *(t.number for t in f.terms))]
         numbers += [n for f in given for t in f.terms for n in t.roots]
         self.next = max(numbers, default=-1) + 1

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 
 from mpjax._base import compat, source_lines
-from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._policies.policy import Policy
 from mpjax._policies.spelling import Path, of_operation
 
@@ -99,12 +99,12 @@ def compute_dtype(policy: Policies, path: tuple[str, ...]) -> Any:
     return jnp.dtype(policy.compute_dtype)
 
 
-def paths(jaxpr: Any) -> list[Path]:
+def paths(jaxpr: Jaxpr) -> list[Path]:
     """Returns the paths of the operations of a jaxpr and of those inside it, in all spellings."""
     return [of_operation(path) for path in _paths(jaxpr, ()) if path]
 
 
-def _paths(jaxpr: Any, around: tuple[str, ...]) -> dict[tuple[str, ...], None]:
+def _paths(jaxpr: Jaxpr, around: tuple[str, ...]) -> dict[tuple[str, ...], None]:
     seen: dict[tuple[str, ...], None] = {}
     for eqn in jaxpr.eqns:
         path = around + of(eqn)

@@ -16,7 +16,7 @@ from mpjax._autocast.decide import scopes, traits
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
-from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import PRODUCTS
 from mpjax._jaxpr.structure import Part
 
@@ -80,7 +80,7 @@ class DataFlow:
         return 1 if made[1] and others[0] else None
 
 
-def flow(jaxpr: Any, given: Given) -> DataFlow:
+def flow(jaxpr: Jaxpr, given: Given) -> DataFlow:
     """Returns the data flow of an open jaxpr."""
     data_flow = _forward(jaxpr, given.inputs)
     _backward(jaxpr, data_flow, given.feeds)
@@ -90,7 +90,7 @@ def flow(jaxpr: Any, given: Given) -> DataFlow:
 # -- forward: origins ------------------------------------------------------------------------------
 
 
-def _forward(jaxpr: Any, inputs: tuple[Origin, ...]) -> DataFlow:
+def _forward(jaxpr: Jaxpr, inputs: tuple[Origin, ...]) -> DataFlow:
     data_flow = DataFlow(dict(zip(jaxpr.invars, inputs, strict=True)))
     for eqn in jaxpr.eqns:
         operands = tuple(data_flow.origin(v) for v in eqn.invars)
@@ -131,7 +131,7 @@ def _outputs(jaxpr: Any, inputs: tuple[Origin, ...]) -> tuple[Origin, ...]:
 # -- backward: values that a later layer reads ---------------------------------------------------
 
 
-def _backward(jaxpr: Any, data_flow: DataFlow, outputs: Sequence[bool]) -> None:
+def _backward(jaxpr: Jaxpr, data_flow: DataFlow, outputs: Sequence[bool]) -> None:
     data_flow.feeds.update(
         v
         for v, feeds in zip(jaxpr.outvars, outputs, strict=True)
@@ -217,7 +217,7 @@ def _with(given: Given, inputs: tuple[Origin, ...], feeds: tuple[bool, ...]) -> 
 # -- the whole program, once ---------------------------------------------------------------------
 
 
-def whole(jaxpr: Any, inputs: tuple[Origin, ...]) -> Given:
+def whole(jaxpr: Jaxpr, inputs: tuple[Origin, ...]) -> Given:
     """Returns the origins and uses for a whole function, given the origins of its arrays."""
     given = Given(inputs, (False,) * len(jaxpr.outvars), frozenset(), frozenset())
     tables: set[str] = set()
@@ -226,7 +226,7 @@ def whole(jaxpr: Any, inputs: tuple[Origin, ...]) -> Given:
     return Given(inputs, given.feeds, frozenset(tables), frozenset(unplaced))
 
 
-def _collect(jaxpr: Any, given: Given, tables: set[str], unplaced: set[str]) -> None:
+def _collect(jaxpr: Jaxpr, given: Given, tables: set[str], unplaced: set[str]) -> None:
     data_flow = flow(jaxpr, given)
     for eqn in jaxpr.eqns:
         if is_table(eqn, data_flow):

@@ -20,7 +20,7 @@ from mpjax._autocast.eight_bits import delayed, layers
 from mpjax._autocast.eight_bits.layers import DataFlow, Given, Made, Origin
 from mpjax._autocast.product import ArrayRole, Config, current, quantized
 from mpjax._base.errors import PolicyWarning, message
-from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import PRODUCTS
 from mpjax._policies.policy import Policy
 from mpjax._policies.quantized_policy import QuantizedPolicy, recipes_in
@@ -43,7 +43,7 @@ def quantizes(policy: scopes.Policies) -> bool:
 class QuantizedProducts:
     """Decides about the products of one program; does nothing if no policy has a recipe."""
 
-    def __init__(self, jaxpr: Any, policy: scopes.Policies, given: Given | None) -> None:
+    def __init__(self, jaxpr: Jaxpr, policy: scopes.Policies, given: Given | None) -> None:
         self.policy = policy
         self.given = given
         self.flow: DataFlow | None = layers.flow(jaxpr, given) if given is not None else None
@@ -216,7 +216,7 @@ def _said(recipe: Recipe, path: str, lost: str) -> str:
     return f"{type(recipe).__name__}, {each}{rest}: {pattern}"
 
 
-def prepared(jaxpr: Any, settings: Any, paths: Callable[[], list[str | None]]) -> Any:
+def prepared(jaxpr: Jaxpr, settings: Any, paths: Callable[[], list[str | None]]) -> Any:
     """Returns the settings for a whole function, with the origins of its arrays.
 
     Args:

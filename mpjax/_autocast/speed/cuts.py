@@ -15,6 +15,7 @@ from mpjax._autocast.speed import exact, linear
 from mpjax._autocast.speed.hints import hint
 from mpjax._autocast.speed.storage import CONVOLUTION, bends, ends_a_kernel
 from mpjax._base import compat
+from mpjax._jaxpr.equation import Jaxpr
 from mpjax._jaxpr.op_rules import MOVES, only_moves
 
 _NOTHING: frozenset[Any] = frozenset()
@@ -27,7 +28,7 @@ class Cuts(NamedTuple):
     read_twice: set[Any]  # those of them that two passes read: for a statistic, and with it
 
 
-def of_program(jaxpr: Any, fused: Sequence[bool], states: dict[Any, State]) -> Cuts:
+def of_program(jaxpr: Jaxpr, fused: Sequence[bool], states: dict[Any, State]) -> Cuts:
     """Returns the cuts of a program.
 
     Args:
@@ -43,7 +44,7 @@ def of_program(jaxpr: Any, fused: Sequence[bool], states: dict[Any, State]) -> C
 
 @hint("read_exactly", lambda *_: set[Any]())
 def read_exactly(
-    jaxpr: Any, fused: Sequence[bool], states: dict[Any, State], curved: set[Any]
+    jaxpr: Jaxpr, fused: Sequence[bool], states: dict[Any, State], curved: set[Any]
 ) -> set[Any]:
     """Returns the low values that an exact function reads, as relu reads `x @ w + b`.
 
@@ -64,7 +65,7 @@ def read_exactly(
 
 @hint("read_twice", lambda *_: set[Any]())
 def read_twice(
-    jaxpr: Any, fused: Sequence[bool], states: dict[Any, State], curved: set[Any]
+    jaxpr: Jaxpr, fused: Sequence[bool], states: dict[Any, State], curved: set[Any]
 ) -> set[Any]:
     """Returns the low values that are read again with their own statistics: `x` in `x - mean(x)`.
 
@@ -107,7 +108,7 @@ def _union(sets: dict[Any, frozenset[Any]], keys: Sequence[Any]) -> frozenset[An
 
 @hint("merged", lambda *_: set[Any]())
 def merged(
-    jaxpr: Any, fused: Sequence[bool], states: dict[Any, State], curved: set[Any]
+    jaxpr: Jaxpr, fused: Sequence[bool], states: dict[Any, State], curved: set[Any]
 ) -> set[Any]:
     """Returns the low sums of several low values that an activation reads: `tanh(x @ w + h @ u)`.
 
@@ -140,7 +141,7 @@ def merged(
 
 
 @hint("copied_last", lambda *_: set[Any]())
-def copied_last(jaxpr: Any, fused: Sequence[bool], states: dict[Any, State]) -> set[Any]:
+def copied_last(jaxpr: Jaxpr, fused: Sequence[bool], states: dict[Any, State]) -> set[Any]:
     """Returns the low values that a group copies twice at its end, as an upsampling does.
 
     They are stored before the copy, and the cotangents of the two copies are added in low

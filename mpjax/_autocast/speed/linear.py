@@ -10,7 +10,7 @@ from mpjax._autocast.decide.states import WIDE, Kind, State
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
-from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import MOVES
 
 _LINEAR = traits.LINEAR | (MOVES - {"reduce_max", "reduce_min", "abs"})
@@ -28,7 +28,7 @@ def is_linear(eqn: Eqn, states: dict[Any, State]) -> bool:
     return False
 
 
-def curved(jaxpr: Any, fused: Sequence[bool], states: dict[Any, State]) -> set[Any]:
+def curved(jaxpr: Jaxpr, fused: Sequence[bool], states: dict[Any, State]) -> set[Any]:
     """Returns the values that depend on a nonlinear operation of their group: `exp(x) + y`."""
     made: set[Any] = set()
     for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):

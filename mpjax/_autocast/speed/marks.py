@@ -14,7 +14,7 @@ from mpjax._autocast.decide import traits
 from mpjax._autocast.decide.states import Kind, State, fits, of_literal, size
 from mpjax._autocast.speed import exact, linear, rows, storage
 from mpjax._base import compat
-from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import only_moves
 
 _SMALL = 1024  # elements: below this a group costs more to wrap than it saves
@@ -59,7 +59,7 @@ class FusedGroup(NamedTuple):
 
 
 def of_groups(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     groups: Sequence[FusedGroup],
     alone: Sequence[Any],
     read_twice: set[Any],
@@ -136,7 +136,7 @@ def _stored(groups: Sequence[FusedGroup], marks: Sequence[Marks]) -> list[frozen
 
 
 def _rows(
-    jaxpr: Any, groups: Sequence[FusedGroup], alone: Sequence[Any], marks: Sequence[Marks]
+    jaxpr: Jaxpr, groups: Sequence[FusedGroup], alone: Sequence[Any], marks: Sequence[Marks]
 ) -> list[Any]:
     """Returns, for each group, the result of a product of which it computes a softmax, or None.
 

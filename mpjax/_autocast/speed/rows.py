@@ -17,12 +17,12 @@ from mpjax._autocast.decide.states import size
 from mpjax._autocast.speed import storage
 from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat
-from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.equation import Eqn, Jaxpr
 
 _ROW = 2**14  # elements: of longer rows XLA:GPU makes several kernels, which may share statistics
 
 
-def of_products(jaxpr: Any) -> set[Any]:
+def of_products(jaxpr: Jaxpr) -> set[Any]:
     """Returns the results of matrix products, which XLA stores for all their readers.
 
     Logits that are scaled or masked after the product are recomputed in each kernel that reads

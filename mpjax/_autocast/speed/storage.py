@@ -23,7 +23,7 @@ from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
-from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import OP_RULES, OpClass, only_moves
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
@@ -102,7 +102,7 @@ def summed_apart(eqns: Sequence[Eqn]) -> set[Any]:
     return {v for v, shape in shapes.items() if shape != first}
 
 
-def convolved(jaxpr: Any) -> set[Any]:
+def convolved(jaxpr: Jaxpr) -> set[Any]:
     """Returns the results of a program's convolutions."""
     return {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == CONVOLUTION}
 

@@ -16,7 +16,7 @@ from mpjax._autocast.decide.states import copies
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
-from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import PRODUCTS, only_moves
 
 
@@ -26,7 +26,7 @@ def results(eqns: Sequence[Eqn]) -> frozenset[Any]:
     return _Search(eqns).made() if leads else frozenset()
 
 
-def stored(jaxpr: Any, made: frozenset[Any]) -> frozenset[Any]:
+def stored(jaxpr: Jaxpr, made: frozenset[Any]) -> frozenset[Any]:
     """Returns those that several operations read, so that they are stored between them."""
     if not made:
         return made
@@ -37,7 +37,7 @@ def stored(jaxpr: Any, made: frozenset[Any]) -> frozenset[Any]:
     return frozenset(v for v, count in readers.items() if count > 1)
 
 
-def multiplied(jaxpr: Any, made: frozenset[Any]) -> frozenset[Any]:
+def multiplied(jaxpr: Jaxpr, made: frozenset[Any]) -> frozenset[Any]:
     """Returns those that products read and nothing else, so that no sum goes on from them.
 
     A norm of a state is no state then: what is added up is the state, and the products round what

@@ -15,7 +15,7 @@ from mpjax._autocast.decide.facts import Facts
 from mpjax._autocast.decide.must.steps import Steps
 from mpjax._autocast.decide.states import Kind, State
 from mpjax._base import compat
-from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.equation import Eqn, Jaxpr
 
 
 class Streams:
@@ -28,7 +28,7 @@ class Streams:
       known: a fact of each value.
     """
 
-    def __init__(self, jaxpr: Any, steps: Steps, flags: Mapping[Any, int], known: Facts) -> None:
+    def __init__(self, jaxpr: Jaxpr, steps: Steps, flags: Mapping[Any, int], known: Facts) -> None:
         self._eqns = jaxpr.eqns
         self._steps = steps
         self._flags = flags

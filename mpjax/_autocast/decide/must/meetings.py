@@ -16,12 +16,12 @@ from mpjax._autocast.decide import fusible, scopes, traits
 from mpjax._autocast.decide.states import is_float32
 from mpjax._base import compat
 from mpjax._jaxpr import structure
-from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.equation import Eqn, Jaxpr
 
 _OWN_KERNEL = (traits.SELECTS | traits.RUNNING) - traits.FUSIBLE - traits.UPDATES
 
 
-def of(jaxpr: Any) -> frozenset[Any]:
+def of(jaxpr: Jaxpr) -> frozenset[Any]:
     """Returns the variables of a program whose cotangents meet from such readers."""
     apart = {v for eqn in filter(_is_apart, jaxpr.eqns) for v in _cotangents(eqn)}
     if not apart:

@@ -13,7 +13,7 @@ from mpjax._autocast.decide import reads, states
 from mpjax._autocast.decide.facts import Facts
 from mpjax._autocast.decide.states import Kind, State
 from mpjax._base import compat
-from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.equation import Eqn, Jaxpr
 
 Relations = frozenset[tuple[int, int]]
 """Pairs of a program's inputs, by place: where it is called, the second was made of the first."""
@@ -32,7 +32,7 @@ class Steps:
 
     def __init__(
         self,
-        jaxpr: Any,
+        jaxpr: Jaxpr,
         flags: Mapping[Any, int],
         held: Mapping[Any, State],
         known: Facts,
