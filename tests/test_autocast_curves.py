@@ -62,12 +62,10 @@ def found(fun):
     planned = Planned(fun, *SPECS)
     return [
         curve
-        for step in planned.plan.steps
-        if step.checkpoint
+        for group in planned.groups
+        if group.marks.checkpoint
         for curve in curves.curves(
-            [planned.plan.decisions[i].eqn for i in step.members],
-            step.inputs,
-            [v for v, *_ in step.outputs],
+            group.eqns, group.inputs, [v for v, *_ in group.outputs]
         ).values()
         if curve is not None
     ]

@@ -36,6 +36,10 @@ class Planned:
         arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), args)
         self.traced, self.plan = api.planned(fun, arrays, {}, settings)
 
+    @property
+    def groups(self):
+        return [step.group for step in self.plan.steps if step.group is not None]
+
     def decisions(self, name):
         return [d for d in self.plan.decisions if d.eqn.primitive.name == name]
 

@@ -53,8 +53,8 @@ def loss_of(logits):
 
 def rows_of(fun):
     """Returns the shapes of what is kept apart."""
-    planned = Planned(fun, *SPECS)
-    return [s.rows.aval.shape for s in planned.plan.steps if s.rows is not None]
+    marks = [group.marks for group in Planned(fun, *SPECS).groups]
+    return [mark.rows.aval.shape for mark in marks if mark.rows is not None]
 
 
 ROWS = (2, 3, 64, 64)
@@ -96,7 +96,7 @@ def test_rows_are_kept_apart_that_a_kernel_can_hold():
         planned = Planned(
             fun, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 2), (2, length)))
         )
-        return [step.rows is not None for step in planned.plan.steps]
+        return [group.marks.rows is not None for group in planned.groups]
 
     assert any(rows(2**14))
     assert not any(rows(2**14 + 1))

@@ -25,9 +25,9 @@ def scaled_norm(x, w, b):  # an activation that a mean reads, and what the mean 
 
 
 def outputs_of(name, planned):
-    """The steps that leave what an operation makes, each with whether a GPU holds it low."""
+    """The groups that leave what an operation makes, each with whether a GPU holds it low."""
     made = {v for d in planned.decisions(name) for v in d.eqn.outvars}
-    return [v in s.stored for s in planned.plan.steps for v, *_ in s.outputs if v in made]
+    return [v in g.marks.stored for g in planned.groups for v, *_ in g.outputs if v in made]
 
 
 def normalised(x):
@@ -88,7 +88,7 @@ def activated_by(act, norm=None):
         return act((norm or centre)(x @ w, b)) @ w
 
     planned = Planned(fun, X, W, BIAS)
-    marked = frozenset().union(*(s.several for s in planned.plan.steps))
+    marked = frozenset().union(*(group.marks.several for group in planned.groups))
     return [d.eqn.primitive.name for d in planned.plan.decisions if d.eqn.outvars[0] in marked]
 
 
