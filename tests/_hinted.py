@@ -269,4 +269,10 @@ HINTED = {
     "smaller_first": Hinted(one_layer, lambda w, b, x: one_layer(w, b, w), DENSE, GPU),
     "attended": Hinted(attend(jax.nn.softmax), attend(bounded), ROWS, ALL),
     "rows_apart": Hinted(attend(dropped), attend(bounded), ROWS, ALL),
+    "passes_apart": Hinted(
+        classified(lambda y: -jax.nn.log_softmax(5 * jnp.tanh(y / 5))[:, :1]),
+        classified(lambda y: -jax.nn.log_softmax(y)[:, :1]),
+        DENSE,
+        ALL,
+    ),
 }

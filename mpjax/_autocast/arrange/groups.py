@@ -36,8 +36,8 @@ def schedule(
       out_states: the state of each output.
       multiplied: the variables that a product reads, directly or after moves.
     """
-    stored, read_twice = speed.cuts(jaxpr, fused, states)
-    cuts = stored | _between_contexts(jaxpr)
+    stored = speed.cuts(jaxpr, fused, states)
+    cuts = stored.stored | _between_contexts(jaxpr)
     levels = _levels(jaxpr, fused, cuts)
     for _ in range(8):  # a cut splits a group, which may put another value between two groups
         more = _cuts(jaxpr, fused, levels, states, out_states, multiplied)
@@ -58,7 +58,7 @@ def schedule(
         order |= {i: (levels[indices[0]], 0, i) for i in members}
         alone += indices if group is None else ()
     eqns = [jaxpr.eqns[i] for i in alone]
-    marked = speed.marked(jaxpr, [g for _, g in grouped], eqns, read_twice, states)
+    marked = speed.marked(jaxpr, [g for _, g in grouped], eqns, stored, states)
     steps = [PlanStep(i, group) for (i, _), group in zip(grouped, marked, strict=True)]
     steps += [PlanStep([i]) for i in alone]
     return sorted(steps, key=lambda step: order[step.members[0]])

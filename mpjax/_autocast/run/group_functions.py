@@ -48,7 +48,7 @@ class GroupFunctions:
         self, plan: Plan, group: FusedGroup, eqns: Sequence[Eqn], arrays: Sequence[Any]
     ) -> list[Any]:
         if not group.marks.checkpoint:
-            return _function(plan, group, 0)(*arrays)
+            return _function(plan, group, 0, alone=True)(*arrays)
         around = _common_scopes(eqns)
         # Inside a user's rule, operands of a group may be tangents. Where one operand of a
         # `custom_jvp` function is a tangent, JAX's partial evaluation takes all its results for
@@ -56,7 +56,7 @@ class GroupFunctions:
         alone = plan.settings.in_loop or plan.settings.in_rule
         key = (alone, self._key(plan, group, eqns, around))
         if key not in self._functions:
-            fun = _function(plan, group, around)
+            fun = _function(plan, group, around, alone=alone)
             self._functions[key] = speed.recomputed(fun, group, arrays, alone=alone)
         with inside(eqns[0], around):
             return self._functions[key](*arrays)
@@ -93,15 +93,16 @@ def _common_scopes(eqns: Sequence[Eqn]) -> int:
     return shared
 
 
-def _function(plan: Plan, group: FusedGroup, around: int) -> Function:
-    ways = speed.Ways(group, plan.states, in_loop=plan.settings.in_loop, around=around)
+def _function(plan: Plan, group: FusedGroup, around: int, *, alone: bool) -> Function:
+    in_loop = plan.settings.in_loop
+    ways = speed.Ways(group, plan.states, in_loop=in_loop, alone=alone, around=around)
 
     def bound(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
         return bind(eqn, operands, precision.restored(eqn, plan.settings.float32_precision))
 
-    def fun(*arrays: Any) -> list[Any]:
-        running = ways.on(arrays)
-        for eqn in group.eqns:
+    def fun(*arrays: Any, **keywords: Any) -> list[Any]:
+        running = ways.on(arrays, **keywords)
+        for eqn in ways.eqns:
             running.run(eqn, bound)
         return running.outputs()
 

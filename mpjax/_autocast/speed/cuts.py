@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mpjax._autocast.decide import traits
 from mpjax._autocast.decide.states import Kind, State, copies, size
-from mpjax._autocast.speed import exact, linear
+from mpjax._autocast.speed import exact, linear, passes
 from mpjax._autocast.speed.hints import hint
 from mpjax._autocast.speed.storage import CONVOLUTION, bends, ends_a_kernel
 from mpjax._base import compat
@@ -26,6 +26,7 @@ class Cuts(NamedTuple):
 
     stored: set[Any]
     read_twice: set[Any]  # those of them that two passes read: for a statistic, and with it
+    turned: set[Any]  # those of them that a transpose makes of a product's result
 
 
 def of_program(jaxpr: Jaxpr, fused: Sequence[bool], states: dict[Any, State]) -> Cuts:
@@ -39,7 +40,9 @@ def of_program(jaxpr: Jaxpr, fused: Sequence[bool], states: dict[Any, State]) ->
     curved = linear.curved(jaxpr, fused, states)
     twice = read_twice(jaxpr, fused, states, curved)
     others = merged(jaxpr, fused, states, curved) | copied_last(jaxpr, fused, states)
-    return Cuts(read_exactly(jaxpr, fused, states, curved) | others | twice, twice)
+    turned = passes.turned(jaxpr, fused, states)
+    exactly = read_exactly(jaxpr, fused, states, curved)
+    return Cuts(exactly | others | twice | turned, twice, turned)
 
 
 @hint("read_exactly", lambda *_: set[Any]())

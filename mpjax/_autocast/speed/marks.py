@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from mpjax._autocast.decide import traits
 from mpjax._autocast.decide.states import Kind, State, fits, of_literal, size
-from mpjax._autocast.speed import exact, linear, rows, storage
+from mpjax._autocast.speed import exact, linear, passes, rows, storage
+from mpjax._autocast.speed.cuts import Cuts
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import only_moves
@@ -32,6 +33,7 @@ class Marks:
     apart: frozenset[Any] = frozenset()  # terms whose cotangents are sums, each in its own pass
     convolved: frozenset[Any] = frozenset()  # sums that cuDNN computes with a convolution
     rows: Any = None  # the input of a softmax of rows, which forward and backward each read
+    passed: Any = None  # the input of a softmax or a loss in several kernels, one a pass
     stored: frozenset[Any] = frozenset()  # outputs that a GPU stores low for all their readers
 
     def numbered(self, number: dict[Any, int]) -> tuple[Any, ...]:
@@ -62,7 +64,7 @@ def of_groups(
     jaxpr: Jaxpr,
     groups: Sequence[FusedGroup],
     alone: Sequence[Any],
-    read_twice: set[Any],
+    cuts: Cuts,
     states: dict[Any, State],
 ) -> list[FusedGroup]:
     """Returns the groups of a program with their marks.
@@ -71,16 +73,16 @@ def of_groups(
       jaxpr: open.
       groups: its groups.
       alone: the equations outside groups.
-      read_twice: the values between two passes; see `cuts`.
+      cuts: the values that are stored where they are made.
       states: the state of each value.
     """
     convolved = storage.convolved(jaxpr)
-    marks = [_of_group(group, convolved, read_twice, states) for group in groups]
+    marks = [_of_group(group, convolved, cuts.read_twice, states) for group in groups]
     stored = _stored(groups, marks)
-    rows_of = _rows(jaxpr, groups, alone, marks)
+    rows_of = _rows(jaxpr, groups, alone, marks, cuts.turned)
     return [
-        group._replace(marks=replace(mark, stored=low, rows=row))
-        for group, mark, low, row in zip(groups, marks, stored, rows_of, strict=True)
+        group._replace(marks=replace(mark, stored=low, rows=row, passed=passed))
+        for group, mark, low, (row, passed) in zip(groups, marks, stored, rows_of, strict=True)
     ]
 
 
@@ -136,9 +138,15 @@ def _stored(groups: Sequence[FusedGroup], marks: Sequence[Marks]) -> list[frozen
 
 
 def _rows(
-    jaxpr: Jaxpr, groups: Sequence[FusedGroup], alone: Sequence[Any], marks: Sequence[Marks]
-) -> list[Any]:
+    jaxpr: Jaxpr,
+    groups: Sequence[FusedGroup],
+    alone: Sequence[Any],
+    marks: Sequence[Marks],
+    turned: set[Any],
+) -> list[tuple[Any, Any]]:
     """Returns, for each group, the result of a product of which it computes a softmax, or None.
+
+    The first of the two is that of a softmax in one kernel, the second that of one in several.
 
     The group must be its only reader: another one may save it too, and so it would be saved twice.
     """
@@ -147,13 +155,21 @@ def _rows(
         reads.update(group.inputs)
     for eqn in alone:
         reads.update(set(compat.variables(eqn)))
-    stored = {v for v in rows.of_products(jaxpr) if reads[v] == 1}
+    stored = {v for v in rows.of_products(jaxpr) | turned if reads[v] == 1}
     return [
-        rows.normalised(group.eqns, [v for v in group.inputs if v in stored], group.outputs)
+        _rows_of(group, [v for v in group.inputs if v in stored], turned)
         if mark.checkpoint
-        else None
+        else (None, None)
         for group, mark in zip(groups, marks, strict=True)
     ]
+
+
+def _rows_of(group: FusedGroup, stored: Sequence[Any], turned: set[Any]) -> tuple[Any, Any]:
+    in_order = [v for v in stored if v not in turned]
+    in_a_kernel = rows.normalised(group.eqns, in_order, group.outputs)
+    if in_a_kernel is not None:
+        return rows.kept_apart(in_a_kernel), None
+    return None, passes.passed_over(group.eqns, stored)
 
 
 def _is_native(

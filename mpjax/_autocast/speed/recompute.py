@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from mpjax._autocast.decide import traits
 from mpjax._autocast.decide.states import SMALLER, size
-from mpjax._autocast.speed import lowerings, storage
+from mpjax._autocast.speed import lowerings, passes, storage
 from mpjax._autocast.speed.hints import hint
 from mpjax._autocast.speed.marks import FusedGroup
 from mpjax._base import compat
@@ -35,7 +35,8 @@ def recomputed(fun: Function, group: FusedGroup, inputs: Sequence[Any], *, alone
     in float32 after all. There the derivative reads inputs behind a barrier.
 
     Args:
-      fun: computes the group.
+      fun: computes the group. Of a softmax in several kernels it takes `statistics`, which it
+        notes or is given.
       group: the group.
       inputs: the arrays on which it will be called.
       alone: whether its derivative is in another program, as that of a loop's body is: XLA does not
@@ -43,14 +44,22 @@ def recomputed(fun: Function, group: FusedGroup, inputs: Sequence[Any], *, alone
     """
     apart = None if alone else _kept_apart(group)
     limit = max(size(x.shape) for x in inputs) // SMALLER  # statistics up to this size are saved
-    again = jax.checkpoint(fun, prevent_cse=False, policy=_keeps_small(limit))
-    return _apart(fun, again, apart) if apart else again
+    checkpoint = functools.partial(jax.checkpoint, prevent_cse=False, policy=_keeps_small(limit))
+    if apart is None:
+        return checkpoint(fun)
+    if group.marks.passed is not None:
+        return _apart_by_statistics(fun, checkpoint, apart)
+    return _apart(fun, checkpoint(fun), apart)
 
 
 def _kept_apart(group: FusedGroup) -> Apart | None:
     """Returns a function that puts inputs of a group's derivative behind a barrier, or None."""
     if group.marks.rows is not None:
         return functools.partial(one_apart, which=group.inputs.index(group.marks.rows))
+    if group.marks.passed is not None:
+        times = 1 + passes.Passes(group.eqns, group.marks.passed).count
+        which = group.inputs.index(group.marks.passed)
+        return functools.partial(one_apart, which=which, times=times)
     return all_apart if storage.worth_keeping_apart(group.eqns) else None
 
 
@@ -59,13 +68,18 @@ def all_apart(inputs: Sequence[Any]) -> list[Any]:
     return [lowerings.kept_apart(x) for x in inputs]
 
 
-def one_apart(inputs: Sequence[Any], *, which: int) -> list[Any]:
-    """Returns inputs of which one, the logits of a softmax, is behind a barrier on GPUs.
+def one_apart(inputs: Sequence[Any], *, which: int, times: int = 1) -> list[Any]:
+    """Returns inputs of which one, the logits of a softmax, is behind barriers on GPUs.
+
+    XLA takes two values behind equally many barriers for one: there is one more than forward.
 
     A mask or a bias that all layers read is saved for the backward pass once; behind a barrier, it
     would be saved for each layer.
     """
-    return [lowerings.rows_apart(x) if i == which else x for i, x in enumerate(inputs)]
+    others = list(inputs)
+    for _ in range(times):
+        others[which] = lowerings.rows_apart(others[which])
+    return others
 
 
 def _apart(fun: Function, again: Function, apart: Apart) -> Function:
@@ -74,24 +88,57 @@ def _apart(fun: Function, again: Function, apart: Apart) -> Function:
     The barrier of `jax.checkpoint` includes cotangents too: XLA would store the product that gives
     them before the group's derivative reads it.
     """
+    return _differentiated_apart(fun, again, apart)
+
+
+def _apart_by_statistics(fun: Any, checkpoint: Any, apart: Apart) -> Function:
+    """Returns `_apart` of `fun`, with its statistics given to the derivative.
+
+    On inputs behind a barrier it would compute them again, in passes of their own.
+    """
+
+    def noting(*inputs: Any) -> tuple[list[Any], list[Any]]:
+        statistics = passes.Statistics()
+        return fun(*inputs, statistics=statistics), statistics.noted
+
+    def again(before: tuple[list[Any], list[Any]], *inputs: Any) -> tuple[list[Any], list[Any]]:
+        _, taken = before
+        return given(taken, *inputs)
+
+    @checkpoint
+    def given(taken: list[Any], *inputs: Any) -> tuple[list[Any], list[Any]]:
+        statistics = passes.Statistics(given=iter(taken))
+        outs = fun(*inputs, statistics=statistics)
+        return outs, taken
+
+    run = _differentiated_apart(noting, again, apart, of_results=True)
+    return lambda *inputs: run(*inputs)[0]
+
+
+def _differentiated_apart(fun: Any, again: Any, apart: Apart, *, of_results: bool = False) -> Any:
+    """Returns `fun` with the derivative of `again`, on inputs behind a barrier.
+
+    `of_results`: whether `again` takes the results of `fun` too, as its first argument.
+    """
 
     @jax.custom_jvp
-    def run(*inputs: Any) -> list[Any]:
+    def run(*inputs: Any) -> Any:
         return fun(*inputs)
 
     @functools.partial(run.defjvp, symbolic_zeros=True)
-    def _(inputs: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def _(inputs: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
         others = apart(inputs)
+        before = [run(*inputs)] if of_results else []
 
-        def of_moving(*values: Any) -> list[Any]:
+        def of_moving(*values: Any) -> Any:
             mixed = list(others)
             for i, value in zip(moving, values, strict=True):
                 mixed[i] = value
-            return again(*mixed)
+            return again(*before, *mixed)
 
         _, outs = jax.jvp(of_moving, [others[i] for i in moving], [tangents[i] for i in moving])
-        return run(*inputs), outs
+        return (before or [run(*inputs)])[0], outs
 
     return compat.inlined(run)
 

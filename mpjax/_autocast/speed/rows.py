@@ -31,7 +31,12 @@ def of_products(jaxpr: Jaxpr) -> set[Any]:
     return {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"}
 
 
-@hint("rows_apart", lambda *_: None)
+@hint("rows_apart", lambda _: None)
+def kept_apart(of: Any) -> Any:
+    """Returns the input of a softmax in one kernel; its gradient reads it behind a barrier."""
+    return of
+
+
 def normalised(
     eqns: Sequence[Eqn], stored: Iterable[Any], outputs: Iterable[tuple[Any, bool, bool]]
 ) -> Any:
@@ -47,7 +52,7 @@ def normalised(
     largest = max(size(v.aval.shape) for eqn in eqns for v in eqn.outvars)
     passes: dict[Any, int] = {}  # how many statistics in a row a value depends on
     for eqn in eqns:
-        if storage.ends_a_kernel(eqn) or _turns(eqn, largest) or _is_long(eqn):
+        if storage.ends_a_kernel(eqn) or turns(eqn, largest) or _is_long(eqn):
             return None
         before = max((passes.get(v, 0) for v in compat.variables(eqn)), default=0)
         passes.update((v, before + storage.takes_a_statistic(eqn)) for v in eqn.outvars)
@@ -64,7 +69,7 @@ def _is_long(eqn: Eqn) -> bool:
     return read > _ROW * size(eqn.outvars[0].aval.shape)
 
 
-def _turns(eqn: Eqn, largest: int) -> bool:
+def turns(eqn: Eqn, largest: int) -> bool:
     """Whether an equation transposes the last axis of a large value: then rows are not rows."""
     if eqn.primitive.name != "transpose" or size(eqn.outvars[0].aval.shape) < largest:
         return False

@@ -66,7 +66,7 @@ def activated(eqns: Sequence[Eqn]) -> dict[Any, bool]:
         if bends(eqn) and (is_joined or not exact.is_exact(eqn, BFLOAT16)):
             is_dear = not linear.keeps_a_mask_at_most(eqn, {})
             dear |= {v: is_dear or dear.get(v, False) for v in of & normalised}
-        elif _is_dear(eqn):
+        elif rather_stored(eqn):
             dear |= dict.fromkeys(of & affine, True)
         if eqn.primitive.name in traits.PERMUTES:
             affine = affine.union(eqn.outvars if affine & of else ())
@@ -135,7 +135,7 @@ def bends(eqn: Eqn) -> bool:
     return eqn.primitive.name in traits.BENDS
 
 
-def _is_dear(eqn: Eqn) -> bool:
+def rather_stored(eqn: Eqn) -> bool:
     """Whether XLA would store an operation's result rather than recompute it: an `exp`."""
     rule = OP_RULES.get(eqn.primitive.name)
     if rule is None or rule.op_class is not OpClass.FULL:

@@ -7,14 +7,14 @@ log-probabilities.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from mpjax._autocast.decide import traits
 from mpjax._autocast.decide.states import State
-from mpjax._autocast.speed import centred, curves, lowerings, moves, picks
+from mpjax._autocast.speed import centred, curves, lowerings, moves, passes, picks
 from mpjax._autocast.speed.curves import widened
 from mpjax._autocast.speed.marks import FusedGroup, low_cotangent, stored_dtype
 from mpjax._base import compat
@@ -32,13 +32,22 @@ class Ways:
       group: its equations, inputs, outputs and marks.
       states: the state of each value of the program.
       in_loop: whether it is in the body of a loop, whose backward pass is another loop.
+      alone: whether its derivative is in another program, which XLA does not compare with it.
       around: the number of named scopes that are open where it runs.
     """
 
     def __init__(
-        self, group: FusedGroup, states: dict[Any, State], *, in_loop: bool, around: int
+        self,
+        group: FusedGroup,
+        states: dict[Any, State],
+        *,
+        in_loop: bool,
+        alone: bool,
+        around: int,
     ) -> None:
-        eqns, outputs = group.eqns, [v for v, *_ in group.outputs]
+        self.passes = passes.Passes(group.eqns, None if alone else group.marks.passed)
+        self.eqns = eqns = self.passes.eqns
+        outputs = [v for v, *_ in group.outputs]
         self.group, self.states, self.around = group, states, around
         self.unwidened = moves.moved_low(eqns)
         self.again = moves.moved_again(eqns, group.inputs)
@@ -51,19 +60,22 @@ class Ways:
             others |= group.marks.several | group.marks.convolved
             self.curves = curves.curves(eqns, group.inputs, outputs, others)
 
-    def on(self, arrays: Sequence[Any]) -> Running:
+    def on(self, arrays: Sequence[Any], statistics: passes.Statistics | None = None) -> Running:
         """Returns a run of the group on its inputs, in the dtypes in which they were made."""
-        return Running(self, arrays)
+        return Running(self, arrays, statistics)
 
 
 class Running:
     """One run of a group: its values so far."""
 
-    def __init__(self, ways: Ways, arrays: Sequence[Any]) -> None:
+    def __init__(
+        self, ways: Ways, arrays: Sequence[Any], statistics: passes.Statistics | None
+    ) -> None:
         self._ways, self._marks = ways, ways.group.marks
         self._given = dict(zip(ways.group.inputs, arrays, strict=True))
         self._local = dict(self._given)
         self._picking = picks.Parts(ways.picked_from, self._given)
+        self._passing = passes.Passing(ways.passes, self._given, ways.around, statistics)
 
     def run(self, eqn: Eqn, bound: Bind) -> None:
         """Adds the results of the next equation.
@@ -83,28 +95,32 @@ class Running:
         source = self._given.get(ways.again.get(first))
         if source is not None and source.dtype != values[0].dtype:
             values = [moves.valued(*values, widened(first, *bind(eqn, [source])))]
-        values = self._cut(eqn, variables, self._marked(eqn, values))
+        values = self._passing.noted(eqn, self._marked(eqn, values))
+        values = self._cut(eqn, variables, values)
         self._local.update(zip(eqn.outvars, values, strict=True))
 
     def outputs(self) -> list[Any]:
         """Returns the outputs: for each its low form, then its float32 one, if wanted."""
         outs: list[Any] = []
+        in_passes = bool(self._ways.passes.later)
         for var, is_low, is_full in self._ways.group.outputs:
             if is_low:
                 low = self._local[var].astype(self._ways.states[var].dtype)
-                outs.append(lowerings.stored(low) if var in self._marks.stored else low)
+                is_stored = in_passes or var in self._marks.stored
+                outs.append(lowerings.stored(low) if is_stored else low)
             if is_full:
                 outs.append(widened(var, self._local[var]))
         return outs
 
     def _computed(self, eqn: Eqn, bound: Bind) -> list[Any]:
+        local = self._passing.read(eqn, self._local)
         with written_at(eqn, self._ways.around):
-            values = self._ways.centres.run(eqn, self._local, self._marks.dear)
-            operands = [] if values else self._operands(eqn)
+            values = self._ways.centres.run(eqn, local, self._marks.dear)
+            operands = [] if values else self._operands(eqn, local)
             return values or self._picking.run(eqn, operands) or bound(eqn, operands)
 
-    def _operands(self, eqn: Eqn) -> list[Any]:
-        values = [a.val if compat.is_literal(a) else self._local[a] for a in eqn.invars]
+    def _operands(self, eqn: Eqn, local: Mapping[Any, Any]) -> list[Any]:
+        values = [a.val if compat.is_literal(a) else local[a] for a in eqn.invars]
         for i, v in enumerate(eqn.invars if eqn.primitive.name in traits.ADDS else ()):
             if not compat.is_literal(v) and v in self._marks.apart:
                 # Broadcast here, or XLA would sum its cotangent before it stores it.
