@@ -20,8 +20,7 @@ from _heads import HEADS
 import mpjax
 from benchmarks.networks import NETWORKS
 from mpjax._autocast import api
-from mpjax._autocast.arrange import plan
-from mpjax._autocast.decide import reads
+from mpjax._autocast.decide import decided, reads
 from mpjax._autocast.decide.states import Kind
 from mpjax._base import compat
 from mpjax._jaxpr import structure
@@ -88,7 +87,7 @@ def _planned(fun, args):
     made = []
 
     def trace(*xs):
-        settings = plan.Settings(mpjax.get_policy("bf16-mixed"))
+        settings = decided.Settings(mpjax.get_policy("bf16-mixed"))
         made.append(api.planned(fun, xs, {}, settings))
         return ()
 
