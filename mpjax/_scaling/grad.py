@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,16 @@ X = TypeVar("X")
 A = TypeVar("A")
 
 
+class _Options(TypedDict, total=False):
+    """Options of `value_and_grad` and `grad` on which the type of no result depends."""
+
+    unscale: bool | None
+    policy: PolicySpec
+    axis_name: AxisName
+    holomorphic: bool
+    allow_int: bool
+
+
 @overload
 def value_and_grad(
     fun: Callable[Concatenate[X, P], R],
@@ -66,11 +76,7 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     loss_scale: LossScale | float | None,
-    unscale: bool | None = None,
-    policy: PolicySpec = None,
-    axis_name: AxisName = None,
-    holomorphic: bool = False,
-    allow_int: bool = False,
+    **options: Unpack[_Options],
 ) -> Callable[Concatenate[X, P], tuple[R, X]]: ...
 @overload
 def value_and_grad(
@@ -79,11 +85,7 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     loss_scale: LossScale | float | None,
-    unscale: bool | None = None,
-    policy: PolicySpec = None,
-    axis_name: AxisName = None,
-    holomorphic: bool = False,
-    allow_int: bool = False,
+    **options: Unpack[_Options],
 ) -> Callable[P, tuple[R, PyTree]]: ...
 @names_keywords(GRADIENTS)
 def value_and_grad(
@@ -228,11 +230,7 @@ def grad(
     *,
     has_aux: Literal[True],
     loss_scale: LossScale | float | None,
-    unscale: bool | None = None,
-    policy: PolicySpec = None,
-    axis_name: AxisName = None,
-    holomorphic: bool = False,
-    allow_int: bool = False,
+    **options: Unpack[_Options],
 ) -> Callable[Concatenate[X, P], tuple[X, A]]: ...
 @overload
 def grad(
@@ -241,11 +239,7 @@ def grad(
     has_aux: Literal[False] = False,
     *,
     loss_scale: LossScale | float | None,
-    unscale: bool | None = None,
-    policy: PolicySpec = None,
-    axis_name: AxisName = None,
-    holomorphic: bool = False,
-    allow_int: bool = False,
+    **options: Unpack[_Options],
 ) -> Callable[Concatenate[X, P], X]: ...
 @overload
 def grad(
@@ -254,11 +248,7 @@ def grad(
     has_aux: bool = False,
     *,
     loss_scale: LossScale | float | None,
-    unscale: bool | None = None,
-    policy: PolicySpec = None,
-    axis_name: AxisName = None,
-    holomorphic: bool = False,
-    allow_int: bool = False,
+    **options: Unpack[_Options],
 ) -> Callable[P, PyTree]: ...
 @names_keywords(GRADIENTS)
 def grad(
