@@ -16,11 +16,10 @@ import _metamorphic as metamorphic
 import jax
 import pytest
 from _heads import HEADS
+from _planned import plan_of
 
-import mpjax
 from benchmarks.networks import NETWORKS
-from mpjax._autocast import api
-from mpjax._autocast.decide import decided, reads
+from mpjax._autocast.decide import reads
 from mpjax._autocast.decide.states import Kind
 from mpjax._base import compat
 from mpjax._jaxpr import structure
@@ -83,18 +82,6 @@ def test_uncut_every_head_is_as_exact_as_a_hand_cast(head: str, dtype: str) -> N
     assert grads <= limit[1]
 
 
-def _planned(fun, args):
-    made = []
-
-    def trace(*xs):
-        settings = decided.Settings(mpjax.get_policy("bf16-mixed"))
-        made.append(api.planned(fun, xs, {}, settings))
-        return ()
-
-    jax.eval_shape(trace, *args)
-    return made[0]
-
-
 Told = Callable[[Any, Any], Any]
 """(a plan, a value of it) → what is compared; no plan: inside a function taken as a whole."""
 
@@ -133,11 +120,11 @@ def _plans(name: str, inside: bool, kind: str, cuts: int, told: Told):
     """Returns what is told of a program uncut, and of each of some cuts; nothing is computed."""
     closed, args = metamorphic.traced(name, "bf16", inside), metamorphic.program(name).leaves
     with mock.patch("mpjax._autocast.decide.fusible._MAX_FUNCTION", 0):  # look into all pieces
-        _kept, whole = _planned(jax.extend.core.jaxpr_as_fun(closed), args)
+        _kept, whole = plan_of(jax.extend.core.jaxpr_as_fun(closed), args)
         of_cuts = []
         for i in range(cuts):
             rng = random.Random(f"{name} {kind} {i}")
-            _kept, plan_of_cut = _planned(_cuts.random_cut(closed, kind, rng), args)
+            _kept, plan_of_cut = plan_of(_cuts.random_cut(closed, kind, rng), args)
             of_cuts.append(_decided(plan_of_cut, told))
         return _decided(whole, told), of_cuts
 
