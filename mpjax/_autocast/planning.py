@@ -10,8 +10,8 @@ from mpjax._autocast.attention import steps as attention_steps
 from mpjax._autocast.attention import under_plan
 from mpjax._autocast.decide import facts, reads
 from mpjax._autocast.decide.decided import Action, Decided, Settings
-from mpjax._autocast.decide.equations import decide
-from mpjax._autocast.decide.must import steps
+from mpjax._autocast.decide.equations import Planner
+from mpjax._autocast.decide.must.steps import Relations
 from mpjax._autocast.decide.states import State
 from mpjax._autocast.eight_bits import quantized
 from mpjax._base import compat
@@ -24,7 +24,7 @@ def make_plan(
     wants: tuple[int, ...],
     settings: Settings,
     given: tuple[facts.Fact, ...] | None = None,
-    relations: steps.Relations = frozenset(),
+    relations: Relations = frozenset(),
 ) -> Plan:
     """Returns the plan of a jaxpr.
 
@@ -38,18 +38,8 @@ def make_plan(
     """
     opened = compat.closed(jaxpr).jaxpr
     products = quantized.QuantizedProducts(opened, settings.policy, settings.given)
-    return arranged(
-        decide(
-            jaxpr,
-            in_states,
-            wants,
-            settings,
-            given,
-            relations,
-            products=products,
-            inner=plan_inner,
-        )
-    )
+    planner = Planner(jaxpr, in_states, wants, settings, given, relations)
+    return arranged(planner.run(products, plan_inner))
 
 
 plan_inner = by_program(make_plan)

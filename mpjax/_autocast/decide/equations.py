@@ -30,7 +30,6 @@ from mpjax._autocast.decide.activations import is_activation
 from mpjax._autocast.decide.decided import Action, Decided, Decision, Settings
 from mpjax._autocast.decide.may import norms
 from mpjax._autocast.decide.must import carries, conditioned
-from mpjax._autocast.decide.must.steps import Relations
 from mpjax._autocast.decide.rounding import Rounding
 from mpjax._autocast.decide.states import FLOAT32, Kind, State, is_float32
 from mpjax._base import compat
@@ -56,40 +55,19 @@ PlanProgram = Callable[..., Decided]
 """Plans a program, as `planning.make_plan` does."""
 
 
-def decide(
-    jaxpr: Any,
-    in_states: tuple[State, ...],
-    wants: tuple[int, ...],
-    settings: Settings,
-    given: tuple[facts.Fact, ...] | None,
-    relations: Relations,
-    *,
-    products: Products,
-    inner: PlanProgram,
-) -> Decided:
-    """Returns what is decided of a jaxpr.
-
-    Args:
-      jaxpr: the program, closed or not; whoever reads what was decided has to hold it.
-      in_states: of its inputs.
-      wants: how each output is read outside, in the flags of `reads`.
-      settings: what the user asked for.
-      given: what is known of its inputs, by default nothing.
-      relations: which of them were computed of which others.
-      products: decides which products are in 8 bits.
-      inner: plans the programs that equations hold.
-    """
-    planner = _Planner(jaxpr, in_states, wants, settings, given, relations)
-    return planner.run(products, inner)
-
-
-class _Planner(Rounding):
-    """Decides one equation after the other."""
+class Planner(Rounding):
+    """Decides one equation of a jaxpr after the other; its arguments are those of `Rounding`."""
 
     products: Products
     plan_inner: PlanProgram
 
     def run(self, products: Products, inner: PlanProgram) -> Decided:
+        """Returns the decisions.
+
+        Args:
+          products: decides which products are in 8 bits.
+          inner: plans the programs that equations hold.
+        """
         self.products, self.plan_inner = products, inner
         self.compared: set[Any] = set()
         self.changed = False

@@ -40,32 +40,29 @@ class GroupFunctions:
           group: one of its groups.
           arrays: the inputs of the group, in the dtypes in which they were made.
         """
-        eqns = group.eqns
-        with eqns[0].ctx.manager:
-            return self._run(plan, group, eqns, arrays)
+        with group.eqns[0].ctx.manager:
+            return self._run(plan, group, arrays)
 
-    def _run(
-        self, plan: Plan, group: FusedGroup, eqns: Sequence[Eqn], arrays: Sequence[Any]
-    ) -> list[Any]:
+    def _run(self, plan: Plan, group: FusedGroup, arrays: Sequence[Any]) -> list[Any]:
         if not group.marks.checkpoint:
             return _function(plan, group, 0, alone=True)(*arrays)
-        around = _common_scopes(eqns)
+        around = _common_scopes(group.eqns)
         # Inside a user's rule, operands of a group may be tangents. Where one operand of a
         # `custom_jvp` function is a tangent, JAX's partial evaluation takes all its results for
         # unknown: so a group there runs without a rule of ours.
         alone = plan.settings.in_loop or plan.settings.in_rule
-        key = (alone, self._key(plan, group, eqns, around))
+        key = (alone, self._key(plan, group, around))
         if key not in self._functions:
             fun = _function(plan, group, around, alone=alone)
             self._functions[key] = speed.recomputed(fun, group, arrays, alone=alone)
-        with inside(eqns[0], around):
+        with inside(group.eqns[0], around):
             return self._functions[key](*arrays)
 
-    def _key(self, plan: Plan, group: FusedGroup, eqns: Sequence[Eqn], around: int) -> Hashable:
+    def _key(self, plan: Plan, group: FusedGroup, around: int) -> Hashable:
         """Returns the key of a group: equal for equal groups, whose outer scopes may differ."""
         number = {v: i for i, v in enumerate(group.inputs)}
         content: list[Hashable] = [v.aval for v in group.inputs]
-        for eqn in eqns:
+        for eqn in group.eqns:
             operands = [literal_key(v) if compat.is_literal(v) else number[v] for v in eqn.invars]
             params = [(name, hashable(value)) for name, value in sorted(eqn.params.items())]
             place = (eqn.source_info.name_stack[around:], self._line(eqn), eqn.ctx)
@@ -100,8 +97,8 @@ def _function(plan: Plan, group: FusedGroup, around: int, *, alone: bool) -> Fun
     def bound(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
         return bind(eqn, operands, precision.restored(eqn, plan.settings.float32_precision))
 
-    def fun(*arrays: Any, **keywords: Any) -> list[Any]:
-        running = ways.on(arrays, **keywords)
+    def fun(*arrays: Any, statistics: Any = None) -> list[Any]:
+        running = ways.on(arrays, statistics)
         for eqn in ways.eqns:
             running.run(eqn, bound)
         return running.outputs()

@@ -9,7 +9,6 @@ Ways: the same values by other operations, in a group (`Ways`) or alone (`pick`,
 Arounds: operations around a product's operands and result, where it is lowered (`alone`).
 """
 
-from mpjax._autocast.speed.cuts import Cuts
 from mpjax._autocast.speed.cuts import of_program as cuts
 from mpjax._autocast.speed.enumerated import uncounted
 from mpjax._autocast.speed.epilogue import alone, spread
@@ -27,7 +26,6 @@ from mpjax._autocast.speed.recompute import recomputed
 from mpjax._autocast.speed.ways import Ways
 
 __all__ = [
-    "Cuts",
     "FusedGroup",
     "Ways",
     "alone",

@@ -49,7 +49,7 @@ def recomputed(fun: Function, group: FusedGroup, inputs: Sequence[Any], *, alone
         return checkpoint(fun)
     if group.marks.passed is not None:
         return _apart_by_statistics(fun, checkpoint, apart)
-    return _apart(fun, checkpoint(fun), apart)
+    return _differentiated_apart(fun, checkpoint(fun), apart)
 
 
 def _kept_apart(group: FusedGroup) -> Apart | None:
@@ -82,17 +82,8 @@ def one_apart(inputs: Sequence[Any], *, which: int, times: int = 1) -> list[Any]
     return others
 
 
-def _apart(fun: Function, again: Function, apart: Apart) -> Function:
-    """Returns `fun` with the derivative of `again`, on inputs behind a barrier.
-
-    The barrier of `jax.checkpoint` includes cotangents too: XLA would store the product that gives
-    them before the group's derivative reads it.
-    """
-    return _differentiated_apart(fun, again, apart)
-
-
 def _apart_by_statistics(fun: Any, checkpoint: Any, apart: Apart) -> Function:
-    """Returns `_apart` of `fun`, with its statistics given to the derivative.
+    """Returns `fun` with its statistics given to its derivative, on inputs behind a barrier.
 
     On inputs behind a barrier it would compute them again, in passes of their own.
     """
@@ -117,6 +108,9 @@ def _apart_by_statistics(fun: Any, checkpoint: Any, apart: Apart) -> Function:
 
 def _differentiated_apart(fun: Any, again: Any, apart: Apart, *, of_results: bool = False) -> Any:
     """Returns `fun` with the derivative of `again`, on inputs behind a barrier.
+
+    The barrier of `jax.checkpoint` includes cotangents too: XLA would store the product that gives
+    them before the group's derivative reads it.
 
     `of_results`: whether `again` takes the results of `fun` too, as its first argument.
     """
