@@ -12,6 +12,7 @@ from mpjax._autocast.decide import facts, reads
 from mpjax._autocast.decide.decided import Action, Decided, Settings
 from mpjax._autocast.decide.equations import Planner
 from mpjax._autocast.decide.must.steps import Relations
+from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.states import State
 from mpjax._autocast.eight_bits import quantized
 from mpjax._base import compat
@@ -52,7 +53,7 @@ def arranged(decided: Decided) -> Plan:
     closed, decisions = decided.jaxpr, decided.decisions
     for decision in decisions:
         if decision.action is Action.ATTENTION:
-            decision.reason = under_plan.where(decision.eqn, decision.low)
+            decision.reason = Reason(under_plan.where(decision.eqn, decision.low))
     fused = [d.action is Action.FUSED for d in decisions]
     multiplied = frozenset(v for v, want in decided.reads.items() if want & reads.PRODUCT)
     steps = groups.schedule(closed.jaxpr, fused, decided.states, decided.out_states, multiplied)

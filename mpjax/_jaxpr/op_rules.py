@@ -307,6 +307,9 @@ PRODUCTS: frozenset[str] = frozenset(_rows(_LOWER, OpClass.LOWER))
 MOVES: frozenset[str] = frozenset(_rows(_KEEP, OpClass.KEEP))
 """Operations that leave the values of elements as they are."""
 
+EXACT: frozenset[str] = frozenset(n for n, rule in OP_RULES.items() if rule.reason == "exact")
+"""Operations that give the same result on low operands as on float32."""
+
 ACTIVATIONS: frozenset[str] = frozenset(_ACTIVATIONS.split())
 """Functions that count as one operation: low operand, low result, float32 between them."""
 

@@ -25,6 +25,7 @@ from mpjax._autocast.attention.pattern import SOFTMAX, Finder, Match
 from mpjax._autocast.attention.program import MULTIPLIED, AttentionProgram, Empty, Operands, Spec
 from mpjax._autocast.decide import scopes
 from mpjax._autocast.decide.decided import Action
+from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.states import Kind
 from mpjax._autocast.speed import hint
 from mpjax._base import compat
@@ -211,7 +212,7 @@ def _attended(finder: Finder, place: _Places, match: Match, mine: list[int]) -> 
     if not (where := place.why[key]):
         return None
     for i in (one.first, one.last):
-        place.decisions[i].reason = where
+        place.decisions[i].reason = Reason(where)
     return one
 
 

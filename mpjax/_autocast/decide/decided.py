@@ -15,6 +15,7 @@ from typing import Any
 from mpjax._autocast.decide import demand, may, scopes, states
 from mpjax._autocast.decide.facts import Facts
 from mpjax._autocast.decide.reads import FORWARD
+from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.states import FLOAT32, State
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn
@@ -76,7 +77,7 @@ class Decision:
 
     eqn: Eqn
     action: Action
-    reason: str
+    reason: Reason
     low: Any = None  # the dtype of a product's operands
     out_dtype: Any = None  # that of a product's or native operation's result
     call: Any = None  # a `control.CallPlan`, where the action is to call

@@ -22,6 +22,7 @@ from mpjax._autocast.decide import (
     fusible,
     named_attention,
     reads,
+    reasons,
     scopes,
     states,
     traits,
@@ -30,6 +31,7 @@ from mpjax._autocast.decide.activations import is_activation
 from mpjax._autocast.decide.decided import Action, Decided, Decision, Settings
 from mpjax._autocast.decide.may import norms
 from mpjax._autocast.decide.must import carries, conditioned
+from mpjax._autocast.decide.reasons import By, Reason
 from mpjax._autocast.decide.rounding import Rounding
 from mpjax._autocast.decide.states import FLOAT32, Kind, State, is_float32
 from mpjax._base import compat
@@ -103,41 +105,42 @@ class Planner(Rounding):
             return self.decide_attention(eqn, settings)
         kind = op_class(name, settings.rules)
         if structure.applies_function(eqn):
-            return self.as_traced(eqn, states.WIDE, "its function is unknown: in float32")
+            return self.as_traced(eqn, states.WIDE, Reason("its function is unknown: in float32"))
         if kind is OpClass.LOWER or name in PRODUCTS:
             return self.decide_product(eqn, kind, settings)
         if name == "convert_element_type":
-            return self.fused(eqn, self.converted(eqn), "explicit cast")
+            return self.fused(eqn, self.converted(eqn), Reason("explicit cast"))
         if name in COMPARISONS:
             self.compared.update(eqn.outvars)
-            return self.fused(eqn, states.FOREIGN, "compared in float32: exact")
+            return self.fused(eqn, states.FOREIGN, Reason("compared in float32: exact"))
         if name == "iota":
             count = eqn.params["shape"][eqn.params["dimension"]]
-            return self.as_traced(eqn, states.positions(count), "positions")
+            return self.as_traced(eqn, states.positions(count), Reason("positions"))
         if name == "dequantized":
-            return self.as_traced(eqn, states.INPUT, "a weight in 8 bits, times its scales")
+            return self.as_traced(eqn, states.INPUT, Reason("a weight in 8 bits, times its scales"))
         if name == "bitcast_convert_type" or kind is None:
             operands = [self.state(v) for v in eqn.invars]
-            return self.as_traced(eqn, states.unknown(operands), "no rule: as traced, float32")
+            return self.as_traced(eqn, states.unknown(operands), reasons.NO_RULE)
         return self.decide_by_class(eqn, kind, settings)
 
     def decide_by_class(self, eqn: Eqn, kind: OpClass, settings: Settings) -> Decision:
         name = eqn.primitive.name
         rule = OP_RULES[name]
+        own = Reason(rule.reason) if rule.op_class is OpClass.FULL else None
         operands = [self.state(v) for v in eqn.invars]
         if name == "reduce_sum" and operands[0].kind == Kind.CONSTANT:
             dims = [eqn.invars[0].aval.shape[i] for i in eqn.params["axes"]]
-            return self.fused(eqn, states.total(operands[0], dims), rule.reason)
+            return self.fused(eqn, states.total(operands[0], dims), own)
         if self.low_dtype(eqn, settings) is None and not self.reads_low(eqn):
             kind = OpClass.KEEP if kind is OpClass.KEEP else OpClass.FULL
         if kind is OpClass.FULL:
             state = states.full(operands)
             is_total = name in traits.RUNNING and state.kind == Kind.WIDE
-            return self.fused(eqn, states.keep(state) if is_total else state, rule.reason)
+            return self.fused(eqn, states.keep(state) if is_total else state, own)
         if kind is OpClass.KEEP:
-            return self.decide_keep(eqn, operands, rule.reason)
+            return self.decide_keep(eqn, operands)
         if settings.as_written or self.low_dtype(eqn, settings) is None:
-            return self.fused(eqn, states.full(operands), "float32 was asked for here")
+            return self.fused(eqn, states.full(operands), Reason(reasons.NO_LOW_DTYPE))
         branches = self.with_branches(eqn, self.as_followed(eqn, operands))
         state = states.follow(branches, widest=settings.widest)
         if state.kind == Kind.LOW:
@@ -151,7 +154,7 @@ class Planner(Rounding):
             state = self.of_sum(eqn, alike, state)
         if state.kind == Kind.LOW:
             state = _unrounded_parts(name, operands) or state
-        return self.fused(eqn, state, rule.reason)
+        return self.fused(eqn, state, own)
 
     def with_branches(self, eqn: Eqn, operands: Sequence[State]) -> Sequence[State]:
         """The states of operands; a normalised branch that joins a stream counts as low."""
@@ -167,17 +170,17 @@ class Planner(Rounding):
     def reads_low(self, eqn: Eqn) -> bool:
         return any(self.state(v).kind == Kind.LOW for v in eqn.invars)
 
-    def decide_keep(self, eqn: Eqn, operands: Sequence[State], reason: str) -> Decision:
+    def decide_keep(self, eqn: Eqn, operands: Sequence[State]) -> Decision:
         name = eqn.primitive.name
         floats = [s for v, s in zip(eqn.invars, operands, strict=True) if is_float32(v)]
         if len(eqn.outvars) > 1 and len(eqn.invars) == len(eqn.outvars):
-            return self.keep(eqn, operands, reason)  # optimization_barrier and collectives
+            return self.keep(eqn, operands)  # optimization_barrier and collectives
         state = floats[0] if floats else states.FOREIGN
         if state == states.INPUT and demand.resizes(eqn) and name not in traits.CUTS:
             state = states.NEUTRAL  # rows of a table, or copies
         if state.kind == Kind.CONSTANT:
             state = states.arithmetic(name, [state]) if name in ("neg", "abs") else state
-        return self.keep(eqn, [state] * len(eqn.outvars), reason)
+        return self.keep(eqn, [state] * len(eqn.outvars))
 
     def converted(self, eqn: Eqn) -> State:
         source, target = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
@@ -199,21 +202,23 @@ class Planner(Rounding):
         want = self.demand.get(eqn.outvars[0], 0)
         low = self.low_dtype(eqn, settings)
         how, why, low = self.products.config(eqn, settings, low, exact=bool(want & reads.EXACT))
-        reason = self.why_not_lower(eqn, kind, low) or conditioned.why_not_low(eqn, want)
+        reason = self.why_not_lower(eqn, kind, low)
+        if not reason and (asked := conditioned.why_not_low(eqn, want)):
+            reason = Reason(asked, By.READER)
+            self.changed = True  # it has a row, and equals others
         if reason:
-            self.changed |= reason in conditioned.REASONS  # it has a row, and equals others
             state = states.full([self.state(v) for v in eqn.invars])
             if settings.dot_precision is not None and demand.has_default_precision(eqn):
                 self.changed = True
             return self.as_traced(eqn, state, reason)
         if contraction.only_sums(eqn) and any(self.state(v).kind == Kind.WIDE for v in eqn.invars):
             self.record(eqn, [states.full([self.state(v) for v in eqn.invars])])
-            return Decision(eqn, Action.FUSED, "a sum of float32 values")
+            return Decision(eqn, Action.FUSED, self.because(eqn, Reason("a sum of float32 values")))
         if contraction.adds_nothing(eqn):
             unkept = [states.unkept(self.state(v)) for v in eqn.invars]
             state = states.follow(self.as_followed(eqn, unkept), widest=settings.widest)
             self.record(eqn, [self.stored(eqn, eqn.outvars[0], state)])
-            return Decision(eqn, Action.FUSED, "contracts nothing, or one element: elementwise")
+            return Decision(eqn, Action.FUSED, self.because(eqn, None))
         self.changed = True
         backward = scopes.is_transposed(eqn.source_info.name_stack)
         seen = want & (reads.OUTPUT | reads.FULL)
@@ -228,23 +233,26 @@ class Planner(Rounding):
         if eqn.outvars[0] in self.meeting:
             rounded = states.unrounded(rounded)
         self.states[eqn.outvars[0]] = wide if exact else rounded
-        reason = why or OP_RULES[eqn.primitive.name].reason
+        by_class = Reason(why or OP_RULES[eqn.primitive.name].reason)
+        reason = reasons.of_reader_beside_a_product(want)
         out = FLOAT32 if exact else low
         path = self.products.path(eqn) if how is not None else ""
-        return Decision(eqn, Action.PRODUCT, reason, low=low, out_dtype=out, how=how, path=path)
+        return Decision(
+            eqn, Action.PRODUCT, reason or by_class, low=low, out_dtype=out, how=how, path=path
+        )
 
-    def why_not_lower(self, eqn: Eqn, kind: OpClass | None, low: Any) -> str:
+    def why_not_lower(self, eqn: Eqn, kind: OpClass | None, low: Any) -> Reason | None:
         operands = eqn.invars[:2]
         if low is None:
-            return "float32 was asked for here"
+            return self.of_user(eqn, states.WIDE) or Reason(reasons.NO_LOW_DTYPE)
         if kind is not OpClass.LOWER:
-            return "kept in float32 by rules="
+            return self.of_user(eqn, states.WIDE) or Reason("kept in float32 by rules=", By.USER)
         if reason := demand.why_as_written(eqn):
-            return reason
+            return Reason(reason)
         held = [self.state(v) for v in operands]
         if any(s.kind == Kind.CONSTANT and not states.fits(s, low) for s in held):
-            return "a constant that the compute dtype cannot hold"
-        return ""
+            return Reason("a constant that the compute dtype cannot hold")
+        return None
 
     def decide_attention(self, eqn: Eqn, settings: Settings) -> Decision:
         low = self.low_dtype(eqn, settings)
@@ -252,11 +260,12 @@ class Planner(Rounding):
         is_exact = any(want & demand.EXACT for want in wants)
         reason = named_attention.why_as_written(eqn, settings, low, is_exact=is_exact)
         if reason or low is None:
-            return self.as_traced(eqn, states.full([self.state(v) for v in eqn.invars]), reason)
+            state = states.full([self.state(v) for v in eqn.invars])
+            return self.as_traced(eqn, state, self.of_user(eqn, state) or Reason(reason))
         self.changed = True
         is_low = named_attention.results_low(eqn)
         self.record(eqn, [states.low(low) if yes else states.WIDE for yes in is_low])
-        return Decision(eqn, Action.ATTENTION, "", low=low)  # `planning` names the kernel
+        return Decision(eqn, Action.ATTENTION, Reason(""), low=low)  # `planning` names the kernel
 
     def decide_call(self, eqn: Eqn, settings: Settings) -> Decision:
         is_loop = eqn.primitive.name in ("scan", "while")
@@ -272,9 +281,18 @@ class Planner(Rounding):
             if any(inside):
                 self.facts[v] = self.facts[v]._replace(ahead=True)
         if not call.changed:
-            return Decision(eqn, Action.AS_TRACED, "nothing to lower inside")
+            return Decision(eqn, Action.AS_TRACED, self.of_unchanged_call(eqn))
         self.changed = True
-        return Decision(eqn, Action.CALL, "planned inside", call=call)
+        return Decision(eqn, Action.CALL, Reason("planned inside"), call=call)
+
+    def of_unchanged_call(self, eqn: Eqn) -> Reason:
+        """The reason of a call that holds no product, and that nothing low goes into."""
+        if by_user := self.of_user(eqn, states.WIDE):
+            return by_user
+        is_function = structure.single_program(eqn) is not None
+        if is_function and fusible.function_class(eqn) is OpClass.FULL:
+            return Reason(reasons.FUNCTION)
+        return reasons.UNCHANGED
 
     def inner(self, eqn: Eqn) -> control.PlanInner:
         """Returns what plans the programs of an equation, told what is known of their inputs."""
@@ -309,8 +327,10 @@ class Planner(Rounding):
             (part,) = structure.parts(eqn)
             made = self.inner(eqn)(part, operands, wants, settings).out_states
         self.record(eqn, [self.stored(eqn, *pair) for pair in zip(eqn.outvars, made, strict=True)])
-        reason = "a function as a whole: inside in float32, rounded once"
-        return Decision(eqn, Action.FUSED, reason)
+        is_full = fusible.function_class(eqn) is OpClass.FULL
+        return Decision(
+            eqn, Action.FUSED, self.because(eqn, Reason(reasons.FUNCTION) if is_full else None)
+        )
 
     def of_activation(
         self, eqn: Eqn, operands: tuple[State, ...], settings: Settings
@@ -335,15 +355,15 @@ class Planner(Rounding):
             not compat.is_literal(v) and v in self.compared for v in eqn.invars
         )
         if not joined:
-            return self.as_traced(eqn, states.FOREIGN, "holds no float32")
+            return self.as_traced(eqn, states.FOREIGN, Reason("holds no float32"))
         self.compared.update(eqn.outvars)
-        return self.fused(eqn, states.FOREIGN, "combines comparisons")
+        return self.fused(eqn, states.FOREIGN, Reason("combines comparisons"))
 
-    def as_traced(self, eqn: Eqn, state: State, reason: str) -> Decision:
+    def as_traced(self, eqn: Eqn, state: State, reason: Reason) -> Decision:
         self.record(eqn, [state] * len(eqn.outvars))
         return Decision(eqn, Action.AS_TRACED, reason)
 
-    def keep(self, eqn: Eqn, made: Sequence[State], reason: str) -> Decision:
+    def keep(self, eqn: Eqn, made: Sequence[State]) -> Decision:
         self.record(eqn, made)
         by_itself = len(eqn.outvars) == len(eqn.invars)
         for i, v in enumerate(eqn.outvars):  # what is moved stands where it stood
@@ -351,18 +371,19 @@ class Planner(Rounding):
             if any(not compat.is_literal(a) and self.is_before_a_product(a) for a in moved):
                 self.facts[v] = self.facts[v]._replace(ahead=True)
         fused = fusible.is_fusible(eqn) and not eqn.effects
-        return Decision(eqn, Action.FUSED if fused else Action.KEEP, reason)
+        action = Action.FUSED if fused else Action.KEEP
+        return Decision(eqn, action, self.because(eqn, None))
 
-    def fused(self, eqn: Eqn, state: State, reason: str) -> Decision:
+    def fused(self, eqn: Eqn, state: State, own: Reason | None) -> Decision:
         name = eqn.primitive.name
         if eqn.effects or not (name in traits.FUSIBLE or fusible.is_fusible_function(eqn)):
             made = [self.unrounded(eqn, v, state) for v in eqn.outvars]
             self.record(eqn, made)
             native = name in traits.NATIVE and state.kind == Kind.LOW and made[0] == state
             action = Action.NATIVE if native else Action.AS_TRACED
-            return Decision(eqn, action, reason, out_dtype=state.dtype)
+            return Decision(eqn, action, self.because(eqn, own), out_dtype=state.dtype)
         self.record(eqn, [self.stored(eqn, v, state) for v in eqn.outvars])
-        return Decision(eqn, Action.FUSED, reason)
+        return Decision(eqn, Action.FUSED, self.because(eqn, own))
 
 
 def _bodies(eqn: Eqn, call: control.CallPlan) -> list[Decided]:

@@ -17,6 +17,7 @@ from mpjax._autocast.decide import (
     facts,
     may,
     reads,
+    reasons,
     scopes,
     states,
 )
@@ -63,6 +64,7 @@ class Rounding:
         self.norms_between = norms.stored(self.jaxpr, self.normalised)
         self.norms_multiplied = norms.multiplied(self.jaxpr, self.normalised)
         self.meeting = meetings.of(self.jaxpr)
+        self.held: dict[Any, reasons.Reason] = {}  # why values that could be low are float32
 
     def settings_at(self, eqn: Eqn) -> Settings:
         names = scopes.of(eqn)
@@ -122,9 +124,17 @@ class Rounding:
         if state.kind != Kind.LOW:
             return state
         if self.gains_nothing(eqn, want):
+            self.held[var] = reasons.of_no_gain(want)
             return states.WIDE
-        asked = want & reads.UNROUNDED or var in self.meeting or self.is_of_unrounded(eqn, var)
-        return states.unrounded(state) if asked else state
+        reason = reasons.of_reader(want)
+        if reason is None and var in self.meeting:
+            reason = reasons.MEETS
+        if reason is None and self.is_of_unrounded(eqn, var):
+            reason = reasons.MAXIMUM
+        if reason is None:
+            return state
+        self.held[var] = reason
+        return states.unrounded(state)
 
     def is_of_unrounded(self, eqn: Eqn, var: Any) -> bool:
         """Whether a value is the maximum of rows that are float32 for the sake of a reader.
@@ -161,6 +171,35 @@ class Rounding:
         if dtype is None or self.settings.widest or may.READ not in self.settings.may:
             return state
         return states.low(dtype)
+
+    def because(self, eqn: Eqn, own: reasons.Reason | None) -> reasons.Reason:
+        """The reason of the dtype of an operation's first result, which is recorded.
+
+        `own` is the operation's, None where it takes the dtype of its operands.
+        """
+        out = eqn.outvars[0]
+        state, want = self.states[out], self.demand.get(out, 0)
+        if state.kind == Kind.FOREIGN:
+            return own or reasons.INPUTS
+        place = reasons.of_place(self.settings_at(eqn), eqn)
+        if place is not None:
+            return place
+        if state.kind == Kind.WIDE:
+            asked = self.held.get(out) or reasons.of_reader_beside_a_product(want)
+            if asked is not None:
+                return asked
+        if by_rule := reasons.of_rule(self.settings, eqn, state):
+            return by_rule
+        if own is not None:
+            return own
+        operands = [self.state(v) for v in eqn.invars]
+        widest = self.settings.widest
+        return reasons.of_operands(eqn, state, operands, want, widest=widest)
+
+    def of_user(self, eqn: Eqn, state: State) -> reasons.Reason | None:
+        """The user's reason for the dtype of an operation, None where there is none."""
+        place = reasons.of_place(self.settings_at(eqn), eqn)
+        return place or reasons.of_rule(self.settings, eqn, state)
 
     def record(self, eqn: Eqn, made: Sequence[State]) -> None:
         for var, state in zip(eqn.outvars, made, strict=True):

@@ -254,7 +254,7 @@ def warn_if_nothing(plan: Any) -> None:
     products = list(_products(plan))
     if any(decision.how is not None for decision in products):
         return
-    counts = collections.Counter(f"{scopes.location(d.eqn)}: {d.reason}" for d in products)
+    counts = collections.Counter(f"{scopes.location(d.eqn)}: {d.reason.text}" for d in products)
     rows = [f"{row}{f' (×{n})' if n > 1 else ''}" for row, n in list(counts.items())[:8]]
     text = message(
         "autocast",

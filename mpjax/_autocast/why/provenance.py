@@ -7,7 +7,6 @@ another function. So each float32 value remembers the operation that first asked
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +15,14 @@ import jax.numpy as jnp
 from mpjax._autocast import speed
 from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.decide import (
-    fusible,
     named_attention,
     reads,
+    reasons,
     scopes,
     states,
 )
 from mpjax._autocast.decide.decided import Action, Decision
+from mpjax._autocast.decide.reasons import By
 from mpjax._autocast.decide.states import FLOAT32, Kind
 from mpjax._autocast.eight_bits import quantized
 from mpjax._autocast.why import readers
@@ -31,8 +31,7 @@ from mpjax._base.dtypes import short_name
 from mpjax._base.own_primitives import is_own
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
-from mpjax._jaxpr.op_rules import OP_RULES, SILENT, OpClass, only_moves, op_class
-from mpjax._policies.policy import Policy
+from mpjax._jaxpr.op_rules import EXACT, OP_RULES, SILENT, OpClass, only_moves, op_class
 
 
 @dataclass(frozen=True)
@@ -63,20 +62,11 @@ class OperationDtype:
 Causes = list[WideSource | None]
 
 ACCUMULATED = "a product's float32 sums, which no product reads"
-FUNCTION = "holds a sum or an exponential: float32 as a whole"
-AS_WRITTEN = "as written: full_precision(), or an inner autocast"
 WRITTEN_SO = "as written: in a dtype of its author's choice"
-OUTPUT = "an output: rounding it would gain nothing"
-UNCHANGED = "nothing low goes into it, and it holds no product"
 STATE = "a state: reaches itself by sums or moves, so roundings would add up"
 STREAM = "made anew by products, or a stack's stream: rounded as they round"
 ACCUMULATOR = "starts as a constant, or its body leaves it in float32"
-CHANGED = "a state: an input added to or joined with, or a value changed in small steps"
-RUINED = "read by {}, which rounding would ruin"
-NEAR = "its distance to a constant is read by {}"
-TESTED = "a loop's stop test depends on it"
 ROUNDED = "rounded as written, though "
-BEHIND = "no product comes later: rounding it would gain nothing"
 FUSED = "fused: float32 between low values, not stored"
 
 
@@ -138,7 +128,9 @@ class _ReasonWalk:
             causes = self.plan(inner, path, incoming, read)
             if len(causes) == len(outs):  # not the condition of a `while`
                 outs = [a or b for a, b in zip(outs, causes, strict=True)]
-        widened = WideSource(_name(eqn), "/".join(path), OUTPUT)  # low inside, float32 outside
+        widened = WideSource(
+            _name(eqn), "/".join(path), reasons.OUTPUT
+        )  # low inside, float32 outside
         wide = [state.kind == Kind.WIDE for state in call.out_states]
         return [cause or (widened if w else None) for cause, w in zip(outs, wide, strict=True)]
 
@@ -173,11 +165,10 @@ class _ReasonWalk:
         wide = [plan.states[v].kind == Kind.WIDE for v in eqn.outvars]
         if not _computes(eqn):
             return [inherited if w else None for w in wide]
-        reason, follows = _asked_for(plan, eqn, asking), False
-        if not reason:
-            reason, follows = _why(plan, decision, inherited, stored)
-        name = _name(eqn)
-        cause = inherited if follows else None
+        name, cause = _name(eqn), None
+        if decision.reason.by is By.OPERANDS and any(wide):
+            cause = inherited
+        reason = cause.reason if cause else _sentence(plan, decision, stored, asking)
         dtype = short_name(_dtype(plan, decision, stored))
         where = scopes.location(eqn)
         self.findings.append(OperationDtype(module, name, dtype, reason, cause, where))
@@ -193,11 +184,10 @@ class _ReasonWalk:
             return
         where, dtype = scopes.location(eqn), short_name(floats[0])
         if wants := _rounds(plan, eqn):
-            reader = asking.get(eqn.outvars[0], "another operation")
-            asked = NEAR if wants & reads.NEAR else RUINED
-            why = ROUNDED + (TESTED if wants & reads.TESTED else asked.format(reader))
+            asked = reasons.of_reader(wants)
+            why = ROUNDED + _named(asked, eqn, asking) if asked else ""
         elif _computes(eqn):
-            why = AS_WRITTEN if scopes.AS_WRITTEN in scopes.of(eqn) else WRITTEN_SO
+            why = reasons.AS_WRITTEN if scopes.AS_WRITTEN in scopes.of(eqn) else WRITTEN_SO
         else:
             return
         self.findings.append(OperationDtype(module, _name(eqn), dtype, why, None, where))
@@ -222,24 +212,6 @@ def _rounds(plan: Plan, eqn: Eqn) -> int:
     if is_own(eqn.primitive) or scopes.AS_WRITTEN in scopes.of(eqn) or any(map(wanted, eqn.invars)):
         return 0
     return wanted(eqn.outvars[0])
-
-
-def _asked_for(plan: Plan, eqn: Eqn, asking: dict[Any, readers.Reader]) -> str:
-    """Returns why a reader needs a value in float32 that would be low; empty for other values."""
-    out = eqn.outvars[0]
-    want = plan.reads.get(out, 0)
-    state = plan.states[out]
-    rounded_for_a_product = want & reads.PRODUCT and want & reads.UNROUNDED
-    if state.would_be is None and not rounded_for_a_product:
-        return ""
-    reader = asking.get(out, "another operation")
-    if want & reads.TESTED:
-        return TESTED
-    if want & reads.NEAR:
-        return NEAR.format(reader)
-    if want & reads.UNROUNDED:
-        return RUINED.format(reader)
-    return OUTPUT if want & reads.OUTPUT else BEHIND
 
 
 def _computes(eqn: Eqn) -> bool:
@@ -313,110 +285,34 @@ def _dtype(plan: Plan, decision: Decision, stored: dict[Any, bool | None]) -> An
     return state.dtype if state.kind == Kind.LOW and stored.get(out, True) else FLOAT32
 
 
-def _why(
-    plan: Plan, decision: Decision, inherited: WideSource | None, stored: dict[Any, bool | None]
-) -> tuple[str, bool]:
-    """Returns the reason, and whether it is inherited from the operation that made an operand."""
-    # In this order: the user's regions and rules, the operation's class, its operands.
-    eqn = decision.eqn
-    name = eqn.primitive.name
-    if decision.action in (Action.PRODUCT, Action.ATTENTION):
-        return decision.reason, False
-    if region := _region(plan, eqn):
-        return region, False
-    if by_rule := _users_rule(plan, eqn):
-        return by_rule, False
-    if decision.action is Action.AS_TRACED and structure.is_call(eqn):
-        if structure.single_program(eqn) is not None and _asks_for_float32(eqn):
-            return FUNCTION, False
-        return (inherited.reason, True) if inherited else (UNCHANGED, False)
-    decided = op_class(name, {}) is not OpClass.FOLLOW or structure.applies_function(eqn)
-    if decision.action is Action.AS_TRACED and decided:
-        return decision.reason, False
+def _sentence(
+    plan: Plan,
+    decision: Decision,
+    stored: dict[Any, bool | None],
+    asking: dict[Any, readers.Reader],
+) -> str:
+    """Returns the reason of a decision; of a low value, where it is stored."""
+    eqn, reason = decision.eqn, decision.reason
+    is_product = decision.action in (Action.PRODUCT, Action.ATTENTION)
     state = plan.states[eqn.outvars[0]]
-    if state.kind == Kind.LOW:
-        return _why_low(eqn, state.dtype, stored), False
-    if _asks_for_float32(eqn):
-        return (FUNCTION if structure.is_call(eqn) else decision.reason), False
-    if state.kind == Kind.CONSTANT:
-        return "constants only", False
-    if state.kind != Kind.WIDE:
-        return "parameters and inputs only: nothing low went in", False
-    if inherited is not None:
-        return inherited.reason, True
-    return _why_wide(plan, eqn), False
+    if state.kind == Kind.LOW and not is_product and reason.by is not By.USER:
+        return _where_stored(eqn, state.dtype, stored)
+    return _named(reason, eqn, asking)
 
 
-def _users_rule(plan: Plan, eqn: Eqn) -> str:
-    """Returns the user's rule that decides for an operation, or for one inside a function."""
-    names = [eqn.primitive.name]
-    if fusible.is_fusible_function(eqn):
-        names = sorted(fusible.operations(eqn) & plan.settings.held_full)
-    for name in names:
-        if name in plan.settings.rules:
-            word = plan.settings.rules[name].value
-            rounded = word == "full" and plan.states[eqn.outvars[0]].kind == Kind.LOW
-            behind = ": computed in float32, rounded for the product that reads it"
-            return f'rules={{"{name}": "{word}"}}{behind if rounded else ""}'
-    return ""
+def _named(reason: reasons.Reason, eqn: Eqn, asking: dict[Any, readers.Reader]) -> str:
+    """Returns the sentence of a reason, with the name of the operation that reads the value."""
+    if reason.by is not By.READER:
+        return reason.text
+    return reason.text.format(asking.get(eqn.outvars[0], "another operation"))
 
 
-def _asks_for_float32(eqn: Eqn) -> bool:
-    if structure.single_program(eqn) is not None:
-        return fusible.function_class(eqn) is OpClass.FULL
-    return op_class(eqn.primitive.name, {}) is OpClass.FULL
-
-
-def _region(plan: Plan, eqn: Eqn) -> str:
-    settings = plan.settings
-    if settings.as_written or scopes.AS_WRITTEN in scopes.of(eqn):
-        return AS_WRITTEN
-    if isinstance(settings.policy, Policy):
-        return ""
-    path = settings.scope + scopes.of(eqn)
-    low = scopes.compute_dtype(settings.policy, path).itemsize < FLOAT32.itemsize
-    return "" if low else "its policy in the PolicyMap computes in float32"
-
-
-def _why_low(eqn: Eqn, dtype: Any, stored: dict[Any, bool | None]) -> str:
+def _where_stored(eqn: Eqn, dtype: Any, stored: dict[Any, bool | None]) -> str:
     out = eqn.outvars[0]
     if out not in stored:
-        rule = OP_RULES.get(eqn.primitive.name)
-        is_exact = rule.reason == "exact" if rule else speed.is_exact(eqn, dtype)
+        is_exact = eqn.primitive.name in EXACT or speed.is_exact(eqn, dtype)
         return f"on low values: {'exact' if is_exact else 'one rounding'}"
     is_low = stored[out]
     if is_low is None:
         return FUSED
-    if not is_low:
-        return OUTPUT
-    return "computed in float32, rounded once where it is stored"
-
-
-def _why_wide(plan: Plan, eqn: Eqn) -> str:
-    """Returns why an operation that follows its operands is in float32 though none of them is."""
-    if plan.states[eqn.outvars[0]].is_state and not plan.settings.widest:
-        return CHANGED
-    operands = [plan.states[v] for v in compat.variables(eqn)]
-    lows = sorted({short_name(s.dtype) for s in operands if s.kind == Kind.LOW})
-    if len(lows) > 1:
-        return f"operands in {' and '.join(lows)}"
-    literals = [float(v.val) for v in eqn.invars if _is_float_literal(v)]
-    known = [x for s in operands if s.kind == Kind.CONSTANT for x in s.values or ()]
-    for value in (*literals, *known):
-        if lows and not states.fits(states.constant(value), _low_dtype(operands)):
-            return f"its constant {value:.4g} is no {lows[0]} number"
-    if plan.settings.widest and any(s.kind == Kind.NEUTRAL for s in operands):
-        return 'rules="widest": a float32 operand wins'
-    if any(s.kind == Kind.CONSTANT and s.values is None for s in operands):
-        return "a constant whose values are not known"
-    if lows and not any(s.kind == Kind.WIDE for s in operands):
-        return OUTPUT if plan.reads.get(eqn.outvars[0], 0) & reads.OUTPUT else BEHIND
-    return "its operands are in float32"
-
-
-def _is_float_literal(atom: Any) -> bool:
-    return compat.is_literal(atom) and states.is_float32(atom) and atom.aval.ndim == 0
-
-
-def _low_dtype(operands: Sequence[states.State]) -> Any:
-    return next(s.dtype for s in operands if s.kind == Kind.LOW)
+    return "computed in float32, rounded once where it is stored" if is_low else reasons.OUTPUT

@@ -102,4 +102,3 @@ _CAST = "; to have it low, cast its operands: x.astype(jnp.bfloat16)"
 STOP_TEST = f"a loop's stop test depends on it: rounded, the loop might not end: float32{_CAST}"
 CANCELLED = f"added to a sum over the same values, which cancels it: float32{_CAST}"
 GEOMETRY = f"of small matrices, and a distance to a constant is read: float32{_CAST}"
-REASONS = frozenset({STOP_TEST, CANCELLED, GEOMETRY})

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpjax._autocast.decide import reads
 from mpjax._autocast.decide.decided import Action, Decided, Decision
-from mpjax._autocast.decide.must import conditioned
+from mpjax._autocast.decide.reasons import By
 from mpjax._autocast.decide.states import FLOAT32
 from mpjax._base import compat
 from mpjax._jaxpr import structure
@@ -46,7 +46,8 @@ def _asked_of(decision: Decision) -> int:
     """Returns the flag that makes another product be held as this one is; 0 where it is rounded."""
     if decision.action is Action.PRODUCT:
         return reads.SAME if decision.out_dtype == FLOAT32 else 0
-    return reads.TESTED if decision.reason in conditioned.REASONS else 0
+    asked = decision.action is Action.AS_TRACED and decision.reason.by is By.READER
+    return reads.TESTED if asked else 0
 
 
 def _may_differ(plan: Decided) -> bool:

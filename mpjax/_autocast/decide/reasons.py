@@ -1,0 +1,133 @@
+"""Why a value is held in its dtype: the sentences, and which of four parties decides.
+
+In this order: the user (a region, a `PolicyMap`, `rules=`), a reader that rounding would hurt, the
+operation's own class, its operands. `equations` makes a reason together with each decision, so
+that nothing has to be guessed afterwards. Only two things are added by `why/provenance`: the name
+of the reader, for which "{}" stands, and the first cause of a float32 operand.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mpjax._autocast.decide import fusible, reads, scopes, states
+from mpjax._autocast.decide.states import FLOAT32, Kind, State, is_float32
+from mpjax._base import compat
+from mpjax._base.dtypes import short_name
+from mpjax._jaxpr.equation import Eqn
+from mpjax._policies.policy import Policy
+
+
+class By(enum.Enum):
+    """Who decides for a dtype."""
+
+    USER = "a region, a policy of the map, or rules="
+    READER = "an operation that reads the value, or that none does"
+    OPERATION = "the class of the operation"
+    OPERANDS = "what goes into the operation"
+
+
+class Reason(NamedTuple):
+    """A sentence, and who decides."""
+
+    text: str
+    by: By = By.OPERATION
+
+
+AS_WRITTEN = "as written: full_precision(), or an inner autocast"
+BY_MAP = "its policy in the PolicyMap computes in float32"
+NO_LOW_DTYPE = "float32 was asked for here"
+FUNCTION = "holds a sum or an exponential: float32 as a whole"
+OUTPUT = "an output: rounding it would gain nothing"
+BEHIND = "no product comes later: rounding it would gain nothing"
+TESTED = "a loop's stop test depends on it"
+NEAR = "its distance to a constant is read by {}"
+RUINED = "read by {}, which rounding would ruin"
+MEETS = Reason("its gradients, of which a loop, a sort or a rule gives one, add up in float32")
+MAXIMUM = Reason("the maximum of float32 rows: exp(x - max(x)) is exactly 1 there")
+CHANGED = "a state: an input added to or joined with, or a value changed in small steps"
+NO_RULE = Reason("no rule: as traced, float32")
+UNCHANGED = Reason("nothing low goes into it, and it holds no product", By.OPERANDS)
+CONSTANTS = Reason("constants only", By.OPERANDS)
+INPUTS = Reason("parameters and inputs only: nothing low went in", By.OPERANDS)
+FOLLOWS = Reason("its operands are in float32", By.OPERANDS)
+
+
+def of_place(settings: Any, eqn: Eqn) -> Reason | None:
+    """Returns why the place of an operation has no low dtype, None where it has one."""
+    if settings.as_written:
+        return Reason(AS_WRITTEN, By.USER)
+    if isinstance(settings.policy, Policy):
+        return None
+    path = settings.scope + scopes.of(eqn)
+    low = scopes.compute_dtype(settings.policy, path).itemsize < FLOAT32.itemsize
+    return None if low else Reason(BY_MAP, By.USER)
+
+
+def of_rule(settings: Any, eqn: Eqn, state: State) -> Reason | None:
+    """Returns the user's rule for an operation, or for one inside a function that it calls."""
+    if not settings.rules:
+        return None
+    names = [eqn.primitive.name]
+    if fusible.is_fusible_function(eqn):
+        names = sorted(fusible.operations(eqn) & settings.held_full)
+    for name in names:
+        if name in settings.rules:
+            word = settings.rules[name].value
+            rounded = word == "full" and state.kind == Kind.LOW
+            behind = ": computed in float32, rounded for the product that reads it"
+            return Reason(f'rules={{"{name}": "{word}"}}{behind if rounded else ""}', By.USER)
+    return None
+
+
+def of_reader(want: int) -> Reason | None:
+    """Returns why a reader needs a value that is not rounded, None where none does."""
+    if not want & reads.UNROUNDED:
+        return None
+    text = TESTED if want & reads.TESTED else NEAR if want & reads.NEAR else RUINED
+    return Reason(text, By.READER)
+
+
+def of_reader_beside_a_product(want: int) -> Reason | None:
+    """Returns the same of a value that a product reads, too, and that would be low for it."""
+    return of_reader(want) if want & reads.PRODUCT else None
+
+
+def of_no_gain(want: int) -> Reason:
+    """Returns why a value behind the last product is not rounded."""
+    return Reason(OUTPUT if want & reads.OUTPUT else BEHIND, By.READER)
+
+
+def of_operands(
+    eqn: Eqn, state: State, operands: Sequence[State], want: int, *, widest: bool
+) -> Reason:
+    """Returns the reason of an operation that takes the dtype of its operands."""
+    if state.kind == Kind.CONSTANT:
+        return CONSTANTS
+    if state.kind == Kind.NEUTRAL:
+        return INPUTS
+    if state.kind == Kind.LOW or any(s.kind == Kind.WIDE for s in operands):
+        return FOLLOWS
+    if state.is_state and not widest:
+        return Reason(CHANGED)
+    lows = sorted({short_name(s.dtype) for s in operands if s.kind == Kind.LOW})
+    if len(lows) > 1:
+        return Reason(f"operands in {' and '.join(lows)}")
+    if lows and (constant := _too_fine(eqn, operands)) is not None:
+        return Reason(f"its constant {constant:.4g} is no {lows[0]} number")
+    if widest and any(s.kind == Kind.NEUTRAL for s in operands):
+        return Reason('rules="widest": a float32 operand wins', By.USER)
+    if any(s.kind == Kind.CONSTANT and s.values is None for s in operands):
+        return Reason("a constant whose values are not known")
+    return of_no_gain(want) if lows else FOLLOWS
+
+
+def _too_fine(eqn: Eqn, operands: Sequence[State]) -> float | None:
+    """Returns a constant among the operands that the dtype of a low one cannot hold."""
+    dtype = next(s.dtype for s in operands if s.kind == Kind.LOW)
+    literals = [v for v in eqn.invars if compat.is_literal(v) and is_float32(v)]
+    values = [float(v.val) for v in literals if v.aval.ndim == 0]
+    values += [x for s in operands if s.kind == Kind.CONSTANT for x in s.values or ()]
+    return next((x for x in values if not states.fits(states.constant(x), dtype)), None)
