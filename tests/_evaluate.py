@@ -203,3 +203,29 @@ def evaluate(program: Any, args: Sequence[Any]) -> list[Any]:
     exact = Exact()
     with np.errstate(all="ignore"):
         return exact.run(program, exact.inputs(program, args))
+
+
+class Float64(Exact):
+    """Every operation in float64 that was traced in float32."""
+
+    def dtype(self, dtype):
+        return np.dtype(np.float64) if dtype == np.float32 else dtype
+
+
+def run(fun, *args, how=None):
+    """Returns the results of a function, operation by operation: nothing is compiled."""
+    how = how or Exact()
+    program = jax.make_jaxpr(fun)(*args)
+    with np.errstate(all="ignore"):
+        return how.run(program, how.inputs(program, jax.tree.leaves(args)))
+
+
+def exactly(fun, *args):
+    return run(fun, *args, how=Float64())
+
+
+def off(outs, right):
+    """Returns the largest relative error of some arrays; infinite where one is not finite."""
+    pairs = zip(outs, right, strict=True)
+    worst = max(np.linalg.norm(np.float64(a) - b) / np.linalg.norm(b) for a, b in pairs)
+    return worst if np.isfinite(worst) else np.inf

@@ -359,7 +359,25 @@ def flags(fun, *args, want=reads.OUTPUT, full=frozenset()):
     ],
 )
 def test_reads_say_who_reads_an_input(fun, want):
-    assert flags(fun, X, W)[0] == want
+    assert flags(fun, X, W)[0] & ~reads.COTANGENTS == want
+
+
+@pytest.mark.parametrize(
+    ("fun", "want"),
+    [
+        (lambda x, w: x[0], 0),
+        (lambda x, w: x > 0, 0),
+        (lambda x, w: jnp.tanh(x), reads.READ),
+        (lambda x, w: jnp.tanh(x) + jnp.exp(x), reads.READ),
+        (lambda x, w: jnp.tanh(x.T), reads.READ),
+        (lambda x, w: lax.sort(x), reads.READ | reads.APART),
+        (lambda x, w: lax.sort(x) + x, reads.COTANGENTS),
+        (lambda x, w: jnp.sort(x.T).T + x, reads.COTANGENTS),
+        (lambda x, w: lax.cond(w[0, 0] > 0, lax.sort, jnp.tanh, x), reads.READ | reads.APART),
+    ],
+)
+def test_reads_say_which_cotangents_add_up(fun, want):
+    assert flags(fun, X, W)[0] & reads.COTANGENTS == want
 
 
 def test_a_loop_asks_for_what_it_carries_in_float32_and_not_for_its_end():

@@ -2,11 +2,11 @@
 
 import functools
 
-import _evaluate
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _evaluate import exactly, off, run
 from _metamorphic import hand_cast
 from jax import lax
 
@@ -18,32 +18,6 @@ X = _RNG.normal(size=(24, 16)).astype(np.float32)
 W = (3 * _RNG.normal(size=(16, 6)) / 4).astype(np.float32)
 V = _RNG.normal(size=(6, 3)).astype(np.float32)
 POINTS = _RNG.uniform(-3, 3, size=(40, 2)).astype(np.float32)
-
-
-class Float64(_evaluate.Exact):
-    """Every operation in float64 that was traced in float32."""
-
-    def dtype(self, dtype):
-        return np.dtype(np.float64) if dtype == np.float32 else dtype
-
-
-def run(fun, *args, how=None):
-    """Returns the results of a function, operation by operation: nothing is compiled."""
-    how = how or _evaluate.Exact()
-    program = jax.make_jaxpr(fun)(*args)
-    with np.errstate(all="ignore"):
-        return how.run(program, how.inputs(program, jax.tree.leaves(args)))
-
-
-def exactly(fun, *args):
-    return run(fun, *args, how=Float64())
-
-
-def off(outs, right):
-    """Returns the largest relative error of some arrays; infinite where one is not finite."""
-    pairs = zip(outs, right, strict=True)
-    found = max(np.linalg.norm(np.float64(a) - b) / np.linalg.norm(b) for a, b in pairs)
-    return found if np.isfinite(found) else np.inf
 
 
 def against_float64(make, dtype, *args):
@@ -456,50 +430,3 @@ def test_law_of_the_stop_test_explain_says_so(stop):
     rows = mpjax.explain(STOPS[stop], "bf16-mixed")(W[:6]).rows
     reasons = {r.reason for r in rows if r.operation == "dot_general"}
     assert any("stop test" in r and "cast its operands" in r for r in reasons), reasons
-
-
-# -- law 9: cotangents of several readers ---------------------------------------------------
-
-
-@jax.custom_vjp
-def _through(h, c):
-    return jnp.sum(h * c)
-
-
-_through.defvjp(lambda h, c: (_through(h, c), (h, c)), lambda res, ct: (ct * res[1], ct * res[0]))
-
-
-@jax.custom_vjp
-def _through_a_loop(h, c):
-    return lax.fori_loop(0, 1, lambda _, s: s + jnp.sum(h * c), jnp.zeros(()))
-
-
-_through_a_loop.defvjp(
-    lambda h, c: (_through_a_loop(h, c), (h, c)), lambda res, ct: (ct * res[1], ct * res[0])
-)
-COTANGENTS = {
-    "custom_vjp": _through,
-    "a custom_vjp that holds a loop": lambda h, c: _through_a_loop(h, c),
-    "a loop": lambda h, c: lax.fori_loop(0, 4, lambda _, s: s + jnp.sum(h * c) / 4, jnp.zeros(())),
-    "a region": lambda h, c: _in_full(h, c),
-}
-
-
-def _in_full(h, c):
-    with mpjax.full_precision():
-        return jnp.sum(h * c)
-
-
-@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("reader", COTANGENTS)
-def test_law_of_cotangents_those_that_cancel_are_added_before_they_are_rounded(reader, policy):
-    c, d = 30 * X[:, :6], X[:, 6:12]
-
-    def loss(w):
-        h = jnp.asarray(X) @ w
-        return jnp.sum(h * c) - COTANGENTS[reader](h, c + d)
-
-    (right,) = run(jax.grad(loss), W)
-    (got,) = run(jax.grad(mpjax.autocast(loss, policy)), W)
-    scale = np.linalg.norm(X.T @ np.float64(d))
-    assert np.linalg.norm(got - right) < 2**-6 * scale

@@ -12,24 +12,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from jax import lax
-
 from mpjax._autocast.decide import (
     contraction,
     control,
     facts,
     fusible,
     named_attention,
+    reasons,
     scopes,
     traits,
 )
 from mpjax._autocast.decide.activations import is_activation
-from mpjax._autocast.decide.must import conditioned
+from mpjax._autocast.decide.must import conditioned, meetings
 from mpjax._autocast.decide.must.carries import direct
 from mpjax._autocast.decide.reads import (
     ABSOLUTE,
     CARRIED,
+    COTANGENTS,
     EXACT,
     FORWARD,
     FULL,
@@ -76,7 +75,8 @@ def of(
     for eqn in reversed(jaxpr.eqns):
         backward = scopes.is_transposed(eqn.source_info.name_stack)
         outs = [flags.get(v, 0) for v in eqn.outvars]
-        for atom, want in zip(eqn.invars, _reads(eqn, outs, demanded, known), strict=True):
+        asked = meetings.asks(eqn, _reads(eqn, outs, demanded, known))
+        for atom, want in zip(eqn.invars, asked, strict=True):
             _add(flags, atom, want & ~FORWARD if backward else want)
         if not (backward or only_moves(eqn) or structure.is_call(eqn)):
             for v in compat.variables(eqn):
@@ -87,7 +87,7 @@ def of(
 
 def _add(flags: dict[Any, int], atom: Any, want: int) -> None:
     if want and not compat.is_literal(atom):
-        flags[atom] = flags.get(atom, 0) | want
+        flags[atom] = meetings.joined(flags.get(atom, 0), want)
 
 
 def _reads(eqn: Eqn, outs: list[int], demanded: Demanded, known: facts.Facts) -> list[int]:
@@ -160,43 +160,22 @@ def _of_product(eqn: Eqn, union: int, later: int) -> list[int]:
     if contraction.adds_nothing(eqn):
         passed = OUTPUT | LATER | FORWARD | FULL | CARRIED | ABSOLUTE | UNROUNDED
         return [union & passed] * len(eqn.invars)
-    if not has_default_precision(eqn):
+    if not reasons.has_default_precision(eqn):
         return [later | EXACT] * len(eqn.invars)
-    if conditioned.why_not_low(eqn, union):
+    if conditioned.keeps_from_low(eqn, union):
         return [later | EXACT] * len(eqn.invars)
-    if why_as_written(eqn) or scopes.AS_WRITTEN in scopes.of(eqn):
+    if reasons.as_written(eqn) or scopes.AS_WRITTEN in scopes.of(eqn):
         return [later] * len(eqn.invars)
     return [PRODUCT | LATER | FORWARD | WHOLE] * 2 + [0] * (len(eqn.invars) - 2)
 
 
 def _of_activation(eqn: Eqn, outs: list[int], inside: list[int]) -> list[int]:
     """An activation is one operation: what it reads inside is not read by a product outside."""
-    wants = [w & (LATER | FORWARD | UNROUNDED) for w in inside]
+    wants = [w & (LATER | FORWARD | UNROUNDED | COTANGENTS) for w in inside]
     for out, places in zip(outs, direct(structure.single_program(eqn)), strict=True):
         for i in places:
             wants[i] |= out & FULL
     return wants
-
-
-def why_as_written(eqn: Eqn) -> str:
-    """Returns why a product is not made low whatever the policy, empty where it may be."""
-    operands = eqn.invars[:2]
-    if any(getattr(v.aval, "dtype", None) != np.float32 for v in (*operands, *eqn.outvars)):
-        return "operands are not float32: as written"
-    if not has_default_precision(eqn):
-        return "its precision= asks for float32"
-    if eqn.params.get("preferred_element_type") not in (None, np.float32):
-        return "its preferred_element_type= was given"
-    if any(v.aval.size == 0 for v in (*operands, *eqn.outvars)):
-        return "of size zero"
-    return ""
-
-
-def has_default_precision(eqn: Eqn) -> bool:
-    """Whether a product leaves its precision to JAX: any other one asks for float32."""
-    precision = eqn.params.get("precision")
-    both = precision if isinstance(precision, tuple) else (precision,)
-    return all(p in (None, lax.Precision.DEFAULT) for p in both)
 
 
 def resizes(eqn: Eqn) -> bool:

@@ -203,12 +203,12 @@ class Planner(Rounding):
         low = self.low_dtype(eqn, settings)
         how, why, low = self.products.config(eqn, settings, low, exact=bool(want & reads.EXACT))
         reason = self.why_not_lower(eqn, kind, low)
-        if not reason and (asked := conditioned.why_not_low(eqn, want)):
-            reason = Reason(asked, By.READER)
+        if not reason and (flag := conditioned.keeps_from_low(eqn, want)):
+            reason = reasons.of_product(flag)
             self.changed = True  # it has a row, and equals others
         if reason:
             state = states.full([self.state(v) for v in eqn.invars])
-            if settings.dot_precision is not None and demand.has_default_precision(eqn):
+            if settings.dot_precision is not None and reasons.has_default_precision(eqn):
                 self.changed = True
             return self.as_traced(eqn, state, reason)
         if contraction.only_sums(eqn) and any(self.state(v).kind == Kind.WIDE for v in eqn.invars):
@@ -230,7 +230,7 @@ class Planner(Rounding):
         exact = exact or bool(want & reads.SAME)
         wide = states.WIDE_PURE if gradient else states.KEPT if ruined else states.WIDE
         rounded = states.low(low)
-        if eqn.outvars[0] in self.meeting:
+        if want & reads.MEET:
             rounded = states.unrounded(rounded)
         self.states[eqn.outvars[0]] = wide if exact else rounded
         by_class = Reason(why or OP_RULES[eqn.primitive.name].reason)
@@ -247,7 +247,7 @@ class Planner(Rounding):
             return self.of_user(eqn, states.WIDE) or Reason(reasons.NO_LOW_DTYPE)
         if kind is not OpClass.LOWER:
             return self.of_user(eqn, states.WIDE) or Reason("kept in float32 by rules=", By.USER)
-        if reason := demand.why_as_written(eqn):
+        if reason := reasons.as_written(eqn):
             return Reason(reason)
         held = [self.state(v) for v in operands]
         if any(s.kind == Kind.CONSTANT and not states.fits(s, low) for s in held):

@@ -42,7 +42,18 @@ CANCELS = 8192
 SAME = 16384
 """The same product is float32 elsewhere in the program."""
 
+
+# -- whose cotangents add up -----------------------------------------------------------------------
+
+READ = 1 << 15
+"""Some operation gives it a cotangent; moves, such as a reshape, hand on those of their results."""
+APART = 1 << 16
+"""A reader shares no kernel with others: a loop, a sort, a function with rules, a region."""
+MEET = 1 << 17
+"""Several readers give it cotangents, one of them apart: they add up in float32."""
+
 UNROUNDED = EXACT | NEAR | TESTED | CANCELS
 """Where one of these is set, the value is float32 for that reader, whatever lies between."""
 AT_THE_END = OUTPUT | GRADIENT
 """Asked of the last carry of a loop, not of each."""
+COTANGENTS = READ | APART | MEET

@@ -12,6 +12,8 @@ import enum
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from jax import lax
+
 from mpjax._autocast.decide import fusible, reads, scopes, states
 from mpjax._autocast.decide.states import FLOAT32, Kind, State, is_float32
 from mpjax._base import compat
@@ -45,6 +47,12 @@ BEHIND = "no product comes later: rounding it would gain nothing"
 TESTED = "a loop's stop test depends on it"
 NEAR = "its distance to a constant is read by {}"
 RUINED = "read by {}, which rounding would ruin"
+_CAST = "; to have it low, cast its operands: x.astype(jnp.bfloat16)"
+PRODUCT_TESTED = (
+    f"a loop's stop test depends on it: rounded, the loop might not end: float32{_CAST}"
+)
+PRODUCT_CANCELS = f"added to a sum over the same values, which cancels it: float32{_CAST}"
+PRODUCT_NEAR = f"of small matrices, and a distance to a constant is read: float32{_CAST}"
 MEETS = Reason("its gradients, of which a loop, a sort or a rule gives one, add up in float32")
 MAXIMUM = Reason("the maximum of float32 rows: exp(x - max(x)) is exactly 1 there")
 CHANGED = "a state: an input added to or joined with, or a value changed in small steps"
@@ -80,6 +88,33 @@ def of_rule(settings: Any, eqn: Eqn, state: State) -> Reason | None:
             behind = ": computed in float32, rounded for the product that reads it"
             return Reason(f'rules={{"{name}": "{word}"}}{behind if rounded else ""}', By.USER)
     return None
+
+
+def as_written(eqn: Eqn) -> str:
+    """Returns why a product is not made low whatever the policy, empty where it may be."""
+    operands = eqn.invars[:2]
+    if any(getattr(v.aval, "dtype", None) != FLOAT32 for v in (*operands, *eqn.outvars)):
+        return "operands are not float32: as written"
+    if not has_default_precision(eqn):
+        return "its precision= asks for float32"
+    if eqn.params.get("preferred_element_type") not in (None, FLOAT32):
+        return "its preferred_element_type= was given"
+    if any(v.aval.size == 0 for v in (*operands, *eqn.outvars)):
+        return "of size zero"
+    return ""
+
+
+def has_default_precision(eqn: Eqn) -> bool:
+    """Whether a product leaves its precision to JAX: any other one asks for float32."""
+    precision = eqn.params.get("precision")
+    both = precision if isinstance(precision, tuple) else (precision,)
+    return all(p in (None, lax.Precision.DEFAULT) for p in both)
+
+
+def of_product(flag: int) -> Reason:
+    """Returns why a product is not made low for the sake of a reader that set a flag."""
+    text = {reads.TESTED: PRODUCT_TESTED, reads.CANCELS: PRODUCT_CANCELS, reads.NEAR: PRODUCT_NEAR}
+    return Reason(text[flag], By.READER)
 
 
 def of_reader(want: int) -> Reason | None:

@@ -24,7 +24,6 @@ from mpjax._autocast.decide import (
 from mpjax._autocast.decide.decided import Settings, initial_state
 from mpjax._autocast.decide.may import norms
 from mpjax._autocast.decide.may.streams import Streams
-from mpjax._autocast.decide.must import meetings
 from mpjax._autocast.decide.must.steps import Relations, Steps
 from mpjax._autocast.decide.states import FLOAT32, Kind, State, is_float32
 from mpjax._base import compat
@@ -63,7 +62,6 @@ class Rounding:
         self.normalised = norms.results(self.jaxpr.eqns) if granted else frozenset[Any]()
         self.norms_between = norms.stored(self.jaxpr, self.normalised)
         self.norms_multiplied = norms.multiplied(self.jaxpr, self.normalised)
-        self.meeting = meetings.of(self.jaxpr)
         self.held: dict[Any, reasons.Reason] = {}  # why values that could be low are float32
 
     def settings_at(self, eqn: Eqn) -> Settings:
@@ -127,7 +125,7 @@ class Rounding:
             self.held[var] = reasons.of_no_gain(want)
             return states.WIDE
         reason = reasons.of_reader(want)
-        if reason is None and var in self.meeting:
+        if reason is None and want & reads.MEET:
             reason = reasons.MEETS
         if reason is None and self.is_of_unrounded(eqn, var):
             reason = reasons.MAXIMUM

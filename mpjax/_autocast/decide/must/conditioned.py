@@ -87,18 +87,8 @@ def _reads_a_distance(eqn: Eqn, known: facts.Facts) -> bool:
     return not any(f.step for f in operands)  # a constant and a small step cancel nothing
 
 
-def why_not_low(eqn: Eqn, want: int) -> str:
-    """Returns why a product is not made low for the sake of a reader, empty where it may be."""
-    if want & TESTED:
-        return STOP_TEST
-    if want & CANCELS:
-        return CANCELLED
-    if want & NEAR and is_of_small_matrices(eqn, FEW):
-        return GEOMETRY
-    return ""
-
-
-_CAST = "; to have it low, cast its operands: x.astype(jnp.bfloat16)"
-STOP_TEST = f"a loop's stop test depends on it: rounded, the loop might not end: float32{_CAST}"
-CANCELLED = f"added to a sum over the same values, which cancels it: float32{_CAST}"
-GEOMETRY = f"of small matrices, and a distance to a constant is read: float32{_CAST}"
+def keeps_from_low(eqn: Eqn, want: int) -> int:
+    """Returns the flag of a reader for whose sake a product is not made low, or 0."""
+    if want & (TESTED | CANCELS):
+        return TESTED if want & TESTED else CANCELS
+    return NEAR if want & NEAR and is_of_small_matrices(eqn, FEW) else 0

@@ -4,37 +4,49 @@ A low value hands each reader a low cotangent to fill in. Two groups round their
 rounded as each term was. But where one reader is a loop, a sort, a function with a rule of its own
 or a region in float32, the author sees one float32 value: its cotangents may cancel, as in
 `|h|² - 2 h·t`, and rounding each leaves what the sum has not. Such a value is widened once, for all
-its readers.
+its readers. These are counted as if calls were inlined and moves, such as a reshape, were absent.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
+from collections.abc import Sequence
 
 from mpjax._autocast.decide import fusible, scopes, traits
+from mpjax._autocast.decide.reads import APART, COTANGENTS, MEET, READ
 from mpjax._autocast.decide.states import is_float32
-from mpjax._base import compat
 from mpjax._jaxpr import structure
-from mpjax._jaxpr.equation import Eqn, Jaxpr
+from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.op_rules import MOVES
 
 _OWN_KERNEL = (traits.SELECTS | traits.RUNNING) - traits.FUSIBLE - traits.UPDATES
 
 
-def of(jaxpr: Jaxpr) -> frozenset[Any]:
-    """Returns the variables of a program whose cotangents meet from such readers."""
-    apart = {v for eqn in filter(_is_apart, jaxpr.eqns) for v in _cotangents(eqn)}
-    if not apart:
-        return frozenset()
-    readers = Counter(v for eqn in jaxpr.eqns for v in apart.intersection(_cotangents(eqn)))
-    return frozenset(v for v in apart if readers[v] > 1)
+def joined(flags: int, more: int) -> int:
+    """Returns the flags of a value that has one reader more."""
+    union = flags | more
+    return union | MEET if flags & more & READ and union & APART else union
 
 
-def _cotangents(eqn: Eqn) -> list[Any]:
-    """Returns the operands of an equation to which it gives cotangents."""
+def asks(eqn: Eqn, wants: Sequence[int]) -> list[int]:
+    """Returns how an equation reads its operands, with flags that say who gives them cotangents.
+
+    Args:
+      eqn: the equation.
+      wants: how it reads them otherwise; of a call, as its program does.
+    """
     if not any(map(is_float32, eqn.outvars)):
-        return []  # it has no cotangent itself
-    return [v for v in compat.variables(eqn) if is_float32(v)]
+        return [want & ~COTANGENTS for want in wants]
+    own = READ | APART if _is_apart(eqn) else READ
+    handed_on = 0
+    if eqn.primitive.name in MOVES:
+        handed_on = COTANGENTS
+        own = own if own & APART else 0
+    elif structure.is_call(eqn) and not own & APART:
+        handed_on, own = COTANGENTS, 0
+    return [
+        (want & ~COTANGENTS) | (want & handed_on) | own if is_float32(v) else want & ~COTANGENTS
+        for v, want in zip(eqn.invars, wants, strict=True)
+    ]
 
 
 def _is_apart(eqn: Eqn) -> bool:
