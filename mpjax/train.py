@@ -47,6 +47,7 @@ from mpjax._training.history import (
     untracked,
 )
 from mpjax._training.microbatches import MicroBatches, divided, gradients
+from mpjax._training.options import StepOptions
 from mpjax._training.state import Metrics, TrainState, checked_state, copied
 from mpjax._training.summary import counted, describe_step, grad_norm
 from mpjax._training.under_policy import is_autocast, param_dtypes, under_policy
@@ -76,51 +77,30 @@ class TrainStep:
         loss_fn: Callable[..., Any],
         tx: optax.GradientTransformation,
         policy: Any,
-        *,
-        loss_scale: LossScale | float | None,
-        has_aux: bool,
-        accumulate: int,
-        accumulate_axes: Any,
-        weighted: bool,
-        max_consecutive_skips: int | None,
-        axis_name: AxisName,
-        donate: bool,
-        rounding: str | None,
-        watch: int | None,
-        lost_updates: bool,
+        options: StepOptions,
     ) -> None:
         self.policy: Policy | PolicyMap = chosen_policy(policy, "make_train_step")
-        tx = with_rounding(tx, rounding, self.policy, param_dtypes(self.policy))
-        self._rounding = rounding
-        self._watch, self._lost_updates = watch, lost_updates
+        tx = with_rounding(tx, options.rounding, self.policy, param_dtypes(self.policy))
+        self._options = options
         self._loss_fn = loss_fn
         self._run = under_policy(loss_fn, self.policy)
         self._given_tx = tx
-        self._given_loss_scale = loss_scale
-        self._has_aux = has_aux
-        self._parts = MicroBatches(accumulate, accumulate_axes)
-        self._weighted = weighted
-        self._axis_name = axis_name
+        self._parts = MicroBatches(options.accumulate, options.accumulate_axes)
+        self._axis_name = options.axis_name
+        scale = options.loss_scale
         self._wrapped_tx = with_loss_scale(
             tx,
-            get_loss_scale(self.policy) if loss_scale is None else loss_scale,
-            max_consecutive_skips=max_consecutive_skips,
-            axis_name=axis_name,
+            get_loss_scale(self.policy) if scale is None else scale,
+            max_consecutive_skips=options.max_consecutive_skips,
+            axis_name=options.axis_name,
         )
-        self._jitted = jax.jit(self._step, donate_argnums=(0,) if donate else ())
-        self._diagnosis = StepDiagnosis(name_of(loss_fn), self.policy, axis_name, self._twin)
+        self._jitted = jax.jit(self._step, donate_argnums=(0,) if options.donate else ())
+        self._diagnosis = StepDiagnosis(
+            name_of(loss_fn), self.policy, options.axis_name, self._twin
+        )
 
     def __repr__(self) -> str:
-        options = {
-            "loss_scale": (self._given_loss_scale, None),
-            "accumulate": (self._parts.count, 1),
-            "accumulate_axes": (self._parts.axes, 0),
-            "axis_name": (self._axis_name, None),
-            "rounding": (self._rounding, None),
-            "watch": (self._watch, None),
-            "lost_updates": (self._lost_updates, False),
-        }
-        return describe_step(self._loss_fn, self.policy, options)
+        return describe_step(self._loss_fn, self.policy, self._options.chosen)
 
     def init(
         self, params: PyTree = None, extra_state: PyTree = None, *, batch: PyTree = None
@@ -141,7 +121,7 @@ class TrainStep:
         params = jax.tree.map(copied, self._cast_to_param(params))
         extra_state = jax.tree.map(copied, extra_state)
         opt_state = self._tx(params).init(params)
-        warn_of_lost_updates(self.policy, params, opt_state, self._rounding, stacklevel=3)
+        warn_of_lost_updates(self.policy, params, opt_state, self._options.rounding, stacklevel=3)
         history = self._history_of(params, opt_state, extra_state, batch)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
@@ -185,7 +165,7 @@ class TrainStep:
         params = jax.tree.map(copied, params)
         check_start(self._loss_fn, params, extra_state, "step.adopt")
         fresh = self._tx(params).init(params)
-        warn_of_lost_updates(self.policy, params, fresh, self._rounding, stacklevel=3)
+        warn_of_lost_updates(self.policy, params, fresh, self._options.rounding, stacklevel=3)
         opt_state = adopted(fresh, old["opt_state"], "train step.adopt", params, full)
         history = old.get("amax_history")
         if history is None or not has_history(self.policy):
@@ -256,7 +236,7 @@ class TrainStep:
             opt_state = self._given_tx.init(params)
             scale_paths.extend(path for path, _ in find_states(opt_state))
             if scale_paths:
-                check_scale_fits(opt_state, params, self._given_loss_scale, self.policy)
+                check_scale_fits(opt_state, params, self._options.loss_scale, self.policy)
 
         jax.eval_shape(look, params)
         return skipped_whole(self._given_tx) if scale_paths else self._wrapped_tx
@@ -271,7 +251,7 @@ class TrainStep:
         check_extra_state(extra_state, state.extra_state)
         arguments = (loss_scale, state.params, state.extra_state, batch, state.amax_history)
         look = Seen(state, loss_scale, self._twin(self.policy), arguments)
-        state, watching = watched(self._watch, look, self.policy, self._axis_name)
+        state, watching = watched(self._options.watch, look, self.policy, self._axis_name)
         # For line searches and the like; `update_with` leaves out those that `tx` does not take.
         extra = {"value": loss, "grad": grads, "value_fn": self._value_fn(state, batch)}
         updates, opt_state, applied = update_with(tx, grads, state.opt_state, state.params, extra)
@@ -290,9 +270,9 @@ class TrainStep:
             "loss_scale": jnp.asarray(loss_scale.loss_scale, FLOAT32),
             **counted(scaling),
         }
-        if self._lost_updates:
+        if self._options.lost_updates:
             metrics["lost_updates"] = lost_updates(state.params, updates)
-        return new_state, metrics | watching | ({"aux": aux} if self._has_aux else {})
+        return new_state, metrics | watching | ({"aux": aux} if self._options.has_aux else {})
 
     def _value_fn(self, state: TrainState, batch: PyTree) -> Callable[[PyTree], Array]:
         """Returns the loss as a function of the parameters, for line searches."""
@@ -331,7 +311,9 @@ class TrainStep:
         guarded = extra_state is not None
         with in_step(self.policy):
             out = self._run(params, *((extra_state,) if guarded else ()), batch)
-        return split_outputs(out, extra_state, has_aux=self._has_aux, weighted=self._weighted)
+        return split_outputs(
+            out, extra_state, has_aux=self._options.has_aux, weighted=self._options.weighted
+        )
 
 
 @names_keywords(STEP)
@@ -433,17 +415,20 @@ def make_train_step(
     References:
       Micikevicius et al., Mixed Precision Training, 2018, https://arxiv.org/abs/1710.03740
     """
-    options: dict[str, Any] = {
-        "has_aux": has_aux,
-        "accumulate": accumulate,
-        "accumulate_axes": accumulate_axes,
-        "weighted": weighted,
-        "axis_name": axis_name,
-        "donate": donate,
-        "lost_updates": lost_updates,
-    }
-    check_arguments(loss_fn, tx, policy, options | {"loss_scale": loss_scale})
+    options = StepOptions(
+        loss_scale,
+        has_aux,
+        accumulate,
+        accumulate_axes,
+        weighted,
+        max_consecutive_skips,
+        axis_name,
+        donate,
+        rounding,
+        watch,
+        lost_updates,
+    )
+    check_arguments(loss_fn, tx, policy, options)
     check_rounding(rounding, "make_train_step(rounding)")
-    options["watch"] = check_watch(watch, "make_train_step(watch)")
-    options |= {"rounding": rounding, "max_consecutive_skips": max_consecutive_skips}
-    return TrainStep(loss_fn, tx, policy, loss_scale=loss_scale, **options)
+    check_watch(watch, "make_train_step(watch)")
+    return TrainStep(loss_fn, tx, policy, options)

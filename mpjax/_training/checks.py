@@ -28,9 +28,10 @@ from mpjax._training.inputs import (
     is_transformation,
 )
 from mpjax._training.micro_axes import check_axes
+from mpjax._training.options import StepOptions
 
 
-def check_arguments(loss_fn: Any, tx: Any, policy: Any, options: dict[str, Any]) -> None:
+def check_arguments(loss_fn: Any, tx: Any, policy: Any, options: StepOptions) -> None:
     """Refuses arguments that `make_train_step` cannot work with, before it uses them."""
     where = "make_train_step"
     if is_transformation(loss_fn) or _is_policy(loss_fn):
@@ -52,14 +53,14 @@ def check_arguments(loss_fn: Any, tx: Any, policy: Any, options: dict[str, Any])
         got = "got an optax transformation as the policy."
         raise TypeError(message(where, got, 'Type make_train_step(loss_fn, tx, "bf16-mixed").'))
     if is_wrapped(tx):
-        _refuse_two(options["loss_scale"])
-    _check_accumulate(options["accumulate"])
-    check_axes(options["accumulate_axes"])
+        _refuse_two(options.loss_scale)
+    _check_accumulate(options.accumulate)
+    check_axes(options.accumulate_axes)
     for name in ("has_aux", "weighted", "donate", "lost_updates"):
-        if not isinstance(options[name], bool):
-            got = f"must be True or False; got {described(options[name])}."
+        if not isinstance(value := getattr(options, name), bool):
+            got = f"must be True or False; got {described(value)}."
             raise TypeError(message(f"{where}({name})", got, f"Type {name}=True, or leave it out."))
-    for name in axis_names(options["axis_name"]):
+    for name in axis_names(options.axis_name):
         if not isinstance(name, str):
             got = f"must be the name of an axis, or several; got {described(name)}."
             fix = "Type axis_name='data', as it stands in the mesh; under plain jit leave it out."

@@ -54,16 +54,16 @@ def describe_state(state: Any) -> str:
     return "\n".join(lines)
 
 
-def describe_step(loss_fn: Any, policy: Any, options: dict[str, tuple[Any, Any]]) -> str:
+def describe_step(loss_fn: Any, policy: Any, options: dict[str, Any]) -> str:
     """Returns a train step in one line: of which loss, under which policy.
 
     Args:
       loss_fn: the loss function.
       policy: its policy.
-      options: name → what was given and what is the default; only what differs is shown.
+      options: by name, those that differ from their defaults.
     """
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    chosen = [f"{key}={value!r}" for key, (value, default) in options.items() if value != default]
+    chosen = [f"{key}={value!r}" for key, value in options.items()]
     shown = str(policy)
     if getattr(policy, "name", shown) != shown:
         shown = f"{policy.name!r} ({shown})"

@@ -19,14 +19,14 @@ from mpjax.numerics._statistics import STATISTICS, named, read
 from mpjax.numerics._watched import Watched
 
 
-def check_watch(watch: Any, where: str) -> int | None:
-    """Returns every how many steps to look, None for never.
+def check_watch(watch: Any, where: str) -> None:
+    """Checks every how many steps to look, None for never.
 
     Raises:
       ValueError: `watch` is no whole number of at least 1.
     """
     if watch is None or (isinstance(watch, int) and not isinstance(watch, bool) and watch >= 1):
-        return watch
+        return
     got = f"must be a whole number of steps, at least 1; got {watch!r}."
     raise ValueError(message(where, got, "Type watch=100, or leave it out."))
 
