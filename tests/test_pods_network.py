@@ -20,7 +20,7 @@ GB = 1e9
 def mesh_of(name: str, num_slices: int = 1, **axes: int) -> tuple[Any, Any]:
     """Returns a topology, and a mesh of devices in the order of their coordinates."""
     topology = get_topology(name, num_slices=num_slices)
-    cores = range(2 if topology.chip.key == "v7x" else 1)
+    cores = range(topology.chip.devices)
     places = itertools.product(range(num_slices), *map(range, topology.shape), cores)
     devices = [
         SimpleNamespace(slice_index=s, coords=coords, core_on_chip=core, process_index=coords[0])

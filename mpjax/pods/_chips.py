@@ -37,6 +37,7 @@ November 2026; without a date: none was kept):
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 GIB = 1 << 30
 
@@ -57,20 +58,25 @@ class Chip:
     link: str  # 'ICI' or 'NVLink'
     per_host: int = 8  # GPUs of one host, where a name gives their number only
     linked_hosts: int = 1  # hosts whose GPUs NVLink joins: 18 in a rack of GB200 NVL72
+    axes: int = 1  # of a TPU slice's torus: 2 or 3
+    devices: int = 1  # that JAX sees on one chip
+    counted: int = 1  # of what a TPU slice's name counts, on one chip: 2 TensorCores, or itself
+    aliases: tuple[str, ...] = ()  # other names of gcloud, XPK and libtpu
 
 
 def _tpu(
-    key: str,
+    name: str,
     tflops: float,
     f32_ratio: float,
     hbm_gib: float,
     hbm_gb: float,
     link_gb: float,
     network_gbit: float,
+    **named: Any,
 ) -> Chip:
     return Chip(
-        key=key.replace("tpu7x", "v7x"),
-        name=f"TPU {key}",
+        key=named.pop("key", name),
+        name=f"TPU {name}",
         platform="tpu",
         dense_flops=tflops * 1e12,
         float32_flops=tflops * 1e12 / f32_ratio,
@@ -79,20 +85,28 @@ def _tpu(
         link_bandwidth=link_gb * 1e9,
         network_bandwidth=network_gbit * 1e9 / 8,
         link="ICI",
+        **named,
     )
 
 
+_CUBE = {"axes": 3, "counted": 2}  # names count TensorCores, two a chip
+_FLAT = {"axes": 2}
+
 # name, bf16 TFLOP/s, f32 is slower by, GiB a program may use, HBM GB/s, GB/s a link, network Gbit/s
-# fmt: off
 TPUS = {
-    "v4":    _tpu("v4",     275,   1.03, 30.75, 1200,  50, 50),
-    "v5e":   _tpu("v5e",    197,   1.02, 15.75,  819,  50, 25),
-    "v5p":   _tpu("v5p",    459,   1.57, 95.74, 2765, 100, 50),
-    "v6e":   _tpu("v6e",    918,   1.06, 31.25, 1638, 100, 100),
+    "v4": _tpu("v4", 275, 1.03, 30.75, 1200, 50, 50, **_CUBE),
+    "v5e": _tpu("v5e", 197, 1.02, 15.75, 819, 50, 25, **_FLAT, aliases=("v5litepod", "v5lite")),
+    "v5p": _tpu("v5p", 459, 1.57, 95.74, 2765, 100, 50, **_CUBE),
+    "v6e": _tpu("v6e", 918, 1.06, 31.25, 1638, 100, 100, **_FLAT),
     # A device is one of the chip's two halves, with half of everything.
-    "tpu7x": _tpu("tpu7x", 1153.5, 1.78, 94.75, 3690,  50, 50),
+    "tpu7x": _tpu(
+        *("tpu7x", 1153.5, 1.78, 94.75, 3690, 50, 50),
+        **_CUBE,
+        key="v7x",
+        devices=2,
+        aliases=("v7x",),
+    ),
 }
-# fmt: on
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,9 @@ def topology_of(accelerator: str) -> Topology | None:
     """Returns the smallest topology of an accelerator by its key, None where none is known."""
     for name, chip in (GPUS | TPUS).items():
         if chip.key == accelerator:
-            single = f"1x{name}" if chip.platform == "cuda" else f"{name}-1"
-            return get_topology(single if name in (*GPUS, "v5e", "v6e") else f"{name}-8")
+            if chip.platform == "cuda":
+                return get_topology(f"1x{name}")
+            return get_topology(f"{name}-1" if chip.axes == 2 else f"{name}-8")
     return None
 
 

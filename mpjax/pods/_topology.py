@@ -17,19 +17,7 @@ from mpjax.pods._chips import CPU, GPUS, TPUS, Chip
 from mpjax.pods._devices import cpu_devices, gpu_devices, tpu_devices
 from mpjax.pods._mesh import axis_sizes, make_mesh
 
-# The names of gcloud, XPK and libtpu. The number behind some counts TensorCores, two a chip.
-_TPU_NAMES = {
-    "v4": "v4",
-    "v5e": "v5e",
-    "v5litepod": "v5e",
-    "v5lite": "v5e",
-    "v5p": "v5p",
-    "v6e": "v6e",
-    "tpu7x": "tpu7x",
-    "v7x": "tpu7x",
-}
-_IN_TENSORCORES = ("v4", "v5p", "tpu7x")
-_TWO_DIMENSIONAL = ("v5e", "v6e")
+_TPU_NAMES = {name: key for key, chip in TPUS.items() for name in (key, *chip.aliases)}
 _CHIPS_PER_HOST = 4
 _GPU_NAME = rf"(?:(\d+)x)?({'|'.join(GPUS)})(?:[a-z0-9\-]*?[:\-](\d+)(?:x(\d+))?)?"
 _NO_SLICE = rf"\d*x?(?:cpu|{'|'.join(GPUS)})"
@@ -83,8 +71,7 @@ class Topology:
     @property
     def num_devices(self) -> int:
         """The number of devices that JAX sees."""
-        cores = 2 if self.chip.key == "v7x" else 1
-        return math.prod(self.shape) * cores * self.num_slices
+        return math.prod(self.shape) * self.chip.devices * self.num_slices
 
     @property
     def num_hosts(self) -> int:
@@ -97,7 +84,7 @@ class Topology:
     def rings(self) -> tuple[bool, ...]:
         """The axes of a TPU slice that are closed: the last chip has a link to the first.
 
-        Those of 16 chips on v5e and v6e; all of v4, v5p and tpu7x in slices of whole cubes, 4x4x4.
+        Those of 16 chips on v5e and v6e; all of the others in slices of whole cubes, 4x4x4.
         """
         if self.chip.platform != "tpu":
             return (False,) * len(self.shape)
@@ -224,12 +211,12 @@ def _gpu_topology(name: str, match: re.Match[str]) -> Topology:
 
 
 def _tpu_shape(name: str, key: str, count: str | None, shape: str | None) -> tuple[int, ...]:
-    flat = key in _TWO_DIMENSIONAL
+    flat = TPUS[key].axes == 2
     shapes = _SHAPES_2D if flat else _SHAPES_3D
     where = f"get_topology({name!r})"
     if shape is not None:
         dims = tuple(int(n) for n in shape.split("x"))
-        wanted = 2 if flat else 3
+        wanted = TPUS[key].axes
         whole = math.prod(dims) == 1 or (all(n % 2 == 0 for n in dims[:2]) and min(dims) > 0)
         if len(dims) != wanted or not whole:
             example = "v5e:4x4" if flat else f"{key}:4x4x4"
@@ -239,7 +226,7 @@ def _tpu_shape(name: str, key: str, count: str | None, shape: str | None) -> tup
             )
             raise ValueError(message(where, got, allowed, f"Type e.g. {example!r}."))
         return dims
-    per_chip = 2 if key in _IN_TENSORCORES else 1
+    per_chip = TPUS[key].counted
     chips, rest = divmod(int(count or 0), per_chip)
     if rest or chips not in shapes:
         known = [n * per_chip for n in shapes]
@@ -258,14 +245,17 @@ def _text(shape: tuple[int, ...]) -> str:
 
 
 def _unknown(name: str) -> str:
-    examples = [f"{key}-{n}" for key in ("v5e", "v5litepod", "v6e") for n in _SHAPES_2D]
-    examples += [f"{key}-{2 * n}" for key in ("v4", "v5p", "tpu7x") for n in _SHAPES_3D]
+    examples = [
+        f"{name}-{n * TPUS[key].counted}"
+        for name, key in _TPU_NAMES.items()
+        for n in (_SHAPES_2D if TPUS[key].axes == 2 else _SHAPES_3D)
+    ]
     examples += [*GPUS, "8xh100", "h100-8", "h100-64", "8xa100", "a100-8", "cpu:8"]
     close = nearest(name, examples)
     return message(
         "get_topology",
         f"unknown topology {name!r}.",
-        "TPUs: v4, v5e (v5litepod), v5p, v6e, tpu7x, as in 'v5e-256' or 'v5e:16x16'.",
-        "GPUs: a100, h100, b200, gb200, as in 'h100', '8xh100', 'h100:8x8'. Neither: 'cpu:8'.",
+        f"TPUs: {', '.join(TPUS)}, as in 'v5e-256' or 'v5e:16x16'.",
+        f"GPUs: {', '.join(GPUS)}, as in 'h100', '8xh100', 'h100:8x8'. Neither: 'cpu:8'.",
         f"Did you mean {' or '.join(map(repr, close))}?" if close else "Type e.g. 'v5e-16'.",
     )
