@@ -91,7 +91,7 @@ def _is_low(planned: Any, v: Any) -> bool:
 
 
 def _known(planned: Any, v: Any) -> Any:
-    return planned and planned.reads.get(v, 0) & (reads.UNROUNDED | reads.LATER)
+    return planned and planned.reads.get(v, 0) & (reads.UNROUNDED | reads.LATER | reads.MEET)
 
 
 def _rows(eqn, planned, told: Told):
