@@ -620,6 +620,9 @@ ROWS: dict[str, list[Row]] = {
     "policies": [
         (lambda: mpjax.get_policy("bf16"), V, ("two things", "'bf16-mixed'", "'bfloat16'")),
         (lambda: mpjax.get_policy("BF16"), V, ("two things", "'bf16-mixed'", "'bfloat16'")),
+        (lambda: mpjax.get_policy("fp16"), V, ("two things", "'16-mixed'", "'float16'")),
+        (lambda: mpjax.autocast("FP16"), V, ("two things", "'16-mixed'", "'float16'")),
+        (lambda: step(policy="fp16"), V, ("two things", "'16-mixed'", "'float16'")),
         (lambda: mpjax.get_policy("amp"), V, ("'amp'", "Accepted", "'16-mixed'")),
         (lambda: mpjax.get_policy("float16-mixed"), V, ("Accepted", "get_policy('16-mixed')")),
         (lambda: mpjax.get_policy("bfloat16-mixed"), V, ("Accepted", "get_policy('bf16-mixed')")),

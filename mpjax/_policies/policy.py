@@ -219,6 +219,10 @@ POLICY_NAMES: tuple[PolicyName, ...] = tuple(
 )
 _BY_NAME = {row.name: row.policy for row in POLICY_NAMES}
 _BY_FOLDED = {folded(name): policy for name, policy in _BY_NAME.items()}
+_AMBIGUOUS = {  # name → mixed, all of it, who means the former
+    "bf16": ("bf16-mixed", "bfloat16", "Lightning and Accelerate"),
+    "fp16": ("16-mixed", "float16", "Accelerate and DeepSpeed"),
+}
 _KEYS = {"p": 0, "params": 0, "c": 1, "compute": 1, "o": 2, "output": 2}
 # Read while tracing and part of JAX's own cache key: another default is another program.
 _default = jax.make_user_context(None)
@@ -319,7 +323,7 @@ def get_policy(spec: Any = None) -> Any:
       one of its dtypes is read.
 
     Raises:
-      ValueError: the name is unknown, or it is 'bf16', which has two meanings.
+      ValueError: the name is unknown, or it is 'bf16' or 'fp16', which have two meanings.
       TypeError: it names a dtype that a policy cannot have, or is no name at all.
 
     Example:
@@ -397,9 +401,10 @@ def _parse(name: str) -> Policy:
         return read
     if "=" in name:
         return _parse_pairs(name)
-    if name.lower() == "bf16":
-        got = f"{name!r} means two things: mixed for Lightning, all bfloat16 for jmp."
-        fix = "Type 'bf16-mixed' (float32 parameters) or 'bfloat16' (bfloat16 throughout)."
+    if name.lower() in _AMBIGUOUS:
+        mixed, whole, who = _AMBIGUOUS[name.lower()]
+        got = f"{name!r} means two things: mixed for {who}, all {whole} for others."
+        fix = f"Type {mixed!r} (float32 parameters) or {whole!r} ({whole} throughout)."
         raise ValueError(message("get_policy", got, fix))
     if folded(name) in _BY_FOLDED:
         return _BY_FOLDED[folded(name)]
