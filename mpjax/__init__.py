@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpjax._base.dtypes import half_dtype
 from mpjax._base.errors import NonFiniteError, PolicyWarning, SupportWarning
-from mpjax._base.foreign_names import no_attribute
+from mpjax._base.foreign_errors import no_attribute
 from mpjax._base.moved import find_old_names
 from mpjax._base.quantized_array import QuantizedArray, dequantize
 from mpjax._base.tree import all_finite, select_tree

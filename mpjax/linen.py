@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from mpjax._base.errors import needed_by
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._base.errors import message
+from mpjax._base.foreign_errors import attributes_of
 from mpjax._base.tree import is_array, is_overwritten, select_tree
 from mpjax._base.typing import PolicySpec, PyTree
 from mpjax._flax.linen_modules import Setting, journal, policied
@@ -24,6 +25,10 @@ __all__ = ["apply_gradients", "tabulate", "with_policy"]
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if not TYPE_CHECKING:  # with it, an editor would let every misspelt name pass
+    __getattr__ = attributes_of(__name__, __all__, nn)
 
 
 M = TypeVar("M")

@@ -5,7 +5,7 @@ state. A step chooses by `select` and not by `cond`: one fused pass over paramet
 no host in between.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpjax._base.errors import needed_by
 
@@ -19,7 +19,8 @@ import numpy as np
 
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import message
-from mpjax._base.foreign_names import LOSS_SCALE, STEP, names_keywords
+from mpjax._base.foreign_errors import attributes_of, names_keywords
+from mpjax._base.foreign_names import WRAPPER
 from mpjax._base.tree import (
     agree,
     first_difference,
@@ -105,7 +106,11 @@ def __dir__() -> list[str]:
     return __all__
 
 
-@names_keywords(STEP | LOSS_SCALE)
+if not TYPE_CHECKING:  # with it, an editor would let every misspelt name pass
+    __getattr__ = attributes_of(__name__, __all__, optax)
+
+
+@names_keywords(WRAPPER)
 def with_loss_scale(
     inner: optax.GradientTransformation,
     loss_scale: LossScale | float | None = None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import chex
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 from mpjax._base import compat
 from mpjax._base.dtypes import canonical_dtype, describe, is_dtype_name, short_name
 from mpjax._base.errors import message
+from mpjax._base.foreign_errors import attributes_of
 from mpjax._base.tree import is_array, is_castable, leaf_paths
 from mpjax._base.typing import PolicySpec, PyTree
 from mpjax._jaxpr.equation import Eqn
@@ -36,6 +37,10 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if not TYPE_CHECKING:  # with it, an editor would let every misspelt name pass
+    __getattr__ = attributes_of(__name__, __all__, chex)
 
 
 def assert_dtypes(tree: PyTree, policy: PolicySpec, role: str = "param") -> None:

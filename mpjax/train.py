@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpjax._base.errors import needed_by
 
@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._base.dtypes import FLOAT32
-from mpjax._base.foreign_names import STEP, names_keywords
+from mpjax._base.foreign_errors import attributes_of, names_keywords
+from mpjax._base.foreign_names import STEP
 from mpjax._base.tree import check_axes
 from mpjax._base.typing import Array, AxisName, PolicySpec, PyTree
 from mpjax._hardware import check_policy
@@ -54,19 +55,17 @@ from mpjax._training.under_policy import is_autocast, param_dtypes, under_policy
 from mpjax.numerics import Report, lost_updates
 from mpjax.numerics._step import Differentiated, StepDiagnosis
 from mpjax.numerics._watch import Seen, check_watch, watched
-from mpjax.optim import (
-    apply_updates,
-    current_loss_scale,
-    find_states,
-    update_with,
-    with_loss_scale,
-)
+from mpjax.optim import apply_updates, current_loss_scale, find_states, update_with, with_loss_scale
 
 __all__ = ["Metrics", "TrainState", "TrainStep", "make_train_step"]
 
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if not TYPE_CHECKING:  # with it, an editor would let every misspelt name pass
+    __getattr__ = attributes_of(__name__, __all__, optax)
 
 
 class TrainStep:

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import inspect
 import itertools
 import json
 import pickle
@@ -22,7 +23,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpjax
-from mpjax._base.foreign_names import ATTRIBUTES
+import mpjax.nnx
+import mpjax.train
+from mpjax._base.foreign_names import (
+    ATTRIBUTES,
+    AUTOCAST,
+    GRADIENTS,
+    LOSS_SCALE,
+    MAP_ATTRIBUTES,
+    MAP_KEYWORDS,
+    POLICY_ATTRIBUTES,
+    POLICY_KEYWORDS,
+    RECIPE,
+    SCALE_ATTRIBUTES,
+    STATE_ATTRIBUTES,
+    STEP,
+    WRAPPER,
+)
 from mpjax._base.typing import KnownPolicy
 from mpjax._policies.policy import POLICY_NAMES
 from mpjax.testing import assert_one_compilation
@@ -435,7 +452,8 @@ def test_default_is_not_seen_by_other_threads():
         ("FP16_mixed", "16-mixed"),
         ("no", "32-true"),
         ("mixed_bfloat_16", "mixed_bfloat16"),
-        ("O4", r"O\d"),
+        ("O4", "bf16-mixed"),
+        ("O6", r"O\d"),
         ("32true", "32-true"),
     ],
 )
@@ -516,7 +534,7 @@ def test_dtype_that_no_policy_can_have(name):
 
 @pytest.mark.parametrize("spec", [1.5, True, object(), b"f32", ["f32"], jnp.ones(2)])
 def test_what_is_no_policy(spec):
-    with pytest.raises(ValueError, match="get_policy: unknown dtype"):
+    with pytest.raises(ValueError, match=r"get_policy: (unknown dtype|got )"):
         mpjax.get_policy(spec)
 
 
@@ -553,6 +571,73 @@ def test_a_policy_remembers_the_name_that_it_was_made_by(name):
         assert (made, made.name) == (policy, name)
     step = mpjax.make_train_step(lambda p, x: jnp.sum(p * x), optax.sgd(0.1), name)
     assert f"under {name!r} ({policy})" in repr(step)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        mpjax.get_policy("bf16-mixed"),
+        mpjax.get_policy("mixed_float16"),
+        mpjax.get_policy("int8_from_mixed_float16"),
+        mpjax.PolicyMap("16-mixed", {"norm*": "float32", "mlp*": "int8_from_mixed_float16"}),
+    ],
+)
+def test_a_prompt_shows_the_name_that_a_policy_was_made_by(made):
+    for policy in getattr(made, "policies", (made,)):
+        assert repr(policy.name) in repr(made)
+    read = eval(repr(made), vars(mpjax))
+    assert read == made
+    assert repr(read) == repr(made)
+
+
+KEYWORDS = {
+    mpjax.make_train_step: STEP,
+    mpjax.nnx.make_train_step: STEP,
+    mpjax.with_loss_scale: WRAPPER,
+    mpjax.value_and_grad: GRADIENTS,
+    mpjax.grad: GRADIENTS,
+    mpjax.DynamicLossScale: LOSS_SCALE,
+    mpjax.Policy: POLICY_KEYWORDS,
+    mpjax.PolicyMap: MAP_KEYWORDS,
+    mpjax.autocast: AUTOCAST,
+    mpjax.DelayedScaling: RECIPE,
+}
+
+
+@pytest.mark.parametrize("fun", KEYWORDS, ids=lambda fun: fun.__qualname__)
+def test_a_keyword_of_another_library_is_answered_with_one_that_is_here(fun):
+    known = inspect.signature(fun).parameters
+    for name, meant in KEYWORDS[fun].items():
+        with pytest.raises(TypeError, match=f"unknown keyword {name}=") as error:
+            fun(**{name: None})
+        for word in re.findall(r"Type (\w+)=(?: and (\w+)=)?", str(error.value)):
+            assert {*filter(None, word)} <= {*known}, (name, meant)
+        for module, word in re.findall(r"mpjax((?:\.[a-z]+)*)\.(\w+)", str(error.value)):
+            assert hasattr(importlib.import_module(f"mpjax{module}"), word)
+
+
+OBJECTS = [
+    (mpjax.get_policy("bf16-mixed"), POLICY_ATTRIBUTES),
+    (mpjax.PolicyMap("bf16-mixed"), MAP_ATTRIBUTES),
+    (mpjax.DynamicLossScale(), SCALE_ATTRIBUTES),
+    (mpjax.StaticLossScale(), SCALE_ATTRIBUTES),
+    (mpjax.train.TrainState(0, {}, (), None), STATE_ATTRIBUTES),
+]
+
+
+@pytest.mark.parametrize(("made", "names"), OBJECTS, ids=lambda x: type(x).__name__)
+def test_an_attribute_of_another_library_is_answered_with_one_that_is_here(made, names):
+    for name in names:
+        assert not hasattr(made, name)
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'") as error:
+            getattr(made, name)
+        text = str(error.value)
+        elsewhere = mpjax.DynamicLossScale() if "of a mpjax.Dynamic" in text else made
+        elsewhere = mpjax.get_policy("int8_from_float32") if "of a mpjax.Q" in text else elsewhere
+        for word in re.findall(r"(?:is|and) \.(\w+)", text):
+            assert hasattr(elsewhere, word), text
+        for module, word in re.findall(r"mpjax((?:\.[a-z]+)*)\.(\w+)", text):
+            assert hasattr(importlib.import_module(f"mpjax{module}"), word)
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)

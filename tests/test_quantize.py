@@ -286,9 +286,11 @@ def test_what_cannot_be_stored_is_refused(policy, options, said):
         mpjax.quantize(PARAMS, policy, **options)
 
 
-def test_tree_without_weights_is_a_warning_with_what_there_is():
-    with pytest.warns(mpjax.PolicyWarning, match=r"b: \[5\]"):
-        mpjax.quantize({"b": jnp.ones(5)}, INT8)
+@pytest.mark.parametrize("policy", ["int8_from_mixed_float16", "float8_from_mixed_bfloat16"])
+def test_tree_without_weights_is_a_warning_with_what_there_is(policy):
+    said = rf"b: \[5\]\n  Name smaller ones: PolicyMap\('b?f?16-mixed', {{'head/\*': '{policy}'}}\)"
+    with pytest.warns(mpjax.PolicyWarning, match=said):
+        mpjax.quantize({"b": jnp.ones(5)}, policy)
 
 
 def test_function_that_knows_nothing_of_them_is_refused_with_what_to_type():

@@ -240,11 +240,14 @@ def test_parameters_that_are_no_argument_are_refused(params, error, said):
         mpjax.autocast(three, FLOAT8, params=params)(THREE, X)
 
 
-def test_policy_that_quantises_nothing_is_a_warning_with_the_products_there_are():
-    with pytest.warns(
-        mpjax.PolicyWarning, match=r"quantises no product of this function.\n.*first layer"
-    ):
-        mpjax.autocast(lambda w, x: jnp.sum(x @ w), FLOAT8)(THREE["first"], X)
+@pytest.mark.parametrize("mode", ["int8", "float8"])
+@pytest.mark.parametrize("base", ["bfloat16", "float16"])
+def test_policy_that_quantises_nothing_is_a_warning_with_the_products_there_are(mode, base):
+    policy = f"{mode}_from_mixed_{base}"
+    said = r"quantises no product of this function.\n.*first layer(.|\n)*Type PolicyMap\('"
+    said += "bf16-mixed" if base == "bfloat16" else "16-mixed"
+    with pytest.warns(mpjax.PolicyWarning, match=rf"{said}', {{'mlp\*': '{policy}'}}\)"):
+        mpjax.autocast(lambda w, x: jnp.sum(x @ w), policy)(THREE["first"], X)
 
 
 def test_explain_says_which_rule_leaves_a_product_in_16_bits():

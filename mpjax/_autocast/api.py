@@ -19,7 +19,7 @@ from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.decide import reads, scopes
 from mpjax._autocast.decide.decided import Settings, initial_state
 from mpjax._autocast.decide.must import same
-from mpjax._autocast.decorator import Decorator, refuse_device
+from mpjax._autocast.decorator import Decorator, refuses_torch
 from mpjax._autocast.eight_bits import delayed, quantized
 from mpjax._autocast.eight_bits.stored_weights import sunk
 from mpjax._autocast.planning import make_plan
@@ -28,7 +28,8 @@ from mpjax._autocast.run.interpreter import Interpreter
 from mpjax._autocast.unused import stored_paths, warn_of_rules
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import message
-from mpjax._base.foreign_names import AUTOCAST, names_keywords
+from mpjax._base.foreign_errors import names_keywords
+from mpjax._base.foreign_names import AUTOCAST
 from mpjax._base.quantized_array import dequantize, holds_quantized
 from mpjax._base.typing import KnownPolicy
 from mpjax._base.typing import PolicySpec as Spec
@@ -52,6 +53,7 @@ def autocast(
     dot_precision: Any = ...,
     params: Any = ...,
 ) -> Callable[[F], F]: ...
+@refuses_torch
 @names_keywords(AUTOCAST)
 def autocast(
     fun: Any = None,
@@ -146,7 +148,6 @@ def _check_place(policy: scopes.Policies, fun: Any) -> None:
 
 def _given(first: Any, policy: Any) -> Any:
     """Returns the policy of `autocast(policy)`, which makes a decorator."""
-    refuse_device(first, policy)
     if callable(policy):
         raise TypeError(
             message(
@@ -400,14 +401,17 @@ class full_precision(contextlib.ContextDecorator):
       True
     """
 
-    def __init__(self, *args: Any) -> None:
-        if args:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if args or kwargs:
+            got = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
+            fix = "Type @full_precision() with parentheses, or full_precision()(fun)."
             raise TypeError(
                 message(
                     "full_precision",
-                    f"takes no arguments; got {', '.join(map(repr, args))}.",
+                    f"takes no arguments; got {', '.join(got)}.",
                     "Allowed: `with full_precision():`, or as a decorator.",
-                    "Type @full_precision() with parentheses, or full_precision()(fun).",
+                    *([] if kwargs else [fix]),
+                    *(["Leave the block out where it is to be off."] if kwargs else []),
                 )
             )
 

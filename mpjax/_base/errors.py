@@ -45,10 +45,13 @@ def needed_by(module: str) -> Generator[None]:
         raise ModuleNotFoundError(message(module, got, fix), name=error.name) from None
 
 
-def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Returns up to `count` of `known` that look most like `word`, best first, case ignored."""
+def nearest(word: str, known: Iterable[str], count: int = 3, cutoff: float = 0.5) -> list[str]:
+    """Returns up to `count` of `known` that look most like `word`, best first, case ignored.
+
+    The `cutoff` is the share of letters that have to agree, from 0 to 1.
+    """
     by_lower: dict[str, str] = {}
     for name in known:
         by_lower.setdefault(name.lower(), name)
-    close = difflib.get_close_matches(word.lower(), by_lower, n=count, cutoff=0.5)
+    close = difflib.get_close_matches(word.lower(), by_lower, n=count, cutoff=cutoff)
     return [by_lower[name] for name in close]

@@ -1,15 +1,5 @@
 """Translates names of other libraries to mpjax's, for messages: tables, as data."""
 
-import functools
-import inspect
-import re
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
-
-from mpjax._base.errors import message, nearest
-
-F = TypeVar("F", bound=Callable[..., Any])
-
 POLICY_ROWS: tuple[tuple[str, str, str], ...] = (
     ("32-true", "f32 f32 f32", "Lightning"),
     ("16-mixed", "f32 f16 f32", "Lightning"),
@@ -59,6 +49,8 @@ POLICIES: dict[str, str] = {
     "off": "32-true",
     "single": "32-true",
     "double": "64-true",
+    "o4": "bf16-mixed",  # Apex for ROCm: O1 and O2 in bfloat16
+    "o5": "p=bf16,c=bf16,o=f32",
 }
 """Folded name → the policy that was most probably meant."""
 
@@ -90,6 +82,10 @@ ATTRIBUTES: dict[str, str] = {
     "GradScaler": 'mpjax.DynamicLossScale, inside make_train_step(loss_fn, tx, "16-mixed")',
     "amp": 'mpjax.autocast(fun, "bf16-mixed")',
     "autocast_mode": 'mpjax.autocast(fun, "bf16-mixed")',
+    "cuda": 'mpjax.autocast(fun, "bf16-mixed"), for torch.cuda.amp',
+    "cpu": 'mpjax.autocast(fun, "bf16-mixed"), for torch.cpu.amp',
+    "torch": 'mpjax.autocast(fun, "bf16-mixed"), of a function of jax.numpy',
+    "no_grad": "nothing: JAX differentiates where you call mpjax.grad; jax.lax.stop_gradient(x)",
     "custom_fwd": "nothing, or mpjax.full_precision()(fun): a jax.custom_vjp passes as it is",
     "custom_bwd": "nothing, or mpjax.full_precision()(fun): a jax.custom_vjp passes as it is",
     "clip_grad_norm_": "mpjax.optim.clip_by_global_norm(1.0), inside tx",
@@ -111,6 +107,13 @@ ATTRIBUTES: dict[str, str] = {
     "Adam8bit": "mpjax.optim.with_quantized_state(optax.adam(1e-3))",
     "AdamW8bit": "mpjax.optim.with_quantized_state(optax.adamw(1e-3))",
     "fp8_autocast": 'mpjax.autocast(fun, "float8_from_mixed_bfloat16"), a decorator and no context',
+    "te": 'mpjax.autocast(fun, "float8_from_mixed_bfloat16"), for transformer_engine',
+    "transformer_engine": 'mpjax.autocast(fun, "float8_from_mixed_bfloat16")',
+    "autocast_fp8": 'mpjax.autocast(fun, "float8_from_mixed_bfloat16")',
+    "recipe": 'mpjax.DelayedScaling() and others, in mpjax.QuantizedPolicy("bf16-mixed", it)',
+    "Recipe": 'mpjax.DelayedScaling() and others, in mpjax.QuantizedPolicy("bf16-mixed", it)',
+    "NVFP4BlockScaling": "mpjax.MXFP8BlockScaling(): no products of 4 bits",
+    "quantized_model_init": 'mpjax.quantize(params, "float8_from_mixed_bfloat16")',
     "fp8_model_init": 'mpjax.quantize(params, "float8_from_mixed_bfloat16")',
     "Format": 'mpjax.Float8CurrentScaling(fprop="e4m3", dgrad=("e5m2", "e4m3"))',
     "initialize": 'mpjax.make_train_step(loss_fn, tx, "O1")',
@@ -130,11 +133,19 @@ ATTRIBUTES: dict[str, str] = {
     "global_policy": "mpjax.get_policy(), of the block around it",
     "set_dtype_policy": "mpjax.default_policy, in a with block",
     "dtype_policy": "mpjax.get_policy(), of the block around it",
+    "dtype_policies": 'mpjax.get_policy("mixed_float16")',
+    "floatx": "mpjax.get_policy(), of the block around it",
+    "set_floatx": "mpjax.default_policy, in a with block",
+    "config": "mpjax.default_policy, in a with block: nothing is process-wide",
+    "backend": "mpjax.default_policy, in a with block: nothing is process-wide",
     "DTypePolicy": 'mpjax.get_policy("mixed_float16")',
     "FloatDTypePolicy": 'mpjax.get_policy("mixed_float16")',
     "DTypePolicyMap": 'mpjax.PolicyMap("mixed_bfloat16", {"encoder/norm*": "float32"})',
     "QuantizedDTypePolicy": 'mpjax.get_policy("int8_from_mixed_bfloat16")',
     "QuantizedFloat8DTypePolicy": 'mpjax.get_policy("float8_from_mixed_bfloat16")',
+    "Float8DTypePolicy": 'mpjax.get_policy("float8_from_mixed_bfloat16")',
+    "Int4DTypePolicy": 'mpjax.get_policy("int8_from_mixed_bfloat16"): no products of 4 bits',
+    "GPTQDTypePolicy": 'mpjax.get_policy("int8_from_mixed_bfloat16"): no products of 4 bits',
     "apply_if_finite": "mpjax.with_loss_scale(tx), which skips a step that is not finite",
     "MultiSteps": "mpjax.make_train_step(loss_fn, tx, accumulate=4)",
     "apply_updates": "mpjax.optim.apply_updates",
@@ -173,150 +184,246 @@ POLICY_ATTRIBUTES: dict[str, str] = {
     "get_config": ".to_dict()",
     "from_config": "mpjax.get_policy(config)",
     "loss_scale": "mpjax.get_loss_scale(policy)",
+    "source_name": ".base, of a mpjax.QuantizedPolicy",
+    "serialize": ".to_dict()",
+    "deserialize": "mpjax.get_policy(config)",
+    "convert_input": ".cast_to_compute",
+    "compute": ".compute_dtype",
+    "output": ".output_dtype",
+    "with_compute_dtype": "mpjax.Policy(policy.param_dtype, compute_dtype, policy.output_dtype)",
+    "with_param_dtype": "mpjax.Policy(param_dtype, policy.compute_dtype, policy.output_dtype)",
+    "keep_batchnorm_fp32": "nothing: autocast computes statistics of norms in float32",
+    "master_weights": "mpjax.optim.with_master_weights(tx)",
+    "cast_forward_inputs": "nothing: autocast casts what products read",
+    "keep_low_precision_grads": "nothing: gradients are float32",
 }
 """Attribute of other libraries' policies → mpjax's."""
+
+MAP_ATTRIBUTES: dict[str, str] = {
+    "default_policy": ".default",
+    "policy_map": ".rules",
+    "update": "another map: mpjax.PolicyMap(policies.default, {'head': 'float32', **policies})",
+    "setdefault": "another map: mpjax.PolicyMap(policies.default, {**policies, 'head': 'float32'})",
+    "pop": "another map without the rule: mpjax.PolicyMap(policies.default, rules)",
+    "get_config": ".to_dict()",
+    "param_dtype": ".policy_for(path).param_dtype",
+    "compute_dtype": ".policy_for(path).compute_dtype",
+    "output_dtype": ".policy_for(path).output_dtype",
+    "name": ".default.name, or .policy_for(path).name",
+}
+"""Attribute of Keras's `DTypePolicyMap`, of a dict or of a policy → that of a `PolicyMap`."""
+
+_DYNAMIC = ", of a mpjax.DynamicLossScale"
+SCALE_ATTRIBUTES: dict[str, str] = {
+    "get_scale": ".loss_scale",
+    "scale_value": ".loss_scale",
+    "dynamic_scale": ".loss_scale",
+    "initial_scale": ".loss_scale",
+    "scale_loss": ".scale(loss)",
+    "unscale_": ".unscale(grads)",
+    "unscale_grads": ".unscale(grads)",
+    "step": "tx.update(grads, opt_state, params), of mpjax.with_loss_scale(tx, loss_scale)",
+    "update": ".adjust(grads_finite), which returns the next loss scale",
+    "is_fin": "mpjax.all_finite(grads)",
+    "fin_steps": ".counter" + _DYNAMIC,
+    "dynamic_counter": ".counter" + _DYNAMIC,
+    "dynamic_growth_steps": ".growth_interval" + _DYNAMIC,
+    "get_growth_interval": ".growth_interval" + _DYNAMIC,
+    "get_growth_factor": ".growth_factor" + _DYNAMIC,
+    "get_backoff_factor": ".backoff_factor" + _DYNAMIC,
+    "period": ".growth_interval" + _DYNAMIC,
+    "factor": ".growth_factor and .backoff_factor" + _DYNAMIC,
+    "minimum_scale": ".min_loss_scale" + _DYNAMIC,
+    "value_and_grad": "mpjax.value_and_grad(loss_fn, loss_scale=it)",
+    "state_dict": "the loss scale itself: a pytree, which a checkpoint holds",
+    "load_state_dict": "the loss scale itself: a pytree, which a checkpoint holds",
+    "is_enabled": "isinstance(it, mpjax.DynamicLossScale)",
+    "inner_optimizer": "mpjax.with_loss_scale(tx, loss_scale)",
+}
+"""Attribute of other libraries' scalers → that of a loss scale."""
+
+STATE_ATTRIBUTES: dict[str, str] = {
+    "apply_gradients": "step(state, batch), which returns the next state",
+    "apply_fn": "your loss function, which calls the model",
+    "tx": "the optimizer that you gave to make_train_step",
+    "optimizer": "the optimizer that you gave to make_train_step",
+    "create": "step.init(params)",
+    "replace": "._replace(params=...)",
+    "batch_stats": ".extra_state",
+    "model_state": ".extra_state",
+    "rngs": ".extra_state",
+    "key": ".extra_state",
+    "loss_scale": "mpjax.current_loss_scale(state)",
+    "dynamic_scale": "mpjax.current_loss_scale(state)",
+    "scaler": "mpjax.current_loss_scale(state)",
+    "global_step": ".step",
+}
+"""Attribute of other libraries' train states → that of a `TrainState`."""
 
 LOSS_SCALE: dict[str, str] = {
     "init_scale": "loss_scale",
     "initial_scale": "loss_scale",
     "initial_loss_scale": "loss_scale",
+    "init_loss_scale": "loss_scale",
+    "init_value": "loss_scale",
+    "initial": "loss_scale",
     "scale": "loss_scale",
     "scaling": "loss_scale",
     "period": "growth_interval",
     "growth_steps": "growth_interval",
     "dynamic_growth_steps": "growth_interval",
+    "increment_period": "growth_interval",
+    "scale_window": "growth_interval",
+    "loss_scale_window": "growth_interval",
     "min_loss_scaling": "min_loss_scale",
     "minimum_scale": "min_loss_scale",
     "min_scale": "min_loss_scale",
     "max_scale": "max_loss_scale",
     "factor": "growth_factor and backoff_factor",
+    "scale_factor": "growth_factor and backoff_factor",
+    "multiplier": "growth_factor and backoff_factor",
+    "increase_factor": "growth_factor",
+    "decrease_factor": "backoff_factor",
     "fin_steps": "counter",
+    "hysteresis": "nothing: every overflow lowers the scale",
+    "delayed_shift": "nothing: every overflow lowers the scale",
+    "enabled": "mpjax.NoOpLossScale() in its place",
+    "device": "nothing: JAX moves it with the state",
 }
-GRADIENTS: dict[str, str] = {
+_CLIP = "optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)) as tx"
+_EXTRA = "step.init(params, extra_state), and a loss_fn(params, extra_state, batch),"
+_SCALE: dict[str, str] = {
     "scaling": "loss_scale",
     "scaler": "loss_scale",
+    "loss_scaler": "loss_scale",
+    "grad_scaler": "loss_scale",
     "scale": "loss_scale",
     "dynamic_scale": "loss_scale",
-    "axis": "axis_name",
-    "argnum": "argnums",
-    "aux": "has_aux",
-    "dtype": "policy",
+    "dynamic_loss_scale": "loss_scale=mpjax.DynamicLossScale()",
+    "dynamic": "loss_scale=mpjax.DynamicLossScale()",
 }
-STEP: dict[str, str] = {
+_POLICY: dict[str, str] = {
     "precision": "policy",
     "opt_level": "policy",
     "mixed_precision": "policy",
-    "dtype": "policy",
-    "optimizer": "tx",
-    "scaler": "loss_scale",
+    "dtype_policy": "policy",
+    "dtype": "policy='bf16-mixed'",
+    "amp_dtype": "policy='bf16-mixed'",
+    "compute_dtype": "policy='bf16-mixed'",
+    "amp": "policy='bf16-mixed'",
+    "bf16": "policy='bf16-mixed'",
+    "fp16": "policy='16-mixed'",
+    "fp8": "policy='float8_from_mixed_bfloat16'",
+}
+GRADIENTS: dict[str, str] = {
+    **_SCALE,
+    **_POLICY,
+    "axis": "axis_name",
+    "argnum": "argnums",
     "aux": "has_aux",
-    "accumulate_grad_batches": "accumulate",
-    "gradient_accumulation_steps": "accumulate",
-    "accumulation_steps": "accumulate",
+    "reduce_axes": "axis_name",
+}
+_SKIPS: dict[str, str] = {
     "max_skips": "max_consecutive_skips",
+    "max_errors": "max_consecutive_skips",
     "max_consecutive_errors": "max_consecutive_skips",
     "axis": "axis_name",
     "pmap_axis": "axis_name",
-    "donate_argnums": "donate",
 }
-_OFF = "policy='32-true' for a function, or `with mpjax.full_precision():` for a block,"
+STEP: dict[str, str] = {
+    **_SCALE,
+    **_POLICY,
+    **_SKIPS,
+    "opt": "tx",
+    "optimizer": "tx",
+    "loss": "loss_fn",
+    "aux": "has_aux",
+    "accumulate_grad_batches": "accumulate",
+    "accumulate_steps": "accumulate",
+    "gradient_accumulation_steps": "accumulate",
+    "grad_accum": "accumulate",
+    "grad_accum_steps": "accumulate",
+    "accumulation_steps": "accumulate",
+    "num_microbatches": "accumulate",
+    "every_k_schedule": "accumulate",
+    "in_axes": "accumulate_axes",
+    "donate_argnums": "donate",
+    "gradient_clip_val": _CLIP,
+    "clip_grad_norm": _CLIP,
+    "max_grad_norm": _CLIP,
+    "max_norm": _CLIP,
+    "global_clipnorm": _CLIP,
+    "clipnorm": _CLIP,
+    "clip": _CLIP,
+    "master_weights": "mpjax.optim.with_master_weights(tx) as tx",
+    "keep_batchnorm_fp32": "nothing: statistics of norms are computed in float32",
+    "mutable": _EXTRA,
+    "batch_stats": _EXTRA,
+    "skip_nonfinite": "nothing: a step that is not finite is skipped",
+    "skip_nonfinite_updates": "nothing: a step that is not finite is skipped",
+    "rng": _EXTRA,
+    "rngs": _EXTRA,
+    "key": _EXTRA,
+    "params": "step.init(params), and no params here,",
+    "jit": "nothing: the step is jitted; under jax.disable_jit() it is not",
+    "enabled": "policy='32-true'",
+}
+WRAPPER: dict[str, str] = {
+    **{
+        name: f"mpjax.DynamicLossScale({meant.partition(' ')[0]}=...) as loss_scale"
+        for name, meant in LOSS_SCALE.items()
+        if meant.partition(" ")[0] != "loss_scale" and not meant.startswith(("nothing", "mpjax"))
+    },
+    **{name: meant for name, meant in LOSS_SCALE.items() if meant == "loss_scale"},
+    **_SCALE,
+    **_SKIPS,
+    "opt": "inner",
+    "tx": "inner",
+    "optimizer": "inner",
+    "inner_optimizer": "inner",
+    "enabled": "loss_scale=None, which skips and does not scale,",
+    "policy": "mpjax.get_loss_scale(policy) as loss_scale",
+    "precision": "mpjax.get_loss_scale(policy) as loss_scale",
+}
+"""Keywords of wrappers of optimizers: those of loss scales too, which stand in the scale here."""
+POLICY_KEYWORDS: dict[str, str] = {
+    "params": "param_dtype",
+    "param": "param_dtype",
+    "variable_dtype": "param_dtype",
+    "compute": "compute_dtype",
+    "output": "output_dtype",
+    "reduce_dtype": "nothing: gradients are averaged in float32",
+    "buffer_dtype": "nothing: what is no parameter keeps its dtype",
+    "cast_forward_inputs": "nothing: autocast casts what products read",
+    "keep_low_precision_grads": "nothing: gradients are float32",
+    "name": "mpjax.get_policy(name)",
+    "policy": "mpjax.get_policy(name)",
+    "dtype": "mpjax.get_policy(dtype)",
+}
+MAP_KEYWORDS: dict[str, str] = {
+    "default_policy": "default",
+    "policy": "default",
+    "policy_map": "rules",
+    "policies": "rules",
+    "map": "rules",
+}
+RECIPE: dict[str, str] = {
+    "fp8_format": "fprop='e4m3', dgrad=('e5m2', 'e4m3'), which are the defaults of float8,",
+    "dtype": "fprop",
+    "interval": "nothing: scales follow at every step",
+    "amax_history_length": "amax_history_len",
+    "scaling_factor_compute_algo": "amax_compute_algo",
+    "reduce_amax": "nothing: XLA reduces over all shards of an array",
+    "fp8_dpa": "nothing: attention's products of two activations are in 16 bits",
+    "fp8_mha": "nothing: attention's products of two activations are in 16 bits",
+    "override_linear_precision": "fprop=None, dgrad=None or wgrad=None",
+    "enabled": "a policy without recipe, such as 'bf16-mixed',",
+}
 AUTOCAST: dict[str, str] = {
-    "dtype": "policy",
+    **{name: meant for name, meant in _POLICY.items() if name not in ("precision", "dtype")},
     "precision": "dot_precision",
-    "enabled": _OFF,
-    "device_type": "the policy alone, mpjax.autocast(fun, 'bf16-mixed'),",
-    "cache_enabled": "nothing",
 }
 DEVICES = frozenset(
     {"cuda", "cpu", "gpu", "tpu", "xpu", "mps", "hpu", "npu", "xla", "rocm", "meta"}
 )
 """Device types, the first argument of PyTorch's autocast."""
-
-
-def names_keywords(names: dict[str, str], where: str = "") -> Callable[[F], F]:
-    """Decorates a function: its error for an unknown keyword suggests the right one.
-
-    Args:
-      names: keywords of other libraries, and which one of the function's stands for each.
-      where: the function's name as users write it; `__name__` if empty.
-    """
-
-    def decorate(fun: F) -> F:
-        known = inspect.signature(fun).parameters
-        caller = where or fun.__name__
-
-        @functools.wraps(fun)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            for name in kwargs:
-                if name not in known:
-                    raise TypeError(_unknown_keyword(caller, name, names, list(known)))
-            return fun(*args, **kwargs)
-
-        return wrapped  # type: ignore[return-value]  # of the same signature
-
-    return decorate
-
-
-def _unknown_keyword(where: str, name: str, names: dict[str, str], known: list[str]) -> str:
-    allowed = [parameter for parameter in known if parameter != "self"]
-    close = nearest(name, allowed, 1)
-    meant = names.get(name, close[0] if close else "")
-    is_keyword = meant.replace(" and ", "").isidentifier()
-    fix = f"Type {meant}{'=' * is_keyword} instead of {name}=." if meant else f"Drop {name}=."
-    return message(where, f"unknown keyword {name}=.", f"Allowed: {', '.join(allowed)}.", fix)
-
-
-def no_attribute(name: str, known: Iterable[str] = ()) -> str:
-    """Returns the error text for a name that `mpjax` does not have; `known` are its own names."""
-    got = f"has no attribute {name!r}."
-    here = ATTRIBUTES.get(name)
-    if here is not None:
-        return message("module 'mpjax'", got, f"Here it is {here}.")
-    close = nearest(name, known, 1)
-    return message("module 'mpjax'", got, *[f"Did you mean mpjax.{word}?" for word in close])
-
-
-class NoPolicyAttributeError(AttributeError):
-    """A policy has no such attribute; mpjax's name for it is looked up when the error is shown."""
-
-    def __init__(self, cls: type, attribute: str) -> None:
-        super().__init__(attribute)
-        self._cls = cls
-
-    def __str__(self) -> str:
-        (name,) = self.args
-        here = POLICY_ATTRIBUTES.get(name)
-        close = nearest(name, [n for n in dir(self._cls) if not n.startswith("_")], 1)
-        fix = [f"Here it is {here}."] if here else [f"Did you mean .{word}?" for word in close]
-        return message(self._cls.__name__, f"has no attribute {name!r}.", *fix)
-
-
-def folded(name: str) -> str:
-    """Returns the key of a policy's name: BF16-Mixed and bf16_mixed have one, O1 and o1 another."""
-    return name.lower().replace("_", "-")
-
-
-def unknown_policy(name: str, names: list[str]) -> str:
-    """Returns the error text for a name that is none of the policies' `names`."""
-    if folded(name) in ("tf32", "tensorfloat32", "tf32x3"):
-        got = f"{name!r} is how float32 products are computed, and no dtype of a policy."
-        fix = "Type mpjax.autocast(fun, '32-true', dot_precision='tf32')."
-        return message("get_policy", got, fix)
-    if re.search(r"(nf|fp|float|^f|int|^i|mxfp|^)4($|[^0-9])|4.?bit", folded(name)):
-        got = f"unknown policy {name!r}: there are no products of 4 bits."
-        allowed = "XLA compiles none for a CPU; 8 bits are the fewest here."
-        fix = "Type 'int8_from_mixed_bfloat16'; mpjax.quantize(params, it) for weights in 8 bits."
-        return message("get_policy", got, allowed, fix)
-    if re.search("(fp|float|^f|int|^i|^)8", folded(name)):
-        got = f"unknown policy {name!r}: 8 bits is a recipe of products, and no dtype of a policy."
-        allowed = "Accepted: 'int8_from_mixed_bfloat16', 'float8_from_mixed_bfloat16', or either "
-        allowed += "from another base, such as 'float8_from_mixed_float16'."
-        return message("get_policy", got, allowed)
-    accepted = (
-        "Accepted: 'bf16-mixed', '16-mixed', '32-true', 'mixed_bfloat16', 'O2', "
-        "'p=f32,c=bf16,o=f32', or one dtype; `python -m mpjax names` lists all."
-    )
-    meant = POLICIES.get(folded(name))
-    close = [meant] if meant else nearest(folded(name), names, 1) or nearest(name, names, 1)
-    fix = f"Did you mean get_policy({close[0]!r})?" if close else "E.g. get_policy('bf16-mixed')."
-    return message("get_policy", f"unknown policy {name!r}.", accepted, fix)

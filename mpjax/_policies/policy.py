@@ -14,7 +14,15 @@ import numpy as np
 from mpjax._base import dtypes as _dtypes
 from mpjax._base.dtypes import POLICY_DTYPES, DType
 from mpjax._base.errors import PolicyWarning, message
-from mpjax._base.foreign_names import POLICY_ROWS, NoPolicyAttributeError, folded, unknown_policy
+from mpjax._base.foreign_errors import (
+    attribute_error,
+    folded,
+    names_keywords,
+    no_keras_policy,
+    no_policy,
+    unknown_policy,
+)
+from mpjax._base.foreign_names import POLICY_ATTRIBUTES, POLICY_KEYWORDS, POLICY_ROWS
 from mpjax._base.public import public
 from mpjax._base.tree import cast_tree
 from mpjax._base.typing import DTypeSpec, KnownPolicy, PolicySpec
@@ -64,6 +72,7 @@ class Policy:
     _given: str | None  # the name that `get_policy` was given; not compared by ==
     _names: tuple[str, str, str]  # short names; 'half' where the backend decides
 
+    @names_keywords(POLICY_KEYWORDS, "Policy")
     def __init__(
         self,
         param_dtype: DTypeSpec = jnp.float32,
@@ -88,10 +97,7 @@ class Policy:
         return new
 
     if not TYPE_CHECKING:  # or an editor would believe that there is any attribute
-
-        def __getattr__(self, name: str) -> Any:
-            """Raises AttributeError, with mpjax's name for an attribute of another library."""
-            raise NoPolicyAttributeError(type(self), name)
+        __getattr__ = attribute_error(POLICY_ATTRIBUTES)
 
     @property
     def param_dtype(self) -> DType:
@@ -144,8 +150,9 @@ class Policy:
         fields = {"param_dtype", "compute_dtype", "output_dtype"}
         if set(config) != fields:
             got = f"got the keys {sorted(config)}."
-            fix = f"Allowed, all of them: {sorted(fields)}."
-            raise ValueError(message("Policy.from_dict", got, fix))
+            allowed = f"Allowed, all of them: {sorted(fields)}."
+            fix = "Type what policy.to_dict() gave, or a name, such as 'bf16-mixed'."
+            raise ValueError(message("Policy.from_dict", got, allowed, fix))
         return cls(**config)
 
     def to_jmp(self) -> Any:
@@ -163,7 +170,8 @@ class Policy:
         return "p={},c={},o={}".format(*self._names)
 
     def __repr__(self) -> str:
-        return f"Policy({', '.join(f'{k}={v!r}' for k, v in self.to_dict().items())})"
+        made = f"Policy({', '.join(f'{k}={v!r}' for k, v in self.to_dict().items())})"
+        return made if self._given is None else f"{made}.named({self._given!r})"
 
     def __eq__(self, other: object) -> bool:
         return self._names == other._names if isinstance(other, Policy) else NotImplemented
@@ -190,9 +198,15 @@ def rebuilt(cls: type[Policy], args: tuple[Any, ...], given: str | None) -> Poli
     return policy
 
 
+_FOLDED = frozenset(folded(name) for name, *_ in POLICY_ROWS)
+
+
 def _name_of(spec: DTypeSpec, where: str) -> str:
     if spec == HALF and isinstance(spec, str):
         return HALF
+    if isinstance(spec, str) and folded(spec) in _FOLDED and not _dtypes.is_dtype_name(spec):
+        got = f"{spec!r} names a policy, and this is one dtype of three."
+        raise ValueError(message(where, got, f"Type mpjax.get_policy({spec!r})."))
     return _dtypes.short_name(_dtypes.canonical_dtype(spec, where))
 
 
@@ -252,8 +266,9 @@ class default_policy(ContextDecorator):
       Keras, `set_dtype_policy`, which is process-wide
     """
 
+    _used = True  # an error in __init__ is no call without `with`
+
     def __init__(self, policy: PolicySpec) -> None:
-        self._used = True  # an error below is no call without `with`
         self._policy = chosen_policy(policy, "default_policy")
         self._contexts: list[Any] = []
         self._used = False
@@ -327,8 +342,9 @@ def get_policy(spec: Any = None) -> Any:
       TypeError: it names a dtype that a policy cannot have, or is no name at all.
 
     Example:
-      >>> mpjax.get_policy("bf16-mixed")
-      Policy(param_dtype='float32', compute_dtype='bfloat16', output_dtype='float32')
+      >>> policy = mpjax.get_policy("bf16-mixed")
+      >>> print(policy, policy.name)
+      p=f32,c=bf16,o=f32 bf16-mixed
       >>> mpjax.get_policy("c=f16") == mpjax.get_policy("params=float32,compute=float16")
       True
 
@@ -353,8 +369,10 @@ def _from_object(spec: Any) -> Policy:
         return Policy(spec.param_dtype, spec.compute_dtype, spec.output_dtype)
     if hasattr(spec, "variable_dtype") and hasattr(spec, "name"):  # keras.DTypePolicy
         if hasattr(spec, "default_policy"):
-            raise ValueError(_no_keras_policy("DTypePolicyMap"))
+            raise ValueError(no_keras_policy("DTypePolicyMap"))
         return _parse(spec.name)
+    if (text := no_policy(spec)) is not None:
+        raise ValueError(text)
     dtype = _dtypes.canonical_dtype(spec, "get_policy")
     return Policy(dtype, dtype, dtype)
 
@@ -368,20 +386,8 @@ def _from_config(config: Mapping[str, Any]) -> Policy:
     if isinstance(inner, Mapping) and (read := _read_elsewhere(inner)) is not None:
         return read
     if "class_name" in config:
-        raise ValueError(_no_keras_policy(str(config["class_name"])))
+        raise ValueError(no_keras_policy(str(config["class_name"])))
     return Policy.from_dict(config)
-
-
-def _no_keras_policy(kind: str) -> str:
-    """Returns the error text for a Keras class that is no pair of floating dtypes."""
-    got = f"a Keras {kind} is no policy of floating dtypes."
-    if kind == "DTypePolicyMap":
-        got = "a Keras DTypePolicyMap is many policies, by the paths of Keras layers."
-    allowed = "Allowed: a Keras DTypePolicy, or its config."
-    fix = "Type PolicyMap('mixed_bfloat16', {'re:encoder/.*': 'float32'}), with your own paths."
-    if kind != "DTypePolicyMap":
-        fix = "Type the name that it was made from, such as 'mixed_bfloat16'."
-    return message("get_policy", got, allowed, fix)
 
 
 _READERS: list[Callable[[Any], Policy | None]] = []

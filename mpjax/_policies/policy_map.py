@@ -3,11 +3,13 @@
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
 from mpjax._base.errors import PolicyWarning, message, nearest
+from mpjax._base.foreign_errors import attribute_error, names_keywords
+from mpjax._base.foreign_names import MAP_ATTRIBUTES, MAP_KEYWORDS
 from mpjax._base.public import public
 from mpjax._base.quantized_array import is_quantized
 from mpjax._base.tree import is_overwritten, leaf_paths
@@ -67,6 +69,7 @@ class PolicyMap(Mapping[str, Policy]):
     _default: Policy
     _rules: tuple[tuple[str, Policy], ...]
 
+    @names_keywords(MAP_KEYWORDS, "PolicyMap")
     def __init__(
         self,
         default: Any = None,
@@ -97,6 +100,17 @@ class PolicyMap(Mapping[str, Policy]):
     def __len__(self) -> int:
         """Returns the number of rules."""
         return len(dict(self._rules))
+
+    def __setitem__(self, pattern: str, policy: Any) -> None:
+        """Raises TypeError: a map is immutable."""
+        raise TypeError(_immutable(f"got policies[{pattern!r}] = {policy!r}", pattern))
+
+    def __delitem__(self, pattern: str) -> None:
+        """Raises TypeError: a map is immutable."""
+        raise TypeError(_immutable(f"cannot delete policies[{pattern!r}]", None))
+
+    if not TYPE_CHECKING:  # or an editor would believe that there is any attribute
+        __getattr__ = attribute_error(MAP_ATTRIBUTES)
 
     def __bool__(self) -> bool:
         """Returns True: without rules it is a policy still."""
@@ -245,8 +259,8 @@ class PolicyMap(Mapping[str, Policy]):
         return jax.tree_util.tree_unflatten(treedef, cast)
 
     def __repr__(self) -> str:
-        rules = ", ".join(f"{pattern!r}: {str(policy)!r}" for pattern, policy in self._rules)
-        return f"PolicyMap({str(self._default)!r}, {{{rules}}})"
+        rules = ", ".join(f"{pattern!r}: {policy.name!r}" for pattern, policy in self._rules)
+        return f"PolicyMap({self._default.name!r}, {{{rules}}})"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PolicyMap):
@@ -298,6 +312,12 @@ def _no_default(rules: Mapping[Any, Any]) -> str:
     allowed = "Allowed: PolicyMap(default, rules); the default is of what no rule matches."
     shown = {key: getattr(value, "name", value) for key, value in rules.items()}
     return message("PolicyMap", got, allowed, f"Type PolicyMap('bf16-mixed', {shown!r}).")
+
+
+def _immutable(got: str, pattern: str | None) -> str:
+    new = "rules" if pattern is None else f"{{{pattern!r}: policy, **policies}}"
+    fix = f"Make another: PolicyMap(policies.default, {new})."
+    return message("PolicyMap", f"is immutable; {got}.", fix)
 
 
 def _single(policy: Any) -> Policy:

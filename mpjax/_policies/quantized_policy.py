@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from mpjax._base.errors import message
 from mpjax._base.public import public
@@ -61,6 +62,10 @@ class QuantizedPolicy(Policy):
     _recipe: Recipe
 
     def __init__(self, base: Any = "bf16-mixed", recipe: Any = "float8") -> None:
+        if isinstance(base, Recipe) or (isinstance(base, str) and base in MODES):
+            got = f"got {base!r}, a recipe, where the base is named."
+            fix = f"Type QuantizedPolicy('bf16-mixed', {base!r})."
+            raise TypeError(message("QuantizedPolicy(base)", got, "Allowed: a policy.", fix))
         base = _checked_base(get_policy(base))
         super().__init__(*base._names)
         object.__setattr__(self, "_recipe", get_recipe(recipe, "QuantizedPolicy(recipe)"))
@@ -101,7 +106,8 @@ class QuantizedPolicy(Policy):
         return f"{super().__str__()},{_KEY}{self._recipe}"
 
     def __repr__(self) -> str:
-        return f"QuantizedPolicy({str(self.base)!r}, {self._recipe})"
+        made = f"QuantizedPolicy({str(self.base)!r}, {self._recipe})"
+        return made if self._given is None else f"{made}.named({self._given!r})"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Policy):
@@ -164,3 +170,11 @@ _policy.read_names_with(_read)
 def recipes_in(policy: Any) -> list[Recipe]:
     """Returns the recipes of a policy, or of the policies of a map."""
     return [p.recipe for p in policies_in(policy) if isinstance(p, QuantizedPolicy)]
+
+
+def map_to_type(policy: Any, pattern: str) -> str:
+    """Returns a map to type: what `pattern` matches in the 8-bit dtypes of a policy, same base."""
+    mode = "int8" if any("int8" in recipe.dtypes for recipe in recipes_in(policy)) else "float8"
+    is_float16 = any(p.compute_dtype == jnp.float16 for p in policies_in(policy))
+    base, mixed = ("16-mixed", "mixed_float16") if is_float16 else ("bf16-mixed", "mixed_bfloat16")
+    return f"PolicyMap({base!r}, {{{pattern!r}: '{mode}_from_{mixed}'}})"

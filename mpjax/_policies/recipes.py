@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from mpjax._base.errors import message, nearest
+from mpjax._base.foreign_errors import names_keywords
+from mpjax._base.foreign_names import RECIPE
 
 Pair: TypeAlias = tuple[str, str]
 """The dtypes of both operands: of input and weight, or of a gradient and the other operand."""
@@ -36,6 +38,8 @@ def _other_recipe(name: str) -> tuple[str, ...]:
         )
     if name == "int8":
         return ("Type mpjax.Int8CurrentScaling().",)
+    if name.lower() == "hybrid":
+        return ("Type Float8CurrentScaling(): e4m3 forward and e5m2 for gradients is its default.",)
     if name in DTYPES:
         return ("Type mpjax.Float8CurrentScaling().",)
     if name.startswith("float8_"):
@@ -136,6 +140,16 @@ class Recipe:
     __str__ = __repr__
 
 
+K = TypeVar("K", bound=type[Recipe])
+
+
+def _names_keywords(kind: K) -> K:
+    """Returns a recipe whose error for a keyword of Transformer Engine says what to type."""
+    kind.__init__ = names_keywords(RECIPE, kind.__name__)(kind.__init__)
+    return kind
+
+
+@_names_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Int8CurrentScaling(Recipe):
     """int8 with the scales of the values at hand, one a row; weights' gradients stay 16-bit.
@@ -156,6 +170,7 @@ class Int8CurrentScaling(Recipe):
     granularity: str = "channel"
 
 
+@_names_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Float8CurrentScaling(Recipe):
     """float8 with the scale of the values at hand: e4m3 forward, e5m2 for gradients; no state.
@@ -169,6 +184,7 @@ class Float8CurrentScaling(Recipe):
     """
 
 
+@_names_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class DelayedScaling(Recipe):
     """float8 with the scales of earlier steps; `make_train_step` stores the amax histories.
@@ -216,6 +232,7 @@ class DelayedScaling(Recipe):
         return Float8CurrentScaling(**pairs, margin=self.margin)
 
 
+@_names_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class MXFP8BlockScaling(Recipe):
     """e4m3 with a power of two for each 32 values that are added up, as Blackwell multiplies it.
@@ -237,6 +254,7 @@ class MXFP8BlockScaling(Recipe):
     granularity: str = "block"
 
 
+@_names_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Float8BlockScaling(MXFP8BlockScaling):
     """e4m3 with a power of two for each 128 values that are added up.

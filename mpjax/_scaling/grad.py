@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32, describe, normal_powers_of_two
 from mpjax._base.errors import message
-from mpjax._base.foreign_names import GRADIENTS, names_keywords
+from mpjax._base.foreign_errors import names_keywords
+from mpjax._base.foreign_names import GRADIENTS
 from mpjax._base.gradient_tags import tag
 from mpjax._base.tree import (
     check_axes,

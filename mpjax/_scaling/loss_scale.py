@@ -5,7 +5,7 @@ up by as much; dividing the float32 gradients by it afterwards undoes it, exactl
 power of two.
 """
 
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.core
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from mpjax._base import compat
 from mpjax._base.errors import message
-from mpjax._base.foreign_names import LOSS_SCALE, names_keywords
+from mpjax._base.foreign_errors import attribute_error, names_keywords
+from mpjax._base.foreign_names import LOSS_SCALE, SCALE_ATTRIBUTES
 from mpjax._base.gradient_tags import tag
 from mpjax._base.public import public
 from mpjax._base.tree import as_pred, is_array, is_castable, map_with_path, to_full
@@ -77,6 +78,9 @@ class NoOpLossScale:
 
     __slots__ = ()
 
+    if not TYPE_CHECKING:
+        __getattr__ = attribute_error(SCALE_ATTRIBUTES)
+
     @property
     def loss_scale(self) -> int:
         """Always 1."""
@@ -112,6 +116,9 @@ class _ScalarFields:
     _fields: tuple[str, ...] = ()
     _mark: str | None  # OWNED, or None
     loss_scale: Array
+
+    if not TYPE_CHECKING:  # or an editor would believe that there is any attribute
+        __getattr__ = attribute_error(SCALE_ATTRIBUTES)
 
     def scale(self, tree: T) -> T:
         """Returns `tree` times the loss scale, floating leaves of up to 32 bits in float32.

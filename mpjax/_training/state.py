@@ -1,10 +1,12 @@
 """The state and metrics of a train step, and the check of a state."""
 
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
 
 import jax.numpy as jnp
 
 from mpjax._base.errors import message
+from mpjax._base.foreign_errors import attribute_error
+from mpjax._base.foreign_names import STATE_ATTRIBUTES
 from mpjax._base.public import public_in
 from mpjax._base.tree import is_array
 from mpjax._base.typing import Array, PyTree
@@ -26,6 +28,9 @@ class TrainState(NamedTuple):
     opt_state: PyTree
     extra_state: PyTree  # None where the loss function has none
     amax_history: PyTree = None  # f32[..., 3, steps] by product, under a `DelayedScaling`
+
+    if not TYPE_CHECKING:  # or an editor would believe that there is any attribute
+        __getattr__ = attribute_error(STATE_ATTRIBUTES)
 
     def __repr__(self) -> str:
         return describe_state(self)

@@ -17,7 +17,7 @@ from mpjax._base.tree import is_array, is_castable, is_overwritten, leaf_paths
 from mpjax._base.typing import PolicySpec
 from mpjax._policies.policy import chosen_policy
 from mpjax._policies.policy_map import PolicyMap
-from mpjax._policies.quantized_policy import QuantizedPolicy, recipes_in
+from mpjax._policies.quantized_policy import QuantizedPolicy, map_to_type, recipes_in
 from mpjax._policies.recipes import DTYPES, Recipe
 from mpjax._weights import attention_kernels as attention
 
@@ -85,7 +85,7 @@ def quantize(params: Any, policy: PolicySpec, *, channel_axis: int = -1) -> Any:
         for path, (key, leaf) in zip(paths, keyed, strict=True)
     ]
     if not any(map(is_quantized, chosen)):
-        _warn(paths, leaves)
+        _warn(paths, leaves, checked)
     return jax.tree.unflatten(treedef, chosen)
 
 
@@ -140,12 +140,12 @@ def _check_recipe(recipe: Recipe) -> None:
         raise ValueError(message(_WHERE, got, fix))
 
 
-def _warn(paths: list[str], leaves: list[Any]) -> None:
+def _warn(paths: list[str], leaves: list[Any], policy: Any) -> None:
     shown = [f"{p}: {list(x.shape)}" for p, x in zip(paths, leaves, strict=True) if is_array(x)]
     text = message(
         _WHERE,
         "there is no weight to quantise: two axes, 4096 elements, sizes that divide by 16.",
         *shown[:8],
-        "Name smaller ones: PolicyMap('bf16-mixed', {'head/*': 'int8_from_mixed_bfloat16'}).",
+        f"Name smaller ones: {map_to_type(policy, 'head/*')}.",
     )
     warnings.warn(text, PolicyWarning, stacklevel=3)

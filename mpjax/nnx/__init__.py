@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpjax._base.errors import needed_by
 
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from mpjax._autocast.arguments import nnx_names
 from mpjax._base.errors import message
+from mpjax._base.foreign_errors import attributes_of
 from mpjax._base.tree import OVERWRITE_WITH_GRADIENT, select_tree
 from mpjax._base.typing import LossFunction, PolicySpec, PyTree
 from mpjax._flax.module_dtypes import AS_WRITTEN, ModuleTable, as_checked_policy, row_of, warn_of
@@ -42,6 +43,10 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if not TYPE_CHECKING:  # with it, an editor would let every misspelt name pass
+    __getattr__ = attributes_of(__name__, __all__, nnx)
 
 
 M = TypeVar("M", bound=nnx.Module)

@@ -10,7 +10,8 @@ from flax import nnx
 
 from mpjax._autocast.arguments.nnx_names import name_modules
 from mpjax._base.errors import message
-from mpjax._base.foreign_names import STEP, names_keywords
+from mpjax._base.foreign_errors import names_keywords
+from mpjax._base.foreign_names import STEP
 from mpjax._base.tree import OVERWRITE_WITH_GRADIENT, first_difference
 from mpjax._base.typing import AxisName, PolicySpec, PyTree
 from mpjax._scaling.loss_scale import LossScale

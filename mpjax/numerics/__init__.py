@@ -1,5 +1,8 @@
 """Finds where inf and NaN come from, where precision is lost, and layers that need float32."""
 
+from typing import TYPE_CHECKING
+
+from mpjax._base.foreign_errors import attributes_of
 from mpjax.numerics._compare import Comparison, Errors, compare
 from mpjax.numerics._diagnose import diagnose
 from mpjax.numerics._exponents import ExponentReport, Spread, exponents
@@ -36,3 +39,7 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if not TYPE_CHECKING:  # with it, an editor would let every misspelt name pass
+    __getattr__ = attributes_of(__name__, __all__)

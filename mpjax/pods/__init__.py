@@ -12,6 +12,9 @@ whether it fits, what it sends and what is wrong:
     sys.exit(report.exit_code)
 """
 
+from typing import TYPE_CHECKING
+
+from mpjax._base.foreign_errors import attributes_of
 from mpjax.pods._args import with_sharding
 from mpjax.pods._check import check, check_job
 from mpjax.pods._collectives import Collective
@@ -41,3 +44,7 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if not TYPE_CHECKING:  # with it, an editor would let every misspelt name pass
+    __getattr__ = attributes_of(__name__, __all__)

@@ -23,7 +23,7 @@ from mpjax._base.errors import PolicyWarning, message
 from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import PRODUCTS
 from mpjax._policies.policy import Policy
-from mpjax._policies.quantized_policy import QuantizedPolicy, recipes_in
+from mpjax._policies.quantized_policy import QuantizedPolicy, map_to_type, recipes_in
 from mpjax._policies.recipes import Recipe
 from mpjax._policies.spelling import matches, of_operation
 
@@ -260,16 +260,10 @@ def warn_if_nothing(plan: Any) -> None:
         "autocast",
         f"{plan.settings.policy} quantises no product of this function.",
         *(rows or ["It has no products."]),
-        f"Type PolicyMap('bf16-mixed', {{'mlp*': {_of_rule(plan.settings.policy)!r}}}) for a layer "
-        "by its path, or autocast(fun, policy, params=...) where other arguments are parameters.",
+        f"Type {map_to_type(plan.settings.policy, 'mlp*')} for a layer by its path, "
+        "or autocast(fun, policy, params=...) where other arguments are parameters.",
     )
     warnings.warn(text, PolicyWarning, stacklevel=4)
-
-
-def _of_rule(policy: scopes.Policies) -> str:
-    """Returns the name of a policy with the same 8-bit dtypes, to type in a rule."""
-    is_int8 = any("int8" in recipe.dtypes for recipe in recipes_in(policy))
-    return f"{'int8' if is_int8 else 'float8'}_from_mixed_bfloat16"
 
 
 def _products(plan: Any) -> Iterator[Any]:

@@ -1,0 +1,203 @@
+"""Error texts for a name, keyword or attribute of another library: they say what to type here."""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TypeVar
+
+from mpjax._base.dtypes import describe
+from mpjax._base.errors import message, nearest
+from mpjax._base.foreign_names import ATTRIBUTES, DEVICES, POLICIES
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def names_keywords(names: dict[str, str], where: str = "") -> Callable[[F], F]:
+    """Decorates a function: its error for an unknown keyword suggests the right one.
+
+    Args:
+      names: keywords of other libraries, and which one of the function's stands for each.
+      where: the function's name as users write it; `__name__` if empty.
+    """
+
+    def decorate(fun: F) -> F:
+        known = inspect.signature(fun).parameters
+        caller = where or fun.__name__
+
+        @functools.wraps(fun)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            for name, value in kwargs.items():
+                if name not in known:
+                    raise TypeError(_unknown_keyword(caller, name, value, names, list(known)))
+            return fun(*args, **kwargs)
+
+        return wrapped  # type: ignore[return-value]  # of the same signature
+
+    return decorate
+
+
+def _unknown_keyword(
+    where: str, name: str, value: Any, names: dict[str, str], known: list[str]
+) -> str:
+    allowed = [parameter for parameter in known if parameter != "self"]
+    close = nearest(name, allowed, 1, cutoff=0.7)
+    meant = names.get(name, close[0] if close else "")
+    if (name == "enabled" and value is True) or meant.startswith("nothing"):
+        fix = f"Drop {name}={meant.removeprefix('nothing') * meant.startswith('nothing')}."
+    elif meant:
+        is_keyword = meant.replace(" and ", "").isidentifier()
+        meant = meant.replace("'bf16-mixed'", repr(mixed_with(value)))
+        typed = f"{meant.replace(' and ', '= and ')}=" if is_keyword else meant
+        fix = f"Type {typed} instead of {name}=."
+    else:
+        fix = f"Drop {name}=."
+    return message(where, f"unknown keyword {name}=.", f"Allowed: {', '.join(allowed)}.", fix)
+
+
+def mixed_with(dtype: Any) -> str:
+    """Returns the name of the mixed policy of a dtype: '16-mixed' of `jnp.float16`."""
+    name = getattr(dtype, "__name__", None) or getattr(dtype, "name", None) or str(dtype)
+    last = name.rpartition(".")[2].lower()  # torch.float16 prints as its full name
+    if last in ("float16", "half", "fp16", "f16", "16-mixed", "mixed_float16"):
+        return "16-mixed"
+    return "32-true" if last in ("float32", "fp32", "f32") else "bf16-mixed"
+
+
+def no_attribute(
+    name: str, known: Iterable[str] = (), module: str = "mpjax", library: Any = None
+) -> str:
+    """Returns the error text for a name that a module does not have.
+
+    Args:
+      name: the name.
+      known: the module's own names.
+      module: the module, of which a user wrote an attribute.
+      library: the one that the module extends, as optax, whose names are asked for too.
+    """
+    got = f"has no attribute {name!r}."
+    if (here := ATTRIBUTES.get(name)) is not None:
+        fix = [f"Here it is {here}."]
+    elif library is not None and not name.startswith("_") and hasattr(library, name):
+        fix = [f"It is {library.__name__}'s: type {library.__name__}.{name}."]
+    else:
+        fix = [f"Did you mean {module}.{word}?" for word in nearest(name, known, 1)]
+    return message(f"module {module!r}", got, *fix)
+
+
+def attributes_of(module: str, known: list[str], library: Any = None) -> Callable[[str], NoReturn]:
+    """Returns the `__getattr__` of a module of mpjax; the arguments are those of `no_attribute`."""
+
+    def missing(name: str) -> NoReturn:
+        raise AttributeError(no_attribute(name, known, module, library))
+
+    return missing
+
+
+class NoAttributeOfError(AttributeError):
+    """An object has no such attribute; mpjax's name for it is looked up when the error is shown.
+
+    Reading an attribute that is missing, as `hasattr` does, then costs no search.
+    """
+
+    def __init__(self, cls: type, attribute: str, names: dict[str, str]) -> None:
+        super().__init__(attribute)
+        self._cls = cls
+        self._names = names
+
+    def __str__(self) -> str:
+        (name,) = self.args
+        here = self._names.get(name)
+        close = nearest(name, [n for n in dir(self._cls) if not n.startswith("_")], 1)
+        fix = [f"Here it is {here}."] if here else [f"Did you mean .{word}?" for word in close]
+        return message(self._cls.__name__, f"has no attribute {name!r}.", *fix)
+
+
+def attribute_error(names: dict[str, str]) -> Callable[[Any, str], NoReturn]:
+    """Returns the `__getattr__` of a class; `names` has other libraries' attributes."""
+
+    def missing(self: Any, name: str) -> NoReturn:
+        raise NoAttributeOfError(type(self), name, names)
+
+    return missing
+
+
+def folded(name: str) -> str:
+    """Returns the key of a policy's name: BF16-Mixed and bf16_mixed have one, O1 and o1 another."""
+    return name.lower().replace("_", "-")
+
+
+def no_keras_policy(kind: str) -> str:
+    """Returns the error text for a Keras class that is no pair of floating dtypes."""
+    got = f"a Keras {kind} is no policy of floating dtypes."
+    if kind == "DTypePolicyMap":
+        got = "a Keras DTypePolicyMap is many policies, by the paths of Keras layers."
+    allowed = "Allowed: a Keras DTypePolicy, or its config."
+    fix = "Type PolicyMap('mixed_bfloat16', {'re:encoder/.*': 'float32'}), with your own paths."
+    if kind != "DTypePolicyMap":
+        fix = "Type the name that it was made from, such as 'mixed_bfloat16'."
+    return message("get_policy", got, allowed, fix)
+
+
+def no_policy(spec: Any) -> str | None:
+    """Returns the error text for an object that names no policy; None if it may be a dtype."""
+    name = "'bf16-mixed'"
+    is_array = hasattr(spec, "shape") and hasattr(spec, "dtype") and not isinstance(spec, type)
+    if isinstance(spec, bool):
+        got = f"got {spec}: a policy is named, and not switched on or off."
+        fix = f"Type {name}, or '32-true' for none."
+    elif is_array:
+        got = f"got an array, {describe(spec)}, where a policy is named."
+        fix = f"Type the function, and not what it returned: mpjax.autocast(fun, {name})."
+    elif isinstance(spec, (list, tuple)):
+        got = f"got a {type(spec).__name__}."
+        fix = f"Type mpjax.Policy({', '.join(map(repr, spec))}), or its name, such as {name}."
+    else:
+        return None
+    accepted = "Accepted: a name, a dtype, a Policy or a PolicyMap."
+    return message("get_policy", got, accepted, fix)
+
+
+def unknown_policy(name: str, names: list[str]) -> str:
+    """Returns the error text for a name that is none of the policies' `names`."""
+    if folded(name) in ("tf32", "tensorfloat32", "tf32x3"):
+        got = f"{name!r} is how float32 products are computed, and no dtype of a policy."
+        fix = "Type mpjax.autocast(fun, '32-true', dot_precision='tf32')."
+        return message("get_policy", got, fix)
+    if folded(name) in ("highest", "high", "medium", "default", "bfloat16-3x", "float32-3x"):
+        got = f"{name!r} is how float32 products are computed, and no dtype of a policy."
+        fix = "Type mpjax.autocast(fun, '32-true', dot_precision='tf32'), or 'bf16x3', or a "
+        fix += "jax.lax.Precision."
+        return message("get_policy", got, fix)
+    if folded(name).partition(":")[0] in DEVICES:
+        got = f"{name!r} is a device: JAX puts a computation where its arrays are."
+        return message("get_policy", got, "Type 'bf16-mixed' or '16-mixed'.")
+    if folded(name) in ("dynamic", "static"):
+        got = f"{name!r} is a way to scale the loss, and no policy."
+        fix = "Type mpjax.DynamicLossScale(), or '16-mixed', which has one."
+        return message("get_policy", got, fix)
+    if len(parts := name.split(",")) == 3:
+        got = f"unknown policy {name!r}."
+        fix = "Type 'p={},c={},o={}'.".format(*map(str.strip, parts))
+        return message("get_policy", got, "Accepted: parameters, computation, output by key.", fix)
+    if re.search(r"(nf|fp|float|^f|int|^i|mxfp|^)4($|[^0-9])|4.?bit|gptq|awq", folded(name)):
+        got = f"unknown policy {name!r}: there are no products of 4 bits."
+        allowed = "XLA compiles none for a CPU; 8 bits are the fewest here."
+        fix = "Type 'int8_from_mixed_bfloat16'; mpjax.quantize(params, it) for weights in 8 bits."
+        return message("get_policy", got, allowed, fix)
+    if re.search("(fp|float|^f|int|^i|^)8|transformer-engine|hybrid|e4m3|e5m2", folded(name)):
+        got = f"unknown policy {name!r}: 8 bits is a recipe of products, and no dtype of a policy."
+        allowed = "Accepted: 'int8_from_mixed_bfloat16', 'float8_from_mixed_bfloat16', or either "
+        allowed += "from another base, such as 'float8_from_mixed_float16'."
+        kind = "int8" if re.search("^(int|i)?8", folded(name)) else "float8"
+        base = "mixed_float16" if folded(name).endswith("float16") else "mixed_bfloat16"
+        base = "mixed_bfloat16" if folded(name).endswith("bfloat16") else base
+        return message("get_policy", got, allowed, f"Type '{kind}_from_{base}'.")
+    accepted = (
+        "Accepted: 'bf16-mixed', '16-mixed', '32-true', 'mixed_bfloat16', 'O2', "
+        "'p=f32,c=bf16,o=f32', or one dtype; `python -m mpjax names` lists all."
+    )
+    meant = POLICIES.get(folded(name))
+    close = [meant] if meant else nearest(folded(name), names, 1) or nearest(name, names, 1)
+    fix = f"Did you mean get_policy({close[0]!r})?" if close else "E.g. get_policy('bf16-mixed')."
+    return message("get_policy", f"unknown policy {name!r}.", accepted, fix)
