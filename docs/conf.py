@@ -175,7 +175,47 @@ def _is_inside(node: nodes.Node, kinds: tuple[type, ...]) -> bool:
     return False
 
 
+def defining_module(app: Any, module: str, name: str) -> str | None:
+    """Returns the module whose file has a public class; its `__module__` is what users import.
+
+    None for all else: Sphinx knows it by `__module__`.
+    """
+    cls = getattr(importlib.import_module(module), name.partition(".")[0], None)
+    if not isinstance(cls, type) or not cls.__module__.startswith("mpjax"):
+        return None
+    statement = re.compile(rf"^class {cls.__name__}\b", re.MULTILINE)
+    for known in [cls.__module__, *sorted(n for n in sys.modules if n.startswith("mpjax."))]:
+        loaded = sys.modules[known]
+        is_in = getattr(loaded, cls.__name__, None) is cls and loaded.__file__ is not None
+        if is_in and statement.search(Path(str(loaded.__file__)).read_text()):
+            return known
+    return None
+
+
+def repair_back_links(app: Any, env: Any) -> None:
+    """Lets [docs] beside a source lead to the page that has the name which Sphinx looks for."""
+    objects = env.get_domain("py").objects
+    for entry in getattr(env, "_viewcode_modules", {}).values():
+        for name in entry[2] if entry else ():
+            target = objects.get(f"{entry[3]}.{name}")
+            if target is not None:
+                entry[2][name] = target.docname
+
+
+_NAMES = re.compile(r"'32-true'( \| '[^']*')*")
+
+
+def shorten_policies(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: Any, returned: Any
+) -> tuple[Any, Any]:
+    """Writes `str` in signatures, in place of the twenty names that an editor completes."""
+    return signature and _NAMES.sub("str", signature), returned
+
+
 def setup(app: Any) -> None:
+    app.connect("viewcode-follow-imported", defining_module)
+    app.connect("env-updated", repair_back_links)
+    app.connect("autodoc-process-signature", shorten_policies)
     app.connect("builder-inited", write_operations)
     app.connect("doctree-read", link_names)
     app.connect("autodoc-skip-member", skip_field_numbers)

@@ -1,6 +1,7 @@
 """The pages of `docs/`: their code runs, what they link to exists, their pictures can be drawn."""
 
 import importlib
+import inspect
 import re
 import shlex
 import statistics
@@ -172,6 +173,22 @@ def exists(name: str) -> bool:
         except ModuleNotFoundError:
             return False
     return True
+
+
+def test_every_class_and_function_of_the_reference_has_a_link_to_its_source():
+    pycode = pytest.importorskip("sphinx.pycode")
+    import conf
+
+    missing = []
+    for module in ["mpjax", *conf.modules()]:
+        for name in importlib.import_module(module).__all__:
+            value = getattr(importlib.import_module(module), name)
+            if isinstance(value, type) or inspect.isfunction(value):
+                where = conf.defining_module(None, module, name) or value.__module__
+                source = pycode.ModuleAnalyzer.for_module(where)
+                source.find_tags()
+                missing += [] if value.__name__ in source.tags else [(module, name, where)]
+    assert missing == []
 
 
 def test_links_to_jax_are_built_without_network_and_name_what_exists(tmp_path: Path):

@@ -32,6 +32,7 @@ from mpjax._base.foreign_names import (
     LOSS_SCALE,
     MAP_ATTRIBUTES,
     MAP_KEYWORDS,
+    NNX_STEP,
     POLICY_ATTRIBUTES,
     POLICY_KEYWORDS,
     RECIPE,
@@ -592,7 +593,7 @@ def test_a_prompt_shows_the_name_that_a_policy_was_made_by(made):
 
 KEYWORDS = {
     mpjax.make_train_step: STEP,
-    mpjax.nnx.make_train_step: STEP,
+    mpjax.nnx.make_train_step: NNX_STEP,
     mpjax.with_loss_scale: WRAPPER,
     mpjax.value_and_grad: GRADIENTS,
     mpjax.grad: GRADIENTS,

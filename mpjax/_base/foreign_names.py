@@ -368,6 +368,7 @@ STEP: dict[str, str] = {
     "jit": "nothing: the step is jitted; under jax.disable_jit() it is not",
     "enabled": "policy='32-true'",
 }
+NNX_STEP: dict[str, str] = {**STEP, "filter": "wrt"}
 WRAPPER: dict[str, str] = {
     **{
         name: f"mpjax.DynamicLossScale({meant.partition(' ')[0]}=...) as loss_scale"

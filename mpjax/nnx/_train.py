@@ -11,7 +11,7 @@ from flax import nnx
 from mpjax._autocast.arguments.nnx_names import name_modules
 from mpjax._base.errors import message
 from mpjax._base.foreign_errors import names_keywords
-from mpjax._base.foreign_names import STEP
+from mpjax._base.foreign_names import NNX_STEP
 from mpjax._base.tree import OVERWRITE_WITH_GRADIENT, first_difference
 from mpjax._base.typing import AxisName, PolicySpec, PyTree
 from mpjax._scaling.loss_scale import LossScale
@@ -107,7 +107,7 @@ class NNXTrainStep:
         return (out, (new, aux)) if self._has_aux else (out, new)
 
 
-@names_keywords({**STEP, "filter": "wrt", "optimizer": "tx"})
+@names_keywords(NNX_STEP)
 def make_train_step(
     model: nnx.Module,
     tx: optax.GradientTransformation,
