@@ -248,7 +248,7 @@ def test_the_warning_in_full():
     with pytest.warns(SupportWarning) as caught:
         check_support("16-mixed", "v5e")
     assert str(caught[0].message) == (
-        "check_support: 'p=f32,c=f16,o=f32' gains little or nothing on TPU v5e.\n"
+        "check_support: '16-mixed' gains little or nothing on TPU v5e.\n"
         "  compute float16 is slow: the matrix unit takes bfloat16; no faster than that, "
         "and needs loss scaling\n"
         "  Type 'bf16-mixed' instead."

@@ -44,7 +44,7 @@ def test_it_runs_as_a_module_and_prints_plain_text_into_a_pipe():
     )
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout == (
-        "'p=f32,c=f16,o=f32' on TPU v5e: slow\n"
+        "'16-mixed' on TPU v5e: slow\n"
         "  param, output float32 is native: stored and added, not multiplied\n"
         "  compute float16 is slow: the matrix unit takes bfloat16; no faster than that, "
         "and needs loss scaling\n"
@@ -137,7 +137,7 @@ def test_names_lists_every_name_with_what_it_means(capsys):
 def test_check_answers_with_its_exit_code(capsys, policy, device, code):
     got, out = run(capsys, "check", policy, "--device", device)
     assert got == code
-    assert out.startswith(f"'{get_policy(policy)}' on {find_accelerator(device).name}: ")
+    assert out.startswith(f"'{policy}' on {find_accelerator(device).name}: ")
     got, out = run(capsys, "check", policy, "--device", device, "--json")
     assert (got, json.loads(out)["ok"]) == (code, code == 0)
 

@@ -142,6 +142,21 @@ def colours(figure):
     ]
 
 
+def test_a_notebook_has_titles_above_and_numbers_in_one_piece(named):
+    text = named[1]._repr_html_()
+    assert text.startswith("<p><b>")
+    assert "<caption>" not in text
+    for style, cell in re.findall(r'<td style="([^"]*)">([^<]*)</td>', text):
+        assert ("nowrap" in style) == (len(html.unescape(cell)) <= 12)
+
+
+def test_a_report_names_the_policy_as_it_was_typed(named):
+    name, report = named
+    if name in ("explain", "support", "diagnose", "diagnose, healthy", "compare", "exponents"):
+        assert re.search(r"(16-mixed|float32)\b", str(report._repr_html_()).split("</b>")[0])
+        assert "p=f32" not in str(report).splitlines()[0]
+
+
 def test_a_figure_shows_itself_at_its_size_light_and_dark():
     figure = NUMERICS["exponents"]().plot()
     before = colours(figure)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 WIDTH = 118
+_NEVER_BROKEN = 12  # letters: a number such as 3.9e-03 would break at its hyphen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +107,9 @@ def html_table(
         for row in rows
     )
     head = _row("".join(f'<th style="text-align: left">{html.escape(h)}</th>' for h in headers))
-    caption = f"<caption>{html.escape(title)}</caption>" * bool(title)
+    above = f"<p><b>{html.escape(title)}</b></p>" * bool(title)
     below = "<br>".join(map(html.escape, notes))
-    shown = f"<table>{caption}<thead>{head}</thead><tbody>{body}</tbody></table>"
+    shown = f"{above}<table><thead>{head}</thead><tbody>{body}</tbody></table>"
     return shown + f"<p>{below}</p>" * bool(notes)
 
 
@@ -117,7 +118,8 @@ def _row(cells: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return f'<td style="text-align: left">{html.escape(text)}</td>'
+    whole = "; white-space: nowrap" * (len(text) <= _NEVER_BROKEN)
+    return f'<td style="text-align: left{whole}">{html.escape(text)}</td>'
 
 
 def size(count: Any) -> str:

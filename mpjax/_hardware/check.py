@@ -121,7 +121,7 @@ def examine(policy: PolicyLike | PolicyMapLike, accelerator: Accelerator) -> Sup
         text = f"PolicyMap of {len(policies.rules)} rules"
     else:
         parts = [("policy", cast("PolicyLike", policy))]
-        text = str(policy)
+        text = getattr(policy, "name", str(policy))
     findings = [finding for part in parts for finding in _findings(*part, accelerator)]
     return SupportReport(text, accelerator, tuple(findings))
 

@@ -310,6 +310,11 @@ def chosen_policy(spec: Any, where: str) -> Any:
     raise ValueError(message(where, got, fix))
 
 
+def shown_name(policy: Any) -> str:
+    """Returns the name that a policy was made by, for a report; the text of a map."""
+    return policy.name if isinstance(policy, Policy) else str(policy)
+
+
 def policies_in(policy: Any) -> tuple[Policy, ...]:
     """Returns the policies of a map; of a policy itself."""
     return (policy,) if isinstance(policy, Policy) else policy.policies

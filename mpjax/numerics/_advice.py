@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from mpjax.numerics._report import Row
 from mpjax.numerics._subject import Subject
 
 _LOSS_OFF, _GRADIENT_OFF = 0.02, 0.5  # relative; a model that is cast by hand is off by .001, .2
+
+_WIDER = "No policy mends that: look at the batch, the initial weights and the learning rate."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,9 @@ def other_policies(
         tried |= {} if is_bfloat16 else {"use 'bf16-mixed'": compared("bf16-mixed")}
     else:  # 16-bit parameters: a rule would have no float32 values to keep
         tried = {f"use {name!r}, whose parameters are float32": compared(name) for name in mixed}
+    exact = [seen.exact for seen in tried.values() if seen]
+    if exact and not math.isfinite(exact[0]):
+        return f"{_WIDER} The loss in float32 is {exact[0]:.6g} too."
     good = [way for way, seen in tried.items() if seen is None or seen.agrees]
     bad = [f"Do not {way}: {_off(s)}." for way, s in tried.items() if s and not s.agrees]
     return " ".join([_sentence(", or ".join(good) or "use 'float32'"), *bad])

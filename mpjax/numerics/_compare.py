@@ -13,6 +13,7 @@ from mpjax._base.dtypes import require_x64, short_name
 from mpjax._base.errors import message
 from mpjax._base.shown import Shown, Table
 from mpjax._base.typing import PolicySpec
+from mpjax._policies.policy import shown_name
 from mpjax.numerics import _subject
 from mpjax.numerics._clock import Clock, Progress, spent
 from mpjax.numerics._plan import RECOMPUTED, RunPlan
@@ -192,7 +193,7 @@ def compared(
         ]
         return Comparison(
             subject.name,
-            str(subject.policy),
+            shown_name(subject.policy),
             reference,
             tuple(_modules(program.plan, errors)),
             dict(zip(program.gradient_paths, rest, strict=True)),

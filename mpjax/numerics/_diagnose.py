@@ -16,7 +16,7 @@ from mpjax._base.errors import PolicyWarning, message
 from mpjax._base.tree import distance, is_array, leaves_finite
 from mpjax._base.typing import PolicySpec
 from mpjax._jaxpr.op_rules import PRODUCTS
-from mpjax._policies.policy import get_policy
+from mpjax._policies.policy import get_policy, shown_name
 from mpjax.numerics import _cause, _subject
 from mpjax.numerics._advice import Compared
 from mpjax.numerics._clock import Clock, Progress
@@ -153,7 +153,7 @@ def examine(
     bad = [p for p, ok in zip(program.gradient_paths, twin_run.finite[1:], strict=True) if not ok]
     return Report(
         function=subject.name,
-        policy=str(subject.policy),
+        policy=shown_name(subject.policy),
         loss_scale=used if subject.scaled else 1.0,
         loss=twin_run.loss,
         bad_gradients=tuple(bad),

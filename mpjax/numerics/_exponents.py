@@ -12,6 +12,7 @@ import numpy as np
 from mpjax._base.errors import message
 from mpjax._base.shown import Shown, Table
 from mpjax._base.typing import PolicySpec
+from mpjax._policies.policy import shown_name
 from mpjax.numerics import _subject
 from mpjax.numerics._clock import Clock, Progress, spent
 from mpjax.numerics._figure import new_figure
@@ -115,13 +116,13 @@ class ExponentReport(Shown):
 
     def _blocks(self) -> list[str | Table]:
         scale = self.suggested_loss_scale
-        headers = ("module", "kind", "2^", "zeros", "f16→0", f"f16→0 ×{scale:g}", "f16→inf")
+        headers = ("module", "kind", "2^", "zeros", "f16→0", f"f16→0 ×{_whole(scale)}", "f16→inf")
         headers = (*headers, "e4m3→0", "e4m3→NaN", "e5m2→0")
         cells = [_cells(s, scale) for s in self._worst(24)]
         rest = len(self.spreads) - len(cells)
         more = f"… and {rest} more, in .spreads" if rest > 0 else ""
         title = f"{self.function} under {self.policy}: exponents, and the share that would be lost"
-        advice = f"loss scale for float16 gradients: {scale:g}"
+        advice = f"loss scale for float16 gradients: {_whole(scale)}"
         blocks: list[str | Table] = [title, Table(headers, cells, more), advice]
         return [*blocks, spent(self.seconds)] if self.seconds else blocks
 
@@ -157,7 +158,7 @@ class ExponentReport(Shown):
         for kind, scale in (*((k, 1.0) for k in shown), *((k, loss_scale) for k in moved)):
             histogram = self.of(kind)
             share = 100 * histogram.counts / max(histogram.counts.sum(), 1)
-            name = kind if scale == 1 else f"{kind} × {scale:g}"
+            name = kind if scale == 1 else f"{kind} × {_whole(scale)}"
             label = f"{name}: {histogram.lost('float16', scale).underflows:.1f}% are 0 in float16"
             axis.step(EXPONENTS + round(np.log2(scale)), share, where="mid", label=label)
         for name in formats:
@@ -245,7 +246,7 @@ def exponents(
         paths = [f"{names[0]}/{p}" if p else names[0] for p in program.gradient_paths]
         for path, counted in zip(paths, read.outputs[1:], strict=True):
             spreads.append(Spread(path, WGRAD, Histogram.of_row(counted)))
-        policy = str(subject.policy)
+        policy = shown_name(subject.policy)
         return ExponentReport(subject.name, policy, factor, tuple(spreads), dict(clock.seconds))
 
     return run
@@ -320,3 +321,8 @@ def _cells(spread: Spread, scale: float) -> Sequence[str]:
     shares = (zeros, half.underflows, scaled.underflows, half.overflows, e4m3.underflows)
     shares = (*shares, e4m3.overflows, e5m2.underflows)
     return (spread.module or "(no name)", spread.kind, reach, *(f"{s:.1f}%" for s in shares))
+
+
+def _whole(scale: float) -> str:
+    """Returns a loss scale with all of its digits: 16777216, not 1.67772e+07."""
+    return f"{scale:.0f}" if scale == int(scale) else f"{scale:g}"

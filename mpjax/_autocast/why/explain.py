@@ -18,7 +18,7 @@ from mpjax._base import compat
 from mpjax._base.dtypes import short_name
 from mpjax._base.typing import PolicySpec
 from mpjax._jaxpr.op_rules import parse_rules
-from mpjax._policies.policy import get_policy
+from mpjax._policies.policy import get_policy, shown_name
 
 
 def explain(
@@ -76,7 +76,7 @@ def explain(
         _traced, plan = api.planned(fun, args, kwargs, settings)
         program = api.trace(fast, args, kwargs).jaxpr.jaxpr
         name = getattr(fun, "__name__", type(fun).__name__)
-        return Explanation(name, str(chosen), _rows(plan), _casts(program))
+        return Explanation(name, shown_name(chosen), _rows(plan), _casts(program))
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         return _on_arrays(describe, (*owner, *args), kwargs)
