@@ -1,5 +1,5 @@
 # docker build -t mpjax . && docker run --rm mpjax              what this machine runs well
-# docker run --rm mpjax make demo                               train in four precisions
+# docker run --rm -v "$PWD/outputs:/mpjax/outputs" mpjax make demo   train in four precisions, picture in outputs/
 # docker build -t mpjax --build-arg JAX=jax[cuda12] . && docker run --rm --gpus all mpjax
 FROM python:3.13-slim
 

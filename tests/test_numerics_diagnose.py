@@ -1,5 +1,6 @@
 """`diagnose` names what was not finite first, where it went, and what to type; or why it cannot."""
 
+import re
 from typing import Any
 from unittest import mock
 
@@ -168,6 +169,16 @@ def test_a_bad_leaf_is_named_and_counted(where: str, value: float, path: str):
     assert f"1 {'inf' if np.isinf(value) else 'NaN'} among" in report.cause.text
     assert [r.module for r in report.leaves] == [path]
     assert report.first == ()
+
+
+@pytest.mark.parametrize("policy", ["16-mixed", "bf16-mixed"])
+def test_no_policy_is_advised_where_float32_overflows_too(policy: str):
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean((jnp.tanh(x @ w) @ w) ** 2)
+
+    fix = diagnose(loss, policy)(jnp.eye(4) * 2.0**118, jnp.full((2, 4), 2.0**-7)).cause.fix
+    assert "float32'" not in fix
+    assert re.search("No policy mends that: look at the batch|no precision helps", fix)
 
 
 def test_a_row_that_a_mask_covers_as_a_whole_is_told():

@@ -66,3 +66,12 @@ def test_files_that_the_readme_links_to_exist():
     assert [link for link in links if not (ROOT / link).exists()] == []
     # What `make demo` writes is there on the author's machine only.
     assert [link for link in links if link.startswith("outputs/")] == []
+
+
+def test_the_container_leaves_the_environment_that_make_looks_for():
+    show = ["make", "--silent", "--eval", "stamp: ; @echo $(STAMP)", "stamp"]
+    plain = {"PATH": os.environ["PATH"]}  # not what an outer `make test JAX=0.10.0` hands down
+    stamp = subprocess.run(show, cwd=ROOT, env=plain, capture_output=True, text=True, check=True)
+    text = (ROOT / "Dockerfile").read_text()
+    assert f"touch {stamp.stdout.strip()}\n" in text
+    assert "python -m venv .venv" in text
