@@ -36,10 +36,10 @@ def sentence(store: Store) -> str:
     size, count = mean_count(store, "h100", SWITCH, "bytes_accessed")
     memory, _ = mean_count(store, "h100", SWITCH, "temporaries")
     return (
-        f"{models} models of {packages} other packages run unedited. {len(ratios)} of them have a "
-        f"switch to bfloat16 of their own: gradients are {_mean(ratios):.2f} times as far off as "
-        f"with it. Compiled for an H100, {count} of these take {size:.2f} of its bytes and "
-        f"{memory:.2f} of its temporary memory."
+        f"{models} models of {packages} other packages run unedited. {len(ratios)} of them have "
+        f"their own switch to bfloat16. mpjax's gradients have {_mean(ratios):.2f} times the error "
+        f"of that switch. Compiled for an H100, {count} of them move {size:.2f} times its bytes "
+        f"and need {memory:.2f} times its temporary memory."
     )
 
 
