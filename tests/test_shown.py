@@ -150,6 +150,15 @@ def test_a_notebook_has_titles_above_and_numbers_in_one_piece(named):
         assert ("nowrap" in style) == (len(html.unescape(cell)) <= 12)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1024.0, 2.0**24, 3.5, np.inf])
+def test_a_loss_scale_has_all_of_its_digits(scale):
+    cause = mpjax.numerics.Cause("none", "", "")
+    report = mpjax.numerics.Report("f", "16-mixed", scale, 1.0, (), 1, (), (), (), cause)
+    shown = re.search(r"loss scale (\S+):", repr(report))[1]
+    assert float(shown) == scale
+    assert "e" not in shown
+
+
 def test_a_report_names_the_policy_as_it_was_typed(named):
     name, report = named
     if name in ("explain", "support", "diagnose", "diagnose, healthy", "compare", "exponents"):

@@ -15,7 +15,7 @@ from mpjax.numerics._follow import Followed
 from mpjax.numerics._overflow import AMAX, BORN_INF, INF, NAN, ORIGIN
 from mpjax.numerics._plan import BACKWARD, RunPlan
 from mpjax.numerics._program import TwinRun
-from mpjax.numerics._report import Cause, Row, count
+from mpjax.numerics._report import Cause, Row, count, whole
 from mpjax.numerics._subject import Subject
 
 FLOAT32 = get_policy("float32")
@@ -172,10 +172,10 @@ def _fitting_scale(plan: RunPlan, again: Again, scale: float) -> float | None:
 
 def _scale_too_high(row: Row, dtype: Any, scale: float, fitting: float) -> Cause:
     limit = float(jnp.finfo(dtype).max)
-    text = f"the loss scale {scale:g} is too high: a cotangent in {_place(row)} passes {limit:g}. "
-    text += f"With {fitting:g} all gradients are finite."
+    text = f"the loss scale {whole(scale)} is too high: a cotangent in {_place(row)} passes "
+    text += f"{limit:g}. With {whole(fitting)} all gradients are finite."
     fix = "A DynamicLossScale finds it by itself, at the price of some skipped steps; else type "
-    fix += f"loss_scale=mpjax.DynamicLossScale({fitting:g})."
+    fix += f"loss_scale=mpjax.DynamicLossScale({whole(fitting)})."
     return Cause("loss_scale", text, fix, fitting)
 
 

@@ -20,6 +20,7 @@ from mpjax.numerics._formats import EXPONENTS, FORMATS, Format, Histogram, Lost,
 from mpjax.numerics._histogram import BINS, Exponents
 from mpjax.numerics._plan import BACKWARD, RECOMPUTED, RunPlan
 from mpjax.numerics._program import LossProgram, argument_names, check_alive
+from mpjax.numerics._report import whole
 
 WEIGHT, ACTIVATION, GRADIENT, WGRAD = "weight", "activation", "gradient", "wgrad"
 KINDS = (WEIGHT, ACTIVATION, GRADIENT, WGRAD)
@@ -116,13 +117,13 @@ class ExponentReport(Shown):
 
     def _blocks(self) -> list[str | Table]:
         scale = self.suggested_loss_scale
-        headers = ("module", "kind", "2^", "zeros", "f16→0", f"f16→0 ×{_whole(scale)}", "f16→inf")
+        headers = ("module", "kind", "2^", "zeros", "f16→0", f"f16→0 ×{whole(scale)}", "f16→inf")
         headers = (*headers, "e4m3→0", "e4m3→NaN", "e5m2→0")
         cells = [_cells(s, scale) for s in self._worst(24)]
         rest = len(self.spreads) - len(cells)
         more = f"… and {rest} more, in .spreads" if rest > 0 else ""
         title = f"{self.function} under {self.policy}: exponents, and the share that would be lost"
-        advice = f"loss scale for float16 gradients: {_whole(scale)}"
+        advice = f"loss scale for float16 gradients: {whole(scale)}"
         blocks: list[str | Table] = [title, Table(headers, cells, more), advice]
         return [*blocks, spent(self.seconds)] if self.seconds else blocks
 
@@ -158,7 +159,7 @@ class ExponentReport(Shown):
         for kind, scale in (*((k, 1.0) for k in shown), *((k, loss_scale) for k in moved)):
             histogram = self.of(kind)
             share = 100 * histogram.counts / max(histogram.counts.sum(), 1)
-            name = kind if scale == 1 else f"{kind} × {_whole(scale)}"
+            name = kind if scale == 1 else f"{kind} × {whole(scale)}"
             label = f"{name}: {histogram.lost('float16', scale).underflows:.1f}% are 0 in float16"
             axis.step(EXPONENTS + round(np.log2(scale)), share, where="mid", label=label)
         for name in formats:
@@ -321,8 +322,3 @@ def _cells(spread: Spread, scale: float) -> Sequence[str]:
     shares = (zeros, half.underflows, scaled.underflows, half.overflows, e4m3.underflows)
     shares = (*shares, e4m3.overflows, e5m2.underflows)
     return (spread.module or "(no name)", spread.kind, reach, *(f"{s:.1f}%" for s in shares))
-
-
-def _whole(scale: float) -> str:
-    """Returns a loss scale with all of its digits: 16777216, not 1.67772e+07."""
-    return f"{scale:.0f}" if scale == int(scale) else f"{scale:g}"

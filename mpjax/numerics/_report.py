@@ -105,7 +105,7 @@ class Report(Shown):
     # -- blocks --------------------------------------------------------------------------------
 
     def _title(self) -> str:
-        text = f"{self.function} under {self.policy}, loss scale {_number(self.loss_scale)}: "
+        text = f"{self.function} under {self.policy}, loss scale {whole(self.loss_scale)}: "
         if self.finite:
             return text + f"loss {self.loss:.6g} and all {self.gradients} gradients are finite"
         bad = len(self.bad_gradients)
@@ -213,3 +213,8 @@ def _more(count: int, shown: int) -> str:
 
 def _number(x: float) -> str:
     return f"{x:.0f}" if x == int(x) and abs(x) < 1e7 else f"{x:.3g}"
+
+
+def whole(scale: float) -> str:
+    """Returns a loss scale with all of its digits: 16777216, not 1.67772e+07."""
+    return f"{scale:.0f}" if scale % 1 == 0 else f"{scale:g}"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from mpjax._base.errors import message
 from mpjax._base.tree import is_array
 from mpjax.numerics._program import LossProgram
-from mpjax.numerics._report import Cause, Report
+from mpjax.numerics._report import Cause, Report, whole
 
 
 def judged(
@@ -46,9 +46,9 @@ def judged(
         return report
     scale = report.loss_scale
     text = f"the gradients that were given are not scaled: the largest is {largest:.3g}, under the "
-    text += f"loss scale {scale:g} it would be {scale * wanted:.3g}. An optimizer in "
-    text += f"with_loss_scale divides by {scale:g} all the same, and its updates are {scale:g} "
-    text += "times too small."
+    text += f"loss scale {whole(scale)} it would be {scale * wanted:.3g}. An optimizer in "
+    text += f"with_loss_scale divides by {whole(scale)} all the same, and its updates are "
+    text += f"{whole(scale)} times too small."
     fix = "Take them by mpjax.value_and_grad(loss_fn, loss_scale=mpjax.current_loss_scale("
     fix += "opt_state)), or let mpjax.make_train_step do it."
     return dataclasses.replace(report, cause=Cause("unscaled", text, fix))
