@@ -18,6 +18,7 @@ from mpjax._base.tree import is_array, is_overwritten, select_tree
 from mpjax._base.typing import PolicySpec, PyTree
 from mpjax._flax.linen_modules import Setting, journal, policied
 from mpjax._flax.module_dtypes import AS_WRITTEN, ModuleRow, ModuleTable, as_checked_policy, row_of
+from mpjax._policies.policy import shown_name
 from mpjax._scaling.optim_state import current_loss_scale, find_states
 
 __all__ = ["apply_gradients", "tabulate", "with_policy"]
@@ -147,7 +148,7 @@ def tabulate(
       >>> import flax.linen as nn
       >>> model = mpjax.linen.with_policy(nn.Dense(2), "bf16-mixed")
       >>> print(mpjax.linen.tabulate(model, jnp.ones((1, 4))))
-      Dense under p=f32,c=bf16,o=f32
+      Dense under bf16-mixed
       module  class  dtype  param_dtype  parameters  reason
       .       Dense  bf16   f32          10          policy
 
@@ -173,7 +174,7 @@ def tabulate(
         variables = _abstract_init(model, args, kwargs, rngs=rngs, method=method)
     rows = [_row(path, modules[path], variables, reasons.get(path, AS_WRITTEN)) for path in kinds]
     setting: Setting | None = getattr(model, "mpjax_setting", None)
-    title = type(model).__name__ + (f" under {setting.policy}" if setting else "")
+    title = type(model).__name__ + (f" under {shown_name(setting.policy)}" if setting else "")
     return ModuleTable(title, tuple(rows))
 
 

@@ -42,7 +42,7 @@ def check_support(
       >>> mpjax.check_support("bf16-mixed", "v5e").ok
       True
       >>> print(mpjax.check_support("bf16-mixed", "cpu-plain"))
-      'p=f32,c=bf16,o=f32' on CPU without bfloat16 units: slow
+      'bf16-mixed' on CPU without bfloat16 units: slow
         param, output float32 is native: stored and added, not multiplied
         compute bfloat16 is slow: no unit takes it; float32 products, which saves memory only
         Type '32-true' instead.
