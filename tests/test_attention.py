@@ -1,6 +1,7 @@
 """Attention by name: JAX's numbers, in one operation, whose derivative keeps no pairs of tokens."""
 
 import functools
+import re
 import sys
 
 import _attention_kernel as formulas
@@ -381,3 +382,19 @@ def test_a_slip_is_told_what_to_type(name):
 def test_pallas_is_not_imported_for_who_has_no_tpu():
     assert attend(*operands()).shape == (BATCH, QUERIES, HEADS, SIZE)
     assert "jax.experimental.pallas.ops.tpu.flash_attention" not in sys.modules
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_on_tpus_too_short_for_the_kernel_no_row_is_added_up_again(platform):
+    """The forward pass takes the maximum and the sum of each row; the backward pass reads these."""
+    x = jnp.ones((1, 256, 2, 64), jnp.bfloat16)
+
+    def loss(query, key, value):
+        return jnp.sum(mpjax.dot_product_attention(query, key, value).astype(jnp.float32))
+
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(x, x, x)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    rows = re.findall(
+        r"stablehlo.reduce\(.*across dimensions = \[3\] : \(tensor<1x2x256x256xf32>", text
+    )
+    assert len(rows) == {"cpu": 9, "tpu": 4}[platform]

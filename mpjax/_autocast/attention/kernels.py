@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.interpreters import mlir
 
-from mpjax._autocast.attention import cudnn, flash
+from mpjax._autocast.attention import cudnn, flash, recomputed
 from mpjax._autocast.attention.program import MULTIPLIED, AttentionProgram, Operands
 from mpjax._base import compat
 from mpjax._base.errors import message
@@ -39,6 +39,8 @@ def register(
         def rule(ctx: Any, *args: Any, platform: Any = platform, **params: Any) -> Any:
             avals = ctx.avals_in[: len(args) - others]
             kernel = _chosen(platform, ctx, avals, params["program"])
+            if kernel is None and others and platform == "tpu":
+                kernel = _recomputing(params["program"], avals)
             if max(params.get("wrt", ()), default=0) >= MULTIPLIED:
                 kernel = None  # cuDNN's gradient of a bias of several examples is 0, silently
             fun = form if kernel is None else functools.partial(by_kernel, kernel)
@@ -61,6 +63,11 @@ def _chosen(platform: str | None, ctx: Any, avals: Sequence[Any], program: Atten
     if why and program.implementation == "cudnn":
         raise NotImplementedError(_no_cudnn(why))
     return None if why else kernel
+
+
+def _recomputing(program: AttentionProgram, avals: Sequence[Any]) -> Any:
+    """Returns XLA's backward pass from the rows' sums, None where operands are not for it."""
+    return None if why_not(recomputed, program, avals) else recomputed
 
 
 def _no_cudnn(why: str) -> str:

@@ -31,9 +31,9 @@ def form(operands: Operands, spec: Spec) -> tuple[Any, Any]:
     logits = logits * jnp.asarray(spec.scale, wide)
     if operands.bias is not None:
         logits = logits + operands.bias.astype(wide)
-    read = _read(operands, spec)
-    if read is not None:
-        logits = jnp.where(read, logits, jnp.asarray(LEAST, wide))
+    mask = read(operands, spec)
+    if mask is not None:
+        logits = jnp.where(mask, logits, jnp.asarray(LEAST, wide))
     rows = jax.nn.logsumexp(logits, axis=-1).astype(jnp.float32)
     weights = jax.nn.softmax(logits, axis=-1).astype(dtype)
     weights = weights.reshape(batch, shared, heads // shared, queries, keys)
@@ -43,13 +43,13 @@ def form(operands: Operands, spec: Spec) -> tuple[Any, Any]:
     return out.astype(dtype), lax.stop_gradient(rows)
 
 
-def _read(operands: Operands, spec: Spec) -> Any:
+def read(operands: Operands, spec: Spec) -> Any:
     """Returns the mask of the keys that each row reads, or None for all of them."""
     _, _, queries, keys = operands.sizes
-    read = [operands.mask, spec.band(queries, keys)]
+    masks = [operands.mask, spec.band(queries, keys)]
     if operands.lengths is not None:
-        read.append(jnp.arange(keys) < operands.lengths[:, None, None, None])
-    given = [x for x in read if x is not None]
+        masks.append(jnp.arange(keys) < operands.lengths[:, None, None, None])
+    given = [x for x in masks if x is not None]
     return functools.reduce(jnp.logical_and, given) if given else None
 
 
