@@ -194,7 +194,7 @@ def squashed_gaussian_with_a_second_reader(dot):
     def loss(p, x):
         a = jnp.tanh(_apply(dot, p, x))
         correction = jnp.log1p(-jnp.square(a) + 1e-6).sum(1)
-        return jnp.mean(jnp.abs(dot(a, p["e"]))) - 0.05 * jnp.mean(correction)
+        return jnp.mean(jnp.square(dot(a, p["e"]))) - 0.05 * jnp.mean(correction)
 
     return loss
 
