@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._base import compat
+from mpjax._jaxpr.equation import Eqn
 
 MULTIPLIED = 3  # operands, which come first: query, key and value
 LEAST = -0.7 * float(np.finfo(np.float32).max)  # the logit of a key that is not read
@@ -100,6 +101,8 @@ class AttentionProgram:
     implementation: str | None = None
     shows_rows: bool = False
     """Whether the rows' sums are results of the function, and not for the backward pass alone."""
+    product: Eqn | None = None
+    """The user's last product, if the attention was written out: checkpoint policies know that."""
     _kept: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

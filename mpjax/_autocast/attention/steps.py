@@ -29,7 +29,7 @@ from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.states import Kind
 from mpjax._autocast.speed import hint
 from mpjax._base import compat
-from mpjax._jaxpr.equation import Jaxpr
+from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.keys import hashable
 from mpjax._jaxpr.keys import literal_key as _literal
 
@@ -268,7 +268,8 @@ class AttentionInputs:
     inputs: tuple[Any, ...]
     spec: Spec
 
-    def program(self, form: Callable[..., Any]) -> AttentionProgram:
+    def program(self, form: Callable[..., Any], product: Eqn | None = None) -> AttentionProgram:
+        """Returns the attention with XLA's form; see `AttentionProgram.product`."""
         shape = self.match.out.aval.shape
         return AttentionProgram(
             spec=self.spec,
@@ -276,6 +277,7 @@ class AttentionInputs:
             operands=self.operands,
             result=lambda x: self.how.result(x, shape),
             lead=(self.how.count(self.how.batch),),
+            product=product,
         )
 
     def operands(self, *arrays: Any) -> Operands:

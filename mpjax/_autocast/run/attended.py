@@ -33,7 +33,7 @@ def run(runner: Any, plan: Plan, one: Attended, env: dict[Any, Value]) -> None:
     eqn = plan.decisions[one.last].eqn
     programs = runner.functions.attentions
     if one.key not in programs:  # equal attentions share a program, which JAX traces once
-        programs[one.key] = one.read.program(_form(runner, plan, one))
+        programs[one.key] = one.read.program(_form(runner, plan, one), eqn)
     with binding.written_at(eqn):
         out, _ = primitives.attention(programs[one.key], *arrays)
     (var,) = eqn.outvars

@@ -125,7 +125,10 @@ class Interpreter:
         asked = plan.settings.dot_precision
         if asked is not None and eqn.primitive.name in PRODUCTS:
             params = product.with_precision(eqn.params, asked)
-        return bind(eqn, [v.full for v in values], params)
+        outs = bind(eqn, [v.full for v in values], params)
+        if self.products is None or eqn.primitive.name not in PRODUCTS:
+            return outs
+        return [self.products.named(eqn, out) for out in outs]
 
     def keep(self, plan: Plan, eqn: Eqn, values: Sequence[Value], env: dict[Any, Value]) -> None:
         """Moves values in the dtype in which they were made; their low copies move with them."""

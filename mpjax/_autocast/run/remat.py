@@ -2,7 +2,11 @@
 
 A policy such as `dots_saveable` would save the float32 result of a low product. So inside a
 checkpointed function every product's rounded result carries a name. When JAX asks about that name,
-the policy is asked about the original product: the value that it saves is the low one.
+the policy is asked about the original product: the value that it saves is the low one. Of an
+attention, which is one operation, the policy is asked about the last product.
+
+Nothing is saved of the operations that autocast adds around a product, whatever the policy answers
+to names that it cannot know: "all but `dot_general`" would save each product as a `linked_product`.
 """
 
 from __future__ import annotations
@@ -13,15 +17,17 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from mpjax._autocast.decide.named_attention import FORWARD
+from mpjax._autocast.product.primitives import product_p
+from mpjax._base.own_primitives import returns_operands
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 
 _PREFIX = "mpjax_product_"
-_OURS = frozenset(
-    {"linked_product", "low_product", "hidden_operand", "settled_operand", "settled_result"}
-    | {"rounded_result", "stored", "stored_cotangent", "cotangent_stored_low", "low_sum"}
-    | {"recorded_amax", "recorded_amax_tangent", "spread_scale", "multiplied_alone"}
-    | {"reattached_value"}
+_CONSTANT = (
+    None,
+    jax.checkpoint_policies.everything_saveable,  # by this very object JAX knows that it may
+    jax.checkpoint_policies.nothing_saveable,  # leave a checkpoint out, or its policy
 )
 
 Policy = Callable[..., Any]
@@ -31,7 +37,7 @@ class NamedProducts:
     """The product equations in a checkpointed function, by the names of their results."""
 
     def __init__(self) -> None:
-        self._eqns: dict[str, Any] = {}
+        self._eqns: dict[str, Eqn] = {}
 
     def named(self, eqn: Eqn, out: jax.Array) -> jax.Array:
         """Returns the rounded result of a product equation under a new name."""
@@ -41,24 +47,33 @@ class NamedProducts:
 
     def translated(self, policy: Policy | None) -> Policy | None:
         """Returns a policy for the program after autocast that answers as `policy` does."""
-        if policy is None:
-            return None
+        if policy in _CONSTANT:
+            return policy
 
         def ask(primitive: Any, *avals: Any, **params: Any) -> Any:
-            if primitive.name == "name" and params["name"] in self._eqns:
-                eqn = self._eqns[params["name"]]
+            if (eqn := self._original(primitive, params)) is not None:
                 return policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
-            if _is_ours(primitive.name, avals, params):
+            if _is_ours(primitive, avals, params):
                 return False
             return policy(primitive, *avals, **params)
 
         return ask
 
+    def _original(self, primitive: Any, params: Any) -> Eqn | None:
+        """Returns the user's product that an operation stands for."""
+        if primitive.name == "name":
+            return self._eqns.get(params["name"])
+        if primitive is product_p:  # of a derivative that was differentiated again
+            eqns = params["program"].traced.jaxpr.eqns
+            return next(eqn for eqn in eqns if eqn.primitive.name in PRODUCTS)
+        return params["program"].product if primitive is FORWARD else None
 
-def _is_ours(name: str, avals: Any, params: Any) -> bool:
-    if name in _OURS:
+
+def _is_ours(primitive: Any, avals: Any, params: Any) -> bool:
+    """Whether an operation is part of a product whose result has a name."""
+    if returns_operands(primitive):
         return True
-    if name not in PRODUCTS:
+    if primitive.name not in PRODUCTS:
         return False
     narrow = avals[0].dtype.itemsize
     return narrow == 1 or (narrow < 4 and params["preferred_element_type"] == "float32")
