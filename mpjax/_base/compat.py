@@ -188,26 +188,6 @@ def bind_custom(
     return eqn.primitive.bind(*values, **params)
 
 
-def bind_remat(eqn: Any, fun: Callable[..., Any], args: Sequence[Any], policy: Any) -> Any:
-    """Binds a `remat2` equation that was differentiated already, around another function.
-
-    `jax.checkpoint` would bind one that was not: XLA may then undo the recomputation.
-    """
-    inner = jax.make_jaxpr(fun)(*args)
-    if inner.consts:  # there is no public way to turn constants into inputs on both versions
-        return jax.checkpoint(fun, prevent_cse=eqn.params["prevent_cse"], policy=policy)(*args)
-    params = {**eqn.params, "jaxpr": inner.jaxpr, "policy": policy}
-    return eqn.primitive.bind(*args, **params)
-
-
-def scan_options(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `lax.scan` that give a `scan` equation's parameters again."""
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    if not isinstance(options["length"], int):
-        del options["length"]  # a symbol, when exported: JAX reads it off the scanned arrays
-    return options | ({"_split_transpose": True} if params.get("_split_transpose") else {})
-
-
 def jit_options(params: dict[str, Any], extra: Sequence[int]) -> dict[str, Any]:
     """Returns the options that make `jax.jit` give an equation's parameters again.
 
@@ -239,25 +219,6 @@ def inlined(fun: Callable[..., Any]) -> Callable[..., Any]:
     """
     early = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
     return jax.jit(fun, inline=early)
-
-
-def has_joined_ends(params: dict[str, Any]) -> bool:
-    """Whether a `while` equation is a loop that `vmap` joined, whose elements end one by one.
-
-    Its condition is an array: the loop runs until all elements have ended, and an element that has
-    ended keeps its carry.
-    """
-    return bool(closed(params["cond_jaxpr"]).out_avals[0].shape)
-
-
-def still_going(going: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-    """Returns the carry of such a loop after an iteration; ended elements keep their own."""
-
-    def chosen(after: Any, before: Any) -> Any:
-        where = jax.lax.broadcast_in_dim(going, after.shape, range(going.ndim))
-        return jax.numpy.where(where, after, before)
-
-    return list(map(chosen, new, old))
 
 
 def variables(eqn: Any) -> list[Any]:

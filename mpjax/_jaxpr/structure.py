@@ -6,7 +6,7 @@ A pass over a jaxpr asks `parts` and needs to know nothing of scans and branches
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from mpjax._base import compat
 from mpjax._jaxpr import hijax_programs
@@ -71,6 +71,30 @@ def applies_function(eqn: Eqn) -> bool:
     return eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None
 
 
+T = TypeVar("T")
+
+
+class LoopOperands(NamedTuple, Generic[T]):
+    """The operands of a `scan` or `while`, or facts of them, by what the loop does with them."""
+
+    asked: Sequence[T]  # constants that a `while`'s condition alone reads
+    consts: Sequence[T]
+    carry: Sequence[T]
+    xs: Sequence[T]  # which a `scan` slices
+
+
+def loop_operands(eqn: Eqn, values: Sequence[T]) -> LoopOperands[T]:
+    """Returns the operands of a loop, or facts of them, parted."""
+    params = eqn.params
+    if eqn.primitive.name == "scan":
+        consts, carries = compat.scan_counts(params)
+        a, b, c = 0, consts, consts + carries
+    else:
+        a = params["cond_nconsts"]
+        b, c = a + params["body_nconsts"], len(values)
+    return LoopOperands(values[:a], values[a:b], values[b:c], values[c:])
+
+
 class Part(NamedTuple):
     """A program inside an equation.
 
@@ -95,21 +119,19 @@ def parts(eqn: Eqn) -> list[Part]:
     params, count = eqn.params, len(eqn.invars)
     if eqn.primitive.name == "cond":
         return [Part(branch, range(1, count), slice(0, 0)) for branch in params["branches"]]
-    if eqn.primitive.name == "scan":
-        consts, carries = compat.scan_counts(params)
-        return [Part(params["jaxpr"], range(count), slice(consts, consts + carries))]
-    if eqn.primitive.name == "while":
-        asking, consts = params["cond_nconsts"], params["body_nconsts"]
-        carried = range(asking + consts, count)
-        asked = [*range(asking), *carried]
-        return [
-            Part(params["cond_jaxpr"], asked, slice(asking, len(asked)), is_condition=True),
-            Part(params["body_jaxpr"], range(asking, count), slice(consts, count - asking)),
-        ]
+    if eqn.primitive.name in LOOPS:
+        given = loop_operands(eqn, range(count))
+
+        def part(key: str, consts: Sequence[int], *, is_condition: bool = False) -> Part:
+            carried = slice(len(consts), len(consts) + len(given.carry))
+            operands = [*consts, *given.carry, *given.xs]
+            return Part(params[key], operands, carried, is_condition)
+
+        if eqn.primitive.name == "scan":
+            return [part("jaxpr", given.consts)]
+        asking = part("cond_jaxpr", given.asked, is_condition=True)
+        return [asking, part("body_jaxpr", given.consts)]
     return [Part(single_program(eqn), range(count), slice(0, 0))]
-
-
-T = TypeVar("T")
 
 
 def forward(

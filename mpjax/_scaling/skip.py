@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.core
-import jax.extend.core as jex
 import jax.numpy as jnp
 
+from mpjax._base import compat
 from mpjax._base.tree import first_difference, is_array
 from mpjax._base.typing import Array, PyTree
+from mpjax._jaxpr.binding import bind, evaluate, written_at
 from mpjax._jaxpr.equation import Eqn
 from mpjax._scaling.applied import applied_by, applied_of
 
@@ -146,42 +147,31 @@ def _unspoilt(x: Any) -> Any:
 def _evaluate(pred: Array, closed: Any, args: list[Any], olds: list[Any]) -> list[Any]:
     """Returns the outputs of `closed`; each new array of the state is chosen where it is made."""
     jaxpr = closed.jaxpr
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    env |= dict(zip(jaxpr.invars, args, strict=True))
     new: dict[Any, Any] = {}
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, jex.Literal) else env[atom]
-
     old_of = {
         var: old
         for var, old in zip(jaxpr.outvars, olds, strict=True)
-        if is_array(old) and not isinstance(var, jex.Literal)
+        if is_array(old) and not compat.is_literal(var)
     }
-    for eqn in jaxpr.eqns:
-        made = _bind(eqn, [read(atom) for atom in eqn.invars])
-        for var, value in zip(eqn.outvars, made, strict=True):
-            env[var] = value
-            if var in old_of:
-                new[var] = value
-                env[var] = _chosen_early(pred, value, old_of[var])
 
-    def result(atom: Any, old: Any) -> Any:
-        value = read(atom)
-        if old is None or isinstance(atom, jex.Literal) or atom not in new:
+    def run(eqn: Eqn, values: list[Any]) -> list[Any]:
+        with written_at(eqn):
+            made = bind(eqn, values)
+        new.update((v, x) for v, x in zip(eqn.outvars, made, strict=True) if v in old_of)
+        return [
+            _chosen_early(pred, x, old_of[v]) if v in new else x
+            for v, x in zip(eqn.outvars, made, strict=True)
+        ]
+
+    def result(atom: Any, value: Any, old: Any) -> Any:
+        if old is None or compat.is_literal(atom) or atom not in new:
             return value if old is None else _choose(pred, value, old)
         # Two leaves of the state may be one variable, of which only the first was chosen early.
         is_chosen = value is not new[atom] and old_of[atom] is old
         return value if is_chosen else _choose(pred, new[atom], old)
 
-    return [result(atom, old) for atom, old in zip(jaxpr.outvars, olds, strict=True)]
-
-
-def _bind(eqn: Eqn, values: list[Any]) -> list[Any]:
-    with eqn.ctx.manager:  # jax.default_matmul_precision and the like, as traced
-        params = eqn.primitive.get_bind_params(eqn.params)
-        made = eqn.primitive.bind(*values, **params)
-    return list(made) if eqn.primitive.multiple_results else [made]
+    outs = evaluate(closed, args, run)
+    return list(map(result, jaxpr.outvars, outs, olds))
 
 
 def _chosen_early(pred: Array, new: Any, old: Any) -> Any:

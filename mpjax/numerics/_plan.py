@@ -31,7 +31,7 @@ abs broadcast_in_dim copy copy_p device_put expand_dims mesh_cast name neg optim
 pcast pvary reshard reshape rev sharding_constraint squeeze stop_gradient tile transpose
 """
 _SAME = frozenset(_SAMES.split())
-_CALLS = "jit pjit closed_call core_call custom_jvp_call custom_vjp_call"
+_CALLS = "jit closed_call core_call custom_jvp_call custom_vjp_call"
 _INLINED = frozenset(_CALLS.split())
 
 
@@ -214,7 +214,7 @@ class RunPlan:
         return [node if is_inexact(v) else None for v in eqn.outvars]
 
     def plan_inlined(self, eqn: Eqn, operands: Any, around: _Around) -> Any:
-        block, outs = self._block(_program(eqn), operands, around)
+        block, outs = self._block(structure.single_program(eqn), operands, around)
         return outs, RunStep(eqn, _kind(eqn), (block,))
 
     def _merged(self, reads: Sequence[Node], avals: Sequence[Any]) -> list[Node]:
@@ -226,32 +226,20 @@ class RunPlan:
         if node is not None and source is not None:
             self.reads[node].append(source)
 
-    def plan_scan(self, eqn: Eqn, operands: Any, around: _Around) -> Any:
-        params = eqn.params
-        consts, carried = compat.scan_counts(params)
-        level = Level("scan", len(self.sites), params["length"], params["reverse"])
-        jaxpr = compat.closed(params["jaxpr"])
-        merged = self._merged(operands[consts:], jaxpr.jaxpr.invars[consts:])
-        block, outs = self._block(jaxpr, [*operands[:consts], *merged], self._at(around, level))
-        for node, out in zip(merged[:carried], outs[:carried], strict=True):
-            self._tie(node, out)
-        first = [self.node([n]) if n is not None else None for n in merged[:carried]]
-        step = RunStep(eqn, RunAs.SCAN, (block,), len(around.levels))
-        return [*first, *outs[carried:]], step
-
-    def plan_while(self, eqn: Eqn, operands: Any, around: _Around) -> Any:
-        params = eqn.params
-        skipped, consts = params["cond_nconsts"], params["body_nconsts"]
-        level = Level("while", len(self.sites), None)
-        jaxpr = compat.closed(params["body_jaxpr"])
-        carry = operands[skipped + consts :]
-        merged = self._merged(carry, jaxpr.jaxpr.invars[consts:])
-        inputs = [*operands[skipped : skipped + consts], *merged]
-        block, outs = self._block(jaxpr, inputs, self._at(around, level))
-        for node, out in zip(merged, outs, strict=True):
+    def plan_repeated(self, eqn: Eqn, operands: Any, around: _Around) -> Any:
+        """Plans a loop or a `shard_map`, whose rows have an index of iterations or shards."""
+        kind, part = _kind(eqn), structure.parts(eqn)[-1]
+        jaxpr, start = compat.closed(part.program), part.carried.start
+        length, reverse = eqn.params.get("length"), eqn.params.get("reverse", False)
+        level = Level(kind.value, len(self.sites), length, reverse)
+        given = [operands[i] for i in part.operands]
+        merged = self._merged(given[start:], jaxpr.jaxpr.invars[start:])
+        block, outs = self._block(jaxpr, [*given[:start], *merged], self._at(around, level))
+        for node, out in zip(merged[: part.carries], outs, strict=False):
             self._tie(node, out)
         # The merged nodes, and not `outs`: a loop of no iterations returns its initial carry.
-        return merged, RunStep(eqn, RunAs.WHILE, (block,), len(around.levels))
+        results = [*merged[: part.carries], *outs[part.carries :]]
+        return results, RunStep(eqn, kind, (block,), len(around.levels))
 
     def plan_cond(self, eqn: Eqn, operands: Any, around: _Around) -> Any:
         blocks: list[Block] = []
@@ -266,14 +254,6 @@ class RunPlan:
                 self._tie(node, out)
         return merged, RunStep(eqn, RunAs.COND, tuple(blocks))
 
-    def plan_shard_map(self, eqn: Eqn, operands: Any, around: _Around) -> Any:
-        level = Level("shard_map", len(self.sites), None)
-        inside = self._at(around, level)
-        jaxpr = compat.closed(eqn.params["jaxpr"])
-        merged = self._merged(operands, jaxpr.jaxpr.invars)
-        block, outs = self._block(jaxpr, merged, inside)
-        return outs, RunStep(eqn, RunAs.SHARD_MAP, (block,), len(around.levels))
-
     def _at(self, around: _Around, level: Level) -> _Around:
         levels = (*around.levels, level)
         self.depth = max(self.depth, len(levels))
@@ -283,10 +263,10 @@ class RunPlan:
 _HOLDERS: dict[RunAs, Any] = {
     RunAs.INLINED: RunPlan.plan_inlined,
     RunAs.REMAT: RunPlan.plan_inlined,
-    RunAs.SCAN: RunPlan.plan_scan,
-    RunAs.WHILE: RunPlan.plan_while,
+    RunAs.SCAN: RunPlan.plan_repeated,
+    RunAs.WHILE: RunPlan.plan_repeated,
     RunAs.COND: RunPlan.plan_cond,
-    RunAs.SHARD_MAP: RunPlan.plan_shard_map,
+    RunAs.SHARD_MAP: RunPlan.plan_repeated,
 }
 
 
@@ -331,14 +311,6 @@ def _is_same(eqn: Eqn) -> bool:
 
 
 _EXACT = {"f32": ("f16", "bf16", "f32"), "f64": ("f16", "bf16", "f32", "f64")}
-
-
-def _program(eqn: Eqn) -> Any:
-    """Returns the one program of a call: of a function with derivative rules, the function."""
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        if name in eqn.params:
-            return eqn.params[name]
-    raise KeyError(f"{eqn.primitive.name} holds no program")
 
 
 def _enter(eqn: Eqn, around: _Around) -> _Around:

@@ -18,6 +18,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from mpjax._base import compat
+from mpjax._jaxpr import holders, structure
 from mpjax._jaxpr.binding import bind, written_at
 from mpjax._jaxpr.equation import Eqn
 from mpjax.numerics._plan import Block, RunAs, RunPlan, RunStep, is_inexact
@@ -238,7 +239,7 @@ class Runner:
             trees[:] = [out_tree]
             return leaves
 
-        leaves = compat.bind_remat(step.eqn, fun, arrays, None)
+        leaves = holders.checkpoint(step.eqn, fun, arrays, None)
         return jax.tree.unflatten(trees[0], leaves)
 
     def _split(self, body: _Body, tracked: TrackedValue) -> TrackedValue:
@@ -249,27 +250,24 @@ class Runner:
 
     def run_scan(self, body: _Body, step: RunStep, operands: list[TrackedValue]) -> Any:
         params, (block,) = step.eqn.params, step.blocks
-        consts, carried = compat.scan_counts(params)
-        last = consts + carried
-        fixed = [self._known(body, t) for t in operands[:consts]]
+        given = structure.loop_operands(step.eqn, operands)
+        fixed = [self._known(body, t) for t in given.consts]
+        carried = len(given.carry)
 
-        def iteration(state: Any, xs: Any) -> Any:
-            carry, total, number = state
+        def iteration(state: Any, xs: Any) -> list[Any]:
+            *carry, total, number = state
             outs, rows = self.body(block, [*fixed, *carry, *xs])
             total = self._iterated(total, rows, number, step.level)
             number = number - 1 if params["reverse"] else number + 1
-            return (_as_arrays(outs[:carried]), total, number), outs[carried:]
+            return [*_as_arrays(outs[:carried]), total, number, *outs[carried:]]
 
         start = params["length"] - 1 if params["reverse"] else 0
-        init = _as_arrays([self._known(body, t) for t in operands[consts:last]])
-        state = (init, self._zeros(block.rows), self._spread(jnp.asarray(start, jnp.int32)))
-        (carry, total, _), ys = lax.scan(
-            iteration,
-            state,
-            [self._split(body, t) for t in operands[last:]],
-            **compat.scan_options(params),
-        )
-        return [*carry, *(self._joined(t) for t in ys)], total
+        init = _as_arrays([self._known(body, t) for t in given.carry])
+        state = [*init, self._zeros(block.rows), self._spread(jnp.asarray(start, jnp.int32))]
+        xs = [self._split(body, t) for t in given.xs]
+        outs = holders.scan(step.eqn, iteration, state, xs)
+        (total, _), ys = outs[carried : carried + 2], outs[carried + 2 :]
+        return [*outs[:carried], *(self._joined(t) for t in ys)], total
 
     def _joined(self, tracked: TrackedValue) -> TrackedValue:
         if tracked.extra is None or self.instrument.shadows:
@@ -278,33 +276,24 @@ class Runner:
         return TrackedValue(tracked.value, jnp.max(tracked.extra, 0, initial=0))
 
     def run_while(self, body: _Body, step: RunStep, operands: list[TrackedValue]) -> Any:
-        params, (block,) = step.eqn.params, step.blocks
-        skipped, consts = params["cond_nconsts"], params["body_nconsts"]
-        cond_consts = [t.value for t in operands[:skipped]]
-        fixed = [self._known(body, t) for t in operands[skipped : skipped + consts]]
-        condition = jaxpr_as_fun(compat.closed(params["cond_jaxpr"]))
-        joined = compat.has_joined_ends(params)
+        given = structure.loop_operands(step.eqn, operands)
+        (block,) = step.blocks
+        asked, fixed = [t.value for t in given.asked], [self._known(body, t) for t in given.consts]
+        condition = jaxpr_as_fun(compat.closed(step.eqn.params["cond_jaxpr"]))
 
-        def going(carry: Any) -> Any:
-            return condition(*cond_consts, *(t.value for t in carry))[0]
+        def going(values: Any) -> Any:
+            return condition(*asked, *values)[0]
 
-        def cond_fun(state: Any) -> Any:
-            return jnp.any(going(state[0])) if joined else going(state[0])
+        def iteration(values: Any, beside: Any) -> Any:
+            extras, total, number = beside
+            outs, rows = self.body(block, [*fixed, *map(TrackedValue, values, extras)])
+            values, extras = _parted(outs)
+            return values, (extras, self._iterated(total, rows, number, step.level), number + 1)
 
-        def body_fun(state: Any) -> Any:
-            carry, total, number = state
-            outs, rows = self.body(block, [*fixed, *carry])
-            outs = _as_arrays(outs)
-            if joined:
-                outs = _ended(going(carry), outs, carry)
-            return outs, self._iterated(total, rows, number, step.level), number + 1
-
-        init = _as_arrays([self._known(body, t) for t in operands[skipped + consts :]])
-        number = self._spread(jnp.zeros((), jnp.int32))
-        carry, total, _ = lax.while_loop(
-            cond_fun, body_fun, (init, self._zeros(block.rows), number)
-        )
-        return carry, total
+        values, extras = _parted([self._known(body, t) for t in given.carry])
+        beside = extras, self._zeros(block.rows), self._spread(jnp.zeros((), jnp.int32))
+        values, (extras, total, _) = holders.while_loop(step.eqn, going, iteration, values, beside)
+        return list(map(TrackedValue, values, extras)), total
 
     def run_cond(self, body: _Body, step: RunStep, operands: list[TrackedValue]) -> Any:
         index, *rest = [self._known(body, t) for t in operands]
@@ -320,17 +309,7 @@ class Runner:
             return run
 
         branches = [branch(i) for i in range(len(step.blocks))]
-        platforms = step.eqn.params.get("branches_platforms")
-        if platforms is None:
-            return lax.switch(index.value, branches)
-        # `platform_dependent`: the branches of other platforms may not lower on this one.
-        named = {
-            name: run
-            for names, run in zip(platforms, branches, strict=True)
-            for name in names or ()
-        }
-        default = dict(zip(platforms, branches, strict=True)).get(None)
-        return lax.platform_dependent(default=default, **named)
+        return holders.cond(step.eqn, index.value, branches)
 
     def run_shard_map(self, body: _Body, step: RunStep, operands: list[TrackedValue]) -> Any:
         params, (block,) = step.eqn.params, step.blocks
@@ -350,14 +329,8 @@ class Runner:
             for s, v in zip(params["out_specs"], step.eqn.outvars, strict=True)
         ]
         each = PartitionSpec(axes)
-        outs, rows = jax.shard_map(
-            fun,
-            mesh=params["mesh"],
-            in_specs=(specs,),
-            out_specs=(out_specs, RowValues(each, each)),
-            check_vma=params["check_vma"],
-            axis_names=set(axes),
-        )(given)
+        specs = ((specs,), (out_specs, RowValues(each, each)))
+        outs, rows = holders.shard_map(step.eqn, fun, *specs)(given)
         return outs, self._over_shards(rows, step.level)
 
     def _over_shards(self, rows: RowValues, level: int) -> RowValues:
@@ -406,12 +379,10 @@ def _as_arrays(values: Sequence[TrackedValue]) -> list[TrackedValue]:
     return [TrackedValue(jnp.asarray(t.value), t.extra) for t in values]
 
 
-def _ended(
-    going: Any, new: Sequence[TrackedValue], old: Sequence[TrackedValue]
-) -> list[TrackedValue]:
-    """Returns the carry of a loop that `vmap` joined: an element that has ended keeps its own."""
-    kept = compat.still_going(going, [t.value for t in new], [t.value for t in old])
-    return [TrackedValue(value, t.extra) for value, t in zip(kept, new, strict=True)]
+def _parted(values: Sequence[TrackedValue]) -> tuple[list[Any], list[Any]]:
+    """Returns arrays, and the knowledge of them."""
+    arrays = _as_arrays(values)
+    return [t.value for t in arrays], [t.extra for t in arrays]
 
 
 def _atom(atom: Any, env: dict[Any, TrackedValue]) -> TrackedValue:

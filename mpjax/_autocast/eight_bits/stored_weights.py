@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 
 from mpjax._base import compat
 from mpjax._base.quantized_array import dequantized, dequantized_p
-from mpjax._jaxpr import structure
+from mpjax._jaxpr import holders, structure
 from mpjax._jaxpr.binding import bind, evaluate, written_at
 from mpjax._jaxpr.equation import Eqn
 
@@ -65,24 +64,15 @@ def _read(values: Sequence[Any]) -> list[Any]:
 
 
 def _scan(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
-    first, num_carry = compat.scan_counts(eqn.params)
-    last = first + num_carry
-    length = eqn.params["length"]
+    given, length = structure.loop_operands(eqn, values), eqn.params["length"]
     # A scale that all slices share cannot be sliced: that weight is dequantised before the scan.
-    xs = [v if _is_sliced(v, length) else v.read for v in values[last:]]
-    consts, body = values[:first], compat.closed(eqn.params["jaxpr"])
+    xs = [v if _is_sliced(v, length) else v.read for v in given.xs]
+    program = compat.closed(eqn.params["jaxpr"])
 
-    def step(carry: Any, slices: Any) -> tuple[Any, Any]:
-        outs = _read(_run(body, [*consts, *carry, *slices]))
-        return outs[:num_carry], outs[num_carry:]
+    def body(carry: Any, slices: Any) -> list[Any]:
+        return _read(_run(program, [*given.consts, *carry, *slices]))
 
-    carry, ys = lax.scan(
-        step,
-        _read(values[first:last]),
-        xs,
-        **compat.scan_options(eqn.params),
-    )
-    return [*carry, *ys]
+    return holders.scan(eqn, body, _read(given.carry), xs)
 
 
 def _is_sliced(x: Any, length: int) -> bool:
@@ -90,11 +80,11 @@ def _is_sliced(x: Any, length: int) -> bool:
 
 
 def _checkpoint(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
-    body = compat.closed(eqn.params["jaxpr"])
-    options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
-    if eqn.params["differentiated"]:  # XLA may undo a new checkpoint: see `compat.bind_remat`
+    if eqn.params["differentiated"]:  # XLA may undo a new checkpoint
         return bind(eqn, _read(values))
-    return jax.checkpoint(lambda *args: _read(_run(body, args)), **options)(*values)
+    body = compat.closed(eqn.params["jaxpr"])
+    fun = lambda *args: _read(_run(body, args))  # noqa: E731 - one expression
+    return holders.checkpoint(eqn, fun, values, eqn.params["policy"])
 
 
 _INTO = {"scan": _scan, **dict.fromkeys(structure.CHECKPOINTS, _checkpoint)}

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mpjax._autocast.arrange.plan import Plan
@@ -20,7 +18,7 @@ from mpjax._autocast.decide.states import Kind
 from mpjax._autocast.run import custom_rules, held_programs, sums
 from mpjax._autocast.run.values import Value
 from mpjax._base import compat
-from mpjax._jaxpr import hijax_programs, structure
+from mpjax._jaxpr import hijax_programs, holders, structure
 
 Interpreter = Any
 """`run.interpreter.Interpreter`, which imports this file."""
@@ -106,8 +104,7 @@ def _run_jit(runner: Interpreter, decision: Decision, values: Sequence[Value]) -
 def _run_remat(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
     eqn = decision.eqn
     (plan,) = decision.call.plans
-    params = hijax_programs.holder(eqn).params if hijax_programs.holder(eqn) else eqn.params
-    policy = params["policy"]
+    policy = (hijax_programs.holder(eqn) or eqn).params["policy"]
     inner = runner
     if policy is not None and runner.products is None:  # nested checkpoints share the names
         inner = runner.inside_checkpoint()
@@ -115,12 +112,7 @@ def _run_remat(runner: Interpreter, decision: Decision, values: Sequence[Value])
     low_copies = _made_low_copies(plan, values)
     fun = _with_low_copies(inner, plan, low_copies)
     args = _all_operands(decision, values, low_copies)
-    if params.get("differentiated"):  # inside `autocast(grad(f))`: XLA may undo a new checkpoint
-        return compat.bind_remat(eqn, fun, args, ask)
-    prevent_cse = params["prevent_cse"]
-    if not isinstance(prevent_cse, bool):  # one for each operand: low copies have no entry
-        prevent_cse = any(prevent_cse)
-    return jax.checkpoint(fun, prevent_cse=prevent_cse, policy=ask)(*args)
+    return holders.checkpoint(eqn, fun, args, ask)
 
 
 def _run_named(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
@@ -130,9 +122,9 @@ def _run_named(runner: Interpreter, decision: Decision, values: Sequence[Value])
 
 
 def _run_shard_map(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
-    params = decision.eqn.params
+    eqn = decision.eqn
     (plan,) = decision.call.plans
-    specs = params["in_specs"]
+    specs = eqn.params["in_specs"]
     extra = [spec for spec, dtype in zip(specs, plan.low_copies, strict=True) if dtype is not None]
     operands = _all_operands(decision, values, _low_copies(plan, values))
     inner = _with_low_copies(runner, plan, plan.low_copies)
@@ -143,48 +135,32 @@ def _run_shard_map(runner: Interpreter, decision: Decision, values: Sequence[Val
     def fun(*args: Any) -> list[Any]:
         return inner(*(a.astype(lows[i]) if i in lows else a for i, a in enumerate(args)))
 
-    wrapped = jax.shard_map(
-        fun,
-        mesh=params["mesh"],
-        in_specs=(*specs, *extra),
-        out_specs=list(params["out_specs"]),
-        check_vma=params["check_vma"],
-        axis_names=compat.manual_axes(params),
-    )
-    return wrapped(*operands)
+    in_specs, out_specs = (*specs, *extra), list(eqn.params["out_specs"])
+    return holders.shard_map(eqn, fun, in_specs, out_specs)(*operands)
 
 
 def _run_scan(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
-    eqn = decision.eqn
     (plan,) = decision.call.plans
-    num_consts, num_carry = compat.scan_counts(eqn.params)
-    operands = _operands(decision, values)
-    first, last = num_consts, num_consts + num_carry
-    read_consts = [_read_in_loop(v, x) for v, x in zip(values[:first], operands, strict=False)]
+    given = structure.loop_operands(decision.eqn, _operands(decision, values))
+    first, count = len(given.consts), len(given.carry)
+    read_consts = [_read_in_loop(v, x) for v, x in zip(values, given.consts, strict=False)]
     # Each slice of `xs` is read once: a low copy of all of `xs` would only use memory for longer.
     low_copies = [
         None if dtype is None or i >= first else v.low(dtype)
         for i, (v, dtype) in enumerate(zip(values, plan.low_copies, strict=True))
     ]
-    out_states = (*decision.call.out_states[:num_carry], *plan.out_states[num_carry:])
+    out_states = (*decision.call.out_states[:count], *plan.out_states[count:])
 
-    def body(carry: Any, slices: tuple[Any, Any]) -> tuple[Any, Any]:
+    def body(carry: Any, slices: tuple[Any, Any]) -> list[Any]:
         xs, amaxes = slices  # each iteration has its own slice of the histories
-        outs = runner.recording(runner.history.inside(decision, amaxes)).run(
+        return runner.recording(runner.history.inside(decision, amaxes)).run(
             plan,
             [*(read() for read in read_consts), *carry, *xs],
             low_copies,
             out_states,
         )
-        return outs[:num_carry], outs[num_carry:]
 
-    carry, ys = lax.scan(
-        body,
-        operands[first:last],
-        (operands[last:], list(runner.history.arrays)),
-        **compat.scan_options(eqn.params),
-    )
-    return [*carry, *ys]
+    return holders.scan(decision.eqn, body, given.carry, (given.xs, list(runner.history.arrays)))
 
 
 def _read_in_loop(value: Value, operand: Any) -> Callable[[], Any]:
@@ -195,33 +171,23 @@ def _read_in_loop(value: Value, operand: Any) -> Callable[[], Any]:
 
 
 def _run_while(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
-    params = decision.eqn.params
     cond, body = decision.call.plans
-    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
-    operands = _operands(decision, values)
-    cond_consts, body_consts = operands[:num_cond], operands[num_cond : num_cond + num_body]
-    body_values = values[num_cond : num_cond + num_body]
+    given = structure.loop_operands(decision.eqn, _operands(decision, values))
+    body_values = values[len(given.asked) : len(given.asked) + len(given.consts)]
     low_copies = [
         None if dtype is None else v.low(dtype)
-        for v, dtype in zip(body_values, body.low_copies[:num_body], strict=True)
+        for v, dtype in zip(body_values, body.low_copies, strict=False)
     ]
-    num_carry = len(operands) - num_cond - num_body
+    low_copies += [None] * len(given.carry)
 
-    def cond_fun(carry: Any) -> Any:
-        return runner.run(cond, [*cond_consts, *carry])[0]
+    def going(carry: Any) -> Any:
+        return runner.run(cond, [*given.asked, *carry])[0]
 
-    def body_fun(carry: Any) -> Any:
-        low = [*low_copies, *[None] * num_carry]
-        return runner.run(body, [*body_consts, *carry], low, decision.call.out_states)
+    def iteration(carry: Any, beside: Any) -> tuple[list[Any], Any]:
+        inputs = [*given.consts, *carry]
+        return runner.run(body, inputs, low_copies, decision.call.out_states), beside
 
-    init = operands[num_cond + num_body :]
-    if not compat.has_joined_ends(params):  # else `vmap` made one loop of many that end apart
-        return lax.while_loop(cond_fun, body_fun, init)
-
-    def each(carry: Any) -> Any:
-        return compat.still_going(cond_fun(carry), body_fun(carry), carry)
-
-    return lax.while_loop(lambda carry: jnp.any(cond_fun(carry)), each, init)
+    return holders.while_loop(decision.eqn, going, iteration, given.carry)[0]
 
 
 def _run_cond(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
@@ -232,16 +198,7 @@ def _run_cond(runner: Interpreter, decision: Decision, values: Sequence[Value]) 
         low_copies = _low_copies(plan, values[1:])
         return lambda *args: runner.run(plan, args, low_copies, call.out_states)
 
-    branches = [branch(p) for p in call.plans]
-    platforms = decision.eqn.params.get("branches_platforms")
-    if platforms is None:
-        return lax.switch(index, branches, *operands)
-    # `lax.platform_dependent` lowers only the branch of the platform: others may fail there.
-    named = [
-        (name, b) for names, b in zip(platforms, branches, strict=True) for name in names or ()
-    ]
-    default = dict(zip(platforms, branches, strict=True)).get(None)
-    return lax.platform_dependent(*operands, default=default, **dict(named))
+    return holders.cond(decision.eqn, index, [branch(p) for p in call.plans], *operands)
 
 
 def _run_custom(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
