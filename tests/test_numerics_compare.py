@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from _hinted import hints
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax.numerics import compare
@@ -58,8 +60,13 @@ def test_the_layer_that_was_degraded_has_the_largest_local_error(at: int, kind: 
     assert forward[0].local > 4 * forward[1].local
 
 
-def test_accumulated_errors_are_those_of_two_runs():
+@pytest.mark.parametrize("sharded", [False, True])
+def test_accumulated_errors_are_those_of_two_runs(devices: Any, sharded: bool):
     loss = degraded(9, "none")
+    if sharded:
+        mesh, one = Mesh(np.array(devices[:4]), "d"), loss
+        mean = lambda *args: lax.pmean(one(*args), "d")  # noqa: E731
+        loss = jax.shard_map(mean, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
     report = compare(loss, "bf16-mixed")(WS, X)
     # Compiled, as what is compared is: a step by itself may be rounded where a fused one is not.
     low = jax.jit(jax.grad(mpjax.autocast(loss, "bf16-mixed")))(WS, X)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import source_info_util
 
 from mpjax._base import compat
-from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.equation import Eqn, Jaxpr
 
 _MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
 """Primitives that move one array, and that a network binds often."""
@@ -77,7 +77,7 @@ def evaluate(
     run: Callable[[Any, list[Any]], Sequence[Any]],
     *,
     constant: Callable[[Any, Any], Any] = lambda x, aval: x,
-    equations: Sequence[Any] | None = None,
+    only_live: bool = False,
 ) -> list[Any]:
     """Returns the outputs of a program: arrays, or other values that `run` can compute with.
 
@@ -86,7 +86,7 @@ def evaluate(
       values: its inputs.
       run: returns the results of an equation, given its operands.
       constant: returns the value for a constant and its type.
-      equations: the equations to run; by default all.
+      only_live: whether to run only the equations that an output needs.
     """
     program = compat.closed(program)
     jaxpr = program.jaxpr
@@ -96,8 +96,19 @@ def evaluate(
     def read(atom: Any) -> Any:
         return constant(atom.val, atom.aval) if compat.is_literal(atom) else env[atom]
 
-    compute(jaxpr.eqns if equations is None else equations, env, read, run)
+    compute(live(jaxpr) if only_live else jaxpr.eqns, env, read, run)
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def live(jaxpr: Jaxpr) -> list[Eqn]:
+    """Returns the equations of an open jaxpr that an output needs: a derivative may have others."""
+    needed = set(map(id, jaxpr.outvars))
+    equations: list[Eqn] = []
+    for eqn in reversed(jaxpr.eqns):
+        if any(id(v) in needed for v in eqn.outvars):
+            needed.update(map(id, eqn.invars))
+            equations.append(eqn)
+    return equations[::-1]
 
 
 def compute(

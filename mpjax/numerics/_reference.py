@@ -94,4 +94,4 @@ def _evaluated(jaxpr: Jaxpr, operands: Sequence[Any], dtype: Any) -> list[Any]:
             return _evaluated(eqn.params["jaxpr"], values, dtype)
         return bind(eqn, _alike(eqn, values, dtype), _parameters(eqn, dtype))
 
-    return evaluate(jaxpr, operands, one)
+    return evaluate(jaxpr, operands, one, only_live=True)

@@ -50,6 +50,11 @@ class Bilinear:
     convolved: Any = None  # the same program as a convolution, if a GPU runs that better
 
     @property
+    def product(self) -> Eqn:
+        """The product itself, in float32."""
+        return _product_equation(self.traced)
+
+    @property
     def may_meet_a_weight(self) -> bool:
         """Whether this gives a gradient in 16 bits, and an operand may be a weight.
 
@@ -151,7 +156,7 @@ class Bilinear:
         return scaled.quantize(x, dtype, shared, scaling.margin)
 
     def __repr__(self) -> str:
-        ops = "+".join(eqn.primitive.name for eqn in _live_equations(self.traced.jaxpr))
+        ops = "+".join(eqn.primitive.name for eqn in binding.live(self.traced.jaxpr))
         direction = self.config.direction(self.roles)
         dtypes = {str(dtype): None for _, dtype in direction.operands}
         return f"<{ops} in {', '.join(dtypes)}>"
@@ -173,8 +178,7 @@ def _eval(jaxpr: Any, args: Sequence[Any], product: Bind) -> Any:
             values[1] = jnp.asarray(values[1], values[0].dtype)
         return binding.bind(eqn, values)
 
-    live = _live_equations(jaxpr.jaxpr)  # a traced derivative may have unused equations
-    return binding.evaluate(jaxpr, args, one, equations=live)[0]
+    return binding.evaluate(jaxpr, args, one, only_live=True)[0]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -184,18 +188,18 @@ def _only_moves(jaxpr: Any) -> bool:
         _only_moves(compat.closed(eqn.params["jaxpr"]))
         if eqn.primitive.name == "jit"
         else eqn.primitive.name in PRODUCTS | traits.TURNS
-        for eqn in _live_equations(jaxpr.jaxpr)
+        for eqn in binding.live(jaxpr.jaxpr)
     )
 
 
-def _live_equations(jaxpr: Any) -> list[Any]:
-    needed = set(map(id, jaxpr.outvars))
-    live: list[Any] = []
-    for eqn in reversed(jaxpr.eqns):
-        if any(id(v) in needed for v in eqn.outvars):
-            needed.update(map(id, eqn.invars))
-            live.append(eqn)
-    return live[::-1]
+def _product_equation(jaxpr: Any) -> Eqn:
+    """Returns the product of a program, which may stand in an inner function."""
+    for eqn in binding.live(jaxpr.jaxpr):
+        if eqn.primitive.name in PRODUCTS:
+            return eqn
+        if eqn.primitive.name == "jit":
+            return _product_equation(compat.closed(eqn.params["jaxpr"]))
+    raise ValueError(f"no product in {jaxpr}")
 
 
 def low_product(
@@ -323,7 +327,7 @@ def _untransposed(program: Any) -> Any:
 
     Written with the transpose, XLA:CPU would store both results.
     """
-    live = _live_equations(program.jaxpr)
+    live = binding.live(program.jaxpr)
     if [eqn.primitive.name for eqn in live] != ["dot_general", "transpose"]:
         return program
     product, transpose = live

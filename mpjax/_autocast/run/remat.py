@@ -63,10 +63,8 @@ class NamedProducts:
         """Returns the user's product that an operation stands for."""
         if primitive.name == "name":
             return self._eqns.get(params["name"])
-        if primitive is product_p:  # of a derivative that was differentiated again
-            eqns = params["program"].traced.jaxpr.eqns
-            return next(eqn for eqn in eqns if eqn.primitive.name in PRODUCTS)
-        return params["program"].product if primitive is FORWARD else None
+        # A `product_p` is asked about where a derivative is differentiated again.
+        return params["program"].product if primitive in (product_p, FORWARD) else None
 
 
 def _is_ours(primitive: Any, avals: Any, params: Any) -> bool:
