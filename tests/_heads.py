@@ -434,4 +434,117 @@ def evidential(dot):
     return loss
 
 
+# -- between products: a difference, an angle, a distance, a gradient ------------------------------
+
+
+@_head(JUDGES, params={**_net(6, 0.3), "e": _normal(6, 3)})
+def differences_of_a_field_in_kelvin(dot):
+    def loss(p, x):
+        u = 288.0 + _apply(dot, p, x)
+        centred = u - u.mean(-1, keepdims=True)
+        normed = centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
+        spread = (u * u).mean(0) - u.mean(0) ** 2
+        slope = dot(u[1:] - u[:-1], p["e"])
+        return jnp.mean((dot(normed, p["e"]) - 0.3) ** 2) + jnp.mean(slope**2) + jnp.mean(spread)
+
+    return loss
+
+
+@_head(JUDGES, params={**_net(3, 0.1), "e": _normal(3, 4)}, data=(50 + _normal(_N, 3),))
+def relative_positions_of_moved_points(dot):
+    def loss(p, x, points):
+        points = points + _apply(dot, p, x)
+        between = points[:, None] - points[None]
+        return jnp.mean((jnp.tanh(dot(between, p["e"])).mean(1) - 0.3) ** 2)
+
+    return loss
+
+
+@_head(
+    JUDGES, params={**_net(5, 1.0), "e": _normal(5, 5)}, data=(np.abs(_normal(_N, 5)) * 100 + 5,)
+)
+def returns_of_predicted_prices(dot):
+    def loss(p, x, prices):
+        later = prices * (1 + 0.01 * jnp.tanh(_apply(dot, p, x)))
+        return jnp.mean((dot(100 * (later - prices) / prices, p["e"]) - 1) ** 2)
+
+    return loss
+
+
+@_head(JUDGES, params={**_net(4, 1.0), "e": _normal(4, 4)})
+def slopes_of_a_softmax_by_two_values(dot):
+    def loss(p, x):
+        z = _apply(dot, p, x)
+        slope = jax.nn.softmax(z + 0.01 * jnp.sin(z)) - jax.nn.softmax(z)
+        return jnp.mean((dot(100 * slope, p["e"]) - 1) ** 2)
+
+    return loss
+
+
+@_head(JUDGES, params={**_net(1, 1.0), "e": _normal(16, 5)}, data=(1000 * _BITS + _X[:, :1],))
+def embedding_of_a_predicted_time(dot):
+    def loss(p, x, time):
+        time = time + jax.nn.sigmoid(_apply(dot, p, x))
+        angles = time * jnp.exp(-jnp.arange(8, dtype=x.dtype))
+        waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], 1)
+        return jnp.mean((dot(waves, p["e"]) - 1) ** 2)
+
+    return loss
+
+
+@_head(JUDGES, params={**_net(8, 1.0), "e": _normal(8, 5)})
+def sines_of_many_periods(dot):
+    def loss(p, x):
+        angles = jax.checkpoint(lambda z: 3 * z + 60 * jnp.arange(8, dtype=x.dtype))
+        return jnp.mean((dot(jnp.sin(angles(_apply(dot, p, x))), p["e"]) - 1) ** 2)
+
+    return loss
+
+
+@_head(JUDGES, params={**_net(4, 2.0), "e": _normal(4, 4), "f": _normal(4, 4)})
+def layers_in_a_poincare_ball(dot):
+    def expmap(v):
+        size = jnp.linalg.norm(v, axis=-1, keepdims=True)
+        return (1 - 1e-3) * jnp.tanh(size) * v / size
+
+    def logmap(y):
+        size = jnp.linalg.norm(y, axis=-1, keepdims=True)
+        return jnp.arctanh(size) * y / size
+
+    def loss(p, x):
+        y = expmap(_apply(dot, p, x))
+        for w in (p["e"], p["f"]):
+            y = expmap(0.5 * dot(logmap(y), w))
+        return jnp.mean(jnp.arctanh(jnp.linalg.norm(y, axis=-1)))
+
+    return loss
+
+
+@_head(JUDGES, outs=6, scale=2.0, data=(_normal(_N, 6),))
+def sinkhorn_by_a_scan(dot):
+    def loss(p, x, y):
+        z = _apply(dot, p, x)
+        cost = (jnp.sum(z**2, 1)[:, None] + jnp.sum(y**2, 1) - 2 * dot(z, y.T)) / 2
+
+        def turn(potentials, _):
+            f, g = potentials
+            f = -jax.nn.logsumexp(g - cost, axis=1)
+            return (f, -jax.nn.logsumexp(f[:, None] - cost, axis=0)), None
+
+        (f, g), _ = lax.scan(turn, (jnp.zeros_like(cost[:, 0]), jnp.zeros_like(cost[0])), None, 9)
+        return jnp.mean(f) + jnp.mean(g)
+
+    return loss
+
+
+@_head(JUDGES, outs=1, scale=1.0)
+def penalty_on_a_gradient(dot):
+    def loss(p, x):
+        slopes = jax.vmap(jax.grad(lambda x: jnp.sum(_apply(dot, p, x[None]))))(x)
+        size = jnp.sqrt(jnp.sum(slopes**2, 1) + 1e-12)
+        return 10 * jnp.mean((size - 1) ** 2) + jnp.mean(_apply(dot, p, x))
+
+    return loss
+
+
 HEADS = [*TUNED, *JUDGES]

@@ -334,10 +334,42 @@ def test_explain_says_why_a_product_is_float32_and_what_to_type_to_have_it_low(f
     assert "bf16" in {r.dtype for r in rows if r.operation == "dot_general"}
 
 
+ALMOST_THE_SAME = "what may be almost the same is subtracted from it: read by sub, test_autocast_r"
+ANGLE = "rounded, a large angle is another one: read by sin, test_autocast_readers.py:"
+
+
+@pytest.mark.parametrize(
+    ("fun", "operation", "says"),
+    [
+        (lambda x, w: (lambda u: u[1:] - u[:-1])(288 + x @ w) @ w.T, "add", ALMOST_THE_SAME),
+        (lambda x, w: (lambda u: u - u.mean(0))(288 + x @ w) @ w.T, "add", ALMOST_THE_SAME),
+        (
+            lambda x, w: (lambda z: jnp.tanh(z) - jnp.tanh(1.01 * z))(x @ w) @ w.T,
+            "tanh",
+            ALMOST_THE_SAME,
+        ),
+        (lambda x, w: (lambda u: u - x[:, :6])(x[:, :6] + x @ w) @ w.T, "add", ALMOST_THE_SAME),
+        (lambda x, w: jnp.sin(x[:, :6] + jnp.tanh(x @ w)) @ w.T, "add", ANGLE),
+    ],
+)
+def test_explain_says_what_is_not_rounded_before_a_difference_or_a_sine(fun, operation, says):
+    for row in mpjax.explain(fun, "bf16-mixed")(X, W).rows:
+        if row.operation == operation:
+            assert row.dtype == "f32"
+            assert row.reason.startswith(says)
+            return
+    pytest.fail(f"no row of {operation}")
+
+
 NOT_CANCELLING = {
     "a norm behind a product": lambda x, w: (lambda h: h - h.mean(1, keepdims=True))(x @ w) @ w.T,
     "two products of one input": lambda x, w: (x[:, :8] @ w[:8] + x[:, :8] @ w[8:]) @ w.T,
     "products with a weight each": lambda x, w: (x @ w - jnp.tanh(x @ w) @ w[:6] @ w[:6]) @ w.T,
+    "neighbours of one product": lambda x, w: (lambda u: u[1:] - u[:-1])(x @ w) @ w.T,
+    "gates of a recurrence": lambda x, w: (
+        (lambda z, n: (1 - z) * n[::-1] + z * n)(jax.nn.sigmoid(x @ w), jnp.tanh(x @ w)) @ w.T
+    ),
+    "a norm behind a bias": lambda x, w: (lambda u: u - u.mean(0))(x @ w + w[0]) @ w.T,
     "a penalty on the weight": lambda x, w: jnp.mean((x @ w) ** 2) + 1e-2 * jnp.sum(w**2),
 }
 

@@ -29,6 +29,7 @@ from mpjax._autocast.decide.reads import (
     ABSOLUTE,
     CARRIED,
     COTANGENTS,
+    DIFFERENCE,
     EXACT,
     FORWARD,
     FULL,
@@ -156,7 +157,7 @@ def _by_rule(eqn: Eqn, union: int, later: int) -> list[int]:
 
 def _of_product(eqn: Eqn, union: int, later: int) -> list[int]:
     if contraction.only_sums(eqn):
-        return [later | union & NEAR] * len(eqn.invars)
+        return [later | union & (NEAR | DIFFERENCE)] * len(eqn.invars)
     if contraction.adds_nothing(eqn):
         passed = OUTPUT | LATER | FORWARD | FULL | CARRIED | ABSOLUTE | UNROUNDED
         return [union & passed] * len(eqn.invars)

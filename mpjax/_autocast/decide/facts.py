@@ -24,7 +24,7 @@ from mpjax._jaxpr.caches import by_program
 from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, only_moves
 
-_MOST_ROOTS, _MOST_TERMS = 3, 8
+_MOST_ROOTS, _MOST_TERMS = 8, 8
 _EPSILON = 1 / 64
 """A smaller number that is added guards a division or a root; it cancels nothing."""
 _POWERS = frozenset({"sqrt", "square", "integer_pow"})
@@ -32,6 +32,9 @@ _CHOICES = frozenset({"max", "min", "clamp", "select_n"})
 _PARTS = frozenset({"slice", "split", "gather", "dynamic_slice"})
 _SCALES = frozenset({"mul", "div", "neg", "convert_element_type"})
 _HANDS_ON_TERMS = _POWERS | _CHOICES | _SCALES | MOVES | traits.ADDS | traits.ACCUMULATES
+_KEEPS_AN_OFFSET = (
+    _POWERS | _CHOICES | MOVES | traits.ADDS | traits.ACCUMULATES | traits.EXTREME
+) | {"neg", "reduce_sum"}
 _OF_ITS_OPERANDS = (traits.FUSIBLE | traits.UPDATES | MOVES) - traits.STATISTIC
 """Each element of a result is of a few elements of the operands."""
 _HANDS_ON_DERIVED = MOVES & _OF_ITS_OPERANDS
@@ -56,6 +59,8 @@ class Fact(NamedTuple):
     repeated: bool = False  # by a broadcast
     extreme: bool = False  # a maximum of rows, or made of nothing else
     step: bool = False  # multiplied by a small number, or by one that is not known: a step size
+    product: bool = False  # a product's result went into it
+    offset: int = 0  # what was added to such a value, which a difference may take off again
     derived: bool = False  # made by a derivative that is taken inside the program
     ahead: bool = False  # an input of a program that a product outside depends on too
     roots: frozenset[int] = frozenset()
@@ -65,6 +70,9 @@ class Fact(NamedTuple):
 CONSTANT = Fact(constant=True)
 _EXTREME, _REPEATED, _STEP = map(operator.attrgetter, ("extreme", "repeated", "step"))
 _SCALAR, _DERIVED, _TERMS = map(operator.attrgetter, ("scalar", "derived", "terms"))
+_OFFSET, _PRODUCT = map(operator.attrgetter, ("offset", "product"))
+BY_DATA, BY_A_CONSTANT = 1, 2
+"""Offsets. A statistic of rows, such as their mean, need not have that of an array of data."""
 SMALL_STEP = 1 / 32
 """Times this a change counts as a step: each one is worth 5 bits less."""
 Facts = Mapping[Any, Fact]
@@ -114,6 +122,32 @@ def cancels(eqn: Eqn, facts: Facts) -> bool:
         and (a.roots <= b.roots or b.roots <= a.roots)
         for a, b in itertools.product(first, second)
     )
+
+
+def is_difference(eqn: Eqn, facts: Facts) -> bool:
+    """Whether an equation subtracts values that may be almost the same.
+
+    They are made of the same, element by element, as `f(z + 0.01)` and `f(z)`. Or something was
+    added to both, as to `300 + z` and its mean; or it was added and is taken off, as `y + z - y`.
+    """
+    if eqn.primitive.name != "sub" or scopes.is_transposed(eqn.source_info.name_stack):
+        return False
+    first, second = (of_atom(v, facts) for v in eqn.invars)
+    if first.constant or second.constant:
+        return False
+    if first.roots & second.roots:
+        return True
+    both = sorted((first, second), key=_OFFSET)
+    return both[1].offset > 0 and (both[0].offset > 0 or not both[0].product)
+
+
+def adds_a_constant(eqn: Eqn, facts: Facts) -> bool:
+    """Whether an equation adds a known number, or takes it off, that is not small."""
+    if eqn.primitive.name not in ("add", "sub"):
+        return False
+    operands = [of_atom(v, facts) for v in eqn.invars]
+    constants = [f for f in operands if f.constant]
+    return len(constants) == 1 and not is_epsilon(constants[0]) and constants[0].most < math.inf
 
 
 def hands_on_terms(eqn: Eqn) -> bool:
@@ -208,6 +242,11 @@ def _makes_a_step(eqn: Eqn, floats: Sequence[Fact]) -> bool:
     return constants[1] and floats[1].least >= 1 / SMALL_STEP
 
 
+def _is_data(fact: Fact) -> bool:
+    """Whether a value is an array that no product made: a bias that is repeated adds no offset."""
+    return not (fact.constant or fact.product or fact.scalar or fact.repeated)
+
+
 def _is_number(var: Any) -> bool:
     return not getattr(var.aval, "shape", ())
 
@@ -259,8 +298,29 @@ class _Walk:
             "repeated": moves and (_repeats(eqn) or any(map(_REPEATED, made))),
             "step": any(map(_STEP, made)) if moves else _makes_a_step(eqn, floats),
             "derived": derived or (name in _HANDS_ON_DERIVED and any(map(_DERIVED, floats))),
+            "product": any(map(_PRODUCT, floats)),
+            "offset": self.offset(eqn, floats),
         }
         return [self.result(eqn, floats, made, v, told) for v in eqn.outvars]
+
+    def offset(self, eqn: Eqn, floats: Sequence[Fact]) -> int:
+        """What was added to a product's results, and is still in those of an equation."""
+        name, before = eqn.primitive.name, max(map(_OFFSET, floats))
+        if name in ("add", "sub") and not any(f.derived for f in floats):
+            if adds_a_constant(eqn, self.facts):
+                return BY_A_CONSTANT
+            if any(map(_PRODUCT, floats)) and any(map(_is_data, floats)):
+                return BY_A_CONSTANT if before == BY_A_CONSTANT else BY_DATA
+        if not before or is_difference(eqn, self.facts):
+            return 0
+        if name in ("mul", "div"):
+            factors = [f for f in floats if not (f.constant or f.scalar)]
+            if not all(f.offset for f in factors if f.product):
+                return 0
+            return min(before, BY_DATA) if any(map(_is_data, factors)) else before
+        if name in traits.STATISTIC and before == BY_DATA:
+            return 0
+        return before if name in _KEEPS_AN_OFFSET else 0
 
     def result(
         self,
@@ -327,6 +387,8 @@ class _Walk:
         term = Term(roots, self.number(), is_product)
         if contraction.adds_nothing(eqn):
             return Fact(roots=frozenset({term.number}), **told)
+        if is_product:
+            told = {**told, "product": True, "offset": 0}
         return Fact(roots=frozenset({self.number()}), terms=frozenset({term}), **told)
 
     def total(self, of: Fact, told: dict[str, Any]) -> Fact:
@@ -353,7 +415,8 @@ class _Walk:
         for n in sorted(used - names.keys()):
             names[n] = self.number()
         if any(names[n] < 0 for n in used):
-            return Fact(roots=frozenset({self.number()}))  # of a loop's carry: another in each turn
+            fresh = frozenset({self.number()})  # of a loop's carry: another in each turn
+            return Fact(roots=fresh, product=fact.product, offset=fact.offset)
         return _renumbered(fact, names.__getitem__)
 
     def joined(self, outs: Sequence[Fact], var: Any) -> Fact:
@@ -363,4 +426,7 @@ class _Walk:
         if all(f.constant for f in outs):
             return CONSTANT
         terms = frozenset[Term]().union(*(f.terms for f in outs))
-        return self.fresh(var)._replace(terms=terms if len(terms) <= _MOST_TERMS else frozenset())
+        terms = terms if len(terms) <= _MOST_TERMS else frozenset()
+        return self.fresh(var)._replace(
+            terms=terms, product=any(map(_PRODUCT, outs)), offset=max(map(_OFFSET, outs))
+        )

@@ -41,6 +41,8 @@ CANCELS = 8192
 """It is added to a sum over the same values, as in `|a|² + |b|² - 2ab`."""
 SAME = 16384
 """The same product is float32 elsewhere in the program."""
+DIFFERENCE = 1 << 18
+"""What may be almost the same is subtracted from it, as in `f(z + 0.01) - f(z)`."""
 
 
 # -- whose cotangents add up -----------------------------------------------------------------------
@@ -52,7 +54,7 @@ APART = 1 << 16
 MEET = 1 << 17
 """Several readers give it cotangents, one of them apart: they add up in float32."""
 
-UNROUNDED = EXACT | NEAR | TESTED | CANCELS
+UNROUNDED = EXACT | NEAR | TESTED | CANCELS | DIFFERENCE
 """Where one of these is set, the value is float32 for that reader, whatever lies between."""
 AT_THE_END = OUTPUT | GRADIENT
 """Asked of the last carry of a loop, not of each."""

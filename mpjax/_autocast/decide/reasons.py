@@ -46,6 +46,8 @@ OUTPUT = "an output: rounding it would gain nothing"
 BEHIND = "no product comes later: rounding it would gain nothing"
 TESTED = "a loop's stop test depends on it"
 NEAR = "its distance to a constant is read by {}"
+ANGLE = "rounded, a large angle is another one: read by {}"
+DIFFERENCE = "what may be almost the same is subtracted from it: read by {}"
 RUINED = "read by {}, which rounding would ruin"
 _CAST = "; to have it low, cast its operands: x.astype(jnp.bfloat16)"
 PRODUCT_TESTED = (
@@ -121,8 +123,11 @@ def of_reader(want: int) -> Reason | None:
     """Returns why a reader needs a value that is not rounded, None where none does."""
     if not want & reads.UNROUNDED:
         return None
-    text = TESTED if want & reads.TESTED else NEAR if want & reads.NEAR else RUINED
-    return Reason(text, By.READER)
+    if want & reads.TESTED:
+        return Reason(TESTED, By.READER)
+    if want & reads.NEAR:
+        return Reason(NEAR, By.READER)
+    return Reason(DIFFERENCE if want & reads.DIFFERENCE else RUINED, By.READER)
 
 
 def of_reader_beside_a_product(want: int) -> Reason | None:

@@ -26,7 +26,8 @@ exp exp2 expm1                          | fusible absolute saturates
 pow                                     | fusible
 log log2 log1p                          | fusible distances
 rsqrt cbrt                              | fusible
-sin cos tan sinh cosh                   | fusible absolute saturates
+sin cos tan                             | fusible absolute saturates angles
+sinh cosh                               | fusible absolute saturates
 asin acos acosh atanh                   | fusible distances
 atan asinh                              | fusible saturates
 atan2                                   | fusible
@@ -171,6 +172,9 @@ ABSOLUTE = _having("absolute")
 
 DISTANCES = _having("distances")
 """Reads how far its operand is from 0, 1 or -1: `log` near 1, `acos` at both ends."""
+
+ANGLES = _having("angles")
+"""Has a period, beside which a rounding of its operand may be large, as that of `sin(300 + z)`."""
 
 SATURATES = _having("saturates")
 """Smooth in its operand, also where its result is close to a constant."""

@@ -20,6 +20,7 @@ from mpjax._autocast.decide import (
     reasons,
     scopes,
     states,
+    traits,
 )
 from mpjax._autocast.decide.decided import Action, Decision
 from mpjax._autocast.decide.reasons import By
@@ -304,7 +305,9 @@ def _named(reason: reasons.Reason, eqn: Eqn, asking: dict[Any, readers.Reader]) 
     """Returns the sentence of a reason, with the name of the operation that reads the value."""
     if reason.by is not By.READER:
         return reason.text
-    return reason.text.format(asking.get(eqn.outvars[0], "another operation"))
+    reader = asking.get(eqn.outvars[0], "another operation")
+    is_angle = reason.text == reasons.NEAR and getattr(reader, "name", "") in traits.ANGLES
+    return (reasons.ANGLE if is_angle else reason.text).format(reader)
 
 
 def _where_stored(eqn: Eqn, dtype: Any, stored: dict[Any, bool | None]) -> str:

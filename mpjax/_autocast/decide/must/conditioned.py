@@ -9,14 +9,13 @@ reads may be rounded, since `log(1 - sigmoid(z))` is a smooth function of `z`.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
 
 from mpjax._autocast.decide import facts, traits
 from mpjax._autocast.decide.contraction import is_of_small_matrices
-from mpjax._autocast.decide.reads import CANCELS, EXACT, NEAR, TESTED
+from mpjax._autocast.decide.reads import CANCELS, DIFFERENCE, EXACT, NEAR, TESTED
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
 
@@ -25,6 +24,7 @@ FEW = 4
 _SUMS = frozenset({"cumsum", "cumprod", "scatter-add", "scatter-mul", "reduce_window_sum", "psum"})
 _PASSES_BACK = (traits.FUSIBLE | traits.ACCUMULATES | MOVES | _SUMS) - traits.SATURATES - PRODUCTS
 """A distance that is read of their results is read of their operands too."""
+_PASSES_BACK_A_DIFFERENCE = (traits.FUSIBLE | traits.ACCUMULATES | MOVES | _SUMS) - PRODUCTS
 _ELEMENTWISE = traits.FUSIBLE - traits.STATISTIC
 
 
@@ -39,11 +39,15 @@ def asks(eqn: Eqn, union: int, known: facts.Facts) -> int:
     asked = NEAR if _reads_a_distance(eqn, known) else 0
     if facts.cancels(eqn, known):
         asked |= CANCELS | EXACT
-    if not union & (NEAR | CANCELS | EXACT):
+    if facts.is_difference(eqn, known):
+        asked |= DIFFERENCE
+    if not union & (NEAR | CANCELS | EXACT | DIFFERENCE):
         return asked
     name = eqn.primitive.name
     if name in _PASSES_BACK:
         asked |= union & NEAR
+    if name in _PASSES_BACK_A_DIFFERENCE:
+        asked |= union & DIFFERENCE
     if facts.hands_on_terms(eqn):
         asked |= union & CANCELS
     elif union & CANCELS:
@@ -71,20 +75,20 @@ def _is_compared(aval: Any) -> bool:
 
 def is_source(eqn: Eqn, known: facts.Facts) -> bool:
     """Whether an operation itself asks for operands that are not rounded."""
-    return _reads_a_distance(eqn, known) or facts.cancels(eqn, known)
+    return (
+        _reads_a_distance(eqn, known)
+        or facts.cancels(eqn, known)
+        or facts.is_difference(eqn, known)
+    )
 
 
 def _reads_a_distance(eqn: Eqn, known: facts.Facts) -> bool:
-    name = eqn.primitive.name
-    if name in traits.DISTANCES:
+    if eqn.primitive.name in traits.DISTANCES | traits.ANGLES:
         return True
-    if name not in ("add", "sub"):
-        return False
-    operands = [facts.of_atom(v, known) for v in eqn.invars]
-    constants = [f for f in operands if f.constant]
-    if len(constants) != 1 or facts.is_epsilon(constants[0]) or constants[0].most == math.inf:
-        return False  # positions or a mask, added to logits, are no point that they come close to
-    return not any(f.step for f in operands)  # a constant and a small step cancel nothing
+    # Positions or a mask, added to logits, are no point that they come close to, and a constant and
+    # a small step cancel nothing.
+    operands = (facts.of_atom(v, known) for v in eqn.invars)
+    return facts.adds_a_constant(eqn, known) and not any(f.step for f in operands)
 
 
 def keeps_from_low(eqn: Eqn, want: int) -> int:
