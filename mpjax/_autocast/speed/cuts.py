@@ -105,8 +105,8 @@ def read_twice(
 
 def _union(sets: dict[Any, frozenset[Any]], keys: Sequence[Any]) -> frozenset[Any]:
     """Returns the union of the sets of some keys."""
-    present = [sets[key] for key in keys if key in sets]
-    return present[0].union(*present[1:]) if present else _NOTHING
+    first, *others = [sets[key] for key in keys if key in sets] or [_NOTHING]
+    return first.union(*others) if others else first
 
 
 @hint("merged", lambda *_: set[Any]())
