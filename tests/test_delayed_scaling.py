@@ -243,19 +243,6 @@ def test_what_is_no_history_of_the_function_is_refused():
         inside.init(WEIGHTS, X)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"amax_history_len": 0}, "Allowed: a whole number from 1"),
-        ({"amax_compute_algo": "mean"}, "Allowed: 'max', 'most_recent'"),
-        ({"granularity": "channel"}, "Allowed: 'tensor'"),
-    ],
-)
-def test_recipe_refuses_what_it_has_not(options, said):
-    with pytest.raises(ValueError, match=said):
-        mpjax.DelayedScaling(**options)
-
-
 def test_state_of_another_policy_is_adopted_with_a_batch():
     step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), DELAYED)
     old = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "bf16-mixed").init(PARAMS)

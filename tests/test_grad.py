@@ -605,55 +605,6 @@ def test_get_loss_scale_reads_the_default():
 # -- bad input -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("value", "got"),
-    [
-        (jnp.ones(32, jnp.bfloat16), r"bf16\[32\]"),
-        (jnp.ones((1,)), r"f32\[1\]"),
-        (jnp.int32(3), r"i32\[\]"),
-        (jnp.array(True), r"bool\[\]"),
-        (jnp.complex64(1), r"c64\[\]"),
-        (jnp.ones((), jnp.float8_e5m2), r"f8_e5m2\[\]"),
-        (3, "int"),
-        (None, "NoneType"),
-        ("loss", "str"),
-        ((jnp.ones(()), 1), "tuple"),
-        ({"loss": jnp.ones(())}, "dict"),
-    ],
-)
-def test_loss_must_be_a_floating_scalar(value, got):
-    def loss_fn(w):
-        return value
-
-    text = (
-        rf"value_and_grad\(loss_fn\): the loss must be a floating scalar; got {got}\.\n  Reduce it"
-    )
-    with pytest.raises(TypeError, match=text):
-        mpjax.value_and_grad(loss_fn, loss_scale=8)(jnp.float32(1))
-
-
-@pytest.mark.parametrize("value", [jnp.ones(()), (jnp.ones(()),), [jnp.ones(()), 1], (1.0, 2, 3)])
-def test_aux_needs_a_pair(value):
-    text = r"value_and_grad\(<lambda>\): has_aux=True needs a pair \(loss, aux\); got"
-    with pytest.raises(TypeError, match=text):
-        mpjax.value_and_grad(lambda w: value, has_aux=True, loss_scale=8)(jnp.float32(1))
-
-
-@pytest.mark.parametrize(
-    "loss_scale", ["dynamic", True, object(), mpjax.DynamicLossScale, [8.0], {"loss_scale": 8}]
-)
-def test_what_is_no_loss_scale(loss_scale):
-    text = r"value_and_grad\(loss_scale\): got .*\n  Allowed: NoOpLossScale\(\)"
-    with pytest.raises(TypeError, match=text):
-        mpjax.value_and_grad(quadratic, loss_scale=loss_scale)
-
-
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf")])
-def test_number_that_is_no_loss_scale(value):
-    with pytest.raises(ValueError, match=r"StaticLossScale\(loss_scale\): must be a positive"):
-        mpjax.value_and_grad(quadratic, loss_scale=value)
-
-
 @pytest.mark.parametrize("make", [float, np.float32, jnp.float32, jnp.asarray])
 def test_any_scalar_is_a_static_scale(make):
     args = jnp.float32(3), jnp.ones(4)
@@ -661,29 +612,3 @@ def test_any_scalar_is_a_static_scale(make):
     assert float(mpjax.grad(quadratic, loss_scale=make(8.0))(*args)) == 6
     traced = jax.jit(lambda s: mpjax.grad(quadratic, loss_scale=s)(*args))
     assert float(traced(make(8.0))) == 6
-
-
-def test_first_argument_must_be_a_function():
-    with pytest.raises(
-        TypeError, match=r"must be a function; got f32\[\]\.\n  Type value_and_grad"
-    ):
-        mpjax.value_and_grad(jnp.float32(1), loss_scale=8)
-
-
-def test_wrong_axis_name():
-    fun = mpjax.value_and_grad(quadratic, loss_scale=8, axis_name="batch")
-    text = r"value_and_grad\(axis_name\): 'batch' is no axis of the surrounding transformation"
-    with pytest.raises(NameError, match=text):
-        fun(jnp.float32(1), jnp.ones(2))
-    with pytest.raises(NameError, match=text):
-        jax.vmap(fun, axis_name="i", in_axes=(None, 0))(jnp.float32(1), jnp.ones((2, 2)))
-
-
-def test_unknown_policy():
-    with pytest.raises(ValueError, match="get_policy: unknown policy 'bf17'"):
-        mpjax.value_and_grad(quadratic, loss_scale=8, policy="bf17")
-
-
-def test_loss_scale_must_be_given():
-    with pytest.raises(TypeError, match="loss_scale"):
-        mpjax.value_and_grad(quadratic)  # the caller says None where there is to be none

@@ -55,17 +55,6 @@ def test_norms_of_mixed_sizes_zeros_and_what_is_not_finite():
     np.testing.assert_array_equal(zero, 0)
 
 
-@pytest.mark.parametrize("limit", [0, -1.0, float("nan")])
-def test_a_norm_to_clip_by_is_positive(limit: float):
-    with pytest.raises(ValueError, match=r"\(max_norm\): must be positive; got .*\n  Type, for ex"):
-        optim.clip_by_global_norm(limit)
-
-
-def test_complex_gradients_have_no_norm_here():
-    with pytest.raises(TypeError, match=r"global_norm: a leaf is complex; got c64\[2\]"):
-        optim.global_norm(jnp.ones(2, jnp.complex64))
-
-
 # -- bytes ----------------------------------------------------------------------------------------
 
 SPEC = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)}

@@ -106,11 +106,3 @@ def test_a_parameter_of_minus_zero_that_does_not_move_keeps_its_sign(dtype: Any)
     updates, _ = tx.update({"w": jnp.full(3, -0.0)}, tx.init(params), params)
     assert_bitwise_equal(optax.apply_updates(params, updates), params)
     assert_bitwise_equal(updates["w"], jnp.full(3, -0.0))
-
-
-def test_without_parameters_it_says_what_to_type():
-    tx = optim.with_master_weights(optax.sgd(0.1))
-    with pytest.raises(
-        ValueError, match=r"params is missing\.\n  Type tx\.update\(grads, opt_stat"
-    ):
-        tx.update(jnp.ones(2), tx.init(jnp.ones(2)))

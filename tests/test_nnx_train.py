@@ -153,32 +153,6 @@ def test_rules_of_a_policy_map_find_the_modules():
         jax.make_jaxpr(lost)(lost.init(), BATCH)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "said"),
-    [
-        ((loss_fn, optax.sgd(0.1), None, loss_fn), TypeError, "must be an NNX module; got the fun"),
-        ((Model, optax.sgd(0.1), None, loss_fn), TypeError, "must be an NNX module; got the class"),
-        (
-            (Model(), optax.sgd(0.1), None),
-            TypeError,
-            r"loss_fn must be a function; got None",
-        ),
-        ((Model(), optax.adam, None, loss_fn), TypeError, r"Call it: optax.adam\(1e-3\)"),
-        ((Model(), loss_fn, None, optax.sgd(1.0)), TypeError, "loss_fn must be a function; got a"),
-        ((nnx.Dropout(0.1), optax.sgd(0.1), None, loss_fn), ValueError, "has no variables of wrt"),
-    ],
-)
-def test_what_cannot_be_a_step_is_refused(arguments: Any, error: Any, said: str):
-    with pytest.raises(error, match=said):
-        mpjax.nnx.make_train_step(*arguments)
-
-
-def test_the_step_for_functions_names_this_one():
-    step = mpjax.make_train_step(loss_fn, optax.sgd(0.1))
-    with pytest.raises(TypeError, match=r"got an nnx.Module(.|\n)*mpjax.nnx.make_train_step"):
-        step.init(Model())
-
-
 def test_a_variable_that_goes_away_is_an_error():
     def forgetful(model: Any, batch: Any) -> Any:
         loss = loss_fn(model, batch)

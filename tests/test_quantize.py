@@ -268,24 +268,6 @@ def test_orbax_gives_back_what_it_was_given(policy, tmp_path):
         assert_bitwise_equal(checkpointer.restore(tmp_path / "small", template), small)
 
 
-@pytest.mark.parametrize(
-    ("policy", "options", "said"),
-    [
-        ("bf16-mixed", {}, "has no recipe"),
-        (INT8, {"channel_axis": 0}, "Allowed: -1, -2"),
-        (mpjax.QuantizedPolicy(recipe=mpjax.MXFP8BlockScaling()), {}, "a scale for each 32 values"),
-        (
-            mpjax.QuantizedPolicy(recipe=mpjax.Float8CurrentScaling(fprop=None)),
-            {},
-            "leaves the forward product",
-        ),
-    ],
-)
-def test_what_cannot_be_stored_is_refused(policy, options, said):
-    with pytest.raises(ValueError, match=said):
-        mpjax.quantize(PARAMS, policy, **options)
-
-
 @pytest.mark.parametrize("policy", ["int8_from_mixed_float16", "float8_from_mixed_bfloat16"])
 def test_tree_without_weights_is_a_warning_with_what_there_is(policy):
     said = rf"b: \[5\]\n  Name smaller ones: PolicyMap\('b?f?16-mixed', {{'head/\*': '{policy}'}}\)"

@@ -102,67 +102,6 @@ def test_recipe_names_its_dtypes():
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        (
-            "int4_from_mixed_bfloat16",
-            "no 'int4' products.\n  XLA compiles no 4-bit product for a CPU",
-        ),
-        ("int8_from_", "has no base behind it.\n  Accepted: int8_from_mixed_bfloat16"),
-        ("fp7_from_float32", "Accepted: int8_from_float32, float8_from_float32"),
-        ("float8_from_float64", "names float64.\n  Allowed: 16- and 32-bit policies"),
-        ("int8_from_mixed_bfloat17", r"Did you mean get_policy\('mixed_bfloat16'\)"),
-        ("q=Float8Current", "Did you mean 'Float8CurrentScaling'"),
-        ("q=Int4Scaling()", "XLA compiles no 4-bit product"),
-        (
-            "q=Float8CurrentScaling(history=3)",
-            "has no argument 'history'.\n  Allowed: fprop, dgrad",
-        ),
-        ("q=Float8CurrentScaling(", "cannot read the recipe"),
-        ("q=print(1)", "cannot read the recipe"),
-        ("p=float8_e4m3fn", "type 'float8_from_mixed_bfloat16'"),
-        ("p=int8", "type 'int8_from_mixed_bfloat16'"),
-    ],
-)
-def test_name_of_nothing_is_refused_with_what_to_type(name, said):
-    with pytest.raises((ValueError, TypeError), match=said):
-        mpjax.get_policy(name)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "said"),
-    [
-        (lambda: mpjax.Float8CurrentScaling(fprop="int8"), ValueError, "Type mpjax.Int8Current"),
-        (lambda: mpjax.Int8CurrentScaling(fprop="e4m3"), ValueError, "Type mpjax.Float8Current"),
-        (lambda: mpjax.Int8CurrentScaling(fprop="int4"), ValueError, "no 4-bit product"),
-        (
-            lambda: mpjax.Float8CurrentScaling(fprop="float8_e3m4"),
-            ValueError,
-            "type 'e4m3' or 'e5m2'",
-        ),
-        (lambda: mpjax.Float8CurrentScaling(dgrad="e5m2"), ValueError, "e5m2 for both operands"),
-        (lambda: mpjax.Float8CurrentScaling(dgrad=("e5m2",)), ValueError, "not two dtypes"),
-        (lambda: mpjax.Float8CurrentScaling(granularity="row"), ValueError, "Allowed: 'tensor'"),
-        (lambda: mpjax.Float8CurrentScaling(margin=-1), ValueError, "from 0 to 8"),
-        (lambda: mpjax.Float8CurrentScaling(margin=0.5), TypeError, "a whole number"),
-        (
-            lambda: mpjax.Float8CurrentScaling(fprop=None, dgrad=None, wgrad=None),
-            ValueError,
-            "quantises no product",
-        ),
-        (lambda: mpjax.QuantizedPolicy("bf16-mixed", 8), TypeError, "got 8 as a recipe"),
-        (lambda: mpjax.QuantizedPolicy("int8_from_float32"), TypeError, "Allowed: a Policy"),
-        (lambda: mpjax.QuantizedPolicy(mpjax.PolicyMap("float32")), TypeError, "PolicyMap"),
-        (lambda: mpjax.QuantizedPolicy.from_dict({}), ValueError, "got no 'recipe'"),
-        (lambda: mpjax.QuantizedPolicy().to_jmp(), TypeError, "policy.base.to_jmp"),
-    ],
-)
-def test_bad_argument_is_refused_with_what_to_type(make, error, said):
-    with pytest.raises(error, match=said):
-        make()
-
-
 def test_full_and_scalar_names_of_dtypes_are_understood():
     expected = mpjax.Float8CurrentScaling(fprop="e4m3", dgrad=("e5m2", "e4m3"))
     assert mpjax.Float8CurrentScaling(fprop=jnp.float8_e4m3fn) == expected

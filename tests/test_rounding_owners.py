@@ -352,23 +352,6 @@ def test_law_09_one_trace_and_donated_buffers(own: Any):
 # -- what is refused ------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.*here it does nothing:mpjax.PolicyWarning")
-def test_only_one_owner_of_the_rounding():
-    tx = optim.with_kahan(mpjax.with_loss_scale(optim.with_stochastic_rounding(optax.sgd(0.1))))
-    text = (
-        r"with_kahan: it was given an optimizer that owns the rounding already "
-        r"\(with_stochastic_rounding\)\.\n  Allowed: one of .*\n  Drop one; .* optax\.partition\."
-    )
-    with pytest.raises(ValueError, match=text):
-        tx.init(params_of())
-
-
-def test_stochastic_rounding_says_where_it_does_nothing():
-    text = r"no parameter is float16 or bfloat16; 'w' is f32\[2\]: here it does nothing\.\n  Train "
-    with pytest.warns(mpjax.PolicyWarning, match=text):
-        optim.with_stochastic_rounding(optax.sgd(0.1)).init({"w": jnp.ones(2)})
-
-
 @pytest.mark.parametrize("own", OWNERS.values(), ids=OWNERS)
 def test_a_state_of_another_form_is_refused_while_tracing(own: Any):
     params = params_of()
@@ -377,22 +360,3 @@ def test_a_state_of_another_form_is_refused_while_tracing(own: Any):
         jax.eval_shape(
             own(optax.sgd(0.1)).update, params, other(optax.sgd(0.1)).init(params), params
         )
-
-
-@owners
-def test_without_parameters_it_says_what_to_type(own: Any):
-    tx = own(optax.sgd(0.1))
-    with pytest.raises(ValueError, match=r"update: params is missing\.\n  Type tx\.update\(grads"):
-        tx.update(params_of(), tx.init(params_of()))
-
-
-@pytest.mark.parametrize("bits", [16, 23, "24", True, None, 32.5])
-def test_bits_are_24_or_32(bits: Any):
-    with pytest.raises(ValueError, match=rf"\(bits\): must be 32 or 24; got {bits!r}\.\n  32 "):
-        optim.with_master_weights(optax.sgd(0.1), bits=bits)
-
-
-@pytest.mark.parametrize("seed", [1.5, True, "x", np.zeros(2, np.uint32)])
-def test_a_seed_is_an_integer_or_a_key(seed: Any):
-    with pytest.raises(TypeError, match=r"\(seed\): must be an integer or one PRNG key; got .*\n"):
-        optim.with_stochastic_rounding(optax.sgd(0.1), seed)

@@ -450,45 +450,6 @@ def test_law_15_blocks_along_the_last_axis_move_nothing_between_devices(
 # -- what is refused ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["int8", jnp.int32, jnp.float8_e4m3fn, "complex64"])
-@pytest.mark.parametrize("name", ["mu_dtype", "nu_dtype"])
-def test_a_moment_is_of_a_floating_dtype(dtype: Any, name: str):
-    text = rf"\({name}\): \w+ is no dtype of a moment\.\n  Allowed: bfloat16.*\n  For 8 bits use w"
-    with pytest.raises(TypeError, match=text):
-        optim.with_state_dtypes(optax.adam(0.1), **{name: dtype})
-
-
-def test_second_moments_in_float16_are_refused():
-    with pytest.raises(ValueError, match=r"\(nu_dtype\): float16 makes 0 of .*\n  Type 'bfloat16'"):
-        optim.with_state_dtypes(optax.adam(0.1), nu_dtype="f16")
-    with pytest.raises(ValueError, match=r"\(mu_dtype\): float64 is no dtype to store a moment"):
-        optim.with_state_dtypes(optax.adam(0.1), mu_dtype="f64")
-    with pytest.raises(ValueError, match=r"\(mu_dtype\): unknown dtype 'bf17'"):
-        optim.with_state_dtypes(optax.adam(0.1), mu_dtype="bf17")
-
-
-@pytest.mark.parametrize("store", AVERAGES.values(), ids=AVERAGES)
-def test_an_optimizer_without_moments_is_refused(store: Any):
-    with pytest.raises(ValueError, match=r"has no moments that it knows: no mu, .*\n  Wrap an opt"):
-        store(optax.sgd(0.1)).init({"w": jnp.ones((64, 64))})
-
-
-@pytest.mark.parametrize("size", [0, 1, -256, 2.5, True, "rows"])
-def test_a_block_has_at_least_two(size: Any):
-    text = r"\(block_size\): must be a whole number of at least 2, or None; got "
-    with pytest.raises(ValueError, match=text):
-        optim.with_quantized_state(optax.adam(0.1), block_size=size)
-
-
-def test_a_block_size_that_does_not_divide_says_what_happens():
-    text = (
-        r"256 does not divide the last axis of 'w', 1021: it is cut into 4 blocks of 256, the last "
-        r"of 253\.\n  It works, and is slower"
-    )
-    with pytest.warns(mpjax.PolicyWarning, match=text):
-        jax.eval_shape(optim.with_quantized_state(optax.adam(0.1)).init, {"w": jnp.ones((8, 1021))})
-
-
 def test_rules_choose_and_are_checked():
     params = {"head": {"kernel": jnp.ones((64, 64))}, "embedding": jnp.ones((64, 64))}
     rules = {"head/*": "float32", "embed*": "float8"}

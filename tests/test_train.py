@@ -628,32 +628,6 @@ def test_float16_on_a_tpu_warns_where_the_state_is_made(
         step.init(params)
 
 
-@pytest.mark.parametrize("accumulate", [0, -2, 1.5, True, None])
-def test_bad_accumulate_is_an_error(accumulate: Any):
-    with pytest.raises(ValueError, match=r"accumulate\): must be a whole number of at least 1"):
-        mpjax.make_train_step(loss_fn, optax.sgd(0.1), "32-true", accumulate=accumulate)
-
-
-def test_a_batch_that_does_not_divide_names_the_leaf():
-    step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "32-true", accumulate=3)
-    text = r"batch leaf 'label': i32\[8\] does not split into 3 micro-batches\.\n  Make the first"
-    with pytest.raises(ValueError, match=text):
-        step(step.init(params_of()), batch_of())
-
-
-def test_what_the_loss_returns_is_checked():
-    sgd = optax.sgd(0.1)
-    step = mpjax.make_train_step(loss_fn, sgd, "32-true", has_aux=True)
-    with pytest.raises(TypeError, match=r"must return \(loss, aux\); got f32\[\]"):
-        step(step.init(params_of()), batch_of())
-    step = mpjax.make_train_step(lambda p, e, b: loss_fn(p, b), sgd, "32-true")
-    with pytest.raises(TypeError, match=r"must return \(loss, new_extra_state\); got f32"):
-        step(step.init(params_of(), 1), batch_of())
-    step = mpjax.make_train_step(lambda p, b: p["b"], sgd, "32-true")
-    with pytest.raises(TypeError, match=r"the loss must be a floating scalar; got f32\[4\]"):
-        step(step.init(params_of()), batch_of())
-
-
 def test_a_rule_for_a_module_is_warned_of_once_and_only_where_it_matches_nothing():
     def loss(params: Any, x: jax.Array) -> jax.Array:
         with jax.named_scope("net"):
@@ -670,10 +644,3 @@ def test_a_rule_for_a_module_is_warned_of_once_and_only_where_it_matches_nothing
     step = mpjax.make_train_step(loss, optax.sgd(0.1), mpjax.PolicyMap("f32", {"v": "f16"}))
     with pytest.warns(mpjax.PolicyWarning, match="PolicyMap: .* 'v', matches none"):
         step.init(params)
-
-
-def test_the_first_argument_must_be_a_state():
-    step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "32-true")
-    for call in (step, step.lower):
-        with pytest.raises(TypeError, match=r"must be the state; got a dict\.\n  Make it with st"):
-            call(params_of(), batch_of())

@@ -370,14 +370,6 @@ def test_all_finite_agrees_over_mesh_axes(devices, axis_name, unhappy, check_vma
     assert finite(ROWS).all()
 
 
-def test_wrong_axis_name_says_where():
-    text = r"all_finite\(axis_name\): 'batch' is no axis .*\n  Allowed: an axis of the mesh"
-    with pytest.raises(NameError, match=text):
-        mpjax.all_finite({"w": jnp.ones(2)}, axis_name="batch")
-    with pytest.raises(NameError, match="'batch' is no axis"):
-        jax.vmap(lambda x: mpjax.all_finite(x, ("i", "batch")), axis_name="i")(jnp.ones(2))
-
-
 # -- select_tree ---------------------------------------------------------------------------------
 
 FULL = {
@@ -467,48 +459,6 @@ def test_select_tree_never_asks_for_a_gradient_of_pred():
 
     assert jax.grad(loss)(jnp.float32(3)) == 3
     assert jax.grad(loss)(jnp.float32(1)) == 1
-
-
-@pytest.mark.parametrize(
-    ("pred", "got"),
-    [
-        (1, "int"),
-        (1.0, "float"),
-        ("yes", "str"),
-        (None, "NoneType"),
-        (jnp.array([True]), r"bool\[1\]"),
-        (jnp.int32(1), r"i32\[\]"),
-        (np.ones((2, 2), bool), r"bool\[2,2\]"),
-    ],
-)
-def test_select_tree_wants_a_boolean_scalar(pred, got):
-    text = rf"select_tree\(pred\): must be a boolean scalar; got {got}\.\n  Reduce it, e\.g\."
-    with pytest.raises(ValueError, match=text):
-        mpjax.select_tree(pred, 1.0, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "text"),
-    [
-        ({"w": jnp.ones(2)}, {"v": jnp.ones(2)}, "'w' is only in the first tree"),
-        ({}, {"v": jnp.ones(2)}, "'v' is only in the second"),
-        ((1.0,), [1.0], "differ in their containers; got tuple and list"),
-        (
-            {"l": [jnp.ones(2)]},
-            {"l": [jnp.ones(3)]},
-            r"select_tree at 'l/0': .*f32\[2\] and f32\[3",
-        ),
-        (jnp.ones(2), jnp.ones(2, jnp.bfloat16), r"got f32\[2\] and bf16\[2\]"),
-        ([1], [1.0], "select_tree at '0': .*got int and float"),
-        ("relu", "gelu", "got 'relu' and 'gelu'"),
-        ("relu", jnp.ones(2), "the trees differ; got 'relu' and "),
-        (jax.random.key(0), jax.random.key(0, impl="rbg"), r"got key<fry>\[\] and key<rbg>\[\]"),
-        (jax.random.key(0), jnp.ones(()), r"got key<fry>\[\] and f32\[\]"),
-    ],
-)
-def test_select_tree_names_the_first_difference(a, b, text):
-    with pytest.raises(ValueError, match=text):
-        mpjax.select_tree(True, a, b)
 
 
 def test_select_tree_where_shards_vary(devices):

@@ -1,0 +1,171 @@
+"""Wrong uses of optimizers that round and store low, of recipes, of measure, and of devices."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _wrong_shared import NAN, PARAMS, POLICY, SGD, Row, T, V, W, X, each, loss_fn, step, told
+
+import mpjax
+from mpjax import optim
+
+ADAM, INT8 = optax.adam(0.1), "int8_from_mixed_bfloat16"
+HALF = {"w": jnp.ones((2, 2), jnp.bfloat16)}
+KERNELS = {"kernel": jnp.ones((64, 64))}
+OWNERS = (
+    optim.with_master_weights,
+    lambda tx: optim.with_master_weights(tx, bits=24),
+    optim.with_kahan,
+    optim.with_stochastic_rounding,
+)
+STORES = (
+    lambda tx: optim.with_state_dtypes(tx, mu_dtype="bf16", nu_dtype="bf16"),
+    optim.with_quantized_state,
+    lambda tx: optim.with_quantized_state(tx, "float8"),
+)
+
+
+def two_owners() -> Any:
+    tx = mpjax.with_loss_scale(optim.with_stochastic_rounding(SGD))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the inner one, which sees float32
+        return optim.with_kahan(tx).init(HALF)
+
+
+# fmt: off
+ROWS: dict[str, list[Row]] = {
+    "owners of the rounding": [
+        *each(lambda v: optim.with_master_weights(SGD, bits=v), V,
+            "(bits): must be 32 or 24; got {}. | 32 ", *(16, 23, "24", True, None, 32.5)),
+        *each(lambda v: optim.with_stochastic_rounding(SGD, v), T,
+            "(seed): must be an integer or one PRNG key; got ",
+            *(1.5, True, "x", np.zeros(2, np.uint32))),
+        *each(lambda own: own(SGD).update(HALF, own(SGD).init(HALF)), V,
+            "update: params is missing. | Type tx.update(grads, opt_stat", *OWNERS),
+        (two_owners, V,
+            "with_kahan: it was given an optimizer that owns the rounding already "
+            "(with_stochastic_rounding). | Allowed: one of | Drop one; | optax.partition."),
+        (
+            lambda: step(tx=optim.with_kahan(SGD), policy="bf16-true", rounding="stochastic").init(
+                HALF
+            ), V, "it was given an optimizer that owns the rounding"),
+        (lambda: optim.with_stochastic_rounding(SGD).init(PARAMS), W,
+            "no parameter is float16 or bfloat16; 'w' is f32[2,2]: here it does nothing. | Train "),
+    ],
+    "stored moments": [
+        *(
+            row
+            for name in ("mu_dtype", "nu_dtype")
+            for row in each(
+                lambda v, name=name: optim.with_state_dtypes(ADAM, **{name: v}),
+                T,
+                f"({name}): | is no dtype of a moment. | Allowed: bfloat16 | For 8 bits use w",
+                *("int8", jnp.int32, jnp.float8_e4m3fn, "complex64"),
+            )
+        ),
+        *told(lambda options: optim.with_state_dtypes(ADAM, **options), V, "{}",
+            ({"nu_dtype": "f16"}, "(nu_dtype): float16 makes 0 of | Type 'bfloat16'"),
+            ({"mu_dtype": "f64"}, "(mu_dtype): float64 is no dtype to store a moment"),
+            ({"mu_dtype": "bf17"}, "(mu_dtype): unknown dtype 'bf17'")),
+        *each(lambda store: store(SGD).init({"w": jnp.ones((64, 64))}), V,
+            "has no moments that it knows: no mu, | Wrap an opt", *STORES),
+        *each(lambda v: optim.with_quantized_state(ADAM, block_size=v), V,
+            "(block_size): must be a whole number of at least 2, or None; got {}",
+            *(0, 1, -256, 2.5, True, "rows")),
+        (lambda: jax.eval_shape(optim.with_quantized_state(ADAM).init, {"w": jnp.ones((8, 1021))}),
+            W,
+            "256 does not divide the last axis of 'w', 1021: it is cut into 4 blocks of 256, the "
+            "last of 253. | It works, and is slower"),
+        *told(lambda v: optim.with_quantized_state(ADAM, **v), V, "{}",
+            ({"rules": {"a": "int4"}}, "(rules): the rule 'a' says 'int4'. | Accepted: '"),
+            ({"kind": "int4"}, "unknown kind 'int4'. | Accepted: 'int8', 'float8'")),
+        (lambda: optim.with_quantized_state(ADAM, rules={"tail": "int8"}).init(PARAMS), W,
+            "(rules): rule 1 of 1, 'tail', matches none"),
+    ],
+    "norms": [
+        *each(lambda v: optim.clip_by_global_norm(v), V,
+            "(max_norm): must be positive; got {} | Type, for ex", *(0, -1.0, NAN)),
+        (lambda: optim.global_norm(jnp.ones(2, jnp.complex64)), T,
+            "global_norm: a leaf is complex; got c64[2]"),
+    ],
+    "recipes": [
+        *told(mpjax.get_policy, (V, T), "{}",
+            ("int4_from_mixed_bfloat16",
+                "no 'int4' products. | XLA compiles no 4-bit product for a CPU"),
+            ("int8_from_", "has no base behind it. | Accepted: int8_from_mixed_bfloat16"),
+            ("fp7_from_float32", "Accepted: int8_from_float32, float8_from_float32"),
+            ("float8_from_float64", "names float64. | Allowed: 16- and 32-bit policies"),
+            ("int8_from_mixed_bfloat17", "Did you mean get_policy('mixed_bfloat16')"),
+            ("q=Float8Current", "Did you mean 'Float8CurrentScaling'"),
+            ("q=Int4Scaling()", "XLA compiles no 4-bit product"),
+            ("q=Float8CurrentScaling(history=3)",
+                "has no argument 'history'. | Allowed: fprop, dgrad"),
+            ("q=Float8CurrentScaling(", "cannot read the recipe"),
+            ("q=print(1)", "cannot read the recipe"),
+            ("p=float8_e4m3fn", "type 'float8_from_mixed_bfloat16'"),
+            ("p=int8", "type 'int8_from_mixed_bfloat16'")),
+        *told(lambda options: mpjax.Float8CurrentScaling(**options), V, "{}",
+            ({"fprop": "int8"}, "Type mpjax.Int8Current"),
+            ({"fprop": "float8_e3m4"}, "type 'e4m3' or 'e5m2'"),
+            ({"dgrad": "e5m2"}, "e5m2 for both operands"), ({"dgrad": ("e5m2",)}, "not two dtypes"),
+            ({"granularity": "row"}, "Allowed: 'tensor'"), ({"margin": -1}, "from 0 to 8"),
+            (dict.fromkeys(("fprop", "dgrad", "wgrad")), "quantises no product")),
+        (lambda: mpjax.Float8CurrentScaling(margin=0.5), T, "a whole number"),
+        (lambda: mpjax.Int8CurrentScaling(fprop="e4m3"), V, "Type mpjax.Float8Current"),
+        (lambda: mpjax.Int8CurrentScaling(fprop="int4"), V, "no 4-bit product"),
+        *told(lambda options: mpjax.DelayedScaling(**options), V, "{}",
+            ({"amax_history_len": 0}, "Allowed: a whole number from 1"),
+            ({"amax_compute_algo": "mean"}, "Allowed: 'max', 'most_recent'"),
+            ({"granularity": "channel"}, "Allowed: 'tensor'")),
+        (lambda: mpjax.QuantizedPolicy(POLICY, 8), T, "got 8 as a recipe"),
+        (lambda: mpjax.QuantizedPolicy("int8_from_float32"), T, "Allowed: a Policy"),
+        (lambda: mpjax.QuantizedPolicy(mpjax.PolicyMap("float32")), T, "PolicyMap"),
+        (lambda: mpjax.QuantizedPolicy.from_dict({}), V, "got no 'recipe'"),
+        (lambda: mpjax.QuantizedPolicy().to_jmp(), T, "policy.base.to_jmp"),
+        *told(lambda given: mpjax.quantize(KERNELS, **given), V, "{}",
+            ({"policy": POLICY}, "has no recipe"),
+            ({"policy": INT8, "channel_axis": 0}, "Allowed: -1, -2"),
+            ({"policy": mpjax.QuantizedPolicy(recipe=mpjax.MXFP8BlockScaling())},
+                "a scale for each 32 values"),
+            ({"policy": mpjax.QuantizedPolicy(recipe=mpjax.Float8CurrentScaling(fprop=None))},
+                "leaves the forward product")),
+    ],
+    "measure": [
+        (lambda: mpjax.measure(loss_fn, POLICY), V, "is no list of policies. | Give a seq"),
+        (lambda: mpjax.measure(loss_fn, []), V, "is no list of policies"),
+        (lambda: mpjax.measure(loss_fn, ["bf16_mixd"]), V, "unknown policy 'bf16_mixd'"),
+        (lambda: mpjax.measure(loss_fn, budget=0), V, "budget=0 leaves no time. | Give seconds"),
+        (lambda: mpjax.measure(loss_fn)(PARAMS, jax.ShapeDtypeStruct((4, 2), jnp.float32)), V,
+            "loss_fn cannot run on a shape: | Give arrays"),
+        (lambda: mpjax.measure(loss_fn)(PARAMS, X.T), V,
+            "loss_fn fails on these arguments: TypeError"),
+    ],
+    "devices": [
+        # older than any that JAX runs on
+        *told(lambda device: mpjax.check_support("32-true", device), V,
+            "check_support: unknown device | {}", ("h10", "Did you mean 'h100'"),
+            ("v5", "Did you mean | 'v5e'"), ("sm_", "Did you mean | 'sm_"),
+            ("3.5", "`python -m mpjax table` lists all of them"), ("", "E.g. device='h100'"),
+            ("Xeon v4", "`python -m mpjax table` lists all of them"),
+            ("tpu-v9", "Did you mean 'tpuv")),
+        *each(lambda device: mpjax.check_support("32-true", device), T,
+            "check_support: no device: | Type jax.devices()", *(3, jax.devices, ["v5e"])),
+        *(
+            row
+            for device in (None, "a100", "v5e")
+            for row in each(
+                lambda policy, device=device: mpjax.check_support(policy, device),
+                V,
+                "check_support: | cannot run on | 64-bit types are off | jax_enable_x64 | "
+                "'32-true'",
+                *("64-true", "p=f64,c=f32,o=f32", "p=f32,c=f32,o=f64"),
+            )
+        ),
+        (lambda: mpjax.check_support("bf16-mixd", "v5e"), V,
+            "get_policy: unknown policy 'bf16-mixd'"),
+    ],
+}
+# fmt: on

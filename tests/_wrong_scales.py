@@ -1,0 +1,240 @@
+"""Wrong uses of gradients, loss scales, and optimizers with one."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _wrong_shared import (
+    INF,
+    NAN,
+    PARAMS,
+    POLICY,
+    SGD,
+    VG,
+    A,
+    Row,
+    T,
+    V,
+    X,
+    each,
+    loss_fn,
+    per_row,
+    told,
+    wrap,
+)
+
+import mpjax
+import mpjax.nnx
+from mpjax._scaling.loss_scale import owned
+
+LS, DLS, SLS = mpjax.LossScale, mpjax.DynamicLossScale, mpjax.StaticLossScale
+KEY = jax.random.key(0)
+FIELDS = (
+    *("loss_scale", "counter", "growth_factor", "backoff_factor"),
+    *("growth_interval", "min_loss_scale", "max_loss_scale"),
+)
+OVERWRITTEN = {"_overwrite_with_gradient": {"amax": jnp.ones(2)}}
+
+
+def state_of(tx: Any = None) -> Any:
+    return (tx or wrap()).init(PARAMS)
+
+
+# fmt: off
+ROWS: dict[str, list[Row]] = {
+    "value_and_grad": [
+        (lambda: VG(loss_fn, loss_scale="auto"), T, "'auto' | Allowed | DynamicLossScale()"),
+        (lambda: VG(loss_fn, loss_scale=X), T, "real number | f32[4,2] | vmap"),
+        (lambda: VG(loss_fn, loss_scale=state_of()), T, "Allowed | DynamicLossScale()"),
+        (lambda: VG(loss_fn, loss_scale=8.0, unscale=False), V, "False | Allowed | current_loss"),
+        (lambda: VG(loss_fn, loss_scale=owned(SLS(8)), unscale=True), V, "twice | Leave unscale="),
+        (lambda: VG(loss_fn, loss_scale=8.0, unscale=0), T, "None, True or False | got 0"),
+        (lambda: VG(loss_fn, loss_scale=8.0, scaling=1), T, "scaling= | Type loss_scale="),
+        (lambda: VG(loss_fn, dynamic_scale=1), T, "dynamic_scale= | Type loss_scale="),
+        (lambda: VG(loss_fn, loss_scale=8.0, argnum=1), T, "argnum= | Type argnums="),
+        (lambda: VG(loss_fn, loss_scale=8.0, axis="x"), T, "axis= | Type axis_name="),
+        (lambda: VG(loss_fn, loss_scale=8.0, dtype="f16"), T, "dtype= | Type policy="),
+        (lambda: mpjax.grad(loss_fn, scale=8.0), T, "scale= | Allowed | Type loss_scale="),
+        (lambda: VG(loss_fn, loss_scale=1, policy="bf61"), V, "'bf61' | Accepted | Did you mean"),
+        (lambda: mpjax.nnx.value_and_grad(loss_fn, loss_scale="x"), T,
+            "'x' | Allowed | DynamicLossScale()"),
+        (lambda: mpjax.nnx.value_and_grad(loss_fn, loss_scale=8.0, unscale=False), V,
+            "False | Allowed | current_loss_scale(opt_state)"),
+        (lambda: VG(loss_fn), T, "loss_scale"),  # who wants none says None
+        *told(lambda v: VG(v, loss_scale=8), T,
+            "value_and_grad: the first argument must be a function; got {}. | Type "
+            "value_and_grad(loss", (jnp.float32(1), "f32[]"), (None, "NoneType")),
+        *told(lambda v: VG(lambda w: v, loss_scale=8)(jnp.float32(1)), T,
+            "value_and_grad(<lambda>): the loss must be a floating scalar; got {} | Reduce it",
+            (jnp.ones(32, jnp.bfloat16), "bf16[32]."), (jnp.ones((1,)), "f32[1]."),
+            (jnp.int32(3), "i32[]."), (jnp.array(True), "bool[]."), (jnp.complex64(1), "c64[]."),
+            (jnp.ones((), jnp.float8_e5m2), "f8_e5m2[]."), (3, "int."), (None, "NoneType."),
+            ("loss", "str."), ((jnp.ones(()), 1), "tuple."), ({"loss": jnp.ones(())}, "dict.")),
+        (lambda: VG(per_row, loss_scale=1)(PARAMS, X), T, "(per_row) | f32[4] | Reduce it"),
+        *told(lambda v: VG(lambda w: v, has_aux=True, loss_scale=8)(jnp.float32(1)), T,
+            "value_and_grad(<lambda>): has_aux=True needs a pair (loss, aux); got {} | Return "
+            "(loss, aux)", (jnp.ones(()), "f32[]"), ((jnp.ones(()),), ""), ([jnp.ones(()), 1], ""),
+            ((1.0, 2, 3), "")),
+        *told(lambda v: VG(loss_fn, loss_scale=v), T,
+            "value_and_grad(loss_scale): got {} | Allowed: NoOpLossScale() | DynamicLossScale()",
+            ("dynamic", "'dynamic'"), (True, ""), (object(), ""), (DLS, ""), (LS, ""), ([8.0], ""),
+            ({"loss_scale": 8}, "")),
+        *each(lambda v: VG(loss_fn, loss_scale=v), V,
+            "StaticLossScale(loss_scale): must be a positive | got {} | Allowed",
+            *(0, -1.0, NAN, INF)),
+        *each(lambda wrap: wrap(VG(loss_fn, loss_scale=8, axis_name="batch"))(PARAMS, X[None]),
+            NameError,
+            "value_and_grad(axis_name): 'batch' is no axis of the surrounding transformation | "
+            "Allowed | leave it out", lambda fun: fun,
+            lambda fun: jax.vmap(fun, axis_name="i", in_axes=(None, 0))),
+    ],
+    "loss scales": [
+        (lambda: DLS(8, factor=2), T, 'factor= | Type growth_factor= and backoff_factor='),
+        (lambda: DLS(init_value=8), T, 'init_value= | Type loss_scale='),
+        (lambda: DLS(8, scale_window=9), T, 'scale_window= | Type growth_interval='),
+        (lambda: DLS(8, scale_factor=9), T, 'Type growth_factor= and backoff_factor='),
+        (lambda: DLS(8, hysteresis=2), T, 'Drop hysteresis=: every overflow'),
+        (lambda: DLS(enabled=False), T, 'enabled= | mpjax.NoOpLossScale()'),
+        (lambda: DLS(8).get_scale(), A, 'DynamicLossScale | Here it is .loss_scale'),
+        (lambda: DLS(8).step(SGD), A, 'mpjax.with_loss_scale(tx, loss_scale)'),
+        (lambda: DLS(8).update(), A, '.adjust(grads_finite)'),
+        (lambda: DLS(8).unscale_(SGD), A, '.unscale(grads)'),
+        (lambda: DLS(8).state_dict(), A, 'a pytree'),
+        (lambda: DLS(8).value_and_grad(loss_fn), A, 'mpjax.value_and_grad(loss_fn'),
+        (lambda: SLS(8).period, A, 'StaticLossScale | of a mpjax.DynamicLossScale'),
+        (lambda: mpjax.NoOpLossScale().get_scale(), A, 'NoOpLossScale | .loss_scale'),
+        (lambda: mpjax.get_loss_scale("dynamic"), V, 'mpjax.DynamicLossScale()'),
+        (lambda: DLS(init_scale=8), T, "init_scale= | Allowed | Type loss_scale="),
+        (lambda: DLS(initial_scale=8), T, "initial_scale= | Allowed | Type loss_scale="),
+        (lambda: DLS(8, period=10), T, "period= | Allowed | Type growth_interval="),
+        (lambda: DLS(8, min_scale=2), T, "min_scale= | Type min_loss_scale="),
+        (lambda: DLS(8, minimum_scale=2), T, "minimum_scale= | Type min_loss_scale="),
+        (lambda: DLS(8, fin_steps=2), T, "fin_steps= | Type counter="),
+        (lambda: DLS(8, growth_intervall=2), T, "Allowed | Type growth_interval="),
+        (lambda: SLS(scale=8), T, "scale= | Allowed | Type loss_scale="),
+        *(
+            row
+            for cls, field in (
+                *((DLS, f) for f in ("loss_scale", "min_loss_scale", "max_loss_scale")),
+                (SLS, "loss_scale"),
+            )
+            for row in each(
+                lambda v, cls=cls, field=field: cls(**{field: v}),
+                V,
+                f"{cls.__name__}({field}): must be a positive finite number; got | "
+                "Allowed: 2**-126",
+                *(0, -1, 10**400, 2.0**-149, 2.0**-127, 2.0**127, INF, -INF, NAN, 1e39),
+            )
+        ),
+        *told(lambda options: DLS(**options), V, "DynamicLossScale{}",
+            ({"growth_factor": 1}, "(growth_factor): must be more than 1 and finite | 2."),
+            ({"growth_factor": 0.5}, "(growth_factor): must be more than 1 | 2."),
+            ({"growth_factor": 1 + 1e-9}, "(growth_factor): must be more than 1 | in float32"),
+            ({"growth_factor": INF}, "(growth_factor): must be more than 1 and finite"),
+            ({"growth_factor": NAN}, "(growth_factor): must be more than 1"),
+            ({"backoff_factor": 1}, "(backoff_factor): must lie between 0 and 1 | 0.5"),
+            ({"backoff_factor": 1 - 1e-9}, "(backoff_factor): must lie between 0 and 1, in flo"),
+            ({"backoff_factor": 0}, "(backoff_factor): must lie between 0 and 1"),
+            ({"backoff_factor": 1e-50}, "(backoff_factor): must lie between 0 and 1"),
+            ({"backoff_factor": -0.5}, "(backoff_factor): must lie between 0 and 1"),
+            ({"backoff_factor": NAN}, "(backoff_factor): must lie between 0 and 1"),
+            ({"growth_interval": 0}, "(growth_interval): must be a whole number of at least 1; g"),
+            ({"growth_interval": -1}, "(growth_interval): must be a whole number of at least 1"),
+            ({"growth_interval": 1.5}, "(growth_interval): must be a whole number | 2000"),
+            ({"growth_interval": 2**31}, "(growth_interval): must be a whole number"),
+            ({"counter": -1}, "(counter): must be a whole number of at least 0; got -1"),
+            ({"min_loss_scale": 8, "max_loss_scale": 4},
+                ": min_loss_scale 8 is above max_loss_scale 4 | Swap them"),
+            ({"loss_scale": 1, "min_loss_scale": 2},
+                ": loss_scale 1 is outside [2, 1.67772e+07] | min_loss_scale"),
+            ({"loss_scale": 2.0**25},
+                ": loss_scale 3.35544e+07 is outside | Start within the bounds | max_loss_scale")),
+        *(
+            row
+            for field in FIELDS
+            for row in each(
+                lambda v, field=field: DLS(**{field: v}),
+                T,
+                f"DynamicLossScale({field}): must be a real number; got | Type a number",
+                *("2", None, True, 1j, jnp.ones(2), np.ones((1, 1)), [1.0]),
+            )
+        ),
+        *each(DLS().adjust, V,
+            "DynamicLossScale.adjust(grads_finite): must be a boolean scalar; got",
+            *(1, None, jnp.ones(2, bool), 1.0)),
+        (lambda: DLS(8).adjust(1), V, "boolean scalar | all_finite(grads)"),
+        (lambda: DLS(8).adjust(jnp.ones(2, bool)), V, "bool[2] | jnp.all(flags)"),
+        *each(lambda scale: setattr(scale, "loss_scale", 3), A,
+            "is immutable; got loss_scale = 3. | Make another", *(SLS(2), DLS(2))),
+        *each(lambda scale: delattr(scale, "loss_scale"), A,
+            "is immutable; cannot delete loss_scale", *(SLS(2), DLS(2))),
+    ],
+    "select_tree and all_finite": [
+        *told(lambda pred: mpjax.select_tree(pred, 1.0, 2.0), V,
+            "select_tree(pred): must be a boolean scalar; got {}. | Reduce it, e.g. ", (1, "int"),
+            (1.0, "float"), ("yes", "str"), (None, "NoneType"), (jnp.array([True]), "bool[1]"),
+            (jnp.int32(1), "i32[]"), (np.ones((2, 2), bool), "bool[2,2]")),
+        (lambda: mpjax.select_tree(1, X, X), V, "boolean scalar | all_finite(grads)"),
+        *told(lambda trees: mpjax.select_tree(True, *trees), V, "{}",
+            (({"w": X}, {"v": X}), "'w' is only in the first tree"),
+            (({}, {"v": X}), "'v' is only in the second"),
+            (((1.0,), [1.0]), "differ in their containers; got tuple and list"),
+            (({"l": [X]}, {"l": [X[0]]}), "select_tree at 'l/0': | f32[4,2] and f32[2]"),
+            ((X, X.astype("bfloat16")), "got f32[4,2] and bf16[4,2] | astype"),
+            (([1], [1.0]), "select_tree at '0': | got int and float"),
+            (("relu", "gelu"), "got 'relu' and 'gelu'"),
+            (("relu", X), "the trees differ; got 'relu' and "),
+            ((KEY, jax.random.key(0, impl="rbg")), "got key<fry>[] and key<rbg>[]"),
+            ((KEY, jnp.ones(())), "got key<fry>[] and f32[]")),
+        (lambda: mpjax.all_finite(PARAMS, "batch"), NameError,
+            "all_finite(axis_name): 'batch' is no axis | Allowed: an axis of the mesh | leave it "
+            "out"),
+        (lambda: jax.vmap(lambda x: mpjax.all_finite(x, ("i", "batch")), axis_name="i")(X),
+            NameError, "'batch' is no axis"),
+    ],
+    "with_loss_scale": [
+        (lambda: wrap(dynamic_growth_steps=9), T, 'DynamicLossScale(growth_interval=...) as'),
+        (lambda: wrap(min_scale=1.0), T, 'DynamicLossScale(min_loss_scale=...) as loss_scale'),
+        (lambda: wrap(dynamic=True), T, 'Type loss_scale=mpjax.DynamicLossScale()'),
+        (lambda: wrap(inner_optimizer=SGD), T, 'Type inner='),
+        (lambda: wrap(precision="16-mixed"), T, 'mpjax.get_loss_scale(policy) as loss_scale'),
+        (lambda: wrap(None), T, "got None | Allowed | optax.adamw(1e-3)"),
+        (lambda: wrap(optax.adam), T, "function adam | Allowed | optax.adam(1e-3)"),
+        (lambda: wrap(1e-3), T, "got 0.001 | Allowed | optax.adamw(0.001)"),
+        (lambda: wrap(DLS(), SGD), T, "DynamicLossScale | Allowed | optax.adamw(1e-3)"),
+        (lambda: wrap(SGD, SGD), T, "Allowed | DynamicLossScale()"),
+        (lambda: wrap(SGD, POLICY), T, "'bf16-mixed' | Allowed | DynamicLossScale()"),
+        (lambda: wrap(max_skips=2), T, "Allowed | Type max_consecutive_skips="),
+        (lambda: wrap(max_consecutive_errors=2), T, "Type max_consecutive_skips="),
+        (lambda: wrap(init_scale=2), T, "Allowed | Type loss_scale="),
+        (lambda: wrap(wrap()).init(PARAMS), V, "twice | Allowed | Drop one"),
+        (lambda: wrap().init({"w": jnp.full(2, jnp.nan)}), V, "'w' | 2 nan | initializer"),
+        (lambda: mpjax.current_loss_scale(None), V, "NoneType | with_loss_scale(tx"),
+        (lambda: mpjax.current_loss_scale([state_of(), state_of()]), V,
+            "2 loss scales | opt_state[0]"),
+        (lambda: mpjax.current_loss_scale(state_of(optax.chain(optax.clip(1.0), wrap()))), V,
+            "behind 1 of its chain (state: EmptyState) | Allowed | Move them inside"),
+        (lambda: jax.eval_shape(mpjax.raise_if_diverged, state_of()), V,
+            "inside a traced function | on the host"),
+        *each(lambda v: wrap(max_consecutive_skips=v), V,
+            "max_consecutive_skips | whole number of at least 1, or None; got {} | 50",
+            *(0, -1, 1.5, True, "3")),
+        *each(lambda v: wrap(SGD, v), T,
+            "with_loss_scale(loss_scale): got | Allowed: NoOp | DynamicLossScale()",
+            *("dynamic", True, object())),
+        *each(lambda read: read(SGD.init(PARAMS)), V,
+            "holds no loss scale; got a tuple. | Wrap the optim | with_loss_scale(tx",
+            *(mpjax.current_loss_scale, mpjax.raise_if_diverged)),
+        (lambda: wrap().update(PARAMS | {"v": X}, state_of(), PARAMS), V,
+            "'v' is only in the gradients | parameters that you pass"),
+        (lambda: wrap().update({"a": X, "b": X}, state_of()), V,
+            "made for (1,) gradients; got 2. | Make a | tx.init(params)"),
+        (lambda: wrap().update(PARAMS, (), PARAMS), V,
+            "no LossScaleState; got a tuple. | Make it with tx.init(params)"),
+        (lambda: wrap().update(OVERWRITTEN, wrap().init(OVERWRITTEN)), V,
+            "params is missing. | Type tx.update(grads, opt_st"),
+    ],
+}
+# fmt: on

@@ -1,0 +1,53 @@
+"""What rows of wrong uses are made of, and how many of them are written in one line."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import mpjax
+
+PARAMS = {"w": jnp.ones((2, 2))}
+X = jnp.ones((4, 2))
+SGD = optax.sgd(0.1)
+POLICY = "bf16-mixed"
+T, V, A, W = TypeError, ValueError, AttributeError, mpjax.PolicyWarning
+NAN, INF = float("nan"), float("inf")
+VG: Any = mpjax.value_and_grad
+
+# The call, the error (or the warning), and what is said, in this order: phrases between bars.
+Row = tuple[Callable[[], Any], type[Exception], str]
+
+
+def each(call: Callable[[Any], Any], error: type[Exception], said: str, *values: Any) -> list[Row]:
+    """Returns a row for each value; `{}` in what is said stands for it."""
+    return told(call, error, said, *((value, repr(value)) for value in values))
+
+
+def told(
+    call: Callable[[Any], Any], error: type[Exception], said: str, *values: tuple[Any, str]
+) -> list[Row]:
+    """Returns a row for each value, which comes with the words that stand for it in a message."""
+    return [(lambda v=value: call(v), error, said.replace("{}", word)) for value, word in values]
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    return jnp.mean((batch @ params["w"]) ** 2)
+
+
+def per_row(params: Any, batch: Any) -> Any:
+    return jnp.mean((batch @ params["w"]) ** 2, axis=1)
+
+
+def step(fun: Any = loss_fn, tx: Any = SGD, policy: Any = None, **options: Any) -> Any:
+    return mpjax.make_train_step(fun, tx, policy, **options)
+
+
+def wrap(tx: Any = SGD, scale: Any = 8.0, **options: Any) -> Any:
+    return mpjax.with_loss_scale(tx, scale, **options)
+
+
+def model() -> Any:
+    return nnx.Linear(2, 2, rngs=nnx.Rngs(0))

@@ -1,0 +1,339 @@
+"""Wrong uses of whole steps, for functions and for models of Flax."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from _wrong_shared import (
+    PARAMS,
+    POLICY,
+    SGD,
+    A,
+    Row,
+    T,
+    V,
+    X,
+    each,
+    loss_fn,
+    model,
+    per_row,
+    step,
+    told,
+    wrap,
+)
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import mpjax
+import mpjax.linen
+import mpjax.nnx
+import mpjax.optim
+
+DLS = mpjax.DynamicLossScale
+
+
+def with_state(params: Any, extra: Any, batch: Any) -> Any:
+    return loss_fn(params, batch), extra
+
+
+def traced(made: Any, *state: Any, batch: Any = X) -> Any:
+    return made.lower(made.init(*(state or (PARAMS,))), batch)
+
+
+def traced_call(fun: Any) -> Any:
+    made = step(fun)
+    return made(made.init(PARAMS), X)
+
+
+def changed(loss: Any) -> Any:
+    return lambda params, extra, batch: (loss_fn(params, batch), loss(extra))
+
+
+def donated() -> Any:
+    made = step()
+    state = made.init(PARAMS)
+    state.params["w"].delete()
+    return made(state, X)
+
+
+def other_state() -> Any:
+    made, other = step(tx=optax.adam(0.1)), step(tx=optax.sgd(0.1, momentum=0.9))
+    return made.lower(other.init(PARAMS), X)
+
+
+def flax_state() -> Any:
+    return TrainState.create(apply_fn=None, params=PARAMS, tx=SGD)
+
+
+def deleted() -> Any:
+    params = {"w": jnp.ones(2)}
+    params["w"].delete()
+    return params
+
+
+def block(context: Any) -> None:
+    with context:
+        pass
+
+
+def two(params: Any, x: Any, y: Any) -> Any:
+    return loss_fn(params, x) + jnp.sum(y)
+
+
+def branching(params: Any, batch: Any) -> Any:
+    return loss_fn(params, batch) if jnp.sum(batch) > 0 else 0.0  # the line of the user
+
+
+def note_of(run: Callable[[], Any]) -> Any:
+    try:
+        run()
+    except jax.errors.ConcretizationTypeError as error:
+        raise ValueError("\n".join(error.__notes__)) from None
+
+
+def with_flax_hidden(name: str) -> Any:
+    code = f"import sys; sys.modules['flax'] = None; sys.modules['optax'] = None; import {name}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    raise ImportError(done.stderr)
+
+
+# fmt: off
+ROWS: dict[str, list[Row]] = {
+    "steps as other libraries have them": [
+        (lambda: step(two).init(PARAMS), T,
+            "two(params, x, y) | def two(params, batch): x, y = batch | step(state, (x, y))"),
+        (lambda: step()(step().init(PARAMS), X, X), T, "2 arguments | step(state, (x, y))"),
+        (lambda: step()(step().init(PARAMS)), T, "0 arguments | step(state, (x, y))"),
+        (lambda: step().init(), V, "got None | mpjax.nnx.make_train_step | step.init()"),
+        (lambda: mpjax.nnx.make_train_step(model(), SGD, None, lambda m, x: 0.0).init(PARAMS), T,
+            "got a dict | Type step.init()"),
+        (lambda: step(tx=optax.MultiSteps(SGD, 2)), T,
+            "MultiSteps | accumulate=4 | gradient_transformation()"),
+        (lambda: note_of(lambda: traced_call(branching)), V,
+            "At _wrong_steps.py: | # the line of the user | jax.lax.cond"),
+        (lambda: with_flax_hidden("mpjax.nnx"), ImportError,
+            "mpjax.nnx: needs flax, which is not installed | pip install flax"),
+        (lambda: with_flax_hidden("mpjax.train"), ImportError, "mpjax.train: needs optax"),
+    ],
+    "make_train_step": [
+        (lambda: step(policy=True), V, "True | Accepted | 'bf16-mixed'"),
+        *(
+            (lambda name=name, v=v: step(**{name: v}), T, f"{name}= | Allowed | {said}")
+            for name, v, said in (
+                ("fp16", True, "Type policy='16-mixed'"),
+                ("bf16", True, "Type policy='bf16-mixed'"),
+                ("amp_dtype", "float16", "Type policy='16-mixed'"),
+                ("dtype", jnp.float16, "Type policy='16-mixed'"),
+                ("dtype_policy", "mixed_float16", "Type policy="),
+                ("gradient_clip_val", 1.0, "clip_by_global_norm(1.0), optax.adamw(1e-3)) as tx"),
+                ("max_grad_norm", 1.0, "clip_by_global_norm(1.0), optax.adamw(1e-3)) as tx"),
+                ("grad_accum", 2, "Type accumulate="),
+                ("every_k_schedule", 2, "Type accumulate="),
+                ("in_axes", 0, "Type accumulate_axes="),
+                ("mutable", ["batch_stats"], "step.init(params, extra_state)"),
+                ("rngs", 1, "step.init(params, extra_state)"),
+                ("params", 1, "step.init(params)"),
+                ("master_weights", True, "with_master_weights(tx)"),
+                ("keep_batchnorm_fp32", True, "Drop keep_batchnorm_fp32=: statistics"),
+                ("loss_scaler", 1, "Type loss_scale="),
+                ("dynamic", True, "Type loss_scale=mpjax.DynamicLossScale()"),
+                ("enabled", False, "Type policy='32-true'"),
+                ("enabled", True, "Drop enabled=."),
+                ("opt", SGD, "Type tx="),
+            )
+        ),
+        (lambda: step().init(PARAMS).apply_gradients(grads=PARAMS), A, 'step(state, batch)'),
+        (lambda: step().init(PARAMS).batch_stats, A, 'Here it is .extra_state'),
+        (lambda: step().init(PARAMS).replace(params=1), A, '._replace('),
+        (lambda: step().init(PARAMS).loss_scale, A, 'current_loss_scale(state)'),
+        (lambda: step().init(PARAMS).parms, A, 'TrainState | Did you mean .params?'),
+        (lambda: step(tx=optax.adam), T, "function adam | Allowed | optax.adam(1e-3)"),
+        (lambda: step(tx=optax.sgd), T, "function sgd | Allowed | optax.sgd(1e-3)"),
+        (lambda: step(tx=0.1), T, "got 0.1 | Allowed | optax.adamw(0.1)"),
+        (lambda: step(tx=None), T, "got None | Allowed | optax.adamw(1e-3)"),
+        (lambda: step(tx="adam"), T, "got 'adam' | Allowed | optax.adamw(1e-3)"),
+        (lambda: step(tx=(SGD, SGD)), T, "optax transformation | got a tuple | optax.adamw"),
+        (lambda: step(tx=lambda lr: SGD), T, "<lambda> | Allowed | Call it"),
+        (lambda: step(tx=nnx.Optimizer(model(), SGD, wrt=nnx.Param)), T,
+            "an nnx.Optimizer | Allowed | optimizer.tx"),
+        (lambda: mpjax.make_train_step(SGD, loss_fn), T, "loss function | order | Swap"),
+        (lambda: mpjax.make_train_step(POLICY, loss_fn), T, "'bf16-mixed' | order | Swap"),
+        (lambda: mpjax.make_train_step(loss_fn, POLICY, SGD), T, "tx | 'bf16-mixed' | optax"),
+        (lambda: step(policy=SGD), T, "as the policy | make_train_step(loss_fn, tx,"),
+        (lambda: step(None), T, "got None | loss_fn(params, batch) | without parentheses"),
+        (lambda: step(loss_fn(PARAMS, X)), T, "got f32[] | Allowed | without parentheses"),
+        (lambda: step(nn.Dense), T, "the class Dense | Allowed | loss_fn"),
+        (lambda: step(model()), T, "an nnx.Module | Allowed | def loss_fn(params, batch)"),
+        (lambda: step(nn.Dense(2)), T, "linen module | Allowed | def loss_fn(params, batch)"),
+        (lambda: step(policy="fp16-mixed"), V, "'fp16-mixed' | Accepted | '16-mixed'"),
+        (lambda: step(policy="bf16"), V, "two things | 'bf16-mixed' | 'bfloat16'"),
+        (lambda: step(policy=jnp.bfloat16), V, "bfloat16 alone | 'bf16-mixed' | 'bfloat16'"),
+        (lambda: step(policy=jnp.float16), V, "float16 alone | '16-mixed' | 'float16'"),
+        (lambda: step(policy=jnp.dtype("bfloat16")), V, "bfloat16 alone | 'bf16-mixed'"),
+        (lambda: step(has_aux=1), T, "has_aux | True or False | got 1 | has_aux=True"),
+        (lambda: step(weighted="mask"), T, "weighted | got 'mask' | weighted=True"),
+        (lambda: step(donate=(0,)), T, "donate | got a tuple | donate=True"),
+        (lambda: step(axis_name=0), T, "axis_name | got 0 | axis_name='data'"),
+        (lambda: step(loss_scale="dynamic"), T, "'dynamic' | Allowed | DynamicLossScale()"),
+        (lambda: step(loss_scale=DLS), T, "DynamicLossScale | Allowed | DynamicLossScale()"),
+        (lambda: step(loss_scale=0.0), V, "got 0.0 | Allowed | 2**15"),
+        (lambda: step(loss_scale=True), T, "got True | Allowed | DynamicLossScale()"),
+        (lambda: step(max_consecutive_skips=0), V, "at least 1 | got 0 | 50"),
+        (lambda: step(tx=wrap(), loss_scale=8.0), V, "holds one | Drop"),
+        (lambda: step(tx=optax.chain(wrap(), optax.identity()), loss_scale=8.0).init(PARAMS), V,
+            "holds one | Drop"),
+        (lambda: step(scaler=DLS()), T, "scaler= | Allowed | Type loss_scale="),
+        (lambda: step(precision="16-mixed"), T, "precision= | Allowed | Type policy="),
+        (lambda: step(opt_level="O1"), T, "opt_level= | Allowed | Type policy="),
+        (lambda: step(dtype=jnp.bfloat16), T, "dtype= | Allowed | Type policy="),
+        (lambda: step(accumulate_grad_batches=2), T, "Allowed | Type accumulate="),
+        (lambda: step(gradient_accumulation_steps=2), T, "Allowed | Type accumulate="),
+        (lambda: step(optimizer=SGD), T, "optimizer= | Allowed | Type tx="),
+        (lambda: step(axis="data"), T, "axis= | Allowed | Type axis_name="),
+        (lambda: step(donate_argnums=0), T, "donate_argnums= | Type donate="),
+        (lambda: step(accumlate=2), T, "accumlate= | Allowed | Type accumulate="),
+        (lambda: step(zzz=2), T, "zzz= | Allowed | Drop zzz="),
+        (lambda: step(tx=wrap(scale=None), policy="16-mixed").init(PARAMS), V,
+            "float16 | with_loss_scale(tx) | with_loss_scale(tx, mpjax.DynamicLossScale())"),
+        (lambda: step(tx=optax.chain(optax.clip(1.0), wrap())).init(PARAMS), V,
+            "behind 1 of its chain | Allowed | with_loss_scale(optax.chain("),
+        (
+            lambda: mpjax.nnx.make_train_step(
+                model(), optax.chain(optax.clip(1.0), wrap()), POLICY, loss_fn
+            ).init(), V, "behind 1 of its chain | Allowed | with_loss_scale(optax.chain("),
+        *each(lambda v: step(accumulate=v), V,
+            "(accumulate): must be a whole number of at least 1 | got {} | Type",
+            *(0, -2, 1.5, 2.0, True, None)),
+        *each(lambda v: step(policy="bf16-true", rounding=v), V,
+            "(rounding): unknown rounding {}. | Accepted: 'nearest', 'stoch",
+            *("stochastik", "up", 1, True)),
+    ],
+    "step.init": [
+        (lambda: step().init({}), V, "no parameters | step.init(model.init(key, x)"),
+        (lambda: step().init(None), V, "no parameters | step.init("),
+        (lambda: step().init(step().init(PARAMS)), T, "a whole state | Allowed | state.params"),
+        (lambda: step().init(flax_state()), T, "Flax TrainState | Allowed | step.adopt(state)"),
+        (lambda: step().init(nn.Dense(2)), T, "not initialised | Allowed | model.init(key, x)"),
+        (lambda: step().init(model()), T, "nnx.Module | Allowed | nnx.make_train_step(model"),
+        (lambda: step().init(nnx.Optimizer(model(), SGD, wrt=nnx.Param)), T,
+            "nnx.Optimizer | Allowed | nnx.make_train_step(model"),
+        (lambda: step().init(eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0))), T,
+            "activation | Allowed | eqx.partition(model, eqx.is_inexact_array)"),
+        (lambda: step().init({"w": "no"}), T, "'w' is 'no' | Allowed | eqx.partition"),
+        (lambda: step().init({"n": jnp.arange(3)}), T, "'n' is i32[3] | Allowed | extra state"),
+        (lambda: step().init({"n": 3}), T, "'n' is 3 | Allowed | extra state"),
+        (lambda: step().init({"k": jax.random.key(0)}), T, "'k' | Allowed | extra state"),
+        (lambda: step().init({"params": PARAMS, "batch_stats": PARAMS}), V,
+            "Flax's variables | extra state | variables['batch_stats']"),
+        (lambda: step().init({"w": jnp.full(2, jnp.nan)}), V, "'w' | 2 nan | initializer"),
+        (lambda: step().init({"w": jnp.full(2, jnp.inf)}), V, "'w' | 2 inf | initializer"),
+        (lambda: step().init(deleted()), V, "'w' has been deleted | donate=False"),
+        (lambda: step(jax.checkpoint(mpjax.autocast(loss_fn, POLICY))).init(PARAMS, {"m": X}), T,
+            "loss_fn(params, batch) | cannot take | without it | extra_state"),
+        (lambda: step().init(PARAMS, {"m": X}), T,
+            "loss_fn(params, batch) cannot | too many | Allowed | Type step.init(params) without "
+            "| def loss_fn("),
+        (lambda: step(with_state).init(PARAMS), T,
+            "with_state | 'batch' | Allowed | Type step.init(params, extra_state)"),
+    ],
+    "step": [
+        (lambda: step()(X, step().init(PARAMS)), T, "first argument | step.init(params)"),
+        (lambda: step()(flax_state(), X), T, "got a TrainState | step.init(params)"),
+        (donated, V, "donated | Allowed | state, metrics = step(state, batch) | donate=False"),
+        (other_state, V, "another optimizer | step.init(params)"),
+        (lambda: step(policy="bf16-true").lower(step().init(PARAMS), X), V,
+            "another policy | 'w' is f32[2,2] | step.adopt(state)"),
+        (lambda: step(policy="16-mixed").lower(step().init(PARAMS), X), V,
+            "no loss scale | a dynamic loss scale | step.adopt(state)"),
+        (lambda: traced(step(per_row)), T, "per_row | floating scalar | f32[4] | Reduce it"),
+        (lambda: traced(step(lambda p, b: None)), T, "floating scalar | Reduce it"),
+        (lambda: traced(step(lambda p, b: (loss_fn(p, b), 1))), T, "( | has_aux=True"),
+        (lambda: traced(step(weighted=True)), T, "(loss, weight) | weighted=True"),
+        (lambda: traced(step(with_state, has_aux=True), PARAMS, {"m": X}), T,
+            "(new_extra_state, aux) | has_aux="),
+        (lambda: traced(step(changed(lambda e: {"n": e["m"]})), PARAMS, {"m": X}), V,
+            "extra state | 'n' is only in what the loss | same keys"),
+        (lambda: traced(step(changed(lambda e: {})), PARAMS, {"m": X}), V,
+            "extra state | 'm' is only in what it was given | same keys"),
+        (lambda: traced(step(changed(lambda e: {"m": e["m"][0]})), PARAMS, {"m": X}), V,
+            "'m' was f32[4,2] | f32[2] | shape"),
+        (lambda: traced(step(axis_name="data")), NameError,
+            "'data' is no axis | Allowed | leave it out"),
+        *each(lambda call: call(step())(PARAMS, X), T,
+            "must be the state; got a dict. | Make it with step.init(params)", lambda made: made,
+            lambda made: made.lower),
+        (lambda: traced(step(lambda p, b: 1)), T, "the loss must be a floating scalar | Reduce it"),
+        (lambda: traced(step(has_aux=True)), T, "must return (loss, aux); got f32[] | has_aux="),
+        (lambda: traced(step(lambda p, e, b: loss_fn(p, b)), PARAMS, {"m": X}), T,
+            "must return (loss, new_extra_state); got f32 | step.init"),
+        (lambda: traced(step(accumulate=3), batch={"label": X}), V,
+            "batch leaf 'label': f32[4,2] does not split into 3 micro-batches. | Make the first | "
+            "multiple"),
+    ],
+    "step.adopt": [
+        (lambda: step().adopt(PARAMS), T, "a dict | Allowed | step.adopt({'step'"),
+        (lambda: step().adopt(None), T, "None | Allowed | step.adopt({'step'"),
+        (lambda: step().adopt(X), T, "f32[4,2] | Allowed | step.adopt({'step'"),
+        (lambda: step().adopt(step().init(PARAMS), {"m": X}), T,
+            "too many | Allowed | Type step.adopt(state) without"),
+        (lambda: step(with_state).adopt(step().init(PARAMS)), T,
+            "with_state | Allowed | extra_state= to step.adopt"),
+        (lambda: step(tx=optax.adam(0.1)).adopt(step().init(PARAMS)), V,
+            "only in | same optimizer | tx.init(params)"),
+        (lambda: mpjax.optim.adopt_state(SGD, {"a": jnp.ones(2)}, PARAMS), V,
+            "only in | same optimizer | tx.init(params)"),
+        (lambda: mpjax.nnx.adopt_state(model(), model()), T, "a Linear | Allowed | nnx.Optimizer"),
+    ],
+    "Flax": [
+        (lambda: mpjax.nnx.set_policy(model(), "bf61"), V, "'bf61' | Accepted"),
+        (lambda: mpjax.linen.with_policy(nn.Dense(2), "bf61"), V, "'bf61' | Accepted"),
+        (lambda: mpjax.nnx.make_train_step(model(), SGD, POLICY, loss_fn, optimizer=SGD), T,
+            "optimizer= | Allowed | Type tx="),
+        *(
+            row
+            for name in ("set_policy", "tabulate")
+            for row in told(
+                getattr(mpjax.nnx, name),
+                T,
+                f"{name}: | {{}}",
+                (nn.Dense(2), "got a Dense | mpjax.linen.with_policy"),
+                ({"w": 1}, "got a dict"),
+                (nnx.Linear, "got a "),
+            )
+        ),
+        *told(lambda v: mpjax.linen.with_policy(v, POLICY), T, "with_policy: got | {}",
+            (lambda x: x, "autocast"), ("Dense", "a str"), (nn.Dense(2).init, "a method"),
+            (model(), "a Linear | mpjax.nnx.set_policy(model, 'bf16-mixed')")),
+        *each(lambda v: mpjax.linen.tabulate(v, X), T, "tabulate: got",
+            *(lambda x: x, "Dense", nn.Dense(2).init)),
+        (lambda: mpjax.linen.with_policy(nn.Dense(2), "p=f32,c=f64,o=f32"), V,
+            "with_policy: float64 was asked for"),
+        (lambda: mpjax.nnx.set_policy(model(), "64-true"), V, "set_policy: float64 was asked for"),
+        (lambda: mpjax.linen.apply_gradients(flax_state(), grads=PARAMS), V,
+            "holds no loss scale | Wrap the optimizer"),
+        (lambda: block(mpjax.nnx.undo_skipped(nnx.Optimizer(model(), SGD, wrt=nnx.Param))), V,
+            "holds no loss scale | Wrap the optimizer"),
+        (lambda: mpjax.nnx.grad(lambda m, x: m(x) ** 2, loss_scale=2.0)(model(), X), T,
+            "value_and_grad(<lambda>) | got f32[4,2]"),
+        (lambda: mpjax.nnx.grad(loss_fn, loss_scale="2"), T, "value_and_grad(loss_scale)"),
+        (lambda: mpjax.nnx.grad(X, loss_scale=2.0), T, "must be a function"),
+        *told(lambda given: mpjax.nnx.make_train_step(*given), T, "{}",
+            ((loss_fn, SGD, None, loss_fn),
+                "must be an NNX module; got the function loss_fn | mpjax.make_train_step(loss_fn, "
+                "tx, policy)"),
+            ((nnx.Linear, SGD, None, loss_fn), "must be an NNX module; got the class"),
+            ((model(), SGD, None),
+                "loss_fn must be a function; got None | Allowed | make_train_step(model, tx"),
+            ((model(), optax.adam, None, loss_fn), "Call it: optax.adam(1e-3)"),
+            ((model(), loss_fn, None, SGD), "loss_fn must be a function; got a")),
+        (lambda: mpjax.nnx.make_train_step(nnx.Dropout(0.1), SGD, None, loss_fn), V,
+            "has no variables of wrt | wrt=nnx.Param"),
+    ],
+}
+# fmt: on
