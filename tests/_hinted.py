@@ -6,7 +6,7 @@ laws, and `test_autocast_modes.py` leaves rows out.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,11 +49,13 @@ class Hinted:
         low = autocast(lambda *args: loss(*args), self.policy)
         return jax.value_and_grad(low, tuple(range(len(self.args))))
 
-    def text(self, platform: str, loss: Callable[..., jax.Array] | None = None) -> str:
-        """Returns the program of the gradients, lowered for a platform that need not be here."""
+    def texts(
+        self, platforms: Sequence[str], loss: Callable[..., jax.Array] | None = None
+    ) -> list[str]:
+        """Returns the program of the gradients, lowered for platforms that need not be here."""
         jax.clear_caches()
         traced = jax.jit(self.gradients(loss)).trace(*self.args)
-        return traced.lower(lowering_platforms=(platform,)).as_text()
+        return [traced.lower(lowering_platforms=(p,)).as_text() for p in platforms]
 
 
 # -- operands and layers ---------------------------------------------------------------------------

@@ -123,23 +123,19 @@ def run(fun: Callable[..., Any], leaves: Sequence[Any]) -> list[Any]:
 
 
 @functools.cache
-def variants(name: str, dtype: str) -> dict[str, Errors]:
-    """Returns the errors of a program uncut, cast by hand, and under PyTorch's rule."""
+def variant(name: str, dtype: str, kind: str) -> Errors:
+    """Returns the errors of a program uncut, cast by hand, or under PyTorch's rule."""
     of, policy = program(name), POLICIES[dtype]
-
-    def errors_of(loss: Callable[..., Any]) -> Errors:
-        return errors(name, run(value_and_grad(loss, of.moving, SCALE[dtype]), of.leaves))
-
-    return {
-        "uncut": errors_of(autocast(of.loss(), policy)),
-        "by hand": errors_of(of.loss(DTYPES[dtype])),
-        "widest": errors_of(autocast(of.loss(), policy, rules="widest")),
-    }
+    if kind == "by hand":
+        loss = of.loss(DTYPES[dtype])
+    else:
+        loss = autocast(of.loss(), policy, rules={"uncut": None, "widest": "widest"}[kind])
+    return errors(name, run(value_and_grad(loss, of.moving, SCALE[dtype]), of.leaves))
 
 
 def bound(name: str, dtype: str, among: Sequence[str]) -> Errors:
     """Returns twice the largest error of some variants, and a little luck."""
-    known = [variants(name, dtype)[k] for k in among]
+    known = [variant(name, dtype, kind) for kind in among]
     loss, grads = (2 * max(e[i] for e in known) + FLOOR[dtype][i] for i in range(2))
     return loss, grads
 

@@ -1,5 +1,6 @@
 """What is cut into parts is cut as it is held, and widened then; if no element has two readers."""
 
+import functools
 import re
 from unittest import mock
 
@@ -66,22 +67,32 @@ def test_what_has_two_readers_is_widened_before_and_its_cotangents_are_summed_in
     assert set(re.findall(r":(\w+)\[8,32\] = add_any", text)) == {"f32"}
 
 
-def under_both(cases):
-    """All cases in bfloat16, and the first in float16: no case looks at the dtype."""
-    return [*((case, "bf16-mixed") for case in cases), (next(iter(cases)), "16-mixed")]
+def assert_no_bit_depends_on(hint, computed, losses, *args):
+    """Computes all losses in bfloat16, the first in float16, with a hint and without: two programs.
+
+    No loss looks at the dtype.
+    """
+    rows = [*((name, "bf16-mixed") for name in losses), (next(iter(losses)), "16-mixed")]
+
+    def run(*args):  # of new functions, of which nothing is remembered
+        new = {row: functools.partial(losses[row[0]]) for row in rows}
+        return [computed(autocast(new[row], row[1]), *args) for row in rows]
+
+    here = jax.jit(lambda *xs: run(*xs))(*args)
+    with hints.without(hint):
+        there = jax.jit(lambda *xs: run(*xs))(*args)
+    for row, *results in zip(rows, here, there, strict=True):
+        for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+            assert jnp.array_equal(a, b), row
 
 
-@pytest.mark.parametrize(("case", "policy"), under_both(APART | TOGETHER))
-def test_no_bit_of_a_result_or_gradient_depends_on_it(case, policy):
-    def found():
-        fun = gated((APART | TOGETHER)[case])  # a new one, of which nothing is remembered
-        return jax.jit(jax.value_and_grad(autocast(fun, policy), (0, 1, 2)))(W, V, X)
+def value_and_gradients(fun, *args):
+    return jax.value_and_grad(fun, range(len(args)))(*args)
 
-    here = found()
-    with hints.without("moved_low"):
-        there = found()
-    for a, b in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
-        assert jnp.array_equal(a, b)
+
+def test_no_bit_of_a_result_or_gradient_depends_on_it():
+    losses = {name: gated(parts) for name, parts in (APART | TOGETHER).items()}
+    assert_no_bit_depends_on("moved_low", value_and_gradients, losses, W, V, X)
 
 
 @pytest.mark.tpu_compiler
@@ -163,19 +174,14 @@ def test_a_small_sum_that_is_broadcast_into_one_read_in_parts_is_computed_whole(
     assert set(moves.read_in_parts([small, add, split], ())) == {*add.outvars}
 
 
-@pytest.mark.parametrize(("case", "policy"), under_both(BIASED | MERGED))
-def test_what_is_computed_in_parts_has_the_same_bits_and_derivatives(case, policy):
-    def found():
-        fun = autocast(gated((BIASED | MERGED)[case]), policy)
-        forward = jax.jvp(fun, (W, V, X), (W, V, X))
-        batched = jax.vmap(fun, (None, None, 0))(W, V, jnp.stack([X, -X]))
-        return jax.value_and_grad(fun, (0, 1, 2))(W, V, X), forward, batched
+def test_what_is_computed_in_parts_has_the_same_bits_and_derivatives():
+    def computed(fun, *args):
+        forward = jax.jvp(fun, args, args)
+        batched = jax.vmap(fun, (None, None, 0))(*args[:2], jnp.stack([args[2], -args[2]]))
+        return value_and_gradients(fun, *args), forward, batched
 
-    here = found()
-    with hints.without("read_in_parts"):
-        there = found()
-    for a, b in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
-        assert jnp.array_equal(a, b)
+    losses = {name: gated(parts) for name, parts in (BIASED | MERGED).items()}
+    assert_no_bit_depends_on("read_in_parts", computed, losses, W, V, X)
 
 
 def test_a_value_in_many_parts_is_widened_before():
@@ -225,18 +231,12 @@ def of_moved(norm):
     return lambda w, x: jnp.sum(jnp.tanh(norm(x @ w)) ** 2)
 
 
-@pytest.mark.parametrize(("case", "policy"), under_both(MOVED_AGAIN))
-def test_no_bit_depends_on_whether_what_is_moved_again_is_widened_first(case, policy):
-    def found():
-        fun = autocast(of_moved(MOVED_AGAIN[case]), policy)  # of which nothing is remembered
-        hessian = jax.jvp(jax.grad(fun), (W, X), (W, X))
-        return jax.value_and_grad(fun, (0, 1))(W, X), hessian
+def test_no_bit_depends_on_whether_what_is_moved_again_is_widened_first():
+    def computed(fun, *args):
+        return value_and_gradients(fun, *args), jax.jvp(jax.grad(fun), args, args)
 
-    here = found()
-    with hints.without("moved_again"):
-        there = found()
-    for a, b in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
-        assert jnp.array_equal(a, b)
+    losses = {name: of_moved(norm) for name, norm in MOVED_AGAIN.items()}
+    assert_no_bit_depends_on("moved_again", computed, losses, W, X)
 
 
 @pytest.mark.parametrize(

@@ -38,17 +38,8 @@ def scaled_and_exactly_read(logits):
     return jax.nn.softmax(logits / 4, where=jnp.asarray(MASK))
 
 
-def normalised(x):
-    x = x - jnp.mean(x, -1, keepdims=True)
-    return x * lax.rsqrt(jnp.mean(x, -1, keepdims=True) ** 2 + 1e-6)
-
-
 def by_root_mean_square(x):
     return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
-
-
-def loss_of(logits):
-    return jnp.broadcast_to(jax.nn.logsumexp(logits, -1, keepdims=True), logits.shape)
 
 
 def rows_of(fun):
