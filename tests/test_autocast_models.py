@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _linen_layers import LAYERS, ROWS, applied
 from _small import distance
 from flax import nnx
 
@@ -71,6 +72,14 @@ def test_linen_convnet(policy):
     assert distance(grads, want_grads) < 16 * EPS[policy]
 
 
+@pytest.mark.no_leak_check("linen keeps tracers on its scopes until they are collected")
+def test_batch_statistics_are_those_of_float32_where_no_product_comes_before():
+    fun, variables = applied(*LAYERS["BatchNorm"])
+    expected = jax.jit(fun)(variables, ROWS)[1]["batch_stats"]
+    got = jax.jit(autocast(fun, "bf16-mixed"))(variables, ROWS)[1]["batch_stats"]
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
 TOKENS = np.arange(12).reshape(2, 6)
 SEQUENCE_MODELS = {"transformer": Transformer(), "recurrent": Recurrent()}
 
@@ -123,6 +132,9 @@ NNX_CALLS = {
         m, x
     ),
     "inside nnx.grad": lambda m, x: nnx.grad(autocast(nnx_loss, "bf16-mixed"))(m, x),
+    "inside nnx.jit and nnx.grad": nnx.jit(
+        lambda m, x: nnx.grad(autocast(nnx_loss, "bf16-mixed"))(m, x)
+    ),
     "the module itself": lambda m, x: autocast(m, "bf16-mixed")(x),
     "its method": lambda m, x: autocast(m.__call__, "bf16-mixed")(x),
 }
@@ -133,12 +145,58 @@ NNX_CALLS = {
 def test_nnx_keeps_statistics_and_random_counts(name):
     model, plain = nnx_model(), nnx_model()
     x = jax.random.normal(KEY, (6, 4))
-    NNX_CALLS[name](model, x)
+    out = NNX_CALLS[name](model, x)
+    assert {leaf.dtype for leaf in jax.tree.leaves(out)} == {jnp.dtype("float32")}
     nnx_loss(plain, x)
     for kind in (nnx.BatchStat, nnx.RngCount):
-        got, want = (jax.tree.leaves(nnx.state(m, kind)) for m in (model, plain))
+        got, want, old = (jax.tree.leaves(nnx.state(m, kind)) for m in (model, plain, nnx_model()))
+        assert not all(map(np.array_equal, want, old))
         for a, b in zip(got, want, strict=True):
+            assert a.dtype == b.dtype
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-2, atol=2e-3)
+
+
+def step_of_objects(module, optimizer, metric, streams, total, x):
+    noise = jax.random.normal(streams.noise(), x.shape)
+    loss, grads = nnx.value_and_grad(lambda m: jnp.mean((m(x + noise)) ** 2))(module)
+    optimizer.update(module, grads)
+    metric.update(values=loss)
+    total[...] = total[...] + loss
+    return loss
+
+
+@pytest.mark.no_leak_check("nnx keeps tracers on the objects that it merges")
+def test_optimizers_metrics_streams_and_variables_keep_their_updates():
+    x = jax.random.normal(KEY, (4, 6))
+
+    def objects():
+        module = nnx.Linear(6, 4, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(module, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+        metric = nnx.metrics.Average()
+        return module, optimizer, metric, nnx.Rngs(noise=1), nnx.Variable(jnp.zeros(()))
+
+    plain, fast, before = objects(), objects(), objects()
+    want = nnx.jit(step_of_objects)(*plain, x)
+    assert jnp.allclose(autocast(step_of_objects, "bf16-mixed")(*fast, x), want, rtol=2**-6)
+    for ours, theirs, old in zip(fast, plain, before, strict=True):
+        found, expected, start = (
+            [x for x in jax.tree.leaves(y) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+            for y in (ours, theirs, old)
+        )
+        assert not all(map(np.array_equal, expected, start))
+        for a, b in zip(found, expected, strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_allclose(a, b, rtol=2**-5, atol=2**-7)
+
+
+@pytest.mark.no_leak_check("nnx keeps tracers on the objects that it merges")
+def test_a_variable_that_two_arguments_share_is_changed_by_none():
+    module, x = nnx_model(), jax.random.normal(KEY, (6, 4))
+    twice = autocast(lambda a, b, x: a(x) + b(x), "bf16-mixed")
+    with pytest.raises(ValueError, match=r"changes a BatchStat that its arguments hold twice"):
+        twice(module, module, x)
+    module.eval()
+    assert twice(module, module, x).shape == (6, 2)
 
 
 @pytest.mark.parametrize("policy", EPS)
@@ -152,9 +210,10 @@ def test_equinox_module(policy):
     value, grads = eqx.filter_value_and_grad(autocast(loss, policy))(model, x)
     want, want_grads = eqx.filter_value_and_grad(loss)(model, x)
     assert distance(value, want) < 4 * EPS[policy]
-    assert distance(eqx.filter(grads, eqx.is_array), eqx.filter(want_grads, eqx.is_array)) < (
-        16 * EPS[policy]
-    )
+    got, want = (eqx.filter(g, eqx.is_array) for g in (grads, want_grads))
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert {g.dtype for g in jax.tree.leaves(got)} == {jnp.dtype("float32")}
+    assert distance(got, want) < 16 * EPS[policy]
     assert autocast(model, policy)(x[0]).dtype == jnp.float32
 
 

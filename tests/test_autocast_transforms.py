@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 from mpjax import autocast
 
 EPS = {"bf16-mixed": 2.0**-8, "16-mixed": 2.0**-11}
-HALVES = list(EPS)
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (8, 16))
 W = 0.3 * jax.random.normal(jax.random.fold_in(KEY, 1), (16, 16))

@@ -14,7 +14,6 @@ from mpjax._base.dtypes import (
     short_name,
 )
 
-BFLOAT16 = jnp.dtype("bfloat16")
 FLOAT32 = np.dtype("float32")
 
 

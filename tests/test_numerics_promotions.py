@@ -4,14 +4,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import _linen_layers
-import _nnx_layers
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_autocast_equinox
+from _libraries import LIBRARIES
 from flax import nnx
 
 from mpjax.numerics import find_promotions
@@ -122,30 +120,6 @@ def _low(tree: Any) -> Any:
     return jax.tree.map(lowered, tree)
 
 
-def _of_linen() -> Any:
-    for name, (layer, args) in _linen_layers.LAYERS.items():
-        fun, variables = _linen_layers.applied(layer, args)
-        yield name, fun, (variables, *args)
-
-
-def _of_nnx() -> Any:
-    for name, make in _nnx_layers.LAYERS.items():
-        layer, args = make()
-        graph, state = nnx.split(layer)
-
-        def fun(state: Any, *args: Any, graph: Any = graph) -> Any:
-            model = nnx.merge(graph, state)
-            return jax.tree.leaves(model(*args)), nnx.state(model)
-
-        yield name, fun, (state, *args)
-
-
-def _of_equinox() -> Any:
-    for name in test_autocast_equinox.LAYERS:
-        fun, args = test_autocast_equinox._layer(name)
-        yield name, fun, args
-
-
 # Statistics, tables of rotations, and a carry that starts in float32: the libraries' own choices.
 BY_CHOICE = {
     "linen": "BatchNorm Bidirectional GroupNorm InstanceNorm LayerNorm RMSNorm RNN",
@@ -157,13 +131,12 @@ BY_CHOICE = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")  # NNX
 @pytest.mark.filterwarnings("ignore:'.value' access:DeprecationWarning")  # RoPE's own
-@pytest.mark.parametrize(
-    ("library", "layers"), [("linen", _of_linen), ("nnx", _of_nnx), ("equinox", _of_equinox)]
-)
-def test_law_no_layer_of_a_library_is_listed_as_a_mistake(library: str, layers: Any):
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_law_no_layer_of_a_library_is_listed_as_a_mistake(library: str):
     widened = set()
-    for name, fun, args in layers():
-        found = find_promotions(fun)(*_low(args))
+    for name in LIBRARIES[library].layers:
+        program = LIBRARIES[library].program(name)
+        found = find_promotions(program.fun)(*_low(program.args))
         assert found.rows == (), f"{name}: {found}"
         widened |= {name} if found.library else set()
     known = set(BY_CHOICE[library].split())

@@ -24,7 +24,6 @@ from mpjax._scaling.loss_scale import is_owned, owned
 from mpjax.testing import assert_bitwise_equal
 
 PARAMS = {"w": jnp.array([1.0, -2.0])}
-ADAM = pytest.mark.standard_promotion("optax raises a float to the power of an integer count")
 
 
 def square(params: Any, x: Any) -> Any:
