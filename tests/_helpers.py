@@ -7,6 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+
+import mpjax
+from mpjax import pods
 
 # For processes that tests start and that compile more than they run: as conftest.py has it.
 UNOPTIMISED = {
@@ -30,10 +34,26 @@ class Traced:
         return self._jitted(*args, **kwargs)
 
 
+def as_owned(loss_scale: Any) -> Any:
+    """Returns a loss scale as the optimizer that adjusts it gives it: gradients stay scaled."""
+    tx = mpjax.with_loss_scale(optax.identity(), loss_scale)
+    return mpjax.current_loss_scale(tx.init({"w": jnp.ones(())}))
+
+
 def count_casts(fun: Callable[..., Any], *args: Any) -> int:
     """Returns how many conversions between dtypes the jaxpr of `fun` has, at its top level."""
     eqns = jax.make_jaxpr(fun)(*args).jaxpr.eqns
     return sum(eqn.primitive.name == "convert_element_type" for eqn in eqns)
+
+
+def compiled_for(target: str, fun: Callable[..., Any], *args: Any) -> str:
+    """Returns what XLA makes of a function of arrays or shapes, for a device that is not here."""
+    place = jax.sharding.SingleDeviceSharding(pods.get_topology(target).devices[0])
+
+    def spec(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    return jax.jit(fun).lower(*jax.tree.map(spec, args)).compile().as_text()
 
 
 def bits(x: Any) -> tuple[Any, ...]:

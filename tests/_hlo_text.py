@@ -1,4 +1,7 @@
-"""A small compiled program as text, after what XLA prints, for the tests of what reads it."""
+"""A small compiled program as text, after what XLA prints, for the tests of what reads it.
+
+What reads it is imported from here too: the one door of tests to `mpjax.pods`' readers.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,9 +11,19 @@ try:  # XLA's own parser; only tests read programs from text
 except ImportError:  # JAX before 0.12
     from jaxlib import _jax as _parser
 
-from mpjax.pods import _collectives, _hlo, _loops, _read
+from mpjax.pods import _collectives, _cost, _hlo, _loops, _read
 from mpjax.pods._collectives import Names
-from mpjax.pods._flow import ValueFlow
+from mpjax.pods._flow import Place, ValueFlow
+from mpjax.pods._groups import group_of, joins_devices
+from mpjax.pods._proto import Message
+
+# fmt: off
+__all__ = [
+    "LOOP", "NAMES", "encoded", "found", "line_of", "parsed",
+    "_collectives", "_cost", "_hlo", "_loops", "_read",
+    "Message", "Names", "Place", "ValueFlow", "group_of", "joins_devices",
+]
+# fmt: on
 
 # Written by hand after what XLA prints: a loop over two layers that gathers a slice of the weights
 # and reduces its gradient, on a mesh of data=2 and fsdp=4. The instructions mean nothing more.

@@ -3,10 +3,24 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from mpjax import get_policy
 from mpjax._autocast import api
-from mpjax._autocast.decide.decided import Settings
+from mpjax._autocast.decide import demand, facts, may, reads, states
+from mpjax._autocast.decide.decided import Action, Settings
+from mpjax._autocast.decide.may import norms
+from mpjax._autocast.decide.must import carries
+from mpjax._jaxpr.op_rules import parse_rules
+
+Kind = states.Kind
+# fmt: off
+__all__ = [  # the one door of tests to what is decided, and to how
+    "Planned", "dtypes", "plan_of",
+    "api", "carries", "demand", "facts", "may", "norms", "reads", "states",
+    "Action", "Kind", "Settings",
+]
+# fmt: on
 
 
 def plan_of(fun: Any, args: Any, policy: str = "bf16-mixed", **settings: Any) -> Any:
@@ -31,3 +45,30 @@ def dtypes(planned: Any) -> list[Any]:
         how = decision.action, decision.low, decision.out_dtype
         rows.append((decision.eqn.primitive.name, how, low))
     return rows
+
+
+class Planned:
+    """The plan of a function under a policy, and the trace that it is of."""
+
+    def __init__(self, fun, *args, policy="bf16-mixed", rules=None):
+        overrides, widest = parse_rules(rules)
+        settings = Settings(get_policy(policy), tuple(sorted(overrides.items())), widest)
+        arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), args)
+        self.traced, self.plan = api.planned(fun, arrays, {}, settings)
+
+    @property
+    def groups(self):
+        return [step.group for step in self.plan.steps if step.group is not None]
+
+    def decisions(self, name):
+        return [d for d in self.plan.decisions if d.eqn.primitive.name == name]
+
+    def states(self, name):
+        return [self.plan.states[v] for d in self.decisions(name) for v in d.eqn.outvars]
+
+    def kinds(self, name):
+        return [s.kind for s in self.states(name)]
+
+    def call(self, name):
+        (decision,) = self.decisions(name)
+        return decision.call

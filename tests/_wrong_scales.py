@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _helpers import as_owned
 from _wrong_shared import (
     INF,
     NAN,
@@ -27,7 +28,6 @@ from _wrong_shared import (
 
 import mpjax
 import mpjax.nnx
-from mpjax._scaling.loss_scale import owned
 
 LS, DLS, SLS = mpjax.LossScale, mpjax.DynamicLossScale, mpjax.StaticLossScale
 KEY = jax.random.key(0)
@@ -49,7 +49,8 @@ ROWS: dict[str, list[Row]] = {
         (lambda: VG(loss_fn, loss_scale=X), T, "real number | f32[4,2] | vmap"),
         (lambda: VG(loss_fn, loss_scale=state_of()), T, "Allowed | DynamicLossScale()"),
         (lambda: VG(loss_fn, loss_scale=8.0, unscale=False), V, "False | Allowed | current_loss"),
-        (lambda: VG(loss_fn, loss_scale=owned(SLS(8)), unscale=True), V, "twice | Leave unscale="),
+        (lambda: VG(loss_fn, loss_scale=as_owned(SLS(8)), unscale=True), V,
+            "twice | Leave unscale="),
         (lambda: VG(loss_fn, loss_scale=8.0, unscale=0), T, "None, True or False | got 0"),
         (lambda: VG(loss_fn, loss_scale=8.0, scaling=1), T, "scaling= | Type loss_scale="),
         (lambda: VG(loss_fn, dynamic_scale=1), T, "dynamic_scale= | Type loss_scale="),
@@ -175,7 +176,12 @@ ROWS: dict[str, list[Row]] = {
         *told(lambda pred: mpjax.select_tree(pred, 1.0, 2.0), V,
             "select_tree(pred): must be a boolean scalar; got {}. | Reduce it, e.g. ", (1, "int"),
             (1.0, "float"), ("yes", "str"), (None, "NoneType"), (jnp.array([True]), "bool[1]"),
-            (jnp.int32(1), "i32[]"), (np.ones((2, 2), bool), "bool[2,2]")),
+            (jnp.int32(1), "i32[]"), (np.ones((2, 2), bool), "bool[2,2]"), (1.5, "float"),
+            (jnp.ones((8, 128), jnp.bfloat16), "bf16[8,128]"), (np.float32(1), "f32[]"),
+            (np.zeros(3, np.int8), "i8[3]"), (np.zeros((), np.uint32), "u32[]"),
+            (KEY, "key<fry>[]"), (jnp.zeros(1, jnp.complex64), "c64[1]"),
+            (jnp.zeros(1, jnp.float8_e4m3fn), "f8_e4m3fn[1]"),
+            (jax.ShapeDtypeStruct((2,), jnp.float16), "f16[2]")),
         (lambda: mpjax.select_tree(1, X, X), V, "boolean scalar | all_finite(grads)"),
         *told(lambda trees: mpjax.select_tree(True, *trees), V, "{}",
             (({"w": X}, {"v": X}), "'w' is only in the first tree"),

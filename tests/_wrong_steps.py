@@ -1,5 +1,7 @@
 """Wrong uses of whole steps, for functions and for models of Flax."""
 
+import functools
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -97,10 +99,25 @@ def note_of(run: Callable[[], Any]) -> Any:
         raise ValueError("\n".join(error.__notes__)) from None
 
 
+@functools.cache
+def errors_without(*hidden: str) -> dict[str, str]:
+    """Returns what the modules that need others say where those are not installed."""
+    code = f"""
+import importlib, json, sys
+sys.modules |= dict.fromkeys({hidden})
+said = {{}}
+for name in ("mpjax.nnx", "mpjax.train"):
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        said[name] = str(error)
+print(json.dumps(said))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    return json.loads(done.stdout)
+
+
 def with_flax_hidden(name: str) -> Any:
-    code = f"import sys; sys.modules['flax'] = None; sys.modules['optax'] = None; import {name}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    raise ImportError(done.stderr)
+    raise ImportError(errors_without("flax", "optax")[name])
 
 
 # fmt: off

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _differential import equations
 
 import mpjax
 from mpjax import dot_product_attention as attend
@@ -241,9 +242,7 @@ LOW = {
 
 
 def read_by_attention(fun, *args):
-    from mpjax._base import compat
-
-    eqns = compat.equations(jax.make_jaxpr(fun)(*args).jaxpr)
+    eqns = equations(jax.make_jaxpr(fun)(*args).jaxpr)
     found = [eqn for eqn in eqns if eqn.primitive.name.startswith("attention")]
     assert found
     return {v.aval.dtype for eqn in found for v in eqn.invars[:3]}

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _differential import equations
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax._autocast.attention import flash
-from mpjax._base import compat
 
 pytestmark = [
     pytest.mark.standard_promotion("libraries promote masks and counts implicitly"),
@@ -131,7 +131,7 @@ def test_attention_that_nobody_named_is_xlas_form_and_right(name):
     with mock.patch.multiple(written, **longer):
         fun = mpjax.autocast(written.FOUND[name], "bf16-mixed")
         placed = placed_model()
-        eqns = list(compat.equations(jax.make_jaxpr(fun)(*placed).jaxpr))
+        eqns = list(equations(jax.make_jaxpr(fun)(*placed).jaxpr))
         assert sum(eqn.primitive.name == "attention" for eqn in eqns) == 1
         wanted = step(lambda *xs: fun(*xs))(*map(np.asarray, placed))
         with formulas.everywhere(NEVER):

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _differential import equations
 
 import mpjax
 from mpjax import dot_product_attention as attend
 from mpjax._autocast.attention import recomputed
-from mpjax._base import compat
 
 pytestmark = pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs")
 BATCH, QUERIES, KEYS, HEADS, SIZE = 4, 32, 32, 8, 16
@@ -122,7 +122,7 @@ def off(found, right):
 
 
 def attentions(fun, *args):
-    eqns = compat.equations(jax.make_jaxpr(fun)(*args).jaxpr)
+    eqns = equations(jax.make_jaxpr(fun)(*args).jaxpr)
     return sum(eqn.primitive.name == "attention" for eqn in eqns)
 
 

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _differential import equations
 from _hinted import hints
+from _planned import Planned
 from jax import lax
-from test_autocast_plans import Planned
 
 from mpjax import autocast
 from mpjax._autocast.speed.centred import centred
-from mpjax._base import compat
 
 F32 = 2.0**-24
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -84,7 +84,7 @@ def test_differences_of_whole_arrays_and_of_integers_are_none():
 def large_sums(fun, *args):
     """How many sums over whole activations a program holds."""
     jax.clear_caches()
-    found = compat.equations(jax.make_jaxpr(fun)(*args).jaxpr)
+    found = equations(jax.make_jaxpr(fun)(*args).jaxpr)
     return sum(e.primitive.name == "reduce_sum" and e.invars[0].aval.size == X.size for e in found)
 
 

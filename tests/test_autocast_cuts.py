@@ -17,11 +17,9 @@ import _metamorphic as metamorphic
 import jax
 import pytest
 from _heads import HEADS
-from _planned import plan_of
+from _planned import Kind, plan_of, reads
 
 from benchmarks.networks import NETWORKS
-from mpjax._autocast.decide import reads
-from mpjax._autocast.decide.states import Kind
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 

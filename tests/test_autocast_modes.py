@@ -9,13 +9,9 @@ import jax.numpy as jnp
 import pytest
 from _heads import HEADS, JUDGES
 from _hinted import HINTED, hints
-from _planned import dtypes, plan_of
+from _planned import Kind, Settings, api, dtypes, may, plan_of
 
 from mpjax import autocast, explain
-from mpjax._autocast import api
-from mpjax._autocast.decide import may
-from mpjax._autocast.decide.decided import Settings
-from mpjax._autocast.decide.states import Kind
 
 HEAD_NAMES = [head.name for head in HEADS]
 SOME_NETWORKS = ("mlp", "gru", "graph")

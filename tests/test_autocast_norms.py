@@ -3,12 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from _planned import Planned, norms, states
 from jax import lax
-from test_autocast_plans import Planned
 
 from mpjax import autocast
-from mpjax._autocast.decide import states
-from mpjax._autocast.decide.may import norms
 
 KEY = jax.random.key(0)
 X, W = jax.random.normal(KEY, (16, 32)), jax.random.normal(KEY, (32, 32)) / 6

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from _directions import check_as_exact_without
 from _hinted import hints
+from _planned import Planned
 from jax import lax
-from test_autocast_plans import Planned
 
 from mpjax import autocast
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 from _differential import equations
 from _hinted import hints
-from _small import BF16, distance, total
+from _small import BF16, distance, together, total
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -68,17 +68,28 @@ def scatters(fun, *args):
 
 
 @pytest.mark.parametrize("name", PICKS)
-def test_what_is_picked_and_its_gradient_are_those_of_a_gather(name):
+def test_a_pick_has_no_scatter_for_a_derivative(name):
     fun = total(PICKS[name])
-    low = autocast(fun, "bf16-mixed")
-    assert not scatters(jax.grad(low), X)
+    assert not scatters(jax.grad(autocast(fun, "bf16-mixed")), X)
     assert scatters(jax.grad(fun), X)
-    want, want_grad = jax.jit(jax.value_and_grad(fun))(X)
-    for run in (lambda f: f, jax.jit):
-        got, grad = run(jax.value_and_grad(low))(X)
-        np.testing.assert_allclose(got, want, rtol=1e-6)
-        np.testing.assert_array_equal(grad != 0, want_grad != 0)
-        np.testing.assert_allclose(grad, want_grad, rtol=1e-6)
+
+
+def check_picked(name, got, grad, want, want_grad):
+    np.testing.assert_allclose(got, want, rtol=1e-6, err_msg=name)
+    np.testing.assert_array_equal(grad != 0, want_grad != 0, err_msg=name)
+    np.testing.assert_allclose(grad, want_grad, rtol=1e-6, err_msg=name)
+
+
+def test_what_is_picked_and_its_gradient_are_those_of_a_gather():
+    def computed(pick):
+        fun = total(pick)
+        low = jax.value_and_grad(autocast(fun, "bf16-mixed"))
+        return lambda x: (*low(x), *jax.value_and_grad(fun)(x))
+
+    for name, results in together({n: computed(pick) for n, pick in PICKS.items()}, X).items():
+        check_picked(name, *results)
+    name = "a label of each row"
+    check_picked(f"{name}, eager", *computed(PICKS[name])(X))
 
 
 def test_beyond_the_end_values_are_nan_and_tangents_zero():
@@ -103,12 +114,14 @@ def transformed(f, x, step):
     )
 
 
-@pytest.mark.parametrize("name", PICKS)
-def test_transformations_of_a_pick_are_those_of_a_gather(name):
-    fun = total(PICKS[name])
-    both = jax.jit(lambda *a: [transformed(f, *a) for f in (autocast(fun, "bf16-mixed"), fun)])
-    for got, want in zip(*map(jax.tree.leaves, both(X, jnp.cos(X))), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+def test_transformations_of_a_pick_are_those_of_a_gather():
+    def both(fun):
+        return lambda *xs: [transformed(f, *xs) for f in (autocast(fun, "bf16-mixed"), fun)]
+
+    found = together({name: both(total(pick)) for name, pick in PICKS.items()}, X, jnp.cos(X))
+    for name, results in found.items():
+        for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
 def test_rows_that_all_examples_read_have_the_sum_for_a_gradient():
@@ -240,23 +253,25 @@ X_AND_W = jax.random.normal(KEYS[1], (256, 8)), jax.random.normal(KEYS[2], (8, 6
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"),
-    [*((name, "bf16-mixed") for name in COMPUTED), ("biased", "16-mixed"), (WHOLE[1], "16-mixed")],
+    ("policy", "names"), [("bf16-mixed", COMPUTED), ("16-mixed", ("biased", WHOLE[1]))]
 )
-def test_no_part_of_a_computed_value_is_another(name, policy):
-    def computed(x, w):
+def test_no_part_of_a_computed_value_is_another(policy, names):
+    def computed(name):
         fun = of_a_product(name)  # a new one, of which nothing is remembered
         low = autocast(fun, policy)
-        hessian = jax.jvp(jax.grad(low), (x, w), (x, w))
-        return jax.value_and_grad(low, (0, 1))(x, w), hessian, fun(x, w)
+        return lambda *xs: (
+            (jax.value_and_grad(low, (0, 1))(*xs), jax.jvp(jax.grad(low), xs, xs)),
+            fun(*xs),
+        )
 
-    *got, full = jax.jit(lambda x, w: computed(x, w))(*X_AND_W)
+    here = together({name: computed(name) for name in names}, *X_AND_W)
     with hints.without("picked"):
-        *want, _ = jax.jit(lambda x, w: computed(x, w))(*X_AND_W)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert distance(a, b) < 2 * BF16
-    loss = got[0][0]
-    assert abs(loss - full) < 2 * BF16 * abs(full)
+        there = together({name: computed(name) for name in names}, *X_AND_W)
+    for name, (got, full) in here.items():
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(there[name][0]), strict=True):
+            assert distance(a, b) < 2 * BF16, name
+        loss = got[0][0]
+        assert abs(loss - full) < 2 * BF16 * abs(full), name
 
 
 @pytest.mark.parametrize("name", [name for name in COMPUTED if name not in WHOLE])

@@ -4,20 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _planned import Action, Kind, Planned, carries, demand, facts, reads, states
 from jax import lax
-
-from mpjax import get_policy
-from mpjax._autocast import api
-from mpjax._autocast.decide import (
-    demand,
-    facts,
-    reads,
-    states,
-)
-from mpjax._autocast.decide.decided import Action, Settings
-from mpjax._autocast.decide.must import carries
-from mpjax._autocast.decide.states import Kind
-from mpjax._jaxpr.op_rules import parse_rules
 
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 W = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -25,33 +13,6 @@ ROW = jax.ShapeDtypeStruct((8,), jnp.float32)
 COUNT = jax.ShapeDtypeStruct((), jnp.int32)
 BF16 = jnp.dtype(jnp.bfloat16)
 LOW, WIDE, NEUTRAL = Kind.LOW, Kind.WIDE, Kind.NEUTRAL
-
-
-class Planned:
-    """The plan of a function under a policy, and the trace that it is of."""
-
-    def __init__(self, fun, *args, policy="bf16-mixed", rules=None):
-        overrides, widest = parse_rules(rules)
-        settings = Settings(get_policy(policy), tuple(sorted(overrides.items())), widest)
-        arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), args)
-        self.traced, self.plan = api.planned(fun, arrays, {}, settings)
-
-    @property
-    def groups(self):
-        return [step.group for step in self.plan.steps if step.group is not None]
-
-    def decisions(self, name):
-        return [d for d in self.plan.decisions if d.eqn.primitive.name == name]
-
-    def states(self, name):
-        return [self.plan.states[v] for d in self.decisions(name) for v in d.eqn.outvars]
-
-    def kinds(self, name):
-        return [s.kind for s in self.states(name)]
-
-    def call(self, name):
-        (decision,) = self.decisions(name)
-        return decision.call
 
 
 # -- one operation --------------------------------------------------------------------------------

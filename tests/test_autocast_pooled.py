@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _differential import equations
 from _hinted import hints
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -13,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.measure.elsewhere import lowered_for
 from mpjax import autocast
 from mpjax._autocast.speed import pooled
-from mpjax._base import compat
 from mpjax.numerics._own import is_identity
 from mpjax.numerics._reference import in_reference
 
@@ -73,34 +73,51 @@ def pullback(pool):
     return lambda ct, x: jax.vjp(pool, x)[1](ct)[0]
 
 
-def assert_same(a, b):
+def assert_same(a, b, said=""):
     for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert left.dtype == right.dtype
-        np.testing.assert_array_equal(np.asarray(left, np.float64), np.asarray(right, np.float64))
+        assert left.dtype == right.dtype, said
+        left, right = np.asarray(left, np.float64), np.asarray(right, np.float64)
+        np.testing.assert_array_equal(left, right, said)
 
 
 def primitives(fun, *args):
-    return {eqn.primitive.name for eqn in compat.equations(jax.make_jaxpr(fun)(*args))}
+    return {eqn.primitive.name for eqn in equations(jax.make_jaxpr(fun)(*args))}
 
 
 # -- values ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("select", [lax.max, lax.min])
-@pytest.mark.parametrize("case", WINDOWS)
-def test_the_winner_is_that_of_jax(case, select):
+def test_the_winner_is_that_of_jax(select):
     """On a GPU: elsewhere the derivative is JAX's own, by the law of hints."""
-    pool, shape = pool_of(case, select), WINDOWS[case][0]
-    for dtype in DTYPES:
-        x = jnp.zeros(shape, dtype)
-        ct = whole_numbers(jax.eval_shape(pool, x).shape, dtype)
-        fun = pullback(ours(pool, x))
-        assert "pooled_cotangent" in primitives(fun, ct, x)
-        there, here = jax.jit(lowered_for("cuda", fun, ct, x)), jax.jit(pullback(pool))
-        for kind in IMAGES:
-            x = image_of(kind, shape, dtype)
-            x = x if select is lax.max else -x
-            assert_same(there(ct, x), here(ct, x))
+    pools = {case: pool_of(case, select) for case in WINDOWS}
+
+    def images(kind):  # by window and dtype
+        made = {
+            (case, i): image_of(kind, WINDOWS[case][0], dtype)
+            for case in WINDOWS
+            for i, dtype in enumerate(DTYPES)
+        }
+        return made if select is lax.max else jax.tree.map(jnp.negative, made)
+
+    def derivatives(cts, xs, own=lambda pool, x: pool):
+        return {key: pullback(own(pools[key[0]], x))(cts[key], x) for key, x in xs.items()}
+
+    def on_a_gpu(cts, xs):
+        return derivatives(cts, xs, ours)
+
+    cts = {
+        key: whole_numbers(jax.eval_shape(pools[key[0]], x).shape, x.dtype)
+        for key, x in images("constant").items()
+    }
+    eqns = list(equations(jax.make_jaxpr(on_a_gpu)(cts, images("constant"))))
+    assert sum(eqn.primitive.name == "pooled_cotangent" for eqn in eqns) == len(cts)
+    there = jax.jit(lowered_for("cuda", on_a_gpu, cts, images("constant")))
+    here = jax.jit(derivatives)
+    for kind in IMAGES:
+        xs = images(kind)
+        for (key, a), (_, b) in zip(there(cts, xs).items(), here(cts, xs).items(), strict=True):
+            assert_same(a, b, f"{key}, {kind}")
 
 
 def test_an_infinite_cotangent_goes_to_the_winner_alone():
@@ -173,14 +190,14 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMED)
-def test_transformed_it_is_as_jax_has_it(name):
-    def run():
-        return TRANSFORMED[name](autocast(POOL, "bf16-mixed"))
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_transformed_it_is_as_jax_has_it(platform):
+    def run(pool):
+        return {name: transformed(pool) for name, transformed in TRANSFORMED.items()}
 
-    want = jax.jit(lambda: TRANSFORMED[name](POOL))()
-    for platform in ("cpu", "cuda"):
-        assert_same(jax.jit(lowered_for(platform, run))(), want)
+    low = jax.jit(lowered_for(platform, lambda: run(autocast(POOL, "bf16-mixed"))))()
+    for name, want in jax.jit(lambda: run(POOL))().items():
+        assert_same(low[name], want, name)
 
 
 def mesh(kind=jax.sharding.AxisType.Auto):

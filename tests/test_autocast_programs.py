@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _differential import equations
-from _small import BF16, W, X, distance, loss
+from _small import BF16, W, X, distance, loss, together
 from jax import lax
 from jax.experimental import checkify, io_callback
 from jax.experimental import pallas as pl
@@ -19,17 +19,25 @@ from mpjax.testing import assert_products
 
 
 def check(fun, *args, roundings=16, policy="bf16-mixed"):
-    """Values and gradients of `autocast(fun)`, in one compilation, against those of `fun`."""
-    fast = autocast(fun, policy)
-    assert jax.eval_shape(fast, *args) == jax.eval_shape(fun, *args)
+    """Values and gradients of `autocast(fun)` against those of `fun`."""
+    check_all({"": fun}, *args, roundings=roundings, policy=policy)
+
+
+def check_all(funs, *args, roundings=16, policy="bf16-mixed"):
+    """Checks functions of the same arrays, by name, in one compilation."""
     places = tuple(range(len(args)))
 
-    def both(f):
-        return jax.jit(lambda *xs: (f(*xs), jax.grad(loss(f), places)(*xs)))
+    def both(fun):
+        pair = autocast(fun, policy), fun
+        return lambda *xs: [(f(*xs), jax.grad(loss(f), places)(*xs)) for f in pair]
 
-    (got, got_grads), (want, want_grads) = both(fast)(*args), both(fun)(*args)
-    assert distance(got, want) < roundings * BF16
-    assert distance(got_grads, want_grads) < roundings * BF16
+    for name, fun in funs.items():
+        fast = autocast(fun, policy)
+        assert jax.eval_shape(fast, *args) == jax.eval_shape(fun, *args), name
+    found = together({name: both(fun) for name, fun in funs.items()}, *args)
+    for name, ((got, got_grads), (want, want_grads)) in found.items():
+        assert distance(got, want) < roundings * BF16, name
+        assert distance(got_grads, want_grads) < roundings * BF16, name
 
 
 # -- solvers -----------------------------------------------------------------------------------
@@ -94,9 +102,8 @@ SOLVERS = {
 }
 
 
-@pytest.mark.parametrize("name", SOLVERS)
-def test_solvers(name):
-    check(SOLVERS[name], X, W)
+def test_solvers_give_what_they_give_in_float32():
+    check_all(SOLVERS, X, W)
 
 
 def test_linear_algebra_reads_float32():
@@ -125,9 +132,8 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_programs(name):
-    check(LOOPS[name], X / 4, W)
+def test_loops_and_calls_give_what_they_give_in_float32():
+    check_all(LOOPS, X / 4, W)
 
 
 def test_a_function_that_returns_nothing():

@@ -6,7 +6,7 @@ Gradients are compared by their norms: rounding an input may change a mask where
 import jax
 import jax.numpy as jnp
 import pytest
-from _small import distance
+from _small import distance, together
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -66,27 +66,34 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize(("fun", "rule"), RULES.values(), ids=RULES)
-def test_a_rule_of_the_users_own_is_kept(fun, rule):
-    loss = layer(with_rule(fun, rule))
-    got = jax.grad(autocast(loss, "bf16-mixed"), (0, 1))(W, X)
-    for a, b in zip(got, jax.grad(loss, (0, 1))(W, X), strict=True):
-        assert distance(a, b) < 0.05
+def check_derivatives(derivatives):
+    """Compares derivatives of losses under autocast with those of the losses."""
+
+    def both(of, loss):
+        return lambda *args: [of(f)(*args) for f in (autocast(loss, "bf16-mixed"), loss)]
+
+    found = together({name: both(*given) for name, given in derivatives.items()}, W, X)
+    for name, results in found.items():
+        for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+            assert distance(got, want) < 0.05, name
+
+
+def test_a_rule_of_the_users_own_is_kept():
+    def gradients(f):
+        return jax.grad(f, (0, 1))
+
+    check_derivatives({name: (gradients, layer(with_rule(*of))) for name, of in RULES.items()})
 
 
 def test_it_is_differentiated_again_and_mapped():
-    loss = layer(jax.nn.relu)
-    fun = autocast(loss, "bf16-mixed")
-
     def curvature(f):
         return lambda w, x: jax.jvp(lambda w: jax.grad(f)(w, x), (w,), (W,))[1]
 
     def mapped(f):
         return lambda w, x: jax.vmap(jax.grad(f, 1), (None, 0))(w, jnp.stack([x, 2 * x]))
 
-    for of in (curvature, mapped):
-        got, want = of(fun)(W, X), of(loss)(W, X)
-        assert distance(got, want) < 0.05
+    loss = layer(jax.nn.relu)
+    check_derivatives({"curvature": (curvature, loss), "mapped": (mapped, loss)})
 
 
 @pytest.mark.no_leak_check("the gradient of a shard_map under jit leaks in JAX itself")

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from _hinted import hints
+from _planned import Planned
 from jax import lax
-from test_autocast_plans import Planned
 
 from mpjax import autocast
 

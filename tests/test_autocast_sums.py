@@ -6,13 +6,13 @@ import numpy as np
 import optax
 import pytest
 from _differential import equations
-from _small import BF16, distance
+from _planned import states
+from _small import BF16, distance, together
 from flax import linen as nn
 from flax import nnx
 from jax import lax
 
 from mpjax import Policy, autocast
-from mpjax._autocast.decide import states
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (6, 8))
@@ -171,10 +171,18 @@ def test_cotangents_of_a_repeated_low_value_are_summed_in_float32(name):
     fast = autocast(REPEATING[name], "bf16-mixed")
     loss = lambda x, w: jnp.sum(jnp.sin(fast(x, w)))  # noqa: E731 - one expression
     assert low_sums(jax.grad(loss, (0, 1)), X, W) == []
-    plain = lambda x, w: jnp.sum(jnp.sin(REPEATING[name](x, w)))  # noqa: E731
-    got, want = jax.grad(loss, 1)(0.1 * X, W), jax.grad(plain, 1)(0.1 * X, W)
-    if name not in ("sort", "top_k", "ties of a maximum", "minimum"):  # a choice can flip
-        assert float(jnp.linalg.norm(got - want)) < 24 * 2.0**-8 * float(jnp.linalg.norm(want))
+
+
+def test_gradients_of_a_repeated_low_value_are_those_of_float32():
+    def both(fun):
+        funs = autocast(fun, "bf16-mixed"), fun
+        losses = [lambda x, w, f=f: jnp.sum(jnp.sin(f(x, w))) for f in funs]
+        return lambda x, w: [jax.grad(loss, 1)(x, w) for loss in losses]
+
+    choices = ("sort", "top_k", "ties of a maximum", "minimum")  # which can flip
+    programs = {name: both(fun) for name, fun in REPEATING.items() if name not in choices}
+    for name, (got, want) in together(programs, 0.1 * X, W).items():
+        assert distance(got, want) < 24 * 2.0**-8, name
 
 
 LOOPS = {
@@ -208,15 +216,19 @@ def test_many_equal_cotangents_do_not_stop_growing():
         assert float(jax.grad(autocast(fun, "bf16-mixed"))(x, w)[0, 0]) == 4096, name
 
 
-@pytest.mark.parametrize("name", ["gather", "tile", "minimum", "elementwise", "inner scan"])
-def test_sums_of_cotangents_keep_both_modes_and_second_order(name):
+def test_sums_of_cotangents_keep_both_modes_and_second_order():
     """A loop once lost the second derivatives with respect to what every iteration reads."""
-    fun = lambda x, w: jnp.sum(jnp.tanh((REPEATING | LOOPS)[name](x, w) / 8))  # noqa: E731
+
+    def both(name):
+        fun = lambda x, w: jnp.sum(jnp.tanh((REPEATING | LOOPS)[name](x, w) / 8))  # noqa: E731
+        fast = autocast(fun, "bf16-mixed")
+        return lambda *at: [jax.jvp(jax.grad(f, (0, 1)), at, (X, W))[1] for f in (fast, fun)]
+
+    names = ("gather", "tile", "minimum", "elementwise", "inner scan")
     x = (X + jnp.arange(6.0)[:, None]) / 4  # far enough apart for a minimum
-    fast = autocast(fun, "bf16-mixed")
-    got, want = (jax.jvp(jax.grad(f, (0, 1)), (x, W), (X, W))[1] for f in (fast, fun))
-    for a, b in zip(got, want, strict=True):
-        assert float(jnp.linalg.norm(a - b)) < 2.0**-4 * float(jnp.linalg.norm(b))
+    for name, results in together({name: both(name) for name in names}, x, W).items():
+        for got, want in zip(*results, strict=True):
+            assert distance(got, want) < 2.0**-4, name
 
 
 # -- layers in which such sums were once low ----------------------------------------------------

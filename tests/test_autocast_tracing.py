@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _differential import equations
 from _hinted import hints
 
 from benchmarks import tracing
 from mpjax import autocast
 from mpjax._autocast.product import primitives
-from mpjax._base import compat
 
 X = jnp.linspace(-1.0, 1.0, 128 * 64, dtype=jnp.float32).reshape(128, 64)  # worth a checkpoint
 W = jnp.full((64, 64), 0.01)
@@ -22,7 +22,7 @@ W = jnp.full((64, 64), 0.01)
 
 def groups(fun: Any, *args: Any) -> list[Any]:
     """Returns the equations that hold a group which the backward pass computes again."""
-    found = compat.equations(jax.make_jaxpr(autocast(fun, "bf16-mixed"))(*args))
+    found = equations(jax.make_jaxpr(autocast(fun, "bf16-mixed"))(*args))
     return [eqn for eqn in found if eqn.primitive.name in ("remat2", "checkpoint") or is_apart(eqn)]
 
 

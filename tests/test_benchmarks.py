@@ -1,8 +1,6 @@
 """The benchmarks measure what they say: networks, counts, and the files they write."""
 
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +9,10 @@ from _hinted import hints
 from _hlo_text import LOOP, parsed
 
 import mpjax
-from benchmarks.measure import compiled, hbm, jaxprs, machine, prefetches, slices, tables, targets
+from benchmarks.measure import compiled, hbm, jaxprs, prefetches, slices, tables, targets
 from benchmarks.measure.store import Store
 from benchmarks.networks import NETWORKS
 
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 names = pytest.mark.parametrize("name", NETWORKS)
 # Of each way to write a network one; CI's stage `fuzz` takes the rest.
 OFTEN = ("mlp", "llama", "unet", "gru", "graph", "bert")
@@ -189,11 +186,6 @@ def test_only_what_lies_in_hbm_is_traffic_and_a_slice_is_a_slice() -> None:
     assert hbm.traffic(parsed(LOOP)) is None
 
 
-def test_unknown_targets_are_named() -> None:
-    with pytest.raises(ValueError, match=r"unknown target 'v9'\.\n  There are: cpu, h100"):
-        targets.get_target("v9")
-
-
 def test_a_later_run_renews_its_rows_and_keeps_the_rest(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "found.json"
     first, second = (("errors", "cpu", "bf16", "tiny", name, "f32") for name in ("mlp", "lstm"))
@@ -217,96 +209,3 @@ def test_errors_are_paired_over_the_seeds_that_both_rows_have(tmp_path: pathlib.
     store.put("errors", "cpu", "bf16", "tiny", "mlp", "autocast", errors=[2.0, 4.0])
     (table,) = tables.grids(store)
     assert "| mlp | autocast | 3.00e+00 | 2.000 ± 0.000 |" in table.markdown()
-
-
-def run(*arguments: str, command: str = "autocast") -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, str(BENCHMARKS / f"{command}.py"), *arguments]
-    return subprocess.run(words, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.slow
-def test_the_command_writes_every_table(tmp_path: pathlib.Path) -> None:
-    out = tmp_path / "found.md"
-    small = ["--networks", "mlp", "--size", "tiny", "--rounds", "1", "--out", str(out)]
-    done = run(*small)
-    assert done.returncode == 0, done.stderr
-    written = out.read_text()
-    for title in ("cpu, bf16", "Residuals", "Gradients against float64", "Time on this CPU"):
-        assert f"## {title}" in written
-    assert written.count("| mlp | autocast |") == 4
-    assert f"benchmarks/autocast.py {' '.join(small)}" in written
-
-
-@pytest.mark.slow
-def test_the_ablation_writes_what_a_hint_saves(tmp_path: pathlib.Path) -> None:
-    out = tmp_path / "found.md"
-    options = ["--networks", "mlp", "--hints", "read_exactly,merged", "--size", "tiny"]
-    done = run(*options, "--target", "cpu", "--out", str(out), command="ablation")
-    assert done.returncode == 0, done.stderr
-    rows = [line for line in out.read_text().splitlines() if "read_exactly | all" in line]
-    cells = [row.split("|")[3].strip() for row in rows]  # bytes accessed, temporaries
-    assert len(cells) == 2
-    assert max(float(cell or 1) for cell in cells) > 1
-    assert out.read_text().count("| without merged | all |  |") == 2  # the same program
-
-
-@pytest.mark.parametrize("option", ["--repeats", "--rounds"])
-def test_to_measure_no_times_is_an_error(option: str) -> None:
-    done = run(option, "0")
-    assert done.returncode == 2
-    assert "0 measures nothing; give 1 or more" in done.stderr
-
-
-@pytest.mark.slow
-def test_an_unknown_network_is_an_error_that_lists_them() -> None:
-    done = run("--networks", "mlp,vgg")
-    assert done.returncode == 2
-    assert "unknown: vgg; there are mlp, unet" in done.stderr
-
-
-def test_what_benchmarks_write_does_not_make_a_commit_dirty(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def git(*words: str) -> None:
-        who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
-        subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True)
-
-    result, code = tmp_path / "benchmarks/results/a.md", tmp_path / "benchmarks/a.py"
-    result.parent.mkdir(parents=True)
-    for file in (result, code):
-        file.write_text("1")
-    git("init")
-    git("add", ".")
-    git("commit", "-m", "first")
-    monkeypatch.setattr(machine, "__file__", str(tmp_path / "benchmarks/measure/machine.py"))
-    clean = machine.commit()
-    result.write_text("2")
-    assert machine.commit() == clean
-    code.write_text("2")
-    assert machine.commit() == f"{clean}-dirty"
-
-
-def test_without_git_a_result_names_a_hash_of_the_code(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
-    monkeypatch.setattr(machine.subprocess, "run", None)  # nothing is started
-    assert machine.commit() == ""
-    assert f"; tree {machine.tree_hash('mpjax')}; Python 3." in machine.made()
-
-
-def test_the_hash_of_a_tree_changes_with_a_file_and_with_its_name(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "ROOT", tmp_path)
-    (tmp_path / "part").mkdir()
-    file = tmp_path / "part" / "a.py"
-    file.write_text("1")
-    first = machine.tree_hash("part")
-    (tmp_path / "part" / "notes.md").write_text("no code")
-    assert machine.tree_hash("part") == first
-    file.write_text("2")
-    assert machine.tree_hash("part") != first
-    file.write_text("1")
-    file.rename(tmp_path / "part" / "b.py")
-    assert machine.tree_hash("part") != first

@@ -7,13 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _helpers import count_casts
+from _helpers import as_owned, count_casts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpjax
-from mpjax._scaling.given_scale import as_loss_scale
-from mpjax._scaling.loss_scale import owned
 from mpjax.testing import assert_bitwise_equal, assert_one_compilation
 
 SCALE = 2.0**10
@@ -162,7 +160,7 @@ def test_law_05_cotangent_fits_a_float16_loss(exponent, unscale, policy):
     def loss(w):
         return clip_cotangent(w.astype(jnp.float16))
 
-    scale = scale if unscale else owned(scale)
+    scale = scale if unscale else as_owned(scale)
     transform = functools.partial(mpjax.grad, loss_scale=scale, unscale=unscale, policy=policy)
     grads = transform(loss)(jnp.float32(1))
     assert float(grads) == (1.0 if unscale else 2.0**exponent)
@@ -221,7 +219,7 @@ def test_law_05_reported_loss_is_true_on_growth_and_overflow_steps():
 @pytest.mark.parametrize("unscale", [True, False])
 def test_law_05_gradients_are_float32(dtype, loss_scale, unscale):
     params = {"w": jnp.ones(2, dtype)}
-    loss_scale = loss_scale if unscale else owned(as_loss_scale(loss_scale, ""))
+    loss_scale = loss_scale if unscale else as_owned(loss_scale)
     grads = mpjax.grad(lambda p: p["w"].astype(jnp.float32).sum(), loss_scale=loss_scale)(params)
     assert grads["w"].dtype == jnp.float32
 
@@ -279,7 +277,7 @@ def test_law_06_float16_overflow_is_reported(unscale):
         return (w.astype(jnp.float16) * jnp.float16(6e4)).astype(jnp.float32)
 
     scale = mpjax.StaticLossScale(2.0**15)
-    grads = mpjax.grad(loss, loss_scale=scale if unscale else owned(scale))(jnp.float32(1))
+    grads = mpjax.grad(loss, loss_scale=scale if unscale else as_owned(scale))(jnp.float32(1))
     assert not mpjax.all_finite(grads)
 
 
@@ -602,13 +600,10 @@ def test_get_loss_scale_reads_the_default():
         assert isinstance(mpjax.get_loss_scale(), mpjax.DynamicLossScale)
 
 
-# -- bad input -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("make", [float, np.float32, jnp.float32, jnp.asarray])
 def test_any_scalar_is_a_static_scale(make):
     args = jnp.float32(3), jnp.ones(4)
-    assert float(as_loss_scale(make(8.0), "").scale(jnp.float32(6))) == 48
+    assert float(as_owned(make(8.0)).scale(jnp.float32(6))) == 48
     assert float(mpjax.grad(quadratic, loss_scale=make(8.0))(*args)) == 6
     traced = jax.jit(lambda s: mpjax.grad(quadratic, loss_scale=s)(*args))
     assert float(traced(make(8.0))) == 6

@@ -42,9 +42,8 @@ def test_import_loads_no_optional_library():
     assert loaded.isdisjoint(OPTIONAL)
 
 
-@pytest.mark.parametrize("library", ["flax", "optax"])
-def test_an_optional_library_would_be_seen(library: str):
-    assert library in loaded_by(f"import mpjax, {library}")
+def test_an_optional_library_would_be_seen():
+    assert {"flax", "optax"} <= loaded_by("import mpjax, flax, optax")
 
 
 def test_import_starts_no_backend_and_makes_no_array():
@@ -53,11 +52,17 @@ def test_import_starts_no_backend_and_makes_no_array():
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("touch", ["jax.devices()", "jax.numpy.zeros(())", "jax.random.key(0)"])
-def test_a_started_backend_would_be_seen(touch: str):
-    run = fresh(f"import mpjax, jax; {touch}", JAX_PLATFORMS="no_such_platform")
-    assert run.returncode != 0
-    assert "no_such_platform" in run.stderr
+def test_a_started_backend_would_be_seen():
+    touch = """
+import mpjax, jax
+for look in (jax.devices, lambda: jax.numpy.zeros(()), lambda: jax.random.key(0)):
+    try:
+        look()
+    except RuntimeError as error:
+        print(error)
+"""
+    run = fresh(touch, JAX_PLATFORMS="no_such_platform")
+    assert run.stdout.count("no_such_platform") >= 3, run.stderr
 
 
 def import_ratio(module: str) -> float:
@@ -86,9 +91,8 @@ def test_import_takes_hardly_longer_than_jax():
     assert import_ratio("mpjax") <= MAX_RATIO  # 1.03
 
 
-@pytest.mark.parametrize("module", ["optax", "flax.linen"])
-def test_a_slow_import_would_be_seen(module: str):
-    assert import_ratio(module) > MAX_RATIO  # 1.11, 1.22
+def test_a_slow_import_would_be_seen():
+    assert import_ratio("optax") > MAX_RATIO  # 1.11; flax.linen has 1.22
 
 
 def all_node() -> ast.expr:

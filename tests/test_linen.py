@@ -486,18 +486,38 @@ def initialised(model: nn.Module, policy: Any) -> None:
     jax.eval_shape(mpjax.linen.with_policy(model, policy).init, KEY, X)
 
 
-def test_a_rule_without_a_module_is_a_warning_that_names_the_nearest():
-    policies = mpjax.PolicyMap("bf16-mixed", {"encodr/inner": "float32"})
-    with pytest.warns(mpjax.PolicyWarning, match="'encodr/inner', matches none") as caught:
-        initialised(network(), policies)
-    assert "Nearest: 'encoder/inner'" in str(caught[0].message)
+DROPS = nn.Sequential([nn.Dense(3), nn.Dropout(0.5, deterministic=True)])
 
 
-def test_a_rule_that_comes_too_late_is_a_warning():
-    policies = mpjax.PolicyMap("bf16-mixed", {"encoder": "16-mixed", "encoder/inner": "float32"})
-    said = "rule 2 of 2, 'encoder/inner', decides nothing: rule 1, 'encoder', comes first"
+@pytest.mark.parametrize(
+    ("model", "rules", "said"),
+    [
+        (
+            network(),
+            {"encodr/inner": "float32"},
+            r"'encodr/inner', matches none(.|\n)*Nearest: 'encoder/inner'",
+        ),
+        (
+            network(),
+            {"encoder": "16-mixed", "encoder/inner": "float32"},
+            "rule 2 of 2, 'encoder/inner', decides nothing: rule 1, 'encoder', comes first",
+        ),
+        (
+            DROPS,
+            {"layers_1": "float32"},
+            r"rule 1 of 1, 'layers_1', changes nothing: 'layers_1' \(Dropout\) has no dtype",
+        ),
+        (
+            TwoInOne(),
+            {"second": "float32"},
+            r"rule 1 of 1, 'second', changes nothing: 'second' \(Dense\) has a dtype of its own"
+            r"(.|\n)*pass override=True",
+        ),
+    ],
+)
+def test_a_rule_that_does_nothing_is_a_warning(model: Any, rules: Any, said: str):
     with pytest.warns(mpjax.PolicyWarning, match=said):
-        initialised(network(), policies)
+        initialised(model, mpjax.PolicyMap("bf16-mixed", rules))
 
 
 def test_rules_that_agree_do_not_fight():
@@ -505,22 +525,6 @@ def test_rules_that_agree_do_not_fight():
     initialised(network(), policies)
     policies = mpjax.PolicyMap("bf16-mixed", {"encoder/inner": "16-mixed", "encoder": "float32"})
     initialised(network(), policies)
-
-
-def test_a_rule_for_a_layer_without_a_dtype_is_a_warning():
-    model = nn.Sequential([nn.Dense(3), nn.Dropout(0.5, deterministic=True)])
-    policies = mpjax.PolicyMap("bf16-mixed", {"layers_1": "float32"})
-    said = r"rule 1 of 1, 'layers_1', changes nothing: 'layers_1' \(Dropout\) has no dtype"
-    with pytest.warns(mpjax.PolicyWarning, match=said):
-        initialised(model, policies)
-
-
-def test_a_rule_for_a_layer_with_a_dtype_of_its_own_is_a_warning():
-    policies = mpjax.PolicyMap("bf16-mixed", {"second": "float32"})
-    said = r"rule 1 of 1, 'second', changes nothing: 'second' \(Dense\) has a dtype of its own"
-    with pytest.warns(mpjax.PolicyWarning, match=said) as caught:
-        initialised(TwoInOne(), policies)
-    assert "pass override=True" in str(caught[0].message)
 
 
 class Custom(nn.Module):

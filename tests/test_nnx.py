@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _helpers import bits
+from _helpers import as_owned, bits
 from _nnx_layers import ROWS, array, rngs
 from flax import nnx
 
 import mpjax
 import mpjax.linen
 import mpjax.nnx
-from mpjax._scaling.loss_scale import owned
 from mpjax.testing import assert_bitwise_equal
 
 pytestmark = [
@@ -278,7 +277,7 @@ def test_gradients_are_those_of_nnx_scaled_and_unscaled_by_powers_of_two(unscale
     model, other = stateful(), stateful()
     want_loss, want = nnx.jit(nnx.value_and_grad(mean_square))(other, ROWS)
     scale = mpjax.StaticLossScale(2.0**8)
-    scale = scale if unscale else owned(scale)
+    scale = scale if unscale else as_owned(scale)
     differentiate = mpjax.nnx.value_and_grad(mean_square, loss_scale=scale, unscale=unscale)
     loss, grads = nnx.jit(differentiate)(model, ROWS)
     assert bits(loss) == bits(want_loss)

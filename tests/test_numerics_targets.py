@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _helpers import compiled_for
 
-from mpjax import pods
 from mpjax.numerics import _bits
 
 pytestmark = pytest.mark.gpu_compiler
@@ -18,10 +18,7 @@ X = np.array([1.0, 300.0, np.nan, -np.inf, 3.0001, 0.0], np.float32)  # 300² is
 
 def on_h100(fun: Any, *args: Any) -> Any:
     """Returns what the program for an H100 makes of arguments."""
-    place = jax.sharding.SingleDeviceSharding(pods.get_topology("h100").devices[0])
-    specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in args]
-    text = jax.jit(fun).lower(*specs).compile().as_text()
-    return _hlo_values.run(text, *map(np.asarray, args))
+    return _hlo_values.run(compiled_for("h100", fun, *args), *map(np.asarray, args))
 
 
 def test_an_overflow_that_xla_deletes_from_a_program_is_read_off_the_bits():

@@ -8,7 +8,7 @@ batch ends (law 10).
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import chex
@@ -259,7 +259,6 @@ def grads_of(row: Row, seed: int, dtype: Any) -> Any:
 
 
 def stepper(tx: optax.GradientTransformation, row: Row) -> Callable[..., Any]:
-    @jax.jit
     def step(params: Any, state: Any, grads: Any) -> Any:
         scale = mpjax.current_loss_scale(state).loss_scale
         scaled = jax.tree.map(lambda g: (g * scale.astype(g.dtype)).astype(g.dtype), grads)
@@ -271,38 +270,44 @@ def stepper(tx: optax.GradientTransformation, row: Row) -> Callable[..., Any]:
     return step
 
 
-def run(step: Any, tx: Any, row: Row, batches: list[Any]) -> tuple[Any, Any]:
-    params, state = row.params, tx.init(row.params)
-    for grads in batches:
-        params, state = step(params, state, grads)
-    return params, state
-
-
 # Once unscaled all gradients are float32: quick are both dtypes for optimizers, one for wrappers.
-QUICK = {(name, jnp.float16) for name in ALIASES | WRAPPERS} | {(n, jnp.float32) for n in ALIASES}
+QUICK = {jnp.float16: ALIASES | WRAPPERS, jnp.float32: ALIASES}
 BY_DTYPE = [
-    pytest.param(
-        name, dtype, marks=() if (name, dtype) in QUICK else pytest.mark.slow, id=f"{name}-{short}"
-    )
-    for name in TABLE
-    for short, dtype in (("f16", jnp.float16), ("f32", jnp.float32))
+    *((names, dtype) for dtype, names in QUICK.items()),
+    *(
+        pytest.param(TABLE.keys() - names, dtype, marks=pytest.mark.slow)
+        for dtype, names in QUICK.items()
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "dtype"), BY_DTYPE)
-def test_law_10_as_if_the_bad_batch_had_never_been(name: str, dtype: Any):
-    row = TABLE[name]
-    tx = mpjax.with_loss_scale(row.make(), mpjax.DynamicLossScale(SCALE))
-    step = stepper(tx, row)
-    first, second = (grads_of(row, seed, dtype) for seed in (1, 2))
+@pytest.mark.parametrize(("names", "dtype"), BY_DTYPE)
+def test_law_10_as_if_the_bad_batch_had_never_been(names: Iterable[str], dtype: Any):
+    """Of each optimizer; all step in one program, which compiles in a fifth of the time."""
+    rows = {name: TABLE[name] for name in sorted(names)}
+    scale = mpjax.DynamicLossScale(SCALE)
+    txs = {name: mpjax.with_loss_scale(row.make(), scale) for name, row in rows.items()}
+    steps = {name: stepper(txs[name], row) for name, row in rows.items()}
+    step = jax.jit(lambda at, grads: {n: steps[n](*at[n], grads[n]) for n in rows})
+    first, second = (
+        {name: grads_of(row, seed, dtype) for name, row in rows.items()} for seed in (1, 2)
+    )
     bad = jax.tree.map(lambda g: g.at[(0,) * g.ndim].set(jnp.inf), first)
-    params, state = run(step, tx, row, [first, bad, second])
-    clean_params, clean_state = run(step, tx, row, [first, second])
-    assert int(state.skipped_steps) == 1
-    assert bool(clean_state.grads_finite)
-    assert int(clean_state.skipped_steps) == 0
-    assert_bitwise_equal(params, clean_params)
-    assert_bitwise_equal(state.inner_state, clean_state.inner_state)
+
+    def run(*batches: Any) -> Any:
+        at = {name: (row.params, txs[name].init(row.params)) for name, row in rows.items()}
+        for grads in batches:
+            at = step(at, grads)
+        return at
+
+    skipped, clean = run(first, bad, second), run(first, second)
+    for name in rows:
+        (params, state), (clean_params, clean_state) = skipped[name], clean[name]
+        assert int(state.skipped_steps) == 1, name
+        assert bool(clean_state.grads_finite), name
+        assert int(clean_state.skipped_steps) == 0, name
+        kept = {name: (params, state.inner_state)}
+        assert_bitwise_equal(kept, {name: (clean_params, clean_state.inner_state)})
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])

@@ -7,13 +7,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from _hlo_text import LOOP, NAMES, found, line_of, parsed
+from _hlo_text import (
+    LOOP,
+    NAMES,
+    Names,
+    Place,
+    ValueFlow,
+    _collectives,
+    _hlo,
+    _loops,
+    _read,
+    found,
+    line_of,
+    parsed,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-from mpjax.pods import _collectives, _hlo, _loops, _read
-from mpjax.pods._collectives import Names
-from mpjax.pods._flow import Place, ValueFlow
 
 
 def test_collectives_have_roles_paths_counts_and_axes():

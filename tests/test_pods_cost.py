@@ -5,9 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from _hlo_text import LOOP, parsed
-
-from mpjax.pods import _cost, _hlo, _loops
+from _hlo_text import LOOP, _cost, _hlo, _loops, parsed
 
 
 def counted(module: _hlo.Module) -> _cost.Cost:

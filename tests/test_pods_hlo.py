@@ -6,14 +6,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from _hlo_text import LOOP, encoded, parsed
+from _hlo_text import (
+    LOOP,
+    Message,
+    Place,
+    ValueFlow,
+    _hlo,
+    _loops,
+    _read,
+    encoded,
+    group_of,
+    joins_devices,
+    parsed,
+)
 from hypothesis import given
 from hypothesis import strategies as st
-
-from mpjax.pods import _hlo, _loops, _read
-from mpjax.pods._flow import Place, ValueFlow
-from mpjax.pods._groups import group_of, joins_devices
-from mpjax.pods._proto import Message
 
 
 @pytest.fixture

@@ -48,8 +48,8 @@ from mpjax.testing import assert_one_compilation
 SPELLINGS = {
     "float16": ["f16", "fp16", "float16", jnp.float16, np.float16, np.dtype("float16")],
     "bfloat16": ["bf16", "bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")],
-    "float32": ["f32", "fp32", "full", "single", "float32", jnp.float32, np.dtype("float32")],
-    "float64": ["f64", "fp64", "double", "float64", jnp.float64, np.float64],
+    "float32": ["f32", "fp32", "full", "single", "float32", np.float32, np.dtype(">f4")],
+    "float64": ["f64", "fp64", "double", "float64", jnp.float64, np.dtype("float64"), float],
     "half": ["half"],
 }
 specs = st.sampled_from(sorted(SPELLINGS)).flatmap(

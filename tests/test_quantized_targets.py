@@ -5,10 +5,11 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from _helpers import compiled_for
 
 import mpjax
-from mpjax import pods
 
 WIDTH, ROWS = 1024, 2048
 E4M3, E5M2 = "f8e4m3fn", "f8e5m2"
@@ -27,23 +28,12 @@ def three(params, x):
     return jnp.mean(x**2)
 
 
-def params_of(spec):
-    return {name: spec((WIDTH, WIDTH), jnp.float32) for name in ("first", "middle", "last")}
+def spec(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def compiled(target, fun, *args):
-    """Returns what XLA makes of a function for a target: arguments are functions of a spec."""
-    place = jax.sharding.SingleDeviceSharding(pods.get_topology(target).devices[0])
-
-    def spec(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-
-    given = [jax.tree.map(lambda x: spec(x.shape, x.dtype), arg(spec)) for arg in args]
-    return jax.jit(fun).lower(*given).compile().as_text()
-
-
-def rows(spec):
-    return spec((ROWS, WIDTH), jnp.float32)
+PARAMS = {name: spec(WIDTH, WIDTH) for name in ("first", "middle", "last")}
+X = spec(ROWS, WIDTH)
 
 
 def products_in(text):
@@ -61,12 +51,10 @@ def eight_bit_products(target, policy):
     """Returns the 8-bit products of loss and gradients of three layers."""
     if policy == DELAYED:
         fast = mpjax.with_amax_history(three, DELAYED)
-        history = jax.eval_shape(
-            fast.init, params_of(jax.ShapeDtypeStruct), rows(jax.ShapeDtypeStruct)
-        )
+        history = jax.eval_shape(fast.init, PARAMS, X)
         step = jax.grad(fast.apply, argnums=(0, 1))
-        return products_in(compiled(target, step, lambda _: history, params_of, rows))
-    return products_in(compiled(target, jax.grad(mpjax.autocast(three, policy)), params_of, rows))
+        return products_in(compiled_for(target, step, history, PARAMS, X))
+    return products_in(compiled_for(target, jax.grad(mpjax.autocast(three, policy)), PARAMS, X))
 
 
 @pytest.mark.slow
@@ -105,10 +93,9 @@ def test_an_h100_writes_neither_float32_nor_masks_for_a_history():
 
     everywhere = mpjax.PolicyMap("bf16-mixed", {"*": DELAYED})
     fast = mpjax.with_amax_history(middle, everywhere)
-    given = params_of(jax.ShapeDtypeStruct), rows(jax.ShapeDtypeStruct)
-    history = jax.eval_shape(fast.init, *given)
+    history = jax.eval_shape(fast.init, PARAMS, X)
     step = jax.grad(fast.apply, argnums=(0, 1))
-    made = stored_in(compiled("h100", step, lambda _: history, params_of, rows))
+    made = stored_in(compiled_for("h100", step, history, PARAMS, X))
     assert f"{E4M3}[2048,1024]" in made
     assert "pred[1024,1024]" not in made
     assert made.count("= f32[2048,1024]") == 2  # cotangents, and no activation
@@ -118,14 +105,9 @@ def test_an_h100_writes_neither_float32_nor_masks_for_a_history():
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("recipe", ["float8", "int8"])
 def test_an_h100_stores_no_8_bit_product_in_32_bits(recipe):
-    def of_heads(spec):
-        return {**params_of(spec), "value": spec((WIDTH, WIDTH), jnp.float32)}
-
-    def images(spec):
-        return spec((8, ROWS // 8, WIDTH), jnp.float32)
-
+    of_heads, images = PARAMS | {"value": spec(WIDTH, WIDTH)}, spec(8, ROWS // 8, WIDTH)
     everywhere = mpjax.PolicyMap("bf16-mixed", {"*": f"{recipe}_from_mixed_bfloat16"})
-    text = compiled("h100", mpjax.autocast(heads, everywhere), of_heads, images)
+    text = compiled_for("h100", mpjax.autocast(heads, everywhere), of_heads, images)
     made = stored_in(text)
     assert re.search(r"(?:s8|f8e4m3fn)\[(?:2048|8,256),1024\]", made)
     assert not re.search(r"[sf]32\[(?:2048|8,256),(?:1024|3072)", made)
@@ -160,19 +142,11 @@ def scanned(params, x):
 def check_stored(target, name, fun):
     """Raises where a product reads what is no 8-bit weight, or one is widened on its way."""
     policy = f"{name}_from_mixed_bfloat16"
-
-    def small(spec):
-        stack = {"stack": jax.ShapeDtypeStruct((3, WIDTH, WIDTH), jnp.float32)}
-        params = stack if fun is scanned else params_of(jax.ShapeDtypeStruct)
-        found = jax.eval_shape(
-            lambda: mpjax.quantize(
-                jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), params), policy
-            )
-        )
-        return jax.tree.map(lambda x: spec(x.shape, x.dtype), found)
-
+    params = {"stack": spec(3, WIDTH, WIDTH)} if fun is scanned else PARAMS
+    zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), params)
+    small = jax.eval_shape(lambda: mpjax.quantize(zeros, policy))
     everywhere = mpjax.PolicyMap("bf16-mixed", {"*": policy})
-    text = compiled(target, mpjax.autocast(fun, everywhere), small, rows)
+    text = compiled_for(target, mpjax.autocast(fun, everywhere), small, X)
     dtype = "s8" if name == "int8" else E4M3
     assert products_in(text) == {("dot", dtype, dtype): 1 if fun is scanned else 3}
     assert not re.search(rf"(?:f32|bf16|f16)\[(?:\d,)?{WIDTH},{WIDTH}\]", text)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _helpers import compiled_for
 
 from mpjax import optim, pods
 from mpjax.testing import assert_bitwise_equal
@@ -48,13 +49,10 @@ def stepper(tx: Any) -> Any:
 @functools.cache
 def compiled(target: str, name: str, dtype: str, count: int) -> str:
     """Returns the text of a step for hardware that is not here."""
-    place = jax.sharding.SingleDeviceSharding(pods.get_topology(target).devices[0])
     tx = (OWNERS | NEAREST)[name](optax.sgd(1.0))
     params = jax.ShapeDtypeStruct((count,), dtype)
     grads = jax.ShapeDtypeStruct((count,), jnp.float32)
-    args = (params, jax.eval_shape(tx.init, params), grads)
-    placed = jax.tree.map(lambda x: x.update(sharding=place), args)
-    return jax.jit(stepper(tx)).lower(*placed).compile().as_text()
+    return compiled_for(target, stepper(tx), params, jax.eval_shape(tx.init, params), grads)
 
 
 def advanced(text: str, params: Any, state: Any, grads: Any) -> Any:
@@ -119,11 +117,9 @@ def test_a_sum_as_in_a_textbook_is_dead_on_an_h100():
         new = (full + step).astype(params.dtype)
         return new, (step - (new.astype(jnp.float32) - full)).astype(params.dtype)
 
-    place = jax.sharding.SingleDeviceSharding(pods.get_topology("h100").devices[0])
     params = jnp.ones(8, jnp.bfloat16)
     args = (params, jnp.zeros_like(params), jnp.full(8, -1e-3))
-    specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in args]
-    text = jax.jit(textbook).lower(*specs).compile().as_text()
+    text = compiled_for("h100", textbook, *args)
     here = jax.jit(textbook)
     there = args[:2]
     for _ in range(1000):

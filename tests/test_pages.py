@@ -1,7 +1,9 @@
-"""The pages of `docs/`: their code runs, what they link to exists, their pictures can be drawn."""
+"""The README and the pages of `docs/`: their code runs, what they link to exists, their pictures
+can be drawn."""
 
 import importlib
 import inspect
+import os
 import re
 import shlex
 import statistics
@@ -10,50 +12,94 @@ import sys
 from pathlib import Path
 
 import pytest
+from _helpers import UNOPTIMISED
 from PIL import Image
-from test_readme import ROOT, blocks, local_links, run
 
 import mpjax
 from mpjax.__main__ import COMMANDS, main
 
+ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 sys.path.append(str(DOCS))
-PAGES = sorted(path for path in DOCS.rglob("*.md") if "modules" not in path.parts)
-NAMES = [path.relative_to(DOCS).as_posix() for path in PAGES]
-WITH_CODE = [n for n, p in zip(NAMES, PAGES, strict=True) if blocks(p.read_text(), "python")]
+PATHS = [ROOT / "README.md", *DOCS.rglob("*.md")]
+TEXTS = {
+    os.path.relpath(path, DOCS): path.read_text()
+    for path in sorted(PATHS)
+    if "modules" not in path.parts
+}
+README = "../README.md"
+FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("name", WITH_CODE)
+def blocks(text: str, language: str) -> list[str]:
+    return [body for lang, body in FENCE.findall(text) if lang == language]
+
+
+def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs `code` outside the checkout; a warning raised by the text's own lines is an error."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    here = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
+    (folder / "page.py").write_text(code)
+    return subprocess.run(
+        [sys.executable, "-W", "error:::__main__", "page.py"],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=kept | UNOPTIMISED | here,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", [n for n, text in TEXTS.items() if blocks(text, "python")])
 def test_the_code_of_a_page_runs_from_top_to_bottom(name: str, tmp_path: Path):
-    done = run("\n".join(blocks((DOCS / name).read_text(), "python")), tmp_path)
+    """Its blocks share one namespace: a later one may use what an earlier one made."""
+    done = run("\n".join(blocks(TEXTS[name], "python")), tmp_path)
     assert done.returncode == 0, done.stderr
 
 
+def test_a_broken_block_would_be_seen(tmp_path: Path):
+    text = "```python\nx = 1\n```\ntext\n```bash\nexit 1\n```\n```python\nassert x == 2\n```\n"
+    assert blocks(text, "python") == ["x = 1\n", "assert x == 2\n"]
+    assert "AssertionError" in run("\n".join(blocks(text, "python")), tmp_path).stderr
+
+
+TEACHING = "index concepts glossary autocast recipes pods attention ../README"
+
+
 def test_every_page_that_teaches_shows_code_that_runs():
-    teaching = {n for n in NAMES if n.startswith("migrate/")} | {
-        *(
-            "index.md",
-            "concepts.md",
-            "glossary.md",
-            "autocast.md",
-            "recipes.md",
-            "pods.md",
-            "attention.md",
-        ),
+    teaching = {n for n in TEXTS if n.startswith("migrate/")} | {
+        f"{n}.md" for n in TEACHING.split()
     }
-    assert teaching - set(WITH_CODE) == set()
+    assert [name for name in teaching if not blocks(TEXTS[name], "python")] == []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TEXTS)
 def test_what_a_page_links_to_exists(name: str):
-    page = DOCS / name
-    links = local_links(page.read_text())
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    found = re.findall(r"\]\(([^)#\s]+)[^)]*\)", TEXTS[name])
+    links = [link for link in found if not re.match(r"[a-z]+:", link)]
+    assert [link for link in links if not ((DOCS / name).parent / link).exists()] == []
+    # What `make demo` writes is there on the author's machine only.
+    assert [link for link in links if link.startswith("outputs/")] == []
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake ([a-z]+)\b", TEXTS[README]))))
+def test_every_make_target_of_the_readme_exists(target: str):
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_the_container_leaves_the_environment_that_make_looks_for():
+    show = ["make", "--silent", "--eval", "stamp: ; @echo $(STAMP)", "stamp"]
+    plain = {"PATH": os.environ["PATH"]}  # not what an outer `make test JAX=0.10.0` hands down
+    stamp = subprocess.run(show, cwd=ROOT, env=plain, capture_output=True, text=True, check=True)
+    text = (ROOT / "Dockerfile").read_text()
+    assert f"touch {stamp.stdout.strip()}\n" in text
+    assert "python -m venv .venv" in text
 
 
 def test_every_page_is_in_a_table_of_contents():
-    listed = re.findall(r"^(\S+)$", (DOCS / "index.md").read_text(), re.MULTILINE)
-    pages = {name.removesuffix(".md") for name in NAMES} - {"index"}
+    listed = re.findall(r"^(\S+)$", TEXTS["index.md"], re.MULTILINE)
+    pages = {name.removesuffix(".md") for name in TEXTS.keys() - {"index.md", README}}
     assert pages - set(listed) == set()
 
 
@@ -96,7 +142,7 @@ TRANSLATED = {
 
 @pytest.mark.parametrize("name", TRANSLATED)
 def test_what_a_library_documents_stands_beside_what_to_type_here(name: str):
-    text = (DOCS / "migrate" / f"{name}.md").read_text()
+    text = TEXTS[f"migrate/{name}.md"]
     fenced = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
     text = fenced.sub(lambda code: code[0].replace("\n# ", "\n  # "), text)  # comments, no headings
     headings = re.split(r"^#+ (.+)$", text, flags=re.MULTILINE)
@@ -109,8 +155,8 @@ def test_what_a_library_documents_stands_beside_what_to_type_here(name: str):
 
 def test_two_columns_of_code_are_seen_without_scrolling():
     wide = []
-    for name, page in zip(NAMES, PAGES, strict=True):
-        pairs = re.findall(r'<div class="beside">(.*?)</div>', page.read_text(), re.DOTALL)
+    for name, text in TEXTS.items():
+        pairs = re.findall(r'<div class="beside">(.*?)</div>', text, re.DOTALL)
         lines = "\n".join(pairs).splitlines()
         wide += [f"{name}: {line}" for line in lines if len(line) > 64]  # in a window of 1440 px
     assert wide == []
@@ -130,10 +176,10 @@ def prose(text: str) -> list[str]:
 FIRST_SCREEN, LONGEST = 200, 30  # words
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES, "../README.md"} - {"autocast_design.md"}))
+@pytest.mark.parametrize("name", sorted(TEXTS.keys() - {"autocast_design.md"}))
 def test_sentences_on_the_first_screen_are_short(name: str):
     seen, long = 0, []
-    for sentence in prose((DOCS / name).read_text()):
+    for sentence in prose(TEXTS[name]):
         words = [word for word in sentence.split() if re.search(r"\w", word)]
         seen += len(words)
         long += [sentence] * (len(words) > LONGEST)
@@ -148,7 +194,7 @@ def test_a_long_sentence_would_be_seen():
 
 
 def test_the_glossary_defines_ten_words_with_an_example_each():
-    sections = re.split(r"^## ", (DOCS / "glossary.md").read_text(), flags=re.MULTILINE)[1:-1]
+    sections = re.split(r"^## ", TEXTS["glossary.md"], flags=re.MULTILINE)[1:-1]
     assert len(sections) == 10
     for section in sections:
         word, _, body = section.partition("\n")
@@ -205,11 +251,12 @@ def test_links_to_jax_are_built_without_network_and_name_what_exists(tmp_path: P
 
 
 def test_every_name_of_mpjax_that_a_page_writes_exists():
-    pages = {name: page.read_text() for name, page in zip(NAMES, PAGES, strict=True)}
-    pages["README.md"] = (ROOT / "README.md").read_text()
-    del pages["autocast_design.md"]  # names files
     written = r"(?<![\w./-])(mpjax(?:\.[a-zA-Z_]\w*)+)"
-    names = {(page, name) for page, text in pages.items() for name in re.findall(written, text)}
+    names = {
+        (page, name)
+        for page in TEXTS.keys() - {"autocast_design.md"}  # which names files
+        for name in re.findall(written, TEXTS[page])
+    }
     assert len(names) > 100
     assert [(page, name) for page, name in sorted(names) if not exists(name)] == []
 
@@ -220,7 +267,7 @@ def test_every_page_of_the_index_is_translated():
 
 
 def test_every_example_is_on_its_page():
-    listed = re.findall(r"^\| `(\w+\.py)` \|", (DOCS / "examples.md").read_text(), re.MULTILINE)
+    listed = re.findall(r"^\| `(\w+\.py)` \|", TEXTS["examples.md"], re.MULTILINE)
     assert sorted(listed) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 
@@ -228,7 +275,7 @@ _CLOCK = r"By the clock:\n\n.*\n\npolicy .*"  # the head of what --run prints
 
 
 def test_what_the_command_line_page_types_can_be_typed(tmp_path: Path, monkeypatch, capsys):
-    page = (DOCS / "command_line.md").read_text()
+    page = TEXTS["command_line.md"]
     (tmp_path / "train.py").write_text("\n".join(blocks(page, "python")))
     monkeypatch.chdir(tmp_path)
     asked, timed = blocks(page, "console")
@@ -254,7 +301,7 @@ def test_every_public_name_is_in_the_reference():
 
 
 def test_every_picture_is_used():
-    text = "".join(path.read_text() for path in (*PAGES, ROOT / "README.md"))
+    text = "".join(TEXTS.values())
     pictures = {path.name for path in (DOCS / "images").iterdir()}
     drawn = (DOCS / "figures.py").read_text()  # what a picture is made from stands beside it
     unused = {n for n in pictures if f"images/{n}" not in text and f'"{n}").read_text' not in drawn}
@@ -325,7 +372,7 @@ def test_what_the_pages_say_of_tracing_is_what_its_table_says():
     found = {int(depth): (both, float(text)) for depth, both, text in row.findall(table)}
     both, _ = found[max(found)]
     told = f"at {max(found)} unrolled transformer blocks it is {both} times float32's"
-    assert told in (DOCS / "faq.md").read_text()
+    assert told in TEXTS["faq.md"]
     assert {1, 10, 100} <= found.keys()
     assert all(text <= 1.3 for depth, (_, text) in found.items() if depth >= 10)
 
@@ -335,6 +382,6 @@ def test_the_pictures_of_the_numerics_page_are_drawn_from_what_its_code_finds(tm
     command = [sys.executable, str(DOCS / "figures.py"), "--page", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
-    shown = re.findall(r"{image} images/(\S+)", (DOCS / "numerics.md").read_text())
+    shown = re.findall(r"{image} images/(\S+)", TEXTS["numerics.md"])
     assert len(shown) == 4
     assert {path.name for path in tmp_path.iterdir()} == {*shown}
