@@ -13,8 +13,6 @@ import optax
 import pytest
 from _differential import MODES, named
 from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 from mpjax import autocast
 
@@ -154,38 +152,3 @@ def test_every_transformation_of_a_recurrent_network(mode: str) -> None:
     differential.check_norms(
         program, _QUICK[mode], lambda f: autocast(f, "bf16-mixed"), jnp.bfloat16
     )
-
-
-def test_hessian_of_a_classifier() -> None:
-    fun, (variables, x, labels) = _classifier()
-    bias = variables["params"]["layers_2"]["bias"]
-
-    def loss(bias: jax.Array) -> jax.Array:
-        head = {**variables["params"]["layers_2"], "bias": bias}
-        return fun({"params": {**variables["params"], "layers_2": head}}, x, labels)
-
-    expected, got = jax.hessian(loss)(bias), jax.hessian(autocast(loss, "bf16-mixed"))(bias)
-    assert got.dtype == jnp.float32
-    # Second derivatives of the loss at logits one rounding apart, each bounded by one.
-    np.testing.assert_allclose(got, expected, atol=4 * 2.0**-8)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_data_parallel_gradients_under_shard_map(check_vma: bool) -> None:
-    fun, (params, x) = _haiku()
-    x = jnp.concatenate([x, 0.5 * x])
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        return lax.pmean(jnp.mean(fun(params, x) ** 2), "data")
-
-    def shared(loss: Any) -> Any:
-        specs = (P(), P("data"))
-        return jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
-
-    expected = jax.jit(jax.grad(shared(loss)))(params, x)
-    got = jax.jit(jax.grad(shared(autocast(loss, "bf16-mixed"))))(params, x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == jnp.float32
-        # Six products in a row, forward and backward; means cancel some of what is summed.
-        assert float(jnp.linalg.norm(a - b)) <= 16 * 2.0**-8 * float(jnp.linalg.norm(b)) + 1e-6

@@ -324,19 +324,26 @@ EXPLICIT = {
 }
 
 
-@pytest.mark.parametrize("name", EXPLICIT)
-def test_explicit_shardings_are_those_of_the_function(name):
-    of_x, of_w, fun = EXPLICIT[name]
-    where = _mesh(AxisType.Explicit)
-    with jax.set_mesh(where):
-        x, w = (jax.device_put(v, NamedSharding(where, s)) for v, s in ((X, of_x), (W, of_w)))
-        total = lambda f: lambda x, w: jnp.sum(jnp.sin(f(x, w)))  # noqa: E731 - one expression
-        both = lambda f: jax.jit(lambda x, w: (f(x, w), jax.grad(total(f), (0, 1))(x, w)))  # noqa: E731
-        got, want = both(autocast(fun, "bf16-mixed"))(x, w), both(fun)(x, w)
-        assert jax.tree.map(lambda y: jax.typeof(y).sharding.spec, got) == jax.tree.map(
-            lambda y: jax.typeof(y).sharding.spec, want
-        )
-        assert distance(got, want) < 8 * BF16
+def test_explicit_shardings_are_those_of_the_function():
+    def total(f):
+        return lambda x, w: jnp.sum(jnp.sin(f(x, w)))
+
+    def computed(name):
+        fun = EXPLICIT[name][2]
+        pair = autocast(fun, "bf16-mixed"), fun
+        return lambda given: [
+            (f(*given[name]), jax.grad(total(f), (0, 1))(*given[name])) for f in pair
+        ]
+
+    with jax.set_mesh(_mesh(AxisType.Explicit)):
+        given = {
+            n: [jax.device_put(X, x), jax.device_put(W, w)] for n, (x, w, _) in EXPLICIT.items()
+        }
+        found = together({name: computed(name) for name in EXPLICIT}, given)
+        for name, (got, want) in found.items():
+            specs = jax.tree.map(lambda y: jax.typeof(y).sharding.spec, (got, want))
+            assert specs[0] == specs[1], name
+            assert distance(got, want) < 8 * BF16, name
 
 
 def test_sharding_constraints_are_kept():

@@ -232,6 +232,7 @@ def test_samples_are_those_of_the_function():
         samples = [
             jax.random.normal(first, (4,)),
             jax.random.gumbel(second, (3,)),
+            jax.random.bernoulli(second, 0.3, (8,)),
             jax.random.gamma(first, 2.0, (3,)),
             jax.random.permutation(second, 8),
             jax.random.orthogonal(first, 4),

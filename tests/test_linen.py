@@ -4,8 +4,6 @@ import copy
 import functools
 import io
 import pickle
-import subprocess
-import sys
 import warnings
 from typing import Any
 
@@ -83,12 +81,6 @@ def dtypes(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, str]:
     return {row.path: row.dtype for row in rows if row.dtype != "-"}
 
 
-def test_both_modules_are_there_when_they_are_first_used():
-    code = "import mpjax; print(mpjax.linen.with_policy, mpjax.nnx.set_policy)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-
-
 # -- setting dtypes ----------------------------------------------------------------------------
 
 
@@ -103,14 +95,6 @@ def test_every_module_gets_the_policys_dtypes_wherever_it_was_made():
     }
     variables = made(model)
     assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype(BF16)}
-
-
-def test_products_are_computed_in_the_policys_dtype():
-    model = mpjax.linen.with_policy(Head(), "bf16-mixed")
-    text = str(jax.make_jaxpr(model.apply)(made(model), X))
-    products = [line for line in text.splitlines() if "dot_general[" in line]
-    assert len(products) == 2
-    assert all(":bf16[" in line for line in products)
 
 
 class Transformer(nn.Module):
@@ -376,8 +360,7 @@ def test_lifted_transforms_are_gone_through(name: str):
     def loss(variables: Any, model: nn.Module) -> jax.Array:
         return (model.apply(variables, X) ** 2).mean()
 
-    low = jax.jit(jax.grad(loss), static_argnums=1)(variables, model)
-    full = jax.grad(loss)(variables, plain)
+    low, full = jax.jit(lambda v: [jax.grad(loss)(v, m) for m in (model, plain)])(variables)
     for a, b in zip(jax.tree.leaves(low), jax.tree.leaves(full), strict=True):
         assert a.dtype == F32
         assert not np.array_equal(a, b)
