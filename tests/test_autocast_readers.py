@@ -334,7 +334,7 @@ def test_explain_says_why_a_product_is_float32_and_what_to_type_to_have_it_low(f
     assert "bf16" in {r.dtype for r in rows if r.operation == "dot_general"}
 
 
-ALMOST_THE_SAME = "what may be almost the same is subtracted from it: read by sub, test_autocast_r"
+ALMOST_THE_SAME = "a value that may be almost the same is subtracted from it by sub, test_autocast_"
 ANGLE = "rounded, a large angle is another one: read by sin, test_autocast_readers.py:"
 
 

@@ -304,7 +304,7 @@ class _Walk:
         return [self.result(eqn, floats, made, v, told) for v in eqn.outvars]
 
     def offset(self, eqn: Eqn, floats: Sequence[Fact]) -> int:
-        """What was added to a product's results, and is still in those of an equation."""
+        """The kind of offset that was added to a product and is still in an equation's results."""
         name, before = eqn.primitive.name, max(map(_OFFSET, floats))
         if name in ("add", "sub") and not any(f.derived for f in floats):
             if adds_a_constant(eqn, self.facts):

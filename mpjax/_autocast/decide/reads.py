@@ -42,7 +42,7 @@ CANCELS = 8192
 SAME = 16384
 """The same product is float32 elsewhere in the program."""
 DIFFERENCE = 1 << 18
-"""What may be almost the same is subtracted from it, as in `f(z + 0.01) - f(z)`."""
+"""A value that may be almost the same is subtracted from it: `f(z + 0.01) - f(z)`."""
 
 
 # -- whose cotangents add up -----------------------------------------------------------------------
