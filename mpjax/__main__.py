@@ -14,10 +14,12 @@ from typing import Any
 import jax
 
 import mpjax
+from mpjax._base.dtypes import short_name
 from mpjax._base.errors import message
 from mpjax._hardware import DTYPES, SUPPORT, Accelerator, examine, find_accelerator
 from mpjax._policies.policy import POLICY_NAMES, get_policy
 from mpjax._policies.quantized_policy import NAMES
+from mpjax._policies.recipes import DTYPES as EIGHT_BIT
 
 OK, SLOW, FAILED = 0, 1, 2
 """Exit codes: all is well · runs, with little or no gain · cannot run, or a wrong argument."""
@@ -119,8 +121,8 @@ def _table_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _print_support() -> None:
-    names = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
-    names |= {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8"}
+    names = {dtype: short_name(dtype) for dtype in DTYPES}
+    names |= {dtype: short for short, dtype in EIGHT_BIT.items()}
     lines = [
         (row.key, row.name, *(_WORDS[row.cell(dtype).status] for dtype in DTYPES), row.policy)
         for row in SUPPORT.values()

@@ -213,6 +213,7 @@ def missing_places(text: str, folder: Path) -> list[str]:
     [
         (PACKAGE / "_autocast" / "README.md", PACKAGE / "_autocast"),
         (PACKAGE.parent / "docs" / "design.md", PACKAGE),
+        (PACKAGE.parent / "CONTRIBUTING.md", PACKAGE.parent),
     ],
 )
 def test_what_the_tables_of_files_name_exists(page: Path, folder: Path):

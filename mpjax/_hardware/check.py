@@ -10,7 +10,7 @@ import jax
 from mpjax._base.errors import SupportWarning, message
 from mpjax._base.shown import Shown, html_table
 from mpjax._hardware.find import DeviceLike, find_accelerator
-from mpjax._hardware.table import Accelerator, Cell, Status
+from mpjax._hardware.table import BLOCK_UNITS, Accelerator, Cell, Status
 from mpjax._policies.recipes import DTYPES as EIGHT_BIT
 
 
@@ -194,16 +194,15 @@ def _judge(role: str, dtype: str, accelerator: Accelerator) -> Cell:
 
 
 _WITHOUT_BLOCKS = "no unit takes a scale for each block of values; 16-bit products"
-_BLOCK_UNITS = {"sm_100": 32, "sm_103": 32}  # values that share a scale, in cuDNN
 
 
 def _judge_blocks(size: int, cell: Cell, accelerator: Accelerator) -> Cell:
     """Returns the cell of operands that have a scale for each `size` values; 1 is for no blocks."""
-    units = _BLOCK_UNITS.get(accelerator.key)
+    units = BLOCK_UNITS.get(accelerator.key)
     # XLA uses a unit's own blocks only: others are products of 16 bits.
     if size == 1 or cell.status != "native" or units == size:
         return cell
-    if units is None and accelerator.key in ("sm_120", "gfx950"):
+    if units is None and accelerator.key in BLOCK_UNITS:
         return Cell("unknown", "its units take blocks; whether XLA uses them was not seen")
     return Cell("slow", _WITHOUT_BLOCKS)
 

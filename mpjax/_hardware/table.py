@@ -154,6 +154,10 @@ _ROWS: dict[Family, tuple[tuple[str, str, Cell, Cell, Cell, Cell, Cell, Cell, Ce
 }
 # fmt: on
 
+BLOCK_UNITS = {"sm_100": 32, "sm_103": 32, "sm_120": None, "gfx950": None}
+"""Accelerators whose units take a scale for each block of 8-bit values: how many share one, as XLA
+uses them in cuDNN; None where it was not seen to."""
+
 _VENDORS = {"nvidia": "NVIDIA ", "amd": "AMD "}
 SUPPORT = {
     key: Accelerator(family, key, _VENDORS.get(family, "") + name, *cells)

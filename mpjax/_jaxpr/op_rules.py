@@ -2,7 +2,8 @@
 
 *lower*: reads low operands (`dot_general`). *full*: reads float32 and gives float32 (`exp`).
 *follow*: computes in the dtype of its operands (`add`). *keep*: moves values and rounds none
-(`reshape`).
+(`reshape`). The reason "exact" is read by the code (`EXACT`): write it only where low operands give
+the result of float32.
 """
 
 import enum

@@ -13,13 +13,15 @@ from typing import Any
 
 from mpjax._autocast.decide import scopes
 from mpjax._autocast.why.provenance import FUSED, ROUNDED
+from mpjax._base.dtypes import short_name
 from mpjax._base.shown import Shown, html_table, size
 from mpjax._jaxpr.op_rules import PRODUCTS
+from mpjax._policies.recipes import DTYPES as EIGHT_BIT
 
 _WIDTH, _REASON_WIDTH = 120, 62
 _HEADERS = ("operations", "dtype", "why", "where")
 _PRODUCTS = PRODUCTS | {"attention", "attention_backward"}
-_LOW = ("f8_e4m3fn", "f8_e5m2", "i8", "bf16", "f16")
+_LOW = frozenset(map(short_name, (*EIGHT_BIT.values(), "bfloat16", "float16")))
 
 
 @dataclass(frozen=True)
