@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpjax._autocast.decide import contraction, scopes, traits
-from mpjax._autocast.decide.states import copies, is_float32
+from mpjax._autocast.decide.states import copies, is_float32, size
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
@@ -102,8 +102,8 @@ def of_atom(atom: Any, facts: Facts) -> Fact:
         return facts[atom]
     if np.ndim(atom.val) or not is_float32(atom):
         return CONSTANT
-    size = abs(float(atom.val))
-    return Fact(constant=True, least=size, most=size, scalar=True)
+    magnitude = abs(float(atom.val))
+    return Fact(constant=True, least=magnitude, most=magnitude, scalar=True)
 
 
 def is_epsilon(fact: Fact) -> bool:
@@ -342,7 +342,8 @@ class _Walk:
         if name not in _OF_ITS_OPERANDS:
             return Fact(roots=frozenset({self.number()}), scalar=_is_number(out), **told)
         roots = made[0].roots.union(*(f.roots for f in made[1:]))
-        if name in _PARTS:
+        is_whole = size(out.aval.shape) == size(eqn.invars[0].aval.shape)  # in another order
+        if name in _PARTS and not is_whole:
             roots = frozenset({self.part(eqn, roots, out)})
         elif len(roots) > _MOST_ROOTS:
             roots = frozenset({self.number()})
