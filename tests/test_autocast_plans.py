@@ -308,7 +308,7 @@ def flags(fun, *args, want=reads.OUTPUT, full=frozenset()):
         (lambda x, w: 2 * x + 1, reads.OUTPUT | reads.NEAR),
         (lambda x, w: jnp.tanh(x), 0),
         (lambda x, w: jnp.exp(x), reads.ABSOLUTE),
-        (lambda x, w: jnp.sin(3 * x[:, ::-1] + w[0]), reads.ABSOLUTE),
+        (lambda x, w: jnp.sin(3 * x[:, ::-1] + w[0]), reads.ABSOLUTE | reads.NEAR),
         (lambda x, w: lax.cumsum(x), reads.EXACT),
         (lambda x, w: lax.cumsum(3 * x[:, ::-1]), reads.EXACT),
         (lambda x, w: jnp.matmul(x, w, precision="highest"), reads.EXACT),
