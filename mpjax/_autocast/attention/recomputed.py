@@ -16,9 +16,9 @@ from jax import lax
 
 from mpjax._autocast.attention import written
 from mpjax._autocast.attention.program import LEAST, Operands, Spec
+from mpjax._base.dtypes import FLOAT32
 
 NAME = "XLA's form"
-FLOAT32 = jnp.dtype("float32")
 
 
 def why_not(operands: Operands, spec: Spec) -> str:
