@@ -1,6 +1,7 @@
 """Draws the pictures of these pages: `python docs/figures.py` writes them into docs/images/.
 
 `attention.png` shows what attention keeps for its backward pass (attention_figure.py).
+`gpu.png` and `gpu.txt` show a GPU's time (clocked_figure.py).
 `formats.png` shows the bits of the three formats, `eight_bits.png` what 8 bits can hold.
 `block.png` shows what autocast does with each operation of a transformer block in Flax, from what
 `mpjax.explain(...).to_dict()` tells; `explained.txt` is what `print` shows of it. `beside.png`
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import attention_figure
+import clocked_figure
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -419,6 +421,8 @@ def main() -> None:
         print(f"{', '.join(page_figures.drawn(folder))} are in {folder}.")
         return
     attention_figure.draw(folder / "attention.png")
+    clocked_figure.draw(folder / "gpu.png")
+    (folder / "gpu.txt").write_text(clocked_figure.text())
     draw_formats(folder / "formats.png")
     draw_eight_bits(folder / "eight_bits.png")
     table = explained()
@@ -431,7 +435,7 @@ def main() -> None:
     report = (Path(__file__).parent / "images" / "pod_report.txt").read_text()
     draw_report(report.splitlines(), folder / "pod_report.png")
     drawn = "attention.png, beside.png, block.png, eight_bits.png, explained.txt, formats.png, "
-    drawn += "optimizers.png, pod_report.png, saves.png and .txt"
+    drawn += "gpu.png and .txt, optimizers.png, pod_report.png, saves.png and .txt"
     print(f"{drawn} are in {folder}.")
 
 

@@ -205,6 +205,21 @@ TIME = {"ms": 1.0, "low": 1.0, "high": 1.0}
 _HEAD = ("command", "date", "commit", "tree", "versions", "platform_version", "host", "xla_flags")
 
 
+def test_networks_that_no_run_has_measured_come_first(gpu: SimpleNamespace, tmp_path: Path):
+    bench, measured = Bench(gpu, tmp_path), []
+
+    def job(name: str, code: str) -> Any:
+        def measure(prepared: Any) -> Any:
+            measured.append(name)
+            return dict.fromkeys(prepared, TIME)
+
+        return bench.job(name, measure, code=code)
+
+    bench.run(job("known", "old"))
+    bench.run(job("known", "new"), job("unknown", "new"))
+    assert measured == ["known", "unknown", "known"]
+
+
 def test_rows_are_written_job_by_job_and_a_later_run_goes_on(gpu: SimpleNamespace, tmp_path: Path):
     bench, measured = Bench(gpu, tmp_path), []
 

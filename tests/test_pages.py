@@ -3,6 +3,7 @@ can be drawn."""
 
 import importlib
 import inspect
+import json
 import os
 import re
 import shlex
@@ -320,16 +321,19 @@ def test_the_pictures_can_be_drawn(tmp_path: Path):
         "eight_bits.png",
         "explained.txt",
         "formats.png",
+        "gpu.png",
+        "gpu.txt",
         "optimizers.png",
         "pod_report.png",
         "saves.png",
         "saves.txt",
     }
     # The landing page's numbers are those of the tables; where they changed, draw them again.
-    assert (tmp_path / "saves.txt").read_text() == (DOCS / "images" / "saves.txt").read_text()
+    for name in ("saves.txt", "gpu.txt"):
+        assert (tmp_path / name).read_text() == (DOCS / "images" / name).read_text()
 
 
-@pytest.mark.parametrize("name", ["attention", "saves", "beside", "optimizers"])
+@pytest.mark.parametrize("name", ["attention", "saves", "beside", "optimizers", "gpu"])
 def test_pictures_show_what_the_tables_say_now(name: str, monkeypatch: pytest.MonkeyPatch):
     """A picture holds the numbers it draws: where tables are renewed, draw it again."""
     monkeypatch.syspath_prepend(DOCS)
@@ -338,10 +342,35 @@ def test_pictures_show_what_the_tables_say_now(name: str, monkeypatch: pytest.Mo
         "attention": figures.attention_figure.text,
         "saves": lambda: figures.saves_text(figures.savings()),
         "beside": figures.beside_text,
+        "gpu": figures.clocked_figure.text,
         "optimizers": figures.optimizers_text,
     }
     with Image.open(DOCS / "images" / f"{name}.png") as picture:
         assert picture.text["Description"] == told[name]()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_first_pages_say_what_the_clock_of_a_gpu_said(page: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(DOCS)
+    clocked = importlib.import_module("clocked_figure")
+    text = " ".join((ROOT / page).read_text().split())
+    assert clocked.sentence() in re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    # Measured time stands first, counts second.
+    assert text.index("/gpu.png") < text.index("/saves.png") < text.index("times its bytes")
+
+
+def test_the_clocks_sentence_is_its_tables(monkeypatch: pytest.MonkeyPatch):
+    """Every network that has a row of autocast is in the sentence, with its own quotients."""
+    monkeypatch.syspath_prepend(DOCS)
+    clocked = importlib.import_module("clocked_figure")
+    rows = json.loads((ROOT / "benchmarks" / "results" / "gpu.json").read_text())["rows"]
+    ms = {(r["network"], r["variant"]): r["ms"] for r in rows if r["part"] == "card 2"}
+    told = clocked.sentence()
+    networks = [name for name, variant in ms if variant == "autocast bf16"]
+    assert networks
+    for name in networks:
+        assert clocked.NETWORKS[name].split(",")[0] in told
+        assert f"{ms[name, 'autocast bf16'] / ms[name, 'hand cast bf16']:.2f}" in told
 
 
 def test_the_landing_pages_means_are_of_all_networks_of_their_table():

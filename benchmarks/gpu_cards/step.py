@@ -20,11 +20,12 @@ from .jobs import Job, Row
 from .plans import Plan
 from .programs import Values, compiled, items, lowered, product_flops
 
-FLOAT32, HIGHEST, HAND, AUTOCAST, AUTOCAST_F16 = (
+FLOAT32, HIGHEST, HAND, AUTOCAST, AUTOCAST_F16 = VARIANTS = (
     *("float32", "float32 highest", "hand cast bf16", "autocast bf16"),
     "autocast f16",
 )
-VARIANTS = (FLOAT32, HIGHEST, HAND, AUTOCAST, AUTOCAST_F16)
+HAND_CUDNN = "hand cast bf16, cuDNN"  # asks for cuDNN's attention by name
+ATTENDS = ("transformer", "llama", "bert", "vit")
 _PRECISIONS = {HIGHEST: "highest"}
 MEMORY = "memory"
 
@@ -51,6 +52,8 @@ def step_of(network: Network, variant: str) -> tuple[Any, Callable[..., Any]]:
     tx = optimizer()
     if variant in (FLOAT32, HIGHEST):
         return plain_step(network.loss, tx)
+    if variant == HAND_CUDNN:
+        return plain_step(network.hand_cast_by_cudnn(jnp.bfloat16), tx)
     if variant == HAND:
         return plain_step(network.hand_cast(jnp.bfloat16), tx)
     policy = {AUTOCAST: "bf16-mixed", AUTOCAST_F16: "16-mixed"}[variant]
@@ -95,8 +98,10 @@ def jobs(plan: Plan, code: str) -> list[Job]:
 def _job(plan: Plan, name: str, size: str, code: str) -> Job:
     network = NETWORKS[name](size)
     values = Values(network)
+    is_gpu = jax.devices()[0].platform != "cpu"
+    variants = (*VARIANTS, HAND_CUDNN) if is_gpu and name in ATTENDS else VARIANTS
     prepare: dict[str, Callable[[], Any]] = {
-        variant: functools.partial(timed, network, values, variant) for variant in VARIANTS
+        variant: functools.partial(timed, network, values, variant) for variant in variants
     }
     counted = "products' operations"
     step = jax.value_and_grad(network.loss)
@@ -108,7 +113,7 @@ def _job(plan: Plan, name: str, size: str, code: str) -> Job:
             raise flops
         return with_rates(clock.in_turns(prepared, plan.patience), network, flops)
 
-    return Job(2, name, size, VARIANTS, prepare, measure, code, plan.first_s)
+    return Job(2, name, size, variants, prepare, measure, code, plan.first_s)
 
 
 def _peaks(plan: Plan, prepared: dict[str, Any]) -> dict[str, Row]:

@@ -12,8 +12,13 @@ PRODUCT = "bf16 product"  # of card 0
 SLOWER = 1.02  # than a cast by hand, beyond what samples differ by: to be mended
 BESIDE_TORCH = 1.1  # times as fast as torch.compile with autocast is expected
 SAVES_TIME, SAVES_MEMORY = 0.99, 0.98  # a hint that saves neither on two networks goes
+ATTENTION_NOTE = (
+    "The models write attention as two products and a softmax. Autocast runs it in cuDNN's kernel, "
+    "float32 and the cast by hand as it is written. 'cuDNN': that cast asks for the same kernel."
+)
 PEERS_NOTE = (
-    "The transformers here multiply attention out, PyTorch's is flash attention: not the same work."
+    "PyTorch's models call `scaled_dot_product_attention`, which chooses its kernel. "
+    "The loss, the optimizer and the sizes are those of card 2. "
 )
 
 
@@ -69,8 +74,8 @@ def _notes(number: int) -> list[str]:
         2: "ms: median of samples in turns, and their range. float32: products as the device does "
         "them by default (TF32 on a GPU); highest: in full float32. peak: arguments, results and "
         "temporaries of the program. TFLOP/s: of the products as written; of the peak: "
-        "beside card 0's bf16 product.",
-        3: PEERS_NOTE + " peak: what was allocated at most in one step.",
+        "beside card 0's bf16 product. " + ATTENTION_NOTE,
+        3: PEERS_NOTE + "peak: what was allocated at most in one step.",
         4: "Loss and gradients. Beside all hints: below 1 it is faster, or smaller, without.",
     }
     return [notes[number], ""] if number in notes else []
@@ -139,6 +144,8 @@ def _plain(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, list):
         return ", ".join(map(_plain, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(x)}" for name, x in value.items())
     return str(value)
 
 

@@ -89,6 +89,8 @@ class Worker:
 
     def _run(self, todo: list[jobs.Job]) -> int:
         waiting = [job for job in todo if not self._is_settled(job)]
+        # Time on a GPU is short: of a card, what no run has measured yet comes first.
+        waiting.sort(key=lambda job: (job.card, self._is_known(job)))
         started: dict[int, dict[str, concurrent.futures.Future[Any]]] = {}
         for index, job in enumerate(waiting):
             if self._seconds() < job.seconds:
@@ -162,6 +164,12 @@ class Worker:
         ]
         rows = [self.store.rows.get(key) for key in keys]
         return all(jobs.is_settled(row, job.code, len(self.store.runs)) for row in rows)
+
+    def _is_known(self, job: jobs.Job) -> bool:
+        """Returns whether the network was measured, on any GPU and with whatever code."""
+        key = (f"card {job.card}", job.size, job.network)
+        rows = self.store.part(key[0])
+        return any((row["part"], row["size"], row["network"]) == key for row in rows)
 
     def _leave_out(self, rest: list[jobs.Job]) -> None:
         by_card: dict[int, list[str]] = {}

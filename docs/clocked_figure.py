@@ -1,0 +1,117 @@
+"""Draws what a GPU's clock says of training steps, from benchmarks/results/gpu.json: `gpu.png`.
+
+`gpu.txt` holds the same numbers, and a sentence for the first pages.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "gpu.json"
+TORCH = "torch.compile"
+WAYS = {  # what readers call it: card and variant of the table, and colour
+    "float32": ("card 2", "float32 highest", "#b8b8b8"),
+    "float32, TF32": ("card 2", "float32", "#cfcfcf"),
+    "cast by hand": ("card 2", "hand cast bf16", "#dedede"),
+    TORCH: ("card 3", "autocast bf16, compiled", "#f3c677"),
+    "mpjax": ("card 2", "autocast bf16", "#56b4e9"),
+}
+NETWORKS = {  # what the sizes for a GPU are
+    "transformer": "GPT-2 medium",
+    "llama": "Llama, 8 layers",
+    "bert": "BERT-large",
+    "vit": "ViT-large",
+    "resnet50": "ResNet-50",
+    "unet": "U-Net",
+    "lstm": "LSTM",
+    "mlp": "MLP",
+}
+COUNTS = {"ms a step": ("ms", 1.0), "peak memory, GB": ("peak_bytes", 1e9)}
+
+Way = dict[str, Any]  # the row of each way that was measured, by name
+
+
+@functools.cache
+def steps() -> tuple[str, dict[str, Way]]:
+    """Returns the newest GPU, and of each network on it the rows by way."""
+    known = json.loads(RESULTS.read_text())
+    rows = [row for row in known["rows"] if row["part"] in ("card 2", "card 3") and "ms" in row]
+    device = known["runs"][max(row["run"] for row in rows) - 1]["device"]
+    names = {(card, variant): way for way, (card, variant, _) in WAYS.items()}
+    table: dict[str, Way] = {network: {} for network in NETWORKS}
+    for row in rows:
+        way = names.get((row["part"], row["variant"]))
+        if row["target"] == device and way and row["network"] in table:
+            table[row["network"]][way] = row
+    return device, {name: ways for name, ways in table.items() if "mpjax" in ways}
+
+
+def text() -> str:
+    """Returns the numbers as a table in Markdown."""
+    device, networks = steps()
+    lines = [f"| on one {device} | " + " | ".join(WAYS) + " |"]
+    lines.append("| --- |" + " ---: |" * len(WAYS))
+    for network, ways in networks.items():
+        for title, (field, unit) in COUNTS.items():
+            cells = [f"{ways[w][field] / unit:.1f}" if w in ways else "–" for w in WAYS]
+            cells[-1] = f"**{cells[-1]}**"
+            lines.append(f"| {NETWORKS[network]}: {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def sentence() -> str:
+    """Returns what the first pages say of it."""
+    device, networks = steps()
+
+    def shares(field: str) -> str:
+        of_hand = [w["mpjax"][field] / w["cast by hand"][field] for w in networks.values()]
+        *most, last = [f"{share:.2f}" for share in of_hand]
+        return f"{', '.join(most)} and {last}"
+
+    *most, last = [NETWORKS[network] for network in networks]
+    names = f"{', '.join(most)} and {last}".replace(", 8 layers", "")
+    device = device.removeprefix("NVIDIA ")
+    told = f"Measured on an {device}, a training step of {names} takes {shares('ms')} times "
+    told += f"the time of the model cast by hand, and {shares('peak_bytes')} times its memory."
+    for network, ways in networks.items():
+        if TORCH in ways:
+            times = ways[TORCH]["ms"] / ways["mpjax"]["ms"]
+            told += f" PyTorch's compiled autocast takes {times:.2f} times as long as mpjax for "
+            told += f"{NETWORKS[network]}."
+    return told
+
+
+def draw(path: Path) -> None:
+    """Draws a step's time and memory, a group of bars for each network."""
+    device, networks = steps()
+    figure = Figure(figsize=(10, 1.0 + 1.55 * len(networks)), dpi=150, layout="constrained")
+    panels = figure.subplots(1, len(COUNTS), sharey=True)
+    for axes, (title, (field, unit)) in zip(panels, COUNTS.items(), strict=True):
+        ticks: dict[float, str] = {}
+        y = 0.0
+        for network, ways in networks.items():
+            top = y
+            for way in (way for way in WAYS if way in ways):
+                value = ways[way][field] / unit
+                axes.barh(y, value, color=WAYS[way][2], height=0.9)
+                bold = "bold" if way == "mpjax" else "normal"
+                style = {"va": "center", "fontsize": 12, "fontweight": bold}
+                axes.text(value, y, f" {way} {value:.1f}", **style)
+                y += 1
+            ticks[(top + y - 1) / 2] = NETWORKS[network]
+            y += 0.7
+        longest = max(row[field] for ways in networks.values() for row in ways.values()) / unit
+        axes.set(xlim=(0, 1.45 * longest), ylim=(y - 0.8, -0.7))
+        axes.set_title(title, fontsize=13)
+        axes.set_yticks(list(ticks), list(ticks.values()), fontsize=13)
+        axes.set_xticks([])
+        axes.tick_params(length=0)
+        for side in ("top", "right", "bottom"):
+            axes.spines[side].set_visible(False)
+    figure.suptitle(f"A training step on one {device}", fontsize=13)
+    figure.savefig(path, metadata={"Description": text()})
