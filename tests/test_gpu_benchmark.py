@@ -22,7 +22,17 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The modules of the benchmark, imported as its script imports them."""
     monkeypatch.syspath_prepend(FOLDER)
-    names = ("clock", "hints_card", "jobs", "plans", "programs", "right", "tables", "worker")
+    names = (
+        "clock",
+        "hints_card",
+        "jobs",
+        "kernels",
+        "plans",
+        "programs",
+        "right",
+        "tables",
+        "worker",
+    )
     found = {name: importlib.import_module(f"gpu_cards.{name}") for name in names}
     found["store"] = importlib.import_module("measure.store").Store
     found["networks"] = importlib.import_module("networks").NETWORKS
@@ -174,6 +184,31 @@ def test_a_compiled_step_carries_its_donated_state(gpu: SimpleNamespace):
     assert step.args[0].tolist() == [5] * 4
     step.close()
     assert facts["peak_bytes"] >= 2 * 16
+
+
+def test_kernels_of_a_gpus_streams_are_summed_by_kind(gpu: SimpleNamespace):
+    def event(tid: int, name: str, dur: float, **args: Any) -> dict[str, Any]:
+        return {"ph": "X", "pid": 1, "tid": tid, "name": name, "dur": dur, "args": args}
+
+    def named(tid: int, name: str) -> dict[str, Any]:
+        return {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}}
+
+    kernels = [
+        event(7, "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NNT", 3e3, hlo_op="dot.1"),
+        event(7, "ampere_bf16_gemm_bf16_128x64_tn", 3e3, hlo_op="dot.2"),
+        event(7, "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma", 6e3, hlo_op="call.9"),
+        event(7, "loop_add_fusion_12", 3e3, hlo_op="loop_add_fusion.12"),
+        event(7, "loop_add_fusion_3", 1.5e3, hlo_op="loop_add_fusion.3"),
+        event(8, "loop_add_fusion.12", 9e3, hlo_op="loop_add_fusion.12"),  # the same, by operation
+        event(9, "python", 9e3),
+    ]
+    names = [named(7, "Stream #13(Compute)"), named(8, "XLA Ops"), named(9, "main")]
+    found = gpu.kernels.summed([*kernels, *names, {"ph": "M", "pid": 1, "name": "process_name"}])
+    assert found == pytest.approx({"products": 2.0, "attention": 2.0, "loop_add_fusion": 1.5})
+    on_a_cpu = gpu.kernels.summed([kernels[5], kernels[6]])
+    assert on_a_cpu == pytest.approx({"loop_add_fusion": 3.0})
+    with pytest.raises(ValueError, match="saw no kernel"):
+        gpu.kernels.summed([kernels[6]])
 
 
 # -- the order of work ---------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from networks import NETWORKS, Network
 
 import mpjax
 
-from . import clock
-from .jobs import Job, Row
+from . import clock, kernels
+from .jobs import Job, Row, attempted
 from .plans import Plan
 from .programs import Values, compiled, items, lowered, product_flops
 
@@ -111,7 +111,11 @@ def _job(plan: Plan, name: str, size: str, code: str) -> Job:
         flops = prepared.pop(counted)
         if isinstance(flops, Exception):
             raise flops
-        return with_rates(clock.in_turns(prepared, plan.patience), network, flops)
+        rows = with_rates(clock.in_turns(prepared, plan.patience), network, flops)
+        if "ms" in rows[AUTOCAST]:
+            spent = attempted(lambda: kernels.by_kind(prepared[AUTOCAST]))
+            rows[AUTOCAST]["kernels_ms"] = str(spent) if isinstance(spent, Exception) else spent
+        return rows
 
     return Job(2, name, size, variants, prepare, measure, code, plan.first_s)
 
