@@ -5,7 +5,8 @@ import statistics
 from typing import Any
 
 from measure.store import Row, Store
-from measure.tables import Grid, commands
+from measure.tables import ON_A_TPU, Grid, commands
+from measure.targets import TPUS
 
 from . import MODELS
 
@@ -65,12 +66,23 @@ def summary(store: Store) -> list[str]:
         )
     for target in dict.fromkeys(row["target"] for row in store.part("counts")):
         for base, what in ((SWITCH, "those of the package's own switch"), (PLAIN, "float32's")):
-            size, count = mean_count(store, target, base, "bytes_accessed")
+            field, bytes_ = traffic(target)
+            size, count = mean_count(store, target, base, field)
             memory, _ = mean_count(store, target, base, "temporaries")
             if count:
-                text = f"Compiled for {target}: {size:.2f} of the bytes and {memory:.2f} of the"
+                text = f"Compiled for {target}: {size:.2f} of the {bytes_} and {memory:.2f} of the"
                 lines.append(f"{text} temporaries, beside {what} (mean of {count}).")
     return lines
+
+
+def traffic(target: str) -> tuple[str, str]:
+    """Returns the count of bytes that a target's programs are compared by, and its name.
+
+    XLA's count for a TPU takes what lies in the chip's own memory for accessed too.
+    """
+    if target in TPUS:
+        return "hbm_traffic", "bytes to and from HBM"
+    return "bytes_accessed", "bytes"
 
 
 def mean_count(store: Store, target: str, base: str, field: str) -> tuple[float, int]:
@@ -124,6 +136,8 @@ def errors_grid(store: Store) -> Grid:
 def counts_grid(store: Store, target: str) -> Grid:
     """Returns the table of what was compiled for a target."""
     rows: list[tuple[str, ...]] = []
+    on_tpu = ("hbm_traffic",) if target in TPUS else ()
+    fields = {"bytes_accessed": 1e9, **dict.fromkeys(on_tpu, 1e9), "temporaries": 1e6}
     for name in MODELS:
         found = {v: _row(store, "counts", target, name, v) for v in VARIANTS}
         base = found[SWITCH] or found[PLAIN]
@@ -131,25 +145,21 @@ def counts_grid(store: Store, target: str) -> Grid:
             if row is None:
                 continue
             if "error" in row:
-                rows.append((name, variant, row["error"], *[NONE] * 4))
+                rows.append((name, variant, row["error"], *[NONE] * (len(fields) + 2)))
                 continue
-            cells = [
-                _against(row, base, field, unit)
-                for field, unit in (
-                    ("bytes_accessed", 1e9),
-                    ("temporaries", 1e6),
-                    ("trace_s", 1),
-                    ("total_s", 1),
-                )
-            ]
-            rows.append((name, variant, *cells[:2], str(row["converts"]), *cells[2:]))
+            counts = [_against(row, base, field, unit) for field, unit in fields.items()]
+            seconds = [_against(row, base, field, 1) for field in ("trace_s", "total_s")]
+            rows.append((name, variant, *counts, str(row["converts"]), *seconds))
     note = (
         "Loss and gradients at published widths with two blocks, compiled ahead of time. Ratios in "
         "brackets are to the package's own switch, or to float32 where it has none. Seconds are "
         "processor seconds on a machine with other work."
     )
-    columns = ("model", "variant", "GB accessed", "temporaries MB", "converts", "trace s")
-    return Grid(f"Compiled for {target}", note, (*columns, "trace + lower + compile s"), rows)
+    if on_tpu:
+        note += " XLA's GB accessed count what lies in the chip's own memory too."
+    columns = ("model", "variant", "GB accessed", *(ON_A_TPU[field] for field in on_tpu))
+    columns += ("temporaries MB", "converts", "trace s", "trace + lower + compile s")
+    return Grid(f"Compiled for {target}", note, columns, rows)
 
 
 def _row(store: Store, part: str, target: str, name: str, variant: str) -> Row | None:
