@@ -1,4 +1,4 @@
-"""Card 7: what a loss scale with its skips, `watch=100` and one diagnosis add to a step."""
+"""Card 7: what skips, a loss scale, `watch=100` and one diagnosis add to a step."""
 
 import functools
 import time
@@ -16,6 +16,7 @@ from .plans import Plan
 from .programs import Values
 
 WATCH = 100
+PLAIN = "f16, no loss scale, no skip"  # a step as one writes it without `make_train_step`
 OPTIONS: dict[str, dict[str, Any]] = {
     "f16, no loss scale": {"loss_scale": mpjax.NoOpLossScale()},
     "f16, dynamic loss scale": {},
@@ -31,6 +32,8 @@ def jobs(plan: Plan, code: str) -> list[Job]:
 
 def step_of(network: Network, variant: str) -> tuple[Any, Callable[..., Any]]:
     """Returns the train step with one set of options, and what makes its state."""
+    if variant == PLAIN:
+        return step.plain_step(mpjax.autocast(network.loss, "16-mixed"), step.optimizer())
     made = mpjax.make_train_step(network.loss, step.optimizer(), "16-mixed", **OPTIONS[variant])
     return made, made.init
 
@@ -39,7 +42,8 @@ def _job(plan: Plan, name: str, size: str, code: str) -> Job:
     network = NETWORKS[name](size)
     values = Values(network)
     prepare: dict[str, Callable[[], Any]] = {
-        variant: functools.partial(_timed, network, values, variant) for variant in OPTIONS
+        variant: functools.partial(_timed, network, values, variant)
+        for variant in (PLAIN, *OPTIONS)
     }
 
     def measure(prepared: dict[str, Any]) -> dict[str, Row]:
@@ -47,7 +51,7 @@ def _job(plan: Plan, name: str, size: str, code: str) -> Job:
         found = attempted(lambda: _diagnosed(network, values))
         return {**rows, DIAGNOSE: failed(found) if isinstance(found, Exception) else found}
 
-    variants = (*OPTIONS, DIAGNOSE)
+    variants = (PLAIN, *OPTIONS, DIAGNOSE)
     return Job(7, name, size, variants, prepare, measure, code, 2 * plan.first_s)
 
 
