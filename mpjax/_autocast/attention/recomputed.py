@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mpjax._autocast.attention import written
-from mpjax._autocast.attention.program import LEAST, Operands, Spec
+from mpjax._autocast.attention.program import Operands, Spec
 from mpjax._base.dtypes import FLOAT32
 
 NAME = "XLA's form"
@@ -44,13 +44,8 @@ def backward(operands: Operands, spec: Spec, out: Any, rows: Any, ct: Any) -> Se
         return x.reshape(batch, queries, shared, heads // shared, -1)
 
     query, out, ct = map(grouped, (query, out, ct))
-    logits = _dot(query, key, "bqsgd,bksd->bsgqk") * spec.scale
-    logits = logits.reshape(batch, heads, queries, keys)
-    if operands.bias is not None:
-        logits = logits + operands.bias.astype(FLOAT32)
-    read = written.read(operands, spec)
-    if read is not None:
-        logits = jnp.where(read, logits, LEAST)
+    logits = _dot(query, key, "bqsgd,bksd->bsgqk").reshape(batch, heads, queries, keys)
+    logits = written.read(logits, operands, spec)
     weights = jnp.exp(logits - rows[..., None]).reshape(batch, shared, -1, queries, keys)
     total = _dot(out, ct, "bqsgd,bqsgd->bsgq")
     moved = weights * (_dot(ct, value, "bqsgd,bksd->bsgqk") - total[..., None])

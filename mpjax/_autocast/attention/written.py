@@ -28,12 +28,7 @@ def form(operands: Operands, spec: Spec) -> tuple[Any, Any]:
     # [batch, key heads, queries, group, keys]
     logits = _product(query, operands.key, (((4,), (3,)), (_BATCH, _BATCH)), wide)
     logits = logits.transpose(0, 1, 3, 2, 4).reshape(batch, heads, queries, keys)
-    logits = logits * jnp.asarray(spec.scale, wide)
-    if operands.bias is not None:
-        logits = logits + operands.bias.astype(wide)
-    mask = read(operands, spec)
-    if mask is not None:
-        logits = jnp.where(mask, logits, jnp.asarray(LEAST, wide))
+    logits = read(logits, operands, spec)
     rows = jax.nn.logsumexp(logits, axis=-1).astype(jnp.float32)
     weights = jax.nn.softmax(logits, axis=-1).astype(dtype)
     weights = weights.reshape(batch, shared, heads // shared, queries, keys)
@@ -43,7 +38,22 @@ def form(operands: Operands, spec: Spec) -> tuple[Any, Any]:
     return out.astype(dtype), lax.stop_gradient(rows)
 
 
-def read(operands: Operands, spec: Spec) -> Any:
+def read(logits: Any, operands: Operands, spec: Spec) -> Any:
+    """Returns what the softmax reads, of products of queries and keys: scaled, biased and masked.
+
+    Args:
+      logits: [batch, heads, queries, keys], in the dtype to compute in.
+      operands: their bias and masks.
+      spec: their scale and band.
+    """
+    logits = logits * jnp.asarray(spec.scale, logits.dtype)
+    if operands.bias is not None:
+        logits = logits + operands.bias.astype(logits.dtype)
+    mask = _mask(operands, spec)
+    return logits if mask is None else jnp.where(mask, logits, jnp.asarray(LEAST, logits.dtype))
+
+
+def _mask(operands: Operands, spec: Spec) -> Any:
     """Returns the mask of the keys that each row reads, or None for all of them."""
     _, _, queries, keys = operands.sizes
     masks = [operands.mask, spec.band(queries, keys)]
