@@ -8,10 +8,9 @@ from mpjax._autocast.arrange import groups, plan
 from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.attention import steps as attention_steps
 from mpjax._autocast.attention import under_plan
-from mpjax._autocast.decide import facts, reads
-from mpjax._autocast.decide.decided import Action, Decided, Settings
+from mpjax._autocast.decide import reads
+from mpjax._autocast.decide.decided import NOTHING, Action, Decided, Outside, Settings
 from mpjax._autocast.decide.equations import Planner
-from mpjax._autocast.decide.must.steps import Relations
 from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.states import State
 from mpjax._autocast.eight_bits import quantized
@@ -24,8 +23,7 @@ def make_plan(
     in_states: tuple[State, ...],
     wants: tuple[int, ...],
     settings: Settings,
-    given: tuple[facts.Fact, ...] | None = None,
-    relations: Relations = frozenset(),
+    outside: Outside = NOTHING,
 ) -> Plan:
     """Returns the plan of a jaxpr.
 
@@ -34,12 +32,11 @@ def make_plan(
       in_states: the state of each input.
       wants: for each output, the flags of `reads` that tell how it is read outside.
       settings: the user's options.
-      given: a fact for each input, by default none.
-      relations: pairs of places of inputs; the second was computed from the first.
+      outside: what is known of the inputs beside, by default nothing.
     """
     opened = compat.closed(jaxpr).jaxpr
     products = quantized.QuantizedProducts(opened, settings.policy, settings.given)
-    planner = Planner(jaxpr, in_states, wants, settings, given, relations)
+    planner = Planner(jaxpr, in_states, wants, settings, outside)
     return arranged(planner.run(products, plan_inner))
 
 

@@ -53,7 +53,7 @@ _LITERAL = jax.extend.core.Literal
 
 def is_literal(atom: Any) -> bool:
     """Whether an equation's operand is a literal rather than a variable."""
-    return isinstance(atom, _LITERAL)
+    return type(atom) is _LITERAL  # it has no subclasses; `isinstance` takes twice as long
 
 
 def closed(jaxpr: Any) -> Any:
@@ -223,7 +223,7 @@ def inlined(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 def variables(eqn: Any) -> list[Any]:
     """Returns the operands of an equation that are no literals."""
-    return [v for v in eqn.invars if not isinstance(v, _LITERAL)]
+    return [v for v in eqn.invars if type(v) is not _LITERAL]
 
 
 def hashable_jit_params(params: dict[str, Any]) -> tuple[Any, ...]:

@@ -10,11 +10,11 @@ import enum
 import functools
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpjax._autocast.decide import demand, may, scopes, states
-from mpjax._autocast.decide.facts import Facts
-from mpjax._autocast.decide.reads import FORWARD
+from mpjax._autocast.decide.facts import Fact, Facts
+from mpjax._autocast.decide.must.steps import Relations
 from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.states import FLOAT32, State
 from mpjax._base import compat
@@ -57,6 +57,18 @@ class Settings:
     def demanded(self) -> demand.Demanded:
         """Demands of the user's rules, and of equal products elsewhere."""
         return demand.Demanded(self.held_full, self.asked)
+
+
+class Outside(NamedTuple):
+    """What is known of a program's inputs where it is called, beside their states."""
+
+    facts: tuple[Fact, ...] | None = None  # None: they have nothing in common
+    ahead: tuple[bool, ...] = ()  # whether a product of the forward pass outside depends on each
+    relations: Relations = frozenset()
+
+
+NOTHING = Outside()
+"""Of a function's own arguments."""
 
 
 class Action(enum.Enum):
@@ -102,17 +114,8 @@ class Decided:
     low_copies: tuple[Any, ...]  # per input, the dtype of the low copy that products want, or None
     reads: dict[Any, int]  # how each value is read, in flags
     facts: Facts
+    ahead: tuple[bool, ...]  # of each output, whether a product of the forward pass depends on it
     changed: bool  # whether anything differs from what was traced
-
-    @property
-    def ahead(self) -> tuple[bool, ...]:
-        """Of each output, whether a product of the forward pass inside depends on it too."""
-        atoms = self.jaxpr.jaxpr.outvars
-        return tuple(not compat.is_literal(v) and self.is_before_a_product(v) for v in atoms)
-
-    def is_before_a_product(self, var: Any) -> bool:
-        """Whether a product of the forward pass depends on a value, here or where we are called."""
-        return bool(self.reads.get(var, 0) & FORWARD) or self.facts[var].ahead
 
     @property
     def jaxpr(self) -> Any:

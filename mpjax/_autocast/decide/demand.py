@@ -194,17 +194,16 @@ class Inner:
     def __call__(self, part: structure.Part, wants: tuple[int, ...]) -> tuple[int, ...]:
         if part.program not in self._given:
             self._given[part.program], _ = facts.entering(self.eqn, part, self.known)
-        return inner(part.program, wants, self.demanded, self._given[part.program])
+        flags = inside(part.program, wants, self.demanded, self._given[part.program])
+        return tuple(flags.get(v, 0) for v in compat.closed(part.program).jaxpr.invars)
 
 
 @by_program
-def inner(
-    jaxpr: Any, wants: tuple[int, ...], demanded: Demanded, given: tuple[facts.Fact, ...]
-) -> tuple[int, ...]:
-    """Returns the flags of a jaxpr's inputs."""
-    opened = compat.closed(jaxpr).jaxpr
-    flags = of(opened, wants, demanded, facts.inside(jaxpr, given))
-    return tuple(flags.get(v, 0) for v in opened.invars)
+def inside(
+    program: Any, wants: tuple[int, ...], demanded: Demanded, given: tuple[facts.Fact, ...]
+) -> dict[Any, int]:
+    """Returns the flags of each variable of a program, given the facts of its inputs."""
+    return of(compat.closed(program).jaxpr, wants, demanded, facts.inside(program, given))
 
 
 @by_program

@@ -28,7 +28,7 @@ from mpjax._autocast.decide import (
     traits,
 )
 from mpjax._autocast.decide.activations import is_activation
-from mpjax._autocast.decide.decided import Action, Decided, Decision, Settings
+from mpjax._autocast.decide.decided import Action, Decided, Decision, Outside, Settings
 from mpjax._autocast.decide.may import norms
 from mpjax._autocast.decide.must import carries, conditioned
 from mpjax._autocast.decide.reasons import By, Reason
@@ -89,6 +89,7 @@ class Planner(Rounding):
             tuple(self.low_copy(v) for v in self.jaxpr.invars),
             self.demand,
             self.facts,
+            tuple(map(self.is_before_a_product, self.jaxpr.outvars)),
             self.changed,
         )
 
@@ -279,7 +280,7 @@ class Planner(Rounding):
         self.states.update(zip(eqn.outvars, call.out_states, strict=True))
         for v, *inside in zip(eqn.outvars, *(p.ahead for p in _bodies(eqn, call)), strict=True):
             if any(inside):
-                self.facts[v] = self.facts[v]._replace(ahead=True)
+                self.ahead.add(v)
         if not call.changed:
             return Decision(eqn, Action.AS_TRACED, self.of_unchanged_call(eqn))
         self.changed = True
@@ -306,11 +307,9 @@ class Planner(Rounding):
         ) -> Decided:
             given, _ = facts.entering(eqn, part, self.facts)
             operands = [eqn.invars[place] for place in part.operands]
-            ahead = [not compat.is_literal(v) and self.is_before_a_product(v) for v in operands]
-            told = tuple(f._replace(ahead=a) for f, a in zip(given, ahead, strict=True))
-            return plan(
-                part.program, in_states, wants, settings, told, self.steps.relations(operands)
-            )
+            ahead = tuple(map(self.is_before_a_product, operands))
+            outside = Outside(given, ahead, self.steps.relations(operands))
+            return plan(part.program, in_states, wants, settings, outside)
 
         return planned
 
@@ -368,8 +367,8 @@ class Planner(Rounding):
         by_itself = len(eqn.outvars) == len(eqn.invars)
         for i, v in enumerate(eqn.outvars):  # what is moved stands where it stood
             moved = [eqn.invars[i]] if by_itself else compat.variables(eqn)
-            if any(not compat.is_literal(a) and self.is_before_a_product(a) for a in moved):
-                self.facts[v] = self.facts[v]._replace(ahead=True)
+            if any(map(self.is_before_a_product, moved)):
+                self.ahead.add(v)
         fused = fusible.is_fusible(eqn) and not eqn.effects
         action = Action.FUSED if fused else Action.KEEP
         return Decision(eqn, action, self.because(eqn, None))

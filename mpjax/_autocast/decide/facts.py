@@ -62,7 +62,6 @@ class Fact(NamedTuple):
     product: bool = False  # a product's result went into it
     offset: int = 0  # what was added to such a value, which a difference may take off again
     derived: bool = False  # made by a derivative that is taken inside the program
-    ahead: bool = False  # an input of a program that a product outside depends on too
     roots: frozenset[int] = frozenset()
     terms: frozenset[Term] = frozenset()
 
@@ -275,14 +274,10 @@ class _Walk:
     def fresh(self, var: Any) -> Fact:
         return Fact(roots=frozenset({self.number()}), scalar=_is_number(var))
 
-    def operand(self, atom: Any) -> Fact:
-        fact = of_atom(atom, self.facts)
-        return fact._replace(ahead=False) if fact.ahead else fact
-
     def results(self, eqn: Eqn, *, derived: bool) -> Sequence[Fact]:
         if structure.is_call(eqn):
             return self.call(eqn)
-        operands = [self.operand(v) for v in eqn.invars]
+        operands = [of_atom(v, self.facts) for v in eqn.invars]
         floats = [f for v, f in zip(eqn.invars, operands, strict=True) if is_float32(v)]
         name = eqn.primitive.name
         if eqn.effects or name == "bitcast_convert_type":

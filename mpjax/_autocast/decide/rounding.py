@@ -21,10 +21,10 @@ from mpjax._autocast.decide import (
     scopes,
     states,
 )
-from mpjax._autocast.decide.decided import Settings, initial_state
+from mpjax._autocast.decide.decided import Outside, Settings, initial_state
 from mpjax._autocast.decide.may import norms
 from mpjax._autocast.decide.may.streams import Streams
-from mpjax._autocast.decide.must.steps import Relations, Steps
+from mpjax._autocast.decide.must.steps import Steps
 from mpjax._autocast.decide.states import FLOAT32, Kind, State, is_float32
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn
@@ -40,8 +40,7 @@ class Rounding:
         in_states: tuple[State, ...],
         wants: tuple[int, ...],
         settings: Settings,
-        given: tuple[facts.Fact, ...] | None,
-        relations: Relations,
+        outside: Outside,
     ) -> None:
         self.program = weakref.ref(jaxpr)
         self.jaxpr = compat.closed(jaxpr).jaxpr
@@ -49,14 +48,16 @@ class Rounding:
         is_one = isinstance(settings.policy, Policy)
         self.low = _low(scopes.compute_dtype(settings.policy, ())) if is_one else None
         self.in_states = in_states
-        known = facts.of_program(self.jaxpr) if given is None else facts.inside(jaxpr, given)
-        self.facts = dict(known)  # it is added what comes out of calls
-        self.demand = demand.of(self.jaxpr, wants, settings.demanded, self.facts)
+        given = facts.unrelated(self.jaxpr) if outside.facts is None else outside.facts
+        self.facts = facts.inside(jaxpr, given)
+        self.demand = demand.inside(jaxpr, wants, settings.demanded, given)
+        known = zip(self.jaxpr.invars, outside.ahead, strict=False)
+        self.ahead = {v for v, is_ahead in known if is_ahead}  # it is added what comes out of calls
         self.wants = wants
         self.states: dict[Any, State] = dict(zip(self.jaxpr.invars, in_states, strict=True))
         for var in self.jaxpr.constvars:
             self.states[var] = initial_state(var.aval)
-        self.steps = Steps(self.jaxpr, self.demand, self.states, self.facts, relations)
+        self.steps = Steps(self.jaxpr, self.demand, self.states, self.facts, outside.relations)
         self.streams = Streams(self.jaxpr, self.steps, self.demand, self.facts)
         granted = may.NORMS in settings.may
         self.normalised = norms.results(self.jaxpr.eqns) if granted else frozenset[Any]()
@@ -155,9 +156,11 @@ class Rounding:
             return False
         return not any(map(self.is_before_a_product, compat.variables(eqn)))
 
-    def is_before_a_product(self, var: Any) -> bool:
+    def is_before_a_product(self, atom: Any) -> bool:
         """Whether a product of the forward pass depends on a value, here or where we are called."""
-        return bool(self.demand.get(var, 0) & reads.FORWARD) or self.facts[var].ahead
+        if compat.is_literal(atom):
+            return False
+        return bool(self.demand.get(atom, 0) & reads.FORWARD) or atom in self.ahead
 
     def as_read(self, eqn: Eqn, state: State, want: int) -> State:
         """The state in which a result of an equation is given to those that read it so."""

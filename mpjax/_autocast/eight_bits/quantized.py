@@ -54,15 +54,11 @@ class QuantizedProducts:
         if flow is None or given is None:
             return inner
 
-        def plan(
-            program: Any, in_states: Any, wants: Any, settings: Any, facts: Any, relations: Any
-        ) -> Any:
+        def plan(program: Any, in_states: Any, wants: Any, settings: Any, outside: Any) -> Any:
             known = layers.inside(eqn, program, flow, given)
             if known is not None and known.keeps_history and not delayed.keeps(eqn):
                 known = replace(known, keeps_history=False)
-            return inner(
-                program, in_states, wants, replace(settings, given=known), facts, relations
-            )
+            return inner(program, in_states, wants, replace(settings, given=known), outside)
 
         return plan
 
