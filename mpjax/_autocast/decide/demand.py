@@ -81,7 +81,7 @@ def of(
             _add(flags, atom, want & ~FORWARD if backward else want)
         if not (backward or only_moves(eqn) or structure.is_call(eqn)):
             for v in compat.variables(eqn):
-                if known[v].derived:
+                if known[v].flags & facts.DERIVED:
                     _add(flags, v, GRADIENT)
     return flags
 

@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from mpjax._autocast.decide import contraction, scopes, traits
 from mpjax._autocast.decide.states import copies, is_float32, size
@@ -49,27 +46,35 @@ class Term(NamedTuple):
     is_power: bool = False  # squared, or the root of it, on the way to where it is added
 
 
+CONSTANT = 1
+"""No float argument went into it: a literal, a mask, a one-hot label."""
+SCALAR = 2
+"""It is one number, or copies of it."""
+REPEATED = 4
+"""A broadcast made it."""
+EXTREME = 8
+"""It is a maximum of rows, or made of nothing else."""
+STEP = 16
+"""It was multiplied by a small number, or by one that is not known: a step size."""
+PRODUCT = 32
+"""A product's result went into it."""
+DERIVED = 64
+"""A derivative that is taken inside the program made it."""
+
+
 class Fact(NamedTuple):
     """One value: numbers stand for other values, and are those of one program."""
 
-    constant: bool = False  # no float argument went into it: a literal, a mask, a one-hot label
+    flags: int = 0
     least: float = 0.0  # what the magnitudes of a constant lie between, where they are known
     most: float = math.inf
-    scalar: bool = False  # one number, or copies of it
-    repeated: bool = False  # by a broadcast
-    extreme: bool = False  # a maximum of rows, or made of nothing else
-    step: bool = False  # multiplied by a small number, or by one that is not known: a step size
-    product: bool = False  # a product's result went into it
     offset: int = 0  # what was added to such a value, which a difference may take off again
-    derived: bool = False  # made by a derivative that is taken inside the program
     roots: frozenset[int] = frozenset()
     terms: frozenset[Term] = frozenset()
 
 
-CONSTANT = Fact(constant=True)
-_EXTREME, _REPEATED, _STEP = map(operator.attrgetter, ("extreme", "repeated", "step"))
-_SCALAR, _DERIVED, _TERMS = map(operator.attrgetter, ("scalar", "derived", "terms"))
-_OFFSET, _PRODUCT = map(operator.attrgetter, ("offset", "product"))
+_SOME_CONSTANT = Fact(CONSTANT)
+_NO_TERMS: frozenset[Term] = frozenset()
 BY_DATA, BY_A_CONSTANT = 1, 2
 """Offsets. A statistic of rows, such as their mean, need not have that of an array of data."""
 SMALL_STEP = 1 / 32
@@ -90,24 +95,22 @@ def of_program(jaxpr: Jaxpr, given: Sequence[Fact] | None = None) -> dict[Any, F
 
 def unrelated(jaxpr: Jaxpr) -> tuple[Fact, ...]:
     """Returns the facts of inputs that have nothing in common."""
-    return tuple(
-        Fact(roots=frozenset({i}), scalar=_is_number(v)) for i, v in enumerate(jaxpr.invars)
-    )
+    return tuple(Fact(_if_number(v), roots=frozenset({i})) for i, v in enumerate(jaxpr.invars))
 
 
 def of_atom(atom: Any, facts: Facts) -> Fact:
     """Returns the fact of a variable or of a literal."""
     if not compat.is_literal(atom):
         return facts[atom]
-    if np.ndim(atom.val) or not is_float32(atom):
-        return CONSTANT
+    if atom.aval.shape or not is_float32(atom):
+        return _SOME_CONSTANT
     magnitude = abs(float(atom.val))
-    return Fact(constant=True, least=magnitude, most=magnitude, scalar=True)
+    return Fact(CONSTANT | SCALAR, magnitude, magnitude)
 
 
 def is_epsilon(fact: Fact) -> bool:
     """Whether a constant is smaller than anything that it would cancel."""
-    return fact.constant and fact.most < _EPSILON
+    return bool(fact.flags & CONSTANT) and fact.most < _EPSILON
 
 
 def cancels(eqn: Eqn, facts: Facts) -> bool:
@@ -132,12 +135,12 @@ def is_difference(eqn: Eqn, facts: Facts) -> bool:
     if eqn.primitive.name != "sub" or scopes.is_transposed(eqn.source_info.name_stack):
         return False
     first, second = (of_atom(v, facts) for v in eqn.invars)
-    if first.constant or second.constant:
+    if (first.flags | second.flags) & CONSTANT:
         return False
     if first.roots & second.roots:
         return True
-    both = sorted((first, second), key=_OFFSET)
-    return both[1].offset > 0 and (both[0].offset > 0 or not both[0].product)
+    less, more = (first, second) if first.offset <= second.offset else (second, first)
+    return more.offset > 0 and (less.offset > 0 or not less.flags & PRODUCT)
 
 
 def adds_a_constant(eqn: Eqn, facts: Facts) -> bool:
@@ -145,7 +148,7 @@ def adds_a_constant(eqn: Eqn, facts: Facts) -> bool:
     if eqn.primitive.name not in ("add", "sub"):
         return False
     operands = [of_atom(v, facts) for v in eqn.invars]
-    constants = [f for f in operands if f.constant]
+    constants = [f for f in operands if f.flags & CONSTANT]
     return len(constants) == 1 and not is_epsilon(constants[0]) and constants[0].most < math.inf
 
 
@@ -207,20 +210,38 @@ def _constant(eqn: Eqn, floats: Sequence[Fact]) -> Fact:
     """The fact of what is made of constants alone."""
     name = eqn.primitive.name
     if not floats:
-        return CONSTANT
+        return _SOME_CONSTANT
     if only_moves(eqn):
-        return floats[0]._replace(repeated=floats[0].repeated or _repeats(eqn))
-    scalar = all(f.scalar for f in floats)
+        first = floats[0]
+        return first._replace(flags=first.flags | REPEATED) if _repeats(eqn) else first
+    flags = CONSTANT | (SCALAR if all(f.flags & SCALAR for f in floats) else 0)
     if name == "mul":
-        least, most = (
-            math.prod(sizes) for sizes in zip(*((f.least, f.most) for f in floats), strict=True)
-        )
-        return Fact(constant=True, least=least, most=most, scalar=scalar)
+        return Fact(flags, math.prod(f.least for f in floats), math.prod(f.most for f in floats))
     if name == "div" and 0 < floats[1].least <= floats[1].most < math.inf:
         first, second = floats
-        least, most = first.least / second.most, first.most / second.least
-        return Fact(constant=True, least=least, most=most, scalar=scalar)
-    return Fact(constant=True, scalar=scalar)
+        return Fact(flags, first.least / second.most, first.most / second.least)
+    return Fact(flags)
+
+
+def _flags(eqn: Eqn, floats: Sequence[Fact]) -> int:
+    """The flags of all results of an operation on float operands of which not all are constants."""
+    name = eqn.primitive.name
+    some, all_, of_constants = 0, EXTREME, 0
+    for f in floats:
+        if f.flags & CONSTANT:
+            of_constants |= f.flags
+        else:
+            some, all_ = some | f.flags, all_ & f.flags
+    flags = all_ | some & PRODUCT
+    if name in traits.EXTREME:
+        flags |= EXTREME
+    if name in MOVES:
+        flags |= some & (REPEATED | STEP) | (REPEATED if _repeats(eqn) else 0)
+    elif _makes_a_step(eqn, floats):
+        flags |= STEP
+    if name in _HANDS_ON_DERIVED:
+        flags |= (some | of_constants) & DERIVED
+    return flags
 
 
 def _repeats(eqn: Eqn) -> bool:
@@ -232,22 +253,21 @@ def _makes_a_step(eqn: Eqn, floats: Sequence[Fact]) -> bool:
     """Whether an equation multiplies a whole array by a small number, or by an unknown one."""
     if eqn.primitive.name not in ("mul", "div") or len(floats) != 2:
         return False
-    numbers = [f.scalar and not f.constant for f in floats]
-    constants = [f.constant for f in floats]
-    if any(numbers) and not all(numbers) and not any(constants):
+    first, second = (f.flags & (CONSTANT | SCALAR) for f in floats)
+    if not (first | second) & CONSTANT and first != second:  # a number, and a whole array
         return True
     if eqn.primitive.name == "mul":
-        return any(0 < f.least <= f.most <= SMALL_STEP for f in floats if f.constant)
-    return constants[1] and floats[1].least >= 1 / SMALL_STEP
+        return any(0 < f.least <= f.most <= SMALL_STEP for f in floats if f.flags & CONSTANT)
+    return bool(second & CONSTANT) and floats[1].least >= 1 / SMALL_STEP
 
 
 def _is_data(fact: Fact) -> bool:
     """Whether a value is an array that no product made: a bias that is repeated adds no offset."""
-    return not (fact.constant or fact.product or fact.scalar or fact.repeated)
+    return not fact.flags & (CONSTANT | PRODUCT | SCALAR | REPEATED)
 
 
-def _is_number(var: Any) -> bool:
-    return not getattr(var.aval, "shape", ())
+def _if_number(var: Any) -> int:
+    return 0 if getattr(var.aval, "shape", ()) else SCALAR
 
 
 class _Walk:
@@ -261,20 +281,24 @@ class _Walk:
         self.facts: dict[Any, Fact] = dict(zip(jaxpr.invars, given, strict=True))
         self.facts.update((v, self.fresh(v)) for v in jaxpr.constvars)
         for eqn in jaxpr.eqns:
-            derived = scopes.is_transposed(eqn.source_info.name_stack)
-            made = self.results(eqn, derived=derived)
+            derived = DERIVED if scopes.is_transposed(eqn.source_info.name_stack) else 0
+            made = self.results(eqn, derived)
             if derived:
-                made = [f if f.derived else f._replace(derived=True) for f in made]
+                made = [f if f.flags & DERIVED else Fact(f.flags | DERIVED, *f[1:]) for f in made]
             self.facts.update(zip(eqn.outvars, made, strict=True))
 
     def number(self) -> int:
         self.next += 1
         return self.next - 1
 
-    def fresh(self, var: Any) -> Fact:
-        return Fact(roots=frozenset({self.number()}), scalar=_is_number(var))
+    def root(self) -> frozenset[int]:
+        """The roots of a value that is its own."""
+        return frozenset({self.number()})
 
-    def results(self, eqn: Eqn, *, derived: bool) -> Sequence[Fact]:
+    def fresh(self, var: Any) -> Fact:
+        return Fact(_if_number(var), roots=self.root())
+
+    def results(self, eqn: Eqn, derived: int) -> Sequence[Fact]:
         if structure.is_call(eqn):
             return self.call(eqn)
         operands = [of_atom(v, self.facts) for v in eqn.invars]
@@ -282,72 +306,50 @@ class _Walk:
         name = eqn.primitive.name
         if eqn.effects or name == "bitcast_convert_type":
             return [self.fresh(v) for v in eqn.outvars]
-        made = [f for f in floats if not f.constant]
-        if not made:
+        if all(f.flags & CONSTANT for f in floats):
             return [_constant(eqn, floats)] * len(eqn.outvars)
-        moves = name in MOVES
-        if moves and len(eqn.outvars) == len(eqn.invars) > 1:
+        if name in MOVES and len(eqn.outvars) == len(eqn.invars) > 1:
             return operands  # a barrier
-        told = {
-            "extreme": name in traits.EXTREME or all(map(_EXTREME, made)),
-            "repeated": moves and (_repeats(eqn) or any(map(_REPEATED, made))),
-            "step": any(map(_STEP, made)) if moves else _makes_a_step(eqn, floats),
-            "derived": derived or (name in _HANDS_ON_DERIVED and any(map(_DERIVED, floats))),
-            "product": any(map(_PRODUCT, floats)),
-            "offset": self.offset(eqn, floats),
-        }
-        return [self.result(eqn, floats, made, v, told) for v in eqn.outvars]
+        flags, offset = _flags(eqn, floats) | derived, self.offset(eqn, floats)
+        if name in PRODUCTS:
+            return [self.product(eqn, floats, flags, offset)]
+        if name == "reduce_sum":
+            return [self.total(floats[0], flags, offset)]
+        if name not in _OF_ITS_OPERANDS:
+            return [
+                Fact(flags | _if_number(v), offset=offset, roots=self.root()) for v in eqn.outvars
+            ]
+        return [self.elementwise(eqn, floats, v, flags, offset) for v in eqn.outvars]
 
     def offset(self, eqn: Eqn, floats: Sequence[Fact]) -> int:
         """The kind of offset that was added to a product and is still in an equation's results."""
-        name, before = eqn.primitive.name, max(map(_OFFSET, floats))
-        if name in ("add", "sub") and not any(f.derived for f in floats):
+        name, before = eqn.primitive.name, max(f.offset for f in floats)
+        if name in ("add", "sub") and not any(f.flags & DERIVED for f in floats):
             if adds_a_constant(eqn, self.facts):
                 return BY_A_CONSTANT
-            if any(map(_PRODUCT, floats)) and any(map(_is_data, floats)):
+            if any(f.flags & PRODUCT for f in floats) and any(map(_is_data, floats)):
                 return BY_A_CONSTANT if before == BY_A_CONSTANT else BY_DATA
         if not before or is_difference(eqn, self.facts):
             return 0
         if name in ("mul", "div"):
-            factors = [f for f in floats if not (f.constant or f.scalar)]
-            if not all(f.offset for f in factors if f.product):
+            factors = [f for f in floats if not f.flags & (CONSTANT | SCALAR)]
+            if not all(f.offset for f in factors if f.flags & PRODUCT):
                 return 0
             return min(before, BY_DATA) if any(map(_is_data, factors)) else before
         if name in traits.STATISTIC and before == BY_DATA:
             return 0
         return before if name in _KEEPS_AN_OFFSET else 0
 
-    def result(
-        self,
-        eqn: Eqn,
-        floats: Sequence[Fact],
-        made: Sequence[Fact],
-        out: Any,
-        told: dict[str, Any],
+    def elementwise(
+        self, eqn: Eqn, floats: Sequence[Fact], out: Any, flags: int, offset: int
     ) -> Fact:
-        """The fact of one result, of which `told` says what is so of all.
-
-        Of the float operands, `floats`, those in `made` are no constants.
-        """
-        name = eqn.primitive.name
-        if name in PRODUCTS:
-            return self.product(eqn, floats, told)
-        if name == "reduce_sum":
-            return self.total(made[0], told)
-        if name not in _OF_ITS_OPERANDS:
-            return Fact(roots=frozenset({self.number()}), scalar=_is_number(out), **told)
-        roots = made[0].roots.union(*(f.roots for f in made[1:]))
-        is_whole = size(out.aval.shape) == size(eqn.invars[0].aval.shape)  # in another order
-        if name in _PARTS and not is_whole:
+        roots = floats[0].roots.union(*(f.roots for f in floats[1:]))
+        if eqn.primitive.name in _PARTS and size(out.aval.shape) != size(eqn.invars[0].aval.shape):
             roots = frozenset({self.part(eqn, roots, out)})
         elif len(roots) > _MOST_ROOTS:
-            roots = frozenset({self.number()})
-        return Fact(
-            roots=roots,
-            terms=self.terms(eqn, floats),
-            scalar=_is_number(out) or all(map(_SCALAR, floats)),
-            **told,
-        )
+            roots = self.root()
+        scalar = SCALAR if all(f.flags & SCALAR for f in floats) else _if_number(out)
+        return Fact(flags | scalar, 0.0, math.inf, offset, roots, self.terms(eqn, floats))
 
     def part(self, eqn: Eqn, roots: frozenset[int], out: Any) -> int:
         """The number of a part of a value: the same part has the same number."""
@@ -359,38 +361,38 @@ class _Walk:
 
     def terms(self, eqn: Eqn, floats: Sequence[Fact]) -> frozenset[Term]:
         """The terms that an operation hands on: unscaled, or scaled by one number."""
-        if not hands_on_terms(eqn) or not any(map(_TERMS, floats)):
-            return frozenset()
+        if not any(f.terms for f in floats) or not hands_on_terms(eqn):
+            return _NO_TERMS
         if eqn.primitive.name in ("mul", "div"):
-            whole = [f for f in floats if not (f.constant or f.scalar)]
+            whole = [f for f in floats if not f.flags & (CONSTANT | SCALAR)]
             if len(whole) != 1 or (eqn.primitive.name == "div" and whole[0] is not floats[0]):
-                return frozenset()
+                return _NO_TERMS
             return whole[0].terms
-        terms = frozenset[Term]().union(*(f.terms for f in floats))
+        terms = _NO_TERMS.union(*(f.terms for f in floats))
         if eqn.primitive.name in _POWERS:
             terms = frozenset(t._replace(is_power=True) for t in terms)
         if eqn.primitive.name in ("gather", "slice", "dynamic_slice"):
             terms |= {self.of_gram(t) for t in terms if t.is_product and len(t.roots) == 1}
-        return terms if len(terms) <= _MOST_TERMS else frozenset()
+        return terms if len(terms) <= _MOST_TERMS else _NO_TERMS
 
     def of_gram(self, term: Term) -> Term:
         """The diagonal of `a aᵀ` is a sum over the elements of `a`."""
         return Term(term.roots, self.number(), is_product=False)
 
-    def product(self, eqn: Eqn, floats: Sequence[Fact], told: dict[str, Any]) -> Fact:
+    def product(self, eqn: Eqn, floats: Sequence[Fact], flags: int, offset: int) -> Fact:
         roots = frozenset[int]().union(*(f.roots for f in floats[:2]))
         is_product = not contraction.only_sums(eqn)
         term = Term(roots, self.number(), is_product)
         if contraction.adds_nothing(eqn):
-            return Fact(roots=frozenset({term.number}), **told)
+            return Fact(flags, offset=offset, roots=frozenset({term.number}))
         if is_product:
-            told = {**told, "product": True, "offset": 0}
-        return Fact(roots=frozenset({self.number()}), terms=frozenset({term}), **told)
+            flags, offset = flags | PRODUCT, 0
+        return Fact(flags, offset=offset, roots=self.root(), terms=frozenset({term}))
 
-    def total(self, of: Fact, told: dict[str, Any]) -> Fact:
+    def total(self, of: Fact, flags: int, offset: int) -> Fact:
         terms = {Term(of.roots, self.number(), is_product=False)}
         terms |= {self.of_gram(t) for t in of.terms if t.is_product and len(t.roots) == 1}
-        return Fact(roots=frozenset({self.number()}), terms=frozenset(terms), **told)
+        return Fact(flags, offset=offset, roots=self.root(), terms=frozenset(terms))
 
     def call(self, eqn: Eqn) -> Sequence[Fact]:
         made: list[list[Fact]] = []
@@ -411,18 +413,21 @@ class _Walk:
         for n in sorted(used - names.keys()):
             names[n] = self.number()
         if any(names[n] < 0 for n in used):
-            fresh = frozenset({self.number()})  # of a loop's carry: another in each turn
-            return Fact(roots=fresh, product=fact.product, offset=fact.offset)
+            # Of a loop's carry: another in each turn.
+            return Fact(fact.flags & PRODUCT, offset=fact.offset, roots=self.root())
         return _renumbered(fact, names.__getitem__)
 
     def joined(self, outs: Sequence[Fact], var: Any) -> Fact:
         first = outs[0]
         if all(f == first for f in outs):
             return first
-        if all(f.constant for f in outs):
-            return CONSTANT
-        terms = frozenset[Term]().union(*(f.terms for f in outs))
-        terms = terms if len(terms) <= _MOST_TERMS else frozenset()
-        return self.fresh(var)._replace(
-            terms=terms, product=any(map(_PRODUCT, outs)), offset=max(map(_OFFSET, outs))
+        if all(f.flags & CONSTANT for f in outs):
+            return _SOME_CONSTANT
+        terms = _NO_TERMS.union(*(f.terms for f in outs))
+        flags = _if_number(var) | (PRODUCT if any(f.flags & PRODUCT for f in outs) else 0)
+        return Fact(
+            flags,
+            offset=max(f.offset for f in outs),
+            roots=self.root(),
+            terms=terms if len(terms) <= _MOST_TERMS else _NO_TERMS,
         )

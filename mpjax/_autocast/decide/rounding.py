@@ -141,7 +141,8 @@ class Rounding:
         A softmax subtracts it from them: `exp(x - max(x))` is exactly 1 only where both are alike.
         """
         operands = [self.states[v] for v in compat.variables(eqn)]
-        return self.facts[var].extreme and any(s.would_be is not None for s in operands)
+        is_extreme = self.facts[var].flags & facts.EXTREME
+        return bool(is_extreme) and any(s.would_be is not None for s in operands)
 
     def gains_nothing(self, eqn: Eqn, want: int) -> bool:
         """Whether a value stands behind the last product, where losses live.

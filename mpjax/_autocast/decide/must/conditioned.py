@@ -88,7 +88,7 @@ def _reads_a_distance(eqn: Eqn, known: facts.Facts) -> bool:
     # Positions or a mask, added to logits, are no point that they come close to, and a constant and
     # a small step cancel nothing.
     operands = (facts.of_atom(v, known) for v in eqn.invars)
-    return facts.adds_a_constant(eqn, known) and not any(f.step for f in operands)
+    return facts.adds_a_constant(eqn, known) and not any(f.flags & facts.STEP for f in operands)
 
 
 def keeps_from_low(eqn: Eqn, want: int) -> int:
