@@ -15,7 +15,7 @@ from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.states import State
 from mpjax._autocast.eight_bits import quantized
 from mpjax._base import compat
-from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.caches import by_identity, by_program
 
 
 def make_plan(
@@ -25,7 +25,7 @@ def make_plan(
     settings: Settings,
     outside: Outside = NOTHING,
 ) -> Plan:
-    """Returns the plan of a jaxpr.
+    """Returns the plan of a jaxpr: decided as a whole, then arranged.
 
     Args:
       jaxpr: the program, closed or not. The plan refers to it weakly: the caller keeps it alive.
@@ -34,21 +34,34 @@ def make_plan(
       settings: the user's options.
       outside: what is known of the inputs beside, by default nothing.
     """
+    return arranged(decide(jaxpr, in_states, wants, settings, outside))
+
+
+def decide(
+    jaxpr: Any,
+    in_states: tuple[State, ...],
+    wants: tuple[int, ...],
+    settings: Settings,
+    outside: Outside,
+) -> Decided:
+    """Returns the decisions about a jaxpr, and about the programs inside it."""
     opened = compat.closed(jaxpr).jaxpr
     products = quantized.QuantizedProducts(opened, settings.policy, settings.given)
-    planner = Planner(jaxpr, in_states, wants, settings, outside)
-    return arranged(planner.run(products, plan_inner))
+    return Planner(jaxpr, in_states, wants, settings, outside).run(products, decide_inner)
 
 
-plan_inner = by_program(make_plan)
-"""`make_plan`, memoised: a program inside another is planned more than once, so that without this
-the time would be exponential in the depth of nested loops."""
+decide_inner = by_program(decide)
+"""`decide`, memoised: about a program inside another it is decided more than once, so that without
+this the time would be exponential in the depth of nested loops."""
 
 
+@by_identity
 def arranged(decided: Decided) -> Plan:
-    """Returns the plan that carries out decisions."""
+    """Returns the plan that carries out decisions, also those about the programs inside."""
     closed, decisions = decided.jaxpr, decided.decisions
     for decision in decisions:
+        if decision.call is not None:
+            decision.call.plans = tuple(map(arranged, decision.call.plans))
         if decision.action is Action.ATTENTION:
             decision.reason = Reason(under_plan.where(decision.eqn, decision.low))
     fused = [d.action is Action.FUSED for d in decisions]

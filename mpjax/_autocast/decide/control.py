@@ -38,8 +38,9 @@ _NEXT_TURN = UNROUNDED | ABSOLUTE | LATER | FORWARD
 class CallPlan:
     """The plans of an equation's programs, and what passes in and out.
 
-    `plans` are in the order of `programs(eqn)`. `operand_states` are those in which operands are
-    handed over, `out_states` those of the results; a loop's carry has the same in both.
+    `plans` are in the order of `programs(eqn)`: decisions, until `planning` arranges them.
+    `operand_states` are those in which operands are handed over, `out_states` those of the results;
+    a loop's carry has the same in both.
     """
 
     plans: tuple[Any, ...]

@@ -97,7 +97,7 @@ class Decision:
     path: str = ""  # of the weight of one that is
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Decided:
     """Everything that was decided of a jaxpr.
 

@@ -50,27 +50,27 @@ class Products(Protocol):
 
     def path(self, eqn: Eqn) -> str: ...
 
-    def entering(self, eqn: Eqn, inner: PlanProgram) -> PlanProgram: ...
+    def entering(self, eqn: Eqn, inner: DecideProgram) -> DecideProgram: ...
 
 
-PlanProgram = Callable[..., Decided]
-"""Plans a program, as `planning.make_plan` does."""
+DecideProgram = Callable[..., Decided]
+"""Decides about a program, as `planning.decide` does."""
 
 
 class Planner(Rounding):
     """Decides one equation of a jaxpr after the other; its arguments are those of `Rounding`."""
 
     products: Products
-    plan_inner: PlanProgram
+    decide_inner: DecideProgram
 
-    def run(self, products: Products, inner: PlanProgram) -> Decided:
+    def run(self, products: Products, inner: DecideProgram) -> Decided:
         """Returns the decisions.
 
         Args:
           products: decides which products are in 8 bits.
-          inner: plans the programs that equations hold.
+          inner: decides about the programs that equations hold.
         """
-        self.products, self.plan_inner = products, inner
+        self.products, self.decide_inner = products, inner
         self.compared: set[Any] = set()
         self.changed = False
         decisions = [self.decide(eqn) for eqn in self.jaxpr.eqns]
@@ -297,7 +297,7 @@ class Planner(Rounding):
 
     def inner(self, eqn: Eqn) -> control.PlanInner:
         """Returns what plans the programs of an equation, told what is known of their inputs."""
-        plan = self.products.entering(eqn, self.plan_inner)
+        plan = self.products.entering(eqn, self.decide_inner)
 
         def planned(
             part: structure.Part,
