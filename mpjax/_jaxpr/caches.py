@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_MOST_KEPT = 8192
 
 
 def by_identity(fun: Callable[[Any], R]) -> Callable[[Any], R]:
@@ -26,6 +27,26 @@ def by_identity(fun: Callable[[Any], R]) -> Callable[[Any], R]:
         if key not in known:
             known[key] = weakref.ref(x, lambda _: known.pop(key)), fun(x)
         return known[key][1]
+
+    return cached
+
+
+def by_kept_identity(fun: Callable[[Any], R]) -> Callable[[Any], R]:
+    """Returns `fun`, memoised on the identity of its argument: small, and slow to hash.
+
+    Arguments are kept alive, the last few thousand, so that no other object has the identity of
+    one. A name stack of JAX is such an argument, to which no weak reference can be made.
+    """
+    known: dict[int, tuple[Any, R]] = {}
+
+    @functools.wraps(fun)
+    def cached(x: Any) -> R:
+        entry = known.get(id(x))
+        if entry is None:
+            if len(known) >= _MOST_KEPT:
+                known.clear()
+            entry = known[id(x)] = x, fun(x)
+        return entry[1]
 
     return cached
 

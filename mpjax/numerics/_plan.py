@@ -319,7 +319,7 @@ def _enter(eqn: Eqn, around: _Around) -> _Around:
     phase = around.phase
     if _RECOMPUTED_SCOPE in names:
         phase = RECOMPUTED
-    elif phase == FORWARD and scopes.is_transposed(eqn.source_info.name_stack):
+    elif phase == FORWARD and scopes.is_transposed(eqn):
         phase = BACKWARD
     own = _names.path(eqn.source_info.name_stack)
     if _kind(eqn) is RunAs.REMAT:

@@ -138,7 +138,7 @@ class _Places:
         for n in mine:
             for i in self.all[n].members:
                 eqn = self.jaxpr.eqns[i]
-                if eqn.effects or scopes.AS_WRITTEN in scopes.of(eqn):
+                if eqn.effects or scopes.is_as_written(eqn):
                     return []
             for v in self.made(self.all[n]):
                 if v is self.jaxpr.eqns[match.last].outvars[0]:

@@ -74,7 +74,7 @@ def of(
     for atom, want in zip(jaxpr.outvars, wants, strict=True):
         _add(flags, atom, want)
     for eqn in reversed(jaxpr.eqns):
-        backward = scopes.is_transposed(eqn.source_info.name_stack)
+        backward = scopes.is_transposed(eqn)
         outs = [flags.get(v, 0) for v in eqn.outvars]
         asked = meetings.asks(eqn, _reads(eqn, outs, demanded, known))
         for atom, want in zip(eqn.invars, asked, strict=True):
@@ -129,7 +129,7 @@ def _operands(
 
 
 def _of_attention(eqn: Eqn, later: int) -> list[int]:
-    if scopes.AS_WRITTEN in scopes.of(eqn):
+    if scopes.is_as_written(eqn):
         return [later] * len(eqn.invars)
     product = PRODUCT | LATER | FORWARD | WHOLE
     return [product if low else LATER | FORWARD for low in named_attention.operands_low(eqn)]
@@ -165,7 +165,7 @@ def _of_product(eqn: Eqn, union: int, later: int) -> list[int]:
         return [later | EXACT] * len(eqn.invars)
     if conditioned.keeps_from_low(eqn, union):
         return [later | EXACT] * len(eqn.invars)
-    if reasons.as_written(eqn) or scopes.AS_WRITTEN in scopes.of(eqn):
+    if reasons.as_written(eqn) or scopes.is_as_written(eqn):
         return [later] * len(eqn.invars)
     return [PRODUCT | LATER | FORWARD | WHOLE] * 2 + [0] * (len(eqn.invars) - 2)
 

@@ -221,7 +221,7 @@ class Planner(Rounding):
             self.record(eqn, [self.stored(eqn, eqn.outvars[0], state)])
             return Decision(eqn, Action.FUSED, self.because(eqn, None))
         self.changed = True
-        backward = scopes.is_transposed(eqn.source_info.name_stack)
+        backward = scopes.is_transposed(eqn)
         seen = want & (reads.OUTPUT | reads.FULL)
         gradient = want & reads.GRADIENT  # rounded, small steps along it would be lost
         ruined = want & reads.EXACT

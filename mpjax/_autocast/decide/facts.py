@@ -115,7 +115,7 @@ def is_epsilon(fact: Fact) -> bool:
 
 def cancels(eqn: Eqn, facts: Facts) -> bool:
     """Whether a sum is of terms that are over the same values, a product among them."""
-    if eqn.primitive.name not in traits.ADDS or scopes.is_transposed(eqn.source_info.name_stack):
+    if eqn.primitive.name not in traits.ADDS or scopes.is_transposed(eqn):
         return False  # a derivative's sums are of what JAX adds up, and no formula of the author's
     first, second = (of_atom(v, facts).terms for v in eqn.invars)
     return any(
@@ -132,7 +132,7 @@ def is_difference(eqn: Eqn, facts: Facts) -> bool:
     They are made of the same, element by element, as `f(z + 0.01)` and `f(z)`. Or something was
     added to both, as to `300 + z` and its mean; or it was added and is taken off, as `y + z - y`.
     """
-    if eqn.primitive.name != "sub" or scopes.is_transposed(eqn.source_info.name_stack):
+    if eqn.primitive.name != "sub" or scopes.is_transposed(eqn):
         return False
     first, second = (of_atom(v, facts) for v in eqn.invars)
     if (first.flags | second.flags) & CONSTANT:
@@ -281,7 +281,7 @@ class _Walk:
         self.facts: dict[Any, Fact] = dict(zip(jaxpr.invars, given, strict=True))
         self.facts.update((v, self.fresh(v)) for v in jaxpr.constvars)
         for eqn in jaxpr.eqns:
-            derived = DERIVED if scopes.is_transposed(eqn.source_info.name_stack) else 0
+            derived = DERIVED if scopes.is_transposed(eqn) else 0
             made = self.results(eqn, derived)
             if derived:
                 made = [f if f.flags & DERIVED else Fact(f.flags | DERIVED, *f[1:]) for f in made]

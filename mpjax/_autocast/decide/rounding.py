@@ -66,8 +66,7 @@ class Rounding:
         self.held: dict[Any, reasons.Reason] = {}  # why values that could be low are float32
 
     def settings_at(self, eqn: Eqn) -> Settings:
-        names = scopes.of(eqn)
-        if self.settings.as_written or scopes.AS_WRITTEN not in names:
+        if self.settings.as_written or not scopes.is_as_written(eqn):
             return self.settings
         return _as_written(self.settings)
 
@@ -85,7 +84,7 @@ class Rounding:
         What is float32 for the sake of one reader is as good as low for the others. Its cotangent
         is float32 too, as that of a value which `jax.grad` sees in float32.
         """
-        if scopes.is_transposed(eqn.source_info.name_stack):
+        if scopes.is_transposed(eqn):
             return operands
         return [states.as_low(s) for s in operands]
 
@@ -153,7 +152,7 @@ class Rounding:
         """
         if not want & reads.LATER:
             return True
-        if want & reads.FORWARD or scopes.is_transposed(eqn.source_info.name_stack):
+        if want & reads.FORWARD or scopes.is_transposed(eqn):
             return False
         return not any(map(self.is_before_a_product, compat.variables(eqn)))
 

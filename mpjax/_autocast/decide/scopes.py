@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
 from mpjax._base import compat, source_lines
+from mpjax._jaxpr.caches import by_kept_identity
 from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._policies.policy import Policy
 from mpjax._policies.spelling import Path, of_operation
@@ -47,10 +48,41 @@ AS_WRITTEN = "mpjax_as_written"
 """The scope inside which autocast changes nothing: `full_precision`, and its own results."""
 
 
-@functools.lru_cache(maxsize=8192)
-def names(name_stack: Any) -> tuple[str, ...]:
-    """Returns the scopes in a name stack, without the transformations between them."""
-    return tuple(name for segment in segments(name_stack) for name in segment)
+class Place(NamedTuple):
+    """Where an operation stands."""
+
+    names: tuple[str, ...]  # the scopes, without the transformations between them
+    as_written: bool  # in a region that is left as it is
+    is_transposed: bool  # made by reverse-mode differentiation inside the function
+
+
+def place(eqn: Eqn) -> Place:
+    """Returns where an equation stands."""
+    return _place(eqn.source_info.name_stack)
+
+
+@by_kept_identity
+@functools.lru_cache(maxsize=8192)  # of equal stacks
+def _place(name_stack: Any) -> Place:
+    names = tuple(name for segment in segments(name_stack) for name in segment)
+    entries = getattr(name_stack, "stack", ())
+    turned = any(type(e).__name__ == "Transform" and e.name == "transpose" for e in entries)
+    return Place(names, AS_WRITTEN in names, turned)
+
+
+def of(eqn: Eqn) -> tuple[str, ...]:
+    """Returns the scopes of one equation."""
+    return place(eqn).names
+
+
+def is_transposed(eqn: Eqn) -> bool:
+    """Whether an operation was made by reverse-mode differentiation inside the function."""
+    return place(eqn).is_transposed
+
+
+def is_as_written(eqn: Eqn) -> bool:
+    """Whether an operation stands in a region in which autocast changes nothing."""
+    return place(eqn).as_written
 
 
 def segments(name_stack: Any) -> list[tuple[str, ...]]:
@@ -62,18 +94,6 @@ def segments(name_stack: Any) -> list[tuple[str, ...]]:
         else:
             parts.append(())
     return parts
-
-
-@functools.lru_cache(maxsize=8192)
-def is_transposed(name_stack: Any) -> bool:
-    """Whether an operation was made by reverse-mode differentiation inside the function."""
-    entries = getattr(name_stack, "stack", ())
-    return any(type(e).__name__ == "Transform" and e.name == "transpose" for e in entries)
-
-
-def of(eqn: Eqn) -> tuple[str, ...]:
-    """Returns the scopes of one equation."""
-    return names(eqn.source_info.name_stack)
 
 
 def location(eqn: Eqn) -> str:

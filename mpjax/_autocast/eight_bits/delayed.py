@@ -142,7 +142,7 @@ NONE = Amaxes()
 def check_not_differentiated(plan: Any, where: str) -> None:
     """Refuses a function that differentiates inside: maxima of its gradients could not come out."""
     for eqn in compat.equations(plan.jaxpr):
-        transposed = scopes.is_transposed(eqn.source_info.name_stack)
+        transposed = scopes.is_transposed(eqn)
         if eqn.primitive.name in PRODUCTS and transposed:
             got = "the function differentiates, and what its gradients see could not come out."
             fix = f"Differentiate outside: jax.grad(fast.apply), of fast = {where}(loss, policy)."

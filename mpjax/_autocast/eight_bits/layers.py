@@ -149,7 +149,7 @@ def _backward(jaxpr: Jaxpr, data_flow: DataFlow, outputs: Sequence[bool]) -> Non
 def _operands_feed(eqn: Eqn, data_flow: DataFlow) -> Sequence[bool]:
     outs = tuple(v in data_flow.feeds for v in eqn.outvars)
     count = len(eqn.invars)
-    if is_layer(eqn, data_flow) and not scopes.is_transposed(eqn.source_info.name_stack):
+    if is_layer(eqn, data_flow) and not scopes.is_transposed(eqn):
         return [True] * count
     if not structure.is_call(eqn):
         return [any(outs)] * count
@@ -244,7 +244,7 @@ def _collect(jaxpr: Jaxpr, given: Given, tables: set[str], unplaced: set[str]) -
 def _is_forward_product(eqn: Eqn, data_flow: DataFlow) -> bool:
     if eqn.primitive.name not in PRODUCTS or data_flow.weight(eqn) is None:
         return False
-    return not scopes.is_transposed(eqn.source_info.name_stack)
+    return not scopes.is_transposed(eqn)
 
 
 def is_first(eqn: Eqn, data_flow: DataFlow) -> bool:

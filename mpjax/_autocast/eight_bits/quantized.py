@@ -101,7 +101,7 @@ class QuantizedProducts:
         return self.flow.origin(eqn.invars[weight]).path if self.flow and weight is not None else ""
 
     def _why_no_history(self, eqn: Eqn) -> str:
-        if scopes.is_transposed(eqn.source_info.name_stack):
+        if scopes.is_transposed(eqn):
             return "inside a derivative"
         is_kept = self.given is not None and self.given.keeps_history
         return "" if is_kept else "inside a branch, a while loop or a shard_map"
@@ -134,7 +134,7 @@ class QuantizedProducts:
         flow, given = self.flow, self.given
         if flow is None or given is None:
             return ""
-        if scopes.is_transposed(eqn.source_info.name_stack):
+        if scopes.is_transposed(eqn):
             return "the derivative of the first or last layer" if path in given.unplaced else ""
         if layers.is_first(eqn, flow):
             return "the first layer"
@@ -161,7 +161,7 @@ def _refuse_blocks(eqn: Eqn, why: str, recipe: Recipe, rule: str, path: str) -> 
 
     A pattern that matches everything does not ask for this layer: its product stays in 16 bits.
     """
-    if scopes.is_transposed(eqn.source_info.name_stack):
+    if scopes.is_transposed(eqn):
         return  # a gradient's product of another length stays in 16 bits
     got = f"rule {rule!r} asks for {recipe}, and the product of {path or 'a weight'} has none:"
     where = f"autocast, {scopes.location(eqn)}"
@@ -176,7 +176,7 @@ def _roles(eqn: Eqn, weight: int) -> Any:
     A product with a weight in a derivative taken inside the function is a dgrad: its other operand
     is a cotangent, and its result the cotangent of the input.
     """
-    if scopes.is_transposed(eqn.source_info.name_stack):
+    if scopes.is_transposed(eqn):
         other, result = ArrayRole.RESULT, ArrayRole.INPUT
     else:
         other, result = ArrayRole.INPUT, ArrayRole.RESULT

@@ -188,7 +188,7 @@ class _ReasonWalk:
             asked = reasons.of_reader(wants)
             why = ROUNDED + _named(asked, eqn, asking) if asked else ""
         elif _computes(eqn):
-            why = reasons.AS_WRITTEN if scopes.AS_WRITTEN in scopes.of(eqn) else WRITTEN_SO
+            why = reasons.AS_WRITTEN if scopes.is_as_written(eqn) else WRITTEN_SO
         else:
             return
         self.findings.append(OperationDtype(module, _name(eqn), dtype, why, None, where))
@@ -210,7 +210,7 @@ def _rounds(plan: Plan, eqn: Eqn) -> int:
             return 0
         return plan.reads.get(atom, 0) & reads.UNROUNDED
 
-    if is_own(eqn.primitive) or scopes.AS_WRITTEN in scopes.of(eqn) or any(map(wanted, eqn.invars)):
+    if is_own(eqn.primitive) or scopes.is_as_written(eqn) or any(map(wanted, eqn.invars)):
         return 0
     return wanted(eqn.outvars[0])
 

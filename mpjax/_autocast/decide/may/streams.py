@@ -90,4 +90,4 @@ class Streams:
 
 
 def _is_backward(eqn: Eqn) -> bool:
-    return scopes.is_transposed(eqn.source_info.name_stack)
+    return scopes.is_transposed(eqn)

@@ -50,7 +50,7 @@ def asks(eqn: Eqn, wants: Sequence[int]) -> list[int]:
 
 
 def _is_apart(eqn: Eqn) -> bool:
-    if scopes.AS_WRITTEN in scopes.of(eqn):
+    if scopes.is_as_written(eqn):
         return True
     if eqn.primitive.name in structure.LOOPS or structure.has_rules(eqn):
         return not fusible.is_fusible_function(eqn)
