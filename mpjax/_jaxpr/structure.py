@@ -10,7 +10,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from mpjax._base import compat
 from mpjax._jaxpr import hijax_programs
-from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.equation import Eqn, Jaxpr
 
 CHECKPOINTS = ("remat2", "checkpoint")  # the primitive of `jax.checkpoint`, by version
 _WITH_RULES = {  # have a program, and rules that its author wrote
@@ -69,6 +70,12 @@ def has_rules(eqn: Eqn) -> bool:
 def applies_function(eqn: Eqn) -> bool:
     """Whether an equation applies a function to a part of an array: `x.at[i].apply(fun)`."""
     return eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None
+
+
+@by_program
+def operands(jaxpr: Jaxpr) -> list[list[Any]]:
+    """Returns the variables that each equation of an open jaxpr reads, which most passes ask."""
+    return list(map(compat.variables, jaxpr.eqns))
 
 
 T = TypeVar("T")

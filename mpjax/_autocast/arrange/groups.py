@@ -16,6 +16,7 @@ from mpjax._autocast.arrange.plan import PlanStep
 from mpjax._autocast.decide.states import Kind, State
 from mpjax._autocast.speed import FusedGroup
 from mpjax._base import compat
+from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Jaxpr
 from mpjax._jaxpr.op_rules import only_moves
 
@@ -90,9 +91,10 @@ def _levels(jaxpr: Jaxpr, fused: Sequence[bool], cuts: set[Any]) -> list[int]:
     alone: dict[Any, int] = {}
     levels: list[int] = []
     effects = -1
-    for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
-        lowest, base = (in_groups, 0) if is_fused else (alone, -1)
-        level = max((lowest.get(v, base) for v in compat.variables(eqn)), default=base)
+    for eqn, read, is_fused in zip(jaxpr.eqns, structure.operands(jaxpr), fused, strict=True):
+        lowest, level = (in_groups, 0) if is_fused else (alone, -1)
+        for v in read:
+            level = max(level, lowest.get(v, level))
         if eqn.effects:  # effects stay in order: none runs at a lower level than the one before
             level = max(level, effects)
             effects = level + 1
@@ -127,13 +129,12 @@ def _cuts(
     }
     here: set[Any] = set()
     later: set[Any] = set()
-    for eqn, level, is_fused in zip(jaxpr.eqns, levels, fused, strict=True):
-        if not is_fused:
-            later.update(v for v in compat.variables(eqn) if v in made and v not in multiplied)
-            continue
-        for v in eqn.invars:
-            if not compat.is_literal(v) and v in made:
+    for read, level, is_fused in zip(structure.operands(jaxpr), levels, fused, strict=True):
+        for v in made.keys() & read:
+            if is_fused:
                 (here if made[v] == level else later).add(v)
+            elif v not in multiplied:
+                later.add(v)
     for v, state in zip(jaxpr.outvars, out_states, strict=True):
         if not compat.is_literal(v) and v in made and state.kind == Kind.LOW:
             later.add(v)
@@ -152,10 +153,10 @@ def _components(
         return i
 
     maker: dict[Any, int] = {}
-    for i, eqn in enumerate(jaxpr.eqns):
+    for i, (eqn, read) in enumerate(zip(jaxpr.eqns, structure.operands(jaxpr), strict=True)):
         if not fused[i]:
             continue
-        for v in compat.variables(eqn):
+        for v in read:
             j = None if v in cuts else maker.get(v)
             if j is not None and levels[j] == levels[i]:
                 parent[root(i)] = root(j)
@@ -172,9 +173,9 @@ def _read_outside(jaxpr: Jaxpr, components: list[list[int]]) -> set[Any]:
     group = {i: k for k, indices in enumerate(components) for i in indices}
     maker: dict[Any, int | None] = {}
     outside: set[Any] = set()
-    for i, eqn in enumerate(jaxpr.eqns):
+    for i, (eqn, read) in enumerate(zip(jaxpr.eqns, structure.operands(jaxpr), strict=True)):
         mine = group.get(i)
-        for v in compat.variables(eqn):
+        for v in read:
             if mine is None or maker.get(v, mine) != mine:
                 outside.add(v)
         maker.update(dict.fromkeys(eqn.outvars, mine))

@@ -112,8 +112,10 @@ class ValueGraph:
         if node.kind in _REPEATED:
             return self.number(node.operands[0])
         fun = _NUMBERS.get(node.kind)
+        if fun is None:
+            return None
         names = [x for x in node.operands if not compat.is_literal(x)]
-        if fun is None or not self._numbers.keys() >= set(names):
+        if not self._numbers.keys() >= set(names):
             return None
         numbers = [self.number(x) for x in node.operands]
         if None in numbers:

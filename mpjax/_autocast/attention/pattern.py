@@ -16,6 +16,7 @@ from mpjax._autocast.attention import axes, masks
 from mpjax._autocast.attention.nodes import Name, Node, ValueGraph
 from mpjax._autocast.decide.decided import Action
 from mpjax._base import compat
+from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Jaxpr
 
 _DEEPEST = 24  # operations between a product and its softmax
@@ -91,8 +92,8 @@ class Finder:
             d.eqn.outvars[0]: i for i, d in enumerate(decisions) if _multiplies_low(d)
         }
         self._reads = Counter(v for v in jaxpr.outvars if not compat.is_literal(v))
-        for eqn in jaxpr.eqns:
-            self._reads.update(set(compat.variables(eqn)))
+        for read in structure.operands(jaxpr):
+            self._reads.update(set(read))
         self.known: frozenset[Any] = frozenset()
         self._read: dict[Name, Logits | None] = {}
         self._depth = 0

@@ -61,8 +61,8 @@ class Rounding:
         self.streams = Streams(self.jaxpr, self.steps, self.demand, self.facts)
         granted = may.NORMS in settings.may
         self.normalised = norms.results(self.jaxpr.eqns) if granted else frozenset[Any]()
-        self.norms_between = norms.stored(self.jaxpr, self.normalised)
-        self.norms_multiplied = norms.multiplied(self.jaxpr, self.normalised)
+        readers = norms.by_readers(self.jaxpr, self.normalised)
+        self.norms_between, self.norms_multiplied = readers
         self.held: dict[Any, reasons.Reason] = {}  # why values that could be low are float32
 
     def settings_at(self, eqn: Eqn) -> Settings:

@@ -11,8 +11,7 @@ import enum
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,8 +31,7 @@ class Kind(enum.IntEnum):
     WIDE = 4
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(NamedTuple):
     """One value's state.
 
     `dtype` is that of a low value. `values` are those that a constant can have, None where they

@@ -15,7 +15,8 @@ from mpjax._autocast.speed import exact, linear, passes
 from mpjax._autocast.speed.hints import hint
 from mpjax._autocast.speed.storage import CONVOLUTION, bends, ends_a_kernel
 from mpjax._base import compat
-from mpjax._jaxpr.equation import Jaxpr
+from mpjax._jaxpr import structure
+from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import MOVES, only_moves
 
 _NOTHING: frozenset[Any] = frozenset()
@@ -80,12 +81,11 @@ def read_twice(
     convolved: set[Any] = set()
     made_of: dict[Any, frozenset[Any]] = {}  # the low values from which a value was computed
     counted: dict[Any, frozenset[Any]] = {}  # the low values whose statistics went into a value
-    for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
+    for eqn, operands, is_fused in zip(jaxpr.eqns, structure.operands(jaxpr), fused, strict=True):
         name = eqn.primitive.name
         if not is_fused:
             convolved.update(eqn.outvars if name == CONVOLUTION else ())
             continue
-        operands = compat.variables(eqn)
         if name in traits.ADDS and not convolved.isdisjoint(operands):
             convolved.update(eqn.outvars)
         values, counts = _union(made_of, operands), _union(counted, operands)
@@ -120,10 +120,9 @@ def merged(
     """
     cuts: set[Any] = set()
     sums: dict[Any, frozenset[Any]] = {}  # for a value, the last sum from which it was computed
-    for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
+    for eqn, operands, is_fused in zip(jaxpr.eqns, structure.operands(jaxpr), fused, strict=True):
         if not is_fused:
             continue
-        operands = compat.variables(eqn)
         read = _union(sums, operands)
         if read and bends(eqn):
             cuts |= read
@@ -153,9 +152,15 @@ def copied_last(jaxpr: Jaxpr, fused: Sequence[bool], states: dict[Any, State]) -
     """
     worked: set[Any] = set()
     copied: set[Any] = set()
+    if not any(map(_copies_twice, jaxpr.eqns)):
+        return copied
     for eqn, is_fused in zip(reversed(jaxpr.eqns), reversed(fused), strict=True):
         if is_fused and (not only_moves(eqn) or worked.intersection(eqn.outvars)):
             worked.update(compat.variables(eqn))
-        elif is_fused and eqn.primitive.name == "broadcast_in_dim" and copies(eqn) == 2:
+        elif is_fused and _copies_twice(eqn):
             copied.update(v for v in compat.variables(eqn) if states[v].kind == Kind.LOW)
     return copied
+
+
+def _copies_twice(eqn: Eqn) -> bool:
+    return eqn.primitive.name == "broadcast_in_dim" and copies(eqn) == 2

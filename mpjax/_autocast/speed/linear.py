@@ -31,8 +31,8 @@ def is_linear(eqn: Eqn, states: dict[Any, State]) -> bool:
 def curved(jaxpr: Jaxpr, fused: Sequence[bool], states: dict[Any, State]) -> set[Any]:
     """Returns the values that depend on a nonlinear operation of their group: `exp(x) + y`."""
     made: set[Any] = set()
-    for eqn, is_fused in zip(jaxpr.eqns, fused, strict=True):
-        if is_fused and not (made.isdisjoint(compat.variables(eqn)) and is_linear(eqn, states)):
+    for eqn, read, is_fused in zip(jaxpr.eqns, structure.operands(jaxpr), fused, strict=True):
+        if is_fused and not (made.isdisjoint(read) and is_linear(eqn, states)):
             made.update(eqn.outvars)
     return made
 

@@ -89,7 +89,7 @@ def _operands(plan: Plan, decision: Decision, outs: Readers) -> Readers:
     own = Reader(_name(eqn), _where(eqn))
     if fusible.is_fusible_function(eqn):
         return [first or own] * len(eqn.invars)
-    is_own = conditioned.is_source(eqn, plan.facts) or _ruins(eqn)
+    is_own = bool(conditioned.of_itself(eqn, plan.facts)) or _ruins(eqn)
     stops = decision.action is Action.PRODUCT
     return [own if is_own else None if stops else first] * len(eqn.invars)
 

@@ -26,30 +26,25 @@ def results(eqns: Sequence[Eqn]) -> frozenset[Any]:
     return _Search(eqns).made() if leads else frozenset()
 
 
-def stored(jaxpr: Jaxpr, made: frozenset[Any]) -> frozenset[Any]:
-    """Returns those that several operations read, so that they are stored between them."""
-    if not made:
-        return made
-    readers: dict[Any, int] = {}
-    for eqn in jaxpr.eqns:
-        for v in made.intersection(compat.variables(eqn)):
-            readers[v] = readers.get(v, 0) + 1
-    return frozenset(v for v, count in readers.items() if count > 1)
+def by_readers(jaxpr: Jaxpr, made: frozenset[Any]) -> tuple[frozenset[Any], frozenset[Any]]:
+    """Returns those that several operations read, and those that products read and nothing else.
 
-
-def multiplied(jaxpr: Jaxpr, made: frozenset[Any]) -> frozenset[Any]:
-    """Returns those that products read and nothing else, so that no sum goes on from them.
-
-    A norm of a state is no state then: what is added up is the state, and the products round what
-    they read in any case. An iterate that is normalised after each step is read by its next sum.
+    The first are stored between their readers. No sum goes on from the second: a norm of a state is
+    no state then, for what is added up is the state, and the products round what they read in any
+    case. An iterate that is normalised after each step is read by its next sum.
     """
     if not made:
-        return made
+        return made, made
+    read: set[Any] = set()
+    several: set[Any] = set()
     others = {v for v in jaxpr.outvars if not compat.is_literal(v)}
     for eqn in jaxpr.eqns:
+        mine = made.intersection(compat.variables(eqn))
+        several |= read & mine
+        read |= mine
         if eqn.primitive.name not in PRODUCTS:
-            others.update(compat.variables(eqn))
-    return made - others
+            others |= mine
+    return frozenset(several), made - others
 
 
 def branches(eqn: Eqn, made: frozenset[Any]) -> frozenset[Any]:

@@ -25,6 +25,7 @@ _SUMS = frozenset({"cumsum", "cumprod", "scatter-add", "scatter-mul", "reduce_wi
 _PASSES_BACK = (traits.FUSIBLE | traits.ACCUMULATES | MOVES | _SUMS) - traits.SATURATES - PRODUCTS
 """A distance that is read of their results is read of their operands too."""
 _PASSES_BACK_A_DIFFERENCE = (traits.FUSIBLE | traits.ACCUMULATES | MOVES | _SUMS) - PRODUCTS
+_READ_A_DISTANCE = traits.DISTANCES | traits.ANGLES
 _ELEMENTWISE = traits.FUSIBLE - traits.STATISTIC
 
 
@@ -36,11 +37,7 @@ def asks(eqn: Eqn, union: int, known: facts.Facts) -> int:
       union: how its results are read.
       known: the facts of its program.
     """
-    asked = NEAR if _reads_a_distance(eqn, known) else 0
-    if facts.cancels(eqn, known):
-        asked |= CANCELS | EXACT
-    if facts.is_difference(eqn, known):
-        asked |= DIFFERENCE
+    asked = of_itself(eqn, known)
     if not union & (NEAR | CANCELS | EXACT | DIFFERENCE):
         return asked
     name = eqn.primitive.name
@@ -73,20 +70,25 @@ def _is_compared(aval: Any) -> bool:
     )
 
 
-def is_source(eqn: Eqn, known: facts.Facts) -> bool:
-    """Whether an operation itself asks for operands that are not rounded."""
-    return (
-        _reads_a_distance(eqn, known)
-        or facts.cancels(eqn, known)
-        or facts.is_difference(eqn, known)
-    )
+def of_itself(eqn: Eqn, known: facts.Facts) -> int:
+    """Returns what an operation asks of its operands whoever reads its results."""
+    name = eqn.primitive.name
+    if name in _READ_A_DISTANCE:
+        return NEAR
+    if name not in traits.ADDS:
+        return 0
+    asked = NEAR if _adds_a_point(eqn, known) else 0
+    if facts.cancels(eqn, known):
+        asked |= CANCELS | EXACT
+    return asked | DIFFERENCE if facts.is_difference(eqn, known) else asked
 
 
-def _reads_a_distance(eqn: Eqn, known: facts.Facts) -> bool:
-    if eqn.primitive.name in traits.DISTANCES | traits.ANGLES:
-        return True
-    # Positions or a mask, added to logits, are no point that they come close to, and a constant and
-    # a small step cancel nothing.
+def _adds_a_point(eqn: Eqn, known: facts.Facts) -> bool:
+    """Whether a constant is added that the other term may come close to.
+
+    Positions or a mask, added to logits, are no such point, and a constant and a small step cancel
+    nothing.
+    """
     operands = (facts.of_atom(v, known) for v in eqn.invars)
     return facts.adds_a_constant(eqn, known) and not any(f.flags & facts.STEP for f in operands)
 
