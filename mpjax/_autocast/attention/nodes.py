@@ -69,10 +69,11 @@ class ValueGraph:
                 outs = [v if compat.is_literal(v) else inside[v] for v in inner.jaxpr.outvars]
                 names.update(zip(eqn.outvars, outs, strict=True))
                 continue
-            mine = {v: (path, v) if path else v for v in eqn.outvars}
-            names.update(mine)
+            if path:  # what is not in a call has its own name
+                names.update((v, (path, v)) for v in eqn.outvars)
             if len(eqn.outvars) == 1:
-                name, node = mine[eqn.outvars[0]], Node(eqn, tuple(given))
+                (out,) = eqn.outvars
+                name, node = (path, out) if path else out, Node(eqn, tuple(given))
                 self._nodes[name] = node
                 if (number := self._number(node)) is not None:
                     self._numbers[name] = number
@@ -109,10 +110,10 @@ class ValueGraph:
 
     def _number(self, node: Node) -> float | None:
         """Returns the result of an operation on numbers, None if an operand is not one."""
-        if node.kind in _REPEATED:
+        kind = node.eqn.primitive.name
+        if kind in _REPEATED:
             return self.number(node.operands[0])
-        fun = _NUMBERS.get(node.kind)
-        if fun is None:
+        if kind not in _NUMBERS:
             return None
         names = [x for x in node.operands if not compat.is_literal(x)]
         if not self._numbers.keys() >= set(names):
@@ -121,7 +122,7 @@ class ValueGraph:
         if None in numbers:
             return None
         with np.errstate(all="ignore"):
-            return float(fun(*map(np.float32, numbers)))
+            return float(_NUMBERS[kind](*map(np.float32, numbers)))
 
     def compute(self, name: Name, known: dict[Name, Any]) -> Any:
         """Returns a value, computed in float32 from known ones; adds it to these."""

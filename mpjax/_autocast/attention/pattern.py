@@ -7,7 +7,6 @@ float32 region, a bias for each head of each example.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +15,6 @@ from mpjax._autocast.attention import axes, masks
 from mpjax._autocast.attention.nodes import Name, Node, ValueGraph
 from mpjax._autocast.decide.decided import Action
 from mpjax._base import compat
-from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Jaxpr
 
 _DEEPEST = 24  # operations between a product and its softmax
@@ -91,9 +89,6 @@ class Finder:
         self._products = {
             d.eqn.outvars[0]: i for i, d in enumerate(decisions) if _multiplies_low(d)
         }
-        self._reads = Counter(v for v in jaxpr.outvars if not compat.is_literal(v))
-        for read in structure.operands(jaxpr):
-            self._reads.update(set(read))
         self.known: frozenset[Any] = frozenset()
         self._read: dict[Name, Logits | None] = {}
         self._depth = 0
