@@ -42,6 +42,7 @@ from mpjax._autocast.decide.reads import (
     UNROUNDED,
     WHOLE,
 )
+from mpjax._autocast.decide.states import is_float32
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
@@ -72,30 +73,38 @@ def of(
     flags: dict[Any, int] = {v: flag for v, flag in demanded.asked if v in made}
 
     for atom, want in zip(jaxpr.outvars, wants, strict=True):
-        _add(flags, atom, want)
+        if want and not compat.is_literal(atom):
+            flags[atom] = meetings.joined(flags.get(atom, 0), want)
     for eqn in reversed(jaxpr.eqns):
-        backward = scopes.is_transposed(eqn)
         outs = [flags.get(v, 0) for v in eqn.outvars]
-        asked = meetings.asks(eqn, _reads(eqn, outs, demanded, known))
-        for atom, want in zip(eqn.invars, asked, strict=True):
-            _add(flags, atom, want & ~FORWARD if backward else want)
-        if not (backward or only_moves(eqn) or structure.is_call(eqn)):
-            for v in compat.variables(eqn):
-                if known[v].flags & facts.DERIVED:
-                    _add(flags, v, GRADIENT)
+        _add(flags, eqn, _reads(eqn, outs, demanded, known), known)
     return flags
 
 
-def _add(flags: dict[Any, int], atom: Any, want: int) -> None:
-    if want and not compat.is_literal(atom):
-        flags[atom] = meetings.joined(flags.get(atom, 0), want)
+def _add(flags: dict[Any, int], eqn: Eqn, wants: Sequence[int], known: facts.Facts) -> None:
+    """Adds how an equation reads its operands to their flags."""
+    backward = scopes.is_transposed(eqn)
+    hands_on = backward or only_moves(eqn) or structure.is_call(eqn)
+    own, handed_on = meetings.asks(eqn)
+    for atom, asked in zip(eqn.invars, wants, strict=True):
+        if compat.is_literal(atom):
+            continue
+        want = asked & ~COTANGENTS
+        if is_float32(atom):
+            want |= asked & handed_on | own
+        if backward:
+            want &= ~FORWARD
+        if not hands_on and known[atom].flags & facts.DERIVED:
+            want |= GRADIENT
+        if want:
+            flags[atom] = meetings.joined(flags.get(atom, 0), want)
 
 
 def _reads(eqn: Eqn, outs: list[int], demanded: Demanded, known: facts.Facts) -> list[int]:
     """Returns how an equation reads its operands."""
     if structure.is_call(eqn):
         return _of_call(eqn, outs, demanded, known)
-    union = functools.reduce(operator.or_, outs, 0)
+    union = outs[0] if len(outs) == 1 else functools.reduce(operator.or_, outs, 0)
     wants = _operands(eqn, outs, union, demanded, known)
     if not union & TESTED:
         return wants
@@ -125,7 +134,8 @@ def _operands(
     if name in MOVES and len(eqn.invars) == len(outs) > 1:
         return outs  # each operand is handed on by itself, as through a barrier
     asked = conditioned.asks(eqn, union, known)
-    return [want | asked for want in _by_rule(eqn, union, later)]
+    wants = _by_rule(eqn, union, later)
+    return [want | asked for want in wants] if asked else wants
 
 
 def _of_attention(eqn: Eqn, later: int) -> list[int]:

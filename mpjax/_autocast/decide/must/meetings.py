@@ -9,8 +9,6 @@ its readers. These are counted as if calls were inlined and moves, such as a res
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from mpjax._autocast.decide import fusible, scopes, traits
 from mpjax._autocast.decide.reads import APART, COTANGENTS, MEET, READ
 from mpjax._autocast.decide.states import is_float32
@@ -27,26 +25,19 @@ def joined(flags: int, more: int) -> int:
     return union | MEET if flags & more & READ and union & APART else union
 
 
-def asks(eqn: Eqn, wants: Sequence[int]) -> list[int]:
-    """Returns how an equation reads its operands, with flags that say who gives them cotangents.
+def asks(eqn: Eqn) -> tuple[int, int]:
+    """Returns flags that say who gives float32 operands of an equation cotangents.
 
-    Args:
-      eqn: the equation.
-      wants: how it reads them otherwise; of a call, as its program does.
+    First those that it sets itself, then those of its results that it hands on.
     """
     if not any(map(is_float32, eqn.outvars)):
-        return [want & ~COTANGENTS for want in wants]
+        return 0, 0
     own = READ | APART if _is_apart(eqn) else READ
-    handed_on = 0
     if eqn.primitive.name in MOVES:
-        handed_on = COTANGENTS
-        own = own if own & APART else 0
-    elif structure.is_call(eqn) and not own & APART:
-        handed_on, own = COTANGENTS, 0
-    return [
-        (want & ~COTANGENTS) | (want & handed_on) | own if is_float32(v) else want & ~COTANGENTS
-        for v, want in zip(eqn.invars, wants, strict=True)
-    ]
+        return own if own & APART else 0, COTANGENTS
+    if structure.is_call(eqn) and not own & APART:
+        return 0, COTANGENTS
+    return own, 0
 
 
 def _is_apart(eqn: Eqn) -> bool:
