@@ -98,10 +98,10 @@ class Planner(Rounding):
     def decide(self, eqn: Eqn) -> Decision:
         name = eqn.primitive.name
         settings = self.settings_at(eqn)
-        if not any(map(is_float32, (*eqn.invars, *eqn.outvars))) and not structure.is_call(eqn):
-            return self.foreign(eqn)
         if structure.is_call(eqn):
             return self.decide_call(eqn, settings)
+        if not any(map(is_float32, (*eqn.outvars, *eqn.invars))):
+            return self.foreign(eqn)
         if named_attention.is_attention(eqn):
             return self.decide_attention(eqn, settings)
         kind = op_class(name, settings.rules)

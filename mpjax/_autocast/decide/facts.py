@@ -60,6 +60,12 @@ PRODUCT = 32
 """A product's result went into it."""
 DERIVED = 64
 """A derivative that is taken inside the program made it."""
+BY_DATA, BY_A_CONSTANT = 128, 256
+"""It has an offset, which was added to what a product made, and a difference may take off again.
+
+One by data, a statistic of rows, such as their mean, need not have.
+"""
+OFFSET = BY_DATA | BY_A_CONSTANT
 
 
 class Fact(NamedTuple):
@@ -68,15 +74,12 @@ class Fact(NamedTuple):
     flags: int = 0
     least: float = 0.0  # what the magnitudes of a constant lie between, where they are known
     most: float = math.inf
-    offset: int = 0  # what was added to such a value, which a difference may take off again
     roots: frozenset[int] = frozenset()
     terms: frozenset[Term] = frozenset()
 
 
 _SOME_CONSTANT = Fact(CONSTANT)
 _NO_TERMS: frozenset[Term] = frozenset()
-BY_DATA, BY_A_CONSTANT = 1, 2
-"""Offsets. A statistic of rows, such as their mean, need not have that of an array of data."""
 SMALL_STEP = 1 / 32
 """Times this a change counts as a step: each one is worth 5 bits less."""
 Facts = Mapping[Any, Fact]
@@ -139,8 +142,8 @@ def is_difference(eqn: Eqn, facts: Facts) -> bool:
         return False
     if first.roots & second.roots:
         return True
-    less, more = (first, second) if first.offset <= second.offset else (second, first)
-    return more.offset > 0 and (less.offset > 0 or not less.flags & PRODUCT)
+    without = [f for f in (first, second) if not f.flags & OFFSET]
+    return len(without) < 2 and not any(f.flags & PRODUCT for f in without)
 
 
 def adds_a_constant(eqn: Eqn, facts: Facts) -> bool:
@@ -223,25 +226,28 @@ def _constant(eqn: Eqn, floats: Sequence[Fact]) -> Fact:
     return Fact(flags)
 
 
+def _union(facts: Sequence[Fact]) -> tuple[int, int]:
+    """The flags that some of several facts have, and those that all have."""
+    some, every = 0, -1
+    for f in facts:
+        some |= f.flags
+        every &= f.flags
+    return some, every
+
+
 def _flags(eqn: Eqn, floats: Sequence[Fact]) -> int:
     """The flags of all results of an operation on float operands of which not all are constants."""
     name = eqn.primitive.name
-    some, all_, of_constants = 0, EXTREME, 0
-    for f in floats:
-        if f.flags & CONSTANT:
-            of_constants |= f.flags
-        else:
-            some, all_ = some | f.flags, all_ & f.flags
-    flags = all_ | some & PRODUCT
-    if name in traits.EXTREME:
-        flags |= EXTREME
-    if name in MOVES:
-        flags |= some & (REPEATED | STEP) | (REPEATED if _repeats(eqn) else 0)
-    elif _makes_a_step(eqn, floats):
-        flags |= STEP
+    some, every = _union(floats)
+    flags = some & PRODUCT
     if name in _HANDS_ON_DERIVED:
-        flags |= (some | of_constants) & DERIVED
-    return flags
+        flags |= some & DERIVED
+    if some & CONSTANT:
+        some, every = _union([f for f in floats if not f.flags & CONSTANT])
+    flags |= EXTREME if name in traits.EXTREME else every & EXTREME
+    if name in MOVES:
+        return flags | some & (REPEATED | STEP) | (REPEATED if _repeats(eqn) else 0)
+    return flags | STEP if _makes_a_step(eqn, floats) else flags
 
 
 def _repeats(eqn: Eqn) -> bool:
@@ -264,6 +270,11 @@ def _makes_a_step(eqn: Eqn, floats: Sequence[Fact]) -> bool:
 def _is_data(fact: Fact) -> bool:
     """Whether a value is an array that no product made: a bias that is repeated adds no offset."""
     return not fact.flags & (CONSTANT | PRODUCT | SCALAR | REPEATED)
+
+
+def _offset(some: int) -> int:
+    """The offset of a value that has those in some flags: the larger one."""
+    return BY_A_CONSTANT if some & BY_A_CONSTANT else some & BY_DATA
 
 
 def _if_number(var: Any) -> int:
@@ -306,50 +317,51 @@ class _Walk:
         name = eqn.primitive.name
         if eqn.effects or name == "bitcast_convert_type":
             return [self.fresh(v) for v in eqn.outvars]
-        if all(f.flags & CONSTANT for f in floats):
+        some, every = _union(floats)
+        if every & CONSTANT:
             return [_constant(eqn, floats)] * len(eqn.outvars)
         if name in MOVES and len(eqn.outvars) == len(eqn.invars) > 1:
             return operands  # a barrier
-        flags, offset = _flags(eqn, floats) | derived, self.offset(eqn, floats)
+        flags = _flags(eqn, floats) | self.offset(eqn, floats, some) | derived
         if name in PRODUCTS:
-            return [self.product(eqn, floats, flags, offset)]
+            return [self.product(eqn, floats, flags)]
         if name == "reduce_sum":
-            return [self.total(floats[0], flags, offset)]
+            return [self.total(floats[0], flags)]
         if name not in _OF_ITS_OPERANDS:
-            return [
-                Fact(flags | _if_number(v), offset=offset, roots=self.root()) for v in eqn.outvars
-            ]
-        return [self.elementwise(eqn, floats, v, flags, offset) for v in eqn.outvars]
+            return [Fact(flags | _if_number(v), roots=self.root()) for v in eqn.outvars]
+        flags |= every & SCALAR
+        return [self.elementwise(eqn, floats, v, flags) for v in eqn.outvars]
 
-    def offset(self, eqn: Eqn, floats: Sequence[Fact]) -> int:
-        """The kind of offset that was added to a product and is still in an equation's results."""
-        name, before = eqn.primitive.name, max(f.offset for f in floats)
-        if name in ("add", "sub") and not any(f.flags & DERIVED for f in floats):
+    def offset(self, eqn: Eqn, floats: Sequence[Fact], some: int) -> int:
+        """The offset of an equation's results, given the flags of its operands together."""
+        name = eqn.primitive.name
+        before = _offset(some)
+        if name in ("add", "sub") and not some & DERIVED:
             if adds_a_constant(eqn, self.facts):
                 return BY_A_CONSTANT
-            if any(f.flags & PRODUCT for f in floats) and any(map(_is_data, floats)):
-                return BY_A_CONSTANT if before == BY_A_CONSTANT else BY_DATA
+            if some & PRODUCT and any(map(_is_data, floats)):
+                return before or BY_DATA
         if not before or is_difference(eqn, self.facts):
             return 0
         if name in ("mul", "div"):
             factors = [f for f in floats if not f.flags & (CONSTANT | SCALAR)]
-            if not all(f.offset for f in factors if f.flags & PRODUCT):
+            if not all(f.flags & OFFSET for f in factors if f.flags & PRODUCT):
                 return 0
-            return min(before, BY_DATA) if any(map(_is_data, factors)) else before
+            return BY_DATA if any(map(_is_data, factors)) else before
         if name in traits.STATISTIC and before == BY_DATA:
             return 0
         return before if name in _KEEPS_AN_OFFSET else 0
 
-    def elementwise(
-        self, eqn: Eqn, floats: Sequence[Fact], out: Any, flags: int, offset: int
-    ) -> Fact:
-        roots = floats[0].roots.union(*(f.roots for f in floats[1:]))
+    def elementwise(self, eqn: Eqn, floats: Sequence[Fact], out: Any, flags: int) -> Fact:
+        roots = floats[0].roots
+        if len(floats) > 1:
+            roots = roots.union(*(f.roots for f in floats[1:]))
         if eqn.primitive.name in _PARTS and size(out.aval.shape) != size(eqn.invars[0].aval.shape):
             roots = frozenset({self.part(eqn, roots, out)})
         elif len(roots) > _MOST_ROOTS:
             roots = self.root()
-        scalar = SCALAR if all(f.flags & SCALAR for f in floats) else _if_number(out)
-        return Fact(flags | scalar, 0.0, math.inf, offset, roots, self.terms(eqn, floats))
+        terms = self.terms(eqn, floats)
+        return Fact(flags | _if_number(out), 0.0, math.inf, roots, terms)
 
     def part(self, eqn: Eqn, roots: frozenset[int], out: Any) -> int:
         """The number of a part of a value: the same part has the same number."""
@@ -379,20 +391,20 @@ class _Walk:
         """The diagonal of `a aᵀ` is a sum over the elements of `a`."""
         return Term(term.roots, self.number(), is_product=False)
 
-    def product(self, eqn: Eqn, floats: Sequence[Fact], flags: int, offset: int) -> Fact:
+    def product(self, eqn: Eqn, floats: Sequence[Fact], flags: int) -> Fact:
         roots = frozenset[int]().union(*(f.roots for f in floats[:2]))
         is_product = not contraction.only_sums(eqn)
         term = Term(roots, self.number(), is_product)
         if contraction.adds_nothing(eqn):
-            return Fact(flags, offset=offset, roots=frozenset({term.number}))
+            return Fact(flags, roots=frozenset({term.number}))
         if is_product:
-            flags, offset = flags | PRODUCT, 0
-        return Fact(flags, offset=offset, roots=self.root(), terms=frozenset({term}))
+            flags = flags & ~OFFSET | PRODUCT
+        return Fact(flags, roots=self.root(), terms=frozenset({term}))
 
-    def total(self, of: Fact, flags: int, offset: int) -> Fact:
+    def total(self, of: Fact, flags: int) -> Fact:
         terms = {Term(of.roots, self.number(), is_product=False)}
         terms |= {self.of_gram(t) for t in of.terms if t.is_product and len(t.roots) == 1}
-        return Fact(flags, offset=offset, roots=self.root(), terms=frozenset(terms))
+        return Fact(flags, roots=self.root(), terms=frozenset(terms))
 
     def call(self, eqn: Eqn) -> Sequence[Fact]:
         made: list[list[Fact]] = []
@@ -414,20 +426,19 @@ class _Walk:
             names[n] = self.number()
         if any(names[n] < 0 for n in used):
             # Of a loop's carry: another in each turn.
-            return Fact(fact.flags & PRODUCT, offset=fact.offset, roots=self.root())
+            return Fact(fact.flags & (PRODUCT | OFFSET), roots=self.root())
         return _renumbered(fact, names.__getitem__)
 
     def joined(self, outs: Sequence[Fact], var: Any) -> Fact:
         first = outs[0]
         if all(f == first for f in outs):
             return first
-        if all(f.flags & CONSTANT for f in outs):
+        some, every = _union(outs)
+        if every & CONSTANT:
             return _SOME_CONSTANT
         terms = _NO_TERMS.union(*(f.terms for f in outs))
-        flags = _if_number(var) | (PRODUCT if any(f.flags & PRODUCT for f in outs) else 0)
         return Fact(
-            flags,
-            offset=max(f.offset for f in outs),
+            _if_number(var) | some & PRODUCT | _offset(some),
             roots=self.root(),
             terms=terms if len(terms) <= _MOST_TERMS else _NO_TERMS,
         )

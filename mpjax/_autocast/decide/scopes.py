@@ -48,7 +48,7 @@ AS_WRITTEN = "mpjax_as_written"
 """The scope inside which autocast changes nothing: `full_precision`, and its own results."""
 
 
-class Place(NamedTuple):
+class _Place(NamedTuple):
     """Where an operation stands."""
 
     names: tuple[str, ...]  # the scopes, without the transformations between them
@@ -56,33 +56,28 @@ class Place(NamedTuple):
     is_transposed: bool  # made by reverse-mode differentiation inside the function
 
 
-def place(eqn: Eqn) -> Place:
-    """Returns where an equation stands."""
-    return _place(eqn.source_info.name_stack)
-
-
 @by_kept_identity
 @functools.lru_cache(maxsize=8192)  # of equal stacks
-def _place(name_stack: Any) -> Place:
+def _place(name_stack: Any) -> _Place:
     names = tuple(name for segment in segments(name_stack) for name in segment)
     entries = getattr(name_stack, "stack", ())
     turned = any(type(e).__name__ == "Transform" and e.name == "transpose" for e in entries)
-    return Place(names, AS_WRITTEN in names, turned)
+    return _Place(names, AS_WRITTEN in names, turned)
 
 
 def of(eqn: Eqn) -> tuple[str, ...]:
     """Returns the scopes of one equation."""
-    return place(eqn).names
+    return _place(eqn.source_info.name_stack).names
 
 
 def is_transposed(eqn: Eqn) -> bool:
     """Whether an operation was made by reverse-mode differentiation inside the function."""
-    return place(eqn).is_transposed
+    return _place(eqn.source_info.name_stack).is_transposed
 
 
 def is_as_written(eqn: Eqn) -> bool:
     """Whether an operation stands in a region in which autocast changes nothing."""
-    return place(eqn).as_written
+    return _place(eqn.source_info.name_stack).as_written
 
 
 def segments(name_stack: Any) -> list[tuple[str, ...]]:

@@ -37,7 +37,7 @@ class Steps:
         known: facts.Facts,
         relations: Relations,
     ) -> None:
-        self.makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self._eqns = jaxpr.eqns
         self.places = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self._inputs = {v: i for i, v in enumerate(jaxpr.invars)}
         self._flags = flags
@@ -47,7 +47,8 @@ class Steps:
 
     def maker(self, atom: Any) -> Any:
         """Returns the equation that makes a value, None for inputs and literals."""
-        return None if compat.is_literal(atom) else self.makers.get(atom)
+        place = None if compat.is_literal(atom) else self.places.get(atom)
+        return None if place is None else self._eqns[place]
 
     def repeats_any(self, values: Iterable[Any]) -> bool:
         """Whether one of some values is what a broadcast made."""
@@ -110,7 +111,7 @@ class Steps:
         place = self.places.get(first, -1)
         waiting, seen = [atom], {atom}
         while waiting:
-            maker = self.makers.get(waiting.pop())
+            maker = self.maker(waiting.pop())
             new = set(compat.variables(maker)) - seen if maker is not None else set[Any]()
             seen |= new
             waiting += [v for v in new if self.places.get(v, -1) > place]
