@@ -152,14 +152,19 @@ def traced(name: str, dtype: str, inside: bool) -> Any:
 
 def cut_errors(name: str, dtype: str, kind: str, inside: bool, rng: random.Random) -> Errors:
     """Returns the errors of a program cut at random, its gradient taken inside or outside."""
-    of = program(name)
     cut = _cuts.random_cut(traced(name, dtype, inside), kind, rng)
     # Groups as small as these are computed again in the backward pass, or kept.
     with mock.patch("mpjax._autocast.speed.marks._SMALL", rng.choice((0, 1024))):
-        fun = autocast(cut if inside else lambda *xs: cut(*xs)[0], POLICIES[dtype])
-        if not inside:
-            fun = value_and_grad(fun, of.moving, SCALE[dtype])
-        return errors(name, run(fun, of.leaves))
+        return errors_of(name, dtype, cut, inside)
+
+
+def errors_of(name: str, dtype: str, cut: Callable[..., Any], inside: bool = False) -> Errors:
+    """Returns the errors of a program that was cut, under autocast."""
+    of = program(name)
+    fun = autocast(cut if inside else lambda *xs: cut(*xs)[0], POLICIES[dtype])
+    if not inside:
+        fun = value_and_grad(fun, of.moving, SCALE[dtype])
+    return errors(name, run(fun, of.leaves))
 
 
 def random_cut(names: Sequence[str], rng: random.Random) -> tuple[tuple[Any, ...], Errors, Errors]:

@@ -13,7 +13,21 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mpjax._autocast.decide import contraction, scopes, traits
+from mpjax._autocast.decide import contraction, repeats, scopes, traits
+from mpjax._autocast.decide import roots as made_of
+from mpjax._autocast.decide.fact_flags import (
+    BY_A_CONSTANT,
+    BY_DATA,
+    CONSTANT,
+    DERIVED,
+    EXTREME,
+    OFFSET,
+    PRODUCT,
+    REPEATED,
+    SCALAR,
+    STEP,
+)
+from mpjax._autocast.decide.roots import Term
 from mpjax._autocast.decide.states import copies, is_float32, size
 from mpjax._base import compat
 from mpjax._jaxpr import structure
@@ -26,7 +40,8 @@ _EPSILON = 1 / 64
 """A smaller number that is added guards a division or a root; it cancels nothing."""
 _POWERS = frozenset({"sqrt", "square", "integer_pow"})
 _CHOICES = frozenset({"max", "min", "clamp", "select_n"})
-_PARTS = frozenset({"slice", "split", "gather", "dynamic_slice"})
+_PARTS = frozenset({"slice", "split", "unstack", "gather", "dynamic_slice"})
+_TOPS = traits.EXTREME & traits.STATISTIC
 _SCALES = frozenset({"mul", "div", "neg", "convert_element_type"})
 _HANDS_ON_TERMS = _POWERS | _CHOICES | _SCALES | MOVES | traits.ADDS | traits.ACCUMULATES
 _KEEPS_AN_OFFSET = (
@@ -37,45 +52,16 @@ _OF_ITS_OPERANDS = (traits.FUSIBLE | traits.UPDATES | MOVES) - traits.STATISTIC
 _HANDS_ON_DERIVED = MOVES & _OF_ITS_OPERANDS
 
 
-class Term(NamedTuple):
-    """A product, or a sum of elements: what it is over, and which one it is."""
-
-    roots: frozenset[int]
-    number: int
-    is_product: bool
-    is_power: bool = False  # squared, or the root of it, on the way to where it is added
-
-
-CONSTANT = 1
-"""No float argument went into it: a literal, a mask, a one-hot label."""
-SCALAR = 2
-"""It is one number, or copies of it."""
-REPEATED = 4
-"""A broadcast made it."""
-EXTREME = 8
-"""It is a maximum of rows, or made of nothing else."""
-STEP = 16
-"""It was multiplied by a small number, or by one that is not known: a step size."""
-PRODUCT = 32
-"""A product's result went into it."""
-DERIVED = 64
-"""A derivative that is taken inside the program made it."""
-BY_DATA, BY_A_CONSTANT = 128, 256
-"""It has an offset, which was added to what a product made, and a difference may take off again.
-
-One by data, a statistic of rows, such as their mean, need not have.
-"""
-OFFSET = BY_DATA | BY_A_CONSTANT
-
-
 class Fact(NamedTuple):
     """One value: numbers stand for other values, and are those of one program."""
 
     flags: int = 0
     least: float = 0.0  # what the magnitudes of a constant lie between, where they are known
     most: float = math.inf
-    roots: frozenset[int] = frozenset()
+    roots: made_of.Roots = frozenset()
     terms: frozenset[Term] = frozenset()
+    along: int = 0  # axes along which it repeats: see `repeats`
+    added: frozenset[repeats.Added] = frozenset()  # what was added to it, and repeats
 
 
 _SOME_CONSTANT = Fact(CONSTANT)
@@ -133,14 +119,15 @@ def is_difference(eqn: Eqn, facts: Facts) -> bool:
     """Whether an equation subtracts values that may be almost the same.
 
     They are made of the same, element by element, as `f(z + 0.01)` and `f(z)`. Or something was
-    added to both, as to `300 + z` and its mean; or it was added and is taken off, as `y + z - y`.
+    added to both, as to `300 + z` and its mean, or as a bias to examples and their mean; or it was
+    added and is taken off, as `y + z - y`.
     """
     if eqn.primitive.name != "sub" or scopes.is_transposed(eqn):
         return False
     first, second = (of_atom(v, facts) for v in eqn.invars)
     if (first.flags | second.flags) & CONSTANT:
         return False
-    if first.roots & second.roots:
+    if made_of.meet(first.roots, second.roots) or repeats.shared(first.added, second.added):
         return True
     without = [f for f in (first, second) if not f.flags & OFFSET]
     return len(without) < 2 and not any(f.flags & PRODUCT for f in without)
@@ -181,7 +168,8 @@ def entering(eqn: Eqn, part: structure.Part, facts: Facts) -> tuple[tuple[Fact, 
             inside.append(Fact(roots=frozenset({len(outside)})))
             outside.append(-1)
         else:
-            inside.append(_renumbered(of_atom(eqn.invars[place], facts), number))
+            fact = _renumbered(of_atom(eqn.invars[place], facts), number)
+            inside.append(repeats.entered(fact, eqn.invars[place], part, i))
     return tuple(inside), outside
 
 
@@ -190,9 +178,10 @@ def _renumbered(fact: Fact, number: Any) -> Fact:
     if not (fact.roots or terms):
         return fact
     return fact._replace(
-        roots=frozenset(number(n) for n in sorted(fact.roots)),
+        roots=made_of.renumbered(fact.roots, number),
+        added=repeats.renumbered(fact.added, number),
         terms=frozenset(
-            t._replace(roots=frozenset(number(n) for n in sorted(t.roots)), number=number(t.number))
+            t._replace(roots=made_of.renumbered(t.roots, number), number=number(t.number))
             for t in terms
         ),
     )
@@ -269,7 +258,7 @@ def _makes_a_step(eqn: Eqn, floats: Sequence[Fact]) -> bool:
 
 def _is_data(fact: Fact) -> bool:
     """Whether a value is an array that no product made: a bias that is repeated adds no offset."""
-    return not fact.flags & (CONSTANT | PRODUCT | SCALAR | REPEATED)
+    return not (fact.flags & (CONSTANT | PRODUCT | SCALAR | REPEATED) or fact.along)
 
 
 def _offset(some: int) -> int:
@@ -285,10 +274,7 @@ class _Walk:
     """One pass over a program, in order."""
 
     def __init__(self, jaxpr: Jaxpr, given: Sequence[Fact]) -> None:
-        numbers = [n for f in given for n in (*f.roots, *(t.number for t in f.terms))]
-        numbers += [n for f in given for t in f.terms for n in t.roots]
-        self.next = max(numbers, default=-1) + 1
-        self.parts: dict[Any, int] = {}
+        self.next = max((n for f in given for n in made_of.in_fact(f)), default=-1) + 1
         self.facts: dict[Any, Fact] = dict(zip(jaxpr.invars, given, strict=True))
         self.facts.update((v, self.fresh(v)) for v in jaxpr.constvars)
         for eqn in jaxpr.eqns:
@@ -302,7 +288,7 @@ class _Walk:
         self.next += 1
         return self.next - 1
 
-    def root(self) -> frozenset[int]:
+    def root(self) -> made_of.Roots:
         """The roots of a value that is its own."""
         return frozenset({self.number()})
 
@@ -318,19 +304,34 @@ class _Walk:
         if eqn.effects or name == "bitcast_convert_type":
             return [self.fresh(v) for v in eqn.outvars]
         some, every = _union(floats)
+        if not floats:  # integers; of constants when they are made floats
+            roots = frozenset[made_of.Root]().union(*(f.roots for f in operands))
+            return [Fact(CONSTANT, roots=self.few(roots))] * len(eqn.outvars)
         if every & CONSTANT:
             return [_constant(eqn, floats)] * len(eqn.outvars)
         if name in MOVES and len(eqn.outvars) == len(eqn.invars) > 1:
             return operands  # a barrier
         flags = _flags(eqn, floats) | self.offset(eqn, floats, some) | derived
+        if derived:
+            return [self.result(eqn, floats, v, flags) for v in eqn.outvars]
+        cancels = is_difference(eqn, self.facts)
+        added = [repeats.told(eqn, v, operands, cancels=cancels) for v in eqn.outvars]
+        outs = [self.result(eqn, floats, v, flags) for v in eqn.outvars]
+        return [f._replace(**more) if more else f for f, more in zip(outs, added, strict=True)]
+
+    def result(self, eqn: Eqn, floats: Sequence[Fact], out: Any, flags: int) -> Fact:
+        name = eqn.primitive.name
         if name in PRODUCTS:
-            return [self.product(eqn, floats, flags)]
+            return self.product(eqn, floats, flags)
         if name == "reduce_sum":
-            return [self.total(floats[0], flags)]
+            return self.total(floats[0], flags)
+        if name in _TOPS:
+            return Fact(flags | _if_number(out), roots=self.part(eqn, floats[0].roots, out))
         if name not in _OF_ITS_OPERANDS:
-            return [Fact(flags | _if_number(v), roots=self.root()) for v in eqn.outvars]
-        flags |= every & SCALAR
-        return [self.elementwise(eqn, floats, v, flags) for v in eqn.outvars]
+            return Fact(flags | _if_number(out), roots=self.root())
+        if all(f.flags & SCALAR for f in floats):
+            flags |= SCALAR
+        return self.elementwise(eqn, floats, out, flags)
 
     def offset(self, eqn: Eqn, floats: Sequence[Fact], some: int) -> int:
         """The offset of an equation's results, given the flags of its operands together."""
@@ -357,19 +358,19 @@ class _Walk:
         if len(floats) > 1:
             roots = roots.union(*(f.roots for f in floats[1:]))
         if eqn.primitive.name in _PARTS and size(out.aval.shape) != size(eqn.invars[0].aval.shape):
-            roots = frozenset({self.part(eqn, roots, out)})
-        elif len(roots) > _MOST_ROOTS:
-            roots = self.root()
+            roots = self.part(eqn, roots, out)
         terms = self.terms(eqn, floats)
-        return Fact(flags | _if_number(out), 0.0, math.inf, roots, terms)
+        return Fact(flags | _if_number(out), 0.0, math.inf, self.few(roots), terms)
 
-    def part(self, eqn: Eqn, roots: frozenset[int], out: Any) -> int:
-        """The number of a part of a value: the same part has the same number."""
-        key = (eqn.primitive.name, roots, str(eqn.params), eqn.outvars.index(out))
-        indices = tuple(None if compat.is_literal(v) else v for v in eqn.invars[1:])
-        if (*key, indices) not in self.parts:
-            self.parts[*key, indices] = self.number()
-        return self.parts[*key, indices]
+    def few(self, roots: made_of.Roots) -> made_of.Roots:
+        """Some roots, or a new one where they are many."""
+        return roots if len(roots) <= _MOST_ROOTS else self.root()
+
+    def part(self, eqn: Eqn, roots: made_of.Roots, out: Any) -> made_of.Roots:
+        """The root of a part of values: the same part has the same root."""
+        operands = [of_atom(v, self.facts) for v in eqn.invars]
+        made = made_of.part(eqn, out, self.few(roots), operands)
+        return self.root() if made is None else frozenset({made})
 
     def terms(self, eqn: Eqn, floats: Sequence[Fact]) -> frozenset[Term]:
         """The terms that an operation hands on: unscaled, or scaled by one number."""
@@ -392,7 +393,7 @@ class _Walk:
         return Term(term.roots, self.number(), is_product=False)
 
     def product(self, eqn: Eqn, floats: Sequence[Fact], flags: int) -> Fact:
-        roots = frozenset[int]().union(*(f.roots for f in floats[:2]))
+        roots = frozenset[made_of.Root]().union(*(f.roots for f in floats[:2]))
         is_product = not contraction.only_sums(eqn)
         term = Term(roots, self.number(), is_product)
         if contraction.adds_nothing(eqn):
@@ -413,7 +414,8 @@ class _Walk:
                 continue
             given, outside = entering(eqn, part, self.facts)
             names = dict(enumerate(outside))
-            made.append([self.leaving(f, names) for f in _outputs(part.program, given)])
+            outs = [self.leaving(f, names) for f in _outputs(part.program, given)]
+            made.append(repeats.left(outs, eqn.outvars, part))
         return [self.joined(outs, v) for v, *outs in zip(eqn.outvars, *made, strict=True)]
 
     def leaving(self, fact: Fact, names: dict[int, int]) -> Fact:
@@ -421,7 +423,7 @@ class _Walk:
 
         `names` says what a number inside is outside; what is made inside gets a new one there.
         """
-        used = {n for t in fact.terms for n in (*t.roots, t.number)} | fact.roots
+        used = set(made_of.in_fact(fact))
         for n in sorted(used - names.keys()):
             names[n] = self.number()
         if any(names[n] < 0 for n in used):
@@ -441,4 +443,5 @@ class _Walk:
             _if_number(var) | some & PRODUCT | _offset(some),
             roots=self.root(),
             terms=terms if len(terms) <= _MOST_TERMS else _NO_TERMS,
+            added=frozenset[repeats.Added]().union(*(f.added for f in outs)),
         )

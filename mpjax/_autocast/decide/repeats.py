@@ -1,0 +1,301 @@
+"""Along which axes a value repeats itself, and what was added to others so: a bias, over examples.
+
+A mean over examples takes such a bias with it, and `y - y.mean(0)` cancels it, however large it is.
+A slice along an axis on which it repeats keeps it as well: `y[1:] - y[:-1]` cancels it, too. Axes
+are bits, `1 << axis`, of the value that is asked about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from mpjax._autocast.decide import roots, traits
+from mpjax._autocast.decide.fact_flags import CONSTANT, DERIVED, PRODUCT, SCALAR
+from mpjax._autocast.decide.states import is_float32, size
+from mpjax._base import compat
+from mpjax._jaxpr import structure
+from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.op_rules import MOVES
+
+_EVERY = -1
+_MOST = 8
+_JOINS = frozenset({"concatenate", "stack", "pad", "dynamic_update_slice"})
+_MOVES = MOVES | _JOINS | traits.UPDATES | {"reduce_window_sum"}
+_HANDS_ON = traits.ADDS | {
+    "sqrt",
+    "square",
+    "integer_pow",
+    "neg",
+    "abs",
+    "max",
+    "min",
+    "clamp",
+    "select_n",
+}
+_STARTS = traits.ADDS | {"broadcast_in_dim"}
+_ELEMENTWISE = traits.FUSIBLE - traits.STATISTIC - MOVES - _JOINS
+
+
+class Added(NamedTuple):
+    """A root that was added to a value, and the axes along which what was added repeats."""
+
+    root: roots.Root
+    along: int
+    shape: tuple[Any, ...]  # the value's, when its axes were `along`; it was reshaped since
+
+    def within(self, shape: Sequence[Any]) -> int:
+        """Returns the axes of a shape along which it repeats."""
+        same = self.shape == shape
+        return self.along if same else _reshaped(self.shape, shape, self.along)
+
+
+Told = tuple[int, frozenset[Added]]
+"""The axes along which a value repeats, and what was added to it."""
+NOTHING: Told = (0, frozenset())
+
+
+def told(eqn: Eqn, out: Any, operands: Sequence[Any], *, cancels: bool) -> dict[str, Any]:
+    """Returns what a fact tells of a result of an equation: axes, and what was added.
+
+    Args:
+      eqn: one that no derivative made.
+      out: the result.
+      operands: the facts of its operands.
+      cancels: whether it is a difference that takes off again what was added.
+    """
+    name = eqn.primitive.name
+    if name not in _STARTS and not any(f.along or f.added for f in operands):
+        return {}
+    floats = [(v, f) for v, f in zip(eqn.invars, operands, strict=True) if is_float32(v)]
+    if name in _ELEMENTWISE:
+        along, added = _elementwise(eqn, floats, cancels=cancels)
+    elif name in _JOINS or name in traits.UPDATES:
+        handed_on = (_moved(eqn, out, v, f, operands)[1] for v, f in floats)
+        along, added = 0, _few(frozenset[Added]().union(*handed_on))
+    else:
+        along, added = _moved(eqn, out, *floats[0], operands)
+    return {"along": along, "added": added} if along or added else {}
+
+
+def shared(first: frozenset[Added], second: frozenset[Added]) -> bool:
+    """Whether something was added to both of two values."""
+    if not (first and second):
+        return False
+    return not {a.root for a in first}.isdisjoint(a.root for a in second)
+
+
+def entered(fact: Any, atom: Any, part: structure.Part, place: int) -> Any:
+    """Returns the fact of an operand inside a program; a loop slices some."""
+    return _shifted(fact, atom, compat.closed(part.program).jaxpr.invars[place])
+
+
+def left(facts: Sequence[Any], outside: Sequence[Any], part: structure.Part) -> list[Any]:
+    """Returns the facts of a program's results outside; a loop stacks some."""
+    inside = compat.closed(part.program).jaxpr.outvars
+    return [_shifted(*each) for each in zip(facts, inside, outside, strict=True)]
+
+
+def _shifted(fact: Any, before: Any, after: Any) -> Any:
+    by = len(after.aval.shape) - len(before.aval.shape) if fact.along or fact.added else 0
+    if not by:
+        return fact
+
+    def shift(along: int) -> int:  # a loop adds the same in each turn
+        return along << by | ~(_EVERY << by) if by > 0 else along >> -by
+
+    before, after = before.aval.shape, after.aval.shape
+    added = frozenset(Added(a.root, shift(a.within(before)), after) for a in fact.added)
+    return fact._replace(along=shift(fact.along), added=added)
+
+
+def renumbered(added: frozenset[Added], number: Callable[[int], int]) -> frozenset[Added]:
+    """Returns what was added in other numbers, asked for in order."""
+    ordered = sorted(added, key=_last)
+    made = ((roots.renumbered(frozenset({a.root}), number), a) for a in ordered)
+    return frozenset(a._replace(root=root) for (root,), a in made)
+
+
+def _elementwise(eqn: Eqn, floats: Sequence[tuple[Any, Any]], *, cancels: bool) -> Told:
+    name, out = eqn.primitive.name, eqn.outvars[0]
+    if not out.aval.shape:
+        return NOTHING
+    beside = [_beside(v, f, out) for v, f in floats]
+    along = _EVERY
+    for bits in beside:
+        along &= bits
+    if cancels:
+        return along, frozenset()
+    added = frozenset[Added]().union(*(f.added for _, f in floats))
+    if name in ("mul", "div"):
+        factors = zip((f for _, f in floats), beside, strict=True)
+        return along, _scaled(added, factors, out.aval.shape)
+    if name not in _HANDS_ON:
+        return along, frozenset()
+    if name in traits.ADDS and any(f.flags & PRODUCT for _, f in floats):
+        for (_, f), bits in zip(floats, beside, strict=True):
+            is_offset = bits & ~along and not f.flags & (CONSTANT | DERIVED)
+            if is_offset and not (name == "sub" and f.flags & PRODUCT):  # a mean is no bias
+                added |= {Added(root, bits, out.aval.shape) for root in f.roots}
+    return along, _few(added)
+
+
+def _scaled(
+    added: frozenset[Added], factors: Iterable[tuple[Any, int]], shape: tuple[Any, ...]
+) -> frozenset[Added]:
+    """What was added, scaled, unless it is by a product's result, which makes another value."""
+    for f, bits in factors:
+        if f.flags & PRODUCT and not f.added:
+            return frozenset()
+        if not f.added and bits != _EVERY:
+            added = frozenset(Added(a.root, a.within(shape) & bits, shape) for a in added)
+    return added
+
+
+def _few(added: frozenset[Added]) -> frozenset[Added]:
+    """Returns what was added last, where it is much."""
+    if len(added) <= _MOST:
+        return added
+    return frozenset(sorted(added, key=_last)[-_MOST:])
+
+
+def _last(added: Added) -> tuple[int, int]:
+    return max(roots.numbers(frozenset({added.root})), default=-1), added.along
+
+
+def _beside(atom: Any, fact: Any, out: Any) -> int:
+    """Returns the axes of a result along which an operand repeats, as far as it is that large."""
+    shape, wide = atom.aval.shape, out.aval.shape
+    if fact.flags & (CONSTANT | SCALAR) or len(shape) < len(wide):
+        return _EVERY
+    if shape == wide:
+        return fact.along
+    return fact.along | _axes(i for i, (n, m) in enumerate(zip(shape, wide, strict=True)) if n != m)
+
+
+def _axes(of: Iterable[int]) -> int:
+    """Returns axes as bits."""
+    bits = 0
+    for axis in of:
+        bits |= 1 << axis
+    return bits
+
+
+def _moved(eqn: Eqn, out: Any, atom: Any, fact: Any, operands: Sequence[Any]) -> Told:
+    """Returns what is so of a value that an operation moves, or of which it takes a statistic."""
+    sizes = _cut_sizes(eqn, out)
+    cut = 0 if sizes is None else _axes(i for i, n in enumerate(atom.aval.shape) if n != sizes[i])
+    added: set[Added] = set()
+    shape = out.aval.shape
+    if eqn.primitive.name == "reshape":
+        added.update(fact.added)
+    for a in fact.added - added:
+        before = a.within(atom.aval.shape)
+        along = _axes_of(eqn, atom, before)
+        if along is None:
+            continue
+        if cut & ~before:  # a part of what was added
+            taken = roots.part(eqn, out, frozenset({a.root}), operands)
+            added.update([] if taken is None else [Added(taken, along, shape)])
+        else:
+            added.add(Added(a.root, along, shape))
+    return _axes_of(eqn, atom, fact.along) or 0, frozenset(added)
+
+
+def _cut_sizes(eqn: Eqn, out: Any) -> Sequence[Any] | None:
+    """Returns how much an operation that cuts takes along each axis of its operand."""
+    name = eqn.primitive.name
+    if name in ("slice", "dynamic_slice", "split"):
+        return out.aval.shape
+    if name == "gather":
+        return eqn.params["slice_sizes"]
+    if name == "unstack":
+        sizes = list(eqn.invars[0].aval.shape)
+        sizes[eqn.params["axis"]] = 1
+        return sizes
+    return None
+
+
+def _axes_of(eqn: Eqn, atom: Any, along: int) -> int | None:
+    """Returns the axes of a result along which an operand repeats.
+
+    None where the operation adds up along others, or is none that moves values.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    before, after = atom.aval.shape, eqn.outvars[0].aval.shape
+    if name == "broadcast_in_dim":
+        return _broadcast(params["broadcast_dimensions"], before, after, along)
+    if name == "transpose":
+        return _axes(i for i, axis in enumerate(params["permutation"]) if along >> axis & 1)
+    if name in ("reshape", "squeeze", "expand_dims"):
+        return _reshaped(before, after, along)
+    if name in traits.STATISTIC:
+        removed = params["axes"]
+        return None if _axes(removed) & ~along else _without(removed, len(before), along)
+    if name == "unstack":
+        return _without((params["axis"],), len(before), along)
+    if name == "gather":
+        return _gathered(params["dimension_numbers"], len(before), len(after), along)
+    if name.startswith("scatter") and len(before) != len(after):
+        return _scattered(eqn, along)
+    if name == "stack":
+        axis = params["axis"]
+        return along & ~(_EVERY << axis) | 1 << axis | along >> axis << axis + 1
+    is_move = name in _MOVES and len(before) == len(after)
+    return along if is_move else None
+
+
+def _broadcast(to: Sequence[int], before: Sequence[Any], after: Sequence[Any], along: int) -> int:
+    copied = _axes(range(len(after))) & ~_axes(to)
+    for i, axis in enumerate(to):
+        if along >> i & 1 or before[i] != after[axis]:
+            copied |= 1 << axis
+    return copied
+
+
+def _without(removed: Sequence[int], ndim: int, along: int) -> int:
+    left = [i for i in range(ndim) if i not in removed]
+    return _axes(j for j, i in enumerate(left) if along >> i & 1)
+
+
+def _reshaped(before: Sequence[Any], after: Sequence[Any], along: int) -> int:
+    """Axes that are split or joined: those of a run of which all repeat."""
+    made, i, j = 0, 0, 0
+    while i < len(before) or j < len(after):
+        first, last = i, j
+        i, j = min(i + 1, len(before)), min(j + 1, len(after))
+        while size(before[first:i]) != size(after[last:j]):
+            if size(before[first:i]) < size(after[last:j]):
+                i += 1
+            else:
+                j += 1
+            if i > len(before) or j > len(after):
+                return made
+        large = [k for k in range(first, i) if before[k] != 1]
+        if all(along >> k & 1 for k in large):
+            made |= _axes(range(last, j))
+        else:
+            made |= _axes(k for k in range(last, j) if after[k] == 1)
+    return made
+
+
+def _gathered(numbers: Any, before: int, after: int, along: int) -> int:
+    dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    left = [i for i in range(before) if i not in dropped]
+    repeated = _axes(range(after)) & ~_axes(numbers.offset_dims)
+    return repeated | _axes(
+        out for out, i in zip(numbers.offset_dims, left, strict=True) if along >> i & 1
+    )
+
+
+def _scattered(eqn: Eqn, along: int) -> int:
+    """Of what is put into a larger value; where it is put, it may repeat."""
+    numbers = eqn.params["dimension_numbers"]
+    ndim = len(eqn.outvars[0].aval.shape)
+    put = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window = [i for i in range(ndim) if i not in put]
+    return _axes(put) | _axes(
+        i
+        for i, update in zip(window, numbers.update_window_dims, strict=True)
+        if along >> update & 1
+    )

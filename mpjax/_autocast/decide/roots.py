@@ -1,0 +1,103 @@
+"""Roots of values: what a value is an elementwise function of, at the same places or at others.
+
+A number stands for a value. A part that was cut out of values, such as `z[1:]`, is a root of its
+own: the same cut of the same roots is equal to it, in whichever program it is made. So
+`f(z)[1:] - g(z)[1:]` is a difference of two functions of one root, and `z[1:] - z[:-1]` of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from mpjax._autocast.decide import traits
+from mpjax._base import compat
+from mpjax._jaxpr.equation import Eqn
+
+_DEEPEST = 4
+
+
+class Part(NamedTuple):
+    """What an operation took out of values: a slice, or the largest of a row."""
+
+    how: tuple[Hashable, ...]  # the operation's name first
+    of: tuple[Roots, ...]  # the roots of its operands, the indices' among them
+    depth: int  # how many parts it is taken out of, one after another
+
+
+Root: TypeAlias = "int | Part"
+Roots: TypeAlias = frozenset[Root]
+
+
+class Term(NamedTuple):
+    """A product, or a sum of elements: what it is over, and which one it is."""
+
+    roots: Roots
+    number: int
+    is_product: bool
+    is_power: bool = False  # squared, or the root of it, on the way to where it is added
+
+
+def part(eqn: Eqn, out: Any, of: Roots, operands: Sequence[Any]) -> Part | None:
+    """Returns what an operation takes out of values, None where that would be too deep.
+
+    Args:
+      eqn: the operation.
+      out: its result.
+      of: the roots of the values.
+      operands: the facts of the operation's operands; those behind the first are indices.
+    """
+    depth = 1 + max((r.depth for r in of if isinstance(r, Part)), default=0)
+    if depth > _DEEPEST:
+        return None
+    literals = (str(v) for v in eqn.invars[1:] if compat.is_literal(v))
+    how = (eqn.primitive.name, str(eqn.params), eqn.outvars.index(out), *literals)
+    return Part(how, (of, *(f.roots for f in operands[1:])), depth)
+
+
+def numbers(roots: Roots) -> Iterator[int]:
+    """Yields the numbers that roots are made of."""
+    for root in roots:
+        if isinstance(root, Part):
+            for of in root.of:
+                yield from numbers(of)
+        else:
+            yield root
+
+
+def in_fact(fact: Any) -> Iterator[int]:
+    """Yields the numbers that a fact holds."""
+    yield from numbers(fact.roots)
+    yield from numbers(frozenset(a.root for a in fact.added))
+    for term in fact.terms:
+        yield term.number
+        yield from numbers(term.roots)
+
+
+def renumbered(roots: Roots, number: Callable[[int], int]) -> Roots:
+    """Returns the same roots in other numbers, asked for in order."""
+    for n in sorted(numbers(roots)):
+        number(n)
+    return frozenset(
+        r._replace(of=tuple(renumbered(of, number) for of in r.of))
+        if isinstance(r, Part)
+        else number(r)
+        for r in roots
+    )
+
+
+def meet(first: Roots, second: Roots) -> bool:
+    """Whether values may be of the same elements, in the same places.
+
+    A value that was joined with others and cut out again, as by `stack([z, y])[0]`, is a part of
+    what `z` is a root of. Two different parts of one value are no such pair.
+    """
+    if not first.isdisjoint(second):
+        return True
+    return not (first.isdisjoint(_cut_from(second)) and second.isdisjoint(_cut_from(first)))
+
+
+def _cut_from(roots: Roots) -> Roots:
+    """Returns the roots of the values that parts were cut out of; a maximum is of other places."""
+    cut = [r.of[0] for r in roots if isinstance(r, Part) and r.how[0] not in traits.EXTREME]
+    return frozenset[Root]().union(*cut, *map(_cut_from, cut))

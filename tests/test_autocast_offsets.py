@@ -1,0 +1,163 @@
+"""What is added to all alike, such as a bias of 100, is not rounded before it is cancelled."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _cuts import BOUNDARIES
+from _cuts import MOVES as AND_BACK
+from _evaluate import exactly, off, run
+from _metamorphic import DTYPES, POLICIES, hand_cast
+from jax import lax
+
+import mpjax
+
+_RNG = np.random.default_rng(11)
+
+
+def _normal(*shape, at=0.0):
+    return (at + _RNG.normal(size=shape)).astype(np.float32)
+
+
+X, W, V = _normal(12, 5, 16), _normal(16, 6) / 4, _normal(6, 3)
+BIAS, EACH = _normal(6, at=100), _normal(12, 16, at=30) / 4
+SENDERS, RECEIVERS = np.array([0, 3, 5, 7, 2]), np.array([1, 2, 4, 9, 8])
+
+# How an offset comes to what a product made.
+ADDED = {
+    "a bias": lambda dot, z, b: z + b,
+    "a bias first": lambda dot, z, b: b + z,
+    "a bias with axes": lambda dot, z, b: z + b.reshape(1, 1, 6),
+    "a scaled bias": lambda dot, z, b: 0.5 * z - 3 * b,
+    "statistics of the data": lambda dot, z, b: z * jnp.sqrt(b) / 9 + b,
+    "a number": lambda dot, z, b: z + b[0],
+    "a bias in a call": lambda dot, z, b: jax.jit(jnp.add)(z, b),
+    "a bias in a scan": lambda dot, z, b: lax.scan(lambda c, row: (c, row + b), 0, z)[1],
+    "a layer for each example": lambda dot, z, b: z + dot(jnp.asarray(EACH), W + b / 9)[:, None],
+}
+
+
+def _mean(y, axes):
+    return y.mean(axes, keepdims=True)
+
+
+def _normed(y, axes):
+    centred = y - _mean(y, axes)
+    return centred * lax.rsqrt(_mean(centred**2, axes) + 1e-5)
+
+
+def _normed_at_once(y, axes):
+    spread = jnp.maximum(_mean(y * y, axes) - _mean(y, axes) ** 2, 0.0)
+    return (y - _mean(y, axes)) * lax.rsqrt(spread + 1e-2)
+
+
+# What takes it off again. A layer for each example is the same at all places of an example.
+CANCELLED = {
+    "a batch norm": lambda y: _normed(y, (0, 1)),
+    "a norm of each example": lambda y: _normed(y, 1),
+    "a norm with one pass": lambda y: _normed_at_once(y, 1),
+    "a mean": lambda y: y - _mean(y, 1),
+    "a mean of a reshaped": lambda y: (lambda u: u - _mean(u, 1))(y.reshape(12, 5, 1, 6)),
+    "a maximum": lambda y: y - y.max(1, keepdims=True),
+    "a pool": lambda y: y - lax.reduce_window(y, -np.inf, lax.max, (1, 3, 1), (1, 1, 1), "SAME"),
+    "neighbours": lambda y: y[:, 1:] - y[:, :-1],
+    "the first": lambda y: y - y[:, :1],
+    "rows of a graph": lambda y: y[:, SENDERS % 5] - y[:, RECEIVERS % 5],
+    "halves of a sort": lambda y: (lambda u: u[:, :2] - u[:, 3:])(jnp.sort(y, axis=1)),
+    "parts": lambda y: jnp.subtract(*jnp.split(y[:, :4], 2, axis=1)),
+    "a product of both": lambda y: y * y - _mean(y * y, 1),
+}  # fmt: skip
+BETWEEN = {
+    "nothing": None,
+    "jit": BOUNDARIES["jit"],
+    "a scan that stacks": BOUNDARIES["scan that stacks"],
+    "a checkpoint": BOUNDARIES["checkpoint"],
+    **AND_BACK,
+}
+
+
+def _function(add, cancel, between, dot):
+    def made(x, w, b):
+        return [ADDED[add](dot, dot(x, w), b)]
+
+    def fun(w, v, b):
+        boundary = BETWEEN[between]
+        if boundary is None or between in AND_BACK:
+            (y,) = made(jnp.asarray(X), w, b)
+            y = y if boundary is None else boundary(y)
+        else:
+            (y,) = boundary(made)(jnp.asarray(X), w, b)
+        u = jnp.tanh(CANCELLED[cancel](y).reshape(-1, 6))
+        return dot(u, v)
+
+    return fun
+
+
+def _errors(fun, right, *args):
+    return off(run(fun, *args), right)
+
+
+def _with_gradients(fun):
+    def loss(w, v, b):
+        out = fun(w, v, b)
+        return jnp.vdot(out, jnp.cos(jnp.arange(out.size, dtype=out.dtype).reshape(out.shape)))
+
+    return lambda w, v, b: (fun(w, v, b), jax.grad(loss, (0, 1))(w, v, b))
+
+
+@pytest.mark.parametrize("dtype", POLICIES)
+@pytest.mark.parametrize("cancel", CANCELLED)
+def test_an_offset_is_not_rounded_before_it_is_cancelled(cancel, dtype):
+    ways, places = list(ADDED), list(BETWEEN)
+    first = list(CANCELLED).index(cancel)
+    for i in range((first + list(POLICIES).index(dtype)) % 3, len(ways), 3):
+        add, between = ways[i], places[(i + 3 * first) % len(places)]
+        if add == "a layer for each example" and cancel == "a batch norm":
+            continue  # it differs by example
+
+        def flat(dot, add=add, between=between):
+            return _with_gradients(_function(add, cancel, between, dot))
+
+        args = W, V, BIAS
+        right = exactly(flat(jnp.matmul), *args)
+        by_hand = _errors(flat(hand_cast(DTYPES[dtype])), right, *args)
+        fun = _function(add, cancel, between, jnp.matmul)
+        low = _with_gradients(mpjax.autocast(fun, POLICIES[dtype]))
+        got = _errors(low, right, *args)
+        low = _with_gradients(mpjax.autocast(fun, POLICIES[dtype], rules="widest"))
+        widest = _errors(low, right, *args)
+        limit = 2 * max(by_hand, widest) + float(jnp.finfo(DTYPES[dtype]).eps)
+        assert got <= limit, (cancel, add, between, got, by_hand)
+
+
+def _gates(y):
+    a, b, c = jnp.split(y, 3, axis=2)
+    return jax.nn.sigmoid(a) * jnp.tanh(b) + c
+
+
+def _turned(y):
+    a, b = jnp.split(y, 2, axis=2)
+    angles = jnp.arange(5.0)[:, None] * jnp.arange(3.0)
+    return jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles), b], axis=2)
+
+
+# What a bias for each channel is not cancelled by.
+NOT_CANCELLED = {
+    "a layer norm": lambda y: _normed(y, 2),
+    "a group norm": lambda y: _normed(y.reshape(12, 5, 2, 3), (1, 3)),
+    "a softmax": lambda y: jax.nn.softmax(y),
+    "gates": _gates,
+    "a rotation": _turned,
+    "a target": lambda y: y - jnp.asarray(X[..., :6]),
+    "an activation": jax.nn.gelu,
+}
+
+
+@pytest.mark.parametrize("name", NOT_CANCELLED)
+def test_a_bias_that_nothing_cancels_may_be_rounded_with_its_sum(name):
+    def fun(w, v, b):
+        y = jax.lax.optimization_barrier(jnp.asarray(X) @ w + b)
+        return jnp.tanh(NOT_CANCELLED[name](y)).reshape(-1, 3) @ v[:3]
+
+    rows = mpjax.explain(fun, "bf16-mixed")(W, V, BIAS).rows
+    assert not [row for row in rows if "may be almost the same" in row.reason]

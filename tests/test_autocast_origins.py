@@ -1,0 +1,155 @@
+"""A difference knows what is the same, though its elements were moved, chosen or joined before."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _cuts import MOVES as AND_BACK
+from _differential import equations
+from jax import lax
+
+import mpjax
+from mpjax._jaxpr.op_rules import EXACT, MOVES
+
+_RNG = np.random.default_rng(7)
+X, W = (_RNG.normal(size=shape).astype(np.float32) for shape in ((8, 16), (16, 6)))
+ROWS, OTHERS = np.array([1, 0, 2, 3, 5]), np.array([5, 4, 3, 2, 1])
+GROUPS = np.array([0, 0, 1, 1, 2, 2, 3, 3])
+
+
+def _windows(worst, choose):
+    return lambda u, _: lax.reduce_window(u, worst, choose, (2, 1), (2, 1), "VALID")
+
+
+def _put(how):
+    return lambda u, rows: getattr(jnp.zeros((8, 6)).at[rows], how)(u[:5])
+
+
+# What moves or chooses elements: of `f(z)` and `g(z)` it makes values that may be almost the same.
+CHOSEN = {
+    "abs": lambda u, _: jnp.abs(u),
+    "approx_top_k": lambda u, _: lax.approx_max_k(u, 3)[0],
+    "broadcast_in_dim": lambda u, _: jnp.broadcast_to(u[None], (2, 8, 6)),
+    "clamp": lambda u, _: lax.clamp(-0.5, u, 0.5),
+    "concatenate": lambda u, _: jnp.concatenate([u, 2 * u], axis=1),
+    "copy": lambda u, _: jnp.copy(u),
+    "cummax": lambda u, _: lax.cummax(u, 1),
+    "cummin": lambda u, _: lax.cummin(u, 1),
+    "dynamic_slice": lambda u, rows: lax.dynamic_index_in_dim(u, rows[0], 0),
+    "dynamic_update_slice": lambda u, rows: lax.dynamic_update_slice(
+        jnp.zeros((9, 6)), u, (rows[0], 0)
+    ),
+    "gather": lambda u, rows: u[rows],
+    "gather: take": lambda u, rows: jnp.take(u, rows, axis=0),
+    "gather: along an axis": lambda u, rows: jnp.take_along_axis(u, rows[:, None], 0),
+    "gather: a diagonal": lambda u, _: jnp.diagonal(u),
+    "gather: a row each": lambda u, rows: jax.vmap(lambda row: row[rows[0]])(u),
+    "max": lambda u, _: jnp.maximum(u, 0.1),
+    "min": lambda u, _: jnp.minimum(u, 0.1),
+    "name": lambda u, _: jax.ad_checkpoint.checkpoint_name(u, "u"),
+    "neg": lambda u, _: -u,
+    "optimization_barrier": lambda u, _: lax.optimization_barrier(u),
+    "pad": lambda u, _: jnp.pad(u, 1),
+    "reduce_max": lambda u, _: u.max(1),
+    "reduce_max: a maxout": lambda u, _: u.reshape(8, 3, 2).max(2),
+    "reduce_min": lambda u, _: u.min(0),
+    "reduce_window_max": _windows(-np.inf, lax.max),
+    "reduce_window_min": _windows(np.inf, lax.min),
+    "reshape": lambda u, _: u.reshape(4, 12),
+    "rev": lambda u, _: u[::-1],
+    "scan": lambda u, _: lax.scan(lambda c, row: (c, row), 0, u)[1],
+    "scatter": _put("set"),
+    "scatter-max": _put("max"),
+    "scatter-max: segments": lambda u, _: jax.ops.segment_max(u, jnp.asarray(GROUPS), 4),
+    "scatter-min": _put("min"),
+    "select_n": lambda u, _: jnp.where(u > 0, u, 0.0),
+    "slice": lambda u, _: u[1:5],
+    "slice: strided": lambda u, _: u[::2],
+    "slice: rolled": lambda u, _: jnp.roll(u, 1, axis=0),
+    "sort": lambda u, _: jnp.sort(u, axis=1),
+    "split": lambda u, _: jnp.split(u, 2, axis=1)[1],
+    "squeeze": lambda u, _: jnp.squeeze(u[None], 0),
+    "stack": lambda u, _: jnp.stack([u, u]),
+    "stop_gradient": lambda u, _: lax.stop_gradient(u),
+    "tile": lambda u, _: jnp.tile(u, (2, 1)),
+    "top_k": lambda u, _: lax.top_k(u, 3)[0],
+    "transpose": lambda u, _: u.T,
+    "unstack": lambda u, _: jnp.unstack(u)[2],
+}
+# What puts each element back where it was, behind one of the two values alone.
+PUT_BACK = {
+    **AND_BACK,
+    "split and joined": lambda u: jnp.concatenate(jnp.split(u, 2, 1), 1),
+    "rolled and back": lambda u: jnp.roll(jnp.roll(u, 1, 0), -1, 0),
+    "stacked rows": lambda u: jnp.stack([u[i] for i in range(8)]),
+    "a function of each half": lambda u: jnp.concatenate([jnp.tanh(h) for h in jnp.split(u, 2, 1)]),
+    "pooled and repeated": lambda u: jnp.repeat(_windows(-np.inf, lax.max)(u, None), 2, axis=0),
+}
+# Different elements of one value.
+OTHER = {
+    "neighbours": lambda u: u[1:] - u[:-1],
+    "halves": lambda u: jnp.subtract(*jnp.split(u, 2, 1)),
+    "rows of two keys": lambda u: u[ROWS] - u[OTHERS],
+    "a softmax": lambda u: u - u.max(1, keepdims=True),
+    "the largest and the smallest": lambda u: u.max(1) - u.min(1),
+}
+# A mesh makes these, a reference, or a memory space; or a sign, which no rounding changes.
+_ELSEWHERE_NAMES = """
+all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast pcast pmax pmin ppermute
+preduced pvary reduced_vary_cast reduced_vary_cast_p reshard mesh_cast sharding_constraint
+unreduced_pmax unreduced_pmin vary_unreduced_cast vary_unreduced_cast_p shard_alike
+layout_constraint with_memory_space_constraint device_put nonbatchable nondifferentiable_backward
+xla_metadata_value copy_p expand_dims sign
+"""
+ELSEWHERE = frozenset(_ELSEWHERE_NAMES.split())
+
+
+def _differs(difference, boundary=lambda fun: fun):
+    """Returns whether a function of `z` is read by a difference that may cancel, as decided."""
+
+    def fun(x, w, rows):
+        made = jnp.ravel(difference(x @ w, rows, boundary))[:6]
+        return jnp.tanh(100 * made) @ w.T
+
+    with mock.patch("mpjax._autocast.decide.fusible._MAX_FUNCTION", 0):  # look into calls
+        rows = mpjax.explain(fun, "bf16-mixed")(X, W, jnp.asarray(ROWS)).rows
+    return any("may be almost the same is subtracted" in row.reason for row in rows)
+
+
+@pytest.mark.parametrize("boundary", [lambda fun: fun, jax.jit], ids=["uncut", "jit"])
+@pytest.mark.parametrize("name", CHOSEN)
+def test_what_is_moved_or_chosen_of_two_functions_may_be_almost_the_same(name, boundary):
+    chosen = CHOSEN[name]
+
+    def difference(z, rows, boundary):
+        first = boundary(lambda z, rows: chosen(jnp.tanh(z), rows))(z, rows)
+        return first - boundary(lambda z, rows: chosen(jnp.tanh(1.01 * z), rows))(z, rows)
+
+    assert _differs(difference, boundary)
+
+
+@pytest.mark.parametrize("boundary", [lambda fun: fun, jax.jit], ids=["uncut", "jit"])
+@pytest.mark.parametrize("name", PUT_BACK)
+def test_what_is_moved_and_put_back_may_be_almost_the_same(name, boundary):
+    def difference(z, _, boundary):
+        moved = boundary(lambda z: PUT_BACK[name](jnp.tanh(z)))(z)
+        return jnp.ravel(moved) - jnp.ravel(jnp.tanh(1.01 * z))
+
+    assert _differs(difference, boundary)
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_other_elements_of_one_value_are_not_almost_the_same(name):
+    assert not _differs(lambda z, _, __: OTHER[name](jnp.tanh(z)))
+
+
+def test_each_operation_that_moves_or_chooses_is_in_the_table():
+    traced = {
+        eqn.primitive.name
+        for chosen in CHOSEN.values()
+        for eqn in equations(jax.make_jaxpr(chosen)(X[:, :6], jnp.asarray(ROWS)))
+    }
+    named = {name.split(":")[0] for name in CHOSEN}  # a primitive of a newer JAX
+    assert (MOVES | EXACT) - traced - named <= ELSEWHERE
