@@ -68,6 +68,7 @@ def test_accumulated_errors_are_those_of_two_runs(devices: Any, sharded: bool):
         mean = lambda *args: lax.pmean(one(*args), "d")  # noqa: E731
         loss = jax.shard_map(mean, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
     report = compare(loss, "bf16-mixed")(WS, X)
+    assert ("compiling" in report.seconds) == sharded  # by operations: 1500 compilations, 60 s
     # Compiled, as what is compared is: a step by itself may be rounded where a fused one is not.
     low = jax.jit(jax.grad(mpjax.autocast(loss, "bf16-mixed")))(WS, X)
     full = jax.jit(jax.grad(loss))(WS, X)

@@ -18,7 +18,7 @@ from mpjax._base.errors import message
 from mpjax._base.tree import is_array, leaf_paths, leaves_finite
 from mpjax.numerics._clock import Clock
 from mpjax.numerics._collect import Unmeasured
-from mpjax.numerics._plan import RunPlan
+from mpjax.numerics._plan import RunAs, RunPlan
 from mpjax.numerics._run import Instrument, Runner
 
 _NEEDS_VALUES = (
@@ -107,8 +107,14 @@ class LossProgram:
         return self._compiled[key]
 
     def runs_by_operations(self, args: Sequence[Any]) -> bool:
-        """Whether the program is small, and on one CPU."""
+        """Whether the program is small, and on one CPU.
+
+        In a `shard_map` JAX compiles each operation anew wherever it stands: 1500 compilations for
+        five layers.
+        """
         if jax.default_backend() != "cpu" or replicated(self.arrays(args)) is not None:
+            return False
+        if any(level.kind == RunAs.SHARD_MAP.value for s in self.plan.sites for level in s.levels):
             return False
         held = sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in self.plan.sites)
         return held <= SMALL
