@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from conftest import CACHING
 
 import mpjax
 from mpjax import pods
 
 # For processes that tests start and that compile more than they run: as conftest.py has it.
 UNOPTIMISED = {
-    "XLA_FLAGS": " ".join(f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f)
+    "XLA_FLAGS": " ".join(f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f),
+    **{name: value for name, value in os.environ.items() if name in CACHING},
 }
 
 

@@ -6,17 +6,23 @@ lifted by a marker that gives its reason:
     @pytest.mark.standard_promotion("orbax compares int32 with a Python-typed int64")
     @pytest.mark.no_leak_check("flax keeps the module's scope, tracers included, on the exception")
 
+A law of many like cases is marked `sampled(n)`: `make test` runs one case of n, CI all.
+
 What compiles for an accelerator is marked `tpu_compiler` or `gpu_compiler`, and is skipped, saying
 how to get the compiler, where it is not installed.
 """
 
 import argparse
+import collections
 import gc
 import importlib.metadata
 import importlib.util
 import os
 import re
+import time
 from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
 
 HOST_DEVICES = 8
 # XLA's newer CPU code generator takes three quarters of a program's compile time; the XLA of these
@@ -37,7 +43,17 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-import hypothesis  # noqa: E402 - the two variables above are read when JAX is first imported
+# Programs that an earlier run compiled, or the other process of this one, are read from a file: a
+# third of the time where all are there. JAX's key is the program, the flags and the versions.
+COMPILED = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
+CACHING = {
+    "JAX_COMPILATION_CACHE_DIR": str(COMPILED),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
+for _name, _value in CACHING.items():
+    os.environ.setdefault(_name, _value)
+
+import hypothesis  # noqa: E402 - the variables above are read when JAX is first imported
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
@@ -81,6 +97,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="N/OF", type=_part, help=what)
 
 
+def pytest_sessionstart() -> None:
+    """Forgets programs that were compiled more than a week ago."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        for path in COMPILED.glob("*"):
+            if path.stat().st_mtime < time.time() - 7 * 86400:
+                path.unlink()
+
+
 def _part(text: str) -> tuple[int, int]:
     """Returns the number of a part, from 0, and how many there are."""
     match = re.fullmatch(r"(\d+)/(\d+)", text)
@@ -114,6 +138,7 @@ def pytest_collection_modifyitems(
 ) -> Generator[None]:
     """Selects what the options ask for: cases before `-m` and `-k` do, a part after them."""
     _mark(items)
+    _leave_to_ci(items)
     if config.getoption("first_case"):
         _keep_first_cases(config, items)
     yield
@@ -139,6 +164,38 @@ def _mark(items: list[pytest.Item]) -> None:
                         f"{item.nodeid}: the marker {name} was given {mark.args}.\n"
                         f"  It takes one string, the reason. Write pytest.mark.{name}('...')."
                     )
+
+
+def _leave_to_ci(items: list[pytest.Item]) -> None:
+    """Marks as slow what `sampled(n)` leaves out: all but each n-th case of a law.
+
+    A case is one of them if the places of its values, each in its own `parametrize`, add up to a
+    multiple of n. So two values of a product of parameters meet as often as any other two.
+    """
+    places: dict[Any, dict[Any, int]] = collections.defaultdict(dict)
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is None:
+            continue
+        tables = [table.args[0] for table in item.iter_markers("parametrize")]
+        if not (tables and len(mark.args) == 1 and isinstance(mark.args[0], int)):
+            raise pytest.UsageError(
+                f"{item.nodeid}: sampled was given {mark.args} and {len(tables)} tables.\n"
+                "  Write pytest.mark.sampled(3) beside a pytest.mark.parametrize: one case of 3."
+            )
+        total = 0
+        for table in tables:
+            names = table.replace(",", " ").split() if isinstance(table, str) else table
+            values = tuple(_known_again(item.callspec.params[name]) for name in names)
+            known = places[item.nodeid.partition("[")[0], tuple(names)]
+            total += known.setdefault(values, len(known))
+        if total % mark.args[0]:
+            item.add_marker("slow")
+
+
+def _known_again(value: Any) -> Any:
+    """Returns what tells the same value in another case: itself, or which object it is."""
+    return value if isinstance(value, str | int | float | None) else id(value)
 
 
 @pytest.fixture(autouse=True)
