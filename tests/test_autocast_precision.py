@@ -90,6 +90,7 @@ def low_in_float32():
     return gradients(LOW)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_low_products_stay_low_and_have_their_own_precision(setting):
     fast = {name: autocast(fun, "bf16-mixed") for name, fun in LOW.items()}
@@ -135,3 +136,17 @@ def test_an_inner_autocast_keeps_its_products_as_they_are():
         found = dots(autocast(lambda x, w: inner(x, w), "bf16-mixed"))
     assert {dtype for dtype, _ in found} == {"bfloat16"}
     assert {p for _, p in found} <= {None, (lax.Precision.DEFAULT,) * 2}
+
+
+def test_a_default_set_where_a_gradient_is_pulled_back_is_remembered_for_no_other():
+    """Programs of products are remembered: a later gradient would have it, and fail on a CPU."""
+
+    def lowered(x):
+        fun = autocast(lambda x: jnp.sum(jnp.tanh(x @ W) @ W), "bf16-mixed")
+        return jax.jit(jax.grad(fun)).lower(x).as_text()
+
+    x = X[:3]  # of a shape that no other test has
+    _, pullback = jax.vjp(autocast(lambda x: jnp.tanh(x @ W) @ W, "bf16-mixed"), x)
+    with once("TF32_TF32_F32"):
+        jax.make_jaxpr(pullback)(x)
+    assert "tf32" not in lowered(x)

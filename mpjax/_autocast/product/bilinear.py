@@ -255,6 +255,15 @@ def _struct(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=compat.explicit_sharding(aval))
 
 
+def program_of(fun: Callable[..., Any], *args: Any) -> Any:
+    """Returns a product as a program, which is remembered: JAX's global precision is not in it.
+
+    It may be set where this is traced, as where a gradient is pulled back, and not be set later.
+    """
+    with jax.default_matmul_precision(None):
+        return jax.make_jaxpr(fun)(*args)
+
+
 def hashable(params: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Returns the parameters of a product as a key."""
     return tuple(sorted(params.items()))
@@ -278,14 +287,14 @@ def _bilinear(
     else:
         bare = functools.partial(getattr(lax, name), **kwargs)
         fun = bare if not how.is_delayed else lambda x, y, _amaxes: bare(x, y)
-    traced = jax.make_jaxpr(fun)(*structs)
+    traced = program_of(fun, *structs)
     if name != "conv_general_dilated" or not convolutions.is_pointwise(kwargs, structs):
         axes: Axes = ()
         if name == "dot_general":
             ndims = structs[0].ndim, structs[1].ndim
             axes = axes_of.of_dot_general(kwargs["dimension_numbers"], ndims)
         return Bilinear(traced, how, how.roles, axes)
-    point = jax.make_jaxpr(convolutions.pointwise(kwargs))(*structs)
+    point = program_of(convolutions.pointwise(kwargs), *structs)
     return Bilinear(point, how, how.roles, convolved=traced)
 
 
@@ -319,7 +328,7 @@ def _pullback(program: Any, wrt: int) -> Any:
         zeros = jnp.zeros(mine.shape, mine.dtype, out_sharding=mine.sharding)
         return jax.vjp(partial, zeros)[1](ct)[0]
 
-    return jax.make_jaxpr(pullback)(out, other, *extras)
+    return program_of(pullback, out, other, *extras)
 
 
 def _untransposed(program: Any) -> Any:
@@ -345,7 +354,7 @@ def _untransposed(program: Any) -> Any:
         env = dict(zip(program.jaxpr.invars, args, strict=True))
         return lax.dot_general(env[y], env[x], **kwargs)
 
-    return jax.make_jaxpr(in_order)(*(_struct(v.aval) for v in program.jaxpr.invars))
+    return program_of(in_order, *(_struct(v.aval) for v in program.jaxpr.invars))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -361,6 +370,6 @@ def batched(_mesh: Any, program: Bilinear, size: int, in_axes: tuple[int | None,
 
     structs = [_struct(v.aval) for v in program.traced.jaxpr.invars]
     args = [widen(s, axis) for s, axis in zip(structs, in_axes, strict=True)]
-    wider = jax.make_jaxpr(lambda *xs: fun(*xs)[0])(*args)
+    wider = program_of(lambda *xs: fun(*xs)[0], *args)
     axes = program.axes and axes_of.mapped(program.axes, *in_axes[:2])
     return Bilinear(wider, program.config, program.roles, axes)

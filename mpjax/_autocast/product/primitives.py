@@ -100,7 +100,7 @@ def _traced(_where: Any, avals: Any, backend: backends.Backend, **params: Any) -
     The first argument is part of the key alone: operations are marked with the context in which
     they are traced (a mesh, `compute_on`, metadata).
     """
-    return jax.make_jaxpr(functools.partial(_run, backend=backend, **params))(*avals)
+    return bilinear.program_of(functools.partial(_run, backend=backend, **params), *avals)
 
 
 _RULES: dict[str, Any] = {
