@@ -183,10 +183,10 @@ def _leave_to_ci(items: list[pytest.Item]) -> None:
                 f"{item.nodeid}: sampled was given {mark.args} and {len(tables)} tables.\n"
                 "  Write pytest.mark.sampled(3) beside a pytest.mark.parametrize: one case of 3."
             )
-        total = 0
+        total, given = 0, item.callspec.params
         for table in tables:
             names = table.replace(",", " ").split() if isinstance(table, str) else table
-            values = tuple(_known_again(item.callspec.params[name]) for name in names)
+            values = tuple(_known_again(given[name]) for name in names)
             known = places[item.nodeid.partition("[")[0], tuple(names)]
             total += known.setdefault(values, len(known))
         if total % mark.args[0]:
