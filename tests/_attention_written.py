@@ -5,6 +5,8 @@ import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
+from _samples import normal
 from flax import nnx
 
 from benchmarks.networks._attention import attend, attend_grouped, causal
@@ -12,12 +14,13 @@ from benchmarks.networks._attention import attend, attend_grouped, causal
 BATCH, TIME, HEADS, SIZE = 2, 16, 4, 8
 WIDTH = HEADS * SIZE
 KEY = jax.random.key(0)
-WEIGHTS = jax.random.normal(KEY, (5, WIDTH, WIDTH)) * 0.25
-X = jax.random.normal(jax.random.fold_in(KEY, 1), (BATCH, TIME, WIDTH))
-FIRST = jnp.arange(TIME) < jnp.array([10, 16])[:, None]  # which tokens are there
-LAST = ~FIRST | (jnp.arange(TIME) == TIME - 1)  # padded in front: early rows have no keys
+WEIGHTS = normal(0, 5, WIDTH, WIDTH, scale=0.25)
+X = normal(1, BATCH, TIME, WIDTH)
+_FIRST = np.arange(TIME) < np.array([10, 16])[:, None]
+FIRST = jnp.asarray(_FIRST)  # which tokens are there
+LAST = jnp.asarray(~_FIRST | (np.arange(TIME) == TIME - 1))  # padded in front: no keys for some
+PAIRS = jnp.asarray(_FIRST[:, None, :, None] & _FIRST[:, None, None, :])  # padded: no row, no key
 LEAST = float(jnp.finfo(jnp.float32).min)
-PAIRS = FIRST[:, None, :, None] & FIRST[:, None, None, :]  # padded: no row and no key of these
 
 FOUND = {}
 
@@ -47,9 +50,9 @@ def of_logits(weights, x, change):
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits, axis=-1), value)
 
 
-LINEN = nn.MultiHeadDotProductAttention(num_heads=HEADS).init(KEY, X)
+LINEN = jax.jit(nn.MultiHeadDotProductAttention(num_heads=HEADS).init)(KEY, X)
 NNX = nnx.split(nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=nnx.Rngs(0)))
-EQUINOX = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=KEY)
+EQUINOX = eqx.filter_jit(eqx.nn.MultiheadAttention)(HEADS, WIDTH, key=KEY)
 
 
 def _haiku(x, mask):
@@ -58,7 +61,9 @@ def _haiku(x, mask):
 
 
 HAIKU = hk.without_apply_rng(hk.transform(_haiku))
-HAIKU_PARAMS = HAIKU.init(KEY, X, jnp.broadcast_to(causal(TIME), (BATCH, 1, TIME, TIME)))
+HAIKU_PARAMS = jax.jit(HAIKU.init)(
+    KEY, X, np.broadcast_to(np.tri(TIME, dtype=bool), (BATCH, 1, TIME, TIME))
+)
 
 
 @found

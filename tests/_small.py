@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _differential import equations
+from _samples import normal
 
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (8, 16))
-W = 0.3 * jax.random.normal(jax.random.fold_in(KEY, 1), (16, 16))
+X = normal(0, 8, 16)
+W = normal(1, 16, 16, scale=0.3)
 BF16 = 2.0**-8
 
 

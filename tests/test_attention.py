@@ -7,9 +7,10 @@ import sys
 import _attention_kernel as formulas
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from _differential import equations
+from _samples import chosen, normal
+from _small import distance as error
 
 import mpjax
 from mpjax import dot_product_attention as attend
@@ -18,10 +19,6 @@ from mpjax._autocast.attention import kernels
 BATCH, QUERIES, KEYS, HEADS, SHARED, SIZE = 2, 24, 32, 4, 2, 16
 LENGTHS = jnp.array([5, 32], jnp.int32)
 RESIDUALS = 2  # of operands: the result, and the sums of its rows
-
-
-def normal(seed, *shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
 def operands(dtype=jnp.float32, shared=SHARED, keys=KEYS):
@@ -33,7 +30,7 @@ def operands(dtype=jnp.float32, shared=SHARED, keys=KEYS):
 
 
 BIAS = normal(3, 1, HEADS, QUERIES, KEYS)
-MASK = jax.random.bernoulli(jax.random.key(4), 0.7, (BATCH, 1, QUERIES, KEYS))
+MASK = chosen(4, 0.7, BATCH, 1, QUERIES, KEYS)
 EMPTY = MASK.at[0, :, 3].set(False)  # a row without keys
 KEY_MASK = (jnp.arange(KEYS) < LENGTHS[:, None])[:, None, None]
 CASES = {
@@ -66,16 +63,12 @@ def value_and_grads(fun, args, *, of_bias=True, **kwargs):
     return jax.jit(jax.value_and_grad(loss, argnums=wrt))(*args, bias)
 
 
-def error(found, wanted):
-    found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
-    return np.linalg.norm(found - wanted) / (np.linalg.norm(wanted) + 1e-30)
-
-
 def errors(found, wanted):
     return [error(*both) for both in zip(*map(jax.tree.leaves, (found, wanted)), strict=True)]
 
 
 @pytest.mark.standard_promotion("jax.nn multiplies by a mask of integers")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_it_gives_what_jax_gives(name):
     args, kwargs = operands(), CASES[name]
@@ -84,6 +77,7 @@ def test_it_gives_what_jax_gives(name):
 
 
 @pytest.mark.standard_promotion("jax.nn multiplies by a mask of integers")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*CASES, "bias with a gradient"])
 def test_a_kernel_is_as_exact_as_xla_beside_float32(name):
     of_bias = name == "bias with a gradient"
@@ -152,6 +146,7 @@ def test_outer_and_inner_derivatives_are_those_of_jax():
     assert max(errors(*(fun(query) for fun in both))) < 1e-5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("in_axes", [(0, None, 0), (None, 2, None), (1, 0, None)])
 def test_it_maps_over_examples(in_axes, by_kernel):
@@ -180,7 +175,8 @@ def test_it_maps_over_examples(in_axes, by_kernel):
 def test_the_sums_of_rows_are_those_of_jax(name):
     args = operands()
     kwargs = {**CASES[name], "return_residual": True}
-    found, wanted = attend(*args, **kwargs), jax.nn.dot_product_attention(*args, **kwargs)
+    funs = (functools.partial(f, **kwargs) for f in (attend, jax.nn.dot_product_attention))
+    found, wanted = jax.jit(lambda *xs: [fun(*xs) for fun in funs])(*args)
     assert max(errors(found, wanted)) < 1e-6
     assert found[1].dtype == jnp.float32
     with formulas.everywhere(formulas):
@@ -211,8 +207,9 @@ def test_inside_shard_map_each_device_runs_the_kernel(check_vma):
         out_specs=jax.sharding.PartitionSpec(),
         check_vma=check_vma,
     )
-    wanted = jax.grad(loss, argnums=(0, 1, 2))(*operands())
-    assert max(errors(jax.grad(mapped, argnums=(0, 1, 2))(*operands()), wanted)) < 1e-5
+    both = (jax.grad(fun, argnums=(0, 1, 2)) for fun in (loss, mapped))
+    wanted, by_formula = jax.jit(lambda *xs: [fun(*xs) for fun in both])(*operands())
+    assert max(errors(by_formula, wanted)) < 1e-5
     with formulas.everywhere(formulas):
         found = jax.jit(jax.grad(mapped, argnums=(0, 1, 2)))(*operands())
     assert max(errors(found, wanted)) < 1e-5
@@ -230,7 +227,7 @@ def model(weights, x, **kwargs):
     return jnp.sum((out.reshape(x.shape) @ weights[3]) ** 2)
 
 
-WEIGHTS = normal(5, 4, HEADS * SIZE, HEADS * SIZE) * 0.2
+WEIGHTS = normal(5, 4, HEADS * SIZE, HEADS * SIZE, scale=0.2)
 X = normal(6, BATCH, QUERIES, HEADS * SIZE)
 LOW = {
     "bf16-mixed": (jnp.bfloat16, 2**-5),
@@ -249,6 +246,7 @@ def read_by_attention(fun, *args):
 
 
 @pytest.mark.filterwarnings("ignore:autocast:mpjax.PolicyWarning")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("policy", LOW)
 def test_a_policy_says_in_which_dtype_it_runs(policy, inside):
@@ -258,7 +256,8 @@ def test_a_policy_says_in_which_dtype_it_runs(policy, inside):
     else:
         fun = jax.grad(mpjax.autocast(model, policy))
     assert read_by_attention(fun, WEIGHTS, X) == {jnp.dtype(low)}
-    assert error(fun(WEIGHTS, X), jax.grad(model)(WEIGHTS, X)) < bound
+    low, wide = jax.jit(lambda *xs: (fun(*xs), jax.grad(model)(*xs)))(WEIGHTS, X)
+    assert error(low, wide) < bound
 
 
 def test_a_policy_map_and_a_region_hold_it_in_float32():

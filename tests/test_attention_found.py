@@ -72,13 +72,16 @@ def error(found, wanted):
     return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[3, pytest.param(1, marks=pytest.mark.slow)])
 def computed(request):
     """Returns by name what a program gives: in float32, without the hint, with it, by a kernel.
 
-    All are compiled together, once: tests that had one name each would do so in each process.
+    Of each third attention, or of all. These are compiled together, once: tests that had one name
+    each would do so in each process.
     """
-    names = list(FOUND)[: 1 if request.config.getoption("first_case") else None]
+    names = list(FOUND)[:: request.param]
+    if request.config.getoption("first_case"):
+        names = names[:1]
     funs = [FOUND[name] for name in names]
     programs = [
         lambda w, x: [results(fun)(w, x) for fun in funs],

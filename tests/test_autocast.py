@@ -5,16 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _differential import equations
+from _samples import normal
 from jax import lax
 
 from mpjax import Policy, autocast, full_precision
 
 HALVES = ["bf16-mixed", "16-mixed"]
 KEY = jax.random.key(0)
-
-
-def normal(*shape, seed=1):
-    return jax.random.normal(jax.random.fold_in(KEY, seed), shape)
 
 
 def products(fun, *args):
@@ -33,7 +30,7 @@ def mlp(params, x):
 
 
 def mlp_params():
-    return {"w1": normal(8, 16), "b1": normal(16, seed=2), "w2": normal(16, 4, seed=3)}
+    return {"w1": normal(1, 8, 16), "b1": normal(2, 16), "w2": normal(3, 16, 4)}
 
 
 # -- types -------------------------------------------------------------------------------------
@@ -42,7 +39,7 @@ def mlp_params():
 @pytest.mark.parametrize("policy", HALVES)
 def test_products_read_low_operands_and_give_what_is_stored(policy):
     name = autocast_dtype(policy).__name__
-    found = products(autocast(mlp, policy), mlp_params(), normal(4, 8))
+    found = products(autocast(mlp, policy), mlp_params(), normal(1, 4, 8))
     assert found == [(name, name, name), (name, name, "float32")]
 
 
@@ -63,7 +60,7 @@ def test_output_types_are_those_of_the_function():
         out = {"y": x @ x.T, "n": n + 1, "none": None, "key": key, "const": 3, "f": 2.5}
         return out if flag else (x * scale, jnp.arange(3), x > 0, x.sum())
 
-    args = (normal(4, 4), True, jax.random.key(3), jnp.int32(5))
+    args = (normal(1, 4, 4), True, jax.random.key(3), jnp.int32(5))
     for flag in (True, False):
         args = (args[0], flag, *args[2:])
         fast = autocast(fun, "bf16-mixed")
@@ -82,7 +79,7 @@ def test_output_types_are_those_of_the_function():
 
 def test_output_dtype_of_the_policy():
     policy = Policy(jnp.float32, jnp.bfloat16, jnp.bfloat16)
-    y, n = autocast(lambda x: (x @ x, jnp.arange(3)), policy)(normal(4, 4))
+    y, n = autocast(lambda x: (x @ x, jnp.arange(3)), policy)(normal(1, 4, 4))
     assert (y.dtype, n.dtype) == (jnp.bfloat16, jnp.int32)
 
 
@@ -100,7 +97,7 @@ def test_as_a_decorator():
 
     assert fun.__name__ == "fun"
     assert fun.__doc__ == "Doc."
-    assert products(fun, normal(3, 3)) == [("bfloat16", "bfloat16", "float32")]
+    assert products(fun, normal(1, 3, 3)) == [("bfloat16", "bfloat16", "float32")]
 
 
 # -- nesting and regions -----------------------------------------------------------------------
@@ -114,7 +111,7 @@ def test_full_precision_region(wrap):
             y = wrap(lambda y: y @ x)(y)
         return y @ x
 
-    x = normal(4, 4)
+    x = normal(1, 4, 4)
     kinds = [p[0] for p in products(autocast(fun, "bf16-mixed"), x)]
     assert kinds == ["bfloat16", "float32", "bfloat16"]
     decorated = autocast(full_precision()(lambda x: x @ x), "bf16-mixed")
@@ -129,7 +126,7 @@ def test_full_precision_region_under_grad_and_scan():
 
         return lax.scan(body, x, None, length=3)[0].sum()
 
-    x = normal(4, 4) * 0.3
+    x = normal(1, 4, 4) * 0.3
     fast = autocast(fun, "bf16-mixed")
     np.testing.assert_allclose(jax.grad(fast)(x), jax.grad(fun)(x), rtol=1e-6)
     np.testing.assert_allclose(
@@ -146,14 +143,14 @@ def test_double_and_complex_and_explicit_casts_are_left_alone():
         half = x.astype(jnp.float16) @ x.astype(jnp.float16)
         return z @ z, half
 
-    x = normal(4, 4)
+    x = normal(1, 4, 4)
     got, want = autocast(fun, "bf16-mixed")(x), fun(x)
     assert jnp.array_equal(got[0], want[0])
     assert jnp.array_equal(got[1], want[1].astype(jnp.float32))
 
 
 def test_explicit_precision_is_kept():
-    x = normal(4, 4)
+    x = normal(1, 4, 4)
     for precision in (lax.Precision.HIGHEST, "highest", lax.DotAlgorithmPreset.F32_F32_F32):
         fun = lambda x, p=precision: jnp.dot(x, x, precision=p)  # noqa: E731
         assert jnp.array_equal(autocast(fun, "bf16-mixed")(x), fun(x))
@@ -168,7 +165,7 @@ def test_a_precision_written_at_a_product_outlives_the_one_asked_of_autocast(giv
     fast = autocast(fun, "32-true", dot_precision=asked)
     first, second = (
         e.params["precision"]
-        for e in equations(jax.make_jaxpr(fast)(normal(4, 4)).jaxpr)
+        for e in equations(jax.make_jaxpr(fast)(normal(1, 4, 4)).jaxpr)
         if e.primitive.name == "dot_general"
     )
     assert first in (given, (given, given))
@@ -180,7 +177,7 @@ def test_a_precision_written_at_a_product_outlives_the_one_asked_of_autocast(giv
 
 @pytest.mark.parametrize("policy", HALVES)
 def test_weight_gradients_use_the_mantissa_of_float32(policy):
-    grads = jax.grad(lambda p, x: autocast(mlp, policy)(p, x).sum())(mlp_params(), normal(32, 8))
+    grads = jax.grad(lambda p, x: autocast(mlp, policy)(p, x).sum())(mlp_params(), normal(1, 32, 8))
     dtype = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}[policy]
     for name in ("w1", "w2"):
         assert grads[name].dtype == jnp.float32
@@ -203,7 +200,7 @@ def test_a_bias_gradient_is_summed_in_float32():
 
 def test_rules_keep_an_operation_full():
     fun = autocast(mlp, "bf16-mixed", rules={"dot_general": "full"})
-    args = (mlp_params(), normal(4, 8))
+    args = (mlp_params(), normal(1, 4, 8))
     assert jnp.array_equal(fun(*args), mlp(*args))
 
 
@@ -211,7 +208,7 @@ def test_dot_precision_under_float32():
     fun = autocast(lambda x: x @ x, "float32", dot_precision="tf32")
     (eqn,) = [
         e
-        for e in equations(jax.make_jaxpr(fun)(normal(4, 4)).jaxpr)
+        for e in equations(jax.make_jaxpr(fun)(normal(1, 4, 4)).jaxpr)
         if e.primitive.name == "dot_general"
     ]
     assert eqn.params["precision"] == lax.DotAlgorithmPreset.TF32_TF32_F32

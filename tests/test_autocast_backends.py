@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _hinted import hints
+from _samples import normal
 from jax import lax
 
 from mpjax import SupportWarning, autocast
@@ -16,10 +17,6 @@ from mpjax._autocast.product import backends
 HALVES = {"bf16-mixed": "bf16", "16-mixed": "f16"}
 KEY = jax.random.key(0)
 no_tpu_warning = pytest.mark.filterwarnings("ignore:autocast:mpjax.SupportWarning")  # of float16
-
-
-def normal(*shape, seed=1):
-    return jax.random.normal(jax.random.fold_in(KEY, seed), shape)
 
 
 def gelu_layer(w, x):
@@ -32,7 +29,7 @@ def convolved(kernel, strides, padding):
         y = lax.conv_general_dilated(x * 2, w, strides, padding, dimension_numbers=dims)
         return jnp.sum(jnp.tanh(y))
 
-    return fun, normal(kernel, kernel, 8, 4), normal(2, 6, 6, 8, seed=2)
+    return fun, normal(1, kernel, kernel, 8, 4), normal(2, 2, 6, 6, 8)
 
 
 def results(fun, platform, *args):
@@ -51,7 +48,7 @@ def results(fun, platform, *args):
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_a_product_is_asked_for_a_low_result_and_a_float32_weight_gradient(policy, platform):
     fun, low = autocast(gelu_layer, policy), HALVES[policy]
-    w, x = normal(8, 16), normal(4, 8, seed=2)
+    w, x = normal(1, 8, 16), normal(2, 4, 8)
     forward = [("dot_general", low)]
     assert results(fun, platform, w, x) == forward
     assert results(jax.grad(fun), platform, w, x) == [*forward, ("dot_general", "f32")]
@@ -62,7 +59,7 @@ def test_a_named_algorithm_keeps_its_float32_result():
         return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
 
     named = autocast(fun, "bf16-mixed", dot_precision="bf16")
-    assert set(results(jax.grad(named), "cuda", normal(8, 8), normal(4, 8, seed=2))) == {
+    assert set(results(jax.grad(named), "cuda", normal(1, 8, 8), normal(2, 4, 8))) == {
         ("dot_general", "f32")
     }
 
@@ -72,7 +69,7 @@ def twice_convolved(w, x):
     return jnp.sum(jnp.tanh(y))
 
 
-IMAGES = normal(4, 4, 3, 3), normal(2, 4, 6, 6, seed=2)
+IMAGES = normal(1, 4, 4, 3, 3), normal(2, 2, 4, 6, 6)
 
 
 @no_tpu_warning
@@ -98,7 +95,7 @@ def test_a_gpu_adds_to_a_convolution_in_float32_what_was_asked_for_in_float32(ru
         bias = jnp.arange(4.0)[:, None, None] if added == "bias" else 257.0
         return lax.conv(lax.conv(x, w, (1, 1), "SAME") + bias + x[:, :1], w, (1, 1), "SAME")
 
-    w, x = jnp.tile(IMAGES[0], (1, 2, 1, 1))[:, :4], normal(2, 4, 6, 6, seed=2)
+    w, x = jnp.tile(IMAGES[0], (1, 2, 1, 1))[:, :4], normal(2, 2, 4, 6, 6)
     traced = jax.jit(autocast(fun, "bf16-mixed", rules=rules)).trace(w, x)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     sums = re.findall(r"stablehlo.add .*x(bf16|f32)>", text)
@@ -163,7 +160,7 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_law_a_convolution_in_the_usual_order_is_the_same_one(name):
     image, kernel, dims, options = CONVOLUTIONS[name]
-    x, y = normal(*image), normal(*kernel, seed=2)
+    x, y = normal(1, *image), normal(2, *kernel)
     numbers = lax.conv_dimension_numbers(image, kernel, dims)
     ones = (1,) * (len(image) - 2)
     options = {"window_strides": ones, "padding": [(1, 0)] * len(ones)} | options
@@ -180,8 +177,8 @@ def test_law_a_convolution_in_the_usual_order_is_the_same_one(name):
 @pytest.mark.parametrize("order", ["NHWC HWIO NHWC", "NCHW OIHW NCHW", "HNWC IOHW CWNH"])
 def test_pointwise_convolutions_of_any_layout(order):
     image, kernel, out = order.split()
-    x = normal(*({"N": 2, "H": 5, "W": 4, "C": 3}[c] for c in image))
-    w = normal(*({"H": 1, "W": 1, "I": 3, "O": 7}[c] for c in kernel), seed=2)
+    x = normal(1, *({"N": 2, "H": 5, "W": 4, "C": 3}[c] for c in image))
+    w = normal(2, *({"H": 1, "W": 1, "I": 3, "O": 7}[c] for c in kernel))
 
     def fun(w, x):
         return lax.conv_general_dilated(
@@ -197,7 +194,7 @@ def test_pointwise_convolutions_of_any_layout(order):
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_nothing_parts_what_is_stored_low_from_what_is_computed_with_it(platform):
     fun = autocast(lambda w, x: jax.nn.gelu(x @ w).T @ w, "bf16-mixed")
-    lowered = jax.jit(fun).trace(normal(8, 8), normal(8, 8, seed=2))
+    lowered = jax.jit(fun).trace(normal(1, 8, 8), normal(2, 8, 8))
     assert "optimization_barrier" not in lowered.lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -205,7 +202,7 @@ def test_a_cpu_without_bfloat16_products_multiplies_in_float32(monkeypatch):
     def fun(w, x):
         return jnp.sum(jnp.tanh(x @ w) @ w.T)
 
-    args = normal(64, 64), normal(32, 64, seed=2)
+    args = normal(1, 64, 64), normal(2, 32, 64)
     fast = jax.value_and_grad(autocast(fun, "bf16-mixed"), (0, 1))
     found = jax.jit(fast)(*args)
     monkeypatch.setattr(backends, "cpu_multiplies_bfloat16", lambda: False)
@@ -222,7 +219,7 @@ def test_a_cpu_without_bfloat16_products_multiplies_in_float32(monkeypatch):
 
 
 def test_only_outside_of_loops_is_an_activation_kept_apart_from_its_recomputation():
-    w, x = normal(128, 128), normal(64, 128, seed=2)
+    w, x = normal(1, 128, 128), normal(2, 64, 128)
 
     def looped(w, x):
         return jnp.sum(lax.scan(lambda c, _: (jax.nn.gelu(c @ w) * c, None), x @ w, None, 4)[0])
@@ -248,7 +245,7 @@ def test_a_cpu_reads_the_transposed_operands_of_gradients_in_order(monkeypatch):
         return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
 
     grad = jax.jit(jax.grad(autocast(fun, "bf16-mixed"), argnums=(0, 1)))
-    args = normal(16, 16), normal(4, 16, seed=2)
+    args = normal(1, 16, 16), normal(2, 4, 16)
     text = grad.lower(*args).as_text()
     assert text.count("@LayoutConstraint") >= 6
     compiled = grad.lower(*args).compile().as_text()
@@ -264,7 +261,7 @@ def test_only_a_cpu_moves_what_the_product_of_a_weight_gradient_reads(platform, 
         return jnp.sum(jnp.tanh(x @ w))
 
     grad = jax.jit(jax.grad(autocast(fun, "bf16-mixed")))
-    text = grad.trace(normal(8, 16), normal(4, 8, seed=2)).lower(lowering_platforms=(platform,))
+    text = grad.trace(normal(1, 8, 16), normal(2, 4, 8)).lower(lowering_platforms=(platform,))
     moved = [line for line in text.as_text().splitlines() if "stablehlo.transpose" in line]
     assert len(moved) == count
     assert all("<4x8xbf16>" in line for line in moved)  # the activations, and not the gradient
@@ -294,7 +291,7 @@ def stored(fun, platform, *args, ways=(BARRIER, WIDENED_BY_BITS)):
 
 
 GAIN = np.linspace(1, 2, 8, dtype=np.float32)
-KERNEL, BIAS, PHOTOS = normal(3, 3, 4, 8), normal(8), normal(16, 8, 8, 4, seed=3)
+KERNEL, BIAS, PHOTOS = normal(1, 3, 3, 4, 8), normal(1, 8), normal(3, 16, 8, 8, 4)
 
 
 def test_cotangents_beside_statistics_are_stored_low():
@@ -347,7 +344,7 @@ def test_the_cotangent_between_a_norm_of_rows_and_an_activation_is_stored_low(ac
 
 
 def test_a_bias_behind_such_a_norm_is_summed_by_the_kernel_that_makes_its_cotangent():
-    w, b, x = normal(32, 8), normal(8), normal(256, 32, seed=3)
+    w, b, x = normal(1, 32, 8), normal(1, 8), normal(3, 256, 32)
 
     def loss(w, b, x, activation):
         return jnp.sum(activation(x @ w + b) @ jnp.ones((8, 8)))
@@ -372,7 +369,7 @@ def test_a_softmax_of_rows_is_no_norm_whose_cotangent_is_stored():
 
 def read(y):
     """A loss behind one more product: behind the last one nothing is stored low."""
-    return jnp.sum((y @ normal(y.shape[-1], 4, seed=9)) ** 2)
+    return jnp.sum((y @ normal(9, y.shape[-1], 4)) ** 2)
 
 
 def test_a_tpu_rounds_the_cotangent_that_a_norm_sums_and_reads_again():
@@ -425,7 +422,7 @@ def test_cotangents_that_are_summed_in_unlike_shapes_are_stored_low():
         y = images(w, b, x, lambda y: y + t[:, None, None, :])
         return read(lax.logistic(normalised(y, (2, 4))))
 
-    times = normal(16, 8, seed=5)
+    times = normal(5, 16, 8)
     fun = jax.grad(autocast(loss, "bf16-mixed"), (0, 1, 2))
     found = stored(fun, "cuda", KERNEL, BIAS, times, PHOTOS)
     # The sum, the cotangent of what is bent, and that of the times before it is summed.
@@ -486,7 +483,7 @@ def test_float16_products_warn_where_a_program_is_made_for_a_tpu(policy, platfor
         return jnp.sum(x @ w @ v)
 
     traced = jax.jit(jax.value_and_grad(autocast(fun, policy))).trace(
-        normal(16, 4), normal(4, 2), normal(8, 16, seed=2)
+        normal(1, 16, 4), normal(1, 4, 2), normal(2, 8, 16)
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")  # one of equal warnings is shown
@@ -504,7 +501,7 @@ def test_a_sum_that_gates_read_is_kept_instead_of_its_terms():
 
         return read(lax.scan(step, jnp.ones((32, 64)), xs @ params)[1])
 
-    args = normal(64, 128) / 8, normal(5, 32, 64, seed=2)
+    args = normal(1, 64, 128) / 8, normal(2, 5, 32, 64)
     fast = autocast(cell, "bf16-mixed")
     _, vjp = jax.vjp(fast, *args)
     kept = [x for x in jax.tree.leaves(vjp) if getattr(x, "shape", ()) == (5, 32, 128)]

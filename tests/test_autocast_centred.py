@@ -9,16 +9,15 @@ import pytest
 from _differential import equations
 from _hinted import hints
 from _planned import Planned
+from _samples import normal
 from jax import lax
 
 from mpjax import autocast
 from mpjax._autocast.speed.centred import centred
 
 F32 = 2.0**-24
-KEYS = jax.random.split(jax.random.key(0), 4)
-X = jax.random.normal(KEYS[0], (8, 16, 16), jnp.float32)
-W = jax.random.normal(KEYS[1], (16, 16), jnp.float32) / 4
-SCALE, BIAS = 1 + 0.1 * jax.random.normal(KEYS[2], (2, 16), jnp.float32)
+X, W = normal(0, 8, 16, 16), normal(1, 16, 16, scale=1 / 4)
+SCALE, BIAS = (jnp.asarray(1 + np.asarray(normal(seed, 16, scale=0.1))) for seed in (2, 3))
 
 
 def moments(x, axes):

@@ -8,7 +8,7 @@ By hand, with other cuts each time:
 import functools
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
 
@@ -27,7 +27,7 @@ IS_FLOOR = jax.__version_info__ < (0, 11)
 CUTS = int(os.environ.get("MPJAX_CUTS", "40" if IS_FLOOR else "2000"))
 SEED = os.environ.get("MPJAX_CUTS_SEED", "0")
 BY_HAND = "MPJAX_CUTS" in os.environ
-SHARDS = 1 if IS_FLOOR else 20
+SHARDS = 1 if IS_FLOOR else 40
 ALL_SHARDS = [
     pytest.param(shard, marks=[pytest.mark.slow] if shard and not BY_HAND else [])
     for shard in range(SHARDS)
@@ -47,12 +47,14 @@ pytestmark = [
 
 @pytest.mark.parametrize("shard", ALL_SHARDS)
 def test_law_of_cutting_random_cuts_stay_within_twice_the_errors_of_the_uncut(shard: int) -> None:
-    _check_random_cuts(HEAD_NAMES, f"{SEED}, shard {shard}", CUTS // SHARDS)
+    count = CUTS // SHARDS
+    half = shard % 2 * count  # two shards have one seed
+    _check_random_cuts(HEAD_NAMES, f"{SEED}, shard {shard // 2}", range(half, half + count))
 
 
-def _check_random_cuts(names: list[str], seed: str, count: int) -> None:
+def _check_random_cuts(names: list[str], seed: str, numbers: Iterable[int]) -> None:
     failures = []
-    for i in range(count):
+    for i in numbers:
         what, errors, limit = metamorphic.random_cut(names, random.Random(f"{seed}, cut {i}"))
         if not (errors[0] <= limit[0] and errors[1] <= limit[1]):
             failures.append((i, *what, errors, limit))
@@ -82,9 +84,10 @@ def test_law_of_cutting_each_value_before_a_difference_may_be_moved_and_put_back
 @pytest.mark.slow
 @pytest.mark.parametrize("network", NETWORKS)
 def test_law_of_cutting_networks_stay_within_twice_the_errors_of_the_uncut(network: str) -> None:
-    _check_random_cuts([network], f"{SEED}, {network}", NETWORK_CUTS)
+    _check_random_cuts([network], f"{SEED}, {network}", range(NETWORK_CUTS))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", POLICIES)
 @pytest.mark.parametrize("head", HEAD_NAMES)
 def test_uncut_every_head_is_as_exact_as_a_hand_cast(head: str, dtype: str) -> None:
@@ -152,6 +155,7 @@ def _plans(name: str, inside: bool, kind: str, cuts: int, told: Told):
 PLAN_KINDS = ["jit", "checkpoint", "checkpoint_name", "barrier"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", PLAN_KINDS)
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("head", HEAD_NAMES)

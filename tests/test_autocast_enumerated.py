@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _differential import equations
+from _samples import integers, normal
 from _small import together, total
 from jax import lax
 
 from mpjax import autocast
 
-KEYS = jax.random.split(jax.random.key(0), 3)
-X = jax.random.normal(KEYS[0], (8, 4, 6))
+X = normal(0, 8, 4, 6)
 WIDE = X.reshape(32, 6)
-LABELS = jax.random.randint(KEYS[1], (32,), 0, 6)
+LABELS = integers(1, 6, 32)
 OF_PLACES = LABELS.reshape(8, 4)
 
 
@@ -66,8 +66,8 @@ def test_what_is_picked_and_its_gradient_are_those_of_the_program():
     found = together({name: both(total(fun)) for name, fun in (COUNTED | OTHERS).items()}, X)
     for name, (got, mapped, want) in found.items():
         for a, b, c in zip(*map(jax.tree.leaves, (got, mapped, want)), strict=True):
-            np.testing.assert_allclose(a, c, rtol=1e-6, err_msg=name)
-            np.testing.assert_allclose(b, c, rtol=1e-6, err_msg=name)
+            np.testing.assert_allclose(a, c, rtol=2**-19, err_msg=name)
+            np.testing.assert_allclose(b, c, rtol=2**-19, err_msg=name)
 
 
 @pytest.mark.parametrize("name", COUNTED)
@@ -92,6 +92,6 @@ def test_a_loss_is_a_choice_in_the_kernel_of_its_softmax():
         logits = jax.nn.log_softmax(x @ w)
         return -jnp.mean(jnp.take_along_axis(logits, y[:, None], 1))
 
-    args = jax.random.normal(KEYS[2], (6, 64)), WIDE, LABELS
+    args = normal(2, 6, 64), WIDE, LABELS
     got, want = (jax.grad(autocast(f, "bf16-mixed"))(*args) for f in (loss, alike))
     np.testing.assert_array_equal(got, want)

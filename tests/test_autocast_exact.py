@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _hinted import hints
+from _samples import normal
 from jax import lax
 
 from benchmarks.measure import targets
@@ -18,10 +19,6 @@ KEY = jax.random.key(0)
 
 def equations(fun, *args):
     return jax.make_jaxpr(fun)(*args).jaxpr.eqns
-
-
-def normal(*shape, seed=1):
-    return jax.random.normal(jax.random.fold_in(KEY, seed), shape)
 
 
 @jax.custom_jvp
@@ -39,7 +36,7 @@ def layer(activation):
     return lambda w, b, x: activation(x @ w + b)
 
 
-ARGS = (normal(64, 128), normal(128, seed=2), normal(32, 64, seed=3))
+ARGS = (normal(1, 64, 128), normal(2, 128), normal(3, 32, 64))
 
 
 @pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
@@ -108,6 +105,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.filterwarnings("ignore:autocast:mpjax.SupportWarning")  # float16 on a TPU

@@ -41,11 +41,14 @@ SEED = int(os.environ.get("MPJAX_FUZZ_SEED", random.SystemRandom().randrange(10*
 BY_HAND = "MPJAX_FUZZ_PROGRAMS" in os.environ
 POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
 SHARDS = 1 if IS_FLOOR else 20
-# One shard in each run of the tests; CI's stage `fuzz` and a run by hand take all of them.
-_IN_EACH_RUN = SHARDS if BY_HAND else 1
+# Half a shard in each run of the tests; CI's stage `fuzz` and a run by hand take all of them.
+IN_EACH_RUN = PROGRAMS // SHARDS if IS_FLOOR else PROGRAMS // SHARDS // 2
 ALL_SHARDS = [
-    pytest.param(shard, marks=[pytest.mark.slow] if shard >= _IN_EACH_RUN else [])
-    for shard in range(SHARDS)
+    *([] if BY_HAND else [pytest.param(0, IN_EACH_RUN, id="half")]),
+    *(
+        pytest.param(shard, PROGRAMS // SHARDS, marks=[] if BY_HAND else pytest.mark.slow)
+        for shard in range(SHARDS)
+    ),
 ]
 _REFUSED = "JAX itself refuses the program"
 
@@ -80,8 +83,10 @@ def _verdict(program: Any, mode: Mode, policy: str, small: int) -> differential.
     return check_values(case, POLICIES[policy])
 
 
-@pytest.mark.parametrize("shard", ALL_SHARDS)
-def test_random_programs_keep_types_exact_parts_and_stay_within_rounding(shard: int) -> None:
+@pytest.mark.parametrize(("shard", "count"), ALL_SHARDS)
+def test_random_programs_keep_types_exact_parts_and_stay_within_rounding(
+    shard: int, count: int
+) -> None:
     verdicts: collections.Counter[str] = collections.Counter()
 
     def run(rng: random.Random) -> None:
@@ -96,7 +101,7 @@ def test_random_programs_keep_types_exact_parts_and_stay_within_rounding(shard: 
             raise
         verdicts[verdict.reason or "compared"] += 1
 
-    _each(PROGRAMS // SHARDS, shard, run)
+    _each(count, shard, run)
     # What could not be compared is known: a run that compares little would prove little.
     assert verdicts["compared"] >= 0.6 * verdicts.total(), verdicts
     assert verdicts[_REFUSED] <= 0.03 * verdicts.total(), verdicts

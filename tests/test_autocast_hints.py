@@ -42,6 +42,7 @@ def test_law_a_hint_changes_the_program_that_it_is_for_where_it_is_for_and_comes
 
 
 @pytest.mark.filterwarnings("ignore:autocast:mpjax.PolicyWarning")  # two layers, none in 8 bits
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", HINTED)
 def test_law_a_hint_leaves_a_program_alone_that_is_nearly_what_it_is_for(name):
     hinted = HINTED[name]
@@ -61,6 +62,7 @@ ROUNDS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name in HINTED if name not in ROUNDS])
 def test_law_a_hint_that_is_no_cut_changes_no_bit_on_a_cpu(name):
     hinted = HINTED[name]

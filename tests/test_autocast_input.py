@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _samples import normal
 
 import mpjax
 from mpjax import PolicyMap, PolicyWarning, autocast, explain, full_precision
 
-X = jax.random.normal(jax.random.key(0), (3, 3))
+X = normal(0, 3, 3)
 
 
 def square(x):

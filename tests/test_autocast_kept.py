@@ -103,6 +103,7 @@ NAMES = list(BY_NAME)
 IN_FLOAT16 = NAMES[::3]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_a_program_keeps_is_not_rounded(part):
     names = NAMES[part::PARTS]
@@ -118,6 +119,7 @@ def test_what_the_other_programs_keep_is_not_rounded_to_float16():
 INSIDE = ["flow_in_twenty_steps", "steps_by_a_softmax", "hidden_markov_unrolled", "euler_scan"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_gradient_taken_inside_keeps_what_the_function_keeps(name):
     program = BY_NAME[name]

@@ -110,6 +110,7 @@ BOUNDARIES = [
 EPS = {"bf16-mixed": 2.0**-7, "16-mixed": 2.0**-10}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("library", "boundaries"), BOUNDARIES)
 def test_law_of_cutting_a_probability_behind_a_library_s_boundary(
     library: Callable[[str], Case], boundaries: tuple[str, ...]

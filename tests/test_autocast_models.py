@@ -99,6 +99,7 @@ def sequence_model_in_float32(name):
     return variables, jax.jit(jax.value_and_grad(token_loss(model)))(variables)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", EPS)
 @pytest.mark.parametrize("name", SEQUENCE_MODELS)
 def test_linen_sequence_models(name, policy):
@@ -140,6 +141,7 @@ NNX_CALLS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.no_leak_check("nnx keeps tracers on the objects that it merges")
 @pytest.mark.parametrize("name", NNX_CALLS)
 def test_nnx_keeps_statistics_and_random_counts(name):

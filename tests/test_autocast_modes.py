@@ -39,6 +39,7 @@ IN_BFLOAT16 = [*(head.name for head in JUDGES), *SOME_NETWORKS]
 IN_FLOAT16 = ["contrastive", "router", "gru"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, "bf16") for name in IN_BFLOAT16), *((name, "f16") for name in IN_FLOAT16)],
@@ -61,14 +62,6 @@ def test_without_a_mark_explain_says_the_same(name):
     before = explained()
     with hints.without(name):
         assert explained() == before
-
-
-def losses():
-    for name, hinted in HINTED.items():
-        yield name, hinted.policy, hinted.loss, hinted.args
-    for name in (*HEAD_NAMES, *SOME_NETWORKS):
-        of = metamorphic.program(name)
-        yield name, "bf16-mixed", of.loss(), of.leaves
 
 
 def normalised_branches(x, weights):
@@ -108,17 +101,30 @@ def gated_by_a_norm(x, weights):
     return jnp.mean(((y * gate) @ weights[2]) ** 2)
 
 
-LOSSES = {name: rest for name, *rest in losses()}
-STACK = jnp.ones((64, 32)), jnp.ones((3, 32, 32)) / 32
-LOSSES["normalised branches"] = ["bf16-mixed", normalised_branches, STACK]
-LOSSES["float32 branches"] = ["bf16-mixed", float32_branches, STACK]
-LOSSES["gate of a norm"] = ["bf16-mixed", gated_by_a_norm, STACK]
-LOSSES["stack of layers"] = ["bf16-mixed", stack_of_layers, STACK]
+STACKS = {
+    "normalised branches": normalised_branches,
+    "float32 branches": float32_branches,
+    "gate of a norm": gated_by_a_norm,
+    "stack of layers": stack_of_layers,
+}
+LOSSES = [*HINTED, *HEAD_NAMES, *SOME_NETWORKS, *STACKS]
 
 
+@functools.cache
+def written(name):
+    """Returns the policy, the loss and the arguments of a program."""
+    if name in HINTED:
+        return HINTED[name].policy, HINTED[name].loss, HINTED[name].args
+    if name in STACKS:
+        return "bf16-mixed", STACKS[name], (jnp.ones((64, 32)), jnp.ones((3, 32, 32)) / 32)
+    of = metamorphic.program(name)
+    return "bf16-mixed", of.loss(), of.leaves
+
+
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LOSSES)
 def test_without_cuts_every_decision_has_the_same_dtypes(name):
-    policy, loss, args = LOSSES[name]
+    policy, loss, args = written(name)
 
     def decided():
         jax.clear_caches()
@@ -139,12 +145,13 @@ def test_without_cuts_every_decision_has_the_same_dtypes(name):
 @functools.cache
 def lowered(name, **settings):
     """Returns of each value that is made, in order, whether it is low."""
-    policy, loss, args = LOSSES[name]
+    policy, loss, args = written(name)
     jax.clear_caches()
     _traced, plan = plan_of(lambda *xs: loss(*xs), args, policy, **settings)
     return [state.kind == Kind.LOW for *_, states in dtypes(plan) for state in states]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LOSSES)
 def test_without_a_permission_nothing_is_lower(name):
     granted = lowered(name)
@@ -169,6 +176,7 @@ def test_each_permission_lowers_something():
         assert lowered(name) != lowered(name, may=may.ALL - {permission}), permission
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, "bf16") for name in IN_BFLOAT16), *((name, "f16") for name in IN_FLOAT16)],

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from _hinted import hints
+from _samples import normal
 
 from mpjax import autocast, pods
 from mpjax._autocast.speed import moves
 
-KEYS = jax.random.split(jax.random.key(0), 3)
-W = jax.random.normal(KEYS[0], (16, 32)) / 4
-V = jax.random.normal(KEYS[1], (16, 16)) / 4
-X = jax.random.normal(KEYS[2], (8, 16))
+W = normal(0, 16, 32, scale=1 / 4)
+V = normal(1, 16, 16, scale=1 / 4)
+X = normal(2, 8, 16)
 
 APART = {
     "split": lambda y: jnp.split(y, 2, -1),

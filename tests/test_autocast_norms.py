@@ -4,14 +4,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 from _planned import Planned, norms, states
+from _samples import normal
 from jax import lax
 
 from mpjax import autocast
 
 KEY = jax.random.key(0)
-X, W = jax.random.normal(KEY, (16, 32)), jax.random.normal(KEY, (32, 32)) / 6
+X, W = normal(0, 16, 32), normal(1, 32, 32, scale=1 / 6)
 SCALE = jnp.ones(32)
-TABLE, ROWS = jax.random.normal(KEY, (50, 32)), jnp.arange(16, dtype=jnp.int32)
+TABLE, ROWS = normal(2, 50, 32), jnp.arange(16, dtype=jnp.int32)
 
 
 def rms(y, scale):

@@ -10,13 +10,14 @@ import pytest
 from _directions import check_as_exact_without
 from _hinted import hints
 from _planned import Planned
+from _samples import normal
 from jax import lax
 
 from mpjax import autocast
 
 SHAPES = {"q": (2, 64, 2, 3, 16), "k": (2, 64, 2, 16), "v": (2, 64, 2, 16)}
 SPECS = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES.values()]
-ARGS = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(SHAPES.values())]
+ARGS = [normal(i, *shape) for i, shape in enumerate(SHAPES.values())]
 MASK = np.tril(np.ones((64, 64), bool))
 LOGITS = (2, 64, 2, 3, 64)
 
@@ -181,6 +182,8 @@ def test_on_a_cpu_values_and_gradients_are_the_same_bits(fun):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.no_leak_check("it collects garbage after each trace: half of the time")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("platform", "weigh"), [("cuda", masked), ("cuda", in_joined_heads), ("cpu", masked)]
 )

@@ -2,17 +2,19 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from _differential import equations
-from _small import BF16, KEY, distance, together
+from _samples import normal
+from _small import BF16, distance, together
 from jax import lax
 
 from mpjax import autocast
 
 COUNT = 512
-X = jax.random.normal(KEY, (COUNT, 16))
-W = jax.random.normal(jax.random.fold_in(KEY, 1), (16, 16)) / 4
-EXPERTS = jnp.arange(COUNT) * 7 % 5
+X = normal(0, COUNT, 16)
+W = normal(1, 16, 16, scale=1 / 4)
+EXPERTS = jnp.asarray(np.arange(COUNT, dtype=np.int32) * 7 % 5)
 
 
 def sorted_pair(x):

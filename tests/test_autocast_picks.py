@@ -7,6 +7,7 @@ import optax
 import pytest
 from _differential import equations
 from _hinted import hints
+from _samples import integers, normal
 from _small import BF16, distance, together, total
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -14,9 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from mpjax import autocast, numerics, pods
 
-KEYS = jax.random.split(jax.random.key(0), 3)
-X = jax.random.normal(KEYS[0], (4, 5, 7))
-ROWS = jax.random.randint(KEYS[1], (4, 5), 0, 7)
+X, ROWS = normal(0, 4, 5, 7), integers(1, 7, 4, 5)
 WIDE = X.reshape(20, 7)
 
 
@@ -114,11 +113,13 @@ def transformed(f, x, step):
     )
 
 
-def test_transformations_of_a_pick_are_those_of_a_gather():
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("names", [list(PICKS)[part::3] for part in range(3)])
+def test_transformations_of_a_pick_are_those_of_a_gather(names):
     def both(fun):
         return lambda *xs: [transformed(f, *xs) for f in (autocast(fun, "bf16-mixed"), fun)]
 
-    found = together({name: both(total(pick)) for name, pick in PICKS.items()}, X, jnp.cos(X))
+    found = together({name: both(total(PICKS[name])) for name in names}, X, jnp.cos(X))
     for name, results in found.items():
         for got, want in zip(*map(jax.tree.leaves, results), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7, err_msg=name)
@@ -130,7 +131,7 @@ def test_rows_that_all_examples_read_have_the_sum_for_a_gradient():
     def fun(table, index):
         return jnp.sum(jnp.sin(jnp.take_along_axis(table, index[:, None], 1)))
 
-    many = jax.random.randint(KEYS[2], (64, 20), 0, 7)
+    many = integers(2, 7, 64, 20)
     mapped = lambda f: lambda x: jnp.sum(jax.vmap(f, (None, 0))(x, many))  # noqa: E731
     low = mapped(autocast(fun, "bf16-mixed"))
     np.testing.assert_allclose(jax.grad(low)(WIDE), jax.grad(mapped(fun))(WIDE), rtol=1e-5)
@@ -177,9 +178,9 @@ def test_the_gradient_of_sure_logits_is_rounded_once(loss, policy):
     def fun(x, w):
         return loss(x @ w, labels)
 
-    got = jax.grad(autocast(fun, policy), 0)(logits, jnp.eye(8))
+    got = jax.jit(jax.grad(autocast(fun, policy), 0))(logits, jnp.eye(8))
     with jax.enable_x64(True):
-        exact = jax.grad(loss)(jnp.asarray(logits, jnp.float64), labels)
+        exact = jax.jit(jax.grad(loss))(jnp.asarray(logits, jnp.float64), labels)
     of_label = jnp.arange(count), labels
     got, exact = np.asarray(got, np.float64)[of_label], np.asarray(exact)[of_label]
     rounding = 2.0**-8 if policy == "bf16-mixed" else 2.0**-10
@@ -249,12 +250,14 @@ def of_a_product(name):
     return lambda x, w: COMPUTED[name](x @ w)
 
 
-X_AND_W = jax.random.normal(KEYS[1], (256, 8)), jax.random.normal(KEYS[2], (8, 64))
+X_AND_W = normal(2, 256, 8), normal(3, 8, 64)
 
 
-@pytest.mark.parametrize(
-    ("policy", "names"), [("bf16-mixed", COMPUTED), ("16-mixed", ("biased", WHOLE[1]))]
-)
+THIRDS = [("bf16-mixed", list(COMPUTED)[part::3]) for part in range(3)]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("policy", "names"), [*THIRDS, ("16-mixed", ("biased", WHOLE[1]))])
 def test_no_part_of_a_computed_value_is_another(policy, names):
     def computed(name):
         fun = of_a_product(name)  # a new one, of which nothing is remembered
@@ -271,7 +274,8 @@ def test_no_part_of_a_computed_value_is_another(policy, names):
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(there[name][0]), strict=True):
             assert distance(a, b) < 2 * BF16, name
         loss = got[0][0]
-        assert abs(loss - full) < 2 * BF16 * abs(full), name
+        # Of 256 terms, which may cancel.
+        assert abs(loss - full) < 2 * BF16 * max(abs(full), 256**0.5), name
 
 
 @pytest.mark.parametrize("name", [name for name in COMPUTED if name not in WHOLE])
@@ -287,7 +291,7 @@ def test_a_label_is_picked_from_the_logits_as_they_are_stored(name):
 def test_logits_that_a_program_holds_low_itself_are_none_of_ours(name):
     logits = (X_AND_W[0] @ X_AND_W[1]).astype(jnp.bfloat16)
     fun = COMPUTED[name]
-    got, want = (jax.grad(f)(logits) for f in (autocast(fun, "16-mixed"), fun))
+    got, want = (jax.jit(jax.grad(f))(logits) for f in (autocast(fun, "16-mixed"), fun))
     assert got.dtype == want.dtype
     assert distance(got, want) < 4 * BF16
 
@@ -351,7 +355,7 @@ def test_a_comparison_follows_the_error_of_what_is_picked():
     def loss(w, x):
         return jnp.sum(jnp.take_along_axis(x @ w, jnp.arange(20)[:, None] % 7, 1))
 
-    w = jax.random.normal(KEYS[2], (7, 7))
+    w = normal(2, 7, 7)
     assert numerics.compare(loss, "bf16-mixed")(w, WIDE).loss > 2.0**-16
 
 

@@ -87,6 +87,7 @@ def primitives(fun, *args):
 # -- values ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("select", [lax.max, lax.min])
 def test_the_winner_is_that_of_jax(select):
     """On a GPU: elsewhere the derivative is JAX's own, by the law of hints."""

@@ -84,6 +84,7 @@ def _read(saturate, between, read, dot):
     return lambda w, v: jnp.concatenate([jnp.ravel(x) for x in fun(w, v)])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", POLICIES)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("saturating", SATURATING)

@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _samples import normal
 
 import mpjax
 from mpjax import PolicyMap, PolicyWarning, autocast, full_precision
 from mpjax._jaxpr.op_rules import ACTIVATIONS
 
-X = jax.random.normal(jax.random.key(0), (8, 16))
-W = jax.random.normal(jax.random.key(1), (16, 16)) / 4
+X = normal(0, 8, 16)
+W = normal(1, 16, 16, scale=1 / 4)
 POLICIES = {"bf16": "bf16-mixed", "f16": "16-mixed"}
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _samples import normal
 from _small import BF16, KEY, W, X, distance, loss
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -16,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 import mpjax
 from mpjax import autocast
 
-S = 0.3 * jax.random.normal(jax.random.fold_in(KEY, 2), (4, 16, 16))
-IMAGE = jax.random.normal(KEY, (8, 8, 8, 4))
-KERNEL = 0.3 * jax.random.normal(KEY, (3, 3, 4, 4))
-POINT = 0.3 * jax.random.normal(KEY, (1, 1, 4, 8))
+S = normal(2, 4, 16, 16, scale=0.3)
+IMAGE = normal(3, 8, 8, 8, 4)
+KERNEL = normal(4, 3, 3, 4, 4, scale=0.3)
+POINT = normal(5, 1, 1, 4, 8, scale=0.3)
 LABELS = jnp.arange(8) % 5
 ROWS, WHOLE, COLUMNS = P("x", None), P(None, None), P(None, "y")
 BY_DATA = P("x", None, None, None), P(None, None, None, None)
@@ -250,6 +251,7 @@ def types(tree):
 PARTS = 3
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_types_and_values_under_an_explicit_mesh(part, explicit):
     """A third of the features in one program: the partitioner takes longer than they do."""
@@ -276,6 +278,7 @@ def test_types_and_values_under_an_explicit_mesh(part, explicit):
     inside.lower()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", MIXED)
 @pytest.mark.parametrize("name", ["explicit_axes", "attention", "a loop"])
 def test_types_and_values_under_other_meshes(name, mesh):
@@ -347,6 +350,7 @@ def test_micro_batches_smaller_than_the_devices_are_refused(explicit):
         step(step.init(params), batch)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "look",
     [

@@ -7,6 +7,7 @@ import optax
 import pytest
 from _differential import equations
 from _planned import states
+from _samples import normal
 from _small import BF16, distance, together
 from flax import linen as nn
 from flax import nnx
@@ -15,8 +16,8 @@ from jax import lax
 from mpjax import Policy, autocast
 
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (6, 8))
-W = jax.random.normal(jax.random.fold_in(KEY, 1), (8, 8))
+X = normal(0, 6, 8)
+W = normal(1, 8, 8)
 ROWS = jnp.array([0, 1, 1, 2])
 HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 SUMS = ("reduce_sum", "scatter-add", "psum", "psum_invariant", "reduce_scatter", "cumsum")

@@ -3,15 +3,16 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from _small import BF16, KEY, distance, loss
+from _samples import normal
+from _small import BF16, distance, loss
 from jax import export, lax
 
 from mpjax import autocast, explain
 
 BATCH, LENGTH = export.symbolic_shape("b, t")
 OPEN = jax.ShapeDtypeStruct((BATCH, LENGTH, 16), jnp.float32)
-X = jax.random.normal(KEY, (3, 7, 16))
-W = 0.3 * jax.random.normal(jax.random.fold_in(KEY, 1), (16, 16))
+X = normal(0, 3, 7, 16)
+W = normal(1, 16, 16, scale=0.3)
 
 
 def rotated(x, w):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _samples import normal
 from _small import distance, together
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -21,8 +22,8 @@ from mpjax import autocast
 
 EPS = {"bf16-mixed": 2.0**-8, "16-mixed": 2.0**-11}
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (8, 16))
-W = 0.3 * jax.random.normal(jax.random.fold_in(KEY, 1), (16, 16))
+X = normal(0, 8, 16)
+W = normal(1, 16, 16, scale=0.3)
 
 
 def straight_through(x, w):
@@ -179,6 +180,7 @@ def test_autocast_of_the_gradient():
         assert distance(got, in_float32()[name][1]) < 16 * 2.0**-8, name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gelu", "lstm", "cond", "conv"])
 def test_eager_mode_agrees_with_jit(name):
     fast = autocast(PROGRAMS[name], "bf16-mixed")
@@ -357,6 +359,7 @@ def test_what_a_loop_stacks_for_products_is_low_though_it_carries_it_in_float32(
     assert [v.aval.dtype.name for v in eqn.outvars] == ["float32", "float32", dtype]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_cpu_runs_products_of_any_layout(seed):
     """XLA:CPU fails at run time on bfloat16 products whose transposes it folds."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _samples import normal
 
 import mpjax
 
@@ -94,13 +95,12 @@ def layers(ws, x):
 
 
 def weights(seed):
-    key = jax.random.key(seed)
-    one = jax.random.normal(key, (5, WIDTH, WIDTH)) / 8
+    one = normal(seed, 5, WIDTH, WIDTH, scale=1 / 8)
     return {"first": one[0], "shared": one[1], "last": one[2], "stack": one[2:]}
 
 
 WEIGHTS = weights(0)
-X = jax.random.normal(jax.random.key(1), (8, WIDTH))
+X = normal(1, 8, WIDTH)
 
 
 @functools.cache

@@ -26,6 +26,7 @@ def quadratic(w, x):
 # -- as jax.value_and_grad -----------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("loss_scale", SCALES, ids=repr)
 @pytest.mark.parametrize(
     "argnums", [0, 1, -1, (0,), (0, 2), [1, 2], (-3, -1), np.int64(1)], ids=str
@@ -475,6 +476,7 @@ def mesh_of(devices, *shape):
 SHARDED = [("a", (8,), jax.P("a")), (("a", "b"), (4, 2), jax.P(("a", "b")))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(("axis_name", "shape", "spec"), SHARDED)
 @pytest.mark.parametrize("loss_scale", [None, 2.0**10, mpjax.DynamicLossScale(8)], ids=repr)

@@ -50,6 +50,7 @@ def test_every_public_module_has_a_row_or_a_reason(library: str) -> None:
 # -- under autocast --------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @layers_of(*LIBRARIES)
 def test_gradients_of_layers_are_right_to_rounding(library: str, name: str) -> None:
     program = LIBRARIES[library].program(name)
@@ -122,6 +123,7 @@ def nnx_pair(name: str, policy: str) -> tuple[Any, Any, list[Any]]:
 PAIRS = {"linen": linen_pair, "nnx": nnx_pair}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["bf16-mixed", pytest.param("16-mixed", marks=pytest.mark.slow)])
 @layers_of(*PAIRS)
 def test_a_layer_under_a_policy_by_path_computes_what_it_does_in_float32(
@@ -215,6 +217,7 @@ CELLS = ["GRUCell", "LSTMCell", "MGUCell", "OptimizedLSTMCell", "SimpleCell"]
 ORTHOGONAL = {("linen", name) for name in ("Bidirectional", "RNN", *CELLS)}
 
 
+@pytest.mark.sampled(2)
 @layers_of(*STEPS)
 def test_variables_of_a_layer_keep_their_dtypes_across_a_step(library: str, name: str) -> None:
     for policy in ("bf16-mixed", "16-mixed" if (library, name) in ORTHOGONAL else "16-true"):

@@ -348,6 +348,7 @@ LIFTS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LIFTS)
 def test_lifted_transforms_are_gone_through(name: str):
     policies = mpjax.PolicyMap("bf16-mixed", {"blocks/norm": "float32"})
@@ -678,6 +679,7 @@ FLOAT8_RUNS = [("bf16-mixed", 1.0), ("16-mixed", 2.0**10)]
 float8_test = pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated")
 
 
+@pytest.mark.sampled(2)
 @float8_test
 @pytest.mark.parametrize(("policy", "scale"), FLOAT8_RUNS)
 @pytest.mark.parametrize("op", FP8)
@@ -704,6 +706,7 @@ def made_float8(op: str, x: jax.Array) -> Any:
     return jax.jit(Float8(FP8[op]).init)(KEY, x)
 
 
+@pytest.mark.sampled(2)
 @float8_test
 @pytest.mark.parametrize(("policy", "scale"), FLOAT8_RUNS)
 @pytest.mark.parametrize("op", FP8)

@@ -15,6 +15,7 @@ from mpjax.testing import assert_bitwise_equal
 # -- norms ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=["f16", "bf16", "f32"]
 )

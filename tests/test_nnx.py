@@ -545,6 +545,7 @@ def test_a_state_that_keeps_bits_of_weights_is_adopted_with_the_models_own():
     assert_bitwise_equal(jax.tree.leaves(nnx.as_pure(new.opt_state).master_params), want)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scale", [1.0, 2.0**10])
 def test_float8_scales_of_a_bridged_model_are_what_their_gradient_says(scale: float):
     x = array(16, 16)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _samples import normal
 from flax import nnx
 
 import mpjax
@@ -16,7 +17,7 @@ from mpjax.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.standard_promotion("optax raises a float to the power of an integer count")
 
-X = jax.random.normal(jax.random.key(0), (16, 2))
+X = normal(0, 16, 2)
 BATCH = {"x": X, "y": X[:, :1]}
 
 

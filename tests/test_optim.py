@@ -323,6 +323,7 @@ BOTH_WAYS = {
 }
 
 
+@pytest.mark.sampled(2)
 @OPTAX
 @pytest.mark.parametrize("name", BOTH_WAYS)
 def test_law_13_composes_both_ways_round(name: str):

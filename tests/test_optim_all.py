@@ -310,6 +310,7 @@ def test_law_10_as_if_the_bad_batch_had_never_been(names: Iterable[str], dtype: 
         assert_bitwise_equal(kept, {name: (clean_params, clean_state.inner_state)})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", TABLE)
 def test_law_12_state_keeps_its_dtypes_with_gradients_of_any(name: str, dtype: Any):
@@ -332,6 +333,7 @@ def low(tree: Any) -> Any:
     return jax.tree.map(lambda p: p.astype(jnp.bfloat16), tree)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TABLE)
 def test_law_12_rounding_and_storing_keep_every_dtype_of_every_optimizer(name: str):
     row = TABLE[name]

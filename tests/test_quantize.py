@@ -10,16 +10,14 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from _samples import normal
+from _small import distance as error
 
 import mpjax
 from mpjax import QuantizedArray
 from mpjax.testing import assert_bitwise_equal
 
 INT8, FLOAT8 = "int8_from_mixed_bfloat16", "float8_from_mixed_bfloat16"
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 PARAMS = {
@@ -33,11 +31,6 @@ def model(params, x):
     for layer in params["layers"]:
         x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
     return x
-
-
-def error(found, expected):
-    found, expected = np.float64(found), np.float64(expected)
-    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
 
 def arrays(tree):

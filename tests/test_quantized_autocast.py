@@ -11,6 +11,8 @@ import numpy as np
 import optax
 import pytest
 from _hinted import hints
+from _samples import normal
+from _small import distance as error
 from flax import nnx
 
 import mpjax
@@ -19,10 +21,6 @@ import mpjax.linen
 FLOAT8 = "float8_from_mixed_bfloat16"
 INT8 = "int8_from_mixed_bfloat16"
 WIDTH, WORDS = 64, 96
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def block(weights, h):
@@ -315,14 +313,6 @@ def test_bfloat16_base_quantises_products_of_bfloat16():
 
 
 # -- transformations -----------------------------------------------------------------------------
-
-
-def error(found, expected):
-    flat = [
-        np.concatenate([np.ravel(np.float64(x)) for x in jax.tree.leaves(t)])
-        for t in (found, expected)
-    ]
-    return np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1])
 
 
 @functools.cache

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _hinted import hints
+from _samples import normal
+from _small import distance as error
 
 import mpjax
 from mpjax._autocast import product
@@ -50,15 +52,6 @@ def _einsum(dims, x, w, how, out_dtype):
         for a, r in zip((x, w), how.roles, strict=False)
     ]
     return product.product("dot_general", params, *forms, [], how=how, out_dtype=out_dtype)
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
-
-
-def error(found, expected):
-    found, expected = np.float64(found), np.float64(expected)
-    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _samples import normal
 
 import mpjax
 from mpjax._autocast import product
@@ -51,10 +52,6 @@ def test_without_qwix_the_message_says_what_to_install(monkeypatch):
 @pytest.fixture(scope="module")
 def qwix():
     return importlib.import_module("qwix")  # it imports much, which few tests here need
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def test_rules_match_the_modules_that_the_map_matches(qwix):

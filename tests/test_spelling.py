@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 NET, TOKENS = Net(), jnp.array([[1, 2]])
-VARIABLES = NET.init(jax.random.key(0), TOKENS)
+VARIABLES = jax.jit(NET.init)(jax.random.key(0), TOKENS)
 PARAMS = VARIABLES["params"]
 PRODUCTS = {"encoder/up", "encoder/down", "head", "embed"}  # `embed` is a product in `attend`
 
