@@ -144,6 +144,7 @@ def test_power_of_two_before_is_the_same_after(recipe):
         np.testing.assert_array_equal(plain * 2.0**15, large)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", [FLOAT8, INT8], ids=str)
 @pytest.mark.parametrize(
     ("dims", "x", "w"),
@@ -309,6 +310,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recipe", KEEPING, ids=lambda r: type(r).__name__)
 def test_law_derivatives_do_not_depend_on_what_is_kept(recipe, way):
