@@ -188,7 +188,8 @@ def test_examples_under_vmap_share_a_history_or_have_one_each():
     for a, b, c in zip(*map(jax.tree.leaves, (shared, each, alone)), strict=True):
         np.testing.assert_array_equal(b[0], c)
         largest = jnp.max(b[..., :2, 0], axis=0)  # of inputs and weights; gradients are of a mean
-        np.testing.assert_array_equal(a[..., :2, 0], largest)
+        # Two programs may round a hidden value to neighbours in bfloat16.
+        np.testing.assert_allclose(a[..., :2, 0], largest, rtol=2**-7)
 
 
 @pytest.mark.no_leak_check("shard_map keeps the tracers of its body")

@@ -311,10 +311,11 @@ class _Walk:
             return [_constant(eqn, floats)] * len(eqn.outvars)
         if name in MOVES and len(eqn.outvars) == len(eqn.invars) > 1:
             return operands  # a barrier
-        flags = _flags(eqn, floats) | self.offset(eqn, floats, some) | derived
+        cancels = is_difference(eqn, self.facts)
+        offset = self.offset(eqn, floats, some, cancels=cancels)
+        flags = _flags(eqn, floats) | offset | derived
         if derived:
             return [self.result(eqn, floats, v, flags) for v in eqn.outvars]
-        cancels = is_difference(eqn, self.facts)
         added = [repeats.told(eqn, v, operands, cancels=cancels) for v in eqn.outvars]
         outs = [self.result(eqn, floats, v, flags) for v in eqn.outvars]
         return [f._replace(**more) if more else f for f, more in zip(outs, added, strict=True)]
@@ -333,8 +334,8 @@ class _Walk:
             flags |= SCALAR
         return self.elementwise(eqn, floats, out, flags)
 
-    def offset(self, eqn: Eqn, floats: Sequence[Fact], some: int) -> int:
-        """The offset of an equation's results, given the flags of its operands together."""
+    def offset(self, eqn: Eqn, floats: Sequence[Fact], some: int, *, cancels: bool) -> int:
+        """The offset of its results: `some` are its operands' flags, `cancels` takes one off."""
         name = eqn.primitive.name
         before = _offset(some)
         if name in ("add", "sub") and not some & DERIVED:
@@ -342,7 +343,7 @@ class _Walk:
                 return BY_A_CONSTANT
             if some & PRODUCT and any(map(_is_data, floats)):
                 return before or BY_DATA
-        if not before or is_difference(eqn, self.facts):
+        if not before or cancels:
             return 0
         if name in ("mul", "div"):
             factors = [f for f in floats if not f.flags & (CONSTANT | SCALAR)]
