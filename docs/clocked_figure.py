@@ -25,7 +25,7 @@ NETWORKS = {  # what the sizes for a GPU are
     "transformer": "GPT-2 medium",
     "llama": "Llama, 8 layers",
     "bert": "BERT-large",
-    "vit": "ViT-large",
+    "vit": "ViT-B/16",
     "resnet50": "ResNet-50",
     "unet": "U-Net",
     "lstm": "LSTM",

@@ -18,7 +18,7 @@ ATTENTION_NOTE = (
 )
 PEERS_NOTE = (
     "PyTorch's models call `scaled_dot_product_attention`, which chooses its kernel. "
-    "The loss, the optimizer and the sizes are those of card 2. "
+    "The optimizer and the sizes are those of card 2. "
 )
 
 

@@ -167,9 +167,8 @@ class Worker:
 
     def _is_known(self, job: jobs.Job) -> bool:
         """Returns whether the network was measured, on any GPU and with whatever code."""
-        key = (f"card {job.card}", job.size, job.network)
-        rows = self.store.part(key[0])
-        return any((row["part"], row["size"], row["network"]) == key for row in rows)
+        rows = self.store.part(f"card {job.card}")
+        return any((row["size"], row["network"]) == (job.size, job.network) for row in rows)
 
     def _leave_out(self, rest: list[jobs.Job]) -> None:
         by_card: dict[int, list[str]] = {}
