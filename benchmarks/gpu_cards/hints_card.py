@@ -35,7 +35,7 @@ def claims(hint: hints.Hint) -> tuple[str, list[str]]:
 
 
 def jobs(plan: Plan, code: str) -> list[Job]:
-    """Returns a job a network for all hints at once, then one a network for those that claim it."""
+    """Returns jobs for one hint at a time, on the networks that claim it, then for all at once."""
     whole = [
         _job(plan, name, NETWORKS[name](size), "autocast", {NONE: tuple(hints.HINTS)}, code)
         for name, size in plan.hints.items()
@@ -52,7 +52,7 @@ def jobs(plan: Plan, code: str) -> list[Job]:
         _job(plan, f"{name} {way}", NETWORKS[name](plan.hint_size), way, without, code)
         for (name, way), without in single.items()
     ]
-    return whole + alone
+    return alone + whole  # the small programs first: they say which hint pays
 
 
 def _job(

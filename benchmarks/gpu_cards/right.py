@@ -52,7 +52,6 @@ def jobs(plan: Plan, code: str) -> list[Job]:
     """Returns a job for each check; all of it runs in threads, as nothing is timed."""
     rows = 2048 if plan.size == "full" else 256
     return [
-        *(_gradients(plan, name, code) for name in plan.right),
         _check("skipped step", {"bit-equal": _skipped}, code),
         _check("NaN and inf", {n: functools.partial(_seen, p) for n, p in RECIPES.items()}, code),
         _check("roundings", {n: functools.partial(_rounded, w) for n, w in OWNERS.items()}, code),
@@ -65,6 +64,7 @@ def jobs(plan: Plan, code: str) -> list[Job]:
             },
             code,
         ),
+        *(_gradients(plan, name, code) for name in plan.right),
     ]
 
 
