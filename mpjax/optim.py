@@ -26,10 +26,8 @@ from mpjax._base.tree import (
     first_difference,
     is_array,
     is_overwritten,
-    leaf_finite,
     leaves_finite,
     map_with_path,
-    stacked,
     to_full,
 )
 from mpjax._base.typing import Array, AxisName, PyTree
@@ -232,15 +230,13 @@ class _LossScaled:
             other = extra["grad"]  # line searches are given the gradient once more, scaled too
             is_same = other is updates
             extra["grad"] = grads if is_same else unscale_once_read(scale, _widened(other))
-        flags = [leaf_finite(g) for g in jax.tree.leaves(grads)]
         axes = self._axis_name
         value_finite = agree(leaves_finite(extra.get("value")), axes)
         plain = _without_overwritten(params)  # their "gradient" is their next value
         judged: list[Array] = []
 
         def judge(applied: list[bool]) -> Array:
-            used = zip(flags, _in_all(grads, applied), strict=True)
-            judged.append(agree(stacked([f if is_used else True for f, is_used in used]), axes))
+            judged.append(agree(leaves_finite(grads, _in_all(grads, applied)), axes))
             return jnp.all(judged[-1]) & jnp.all(value_finite)
 
         steps, inner_state, finite, applied = update_where(

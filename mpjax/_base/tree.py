@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._base import compat
+from mpjax._base.by_leaf import Reduction, reduced
 from mpjax._base.dtypes import FLOAT32, FLOAT64, POLICY_DTYPES, DType, describe, require_x64
 from mpjax._base.errors import message
 from mpjax._base.quantized_array import holds_quantized, is_quantized
@@ -166,26 +167,22 @@ def distance(arrays: Sequence[Any], exact: Sequence[Any]) -> tuple[float, float]
     return math.sqrt(off), math.sqrt(whole)
 
 
-def leaves_finite(tree: PyTree) -> Array:
-    """Returns, leaf by leaf, whether it holds neither inf nor NaN: bool[number of leaves]."""
-    return stacked([leaf_finite(x) for x in jax.tree.leaves(tree)])
+def leaves_finite(tree: PyTree, counted: Sequence[bool] | None = None) -> Array:
+    """Returns, leaf by leaf, whether it holds neither inf nor NaN: bool[number of leaves].
 
-
-def stacked(flags: Sequence[Any]) -> Array:
-    """Returns flags as bool[number of flags]."""
+    A leaf that is not `counted` counts as finite and is not read.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    counted = counted or [True] * len(leaves)
+    flags: list[Any] = [True] * len(leaves)
+    places = [i for i, (_, x) in enumerate(leaves) if counted[i] and _is_inexact(x)]
+    for i, flag in zip(places, reduced(_FINITE, [leaves[i] for i in places]), strict=True):
+        flags[i] = flag
     return jnp.stack(list(map(jnp.asarray, flags))) if flags else jnp.ones((0,), jnp.bool_)
 
 
-def leaf_finite(x: Any) -> Array:
-    """Returns whether a leaf holds neither inf nor NaN."""
-    inexact = isinstance(x, (float, complex)) or (
-        is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
-    )
-    if not inexact:
-        return jnp.asarray(True)
-    if not _is_foldable(x):
-        return _all_finite(x)
-    return jax.lax.platform_dependent(x, cpu=_all_finite_folded, default=_all_finite)
+def _is_inexact(x: Any) -> bool:
+    return isinstance(x, (float, complex)) or (is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 # `isfinite` and not a maximum of magnitudes, which would be cheaper still: on JAX 0.12 XLA:CPU's
@@ -200,6 +197,8 @@ def _all_finite_folded(x: Array) -> Array:
     Neighbours along the last axis are combined first, so that an eighth is written. The split
     stays within a shard.
     """
+    if not _is_foldable(x):
+        return _all_finite(x)
     flags = jnp.isfinite(x).reshape(*x.shape[:-1], -1, _FOLD)
     return jnp.all(functools.reduce(jnp.logical_and, (flags[..., i] for i in range(_FOLD))))
 
@@ -209,9 +208,12 @@ _FOLD = 8
 
 def _is_foldable(x: Any) -> bool:
     """Whether folding pays; not under explicit sharding, where a reshape asks for its own."""
-    if not is_array(x) or x.size < 4096 or x.shape[-1] % _FOLD:
+    if x.size < 4096 or x.shape[-1] % _FOLD:
         return False
     return compat.explicit_sharding(jax.typeof(x)) is None
+
+
+_FINITE = Reduction(_all_finite, jnp.isfinite, jnp.logical_and, True, on_cpu=_all_finite_folded)
 
 
 def check_axes(axis_name: AxisName, where: str) -> None:

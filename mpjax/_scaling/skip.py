@@ -68,11 +68,12 @@ def update_where(
         steps, new = update(_without_spoilt(grads, applied), old)
         _check_structure(new, old)
         return Outcome(steps, select_like(taken, new, old), taken, applied)
-    return _traced(judge, update, grads, old)
+    return _traced(judge, taken, update, grads, old)
 
 
 def _traced(
     judge: Callable[[list[bool]], Array],
+    taken: Array,
     update: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
     grads: PyTree,
     old: PyTree,
@@ -101,7 +102,7 @@ def _traced(
     applied = [True] * of_grads.size
     for number, place in enumerate(of_grads.places):
         applied[place] = inputs[number]
-    taken = judge(applied)
+    taken = taken if all(applied) else judge(applied)
     args = [x if is_used else _unspoilt(x) for x, is_used in zip(given, inputs, strict=False)]
     leaves = jax.tree.leaves(old)
     olds = [*[None] * firsts[1], *[leaves[place] for place in of_new.places]]

@@ -1,5 +1,6 @@
 """Sums a train step up: the norm of its gradients, its metrics, its state in a few lines."""
 
+import functools
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from mpjax._base.by_leaf import Reduction, reduced
 from mpjax._base.dtypes import FLOAT32, short_name
 from mpjax._base.shown import size
 from mpjax._base.tree import is_array, is_overwritten, map_with_path, to_full
@@ -23,15 +25,18 @@ def grad_norm(loss_scale: LossScale, grads: PyTree, applied: list[bool]) -> Arra
     Leaves that are not `applied`, of frozen parameters, do not count.
 
     Written as `optax.clip_by_global_norm` inside `with_loss_scale` writes its own, so that XLA
-    computes both once: a step that clips pays nothing for the metric.
+    computes both once: on CPUs and TPUs a step that clips pays nothing for the metric.
     """
     plain = map_with_path(lambda _, g: to_full(g) if is_array(g) else g, grads)
     plain = unscale_once_read(loss_scale, plain)
     leaves = jax.tree_util.tree_leaves_with_path(plain)
     flags = zip(leaves, applied, strict=True)
-    counted = [g for (path, g), is_used in flags if is_used and not is_overwritten(path)]
+    counted = [(path, g) for (path, g), is_used in flags if is_used and not is_overwritten(path)]
     with jax.numpy_dtype_promotion("standard"):  # float32 and float64 gradients in one tree
-        return jnp.asarray(optax.tree.norm(counted), FLOAT32)
+        return jnp.asarray(jnp.sqrt(sum(reduced(_SQUARES, counted))), FLOAT32)
+
+
+_SQUARES = Reduction(functools.partial(optax.tree.norm, squared=True), jnp.square, jnp.add, 0.0)
 
 
 def describe_state(state: Any) -> str:

@@ -1,0 +1,121 @@
+"""Leaves are reduced alone or several in a kernel: the same numbers, in the kernels of a step."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from mpjax._base.by_leaf import Reduction, reduced
+from mpjax._base.tree import leaves_finite
+
+LAYERS = 6
+SQUARES = Reduction(lambda x: jnp.sum(x * x), jnp.square, jnp.add, 0.0)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chooses what a GPU is given, on this CPU."""
+
+    def chosen(*args, cuda, **_):
+        return cuda(*args)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
+
+
+def tree(value: float = 1.0, dtype: jnp.dtype = jnp.float32) -> dict:
+    """Returns layers of a weight and a bias, and leaves that are like no other."""
+    layer = {"w": np.full((3, 8), value), "b": np.full(8, value)}
+    layers = [jax.tree.map(lambda x: jnp.asarray(x, dtype), layer) for _ in range(LAYERS)]
+    return {
+        "layers": layers,
+        "scale": jnp.asarray(value, dtype),
+        "count": jnp.arange(3),
+        "turn": jnp.full((2, 2), value + 1j * value),
+        "number": value,
+        "empty": jnp.zeros((0, 3), dtype),
+    }
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_each_leaf_alone_is_found(bad, dtype):
+    sound = tree(dtype=dtype)
+    assert leaves_finite(sound).all()
+    leaves, structure = jax.tree.flatten(sound)
+    check = jax.jit(leaves_finite)
+    for place, leaf in enumerate(leaves):
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.integer) or not np.size(leaf):
+            continue
+        spoilt = np.asarray(leaf).copy()
+        spoilt.reshape(-1)[-1] = bad
+        given = structure.unflatten([*leaves[:place], jnp.asarray(spoilt), *leaves[place + 1 :]])
+        assert np.flatnonzero(~np.asarray(check(given))).tolist() == [place]
+        counted = [i != place for i in range(len(leaves))]
+        assert leaves_finite(given, counted).all()
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_sums_are_those_of_each_leaf():
+    weights = [np.random.default_rng(i).normal(size=(4, 5)).astype(np.float32) for i in range(7)]
+    leaves = jax.tree_util.tree_leaves_with_path({f"layer{i}": w for i, w in enumerate(weights)})
+    want = [np.sum(w.astype(np.float64) ** 2) for w in weights]
+    np.testing.assert_allclose(np.stack(reduced(SQUARES, leaves)), want, rtol=1e-6)
+    assert reduced(SQUARES, []) == []
+
+
+def operands_of_reductions(fun, *args) -> list[int]:
+    """Returns how many arrays each `reduce` of several reads, in the program for a GPU."""
+    text = jax.export.export(jax.jit(fun), platforms=["cuda"])(*args).mlir_module()
+    return [len(re.findall("init:", line)) for line in text.splitlines() if "reduce(" in line]
+
+
+def test_like_layers_share_a_kernel_on_a_gpu_and_nothing_else_does():
+    assert sorted(operands_of_reductions(leaves_finite, tree()["layers"])) == [2, 2, 4, 4]
+    mixed = {"q": jnp.ones((4, 4)), "o": jnp.ones((4, 4)), "b": [jnp.ones(4), jnp.ones(5)]}
+    assert operands_of_reductions(leaves_finite, mixed) == [1] * 4  # other names: other shards
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("spoilt", [None, 0, 3, 5])
+def test_a_step_skips_and_names_the_leaf_as_with_each_leaf_alone(spoilt):
+    def loss(params, batch):
+        per_layer = [jnp.sum(p["w"] * batch[i]) + jnp.sum(p["b"]) for i, p in enumerate(params)]
+        return functools.reduce(jnp.add, per_layer)
+
+    step = mpjax.make_train_step(loss, optax.sgd(0.1, momentum=0.9), "32-true", donate=False)
+    state = step.init(tree()["layers"])
+    batch = np.ones((LAYERS, 3, 8), np.float32)
+    if spoilt is not None:
+        batch[spoilt, 0, 0] = np.inf
+    after, metrics = step(state, batch)
+    scaling = after.opt_state
+    assert bool(scaling.grads_finite) == (spoilt is None)
+    if spoilt is None:
+        assert float(metrics["grad_norm"]) == pytest.approx(np.sqrt(LAYERS * (24 + 8)))
+        return
+    names = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state.params)]
+    bad = [n for n, ok in zip(names, scaling.leaf_finite, strict=True) if not ok]
+    assert bad == [f"[{spoilt}]['w']"]
+    assert all(map(np.array_equal, jax.tree.leaves(after.params), jax.tree.leaves(state.params)))
+
+
+def test_a_step_that_clips_computes_its_norm_once():
+    """On CPUs and TPUs, where the metric's squares are those of `optax.clip_by_global_norm`."""
+
+    def loss(params, batch):
+        return sum(jnp.sum(p["w"] * batch) ** 2 + jnp.sum(p["b"]) for p in params)
+
+    def sums(tx) -> int:
+        step = mpjax.make_train_step(loss, tx, "32-true")
+        state = jax.eval_shape(step.init, tree()["layers"])
+        text = step.lower(state, jnp.ones((3, 8))).compile().as_text()
+        return len(re.findall(r"= f32\[\]\S* reduce\(", text))
+
+    clips = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    assert sums(clips) == sums(optax.sgd(0.1))
