@@ -54,7 +54,9 @@ def summed(events: list[dict[str, Any]]) -> dict[str, float]:
     streams = {place for place, name in threads.items() if name.startswith("Stream")}
     total: collections.Counter[str] = collections.Counter()
     for e in events:
-        is_here = (e["pid"], e.get("tid")) in streams if streams else "hlo_op" in e.get("args", ())
+        is_here = (
+            (e.get("pid"), e.get("tid")) in streams if streams else "hlo_op" in e.get("args", ())
+        )
         if e.get("ph") == "X" and is_here:
             total[kind(e["name"])] += e["dur"] / 1e3 / STEPS
     if not total:

@@ -18,7 +18,7 @@ from networks import NETWORKS, Network
 import mpjax
 from mpjax import optim
 
-from .jobs import Job, Row
+from .jobs import Job, Row, attempted
 from .plans import Plan
 
 WORST = 1.25  # autocast's gradient error beside that of a cast by hand: more is wrong
@@ -49,7 +49,7 @@ _EIGHT = re.compile(r"f8\w+|s8")
 
 
 def jobs(plan: Plan, code: str) -> list[Job]:
-    """Returns a job for each check; all of it runs in threads, as nothing is timed."""
+    """Returns a job for each check, and one a network for its gradients."""
     rows = 2048 if plan.size == "full" else 256
     return [
         _check("skipped step", {"bit-equal": _skipped}, code),
@@ -98,9 +98,10 @@ def _gradients(plan: Plan, name: str, code: str) -> Job:
         wanted = prepared.pop(exact)
         if isinstance(wanted, Exception):
             raise wanted
+        grads = {n: r if isinstance(r, Exception) else attempted(r) for n, r in prepared.items()}
         rows: dict[str, Any] = {
-            variant: grads if isinstance(grads, Exception) else {"errors": _errors(grads, wanted)}
-            for variant, grads in prepared.items()
+            variant: g if isinstance(g, Exception) else {"errors": _errors(g, wanted)}
+            for variant, g in grads.items()
         }
         for dtype in ("bf16", "f16"):
             _judge(rows[f"{dtype} autocast"], rows[f"{dtype} hand cast"])
@@ -115,11 +116,20 @@ def values(network: Network, seed: int) -> Any:
         return jax.tree.map(np.asarray, network.values(seed))
 
 
-def _grads(network: Network, loss: Any, seeds: int) -> list[Any]:
-    """Returns gradients on the device for each seed."""
-    scaled = jax.jit(jax.grad(lambda p, b: loss(p, b) * LOSS_SCALE))
-    found = (scaled(*values(network, seed)) for seed in range(seeds))
-    return [jax.tree.map(lambda g: np.asarray(g, np.float64) / LOSS_SCALE, g) for g in found]
+def _grads(network: Network, loss: Any, seeds: int) -> Callable[[], list[Any]]:
+    """Returns what computes gradients on the device for each seed, compiled.
+
+    Not run here, in a thread: on an H200 cuDNN's attention failed in one ("capturing stream has
+    unjoined work") and the program beside it had a NaN.
+    """
+    drawn = [values(network, seed) for seed in range(seeds)]
+    scaled = jax.jit(jax.grad(lambda p, b: loss(p, b) * LOSS_SCALE)).lower(*drawn[0]).compile()
+
+    def run() -> list[Any]:
+        grads = [scaled(*given) for given in drawn]
+        return [jax.tree.map(lambda g: np.asarray(g, np.float64) / LOSS_SCALE, g) for g in grads]
+
+    return run
 
 
 def _exact(network: Network, seeds: int) -> list[Any]:

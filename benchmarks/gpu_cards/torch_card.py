@@ -18,7 +18,7 @@ FLOAT32, TF32, BF16, F16, TF32_COMPILED, BF16_COMPILED = VARIANTS = (
     *("float32", "float32, TF32", "autocast bf16", "autocast f16"),
     *("float32, TF32, compiled", "autocast bf16, compiled"),
 )
-LOAD = 16  # two models at a time on 16 cores: each holds its weights and moments, and compiles
+LOAD = 2  # both threads: each model holds its weights and moments
 WHOSE = {
     "transformer": "transformers' GPT-2",
     "llama": "transformers' Llama",

@@ -3,7 +3,6 @@
 import concurrent.futures
 import datetime
 import json
-import os
 import pathlib
 import threading
 import time
@@ -73,9 +72,10 @@ class Worker:
     def __init__(self, store: Store, folder: pathlib.Path, target: str, deadline: float) -> None:
         self.store, self.folder, self.target, self.deadline = store, folder, target, deadline
         self.gate = Gate()
-        # XLA compiles each program on several cores. On an H100 with 16 cores 14 at a time kept the
-        # first network from being measured for six minutes: a measurement waits for all of them.
-        self.threads = max(2, (os.cpu_count() or 2) // 3)
+        # XLA compiles a program on all cores, and remembers which kernels were fastest: the second
+        # variant of a network takes a fraction. On an H200 with 16 cores five at a time took 70 s
+        # each, the sixth 9 s and 3 s. And a measurement waits for all that were begun.
+        self.threads = 2
         self.pool = concurrent.futures.ThreadPoolExecutor(self.threads)
         self.left: list[str] = []
 
