@@ -13,11 +13,12 @@ from typing import Any
 from matplotlib.figure import Figure
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "gpu.json"
-TORCH = "torch.compile"
+HAND, CUDNN, TORCH = "cast by hand", "by hand, cuDNN", "torch.compile"
 WAYS = {  # what readers call it: card and variant of the table, and colour
     "float32": ("card 2", "float32 highest", "#b8b8b8"),
     "float32, TF32": ("card 2", "float32", "#cfcfcf"),
-    "cast by hand": ("card 2", "hand cast bf16", "#dedede"),
+    HAND: ("card 2", "hand cast bf16", "#dedede"),
+    CUDNN: ("card 2", "hand cast bf16, cuDNN", "#c9dbe6"),
     TORCH: ("card 3", "autocast bf16, compiled", "#f3c677"),
     "mpjax": ("card 2", "autocast bf16", "#56b4e9"),
 }
@@ -68,22 +69,21 @@ def sentence() -> str:
     """Returns what the first pages say of it."""
     device, networks = steps()
 
-    def shares(field: str) -> str:
-        of_hand = [w["mpjax"][field] / w["cast by hand"][field] for w in networks.values()]
-        *most, last = [f"{share:.2f}" for share in of_hand]
-        return f"{', '.join(most)} and {last}"
+    def beside(way: str, field: str = "ms") -> str:
+        """Returns mpjax's least and largest share of what a way takes."""
+        shares = sorted(w["mpjax"][field] / w[way][field] for w in networks.values() if way in w)
+        return " to ".join(dict.fromkeys(f"{share:.2f}" for share in (shares[0], shares[-1])))
 
-    *most, last = [NETWORKS[network] for network in networks]
-    names = f"{', '.join(most)} and {last}".replace(", 8 layers", "")
-    device = device.removeprefix("NVIDIA ")
-    told = f"Measured on an {device}, a training step of {names} takes {shares('ms')} times "
-    told += f"the time of the model cast by hand, and {shares('peak_bytes')} times its memory."
-    for network, ways in networks.items():
-        if TORCH in ways:
-            times = ways[TORCH]["ms"] / ways["mpjax"]["ms"]
-            told += f" PyTorch's compiled autocast takes {times:.2f} times as long as mpjax for "
-            told += f"{NETWORKS[network]}."
-    return told
+    def named(way: str) -> str:
+        """Returns the networks that were measured that way."""
+        return ", ".join(NETWORKS[n].split(",")[0] for n, ways in networks.items() if way in ways)
+
+    told = f"Measured on an {device.removeprefix('NVIDIA ')}, a training step takes {beside(HAND)} "
+    told += "of the time of the model cast by hand, "
+    told += f"and {beside(HAND, 'peak_bytes')} of its memory ({named(HAND)}). "
+    told += f"If that model asks for cuDNN's attention, the shares are {beside(CUDNN)} and "
+    told += f"{beside(CUDNN, 'peak_bytes')} ({named(CUDNN)}). A step takes {beside(TORCH)} of the "
+    return told + f"time of PyTorch's compiled autocast ({named(TORCH)})."
 
 
 def draw(path: Path) -> None:
