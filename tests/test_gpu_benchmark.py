@@ -430,7 +430,11 @@ def row(card: int, network: str, variant: str, ms: float, **more: Any) -> dict[s
     [
         (
             [row(2, "net", "hand cast bf16", 1.0), row(2, "net", "autocast bf16", 1.1)],
-            ["net, full: autocast takes 1.100 of a cast by hand"],
+            ["net, full: autocast takes 1.100 of hand cast bf16"],
+        ),
+        (
+            [row(2, "net", "hand cast bf16, cuDNN", 1.0), row(2, "net", "autocast bf16", 1.1)],
+            ["net, full: autocast takes 1.100 of hand cast bf16, cuDNN"],
         ),
         ([row(2, "net", "hand cast bf16", 1.0), row(2, "net", "autocast bf16", 1.015)], []),
         (
@@ -451,6 +455,14 @@ def row(card: int, network: str, variant: str, ms: float, **more: Any) -> dict[s
                 row(4, "b", "without y", 1.0, peak_bytes=110),
             ],
             ["hint x: 1 % of time or 2 % of memory is saved on 1 of 2 networks, not on two"],
+        ),
+        (  # time in kernels, where it was measured
+            [
+                *(row(4, n, "all hints", 1.0, busy_ms=0.5) for n in ("a", "b")),
+                *(row(4, n, "without x", 1.2, busy_ms=0.5) for n in ("a", "b")),
+                *(row(4, n, "without y", 1.0, busy_ms=0.51) for n in ("a", "b")),
+            ],
+            ["hint x: 1 % of time or 2 % of memory is saved on 0 of 2 networks, not on two"],
         ),
         (
             [{**row(1, "gradients", "bf16", 1.0), "right": False}],

@@ -11,7 +11,7 @@ from networks import NETWORKS, Network
 
 from mpjax._autocast.speed import hints
 
-from . import clock
+from . import clock, kernels
 from .jobs import Job, Row
 from .plans import Plan
 from .programs import Values, compiled, lowered
@@ -73,7 +73,9 @@ def _job(
 
     def measure(prepared: dict[str, Any]) -> dict[str, Row]:
         alike = [name for name, found in prepared.items() if found is None]
-        rows = clock.in_turns({n: p for n, p in prepared.items() if n not in alike}, plan.patience)
+        others = {name: p for name, p in prepared.items() if name not in alike}
+        rows = clock.in_turns(others, plan.patience)
+        kernels.add_busy(rows, others)
         return rows | {name: {"same_program": True} for name in alike}
 
     seconds = plan.first_s + 5.0 * len(without)

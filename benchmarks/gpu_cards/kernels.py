@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from .clock import Timed
+from .jobs import Row
 
 STEPS = 3
 MOST = 12  # kinds of kernels that a row shows; the others are one sum
@@ -38,6 +39,12 @@ def by_kind(timed: Timed) -> dict[str, float]:
     finally:
         timed.close()
     return summed(events)
+
+
+def add_busy(rows: dict[str, Row], prepared: dict[str, Timed]) -> None:
+    """Writes into each row that has a time how many milliseconds of a step kernels run."""
+    for name in (name for name in prepared if "ms" in rows.get(name, ())):
+        rows[name]["busy_ms"] = sum(by_kind(prepared[name]).values())
 
 
 def _events(path: pathlib.Path) -> list[dict[str, Any]]:

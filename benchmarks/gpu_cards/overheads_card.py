@@ -10,7 +10,7 @@ from networks import NETWORKS, Network
 
 import mpjax
 
-from . import clock, step
+from . import clock, kernels, step
 from .jobs import Job, Row, attempted, failed
 from .plans import Plan
 from .programs import Values
@@ -48,6 +48,7 @@ def _job(plan: Plan, name: str, size: str, code: str) -> Job:
 
     def measure(prepared: dict[str, Any]) -> dict[str, Row]:
         rows = clock.in_turns(prepared, plan.patience)
+        kernels.add_busy(rows, prepared)
         found = attempted(lambda: _diagnosed(network, values))
         return {**rows, DIAGNOSE: failed(found) if isinstance(found, Exception) else found}
 
