@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import mpjax
+from mpjax._base import by_leaf
 from mpjax._base.by_leaf import Reduction, reduced
 from mpjax._base.tree import leaves_finite
 
@@ -19,12 +20,8 @@ SQUARES = Reduction(lambda x: jnp.sum(x * x), jnp.square, jnp.add, 0.0)
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chooses what a GPU is given, on this CPU."""
-
-    def chosen(*args, cuda, **_):
-        return cuda(*args)
-
-    monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
+    """Compiles for this CPU what a GPU is given."""
+    monkeypatch.setattr(by_leaf, "_apart", by_leaf._together)
 
 
 def tree(value: float = 1.0, dtype: jnp.dtype = jnp.float32) -> dict:
@@ -65,20 +62,56 @@ def test_sums_are_those_of_each_leaf():
     weights = [np.random.default_rng(i).normal(size=(4, 5)).astype(np.float32) for i in range(7)]
     leaves = jax.tree_util.tree_leaves_with_path({f"layer{i}": w for i, w in enumerate(weights)})
     want = [np.sum(w.astype(np.float64) ** 2) for w in weights]
-    np.testing.assert_allclose(np.stack(reduced(SQUARES, leaves)), want, rtol=1e-6)
+    paths = [path for path, _ in leaves]
+
+    def sums(*arrays):
+        return jnp.stack(reduced(SQUARES, list(zip(paths, arrays, strict=True))))
+
+    np.testing.assert_allclose(jax.jit(sums)(*weights), want, rtol=1e-6)
+    twice = [np.stack([w, 2 * w]) for w in weights]
+    mapped = jax.jit(jax.vmap(sums, (*[0] * 6, None)))(*twice[:6], weights[6])
+    pairs = [[1, 4 if i < 6 else 1] for i in range(7)]
+    np.testing.assert_allclose(mapped, (np.array(pairs) * np.array(want)[:, None]).T, rtol=1e-6)
+    grads = jax.grad(lambda *arrays: sums(*arrays).sum(), argnums=range(7))(*weights)
+    for grad, w in zip(grads, weights, strict=True):
+        np.testing.assert_allclose(grad, 2 * w)
     assert reduced(SQUARES, []) == []
 
 
-def operands_of_reductions(fun, *args) -> list[int]:
-    """Returns how many arrays each `reduce` of several reads, in the program for a GPU."""
-    text = jax.export.export(jax.jit(fun), platforms=["cuda"])(*args).mlir_module()
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_shards_of_a_shard_map_are_checked_together():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("data")
+
+    def check(weights):
+        return leaves_finite(weights)[None]
+
+    each = jax.jit(jax.shard_map(check, mesh=mesh, in_specs=rows, out_specs=rows))
+    weights = [np.ones((4, 3), np.float32) for _ in range(3)]
+    weights[1][3, 0] = np.nan  # of the second shard
+    assert each(weights).tolist() == [[True, True, True], [True, False, True]]
+
+
+def operands_of_reductions(fun, *args, **options) -> list[int]:
+    """Returns how many arrays each `reduce` reads, in the program for a GPU."""
+    text = jax.export.export(jax.jit(fun, **options), platforms=["cuda"])(*args).mlir_module()
     return [len(re.findall("init:", line)) for line in text.splitlines() if "reduce(" in line]
 
 
 def test_like_layers_share_a_kernel_on_a_gpu_and_nothing_else_does():
     assert sorted(operands_of_reductions(leaves_finite, tree()["layers"])) == [2, 2, 4, 4]
     mixed = {"q": jnp.ones((4, 4)), "o": jnp.ones((4, 4)), "b": [jnp.ones(4), jnp.ones(5)]}
-    assert operands_of_reductions(leaves_finite, mixed) == [1] * 4  # other names: other shards
+    assert operands_of_reductions(leaves_finite, mixed) == [1] * 4
+
+
+def test_a_program_that_is_split_over_devices_reduces_each_leaf_alone():
+    """XLA would gather each array for a reduction of several."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    layers = [jnp.ones((4, 4)) for _ in range(LAYERS)]
+    split = operands_of_reductions(leaves_finite, layers, in_shardings=rows)
+    assert split == [1] * LAYERS
+    assert operands_of_reductions(leaves_finite, layers) == [4, 2]
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

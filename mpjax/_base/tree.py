@@ -185,9 +185,15 @@ def _is_inexact(x: Any) -> bool:
     return isinstance(x, (float, complex)) or (is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact))
 
 
+def _finite(x: Array) -> Array:
+    if not _is_foldable(x):
+        return _all_finite(x)
+    return jax.lax.platform_dependent(x, cpu=_all_finite_folded, default=_all_finite)
+
+
 # `isfinite` and not a maximum of magnitudes, which would be cheaper still: on JAX 0.12 XLA:CPU's
 # maximum of more than some thousand values passes over NaN.
-def _all_finite(x: Any) -> Array:
+def _all_finite(x: Array) -> Array:
     return jnp.all(jnp.isfinite(x))
 
 
@@ -197,8 +203,6 @@ def _all_finite_folded(x: Array) -> Array:
     Neighbours along the last axis are combined first, so that an eighth is written. The split
     stays within a shard.
     """
-    if not _is_foldable(x):
-        return _all_finite(x)
     flags = jnp.isfinite(x).reshape(*x.shape[:-1], -1, _FOLD)
     return jnp.all(functools.reduce(jnp.logical_and, (flags[..., i] for i in range(_FOLD))))
 
@@ -206,14 +210,14 @@ def _all_finite_folded(x: Array) -> Array:
 _FOLD = 8
 
 
-def _is_foldable(x: Any) -> bool:
+def _is_foldable(x: Array) -> bool:
     """Whether folding pays; not under explicit sharding, where a reshape asks for its own."""
     if x.size < 4096 or x.shape[-1] % _FOLD:
         return False
     return compat.explicit_sharding(jax.typeof(x)) is None
 
 
-_FINITE = Reduction(_all_finite, jnp.isfinite, jnp.logical_and, True, on_cpu=_all_finite_folded)
+_FINITE = Reduction(_finite, jnp.isfinite, jnp.logical_and, start=True)
 
 
 def check_axes(axis_name: AxisName, where: str) -> None:

@@ -1,6 +1,5 @@
 """Sums a train step up: the norm of its gradients, its metrics, its state in a few lines."""
 
-import functools
 import math
 from typing import Any
 
@@ -36,7 +35,11 @@ def grad_norm(loss_scale: LossScale, grads: PyTree, applied: list[bool]) -> Arra
         return jnp.asarray(jnp.sqrt(sum(reduced(_SQUARES, counted))), FLOAT32)
 
 
-_SQUARES = Reduction(functools.partial(optax.tree.norm, squared=True), jnp.square, jnp.add, 0.0)
+def _sum_of_squares(x: Array) -> Array:
+    return optax.tree.norm(x, squared=True)
+
+
+_SQUARES = Reduction(_sum_of_squares, jnp.square, jnp.add, start=0.0)
 
 
 def describe_state(state: Any) -> str:
