@@ -52,7 +52,7 @@ def jobs(plan: Plan, code: str) -> list[Job]:
     """Returns a job for each check, and one a network for its gradients."""
     rows = 2048 if plan.size == "full" else 256
     return [
-        _check("skipped step", {"bit-equal": _skipped}, code),
+        _check("skipped step", {"bit-equal": _skipped, "each leaf": _each_leaf}, code),
         _check("NaN and inf", {n: functools.partial(_seen, p) for n, p in RECIPES.items()}, code),
         _check("roundings", {n: functools.partial(_rounded, w) for n, w in OWNERS.items()}, code),
         _check(
@@ -177,6 +177,26 @@ def _skipped() -> Row:
     halved = float(after.opt_state.loss_scale / state.opt_state.loss_scale)
     skipped = not bool(metrics["grads_finite"])
     return {"right": same and skipped and halved == 0.5, "same": same, "scale_by": halved}
+
+
+def _each_leaf() -> Row:
+    """Plants a NaN or inf in each gradient alone, which share kernels: that leaf must be named."""
+    random = np.random.default_rng(3)
+    shapes = {"weight": (768, 513), "wide": (64, 12, 64), "bias": (768,), "short": (7,)}
+    layers = [{n: random.normal(size=s).astype(np.float32) for n, s in shapes.items()}] * 6
+    params = {f"layer{i}": jax.tree.map(np.copy, layer) for i, layer in enumerate(layers)}
+    tx = mpjax.with_loss_scale(optax.sgd(1.0), 1.0)
+    flags = jax.jit(lambda grads, state: tx.update(grads, state, params)[1].leaf_finite)
+    state, missed = tx.init(params), []
+    leaves, structure = jax.tree.flatten(params)
+    for place, leaf in enumerate(leaves):
+        for value in (np.nan, np.inf, -np.inf):
+            spoilt = leaf.copy()
+            spoilt.reshape(-1)[random.integers(leaf.size)] = value
+            given = structure.unflatten([*leaves[:place], spoilt, *leaves[place + 1 :]])
+            if np.flatnonzero(~np.asarray(flags(given, state))).tolist() != [place]:
+                missed.append(f"{value} in {place}")
+    return {"right": not missed, "missed": ", ".join(missed)}
 
 
 def _same_bits(a: Any, b: Any) -> bool:
