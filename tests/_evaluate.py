@@ -4,6 +4,7 @@ That is what makes thousands of random programs affordable: only what `_numpy_op
 bound eagerly, and compiled.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,10 +25,12 @@ _SCATTER = {
 }
 
 
+@functools.cache
 def is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
+@functools.cache
 def is_key(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
@@ -41,7 +44,8 @@ def called(eqn: Any) -> Any:
     """Returns the program that an equation calls once on all of its operands, or None."""
     if eqn.primitive.name in ("scan", "while", "cond", "custom_linear_solve"):
         return None
-    return eqn.params.get("call_jaxpr") or eqn.params.get("jaxpr")
+    held = "call" if eqn.primitive.name == "custom_vmap_call" else "call_jaxpr"
+    return eqn.params.get(held) or eqn.params.get("jaxpr")
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:

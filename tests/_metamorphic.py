@@ -107,7 +107,7 @@ def _exact(name: str) -> tuple[float, np.ndarray]:
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         wide = [a.astype(np.float64) if a.dtype == np.float32 else a for a in of.leaves]
         fun = value_and_grad(of.loss(jnp.float64), of.moving, 1.0)
-        value, *grads = jax.jit(fun)(*wide)
+        value, *grads = run(fun, wide)
     return float(value), _flat(grads)
 
 

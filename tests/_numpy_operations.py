@@ -35,6 +35,55 @@ def _dot(x: np.ndarray, y: np.ndarray, *, dimension_numbers: Any, **_: Any) -> n
     return np.einsum(f"{''.join(of_x)},{''.join(of_y)}->{''.join(out)}", x, y)
 
 
+def _convolve(
+    x: np.ndarray,
+    kernel: np.ndarray,
+    *,
+    window_strides: Sequence[int],
+    padding: Any,
+    lhs_dilation: Sequence[int],
+    rhs_dilation: Sequence[int],
+    dimension_numbers: Any,
+    feature_group_count: int,
+    batch_group_count: int,
+    **_: Any,
+) -> np.ndarray:
+    of_x, of_kernel, of_out = dimension_numbers
+    spatial = range(2, x.ndim)
+    around = [(*ends, gap - 1) for ends, gap in zip(padding, lhs_dilation, strict=True)]
+    holes = [(0, 0, gap - 1) for gap in rhs_dilation]
+    none = [(0, 0, 0)] * 2
+    x = _pad(np.transpose(x, of_x), x.dtype.type(0), padding_config=[*none, *around])
+    kernel = np.transpose(kernel, of_kernel)
+    kernel = _pad(kernel, kernel.dtype.type(0), padding_config=[*none, *holes])
+    windows = np.lib.stride_tricks.sliding_window_view(x, kernel.shape[2:], tuple(spatial))
+    windows = windows[(slice(None), slice(None), *(slice(None, None, n) for n in window_strides))]
+    groups = feature_group_count * batch_group_count
+    parts = np.split(windows, groups, axis=0 if batch_group_count > 1 else 1)
+    summed = (1, *range(x.ndim, windows.ndim)), (1, *spatial)
+    outs = [
+        np.tensordot(*pair, summed) for pair in zip(parts, np.split(kernel, groups), strict=True)
+    ]
+    out = np.moveaxis(np.concatenate(outs, axis=-1), -1, 1)
+    return np.moveaxis(out, range(x.ndim), of_out)
+
+
+def _sort(*xs: np.ndarray, dimension: int, num_keys: int, **_: Any) -> list[np.ndarray]:
+    order = np.lexsort(xs[:num_keys][::-1], axis=dimension)
+    return [np.take_along_axis(x, order, dimension) for x in xs]
+
+
+def _top_k(x: np.ndarray, *, k: int, axis: int, **_: Any) -> list[np.ndarray]:
+    order = np.flip(np.argsort(np.flip(x, axis), axis, stable=True), axis)
+    order = np.take(x.shape[axis] - 1 - order, range(k), axis)
+    return [np.take_along_axis(x, order, axis), order]
+
+
+def _shift(x: np.ndarray, by: np.ndarray) -> np.ndarray:
+    unsigned = np.dtype(f"u{x.dtype.itemsize}")
+    return np.right_shift(x.view(unsigned), by.view(unsigned)).view(x.dtype)
+
+
 def _broadcast(
     x: np.ndarray, *, shape: Any, broadcast_dimensions: Sequence[int], **_: Any
 ) -> np.ndarray:
@@ -180,6 +229,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
     "not": np.invert,
+    "shift_right_logical": _shift,
     "copy": np.asarray,
     "copy_p": np.asarray,
     "stop_gradient": np.asarray,
@@ -223,6 +273,9 @@ WITH_PARAMS: dict[str, Callable[..., Any]] = {
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "dot_general": _dot,
+    "conv_general_dilated": _convolve,
+    "sort": _sort,
+    "top_k": _top_k,
     "reduce_sum": _reduce(np.sum),
     "reduce_max": _reduce(np.max),
     "reduce_min": _reduce(np.min),

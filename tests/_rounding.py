@@ -43,6 +43,7 @@ class Reach:
         """With `everything`, what depends on any floating argument or constant, samples apart."""
         self._everything = everything
         self._known: dict[Any, tuple[list[tuple[Flags, Flags]], Flags]] = {}
+        self.bound: dict[Any, tuple[Any, Any]] = {}  # what binding gave that no float changes
 
     def of(self, program: Any, flags: Flags) -> tuple[list[tuple[Flags, Flags]], Flags]:
         """Returns (operands', results') flags for each equation, and those of the outputs."""
@@ -209,6 +210,16 @@ class Noisy(Exact):
         return max(rounding, Rounding.to(dtype), key=lambda r: r.relative)
 
     def bound(self, eqn: Any, values: list[Any]) -> Any:
+        """Binds an operation; what reads no floats, as random bits do, once for all runs."""
+        if any(self._floating(v) for v in values):
+            return self._in_64_bits(eqn, values)
+        arrays = [jax.random.key_data(v) if is_key(v.dtype) else v for v in values]
+        same = (id(eqn), *(np.asarray(a).tobytes() for a in arrays))
+        if same not in self._reach.bound:  # beside its equation: the id is not given to another
+            self._reach.bound[same] = self._in_64_bits(eqn, values), eqn
+        return self._reach.bound[same][0]
+
+    def _in_64_bits(self, eqn: Any, values: list[Any]) -> Any:
         with jax.enable_x64(True):
             return super().bound(eqn, values)
 
