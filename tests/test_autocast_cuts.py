@@ -28,9 +28,13 @@ CUTS = int(os.environ.get("MPJAX_CUTS", "40" if IS_FLOOR else "2000"))
 SEED = os.environ.get("MPJAX_CUTS_SEED", "0")
 BY_HAND = "MPJAX_CUTS" in os.environ
 SHARDS = 1 if IS_FLOOR else 40
+# Half a shard in each run of the tests; CI's stage `fuzz` and a run by hand take all of them.
 ALL_SHARDS = [
-    pytest.param(shard, marks=[pytest.mark.slow] if shard and not BY_HAND else [])
-    for shard in range(SHARDS)
+    *([] if BY_HAND else [pytest.param(0, CUTS // SHARDS // 2, id="half")]),
+    *(
+        pytest.param(shard, CUTS // SHARDS, marks=[] if BY_HAND else pytest.mark.slow)
+        for shard in range(SHARDS)
+    ),
 ]
 NETWORK_CUTS = int(os.environ.get("MPJAX_NETWORK_CUTS", "2"))
 POLICIES = metamorphic.POLICIES
@@ -45,11 +49,12 @@ pytestmark = [
 # -- law 1: cutting --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shard", ALL_SHARDS)
-def test_law_of_cutting_random_cuts_stay_within_twice_the_errors_of_the_uncut(shard: int) -> None:
-    count = CUTS // SHARDS
-    half = shard % 2 * count  # two shards have one seed
-    _check_random_cuts(HEAD_NAMES, f"{SEED}, shard {shard // 2}", range(half, half + count))
+@pytest.mark.parametrize(("shard", "count"), ALL_SHARDS)
+def test_law_of_cutting_random_cuts_stay_within_twice_the_errors_of_the_uncut(
+    shard: int, count: int
+) -> None:
+    first = shard % 2 * count  # two shards have one seed
+    _check_random_cuts(HEAD_NAMES, f"{SEED}, shard {shard // 2}", range(first, first + count))
 
 
 def _check_random_cuts(names: list[str], seed: str, numbers: Iterable[int]) -> None:

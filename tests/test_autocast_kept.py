@@ -103,7 +103,7 @@ NAMES = list(BY_NAME)
 IN_FLOAT16 = NAMES[::3]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_a_program_keeps_is_not_rounded(part):
     names = NAMES[part::PARTS]
