@@ -1,14 +1,12 @@
 """Every example runs in its short form, as a script, and explains its options."""
 
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from _helpers import UNOPTIMISED
+from _scripts import run
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
@@ -54,19 +52,6 @@ SHOWN = {
 }
 
 
-def run(name: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs an example as a user would, but for optimised code; its own warnings are errors."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
-    return subprocess.run(
-        [sys.executable, "-W", "error:::__main__", str(ROOT / "examples" / name), *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=kept | UNOPTIMISED | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-
-
 def refusal(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> object:
     """The exit status of an example that stops before it computes: it needs no process of its own.
 
@@ -82,11 +67,12 @@ def test_every_example_has_a_short_form():
     assert sorted(SHORT) == EXAMPLES, "each file of examples/ needs its row in SHORT, and no other"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_short_form_runs_and_writes_what_it_promises(name: str, tmp_path: Path):
     arguments, written = SHORT[name]
     out = ["--out", str(tmp_path / "out")] if written else []
-    done = run(name, *arguments, *out, folder=tmp_path)
+    done = run(ROOT / "examples" / name, *arguments, *out, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), "an example prints what it gained"
     assert [said for said in SHOWN.get(name, ()) if not re.search(said, done.stdout)] == []
@@ -107,7 +93,7 @@ def test_unknown_option_is_refused_and_the_usage_names_those_there_are(
 
 
 def test_help_says_what_an_example_shows(tmp_path: Path):
-    done = run("plain_jax.py", "--help", folder=tmp_path)
+    done = run(ROOT / "examples" / "plain_jax.py", "--help", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "What mixed precision adds to it is five lines" in done.stdout
     assert "--steps" in done.stdout

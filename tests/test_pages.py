@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from _helpers import UNOPTIMISED
+from _scripts import Done
+from _scripts import run as run_script
 from PIL import Image
 
 import mpjax
@@ -36,21 +37,13 @@ def blocks(text: str, language: str) -> list[str]:
     return [body for lang, body in FENCE.findall(text) if lang == language]
 
 
-def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(code: str, folder: Path) -> Done:
     """Runs `code` outside the checkout; a warning raised by the text's own lines is an error."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
-    here = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
     (folder / "page.py").write_text(code)
-    return subprocess.run(
-        [sys.executable, "-W", "error:::__main__", "page.py"],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=kept | UNOPTIMISED | here,
-        check=False,
-    )
+    return run_script(folder / "page.py", folder=folder)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [n for n, text in TEXTS.items() if blocks(text, "python")])
 def test_the_code_of_a_page_runs_from_top_to_bottom(name: str, tmp_path: Path):
     """Its blocks share one namespace: a later one may use what an earlier one made."""
@@ -311,8 +304,7 @@ def test_every_picture_is_used():
 
 
 def test_the_pictures_can_be_drawn(tmp_path: Path):
-    command = [sys.executable, str(DOCS / "figures.py"), "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = run_script(DOCS / "figures.py", "--out", str(tmp_path), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {
         "attention.png",
@@ -408,8 +400,7 @@ def test_what_the_pages_say_of_tracing_is_what_its_table_says():
 
 @pytest.mark.slow
 def test_the_pictures_of_the_numerics_page_are_drawn_from_what_its_code_finds(tmp_path: Path):
-    command = [sys.executable, str(DOCS / "figures.py"), "--page", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = run_script(DOCS / "figures.py", "--page", "--out", str(tmp_path), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     shown = re.findall(r"{image} images/(\S+)", TEXTS["numerics.md"])
     assert len(shown) == 4
