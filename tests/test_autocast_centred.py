@@ -118,6 +118,7 @@ def _directions(fun, *args):
     }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NORMS)
 def test_law_derivatives_of_every_order_are_those_of_the_formula(name):
     """In float32 alone, so that nothing but the order of sums differs: against float64."""

@@ -92,7 +92,7 @@ def test_law_of_cutting_networks_stay_within_twice_the_errors_of_the_uncut(netwo
     _check_random_cuts([network], f"{SEED}, {network}", range(NETWORK_CUTS))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", POLICIES)
 @pytest.mark.parametrize("head", HEAD_NAMES)
 def test_uncut_every_head_is_as_exact_as_a_hand_cast(head: str, dtype: str) -> None:

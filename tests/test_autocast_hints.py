@@ -62,7 +62,7 @@ ROUNDS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name in HINTED if name not in ROUNDS])
 def test_law_a_hint_that_is_no_cut_changes_no_bit_on_a_cpu(name):
     hinted = HINTED[name]

@@ -201,6 +201,7 @@ def test_a_variable_that_two_arguments_share_is_changed_by_none():
     assert twice(module, module, x).shape == (6, 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", EPS)
 def test_equinox_module(policy):
     model = eqx.nn.MLP(4, 2, 8, 2, key=KEY)

@@ -105,6 +105,7 @@ def _with_gradients(fun):
     return lambda w, v, b: (fun(w, v, b), jax.grad(loss, (0, 1))(w, v, b))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", POLICIES)
 @pytest.mark.parametrize("cancel", CANCELLED)
 def test_an_offset_is_not_rounded_before_it_is_cancelled(cancel, dtype):

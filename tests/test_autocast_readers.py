@@ -84,7 +84,7 @@ def _read(saturate, between, read, dot):
     return lambda w, v: jnp.concatenate([jnp.ravel(x) for x in fun(w, v)])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", POLICIES)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("saturating", SATURATING)
@@ -181,6 +181,7 @@ def _unit(x):
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", POLICIES)
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -56,6 +56,7 @@ OPEN_PROGRAMS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPEN_PROGRAMS)
 def test_a_program_of_open_lengths(name):
     fun = OPEN_PROGRAMS[name]

@@ -156,6 +156,7 @@ def in_float32():
 IN_FLOAT16 = ("gelu", "straight_through", "scan", "conv", "ragged", "solve", "loss")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("names", "policy"), [(PROGRAMS, "bf16-mixed"), (IN_FLOAT16, "16-mixed")], ids=EPS
 )

@@ -18,6 +18,7 @@ names = pytest.mark.parametrize("name", NETWORKS)
 OFTEN = ("mlp", "llama", "unet", "gru", "graph", "bert")
 
 
+@pytest.mark.sampled(3)
 @names
 def test_plain_networks_are_float32_without_a_cast(name: str) -> None:
     network = NETWORKS[name]("tiny")

@@ -69,6 +69,7 @@ def under(kind: str, step: Any, devices: list[jax.Device]) -> tuple[Any, Any]:
 WAYS = ["jit", "shard_map checked", "shard_map unchecked", "pmap"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", WAYS)
 def test_law_15_one_shards_inf_makes_all_skip_and_gradients_are_means(

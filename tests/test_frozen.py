@@ -54,6 +54,7 @@ FREEZING: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["16-mixed", "32-true"])
 @pytest.mark.parametrize("name", FREEZING)
 def test_gradients_of_frozen_parameters_neither_skip_a_step_nor_count(name: str, policy: str):
@@ -152,6 +153,7 @@ def hidden(bad: float, params: Any, batch: Any) -> Any:
     return jnp.sum(params["w"] * batch) + jax.lax.stop_gradient(jnp.float32(bad) * jnp.sum(batch))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("policy", ["16-mixed", "bf16-mixed", "32-true"])
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])

@@ -50,7 +50,7 @@ def test_every_public_module_has_a_row_or_a_reason(library: str) -> None:
 # -- under autocast --------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @layers_of(*LIBRARIES)
 def test_gradients_of_layers_are_right_to_rounding(library: str, name: str) -> None:
     program = LIBRARIES[library].program(name)
@@ -217,7 +217,7 @@ CELLS = ["GRUCell", "LSTMCell", "MGUCell", "OptimizedLSTMCell", "SimpleCell"]
 ORTHOGONAL = {("linen", name) for name in ("Bidirectional", "RNN", *CELLS)}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @layers_of(*STEPS)
 def test_variables_of_a_layer_keep_their_dtypes_across_a_step(library: str, name: str) -> None:
     for policy in ("bf16-mixed", "16-mixed" if (library, name) in ORTHOGONAL else "16-true"):

@@ -320,6 +320,7 @@ def exact_gradients():
     return jax.jit(jax.grad(language_model))(PARAMS, IDS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("policy", "bound"), [(FLOAT8, 0.12), (INT8, 0.04)])
 def test_both_orders_of_grad_work_and_agree_with_float32(policy, bound):
     inner = jax.jit(jax.grad(mpjax.autocast(language_model, policy)))(PARAMS, IDS)
