@@ -6,7 +6,8 @@ lifted by a marker that gives its reason:
     @pytest.mark.standard_promotion("orbax compares int32 with a Python-typed int64")
     @pytest.mark.no_leak_check("flax keeps the module's scope, tracers included, on the exception")
 
-A law of many like cases is marked `sampled(n)`: `make test` runs one case of n, CI all.
+A law of many like cases is marked `sampled(n)`: `make test` runs one case of n, CI all. A test that
+it leaves to CI alone is marked `ci`.
 
 What compiles for an accelerator is marked `tpu_compiler` or `gpu_compiler`, and is skipped, saying
 how to get the compiler, where it is not installed.
@@ -126,7 +127,7 @@ def _keep_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         name = item.nodeid.partition("[")[0]
         (dropped if name in seen else kept).append(item)
-        if not item.get_closest_marker("slow"):
+        if not (item.get_closest_marker("slow") or item.get_closest_marker("ci")):
             seen.add(name)
     items[:] = kept
     config.hook.pytest_deselected(items=dropped)
@@ -167,7 +168,7 @@ def _mark(items: list[pytest.Item]) -> None:
 
 
 def _leave_to_ci(items: list[pytest.Item]) -> None:
-    """Marks as slow what `sampled(n)` leaves out: all but each n-th case of a law.
+    """Marks as left to CI what `sampled(n)` leaves out: all but each n-th case of a law.
 
     A case is one of them if the places of its values, each in its own `parametrize`, add up to a
     multiple of n. So two values of a product of parameters meet as often as any other two.
@@ -190,7 +191,7 @@ def _leave_to_ci(items: list[pytest.Item]) -> None:
             known = places[item.nodeid.partition("[")[0], tuple(names)]
             total += known.setdefault(values, len(known))
         if total % mark.args[0]:
-            item.add_marker("slow")
+            item.add_marker("ci")
 
 
 def _known_again(value: Any) -> Any:

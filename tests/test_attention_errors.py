@@ -118,7 +118,7 @@ def attentions(fun, *args):
     return sum(eqn.primitive.name == "attention" for eqn in eqns)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_no_error_is_larger_than_that_of_xlas_attention(name, policy):

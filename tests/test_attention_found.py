@@ -72,12 +72,15 @@ def error(found, wanted):
     return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
 
 
-@pytest.fixture(scope="module", params=[3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[5, pytest.param(3, marks=pytest.mark.ci), pytest.param(1, marks=pytest.mark.slow)],
+)
 def computed(request):
     """Returns by name what a program gives: in float32, without the hint, with it, by a kernel.
 
-    Of each third attention, or of all. These are compiled together, once: tests that had one name
-    each would do so in each process.
+    Of each fifth attention, in CI of each third, or of all. These are compiled together, once:
+    tests that had one name each would do so in each process.
     """
     names = list(FOUND)[:: request.param]
     if request.config.getoption("first_case"):

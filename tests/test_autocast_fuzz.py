@@ -154,6 +154,7 @@ def _primitives(jaxpr: Any, found: set[str]) -> set[str]:
     return found
 
 
+@pytest.mark.ci
 def test_programs_cover_the_primitives() -> None:
     found: set[str] = set()
     for seed in range(300):
@@ -165,6 +166,7 @@ def test_programs_cover_the_primitives() -> None:
     assert len(found) >= 100, sorted(found)
 
 
+@pytest.mark.ci
 def test_numpy_evaluates_programs_as_jax_does() -> None:
     for seed in range(40):
         fun, args = _programs.random_program(random.Random(seed)).load()
@@ -265,6 +267,7 @@ FORWARD, GRAD = MODES[0], MODES[1]
         (_low_results, FORWARD, 1.0),
     ],
 )
+@pytest.mark.ci
 def test_a_broken_autocast_is_caught(broken: Any, mode: Mode, share: float) -> None:
     caught, ran = _count_caught(broken, jnp.bfloat16, range(60), mode)
     assert ran >= 20
@@ -281,6 +284,7 @@ def test_a_lost_derivative_rule_is_caught() -> None:
         check_values(trace(program, GRAD, _without_rules), jnp.bfloat16)
 
 
+@pytest.mark.ci
 def test_the_identity_is_not_caught() -> None:
     caught, ran = _count_caught(lambda fun: fun, jnp.bfloat16, range(40), FORWARD)
     assert ran >= 10

@@ -62,6 +62,7 @@ def convnet_in_float32():
     return args, jax.jit(jax.value_and_grad(conv_loss, has_aux=True))(*args)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", EPS)
 def test_linen_convnet(policy):
     args, ((want, want_stats), want_grads) = convnet_in_float32()

@@ -39,7 +39,7 @@ IN_BFLOAT16 = [*(head.name for head in JUDGES), *SOME_NETWORKS]
 IN_FLOAT16 = ["contrastive", "router", "gru"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, "bf16") for name in IN_BFLOAT16), *((name, "f16") for name in IN_FLOAT16)],
@@ -121,7 +121,7 @@ def written(name):
     return "bf16-mixed", of.loss(), of.leaves
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", LOSSES)
 def test_without_cuts_every_decision_has_the_same_dtypes(name):
     policy, loss, args = written(name)
@@ -151,7 +151,7 @@ def lowered(name, **settings):
     return [state.kind == Kind.LOW for *_, states in dtypes(plan) for state in states]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", LOSSES)
 def test_without_a_permission_nothing_is_lower(name):
     granted = lowered(name)
@@ -176,7 +176,7 @@ def test_each_permission_lowers_something():
         assert lowered(name) != lowered(name, may=may.ALL - {permission}), permission
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, "bf16") for name in IN_BFLOAT16), *((name, "f16") for name in IN_FLOAT16)],

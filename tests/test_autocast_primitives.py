@@ -27,6 +27,7 @@ APPLIED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
 def test_updates_of_a_part_of_a_products_result(policy):
     def computed(name, fun):

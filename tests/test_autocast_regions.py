@@ -115,6 +115,7 @@ def test_both_forms_of_gelu_are_known():
     assert {r.dtype for r in rows if r.operation == "gelu"} == {"bf16"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS & set(dir(jax.nn))))
 def test_derivatives_that_carry_an_activations_name_are_taken_for_none(name):
     fun = jax.jit(getattr(jax.nn, name))

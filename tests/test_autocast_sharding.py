@@ -328,6 +328,7 @@ def operands():
     return params, jax.device_put(jax.random.normal(KEY, (32, 16)), ROWS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
 def test_micro_batches_keep_shardings_and_give_the_same_step(policy, explicit):
     params, batch = operands()

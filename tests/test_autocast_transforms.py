@@ -236,6 +236,7 @@ def test_hessians_and_gradients_of_gradients_are_those_of_float32():
         assert distance(got, wanted) < 32 * 2.0**-8
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("axes", [(0, None), (None, 0)])
 def test_vmap_of_grad(axes):
     args = (jnp.stack([X, 0.5 * X]), W) if axes[0] == 0 else (X, jnp.stack([W, -W]))

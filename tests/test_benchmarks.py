@@ -52,6 +52,7 @@ def test_residuals_leave_inputs_out_and_weights_apart() -> None:
     assert found == jaxprs.Residuals(activations=8 * 4 * 4 + 8 * 4 * 2, weights=4 * 2 * 2)
 
 
+@pytest.mark.ci
 def test_most_of_what_a_transformer_keeps_is_no_operand_that_8_bits_could_shrink() -> None:
     """The shares in docs/eight_bits.md: attention's logits and weights, the vocabulary's logits."""
     network = NETWORKS["transformer"]("full")

@@ -103,6 +103,7 @@ def test_what_lacks_its_compiler_is_skipped_and_says_how_to_get_it(printed: str)
     assert "jax_plugins.xla_cuda12 is not installed; it compiles for what is not" in printed
 
 
+@pytest.mark.ci
 def test_first_case_leaves_out_the_later_cases_of_each_test_and_no_test(tmp_path: Path):
     source = (
         "slow = pytest.param(0, marks=pytest.mark.slow)\n"
@@ -118,8 +119,8 @@ def test_first_case_leaves_out_the_later_cases_of_each_test_and_no_test(tmp_path
 def test_sampled_leaves_to_ci_all_but_one_case_of_n_of_each_value(tmp_path: Path):
     source = (
         "def write(case, request):\n"
-        "    slow = request.node.get_closest_marker('slow')\n"
-        "    open('log', 'a').write('' if slow else case + ' ')\n"
+        "    left = request.node.get_closest_marker('ci')\n"
+        "    open('log', 'a').write('' if left else case + ' ')\n"
         "@pytest.mark.sampled(3)\n"
         "@pytest.mark.parametrize('n', range(6))\n"
         "def test_table(n, request): write(str(n), request)\n"
@@ -128,11 +129,12 @@ def test_sampled_leaves_to_ci_all_but_one_case_of_n_of_each_value(tmp_path: Path
         "@pytest.mark.parametrize(('b', 'c'), [(2, 3), (2, 4), (5, 3)])\n"
         "def test_product(a, b, c, request): write(f'{a}{b}{c}', request)\n"
     )
-    run = pytest_on(source, tmp_path, "", "-m", "not slow or sampled")
+    run = pytest_on(source, tmp_path, "", "-m", "not slow")
     assert "15 passed" in run.stdout, run.stdout
     assert sorted((tmp_path / "log").read_text().split()) == ["0", "3", "x23", "y53", "z24"]
 
 
+@pytest.mark.ci
 def test_parts_run_each_selected_test_once(tmp_path: Path):
     source = (
         "@pytest.mark.parametrize('n', range(5))\n"

@@ -70,6 +70,7 @@ SIZES = st.sampled_from([0.0, 0.25, 1.0, -8.0, 1024.0, math.nan, math.inf])
 BATCHES = st.tuples(st.lists(SIZES, min_size=ROWS, max_size=ROWS), st.sampled_from([0.5, 2.0, 64]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @hypothesis.settings(max_examples=12, deadline=None)
 @hypothesis.given(st.lists(BATCHES, min_size=1, max_size=5))

@@ -286,6 +286,7 @@ def test_counts_of_shared_lines_are_those_of_all_modules():
 SLOW = {"resnet50": [pytest.mark.slow]}  # half a minute of tracing
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=SLOW.get(name, [])) for name in sorted(NETWORKS)]
 )

@@ -85,6 +85,7 @@ def test_frozen_beside_a_wrapper_of_the_rest_does_not_count():
     assert float(metrics["grad_norm"]) == pytest.approx(2.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*FREEZING, "a norm of all"])
 def test_what_is_applied_judges_all_the_same(name: str):
     all_norms = optax.chain(optax.clip_by_global_norm(1.0), partition())

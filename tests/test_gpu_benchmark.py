@@ -48,6 +48,7 @@ def command(*words: str, out: Path) -> subprocess.CompletedProcess[str]:
 # -- the command ---------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_without_a_gpu_it_ends_with_2_and_says_what_to_type(tmp_path: Path):
     done = command(out=tmp_path)
     assert done.returncode == 2

@@ -123,8 +123,8 @@ def nnx_pair(name: str, policy: str) -> tuple[Any, Any, list[Any]]:
 PAIRS = {"linen": linen_pair, "nnx": nnx_pair}
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("policy", ["bf16-mixed", pytest.param("16-mixed", marks=pytest.mark.slow)])
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
 @layers_of(*PAIRS)
 def test_a_layer_under_a_policy_by_path_computes_what_it_does_in_float32(
     library: str, name: str, policy: str

@@ -60,6 +60,7 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("count", "way"), [(2, "shard_map"), (2, "jit"), slow(4, "jit"), slow(4, "shard_map")]
 )
@@ -256,7 +257,7 @@ def test_processes_with_different_configs_stop_before_the_first_step(cache: Path
         assert "step " not in out
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_two_processes_with_the_same_id_are_told_so(cache: Path, tmp_path: Path):
     job = Job(tmp_path / "job", cache, 2)
     processes = job.start(*[("--dry-run",)] * 3, ids=(0, 1, 1))

@@ -104,6 +104,7 @@ def test_a_small_program_is_not_compiled(monkeypatch):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("scale", [2.0**20, 1.0], ids=["overflow", "finite"])
+@pytest.mark.ci
 def test_a_diagnosis_is_the_same_either_way(scale, monkeypatch):
     few, one = both(monkeypatch, lambda: numerics.diagnose(everything, "16-mixed")(W * scale, X))
     assert len(few.rows) == len(one.rows) > 30
@@ -115,6 +116,7 @@ def test_a_diagnosis_is_the_same_either_way(scale, monkeypatch):
     assert few.bad_gradients == one.bad_gradients
 
 
+@pytest.mark.ci
 def test_errors_are_the_same_either_way(monkeypatch):
     few, one = both(monkeypatch, lambda: numerics.compare(everything, "bf16-mixed")(W, X))
     found = [{(e.module, e.phase): e.local for e in r.modules if e.module} for r in (few, one)]

@@ -281,6 +281,7 @@ BY_DTYPE = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("names", "dtype"), BY_DTYPE)
 def test_law_10_as_if_the_bad_batch_had_never_been(names: Iterable[str], dtype: Any):
     """Of each optimizer; all step in one program, which compiles in a fifth of the time."""

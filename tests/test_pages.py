@@ -303,6 +303,7 @@ def test_every_picture_is_used():
     assert {*re.findall(r"images/([\w.]+)", text)} - pictures == set()
 
 
+@pytest.mark.ci
 def test_the_pictures_can_be_drawn(tmp_path: Path):
     done = run_script(DOCS / "figures.py", "--out", str(tmp_path), folder=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -50,6 +50,7 @@ def run(count: int, policy: str) -> tuple[float, Any]:
     return float(metrics["loss"]), jax.device_get(state["params"])
 
 
+@pytest.mark.ci
 def test_eight_devices_compute_what_one_does():
     loss, params = run(8, "32-true")
     expected, expected_params = run(1, "32-true")

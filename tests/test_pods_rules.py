@@ -77,6 +77,7 @@ def judge(name: str, topology: str, mistake: str, expected: str, error: bool, cu
     assert report.exit_code >= (2 if error else 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_has_no_findings(name: str):
     report = _pods_programs.check(name, "cpu:8")

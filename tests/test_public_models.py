@@ -137,6 +137,7 @@ def linear(script: Any, *, has_switch: bool) -> Any:
 
 
 @pytest.mark.standard_promotion("a float64 reference reads float32 batches")
+@pytest.mark.ci
 def test_a_model_gives_rows_one_that_raises_a_row_with_its_error_and_neither_is_done_twice(
     script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ):

@@ -425,6 +425,7 @@ def test_equal_policies_are_traced_once():
 # -- models and training -------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.standard_promotion("adam divides an int32 count into a float")
 @pytest.mark.parametrize("policy", [FLOAT8, INT8, "float8_from_mixed_float16", "int8_from_float32"])
 def test_train_step_learns_and_skips_what_is_not_finite(policy):

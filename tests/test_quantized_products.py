@@ -176,6 +176,7 @@ def test_weight_may_be_the_first_operand():
         np.testing.assert_allclose(found, expected.T, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", [FLOAT8, INT8], ids=str)
 @pytest.mark.parametrize("shared", [True, False], ids=["one weight", "a weight each"])
 def test_example_under_vmap_is_as_it_is_alone(recipe, shared):

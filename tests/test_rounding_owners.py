@@ -165,6 +165,7 @@ def test_full_bits_survive_where_a_difference_is_beyond_float32():
 # -- skipped steps --------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @owners
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 def test_law_10_a_run_with_a_bad_batch_is_the_run_without(own: Any, inside: bool):
@@ -279,6 +280,7 @@ COMPANY = [(name, "partition") for name in OWNERS]
 COMPANY += [("split", name) for name in ("masked", "injected", "chain", "multi")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "around"), COMPANY)
 def test_it_works_under_masks_partitions_and_injected_hyperparameters(name: str, around: str):
     own = OWNERS[name]

@@ -46,6 +46,7 @@ def accessed(step: Any, *args: Any) -> float:
     return jax.jit(step, donate_argnums=0).lower(*args).compile().cost_analysis()["bytes accessed"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("policy", "loss_scale"),
     [

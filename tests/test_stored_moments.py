@@ -384,6 +384,7 @@ def run(tx: Any, batches: list[Any], params: Any = None) -> Any:
     return params, state
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("store", AVERAGES.values(), ids=AVERAGES)
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 def test_law_10_a_skipped_step_leaves_every_code(store: Any, inside: bool):

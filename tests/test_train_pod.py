@@ -85,6 +85,7 @@ def of_one_device(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return gradients(trainer_on(path, {"data": 1, "fsdp": 1, "tensor": 1}, "32-true"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -116,6 +117,7 @@ _NEWER_EMITTERS = pytest.mark.skipif(
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "precision", ["bf16-mixed", pytest.param("16-mixed", marks=_NEWER_EMITTERS)]
 )

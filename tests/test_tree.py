@@ -257,6 +257,7 @@ def test_all_finite_sees_one_bad_value_in_any_dtype(bad, dtype):
     assert not mpjax.all_finite({"a": good, "b": good.at[1, 1].set(jnp.asarray(bad, dtype))})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("shape", [(4096,), (64, 64), (128, 130), (1024, 1024), (3, 3, 64, 24)])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
@@ -344,6 +345,7 @@ def test_all_finite_agrees_under_vmap_and_pmap():
         assert agree(ROWS).all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
     ("axis_name", "unhappy"), [(("a", "b"), 8), ("b", 2), ("a", 4), ((), 1), (None, 1)]
