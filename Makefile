@@ -45,7 +45,7 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)  ## train on real digits in four precisions; a table and outputs/digits.png
 	$(BIN)/python examples/digits.py $(ARGS)
 
-test: $(STAMP)  ## run the tests, with doctests, the README and half of the pages and examples
+test: $(STAMP)  ## run the tests, with doctests, the README and some pages and examples
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(if $(SLOW),-m '') $(ARGS)
 
 $(LIBTPU): $(STAMP)

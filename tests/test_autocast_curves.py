@@ -200,7 +200,7 @@ def test_elsewhere_than_on_a_gpu_nothing_is_computed_twice(platform):
     assert curves_computed(platform) == without + (platform == "cuda")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("fun", "platform"),
     [

@@ -124,6 +124,7 @@ def _seeded(seed: int) -> tuple[Any, Mode]:
     return program, rng.choice([mode for mode in MODES if mode.fits(program)])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(10, 40, 10))]

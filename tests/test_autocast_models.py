@@ -100,7 +100,7 @@ def sequence_model_in_float32(name):
     return variables, jax.jit(jax.value_and_grad(token_loss(model)))(variables)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", EPS)
 @pytest.mark.parametrize("name", SEQUENCE_MODELS)
 def test_linen_sequence_models(name, policy):

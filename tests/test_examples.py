@@ -67,7 +67,7 @@ def test_every_example_has_a_short_form():
     assert sorted(SHORT) == EXAMPLES, "each file of examples/ needs its row in SHORT, and no other"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_short_form_runs_and_writes_what_it_promises(name: str, tmp_path: Path):
     arguments, written = SHORT[name]

@@ -43,7 +43,7 @@ def run(code: str, folder: Path) -> Done:
     return run_script(folder / "page.py", folder=folder)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [n for n, text in TEXTS.items() if blocks(text, "python")])
 def test_the_code_of_a_page_runs_from_top_to_bottom(name: str, tmp_path: Path):
     """Its blocks share one namespace: a later one may use what an earlier one made."""

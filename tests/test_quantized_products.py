@@ -311,7 +311,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recipe", KEEPING, ids=lambda r: type(r).__name__)
 def test_law_derivatives_do_not_depend_on_what_is_kept(recipe, way):

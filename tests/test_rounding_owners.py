@@ -221,6 +221,7 @@ def test_a_restored_run_goes_on_as_if_it_had_not_stopped():
     assert_bitwise_equal(half, whole)
 
 
+@pytest.mark.sampled(2)
 @owners
 def test_law_15_shards_and_replicas_agree(own: Any, devices: list[jax.Device]):
     params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(16, 64)), jnp.bfloat16)}
@@ -305,6 +306,7 @@ def test_it_works_under_masks_partitions_and_injected_hyperparameters(name: str,
         assert_bitwise_equal(train(mpjax.with_loss_scale(tx), params, batches)[0], moved)
 
 
+@pytest.mark.sampled(2)
 @owners
 def test_flax_train_states_and_optimizers_take_it(own: Any):
     tx = own(optax.adam(1e-2))

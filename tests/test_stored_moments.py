@@ -184,7 +184,7 @@ def _trained_by(kind: str) -> Any:
     return _trainer(STORES[kind](adam) if kind in STORES else adam)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("size", SIZES)
 def test_updates_are_bounded_at_every_spread_as_the_docs_say(size: float, kind: str):
