@@ -199,12 +199,10 @@ class Inner:
 
     def __init__(self, eqn: Eqn, demanded: Demanded, known: facts.Facts) -> None:
         self.eqn, self.demanded, self.known = eqn, demanded, known
-        self._given: dict[Any, tuple[facts.Fact, ...]] = {}  # the facts of each program's inputs
 
     def __call__(self, part: structure.Part, wants: tuple[int, ...]) -> tuple[int, ...]:
-        if part.program not in self._given:
-            self._given[part.program], _ = facts.entering(self.eqn, part, self.known)
-        flags = inside(part.program, wants, self.demanded, self._given[part.program])
+        given = facts.entering(self.eqn, part, self.known).given
+        flags = inside(part.program, wants, self.demanded, given)
         return tuple(flags.get(v, 0) for v in compat.closed(part.program).jaxpr.invars)
 
 

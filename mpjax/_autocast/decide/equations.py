@@ -305,7 +305,7 @@ class Planner(Rounding):
             wants: tuple[int, ...],
             settings: Settings,
         ) -> Decided:
-            given, _ = facts.entering(eqn, part, self.facts)
+            given = facts.entering(eqn, part, self.facts).given
             operands = [eqn.invars[place] for place in part.operands]
             ahead = tuple(map(self.is_before_a_product, operands))
             outside = Outside(given, ahead, self.steps.relations(operands))

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from mpjax._autocast.decide import traits
+from mpjax._autocast.decide.states import copies
+from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.op_rules import MOVES
+
 CONSTANT = 1
 """No float argument went into it: a literal, a mask, a one-hot label."""
 SCALAR = 2
@@ -22,3 +30,50 @@ BY_DATA, BY_A_CONSTANT = 128, 256
 One by data, a statistic of rows, such as their mean, need not have.
 """
 OFFSET = BY_DATA | BY_A_CONSTANT
+SMALL_STEP = 1 / 32
+"""Times this a change counts as a step: each one is worth 5 bits less."""
+_HANDS_ON_DERIVED = MOVES - traits.STATISTIC
+
+
+def union(facts: Sequence[Any]) -> tuple[int, int]:
+    """Returns the flags that some of several facts have, and those that all have."""
+    some, every = 0, -1
+    for f in facts:
+        some |= f.flags
+        every &= f.flags
+    return some, every
+
+
+def of_operation(eqn: Eqn, floats: Sequence[Any]) -> int:
+    """Returns the flags of all results of an operation, given the facts of its float operands.
+
+    Not all of these are constants.
+    """
+    name = eqn.primitive.name
+    some, every = union(floats)
+    flags = some & PRODUCT
+    if name in _HANDS_ON_DERIVED:
+        flags |= some & DERIVED
+    if some & CONSTANT:
+        some, every = union([f for f in floats if not f.flags & CONSTANT])
+    flags |= EXTREME if name in traits.EXTREME else every & EXTREME
+    if name in MOVES:
+        return flags | some & (REPEATED | STEP) | (REPEATED if repeats(eqn) else 0)
+    return flags | STEP if _makes_a_step(eqn, floats) else flags
+
+
+def repeats(eqn: Eqn) -> bool:
+    """Whether an operation is a broadcast that makes its operand larger."""
+    return eqn.primitive.name == "broadcast_in_dim" and copies(eqn) > 1
+
+
+def _makes_a_step(eqn: Eqn, floats: Sequence[Any]) -> bool:
+    """Whether an equation multiplies a whole array by a small number, or by an unknown one."""
+    if eqn.primitive.name not in ("mul", "div") or len(floats) != 2:
+        return False
+    first, second = (f.flags & (CONSTANT | SCALAR) for f in floats)
+    if not (first | second) & CONSTANT and first != second:  # a number, and a whole array
+        return True
+    if eqn.primitive.name == "mul":
+        return any(0 < f.least <= f.most <= SMALL_STEP for f in floats if f.flags & CONSTANT)
+    return bool(second & CONSTANT) and floats[1].least >= 1 / SMALL_STEP

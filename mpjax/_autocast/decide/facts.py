@@ -10,25 +10,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mpjax._autocast.decide import contraction, repeats, scopes, traits
+from mpjax._autocast.decide import contraction, fact_flags, repeats, scopes, traits
 from mpjax._autocast.decide import roots as made_of
 from mpjax._autocast.decide.fact_flags import (
     BY_A_CONSTANT,
     BY_DATA,
     CONSTANT,
     DERIVED,
-    EXTREME,
     OFFSET,
     PRODUCT,
     REPEATED,
     SCALAR,
-    STEP,
 )
 from mpjax._autocast.decide.roots import Term
-from mpjax._autocast.decide.states import copies, is_float32, size
+from mpjax._autocast.decide.states import is_float32, size
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
@@ -49,7 +47,6 @@ _KEEPS_AN_OFFSET = (
 ) | {"neg", "reduce_sum"}
 _OF_ITS_OPERANDS = (traits.FUSIBLE | traits.UPDATES | MOVES) - traits.STATISTIC
 """Each element of a result is of a few elements of the operands."""
-_HANDS_ON_DERIVED = MOVES & _OF_ITS_OPERANDS
 
 
 class Fact(NamedTuple):
@@ -66,12 +63,24 @@ class Fact(NamedTuple):
 
 _SOME_CONSTANT = Fact(CONSTANT)
 _NO_TERMS: frozenset[Term] = frozenset()
-SMALL_STEP = 1 / 32
-"""Times this a change counts as a step: each one is worth 5 bits less."""
-Facts = Mapping[Any, Fact]
 
 
-def of_program(jaxpr: Jaxpr, given: Sequence[Fact] | None = None) -> dict[Any, Fact]:
+class Entered(NamedTuple):
+    """How facts enter a program inside an equation."""
+
+    given: tuple[Fact, ...]  # of its inputs, numbered from 0 up
+    outside: dict[int, int]  # for each number inside, which one it is outside: -1 if it has none
+
+
+class Facts(dict[Any, Fact]):
+    """The fact of each variable of a program."""
+
+    def __init__(self, known: Iterable[tuple[Any, Fact]]) -> None:
+        super().__init__(known)
+        self.entered: dict[tuple[int, int], Entered] = {}  # by an equation's and a program's `id`
+
+
+def of_program(jaxpr: Jaxpr, given: Sequence[Fact] | None = None) -> Facts:
     """Returns the fact of each variable of an open jaxpr.
 
     Args:
@@ -147,30 +156,35 @@ def hands_on_terms(eqn: Eqn) -> bool:
     return eqn.primitive.name in _HANDS_ON_TERMS
 
 
-def entering(eqn: Eqn, part: structure.Part, facts: Facts) -> tuple[tuple[Fact, ...], list[int]]:
-    """Returns the facts of the inputs of a program inside an equation, numbered from 0 up.
+def entering(eqn: Eqn, part: structure.Part, facts: Facts) -> Entered:
+    """Returns how facts enter a program inside an equation: asked often, told once."""
+    key = id(eqn), id(part.program)
+    entered = facts.entered.get(key)
+    if entered is None:
+        entered = facts.entered[key] = _entering(eqn, part, facts)
+    return entered
 
-    The second result says, for each of these numbers, which one it is outside; -1 where it is of a
-    loop's carry, which differs by turn.
-    """
+
+def _entering(eqn: Eqn, part: structure.Part, facts: Facts) -> Entered:
+    """A loop's carry differs by turn, and so has no number outside."""
     numbers: dict[int, int] = {}
-    outside: list[int] = []
+    outside: dict[int, int] = {}
 
     def number(n: int) -> int:
         if n not in numbers:
             numbers[n] = len(outside)
-            outside.append(n)
+            outside[len(outside)] = n
         return numbers[n]
 
     inside: list[Fact] = []
     for i, place in enumerate(part.operands):
         if part.carried.start <= i < part.carried.stop:
             inside.append(Fact(roots=frozenset({len(outside)})))
-            outside.append(-1)
+            outside[len(outside)] = -1
         else:
             fact = _renumbered(of_atom(eqn.invars[place], facts), number)
             inside.append(repeats.entered(fact, eqn.invars[place], part, i))
-    return tuple(inside), outside
+    return Entered(tuple(inside), outside)
 
 
 def _renumbered(fact: Fact, number: Any) -> Fact:
@@ -205,7 +219,7 @@ def _constant(eqn: Eqn, floats: Sequence[Fact]) -> Fact:
         return _SOME_CONSTANT
     if only_moves(eqn):
         first = floats[0]
-        return first._replace(flags=first.flags | REPEATED) if _repeats(eqn) else first
+        return first._replace(flags=first.flags | REPEATED) if fact_flags.repeats(eqn) else first
     flags = CONSTANT | (SCALAR if all(f.flags & SCALAR for f in floats) else 0)
     if name == "mul":
         return Fact(flags, math.prod(f.least for f in floats), math.prod(f.most for f in floats))
@@ -213,47 +227,6 @@ def _constant(eqn: Eqn, floats: Sequence[Fact]) -> Fact:
         first, second = floats
         return Fact(flags, first.least / second.most, first.most / second.least)
     return Fact(flags)
-
-
-def _union(facts: Sequence[Fact]) -> tuple[int, int]:
-    """The flags that some of several facts have, and those that all have."""
-    some, every = 0, -1
-    for f in facts:
-        some |= f.flags
-        every &= f.flags
-    return some, every
-
-
-def _flags(eqn: Eqn, floats: Sequence[Fact]) -> int:
-    """The flags of all results of an operation on float operands of which not all are constants."""
-    name = eqn.primitive.name
-    some, every = _union(floats)
-    flags = some & PRODUCT
-    if name in _HANDS_ON_DERIVED:
-        flags |= some & DERIVED
-    if some & CONSTANT:
-        some, every = _union([f for f in floats if not f.flags & CONSTANT])
-    flags |= EXTREME if name in traits.EXTREME else every & EXTREME
-    if name in MOVES:
-        return flags | some & (REPEATED | STEP) | (REPEATED if _repeats(eqn) else 0)
-    return flags | STEP if _makes_a_step(eqn, floats) else flags
-
-
-def _repeats(eqn: Eqn) -> bool:
-    """Whether an operation is a broadcast that makes its operand larger."""
-    return eqn.primitive.name == "broadcast_in_dim" and copies(eqn) > 1
-
-
-def _makes_a_step(eqn: Eqn, floats: Sequence[Fact]) -> bool:
-    """Whether an equation multiplies a whole array by a small number, or by an unknown one."""
-    if eqn.primitive.name not in ("mul", "div") or len(floats) != 2:
-        return False
-    first, second = (f.flags & (CONSTANT | SCALAR) for f in floats)
-    if not (first | second) & CONSTANT and first != second:  # a number, and a whole array
-        return True
-    if eqn.primitive.name == "mul":
-        return any(0 < f.least <= f.most <= SMALL_STEP for f in floats if f.flags & CONSTANT)
-    return bool(second & CONSTANT) and floats[1].least >= 1 / SMALL_STEP
 
 
 def _is_data(fact: Fact) -> bool:
@@ -275,7 +248,7 @@ class _Walk:
 
     def __init__(self, jaxpr: Jaxpr, given: Sequence[Fact]) -> None:
         self.next = max((n for f in given for n in made_of.in_fact(f)), default=-1) + 1
-        self.facts: dict[Any, Fact] = dict(zip(jaxpr.invars, given, strict=True))
+        self.facts = Facts(zip(jaxpr.invars, given, strict=True))
         self.facts.update((v, self.fresh(v)) for v in jaxpr.constvars)
         for eqn in jaxpr.eqns:
             derived = DERIVED if scopes.is_transposed(eqn) else 0
@@ -303,7 +276,7 @@ class _Walk:
         name = eqn.primitive.name
         if eqn.effects or name == "bitcast_convert_type":
             return [self.fresh(v) for v in eqn.outvars]
-        some, every = _union(floats)
+        some, every = fact_flags.union(floats)
         if not floats:  # integers; of constants when they are made floats
             roots = frozenset[made_of.Root]().union(*(f.roots for f in operands))
             return [Fact(CONSTANT, roots=self.few(roots))] * len(eqn.outvars)
@@ -313,7 +286,7 @@ class _Walk:
             return operands  # a barrier
         cancels = is_difference(eqn, self.facts)
         offset = self.offset(eqn, floats, some, cancels=cancels)
-        flags = _flags(eqn, floats) | offset | derived
+        flags = fact_flags.of_operation(eqn, floats) | offset | derived
         if derived:
             return [self.result(eqn, floats, v, flags) for v in eqn.outvars]
         added = [repeats.told(eqn, v, operands, cancels=cancels) for v in eqn.outvars]
@@ -413,8 +386,7 @@ class _Walk:
         for part in structure.parts(eqn):
             if part.is_condition:
                 continue
-            given, outside = entering(eqn, part, self.facts)
-            names = dict(enumerate(outside))
+            given, names = entering(eqn, part, self.facts)
             outs = [self.leaving(f, names) for f in _outputs(part.program, given)]
             made.append(repeats.left(outs, eqn.outvars, part))
         return [self.joined(outs, v) for v, *outs in zip(eqn.outvars, *made, strict=True)]
@@ -436,7 +408,7 @@ class _Walk:
         first = outs[0]
         if all(f == first for f in outs):
             return first
-        some, every = _union(outs)
+        some, every = fact_flags.union(outs)
         if every & CONSTANT:
             return _SOME_CONSTANT
         terms = _NO_TERMS.union(*(f.terms for f in outs))

@@ -14,6 +14,7 @@ from typing import Any
 
 from mpjax._autocast.decide import (
     demand,
+    fact_flags,
     facts,
     may,
     reads,
@@ -140,7 +141,7 @@ class Rounding:
         A softmax subtracts it from them: `exp(x - max(x))` is exactly 1 only where both are alike.
         """
         operands = [self.states[v] for v in compat.variables(eqn)]
-        is_extreme = self.facts[var].flags & facts.EXTREME
+        is_extreme = self.facts[var].flags & fact_flags.EXTREME
         return bool(is_extreme) and any(s.would_be is not None for s in operands)
 
     def gains_nothing(self, eqn: Eqn, want: int) -> bool:

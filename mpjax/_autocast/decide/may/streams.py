@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpjax._autocast.decide import facts, reads, scopes
+from mpjax._autocast.decide import fact_flags, facts, reads, scopes
 from mpjax._autocast.decide.contraction import holds_product
 from mpjax._autocast.decide.must.steps import Steps
 from mpjax._autocast.decide.states import Kind, State
@@ -52,7 +52,7 @@ class Streams:
         kinds = sorted(s.kind for s in operands)
         if kinds != [Kind.LOW, Kind.WIDE] or not self._adds_a_branch(eqn):
             return None
-        if any(self._known[v].flags & facts.EXTREME for v in eqn.invars):
+        if any(self._known[v].flags & fact_flags.EXTREME for v in eqn.invars):
             return None
         want = self._flags.get(eqn.outvars[0], 0)
         spoiled = reads.FULL | reads.ABSOLUTE
@@ -69,7 +69,9 @@ class Streams:
         """Whether a sum is of two whole arrays, of which neither was repeated."""
         shape = eqn.outvars[0].aval.shape
         return not any(
-            compat.is_literal(v) or v.aval.shape != shape or self._known[v].flags & facts.REPEATED
+            compat.is_literal(v)
+            or v.aval.shape != shape
+            or self._known[v].flags & fact_flags.REPEATED
             for v in eqn.invars
         )
 

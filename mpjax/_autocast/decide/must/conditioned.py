@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._autocast.decide import facts, traits
+from mpjax._autocast.decide import fact_flags, facts, traits
 from mpjax._autocast.decide.contraction import is_of_small_matrices
 from mpjax._autocast.decide.reads import CANCELS, DIFFERENCE, EXACT, NEAR, TESTED
 from mpjax._jaxpr.equation import Eqn
@@ -89,8 +89,9 @@ def _adds_a_point(eqn: Eqn, known: facts.Facts) -> bool:
     Positions or a mask, added to logits, are no such point, and a constant and a small step cancel
     nothing.
     """
-    operands = (facts.of_atom(v, known) for v in eqn.invars)
-    return facts.adds_a_constant(eqn, known) and not any(f.flags & facts.STEP for f in operands)
+    if not facts.adds_a_constant(eqn, known):
+        return False
+    return not any(facts.of_atom(v, known).flags & fact_flags.STEP for v in eqn.invars)
 
 
 def keeps_from_low(eqn: Eqn, want: int) -> int:

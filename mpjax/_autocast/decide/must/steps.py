@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mpjax._autocast.decide import facts, reads, states
+from mpjax._autocast.decide import fact_flags, facts, reads, states
 from mpjax._autocast.decide.states import Kind, State
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn, Jaxpr
@@ -52,7 +52,7 @@ class Steps:
 
     def repeats_any(self, values: Iterable[Any]) -> bool:
         """Whether one of some values is what a broadcast made."""
-        return any(self._known[v].flags & facts.REPEATED for v in values)
+        return any(self._known[v].flags & fact_flags.REPEATED for v in values)
 
     def relations(self, atoms: Sequence[Any]) -> Relations:
         """Returns which of some operands of a call were made of which others, that are inputs."""
@@ -82,13 +82,13 @@ class Steps:
             return False
         if {s.kind for s in operands} <= {Kind.NEUTRAL, Kind.CONSTANT, Kind.FOREIGN}:
             return False
-        first, second = (self._known[v].flags & facts.STEP for v in eqn.invars)
+        first, second = (self._known[v].flags & fact_flags.STEP for v in eqn.invars)
         if first != second:
             return True
         want = self._flags.get(eqn.outvars[0], 0)
         for i, other in ((0, 1), (1, 0)):
             of = eqn.invars[other]
-            if operands[i] != states.INPUT or self._known[of].flags & facts.REPEATED:
+            if operands[i] != states.INPUT or self._known[of].flags & fact_flags.REPEATED:
                 continue
             if self._depends(eqn.invars[other], eqn.invars[i]):
                 return True
