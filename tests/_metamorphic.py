@@ -92,13 +92,13 @@ def _flat(arrays: Sequence[Any]) -> np.ndarray:
     return np.concatenate([np.ravel(np.asarray(a, np.float64)) for a in arrays])
 
 
-_HEADS = {head.name: head for head in HEADS}
+HEADS_BY_NAME = {head.name: head for head in HEADS}
 
 
 @functools.cache
 def program(name: str) -> Program:
     """Returns a head or a network by its name."""
-    return _of_head(_HEADS[name]) if name in _HEADS else _of_network(name)
+    return _of_head(HEADS_BY_NAME[name]) if name in HEADS_BY_NAME else _of_network(name)
 
 
 @functools.cache

@@ -34,7 +34,7 @@ class Settings:
     as_written: bool = False  # inside a region that is left alone
     params: tuple[int | str, ...] | None = None  # the arguments that hold parameters
     given: Any = None  # a `layers.Given` where products are quantised
-    asked: frozenset[tuple[Any, int]] = frozenset()  # of products' results: flags of `reads`
+    asked: frozenset[tuple[Any, int]] = frozenset()  # of values: flags of `reads`
     float32_precision: Any = None  # JAX's global default, of products that stay float32
     in_loop: bool = False  # in the body of a loop, which keeps forward and backward apart
     in_rule: bool = False  # in a function with derivative rules, or in one of its rules
@@ -55,7 +55,7 @@ class Settings:
 
     @functools.cached_property
     def demanded(self) -> demand.Demanded:
-        """Demands of the user's rules, and of equal products elsewhere."""
+        """Demands of the user's rules, and of equal values elsewhere."""
         return demand.Demanded(self.held_full, self.asked)
 
 

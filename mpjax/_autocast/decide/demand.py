@@ -27,6 +27,7 @@ from mpjax._autocast.decide.must import conditioned, meetings
 from mpjax._autocast.decide.must.carries import direct
 from mpjax._autocast.decide.reads import (
     ABSOLUTE,
+    AGAIN,
     CARRIED,
     COTANGENTS,
     DIFFERENCE,
@@ -55,7 +56,7 @@ class Demanded:
     """Demands beside those of readers."""
 
     full: frozenset[str] = frozenset()  # operations that the user's `rules=` hold in float32
-    asked: frozenset[tuple[Any, int]] = frozenset()  # flags of products' results
+    asked: frozenset[tuple[Any, int]] = frozenset()  # flags of values
 
 
 def of(
@@ -69,9 +70,10 @@ def of(
       demanded: what is asked beside.
       known: the facts of its variables.
     """
-    made = {v for eqn in jaxpr.eqns for v in eqn.outvars} if demanded.asked else set[Any]()
-    flags: dict[Any, int] = {v: flag for v, flag in demanded.asked if v in made}
-
+    flags: dict[Any, int] = {}
+    for v, flag in demanded.asked:
+        if v in known:
+            flags[v] = flags.get(v, 0) | flag
     for atom, want in zip(jaxpr.outvars, wants, strict=True):
         if want and not compat.is_literal(atom):
             flags[atom] = meetings.joined(flags.get(atom, 0), want)
@@ -167,7 +169,7 @@ def _by_rule(eqn: Eqn, union: int, later: int) -> list[int]:
 
 def _of_product(eqn: Eqn, union: int, later: int) -> list[int]:
     if contraction.only_sums(eqn):
-        return [later | union & (NEAR | DIFFERENCE)] * len(eqn.invars)
+        return [later | union & (NEAR | DIFFERENCE | AGAIN)] * len(eqn.invars)
     if contraction.adds_nothing(eqn):
         passed = OUTPUT | LATER | FORWARD | FULL | CARRIED | ABSOLUTE | UNROUNDED
         return [union & passed] * len(eqn.invars)
@@ -177,7 +179,8 @@ def _of_product(eqn: Eqn, union: int, later: int) -> list[int]:
         return [later | EXACT] * len(eqn.invars)
     if reasons.as_written(eqn) or scopes.is_as_written(eqn):
         return [later] * len(eqn.invars)
-    return [PRODUCT | LATER | FORWARD | WHOLE] * 2 + [0] * (len(eqn.invars) - 2)
+    again = union & AGAIN  # equal products are of operands that are rounded alike
+    return [PRODUCT | LATER | FORWARD | WHOLE | again] * 2 + [0] * (len(eqn.invars) - 2)
 
 
 def _of_activation(eqn: Eqn, outs: list[int], inside: list[int]) -> list[int]:

@@ -43,7 +43,8 @@ SAME = 16384
 """The same product is float32 elsewhere in the program."""
 DIFFERENCE = 1 << 18
 """A value that may be almost the same is subtracted from it: `f(z + 0.01) - f(z)`."""
-
+AGAIN = 1 << 19
+"""The same products are computed again elsewhere, and what is made of both may cancel."""
 
 # -- whose cotangents add up -----------------------------------------------------------------------
 
@@ -54,7 +55,7 @@ APART = 1 << 16
 MEET = 1 << 17
 """Several readers give it cotangents, one of them apart: they add up in float32."""
 
-UNROUNDED = EXACT | NEAR | TESTED | CANCELS | DIFFERENCE
+UNROUNDED = EXACT | NEAR | TESTED | CANCELS | DIFFERENCE | AGAIN
 """Where one of these is set, the value is float32 for that reader, whatever lies between."""
 AT_THE_END = OUTPUT | GRADIENT
 """Asked of the last carry of a loop, not of each."""

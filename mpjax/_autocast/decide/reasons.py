@@ -48,6 +48,7 @@ TESTED = "a loop's stop test depends on it"
 NEAR = "its distance to a constant is read by {}"
 ANGLE = "rounded, a large angle is another one: read by {}"
 DIFFERENCE = "a value that may be almost the same is subtracted from it by {}"
+AGAIN = "the same is computed again elsewhere, and the two may cancel"
 RUINED = "read by {}, which rounding would ruin"
 _CAST = "; to have it low, cast its operands: x.astype(jnp.bfloat16)"
 PRODUCT_TESTED = (
@@ -127,6 +128,8 @@ def of_reader(want: int) -> Reason | None:
         return Reason(TESTED, By.READER)
     if want & reads.NEAR:
         return Reason(NEAR, By.READER)
+    if want & reads.AGAIN:
+        return Reason(AGAIN, By.READER)
     return Reason(DIFFERENCE if want & reads.DIFFERENCE else RUINED, By.READER)
 
 

@@ -25,27 +25,35 @@ Interpreter = Any
 
 def run(runner: Interpreter, eqn: Eqn, plan: Plan, arrays: Sequence[Any]) -> list[Any]:
     """Returns the results of a function with custom rules, in float32."""
-    settings = replace(plan.settings, in_rule=True)
 
     def wrap(fun: Callable[..., Any]) -> Callable[..., Any]:
-        return keeping_types(runner, fun, settings)
+        return keeping_types(runner, fun, plan, replace(plan.settings, in_rule=True))
 
     return list(compat.bind_custom(eqn, arrays, wrap))
 
 
 def keeping_types(
-    runner: Interpreter, fun: Callable[..., Any], settings: Settings
+    runner: Interpreter, fun: Callable[..., Any], plan: Plan, settings: Settings
 ) -> Callable[..., Any]:
-    """Returns `fun` with products on low operands, and with the dtypes of `fun` in and out."""
+    """Returns `fun` with products on low operands, and with the dtypes of `fun` in and out.
+
+    Args:
+      runner: runs its plan.
+      fun: a function with rules, or one of its rules.
+      plan: that of the function as it is called.
+      settings: with which `fun` is planned.
+    """
+    is_again = any(want & reads.AGAIN for want in plan.reads.values())
+    asked = reads.OUTPUT | reads.NEAR | (reads.AGAIN if is_again else 0)
 
     def wrapped(*args: Any) -> Any:
         with precision.left_open(settings.float32_precision):
             traced = RuleTrace(fun, args)
         jaxpr = traced.jaxpr
         in_states = tuple(initial_state(v.aval) for v in jaxpr.jaxpr.invars)
-        wants = (reads.OUTPUT | reads.NEAR,) * len(jaxpr.jaxpr.outvars)
-        plan = make_plan(jaxpr, in_states, wants, settings)
+        wants = (asked,) * len(jaxpr.jaxpr.outvars)
+        planned = make_plan(jaxpr, in_states, wants, settings)
         full_states = [initial_state(v.aval) for v in jaxpr.jaxpr.outvars]
-        return traced.rebuild(runner.run(plan, traced.arrays, out_states=full_states))
+        return traced.rebuild(runner.run(planned, traced.arrays, out_states=full_states))
 
     return wrapped

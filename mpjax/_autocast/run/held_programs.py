@@ -52,7 +52,7 @@ def _keeping_types(runner: Interpreter, fun: Callable[..., Any], plan: Plan) -> 
             args, kwargs = jax.tree.unflatten(tree, leaves)
             return fun(*args, **kwargs)
 
-        return custom_rules.keeping_types(runner, flat, plan.settings)(*leaves)
+        return custom_rules.keeping_types(runner, flat, plan, plan.settings)(*leaves)
 
     functools.update_wrapper(wrapped, fun)
     return wrapped

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from mpjax._autocast.decide import fact_flags, facts, traits
 from mpjax._autocast.decide.contraction import is_of_small_matrices
-from mpjax._autocast.decide.reads import CANCELS, DIFFERENCE, EXACT, NEAR, TESTED
+from mpjax._autocast.decide.reads import AGAIN, CANCELS, DIFFERENCE, EXACT, NEAR, TESTED
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
 
@@ -38,13 +38,13 @@ def asks(eqn: Eqn, union: int, known: facts.Facts) -> int:
       known: the facts of its program.
     """
     asked = of_itself(eqn, known)
-    if not union & (NEAR | CANCELS | EXACT | DIFFERENCE):
+    if not union & (NEAR | CANCELS | EXACT | DIFFERENCE | AGAIN):
         return asked
     name = eqn.primitive.name
     if name in _PASSES_BACK:
         asked |= union & NEAR
     if name in _PASSES_BACK_A_DIFFERENCE:
-        asked |= union & DIFFERENCE
+        asked |= union & (DIFFERENCE | AGAIN)
     if facts.hands_on_terms(eqn):
         asked |= union & CANCELS
     elif union & CANCELS:

@@ -1,0 +1,292 @@
+"""Numbers values by what they are computed of: equal values have one number.
+
+A program is walked as if calls were inlined and moves were absent: a value that was reshaped, or
+padded and cut out again, has the number that it had. Loops on the same operands with the same
+bodies give the same results. Random bits of one key are equal, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpjax._autocast.decide import contraction, scopes, traits
+from mpjax._autocast.decide.decided import Decided, Decision
+from mpjax._autocast.decide.states import is_float32, size
+from mpjax._base import compat
+from mpjax._jaxpr import structure
+from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
+
+_BY_VALUE = (bool, int, str, tuple, np.dtype)
+_JOINS = traits.JOINS | {"pad", "dynamic_update_slice", "scatter"}
+_MOVES = (MOVES | _JOINS) - {"neg", "abs", "sign"}
+"""They may give back the elements that they were given, in the same places."""
+_RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
+
+Copies = frozenset[tuple[int, int]]
+"""Products, each by its number and its place in the walk."""
+_NONE: Copies = frozenset()
+
+
+class Value(NamedTuple):
+    """A value: its number, and the products that it is made of which are computed twice."""
+
+    number: int
+    copies: Copies = _NONE
+
+
+class Visit(NamedTuple):
+    """A product, as the walk comes by."""
+
+    number: int
+    decision: Decision
+
+
+class Numbering:
+    """One walk over a plan.
+
+    Args:
+      repeated: the numbers of products that are computed twice; it is told where copies meet.
+    """
+
+    def __init__(self, repeated: frozenset[int] = frozenset()) -> None:
+        self.visits: list[Visit] = []
+        self.meeting: set[Any] = set()  # variables of which one is subtracted from its copy
+        self._repeated = repeated
+        self._in_derivative = 0
+        self._numbers: dict[Hashable, int] = {}
+        self._constants: set[int] = set()
+        self._uniform: set[int] = set()  # one number, or copies of it
+        self._moved: dict[int, dict[Any, int]] = {}  # what it was moved from, by shape
+
+    def walk(self, plan: Decided) -> None:
+        """Numbers the values of a whole program."""
+        self._plan(plan, [self._fresh() for _ in plan.jaxpr.jaxpr.invars])
+
+    def _fresh(self) -> Value:
+        return Value(self._of(object()))
+
+    def _of(self, key: Hashable) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def _plan(self, plan: Decided, inputs: Sequence[Value]) -> list[Value]:
+        """Numbers the values of a plan; returns its outputs."""
+        decisions = {d.eqn.outvars[0]: d for d in plan.decisions if d.eqn.outvars}
+        return self._program(plan.jaxpr, inputs, decisions)
+
+    def _program(
+        self, program: Any, inputs: Sequence[Value], decisions: Mapping[Any, Decision]
+    ) -> list[Value]:
+        jaxpr = compat.closed(program).jaxpr
+        env = dict(zip(jaxpr.invars, inputs, strict=True))
+        env.update((v, Value(self._of(("constant", v)))) for v in jaxpr.constvars)
+        literal = self._literal
+        for eqn in jaxpr.eqns:
+            operands = [literal(v) if compat.is_literal(v) else env[v] for v in eqn.invars]
+            env.update(zip(eqn.outvars, self._equation(eqn, operands, decisions), strict=True))
+        return [literal(v) if compat.is_literal(v) else env[v] for v in jaxpr.outvars]
+
+    def _literal(self, atom: Any) -> Value:
+        aval = atom.aval
+        number = self._of((aval.dtype, aval.shape, np.asarray(atom.val).tobytes()))
+        self._constants.add(number)
+        if not aval.shape:
+            self._uniform.add(number)
+        return Value(number)
+
+    def _equation(
+        self, eqn: Eqn, operands: list[Value], decisions: Mapping[Any, Decision]
+    ) -> Sequence[Value]:
+        name = eqn.primitive.name
+        if structure.is_call(eqn):
+            decision = decisions.get(eqn.outvars[0]) if eqn.outvars else None
+            return self._call(eqn, operands, decision)
+        if eqn.effects:
+            return [self._fresh() for _ in eqn.outvars]
+        if name in _MOVES and _is_barrier(eqn):
+            return operands
+        numbers = self._results(eqn, [v.number for v in operands])
+        if name in PRODUCTS and (decision := decisions.get(eqn.outvars[0])) is not None:
+            self.visits.append(Visit(numbers[0], decision))
+        if not self._repeated:
+            return list(map(Value, numbers))
+        copies = self._copies(eqn, numbers, operands)
+        return [
+            Value(n, copies if is_float32(v) else _NONE)
+            for n, v in zip(numbers, eqn.outvars, strict=True)
+        ]
+
+    def _results(self, eqn: Eqn, operands: list[int]) -> list[int]:
+        """Returns the numbers of an operation's results."""
+        name, outs = eqn.primitive.name, eqn.outvars
+        shape = outs[0].aval.shape if outs else ()
+        first = self._of((name, *_params(eqn), shape, *operands))
+        numbers = [first, *(self._of((first, i)) for i in range(1, len(outs)))]
+        if self._constants.issuperset(operands):
+            self._constants.update(numbers)
+            if name == "broadcast_in_dim" and self._uniform.issuperset(operands):
+                self._uniform.update(numbers)
+        elif name in _MOVES and (one := self._one(eqn, operands)) is not None:
+            if name in _RESHAPES and size(shape) == size(one[1]):
+                numbers = [self._of(("reshaped", one[0], shape))]
+            return [
+                self._as_moved(n, *one, v) if is_float32(v) else n
+                for n, v in zip(numbers, outs, strict=True)
+            ]
+        return numbers
+
+    def _one(self, eqn: Eqn, operands: Sequence[int]) -> tuple[int, Any] | None:
+        """Returns the one value that an operation moves, with its shape; None for several."""
+        one = None
+        for atom, number in zip(eqn.invars, operands, strict=True):
+            if atom.aval.dtype == np.bool_ and number not in self._uniform:
+                return None  # some elements are chosen
+            if number in self._constants or not is_float32(atom):
+                continue
+            if one is not None and one[0] != number:
+                return None
+            one = number, atom.aval.shape
+        return one
+
+    def _as_moved(self, number: int, of: int, shape: Any, out: Any) -> int:
+        """Returns the number of a moved value: the one that it had, in a shape that it had."""
+        before = self._moved.get(of, {})
+        if out.aval.shape == shape:
+            return of
+        if out.aval.shape in before:
+            return before[out.aval.shape]
+        self._moved.setdefault(number, {**before, shape: of})
+        return number
+
+    # -- programs inside ---------------------------------------------------------------------------
+
+    def _call(self, eqn: Eqn, operands: list[Value], decision: Decision | None) -> list[Value]:
+        plans = decision.call.plans if decision is not None and decision.call else None
+        made: list[list[Value]] = []
+        is_loop = eqn.primitive.name in structure.LOOPS
+        self._in_derivative += scopes.is_transposed(eqn)  # what is computed again there, too
+        for i, part in enumerate(structure.parts(eqn)):
+            inputs = [operands[place] for place in part.operands]
+            if is_loop:
+                inputs = self._entering(eqn, part, inputs)
+            if plans is not None:
+                outs = self._plan(plans[i], inputs)
+            else:
+                outs = self._program(part.program, inputs, {})
+            made.append(outs)
+        self._in_derivative -= scopes.is_transposed(eqn)
+        if is_loop:
+            return self._leaving(eqn, operands, made)
+        first, *others = made
+        if not others:
+            return first
+        return [self._chosen(operands[0], each) for each in zip(*made, strict=True)]
+
+    def _chosen(self, by: Value, branches: Sequence[Value]) -> Value:
+        numbers = {v.number for v in branches}
+        key = ("one of", by.number, *(v.number for v in branches))
+        return Value(numbers.pop() if len(numbers) == 1 else self._of(key), _union(branches))
+
+    def _entering(self, eqn: Eqn, part: structure.Part, inputs: list[Value]) -> list[Value]:
+        """Returns the inputs of a loop's body: carries and rows differ by turn, if it has many."""
+        before = [eqn.invars[place] for place in part.operands]
+        inside = compat.closed(part.program).jaxpr.invars
+        start, stop = part.carried.start, part.carried.stop
+        all_of = self._of(("operands", *_turns(eqn), *(v.number for v in inputs)))
+        carried = _union(inputs)
+        for i in range(start, len(inputs)):
+            value = inputs[i]
+            if i >= stop:
+                key = ("row", value.number)
+                inputs[i] = self._turned(eqn, key, value, before[i], inside[i])
+            elif not _is_one_turn(eqn):
+                inputs[i] = Value(self._of(("carried", i - start, all_of)), carried)
+        return inputs
+
+    def _turned(self, eqn: Eqn, key: Hashable, value: Value, before: Any, after: Any) -> Value:
+        number = self._of(key)
+        if _is_one_turn(eqn):
+            number = self._as_moved(number, value.number, before.aval.shape, after)
+        return value._replace(number=number)
+
+    def _leaving(self, eqn: Eqn, operands: list[Value], made: list[list[Value]]) -> list[Value]:
+        body = structure.parts(eqn)[-1]
+        outs, inside = made[-1], compat.closed(body.program).jaxpr.outvars
+        carries = body.carries
+        if _is_one_turn(eqn):
+            rows = zip(outs[carries:], inside[carries:], eqn.outvars[carries:], strict=True)
+            stacked = [self._turned(eqn, ("rows", v.number), v, a, b) for v, a, b in rows]
+            return [*outs[:carries], *stacked]
+        numbers = [v.number for v in (*operands, *(v for values in made for v in values))]
+        all_of = self._of(("loop", *_turns(eqn), *numbers))
+        carried = _union(outs)
+        return [
+            Value(self._of(("result", i, all_of)), carried if i < carries else v.copies)
+            for i, v in enumerate(outs)
+        ]
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def _copies(self, eqn: Eqn, made: Sequence[int], operands: Sequence[Value]) -> Copies:
+        """Returns the repeated products behind an operation, and notes where copies meet."""
+        name = eqn.primitive.name
+        if contracts(eqn):
+            return frozenset({(made[0], len(self.visits))} if made[0] in self._repeated else ())
+        if name in traits.STATISTIC and not eqn.outvars[0].aval.shape:
+            return _NONE  # a loss: another one, of the other copy, cancels nothing
+        if name in ("sub", "div") and not (self._in_derivative or scopes.is_transposed(eqn)):
+            first, second = (v.copies for v in operands)
+            if _differ(first, second):
+                self.meeting.update(compat.variables(eqn))
+        return _union(operands)
+
+
+def contracts(eqn: Eqn) -> bool:
+    """Whether an operation is a product on matrix units."""
+    return contraction.is_product(eqn) and not contraction.only_sums(eqn)
+
+
+def _union(values: Iterable[Value]) -> Copies:
+    return _NONE.union(*(v.copies for v in values))
+
+
+def _differ(first: Copies, second: Copies) -> bool:
+    """Whether two values are made of one product, computed at different places."""
+    if first == second:
+        return False
+    common = {n for n, _ in first} & {n for n, _ in second}
+    return any(n in common for n, _ in first ^ second)
+
+
+def _is_barrier(eqn: Eqn) -> bool:
+    """Whether an operation hands on each of its operands by itself."""
+    many = len(eqn.invars) == len(eqn.outvars) > 1
+    return (
+        many
+        and eqn.primitive.name not in traits.SELECTS
+        and all(a.aval.shape == b.aval.shape for a, b in zip(eqn.invars, eqn.outvars, strict=True))
+    )
+
+
+def _is_one_turn(eqn: Eqn) -> bool:
+    return eqn.primitive.name == "scan" and eqn.params["length"] == 1
+
+
+def _turns(eqn: Eqn) -> list[Any]:
+    return [eqn.params.get(name) for name in ("length", "reverse")]
+
+
+def _params(eqn: Eqn) -> list[Hashable]:
+    return list(map(_param, eqn.params.values()))
+
+
+def _param(value: Any) -> Hashable:
+    """Returns an equation's parameter as a key: itself, or how it prints where it is an object."""
+    try:
+        hash(value)
+    except TypeError:
+        return str(value)
+    return value if value is None or isinstance(value, _BY_VALUE) else str(value)

@@ -1,0 +1,212 @@
+"""The same forward pass written twice: a cut through one of the two changes no number.
+
+PPO writes `logp(new) - logp(old)` with the same parameters in both at first. Uncut, both copies are
+rounded alike, and the difference is 0. A cut stores, and so rounds, a value of one copy only.
+"""
+
+import random
+
+import _metamorphic as metamorphic
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _heads import _LABELS, _N, _apply, _head, _net, _normal
+from _planned import plan_of, reads
+from jax import lax
+from jax.experimental import io_callback
+
+import mpjax
+
+pytestmark = [
+    pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs"),
+    pytest.mark.standard_promotion("heads are run in float64 too, with float32 literals"),
+]
+
+WRITTEN_TWICE = []
+_FOUR = {**_net(4, 1.0), "e": _normal(4, 4)}
+
+
+def _read(dot, p, a, b):
+    """Returns a loss that reads a difference, and one copy beside it."""
+    ratio = jnp.exp(30 * (a - lax.stop_gradient(b)))
+    return jnp.mean((dot(ratio * jnp.sin(a), p["e"]) - 1) ** 2)
+
+
+@_head(WRITTEN_TWICE, outs=5, scale=2.0, data=(_LABELS, _normal(_N)))
+def ppo(dot):
+    def logp(p, x, actions):
+        logits = jax.nn.log_softmax(_apply(dot, p, x))
+        return jnp.take_along_axis(logits, actions[:, None], 1)[:, 0]
+
+    def loss(p, x, actions, gain):
+        ratio = jnp.exp(logp(p, x, actions) - lax.stop_gradient(logp(p, x, actions)))
+        return -jnp.mean(jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain))
+
+    return loss
+
+
+@_head(WRITTEN_TWICE, params=_FOUR)
+def a_difference_that_a_product_reads(dot):
+    def net(p, x):
+        return jnp.tanh(dot(jnp.sin(_apply(dot, p, x)), p["e"]))
+
+    return lambda p, x: _read(dot, p, net(p, x), net(p, x))
+
+
+@_head(WRITTEN_TWICE, params=_FOUR)
+def a_ratio(dot):
+    def loss(p, x):
+        first, second = (jax.nn.softmax(_apply(dot, p, x)) for _ in range(2))
+        ratio = first / lax.stop_gradient(second)
+        return jnp.mean(jnp.abs(ratio - 1) + ratio * jnp.sin(first))
+
+    return loss
+
+
+@_head(WRITTEN_TWICE, params=_FOUR)
+def in_two_jits(dot):
+    @jax.jit
+    def net(p, x):
+        return _apply(dot, p, x)
+
+    @jax.jit
+    def and_softmax(p, x):
+        return jax.nn.log_softmax(_apply(dot, p, x))
+
+    def loss(p, x):
+        return _read(dot, p, jax.nn.log_softmax(net(p, x)), and_softmax(p, x))
+
+    return loss
+
+
+@_head(WRITTEN_TWICE, params={**_FOUR, "each": _normal(3, 4, 4, scale=0.5)})
+def a_scan_over_layers(dot):
+    def net(p, x):
+        def layer(h, w):
+            return jnp.tanh(dot(h, w) + 0.1), None
+
+        return jax.nn.log_softmax(lax.scan(layer, _apply(dot, p, x), p["each"])[0])
+
+    return lambda p, x: _read(dot, p, net(p, x), net(p, x))
+
+
+_EIGHT = {name: _normal(8, 8, scale=0.5) for name in "qkv"}
+
+
+@_head(WRITTEN_TWICE, params={**_net(8, 1.0), **_EIGHT, "o": _normal(8, 4), "e": _normal(4, 4)})
+def attention(dot):
+    def net(p, x):
+        h = _apply(dot, p, x)
+        u = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
+        weights = jax.nn.softmax(dot(dot(u, p["q"]), dot(u, p["k"]).T) / 3)
+        return jax.nn.log_softmax(dot(jax.nn.gelu(h + dot(weights, dot(u, p["v"]))), p["o"]))
+
+    return lambda p, x: _read(dot, p, net(p, x), net(p, x))
+
+
+for _each in WRITTEN_TWICE:
+    metamorphic.HEADS_BY_NAME[_each.name] = _each
+NAMES = [head.name for head in WRITTEN_TWICE]
+
+
+# A `custom_vmap` is compiled, and not evaluated in NumPy: where the last bit of a float32 differs,
+# a product's operand may be rounded to a neighbour.
+KINDS = [kind for kind in metamorphic.KINDS if kind not in metamorphic.ONLY_INSIDE]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cut_through_one_of_two_copies_changes_no_number(kind):
+    rng = random.Random(kind)
+    for _ in range(3):
+        name, dtype = rng.choice(NAMES), rng.choice(list(metamorphic.POLICIES))
+        inside = rng.random() < 0.4
+        limit = metamorphic.bound(name, dtype, ("uncut", "by hand", "widest"))
+        errors = metamorphic.cut_errors(name, dtype, kind, inside, rng)
+        assert errors[0] <= limit[0], (name, dtype, inside)
+        assert errors[1] <= limit[1], (name, dtype, inside)
+
+
+# -- what is the same, and what is not -------------------------------------------------------------
+
+X, W, V = _normal(8, 6), _normal(6, 6), _normal(6, 6)
+
+
+def _net_of(x, w, v):
+    return jnp.tanh(jnp.tanh(x @ w) @ v)
+
+
+def _dropped(key, x, w, v):
+    kept = jax.random.bernoulli(jax.random.key(key), 0.5, x.shape)
+    return _net_of(jnp.where(kept, x, 0.0), w, v)
+
+
+def _measured(x):
+    """Returns noise that is another one each time."""
+    return io_callback(lambda: np.zeros(X.shape, np.float32), jax.typeof(x))
+
+
+def _by_turns(x, w, v):
+    return lax.fori_loop(0, 5, lambda _, h: _net_of(h, w, v), x)
+
+
+# fmt: off
+THE_SAME = {
+    "written twice": lambda x, w, v: _net_of(x, w, v) - _net_of(x, w, v),
+    "one copy in a jit": lambda x, w, v: jax.jit(_net_of)(x, w, v) - _net_of(x, w, v),
+    "called twice": lambda x, w, v: jnp.subtract(*(jax.jit(_net_of)(x, w, v) for _ in range(2))),
+    "by the same random bits": lambda x, w, v: _dropped(0, x, w, v) - _dropped(0, x, w, v),
+    "by the same loop": lambda x, w, v: _by_turns(x, w, v) - _by_turns(x, w, v),
+    "of a reshaped input": lambda x, w, v: _net_of(x.reshape(2, 4, 6).reshape(8, 6), w, v)
+        - _net_of(x, w, v),
+    "one copy in a branch": lambda x, w, v: _net_of(x, w, v)
+        - lax.cond(x[0, 0] > 0, _net_of, lambda *args: _net_of(*args), x, w, v),
+    "a ratio": lambda x, w, v: _net_of(x, w, v) / _net_of(x, w, v),
+    "sums over an axis": lambda x, w, v: _net_of(x, w, v).sum(1) - (2 * _net_of(x, w, v)).sum(1),
+    "one layer of two": lambda x, w, v: (lambda h: jnp.tanh(h @ v) - jnp.sin(h @ v))(x @ w),
+}
+OTHER = {
+    "other weights": lambda x, w, v: _net_of(x, w, v) - _net_of(x, v, w),
+    "other inputs": lambda x, w, v: jnp.subtract(*(_net_of(u, w, v) for u in jnp.split(x, 2))),
+    "a negated input": lambda x, w, v: _net_of(x, w, v) - _net_of(-x, w, v),
+    "a transposed input": lambda x, w, v: _net_of(x[:6], w, v) - _net_of(x[:6] @ w.T, w, v),
+    "other random bits": lambda x, w, v: _dropped(0, x, w, v) - _dropped(1, x, w, v),
+    "a measurement": lambda x, w, v: _net_of(x + _measured(x), w, v)
+        - _net_of(x + _measured(x), w, v),
+    "turns of a loop": lambda x, w, v: _by_turns(x, w, v) - _net_of(x, w, v),
+    "another loop": lambda x, w, v: _by_turns(x, w, v)
+        - lax.fori_loop(0, 4, lambda _, h: _net_of(h, w, v), x),
+    "rows of one": lambda x, w, v: (lambda u: u - u.mean(0))(_net_of(x, w, v)),
+    "another choice": lambda x, w, v: _net_of(x, w, v)
+        - lax.cond(x[0, 0] > 0, _net_of, lambda *_: x, x, v, w),
+    "two losses": lambda x, w, v: _net_of(x, w, v).mean() - 0.1 * _net_of(x, w, v).var(),
+    "terms of a sum": lambda x, w, v: _net_of(x, w, v) + jnp.abs(_net_of(x, w, v)),
+    "copies that never meet": lambda x, w, v: (_net_of(x, w, v), _net_of(x, w, v)),
+    "a checkpoint, differentiated": lambda x, w, v: jax.grad(
+        lambda w: jax.checkpoint(_net_of)(x, w, v).var())(w),
+}
+# fmt: on
+
+
+def _asks(plan):
+    for decision in plan.decisions:
+        if decision.call is not None and any(map(_asks, decision.call.plans)):
+            return True
+    return any(want & reads.AGAIN for want in plan.reads.values())
+
+
+@pytest.mark.parametrize("name", [*THE_SAME, *OTHER])
+def test_copies_are_found_by_what_they_are_computed_of(name):
+    fun = (THE_SAME | OTHER)[name]
+    _kept, plan = plan_of(fun, (X, W, V))
+    assert _asks(plan) == (name in THE_SAME)
+
+
+def test_explain_says_that_the_same_is_computed_again():
+    def fun(x, w, v):
+        return jnp.tanh(100 * (_net_of(x, w, v) - _net_of(x, w, v))) @ v
+
+    rows = mpjax.explain(fun, "bf16-mixed")(X, W, V).rows
+    assert {row.reason for row in rows if row.operation == "tanh"} >= {
+        "the same is computed again elsewhere, and the two may cancel"
+    }
