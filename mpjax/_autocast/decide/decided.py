@@ -60,7 +60,7 @@ class Settings:
 
 
 class Outside(NamedTuple):
-    """What is known of a program's inputs where it is called, beside their states."""
+    """Tells of a program's inputs what is known where it is called, beside their states."""
 
     facts: tuple[Fact, ...] | None = None  # None: they have nothing in common
     ahead: tuple[bool, ...] = ()  # whether a product of the forward pass outside depends on each

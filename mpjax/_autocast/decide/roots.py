@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 from mpjax._autocast.decide import traits
 from mpjax._base import compat
-from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.equation import Eqn, params_key
 
 _DEEPEST = 4
 
 
 class Part(NamedTuple):
-    """What an operation took out of values: a slice, or the largest of a row."""
+    """Stands for what an operation took out of values: a slice, or the largest of a row."""
 
     how: tuple[Hashable, ...]  # the operation's name first
     of: tuple[Roots, ...]  # the roots of its operands, the indices' among them
@@ -51,7 +51,7 @@ def part(eqn: Eqn, out: Any, of: Roots, operands: Sequence[Any]) -> Part | None:
     if depth > _DEEPEST:
         return None
     literals = (str(v) for v in eqn.invars[1:] if compat.is_literal(v))
-    how = (eqn.primitive.name, str(eqn.params), eqn.outvars.index(out), *literals)
+    how = (eqn.primitive.name, params_key(eqn), eqn.outvars.index(out), *literals)
     return Part(how, (of, *(f.roots for f in operands[1:])), depth)
 
 

@@ -17,10 +17,9 @@ from mpjax._autocast.decide.decided import Decided, Decision
 from mpjax._autocast.decide.states import is_float32, size
 from mpjax._base import compat
 from mpjax._jaxpr import structure
-from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.equation import Eqn, params_key
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
 
-_BY_VALUE = (bool, int, str, tuple, np.dtype)
 _JOINS = traits.JOINS | {"pad", "dynamic_update_slice", "scatter"}
 _MOVES = (MOVES | _JOINS) - {"neg", "abs", "sign"}
 """They may give back the elements that they were given, in the same places."""
@@ -123,7 +122,7 @@ class Numbering:
         """Returns the numbers of an operation's results."""
         name, outs = eqn.primitive.name, eqn.outvars
         shape = outs[0].aval.shape if outs else ()
-        first = self._of((name, *_params(eqn), shape, *operands))
+        first = self._of((name, *params_key(eqn), shape, *operands))
         numbers = [first, *(self._of((first, i)) for i in range(1, len(outs)))]
         if self._constants.issuperset(operands):
             self._constants.update(numbers)
@@ -277,16 +276,3 @@ def _is_one_turn(eqn: Eqn) -> bool:
 
 def _turns(eqn: Eqn) -> list[Any]:
     return [eqn.params.get(name) for name in ("length", "reverse")]
-
-
-def _params(eqn: Eqn) -> list[Hashable]:
-    return list(map(_param, eqn.params.values()))
-
-
-def _param(value: Any) -> Hashable:
-    """Returns an equation's parameter as a key: itself, or how it prints where it is an object."""
-    try:
-        hash(value)
-    except TypeError:
-        return str(value)
-    return value if value is None or isinstance(value, _BY_VALUE) else str(value)
