@@ -85,9 +85,10 @@ def of(
 
 def _add(flags: dict[Any, int], eqn: Eqn, wants: Sequence[int], known: facts.Facts) -> None:
     """Adds how an equation reads its operands to their flags."""
-    backward = scopes.is_transposed(eqn)
+    place = scopes.place(eqn)
+    backward = place.is_transposed
     hands_on = backward or only_moves(eqn) or structure.is_call(eqn)
-    own, handed_on = meetings.asks(eqn)
+    own, handed_on = meetings.asks(eqn, as_written=place.as_written)
     for atom, asked in zip(eqn.invars, wants, strict=True):
         if compat.is_literal(atom):
             continue

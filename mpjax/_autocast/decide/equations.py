@@ -132,7 +132,8 @@ class Planner(Rounding):
         if name == "reduce_sum" and operands[0].kind == Kind.CONSTANT:
             dims = [eqn.invars[0].aval.shape[i] for i in eqn.params["axes"]]
             return self.fused(eqn, states.total(operands[0], dims), own)
-        if self.low_dtype(eqn, settings) is None and not self.reads_low(eqn):
+        low = self.low_dtype(eqn, settings)
+        if low is None and not any(s.kind == Kind.LOW for s in operands):
             kind = OpClass.KEEP if kind is OpClass.KEEP else OpClass.FULL
         if kind is OpClass.FULL:
             state = states.full(operands)
@@ -140,9 +141,10 @@ class Planner(Rounding):
             return self.fused(eqn, states.keep(state) if is_total else state, own)
         if kind is OpClass.KEEP:
             return self.decide_keep(eqn, operands)
-        if settings.as_written or self.low_dtype(eqn, settings) is None:
+        if settings.as_written or low is None:
             return self.fused(eqn, states.full(operands), Reason(reasons.NO_LOW_DTYPE))
-        branches = self.with_branches(eqn, self.as_followed(eqn, operands))
+        followed = self.as_followed(eqn, operands)
+        branches = self.with_branches(eqn, followed)
         state = states.follow(branches, widest=settings.widest)
         if state.kind == Kind.LOW:
             operands = branches
@@ -151,7 +153,7 @@ class Planner(Rounding):
         if name not in traits.STEPS:
             state = states.unkept(state)
         if name in traits.ADDS:
-            alike = self.as_followed(eqn, operands)
+            alike = branches if operands is branches else followed
             state = self.of_sum(eqn, alike, state)
         if state.kind == Kind.LOW:
             state = _unrounded_parts(name, operands) or state
@@ -167,9 +169,6 @@ class Planner(Rounding):
             self.as_normalised(eqn, state, want) if v in branches else state
             for v, state in zip(eqn.invars, operands, strict=True)
         ]
-
-    def reads_low(self, eqn: Eqn) -> bool:
-        return any(self.state(v).kind == Kind.LOW for v in eqn.invars)
 
     def decide_keep(self, eqn: Eqn, operands: Sequence[State]) -> Decision:
         name = eqn.primitive.name

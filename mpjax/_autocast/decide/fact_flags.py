@@ -44,13 +44,16 @@ def union(facts: Sequence[Any]) -> tuple[int, int]:
     return some, every
 
 
-def of_operation(eqn: Eqn, floats: Sequence[Any]) -> int:
-    """Returns the flags of all results of an operation, given the facts of its float operands.
+def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
+    """Returns the flags of all results of an operation.
 
-    Not all of these are constants.
+    Args:
+      eqn: the operation.
+      floats: the facts of its float operands, of which not all are constants.
+      some: the flags that some of these have.
+      every: those that all have.
     """
     name = eqn.primitive.name
-    some, every = union(floats)
     flags = some & PRODUCT
     if name in _HANDS_ON_DERIVED:
         flags |= some & DERIVED

@@ -36,15 +36,12 @@ from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, only_moves
 _MOST_ROOTS, _MOST_TERMS = 8, 8
 _EPSILON = 1 / 64
 """A smaller number that is added guards a division or a root; it cancels nothing."""
-_POWERS = frozenset({"sqrt", "square", "integer_pow"})
-_CHOICES = frozenset({"max", "min", "clamp", "select_n"})
 _PARTS = frozenset({"slice", "split", "unstack", "gather", "dynamic_slice"})
 _TOPS = traits.EXTREME & traits.STATISTIC
 _SCALES = frozenset({"mul", "div", "neg", "convert_element_type"})
-_HANDS_ON_TERMS = _POWERS | _CHOICES | _SCALES | MOVES | traits.ADDS | traits.ACCUMULATES
-_KEEPS_AN_OFFSET = (
-    _POWERS | _CHOICES | MOVES | traits.ADDS | traits.ACCUMULATES | traits.EXTREME
-) | {"neg", "reduce_sum"}
+_HANDS_ON = traits.POWERS | traits.LIMITS | MOVES | traits.ADDS | traits.ACCUMULATES
+_HANDS_ON_TERMS = _HANDS_ON | _SCALES
+_KEEPS_AN_OFFSET = _HANDS_ON | traits.EXTREME | {"neg", "reduce_sum"}
 _OF_ITS_OPERANDS = (traits.FUSIBLE | traits.UPDATES | MOVES) - traits.STATISTIC
 """Each element of a result is of a few elements of the operands."""
 
@@ -253,9 +250,10 @@ class _Walk:
         for eqn in jaxpr.eqns:
             derived = DERIVED if scopes.is_transposed(eqn) else 0
             made = self.results(eqn, derived)
-            if derived:
-                made = [f if f.flags & DERIVED else Fact(f.flags | DERIVED, *f[1:]) for f in made]
-            self.facts.update(zip(eqn.outvars, made, strict=True))
+            for v, fact in zip(eqn.outvars, made, strict=True):
+                if derived and not fact.flags & DERIVED:
+                    fact = Fact(fact.flags | DERIVED, *fact[1:])
+                self.facts[v] = fact
 
     def number(self) -> int:
         self.next += 1
@@ -271,29 +269,31 @@ class _Walk:
     def results(self, eqn: Eqn, derived: int) -> Sequence[Fact]:
         if structure.is_call(eqn):
             return self.call(eqn)
-        operands = [of_atom(v, self.facts) for v in eqn.invars]
+        facts = self.facts
+        operands = [of_atom(v, facts) if compat.is_literal(v) else facts[v] for v in eqn.invars]
         floats = [f for v, f in zip(eqn.invars, operands, strict=True) if is_float32(v)]
-        name = eqn.primitive.name
+        name, results = eqn.primitive.name, eqn.outvars
         if eqn.effects or name == "bitcast_convert_type":
-            return [self.fresh(v) for v in eqn.outvars]
+            return [self.fresh(v) for v in results]
         some, every = fact_flags.union(floats)
         if not floats:  # integers; of constants when they are made floats
             roots = frozenset[made_of.Root]().union(*(f.roots for f in operands))
-            return [Fact(CONSTANT, roots=self.few(roots))] * len(eqn.outvars)
+            return [Fact(CONSTANT, roots=self.few(roots))] * len(results)
         if every & CONSTANT:
-            return [_constant(eqn, floats)] * len(eqn.outvars)
-        if name in MOVES and len(eqn.outvars) == len(eqn.invars) > 1:
+            return [_constant(eqn, floats)] * len(results)
+        if name in MOVES and len(results) == len(operands) > 1:
             return operands  # a barrier
-        cancels = is_difference(eqn, self.facts)
+        cancels = is_difference(eqn, facts)
         offset = self.offset(eqn, floats, some, cancels=cancels)
-        flags = fact_flags.of_operation(eqn, floats) | offset | derived
-        if derived:
-            return [self.result(eqn, floats, v, flags) for v in eqn.outvars]
-        added = [repeats.told(eqn, v, operands, cancels=cancels) for v in eqn.outvars]
-        outs = [self.result(eqn, floats, v, flags) for v in eqn.outvars]
-        return [f._replace(**more) if more else f for f, more in zip(outs, added, strict=True)]
+        flags = fact_flags.of_operation(eqn, floats, some, every) | offset | derived
+        outs = [self.result(eqn, floats, v, flags, every) for v in results]
+        if derived or not repeats.may_tell(eqn, operands):
+            return outs
+        told = (repeats.told(eqn, v, operands, cancels=cancels) for v in results)
+        return [Fact(*f[:5], *more) for f, more in zip(outs, told, strict=True)]
 
-    def result(self, eqn: Eqn, floats: Sequence[Fact], out: Any, flags: int) -> Fact:
+    def result(self, eqn: Eqn, floats: Sequence[Fact], out: Any, flags: int, every: int) -> Fact:
+        """The fact of one result: it has some flags; `every` are those that all operands have."""
         name = eqn.primitive.name
         if name in PRODUCTS:
             return self.product(eqn, floats, flags)
@@ -303,9 +303,7 @@ class _Walk:
             return Fact(flags | _if_number(out), roots=self.part(eqn, floats[0].roots, out))
         if name not in _OF_ITS_OPERANDS:
             return Fact(flags | _if_number(out), roots=self.root())
-        if all(f.flags & SCALAR for f in floats):
-            flags |= SCALAR
-        return self.elementwise(eqn, floats, out, flags)
+        return self.elementwise(eqn, floats, out, flags | every & SCALAR)
 
     def offset(self, eqn: Eqn, floats: Sequence[Fact], some: int, *, cancels: bool) -> int:
         """The offset of its results: `some` are its operands' flags, `cancels` takes one off."""
@@ -333,8 +331,10 @@ class _Walk:
             roots = roots.union(*(f.roots for f in floats[1:]))
         if eqn.primitive.name in _PARTS and size(out.aval.shape) != size(eqn.invars[0].aval.shape):
             roots = self.part(eqn, roots, out)
+        if len(roots) > _MOST_ROOTS:
+            roots = self.root()
         terms = self.terms(eqn, floats)
-        return Fact(flags | _if_number(out), 0.0, math.inf, self.few(roots), terms)
+        return Fact(flags | _if_number(out), 0.0, math.inf, roots, terms)
 
     def few(self, roots: made_of.Roots) -> made_of.Roots:
         """Some roots, or a new one where they are many."""
@@ -348,7 +348,12 @@ class _Walk:
 
     def terms(self, eqn: Eqn, floats: Sequence[Fact]) -> frozenset[Term]:
         """The terms that an operation hands on: unscaled, or scaled by one number."""
-        if not any(f.terms for f in floats) or not hands_on_terms(eqn):
+        for f in floats:
+            if f.terms:
+                break
+        else:
+            return _NO_TERMS
+        if not hands_on_terms(eqn):
             return _NO_TERMS
         if eqn.primitive.name in ("mul", "div"):
             whole = [f for f in floats if not f.flags & (CONSTANT | SCALAR)]
@@ -356,7 +361,7 @@ class _Walk:
                 return _NO_TERMS
             return whole[0].terms
         terms = _NO_TERMS.union(*(f.terms for f in floats))
-        if eqn.primitive.name in _POWERS:
+        if eqn.primitive.name in traits.POWERS:
             terms = frozenset(t._replace(is_power=True) for t in terms)
         if eqn.primitive.name in ("gather", "slice", "dynamic_slice"):
             terms |= {self.of_gram(t) for t in terms if t.is_product and len(t.roots) == 1}

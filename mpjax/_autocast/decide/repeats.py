@@ -22,17 +22,7 @@ _EVERY = -1
 _MOST = 8
 _JOINS = frozenset({"concatenate", "stack", "pad", "dynamic_update_slice"})
 _MOVES = MOVES | _JOINS | traits.UPDATES | {"reduce_window_sum"}
-_HANDS_ON = traits.ADDS | {
-    "sqrt",
-    "square",
-    "integer_pow",
-    "neg",
-    "abs",
-    "max",
-    "min",
-    "clamp",
-    "select_n",
-}
+_HANDS_ON = traits.ADDS | traits.POWERS | traits.LIMITS | {"neg", "abs"}
 _STARTS = traits.ADDS | {"broadcast_in_dim"}
 _ELEMENTWISE = traits.FUSIBLE - traits.STATISTIC - MOVES - _JOINS
 
@@ -55,8 +45,14 @@ Told = tuple[int, frozenset[Added]]
 NOTHING: Told = (0, frozenset())
 
 
-def told(eqn: Eqn, out: Any, operands: Sequence[Any], *, cancels: bool) -> dict[str, Any]:
-    """Returns what a fact tells of a result of an equation: axes, and what was added.
+def may_tell(eqn: Eqn, operands: Sequence[Any]) -> bool:
+    """Whether a result of an equation may repeat along some axes, or have something added."""
+    name = eqn.primitive.name
+    return name in _STARTS or any(f.along or f.added for f in operands)
+
+
+def told(eqn: Eqn, out: Any, operands: Sequence[Any], *, cancels: bool) -> Told:
+    """Returns what is told of a result of an equation.
 
     Args:
       eqn: one that no derivative made.
@@ -65,17 +61,13 @@ def told(eqn: Eqn, out: Any, operands: Sequence[Any], *, cancels: bool) -> dict[
       cancels: whether it is a difference that takes off again what was added.
     """
     name = eqn.primitive.name
-    if name not in _STARTS and not any(f.along or f.added for f in operands):
-        return {}
     floats = [(v, f) for v, f in zip(eqn.invars, operands, strict=True) if is_float32(v)]
     if name in _ELEMENTWISE:
-        along, added = _elementwise(eqn, floats, cancels=cancels)
-    elif name in _JOINS or name in traits.UPDATES:
+        return _elementwise(eqn, floats, cancels=cancels)
+    if name in _JOINS or name in traits.UPDATES:
         handed_on = (_moved(eqn, out, v, f, operands)[1] for v, f in floats)
-        along, added = 0, _few(frozenset[Added]().union(*handed_on))
-    else:
-        along, added = _moved(eqn, out, *floats[0], operands)
-    return {"along": along, "added": added} if along or added else {}
+        return 0, _few(frozenset[Added]().union(*handed_on))
+    return _moved(eqn, out, *floats[0], operands)
 
 
 def shared(first: frozenset[Added], second: frozenset[Added]) -> bool:
@@ -143,7 +135,7 @@ def _elementwise(eqn: Eqn, floats: Sequence[tuple[Any, Any]], *, cancels: bool) 
 def _scaled(
     added: frozenset[Added], factors: Iterable[tuple[Any, int]], shape: tuple[Any, ...]
 ) -> frozenset[Added]:
-    """What was added, scaled, unless it is by a product's result, which makes another value."""
+    """Returns what was added, scaled; scaled by a product's result, it is another value."""
     for f, bits in factors:
         if f.flags & PRODUCT and not f.added:
             return frozenset()

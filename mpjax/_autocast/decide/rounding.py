@@ -46,6 +46,7 @@ class Rounding:
         self.program = weakref.ref(jaxpr)
         self.jaxpr = compat.closed(jaxpr).jaxpr
         self.settings = settings
+        self._last: tuple[Any, Settings] = None, settings
         is_one = isinstance(settings.policy, Policy)
         self.low = _low(scopes.compute_dtype(settings.policy, ())) if is_one else None
         self.in_states = in_states
@@ -61,15 +62,15 @@ class Rounding:
         self.steps = Steps(self.jaxpr, self.demand, self.states, self.facts, outside.relations)
         self.streams = Streams(self.jaxpr, self.steps, self.demand, self.facts)
         granted = may.NORMS in settings.may
-        self.normalised = norms.results(self.jaxpr.eqns) if granted else frozenset[Any]()
-        readers = norms.by_readers(self.jaxpr, self.normalised)
-        self.norms_between, self.norms_multiplied = readers
+        made = norms.of_program(jaxpr) if granted else norms.NONE
+        self.normalised, self.norms_between, self.norms_multiplied = made
         self.held: dict[Any, reasons.Reason] = {}  # why values that could be low are float32
 
     def settings_at(self, eqn: Eqn) -> Settings:
-        if self.settings.as_written or not scopes.is_as_written(eqn):
-            return self.settings
-        return _as_written(self.settings)
+        if eqn is not self._last[0]:  # asked several times of each
+            as_written = not self.settings.as_written and scopes.is_as_written(eqn)
+            self._last = eqn, _as_written(self.settings) if as_written else self.settings
+        return self._last[1]
 
     def low_dtype(self, eqn: Eqn, settings: Settings) -> Any:
         """The compute dtype at an equation, None where that is float32."""
@@ -183,14 +184,16 @@ class Rounding:
         state, want = self.states[out], self.demand.get(out, 0)
         if state.kind == Kind.FOREIGN:
             return own or reasons.INPUTS
-        place = reasons.of_place(self.settings_at(eqn), eqn)
-        if place is not None:
-            return place
+        settings = self.settings_at(eqn)
+        if self.low is None or settings.as_written:
+            place = reasons.of_place(settings, eqn)
+            if place is not None:
+                return place
         if state.kind == Kind.WIDE:
             asked = self.held.get(out) or reasons.of_reader_beside_a_product(want)
             if asked is not None:
                 return asked
-        if by_rule := reasons.of_rule(self.settings, eqn, state):
+        if self.settings.overrides and (by_rule := reasons.of_rule(self.settings, eqn, state)):
             return by_rule
         if own is not None:
             return own

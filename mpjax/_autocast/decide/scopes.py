@@ -48,7 +48,7 @@ AS_WRITTEN = "mpjax_as_written"
 """The scope inside which autocast changes nothing: `full_precision`, and its own results."""
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Where an operation stands."""
 
     names: tuple[str, ...]  # the scopes, without the transformations between them
@@ -58,11 +58,16 @@ class _Place(NamedTuple):
 
 @by_kept_identity
 @functools.lru_cache(maxsize=8192)  # of equal stacks
-def _place(name_stack: Any) -> _Place:
+def _place(name_stack: Any) -> Place:
     names = tuple(name for segment in segments(name_stack) for name in segment)
     entries = getattr(name_stack, "stack", ())
     turned = any(type(e).__name__ == "Transform" and e.name == "transpose" for e in entries)
-    return _Place(names, AS_WRITTEN in names, turned)
+    return Place(names, AS_WRITTEN in names, turned)
+
+
+def place(eqn: Eqn) -> Place:
+    """Returns where one equation stands."""
+    return _place(eqn.source_info.name_stack)
 
 
 def of(eqn: Eqn) -> tuple[str, ...]:

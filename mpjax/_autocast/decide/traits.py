@@ -14,13 +14,13 @@ div                                     | fusible alone steps hands_on scales of
 neg                                     | fusible chooses hands_on parts
 rem                                     | fusible native steps
 abs copy stop_gradient                  | fusible chooses
-max                                     | fusible alone steps chooses accumulates bounds of_totals widened
-min                                     | fusible alone steps chooses accumulates bounds widened
-clamp                                   | fusible alone steps chooses accumulates
-select_n                                | fusible alone steps chooses accumulates linear joins
+max                                     | fusible alone steps chooses accumulates bounds of_totals widened limits
+min                                     | fusible alone steps chooses accumulates bounds widened limits
+clamp                                   | fusible alone steps chooses accumulates limits
+select_n                                | fusible alone steps chooses accumulates linear joins limits
 floor ceil round                        | fusible linear
 convert_element_type                    | fusible linear hands_on of_totals
-sqrt square integer_pow                 | fusible of_totals
+sqrt square integer_pow                 | fusible of_totals powers
 tanh                                    | fusible alone bends bounds costly parts saturates
 logistic                                | fusible bends bounds saturates
 erf                                     | fusible bends bounds costly saturates
@@ -189,6 +189,12 @@ ACCUMULATES = _having("accumulates")
 
 RESIZES = _having("resizes")
 """Its result has another size than its operand: a low copy of the whole is not worth it."""
+
+POWERS = _having("powers")
+"""A power of a sum, or a root: what was added, or cancels, goes through it."""
+
+LIMITS = _having("limits")
+"""Gives elements of its operands, or a bound: what was added, or cancels, goes through it."""
 
 LOOKS = _having("looks")
 """Changes nothing by being there."""

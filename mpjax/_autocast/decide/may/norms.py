@@ -26,6 +26,18 @@ def results(eqns: Sequence[Eqn]) -> frozenset[Any]:
     return _Search(eqns).made() if leads else frozenset()
 
 
+Made = tuple[frozenset[Any], frozenset[Any], frozenset[Any]]
+NONE: Made = (frozenset(), frozenset(), frozenset())
+
+
+@by_program
+def of_program(program: Any) -> Made:
+    """Returns `results` of a program, and those of them that `by_readers` tells apart."""
+    jaxpr = compat.closed(program).jaxpr
+    made = results(jaxpr.eqns)
+    return made, *by_readers(jaxpr, made)
+
+
 def by_readers(jaxpr: Jaxpr, made: frozenset[Any]) -> tuple[frozenset[Any], frozenset[Any]]:
     """Returns those that several operations read, and those that products read and nothing else.
 

@@ -9,7 +9,7 @@ its readers. These are counted as if calls were inlined and moves, such as a res
 
 from __future__ import annotations
 
-from mpjax._autocast.decide import fusible, scopes, traits
+from mpjax._autocast.decide import fusible, traits
 from mpjax._autocast.decide.reads import APART, COTANGENTS, MEET, READ
 from mpjax._autocast.decide.states import is_float32
 from mpjax._jaxpr import structure
@@ -25,14 +25,15 @@ def joined(flags: int, more: int) -> int:
     return union | MEET if flags & more & READ and union & APART else union
 
 
-def asks(eqn: Eqn) -> tuple[int, int]:
+def asks(eqn: Eqn, *, as_written: bool) -> tuple[int, int]:
     """Returns flags that say who gives float32 operands of an equation cotangents.
 
-    First those that it sets itself, then those of its results that it hands on.
+    First those that it sets itself, then those of its results that it hands on. `as_written` says
+    whether it stands in a region in which autocast changes nothing.
     """
     if not any(map(is_float32, eqn.outvars)):
         return 0, 0
-    own = READ | APART if _is_apart(eqn) else READ
+    own = READ | APART if as_written or _is_apart(eqn) else READ
     if eqn.primitive.name in MOVES:
         return own if own & APART else 0, COTANGENTS
     if structure.is_call(eqn) and not own & APART:
@@ -41,8 +42,6 @@ def asks(eqn: Eqn) -> tuple[int, int]:
 
 
 def _is_apart(eqn: Eqn) -> bool:
-    if scopes.is_as_written(eqn):
-        return True
     if eqn.primitive.name in structure.LOOPS or structure.has_rules(eqn):
         return not fusible.is_fusible_function(eqn)
     return eqn.primitive.name in _OWN_KERNEL
