@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from mpjax._autocast.decide import scopes
+from mpjax._autocast.known import scopes
 from mpjax._base import compat
 from mpjax._policies import spelling
 

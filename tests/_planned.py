@@ -7,10 +7,11 @@ import jax.numpy as jnp
 
 from mpjax import get_policy
 from mpjax._autocast import api
-from mpjax._autocast.decide import demand, facts, may, reads, states
+from mpjax._autocast.decide import demand, may, reads, states
 from mpjax._autocast.decide.decided import Action, Settings
 from mpjax._autocast.decide.may import norms
 from mpjax._autocast.decide.must import carries
+from mpjax._autocast.known import facts
 from mpjax._jaxpr.op_rules import parse_rules
 
 Kind = states.Kind

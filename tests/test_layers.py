@@ -14,7 +14,8 @@ LAYER_OF = {name: layer for layer, row in enumerate(LAYERS) for name in row}
 
 # Walls beside the order: what a folder may import of `mpjax`, and through which door.
 ONLY_FROM = {
-    "_autocast/decide": {"_autocast/decide", "_base", "_jaxpr", "_policies"},
+    "_autocast/known": {"_autocast/known", "_base", "_jaxpr", "_policies"},
+    "_autocast/decide": {"_autocast/decide", "_autocast/known", "_base", "_jaxpr", "_policies"},
     "pods": {"pods", "_base", "_jaxpr", "_policies", "_hardware", "_scaling", "_low_precision"},
 }
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mpjax._autocast.decide import traits
+from mpjax._autocast.known import traits
 from mpjax._jaxpr import op_rules
 from mpjax._jaxpr.op_rules import (
     AS_TRACED,

@@ -16,12 +16,13 @@ from jax import lax
 from mpjax._autocast import speed
 from mpjax._autocast.arguments import nnx_names, parameters, stateful
 from mpjax._autocast.arrange.plan import Plan
-from mpjax._autocast.decide import reads, scopes
+from mpjax._autocast.decide import reads
 from mpjax._autocast.decide.decided import Settings, initial_state
 from mpjax._autocast.decide.must import same
 from mpjax._autocast.decorator import Decorator, refuses_torch
 from mpjax._autocast.eight_bits import delayed, quantized
 from mpjax._autocast.eight_bits.stored_weights import sunk
+from mpjax._autocast.known import scopes
 from mpjax._autocast.planning import make_plan
 from mpjax._autocast.product import precision
 from mpjax._autocast.run.interpreter import Interpreter

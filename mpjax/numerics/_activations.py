@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._autocast.decide.scopes import compute_dtype
+from mpjax._autocast.known.scopes import compute_dtype
 from mpjax._base.typing import Array, AxisName
 from mpjax._jaxpr.binding import bind
 from mpjax._jaxpr.equation import Eqn

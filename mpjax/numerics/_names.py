@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from mpjax._autocast.decide import scopes
+from mpjax._autocast.known import scopes
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS

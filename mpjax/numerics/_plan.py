@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._autocast.decide import scopes
+from mpjax._autocast.known import scopes
 from mpjax._base import compat
 from mpjax._base.dtypes import short_name
 from mpjax._jaxpr import structure

@@ -12,16 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpjax._autocast.decide import (
-    contraction,
-    control,
-    facts,
-    fusible,
-    named_attention,
-    reasons,
-    scopes,
-    traits,
-)
+from mpjax._autocast.decide import control, fusible, named_attention, reasons
 from mpjax._autocast.decide.activations import is_activation
 from mpjax._autocast.decide.must import conditioned, meetings
 from mpjax._autocast.decide.must.carries import direct
@@ -43,12 +34,13 @@ from mpjax._autocast.decide.reads import (
     UNROUNDED,
     WHOLE,
 )
-from mpjax._autocast.decide.states import is_float32
+from mpjax._autocast.known import contraction, facts, scopes, traits
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
 from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import MOVES, OP_RULES, PRODUCTS, only_moves
+from mpjax._jaxpr.sizes import is_float32
 
 
 @dataclass(frozen=True)

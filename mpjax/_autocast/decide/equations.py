@@ -14,30 +14,20 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._autocast.decide import (
-    contraction,
-    control,
-    demand,
-    facts,
-    fusible,
-    named_attention,
-    reads,
-    reasons,
-    scopes,
-    states,
-    traits,
-)
+from mpjax._autocast.decide import control, demand, fusible, named_attention, reads, reasons, states
 from mpjax._autocast.decide.activations import is_activation
 from mpjax._autocast.decide.decided import Action, Decided, Decision, Outside, Settings
 from mpjax._autocast.decide.may import norms
 from mpjax._autocast.decide.must import carries, conditioned
 from mpjax._autocast.decide.reasons import By, Reason
 from mpjax._autocast.decide.rounding import Rounding
-from mpjax._autocast.decide.states import FLOAT32, Kind, State, is_float32
+from mpjax._autocast.decide.states import FLOAT32, Kind, State
+from mpjax._autocast.known import contraction, facts, scopes, traits
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import COMPARISONS, OP_RULES, PRODUCTS, OpClass, op_class
+from mpjax._jaxpr.sizes import is_float32
 from mpjax._policies.policy import Policy
 
 

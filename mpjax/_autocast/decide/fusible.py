@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpjax._autocast.decide import scopes, traits
 from mpjax._autocast.decide.activations import is_activation
-from mpjax._autocast.decide.states import Kind, fits, of_literal, size
+from mpjax._autocast.decide.states import Kind, fits, of_literal
+from mpjax._autocast.known import scopes, traits
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import COMPARISONS, OP_RULES, OpClass
+from mpjax._jaxpr.sizes import size
 
 _MAX_FUNCTION = 64  # equations: larger functions are planned inside
 

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 
 from jax import lax
 
-from mpjax._autocast.decide import fusible, reads, scopes, states
-from mpjax._autocast.decide.states import FLOAT32, Kind, State, is_float32
+from mpjax._autocast.decide import fusible, reads, states
+from mpjax._autocast.decide.states import FLOAT32, Kind, State
+from mpjax._autocast.known import scopes
 from mpjax._base import compat
 from mpjax._base.dtypes import short_name
 from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.sizes import is_float32
 from mpjax._policies.policy import Policy
 
 

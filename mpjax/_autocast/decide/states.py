@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._jaxpr.equation import Eqn
-
 FLOAT32 = np.dtype("float32")
 
 
@@ -67,27 +65,6 @@ UNKNOWN_CONSTANT = State(Kind.CONSTANT)
 SMALLER = 16
 """A value with 1/16 of the elements of another costs next to nothing to store."""
 _MAX_VALUES = 8
-_SYMBOLIC = 1024  # what a dimension counts for that `jax.export` leaves open
-
-
-def is_float32(atom: Any) -> bool:
-    """Whether a variable or literal is a float32 array: all that autocast ever moves."""
-    return getattr(atom.aval, "dtype", None) == FLOAT32
-
-
-def size(shape: Sequence[Any]) -> int:
-    """Returns the number of elements of a shape, to compare it with others."""
-    return _size(tuple(shape))
-
-
-@functools.lru_cache(maxsize=4096)
-def _size(shape: tuple[Any, ...]) -> int:
-    return math.prod(n if isinstance(n, int) else _SYMBOLIC for n in shape)
-
-
-def copies(eqn: Eqn) -> int:
-    """Returns how many copies of its operand a broadcast makes, 0 of one without elements."""
-    return size(eqn.outvars[0].aval.shape) // max(size(eqn.invars[0].aval.shape), 1)
 
 
 @functools.cache

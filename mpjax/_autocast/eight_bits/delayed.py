@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mpjax._autocast.decide import scopes
+from mpjax._autocast.known import scopes
 from mpjax._autocast.product import Config, current
 from mpjax._base import compat
 from mpjax._base.errors import message

@@ -14,10 +14,10 @@ import jax
 import numpy as np
 
 from mpjax._autocast.arguments import stateful
-from mpjax._autocast.decide import scopes
-from mpjax._autocast.decide.contraction import adds_nothing
 from mpjax._autocast.eight_bits import delayed, layers
 from mpjax._autocast.eight_bits.layers import DataFlow, Given, Made, Origin
+from mpjax._autocast.known import scopes
+from mpjax._autocast.known.contraction import adds_nothing
 from mpjax._autocast.product import ArrayRole, Config, current, quantized
 from mpjax._base.errors import PolicyWarning, message
 from mpjax._jaxpr.equation import Eqn, Jaxpr

@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from mpjax._autocast import speed
-from mpjax._autocast.decide import traits
+from mpjax._autocast.known import traits
 from mpjax._autocast.product import (
     backends,
     blocks,

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, batching, mlir
 
-from mpjax._autocast.decide import states
 from mpjax._autocast.product import backends, bilinear, operands, tpu_warning
 from mpjax._autocast.product.bilinear import Bilinear
 from mpjax._autocast.product.config import Config
@@ -29,6 +28,7 @@ from mpjax._autocast.product.recorded import recorded
 from mpjax._autocast.speed import smaller_first
 from mpjax._base import compat
 from mpjax._base.own_primitives import own_primitive
+from mpjax._jaxpr import sizes
 from mpjax._jaxpr.identity import batched
 
 
@@ -146,7 +146,7 @@ def _tangent(
 ) -> Any:
     parts = []
     # JAX transposes in reverse: the gradient of the smaller operand, mostly a weight, comes first.
-    for i in sorted((0, 1), key=lambda i: -states.size(pair[i].array.shape)):
+    for i in sorted((0, 1), key=lambda i: -sizes.size(pair[i].array.shape)):
         tangent = tangents[i]
         if not isinstance(tangent, ad.Zero):
             moved = [Operand(tangent), pair[1]] if i == 0 else [pair[0], Operand(tangent)]

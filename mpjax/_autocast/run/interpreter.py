@@ -15,7 +15,7 @@ import numpy as np
 from mpjax._autocast import product, speed
 from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.decide.decided import Action, Decision
-from mpjax._autocast.decide.states import FLOAT32, Kind, State, is_float32
+from mpjax._autocast.decide.states import FLOAT32, Kind, State
 from mpjax._autocast.eight_bits import delayed
 from mpjax._autocast.product import precision
 from mpjax._autocast.run import (
@@ -31,6 +31,7 @@ from mpjax._base import compat
 from mpjax._jaxpr.binding import bind, written_at
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import OP_RULES, PRODUCTS, OpClass
+from mpjax._jaxpr.sizes import is_float32
 
 
 class Interpreter:

@@ -16,12 +16,14 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from mpjax._autocast import product
-from mpjax._autocast.decide import states, traits
-from mpjax._autocast.decide.states import FLOAT32, is_float32
+from mpjax._autocast.decide.states import FLOAT32
+from mpjax._autocast.known import traits
 from mpjax._base import compat
 from mpjax._base.own_primitives import own_primitive
+from mpjax._jaxpr import sizes
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.identity import in_front
+from mpjax._jaxpr.sizes import is_float32
 
 _LOW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
@@ -30,7 +32,7 @@ def is_summed(eqn: Eqn) -> bool:
     """Whether the transpose of an operation is a sum, or JAX writes it as one: of a gather."""
     name = eqn.primitive.name
     if name == "broadcast_in_dim":
-        return states.copies(eqn) > 2  # a sum of two terms is rounded once in any dtype
+        return sizes.copies(eqn) > 2  # a sum of two terms is rounded once in any dtype
     if eqn.params.get("unique_indices") and name == "gather":
         return False  # each element is read at most once, so that its cotangent is no sum
     return name in traits.REPEATS or name in traits.SELECTS

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mpjax._autocast.decide import traits
-from mpjax._autocast.decide.states import is_float32, size
+from mpjax._autocast.known import traits
 from mpjax._autocast.speed import lowerings
 from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.sizes import is_float32, size
 
 _STEPS: dict[str, Callable[[Any, Any], Any]] = {
     "add": operator.add,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mpjax._autocast.decide import traits
-from mpjax._autocast.decide.states import Kind, State, copies, size
+from mpjax._autocast.decide.states import Kind, State
+from mpjax._autocast.known import traits
 from mpjax._autocast.speed import exact, linear, passes
 from mpjax._autocast.speed.hints import hint
 from mpjax._autocast.speed.storage import CONVOLUTION, bends, ends_a_kernel
@@ -18,6 +18,7 @@ from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import MOVES, only_moves
+from mpjax._jaxpr.sizes import copies, size
 
 _NOTHING: frozenset[Any] = frozenset()
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from mpjax._autocast.decide import states, traits
+from mpjax._autocast.decide import states
+from mpjax._autocast.known import traits
 from mpjax._autocast.speed import lowerings
 from mpjax._base import compat
 from mpjax._jaxpr import structure

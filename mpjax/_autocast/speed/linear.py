@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mpjax._autocast.decide import traits
 from mpjax._autocast.decide.states import WIDE, Kind, State
+from mpjax._autocast.known import traits
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from mpjax._autocast.decide import traits
-from mpjax._autocast.decide.states import Kind, State, fits, of_literal, size
+from mpjax._autocast.decide.states import Kind, State, fits, of_literal
+from mpjax._autocast.known import traits
 from mpjax._autocast.speed import exact, linear, passes, rows, storage
 from mpjax._autocast.speed.cuts import Cuts
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import only_moves
+from mpjax._jaxpr.sizes import size
 
 _SMALL = 1024  # elements: below this a group costs more to wrap than it saves
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from mpjax._autocast.decide import traits
+from mpjax._autocast.known import traits
 from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn

@@ -12,8 +12,8 @@ from typing import Any
 
 from jax.interpreters import mlir
 
-from mpjax._autocast.decide.states import size
 from mpjax._autocast.speed.hints import hint
+from mpjax._jaxpr.sizes import size
 
 _PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution")
 

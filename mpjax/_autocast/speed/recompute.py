@@ -15,12 +15,13 @@ from typing import Any
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from mpjax._autocast.decide import traits
-from mpjax._autocast.decide.states import SMALLER, size
+from mpjax._autocast.decide.states import SMALLER
+from mpjax._autocast.known import traits
 from mpjax._autocast.speed import lowerings, passes, storage
 from mpjax._autocast.speed.hints import hint
 from mpjax._autocast.speed.marks import FusedGroup
 from mpjax._base import compat
+from mpjax._jaxpr.sizes import size
 
 Function = Callable[..., list[Any]]
 Apart = Callable[[Sequence[Any]], list[Any]]

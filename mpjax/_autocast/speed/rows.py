@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mpjax._autocast.decide.states import size
 from mpjax._autocast.speed import storage
 from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn, Jaxpr
+from mpjax._jaxpr.sizes import size
 
 _ROW = 2**14  # elements: of longer rows XLA:GPU makes several kernels, which may share statistics
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._autocast.decide import traits
 from mpjax._autocast.decide.may import norms
-from mpjax._autocast.decide.states import SMALLER, Kind, State, size
+from mpjax._autocast.decide.states import SMALLER, Kind, State
+from mpjax._autocast.known import traits
 from mpjax._autocast.speed import exact, linear
 from mpjax._autocast.speed.centred import Centred
 from mpjax._autocast.speed.hints import hint
@@ -25,6 +25,7 @@ from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
 from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import OP_RULES, OpClass, only_moves
+from mpjax._jaxpr.sizes import size
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 CONVOLUTION = "conv_general_dilated"

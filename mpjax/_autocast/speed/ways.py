@@ -12,8 +12,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._autocast.decide import traits
 from mpjax._autocast.decide.states import State
+from mpjax._autocast.known import traits
 from mpjax._autocast.speed import centred, curves, lowerings, moves, passes, picks
 from mpjax._autocast.speed.curves import widened
 from mpjax._autocast.speed.marks import FusedGroup, low_cotangent, stored_dtype

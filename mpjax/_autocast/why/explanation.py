@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mpjax._autocast.decide import scopes
+from mpjax._autocast.known import scopes
 from mpjax._autocast.why.provenance import FUSED, ROUNDED
 from mpjax._base.dtypes import short_name
 from mpjax._base.shown import Shown, html_table, size

@@ -14,23 +14,17 @@ import jax.numpy as jnp
 
 from mpjax._autocast import speed
 from mpjax._autocast.arrange.plan import Plan
-from mpjax._autocast.decide import (
-    named_attention,
-    reads,
-    reasons,
-    scopes,
-    states,
-    traits,
-)
+from mpjax._autocast.decide import named_attention, reads, reasons, states
 from mpjax._autocast.decide.decided import Action, Decision
 from mpjax._autocast.decide.reasons import By
 from mpjax._autocast.decide.states import FLOAT32, Kind
 from mpjax._autocast.eight_bits import quantized
+from mpjax._autocast.known import scopes, traits
 from mpjax._autocast.why import readers
 from mpjax._base import compat
 from mpjax._base.dtypes import short_name
 from mpjax._base.own_primitives import is_own
-from mpjax._jaxpr import structure
+from mpjax._jaxpr import sizes, structure
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import EXACT, OP_RULES, SILENT, OpClass, only_moves, op_class
 
@@ -160,7 +154,7 @@ class _ReasonWalk:
     ) -> Causes:
         eqn = decision.eqn
         inherited = next((c for c in operands if c is not None), None)
-        if not any(map(states.is_float32, eqn.outvars)):
+        if not any(map(sizes.is_float32, eqn.outvars)):
             self.foreign(plan, eqn, module, asking)
             return [None] * len(eqn.outvars)
         wide = [plan.states[v].kind == Kind.WIDE for v in eqn.outvars]

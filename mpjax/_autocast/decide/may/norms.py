@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mpjax._autocast.decide import activations, traits
-from mpjax._autocast.decide.states import copies
+from mpjax._autocast.decide import activations
+from mpjax._autocast.known import traits
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
 from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import PRODUCTS, only_moves
+from mpjax._jaxpr.sizes import copies
 
 
 def results(eqns: Sequence[Eqn]) -> frozenset[Any]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpjax._autocast.decide import fact_flags, facts, reads, scopes
-from mpjax._autocast.decide.contraction import holds_product
+from mpjax._autocast.decide import reads
 from mpjax._autocast.decide.must.steps import Steps
 from mpjax._autocast.decide.states import Kind, State
+from mpjax._autocast.known import fact_flags, facts, scopes
+from mpjax._autocast.known.contraction import holds_product
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn, Jaxpr
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mpjax._autocast.decide import traits
-from mpjax._autocast.decide.contraction import is_product
+from mpjax._autocast.known import traits
+from mpjax._autocast.known.contraction import is_product
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program

@@ -13,9 +13,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._autocast.decide import fact_flags, facts, traits
-from mpjax._autocast.decide.contraction import is_of_small_matrices
 from mpjax._autocast.decide.reads import AGAIN, CANCELS, DIFFERENCE, EXACT, NEAR, TESTED
+from mpjax._autocast.known import fact_flags, facts, traits
+from mpjax._autocast.known.contraction import is_of_small_matrices
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
 

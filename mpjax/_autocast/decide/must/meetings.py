@@ -9,12 +9,13 @@ its readers. These are counted as if calls were inlined and moves, such as a res
 
 from __future__ import annotations
 
-from mpjax._autocast.decide import fusible, traits
+from mpjax._autocast.decide import fusible
 from mpjax._autocast.decide.reads import APART, COTANGENTS, MEET, READ
-from mpjax._autocast.decide.states import is_float32
+from mpjax._autocast.known import traits
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES
+from mpjax._jaxpr.sizes import is_float32
 
 _OWN_KERNEL = (traits.SELECTS | traits.RUNNING) - traits.FUSIBLE - traits.UPDATES
 

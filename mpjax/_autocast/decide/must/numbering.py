@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax._autocast.decide import contraction, scopes, traits
 from mpjax._autocast.decide.decided import Decided, Decision
-from mpjax._autocast.decide.states import is_float32, size
+from mpjax._autocast.known import contraction, scopes, traits
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn, params_key
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
+from mpjax._jaxpr.sizes import is_float32, size
 
 _JOINS = traits.JOINS | {"pad", "dynamic_update_slice", "scatter"}
 _MOVES = (MOVES | _JOINS) - {"neg", "abs", "sign"}

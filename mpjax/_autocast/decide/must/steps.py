@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mpjax._autocast.decide import fact_flags, facts, reads, states
+from mpjax._autocast.decide import reads, states
 from mpjax._autocast.decide.states import Kind, State
+from mpjax._autocast.known import fact_flags, facts
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn, Jaxpr
 

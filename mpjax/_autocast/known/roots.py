@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from mpjax._autocast.decide import traits
+from mpjax._autocast.known import traits
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn, params_key
 

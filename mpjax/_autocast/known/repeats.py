@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mpjax._autocast.decide import roots, traits
-from mpjax._autocast.decide.fact_flags import CONSTANT, DERIVED, PRODUCT, SCALAR
-from mpjax._autocast.decide.states import is_float32, size
+from mpjax._autocast.known import roots, traits
+from mpjax._autocast.known.fact_flags import CONSTANT, DERIVED, PRODUCT, SCALAR
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES
+from mpjax._jaxpr.sizes import is_float32, size
 
 _EVERY = -1
 _MOST = 8

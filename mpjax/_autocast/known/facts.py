@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mpjax._autocast.decide import contraction, fact_flags, repeats, scopes, traits
-from mpjax._autocast.decide import roots as made_of
-from mpjax._autocast.decide.fact_flags import (
+from mpjax._autocast.known import contraction, fact_flags, repeats, scopes, traits
+from mpjax._autocast.known import roots as made_of
+from mpjax._autocast.known.fact_flags import (
     BY_A_CONSTANT,
     BY_DATA,
     CONSTANT,
@@ -25,13 +25,13 @@ from mpjax._autocast.decide.fact_flags import (
     REPEATED,
     SCALAR,
 )
-from mpjax._autocast.decide.roots import Term
-from mpjax._autocast.decide.states import is_float32, size
+from mpjax._autocast.known.roots import Term
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
 from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, only_moves
+from mpjax._jaxpr.sizes import is_float32, size
 
 _MOST_ROOTS, _MOST_TERMS = 8, 8
 _EPSILON = 1 / 64

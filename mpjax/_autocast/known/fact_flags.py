@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mpjax._autocast.decide import traits
-from mpjax._autocast.decide.states import copies
+from mpjax._autocast.known import traits
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES
+from mpjax._jaxpr.sizes import copies
 
 CONSTANT = 1
 """No float argument went into it: a literal, a mask, a one-hot label."""
