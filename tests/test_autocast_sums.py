@@ -14,6 +14,7 @@ from flax import nnx
 from jax import lax
 
 from mpjax import Policy, autocast
+from mpjax._jaxpr import sizes
 
 KEY = jax.random.key(0)
 X = normal(0, 6, 8)
@@ -355,7 +356,7 @@ def test_only_a_sum_of_two_is_rounded_as_it_is_added_up(monkeypatch):
     assert len(low_sums(loss(2), X, W)) == 1
     assert low_sums(loss(3), X, W) == []
     got = loss(2)(X, W)
-    monkeypatch.setattr(states, "copies", lambda eqn: 3)
+    monkeypatch.setattr(sizes, "copies", lambda eqn: 3)
     assert low_sums(loss(2), X, W) == []
     for a, b in zip(got, loss(2)(X, W), strict=True):
         assert jnp.array_equal(a, b)
