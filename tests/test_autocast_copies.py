@@ -65,6 +65,16 @@ def a_ratio(dot):
 
 
 @_head(WRITTEN_TWICE, params=_FOUR)
+def a_reciprocal(dot):
+    def loss(p, x):
+        first, second = (jax.nn.log_softmax(_apply(dot, p, x)) for _ in range(2))
+        ratio = jnp.exp(first) * jnp.exp(-lax.stop_gradient(second))
+        return jnp.mean(jnp.abs(ratio - 1) + ratio * jnp.sin(first))
+
+    return loss
+
+
+@_head(WRITTEN_TWICE, params=_FOUR)
 def in_two_jits(dot):
     @jax.jit
     def net(p, x):
@@ -163,6 +173,18 @@ THE_SAME = {
         - lax.cond(x[0, 0] > 0, _net_of, lambda *args: _net_of(*args), x, w, v),
     "a ratio": lambda x, w, v: _net_of(x, w, v) / _net_of(x, w, v),
     "sums over an axis": lambda x, w, v: _net_of(x, w, v).sum(1) - (2 * _net_of(x, w, v)).sum(1),
+    "a negated copy": lambda x, w, v: -_net_of(x, w, v) + _net_of(x, w, v),
+    "a copy times a negative": lambda x, w, v: 0.5 * _net_of(x, w, v) + -0.5 * _net_of(x, w, v),
+    "times a reciprocal": lambda x, w, v: _net_of(x, w, v) * (1 / _net_of(x, w, v)),
+    "times a negative power": lambda x, w, v: _net_of(x, w, v) * _net_of(x, w, v) ** -1,
+    "times a negative exponential": lambda x, w, v: jnp.exp(_net_of(x, w, v))
+        * jnp.exp(-_net_of(x, w, v)),
+    "squares, one of a negated": lambda x, w, v: jnp.square(-_net_of(x, w, v))
+        - jnp.square(_net_of(x, w, v)),
+    "in two losses of each example": lambda x, w, v: jnp.mean(
+        _net_of(x, w, v)[:, 0] - 0.1 * _net_of(x, w, v).sum(1)),
+    "weighted by what may be negative": lambda x, w, v: _net_of(x, w, v) * x[0]
+        + _net_of(x, w, v) * -x[0],
     "one layer of two": lambda x, w, v: (lambda h: jnp.tanh(h @ v) - jnp.sin(h @ v))(x @ w),
 }
 OTHER = {
@@ -180,6 +202,7 @@ OTHER = {
     "another choice": lambda x, w, v: _net_of(x, w, v)
         - lax.cond(x[0, 0] > 0, _net_of, lambda *_: x, x, v, w),
     "two losses": lambda x, w, v: _net_of(x, w, v).mean() - 0.1 * _net_of(x, w, v).var(),
+    "both negated": lambda x, w, v: -_net_of(x, w, v) - jnp.square(_net_of(x, w, v)),
     "terms of a sum": lambda x, w, v: _net_of(x, w, v) + jnp.abs(_net_of(x, w, v)),
     "copies that never meet": lambda x, w, v: (_net_of(x, w, v), _net_of(x, w, v)),
     "a checkpoint, differentiated": lambda x, w, v: jax.grad(

@@ -7,6 +7,7 @@ bodies give the same results. Random bits of one key are equal, too.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,8 +26,22 @@ _MOVES = (MOVES | _JOINS) - {"neg", "abs", "sign"}
 """They may give back the elements that they were given, in the same places."""
 _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
 
-Copies = frozenset[tuple[int, int]]
-"""Products, each by its number and its place in the walk."""
+_COMBINES = traits.ADDS | {"mul", "div"}
+"""Where two copies may cancel: with opposite signs, as in `a - b`, `a + (-b)` and `a * (1 / b)`."""
+_SCALES = frozenset({"mul", "div", "pow"})  # by something negative, unless it is a known number
+_INVERTS = frozenset({"neg", "rsqrt"})
+_EVEN = frozenset({"abs", "square", "cos", "cosh"})
+
+
+class Copy(NamedTuple):
+    """A product that is computed at several places, as a value is made of it."""
+
+    number: int
+    place: int  # in the walk
+    opposite: bool = False  # the value falls where the product grows: negated, or divided by
+
+
+Copies = frozenset[Copy]
 _NONE: Copies = frozenset()
 
 
@@ -233,14 +248,23 @@ class Numbering:
         """Returns the repeated products behind an operation, and notes where copies meet."""
         name = eqn.primitive.name
         if contracts(eqn):
-            return frozenset({(made[0], len(self.visits))} if made[0] in self._repeated else ())
+            is_one = made[0] in self._repeated
+            return frozenset({Copy(made[0], len(self.visits))} if is_one else ())
         if name in traits.STATISTIC and not eqn.outvars[0].aval.shape:
             return _NONE  # a loss: another one, of the other copy, cancels nothing
-        if name in ("sub", "div") and not (self._in_derivative or scopes.is_transposed(eqn)):
-            first, second = (v.copies for v in operands)
-            if _differ(first, second):
-                self.meeting.update(compat.variables(eqn))
-        return _union(operands)
+        copies = [v.copies for v in operands]
+        if name in _EVEN or (name == "integer_pow" and eqn.params["y"] % 2 == 0):
+            copies = [frozenset(c._replace(opposite=False) for c in each) for each in copies]
+        if name in ("sub", "div"):
+            copies[1] = _inverted(copies[1])
+        if name in _INVERTS or _is_by_a_negative(eqn):
+            copies = list(map(_inverted, copies))
+        is_forward = not (self._in_derivative or scopes.is_transposed(eqn))
+        if name in _COMBINES and is_forward and _cancel(*copies):
+            self.meeting.update(compat.variables(eqn))
+        union = _NONE.union(*copies)
+        has_sign = name not in _SCALES or any(map(compat.is_literal, eqn.invars))
+        return union if has_sign else union | _inverted(union)
 
 
 def contracts(eqn: Eqn) -> bool:
@@ -252,12 +276,24 @@ def _union(values: Iterable[Value]) -> Copies:
     return _NONE.union(*(v.copies for v in values))
 
 
-def _differ(first: Copies, second: Copies) -> bool:
-    """Whether two values are made of one product, computed at different places."""
-    if first == second:
-        return False
-    common = {n for n, _ in first} & {n for n, _ in second}
-    return any(n in common for n, _ in first ^ second)
+def _inverted(copies: Copies) -> Copies:
+    return frozenset(c._replace(opposite=not c.opposite) for c in copies)
+
+
+def _is_by_a_negative(eqn: Eqn) -> bool:
+    """Whether an equation multiplies by a negative number, or has a negative power."""
+    if eqn.primitive.name == "integer_pow":
+        return eqn.params["y"] < 0
+    literals = [v for v in eqn.invars if compat.is_literal(v) and is_float32(v)]
+    return eqn.primitive.name in _SCALES and any(v.val < 0 for v in literals)
+
+
+def _cancel(first: Copies, second: Copies) -> bool:
+    """Whether two values are of one product, computed at two places, with opposite signs."""
+    return any(
+        a.number == b.number and a.place != b.place and a.opposite != b.opposite
+        for a, b in itertools.product(first, second)
+    )
 
 
 def _is_barrier(eqn: Eqn) -> bool:
