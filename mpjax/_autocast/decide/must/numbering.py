@@ -26,7 +26,7 @@ _MOVES = (MOVES | _JOINS) - {"neg", "abs", "sign"}
 """They may give back the elements that they were given, in the same places."""
 _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
 
-_COMBINES = traits.ADDS | {"mul", "div"}
+_COMBINES = frozenset({"add", "sub", "mul", "div"})
 """Where two copies may cancel: with opposite signs, as in `a - b`, `a + (-b)` and `a * (1 / b)`."""
 _SCALES = frozenset({"mul", "div", "pow"})  # by something negative, unless it is a known number
 _INVERTS = frozenset({"neg", "rsqrt"})
@@ -38,7 +38,7 @@ class Copy(NamedTuple):
 
     number: int
     place: int  # in the walk
-    opposite: bool = False  # the value falls where the product grows: negated, or divided by
+    opposite: bool | None = False  # negated, or divided by; None: scaled by an unknown number
 
 
 Copies = frozenset[Copy]
@@ -260,11 +260,11 @@ class Numbering:
         if name in _INVERTS or _is_by_a_negative(eqn):
             copies = list(map(_inverted, copies))
         is_forward = not (self._in_derivative or scopes.is_transposed(eqn))
-        if name in _COMBINES and is_forward and _cancel(*copies):
+        if name in _COMBINES and is_forward and _cancel(name, *copies):
             self.meeting.update(compat.variables(eqn))
         union = _NONE.union(*copies)
         has_sign = name not in _SCALES or any(map(compat.is_literal, eqn.invars))
-        return union if has_sign else union | _inverted(union)
+        return union if has_sign else frozenset(c._replace(opposite=None) for c in union)
 
 
 def contracts(eqn: Eqn) -> bool:
@@ -277,7 +277,9 @@ def _union(values: Iterable[Value]) -> Copies:
 
 
 def _inverted(copies: Copies) -> Copies:
-    return frozenset(c._replace(opposite=not c.opposite) for c in copies)
+    return frozenset(
+        c if c.opposite is None else c._replace(opposite=not c.opposite) for c in copies
+    )
 
 
 def _is_by_a_negative(eqn: Eqn) -> bool:
@@ -288,12 +290,16 @@ def _is_by_a_negative(eqn: Eqn) -> bool:
     return eqn.primitive.name in _SCALES and any(v.val < 0 for v in literals)
 
 
-def _cancel(first: Copies, second: Copies) -> bool:
-    """Whether two values are of one product, computed at two places, with opposite signs."""
-    return any(
-        a.number == b.number and a.place != b.place and a.opposite != b.opposite
-        for a, b in itertools.product(first, second)
-    )
+def _cancel(name: str, first: Copies, second: Copies) -> bool:
+    """Whether two values are of one product, computed at two places, with opposite signs.
+
+    An unknown sign may be the opposite one, but in `mul`: derivatives multiply by all kinds.
+    """
+    if {c[:2] for c in first} == {c[:2] for c in second}:
+        return False  # of the same copies, as a value and its mean
+    pairs = itertools.product(first, second)
+    signs = [{a.opposite, b.opposite} for a, b in pairs if a[0] == b[0] and a.place != b.place]
+    return {True, False} in signs or (name != "mul" and any(None in both for both in signs))
 
 
 def _is_barrier(eqn: Eqn) -> bool:
