@@ -1,6 +1,7 @@
 """In which kernels a step spends its time, from JAX's profiler."""
 
 import collections
+import functools
 import gzip
 import json
 import pathlib
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 
 from .clock import Timed
-from .jobs import Row
+from .jobs import Row, attempted
 
 STEPS = 3
 MOST = 12  # kinds of kernels that a row shows; the others are one sum
@@ -44,7 +45,11 @@ def by_kind(timed: Timed) -> dict[str, float]:
 def add_busy(rows: dict[str, Row], prepared: dict[str, Timed]) -> None:
     """Writes into each row that has a time how many milliseconds of a step kernels run."""
     for name in (name for name in prepared if "ms" in rows.get(name, ())):
-        rows[name]["busy_ms"] = sum(by_kind(prepared[name]).values())
+        spent = attempted(functools.partial(by_kind, prepared[name]))
+        if isinstance(spent, Exception):  # the clock's times stand without the profiler's
+            rows[name]["profiler"] = str(spent)
+        else:
+            rows[name]["busy_ms"] = sum(spent.values())
 
 
 def _events(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -61,9 +66,8 @@ def summed(events: list[dict[str, Any]]) -> dict[str, float]:
     streams = {place for place, name in threads.items() if name.startswith("Stream")}
     total: collections.Counter[str] = collections.Counter()
     for e in events:
-        is_here = (
-            (e.get("pid"), e.get("tid")) in streams if streams else "hlo_op" in e.get("args", ())
-        )
+        place = e.get("pid"), e.get("tid")
+        is_here = place in streams if streams else "hlo_op" in e.get("args", ())
         if e.get("ph") == "X" and is_here:
             total[kind(e["name"])] += e["dur"] / 1e3 / STEPS
     if not total:

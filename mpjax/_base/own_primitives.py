@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from jax.extend.core import Primitive
 
+GPUS = ("cuda", "rocm")
+"""The platforms for which a primitive is lowered as for a GPU."""
+
 _computing: dict[Primitive, bool] = {}
 
 

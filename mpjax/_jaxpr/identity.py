@@ -15,8 +15,6 @@ from jax.interpreters import ad, batching, mlir
 from mpjax._base import compat
 from mpjax._base.own_primitives import own_primitive
 
-GPUS = ("cuda", "rocm")
-
 
 def identity_primitive(name: str, platforms: dict[str, Callable[[Any], Any]]) -> Primitive:
     """Returns an identity that some platforms lower to another program with the same result."""

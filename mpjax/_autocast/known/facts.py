@@ -331,9 +331,7 @@ class _Walk:
             roots = roots.union(*(f.roots for f in floats[1:]))
         if eqn.primitive.name in _PARTS and size(out.aval.shape) != size(eqn.invars[0].aval.shape):
             roots = self.part(eqn, roots, out)
-        if len(roots) > _MOST_ROOTS:
-            roots = self.root()
-        terms = self.terms(eqn, floats)
+        roots, terms = self.few(roots), self.terms(eqn, floats)
         return Fact(flags | _if_number(out), 0.0, math.inf, roots, terms)
 
     def few(self, roots: made_of.Roots) -> made_of.Roots:

@@ -19,9 +19,8 @@ from jax.interpreters import ad, batching, mlir
 
 from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat
-from mpjax._base.own_primitives import own_primitive
+from mpjax._base.own_primitives import GPUS, own_primitive
 from mpjax._jaxpr.axes import Axes
-from mpjax._jaxpr.identity import GPUS
 
 # -- scales as those of a matrix ---------------------------------------------------------------
 

@@ -21,10 +21,10 @@ from jax.interpreters import ad, batching, mlir
 from mpjax._autocast.speed import windows
 from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat
-from mpjax._base.own_primitives import own_primitive
+from mpjax._base.own_primitives import GPUS, own_primitive
 from mpjax._jaxpr import binding
 from mpjax._jaxpr.equation import Eqn
-from mpjax._jaxpr.identity import GPUS, lower_on
+from mpjax._jaxpr.identity import lower_on
 
 _SELECTS = {"reduce_window_max": lax.ge_p, "reduce_window_min": lax.le_p}
 _WINDOW = ("window_dimensions", "window_strides", "padding")
