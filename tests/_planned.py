@@ -10,15 +10,14 @@ from mpjax._autocast import api
 from mpjax._autocast.decide import demand, may, reads, states
 from mpjax._autocast.decide.decided import Action, Settings
 from mpjax._autocast.decide.may import norms
-from mpjax._autocast.decide.must import carries
-from mpjax._autocast.known import facts
+from mpjax._autocast.known import facts, ways
 from mpjax._jaxpr.op_rules import parse_rules
 
 Kind = states.Kind
 # fmt: off
 __all__ = [  # the one door of tests to what is decided, and to how
     "Planned", "dtypes", "plan_of",
-    "api", "carries", "demand", "facts", "may", "norms", "reads", "states",
+    "api", "demand", "facts", "may", "norms", "reads", "states", "ways",
     "Action", "Kind", "Settings",
 ]
 # fmt: on

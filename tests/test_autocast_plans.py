@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _planned import Action, Kind, Planned, carries, demand, facts, reads, states
+from _planned import Action, Kind, Planned, demand, facts, reads, states, ways
 from jax import lax
 
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
@@ -279,7 +279,10 @@ def test_direct_paths_stop_at_products_and_bounded_functions():
         return a + 1, jnp.tanh(b) + a, c @ e, jnp.logaddexp(d, a), (b * d).sum()
 
     closed = jax.make_jaxpr(fun)(W, W, W, W, W)
-    assert [sorted(places) for places in carries.direct(closed)] == [[0], [0], [], [0, 3], [1, 3]]
+    made = ways.of_program(closed)
+    assert [ways.places(way.direct) for way in made] == [[0], [0], [], [0, 3], [1, 3]]
+    assert [ways.places(way.all) for way in made] == [[0], [0, 1], [2, 4], [0, 3], [1, 3]]
+    assert [ways.places(way.by_product) for way in made] == [[], [], [2, 4], [], []]
 
 
 # -- how values are read ---------------------------------------------------------------------------

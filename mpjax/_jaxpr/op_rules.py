@@ -429,3 +429,9 @@ def _unknown(name: Any) -> str:
 def only_moves(eqn: Eqn) -> bool:
     """Whether an equation leaves the values of elements as they are: a reshape, a slice."""
     return eqn.primitive.name in MOVES
+
+
+def hands_on_each(eqn: Eqn) -> bool:
+    """Whether each result is made of one operand: a barrier, a collective of several arrays."""
+    count = len(eqn.outvars)
+    return only_moves(eqn) and len(eqn.invars) == count > 1 and eqn.primitive.name != "sort"

@@ -15,7 +15,6 @@ from typing import Any
 from mpjax._autocast.decide import control, fusible, named_attention, reasons
 from mpjax._autocast.decide.activations import is_activation
 from mpjax._autocast.decide.must import conditioned, meetings
-from mpjax._autocast.decide.must.carries import direct
 from mpjax._autocast.decide.reads import (
     ABSOLUTE,
     AGAIN,
@@ -34,7 +33,7 @@ from mpjax._autocast.decide.reads import (
     UNROUNDED,
     WHOLE,
 )
-from mpjax._autocast.known import contraction, facts, scopes, traits
+from mpjax._autocast.known import contraction, facts, scopes, traits, ways
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
@@ -179,8 +178,8 @@ def _of_product(eqn: Eqn, union: int, later: int) -> list[int]:
 def _of_activation(eqn: Eqn, outs: list[int], inside: list[int]) -> list[int]:
     """An activation is one operation: what it reads inside is not read by a product outside."""
     wants = [w & (LATER | FORWARD | UNROUNDED | COTANGENTS) for w in inside]
-    for out, places in zip(outs, direct(structure.single_program(eqn)), strict=True):
-        for i in places:
+    for out, made in zip(outs, ways.of_equation(eqn), strict=True):
+        for i in ways.places(made.direct):
             wants[i] |= out & FULL
     return wants
 
@@ -208,19 +207,3 @@ def inside(
 ) -> dict[Any, int]:
     """Returns the flags of each variable of a program, given the facts of its inputs."""
     return of(compat.closed(program).jaxpr, wants, demanded, facts.inside(program, given))
-
-
-@by_program
-def dependencies(jaxpr: Any) -> tuple[frozenset[int], ...]:
-    """Returns, for each output of a jaxpr, the inputs that it depends on, by their places."""
-    opened = compat.closed(jaxpr).jaxpr
-    inputs_of: dict[Any, frozenset[int]] = {v: frozenset({i}) for i, v in enumerate(opened.invars)}
-
-    def of(atoms: Sequence[Any]) -> frozenset[int]:
-        known = [inputs_of[v] for v in atoms if not compat.is_literal(v) and v in inputs_of]
-        return frozenset[int]().union(*known)
-
-    for eqn in opened.eqns:
-        union = of(eqn.invars)
-        inputs_of.update((v, union) for v in eqn.outvars)
-    return tuple(of([v]) for v in opened.outvars)

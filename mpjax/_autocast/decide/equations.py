@@ -18,11 +18,11 @@ from mpjax._autocast.decide import control, demand, fusible, named_attention, re
 from mpjax._autocast.decide.activations import is_activation
 from mpjax._autocast.decide.decided import Action, Decided, Decision, Outside, Settings
 from mpjax._autocast.decide.may import norms
-from mpjax._autocast.decide.must import carries, conditioned
+from mpjax._autocast.decide.must import conditioned
 from mpjax._autocast.decide.reasons import By, Reason
 from mpjax._autocast.decide.rounding import Rounding
 from mpjax._autocast.decide.states import FLOAT32, Kind, State
-from mpjax._autocast.known import contraction, facts, scopes, traits
+from mpjax._autocast.known import contraction, facts, scopes, traits, ways
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
@@ -68,7 +68,7 @@ class Planner(Rounding):
             self.output_state(v, w, self.steps.maker(v))
             for v, w in zip(self.jaxpr.outvars, self.wants, strict=True)
         )
-        self.changed |= any(s.kind == Kind.LOW for s in (*self.in_states, *out_states))
+        self.changed |= any(s.kind == Kind.LOW for s in (*self.states.values(), *out_states))
         return Decided(
             self.program,
             self.settings,
@@ -307,7 +307,7 @@ class Planner(Rounding):
         operands = tuple(self.state(v) for v in eqn.invars)
         low = self.low_dtype(eqn, self.settings_at(eqn))
         if low is None or fusible.operations(eqn) & settings.held_full:
-            made = [states.full(of) for of in _read_by_each_result(eqn, operands)]
+            made = [states.full(_picked(operands, way.all)) for way in ways.of_equation(eqn)]
         elif is_activation(eqn):
             made = self.of_activation(eqn, operands, settings)
         else:
@@ -325,10 +325,10 @@ class Planner(Rounding):
     ) -> list[State]:
         """An activation takes the dtype of its operands, as one operation."""
         made: list[State] = []
-        handed_on = carries.direct(structure.single_program(eqn))
-        for places, of in zip(handed_on, _read_by_each_result(eqn, operands), strict=True):
-            state = states.follow(self.as_followed(eqn, of), widest=settings.widest)
-            if any(operands[i].is_state for i in places):
+        for way in ways.of_equation(eqn):
+            read = self.as_followed(eqn, _picked(operands, way.all))
+            state = states.follow(read, widest=settings.widest)
+            if any(s.is_state for s in _picked(operands, way.direct)):
                 state = states.keep(state)
             elif state.kind != Kind.CONSTANT:
                 state = states.unkept(state)
@@ -380,10 +380,8 @@ def _bodies(eqn: Eqn, call: control.CallPlan) -> list[Decided]:
     return [p for part, p in zip(parts, call.plans, strict=True) if not part.is_condition]
 
 
-def _read_by_each_result(eqn: Eqn, operands: Sequence[State]) -> list[list[State]]:
-    """Returns the states of the operands that each result of a function depends on."""
-    program = structure.single_program(eqn)
-    return [[operands[i] for i in sorted(places)] for places in demand.dependencies(program)]
+def _picked(operands: Sequence[State], inputs: int) -> list[State]:
+    return [operands[i] for i in ways.places(inputs)]
 
 
 def _unrounded_parts(name: str, operands: Sequence[State]) -> State | None:

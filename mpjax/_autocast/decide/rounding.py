@@ -217,7 +217,7 @@ class Rounding:
             state = self.as_read(maker, state, want | inside)
         if state.kind != Kind.LOW:
             return state
-        if want & (reads.FULL | reads.UNROUNDED):
+        if want & reads.FULL:
             return states.WIDE
         if want & reads.OUTPUT and not want & reads.PRODUCT:
             return states.WIDE  # rounding it would be seen and gain nothing

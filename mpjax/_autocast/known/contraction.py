@@ -7,10 +7,7 @@ a row, adds nothing up: it is elementwise, and its operands need not be rounded.
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from mpjax._base import compat
-from mpjax._jaxpr.caches import by_program
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 
@@ -63,13 +60,3 @@ def only_sums(eqn: Eqn) -> bool:
         v.aval.ndim == len(summed) + len(kept)
         for v, summed, kept in zip(eqn.invars, contracted, batch, strict=True)
     )
-
-
-def holds_product(eqn: Eqn) -> bool:
-    """Whether an equation is such a product, or holds a program with one."""
-    return is_product(eqn) or any(map(_multiplies, compat.programs(eqn)))
-
-
-@by_program
-def _multiplies(program: Any) -> bool:
-    return any(map(holds_product, compat.closed(program).jaxpr.eqns))

@@ -12,8 +12,7 @@ from typing import Any
 from mpjax._autocast.decide import reads
 from mpjax._autocast.decide.must.steps import Steps
 from mpjax._autocast.decide.states import Kind, State
-from mpjax._autocast.known import fact_flags, facts, scopes
-from mpjax._autocast.known.contraction import holds_product
+from mpjax._autocast.known import fact_flags, facts, scopes, ways
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn, Jaxpr
 
@@ -83,12 +82,15 @@ class Streams:
         made, by_products = {of}, set[Any]()
         for place in sorted(between):
             eqn = self._eqns[place]
-            operands = compat.variables(eqn)
-            if made.isdisjoint(operands):
+            if made.isdisjoint(compat.variables(eqn)):
                 continue
-            made.update(eqn.outvars)
-            if holds_product(eqn) or not by_products.isdisjoint(operands):
-                by_products.update(eqn.outvars)
+            for result, way in zip(eqn.outvars, ways.of_equation(eqn), strict=True):
+                if made.isdisjoint(ways.variables(eqn, way.all)):
+                    continue
+                made.add(result)
+                ends_in_a_product = not made.isdisjoint(ways.variables(eqn, way.by_product))
+                if ends_in_a_product or not by_products.isdisjoint(ways.variables(eqn, way.all)):
+                    by_products.add(result)
         return atom in by_products
 
 

@@ -18,7 +18,7 @@ from mpjax._autocast.known import contraction, scopes, traits
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn, params_key
-from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
+from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, hands_on_each
 from mpjax._jaxpr.sizes import is_float32, size
 
 _JOINS = traits.JOINS | {"pad", "dynamic_update_slice", "scatter"}
@@ -120,7 +120,7 @@ class Numbering:
             return self._call(eqn, operands, decision)
         if eqn.effects:
             return [self._fresh() for _ in eqn.outvars]
-        if name in _MOVES and _is_barrier(eqn):
+        if _is_barrier(eqn):
             return operands
         numbers = self._results(eqn, [v.number for v in operands])
         if name in PRODUCTS and (decision := decisions.get(eqn.outvars[0])) is not None:
@@ -303,13 +303,9 @@ def _cancel(name: str, first: Copies, second: Copies) -> bool:
 
 
 def _is_barrier(eqn: Eqn) -> bool:
-    """Whether an operation hands on each of its operands by itself."""
-    many = len(eqn.invars) == len(eqn.outvars) > 1
-    return (
-        many
-        and eqn.primitive.name not in traits.SELECTS
-        and all(a.aval.shape == b.aval.shape for a, b in zip(eqn.invars, eqn.outvars, strict=True))
-    )
+    """Whether each result of an operation is one of its operands, as it is."""
+    pairs = zip(eqn.invars, eqn.outvars, strict=False)
+    return hands_on_each(eqn) and all(a.aval.shape == b.aval.shape for a, b in pairs)
 
 
 def _is_one_turn(eqn: Eqn) -> bool:

@@ -11,9 +11,11 @@ from typing import Any
 
 from mpjax._autocast.decide import reads, states
 from mpjax._autocast.decide.states import Kind, State
-from mpjax._autocast.known import fact_flags, facts
+from mpjax._autocast.known import fact_flags, facts, ways
 from mpjax._base import compat
+from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn, Jaxpr
+from mpjax._jaxpr.op_rules import hands_on_each
 
 Relations = frozenset[tuple[int, int]]
 """Pairs of a program's inputs, by place: where it is called, the second was made of the first."""
@@ -108,12 +110,25 @@ class Steps:
         return any((place, other) in self._relations for other in places)
 
     def between(self, atom: Any, first: Any) -> set[Any]:
-        """Returns what a value was computed from, as far back as another."""
+        """Returns what a value was computed from, as far back as another.
+
+        A call is looked into, as if it were written out: one of its results need not depend on all
+        of its operands.
+        """
         place = self.places.get(first, -1)
         waiting, seen = [atom], {atom}
         while waiting:
-            maker = self.maker(waiting.pop())
-            new = set(compat.variables(maker)) - seen if maker is not None else set[Any]()
+            value = waiting.pop()
+            maker = self.maker(value)
+            new = set(_operands(maker, value)) - seen if maker is not None else set[Any]()
             seen |= new
             waiting += [v for v in new if self.places.get(v, -1) > place]
         return seen
+
+
+def _operands(maker: Eqn, result: Any) -> Iterable[Any]:
+    """Returns the variables from which an equation computes one of its results."""
+    if not structure.is_call(maker) and not hands_on_each(maker):
+        return compat.variables(maker)
+    made = ways.of_equation(maker)[maker.outvars.index(result)]
+    return ways.variables(maker, made.all)

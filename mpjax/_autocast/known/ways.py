@@ -1,0 +1,93 @@
+"""Of which inputs each output of a program is made, and how: directly, by a product, or else.
+
+Example: `f(a, b, c) = a + tanh(b @ c)` is made of all three, of `a` directly, and of `b` and `c` by
+a product. Found as if calls, branches and loops inside the program were written out.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mpjax._autocast.known import traits
+from mpjax._autocast.known.contraction import is_product
+from mpjax._base import compat
+from mpjax._jaxpr import structure
+from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.op_rules import hands_on_each
+
+
+class Ways(NamedTuple):
+    """Sets of a program's inputs, as integers: bit `i` stands for input `i`."""
+
+    all: int = 0  # it is made of these
+    direct: int = 0  # by a way without a product and without a bounded function, such as `tanh`
+    by_product: int = 0  # by a way through a product
+
+
+_NONE = Ways()
+
+
+def places(inputs: int) -> list[int]:
+    """Returns the places of the inputs in a set."""
+    return [i for i in range(inputs.bit_length()) if inputs >> i & 1]
+
+
+def variables(eqn: Eqn, operands: int) -> list[Any]:
+    """Returns the variables among a set of operands of an equation."""
+    atoms = [eqn.invars[i] for i in places(operands)]
+    return [v for v in atoms if not compat.is_literal(v)]
+
+
+@by_program
+def of_program(program: Any) -> tuple[Ways, ...]:
+    """Returns of which inputs each output of a jaxpr is made."""
+    jaxpr = compat.closed(program).jaxpr
+    known = dict(zip(jaxpr.invars, _each(len(jaxpr.invars)), strict=True))
+
+    def of(atom: Any) -> Ways:
+        return _NONE if compat.is_literal(atom) else known.get(atom, _NONE)
+
+    for eqn in jaxpr.eqns:
+        known.update(zip(eqn.outvars, _made(eqn, [of(v) for v in eqn.invars]), strict=True))
+    return tuple(map(of, jaxpr.outvars))
+
+
+def of_equation(eqn: Eqn) -> Sequence[Ways]:
+    """Returns of which operands each result of an equation is made."""
+    return _made(eqn, _each(len(eqn.invars)))
+
+
+def _each(count: int) -> list[Ways]:
+    return [Ways(1 << i, 1 << i) for i in range(count)]
+
+
+def _made(eqn: Eqn, operands: Sequence[Ways]) -> Sequence[Ways]:
+    if structure.is_call(eqn):
+        return structure.forward(eqn, operands, _through, _joined)
+    if hands_on_each(eqn):
+        return operands
+    every, direct, by_product = _joined(operands)
+    is_by_product = is_product(eqn)
+    if is_by_product or eqn.primitive.name in traits.BENDS:
+        direct = 0
+    return [Ways(every, direct, every if is_by_product else by_product)] * len(eqn.outvars)
+
+
+def _through(program: Any, inputs: Sequence[Ways]) -> list[Ways]:
+    return [_entered(made, inputs) for made in of_program(program)]
+
+
+def _entered(made: Ways, inputs: Sequence[Ways]) -> Ways:
+    """Returns the same of what the inputs are made of."""
+    every, _, by_product = _joined([inputs[i] for i in places(made.all)])
+    direct = _joined([inputs[i] for i in places(made.direct)]).direct
+    ended = _joined([inputs[i] for i in places(made.by_product)]).all
+    return Ways(every, direct, by_product | ended)
+
+
+def _joined(several: Sequence[Ways]) -> Ways:
+    return functools.reduce(lambda a, b: Ways(*map(operator.or_, a, b)), several, _NONE)
