@@ -253,3 +253,50 @@ def _check_decisions(net: Any, cut: Any, shapes: list[tuple[int, ...]]) -> None:
     args = [jnp.ones(shape) for shape in shapes]
     plans = [_told_of(functools.partial(net, how), args) for how in (lambda fun: fun, cut)]
     assert plans[0] == plans[1]
+
+
+# These make rows or copies of an input, of a table or of positions: no state that is changed.
+_COPIES = {"sort", "top_k", "max pooling", "concatenate", "dynamic_update_slice"}
+_PLACES = ["x", "x of f", "f"]
+_MOVED = [(m, p) for m in _cuts.MOVES for p in _PLACES if p != "x" or m not in _COPIES]
+
+
+@pytest.mark.parametrize(("move", "place"), _MOVED)
+def test_law_of_cutting_an_input_that_was_moved_is_changed_by_what_is_made_of_it(
+    move: str, place: str
+) -> None:
+    """`x + f(x)` is a state, float32 throughout, wherever `x` or `f(x)` was moved."""
+
+    def net(w: Any, up: Any, v: Any, x: Any) -> Any:
+        moves = [_cuts.MOVES[move] if p == place else (lambda x: x) for p in _PLACES]
+        state = moves[0](x) + moves[2](jnp.maximum(moves[1](x) @ up, 0) @ w)
+        return (jnp.maximum(state, 0) * state @ v).sum()
+
+    _kept, plan = plan_of(net, [jnp.ones(shape) for shape in [(16, 8), (8, 16), (8, 8), (4, 8)]])
+    assert _last_sum(plan).is_state
+
+
+@pytest.mark.parametrize("cut", [_by_call, _by_barrier, _by_checkpoint])
+def test_law_of_cutting_a_call_knows_of_which_inputs_its_operands_were_made(cut: Any) -> None:
+    """`h` is of another shape than `x`, and `x` comes in twice."""
+
+    def net(cut: Any, w: Any, up: Any, v: Any, x: Any) -> Any:
+        h = x @ up
+        state = cut(lambda x, h, y: (x + jnp.maximum(h, 0) @ w) * (1 + y))(x, h, x)
+        return (jnp.maximum(state, 0) * state @ v).sum()
+
+    _check_decisions(net, cut, [(16, 8), (8, 16), (8, 8), (4, 8)])
+
+
+def test_law_of_cutting_a_part_of_an_input_is_no_state_that_the_rest_changes() -> None:
+    def coupling(w: Any, v: Any, x: Any) -> Any:
+        y = x[:, :4] + jnp.maximum(x[:, 4:] @ w, 0)
+        return (jnp.maximum(y, 0) * y @ v).sum()
+
+    _kept, plan = plan_of(coupling, [jnp.ones(shape) for shape in [(4, 4), (4, 4), (4, 8)]])
+    assert not _last_sum(plan).is_state
+
+
+def _last_sum(plan: Any) -> Any:
+    sums = [d.eqn.outvars[0] for d in plan.decisions if d.eqn.primitive.name == "add"]
+    return plan.states[sums[-1]]

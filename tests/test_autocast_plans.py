@@ -114,7 +114,8 @@ def average(new):
         (lambda x, w: (x + jnp.tanh(x @ w)) @ w, states.KEPT),  # of an input, made of it
         (lambda x, w: (x + jnp.tanh(w[:4] @ w)) @ w, states.low(BF16)),  # a table of positions
         (lambda x, w: x + jnp.tanh(w[:4] @ w), states.WIDE),  # and no product comes later
-        (lambda x, w: (x[::-1] + jnp.tanh(x @ w)) @ w, states.low(BF16)),  # rows of an input
+        (lambda x, w: (x[::-1] + jnp.tanh(x @ w)) @ w, states.KEPT),  # the input, moved
+        (lambda x, w: (x[np.arange(4)] + jnp.tanh(x @ w)) @ w, states.low(BF16)),  # rows of it
         (lambda x, w: (x @ w + jnp.tanh(x @ w)) @ w, states.low(BF16)),  # a stream
         (lambda x, w: (x @ w + jnp.tanh(x @ w) / 32) @ w, states.KEPT),  # a small step
         (lambda x, w: (x @ w + jnp.tanh(x @ w) * 2**-5) @ w, states.KEPT),
@@ -130,7 +131,7 @@ def average(new):
         (lambda x, w: jnp.sin(residual(x @ w, w)) @ w, states.WIDE),  # which a sine reads
         (lambda x, w: jnp.tanh(average(x @ w)) @ w, states.WIDE),  # by no product
         (lambda x, w: residual(x[:2], w) @ w, states.KEPT),  # of a part of an input
-        (lambda x, w: jnp.tanh((x + 1.0) + jnp.exp(x @ w)) @ w, states.WIDE),
+        (lambda x, w: jnp.tanh((x + 1.0) + jnp.exp(x @ w)) @ w, states.KEPT),  # the input, shifted
     ],
 )
 def test_a_sum_is_a_state_a_stream_or_neither(fun, state):

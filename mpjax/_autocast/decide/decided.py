@@ -65,7 +65,7 @@ class Outside(NamedTuple):
 
     facts: tuple[Fact, ...] | None = None  # None: they have nothing in common
     ahead: tuple[bool, ...] = ()  # whether a product of the forward pass outside depends on each
-    relations: Relations = frozenset()
+    relations: Relations = ()
 
 
 NOTHING = Outside()

@@ -184,11 +184,6 @@ def _of_activation(eqn: Eqn, outs: list[int], inside: list[int]) -> list[int]:
     return wants
 
 
-def resizes(eqn: Eqn) -> bool:
-    """Whether an operation picks or repeats elements."""
-    return eqn.primitive.name in traits.RESIZES
-
-
 class Inner:
     """Says how the programs of an equation read their inputs."""
 

@@ -30,6 +30,9 @@ from mpjax._jaxpr.op_rules import COMPARISONS, OP_RULES, PRODUCTS, OpClass, op_c
 from mpjax._jaxpr.sizes import is_float32
 from mpjax._policies.policy import Policy
 
+_OTHERS = traits.RESIZES - traits.CUTS
+"""Of an input they make rows of a table or copies, as of positions: no state that is changed."""
+
 
 class Products(Protocol):
     """Decides which products of a program are in 8 bits: a `quantized.QuantizedProducts`."""
@@ -166,8 +169,8 @@ class Planner(Rounding):
         if len(eqn.outvars) > 1 and len(eqn.invars) == len(eqn.outvars):
             return self.keep(eqn, operands)  # optimization_barrier and collectives
         state = floats[0] if floats else states.FOREIGN
-        if state == states.INPUT and demand.resizes(eqn) and name not in traits.CUTS:
-            state = states.NEUTRAL  # rows of a table, or copies
+        if state == states.INPUT and name in _OTHERS:
+            state = states.NEUTRAL
         if state.kind == Kind.CONSTANT:
             state = states.arithmetic(name, [state]) if name in ("neg", "abs") else state
         return self.keep(eqn, [state] * len(eqn.outvars))

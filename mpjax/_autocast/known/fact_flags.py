@@ -32,6 +32,7 @@ One by data, a statistic of rows, such as their mean, need not have.
 OFFSET = BY_DATA | BY_A_CONSTANT
 SMALL_STEP = 1 / 32
 """Times this a change counts as a step: each one is worth 5 bits less."""
+_POOLS = frozenset({"reduce_window_max", "reduce_window_min"})  # of copies they may make one
 _HANDS_ON_DERIVED = MOVES - traits.STATISTIC
 
 
@@ -61,7 +62,8 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
         some, every = union([f for f in floats if not f.flags & CONSTANT])
     flags |= EXTREME if name in traits.EXTREME else every & EXTREME
     if name in MOVES:
-        return flags | some & (REPEATED | STEP) | (REPEATED if repeats(eqn) else 0)
+        handed_on = STEP if name in _POOLS else REPEATED | STEP
+        return flags | some & handed_on | (REPEATED if repeats(eqn) else 0)
     return flags | STEP if _makes_a_step(eqn, floats) else flags
 
 

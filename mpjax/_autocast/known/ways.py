@@ -6,8 +6,6 @@ a product. Found as if calls, branches and loops inside the program were written
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,8 +34,25 @@ def places(inputs: int) -> list[int]:
     return [i for i in range(inputs.bit_length()) if inputs >> i & 1]
 
 
-def variables(eqn: Eqn, operands: int) -> list[Any]:
-    """Returns the variables among a set of operands of an equation."""
+class Made(NamedTuple):
+    """A result of an equation, and the variables of which it is made."""
+
+    result: Any
+    of: Sequence[Any]
+    by_product: Sequence[Any]
+
+
+def results(eqn: Eqn) -> list[Made]:
+    """Returns each result of an equation with the variables of which it is made."""
+    if structure.is_call(eqn) or hands_on_each(eqn):
+        pairs = zip(eqn.outvars, of_equation(eqn), strict=True)
+        return [Made(v, _picked(eqn, w.all), _picked(eqn, w.by_product)) for v, w in pairs]
+    operands = compat.variables(eqn)
+    multiplied = operands if is_product(eqn) else ()
+    return [Made(v, operands, multiplied) for v in eqn.outvars]
+
+
+def _picked(eqn: Eqn, operands: int) -> list[Any]:
     atoms = [eqn.invars[i] for i in places(operands)]
     return [v for v in atoms if not compat.is_literal(v)]
 
@@ -71,10 +86,11 @@ def _made(eqn: Eqn, operands: Sequence[Ways]) -> Sequence[Ways]:
     if hands_on_each(eqn):
         return operands
     every, direct, by_product = _joined(operands)
-    is_by_product = is_product(eqn)
-    if is_by_product or eqn.primitive.name in traits.BENDS:
+    if is_product(eqn):
+        direct, by_product = 0, every
+    elif eqn.primitive.name in traits.BENDS:
         direct = 0
-    return [Ways(every, direct, every if is_by_product else by_product)] * len(eqn.outvars)
+    return [Ways(every, direct, by_product)] * len(eqn.outvars)
 
 
 def _through(program: Any, inputs: Sequence[Ways]) -> list[Ways]:
@@ -90,4 +106,9 @@ def _entered(made: Ways, inputs: Sequence[Ways]) -> Ways:
 
 
 def _joined(several: Sequence[Ways]) -> Ways:
-    return functools.reduce(lambda a, b: Ways(*map(operator.or_, a, b)), several, _NONE)
+    every = direct = by_product = 0
+    for way in several:
+        every |= way.all
+        direct |= way.direct
+        by_product |= way.by_product
+    return Ways(every, direct, by_product)

@@ -77,21 +77,33 @@ class Streams:
 
     def _is_branch(self, atom: Any, of: Any) -> bool:
         """Whether a value was made of another by a product at least: an average is not."""
-        made_of = (atom, *self._steps.between(atom, of))
+        made_of = (atom, *self._between(atom, of))
         between = {self._steps.places[v] for v in made_of if v in self._steps.places}
         made, by_products = {of}, set[Any]()
         for place in sorted(between):
             eqn = self._eqns[place]
             if made.isdisjoint(compat.variables(eqn)):
                 continue
-            for result, way in zip(eqn.outvars, ways.of_equation(eqn), strict=True):
-                if made.isdisjoint(ways.variables(eqn, way.all)):
+            for result, operands, multiplied in ways.results(eqn):
+                if made.isdisjoint(operands):
                     continue
                 made.add(result)
-                ends_in_a_product = not made.isdisjoint(ways.variables(eqn, way.by_product))
-                if ends_in_a_product or not by_products.isdisjoint(ways.variables(eqn, way.all)):
+                if not (made.isdisjoint(multiplied) and by_products.isdisjoint(operands)):
                     by_products.add(result)
         return atom in by_products
+
+    def _between(self, atom: Any, first: Any) -> set[Any]:
+        """Returns what a value was computed from, as far back as another."""
+        place = self._steps.places.get(first, -1)
+        waiting, seen = [atom], {atom}
+        while waiting:
+            value = waiting.pop()
+            maker = self._steps.maker(value)
+            made = ways.results(maker) if maker is not None else ()
+            new = {v for result, operands, _ in made if result is value for v in operands} - seen
+            seen |= new
+            waiting += [v for v in new if self._steps.places.get(v, -1) > place]
+        return seen
 
 
 def _is_backward(eqn: Eqn) -> bool:

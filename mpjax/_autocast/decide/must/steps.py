@@ -15,10 +15,13 @@ from mpjax._autocast.known import fact_flags, facts, ways
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn, Jaxpr
-from mpjax._jaxpr.op_rules import hands_on_each
+from mpjax._jaxpr.sizes import size
 
-Relations = frozenset[tuple[int, int]]
-"""Pairs of a program's inputs, by place: where it is called, the second was made of the first."""
+Relations = tuple[int, ...]
+"""For each input of a program, of which other inputs it was made where the program is called.
+
+A set of places, as in `known/ways`. Only inputs that may be changed in small steps count.
+"""
 
 
 class Steps:
@@ -42,11 +45,10 @@ class Steps:
     ) -> None:
         self._eqns = jaxpr.eqns
         self.places = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-        self._inputs = {v: i for i, v in enumerate(jaxpr.invars)}
         self._flags = flags
         self._held = held
         self._known = known
-        self._relations = relations
+        self._inputs = _Inputs(jaxpr, held, relations)
 
     def maker(self, atom: Any) -> Any:
         """Returns the equation that makes a value, None for inputs and literals."""
@@ -58,21 +60,8 @@ class Steps:
         return any(self._known[v].flags & fact_flags.REPEATED for v in values)
 
     def relations(self, atoms: Sequence[Any]) -> Relations:
-        """Returns which of some operands of a call were made of which others, that are inputs."""
-        inputs = [
-            (i, v)
-            for i, v in enumerate(atoms)
-            if not compat.is_literal(v) and self._held[v] == states.INPUT
-        ]
-        return frozenset(
-            (i, j)
-            for i, v in inputs
-            for j, other in enumerate(atoms)
-            if not compat.is_literal(other)
-            and other.aval.shape == v.aval.shape
-            and self._held[other].kind in (Kind.LOW, Kind.WIDE)
-            and self._depends(other, v)
-        )
+        """Returns of which others each of some operands of a call was made."""
+        return self._inputs.relations(atoms)
 
     def changes_a_state(self, eqn: Eqn, operands: Sequence[State]) -> bool:
         """Whether a sum adds a small step to a value, or to an input what was made of it.
@@ -93,42 +82,77 @@ class Steps:
             of = eqn.invars[other]
             if operands[i] != states.INPUT or self._known[of].flags & fact_flags.REPEATED:
                 continue
-            if self._depends(eqn.invars[other], eqn.invars[i]):
+            if self._inputs.made(of, eqn.invars[i]):
                 return True
             left_to_streams = want & reads.LATER and not want & reads.ABSOLUTE
             return operands[other].kind == Kind.LOW and not left_to_streams
         return False
 
-    def _depends(self, atom: Any, on: Any) -> bool:
-        """Whether a value was computed from another."""
-        if atom is on:
-            return False
-        made_of = self.between(atom, on)
-        if on in made_of:
-            return True
-        place, places = self._inputs.get(on), [self._inputs.get(v) for v in made_of]
-        return any((place, other) in self._relations for other in places)
 
-    def between(self, atom: Any, first: Any) -> set[Any]:
-        """Returns what a value was computed from, as far back as another.
+class _Inputs:
+    """Of which inputs each value of a program was made.
 
-        A call is looked into, as if it were written out: one of its results need not depend on all
-        of its operands.
-        """
-        place = self.places.get(first, -1)
-        waiting, seen = [atom], {atom}
-        while waiting:
-            value = waiting.pop()
-            maker = self.maker(value)
-            new = set(_operands(maker, value)) - seen if maker is not None else set[Any]()
-            seen |= new
-            waiting += [v for v in new if self.places.get(v, -1) > place]
-        return seen
+    An input that was moved, or scaled, is the same input: `x[order] + f(x)` changes `x`. A part of
+    it is another one: a coupling layer's `x[:4] + f(x[4:])` changes no input of which `f` is made.
+    Each input has a bit; sets of inputs are integers.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, held: Mapping[Any, State], relations: Relations) -> None:
+        self._eqns = jaxpr.eqns
+        self._places = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        self._held = held
+        self._next = 0  # the equation that is not noted yet
+        self._bits: dict[Any, int] = {}
+        self._made_of: dict[Any, int] = {}
+        self._of_size: dict[int, int] = {}
+        self._count = 0
+        for v in (*jaxpr.constvars, *jaxpr.invars):
+            self._note(v, 0)
+        for v, places in zip(jaxpr.invars, relations, strict=False):
+            made_of = _union(self._bits.get(jaxpr.invars[i], 0) for i in ways.places(places))
+            self._note(v, self._made_of[v] | made_of)
+
+    def made(self, atom: Any, of: Any) -> bool:
+        """Whether a value was made of an input."""
+        return bool(self._look_up(self._made_of, atom) & self._look_up(self._bits, of))
+
+    def relations(self, atoms: Sequence[Any]) -> Relations:
+        """Returns of which others each of some values was made."""
+        made_of = [self._look_up(self._made_of, v) for v in atoms]
+        inputs = [(1 << i, self._look_up(self._bits, v)) for i, v in enumerate(atoms)]
+        places = {m: _union(i for i, bits in inputs if m & bits) for m in set(made_of)}
+        return tuple(places[m] & ~(1 << i) for i, m in enumerate(made_of))
+
+    def _look_up(self, table: Mapping[Any, int], atom: Any) -> int:
+        if compat.is_literal(atom):
+            return 0
+        end = self._places.get(atom, -1) + 1
+        for eqn in self._eqns[self._next : end]:
+            if len(eqn.outvars) == 1 and not structure.is_call(eqn):  # most, and quicker so
+                made_of = _union(self._made_of[v] for v in compat.variables(eqn))
+                self._note(eqn.outvars[0], made_of)
+                continue
+            for result, operands, _ in ways.results(eqn):
+                self._note(result, _union(self._made_of[v] for v in operands))
+        self._next = max(self._next, end)
+        return table.get(atom, 0)
+
+    def _note(self, var: Any, made_of: int) -> None:
+        """Notes of which inputs a value was made, itself among them if it is one."""
+        if self._held[var] == states.INPUT:
+            elements = size(var.aval.shape)
+            alike = self._of_size.get(elements, 0)
+            if not made_of & alike:
+                new = 1 << self._count
+                self._count += 1
+                made_of |= new
+                self._of_size[elements] = alike = alike | new
+            self._bits[var] = made_of & alike
+        self._made_of[var] = made_of
 
 
-def _operands(maker: Eqn, result: Any) -> Iterable[Any]:
-    """Returns the variables from which an equation computes one of its results."""
-    if not structure.is_call(maker) and not hands_on_each(maker):
-        return compat.variables(maker)
-    made = ways.of_equation(maker)[maker.outvars.index(result)]
-    return ways.variables(maker, made.all)
+def _union(sets: Iterable[int]) -> int:
+    union = 0
+    for one in sets:
+        union |= one
+    return union
