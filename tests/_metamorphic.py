@@ -64,6 +64,7 @@ DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 # A loss is a mean of rounded terms: one rounding of it, and two of a gradient, are luck.
 FLOOR = {"bf16": (2**-9, 2**-8), "f16": (2**-12, 2**-11)}
 SCALE = {"bf16": 1.0, "f16": 2.0**10}
+OUTSIDE, INSIDE, OF_CUT = "gradient outside", "gradient inside, cut", "gradient inside, of a cut"
 ONLY_INSIDE = frozenset({"custom_vmap"})  # JAX does not differentiate it in reverse
 KINDS = (*_cuts.BOUNDARIES, *_cuts.MOVES)
 
@@ -150,12 +151,23 @@ def traced(name: str, dtype: str, inside: bool) -> Any:
     return jax.make_jaxpr(fun)(*of.leaves)
 
 
-def cut_errors(name: str, dtype: str, kind: str, inside: bool, rng: random.Random) -> Errors:
-    """Returns the errors of a program cut at random, its gradient taken inside or outside."""
-    cut = _cuts.random_cut(traced(name, dtype, inside), kind, rng)
+def cut_errors(name: str, dtype: str, kind: str, where: str, rng: random.Random) -> Errors:
+    """Returns the errors of a program cut at random.
+
+    Its gradient is taken outside of autocast, or inside: of the whole before it is cut, or of what
+    was cut.
+    """
+    cut = _cuts.random_cut(traced(name, dtype, where == INSIDE), kind, rng)
+    if where == OF_CUT:
+        of = program(name)
+        cut = value_and_grad(functools.partial(_loss, cut), of.moving, SCALE[dtype])
     # Groups as small as these are computed again in the backward pass, or kept.
     with mock.patch("mpjax._autocast.speed.marks._SMALL", rng.choice((0, 1024))):
-        return errors_of(name, dtype, cut, inside)
+        return errors_of(name, dtype, cut, inside=where != OUTSIDE)
+
+
+def _loss(cut: Callable[..., Any], *leaves: Any) -> Any:
+    return cut(*leaves)[0]
 
 
 def errors_of(name: str, dtype: str, cut: Callable[..., Any], inside: bool = False) -> Errors:
@@ -171,6 +183,10 @@ def random_cut(names: Sequence[str], rng: random.Random) -> tuple[tuple[Any, ...
     """Returns one cut of one program, chosen at random, with its errors and their limits."""
     name, dtype = rng.choice(names), rng.choice(list(POLICIES))
     kind = rng.choice(KINDS)
-    inside = kind in ONLY_INSIDE or rng.random() < 0.4
+    where = INSIDE if kind in ONLY_INSIDE else _where(rng.random())
     limit = bound(name, dtype, ("uncut", "by hand", "widest"))
-    return (name, dtype, kind, inside), cut_errors(name, dtype, kind, inside, rng), limit
+    return (name, dtype, kind, where), cut_errors(name, dtype, kind, where, rng), limit
+
+
+def _where(chance: float) -> str:
+    return INSIDE if chance < 0.25 else OF_CUT if chance < 0.5 else OUTSIDE

@@ -130,11 +130,11 @@ def test_a_cut_through_one_of_two_copies_changes_no_number(kind):
     rng = random.Random(kind)
     for _ in range(3):
         name, dtype = rng.choice(NAMES), rng.choice(list(metamorphic.POLICIES))
-        inside = rng.random() < 0.4
+        where = metamorphic.INSIDE if rng.random() < 0.4 else metamorphic.OUTSIDE
         limit = metamorphic.bound(name, dtype, ("uncut", "by hand", "widest"))
-        errors = metamorphic.cut_errors(name, dtype, kind, inside, rng)
-        assert errors[0] <= limit[0], (name, dtype, inside)
-        assert errors[1] <= limit[1], (name, dtype, inside)
+        errors = metamorphic.cut_errors(name, dtype, kind, where, rng)
+        assert errors[0] <= limit[0], (name, dtype, where)
+        assert errors[1] <= limit[1], (name, dtype, where)
 
 
 # -- what is the same, and what is not -------------------------------------------------------------

@@ -22,7 +22,7 @@ from mpjax._autocast.decide.must import same
 from mpjax._autocast.decorator import Decorator, refuses_torch
 from mpjax._autocast.eight_bits import delayed, quantized
 from mpjax._autocast.eight_bits.stored_weights import sunk
-from mpjax._autocast.known import scopes
+from mpjax._autocast.known import derivatives, scopes
 from mpjax._autocast.planning import make_plan
 from mpjax._autocast.product import precision
 from mpjax._autocast.run.interpreter import Interpreter
@@ -260,8 +260,9 @@ def planned(
     settings = quantized.prepared(jaxpr.jaxpr, settings, paths)
     in_states = tuple(initial_state(v.aval) for v in jaxpr.jaxpr.invars)
     wants = (reads.OUTPUT,) * len(jaxpr.jaxpr.outvars)
-    plan = make_plan(jaxpr, in_states, wants, settings)
-    if asked := same.asked(plan):  # equal products were decided differently: decide again, alike
+    plan, asked = make_plan(jaxpr, in_states, wants, settings), same.NOTHING
+    while more := same.asked(plan) - asked:  # equal values were decided differently: again, alike
+        asked |= more
         plan = make_plan(jaxpr, in_states, wants, replace(settings, asked=asked))
     return traced, plan
 
@@ -315,7 +316,8 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     arrays = [leaves[i] for i in places]
     linen = stateful.linen_modules(fun, (args, kwargs))
     before = stateful.variables(linen)
-    jaxpr = speed.told(speed.uncounted(sunk(jax.make_jaxpr(flat)(*arrays), arrays), arrays))
+    jaxpr = derivatives.told(jax.make_jaxpr(flat)(*arrays))
+    jaxpr = speed.told(speed.uncounted(sunk(jaxpr, arrays), arrays))
     stateful.check_unchanged(before, linen, where)
     return Traced(jaxpr, (args, kwargs), places, *trees)
 

@@ -79,7 +79,7 @@ def _add(flags: dict[Any, int], eqn: Eqn, wants: Sequence[int], known: facts.Fac
     place = scopes.place(eqn)
     backward = place.is_transposed
     hands_on = backward or only_moves(eqn) or structure.is_call(eqn)
-    own, handed_on = meetings.asks(eqn, as_written=place.as_written)
+    own, handed_on = meetings.asks(eqn, place)
     for atom, asked in zip(eqn.invars, wants, strict=True):
         if compat.is_literal(atom):
             continue

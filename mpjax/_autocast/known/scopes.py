@@ -48,6 +48,10 @@ AS_WRITTEN = "mpjax_as_written"
 """The scope inside which autocast changes nothing: `full_precision`, and its own results."""
 
 
+_RECOMPUTED = "rematted_computation"
+"""The scope of what a checkpoint computes again of the forward pass, inside the backward pass."""
+
+
 class Place(NamedTuple):
     """Where an operation stands."""
 
@@ -60,9 +64,13 @@ class Place(NamedTuple):
 @functools.lru_cache(maxsize=8192)  # of equal stacks
 def _place(name_stack: Any) -> Place:
     names = tuple(name for segment in segments(name_stack) for name in segment)
-    entries = getattr(name_stack, "stack", ())
-    turned = any(type(e).__name__ == "Transform" and e.name == "transpose" for e in entries)
-    return Place(names, AS_WRITTEN in names, turned)
+    is_transposed = False
+    for entry in getattr(name_stack, "stack", ()):
+        if type(entry).__name__ == "Transform":
+            is_transposed |= entry.name == "transpose"
+        elif entry.name == _RECOMPUTED:
+            is_transposed = False
+    return Place(names, AS_WRITTEN in names, is_transposed)
 
 
 def place(eqn: Eqn) -> Place:

@@ -5,13 +5,16 @@ rounded as each term was. But where one reader is a loop, a sort, a function wit
 or a region in float32, the author sees one float32 value: its cotangents may cancel, as in
 `|h|² - 2 h·t`, and rounding each leaves what the sum has not. Such a value is widened once, for all
 its readers. These are counted as if calls were inlined and moves, such as a reshape, were absent.
+
+A cotangent that is given on negated, as by `f(z + 0.01) - f(z)`, may come back and cancel with
+itself. Where a cut rounds one of the two, the difference is left, so neither is rounded.
 """
 
 from __future__ import annotations
 
 from mpjax._autocast.decide import fusible
 from mpjax._autocast.decide.reads import APART, COTANGENTS, MEET, READ
-from mpjax._autocast.known import traits
+from mpjax._autocast.known import scopes, traits
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES
@@ -26,15 +29,16 @@ def joined(flags: int, more: int) -> int:
     return union | MEET if flags & more & READ and union & APART else union
 
 
-def asks(eqn: Eqn, *, as_written: bool) -> tuple[int, int]:
+def asks(eqn: Eqn, place: scopes.Place) -> tuple[int, int]:
     """Returns flags that say who gives float32 operands of an equation cotangents.
 
-    First those that it sets itself, then those of its results that it hands on. `as_written` says
-    whether it stands in a region in which autocast changes nothing.
+    First those that it sets itself, then those of its results that it hands on.
     """
     if not any(map(is_float32, eqn.outvars)):
         return 0, 0
-    own = READ | APART if as_written or _is_apart(eqn) else READ
+    if eqn.primitive.name == "neg" and place.is_transposed:
+        return MEET, COTANGENTS
+    own = READ | APART if place.as_written or _is_apart(eqn) else READ
     if eqn.primitive.name in MOVES:
         return own if own & APART else 0, COTANGENTS
     if structure.is_call(eqn) and not own & APART:

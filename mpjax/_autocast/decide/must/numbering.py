@@ -68,6 +68,7 @@ class Numbering:
 
     def __init__(self, repeated: frozenset[int] = frozenset()) -> None:
         self.visits: list[Visit] = []
+        self._reads: dict[int, dict[Any, int]] = {}  # by number: how each variable of it is read
         self.meeting: set[Any] = set()  # variables of which one is subtracted from its copy
         self._repeated = repeated
         self._in_derivative = 0
@@ -80,6 +81,11 @@ class Numbering:
         """Numbers the values of a whole program."""
         self._plan(plan, [self._fresh() for _ in plan.jaxpr.jaxpr.invars])
 
+    def reads(self) -> list[dict[Any, int]]:
+        """Returns how the variables are read that have one value, where several have."""
+        several = [(n, flags) for n, flags in self._reads.items() if len(flags) > 1]
+        return [flags for n, flags in several if n not in self._constants]
+
     def _fresh(self) -> Value:
         return Value(self._of(object()))
 
@@ -89,10 +95,14 @@ class Numbering:
     def _plan(self, plan: Decided, inputs: Sequence[Value]) -> list[Value]:
         """Numbers the values of a plan; returns its outputs."""
         decisions = {d.eqn.outvars[0]: d for d in plan.decisions if d.eqn.outvars}
-        return self._program(plan.jaxpr, inputs, decisions)
+        return self._program(plan.jaxpr, inputs, decisions, plan.reads)
 
     def _program(
-        self, program: Any, inputs: Sequence[Value], decisions: Mapping[Any, Decision]
+        self,
+        program: Any,
+        inputs: Sequence[Value],
+        decisions: Mapping[Any, Decision],
+        flags: Mapping[Any, int],
     ) -> list[Value]:
         jaxpr = compat.closed(program).jaxpr
         env = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -100,7 +110,11 @@ class Numbering:
         literal = self._literal
         for eqn in jaxpr.eqns:
             operands = [literal(v) if compat.is_literal(v) else env[v] for v in eqn.invars]
-            env.update(zip(eqn.outvars, self._equation(eqn, operands, decisions), strict=True))
+            made = self._equation(eqn, operands, decisions)
+            for v, value in zip(eqn.outvars, made, strict=True):
+                env[v] = value
+                if (read := flags.get(v)) is not None:
+                    self._reads.setdefault(value.number, {})[v] = read
         return [literal(v) if compat.is_literal(v) else env[v] for v in jaxpr.outvars]
 
     def _literal(self, atom: Any) -> Value:
@@ -189,7 +203,7 @@ class Numbering:
             if plans is not None:
                 outs = self._plan(plans[i], inputs)
             else:
-                outs = self._program(part.program, inputs, {})
+                outs = self._program(part.program, inputs, {}, {})
             made.append(outs)
         self._in_derivative -= scopes.is_transposed(eqn)
         if is_loop:

@@ -4,6 +4,10 @@ A softmax whose normaliser a loop computes reads its logits twice, once inside t
 outside. Rounded in one place only, its rows do not sum to one. So where two equal products would be
 held in different dtypes, both are in float32.
 
+A checkpoint inside a derivative computes values of the forward pass again. Rounded where those were
+not, they would belong to another function, and the gradient would be that function's. So a value
+that one reader must not read rounded is not rounded for the readers of its copies either.
+
 A program may write the same forward pass twice, as PPO does for the old policy and the new one,
 and subtract one from the other: `log p - log p_old` is 0 at first. A cut through one of the two
 stores, and so rounds, a value that the other one's kernels never store. So what such a difference
@@ -12,13 +16,14 @@ or ratio is made of is not rounded in either, but for the operands of products.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from mpjax._autocast.decide import reads
 from mpjax._autocast.decide.decided import Action, Decided, Decision
 from mpjax._autocast.decide.must.numbering import Numbering, Visit, contracts
-from mpjax._autocast.decide.reasons import By
 from mpjax._autocast.decide.states import FLOAT32
 from mpjax._autocast.known import facts, roots, scopes
 from mpjax._jaxpr import structure
@@ -26,22 +31,30 @@ from mpjax._jaxpr.op_rules import PRODUCTS
 
 Asked = frozenset[tuple[Any, int]]
 """Flags of `reads` for values, asked beside those that their readers ask."""
-_NONE: Asked = frozenset()
+NOTHING: Asked = frozenset()
 Origins = frozenset[Hashable]
 _CONSTANT: Origins = frozenset({"constant"})
+_ONE_VALUE = reads.UNROUNDED | reads.ABSOLUTE
+"""Flags that forbid to round. Calls of one program share its values: no permission may be shared."""
 
 
 def asked(plan: Decided) -> Asked:
-    """Returns what is to be asked of values so that equal ones are rounded alike."""
+    """Returns what is to be asked of values so that equal ones are rounded alike.
+
+    To be called again with the plan that is made with it, until there is nothing more to ask: flags
+    of values first, which may change what is decided about products.
+    """
     if not _may_repeat(plan):
-        return _NONE
+        return NOTHING
     numbering = Numbering()
     numbering.walk(plan)
     equal: dict[int, list[Visit]] = {}
     for visit in numbering.visits:
         equal.setdefault(visit.number, []).append(visit)
     copies = {n: visits for n, visits in equal.items() if len(visits) > 1}
-    return frozenset(_one_dtype(copies) | _unrounded_between(plan, copies)) if copies else _NONE
+    if not copies:
+        return NOTHING
+    return frozenset(_alike(numbering) or _one_dtype(copies) | _unrounded_between(plan, copies))
 
 
 def _may_repeat(plan: Decided) -> bool:
@@ -85,20 +98,23 @@ def _one_dtype(copies: dict[int, list[Visit]]) -> set[tuple[Any, int]]:
     """Returns the flags by which equal products are held in one dtype."""
     asked_for: set[tuple[Any, int]] = set()
     for visits in copies.values():
-        flags = [_asked_of(v.decision) for v in visits]
-        pairs = zip(visits, flags, strict=True)
-        asked_for.update(
-            (v.decision.eqn.outvars[0], max(flags)) for v, f in pairs if f < max(flags)
-        )
+        low = [v.decision.eqn.outvars[0] for v in visits if not _is_float32(v.decision)]
+        if len(low) < len(visits):
+            asked_for.update((v, reads.SAME) for v in low)
     return asked_for
 
 
-def _asked_of(decision: Decision) -> int:
-    """Returns the flag that makes another product be held as this one is; 0 where it is rounded."""
-    if decision.action is Action.PRODUCT:
-        return reads.SAME if decision.out_dtype == FLOAT32 else 0
-    asked = decision.action is Action.AS_TRACED and decision.reason.by is By.READER
-    return reads.TESTED if asked else 0
+def _is_float32(decision: Decision) -> bool:
+    return decision.action is Action.PRODUCT and decision.out_dtype == FLOAT32
+
+
+def _alike(numbering: Numbering) -> set[tuple[Any, int]]:
+    """Returns the flags by which each value is read as if it and its copies were one value."""
+    asked_for: set[tuple[Any, int]] = set()
+    for flags in numbering.reads():
+        union = functools.reduce(operator.or_, flags.values()) & _ONE_VALUE
+        asked_for.update((v, union) for v, read in flags.items() if union & ~read)
+    return asked_for
 
 
 def _unrounded_between(plan: Decided, copies: dict[int, list[Visit]]) -> set[tuple[Any, int]]:
