@@ -35,7 +35,7 @@ NOTHING: Asked = frozenset()
 Origins = frozenset[Hashable]
 _CONSTANT: Origins = frozenset({"constant"})
 _ONE_VALUE = reads.UNROUNDED | reads.ABSOLUTE
-"""Flags that forbid to round. Calls of one program share its values: no permission may be shared."""
+"""Flags that forbid rounding. Calls of one program share its values, so permissions stay apart."""
 
 
 def asked(plan: Decided) -> Asked:
