@@ -1,13 +1,12 @@
 """Wrong uses of optimizers that round and store low, of recipes, of measure, and of devices."""
 
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _wrong_shared import NAN, PARAMS, POLICY, SGD, Row, T, V, W, X, each, loss_fn, step, told
+from _wrong_shared import NAN, PARAMS, POLICY, SGD, T, V, W, X, each, loss_fn, step, told
 
 import mpjax
 from mpjax import optim
@@ -28,7 +27,7 @@ STORES = (
 )
 
 
-def two_owners() -> Any:
+def two_owners():
     tx = mpjax.with_loss_scale(optim.with_stochastic_rounding(SGD))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the inner one, which sees float32
@@ -36,7 +35,7 @@ def two_owners() -> Any:
 
 
 # fmt: off
-ROWS: dict[str, list[Row]] = {
+ROWS = {
     "owners of the rounding": [
         *each(lambda v: optim.with_master_weights(SGD, bits=v), V,
             "(bits): must be 32 or 24; got {}. | 32 ", *(16, 23, "24", True, None, 32.5)),

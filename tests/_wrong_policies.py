@@ -1,10 +1,9 @@
 """Wrong uses of policies, of maps of them, of autocast, and names that are other libraries'."""
 
 import operator
-from typing import Any
 
 import jax.numpy as jnp
-from _wrong_shared import PARAMS, POLICY, A, Row, T, V, X, each, loss_fn, step, told
+from _wrong_shared import PARAMS, POLICY, A, T, V, X, each, loss_fn, step, told
 
 import mpjax
 
@@ -22,17 +21,17 @@ NEAR_MISSES = {
 NO_DTYPES = ("int8", "uint8", "bool", "complex64", "float8_e4m3fn", jnp.int32)
 
 
-def block(context: Any) -> None:
+def block(context):
     with context:
         pass
 
 
-def entered(policy: Any) -> None:
+def entered(policy):
     with mpjax.default_policy(policy):
         pass
 
 
-def unmatched(pattern: str) -> Any:
+def unmatched(pattern):
     mpjax.PolicyMap(POLICY, {pattern: "float32"}).cast_to_param({"layer": PARAMS})
 
 
@@ -43,7 +42,7 @@ CONTEXT = "no context manager | jit has traced already | Type @mpjax.autocast( |
 
 
 # fmt: off
-ROWS: dict[str, list[Row]] = {
+ROWS = {
     "autocast as other libraries have it": [
         (lambda: block(mpjax.autocast(MAP)), T,
             CONTEXT.replace("cast(", "cast(PolicyMap('16-mixed'")),

@@ -1,7 +1,5 @@
 """Wrong uses of gradients, loss scales, and optimizers with one."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +13,6 @@ from _wrong_shared import (
     SGD,
     VG,
     A,
-    Row,
     T,
     V,
     X,
@@ -38,12 +35,12 @@ FIELDS = (
 OVERWRITTEN = {"_overwrite_with_gradient": {"amax": jnp.ones(2)}}
 
 
-def state_of(tx: Any = None) -> Any:
+def state_of(tx=None):
     return (tx or wrap()).init(PARAMS)
 
 
 # fmt: off
-ROWS: dict[str, list[Row]] = {
+ROWS = {
     "value_and_grad": [
         (lambda: VG(loss_fn, loss_scale="auto"), T, "'auto' | Allowed | DynamicLossScale()"),
         (lambda: VG(loss_fn, loss_scale=X), T, "real number | f32[4,2] | vmap"),

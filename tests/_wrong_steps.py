@@ -4,8 +4,6 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import flax.linen as nn
@@ -17,7 +15,6 @@ from _wrong_shared import (
     POLICY,
     SGD,
     A,
-    Row,
     T,
     V,
     X,
@@ -40,59 +37,59 @@ import mpjax.optim
 DLS = mpjax.DynamicLossScale
 
 
-def with_state(params: Any, extra: Any, batch: Any) -> Any:
+def with_state(params, extra, batch):
     return loss_fn(params, batch), extra
 
 
-def traced(made: Any, *state: Any, batch: Any = X) -> Any:
+def traced(made, *state, batch=X):
     return made.lower(made.init(*(state or (PARAMS,))), batch)
 
 
-def traced_call(fun: Any) -> Any:
+def traced_call(fun):
     made = step(fun)
     return made(made.init(PARAMS), X)
 
 
-def changed(loss: Any) -> Any:
+def changed(loss):
     return lambda params, extra, batch: (loss_fn(params, batch), loss(extra))
 
 
-def donated() -> Any:
+def donated():
     made = step()
     state = made.init(PARAMS)
     state.params["w"].delete()
     return made(state, X)
 
 
-def other_state() -> Any:
+def other_state():
     made, other = step(tx=optax.adam(0.1)), step(tx=optax.sgd(0.1, momentum=0.9))
     return made.lower(other.init(PARAMS), X)
 
 
-def flax_state() -> Any:
+def flax_state():
     return TrainState.create(apply_fn=None, params=PARAMS, tx=SGD)
 
 
-def deleted() -> Any:
+def deleted():
     params = {"w": jnp.ones(2)}
     params["w"].delete()
     return params
 
 
-def block(context: Any) -> None:
+def block(context):
     with context:
         pass
 
 
-def two(params: Any, x: Any, y: Any) -> Any:
+def two(params, x, y):
     return loss_fn(params, x) + jnp.sum(y)
 
 
-def branching(params: Any, batch: Any) -> Any:
+def branching(params, batch):
     return loss_fn(params, batch) if jnp.sum(batch) > 0 else 0.0  # the line of the user
 
 
-def note_of(run: Callable[[], Any]) -> Any:
+def note_of(run):
     try:
         run()
     except jax.errors.ConcretizationTypeError as error:
@@ -100,7 +97,7 @@ def note_of(run: Callable[[], Any]) -> Any:
 
 
 @functools.cache
-def errors_without(*hidden: str) -> dict[str, str]:
+def errors_without(*hidden):
     """Returns what the modules that need others say where those are not installed."""
     code = f"""
 import importlib, json, sys
@@ -116,12 +113,12 @@ print(json.dumps(said))"""
     return json.loads(done.stdout)
 
 
-def with_flax_hidden(name: str) -> Any:
+def with_flax_hidden(name):
     raise ImportError(errors_without("flax", "optax")[name])
 
 
 # fmt: off
-ROWS: dict[str, list[Row]] = {
+ROWS = {
     "steps as other libraries have them": [
         (lambda: step(two).init(PARAMS), T,
             "two(params, x, y) | def two(params, batch): x, y = batch | step(state, (x, y))"),

@@ -3,8 +3,6 @@
 import json
 import re
 import textwrap
-from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
@@ -57,13 +55,13 @@ MODEL = """
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     path = tmp_path / "users_model.py"
     path.write_text(textwrap.dedent(MODEL))
     return path
 
 
-def found(path: Path, function: str, *arguments: str, device: str = "h100", **options: Any) -> Any:
+def found(path, function, *arguments, device="h100", **options):
     row = find_accelerator(device)
     return diagnose(f"{path}:{function}", arguments, accelerator=row, **options)
 
@@ -110,7 +108,7 @@ def test_a_method_of_an_object_in_the_file_is_named_with_a_dot(file):
         found(file, "model.valu")
 
 
-def row(policy: str, kept: int, temporaries: int = 100, status: str = "native") -> Measured:
+def row(policy, kept, temporaries=100, status="native"):
     return Measured(policy, status, kept, None, temporaries, 0.0)
 
 
@@ -145,7 +143,7 @@ def test_the_counts_are_those_of_the_compiler_that_is_given(file):
 
 
 @pytest.mark.parametrize("key", sorted({chip.key for chip in (GPUS | TPUS).values()}))
-def test_a_chip_with_a_compiler_has_a_topology(key: str):
+def test_a_chip_with_a_compiler_has_a_topology(key):
     assert _one.topology_of(key).chip.key == key
     assert _one.topology_of(key).num_hosts == 1
 
@@ -309,7 +307,7 @@ def test_a_job_in_a_file_is_checked_for_a_topology(tmp_path, capsys):
     assert "mpjax pods: " in capsys.readouterr().err
 
 
-def test_promotions_are_among_the_advice(tmp_path: Path):
+def test_promotions_are_among_the_advice(tmp_path):
     text = """
     import jax.numpy as jnp
     import numpy as np
@@ -349,7 +347,7 @@ def test_a_rounding_in_the_file_that_no_policy_mends_is_advised_against(tmp_path
 
 
 @pytest.fixture
-def short_samples(monkeypatch: pytest.MonkeyPatch):
+def short_samples(monkeypatch):
     """A slow machine does not spend the budget, and a quick one is soon done."""
     monkeypatch.setattr("mpjax._doctor.measure.SAMPLE_SECONDS", 0.01)
 
@@ -414,7 +412,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize("name", [*TRAINS, *LOADS])
-def test_a_script_is_refused_before_it_trains(name: str, tmp_path: Path, capsys):
+def test_a_script_is_refused_before_it_trains(name, tmp_path, capsys):
     path = tmp_path / "users_script.py"
     path.write_text("def forward(x):\n    return x * 2\n\n" + (TRAINS | LOADS)[name])
     code = main(["doctor", f"{path}:forward", "f32[8]"])

@@ -35,11 +35,11 @@ KEY = jax.random.key(0)
 class Encoder(nn.Module):
     """Submodules made in setup, one in a list, one of a dtype of its own."""
 
-    def setup(self) -> None:
+    def setup(self):
         self.inner = nn.Dense(5)
         self.rest = [nn.LayerNorm(), nn.Dense(5, dtype=jnp.float32)]
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         x = self.inner(x)
         for layer in self.rest:
             x = layer(x)
@@ -51,32 +51,32 @@ class Network(nn.Module):
 
     head: nn.Module
 
-    def setup(self) -> None:
+    def setup(self):
         self.encoder = Encoder()
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         return self.head(self.encode(x))
 
-    def encode(self, x: jax.Array) -> jax.Array:
+    def encode(self, x):
         return self.encoder(x)
 
 
 class Head(nn.Module):
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         return nn.Dense(3, name="out")(nn.relu(nn.Dense(4)(x)))
 
 
-def network() -> Network:
+def network():
     return Network(head=Head())
 
 
-def made(model: nn.Module) -> Any:
+def made(model):
     """Returns the model's variables for X; jitted, which is the fastest."""
     return jax.jit(model.init)(KEY, X)
 
 
-def dtypes(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, str]:
+def dtypes(model, *args, **kwargs):
     rows = mpjax.linen.tabulate(model, *args, **kwargs).rows
     return {row.path: row.dtype for row in rows if row.dtype != "-"}
 
@@ -101,7 +101,7 @@ class Transformer(nn.Module):
     dtype: Any = None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         attend = nn.MultiHeadDotProductAttention(num_heads=2, dtype=self.dtype)
         x = x + attend(nn.LayerNorm(dtype=self.dtype)(x))
         x = nn.Dense(8, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
@@ -167,7 +167,7 @@ class TwoInOne(nn.Module):
     param_dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         x = nn.Dense(4, dtype=self.dtype, param_dtype=self.param_dtype, name="first")(x)
         return nn.Dense(4, dtype=jnp.float16, name="second")(x)
 
@@ -230,7 +230,7 @@ class Shared(nn.Module):
     first: nn.Module
     second: nn.Module
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         return self.second(self.first(x))
 
 
@@ -244,7 +244,7 @@ def test_a_shared_module_is_one_module_still():
 
 class TwoHeads(nn.Module):
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         narrow = mpjax.linen.with_policy(nn.Dense, "float32")
         return nn.Dense(3, name="wide")(x) + narrow(3, name="narrow")(x)
 
@@ -270,7 +270,7 @@ def test_submodules_of_a_bound_model_are_under_its_policy():
 
 
 def test_equal_models_under_equal_policies_are_equal_and_traced_once():
-    def small() -> Network:
+    def small():
         return mpjax.linen.with_policy(network(), mpjax.PolicyMap("16-mixed", {"head": "f32"}))
 
     assert small() == small()
@@ -293,10 +293,10 @@ def test_a_model_is_an_instance_of_its_class_and_can_be_copied_and_pickled():
 
 
 class Hashed(Head):
-    def __hash__(self) -> int:
+    def __hash__(self):
         return 7
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return isinstance(other, Hashed)
 
 
@@ -306,7 +306,7 @@ def test_a_model_that_hashes_its_own_way_goes_on_doing_so():
 
 
 def test_operations_are_named_as_in_the_model_without_a_policy():
-    def scopes(model: nn.Module) -> set[str]:
+    def scopes(model):
         rows = mpjax.explain(model.apply, "bf16-mixed")(made(network()), X).rows
         return {row.module for row in rows}
 
@@ -318,7 +318,7 @@ def test_operations_are_named_as_in_the_model_without_a_policy():
 
 class Block(nn.Module):
     @nn.compact
-    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+    def __call__(self, x, _=None):
         return x + nn.Dense(x.shape[-1], name="dense")(nn.LayerNorm(name="norm")(x)), None
 
 
@@ -326,7 +326,7 @@ class Stack(nn.Module):
     lift: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         return self.lift(Block)(name="blocks")(x)[0]
 
 
@@ -350,7 +350,7 @@ LIFTS = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LIFTS)
-def test_lifted_transforms_are_gone_through(name: str):
+def test_lifted_transforms_are_gone_through(name):
     policies = mpjax.PolicyMap("bf16-mixed", {"blocks/norm": "float32"})
     plain = Stack(LIFTS[name])
     model = mpjax.linen.with_policy(plain, policies)
@@ -358,7 +358,7 @@ def test_lifted_transforms_are_gone_through(name: str):
     variables = made(model)
     assert_bitwise_equal(variables, made(plain))
 
-    def loss(variables: Any, model: nn.Module) -> jax.Array:
+    def loss(variables, model):
         return (model.apply(variables, X) ** 2).mean()
 
     low, full = jax.jit(lambda v: [jax.grad(loss)(v, m) for m in (model, plain)])(variables)
@@ -383,7 +383,7 @@ def test_nn_jit_is_not_answered_from_another_policys_cache():
 
 
 @pytest.mark.parametrize("lift", [nn.remat, nn.jit])
-def test_a_class_with_a_policy_can_be_lifted(lift: Any):
+def test_a_class_with_a_policy_can_be_lifted(lift):
     lifted = lift(mpjax.linen.with_policy(Block, "bf16-mixed"))()
     assert dtypes(lifted, X) == {"norm": "bf16", "dense": "bf16"}
     variables = made(lifted)
@@ -402,13 +402,13 @@ def test_partitioned_parameters_keep_their_boxes():
 
 @pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-true", "p=bf16,c=f32,o=f32"])
 @pytest.mark.parametrize("kind", ["SimpleCell", "LSTMCell", "GRUCell", "MGUCell"])
-def test_cells_hand_on_the_carry_that_they_were_given(kind: str, policy: str):
+def test_cells_hand_on_the_carry_that_they_were_given(kind, policy):
     init = nn.initializers.lecun_normal()  # JAX has no QR decomposition in 16 bits
     cell = getattr(nn, kind)(3, recurrent_kernel_init=init)
     model = mpjax.linen.with_policy(nn.RNN(cell), policy)
     seen = set()
 
-    def look(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    def look(next_fun, args, kwargs, context):
         out = next_fun(*args, **kwargs)
         if isinstance(context.module, nn.RNNCellBase) and context.method_name == "__call__":
             seen.update(x.dtype for x in jax.tree.leaves((args[0], out[0])))
@@ -439,7 +439,7 @@ def test_the_table_counts_what_each_module_holds_itself():
 def test_the_table_passes_flags_and_keys_on():
     class Dropping(nn.Module):
         @nn.compact
-        def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
+        def __call__(self, x, *, train):
             return nn.Dropout(0.5, deterministic=not train)(nn.Dense(2)(x))
 
     model = mpjax.linen.with_policy(Dropping(), "bf16-mixed")
@@ -466,7 +466,7 @@ def test_an_unknown_path_of_the_table_names_those_that_there_are():
 # -- bad input ---------------------------------------------------------------------------------
 
 
-def initialised(model: nn.Module, policy: Any) -> None:
+def initialised(model, policy):
     jax.eval_shape(mpjax.linen.with_policy(model, policy).init, KEY, X)
 
 
@@ -499,7 +499,7 @@ DROPS = nn.Sequential([nn.Dense(3), nn.Dropout(0.5, deterministic=True)])
         ),
     ],
 )
-def test_a_rule_that_does_nothing_is_a_warning(model: Any, rules: Any, said: str):
+def test_a_rule_that_does_nothing_is_a_warning(model, rules, said):
     with pytest.warns(mpjax.PolicyWarning, match=said):
         initialised(model, mpjax.PolicyMap("bf16-mixed", rules))
 
@@ -513,7 +513,7 @@ def test_rules_that_agree_do_not_fight():
 
 class Custom(nn.Module):
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         weight = self.param("weight", nn.initializers.ones, (6, 2))
         return x @ weight
 
@@ -542,7 +542,7 @@ def test_what_one_method_initialises_says_nothing_of_the_rest():
 def test_a_bound_module_is_refused():
     class Inside(nn.Module):
         @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
+        def __call__(self, x):
             return mpjax.linen.with_policy(nn.Dense(2), "float32")(x)
 
     with pytest.raises(ValueError, match=r"the Dense is bound.*\n.*with_policy\(nn.Dense, policy"):
@@ -554,7 +554,7 @@ def test_a_bound_module_is_refused():
 
 class Normed(nn.Module):
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         x = nn.Dense(4, use_bias=False)(x)
         x = nn.BatchNorm(use_running_average=False, momentum=0.5)(x)
         return nn.Dense(1)(x)
@@ -565,7 +565,7 @@ class NormedState(TrainState):
     ema: Any
 
 
-def normed_step(policy: str) -> tuple[NormedState, Any]:
+def normed_step(policy):
     """Returns a train state with statistics and an EMA, and its jitted step."""
     model = mpjax.linen.with_policy(Normed(), policy)
     variables = made(model)
@@ -577,8 +577,8 @@ def normed_step(policy: str) -> tuple[NormedState, Any]:
         **variables,
     )
 
-    def step(state: NormedState, x: jax.Array) -> NormedState:
-        def loss_fn(params: Any) -> Any:
+    def step(state, x):
+        def loss_fn(params):
             variables = {"params": params, "batch_stats": state.batch_stats}
             out, new = state.apply_fn(variables, x, mutable=["batch_stats"])
             return jnp.mean(out**2), new["batch_stats"]
@@ -594,7 +594,7 @@ def normed_step(policy: str) -> tuple[NormedState, Any]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["16-mixed", "bf16-mixed"])
-def test_a_skipped_step_leaves_all_of_a_train_state_as_it_was(policy: str):
+def test_a_skipped_step_leaves_all_of_a_train_state_as_it_was(policy):
     state, step = normed_step(policy)
     state = step(state, X)
     skipped = step(state, X.at[0, 0].set(jnp.inf))
@@ -658,19 +658,19 @@ class Float8(nn.Module):
     op: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         x = nn.relu(nn.Dense(16, dot_general_cls=self.op)(x))
         return nn.Dense(16, dot_general_cls=self.op)(x)
 
 
-def float8_loss(model: nn.Module) -> Any:
-    def loss(variables: Any, x: jax.Array) -> jax.Array:
+def float8_loss(model):
+    def loss(variables, x):
         return jnp.mean(model.apply(variables, x).astype(F32) ** 2)
 
     return loss
 
 
-def next_scales(loss: Any, variables: Any, x: jax.Array, scale: float) -> Any:
+def next_scales(loss, variables, x, scale):
     """Returns what Flax's layers say their scales and histories are after this step."""
     return jax.jit(jax.grad(lambda v: loss(v, x) * scale))(variables)[OVERWRITTEN]
 
@@ -684,7 +684,7 @@ float8_test = pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecat
 @float8_test
 @pytest.mark.parametrize(("policy", "scale"), FLOAT8_RUNS)
 @pytest.mark.parametrize("op", FP8)
-def test_float8_scales_are_what_their_gradient_says_in_a_train_step(op: str, policy: str, scale):
+def test_float8_scales_are_what_their_gradient_says_in_a_train_step(op, policy, scale):
     x = array(16, 16)
     loss = float8_loss(Float8(FP8[op]))
     tx = optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(1e-2))
@@ -703,7 +703,7 @@ def test_float8_scales_are_what_their_gradient_says_in_a_train_step(op: str, pol
     assert_bitwise_equal(state.params, before)
 
 
-def made_float8(op: str, x: jax.Array) -> Any:
+def made_float8(op, x):
     return jax.jit(Float8(FP8[op]).init)(KEY, x)
 
 
@@ -711,7 +711,7 @@ def made_float8(op: str, x: jax.Array) -> Any:
 @float8_test
 @pytest.mark.parametrize(("policy", "scale"), FLOAT8_RUNS)
 @pytest.mark.parametrize("op", FP8)
-def test_float8_scales_are_what_their_gradient_says_in_a_train_state(op: str, policy: str, scale):
+def test_float8_scales_are_what_their_gradient_says_in_a_train_state(op, policy, scale):
     x = array(16, 16)
     model = Float8(FP8[op])
     loss = mpjax.autocast(float8_loss(model), policy)
@@ -720,7 +720,7 @@ def test_float8_scales_are_what_their_gradient_says_in_a_train_state(op: str, po
     state = TrainState.create(apply_fn=model.apply, params=made_float8(op, x), tx=tx)
 
     @jax.jit
-    def step(state: TrainState, x: jax.Array) -> TrainState:
+    def step(state, x):
         scale = mpjax.current_loss_scale(state.opt_state)
         grads = mpjax.grad(loss, loss_scale=scale)(state.params, x)
         return mpjax.linen.apply_gradients(state, grads=grads)
@@ -738,7 +738,7 @@ def test_float8_scales_are_what_their_gradient_says_in_a_train_state(op: str, po
 
 @float8_test
 @pytest.mark.parametrize("op", FP8)
-def test_float8_scales_are_float32_under_every_policy(op: str):
+def test_float8_scales_are_float32_under_every_policy(op):
     x = array(16, 16)
     model = mpjax.linen.with_policy(Float8(FP8[op]), "bf16-true")
     variables = jax.jit(model.init)(KEY, x)

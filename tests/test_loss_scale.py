@@ -5,7 +5,6 @@ import dataclasses
 import math
 import pickle
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,15 +32,15 @@ FIELDS = tuple(DYNAMIC)
 LARGEST, SMALLEST = 2.0**126, 2.0**-126
 
 
-def off_default(**changes: Any) -> mpjax.DynamicLossScale:
+def off_default(**changes):
     return mpjax.DynamicLossScale(**{**DYNAMIC, **changes})
 
 
-def values_of(ls: mpjax.DynamicLossScale) -> dict[str, float]:
+def values_of(ls):
     return {field: float(getattr(ls, field)) for field in FIELDS}
 
 
-def run(ls: mpjax.DynamicLossScale, flags: list[bool]) -> list[tuple[float, int]]:
+def run(ls, flags):
     """Returns the scale and counter after each step, the steps taken in one jitted scan."""
 
     scales, counters = run_scan(ls, jnp.array(flags))
@@ -49,7 +48,7 @@ def run(ls: mpjax.DynamicLossScale, flags: list[bool]) -> list[tuple[float, int]
 
 
 @jax.jit
-def run_scan(ls: mpjax.DynamicLossScale, flags: jax.Array) -> tuple[jax.Array, jax.Array]:
+def run_scan(ls, flags):
     def body(ls, finite):
         ls = ls.adjust(finite)
         return ls, (ls.loss_scale, ls.counter)
@@ -63,7 +62,7 @@ run_all = jax.jit(jax.vmap(run_scan))
 # -- law 4: every field, off its default, survives ------------------------------------------------
 
 
-def through_orbax(ls: Any, folder: Any) -> Any:
+def through_orbax(ls, folder):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "state", {"ls": ls})
         checkpointer.wait_until_finished()
@@ -362,7 +361,7 @@ class Model:
     high: float
     counter: int = 0
 
-    def adjust(self, finite: bool) -> tuple[float, int]:
+    def adjust(self, finite):
         with np.errstate(all="ignore"):
             product = np.float32(self.scale) * np.float32(self.growth if finite else self.backoff)
         if not finite:
@@ -379,7 +378,7 @@ SEQUENCES, STEPS = 500, 40
 
 
 @st.composite
-def batches(draw: Any) -> tuple[list[tuple[Any, ...]], np.ndarray]:
+def batches(draw):
     """Draws many configurations at a time, and the steps that each goes through."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     growths, backoffs = [1.5, 2.0, 3.0, 2.0**64], [2.0**-64, 0.25, 0.5, 0.7]
@@ -392,9 +391,7 @@ def batches(draw: Any) -> tuple[list[tuple[Any, ...]], np.ndarray]:
     return configs, rng.random((SEQUENCES, STEPS)) < share
 
 
-def from_fields(
-    start: float, growth: float, backoff: float, interval: int, low: float, high: float
-) -> list[Any]:
+def from_fields(start, growth, backoff, interval, low, high):
     floats = map(np.float32, (growth, backoff))
     bounds = map(np.float32, (low, high))
     return [np.float32(start), np.int32(0), *floats, np.int32(interval), *bounds]

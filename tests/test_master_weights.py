@@ -1,7 +1,5 @@
 """Float32 copies of half-precision parameters, and updates that lead exactly to them."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +17,7 @@ pytestmark = pytest.mark.standard_promotion("optax.apply_updates adds float32 to
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_parameters_are_the_rounded_copies_at_every_step(dtype: Any):
+def test_parameters_are_the_rounded_copies_at_every_step(dtype):
     random = np.random.default_rng(0)
     params = {"w": jnp.asarray(random.normal(size=(16, 16)), dtype), "b": jnp.array([-0.0], dtype)}
     tx = optim.with_master_weights(optax.adamw(0.01))
@@ -33,7 +31,7 @@ def test_parameters_are_the_rounded_copies_at_every_step(dtype: Any):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_training_is_that_of_float32_parameters(dtype: Any):
+def test_training_is_that_of_float32_parameters(dtype):
     params = {"w": jnp.linspace(-1, 1, 8).astype(dtype)}
     full = optax.tree.cast(params, jnp.float32)
     tx, plain = optim.with_master_weights(optax.adam(1e-4)), optax.adam(1e-4)
@@ -61,9 +59,7 @@ def test_updates_too_small_for_the_parameter_are_not_lost():
 
 @pytest.mark.parametrize("dtype", HALVES)
 @given(values=st.tuples(*[st.floats(-(2.0**14), 2.0**14, width=16)] * 2))
-def test_any_move_is_exact_unless_it_shrinks_the_parameter_by_more_than_8192(
-    dtype: Any, values: tuple[float, float]
-):
+def test_any_move_is_exact_unless_it_shrinks_the_parameter_by_more_than_8192(dtype, values):
     old, new = (jnp.asarray(v, dtype) for v in values)
     to_new = optax.stateless(lambda updates, params: jax.tree.map(lambda p: new - p, params))
     tx = optim.with_master_weights(to_new)
@@ -85,8 +81,8 @@ def test_other_leaves_are_updated_as_the_optimizer_says_and_none_is_shared():
 
 
 @pytest.mark.parametrize("policy", ["O2", "16-true"])
-def test_a_train_step_of_half_parameters_skips_and_leaves_the_copies(policy: str):
-    def loss_fn(w: Any, x: Any) -> Any:
+def test_a_train_step_of_half_parameters_skips_and_leaves_the_copies(policy):
+    def loss_fn(w, x):
         return jnp.sum((w * x).astype(jnp.float32) ** 2)
 
     tx = optim.with_master_weights(optax.sgd(1e-4, momentum=0.5))
@@ -100,7 +96,7 @@ def test_a_train_step_of_half_parameters_skips_and_leaves_the_copies(policy: str
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_a_parameter_of_minus_zero_that_does_not_move_keeps_its_sign(dtype: Any):
+def test_a_parameter_of_minus_zero_that_does_not_move_keeps_its_sign(dtype):
     params = {"w": jnp.array([-0.0, 0.0, 1.5], dtype)}
     tx = optim.with_master_weights(optax.sgd(1.0))
     updates, _ = tx.update({"w": jnp.full(3, -0.0)}, tx.init(params), params)

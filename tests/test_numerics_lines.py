@@ -2,7 +2,6 @@
 
 import inspect
 import json
-from typing import Any
 
 import equinox as eqx
 import flax.linen as nn
@@ -19,36 +18,36 @@ X = jnp.full((2, 4), 1e3)
 
 class Linen(nn.Module):
     @nn.compact
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x):
         h = nn.Dense(4, kernel_init=nn.initializers.constant(1e3))(x)  # here
         return h * 2
 
 
 class NNX(nnx.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         self.linear = nnx.Linear(4, 4, kernel_init=nnx.initializers.constant(1e3), rngs=nnx.Rngs(0))
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x):
         return self.linear(x) * 2  # here
 
 
 class Equinox(eqx.Module):
     linear: eqx.nn.Linear
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x):
         return jax.vmap(self.linear)(x) * 2  # here
 
 
-def linen() -> tuple[Any, Any]:
+def linen():
     return (lambda v, x: jnp.sum(Linen().apply(v, x))), Linen().init(jax.random.key(0), X)
 
 
-def flax_nnx() -> tuple[Any, Any]:
+def flax_nnx():
     graph, state = nnx.split(NNX())
     return (lambda s, x: jnp.sum(nnx.merge(graph, s)(x))), nnx.as_pure(state)
 
 
-def equinox() -> tuple[Any, Any]:
+def equinox():
     linear = eqx.nn.Linear(4, 4, key=jax.random.key(0))
     return (lambda m, x: jnp.sum(m(x))), jax.tree.map(
         lambda w: jnp.full(w.shape, 1e3), Equinox(linear)
@@ -60,7 +59,7 @@ def equinox() -> tuple[Any, Any]:
     [(linen, Linen), (flax_nnx, NNX), (equinox, Equinox)],
     ids=["linen", "nnx", "equinox"],
 )
-def test_a_layer_of_a_library_is_at_the_line_that_calls_it(model: Any, layer: type):
+def test_a_layer_of_a_library_is_at_the_line_that_calls_it(model, layer):
     loss, params = model()
     report = diagnose(loss, "16-mixed")(params, X)
     source, first = inspect.getsourcelines(layer)
@@ -86,7 +85,7 @@ def test_a_loss_that_a_library_wrote_is_at_the_librarys_line():
 
 
 def test_what_has_no_name_is_told_apart_by_its_line():
-    def loss(w: Any, x: Any) -> Any:
+    def loss(w, x):
         h = jnp.tanh(x @ w)  # first
         h = h.astype(jnp.float8_e4m3fn).astype(jnp.float32)  # second
         return jnp.mean(h)

@@ -1,7 +1,6 @@
 """Updates that change nothing are counted as rounding loses them; metrics become plain numbers."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from mpjax.numerics import lost_updates, to_scalars
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_lost_updates_are_those_that_numpy_loses(dtype: str):
+def test_lost_updates_are_those_that_numpy_loses(dtype):
     rng = np.random.default_rng(0)
     p = rng.normal(size=500).astype(jnp.dtype(dtype))
     u = (rng.normal(size=500) * 10.0 ** rng.uniform(-9, 0, 500)).astype(np.float32)
@@ -55,7 +54,7 @@ def test_lost_updates_of_a_donated_state_are_refused_by_name():
 
 
 def test_metrics_become_numbers():
-    metrics: dict[str, Any] = {
+    metrics = {
         "loss": jnp.bfloat16(1.5),
         "grads_finite": jnp.array(True),
         "note": "text",
@@ -76,7 +75,7 @@ def test_metrics_become_numbers():
 
 
 def test_a_step_tells_on_request_what_its_rounding_loses():
-    def loss_fn(params: Any, batch: Any) -> Any:
+    def loss_fn(params, batch):
         return sum(jnp.sum(p) for p in jax.tree.leaves(params)) * batch
 
     params = {"norm": jnp.ones(3), "kernel": jnp.full(3, 0.01)}

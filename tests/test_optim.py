@@ -1,7 +1,6 @@
 """The optax wrapper: what a skipped step leaves, what its state tells, what it composes with."""
 
 import pickle
-from typing import Any
 
 import chex
 import flax.linen as linen
@@ -23,7 +22,7 @@ PARAMS = {"layer": {"w": jnp.array([[1.0, -2.0], [0.5, 4.0]]), "b": jnp.array([0
 SCALARS = ("loss_scale", "grads_finite", "skipped_steps", "consecutive_skips", "diverged")
 
 
-def grads_like(params: Any, seed: int = 0, bad: float | None = None) -> Any:
+def grads_like(params, seed=0, bad=None):
     random = np.random.default_rng(seed)
     grads = jax.tree.map(lambda p: jnp.asarray(random.normal(size=p.shape), jnp.float32), params)
     if bad is None:
@@ -33,9 +32,9 @@ def grads_like(params: Any, seed: int = 0, bad: float | None = None) -> Any:
     return tree.unflatten(leaves)
 
 
-def train(tx: Any, batches: list[Any], params: Any = PARAMS) -> tuple[Any, Any]:
+def train(tx, batches, params=PARAMS):
     @jax.jit
-    def step(params: Any, state: Any, grads: Any) -> Any:
+    def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -49,7 +48,7 @@ def train(tx: Any, batches: list[Any], params: Any = PARAMS) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_law_10_skipped_update_is_minus_zero_and_keeps_the_sign_of_minus_zero(bad: float):
+def test_law_10_skipped_update_is_minus_zero_and_keeps_the_sign_of_minus_zero(bad):
     params = {"w": jnp.array([-0.0, 0.0, 1.5])}
     tx = mpjax.with_loss_scale(optax.sgd(0.1))
     updates, _ = tx.update({"w": jnp.array([1.0, bad, 1.0])}, tx.init(params), params)
@@ -79,10 +78,10 @@ def test_law_10_eager_and_jitted_steps_agree():
 
 
 def test_state_that_two_fields_share_is_kept_field_by_field():
-    def init(params: Any) -> Any:
+    def init(params):
         return {"a": jnp.float32(1), "b": jnp.float32(2), "c": jnp.float32(3)}
 
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
+    def update(updates, state, params=None):
         shared = state["a"] + state["b"] + state["c"]
         return updates, {"a": shared, "b": shared, "c": 7.0}
 
@@ -113,7 +112,7 @@ def test_clipping_inside_sees_unscaled_gradients():
 
 @OPTAX
 @pytest.mark.parametrize("loss_scale", [None, 256])
-def test_law_12_half_gradients_reach_the_optimizer_in_f32(loss_scale: Any):
+def test_law_12_half_gradients_reach_the_optimizer_in_f32(loss_scale):
     # A norm taken in float16 would overflow: optax's clip would then make zeros of all.
     tx = mpjax.with_loss_scale(optax.clip_by_global_norm(1.0), loss_scale)
     grads = {"w": jnp.full(4, 60000.0, jnp.float16)}
@@ -123,7 +122,7 @@ def test_law_12_half_gradients_reach_the_optimizer_in_f32(loss_scale: Any):
 
 
 def test_another_grad_than_the_updates_is_unscaled_too_and_not_lost():
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(updates, state, params=None, **extra):
         return jax.tree.map(lambda u, g: u + 10 * g, updates, extra["grad"]), state
 
     inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
@@ -152,10 +151,10 @@ def test_what_was_not_finite_is_remembered_after_finite_steps():
 
 @pytest.mark.parametrize("bad", [1.0, jnp.nan])
 @pytest.mark.parametrize("kind", ["swapped", "promoted", "unchanged", "constant", "input"])
-def test_state_of_any_origin_is_chosen_as_a_whole(kind: str, bad: float):
+def test_state_of_any_origin_is_chosen_as_a_whole(kind, bad):
     """Not only what the update computes: what it hands through, too, stays where it was."""
 
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
+    def update(updates, state, params=None):
         a, b = state["a"], state["b"]
         new = {
             "swapped": {"a": b, "b": a},
@@ -269,11 +268,11 @@ def test_raise_if_diverged_inside_jit_says_where_to_call_it():
 SCALE = 2.0**10
 
 
-def wrapped(inner: Any) -> Any:
+def wrapped(inner):
     return mpjax.with_loss_scale(inner, mpjax.StaticLossScale(SCALE))
 
 
-def adam() -> Any:
+def adam():
     return optax.adam(0.1)
 
 
@@ -326,7 +325,7 @@ BOTH_WAYS = {
 @pytest.mark.sampled(2)
 @OPTAX
 @pytest.mark.parametrize("name", BOTH_WAYS)
-def test_law_13_composes_both_ways_round(name: str):
+def test_law_13_composes_both_ways_round(name):
     tx, plain = BOTH_WAYS[name]
     clean = [grads_like(PARAMS, seed) for seed in range(3)]
     scaled = [jax.tree.map(lambda g: g * SCALE, grads) for grads in clean]
@@ -342,7 +341,7 @@ def test_law_13_composes_both_ways_round(name: str):
 
 @OPTAX
 @pytest.mark.parametrize("way", ["inside", "outside"])
-def test_law_13_composes_with_lookahead(way: str):
+def test_law_13_composes_with_lookahead(way):
     sgd = optax.sgd(0.1)
     outside = optax.lookahead(wrapped(sgd), 2, 0.5)
     tx = wrapped(optax.lookahead(sgd, 2, 0.5)) if way == "inside" else outside
@@ -375,7 +374,7 @@ def test_law_13_apply_if_finite_inside_never_gets_to_give_up():
 
 class Network(linen.Module):
     @linen.compact
-    def __call__(self, x: Any, train: bool = True) -> Any:
+    def __call__(self, x, train=True):
         x = linen.BatchNorm(use_running_average=not train)(linen.Dense(4)(x))
         return linen.Dense(1)(x)
 
@@ -404,7 +403,7 @@ def test_law_14_nnx_optimizer_passes_extra_arguments_and_wraps_every_scalar():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     seen = []
 
-    def watch(updates: Any, state: Any, params: Any = None, *, value: Any, **extra: Any) -> Any:
+    def watch(updates, state, params=None, *, value, **extra):
         seen.append(value)
         return updates, state
 
@@ -415,7 +414,7 @@ def test_law_14_nnx_optimizer_passes_extra_arguments_and_wraps_every_scalar():
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     @nnx.jit
-    def step(model: Any, optimizer: Any, x: Any) -> None:
+    def step(model, optimizer, x):
         loss_scale = mpjax.current_loss_scale(optimizer.opt_state)
         value, grads = nnx.value_and_grad(lambda m: loss_scale.scale(jnp.mean(m(x) ** 2)))(model)
         optimizer.update(model, grads, value=value)
@@ -456,7 +455,7 @@ def test_law_16_scalars_are_strong_typed_and_readable_anywhere_in_a_state():
     ],
     ids=["noop", "static", "dynamic"],
 )
-def test_law_4_current_loss_scale_is_the_one_given_field_by_field(loss_scale: Any):
+def test_law_4_current_loss_scale_is_the_one_given_field_by_field(loss_scale):
     tx = mpjax.with_loss_scale(optax.sgd(0.1), loss_scale)
     for state in (tx.init(PARAMS), pickle.loads(pickle.dumps(tx.init(PARAMS)))):
         found = mpjax.current_loss_scale(state)

@@ -9,7 +9,7 @@ import pickle
 import re
 import threading
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import get_args
 
 import haiku as hk
 import jax
@@ -264,7 +264,7 @@ def test_half_goes_to_jmp_as_the_backends():
     assert mpjax.get_policy("half").to_jmp().compute_dtype == jmp.half_dtype()
 
 
-def jmps_own_step(policy: Any, loss_scale: Any, select_tree: Any, all_finite: Any) -> Any:
+def jmps_own_step(policy, loss_scale, select_tree, all_finite):
     """jmp's README: a step with a policy and a loss scale, each given from outside."""
 
     def loss_fn(params, x, y, loss_scale):

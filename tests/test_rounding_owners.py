@@ -5,8 +5,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import flax.serialization
 import jax
@@ -23,7 +21,7 @@ import mpjax
 from mpjax import optim
 from mpjax.testing import assert_bitwise_equal, assert_one_compilation
 
-OWNERS: dict[str, Callable[[Any], Any]] = {
+OWNERS = {
     "master": optim.with_master_weights,
     "split": lambda tx: optim.with_master_weights(tx, bits=24),
     "kahan": optim.with_kahan,
@@ -34,29 +32,29 @@ halves = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf1
 pytestmark = pytest.mark.standard_promotion("optax.apply_updates adds float32 to half parameters")
 
 
-def params_of(dtype: Any = jnp.bfloat16) -> Any:
+def params_of(dtype=jnp.bfloat16):
     random = np.random.default_rng(0)
     w = random.normal(size=(4, 8)) * np.exp(random.normal(size=(4, 8)))
     return {"w": jnp.asarray(w, dtype), "b": jnp.array([-0.0, 0.0, 1.5], dtype)}
 
 
-def grads_of(params: Any, seed: int, bad: float | None = None) -> Any:
+def grads_of(params, seed, bad=None):
     random = np.random.default_rng(seed)
     grads = jax.tree.map(lambda p: jnp.asarray(random.normal(size=p.shape), jnp.float32), params)
     return grads if bad is None else {**grads, "b": grads["b"].at[0].set(bad)}
 
 
 @functools.cache
-def stepper(tx: Any) -> Any:
+def stepper(tx):
     @jax.jit
-    def step(params: Any, state: Any, grads: Any) -> Any:
+    def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     return step
 
 
-def train(tx: Any, params: Any, batches: list[Any]) -> Any:
+def train(tx, params, batches):
     state, step = tx.init(params), stepper(tx)
     for grads in batches:
         params, state = step(params, state, grads)
@@ -76,10 +74,10 @@ ENDS = {
 }
 
 
-def thousand_steps(tx: Any, dtype: Any = jnp.bfloat16, count: int = 4096) -> Any:
+def thousand_steps(tx, dtype=jnp.bfloat16, count=4096):
     params = jnp.ones(count, dtype)
 
-    def body(carry: Any, _: Any) -> Any:
+    def body(carry, _):
         params, state = carry
         updates, state = tx.update(jnp.full(count, -1e-3, jnp.float32), state, params)
         return (optax.apply_updates(params, updates), state), None
@@ -89,7 +87,7 @@ def thousand_steps(tx: Any, dtype: Any = jnp.bfloat16, count: int = 4096) -> Any
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_a_thousand_steps_of_a_thousandth(name: str):
+def test_a_thousand_steps_of_a_thousandth(name):
     own, end, within = ENDS[name]
     got = np.asarray(jax.jit(lambda: thousand_steps(own(optax.sgd(1.0))))())
     assert abs(got.mean(dtype=np.float64) - end) <= within
@@ -101,7 +99,7 @@ def test_a_thousand_steps_of_a_thousandth(name: str):
 
 
 @functools.cache
-def in_float32(dtype: Any) -> Any:
+def in_float32(dtype):
     """Returns where 40 steps in float32 end from what a 16-bit dtype holds."""
     params = params_of(dtype)
     batches = [grads_of(params, seed) for seed in range(40)]
@@ -110,7 +108,7 @@ def in_float32(dtype: Any) -> Any:
 
 @owners
 @halves
-def test_law_17_parameters_follow_float32_training(own: Any, dtype: Any):
+def test_law_17_parameters_follow_float32_training(own, dtype):
     params = params_of(dtype)
     batches = [grads_of(params, seed) for seed in range(40)]
     got, state = train(own(optax.adamw(1e-3)), params, batches)
@@ -129,7 +127,7 @@ def test_law_17_parameters_follow_float32_training(own: Any, dtype: Any):
 
 
 @halves
-def test_law_17_what_is_known_rounds_to_the_parameters(dtype: Any):
+def test_law_17_what_is_known_rounds_to_the_parameters(dtype):
     params = params_of(dtype)
     for own in (OWNERS["master"], OWNERS["split"]):
         tx = own(optax.adamw(0.01))
@@ -141,7 +139,7 @@ def test_law_17_what_is_known_rounds_to_the_parameters(dtype: Any):
 
 
 @owners
-def test_no_step_leaves_every_bit(own: Any):
+def test_no_step_leaves_every_bit(own):
     params, state = train(own(optax.sgd(0.01)), params_of(), [grads_of(params_of(), 0)])
     nothing = jax.tree.map(lambda p: jnp.zeros(p.shape), params)
     for zero in (nothing, jax.tree.map(jnp.negative, nothing)):
@@ -168,7 +166,7 @@ def test_full_bits_survive_where_a_difference_is_beyond_float32():
 @pytest.mark.sampled(2)
 @owners
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
-def test_law_10_a_run_with_a_bad_batch_is_the_run_without(own: Any, inside: bool):
+def test_law_10_a_run_with_a_bad_batch_is_the_run_without(own, inside):
     params = params_of()
     scaled, plain = mpjax.with_loss_scale, optax.adamw(1e-2)
     scale = mpjax.StaticLossScale(1)
@@ -192,7 +190,7 @@ def test_chances_come_from_seed_count_and_path():
     params = {"a": jnp.ones((8, 8), jnp.bfloat16), "b": jnp.ones((8, 8), jnp.bfloat16)}
     grads = jax.tree.map(lambda p: jnp.full(p.shape, -(2.0**-9)), params)
 
-    def moved(seed: Any, params: Any = params, steps: int = 1) -> Any:
+    def moved(seed, params=params, steps=1):
         grads_here = {key: grads[key] for key in params}
         tx = optim.with_stochastic_rounding(optax.sgd(1.0), seed)
         return train(tx, params, [grads_here] * steps)[0]
@@ -223,7 +221,7 @@ def test_a_restored_run_goes_on_as_if_it_had_not_stopped():
 
 @pytest.mark.sampled(2)
 @owners
-def test_law_15_shards_and_replicas_agree(own: Any, devices: list[jax.Device]):
+def test_law_15_shards_and_replicas_agree(own, devices):
     params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(16, 64)), jnp.bfloat16)}
     batches = [{"w": jnp.full((16, 64), 0.3 * k)} for k in range(1, 4)]
     tx = own(optax.adamw(1e-3))
@@ -283,7 +281,7 @@ COMPANY += [("split", name) for name in ("masked", "injected", "chain", "multi")
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "around"), COMPANY)
-def test_it_works_under_masks_partitions_and_injected_hyperparameters(name: str, around: str):
+def test_it_works_under_masks_partitions_and_injected_hyperparameters(name, around):
     own = OWNERS[name]
     params = {**params_of(), "norm": jnp.ones(3)}
     labels = {"w": "low", "b": "low", "norm": "high"}
@@ -308,7 +306,7 @@ def test_it_works_under_masks_partitions_and_injected_hyperparameters(name: str,
 
 @pytest.mark.sampled(2)
 @owners
-def test_flax_train_states_and_optimizers_take_it(own: Any):
+def test_flax_train_states_and_optimizers_take_it(own):
     tx = own(optax.adam(1e-2))
     params = params_of()
     want, _ = train(tx, params, [grads_of(params, 0)])
@@ -327,7 +325,7 @@ def test_flax_train_states_and_optimizers_take_it(own: Any):
 
 
 @owners
-def test_law_16_checkpoints_keep_every_bit(own: Any, tmp_path: Any):
+def test_law_16_checkpoints_keep_every_bit(own, tmp_path):
     _, state = train(own(optax.adam(1e-2)), params_of(), [grads_of(params_of(), 0)])
     empty = own(optax.adam(1e-2)).init(params_of())
     packed = flax.serialization.from_bytes(empty, flax.serialization.to_bytes(state))
@@ -339,12 +337,12 @@ def test_law_16_checkpoints_keep_every_bit(own: Any, tmp_path: Any):
 
 
 @owners
-def test_law_09_one_trace_and_donated_buffers(own: Any):
+def test_law_09_one_trace_and_donated_buffers(own):
     tx = own(optax.adam(1e-2))
     params = params_of()
     state = tx.init(params)
 
-    def step(params: Any, state: Any, grads: Any) -> Any:
+    def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optim.apply_updates(params, updates), state
 
@@ -357,7 +355,7 @@ def test_law_09_one_trace_and_donated_buffers(own: Any):
 
 
 @pytest.mark.parametrize("own", OWNERS.values(), ids=OWNERS)
-def test_a_state_of_another_form_is_refused_while_tracing(own: Any):
+def test_a_state_of_another_form_is_refused_while_tracing(own):
     params = params_of()
     other = OWNERS["split"] if own is OWNERS["kahan"] else OWNERS["kahan"]
     with pytest.raises(ValueError, match=r"the state is no \w+; got a \w+State\.\n .*adopt_state"):

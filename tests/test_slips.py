@@ -6,7 +6,6 @@ import pathlib
 import pickle
 import re
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from mpjax.testing import assert_bitwise_equal
 PARAMS = {"w": jnp.array([1.0, -2.0])}
 
 
-def square(params: Any, x: Any) -> Any:
+def square(params, x):
     return jnp.mean((params["w"] * x) ** 2)
 
 
@@ -35,13 +34,11 @@ def square(params: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize("unscale", [None, False])
 @pytest.mark.parametrize("scale", [1024.0, mpjax.DynamicLossScale(2.0**15), None])
-def test_a_wrapped_optimizer_trains_at_full_speed_without_a_word_about_unscaling(
-    scale: Any, unscale: Any
-):
+def test_a_wrapped_optimizer_trains_at_full_speed_without_a_word_about_unscaling(scale, unscale):
     tx = mpjax.with_loss_scale(optax.sgd(0.25), scale)
 
     @jax.jit
-    def step(params: Any, state: Any, x: Any) -> Any:
+    def step(params, state, x):
         loss_scale = mpjax.current_loss_scale(state)
         grads = mpjax.grad(square, loss_scale=loss_scale, unscale=unscale)(params, x)
         updates, state = tx.update(grads, state, params)
@@ -59,22 +56,22 @@ def test_a_scale_of_ones_own_gives_true_gradients():
 class Halving:
     """A loss scale of a user's own class: half as much after each overflow, and a count of them."""
 
-    def __init__(self, loss_scale: Any = 64.0, overflows: Any = 0):
+    def __init__(self, loss_scale=64.0, overflows=0):
         self.loss_scale = jnp.asarray(loss_scale, jnp.float32)
         self.overflows = jnp.asarray(overflows, jnp.int32)
 
-    def scale(self, tree: Any) -> Any:
+    def scale(self, tree):
         return jax.tree.map(lambda x: x * self.loss_scale, tree)
 
-    def unscale(self, tree: Any) -> Any:
+    def unscale(self, tree):
         return jax.tree.map(lambda x: x / self.loss_scale, tree)
 
-    def adjust(self, grads_finite: Any) -> "Halving":
+    def adjust(self, grads_finite):
         smaller = jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2)
         return Halving(smaller, self.overflows + (~grads_finite).astype(jnp.int32))
 
 
-def made(_: None, children: Any) -> Halving:
+def made(_, children):
     new = object.__new__(Halving)
     new.loss_scale, new.overflows = children
     return new
@@ -84,10 +81,10 @@ jax.tree_util.register_pytree_node(Halving, lambda s: ((s.loss_scale, s.overflow
 
 
 @pytest.mark.parametrize("scale", [mpjax.StaticLossScale(8), mpjax.DynamicLossScale(8), Halving()])
-def test_the_mark_of_the_optimizers_scale_survives_what_a_step_does_with_it(scale: Any):
+def test_the_mark_of_the_optimizers_scale_survives_what_a_step_does_with_it(scale):
     state = mpjax.with_loss_scale(optax.sgd(0.1), scale).init(PARAMS)
     assert not any(map(is_owned, jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "adjust"))))
-    found: Any = mpjax.current_loss_scale(state)
+    found = mpjax.current_loss_scale(state)
     assert is_owned(found)
     assert is_owned(jax.jit(lambda s: s)(found))
     assert is_owned(jax.tree.map(lambda x: x, found))
@@ -115,7 +112,7 @@ def test_the_mark_of_the_optimizers_scale_survives_what_a_step_does_with_it(scal
         (8.0, 1, r"must be None, True or False; got 1"),
     ],
 )
-def test_the_wrong_choice_names_the_right_call(scale: Any, unscale: Any, said: str):
+def test_the_wrong_choice_names_the_right_call(scale, unscale, said):
     with pytest.raises((ValueError, TypeError), match=said):
         mpjax.value_and_grad(square, loss_scale=scale, unscale=unscale)
 
@@ -123,11 +120,11 @@ def test_the_wrong_choice_names_the_right_call(scale: Any, unscale: Any, said: s
 # -- gradients of another scale than the optimizer's -----------------------------------------------
 
 
-def scaled_by_own(state: Any) -> Any:
+def scaled_by_own(state):
     return mpjax.grad(square, loss_scale=mpjax.current_loss_scale(state))(PARAMS, jnp.ones(2))
 
 
-def at(value: float, state: Any) -> Any:
+def at(value, state):
     return state._replace(loss_scale=jnp.float32(value))
 
 
@@ -136,12 +133,12 @@ ONLY_SKIPS = mpjax.with_loss_scale(optax.sgd(0.25))
 START = DYNAMIC.init(PARAMS)
 
 
-def number(state: Any) -> Any:
+def number(state):
     return mpjax.grad(square, loss_scale=state.loss_scale)(PARAMS, jnp.ones(2))
 
 
 # What a step made of the scales, and what is said of it.
-SLIPS: dict[str, tuple[Any, str]] = {
+SLIPS = {
     "of an earlier state": (
         lambda: DYNAMIC.update(scaled_by_own(START), at(16, START), PARAMS),
         r"'w' was taken with a loss scale of 8, and that of this optimizer is 16(.|\n)*earlier",
@@ -194,7 +191,7 @@ SLIPS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", SLIPS)
 @pytest.mark.no_leak_check("pytest.raises keeps the frame that holds the tracer")
-def test_gradients_that_are_known_to_be_of_another_scale_are_refused(name: str):
+def test_gradients_that_are_known_to_be_of_another_scale_are_refused(name):
     run, said = SLIPS[name]
     with pytest.raises(ValueError, match=said):
         run()
@@ -203,7 +200,7 @@ def test_gradients_that_are_known_to_be_of_another_scale_are_refused(name: str):
 TWO = (DYNAMIC, mpjax.with_loss_scale(optax.sgd(0.25), mpjax.DynamicLossScale(512.0)))
 
 
-def update_with(scale: Any, state: Any) -> Any:
+def update_with(scale, state):
     grads = mpjax.grad(square, loss_scale=scale)(PARAMS, jnp.ones(2))
     return DYNAMIC.update(grads, state, PARAMS)[0]
 
@@ -217,13 +214,13 @@ def update_with(scale: Any, state: Any) -> Any:
     ],
 )
 def test_a_scale_that_comes_in_as_an_argument_is_the_one_that_gradients_are_divided_by(
-    scale: Any, state: Any
+    scale, state
 ):
     want = {"w": -0.25 * square_grads()["w"]}
     assert_bitwise_equal(jax.jit(update_with)(scale, state), want)
 
 
-def square_grads() -> Any:
+def square_grads():
     return jax.grad(square)(PARAMS, jnp.ones(2))
 
 
@@ -233,7 +230,7 @@ def test_a_static_scale_may_be_read_outside_and_gradients_may_be_taken_apart():
     scale = mpjax.current_loss_scale(state)
 
     @jax.jit
-    def step(state: Any) -> Any:
+    def step(state):
         grads = mpjax.grad(square, loss_scale=scale)(PARAMS, jnp.ones(2))
         return tx.update(grads, state, PARAMS)[0]
 
@@ -252,12 +249,12 @@ OTHER = mpjax.with_loss_scale(optax.sgd(0.25), mpjax.DynamicLossScale(8.0)).init
 TAKEN = jax.jit(lambda s: mpjax.grad(square, loss_scale=s)(PARAMS, jnp.ones(2)))
 
 
-def updates_of(grads: Any, state: Any = START) -> Any:
+def updates_of(grads, state=START):
     return DYNAMIC.update(grads, state, PARAMS)[0]
 
 
 # As docs/recipes.md lists them: what nobody sees, and by how much its updates are wrong.
-UNSEEN: dict[str, tuple[Any, float]] = {
+UNSEEN = {
     "`jax.grad` into an optimizer that is wrapped": (lambda: updates_of(square_grads()), 1 / 8),
     "Gradients changed by your own arithmetic": (
         lambda: updates_of({"w": scaled_by_own(START)["w"] / SCALE.loss_scale}),
@@ -283,7 +280,7 @@ UNSEEN: dict[str, tuple[Any, float]] = {
 
 
 @pytest.mark.parametrize("name", UNSEEN)
-def test_what_is_not_seen_is_listed_openly_and_counted(name: str):
+def test_what_is_not_seen_is_listed_openly_and_counted(name):
     run, factor = UNSEEN[name]
     got = run()  # no error: where one comes, the docs have one fewer
     np.testing.assert_allclose(got["w"], factor * np.asarray(TRUE["w"]), rtol=1e-6)
@@ -304,7 +301,7 @@ def test_tags_keep_no_gradient_alive():
     assert len(_KNOWN) < before
 
 
-def wrapped(tx: Any = None) -> Any:
+def wrapped(tx=None):
     return mpjax.with_loss_scale(tx or optax.sgd(0.1), mpjax.DynamicLossScale())
 
 
@@ -329,7 +326,7 @@ BEHIND = {
 
 
 @pytest.mark.parametrize("name", BEHIND)
-def test_what_stands_before_the_wrapper_is_refused_by_all_that_see_it(name: str):
+def test_what_stands_before_the_wrapper_is_refused_by_all_that_see_it(name):
     tx = BEHIND[name]
     said = r"stands behind 1 of its chain(.|\n)*Move them inside: with_loss_scale\(optax.chain\("
     state = tx.init(PARAMS)
@@ -349,7 +346,7 @@ def test_what_stands_before_the_wrapper_is_refused_by_all_that_see_it(name: str)
         optax.partition({"z": wrapped(), "b": optax.sgd(1.0)}, {"w": "z"}),
     ],
 )
-def test_what_stands_behind_or_beside_the_wrapper_is_taken(tx: Any):
+def test_what_stands_behind_or_beside_the_wrapper_is_taken(tx):
     step = mpjax.make_train_step(square, tx)
     state, metrics = step(step.init(PARAMS), jnp.ones(2))
     assert bool(metrics["grads_finite"])
@@ -370,7 +367,7 @@ BEHIND_IT = {
 
 
 @pytest.mark.parametrize("name", BEHIND_IT)
-def test_what_stands_behind_the_wrapper_in_a_chain_is_skipped_with_it(name: str):
+def test_what_stands_behind_the_wrapper_in_a_chain_is_skipped_with_it(name):
     tx = BEHIND_IT[name](mpjax.with_loss_scale(optax.sgd(0.25), 8.0))
     step = mpjax.make_train_step(square, tx, donate=False)
     good, bad = jnp.ones(2), jnp.array([1.0, jnp.inf])
@@ -390,19 +387,19 @@ def test_what_stands_behind_the_wrapper_in_a_chain_is_skipped_with_it(name: str)
 
 
 @pytest.mark.parametrize("name", ["partition", "masked"])
-def test_a_wrapper_around_some_of_the_parameters_is_refused(name: str):
+def test_a_wrapper_around_some_of_the_parameters_is_refused(name):
     params = {"w": jnp.ones(2), "v": jnp.ones(2)}
     label = {"w": "a", "v": "b"}
 
-    def around(inner: Any, outer: Any) -> Any:
+    def around(inner, outer):
         if name == "masked":
             return outer(optax.masked(inner(optax.sgd(0.25)), {"w": True, "v": False}))
         return outer(optax.partition({"a": inner(optax.sgd(0.25)), "b": optax.sgd(0.25)}, label))
 
-    def scaled(tx: Any) -> Any:
+    def scaled(tx):
         return mpjax.with_loss_scale(tx, mpjax.StaticLossScale(8.0))
 
-    def step_of(tx: Any) -> Any:
+    def step_of(tx):
         return mpjax.make_train_step(lambda p, x: jnp.sum(p["w"] ** 2 + p["v"] ** 2) * x, tx)
 
     with pytest.raises(ValueError, match=r"1 of 2 parameters: the others .* still scaled"):
@@ -428,7 +425,7 @@ def test_a_loss_scale_of_ones_own_is_held_adjusted_and_given_back():
     assert_bitwise_equal(state.params, {"w": jnp.array([0.75, -1.5])})
     state, metrics = step(state, jnp.array([1.0, jnp.inf]))
     assert_bitwise_equal(state.params, {"w": jnp.array([0.75, -1.5])})
-    found: Any = mpjax.current_loss_scale(state)
+    found = mpjax.current_loss_scale(state)
     assert (float(found.loss_scale), int(found.overflows)) == (32.0, 1)
     assert float(state.opt_state.loss_scale) == 32.0
     restored = pickle.loads(pickle.dumps(jax.tree.map(np.asarray, state)))
@@ -438,7 +435,7 @@ def test_a_loss_scale_of_ones_own_is_held_adjusted_and_given_back():
 
 def test_a_loss_scale_of_ones_own_that_changes_its_form_is_an_error():
     class Growing(Halving):
-        def adjust(self, grads_finite: Any) -> Any:
+        def adjust(self, grads_finite):
             return mpjax.StaticLossScale(2)
 
     jax.tree_util.register_pytree_node(Growing, lambda s: ((), None), lambda *_: Growing())
@@ -464,7 +461,7 @@ def test_autocast_of_another_policy_inside_a_step_is_warned_of():
 
 
 @pytest.mark.parametrize("inside", ["bf16-mixed", "bfloat16", "float32"])
-def test_autocast_of_what_the_step_knows_is_taken_in_silence(inside: str):
+def test_autocast_of_what_the_step_knows_is_taken_in_silence(inside):
     step = mpjax.make_train_step(mpjax.autocast(square, inside), optax.sgd(0.1), "bf16-mixed")
     with warnings.catch_warnings():
         warnings.simplefilter("error", mpjax.PolicyWarning)
@@ -493,7 +490,7 @@ def test_a_default_policy_in_a_block_or_as_a_decorator_is_no_slip():
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-def test_parameters_that_are_not_finite_are_named_where_the_state_is_made(bad: float):
+def test_parameters_that_are_not_finite_are_named_where_the_state_is_made(bad):
     params = {"ok": jnp.ones(2), "head": {"w": jnp.array([1.0, bad], jnp.bfloat16)}}
     said = r"parameter 'head/w' is not finite: (bf16|f32)\[2\], (1 inf, 0 nan|0 inf, 1 nan)"
     with pytest.raises(ValueError, match=said):
@@ -518,7 +515,7 @@ def test_fifty_skips_in_a_row_are_a_diverged_run_by_default():
 # -- a mean over parts is that of the whole --------------------------------------------------------
 
 
-def masked_loss(params: Any, batch: Any) -> Any:
+def masked_loss(params, batch):
     """A plain masked mean: 0 / 0 where all is masked."""
     errors = (batch["x"] @ params["w"]) ** 2
     count = batch["mask"].sum()
@@ -529,14 +526,14 @@ MASK = jnp.array([1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 0, 0], jnp.float32)
 BATCH = {"x": jax.random.normal(jax.random.key(0), (16, 2)), "mask": MASK}
 
 
-def update_of(**options: Any) -> Any:
+def update_of(**options):
     step = mpjax.make_train_step(masked_loss, optax.sgd(1.0), donate=False, **options)
     state, metrics = step(step.init(PARAMS), BATCH)
     return state.params["w"], metrics["loss"], bool(metrics["grads_finite"])
 
 
 @pytest.mark.parametrize("scale", [None, mpjax.DynamicLossScale(2.0**10)])
-def test_a_weighted_loss_is_the_whole_batchs_a_masked_micro_batch_included(scale: Any):
+def test_a_weighted_loss_is_the_whole_batchs_a_masked_micro_batch_included(scale):
     whole, loss, _ = update_of(has_aux=True, loss_scale=scale)
     for accumulate in (1, 2, 4, 8):
         params, got, finite = update_of(weighted=True, accumulate=accumulate, loss_scale=scale)
@@ -548,7 +545,7 @@ def test_a_weighted_loss_is_the_whole_batchs_a_masked_micro_batch_included(scale
     assert_bitwise_equal(mean_of_means, PARAMS["w"])
 
 
-def test_a_weighted_loss_is_the_whole_batchs_over_shards(devices: Any):
+def test_a_weighted_loss_is_the_whole_batchs_over_shards(devices):
     whole, loss, _ = update_of(has_aux=True)
     mesh = Mesh(np.array(devices[:4]), ("data",))
     for accumulate, check_vma in ((1, True), (2, True), (2, False)):
@@ -564,8 +561,8 @@ def test_a_weighted_loss_is_the_whole_batchs_over_shards(devices: Any):
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_a_batch_without_any_weight_is_skipped_and_its_statistics_are_not_kept(accumulate: int):
-    def loss_fn(params: Any, seen: Any, batch: Any) -> Any:
+def test_a_batch_without_any_weight_is_skipped_and_its_statistics_are_not_kept(accumulate):
+    def loss_fn(params, seen, batch):
         loss, count = masked_loss(params, batch)
         mean = jnp.sum(batch["mask"] * batch["x"][:, 0]) / count
         return ((loss, count), (seen + mean, {"count": count}))
@@ -584,7 +581,7 @@ def test_a_batch_without_any_weight_is_skipped_and_its_statistics_are_not_kept(a
 
 
 def test_no_gradient_goes_into_a_weight():
-    def loss_fn(w: Any, x: Any) -> Any:
+    def loss_fn(w, x):
         return w * x, w * x
 
     step = mpjax.make_train_step(loss_fn, optax.sgd(1.0), weighted=True)

@@ -472,7 +472,7 @@ def test_select_tree_where_shards_vary(devices):
 
 
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
-def test_overwritten_leaves_are_judged_since_an_inf_in_them_would_stay(bad: float):
+def test_overwritten_leaves_are_judged_since_an_inf_in_them_would_stay(bad):
     tree = {"w": jnp.ones(2), "_overwrite_with_gradient": {"amax": jnp.array([1.0, bad])}}
     assert not mpjax.all_finite(tree)
     assert mpjax.all_finite(tree["w"])

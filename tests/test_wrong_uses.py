@@ -4,9 +4,6 @@ No row compiles more than a small array: what is wrong is said where it is given
 is traced.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import _wrong_optim
 import _wrong_policies
 import _wrong_scales
@@ -20,9 +17,7 @@ TABLE = {f"{area} {i}": row for area, rows in ROWS.items() for i, row in enumera
 
 
 @pytest.mark.parametrize(("call", "error", "said"), TABLE.values(), ids=TABLE)
-def test_a_wrong_use_is_refused_with_what_to_type(
-    call: Callable[[], Any], error: type[Exception], said: str
-):
+def test_a_wrong_use_is_refused_with_what_to_type(call, error, said):
     with pytest.raises(error) as caught:  # a warning is an error in these tests
         call()
     rest = str(caught.value)
