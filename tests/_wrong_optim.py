@@ -119,6 +119,22 @@ ROWS = {
             ({"amax_history_len": 0}, "Allowed: a whole number from 1"),
             ({"amax_compute_algo": "mean"}, "Allowed: 'max', 'most_recent'"),
             ({"granularity": "channel"}, "Allowed: 'tensor'")),
+        *told(lambda change: change(mpjax.get_policy(INT8)), AttributeError, "{}",
+            (lambda p: setattr(p, "recipe", 3), "QuantizedPolicy: is | dPolicy(recipe="),
+            (lambda p: setattr(p.recipe, "margin", 3), "cannot assign to field 'margin'")),
+        *each(lambda use: use(mpjax.quantize(KERNELS, INT8)["kernel"]), T,
+            "autocast(fun, 'bf16-mixed')(params, ...), or fun", lambda w: jnp.ones((2, 64)) @ w,
+            lambda w: w @ jnp.ones((64, 2)), jnp.asarray),
+        (lambda: np.asarray(mpjax.quantize(KERNELS, INT8)["kernel"]), T,
+            "Type np.asarray(x.dequantize())"),
+        (lambda: step(policy=INT8).init(mpjax.quantize(KERNELS, INT8)), T,
+            "Type step.init(mpjax.dequantize(params))"),
+        *(
+            (lambda policy=policy: mpjax.quantize({"b": jnp.ones(5)}, policy), W,
+                f"b: [5] | Name smaller ones: PolicyMap('{base}', {{'head/*': '{policy}'}})")
+            for policy, base in (("int8_from_mixed_float16", "16-mixed"),
+                ("float8_from_mixed_bfloat16", "bf16-mixed"))
+        ),
         (lambda: mpjax.QuantizedPolicy(POLICY, 8), T, "got 8 as a recipe"),
         (lambda: mpjax.QuantizedPolicy("int8_from_float32"), T, "Allowed: a Policy"),
         (lambda: mpjax.QuantizedPolicy(mpjax.PolicyMap("float32")), T, "PolicyMap"),

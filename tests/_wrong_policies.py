@@ -1,8 +1,10 @@
 """Wrong uses of policies, of maps of them, of autocast, and names that are other libraries'."""
 
 import operator
+from types import SimpleNamespace
 
 import jax.numpy as jnp
+import numpy as np
 from _wrong_shared import PARAMS, POLICY, A, T, V, X, each, loss_fn, step, told
 
 import mpjax
@@ -217,7 +219,19 @@ ROWS = {
             ("float8_e4m3fn", "need a scale per tensor"),
             (jnp.float8_e5m2, "need a scale per tensor"),
             (jnp.float4_e2m1fn, "need a scale per tensor")),
-        (lambda: setattr(mpjax.Policy(), "x", 1), A, "immutable | Make another"),
+        (lambda: setattr(mpjax.Policy(), "param_dtype", "f16"), A,
+            "Policy: is immutable; got param_dtype = 'f16'. | Make another"),
+        (lambda: delattr(mpjax.Policy(), "param_dtype"), A,
+            "Policy: is immutable; cannot delete param_dtype"),
+        *each(mpjax.get_policy, V,
+            "get_policy: a Keras DTypePolicyMap is many policies | Allowed: | Type PolicyMap(",
+            {"class_name": "DTypePolicyMap", "config": {"default_policy": None, "policy_map": {}}},
+            SimpleNamespace(
+                name="map_mixed_bfloat16", variable_dtype="float32", default_policy=None
+            )),
+        (lambda: mpjax.get_policy(
+            {"class_name": "GPTQDTypePolicy", "config": {"mode": "gptq/4/-1"}}), V,
+            "a Keras GPTQDTypePolicy is no policy of floating"),
         (lambda: mpjax.PolicyMap(POLICY, {"a": None}), V, "'a' | None | Allowed | '32-true'"),
         (lambda: entered(jnp.bfloat16), V, "bfloat16 alone | 'bf16-mixed'"),
         (lambda: mpjax.check_support(POLICY, "h1000"), V, "'h1000'"),
@@ -275,10 +289,14 @@ ROWS = {
             (mpjax.get_policy("64-true").cast_to_compute, "cast_to_compute"),
             (mpjax.get_policy("c=f64,o=f32").cast_to_compute, "cast_to_compute"),
             (mpjax.get_policy("p=f64,c=f32,o=f32").cast_to_param, "cast_to_param")),
+        *each(mpjax.get_policy("float64").cast_to_compute, V,
+            "cast_to_compute: float64 was asked for", {}, {"n": 3}, {"w": np.ones(2)}),
     ],
     "names of other libraries": [
         (lambda: mpjax.cuda.amp, A, 'autocast(fun | torch.cuda.amp'),
         (lambda: mpjax.no_grad, A, 'jax.lax.stop_gradient'),
+        (lambda: mpjax.autocats, A, 'Did you mean mpjax.autocast?'),
+        (lambda: mpjax.no_such_name, A, 'no_such_name'),
         (lambda: mpjax.te.fp8_autocast, A, 'float8_from_mixed_bfloat16'),
         (lambda: mpjax.config, A, 'mpjax.default_policy'),
         (lambda: mpjax.optim.MultiSteps, A, "'mpjax.optim' | accumulate=4"),

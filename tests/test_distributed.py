@@ -153,12 +153,6 @@ def test_raise_if_diverged_reads_what_pmap_returns(devices):
         mpjax.raise_if_diverged(state, jnp.ones((SHARDS, 2)))
 
 
-def test_an_axis_that_is_not_there_is_an_error():
-    step = make_step(axis_name="model")
-    with pytest.raises(NameError, match="model"):
-        step(step.init(PARAMS), batch_of())
-
-
 def test_autocast_inside_shard_map_leaves_nothing_for_jit_on_the_same_mesh(devices):
     """A program that is kept from one is of devices apart, in the other of all of them."""
 

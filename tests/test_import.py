@@ -134,8 +134,3 @@ def test_a_module_shows_its_public_names_only(name):
     module = getattr(mpjax, name)
     assert dir(module) == sorted(module.__all__)
     assert all(hasattr(module, public) for public in module.__all__)
-
-
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no_such_name"):
-        _ = mpjax.no_such_name

@@ -101,10 +101,6 @@ def test_against_float64_the_errors_of_float32_show():
         x = X.astype(np.float32)
         report = compare(degraded(9, "none"), "float32", reference="float64")(WS, x)
     assert 0 < report.gradient < 2**-18
-    with pytest.raises(ValueError, match="64-bit types are off"):
-        compare(degraded(9, "none"), "float32", reference="float64")
-    with pytest.raises(ValueError, match=r"unknown reference 'f16'(.|\n)*'float64'"):
-        compare(degraded(9, "none"), "float32", reference="f16")
 
 
 def attention(params, x):

@@ -71,20 +71,6 @@ def test_a_skipped_step_with_a_history_is_run_once_more():
     assert "'batch/y'" in report.cause.text
 
 
-def test_a_state_without_its_history_is_refused():
-    step, state = train_step()
-    with pytest.raises(ValueError, match=r"no amax histories, which(.|\n)*step.adopt\(state"):
-        step.diagnose(state._replace(amax_history=None), BATCH)
-
-
-@pytest.mark.parametrize("name", ["diagnose", "exponents", "compare", "suggest"])
-def test_a_function_of_its_own_has_no_place_for_a_history(name):
-    options = {"tolerance": 0.1} if name == "suggest" else {}
-    said = rf"numerics\.{name}: .*another program(.|\n)*step\.diagnose(.|\n)*Float8CurrentScaling"
-    with pytest.raises(ValueError, match=said):
-        getattr(numerics, name)(loss_fn, DELAYED, **options)
-
-
 @pytest.mark.slow
 @pytest.mark.no_leak_check("a diagnosis holds what it traced")
 def test_a_function_with_a_history_of_its_own_can_be_looked_at_in_float32_as_the_message_says():

@@ -39,20 +39,6 @@ def test_a_bfloat16_weight_of_one_is_dead_below_two_to_the_minus_nine():
     assert float(lost_updates(one, {"scale": jnp.zeros(4)})["scale"]) == 0
 
 
-def test_trees_that_differ_are_refused():
-    with pytest.raises(ValueError, match=r"numerics\.lost_updates: the trees differ; 'b'"):
-        lost_updates({"a": jnp.ones(2), "b": jnp.ones(2)}, {"a": jnp.ones(2)})
-    with pytest.raises(ValueError, match=r"leaf 'a' has shape \(2,\), its update \(3,\)"):
-        lost_updates({"a": jnp.ones(2)}, {"a": jnp.ones(3)})
-
-
-def test_lost_updates_of_a_donated_state_are_refused_by_name():
-    gone = {"scale": jnp.ones(4)}
-    jax.jit(lambda tree: jax.tree.map(jnp.negative, tree), donate_argnums=0)(gone)
-    with pytest.raises(ValueError, match=r"lost_updates: 'params/scale', f32.*was donated"):
-        lost_updates(gone, {"scale": jnp.ones(4)})
-
-
 def test_metrics_become_numbers():
     metrics = {
         "loss": jnp.bfloat16(1.5),
@@ -68,10 +54,6 @@ def test_metrics_become_numbers():
         "train/aux/by_layer/max": 3.0,
         "train/aux/n": 3.0,
     }
-    with pytest.raises(TypeError, match="must be a mapping; got int"):
-        to_scalars(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="the metrics are traced"):
-        jax.jit(to_scalars)({"loss": jnp.ones(())})
 
 
 def test_a_step_tells_on_request_what_its_rounding_loses():
@@ -91,8 +73,6 @@ def test_a_step_tells_on_request_what_its_rounding_loses():
     assert to_scalars(metrics)["lost_updates/norm"] == 0  # nothing was asked for
     plain = make("bf16-true", rounding="nearest")
     assert "lost_updates" not in jax.eval_shape(plain, state, jnp.float32(1))[1]
-    with pytest.raises(TypeError, match=r"make_train_step\(lost_updates\): must be True or False"):
-        make("bf16-true", lost_updates="all")
 
 
 @pytest.mark.standard_promotion("Flax's LayerNorm takes statistics in float32")

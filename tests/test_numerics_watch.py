@@ -254,9 +254,3 @@ def test_a_step_inside_a_shard_map_is_watched(devices):
         statistics |= {name: statistics[name] / 8 for name in ("amax", "l2_norm")}
     for got, one in zip(*map(jax.tree.leaves, (seen, dict(want))), strict=True):
         np.testing.assert_allclose(got, one, rtol=2**-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("watch", [0, -1, 2.5, True, "all"])
-def test_what_is_no_number_of_steps_is_refused(watch):
-    with pytest.raises(ValueError, match=r"make_train_step\(watch\): must be a whole(.|\n)*=100"):
-        mpjax.make_train_step(loss_fn, optax.sgd(1e-3), watch=watch)

@@ -257,12 +257,6 @@ def test_raise_if_diverged_reads_a_state_with_the_leading_axis_of_vmap():
         mpjax.raise_if_diverged(state, params)
 
 
-def test_raise_if_diverged_inside_jit_says_where_to_call_it():
-    tx = mpjax.with_loss_scale(optax.sgd(0.1))
-    with pytest.raises(ValueError, match=r"inside a traced function\.\n  Call it on the host"):
-        jax.jit(mpjax.raise_if_diverged)(tx.init(PARAMS))
-
-
 # -- law 13: it composes --------------------------------------------------------------------------
 
 SCALE = 2.0**10

@@ -7,7 +7,6 @@ import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import pytest
 from _samples import normal
@@ -259,25 +258,3 @@ def test_orbax_gives_back_what_it_was_given(policy, tmp_path):
         checkpointer.wait_until_finished()
         template = jax.eval_shape(lambda: mpjax.quantize(PARAMS, policy))
         assert_bitwise_equal(checkpointer.restore(tmp_path / "small", template), small)
-
-
-@pytest.mark.parametrize("policy", ["int8_from_mixed_float16", "float8_from_mixed_bfloat16"])
-def test_tree_without_weights_is_a_warning_with_what_there_is(policy):
-    said = rf"b: \[5\]\n  Name smaller ones: PolicyMap\('b?f?16-mixed', {{'head/\*': '{policy}'}}\)"
-    with pytest.warns(mpjax.PolicyWarning, match=said):
-        mpjax.quantize({"b": jnp.ones(5)}, policy)
-
-
-def test_function_that_knows_nothing_of_them_is_refused_with_what_to_type():
-    small = mpjax.quantize(PARAMS, INT8)
-    kernel = small["layers"][0]["kernel"]
-    for use in (lambda: X @ kernel, lambda: kernel @ X, lambda: jnp.asarray(kernel)):
-        with pytest.raises(
-            TypeError, match=r"autocast\(fun, 'bf16-mixed'\)\(params, ...\), or fun"
-        ):
-            use()
-    with pytest.raises(TypeError, match=r"Type np.asarray\(x.dequantize\(\)\)"):
-        np.asarray(kernel)
-    step = mpjax.make_train_step(model, optax.sgd(0.1), INT8)
-    with pytest.raises(TypeError, match=r"Type step.init\(mpjax.dequantize\(params\)\)"):
-        step.init(small)

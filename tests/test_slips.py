@@ -104,19 +104,6 @@ def test_the_mark_of_the_optimizers_scale_survives_what_a_step_does_with_it(scal
     assert len(jax.tree.leaves(found)) == len(jax.tree.leaves(scale))
 
 
-@pytest.mark.parametrize(
-    ("scale", "unscale", "said"),
-    [
-        (owned(mpjax.StaticLossScale(8)), True, r"got True.*twice(.|\n)*Leave unscale= out"),
-        (8.0, False, r"got False.*nothing would unscale(.|\n)*current_loss_scale\(opt_state\)"),
-        (8.0, 1, r"must be None, True or False; got 1"),
-    ],
-)
-def test_the_wrong_choice_names_the_right_call(scale, unscale, said):
-    with pytest.raises((ValueError, TypeError), match=said):
-        mpjax.value_and_grad(square, loss_scale=scale, unscale=unscale)
-
-
 # -- gradients of another scale than the optimizer's -----------------------------------------------
 
 
@@ -305,18 +292,6 @@ def wrapped(tx=None):
     return mpjax.with_loss_scale(tx or optax.sgd(0.1), mpjax.DynamicLossScale())
 
 
-def test_a_wrapper_around_a_wrapper_is_refused_where_the_state_is_made():
-    for inside in (
-        wrapped(),
-        optax.chain(optax.clip(1.0), wrapped()),
-        optax.masked(wrapped(), True),
-    ):
-        with pytest.raises(
-            ValueError, match=r"holds a loss scale already(.|\n)*Drop one of the two"
-        ):
-            wrapped(inside).init(PARAMS)
-
-
 BEHIND = {
     "chain": optax.chain(optax.clip_by_global_norm(1.0), wrapped()),
     "nested chain": optax.chain(optax.chain(optax.clip(1.0)), optax.chain(wrapped())),
@@ -449,17 +424,6 @@ def test_a_loss_scale_of_ones_own_that_changes_its_form_is_an_error():
 # -- precisions that contradict each other ---------------------------------------------------------
 
 
-def test_autocast_of_another_policy_inside_a_step_is_warned_of():
-    step = mpjax.make_train_step(mpjax.autocast(square, "16-mixed"), optax.sgd(0.1), "bf16-mixed")
-    said = (
-        r"autocast\(square\): autocast to .*c=f16(.|\n)*inside a train step of p=f32,c=bf16,o=f32"
-    )
-    with pytest.warns(
-        mpjax.PolicyWarning, match=said + r"(.|\n)*Type make_train_step\(loss_fn, tx"
-    ):
-        step.lower(step.init(PARAMS), jnp.ones(2))
-
-
 @pytest.mark.parametrize("inside", ["bf16-mixed", "bfloat16", "float32"])
 def test_autocast_of_what_the_step_knows_is_taken_in_silence(inside):
     step = mpjax.make_train_step(mpjax.autocast(square, inside), optax.sgd(0.1), "bf16-mixed")
@@ -489,15 +453,8 @@ def test_a_default_policy_in_a_block_or_as_a_decorator_is_no_slip():
 # -- a run that cannot start, or cannot go on ------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-def test_parameters_that_are_not_finite_are_named_where_the_state_is_made(bad):
-    params = {"ok": jnp.ones(2), "head": {"w": jnp.array([1.0, bad], jnp.bfloat16)}}
-    said = r"parameter 'head/w' is not finite: (bf16|f32)\[2\], (1 inf, 0 nan|0 inf, 1 nan)"
-    with pytest.raises(ValueError, match=said):
-        mpjax.make_train_step(square, optax.sgd(0.1)).init(params)
-    with pytest.raises(ValueError, match=said):
-        mpjax.with_loss_scale(optax.sgd(0.1)).init(params)
-    jax.jit(mpjax.with_loss_scale(optax.sgd(0.1)).init)(params)  # traced: cannot be looked at
+def test_traced_parameters_cannot_be_looked_at_and_are_taken():
+    jax.jit(mpjax.with_loss_scale(optax.sgd(0.1)).init)({"w": jnp.array([1.0, jnp.nan])})
 
 
 def test_fifty_skips_in_a_row_are_a_diverged_run_by_default():

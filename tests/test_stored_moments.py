@@ -449,18 +449,12 @@ def test_law_15_blocks_along_the_last_axis_move_nothing_between_devices(size, de
 # -- what is refused ------------------------------------------------------------------------------
 
 
-def test_rules_choose_and_are_checked():
+def test_rules_choose():
     params = {"head": {"kernel": jnp.ones((64, 64))}, "embedding": jnp.ones((64, 64))}
     rules = {"head/*": "float32", "embed*": "float8"}
     state = optim.with_quantized_state(optax.adam(0.1), rules=rules).init(params)
     assert state.inner_state[0].mu["head"]["kernel"].dtype == jnp.float32
     assert state.inner_state[0].mu["embedding"].codes.dtype == jnp.float8_e4m3fn
-    with pytest.raises(ValueError, match=r"\(rules\): the rule 'a' says 'int4'\.\n  Accepted: '"):
-        optim.with_quantized_state(optax.adam(0.1), rules={"a": "int4"})
-    with pytest.raises(ValueError, match=r"unknown kind 'int4'\.\n  Accepted: 'int8', 'float8'"):
-        optim.with_quantized_state(optax.adam(0.1), "int4")
-    with pytest.warns(mpjax.PolicyWarning, match=r"\(rules\): rule 1 of 1, 'tail', matches none"):
-        optim.with_quantized_state(optax.adam(0.1), rules={"tail": "int8"}).init(params)
 
 
 def test_a_state_of_another_form_is_refused_while_tracing():

@@ -15,8 +15,6 @@ def test_dtypes_are_those_of_the_policy():
         testing.assert_dtypes(tree, "bf16-mixed")
     testing.assert_dtypes(tree, mpjax.PolicyMap("float32", {"b": "bfloat16"}))
     testing.assert_dtypes({"b": tree["b"]}, "bf16-mixed", role="compute")
-    with pytest.raises(ValueError, match="unknown role 'gradient'"):
-        testing.assert_dtypes(tree, "bf16-mixed", role="gradient")
 
 
 @pytest.mark.parametrize(
@@ -85,10 +83,6 @@ def test_dtypes_are_named_as_in_policies_and_as_in_jax():
     for name in ("bf16", "bfloat16", jnp.bfloat16):
         testing.assert_products(fast, w, x, dtype=name)
         testing.assert_within_rounding(jnp.ones(2, jnp.bfloat16), jnp.ones(2), name)
-    with pytest.raises(ValueError, match=r"assert_products\(dtype\): no dtype is called 'bf17'"):
-        testing.assert_products(fast, w, x, dtype="bf17")
-    with pytest.raises(ValueError, match=r"assert_within_rounding\(dtype\): no dtype"):
-        testing.assert_within_rounding(w, w, "bf17")
 
 
 def test_a_second_compilation_fails():

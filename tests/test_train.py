@@ -368,22 +368,6 @@ def test_a_leaf_that_is_no_batch_is_refused_and_whole_where_that_is_said(name):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("axes", "error", "said"),
-    [
-        ("x", TypeError, r"accumulate_axes\): got 'x' as an axis"),
-        ({"x": 0}, ValueError, r"no prefix(.|\n)*Type accumulate_axes=\{'more': 0, 'x': 0\}"),
-        ({"x": 1, "more": None}, ValueError, r"'x': f32\[16\] has no axis 1"),
-        ({"x": 0, "more": 0}, ValueError, r"'more': is f32\[4\](.|\n)*or None for what every"),
-    ],
-)
-def test_axes_that_do_not_fit_the_batch_are_refused(axes, error, said):
-    batch = {"x": jnp.arange(16.0), "more": jnp.ones(4)}
-    make = functools.partial(mpjax.make_train_step, _sum_of_all, optax.sgd(0.1), accumulate=4)
-    with pytest.raises(error, match=said):
-        (lambda step: step(step.init(jnp.float32(1)), batch))(make(accumulate_axes=axes))
-
-
 def test_what_is_whole_is_whole_for_the_amax_histories_and_for_nnx_too():
     def loss(params, batch):
         x = batch["x"]
@@ -493,8 +477,6 @@ def test_an_optimizer_that_its_user_wrapped_is_taken_as_it_is():
     state, metrics = step(step.init(params_of()), batch_of())
     assert float(metrics["loss_scale"]) == 32.0
     assert float(mpjax.current_loss_scale(state).loss_scale) == 32.0
-    with pytest.raises(ValueError, match=r"got a loss_scale, and an optimizer that holds one"):
-        mpjax.make_train_step(loss_fn, inner, "16-mixed", loss_scale=8)
 
 
 @OPTAX

@@ -113,12 +113,6 @@ def test_law_01_float64_stays_with_x64_on_unless_the_policy_names_it(make):
         assert F64.cast_to_compute(jnp.float32(1)).dtype == jnp.float64
 
 
-@pytest.mark.parametrize("tree", [{}, {"n": 3}, {"w": np.ones(2)}])
-def test_law_01_cast_to_float64_is_an_error_with_x64_off(tree):
-    with pytest.raises(ValueError, match="cast_to_compute: float64 was asked for"):
-        F64.cast_to_compute(tree)
-
-
 def test_law_01_specs_keep_their_sharding_and_casts_keep_devices(devices):
     mesh = jax.sharding.Mesh(np.array(devices), ("data",))
     sharding = jax.NamedSharding(mesh, jax.P("data"))

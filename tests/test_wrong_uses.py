@@ -4,6 +4,7 @@ No row compiles more than a small array: what is wrong is said where it is given
 is traced.
 """
 
+import _wrong_numerics
 import _wrong_optim
 import _wrong_policies
 import _wrong_scales
@@ -12,7 +13,9 @@ import pytest
 
 pytestmark = pytest.mark.no_leak_check("pytest.raises keeps the frame that holds the tracer")
 
-ROWS = _wrong_policies.ROWS | _wrong_scales.ROWS | _wrong_steps.ROWS | _wrong_optim.ROWS
+ROWS = {}
+for rows in (_wrong_policies, _wrong_scales, _wrong_steps, _wrong_optim, _wrong_numerics):
+    ROWS |= rows.ROWS
 TABLE = {f"{area} {i}": row for area, rows in ROWS.items() for i, row in enumerate(rows)}
 
 
