@@ -1,7 +1,5 @@
 """Law 16: what orbax, Flax's msgpack and pickle restore goes on as if nothing had been."""
 
-import pickle
-
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -9,6 +7,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from _optimizers import CHECKPOINTS
 from flax.training import train_state
 
 import mpjax
@@ -48,27 +47,10 @@ def run(step, state, indices):
     return state
 
 
-def with_orbax(state, template, folder):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "state", state)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(folder / "state", template)
-
-
-def with_msgpack(state, template, folder):
-    (folder / "state").write_bytes(flax.serialization.to_bytes(state))
-    return flax.serialization.from_bytes(template, (folder / "state").read_bytes())
-
-
-def with_pickle(state, template, folder):
-    (folder / "state").write_bytes(pickle.dumps(state))
-    return pickle.loads((folder / "state").read_bytes())
-
-
 @OPTAX
 @ORBAX
 @pytest.mark.no_leak_check("orbax keeps state in threads of its own")
-@pytest.mark.parametrize("way", [with_orbax, with_msgpack, with_pickle])
+@pytest.mark.parametrize("way", CHECKPOINTS)
 def test_law_16_a_run_resumed_in_the_middle_ends_bit_for_bit_the_same(way, tmp_path):
     step = make_step()
     whole = run(step, start(step), range(8))

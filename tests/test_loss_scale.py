@@ -9,9 +9,9 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from _helpers import bits, count_casts
+from _optimizers import through_orbax
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -62,14 +62,6 @@ run_all = jax.jit(jax.vmap(run_scan))
 # -- law 4: every field, off its default, survives ------------------------------------------------
 
 
-def through_orbax(ls, folder):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "state", {"ls": ls})
-        checkpointer.wait_until_finished()
-        empty = jax.tree.map(jnp.zeros_like, {"ls": ls})
-        return checkpointer.restore(folder / "state", empty)["ls"]
-
-
 ROUTES = {
     "jit": lambda ls: jax.jit(lambda x: x)(ls),
     "scan": lambda ls: jax.lax.scan(lambda c, _: (c, None), ls, None, length=3)[0],
@@ -102,7 +94,7 @@ def test_law_04_every_field_survives(route, ls):
 
 @pytest.mark.parametrize("ls", [off_default(), mpjax.StaticLossScale(48.0)], ids=repr)
 def test_law_04_every_field_survives_a_checkpoint(ls, tmp_path):
-    got = through_orbax(ls, tmp_path)
+    got = through_orbax({"ls": ls}, {"ls": jax.tree.map(jnp.zeros_like, ls)}, tmp_path)["ls"]
     assert type(got) is type(ls)
     assert_bitwise_equal(got, ls)
 

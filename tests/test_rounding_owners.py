@@ -6,15 +6,16 @@ import pickle
 import subprocess
 import sys
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
+from _optimizers import CHECKPOINTS, stepper, train
 from flax import nnx
 from flax.training import train_state
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mpjax
@@ -42,23 +43,6 @@ def grads_of(params, seed, bad=None):
     random = np.random.default_rng(seed)
     grads = jax.tree.map(lambda p: jnp.asarray(random.normal(size=p.shape), jnp.float32), params)
     return grads if bad is None else {**grads, "b": grads["b"].at[0].set(bad)}
-
-
-@functools.cache
-def stepper(tx):
-    @jax.jit
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
-def train(tx, params, batches):
-    state, step = tx.init(params), stepper(tx)
-    for grads in batches:
-        params, state = step(params, state, grads)
-    return params, state
 
 
 # -- sums of a thousand small steps ---------------------------------------------------------------
@@ -139,15 +123,17 @@ def test_law_17_what_is_known_rounds_to_the_parameters(dtype):
 
 
 @owners
-def test_no_step_leaves_every_bit(own):
-    params, state = train(own(optax.sgd(0.01)), params_of(), [grads_of(params_of(), 0)])
-    nothing = jax.tree.map(lambda p: jnp.zeros(p.shape), params)
-    for zero in (nothing, jax.tree.map(jnp.negative, nothing)):
-        updates, after = own(optax.sgd(0.01)).update(zero, state, params)
-        assert_bitwise_equal(optax.apply_updates(params, updates), params)
-        assert_bitwise_equal(updates, jax.tree.map(lambda p: jnp.full(p.shape, -0.0), params))
-        if not isinstance(state, optim.StochasticRoundingState):
-            assert_bitwise_equal(after, state)
+@halves
+def test_no_step_leaves_every_bit(own, dtype):
+    tx, start = own(optax.sgd(0.01)), params_of(dtype)
+    nothing = jax.tree.map(lambda p: jnp.zeros(p.shape), start)
+    for params, state in ((start, tx.init(start)), train(tx, start, [grads_of(start, 0)])):
+        for zero in (nothing, jax.tree.map(jnp.negative, nothing)):
+            updates, after = tx.update(zero, state, params)
+            assert_bitwise_equal(optax.apply_updates(params, updates), params)
+            assert_bitwise_equal(updates, jax.tree.map(lambda p: jnp.full(p.shape, -0.0), params))
+            if not isinstance(state, optim.StochasticRoundingState):
+                assert_bitwise_equal(after, state)
 
 
 def test_full_bits_survive_where_a_difference_is_beyond_float32():
@@ -158,6 +144,57 @@ def test_full_bits_survive_where_a_difference_is_beyond_float32():
     updates, state = tx.update(jnp.zeros(2), state, -big)
     assert not bool(jnp.isfinite(optim.apply_updates(-big, updates)).all())
     assert_bitwise_equal(optim.apply_updates(-big, updates, state), big)
+
+
+# -- weights in float32 beside the parameters ----------------------------------------------------
+
+
+@halves
+def test_full_precision_weights_train_as_float32_parameters_do(dtype):
+    params = {"w": jnp.linspace(-1, 1, 8).astype(dtype)}
+    full = optax.tree.cast(params, jnp.float32)
+    tx, plain = optim.with_master_weights(optax.adam(1e-4)), optax.adam(1e-4)
+    batches = [grads_of(params, seed) for seed in range(5)]
+    _, state = train(tx, params, batches)
+    assert_bitwise_equal(state.master_params, train(plain, full, batches)[0])
+
+
+@halves
+@given(values=st.tuples(*[st.floats(-(2.0**14), 2.0**14, width=16)] * 2))
+def test_any_move_is_exact_unless_it_shrinks_the_parameter_by_more_than_8192(dtype, values):
+    old, new = (jnp.asarray(v, dtype) for v in values)
+    to_new = optax.stateless(lambda updates, params: jax.tree.map(lambda p: new - p, params))
+    tx = optim.with_master_weights(to_new)
+    updates, state = tx.update(jnp.float32(0), tx.init(old), old)
+    moved, target = optax.apply_updates(old, updates), state.master_params.astype(dtype)
+    if abs(float(target)) * 8192 >= abs(float(old)):
+        assert float(moved) == float(target)
+    else:
+        assert abs(float(moved) - float(target)) <= 2.0**-23 * abs(float(old))
+
+
+def test_with_master_weights_other_leaves_are_updated_as_the_optimizer_says_and_none_is_shared():
+    params = {"norm": jnp.ones(2), "w": jnp.ones(2, jnp.bfloat16)}
+    tx = optim.with_master_weights(optax.sgd(0.25))
+    state = tx.init(params)
+    updates, _ = jax.jit(tx.update, donate_argnums=1)(params, state, params)
+    assert_bitwise_equal(optax.apply_updates(params, updates)["norm"], jnp.full(2, 0.75))
+    assert not params["norm"].is_deleted()
+
+
+@pytest.mark.parametrize("policy", ["O2", "16-true"])
+def test_a_train_step_of_half_parameters_skips_and_leaves_the_master_weights(policy):
+    def loss_fn(w, x):
+        return jnp.sum((w * x).astype(jnp.float32) ** 2)
+
+    tx = optim.with_master_weights(optax.sgd(1e-4, momentum=0.5))
+    step = mpjax.make_train_step(loss_fn, tx, policy, loss_scale=8, donate=False)
+    state, _ = step(step.init(jnp.ones(3)), jnp.ones(3))
+    assert state.params.dtype == jnp.float16
+    skipped, metrics = step(state, jnp.full(3, jnp.inf))
+    assert not bool(metrics["grads_finite"])
+    assert_bitwise_equal(skipped.params, state.params)
+    assert_bitwise_equal(skipped.opt_state.inner_state, state.opt_state.inner_state)
 
 
 # -- skipped steps --------------------------------------------------------------------------------
@@ -328,12 +365,8 @@ def test_flax_train_states_and_optimizers_take_it(own):
 def test_law_16_checkpoints_keep_every_bit(own, tmp_path):
     _, state = train(own(optax.adam(1e-2)), params_of(), [grads_of(params_of(), 0)])
     empty = own(optax.adam(1e-2)).init(params_of())
-    packed = flax.serialization.from_bytes(empty, flax.serialization.to_bytes(state))
-    assert_bitwise_equal(packed, state)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        assert_bitwise_equal(checkpointer.restore(tmp_path / "state", empty), state)
+    for through in CHECKPOINTS:
+        assert_bitwise_equal(through(state, empty, tmp_path), state)
 
 
 @owners
