@@ -11,11 +11,10 @@ import pytest
 
 import mpjax
 from mpjax._base import by_leaf
-from mpjax._base.by_leaf import Reduction, reduced
 from mpjax._base.tree import leaves_finite
 
 LAYERS = 6
-SQUARES = Reduction(lambda x: jnp.sum(x * x), jnp.square, jnp.add, 0.0)
+SQUARES = by_leaf.Reduction(lambda x: jnp.sum(x * x), jnp.square, jnp.add, 0.0)
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ def test_sums_are_those_of_each_leaf():
     paths = [path for path, _ in leaves]
 
     def sums(*arrays):
-        return jnp.stack(reduced(SQUARES, list(zip(paths, arrays, strict=True))))
+        return jnp.stack(by_leaf.reduced(SQUARES, list(zip(paths, arrays, strict=True))))
 
     np.testing.assert_allclose(jax.jit(sums)(*weights), want, rtol=1e-6)
     twice = [np.stack([w, 2 * w]) for w in weights]
@@ -75,7 +74,7 @@ def test_sums_are_those_of_each_leaf():
     grads = jax.grad(lambda *arrays: sums(*arrays).sum(), argnums=range(7))(*weights)
     for grad, w in zip(grads, weights, strict=True):
         np.testing.assert_allclose(grad, 2 * w)
-    assert reduced(SQUARES, []) == []
+    assert by_leaf.reduced(SQUARES, []) == []
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

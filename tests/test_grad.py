@@ -455,17 +455,6 @@ def test_several_loss_scales_under_vmap():
     assert grads.tolist() == [2, 4, 6]
 
 
-def test_law_09_value_and_grad_compiles_once():
-    def step(w, ls):
-        value, grads = mpjax.value_and_grad(lambda w: jnp.sum(w**2), loss_scale=ls)(w)
-        return w - grads, ls.adjust(mpjax.all_finite(grads)), value
-
-    w, ls = jnp.ones(2), mpjax.DynamicLossScale(growth_interval=1)
-    with assert_one_compilation(step) as traced:
-        for _ in range(3):
-            w, ls, _ = traced(w, ls)
-
-
 # -- law 15: means over shards ---------------------------------------------------------------------
 
 

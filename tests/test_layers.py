@@ -274,58 +274,34 @@ def test_sound_package_passes(planted):
     assert all_violations(planted) == []
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "said"),
-    [
-        (
-            "_base/tree.py",
-            "from mpjax._policies.policy import Policy",
-            "imports mpjax._policies.policy.Policy, which is",
-        ),
-        ("_base/tree.py", "def f():\n    from mpjax import optim", "imports mpjax.optim, which is"),
-        ("_base/tree.py", "import mpjax", "imports mpjax, which is not below it"),
-        (
-            "_base/tree.py",
-            "from mpjax import Policy",
-            "imports mpjax.Policy, which is not below it",
-        ),
-        ("linen.py", "from mpjax import nnx", "imports mpjax.nnx, which is not below it"),
-        (
-            "_autocast/arrange/plan.py",
-            "from mpjax._autocast.run import calls",
-            "imports mpjax._autocast.run.calls, which is not below it",
-        ),
-        (
-            "_autocast/decide/states.py",
-            "from mpjax._scaling.skip import f",
-            "imports mpjax._scaling.skip.f, which is behind a wall",
-        ),
-        (
-            "_autocast/run/calls.py",
-            "from mpjax._autocast.speed import marks",
-            "imports mpjax._autocast.speed.marks: type `from mpjax._autocast.speed import`",
-        ),
-        (
-            "_autocast/decide/must/carries.py",
-            "from mpjax._autocast.decide.may import norms",
-            "imports mpjax._autocast.decide.may.norms, which is behind a wall",
-        ),
-        ("_autocast/plan.py", "from ..optim import tx", "has no row in the table"),
-        ("_helpers.py", "x = 1", "has no row in the table"),
-        ("_base/tree.py", "import flax.linen", "flax is not for this file"),
-        ("_policies/policy.py", "def f():\n    import optax", "optax is not for this file"),
-        ("_base/tree.py", "import equinox", "equinox is not for this file"),
-        ("_base/compat.py", "from jax._src import core", "private to JAX"),
-        (
-            "_base/compat.py",
-            "import importlib\nimportlib.import_module('jax._src.core')",
-            "names jax._s",
-        ),
-        ("_base/dtypes.py", "from mpjax._base import tree", "mpjax._base.dtypes -> mp"),
-        ("_base/tree.py", "x = 1\n" * 450, "452 lines, more than 450"),
-        ("_base/tree.py", "def f():\n" + "    x = 1\n" * 45, "f has 46 lines"),
-    ],
-)
+# A file, what is written into it, and what is said of that.
+PLANTED = """
+_base/tree.py | from mpjax._policies.policy import Policy | policies.policy.Policy, which is not
+_base/tree.py | def f(): from mpjax import optim | imports mpjax.optim, which is not below it
+_base/tree.py | import mpjax | imports mpjax, which is not below it
+_base/tree.py | from mpjax import Policy | imports mpjax.Policy, which is not below it
+linen.py | from mpjax import nnx | imports mpjax.nnx, which is not below it
+_autocast/arrange/plan.py | from mpjax._autocast.run import calls | run.calls, which is not below it
+_autocast/decide/states.py | from mpjax._scaling.skip import f | skip.f, which is behind a wall
+_autocast/run/calls.py | from mpjax._autocast.speed import marks | marks: type `from mpjax
+_autocast/decide/must/carries.py | from mpjax._autocast.decide.may import norms | is behind a wall
+_autocast/plan.py | from ..optim import tx | has no row in the table
+_helpers.py | x = 1 | has no row in the table
+_base/tree.py | import flax.linen | flax is not for this file
+_policies/policy.py | def f(): import optax | optax is not for this file
+_base/tree.py | import equinox | equinox is not for this file
+_base/compat.py | from jax._src import core | private to JAX
+_base/compat.py | import importlib; importlib.import_module('jax._src.core') | names jax._s
+_base/dtypes.py | from mpjax._base import tree | mpjax._base.dtypes -> mp
+"""
+FAULTS = [tuple(part.strip() for part in row.split("|")) for row in PLANTED.strip().splitlines()]
+FAULTS += [
+    ("_base/tree.py", "x = 1\n" * 450, "452 lines, more than 450"),
+    ("_base/tree.py", "def f():\n" + "    x = 1\n" * 45, "f has 46 lines"),
+]
+
+
+@pytest.mark.parametrize(("file", "text", "said"), FAULTS)
 def test_planted_fault_is_found(planted, file, text, said):
     (planted / file).parent.mkdir(parents=True, exist_ok=True)
     (planted / file).write_text(f'"""Says what it is for."""\n{text}\n')

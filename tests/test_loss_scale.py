@@ -274,39 +274,21 @@ def test_static_never_adjusts():
 # -- law 7: the update rule ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("ls", "flags", "want"),
-    [
-        (
-            {"loss_scale": 4, "backoff_factor": 0.25, "growth_interval": 2},
-            [True, True, False],
-            [(4, 1), (8, 0), (2, 0)],
-        ),
-        (
-            {"loss_scale": 128, "growth_interval": 1},
-            [True, True, False, True],
-            [(256, 0), (512, 0), (256, 0), (512, 0)],
-        ),
-        ({"loss_scale": 2.0**16}, [False] * 3, [(32768, 0), (16384, 0), (8192, 0)]),
-        (
-            {"loss_scale": 512, "min_loss_scale": 128},
-            [False] * 4,
-            [(256, 0), (128, 0), (128, 0), (128, 0)],
-        ),
-        (
-            {"loss_scale": 4, "growth_interval": 1, "max_loss_scale": 10},
-            [True, True, False],
-            [(8, 0), (10, 0), (5, 0)],
-        ),
-        (
-            {"loss_scale": 4, "growth_interval": 3},
-            [True, True, False, True],
-            [(4, 1), (4, 2), (2, 0), (2, 1)],
-        ),
-    ],
-)
-def test_law_07_trajectories(ls, flags, want):
-    assert run(mpjax.DynamicLossScale(**ls), flags) == want
+# Fields, whether each step was finite, and the scale and the counter after each.
+TRAJECTORIES = [
+    ((4, {"backoff_factor": 0.25, "growth_interval": 2}), "yyn", [(4, 1), (8, 0), (2, 0)]),
+    ((128, {"growth_interval": 1}), "yyny", [(256, 0), (512, 0), (256, 0), (512, 0)]),
+    ((2.0**16, {}), "nnn", [(32768, 0), (16384, 0), (8192, 0)]),
+    ((512, {"min_loss_scale": 128}), "nnnn", [(256, 0), (128, 0), (128, 0), (128, 0)]),
+    ((4, {"growth_interval": 1, "max_loss_scale": 10}), "yyn", [(8, 0), (10, 0), (5, 0)]),
+    ((4, {"growth_interval": 3}), "yyny", [(4, 1), (4, 2), (2, 0), (2, 1)]),
+]
+
+
+@pytest.mark.parametrize(("fields", "finite", "want"), TRAJECTORIES)
+def test_law_07_trajectories(fields, finite, want):
+    start, options = fields
+    assert run(mpjax.DynamicLossScale(start, **options), [f == "y" for f in finite]) == want
 
 
 def test_law_07_two_thousand_finite_steps_double_the_scale():

@@ -9,7 +9,6 @@ import pytest
 
 import mpjax
 from mpjax._doctor import measure
-from mpjax._doctor.measure import Timing, advise
 
 RANDOM = np.random.default_rng(0)
 
@@ -33,7 +32,7 @@ def loss_fn(params, x):
 
 
 def row(policy, *samples, memory=100, off=1e-3, **more):
-    return Timing(policy, samples, memory, off, off, **more)
+    return measure.Timing(policy, samples, memory, off, off, **more)
 
 
 # -- what is measured ----------------------------------------------------------------------------
@@ -151,11 +150,11 @@ BASE = row("32-true", 2.0, 2.1, 2.2, 2.0, 2.1, 2.2, 2.1)
         ),
         (row("bf16-mixed", *[1.0] * 7, off=float("nan")), "32-true", "gives inf or NaN"),
         (row("bf16-mixed", 1.0, 1.0), "32-true", "Not sure: fewer than 3 samples"),
-        (Timing("bf16-mixed", failure="out of memory"), "32-true", "Nothing else to take"),
+        (measure.Timing("bf16-mixed", failure="out of memory"), "32-true", "Nothing else to take"),
         (row("16-mixed", *[1.0] * 7, loss_scale=512.0), "16-mixed", "a loss scale (512 was taken)"),
     ],
 )
 def test_advice_says_what_to_take_and_how_sure_that_is(other, taken, said):
-    found, advice = advise([BASE, other])
+    found, advice = measure.advise([BASE, other])
     assert found == taken
     assert said in " ".join(advice)

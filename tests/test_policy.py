@@ -25,22 +25,7 @@ from hypothesis import strategies as st
 import mpjax
 import mpjax.nnx
 import mpjax.train
-from mpjax._base.foreign_names import (
-    ATTRIBUTES,
-    AUTOCAST,
-    GRADIENTS,
-    LOSS_SCALE,
-    MAP_ATTRIBUTES,
-    MAP_KEYWORDS,
-    NNX_STEP,
-    POLICY_ATTRIBUTES,
-    POLICY_KEYWORDS,
-    RECIPE,
-    SCALE_ATTRIBUTES,
-    STATE_ATTRIBUTES,
-    STEP,
-    WRAPPER,
-)
+from mpjax._base import foreign_names as foreign
 from mpjax._base.typing import KnownPolicy
 from mpjax._policies.policy import POLICY_NAMES
 from mpjax.testing import assert_one_compilation
@@ -476,16 +461,16 @@ def test_a_prompt_shows_the_name_that_a_policy_was_made_by(made):
 
 
 KEYWORDS = {
-    mpjax.make_train_step: STEP,
-    mpjax.nnx.make_train_step: NNX_STEP,
-    mpjax.with_loss_scale: WRAPPER,
-    mpjax.value_and_grad: GRADIENTS,
-    mpjax.grad: GRADIENTS,
-    mpjax.DynamicLossScale: LOSS_SCALE,
-    mpjax.Policy: POLICY_KEYWORDS,
-    mpjax.PolicyMap: MAP_KEYWORDS,
-    mpjax.autocast: AUTOCAST,
-    mpjax.DelayedScaling: RECIPE,
+    mpjax.make_train_step: foreign.STEP,
+    mpjax.nnx.make_train_step: foreign.NNX_STEP,
+    mpjax.with_loss_scale: foreign.WRAPPER,
+    mpjax.value_and_grad: foreign.GRADIENTS,
+    mpjax.grad: foreign.GRADIENTS,
+    mpjax.DynamicLossScale: foreign.LOSS_SCALE,
+    mpjax.Policy: foreign.POLICY_KEYWORDS,
+    mpjax.PolicyMap: foreign.MAP_KEYWORDS,
+    mpjax.autocast: foreign.AUTOCAST,
+    mpjax.DelayedScaling: foreign.RECIPE,
 }
 
 
@@ -502,11 +487,11 @@ def test_a_keyword_of_another_library_is_answered_with_one_that_is_here(fun):
 
 
 OBJECTS = [
-    (mpjax.get_policy("bf16-mixed"), POLICY_ATTRIBUTES),
-    (mpjax.PolicyMap("bf16-mixed"), MAP_ATTRIBUTES),
-    (mpjax.DynamicLossScale(), SCALE_ATTRIBUTES),
-    (mpjax.StaticLossScale(), SCALE_ATTRIBUTES),
-    (mpjax.train.TrainState(0, {}, (), None), STATE_ATTRIBUTES),
+    (mpjax.get_policy("bf16-mixed"), foreign.POLICY_ATTRIBUTES),
+    (mpjax.PolicyMap("bf16-mixed"), foreign.MAP_ATTRIBUTES),
+    (mpjax.DynamicLossScale(), foreign.SCALE_ATTRIBUTES),
+    (mpjax.StaticLossScale(), foreign.SCALE_ATTRIBUTES),
+    (mpjax.train.TrainState(0, {}, (), None), foreign.STATE_ATTRIBUTES),
 ]
 
 
@@ -525,7 +510,7 @@ def test_an_attribute_of_another_library_is_answered_with_one_that_is_here(made,
             assert hasattr(importlib.import_module(f"mpjax{module}"), word)
 
 
-@pytest.mark.parametrize("name", ATTRIBUTES)
+@pytest.mark.parametrize("name", foreign.ATTRIBUTES)
 def test_a_name_of_another_library_is_answered_with_one_that_is_here(name):
     with pytest.raises(AttributeError, match=f"has no attribute '{name}'") as error:
         getattr(mpjax, name)

@@ -16,9 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mpjax
 from mpjax import optim
-from mpjax._low_precision.codes import decode as eager_decode
-from mpjax._low_precision.codes import encode as eager_encode
-from mpjax._low_precision.rounding import scattered
+from mpjax._low_precision import codes, rounding
 from mpjax.testing import assert_bitwise_equal
 
 KINDS = ["int8", "float8"]
@@ -28,14 +26,14 @@ pytestmark = pytest.mark.standard_promotion(
 )
 
 
-decode = jax.jit(eager_decode)
+decode = jax.jit(codes.decode)
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "size", "second"))
 def encode(x, kind, *, size=256, second, count=0):
     """Returns codes of a moment; each count has chances of its own."""
-    random = scattered(x.shape, jnp.asarray(count, jnp.int32), 1)
-    return eager_encode(x, kind, size, random, is_second=second)
+    random = rounding.scattered(x.shape, jnp.asarray(count, jnp.int32), 1)
+    return codes.encode(x, kind, size, random, is_second=second)
 
 
 def moment(shape=(8, 512), *, second, seed=0):
