@@ -21,18 +21,8 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 def gpu(monkeypatch):
     """The modules of the benchmark, imported as its script imports them."""
     monkeypatch.syspath_prepend(FOLDER)
-    names = (
-        "clock",
-        "hints_card",
-        "jobs",
-        "kernels",
-        "plans",
-        "programs",
-        "right",
-        "tables",
-        "worker",
-    )
-    found = {name: importlib.import_module(f"gpu_cards.{name}") for name in names}
+    used = ("clock", "hints_card", "jobs", "kernels", "plans", "programs", "right", "tables")
+    found = {name: importlib.import_module(f"gpu_cards.{name}") for name in (*used, "worker")}
     found["store"] = importlib.import_module("measure.store").Store
     found["networks"] = importlib.import_module("networks").NETWORKS
     found["peer"] = importlib.import_module("measure.peer").Peer
@@ -134,14 +124,8 @@ def test_a_variant_that_fails_is_a_row_and_the_others_are_measured(gpu):
     }
     rows = gpu.clock.in_turns(steps, gpu.clock.Patience(sample_s=0.1, samples=3))
     assert list(rows) == list(steps)
-    assert rows["good"] == {
-        "ms": 2.0,
-        "low": 2.0,
-        "high": 2.0,
-        "samples": 3,
-        "steps": 50,
-        "peak_bytes": 1,
-    }
+    times = dict.fromkeys(("ms", "low", "high"), 2.0)
+    assert rows["good"] == times | {"samples": 3, "steps": 50, "peak_bytes": 1}
     assert rows["raises"]["error"] == "TypeError: no such precision"
     assert rows["not compiled"]["error"] == "ValueError: XLA refused"
     assert not any(step.is_open for step in (steps["good"], steps["raises"]))

@@ -67,6 +67,10 @@ class Head(nn.Module):
         return nn.Dense(3, name="out")(nn.relu(nn.Dense(4)(x)))
 
 
+# Of what has a dtype in it; `rest_1` is of float32 as it is written.
+PATHS = ("encoder/inner", "encoder/rest_0", "encoder/rest_1", "head/Dense_0", "head/out")
+
+
 def network():
     return Network(head=Head())
 
@@ -86,13 +90,7 @@ def dtypes(model, *args, **kwargs):
 
 def test_every_module_gets_the_policys_dtypes_wherever_it_was_made():
     model = mpjax.linen.with_policy(network(), "p=bf16,c=f16,o=f32")
-    assert dtypes(model, X) == {
-        "encoder/inner": "f16",
-        "encoder/rest_0": "f16",
-        "encoder/rest_1": "f32",  # set in the model
-        "head/Dense_0": "f16",
-        "head/out": "f16",
-    }
+    assert dtypes(model, X) == dict.fromkeys(PATHS, "f16") | {"encoder/rest_1": "f32"}
     variables = made(model)
     assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype(BF16)}
 
@@ -123,13 +121,8 @@ def test_rules_go_by_module_path():
     )
     model = mpjax.linen.with_policy(network(), policies)
     table = mpjax.linen.tabulate(model, X)
-    assert dtypes(model, X) == {
-        "encoder/inner": "bf16",
-        "encoder/rest_0": "f16",
-        "encoder/rest_1": "f32",
-        "head/Dense_0": "bf16",
-        "head/out": "f32",
-    }
+    ruled = {"encoder/rest_0": "f16", "encoder/rest_1": "f32", "head/out": "f32"}
+    assert dtypes(model, X) == dict.fromkeys(PATHS, "bf16") | ruled
     assert table["head/out"].reason == "rule 'head/out'"
     assert table["head/Dense_0"].reason == "policy"
     assert table["encoder/rest_1"].reason == "set in the model"
@@ -205,13 +198,8 @@ def test_a_module_inside_may_have_a_policy_of_its_own():
     model = mpjax.linen.with_policy(
         Network(head=mpjax.linen.with_policy(Head(), own)), "bf16-mixed"
     )
-    assert dtypes(model, X) == {
-        "encoder/inner": "bf16",
-        "encoder/rest_0": "bf16",
-        "encoder/rest_1": "f32",
-        "head/Dense_0": "f16",
-        "head/out": "f32",
-    }
+    others = {"encoder/rest_1": "f32", "head/Dense_0": "f16", "head/out": "f32"}
+    assert dtypes(model, X) == dict.fromkeys(PATHS, "bf16") | others
 
 
 def test_a_field_with_a_policy_of_its_own_is_left_to_it():
@@ -425,13 +413,7 @@ def test_cells_hand_on_the_carry_that_they_were_given(kind, policy):
 def test_the_table_counts_what_each_module_holds_itself():
     table = mpjax.linen.tabulate(network(), jax.ShapeDtypeStruct((4, 6), F32))
     counts = {row.path: row.parameters for row in table.rows if row.parameters}
-    assert counts == {
-        "encoder/inner": 35,
-        "encoder/rest_0": 10,
-        "encoder/rest_1": 30,
-        "head/Dense_0": 24,
-        "head/out": 15,
-    }
+    assert counts == dict(zip(PATHS, (35, 10, 30, 24, 15), strict=True))
     assert [row.reason for row in table.rows] == ["as written"] * len(table.rows)
     assert table.to_dict()["rows"][0]["class_name"] == "Network"
 
@@ -473,32 +455,28 @@ def initialised(model, policy):
 DROPS = nn.Sequential([nn.Dense(3), nn.Dropout(0.5, deterministic=True)])
 
 
-@pytest.mark.parametrize(
-    ("model", "rules", "said"),
-    [
-        (
-            network(),
-            {"encodr/inner": "float32"},
-            r"'encodr/inner', matches none(.|\n)*Nearest: 'encoder/inner'",
-        ),
-        (
-            network(),
-            {"encoder": "16-mixed", "encoder/inner": "float32"},
-            "rule 2 of 2, 'encoder/inner', decides nothing: rule 1, 'encoder', comes first",
-        ),
-        (
-            DROPS,
-            {"layers_1": "float32"},
-            r"rule 1 of 1, 'layers_1', changes nothing: 'layers_1' \(Dropout\) has no dtype",
-        ),
-        (
-            TwoInOne(),
-            {"second": "float32"},
-            r"rule 1 of 1, 'second', changes nothing: 'second' \(Dense\) has a dtype of its own"
-            r"(.|\n)*pass override=True",
-        ),
-    ],
-)
+IDLE = [
+    (
+        *(network(), {"encodr/inner": "float32"}),
+        r"'encodr/inner', matches none(.|\n)*Nearest: 'encoder/inner'",
+    ),
+    (
+        *(network(), {"encoder": "16-mixed", "encoder/inner": "float32"}),
+        "rule 2 of 2, 'encoder/inner', decides nothing: rule 1, 'encoder', comes first",
+    ),
+    (
+        *(DROPS, {"layers_1": "float32"}),
+        r"rule 1 of 1, 'layers_1', changes nothing: 'layers_1' \(Dropout\) has no dtype",
+    ),
+    (
+        *(TwoInOne(), {"second": "float32"}),
+        r"1 of 1, 'second', changes nothing: 'second' \(Dense\) has a dtype of its own(.|\n)*pass "
+        "override=True",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "rules", "said"), IDLE)
 def test_a_rule_that_does_nothing_is_a_warning(model, rules, said):
     with pytest.warns(mpjax.PolicyWarning, match=said):
         initialised(model, mpjax.PolicyMap("bf16-mixed", rules))
@@ -680,60 +658,49 @@ FLOAT8_RUNS = [("bf16-mixed", 1.0), ("16-mixed", 2.0**10)]
 float8_test = pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated")
 
 
-@pytest.mark.sampled(2)
-@float8_test
-@pytest.mark.parametrize(("policy", "scale"), FLOAT8_RUNS)
-@pytest.mark.parametrize("op", FP8)
-def test_float8_scales_are_what_their_gradient_says_in_a_train_step(op, policy, scale):
-    x = array(16, 16)
-    loss = float8_loss(Float8(FP8[op]))
-    tx = optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(1e-2))
-    chosen = mpjax.DynamicLossScale(scale, growth_interval=1) if scale != 1 else None
-    step = mpjax.make_train_step(loss, tx, policy, loss_scale=chosen)
-    state = step.init(made_float8(op, x))
-    for _ in range(3):
-        used = float(mpjax.current_loss_scale(state.opt_state).loss_scale)
-        want = next_scales(mpjax.autocast(loss, policy), state.params, x, used)
-        state, metrics = step(state, x)
-        assert bool(metrics["grads_finite"])
-        assert_bitwise_equal(state.params[OVERWRITTEN], want)
-    before = jax.tree.map(jnp.copy, state.params)
-    state, metrics = step(state, x.at[0, 0].set(jnp.nan))
-    assert not bool(metrics["grads_finite"])
-    assert_bitwise_equal(state.params, before)
-
-
 def made_float8(op, x):
     return jax.jit(Float8(FP8[op]).init)(KEY, x)
 
 
+def float8_run(way, op, policy, scale, x):
+    """Returns a state, its step, and the loss under the policy."""
+    model = Float8(FP8[op])
+    loss = float8_loss(model)
+    fast = mpjax.autocast(loss, policy)
+    tx = optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(1e-2))
+    chosen = mpjax.DynamicLossScale(scale, growth_interval=1)
+    if way == "train step":
+        run = mpjax.make_train_step(loss, tx, policy, loss_scale=chosen if scale != 1 else None)
+        return run.init(made_float8(op, x)), lambda state, x: run(state, x)[0], fast
+    tx = mpjax.with_loss_scale(tx, chosen)
+
+    @jax.jit
+    def step(state, x):
+        scale = mpjax.current_loss_scale(state)
+        grads = mpjax.grad(fast, loss_scale=scale)(state.params, x)
+        return mpjax.linen.apply_gradients(state, grads=grads)
+
+    return TrainState.create(apply_fn=model.apply, params=made_float8(op, x), tx=tx), step, fast
+
+
 @pytest.mark.sampled(2)
 @float8_test
 @pytest.mark.parametrize(("policy", "scale"), FLOAT8_RUNS)
 @pytest.mark.parametrize("op", FP8)
-def test_float8_scales_are_what_their_gradient_says_in_a_train_state(op, policy, scale):
+@pytest.mark.parametrize("way", ["train step", "train state"])
+def test_float8_scales_are_what_their_gradient_says(way, op, policy, scale):
     x = array(16, 16)
-    model = Float8(FP8[op])
-    loss = mpjax.autocast(float8_loss(model), policy)
-    tx = optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(1e-2))
-    tx = mpjax.with_loss_scale(tx, mpjax.DynamicLossScale(scale, growth_interval=1))
-    state = TrainState.create(apply_fn=model.apply, params=made_float8(op, x), tx=tx)
-
-    @jax.jit
-    def step(state, x):
-        scale = mpjax.current_loss_scale(state.opt_state)
-        grads = mpjax.grad(loss, loss_scale=scale)(state.params, x)
-        return mpjax.linen.apply_gradients(state, grads=grads)
-
+    state, step, loss = float8_run(way, op, policy, scale, x)
     for _ in range(3):
         used = float(mpjax.current_loss_scale(state.opt_state).loss_scale)
         want = next_scales(loss, state.params, x, used)
         state = step(state, x)
         assert bool(state.opt_state.grads_finite)
         assert_bitwise_equal(state.params[OVERWRITTEN], want)
+    before = jax.tree.map(jnp.copy, state.params)
     skipped = step(state, x.at[0, 0].set(jnp.nan))
     assert not bool(skipped.opt_state.grads_finite)
-    assert_bitwise_equal(skipped.params, state.params)
+    assert_bitwise_equal(skipped.params, before)
 
 
 @float8_test

@@ -50,6 +50,9 @@ class Network(nnx.Module):
         return self.head(self.block(self.dropout(x)))
 
 
+PATHS = ("block", "block/fixed", "block/inner", "head", "layers/0", "layers/1")
+
+
 def dtypes(model):
     return {row.path: row.dtype for row in mpjax.nnx.tabulate(model).rows if row.dtype != "-"}
 
@@ -70,14 +73,7 @@ def values(*nodes):
 def test_every_module_gets_the_policys_dtypes_and_parameters_are_cast():
     model = Network()
     mpjax.nnx.set_policy(model, "p=bf16,c=f16,o=f32")
-    assert dtypes(model) == {
-        "block": "f16",
-        "block/fixed": "f16",
-        "block/inner": "f16",
-        "head": "f16",
-        "layers/0": "f16",
-        "layers/1": "f16",
-    }
+    assert dtypes(model) == dict.fromkeys(PATHS, "f16")
     kinds = {type(x): x.get_value().dtype.name for _, x in nnx.iter_graph(model) if is_float(x)}
     assert kinds == {nnx.Param: "bfloat16", nnx.BatchStat: "float32"}
 
@@ -90,14 +86,8 @@ def test_rules_go_by_module_path():
     model = Network()
     rules = {"layers/1": "float32", "head": "p=f16,c=f32,o=f32", "block/inner": "16-mixed"}
     mpjax.nnx.set_policy(model, mpjax.PolicyMap("bf16-mixed", rules))
-    assert dtypes(model) == {
-        "block": "bf16",
-        "block/fixed": "f16",
-        "block/inner": "f16",
-        "head": "f32",
-        "layers/0": "bf16",
-        "layers/1": "f32",
-    }
+    others = {"block/fixed": "f16", "block/inner": "f16", "head": "f32", "layers/1": "f32"}
+    assert dtypes(model) == dict.fromkeys(PATHS, "bf16") | others
     table = mpjax.nnx.tabulate(model)
     assert table["head"].reason == "rule 'head'"
     assert (table["head"].param_dtype, table["head"].parameters) == ("f16", 14)
