@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _helpers import over_shards
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -54,14 +55,9 @@ def under(kind, step, devices):
     if kind == "jit":
         sharding = NamedSharding(mesh(devices), P("data"))
         return lambda state, batch: step(state, jax.device_put(batch, sharding)), lambda t: [t]
-    mapped = jax.shard_map(
-        step,
-        mesh=mesh(devices),
-        in_specs=(P(), P("data")),
-        out_specs=P(),
-        check_vma=kind == "shard_map checked",
-    )
-    return jax.jit(mapped), lambda tree: [tree]
+    check_vma = kind == "shard_map checked"
+    mapped = over_shards(step, mesh(devices), P(), P("data"), check_vma=check_vma)
+    return mapped, lambda tree: [tree]
 
 
 WAYS = ["jit", "shard_map checked", "shard_map unchecked", "pmap"]
@@ -97,15 +93,8 @@ def test_law_15_the_wrapper_agrees_and_leaves_averaging_to_its_caller(check_vma,
         updates, state = tx.update(grads, state)
         return updates, state.grads_finite[None], state.leaf_finite
 
-    mapped = jax.jit(
-        jax.shard_map(
-            update,
-            mesh=mesh(devices),
-            in_specs=(P("data"), P()),
-            out_specs=(P("data"), P("data"), P()),
-            check_vma=check_vma,
-        )
-    )
+    specs = {"out_specs": (P("data"), P("data"), P()), "check_vma": check_vma}
+    mapped = over_shards(update, mesh(devices), P("data"), P(), **specs)
     grads = jnp.arange(8.0)
     updates, finite, _ = mapped(grads, state)
     assert_bitwise_equal(updates, jnp.where(grads == 0, -0.0, -grads / 4))

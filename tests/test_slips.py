@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _helpers import Traced
+from _helpers import Traced, over_shards
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -492,10 +492,8 @@ def test_a_weighted_loss_is_the_whole_batchs_over_shards(devices):
         step = mpjax.make_train_step(
             masked_loss, optax.sgd(1.0), weighted=True, axis_name="data", accumulate=accumulate
         )
-        run = jax.shard_map(
-            step._step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
-        )
-        state, metrics = jax.jit(run)(step.init(PARAMS), BATCH)
+        run = over_shards(step._step, mesh, P(), P("data"), check_vma=check_vma)
+        state, metrics = run(step.init(PARAMS), BATCH)
         np.testing.assert_allclose(state.params["w"], whole, atol=2**-20)
         np.testing.assert_allclose(metrics["loss"], loss, atol=2**-20)
 

@@ -1,6 +1,5 @@
 """Pytrees: what moves and what does not, selection, finiteness, readable paths."""
 
-import functools
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -12,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from _helpers import bits, count_casts
+from _helpers import bits, count_casts, over_shards
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
@@ -309,10 +308,8 @@ def test_all_finite_of_large_arrays_under_vmap_and_shard_map(devices):
     want = [i != 5 for i in range(8)]
     assert jax.jit(jax.vmap(mpjax.all_finite))(rows).tolist() == want
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    each = jax.shard_map(
-        lambda x: mpjax.all_finite(x)[None], mesh=mesh, in_specs=P("x"), out_specs=P("x")
-    )
-    assert jax.jit(each)(rows).tolist() == want
+    each = over_shards(lambda x: mpjax.all_finite(x)[None], mesh, P("x"), out_specs=P("x"))
+    assert each(rows).tolist() == want
 
 
 def test_all_finite_skips_float0():
@@ -348,10 +345,10 @@ def test_all_finite_agrees_over_mesh_axes(devices, axis_name, unhappy, check_vma
     mesh = jax.sharding.Mesh(np.array(devices).reshape(4, 2), ("a", "b"))
     rows = jax.P(("a", "b"))
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=check_vma)
-    def finite(x):
+    def of_shard(x):
         return mpjax.all_finite(x, axis_name)[None]
 
+    finite = over_shards(of_shard, mesh, rows, out_specs=rows, check_vma=check_vma)
     assert (~finite(BAD_ROWS)).sum() == unhappy
     assert finite(ROWS).all()
 
@@ -454,13 +451,8 @@ def test_select_tree_where_shards_vary(devices):
         return mpjax.select_tree(jnp.all(x > 0), x, y), mpjax.select_tree(jnp.array(True), y, x)
 
     for check_vma in (True, False):
-        sharded = jax.shard_map(
-            choose,
-            mesh=mesh,
-            in_specs=(jax.P("i"), jax.P()),
-            out_specs=jax.P("i"),
-            check_vma=check_vma,
-        )
+        specs = {"out_specs": P("i"), "check_vma": check_vma}
+        sharded = over_shards(choose, mesh, P("i"), P(), **specs)
         got, _ = sharded(jnp.arange(8.0), jnp.full(1, -1.0))
         assert got.tolist() == [-1, 1, 2, 3, 4, 5, 6, 7]
 
