@@ -307,40 +307,33 @@ def test_a_job_in_a_file_is_checked_for_a_topology(tmp_path, capsys):
     assert "mpjax pods: " in capsys.readouterr().err
 
 
-def test_promotions_are_among_the_advice(tmp_path):
-    text = """
+ADVISED = {
+    "multiply makes f32 of bf16": """
     import jax.numpy as jnp
     import numpy as np
     x = jnp.ones((4, 8), jnp.bfloat16)
     def loss_fn(x):
         y = x * np.float32(2)
         return jnp.sum(jnp.tanh(y))
-    """
-    path = tmp_path / "widening.py"
-    path.write_text(textwrap.dedent(text))
-    row = find_accelerator("h100")
-    with jax.numpy_dtype_promotion("standard"):
-        advice = diagnose(f"{path}:loss_fn", (), accelerator=row).advice
-    assert any(line.startswith("widening.py:6: multiply makes f32 of bf16") for line in advice)
-
-
-def test_a_rounding_in_the_file_that_no_policy_mends_is_advised_against(tmp_path):
-    text = """
+    """,
+    "the function itself asks for bf16": """
     import jax
     import jax.numpy as jnp
-
+    w, x = jnp.ones((8, 8)), jnp.ones((8, 8))
     def loss_fn(w, x):
         p = jax.nn.sigmoid(x @ w).astype(jnp.bfloat16)
         return -jnp.mean(jnp.log1p(-p.astype(jnp.float32)))
+    """,
+}
 
-    w, x = jnp.ones((8, 8)), jnp.ones((8, 8))
-    """
-    path = tmp_path / "rounding.py"
-    path.write_text(textwrap.dedent(text))
-    advice = diagnose(f"{path}:loss_fn", (), accelerator=find_accelerator("h100")).advice
-    assert any(
-        line.startswith("rounding.py:6: the function itself asks for bf16") for line in advice
-    )
+
+@pytest.mark.standard_promotion("promotion is what is looked for")
+@pytest.mark.parametrize("said", ADVISED)
+def test_promotions_and_roundings_that_no_policy_mends_are_among_the_advice(said, tmp_path):
+    path = tmp_path / "users_loss.py"
+    path.write_text(textwrap.dedent(ADVISED[said]))
+    advice = found(path, "loss_fn").advice
+    assert any(line.startswith(f"users_loss.py:6: {said}") for line in advice)
 
 
 # -- by the clock --------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import random
 import signal
 import socket
 import time
-from pathlib import Path
 
 import _trainer
 import jax
@@ -17,23 +16,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import yaml
-from _trainer import ROOT, TRAINER, finish, read_until
+from _trainer import ROOT, TINY, TRAINER, finish, read_until
 
 from mpjax.testing import assert_bitwise_equal
 
 STEPS = 16
-JOB = {
-    "hardware": "a test",
-    "accelerator": "cpu:2",
-    "model": {"width": 16, "layers": 1, "heads": 2, "hidden": 32},
-    "precision": "16-mixed",
-    "sequence_length": 16,
-    "global_batch_size": 8,
-    "optimizer": {"learning_rate": 1.0e-2, "warmup_steps": 2},
+JOB = TINY | {
+    "model": TINY["model"] | {"layers": 1},
     "loss_scale": {"initial": 2.0**20, "growth_interval": 3},
     "steps": STEPS,
-    "log_every": 1,
-    "data": {"path": str(Path(json.__file__).parent), "held_out": 0.4},
 }
 
 

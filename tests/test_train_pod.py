@@ -5,14 +5,13 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
 
 import _trainer
 import jax
 import numpy as np
 import pytest
 import yaml
-from _trainer import TRAINER, read_until
+from _trainer import TEXTS, TINY, TRAINER, read_until
 from pod_job import corpus as corpus_module
 from pod_job.checkpoints import Checkpoints
 from pod_job.config import AXES, load_config
@@ -30,27 +29,13 @@ pytestmark = [
     pytest.mark.no_leak_check("the check keeps the jaxpr of what it traces"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),  # Orbax's
 ]
-TEXTS = Path(json.__file__).parent  # some sources that nobody edits while the tests run
-TINY = {
-    "hardware": "a test",
-    "accelerator": "cpu:8",
-    "model": {"width": 16, "layers": 2, "heads": 2, "hidden": 32},
-    "precision": "16-mixed",
-    "sequence_length": 16,
-    "global_batch_size": 8,
-    "optimizer": {"learning_rate": 1.0e-2, "warmup_steps": 2},
-    "loss_scale": {"initial": 2.0**20, "growth_interval": 4},  # the first steps overflow
-    "steps": 12,
-    "log_every": 1,
-}
 
 
 @pytest.fixture
 def config(tmp_path):
     """A small job whose corpus is a package of the standard library."""
-    data = {"path": str(TEXTS), "held_out": 0.4}
     values = TINY | {
-        "data": data | {"cache": str(tmp_path / "corpus")},
+        "data": TINY["data"] | {"cache": str(tmp_path / "corpus")},
         "checkpoint": {"folder": str(tmp_path / "checkpoints"), "every": 5, "keep": 2},
     }
     path = tmp_path / "job.yaml"
