@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._base.tree import leaf_paths
 from mpjax.numerics import diagnose
 
 pytestmark = [
@@ -19,7 +18,9 @@ pytestmark = [
 def edited(params, end, change):
     """Returns parameters with one leaf changed, the one whose path has this end."""
     leaves, treedef = jax.tree.flatten(params)
-    paths = [path.removesuffix("/value") for path in leaf_paths(params)]
+    flat = jax.tree_util.tree_leaves_with_path(params)
+    paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in flat]
+    paths = [path.removesuffix("/value") for path in paths]
     (place,) = [i for i, p in enumerate(paths) if p == end or p.endswith("/" + end)]
     leaves[place] = change(leaves[place])
     return jax.tree.unflatten(treedef, leaves)
