@@ -8,6 +8,16 @@ import jax
 import optax
 import orbax.checkpoint as ocp
 
+from mpjax import optim
+
+# Who owns the rounding of 16-bit parameters.
+OWNERS = {
+    "master": optim.with_master_weights,
+    "split": lambda tx: optim.with_master_weights(tx, bits=24),
+    "kahan": optim.with_kahan,
+    "stochastic": optim.with_stochastic_rounding,
+}
+
 
 @functools.cache
 def stepper(tx):

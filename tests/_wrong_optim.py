@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _optimizers import OWNERS
 from _wrong_shared import NAN, PARAMS, POLICY, SGD, T, V, W, X, each, loss_fn, step, told
 
 import mpjax
@@ -14,12 +15,6 @@ from mpjax import optim
 ADAM, INT8 = optax.adam(0.1), "int8_from_mixed_bfloat16"
 HALF = {"w": jnp.ones((2, 2), jnp.bfloat16)}
 KERNELS = {"kernel": jnp.ones((64, 64))}
-OWNERS = (
-    optim.with_master_weights,
-    lambda tx: optim.with_master_weights(tx, bits=24),
-    optim.with_kahan,
-    optim.with_stochastic_rounding,
-)
 STORES = (
     lambda tx: optim.with_state_dtypes(tx, mu_dtype="bf16", nu_dtype="bf16"),
     optim.with_quantized_state,
@@ -43,7 +38,7 @@ ROWS = {
             "(seed): must be an integer or one PRNG key; got ",
             *(1.5, True, "x", np.zeros(2, np.uint32))),
         *each(lambda own: own(SGD).update(HALF, own(SGD).init(HALF)), V,
-            "update: params is missing. | Type tx.update(grads, opt_stat", *OWNERS),
+            "update: params is missing. | Type tx.update(grads, opt_stat", *OWNERS.values()),
         (two_owners, V,
             "with_kahan: it was given an optimizer that owns the rounding already "
             "(with_stochastic_rounding). | Allowed: one of | Drop one; | optax.partition."),

@@ -2,6 +2,7 @@
 
 import pickle
 
+import _optimizers
 import chex
 import flax.linen as linen
 import jax
@@ -33,15 +34,7 @@ def grads_like(params, seed=0, bad=None):
 
 
 def train(tx, batches, params=PARAMS):
-    @jax.jit
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = tx.init(params)
-    for grads in batches:
-        params, state = step(params, state, grads)
-    return params, state
+    return _optimizers.train(tx, params, batches)
 
 
 # -- law 10: a skipped step never was -------------------------------------------------------------

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _optimizers import CHECKPOINTS, stepper, train
+from _optimizers import CHECKPOINTS, OWNERS, stepper, train
 from flax import nnx
 from flax.training import train_state
 from hypothesis import given
@@ -22,12 +22,6 @@ import mpjax
 from mpjax import optim
 from mpjax.testing import assert_bitwise_equal, assert_one_compilation
 
-OWNERS = {
-    "master": optim.with_master_weights,
-    "split": lambda tx: optim.with_master_weights(tx, bits=24),
-    "kahan": optim.with_kahan,
-    "stochastic": optim.with_stochastic_rounding,
-}
 owners = pytest.mark.parametrize("own", OWNERS.values(), ids=OWNERS)
 halves = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
 pytestmark = pytest.mark.standard_promotion("optax.apply_updates adds float32 to half parameters")

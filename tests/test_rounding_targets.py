@@ -9,18 +9,13 @@ import numpy as np
 import optax
 import pytest
 from _helpers import compiled_for
+from _optimizers import OWNERS
 
 from mpjax import optim, pods
 from mpjax.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.standard_promotion("optax.apply_updates adds float32 to half parameters")
 
-OWNERS = {
-    "master": optim.with_master_weights,
-    "split": lambda tx: optim.with_master_weights(tx, bits=24),
-    "kahan": optim.with_kahan,
-    "stochastic": optim.with_stochastic_rounding,
-}
 NEAREST = {"nearest": lambda tx: tx}
 TARGETS = [
     pytest.param("h100", marks=pytest.mark.gpu_compiler),

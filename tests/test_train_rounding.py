@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _optimizers import OWNERS
 from flax import nnx
 
 import mpjax
@@ -46,11 +47,6 @@ def test_nearest_moves_no_weight_in_100_steps_and_the_others_move_all():
 
 # What is left of a weight of 1 in one step: it is on the grid of 2⁻²⁴, as 1 and every step near it.
 FALLS = {"bfloat16": 2.0**-20 * 1.25, "float16": 2.0**-14 * 1.5}
-OWNERS = {
-    "master": optim.with_master_weights,
-    "kahan": optim.with_kahan,
-    "stochastic": optim.with_stochastic_rounding,
-}
 
 
 def falling(params, x):
