@@ -58,6 +58,15 @@ def compiled_for(target: str, fun: Callable[..., Any], *args: Any) -> str:
     return jax.jit(fun).lower(*jax.tree.map(spec, args)).compile().as_text()
 
 
+def over_shards(
+    fun: Any, mesh: jax.sharding.Mesh, *in_specs: Any, out_specs: Any = None, check_vma: bool = True
+) -> Any:
+    """Returns a jitted function whose body runs once a shard; results are whole unless said."""
+    out_specs = jax.P() if out_specs is None else out_specs
+    specs = {"in_specs": in_specs, "out_specs": out_specs}
+    return jax.jit(jax.shard_map(fun, mesh=mesh, check_vma=check_vma, **specs))
+
+
 def bits(x: Any) -> tuple[Any, ...]:
     """Returns the dtype, shape and bytes of an array, so that -0.0 is not 0.0 and NaN is NaN."""
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -1,6 +1,7 @@
 """The pod trainer as tests use it: as a module, and as a program of its own."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,21 @@ from _helpers import UNOPTIMISED
 
 ROOT = Path(__file__).parent.parent
 TRAINER = ROOT / "examples" / "train_pod.py"
+# A job of seconds, whose first steps overflow, on some sources that nobody edits while tests run.
+TEXTS = Path(json.__file__).parent
+TINY = {
+    "hardware": "a test",
+    "accelerator": "cpu:8",
+    "model": {"width": 16, "layers": 2, "heads": 2, "hidden": 32},
+    "precision": "16-mixed",
+    "sequence_length": 16,
+    "global_batch_size": 8,
+    "optimizer": {"learning_rate": 1.0e-2, "warmup_steps": 2},
+    "loss_scale": {"initial": 2.0**20, "growth_interval": 4},
+    "steps": 12,
+    "log_every": 1,
+    "data": {"path": str(TEXTS), "held_out": 0.4},
+}
 
 
 def as_module() -> Any:

@@ -1,13 +1,13 @@
 """Wrong uses of optimizers that round and store low, of recipes, of measure, and of devices."""
 
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _wrong_shared import NAN, PARAMS, POLICY, SGD, Row, T, V, W, X, each, loss_fn, step, told
+from _optimizers import OWNERS
+from _wrong_shared import NAN, PARAMS, POLICY, SGD, T, V, W, X, each, loss_fn, step, told
 
 import mpjax
 from mpjax import optim
@@ -15,12 +15,6 @@ from mpjax import optim
 ADAM, INT8 = optax.adam(0.1), "int8_from_mixed_bfloat16"
 HALF = {"w": jnp.ones((2, 2), jnp.bfloat16)}
 KERNELS = {"kernel": jnp.ones((64, 64))}
-OWNERS = (
-    optim.with_master_weights,
-    lambda tx: optim.with_master_weights(tx, bits=24),
-    optim.with_kahan,
-    optim.with_stochastic_rounding,
-)
 STORES = (
     lambda tx: optim.with_state_dtypes(tx, mu_dtype="bf16", nu_dtype="bf16"),
     optim.with_quantized_state,
@@ -28,7 +22,7 @@ STORES = (
 )
 
 
-def two_owners() -> Any:
+def two_owners():
     tx = mpjax.with_loss_scale(optim.with_stochastic_rounding(SGD))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the inner one, which sees float32
@@ -36,7 +30,7 @@ def two_owners() -> Any:
 
 
 # fmt: off
-ROWS: dict[str, list[Row]] = {
+ROWS = {
     "owners of the rounding": [
         *each(lambda v: optim.with_master_weights(SGD, bits=v), V,
             "(bits): must be 32 or 24; got {}. | 32 ", *(16, 23, "24", True, None, 32.5)),
@@ -44,7 +38,7 @@ ROWS: dict[str, list[Row]] = {
             "(seed): must be an integer or one PRNG key; got ",
             *(1.5, True, "x", np.zeros(2, np.uint32))),
         *each(lambda own: own(SGD).update(HALF, own(SGD).init(HALF)), V,
-            "update: params is missing. | Type tx.update(grads, opt_stat", *OWNERS),
+            "update: params is missing. | Type tx.update(grads, opt_stat", *OWNERS.values()),
         (two_owners, V,
             "with_kahan: it was given an optimizer that owns the rounding already "
             "(with_stochastic_rounding). | Allowed: one of | Drop one; | optax.partition."),
@@ -120,6 +114,22 @@ ROWS: dict[str, list[Row]] = {
             ({"amax_history_len": 0}, "Allowed: a whole number from 1"),
             ({"amax_compute_algo": "mean"}, "Allowed: 'max', 'most_recent'"),
             ({"granularity": "channel"}, "Allowed: 'tensor'")),
+        *told(lambda change: change(mpjax.get_policy(INT8)), AttributeError, "{}",
+            (lambda p: setattr(p, "recipe", 3), "QuantizedPolicy: is | dPolicy(recipe="),
+            (lambda p: setattr(p.recipe, "margin", 3), "cannot assign to field 'margin'")),
+        *each(lambda use: use(mpjax.quantize(KERNELS, INT8)["kernel"]), T,
+            "autocast(fun, 'bf16-mixed')(params, ...), or fun", lambda w: jnp.ones((2, 64)) @ w,
+            lambda w: w @ jnp.ones((64, 2)), jnp.asarray),
+        (lambda: np.asarray(mpjax.quantize(KERNELS, INT8)["kernel"]), T,
+            "Type np.asarray(x.dequantize())"),
+        (lambda: step(policy=INT8).init(mpjax.quantize(KERNELS, INT8)), T,
+            "Type step.init(mpjax.dequantize(params))"),
+        *(
+            (lambda policy=policy: mpjax.quantize({"b": jnp.ones(5)}, policy), W,
+                f"b: [5] | Name smaller ones: PolicyMap('{base}', {{'head/*': '{policy}'}})")
+            for policy, base in (("int8_from_mixed_float16", "16-mixed"),
+                ("float8_from_mixed_bfloat16", "bf16-mixed"))
+        ),
         (lambda: mpjax.QuantizedPolicy(POLICY, 8), T, "got 8 as a recipe"),
         (lambda: mpjax.QuantizedPolicy("int8_from_float32"), T, "Allowed: a Policy"),
         (lambda: mpjax.QuantizedPolicy(mpjax.PolicyMap("float32")), T, "PolicyMap"),

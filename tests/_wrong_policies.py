@@ -1,10 +1,11 @@
 """Wrong uses of policies, of maps of them, of autocast, and names that are other libraries'."""
 
 import operator
-from typing import Any
+from types import SimpleNamespace
 
 import jax.numpy as jnp
-from _wrong_shared import PARAMS, POLICY, A, Row, T, V, X, each, loss_fn, step, told
+import numpy as np
+from _wrong_shared import PARAMS, POLICY, A, T, V, X, each, loss_fn, step, told
 
 import mpjax
 
@@ -22,17 +23,17 @@ NEAR_MISSES = {
 NO_DTYPES = ("int8", "uint8", "bool", "complex64", "float8_e4m3fn", jnp.int32)
 
 
-def block(context: Any) -> None:
+def block(context):
     with context:
         pass
 
 
-def entered(policy: Any) -> None:
+def entered(policy):
     with mpjax.default_policy(policy):
         pass
 
 
-def unmatched(pattern: str) -> Any:
+def unmatched(pattern):
     mpjax.PolicyMap(POLICY, {pattern: "float32"}).cast_to_param({"layer": PARAMS})
 
 
@@ -43,7 +44,7 @@ CONTEXT = "no context manager | jit has traced already | Type @mpjax.autocast( |
 
 
 # fmt: off
-ROWS: dict[str, list[Row]] = {
+ROWS = {
     "autocast as other libraries have it": [
         (lambda: block(mpjax.autocast(MAP)), T,
             CONTEXT.replace("cast(", "cast(PolicyMap('16-mixed'")),
@@ -82,7 +83,8 @@ ROWS: dict[str, list[Row]] = {
         (lambda: mpjax.autocast(loss_fn, dtype="bf16"), T, "dtype= | Allowed | 'bf16-mixed'"),
         (lambda: mpjax.autocast(X, POLICY), T, "f32[4,2] | Allowed | autocast(fun, 'bf16-mixed'"),
         (lambda: mpjax.autocast(PARAMS, POLICY), T, "Allowed | autocast(fun, 'bf16-mixed')"),
-        (lambda: mpjax.autocast(POLICY, loss_fn), T, "function as the policy | autocast(fun"),
+        (lambda: mpjax.autocast(POLICY, loss_fn), T,
+            "function as the policy | autocast(fun | Type autocast(fun, 'bf16-mixed')"),
         (lambda: mpjax.autocast(loss_fn, jnp.bfloat16), V, "alone | 'bf16-mixed' | 'bfloat16'"),
         (lambda: mpjax.autocast(jnp.float16), V, "alone | '16-mixed' | 'float16'"),
         (lambda: mpjax.autocast(loss_fn, "float8"), V, "'float8' | 8 bits | Accepted"),
@@ -101,7 +103,6 @@ ROWS: dict[str, list[Row]] = {
         (lambda: mpjax.autocast(loss_fn, "bf16"), V, "two things | 'bf16-mixed'"),
         (lambda: mpjax.autocast("bf16"), V, "two things"),
         (lambda: mpjax.autocast(3), V, "unknown policy '3'"),
-        (lambda: mpjax.autocast(POLICY, loss_fn), T, "Type autocast(fun, 'bf16-mixed')"),
         (lambda: mpjax.autocast(POLICY)(3), T,
             "got 3 where a function is decorated | Allowed | autocast(fun"),
         *each(lambda v: mpjax.autocast(loss_fn, "float32", dot_precision=v), V,
@@ -172,7 +173,6 @@ ROWS: dict[str, list[Row]] = {
         (lambda: mpjax.get_policy("gptq"), V, 'no products of 4 bits | int8_from_mixed'),
         (lambda: mpjax.get_policy("highest"), V, "float32 products | dot_precision='tf32'"),
         (lambda: mpjax.get_policy("medium"), V, "float32 products | dot_precision='tf32'"),
-        (lambda: mpjax.get_policy("O4"), V, "'O4' | Accepted | get_policy('bf16-mixed')"),
         (lambda: mpjax.QuantizedPolicy("int8", POLICY), T,
             "a recipe | Allowed | Type QuantizedPolicy('bf16-mixed', 'int8')"),
         (lambda: mpjax.DelayedScaling(fp8_format="HYBRID"), T, "Allowed | fprop='e4m3'"),
@@ -218,7 +218,19 @@ ROWS: dict[str, list[Row]] = {
             ("float8_e4m3fn", "need a scale per tensor"),
             (jnp.float8_e5m2, "need a scale per tensor"),
             (jnp.float4_e2m1fn, "need a scale per tensor")),
-        (lambda: setattr(mpjax.Policy(), "x", 1), A, "immutable | Make another"),
+        (lambda: setattr(mpjax.Policy(), "param_dtype", "f16"), A,
+            "Policy: is immutable; got param_dtype = 'f16'. | Make another"),
+        (lambda: delattr(mpjax.Policy(), "param_dtype"), A,
+            "Policy: is immutable; cannot delete param_dtype"),
+        *each(mpjax.get_policy, V,
+            "get_policy: a Keras DTypePolicyMap is many policies | Allowed: | Type PolicyMap(",
+            {"class_name": "DTypePolicyMap", "config": {"default_policy": None, "policy_map": {}}},
+            SimpleNamespace(
+                name="map_mixed_bfloat16", variable_dtype="float32", default_policy=None
+            )),
+        (lambda: mpjax.get_policy(
+            {"class_name": "GPTQDTypePolicy", "config": {"mode": "gptq/4/-1"}}), V,
+            "a Keras GPTQDTypePolicy is no policy of floating"),
         (lambda: mpjax.PolicyMap(POLICY, {"a": None}), V, "'a' | None | Allowed | '32-true'"),
         (lambda: entered(jnp.bfloat16), V, "bfloat16 alone | 'bf16-mixed'"),
         (lambda: mpjax.check_support(POLICY, "h1000"), V, "'h1000'"),
@@ -276,10 +288,14 @@ ROWS: dict[str, list[Row]] = {
             (mpjax.get_policy("64-true").cast_to_compute, "cast_to_compute"),
             (mpjax.get_policy("c=f64,o=f32").cast_to_compute, "cast_to_compute"),
             (mpjax.get_policy("p=f64,c=f32,o=f32").cast_to_param, "cast_to_param")),
+        *each(mpjax.get_policy("float64").cast_to_compute, V,
+            "cast_to_compute: float64 was asked for", {}, {"n": 3}, {"w": np.ones(2)}),
     ],
     "names of other libraries": [
         (lambda: mpjax.cuda.amp, A, 'autocast(fun | torch.cuda.amp'),
         (lambda: mpjax.no_grad, A, 'jax.lax.stop_gradient'),
+        (lambda: mpjax.autocats, A, 'Did you mean mpjax.autocast?'),
+        (lambda: mpjax.no_such_name, A, 'no_such_name'),
         (lambda: mpjax.te.fp8_autocast, A, 'float8_from_mixed_bfloat16'),
         (lambda: mpjax.config, A, 'mpjax.default_policy'),
         (lambda: mpjax.optim.MultiSteps, A, "'mpjax.optim' | accumulate=4"),

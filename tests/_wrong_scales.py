@@ -1,7 +1,5 @@
 """Wrong uses of gradients, loss scales, and optimizers with one."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +13,6 @@ from _wrong_shared import (
     SGD,
     VG,
     A,
-    Row,
     T,
     V,
     X,
@@ -38,19 +35,20 @@ FIELDS = (
 OVERWRITTEN = {"_overwrite_with_gradient": {"amax": jnp.ones(2)}}
 
 
-def state_of(tx: Any = None) -> Any:
+def state_of(tx=None):
     return (tx or wrap()).init(PARAMS)
 
 
 # fmt: off
-ROWS: dict[str, list[Row]] = {
+ROWS = {
     "value_and_grad": [
         (lambda: VG(loss_fn, loss_scale="auto"), T, "'auto' | Allowed | DynamicLossScale()"),
         (lambda: VG(loss_fn, loss_scale=X), T, "real number | f32[4,2] | vmap"),
         (lambda: VG(loss_fn, loss_scale=state_of()), T, "Allowed | DynamicLossScale()"),
-        (lambda: VG(loss_fn, loss_scale=8.0, unscale=False), V, "False | Allowed | current_loss"),
+        (lambda: VG(loss_fn, loss_scale=8.0, unscale=False), V,
+            "got False | nothing would unscale | Allowed | current_loss_scale(opt_state)"),
         (lambda: VG(loss_fn, loss_scale=as_owned(SLS(8)), unscale=True), V,
-            "twice | Leave unscale="),
+            "got True | twice | Leave unscale= out"),
         (lambda: VG(loss_fn, loss_scale=8.0, unscale=0), T, "None, True or False | got 0"),
         (lambda: VG(loss_fn, loss_scale=8.0, scaling=1), T, "scaling= | Type loss_scale="),
         (lambda: VG(loss_fn, dynamic_scale=1), T, "dynamic_scale= | Type loss_scale="),
@@ -163,10 +161,9 @@ ROWS: dict[str, list[Row]] = {
             )
         ),
         *each(DLS().adjust, V,
-            "DynamicLossScale.adjust(grads_finite): must be a boolean scalar; got",
+            "DynamicLossScale.adjust(grads_finite): must be a boolean scalar; got "
+            "| all_finite(grads) | jnp.all(flags)",
             *(1, None, jnp.ones(2, bool), 1.0)),
-        (lambda: DLS(8).adjust(1), V, "boolean scalar | all_finite(grads)"),
-        (lambda: DLS(8).adjust(jnp.ones(2, bool)), V, "bool[2] | jnp.all(flags)"),
         *each(lambda scale: setattr(scale, "loss_scale", 3), A,
             "is immutable; got loss_scale = 3. | Make another", *(SLS(2), DLS(2))),
         *each(lambda scale: delattr(scale, "loss_scale"), A,
@@ -174,7 +171,7 @@ ROWS: dict[str, list[Row]] = {
     ],
     "select_tree and all_finite": [
         *told(lambda pred: mpjax.select_tree(pred, 1.0, 2.0), V,
-            "select_tree(pred): must be a boolean scalar; got {}. | Reduce it, e.g. ", (1, "int"),
+            "select_tree(pred): must be a boolean scalar; got {}. | all_finite(grads)", (1, "int"),
             (1.0, "float"), ("yes", "str"), (None, "NoneType"), (jnp.array([True]), "bool[1]"),
             (jnp.int32(1), "i32[]"), (np.ones((2, 2), bool), "bool[2,2]"), (1.5, "float"),
             (jnp.ones((8, 128), jnp.bfloat16), "bf16[8,128]"), (np.float32(1), "f32[]"),
@@ -182,7 +179,6 @@ ROWS: dict[str, list[Row]] = {
             (KEY, "key<fry>[]"), (jnp.zeros(1, jnp.complex64), "c64[1]"),
             (jnp.zeros(1, jnp.float8_e4m3fn), "f8_e4m3fn[1]"),
             (jax.ShapeDtypeStruct((2,), jnp.float16), "f16[2]")),
-        (lambda: mpjax.select_tree(1, X, X), V, "boolean scalar | all_finite(grads)"),
         *told(lambda trees: mpjax.select_tree(True, *trees), V, "{}",
             (({"w": X}, {"v": X}), "'w' is only in the first tree"),
             (({}, {"v": X}), "'v' is only in the second"),
@@ -215,15 +211,16 @@ ROWS: dict[str, list[Row]] = {
         (lambda: wrap(max_skips=2), T, "Allowed | Type max_consecutive_skips="),
         (lambda: wrap(max_consecutive_errors=2), T, "Type max_consecutive_skips="),
         (lambda: wrap(init_scale=2), T, "Allowed | Type loss_scale="),
-        (lambda: wrap(wrap()).init(PARAMS), V, "twice | Allowed | Drop one"),
-        (lambda: wrap().init({"w": jnp.full(2, jnp.nan)}), V, "'w' | 2 nan | initializer"),
+        *told(lambda inside: wrap(inside).init(PARAMS), V,
+            "holds a loss scale already{} | Drop one of", (wrap(), " | twice"),
+            (optax.chain(optax.clip(1.0), wrap()), ""), (optax.masked(wrap(), True), "")),
         (lambda: mpjax.current_loss_scale(None), V, "NoneType | with_loss_scale(tx"),
         (lambda: mpjax.current_loss_scale([state_of(), state_of()]), V,
             "2 loss scales | opt_state[0]"),
         (lambda: mpjax.current_loss_scale(state_of(optax.chain(optax.clip(1.0), wrap()))), V,
             "behind 1 of its chain (state: EmptyState) | Allowed | Move them inside"),
         (lambda: jax.eval_shape(mpjax.raise_if_diverged, state_of()), V,
-            "inside a traced function | on the host"),
+            "inside a traced function. | Call it on the host"),
         *each(lambda v: wrap(max_consecutive_skips=v), V,
             "max_consecutive_skips | whole number of at least 1, or None; got {} | 50",
             *(0, -1, 1.5, True, "3")),

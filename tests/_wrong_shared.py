@@ -15,39 +15,37 @@ SGD = optax.sgd(0.1)
 POLICY = "bf16-mixed"
 T, V, A, W = TypeError, ValueError, AttributeError, mpjax.PolicyWarning
 NAN, INF = float("nan"), float("inf")
-VG: Any = mpjax.value_and_grad
+VG = mpjax.value_and_grad
 
 # The call, the error (or the warning), and what is said, in this order: phrases between bars.
 Row = tuple[Callable[[], Any], type[Exception], str]
 
 
-def each(call: Callable[[Any], Any], error: type[Exception], said: str, *values: Any) -> list[Row]:
+def each(call, error, said, *values):
     """Returns a row for each value; `{}` in what is said stands for it."""
     return told(call, error, said, *((value, repr(value)) for value in values))
 
 
-def told(
-    call: Callable[[Any], Any], error: type[Exception], said: str, *values: tuple[Any, str]
-) -> list[Row]:
+def told(call, error, said, *values):
     """Returns a row for each value, which comes with the words that stand for it in a message."""
     return [(lambda v=value: call(v), error, said.replace("{}", word)) for value, word in values]
 
 
-def loss_fn(params: Any, batch: Any) -> Any:
+def loss_fn(params, batch):
     return jnp.mean((batch @ params["w"]) ** 2)
 
 
-def per_row(params: Any, batch: Any) -> Any:
+def per_row(params, batch):
     return jnp.mean((batch @ params["w"]) ** 2, axis=1)
 
 
-def step(fun: Any = loss_fn, tx: Any = SGD, policy: Any = None, **options: Any) -> Any:
+def step(fun=loss_fn, tx=SGD, policy=None, **options):
     return mpjax.make_train_step(fun, tx, policy, **options)
 
 
-def wrap(tx: Any = SGD, scale: Any = 8.0, **options: Any) -> Any:
+def wrap(tx=SGD, scale=8.0, **options):
     return mpjax.with_loss_scale(tx, scale, **options)
 
 
-def model() -> Any:
+def model():
     return nnx.Linear(2, 2, rngs=nnx.Rngs(0))

@@ -4,8 +4,6 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import flax.linen as nn
@@ -17,9 +15,9 @@ from _wrong_shared import (
     POLICY,
     SGD,
     A,
-    Row,
     T,
     V,
+    W,
     X,
     each,
     loss_fn,
@@ -40,59 +38,63 @@ import mpjax.optim
 DLS = mpjax.DynamicLossScale
 
 
-def with_state(params: Any, extra: Any, batch: Any) -> Any:
+def with_state(params, extra, batch):
     return loss_fn(params, batch), extra
 
 
-def traced(made: Any, *state: Any, batch: Any = X) -> Any:
+def traced(made, *state, batch=X):
     return made.lower(made.init(*(state or (PARAMS,))), batch)
 
 
-def traced_call(fun: Any) -> Any:
+def traced_call(fun):
     made = step(fun)
     return made(made.init(PARAMS), X)
 
 
-def changed(loss: Any) -> Any:
+def changed(loss):
     return lambda params, extra, batch: (loss_fn(params, batch), loss(extra))
 
 
-def donated() -> Any:
+def donated():
     made = step()
     state = made.init(PARAMS)
     state.params["w"].delete()
     return made(state, X)
 
 
-def other_state() -> Any:
+def other_state():
     made, other = step(tx=optax.adam(0.1)), step(tx=optax.sgd(0.1, momentum=0.9))
     return made.lower(other.init(PARAMS), X)
 
 
-def flax_state() -> Any:
+def flax_state():
     return TrainState.create(apply_fn=None, params=PARAMS, tx=SGD)
 
 
-def deleted() -> Any:
+def deleted():
     params = {"w": jnp.ones(2)}
     params["w"].delete()
     return params
 
 
-def block(context: Any) -> None:
+def block(context):
     with context:
         pass
 
 
-def two(params: Any, x: Any, y: Any) -> Any:
+def two(params, x, y):
     return loss_fn(params, x) + jnp.sum(y)
 
 
-def branching(params: Any, batch: Any) -> Any:
+def of_parts(w, batch):
+    return jnp.mean(w * batch["x"]) * jnp.mean(batch["more"])
+
+
+def branching(params, batch):
     return loss_fn(params, batch) if jnp.sum(batch) > 0 else 0.0  # the line of the user
 
 
-def note_of(run: Callable[[], Any]) -> Any:
+def note_of(run):
     try:
         run()
     except jax.errors.ConcretizationTypeError as error:
@@ -100,7 +102,7 @@ def note_of(run: Callable[[], Any]) -> Any:
 
 
 @functools.cache
-def errors_without(*hidden: str) -> dict[str, str]:
+def errors_without(*hidden):
     """Returns what the modules that need others say where those are not installed."""
     code = f"""
 import importlib, json, sys
@@ -116,12 +118,12 @@ print(json.dumps(said))"""
     return json.loads(done.stdout)
 
 
-def with_flax_hidden(name: str) -> Any:
+def with_flax_hidden(name):
     raise ImportError(errors_without("flax", "optax")[name])
 
 
 # fmt: off
-ROWS: dict[str, list[Row]] = {
+ROWS = {
     "steps as other libraries have them": [
         (lambda: step(two).init(PARAMS), T,
             "two(params, x, y) | def two(params, batch): x, y = batch | step(state, (x, y))"),
@@ -202,7 +204,8 @@ ROWS: dict[str, list[Row]] = {
         (lambda: step(loss_scale=0.0), V, "got 0.0 | Allowed | 2**15"),
         (lambda: step(loss_scale=True), T, "got True | Allowed | DynamicLossScale()"),
         (lambda: step(max_consecutive_skips=0), V, "at least 1 | got 0 | 50"),
-        (lambda: step(tx=wrap(), loss_scale=8.0), V, "holds one | Drop"),
+        (lambda: step(tx=wrap(), policy="16-mixed", loss_scale=8.0), V,
+            "got a loss_scale, and an optimizer that holds one | Drop"),
         (lambda: step(tx=optax.chain(wrap(), optax.identity()), loss_scale=8.0).init(PARAMS), V,
             "holds one | Drop"),
         (lambda: step(scaler=DLS()), T, "scaler= | Allowed | Type loss_scale="),
@@ -248,8 +251,12 @@ ROWS: dict[str, list[Row]] = {
         (lambda: step().init({"k": jax.random.key(0)}), T, "'k' | Allowed | extra state"),
         (lambda: step().init({"params": PARAMS, "batch_stats": PARAMS}), V,
             "Flax's variables | extra state | variables['batch_stats']"),
-        (lambda: step().init({"w": jnp.full(2, jnp.nan)}), V, "'w' | 2 nan | initializer"),
-        (lambda: step().init({"w": jnp.full(2, jnp.inf)}), V, "'w' | 2 inf | initializer"),
+        *(
+            (lambda init=init, bad=bad: init({"ok": X, "head": {"w": jnp.full(2, bad, "f2")}}), V,
+                f"parameter 'head/w' is not finite: | 2], {counts} | initializer")
+            for init in (step().init, wrap().init)
+            for bad, counts in ((jnp.nan, "0 inf, 2 nan"), (jnp.inf, "2 inf, 0 nan"))
+        ),
         (lambda: step().init(deleted()), V, "'w' has been deleted | donate=False"),
         (lambda: step(jax.checkpoint(mpjax.autocast(loss_fn, POLICY))).init(PARAMS, {"m": X}), T,
             "loss_fn(params, batch) | cannot take | without it | extra_state"),
@@ -292,6 +299,19 @@ ROWS: dict[str, list[Row]] = {
         (lambda: traced(step(accumulate=3), batch={"label": X}), V,
             "batch leaf 'label': f32[4,2] does not split into 3 micro-batches. | Make the first | "
             "multiple"),
+        *(
+            (lambda axes=axes: traced(step(of_parts, accumulate=4, accumulate_axes=axes),
+                jnp.float32(1), batch={"x": jnp.arange(16.0), "more": jnp.ones(4)}), error, said)
+            for axes, error, said in (
+                ("x", T, "(accumulate_axes): got 'x' as an axis"),
+                ({"x": 0}, V, "no prefix | Type accumulate_axes={'more': 0, 'x': 0}"),
+                ({"x": 1, "more": None}, V, "'x': f32[16] has no axis 1"),
+                ({"x": 0, "more": 0}, V, "'more': is f32[4] | or None for what every"),
+            )
+        ),
+        (lambda: traced(step(mpjax.autocast(loss_fn, "16-mixed"), policy=POLICY)), W,
+            "autocast(loss_fn): autocast to | c=f16 | inside a train step of p=f32,c=bf16,o=f32 | "
+            "Type make_train_step(loss_fn, tx"),
     ],
     "step.adopt": [
         (lambda: step().adopt(PARAMS), T, "a dict | Allowed | step.adopt({'step'"),
@@ -324,6 +344,8 @@ ROWS: dict[str, list[Row]] = {
                 (nnx.Linear, "got a "),
             )
         ),
+        (lambda: mpjax.nnx.name_operations({}), T,
+            "name_operations: got a dict. | Allowed: a flax.nnx"),
         *told(lambda v: mpjax.linen.with_policy(v, POLICY), T, "with_policy: got | {}",
             (lambda x: x, "autocast"), ("Dense", "a str"), (nn.Dense(2).init, "a method"),
             (model(), "a Linear | mpjax.nnx.set_policy(model, 'bf16-mixed')")),

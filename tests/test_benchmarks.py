@@ -1,7 +1,5 @@
 """The benchmarks measure what they say: networks, counts, and the files they write."""
 
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -20,7 +18,7 @@ OFTEN = ("mlp", "llama", "unet", "gru", "graph", "bert")
 
 @pytest.mark.sampled(3)
 @names
-def test_plain_networks_are_float32_without_a_cast(name: str) -> None:
+def test_plain_networks_are_float32_without_a_cast(name):
     network = NETWORKS[name]("tiny")
     assert jaxprs.converts(network.loss, network.params, network.batch) == 0
 
@@ -29,7 +27,7 @@ def test_plain_networks_are_float32_without_a_cast(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in OFTEN else [pytest.mark.slow]) for n in NETWORKS]
 )
-def test_networks_cast_by_hand_are_low_inside_and_float32_outside(name: str) -> None:
+def test_networks_cast_by_hand_are_low_inside_and_float32_outside(name):
     network = NETWORKS[name]("tiny")
     step = jax.value_and_grad(network.hand_cast(jnp.bfloat16))
     loss, grads = jax.eval_shape(step, network.params, network.batch)
@@ -40,8 +38,8 @@ def test_networks_cast_by_hand_are_low_inside_and_float32_outside(name: str) -> 
     assert low.weights > plain.weights
 
 
-def test_residuals_leave_inputs_out_and_weights_apart() -> None:
-    def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def test_residuals_leave_inputs_out_and_weights_apart():
+    def loss(params, x):
         hidden = jnp.sin(x @ params["a"])  # keeps its cosine, f32[8,4]; x is an input
         low = hidden.astype(jnp.bfloat16) @ params["b"].astype(jnp.bfloat16)  # bf16[8,4], bf16[4,2]
         return jnp.sum(low.astype(jnp.float32))
@@ -53,7 +51,7 @@ def test_residuals_leave_inputs_out_and_weights_apart() -> None:
 
 
 @pytest.mark.ci
-def test_most_of_what_a_transformer_keeps_is_no_operand_that_8_bits_could_shrink() -> None:
+def test_most_of_what_a_transformer_keeps_is_no_operand_that_8_bits_could_shrink():
     """The shares in docs/eight_bits.md: attention's logits and weights, the vocabulary's logits."""
     network = NETWORKS["transformer"]("full")
     loss = mpjax.autocast(network.loss, "float8_from_mixed_bfloat16")
@@ -66,9 +64,9 @@ def test_most_of_what_a_transformer_keeps_is_no_operand_that_8_bits_could_shrink
     assert (round(100 * in_attention / total), round(100 * of_vocabulary / total)) == (61, 7)
 
 
-def test_residuals_of_a_carry_that_starts_constant_depend_on_the_batch() -> None:
-    def loss(w: jax.Array, xs: jax.Array) -> jax.Array:
-        def step(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+def test_residuals_of_a_carry_that_starts_constant_depend_on_the_batch():
+    def loss(w, xs):
+        def step(carry, x):
             return jnp.sin(carry * w) + x, None  # keeps the carry and the cosine
 
         return jax.lax.scan(step, jnp.float32(0), xs)[0]
@@ -79,11 +77,11 @@ def test_residuals_of_a_carry_that_starts_constant_depend_on_the_batch() -> None
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_loops_cost_their_body_as_often_as_it_runs(nested: bool) -> None:
-    def repeat(fun: object, turns: int) -> object:
+def test_loops_cost_their_body_as_often_as_it_runs(nested):
+    def repeat(fun, turns):
         return lambda w, x: jax.lax.scan(lambda c, _: (fun(w, c), None), x, None, turns)[0]
 
-    def product(w: jax.Array, x: jax.Array) -> jax.Array:
+    def product(w, x):
         return jnp.tanh(x @ w)
 
     once = repeat(repeat(product, 4), 5) if nested else repeat(product, 20)
@@ -111,7 +109,7 @@ ENTRY %main (stack: f32[8,64,64], index: s32[]) -> f32[1,4096] {
 """
 
 
-def test_a_stack_under_another_shape_is_read_as_its_slice() -> None:
+def test_a_stack_under_another_shape_is_read_as_its_slice():
     module = parsed(STACKED)
     assert slices.counted_in_vain(module, module.entry) == 7 * 4096 * 4
     both = STACKED.replace("ROOT %row = f32[1,4096]{1,0} dyn", "%part = f32[1,4096]{1,0} dyn")
@@ -123,10 +121,8 @@ def test_a_stack_under_another_shape_is_read_as_its_slice() -> None:
     assert slices.counted_in_vain(module, module.entry) == 0  # all of it is read too
 
 
-def test_what_no_turn_of_a_loop_reads_is_taken_off_for_each(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def turns(ws: jax.Array, x: jax.Array) -> jax.Array:
+def test_what_no_turn_of_a_loop_reads_is_taken_off_for_each(monkeypatch):
+    def turns(ws, x):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x + w), None), x, ws)[0]
 
     spec = jax.ShapeDtypeStruct
@@ -154,7 +150,7 @@ ENTRY %main (x: f32[64,8], y: f32[64,8]) -> f32[64,8] {
 """  # noqa: E501
 
 
-def test_what_a_tpu_moves_ahead_is_no_operand_of_its_own() -> None:
+def test_what_a_tpu_moves_ahead_is_no_operand_of_its_own():
     text = prefetches.without(PREFETCHED)
     found = [line.split(" = ")[1].split("}")[-1] for line in text.splitlines() if " = " in line]
     assert found == [" parameter(0)", " parameter(1)", " bitcast(%x)", " bitcast(%y)"] + [
@@ -169,7 +165,7 @@ def test_what_a_tpu_moves_ahead_is_no_operand_of_its_own() -> None:
         prefetches.without(other)
 
 
-def test_a_slice_that_a_tpu_moves_ahead_and_reads_by_itself_is_no_operand_of_its_own() -> None:
+def test_a_slice_that_a_tpu_moves_ahead_and_reads_by_itself_is_no_operand_of_its_own():
     text = PREFETCHED.replace("f32[64,8] {", "f32[32,8] {").replace(
         "%sum = f32[64,8]{1,0} add(%both, %copy-done)",
         "%sum = f32[32,8]{1,0} add(%slice-done, %slice-done.1)",
@@ -181,14 +177,14 @@ def test_a_slice_that_a_tpu_moves_ahead_and_reads_by_itself_is_no_operand_of_its
     assert cost is None or cost["bytes accessed"] == 3 * 32 * 8 * 4
 
 
-def test_only_what_lies_in_hbm_is_traffic_and_a_slice_is_a_slice() -> None:
+def test_only_what_lies_in_hbm_is_traffic_and_a_slice_is_a_slice():
     assert hbm.traffic(parsed(PREFETCHED)) == 3 * 64 * 8 * 4  # x in halves, y, and the sum
     on_chip = PREFETCHED.replace("ROOT %sum = f32[64,8]{1,0}", "ROOT %sum = f32[64,8]{1,0:S(1)}")
     assert hbm.traffic(parsed(on_chip)) == 2 * 64 * 8 * 4
     assert hbm.traffic(parsed(LOOP)) is None
 
 
-def test_a_later_run_renews_its_rows_and_keeps_the_rest(tmp_path: pathlib.Path) -> None:
+def test_a_later_run_renews_its_rows_and_keeps_the_rest(tmp_path):
     path = tmp_path / "found.json"
     first, second = (("errors", "cpu", "bf16", "tiny", name, "f32") for name in ("mlp", "lstm"))
     for error in (1.0, 2.0):
@@ -204,7 +200,7 @@ def test_a_later_run_renews_its_rows_and_keeps_the_rest(tmp_path: pathlib.Path) 
     assert [row["network"] for row in store.part("errors")] == ["lstm"]
 
 
-def test_errors_are_paired_over_the_seeds_that_both_rows_have(tmp_path: pathlib.Path) -> None:
+def test_errors_are_paired_over_the_seeds_that_both_rows_have(tmp_path):
     store = Store.read(tmp_path / "found.json")
     store.begin(command="a run that renewed one row with more seeds")
     store.put("errors", "cpu", "bf16", "tiny", "mlp", "hand-cast", errors=[1.0, 2.0, 99.0])

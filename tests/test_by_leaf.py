@@ -11,20 +11,19 @@ import pytest
 
 import mpjax
 from mpjax._base import by_leaf
-from mpjax._base.by_leaf import Reduction, reduced
 from mpjax._base.tree import leaves_finite
 
 LAYERS = 6
-SQUARES = Reduction(lambda x: jnp.sum(x * x), jnp.square, jnp.add, 0.0)
+SQUARES = by_leaf.Reduction(lambda x: jnp.sum(x * x), jnp.square, jnp.add, 0.0)
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_a_gpu(monkeypatch):
     """Compiles for this CPU what a GPU is given."""
     monkeypatch.setattr(by_leaf, "_apart", by_leaf._together)
 
 
-def tree(value: float = 1.0, dtype: jnp.dtype = jnp.float32) -> dict:
+def tree(value=1.0, dtype=jnp.float32):
     """Returns layers of a weight and a bias, and leaves that are like no other."""
     layer = {"w": np.full((3, 8), value), "b": np.full(8, value)}
     layers = [jax.tree.map(lambda x: jnp.asarray(x, dtype), layer) for _ in range(LAYERS)]
@@ -65,7 +64,7 @@ def test_sums_are_those_of_each_leaf():
     paths = [path for path, _ in leaves]
 
     def sums(*arrays):
-        return jnp.stack(reduced(SQUARES, list(zip(paths, arrays, strict=True))))
+        return jnp.stack(by_leaf.reduced(SQUARES, list(zip(paths, arrays, strict=True))))
 
     np.testing.assert_allclose(jax.jit(sums)(*weights), want, rtol=1e-6)
     twice = [np.stack([w, 2 * w]) for w in weights]
@@ -75,7 +74,7 @@ def test_sums_are_those_of_each_leaf():
     grads = jax.grad(lambda *arrays: sums(*arrays).sum(), argnums=range(7))(*weights)
     for grad, w in zip(grads, weights, strict=True):
         np.testing.assert_allclose(grad, 2 * w)
-    assert reduced(SQUARES, []) == []
+    assert by_leaf.reduced(SQUARES, []) == []
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -92,7 +91,7 @@ def test_shards_of_a_shard_map_are_checked_together():
     assert each(weights).tolist() == [[True, True, True], [True, False, True]]
 
 
-def operands_of_reductions(fun, *args, **options) -> list[int]:
+def operands_of_reductions(fun, *args, **options):
     """Returns how many arrays each `reduce` reads, in the program for a GPU."""
     text = jax.export.export(jax.jit(fun, **options), platforms=["cuda"])(*args).mlir_module()
     return [len(re.findall("init:", line)) for line in text.splitlines() if "reduce(" in line]
@@ -144,7 +143,7 @@ def test_a_step_that_clips_computes_its_norm_once():
     def loss(params, batch):
         return sum(jnp.sum(p["w"] * batch) ** 2 + jnp.sum(p["b"]) for p in params)
 
-    def sums(tx) -> int:
+    def sums(tx):
         step = mpjax.make_train_step(loss, tx, "32-true")
         state = jax.eval_shape(step.init, tree()["layers"])
         text = step.lower(state, jnp.ones((3, 8))).compile().as_text()

@@ -1,9 +1,5 @@
 """Law 16: what orbax, Flax's msgpack and pickle restore goes on as if nothing had been."""
 
-import pickle
-from pathlib import Path
-from typing import Any
-
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -11,6 +7,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from _optimizers import CHECKPOINTS
 from flax.training import train_state
 
 import mpjax
@@ -24,54 +21,37 @@ OPTAX = pytest.mark.standard_promotion("optax and orbax mix dtypes")
 ORBAX = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 
-def loss_fn(params: Any, extra: Any, batch: Any) -> Any:
+def loss_fn(params, extra, batch):
     layer = params["layers"][0]
     out = batch @ layer["w"] + layer["b"]
     return jnp.mean(out.astype(jnp.float32) ** 2), {"seen": extra["seen"] + 1}
 
 
-def batch_of(index: int) -> Any:
+def batch_of(index):
     batch = jnp.asarray(np.random.default_rng(index).normal(size=(4, 2)), jnp.float32)
     return batch.at[0, 0].set(jnp.inf) if index == 2 else batch
 
 
-def make_step() -> Any:
+def make_step():
     tx = optax.adamw(optax.linear_schedule(0.1, 0.0, 20))
     return mpjax.make_train_step(loss_fn, tx, "16-mixed", loss_scale=LOSS_SCALE)
 
 
-def start(step: Any) -> Any:
+def start(step):
     return step.init(PARAMS, {"seen": jnp.int32(0)})
 
 
-def run(step: Any, state: Any, indices: Any) -> Any:
+def run(step, state, indices):
     for index in indices:
         state, _ = step(state, batch_of(index))
     return state
 
 
-def with_orbax(state: Any, template: Any, folder: Path) -> Any:
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "state", state)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(folder / "state", template)
-
-
-def with_msgpack(state: Any, template: Any, folder: Path) -> Any:
-    (folder / "state").write_bytes(flax.serialization.to_bytes(state))
-    return flax.serialization.from_bytes(template, (folder / "state").read_bytes())
-
-
-def with_pickle(state: Any, template: Any, folder: Path) -> Any:
-    (folder / "state").write_bytes(pickle.dumps(state))
-    return pickle.loads((folder / "state").read_bytes())
-
-
 @OPTAX
 @ORBAX
 @pytest.mark.no_leak_check("orbax keeps state in threads of its own")
-@pytest.mark.parametrize("way", [with_orbax, with_msgpack, with_pickle])
-def test_law_16_a_run_resumed_in_the_middle_ends_bit_for_bit_the_same(way: Any, tmp_path: Path):
+@pytest.mark.parametrize("way", CHECKPOINTS)
+def test_law_16_a_run_resumed_in_the_middle_ends_bit_for_bit_the_same(way, tmp_path):
     step = make_step()
     whole = run(step, start(step), range(8))
     middle = run(step, start(step), range(5))
@@ -103,7 +83,7 @@ def test_flax_train_state_round_trips_through_msgpack():
 @OPTAX
 @ORBAX
 @pytest.mark.no_leak_check("orbax keeps state in threads of its own")
-def test_what_is_restored_without_a_template_can_be_read(tmp_path: Path):
+def test_what_is_restored_without_a_template_can_be_read(tmp_path):
     tx = mpjax.with_loss_scale(optax.adam(0.1), LOSS_SCALE, max_consecutive_skips=1)
     _, state = tx.update(jax.tree.map(lambda p: p * jnp.nan, PARAMS), tx.init(PARAMS), PARAMS)
     with ocp.StandardCheckpointer() as checkpointer:
@@ -145,7 +125,7 @@ def test_a_restored_state_of_an_older_shape_is_an_error():
 # -- checkpoints of another policy -----------------------------------------------------------------
 
 
-def step_under(policy: str, **options: Any) -> Any:
+def step_under(policy, **options):
     return mpjax.make_train_step(loss_fn, optax.adamw(0.1), policy, **options)
 
 
@@ -170,13 +150,13 @@ def test_a_state_of_another_policy_is_refused_and_adopted():
 @OPTAX
 @pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("kind", ["dict", "flax"])
-def test_a_run_of_another_program_is_adopted_value_for_value(kind: str, policy: str):
+def test_a_run_of_another_program_is_adopted_value_for_value(kind, policy):
     """Two steps of plain optax and float32; then mpjax goes on with all that they left."""
     tx = optax.adamw(0.1)
     theirs = train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
     for i in range(2):
         theirs = theirs.apply_gradients(grads=jax.tree.map(lambda p, i=i: p + i, PARAMS))
-    given: Any = theirs
+    given = theirs
     if kind == "dict":
         names = ("step", "params", "opt_state")
         given = {name: getattr(theirs, name) for name in names}

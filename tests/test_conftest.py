@@ -6,7 +6,6 @@ import sys
 import types
 import warnings
 from pathlib import Path
-from typing import Any
 
 import conftest
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 
-def leak_a_tracer() -> None:
+def leak_a_tracer():
     leaked = []
 
     @jax.jit
@@ -25,7 +24,7 @@ def leak_a_tracer() -> None:
     fun(jnp.ones(2))
 
 
-def test_there_are_eight_cpu_devices(devices: list[jax.Device]):
+def test_there_are_eight_cpu_devices(devices):
     assert [d.platform for d in devices] == ["cpu"] * 8
     assert jax.default_backend() == "cpu"
 
@@ -41,7 +40,7 @@ def test_marker_lifts_strict_promotion():
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="off on the floor: see conftest")
-def test_leaked_tracer_raises(request: pytest.FixtureRequest):
+def test_leaked_tracer_raises(request):
     if request.config.getoption("first_case"):
         pytest.skip("off: see conftest")
     with pytest.raises(Exception, match="Leaked trace"):
@@ -58,9 +57,7 @@ def test_warning_raises():
         warnings.warn("as an error", UserWarning, stacklevel=1)
 
 
-def pytest_on(
-    source: str, folder: Path, first: str = "", *options: str
-) -> subprocess.CompletedProcess[str]:
+def pytest_on(source, folder, first="", *options):
     """Runs pytest on one file of `source` under a copy of our conftest.py, `first` before it."""
     ours = (Path(__file__).parent / "conftest.py").read_text()
     (folder / "conftest.py").write_text(first + ours)
@@ -86,7 +83,7 @@ def test_gpu(): pass
 
 
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
+def printed(tmp_path_factory):
     """What is printed by a run that changes a setting, and lacks both compilers."""
     missing = "import sys\nsys.modules |= {'libtpu': None, 'jax_plugins': None}\n"
     run = pytest_on(CHANGES, tmp_path_factory.mktemp("run"), missing)
@@ -94,17 +91,17 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run.stdout
 
 
-def test_config_changed_by_one_test_is_put_back_for_the_next(printed: str):
+def test_config_changed_by_one_test_is_put_back_for_the_next(printed):
     assert "2 passed, 2 skipped" in printed
 
 
-def test_what_lacks_its_compiler_is_skipped_and_says_how_to_get_it(printed: str):
+def test_what_lacks_its_compiler_is_skipped_and_says_how_to_get_it(printed):
     assert "libtpu is not installed; it compiles for what is not here: make tpu" in printed
     assert "jax_plugins.xla_cuda12 is not installed; it compiles for what is not" in printed
 
 
 @pytest.mark.ci
-def test_first_case_leaves_out_the_later_cases_of_each_test_and_no_test(tmp_path: Path):
+def test_first_case_leaves_out_the_later_cases_of_each_test_and_no_test(tmp_path):
     source = (
         "slow = pytest.param(0, marks=pytest.mark.slow)\n"
         "@pytest.mark.parametrize('n', [slow, 1, 2, 3])\n"
@@ -116,7 +113,7 @@ def test_first_case_leaves_out_the_later_cases_of_each_test_and_no_test(tmp_path
     assert "2 passed, 3 deselected" in run.stdout
 
 
-def test_sampled_leaves_to_ci_all_but_one_case_of_n_of_each_value(tmp_path: Path):
+def test_sampled_leaves_to_ci_all_but_one_case_of_n_of_each_value(tmp_path):
     source = (
         "def write(case, request):\n"
         "    left = request.node.get_closest_marker('ci')\n"
@@ -135,7 +132,7 @@ def test_sampled_leaves_to_ci_all_but_one_case_of_n_of_each_value(tmp_path: Path
 
 
 @pytest.mark.ci
-def test_parts_run_each_selected_test_once(tmp_path: Path):
+def test_parts_run_each_selected_test_once(tmp_path):
     source = (
         "@pytest.mark.parametrize('n', range(5))\n"
         "def test_cases(n): assert not open('log', 'a').write(f'{n} ') == 0\n"
@@ -147,7 +144,7 @@ def test_parts_run_each_selected_test_once(tmp_path: Path):
     assert sorted((tmp_path / "log").read_text().split()) == [*"01234"]
 
 
-def test_a_part_that_is_none_is_refused_with_what_to_type(tmp_path: Path):
+def test_a_part_that_is_none_is_refused_with_what_to_type(tmp_path):
     said = "got '{}'; type a part of all parts, as 1/4 or 4/4"
     for part in ("0/4", "5/4", "2"):
         with pytest.raises(argparse.ArgumentTypeError, match=said.format(part)):
@@ -157,7 +154,7 @@ def test_a_part_that_is_none_is_refused_with_what_to_type(tmp_path: Path):
     assert said.format("0/4") in run.stderr
 
 
-def test_marker_without_a_reason_is_refused(tmp_path: Path):
+def test_marker_without_a_reason_is_refused(tmp_path):
     run = pytest_on("@pytest.mark.no_leak_check\ndef test_it(): pass\n", tmp_path)
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
     assert "no_leak_check was given ()" in run.stderr
@@ -165,7 +162,7 @@ def test_marker_without_a_reason_is_refused(tmp_path: Path):
 
 
 def test_sampled_without_cases_is_refused():
-    item: Any = types.SimpleNamespace(
+    item = types.SimpleNamespace(
         nodeid="test_it",
         get_closest_marker=lambda _: pytest.mark.sampled(3).mark,
         iter_markers=lambda _: [],

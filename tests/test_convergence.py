@@ -11,12 +11,12 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture
-def convergence(monkeypatch: pytest.MonkeyPatch):
+def convergence(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     return importlib.import_module("convergence")
 
 
-def rows(*losses: float) -> list[dict]:
+def rows(*losses):
     return [{"loss": loss, "score": 100 - loss, "skipped": 1} for loss in losses]
 
 
@@ -51,13 +51,13 @@ def test_float32_is_not_compared_with_itself(convergence):
     )
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments):
     command = [sys.executable, str(FOLDER / "convergence.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
-def test_the_command_trains_and_a_later_run_keeps_the_other_rows(tmp_path: Path):
+def test_the_command_trains_and_a_later_run_keeps_the_other_rows(tmp_path):
     out = tmp_path / "found.md"
     short = ["--tasks", "mlp", "--seeds", "2", "--steps", "3", "--out", str(out)]
     for precision in ("32-true", "bf16-mixed"):

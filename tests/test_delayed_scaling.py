@@ -220,31 +220,6 @@ def test_branches_and_while_loops_keep_no_history_and_say_so():
     assert "of the values at hand, inside a branch, a while loop or a shard_map" in reason
 
 
-def test_without_a_place_for_its_state_it_is_refused():
-    with pytest.raises(ValueError, match=r"with_amax_history\(layers, policy\)"):
-        mpjax.autocast(layers, DELAYED)(WEIGHTS, X)
-    step = mpjax.make_train_step(layers, optax.sgd(0.1), DELAYED)
-    both = r"Type step.init\(params, batch=batch\), and step.init\(batch=batch\) in mpjax.nnx"
-    with pytest.raises(ValueError, match=both):
-        step.init(WEIGHTS)
-    other = mpjax.make_train_step(layers, optax.sgd(0.1), "bf16-mixed").init(WEIGHTS)
-    with pytest.raises(ValueError, match=r"step.adopt\(state, batch=batch\)"):
-        step(other, X)
-
-
-def test_what_is_no_history_of_the_function_is_refused():
-    fast, history, _ = own()
-    with pytest.raises(TypeError, match="got list as the history"):
-        fast.apply([1], WEIGHTS, X)
-    with pytest.raises(ValueError, match="histories are of another function"):
-        mpjax.with_amax_history(loss_fn, DELAYED).apply(history, PARAMS, ONES)
-    with pytest.raises(ValueError, match="has no recipe with a history"):
-        mpjax.with_amax_history(layers, CURRENT)
-    inside = mpjax.with_amax_history(jax.grad(layers), DELAYED)
-    with pytest.raises(ValueError, match="Differentiate outside"):
-        inside.init(WEIGHTS, X)
-
-
 def test_state_of_another_policy_is_adopted_with_a_batch():
     step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), DELAYED)
     old = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "bf16-mixed").init(PARAMS)

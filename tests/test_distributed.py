@@ -1,13 +1,12 @@
 """Law 15 on eight devices: one decision for all shards, and gradients that are means."""
 
-from typing import Any
-
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _helpers import over_shards
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,34 +17,34 @@ SHARDS = 8
 PARAMS = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(0.25)}
 
 
-def loss_fn(params: Any, batch: Any) -> Any:
+def loss_fn(params, batch):
     # Products and sums of small whole numbers and powers of two: exact in any order.
     out = batch["x"] @ params["w"] + params["b"]
     return jnp.mean(out.astype(jnp.float32) ** 2)
 
 
-def batch_of(bad_row: int | None = None) -> Any:
+def batch_of(bad_row=None):
     x = jnp.asarray(np.random.default_rng(0).integers(-4, 5, (2 * SHARDS, 3)), jnp.float32)
     return {"x": x if bad_row is None else x.at[bad_row, 0].set(jnp.inf)}
 
 
-def make_step(**options: Any) -> mpjax.train.TrainStep:
+def make_step(**options):
     loss_scale = mpjax.DynamicLossScale(8, growth_interval=2)
     options = {"loss_scale": loss_scale, "donate": False, **options}
     tx = optax.sgd(0.125, momentum=0.5)
     return mpjax.make_train_step(loss_fn, tx, "32-true", **options)
 
 
-def mesh(devices: list[jax.Device]) -> jax.sharding.Mesh:
+def mesh(devices):
     return jax.make_mesh((SHARDS,), ("data",), (AxisType.Auto,), devices=devices)
 
 
-def under(kind: str, step: Any, devices: list[jax.Device]) -> tuple[Any, Any]:
+def under(kind, step, devices):
     """Returns the step under one of JAX's ways to be parallel, and how to read its state."""
     if kind == "pmap":
         mapped = jax.pmap(step, axis_name="data", in_axes=(0, 0), devices=devices)
 
-        def call(state: Any, batch: Any) -> Any:
+        def call(state, batch):
             first = jax.tree.leaves(state)[0]
             if first.ndim == 0:
                 state = jax.tree.map(lambda x: jnp.stack([x] * SHARDS), state)
@@ -56,14 +55,9 @@ def under(kind: str, step: Any, devices: list[jax.Device]) -> tuple[Any, Any]:
     if kind == "jit":
         sharding = NamedSharding(mesh(devices), P("data"))
         return lambda state, batch: step(state, jax.device_put(batch, sharding)), lambda t: [t]
-    mapped = jax.shard_map(
-        step,
-        mesh=mesh(devices),
-        in_specs=(P(), P("data")),
-        out_specs=P(),
-        check_vma=kind == "shard_map checked",
-    )
-    return jax.jit(mapped), lambda tree: [tree]
+    check_vma = kind == "shard_map checked"
+    mapped = over_shards(step, mesh(devices), P(), P("data"), check_vma=check_vma)
+    return mapped, lambda tree: [tree]
 
 
 WAYS = ["jit", "shard_map checked", "shard_map unchecked", "pmap"]
@@ -72,9 +66,7 @@ WAYS = ["jit", "shard_map checked", "shard_map unchecked", "pmap"]
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", WAYS)
-def test_law_15_one_shards_inf_makes_all_skip_and_gradients_are_means(
-    kind: str, accumulate: int, devices: list[jax.Device]
-):
+def test_law_15_one_shards_inf_makes_all_skip_and_gradients_are_means(kind, accumulate, devices):
     axis_name = None if kind == "jit" else "data"
     step, members = under(kind, make_step(axis_name=axis_name, accumulate=accumulate), devices)
     single = make_step()
@@ -93,25 +85,16 @@ def test_law_15_one_shards_inf_makes_all_skip_and_gradients_are_means(
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_law_15_the_wrapper_agrees_and_leaves_averaging_to_its_caller(
-    check_vma: bool, devices: list[jax.Device]
-):
+def test_law_15_the_wrapper_agrees_and_leaves_averaging_to_its_caller(check_vma, devices):
     tx = mpjax.with_loss_scale(optax.sgd(1.0), mpjax.StaticLossScale(4), axis_name="data")
     state = tx.init(jnp.zeros(1))
 
-    def update(grads: Any, state: Any) -> Any:
+    def update(grads, state):
         updates, state = tx.update(grads, state)
         return updates, state.grads_finite[None], state.leaf_finite
 
-    mapped = jax.jit(
-        jax.shard_map(
-            update,
-            mesh=mesh(devices),
-            in_specs=(P("data"), P()),
-            out_specs=(P("data"), P("data"), P()),
-            check_vma=check_vma,
-        )
-    )
+    specs = {"out_specs": (P("data"), P("data"), P()), "check_vma": check_vma}
+    mapped = over_shards(update, mesh(devices), P("data"), P(), **specs)
     grads = jnp.arange(8.0)
     updates, finite, _ = mapped(grads, state)
     assert_bitwise_equal(updates, jnp.where(grads == 0, -0.0, -grads / 4))
@@ -124,10 +107,8 @@ def test_law_15_the_wrapper_agrees_and_leaves_averaging_to_its_caller(
 
 @pytest.mark.standard_promotion("optax raises a float to the power of an integer count")
 @pytest.mark.parametrize("kind", ["shard_map checked", "shard_map unchecked", "pmap"])
-def test_law_15_moments_and_extra_state_are_the_same_on_every_shard(
-    kind: str, devices: list[jax.Device]
-):
-    def loss(params: Any, count: Any, batch: Any) -> Any:
+def test_law_15_moments_and_extra_state_are_the_same_on_every_shard(kind, devices):
+    def loss(params, count, batch):
         return loss_fn(params, batch), count + 1
 
     step = mpjax.make_train_step(
@@ -139,7 +120,7 @@ def test_law_15_moments_and_extra_state_are_the_same_on_every_shard(
     assert all(bool(member["grads_finite"]) for member in members(metrics))
 
 
-def test_sharded_parameters_stay_sharded_through_steps_and_skips(devices: list[jax.Device]):
+def test_sharded_parameters_stay_sharded_through_steps_and_skips(devices):
     sharding = NamedSharding(mesh(devices), P("data"))
     step = mpjax.make_train_step(
         lambda w, x: jnp.mean((w * x).astype(jnp.float32) ** 2), optax.sgd(0.5, momentum=0.5)
@@ -152,7 +133,7 @@ def test_sharded_parameters_stay_sharded_through_steps_and_skips(devices: list[j
     assert int(state.opt_state.skipped_steps) == 1
 
 
-def test_raise_if_diverged_reads_what_pmap_returns(devices: list[jax.Device]):
+def test_raise_if_diverged_reads_what_pmap_returns(devices):
     tx = mpjax.with_loss_scale(optax.sgd(0.1), max_consecutive_skips=1, axis_name="data")
     grads = jnp.ones((SHARDS, 2)).at[6, 0].set(jnp.inf)
     state = jax.pmap(lambda _: tx.init(jnp.ones(2)), devices=devices)(jnp.arange(SHARDS))
@@ -161,18 +142,10 @@ def test_raise_if_diverged_reads_what_pmap_returns(devices: list[jax.Device]):
         mpjax.raise_if_diverged(state, jnp.ones((SHARDS, 2)))
 
 
-def test_an_axis_that_is_not_there_is_an_error():
-    step = make_step(axis_name="model")
-    with pytest.raises(NameError, match="model"):
-        step(step.init(PARAMS), batch_of())
-
-
-def test_autocast_inside_shard_map_leaves_nothing_for_jit_on_the_same_mesh(
-    devices: list[jax.Device],
-):
+def test_autocast_inside_shard_map_leaves_nothing_for_jit_on_the_same_mesh(devices):
     """A program that is kept from one is of devices apart, in the other of all of them."""
 
-    def loss(w: Any, x: Any) -> Any:
+    def loss(w, x):
         return jnp.mean((x @ w) ** 2)
 
     args = jnp.ones((7, 5)), jnp.ones((9, 7))

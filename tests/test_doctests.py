@@ -18,7 +18,7 @@ PACKAGE = Path(mpjax.__file__).parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-def module_name(path: Path) -> str:
+def module_name(path):
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -28,7 +28,7 @@ POD_JOB = PACKAGE.parent / "examples" / "pod_job"
 MODULES += [f"pod_job.{path.stem}" for path in sorted(POD_JOB.glob("*.py"))]
 
 
-def failures(module: types.ModuleType) -> tuple[int, str]:
+def failures(module):
     """Runs a module's docstring examples; returns how many were tried, and a report of failures.
 
     An example may use `jax`, `jnp`, `np`, `optax` and `mpjax` without importing them, as text does.
@@ -36,7 +36,7 @@ def failures(module: types.ModuleType) -> tuple[int, str]:
     import optax
 
     names = {"jax": jax, "jnp": jnp, "np": np, "optax": optax, "mpjax": mpjax}
-    report: list[str] = []
+    report = []
     runner = doctest.DocTestRunner(optionflags=FLAGS, verbose=False)
     tried = 0
     for test in doctest.DocTestFinder(exclude_empty=True).find(module, extraglobs=names):
@@ -47,7 +47,7 @@ def failures(module: types.ModuleType) -> tuple[int, str]:
 @pytest.mark.standard_promotion("users paste examples into a session with JAX's defaults")
 @pytest.mark.no_leak_check("optax's and flax's own code runs in some examples")
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_in_docstrings(name: str):
+def test_examples_in_docstrings(name):
     _, report = failures(importlib.import_module(name))
     assert report == ""
 
@@ -64,7 +64,7 @@ PUBLIC_CALLABLES = [name for name in mpjax.__all__ if callable(getattr(mpjax, na
 
 
 @pytest.mark.parametrize("name", PUBLIC_CALLABLES)
-def test_public_name_says_what_comes_back(name: str):
+def test_public_name_says_what_comes_back(name):
     doc = inspect.getdoc(getattr(mpjax, name))
     assert doc
     first = doc.splitlines()[0]
@@ -72,14 +72,14 @@ def test_public_name_says_what_comes_back(name: str):
 
 
 @pytest.mark.parametrize("name", PUBLIC_CALLABLES)
-def test_public_name_has_an_example(name: str):
+def test_public_name_has_an_example(name):
     public = getattr(mpjax, name)
     if isinstance(public, type) and issubclass(public, Exception | Warning):
         return
     assert ">>> " in (inspect.getdoc(public) or ""), f"{name} has no example"
 
 
-def public_functions() -> list[str]:
+def public_functions():
     """Returns the public functions and classes that public modules define, as `module:name`."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -93,6 +93,6 @@ def public_functions() -> list[str]:
 
 
 @pytest.mark.parametrize("where", public_functions())
-def test_public_module_documents_what_it_defines(where: str):
+def test_public_module_documents_what_it_defines(where):
     module, _, name = where.partition(":")
     assert inspect.getdoc(getattr(importlib.import_module(module), name))

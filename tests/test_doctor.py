@@ -3,8 +3,6 @@
 import json
 import re
 import textwrap
-from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
@@ -57,13 +55,13 @@ MODEL = """
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     path = tmp_path / "users_model.py"
     path.write_text(textwrap.dedent(MODEL))
     return path
 
 
-def found(path: Path, function: str, *arguments: str, device: str = "h100", **options: Any) -> Any:
+def found(path, function, *arguments, device="h100", **options):
     row = find_accelerator(device)
     return diagnose(f"{path}:{function}", arguments, accelerator=row, **options)
 
@@ -110,7 +108,7 @@ def test_a_method_of_an_object_in_the_file_is_named_with_a_dot(file):
         found(file, "model.valu")
 
 
-def row(policy: str, kept: int, temporaries: int = 100, status: str = "native") -> Measured:
+def row(policy, kept, temporaries=100, status="native"):
     return Measured(policy, status, kept, None, temporaries, 0.0)
 
 
@@ -145,7 +143,7 @@ def test_the_counts_are_those_of_the_compiler_that_is_given(file):
 
 
 @pytest.mark.parametrize("key", sorted({chip.key for chip in (GPUS | TPUS).values()}))
-def test_a_chip_with_a_compiler_has_a_topology(key: str):
+def test_a_chip_with_a_compiler_has_a_topology(key):
     assert _one.topology_of(key).chip.key == key
     assert _one.topology_of(key).num_hosts == 1
 
@@ -309,47 +307,40 @@ def test_a_job_in_a_file_is_checked_for_a_topology(tmp_path, capsys):
     assert "mpjax pods: " in capsys.readouterr().err
 
 
-def test_promotions_are_among_the_advice(tmp_path: Path):
-    text = """
+ADVISED = {
+    "multiply makes f32 of bf16": """
     import jax.numpy as jnp
     import numpy as np
     x = jnp.ones((4, 8), jnp.bfloat16)
     def loss_fn(x):
         y = x * np.float32(2)
         return jnp.sum(jnp.tanh(y))
-    """
-    path = tmp_path / "widening.py"
-    path.write_text(textwrap.dedent(text))
-    row = find_accelerator("h100")
-    with jax.numpy_dtype_promotion("standard"):
-        advice = diagnose(f"{path}:loss_fn", (), accelerator=row).advice
-    assert any(line.startswith("widening.py:6: multiply makes f32 of bf16") for line in advice)
-
-
-def test_a_rounding_in_the_file_that_no_policy_mends_is_advised_against(tmp_path):
-    text = """
+    """,
+    "the function itself asks for bf16": """
     import jax
     import jax.numpy as jnp
-
+    w, x = jnp.ones((8, 8)), jnp.ones((8, 8))
     def loss_fn(w, x):
         p = jax.nn.sigmoid(x @ w).astype(jnp.bfloat16)
         return -jnp.mean(jnp.log1p(-p.astype(jnp.float32)))
+    """,
+}
 
-    w, x = jnp.ones((8, 8)), jnp.ones((8, 8))
-    """
-    path = tmp_path / "rounding.py"
-    path.write_text(textwrap.dedent(text))
-    advice = diagnose(f"{path}:loss_fn", (), accelerator=find_accelerator("h100")).advice
-    assert any(
-        line.startswith("rounding.py:6: the function itself asks for bf16") for line in advice
-    )
+
+@pytest.mark.standard_promotion("promotion is what is looked for")
+@pytest.mark.parametrize("said", ADVISED)
+def test_promotions_and_roundings_that_no_policy_mends_are_among_the_advice(said, tmp_path):
+    path = tmp_path / "users_loss.py"
+    path.write_text(textwrap.dedent(ADVISED[said]))
+    advice = found(path, "loss_fn").advice
+    assert any(line.startswith(f"users_loss.py:6: {said}") for line in advice)
 
 
 # -- by the clock --------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def short_samples(monkeypatch: pytest.MonkeyPatch):
+def short_samples(monkeypatch):
     """A slow machine does not spend the budget, and a quick one is soon done."""
     monkeypatch.setattr("mpjax._doctor.measure.SAMPLE_SECONDS", 0.01)
 
@@ -414,7 +405,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize("name", [*TRAINS, *LOADS])
-def test_a_script_is_refused_before_it_trains(name: str, tmp_path: Path, capsys):
+def test_a_script_is_refused_before_it_trains(name, tmp_path, capsys):
     path = tmp_path / "users_script.py"
     path.write_text("def forward(x):\n    return x * 2\n\n" + (TRAINS | LOADS)[name])
     code = main(["doctor", f"{path}:forward", "f32[8]"])

@@ -52,7 +52,7 @@ SHOWN = {
 }
 
 
-def refusal(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> object:
+def refusal(monkeypatch, name, *arguments):
     """The exit status of an example that stops before it computes: it needs no process of its own.
 
     A process would take seconds to import what this one has imported.
@@ -69,7 +69,7 @@ def test_every_example_has_a_short_form():
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_short_form_runs_and_writes_what_it_promises(name: str, tmp_path: Path):
+def test_short_form_runs_and_writes_what_it_promises(name, tmp_path):
     arguments, written = SHORT[name]
     out = ["--out", str(tmp_path / "out")] if written else []
     done = run(ROOT / "examples" / name, *arguments, *out, folder=tmp_path)
@@ -81,9 +81,7 @@ def test_short_form_runs_and_writes_what_it_promises(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_unknown_option_is_refused_and_the_usage_names_those_there_are(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_unknown_option_is_refused_and_the_usage_names_those_there_are(name, monkeypatch, capsys):
     assert refusal(monkeypatch, name, "--no-such-option") == 2
     said = capsys.readouterr().err
     assert "--no-such-option" in said
@@ -92,7 +90,7 @@ def test_unknown_option_is_refused_and_the_usage_names_those_there_are(
     assert [o for o in options if o not in said] == []
 
 
-def test_help_says_what_an_example_shows(tmp_path: Path):
+def test_help_says_what_an_example_shows(tmp_path):
     done = run(ROOT / "examples" / "plain_jax.py", "--help", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "What mixed precision adds to it is five lines" in done.stdout
@@ -112,12 +110,6 @@ def test_help_says_what_an_example_shows(tmp_path: Path):
         ("underflow.py", ["--out", __file__], "is a file; type the name of a folder"),
     ],
 )
-def test_bad_value_is_refused_before_training(
-    name: str,
-    arguments: list[str],
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_bad_value_is_refused_before_training(name, arguments, said, monkeypatch, capsys):
     assert refusal(monkeypatch, name, *arguments) == 2
     assert said in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """Only gradients that are applied judge a step: those of frozen parameters, and a loss of NaN."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,26 +18,26 @@ TRAINED = {"adapter": True, "frozen": False}
 pytestmark = pytest.mark.standard_promotion("optax raises a float to the power of an integer count")
 
 
-def loss_fn(params: Any, batch: Any) -> Any:
+def loss_fn(params, batch):
     spoilt = jnp.sum(jnp.sqrt(params["frozen"] - 100.0))  # the derivative of sqrt at 0 is inf
     return jnp.sum((params["adapter"] - batch) ** 2) + spoilt
 
 
-def big(params: Any, batch: Any) -> Any:
+def big(params, batch):
     return jnp.sum(params["adapter"] * batch) + 1e4 * jnp.sum(params["frozen"] ** 2)
 
 
-def partition(inner: Any = None) -> Any:
+def partition(inner=None):
     return optax.partition(
         {"train": inner or optax.adam(0.1), "freeze": optax.set_to_zero()}, LABELS
     )
 
 
-def fully_frozen_by_mask(inner: Any) -> Any:
+def fully_frozen_by_mask(inner):
     return optax.chain(optax.masked(inner, TRAINED), optax.masked(optax.set_to_zero(), FROZEN))
 
 
-FREEZING: dict[str, Any] = {
+FREEZING = {
     "partition": partition(),
     "masks": fully_frozen_by_mask(optax.adam(0.1)),
     "a mask behind": optax.chain(optax.adam(0.1), optax.masked(optax.set_to_zero(), FROZEN)),
@@ -57,7 +56,7 @@ FREEZING: dict[str, Any] = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["16-mixed", "32-true"])
 @pytest.mark.parametrize("name", FREEZING)
-def test_gradients_of_frozen_parameters_neither_skip_a_step_nor_count(name: str, policy: str):
+def test_gradients_of_frozen_parameters_neither_skip_a_step_nor_count(name, policy):
     if name == "wrapped" and policy == "32-true":
         policy = "bf16-mixed"
     step = mpjax.make_train_step(loss_fn, FREEZING[name], policy)
@@ -87,11 +86,11 @@ def test_frozen_beside_a_wrapper_of_the_rest_does_not_count():
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*FREEZING, "a norm of all"])
-def test_what_is_applied_judges_all_the_same(name: str):
+def test_what_is_applied_judges_all_the_same(name):
     all_norms = optax.chain(optax.clip_by_global_norm(1.0), partition())
     bad = "frozen" if name == "a norm of all" else "adapter"
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         return jnp.sum(params["adapter"] * 0 + 1) + jnp.sum(jnp.sqrt(params[bad] - batch))
 
     step = mpjax.make_train_step(loss, FREEZING.get(name, all_norms), "bf16-mixed", donate=False)
@@ -102,7 +101,7 @@ def test_what_is_applied_judges_all_the_same(name: str):
 
 
 @pytest.mark.parametrize("jit", [False, True])
-def test_a_step_by_hand_judges_as_the_whole_step_does(jit: bool):
+def test_a_step_by_hand_judges_as_the_whole_step_does(jit):
     tx = mpjax.with_loss_scale(partition(), 8.0)
     update = jax.jit(tx.update) if jit else tx.update
     grads = {"adapter": jnp.full(4, 8.0), "frozen": jnp.full(4, jnp.inf)}
@@ -115,7 +114,7 @@ def test_a_step_by_hand_judges_as_the_whole_step_does(jit: bool):
 
 
 def test_an_optimizer_that_looks_at_values_judges_by_all_of_them():
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
+    def update(updates, state, params=None):
         scale = 1.0 if float(jnp.sum(updates["adapter"])) > 0 else 2.0
         return jax.tree.map(lambda g: scale * g, updates), state
 
@@ -130,7 +129,7 @@ def test_parameters_that_a_filter_of_nnx_leaves_out_do_not_judge():
         def __init__(self):
             self.adapter, self.frozen = nnx.Param(jnp.ones(4)), nnx.Param(jnp.full(4, 100.0))
 
-    def loss(model: Any, batch: Any) -> Any:
+    def loss(model, batch):
         return loss_fn({"adapter": model.adapter[...], "frozen": model.frozen[...]}, batch)
 
     only = nnx.All(nnx.Param, nnx.PathContains("adapter"))
@@ -149,7 +148,7 @@ def test_parameters_that_a_filter_of_nnx_leaves_out_do_not_judge():
 # -- a loss that is not finite ---------------------------------------------------------------------
 
 
-def hidden(bad: float, params: Any, batch: Any) -> Any:
+def hidden(bad, params, batch):
     """A loss that is not finite, and gradients that are."""
     return jnp.sum(params["w"] * batch) + jax.lax.stop_gradient(jnp.float32(bad) * jnp.sum(batch))
 
@@ -158,7 +157,7 @@ def hidden(bad: float, params: Any, batch: Any) -> Any:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("policy", ["16-mixed", "bf16-mixed", "32-true"])
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
-def test_a_loss_that_is_not_finite_skips_its_step(bad: float, policy: str, accumulate: int):
+def test_a_loss_that_is_not_finite_skips_its_step(bad, policy, accumulate):
     step = mpjax.make_train_step(
         functools.partial(hidden, bad), optax.sgd(0.1), policy, max_consecutive_skips=2,
         accumulate=accumulate,

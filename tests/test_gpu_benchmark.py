@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,28 +18,18 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def gpu(monkeypatch):
     """The modules of the benchmark, imported as its script imports them."""
     monkeypatch.syspath_prepend(FOLDER)
-    names = (
-        "clock",
-        "hints_card",
-        "jobs",
-        "kernels",
-        "plans",
-        "programs",
-        "right",
-        "tables",
-        "worker",
-    )
-    found = {name: importlib.import_module(f"gpu_cards.{name}") for name in names}
+    used = ("clock", "hints_card", "jobs", "kernels", "plans", "programs", "right", "tables")
+    found = {name: importlib.import_module(f"gpu_cards.{name}") for name in (*used, "worker")}
     found["store"] = importlib.import_module("measure.store").Store
     found["networks"] = importlib.import_module("networks").NETWORKS
     found["peer"] = importlib.import_module("measure.peer").Peer
     return SimpleNamespace(**found)
 
 
-def command(*words: str, out: Path) -> subprocess.CompletedProcess[str]:
+def command(*words, out):
     script = [sys.executable, str(FOLDER / "gpu.py"), "--out", str(out), *words]
     return subprocess.run(script, capture_output=True, text=True, check=False)
 
@@ -49,7 +38,7 @@ def command(*words: str, out: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.ci
-def test_without_a_gpu_it_ends_with_2_and_says_what_to_type(tmp_path: Path):
+def test_without_a_gpu_it_ends_with_2_and_says_what_to_type(tmp_path):
     done = command(out=tmp_path)
     assert done.returncode == 2
     for text in ("no GPU that JAX can use", "pip install 'jax[cuda13]==", "--device cpu --size"):
@@ -67,9 +56,7 @@ def test_without_a_gpu_it_ends_with_2_and_says_what_to_type(tmp_path: Path):
         (("--minutes", "soon"), ["'soon': give 0.5 or more"]),
     ],
 )
-def test_a_wrong_argument_ends_with_2_and_says_what_to_type(
-    words: Any, said: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
+def test_a_wrong_argument_ends_with_2_and_says_what_to_type(words, said, monkeypatch, capsys):
     monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", "nowhere", *words])
     with pytest.raises(SystemExit, match="2"):
@@ -80,7 +67,7 @@ def test_a_wrong_argument_ends_with_2_and_says_what_to_type(
 
 
 @pytest.mark.slow
-def test_every_card_runs_on_a_cpu_and_a_second_run_measures_nothing(tmp_path: Path):
+def test_every_card_runs_on_a_cpu_and_a_second_run_measures_nothing(tmp_path):
     words = ("--device", "cpu", "--size", "tiny")
     before = _processor_seconds()
     done = command(*words, out=tmp_path)
@@ -101,7 +88,7 @@ def test_every_card_runs_on_a_cpu_and_a_second_run_measures_nothing(tmp_path: Pa
     assert "0 rows measured" in done.stdout
 
 
-def _processor_seconds() -> float:
+def _processor_seconds():
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -112,24 +99,24 @@ def _processor_seconds() -> float:
 class Fake:
     """A variant whose step takes a known time, or fails."""
 
-    def __init__(self, seconds: float, fails: Any = None) -> None:
+    def __init__(self, seconds, fails=None):
         self.seconds, self.fails = seconds, fails
         self.facts, self.multiple = {"peak_bytes": 1}, 1
         self.is_open = False
 
-    def open(self) -> None:
+    def open(self):
         self.is_open = True
         if self.fails and (error := self.fails()):
             raise error
 
-    def run(self, steps: int) -> float:
+    def run(self, steps):
         return steps * self.seconds
 
-    def close(self) -> None:
+    def close(self):
         self.is_open = False
 
 
-def test_a_variant_that_fails_is_a_row_and_the_others_are_measured(gpu: SimpleNamespace):
+def test_a_variant_that_fails_is_a_row_and_the_others_are_measured(gpu):
     steps = {
         "good": Fake(0.002),
         "raises": Fake(0.002, lambda: TypeError("no such\nprecision")),
@@ -137,26 +124,18 @@ def test_a_variant_that_fails_is_a_row_and_the_others_are_measured(gpu: SimpleNa
     }
     rows = gpu.clock.in_turns(steps, gpu.clock.Patience(sample_s=0.1, samples=3))
     assert list(rows) == list(steps)
-    assert rows["good"] == {
-        "ms": 2.0,
-        "low": 2.0,
-        "high": 2.0,
-        "samples": 3,
-        "steps": 50,
-        "peak_bytes": 1,
-    }
+    times = dict.fromkeys(("ms", "low", "high"), 2.0)
+    assert rows["good"] == times | {"samples": 3, "steps": 50, "peak_bytes": 1}
     assert rows["raises"]["error"] == "TypeError: no such precision"
     assert rows["not compiled"]["error"] == "ValueError: XLA refused"
     assert not any(step.is_open for step in (steps["good"], steps["raises"]))
 
 
 @pytest.mark.parametrize("fits_alone", [True, False])
-def test_what_finds_no_memory_beside_others_is_measured_alone(
-    gpu: SimpleNamespace, fits_alone: bool
-):
+def test_what_finds_no_memory_beside_others_is_measured_alone(gpu, fits_alone):
     other = Fake(0.001)
 
-    def short() -> Exception | None:
+    def short():
         is_short = other.is_open or not fits_alone
         return RuntimeError("RESOURCE_EXHAUSTED: Out of memory") if is_short else None
 
@@ -166,14 +145,14 @@ def test_what_finds_no_memory_beside_others_is_measured_alone(
     assert ("ms" in rows["large"], "out_of_memory" in rows["large"]) == (fits_alone, not fits_alone)
 
 
-def test_steps_of_a_sample_are_a_multiple_of_what_looks_now_and_then(gpu: SimpleNamespace):
+def test_steps_of_a_sample_are_a_multiple_of_what_looks_now_and_then(gpu):
     step = Fake(0.01)
     step.multiple = 100
     rows = gpu.clock.in_turns({"watch": step}, gpu.clock.Patience(sample_s=0.3))
     assert rows["watch"]["steps"] == 100
 
 
-def test_a_compiled_step_carries_its_donated_state(gpu: SimpleNamespace):
+def test_a_compiled_step_carries_its_donated_state(gpu):
     program, facts = gpu.programs.compiled(
         lambda: jax.jit(lambda s, x: (s + x, s), donate_argnums=0).lower(
             jax.ShapeDtypeStruct((4,), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -187,11 +166,11 @@ def test_a_compiled_step_carries_its_donated_state(gpu: SimpleNamespace):
     assert facts["peak_bytes"] >= 2 * 16
 
 
-def test_kernels_of_a_gpus_streams_are_summed_by_kind(gpu: SimpleNamespace):
-    def event(tid: int, name: str, dur: float, **args: Any) -> dict[str, Any]:
+def test_kernels_of_a_gpus_streams_are_summed_by_kind(gpu):
+    def event(tid, name, dur, **args):
         return {"ph": "X", "pid": 1, "tid": tid, "name": name, "dur": dur, "args": args}
 
-    def named(tid: int, name: str) -> dict[str, Any]:
+    def named(tid, name):
         return {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}}
 
     kernels = [
@@ -225,7 +204,7 @@ class Bench:
     folder: Path
     seconds: float = 60.0
 
-    def run(self, *jobs: Any, id: str = "a run") -> Any:
+    def run(self, *jobs, id="a run"):
         store = self.gpu.store.read(self.folder / "gpu.json")
         store.begin(id=id, device="here", **dict.fromkeys(_HEAD, ""), driver={}, left=[])
         deadline = time.monotonic() + self.seconds
@@ -233,7 +212,7 @@ class Bench:
         assert worker.run(list(jobs)) == self.gpu.worker.DONE
         return worker
 
-    def job(self, name: str, measure: Any, seconds: float = 1.0, code: str = "one", **prepare: Any):
+    def job(self, name, measure, seconds=1.0, code="one", **prepare):
         prepare = prepare or {"only": lambda: 1}
         variants = tuple(prepare)
         return self.gpu.jobs.Job(2, name, "tiny", variants, prepare, measure, code, seconds)
@@ -243,11 +222,11 @@ TIME = {"ms": 1.0, "low": 1.0, "high": 1.0}
 _HEAD = ("command", "date", "commit", "tree", "versions", "platform_version", "host", "xla_flags")
 
 
-def test_networks_that_no_run_has_measured_come_first(gpu: SimpleNamespace, tmp_path: Path):
+def test_networks_that_no_run_has_measured_come_first(gpu, tmp_path):
     bench, measured = Bench(gpu, tmp_path), []
 
-    def job(name: str, code: str) -> Any:
-        def measure(prepared: Any) -> Any:
+    def job(name, code):
+        def measure(prepared):
             measured.append(name)
             return dict.fromkeys(prepared, TIME)
 
@@ -258,16 +237,16 @@ def test_networks_that_no_run_has_measured_come_first(gpu: SimpleNamespace, tmp_
     assert measured == ["known", "unknown", "known"]
 
 
-def test_rows_are_written_job_by_job_and_a_later_run_goes_on(gpu: SimpleNamespace, tmp_path: Path):
+def test_rows_are_written_job_by_job_and_a_later_run_goes_on(gpu, tmp_path):
     bench, measured = Bench(gpu, tmp_path), []
 
-    def measure(prepared: Any) -> Any:
+    def measure(prepared):
         measured.append(json.loads((tmp_path / "in_hand.json").read_text())["network"])
         if "broken" in prepared:
             raise KeyError("a mistake")
         return dict.fromkeys(prepared, TIME)
 
-    def jobs(code: str = "one") -> list[Any]:
+    def jobs(code="one"):
         return [
             bench.job("first", measure, code=code),
             bench.job("second", measure, broken=lambda: 1),
@@ -288,10 +267,8 @@ def test_rows_are_written_job_by_job_and_a_later_run_goes_on(gpu: SimpleNamespac
     assert measured == ["first", "second"]
 
 
-def test_what_raises_while_it_is_prepared_reaches_its_own_variant(
-    gpu: SimpleNamespace, tmp_path: Path
-):
-    def broken() -> None:
+def test_what_raises_while_it_is_prepared_reaches_its_own_variant(gpu, tmp_path):
+    def broken():
         raise ValueError("does not compile")
 
     bench = Bench(gpu, tmp_path)
@@ -301,7 +278,7 @@ def test_what_raises_while_it_is_prepared_reaches_its_own_variant(
     assert rows["good"]["ms"] == 1
 
 
-def test_what_has_no_time_is_left_out_and_said(gpu: SimpleNamespace, tmp_path: Path):
+def test_what_has_no_time_is_left_out_and_said(gpu, tmp_path):
     bench = Bench(gpu, tmp_path, seconds=20.0)
     quick = bench.job("quick", lambda _: {"only": TIME})
     worker = bench.run(quick, bench.job("long", lambda _: {}, seconds=50.0))
@@ -311,7 +288,7 @@ def test_what_has_no_time_is_left_out_and_said(gpu: SimpleNamespace, tmp_path: P
     assert line.endswith("one takes about 50 s")
 
 
-def test_what_is_not_prepared_in_time_is_left_out(gpu: SimpleNamespace, tmp_path: Path):
+def test_what_is_not_prepared_in_time_is_left_out(gpu, tmp_path):
     bench = Bench(gpu, tmp_path, seconds=gpu.worker.BETWEEN + 0.5)
     slow = bench.job("slow", lambda _: {}, seconds=0.1, only=lambda: time.sleep(3))
     worker = bench.run(slow)
@@ -319,18 +296,18 @@ def test_what_is_not_prepared_in_time_is_left_out(gpu: SimpleNamespace, tmp_path
     assert worker.left[0].startswith("card 2: slow")
 
 
-def test_nothing_is_prepared_while_something_is_measured(gpu: SimpleNamespace, tmp_path: Path):
+def test_nothing_is_prepared_while_something_is_measured(gpu, tmp_path):
     bench, at_work, overlaps = Bench(gpu, tmp_path), set(), []
 
-    def prepare(name: str) -> Any:
-        def run() -> None:
+    def prepare(name):
+        def run():
             at_work.add(name)
             time.sleep(0.05)
             at_work.discard(name)
 
         return run
 
-    def measure(prepared: Any) -> Any:
+    def measure(prepared):
         for _ in range(5):
             overlaps.extend(at_work)
             time.sleep(0.01)
@@ -345,12 +322,10 @@ def test_nothing_is_prepared_while_something_is_measured(gpu: SimpleNamespace, t
 
 
 @pytest.mark.parametrize(("load", "at_once"), [(1, 3), (2, 2)])
-def test_what_takes_memory_is_not_prepared_far_ahead(
-    gpu: SimpleNamespace, tmp_path: Path, load: int, at_once: int
-):
+def test_what_takes_memory_is_not_prepared_far_ahead(gpu, tmp_path, load, at_once):
     bench, prepared, most = Bench(gpu, tmp_path), [], []
 
-    def measure(_: Any) -> Any:
+    def measure(_):
         most.append(len(prepared) - len(most))  # ready, or at work, and not yet measured
         return {"only": TIME}
 
@@ -365,21 +340,19 @@ def test_what_takes_memory_is_not_prepared_far_ahead(
     assert len(most) == 6
 
 
-def test_a_process_that_breaks_is_a_row_and_another_goes_on(
-    gpu: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_process_that_breaks_is_a_row_and_another_goes_on(gpu, tmp_path, monkeypatch):
     script = importlib.import_module("gpu")
     codes, started = [-11, gpu.worker.BROKEN, 0], []
 
     class Process:
-        def __init__(self, words: list[str]) -> None:
+        def __init__(self, words):
             started.append(words)
             bench = Bench(gpu, tmp_path)
             worker = bench.run(id="a run")
             if len(started) == 1:
                 worker._take_in_hand(bench.job("net", None, one=dict, two=dict))
 
-        def wait(self, seconds: float) -> int:
+        def wait(self, seconds):
             return codes.pop(0)
 
     monkeypatch.setattr(script.subprocess, "Popen", Process)
@@ -393,20 +366,20 @@ def test_a_process_that_breaks_is_a_row_and_another_goes_on(
 
 
 def test_a_process_that_is_late_is_ended_and_what_is_left_is_said(
-    gpu: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    gpu, tmp_path, monkeypatch, capsys
 ):
     script, killed = importlib.import_module("gpu"), []
 
     class Process:
-        def __init__(self, words: list[str]) -> None:
+        def __init__(self, words):
             Bench(gpu, tmp_path).run(id="a run").store.write()
 
-        def wait(self, seconds: float | None = None) -> int:
+        def wait(self, seconds=None):
             if not killed:
                 raise subprocess.TimeoutExpired("gpu.py", seconds)
             return -9
 
-        def kill(self) -> None:
+        def kill(self):
             killed.append(True)
 
     monkeypatch.setattr(script.subprocess, "Popen", Process)
@@ -421,7 +394,7 @@ def test_a_process_that_is_late_is_ended_and_what_is_left_is_said(
 # -- what is said --------------------------------------------------------------------------------
 
 
-def row(card: int, network: str, variant: str, ms: float, **more: Any) -> dict[str, Any]:
+def row(card, network, variant, ms, **more):
     place = {"part": f"card {card}", "network": network, "size": "full", "variant": variant}
     return {**place, "ms": ms, "low": ms * 0.99, "high": ms * 1.01, "peak_bytes": 100, **more}
 
@@ -471,11 +444,11 @@ def row(card: int, network: str, variant: str, ms: float, **more: Any) -> dict[s
         ),
     ],
 )
-def test_what_is_wrong_or_slower_than_expected_is_said(gpu: SimpleNamespace, rows: Any, said: Any):
+def test_what_is_wrong_or_slower_than_expected_is_said(gpu, rows, said):
     assert list(gpu.tables.findings(rows)) == said
 
 
-def test_products_stand_beside_the_peak_that_was_measured(gpu: SimpleNamespace):
+def test_products_stand_beside_the_peak_that_was_measured(gpu):
     rows = [
         row(0, "device", "bf16 product", 1.0, tflops=800.0),
         row(2, "net", "autocast bf16", 1.0, tflops=400.0),
@@ -485,7 +458,7 @@ def test_products_stand_beside_the_peak_that_was_measured(gpu: SimpleNamespace):
     assert [each.get("share") for each in found] == [None, 0.5, None]
 
 
-def test_hints_name_the_networks_that_they_claim(gpu: SimpleNamespace):
+def test_hints_name_the_networks_that_they_claim(gpu):
     claims = {
         name: gpu.hints_card.claims(hint) for name, hint in gpu.hints_card.hints.HINTS.items()
     }
@@ -494,7 +467,7 @@ def test_hints_name_the_networks_that_they_claim(gpu: SimpleNamespace):
     assert claims["merged"] == ("autocast", ["gru", "lstm"])
 
 
-def test_every_network_of_the_plans_has_its_size(gpu: SimpleNamespace):
+def test_every_network_of_the_plans_has_its_size(gpu):
     for plan in gpu.plans.PLANS.values():
         for chosen in (plan.steps, plan.peers, plan.hints, plan.eight_bits, plan.overheads):
             for name, size in chosen.items():
@@ -505,13 +478,11 @@ def test_every_network_of_the_plans_has_its_size(gpu: SimpleNamespace):
 
 
 @pytest.mark.parametrize("strides", [(1, 1), (2, 2)])
-def test_gradients_of_convolutions_count_what_their_forward_pass_counts(
-    gpu: SimpleNamespace, strides: tuple[int, int]
-):
+def test_gradients_of_convolutions_count_what_their_forward_pass_counts(gpu, strides):
     x, kernel = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2, 9, 9, 3), (3, 3, 3, 5)))
     numbers = ("NHWC", "HWIO", "NHWC")
 
-    def loss(x: Any, kernel: Any) -> Any:
+    def loss(x, kernel):
         out = jax.lax.conv_general_dilated(x, kernel, strides, "VALID", dimension_numbers=numbers)
         return jnp.sum(out**2)
 
@@ -521,17 +492,15 @@ def test_gradients_of_convolutions_count_what_their_forward_pass_counts(
     assert gpu.programs.product_flops(jax.grad(loss, (0, 1)), x, kernel) == 3 * forward
 
 
-def test_products_in_loops_count_as_often_as_they_run(gpu: SimpleNamespace):
-    def loss(w: Any, x: Any) -> Any:
+def test_products_in_loops_count_as_often_as_they_run(gpu):
+    def loss(w, x):
         return jax.lax.scan(lambda x, _: (x @ w, None), x, None, 6)[0]
 
     w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 8), (4, 8)))
     assert gpu.programs.product_flops(loss, w, x) == 6 * 2 * 4 * 8 * 8
 
 
-def test_a_recipe_that_swallows_a_nan_is_wrong(
-    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_recipe_that_swallows_a_nan_is_wrong(gpu, monkeypatch):
     seen = gpu.right._seen("bf16-mixed")
     assert seen == {"right": True, "clean": True, "missed": ""}
     swallow = lambda params, x: gpu_three(params, jnp.nan_to_num(x, posinf=1.0, neginf=1.0))  # noqa: E731
@@ -544,14 +513,14 @@ def test_a_recipe_that_swallows_a_nan_is_wrong(
 
 
 @pytest.mark.standard_promotion("optax.apply_updates adds float32 to half parameters")
-def test_a_rounding_that_the_compiler_drops_is_wrong(gpu: SimpleNamespace):
+def test_a_rounding_that_the_compiler_drops_is_wrong(gpu):
     assert gpu.right._rounded(gpu.right.OWNERS["kahan"])["right"]
     nearest = gpu.right._rounded(lambda tx: tx)
     assert not nearest["right"]
     assert nearest["off"] == 1
 
 
-def test_gradients_further_off_than_a_cast_by_hand_are_wrong(gpu: SimpleNamespace):
+def test_gradients_further_off_than_a_cast_by_hand_are_wrong(gpu):
     hand, ours = {"errors": [0.01, 0.02]}, {"errors": [0.01, 0.04]}
     gpu.right._judge(ours, hand)
     assert (ours["right"], hand["right"]) == (False, True)
@@ -560,11 +529,11 @@ def test_gradients_further_off_than_a_cast_by_hand_are_wrong(gpu: SimpleNamespac
     assert lost["right"] is False
 
 
-def test_another_interpreter_that_ends_says_why(gpu: SimpleNamespace):
+def test_another_interpreter_that_ends_says_why(gpu):
     with gpu.peer(sys.executable, "torch_models.py") as peer:
         first = peer.answer() if _has_torch() else json.loads(peer.answer())["absent"]
         assert "torch" in first
 
 
-def _has_torch() -> bool:
+def _has_torch():
     return importlib.util.find_spec("torch") is not None

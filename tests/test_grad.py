@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _helpers import as_owned, count_casts
+from _helpers import as_owned, count_casts, over_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -328,13 +328,8 @@ def test_law_01_overwritten_gradients_are_neither_cast_nor_unscaled(policy):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_law_01_overwritten_gradients_are_neither_summed_nor_averaged(devices, check_vma):
     mesh = jax.sharding.Mesh(np.array(devices), ("i",))
-    step = jax.shard_map(
-        mpjax.grad(with_history, loss_scale=STATIC, axis_name="i"),
-        mesh=mesh,
-        in_specs=(jax.P(), jax.P("i")),
-        out_specs=jax.P(),
-        check_vma=check_vma,
-    )
+    fun = mpjax.grad(with_history, loss_scale=STATIC, axis_name="i")
+    step = over_shards(fun, mesh, jax.P(), jax.P("i"), check_vma=check_vma)
     grads = step(HISTORY_PARAMS, jnp.arange(8.0))
     assert grads["_overwrite_with_gradient"]["amax"].tolist() == [7.0]
     assert float(grads["w"]) == 3.5
@@ -455,17 +450,6 @@ def test_several_loss_scales_under_vmap():
     assert grads.tolist() == [2, 4, 6]
 
 
-def test_law_09_value_and_grad_compiles_once():
-    def step(w, ls):
-        value, grads = mpjax.value_and_grad(lambda w: jnp.sum(w**2), loss_scale=ls)(w)
-        return w - grads, ls.adjust(mpjax.all_finite(grads)), value
-
-    w, ls = jnp.ones(2), mpjax.DynamicLossScale(growth_interval=1)
-    with assert_one_compilation(step) as traced:
-        for _ in range(3):
-            w, ls, _ = traced(w, ls)
-
-
 # -- law 15: means over shards ---------------------------------------------------------------------
 
 
@@ -482,15 +466,10 @@ SHARDED = [("a", (8,), jax.P("a")), (("a", "b"), (4, 2), jax.P(("a", "b")))]
 @pytest.mark.parametrize("loss_scale", [None, 2.0**10, mpjax.DynamicLossScale(8)], ids=repr)
 def test_law_15_means_under_shard_map(devices, axis_name, shape, spec, loss_scale, check_vma):
     x = jnp.arange(16.0)
-    step = jax.shard_map(
-        mpjax.value_and_grad(quadratic, loss_scale=loss_scale, axis_name=axis_name),
-        mesh=mesh_of(devices, *shape),
-        in_specs=(jax.P(), spec),
-        out_specs=jax.P(),
-        check_vma=check_vma,
-    )
+    fun = mpjax.value_and_grad(quadratic, loss_scale=loss_scale, axis_name=axis_name)
+    step = over_shards(fun, mesh_of(devices, *shape), jax.P(), spec, check_vma=check_vma)
     for w in (jnp.float32(2), 2.0):
-        value, grads = jax.jit(step)(w, x)
+        value, grads = step(w, x)
         # Squares of small integers: sums and means of them are exact.
         assert float(value) == float(quadratic(jnp.float32(2), x))
         assert float(grads) == float(jax.grad(quadratic)(jnp.float32(2), x))
@@ -509,12 +488,10 @@ def test_law_15_means_under_pmap_and_vmap(transform, dtype):
 
 
 def test_law_15_mean_over_one_of_two_axes(devices):
-    grads = jax.shard_map(
-        mpjax.grad(lambda w, x: (w * x).sum(), loss_scale=8, axis_name="a"),
-        mesh=mesh_of(devices, 4, 2),
-        in_specs=(jax.P("b"), jax.P("a", "b")),
-        out_specs=jax.P("b"),
-    )(jnp.ones(2), jnp.arange(8.0).reshape(4, 2))
+    fun = mpjax.grad(lambda w, x: (w * x).sum(), loss_scale=8, axis_name="a")
+    specs = jax.P("b"), jax.P("a", "b")
+    step = over_shards(fun, mesh_of(devices, 4, 2), *specs, out_specs=jax.P("b"))
+    grads = step(jnp.ones(2), jnp.arange(8.0).reshape(4, 2))
     assert grads.tolist() == [3.0, 4.0]  # each column's mean
 
 
@@ -524,15 +501,10 @@ def test_law_15_means_of_whichever_argument_is_differentiated(devices, argnums, 
     def loss(x, w):
         return jnp.sum(x * w)
 
-    step = jax.shard_map(
-        mpjax.grad(loss, argnums, loss_scale=8, axis_name="a"),
-        mesh=mesh_of(devices, 8),
-        in_specs=(jax.P(), jax.P()),
-        out_specs=jax.P(),
-        check_vma=check_vma,
-    )
+    fun = mpjax.grad(loss, argnums, loss_scale=8, axis_name="a")
+    step = over_shards(fun, mesh_of(devices, 8), jax.P(), jax.P(), check_vma=check_vma)
     args = jnp.arange(2.0), jnp.ones(2)
-    assert_bitwise_equal(jax.jit(step)(*args), jax.grad(loss, argnums)(*args))
+    assert_bitwise_equal(step(*args), jax.grad(loss, argnums)(*args))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -542,15 +514,8 @@ def test_law_15_one_shards_inf_is_seen_by_all(devices, check_vma):
         finite = mpjax.all_finite(grads)
         return ls.adjust(finite), mpjax.select_tree(finite, grads, jnp.zeros_like(grads))
 
-    sharded = jax.jit(
-        jax.shard_map(
-            step,
-            mesh=mesh_of(devices, 8),
-            in_specs=(jax.P(), jax.P(), jax.P("a")),
-            out_specs=jax.P(),
-            check_vma=check_vma,
-        )
-    )
+    specs = jax.P(), jax.P(), jax.P("a")
+    sharded = over_shards(step, mesh_of(devices, 8), *specs, check_vma=check_vma)
     ls = mpjax.DynamicLossScale(8, growth_interval=1)
     ls, grads = sharded(ls, jnp.float32(1), jnp.ones(8).at[5].set(jnp.inf))
     assert (float(ls.loss_scale), float(grads)) == (4, 0)

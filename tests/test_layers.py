@@ -3,8 +3,6 @@
 import ast
 import re
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import _layers
 import pytest
@@ -41,7 +39,7 @@ MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 45
 
 
-def unit_of(parts: tuple[str, ...]) -> str:
+def unit_of(parts):
     """Returns the row entry of a file or folder: that of its room, where its folder has rooms."""
     if parts[0] in ROOMS:
         return f"{parts[0]}/{parts[1] if len(parts) > 1 else '__init__'}"
@@ -51,14 +49,14 @@ def unit_of(parts: tuple[str, ...]) -> str:
 class Source:
     """One file: its dotted name, its place in the table, its syntax tree."""
 
-    def __init__(self, path: Path, root: Path):
+    def __init__(self, path, root):
         self.parts = path.relative_to(root.parent).with_suffix("").parts
         self.unit = unit_of(self.parts[1:])
         self.text = path.read_text()
         self.tree = ast.parse(self.text)
         self.name = "/".join(self.parts) + ".py"
 
-    def imports(self) -> Iterator[tuple[int, str]]:
+    def imports(self):
         """Yields line and dotted name of all that is imported, inside functions too."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -67,18 +65,18 @@ class Source:
                 base = self._base(node)
                 yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
 
-    def _base(self, node: ast.ImportFrom) -> str:
+    def _base(self, node):
         if not node.level:
             return node.module or ""
         package = self.parts[: len(self.parts) - node.level]
         return ".".join((*package, node.module) if node.module else package)
 
 
-def sources(root: Path) -> list[Source]:
+def sources(root):
     return [Source(path, root) for path in sorted(root.rglob("*.py"))]
 
 
-def imported_unit(name: str, root: Path) -> str:
+def imported_unit(name, root):
     """Returns the row entry that `mpjax.a.b.c` belongs to; `import mpjax` itself is __init__."""
     parts = name.split(".")
     if len(parts) == 1:
@@ -88,11 +86,11 @@ def imported_unit(name: str, root: Path) -> str:
     return unit_of(tuple(known[-1])) if known else "__init__"  # `from mpjax import Policy`
 
 
-def _exists(path: Path) -> bool:
+def _exists(path):
     return path.is_dir() or path.with_suffix(".py").exists()
 
 
-def layer_violations(root: Path) -> list[str]:
+def layer_violations(root):
     found = []
     for source in sources(root):
         if source.unit not in LAYER_OF:
@@ -116,7 +114,7 @@ def layer_violations(root: Path) -> list[str]:
     return found
 
 
-def behind_a_door(source: Source, line: int, name: str, root: Path) -> list[str]:
+def behind_a_door(source, line, name, root):
     """Returns what is wrong with an import of a file in a folder that has a door."""
     for door, unit in DOORS.items():
         first = name.removeprefix(f"{door}.").partition(".")[0]
@@ -126,7 +124,7 @@ def behind_a_door(source: Source, line: int, name: str, root: Path) -> list[str]
     return []
 
 
-def foreign_violations(root: Path) -> list[str]:
+def foreign_violations(root):
     found = []
     for source in sources(root):
         for line, name in source.imports():
@@ -142,7 +140,7 @@ def foreign_violations(root: Path) -> list[str]:
     return found
 
 
-def cycles(root: Path) -> list[str]:
+def cycles(root):
     """Returns the folders whose files import each other in a ring, with one ring each."""
     below = {".".join(s.parts): s for s in sources(root)}
     edges = {name: set[str]() for name in below}
@@ -153,7 +151,7 @@ def cycles(root: Path) -> list[str]:
                 edges[name].add(target)
     found, done = [], set[str]()
 
-    def visit(name: str, path: tuple[str, ...]) -> None:
+    def visit(name, path):
         if name in path:
             found.append(" -> ".join((*path[path.index(name) :], name)))
         elif name not in done:
@@ -166,7 +164,7 @@ def cycles(root: Path) -> list[str]:
     return found
 
 
-def size_violations(root: Path) -> list[str]:
+def size_violations(root):
     found = []
     for source in sources(root):
         lines = len(source.text.splitlines())
@@ -180,7 +178,7 @@ def size_violations(root: Path) -> list[str]:
     return found
 
 
-def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def code_lines(node):
     """Counts a function's lines without its docstring: a public one describes dtypes at length."""
     length = (node.end_lineno or node.lineno) - node.lineno + 1
     first = node.body[0]
@@ -189,7 +187,7 @@ def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return length
 
 
-def unopened(root: Path) -> list[str]:
+def unopened(root):
     """Returns the files whose first line does not say what question they answer."""
     return [s.name for s in sources(root) if s.text.strip() and not ast.get_docstring(s.tree)]
 
@@ -198,9 +196,9 @@ def test_the_design_page_shows_this_table():
     assert _layers.PAGE.read_text() == _layers.page(), "type: python tests/_layers.py"
 
 
-def missing_places(text: str, folder: Path) -> list[str]:
+def missing_places(text, folder):
     """Returns the files and folders in backquotes, written with a slash, that do not exist."""
-    missing: list[str] = []
+    missing = []
     for name in re.findall(r"`([\w./]+/[\w.]*)`", text):
         path = folder / name
         module = path.parent / f"{path.name.partition('.')[0]}.py"
@@ -217,7 +215,7 @@ def missing_places(text: str, folder: Path) -> list[str]:
         (PACKAGE.parent / "CONTRIBUTING.md", PACKAGE.parent),
     ],
 )
-def test_what_the_tables_of_files_name_exists(page: Path, folder: Path):
+def test_what_the_tables_of_files_name_exists(page, folder):
     assert missing_places(page.read_text(), folder) == []
     planted = "`decide/nothing.py` `_base/none`"
     assert missing_places(planted, PACKAGE / "_autocast") == ["decide/nothing.py"]
@@ -248,7 +246,7 @@ def test_every_file_says_what_it_is_for():
 
 
 @pytest.fixture
-def planted(tmp_path: Path) -> Path:
+def planted(tmp_path):
     """A small sound package; a test adds one fault to it."""
     root = tmp_path / "mpjax"
     files = {
@@ -267,80 +265,56 @@ def planted(tmp_path: Path) -> Path:
     return root
 
 
-def all_violations(root: Path) -> list[str]:
+def all_violations(root):
     checks = (layer_violations, foreign_violations, cycles, size_violations, unopened)
     return [violation for check in checks for violation in check(root)]
 
 
-def test_sound_package_passes(planted: Path):
+def test_sound_package_passes(planted):
     assert all_violations(planted) == []
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "said"),
-    [
-        (
-            "_base/tree.py",
-            "from mpjax._policies.policy import Policy",
-            "imports mpjax._policies.policy.Policy, which is",
-        ),
-        ("_base/tree.py", "def f():\n    from mpjax import optim", "imports mpjax.optim, which is"),
-        ("_base/tree.py", "import mpjax", "imports mpjax, which is not below it"),
-        (
-            "_base/tree.py",
-            "from mpjax import Policy",
-            "imports mpjax.Policy, which is not below it",
-        ),
-        ("linen.py", "from mpjax import nnx", "imports mpjax.nnx, which is not below it"),
-        (
-            "_autocast/arrange/plan.py",
-            "from mpjax._autocast.run import calls",
-            "imports mpjax._autocast.run.calls, which is not below it",
-        ),
-        (
-            "_autocast/decide/states.py",
-            "from mpjax._scaling.skip import f",
-            "imports mpjax._scaling.skip.f, which is behind a wall",
-        ),
-        (
-            "_autocast/run/calls.py",
-            "from mpjax._autocast.speed import marks",
-            "imports mpjax._autocast.speed.marks: type `from mpjax._autocast.speed import`",
-        ),
-        (
-            "_autocast/decide/must/carries.py",
-            "from mpjax._autocast.decide.may import norms",
-            "imports mpjax._autocast.decide.may.norms, which is behind a wall",
-        ),
-        ("_autocast/plan.py", "from ..optim import tx", "has no row in the table"),
-        ("_helpers.py", "x = 1", "has no row in the table"),
-        ("_base/tree.py", "import flax.linen", "flax is not for this file"),
-        ("_policies/policy.py", "def f():\n    import optax", "optax is not for this file"),
-        ("_base/tree.py", "import equinox", "equinox is not for this file"),
-        ("_base/compat.py", "from jax._src import core", "private to JAX"),
-        (
-            "_base/compat.py",
-            "import importlib\nimportlib.import_module('jax._src.core')",
-            "names jax._s",
-        ),
-        ("_base/dtypes.py", "from mpjax._base import tree", "mpjax._base.dtypes -> mp"),
-        ("_base/tree.py", "x = 1\n" * 450, "452 lines, more than 450"),
-        ("_base/tree.py", "def f():\n" + "    x = 1\n" * 45, "f has 46 lines"),
-    ],
-)
-def test_planted_fault_is_found(planted: Path, file: str, text: str, said: str):
+# A file, what is written into it, and what is said of that.
+PLANTED = """
+_base/tree.py | from mpjax._policies.policy import Policy | policies.policy.Policy, which is not
+_base/tree.py | def f(): from mpjax import optim | imports mpjax.optim, which is not below it
+_base/tree.py | import mpjax | imports mpjax, which is not below it
+_base/tree.py | from mpjax import Policy | imports mpjax.Policy, which is not below it
+linen.py | from mpjax import nnx | imports mpjax.nnx, which is not below it
+_autocast/arrange/plan.py | from mpjax._autocast.run import calls | run.calls, which is not below it
+_autocast/decide/states.py | from mpjax._scaling.skip import f | skip.f, which is behind a wall
+_autocast/run/calls.py | from mpjax._autocast.speed import marks | marks: type `from mpjax
+_autocast/decide/must/carries.py | from mpjax._autocast.decide.may import norms | is behind a wall
+_autocast/plan.py | from ..optim import tx | has no row in the table
+_helpers.py | x = 1 | has no row in the table
+_base/tree.py | import flax.linen | flax is not for this file
+_policies/policy.py | def f(): import optax | optax is not for this file
+_base/tree.py | import equinox | equinox is not for this file
+_base/compat.py | from jax._src import core | private to JAX
+_base/compat.py | import importlib; importlib.import_module('jax._src.core') | names jax._s
+_base/dtypes.py | from mpjax._base import tree | mpjax._base.dtypes -> mp
+"""
+FAULTS = [tuple(part.strip() for part in row.split("|")) for row in PLANTED.strip().splitlines()]
+FAULTS += [
+    ("_base/tree.py", "x = 1\n" * 450, "452 lines, more than 450"),
+    ("_base/tree.py", "def f():\n" + "    x = 1\n" * 45, "f has 46 lines"),
+]
+
+
+@pytest.mark.parametrize(("file", "text", "said"), FAULTS)
+def test_planted_fault_is_found(planted, file, text, said):
     (planted / file).parent.mkdir(parents=True, exist_ok=True)
     (planted / file).write_text(f'"""Says what it is for."""\n{text}\n')
     found = all_violations(planted)
     assert any(said in violation for violation in found), found
 
 
-def test_file_without_a_first_line_is_found(planted: Path):
+def test_file_without_a_first_line_is_found(planted):
     (planted / "_base" / "tree.py").write_text("import enum\n")
     assert all_violations(planted) == ["mpjax/_base/tree.py"]
 
 
-def test_docstring_does_not_count_towards_a_function(planted: Path):
+def test_docstring_does_not_count_towards_a_function(planted):
     body = '    """Doc.\n' + "\n    Words.\n" * 40 + '    """\n' + "    x = 1\n" * 40
     (planted / "_base" / "tree.py").write_text('"""Says what it is for."""\ndef f():\n' + body)
     assert all_violations(planted) == []

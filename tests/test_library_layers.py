@@ -1,13 +1,11 @@
 """Every public layer of Flax linen, Flax NNX and Equinox, under autocast and under policies."""
 
 import inspect
-from typing import Any
 
 import _differential as differential
 import _evaluate
 import _linen_layers
 import _nnx_layers
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,13 +32,13 @@ pytestmark = [
 ]
 
 
-def layers_of(*libraries: str) -> Any:
+def layers_of(*libraries):
     rows = [(library, name) for library in libraries for name in LIBRARIES[library].layers]
     return pytest.mark.parametrize(("library", "name"), rows)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_every_public_module_has_a_row_or_a_reason(library: str) -> None:
+def test_every_public_module_has_a_row_or_a_reason(library):
     of = LIBRARIES[library]
     classes = {n: v for n, v in vars(of.module).items() if inspect.isclass(v)}
     public = {name for name, value in classes.items() if issubclass(value, of.base)}
@@ -52,7 +50,7 @@ def test_every_public_module_has_a_row_or_a_reason(library: str) -> None:
 
 @pytest.mark.sampled(3)
 @layers_of(*LIBRARIES)
-def test_gradients_of_layers_are_right_to_rounding(library: str, name: str) -> None:
+def test_gradients_of_layers_are_right_to_rounding(library, name):
     program = LIBRARIES[library].program(name)
     differential.check_traced(program, GRAD, lambda f: autocast(f, "bf16-mixed"), BF16)
 
@@ -61,9 +59,7 @@ def test_gradients_of_layers_are_right_to_rounding(library: str, name: str) -> N
 @pytest.mark.parametrize("mode", [FORWARD, GRAD], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("policy", POLICIES)
 @layers_of(*LIBRARIES)
-def test_layer_under_autocast_is_itself_to_rounding(
-    library: str, name: str, policy: str, mode: Any
-) -> None:
+def test_layer_under_autocast_is_itself_to_rounding(library, name, policy, mode):
     program = LIBRARIES[library].program(name)
     differential.check(program, mode, lambda f: autocast(f, policy), POLICIES[policy])
 
@@ -71,32 +67,32 @@ def test_layer_under_autocast_is_itself_to_rounding(
 # -- under a policy of Flax ------------------------------------------------------------------------
 
 
-def per_path(rows: Any, policy: str) -> mpjax.PolicyMap:
+def per_path(rows, policy):
     """Returns a policy that leaves the first of several modules with a dtype in float32."""
     inner = [row.path for row in rows if row.path and row.dtype != "-"]
     return mpjax.PolicyMap(policy, {path: "float32" for path in inner[:1] if len(inner) > 1})
 
 
-def linen_under(name: str, policy: str) -> tuple[nn.Module, Any]:
+def linen_under(name, policy):
     """Returns a layer under a policy by path, and what it is called with."""
     layer, args = _linen_layers.LAYERS[name]
     rows = mpjax.linen.tabulate(layer, *args, rngs=KEYS).rows
     return mpjax.linen.with_policy(layer, per_path(rows, policy)), args
 
 
-def nnx_under(name: str, policy: str) -> tuple[nnx.Module, Any]:
+def nnx_under(name, policy):
     layer, args = _nnx_layers.LAYERS[name]()
     mpjax.nnx.set_policy(layer, per_path(mpjax.nnx.tabulate(layer).rows, policy))
     return layer, args
 
 
-def run(layer: nn.Module, variables: Any, args: Any) -> Any:
+def run(layer, variables, args):
     """Returns the output and the new state of a layer."""
     keys = {"dropout": jax.random.key(2)}
     return layer.apply(variables, *args, rngs=keys, mutable=["batch_stats"])
 
 
-def linen_pair(name: str, policy: str) -> tuple[Any, Any, list[Any]]:
+def linen_pair(name, policy):
     """Returns a layer in float32 and under a policy by path: two functions of the same arrays."""
     layer, args = _linen_layers.LAYERS[name]
     model, _ = linen_under(name, policy)
@@ -105,13 +101,13 @@ def linen_pair(name: str, policy: str) -> tuple[Any, Any, list[Any]]:
     return *(lambda v, *xs, m=m: run(m, v, xs) for m in (layer, model)), [variables, *args]
 
 
-def nnx_pair(name: str, policy: str) -> tuple[Any, Any, list[Any]]:
+def nnx_pair(name, policy):
     layer, args = _nnx_layers.LAYERS[name]()
     model, _ = nnx_under(name, policy)
     (plain, state), (graph, _) = nnx.split(layer), nnx.split(model)
 
-    def of(graph: Any) -> Any:
-        def fun(state: Any, *args: Any) -> Any:
+    def of(graph):
+        def fun(state, *args):
             copy = nnx.merge(graph, state)
             return copy(*args), nnx.state(copy)
 
@@ -126,9 +122,7 @@ PAIRS = {"linen": linen_pair, "nnx": nnx_pair}
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
 @layers_of(*PAIRS)
-def test_a_layer_under_a_policy_by_path_computes_what_it_does_in_float32(
-    library: str, name: str, policy: str
-) -> None:
+def test_a_layer_under_a_policy_by_path_computes_what_it_does_in_float32(library, name, policy):
     plain, low, args = PAIRS[library](name, policy)
     leaves = jax.tree.leaves(args)
     found, expected = (
@@ -153,7 +147,7 @@ def test_a_layer_under_a_policy_by_path_computes_what_it_does_in_float32(
 
 
 @layers_of("linen")
-def test_a_policy_reaches_all_of_a_linen_layer(library: str, name: str) -> None:
+def test_a_policy_reaches_all_of_a_linen_layer(library, name):
     layer, args = _linen_layers.LAYERS[name]
     model = mpjax.linen.with_policy(layer, "p=f32,c=f16,o=f32")
     rows = mpjax.linen.tabulate(model, *args, rngs=KEYS).rows
@@ -162,7 +156,7 @@ def test_a_policy_reaches_all_of_a_linen_layer(library: str, name: str) -> None:
 
 
 @layers_of("nnx")
-def test_a_policy_reaches_all_of_an_nnx_layer(library: str, name: str) -> None:
+def test_a_policy_reaches_all_of_an_nnx_layer(library, name):
     model, _ = _nnx_layers.LAYERS[name]()
     mpjax.nnx.set_policy(model, "p=bf16,c=f16,o=f32")
     writes_weights = (nnx.WeightNorm, nnx.SpectralNorm)
@@ -174,16 +168,16 @@ def test_a_policy_reaches_all_of_an_nnx_layer(library: str, name: str) -> None:
     assert kinds == {jnp.dtype(BF16)}
 
 
-def summed(out: Any) -> jax.Array:
+def summed(out):
     return sum(jnp.sum(x.astype(F32)) for x in jax.tree.leaves(out))
 
 
-def linen_step(name: str, policy: str) -> tuple[Any, Any]:
+def linen_step(name, policy):
     """Returns a step of gradient descent, and the variables that it starts from."""
     layer, args = linen_under(name, policy)
 
-    def step(variables: Any) -> Any:
-        def loss(params: Any) -> Any:
+    def step(variables):
+        def loss(params):
             out, state = run(layer, {**variables, "params": params}, args)
             return summed(out), state
 
@@ -195,12 +189,12 @@ def linen_step(name: str, policy: str) -> tuple[Any, Any]:
     return step, jax.eval_shape(lambda: layer.init(KEYS, *args))
 
 
-def nnx_step(name: str, policy: str) -> tuple[Any, Any]:
+def nnx_step(name, policy):
     model, args = nnx_under(name, policy)
     tx = mpjax.with_loss_scale(optax.adam(1e-2), mpjax.DynamicLossScale(2.0))
     structure, state = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
 
-    def step(state: Any) -> Any:
+    def step(state):
         model, optimizer = nnx.merge(structure, state)
         with mpjax.nnx.undo_skipped(optimizer, model):
             scale = mpjax.current_loss_scale(optimizer)
@@ -219,7 +213,7 @@ ORTHOGONAL = {("linen", name) for name in ("Bidirectional", "RNN", *CELLS)}
 
 @pytest.mark.sampled(3)
 @layers_of(*STEPS)
-def test_variables_of_a_layer_keep_their_dtypes_across_a_step(library: str, name: str) -> None:
+def test_variables_of_a_layer_keep_their_dtypes_across_a_step(library, name):
     for policy in ("bf16-mixed", "16-mixed" if (library, name) in ORTHOGONAL else "16-true"):
         step, state = STEPS[library](name, policy)
         after = jax.eval_shape(step, state)

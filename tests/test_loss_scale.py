@@ -5,14 +5,13 @@ import dataclasses
 import math
 import pickle
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from _helpers import bits, count_casts
+from _optimizers import through_orbax
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -33,15 +32,15 @@ FIELDS = tuple(DYNAMIC)
 LARGEST, SMALLEST = 2.0**126, 2.0**-126
 
 
-def off_default(**changes: Any) -> mpjax.DynamicLossScale:
+def off_default(**changes):
     return mpjax.DynamicLossScale(**{**DYNAMIC, **changes})
 
 
-def values_of(ls: mpjax.DynamicLossScale) -> dict[str, float]:
+def values_of(ls):
     return {field: float(getattr(ls, field)) for field in FIELDS}
 
 
-def run(ls: mpjax.DynamicLossScale, flags: list[bool]) -> list[tuple[float, int]]:
+def run(ls, flags):
     """Returns the scale and counter after each step, the steps taken in one jitted scan."""
 
     scales, counters = run_scan(ls, jnp.array(flags))
@@ -49,7 +48,7 @@ def run(ls: mpjax.DynamicLossScale, flags: list[bool]) -> list[tuple[float, int]
 
 
 @jax.jit
-def run_scan(ls: mpjax.DynamicLossScale, flags: jax.Array) -> tuple[jax.Array, jax.Array]:
+def run_scan(ls, flags):
     def body(ls, finite):
         ls = ls.adjust(finite)
         return ls, (ls.loss_scale, ls.counter)
@@ -61,14 +60,6 @@ run_all = jax.jit(jax.vmap(run_scan))
 
 
 # -- law 4: every field, off its default, survives ------------------------------------------------
-
-
-def through_orbax(ls: Any, folder: Any) -> Any:
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "state", {"ls": ls})
-        checkpointer.wait_until_finished()
-        empty = jax.tree.map(jnp.zeros_like, {"ls": ls})
-        return checkpointer.restore(folder / "state", empty)["ls"]
 
 
 ROUTES = {
@@ -103,7 +94,7 @@ def test_law_04_every_field_survives(route, ls):
 
 @pytest.mark.parametrize("ls", [off_default(), mpjax.StaticLossScale(48.0)], ids=repr)
 def test_law_04_every_field_survives_a_checkpoint(ls, tmp_path):
-    got = through_orbax(ls, tmp_path)
+    got = through_orbax({"ls": ls}, {"ls": jax.tree.map(jnp.zeros_like, ls)}, tmp_path)["ls"]
     assert type(got) is type(ls)
     assert_bitwise_equal(got, ls)
 
@@ -283,39 +274,21 @@ def test_static_never_adjusts():
 # -- law 7: the update rule ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("ls", "flags", "want"),
-    [
-        (
-            {"loss_scale": 4, "backoff_factor": 0.25, "growth_interval": 2},
-            [True, True, False],
-            [(4, 1), (8, 0), (2, 0)],
-        ),
-        (
-            {"loss_scale": 128, "growth_interval": 1},
-            [True, True, False, True],
-            [(256, 0), (512, 0), (256, 0), (512, 0)],
-        ),
-        ({"loss_scale": 2.0**16}, [False] * 3, [(32768, 0), (16384, 0), (8192, 0)]),
-        (
-            {"loss_scale": 512, "min_loss_scale": 128},
-            [False] * 4,
-            [(256, 0), (128, 0), (128, 0), (128, 0)],
-        ),
-        (
-            {"loss_scale": 4, "growth_interval": 1, "max_loss_scale": 10},
-            [True, True, False],
-            [(8, 0), (10, 0), (5, 0)],
-        ),
-        (
-            {"loss_scale": 4, "growth_interval": 3},
-            [True, True, False, True],
-            [(4, 1), (4, 2), (2, 0), (2, 1)],
-        ),
-    ],
-)
-def test_law_07_trajectories(ls, flags, want):
-    assert run(mpjax.DynamicLossScale(**ls), flags) == want
+# Fields, whether each step was finite, and the scale and the counter after each.
+TRAJECTORIES = [
+    ((4, {"backoff_factor": 0.25, "growth_interval": 2}), "yyn", [(4, 1), (8, 0), (2, 0)]),
+    ((128, {"growth_interval": 1}), "yyny", [(256, 0), (512, 0), (256, 0), (512, 0)]),
+    ((2.0**16, {}), "nnn", [(32768, 0), (16384, 0), (8192, 0)]),
+    ((512, {"min_loss_scale": 128}), "nnnn", [(256, 0), (128, 0), (128, 0), (128, 0)]),
+    ((4, {"growth_interval": 1, "max_loss_scale": 10}), "yyn", [(8, 0), (10, 0), (5, 0)]),
+    ((4, {"growth_interval": 3}), "yyny", [(4, 1), (4, 2), (2, 0), (2, 1)]),
+]
+
+
+@pytest.mark.parametrize(("fields", "finite", "want"), TRAJECTORIES)
+def test_law_07_trajectories(fields, finite, want):
+    start, options = fields
+    assert run(mpjax.DynamicLossScale(start, **options), [f == "y" for f in finite]) == want
 
 
 def test_law_07_two_thousand_finite_steps_double_the_scale():
@@ -362,7 +335,7 @@ class Model:
     high: float
     counter: int = 0
 
-    def adjust(self, finite: bool) -> tuple[float, int]:
+    def adjust(self, finite):
         with np.errstate(all="ignore"):
             product = np.float32(self.scale) * np.float32(self.growth if finite else self.backoff)
         if not finite:
@@ -379,7 +352,7 @@ SEQUENCES, STEPS = 500, 40
 
 
 @st.composite
-def batches(draw: Any) -> tuple[list[tuple[Any, ...]], np.ndarray]:
+def batches(draw):
     """Draws many configurations at a time, and the steps that each goes through."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     growths, backoffs = [1.5, 2.0, 3.0, 2.0**64], [2.0**-64, 0.25, 0.5, 0.7]
@@ -392,9 +365,7 @@ def batches(draw: Any) -> tuple[list[tuple[Any, ...]], np.ndarray]:
     return configs, rng.random((SEQUENCES, STEPS)) < share
 
 
-def from_fields(
-    start: float, growth: float, backoff: float, interval: int, low: float, high: float
-) -> list[Any]:
+def from_fields(start, growth, backoff, interval, low, high):
     floats = map(np.float32, (growth, backoff))
     bounds = map(np.float32, (low, high))
     return [np.float32(start), np.int32(0), *floats, np.int32(interval), *bounds]

@@ -1,7 +1,5 @@
 """Around the wrappers: norms, bytes, and states that go from one form to another."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +18,7 @@ from mpjax.testing import assert_bitwise_equal
     "dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=["f16", "bf16", "f32"]
 )
 @pytest.mark.parametrize("power", [-140, -48, 0, 14, 47, 48, 120])
-def test_norms_are_those_of_float64_at_every_size(dtype: Any, power: int):
+def test_norms_are_those_of_float64_at_every_size(dtype, power):
     dtype = jnp.dtype(dtype)
     info = jnp.finfo(dtype)
     power = int(np.clip(power, int(info.minexp) + 8, int(info.maxexp) - 8))
@@ -62,7 +60,7 @@ SPEC = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)}
 FULL = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
 
 
-def quantized(tx: Any) -> Any:
+def quantized(tx):
     return optim.with_quantized_state(tx)
 
 
@@ -95,7 +93,7 @@ BYTES = {
 
 
 @pytest.mark.parametrize("name", BYTES)
-def test_bytes_are_counted_for_what_is_kept(name: str):
+def test_bytes_are_counted_for_what_is_kept(name):
     tx, params, grads, most = BYTES[name]
     report = optim.bytes_per_parameter(tx, params, grad_dtype=grads)
     assert most - 0.05 <= report.total <= most + 1e-5
@@ -132,7 +130,7 @@ FORMS = {
 }
 
 
-def trained(tx: Any, dtype: Any, steps: int = 3) -> Any:
+def trained(tx, dtype, steps=3):
     random = np.random.default_rng(0)
     params = {"w": jnp.asarray(random.normal(size=(64, 64)), dtype)}
     state, update = tx.init(params), jax.jit(tx.update)
@@ -143,7 +141,7 @@ def trained(tx: Any, dtype: Any, steps: int = 3) -> Any:
     return params, state
 
 
-def moments(state: Any) -> Any:
+def moments(state):
     from mpjax._low_precision.forms import plain
 
     found = [x for x in jax.tree.leaves(plain(state)) if x.shape == (64, 64)]
@@ -152,7 +150,7 @@ def moments(state: Any) -> Any:
 
 @pytest.mark.standard_promotion("adamw decays float16 weights in float32")
 @pytest.mark.parametrize("name", FORMS)
-def test_from_float32_to_each_form_and_back(name: str):
+def test_from_float32_to_each_form_and_back(name):
     full, old = trained(optax.adamw(1e-2), jnp.float32)
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), full)
     tx = FORMS[name](optax.adamw(1e-2))
@@ -179,7 +177,7 @@ def test_from_float32_to_each_form_and_back(name: str):
 
 @pytest.mark.standard_promotion("adamw decays bfloat16 weights in float32")
 @pytest.mark.parametrize("name", list(FORMS)[1:])
-def test_the_same_form_is_adopted_bit_for_bit(name: str):
+def test_the_same_form_is_adopted_bit_for_bit(name):
     tx = FORMS[name](optax.adamw(1e-2))
     params, old = trained(tx, jnp.bfloat16)
     assert_bitwise_equal(optim.adopt_state(tx, old, params), old)
@@ -205,7 +203,7 @@ def test_another_optimizer_is_refused_by_name():
 
 @pytest.mark.standard_promotion("adamw decays bfloat16 weights in float32")
 def test_a_train_step_adopts_what_is_known_of_the_weights():
-    def loss_fn(params: Any, x: Any) -> Any:
+    def loss_fn(params, x):
         return jnp.mean((x @ params["w"]).astype(jnp.float32) ** 2)
 
     x = jnp.ones((4, 64))

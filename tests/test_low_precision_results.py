@@ -3,13 +3,12 @@
 import json
 import statistics
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-TASKS: dict[str, Any] = json.loads((RESULTS / "low_precision_optimizers.json").read_text())["tasks"]
-STEPS: dict[str, Any] = json.loads((RESULTS / "low_precision_steps.json").read_text())
+TASKS = json.loads((RESULTS / "low_precision_optimizers.json").read_text())["tasks"]
+STEPS = json.loads((RESULTS / "low_precision_steps.json").read_text())
 FAILING = ("nearest", "linear int8 second moments")
 SOUND = [
     (name, form)
@@ -19,12 +18,12 @@ SOUND = [
 ]
 
 
-def of(name: str, form: str, key: str) -> list[Any]:
+def of(name, form, key):
     return [run[key] for run in TASKS[name]["runs"][form]]
 
 
 @pytest.mark.parametrize(("name", "form"), SOUND)
-def test_sound_forms_end_within_the_spread_of_float32s_seeds(name: str, form: str):
+def test_sound_forms_end_within_the_spread_of_float32s_seeds(name, form):
     score, base = of(name, form, "score"), of(name, "float32", "score")
     assert abs(statistics.mean(score) - statistics.mean(base)) <= statistics.stdev(base)
     # What is left of the mlp's loss, 0.002, is the rounding of bfloat16 computation.
@@ -35,14 +34,14 @@ def test_sound_forms_end_within_the_spread_of_float32s_seeds(name: str, form: st
 
 
 @pytest.mark.parametrize(("name", "least"), [("mlp", 15), ("digits", 2)])
-def test_nearest_rounding_ends_behind_every_seed_of_float32(name: str, least: float):
+def test_nearest_rounding_ends_behind_every_seed_of_float32(name, least):
     nearest, base = of(name, "nearest", "loss"), of(name, "float32", "loss")
     assert min(nearest) > max(base)
     assert statistics.mean(nearest) > least * statistics.mean(base)
 
 
 @pytest.mark.parametrize("name", ["lm", "small lm"])
-def test_nearest_rounding_ends_behind_float32_with_each_seed_of_a_transformer(name: str):
+def test_nearest_rounding_ends_behind_float32_with_each_seed_of_a_transformer(name):
     """Seeds differ by more than that from each other: each is compared with itself."""
     nearest, base = (of(name, form, "loss") for form in ("nearest", "float32"))
     assert all(a > b for a, b in zip(nearest, base, strict=True))
@@ -83,7 +82,7 @@ def test_ten_times_the_steps_leave_nearest_rounding_further_behind():
 
 
 @pytest.mark.parametrize("name", ["mlp", "lm"])
-def test_linear_second_moments_diverge(name: str):
+def test_linear_second_moments_diverge(name):
     base = max(of(name, "float32", "loss"))
     assert all(loss is None or loss > 3 * base for loss in of(name, FAILING[1], "loss"))
 
@@ -99,7 +98,7 @@ ROWS = {"stochastic + int8 rows": 0.51, "24 bits + int8 rows": 0.58}
 
 
 @pytest.mark.parametrize("devices", ["v5e:4x4", "8xh100"])
-def test_a_step_moves_what_it_holds_once_and_in_8_bits_half_of_float32s(devices: str):
+def test_a_step_moves_what_it_holds_once_and_in_8_bits_half_of_float32s(devices):
     rows = STEPS["rows"]
     for form in (*ONCE, *LOW):
         row = rows[f"{devices}, {form}"]
@@ -113,7 +112,7 @@ def test_a_step_moves_what_it_holds_once_and_in_8_bits_half_of_float32s(devices:
 
 
 @pytest.mark.parametrize(("devices", "share"), [("v5e:4x4", 0.65), ("8xh100", 0.6)])
-def test_a_whole_steps_peak_falls_to_what_the_page_says(devices: str, share: float):
+def test_a_whole_steps_peak_falls_to_what_the_page_says(devices, share):
     low, full = (
         STEPS["whole"][f"{devices}, {form}"]["peak"]
         for form in ("stochastic + int8 rows", "float32")

@@ -1,6 +1,5 @@
 """The command line: what it prints, as text and as JSON, and its exit codes."""
 
-import argparse
 import json
 import os
 import subprocess
@@ -18,7 +17,7 @@ from mpjax._policies.policy import POLICY_NAMES
 from mpjax._policies.quantized_policy import NAMES
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+def run(capsys, *argv):
     """Returns the exit code and what was printed; nothing may go to stderr."""
     code = main(argv)
     printed = capsys.readouterr()
@@ -167,7 +166,7 @@ def test_a_wrong_name_is_answered_on_stderr(capsys, argv, said):
 
 
 def test_a_backend_that_does_not_start_is_told(capsys, monkeypatch):
-    def no_devices() -> list[jax.Device]:
+    def no_devices():
         raise RuntimeError("Unknown backend: 'nosuch'")
 
     monkeypatch.setattr(jax, "devices", no_devices)
@@ -199,7 +198,7 @@ def test_version(capsys):
 
 
 def test_a_command_is_one_entry(capsys, monkeypatch):
-    def hello(args: argparse.Namespace) -> int:
+    def hello(args):
         sys.stdout.write(f"hello, json={args.json}\n")
         return 7
 

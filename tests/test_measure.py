@@ -1,7 +1,6 @@
 """`measure`: what it times and compares, and what it advises."""
 
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +9,16 @@ import pytest
 
 import mpjax
 from mpjax._doctor import measure
-from mpjax._doctor.measure import Timing, advise
 
 RANDOM = np.random.default_rng(0)
 
 
-def normal(*shape: int) -> jax.Array:
+def normal(*shape):
     return jnp.asarray(RANDOM.normal(size=shape).astype(np.float32))
 
 
 @pytest.fixture(autouse=True)
-def samples_are_short(monkeypatch: pytest.MonkeyPatch):
+def samples_are_short(monkeypatch):
     """A slow machine does not spend the budget, and a quick one is soon done."""
     monkeypatch.setattr(measure, "SAMPLE_SECONDS", 0.01)
 
@@ -29,12 +27,12 @@ PARAMS = {"w": normal(16, 8), "b": jnp.zeros(8)}
 X = normal(4, 16)
 
 
-def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+def loss_fn(params, x):
     return jnp.mean((x @ params["w"] + params["b"]) ** 2)
 
 
-def row(policy: str, *samples: float, memory: int = 100, off: float = 1e-3, **more: Any) -> Timing:
-    return Timing(policy, samples, memory, off, off, **more)
+def row(policy, *samples, memory=100, off=1e-3, **more):
+    return measure.Timing(policy, samples, memory, off, off, **more)
 
 
 # -- what is measured ----------------------------------------------------------------------------
@@ -74,7 +72,7 @@ def test_with_64_bits_on_errors_are_against_float64():
 
 
 def test_float16_gets_a_scale_with_which_gradients_are_finite():
-    def steep(w: jax.Array, x: jax.Array) -> jax.Array:
+    def steep(w, x):
         return jnp.sum((x @ w) * 3.0)  # a gradient of 3 times the scale: inf from 2**15 on
 
     report = mpjax.measure(steep, ["32-true", "16-mixed"], budget=60)(normal(16, 8), normal(4, 16))
@@ -91,17 +89,17 @@ def test_float16_gets_a_scale_with_which_gradients_are_finite():
         (lambda tokens: jnp.sum(jnp.sin(tokens.astype(jnp.float32))), (jnp.arange(4),), "value"),
     ],
 )
-def test_losses_are_differentiated_and_other_functions_evaluated(fun: Any, args: Any, what: str):
+def test_losses_are_differentiated_and_other_functions_evaluated(fun, args, what):
     report = mpjax.measure(fun, ["32-true", "bf16-mixed"], budget=60)(*args)
     assert report.what == what
     assert (report.rows[0].gradient_error is None) == (what == "value")
     assert all(row.samples for row in report.rows)
 
 
-def test_a_policy_that_fails_is_a_row_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch):
+def test_a_policy_that_fails_is_a_row_and_the_others_are_measured(monkeypatch):
     real = measure.autocast
 
-    def short(fun: Any, policy: Any) -> Any:
+    def short(fun, policy):
         if policy == "bf16-mixed":
             return lambda *args: (_ for _ in ()).throw(RuntimeError("RESOURCE_EXHAUSTED: 9 GB"))
         return real(fun, policy)
@@ -115,7 +113,7 @@ def test_a_policy_that_fails_is_a_row_and_the_others_are_measured(monkeypatch: p
 
 
 def test_what_the_budget_does_not_reach_is_left_out_and_said():
-    def slow(policies: Any) -> Any:
+    def slow(policies):
         for policy in policies:
             yield policy
             time.sleep(0.3)
@@ -152,11 +150,11 @@ BASE = row("32-true", 2.0, 2.1, 2.2, 2.0, 2.1, 2.2, 2.1)
         ),
         (row("bf16-mixed", *[1.0] * 7, off=float("nan")), "32-true", "gives inf or NaN"),
         (row("bf16-mixed", 1.0, 1.0), "32-true", "Not sure: fewer than 3 samples"),
-        (Timing("bf16-mixed", failure="out of memory"), "32-true", "Nothing else to take"),
+        (measure.Timing("bf16-mixed", failure="out of memory"), "32-true", "Nothing else to take"),
         (row("16-mixed", *[1.0] * 7, loss_scale=512.0), "16-mixed", "a loss scale (512 was taken)"),
     ],
 )
-def test_advice_says_what_to_take_and_how_sure_that_is(other: Timing, taken: str, said: str):
-    found, advice = advise([BASE, other])
+def test_advice_says_what_to_take_and_how_sure_that_is(other, taken, said):
+    found, advice = measure.advise([BASE, other])
     assert found == taken
     assert said in " ".join(advice)

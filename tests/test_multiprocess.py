@@ -8,11 +8,7 @@ import json
 import random
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import _trainer
 import jax
@@ -20,27 +16,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import yaml
-from _trainer import ROOT, TRAINER, finish, read_until
+from _trainer import ROOT, TINY, TRAINER, finish, read_until
 
 from mpjax.testing import assert_bitwise_equal
 
 STEPS = 16
-JOB = {
-    "hardware": "a test",
-    "accelerator": "cpu:2",
-    "model": {"width": 16, "layers": 1, "heads": 2, "hidden": 32},
-    "precision": "16-mixed",
-    "sequence_length": 16,
-    "global_batch_size": 8,
-    "optimizer": {"learning_rate": 1.0e-2, "warmup_steps": 2},
+JOB = TINY | {
+    "model": TINY["model"] | {"layers": 1},
     "loss_scale": {"initial": 2.0**20, "growth_interval": 3},
     "steps": STEPS,
-    "log_every": 1,
-    "data": {"path": str(Path(json.__file__).parent), "held_out": 0.4},
 }
 
 
-def start(commands: Sequence[Sequence[str]], cache: Path) -> list[subprocess.Popen[str]]:
+def start(commands, cache):
     """Starts one process a command, {port} being one that is free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -56,7 +44,7 @@ def start(commands: Sequence[Sequence[str]], cache: Path) -> list[subprocess.Pop
 # -- one decision ----------------------------------------------------------------------------------
 
 
-def slow(*values: Any) -> Any:
+def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -64,9 +52,7 @@ def slow(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("count", "way"), [(2, "shard_map"), (2, "jit"), slow(4, "jit"), slow(4, "shard_map")]
 )
-def test_one_processes_overflow_makes_all_skip_and_scales_stay_equal(
-    count: int, way: str, tmp_path: Path
-):
+def test_one_processes_overflow_makes_all_skip_and_scales_stay_equal(count, way, tmp_path):
     worker = str(ROOT / "tests" / "_overflow_worker.py")
     commands = [[worker, "127.0.0.1:{port}", str(count), str(i), way] for i in range(count)]
     processes = start(commands, tmp_path)
@@ -88,7 +74,7 @@ def test_one_processes_overflow_makes_all_skip_and_scales_stay_equal(
 class Job:
     """A job of several processes in its own folder."""
 
-    def __init__(self, folder: Path, cache: Path, count: int):
+    def __init__(self, folder, cache, count):
         self.folder, self.cache, self.count = folder, cache, count
         self.checkpoints = folder / "checkpoints"
         folder.mkdir()
@@ -99,7 +85,7 @@ class Job:
         }
         (folder / "job.yaml").write_text(yaml.safe_dump(values))
 
-    def start(self, *more: Sequence[str], ids: Sequence[int] = ()) -> list[subprocess.Popen[str]]:
+    def start(self, *more, ids=()):
         """Starts the processes; `more` are arguments that each has for itself."""
         own = dict(enumerate(more))
         script = [str(TRAINER), str(self.folder / "job.yaml")]
@@ -109,19 +95,19 @@ class Job:
         commands = [[*script, str(n), *own.get(i, ())] for i, n in enumerate(numbers)]
         return start(commands, self.cache)
 
-    def run(self) -> str:
+    def run(self):
         processes = self.start()
         said = finish(processes)
         assert [p.returncode for p in processes] == [0] * self.count, [e[-2000:] for _, e in said]
         return said[0][0]
 
-    def reached(self, step: int) -> list[subprocess.Popen[str]]:
+    def reached(self, step):
         """Starts the processes, and returns them once a step is reported."""
         processes = self.start()
         read_until(processes[0], f"step {step:>6}/")
         return processes
 
-    def killed(self, step: int, victim: int) -> None:
+    def killed(self, step, victim):
         """Runs until a step is reported, and kills one process there; the rest cannot go on."""
         processes = self.reached(step)
         processes[victim].send_signal(signal.SIGKILL)
@@ -130,7 +116,7 @@ class Job:
             process.kill()
             process.communicate()
 
-    def terminated(self, step: int, asked: int) -> int:
+    def terminated(self, step, asked):
         """Runs until a step is reported, asks one process to end, and returns what all saved."""
         processes = self.reached(step)
         processes[asked].send_signal(signal.SIGTERM)
@@ -138,7 +124,7 @@ class Job:
         assert [p.returncode for p in processes] == [143] * self.count, [e[-2000:] for _, e in said]
         return int(said[0][0].partition("SIGTERM: saved step ")[2].split(";")[0])
 
-    def state(self) -> Any:
+    def state(self):
         """Returns the last state, every shard of it."""
         with ocp.StandardCheckpointer() as checkpointer:
             path = self.checkpoints / str(STEPS) / "default"
@@ -149,18 +135,18 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory):
     """Compiled programs, which all runs of one job share."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+def uninterrupted(cache, tmp_path_factory):
     """The last states of runs that never died, by number of processes."""
     return {}
 
 
-def reference(known: dict[int, Any], count: int, cache: Path, folder: Path) -> Any:
+def reference(known, count, cache, folder):
     if count not in known:
         job = Job(folder / "whole", cache, count)
         job.run()
@@ -182,14 +168,7 @@ class TestKilled:
     pytestmark = ORBAX
 
     def test_it_ends_in_the_bits_of_a_run_that_never_died(
-        self,
-        count: int,
-        seed: int,
-        times: int,
-        uninterrupted: Any,
-        cache: Path,
-        tmp_path: Path,
-        record_property: Any,
+        self, count, seed, times, uninterrupted, cache, tmp_path, record_property
     ):
         whole = reference(uninterrupted, count, cache, tmp_path)
         chosen = random.Random(seed)
@@ -215,9 +194,7 @@ class TestKilled:
 class TestBrokenOrAsked:
     pytestmark = ORBAX
 
-    def test_processes_refuse_a_corrupted_checkpoint_together(
-        self, uninterrupted: Any, cache: Path, tmp_path: Path
-    ):
+    def test_processes_refuse_a_corrupted_checkpoint_together(self, uninterrupted, cache, tmp_path):
         whole = reference(uninterrupted, 2, cache, tmp_path)
         job = Job(tmp_path / "job", cache, 2)
         saved = job.terminated(8, 1)  # unlike a kill, that leaves nothing half-written
@@ -233,7 +210,7 @@ class TestBrokenOrAsked:
         assert_bitwise_equal(job.state(), whole)
 
     def test_sigterm_to_one_process_saves_the_same_step_on_all(
-        self, uninterrupted: Any, cache: Path, tmp_path: Path
+        self, uninterrupted, cache, tmp_path
     ):
         whole = reference(uninterrupted, 2, cache, tmp_path)
         job = Job(tmp_path / "job", cache, 2)
@@ -246,7 +223,7 @@ class TestBrokenOrAsked:
 # -- what must not start ---------------------------------------------------------------------------
 
 
-def test_processes_with_different_configs_stop_before_the_first_step(cache: Path, tmp_path: Path):
+def test_processes_with_different_configs_stop_before_the_first_step(cache, tmp_path):
     job = Job(tmp_path / "job", cache, 2)
     processes = job.start((), ("--set", "optimizer.learning_rate=2.0e-2"))
     said = finish(processes)
@@ -258,7 +235,7 @@ def test_processes_with_different_configs_stop_before_the_first_step(cache: Path
 
 
 @pytest.mark.ci
-def test_two_processes_with_the_same_id_are_told_so(cache: Path, tmp_path: Path):
+def test_two_processes_with_the_same_id_are_told_so(cache, tmp_path):
     job = Job(tmp_path / "job", cache, 2)
     processes = job.start(*[("--dry-run",)] * 3, ids=(0, 1, 1))
     said = finish(processes)
@@ -283,9 +260,7 @@ with together(sys.argv[3]):
 
 
 @pytest.mark.parametrize("waiting", ["a collective", slow("what never ends")])
-def test_an_error_on_one_process_ends_all_with_its_message(
-    waiting: str, cache: Path, tmp_path: Path
-):
+def test_an_error_on_one_process_ends_all_with_its_message(waiting, cache, tmp_path):
     script = tmp_path / "failing.py"
     script.write_text(FAILING.format(examples=str(ROOT / "examples")))
     began = time.monotonic()

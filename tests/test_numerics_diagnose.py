@@ -1,7 +1,6 @@
 """`diagnose` names what was not finite first, where it went, and what to type; or why it cannot."""
 
 import re
-from typing import Any
 from unittest import mock
 
 import jax
@@ -11,7 +10,6 @@ import optax
 import pytest
 
 import mpjax
-from mpjax._base.shown import WIDTH
 from mpjax.numerics import diagnose
 
 pytestmark = [
@@ -21,11 +19,11 @@ pytestmark = [
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 
 
-def params() -> dict[str, Any]:
+def params():
     return {"w": jnp.full((4, 6), 0.3), "v": jnp.full((6, 2), 0.3)}
 
 
-def loss_fn(params: Any, batch: Any) -> Any:
+def loss_fn(params, batch):
     with jax.named_scope("up"):
         h = jnp.tanh(batch["x"] @ params["w"])
     with jax.named_scope("down"):
@@ -33,18 +31,18 @@ def loss_fn(params: Any, batch: Any) -> Any:
     return jnp.mean((y - batch["y"]) ** 2)
 
 
-def batch(**other: Any) -> dict[str, Any]:
+def batch(**other):
     return {"x": X, "y": X[:, :2]} | other
 
 
-def make(policy: Any = "16-mixed", **options: Any) -> Any:
+def make(policy="16-mixed", **options):
     return mpjax.make_train_step(loss_fn, optax.sgd(1e-3), policy, **options)
 
 
 # -- causes ------------------------------------------------------------------------------------
 
 
-def saturated(params: Any, x: Any) -> Any:
+def saturated(params, x):
     with jax.named_scope("gate"):
         p = jax.nn.sigmoid(x @ params)
     with jax.named_scope("head"):
@@ -72,7 +70,7 @@ def test_a_policy_that_would_be_silently_wrong_is_not_advised():
 
 
 def test_a_rounding_that_the_function_asks_for_is_named_instead_of_blaming_the_operand():
-    def rounded(params: Any, x: Any) -> Any:
+    def rounded(params, x):
         p = jax.nn.sigmoid(x @ params).astype(jnp.bfloat16)
         return -jnp.mean(jnp.log1p(-p.astype(jnp.float32)))
 
@@ -113,10 +111,8 @@ def test_an_activation_beyond_float16_is_named_with_the_rule_that_mends_it():
 
 @pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed", "float32"])
 @pytest.mark.parametrize(("dtype", "limit"), [("float16", 65504), ("float8_e4m3fn", 448)])
-def test_a_cast_of_the_function_itself_is_not_to_be_mended_by_a_policy(
-    policy: str, dtype: str, limit: int
-):
-    def loss(w: Any, x: Any) -> Any:
+def test_a_cast_of_the_function_itself_is_not_to_be_mended_by_a_policy(policy, dtype, limit):
+    def loss(w, x):
         with jax.named_scope("cell"):
             h = jnp.tanh(x @ w) * 1e5
             h = h.astype(dtype).astype(jnp.float32)
@@ -130,7 +126,7 @@ def test_a_cast_of_the_function_itself_is_not_to_be_mended_by_a_policy(
 
 
 def test_a_nan_of_every_precision_is_said_to_be_one():
-    def loss(w: Any, x: Any) -> Any:
+    def loss(w, x):
         with jax.named_scope("norm"):
             return jnp.sum(x / jnp.sqrt(jnp.sum(jnp.square(x @ w * 0))))
 
@@ -141,7 +137,7 @@ def test_a_nan_of_every_precision_is_said_to_be_one():
 
 
 def test_what_only_low_precision_makes_is_told_from_it():
-    def loss(w: Any, x: Any) -> Any:
+    def loss(w, x):
         with jax.named_scope("norm"):
             small = (x @ w * 1e-5) @ jnp.ones((4, 4))  # 0 in float16
             return jnp.mean(jnp.log(small)) * 1e-4
@@ -156,7 +152,7 @@ def test_what_only_low_precision_makes_is_told_from_it():
     ("where", "value", "path"),
     [("batch", np.nan, "batch/y"), ("params", np.inf, "params/v"), ("params", np.nan, "params/w")],
 )
-def test_a_bad_leaf_is_named_and_counted(where: str, value: float, path: str):
+def test_a_bad_leaf_is_named_and_counted(where, value, path):
     p, b = params(), batch(y=X[:, :2].copy())
     if where == "batch":
         b["y"][3, 1] = value
@@ -172,8 +168,8 @@ def test_a_bad_leaf_is_named_and_counted(where: str, value: float, path: str):
 
 
 @pytest.mark.parametrize("policy", ["16-mixed", "bf16-mixed"])
-def test_no_policy_is_advised_where_float32_overflows_too(policy: str):
-    def loss(w: Any, x: Any) -> Any:
+def test_no_policy_is_advised_where_float32_overflows_too(policy):
+    def loss(w, x):
         return jnp.mean((jnp.tanh(x @ w) @ w) ** 2)
 
     fix = diagnose(loss, policy)(jnp.eye(4) * 2.0**118, jnp.full((2, 4), 2.0**-7)).cause.fix
@@ -182,7 +178,7 @@ def test_no_policy_is_advised_where_float32_overflows_too(policy: str):
 
 
 def test_a_row_that_a_mask_covers_as_a_whole_is_told():
-    def loss(w: Any, x: Any, mask: Any) -> Any:
+    def loss(w, x, mask):
         with jax.named_scope("attention"):
             return jnp.sum(jax.nn.softmax(jnp.where(mask, x @ w, -jnp.inf)) ** 2)
 
@@ -196,7 +192,7 @@ def test_a_row_that_a_mask_covers_as_a_whole_is_told():
 
 
 def test_a_gradient_beyond_range_at_any_scale_is_told_from_a_scale_too_high():
-    def loss(w: Any, x: Any) -> Any:
+    def loss(w, x):
         with jax.named_scope("steep"):
             y = x @ w
         return jnp.sum(y) * 1e6
@@ -210,7 +206,7 @@ def test_a_gradient_beyond_range_at_any_scale_is_told_from_a_scale_too_high():
 
 
 def test_guarded_and_masked_values_are_not_the_cause():
-    def loss(w: Any, x: Any) -> Any:
+    def loss(w, x):
         with jax.named_scope("guarded"):
             a = jnp.where(x > 100, jnp.exp(x * 1000), 0.0)  # inf that is never chosen
         with jax.named_scope("masked"):
@@ -261,7 +257,7 @@ def test_a_finite_run_gives_its_headroom():
 def test_a_report_fits_a_screen_and_goes_into_json_and_a_notebook():
     import json
 
-    def deep(ws: Any, x: Any) -> Any:
+    def deep(ws, x):
         for i, w in enumerate(ws):
             with jax.named_scope(f"a_rather_long_module_name_{i}/and_one_inside_of_it/dense"):
                 x = x @ w
@@ -271,7 +267,7 @@ def test_a_report_fits_a_screen_and_goes_into_json_and_a_notebook():
     report = diagnose(deep, "16-mixed")(ws, X)
     lines = str(report).splitlines()
     assert len(lines) <= 40
-    assert max(map(len, lines[:-2])) <= WIDTH  # the advice may be longer
+    assert max(map(len, lines[:-2])) <= 118  # the advice may be longer
     assert len(report.rows) > 100
     loaded = json.loads(json.dumps(report.to_dict()))
     assert loaded["first"][0]["module"] == report.first[0].module
@@ -295,7 +291,7 @@ def test_accumulation_tells_the_micro_batch():
 
 
 def test_extra_state_and_aux_take_part():
-    def loss(p: Any, extra: Any, b: Any) -> Any:
+    def loss(p, extra, b):
         return loss_fn(p, b) * extra["gain"], ({"gain": extra["gain"] * 2}, {"seen": 1})
 
     step = mpjax.make_train_step(loss, optax.sgd(1e-3), "bf16-mixed", has_aux=True)
@@ -305,7 +301,7 @@ def test_extra_state_and_aux_take_part():
     assert "'extra_state/gain'" in report.cause.text
 
 
-def test_it_works_on_a_sharded_state_and_batch(devices: Any):
+def test_it_works_on_a_sharded_state_and_batch(devices):
     mesh = jax.sharding.Mesh(np.array(devices), "d")
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
     x = X.copy()
@@ -323,63 +319,10 @@ def test_it_works_on_a_sharded_state_and_batch(devices: Any):
 # -- bad input -----------------------------------------------------------------------------------
 
 
-def test_a_donated_state_is_refused_by_name():
-    step = make()
-    state = step.init(params())
-    after, metrics = step(state, batch())
-    with pytest.raises(
-        ValueError, match=r"'params/v', f32\[6,2\], was donated(.|\n)*that the step"
-    ):
-        step.diagnose(state, batch(), metrics)
-    with pytest.raises(ValueError, match=r"step\.diagnose: the metrics are of another step"):
-        step.diagnose(after, batch(), metrics | {"grads_finite": False})
-
-
-@pytest.mark.parametrize("metrics", [{}, {"loss": 1.0}, 3])
-def test_what_are_no_metrics_is_refused(metrics: Any):
-    step = make()
-    with pytest.raises(TypeError, match=r"metrics must be those that the step returned; got"):
-        step.diagnose(step.init(params()), batch(), metrics)
-
-
-def test_metrics_of_another_batch_are_refused():
-    step = make()
-    state, metrics = step(step.init(params()), batch(x=X * 2e6))
-    with pytest.raises(ValueError, match=r"another step: they say loss nan(.|\n)*finite gradients"):
-        step.diagnose(state, batch(), metrics)
-
-
 def test_metrics_of_a_step_that_went_through_give_the_headroom():
     step = make()
     state, metrics = step(step.init(params()), batch())
     assert step.diagnose(state, batch(), metrics).finite == bool(metrics["grads_finite"])
-
-
-def test_a_function_that_cannot_be_traced_is_refused():
-    def loss(w: Any, x: Any) -> Any:
-        return jnp.sum(w) if x[0, 0] > 0 else jnp.sum(x)
-
-    with pytest.raises(TypeError, match=r"numerics\.diagnose: the function cannot be traced"):
-        diagnose(loss, "float32")(jnp.ones(3), X)
-    with pytest.raises(TypeError, match=r"cannot be traced(.|\n)*jnp in place of np"):
-        diagnose(lambda w: jnp.sum(np.exp(w)), "float32")(jnp.ones(3))
-    with pytest.raises(TypeError, match=r"must be a function; got int"):
-        diagnose(3, "float32")  # type: ignore[arg-type]
-    for args, said in (((), "no arguments"), ((jnp.arange(3),), "first argument without a float")):
-        with pytest.raises(
-            TypeError, match=rf"numerics\.diagnose: got (a )?{said}(.|\n)*the param"
-        ):
-            diagnose(lambda w: jnp.sum(w), "float32")(*args)
-    with pytest.raises(TypeError, match=r"'w' is traced(.|\n)*outside of jax.jit"):
-        jax.jit(diagnose(lambda w: jnp.sum(w)))(jnp.ones(3))
-
-
-def test_a_step_inside_a_shard_map_is_told_what_to_type():
-    step = make(axis_name="d")
-    with pytest.raises(ValueError, match=r"runs inside a shard_map over 'd'(.|\n)*numerics.diag"):
-        step.diagnose(step.init(params()), batch())
-    with pytest.raises(TypeError, match="must be the state"):
-        step.diagnose(3, batch())
 
 
 def test_state_without_metrics_is_looked_at_under_the_scale_that_it_has():
@@ -391,7 +334,7 @@ def test_state_without_metrics_is_looked_at_under_the_scale_that_it_has():
 # -- what is not finite and never gets anywhere ----------------------------------------------------
 
 
-HIDING: dict[str, Any] = {
+HIDING = {
     "tanh": lambda p, x: jnp.mean(jnp.tanh(x @ p["w"]) ** 2),
     "minimum": lambda p, x: jnp.mean(jnp.minimum(x @ p["w"], 3.0)),
     "where": lambda p, x: jnp.mean(jnp.where(jnp.isfinite(p["w"]), p["w"], 0.0)) * jnp.sum(x),
@@ -401,7 +344,7 @@ HIDING: dict[str, Any] = {
 
 @pytest.mark.parametrize("policy", ["bf16-mixed", "float32"])
 @pytest.mark.parametrize("name", HIDING)
-def test_a_parameter_that_hides_its_inf_is_named_all_the_same(name: str, policy: str):
+def test_a_parameter_that_hides_its_inf_is_named_all_the_same(name, policy):
     params = {"w": jnp.ones((8, 8)).at[:, 0].set(jnp.inf), "v": jnp.float32(1)}
     report = diagnose(HIDING[name], policy)(params, jnp.ones((4, 8)))
     assert report.finite
@@ -414,7 +357,7 @@ def test_a_parameter_that_hides_its_inf_is_named_all_the_same(name: str, policy:
 
 
 def test_a_mask_that_stays_where_it_was_is_mentioned_and_blamed_for_nothing():
-    def loss(p: Any, mask: Any) -> Any:
+    def loss(p, mask):
         return jnp.mean(jax.nn.softmax(p["w"] + mask)[:2] ** 2)
 
     mask = jnp.array([0.0, 0.0, -jnp.inf])

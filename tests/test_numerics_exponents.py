@@ -1,7 +1,5 @@
 """Exponents are counted exactly, and what a format would lose of them is what casting loses."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,13 +15,13 @@ pytestmark = pytest.mark.no_leak_check("it traces everything anew: twice the tim
 RNG = np.random.default_rng(0)
 
 
-def spread_out(size: int, low: int, high: int) -> np.ndarray:
+def spread_out(size, low, high):
     signs = RNG.choice([-1.0, 1.0], size)
     return (signs * 2.0 ** RNG.uniform(low, high, size)).astype(np.float32)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_counts_are_numpys_frexp(dtype: str):
+def test_counts_are_numpys_frexp(dtype):
     x = spread_out(5000, -140, 120)
     with np.errstate(all="ignore"):
         x = x.astype(jnp.dtype(dtype))
@@ -40,7 +38,7 @@ def test_counts_are_numpys_frexp(dtype: str):
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("scale", [1.0, 2.0**12, 2.0**-6])
-def test_what_would_be_lost_is_what_casting_loses(dtype: str, scale: float):
+def test_what_would_be_lost_is_what_casting_loses(dtype, scale):
     x = spread_out(20_000, -60, 20)
     lost = Histogram.of_row(histogram(x)).lost(dtype, scale)
     with np.errstate(all="ignore"):
@@ -50,7 +48,7 @@ def test_what_would_be_lost_is_what_casting_loses(dtype: str, scale: float):
     assert lost.overflows == pytest.approx(100 * (~np.isfinite(cast)).mean(), abs=1.3)
 
 
-def loss(params: Any, x: Any) -> Any:
+def loss(params, x):
     for i, w in enumerate(params):
         with jax.named_scope(f"layer_{i}"):
             x = jnp.tanh(x @ w)
@@ -125,8 +123,8 @@ def test_left_of_a_drawn_line_is_what_the_format_makes_zero():
 
 
 def test_a_loop_is_counted_as_often_as_it_runs():
-    def looped(w: Any, x: Any) -> Any:
-        def body(c: Any, _: Any) -> Any:
+    def looped(w, x):
+        def body(c, _):
             with jax.named_scope("inside"):
                 return jnp.tanh(c @ w), None
 

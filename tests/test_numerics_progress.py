@@ -55,13 +55,6 @@ def test_a_terminal_is_told(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_what_progress_may_be_is_said_before_anything_runs(name):
-    said = rf"numerics\.{name}\(progress\): got 'yes'\.\n.*True, False, None"
-    with pytest.raises(TypeError, match=said):
-        ASKED[name](progress="yes")
-
-
 # -- operation by operation, or compiled as one ----------------------------------------------------
 
 

@@ -1,8 +1,6 @@
 """Every planted promotion is found, with its line and cause, and nothing that widens on purpose."""
 
 import inspect
-from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -25,7 +23,7 @@ ONES = np.ones(8, np.float32)
 POSITIONS = np.sin(np.arange(8, dtype=np.float32))
 
 # Each on a line of its own; the function of JAX that widens, and because of what.
-PLANTED: list[tuple[Callable[..., Any], str, str]] = [
+PLANTED = [
     (lambda x: x * np.float32(2), "multiply", SCALAR),
     (lambda x: x / np.sqrt(np.float32(8)), "divide", SCALAR),
     (lambda x: x + jnp.ones(8), "add", CONSTANT),
@@ -49,7 +47,7 @@ def test_fifteen_are_planted():
 
 
 @pytest.mark.parametrize("number", range(15))
-def test_a_planted_promotion_is_found(number: int):
+def test_a_planted_promotion_is_found(number):
     fun, function, because = PLANTED[number]
     found = find_promotions(fun)(X)
     assert len(found.rows) == 1, str(found)
@@ -78,7 +76,7 @@ def test_a_planted_promotion_is_found(number: int):
         lambda x: jnp.where(x > 0, x, -1e9),
     ],
 )
-def test_what_is_on_purpose_or_narrow_again_is_not(fun: Any):
+def test_what_is_on_purpose_or_narrow_again_is_not(fun):
     found = find_promotions(fun)(X)
     assert not found
     assert found.rows == found.library == ()
@@ -86,22 +84,16 @@ def test_what_is_on_purpose_or_narrow_again_is_not(fun: Any):
 
 
 def test_an_argument_that_widens_is_named_by_its_path():
-    def apply(params: Any, x: Any) -> Any:
+    def apply(params, x):
         return x @ params["dense"]["kernel"]
 
     params = {"dense": {"kernel": jax.ShapeDtypeStruct((8, 3), jnp.float32)}}
     (row,) = find_promotions(apply)(params, X).rows
     assert row.because == "the float32 argument 'params/dense/kernel'"
-    with pytest.raises(
-        TypeError, match=r"numerics\.find_promotions: the function cannot be traced"
-    ):
-        find_promotions(lambda x: x if x.sum() > 0 else -x)(X)
-    with pytest.raises(TypeError, match=r"find_promotions: the first(.|\n)*find_promotions\(fun\)"):
-        find_promotions({"w": 1})  # type: ignore[arg-type]
 
 
 def test_a_gradient_shows_what_the_forward_pass_widened():
-    def loss(w: Any, x: Any) -> Any:
+    def loss(w, x):
         y = x @ w
         z = y * jnp.ones(3)
         return jnp.sum(z * z)
@@ -112,8 +104,8 @@ def test_a_gradient_shows_what_the_forward_pass_widened():
     assert found.bytes == sum(r.bytes for r in found.rows)
 
 
-def _low(tree: Any) -> Any:
-    def lowered(x: Any) -> Any:
+def _low(tree):
+    def lowered(x):
         floating = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
         return x.astype(jnp.bfloat16) if floating else x
 
@@ -132,7 +124,7 @@ BY_CHOICE = {
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")  # NNX
 @pytest.mark.filterwarnings("ignore:'.value' access:DeprecationWarning")  # RoPE's own
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_law_no_layer_of_a_library_is_listed_as_a_mistake(library: str):
+def test_law_no_layer_of_a_library_is_listed_as_a_mistake(library):
     widened = set()
     for name in LIBRARIES[library].layers:
         program = LIBRARIES[library].program(name)

@@ -2,7 +2,6 @@
 
 import random
 from functools import partial
-from typing import Any
 
 import _differential as differential
 import _programs
@@ -25,11 +24,11 @@ from mpjax.testing import assert_bitwise_equal
 pytestmark = pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs")
 
 
-def planned(jaxpr: Any) -> RunPlan:
+def planned(jaxpr):
     return RunPlan(jaxpr, [f"in{i}" for i in range(len(jaxpr.jaxpr.invars))])
 
 
-def counted(fun: Any, *args: Any) -> tuple[RunPlan, dict[str, np.ndarray], dict[str, list[int]]]:
+def counted(fun, *args):
     """Returns rows by operation: [inf, nan, amax, origin], and their indices."""
     plan = planned(jax.make_jaxpr(fun)(*args))
     _, rows, _ = jax.jit(Runner(plan, Overflow()).run)(args)
@@ -46,17 +45,17 @@ def counted(fun: Any, *args: Any) -> tuple[RunPlan, dict[str, np.ndarray], dict[
 
 
 @pytest.mark.parametrize("seed", [47])
-def test_the_twin_gives_the_values_of_the_program(seed: int):
+def test_the_twin_gives_the_values_of_the_program(seed):
     _same_values(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 220))
-def test_the_twin_gives_the_values_of_more_programs(seed: int):
+def test_the_twin_gives_the_values_of_more_programs(seed):
     _same_values(seed)
 
 
-def _same_values(seed: int):
+def _same_values(seed):
     rng = random.Random(seed)
     program = _programs.random_program(rng)
     mode = rng.choice([mode for mode in differential.MODES if mode.fits(program)])
@@ -72,7 +71,7 @@ def _same_values(seed: int):
         _assert_close(out, want)
 
 
-def _assert_close(out: Any, want: Any):
+def _assert_close(out, want):
     """XLA fuses the two differently: a value may be rounded to bfloat16 the other way."""
     assert (out.dtype, out.shape) == (want.dtype, want.shape)
     if not jnp.issubdtype(out.dtype, jnp.inexact):
@@ -89,7 +88,7 @@ def _assert_close(out: Any, want: Any):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
 @pytest.mark.parametrize("size", [7, 70_000])
-def test_counts_are_those_of_numpy(dtype: str, size: int):
+def test_counts_are_those_of_numpy(dtype, size):
     x = np.random.default_rng(0).normal(size=size).astype(np.float32)
     x[3], x[-1], x[-2] = np.nan, np.inf, -np.inf
     x = x.astype(jnp.dtype(dtype))
@@ -100,7 +99,7 @@ def test_counts_are_those_of_numpy(dtype: str, size: int):
 
 
 def test_a_chain_of_elementwise_operations_is_counted_in_one_pass():
-    def fun(x: Any) -> Any:
+    def fun(x):
         y = jnp.exp(x)  # inf
         y = jnp.log(y.astype(jnp.float16)).astype(jnp.float32) * 3
         for _ in range(9):
@@ -129,7 +128,7 @@ def test_nothing_in_an_empty_array_and_the_parts_of_a_complex_one_are_counted():
 
 
 def test_born_turned_and_inherited_are_told_apart():
-    def fun(x: Any) -> Any:
+    def fun(x):
         born = jnp.exp(x)  # inf of finite
         nan = jnp.sin(born)  # NaN of inf
         return jnp.log(x) + jnp.tanh(nan)  # log: NaN of finite
@@ -143,8 +142,8 @@ def test_born_turned_and_inherited_are_told_apart():
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_scan_tells_the_index_in_what_it_scans(reverse: bool):
-    def fun(xs: Any) -> Any:
+def test_a_scan_tells_the_index_in_what_it_scans(reverse):
+    def fun(xs):
         return lax.scan(lambda c, x: (c + x, jnp.exp(c)), 0.0, xs, reverse=reverse)
 
     xs = jnp.zeros(7).at[4].set(200.0)
@@ -157,10 +156,10 @@ def test_a_scan_tells_the_index_in_what_it_scans(reverse: bool):
 
 
 def test_nested_loops_tell_each_index_and_a_while_its_iteration():
-    def inner(c: Any, x: Any) -> Any:
+    def inner(c, x):
         return c, jnp.exp(x)
 
-    def fun(xs: Any) -> Any:
+    def fun(xs):
         _, ys = lax.scan(lambda c, row: (c, lax.scan(inner, 0.0, row)[1]), 0.0, xs)
         return ys
 
@@ -179,7 +178,7 @@ def test_nested_loops_tell_each_index_and_a_while_its_iteration():
 
 
 def test_a_loop_that_vmap_joined_ends_for_each_by_itself():
-    def fun(x: Any) -> Any:
+    def fun(x):
         return lax.while_loop(lambda c: c < 3, lambda c: jnp.sinh(c) + 1, x)
 
     xs = jnp.asarray([0.0, 4.0, 2.0])
@@ -189,7 +188,7 @@ def test_a_loop_that_vmap_joined_ends_for_each_by_itself():
 
 
 def test_only_the_branch_that_was_taken_has_counts():
-    def fun(i: Any, x: Any) -> Any:
+    def fun(i, x):
         return lax.switch(i, [jnp.exp, jnp.sinh, jnp.cosh], x)
 
     plan, rows, _ = counted(fun, jnp.int32(1), jnp.float32(1000))
@@ -199,12 +198,12 @@ def test_only_the_branch_that_was_taken_has_counts():
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_the_shard_is_told_and_counts_are_of_all_shards(devices: Any, check_vma: bool):
+def test_the_shard_is_told_and_counts_are_of_all_shards(devices, check_vma):
     mesh = Mesh(np.array(devices).reshape(4, 2), ("a", "b"))
     specs = {"in_specs": P(("a", "b")), "out_specs": P(("a", "b"))}
 
     @partial(jax.shard_map, mesh=mesh, check_vma=check_vma, **specs)
-    def fun(x: Any) -> Any:
+    def fun(x):
         body = lambda c, v: (c + jnp.exp(v), None)  # noqa: E731
         total, _ = lax.scan(body, jnp.zeros_like(x[0]), x)
         return lax.cond(total.sum() > 0, jnp.sinh, jnp.tanh, x)
@@ -223,10 +222,10 @@ def test_the_shard_is_told_and_counts_are_of_all_shards(devices: Any, check_vma:
 
 def test_rows_are_in_program_order_and_operands_are_known_through_programs():
     @jax.jit
-    def inside(x: Any) -> Any:
+    def inside(x):
         return jnp.tanh(x)
 
-    def fun(x: Any) -> Any:
+    def fun(x):
         y = jnp.exp(x)
         z, _ = lax.scan(lambda c, _: (inside(c), None), y, None, length=2)
         return jax.checkpoint(lambda v: jnp.sin(v) * v)(z) + lax.cond(

@@ -1,7 +1,6 @@
 """Updates that change nothing are counted as rounding loses them; metrics become plain numbers."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from mpjax.numerics import lost_updates, to_scalars
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_lost_updates_are_those_that_numpy_loses(dtype: str):
+def test_lost_updates_are_those_that_numpy_loses(dtype):
     rng = np.random.default_rng(0)
     p = rng.normal(size=500).astype(jnp.dtype(dtype))
     u = (rng.normal(size=500) * 10.0 ** rng.uniform(-9, 0, 500)).astype(np.float32)
@@ -40,22 +39,8 @@ def test_a_bfloat16_weight_of_one_is_dead_below_two_to_the_minus_nine():
     assert float(lost_updates(one, {"scale": jnp.zeros(4)})["scale"]) == 0
 
 
-def test_trees_that_differ_are_refused():
-    with pytest.raises(ValueError, match=r"numerics\.lost_updates: the trees differ; 'b'"):
-        lost_updates({"a": jnp.ones(2), "b": jnp.ones(2)}, {"a": jnp.ones(2)})
-    with pytest.raises(ValueError, match=r"leaf 'a' has shape \(2,\), its update \(3,\)"):
-        lost_updates({"a": jnp.ones(2)}, {"a": jnp.ones(3)})
-
-
-def test_lost_updates_of_a_donated_state_are_refused_by_name():
-    gone = {"scale": jnp.ones(4)}
-    jax.jit(lambda tree: jax.tree.map(jnp.negative, tree), donate_argnums=0)(gone)
-    with pytest.raises(ValueError, match=r"lost_updates: 'params/scale', f32.*was donated"):
-        lost_updates(gone, {"scale": jnp.ones(4)})
-
-
 def test_metrics_become_numbers():
-    metrics: dict[str, Any] = {
+    metrics = {
         "loss": jnp.bfloat16(1.5),
         "grads_finite": jnp.array(True),
         "note": "text",
@@ -69,14 +54,10 @@ def test_metrics_become_numbers():
         "train/aux/by_layer/max": 3.0,
         "train/aux/n": 3.0,
     }
-    with pytest.raises(TypeError, match="must be a mapping; got int"):
-        to_scalars(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="the metrics are traced"):
-        jax.jit(to_scalars)({"loss": jnp.ones(())})
 
 
 def test_a_step_tells_on_request_what_its_rounding_loses():
-    def loss_fn(params: Any, batch: Any) -> Any:
+    def loss_fn(params, batch):
         return sum(jnp.sum(p) for p in jax.tree.leaves(params)) * batch
 
     params = {"norm": jnp.ones(3), "kernel": jnp.full(3, 0.01)}
@@ -92,8 +73,6 @@ def test_a_step_tells_on_request_what_its_rounding_loses():
     assert to_scalars(metrics)["lost_updates/norm"] == 0  # nothing was asked for
     plain = make("bf16-true", rounding="nearest")
     assert "lost_updates" not in jax.eval_shape(plain, state, jnp.float32(1))[1]
-    with pytest.raises(TypeError, match=r"make_train_step\(lost_updates\): must be True or False"):
-        make("bf16-true", lost_updates="all")
 
 
 @pytest.mark.standard_promotion("Flax's LayerNorm takes statistics in float32")

@@ -1,7 +1,6 @@
 """The policy that is suggested keeps gradients within what was asked for, with few modules."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ WS = [jnp.asarray(RNG.normal(size=(8, 8)).astype(np.float32) / 3) for _ in range
 X = RNG.normal(size=(16, 8)).astype(np.float32)
 
 
-def loss(ws: Any, x: Any) -> Any:
+def loss(ws, x):
     for i, w in enumerate(ws):
         with jax.named_scope(f"layer_{i}"):
             x = jnp.tanh(x @ w)
@@ -33,11 +32,11 @@ def loss(ws: Any, x: Any) -> Any:
 
 
 @functools.cache
-def gradients(policy: Any) -> Any:
+def gradients(policy):
     return jax.jit(jax.grad(mpjax.autocast(loss, policy)))(WS, X)
 
 
-def error(policy: Any) -> float:
+def error(policy):
     low, full = gradients(policy), gradients("float32")
     pairs = zip(low, full, strict=True)
     return max(float(jnp.abs(a - b).sum() / jnp.abs(b).sum()) for a, b in pairs)
@@ -65,26 +64,6 @@ def test_nothing_is_kept_where_nothing_is_needed_and_all_where_all_is():
     assert set(tight.full) >= {"layer_0", "layer_1", "layer_2"}
 
 
-@pytest.mark.parametrize("tolerance", [0, -1.0, 1e-9, float("nan"), "1%", True])
-def test_a_tolerance_that_float32_misses_is_refused(tolerance: Any):
-    with pytest.raises(ValueError, match=r"at least 1.2e-07, what float32 itself rounds; got"):
-        suggest(loss, "bf16-mixed", tolerance=tolerance)
-
-
-def test_modules_without_names_are_told_to_be_named():
-    with pytest.raises(ValueError, match=r"all 0 named modules in float32(.|\n)*named_scope"):
-        suggest(lambda w, x: jnp.mean(x @ w), "bf16-mixed", tolerance=1e-6)(WS[0], X)
-    with pytest.raises(TypeError, match="got a PolicyMap, and it makes one"):
-        suggest(loss, mpjax.PolicyMap("bf16-mixed", {"a": "float32"}), tolerance=1e-2)
-    with pytest.raises(ValueError, match=r"computes in f32: nothing is low(.|\n)*reverse=True"):
-        suggest(loss, "float32", tolerance=1e-2)
-
-
-def test_a_function_that_cannot_be_traced_is_refused_in_its_own_name():
-    with pytest.raises(TypeError, match=r"^numerics\.suggest: the function cannot be traced"):
-        suggest(lambda w, x: loss(w, x) * float(x[0, 0]), "bf16-mixed", tolerance=0.01)(WS, X)
-
-
 def test_a_module_is_kept_with_all_that_is_below_it():
     modules = ("net", "net/a", "net/a/b", "other")
     choice = Choice(mpjax.get_policy("bf16-mixed"), modules, False)
@@ -109,7 +88,7 @@ def test_a_float32_model_is_told_what_may_go_low_and_what_that_saves():
     assert "may go low" in str(found)
 
 
-def shifted(params: Any, x: Any) -> Any:
+def shifted(params, x):
     """A softmax does not see `shift`: its gradient is 0 but for rounding."""
     with jax.named_scope("scores"):
         scores = x @ params["w"] + params["shift"]
@@ -129,7 +108,7 @@ def test_a_gradient_that_is_rounding_in_float32_too_is_left_out():
         )(params["shift"], X)
 
 
-def unet() -> tuple[Any, Any, Any]:
+def unet():
     net = NETWORKS["unet"]("tiny")
     return net.written(jnp.float32), net.init(jax.random.key(0)), net.sample(jax.random.key(1))
 
@@ -140,9 +119,7 @@ def unet() -> tuple[Any, Any, Any]:
     ("network", "tolerance", "reverse"),
     [(language_model, 0.01, False), (language_model, 0.01, True), (unet, 0.0095, False)],
 )
-def test_gradients_of_networks_stay_within_the_tolerance_of_float64(
-    network: Any, tolerance: float, reverse: bool
-):
+def test_gradients_of_networks_stay_within_the_tolerance_of_float64(network, tolerance, reverse):
     loss_fn, params, batch = network()
     found = suggest(loss_fn, "bf16-mixed", tolerance=tolerance, reverse=reverse)(params, batch)
     assert found.full

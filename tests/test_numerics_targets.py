@@ -1,9 +1,6 @@
 """What a diagnosis reads in the program for an H100 that is not here: its values, run here."""
 
-from typing import Any
-
 import _hlo_values
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,16 +13,16 @@ pytestmark = pytest.mark.gpu_compiler
 X = np.array([1.0, 300.0, np.nan, -np.inf, 3.0001, 0.0], np.float32)  # 300² is inf in float16
 
 
-def on_h100(fun: Any, *args: Any) -> Any:
+def on_h100(fun, *args):
     """Returns what the program for an H100 makes of arguments."""
     return _hlo_values.run(compiled_for("h100", fun, *args), *map(np.asarray, args))
 
 
 def test_an_overflow_that_xla_deletes_from_a_program_is_read_off_the_bits():
-    def widened(x: jax.Array) -> jax.Array:
+    def widened(x):
         return (x * x).astype(jnp.float16).astype(jnp.float32) * 2
 
-    def read(x: jax.Array) -> Any:
+    def read(x):
         rounded = (x * x).astype(jnp.float16)
         return tuple(part for part, _ in _bits.read(rounded)), rounded.astype(jnp.float32)
 
@@ -37,8 +34,8 @@ def test_an_overflow_that_xla_deletes_from_a_program_is_read_off_the_bits():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_inf_and_nan_are_told_from_the_largest(dtype: str):
-    def read(x: jax.Array) -> Any:
+def test_inf_and_nan_are_told_from_the_largest(dtype):
+    def read(x):
         return tuple(part for part, _ in _bits.read(x.astype(dtype)))
 
     infs, nans, bits = map(np.asarray, on_h100(read, X))

@@ -2,7 +2,6 @@
 
 import functools
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +17,13 @@ from mpjax.testing import assert_bitwise_equal
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 
 
-def loss_fn(params: Any, batch: Any) -> Any:
+def loss_fn(params, batch):
     with jax.named_scope("up"):
         h = jnp.tanh(batch @ params["up"]["kernel"] + params["up"]["bias"])
     return jnp.mean(jnp.square(h @ params["down"]["kernel"])) * params["gain"]
 
 
-def params() -> dict[str, Any]:
+def params():
     kernel = np.full((4, 6), 0.3, np.float32)
     kernel[0, :2] = (1e-9, 1e6)  # float16 makes 0 and inf of these
     up = {"kernel": jnp.asarray(kernel), "bias": jnp.zeros(6)}
@@ -62,8 +61,8 @@ def test_statistics_are_those_of_numpy_in_each_nth_step():
         assert got == pytest.approx(np.abs(flat).max(), rel=2**-5, abs=1e-9)
 
 
-def layers(params: Any, batch: Any, *, looped: bool) -> Any:
-    def layer(x: Any, w: Any) -> Any:
+def layers(params, batch, *, looped):
+    def layer(x, w):
         with jax.named_scope("product"):
             x = x @ w
         with jax.named_scope("tanh"):
@@ -108,7 +107,7 @@ def test_activations_and_their_gradients_are_those_of_float32_in_loops_too():
 
 
 def test_a_product_tells_what_its_rounding_loses():
-    def loss_fn(w: Any, x: Any) -> Any:
+    def loss_fn(w, x):
         with jax.named_scope("layer"):
             return jnp.sum(x @ w)
 
@@ -121,7 +120,7 @@ def test_a_product_tells_what_its_rounding_loses():
 
 
 def test_a_model_without_names_is_told_apart_by_its_source_lines():
-    def loss_fn(w: Any, x: Any) -> Any:
+    def loss_fn(w, x):
         return jnp.sum(jnp.tanh(x @ w))
 
     step = mpjax.make_train_step(loss_fn, optax.sgd(0.0), "bf16-mixed", watch=1)
@@ -151,7 +150,7 @@ def test_shares_are_of_the_compute_dtype_and_of_scaled_gradients():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2"])
-def test_what_rounds_to_zero_and_to_inf_is_what_a_cast_rounds_so(dtype: str):
+def test_what_rounds_to_zero_and_to_inf_is_what_a_cast_rounds_so(dtype):
     zero, inf = (np.array(bits, np.uint32).view(np.float32) for bits in limits(jnp.dtype(dtype)))
     for edge, up in ((zero, np.float32(np.inf)), (inf, np.float32(0))):
         with np.errstate(over="ignore", under="ignore"):
@@ -183,7 +182,7 @@ def test_between_the_steps_that_look_nothing_is_computed():
 
 @pytest.mark.standard_promotion("optax.adam promotes its count")
 def test_a_step_that_does_not_look_runs_no_kernel_and_no_copy_more():
-    def convolved(kernels: Any, images: Any) -> Any:
+    def convolved(kernels, images):
         for kernel in kernels:
             options = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
             images = jnp.tanh(
@@ -220,8 +219,8 @@ def test_steps_in_a_loop_stack_what_they_watched():
 
 @pytest.mark.no_leak_check("a diagnosis holds what it traced")
 @pytest.mark.parametrize("watch", [None, pytest.param(100, marks=pytest.mark.slow)])
-def test_a_step_that_could_be_diagnosed_is_the_program_of_one_that_could_not(watch: int | None):
-    def lowered(*, diagnosis: bool) -> Any:
+def test_a_step_that_could_be_diagnosed_is_the_program_of_one_that_could_not(watch):
+    def lowered(*, diagnosis):
         step = mpjax.make_train_step(loss_fn, optax.sgd(1e-3), "16-mixed", watch=watch)
         state = step.init(params())
         if diagnosis:
@@ -239,7 +238,7 @@ def test_a_step_that_could_be_diagnosed_is_the_program_of_one_that_could_not(wat
     assert not any("counts" in line for line in compiled[0].as_text().splitlines())
 
 
-def test_a_step_inside_a_shard_map_is_watched(devices: Any):
+def test_a_step_inside_a_shard_map_is_watched(devices):
     mesh = jax.sharding.Mesh(np.array(devices), "d")
     spec = jax.sharding.PartitionSpec
     step = mpjax.make_train_step(loss_fn, optax.sgd(1e-3), "bf16-mixed", axis_name="d", watch=2)
@@ -255,9 +254,3 @@ def test_a_step_inside_a_shard_map_is_watched(devices: Any):
         statistics |= {name: statistics[name] / 8 for name in ("amax", "l2_norm")}
     for got, one in zip(*map(jax.tree.leaves, (seen, dict(want))), strict=True):
         np.testing.assert_allclose(got, one, rtol=2**-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("watch", [0, -1, 2.5, True, "all"])
-def test_what_is_no_number_of_steps_is_refused(watch: Any):
-    with pytest.raises(ValueError, match=r"make_train_step\(watch\): must be a whole(.|\n)*=100"):
-        mpjax.make_train_step(loss_fn, optax.sgd(1e-3), watch=watch)

@@ -8,7 +8,7 @@ batch ends (law 10).
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -34,23 +34,23 @@ SCALE = 2.0**12
 PARAMS = {"w": jnp.array([[0.5, -1.25], [2.0, 0.75]]), "b": jnp.array([0.25, -0.0])}
 
 
-def objective(params: Any) -> Any:
+def objective(params):
     return sum(jnp.sum((p - 0.5) ** 2) for p in jax.tree.leaves(params))
 
 
-def plain_extra(grads: Any) -> dict[str, Any]:
+def plain_extra(grads):
     return {}
 
 
-def value(grads: Any) -> dict[str, Any]:
+def value(grads):
     return {"value": jnp.float32(0.75)}
 
 
-def line_search(grads: Any) -> dict[str, Any]:
+def line_search(grads):
     return {"value": objective(PARAMS), "value_fn": objective, "grad": grads}
 
 
-def hessian(grads: Any) -> dict[str, Any]:
+def hessian(grads):
     return {"obj_fn": objective}
 
 
@@ -64,11 +64,11 @@ class Row:
     per_example: bool = False
 
 
-def always(step: Any, **extra: Any) -> Any:
+def always(step, **extra):
     return step >= 0
 
 
-def magnitude(tree: Any) -> Any:
+def magnitude(tree):
     return jax.tree.map(jnp.abs, tree)
 
 
@@ -79,19 +79,19 @@ MATRICES = {"w": optax.contrib.MuonDimensionNumbers()}
 LOOKAHEAD = optax.LookaheadParams(PARAMS, PARAMS)
 
 
-def words(text: str) -> list[str]:
+def words(text):
     return text.split()
 
 
-def with_rate(name: str, module: Any = optax, **options: Any) -> Row:
+def with_rate(name, module=optax, **options):
     return Row(lambda: getattr(module, name)(0.1, **options))
 
 
-def bare(name: str, module: Any = optax, *args: Any) -> Row:
+def bare(name, module=optax, *args):
     return Row(lambda: getattr(module, name)(*args))
 
 
-def wrapping(name: str, *args: Any, module: Any = optax) -> Row:
+def wrapping(name, *args, module=optax):
     return Row(lambda: getattr(module, name)(optax.adam(0.1), *args))
 
 
@@ -221,7 +221,7 @@ CANNOT = {
 }
 
 
-def exported(module: Any) -> dict[str, Any]:
+def exported(module):
     """Returns the functions of a module that make a transformation, by annotation or source."""
     found = {}
     for name in dir(module):
@@ -242,7 +242,7 @@ def test_every_transformation_that_optax_exports_has_a_row():
 
 
 @pytest.mark.parametrize("name", CANNOT)
-def test_what_cannot_work_says_why(name: str):
+def test_what_cannot_work_says_why(name):
     row, reason, text = CANNOT[name]
     assert reason
     tx = mpjax.with_loss_scale(row.make())
@@ -250,7 +250,7 @@ def test_what_cannot_work_says_why(name: str):
         tx.update(grads_of(row, 1, jnp.float32), tx.init(row.params), row.params)
 
 
-def grads_of(row: Row, seed: int, dtype: Any) -> Any:
+def grads_of(row, seed, dtype):
     """Returns unscaled gradients in a dtype; those of lookahead are of the fast parameters."""
     params = row.params.fast if isinstance(row.params, optax.LookaheadParams) else row.params
     random = np.random.default_rng(seed)
@@ -258,8 +258,8 @@ def grads_of(row: Row, seed: int, dtype: Any) -> Any:
     return jax.tree.map(lambda p: jnp.asarray(random.normal(size=lead + p.shape), dtype), params)
 
 
-def stepper(tx: optax.GradientTransformation, row: Row) -> Callable[..., Any]:
-    def step(params: Any, state: Any, grads: Any) -> Any:
+def stepper(tx, row):
+    def step(params, state, grads):
         scale = mpjax.current_loss_scale(state).loss_scale
         scaled = jax.tree.map(lambda g: (g * scale.astype(g.dtype)).astype(g.dtype), grads)
         updates, state = tx.update(scaled, state, params, **row.extra(scaled))
@@ -283,7 +283,7 @@ BY_DTYPE = [
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("names", "dtype"), BY_DTYPE)
-def test_law_10_as_if_the_bad_batch_had_never_been(names: Iterable[str], dtype: Any):
+def test_law_10_as_if_the_bad_batch_had_never_been(names, dtype):
     """Of each optimizer; all step in one program, which compiles in a fifth of the time."""
     rows = {name: TABLE[name] for name in sorted(names)}
     scale = mpjax.DynamicLossScale(SCALE)
@@ -295,7 +295,7 @@ def test_law_10_as_if_the_bad_batch_had_never_been(names: Iterable[str], dtype: 
     )
     bad = jax.tree.map(lambda g: g.at[(0,) * g.ndim].set(jnp.inf), first)
 
-    def run(*batches: Any) -> Any:
+    def run(*batches):
         at = {name: (row.params, txs[name].init(row.params)) for name, row in rows.items()}
         for grads in batches:
             at = step(at, grads)
@@ -314,11 +314,11 @@ def test_law_10_as_if_the_bad_batch_had_never_been(names: Iterable[str], dtype: 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", TABLE)
-def test_law_12_state_keeps_its_dtypes_with_gradients_of_any(name: str, dtype: Any):
+def test_law_12_state_keeps_its_dtypes_with_gradients_of_any(name, dtype):
     row = TABLE[name]
     tx = mpjax.with_loss_scale(row.make(), mpjax.StaticLossScale(SCALE))
 
-    def update(state: Any, grads: Any) -> Any:
+    def update(state, grads):
         return tx.update(grads, state, row.params, **row.extra(grads))
 
     state = jax.eval_shape(tx.init, row.params)
@@ -329,14 +329,14 @@ def test_law_12_state_keeps_its_dtypes_with_gradients_of_any(name: str, dtype: A
     assert {x.dtype for x in jax.tree.leaves(updates)} == {np.dtype(np.float32)}
 
 
-def low(tree: Any) -> Any:
+def low(tree):
     """Returns parameters in bfloat16, the containers as they are."""
     return jax.tree.map(lambda p: p.astype(jnp.bfloat16), tree)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TABLE)
-def test_law_12_rounding_and_storing_keep_every_dtype_of_every_optimizer(name: str):
+def test_law_12_rounding_and_storing_keep_every_dtype_of_every_optimizer(name):
     row = TABLE[name]
     params, fast = low(row.params), grads_of(row, 1, jnp.float32)
     stored = optim.with_state_dtypes(row.make(), mu_dtype="bf16", nu_dtype="bf16")
@@ -348,7 +348,7 @@ def test_law_12_rounding_and_storing_keep_every_dtype_of_every_optimizer(name: s
     for tx in (optim.with_master_weights(stored, bits=24), optim.with_kahan(row.make())):
         state = jax.eval_shape(tx.init, params)
 
-        def update(state: Any, grads: Any, tx: Any = tx) -> Any:
+        def update(state, grads, tx=tx):
             return tx.update(grads, state, params, **row.extra(grads))
 
         updates, new = jax.eval_shape(update, state, fast)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
@@ -29,13 +29,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def metadata(wheel: Path) -> email.message.Message:
+def metadata(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
         return email.message_from_bytes(archive.read(name))
 
 
-def test_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path):
+def test_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         inside = {n for n in archive.namelist() if ".dist-info/" not in n}
     tracked = [p for p in (ROOT / "mpjax").rglob("*") if p.is_file()]
@@ -44,38 +44,38 @@ def test_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path):
     assert "mpjax/py.typed" in inside
 
 
-def test_wheel_carries_the_licence(wheel: Path, metadata: email.message.Message):
+def test_wheel_carries_the_licence(wheel, metadata):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith("/LICENSE")]
         assert archive.read(name) == (ROOT / "LICENSE").read_bytes()
     assert metadata["License-Expression"] == "Apache-2.0"
 
 
-def test_there_is_one_version(wheel: Path, metadata: email.message.Message):
+def test_there_is_one_version(wheel, metadata):
     assert metadata["Version"] == mpjax.__version__
     assert wheel.name == f"mpjax-{mpjax.__version__}-py3-none-any.whl"
     assert f"## {mpjax.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_core_needs_jax_and_numpy_only(metadata: email.message.Message):
+def test_core_needs_jax_and_numpy_only(metadata):
     core = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
     assert sorted(core) == ["jax>=0.10", "numpy>=2.0"]
     assert metadata["Requires-Python"] == ">=3.11"
 
 
-def test_wheel_installs_a_command(wheel: Path):
+def test_wheel_installs_a_command(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith("/entry_points.txt")]
         points = archive.read(name).decode()
     assert points.split("\n")[:2] == ["[console_scripts]", "mpjax = mpjax.__main__:run_as_program"]
 
 
-def test_extras(metadata: email.message.Message):
+def test_extras(metadata):
     extras = set(metadata.get_all("Provides-Extra", []))
     assert {"dev", "examples", "flax", "optax", "plots", "rich", "tpu"} <= extras
 
 
-def test_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Path):
+def test_wheel_works_away_from_the_checkout(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     code = "import mpjax; print(mpjax.__file__, mpjax.get_policy('bf16-mixed'))"

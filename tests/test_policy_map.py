@@ -223,7 +223,7 @@ def test_default_of_a_map_is_the_scoped_one():
 
 
 @pytest.mark.parametrize("policy", ["bf16-mixed", "int8_from_mixed_bfloat16"])
-def test_get_policy_reads_what_to_dict_wrote(policy: str):
+def test_get_policy_reads_what_to_dict_wrote(policy):
     policies = mpjax.PolicyMap("bf16-mixed", {"head*": policy, "re:.*norm.*": "float32"})
     assert mpjax.get_policy(json.loads(json.dumps(policies.to_dict()))) == policies
     single = mpjax.get_policy(policy)

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import types
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ RESULTS = BENCHMARKS / "results" / "public_models.json"
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+def script(monkeypatch):
     """Returns the script as a module, as Python finds it where it lies."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     for name in list(sys.modules):
@@ -35,7 +34,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 # -- what is typed ---------------------------------------------------------------------------------
 
 
-def typed(*words: str) -> subprocess.CompletedProcess[str]:
+def typed(*words):
     command = [sys.executable, str(SCRIPT), *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
 
@@ -43,12 +42,7 @@ def typed(*words: str) -> subprocess.CompletedProcess[str]:
 def test_help_says_what_there_is():
     done = typed("--help")
     assert done.returncode == 0
-    for word in (
-        "pip install -r benchmarks/public_models.txt",
-        "bert",
-        "spline_flow",
-        "Exit codes",
-    ):
+    for word in ("-r benchmarks/public_models.txt", "bert", "spline_flow", "Exit codes"):
         assert word in done.stdout
 
 
@@ -61,9 +55,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_not_there_is_named_beside_what_is(
-    name: str, script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_what_is_not_there_is_named_beside_what_is(name, script, monkeypatch, capsys):
     words, said = WRONG[name]
     monkeypatch.setattr(sys, "argv", ["public_models.py", *words])
     with pytest.raises(SystemExit) as ended:
@@ -72,9 +64,7 @@ def test_what_is_not_there_is_named_beside_what_is(
     assert re.search(said, capsys.readouterr().err)
 
 
-def test_a_package_that_is_missing_says_what_to_type(
-    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_package_that_is_missing_says_what_to_type(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["public_models.py", "--models", "ode,equivariant,bayes"])
     found = {"diffrax": None, "e3nn_jax": None, "numpyro": object()}
     monkeypatch.setattr(importlib.util, "find_spec", found.get)
@@ -86,7 +76,7 @@ def test_a_package_that_is_missing_says_what_to_type(
     assert "Type pip install -r benchmarks/public_models.txt, or --models bayes" in said
 
 
-def test_every_package_is_pinned_and_none_is_in_the_dev_extra(script: Any):
+def test_every_package_is_pinned_and_none_is_in_the_dev_extra(script):
     pinned = re.findall(r"^([\w-]+)==", (BENCHMARKS / "public_models.txt").read_text(), re.M)
     packages = {model.package for model in script.MODELS.values()}
     assert packages <= set(pinned)
@@ -101,27 +91,27 @@ def test_every_package_is_pinned_and_none_is_in_the_dev_extra(script: Any):
 # -- what is measured ------------------------------------------------------------------------------
 
 
-def linear(script: Any, *, has_switch: bool) -> Any:
+def linear(script, *, has_switch):
     written = importlib.import_module("public_nets._written")
 
-    def of(dtype: Any) -> Any:
-        def loss(params: Any, batch: Any) -> jax.Array:
+    def of(dtype):
+        def loss(params, batch):
             out = jnp.tanh(batch["x"].astype(dtype) @ params["w"].astype(dtype))
             return written.mean_square(out, batch["y"], dtype)
 
         return loss
 
-    def init(key: jax.Array) -> Any:
+    def init(key):
         return {"w": jax.random.normal(key, (16, 8)) / 4}
 
-    def sample(key: jax.Array) -> Any:
+    def sample(key):
         k1, k2 = jax.random.split(key)
         return {"x": jax.random.normal(k1, (32, 16)), "y": jax.random.normal(k2, (32, 8))}
 
-    def plain(params: Any, batch: Any) -> jax.Array:
+    def plain(params, batch):
         return of(params["w"].dtype)(params, batch)
 
-    def make(size: str) -> Any:
+    def make(size):
         if has_switch:
             return written.switched("linear", size, of, init, sample)
         return written.unswitched("linear", size, plain, init, sample)
@@ -139,9 +129,9 @@ def linear(script: Any, *, has_switch: bool) -> Any:
 @pytest.mark.standard_promotion("a float64 reference reads float32 batches")
 @pytest.mark.ci
 def test_a_model_gives_rows_one_that_raises_a_row_with_its_error_and_neither_is_done_twice(
-    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    script, monkeypatch, tmp_path
 ):
-    def broken(size: str) -> Any:
+    def broken(size):
         raise TypeError(f"clip() got an unexpected keyword argument\nat size {size}")
 
     models = {
@@ -180,7 +170,7 @@ def test_a_model_gives_rows_one_that_raises_a_row_with_its_error_and_neither_is_
     assert "| linear | numpy | `dtype=` |" in text
     assert "| bare | numpy | none | – |" in text
     # A second run measures only what failed.
-    again: list[str] = []
+    again = []
     attempt = script.attempt
     monkeypatch.setattr(script, "attempt", lambda job: again.append("") or attempt(job))
     assert script.main() == 1
@@ -190,7 +180,7 @@ def test_a_model_gives_rows_one_that_raises_a_row_with_its_error_and_neither_is_
 # -- what is said of it ----------------------------------------------------------------------------
 
 
-def test_the_result_file_is_made_of_its_numbers(script: Any):
+def test_the_result_file_is_made_of_its_numbers(script):
     store = script.Store.read(RESULTS)
     assert script.report.document(store) == RESULTS.with_suffix(".md").read_text()
     models, packages, failed = script.report.tried(store)
@@ -201,7 +191,7 @@ def test_the_result_file_is_made_of_its_numbers(script: Any):
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_first_pages_say_what_the_table_says(page: str, script: Any):
+def test_first_pages_say_what_the_table_says(page, script):
     told = script.report.sentence(script.Store.read(RESULTS))
     text = " ".join((ROOT / page).read_text().split())
     assert told in re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)

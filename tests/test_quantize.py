@@ -3,13 +3,11 @@
 import functools
 
 import flax.linen as nn
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import orbax.checkpoint as ocp
 import pytest
+from _optimizers import CHECKPOINTS, through_orbax
 from _samples import normal
 from _small import distance as error
 
@@ -84,15 +82,6 @@ def test_scale_is_that_of_the_largest_of_each_channel_or_matrix():
 
 
 E5M2 = mpjax.Float8CurrentScaling(fprop=("e4m3", "e5m2"))
-
-
-@pytest.mark.parametrize("policy", [INT8, FLOAT8])
-def test_flax_msgpack_gives_back_what_it_was_given(policy):
-    small = mpjax.quantize(PARAMS, policy)
-    target = jax.tree.map(jnp.zeros_like, small)
-    back = flax.serialization.from_bytes(target, flax.serialization.to_bytes(small))
-    assert_bitwise_equal(back, small)
-    assert [type(a) for a in arrays(back)] == [QuantizedArray] * 4
 
 
 @pytest.mark.parametrize("recipe", ["int8", "float8", E5M2])
@@ -252,32 +241,12 @@ def test_law_weight_that_is_not_finite_stays_so(bad):
 @pytest.mark.standard_promotion("orbax mixes dtypes")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("policy", [INT8, FLOAT8])
-def test_orbax_gives_back_what_it_was_given(policy, tmp_path):
+def test_checkpoints_give_back_what_they_were_given(policy, tmp_path):
     small = mpjax.quantize(PARAMS, policy)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "small", small)
-        checkpointer.wait_until_finished()
-        template = jax.eval_shape(lambda: mpjax.quantize(PARAMS, policy))
-        assert_bitwise_equal(checkpointer.restore(tmp_path / "small", template), small)
-
-
-@pytest.mark.parametrize("policy", ["int8_from_mixed_float16", "float8_from_mixed_bfloat16"])
-def test_tree_without_weights_is_a_warning_with_what_there_is(policy):
-    said = rf"b: \[5\]\n  Name smaller ones: PolicyMap\('b?f?16-mixed', {{'head/\*': '{policy}'}}\)"
-    with pytest.warns(mpjax.PolicyWarning, match=said):
-        mpjax.quantize({"b": jnp.ones(5)}, policy)
-
-
-def test_function_that_knows_nothing_of_them_is_refused_with_what_to_type():
-    small = mpjax.quantize(PARAMS, INT8)
-    kernel = small["layers"][0]["kernel"]
-    for use in (lambda: X @ kernel, lambda: kernel @ X, lambda: jnp.asarray(kernel)):
-        with pytest.raises(
-            TypeError, match=r"autocast\(fun, 'bf16-mixed'\)\(params, ...\), or fun"
-        ):
-            use()
-    with pytest.raises(TypeError, match=r"Type np.asarray\(x.dequantize\(\)\)"):
-        np.asarray(kernel)
-    step = mpjax.make_train_step(model, optax.sgd(0.1), INT8)
-    with pytest.raises(TypeError, match=r"Type step.init\(mpjax.dequantize\(params\)\)"):
-        step.init(small)
+    template = jax.tree.map(jnp.zeros_like, small)
+    for through in CHECKPOINTS:
+        back = through(small, template, tmp_path)
+        assert_bitwise_equal(back, small)
+        assert [type(a) for a in arrays(back)] == [QuantizedArray] * 4
+    shapes = jax.eval_shape(lambda: mpjax.quantize(PARAMS, policy))
+    assert_bitwise_equal(through_orbax(small, shapes, tmp_path / "shapes"), small)

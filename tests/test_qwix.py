@@ -11,7 +11,6 @@ from _samples import normal
 
 import mpjax
 from mpjax._autocast import product
-from mpjax._autocast.product import scaled
 from mpjax._policies.qwix_rules import fields
 
 POLICIES = mpjax.PolicyMap(
@@ -70,7 +69,7 @@ def test_rules_match_the_modules_that_the_map_matches(qwix):
 def test_dtypes_values_and_scales_are_those_of_qwix(qwix, dtype):
     for axes, channelwise in (((0,), (1,)), ((0, 1), ())):
         x = normal(3, 64, 32)
-        ours = scaled.quantize(x, jnp.dtype(dtype), axes)
+        ours = product.scaled.quantize(x, jnp.dtype(dtype), axes)
         theirs = qwix.quantize(x, dtype, channelwise_axes=channelwise)
         assert ours.values.dtype == theirs.qvalue.dtype
         np.testing.assert_allclose(ours.scale, theirs.scale, rtol=0.005)  # theirs: 127.5 for int8
@@ -100,7 +99,7 @@ def test_small_float16_values_keep_their_scale_where_theirs_is_one(qwix):
     """Their threshold for an empty channel is that of float16's square root: all becomes zero."""
     x = (normal(0, 64, 64) * 1e-3).astype(jnp.float16)
     theirs = qwix.dequantize(qwix.quantize(x, "int8", channelwise_axes=(0,)))
-    ours = scaled.quantize(x, jnp.dtype("int8"), (1,))
+    ours = product.scaled.quantize(x, jnp.dtype("int8"), (1,))
     plain = ours.values.astype(jnp.float32) * ours.scale
     exact = x.astype(jnp.float32)
     assert jnp.linalg.norm(plain - exact) < 0.01 * jnp.linalg.norm(exact)
@@ -109,7 +108,7 @@ def test_small_float16_values_keep_their_scale_where_theirs_is_one(qwix):
 
 def test_scales_are_float32_where_theirs_have_the_dtype_of_the_array(qwix):
     x = normal(0, 64, 64).astype(jnp.bfloat16)
-    assert scaled.quantize(x, jnp.dtype("int8"), (1,)).scale.dtype == jnp.float32
+    assert product.scaled.quantize(x, jnp.dtype("int8"), (1,)).scale.dtype == jnp.float32
     assert qwix.quantize(x, "int8", channelwise_axes=(0,)).scale.dtype == jnp.bfloat16
 
 

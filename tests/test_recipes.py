@@ -69,14 +69,10 @@ def test_casts_are_those_of_the_base():
     assert policy.with_output_dtype("bf16") == mpjax.QuantizedPolicy("p=f32,c=bf16,o=bf16")
 
 
-def test_policy_is_static_under_jit_and_immutable():
+def test_policy_is_static_under_jit():
     policy = mpjax.get_policy("int8_from_mixed_bfloat16")
     assert jax.tree.leaves(policy) == []
     assert jax.jit(lambda p, x: p.cast_to_compute(x))(policy, jnp.ones(2)).dtype == jnp.bfloat16
-    with pytest.raises(AttributeError, match=r"\AQuantizedPolicy: is (.|\n)*dPolicy\(recipe="):
-        policy.recipe = 3
-    with pytest.raises(AttributeError, match="cannot assign to field 'margin'"):
-        policy.recipe.margin = 3  # type: ignore[misc]
 
 
 def test_map_holds_quantised_policies_and_comes_back_from_its_dict():

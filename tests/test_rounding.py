@@ -1,7 +1,5 @@
 """Rounding to a narrow dtype: the cast's result, chances with an exact mean, landing."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -16,7 +14,7 @@ dtypes = pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
 COUNT = 100_000
 
 
-def floats(count: int = COUNT, seed: int = 0) -> Any:
+def floats(count=COUNT, seed=0):
     """Returns finite float32 numbers of every exponent, normal ones and zeros."""
     bits = np.random.default_rng(seed).integers(0, 2**32, count, np.uint32)
     x = bits.view(np.float32)
@@ -25,7 +23,7 @@ def floats(count: int = COUNT, seed: int = 0) -> Any:
 
 
 @dtypes
-def test_nearest_is_the_cast_also_where_float16_is_subnormal(dtype: Any):
+def test_nearest_is_the_cast_also_where_float16_is_subnormal(dtype):
     small = (floats(seed=1) % 2**-13).astype(np.float32)
     x = np.concatenate([floats(), small, np.array([np.inf, -np.inf, np.nan], np.float32)])
     with np.errstate(over="ignore"):
@@ -37,7 +35,7 @@ def test_nearest_is_the_cast_also_where_float16_is_subnormal(dtype: Any):
 
 
 @pytest.mark.parametrize("dtype", [*NARROW.values(), jnp.float8_e4m3fn], ids=[*NARROW, "f8"])
-def test_chance_chooses_one_of_the_two_neighbours_and_keeps_what_fits(dtype: Any):
+def test_chance_chooses_one_of_the_two_neighbours_and_keeps_what_fits(dtype):
     x = floats()
     info = ml_dtypes.finfo(dtype)
     x = x[np.abs(x) < float(info.max)]
@@ -61,7 +59,7 @@ def test_chance_chooses_one_of_the_two_neighbours_and_keeps_what_fits(dtype: Any
 
 @pytest.mark.parametrize("dtype", [*NARROW.values(), jnp.float8_e4m3fn], ids=[*NARROW, "f8"])
 @pytest.mark.parametrize("scale", [1.0, 2.0**-17], ids=["normal", "below"])
-def test_the_mean_of_chances_is_the_number(dtype: Any, scale: float):
+def test_the_mean_of_chances_is_the_number(dtype, scale):
     info = ml_dtypes.finfo(dtype)
     least = float(info.smallest_normal)
     start = np.float32(max(scale, least / 8) if scale < 1 else 1.0)
@@ -88,7 +86,7 @@ def test_chance_leaves_infinities_and_nan_and_does_not_make_them():
 
 
 @dtypes
-def test_law_17_updates_land_bit_for_bit_on_sums_of_every_size(dtype: Any):
+def test_law_17_updates_land_bit_for_bit_on_sums_of_every_size(dtype):
     dtype = jnp.dtype(dtype)
     random = np.random.default_rng(3)
     p = random.integers(0, 2**16, 500_000, np.uint16).view(dtype)  # every exponent
@@ -104,7 +102,7 @@ def test_law_17_updates_land_bit_for_bit_on_sums_of_every_size(dtype: Any):
     steps = np.where(np.isfinite(steps), steps, 0).astype(np.float32)
 
     @jax.jit
-    def move(p: Any, step: Any) -> Any:
+    def move(p, step):
         full = p.astype(jnp.float32)
         target = nearest(full + step, dtype)
         update, place = land(full, target)

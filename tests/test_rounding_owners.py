@@ -5,62 +5,38 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
+from _optimizers import CHECKPOINTS, OWNERS, stepper, train
 from flax import nnx
 from flax.training import train_state
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mpjax
 from mpjax import optim
 from mpjax.testing import assert_bitwise_equal, assert_one_compilation
 
-OWNERS: dict[str, Callable[[Any], Any]] = {
-    "master": optim.with_master_weights,
-    "split": lambda tx: optim.with_master_weights(tx, bits=24),
-    "kahan": optim.with_kahan,
-    "stochastic": optim.with_stochastic_rounding,
-}
 owners = pytest.mark.parametrize("own", OWNERS.values(), ids=OWNERS)
 halves = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
 pytestmark = pytest.mark.standard_promotion("optax.apply_updates adds float32 to half parameters")
 
 
-def params_of(dtype: Any = jnp.bfloat16) -> Any:
+def params_of(dtype=jnp.bfloat16):
     random = np.random.default_rng(0)
     w = random.normal(size=(4, 8)) * np.exp(random.normal(size=(4, 8)))
     return {"w": jnp.asarray(w, dtype), "b": jnp.array([-0.0, 0.0, 1.5], dtype)}
 
 
-def grads_of(params: Any, seed: int, bad: float | None = None) -> Any:
+def grads_of(params, seed, bad=None):
     random = np.random.default_rng(seed)
     grads = jax.tree.map(lambda p: jnp.asarray(random.normal(size=p.shape), jnp.float32), params)
     return grads if bad is None else {**grads, "b": grads["b"].at[0].set(bad)}
-
-
-@functools.cache
-def stepper(tx: Any) -> Any:
-    @jax.jit
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
-def train(tx: Any, params: Any, batches: list[Any]) -> Any:
-    state, step = tx.init(params), stepper(tx)
-    for grads in batches:
-        params, state = step(params, state, grads)
-    return params, state
 
 
 # -- sums of a thousand small steps ---------------------------------------------------------------
@@ -76,10 +52,10 @@ ENDS = {
 }
 
 
-def thousand_steps(tx: Any, dtype: Any = jnp.bfloat16, count: int = 4096) -> Any:
+def thousand_steps(tx, dtype=jnp.bfloat16, count=4096):
     params = jnp.ones(count, dtype)
 
-    def body(carry: Any, _: Any) -> Any:
+    def body(carry, _):
         params, state = carry
         updates, state = tx.update(jnp.full(count, -1e-3, jnp.float32), state, params)
         return (optax.apply_updates(params, updates), state), None
@@ -89,7 +65,7 @@ def thousand_steps(tx: Any, dtype: Any = jnp.bfloat16, count: int = 4096) -> Any
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_a_thousand_steps_of_a_thousandth(name: str):
+def test_a_thousand_steps_of_a_thousandth(name):
     own, end, within = ENDS[name]
     got = np.asarray(jax.jit(lambda: thousand_steps(own(optax.sgd(1.0))))())
     assert abs(got.mean(dtype=np.float64) - end) <= within
@@ -101,7 +77,7 @@ def test_a_thousand_steps_of_a_thousandth(name: str):
 
 
 @functools.cache
-def in_float32(dtype: Any) -> Any:
+def in_float32(dtype):
     """Returns where 40 steps in float32 end from what a 16-bit dtype holds."""
     params = params_of(dtype)
     batches = [grads_of(params, seed) for seed in range(40)]
@@ -110,7 +86,7 @@ def in_float32(dtype: Any) -> Any:
 
 @owners
 @halves
-def test_law_17_parameters_follow_float32_training(own: Any, dtype: Any):
+def test_law_17_parameters_follow_float32_training(own, dtype):
     params = params_of(dtype)
     batches = [grads_of(params, seed) for seed in range(40)]
     got, state = train(own(optax.adamw(1e-3)), params, batches)
@@ -129,7 +105,7 @@ def test_law_17_parameters_follow_float32_training(own: Any, dtype: Any):
 
 
 @halves
-def test_law_17_what_is_known_rounds_to_the_parameters(dtype: Any):
+def test_law_17_what_is_known_rounds_to_the_parameters(dtype):
     params = params_of(dtype)
     for own in (OWNERS["master"], OWNERS["split"]):
         tx = own(optax.adamw(0.01))
@@ -141,15 +117,17 @@ def test_law_17_what_is_known_rounds_to_the_parameters(dtype: Any):
 
 
 @owners
-def test_no_step_leaves_every_bit(own: Any):
-    params, state = train(own(optax.sgd(0.01)), params_of(), [grads_of(params_of(), 0)])
-    nothing = jax.tree.map(lambda p: jnp.zeros(p.shape), params)
-    for zero in (nothing, jax.tree.map(jnp.negative, nothing)):
-        updates, after = own(optax.sgd(0.01)).update(zero, state, params)
-        assert_bitwise_equal(optax.apply_updates(params, updates), params)
-        assert_bitwise_equal(updates, jax.tree.map(lambda p: jnp.full(p.shape, -0.0), params))
-        if not isinstance(state, optim.StochasticRoundingState):
-            assert_bitwise_equal(after, state)
+@halves
+def test_no_step_leaves_every_bit(own, dtype):
+    tx, start = own(optax.sgd(0.01)), params_of(dtype)
+    nothing = jax.tree.map(lambda p: jnp.zeros(p.shape), start)
+    for params, state in ((start, tx.init(start)), train(tx, start, [grads_of(start, 0)])):
+        for zero in (nothing, jax.tree.map(jnp.negative, nothing)):
+            updates, after = tx.update(zero, state, params)
+            assert_bitwise_equal(optax.apply_updates(params, updates), params)
+            assert_bitwise_equal(updates, jax.tree.map(lambda p: jnp.full(p.shape, -0.0), params))
+            if not isinstance(state, optim.StochasticRoundingState):
+                assert_bitwise_equal(after, state)
 
 
 def test_full_bits_survive_where_a_difference_is_beyond_float32():
@@ -162,13 +140,64 @@ def test_full_bits_survive_where_a_difference_is_beyond_float32():
     assert_bitwise_equal(optim.apply_updates(-big, updates, state), big)
 
 
+# -- weights in float32 beside the parameters ----------------------------------------------------
+
+
+@halves
+def test_full_precision_weights_train_as_float32_parameters_do(dtype):
+    params = {"w": jnp.linspace(-1, 1, 8).astype(dtype)}
+    full = optax.tree.cast(params, jnp.float32)
+    tx, plain = optim.with_master_weights(optax.adam(1e-4)), optax.adam(1e-4)
+    batches = [grads_of(params, seed) for seed in range(5)]
+    _, state = train(tx, params, batches)
+    assert_bitwise_equal(state.master_params, train(plain, full, batches)[0])
+
+
+@halves
+@given(values=st.tuples(*[st.floats(-(2.0**14), 2.0**14, width=16)] * 2))
+def test_any_move_is_exact_unless_it_shrinks_the_parameter_by_more_than_8192(dtype, values):
+    old, new = (jnp.asarray(v, dtype) for v in values)
+    to_new = optax.stateless(lambda updates, params: jax.tree.map(lambda p: new - p, params))
+    tx = optim.with_master_weights(to_new)
+    updates, state = tx.update(jnp.float32(0), tx.init(old), old)
+    moved, target = optax.apply_updates(old, updates), state.master_params.astype(dtype)
+    if abs(float(target)) * 8192 >= abs(float(old)):
+        assert float(moved) == float(target)
+    else:
+        assert abs(float(moved) - float(target)) <= 2.0**-23 * abs(float(old))
+
+
+def test_with_master_weights_other_leaves_are_updated_as_the_optimizer_says_and_none_is_shared():
+    params = {"norm": jnp.ones(2), "w": jnp.ones(2, jnp.bfloat16)}
+    tx = optim.with_master_weights(optax.sgd(0.25))
+    state = tx.init(params)
+    updates, _ = jax.jit(tx.update, donate_argnums=1)(params, state, params)
+    assert_bitwise_equal(optax.apply_updates(params, updates)["norm"], jnp.full(2, 0.75))
+    assert not params["norm"].is_deleted()
+
+
+@pytest.mark.parametrize("policy", ["O2", "16-true"])
+def test_a_train_step_of_half_parameters_skips_and_leaves_the_master_weights(policy):
+    def loss_fn(w, x):
+        return jnp.sum((w * x).astype(jnp.float32) ** 2)
+
+    tx = optim.with_master_weights(optax.sgd(1e-4, momentum=0.5))
+    step = mpjax.make_train_step(loss_fn, tx, policy, loss_scale=8, donate=False)
+    state, _ = step(step.init(jnp.ones(3)), jnp.ones(3))
+    assert state.params.dtype == jnp.float16
+    skipped, metrics = step(state, jnp.full(3, jnp.inf))
+    assert not bool(metrics["grads_finite"])
+    assert_bitwise_equal(skipped.params, state.params)
+    assert_bitwise_equal(skipped.opt_state.inner_state, state.opt_state.inner_state)
+
+
 # -- skipped steps --------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(2)
 @owners
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
-def test_law_10_a_run_with_a_bad_batch_is_the_run_without(own: Any, inside: bool):
+def test_law_10_a_run_with_a_bad_batch_is_the_run_without(own, inside):
     params = params_of()
     scaled, plain = mpjax.with_loss_scale, optax.adamw(1e-2)
     scale = mpjax.StaticLossScale(1)
@@ -192,7 +221,7 @@ def test_chances_come_from_seed_count_and_path():
     params = {"a": jnp.ones((8, 8), jnp.bfloat16), "b": jnp.ones((8, 8), jnp.bfloat16)}
     grads = jax.tree.map(lambda p: jnp.full(p.shape, -(2.0**-9)), params)
 
-    def moved(seed: Any, params: Any = params, steps: int = 1) -> Any:
+    def moved(seed, params=params, steps=1):
         grads_here = {key: grads[key] for key in params}
         tx = optim.with_stochastic_rounding(optax.sgd(1.0), seed)
         return train(tx, params, [grads_here] * steps)[0]
@@ -223,7 +252,7 @@ def test_a_restored_run_goes_on_as_if_it_had_not_stopped():
 
 @pytest.mark.sampled(2)
 @owners
-def test_law_15_shards_and_replicas_agree(own: Any, devices: list[jax.Device]):
+def test_law_15_shards_and_replicas_agree(own, devices):
     params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(16, 64)), jnp.bfloat16)}
     batches = [{"w": jnp.full((16, 64), 0.3 * k)} for k in range(1, 4)]
     tx = own(optax.adamw(1e-3))
@@ -283,7 +312,7 @@ COMPANY += [("split", name) for name in ("masked", "injected", "chain", "multi")
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "around"), COMPANY)
-def test_it_works_under_masks_partitions_and_injected_hyperparameters(name: str, around: str):
+def test_it_works_under_masks_partitions_and_injected_hyperparameters(name, around):
     own = OWNERS[name]
     params = {**params_of(), "norm": jnp.ones(3)}
     labels = {"w": "low", "b": "low", "norm": "high"}
@@ -308,7 +337,7 @@ def test_it_works_under_masks_partitions_and_injected_hyperparameters(name: str,
 
 @pytest.mark.sampled(2)
 @owners
-def test_flax_train_states_and_optimizers_take_it(own: Any):
+def test_flax_train_states_and_optimizers_take_it(own):
     tx = own(optax.adam(1e-2))
     params = params_of()
     want, _ = train(tx, params, [grads_of(params, 0)])
@@ -327,24 +356,20 @@ def test_flax_train_states_and_optimizers_take_it(own: Any):
 
 
 @owners
-def test_law_16_checkpoints_keep_every_bit(own: Any, tmp_path: Any):
+def test_law_16_checkpoints_keep_every_bit(own, tmp_path):
     _, state = train(own(optax.adam(1e-2)), params_of(), [grads_of(params_of(), 0)])
     empty = own(optax.adam(1e-2)).init(params_of())
-    packed = flax.serialization.from_bytes(empty, flax.serialization.to_bytes(state))
-    assert_bitwise_equal(packed, state)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        assert_bitwise_equal(checkpointer.restore(tmp_path / "state", empty), state)
+    for through in CHECKPOINTS:
+        assert_bitwise_equal(through(state, empty, tmp_path), state)
 
 
 @owners
-def test_law_09_one_trace_and_donated_buffers(own: Any):
+def test_law_09_one_trace_and_donated_buffers(own):
     tx = own(optax.adam(1e-2))
     params = params_of()
     state = tx.init(params)
 
-    def step(params: Any, state: Any, grads: Any) -> Any:
+    def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optim.apply_updates(params, updates), state
 
@@ -357,7 +382,7 @@ def test_law_09_one_trace_and_donated_buffers(own: Any):
 
 
 @pytest.mark.parametrize("own", OWNERS.values(), ids=OWNERS)
-def test_a_state_of_another_form_is_refused_while_tracing(own: Any):
+def test_a_state_of_another_form_is_refused_while_tracing(own):
     params = params_of()
     other = OWNERS["split"] if own is OWNERS["kahan"] else OWNERS["kahan"]
     with pytest.raises(ValueError, match=r"the state is no \w+; got a \w+State\.\n .*adopt_state"):

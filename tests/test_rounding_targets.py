@@ -1,8 +1,6 @@
 """Roundings stay in the programs for GPUs and TPUs that are not here: their values, run here."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import _hlo_values
 import jax
@@ -11,18 +9,13 @@ import numpy as np
 import optax
 import pytest
 from _helpers import compiled_for
+from _optimizers import OWNERS
 
 from mpjax import optim, pods
 from mpjax.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.standard_promotion("optax.apply_updates adds float32 to half parameters")
 
-OWNERS: dict[str, Callable[[Any], Any]] = {
-    "master": optim.with_master_weights,
-    "split": lambda tx: optim.with_master_weights(tx, bits=24),
-    "kahan": optim.with_kahan,
-    "stochastic": optim.with_stochastic_rounding,
-}
 NEAREST = {"nearest": lambda tx: tx}
 TARGETS = [
     pytest.param("h100", marks=pytest.mark.gpu_compiler),
@@ -38,8 +31,8 @@ ENDS = {
 }
 
 
-def stepper(tx: Any) -> Any:
-    def step(params: Any, state: Any, grads: Any) -> Any:
+def stepper(tx):
+    def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -47,7 +40,7 @@ def stepper(tx: Any) -> Any:
 
 
 @functools.cache
-def compiled(target: str, name: str, dtype: str, count: int) -> str:
+def compiled(target, name, dtype, count):
     """Returns the text of a step for hardware that is not here."""
     tx = (OWNERS | NEAREST)[name](optax.sgd(1.0))
     params = jax.ShapeDtypeStruct((count,), dtype)
@@ -55,7 +48,7 @@ def compiled(target: str, name: str, dtype: str, count: int) -> str:
     return compiled_for(target, stepper(tx), params, jax.eval_shape(tx.init, params), grads)
 
 
-def advanced(text: str, params: Any, state: Any, grads: Any) -> Any:
+def advanced(text, params, state, grads):
     """Returns what the program for the target makes of a step."""
     leaves, treedef = jax.tree.flatten(state)
     out = _hlo_values.run(text, *map(np.asarray, (params, *leaves, grads)))
@@ -71,7 +64,7 @@ def advanced(text: str, params: Any, state: Any, grads: Any) -> Any:
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name == "stochastic" else ()) for name in ENDS],
 )
-def test_a_thousand_steps_of_a_thousandth_end_there_as_here(target: str, name: str):
+def test_a_thousand_steps_of_a_thousandth_end_there_as_here(target, name):
     text = compiled(target, name, "bfloat16", 1024)
     tx = (OWNERS | NEAREST)[name](optax.sgd(1.0))
     params = jnp.ones(1024, jnp.bfloat16)
@@ -87,9 +80,7 @@ def test_a_thousand_steps_of_a_thousandth_end_there_as_here(target: str, name: s
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", OWNERS)
-def test_law_17_programs_for_what_is_not_here_land_on_the_same_bits(
-    target: str, name: str, dtype: str
-):
+def test_law_17_programs_for_what_is_not_here_land_on_the_same_bits(target, name, dtype):
     count = 50_000
     random = np.random.default_rng(5)
     # Every exponent of float16, and as many of bfloat16's; steps of every size beside them.
@@ -111,7 +102,7 @@ def test_law_17_programs_for_what_is_not_here_land_on_the_same_bits(
 def test_a_sum_as_in_a_textbook_is_dead_on_an_h100():
     """What the two tests above are for, and that they would see it."""
 
-    def textbook(params: Any, rest: Any, grads: Any) -> Any:
+    def textbook(params, rest, grads):
         step = rest.astype(jnp.float32) - grads
         full = params.astype(jnp.float32)
         new = (full + step).astype(params.dtype)
@@ -145,13 +136,13 @@ ONCE = {
 
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("form", ONCE)
-def test_a_tpu_takes_one_pass_over_what_a_step_holds(form: str):
+def test_a_tpu_takes_one_pass_over_what_a_step_holds(form):
     wrap, least = ONCE[form]
     tx, topology = wrap(optax.adamw(1e-3)), pods.get_topology("v5e-4")
     params = jax.ShapeDtypeStruct((4 * 2048, 2048), jnp.bfloat16)
     mesh = topology.make_mesh({"x": -1})
 
-    def placed(x: Any) -> Any:
+    def placed(x):
         spec = jax.P("x") if x.ndim else jax.P()
         return x.update(sharding=jax.sharding.NamedSharding(mesh, spec))
 
@@ -165,13 +156,13 @@ def test_a_tpu_takes_one_pass_over_what_a_step_holds(form: str):
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("name", OWNERS)
-def test_exported_modules_for_what_is_not_here_end_there_too(platform: str, name: str):
+def test_exported_modules_for_what_is_not_here_end_there_too(platform, name):
     if name == "stochastic":  # threefry is a kernel of its own on GPUs, which is not here
         tx = optim.with_stochastic_rounding(optax.sgd(1.0), jax.random.key(0, impl="rbg"))
     else:
         tx = OWNERS[name](optax.sgd(1.0))
 
-    def thousand(params: Any) -> Any:
+    def thousand(params):
         step = functools.partial(stepper(tx), grads=jnp.full(params.shape, -1e-3))
         body = lambda carry, _: (step(*carry), None)  # noqa: E731 - a scan's
         return jax.lax.scan(body, (params, tx.init(params)), None, 1000)[0][0]

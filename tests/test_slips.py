@@ -6,14 +6,13 @@ import pathlib
 import pickle
 import re
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _helpers import Traced
+from _helpers import Traced, over_shards
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -26,7 +25,7 @@ from mpjax.testing import assert_bitwise_equal
 PARAMS = {"w": jnp.array([1.0, -2.0])}
 
 
-def square(params: Any, x: Any) -> Any:
+def square(params, x):
     return jnp.mean((params["w"] * x) ** 2)
 
 
@@ -35,13 +34,11 @@ def square(params: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize("unscale", [None, False])
 @pytest.mark.parametrize("scale", [1024.0, mpjax.DynamicLossScale(2.0**15), None])
-def test_a_wrapped_optimizer_trains_at_full_speed_without_a_word_about_unscaling(
-    scale: Any, unscale: Any
-):
+def test_a_wrapped_optimizer_trains_at_full_speed_without_a_word_about_unscaling(scale, unscale):
     tx = mpjax.with_loss_scale(optax.sgd(0.25), scale)
 
     @jax.jit
-    def step(params: Any, state: Any, x: Any) -> Any:
+    def step(params, state, x):
         loss_scale = mpjax.current_loss_scale(state)
         grads = mpjax.grad(square, loss_scale=loss_scale, unscale=unscale)(params, x)
         updates, state = tx.update(grads, state, params)
@@ -51,30 +48,25 @@ def test_a_wrapped_optimizer_trains_at_full_speed_without_a_word_about_unscaling
     assert_bitwise_equal(params, {"w": jnp.array([0.75, -1.5])})
 
 
-def test_a_scale_of_ones_own_gives_true_gradients():
-    grads = mpjax.grad(square, loss_scale=mpjax.DynamicLossScale())(PARAMS, jnp.ones(2))
-    assert_bitwise_equal(grads, {"w": jnp.array([1.0, -2.0])})
-
-
 class Halving:
     """A loss scale of a user's own class: half as much after each overflow, and a count of them."""
 
-    def __init__(self, loss_scale: Any = 64.0, overflows: Any = 0):
+    def __init__(self, loss_scale=64.0, overflows=0):
         self.loss_scale = jnp.asarray(loss_scale, jnp.float32)
         self.overflows = jnp.asarray(overflows, jnp.int32)
 
-    def scale(self, tree: Any) -> Any:
+    def scale(self, tree):
         return jax.tree.map(lambda x: x * self.loss_scale, tree)
 
-    def unscale(self, tree: Any) -> Any:
+    def unscale(self, tree):
         return jax.tree.map(lambda x: x / self.loss_scale, tree)
 
-    def adjust(self, grads_finite: Any) -> "Halving":
+    def adjust(self, grads_finite):
         smaller = jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2)
         return Halving(smaller, self.overflows + (~grads_finite).astype(jnp.int32))
 
 
-def made(_: None, children: Any) -> Halving:
+def made(_, children):
     new = object.__new__(Halving)
     new.loss_scale, new.overflows = children
     return new
@@ -84,10 +76,10 @@ jax.tree_util.register_pytree_node(Halving, lambda s: ((s.loss_scale, s.overflow
 
 
 @pytest.mark.parametrize("scale", [mpjax.StaticLossScale(8), mpjax.DynamicLossScale(8), Halving()])
-def test_the_mark_of_the_optimizers_scale_survives_what_a_step_does_with_it(scale: Any):
+def test_the_mark_of_the_optimizers_scale_survives_what_a_step_does_with_it(scale):
     state = mpjax.with_loss_scale(optax.sgd(0.1), scale).init(PARAMS)
     assert not any(map(is_owned, jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "adjust"))))
-    found: Any = mpjax.current_loss_scale(state)
+    found = mpjax.current_loss_scale(state)
     assert is_owned(found)
     assert is_owned(jax.jit(lambda s: s)(found))
     assert is_owned(jax.tree.map(lambda x: x, found))
@@ -99,7 +91,7 @@ def test_the_mark_of_the_optimizers_scale_survives_what_a_step_does_with_it(scal
     assert owned(found) is found
     assert repr(found) == repr(scale) or isinstance(scale, Halving)
     # No cache takes one for the other, and the mark is no leaf, so that no checkpoint holds it.
-    traced = Traced(lambda s: mpjax.grad(square, loss_scale=s)(PARAMS, jnp.ones(2)))
+    traced = Traced(taken)
     factor = float(scale.loss_scale)
     for given, want in ((found, factor), (scale, 1.0), (found, factor)):
         assert traced(given)["w"].tolist() == [want, -2 * want]
@@ -107,80 +99,59 @@ def test_the_mark_of_the_optimizers_scale_survives_what_a_step_does_with_it(scal
     assert len(jax.tree.leaves(found)) == len(jax.tree.leaves(scale))
 
 
-@pytest.mark.parametrize(
-    ("scale", "unscale", "said"),
-    [
-        (owned(mpjax.StaticLossScale(8)), True, r"got True.*twice(.|\n)*Leave unscale= out"),
-        (8.0, False, r"got False.*nothing would unscale(.|\n)*current_loss_scale\(opt_state\)"),
-        (8.0, 1, r"must be None, True or False; got 1"),
-    ],
-)
-def test_the_wrong_choice_names_the_right_call(scale: Any, unscale: Any, said: str):
-    with pytest.raises((ValueError, TypeError), match=said):
-        mpjax.value_and_grad(square, loss_scale=scale, unscale=unscale)
-
-
 # -- gradients of another scale than the optimizer's -----------------------------------------------
 
 
-def scaled_by_own(state: Any) -> Any:
-    return mpjax.grad(square, loss_scale=mpjax.current_loss_scale(state))(PARAMS, jnp.ones(2))
+def scaled_by_own(state):
+    return taken(mpjax.current_loss_scale(state))
 
 
-def at(value: float, state: Any) -> Any:
+def at(value, state):
     return state._replace(loss_scale=jnp.float32(value))
 
 
 DYNAMIC = mpjax.with_loss_scale(optax.sgd(0.25), mpjax.DynamicLossScale(8.0))
 ONLY_SKIPS = mpjax.with_loss_scale(optax.sgd(0.25))
 START = DYNAMIC.init(PARAMS)
+SCALE = mpjax.current_loss_scale(START)
 
 
-def number(state: Any) -> Any:
-    return mpjax.grad(square, loss_scale=state.loss_scale)(PARAMS, jnp.ones(2))
+def taken(scale):
+    return mpjax.grad(square, loss_scale=scale)(PARAMS, jnp.ones(2))
+
+
+def update(grads, state=START, tx=DYNAMIC):
+    return tx.update(grads, state, PARAMS)
 
 
 # What a step made of the scales, and what is said of it.
-SLIPS: dict[str, tuple[Any, str]] = {
+SLIPS = {
     "of an earlier state": (
-        lambda: DYNAMIC.update(scaled_by_own(START), at(16, START), PARAMS),
+        lambda: update(scaled_by_own(START), at(16, START)),
         r"'w' was taken with a loss scale of 8, and that of this optimizer is 16(.|\n)*earlier",
     ),
     "of an earlier state, traced": (
-        lambda: jax.jit(functools.partial(update_with, mpjax.current_loss_scale(START)))(START),
+        lambda: jax.jit(functools.partial(update_with, SCALE))(START),
         r"a loss scale of 8 that was read outside of this traced step(.|\n)*Type loss_scale=mpjax",
     ),
     "of another optimizer": (
-        lambda: DYNAMIC.update(scaled_by_own(at(512, START)), START, PARAMS),
+        lambda: update(scaled_by_own(at(512, START))),
         r"taken with a loss scale of 512, and that of this optimizer is 8",
     ),
     "for one that only skips": (
-        lambda: ONLY_SKIPS.update(scaled_by_own(START), ONLY_SKIPS.init(PARAMS), PARAMS),
+        lambda: update(scaled_by_own(START), ONLY_SKIPS.init(PARAMS), ONLY_SKIPS),
         r"of another optimizer, and this one holds none",
     ),
     "unscaled by hand": (
-        lambda: DYNAMIC.update(
-            mpjax.current_loss_scale(START).unscale(scaled_by_own(START)), START, PARAMS
-        ),
+        lambda: update(SCALE.unscale(scaled_by_own(START))),
         r"'w' is not scaled, and this optimizer would divide it(.|\n)*unscale\(grads\) has been",
     ),
     "taken with none": (
-        lambda: jax.jit(
-            lambda s: DYNAMIC.update(
-                mpjax.grad(square, loss_scale=None)(PARAMS, jnp.ones(2)), s, PARAMS
-            )
-        )(START),
+        lambda: jax.jit(lambda s: update(taken(None), s))(START),
         r"'w' is not scaled(.|\n)*current_loss_scale\(opt_state\)",
     ),
-    "taken with one's own": (
-        lambda: DYNAMIC.update(
-            mpjax.grad(square, loss_scale=mpjax.DynamicLossScale())(PARAMS, jnp.ones(2)),
-            START,
-            PARAMS,
-        ),
-        r"'w' is not scaled",
-    ),
-    "a number": (lambda: DYNAMIC.update(number(START), START, PARAMS), r"'w' is not scaled"),
+    "taken with one's own": (lambda: update(taken(mpjax.DynamicLossScale())), r"'w' is not scaled"),
+    "a number": (lambda: update(taken(START.loss_scale)), r"'w' is not scaled"),
     "clipped before": (
         lambda: mpjax.optim.clip_by_global_norm(1.0).update(scaled_by_own(START), None),
         r"clip_by_global_norm: gradient 'w' is multiplied(.|\n)*Clip inside",
@@ -194,36 +165,35 @@ SLIPS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", SLIPS)
 @pytest.mark.no_leak_check("pytest.raises keeps the frame that holds the tracer")
-def test_gradients_that_are_known_to_be_of_another_scale_are_refused(name: str):
+def test_gradients_that_are_known_to_be_of_another_scale_are_refused(name):
     run, said = SLIPS[name]
     with pytest.raises(ValueError, match=said):
         run()
 
 
-TWO = (DYNAMIC, mpjax.with_loss_scale(optax.sgd(0.25), mpjax.DynamicLossScale(512.0)))
+FASTER = mpjax.with_loss_scale(optax.sgd(0.25), mpjax.DynamicLossScale(512.0))
 
 
-def update_with(scale: Any, state: Any) -> Any:
-    grads = mpjax.grad(square, loss_scale=scale)(PARAMS, jnp.ones(2))
-    return DYNAMIC.update(grads, state, PARAMS)[0]
+def update_with(scale, state):
+    return update(taken(scale), state)[0]
 
 
 @pytest.mark.parametrize(
     ("scale", "state"),
     [
-        (mpjax.current_loss_scale(START), START),  # the same number under two names
-        (mpjax.current_loss_scale(TWO[1].init(PARAMS)), START),  # another optimizer's
-        (mpjax.current_loss_scale(START), at(64, START)),  # of an earlier state
+        (SCALE, START),  # the same number under two names
+        (mpjax.current_loss_scale(FASTER.init(PARAMS)), START),  # another optimizer's
+        (SCALE, at(64, START)),  # of an earlier state
     ],
 )
 def test_a_scale_that_comes_in_as_an_argument_is_the_one_that_gradients_are_divided_by(
-    scale: Any, state: Any
+    scale, state
 ):
     want = {"w": -0.25 * square_grads()["w"]}
     assert_bitwise_equal(jax.jit(update_with)(scale, state), want)
 
 
-def square_grads() -> Any:
+def square_grads():
     return jax.grad(square)(PARAMS, jnp.ones(2))
 
 
@@ -233,31 +203,28 @@ def test_a_static_scale_may_be_read_outside_and_gradients_may_be_taken_apart():
     scale = mpjax.current_loss_scale(state)
 
     @jax.jit
-    def step(state: Any) -> Any:
-        grads = mpjax.grad(square, loss_scale=scale)(PARAMS, jnp.ones(2))
-        return tx.update(grads, state, PARAMS)[0]
+    def step(state):
+        return tx.update(taken(scale), state, PARAMS)[0]
 
     want = {"w": -0.25 * square_grads()["w"]}
     assert_bitwise_equal(step(state), want)
     # Through a jit of their own, and a sum: other arrays, of which nothing is known or said.
-    grads = jax.jit(lambda s: mpjax.grad(square, loss_scale=s)(PARAMS, jnp.ones(2)))(scale)
+    grads = jax.jit(taken)(scale)
     assert_bitwise_equal(tx.update(grads, state, PARAMS)[0], want)
     halves = jax.tree.map(lambda g: g / 2 + g / 2, scaled_by_own(state))
     assert_bitwise_equal(tx.update(halves, state, PARAMS)[0], want)
 
 
-SCALE = mpjax.current_loss_scale(START)
 TRUE = {"w": jnp.array([-0.25, 0.5])}  # the updates of a step that is right
 OTHER = mpjax.with_loss_scale(optax.sgd(0.25), mpjax.DynamicLossScale(8.0)).init(PARAMS)
-TAKEN = jax.jit(lambda s: mpjax.grad(square, loss_scale=s)(PARAMS, jnp.ones(2)))
 
 
-def updates_of(grads: Any, state: Any = START) -> Any:
-    return DYNAMIC.update(grads, state, PARAMS)[0]
+def updates_of(grads, state=START):
+    return update(grads, state)[0]
 
 
 # As docs/recipes.md lists them: what nobody sees, and by how much its updates are wrong.
-UNSEEN: dict[str, tuple[Any, float]] = {
+UNSEEN = {
     "`jax.grad` into an optimizer that is wrapped": (lambda: updates_of(square_grads()), 1 / 8),
     "Gradients changed by your own arithmetic": (
         lambda: updates_of({"w": scaled_by_own(START)["w"] / SCALE.loss_scale}),
@@ -268,7 +235,7 @@ UNSEEN: dict[str, tuple[Any, float]] = {
         9 / 8,
     ),
     "Gradients from one jitted function into another": (
-        lambda: updates_of(TAKEN(SCALE), at(16, START)),
+        lambda: updates_of(jax.jit(taken)(SCALE), at(16, START)),
         1 / 2,
     ),
     "Scaled gradients into an optimizer that is not wrapped": (
@@ -283,7 +250,7 @@ UNSEEN: dict[str, tuple[Any, float]] = {
 
 
 @pytest.mark.parametrize("name", UNSEEN)
-def test_what_is_not_seen_is_listed_openly_and_counted(name: str):
+def test_what_is_not_seen_is_listed_openly_and_counted(name):
     run, factor = UNSEEN[name]
     got = run()  # no error: where one comes, the docs have one fewer
     np.testing.assert_allclose(got["w"], factor * np.asarray(TRUE["w"]), rtol=1e-6)
@@ -304,20 +271,8 @@ def test_tags_keep_no_gradient_alive():
     assert len(_KNOWN) < before
 
 
-def wrapped(tx: Any = None) -> Any:
+def wrapped(tx=None):
     return mpjax.with_loss_scale(tx or optax.sgd(0.1), mpjax.DynamicLossScale())
-
-
-def test_a_wrapper_around_a_wrapper_is_refused_where_the_state_is_made():
-    for inside in (
-        wrapped(),
-        optax.chain(optax.clip(1.0), wrapped()),
-        optax.masked(wrapped(), True),
-    ):
-        with pytest.raises(
-            ValueError, match=r"holds a loss scale already(.|\n)*Drop one of the two"
-        ):
-            wrapped(inside).init(PARAMS)
 
 
 BEHIND = {
@@ -329,7 +284,7 @@ BEHIND = {
 
 
 @pytest.mark.parametrize("name", BEHIND)
-def test_what_stands_before_the_wrapper_is_refused_by_all_that_see_it(name: str):
+def test_what_stands_before_the_wrapper_is_refused_by_all_that_see_it(name):
     tx = BEHIND[name]
     said = r"stands behind 1 of its chain(.|\n)*Move them inside: with_loss_scale\(optax.chain\("
     state = tx.init(PARAMS)
@@ -349,7 +304,7 @@ def test_what_stands_before_the_wrapper_is_refused_by_all_that_see_it(name: str)
         optax.partition({"z": wrapped(), "b": optax.sgd(1.0)}, {"w": "z"}),
     ],
 )
-def test_what_stands_behind_or_beside_the_wrapper_is_taken(tx: Any):
+def test_what_stands_behind_or_beside_the_wrapper_is_taken(tx):
     step = mpjax.make_train_step(square, tx)
     state, metrics = step(step.init(PARAMS), jnp.ones(2))
     assert bool(metrics["grads_finite"])
@@ -370,7 +325,7 @@ BEHIND_IT = {
 
 
 @pytest.mark.parametrize("name", BEHIND_IT)
-def test_what_stands_behind_the_wrapper_in_a_chain_is_skipped_with_it(name: str):
+def test_what_stands_behind_the_wrapper_in_a_chain_is_skipped_with_it(name):
     tx = BEHIND_IT[name](mpjax.with_loss_scale(optax.sgd(0.25), 8.0))
     step = mpjax.make_train_step(square, tx, donate=False)
     good, bad = jnp.ones(2), jnp.array([1.0, jnp.inf])
@@ -390,19 +345,19 @@ def test_what_stands_behind_the_wrapper_in_a_chain_is_skipped_with_it(name: str)
 
 
 @pytest.mark.parametrize("name", ["partition", "masked"])
-def test_a_wrapper_around_some_of_the_parameters_is_refused(name: str):
+def test_a_wrapper_around_some_of_the_parameters_is_refused(name):
     params = {"w": jnp.ones(2), "v": jnp.ones(2)}
     label = {"w": "a", "v": "b"}
 
-    def around(inner: Any, outer: Any) -> Any:
+    def around(inner, outer):
         if name == "masked":
             return outer(optax.masked(inner(optax.sgd(0.25)), {"w": True, "v": False}))
         return outer(optax.partition({"a": inner(optax.sgd(0.25)), "b": optax.sgd(0.25)}, label))
 
-    def scaled(tx: Any) -> Any:
+    def scaled(tx):
         return mpjax.with_loss_scale(tx, mpjax.StaticLossScale(8.0))
 
-    def step_of(tx: Any) -> Any:
+    def step_of(tx):
         return mpjax.make_train_step(lambda p, x: jnp.sum(p["w"] ** 2 + p["v"] ** 2) * x, tx)
 
     with pytest.raises(ValueError, match=r"1 of 2 parameters: the others .* still scaled"):
@@ -428,7 +383,7 @@ def test_a_loss_scale_of_ones_own_is_held_adjusted_and_given_back():
     assert_bitwise_equal(state.params, {"w": jnp.array([0.75, -1.5])})
     state, metrics = step(state, jnp.array([1.0, jnp.inf]))
     assert_bitwise_equal(state.params, {"w": jnp.array([0.75, -1.5])})
-    found: Any = mpjax.current_loss_scale(state)
+    found = mpjax.current_loss_scale(state)
     assert (float(found.loss_scale), int(found.overflows)) == (32.0, 1)
     assert float(state.opt_state.loss_scale) == 32.0
     restored = pickle.loads(pickle.dumps(jax.tree.map(np.asarray, state)))
@@ -438,7 +393,7 @@ def test_a_loss_scale_of_ones_own_is_held_adjusted_and_given_back():
 
 def test_a_loss_scale_of_ones_own_that_changes_its_form_is_an_error():
     class Growing(Halving):
-        def adjust(self, grads_finite: Any) -> Any:
+        def adjust(self, grads_finite):
             return mpjax.StaticLossScale(2)
 
     jax.tree_util.register_pytree_node(Growing, lambda s: ((), None), lambda *_: Growing())
@@ -452,19 +407,8 @@ def test_a_loss_scale_of_ones_own_that_changes_its_form_is_an_error():
 # -- precisions that contradict each other ---------------------------------------------------------
 
 
-def test_autocast_of_another_policy_inside_a_step_is_warned_of():
-    step = mpjax.make_train_step(mpjax.autocast(square, "16-mixed"), optax.sgd(0.1), "bf16-mixed")
-    said = (
-        r"autocast\(square\): autocast to .*c=f16(.|\n)*inside a train step of p=f32,c=bf16,o=f32"
-    )
-    with pytest.warns(
-        mpjax.PolicyWarning, match=said + r"(.|\n)*Type make_train_step\(loss_fn, tx"
-    ):
-        step.lower(step.init(PARAMS), jnp.ones(2))
-
-
 @pytest.mark.parametrize("inside", ["bf16-mixed", "bfloat16", "float32"])
-def test_autocast_of_what_the_step_knows_is_taken_in_silence(inside: str):
+def test_autocast_of_what_the_step_knows_is_taken_in_silence(inside):
     step = mpjax.make_train_step(mpjax.autocast(square, inside), optax.sgd(0.1), "bf16-mixed")
     with warnings.catch_warnings():
         warnings.simplefilter("error", mpjax.PolicyWarning)
@@ -492,15 +436,8 @@ def test_a_default_policy_in_a_block_or_as_a_decorator_is_no_slip():
 # -- a run that cannot start, or cannot go on ------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-def test_parameters_that_are_not_finite_are_named_where_the_state_is_made(bad: float):
-    params = {"ok": jnp.ones(2), "head": {"w": jnp.array([1.0, bad], jnp.bfloat16)}}
-    said = r"parameter 'head/w' is not finite: (bf16|f32)\[2\], (1 inf, 0 nan|0 inf, 1 nan)"
-    with pytest.raises(ValueError, match=said):
-        mpjax.make_train_step(square, optax.sgd(0.1)).init(params)
-    with pytest.raises(ValueError, match=said):
-        mpjax.with_loss_scale(optax.sgd(0.1)).init(params)
-    jax.jit(mpjax.with_loss_scale(optax.sgd(0.1)).init)(params)  # traced: cannot be looked at
+def test_traced_parameters_cannot_be_looked_at_and_are_taken():
+    jax.jit(mpjax.with_loss_scale(optax.sgd(0.1)).init)({"w": jnp.array([1.0, jnp.nan])})
 
 
 def test_fifty_skips_in_a_row_are_a_diverged_run_by_default():
@@ -518,7 +455,7 @@ def test_fifty_skips_in_a_row_are_a_diverged_run_by_default():
 # -- a mean over parts is that of the whole --------------------------------------------------------
 
 
-def masked_loss(params: Any, batch: Any) -> Any:
+def masked_loss(params, batch):
     """A plain masked mean: 0 / 0 where all is masked."""
     errors = (batch["x"] @ params["w"]) ** 2
     count = batch["mask"].sum()
@@ -529,14 +466,14 @@ MASK = jnp.array([1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 0, 0], jnp.float32)
 BATCH = {"x": jax.random.normal(jax.random.key(0), (16, 2)), "mask": MASK}
 
 
-def update_of(**options: Any) -> Any:
+def update_of(**options):
     step = mpjax.make_train_step(masked_loss, optax.sgd(1.0), donate=False, **options)
     state, metrics = step(step.init(PARAMS), BATCH)
     return state.params["w"], metrics["loss"], bool(metrics["grads_finite"])
 
 
 @pytest.mark.parametrize("scale", [None, mpjax.DynamicLossScale(2.0**10)])
-def test_a_weighted_loss_is_the_whole_batchs_a_masked_micro_batch_included(scale: Any):
+def test_a_weighted_loss_is_the_whole_batchs_a_masked_micro_batch_included(scale):
     whole, loss, _ = update_of(has_aux=True, loss_scale=scale)
     for accumulate in (1, 2, 4, 8):
         params, got, finite = update_of(weighted=True, accumulate=accumulate, loss_scale=scale)
@@ -548,24 +485,22 @@ def test_a_weighted_loss_is_the_whole_batchs_a_masked_micro_batch_included(scale
     assert_bitwise_equal(mean_of_means, PARAMS["w"])
 
 
-def test_a_weighted_loss_is_the_whole_batchs_over_shards(devices: Any):
+def test_a_weighted_loss_is_the_whole_batchs_over_shards(devices):
     whole, loss, _ = update_of(has_aux=True)
     mesh = Mesh(np.array(devices[:4]), ("data",))
     for accumulate, check_vma in ((1, True), (2, True), (2, False)):
         step = mpjax.make_train_step(
             masked_loss, optax.sgd(1.0), weighted=True, axis_name="data", accumulate=accumulate
         )
-        run = jax.shard_map(
-            step._step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
-        )
-        state, metrics = jax.jit(run)(step.init(PARAMS), BATCH)
+        run = over_shards(step._step, mesh, P(), P("data"), check_vma=check_vma)
+        state, metrics = run(step.init(PARAMS), BATCH)
         np.testing.assert_allclose(state.params["w"], whole, atol=2**-20)
         np.testing.assert_allclose(metrics["loss"], loss, atol=2**-20)
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_a_batch_without_any_weight_is_skipped_and_its_statistics_are_not_kept(accumulate: int):
-    def loss_fn(params: Any, seen: Any, batch: Any) -> Any:
+def test_a_batch_without_any_weight_is_skipped_and_its_statistics_are_not_kept(accumulate):
+    def loss_fn(params, seen, batch):
         loss, count = masked_loss(params, batch)
         mean = jnp.sum(batch["mask"] * batch["x"][:, 0]) / count
         return ((loss, count), (seen + mean, {"count": count}))
@@ -584,7 +519,7 @@ def test_a_batch_without_any_weight_is_skipped_and_its_statistics_are_not_kept(a
 
 
 def test_no_gradient_goes_into_a_weight():
-    def loss_fn(w: Any, x: Any) -> Any:
+    def loss_fn(w, x):
         return w * x, w * x
 
     step = mpjax.make_train_step(loss_fn, optax.sgd(1.0), weighted=True)

@@ -1,7 +1,5 @@
 """What scaling, checking and skipping add to the bytes that a compiled step accesses."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -17,22 +15,22 @@ READS, SHARE = 1.0, 0.01
 pytestmark = pytest.mark.standard_promotion("optax raises a float to the power of an integer count")
 
 
-def loss_fn(params: Any, batch: Any) -> Any:
+def loss_fn(params, batch):
     x = batch
     for layer in params:
         x = jnp.tanh(x @ layer["w"] + layer["b"])
     return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
-def cast_by_hand(policy: str) -> Any:
+def cast_by_hand(policy):
     cast = mpjax.get_policy(policy).cast_to_compute
     return lambda params, batch: loss_fn(cast(params), cast(batch))
 
 
-def wrapped(loss: Any, tx: Any, policy: str, loss_scale: Any, params: Any) -> tuple[Any, Any]:
+def wrapped(loss, tx, policy, loss_scale, params):
     tx = mpjax.with_loss_scale(tx, loss_scale or mpjax.get_loss_scale(policy))
 
-    def step(state: Any, batch: Any) -> Any:
+    def step(state, batch):
         scale = mpjax.current_loss_scale(state[1])
         value_and_grad = mpjax.value_and_grad(loss, loss_scale=scale)
         value, grads = value_and_grad(state[0], batch)
@@ -42,7 +40,7 @@ def wrapped(loss: Any, tx: Any, policy: str, loss_scale: Any, params: Any) -> tu
     return step, (params, tx.init(params))
 
 
-def accessed(step: Any, *args: Any) -> float:
+def accessed(step, *args):
     return jax.jit(step, donate_argnums=0).lower(*args).compile().cost_analysis()["bytes accessed"]
 
 
@@ -59,15 +57,13 @@ def accessed(step: Any, *args: Any) -> float:
     ],
 )
 @pytest.mark.parametrize("is_by_hand", [False, True])
-def test_scaling_and_skipping_cost_one_read_of_the_gradients(
-    policy: str, loss_scale: Any, is_by_hand: bool
-):
+def test_scaling_and_skipping_cost_one_read_of_the_gradients(policy, loss_scale, is_by_hand):
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     layer = {"w": jnp.ones((WIDTH, WIDTH)), "b": jnp.ones(WIDTH)}
     params, batch = [layer] * DEPTH, jnp.ones((64, WIDTH))
     loss = cast_by_hand(policy) if is_by_hand else autocast(loss_fn, policy)
 
-    def plain(state: Any, batch: Any) -> Any:
+    def plain(state, batch):
         value, grads = jax.value_and_grad(loss)(state[0], batch)
         updates, opt_state = tx.update(grads, state[1], state[0])
         return (optax.apply_updates(state[0], updates), opt_state), value

@@ -2,26 +2,21 @@
 
 import functools
 import pathlib
-import pickle
 import re
-from typing import Any
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-import orbax.checkpoint as ocp
 import pytest
+from _optimizers import CHECKPOINTS, train
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mpjax
 from mpjax import optim
-from mpjax._low_precision.codes import decode as eager_decode
-from mpjax._low_precision.codes import encode as eager_encode
-from mpjax._low_precision.rounding import scattered
+from mpjax._low_precision import codes, rounding
 from mpjax.testing import assert_bitwise_equal
 
 KINDS = ["int8", "float8"]
@@ -31,17 +26,17 @@ pytestmark = pytest.mark.standard_promotion(
 )
 
 
-decode = jax.jit(eager_decode)
+decode = jax.jit(codes.decode)
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "size", "second"))
-def encode(x: Any, kind: str, *, size: int | None = 256, second: bool, count: Any = 0) -> Any:
+def encode(x, kind, *, size=256, second, count=0):
     """Returns codes of a moment; each count has chances of its own."""
-    random = scattered(x.shape, jnp.asarray(count, jnp.int32), 1)
-    return eager_encode(x, kind, size, random, is_second=second)
+    random = rounding.scattered(x.shape, jnp.asarray(count, jnp.int32), 1)
+    return codes.encode(x, kind, size, random, is_second=second)
 
 
-def moment(shape: Any = (8, 512), *, second: bool, seed: int = 0) -> Any:
+def moment(shape=(8, 512), *, second, seed=0):
     random = np.random.default_rng(seed)
     x = random.normal(size=shape) * np.exp(3 * random.normal(size=shape))
     return jnp.asarray(x**2 if second else x, jnp.float32)
@@ -55,14 +50,14 @@ seconds = pytest.mark.parametrize("second", [False, True], ids=["first", "second
 
 @kinds
 @seconds
-def test_codes_that_are_decoded_come_back_whatever_the_chance(kind: str, second: bool):
+def test_codes_that_are_decoded_come_back_whatever_the_chance(kind, second):
     coded = encode(moment(second=second), kind, second=second)
     for count in range(1, 5):
         assert_bitwise_equal(encode(decode(coded), kind, second=second, count=count), coded)
 
 
 @kinds
-def test_a_second_moment_that_is_not_zero_does_not_become_zero(kind: str):
+def test_a_second_moment_that_is_not_zero_does_not_become_zero(kind):
     x = np.exp2(np.linspace(-120.0, 60.0, 8 * 512, dtype=np.float32)).reshape(8, 512)
     x[0, 3] = 0.0
     for count in range(4):
@@ -79,7 +74,7 @@ REACH |= {("float8", False): 1.5 / 8, ("float8", True): 3 / 8}
 
 
 @pytest.mark.parametrize(("kind", "second"), REACH)
-def test_codes_are_near_and_right_in_the_mean(kind: str, second: bool):
+def test_codes_are_near_and_right_in_the_mean(kind, second):
     x = moment(second=second)
     coded = jax.vmap(lambda count: encode(x, kind, second=second, count=count))(jnp.arange(200))
     draws = np.asarray(jax.vmap(decode)(coded))
@@ -95,7 +90,7 @@ def test_codes_are_near_and_right_in_the_mean(kind: str, second: bool):
 @kinds
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @seconds
-def test_what_is_not_finite_is_seen_and_stays_in_its_block(kind: str, bad: float, second: bool):
+def test_what_is_not_finite_is_seen_and_stays_in_its_block(kind, bad, second):
     x = moment((2, 8192), second=second).at[0, 5000].set(bad)  # XLA:CPU's maximum passes over NaN
     back = np.asarray(decode(encode(x, kind, second=second)))
     assert np.isnan(back[0, 4864:5120]).all()
@@ -105,7 +100,7 @@ def test_what_is_not_finite_is_seen_and_stays_in_its_block(kind: str, bad: float
 
 @kinds
 @seconds
-def test_a_row_can_be_one_block(kind: str, second: bool):
+def test_a_row_can_be_one_block(kind, second):
     x = moment((2, 8192), second=second).at[0, 5000].set(np.nan)
     coded = encode(x, kind, size=None, second=second)
     assert coded.scales.shape == (2, 1)
@@ -118,7 +113,7 @@ def test_a_row_can_be_one_block(kind: str, second: bool):
 
 @kinds
 @pytest.mark.parametrize("size", [1, 257, 1000])  # alone, one left over, four of 250
-def test_blocks_of_any_length(kind: str, size: int):
+def test_blocks_of_any_length(kind, size):
     x = np.array(moment((3, size), second=False))
     x[2] = 0
     coded = encode(x, kind, second=False)
@@ -132,14 +127,14 @@ def test_blocks_of_any_length(kind: str, size: int):
 # -- blocks that span decades ---------------------------------------------------------------------
 
 
-def _trainer(tx: Any) -> Any:
+def _trainer(tx):
     """Returns a function of sizes: weights after noisy gradients of these, the largest update."""
     target = jax.random.normal(jax.random.key(9), (16, 256))
     keys = jax.random.split(jax.random.key(0), 100)
 
     @jax.jit
-    def train(size: Any) -> tuple[Any, Any]:
-        def step(carry: Any, key: Any) -> Any:
+    def train(size):
+        def step(carry, key):
             params, state, largest = carry
             noise = 0.5 * jax.random.normal(key, target.shape)
             updates, state = tx.update((params - target + noise) * size, state, params)
@@ -169,7 +164,7 @@ STORES = {
 
 
 @functools.cache
-def most_by_spread() -> dict[tuple[float, str], float]:
+def most_by_spread():
     text = (pathlib.Path(__file__).parents[1] / "docs" / "optimizers.md").read_text()
     rows = re.findall(ROW, text, re.MULTILINE)
     sizes = [float(row[0].replace(",", "")) for row in rows]
@@ -179,7 +174,7 @@ def most_by_spread() -> dict[tuple[float, str], float]:
 
 
 @functools.cache
-def _trained_by(kind: str) -> Any:
+def _trained_by(kind):
     adam = optax.adam(1e-2)
     return _trainer(STORES[kind](adam) if kind in STORES else adam)
 
@@ -187,8 +182,8 @@ def _trained_by(kind: str) -> Any:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("size", SIZES)
-def test_updates_are_bounded_at_every_spread_as_the_docs_say(size: float, kind: str):
-    times: list[float] = []
+def test_updates_are_bounded_at_every_spread_as_the_docs_say(size, kind):
+    times = []
     for pattern in PATTERNS if size > 1 else ("an outlier",):
         sizes = PATTERNS[pattern](size)
         (want, most), (got, largest) = _trained_by("float32")(sizes), _trained_by(kind)(sizes)
@@ -202,7 +197,7 @@ def test_updates_are_bounded_at_every_spread_as_the_docs_say(size: float, kind: 
     assert kind != "bfloat16" or most_said <= 1.1
 
 
-def _after_steps(columns: Any, kind: str = "int8") -> tuple[Any, Any]:
+def _after_steps(columns, kind="int8"):
     tx = mpjax.with_loss_scale(optim.with_quantized_state(optax.adam(1e-3), kind))
     params = {"in": {"w": jnp.ones((64, 256))}, "out": jnp.ones((64, 256))}
     grads = {"in": {"w": jnp.ones((64, 256)) * columns}, "out": jnp.ones((64, 256))}
@@ -211,7 +206,7 @@ def _after_steps(columns: Any, kind: str = "int8") -> tuple[Any, Any]:
 
 @kinds
 @pytest.mark.parametrize("size", [1, 1e2, 1e4, 1e6])
-def test_what_is_too_wide_for_8_bits_is_said_with_what_to_type(size: float, kind: str):
+def test_what_is_too_wide_for_8_bits_is_said_with_what_to_type(size, kind):
     state, params = _after_steps(jnp.ones(256).at[5].set(size), kind)
     found = optim.moment_spread(state, params)
     (path, widest, share), (other, plain, none) = found.rows
@@ -258,7 +253,7 @@ AVERAGES = {
 
 
 @pytest.mark.parametrize("store", AVERAGES.values(), ids=AVERAGES)
-def test_averages_follow_float32_where_each_step_is_less_than_a_code(store: Any):
+def test_averages_follow_float32_where_each_step_is_less_than_a_code(store):
     kind = "float8" if store is AVERAGES["float8"] else "int8"
     params = {"w": jnp.zeros((2, 256))}  # the smallest that shows it
     adam = optax.scale_by_adam(b2=0.999)
@@ -266,8 +261,8 @@ def test_averages_follow_float32_where_each_step_is_less_than_a_code(store: Any)
     state, plain = tx.init(params), adam.init(params)
 
     @jax.jit
-    def steps(scale: float, state: Any, plain: Any, seed: int) -> Any:
-        def body(carry: Any, key: Any) -> Any:
+    def steps(scale, state, plain, seed):
+        def body(carry, key):
             grads = {"w": scale * jax.random.normal(key, (2, 256))}
             return (tx.update(grads, carry[0])[1], adam.update(grads, carry[1])[1]), None
 
@@ -295,10 +290,10 @@ def test_linear_codes_would_diverge():
 
 @pytest.mark.parametrize("store", AVERAGES.values(), ids=AVERAGES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
-def test_arithmetic_is_float32_and_small_leaves_are_left_alone(store: Any, dtype: Any):
+def test_arithmetic_is_float32_and_small_leaves_are_left_alone(store, dtype):
     seen = []
 
-    def look(updates: Any, state: Any, params: Any = None) -> Any:
+    def look(updates, state, params=None):
         seen.append({x.dtype for x in jax.tree.leaves((updates, state))})
         return updates, state
 
@@ -342,7 +337,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("name", MOMENTS)
-def test_moments_are_found_in_any_optimizer(name: str):
+def test_moments_are_found_in_any_optimizer(name):
     make, count = MOMENTS[name]
     params = {"w": jnp.ones((64, 64))}
     tx = optim.with_quantized_state(make())
@@ -358,36 +353,22 @@ def test_moments_are_found_in_any_optimizer(name: str):
 # -- composition ----------------------------------------------------------------------------------
 
 
-def small() -> Any:
+def small():
     return {"w": jnp.asarray(np.random.default_rng(0).normal(size=(64, 128)), jnp.bfloat16)}
 
 
-def batch(seed: int) -> Any:
+def batch(seed):
     return {"w": jnp.asarray(np.random.default_rng(seed).normal(size=(64, 128)), jnp.float32)}
 
 
-@functools.cache
-def stepper(tx: Any) -> Any:
-    @jax.jit
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
-def run(tx: Any, batches: list[Any], params: Any = None) -> Any:
-    params = small() if params is None else params
-    state = jax.jit(tx.init)(params)
-    for grads in batches:
-        params, state = stepper(tx)(params, state, grads)
-    return params, state
+def run(tx, batches):
+    return train(tx, small(), batches)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("store", AVERAGES.values(), ids=AVERAGES)
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
-def test_law_10_a_skipped_step_leaves_every_code(store: Any, inside: bool):
+def test_law_10_a_skipped_step_leaves_every_code(store, inside):
     scale = mpjax.StaticLossScale(1)
     adam = optax.adam(0.01)
     tx = store(mpjax.with_loss_scale(adam, scale)) if inside else mpjax.with_loss_scale(store(adam))
@@ -400,7 +381,7 @@ def test_law_10_a_skipped_step_leaves_every_code(store: Any, inside: bool):
 
 
 @kinds
-def test_with_an_owner_of_the_rounding_inside_and_outside(kind: str):
+def test_with_an_owner_of_the_rounding_inside_and_outside(kind):
     adam = optax.adamw(1e-2)
     outside = optim.with_kahan(optim.with_quantized_state(adam, kind))
     inside = optim.with_quantized_state(optim.with_kahan(adam), kind)
@@ -410,18 +391,12 @@ def test_with_an_owner_of_the_rounding_inside_and_outside(kind: str):
 
 
 @kinds
-def test_law_16_checkpoints_and_nnx_keep_every_code(kind: str, tmp_path: Any):
+def test_law_16_checkpoints_and_nnx_keep_every_code(kind, tmp_path):
     tx = optim.with_quantized_state(optax.adam(1e-2), kind)
     _, state = run(tx, [batch(0)])
     empty = tx.init(small())
-    assert_bitwise_equal(pickle.loads(pickle.dumps(state)), state)
-    assert_bitwise_equal(
-        flax.serialization.from_bytes(empty, flax.serialization.to_bytes(state)), state
-    )
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        assert_bitwise_equal(checkpointer.restore(tmp_path / "state", empty), state)
+    for through in CHECKPOINTS:
+        assert_bitwise_equal(through(state, empty, tmp_path), state)
     model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
@@ -430,9 +405,7 @@ def test_law_16_checkpoints_and_nnx_keep_every_code(kind: str, tmp_path: Any):
 
 
 @pytest.mark.parametrize("size", [256, None], ids=["blocks", "rows"])
-def test_law_15_blocks_along_the_last_axis_move_nothing_between_devices(
-    size: int | None, devices: list[jax.Device]
-):
+def test_law_15_blocks_along_the_last_axis_move_nothing_between_devices(size, devices):
     mesh = Mesh(np.array(devices).reshape(2, 4), ("data", "model"))
     placed = NamedSharding(mesh, PartitionSpec("data", "model"))
     params, grads = (
@@ -452,18 +425,12 @@ def test_law_15_blocks_along_the_last_axis_move_nothing_between_devices(
 # -- what is refused ------------------------------------------------------------------------------
 
 
-def test_rules_choose_and_are_checked():
+def test_rules_choose():
     params = {"head": {"kernel": jnp.ones((64, 64))}, "embedding": jnp.ones((64, 64))}
     rules = {"head/*": "float32", "embed*": "float8"}
     state = optim.with_quantized_state(optax.adam(0.1), rules=rules).init(params)
     assert state.inner_state[0].mu["head"]["kernel"].dtype == jnp.float32
     assert state.inner_state[0].mu["embedding"].codes.dtype == jnp.float8_e4m3fn
-    with pytest.raises(ValueError, match=r"\(rules\): the rule 'a' says 'int4'\.\n  Accepted: '"):
-        optim.with_quantized_state(optax.adam(0.1), rules={"a": "int4"})
-    with pytest.raises(ValueError, match=r"unknown kind 'int4'\.\n  Accepted: 'int8', 'float8'"):
-        optim.with_quantized_state(optax.adam(0.1), "int4")
-    with pytest.warns(mpjax.PolicyWarning, match=r"\(rules\): rule 1 of 1, 'tail', matches none"):
-        optim.with_quantized_state(optax.adam(0.1), rules={"tail": "int8"}).init(params)
 
 
 def test_a_state_of_another_form_is_refused_while_tracing():
@@ -479,7 +446,7 @@ def test_a_state_of_another_form_is_refused_while_tracing():
 
 @pytest.mark.parametrize("store", [optim.with_quantized_state, optim.with_state_dtypes])
 @pytest.mark.parametrize("jit", [False, True])
-def test_what_is_complex_passes_through_both_ways(store: Any, jit: bool):
+def test_what_is_complex_passes_through_both_ways(store, jit):
     params = {"spectral": jnp.ones((9, 64, 64), jnp.complex64), "linear": jnp.ones((64, 64))}
     grads = jax.tree.map(lambda p: p * 0.5, params)
     plain, tx = optax.adam(1e-2), store(optax.adam(1e-2))

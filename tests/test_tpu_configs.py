@@ -3,8 +3,6 @@
 import datetime
 import json
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import _trainer
 import jax
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 from _trainer import ROOT, TRAINER
-from pod_job.config import Job, load_config, record_check
+from pod_job.config import load_config, record_check
 
 from mpjax import check_support, pods
 
@@ -22,7 +20,7 @@ NAMES = [path.stem for path in CONFIGS]
 TARGETS = {"cpu-smoke", "v4-8", "v5e-16", "v5e-256", "v5p-128", "v6e-64", "v6e-256", "tpu7x-128"}
 TARGETS |= {f"{gpu}-{low}" for gpu in ("a100-1", "h100-8", "h100-64") for low in ("bf16", "f16")}
 
-train_pod: Any = _trainer.as_module()
+train_pod = _trainer.as_module()
 
 pytestmark = [
     pytest.mark.standard_promotion("optax raises a float to the power of an integer count"),
@@ -35,7 +33,7 @@ def test_every_target_has_its_config():
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
-def test_what_a_config_expects_is_what_its_sizes_give(path: Path):
+def test_what_a_config_expects_is_what_its_sizes_give(path):
     job = load_config(path)
     sizes = [leaf.size for leaf in jax.tree.leaves(train_pod.param_shapes(job))]
     axes = job.mesh_axes(job.topology.num_devices)
@@ -46,14 +44,14 @@ def test_what_a_config_expects_is_what_its_sizes_give(path: Path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
-def test_the_precision_is_one_that_the_accelerator_is_fast_in(path: Path):
+def test_the_precision_is_one_that_the_accelerator_is_fast_in(path):
     job = load_config(path)
     if job.topology.chip.platform != "cpu":
         assert check_support(job.precision, job.topology.chip.key).status == "native"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
-def test_every_config_records_a_check_that_found_nothing_and_fits(path: Path):
+def test_every_config_records_a_check_that_found_nothing_and_fits(path):
     checked = load_config(path).checked
     assert checked is not None
     assert checked.result == "nothing wrong"
@@ -64,7 +62,7 @@ def test_every_config_records_a_check_that_found_nothing_and_fits(path: Path):
 
 
 @pytest.mark.parametrize("gpu", ["a100-1", "h100-8", "h100-64"])
-def test_float16_and_bfloat16_are_the_same_job(gpu: str):
+def test_float16_and_bfloat16_are_the_same_job(gpu):
     low, brain = (load_config(ROOT / f"tpu_configs/{gpu}-{d}.yaml") for d in ("f16", "bf16"))
     assert (low.precision, brain.precision) == ("16-mixed", "bf16-mixed")
     assert (low.model, low.mesh, low.optimizer) == (brain.model, brain.mesh, brain.optimizer)
@@ -72,7 +70,7 @@ def test_float16_and_bfloat16_are_the_same_job(gpu: str):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tpu_configs/launch").glob("*.sh")), ids=str)
-def test_a_launch_script_is_sound_shell_and_names_the_trainer(path: Path):
+def test_a_launch_script_is_sound_shell_and_names_the_trainer(path):
     done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "examples/train_pod.py" in path.read_text()
@@ -94,7 +92,7 @@ def test_the_jobset_starts_one_pod_a_host():
 # -- compiled small --------------------------------------------------------------------------------
 
 
-def compiled_small(path: Path) -> Any:
+def compiled_small(path):
     """Returns the check of a config with two narrow layers, on its own topology and mesh."""
     width = 16 * load_config(path).topology.num_devices  # so that every shard has some columns
     sizes = {"layers": 2, "width": max(width, 512), "heads": 8, "hidden": max(width, 512)}
@@ -106,7 +104,7 @@ def compiled_small(path: Path) -> Any:
     return pods.check(trainer.step, trainer.specs(), topology, policy=job.precision)
 
 
-def targets() -> list[Any]:
+def targets():
     """Returns the configs as parameters; each but the first of its platform is slow."""
     compilers = {"tpu": [pytest.mark.tpu_compiler], "cuda": [pytest.mark.gpu_compiler], "cpu": []}
     found = []
@@ -118,7 +116,7 @@ def targets() -> list[Any]:
 
 
 @pytest.mark.parametrize("path", targets())
-def test_a_config_compiles_small_for_its_own_topology(path: Path):
+def test_a_config_compiles_small_for_its_own_topology(path):
     report = compiled_small(path)
     assert report.ok, str(report)
     low = {"16-mixed": "f16", "bf16-mixed": "bf16"}[load_config(path).precision]
@@ -140,12 +138,12 @@ def test_a_whole_job_is_still_what_its_config_records():
     assert report["times"]["bound"] == recorded.bound
 
 
-def test_a_record_is_read_back_and_replaces_the_one_before(tmp_path: Path):
+def test_a_record_is_read_back_and_replaces_the_one_before(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text((ROOT / "tpu_configs/cpu-smoke.yaml").read_text())
     step = jax.jit(lambda state, x: (state - 0.1 * x, x.sum()), donate_argnums=0)
     report = pods.check(step, (jnp.ones(4), jnp.ones(4)), "cpu:1")
-    job: Job = load_config(path, ["model.layers=1"])
+    job = load_config(path, ["model.layers=1"])
     for _ in range(2):
         record_check(path, job, report)
     assert path.read_text().count("checked:") == 1

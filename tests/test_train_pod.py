@@ -4,17 +4,14 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import _trainer
 import jax
 import numpy as np
 import pytest
 import yaml
-from _trainer import TRAINER, read_until
+from _trainer import TEXTS, TINY, TRAINER, read_until
 from pod_job import corpus as corpus_module
 from pod_job.checkpoints import Checkpoints
 from pod_job.config import AXES, load_config
@@ -25,34 +22,20 @@ import mpjax
 from mpjax import pods
 from mpjax.testing import assert_bitwise_equal
 
-train_pod: Any = _trainer.as_module()
+train_pod = _trainer.as_module()
 
 pytestmark = [
     pytest.mark.standard_promotion("optax raises a float to the power of an integer count"),
     pytest.mark.no_leak_check("the check keeps the jaxpr of what it traces"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),  # Orbax's
 ]
-TEXTS = Path(json.__file__).parent  # some sources that nobody edits while the tests run
-TINY = {
-    "hardware": "a test",
-    "accelerator": "cpu:8",
-    "model": {"width": 16, "layers": 2, "heads": 2, "hidden": 32},
-    "precision": "16-mixed",
-    "sequence_length": 16,
-    "global_batch_size": 8,
-    "optimizer": {"learning_rate": 1.0e-2, "warmup_steps": 2},
-    "loss_scale": {"initial": 2.0**20, "growth_interval": 4},  # the first steps overflow
-    "steps": 12,
-    "log_every": 1,
-}
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(tmp_path):
     """A small job whose corpus is a package of the standard library."""
-    data = {"path": str(TEXTS), "held_out": 0.4}
     values = TINY | {
-        "data": data | {"cache": str(tmp_path / "corpus")},
+        "data": TINY["data"] | {"cache": str(tmp_path / "corpus")},
         "checkpoint": {"folder": str(tmp_path / "checkpoints"), "every": 5, "keep": 2},
     }
     path = tmp_path / "job.yaml"
@@ -60,14 +43,14 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def trainer_on(config: Path, axes: dict[str, int], precision: str) -> Any:
+def trainer_on(config, axes, precision):
     sizes = [f"mesh.{name}={size}" for name, size in axes.items()]
     devices = int(np.prod(list(axes.values())))
     job = load_config(config, [*sizes, f"accelerator=cpu:{devices}", f"precision={precision}"])
     return train_pod.Trainer(job, pods.get_topology(f"cpu:{devices}").make_mesh(axes))
 
 
-def gradients(trainer: Any) -> tuple[Any, Any]:
+def gradients(trainer):
     """Returns loss and gradients of the first step."""
     mapped = trainer._mapped(
         trainer._local_grads, (train_pod.P(), train_pod.PARAM_SPECS), train_pod.P()
@@ -79,7 +62,7 @@ def gradients(trainer: Any) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def of_one_device(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+def of_one_device(tmp_path_factory):
     path = tmp_path_factory.mktemp("one") / "job.yaml"
     path.write_text(yaml.safe_dump(TINY))
     return gradients(trainer_on(path, {"data": 1, "fsdp": 1, "tensor": 1}, "32-true"))
@@ -94,9 +77,7 @@ def of_one_device(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
         pytest.param((1, 1, 2), id="tensor", marks=pytest.mark.slow),
     ],
 )
-def test_every_mesh_computes_what_one_device_does(
-    sizes: tuple[int, ...], config: Path, of_one_device: tuple[Any, Any]
-):
+def test_every_mesh_computes_what_one_device_does(sizes, config, of_one_device):
     one, single = of_one_device
     axes = dict(zip(AXES, sizes, strict=True))
     loss, grads = gradients(trainer_on(config, axes, "32-true"))
@@ -121,7 +102,7 @@ _NEWER_EMITTERS = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "precision", ["bf16-mixed", pytest.param("16-mixed", marks=_NEWER_EMITTERS)]
 )
-def test_the_check_of_its_step_passes_on_all_mesh_axes(precision: str, config: Path):
+def test_the_check_of_its_step_passes_on_all_mesh_axes(precision, config):
     # Large enough that the check takes no collective for a scalar's.
     trainer = trainer_on(config, {"data": 2, "fsdp": 2, "tensor": 2}, precision)
     report = pods.check(trainer.step, trainer.specs(), "cpu:8", policy=precision)
@@ -140,7 +121,7 @@ def test_a_replayed_batch_depends_on_its_step_and_row_alone():
     assert not (corpus.windows(step=6, rows=slice(None), **pick) == whole).all()
 
 
-def test_held_out_files_are_not_learnt_from(config: Path):
+def test_held_out_files_are_not_learnt_from(config):
     corpus = open_corpus(load_config(config).data, 16)
     files = sorted(f for f in TEXTS.glob("*.py") if f.stat().st_size)
     texts = [f.read_bytes() for f in files]
@@ -157,7 +138,7 @@ def test_a_trigram_model_is_counted_right():
     assert trigram_bits(text, np.frombuffer(b"bac", np.uint8)[None]) == pytest.approx(expected)
 
 
-def test_a_corpus_larger_than_memory_is_read_in_chunks(config: Path, monkeypatch: Any):
+def test_a_corpus_larger_than_memory_is_read_in_chunks(config, monkeypatch):
     job = load_config(config)
     one = open_corpus(job.data, 16)
     windows = one.held_out_windows(8, 16)
@@ -177,7 +158,7 @@ def test_a_corpus_larger_than_memory_is_read_in_chunks(config: Path, monkeypatch
 # -- as a program ----------------------------------------------------------------------------------
 
 
-def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(config, *arguments):
     here = ["--simulate", "2", "--set", "accelerator=cpu:2", "--out", str(config.parent / "out")]
     return _trainer.start(TRAINER, config, *here, *arguments)
 
@@ -192,9 +173,7 @@ def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
         (["precision=bf16"], "'bf16-mixed'"),
     ],
 )
-def test_bad_input_is_a_message_and_exit_code_2(
-    changes: list[str], said: str, config: Path, monkeypatch: Any, capsys: Any
-):
+def test_bad_input_is_a_message_and_exit_code_2(changes, said, config, monkeypatch, capsys):
     arguments = [part for change in changes for part in ("--set", change)]
     monkeypatch.setattr(sys, "argv", ["train_pod.py", str(config), *arguments])
     assert train_pod.main() == 2
@@ -212,16 +191,14 @@ def test_bad_input_is_a_message_and_exit_code_2(
         (["--num-processes", "2", "--distributed"], "some are missing"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(
-    options: list[str], said: str, config: Path, monkeypatch: Any, capsys: Any
-):
+def test_options_that_do_not_go_together_are_refused(options, said, config, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train_pod.py", str(config), *options])
     assert train_pod.main() == 2
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
-def test_a_check_without_the_compiler_says_what_to_install(config: Path):
+def test_a_check_without_the_compiler_says_what_to_install(config):
     process = start(config, "--set", "accelerator=v5e-8", "--check")
     said, errors = process.communicate(timeout=300)
     assert (process.returncode, said) == (2, "")
@@ -229,14 +206,14 @@ def test_a_check_without_the_compiler_says_what_to_install(config: Path):
     assert "'cpu:8' checks all but memory" in errors
 
 
-def test_a_mesh_that_does_not_fit_the_simulated_devices_is_refused(config: Path):
+def test_a_mesh_that_does_not_fit_the_simulated_devices_is_refused(config):
     process = start(config, "--simulate", "3")
     said, errors = process.communicate(timeout=300)
     assert (process.returncode, said) == (2, "")
     assert "global_batch_size: 8 does not divide over data x fsdp = 3.\n  Type 6 or 9" in errors
 
 
-def test_processes_with_other_compiler_flags_are_told_apart(monkeypatch: Any):
+def test_processes_with_other_compiler_flags_are_told_apart(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_a=1")
     one = train_pod.surroundings()
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_a=2")
@@ -245,7 +222,7 @@ def test_processes_with_other_compiler_flags_are_told_apart(monkeypatch: Any):
         raise_differences([one, train_pod.surroundings()], "config")
 
 
-def last_state(config: Path, folder: str) -> Any:
+def last_state(config, folder):
     job = load_config(config)
     one = {"data": 1, "fsdp": 1, "tensor": 1}
     trainer = train_pod.Trainer(job, pods.get_topology("cpu:1").make_mesh(one))
@@ -256,7 +233,7 @@ def last_state(config: Path, folder: str) -> Any:
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_the_same_command_goes_on_to_the_same_bits(config: Path):
+def test_sigterm_saves_and_the_same_command_goes_on_to_the_same_bits(config):
     whole = start(config, "--set", f"checkpoint.folder={config.parent / 'whole'}")
     assert whole.wait(timeout=300) == 0, whole.stderr.read()
     process = start(config)

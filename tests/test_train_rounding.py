@@ -1,13 +1,13 @@
 """`rounding=` of a train step: what each does, and what is said where none was chosen."""
 
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _optimizers import OWNERS
 from flax import nnx
 
 import mpjax
@@ -17,14 +17,14 @@ from mpjax.testing import assert_bitwise_equal
 pytestmark = pytest.mark.standard_promotion("adamw decays bfloat16 weights in float32")
 
 
-def loss_fn(params: Any, x: Any) -> Any:
+def loss_fn(params, x):
     return jnp.mean((params["w"] * x).astype(jnp.float32))  # its gradient is x / 768
 
 
 START = {"w": jnp.full(768, 0.5)}
 
 
-def moved_after_100_steps(policy: str, rounding: Any, tx: Any = None) -> tuple[int, Any]:
+def moved_after_100_steps(policy, rounding, tx=None):
     """Adam at 6e-4, whose steps are 6e-4: half a unit in the last place of 0.5 is 2e-3."""
     step = mpjax.make_train_step(loss_fn, tx or optax.adam(6e-4), policy, rounding=rounding)
     state = step.init(START)
@@ -47,18 +47,13 @@ def test_nearest_moves_no_weight_in_100_steps_and_the_others_move_all():
 
 # What is left of a weight of 1 in one step: it is on the grid of 2⁻²⁴, as 1 and every step near it.
 FALLS = {"bfloat16": 2.0**-20 * 1.25, "float16": 2.0**-14 * 1.5}
-OWNERS = {
-    "master": optim.with_master_weights,
-    "kahan": optim.with_kahan,
-    "stochastic": optim.with_stochastic_rounding,
-}
 
 
-def falling(params: Any, x: Any) -> Any:
+def falling(params, x):
     return jnp.sum((params["w"] * x).astype(jnp.float32))
 
 
-def almost_all(dtype: str) -> optax.GradientTransformation:
+def almost_all(dtype):
     """A float32 step that leaves next to nothing of a weight of 1; no 16-bit gradient is one."""
     return optax.GradientTransformation(
         lambda _: optax.EmptyState(),
@@ -69,7 +64,7 @@ def almost_all(dtype: str) -> optax.GradientTransformation:
 @pytest.mark.parametrize(
     ("name", "policy"), [("master", "bf16-true"), ("stochastic", "bf16-true"), ("kahan", "16-true")]
 )
-def test_law_17_a_weight_that_all_but_vanishes_in_a_train_step_lands(name: str, policy: str):
+def test_law_17_a_weight_that_all_but_vanishes_in_a_train_step_lands(name, policy):
     dtype = mpjax.get_policy(policy).param_dtype
     left = jnp.asarray(FALLS[dtype.name], dtype)
     tx = OWNERS[name](almost_all(dtype.name))
@@ -97,7 +92,7 @@ def test_law_17_an_nnx_step_lands_on_copies_that_no_update_leads_to():
         def __init__(self):
             self.w = nnx.Param(jnp.full(8, 1.9921875 * 2.0**-20))
 
-    def loss(model: Model, x: Any) -> Any:
+    def loss(model, x):
         return falling({"w": model.w[...]}, x)
 
     tx = optim.with_master_weights(optax.sgd(1.0))
@@ -120,7 +115,7 @@ def test_rounding_goes_around_a_loss_scale_of_ones_own():
         ("16-true", r"c=f16,o=f16 keeps weights in float16, and loses an update below 2⁻¹²"),
     ],
 )
-def test_a_policy_that_loses_updates_says_so_in_one_line(policy: str, lost: str):
+def test_a_policy_that_loses_updates_says_so_in_one_line(policy, lost):
     step = mpjax.make_train_step(loss_fn, optax.adam(1e-3), policy)
     text = rf"^make_train_step: .*{lost} of its weight: type rounding='stochastic' or "
     text += r"'kahan', or wrap tx in mpjax\.optim\.with_master_weights; rounding='nearest' if.*\.$"
@@ -145,7 +140,7 @@ def test_nothing_is_said_where_nothing_is_lost_or_it_was_chosen():
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
-def test_rounding_of_float32_parameters_is_said_to_do_nothing(rounding: str):
+def test_rounding_of_float32_parameters_is_said_to_do_nothing(rounding):
     text = rf"parameters in float32, where '{rounding}' does nothing\.\n  Leave it out, or train "
     with pytest.warns(mpjax.PolicyWarning, match=text) as found:
         step = mpjax.make_train_step(loss_fn, optax.adam(1e-3), "bf16-mixed", rounding=rounding)

@@ -4,9 +4,7 @@ No row compiles more than a small array: what is wrong is said where it is given
 is traced.
 """
 
-from collections.abc import Callable
-from typing import Any
-
+import _wrong_numerics
 import _wrong_optim
 import _wrong_policies
 import _wrong_scales
@@ -15,14 +13,14 @@ import pytest
 
 pytestmark = pytest.mark.no_leak_check("pytest.raises keeps the frame that holds the tracer")
 
-ROWS = _wrong_policies.ROWS | _wrong_scales.ROWS | _wrong_steps.ROWS | _wrong_optim.ROWS
+ROWS = {}
+for rows in (_wrong_policies, _wrong_scales, _wrong_steps, _wrong_optim, _wrong_numerics):
+    ROWS |= rows.ROWS
 TABLE = {f"{area} {i}": row for area, rows in ROWS.items() for i, row in enumerate(rows)}
 
 
 @pytest.mark.parametrize(("call", "error", "said"), TABLE.values(), ids=TABLE)
-def test_a_wrong_use_is_refused_with_what_to_type(
-    call: Callable[[], Any], error: type[Exception], said: str
-):
+def test_a_wrong_use_is_refused_with_what_to_type(call, error, said):
     with pytest.raises(error) as caught:  # a warning is an error in these tests
         call()
     rest = str(caught.value)
