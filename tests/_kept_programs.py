@@ -6,6 +6,7 @@ further from float64 than twice that, or than PyTorch's rule.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +23,16 @@ Fun = Callable[..., Any]
 class Kept:
     """A program, its arguments, and whether its gradient in the first of them is compared."""
 
-    name: str
-    make: Callable[[Dot], Fun]
+    of_dot: Fun
     args: tuple[Any, ...]
     gradient: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.of_dot.__name__
+
+    def make(self, dot: Dot) -> Fun:
+        return functools.partial(self.of_dot, dot)
 
 
 PROGRAMS: list[Kept] = []
@@ -42,11 +49,11 @@ _X = _normal(8, _D)
 
 
 def program(*args: Any, gradient: bool = True) -> Callable[[Any], Any]:
-    """Adds a program, given as `make(dot)`, with its arguments."""
+    """Adds a program, a function of `dot` and of its arguments."""
 
-    def add(make: Any) -> Any:
-        PROGRAMS.append(Kept(make.__name__, make, args, gradient))
-        return make
+    def add(of_dot: Any) -> Any:
+        PROGRAMS.append(Kept(of_dot, args, gradient))
+        return of_dot
 
     return add
 
@@ -55,394 +62,306 @@ def program(*args: Any, gradient: bool = True) -> Callable[[Any], Any]:
 
 
 @program(_W, _X)
-def euler_scan(dot):
-    def fun(w, x):
-        def step(x, _):
-            return x + 1e-3 * jnp.tanh(dot(x, w)), None
+def euler_scan(dot, w, x):
+    def step(x, _):
+        return x + 1e-3 * jnp.tanh(dot(x, w)), None
 
-        return lax.scan(step, x, None, length=100)[0]
-
-    return fun
+    return lax.scan(step, x, None, length=100)[0]
 
 
 @program(_W, _X)
-def euler_fori(dot):
-    return lambda w, x: lax.fori_loop(0, 100, lambda _, x: x + 1e-3 * jnp.sin(dot(x, w)), x)
+def euler_fori(dot, w, x):
+    return lax.fori_loop(0, 100, lambda _, x: x + 1e-3 * jnp.sin(dot(x, w)), x)
 
 
 @program(_W, _X, gradient=False)
-def euler_while(dot):
-    def fun(w, x):
-        def step(carry):
-            x, t = carry
-            return x + 1e-3 * jnp.tanh(dot(x, w)), t + 1e-3
+def euler_while(dot, w, x):
+    def step(carry):
+        x, t = carry
+        return x + 1e-3 * jnp.tanh(dot(x, w)), t + 1e-3
 
-        return lax.while_loop(lambda carry: carry[1] < 0.1, step, (x, 0.0))[0]
-
-    return fun
+    return lax.while_loop(lambda carry: carry[1] < 0.1, step, (x, 0.0))[0]
 
 
 @program(_W, _X)
-def euler_unrolled(dot):
-    def fun(w, x):
-        for _ in range(20):
-            x = x + 2e-3 * jnp.tanh(dot(x, w))
-        return x
-
-    return fun
+def euler_unrolled(dot, w, x):
+    for _ in range(20):
+        x = x + 2e-3 * jnp.tanh(dot(x, w))
+    return x
 
 
 @program(_W, _X)
-def unrolled_after_encoder(dot):
-    def fun(w, x):
-        z = dot(x, w)  # a latent state, low from the start
-        for _ in range(20):
-            z = z + 2e-3 * jnp.tanh(dot(z, w))
-        return z
-
-    return fun
+def unrolled_after_encoder(dot, w, x):
+    z = dot(x, w)  # a latent state, low from the start
+    for _ in range(20):
+        z = z + 2e-3 * jnp.tanh(dot(z, w))
+    return z
 
 
 @program(_W, _X, np.float32(1e-2))
-def unrolled_with_a_given_step(dot):
-    def fun(w, x, step):
-        z = dot(x, w)
-        for _ in range(20):
-            z = z + step * jnp.tanh(dot(z, w))
-        return z
-
-    return fun
+def unrolled_with_a_given_step(dot, w, x, step):
+    z = dot(x, w)
+    for _ in range(20):
+        z = z + step * jnp.tanh(dot(z, w))
+    return z
 
 
 @program(_W, _X)
-def masked_steps(dot):
-    def fun(w, x):
-        def step(x, t):
-            moved = jnp.matmul(x, jnp.eye(_D, dtype=x.dtype), precision="highest")
-            return jnp.where(t < 0.9, moved + 2e-3 * jnp.tanh(dot(x, w)), x), None
+def masked_steps(dot, w, x):
+    def step(x, t):
+        moved = jnp.matmul(x, jnp.eye(_D, dtype=x.dtype), precision="highest")
+        return jnp.where(t < 0.9, moved + 2e-3 * jnp.tanh(dot(x, w)), x), None
 
-        return lax.scan(step, x, np.linspace(0, 1, 100, dtype=np.float32).astype(x.dtype))[0]
-
-    return fun
+    return lax.scan(step, x, np.linspace(0, 1, 100, dtype=np.float32).astype(x.dtype))[0]
 
 
 @program(_W, _X)
-def runge_kutta(dot):
-    def fun(w, x):
-        def slope(x):
-            return jnp.tanh(dot(jnp.tanh(dot(x, w)), w.T))
+def runge_kutta(dot, w, x):
+    def slope(x):
+        return jnp.tanh(dot(jnp.tanh(dot(x, w)), w.T))
 
-        def step(x, _):
-            k1 = slope(x)
-            k2 = slope(x + 0.5e-3 * k1)
-            k3 = slope(x + 0.5e-3 * k2)
-            k4 = slope(x + 1e-3 * k3)
-            return x + 1e-3 / 6 * (k1 + 2 * k2 + 2 * k3 + k4), None
+    def step(x, _):
+        k1 = slope(x)
+        k2 = slope(x + 0.5e-3 * k1)
+        k3 = slope(x + 0.5e-3 * k2)
+        k4 = slope(x + 1e-3 * k3)
+        return x + 1e-3 / 6 * (k1 + 2 * k2 + 2 * k3 + k4), None
 
-        return lax.scan(step, x, None, length=100)[0]
-
-    return fun
+    return lax.scan(step, x, None, length=100)[0]
 
 
 @program((np.eye(_D) * -2 + np.eye(_D, k=1) + np.eye(_D, k=-1)).astype(np.float32), _normal(_D, 4))
-def heat_by_matrix(dot):
-    def fun(laplacian, u):
-        return lax.fori_loop(0, 100, lambda _, u: u + 1e-3 * dot(laplacian, u), u)
-
-    return fun
+def heat_by_matrix(dot, laplacian, u):
+    return lax.fori_loop(0, 100, lambda _, u: u + 1e-3 * dot(laplacian, u), u)
 
 
 @program(np.array([1.0, -2.0, 1.0], np.float32), _normal(2, 1, 32), gradient=False)
-def heat_by_convolution(dot):
-    def fun(kernel, u):
-        def step(u, _):
-            change = dot.convolve(u, kernel[None, None])
-            return u + 1e-3 * change, None
+def heat_by_convolution(dot, kernel, u):
+    def step(u, _):
+        change = dot.convolve(u, kernel[None, None])
+        return u + 1e-3 * change, None
 
-        return lax.scan(step, u, None, length=100)[0]
-
-    return fun
+    return lax.scan(step, u, None, length=100)[0]
 
 
 @program(_W, _X, np.linspace(0.999, 0.98, 50).astype(np.float32))
-def ddim(dot):
-    def fun(w, x, alphas):
-        def step(x, alpha):
-            noise = jnp.tanh(dot(x, w))
-            clean = (x - jnp.sqrt(1 - alpha) * noise) / jnp.sqrt(alpha)
-            return jnp.sqrt(alpha + 0.0005) * clean + jnp.sqrt(0.9995 - alpha) * noise, None
+def ddim(dot, w, x, alphas):
+    def step(x, alpha):
+        noise = jnp.tanh(dot(x, w))
+        clean = (x - jnp.sqrt(1 - alpha) * noise) / jnp.sqrt(alpha)
+        return jnp.sqrt(alpha + 0.0005) * clean + jnp.sqrt(0.9995 - alpha) * noise, None
 
-        return lax.scan(step, x, alphas)[0]
-
-    return fun
+    return lax.scan(step, x, alphas)[0]
 
 
 @program(_W, _X, np.asarray(jax.random.key_data(jax.random.key(0))), gradient=False)
-def langevin(dot):
-    def fun(w, x, key):
-        keys = jax.random.split(jax.random.wrap_key_data(key), 100)
+def langevin(dot, w, x, key):
+    keys = jax.random.split(jax.random.wrap_key_data(key), 100)
 
-        def step(x, key):
-            score = -jnp.tanh(dot(x, w))
-            noise = jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype)
-            return x + 5e-4 * score + 0.03 * noise, None
+    def step(x, key):
+        score = -jnp.tanh(dot(x, w))
+        noise = jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype)
+        return x + 5e-4 * score + 0.03 * noise, None
 
-        return lax.scan(step, x, keys)[0]
-
-    return fun
+    return lax.scan(step, x, keys)[0]
 
 
 @program(_W, _X)
-def latent_ode(dot):
-    def fun(w, x):
-        def step(z, _):
-            return z + 1e-3 * jnp.tanh(dot(z, w)), None
+def latent_ode(dot, w, x):
+    def step(z, _):
+        return z + 1e-3 * jnp.tanh(dot(z, w)), None
 
-        return dot(lax.scan(step, dot(x, w), None, length=100)[0], w.T)
-
-    return fun
+    return dot(lax.scan(step, dot(x, w), None, length=100)[0], w.T)
 
 
 @program(_W, _X)
-def hamiltonian(dot):
-    def fun(w, q):
-        def energy(q):
-            return jnp.sum(jnp.log(jnp.cosh(dot(q, w))))
+def hamiltonian(dot, w, q):
+    def energy(q):
+        return jnp.sum(jnp.log(jnp.cosh(dot(q, w))))
 
-        def leap(carry, _):
-            q, p = carry
-            p = p - 1e-3 * jax.grad(energy)(q)
-            q = q + 2e-3 * p
-            return (q, p - 1e-3 * jax.grad(energy)(q)), None
+    def leap(carry, _):
+        q, p = carry
+        p = p - 1e-3 * jax.grad(energy)(q)
+        q = q + 2e-3 * p
+        return (q, p - 1e-3 * jax.grad(energy)(q)), None
 
-        (q, p), _ = lax.scan(leap, (q, jnp.ones_like(q)), None, length=100)
-        return q, p
-
-    return fun
+    (q, p), _ = lax.scan(leap, (q, jnp.ones_like(q)), None, length=100)
+    return q, p
 
 
 @program(_W, _X, np.float32(100.0) + _normal(8, _D), gradient=False)
-def positions_unrolled(dot):
-    def fun(w, x, p):
-        for _ in range(3):
-            p = p + 0.1 * jnp.tanh(dot(x, w))
-        return p
-
-    return fun
+def positions_unrolled(dot, w, x, p):
+    for _ in range(3):
+        p = p + 0.1 * jnp.tanh(dot(x, w))
+    return p
 
 
 @program(_W, np.float32(100.0) + _normal(8, _D), gradient=False)
-def positions_read_by_products(dot):
-    def fun(w, p):
-        for _ in range(3):
-            p = p + 0.1 * jnp.tanh(dot(p - 100.0, w))
-        return p
-
-    return fun
+def positions_read_by_products(dot, w, p):
+    for _ in range(3):
+        p = p + 0.1 * jnp.tanh(dot(p - 100.0, w))
+    return p
 
 
 @program(_W, _X)
-def loop_in_a_loop(dot):
-    def fun(w, x):
-        def inner(_, x):
-            return jax.jit(lambda x: x + 1e-3 * jnp.tanh(dot(x, w)))(x)
+def loop_in_a_loop(dot, w, x):
+    def inner(_, x):
+        return jax.jit(lambda x: x + 1e-3 * jnp.tanh(dot(x, w)))(x)
 
-        def outer(x, _):
-            x = lax.cond(x[0, 0] > -9, lambda x: lax.fori_loop(0, 20, inner, x), lambda x: x, x)
-            return x, None
+    def outer(x, _):
+        x = lax.cond(x[0, 0] > -9, lambda x: lax.fori_loop(0, 20, inner, x), lambda x: x, x)
+        return x, None
 
-        return lax.scan(outer, x, None, length=20)[0]
-
-    return fun
+    return lax.scan(outer, x, None, length=20)[0]
 
 
 # -- averages and inner training ----------------------------------------------------------------
 
 
 @program(_W, _normal(100, 8, _D), gradient=False)
-def moving_average(dot):
-    def fun(w, xs):
-        def step(mean, x):
-            return 0.99 * mean + 0.01 * jnp.tanh(dot(x, w)), None
+def moving_average(dot, w, xs):
+    def step(mean, x):
+        return 0.99 * mean + 0.01 * jnp.tanh(dot(x, w)), None
 
-        return lax.scan(step, jnp.tanh(dot(xs[0], w)), xs)[0]
-
-    return fun
+    return lax.scan(step, jnp.tanh(dot(xs[0], w)), xs)[0]
 
 
 @program(_normal(_D), _normal(300, _D)[:100], _normal(_D))
-def least_mean_squares(dot):
-    def fun(target, xs, w):
-        def step(w, x):
-            error = dot(x, target) - dot(x, w)
-            return w + 2e-3 * error * x, None
+def least_mean_squares(dot, target, xs, w):
+    def step(w, x):
+        error = dot(x, target) - dot(x, w)
+        return w + 2e-3 * error * x, None
 
-        return lax.scan(step, w, xs)[0]
-
-    return fun
+    return lax.scan(step, w, xs)[0]
 
 
 @program(_normal(24, _D, scale=0.2), _normal(24))
-def shrinkage(dot):
-    def fun(a, b):
-        def step(x, _):
-            x = x - 0.02 * dot(a.T, dot(a, x) - b)
-            return jnp.sign(x) * jnp.maximum(jnp.abs(x) - 1e-4, 0), None
+def shrinkage(dot, a, b):
+    def step(x, _):
+        x = x - 0.02 * dot(a.T, dot(a, x) - b)
+        return jnp.sign(x) * jnp.maximum(jnp.abs(x) - 1e-4, 0), None
 
-        return lax.scan(step, jnp.ones_like(a[0]) * b[0], None, length=100)[0]
-
-    return fun
+    return lax.scan(step, jnp.ones_like(a[0]) * b[0], None, length=100)[0]
 
 
 @program(_W, _normal(50, 8, _D), _normal(50, 8, _D), gradient=False)
-def inner_training(dot):
-    def fun(w, xs, ys):
-        def loss(w, x, y):
-            return jnp.mean((jnp.tanh(dot(x, w)) - y) ** 2)
+def inner_training(dot, w, xs, ys):
+    def loss(w, x, y):
+        return jnp.mean((jnp.tanh(dot(x, w)) - y) ** 2)
 
-        def step(carry, batch):
-            w, mean = carry
-            w = w - 1e-2 * jax.grad(loss)(w, *batch)
-            return (w, 0.99 * mean + 0.01 * w), None
+    def step(carry, batch):
+        w, mean = carry
+        w = w - 1e-2 * jax.grad(loss)(w, *batch)
+        return (w, 0.99 * mean + 0.01 * w), None
 
-        return lax.scan(step, (w, w), (xs, ys))[0]
-
-    return fun
+    return lax.scan(step, (w, w), (xs, ys))[0]
 
 
 # -- recurrences ----------------------------------------------------------------
 
 
 @program(_W, _normal(200, 4, _D)[:100], _normal(4, _D))
-def linear_recurrence(dot):
-    def fun(w, xs, state):
-        def step(state, x):
-            state = 0.995 * state + 0.01 * dot(x, w)
-            return state, state
+def linear_recurrence(dot, w, xs, state):
+    def step(state, x):
+        state = 0.995 * state + 0.01 * dot(x, w)
+        return state, state
 
-        return lax.scan(step, state, xs)[1][-1]
-
-    return fun
+    return lax.scan(step, state, xs)[1][-1]
 
 
 @program(_W, _normal(64, _D), _normal(_D, _D))
-def linear_attention(dot):
-    def fun(w, xs, state):
-        def step(state, x):
-            key, value = dot(x, w), dot(x, w.T)
-            state = 0.99 * state + 0.05 * key[:, None] * value[None, :]
-            return state, dot(key, state)
+def linear_attention(dot, w, xs, state):
+    def step(state, x):
+        key, value = dot(x, w), dot(x, w.T)
+        state = 0.99 * state + 0.05 * key[:, None] * value[None, :]
+        return state, dot(key, state)
 
-        return lax.scan(step, state, xs)[1]
-
-    return fun
+    return lax.scan(step, state, xs)[1]
 
 
 @program(_normal(_D, 4 * _D, scale=0.25), _normal(60, 4, _D), _normal(4, _D), _normal(4, _D))
-def lstm_with_given_state(dot):
-    def fun(w, xs, hidden, cell):
-        def step(carry, x):
-            hidden, cell = carry
-            i, f, g, o = jnp.split(dot(x + hidden, w), 4, axis=-1)
-            cell = jax.nn.sigmoid(f + 3) * cell + jax.nn.sigmoid(i - 3) * jnp.tanh(g)
-            return (jax.nn.sigmoid(o) * jnp.tanh(cell), cell), None
+def lstm_with_given_state(dot, w, xs, hidden, cell):
+    def step(carry, x):
+        hidden, cell = carry
+        i, f, g, o = jnp.split(dot(x + hidden, w), 4, axis=-1)
+        cell = jax.nn.sigmoid(f + 3) * cell + jax.nn.sigmoid(i - 3) * jnp.tanh(g)
+        return (jax.nn.sigmoid(o) * jnp.tanh(cell), cell), None
 
-        return lax.scan(step, (hidden, cell), xs)[0]
-
-    return fun
+    return lax.scan(step, (hidden, cell), xs)[0]
 
 
 # -- log-space recursions ----------------------------------------------------------------
 
 
 @program(_normal(_D, 6, scale=0.5), _normal(60, _D), _normal(6, 6))
-def crf_log_partition(dot):
-    def fun(w, xs, transitions):
-        emissions = dot(xs, w)
+def crf_log_partition(dot, w, xs, transitions):
+    emissions = dot(xs, w)
 
-        def step(alpha, emission):
-            alpha = jax.nn.logsumexp(alpha[:, None] + transitions, axis=0) + emission
-            return alpha, None
+    def step(alpha, emission):
+        alpha = jax.nn.logsumexp(alpha[:, None] + transitions, axis=0) + emission
+        return alpha, None
 
-        alpha, _ = lax.scan(step, emissions[0], emissions[1:])
-        return jax.nn.logsumexp(alpha)
-
-    return fun
+    alpha, _ = lax.scan(step, emissions[0], emissions[1:])
+    return jax.nn.logsumexp(alpha)
 
 
 @program(_normal(_D, 6, scale=0.5), _normal(40, _D))
-def logaddexp_recursion(dot):
-    def fun(w, xs):
-        emissions = dot(xs, w)
+def logaddexp_recursion(dot, w, xs):
+    emissions = dot(xs, w)
 
-        def step(alpha, emission):
-            return jnp.logaddexp(alpha, jnp.roll(alpha, 1)) + emission, None
+    def step(alpha, emission):
+        return jnp.logaddexp(alpha, jnp.roll(alpha, 1)) + emission, None
 
-        return lax.scan(step, emissions[0], emissions[1:])[0]
-
-    return fun
+    return lax.scan(step, emissions[0], emissions[1:])[0]
 
 
 @program(_normal(_D, 6, scale=0.5), _normal(12, _D)[:8])
-def logaddexp_unrolled(dot):
-    def fun(w, xs):
-        emissions = dot(xs, w)
-        alpha = emissions[0]
-        for emission in emissions[1:]:
-            alpha = jnp.logaddexp(alpha, jnp.roll(alpha, 1) + emission)
-        return alpha
-
-    return fun
+def logaddexp_unrolled(dot, w, xs):
+    emissions = dot(xs, w)
+    alpha = emissions[0]
+    for emission in emissions[1:]:
+        alpha = jnp.logaddexp(alpha, jnp.roll(alpha, 1) + emission)
+    return alpha
 
 
 @program(_normal(32, _D), _normal(32, _D), _normal(8, _D, scale=2.0))
-def online_softmax(dot):
-    def fun(keys, values, queries):
-        def step(carry, block):
-            top, total, out = carry
-            key, value = block
-            scores = dot(queries, key.T)
-            new = jnp.maximum(top, scores.max(-1, keepdims=True))
-            weights, old = jnp.exp(scores - new), jnp.exp(top - new)
-            total = total * old + weights.sum(-1, keepdims=True)
-            return (new, total, out * old + dot(weights, value)), None
+def online_softmax(dot, keys, values, queries):
+    def step(carry, block):
+        top, total, out = carry
+        key, value = block
+        scores = dot(queries, key.T)
+        new = jnp.maximum(top, scores.max(-1, keepdims=True))
+        weights, old = jnp.exp(scores - new), jnp.exp(top - new)
+        total = total * old + weights.sum(-1, keepdims=True)
+        return (new, total, out * old + dot(weights, value)), None
 
-        start = (jnp.full_like(queries[:, :1], -1e4), jnp.zeros_like(queries[:, :1]), 0 * queries)
-        blocks = (keys.reshape(8, 4, _D), values.reshape(8, 4, _D))
-        (_, total, out), _ = lax.scan(step, start, blocks)
-        return out / total
-
-    return fun
+    start = (jnp.full_like(queries[:, :1], -1e4), jnp.zeros_like(queries[:, :1]), 0 * queries)
+    blocks = (keys.reshape(8, 4, _D), values.reshape(8, 4, _D))
+    (_, total, out), _ = lax.scan(step, start, blocks)
+    return out / total
 
 
 # -- what is read exactly ----------------------------------------------------------------
 
 
 @program(_normal(32, _D), _normal(32), gradient=False)
-def normal_equations(dot):
-    return lambda x, y: jnp.linalg.solve(dot(x.T, x), dot(x.T, y))
+def normal_equations(dot, x, y):
+    return jnp.linalg.solve(dot(x.T, x), dot(x.T, y))
 
 
 @program(_normal(24, 4), gradient=False)
-def cholesky_of_a_kernel(dot):
-    def fun(x):
-        kernel = dot(x, x.T) + 0.02 * jnp.eye(24, dtype=x.dtype)
-        return jnp.linalg.cholesky(kernel)
-
-    return fun
+def cholesky_of_a_kernel(dot, x):
+    kernel = dot(x, x.T) + 0.02 * jnp.eye(24, dtype=x.dtype)
+    return jnp.linalg.cholesky(kernel)
 
 
 @program(np.arange(512, dtype=np.float32), (10.0 ** -np.linspace(0, 4, 8)).astype(np.float32))
-def rotary_angles(dot):
+def rotary_angles(dot, positions, frequencies):
     del dot  # an outer product adds nothing up: it is elementwise, not a matrix unit's work
-
-    def fun(positions, frequencies):
-        angles = jnp.einsum("i,j->ij", positions, frequencies)
-        return jnp.sin(angles) * 1e-2
-
-    return fun
+    angles = jnp.einsum("i,j->ij", positions, frequencies)
+    return jnp.sin(angles) * 1e-2
 
 
 @program(_W, _normal(64, _D))
-def running_sum(dot):
-    return lambda w, x: jnp.cumsum(dot(x, w), axis=0)
+def running_sum(dot, w, x):
+    return jnp.cumsum(dot(x, w), axis=0)

@@ -34,48 +34,39 @@ def _read(dot, p, a, b):
 
 
 @_head(WRITTEN_TWICE, outs=5, scale=2.0, data=(_LABELS, _normal(_N)))
-def ppo(dot):
+def ppo(dot, p, x, actions, gain):
     def logp(p, x, actions):
         logits = jax.nn.log_softmax(_apply(dot, p, x))
         return jnp.take_along_axis(logits, actions[:, None], 1)[:, 0]
 
-    def loss(p, x, actions, gain):
-        ratio = jnp.exp(logp(p, x, actions) - lax.stop_gradient(logp(p, x, actions)))
-        return -jnp.mean(jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain))
-
-    return loss
+    ratio = jnp.exp(logp(p, x, actions) - lax.stop_gradient(logp(p, x, actions)))
+    return -jnp.mean(jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain))
 
 
 @_head(WRITTEN_TWICE, params=_FOUR)
-def a_difference_that_a_product_reads(dot):
+def a_difference_that_a_product_reads(dot, p, x):
     def net(p, x):
         return jnp.tanh(dot(jnp.sin(_apply(dot, p, x)), p["e"]))
 
-    return lambda p, x: _read(dot, p, net(p, x), net(p, x))
+    return _read(dot, p, net(p, x), net(p, x))
 
 
 @_head(WRITTEN_TWICE, params=_FOUR)
-def a_ratio(dot):
-    def loss(p, x):
-        first, second = (jax.nn.softmax(_apply(dot, p, x)) for _ in range(2))
-        ratio = first / lax.stop_gradient(second)
-        return jnp.mean(jnp.abs(ratio - 1) + ratio * jnp.sin(first))
-
-    return loss
+def a_ratio(dot, p, x):
+    first, second = (jax.nn.softmax(_apply(dot, p, x)) for _ in range(2))
+    ratio = first / lax.stop_gradient(second)
+    return jnp.mean(jnp.abs(ratio - 1) + ratio * jnp.sin(first))
 
 
 @_head(WRITTEN_TWICE, params=_FOUR)
-def a_reciprocal(dot):
-    def loss(p, x):
-        first, second = (jax.nn.log_softmax(_apply(dot, p, x)) for _ in range(2))
-        ratio = jnp.exp(first) * jnp.exp(-lax.stop_gradient(second))
-        return jnp.mean(jnp.abs(ratio - 1) + ratio * jnp.sin(first))
-
-    return loss
+def a_reciprocal(dot, p, x):
+    first, second = (jax.nn.log_softmax(_apply(dot, p, x)) for _ in range(2))
+    ratio = jnp.exp(first) * jnp.exp(-lax.stop_gradient(second))
+    return jnp.mean(jnp.abs(ratio - 1) + ratio * jnp.sin(first))
 
 
 @_head(WRITTEN_TWICE, params=_FOUR)
-def in_two_jits(dot):
+def in_two_jits(dot, p, x):
     @jax.jit
     def net(p, x):
         return _apply(dot, p, x)
@@ -84,35 +75,32 @@ def in_two_jits(dot):
     def and_softmax(p, x):
         return jax.nn.log_softmax(_apply(dot, p, x))
 
-    def loss(p, x):
-        return _read(dot, p, jax.nn.log_softmax(net(p, x)), and_softmax(p, x))
-
-    return loss
+    return _read(dot, p, jax.nn.log_softmax(net(p, x)), and_softmax(p, x))
 
 
 @_head(WRITTEN_TWICE, params={**_FOUR, "each": _normal(3, 4, 4, scale=0.5)})
-def a_scan_over_layers(dot):
+def a_scan_over_layers(dot, p, x):
     def net(p, x):
         def layer(h, w):
             return jnp.tanh(dot(h, w) + 0.1), None
 
         return jax.nn.log_softmax(lax.scan(layer, _apply(dot, p, x), p["each"])[0])
 
-    return lambda p, x: _read(dot, p, net(p, x), net(p, x))
+    return _read(dot, p, net(p, x), net(p, x))
 
 
 _EIGHT = {name: _normal(8, 8, scale=0.5) for name in "qkv"}
 
 
 @_head(WRITTEN_TWICE, params={**_net(8, 1.0), **_EIGHT, "o": _normal(8, 4), "e": _normal(4, 4)})
-def attention(dot):
+def attention(dot, p, x):
     def net(p, x):
         h = _apply(dot, p, x)
         u = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
         weights = jax.nn.softmax(dot(dot(u, p["q"]), dot(u, p["k"]).T) / 3)
         return jax.nn.log_softmax(dot(jax.nn.gelu(h + dot(weights, dot(u, p["v"]))), p["o"]))
 
-    return lambda p, x: _read(dot, p, net(p, x), net(p, x))
+    return _read(dot, p, net(p, x), net(p, x))
 
 
 for _each in WRITTEN_TWICE:
