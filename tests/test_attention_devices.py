@@ -186,7 +186,7 @@ def test_explain_says_that_xla_splits_it_by_arguments_or_by_the_mesh():
         assert told(fun, *longer()) == by_jit
     assert told(mapped, *placed) == f"attention in one kernel: {kernels}"
     with mock.patch.multiple(written, BATCH=EXAMPLES):
-        assert told(written.causal_by_tril, *placed_model()).startswith(IN_XLAS_FORM)
+        assert told(written.FOUND["causal_by_tril"], *placed_model()).startswith(IN_XLAS_FORM)
 
 
 def test_explain_says_what_a_map_takes_from_kernels():
@@ -212,7 +212,7 @@ def test_an_exported_program_calls_no_kernel_but_a_tpus(platforms):
     tokens = {"TIME": 128, "FIRST": jnp.arange(128) < jnp.array([100, 128])[:, None]}
     x = jax.random.normal(jax.random.key(1), (written.BATCH, 128, written.WIDTH))
     with mock.patch.multiple(written, **tokens):
-        fun = step(mpjax.autocast(written.causal_by_tril, "bf16-mixed"))
+        fun = step(mpjax.autocast(written.FOUND["causal_by_tril"], "bf16-mixed"))
         made = exported(fun, written.WEIGHTS, x, platforms=platforms)
         text = made.mlir_module()
         assert made.platforms == platforms

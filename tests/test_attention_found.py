@@ -41,14 +41,14 @@ def test_it_is_not_found_there(name):
 
 @pytest.mark.parametrize("policy", ["float32", "tf32"])
 def test_nothing_is_found_where_nothing_is_low(policy):
-    fun = functools.partial(mpjax.autocast, written.of_all)
+    fun = functools.partial(mpjax.autocast, FOUND["of_all"])
     fun = fun("float32") if policy == "float32" else fun("float32", dot_precision=policy)
     assert not attentions(fun, WEIGHTS, X)
 
 
 def test_without_the_hint_nothing_is_found():
     with hints.without(HINT):
-        assert not attentions(mpjax.autocast(written.of_all, "bf16-mixed"), WEIGHTS, X)
+        assert not attentions(mpjax.autocast(FOUND["of_all"], "bf16-mixed"), WEIGHTS, X)
 
 
 def results(fun):
@@ -154,7 +154,7 @@ def test_masks_of_positions_are_read_and_not_computed(name, spec):
 def test_equal_layers_are_one_program():
     def two(weights, x):
         for _ in range(2):
-            x = x + written.causal_by_tril(weights, x)
+            x = x + FOUND["causal_by_tril"](weights, x)
         return x @ weights[4]
 
     eqns = attentions(mpjax.autocast(two, "bf16-mixed"), WEIGHTS, X)
@@ -210,13 +210,13 @@ def test_a_deep_program_is_planned_as_fast_as_without_it():
     def deep(weights, x):
         for _ in range(300):
             x = x + x * jax.nn.softmax(x)
-        return written.causal_by_tril(weights, x)
+        return FOUND["causal_by_tril"](weights, x)
 
     low = mpjax.autocast(deep, "bf16-mixed")
     assert len(attentions(low, WEIGHTS, X)) == 1
 
 
 def test_explain_says_which_kernel_runs_it():
-    found = mpjax.explain(written.causal_by_tril, "bf16-mixed")(WEIGHTS, X)
+    found = mpjax.explain(FOUND["causal_by_tril"], "bf16-mixed")(WEIGHTS, X)
     (reason,) = {row.reason for row in found.rows if "attention" in row.reason}
     assert reason.startswith("attention in one kernel: cuDNN on GPUs; not on TPUs: 16 × 16 are too")
