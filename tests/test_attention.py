@@ -323,11 +323,7 @@ def test_what_a_kernel_lacks_is_named(name):
 
 Q, K, V = operands()
 SLIPS = {
-    "heads first": (
-        lambda: attend(*(x.swapaxes(1, 2) for x in (Q, K, V))),
-        ValueError,
-        "swapaxes",
-    ),
+    "heads first": (lambda: attend(*(x.swapaxes(1, 2) for x in (Q, K, V))), ValueError, "swapaxes"),
     "two axes": (lambda: attend(Q[0, 0], K, V), ValueError, r"heads, size"),
     "not a multiple": (lambda: attend(Q[:, :, :3], K, V), ValueError, "or a multiple"),
     "dtypes": (lambda: attend(Q.astype(jnp.bfloat16), K, V), TypeError, "one dtype for query"),

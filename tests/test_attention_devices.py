@@ -43,11 +43,7 @@ def run(*_):
 
 
 NEVER = types.SimpleNamespace(
-    NAME="never",
-    why_not=lambda *_: "",
-    why_not_installed=lambda *_: "",
-    forward=run,
-    backward=run,
+    NAME="never", why_not=lambda *_: "", why_not_installed=lambda *_: "", forward=run, backward=run
 )
 
 

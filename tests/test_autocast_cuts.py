@@ -8,7 +8,7 @@ By hand, with other cuts each time:
 import functools
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -51,14 +51,12 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("shard", "count"), ALL_SHARDS)
-def test_law_of_cutting_random_cuts_stay_within_twice_the_errors_of_the_uncut(
-    shard: int, count: int
-) -> None:
+def test_law_of_cutting_random_cuts_stay_within_twice_the_errors_of_the_uncut(shard, count):
     first = shard % 2 * count  # two shards have one seed
     _check_random_cuts(HEAD_NAMES, f"{SEED}, shard {shard // 2}", range(first, first + count))
 
 
-def _check_random_cuts(names: list[str], seed: str, numbers: Iterable[int]) -> None:
+def _check_random_cuts(names, seed, numbers):
     failures = []
     for i in numbers:
         what, errors, limit = metamorphic.random_cut(names, random.Random(f"{seed}, cut {i}"))
@@ -67,7 +65,7 @@ def _check_random_cuts(names: list[str], seed: str, numbers: Iterable[int]) -> N
     assert not failures, "\n".join(map(str, failures))
 
 
-def test_a_maximum_is_rounded_no_more_than_the_rows_that_it_is_subtracted_from() -> None:
+def test_a_maximum_is_rounded_no_more_than_the_rows_that_it_is_subtracted_from():
     """The rows are float32 since a loop reads them too; `exp(x - max(x))` is then 1 exactly."""
     what, errors, limit = metamorphic.random_cut(HEAD_NAMES, random.Random("0, shard 3, cut 45"))
     assert what == (
@@ -80,7 +78,7 @@ def test_a_maximum_is_rounded_no_more_than_the_rows_that_it_is_subtracted_from()
 
 
 @pytest.mark.parametrize("move", [".at[].set", "dynamic_update_slice"])
-def test_law_of_cutting_each_value_before_a_difference_may_be_moved_and_put_back(move: str) -> None:
+def test_law_of_cutting_each_value_before_a_difference_may_be_moved_and_put_back(move):
     """Behind a scatter the softmax of `z` was not known for one of the same `z`: .030 for .0013."""
     name, dtype = "slopes_of_a_softmax_by_two_values", "f16"
     closed = metamorphic.traced(name, dtype, False)
@@ -94,14 +92,14 @@ def test_law_of_cutting_each_value_before_a_difference_may_be_moved_and_put_back
 
 @pytest.mark.slow
 @pytest.mark.parametrize("network", NETWORKS)
-def test_law_of_cutting_networks_stay_within_twice_the_errors_of_the_uncut(network: str) -> None:
+def test_law_of_cutting_networks_stay_within_twice_the_errors_of_the_uncut(network):
     _check_random_cuts([network], f"{SEED}, {network}", range(NETWORK_CUTS))
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", POLICIES)
 @pytest.mark.parametrize("head", HEAD_NAMES)
-def test_uncut_every_head_is_as_exact_as_a_hand_cast(head: str, dtype: str) -> None:
+def test_uncut_every_head_is_as_exact_as_a_hand_cast(head, dtype):
     limit = metamorphic.bound(head, dtype, ("by hand", "widest"))
     loss, grads = metamorphic.variant(head, dtype, "uncut")
     assert loss <= limit[0]
@@ -112,15 +110,15 @@ Told = Callable[[Any, Any], Any]
 """(a plan, a value of it) → what is compared; no plan: inside a function taken as a whole."""
 
 
-def _is_low(planned: Any, v: Any) -> bool:
+def _is_low(planned, v):
     return planned is not None and planned.states[v].kind == Kind.LOW
 
 
-def _known(planned: Any, v: Any) -> Any:
+def _known(planned, v):
     return planned and planned.reads.get(v, 0) & (reads.UNROUNDED | reads.LATER | reads.MEET)
 
 
-def _rows(eqn, planned, told: Told):
+def _rows(eqn, planned, told):
     """Returns the name and types of an operation, calls looked into, and what is told of it."""
     if structure.is_call(eqn):
         programs = [part.program for part in structure.parts(eqn)]
@@ -131,7 +129,7 @@ def _rows(eqn, planned, told: Told):
     return [(eqn.primitive.name, [(v.aval.str_short(), told(planned, v)) for v in eqn.outvars])]
 
 
-def _decided(planned, told: Told):
+def _decided(planned, told):
     """Returns what is told of each value, in the order of a plan."""
     rows = []
     for decision in planned.decisions:
@@ -142,24 +140,24 @@ def _decided(planned, told: Told):
     return rows
 
 
-def _told(fun: Any, name: str, told: Told):
+def _told(fun, name, told):
     """Returns what is told of each value of a program; nothing is computed."""
     return _told_of(fun, metamorphic.program(name).leaves, told)
 
 
-def _told_of(fun: Any, args: Any, told: Told = _is_low) -> Any:
+def _told_of(fun, args, told=_is_low):
     with mock.patch("mpjax._autocast.decide.fusible._MAX_FUNCTION", 0):  # look into all pieces
         _kept, plan = plan_of(fun, args)
     return _decided(plan, told)
 
 
 @functools.cache
-def _uncut(name: str, inside: bool, told: Told):
+def _uncut(name, inside, told):
     closed = metamorphic.traced(name, "bf16", inside)
     return _told(jax.extend.core.jaxpr_as_fun(closed), name, told)
 
 
-def _plans(name: str, inside: bool, kind: str, cuts: int, told: Told):
+def _plans(name, inside, kind, cuts, told):
     """Returns what is told of a program uncut, and of each of some cuts."""
     closed = metamorphic.traced(name, "bf16", inside)
     rngs = (random.Random(f"{name} {kind} {i}") for i in range(cuts))
@@ -181,14 +179,14 @@ PLAN_KINDS = [
 @pytest.mark.parametrize("kind", PLAN_KINDS)
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("head", HEAD_NAMES)
-def test_law_of_cutting_a_cut_changes_no_decision(head: str, inside: bool, kind: str) -> None:
+def test_law_of_cutting_a_cut_changes_no_decision(head, inside, kind):
     uncut, of_cuts = _plans(head, inside, kind, 3, _is_low)
     assert all(cut == uncut for cut in of_cuts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("network", NETWORKS)
-def test_law_of_cutting_a_cut_changes_nothing_that_is_known_of_a_network(network: str) -> None:
+def test_law_of_cutting_a_cut_changes_nothing_that_is_known_of_a_network(network):
     """Who may not read a value rounded, and whether a product comes later.
 
     A norm or a residual stream of which a cut holds a half stays in float32: the permission to
@@ -206,23 +204,23 @@ def test_law_of_cutting_a_cut_changes_nothing_that_is_known_of_a_network(network
                 assert all(a == b for a, b in both), (name, both)
 
 
-def _by_call(fun: Callable[..., Any]) -> Callable[..., Any]:
+def _by_call(fun):
     return jax.jit(fun)
 
 
-def _by_barrier(fun: Callable[..., Any]) -> Callable[..., Any]:
+def _by_barrier(fun):
     return lambda *args: jax.lax.optimization_barrier(fun(*args))
 
 
-def _by_checkpoint(fun: Callable[..., Any]) -> Callable[..., Any]:
+def _by_checkpoint(fun):
     return jax.checkpoint(fun)
 
 
 @pytest.mark.parametrize("cut", [_by_call, _by_barrier, _by_checkpoint])
-def test_law_of_cutting_one_result_of_a_cut_is_not_made_of_all_that_goes_in(cut: Any) -> None:
+def test_law_of_cutting_one_result_of_a_cut_is_not_made_of_all_that_goes_in(cut):
     """`a` is made of `h` alone: subtracting `y` from it changes no input in small steps."""
 
-    def net(cut: Any, w: Any, v: Any, x: Any, y: Any) -> Any:
+    def net(cut, w, v, x, y):
         a, b = cut(lambda h, y: (jnp.maximum(h, 0) * h, y * 2))(x @ w, y)
         return ((a - y) @ v).sum() + b.sum()
 
@@ -230,10 +228,10 @@ def test_law_of_cutting_one_result_of_a_cut_is_not_made_of_all_that_goes_in(cut:
 
 
 @pytest.mark.parametrize("cut", [_by_call, _by_barrier, _by_checkpoint])
-def test_law_of_cutting_one_result_of_a_cut_is_no_branch_of_a_product_beside_it(cut: Any) -> None:
+def test_law_of_cutting_one_result_of_a_cut_is_no_branch_of_a_product_beside_it(cut):
     """`exp(-h²)` is added to `h`: no product lies between them, though the cut holds one."""
 
-    def net(cut: Any, w: Any, v: Any, x: Any) -> Any:
+    def net(cut, w, v, x):
         h = x @ w
         a, b = cut(lambda h: (jnp.exp(-h * h), h @ v))(h)
         s = h + a
@@ -243,10 +241,8 @@ def test_law_of_cutting_one_result_of_a_cut_is_no_branch_of_a_product_beside_it(
 
 
 @pytest.mark.parametrize("cut", [_by_call, _by_barrier, _by_checkpoint])
-def test_law_of_cutting_a_product_that_a_difference_reads_is_low_for_its_other_readers(
-    cut: Any,
-) -> None:
-    def net(cut: Any, w: Any, v: Any, x: Any, prices: Any) -> Any:
+def test_law_of_cutting_a_product_that_a_difference_reads_is_low_for_its_other_readers(cut):
+    def net(cut, w, v, x, prices):
         h = cut(lambda x: x @ w)(x)
         later = prices * (1 + 0.01 * jnp.tanh(h))
         return (((later - prices) / prices) @ v).sum() + (jnp.maximum(h, 0) * h @ v).sum()
@@ -254,7 +250,7 @@ def test_law_of_cutting_a_product_that_a_difference_reads_is_low_for_its_other_r
     _check_decisions(net, cut, [(8, 8), (8, 8), (4, 8), (4, 8)])
 
 
-def _check_decisions(net: Any, cut: Any, shapes: list[tuple[int, ...]]) -> None:
+def _check_decisions(net, cut, shapes):
     args = [jnp.ones(shape) for shape in shapes]
     plans = [_told_of(functools.partial(net, how), args) for how in (lambda fun: fun, cut)]
     assert plans[0] == plans[1]

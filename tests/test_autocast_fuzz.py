@@ -14,8 +14,6 @@ import collections
 import os
 import random
 import re
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import _differential as differential
@@ -28,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _differential import MODES, Mismatch, Mode, check_types, check_values, check_wide, trace
+from _differential import MODES, Mismatch, check_types, check_values, check_wide, trace
 from _program_text import Program, Var
 from jax.extend.core import Literal, jaxpr_as_fun
 
@@ -55,7 +53,7 @@ _REFUSED = "JAX itself refuses the program"
 pytestmark = pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs")
 
 
-def _each(examples: int, shard: int, test: Callable[[random.Random], None]) -> None:
+def _each(examples, shard, test):
     """Calls a test with so many sources of choices: fixed ones, or by hand those of Hypothesis."""
     if not BY_HAND:
         for i in range(examples):
@@ -72,7 +70,7 @@ def _each(examples: int, shard: int, test: Callable[[random.Random], None]) -> N
     settings(hypothesis.seed(1000 * SEED + shard)(given(test)))()
 
 
-def _verdict(program: Any, mode: Mode, policy: str, small: int) -> differential.Verdict:
+def _verdict(program, mode, policy, small):
     try:
         with mock.patch("mpjax._autocast.speed.marks._SMALL", small):
             case = trace(program, mode, lambda fun: autocast(fun, policy))
@@ -84,12 +82,10 @@ def _verdict(program: Any, mode: Mode, policy: str, small: int) -> differential.
 
 
 @pytest.mark.parametrize(("shard", "count"), ALL_SHARDS)
-def test_random_programs_keep_types_exact_parts_and_stay_within_rounding(
-    shard: int, count: int
-) -> None:
+def test_random_programs_keep_types_exact_parts_and_stay_within_rounding(shard, count):
     verdicts: collections.Counter[str] = collections.Counter()
 
-    def run(rng: random.Random) -> None:
+    def run(rng):
         program = _programs.random_program(rng)
         mode = rng.choice([mode for mode in MODES if mode.fits(program)])
         policy = rng.choice(list(POLICIES))
@@ -107,8 +103,8 @@ def test_random_programs_keep_types_exact_parts_and_stay_within_rounding(
     assert verdicts[_REFUSED] <= 0.03 * verdicts.total(), verdicts
 
 
-def test_a_float32_policy_leaves_the_jaxpr_as_it_is() -> None:
-    def run(rng: random.Random) -> None:
+def test_a_float32_policy_leaves_the_jaxpr_as_it_is():
+    def run(rng):
         fun, args = _programs.random_program(rng).load()
         jaxprs = (jax.make_jaxpr(f)(*args) for f in (fun, autocast(fun, "float32")))
         # Some parameters print with the address of a function that each trace makes.
@@ -118,7 +114,7 @@ def test_a_float32_policy_leaves_the_jaxpr_as_it_is() -> None:
     _each(100, 0, run)
 
 
-def _seeded(seed: int) -> tuple[Any, Mode]:
+def _seeded(seed):
     rng = random.Random(seed)
     program = _programs.random_program(rng)
     return program, rng.choice([mode for mode in MODES if mode.fits(program)])
@@ -129,7 +125,7 @@ def _seeded(seed: int) -> tuple[Any, Mode]:
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(10, 40, 10))]
 )
-def test_compiled_programs_stay_within_rounding(policy: str, first: int) -> None:
+def test_compiled_programs_stay_within_rounding(policy, first):
     """What XLA makes of ten programs in one compilation: its own fusions, kernels and layouts."""
     cases = [
         trace(*_seeded(seed), lambda fun: autocast(fun, policy))
@@ -137,7 +133,7 @@ def test_compiled_programs_stay_within_rounding(policy: str, first: int) -> None
     ]
 
     @jax.jit
-    def run(args: Any) -> Any:
+    def run(args):
         return [jaxpr_as_fun(case.transformed)(*xs) for case, xs in zip(cases, args, strict=True)]
 
     arguments = [jax.tree.leaves(case.args) for case in cases]
@@ -149,14 +145,14 @@ def test_compiled_programs_stay_within_rounding(policy: str, first: int) -> None
 # -- the fuzzer itself -------------------------------------------------------------------------
 
 
-def _primitives(jaxpr: Any, found: set[str]) -> set[str]:
+def _primitives(jaxpr, found):
     for eqn in differential.equations(jaxpr):
         found.add(eqn.primitive.name)
     return found
 
 
 @pytest.mark.ci
-def test_programs_cover_the_primitives() -> None:
+def test_programs_cover_the_primitives():
     found: set[str] = set()
     for seed in range(300):
         fun, args = _programs.random_program(random.Random(seed)).load()
@@ -168,7 +164,7 @@ def test_programs_cover_the_primitives() -> None:
 
 
 @pytest.mark.ci
-def test_numpy_evaluates_programs_as_jax_does() -> None:
+def test_numpy_evaluates_programs_as_jax_does():
     for seed in range(40):
         fun, args = _programs.random_program(random.Random(seed)).load()
         jaxpr = jax.make_jaxpr(fun)(*args)
@@ -185,9 +181,7 @@ def test_numpy_evaluates_programs_as_jax_does() -> None:
             assert (np.abs(a.astype(np.float64) - np.asarray(b, np.float64)) <= scale).all(), seed
 
 
-def _count_caught(
-    cast: Callable[[Any], Any], low: Any, seeds: range, mode: Mode
-) -> tuple[int, int]:
+def _count_caught(cast, low, seeds, mode):
     """Returns on how many programs with a product a transformation is caught, of how many."""
     caught = ran = 0
     for seed in seeds:
@@ -208,34 +202,34 @@ def _count_caught(
     return caught, ran
 
 
-def _on_floats(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _on_floats(change):
     return lambda x: change(x) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
 
 
-def _rounding_inputs(fun: Any) -> Any:
+def _rounding_inputs(fun):
     """Rounds every float32 argument, read by a product or not."""
     rounded = _on_floats(lambda x: jax.lax.reduce_precision(jnp.float32(x), 8, 7))
     return lambda *args: fun(*map(rounded, args))
 
 
-def _two_bits(fun: Any) -> Any:
+def _two_bits(fun):
     """Rounds the results to three bits: far more than bfloat16 does."""
     rounded = _on_floats(lambda x: jax.lax.reduce_precision(x, 8, 2))
     return lambda *args: jax.tree.map(rounded, fun(*args))
 
 
-def _low_results(fun: Any) -> Any:
+def _low_results(fun):
     lowered = _on_floats(lambda x: x.astype(jnp.bfloat16))
     return lambda *args: jax.tree.map(lowered, fun(*args))
 
 
-def _without_rules(fun: Any) -> Any:
+def _without_rules(fun):
     """Inlines functions that have a derivative rule: JAX then differentiates what they compute."""
 
-    def inline(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
+    def inline(jaxpr, consts, args):
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
-        def read(atom: Any) -> Any:
+        def read(atom):
             return atom.val if isinstance(atom, Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
@@ -249,7 +243,7 @@ def _without_rules(fun: Any) -> Any:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def run(*args: Any) -> Any:
+    def run(*args):
         closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
         outs = inline(closed.jaxpr, closed.consts, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), outs)
@@ -269,13 +263,13 @@ FORWARD, GRAD = MODES[0], MODES[1]
     ],
 )
 @pytest.mark.ci
-def test_a_broken_autocast_is_caught(broken: Any, mode: Mode, share: float) -> None:
+def test_a_broken_autocast_is_caught(broken, mode, share):
     caught, ran = _count_caught(broken, jnp.bfloat16, range(60), mode)
     assert ran >= 20
     assert caught >= share * ran, (caught, ran)
 
 
-def test_a_lost_derivative_rule_is_caught() -> None:
+def test_a_lost_derivative_rule_is_caught():
     lines = ("v1 = jax.nn.tanh(a1)", "@jax.custom_vjp", "def rule(x): return jnp.sin(x)")
     rule = ("rule.defvjp(lambda x: (rule(x), x), lambda x, ct: (ct,))", "return (rule(v1 @ a2),)")
     inputs = [Var("a1", (3, 4)), _programs.Var("a2", (4, 4))]
@@ -286,7 +280,7 @@ def test_a_lost_derivative_rule_is_caught() -> None:
 
 
 @pytest.mark.ci
-def test_the_identity_is_not_caught() -> None:
+def test_the_identity_is_not_caught():
     caught, ran = _count_caught(lambda fun: fun, jnp.bfloat16, range(40), FORWARD)
     assert ran >= 10
     assert caught == 0

@@ -1,7 +1,6 @@
 """Numbers do not depend on where Flax, Equinox and Haiku cut a program: law 1, as users meet it."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +20,23 @@ Loss = Callable[[list[jax.Array]], jax.Array]
 Case = tuple[Loss, list[jax.Array]]
 
 
-def cross_entropy(p: jax.Array) -> jax.Array:
+def cross_entropy(p):
     """What makes a rounded probability infinite: it stands behind the model's boundary."""
     q = jnp.clip(p, 1e-7, 1 - 1e-7)
     return -jnp.mean(Y * jnp.log(q) + (1 - Y) * jnp.log1p(-q))
 
 
-def _of_leaves(tree: Any, probabilities: Callable[[Any], jax.Array]) -> Case:
+def _of_leaves(tree, probabilities):
     leaves, structure = jax.tree.flatten(tree)
     return lambda ls: cross_entropy(probabilities(jax.tree.unflatten(structure, ls))), leaves
 
 
-def linen(boundary: str) -> Case:
+def linen(boundary):
     nn = pytest.importorskip("flax.linen")
 
     class Model(nn.Module):
         @nn.compact
-        def __call__(self, x: Any) -> Any:
+        def __call__(self, x):
             return nn.sigmoid(8 * nn.Dense(1)(nn.tanh(nn.Dense(32)(x))))
 
     wrap = {
@@ -52,15 +51,15 @@ def linen(boundary: str) -> Case:
     return _of_leaves(model.init(jax.random.key(0), X), lambda params: model.apply(params, X))
 
 
-def nnx(boundary: str) -> Case:
+def nnx(boundary):
     of_flax = pytest.importorskip("flax.nnx")
 
     class Model(of_flax.Module):
-        def __init__(self, rngs: Any) -> None:
+        def __init__(self, rngs):
             self.up = of_flax.Linear(12, 32, rngs=rngs)
             self.down = of_flax.Linear(32, 1, rngs=rngs)
 
-        def __call__(self, x: Any) -> Any:
+        def __call__(self, x):
             return jax.nn.sigmoid(8 * self.down(jnp.tanh(self.up(x))))
 
     wrap = {
@@ -74,7 +73,7 @@ def nnx(boundary: str) -> Case:
     return _of_leaves(state, lambda state: run(of_flax.merge(graph, state), X))
 
 
-def equinox(boundary: str) -> Case:
+def equinox(boundary):
     eqx = pytest.importorskip("equinox")
     wrap = {
         "none": lambda fun: fun,
@@ -87,12 +86,12 @@ def equinox(boundary: str) -> Case:
     return _of_leaves(params, lambda params: run(eqx.combine(params, static), X))
 
 
-def haiku(boundary: str) -> Case:
+def haiku(boundary):
     hk = pytest.importorskip("haiku")
     wrap = {"none": lambda fun: fun, "remat": hk.remat}[boundary]
 
-    def model(x: Any) -> Any:
-        def inner(x: Any) -> Any:
+    def model(x):
+        def inner(x):
             return jax.nn.sigmoid(8 * hk.Linear(1)(jnp.tanh(hk.Linear(32)(x))))
 
         return wrap(inner)(x)
@@ -112,13 +111,11 @@ EPS = {"bf16-mixed": 2.0**-7, "16-mixed": 2.0**-10}
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("library", "boundaries"), BOUNDARIES)
-def test_law_of_cutting_a_probability_behind_a_library_s_boundary(
-    library: Callable[[str], Case], boundaries: tuple[str, ...]
-) -> None:
+def test_law_of_cutting_a_probability_behind_a_library_s_boundary(library, boundaries):
     cases = {boundary: library(boundary) for boundary in boundaries}
 
     @jax.jit
-    def run(given: dict[str, list[jax.Array]]) -> Any:
+    def run(given):
         return {
             (name, policy): jax.value_and_grad(fun)(given[name])
             for name, (loss, _) in cases.items()

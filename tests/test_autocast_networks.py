@@ -25,20 +25,20 @@ pytestmark = [
 ]
 
 
-def _array(*shape: int) -> jax.Array:
+def _array(*shape):
     return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
 
 
 class _Block(nn.Module):
     @nn.compact
-    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+    def __call__(self, x, _):
         x = x + nn.MultiHeadDotProductAttention(num_heads=2)(nn.LayerNorm()(x))
         return x + nn.Dense(8)(nn.gelu(nn.Dense(12)(nn.LayerNorm()(x)))), None
 
 
 class _ScannedTransformer(nn.Module):
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens):
         x = nn.Embed(11, 8)(tokens)
         blocks = nn.scan(
             nn.remat(_Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=2
@@ -48,7 +48,7 @@ class _ScannedTransformer(nn.Module):
 
 class _UNet(nn.Module):
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         wide = nn.silu(nn.Conv(4, (3, 3))(x))
         deep = nn.silu(nn.GroupNorm(2)(nn.Conv(8, (3, 3), strides=2)(wide)))
         back = nn.ConvTranspose(4, (2, 2), strides=(2, 2))(deep)
@@ -57,7 +57,7 @@ class _UNet(nn.Module):
 
 class _VariationalAutoencoder(nn.Module):
     @nn.compact
-    def __call__(self, x: jax.Array) -> Any:
+    def __call__(self, x):
         h = nn.Dropout(0.2, deterministic=False)(nn.tanh(nn.Dense(8)(x)))
         mean, log_variance = nn.Dense(3)(h), nn.Dense(3)(h)
         noise = jax.random.normal(self.make_rng("dropout"), mean.shape)
@@ -70,24 +70,24 @@ class _Experts(nn.Module):
     """Rows are gathered by the expert that inputs choose, and scattered back."""
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         weights = self.param("w", nn.initializers.lecun_normal(), (3, x.shape[-1], 5))
         chosen = jnp.argmax(x[:, :3], axis=-1)
         out = jnp.zeros((3, 5)).at[chosen].add(jnp.einsum("bi,bij->bj", x, weights[chosen]))
         return nn.Dense(2)(jnp.tanh(out[chosen]))
 
 
-def _linen(model: nn.Module, x: jax.Array) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _linen(model, x):
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     variables = model.init(keys, x)
     return lambda v, x: model.apply(v, x, rngs={"dropout": jax.random.key(2)}), (variables, x)
 
 
-def _classifier() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _classifier():
     model, x = nn.Sequential([nn.Dense(8), nn.tanh, nn.Dense(4)]), _array(5, 6)
     labels = jnp.arange(5, dtype=jnp.int32) % 4
 
-    def loss(variables: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
+    def loss(variables, x, labels):
         logits = model.apply(variables, x)
         hard = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
         return hard + optax.huber_loss(logits, jnp.zeros_like(logits)).mean()
@@ -95,8 +95,8 @@ def _classifier() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return loss, (model.init(jax.random.key(0), x), x, labels)
 
 
-def _haiku() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    def forward(x: jax.Array) -> jax.Array:
+def _haiku():
+    def forward(x):
         x = hk.LayerNorm(-1, create_scale=True, create_offset=True)(hk.Linear(8)(x))
         return hk.nets.MLP([8, 3], activation=jax.nn.gelu)(x)
 
@@ -104,9 +104,9 @@ def _haiku() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return model.apply, (model.init(jax.random.PRNGKey(0), x), x)
 
 
-def _lstm() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    def fun(params: Any, xs: jax.Array) -> jax.Array:
-        def step(carry: Any, x: jax.Array) -> Any:
+def _lstm():
+    def fun(params, xs):
+        def step(carry, x):
             h, c = carry
             i, f, g, o = jnp.split(x @ params["x"] + h @ params["h"] + params["b"], 4, axis=-1)
             c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
@@ -134,7 +134,7 @@ NETWORKS: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_gradients_are_those_of_the_network_to_rounding(name: str, policy: str) -> None:
+def test_gradients_are_those_of_the_network_to_rounding(name, policy):
     fun, trees = NETWORKS[name]()
     low = POLICIES[policy]
     program = named(name, fun, *trees)
@@ -146,7 +146,7 @@ _QUICK = {m.name: m for m in MODES if m.name not in ("grad(autocast(f))", "autoc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", _QUICK)
-def test_every_transformation_of_a_recurrent_network(mode: str) -> None:
+def test_every_transformation_of_a_recurrent_network(mode):
     fun, trees = _lstm()
     program = named("lstm", fun, *trees)
     differential.check_norms(

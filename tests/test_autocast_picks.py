@@ -47,10 +47,7 @@ PICKS = {
     "beyond the end, filled": lambda x: jnp.nan_to_num(with_mode("fill")(x)),
     "beyond the end, clipped": with_mode("clip"),
     "rows named in another order": lambda x: lax.gather(
-        x,
-        ROWS.T[..., None],
-        lax.GatherDimensionNumbers((), (2,), (2,), (0, 1), (1, 0)),
-        (1, 1, 1),
+        x, ROWS.T[..., None], lax.GatherDimensionNumbers((), (2,), (2,), (0, 1), (1, 0)), (1, 1, 1)
     ),
     "rows named in another order, between": lambda x: lax.gather(
         x,

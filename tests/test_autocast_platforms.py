@@ -43,7 +43,7 @@ pytestmark = [
 
 
 @functools.cache
-def _cases(first: int, count: int) -> list[tuple[differential.Case, Any]]:
+def _cases(first, count):
     """Returns those of some random programs that can run here, with their compute dtypes."""
     found: list[tuple[differential.Case, Any]] = []
     for seed in range(first, first + count):
@@ -60,7 +60,7 @@ def _cases(first: int, count: int) -> list[tuple[differential.Case, Any]]:
     return found
 
 
-def _runs_here(case: differential.Case) -> bool:
+def _runs_here(case):
     used = {eqn.primitive.name for eqn in differential.equations(case.transformed.jaxpr)}
     types = [getattr(x, "dtype", np.dtype(float)) for x in case.args]
     # A key is given a layout over an empty mesh, which StableHLO alone cannot read.
@@ -71,15 +71,13 @@ def _runs_here(case: differential.Case) -> bool:
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("tens", _PROGRAMS)
 @mock.patch("mpjax._autocast.speed.marks._SMALL", 0)  # or no group is large enough to be kept apart
-def test_random_programs_of_another_platform_stay_within_rounding(
-    platform: str, tens: range
-) -> None:
+def test_random_programs_of_another_platform_stay_within_rounding(platform, tens):
     verdicts: list[bool] = []
     for first in tens:
         cases = _cases(first, 10)  # in one compilation, and traced once for all platforms
         arguments = [jax.tree.leaves(case.args) for case, _ in cases]
 
-        def run(args: Any, cases: Any = cases) -> Any:
+        def run(args, cases=cases):
             pairs = zip(cases, args, strict=True)
             return [jaxpr_as_fun(case.transformed)(*xs) for (case, _), xs in pairs]
 
@@ -103,10 +101,10 @@ def test_random_programs_of_another_platform_stay_within_rounding(
         pytest.param("bert", "16-mixed", marks=pytest.mark.slow),
     ],
 )
-def test_gradients_of_networks_on_other_platforms_are_as_exact(name: str, policy: str) -> None:
+def test_gradients_of_networks_on_other_platforms_are_as_exact(name, policy):
     network = NETWORKS[name]("tiny")
 
-    def error(platform: str) -> float:
+    def error(platform):
         (found,) = gradient_errors(autocast(network.loss, policy), network, platform, seeds=1)
         return found
 

@@ -145,13 +145,7 @@ FEATURES = {
     "a reduction left": (ROWS, COLUMNS, sums_left),
     "a gathered weight": (ROWS, WHOLE, lambda x, w: jnp.tanh(x @ gathered(w))),
     "fully sharded": (ROWS, ROWS, lambda x, w: jnp.tanh(x @ gathered(w)) @ gathered(w)),
-    "fully sharded layers": (
-        ROWS,
-        P(None, "x", None),
-        lambda x, s: lax.scan(layer, x, s)[0],
-        X,
-        S,
-    ),
+    "fully sharded layers": (ROWS, P(None, "x", None), lambda x, s: lax.scan(layer, x, s)[0], X, S),
     "checkpointed layers": (
         ROWS,
         P(None, "x", None),

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import sys
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,52 +19,52 @@ X = jnp.linspace(-1.0, 1.0, 128 * 64, dtype=jnp.float32).reshape(128, 64)  # wor
 W = jnp.full((64, 64), 0.01)
 
 
-def groups(fun: Any, *args: Any) -> list[Any]:
+def groups(fun, *args):
     """Returns the equations that hold a group which the backward pass computes again."""
     found = equations(jax.make_jaxpr(autocast(fun, "bf16-mixed"))(*args))
     return [eqn for eqn in found if eqn.primitive.name in ("remat2", "checkpoint") or is_apart(eqn)]
 
 
-def is_apart(eqn: Any) -> bool:
+def is_apart(eqn):
     """Whether an equation holds a group that is computed again from what passed a barrier."""
     return eqn.primitive.name == "custom_jvp_call"
 
 
-def program(eqn: Any) -> Any:
+def program(eqn):
     return eqn.params["call_jaxpr" if is_apart(eqn) else "jaxpr"]
 
 
-def layers(x: jax.Array, w: jax.Array) -> jax.Array:
+def layers(x, w):
     for i in range(3):
         with jax.named_scope(f"layer_{i}"), jax.named_scope("softmax"):
             x = jax.nn.softmax(x @ w)
     return x @ w
 
 
-def test_equal_groups_are_one_program() -> None:
+def test_equal_groups_are_one_program():
     assert len({id(program(eqn)) for eqn in groups(layers, X, W)}) == 1
 
 
-def test_equal_groups_keep_their_scopes() -> None:
+def test_equal_groups_keep_their_scopes():
     with hints.without("attended"):  # a softmax between two products would be one operation
         found = [str(eqn.source_info.name_stack) for eqn in groups(layers, X, W)]
     assert [name.split("/")[-2:] for name in found] == [[f"layer_{i}", "softmax"] for i in range(3)]
 
 
-def test_groups_on_other_lines_are_others() -> None:
-    def fun(x: jax.Array, w: jax.Array) -> jax.Array:
+def test_groups_on_other_lines_are_others():
+    def fun(x, w):
         y = jnp.exp(x @ w) * 2.0
         return jnp.exp(y @ w) * 2.0 @ w
 
     assert len({id(program(eqn)) for eqn in groups(fun, X, W)}) == 2
 
 
-def test_groups_that_differ_in_the_sign_of_zero_are_two() -> None:
-    def least(x: jax.Array, w: jax.Array, zero: float) -> jax.Array:
+def test_groups_that_differ_in_the_sign_of_zero_are_two():
+    def least(x, w, zero):
         return jnp.exp(x @ w) * zero
 
     @functools.partial(autocast, policy="bf16-mixed")
-    def fun(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def fun(x, w):
         return least(x, w, 0.0), least(x, w, -0.0)
 
     assert len(groups(fun, X, W)) == 2
@@ -74,19 +73,19 @@ def test_groups_that_differ_in_the_sign_of_zero_are_two() -> None:
     assert np.signbit(minus).all()
 
 
-def block(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+def block(x, w):
     scores = jax.nn.softmax(x @ w["query"] @ x.T, axis=-1)
     y = jax.nn.standardize(x + scores @ x @ w["value"] + w["bias"])
     return x + jax.nn.gelu(y @ w["up"]) @ w["up"].T
 
 
-def loss(blocks: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
+def loss(blocks, x):
     for w in blocks:
         x = block(x, w)
     return jnp.mean(x**2)
 
 
-def calls_while_tracing(fun: Any, *args: Any) -> int:
+def calls_while_tracing(fun, *args):
     """Returns how many functions Python calls: like seconds, and the same on a busy machine."""
     jax.clear_caches()
     count = itertools.count()
@@ -98,14 +97,14 @@ def calls_while_tracing(fun: Any, *args: Any) -> int:
     return next(count)
 
 
-def test_tracing_costs_little_more_than_tracing_the_function() -> None:
+def test_tracing_costs_little_more_than_tracing_the_function():
     weights = {"query": W, "value": W, "bias": W[0], "up": jnp.tile(W, 4)}
     args = [weights] * 8, X
     own = calls_while_tracing(loss, *args)
     assert calls_while_tracing(autocast(loss, "bf16-mixed"), *args) < 1.98 * own
 
 
-def lstm(params: dict[str, jax.Array], xs: jax.Array) -> jax.Array:
+def lstm(params, xs):
     """A step is small; its equal groups are traced once for all steps."""
     c = h = jnp.zeros((8, 64))
     for x in xs:
@@ -115,11 +114,11 @@ def lstm(params: dict[str, jax.Array], xs: jax.Array) -> jax.Array:
     return jnp.mean(h**2)
 
 
-def test_small_steps_of_an_unrolled_cell_keep_nothing_in_float32() -> None:
+def test_small_steps_of_an_unrolled_cell_keep_nothing_in_float32():
     params = {"w": jnp.full((128, 256), 0.01), "b": jnp.zeros(256)}
     fast = autocast(lstm, "bf16-mixed")
 
-    def kept(params: dict[str, jax.Array], xs: jax.Array) -> Any:
+    def kept(params, xs):
         return jax.vjp(lambda p: fast(p, xs), params)[1]
 
     leaves = jax.tree.leaves(jax.eval_shape(kept, params, jnp.ones((6, 8, 64))))
@@ -127,14 +126,14 @@ def test_small_steps_of_an_unrolled_cell_keep_nothing_in_float32() -> None:
     assert len(wide) <= 2  # the first cell and the loss, not six gates a step
 
 
-def test_a_constant_stands_in_the_program_once() -> None:
+def test_a_constant_stands_in_the_program_once():
     table = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
     text = jax.jit(autocast(lambda x: x @ table, "bf16-mixed")).lower(X).as_text()
     assert "dense<" in text
     assert "tensor<64x64xf32>" not in text
 
 
-def test_a_constant_is_differentiated_around() -> None:
+def test_a_constant_is_differentiated_around():
     table = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
     fast = autocast(lambda x: jnp.tanh(x @ table) @ table, "bf16-mixed")
     got, want = (
@@ -147,36 +146,36 @@ def test_a_constant_is_differentiated_around() -> None:
 # -- products: what a program holds of them ------------------------------------------------------
 
 
-def network(ws: Any, x: jax.Array) -> jax.Array:
+def network(ws, x):
     for up, down in ws:
         x = x + jnp.tanh(x @ up) @ down
     return jnp.sum(x**2)
 
 
-def weights(count: int) -> Any:
+def weights(count):
     return [(jnp.full((64, 128), 0.01), jnp.full((128, 64), 0.01)) for _ in range(count)]
 
 
-def lowered(fun: Any, platform: str, count: int) -> str:
+def lowered(fun, platform, count):
     traced = jax.jit(jax.grad(fun)).trace(weights(count), X)
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_an_accelerators_program_holds_each_product_once(platform: str) -> None:
+def test_an_accelerators_program_holds_each_product_once(platform):
     plain, fast = (lowered(f, platform, 4) for f in (network, autocast(network, "bf16-mixed")))
     assert fast.count("stablehlo.dot_general") == plain.count("stablehlo.dot_general") == 23
     assert len(fast) < 1.5 * len(plain)
 
 
-def test_a_forward_product_is_four_equations() -> None:
+def test_a_forward_product_is_four_equations():
     program = jax.make_jaxpr(autocast(lambda x, w: x @ w @ w, "bf16-mixed"))(X, W)
     found = [eqn.primitive.name for eqn in program.eqns]
     one = ["hidden_operand", "hidden_operand", "dot_general", "linked_product"]
     assert [name for name in found if name != "convert_element_type"] == one * 2
 
 
-def test_equal_products_are_traced_once_for_a_backend() -> None:
+def test_equal_products_are_traced_once_for_a_backend():
     fast = autocast(network, "bf16-mixed")
     lowered(fast, "cuda", 1)
     before = primitives._traced.cache_info().misses
@@ -189,10 +188,10 @@ def test_equal_products_are_traced_once_for_a_backend() -> None:
 
 @pytest.mark.parametrize("outside", [True, False])
 @pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
-def test_a_checkpoint_saves_products_low_wherever_it_stands(policy: str, outside: bool) -> None:
+def test_a_checkpoint_saves_products_low_wherever_it_stands(policy, outside):
     keep = jax.checkpoint_policies.dots_saveable
 
-    def fun(x: jax.Array, w: jax.Array) -> jax.Array:
+    def fun(x, w):
         return jnp.tanh(jnp.tanh(x @ w) @ w) @ w
 
     inside = autocast(jax.checkpoint(fun, policy=keep), policy)
@@ -209,7 +208,7 @@ def test_a_checkpoint_saves_products_low_wherever_it_stands(policy: str, outside
         assert jnp.array_equal(a, b)
 
 
-def test_equal_attentions_are_one_function_of_the_lowered_program() -> None:
+def test_equal_attentions_are_one_function_of_the_lowered_program():
     plain, fast = (
         jax.jit(jax.grad(tracing.FUNCTIONS[name]))
         .trace(*tracing.arguments(8))

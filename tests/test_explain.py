@@ -198,10 +198,7 @@ def test_a_users_rule_is_named():
 
 def test_what_nothing_low_goes_into_says_so():
     found = row(lambda w, x: (x * w) @ w, "mul")
-    assert (found.dtype, found.reason) == (
-        "f32",
-        "parameters and inputs only: nothing low went in",
-    )
+    assert (found.dtype, found.reason) == ("f32", "parameters and inputs only: nothing low went in")
 
 
 def test_what_moves_an_update_into_a_parameter_is_no_decision_of_its_own():

@@ -1,6 +1,5 @@
 """Checkpoints of the pod trainer in a bucket: a store of objects, which knows no folders."""
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import fsspec
@@ -22,47 +21,47 @@ class Bucket(MemoryFileSystem):
     pseudo_dirs: ClassVar[list[str]] = [""]
 
     @classmethod
-    def _strip_protocol(cls, path: Any) -> str:
+    def _strip_protocol(cls, path):
         return "/" + str(path).removeprefix("gs://").strip("/")
 
-    def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
+    def mkdir(self, path, create_parents=True, **_):
         pass
 
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+    def makedirs(self, path, exist_ok=False):
         pass
 
-    def glob(self, path: str, **options: Any) -> list[str]:
+    def glob(self, path, **options):
         return [found.removeprefix("/") for found in super().glob(path, **options)]
 
 
 class Manager:
     """Does what `Checkpoints` asks of Orbax, whose own client of buckets writes to real ones."""
 
-    def __init__(self, folder: epath.Path, options: Any):
+    def __init__(self, folder, options):
         self.folder = folder
 
-    def all_steps(self) -> list[int]:
+    def all_steps(self):
         done = self.folder.glob("*/commit_success.txt")
         return sorted(int(path.parent.name) for path in done if path.parent.name.isdigit())
 
-    def save(self, step: int, args: Any, force: bool) -> None:
+    def save(self, step, args, force):
         (self.folder / str(step) / "w").write_bytes(args.item["w"].tobytes())
         (self.folder / str(step) / "commit_success.txt").write_text("")
 
-    def restore(self, step: int, args: Any) -> Any:
+    def restore(self, step, args):
         return {"w": np.frombuffer((self.folder / str(step) / "w").read_bytes(), np.float32)}
 
-    def is_saving_in_progress(self) -> bool:
+    def is_saving_in_progress(self):
         return False
 
-    def wait_until_finished(self) -> None:
+    def wait_until_finished(self):
         pass
 
     reload = close = wait_until_finished
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[epath.Path]:
+def bucket(monkeypatch):
     """The folder of a run with the checkpoints of steps 3 and 6."""
     import orbax.checkpoint as ocp
 
@@ -77,23 +76,23 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[epath.Path]:
     Bucket.store.clear()
 
 
-def state_of(step: int) -> dict[str, Any]:
+def state_of(step):
     return {"w": np.arange(64, dtype=np.float32) * step}
 
 
-def restored(folder: epath.PathLike = RUN) -> tuple[int, Any, list[str]]:
+def restored(folder=RUN):
     with Checkpoints(folder) as checkpoints:
         return checkpoints.restore(state_of(0))
 
 
-def test_the_newest_checkpoint_of_a_bucket_is_restored(bucket: epath.Path):
+def test_the_newest_checkpoint_of_a_bucket_is_restored(bucket):
     step, state, said = restored()
     assert (step, said) == (6, [])
     np.testing.assert_array_equal(state["w"], state_of(6)["w"])
     assert (bucket / "6" / "seal-0.json").is_file()
 
 
-def test_a_broken_one_is_moved_aside_and_the_one_before_taken(bucket: epath.Path):
+def test_a_broken_one_is_moved_aside_and_the_one_before_taken(bucket):
     (bucket / "6" / "w").write_bytes(bytes(256))
     step, state, said = restored()
     assert step == 3
@@ -104,25 +103,25 @@ def test_a_broken_one_is_moved_aside_and_the_one_before_taken(bucket: epath.Path
     assert not (bucket / "6").exists()
 
 
-def test_one_that_was_being_written_is_said_though_no_name_tells_it(bucket: epath.Path):
+def test_one_that_was_being_written_is_said_though_no_name_tells_it(bucket):
     (bucket / "9" / "w").write_bytes(bytes(9))
     step, _, said = restored()
     assert (step, said) == (6, [f"refused {RUN}/9: it was being written when a run ended."])
 
 
-def test_another_jobs_bucket_is_refused(bucket: epath.Path):
+def test_another_jobs_bucket_is_refused(bucket):
     said = r"another job's.\n  'seed' is 0 there, 1 here"
     with Checkpoints(RUN) as checkpoints, pytest.raises(ValueError, match=said):
         checkpoints.claim({"seed": 1})
 
 
-def test_an_object_is_no_folder(bucket: epath.Path):
+def test_an_object_is_no_folder(bucket):
     with pytest.raises(ValueError, match=r"checkpoint folder gs://bucket/run/6/w: is a file"):
         Checkpoints(f"{RUN}/6/w")
 
 
-def test_a_bucket_without_its_client_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    def missing(*_: Any) -> bool:
+def test_a_bucket_without_its_client_says_what_to_install(monkeypatch):
+    def missing(*_):
         raise ImportError("Please install gcsfs to access Google Storage")
 
     fsspec.register_implementation("gcs", Bucket, clobber=True)
@@ -132,6 +131,6 @@ def test_a_bucket_without_its_client_says_what_to_install(monkeypatch: pytest.Mo
         Checkpoints("gs://other/run")
 
 
-def test_processes_look_for_each_others_errors_in_the_bucket(bucket: epath.Path):
+def test_processes_look_for_each_others_errors_in_the_bucket(bucket):
     with pytest.raises(ValueError, match="of the work"), together(RUN):
         raise ValueError("of the work")

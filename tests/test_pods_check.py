@@ -6,7 +6,6 @@ On virtual CPU devices here; the same on TPU and GPU targets in test_pods_target
 import dataclasses
 import io
 import json
-from typing import Any
 
 import _pods_step
 import jax
@@ -31,13 +30,13 @@ pytestmark = pytest.mark.no_leak_check("the check keeps the jaxpr of what it tra
 
 
 @pytest.fixture(scope="module")
-def right() -> Any:
+def right():
     """The report on the right program."""
     with jax.numpy_dtype_promotion("standard"):  # optax's own, when it is traced
         return _pods_step.check("cpu:8")
 
 
-def test_the_right_program_has_no_findings(right: Any):
+def test_the_right_program_has_no_findings(right):
     assert right.findings == ()
     assert (right.ok, right.exit_code) == (True, 0)
     assert right.mesh == {"fsdp": 4, "tensor": 2}
@@ -47,7 +46,7 @@ def test_the_right_program_has_no_findings(right: Any):
     assert set(right.sent("activations")) == {"bf16"}
 
 
-def test_every_weight_is_gathered_and_every_gradient_reduced(right: Any):
+def test_every_weight_is_gathered_and_every_gradient_reduced(right):
     paths = {f"state/params/{p}" for p in ("table", "head", "layers/up", "layers/down")}
     for role in ("weights", "gradients"):
         assert paths <= {c.path for c in right.collectives if c.role == role}
@@ -60,7 +59,7 @@ def test_every_weight_is_gathered_and_every_gradient_reduced(right: Any):
     assert all("_pods_step.py" in c.source for c in up)
 
 
-def test_flops_are_those_of_the_model(right: Any):
+def test_flops_are_those_of_the_model(right):
     layers, width, hidden = _pods_step.LAYERS, _pods_step.WIDTH, _pods_step.HIDDEN
     tokens = 2 * _pods_step.TIME
     layer = 2 * tokens * width * (hidden // 2)  # one of the two products of a layer, on one device
@@ -74,7 +73,7 @@ def test_flops_are_those_of_the_model(right: Any):
 
 @pytest.mark.standard_promotion("adamw divides an int32 count into a float")
 @pytest.mark.parametrize("mistake", [*HERE, *EARLY])
-def test_each_planted_mistake_is_found_and_its_culprit_named(mistake: str):
+def test_each_planted_mistake_is_found_and_its_culprit_named(mistake):
     report = _pods_step.check("cpu:8", mistake)
     expected, culprit = _pods_step.CULPRITS[mistake]
     assert {finding.check for finding in report.findings} == {expected}
@@ -95,7 +94,7 @@ def test_what_jit_makes_of_shardings_alone_is_found():
     assert {finding.check for finding in report.findings} == {"activations", "weights"}
 
 
-def test_report_prints_and_is_json(right: Any):
+def test_report_prints_and_is_json(right):
     text = str(right)
     assert text.startswith("cpu:8 (virtual CPU devices 1x8: 8 devices, 1 host): nothing wrong\n")
     assert "  ok weights are gathered in the compute dtype" in text
@@ -107,7 +106,7 @@ def test_report_prints_and_is_json(right: Any):
     assert values["memory"]["headroom"] is None
 
 
-def test_report_is_a_table_to_rich(right: Any):
+def test_report_is_a_table_to_rich(right):
     console = rich.console.Console(width=140, record=True, file=io.StringIO())
     console.print(right)
     text = console.export_text()
@@ -126,7 +125,7 @@ def test_findings_stand_in_the_text():
 
 
 @pytest.mark.standard_promotion("adamw divides an int32 count into a float")
-def test_equal_programs_have_equal_fingerprints(right: Any):
+def test_equal_programs_have_equal_fingerprints(right):
     again = _pods_step.check("cpu:8")
     other = _pods_step.check("cpu:8", "no_donation")
     assert right.fingerprint == again.fingerprint != other.fingerprint
@@ -135,7 +134,7 @@ def test_equal_programs_have_equal_fingerprints(right: Any):
 # -- the step and its arguments --------------------------------------------------------------------
 
 
-def sgd(state: Any, x: Any) -> Any:
+def sgd(state, x):
     grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
     return {"w": state["w"] - 0.1 * grads}, {"loss": jnp.mean(x)}
 
@@ -144,7 +143,7 @@ SPECS = ({"w": P()}, P("data"))
 SGD_ARGS = ({"w": jnp.ones((64, 64))}, jnp.ones((16, 64)))
 
 
-def on_mesh(mesh: Any) -> Any:
+def on_mesh(mesh):
     return with_sharding(SGD_ARGS, SPECS, mesh)
 
 
@@ -166,7 +165,7 @@ def test_shardings_on_another_mesh_are_carried_over_by_name():
 
 
 def test_a_step_may_read_the_mesh_from_its_context():
-    def step(state: Any, x: Any) -> Any:
+    def step(state, x):
         return jax.shard_map(
             lambda w, x: {"w": w["w"] + jax.lax.psum(jnp.mean(x), "data")},
             in_specs=SPECS,
@@ -198,10 +197,10 @@ def test_what_make_train_step_returns_is_a_step():
 
 
 @pytest.mark.parametrize("donated", [(0,), ()])
-def test_metrics_are_no_state_however_large(donated: tuple[int, ...]):
+def test_metrics_are_no_state_however_large(donated):
     """A counter's memory may go to a metric of its shape; what the old state had is what counts."""
 
-    def step(state: Any, x: Any) -> Any:
+    def step(state, x):
         state, loss = {"w": state["w"] - 0.1 * x, "count": state["count"] + 1.0}, jnp.mean(x)
         return state, {f"loss {i}": loss * i for i in range(8)} | {"x": x, "first": x + 1.0}
 
@@ -214,7 +213,7 @@ def test_metrics_are_no_state_however_large(donated: tuple[int, ...]):
 def test_what_changes_its_dtype_is_not_donated():
     """There is no result of the old dtype whose memory it could be; the rest is in place."""
 
-    def step(state: Any, x: Any) -> Any:
+    def step(state, x):
         return {"w": state["w"] - x, "low": state["low"].astype(jnp.float32) - x}
 
     state = {"w": jnp.ones((8, 8)), "low": jnp.ones((8, 8), jnp.bfloat16)}
@@ -230,7 +229,7 @@ def test_one_device_needs_no_shardings():
 
 
 def test_random_constants_are_programs_that_processes_do_not_share():
-    def step(state: Any, x: Any) -> Any:
+    def step(state, x):
         noise = np.random.default_rng().normal(size=(64, 64)).astype(np.float32)
         return {"w": state["w"] + noise}, jnp.mean(x)
 
@@ -240,7 +239,7 @@ def test_random_constants_are_programs_that_processes_do_not_share():
 
 
 def test_keys_are_arguments_like_any_other():
-    def step(state: Any, x: Any) -> Any:
+    def step(state, x):
         key, use = jax.random.split(state["key"])
         return {"w": state["w"] + jax.random.normal(use, (64, 64)) * jnp.mean(x), "key": key}
 
@@ -264,7 +263,7 @@ def test_policy_decides_what_is_low():
 
 
 def test_a_job_is_built_for_the_topology_that_is_asked_for():
-    def build(topology: Any) -> Any:
+    def build(topology):
         return jax.jit(sgd, donate_argnums=0), on_mesh(topology.make_mesh({"data": -1}))
 
     report = mpjax.pods.check_job(build, "cpu:4")
@@ -287,7 +286,7 @@ def test_a_job_is_built_for_the_topology_that_is_asked_for():
         ((SGD_ARGS[0], "train"), "cpu:1", TypeError, r"at '1': must be arrays, .*; got str"),
     ],
 )
-def test_wrong_arguments_are_errors(args: Any, topology: str, error: Any, said: str):
+def test_wrong_arguments_are_errors(args, topology, error, said):
     with pytest.raises(error, match=said):
         check(sgd, args, topology)
 

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -250,10 +248,10 @@ def test_a_sum_widened_for_the_cpu_is_known_by_its_function():
 # -- what XLA compiles here ------------------------------------------------------------------------
 
 
-def test_a_program_that_xla_compiled_here(devices: list[jax.Device], tmp_path: Path):
+def test_a_program_that_xla_compiled_here(devices, tmp_path):
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), (AxisType.Auto,) * 2, devices=devices)
 
-    def local(w: Any, x: Any) -> Any:
+    def local(w, x):
         whole = jax.lax.all_gather(w, "fsdp", tiled=True)
         y = x @ whole
         grad = jax.lax.psum_scatter(x.T @ y, "fsdp", tiled=True)

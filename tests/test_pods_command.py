@@ -45,7 +45,7 @@ pytestmark = pytest.mark.no_leak_check("the check keeps the jaxpr of what it tra
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def job(tmp_path, monkeypatch):
     """A file with build functions, which a second process of the check imports too."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
     path = tmp_path / "users_job.py"
@@ -53,7 +53,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-def test_a_program_that_follows_the_hash_seed_is_found_on_devices_that_it_starts(job: str):
+def test_a_program_that_follows_the_hash_seed_is_found_on_devices_that_it_starts(job):
     """In a process of its own, with no device that was started for it."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     done = subprocess.run(
@@ -69,7 +69,7 @@ def test_a_program_that_follows_the_hash_seed_is_found_on_devices_that_it_starts
     assert done.stderr == ""  # no compiler's notes
 
 
-def test_a_program_that_is_the_same_under_both_seeds_is_said_to_be(job: str, capsys):
+def test_a_program_that_is_the_same_under_both_seeds_is_said_to_be(job, capsys):
     assert main(["pods", f"{job}:in_order", "cpu:8"]) == 0
     assert "  ok the program does not follow PYTHONHASHSEED" in capsys.readouterr().out
 
@@ -81,9 +81,7 @@ def test_a_program_that_is_the_same_under_both_seeds_is_said_to_be(job: str, cap
         ("wrong", ["check_job(build): must return (step, args), args a tuple; got int"]),
     ],
 )
-def test_what_a_build_function_does_wrong_is_said_with_its_line(
-    job: str, name: str, said: list[str], capsys
-):
+def test_what_a_build_function_does_wrong_is_said_with_its_line(job, name, said, capsys):
     assert main(["pods", f"{job}:{name}", "cpu:8"]) == 2
     errors = capsys.readouterr().err
     assert [text for text in said if text not in errors] == []

@@ -1,23 +1,21 @@
 """What a compiled program costs: products, convolutions, memory traffic, library calls."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import pytest
 from _hlo_text import LOOP, _cost, _hlo, _loops, parsed
 
 
-def counted(module: _hlo.Module) -> _cost.Cost:
+def counted(module):
     return _cost.count(module, _loops.run_counts(module))
 
 
 @pytest.fixture
-def loop() -> _hlo.Module:
+def loop():
     return parsed(LOOP)
 
 
-def test_products_and_traffic_are_multiplied_by_trips(loop: _hlo.Module):
+def test_products_and_traffic_are_multiplied_by_trips(loop):
     cost = counted(loop)
     assert cost.flops == {"bf16": 2 * (2 * 64 * 8 * 8)}
     outside = sum(_cost._traffic(loop, loop.entry, i) for i in loop.entry.instructions.values())
@@ -29,14 +27,14 @@ def test_products_and_traffic_are_multiplied_by_trips(loop: _hlo.Module):
     assert cost.hbm_bytes == outside + 2 * each["body"] + 3 * each["condition"]
 
 
-def compiled_module(fun: Any, *args: Any) -> tuple[_hlo.Module, Any]:
+def compiled_module(fun, *args):
     compiled = jax.jit(fun).lower(*args).compile()
     return _hlo.read_module(compiled), compiled
 
 
 @pytest.mark.parametrize("layers", [1, 5])
-def test_flops_of_a_scan_are_counted_for_every_layer(layers: int):
-    def fun(w: Any, x: Any) -> Any:
+def test_flops_of_a_scan_are_counted_for_every_layer(layers):
+    def fun(w, x):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
 
     module, _ = compiled_module(fun, jnp.ones((layers, 32, 32)), jnp.ones((64, 32)))
@@ -47,8 +45,8 @@ def test_flops_of_a_scan_are_counted_for_every_layer(layers: int):
     ("strides", "padding", "dilation"),
     [((1, 1), "VALID", (1, 1)), ((2, 1), "SAME", (1, 1)), ((1, 1), "SAME", (2, 2))],
 )
-def test_flops_of_convolutions_are_those_of_xla(strides: Any, padding: str, dilation: Any):
-    def fun(x: Any, w: Any) -> Any:
+def test_flops_of_convolutions_are_those_of_xla(strides, padding, dilation):
+    def fun(x, w):
         return jax.lax.conv_general_dilated(
             x,
             w,
@@ -93,7 +91,7 @@ ENTRY %main (a: bf16[16,32], b: bf16[32,4]) -> bf16[16,4] {
     assert cost.uncounted == ("__cudnn$fmhaSoftmax",)
 
 
-def test_an_update_in_place_costs_the_update(loop: _hlo.Module):
+def test_an_update_in_place_costs_the_update(loop):
     body = loop.computations["body"]
     stack = _cost._traffic(loop, body, body.instructions["g2"])
     assert stack == (16 * 8 * 4) + 4 + 16 * 8 * 4  # the row read, the index, the row written

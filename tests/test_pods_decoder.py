@@ -1,7 +1,6 @@
 """The decoder of the pod benchmark: its size, its values over shards, and that a check passes."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,7 @@ def test_attention_is_softmax():
 
 
 @functools.cache
-def run(count: int, policy: str) -> tuple[float, Any]:
+def run(count, policy):
     """Returns loss and updated parameters of one step of SGD on `count` devices."""
     decoder = Decoder(**SMALL, policy=policy)
     topology = mpjax.pods.get_topology(f"cpu:{count}")

@@ -1,13 +1,11 @@
 """Sharded casts: the network carries 16 bits, gradients are summed in float32, values are right."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpjax
@@ -19,11 +17,11 @@ BF16 = "bf16-mixed"
 
 
 @pytest.fixture
-def mesh(devices: list[jax.Device]) -> Mesh:
+def mesh(devices):
     return jax.make_mesh((2, 4), ("data", "fsdp"), (AxisType.Auto,) * 2, devices=devices)
 
 
-def params() -> Any:
+def params():
     rng = np.random.default_rng(0)
     return {
         "w": jnp.asarray(rng.normal(size=(8, 16)), jnp.float32),
@@ -31,12 +29,12 @@ def params() -> Any:
     }
 
 
-def batch() -> Any:
+def batch():
     # Small whole numbers: sums of products with powers of two are exact in any order.
     return jnp.asarray(np.random.default_rng(1).integers(-4, 5, (16, 8)), jnp.float32)
 
 
-def mapped(fun: Any, mesh: Mesh, check_vma: bool, out_specs: Any = None) -> Any:
+def mapped(fun, mesh, check_vma, out_specs=None):
     axes = P(("data", "fsdp"))
     out_specs = SPECS if out_specs is None else out_specs
     in_specs = (SPECS, axes)
@@ -47,8 +45,8 @@ def mapped(fun: Any, mesh: Mesh, check_vma: bool, out_specs: Any = None) -> Any:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_weights_come_whole_in_the_compute_dtype(mesh: Mesh, check_vma: bool):
-    def fun(p: Any, _: Any) -> Any:
+def test_weights_come_whole_in_the_compute_dtype(mesh, check_vma):
+    def fun(p, _):
         whole = gather(p, SPECS, BF16, axis_name=("data", "fsdp"))
         return jax.tree.map(lambda x: x[None], whole)
 
@@ -61,8 +59,8 @@ def test_weights_come_whole_in_the_compute_dtype(mesh: Mesh, check_vma: bool):
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_gradients_are_sums_or_means_of_all_devices(mesh: Mesh, check_vma: bool, reduce: Any):
-    def loss(p: Any, x: Any) -> Any:
+def test_gradients_are_sums_or_means_of_all_devices(mesh, check_vma, reduce):
+    def loss(p, x):
         whole = gather(p, SPECS, BF16, axis_name=("data", "fsdp"), reduce=reduce)
         y = jnp.dot(x.astype(jnp.bfloat16), whole["w"], preferred_element_type=jnp.float32)
         return jnp.mean(y + whole["b"].astype(jnp.float32))
@@ -78,10 +76,10 @@ def test_gradients_are_sums_or_means_of_all_devices(mesh: Mesh, check_vma: bool,
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_gradients_are_summed_in_float32(mesh: Mesh, check_vma: bool):
+def test_gradients_are_summed_in_float32(mesh, check_vma):
     """256 from one device and 1 from each of seven: in bfloat16 every addition would lose the 1."""
 
-    def loss(p: Any, x: Any) -> Any:
+    def loss(p, x):
         whole = gather(p, SPECS, BF16, axis_name=("data", "fsdp"))
         return (whole["w"][0, 0] * x[0, 0].astype(jnp.bfloat16)).astype(jnp.float32)
 
@@ -90,10 +88,10 @@ def test_gradients_are_summed_in_float32(mesh: Mesh, check_vma: bool):
     assert float(grads["w"][0, 0]) == 256 + 7
 
 
-def test_only_named_axes_are_gathered(mesh: Mesh):
+def test_only_named_axes_are_gathered(mesh):
     spec = P("data", "fsdp")
 
-    def fun(w: Any) -> Any:
+    def fun(w):
         whole = gather(w, spec, "32-true", axis_name="data")
         return whole[None]
 
@@ -105,9 +103,9 @@ def test_only_named_axes_are_gathered(mesh: Mesh):
 
 
 @pytest.mark.parametrize("spec", [P(None, ("fsdp", "data")), P("data", "fsdp"), P("fsdp", "data")])
-def test_axes_split_over_two_mesh_axes_come_back_in_order(mesh: Mesh, spec: Any):
+def test_axes_split_over_two_mesh_axes_come_back_in_order(mesh, spec):
 
-    def loss(w: Any) -> Any:
+    def loss(w):
         whole = gather(w, spec, "32-true", axis_name=("data", "fsdp"))
         weights = jnp.arange(128.0).reshape(8, 16)
         return jnp.sum(whole * weights)
@@ -116,11 +114,11 @@ def test_axes_split_over_two_mesh_axes_come_back_in_order(mesh: Mesh, spec: Any)
     assert_bitwise_equal(jax.jit(run)(params()["w"]), 8 * jnp.arange(128.0).reshape(8, 16))
 
 
-def test_paths_choose_dtypes_and_integers_pass(mesh: Mesh):
+def test_paths_choose_dtypes_and_integers_pass(mesh):
     policies = mpjax.PolicyMap(BF16, {"norm/*": "float32"})
     tree = {"norm": {"scale": jnp.ones(8)}, "w": jnp.ones(8), "ids": jnp.arange(8)}
 
-    def fun(tree: Any) -> Any:
+    def fun(tree):
         return gather(tree, P("fsdp"), policies, axis_name="fsdp")
 
     run = jax.shard_map(fun, mesh=mesh, in_specs=P("fsdp"), out_specs=P(), check_vma=False)
@@ -133,10 +131,10 @@ def test_paths_choose_dtypes_and_integers_pass(mesh: Mesh):
     assert_bitwise_equal(out["ids"], jnp.arange(8))
 
 
-def test_float16_gradients_that_overflow_together_are_finite(mesh: Mesh):
+def test_float16_gradients_that_overflow_together_are_finite(mesh):
     """Eight times 30000 does not fit float16; summed in float32 it is what it is."""
 
-    def loss(p: Any, x: Any) -> Any:
+    def loss(p, x):
         whole = gather(p, SPECS, "16-mixed", axis_name=("data", "fsdp"))
         return (whole["b"][0] * x[0, 0].astype(jnp.float16)).astype(jnp.float32)
 
@@ -145,7 +143,7 @@ def test_float16_gradients_that_overflow_together_are_finite(mesh: Mesh):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_under_scan_and_remat_with_a_loss_scale_all_shards_agree(mesh: Mesh, check_vma: bool):
+def test_under_scan_and_remat_with_a_loss_scale_all_shards_agree(mesh, check_vma):
     tx = mpjax.with_loss_scale(
         optax.sgd(0.5), mpjax.DynamicLossScale(1024), axis_name=("data", "fsdp")
     )
@@ -153,9 +151,9 @@ def test_under_scan_and_remat_with_a_loss_scale_all_shards_agree(mesh: Mesh, che
     spec = P(None, None, "fsdp")
     state = tx.init(stack)
 
-    def loss(w: Any, x: Any) -> Any:
+    def loss(w, x):
         @jax.checkpoint
-        def layer(x: Any, shard: Any) -> Any:
+        def layer(x, shard):
             whole = gather(
                 shard, P(None, "fsdp"), "16-mixed", axis_name=("data", "fsdp"), reduce="mean"
             )
@@ -164,7 +162,7 @@ def test_under_scan_and_remat_with_a_loss_scale_all_shards_agree(mesh: Mesh, che
         x, _ = jax.lax.scan(layer, x.astype(jnp.float16), w)
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
-    def step(w: Any, state: Any, x: Any) -> Any:
+    def step(w, state, x):
         scale = mpjax.current_loss_scale(state)
         value, grads = mpjax.value_and_grad(loss, loss_scale=scale)(w, x)
         updates, state = tx.update(grads, state, w)
@@ -200,8 +198,8 @@ def test_under_scan_and_remat_with_a_loss_scale_all_shards_agree(mesh: Mesh, che
     ],
 )
 @pytest.mark.no_leak_check("pytest.raises keeps the frame that holds the tracer")
-def test_what_does_not_fit_is_an_error(specs: Any, options: Any, error: Any, said: str, mesh: Mesh):
-    def fun(p: Any) -> Any:
+def test_what_does_not_fit_is_an_error(specs, options, error, said, mesh):
+    def fun(p):
         return gather(p, {"w": specs}, BF16, **{"axis_name": "fsdp", **options})
 
     run = jax.shard_map(fun, mesh=mesh, in_specs=P("fsdp"), out_specs=P(), check_vma=False)
@@ -212,10 +210,10 @@ def test_what_does_not_fit_is_an_error(specs: Any, options: Any, error: Any, sai
 # -- under jit -------------------------------------------------------------------------------------
 
 
-def test_constraint_keeps_values_up_to_one_rounding_and_gradients_sharded(mesh: Mesh):
+def test_constraint_keeps_values_up_to_one_rounding_and_gradients_sharded(mesh):
     sharding = NamedSharding(mesh, P("fsdp"))
 
-    def loss(w: Any, x: Any) -> Any:
+    def loss(w, x):
         whole = gather_constraint(w, sharding, BF16)
         return jnp.sum(mpjax.autocast(jnp.dot, BF16)(x, whole))
 

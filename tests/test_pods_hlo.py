@@ -1,7 +1,6 @@
 """The reader of compiled programs: messages, types, sources, groups, trips, ways."""
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from hypothesis import strategies as st
 
 
 @pytest.fixture
-def loop() -> _hlo.Module:
+def loop():
     return parsed(LOOP)
 
 
@@ -34,7 +33,7 @@ NUMBERS = st.integers(-(2**63), 2**63 - 1)
 
 
 @given(st.dictionaries(st.integers(1, 2000), st.lists(NUMBERS | st.binary(), min_size=1)))
-def test_a_message_gives_back_what_was_written(fields: dict[int, Any]):
+def test_a_message_gives_back_what_was_written(fields):
     message = Message(encoded(fields))
     for field, values in fields.items():
         assert message.has(field)
@@ -60,7 +59,7 @@ def test_packed_numbers_are_read_and_fixed_ones_are_passed_over():
         (b"\x0b", "unknown kind 3 of field 1"),
     ],
 )
-def test_what_is_no_message_is_refused(data: bytes, said: str):
+def test_what_is_no_message_is_refused(data, said):
     with pytest.raises(ValueError, match=said):
         Message(data)
 
@@ -75,7 +74,7 @@ def test_a_field_of_the_wrong_kind_is_refused():
 # -- the program -----------------------------------------------------------------------------------
 
 
-def test_types_are_read_with_tuples_layouts_and_memory_spaces(loop: _hlo.Module):
+def test_types_are_read_with_tuples_layouts_and_memory_spaces(loop):
     body = loop.computations["body"]
     assert [str(s) for s in body.instructions["state"].shapes] == ["s32[]", *["f32[2,16,8]"] * 2]
     whole = body.instructions["whole"].shapes[0]
@@ -86,11 +85,11 @@ def test_types_are_read_with_tuples_layouts_and_memory_spaces(loop: _hlo.Module)
     ("dtype", "bits"),
     [("pred", 8), ("s4", 4), ("bf16", 16), ("f8e4m3fn", 8), ("c64", 64), ("u32", 32), ("token", 0)],
 )
-def test_sizes_of_dtypes(dtype: str, bits: int):
+def test_sizes_of_dtypes(dtype, bits):
     assert _hlo.Shape(dtype, (3, 4)).bytes == (bits * 12 + 7) // 8
 
 
-def test_names_aliases_and_sources(loop: _hlo.Module):
+def test_names_aliases_and_sources(loop):
     assert loop.entry.instructions["weights"].op_name == "state['w']"
     assert loop.aliases == {0: 0}
     lines = loop.source(loop.computations["body"].instructions["whole"])
@@ -121,7 +120,7 @@ MESH = {"data": 2, "fsdp": 4}
 LISTED = [{1: list(group)} for group in ((0, 4), (1, 5), (2, 6), (3, 7))]
 
 
-def mesh_of(*axes: tuple[str, int]) -> dict[int, Any]:
+def mesh_of(*axes):
     return {1: [{1: [name.encode()], 2: [size]} for name, size in axes]}
 
 
@@ -151,7 +150,7 @@ TURNED = {3: [{1: [2, 4], 2: [1, 0]}]}
         ({26: [1]}, (("data", "fsdp"), 8, True)),
     ],
 )
-def test_groups_are_read_in_every_notation(fields: Any, expected: Any):
+def test_groups_are_read_in_every_notation(fields, expected):
     instruction = _hlo.Instruction("x", "all-reduce", (), (), False, Message(encoded(fields)))
     assert joins_devices(instruction)
     assert tuple(group_of(instruction, MESH)) == expected
@@ -166,14 +165,14 @@ def test_an_axis_of_one_device_is_not_named():
 # -- loops -----------------------------------------------------------------------------------------
 
 
-def test_trips_are_the_bound_less_the_start(loop: _hlo.Module):
+def test_trips_are_the_bound_less_the_start(loop):
     runs = _loops.run_counts(loop)
     assert [runs.counts[name] for name in ("body", "condition", "cast")] == [2, 3, 2]
     assert "add" not in runs.counts  # the scalar function of a reduction
     assert (runs.open, runs.loops) == (frozenset(), ())
 
 
-def body_runs(text: str) -> int | None:
+def body_runs(text):
     """Returns how often the loop's body runs; None where that is said to be unknown."""
     runs = _loops.run_counts(parsed(text))
     return None if "body" in runs.open else runs.counts["body"]
@@ -204,7 +203,7 @@ ONE, BOUND = "%one = s32[] constant(1)", "%bound = s32[] constant(3)"
         ("%i2 = s32[] add(%i, %one)", "%i2 = s32[] multiply(%i, %one)", None),
     ],
 )
-def test_trips_are_worked_out_or_not_known(old: str, new: str, trips: int | None):
+def test_trips_are_worked_out_or_not_known(old, new, trips):
     assert old in LOOP
     text = LOOP.replace(old, new)
     if "%less" in new:  # a second reason to stop, as a loop until something has converged has
@@ -228,7 +227,7 @@ def test_a_step_inside_a_fusion_is_seen():
 
 
 def test_a_loop_that_nobody_can_count_is_named_and_counts_once():
-    def fun(x: Any) -> Any:
+    def fun(x):
         return jax.lax.while_loop(lambda x: jnp.sum(x) < 9.0, lambda x: x @ x, x)
 
     module = _hlo.read_module(jax.jit(fun).lower(jnp.ones((4, 4))).compile())
@@ -240,8 +239,8 @@ def test_a_loop_that_nobody_can_count_is_named_and_counts_once():
 
 
 @pytest.mark.parametrize("length", [1, 3, 50])
-def test_what_the_compiler_notes_is_what_is_worked_out(length: int):
-    def fun(x: Any) -> Any:
+def test_what_the_compiler_notes_is_what_is_worked_out(length):
+    def fun(x):
         return jax.lax.scan(lambda x, _: (x @ x, None), x, length=length)[0]
 
     module = _hlo.read_module(jax.jit(fun).lower(jnp.ones((4, 4))).compile())
@@ -258,7 +257,7 @@ def test_what_the_compiler_notes_is_what_is_worked_out(length: int):
 # -- ways ------------------------------------------------------------------------------------------
 
 
-def test_a_value_is_followed_to_its_input_and_its_output(loop: _hlo.Module):
+def test_a_value_is_followed_to_its_input_and_its_output(loop):
     flow = ValueFlow(loop)
     assert flow.inputs_of(Place("body", "low")) == {0}
     assert flow.inputs_of(Place("body", "dot")) == set()
@@ -267,7 +266,7 @@ def test_a_value_is_followed_to_its_input_and_its_output(loop: _hlo.Module):
 
 
 def test_a_way_leads_through_a_branch():
-    def fun(w: Any, x: Any, apply: Any) -> Any:
+    def fun(w, x, apply):
         return jax.lax.cond(apply, lambda w, x: w - x, lambda w, x: w * 2.0, w, x)
 
     args = jnp.ones((4, 4)), jnp.ones((4, 4)), True

@@ -1,7 +1,6 @@
 """What a pod job stands on: its config file, its checkpoints, and processes that agree."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,7 +26,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-def written(folder: Path, **changes: Any) -> Path:
+def written(folder, **changes):
     values = {k: v for k, v in (GOOD | changes).items() if v is not None}
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(values))
@@ -37,7 +36,7 @@ def written(folder: Path, **changes: Any) -> Path:
 # -- the config ------------------------------------------------------------------------------------
 
 
-def test_a_config_is_read_with_its_defaults_and_overrides(tmp_path: Path):
+def test_a_config_is_read_with_its_defaults_and_overrides(tmp_path):
     job = load_config(written(tmp_path), ["model.layers=3", "precision=16-mixed", "mesh.fsdp=8"])
     assert (job.model.layers, job.precision, job.mesh.data) == (3, "16-mixed", 1)
     assert flat(job)["model.layers"] == 3
@@ -78,15 +77,12 @@ def test_a_config_is_read_with_its_defaults_and_overrides(tmp_path: Path):
         ({"precision": "bf17-mixed"}, r"unknown policy 'bf17-mixed'(.|\n)*'bf16-mixed'"),
         ({"mesh": {"fsdp": 3}}, r"data=1 x fsdp=3 x tensor=1 does not divide 8 devices"),
         ({"mesh": {"fsdp": -1, "data": -1}}, r"does not divide 8 devices"),
-        (
-            {"global_batch_size": 12},
-            r"size: 12 does not divide .* = 8.\n  Type 8 or 16",
-        ),
+        ({"global_batch_size": 12}, r"size: 12 does not divide .* = 8.\n  Type 8 or 16"),
         ({"mesh": {"tensor": 4}}, r"model.heads: 2 does not divide over tensor = 4"),
         ({"model": {"width": 12, "layers": 1, "heads": 4, "hidden": 8}}, r"even heads"),
     ],
 )
-def test_a_bad_config_is_refused(changes: dict[str, Any], said: str, tmp_path: Path):
+def test_a_bad_config_is_refused(changes, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         load_config(written(tmp_path, **changes))
 
@@ -99,12 +95,12 @@ def test_a_bad_config_is_refused(changes: dict[str, Any], said: str, tmp_path: P
         ("modle.width=8", r"unknown key 'modle'(.|\n)*Did you mean 'model'"),
     ],
 )
-def test_a_bad_override_is_refused(override: str, said: str, tmp_path: Path):
+def test_a_bad_override_is_refused(override, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         load_config(written(tmp_path), [override])
 
 
-def test_a_file_that_is_not_there_or_no_yaml_is_refused(tmp_path: Path):
+def test_a_file_that_is_not_there_or_no_yaml_is_refused(tmp_path):
     path = written(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"no such file.\n  Did you mean .*job.yaml"):
         load_config(tmp_path / "jbo.yaml")
@@ -119,7 +115,7 @@ def test_a_file_that_is_not_there_or_no_yaml_is_refused(tmp_path: Path):
 # -- the corpus ------------------------------------------------------------------------------------
 
 
-def test_a_corpus_that_is_missing_empty_or_short_is_refused(tmp_path: Path):
+def test_a_corpus_that_is_missing_empty_or_short_is_refused(tmp_path):
     data = {"cache": str(tmp_path / "cache")}
     with pytest.raises(FileNotFoundError, match="there is no such file or folder"):
         open_corpus(Data(path=str(tmp_path / "nothing"), **data), 8)
@@ -135,14 +131,14 @@ def test_a_corpus_that_is_missing_empty_or_short_is_refused(tmp_path: Path):
         open_corpus(Data(path=str(short), held_out=0.1, **data), 8)
 
 
-def test_a_cache_that_is_a_file_is_refused(tmp_path: Path):
+def test_a_cache_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_bytes(bytes(99))
     data = Data(path=str(tmp_path / "file"), cache=str(tmp_path / "file"))
     with pytest.raises(ValueError, match=r"data.cache '.*file': is a file"):
         open_corpus(data, 8)
 
 
-def test_one_file_is_split_by_position(tmp_path: Path):
+def test_one_file_is_split_by_position(tmp_path):
     path = tmp_path / "one.txt"
     path.write_bytes(bytes(range(100)))
     data = Data(path=str(path), held_out=0.25, cache=str(tmp_path / "cache"))
@@ -158,12 +154,12 @@ ORBAX = [
 ]
 
 
-def state_of(step: int) -> Any:
+def state_of(step):
     return {"w": jnp.arange(512.0) * step, "step": jnp.int32(step)}
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path):
     """A folder with the checkpoints of steps 3 and 6."""
     with Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(3, state_of(3))
@@ -171,27 +167,27 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def largest_file(folder: Path) -> Path:
+def largest_file(folder):
     return max((f for f in folder.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
 
 
-def flip_a_bit(folder: Path) -> None:
+def flip_a_bit(folder):
     path = largest_file(folder / "6")
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-def cut_short(folder: Path) -> None:
+def cut_short(folder):
     path = largest_file(folder / "6")
     path.write_bytes(path.read_bytes()[:-5])
 
 
-def lose_a_file(folder: Path) -> None:
+def lose_a_file(folder):
     largest_file(folder / "6").unlink()
 
 
-def scratch_a_seal(folder: Path) -> None:
+def scratch_a_seal(folder):
     (folder / "6" / "seal-0.json").write_bytes(bytes(9))
 
 
@@ -206,16 +202,14 @@ DAMAGE = [
 class TestCheckpoints:
     pytestmark = ORBAX
 
-    def test_the_newest_is_restored(self, saved: Path):
+    def test_the_newest_is_restored(self, saved):
         with Checkpoints(saved) as checkpoints:
             step, state, refused = checkpoints.restore(state_of(0))
         assert (step, refused) == (6, [])
         assert_bitwise_equal(state, state_of(6))
 
     @pytest.mark.parametrize(("damage", "said"), DAMAGE)
-    def test_a_broken_one_is_refused_by_name_and_the_one_before_taken(
-        self, damage: Any, said: str, saved: Path
-    ):
+    def test_a_broken_one_is_refused_by_name_and_the_one_before_taken(self, damage, said, saved):
         damage(saved)
         with Checkpoints(saved) as checkpoints:
             step, state, refused = checkpoints.restore(state_of(0))
@@ -229,14 +223,14 @@ class TestCheckpoints:
         with Checkpoints(saved) as checkpoints:
             assert checkpoints.restore(state_of(0))[0] == 6
 
-    def test_what_orbax_was_writing_is_no_checkpoint(self, saved: Path):
+    def test_what_orbax_was_writing_is_no_checkpoint(self, saved):
         (saved / "9.orbax-checkpoint-tmp" / "default").mkdir(parents=True)
         with Checkpoints(saved) as checkpoints:
             step, _, said = checkpoints.restore(state_of(0))
         assert step == 6
         assert any("9.orbax-checkpoint-tmp: it was being written" in line for line in said)
 
-    def test_one_that_orbax_completed_and_nobody_sealed_is_taken_and_said(self, saved: Path):
+    def test_one_that_orbax_completed_and_nobody_sealed_is_taken_and_said(self, saved):
         (saved / "6" / "seal-0.json").unlink()
         with Checkpoints(saved) as checkpoints:
             step, state, said = checkpoints.restore(state_of(0))
@@ -246,7 +240,7 @@ class TestCheckpoints:
             f"checkpoint {saved}/6 is taken unproven: the run ended before process 0 sealed it."
         ]
 
-    def test_when_none_is_whole_a_run_does_not_start_anew(self, saved: Path):
+    def test_when_none_is_whole_a_run_does_not_start_anew(self, saved):
         flip_a_bit(saved)
         largest_file(saved / "3").unlink()
         said = r"no checkpoint is whole.(.|\n)*/6: (.|\n)*/3: "
@@ -254,27 +248,25 @@ class TestCheckpoints:
             with Checkpoints(saved) as checkpoints, pytest.raises(ValueError, match=said):
                 checkpoints.restore(state_of(0))
 
-    def test_a_run_killed_while_it_wrote_its_first_one_starts_anew_and_says_so(
-        self, tmp_path: Path
-    ):
+    def test_a_run_killed_while_it_wrote_its_first_one_starts_anew_and_says_so(self, tmp_path):
         (tmp_path / "run" / "3.orbax-checkpoint-tmp-1").mkdir(parents=True)
         with Checkpoints(tmp_path / "run") as checkpoints:
             step, state, said = checkpoints.restore(state_of(0))
         assert (step, state) == (0, None)
         assert "3.orbax-checkpoint-tmp-1: it was being written when a run ended." in said[0]
 
-    def test_a_new_folder_has_nothing_to_restore(self, tmp_path: Path):
+    def test_a_new_folder_has_nothing_to_restore(self, tmp_path):
         with Checkpoints(tmp_path / "new") as checkpoints:
             assert checkpoints.restore(state_of(0)) == (0, None, [])
 
-    def test_another_jobs_folder_is_refused(self, saved: Path):
+    def test_another_jobs_folder_is_refused(self, saved):
         with Checkpoints(saved) as checkpoints:
             checkpoints.claim({"model.width": 16, "seed": 0})
             checkpoints.claim({"model.width": 16, "seed": 0})
             with pytest.raises(ValueError, match=r"another job's.\n  'seed' is 0 there, 1 here"):
                 checkpoints.claim({"model.width": 16, "seed": 1})
 
-    def test_a_folder_without_a_checkpoint_is_anyones(self, tmp_path: Path):
+    def test_a_folder_without_a_checkpoint_is_anyones(self, tmp_path):
         with Checkpoints(tmp_path / "run") as checkpoints:
             checkpoints.claim({"seed": -1})
             checkpoints.claim({"seed": 0})
@@ -283,20 +275,20 @@ class TestCheckpoints:
         with Checkpoints(tmp_path / "run") as checkpoints, pytest.raises(ValueError, match=said):
             checkpoints.claim({"seed": -1})
 
-    def test_a_claim_that_cannot_be_read_is_named(self, saved: Path):
+    def test_a_claim_that_cannot_be_read_is_named(self, saved):
         (saved / "job.json").write_text("")
         said = r"job.json: is not JSON(.|\n)*Take it away"
         with Checkpoints(saved) as checkpoints, pytest.raises(ValueError, match=said):
             checkpoints.claim({"seed": 0})
 
-    def test_a_file_is_no_folder(self, tmp_path: Path):
+    def test_a_file_is_no_folder(self, tmp_path):
         (tmp_path / "file").touch()
         with pytest.raises(ValueError, match=r"checkpoint folder .*file: is a file"):
             Checkpoints(tmp_path / "file")
         with pytest.raises(ValueError, match=r"file/run: it cannot be made(.|\n)*may write to"):
             Checkpoints(tmp_path / "file" / "run")
 
-    def test_shards_come_back_as_they_were(self, tmp_path: Path, devices: list[jax.Device]):
+    def test_shards_come_back_as_they_were(self, tmp_path, devices):
         mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",))
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
         w = jax.device_put(jnp.arange(16.0), sharding)
@@ -332,6 +324,6 @@ def test_a_difference_is_told_by_key_value_and_process():
         (("host:1", 2, None), r"go together; some are missing"),
     ],
 )
-def test_bad_process_numbers_are_refused(arguments: tuple[Any, ...], said: str):
+def test_bad_process_numbers_are_refused(arguments, said):
     with pytest.raises(ValueError, match=said):
         initialize(*arguments)

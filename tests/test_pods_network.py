@@ -6,7 +6,6 @@ tested in test_pods_topology.py.
 
 import itertools
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from mpjax.pods._network import bandwidth, crossing
 GB = 1e9
 
 
-def mesh_of(name: str, num_slices: int = 1, **axes: int) -> tuple[Any, Any]:
+def mesh_of(name, num_slices=1, **axes):
     """Returns a topology, and a mesh of devices in the order of their coordinates."""
     topology = get_topology(name, num_slices=num_slices)
     cores = range(topology.chip.devices)
@@ -43,7 +42,7 @@ def mesh_of(name: str, num_slices: int = 1, **axes: int) -> tuple[Any, Any]:
         ("8xh100", (False, False)),
     ],
 )
-def test_a_torus_is_closed_where_the_slice_is_whole(name: str, rings: tuple[bool, ...]):
+def test_a_torus_is_closed_where_the_slice_is_whole(name, rings):
     assert get_topology(name).rings == rings
 
 
@@ -65,9 +64,7 @@ def test_a_torus_is_closed_where_the_slice_is_whole(name: str, rings: tuple[bool
         ("tpu7x-128", {"fsdp": 64, "tensor": 2}, ["tensor"], 6),  # the halves of a chip
     ],
 )
-def test_what_is_sent_takes_all_links_to_its_group(
-    name: str, axes: dict[str, int], along: list[str], links: int
-):
+def test_what_is_sent_takes_all_links_to_its_group(name, axes, along, links):
     topology, mesh = mesh_of(name, **axes)
     assert bandwidth(topology, mesh, along) == links * topology.chip.link_bandwidth
 

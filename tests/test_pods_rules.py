@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-from typing import Any
 
 import _pods_programs
 import jax
@@ -65,11 +64,11 @@ TARGETS = [
 ]
 
 
-def some_slow(rows: Any, quick: Any) -> Any:
+def some_slow(rows, quick):
     return [r if quick(r) else pytest.param(*r, marks=pytest.mark.slow) for r in rows]
 
 
-def judge(name: str, topology: str, mistake: str, expected: str, error: bool, culprit: str) -> None:
+def judge(name, topology, mistake, expected, error, culprit):
     report = _pods_programs.check(name, topology, mistake)
     found = report.found(expected)
     assert any(culprit in finding.culprit for finding in found), str(report)
@@ -79,7 +78,7 @@ def judge(name: str, topology: str, mistake: str, expected: str, error: bool, cu
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_right_program_has_no_findings(name: str):
+def test_a_right_program_has_no_findings(name):
     report = _pods_programs.check(name, "cpu:8")
     assert report.findings == (), str(report)
 
@@ -88,22 +87,20 @@ QUICKLY = some_slow(MISTAKES, lambda row: row[0] in QUICK or row[:2] == ("cnn", 
 
 
 @pytest.mark.parametrize(("name", "mistake", "expected", "error", "culprit"), QUICKLY)
-def test_a_mistake_is_found(name: str, mistake: str, expected: str, error: bool, culprit: str):
+def test_a_mistake_is_found(name, mistake, expected, error, culprit):
     judge(name, "cpu:8", mistake, expected, error, culprit)
 
 
 @pytest.mark.parametrize("topology", TARGETS)
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_right_program_has_no_findings_there(name: str, topology: str):
+def test_a_right_program_has_no_findings_there(name, topology):
     report = _pods_programs.check(name, topology)
     assert report.findings == (), str(report)
 
 
 @pytest.mark.parametrize("topology", TARGETS)
 @pytest.mark.parametrize(("name", "mistake", "expected", "error", "culprit"), MISTAKES)
-def test_a_mistake_is_found_there(
-    name: str, mistake: str, expected: str, error: bool, culprit: str, topology: str
-):
+def test_a_mistake_is_found_there(name, mistake, expected, error, culprit, topology):
     judge(name, topology, mistake, expected, error, culprit)
 
 
@@ -137,7 +134,7 @@ def test_a_tpu_adds_each_kernels_gradient_in_float32():
 # -- what was not judged ---------------------------------------------------------------------------
 
 
-def marks(report: Any) -> dict[str, str]:
+def marks(report):
     lines = (line for line in str(report).splitlines() if line[2:4] in ("ok", "--", "!!", "??"))
     by_text = {line[5:]: line[2:4] for line in lines}
     return {key: by_text[text] for key, text in CHECKS.items()}
@@ -156,7 +153,7 @@ def test_what_nothing_was_seen_of_is_not_ok():
 
 
 def test_a_loop_of_unknown_trips_is_said():
-    def step(w: Any, x: Any) -> Any:
+    def step(w, x):
         grow = jax.lax.while_loop(lambda y: jnp.sum(y) < 9.0, lambda y: jax.lax.psum(y, "data"), x)
         return w - 0.1 * jax.lax.pmean(jnp.mean(grow, 0), "data")
 
@@ -186,7 +183,7 @@ ENTRY %main (a: f32[64]) -> f32[64] {
 )
 
 
-def strange(opcode: str, fields: Any = None) -> _hlo.Module:
+def strange(opcode, fields=None):
     """Returns a program with an operation of that name that says who takes part in it."""
     module = parsed(STRANGE)
     root = module.entry.root
@@ -203,7 +200,7 @@ def strange(opcode: str, fields: Any = None) -> _hlo.Module:
     ("opcode", "unknown"),
     [("all-reduce", False), ("ragged-all-to-all", False), ("collective-dance", True)],
 )
-def test_a_collective_that_the_check_does_not_know_is_said(opcode: str, unknown: bool):
+def test_a_collective_that_the_check_does_not_know_is_said(opcode, unknown):
     module = strange(opcode)
     found = _collectives.find_unknown(module, _loops.run_counts(module), _read.user_source)
     assert found == ([(opcode, "")] if unknown else [])
@@ -219,7 +216,7 @@ def test_a_kernel_that_sends_by_itself_is_said():
 # -- which copies differ ---------------------------------------------------------------------------
 
 
-def differing(fun: Any, specs: Any, out: Any, *shapes: Any) -> list[Any]:
+def differing(fun, specs, out, *shapes):
     """Returns along which axes each result of a function under shard_map differs."""
     mesh = get_topology("cpu:8").make_mesh({"data": 2, "model": 4})
     mapped = jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
@@ -231,7 +228,7 @@ def differing(fun: Any, specs: Any, out: Any, *shapes: Any) -> list[Any]:
 
 
 def test_what_differs_between_devices_is_followed_through_a_program():
-    def fun(w: Any, x: Any) -> Any:
+    def fun(w, x):
         summed = jax.lax.psum(x, "data")
         looped = jax.lax.scan(lambda c, _: (jnp.tanh(c + x), None), w, length=3)[0]
         chosen = jax.lax.cond(jnp.sum(x) > 0, lambda: w, lambda: w * 2)
@@ -254,10 +251,10 @@ def test_what_differs_between_devices_is_followed_through_a_program():
 
 
 def test_a_loop_that_devices_leave_at_different_turns_makes_them_differ():
-    def fun(w: Any, x: Any) -> Any:
+    def fun(w, x):
         return jax.lax.while_loop(lambda s: s[1] < jnp.sum(x), lambda s: (s[0] * 2, s[1] + 1), w)
 
-    def whole(w: Any, x: Any) -> Any:
+    def whole(w, x):
         return fun((w, jnp.zeros(())), x)
 
     assert differing(whole, (P(), P("data")), P(), spec(4), spec(8)) == [({"data"}, set())] * 2

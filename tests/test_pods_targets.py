@@ -1,7 +1,5 @@
 """The check on accelerators that are not here: TPU slices and GPUs, compiled ahead of time."""
 
-from typing import Any
-
 import _pods_step
 import jax
 import jax.numpy as jnp
@@ -19,7 +17,7 @@ pytestmark = [
 ]
 
 
-def targets(*names: str, slow: bool) -> list[Any]:
+def targets(*names, slow):
     """Returns the topologies as parameters, with what each needs."""
     marks = {"h": NEEDS_GPU, "a": NEEDS_GPU}
     extra = [pytest.mark.slow] if slow else []
@@ -33,7 +31,7 @@ SLOW = targets("v4-16", "v5p-16", "v6e-8", "tpu7x-8", "a100-8", slow=True)
 
 
 @pytest.mark.parametrize("name", FAST + SLOW)
-def test_the_right_program_has_no_findings(name: str):
+def test_the_right_program_has_no_findings(name):
     report = _pods_step.check(name)
     assert report.findings == (), str(report)
     assert set(report.sent("weights")) == {"bf16"}
@@ -47,13 +45,13 @@ def test_the_right_program_has_no_findings(name: str):
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_flops_are_those_counted_on_virtual_devices(name: str):
+def test_flops_are_those_counted_on_virtual_devices(name):
     assert _pods_step.check(name).flops == _pods_step.check("cpu:8").flops
 
 
 @pytest.mark.parametrize("name", FAST)
 @pytest.mark.parametrize("mistake", _pods_step.CULPRITS)
-def test_each_planted_mistake_is_found_and_its_culprit_named(mistake: str, name: str):
+def test_each_planted_mistake_is_found_and_its_culprit_named(mistake, name):
     report = _pods_step.check(name, mistake)
     expected, culprit = _pods_step.CULPRITS[mistake]
     assert {finding.check for finding in report.findings} == {expected}
@@ -61,10 +59,10 @@ def test_each_planted_mistake_is_found_and_its_culprit_named(mistake: str, name:
     assert report.exit_code == 2
 
 
-def square(name: str, dtype: Any) -> Any:
+def square(name, dtype):
     """Returns the report on a step that multiplies in `dtype` on one device."""
 
-    def step(w: Any, x: Any) -> Any:
+    def step(w, x):
         y = jnp.dot(x.astype(dtype), w.astype(dtype), preferred_element_type=jnp.float32)
         return w + jnp.mean(y)
 
@@ -114,7 +112,7 @@ def test_slices_are_told_from_the_fast_network():
     topology = get_topology("v5e-4", num_slices=2)
     mesh = topology.make_mesh({"data": 2, "fsdp": 4})
 
-    def local(w: Any, x: Any) -> Any:
+    def local(w, x):
         return w - jax.lax.psum(jnp.outer(jnp.mean(x, 0), jnp.mean(x, 0)), ("data", "fsdp"))
 
     specs = (P(), P(("data", "fsdp")))
@@ -128,7 +126,7 @@ def test_slices_are_told_from_the_fast_network():
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_gather_constraint_gives_the_right_program_under_jit(name: str):
+def test_gather_constraint_gives_the_right_program_under_jit(name):
     report = _pods_step.check_jit(name)
     assert report.findings == (), str(report)
     assert set(report.sent("weights")) == {"bf16"}
@@ -138,22 +136,22 @@ def test_gather_constraint_gives_the_right_program_under_jit(name: str):
 @NEEDS_TPU
 @pytest.mark.slow
 @pytest.mark.parametrize("low", ["autocast", "cast at the top"])
-def test_what_goes_round_in_a_ring_beside_a_product_keeps_its_role(low: str):
+def test_what_goes_round_in_a_ring_beside_a_product_keeps_its_role(low):
     """A TPU's compiler overlaps large products with gathers and reductions, written as loops."""
     rows, width, hidden = 16384, 2048, 8192
     topology = get_topology("v5e-8")
     mesh = topology.make_mesh({"fsdp": 8})
 
-    def wide_loss(params: Any, x: Any) -> Any:
+    def wide_loss(params, x):
         y = jax.nn.gelu(x @ params["up"]) @ params["down"]
         return jnp.mean(y.astype(jnp.float32) ** 2)
 
-    def cast_loss(params: Any, x: Any) -> Any:
+    def cast_loss(params, x):
         return wide_loss(jax.tree.map(lambda w: w.astype(jnp.bfloat16), params), x)
 
     loss = mpjax.autocast(wide_loss, "bf16-mixed") if low == "autocast" else cast_loss
 
-    def step(params: Any, x: Any) -> Any:
+    def step(params, x):
         value, grads = jax.value_and_grad(loss)(params, x)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 

@@ -1,7 +1,5 @@
 """Names of slices and clusters: what people call them, and what is said to a wrong one."""
 
-from typing import Any
-
 import jax
 import pytest
 
@@ -35,7 +33,7 @@ from mpjax.pods._network import bandwidth
         ("cpu:8", (1, 8), 8, 1),
     ],
 )
-def test_names_that_people_use(name: str, shape: tuple[int, ...], devices: int, hosts: int):
+def test_names_that_people_use(name, shape, devices, hosts):
     topology = get_topology(name)
     assert (topology.shape, topology.num_devices, topology.num_hosts) == (shape, devices, hosts)
     assert get_topology(topology) is topology
@@ -64,7 +62,7 @@ def test_slices_multiply_devices_and_hosts():
         ("h100-12", r"12 GPUs are not whole hosts of 8(.|\n)*'h100:2x4'"),
     ],
 )
-def test_a_wrong_name_is_an_error_with_the_nearest(name: str, said: str):
+def test_a_wrong_name_is_an_error_with_the_nearest(name, said):
     with pytest.raises(ValueError, match=said):
         get_topology(name)
 
@@ -80,7 +78,7 @@ def test_a_wrong_name_is_an_error_with_the_nearest(name: str, said: str):
         (16, 1, TypeError, r"a topology is a name; got int\.\n.*'8xh100'"),
     ],
 )
-def test_wrong_slices_are_errors(name: Any, count: Any, error: type[Exception], said: str):
+def test_wrong_slices_are_errors(name, count, error, said):
     with pytest.raises(error, match=said):
         get_topology(name, num_slices=count)
 
@@ -92,7 +90,7 @@ def test_a_mesh_has_all_devices():
 
 
 @pytest.mark.parametrize("axes", [{"data": 3}, {}, {"a": -1, "b": -1}, {"a": 3, "b": -1}, {"a": 0}])
-def test_a_mesh_that_does_not_divide_is_an_error(axes: dict[str, int]):
+def test_a_mesh_that_does_not_divide_is_an_error(axes):
     with pytest.raises(ValueError, match=r"does not have the 8 devices of 'cpu:8'"):
         get_topology("cpu:8").make_mesh(axes)
 
@@ -106,7 +104,7 @@ def test_a_mesh_may_be_of_the_devices_that_are_here():
 
 
 @pytest.mark.parametrize("axes", [["data"], {"data": "8"}, {"data": 8.0}, {0: 8}, {"x": True}])
-def test_axes_of_another_type_are_an_error(axes: Any):
+def test_axes_of_another_type_are_an_error(axes):
     with pytest.raises(TypeError, match=r"make_mesh\(axes\): must be sizes by axis name; got"):
         make_mesh(axes)
 
@@ -124,9 +122,9 @@ def test_too_few_virtual_devices_say_how_to_have_more():
     ],
 )
 def test_a_missing_compiler_says_what_to_install_and_what_works_without(
-    name: str, module: str, install: str, monkeypatch: pytest.MonkeyPatch
+    name, module, install, monkeypatch
 ):
-    def nothing(asked: str, *_: Any) -> None:
+    def nothing(asked, *_):
         assert asked == module
 
     monkeypatch.setattr(devices_of.importlib.util, "find_spec", nothing)
@@ -155,7 +153,7 @@ def test_gpu_targets_are_what_xla_reads():
     "name",
     ["v4-8", "v4-16", "v5e-1", "v5e-8", "v5e-256", "v5p-8", "v6e-16", "tpu7x-8", "tpu7x-128"],
 )
-def test_libtpu_agrees_on_devices_and_hosts(name: str):
+def test_libtpu_agrees_on_devices_and_hosts(name):
     topology = get_topology(name)
     kinds = {device.platform for device in topology.devices}
     assert kinds == {"tpu"}
@@ -176,7 +174,7 @@ def test_the_first_axis_crosses_slices_and_the_others_lie_along_the_torus():
 
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("name", ["v5p-128", "v6e-256", "tpu7x-128"])
-def test_a_mesh_may_split_an_axis_of_the_torus_among_neighbours(name: str):
+def test_a_mesh_may_split_an_axis_of_the_torus_among_neighbours(name):
     """`jax.make_mesh` refuses this on all but v5e."""
     topology = get_topology(name)
     mesh = topology.make_mesh({"data": 1, "fsdp": -1, "tensor": 2})

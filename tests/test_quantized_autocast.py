@@ -485,7 +485,7 @@ def test_modules_say_that_they_multiply_in_the_base_dtype():
 
 
 @pytest.mark.parametrize("mode", ["int8", "float8"])
-def test_a_policy_that_quantises_nothing_is_told_of_its_own_dtype(mode: str):
+def test_a_policy_that_quantises_nothing_is_told_of_its_own_dtype(mode):
     fun = mpjax.autocast(lambda x: x @ x, f"{mode}_from_mixed_bfloat16")
     with pytest.warns(mpjax.PolicyWarning, match=rf"\{{'mlp\*': '{mode}_from_mixed_bfloat16'\}}"):
         fun(jnp.ones((64, 64)))

@@ -2,7 +2,6 @@
 
 import functools
 import warnings
-from typing import Any
 
 import _linen_layers
 import _nnx_layers
@@ -32,13 +31,13 @@ RECIPES = {
 BOUNDS = {"int8": (0.06, 0.15), "float8": (0.2, 0.4), "mxfp8": (0.2, 0.4), "delayed": (0.2, 0.4)}
 
 
-def _linen(name: str) -> Any:
+def _linen(name):
     layer, args = _linen_layers.LAYERS[name]
     fun, variables = _linen_layers.applied(layer, args)
     return lambda v, *a: fun(v, *a)[0], variables, args
 
 
-def _nnx(name: str) -> Any:
+def _nnx(name):
     layer, args = _nnx_layers.LAYERS[name]()
     graph, state = nnx.split(layer)
     return lambda state, *a: nnx.merge(graph, state)(*a), state, args
@@ -69,11 +68,11 @@ HAIKU = {
 }
 
 
-def _equinox(name: str) -> Any:
+def _equinox(name):
     return lambda m, x: jax.vmap(m)(x), EQUINOX[name](), (WORDS,)
 
 
-def _haiku(name: str) -> Any:
+def _haiku(name):
     fun = hk.without_apply_rng(hk.transform(HAIKU[name]))
     return fun.apply, fun.init(KEY, WORDS), (WORDS,)
 
@@ -101,27 +100,27 @@ ALL = [
 ]
 
 
-def floats(tree: Any) -> list[np.ndarray]:
+def floats(tree):
     leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
     return [np.float64(x).ravel() for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
-def error(found: Any, expected: Any) -> float:
+def error(found, expected):
     a, b = (np.concatenate(floats(tree)) for tree in (found, expected))
     return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-6))
 
 
 @functools.cache
-def exact(library: str, name: str) -> Any:
+def exact(library, name):
     """Returns a layer as a function of its floating parameters, and what it gives in float32."""
     make, _ = LIBRARIES[library]
     fun, params, args = make(name)
     moving, rest = eqx.partition(params, eqx.is_inexact_array)
 
-    def run(moving: Any, *args: Any) -> Any:
+    def run(moving, *args):
         return fun(eqx.combine(moving, rest), *args)
 
-    def loss(run: Any, moving: Any, *args: Any) -> Any:
+    def loss(run, moving, *args):
         out = [
             x for x in jax.tree.leaves(run(moving, *args)) if jnp.issubdtype(x.dtype, jnp.floating)
         ]
@@ -132,7 +131,7 @@ def exact(library: str, name: str) -> Any:
 
 
 @pytest.mark.parametrize(("library", "name", "recipe"), ALL)
-def test_layer_is_itself_to_the_rounding_of_8_bits(library: str, name: str, recipe: str) -> None:
+def test_layer_is_itself_to_the_rounding_of_8_bits(library, name, recipe):
     run, loss, moving, args, (gradients, out) = exact(library, name)
     policy = mpjax.PolicyMap(
         "bf16-mixed", {"re:.*": mpjax.QuantizedPolicy("bf16-mixed", RECIPES[recipe])}
@@ -161,5 +160,5 @@ def test_layer_is_itself_to_the_rounding_of_8_bits(library: str, name: str, reci
         assert quantised
 
 
-def test_there_are_forty_layers() -> None:
+def test_there_are_forty_layers():
     assert len(CASES) >= 40
