@@ -174,81 +174,41 @@ def _plain(fun: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **_: fun(*args)
 
 
+# JAX's name, and NumPy's where it is another.
+_NUMPYS = """
+abs floor ceil sign square sqrt cbrt exp exp2 expm1 log log1p
+sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh
+add add_any=add sub=subtract mul=multiply rem=fmod max=maximum min=minimum neg=negative
+eq=equal ne=not_equal lt=less le=less_equal gt=greater ge=greater_equal is_finite=isfinite
+and=bitwise_and or=bitwise_or xor=bitwise_xor not=invert
+"""
+_SCIPYS = "erf erfc digamma erf_inv=erfinv lgamma=gammaln logistic=expit"
+# Values as they are; then autocast's identity around a product; then collectives over one device.
+_IDENTITIES = """
+copy copy_p stop_gradient name convert_element_type
+hidden_operand
+psum_invariant pvary pcast all_gather all_gather_invariant reduce_scatter ppermute
+"""
+
+
+def _named(library: Any, names: str) -> dict[str, Callable[..., Any]]:
+    pairs = (name.partition("=") for name in names.split())
+    return {name: getattr(library, of or name) for name, _, of in pairs}
+
+
 _PLAIN: dict[str, Callable[..., Any]] = {
-    "add": np.add,
-    "add_any": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
+    **_named(np, _NUMPYS),
+    **_named(scipy.special, _SCIPYS),
+    **dict.fromkeys(_IDENTITIES.split(), np.asarray),
     "div": lambda x, y: np.divide(x, y) if x.dtype.kind == "f" else _truncated(x, y),
-    "rem": np.fmod,
-    "max": np.maximum,
-    "min": np.minimum,
     "pow": lambda x, y: np.power(x, np.asarray(y, x.dtype)),
-    "atan2": np.arctan2,
-    "neg": np.negative,
-    "abs": np.abs,
-    "sign": np.sign,
-    "floor": np.floor,
-    "ceil": np.ceil,
-    "exp": np.exp,
-    "exp2": np.exp2,
-    "expm1": np.expm1,
-    "log": np.log,
-    "log1p": np.log1p,
-    "tanh": np.tanh,
-    "logistic": scipy.special.expit,
-    "sin": np.sin,
-    "cos": np.cos,
-    "tan": np.tan,
-    "asin": np.arcsin,
-    "acos": np.arccos,
-    "atan": np.arctan,
-    "sinh": np.sinh,
-    "cosh": np.cosh,
-    "asinh": np.arcsinh,
-    "acosh": np.arccosh,
-    "atanh": np.arctanh,
-    "sqrt": np.sqrt,
     "rsqrt": lambda x: 1 / np.sqrt(x),
-    "cbrt": np.cbrt,
-    "square": np.square,
     "one_minus_square": lambda x: 1 - x * x,
-    "erf": scipy.special.erf,
-    "erfc": scipy.special.erfc,
-    "erf_inv": scipy.special.erfinv,
-    "lgamma": scipy.special.gammaln,
-    "digamma": scipy.special.digamma,
-    "is_finite": np.isfinite,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "not": np.invert,
     "shift_right_logical": _shift,
-    "copy": np.asarray,
-    "copy_p": np.asarray,
-    "stop_gradient": np.asarray,
-    "name": np.asarray,
-    "convert_element_type": np.asarray,
-    # Identities of autocast's own around a product.
-    "hidden_operand": np.asarray,
-    "reattached_value": lambda low, _: low,
+    "reattached_value": lambda low, _: low,  # another identity of autocast's around a product
     "clamp": _clamp,
     "select_n": _select,
-    # Collectives over one device.
     "axis_index": lambda: np.int32(0),
-    "psum_invariant": np.asarray,
-    "pvary": np.asarray,
-    "pcast": np.asarray,
-    "all_gather": np.asarray,
-    "all_gather_invariant": np.asarray,
-    "reduce_scatter": np.asarray,
-    "ppermute": np.asarray,
     "debug_callback": lambda *_: [],
 }
 
