@@ -5,6 +5,7 @@ boundary (`jax.jit`, a checkpoint, a branch, a loop of one turn ...), or a value
 back, padded and cut. Plain JAX computes the same: what differs under autocast is autocast's.
 """
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -21,218 +22,188 @@ from mpjax._jaxpr.binding import bind, written_at
 Fun = Callable[..., Any]
 
 
-def _named(fun: Fun) -> Fun:
-    def cut_piece(*args: Any) -> Any:
-        return fun(*args)
-
-    return cut_piece
+PUT_IN = frozenset({"name", "optimization_barrier"})
+"""Operations that a boundary consists of."""
+BOUNDARIES: dict[str, Callable[[Fun], Fun]] = {}
 
 
-def _floats(outs: Sequence[Any], move: Callable[[Any], Any]) -> list[Any]:
+def boundary(name: str) -> Callable[[Fun], Fun]:
+    """Adds a boundary, written as a function of a piece and of the piece's arguments."""
+
+    def add(call: Fun) -> Fun:
+        BOUNDARIES[name] = lambda piece: functools.partial(call, piece)
+        return call
+
+    return add
+
+
+def _floats(outs, move):
     return [move(x) if getattr(x, "dtype", None) == jnp.float32 else x for x in outs]
 
 
 # -- boundaries around a piece of a program --------------------------------------------------------
 
 
-def _jit(fun: Fun) -> Fun:
-    return jax.jit(_named(fun))
+@boundary("jit")
+def _jit(fun, *args):
+    return jax.jit(_named(fun))(*args)
 
 
-def _checkpoint(fun: Fun) -> Fun:
-    return jax.checkpoint(_named(fun))
+@boundary("checkpoint")
+def _checkpoint(fun, *args):
+    return jax.checkpoint(_named(fun))(*args)
 
 
-def _checkpoint_dots(fun: Fun) -> Fun:
-    return jax.checkpoint(_named(fun), policy=jax.checkpoint_policies.dots_saveable)
+@boundary("checkpoint with a policy")
+def _checkpoint_dots(fun, *args):
+    return jax.checkpoint(_named(fun), policy=jax.checkpoint_policies.dots_saveable)(*args)
 
 
-def _cond(fun: Fun) -> Fun:
-    def run(*args: Any) -> Any:
-        held = next((a for a in args if getattr(a, "dtype", None) == jnp.float32), None)
-        going = True if held is None else jnp.ravel(held)[0] < np.inf
-        return lax.cond(jnp.asarray(going) | True, _named(fun), _named(fun), *args)
-
-    return run
+@boundary("cond")
+def _cond(fun, *args):
+    held = next((a for a in args if getattr(a, "dtype", None) == jnp.float32), None)
+    going = True if held is None else jnp.ravel(held)[0] < np.inf
+    return lax.cond(jnp.asarray(going) | True, _named(fun), _named(fun), *args)
 
 
-def _switch(fun: Fun) -> Fun:
-    def run(*args: Any) -> Any:
-        i = sum(jnp.size(a) for a in args) % 3
-        return lax.switch(jnp.asarray(i, jnp.int32), [_named(fun)] * 3, *args)
-
-    return run
+@boundary("switch")
+def _switch(fun, *args):
+    i = sum(jnp.size(a) for a in args) % 3
+    return lax.switch(jnp.asarray(i, jnp.int32), [_named(fun)] * 3, *args)
 
 
-def _scan_stacking(fun: Fun) -> Fun:
-    def run(*args: Any) -> Any:
-        stacked = tuple(a[None] for a in args)
-        _, ys = lax.scan(lambda c, xs: (c, tuple(fun(*xs))), None, stacked, length=1)
-        return [y[0] for y in ys]
-
-    return run
+@boundary("scan that stacks")
+def _scan_stacking(fun, *args):
+    stacked = tuple(a[None] for a in args)
+    _, ys = lax.scan(lambda c, xs: (c, tuple(fun(*xs))), None, stacked, length=1)
+    return [y[0] for y in ys]
 
 
-def _scan_carrying(fun: Fun) -> Fun:
-    def run(*args: Any) -> Any:
-        types = jax.eval_shape(lambda *xs: tuple(fun(*xs)), *args)
-        start = tuple(jnp.zeros(t.shape, t.dtype) for t in types)
-        outs, _ = lax.scan(lambda _, __: (tuple(fun(*args)), None), start, None, length=1)
-        return list(outs)
-
-    return run
+def _zeros_like_results(fun, args):
+    types = jax.eval_shape(lambda *xs: tuple(fun(*xs)), *args)
+    return tuple(jnp.zeros(t.shape, t.dtype) for t in types)
 
 
-def _fori(fun: Fun) -> Fun:
-    def run(*args: Any) -> Any:
-        types = jax.eval_shape(lambda *xs: tuple(fun(*xs)), *args)
-        start = tuple(jnp.zeros(t.shape, t.dtype) for t in types)
-        return list(lax.fori_loop(0, 1, lambda i, _: tuple(fun(*args)), start))
-
-    return run
+@boundary("scan that carries")
+def _scan_carrying(fun, *args):
+    start = _zeros_like_results(fun, args)
+    return list(lax.scan(lambda _, __: (tuple(fun(*args)), None), start, None, length=1)[0])
 
 
-def _map(fun: Fun) -> Fun:
-    def run(*args: Any) -> Any:
-        stacked = (jnp.zeros(1), *(a[None] for a in args))
-        return [y[0] for y in lax.map(lambda xs: tuple(fun(*xs[1:])), stacked)]
-
-    return run
+@boundary("fori_loop")
+def _fori(fun, *args):
+    start = _zeros_like_results(fun, args)
+    return list(lax.fori_loop(0, 1, lambda i, _: tuple(fun(*args)), start))
 
 
-def _custom_jvp(fun: Fun) -> Fun:
+@boundary("map")
+def _map(fun, *args):
+    stacked = (jnp.zeros(1), *(a[None] for a in args))
+    return [y[0] for y in lax.map(lambda xs: tuple(fun(*xs[1:])), stacked)]
+
+
+@boundary("custom_jvp")
+def _custom_jvp(fun, *args):
     made = jax.custom_jvp(_named(fun))
     made.defjvp(lambda primals, tangents: jax.jvp(_named(fun), primals, tangents))
-    return made
+    return made(*args)
 
 
-def _custom_vjp(fun: Fun) -> Fun:
+@boundary("custom_vjp")
+def _custom_vjp(fun, *args):
     made = jax.custom_vjp(_named(fun))
     made.defvjp(lambda *args: jax.vjp(_named(fun), *args), lambda pull, cts: pull(cts))
-    return made
+    return made(*args)
 
 
-def _custom_vmap(fun: Fun) -> Fun:
+@boundary("custom_vmap")
+def _custom_vmap(fun, *args):
     made = jax.custom_batching.custom_vmap(_named(fun))
 
     @made.def_vmap
-    def rule(size: int, batched: Any, *args: Any) -> Any:
+    def rule(size, batched, *args):
         axes = tuple(0 if b else None for b in batched)
         outs = jax.vmap(_named(fun), axes, axis_size=size)(*args)
         return outs, [True] * len(outs)
 
-    return made
+    return made(*args)
 
 
-def _barrier(fun: Fun) -> Fun:
-    return lambda *args: lax.optimization_barrier(list(fun(*args)))
+@boundary("barrier")
+def _barrier(fun, *args):
+    return lax.optimization_barrier(list(fun(*args)))
 
 
-def _name(fun: Fun) -> Fun:
-    return lambda *args: _floats(fun(*args), lambda x: jax.ad_checkpoint.checkpoint_name(x, "cut"))
+@boundary("checkpoint_name")
+def _name(fun, *args):
+    return _floats(fun(*args), lambda x: jax.ad_checkpoint.checkpoint_name(x, "cut"))
 
 
-def _sharded(fun: Fun) -> Fun:
+@boundary("shard_map")
+def _sharded(fun, *args):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("one",))
     whole = jax.sharding.PartitionSpec()
-
-    def run(*args: Any) -> Any:
-        mapped = jax.shard_map(
-            lambda *xs: tuple(fun(*xs)), mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
-        )
-        return list(mapped(*args))
-
-    return run
+    where = {"mesh": mesh, "in_specs": whole, "out_specs": whole, "check_vma": False}
+    return list(jax.shard_map(lambda *xs: tuple(fun(*xs)), **where)(*args))
 
 
-# -- moves of values -------------------------------------------------------------------------------
+def _named(fun):
+    def cut_piece(*args):
+        return fun(*args)
+
+    return cut_piece
 
 
-def _sort(x: Any) -> Any:
-    if x.ndim == 0:
-        return x
+# -- moves of values, and back ---------------------------------------------------------------------
+
+
+def of_axes(move: Fun) -> Fun:
+    """Returns a move that leaves a scalar where it is."""
+    return lambda x: move(x) if x.ndim else x
+
+
+def _sort(x):
     order = jnp.argsort(lax.stop_gradient(x), axis=-1)
     return jnp.take_along_axis(jnp.sort(x, axis=-1), jnp.argsort(order, axis=-1), axis=-1)
 
 
-def _top_k(x: Any) -> Any:
-    if x.ndim == 0:
-        return x
+def _top_k(x):
     values, order = lax.top_k(x, x.shape[-1])
     return jnp.take_along_axis(values, jnp.argsort(order, axis=-1), axis=-1)
 
 
-def _pool(x: Any) -> Any:
+def _pool(x):
     wide = jnp.repeat(x[None, ..., None], 2, axis=-1)
-    ones = (1,) * (wide.ndim - 1)
-    return lax.reduce_window(wide, -jnp.inf, lax.max, (*ones, 2), (*ones, 2), "VALID")[0, ..., 0]
+    window = (*(1,) * (wide.ndim - 1), 2)
+    return lax.reduce_window(wide, -jnp.inf, lax.max, window, window, "VALID")[0, ..., 0]
 
 
-def _set(x: Any) -> Any:
-    return jnp.zeros((2, *x.shape), x.dtype).at[1].set(x)[1]
-
-
-def _update(x: Any) -> Any:
+def _update(x):
     start = (0,) * (x.ndim + 1)
     return lax.dynamic_update_slice(jnp.zeros((2, *x.shape), x.dtype), x[None], start)[0]
 
 
-def _pad(x: Any) -> Any:
-    if x.ndim == 0:
-        return x
+def _pad(x):
     return lax.pad(x, np.float32(0), [(1, 1, 0)] * x.ndim)[(slice(1, -1),) * x.ndim]
 
 
-def _concatenate(x: Any) -> Any:
-    return jnp.concatenate([x[None], jnp.zeros_like(x)[None]])[0]
+def _reshape(x):
+    if x.ndim != 1:
+        return x.reshape(-1).reshape(x.shape)
+    return jnp.flip(jnp.flip(x.reshape(-1)).reshape(x.shape[::-1]).T.reshape(-1)).reshape(x.shape)
 
 
-def _reshape(x: Any) -> Any:
-    return (
-        jnp.flip(jnp.flip(x.reshape(-1)).reshape(x.shape[::-1]).T.reshape(-1)).reshape(x.shape)
-        if x.ndim == 1
-        else x.reshape(-1).reshape(x.shape)
-    )
-
-
-def _stack(x: Any) -> Any:
-    return jnp.stack([x, x])[1]
-
-
-def _where(x: Any) -> Any:
-    return jnp.where(jnp.ones(x.shape, bool), x, 0.0)
-
-
-PUT_IN = frozenset({"name", "optimization_barrier"})
-"""Operations that a boundary consists of."""
-BOUNDARIES: dict[str, Callable[[Fun], Fun]] = {
-    "jit": _jit,
-    "checkpoint": _checkpoint,
-    "checkpoint with a policy": _checkpoint_dots,
-    "cond": _cond,
-    "switch": _switch,
-    "scan that stacks": _scan_stacking,
-    "scan that carries": _scan_carrying,
-    "fori_loop": _fori,
-    "map": _map,
-    "custom_jvp": _custom_jvp,
-    "custom_vjp": _custom_vjp,
-    "custom_vmap": _custom_vmap,
-    "barrier": _barrier,
-    "checkpoint_name": _name,
-    "shard_map": _sharded,
-}
 MOVES: dict[str, Callable[[Any], Any]] = {
-    "sort": _sort,
-    "top_k": _top_k,
+    "sort": of_axes(_sort),
+    "top_k": of_axes(_top_k),
     "max pooling": _pool,
-    ".at[].set": _set,
+    ".at[].set": lambda x: jnp.zeros((2, *x.shape), x.dtype).at[1].set(x)[1],
     "dynamic_update_slice": _update,
-    "pad": _pad,
-    "concatenate": _concatenate,
+    "pad": of_axes(_pad),
+    "concatenate": lambda x: jnp.concatenate([x[None], jnp.zeros_like(x)[None]])[0],
     "reshape": _reshape,
-    "stack": _stack,
-    "where": _where,
+    "stack": lambda x: jnp.stack([x, x])[1],
+    "where": lambda x: jnp.where(jnp.ones(x.shape, bool), x, 0.0),
 }
 
 
@@ -245,9 +216,7 @@ def _piece(
     """Returns some equations as a function, with the variables that it reads and leaves."""
     eqns = jaxpr.eqns[first:last]
     made = {v for eqn in eqns for v in eqn.outvars}
-    reads = dict.fromkeys(
-        v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal) and v not in made
-    )
+    reads = dict.fromkeys(v for v in _variables(eqns) if v not in made)
     leaves = [v for eqn in eqns for v in eqn.outvars if v in outside]
 
     def run(*args: Any) -> list[Any]:
@@ -259,11 +228,25 @@ def _piece(
     return run, list(reads), leaves
 
 
+def _variables(eqns: Sequence[Any]) -> list[Any]:
+    """Returns the variables that equations read, in order."""
+    return [v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)]
+
+
+def _start(closed: Any, args: Sequence[Any]) -> dict[Any, Any]:
+    """Returns the values that a program begins with."""
+    env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    return env | dict(zip(closed.jaxpr.invars, args, strict=True))
+
+
+def _read(env: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:
+    return [v.val if isinstance(v, Literal) else env[v] for v in atoms]
+
+
 def _bind(eqn: Any, env: dict[Any, Any]) -> None:
     """Adds the results of an equation to the values of variables."""
-    operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
     with written_at(eqn):
-        env.update(zip(eqn.outvars, bind(eqn, operands), strict=True))
+        env.update(zip(eqn.outvars, bind(eqn, _read(env, eqn.invars)), strict=True))
 
 
 def cut(closed: Any, places: Sequence[int], wrap: dict[int, Callable[[Fun], Fun]]) -> Fun:
@@ -276,36 +259,32 @@ def cut(closed: Any, places: Sequence[int], wrap: dict[int, Callable[[Fun], Fun]
     """
     jaxpr = closed.jaxpr
     ends = [0, *places, len(jaxpr.eqns)]
+    outputs = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
 
     def run(*args: Any) -> list[Any]:
-        env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        env |= dict(zip(jaxpr.invars, args, strict=True))
+        env = _start(closed, args)
         for n, (first, last) in enumerate(itertools.pairwise(ends)):
             if first == last:
                 continue
-            outside = {
-                v for eqn in jaxpr.eqns[last:] for v in eqn.invars if not isinstance(v, Literal)
-            } | {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+            outside = {*_variables(jaxpr.eqns[last:])} | outputs
             fun, reads, leaves = _piece(jaxpr, first, last, outside)
             outs = wrap.get(n, lambda f: f)(fun)(*(env[v] for v in reads))
             env.update(zip(leaves, outs, strict=True))
-        return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
+        return _read(env, jaxpr.outvars)
 
     return run
 
 
 def moved(closed: Any, moves: dict[int, Callable[[Any], Any]]) -> Fun:
     """Returns a traced program as a function that moves the results of some equations, and back."""
-    jaxpr = closed.jaxpr
 
     def run(*args: Any) -> list[Any]:
-        env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        env |= dict(zip(jaxpr.invars, args, strict=True))
-        for i, eqn in enumerate(jaxpr.eqns):
+        env = _start(closed, args)
+        for i, eqn in enumerate(closed.jaxpr.eqns):
             _bind(eqn, env)
             outs = [env[v] for v in eqn.outvars]
             env.update(zip(eqn.outvars, _floats(outs, moves.get(i, lambda x: x)), strict=True))
-        return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
+        return _read(env, closed.jaxpr.outvars)
 
     return run
 
