@@ -1,5 +1,6 @@
 """Autocast without any hint, without a mark, without a cut, and without any permission."""
 
+import contextlib
 import functools
 from unittest import mock
 
@@ -26,17 +27,18 @@ pytestmark = [
 ]
 
 
-def errors_without_hints(name, dtype):
-    of = metamorphic.program(name)
-    loss = autocast(of.loss(), metamorphic.POLICIES[dtype])
-    fun = metamorphic.value_and_grad(loss, of.moving, metamorphic.SCALE[dtype])
-    with hints.without(*hints.HINTS):
-        jax.clear_caches()
-        return metamorphic.errors(name, metamorphic.run(fun, of.leaves))
+@contextlib.contextmanager
+def without_permissions():
+    with mock.patch.object(api, "Settings", functools.partial(Settings, may=frozenset())):
+        yield
 
 
 IN_BFLOAT16 = [*(head.name for head in JUDGES), *SOME_NETWORKS]
 IN_FLOAT16 = ["contrastive", "router", "gru"]
+WITHOUT = {
+    "any hint": lambda: hints.without(*hints.HINTS),
+    "any permission": without_permissions,
+}
 
 
 @pytest.mark.sampled(4)
@@ -44,11 +46,17 @@ IN_FLOAT16 = ["contrastive", "router", "gru"]
     ("name", "dtype"),
     [*((name, "bf16") for name in IN_BFLOAT16), *((name, "f16") for name in IN_FLOAT16)],
 )
-def test_without_any_hint_a_program_is_as_exact_as_a_hand_cast(name, dtype):
+@pytest.mark.parametrize("without", WITHOUT)
+def test_without_any_a_program_is_as_exact_as_a_hand_cast(without, name, dtype):
     limit = metamorphic.bound(name, dtype, ("by hand", "widest"))
-    loss, grads = errors_without_hints(name, dtype)
-    assert loss <= limit[0]
-    assert grads <= limit[1]
+    of = metamorphic.program(name)
+    with WITHOUT[without]():
+        jax.clear_caches()
+        loss = autocast(of.loss(), metamorphic.POLICIES[dtype])
+        fun = metamorphic.value_and_grad(loss, of.moving, metamorphic.SCALE[dtype])
+        of_loss, of_grads = metamorphic.errors(name, metamorphic.run(fun, of.leaves))
+    assert of_loss <= limit[0]
+    assert of_grads <= limit[1]
 
 
 @pytest.mark.parametrize("name", [*OF_KIND["mark"], *OF_KIND["around"]])
@@ -174,21 +182,3 @@ def test_each_permission_lowers_something():
     assert LOWERED_BY.keys() == may.ALL
     for permission, name in LOWERED_BY.items():
         assert lowered(name) != lowered(name, may=may.ALL - {permission}), permission
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*((name, "bf16") for name in IN_BFLOAT16), *((name, "f16") for name in IN_FLOAT16)],
-)
-def test_without_any_permission_a_program_is_as_exact_as_a_hand_cast(name, dtype):
-    limit = metamorphic.bound(name, dtype, ("by hand", "widest"))
-    of = metamorphic.program(name)
-    none = functools.partial(Settings, may=frozenset())
-    with mock.patch.object(api, "Settings", none):
-        jax.clear_caches()
-        loss = autocast(of.loss(), metamorphic.POLICIES[dtype])
-        fun = metamorphic.value_and_grad(loss, of.moving, metamorphic.SCALE[dtype])
-        of_loss, of_grads = metamorphic.errors(name, metamorphic.run(fun, of.leaves))
-    assert of_loss <= limit[0]
-    assert of_grads <= limit[1]
