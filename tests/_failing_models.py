@@ -42,20 +42,20 @@ class Model:
     operation: str = "dot_general"
 
 
-def array(*shape: int, seed: int = 0) -> jax.Array:
+def array(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-def batch_of(model: Model) -> dict[str, Any]:
+def batch_of(model):
     shape = (ROWS, 4, 4, WIDTH) if model.image else (ROWS, WIDTH)
     return {"x": np.array(array(*shape)), "y": np.array(array(ROWS, 2, seed=1)), "hot": False}
 
 
-def _error(out: Any, batch: Any) -> Any:
+def _error(out, batch):
     return jnp.mean(jnp.square(out.astype(jnp.float32) - batch["y"]))
 
 
-def _gate(hot: Any, h: Any) -> Any:
+def _gate(hot, h):
     """Returns h, or in the branch that is not meant to be taken what overflows everywhere."""
     return lax.cond(hot, lambda h: h * jnp.exp(1e4 + h), lambda h: h, h)
 
@@ -65,13 +65,13 @@ def _gate(hot: Any, h: Any) -> Any:
 
 class _LinenGate(nn.Module):
     @nn.compact
-    def __call__(self, hot: Any, h: Any) -> Any:
+    def __call__(self, hot, h):
         return _gate(hot, h)
 
 
 class LinenMLP(nn.Module):
     @nn.compact
-    def __call__(self, x: Any, hot: Any) -> Any:
+    def __call__(self, x, hot):
         h = nn.LayerNorm()(nn.Dense(WIDTH, name="enter")(x))
         h = nn.gelu(nn.Dense(WIDTH, name="first")(h))
         h = nn.gelu(nn.Dense(WIDTH, name="mid")(h))
@@ -80,7 +80,7 @@ class LinenMLP(nn.Module):
 
 class LinenCNN(nn.Module):
     @nn.compact
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x):
         h = nn.BatchNorm(use_running_average=False)(nn.Conv(4, (3, 3))(x))
         h = nn.relu(nn.Conv(4, (3, 3), name="first")(h))
         h = nn.relu(nn.Conv(4, (3, 3), name="mid")(h))
@@ -89,14 +89,14 @@ class LinenCNN(nn.Module):
 
 class LinenBlock(nn.Module):
     @nn.compact
-    def __call__(self, h: Any, _: Any) -> Any:
+    def __call__(self, h, _):
         h = h + nn.MultiHeadDotProductAttention(2)(nn.RMSNorm()(h))
         return h + nn.gelu(nn.Dense(WIDTH, name="mid")(h)), None
 
 
 class LinenTransformer(nn.Module):
     @nn.compact
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x):
         h = nn.Dense(WIDTH, name="first")(jnp.stack([x, x + 1], 1))
         axes = {"params": 0}
         stack = nn.scan(
@@ -109,12 +109,12 @@ class LinenTransformer(nn.Module):
         return nn.Dense(2, name="head")(h[:, 0])
 
 
-def _linen(module: nn.Module, *, image: bool = False, hot: bool = False) -> Any:
+def _linen(module, *, image=False, hot=False):
     x = jnp.ones((2, 4, 4, WIDTH) if image else (2, WIDTH))
     extra = (False,) if hot else ()
     variables = module.init(jax.random.key(0), x, *extra)
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         given = variables | {"params": params}
         more = (batch["hot"],) if hot else ()
         out, _ = module.apply(given, batch["x"], *more, mutable=["batch_stats"])
@@ -127,13 +127,13 @@ def _linen(module: nn.Module, *, image: bool = False, hot: bool = False) -> Any:
 
 
 class NNXMLP(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
+    def __init__(self, rngs):
         self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.mid = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
         self.head = nnx.Linear(WIDTH, 2, rngs=rngs)
 
-    def __call__(self, x: Any, hot: Any) -> Any:
+    def __call__(self, x, hot):
         h = nnx.gelu(self.mid(nnx.gelu(self.first(self.norm(x)))))
         with jax.named_scope("gate"):
             h = _gate(hot, h)
@@ -141,53 +141,53 @@ class NNXMLP(nnx.Module):
 
 
 class NNXCNN(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
+    def __init__(self, rngs):
         self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
         self.first = nnx.Conv(WIDTH, 4, (3, 3), rngs=rngs)
         self.mid = nnx.Conv(4, 4, (3, 3), rngs=rngs)
         self.head = nnx.Linear(4, 2, rngs=rngs)
 
-    def __call__(self, x: Any, hot: Any) -> Any:
+    def __call__(self, x, hot):
         del hot
         h = nnx.relu(self.mid(nnx.relu(self.first(self.norm(x)))))
         return self.head(jnp.mean(h, (1, 2)))
 
 
 class NNXBlock(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
+    def __init__(self, rngs):
         self.mid = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
 
-    def __call__(self, h: Any) -> Any:
+    def __call__(self, h):
         return h + nnx.silu(self.mid(h))
 
 
 class NNXStack(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
+    def __init__(self, rngs):
         self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
         self.head = nnx.Linear(WIDTH, 2, rngs=rngs)
 
         @nnx.split_rngs(splits=LAYERS)
         @nnx.vmap(in_axes=(0,), out_axes=0)
-        def blocks(rngs: nnx.Rngs) -> NNXBlock:
+        def blocks(rngs):
             return NNXBlock(rngs)
 
         self.blocks = blocks(rngs)
 
-    def __call__(self, x: Any, hot: Any) -> Any:
+    def __call__(self, x, hot):
         del hot
 
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
         @nnx.remat
-        def run(h: Any, block: NNXBlock) -> Any:
+        def run(h, block):
             return block(h)
 
         return self.head(run(self.first(x), self.blocks))
 
 
-def _nnx(kind: type) -> Any:
+def _nnx(kind):
     graphdef, params, rest = nnx.split(kind(nnx.Rngs(0)), nnx.Param, ...)
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         model = mpjax.nnx.name_operations(nnx.merge(graphdef, params, rest, copy=True))
         return _error(model(batch["x"], batch["hot"]), batch)
 
@@ -202,13 +202,13 @@ class EquinoxMLP(eqx.Module):
     mid: eqx.nn.Linear
     head: eqx.nn.Linear
 
-    def __init__(self, key: Any):
+    def __init__(self, key):
         keys = jax.random.split(key, 3)
         self.first = eqx.nn.Linear(WIDTH, WIDTH, key=keys[0])
         self.mid = eqx.nn.Linear(WIDTH, WIDTH, key=keys[1])
         self.head = eqx.nn.Linear(WIDTH, 2, key=keys[2])
 
-    def __call__(self, x: Any, hot: Any) -> Any:
+    def __call__(self, x, hot):
         with jax.named_scope("first"):
             h = jax.nn.gelu(self.first(x))
         with jax.named_scope("mid"):
@@ -224,19 +224,19 @@ class EquinoxStack(eqx.Module):
     mid: eqx.nn.Linear  # of LAYERS layers
     head: eqx.nn.Linear
 
-    def __init__(self, key: Any):
+    def __init__(self, key):
         keys = jax.random.split(key, 3)
         self.first = eqx.nn.Linear(WIDTH, WIDTH, key=keys[0])
         make = eqx.filter_vmap(lambda key: eqx.nn.Linear(WIDTH, WIDTH, key=key))
         self.mid = make(jax.random.split(keys[1], LAYERS))
         self.head = eqx.nn.Linear(WIDTH, 2, key=keys[2])
 
-    def __call__(self, x: Any, hot: Any) -> Any:
+    def __call__(self, x, hot):
         del hot
         arrays, static = eqx.partition(self.mid, eqx.is_array)
 
         @eqx.filter_checkpoint
-        def layer(h: Any, arrays: Any) -> Any:
+        def layer(h, arrays):
             with jax.named_scope("mid"):
                 return h + jax.nn.silu(eqx.combine(arrays, static)(h))
 
@@ -247,10 +247,10 @@ class EquinoxStack(eqx.Module):
             return self.head(h)
 
 
-def _equinox(kind: type) -> Any:
+def _equinox(kind):
     params, static = eqx.partition(kind(jax.random.key(0)), eqx.is_inexact_array)
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         model = eqx.combine(params, static)
         return _error(jax.vmap(model, (0, None))(batch["x"], batch["hot"]), batch)
 
@@ -260,7 +260,7 @@ def _equinox(kind: type) -> Any:
 # -- Haiku -----------------------------------------------------------------------------------------
 
 
-def _haiku_mlp(x: Any, hot: Any) -> Any:
+def _haiku_mlp(x, hot):
     h = hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
     h = jax.nn.relu(hk.Linear(WIDTH, name="first")(h))
     h = jax.nn.relu(hk.Linear(WIDTH, name="mid")(h))
@@ -269,21 +269,21 @@ def _haiku_mlp(x: Any, hot: Any) -> Any:
     return hk.Linear(2, name="head")(h)
 
 
-def _haiku_stack(x: Any, hot: Any) -> Any:
+def _haiku_stack(x, hot):
     del hot
 
-    def block(h: Any) -> Any:
+    def block(h):
         return h + jax.nn.silu(hk.Linear(WIDTH, name="mid")(h))
 
     h = hk.Linear(WIDTH, name="first")(x)
     return hk.Linear(2, name="head")(hk.experimental.layer_stack(LAYERS)(block)(h))
 
 
-def _haiku(forward: Callable[..., Any]) -> Any:
+def _haiku(forward):
     model = hk.without_apply_rng(hk.transform(forward))
     params = model.init(jax.random.key(0), jnp.ones((2, WIDTH)), False)
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         return _error(model.apply(params, batch["x"], batch["hot"]), batch)
 
     return loss, params
@@ -292,12 +292,12 @@ def _haiku(forward: Callable[..., Any]) -> Any:
 # -- plain JAX -------------------------------------------------------------------------------------
 
 
-def _plain(run: Callable[..., Any], *, stacked: bool) -> Any:
+def _plain(run, *, stacked):
     mid = (LAYERS, WIDTH, WIDTH) if stacked else (WIDTH, WIDTH)
     params = {"first": array(WIDTH, WIDTH) * 0.4, "mid": array(*mid) * 0.3}
     params["head"] = array(WIDTH, 2) * 0.4
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         with jax.named_scope("first"):
             h = jax.nn.relu(batch["x"] @ params["first"])
         h = run(params["mid"], h, batch["hot"])
@@ -307,17 +307,17 @@ def _plain(run: Callable[..., Any], *, stacked: bool) -> Any:
     return loss, params
 
 
-def _one_layer(w: Any, h: Any, hot: Any) -> Any:
+def _one_layer(w, h, hot):
     with jax.named_scope("mid"):
         h = jax.checkpoint(lambda w, h: jax.nn.silu(h @ w))(w, h)
     with jax.named_scope("gate"):
         return _gate(hot, h)
 
 
-def _a_scan(ws: Any, h: Any, hot: Any) -> Any:
+def _a_scan(ws, h, hot):
     del hot
 
-    def layer(h: Any, w: Any) -> Any:
+    def layer(h, w):
         with jax.named_scope("mid"):
             return h + jax.nn.silu(h @ w), None
 
@@ -327,7 +327,7 @@ def _a_scan(ws: Any, h: Any, hot: Any) -> Any:
 # -- the table -------------------------------------------------------------------------------------
 
 
-def _names(*names: str, kernel: str = "{}/kernel") -> dict[str, dict[str, str]]:
+def _names(*names, kernel="{}/kernel"):
     layers = dict(zip(("first", "mid", "head"), names, strict=True))
     return {"kernels": {k: kernel.format(v) for k, v in layers.items()}, "modules": layers}
 
@@ -357,17 +357,17 @@ MODELS: dict[str, Model] = {
 
 
 @functools.cache
-def made(name: str) -> tuple[Callable[..., Any], Any]:
+def made(name):
     """Returns a model's loss and its parameters."""
     return MODELS[name].make()
 
 
-def sharded(loss: Callable[..., Any]) -> Callable[..., Any]:
+def sharded(loss):
     """Returns the mean of a loss over eight shards of the batch."""
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:ROWS]), "shards")
     rows = {"x": P("shards"), "y": P("shards"), "hot": P()}
 
-    def each(params: Any, batch: Any) -> Any:
+    def each(params, batch):
         return lax.pmean(loss(params, batch), "shards")
 
     return jax.shard_map(each, mesh=mesh, in_specs=(P(), rows), out_specs=P())

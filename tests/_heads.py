@@ -15,8 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Dot = Callable[[Any, Any], Any]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Head:
@@ -27,10 +25,10 @@ class Head:
     data: tuple[Any, ...]
 
     @property
-    def name(self) -> str:
+    def name(self):
         return self.of_dot.__name__
 
-    def make(self, dot: Dot) -> Callable[..., Any]:
+    def make(self, dot):
         return functools.partial(self.of_dot, dot)
 
 
@@ -40,11 +38,11 @@ _RNG = np.random.default_rng(3)
 _N, _D, _H = 24, 12, 16
 
 
-def _normal(*shape: int, scale: float = 1.0) -> np.ndarray:
+def _normal(*shape, scale=1.0):
     return (scale * _RNG.normal(size=shape)).astype(np.float32)
 
 
-def _net(outs: int, scale: float) -> dict[str, np.ndarray]:
+def _net(outs, scale):
     """Two layers; a large `scale` makes sure answers, as a trained model's are."""
     return {
         "a": _normal(_D, _H, scale=_D**-0.5),
@@ -54,7 +52,7 @@ def _net(outs: int, scale: float) -> dict[str, np.ndarray]:
     }
 
 
-def _apply(dot: Dot, p: Any, x: Any) -> Any:
+def _apply(dot, p, x):
     return dot(jnp.tanh(dot(x, p["a"]) + p["b"]), p["c"]) + p["d"]
 
 
@@ -64,8 +62,8 @@ _BITS = _RNG.integers(0, 2, (_N, 1)).astype(np.float32)
 _ONE_HOT = np.eye(5, dtype=np.float32)[_LABELS]
 
 
-def _head(rows: list[Head], outs: int = 1, scale: float = 4.0, params: Any = None, data: Any = ()):
-    def add(of_dot: Any) -> Any:
+def _head(rows, outs=1, scale=4.0, params=None, data=()):
+    def add(of_dot):
         known = _net(outs, scale) if params is None else params
         rows.append(Head(of_dot, known, (_X, *data)))
         return of_dot

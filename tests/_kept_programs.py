@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Dot = Callable[[Any, Any], Any]
 Fun = Callable[..., Any]
 
 
@@ -28,10 +27,10 @@ class Kept:
     gradient: bool = True
 
     @property
-    def name(self) -> str:
+    def name(self):
         return self.of_dot.__name__
 
-    def make(self, dot: Dot) -> Fun:
+    def make(self, dot):
         return functools.partial(self.of_dot, dot)
 
 
@@ -40,7 +39,7 @@ _RNG = np.random.default_rng(0)
 _D = 16
 
 
-def _normal(*shape: int, scale: float = 1.0) -> np.ndarray:
+def _normal(*shape, scale=1.0):
     return (scale * _RNG.normal(size=shape)).astype(np.float32)
 
 
@@ -48,10 +47,10 @@ _W = _normal(_D, _D, scale=_D**-0.5)
 _X = _normal(8, _D)
 
 
-def program(*args: Any, gradient: bool = True) -> Callable[[Any], Any]:
+def program(*args, gradient=True):
     """Adds a program, a function of `dot` and of its arguments."""
 
-    def add(of_dot: Any) -> Any:
+    def add(of_dot):
         PROGRAMS.append(Kept(of_dot, args, gradient))
         return of_dot
 

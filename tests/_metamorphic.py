@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -12,7 +11,7 @@ import _evaluate
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _heads import HEADS, Head
+from _heads import HEADS
 
 from benchmarks.networks import NETWORKS
 from mpjax import autocast
@@ -28,31 +27,31 @@ class Program:
     data: tuple[Any, ...]
 
     @functools.cached_property
-    def leaves(self) -> list[Any]:
+    def leaves(self):
         """The arguments, flat, the parameters first."""
         return jax.tree.leaves((self.params, *self.data))
 
     @functools.cached_property
-    def moving(self) -> int:
+    def moving(self):
         """How many of them are parameters."""
         return len(jax.tree.leaves(self.params))
 
-    def loss(self, dtype: Any = jnp.float32) -> Callable[..., Any]:
+    def loss(self, dtype=jnp.float32):
         """Returns the loss as a function of leaves."""
         tree = jax.tree.structure((self.params, *self.data))
         fun = self.written(dtype)
         return lambda *leaves: fun(*jax.tree.unflatten(tree, leaves))
 
 
-def _of_head(head: Head) -> Program:
-    def written(dtype: Any) -> Callable[..., Any]:
+def _of_head(head):
+    def written(dtype):
         is_low = jnp.finfo(dtype).bits == 16
         return head.make(hand_cast(dtype) if is_low else jnp.matmul)
 
     return Program(head.name, written, head.params, head.data)
 
 
-def _of_network(name: str) -> Program:
+def _of_network(name):
     network = NETWORKS[name]("tiny")
     with jax.default_prng_impl("threefry2x32"):
         params, batch = jax.tree.map(np.asarray, network.values())
@@ -68,19 +67,17 @@ OUTSIDE, INSIDE, OF_CUT = "gradient outside", "gradient inside, cut", "gradient 
 ONLY_INSIDE = frozenset({"custom_vmap"})  # JAX does not differentiate it in reverse
 KINDS = (*_cuts.BOUNDARIES, *_cuts.MOVES)
 
-Errors = tuple[float, float]
 
-
-def hand_cast(dtype: Any) -> Callable[[Any, Any], Any]:
+def hand_cast(dtype):
     """Returns a product on rounded operands, added up in float32."""
     return lambda x, y: jnp.matmul(*(a.astype(dtype).astype(jnp.float32) for a in (x, y)))
 
 
-def value_and_grad(loss: Callable[..., Any], params: int, scale: float) -> Callable[..., list[Any]]:
+def value_and_grad(loss, params, scale):
     """Returns a function of leaves: the loss and its gradients in the first `params` of them."""
 
-    def run(*leaves: Any) -> list[Any]:
-        def scaled(first: Sequence[Any]) -> Any:
+    def run(*leaves):
+        def scaled(first):
             return loss(*first, *leaves[params:]) * scale
 
         value, grads = jax.value_and_grad(scaled)(list(leaves[:params]))
@@ -89,7 +86,7 @@ def value_and_grad(loss: Callable[..., Any], params: int, scale: float) -> Calla
     return run
 
 
-def _flat(arrays: Sequence[Any]) -> np.ndarray:
+def _flat(arrays):
     return np.concatenate([np.ravel(np.asarray(a, np.float64)) for a in arrays])
 
 
@@ -97,13 +94,13 @@ HEADS_BY_NAME = {head.name: head for head in HEADS}
 
 
 @functools.cache
-def program(name: str) -> Program:
+def program(name):
     """Returns a head or a network by its name."""
     return _of_head(HEADS_BY_NAME[name]) if name in HEADS_BY_NAME else _of_network(name)
 
 
 @functools.cache
-def _exact(name: str) -> tuple[float, np.ndarray]:
+def _exact(name):
     of = program(name)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         wide = [a.astype(np.float64) if a.dtype == np.float32 else a for a in of.leaves]
@@ -112,19 +109,19 @@ def _exact(name: str) -> tuple[float, np.ndarray]:
     return float(value), _flat(grads)
 
 
-def errors(name: str, outs: Sequence[Any]) -> Errors:
+def errors(name, outs):
     """Returns the relative errors of a loss and of its gradient as a whole."""
     value, grads = _exact(name)
     off = np.linalg.norm(_flat(outs[1:]) - grads) / np.linalg.norm(grads)
     return abs(float(outs[0]) - value) / max(abs(value), 1e-9), float(off)
 
 
-def run(fun: Callable[..., Any], leaves: Sequence[Any]) -> list[Any]:
+def run(fun, leaves):
     return _evaluate.evaluate(jax.make_jaxpr(fun)(*leaves), leaves)
 
 
 @functools.cache
-def variant(name: str, dtype: str, kind: str) -> Errors:
+def variant(name, dtype, kind):
     """Returns the errors of a program uncut, cast by hand, or under PyTorch's rule."""
     of, policy = program(name), POLICIES[dtype]
     if kind == "by hand":
@@ -134,7 +131,7 @@ def variant(name: str, dtype: str, kind: str) -> Errors:
     return errors(name, run(value_and_grad(loss, of.moving, SCALE[dtype]), of.leaves))
 
 
-def bound(name: str, dtype: str, among: Sequence[str]) -> Errors:
+def bound(name, dtype, among):
     """Returns twice the largest error of some variants, and a little luck."""
     known = [variant(name, dtype, kind) for kind in among]
     loss, grads = (2 * max(e[i] for e in known) + FLOOR[dtype][i] for i in range(2))
@@ -142,7 +139,7 @@ def bound(name: str, dtype: str, among: Sequence[str]) -> Errors:
 
 
 @functools.cache
-def traced(name: str, dtype: str, inside: bool) -> Any:
+def traced(name, dtype, inside):
     """Returns the loss as a program, or the loss and its gradients."""
     of = program(name)
     fun = of.loss()
@@ -151,7 +148,7 @@ def traced(name: str, dtype: str, inside: bool) -> Any:
     return jax.make_jaxpr(fun)(*of.leaves)
 
 
-def cut_errors(name: str, dtype: str, kind: str, where: str, rng: random.Random) -> Errors:
+def cut_errors(name, dtype, kind, where, rng):
     """Returns the errors of a program cut at random.
 
     Its gradient is taken outside of autocast, or inside: of the whole before it is cut, or of what
@@ -166,11 +163,11 @@ def cut_errors(name: str, dtype: str, kind: str, where: str, rng: random.Random)
         return errors_of(name, dtype, cut, inside=where != OUTSIDE)
 
 
-def _loss(cut: Callable[..., Any], *leaves: Any) -> Any:
+def _loss(cut, *leaves):
     return cut(*leaves)[0]
 
 
-def errors_of(name: str, dtype: str, cut: Callable[..., Any], inside: bool = False) -> Errors:
+def errors_of(name, dtype, cut, inside=False):
     """Returns the errors of a program that was cut, under autocast."""
     of = program(name)
     fun = autocast(cut if inside else lambda *xs: cut(*xs)[0], POLICIES[dtype])
@@ -179,7 +176,7 @@ def errors_of(name: str, dtype: str, cut: Callable[..., Any], inside: bool = Fal
     return errors(name, run(fun, of.leaves))
 
 
-def random_cut(names: Sequence[str], rng: random.Random) -> tuple[tuple[Any, ...], Errors, Errors]:
+def random_cut(names, rng):
     """Returns one cut of one program, chosen at random, with its errors and their limits."""
     name, dtype = rng.choice(names), rng.choice(list(POLICIES))
     kind = rng.choice(KINDS)
@@ -188,5 +185,5 @@ def random_cut(names: Sequence[str], rng: random.Random) -> tuple[tuple[Any, ...
     return (name, dtype, kind, where), cut_errors(name, dtype, kind, where, rng), limit
 
 
-def _where(chance: float) -> str:
+def _where(chance):
     return INSIDE if chance < 0.25 else OF_CUT if chance < 0.5 else OUTSIDE

@@ -21,40 +21,50 @@ PROGRAMS: dict[str, Callable[..., Any]] = {}
 WIDTH, ROWS = 64, 32
 
 
-def program(fun: Callable[..., Any]) -> Callable[..., Any]:
+def program(fun):
     PROGRAMS[fun.__name__] = fun
     return fun
 
 
-def check(name: str, topology: str, mistake: str | None = None) -> mpjax.pods.Report:
+def check(name, topology, mistake=None):
     """Returns the report on a program."""
     target = mpjax.pods.get_topology(topology)
     step, args = PROGRAMS[name](target, mistake)
     return mpjax.pods.check(step, args, target, policy="bf16-mixed")
 
 
-def spec(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+def spec(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def on(mesh: Any, specs: Any) -> Any:
+def on(mesh, specs):
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, P))
 
 
-def momentum(params: Any, trace: Any, grads: Any) -> tuple[Any, Any]:
+def momentum(params, trace, grads):
     """Returns parameters and momentum after a step; in plain lists, as scripts have them."""
     trace = jax.tree.map(lambda t, g: 0.9 * t + g, trace, grads)
-    return jax.tree.map(lambda p, t: p - 0.1 * t, params, trace), trace
+    return descend(params, trace), trace
 
 
-def low(tree: Any) -> Any:
+def descend(params, grads):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def mapped_step(local, mesh, specs, out, args, *, vma=False):
+    """Returns a step that each device runs on its part, with its state donated, and arguments."""
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=vma)
+    return jax.jit(mapped, donate_argnums=0), mpjax.pods.with_sharding(args, specs, mesh)
+
+
+def low(tree):
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
 
 
 # -- a convolutional network, data parallel --------------------------------------------------------
 
 
-def cnn_loss(params: Any, images: Any) -> Any:
+def cnn_loss(params, images):
     x = images
     for kernel in params["convolutions"]:
         x = jax.lax.conv_general_dilated(
@@ -68,12 +78,12 @@ CNN = {"convolutions": [spec(3, 3, 8, 16), spec(3, 3, 16, 16)], "dense": spec(16
 
 
 @program
-def cnn(topology: Any, mistake: str | None) -> Any:
+def cnn(topology, mistake):
     """Under shard_map, with autocast inside; gradients are averaged by hand."""
     mesh = topology.make_mesh({"data": -1})
     grad = jax.grad(mpjax.autocast(cnn_loss, "bf16-mixed"))
 
-    def reduced(grads: Any) -> Any:
+    def reduced(grads):
         if mistake == "never reduced":
             return grads
         if mistake == "one is never reduced":
@@ -82,7 +92,7 @@ def cnn(topology: Any, mistake: str | None) -> Any:
             return jax.tree.map(lambda g: jax.lax.pmean(g, "data").astype(jnp.float32), low(grads))
         return jax.lax.pmean(grads, "data")
 
-    def local(params: Any, trace: Any, images: Any) -> Any:
+    def local(params, trace, images):
         if mistake == "reduced in each micro-batch":
             grads = micro(lambda x: reduced(grad(params, x)), images)
         elif mistake == "micro-batches, right":
@@ -98,14 +108,14 @@ def cnn(topology: Any, mistake: str | None) -> Any:
     specs = (P(), P(), batch)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
 
-    def step(state: Any, images: Any) -> Any:
+    def step(state, images):
         return mapped(*state, images)
 
     args = ((CNN, CNN), spec(ROWS, 8, 8, 8))
     return jax.jit(step, donate_argnums=0), mpjax.pods.with_sharding(args, (P(), batch), mesh)
 
 
-def micro(grad: Callable[..., Any], batch: Any) -> Any:
+def micro(grad, batch):
     """Returns the sum of gradients over four micro-batches, in a loop."""
     parts = batch.reshape(4, -1, *batch.shape[1:])
     shapes = jax.eval_shape(grad, parts[0])
@@ -115,7 +125,7 @@ def micro(grad: Callable[..., Any], batch: Any) -> Any:
 
 
 @program
-def cnn_jit(topology: Any, mistake: str | None) -> Any:
+def cnn_jit(topology, mistake):
     """The same as `make_train_step` has it: jit with a sharded batch, and autocast."""
     mesh = topology.make_mesh({"data": -1})
     step = mpjax.make_train_step(cnn_loss, optax.sgd(0.1, momentum=0.9), "bf16-mixed")
@@ -132,11 +142,11 @@ TENSOR = {"up": P(None, None, "tensor"), "down": P(None, "tensor")}
 
 
 @program
-def transformer(topology: Any, mistake: str | None) -> Any:
+def transformer(topology, mistake):
     """Under shard_map: hidden units are split, a sum over them ends each layer."""
     mesh = topology.make_mesh({"data": 4, "tensor": 2})
 
-    def layer(x: Any, w: Any) -> Any:
+    def layer(x, w):
         if mistake == "activations gathered whole":
             whole = jax.lax.all_gather(x, "data", tiled=True)
             start = jax.lax.axis_index("data") * x.shape[0]
@@ -148,24 +158,20 @@ def transformer(topology: Any, mistake: str | None) -> Any:
             out = jax.lax.psum(out, "tensor")
         return x + out, None
 
-    def loss(params: Any, x: Any) -> Any:
+    def loss(params, x):
         x, _ = jax.lax.scan(layer, x.astype(jnp.bfloat16), low(params))
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
-    def local(params: Any, x: Any) -> Any:
+    def local(params, x):
         varying = jax.tree.map(lambda w: jax.lax.pcast(w, "data", to="varying"), params)
         grads = jax.grad(loss)(varying, x)
         if mistake != "never reduced":
             grads = jax.lax.pmean(grads, "data")
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
+        return descend(params, grads)
 
-    specs = (TENSOR, P("data"))
-    mapped = jax.shard_map(
-        local, mesh=mesh, in_specs=specs, out_specs=TENSOR, check_vma=mistake is None
-    )
     params = jax.tree.map(lambda s: spec(*s), LAYERS, is_leaf=lambda s: isinstance(s, tuple))
-    args = mpjax.pods.with_sharding((params, spec(8 * ROWS, WIDTH)), specs, mesh)
-    return jax.jit(mapped, donate_argnums=0), args
+    args = params, spec(8 * ROWS, WIDTH)
+    return mapped_step(local, mesh, (TENSOR, P("data")), TENSOR, args, vma=mistake is None)
 
 
 # -- what jit lays out from shardings --------------------------------------------------------------
@@ -173,22 +179,22 @@ def transformer(topology: Any, mistake: str | None) -> Any:
 MLP = {"first": spec(WIDTH, 4 * WIDTH), "second": spec(4 * WIDTH, WIDTH)}
 
 
-def mlp_loss(params: Any, x: Any) -> Any:
+def mlp_loss(params, x):
     return jnp.mean((jax.nn.relu(x @ params["first"]) @ params["second"]) ** 2)
 
 
 @program
-def fsdp(topology: Any, mistake: str | None) -> Any:
+def fsdp(topology, mistake):
     """Weights and momentum split over all devices; the momentum is a list beside them."""
     mesh = topology.make_mesh({"fsdp": -1})
     stored = jax.tree.map(lambda _: NamedSharding(mesh, P("fsdp")), MLP)
 
-    def loss(params: Any, x: Any) -> Any:
+    def loss(params, x):
         if mistake != "left to the compiler":
             params = mpjax.pods.gather_constraint(params, stored, "bf16-mixed")
         return mlp_loss(params, x)
 
-    def step(state: Any, x: Any) -> Any:
+    def step(state, x):
         params, trace = state
         grad = jax.grad(mpjax.autocast(loss, "bf16-mixed"))
         grads = grad(params, x)
@@ -206,11 +212,11 @@ def fsdp(topology: Any, mistake: str | None) -> Any:
 
 
 @program
-def optimizer_shards(topology: Any, mistake: str | None) -> Any:
+def optimizer_shards(topology, mistake):
     """Whole weights, of which each device updates its part: their momentum is split."""
     mesh = topology.make_mesh({"data": -1})
 
-    def step(state: Any, x: Any) -> Any:
+    def step(state, x):
         grads = jax.grad(mpjax.autocast(mlp_loss, "bf16-mixed"))(state["params"], x)
         params, trace = momentum(state["params"], state["trace"], grads)
         return {"params": params, "trace": trace}
@@ -224,16 +230,16 @@ def optimizer_shards(topology: Any, mistake: str | None) -> Any:
 
 
 @program
-def two_networks(topology: Any, mistake: str | None) -> Any:
+def two_networks(topology, mistake):
     """A student and a teacher whose weights do not change: they are no state, nor a batch."""
     mesh = topology.make_mesh({"data": -1})
 
-    def loss(params: Any, teacher: Any, x: Any) -> Any:
+    def loss(params, teacher, x):
         return jnp.mean((x @ params["first"] - x @ teacher["first"]) ** 2)
 
-    def step(params: Any, teacher: Any, x: Any) -> Any:
+    def step(params, teacher, x):
         grads = jax.grad(mpjax.autocast(loss, "bf16-mixed"))(params, teacher, x)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return descend(params, grads)
 
     params = {"first": MLP["first"]}
     teacher = {"first": MLP["first"], "unused": spec(2)}
@@ -247,7 +253,7 @@ def two_networks(topology: Any, mistake: str | None) -> Any:
 
 
 @program
-def equinox(topology: Any, mistake: str | None) -> Any:
+def equinox(topology, mistake):
     """An Equinox network under shard_map, weights gathered whole by `mpjax.pods.gather`."""
     import equinox as eqx
 
@@ -257,7 +263,7 @@ def equinox(topology: Any, mistake: str | None) -> Any:
     specs = jax.tree.map(lambda x: P("fsdp"), params)
     axes = ("data", "fsdp")
 
-    def loss(shards: Any, x: Any) -> Any:
+    def loss(shards, x):
         if mistake == "gathered in f32":
             whole = jax.tree.map(lambda w: jax.lax.all_gather(w, "fsdp", tiled=True), shards)
             whole = low(jax.tree.map(lambda w: w - jnp.mean(w), whole))
@@ -266,25 +272,21 @@ def equinox(topology: Any, mistake: str | None) -> Any:
         y = jax.vmap(eqx.combine(whole, static))(x.astype(jnp.bfloat16))
         return jnp.mean(y.astype(jnp.float32) ** 2)
 
-    def local(shards: Any, x: Any) -> Any:
-        grads = jax.grad(loss)(shards, x)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, shards, grads)
+    def local(shards, x):
+        return descend(shards, jax.grad(loss)(shards, x))
 
-    mapped = jax.shard_map(
-        local, mesh=mesh, in_specs=(specs, P(axes)), out_specs=specs, check_vma=mistake is None
-    )
-    args = mpjax.pods.with_sharding((params, spec(ROWS, WIDTH)), (specs, P(axes)), mesh)
-    return jax.jit(mapped, donate_argnums=0), args
+    args = params, spec(ROWS, WIDTH)
+    return mapped_step(local, mesh, (specs, P(axes)), specs, args, vma=mistake is None)
 
 
 @program
-def flax(topology: Any, mistake: str | None) -> Any:
+def flax(topology, mistake):
     """A linen network with dropout and Adam, laid out by jit over data and tensor."""
     from flax import linen
 
     class Network(linen.Module):
         @linen.compact
-        def __call__(self, x: Any) -> Any:
+        def __call__(self, x):
             y = jax.nn.relu(linen.Dense(4 * WIDTH, name="up")(x))
             y = linen.Dense(WIDTH, name="down")(linen.Dropout(0.1, deterministic=False)(y))
             return linen.Dense(WIDTH, name="head")(y)
@@ -294,10 +296,10 @@ def flax(topology: Any, mistake: str | None) -> Any:
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     params = jax.eval_shape(network.init, keys, spec(8, WIDTH))["params"]
 
-    def loss(params: Any, x: Any, key: Any) -> Any:
+    def loss(params, x, key):
         return jnp.mean(network.apply({"params": params}, x, rngs={"dropout": key}) ** 2)
 
-    def step(state: Any, x: Any, key: Any) -> Any:
+    def step(state, x, key):
         grads = jax.grad(mpjax.autocast(loss, "bf16-mixed"))(state["params"], x, key)
         updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
@@ -322,19 +324,19 @@ def flax(topology: Any, mistake: str | None) -> Any:
 # -- work that is split otherwise ------------------------------------------------------------------
 
 
-def used(received: Any) -> Any:
+def used(received):
     """Computes with what was sent and casts then: a cast alone XLA moves to before the sending."""
     return (received - jnp.mean(received)).astype(jnp.bfloat16)
 
 
 @program
-def pipeline(topology: Any, mistake: str | None) -> Any:
+def pipeline(topology, mistake):
     """Each device along `stage` has a layer, and hands its result to the next."""
     mesh = topology.make_mesh({"data": 2, "stage": 4})
     ring = [(i, (i + 1) % 4) for i in range(4)]
     sent = jnp.float32 if mistake == "activations in f32" else jnp.bfloat16
 
-    def loss(w: Any, x: Any) -> Any:
+    def loss(w, x):
         carried = jnp.zeros_like(x[0])
         total = jnp.zeros((), jnp.float32)
         for turn in range(7):  # four micro-batches through four stages
@@ -346,24 +348,22 @@ def pipeline(topology: Any, mistake: str | None) -> Any:
             carried = used(jax.lax.ppermute(y, "stage", ring))
         return total
 
-    def local(w: Any, x: Any) -> Any:
+    def local(w, x):
         parts = x.reshape(4, -1, WIDTH).astype(jnp.bfloat16)
         grad = jax.grad(loss)(w, parts)
         return w - 0.1 * (grad if mistake == "never reduced" else jax.lax.pmean(grad, "data"))
 
-    specs = (P("stage"), P("data"))
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("stage"), check_vma=False)
-    args = mpjax.pods.with_sharding((spec(4, WIDTH, WIDTH), spec(ROWS, WIDTH)), specs, mesh)
-    return jax.jit(mapped, donate_argnums=0), args
+    args = spec(4, WIDTH, WIDTH), spec(ROWS, WIDTH)
+    return mapped_step(local, mesh, (P("stage"), P("data")), P("stage"), args)
 
 
 @program
-def experts(topology: Any, mistake: str | None) -> Any:
+def experts(topology, mistake):
     """Each device has an expert; rows are sent to theirs and back, and the router is whole."""
     mesh = topology.make_mesh({"expert": -1})
     sent = jnp.float32 if mistake == "rows are sent in f32" else jnp.bfloat16
 
-    def loss(params: Any, x: Any) -> Any:
+    def loss(params, x):
         gates = jax.nn.softmax(x @ params["router"]).astype(sent)
         rows = gates.T[:, :, None] * x.astype(sent)
         theirs = used(jax.lax.all_to_all(rows, "expert", 0, 1, tiled=True))
@@ -371,28 +371,25 @@ def experts(topology: Any, mistake: str | None) -> Any:
         back = jax.lax.all_to_all(jnp.tanh(made), "expert", 1, 0, tiled=True)
         return jnp.mean(jnp.sum(back, 0).astype(jnp.float32) ** 2)
 
-    def local(params: Any, x: Any) -> Any:
+    def local(params, x):
         grads = jax.grad(loss)(params, x)
         if mistake != "router is never reduced":
             grads["router"] = jax.lax.pmean(grads["router"], "expert")
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
+        return descend(params, grads)
 
     own = {"expert": P("expert"), "router": P()}
-    mapped = jax.shard_map(
-        local, mesh=mesh, in_specs=(own, P("expert")), out_specs=own, check_vma=False
-    )
     count = topology.num_devices
     params = {"expert": spec(count, WIDTH, WIDTH), "router": spec(WIDTH, count)}
-    args = mpjax.pods.with_sharding((params, spec(8 * ROWS, WIDTH)), (own, P("expert")), mesh)
-    return jax.jit(mapped, donate_argnums=0), args
+    args = params, spec(8 * ROWS, WIDTH)
+    return mapped_step(local, mesh, (own, P("expert")), own, args)
 
 
 @program
-def context(topology: Any, mistake: str | None) -> Any:
+def context(topology, mistake):
     """Time is split, and keys and values are gathered over it: none of it is the batch."""
     mesh = topology.make_mesh({"data": 2, "time": 4})
 
-    def loss(params: Any, x: Any) -> Any:
+    def loss(params, x):
         x = x.astype(jnp.bfloat16)
         wide = jnp.float32 if mistake == "keys are gathered in f32" else jnp.bfloat16
         q, k, v = (jnp.matmul(x, w, preferred_element_type=wide) for w in low(params))
@@ -400,13 +397,11 @@ def context(topology: Any, mistake: str | None) -> Any:
         weights = jax.nn.softmax(jnp.einsum("btd,bsd->bts", low(q), k).astype(jnp.float32))
         return jnp.mean(jnp.einsum("bts,bsd->btd", weights.astype(jnp.bfloat16), v) ** 2)
 
-    def local(params: Any, x: Any) -> Any:
+    def local(params, x):
         axes = ("data",) if mistake == "reduced over one axis" else ("data", "time")
         grads = jax.grad(lambda p, x: loss(p, x).astype(jnp.float32))(params, x)
-        return jax.tree.map(lambda w, g: w - 0.1 * jax.lax.pmean(g, axes), params, grads)
+        return descend(params, jax.lax.pmean(grads, axes))
 
     specs = ([P()] * 3, P("data", "time"))
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
-    shapes = ([spec(WIDTH, WIDTH)] * 3, spec(8, 4 * ROWS, WIDTH))
-    args = mpjax.pods.with_sharding(shapes, specs, mesh)
-    return jax.jit(mapped, donate_argnums=0), args
+    args = [spec(WIDTH, WIDTH)] * 3, spec(8, 4 * ROWS, WIDTH)
+    return mapped_step(local, mesh, specs, specs[0], args)

@@ -5,13 +5,11 @@ sharded over `fsdp`, hidden units split over `tensor`, one vocabulary table at e
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpjax
@@ -50,10 +48,10 @@ CULPRITS = {
 """For each mistake the check that finds it, and part of the culprit that is named."""
 
 
-def late_gather(tree: Any, specs: Any) -> Any:
+def late_gather(tree, specs):
     """Gathers float32, computes with that and casts last; a bare late cast XLA itself moves."""
 
-    def whole(x: Any, spec: Any) -> Any:
+    def whole(x, spec):
         if "fsdp" in spec:
             x = jax.lax.all_gather(x, "fsdp", axis=spec.index("fsdp"), tiled=True)
         return (x - jnp.mean(x)).astype(jnp.bfloat16)
@@ -61,10 +59,10 @@ def late_gather(tree: Any, specs: Any) -> Any:
     return jax.tree.map(whole, tree, specs)
 
 
-def low_gather(tree: Any, specs: Any) -> Any:
+def low_gather(tree, specs):
     """Casts before the gather, whose derivative then sums in bfloat16."""
 
-    def whole(x: Any, spec: Any) -> Any:
+    def whole(x, spec):
         x = x.astype(jnp.bfloat16)
         if "fsdp" in spec:
             x = jax.lax.all_gather(x, "fsdp", axis=spec.index("fsdp"), tiled=True)
@@ -73,21 +71,21 @@ def low_gather(tree: Any, specs: Any) -> Any:
     return jax.tree.map(whole, tree, specs)
 
 
-def good_gather(tree: Any, specs: Any) -> Any:
+def good_gather(tree, specs):
     return mpjax.pods.gather(tree, specs, "bf16-mixed", axis_name="fsdp", reduce="mean")
 
 
-def without_stack(spec: Any) -> Any:
+def without_stack(spec):
     return P(*spec[1:])
 
 
-def make_loss(mistake: str | None) -> Callable[..., Any]:
+def make_loss(mistake):
     gathers = {"late_cast": late_gather, "low_reduction": low_gather}
     gather = gathers.get(mistake or "", good_gather)
     layer_specs = jax.tree.map(without_stack, SPECS["layers"], is_leaf=lambda x: isinstance(x, P))
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def layer(x: Any, shards: Any) -> Any:
+    def layer(x, shards):
         w = gather(shards, layer_specs)
         wide = x.astype(jnp.float32)
         mean = jnp.mean(wide * wide, -1, keepdims=True)
@@ -99,7 +97,7 @@ def make_loss(mistake: str | None) -> Callable[..., Any]:
             out = jax.lax.psum(out, "tensor")
         return x + out, None
 
-    def loss(params: Any, tokens: Any) -> Any:
+    def loss(params, tokens):
         x = gather(params["table"], SPECS["table"])[tokens[:, :-1]]
         x, _ = jax.lax.scan(layer, x, params["layers"])
         logits = (x @ gather(params["head"], SPECS["head"])).astype(jnp.float32)
@@ -112,7 +110,7 @@ def make_loss(mistake: str | None) -> Callable[..., Any]:
     return loss
 
 
-def make_step(mesh: Mesh, mistake: str | None = None) -> tuple[Any, Any, Any]:
+def make_step(mesh, mistake=None):
     """Returns the step, the optimizer and the specs of its state."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     params = jax.tree.map(shaped, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
@@ -131,7 +129,7 @@ def make_step(mesh: Mesh, mistake: str | None = None) -> tuple[Any, Any, Any]:
         out_specs=(P(), SPECS),
     )
 
-    def step(state: Any, tokens: Any) -> Any:
+    def step(state, tokens):
         value, grads = grad(state["params"], tokens)
         if mistake == "callback":
             jax.debug.print("loss {}", value)
@@ -141,30 +139,26 @@ def make_step(mesh: Mesh, mistake: str | None = None) -> tuple[Any, Any, Any]:
 
     shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
     donated = () if mistake == "no_donation" else (0,)
-    return (
-        jax.jit(step, donate_argnums=donated, out_shardings=(shardings, None)),
-        state,
-        specs,
-    )
+    return (jax.jit(step, donate_argnums=donated, out_shardings=(shardings, None)), state, specs)
 
 
-def value_and_grad(loss: Any) -> Any:
-    def run(params: Any, tokens: Any) -> Any:
+def value_and_grad(loss):
+    def run(params, tokens):
         value, grads = jax.value_and_grad(loss)(params, tokens)
         return jax.lax.pmean(value, "fsdp"), grads
 
     return run
 
 
-def is_spec(x: Any) -> bool:
+def is_spec(x):
     return isinstance(x, P)
 
 
-def shaped(shape: Any) -> Any:
+def shaped(shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def check(name: str, mistake: str | None = None, batch: int = 2, **options: Any) -> Any:
+def check(name, mistake=None, batch=2, **options):
     """Runs the check of the step, with the mistake or without, on a topology of eight devices."""
     topology = mpjax.pods.get_topology(name)
     mesh = topology.make_mesh(AXES)
@@ -175,7 +169,7 @@ def check(name: str, mistake: str | None = None, batch: int = 2, **options: Any)
     return mpjax.pods.check(step, args, topology, **options)
 
 
-def check_jit(name: str, *, constrained: bool = True) -> Any:
+def check_jit(name, *, constrained=True):
     """Runs the check of a float32 model under autocast, laid out by `jit` from its shardings."""
     topology = mpjax.pods.get_topology(name)
     mesh = topology.make_mesh({"fsdp": 8})
@@ -187,14 +181,14 @@ def check_jit(name: str, *, constrained: bool = True) -> Any:
     stored = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
     layer = NamedSharding(mesh, P("fsdp"))
 
-    def gather(tree: Any, shardings: Any) -> Any:
+    def gather(tree, shardings):
         return mpjax.pods.gather_constraint(tree, shardings, "bf16-mixed") if constrained else tree
 
-    def loss(params: Any, tokens: Any) -> Any:
+    def loss(params, tokens):
         table = gather(params["table"], stored["table"])
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
-        def block(x: Any, w: Any) -> Any:
+        def block(x, w):
             w = gather(w, {"up": layer, "down": layer})
             return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
 
@@ -202,7 +196,7 @@ def check_jit(name: str, *, constrained: bool = True) -> Any:
         logits = x @ gather(params["head"], stored["head"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-    def step(params: Any, tokens: Any) -> Any:
+    def step(params, tokens):
         value, grads = jax.value_and_grad(mpjax.autocast(loss, "bf16-mixed"))(params, tokens)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 

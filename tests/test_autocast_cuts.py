@@ -8,8 +8,6 @@ By hand, with other cuts each time:
 import functools
 import os
 import random
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import _cuts
@@ -106,8 +104,7 @@ def test_uncut_every_head_is_as_exact_as_a_hand_cast(head, dtype):
     assert grads <= limit[1]
 
 
-Told = Callable[[Any, Any], Any]
-"""(a plan, a value of it) → what is compared; no plan: inside a function taken as a whole."""
+# `told(plan, value)` gives what is compared; no plan: inside a function taken as a whole.
 
 
 def _is_low(planned, v):

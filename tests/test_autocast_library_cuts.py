@@ -1,7 +1,5 @@
 """Numbers do not depend on where Flax, Equinox and Haiku cut a program: law 1, as users meet it."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +13,6 @@ pytestmark = pytest.mark.no_leak_check("it traces everything anew: twice the tim
 _RNG = np.random.default_rng(0)
 X = _RNG.normal(size=(64, 12)).astype(np.float32)
 Y = (_RNG.random((64, 1)) < 0.5).astype(np.float32)
-
-Loss = Callable[[list[jax.Array]], jax.Array]
-Case = tuple[Loss, list[jax.Array]]
 
 
 def cross_entropy(p):

@@ -1,6 +1,6 @@
 """The check of a whole step: it finds each planted mistake, names the culprit, and nothing else.
 
-On virtual CPU devices here; the same on TPU and GPU targets in test_pods_targets.py.
+On virtual CPU devices, and for TPUs and GPUs; more of these in test_pods_targets.py.
 """
 
 import dataclasses
@@ -71,22 +71,35 @@ def test_flops_are_those_of_the_model(right):
     assert right.flops == {low: expected}
 
 
+FAST = [
+    pytest.param("v5e-8", marks=pytest.mark.tpu_compiler),
+    pytest.param("h100-8", marks=[pytest.mark.gpu_compiler, pytest.mark.slow]),
+]
+
+
 @pytest.mark.standard_promotion("adamw divides an int32 count into a float")
-@pytest.mark.parametrize("mistake", [*HERE, *EARLY])
-def test_each_planted_mistake_is_found_and_its_culprit_named(mistake):
-    report = _pods_step.check("cpu:8", mistake)
+@pytest.mark.parametrize(
+    ("topology", "mistake"),
+    [
+        *(("cpu:8", mistake) for mistake in (*HERE, *EARLY)),
+        *(pytest.param(*t.values, m, marks=t.marks) for t in FAST for m in _pods_step.CULPRITS),
+    ],
+)
+def test_each_planted_mistake_is_found_and_its_culprit_named(topology, mistake):
+    report = _pods_step.check(topology, mistake)
     expected, culprit = _pods_step.CULPRITS[mistake]
     assert {finding.check for finding in report.findings} == {expected}
-    assert any(culprit in finding.culprit for finding in report.findings)
+    assert any(culprit in finding.culprit for finding in report.findings), str(report)
     assert (report.ok, report.exit_code) == (False, 2)
 
 
-def test_gather_constraint_gives_the_right_program_under_jit():
-    report = _pods_step.check_jit("cpu:8")
+@pytest.mark.parametrize("topology", ["cpu:8", *FAST])
+def test_gather_constraint_gives_the_right_program_under_jit(topology):
+    report = _pods_step.check_jit(topology)
     assert report.findings == (), str(report)
     assert set(report.sent("weights")) == {"bf16"}
     assert set(report.sent("gradients")) == {"f32"}
-    assert not report.sent("activations")
+    assert topology != "cpu:8" or not report.sent("activations")
 
 
 def test_what_jit_makes_of_shardings_alone_is_found():

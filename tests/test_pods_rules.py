@@ -58,50 +58,39 @@ MISTAKES = [
 ]
 RIGHT = [name for name in PROGRAMS if name != "cnn_jit"]
 QUICK = {"fsdp", "context", "pipeline", "transformer"}
-TARGETS = [
-    pytest.param("v5e-8", marks=[pytest.mark.tpu_compiler, pytest.mark.slow]),
-    pytest.param("h100-8", marks=[pytest.mark.gpu_compiler, pytest.mark.slow]),
-]
+THERE = {
+    "v5e-8": [pytest.mark.tpu_compiler, pytest.mark.slow],
+    "h100-8": [pytest.mark.gpu_compiler, pytest.mark.slow],
+}
 
 
-def some_slow(rows, quick):
-    return [r if quick(r) else pytest.param(*r, marks=pytest.mark.slow) for r in rows]
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("topology", ["cpu:8", *(pytest.param(t, marks=THERE[t]) for t in THERE)])
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_program_has_no_findings(name, topology):
+    report = _pods_programs.check(name, topology)
+    assert report.findings == (), str(report)
 
 
-def judge(name, topology, mistake, expected, error, culprit):
+def marks_of(topology, name, mistake, *_):
+    quick = name in QUICK or (name, mistake) == ("cnn", "never reduced")
+    return THERE.get(topology, [] if quick else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(
+    ("topology", "name", "mistake", "expected", "error", "culprit"),
+    [
+        pytest.param(topology, *row, marks=marks_of(topology, *row))
+        for topology in ("cpu:8", *THERE)
+        for row in MISTAKES
+    ],
+)
+def test_a_mistake_is_found(topology, name, mistake, expected, error, culprit):
     report = _pods_programs.check(name, topology, mistake)
     found = report.found(expected)
     assert any(culprit in finding.culprit for finding in found), str(report)
     assert {finding.severity for finding in found} == {"error" if error else "warning"}
     assert report.exit_code >= (2 if error else 1)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", RIGHT)
-def test_a_right_program_has_no_findings(name):
-    report = _pods_programs.check(name, "cpu:8")
-    assert report.findings == (), str(report)
-
-
-QUICKLY = some_slow(MISTAKES, lambda row: row[0] in QUICK or row[:2] == ("cnn", "never reduced"))
-
-
-@pytest.mark.parametrize(("name", "mistake", "expected", "error", "culprit"), QUICKLY)
-def test_a_mistake_is_found(name, mistake, expected, error, culprit):
-    judge(name, "cpu:8", mistake, expected, error, culprit)
-
-
-@pytest.mark.parametrize("topology", TARGETS)
-@pytest.mark.parametrize("name", RIGHT)
-def test_a_right_program_has_no_findings_there(name, topology):
-    report = _pods_programs.check(name, topology)
-    assert report.findings == (), str(report)
-
-
-@pytest.mark.parametrize("topology", TARGETS)
-@pytest.mark.parametrize(("name", "mistake", "expected", "error", "culprit"), MISTAKES)
-def test_a_mistake_is_found_there(name, mistake, expected, error, culprit, topology):
-    judge(name, topology, mistake, expected, error, culprit)
 
 
 # -- convolutions under jit ------------------------------------------------------------------------

@@ -57,19 +57,27 @@ def eight_bit_products(target, policy):
     return products_in(compiled_for(target, jax.grad(mpjax.autocast(three, policy)), PARAMS, X))
 
 
-@pytest.mark.slow
-@pytest.mark.gpu_compiler
+def there(target, *values):
+    """Returns a case that is compiled for a target."""
+    compiler = pytest.mark.gpu_compiler if target == "h100" else pytest.mark.tpu_compiler
+    return pytest.param(target, *values, marks=[pytest.mark.slow, compiler])
+
+
 @pytest.mark.parametrize(
-    ("policy", "products"),
+    ("target", "policy", "products"),
     [
-        ("float8_from_mixed_bfloat16", FLOAT8),
-        ("int8_from_mixed_bfloat16", INT8),
-        (INT8_WGRAD, ALL_INT8),
-        (DELAYED, FLOAT8),
+        there("h100", "float8_from_mixed_bfloat16", FLOAT8),
+        there("h100", "int8_from_mixed_bfloat16", INT8),
+        there("h100", INT8_WGRAD, ALL_INT8),
+        there("h100", DELAYED, FLOAT8),
+        there("v6e-4", "float8_from_mixed_bfloat16", FLOAT8),
+        there("v6e-4", INT8_WGRAD, ALL_INT8),
+        there("v5e-4", "int8_from_mixed_bfloat16", INT8),
+        there("tpu7x-8", DELAYED, FLOAT8),
     ],
 )
-def test_products_of_an_h100_are_of_8_bit_operands_forward_and_back(policy, products):
-    assert eight_bit_products("h100", policy) == products
+def test_products_are_of_8_bit_operands_forward_and_back(target, policy, products):
+    assert eight_bit_products(target, policy) == products
 
 
 def heads(params, x):
@@ -113,22 +121,6 @@ def test_an_h100_stores_no_8_bit_product_in_32_bits(recipe):
     assert not re.search(r"[sf]32\[(?:2048|8,256),(?:1024|3072)", made)
 
 
-@pytest.mark.slow
-@pytest.mark.tpu_compiler
-@pytest.mark.parametrize(
-    ("target", "policy", "products"),
-    [
-        ("v6e-4", "float8_from_mixed_bfloat16", FLOAT8),
-        ("v6e-4", INT8_WGRAD, ALL_INT8),
-        ("v5e-4", "int8_from_mixed_bfloat16", INT8),
-        ("tpu7x-8", DELAYED, FLOAT8),
-    ],
-)
-def test_products_of_a_tpu_are_of_8_bit_operands_forward_and_back(target, policy, products):
-    found = eight_bit_products(target, policy)
-    assert found == products
-
-
 def forward(params, x):
     for name in ("first", "middle", "last"):
         x = jax.nn.relu(x @ params[name])
@@ -139,8 +131,19 @@ def scanned(params, x):
     return jax.lax.scan(lambda x, w: (jax.nn.relu(x @ w), None), x, params["stack"])[0]
 
 
-def check_stored(target, name, fun):
-    """Raises where a product reads what is no 8-bit weight, or one is widened on its way."""
+@pytest.mark.parametrize(
+    ("target", "name", "fun"),
+    [
+        there("h100", "int8", forward),
+        there("h100", "float8", forward),
+        there("h100", "int8", scanned),
+        there("v6e-4", "int8", forward),
+        there("v6e-4", "int8", scanned),
+        there("tpu7x-8", "float8", forward),
+    ],
+)
+def test_stored_weights_are_multiplied_as_they_are(target, name, fun):
+    """No product reads what is no 8-bit weight, and none is widened on its way."""
     policy = f"{name}_from_mixed_bfloat16"
     params = {"stack": spec(3, WIDTH, WIDTH)} if fun is scanned else PARAMS
     zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), params)
@@ -150,22 +153,3 @@ def check_stored(target, name, fun):
     dtype = "s8" if name == "int8" else E4M3
     assert products_in(text) == {("dot", dtype, dtype): 1 if fun is scanned else 3}
     assert not re.search(rf"(?:f32|bf16|f16)\[(?:\d,)?{WIDTH},{WIDTH}\]", text)
-
-
-@pytest.mark.slow
-@pytest.mark.gpu_compiler
-@pytest.mark.parametrize(
-    ("name", "fun"), [("int8", forward), ("float8", forward), ("int8", scanned)]
-)
-def test_stored_weights_are_multiplied_as_they_are_on_an_h100(name, fun):
-    check_stored("h100", name, fun)
-
-
-@pytest.mark.slow
-@pytest.mark.tpu_compiler
-@pytest.mark.parametrize(
-    ("target", "name", "fun"),
-    [("v6e-4", "int8", forward), ("v6e-4", "int8", scanned), ("tpu7x-8", "float8", forward)],
-)
-def test_stored_weights_are_multiplied_as_they_are_on_a_tpu(target, name, fun):
-    check_stored(target, name, fun)
