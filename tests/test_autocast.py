@@ -60,21 +60,12 @@ def test_output_types_are_those_of_the_function():
         out = {"y": x @ x.T, "n": n + 1, "none": None, "key": key, "const": 3, "f": 2.5}
         return out if flag else (x * scale, jnp.arange(3), x > 0, x.sum())
 
-    args = (normal(1, 4, 4), True, jax.random.key(3), jnp.int32(5))
+    def types(fun, flag):  # `flag` decides in Python: it must reach `fun` as it is
+        args = normal(1, 4, 4), jax.random.key(3), jnp.int32(5)
+        return jax.eval_shape(lambda x, key, n: fun(x, flag, key, n, scale=2.0), *args)
+
     for flag in (True, False):
-        args = (args[0], flag, *args[2:])
-        fast = autocast(fun, "bf16-mixed")
-        # `flag` decides in Python, so that it must reach `fun` as it is
-        want = jax.eval_shape(
-            lambda x, k, n, flag=flag: fun(x, flag, k, n, scale=2.0), args[0], args[2], args[3]
-        )
-        got = jax.eval_shape(
-            lambda x, k, n, flag=flag, fast=fast: fast(x, flag, k, n, scale=2.0),
-            args[0],
-            args[2],
-            args[3],
-        )
-        assert got == want
+        assert types(autocast(fun, "bf16-mixed"), flag) == types(fun, flag)
 
 
 def test_output_dtype_of_the_policy():
@@ -84,9 +75,8 @@ def test_output_dtype_of_the_policy():
 
 
 def test_a_function_without_arguments():
-    assert (
-        autocast(lambda: jnp.ones((2, 2)) @ jnp.ones((2, 2)), "bf16-mixed")().dtype == jnp.float32
-    )
+    ones = jnp.ones((2, 2))
+    assert autocast(lambda: ones @ ones, "bf16-mixed")().dtype == jnp.float32
 
 
 def test_as_a_decorator():

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from _differential import equations
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -79,16 +80,9 @@ FUNCTIONS = (chain, sines, named, inside, attention, integers)
 
 def products(fun):
     """Returns the shapes of the products of a function, but for an attention's logits."""
-    return {s for s in _products(jax.make_jaxpr(fun)(X, W)) if s[-2:] != (256, 256)}
-
-
-def _products(jaxpr):
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            yield eqn.outvars[0].aval.shape
-        for inner in eqn.params.values():
-            if hasattr(inner, "eqns"):
-                yield from _products(inner)
+    eqns = equations(jax.make_jaxpr(fun)(X, W).jaxpr)
+    shapes = {e.outvars[0].aval.shape for e in eqns if e.primitive.name == "dot_general"}
+    return {shape for shape in shapes if shape[-2:] != (256, 256)}
 
 
 def saved(fun, shapes):

@@ -14,12 +14,6 @@ from benchmarks.measure import targets
 from benchmarks.measure.elsewhere import lowered_for
 from mpjax import autocast
 
-KEY = jax.random.key(0)
-
-
-def equations(fun, *args):
-    return jax.make_jaxpr(fun)(*args).jaxpr.eqns
-
 
 @jax.custom_jvp
 def step_through(x):
@@ -66,7 +60,8 @@ def test_activations_of_a_low_value_are_rounded_once(policy, dtype):
 
 def test_relu_after_a_biased_product_keeps_one_low_value():
     fun = autocast(lambda w, b, x: jnp.sum((layer(jax.nn.relu)(w, b, x) @ w.T) ** 2), "bf16-mixed")
-    again = [e for e in equations(fun, *ARGS) if e.primitive.name in ("remat2", "checkpoint")]
+    eqns = jax.make_jaxpr(fun)(*ARGS).eqns
+    again = [e for e in eqns if e.primitive.name in ("remat2", "checkpoint")]
     assert not [v for e in again for v in e.invars if v.aval.shape == (32, 128)]
     _, pullback = jax.vjp(fun, *ARGS)
     kept = [x.dtype for x in jax.tree.leaves(pullback) if x.shape == (32, 128)]

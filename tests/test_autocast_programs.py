@@ -453,10 +453,15 @@ def test_linear_functions_are_transposed():
     assert distance(got, 2 * jnp.ones((8, 16)) @ W.T) < 2 * BF16
 
 
-def test_hessians_in_every_order_of_modes():
-    fun = lambda s: jnp.sum(jnp.tanh(X[:2] @ (W * s)) ** 2)  # noqa: E731 - one expression
+@pytest.mark.parametrize(("layers", "roundings"), [(1, 8), (2, 32)])
+def test_hessians_in_every_order_of_modes(layers, roundings):
+    def fun(s):
+        y = X[:2] @ (W * s)
+        return jnp.sum(jnp.tanh(y if layers == 1 else jnp.tanh(y) @ W) ** 2)
+
     fast, s = autocast(fun, "bf16-mixed"), jnp.ones(16)
     want = jax.hessian(fun)(s)
+    along = jax.grad(fun)(s)
     hessians = {
         "forward over reverse": jax.hessian(fast)(s),
         "reverse over reverse": jax.jacrev(jax.jacrev(fast))(s),
@@ -465,4 +470,6 @@ def test_hessians_in_every_order_of_modes():
         "by linearize": jax.vmap(jax.linearize(jax.grad(fast), s)[1])(jnp.eye(16)),
     }
     for name, got in hessians.items():
-        assert distance(got, want) < 8 * BF16, name
+        assert distance(got, want) < roundings * BF16, name
+    of_a_gradient = jax.grad(lambda s: jnp.sum(jax.grad(fast)(s) ** 2))(s)
+    assert distance(of_a_gradient, 2 * want @ along) < roundings * BF16

@@ -216,10 +216,6 @@ def test_a_value_between_two_low_ones_is_float32_and_not_stored():
     assert "1 fused" in str(explain(fun, "bf16-mixed")(ARRAY, ARRAY))
 
 
-def test_an_activation_is_shown_by_its_name():
-    assert row(lambda w, x: jax.nn.relu(x @ w) @ w, "relu").dtype == "bf16"
-
-
 @pytest.mark.parametrize(
     ("fun", "operation", "said"),
     [

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _differential import equations
 from _hinted import hints
 from _samples import normal
 from _small import distance as error
@@ -71,21 +72,9 @@ def dtypes(fun, policy, *args, **options):
 
 def dots(fun, *args):
     """Returns the dtypes of operands and results of the products of a program."""
-    found = []
-
-    def visit(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "dot_general":
-                found.append(tuple(v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)))
-            for inner in jax.tree.leaves(
-                list(eqn.params.values()),
-                is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
-            ):
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    visit(getattr(inner, "jaxpr", inner))
-
-    visit(jax.make_jaxpr(fun)(*args).jaxpr)
-    return found
+    eqns = equations(jax.make_jaxpr(fun)(*args).jaxpr)
+    made = [(*e.invars, *e.outvars) for e in eqns if e.primitive.name == "dot_general"]
+    return [tuple(v.aval.dtype.name for v in variables) for variables in made]
 
 
 def three(params, x):
@@ -482,10 +471,3 @@ def test_nnx_module_is_quantised_and_keeps_its_paths():
 def test_modules_say_that_they_multiply_in_the_base_dtype():
     with pytest.warns(mpjax.PolicyWarning, match="products in 8 bits are autocast's"):
         mpjax.linen.with_policy(nn.Dense(8), FLOAT8)
-
-
-@pytest.mark.parametrize("mode", ["int8", "float8"])
-def test_a_policy_that_quantises_nothing_is_told_of_its_own_dtype(mode):
-    fun = mpjax.autocast(lambda x: x @ x, f"{mode}_from_mixed_bfloat16")
-    with pytest.warns(mpjax.PolicyWarning, match=rf"\{{'mlp\*': '{mode}_from_mixed_bfloat16'\}}"):
-        fun(jnp.ones((64, 64)))
