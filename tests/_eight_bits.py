@@ -7,9 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 from _evaluate import Exact
+from _products import backends, operands
 from _rounding import Noisy
-
-from mpjax._autocast.product import backends, operands
 
 # Student's t of 40 degrees of freedom is beyond it once in 10⁹: see `_rounding.QUANTILE`.
 SAMPLES, QUANTILE = 16, 12.6

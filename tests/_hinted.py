@@ -16,9 +16,11 @@ import optax
 from jax import lax
 
 from mpjax import autocast
-from mpjax._autocast.speed import hints
+from mpjax._autocast.speed import centred, curves, hints, moves
+from mpjax._autocast.speed import pooled as pooling
 
-__all__ = ["ALL", "HINTED", "Hinted", "hints"]  # the one door of tests to hints
+# The one door of tests to hints, and to those that have something to ask of themselves.
+__all__ = ["ALL", "HINTED", "Hinted", "centred", "curves", "hints", "moves", "pooling"]
 
 CPU, GPU, TPU = ("cpu",), ("cuda",), ("tpu",)
 ALL = (*CPU, *GPU, *TPU)

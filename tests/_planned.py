@@ -11,13 +11,15 @@ from mpjax._autocast.decide import demand, may, reads, states
 from mpjax._autocast.decide.decided import Action, Settings
 from mpjax._autocast.decide.may import norms
 from mpjax._autocast.known import facts, ways
-from mpjax._jaxpr.op_rules import parse_rules
+from mpjax._base import compat
+from mpjax._jaxpr import op_rules, sizes, structure
 
 Kind = states.Kind
 # fmt: off
-__all__ = [  # the one door of tests to what is decided, and to how
+__all__ = [  # the one door of tests to what is decided, to how, and to what is read
     "Planned", "dtypes", "plan_of",
-    "api", "demand", "facts", "may", "norms", "reads", "states", "ways",
+    "api", "compat", "demand", "facts", "may", "norms", "op_rules", "reads", "sizes", "states",
+    "structure", "ways",
     "Action", "Kind", "Settings",
 ]
 # fmt: on
@@ -51,7 +53,7 @@ class Planned:
     """The plan of a function under a policy, and the trace that it is of."""
 
     def __init__(self, fun, *args, policy="bf16-mixed", rules=None):
-        overrides, widest = parse_rules(rules)
+        overrides, widest = op_rules.parse_rules(rules)
         settings = Settings(get_policy(policy), tuple(sorted(overrides.items())), widest)
         arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), args)
         self.traced, self.plan = api.planned(fun, arrays, {}, settings)

@@ -14,7 +14,6 @@ from _small import distance as error
 
 import mpjax
 from mpjax import dot_product_attention as attend
-from mpjax._autocast.attention import kernels
 
 BATCH, QUERIES, KEYS, HEADS, SHARED, SIZE = 2, 24, 32, 4, 2, 16
 LENGTHS = jnp.array([5, 32], jnp.int32)
@@ -315,8 +314,8 @@ def test_what_a_kernel_lacks_is_named(name):
     jaxpr = jax.make_jaxpr(functools.partial(attend, **kwargs))(*args)
     (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == "attention"]
     avals = [v.aval for v in eqn.invars]
-    for kernel, reason in zip(kernels.KERNELS.values(), wanted, strict=True):
-        assert reason in kernels.why_not(kernel, eqn.params["program"], avals)
+    for kernel, reason in zip(formulas.kernels.KERNELS.values(), wanted, strict=True):
+        assert reason in formulas.kernels.why_not(kernel, eqn.params["program"], avals)
 
 
 # -- bad input -------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpjax
-from mpjax._autocast.attention import flash
 
 pytestmark = [
     pytest.mark.standard_promotion("libraries promote masks and counts implicitly"),
@@ -32,7 +31,7 @@ SPLIT = P("data", None, "model")
 @pytest.fixture(autouse=True)
 def short_attentions_run_in_kernels(monkeypatch):
     """On TPUs too, where they do not pay: what is tested is the kernel, and compiles quickly."""
-    monkeypatch.setattr(flash, "_LEAST", 0)
+    monkeypatch.setattr(formulas.flash, "_LEAST", 0)
 
 
 IN_XLAS_FORM = "attention in XLA's form: XLA splits the program over 8 devices"

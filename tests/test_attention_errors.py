@@ -17,7 +17,6 @@ from _small import distance
 
 import mpjax
 from mpjax import dot_product_attention as attend
-from mpjax._autocast.attention import recomputed
 
 pytestmark = pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs")
 BATCH, QUERIES, KEYS, HEADS, SIZE = 4, 32, 32, 8, 16
@@ -44,7 +43,7 @@ KERNELS = {
         why_not=formulas.why_not,
         why_not_installed=formulas.why_not,
         forward=formulas.forward,
-        backward=recomputed.backward,
+        backward=formulas.recomputed.backward,
     ),
 }
 OUT = normal(8, HEADS, SIZE, HEADS * SIZE, scale=1 / 8)

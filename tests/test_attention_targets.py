@@ -8,11 +8,11 @@ import _attention_written as written
 import jax
 import jax.numpy as jnp
 import pytest
+from _attention_kernel import flash
 from _hinted import hints
 
 import mpjax
 from benchmarks.measure import targets
-from mpjax._autocast.attention import flash
 
 pytestmark = [
     pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs"),

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _hinted import hints
+from _products import backends
 from _samples import normal
 from jax import lax
 
 from mpjax import SupportWarning, autocast
-from mpjax._autocast.product import backends
 
 HALVES = {"bf16-mixed": "bf16", "16-mixed": "f16"}
 KEY = jax.random.key(0)

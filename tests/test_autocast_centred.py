@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _differential import equations
-from _hinted import hints
+from _hinted import centred, hints
 from _planned import Planned
 from _samples import normal
 from jax import lax
 
 from mpjax import autocast
-from mpjax._autocast.speed.centred import centred
 
 F32 = 2.0**-24
 X, W = normal(0, 8, 16, 16), normal(1, 16, 16, scale=1 / 4)
@@ -56,7 +55,7 @@ def affine_values(fun, *args):
     """How many steps each scaled affine value of a function's groups has."""
     plan = Planned(fun, *args).plan
     groups = [[plan.decisions[i].eqn for i in s.members] for s in plan.steps if s.group]
-    steps = [len(a.steps) for eqns in groups for a in centred(eqns).by_variable.values()]
+    steps = [len(a.steps) for eqns in groups for a in centred.centred(eqns).by_variable.values()]
     return [count for count in steps if count > 1]
 
 

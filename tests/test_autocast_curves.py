@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _directions import check_as_exact_without
-from _hinted import hints
+from _hinted import curves, hints
 from _planned import Planned
 from _samples import normal
 from jax import lax
 
 from benchmarks.measure.elsewhere import lowered_for
 from mpjax import autocast
-from mpjax._autocast.speed import curves
 
 pytestmark = pytest.mark.no_leak_check("it collects garbage after each trace: half of the time")
 SHAPES = {"x": (64, 32), "w": (32, 64), "out": (64, 32)}

@@ -16,11 +16,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from _heads import HEADS
-from _planned import Kind, plan_of, reads
+from _planned import Kind, compat, plan_of, reads, structure
 
 from benchmarks.networks import NETWORKS
-from mpjax._base import compat
-from mpjax._jaxpr import structure
 
 IS_FLOOR = jax.__version_info__ < (0, 11)
 CUTS = int(os.environ.get("MPJAX_CUTS", "40" if IS_FLOOR else "2000"))

@@ -5,6 +5,7 @@ import contextlib
 import jax
 import jax.numpy as jnp
 import pytest
+from _products import primitives
 from _small import BF16, W, X, distance, loss
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -14,7 +15,6 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.sparse import BCOO
 
 from mpjax import autocast, explain
-from mpjax._autocast.product import primitives
 
 # -- programs with rules -------------------------------------------------------------------------
 

@@ -7,11 +7,10 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
-from _hinted import hints
+from _hinted import hints, moves
 from _samples import normal
 
 from mpjax import autocast, pods
-from mpjax._autocast.speed import moves
 
 W = normal(0, 16, 32, scale=1 / 4)
 V = normal(1, 16, 16, scale=1 / 4)

@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _differential import equations
-from _hinted import hints
+from _hinted import hints, pooling
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.measure.elsewhere import lowered_for
 from mpjax import autocast
-from mpjax._autocast.speed import pooled
 from mpjax.numerics._own import is_identity
 from mpjax.numerics._reference import in_reference
 
@@ -66,7 +65,7 @@ def pool_of(case, select=lax.max):
 def ours(pool, x):
     """Returns a pooling as autocast binds it, whatever the dtype of the image."""
     (eqn,) = jax.make_jaxpr(pool)(x).eqns
-    return lambda x: pooled.bind(eqn, [x])[0]
+    return lambda x: pooling.bind(eqn, [x])[0]
 
 
 def pullback(pool):

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _planned import op_rules
 from _samples import normal
 
 import mpjax
 from mpjax import PolicyMap, PolicyWarning, autocast, full_precision
-from mpjax._jaxpr.op_rules import ACTIVATIONS
 
 X = normal(0, 8, 16)
 W = normal(1, 16, 16, scale=1 / 4)
@@ -116,7 +116,7 @@ def test_both_forms_of_gelu_are_known():
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", sorted(ACTIVATIONS & set(dir(jax.nn))))
+@pytest.mark.parametrize("name", sorted(op_rules.ACTIVATIONS & set(dir(jax.nn))))
 def test_derivatives_that_carry_an_activations_name_are_taken_for_none(name):
     fun = jax.jit(getattr(jax.nn, name))
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from _differential import equations
-from _planned import states
+from _planned import sizes, states
 from _samples import normal
 from _small import BF16, distance, together
 from flax import linen as nn
@@ -14,7 +14,6 @@ from flax import nnx
 from jax import lax
 
 from mpjax import Policy, autocast
-from mpjax._jaxpr import sizes
 
 KEY = jax.random.key(0)
 X = normal(0, 6, 8)

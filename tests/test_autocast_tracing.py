@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from _differential import equations
 from _hinted import hints
+from _products import primitives
 
 from benchmarks import tracing
 from mpjax import autocast
-from mpjax._autocast.product import primitives
 
 X = jnp.linspace(-1.0, 1.0, 128 * 64, dtype=jnp.float32).reshape(128, 64)  # worth a checkpoint
 W = jnp.full((64, 64), 0.01)

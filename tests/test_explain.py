@@ -10,7 +10,6 @@ import pytest
 from benchmarks.networks import NETWORKS
 from benchmarks.networks._transformer import TransformerLM
 from mpjax import PolicyMap, autocast, explain, full_precision
-from mpjax._autocast.why import provenance
 
 ARRAY = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 
@@ -354,8 +353,16 @@ def test_what_a_loop_keeps_is_named_with_its_dtype():
     rows = explain(fun, "bf16-mixed")(jnp.ones((4, 4)), jnp.ones((2, 4))).rows
     carries = [(r.operation, r.dtype, r.reason) for r in rows if "carry" in r.operation]
     assert carries == [
-        ("scan carry 0 [2,4]", "f32", provenance.STATE),
-        ("scan carry 1 [2,4]", "bf16", provenance.STREAM),
+        (
+            "scan carry 0 [2,4]",
+            "f32",
+            "a state: reaches itself by sums or moves, so roundings would add up",
+        ),
+        (
+            "scan carry 1 [2,4]",
+            "bf16",
+            "made anew by products, or a stack's stream: rounded as they round",
+        ),
     ]
 
 

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _hinted import hints
+from _products import ArrayRole, product, scaled
 from _samples import normal
 from _small import distance as error
 
 import mpjax
-from mpjax._autocast import product
-from mpjax._autocast.product import ArrayRole, scaled
 
 BF16 = jnp.dtype("bfloat16")
 ROLES = (ArrayRole.INPUT, ArrayRole.WEIGHT, ArrayRole.RESULT)
