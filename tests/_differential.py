@@ -16,6 +16,8 @@ import numpy as np
 from _program_text import Program
 from jax.extend.core import jaxpr_as_fun
 
+from benchmarks.measure.elsewhere import lowered_for
+
 Fun = Callable[..., Any]
 Cast = Callable[[Fun], Fun]
 # Operations that a rounded operand hurts: in float32 whatever the policy.
@@ -363,6 +365,19 @@ def _excess(got: Any, want: Any, deviation: Any, quantile: float) -> float:
     error = np.abs(got - want)[finite]
     bound = (quantile * deviation + 2.0**-149)[finite]
     return float(np.max(error / bound, initial=0.0))
+
+
+def run_together(cases: Sequence[Case], platform: str = "cpu") -> list[Any]:
+    """Returns the outputs of programs that are compiled as one, as a platform has them."""
+    arguments = [jax.tree.leaves(case.args) for case in cases]
+
+    def run(args: Any) -> Any:
+        pairs = zip(cases, args, strict=True)
+        return [jaxpr_as_fun(case.transformed)(*xs) for case, xs in pairs]
+
+    if platform != "cpu":
+        run = lowered_for(platform, run, arguments)
+    return jax.block_until_ready(jax.jit(run)(arguments))
 
 
 def check_traced(program: Program | Named, mode: Mode, cast: Cast, low: Any) -> Verdict:

@@ -1,6 +1,7 @@
-"""Derivatives of every order under autocast, with a hint and without, beside those of float32."""
+"""What hints do to derivatives: as exact in every order, nothing more is kept, what is held."""
 
 import functools
+import re
 
 import _evaluate
 import jax
@@ -56,3 +57,22 @@ def check_as_exact_without(hint, fun, args, platform):
     assert (plain < 1).all()
     # XLA:CPU leaves out other roundings where a GPU's barriers stand: those of few of many values.
     np.testing.assert_array_less(found, 1.25 * plain)
+
+
+# -- programs that need not run here ---------------------------------------------------------------
+
+
+def barriers(fun, platform, specs):
+    """Returns the types of what barriers hold in the program of three gradients."""
+    jax.clear_caches()
+    grads = jax.grad(lambda *args: jnp.sum(autocast(fun, "bf16-mixed")(*args)), (0, 1, 2))
+    text = jax.jit(grads).trace(*specs).lower(lowering_platforms=(platform,)).as_text()
+    return re.findall(r"stablehlo.optimization_barrier %\S+ : tensor<(\w+)>", text)
+
+
+def kept(fun, specs):
+    """Returns the dtypes and shapes that the backward pass keeps."""
+    jax.clear_caches()
+    low = autocast(fun, "bf16-mixed")
+    leaves = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(low, *args)[1], *specs))
+    return sorted((x.dtype.name, x.shape) for x in leaves)

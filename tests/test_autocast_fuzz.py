@@ -26,7 +26,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _differential import MODES, Mismatch, check_types, check_values, check_wide, trace
+from _differential import (
+    MODES,
+    Mismatch,
+    check_types,
+    check_values,
+    check_wide,
+    run_together,
+    trace,
+)
 from _program_text import Program, Var
 from jax.extend.core import Literal, jaxpr_as_fun
 
@@ -131,14 +139,7 @@ def test_compiled_programs_stay_within_rounding(policy, first):
         trace(*_seeded(seed), lambda fun: autocast(fun, policy))
         for seed in range(first, first + 10)
     ]
-
-    @jax.jit
-    def run(args):
-        return [jaxpr_as_fun(case.transformed)(*xs) for case, xs in zip(cases, args, strict=True)]
-
-    arguments = [jax.tree.leaves(case.args) for case in cases]
-    outputs = jax.block_until_ready(run(arguments))
-    for case, outs in zip(cases, outputs, strict=True):
+    for case, outs in zip(cases, run_together(cases), strict=True):
         check_values(case, POLICIES[policy], outs)
 
 

@@ -47,12 +47,6 @@ def test_an_operation_is_in_the_state_that_its_class_gives(fun, name, kind):
     assert Planned(fun, X, W).kinds(name)[-1:] == [kind]
 
 
-def test_a_float32_policy_decides_nothing():
-    planned = Planned(lambda x, w: jnp.tanh(x @ w) @ w, X, W, policy="float32")
-    assert not planned.plan.changed
-    assert {d.action for d in planned.decisions("dot_general")} == {Action.AS_TRACED}
-
-
 @pytest.mark.parametrize(
     "fun",
     [
@@ -70,13 +64,6 @@ def test_a_rule_of_full_asks_the_product_before_it_for_float32():
     fun = lambda x, w: jnp.tanh(x @ w) @ w  # noqa: E731
     assert Planned(fun, X, W).kinds("dot_general")[0] == LOW
     assert Planned(fun, X, W, rules={"tanh": "full"}).kinds("dot_general")[0] == WIDE
-
-
-def test_an_outer_product_is_elementwise():
-    planned = Planned(lambda p, q: jnp.einsum("i,j->ij", p, q), ROW, ROW)
-    (decision,) = planned.decisions("dot_general")
-    assert decision.action is Action.FUSED
-    assert planned.kinds("dot_general") == [NEUTRAL]
 
 
 def test_an_input_that_is_joined_with_what_is_low_keeps_its_bits():

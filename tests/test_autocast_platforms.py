@@ -11,10 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _differential import MODES, check_values, trace
-from jax.extend.core import jaxpr_as_fun
+from _differential import MODES, check_values, run_together, trace
 
-from benchmarks.measure.elsewhere import lowered_for
 from benchmarks.measure.errors import gradient_errors
 from benchmarks.networks import NETWORKS
 from mpjax import autocast
@@ -75,13 +73,7 @@ def test_random_programs_of_another_platform_stay_within_rounding(platform, tens
     verdicts: list[bool] = []
     for first in tens:
         cases = _cases(first, 10)  # in one compilation, and traced once for all platforms
-        arguments = [jax.tree.leaves(case.args) for case, _ in cases]
-
-        def run(args, cases=cases):
-            pairs = zip(cases, args, strict=True)
-            return [jaxpr_as_fun(case.transformed)(*xs) for (case, _), xs in pairs]
-
-        outputs = jax.jit(lowered_for(platform, run, arguments))(arguments)
+        outputs = run_together([case for case, _ in cases], platform)
         for (case, low), outs in zip(cases, outputs, strict=True):
             verdicts.append(check_values(case, low, outs).compared)
     assert len(verdicts) >= 5 * len(tens)

@@ -1,19 +1,16 @@
 """Softmax over rows: where a GPU computes it again from logits that it takes for others."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _directions import check_as_exact_without
+from _directions import barriers, check_as_exact_without, kept
 from _hinted import hints
 from _planned import Planned
 from _samples import normal
 from jax import lax
-
-from mpjax import autocast
 
 SHAPES = {"q": (2, 64, 3, 16), "k": (2, 64, 3, 16), "v": (2, 64, 3, 16)}
 SPECS = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES.values()]
@@ -98,18 +95,13 @@ def test_a_loss_of_rows_is_not_kept_apart():
     assert rows_of(lambda q, k, v: jax.nn.logsumexp(jnp.einsum("bqhd,bkhd->bhqk", q, k), -1)) == []
 
 
-def held(fun, platform):
-    """Returns the types of what barriers hold in the gradient's program."""
-    jax.clear_caches()
-    grads = jax.grad(lambda *args: jnp.sum(autocast(fun, "bf16-mixed")(*args)), (0, 1, 2))
-    text = jax.jit(grads).trace(*SPECS).lower(lowering_platforms=(platform,)).as_text()
-    return re.findall(r"stablehlo.optimization_barrier %\S+ : (.*)", text)
+HELD = "2x3x64x64xbf16"
 
 
 @pytest.mark.parametrize("platform", ["cuda", "rocm"])
 def test_a_gpu_holds_the_logits_and_no_mask(platform):
     fun = functools.partial(attend, weigh=dropped)
-    assert held(fun, platform) == ["tensor<2x3x64x64xbf16>"]
+    assert barriers(fun, platform, SPECS) == [HELD]
 
 
 def test_of_equal_groups_one_is_kept_apart_whose_logits_nothing_else_reads():
@@ -120,19 +112,19 @@ def test_of_equal_groups_one_is_kept_apart_whose_logits_nothing_else_reads():
         return jnp.sum(q) + jnp.sum(outs[0] @ jnp.ones((64, 64)))
 
     with hints.without("attended"):  # which would run the second as one kernel
-        assert held(fun, "cuda") == ["tensor<2x3x64x64xbf16>"]
+        assert barriers(fun, "cuda", SPECS) == [HELD]
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_other_platforms_hold_nothing(platform):
-    assert "tensor<2x3x64x64xbf16>" not in held(attend, platform)
+    assert HELD not in barriers(attend, platform, SPECS)
 
 
 def test_in_a_loop_a_gpu_holds_nothing():
     def fun(q, k, v):
         return lax.scan(lambda q, _: (attend(q, k, v), None), q, None, 2)[0]
 
-    assert held(fun, "cuda") == []
+    assert barriers(fun, "cuda", SPECS) == []
 
 
 def two_layers(q, k, v):
@@ -145,15 +137,9 @@ def two_layers(q, k, v):
 
 
 def test_nothing_more_is_kept_for_the_backward_pass():
-    def kept():
-        jax.clear_caches()
-        fast = autocast(two_layers, "bf16-mixed")
-        leaves = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(fast, *a)[1], *SPECS))
-        return sorted((str(x.dtype), x.shape) for x in leaves)
-
-    found = kept()
+    with_rows = kept(two_layers, SPECS)
     with hints.without("rows_apart"):
-        assert kept() == found
+        assert kept(two_layers, SPECS) == with_rows
 
 
 @pytest.mark.no_leak_check("it collects garbage after each trace: half of the time")

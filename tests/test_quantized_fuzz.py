@@ -16,11 +16,17 @@ import re
 import _eight_bits
 import _programs
 import _rounding
-import jax
 import jax.numpy as jnp
 import pytest
-from _differential import MODES, JaxRefusesError, check_types, check_values, check_wide, trace
-from jax.extend.core import jaxpr_as_fun
+from _differential import (
+    MODES,
+    JaxRefusesError,
+    check_types,
+    check_values,
+    check_wide,
+    run_together,
+    trace,
+)
 
 import mpjax
 
@@ -110,11 +116,6 @@ def test_compiled_programs_stay_within_the_formats_error():
             cases.append((case, recipe))
         seed += 1
 
-    @jax.jit
-    def run(arguments):
-        programs = (jaxpr_as_fun(case.transformed) for case, _ in cases)
-        return [run(*args) for run, args in zip(programs, arguments, strict=True)]
-
-    outputs = run([jax.tree.leaves(case.args) for case, _ in cases])
+    outputs = run_together([case for case, _ in cases])
     for (case, recipe), outs in zip(cases, outputs, strict=True):
         assert verdict(case, recipe, outs).compared
