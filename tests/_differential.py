@@ -397,29 +397,3 @@ def check(program: Program | Named, mode: Mode, cast: Cast, low: Any) -> Verdict
     outputs = jax.block_until_ready(jax.jit(jaxpr_as_fun(case.transformed))(*flat))
     check_values(case, low)
     return check_values(case, low, outputs)
-
-
-def check_norms(program: Named, mode: Mode, cast: Cast, low: Any) -> None:
-    """Raises where types differ, or an output's error exceeds its bound in the 2-norm.
-
-    For networks: among many values some comparison is always close, and flips in the noise too.
-    """
-    case = trace(program, mode, cast)
-    check_types(case)
-    check_wide(case)
-    flat = jax.tree.leaves(case.args)
-    outputs = jax.block_until_ready(jax.jit(jaxpr_as_fun(case.transformed))(*flat))
-    spread = _rounding.float64_spread(case.reference, flat, low, all_low=True)
-    rows = zip(outputs, spread.values, spread.deviations, strict=True)
-    bounds, norms = [], []
-    for i, (got, want, deviation) in enumerate(rows):
-        if deviation is None:
-            continue
-        error = float(np.linalg.norm(np.asarray(got, np.float64) - want))
-        bound = _rounding.QUANTILE * float(np.linalg.norm(deviation))
-        if not error <= bound:
-            raise case.fail(f"output {i}: the error's norm is {error}, its bound {bound}")
-        bounds.append(bound)
-        norms.append(float(np.linalg.norm(want)))
-    if not np.linalg.norm(bounds) <= 4 * np.linalg.norm(norms):
-        raise case.fail(f"the bounds {bounds} say nothing about {norms}")

@@ -187,33 +187,6 @@ def test_without_a_batch_it_is_one_example():
     assert error(attend(query, key, value), attend(*(x[None] for x in (query, key, value)))[0]) == 0
 
 
-@pytest.mark.no_leak_check("a jitted gradient of a shard_map leaks in JAX, of q * k * v too")
-@pytest.mark.parametrize("check_vma", [False, True])
-def test_inside_shard_map_each_device_runs_the_kernel(check_vma):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec("data")
-
-    def loss(*args):
-        return jnp.sum(jnp.sin(attend(*args, is_causal=True)))
-
-    def shared(*args):
-        return jax.lax.psum(loss(*args), "data")
-
-    mapped = jax.shard_map(
-        shared,
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=jax.sharding.PartitionSpec(),
-        check_vma=check_vma,
-    )
-    both = (jax.grad(fun, argnums=(0, 1, 2)) for fun in (loss, mapped))
-    wanted, by_formula = jax.jit(lambda *xs: [fun(*xs) for fun in both])(*operands())
-    assert max(errors(by_formula, wanted)) < 1e-5
-    with formulas.everywhere(formulas):
-        found = jax.jit(jax.grad(mapped, argnums=(0, 1, 2)))(*operands())
-    assert max(errors(found, wanted)) < 1e-5
-
-
 # -- under autocast --------------------------------------------------------------------------------
 
 

@@ -56,11 +56,11 @@ def operands(*, heads=HEADS):
     return [jax.random.normal(jax.random.fold_in(key, i), s) for i, s in enumerate(shapes)]
 
 
-def step(fun):
+def step(fun, argnums=(0, 1)):
     def loss(*args):
         return jnp.sum(jnp.sin(fun(*args).astype(jnp.float32)))
 
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    return jax.jit(jax.value_and_grad(loss, argnums=argnums))
 
 
 def assert_near(found, wanted, bound):
@@ -149,15 +149,20 @@ def mapped(*args, check_vma=False, axes=("data", "model"), **kwargs):
     )(*args)
 
 
-def test_mapped_over_examples_and_heads_it_is_the_kernel_and_right():
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_mapped_over_examples_and_heads_it_is_the_kernel_and_right(check_vma):
     args = operands()
-    wanted = step(functools.partial(mpjax.dot_product_attention, is_causal=True))(*args)
-    fun = functools.partial(mapped, is_causal=True)
-    assert_near(step(fun)(*args), wanted, 1e-5)
+
+    def both(fun):  # a new function, of which nothing is remembered
+        return step(lambda *xs: fun(*xs, is_causal=True), (0, 1, 2))(*args)
+
+    wanted = both(mpjax.dot_product_attention)
+    fun = functools.partial(mapped, check_vma=check_vma)
+    assert_near(both(fun), wanted, 1e-5)
     with formulas.everywhere(NEVER), pytest.raises(AssertionError, match="a kernel runs"):
-        step(lambda *xs: fun(*xs))(*args)
+        both(fun)
     with formulas.everywhere(formulas):
-        assert_near(step(lambda *xs: fun(*xs))(*args), wanted, 1e-5)
+        assert_near(both(fun), wanted, 1e-5)
 
 
 def told(fun, *args):

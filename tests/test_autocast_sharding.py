@@ -126,6 +126,8 @@ def explicitly(x, w):
 
 # With rows of the data on devices, and the whole weight on each.
 OF_ROWS = {
+    "two layers": twice,
+    "statistics": lambda x, w: (x @ w) * x[:, :1] + jnp.max(x @ w, 1, keepdims=True),
     "a gathered weight": lambda x, w: jnp.tanh(x @ gathered(w)),
     "reshard": lambda x, w: jnp.tanh(reshard(x @ w, P("y", None)) @ w),
     "get": lambda x, w: w.at[reshard(LABELS, P("x"))].get(out_sharding=ROWS) @ w + x,
@@ -182,6 +184,12 @@ FEATURES = {
         LAYERS,
         lambda x, s: lax.scan(jax.checkpoint(layer), x, s)[0],
         *(X, S),
+    ),
+    "columns": (P(), COLUMNS, lambda x, w: jnp.tanh(x @ w)),
+    "sums over devices": (
+        P(None, "x"),
+        P("x"),
+        lambda x, w: jnp.einsum("ij,jk->ik", x, w, out_sharding=P()),
     ),
     "take": (P(), WHOLE, lambda x, w: jnp.take(w, LABELS, axis=0) @ w),
     "convolution": (*BY_DATA, convolved, IMAGE, KERNEL),

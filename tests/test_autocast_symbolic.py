@@ -37,6 +37,11 @@ def cross_entropy(x, w):
     return -jnp.mean(picked)
 
 
+def normalised(x, w):
+    h = jax.nn.gelu(x @ w)
+    return (h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)) @ w
+
+
 def recurrent(x, w):
     start = jnp.zeros((x.shape[0], 16))
     return lax.scan(lambda c, e: (jnp.tanh(c @ w + e), c), start, x.transpose(1, 0, 2))
@@ -49,6 +54,7 @@ OPEN_PROGRAMS = {
     "causal": causal,
     "cross entropy": cross_entropy,
     "recurrent": recurrent,
+    "normalised": normalised,
     "one-hot positions": lambda x, w: jax.nn.one_hot(jnp.arange(x.shape[1]), 16) @ w + x @ w,
     "a mean": lambda x, w: jnp.mean(x @ w, 1) @ w * (1 / x.shape[1]),
     "shifted": lambda x, w: jnp.pad(x @ w, ((0, 0), (1, 0), (0, 0)))[:, :-1] @ w,
@@ -67,6 +73,7 @@ def test_a_program_of_open_lengths(name):
         return export.export(jax.jit(both))(OPEN, jax.ShapeDtypeStruct(W.shape, W.dtype))
 
     got, want = exported(fast), exported(fun)
+    assert "bf16" in got.mlir_module()
     assert got.out_avals == want.out_avals
     assert distance(got.call(X, W), want.call(X, W)) < 16 * BF16
     table = explain(fun, "bf16-mixed")(OPEN, W)

@@ -195,14 +195,16 @@ def test_a_users_rule_is_named():
     assert (widest.dtype, widest.reason) == ("f32", 'rules="widest": a float32 operand wins')
 
 
-def test_what_nothing_low_goes_into_says_so():
-    found = row(lambda w, x: (x * w) @ w, "mul")
+@pytest.mark.parametrize(
+    ("fun", "operation"),
+    [
+        (lambda w, x: (x * w) @ w, "mul"),
+        (lambda w, x: w.at[0].set(x[0]) @ x, "scatter"),  # an update is no decision of its own
+    ],
+)
+def test_what_nothing_low_goes_into_says_so(fun, operation):
+    found = row(fun, operation)
     assert (found.dtype, found.reason) == ("f32", "parameters and inputs only: nothing low went in")
-
-
-def test_what_moves_an_update_into_a_parameter_is_no_decision_of_its_own():
-    found = row(lambda w, x: w.at[0].set(x[0]) @ x, "scatter")
-    assert found.reason == "parameters and inputs only: nothing low went in"
 
 
 def test_a_value_between_two_low_ones_is_float32_and_not_stored():

@@ -471,3 +471,24 @@ def test_nnx_module_is_quantised_and_keeps_its_paths():
 def test_modules_say_that_they_multiply_in_the_base_dtype():
     with pytest.warns(mpjax.PolicyWarning, match="products in 8 bits are autocast's"):
         mpjax.linen.with_policy(nn.Dense(8), FLOAT8)
+
+
+# -- exported ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["int8", "float8"])
+def test_program_is_exported_for_every_platform_with_a_batch_that_is_left_open(name):
+    def loss(params, x):
+        for weights in params.values():
+            x = jax.nn.relu(x @ weights)
+        return jnp.mean(x**2)
+
+    policy = mpjax.PolicyMap("bf16-mixed", {"*": f"{name}_from_mixed_bfloat16"})
+    grad = jax.jit(jax.grad(mpjax.autocast(loss, policy)))
+    (batch,) = jax.export.symbolic_shape("batch")
+    rows = jax.ShapeDtypeStruct((batch, 16, WIDTH), jnp.float32)
+    exported = jax.export.export(grad, platforms=["cpu", "cuda", "tpu"])(THREE, rows)
+    x = normal(3, 8, 16, WIDTH)
+    found, expected = exported.call(THREE, x), grad(THREE, x)
+    for key in THREE:
+        np.testing.assert_allclose(found[key], expected[key], rtol=0.05, atol=1e-3)
