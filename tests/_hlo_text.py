@@ -19,7 +19,7 @@ from mpjax.pods._proto import Message
 
 # fmt: off
 __all__ = [
-    "LOOP", "NAMES", "encoded", "found", "line_of", "parsed",
+    "LOOP", "NAMES", "encoded", "found", "line_of", "parsed", "with_line",
     "_collectives", "_cost", "_hlo", "_loops", "_read",
     "Message", "Names", "Place", "ValueFlow", "group_of", "joins_devices",
 ]
@@ -148,3 +148,8 @@ def _varint(value: int) -> bytes:
 def line_of(text: str, name: str) -> str:
     """Returns the line of `LOOP`'s body or entry that computes `name`."""
     return next(line for line in text.splitlines() if line.startswith(f"  {name} ="))
+
+
+def with_line(name: str, line: str) -> str:
+    """Returns `LOOP` with another line in the place of the one that computes `name`."""
+    return LOOP.replace(line_of(LOOP, name), line)

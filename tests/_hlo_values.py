@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from _numpy_operations import named
 
 _DTYPES = {
     "f32": np.float32,
@@ -90,31 +91,13 @@ def _shifted(x: Any, by: Any, shift: Callable[..., Any]) -> Any:
     return np.where(by < 32, shift(x, np.minimum(by, x.dtype.type(31))), 0).astype(x.dtype)
 
 
-_COMPARE = {
-    "EQ": np.equal,
-    "NE": np.not_equal,
-    "LT": np.less,
-    "LE": np.less_equal,
-    "GT": np.greater,
-    "GE": np.greater_equal,
-}
+_COMPARE = named(np, "EQ=equal NE=not_equal LT=less LE=less_equal GT=greater GE=greater_equal")
+_NUMPYS = """
+add subtract multiply divide maximum minimum negate=negative abs floor round-nearest-even=rint
+and=bitwise_and or=bitwise_or xor=bitwise_xor not=invert is-finite=isfinite select=where
+"""
 _PLAIN: dict[str, Callable[..., Any]] = {
-    "add": np.add,
-    "subtract": np.subtract,
-    "multiply": np.multiply,
-    "divide": np.divide,
-    "maximum": np.maximum,
-    "minimum": np.minimum,
-    "negate": np.negative,
-    "abs": np.abs,
-    "floor": np.floor,
-    "round-nearest-even": np.rint,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "not": np.invert,
-    "is-finite": np.isfinite,
-    "select": np.where,
+    **named(np, _NUMPYS),
     "copy": lambda x: x,
     "copy-start": lambda x: x,
     "copy-done": lambda x: x,

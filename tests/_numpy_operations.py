@@ -191,14 +191,15 @@ psum_invariant pvary pcast all_gather all_gather_invariant reduce_scatter ppermu
 """
 
 
-def _named(library: Any, names: str) -> dict[str, Callable[..., Any]]:
+def named(library: Any, names: str) -> dict[str, Callable[..., Any]]:
+    """Returns functions of a library by their names elsewhere, as `sub=subtract`."""
     pairs = (name.partition("=") for name in names.split())
     return {name: getattr(library, of or name) for name, _, of in pairs}
 
 
 _PLAIN: dict[str, Callable[..., Any]] = {
-    **_named(np, _NUMPYS),
-    **_named(scipy.special, _SCIPYS),
+    **named(np, _NUMPYS),
+    **named(scipy.special, _SCIPYS),
     **dict.fromkeys(_IDENTITIES.split(), np.asarray),
     "div": lambda x, y: np.divide(x, y) if x.dtype.kind == "f" else _truncated(x, y),
     "pow": lambda x, y: np.power(x, np.asarray(y, x.dtype)),

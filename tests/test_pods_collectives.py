@@ -18,6 +18,7 @@ from _hlo_text import (
     found,
     line_of,
     parsed,
+    with_line,
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -45,12 +46,10 @@ def test_collectives_have_roles_paths_counts_and_axes():
 
 def test_what_has_no_line_of_its_own_has_that_of_its_operand_or_reader():
     """A TPU's compiler writes none where it makes one reduction of several operations."""
-    line = line_of(LOOP, "%dot")
-    text = LOOP.replace(line, line + ", metadata={stack_frame_id=2}")
+    text = with_line("%dot", line_of(LOOP, "%dot") + ", metadata={stack_frame_id=2}")
     scatter = next(c for c in found(text) if c.kind == "reduce-scatter")
     assert scatter.source == "/home/user/train.py:7 (loss)"
-    line = line_of(LOOP, "%g2")
-    text = LOOP.replace(line, line + ", metadata={stack_frame_id=1}")
+    text = with_line("%g2", line_of(LOOP, "%g2") + ", metadata={stack_frame_id=1}")
     reduce = next(c for c in found(text) if c.kind == "all-reduce")
     assert reduce.source == "/home/user/train.py:7 (loss)"
 
@@ -64,9 +63,8 @@ def test_a_collective_of_one_device_sends_nothing():
 
 
 def test_a_sum_and_a_slice_in_one_fusion_are_a_reduce_scatter():
-    line = line_of(LOOP, "%part")
-    text = LOOP.replace(
-        line, "  %part = f32[16,8] fusion(%dot), kind=kCustom, calls=%all-reduce-scatter.1"
+    text = with_line(
+        "%part", "  %part = f32[16,8] fusion(%dot), kind=kCustom, calls=%all-reduce-scatter.1"
     ).replace(
         "%body (",
         "%all-reduce-scatter.1 (d: f32[64,8]) -> f32[16,8] {\n  %d = f32[64,8] parameter(0)\n"
@@ -144,11 +142,10 @@ def test_a_collective_that_a_sparse_core_runs_is_followed():
 
 
 def test_what_tpu_slices_exchange_is_a_collective():
-    line = line_of(LOOP, "%total")
     rendezvous = 'frontend_attributes={_xla_host_transfer_rendezvous="all-reduce_0"'
     kind = '_xla_megascale_transfer_type="ALL_REDUCE"}'
-    text = LOOP.replace(
-        line,
+    text = with_line(
+        "%total",
         f"  %t = token[] after-all()\n"
         f"  %sent = (f32[16,8], u32[], token[]) send(%part, %t), {rendezvous},{kind}\n"
         f"  %coming = (f32[16,8], u32[], token[]) recv(%t), {rendezvous},{kind}\n"
@@ -164,8 +161,8 @@ def test_what_tpu_slices_exchange_is_a_collective():
 
 def test_a_gradient_that_is_moved_as_bytes_is_followed():
     """A TPU copies large arrays into its vector memory in pieces, which it writes as bytes."""
-    text = LOOP.replace(
-        line_of(LOOP, "%rate"),
+    text = with_line(
+        "%rate",
         "  %bytes = s8[1024] bitcast(%grad)\n"
         "  %a = ((s8[1024]), s8[512], s32[]) slice-start(%bytes), slice={[0:512]}\n"
         "  %b = ((s8[1024]), s8[512], s32[]) slice-start(%bytes), slice={[512:1024]}\n"
