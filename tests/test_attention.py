@@ -293,56 +293,51 @@ def test_what_a_kernel_lacks_is_named(name):
 
 # -- bad input -------------------------------------------------------------------------------------
 
-Q, K, V = operands()
-SLIPS = {
-    "heads first": (lambda: attend(*(x.swapaxes(1, 2) for x in (Q, K, V))), ValueError, "swapaxes"),
-    "two axes": (lambda: attend(Q[0, 0], K, V), ValueError, r"heads, size"),
-    "not a multiple": (lambda: attend(Q[:, :, :3], K, V), ValueError, "or a multiple"),
-    "dtypes": (lambda: attend(Q.astype(jnp.bfloat16), K, V), TypeError, "one dtype for query"),
-    "integers": (lambda: attend(*(x.astype(int) for x in (Q, K, V))), TypeError, "floating"),
-    "mask of floats": (lambda: attend(Q, K, V, mask=BIAS), TypeError, r"mask\.astype\(bool\)"),
-    "mask of keys": (lambda: attend(Q, K, V, mask=KEY_MASK[:, 0, 0]), ValueError, "None, None, :"),
-    "mask of pairs": (lambda: attend(Q, K, V, mask=MASK[:, 0]), ValueError, r"mask\[:, None\] for"),
-    "mask as the fourth": (lambda: attend(Q, K, V, MASK), TypeError, "Type mask="),
-    "bias of integers": (lambda: attend(Q, K, V, jnp.ones((1, KEYS), int)), TypeError, "floating"),
-    "as it was given": (lambda: attend(Q[0], K, V), ValueError, r"query f32\[24,4,16\]"),
-    "no heads": (lambda: attend(Q[:, :, :0], K[:, :, :0], V[:, :, :0]), ValueError, "agree"),
-    "no key": (lambda: attend(Q, None, V), TypeError, r"\(key=\): got None"),
-    "causal by a word": (lambda: attend(Q, K, V, is_causal="no"), TypeError, "True or False"),
-    "causal by an array": (
-        lambda: jax.jit(lambda x: attend(Q, K, V, is_causal=x))(True),
-        TypeError,
-        "said by mask=",
-    ),
-    "residual by a word": (lambda: attend(Q, K, V, return_residual="no"), TypeError, "or False"),
-    "scale by a word": (lambda: attend(Q, K, V, scale="0.1"), TypeError, "one real number"),
-    "scale of heads": (lambda: attend(Q, K, V, scale=jnp.ones(4)), TypeError, r"query \* scale"),
-    "bias": (lambda: attend(Q, K, V, BIAS[..., 1:]), ValueError, "broadcast to"),
-    "window": (lambda: attend(Q, K, V, local_window_size=-1), ValueError, r"\(128, 0\)"),
-    "window of three": (lambda: attend(Q, K, V, local_window_size=(1, 2, 3)), ValueError, "pair"),
-    "lengths": (
-        lambda: attend(Q, K, V, key_value_seq_lengths=jnp.ones(3, jnp.int32)),
-        ValueError,
-        r"i32\[2\]",
-    ),
-    "implementation": (
-        lambda: attend(Q, K, V, implementation="cuddn"),
-        ValueError,
-        'implementation="cudnn"',
-    ),
-    "cuDNN on a CPU": (
-        lambda: attend(Q, K, V, implementation="cudnn"),
-        NotImplementedError,
-        "lowered for cpu",
-    ),
+GIVEN = dict(zip(("query", "key", "value"), operands(), strict=True))
+Q = GIVEN["query"]
+
+
+def each(change):
+    return {name: change(x) for name, x in GIVEN.items()}
+
+
+SLIPS = {  # what is given otherwise
+    "heads first": (each(lambda x: x.swapaxes(1, 2)), ValueError, "swapaxes"),
+    "two axes": ({"query": Q[0, 0]}, ValueError, r"heads, size"),
+    "not a multiple": ({"query": Q[:, :, :3]}, ValueError, "or a multiple"),
+    "dtypes": ({"query": Q.astype(jnp.bfloat16)}, TypeError, "one dtype for query"),
+    "integers": (each(lambda x: x.astype(int)), TypeError, "floating"),
+    "mask of floats": ({"mask": BIAS}, TypeError, r"mask\.astype\(bool\)"),
+    "mask of keys": ({"mask": KEY_MASK[:, 0, 0]}, ValueError, "None, None, :"),
+    "mask of pairs": ({"mask": MASK[:, 0]}, ValueError, r"mask\[:, None\] for"),
+    "mask as the fourth": ({"bias": MASK}, TypeError, "Type mask="),
+    "bias of integers": ({"bias": jnp.ones((1, KEYS), int)}, TypeError, "floating"),
+    "as it was given": ({"query": Q[0]}, ValueError, r"query f32\[24,4,16\]"),
+    "no heads": (each(lambda x: x[:, :, :0]), ValueError, "agree"),
+    "no key": ({"key": None}, TypeError, r"\(key=\): got None"),
+    "causal by a word": ({"is_causal": "no"}, TypeError, "True or False"),
+    "residual by a word": ({"return_residual": "no"}, TypeError, "or False"),
+    "scale by a word": ({"scale": "0.1"}, TypeError, "one real number"),
+    "scale of heads": ({"scale": jnp.ones(4)}, TypeError, r"query \* scale"),
+    "bias": ({"bias": BIAS[..., 1:]}, ValueError, "broadcast to"),
+    "window": ({"local_window_size": -1}, ValueError, r"\(128, 0\)"),
+    "window of three": ({"local_window_size": (1, 2, 3)}, ValueError, "pair"),
+    "lengths": ({"key_value_seq_lengths": jnp.ones(3, jnp.int32)}, ValueError, r"i32\[2\]"),
+    "implementation": ({"implementation": "cuddn"}, ValueError, 'implementation="cudnn"'),
+    "cuDNN on a CPU": ({"implementation": "cudnn"}, NotImplementedError, "lowered for cpu"),
 }
 
 
 @pytest.mark.parametrize("name", SLIPS)
 def test_a_slip_is_told_what_to_type(name):
-    call, kind, text = SLIPS[name]
+    otherwise, kind, text = SLIPS[name]
     with pytest.raises(kind, match=text):
-        call()
+        attend(**(GIVEN | otherwise))
+
+
+def test_causal_by_an_array_is_told_to_be_a_mask():
+    with pytest.raises(TypeError, match="said by mask="):
+        jax.jit(lambda x: attend(**GIVEN, is_causal=x))(True)
 
 
 def test_pallas_is_not_imported_for_who_has_no_tpu():

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _attention_lookalikes import NOT_FOUND
-from _attention_written import FOUND, TIME, WEIGHTS, X
+from _attention_written import FOUND, NOT_FOUND, TIME, WEIGHTS, X
 from _differential import equations
 from _hinted import hints
 

@@ -4,7 +4,6 @@ import functools
 import gc
 import weakref
 
-import _kept_apart  # noqa: F401 - adds its programs
 import jax
 import jax.numpy as jnp
 import numpy as np
