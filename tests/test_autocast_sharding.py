@@ -112,6 +112,7 @@ def dropped(x, w):
     return jnp.where(kept, x @ w, 0) @ w
 
 
+# How the operands are sharded, the function, and other operands than X and W.
 def explicitly(x, w):
     """Axes that are explicit inside a region in which XLA chooses."""
 
@@ -124,85 +125,115 @@ def explicitly(x, w):
     return auto_axes(region, out_sharding=ROWS)(x, w) @ w
 
 
-# With rows of the data on devices, and the whole weight on each.
-OF_ROWS = {
-    "two layers": twice,
-    "statistics": lambda x, w: (x @ w) * x[:, :1] + jnp.max(x @ w, 1, keepdims=True),
-    "a gathered weight": lambda x, w: jnp.tanh(x @ gathered(w)),
-    "reshard": lambda x, w: jnp.tanh(reshard(x @ w, P("y", None)) @ w),
-    "get": lambda x, w: w.at[reshard(LABELS, P("x"))].get(out_sharding=ROWS) @ w + x,
-    "set": lambda x, w: (x @ w).at[:, :4].set(0.0) @ w,
-    "vmap with spmd_axis_name": lambda x, w: jax.vmap(
-        lambda row: twice(row, w), spmd_axis_name="x"
-    )(x),
-    "vmap of a gradient": lambda x, w: jax.vmap(jax.grad(lambda row: jnp.sum(twice(row, w))))(x),
-    "auto_axes": lambda x, w: auto_axes(twice, out_sharding=ROWS)(x, w) @ w,
-    "auto_axes of one axis": lambda x, w: auto_axes(twice, axes="y", out_sharding=ROWS)(x, w) @ w,
-    "explicit_axes": explicitly,
-    "shard_map of one axis": sharded_by_hand,
-    "attention": attention,
-    "cross entropy": cross_entropy,
-    "custom_vjp": lambda x, w: with_rule(x, w) @ w,
-    "cond": lambda x, w: lax.cond(x.sum() > 0, lambda x, w: x @ w, twice, x, w) @ w,
-    "a loop": lambda x, w: lax.fori_loop(0, 3, lambda _, c: jnp.tanh(c @ w), x),
-    "checkpoint": jax.checkpoint(twice, policy=jax.checkpoint_policies.dots_saveable),
-    "a constraint": lambda x, w: lax.with_sharding_constraint(x @ w, ROWS) @ w,
-    "zeros": lambda x, w: (x @ w + jnp.zeros((8, 16), out_sharding=ROWS)) @ w,
-    "dropout": dropped,
-    "split": lambda x, w: jnp.prod(jnp.stack(jnp.split(x @ w, 2, 1)), 0) @ w[:8],
-}
-SUMS_LEFT = {
-    "a sum left": lambda x, w: reshard(partial(x, w), ROWS),
-    "a sum left, added": lambda x, w: (
-        reshard(partial(x, w) + partial(x, w), ROWS) @ reshard(w, WHOLE)
-    ),
-    "a sum left, scattered": lambda x, w: reshard(partial(x, w), P("x", "y")),
-    "a sum left, named": lambda x, w: reshard(checkpoint_name(partial(x, w), "sum"), ROWS),
-    "out_sharding": lambda x, w: jnp.tanh(jnp.dot(x, w, out_sharding=ROWS)) @ reshard(w, WHOLE),
-}
-WITH_COLUMNS = {
-    "a reduction left": sums_left,
-    "tensor parallel": lambda x, w: product(
-        norm(jax.nn.gelu(x @ w)), reshard(w, COLUMNS).T, "x", None
-    ),
-    "tensor parallel, sums left": lambda x, w: reshard(partial(jax.nn.gelu(x @ w), w.T), ROWS),
-    "get columns": lambda x, w: (x @ w).at[:, jnp.arange(8)].get(out_sharding=ROWS),
-    "reshape": lambda x, w: (
-        jnp.reshape(x @ w, (8, 2, 8), out_sharding=P("x", "y", None)).sum(2) @ w[:2]
-    ),
-}
-LAYERS = P(None, "x", None)
-# How the operands are sharded, the function, and other operands than X and W.
 FEATURES = {
-    **{name: (ROWS, WHOLE, fun) for name, fun in OF_ROWS.items()},
-    **{name: (P("x", "y"), P("y", None), fun) for name, fun in SUMS_LEFT.items()},
-    **{name: (ROWS, COLUMNS, fun) for name, fun in WITH_COLUMNS.items()},
+    "a sum left": (P("x", "y"), P("y", None), lambda x, w: reshard(partial(x, w), ROWS)),
+    "a sum left, added": (
+        P("x", "y"),
+        P("y", None),
+        lambda x, w: reshard(partial(x, w) + partial(x, w), ROWS) @ reshard(w, WHOLE),
+    ),
+    "a sum left, scattered": (
+        P("x", "y"),
+        P("y", None),
+        lambda x, w: reshard(partial(x, w), P("x", "y")),
+    ),
+    "a sum left, named": (
+        P("x", "y"),
+        P("y", None),
+        lambda x, w: reshard(checkpoint_name(partial(x, w), "sum"), ROWS),
+    ),
+    "a reduction left": (ROWS, COLUMNS, sums_left),
+    "a gathered weight": (ROWS, WHOLE, lambda x, w: jnp.tanh(x @ gathered(w))),
     "fully sharded": (ROWS, ROWS, lambda x, w: jnp.tanh(x @ gathered(w)) @ gathered(w)),
-    "fully sharded layers": (ROWS, LAYERS, lambda x, s: lax.scan(layer, x, s)[0], X, S),
+    "fully sharded layers": (
+        ROWS,
+        P(None, "x", None),
+        lambda x, s: lax.scan(layer, x, s)[0],
+        X,
+        S,
+    ),
     "checkpointed layers": (
         ROWS,
-        LAYERS,
+        P(None, "x", None),
         lambda x, s: lax.scan(jax.checkpoint(layer), x, s)[0],
-        *(X, S),
+        X,
+        S,
     ),
-    "columns": (P(), COLUMNS, lambda x, w: jnp.tanh(x @ w)),
-    "sums over devices": (
-        P(None, "x"),
-        P("x"),
-        lambda x, w: jnp.einsum("ij,jk->ik", x, w, out_sharding=P()),
+    "tensor parallel": (
+        ROWS,
+        COLUMNS,
+        lambda x, w: product(norm(jax.nn.gelu(x @ w)), reshard(w, COLUMNS).T, "x", None),
+    ),
+    "tensor parallel, sums left": (
+        ROWS,
+        COLUMNS,
+        lambda x, w: reshard(partial(jax.nn.gelu(x @ w), w.T), ROWS),
+    ),
+    "reshard": (ROWS, WHOLE, lambda x, w: jnp.tanh(reshard(x @ w, P("y", None)) @ w)),
+    "out_sharding": (
+        P("x", "y"),
+        P("y", None),
+        lambda x, w: jnp.tanh(jnp.dot(x, w, out_sharding=ROWS)) @ reshard(w, WHOLE),
     ),
     "take": (P(), WHOLE, lambda x, w: jnp.take(w, LABELS, axis=0) @ w),
+    "get": (ROWS, WHOLE, lambda x, w: w.at[reshard(LABELS, P("x"))].get(out_sharding=ROWS) @ w + x),
+    "get columns": (
+        ROWS,
+        COLUMNS,
+        lambda x, w: (x @ w).at[:, jnp.arange(8)].get(out_sharding=ROWS),
+    ),
+    "set": (ROWS, WHOLE, lambda x, w: (x @ w).at[:, :4].set(0.0) @ w),
+    "vmap with spmd_axis_name": (
+        ROWS,
+        WHOLE,
+        lambda x, w: jax.vmap(lambda row: twice(row, w), spmd_axis_name="x")(x),
+    ),
+    "vmap of a gradient": (
+        ROWS,
+        WHOLE,
+        lambda x, w: jax.vmap(jax.grad(lambda row: jnp.sum(twice(row, w))))(x),
+    ),
+    "auto_axes": (ROWS, WHOLE, lambda x, w: auto_axes(twice, out_sharding=ROWS)(x, w) @ w),
+    "auto_axes of one axis": (
+        ROWS,
+        WHOLE,
+        lambda x, w: auto_axes(twice, axes="y", out_sharding=ROWS)(x, w) @ w,
+    ),
+    "explicit_axes": (ROWS, WHOLE, explicitly),
+    "shard_map of one axis": (ROWS, WHOLE, sharded_by_hand),
+    "reshape": (
+        ROWS,
+        COLUMNS,
+        lambda x, w: jnp.reshape(x @ w, (8, 2, 8), out_sharding=P("x", "y", None)).sum(2) @ w[:2],
+    ),
+    "attention": (ROWS, WHOLE, attention),
+    "cross entropy": (ROWS, WHOLE, cross_entropy),
+    "custom_vjp": (ROWS, WHOLE, lambda x, w: with_rule(x, w) @ w),
+    "cond": (ROWS, WHOLE, lambda x, w: lax.cond(x.sum() > 0, lambda x, w: x @ w, twice, x, w) @ w),
+    "a loop": (ROWS, WHOLE, lambda x, w: lax.fori_loop(0, 3, lambda _, c: jnp.tanh(c @ w), x)),
+    "checkpoint": (
+        ROWS,
+        WHOLE,
+        jax.checkpoint(twice, policy=jax.checkpoint_policies.dots_saveable),
+    ),
     "convolution": (*BY_DATA, convolved, IMAGE, KERNEL),
     "a kernel of one point": (*BY_DATA, convolved, IMAGE, POINT),
     "pooling": (*BY_DATA, pooled, IMAGE, KERNEL),
+    "a constraint": (ROWS, WHOLE, lambda x, w: lax.with_sharding_constraint(x @ w, ROWS) @ w),
+    "zeros": (ROWS, WHOLE, lambda x, w: (x @ w + jnp.zeros((8, 16), out_sharding=ROWS)) @ w),
+    "dropout": (ROWS, WHOLE, dropped),
+    "split": (ROWS, WHOLE, lambda x, w: jnp.prod(jnp.stack(jnp.split(x @ w, 2, 1)), 0) @ w[:8]),
     "outer": (P("x"), P(None), lambda x, w: jnp.tanh(x[:, None] * w[None]) @ S[0], X[:, 0], W[0]),
     "batches": (
         P("x", None, None),
         P("x", None, "y"),
         lambda x, w: jnp.tanh(jnp.einsum("bij,bjk->bik", x, w)),
-        *(S, S),
+        S,
+        S,
     ),
 }
+
+
 MIXED = {
     "automatic": (AxisType.Auto, AxisType.Auto),
     "one axis explicit": (AxisType.Explicit, AxisType.Auto),
