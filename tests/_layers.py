@@ -17,7 +17,7 @@ LAYERS = (
     ("_flax", "_hardware", "_scaling"),
     ("_autocast/arguments", "_autocast/decorator", "_autocast/known"),
     ("_autocast/decide",),
-    ("_autocast/speed",),
+    ("_autocast/copies", "_autocast/speed"),
     ("_autocast/arrange", "_autocast/product"),
     ("_autocast/attention", "_autocast/eight_bits"),
     ("_autocast/planning", "_autocast/unused"),

@@ -16,9 +16,9 @@ from jax import lax
 from mpjax._autocast import speed
 from mpjax._autocast.arguments import nnx_names, parameters, stateful
 from mpjax._autocast.arrange.plan import Plan
+from mpjax._autocast.copies import same
 from mpjax._autocast.decide import reads
 from mpjax._autocast.decide.decided import Settings, initial_state
-from mpjax._autocast.decide.must import same
 from mpjax._autocast.decorator import Decorator, refuses_torch
 from mpjax._autocast.eight_bits import delayed, quantized
 from mpjax._autocast.eight_bits.stored_weights import sunk

@@ -3,10 +3,10 @@
 import warnings
 from typing import Any
 
-from mpjax._autocast.decide.activations import warn_of_unused
 from mpjax._autocast.decide.decided import Settings
 from mpjax._autocast.eight_bits import quantized
 from mpjax._autocast.known import scopes
+from mpjax._autocast.known.activations import warn_of_unused
 from mpjax._base.errors import PolicyWarning, message
 from mpjax._base.tree import leaf_paths
 from mpjax._policies.policy import Policy, policies_in

@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 
 from mpjax._autocast.attention import kernels, passes
 from mpjax._autocast.attention.program import AttentionProgram, batched, out_avals
-from mpjax._autocast.decide import named_attention
+from mpjax._autocast.known import named_attention
 from mpjax._base import compat
 from mpjax._base.own_primitives import own_primitive
 

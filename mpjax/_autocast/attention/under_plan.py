@@ -8,7 +8,7 @@ import jax
 
 from mpjax._autocast.attention import kernels
 from mpjax._autocast.attention.program import AttentionProgram
-from mpjax._autocast.decide.named_attention import DERIVED, MULTIPLIED, is_backward
+from mpjax._autocast.known.named_attention import DERIVED, MULTIPLIED, is_backward
 from mpjax._jaxpr.equation import Eqn
 
 

@@ -14,15 +14,15 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._autocast.decide import control, demand, fusible, named_attention, reads, reasons, states
-from mpjax._autocast.decide.activations import is_activation
+from mpjax._autocast.decide import control, demand, fusible, reads, reasons, states
 from mpjax._autocast.decide.decided import Action, Decided, Decision, Outside, Settings
 from mpjax._autocast.decide.may import norms
 from mpjax._autocast.decide.must import conditioned
 from mpjax._autocast.decide.reasons import By, Reason
 from mpjax._autocast.decide.rounding import Rounding
 from mpjax._autocast.decide.states import FLOAT32, Kind, State
-from mpjax._autocast.known import contraction, facts, scopes, traits, ways
+from mpjax._autocast.known import contraction, facts, named_attention, scopes, traits, ways
+from mpjax._autocast.known.activations import is_activation
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
@@ -251,7 +251,7 @@ class Planner(Rounding):
         low = self.low_dtype(eqn, settings)
         wants = [self.demand.get(v, 0) for v in eqn.outvars]
         is_exact = any(want & demand.EXACT for want in wants)
-        reason = named_attention.why_as_written(eqn, settings, low, is_exact=is_exact)
+        reason = reasons.attention_as_written(eqn, settings, low, is_exact=is_exact)
         if reason or low is None:
             state = states.full([self.state(v) for v in eqn.invars])
             return self.as_traced(eqn, state, self.of_user(eqn, state) or Reason(reason))

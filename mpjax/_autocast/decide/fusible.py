@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpjax._autocast.decide.activations import is_activation
 from mpjax._autocast.decide.states import Kind, fits, of_literal
 from mpjax._autocast.known import scopes, traits
+from mpjax._autocast.known.activations import is_activation
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program

@@ -16,10 +16,11 @@ from jax import lax
 
 from mpjax._autocast.decide import fusible, reads, states
 from mpjax._autocast.decide.states import FLOAT32, Kind, State
-from mpjax._autocast.known import scopes
+from mpjax._autocast.known import named_attention, scopes
 from mpjax._base import compat
 from mpjax._base.dtypes import short_name
 from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.op_rules import OpClass, op_class
 from mpjax._jaxpr.sizes import is_float32
 from mpjax._policies.policy import Policy
 
@@ -43,6 +44,7 @@ class Reason(NamedTuple):
 AS_WRITTEN = "as written: full_precision(), or an inner autocast"
 BY_MAP = "its policy in the PolicyMap computes in float32"
 NO_LOW_DTYPE = "float32 was asked for here"
+NOT_FLOAT32 = "operands are not float32: as written"
 FUNCTION = "holds a sum or an exponential: float32 as a whole"
 OUTPUT = "an output: rounding it would gain nothing"
 BEHIND = "no product comes later: rounding it would gain nothing"
@@ -99,7 +101,7 @@ def as_written(eqn: Eqn) -> str:
     """Returns why a product is not made low whatever the policy, empty where it may be."""
     operands = eqn.invars[:2]
     if any(getattr(v.aval, "dtype", None) != FLOAT32 for v in (*operands, *eqn.outvars)):
-        return "operands are not float32: as written"
+        return NOT_FLOAT32
     if not has_default_precision(eqn):
         return "its precision= asks for float32"
     if eqn.params.get("preferred_element_type") not in (None, FLOAT32):
@@ -107,6 +109,17 @@ def as_written(eqn: Eqn) -> str:
     if any(v.aval.size == 0 for v in (*operands, *eqn.outvars)):
         return "of size zero"
     return ""
+
+
+def attention_as_written(eqn: Eqn, settings: Any, low: Any, *, is_exact: bool) -> str:
+    """Returns why an attention is not made low, empty where it may be."""
+    if low is None:
+        return NO_LOW_DTYPE
+    if op_class("dot_general", settings.rules) is not OpClass.LOWER:
+        return "its products are kept in float32 by rules="
+    if any(v.aval.dtype != FLOAT32 for v in eqn.invars[: named_attention.MULTIPLIED]):
+        return NOT_FLOAT32
+    return "rounding would ruin what reads it" if is_exact else ""
 
 
 def has_default_precision(eqn: Eqn) -> bool:

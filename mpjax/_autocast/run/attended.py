@@ -9,7 +9,7 @@ from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.attention import primitives
 from mpjax._autocast.attention.steps import Attended
 from mpjax._autocast.decide import states
-from mpjax._autocast.decide.named_attention import MULTIPLIED, is_backward, operands_low
+from mpjax._autocast.known.named_attention import MULTIPLIED, is_backward, operands_low
 from mpjax._autocast.run.values import Value
 from mpjax._jaxpr import binding
 

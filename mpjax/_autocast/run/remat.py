@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from mpjax._autocast.decide.named_attention import FORWARD
+from mpjax._autocast.known.named_attention import FORWARD
 from mpjax._autocast.product.primitives import product_p
 from mpjax._base.own_primitives import returns_operands
 from mpjax._jaxpr.equation import Eqn

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 
 from mpjax._autocast import speed
 from mpjax._autocast.arrange.plan import Plan
-from mpjax._autocast.decide import named_attention, reads, reasons, states
+from mpjax._autocast.decide import reads, reasons, states
 from mpjax._autocast.decide.decided import Action, Decision
 from mpjax._autocast.decide.reasons import By
 from mpjax._autocast.decide.states import FLOAT32, Kind
 from mpjax._autocast.eight_bits import quantized
-from mpjax._autocast.known import scopes, traits
+from mpjax._autocast.known import named_attention, scopes, traits
 from mpjax._autocast.why import readers
 from mpjax._base import compat
 from mpjax._base.dtypes import short_name

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mpjax._autocast.decide import activations
-from mpjax._autocast.known import traits
+from mpjax._autocast.known import activations, traits
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program

@@ -1,14 +1,9 @@
-"""Attention by name: which of its operands and results are low, and when it stays float32."""
+"""Attention by name: which of its operands and results a kernel rounds."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
 from mpjax._base.own_primitives import own_primitive
 from mpjax._jaxpr.equation import Eqn
-from mpjax._jaxpr.op_rules import OpClass, op_class
 
 FORWARD = own_primitive("attention", computes=True, several=True)
 BACKWARD = own_primitive("attention_backward", computes=True, several=True)
@@ -17,7 +12,6 @@ MULTIPLIED = 3
 """Operands that are multiplied, which come first: query, key and value."""
 DERIVED = 3
 """Operands that a derivative reads last: result, rows and cotangent."""
-FLOAT32 = np.dtype("float32")
 
 
 def is_attention(eqn: Eqn) -> bool:
@@ -42,16 +36,3 @@ def results_low(eqn: Eqn) -> list[bool]:
     if is_backward(eqn):
         return [i < MULTIPLIED for i in eqn.params["wrt"]]
     return [True, False]
-
-
-def why_as_written(eqn: Eqn, settings: Any, low: Any, *, is_exact: bool) -> str:
-    """Returns why an attention is not made low, empty where it may be."""
-    if low is None:
-        return "float32 was asked for here"
-    if op_class("dot_general", settings.rules) is not OpClass.LOWER:
-        return "its products are kept in float32 by rules="
-    if any(v.aval.dtype != FLOAT32 for v in eqn.invars[:MULTIPLIED]):
-        return "operands are not float32: as written"
-    if is_exact:
-        return "rounding would ruin what reads it"
-    return ""
