@@ -141,7 +141,7 @@ def _told(fun, name, told):
 
 
 def _told_of(fun, args, told=_is_low):
-    with mock.patch("mpjax._autocast.decide.fusible._MAX_FUNCTION", 0):  # look into all pieces
+    with mock.patch("mpjax._autocast.known.fusible._MAX_FUNCTION", 0):  # look into all pieces
         _kept, plan = plan_of(fun, args)
     return _decided(plan, told)
 

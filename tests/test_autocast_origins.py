@@ -113,7 +113,7 @@ def _differs(difference, boundary=lambda fun: fun):
         made = jnp.ravel(difference(x @ w, rows, boundary))[:6]
         return jnp.tanh(100 * made) @ w.T
 
-    with mock.patch("mpjax._autocast.decide.fusible._MAX_FUNCTION", 0):  # look into calls
+    with mock.patch("mpjax._autocast.known.fusible._MAX_FUNCTION", 0):  # look into calls
         rows = mpjax.explain(fun, "bf16-mixed")(X, W, jnp.asarray(ROWS)).rows
     return any("may be almost the same is subtracted" in row.reason for row in rows)
 

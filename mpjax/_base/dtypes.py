@@ -3,6 +3,7 @@
 A policy names one of four dtypes. Short names are those that JAX prints (`bf16[8,128]`).
 """
 
+import math
 from typing import Any
 
 import jax
@@ -167,3 +168,14 @@ def normal_powers_of_two(dtype: DType) -> tuple[float, float]:
     """Returns the least and the largest power of two that is normal: 2⁻¹⁴ and 2¹⁵ for float16."""
     info = jnp.finfo(dtype)
     return 2.0 ** int(info.minexp), 2.0 ** (int(info.maxexp) - 1)
+
+
+def keeps(dtype: Any, value: float) -> bool:
+    """Whether a number keeps its meaning in a dtype: no overflow, no underflow, exact integers."""
+    if value == 0 or not math.isfinite(value):
+        return True
+    with np.errstate(all="ignore"):
+        rounded = float(np.asarray(value, dtype=dtype))
+    if not math.isfinite(rounded) or abs(value) < float(jnp.finfo(dtype).tiny):
+        return False
+    return rounded == value if value == int(value) else True

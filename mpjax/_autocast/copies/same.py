@@ -24,8 +24,8 @@ from typing import Any
 from mpjax._autocast.copies.numbering import Numbering, Visit, contracts
 from mpjax._autocast.decide import reads
 from mpjax._autocast.decide.decided import Action, Decided, Decision
-from mpjax._autocast.decide.states import FLOAT32
 from mpjax._autocast.known import facts, roots, scopes
+from mpjax._base.dtypes import FLOAT32
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.op_rules import PRODUCTS
 

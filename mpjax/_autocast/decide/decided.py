@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 from mpjax._autocast.decide import demand, may, states
 from mpjax._autocast.decide.must.steps import Relations
 from mpjax._autocast.decide.reasons import Reason
-from mpjax._autocast.decide.states import FLOAT32, State
+from mpjax._autocast.decide.states import State
 from mpjax._autocast.known import scopes
 from mpjax._autocast.known.facts import Fact, Facts
 from mpjax._base import compat
+from mpjax._base.dtypes import FLOAT32
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import OpClass, op_class
 

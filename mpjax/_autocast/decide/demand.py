@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpjax._autocast.decide import control, fusible, reasons
+from mpjax._autocast.decide import control, reasons
 from mpjax._autocast.decide.must import conditioned, meetings
 from mpjax._autocast.decide.reads import (
     ABSOLUTE,
@@ -32,7 +32,7 @@ from mpjax._autocast.decide.reads import (
     UNROUNDED,
     WHOLE,
 )
-from mpjax._autocast.known import contraction, facts, named_attention, scopes, traits, ways
+from mpjax._autocast.known import contraction, facts, fusible, named_attention, scopes, traits, ways
 from mpjax._autocast.known.activations import is_activation
 from mpjax._base import compat
 from mpjax._jaxpr import structure

@@ -14,16 +14,17 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._autocast.decide import control, demand, fusible, reads, reasons, states
+from mpjax._autocast.decide import control, demand, reads, reasons, states
 from mpjax._autocast.decide.decided import Action, Decided, Decision, Outside, Settings
 from mpjax._autocast.decide.may import norms
 from mpjax._autocast.decide.must import conditioned
 from mpjax._autocast.decide.reasons import By, Reason
 from mpjax._autocast.decide.rounding import Rounding
-from mpjax._autocast.decide.states import FLOAT32, Kind, State
-from mpjax._autocast.known import contraction, facts, named_attention, scopes, traits, ways
+from mpjax._autocast.decide.states import Kind, State
+from mpjax._autocast.known import contraction, facts, fusible, named_attention, scopes, traits, ways
 from mpjax._autocast.known.activations import is_activation
 from mpjax._base import compat
+from mpjax._base.dtypes import FLOAT32
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import COMPARISONS, OP_RULES, PRODUCTS, OpClass, op_class

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from jax import lax
 
-from mpjax._autocast.decide import fusible, reads, states
-from mpjax._autocast.decide.states import FLOAT32, Kind, State
-from mpjax._autocast.known import named_attention, scopes
+from mpjax._autocast.decide import reads, states
+from mpjax._autocast.decide.states import Kind, State
+from mpjax._autocast.known import fusible, named_attention, scopes
 from mpjax._base import compat
-from mpjax._base.dtypes import short_name
+from mpjax._base.dtypes import FLOAT32, short_name
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import OpClass, op_class
 from mpjax._jaxpr.sizes import is_float32

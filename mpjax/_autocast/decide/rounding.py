@@ -17,9 +17,10 @@ from mpjax._autocast.decide.decided import Outside, Settings, initial_state
 from mpjax._autocast.decide.may import norms
 from mpjax._autocast.decide.may.streams import Streams
 from mpjax._autocast.decide.must.steps import Steps
-from mpjax._autocast.decide.states import FLOAT32, Kind, State
+from mpjax._autocast.decide.states import Kind, State
 from mpjax._autocast.known import fact_flags, facts, scopes
 from mpjax._base import compat
+from mpjax._base.dtypes import FLOAT32
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.sizes import is_float32
 from mpjax._policies.policy import Policy

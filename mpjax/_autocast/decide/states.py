@@ -13,10 +13,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
-FLOAT32 = np.dtype("float32")
+from mpjax._base.dtypes import keeps
 
 
 class Kind(enum.IntEnum):
@@ -100,17 +99,7 @@ def fits(state: State, dtype: Any) -> bool:
     A mask of -1e9 or an epsilon of 1e-8 would be -inf and 0 in float16; 257 would be 256 in
     bfloat16.
     """
-    return state.values is not None and all(_value_fits(v, dtype) for v in state.values)
-
-
-def _value_fits(value: float, dtype: Any) -> bool:
-    if value == 0 or not math.isfinite(value):
-        return True
-    with np.errstate(all="ignore"):
-        rounded = float(np.asarray(value, dtype=dtype))
-    if not math.isfinite(rounded) or abs(value) < float(jnp.finfo(dtype).tiny):
-        return False
-    return rounded == value if value == int(value) else True
+    return state.values is not None and all(keeps(dtype, v) for v in state.values)
 
 
 def unrounded(state: State) -> State:

@@ -15,7 +15,7 @@ import numpy as np
 from mpjax._autocast import product, speed
 from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.decide.decided import Action, Decision
-from mpjax._autocast.decide.states import FLOAT32, Kind, State
+from mpjax._autocast.decide.states import Kind, State
 from mpjax._autocast.eight_bits import delayed
 from mpjax._autocast.product import precision
 from mpjax._autocast.run import (
@@ -28,6 +28,7 @@ from mpjax._autocast.run.group_functions import GroupFunctions
 from mpjax._autocast.run.values import Value
 from mpjax._autocast.speed import FusedGroup
 from mpjax._base import compat
+from mpjax._base.dtypes import FLOAT32
 from mpjax._jaxpr.binding import bind, written_at
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import OP_RULES, PRODUCTS, OpClass

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from mpjax._autocast import product
-from mpjax._autocast.decide.states import FLOAT32
 from mpjax._autocast.known import traits
 from mpjax._base import compat
+from mpjax._base.dtypes import FLOAT32
 from mpjax._base.own_primitives import own_primitive
 from mpjax._jaxpr import sizes
 from mpjax._jaxpr.equation import Eqn

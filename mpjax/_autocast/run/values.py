@@ -7,7 +7,8 @@ from typing import Any
 
 from jax.core import Tracer
 
-from mpjax._autocast.decide.states import FLOAT32, Kind, State
+from mpjax._autocast.decide.states import Kind, State
+from mpjax._base.dtypes import FLOAT32
 from mpjax._jaxpr.binding import cast
 
 

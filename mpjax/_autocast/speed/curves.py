@@ -15,13 +15,13 @@ from typing import Any
 
 import jax
 
-from mpjax._autocast.decide import fusible
 from mpjax._autocast.decide.may import norms
-from mpjax._autocast.decide.states import FLOAT32, SMALLER
-from mpjax._autocast.known import traits
+from mpjax._autocast.decide.states import SMALLER
+from mpjax._autocast.known import fusible, traits
 from mpjax._autocast.speed import lowerings, storage
 from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat
+from mpjax._base.dtypes import FLOAT32
 from mpjax._jaxpr.binding import bind, compute, written_at
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.sizes import is_float32, size

@@ -19,12 +19,13 @@ from typing import Any
 from jax import lax
 from jax.extend.core import Var
 
-from mpjax._autocast.decide.states import FLOAT32, SMALLER, Kind, State
+from mpjax._autocast.decide.states import SMALLER, Kind, State
 from mpjax._autocast.known import traits
 from mpjax._autocast.speed import lowerings, moves, rows, storage
 from mpjax._autocast.speed.curves import widened
 from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat
+from mpjax._base.dtypes import FLOAT32
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.binding import bind, written_at
 from mpjax._jaxpr.equation import Eqn, Jaxpr

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._autocast.decide.fusible import is_pick
-from mpjax._autocast.decide.states import FLOAT32
 from mpjax._autocast.known import traits
+from mpjax._autocast.known.fusible import is_pick
 from mpjax._autocast.speed import moves
 from mpjax._autocast.speed.gather_one import gather, gather_one_p
 from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat
+from mpjax._base.dtypes import FLOAT32
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.binding import bind, evaluate
 from mpjax._jaxpr.caches import by_program

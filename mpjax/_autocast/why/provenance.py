@@ -17,12 +17,12 @@ from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.decide import reads, reasons, states
 from mpjax._autocast.decide.decided import Action, Decision
 from mpjax._autocast.decide.reasons import By
-from mpjax._autocast.decide.states import FLOAT32, Kind
+from mpjax._autocast.decide.states import Kind
 from mpjax._autocast.eight_bits import quantized
 from mpjax._autocast.known import named_attention, scopes, traits
 from mpjax._autocast.why import readers
 from mpjax._base import compat
-from mpjax._base.dtypes import short_name
+from mpjax._base.dtypes import FLOAT32, short_name
 from mpjax._base.own_primitives import is_own
 from mpjax._jaxpr import sizes, structure
 from mpjax._jaxpr.equation import Eqn

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpjax._autocast.arrange.plan import Plan
-from mpjax._autocast.decide import fusible, reads
+from mpjax._autocast.decide import reads
 from mpjax._autocast.decide.decided import Action, Decision
 from mpjax._autocast.decide.must import conditioned
-from mpjax._autocast.known import scopes, traits
+from mpjax._autocast.known import fusible, scopes, traits
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn

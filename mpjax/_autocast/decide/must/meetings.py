@@ -12,9 +12,8 @@ itself. Where a cut rounds one of the two, the difference is left, so neither is
 
 from __future__ import annotations
 
-from mpjax._autocast.decide import fusible
 from mpjax._autocast.decide.reads import APART, COTANGENTS, MEET, READ
-from mpjax._autocast.known import scopes, traits
+from mpjax._autocast.known import fusible, scopes, traits
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpjax._autocast.decide.states import Kind, fits, of_literal
 from mpjax._autocast.known import scopes, traits
 from mpjax._autocast.known.activations import is_activation
 from mpjax._base import compat
+from mpjax._base.dtypes import keeps
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import COMPARISONS, OP_RULES, OpClass
-from mpjax._jaxpr.sizes import size
+from mpjax._jaxpr.sizes import is_float32, size
 
 _MAX_FUNCTION = 64  # equations: larger functions are planned inside
 
@@ -98,8 +98,8 @@ def _fits_inside(jaxpr: Any, dtype: Any) -> bool:
             if not holds_only_what_fits(eqn, dtype):
                 return False
         elif eqn.primitive.name not in COMPARISONS:
-            literals = [of_literal(v) for v in eqn.invars if compat.is_literal(v)]
-            if any(s.kind == Kind.CONSTANT and not fits(s, dtype) for s in literals):
+            literals = (v for v in eqn.invars if compat.is_literal(v) and is_float32(v))
+            if not all(v.aval.shape or keeps(dtype, float(v.val)) for v in literals):
                 return False
     return True
 
