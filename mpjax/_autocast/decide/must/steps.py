@@ -61,7 +61,8 @@ class Steps:
 
     def relations(self, atoms: Sequence[Any]) -> Relations:
         """Returns of which others each of some operands of a call was made."""
-        return self._inputs.relations(atoms)
+        held = (self._held[v] for v in atoms if not compat.is_literal(v))
+        return self._inputs.relations(atoms) if states.INPUT in held and len(atoms) > 1 else ()
 
     def changes_a_state(self, eqn: Eqn, operands: Sequence[State]) -> bool:
         """Whether a sum adds a small step to a value, or to an input what was made of it.
