@@ -51,7 +51,13 @@ def under(kind, step, devices):
             split = jax.tree.map(lambda x: x.reshape(SHARDS, -1, *x.shape[1:]), batch)
             return mapped(state, split)
 
-        return call, lambda tree: [jax.tree.map(lambda x, i=i: x[i], tree) for i in range(SHARDS)]
+        # Read by the host: each `x[i]` would be a program over all devices, and many of those at a
+        # time wait for each other on two cores, for ever (XLA:CPU of JAX 0.10.2).
+        def members(tree):
+            tree = jax.device_get(tree)
+            return [jax.tree.map(lambda x, i=i: x[i], tree) for i in range(SHARDS)]
+
+        return call, members
     if kind == "jit":
         sharding = NamedSharding(mesh(devices), P("data"))
         return lambda state, batch: step(state, jax.device_put(batch, sharding)), lambda t: [t]
