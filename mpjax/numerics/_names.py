@@ -21,7 +21,7 @@ class PlanGraph(Protocol):
     arguments: int
 
 
-_NOT_MODULES = frozenset({scopes.AS_WRITTEN, "rematted_computation", "checkpoint"})
+_NOT_MODULES = frozenset({scopes.AS_WRITTEN, scopes.RECOMPUTED, "checkpoint"})
 
 
 def modules(names: Iterable[str]) -> tuple[str, ...]:

@@ -23,7 +23,6 @@ from mpjax.numerics import _frames, _names
 from mpjax.numerics._own import is_identity
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
-_RECOMPUTED_SCOPE = "rematted_computation"
 
 # The same values, moved or repeated: what holds of the operand holds of the result.
 _SAMES = """
@@ -317,7 +316,7 @@ def _enter(eqn: Eqn, around: _Around) -> _Around:
     """Returns the place of the equations inside an equation, or of the equation itself."""
     names = scopes.of(eqn)
     phase = around.phase
-    if _RECOMPUTED_SCOPE in names:
+    if scopes.RECOMPUTED in names:
         phase = RECOMPUTED
     elif phase == FORWARD and scopes.is_transposed(eqn):
         phase = BACKWARD

@@ -48,7 +48,7 @@ AS_WRITTEN = "mpjax_as_written"
 """The scope inside which autocast changes nothing: `full_precision`, and its own results."""
 
 
-_RECOMPUTED = "rematted_computation"
+RECOMPUTED = "rematted_computation"
 """The scope of what a checkpoint computes again of the forward pass, inside the backward pass."""
 
 
@@ -68,7 +68,7 @@ def _place(name_stack: Any) -> Place:
     for entry in getattr(name_stack, "stack", ()):
         if type(entry).__name__ == "Transform":
             is_transposed |= entry.name == "transpose"
-        elif entry.name == _RECOMPUTED:
+        elif entry.name == RECOMPUTED:
             is_transposed = False
     return Place(names, AS_WRITTEN in names, is_transposed)
 
