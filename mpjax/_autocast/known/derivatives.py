@@ -7,13 +7,14 @@ out, what stands inside would have the mark: so it gets it here.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from jax.extend import source_info_util
 
 from mpjax._autocast.known import scopes
-from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn, Jaxpr
+from mpjax._jaxpr.rewriting import with_equations, with_programs
 
 
 def told(program: Any) -> Any:
@@ -32,9 +33,8 @@ class _Marks:
         """Returns an open jaxpr, told whether it stands in a backward pass."""
         key = id(jaxpr), within
         if key not in self._known:
-            eqns = [self._equation(eqn, within=within) for eqn in jaxpr.eqns]
-            same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
-            self._known[key] = jaxpr if same else jaxpr.replace(eqns=eqns)
+            one = functools.partial(self._equation, within=within)
+            self._known[key] = with_equations(jaxpr, one)
         return self._known[key]
 
     def _equation(self, eqn: Eqn, *, within: bool) -> Eqn:
@@ -42,14 +42,10 @@ class _Marks:
             stack = _transposed() + eqn.source_info.name_stack
             marked = eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
             eqn = marked if scopes.is_transposed(marked) else eqn  # it may be computed again
-        within = scopes.is_transposed(eqn)
-        inner = compat.programs(eqn)
-        if all(self.told(jaxpr, within=within) is jaxpr for jaxpr in inner):
-            return eqn
-        change = lambda jaxpr: self.told(jaxpr, within=within)  # noqa: E731
-        return eqn.replace(params=compat.map_programs(eqn.params, change))
+        return with_programs(eqn, functools.partial(self.told, within=scopes.is_transposed(eqn)))
 
 
+@functools.cache
 def _transposed() -> Any:
     """Returns a stack of names that holds the mark of a backward pass alone."""
     with source_info_util.reset_name_stack(), source_info_util.transform_name_stack("transpose"):

@@ -46,8 +46,6 @@ Policies = Policy | PolicyByPath
 
 AS_WRITTEN = "mpjax_as_written"
 """The scope inside which autocast changes nothing: `full_precision`, and its own results."""
-
-
 RECOMPUTED = "rematted_computation"
 """The scope of what a checkpoint computes again of the forward pass, inside the backward pass."""
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from mpjax._autocast.speed.enumerated import holds, is_negative
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.rewriting import with_equations, with_programs
 
 _SAME = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy"})
 
@@ -41,9 +42,7 @@ def told(program: Any) -> Any:
 def _changed(jaxpr: Any, counts: tuple[int | None, ...], changed: Callable[..., Any]) -> Any:
     given = {v: n for v, n in zip(jaxpr.invars, counts, strict=False) if n is not None}
     makers = given | _makers(jaxpr)
-    eqns = [_equation(eqn, makers, changed) for eqn in jaxpr.eqns]
-    same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
-    return jaxpr if same else jaxpr.replace(eqns=eqns)
+    return with_equations(jaxpr, lambda eqn: _equation(eqn, makers, changed))
 
 
 def _makers(jaxpr: Any) -> dict[Any, Any]:
@@ -57,10 +56,7 @@ def _equation(eqn: Eqn, makers: Makers, changed: Callable[..., Any]) -> Any:
     if eqn.primitive.name == "jit":
         counts = tuple(_places(v, makers) for v in eqn.invars)
         changed = functools.partial(changed, counts=counts)
-    inner = compat.programs(eqn)
-    if all(changed(jaxpr) is jaxpr for jaxpr in inner):
-        return eqn
-    return eqn.replace(params=compat.map_programs(eqn.params, changed))
+    return with_programs(eqn, changed)
 
 
 def _reads_each_once(eqn: Eqn, makers: Makers) -> bool:

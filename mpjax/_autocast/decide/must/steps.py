@@ -48,7 +48,7 @@ class Steps:
         self._flags = flags
         self._held = held
         self._known = known
-        self._inputs = _Inputs(jaxpr, held, relations)
+        self._inputs = _Inputs(jaxpr, self.places, held, relations)
 
     def maker(self, atom: Any) -> Any:
         """Returns the equation that makes a value, None for inputs and literals."""
@@ -98,9 +98,15 @@ class _Inputs:
     Each input has a bit; sets of inputs are integers.
     """
 
-    def __init__(self, jaxpr: Jaxpr, held: Mapping[Any, State], relations: Relations) -> None:
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        places: Mapping[Any, int],
+        held: Mapping[Any, State],
+        relations: Relations,
+    ) -> None:
         self._eqns = jaxpr.eqns
-        self._places = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        self._places = places  # of the equation that makes a value
         self._held = held
         self._next = 0  # the equation that is not noted yet
         self._bits: dict[Any, int] = {}
@@ -109,8 +115,8 @@ class _Inputs:
         self._count = 0
         for v in (*jaxpr.constvars, *jaxpr.invars):
             self._note(v, 0)
-        for v, places in zip(jaxpr.invars, relations, strict=False):
-            made_of = _union(self._bits.get(jaxpr.invars[i], 0) for i in ways.places(places))
+        for v, others in zip(jaxpr.invars, relations, strict=False):
+            made_of = _union(self._bits.get(jaxpr.invars[i], 0) for i in ways.places(others))
             self._note(v, self._made_of[v] | made_of)
 
     def made(self, atom: Any, of: Any) -> bool:
