@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from _helpers import UNOPTIMISED
+from _places import ROOT
 
-ROOT = Path(__file__).parent.parent
 IMPORTED = """
 jax numpy optax flax.linen flax.nnx flax.training.train_state equinox mpjax
 matplotlib.figure rich.progress rich.table sklearn.datasets sklearn.model_selection

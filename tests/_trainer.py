@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from _helpers import UNOPTIMISED
+from _places import ROOT
 
-ROOT = Path(__file__).parent.parent
 TRAINER = ROOT / "examples" / "train_pod.py"
 # A job of seconds, whose first steps overflow, on some sources that nobody edits while tests run.
 TEXTS = Path(json.__file__).parent

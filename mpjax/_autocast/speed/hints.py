@@ -7,7 +7,8 @@ A row says of which kind it is, for which platforms, and how much it saves there
 - way: the same value, or its derivative, is computed by other operations.
 - around: the operands of a product are prepared otherwise where it is lowered.
 
-`tests/test_autocast_modes.py` tests each kind's sentence, and runs autocast without any row.
+`tests/autocast/speed/test_autocast_modes.py` tests each kind's sentence, and runs autocast without
+any row.
 `benchmarks/ablation.py` leaves out one row at a time and writes the loss; a hint that saves less
 than 2 % on two networks is deleted.
 """

@@ -1,0 +1,375 @@
+"""The README and the pages of `docs/`: their code runs, what they link to exists, their pictures
+can be drawn."""
+
+import importlib
+import inspect
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+
+import pytest
+from _places import ROOT
+from _scripts import run as run_script
+from PIL import Image
+
+import mpjax
+from mpjax.__main__ import COMMANDS, main
+
+DOCS = ROOT / "docs"
+sys.path.append(str(DOCS))
+PATHS = [ROOT / "README.md", *DOCS.rglob("*.md")]
+TEXTS = {
+    os.path.relpath(path, DOCS): path.read_text()
+    for path in sorted(PATHS)
+    if "modules" not in path.parts
+}
+README = "../README.md"
+FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(text, language):
+    return [body for lang, body in FENCE.findall(text) if lang == language]
+
+
+def run(code, folder):
+    """Runs `code` outside the checkout; a warning raised by the text's own lines is an error."""
+    (folder / "page.py").write_text(code)
+    return run_script(folder / "page.py", folder=folder)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", [n for n, text in TEXTS.items() if blocks(text, "python")])
+def test_the_code_of_a_page_runs_from_top_to_bottom(name, tmp_path):
+    """Its blocks share one namespace: a later one may use what an earlier one made."""
+    done = run("\n".join(blocks(TEXTS[name], "python")), tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_broken_block_would_be_seen(tmp_path):
+    text = "```python\nx = 1\n```\ntext\n```bash\nexit 1\n```\n```python\nassert x == 2\n```\n"
+    assert blocks(text, "python") == ["x = 1\n", "assert x == 2\n"]
+    assert "AssertionError" in run("\n".join(blocks(text, "python")), tmp_path).stderr
+
+
+TEACHING = "index concepts glossary autocast recipes pods attention ../README"
+
+
+def test_every_page_that_teaches_shows_code_that_runs():
+    teaching = {n for n in TEXTS if n.startswith("migrate/")} | {
+        f"{n}.md" for n in TEACHING.split()
+    }
+    assert [name for name in teaching if not blocks(TEXTS[name], "python")] == []
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_what_a_page_links_to_exists(name):
+    found = re.findall(r"\]\(([^)#\s]+)[^)]*\)", TEXTS[name])
+    links = [link for link in found if not re.match(r"[a-z]+:", link)]
+    assert [link for link in links if not ((DOCS / name).parent / link).exists()] == []
+    # What `make demo` writes is there on the author's machine only.
+    assert [link for link in links if link.startswith("outputs/")] == []
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake ([a-z]+)\b", TEXTS[README]))))
+def test_every_make_target_of_the_readme_exists(target):
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_the_container_leaves_the_environment_that_make_looks_for():
+    show = ["make", "--silent", "--eval", "stamp: ; @echo $(STAMP)", "stamp"]
+    plain = {"PATH": os.environ["PATH"]}  # not what an outer `make test JAX=0.10.0` hands down
+    stamp = subprocess.run(show, cwd=ROOT, env=plain, capture_output=True, text=True, check=True)
+    text = (ROOT / "Dockerfile").read_text()
+    assert f"touch {stamp.stdout.strip()}\n" in text
+    assert "python -m venv .venv" in text
+
+
+def test_every_page_is_in_a_table_of_contents():
+    listed = re.findall(r"^(\S+)$", TEXTS["index.md"], re.MULTILINE)
+    pages = {name.removesuffix(".md") for name in TEXTS.keys() - {"index.md", README}}
+    assert pages - set(listed) == set()
+
+
+# What each library's own pages on mixed precision show, by the heading that translates it here.
+TRANSLATED = {
+    "pytorch": "From PyTorch AMP; Gradient accumulation; A gradient penalty; "
+    "Several models, losses and optimizers; A region in float32; "
+    "Functions with a derivative of their own",
+    "lightning": "From Lightning; True half precision, and double; Parameters made in 16 bits; "
+    "Fabric: a loop of your own; Casts of your own",
+    "keras": "From Keras; The guide, line by line; A custom training loop; Policies by path",
+    "apex": "From Apex; BatchNorm in float32; A loss scale for each loss; Gradient accumulation; "
+    "Functions of your own; Batches of your own type",
+    "jmp": "From jmp; jmp's README, line by line",
+    "flax": "From Flax's DynamicScale; A TrainState with BatchNorm",
+    "eight_bits": "Transformer Engine; qwix; Keras",
+}
+
+
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_what_a_library_documents_stands_beside_what_to_type_here(name):
+    text = TEXTS[f"migrate/{name}.md"]
+    fenced = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+    text = fenced.sub(lambda code: code[0].replace("\n# ", "\n  # "), text)  # comments, no headings
+    headings = re.split(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    sections = dict(zip(headings[1::2], headings[2::2], strict=True))
+    beside = r'<div class="beside">\n\n```py(?:thon)?\n.*?\n```\n\n```python\n.*?\n```\n\n</div>'
+    found = {heading for heading, body in sections.items() if re.search(beside, body, re.DOTALL)}
+    assert found == set(TRANSLATED[name].split("; "))
+    assert "What behaves differently" in sections
+
+
+def test_two_columns_of_code_are_seen_without_scrolling():
+    wide = []
+    for name, text in TEXTS.items():
+        pairs = re.findall(r'<div class="beside">(.*?)</div>', text, re.DOTALL)
+        lines = "\n".join(pairs).splitlines()
+        wide += [f"{name}: {line}" for line in lines if len(line) > 64]  # in a window of 1440 px
+    assert wide == []
+
+
+def prose(text):
+    """Returns the sentences of a page, without code, tables and pictures."""
+    for fenced in (r"^<div.*?^</div>", r"^```.*?^```$", r"^\|.*?$", r"^!?\[.*?\]\([^)]*\)$"):
+        text = re.sub(fenced, "\n\n", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"`[^`]*`", "code", text)
+    paragraphs = re.split(r"\n\s*\n|\n(?=\s*(?:[-*#]|\d+\.) )", text)
+    end = re.compile(r"(?<=[.?!])\*{0,2}\s+")
+    return [s for p in paragraphs for s in end.split(" ".join(p.split())) if s]
+
+
+FIRST_SCREEN, LONGEST = 200, 30  # words
+
+
+@pytest.mark.parametrize("name", sorted(TEXTS.keys() - {"autocast_design.md"}))
+def test_sentences_on_the_first_screen_are_short(name):
+    seen, long = 0, []
+    for sentence in prose(TEXTS[name]):
+        words = [word for word in sentence.split() if re.search(r"\w", word)]
+        seen += len(words)
+        long += [sentence] * (len(words) > LONGEST)
+        if seen > FIRST_SCREEN:
+            break
+    assert long == []
+
+
+def test_a_long_sentence_would_be_seen():
+    text = "# Title\n\n```py\n" + "x " * 40 + "\n```\n\nShort. " + "word " * 31 + "end. Short."
+    assert [len(s.split()) for s in prose(text)] == [2, 1, 32, 1]
+
+
+def test_the_glossary_defines_ten_words_with_an_example_each():
+    sections = re.split(r"^## ", TEXTS["glossary.md"], flags=re.MULTILINE)[1:-1]
+    assert len(sections) == 10
+    for section in sections:
+        word, _, body = section.partition("\n")
+        assert blocks(body, "python"), word
+        assert "**" in body, word
+
+
+def test_the_page_of_operations_is_autocasts_own_table():
+    import operations
+
+    assert operations.PAGE.read_text() == operations.page()  # else: python docs/operations.py
+
+
+def exists(name):
+    """Whether 'package.module.name' can be reached by imports and attributes."""
+    first, *names = name.split(".")
+    value = importlib.import_module(first)
+    for part in names:
+        first = f"{first}.{part}"
+        try:
+            value = getattr(value, part) if hasattr(value, part) else importlib.import_module(first)
+        except ModuleNotFoundError:
+            return False
+    return True
+
+
+def test_every_class_and_function_of_the_reference_has_a_link_to_its_source():
+    pycode = pytest.importorskip("sphinx.pycode")
+    import conf
+
+    missing = []
+    for module in ["mpjax", *conf.modules()]:
+        for name in importlib.import_module(module).__all__:
+            value = getattr(importlib.import_module(module), name)
+            if isinstance(value, type) or inspect.isfunction(value):
+                where = conf.defining_module(None, module, name) or value.__module__
+                source = pycode.ModuleAnalyzer.for_module(where)
+                source.find_tags()
+                missing += [] if value.__name__ in source.tags else [(module, name, where)]
+    assert missing == []
+
+
+def test_links_to_jax_are_built_without_network_and_name_what_exists(tmp_path):
+    sphinx = pytest.importorskip("sphinx.util.inventory")
+    from inventory import PAGES as LINKED
+    from inventory import write
+
+    for project, path in write(tmp_path).items():
+        with path.open("rb") as file:
+            read = sphinx.InventoryFile.load(file, "https://x", lambda *parts: "/".join(parts))
+        names = read["py:function"] if isinstance(read, dict) else read.data["py:function"]
+        assert names.keys() == LINKED[project].keys()
+        assert [name for name in names if not exists(name)] == []
+
+
+def test_every_name_of_mpjax_that_a_page_writes_exists():
+    written = r"(?<![\w./-])(mpjax(?:\.[a-zA-Z_]\w*)+)"
+    names = {
+        (page, name)
+        for page in TEXTS.keys() - {"autocast_design.md"}  # which names files
+        for name in re.findall(written, TEXTS[page])
+    }
+    assert len(names) > 100
+    assert [(page, name) for page, name in sorted(names) if not exists(name)] == []
+
+
+def test_every_page_of_the_index_is_translated():
+    pages = {path.stem for path in (DOCS / "migrate").glob("*.md")} - {"index"}
+    assert pages == TRANSLATED.keys()
+
+
+def test_every_example_is_on_its_page():
+    listed = re.findall(r"^\| `(\w+\.py)` \|", TEXTS["examples.md"], re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+
+
+_CLOCK = r"By the clock:\n\n.*\n\npolicy .*"  # the head of what --run prints
+
+
+def test_what_the_command_line_page_types_can_be_typed(tmp_path, monkeypatch, capsys):
+    page = TEXTS["command_line.md"]
+    (tmp_path / "train.py").write_text("\n".join(blocks(page, "python")))
+    monkeypatch.chdir(tmp_path)
+    asked, timed = blocks(page, "console")
+    assert main(shlex.split(asked.removeprefix("$ python -m mpjax "))) == 0
+    answered, *_ = blocks(page, "text")
+    # Numbers are those of one machine and compiler; the words are those of the command.
+    words = [re.sub(r"[\d.]+ ?(%|[kM]?B)?", "#", text).split() for text in (answered, "")]
+    words[1] = re.sub(r"[\d.]+ ?(%|[kM]?B)?", "#", capsys.readouterr().out).split()
+    assert words[0] == words[1]
+    assert main([*shlex.split(timed.removeprefix("$ python -m mpjax ")), "--budget", "1"]) == 0
+    shown = re.findall(_CLOCK, page)
+    printed = re.findall(_CLOCK, capsys.readouterr().out)
+    assert [head.split() for head in shown] == [head.split() for head in printed] != []
+    typed = re.findall(r"^\| `python -m mpjax ?([^`]*)`", page, re.MULTILINE)
+    known = {command.name for command in COMMANDS}
+    assert {line.split()[0] for line in typed if line} == known
+
+
+def test_every_public_name_is_in_the_reference():
+    text = "".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
+    found = re.findall(r"^\.\. auto\w+:: mpjax\.(\w+)$", text, re.MULTILINE)
+    assert sorted(found) == sorted(mpjax.__all__)
+
+
+def test_every_picture_is_used():
+    text = "".join(TEXTS.values())
+    pictures = {path.name for path in (DOCS / "images").iterdir()}
+    drawn = (DOCS / "figures.py").read_text()  # what a picture is made from stands beside it
+    unused = {n for n in pictures if f"images/{n}" not in text and f'"{n}").read_text' not in drawn}
+    assert unused == set()
+    assert {*re.findall(r"images/([\w.]+)", text)} - pictures == set()
+
+
+@pytest.mark.ci
+def test_the_pictures_can_be_drawn(tmp_path):
+    done = run_script(DOCS / "figures.py", "--out", str(tmp_path), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert " ".join(sorted(path.name for path in tmp_path.iterdir())) == (
+        "attention.png beside.png block.png eight_bits.png explained.txt formats.png gpu.png "
+        "gpu.txt optimizers.png pod_report.png saves.png saves.txt"
+    )
+    # The landing page's numbers are those of the tables; where they changed, draw them again.
+    for name in ("saves.txt", "gpu.txt"):
+        assert (tmp_path / name).read_text() == (DOCS / "images" / name).read_text()
+
+
+@pytest.mark.parametrize("name", ["attention", "saves", "beside", "optimizers", "gpu"])
+def test_pictures_show_what_the_tables_say_now(name, monkeypatch):
+    """A picture holds the numbers it draws: where tables are renewed, draw it again."""
+    monkeypatch.syspath_prepend(DOCS)
+    figures = importlib.import_module("figures")
+    told = {
+        "attention": figures.attention_figure.text,
+        "saves": lambda: figures.saves_text(figures.savings()),
+        "beside": figures.beside_text,
+        "gpu": figures.clocked_figure.text,
+        "optimizers": figures.optimizers_text,
+    }
+    with Image.open(DOCS / "images" / f"{name}.png") as picture:
+        assert picture.text["Description"] == told[name]()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_first_pages_say_what_the_clock_of_a_gpu_said(page, monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    clocked = importlib.import_module("clocked_figure")
+    text = " ".join((ROOT / page).read_text().split())
+    assert clocked.sentence() in re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    # Measured time stands first, counts second.
+    assert text.index("/gpu.png") < text.index("/saves.png") < text.index("times its bytes")
+
+
+def test_the_clocks_sentence_is_its_tables(monkeypatch):
+    """The sentence names every network that has a row of autocast, and the ends of the range."""
+    monkeypatch.syspath_prepend(DOCS)
+    clocked = importlib.import_module("clocked_figure")
+    rows = json.loads((ROOT / "benchmarks" / "results" / "gpu.json").read_text())["rows"]
+    ms = {(r["network"], r["variant"]): r["ms"] for r in rows if r["part"] == "card 2"}
+    told = clocked.sentence()
+    networks = [name for name, variant in ms if variant == "autocast bf16"]
+    assert networks
+    assert all(clocked.NETWORKS[name].split(",")[0] in told for name in networks)
+    shares = [ms[name, "autocast bf16"] / ms[name, "hand cast bf16"] for name in networks]
+    assert f"takes {min(shares):.2f} to {max(shares):.2f} of the time of the model cast by" in told
+
+
+def test_the_landing_pages_means_are_of_all_networks_of_their_table():
+    table = (ROOT / "benchmarks" / "results" / "cpu.md").read_text()
+    cells = re.findall(r"^\| (\w+) \| ([\w -]+) \| ([\d.]+)", table, re.MULTILINE)
+    times = {(network, variant): float(ms) for network, variant, ms in cells}
+
+    def mean(variant, base):
+        shares = [times[n, variant] / times[n, base] for n, v in times if v == variant]
+        return f"{statistics.geometric_mean(shares):.0%}"
+
+    told = (DOCS / "images" / "saves.txt").read_text()
+    hand, ours = mean("hand-cast", "f32"), mean("autocast", "f32")
+    assert f"| time of a step on a CPU | **{ours}** | – | {hand} |" in told
+    (row,) = re.findall(r"\| the same, beside PyTorch \|(.*)", told)
+    assert f" {mean('torch autocast bf16', 'torch f32')} " in row  # of its own float32
+    for title in ("time of a step on a CPU", "the same, beside PyTorch"):
+        (line,) = re.findall(rf"^- {title}: (.*)\.$", told, re.MULTILINE)
+        asked = "torch f32" if "PyTorch" in title else "autocast"
+        assert set(line.split(", ")) == {n for n, variant in times if variant == asked}
+
+
+def test_what_the_pages_say_of_tracing_is_what_its_table_says():
+    table = (ROOT / "benchmarks" / "results" / "tracing.md").read_text()
+    row = re.compile(
+        r"^\| (\d+) \| autocast \| .* \| ([\d.]+) \| \d+ \| ([\d.]+) \|$", re.MULTILINE
+    )
+    found = {int(depth): (both, float(text)) for depth, both, text in row.findall(table)}
+    both, _ = found[max(found)]
+    told = f"at {max(found)} unrolled transformer blocks it is {both} times float32's"
+    assert told in TEXTS["faq.md"]
+    assert {1, 10, 100} <= found.keys()
+    assert all(text <= 1.3 for depth, (_, text) in found.items() if depth >= 10)
+
+
+@pytest.mark.slow
+def test_the_pictures_of_the_numerics_page_are_drawn_from_what_its_code_finds(tmp_path):
+    done = run_script(DOCS / "figures.py", "--page", "--out", str(tmp_path), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = re.findall(r"{image} images/(\S+)", TEXTS["numerics.md"])
+    assert len(shown) == 4
+    assert {path.name for path in tmp_path.iterdir()} == {*shown}
