@@ -9,8 +9,7 @@ from mpjax import get_policy
 from mpjax._autocast import api
 from mpjax._autocast.decide import demand, may, reads, states
 from mpjax._autocast.decide.decided import Action, Settings
-from mpjax._autocast.decide.may import norms
-from mpjax._autocast.known import facts, ways
+from mpjax._autocast.known import constants, facts, norms, ways
 from mpjax._base import compat
 from mpjax._jaxpr import op_rules, sizes, structure
 
@@ -18,8 +17,8 @@ Kind = states.Kind
 # fmt: off
 __all__ = [  # the one door of tests to what is decided, to how, and to what is read
     "Planned", "dtypes", "plan_of",
-    "api", "compat", "demand", "facts", "may", "norms", "op_rules", "reads", "sizes", "states",
-    "structure", "ways",
+    "api", "compat", "constants", "demand", "facts", "may", "norms", "op_rules", "reads", "sizes",
+    "states", "structure", "ways",
     "Action", "Kind", "Settings",
 ]
 # fmt: on

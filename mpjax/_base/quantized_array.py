@@ -12,10 +12,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpjax._base import compat
+from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import message
 from mpjax._base.public import public
-
-_FLOAT32 = np.dtype("float32")
 
 
 @public
@@ -73,9 +72,9 @@ class QuantizedArray:
     @property
     def dtype(self) -> Any:
         """float32, the dtype of the array that it represents."""
-        return _FLOAT32
+        return FLOAT32
 
-    def dequantize(self, dtype: Any = _FLOAT32) -> jax.Array:
+    def dequantize(self, dtype: Any = FLOAT32) -> jax.Array:
         """Returns the array that it represents, rounded once."""
         return dequantized(self.values, self.scale).astype(dtype)
 
@@ -143,7 +142,7 @@ def holds_quantized(tree: Any) -> bool:
     return any(map(is_quantized, jax.tree.leaves(tree, is_leaf=is_quantized)))
 
 
-def dequantize(tree: Any, dtype: Any = _FLOAT32) -> Any:
+def dequantize(tree: Any, dtype: Any = FLOAT32) -> Any:
     """Returns `tree` with plain arrays in place of the 8-bit weights that `quantize` made.
 
     Args:
@@ -179,7 +178,7 @@ def dequantized(values: Any, scale: Any) -> jax.Array:
 
 
 def _multiplied(values: jax.Array, scale: jax.Array) -> jax.Array:
-    return values.astype(_FLOAT32) * scale
+    return values.astype(FLOAT32) * scale
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
@@ -193,7 +192,7 @@ def _batch(args: Any, dims: Any) -> Any:
 
 
 dequantized_p.def_impl(jax.jit(_multiplied))
-dequantized_p.def_abstract_eval(lambda values, _: values.update(dtype=_FLOAT32, weak_type=False))
+dequantized_p.def_abstract_eval(lambda values, _: values.update(dtype=FLOAT32, weak_type=False))
 mlir.register_lowering(dequantized_p, mlir.lower_fun(_multiplied, multiple_results=False))
 ad.primitive_jvps[dequantized_p] = _refuse
 batching.primitive_batchers[dequantized_p] = _batch

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mpjax._autocast.arrange.plan import PlanStep
 from mpjax._autocast.attention import kernels, layout, masks
@@ -29,11 +28,10 @@ from mpjax._autocast.decide.states import Kind
 from mpjax._autocast.known import scopes
 from mpjax._autocast.speed import hint
 from mpjax._base import compat
+from mpjax._base.dtypes import FLOAT32
 from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.keys import hashable
 from mpjax._jaxpr.keys import literal_key as _literal
-
-FLOAT32 = np.dtype("float32")
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import jax.numpy as jnp
-import numpy as np
 
 from mpjax._autocast.decide import control, demand, reads, reasons, states
 from mpjax._autocast.decide.decided import Action, Decided, Decision, Outside, Settings
@@ -21,7 +20,16 @@ from mpjax._autocast.decide.must import conditioned
 from mpjax._autocast.decide.reasons import By, Reason
 from mpjax._autocast.decide.rounding import Rounding
 from mpjax._autocast.decide.states import Kind, State
-from mpjax._autocast.known import contraction, facts, fusible, named_attention, scopes, traits, ways
+from mpjax._autocast.known import (
+    constants,
+    contraction,
+    facts,
+    fusible,
+    named_attention,
+    scopes,
+    traits,
+    ways,
+)
 from mpjax._autocast.known.activations import is_activation
 from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32
@@ -110,7 +118,9 @@ class Planner(Rounding):
             return self.fused(eqn, states.FOREIGN, Reason("compared in float32: exact"))
         if name == "iota":
             count = eqn.params["shape"][eqn.params["dimension"]]
-            return self.as_traced(eqn, states.positions(count), Reason("positions"))
+            return self.as_traced(
+                eqn, states.constant(constants.positions(count)), Reason("positions")
+            )
         if name == "dequantized":
             return self.as_traced(eqn, states.INPUT, Reason("a weight in 8 bits, times its scales"))
         if name == "bitcast_convert_type" or kind is None:
@@ -125,7 +135,7 @@ class Planner(Rounding):
         operands = [self.state(v) for v in eqn.invars]
         if name == "reduce_sum" and operands[0].kind == Kind.CONSTANT:
             dims = [eqn.invars[0].aval.shape[i] for i in eqn.params["axes"]]
-            return self.fused(eqn, states.total(operands[0], dims), own)
+            return self.fused(eqn, states.constant(constants.total(operands[0].values, dims)), own)
         low = self.low_dtype(eqn, settings)
         if low is None and not any(s.kind == Kind.LOW for s in operands):
             kind = OpClass.KEEP if kind is OpClass.KEEP else OpClass.FULL
@@ -143,7 +153,7 @@ class Planner(Rounding):
         if state.kind == Kind.LOW:
             operands = branches
         if state.kind == Kind.CONSTANT:
-            state = states.arithmetic(name, operands)
+            state = _of_constants(name, operands)
         if name not in traits.STEPS:
             state = states.unkept(state)
         if name in traits.ADDS:
@@ -173,7 +183,7 @@ class Planner(Rounding):
         if state == states.INPUT and name in _OTHERS:
             state = states.NEUTRAL
         if state.kind == Kind.CONSTANT:
-            state = states.arithmetic(name, [state]) if name in ("neg", "abs") else state
+            state = _of_constants(name, [state]) if name in ("neg", "abs") else state
         return self.keep(eqn, [state] * len(eqn.outvars))
 
     def converted(self, eqn: Eqn) -> State:
@@ -185,12 +195,8 @@ class Planner(Rounding):
         if jnp.issubdtype(source, jnp.floating):
             return states.NEUTRAL
         if compat.is_literal(eqn.invars[0]) and not jnp.issubdtype(source, jnp.complexfloating):
-            return states.constant(float(eqn.invars[0].val))
-        if source == np.bool_:
-            return states.constant(0.0, 1.0)
-        if source.itemsize == 1:
-            return states.constant(float(jnp.iinfo(source).min), float(jnp.iinfo(source).max))
-        return states.UNKNOWN_CONSTANT
+            return states.constant((float(eqn.invars[0].val),))
+        return states.constant(constants.converted(source))
 
     def decide_product(self, eqn: Eqn, kind: OpClass | None, settings: Settings) -> Decision:
         want = self.demand.get(eqn.outvars[0], 0)
@@ -382,6 +388,10 @@ def _bodies(eqn: Eqn, call: control.CallPlan) -> list[Decided]:
     """Returns the plans of an equation's programs but for a loop's condition."""
     parts = structure.parts(eqn)
     return [p for part, p in zip(parts, call.plans, strict=True) if not part.is_condition]
+
+
+def _of_constants(name: str, operands: Sequence[State]) -> State:
+    return states.constant(constants.arithmetic(name, [s.values for s in operands]))
 
 
 def _picked(operands: Sequence[State], inputs: int) -> list[State]:

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from jax import lax
 
-from mpjax._autocast.decide import reads, states
+from mpjax._autocast.decide import reads
 from mpjax._autocast.decide.states import Kind, State
 from mpjax._autocast.known import fusible, named_attention, scopes
 from mpjax._base import compat
-from mpjax._base.dtypes import FLOAT32, short_name
+from mpjax._base.dtypes import FLOAT32, keeps, short_name
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import OpClass, op_class
 from mpjax._jaxpr.sizes import is_float32
@@ -188,4 +188,4 @@ def _too_fine(eqn: Eqn, operands: Sequence[State]) -> float | None:
     literals = [v for v in eqn.invars if compat.is_literal(v) and is_float32(v)]
     values = [float(v.val) for v in literals if v.aval.ndim == 0]
     values += [x for s in operands if s.kind == Kind.CONSTANT for x in s.values or ()]
-    return next((x for x in values if not states.fits(states.constant(x), dtype)), None)
+    return next((x for x in values if not keeps(dtype, x)), None)

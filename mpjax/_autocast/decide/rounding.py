@@ -120,9 +120,7 @@ class Rounding:
         if self.gains_nothing(eqn, want):
             self.held[var] = reasons.of_no_gain(want)
             return states.WIDE
-        reason = reasons.of_reader(want)
-        if reason is None and want & reads.MEET:
-            reason = reasons.MEETS
+        reason = reasons.of_reader(want) or (reasons.MEETS if want & reads.MEET else None)
         if reason is None and self.is_of_unrounded(eqn, var):
             reason = reasons.MAXIMUM
         if reason is None:

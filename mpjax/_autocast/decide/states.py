@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import enum
 import functools
-import math
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax._base.dtypes import keeps
+from mpjax._autocast.known import constants
 
 
 class Kind(enum.IntEnum):
@@ -63,7 +63,6 @@ KEPT_PURE = State(Kind.WIDE, pure=True, kept=True)
 UNKNOWN_CONSTANT = State(Kind.CONSTANT)
 SMALLER = 16
 """A value with 1/16 of the elements of another costs next to nothing to store."""
-_MAX_VALUES = 8
 
 
 @functools.cache
@@ -72,34 +71,21 @@ def low(dtype: Any) -> State:
     return State(Kind.LOW, dtype=dtype)
 
 
-def constant(*values: float) -> State:
-    """Returns the state of a constant that has one of a few values."""
-    distinct = tuple(sorted(set(values), key=repr))
-    return State(Kind.CONSTANT, values=distinct if len(distinct) <= _MAX_VALUES else None)
-
-
-def positions(count: Any) -> State:
-    """Returns the state of 0, 1, 2 ...: of the last two, one is odd and tells whether all fit."""
-    if not isinstance(count, int):  # `jax.export` leaves it open
-        return UNKNOWN_CONSTANT
-    return constant(0.0, float(max(count - 2, 0)), float(max(count - 1, 0)))
+def constant(values: constants.Values) -> State:
+    """Returns the state of a constant, whose values may be known."""
+    return State(Kind.CONSTANT, values=values)
 
 
 def of_literal(literal: Any) -> State:
     """Returns the state of a literal in an equation."""
     if literal.aval.dtype != np.float32:
         return FOREIGN
-    return constant(float(literal.val)) if np.ndim(literal.val) == 0 else NEUTRAL
+    return constant((float(literal.val),)) if np.ndim(literal.val) == 0 else NEUTRAL
 
 
-@functools.lru_cache(maxsize=4096)
 def fits(state: State, dtype: Any) -> bool:
-    """Whether a constant keeps its meaning in `dtype`: no overflow, no underflow, exact integers.
-
-    A mask of -1e9 or an epsilon of 1e-8 would be -inf and 0 in float16; 257 would be 256 in
-    bfloat16.
-    """
-    return state.values is not None and all(keeps(dtype, v) for v in state.values)
+    """Whether a constant keeps its meaning in `dtype`."""
+    return constants.fit(state.values, dtype)
 
 
 def unrounded(state: State) -> State:
@@ -169,20 +155,6 @@ def unkept(state: State) -> State:
     return NEUTRAL if state == INPUT else state
 
 
-def total(state: State, dims: Sequence[Any]) -> State:
-    """Returns the state of the sum of a constant over some dimensions, such as of one-hot rows."""
-    values = state.values
-    if values is None or not all(isinstance(n, int) for n in dims):
-        return UNKNOWN_CONSTANT
-    least, most = math.prod(dims) * min(values), math.prod(dims) * max(values)
-    if not all(math.isfinite(v) and v == int(v) for v in (*values, least, most)):
-        return UNKNOWN_CONSTANT
-    if most - least < _MAX_VALUES:
-        return constant(*map(float, range(int(least), int(most) + 1)))
-    # The two at either end: one of each is odd, and tells whether all between them fit.
-    return constant(least, least + 1, most - 1, most)
-
-
 def join(states: Sequence[State]) -> State:
     """Returns a state that holds for each of several values: the branches of a `cond`."""
     first = states[0]
@@ -191,30 +163,8 @@ def join(states: Sequence[State]) -> State:
     if any(s.kind == Kind.FOREIGN for s in states):
         return FOREIGN
     if all(s.kind == Kind.CONSTANT for s in states):
-        values = [s.values for s in states]
-        known = [v for v in values if v is not None]
-        merged = constant(*(x for v in known for x in v))
-        return merged if len(known) == len(values) else UNKNOWN_CONSTANT
+        known = [s.values for s in states if s.values is not None]
+        is_known = len(known) == len(states)
+        return constant(constants.few(*itertools.chain(*known)) if is_known else None)
     state = follow([as_low(s) for s in states])
     return unrounded(state) if any(s.would_be is not None for s in states) else state
-
-
-def arithmetic(name: str, states: Sequence[State]) -> State:
-    """Returns the state of an operation on constants: their values where they are few."""
-    if any(s.values is None for s in states):
-        return UNKNOWN_CONSTANT
-    sets = [s.values or () for s in states]
-    ops = {
-        "add": np.add,
-        "sub": np.subtract,
-        "mul": np.multiply,
-        "div": np.divide,
-        "max": np.maximum,
-        "min": np.minimum,
-        "neg": np.negative,
-    }
-    if name not in ops or math.prod(map(len, sets)) > _MAX_VALUES:
-        return UNKNOWN_CONSTANT
-    with np.errstate(all="ignore"):
-        grid = np.meshgrid(*(np.asarray(s, np.float32) for s in sets))
-        return constant(*np.ravel(ops[name](*grid)).tolist())

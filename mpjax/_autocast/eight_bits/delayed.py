@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from mpjax._autocast.known import scopes
 from mpjax._autocast.product import Config, current
 from mpjax._base import compat
+from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import message
 from mpjax._base.tree import OVERWRITE_WITH_GRADIENT, RECORDED
 from mpjax._jaxpr import structure
@@ -27,8 +28,6 @@ from mpjax._policies.quantized_policy import QuantizedPolicy, recipes_in
 
 KEEPING = frozenset({"jit", "scan", *structure.CHECKPOINTS})
 """Calls whose products can have histories: their programs run a known number of times."""
-
-_FLOAT32 = jnp.dtype("float32")
 
 
 class HistorySite(NamedTuple):
@@ -173,7 +172,7 @@ def unwrapped(history: Any) -> dict[str, Any]:
 
 def zeros(products: Sequence[HistorySite], length: int) -> Any:
     """Returns the histories of products before their first step: zeros."""
-    return wrapped({site.name: jnp.zeros((*site.shape, 3, length), _FLOAT32) for site in products})
+    return wrapped({site.name: jnp.zeros((*site.shape, 3, length), FLOAT32) for site in products})
 
 
 def amaxes_of(history: Any, policy: scopes.Policies) -> Any:

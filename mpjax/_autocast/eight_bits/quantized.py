@@ -19,6 +19,7 @@ from mpjax._autocast.eight_bits.layers import DataFlow, Given, Made, Origin
 from mpjax._autocast.known import scopes
 from mpjax._autocast.known.contraction import adds_nothing
 from mpjax._autocast.product import ArrayRole, Config, current, quantized
+from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import PolicyWarning, message
 from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import PRODUCTS
@@ -27,7 +28,6 @@ from mpjax._policies.quantized_policy import QuantizedPolicy, map_to_type, recip
 from mpjax._policies.recipes import Recipe
 from mpjax._policies.spelling import matches, of_operation
 
-FLOAT32 = np.dtype("float32")
 SMALLEST = 4096
 """Elements of a weight below which a product stays in 16 bits: its casts would cost more."""
 MULTIPLE = 16

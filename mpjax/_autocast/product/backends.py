@@ -34,6 +34,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.interpreters import ad, batching, mlir
 
 from mpjax._base import compat
+from mpjax._base.dtypes import FLOAT32
 from mpjax._base.own_primitives import GPUS, own_primitive
 from mpjax._jaxpr.identity import (
     batched,
@@ -43,8 +44,6 @@ from mpjax._jaxpr.identity import (
     placed,
     repeated,
 )
-
-FLOAT32 = np.dtype("float32")
 
 
 def plain_layout(x: jax.Array, y: jax.Array, dims: Any) -> tuple[jax.Array, jax.Array, Any]:

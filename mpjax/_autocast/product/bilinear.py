@@ -26,8 +26,9 @@ from mpjax._autocast.product import (
     convolutions,
     scaled,
 )
-from mpjax._autocast.product.config import FLOAT32, Config, Direction, Roles, Scaling
+from mpjax._autocast.product.config import Config, Direction, Roles, Scaling
 from mpjax._base import compat
+from mpjax._base.dtypes import FLOAT32
 from mpjax._jaxpr import axes as axes_of
 from mpjax._jaxpr import binding
 from mpjax._jaxpr.axes import Axes

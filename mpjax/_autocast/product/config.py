@@ -16,9 +16,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax._autocast import speed
+from mpjax._base.dtypes import FLOAT32
 from mpjax._policies.recipes import DTYPES, Recipe
-
-FLOAT32 = jnp.dtype("float32")
 
 
 class ArrayRole(enum.Enum):

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from mpjax._autocast.product.config import Scaling
+from mpjax._base.dtypes import FLOAT32
 from mpjax._jaxpr.axes import Axes
 
-FLOAT32 = np.dtype("float32")
 _LEAST = 2.0**-110  # divided by 57344 it is a normal number still; less is scaled as this is
 _LONGEST_INT8 = (2**31 - 1) // 127**2  # products of int8 that int32 can add up
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import jax
 
-from mpjax._autocast.decide.may import norms
 from mpjax._autocast.decide.states import SMALLER
-from mpjax._autocast.known import fusible, traits
+from mpjax._autocast.known import fusible, norms, traits
 from mpjax._autocast.speed import lowerings, storage
 from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat

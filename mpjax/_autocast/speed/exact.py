@@ -15,17 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from mpjax._autocast.decide import states
 from mpjax._autocast.known import traits
 from mpjax._autocast.speed import lowerings
 from mpjax._base import compat
+from mpjax._base.dtypes import FLOAT32, keeps
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.binding import bind, evaluate
 from mpjax._jaxpr.caches import by_program
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.rule_traces import RuleTrace
-
-FLOAT32 = np.dtype("float32")
 
 
 def is_exact(eqn: Eqn, dtype: Any) -> bool:
@@ -50,9 +48,7 @@ def _is_exact_program(jaxpr: Any, dtype: Any) -> bool:
 
 def _constants_fit(eqn: Eqn, dtype: Any) -> bool:
     literals = [v for v in eqn.invars if compat.is_literal(v) and v.aval.dtype == FLOAT32]
-    return all(
-        np.ndim(v.val) == 0 and states.fits(states.constant(float(v.val)), dtype) for v in literals
-    )
+    return all(np.ndim(v.val) == 0 and keeps(dtype, float(v.val)) for v in literals)
 
 
 def run(eqn: Eqn, values: Sequence[Any], dtype: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from jax.interpreters import ad, batching, mlir
 
 from mpjax._autocast.speed.hints import hint
 from mpjax._base import compat
+from mpjax._base.dtypes import FLOAT32
 from mpjax._base.own_primitives import GPUS, own_primitive
 from mpjax._jaxpr.identity import (
     batched,
@@ -25,8 +26,6 @@ from mpjax._jaxpr.identity import (
     placed,
     repeated,
 )
-
-FLOAT32 = np.dtype("float32")
 
 STORED = identity_primitive("stored", dict.fromkeys(GPUS, lax.optimization_barrier))
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._autocast.decide.may import norms
 from mpjax._autocast.decide.states import SMALLER, Kind, State
-from mpjax._autocast.known import traits
+from mpjax._autocast.known import norms, traits
 from mpjax._autocast.speed import exact, linear
 from mpjax._autocast.speed.centred import Centred
 from mpjax._autocast.speed.hints import hint

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from _differential import equations
-from _planned import sizes, states
+from _planned import constants, sizes
 from _samples import normal
 from _small import BF16, distance, together
 from flax import linen as nn
@@ -331,15 +331,15 @@ def test_counts_are_read_low_while_they_fit(policy, most):
 def test_the_state_of_a_sum_holds_for_every_choice_of_its_terms():
     for values in ((0.0, 1.0), (-1.0, 1.0), (0.0, 3.0), (255.0,), (-1e9, 0.0)):
         for dims in ((2,), (3, 85), (3, 86), (1000,), (0,)):
-            state, count = states.total(states.constant(*values), dims), int(np.prod(dims))
+            total, count = constants.total(values, dims), int(np.prod(dims))
             sums = np.linspace(min(values) * count, max(values) * count, count + 1) if count else []
             for dtype in HALF:
                 with np.errstate(all="ignore"):
                     exact = np.array_equal(np.asarray(sums, dtype).astype(np.float64), sums)
-                assert exact or not states.fits(state, dtype), (values, dims, dtype)
-    assert states.fits(states.total(states.constant(0.0, 1.0), (8, 32)), HALF[0])
+                assert exact or not constants.fit(total, dtype), (values, dims, dtype)
+    assert constants.fit(constants.total((0.0, 1.0), (8, 32)), HALF[0])
     for value in (0.5, np.inf, np.nan):
-        assert states.total(states.constant(value), (2,)) == states.UNKNOWN_CONSTANT
+        assert constants.total((value,), (2,)) is None
 
 
 def test_only_a_sum_of_two_is_rounded_as_it_is_added_up(monkeypatch):

@@ -38,7 +38,7 @@ class Streams:
 
     def note(self, eqn: Eqn) -> None:
         """Remembers a low sum, if it is that of a stream: its cotangents may be low too."""
-        if self._adds_a_branch(eqn) and not _is_backward(eqn):
+        if self._adds_a_branch(eqn) and not scopes.is_transposed(eqn):
             self._shapes.add(eqn.outvars[0].aval.shape)
 
     def low(self, eqn: Eqn, operands: Sequence[State]) -> State | None:
@@ -58,7 +58,7 @@ class Streams:
         spoiled = reads.FULL | reads.ABSOLUTE
         if want & spoiled or not want & (reads.LATER | reads.CARRIED):
             return None  # a sum of many keeps each rounding
-        if _is_backward(eqn) and eqn.outvars[0].aval.shape not in self._shapes:
+        if scopes.is_transposed(eqn) and eqn.outvars[0].aval.shape not in self._shapes:
             return None
         first, second = eqn.invars
         if not self._is_branch(first, second) and not self._is_branch(second, first):
@@ -77,11 +77,9 @@ class Streams:
 
     def _is_branch(self, atom: Any, of: Any) -> bool:
         """Whether a value was made of another by a product at least: an average is not."""
-        made_of = (atom, *self._between(atom, of))
-        between = {self._steps.places[v] for v in made_of if v in self._steps.places}
+        places = self._steps.places
         made, by_products = {of}, set[Any]()
-        for place in sorted(between):
-            eqn = self._eqns[place]
+        for eqn in self._eqns[places.get(of, -1) + 1 : places.get(atom, -1) + 1]:
             if made.isdisjoint(compat.variables(eqn)):
                 continue
             for result, operands, multiplied in ways.results(eqn):
@@ -91,20 +89,3 @@ class Streams:
                 if not (made.isdisjoint(multiplied) and by_products.isdisjoint(operands)):
                     by_products.add(result)
         return atom in by_products
-
-    def _between(self, atom: Any, first: Any) -> set[Any]:
-        """Returns what a value was computed from, as far back as another."""
-        place = self._steps.places.get(first, -1)
-        waiting, seen = [atom], {atom}
-        while waiting:
-            value = waiting.pop()
-            maker = self._steps.maker(value)
-            made = ways.results(maker) if maker is not None else ()
-            new = {v for result, operands, _ in made if result is value for v in operands} - seen
-            seen |= new
-            waiting += [v for v in new if self._steps.places.get(v, -1) > place]
-        return seen
-
-
-def _is_backward(eqn: Eqn) -> bool:
-    return scopes.is_transposed(eqn)
