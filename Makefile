@@ -33,11 +33,12 @@ help:  ## list the targets
 venv: $(STAMP)  ## create or refresh the environment in $(VENV)
 
 # An environment whose interpreter is gone or too old is made anew; any other is kept and brought up to date.
-# pyproject.toml is the only input: the package itself is installed in editable form.
+# pyproject.toml is the only input: the package itself is installed in editable form. `--no-compile`: Python compiles
+# what is imported when it is; pip would compile all of every package, two thirds of the time.
 $(STAMP): pyproject.toml
 	@$(BIN)/python -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 		|| { $(PYTHON) -c $(PYTHON_IS_NEW) && $(PYTHON) -m venv --clear $(VENV); }
-	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy only-if-needed \
+	$(BIN)/python -m pip install --quiet --no-compile --upgrade --upgrade-strategy only-if-needed \
 		--editable '.[dev]' $(if $(JAX),'jax==$(JAX)' 'jaxlib==$(JAX)',jax)
 	@rm -f $(VENV)/.mpjax-dev-*
 	@touch $@
@@ -49,11 +50,12 @@ test: $(STAMP)  ## run the tests, with doctests, the README and some pages and e
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(if $(SLOW),-m '') $(ARGS)
 
 $(LIBTPU): $(STAMP)
-	$(BIN)/python -m pip install --quiet 'jax[tpu]$(if $(JAX),==$(JAX))'
+	$(BIN)/python -m pip install --quiet --no-compile 'jax[tpu]$(if $(JAX),==$(JAX))'
 	@touch $@
 
 tpu: $(LIBTPU)  ## compile for TPUs that are not here: the tests that need libtpu (0.6 GB)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'tpu_compiler and not slow' $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'tpu_compiler and not slow' \
+		$(shell grep -rl tpu_compiler tests --include='test_*.py') $(ARGS)
 
 lint: $(STAMP)  ## check style and format
 	$(BIN)/ruff check .

@@ -50,7 +50,7 @@ SHARDS = 1 if IS_FLOOR else 20
 # Half a shard in each run of the tests; CI's stage `fuzz` and a run by hand take all of them.
 IN_EACH_RUN = PROGRAMS // SHARDS if IS_FLOOR else PROGRAMS // SHARDS // 2
 ALL_SHARDS = [
-    *([] if BY_HAND else [pytest.param(0, IN_EACH_RUN, id="half")]),
+    *([] if BY_HAND else [pytest.param(0, IN_EACH_RUN, id="half", marks=pytest.mark.share)]),
     *(
         pytest.param(shard, PROGRAMS // SHARDS, marks=[] if BY_HAND else pytest.mark.slow)
         for shard in range(SHARDS)
@@ -131,7 +131,11 @@ def _seeded(seed):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(10, 40, 10))]
+    "first",
+    [
+        pytest.param(0, marks=pytest.mark.share),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in range(10, 40, 10)),
+    ],
 )
 def test_compiled_programs_stay_within_rounding(policy, first):
     """What XLA makes of ten programs in one compilation: its own fusions, kernels and layouts."""

@@ -21,7 +21,7 @@ POLICIES = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
 PLATFORMS = ("cuda", "tpu")
 # Half of the first in each run of the tests; CI's stage `fuzz` takes all.
 _PROGRAMS = [
-    pytest.param(range(0, 20, 10), id="half"),
+    pytest.param(range(0, 20, 10), id="half", marks=pytest.mark.share),
     *(pytest.param(range(n, n + 40, 10), marks=pytest.mark.slow) for n in range(0, 160, 40)),
 ]
 # What a platform has a library for, which is not here; what calls back, or is laid out over this

@@ -27,13 +27,17 @@ BY_HAND = "MPJAX_CUTS" in os.environ
 SHARDS = 1 if IS_FLOOR else 40
 # Half a shard in each run of the tests; CI's stage `fuzz` and a run by hand take all of them.
 ALL_SHARDS = [
-    *([] if BY_HAND else [pytest.param(0, CUTS // SHARDS // 2, id="half")]),
+    *(
+        []
+        if BY_HAND
+        else [pytest.param(0, CUTS // SHARDS // 2, id="half", marks=pytest.mark.share)]
+    ),
     *(
         pytest.param(shard, CUTS // SHARDS, marks=[] if BY_HAND else pytest.mark.slow)
         for shard in range(SHARDS)
     ),
 ]
-NETWORK_CUTS = int(os.environ.get("MPJAX_NETWORK_CUTS", "2"))
+NETWORK_CUTS = int(os.environ.get("MPJAX_NETWORK_CUTS", "1"))
 POLICIES = metamorphic.POLICIES
 HEAD_NAMES = [head.name for head in HEADS]
 
@@ -190,7 +194,7 @@ def test_law_of_cutting_a_cut_changes_nothing_that_is_known_of_a_network(network
     rng = random.Random(f"{SEED}, {network}")
     for inside in (False, True):
         kind = rng.choice(PLAN_KINDS)
-        uncut, of_cuts = _plans(network, inside, kind, max(1, NETWORK_CUTS // 2), _known)
+        uncut, of_cuts = _plans(network, inside, kind, NETWORK_CUTS, _known)
         for cut in of_cuts:
             assert [name for name, _ in cut] == [name for name, _ in uncut]
             for (name, now), (_, before) in zip(cut, uncut, strict=True):
