@@ -400,11 +400,9 @@ def test_linear_functions_are_transposed():
     assert distance(got, 2 * jnp.ones((8, 16)) @ W.T) < 2 * BF16
 
 
-@pytest.mark.parametrize(("layers", "roundings"), [(1, 8), (2, 32)])
-def test_hessians_in_every_order_of_modes(layers, roundings):
+def test_hessians_in_every_order_of_modes():
     def fun(s):
-        y = X[:2] @ (W * s)
-        return jnp.sum(jnp.tanh(y if layers == 1 else jnp.tanh(y) @ W) ** 2)
+        return jnp.sum(jnp.tanh(jnp.tanh(X[:2] @ (W * s)) @ W) ** 2)
 
     fast, s = autocast(fun, "bf16-mixed"), jnp.ones(16)
     want = jax.hessian(fun)(s)
@@ -417,6 +415,6 @@ def test_hessians_in_every_order_of_modes(layers, roundings):
         "by linearize": jax.vmap(jax.linearize(jax.grad(fast), s)[1])(jnp.eye(16)),
     }
     for name, got in hessians.items():
-        assert distance(got, want) < roundings * BF16, name
+        assert distance(got, want) < 32 * BF16, name
     of_a_gradient = jax.grad(lambda s: jnp.sum(jax.grad(fast)(s) ** 2))(s)
-    assert distance(of_a_gradient, 2 * want @ along) < roundings * BF16
+    assert distance(of_a_gradient, 2 * want @ along) < 32 * BF16
