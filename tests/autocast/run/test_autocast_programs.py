@@ -47,28 +47,6 @@ def _positive(w):
     return 2 * jnp.eye(16) + 0.1 * w @ w.T
 
 
-def _newton(x, w):
-    """Solves y = x + tanh(y w) / 8 by Newton's method, differentiated through the solution."""
-
-    def residual(y):
-        return y - jnp.tanh(y @ w) / 8 - x[0]
-
-    def solve(f, y):
-        step = lambda _, y: y - jnp.linalg.solve(jax.jacfwd(f)(y), f(y))  # noqa: E731
-        return lax.fori_loop(0, 4, step, y)
-
-    def tangent(g, y):
-        return jnp.linalg.solve(jax.jacfwd(g)(jnp.zeros_like(y)), y)
-
-    return lax.custom_root(residual, x[0], solve, tangent)
-
-
-def _linear_solve(x, w):
-    operator = _positive(w)
-    solve = lambda matvec, b: jax.scipy.sparse.linalg.cg(matvec, b, maxiter=20)[0]  # noqa: E731
-    return lax.custom_linear_solve(lambda v: operator @ v, x[0], solve, symmetric=True)
-
-
 def _implicit(x, w):
     """A fixed point with a rule of its own, as solver libraries write it."""
 
@@ -89,14 +67,10 @@ def _implicit(x, w):
 
 
 SOLVERS = {
-    "newton": _newton,
-    "custom_linear_solve": _linear_solve,
     "implicit": _implicit,
     "cg": lambda x, w: jax.scipy.sparse.linalg.cg(lambda v: _positive(w) @ v, x[0], maxiter=20)[0],
-    "inverse": lambda x, w: jnp.linalg.inv(_positive(w)) @ x.T,
     "cholesky": lambda x, w: jnp.linalg.cholesky(_positive(w)) @ x.T,
     "triangular": lambda x, w: jax.scipy.linalg.solve_triangular(_positive(w), w @ x.T),
-    "determinant": lambda x, w: jnp.linalg.slogdet(_positive(w))[1] * x[0],
     "eigenvalues": lambda x, w: jnp.linalg.eigvalsh(_positive(w)) * (x @ w),
     "singular values": lambda x, w: jnp.linalg.svd(x @ w, compute_uv=False),
 }
