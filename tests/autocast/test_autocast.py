@@ -95,24 +95,6 @@ def test_as_a_decorator():
     assert products(fun, normal(1, 3, 3)) == [("bfloat16", "bfloat16", "float32")]
 
 
-# -- nesting and regions -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
-def test_full_precision_region(wrap):
-    def fun(x):
-        y = x @ x
-        with full_precision():
-            y = wrap(lambda y: y @ x)(y)
-        return y @ x
-
-    x = normal(1, 4, 4)
-    kinds = [p[0] for p in products(autocast(fun, "bf16-mixed"), x)]
-    assert kinds == ["bfloat16", "float32", "bfloat16"]
-    decorated = autocast(full_precision()(lambda x: x @ x), "bf16-mixed")
-    assert jnp.array_equal(decorated(x), x @ x)
-
-
 # -- what is left alone --------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from _differential import equations
 from _small import BF16, KEY, W, X, distance, loss, products
 from jax import lax
 
-from mpjax import Policy, PolicyMap, autocast
+from mpjax import Policy, autocast
 from mpjax.testing import assert_products
 
 # -- nesting -----------------------------------------------------------------------------------
@@ -102,16 +102,6 @@ def test_a_float64_policy_changes_no_double():
     with jax.enable_x64(True):
         x = jnp.asarray(np.asarray(X, np.float64))
         assert jnp.array_equal(autocast(lambda x: x @ x.T, "float64")(x), x @ x.T)
-
-
-def test_paths_are_those_around_calls_too():
-    def fun(x, w):
-        with jax.named_scope("encoder"):
-            x = lax.scan(lambda c, _: (_layer(c, w), None), x, None, length=2)[0]
-        return _layer(x, w)
-
-    policies = PolicyMap("bf16-mixed", {"encoder/layer": "float32"})
-    assert products(autocast(fun, policies), X, W) == ["float32", "bfloat16"]
 
 
 @jax.jit

@@ -185,12 +185,6 @@ FEATURES = {
 }
 
 
-MIXED = {
-    "automatic": (AxisType.Auto, AxisType.Auto),
-    "one axis explicit": (AxisType.Explicit, AxisType.Auto),
-}
-
-
 def both(fun):
     return lambda *args: (fun(*args), jax.grad(loss(fun), (0, 1))(*args))
 
@@ -227,18 +221,6 @@ def test_types_and_values_under_an_explicit_mesh(part, explicit):
         assert distance(got[name][1], want[name][1]) < 24 * BF16, name
         assert types(inside.out_info[name]) == types(outside[name]), name
     inside.lower()
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("mesh", MIXED)
-@pytest.mark.parametrize("name", ["explicit_axes", "attention", "a loop"])
-def test_types_and_values_under_other_meshes(name, mesh):
-    *_, fun = FEATURES[name]
-    with jax.set_mesh(jax.make_mesh((4, 2), ("x", "y"), axis_types=MIXED[mesh])):
-        x, w = jax.device_put(X, ROWS), jax.device_put(W, WHOLE)
-        want, got = (jax.jit(both(f))(x, w) for f in (fun, autocast(fun, "bf16-mixed")))
-        assert types(got) == types(want)
-        assert distance(got[0], want[0]) < 8 * BF16
 
 
 @pytest.mark.parametrize("name", FEATURES)
