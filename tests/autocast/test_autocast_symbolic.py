@@ -15,13 +15,6 @@ X = normal(0, 3, 7, 16)
 W = normal(1, 16, 16, scale=0.3)
 
 
-def rotated(x, w):
-    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * jnp.exp(-jnp.arange(8.0))
-    a, b = jnp.split(x @ w, 2, -1)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1) @ w
-
-
 def causal(x, w):
     q = x @ w
     scores = jnp.einsum("bqd,bkd->bqk", q, x @ w) / 4
@@ -37,28 +30,18 @@ def cross_entropy(x, w):
     return -jnp.mean(picked)
 
 
-def normalised(x, w):
-    h = jax.nn.gelu(x @ w)
-    return (h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)) @ w
-
-
 def recurrent(x, w):
     start = jnp.zeros((x.shape[0], 16))
     return lax.scan(lambda c, e: (jnp.tanh(c @ w + e), c), start, x.transpose(1, 0, 2))
 
 
 OPEN_PROGRAMS = {
-    "positions": lambda x, w: x @ w + jnp.arange(x.shape[1], dtype=jnp.float32)[:, None],
     "positions before a product": lambda x, w: (x @ w + jnp.arange(x.shape[1])[:, None] / 8) @ w,
-    "rotated": rotated,
     "causal": causal,
     "cross entropy": cross_entropy,
     "recurrent": recurrent,
-    "normalised": normalised,
     "one-hot positions": lambda x, w: jax.nn.one_hot(jnp.arange(x.shape[1]), 16) @ w + x @ w,
     "a mean": lambda x, w: jnp.mean(x @ w, 1) @ w * (1 / x.shape[1]),
-    "shifted": lambda x, w: jnp.pad(x @ w, ((0, 0), (1, 0), (0, 0)))[:, :-1] @ w,
-    "flattened": lambda x, w: ((x @ w).reshape(-1, 16) @ w).reshape(x.shape),
 }
 
 

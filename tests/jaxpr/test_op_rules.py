@@ -100,9 +100,3 @@ def test_every_row_has_a_reason_and_a_known_torch_list(rule):
 def test_classes_of_the_common_operations(name, expected):
     assert op_rules.op_class(name, {}) is expected
     assert op_rules.op_class(name, {name: op_rules.OpClass.FULL}) is op_rules.OpClass.FULL
-
-
-def test_rules_are_parsed():
-    assert op_rules.parse_rules(None) == ({}, False)
-    assert op_rules.parse_rules("widest") == ({}, True)
-    assert op_rules.parse_rules({"tanh": "full"}) == ({"tanh": op_rules.OpClass.FULL}, False)

@@ -71,11 +71,6 @@ def euler_scan(dot, w, x):
     return lax.scan(step, x, None, length=100)[0]
 
 
-@program(_W, _X)
-def euler_fori(dot, w, x):
-    return lax.fori_loop(0, 100, lambda _, x: x + 1e-3 * jnp.sin(dot(x, w)), x)
-
-
 @program(_W, _X, gradient=False)
 def euler_while(dot, w, x):
     def step(carry):
@@ -83,13 +78,6 @@ def euler_while(dot, w, x):
         return x + 1e-3 * jnp.tanh(dot(x, w)), t + 1e-3
 
     return lax.while_loop(lambda carry: carry[1] < 0.1, step, (x, 0.0))[0]
-
-
-@program(_W, _X)
-def euler_unrolled(dot, w, x):
-    for _ in range(20):
-        x = x + 2e-3 * jnp.tanh(dot(x, w))
-    return x
 
 
 @program(_W, _X)
@@ -108,35 +96,6 @@ def unrolled_with_a_given_step(dot, w, x, step):
     return z
 
 
-@program(_W, _X)
-def masked_steps(dot, w, x):
-    def step(x, t):
-        moved = jnp.matmul(x, jnp.eye(_D, dtype=x.dtype), precision="highest")
-        return jnp.where(t < 0.9, moved + 2e-3 * jnp.tanh(dot(x, w)), x), None
-
-    return lax.scan(step, x, np.linspace(0, 1, 100, dtype=np.float32).astype(x.dtype))[0]
-
-
-@program(_W, _X)
-def runge_kutta(dot, w, x):
-    def slope(x):
-        return jnp.tanh(dot(jnp.tanh(dot(x, w)), w.T))
-
-    def step(x, _):
-        k1 = slope(x)
-        k2 = slope(x + 0.5e-3 * k1)
-        k3 = slope(x + 0.5e-3 * k2)
-        k4 = slope(x + 1e-3 * k3)
-        return x + 1e-3 / 6 * (k1 + 2 * k2 + 2 * k3 + k4), None
-
-    return lax.scan(step, x, None, length=100)[0]
-
-
-@program((np.eye(_D) * -2 + np.eye(_D, k=1) + np.eye(_D, k=-1)).astype(np.float32), _normal(_D, 4))
-def heat_by_matrix(dot, laplacian, u):
-    return lax.fori_loop(0, 100, lambda _, u: u + 1e-3 * dot(laplacian, u), u)
-
-
 @program(np.array([1.0, -2.0, 1.0], np.float32), _normal(2, 1, 32), gradient=False)
 def heat_by_convolution(dot, kernel, u):
     def step(u, _):
@@ -144,36 +103,6 @@ def heat_by_convolution(dot, kernel, u):
         return u + 1e-3 * change, None
 
     return lax.scan(step, u, None, length=100)[0]
-
-
-@program(_W, _X, np.linspace(0.999, 0.98, 50).astype(np.float32))
-def ddim(dot, w, x, alphas):
-    def step(x, alpha):
-        noise = jnp.tanh(dot(x, w))
-        clean = (x - jnp.sqrt(1 - alpha) * noise) / jnp.sqrt(alpha)
-        return jnp.sqrt(alpha + 0.0005) * clean + jnp.sqrt(0.9995 - alpha) * noise, None
-
-    return lax.scan(step, x, alphas)[0]
-
-
-@program(_W, _X, np.asarray(jax.random.key_data(jax.random.key(0))), gradient=False)
-def langevin(dot, w, x, key):
-    keys = jax.random.split(jax.random.wrap_key_data(key), 100)
-
-    def step(x, key):
-        score = -jnp.tanh(dot(x, w))
-        noise = jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype)
-        return x + 5e-4 * score + 0.03 * noise, None
-
-    return lax.scan(step, x, keys)[0]
-
-
-@program(_W, _X)
-def latent_ode(dot, w, x):
-    def step(z, _):
-        return z + 1e-3 * jnp.tanh(dot(z, w)), None
-
-    return dot(lax.scan(step, dot(x, w), None, length=100)[0], w.T)
 
 
 @program(_W, _X)
@@ -189,13 +118,6 @@ def hamiltonian(dot, w, q):
 
     (q, p), _ = lax.scan(leap, (q, jnp.ones_like(q)), None, length=100)
     return q, p
-
-
-@program(_W, _X, np.float32(100.0) + _normal(8, _D), gradient=False)
-def positions_unrolled(dot, w, x, p):
-    for _ in range(3):
-        p = p + 0.1 * jnp.tanh(dot(x, w))
-    return p
 
 
 @program(_W, np.float32(100.0) + _normal(8, _D), gradient=False)
@@ -217,26 +139,6 @@ def loop_in_a_loop(dot, w, x):
     return lax.scan(outer, x, None, length=20)[0]
 
 
-# -- averages and inner training ----------------------------------------------------------------
-
-
-@program(_W, _normal(100, 8, _D), gradient=False)
-def moving_average(dot, w, xs):
-    def step(mean, x):
-        return 0.99 * mean + 0.01 * jnp.tanh(dot(x, w)), None
-
-    return lax.scan(step, jnp.tanh(dot(xs[0], w)), xs)[0]
-
-
-@program(_normal(_D), _normal(300, _D)[:100], _normal(_D))
-def least_mean_squares(dot, target, xs, w):
-    def step(w, x):
-        error = dot(x, target) - dot(x, w)
-        return w + 2e-3 * error * x, None
-
-    return lax.scan(step, w, xs)[0]
-
-
 @program(_normal(24, _D, scale=0.2), _normal(24))
 def shrinkage(dot, a, b):
     def step(x, _):
@@ -246,29 +148,15 @@ def shrinkage(dot, a, b):
     return lax.scan(step, jnp.ones_like(a[0]) * b[0], None, length=100)[0]
 
 
-@program(_W, _normal(50, 8, _D), _normal(50, 8, _D), gradient=False)
-def inner_training(dot, w, xs, ys):
-    def loss(w, x, y):
-        return jnp.mean((jnp.tanh(dot(x, w)) - y) ** 2)
-
-    def step(carry, batch):
-        w, mean = carry
-        w = w - 1e-2 * jax.grad(loss)(w, *batch)
-        return (w, 0.99 * mean + 0.01 * w), None
-
-    return lax.scan(step, (w, w), (xs, ys))[0]
+# -- averages and recurrences ----------------------------------------------------------------
 
 
-# -- recurrences ----------------------------------------------------------------
+@program(_W, _normal(100, 8, _D), gradient=False)
+def moving_average(dot, w, xs):
+    def step(mean, x):
+        return 0.99 * mean + 0.01 * jnp.tanh(dot(x, w)), None
 
-
-@program(_W, _normal(200, 4, _D)[:100], _normal(4, _D))
-def linear_recurrence(dot, w, xs, state):
-    def step(state, x):
-        state = 0.995 * state + 0.01 * dot(x, w)
-        return state, state
-
-    return lax.scan(step, state, xs)[1][-1]
+    return lax.scan(step, jnp.tanh(dot(xs[0], w)), xs)[0]
 
 
 @program(_W, _normal(64, _D), _normal(_D, _D))
@@ -317,15 +205,6 @@ def logaddexp_recursion(dot, w, xs):
     return lax.scan(step, emissions[0], emissions[1:])[0]
 
 
-@program(_normal(_D, 6, scale=0.5), _normal(12, _D)[:8])
-def logaddexp_unrolled(dot, w, xs):
-    emissions = dot(xs, w)
-    alpha = emissions[0]
-    for emission in emissions[1:]:
-        alpha = jnp.logaddexp(alpha, jnp.roll(alpha, 1) + emission)
-    return alpha
-
-
 @program(_normal(32, _D), _normal(32, _D), _normal(8, _D, scale=2.0))
 def online_softmax(dot, keys, values, queries):
     def step(carry, block):
@@ -346,11 +225,6 @@ def online_softmax(dot, keys, values, queries):
 # -- what is read exactly ----------------------------------------------------------------
 
 
-@program(_normal(32, _D), _normal(32), gradient=False)
-def normal_equations(dot, x, y):
-    return jnp.linalg.solve(dot(x.T, x), dot(x.T, y))
-
-
 @program(_normal(24, 4), gradient=False)
 def cholesky_of_a_kernel(dot, x):
     kernel = dot(x, x.T) + 0.02 * jnp.eye(24, dtype=x.dtype)
@@ -362,11 +236,6 @@ def rotary_angles(dot, positions, frequencies):
     del dot  # an outer product adds nothing up: it is elementwise, not a matrix unit's work
     angles = jnp.einsum("i,j->ij", positions, frequencies)
     return jnp.sin(angles) * 1e-2
-
-
-@program(_W, _normal(64, _D))
-def running_sum(dot, w, x):
-    return jnp.cumsum(dot(x, w), axis=0)
 
 
 # -- outside of loops, in parts, or read in two ways ---------------------------------------------

@@ -14,9 +14,6 @@ import pytest
 from _planned import Action, Planned
 from jax import lax
 
-from mpjax._autocast.known import derivatives, scopes
-from mpjax._base import compat
-
 WS = [jnp.ones((8, 8))] * 4  # three layers, and a head
 X = jnp.ones((4, 8))
 
@@ -61,23 +58,6 @@ def test_the_backward_pass_of_a_checkpoint_computes_layers_again_as_they_were():
     cut = Planned(functools.partial(value_and_grad, jax.checkpoint), WS, X)
     # Three layers, again in the backward pass, three cotangents; the head, four gradients.
     assert sorted(products(cut.plan)) == ["bfloat16"] * 9 + ["float32"] * 5
-
-
-def test_equations_of_a_backward_pass_are_marked_and_what_is_computed_again_is_not():
-    def marks(jaxpr):
-        for eqn in jaxpr.eqns:
-            yield eqn.primitive.name, scopes.is_transposed(eqn)
-            for inner in compat.programs(eqn):
-                yield from marks(inner)
-
-    fun = functools.partial(value_and_grad, lambda f: jax.checkpoint(jax.jit(f)))
-    told = derivatives.told(jax.make_jaxpr(fun)(WS, X))
-    rows = list(marks(told.jaxpr))
-    assert [is_backward for name, is_backward in rows if name == "dot_general"].count(True) == 7
-    assert not any(is_backward for name, is_backward in rows if name == "max")
-    assert derivatives.told(told) is told
-    plain = jax.make_jaxpr(lambda x: jax.jit(layer)(x, WS[0]))(X)
-    assert derivatives.told(plain) is plain
 
 
 # -- numbers: each of these cuts gave a wrong gradient ---------------------------------------------

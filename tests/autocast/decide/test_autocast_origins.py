@@ -42,9 +42,6 @@ CHOSEN = {
         jnp.zeros((9, 6)), u, (rows[0], 0)
     ),
     "gather": lambda u, rows: u[rows],
-    "gather: take": lambda u, rows: jnp.take(u, rows, axis=0),
-    "gather: along an axis": lambda u, rows: jnp.take_along_axis(u, rows[:, None], 0),
-    "gather: a diagonal": lambda u, _: jnp.diagonal(u),
     "gather: a row each": lambda u, rows: jax.vmap(lambda row: row[rows[0]])(u),
     "max": lambda u, _: jnp.maximum(u, 0.1),
     "min": lambda u, _: jnp.minimum(u, 0.1),
@@ -53,7 +50,6 @@ CHOSEN = {
     "optimization_barrier": lambda u, _: lax.optimization_barrier(u),
     "pad": lambda u, _: jnp.pad(u, 1),
     "reduce_max": lambda u, _: u.max(1),
-    "reduce_max: a maxout": lambda u, _: u.reshape(8, 3, 2).max(2),
     "reduce_min": lambda u, _: u.min(0),
     "reduce_window_max": _windows(-np.inf, lax.max),
     "reduce_window_min": _windows(np.inf, lax.min),
@@ -66,8 +62,6 @@ CHOSEN = {
     "scatter-min": _put("min"),
     "select_n": lambda u, _: jnp.where(u > 0, u, 0.0),
     "slice": lambda u, _: u[1:5],
-    "slice: strided": lambda u, _: u[::2],
-    "slice: rolled": lambda u, _: jnp.roll(u, 1, axis=0),
     "sort": lambda u, _: jnp.sort(u, axis=1),
     "split": lambda u, _: jnp.split(u, 2, axis=1)[1],
     "squeeze": lambda u, _: jnp.squeeze(u[None], 0),
@@ -82,8 +76,6 @@ CHOSEN = {
 PUT_BACK = {
     **AND_BACK,
     "split and joined": lambda u: jnp.concatenate(jnp.split(u, 2, 1), 1),
-    "rolled and back": lambda u: jnp.roll(jnp.roll(u, 1, 0), -1, 0),
-    "stacked rows": lambda u: jnp.stack([u[i] for i in range(8)]),
     "a function of each half": lambda u: jnp.concatenate([jnp.tanh(h) for h in jnp.split(u, 2, 1)]),
     "pooled and repeated": lambda u: jnp.repeat(_windows(-np.inf, lax.max)(u, None), 2, axis=0),
 }

@@ -156,13 +156,6 @@ def test_law_what_is_not_finite_is_seen_in_the_loss_and_never_in_a_history(bad):
     assert mpjax.all_finite(fast.update(history, seen))
 
 
-def test_what_is_larger_than_the_history_allows_is_clipped():
-    fast, history, _ = own()
-    small = jax.tree.map(lambda x: x / 1024, history)
-    apply = jax.jit(fast.apply)
-    assert apply(small, WEIGHTS, X) < 0.1 * apply(history, WEIGHTS, X)
-
-
 def test_most_recent_reads_the_newest_and_max_the_largest():
     recipe = mpjax.DelayedScaling(amax_history_len=LENGTH, amax_compute_algo="most_recent")
     newest = mpjax.with_amax_history(layers, mpjax.QuantizedPolicy("bf16-mixed", recipe))

@@ -398,19 +398,6 @@ def test_devices_of_a_shard_map_agree_on_the_scale_of_what_they_share():
     assert error(grads, jax.grad(three)(THREE, x)) < 0.12
 
 
-def test_equal_policies_are_traced_once():
-    traced = []
-
-    def fun(params, x):
-        traced.append(1)
-        return three(params, x)
-
-    step = jax.jit(lambda policy, p, x: mpjax.autocast(fun, policy)(p, x))
-    for name in (FLOAT8, "p=f32,c=bf16,o=f32,q=Float8CurrentScaling()"):
-        step(mpjax.get_policy(name), THREE, X)
-    assert len(traced) == 1
-
-
 # -- models and training -------------------------------------------------------------------------
 
 

@@ -385,28 +385,3 @@ def test_gpu_scales_rows_as_those_of_a_matrix(dims, rows):
     assert not wide.search(text("cpu"))
     with hints.without("spread_scales"):
         assert not wide.search(text("cuda"))
-
-
-@pytest.mark.parametrize("recipe", [FLOAT8, INT8], ids=str)
-def test_gpu_multiplies_three_products_of_one_input_alone(recipe):
-    def three(x, a, b, c):
-        return [multiply(recipe)(x, w) for w in (a, b, c)]
-
-    text = lowered(three, X, W, 2 * W, 3 * W)
-    dtype = "i8" if recipe is INT8 else "f8E4M3FN"
-    kept = re.compile(rf"optimization_barrier .*tensor<64x512x{dtype}>")
-    assert len(kept.findall(text("cuda"))) == 3
-    assert not kept.search(text("cpu"))
-    with hints.without("multiplied_alone"):
-        assert not kept.search(text("cuda"))
-
-
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_a_known_scale_clips_what_is_finite_and_shows_what_is_not(dtype):
-    x = jnp.array([[1e30, -1e30, -0.0, 3e38], [jnp.inf, -jnp.inf, jnp.nan, -1e-30]])
-    found = scaled.quantize_delayed(x, jnp.float32(1.0), jnp.dtype(dtype))
-    top = scaled.largest(dtype)
-    values = np.array(found.values.astype(jnp.float32))
-    np.testing.assert_array_equal(values[0], [top, -top, 0, top])
-    np.testing.assert_array_equal(values[1], [np.nan, np.nan, np.nan, 0])
-    np.testing.assert_array_equal(np.signbit(values[[0, 1], [2, 3]]), [True, True])

@@ -13,11 +13,8 @@ from mpjax import autocast, explain
 ROWS = jnp.array([0, 0, 2])
 UPDATES = {
     "set": lambda x, w: (x @ w).at[0].set(0.5) @ w,
-    "add": lambda x, w: (x @ w).at[0].add(0.5) @ w,
     "subtract": lambda x, w: (x @ w).at[ROWS].subtract((x @ w)[3:6]) @ w,
     "multiply": lambda x, w: (x @ w).at[0].multiply(2.0) @ w,
-    "max": lambda x, w: (x @ w).at[0].max(0.0) @ w,
-    "min": lambda x, w: (x @ w).at[0].min(0.0) @ w,
     "max of rows": lambda x, w: (x @ w).at[ROWS].max((x @ w)[3:6]) @ w,
     "power": lambda x, w: (x @ w).at[0].power(2.0) @ w,
 }

@@ -26,6 +26,7 @@ def directions(fun, *args):
         "gradient": grad(*args),
         "tangent": jax.jvp(fun, args, along)[1],
         "forward over reverse": jax.jvp(grad, args, along)[1],
+        "reverse over forward": jax.grad(lambda *a: jax.jvp(scalar, a, along)[1], (0, 1, 2))(*args),
         "of examples": jax.vmap(grad)(*(jnp.stack([a, 2 * a]) for a in args)),
         "along other axes": jax.vmap(grad, (None, 1, None), out_axes=1)(
             args[0], jnp.stack([args[1], 2 * args[1]], 1), args[2]

@@ -1,5 +1,6 @@
 """The affine part of a norm over more than rows: its derivative adds up each array once."""
 
+import functools
 import re
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _differential import equations
+from _directions import directions
 from _hinted import centred, hints
 from _planned import Planned
 from _samples import normal
@@ -94,27 +96,17 @@ def test_its_derivative_adds_up_an_array_less(name):
     assert large_sums(grads, W, SCALE, BIAS, X) < before
 
 
-def directions(fun, *args):
-    """A value, a gradient, a tangent, and second derivatives in both orders of modes: compiled."""
-    return jax.jit(lambda *a: _directions(fun, *a))(*args)
+def both(fun, hint):
+    """Derivatives of a network with a hint and without it, by name."""
 
+    def computed():
+        jax.clear_caches()
+        return jax.jit(functools.partial(directions, functools.partial(fun, W)))(SCALE, BIAS, X)
 
-def _directions(fun, *args):
-    along = jax.tree.map(
-        lambda v: jnp.cos(jnp.arange(v.size, dtype=v.dtype)).reshape(v.shape), args
-    )
-    grad = jax.grad(fun, range(len(args)))
-    over = lambda *a: jax.jvp(fun, a, along)[1]  # noqa: E731 - one expression
-    return {
-        "value": fun(*args),
-        "gradient": grad(*args),
-        "tangent": over(*args),
-        "forward over reverse": jax.jvp(grad, args, along)[1],
-        "reverse over forward": jax.grad(over, range(len(args)))(*args),
-        "of examples": jax.vmap(jax.grad(fun, 3), (None, None, None, 0))(
-            *args[:3], args[3][:, None]
-        ),
-    }
+    found = computed()
+    with hints.without(hint):
+        plain = computed()
+    return {name: (found[name], plain[name]) for name in found}
 
 
 @pytest.mark.sampled(3)
@@ -122,14 +114,10 @@ def _directions(fun, *args):
 def test_law_derivatives_of_every_order_are_those_of_the_formula(name):
     """In float32 alone, so that nothing but the order of sums differs: against float64."""
     fun = autocast(network(NORMS[name]), "bf16-mixed", rules={"dot_general": "full"})
-    args = (W, SCALE, BIAS, X)
-    with hints.without("centred"):
-        plain = directions(fun, *args)
-    jax.clear_caches()
-    found = directions(fun, *args)
-    np.testing.assert_array_equal(found["value"], plain["value"])
-    for name_, got in found.items():
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(plain[name_]), strict=True):
+    pairs = both(fun, "centred")
+    np.testing.assert_array_equal(*pairs["value"])
+    for pair in pairs.values():
+        for a, b in zip(*map(jax.tree.leaves, pair), strict=True):
             # Sums of some 2**11 terms, each rounded twice, seen through two products.
             np.testing.assert_allclose(a, b, atol=2**6 * F32 * max(1, float(jnp.abs(b).max())))
 
@@ -171,12 +159,8 @@ def test_a_sum_over_one_axis_has_one_step():
 
 def test_law_a_shift_added_up_in_two_steps_has_the_derivatives_of_one():
     fun = autocast(activated(jax.nn.silu), "bf16-mixed")
-    args = (W, SCALE, BIAS, X)
-    with hints.without("shifted_apart"):
-        plain = directions(fun, *args)
-    jax.clear_caches()
-    for name, got in directions(fun, *args).items():
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(plain[name]), strict=True):
+    for pair in both(fun, "shifted_apart").values():
+        for a, b in zip(*map(jax.tree.leaves, pair), strict=True):
             # Another order of float32 sums, which may round a low value to its other neighbour.
             np.testing.assert_allclose(a, b, atol=2.0**-9 * float(jnp.abs(b).max()))
 

@@ -166,13 +166,6 @@ def test_a_sum_that_is_read_whole_too_is_computed_once():
     assert not moves.read_in_parts([add, split], add.outvars)  # another group reads it, too
 
 
-def test_a_small_sum_that_is_broadcast_into_one_read_in_parts_is_computed_whole():
-    program = jax.make_jaxpr(lambda y: jnp.split(y + -y[:, :1], 2, -1))(X)
-    *_, small, add, split = program.eqns
-    assert small.outvars[0].aval.shape == (8, 1)
-    assert set(moves.read_in_parts([small, add, split], ())) == {*add.outvars}
-
-
 def test_what_is_computed_in_parts_has_the_same_bits_and_derivatives():
     def computed(fun, *args):
         forward = jax.jvp(fun, args, args)

@@ -70,24 +70,6 @@ def test_a_pick_has_no_scatter_for_a_derivative(name):
     assert scatters(jax.grad(fun), X)
 
 
-def check_picked(name, got, grad, want, want_grad):
-    np.testing.assert_allclose(got, want, rtol=1e-6, err_msg=name)
-    np.testing.assert_array_equal(grad != 0, want_grad != 0, err_msg=name)
-    np.testing.assert_allclose(grad, want_grad, rtol=1e-6, err_msg=name)
-
-
-def test_what_is_picked_and_its_gradient_are_those_of_a_gather():
-    def computed(pick):
-        fun = total(pick)
-        low = jax.value_and_grad(autocast(fun, "bf16-mixed"))
-        return lambda x: (*low(x), *jax.value_and_grad(fun)(x))
-
-    for name, results in together({n: computed(pick) for n, pick in PICKS.items()}, X).items():
-        check_picked(name, *results)
-    name = "a label of each row"
-    check_picked(f"{name}, eager", *computed(PICKS[name])(X))
-
-
 def test_beyond_the_end_values_are_nan_and_tangents_zero():
     beyond = along(-1, jnp.full((4, 5, 1), 7), mode="fill")
     got, want = (jax.jvp(f, (X,), (X,)) for f in (autocast(beyond, "bf16-mixed"), beyond))

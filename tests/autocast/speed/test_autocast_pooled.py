@@ -258,28 +258,6 @@ def test_a_gpu_has_winners_of_one_byte_and_no_scatter(platform):
         assert "select_and_scatter" in text_for(platform)
 
 
-def test_one_program_for_several_platforms():
-    step = jax.jit(jax.grad(autocast(convolved, "bf16-mixed")))
-    text = step.trace(W, X).lower(lowering_platforms=("cpu", "cuda", "tpu")).as_text()
-    assert "select_and_scatter" in text
-    assert "xui8>" in text
-
-
-@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
-def test_gradients_of_a_low_image_on_a_gpu_are_those_without_the_hint(policy):
-    def run():
-        jax.clear_caches()
-        return lowered_for("cuda", jax.grad(autocast(convolved, policy), (0, 1)), W, X)(W, X)
-
-    found = run()
-    with hints.without("pooled"):
-        plain = run()
-    low = jnp.bfloat16 if policy == "bf16-mixed" else jnp.float16
-    for a, b in zip(found, plain, strict=True):
-        # One rounding instead of up to four of a sum of four, then a float32 sum of products.
-        np.testing.assert_allclose(a, b, rtol=0, atol=4 * float(jnp.finfo(low).eps) * abs(b).max())
-
-
 def test_no_more_is_kept_for_the_backward_pass():
     def kept():
         jax.clear_caches()

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import pytest
 from _small import distance, together
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from mpjax import autocast
 
@@ -94,24 +92,6 @@ def test_it_is_differentiated_again_and_mapped():
 
     loss = layer(jax.nn.relu)
     check_derivatives({"curvature": (curvature, loss), "mapped": (mapped, loss)})
-
-
-@pytest.mark.no_leak_check("the gradient of a shard_map under jit leaks in JAX itself")
-def test_it_keeps_the_types_of_values_on_meshes():
-    loss = layer(jax.nn.relu)
-    fun = autocast(loss, "bf16-mixed")
-    mapped = jax.shard_map(
-        lambda w, x: lax.psum(fun(w, x), "data"),
-        mesh=jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,)),
-        in_specs=(P(), P("data")),
-        out_specs=P(),
-    )
-    wanted = jax.grad(lambda w: sum(loss(w, x) for x in jnp.split(X, 4)))
-    assert distance(jax.jit(jax.grad(mapped))(W, X), wanted(W)) < 0.05
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(X, NamedSharding(mesh, P("data")))
-        assert distance(jax.jit(jax.grad(fun))(W, placed), jax.grad(loss)(W, X)) < 0.05
 
 
 def test_a_result_that_no_derivative_reads_is_not_kept():

@@ -35,7 +35,7 @@ def row(fun, operation, *args, policy="bf16-mixed", **options):
     return found
 
 
-def test_rows_say_what_runs_in_which_dtype_and_why(table):
+def test_rows_say_what_runs_in_which_dtype_and_why_by_module(table):
     found = {(r.module, r.operation): (r.count, r.dtype) for r in table.rows}
     assert found["attn", "dot_general"] == (3, "bf16")
     assert found["attn", "exp"] == (1, "f32")
@@ -44,9 +44,6 @@ def test_rows_say_what_runs_in_which_dtype_and_why(table):
     assert reasons["exp"].startswith("range")
     assert "float32 accumulation" in reasons["dot_general"]
     assert all("test_explain.py" in r.where for r in table.rows)
-
-
-def test_rows_are_grouped_by_module(table):
     modules = [r.module for r in table.rows]
     assert modules == sorted(modules, key=modules.index)
 
@@ -60,10 +57,96 @@ def test_casts_are_counted_with_their_bytes(table):
 # -- why is this float32? ------------------------------------------------------------------------
 
 
-def test_what_follows_a_sum_names_the_sum():
-    found = row(lambda w, x: 1 + jnp.sum(x @ w, axis=1, keepdims=True), "add")
-    assert (found.dtype, found.cause) == ("f32", "reduce_sum")
-    assert found.reason.startswith("a sum")
+@jax.jit
+def twice_multiplied(w, x):
+    return jnp.tanh(x @ w @ w)
+
+
+@jax.jit
+def ordered(y):
+    return y.argmax(), jnp.sort(y)
+
+
+@jax.jit
+def act(x):
+    return 2 * jnp.tanh(x)
+
+
+def accumulated(w, x):
+    return jax.lax.scan(lambda sum_, row: (sum_ + jnp.max(row @ w), None), jnp.zeros(()), x)[0]
+
+
+def until_three(w, x):
+    start = (jnp.zeros(()), x)
+    return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ w), start)
+
+
+def in_a_region(w, x):
+    with full_precision():
+        return jnp.tanh(x @ w)
+
+
+def in_a_head(w, x):
+    with jax.named_scope("head"):
+        return jnp.tanh(x @ w) @ w
+
+
+def activated(w, x):
+    return jnp.tanh(x @ w) @ w
+
+
+HEAD = PolicyMap("bf16-mixed", {"head*": "float32"})
+FULL = {"rules": {"tanh": "full"}}
+BY_RULE = 'rules={"tanh": "full"}: computed in float32'
+REGION, BY_PATH = "as written: full_precision()", "its policy in the PolicyMap"
+INPUTS = "parameters and inputs only: nothing low went in"
+# A function, one of its operations, and what its row says: dtype, cause, and how the reason begins.
+WHY = [
+    (lambda w, x: 1 + jnp.sum(x @ w, 1, keepdims=True), "add", {}, "f32", "reduce_sum", "a sum"),
+    (
+        lambda w, x: 2 * twice_multiplied(w, x),
+        *("mul", {}, "f32", "tanh", "an output: rounding it would gain nothing"),
+    ),
+    (lambda w, x: ordered(jnp.cumsum(x @ w, 0))[1] / 2, "div", {}, "f32", "cumsum", ""),
+    (accumulated, "add", {}, "f32", "scan", "a loop's accumulator"),
+    (until_three, "add", {}, "f32", "while", ""),
+    (until_three, "dot_general", {}, "bf16", "", ""),
+    (
+        lambda w, x: jnp.tanh((x @ w) * 1e-9) @ w,
+        *("mul", {"policy": "16-mixed"}, "f32", "", "its constant 1e-09 is no f16 number"),
+    ),
+    (
+        lambda w, x: 2 * (x @ w),
+        *("mul", {}, "f32", "dot_general", "a product's float32 sums, which no product reads"),
+    ),
+    (in_a_region, "tanh", {}, "f32", "", REGION),
+    (in_a_region, "dot_general", {}, "f32", "", REGION),
+    (in_a_head, "tanh", {"policy": HEAD}, "f32", "", BY_PATH),
+    (in_a_head, "dot_general", {"policy": HEAD}, "f32", "", BY_PATH),
+    (activated, "tanh", {}, "bf16", "", "on low values: one rounding"),
+    (activated, "tanh", FULL, "bf16", "", BY_RULE),
+    (lambda w, x: act(x @ w) @ w, "act", FULL, "bf16", "", BY_RULE),
+    (
+        lambda w, x: jnp.tanh(x @ w + x) @ w,
+        *("add", {"rules": "widest"}, "f32", "", 'rules="widest": a float32 operand wins'),
+    ),
+    (lambda w, x: (x * w) @ w, "mul", {}, "f32", "", INPUTS),
+    # An update is no decision of its own.
+    (lambda w, x: w.at[0].set(x[0]) @ x, "scatter", {}, "f32", "", INPUTS),
+    (lambda w, x: jax.nn.relu(x @ w) @ w, "relu", {}, "bf16", "", "on low values: exact"),
+    (lambda w, x: jnp.maximum(x @ w, w @ x) @ w, "max", {}, "bf16", "", "on low values: exact"),
+    (
+        lambda w, x: jax.nn.silu(x @ w) @ w,
+        *("silu", {}, "bf16", "", "computed in float32, rounded once"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("fun", "operation", "options", "dtype", "cause", "said"), WHY)
+def test_a_row_says_why(fun, operation, options, dtype, cause, said):
+    found = row(fun, operation, **options)
+    assert (found.dtype, found.cause) == (dtype, cause)
+    assert found.reason.startswith(said)
 
 
 def test_a_cause_is_found_in_another_module():
@@ -92,81 +175,10 @@ def test_a_cause_passes_into_calls_and_out_of_them(inside):
     assert found.cause in ("cumsum", "reduce_sum")
 
 
-def test_a_result_that_only_outputs_read_says_so_outside_of_its_function():
-    @jax.jit
-    def inside(w, x):
-        return jnp.tanh(x @ w @ w)
-
-    found = row(lambda w, x: 2 * inside(w, x), "mul")
-    assert (found.dtype, found.reason) == ("f32", "an output: rounding it would gain nothing")
-
-
-def test_a_cause_passes_through_a_function_that_returns_integers_too():
-    @jax.jit
-    def ordered(y):
-        return y.argmax(), jnp.sort(y)
-
-    found = row(lambda w, x: ordered(jnp.cumsum(x @ w, 0))[1] / 2, "div")
-    assert (found.dtype, found.cause) == ("f32", "cumsum")
-
-
-def test_an_accumulator_is_float32_because_of_its_loop():
-    def fun(w, x):
-        def step(total, row):
-            return total + jnp.max(row @ w), None
-
-        return jax.lax.scan(step, jnp.zeros(()), x)[0]
-
-    found = row(fun, "add")
-    assert (found.dtype, found.cause) == ("f32", "scan")
-    assert "accumulator" in found.reason
-
-
-def test_a_while_loop_is_gone_into_with_its_condition():
-    def fun(w, x):
-        start = (jnp.zeros(()), x)
-        return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ w), start)
-
-    found = row(fun, "add")
-    assert (found.dtype, found.cause) == ("f32", "while")
-    assert row(fun, "dot_general").dtype == "bf16"
-
-
-def test_a_constant_that_does_not_fit_is_named():
-    found = row(lambda w, x: jnp.tanh((x @ w) * 1e-9) @ w, "mul", policy="16-mixed")
-    assert (found.dtype, found.reason) == ("f32", "its constant 1e-09 is no f16 number")
-
-
-def test_what_follows_a_product_that_nothing_low_reads_says_so():
-    found = row(lambda w, x: 2 * (x @ w), "mul")
-    assert (found.dtype, found.cause) == ("f32", "dot_general")
-    assert found.reason == "a product's float32 sums, which no product reads"
-
-
-def test_a_region_is_named():
-    def fun(w, x):
-        with full_precision():
-            return jnp.tanh(x @ w)
-
-    assert "full_precision()" in row(fun, "tanh").reason
-    assert "full_precision()" in row(fun, "dot_general").reason
-
-
 def test_an_inner_autocast_is_shown_with_its_own_dtypes():
     inner = autocast(lambda w, x: jnp.tanh(x @ w) @ w, "bf16-mixed")
     assert row(inner, "dot_general", policy="16-mixed").dtype == "bf16"
     assert "an inner autocast" in str(explain(inner, "16-mixed")(ARRAY, ARRAY))
-
-
-def test_a_policy_by_path_is_named():
-    def fun(w, x):
-        with jax.named_scope("head"):
-            return jnp.tanh(x @ w) @ w
-
-    policy = PolicyMap("bf16-mixed", {"head*": "float32"})
-    assert "PolicyMap" in row(fun, "tanh", policy=policy).reason
-    table = explain(fun, policy)(ARRAY, ARRAY)
-    assert {r.dtype for r in table.rows} == {"f32"}
 
 
 def test_what_its_author_has_cast_is_shown_as_written():
@@ -179,34 +191,6 @@ def test_what_its_author_has_cast_is_shown_as_written():
     assert "products: 1 f16" in str(table)
 
 
-def test_a_users_rule_is_named():
-    def fun(w, x):
-        return jnp.tanh(x @ w) @ w
-
-    def act(x):
-        return 2 * jnp.tanh(x)
-
-    assert row(fun, "tanh").dtype == "bf16"
-    found = row(fun, "tanh", rules={"tanh": "full"})
-    assert found.reason.startswith('rules={"tanh": "full"}: computed in float32')
-    inside = row(lambda w, x: jax.jit(act)(x @ w) @ w, "act", rules={"tanh": "full"})
-    assert inside.reason == found.reason
-    widest = row(lambda w, x: jnp.tanh(x @ w + x) @ w, "add", rules="widest")
-    assert (widest.dtype, widest.reason) == ("f32", 'rules="widest": a float32 operand wins')
-
-
-@pytest.mark.parametrize(
-    ("fun", "operation"),
-    [
-        (lambda w, x: (x * w) @ w, "mul"),
-        (lambda w, x: w.at[0].set(x[0]) @ x, "scatter"),  # an update is no decision of its own
-    ],
-)
-def test_what_nothing_low_goes_into_says_so(fun, operation):
-    found = row(fun, operation)
-    assert (found.dtype, found.reason) == ("f32", "parameters and inputs only: nothing low went in")
-
-
 def test_a_value_between_two_low_ones_is_float32_and_not_stored():
     def fun(w, x):
         return jnp.tanh(3 * (x @ w)) @ w
@@ -215,21 +199,6 @@ def test_a_value_between_two_low_ones_is_float32_and_not_stored():
     assert "not stored" in row(fun, "mul").reason
     assert row(fun, "tanh").dtype == "bf16"
     assert "1 fused" in str(explain(fun, "bf16-mixed")(ARRAY, ARRAY))
-
-
-@pytest.mark.parametrize(
-    ("fun", "operation", "said"),
-    [
-        (lambda w, x: jax.nn.relu(x @ w) @ w, "relu", "on low values: exact"),
-        (lambda w, x: jnp.maximum(x @ w, w @ x) @ w, "max", "on low values: exact"),
-        (lambda w, x: jnp.tanh(x @ w) @ w, "tanh", "on low values: one rounding"),
-        (lambda w, x: jax.nn.silu(x @ w) @ w, "silu", "computed in float32, rounded once"),
-    ],
-    ids=["relu", "max", "tanh", "silu"],
-)
-def test_what_runs_on_low_values_says_whether_it_rounds(fun, operation, said):
-    found = row(fun, operation)
-    assert (found.dtype, found.reason[: len(said)]) == ("bf16", said)
 
 
 # -- one screen ----------------------------------------------------------------------------------
@@ -261,20 +230,15 @@ def test_a_long_reason_is_cut_on_the_screen_and_whole_in_its_row():
     assert row(fun, "mul").reason.startswith("a sum")
 
 
-def test_numbered_layers_share_their_lines_and_rows_keep_them_apart():
+def test_numbered_layers_share_lines_and_counts_and_rows_keep_them_apart():
     table = transformer_table(4)
-    assert "TransformerLM/block_*/{up, down}  (8 modules)" in str(table)
-    paths = {r.module for r in table.rows}
-    assert {f"TransformerLM/block_{i}/{name}" for i in range(4) for name in ("up", "down")} <= paths
-
-
-def test_counts_of_shared_lines_are_those_of_all_modules():
-    table = transformer_table(4)
-    products = sum(r.count for r in table.rows if r.operation == "dot_general")
-    assert f"products: {products} bf16" in str(table)
     text = str(table).splitlines()
     line = text[text.index("TransformerLM/block_*/{up, down}  (8 modules)") + 1]
     assert line.split()[:2] == ["dot_general", "×8"]
+    products = sum(r.count for r in table.rows if r.operation == "dot_general")
+    assert f"products: {products} bf16" in str(table)
+    paths = {r.module for r in table.rows}
+    assert {f"TransformerLM/block_{i}/{name}" for i in range(4) for name in ("up", "down")} <= paths
 
 
 SLOW = {"resnet50": [pytest.mark.slow]}  # half a minute of tracing
