@@ -389,6 +389,8 @@ def test_a_keyword_of_another_library_is_answered_with_one_that_is_here(fun):
     for name, meant in KEYWORDS[fun].items():
         with pytest.raises(TypeError, match=f"unknown keyword {name}=") as error:
             fun(**{name: None})
+        if meant.isidentifier():
+            assert f"Type {meant}= instead of {name}=." in str(error.value)
         for word in re.findall(r"Type (\w+)=(?: and (\w+)=)?", str(error.value)):
             assert {*filter(None, word)} <= {*known}, (name, meant)
         for module, word in re.findall(r"mpjax((?:\.[a-z]+)*)\.(\w+)", str(error.value)):
@@ -411,6 +413,7 @@ def test_an_attribute_of_another_library_is_answered_with_one_that_is_here(made,
         with pytest.raises(AttributeError, match=f"has no attribute '{name}'") as error:
             getattr(made, name)
         text = str(error.value)
+        assert f"Here it is {names[name]}." in text
         elsewhere = mpjax.DynamicLossScale() if "of a mpjax.Dynamic" in text else made
         elsewhere = mpjax.get_policy("int8_from_float32") if "of a mpjax.Q" in text else elsewhere
         for word in re.findall(r"(?:is|and) \.(\w+)", text):
@@ -423,6 +426,7 @@ def test_an_attribute_of_another_library_is_answered_with_one_that_is_here(made,
 def test_a_name_of_another_library_is_answered_with_one_that_is_here(name):
     with pytest.raises(AttributeError, match=f"has no attribute '{name}'") as error:
         getattr(mpjax, name)
+    assert f"Here it is {foreign.ATTRIBUTES[name]}." in str(error.value)
     for module, word in re.findall(r"mpjax((?:\.[a-z]+)*)\.(\w+)", str(error.value)):
         assert hasattr(importlib.import_module(f"mpjax{module}"), word)
 
