@@ -551,17 +551,6 @@ def test_a_skipped_step_leaves_all_of_a_train_state_as_it_was(policy):
         assert any(bits(a) != bits(b) for a, b in pairs)
 
 
-def test_a_step_that_is_taken_is_that_of_the_train_state_itself():
-    state, _ = normed_step("float32")
-    grads = jax.tree.map(lambda p: jnp.sin(p) * 2.0**12, state.params)
-    stats = jax.tree.map(lambda s: s + 1, state.batch_stats)
-    got = mpjax.linen.apply_gradients(state, grads=grads, batch_stats=stats)
-    want = state.apply_gradients(grads=grads, batch_stats=stats)
-    assert int(got.step) == int(want.step) == 1
-    for name in ("params", "batch_stats", "ema", "opt_state"):
-        assert_bitwise_equal(getattr(got, name), getattr(want, name))
-
-
 def test_several_optimizers_in_one_guard_what_they_share_unless_all_took_the_step():
     tx = optax.partition(
         {

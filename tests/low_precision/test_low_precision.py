@@ -95,19 +95,6 @@ def test_bytes_are_counted_for_what_is_kept(name):
     assert abs(report.total - width - held / 4096**2) < 1e-9
 
 
-def test_bytes_print_as_a_table():
-    text = str(optim.bytes_per_parameter(optax.adam(1e-3), FULL))
-    assert text.splitlines() == [
-        "bytes a parameter, of 16,777,216",
-        "weights     4.000",
-        "gradients   4.000",
-        "mu          4.000",
-        "nu          4.000",
-        "rest        0.000",
-        "total      16.000",
-    ]
-
-
 # -- from one form to another ---------------------------------------------------------------------
 
 FORMS = {

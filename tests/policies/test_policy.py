@@ -175,16 +175,6 @@ def test_half_is_settled_when_it_is_used(monkeypatch):
     assert policy != F16
 
 
-def test_defaults_are_float32():
-    assert mpjax.Policy() == F32
-    assert mpjax.Policy(compute_dtype="bf16") == MIXED_BF16
-
-
-def test_dtypes_are_numpys():
-    assert MIXED_BF16.compute_dtype is jnp.dtype("bfloat16")
-    assert jnp.zeros(1, MIXED_BF16.compute_dtype).dtype == MIXED_BF16.compute_dtype
-
-
 def test_with_output_dtype():
     assert MIXED_BF16.with_output_dtype("bf16") == mpjax.get_policy("c=bf16")
     assert MIXED_BF16.with_output_dtype(jnp.float32) == MIXED_BF16

@@ -22,7 +22,7 @@ FOLDER = ROOT / "benchmarks"
 def gpu(monkeypatch):
     """The modules of the benchmark, imported as its script imports them."""
     monkeypatch.syspath_prepend(FOLDER)
-    used = ("clock", "hints_card", "jobs", "kernels", "plans", "programs", "right", "tables")
+    used = ("clock", "jobs", "kernels", "plans", "programs", "right", "tables")
     found = {name: importlib.import_module(f"gpu_cards.{name}") for name in (*used, "worker")}
     found["store"] = importlib.import_module("measure.store").Store
     found["networks"] = importlib.import_module("networks").NETWORKS
@@ -84,7 +84,7 @@ def test_every_card_runs_on_a_cpu_and_a_second_run_measures_nothing(tmp_path):
     assert "autocast f16" in table
     absent = {row["part"] for row in written["rows"] if "absent" in row}
     assert absent <= {"card 3"}  # for want of PyTorch, here
-    done = command(*words, "--cards", "0,1,2,4,5,6,7", out=tmp_path)
+    done = command(*words, "--cards", "0,2", out=tmp_path)
     assert "0 rows measured" in done.stdout
 
 
@@ -397,15 +397,6 @@ def test_products_stand_beside_the_peak_that_was_measured(gpu):
     ]
     found = gpu.tables.with_shares(rows)
     assert [each.get("share") for each in found] == [None, 0.5, None]
-
-
-def test_hints_name_the_networks_that_they_claim(gpu):
-    claims = {
-        name: gpu.hints_card.claims(hint) for name, hint in gpu.hints_card.hints.HINTS.items()
-    }
-    assert all(networks for _, networks in claims.values())
-    assert claims["read_low"] == ("float8", ["vit", "transformer"])
-    assert claims["merged"] == ("autocast", ["gru", "lstm"])
 
 
 def test_every_network_of_the_plans_has_its_size(gpu):

@@ -117,24 +117,6 @@ def step_under(policy, **options):
 
 
 @OPTAX
-def test_a_state_of_another_policy_is_refused_and_adopted():
-    old, new = step_under("bf16-mixed"), step_under("16-mixed")
-    state = run(old, start(old), [0, 1])
-    with pytest.raises(ValueError, match=r"has no loss scale, and this step a dynamic .*\n.*adopt"):
-        new(state, batch_of(3))
-    adopted = new.adopt(state)
-    assert_bitwise_equal(adopted.params, state.params)
-    assert_bitwise_equal(adopted.opt_state.inner_state, state.opt_state.inner_state)
-    assert isinstance(mpjax.current_loss_scale(adopted.opt_state), mpjax.DynamicLossScale)
-    adopted, metrics = new(adopted, batch_of(3))
-    assert int(adopted.step) == 3
-    assert bool(metrics["grads_finite"])
-    back = old.adopt(adopted)
-    assert isinstance(mpjax.current_loss_scale(back.opt_state), mpjax.NoOpLossScale)
-    old(back, batch_of(4))
-
-
-@OPTAX
 @pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("kind", ["dict", "flax"])
 def test_a_run_of_another_program_is_adopted_value_for_value(kind, policy):
@@ -171,17 +153,6 @@ def test_adopting_keeps_a_loss_scale_of_the_same_kind_and_its_counters():
     assert int(adopted.opt_state.skipped_steps) == 1
     assert isinstance(mpjax.current_loss_scale(adopted.opt_state), mpjax.StaticLossScale)
     assert float(adopted.opt_state.loss_scale) == 8.0
-
-
-@OPTAX
-def test_parameters_of_another_policy_are_refused_and_cast():
-    old, new = step_under("bf16-true", rounding="nearest"), step_under("bf16-mixed")
-    state = run(old, start(old), [0])
-    with pytest.raises(ValueError, match=r"parameter 'layers/0/b' is bf16\[3\], and .* f32\[3\]"):
-        new(state, batch_of(1))
-    adopted = new.adopt(state)
-    assert {x.dtype for x in jax.tree.leaves(adopted.params)} == {jnp.dtype("float32")}
-    new(adopted, batch_of(1))
 
 
 def test_a_state_of_another_optimizer_or_model_is_refused_by_name():

@@ -209,16 +209,6 @@ class TestBrokenOrAsked:
         assert f"starting at step {older} of" in said
         assert_bitwise_equal(job.state(), whole)
 
-    def test_sigterm_to_one_process_saves_the_same_step_on_all(
-        self, uninterrupted, cache, tmp_path
-    ):
-        whole = reference(uninterrupted, 2, cache, tmp_path)
-        job = Job(tmp_path / "job", cache, 2)
-        saved = job.terminated(4, 1)
-        assert 4 <= saved < STEPS
-        assert f"starting at step {saved} of" in job.run()
-        assert_bitwise_equal(job.state(), whole)
-
 
 # -- what must not start ---------------------------------------------------------------------------
 
