@@ -86,7 +86,7 @@ LAYERS["ConvLSTMCell"] = (
 NOT_LAYERS = {
     "Module": "the base of all",
     "RNNCellBase": "the base of cells",
-    "SelfAttention": "deprecated: MultiHeadDotProductAttention of one input; in test_linen",
+    "SelfAttention": "deprecated: MultiHeadDotProductAttention of one input",
     "Fp8DotGeneral": "a product of 8-bit operands, which autocast leaves as they are",
     "Fp8DotGeneralOp": "the older name of the same",
     "Fp8DirectDotGeneralOp": "a product of 8-bit operands",

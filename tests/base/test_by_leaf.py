@@ -1,6 +1,5 @@
 """Leaves are reduced alone or several in a kernel: the same numbers, in the kernels of a step."""
 
-import functools
 import re
 
 import jax
@@ -111,30 +110,6 @@ def test_a_program_that_is_split_over_devices_reduces_each_leaf_alone():
     split = operands_of_reductions(leaves_finite, layers, in_shardings=rows)
     assert split == [1] * LAYERS
     assert operands_of_reductions(leaves_finite, layers) == [4, 2]
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("spoilt", [None, 0, 3, 5])
-def test_a_step_skips_and_names_the_leaf_as_with_each_leaf_alone(spoilt):
-    def loss(params, batch):
-        per_layer = [jnp.sum(p["w"] * batch[i]) + jnp.sum(p["b"]) for i, p in enumerate(params)]
-        return functools.reduce(jnp.add, per_layer)
-
-    step = mpjax.make_train_step(loss, optax.sgd(0.1, momentum=0.9), "32-true", donate=False)
-    state = step.init(tree()["layers"])
-    batch = np.ones((LAYERS, 3, 8), np.float32)
-    if spoilt is not None:
-        batch[spoilt, 0, 0] = np.inf
-    after, metrics = step(state, batch)
-    scaling = after.opt_state
-    assert bool(scaling.grads_finite) == (spoilt is None)
-    if spoilt is None:
-        assert float(metrics["grad_norm"]) == pytest.approx(np.sqrt(LAYERS * (24 + 8)))
-        return
-    names = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state.params)]
-    bad = [n for n, ok in zip(names, scaling.leaf_finite, strict=True) if not ok]
-    assert bad == [f"[{spoilt}]['w']"]
-    assert all(map(np.array_equal, jax.tree.leaves(after.params), jax.tree.leaves(state.params)))
 
 
 def test_a_step_that_clips_computes_its_norm_once():

@@ -88,13 +88,6 @@ def dtypes(model, *args, **kwargs):
 # -- setting dtypes ----------------------------------------------------------------------------
 
 
-def test_every_module_gets_the_policys_dtypes_wherever_it_was_made():
-    model = mpjax.linen.with_policy(network(), "p=bf16,c=f16,o=f32")
-    assert dtypes(model, X) == dict.fromkeys(PATHS, "f16") | {"encoder/rest_1": "f32"}
-    variables = made(model)
-    assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype(BF16)}
-
-
 class Transformer(nn.Module):
     dtype: Any = None
 
@@ -128,11 +121,6 @@ def test_rules_go_by_module_path():
     assert table["encoder/rest_1"].reason == "set in the model"
     assert table["encoder/rest_0"].param_dtype == "f16"
     assert table["encoder"].reason == "has no dtype"
-
-
-def test_variables_have_the_names_and_values_of_the_model_without_a_policy():
-    plain = made(network())
-    assert_bitwise_equal(made(mpjax.linen.with_policy(network(), "bf16-mixed")), plain)
 
 
 def test_the_model_given_and_its_fields_stay_as_they_are():
@@ -200,18 +188,6 @@ def test_a_module_inside_may_have_a_policy_of_its_own():
     )
     others = {"encoder/rest_1": "f32", "head/Dense_0": "f16", "head/out": "f32"}
     assert dtypes(model, X) == dict.fromkeys(PATHS, "bf16") | others
-
-
-def test_a_field_with_a_policy_of_its_own_is_left_to_it():
-    model = nn.Sequential([mpjax.linen.with_policy(nn.Dense(3), "float32"), nn.Dense(2)])
-    model = mpjax.linen.with_policy(model, "bf16-mixed")
-    assert dtypes(model, X) == {"layers_0": "f32", "layers_1": "bf16"}
-
-
-def test_the_scoped_default_is_the_policy_of_none():
-    with mpjax.default_policy("bf16-mixed"):
-        model = mpjax.linen.with_policy(Head())
-    assert set(dtypes(model, X).values()) == {"bf16"}
 
 
 class Shared(nn.Module):
@@ -457,14 +433,6 @@ DROPS = nn.Sequential([nn.Dense(3), nn.Dropout(0.5, deterministic=True)])
 
 IDLE = [
     (
-        *(network(), {"encodr/inner": "float32"}),
-        r"'encodr/inner', matches none(.|\n)*Nearest: 'encoder/inner'",
-    ),
-    (
-        *(network(), {"encoder": "16-mixed", "encoder/inner": "float32"}),
-        "rule 2 of 2, 'encoder/inner', decides nothing: rule 1, 'encoder', comes first",
-    ),
-    (
         *(DROPS, {"layers_1": "float32"}),
         r"rule 1 of 1, 'layers_1', changes nothing: 'layers_1' \(Dropout\) has no dtype",
     ),
@@ -480,13 +448,6 @@ IDLE = [
 def test_a_rule_that_does_nothing_is_a_warning(model, rules, said):
     with pytest.warns(mpjax.PolicyWarning, match=said):
         initialised(model, mpjax.PolicyMap("bf16-mixed", rules))
-
-
-def test_rules_that_agree_do_not_fight():
-    policies = mpjax.PolicyMap("bf16-mixed", {"encoder": "float32", "encoder/inner": "float32"})
-    initialised(network(), policies)
-    policies = mpjax.PolicyMap("bf16-mixed", {"encoder/inner": "16-mixed", "encoder": "float32"})
-    initialised(network(), policies)
 
 
 class Custom(nn.Module):
@@ -588,17 +549,6 @@ def test_a_skipped_step_leaves_all_of_a_train_state_as_it_was(policy):
             *map(jax.tree.leaves, (getattr(after, name), getattr(state, name))), strict=True
         )
         assert any(bits(a) != bits(b) for a, b in pairs)
-
-
-def test_a_step_that_is_taken_is_that_of_the_train_state_itself():
-    state, _ = normed_step("float32")
-    grads = jax.tree.map(lambda p: jnp.sin(p) * 2.0**12, state.params)
-    stats = jax.tree.map(lambda s: s + 1, state.batch_stats)
-    got = mpjax.linen.apply_gradients(state, grads=grads, batch_stats=stats)
-    want = state.apply_gradients(grads=grads, batch_stats=stats)
-    assert int(got.step) == int(want.step) == 1
-    for name in ("params", "batch_stats", "ema", "opt_state"):
-        assert_bitwise_equal(getattr(got, name), getattr(want, name))
 
 
 def test_several_optimizers_in_one_guard_what_they_share_unless_all_took_the_step():
@@ -718,19 +668,3 @@ def test_float8_scales_are_float32_under_every_policy(op):
     for a, b in zip(*(jax.tree.leaves(g[OVERWRITTEN]) for g in (grads, full)), strict=True):
         # Largest values of operands; a cotangent that went through 8 bits is known to 2⁻³.
         np.testing.assert_allclose(a, b, rtol=2**-3)
-
-
-# -- every layer of Flax -----------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated")
-def test_the_deprecated_self_attention_is_under_a_policy_like_its_successor():
-    policies = mpjax.PolicyMap("bf16-mixed", {"out": "float32"})
-    args = (array(2, 5, 8),)
-    old, new = (
-        mpjax.linen.with_policy(cls(num_heads=2), policies)
-        for cls in (nn.SelfAttention, nn.MultiHeadDotProductAttention)
-    )
-    assert dtypes(old, *args) == dtypes(new, *args)
-    variables = jax.jit(new.init)(KEY, *args)
-    assert_bitwise_equal(*(jax.jit(m.apply)(variables, *args) for m in (old, new)))

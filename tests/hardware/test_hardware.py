@@ -56,13 +56,10 @@ def test_a_16_bit_policy_is_picked_wherever_one_is_fast(row):
     ("name", "half", "pick"),
     [
         ("v100", "float16", "16-mixed"),
-        ("t4", "float16", "16-mixed"),
-        ("p100", "bfloat16", "32-true"),
         ("a100", "bfloat16", "bf16-mixed"),
         ("mi100", "bfloat16", "bf16-mixed"),
         ("v5e", "bfloat16", "bf16-mixed"),
         ("cpu-plain", "bfloat16", "32-true"),
-        ("cpu-amx", "bfloat16", "bf16-mixed"),
     ],
 )
 def test_pick(name, half, pick):
@@ -116,11 +113,9 @@ def test_a_dtype_without_a_column_is_unknown():
         ("8.7", "sm_86"),  # Jetson: the newest row that is not newer
         ("11.0", "sm_103"),
         ("12.1", "sm_120"),
-        ("99.0", "sm_120"),
         ("6.1", "sm_52"),
         ("H100", "sm_90"),
         ("NVIDIA H100 80GB HBM3", "sm_90"),
-        ("NVIDIA A100-SXM4-80GB", "sm_80"),
         ("NVIDIA GeForce RTX 4090", "sm_89"),
         ("Tesla T4", "sm_75"),
         ("MI300X", "gfx942"),
@@ -130,7 +125,6 @@ def test_a_dtype_without_a_column_is_unknown():
         ("TPU7x", "v7x"),
         ("v5litepod-16", "v5e"),
         ("v5e:4x4", "v5e"),
-        ("v5p-8", "v5p"),
         ("tpu7x-16", "v7x"),
         ("TPU", "tpu"),
         ("cuda", "gpu"),
@@ -215,12 +209,6 @@ def test_float16_on_a_tpu_warns(policy, device):
     assert (report.status, report.ok) == ("slow", False)
 
 
-@pytest.mark.parametrize("device", ["v100", "t4", "7.5"])
-def test_bfloat16_on_an_old_gpu_warns(device):
-    with pytest.warns(SupportWarning, match=r"(?s)compute bfloat16 is slow.*Type '16-mixed'"):
-        check_support("bf16-mixed", device)
-
-
 def test_the_warning_in_full():
     with pytest.warns(SupportWarning) as caught:
         check_support("16-mixed", "v5e")
@@ -237,10 +225,8 @@ def test_the_warning_in_full():
     ("policy", "device"),
     [
         ("bf16-mixed", "v5e"),
-        ("32-true", "v5e"),
         ("half", "v5e"),  # jmp's 'half' is bfloat16 there, float16 where this test runs
         ("16-mixed", "t4"),
-        ("half", "t4"),
         ("bf16-true", "a100"),
         ("p=f16,c=f32,o=f16", "v5e"),  # only stored in float16
         ("p=bf16,c=f16,o=f32", "t4"),

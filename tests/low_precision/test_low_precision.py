@@ -80,14 +80,6 @@ BYTES = {
         optim.with_master_weights(quantized(optax.adamw(1e-3)), bits=24),
         *(SPEC, "float32", 9.04),
     ),
-    "stochastic + int8": (
-        optim.with_stochastic_rounding(quantized(optax.adamw(1e-3))),
-        *(SPEC, "bfloat16", 6.04),
-    ),
-    "24 + int8, released": (
-        optim.with_master_weights(quantized(optax.adamw(1e-3)), bits=24),
-        *(SPEC, None, 5.04),
-    ),
     "kahan": (optim.with_kahan(quantized(optax.adamw(1e-3))), SPEC, None, 6.04),
 }
 
@@ -101,19 +93,6 @@ def test_bytes_are_counted_for_what_is_kept(name):
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((params, state)))
     width = 0 if grads is None else jnp.dtype(grads).itemsize
     assert abs(report.total - width - held / 4096**2) < 1e-9
-
-
-def test_bytes_print_as_a_table():
-    text = str(optim.bytes_per_parameter(optax.adam(1e-3), FULL))
-    assert text.splitlines() == [
-        "bytes a parameter, of 16,777,216",
-        "weights     4.000",
-        "gradients   4.000",
-        "mu          4.000",
-        "nu          4.000",
-        "rest        0.000",
-        "total      16.000",
-    ]
 
 
 # -- from one form to another ---------------------------------------------------------------------
@@ -191,14 +170,6 @@ def test_weights_go_from_form_to_form_as_exactly_as_both_know_them():
     for name in ("master", "kahan", "split"):
         state = optim.adopt_state(FORMS[name](optax.adamw(1e-2)), old, params)
         assert_bitwise_equal(optim.full_params(params, state), full)
-
-
-def test_another_optimizer_is_refused_by_name():
-    params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
-    old = optim.with_kahan(optax.sgd(0.1, momentum=0.9)).init(params)
-    tx = optim.with_quantized_state(optax.adam(0.1))
-    with pytest.raises(ValueError, match=r"adopt_state: the trees differ; .*\n  Adopt a sta"):
-        optim.adopt_state(tx, old, params)
 
 
 @pytest.mark.standard_promotion("adamw decays bfloat16 weights in float32")

@@ -278,16 +278,6 @@ def test_averages_follow_float32_where_each_step_is_less_than_a_code(store):
         assert bool(jnp.all(nu > 0))
 
 
-def test_linear_codes_would_diverge():
-    """Why second moments are not linear: what is 1/16 of its block's largest gradient is lost."""
-    x = np.full((8, 512), (1 / 32.0) ** 2, np.float32)
-    x[:, ::256] = 1
-    linear = np.round(x / x.max() * 255) / 255
-    kept = decode(encode(x, "int8", second=True))
-    assert float(linear[0, 1]) == 0  # a step of lr · g / eps
-    assert abs(float(kept[0, 1]) ** 0.5 * 32 - 1) < 0.05
-
-
 @pytest.mark.parametrize("store", AVERAGES.values(), ids=AVERAGES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_arithmetic_is_float32_and_small_leaves_are_left_alone(store, dtype):
@@ -318,14 +308,7 @@ def test_arithmetic_is_float32_and_small_leaves_are_left_alone(store, dtype):
 MOMENTS = {
     "adamw": (lambda: optax.adamw(0.1), 2),
     "sgd": (lambda: optax.sgd(0.1, momentum=0.9), 1),
-    "lion": (lambda: optax.lion(0.1), 1),
-    "amsgrad": (lambda: optax.amsgrad(0.1), 3),
-    "adabelief": (lambda: optax.adabelief(0.1), 2),
-    "rmsprop": (lambda: optax.rmsprop(0.1), 1),
     "rmsprop centred": (lambda: optax.rmsprop(0.1, centered=True, momentum=0.9), 1),
-    "adagrad": (lambda: optax.adagrad(0.1), 1),
-    "adadelta": (lambda: optax.adadelta(0.1), 2),
-    "adan": (lambda: optax.adan(0.1), 3),
     "ademamix": (lambda: optax.contrib.ademamix(0.1), 3),
     "muon": (lambda: optax.contrib.muon(0.1), 1),
     "schedule_free": (lambda: optax.contrib.schedule_free_adamw(0.1), 1),

@@ -198,24 +198,10 @@ def test_cells_hand_on_a_carry_of_one_dtype(kind, policy):
 # -- bad input ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rules", "said"),
-    [
-        ({"heat": "float32"}, "'heat', matches none of the .* paths.\n  Nearest: 'head'"),
-        (
-            {"block": "float32", "block/inner": "16-mixed"},
-            "rule 2 of 2, 'block/inner', decides nothing: rule 1, 'block', comes first",
-        ),
-        ({"dropout": "float32"}, r"'dropout', changes nothing: 'dropout' \(Dropout\) has no dtype"),
-        (
-            {"block/fixed": "float32"},
-            r"'block/fixed', changes nothing: .* has a dtype of its own.\n.*\n.*override=True",
-        ),
-    ],
-)
-def test_a_rule_that_does_nothing_is_a_warning(rules, said):
+def test_a_rule_that_matches_no_module_is_a_warning():
+    said = "'heat', matches none of the .* paths.\n  Nearest: 'head'"
     with pytest.warns(mpjax.PolicyWarning, match=said):
-        mpjax.nnx.set_policy(Network(), mpjax.PolicyMap("bf16-mixed", rules))
+        mpjax.nnx.set_policy(Network(), mpjax.PolicyMap("bf16-mixed", {"heat": "float32"}))
 
 
 class Custom(nnx.Module):
@@ -295,20 +281,6 @@ def test_argnums_diff_state_and_aux_are_passed_on():
         np.testing.assert_allclose(a, b, rtol=2**-9, atol=1e-3)  # one layer is float16
 
 
-def test_a_float16_loss_is_true_and_its_gradients_do_not_underflow():
-    model = nnx.Linear(4, 1, use_bias=False, rngs=rngs())
-    mpjax.nnx.set_policy(model, "16-mixed")
-
-    def tiny(model):
-        out = model(jnp.full((1, 4), 2.0**-14))
-        return jnp.sum(out * jnp.float16(2.0**-12))
-
-    assert not np.any(nnx.grad(tiny)(model).kernel.get_value())
-    loss, grads = mpjax.nnx.value_and_grad(tiny, loss_scale=mpjax.DynamicLossScale(2.0**15))(model)
-    assert loss.dtype == F16
-    np.testing.assert_array_equal(grads.kernel.get_value(), np.full((4, 1), 2.0**-26, np.float32))
-
-
 # -- skipped steps -----------------------------------------------------------------------------
 
 
@@ -363,42 +335,21 @@ def test_a_skipped_step_leaves_everything_as_it_was(policy):
     assert int(optimizer.step.get_value()) == 2
 
 
-def guarded_step(model, optimizer, x, axis_name=None):
+def guarded_step(model, optimizer, x):
     scale = mpjax.current_loss_scale(optimizer)
     differentiate = mpjax.nnx.value_and_grad(mean_square, loss_scale=scale)
     with mpjax.nnx.undo_skipped(optimizer, model):
         loss, grads = differentiate(model, x)
-        if axis_name is not None:
-            grads = jax.tree.map(lambda g: jax.lax.pmean(g, axis_name), grads)
         optimizer.update(model, grads)
     return loss
 
 
-def guarded(model, axis_name=None):
-    scale = mpjax.DynamicLossScale(2.0**8)
-    tx = mpjax.with_loss_scale(optax.sgd(0.1, momentum=0.9), scale, axis_name=axis_name)
+def guarded(model):
+    tx = mpjax.with_loss_scale(optax.sgd(0.1, momentum=0.9), mpjax.DynamicLossScale(2.0**8))
     return nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
 BATCHES = jnp.stack([ROWS, ROWS.at[0, 0].set(jnp.inf), ROWS * 0.5])  # the second is skipped
-
-
-@pytest.mark.slow
-def test_a_scan_over_batches_skips_as_a_loop_does():
-    model, other = stateful(), stateful()
-    optimizer, other_optimizer = guarded(model), guarded(other)
-    step = nnx.jit(guarded_step)
-    for x in BATCHES:
-        step(model, optimizer, x)
-
-    @nnx.jit
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
-    def run(both, x):
-        return both, guarded_step(*both, x)
-
-    run((other, other_optimizer), BATCHES)
-    assert int(other_optimizer.step.get_value()) == 2
-    assert_bitwise_equal(values(other, other_optimizer), values(model, optimizer))
 
 
 def test_of_an_ensemble_each_member_skips_alone():
@@ -410,25 +361,6 @@ def test_of_an_ensemble_each_member_skips_alone():
     assert mpjax.nnx.tabulate(models).rows[0].parameters == 36
     assert jnp.isfinite(models.mean.get_value()).all()
     assert (models.mean.get_value() != 0).any(axis=1).tolist() == [True, False, True]
-
-
-def test_every_shard_skips_when_one_overflows():
-    model = stateful()
-    optimizer = guarded(model, "data")
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
-    spec = jax.sharding.PartitionSpec
-    run = nnx.shard_map(
-        lambda *args: jax.lax.pmean(guarded_step(*args, axis_name="data"), "data"),
-        mesh=mesh,
-        in_specs=(spec(), spec(), spec("data")),
-        out_specs=spec(),
-        check_vma=False,  # statistics of a shard are its own
-    )
-    before = values(model)
-    loss = nnx.jit(run)(model, optimizer, BATCHES[1])
-    assert not np.isfinite(loss)
-    assert_bitwise_equal(values(model), before)
-    assert int(optimizer.step.get_value()) == 0
 
 
 def test_a_variable_that_changes_its_dtype_is_refused():
@@ -566,6 +498,3 @@ def test_float8_scales_of_a_bridged_model_are_what_their_gradient_says(scale):
     before = values(model)
     step(model, optimizer, x.at[0, 0].set(jnp.nan))
     assert_bitwise_equal(values(model), before)
-
-
-# -- every layer of Flax -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Twelve small models of linen, NNX, Equinox, Haiku and plain JAX, and ways to break each of them.
+"""Ten small models of linen, NNX, Equinox, Haiku and plain JAX, and ways to break each of them.
 
 Every model has a `first` layer, a `mid` one behind it with no norm between the two, and a `head`;
 what an injury does to them is the same everywhere, and so is what a diagnosis has to say of it.
@@ -140,19 +140,6 @@ class NNXMLP(nnx.Module):
         return self.head(h)
 
 
-class NNXCNN(nnx.Module):
-    def __init__(self, rngs):
-        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
-        self.first = nnx.Conv(WIDTH, 4, (3, 3), rngs=rngs)
-        self.mid = nnx.Conv(4, 4, (3, 3), rngs=rngs)
-        self.head = nnx.Linear(4, 2, rngs=rngs)
-
-    def __call__(self, x, hot):
-        del hot
-        h = nnx.relu(self.mid(nnx.relu(self.first(self.norm(x)))))
-        return self.head(jnp.mean(h, (1, 2)))
-
-
 class NNXBlock(nnx.Module):
     def __init__(self, rngs):
         self.mid = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -215,34 +202,6 @@ class EquinoxMLP(eqx.Module):
             h = jax.nn.gelu(self.mid(h))
         with jax.named_scope("gate"):
             h = _gate(hot, h)
-        with jax.named_scope("head"):
-            return self.head(h)
-
-
-class EquinoxStack(eqx.Module):
-    first: eqx.nn.Linear
-    mid: eqx.nn.Linear  # of LAYERS layers
-    head: eqx.nn.Linear
-
-    def __init__(self, key):
-        keys = jax.random.split(key, 3)
-        self.first = eqx.nn.Linear(WIDTH, WIDTH, key=keys[0])
-        make = eqx.filter_vmap(lambda key: eqx.nn.Linear(WIDTH, WIDTH, key=key))
-        self.mid = make(jax.random.split(keys[1], LAYERS))
-        self.head = eqx.nn.Linear(WIDTH, 2, key=keys[2])
-
-    def __call__(self, x, hot):
-        del hot
-        arrays, static = eqx.partition(self.mid, eqx.is_array)
-
-        @eqx.filter_checkpoint
-        def layer(h, arrays):
-            with jax.named_scope("mid"):
-                return h + jax.nn.silu(eqx.combine(arrays, static)(h))
-
-        with jax.named_scope("first"):
-            h = self.first(x)
-        h, _ = lax.scan(lambda h, arrays: (layer(h, arrays), None), h, arrays)
         with jax.named_scope("head"):
             return self.head(h)
 
@@ -345,10 +304,8 @@ MODELS: dict[str, Model] = {
         partial(_linen, LinenTransformer()), **_PLAIN, stacked=True, rounds=2
     ),
     "nnx-mlp": Model(partial(_nnx, NNXMLP), **_PLAIN, normed=True),
-    "nnx-cnn": Model(partial(_nnx, NNXCNN), **_PLAIN, **_CONV),
     "nnx-stack": Model(partial(_nnx, NNXStack), **_PLAIN, stacked=True),
     "equinox-mlp": Model(partial(_equinox, EquinoxMLP), **_WEIGHT),
-    "equinox-stack": Model(partial(_equinox, EquinoxStack), **_WEIGHT, stacked=True),
     "haiku-mlp": Model(partial(_haiku, _haiku_mlp), **_W, normed=True),
     "haiku-stack": Model(partial(_haiku, _haiku_stack), **_W, stacked=True),
     "plain": Model(partial(_plain, _one_layer, stacked=False), **_BARE),

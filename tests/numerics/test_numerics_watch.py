@@ -163,24 +163,6 @@ def test_what_rounds_to_zero_and_to_inf_is_what_a_cast_rounds_so(dtype):
 
 
 @pytest.mark.standard_promotion("optax.adam promotes its count")
-def test_between_the_steps_that_look_nothing_is_computed():
-    compiled = {}
-    for watch in (None, 100):
-        step = mpjax.make_train_step(loss_fn, optax.adam(1e-3), "bf16-mixed", watch=watch)
-        compiled[watch] = step.lower(step.init(params()), X).compile()
-    text = compiled[100].as_text()
-    assert " conditional(" in text
-    assert " conditional(" not in compiled[None].as_text()
-    temporaries = [c.memory_analysis().temp_size_in_bytes for c in compiled.values()]
-    assert temporaries[1] <= temporaries[0] + 8192  # a few numbers for each module
-    handed_over = [
-        len(jax.tree.leaves(c.out_tree.unflatten(range(c.out_tree.num_leaves))))
-        for c in compiled.values()
-    ]
-    assert handed_over[1] == handed_over[0] + 2  # whatever the number of modules
-
-
-@pytest.mark.standard_promotion("optax.adam promotes its count")
 def test_a_step_that_does_not_look_runs_no_kernel_and_no_copy_more():
     def convolved(kernels, images):
         for kernel in kernels:

@@ -95,8 +95,6 @@ def cnn(topology, mistake):
     def local(params, trace, images):
         if mistake == "reduced in each micro-batch":
             grads = micro(lambda x: reduced(grad(params, x)), images)
-        elif mistake == "micro-batches, right":
-            grads = reduced(micro(lambda x: grad(params, x), images))
         else:
             grads = reduced(grad(params, images))
         if mistake == "a local decision":
@@ -190,9 +188,7 @@ def fsdp(topology, mistake):
     stored = jax.tree.map(lambda _: NamedSharding(mesh, P("fsdp")), MLP)
 
     def loss(params, x):
-        if mistake != "left to the compiler":
-            params = mpjax.pods.gather_constraint(params, stored, "bf16-mixed")
-        return mlp_loss(params, x)
+        return mlp_loss(mpjax.pods.gather_constraint(params, stored, "bf16-mixed"), x)
 
     def step(state, x):
         params, trace = state
@@ -247,78 +243,6 @@ def two_networks(topology, mistake):
     return jax.jit(step, donate_argnums=0), mpjax.pods.with_sharding(
         args, (P(), P(), P("data")), mesh
     )
-
-
-# -- libraries -------------------------------------------------------------------------------------
-
-
-@program
-def equinox(topology, mistake):
-    """An Equinox network under shard_map, weights gathered whole by `mpjax.pods.gather`."""
-    import equinox as eqx
-
-    mesh = topology.make_mesh({"data": 2, "fsdp": 4})
-    model = eqx.filter_eval_shape(eqx.nn.MLP, WIDTH, 64, 128, 2, key=jax.random.key(0))
-    params, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
-    specs = jax.tree.map(lambda x: P("fsdp"), params)
-    axes = ("data", "fsdp")
-
-    def loss(shards, x):
-        if mistake == "gathered in f32":
-            whole = jax.tree.map(lambda w: jax.lax.all_gather(w, "fsdp", tiled=True), shards)
-            whole = low(jax.tree.map(lambda w: w - jnp.mean(w), whole))
-        else:
-            whole = mpjax.pods.gather(shards, specs, "bf16-mixed", axis_name=axes, reduce="mean")
-        y = jax.vmap(eqx.combine(whole, static))(x.astype(jnp.bfloat16))
-        return jnp.mean(y.astype(jnp.float32) ** 2)
-
-    def local(shards, x):
-        return descend(shards, jax.grad(loss)(shards, x))
-
-    args = params, spec(ROWS, WIDTH)
-    return mapped_step(local, mesh, (specs, P(axes)), specs, args, vma=mistake is None)
-
-
-@program
-def flax(topology, mistake):
-    """A linen network with dropout and Adam, laid out by jit over data and tensor."""
-    from flax import linen
-
-    class Network(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            y = jax.nn.relu(linen.Dense(4 * WIDTH, name="up")(x))
-            y = linen.Dense(WIDTH, name="down")(linen.Dropout(0.1, deterministic=False)(y))
-            return linen.Dense(WIDTH, name="head")(y)
-
-    mesh = topology.make_mesh({"data": 4, "tensor": 2})
-    network, tx = Network(), optax.adam(1e-3)
-    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    params = jax.eval_shape(network.init, keys, spec(8, WIDTH))["params"]
-
-    def loss(params, x, key):
-        return jnp.mean(network.apply({"params": params}, x, rngs={"dropout": key}) ** 2)
-
-    def step(state, x, key):
-        grads = jax.grad(mpjax.autocast(loss, "bf16-mixed"))(state["params"], x, key)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
-
-    split = {"up": {"kernel": P(None, "tensor"), "bias": P("tensor")}}
-    split |= {"down": {"kernel": P("tensor"), "bias": P()}}
-    split |= {name: jax.tree.map(lambda _: P(), params[name]) for name in {*params} - {*split}}
-    split = {name: split[name] for name in params}
-    opt_state = jax.eval_shape(tx.init, params)
-    held = jax.tree.map(lambda _: P(), split) if mistake == "moments are whole" else split
-    opt_specs = optax.tree.map_params(
-        tx, lambda _, s: s, opt_state, held, transform_non_params=lambda _: P()
-    )
-    specs = {"params": split, "opt_state": opt_specs}
-    donated = () if mistake == "not donated" else (0,)
-    jitted = jax.jit(step, donate_argnums=donated, out_shardings=on(mesh, specs))
-    key = jax.eval_shape(jax.random.key, 0)
-    args = ({"params": params, "opt_state": opt_state}, spec(ROWS, WIDTH), key)
-    return jitted, mpjax.pods.with_sharding(args, (specs, P("data"), P()), mesh)
 
 
 # -- work that is split otherwise ------------------------------------------------------------------

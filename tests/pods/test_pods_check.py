@@ -11,7 +11,6 @@ import _pods_step
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import rich.console
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -91,20 +90,6 @@ def test_each_planted_mistake_is_found_and_its_culprit_named(topology, mistake):
     assert {finding.check for finding in report.findings} == {expected}
     assert any(culprit in finding.culprit for finding in report.findings), str(report)
     assert (report.ok, report.exit_code) == (False, 2)
-
-
-@pytest.mark.parametrize("topology", ["cpu:8", *FAST])
-def test_gather_constraint_gives_the_right_program_under_jit(topology):
-    report = _pods_step.check_jit(topology)
-    assert report.findings == (), str(report)
-    assert set(report.sent("weights")) == {"bf16"}
-    assert set(report.sent("gradients")) == {"f32"}
-    assert topology != "cpu:8" or not report.sent("activations")
-
-
-def test_what_jit_makes_of_shardings_alone_is_found():
-    report = _pods_step.check_jit("cpu:8", constrained=False)
-    assert {finding.check for finding in report.findings} == {"activations", "weights"}
 
 
 def test_report_prints_and_is_json(right):
@@ -192,21 +177,6 @@ def test_a_step_may_read_the_mesh_from_its_context():
         "cpu:8",
     )
     assert report.ok
-
-
-def test_what_make_train_step_returns_is_a_step():
-    step = mpjax.make_train_step(
-        lambda p, x: jnp.mean((x @ p["w"]).astype(jnp.float32) ** 2), optax.sgd(0.1), "bf16-mixed"
-    )
-    params = {"w": jnp.ones((64, 64))}
-    state = jax.eval_shape(step.init, params)
-    mesh = get_topology("cpu:8").make_mesh({"data": 8})
-    args = with_sharding((state, jnp.ones((16, 64))), (P(), P("data")), mesh)
-    report = check(step, args, "cpu:8")
-    assert report.ok, str(report)
-    assert report.compute_dtype == "bf16"
-    assert {c.dtype for c in report.collectives if c.role == "gradients"} == {"f32"}
-    assert {c.path for c in report.collectives if c.role == "gradients"} == {"state/params/w"}
 
 
 @pytest.mark.parametrize("donated", [(0,), ()])

@@ -3,25 +3,16 @@
 import dataclasses
 import functools
 
-import jax
-import jax.numpy as jnp
 from _hlo_text import (
     LOOP,
     NAMES,
-    Names,
     Place,
     ValueFlow,
-    _collectives,
-    _hlo,
-    _loops,
-    _read,
     found,
     line_of,
     parsed,
     with_line,
 )
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 
 def test_collectives_have_roles_paths_counts_and_axes():
@@ -240,32 +231,3 @@ def test_a_sum_widened_for_the_cpu_is_known_by_its_function():
     )
     scatter = next(c for c in found(text) if c.kind == "reduce-scatter")
     assert (scatter.dtype, scatter.bytes) == ("bf16", 64 * 8 * 2)
-
-
-# -- what XLA compiles here ------------------------------------------------------------------------
-
-
-def test_a_program_that_xla_compiled_here(devices, tmp_path):
-    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), (AxisType.Auto,) * 2, devices=devices)
-
-    def local(w, x):
-        whole = jax.lax.all_gather(w, "fsdp", tiled=True)
-        y = x @ whole
-        grad = jax.lax.psum_scatter(x.T @ y, "fsdp", tiled=True)
-        return w - jax.lax.psum(grad, "data")
-
-    mapped = jax.shard_map(
-        local, mesh=mesh, in_specs=(P("fsdp"), P("data")), out_specs=P("fsdp"), check_vma=False
-    )
-    w = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P("fsdp")))
-    x = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=NamedSharding(mesh, P("data")))
-    module = _hlo.read_module(jax.jit(mapped, donate_argnums=0).lower(w, x).compile())
-    names = Names({0: "w", 1: "x"}, {0: "w"}, frozenset({0}), frozenset({0}), dict(mesh.shape))
-    runs = _loops.run_counts(module)
-    sent = _collectives.find_collectives(module, ValueFlow(module), runs, names, _read.user_source)
-    assert [(c.kind, c.role, c.path, c.axes) for c in sent] == [
-        ("all-gather", "weights", "w", ("fsdp",)),
-        ("reduce-scatter", "gradients", "w", ("fsdp",)),
-        ("all-reduce", "gradients", "w", ("data",)),
-    ]
-    assert all("test_pods_collectives.py" in c.source for c in sent)

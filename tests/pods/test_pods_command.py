@@ -1,5 +1,6 @@
 """The check from the command line: its devices, another hash seed, errors with their lines."""
 
+import json
 import os
 import subprocess
 import sys
@@ -72,12 +73,15 @@ def test_a_program_that_follows_the_hash_seed_is_found_on_devices_that_it_starts
 def test_a_program_that_is_the_same_under_both_seeds_is_said_to_be(job, capsys):
     assert main(["pods", f"{job}:in_order", "cpu:8"]) == 0
     assert "  ok the program does not follow PYTHONHASHSEED" in capsys.readouterr().out
+    assert main(["pods", f"{job}:in_order", "cpu:8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["findings"] == []
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("broken", ["AttributeError", "make_mash", "(broken).", "(step, args)"]),
+        ("bild", ["mpjax pods: ", "has no function 'bild'"]),
         ("wrong", ["check_job(build): must return (step, args), args a tuple; got int"]),
     ],
 )

@@ -163,21 +163,10 @@ def start(config, *arguments):
     return _trainer.start(TRAINER, config, *here, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (["steps=0"], "'steps' must be at least 1; got 0"),
-        (["model.widht=8"], "Did you mean 'model.width'?"),
-        (["accelerator=v5e-255"], "no slice of v5e has 255 chips"),
-        (["mesh.tensor=3"], "does not divide 8 devices"),
-        (["precision=bf16"], "'bf16-mixed'"),
-    ],
-)
-def test_bad_input_is_a_message_and_exit_code_2(changes, said, config, monkeypatch, capsys):
-    arguments = [part for change in changes for part in ("--set", change)]
-    monkeypatch.setattr(sys, "argv", ["train_pod.py", str(config), *arguments])
+def test_a_bad_config_is_a_message_and_exit_code_2(config, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_pod.py", str(config), "--set", "model.widht=8"])
     assert train_pod.main() == 2
-    assert said in capsys.readouterr().err
+    assert "Did you mean 'model.width'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import pickle
 import warnings
 from collections.abc import Mapping
 
-import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -82,17 +80,11 @@ def test_casts_by_path():
     }
     assert count_casts(policies.cast_to_compute, TREE) == 3
     assert set(dtypes(policies.cast_to_param(TREE)).values()) == {"float32", "int32"}
-    outputs = policies.with_output_dtype("float16").cast_to_output({"logits": jnp.ones(2)})
-    assert outputs["logits"].dtype == jnp.float16
+    outputs = policies.with_output_dtype("float16").cast_to_output(TREE)
+    assert set(dtypes(outputs).values()) == {"float16", "int32"}
 
 
-def test_casts_linen_nnx_and_equinox_by_the_paths_that_users_write():
-    linen = nn.Sequential([nn.Dense(2), nn.LayerNorm()]).init(jax.random.key(0), jnp.ones((1, 2)))
-    policies = mpjax.PolicyMap("bfloat16", {"params/layers_1": "float32"})
-    got = dtypes(policies.cast_to_compute(linen))
-    assert got["params/layers_1/scale"] == "float32"
-    assert got["params/layers_0/kernel"] == "bfloat16"
-
+def test_casts_nnx_by_the_paths_that_users_write():
     module = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.LayerNorm(2, rngs=nnx.Rngs(0)))
     policies = mpjax.PolicyMap("bfloat16", {"re:layers/1/(scale|bias)": "float32"})
     for tree in (nnx.state(module), module):
@@ -101,25 +93,6 @@ def test_casts_linen_nnx_and_equinox_by_the_paths_that_users_write():
         assert (
             sorted(str(x.dtype) for x in jax.tree.leaves(got)) == ["bfloat16"] * 2 + ["float32"] * 2
         )
-
-    class Attention(eqx.Module):
-        query: jax.Array
-        value: jax.Array
-
-    policies = mpjax.PolicyMap("bfloat16", {"attention/value": "float32"})
-    got = policies.cast_to_compute({"attention": Attention(jnp.ones(2), jnp.ones(2))})["attention"]
-    assert (got.query.dtype, got.value.dtype) == (jnp.bfloat16, jnp.float32)
-
-
-def test_sharding_and_specs_pass_through(devices):
-    mesh = jax.sharding.Mesh(devices, ("i",))
-    sharding = jax.NamedSharding(mesh, jax.P("i"))
-    spec = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
-    got = mpjax.PolicyMap("bf16-mixed", {"norm": "float32"}).cast_to_compute(
-        {"w": spec, "norm": spec}
-    )
-    assert (got["w"].dtype, got["w"].sharding) == (jnp.bfloat16, sharding)
-    assert got["norm"] is spec
 
 
 # -- rules that match nothing --------------------------------------------------------------------
@@ -201,15 +174,6 @@ def test_rule_covers_itself_and_what_is_below(rule, below):
     policies = mpjax.PolicyMap("bf16-mixed", {rule: "float32"})
     assert policies.policy_for(rule) == policies.policy_for(f"{rule}/{below}") == F32
     assert policies.policy_for(f"x/{rule}") == policies.policy_for(f"{rule}x") == MIXED
-
-
-def test_parts_of_a_map():
-    policies = mpjax.PolicyMap("bf16-mixed", {"a": "float32"})
-    assert policies.default == MIXED
-    assert policies.rules == (("a", F32),)
-    assert policies.policies == (MIXED, F32)
-    assert jax.tree.leaves(policies) == []
-    assert str(policies.with_output_dtype("bf16").policy_for("a")) == "p=f32,c=f32,o=bf16"
 
 
 def test_default_of_a_map_is_the_scoped_one():

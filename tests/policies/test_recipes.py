@@ -75,13 +75,6 @@ def test_policy_is_static_under_jit():
     assert jax.jit(lambda p, x: p.cast_to_compute(x))(policy, jnp.ones(2)).dtype == jnp.bfloat16
 
 
-def test_map_holds_quantised_policies_and_comes_back_from_its_dict():
-    policies = mpjax.PolicyMap("bf16-mixed", {"mlp*": "int8_from_mixed_bfloat16"})
-    assert isinstance(policies.policy_for("mlp_0/kernel"), mpjax.QuantizedPolicy)
-    assert not isinstance(policies.policy_for("norm/scale"), mpjax.QuantizedPolicy)
-    assert mpjax.PolicyMap.from_dict(policies.to_dict()) == policies
-
-
 def test_keras_configs_are_read():
     config = {"mode": "float8", "source_name": "mixed_bfloat16", "amax_history_length": 1024}
     for spec in (config, {"class_name": "QuantizedFloat8DTypePolicy", "config": config}):

@@ -44,13 +44,6 @@ def test_one_measure_outside_is_a_no(convergence):
     assert convergence.line("16-mixed", found, base, 2)[-2:] == ("NO", "3")
 
 
-def test_float32_is_not_compared_with_itself(convergence):
-    base = rows(1.0, 2.0, 3.0)
-    assert convergence.line("32-true", base, base, 2) == (
-        *("32-true", "3", "2.0000 ± 1.0000", "", "98.00 ± 1.00", "", "", "3"),
-    )
-
-
 def run(*arguments):
     command = [sys.executable, str(FOLDER / "convergence.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)

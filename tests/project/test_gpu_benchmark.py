@@ -22,11 +22,10 @@ FOLDER = ROOT / "benchmarks"
 def gpu(monkeypatch):
     """The modules of the benchmark, imported as its script imports them."""
     monkeypatch.syspath_prepend(FOLDER)
-    used = ("clock", "hints_card", "jobs", "kernels", "plans", "programs", "right", "tables")
+    used = ("clock", "jobs", "kernels", "plans", "programs", "right", "tables")
     found = {name: importlib.import_module(f"gpu_cards.{name}") for name in (*used, "worker")}
     found["store"] = importlib.import_module("measure.store").Store
     found["networks"] = importlib.import_module("networks").NETWORKS
-    found["peer"] = importlib.import_module("measure.peer").Peer
     return SimpleNamespace(**found)
 
 
@@ -85,7 +84,7 @@ def test_every_card_runs_on_a_cpu_and_a_second_run_measures_nothing(tmp_path):
     assert "autocast f16" in table
     absent = {row["part"] for row in written["rows"] if "absent" in row}
     assert absent <= {"card 3"}  # for want of PyTorch, here
-    done = command(*words, "--cards", "0,1,2,4,5,6,7", out=tmp_path)
+    done = command(*words, "--cards", "0,2", out=tmp_path)
     assert "0 rows measured" in done.stdout
 
 
@@ -146,27 +145,6 @@ def test_what_finds_no_memory_beside_others_is_measured_alone(gpu, fits_alone):
     assert ("ms" in rows["large"], "out_of_memory" in rows["large"]) == (fits_alone, not fits_alone)
 
 
-def test_steps_of_a_sample_are_a_multiple_of_what_looks_now_and_then(gpu):
-    step = Fake(0.01)
-    step.multiple = 100
-    rows = gpu.clock.in_turns({"watch": step}, gpu.clock.Patience(sample_s=0.3))
-    assert rows["watch"]["steps"] == 100
-
-
-def test_a_compiled_step_carries_its_donated_state(gpu):
-    program, facts = gpu.programs.compiled(
-        lambda: jax.jit(lambda s, x: (s + x, s), donate_argnums=0).lower(
-            jax.ShapeDtypeStruct((4,), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.float32)
-        )
-    )
-    step = gpu.clock.JaxStep(program, lambda: (jnp.zeros(4), jnp.ones(4)), facts, carries=True)
-    step.open()
-    assert step.run(5) > 0
-    assert step.args[0].tolist() == [5] * 4
-    step.close()
-    assert facts["peak_bytes"] >= 2 * 16
-
-
 def test_kernels_of_a_gpus_streams_are_summed_by_kind(gpu):
     def event(tid, name, dur, **args):
         return {"ph": "X", "pid": 1, "tid": tid, "name": name, "dur": dur, "args": args}
@@ -221,21 +199,6 @@ class Bench:
 
 TIME = {"ms": 1.0, "low": 1.0, "high": 1.0}
 _HEAD = ("command", "date", "commit", "tree", "versions", "platform_version", "host", "xla_flags")
-
-
-def test_networks_that_no_run_has_measured_come_first(gpu, tmp_path):
-    bench, measured = Bench(gpu, tmp_path), []
-
-    def job(name, code):
-        def measure(prepared):
-            measured.append(name)
-            return dict.fromkeys(prepared, TIME)
-
-        return bench.job(name, measure, code=code)
-
-    bench.run(job("known", "old"))
-    bench.run(job("known", "new"), job("unknown", "new"))
-    assert measured == ["known", "unknown", "known"]
 
 
 def test_rows_are_written_job_by_job_and_a_later_run_goes_on(gpu, tmp_path):
@@ -322,25 +285,6 @@ def test_nothing_is_prepared_while_something_is_measured(gpu, tmp_path):
     assert overlaps == []
 
 
-@pytest.mark.parametrize(("load", "at_once"), [(1, 3), (2, 2)])
-def test_what_takes_memory_is_not_prepared_far_ahead(gpu, tmp_path, load, at_once):
-    bench, prepared, most = Bench(gpu, tmp_path), [], []
-
-    def measure(_):
-        most.append(len(prepared) - len(most))  # ready, or at work, and not yet measured
-        return {"only": TIME}
-
-    jobs = [
-        dataclasses.replace(
-            bench.job(str(i), measure, only=lambda i=i: prepared.append(i)), load=load
-        )
-        for i in range(6)
-    ]
-    bench.run(*jobs)
-    assert max(most) <= at_once
-    assert len(most) == 6
-
-
 def test_a_process_that_breaks_is_a_row_and_another_goes_on(gpu, tmp_path, monkeypatch):
     script = importlib.import_module("gpu")
     codes, started = [-11, gpu.worker.BROKEN, 0], []
@@ -407,10 +351,6 @@ def row(card, network, variant, ms, **more):
             [row(2, "net", "hand cast bf16", 1.0), row(2, "net", "autocast bf16", 1.1)],
             ["net, full: autocast takes 1.100 of hand cast bf16"],
         ),
-        (
-            [row(2, "net", "hand cast bf16, cuDNN", 1.0), row(2, "net", "autocast bf16", 1.1)],
-            ["net, full: autocast takes 1.100 of hand cast bf16, cuDNN"],
-        ),
         ([row(2, "net", "hand cast bf16", 1.0), row(2, "net", "autocast bf16", 1.015)], []),
         (
             [row(2, "net", "float32 highest", 2.0), row(2, "net", "autocast bf16", 1.0)],
@@ -457,15 +397,6 @@ def test_products_stand_beside_the_peak_that_was_measured(gpu):
     ]
     found = gpu.tables.with_shares(rows)
     assert [each.get("share") for each in found] == [None, 0.5, None]
-
-
-def test_hints_name_the_networks_that_they_claim(gpu):
-    claims = {
-        name: gpu.hints_card.claims(hint) for name, hint in gpu.hints_card.hints.HINTS.items()
-    }
-    assert all(networks for _, networks in claims.values())
-    assert claims["read_low"] == ("float8", ["vit", "transformer"])
-    assert claims["merged"] == ("autocast", ["gru", "lstm"])
 
 
 def test_every_network_of_the_plans_has_its_size(gpu):
@@ -528,13 +459,3 @@ def test_gradients_further_off_than_a_cast_by_hand_are_wrong(gpu):
     lost = {"errors": [float("nan"), 0.01]}
     gpu.right._judge(lost, hand)
     assert lost["right"] is False
-
-
-def test_another_interpreter_that_ends_says_why(gpu):
-    with gpu.peer(sys.executable, "torch_models.py") as peer:
-        first = peer.answer() if _has_torch() else json.loads(peer.answer())["absent"]
-        assert "torch" in first
-
-
-def _has_torch():
-    return importlib.util.find_spec("torch") is not None

@@ -11,7 +11,7 @@ import pytest
 import mpjax
 from mpjax import __main__ as command_line
 from mpjax import get_policy
-from mpjax.__main__ import COMMANDS, Command, main
+from mpjax.__main__ import COMMANDS, main
 from mpjax._hardware import SUPPORT, find_accelerator
 from mpjax._policies.policy import POLICY_NAMES
 from mpjax._policies.quantized_policy import NAMES
@@ -195,16 +195,6 @@ def test_version(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"mpjax {mpjax.__version__}\n"
-
-
-def test_a_command_is_one_entry(capsys, monkeypatch):
-    def hello(args):
-        sys.stdout.write(f"hello, json={args.json}\n")
-        return 7
-
-    added = (*COMMANDS, Command(name="hello", help="says hello", run=hello))
-    monkeypatch.setattr(command_line, "COMMANDS", added)
-    assert run(capsys, "hello", "--json") == (7, "hello, json=True\n")
 
 
 def test_a_terminal_gets_a_table_by_rich_in_which_names_stay_whole(capsys, monkeypatch):

@@ -461,32 +461,9 @@ def test_law_09_configuration_is_data():
 # -- many at once --------------------------------------------------------------------------------
 
 
-def test_several_loss_scales_under_vmap():
-    scales = jax.vmap(mpjax.DynamicLossScale)(jnp.array([2.0, 4.0, 8.0]))
-    got = jax.vmap(lambda ls, f: ls.adjust(f))(scales, jnp.array([True, False, False]))
-    assert got.loss_scale.tolist() == [2, 2, 4]
-    assert got.counter.tolist() == [1, 0, 0]
-
-
 def test_construction_under_jit():
     got = jax.jit(lambda x: mpjax.DynamicLossScale(x, growth_interval=1).adjust(True))(8.0)
     assert float(got.loss_scale) == 16
-
-
-def test_protocol_takes_a_loss_scale_of_ones_own():
-    class Mine:
-        loss_scale = 2.0
-
-        def scale(self, tree):
-            return tree
-
-        unscale = scale
-
-        def adjust(self, grads_finite):
-            return self
-
-    assert isinstance(Mine(), mpjax.LossScale)
-    assert not isinstance(2.0, mpjax.LossScale)
 
 
 def test_repr_shows_every_field():

@@ -68,19 +68,6 @@ def test_law_16_a_run_resumed_in_the_middle_ends_bit_for_bit_the_same(way, tmp_p
 
 
 @OPTAX
-def test_flax_train_state_round_trips_through_msgpack():
-    state = train_state.TrainState.create(
-        apply_fn=None, params=PARAMS, tx=mpjax.with_loss_scale(optax.adam(0.1), LOSS_SCALE)
-    )
-    moved = state.apply_gradients(grads=PARAMS)
-    restored = flax.serialization.from_bytes(state, flax.serialization.to_bytes(moved))
-    assert_bitwise_equal(restored.opt_state, moved.opt_state)
-    grads = jax.tree.map(jnp.ones_like, PARAMS)
-    again, want = (x.apply_gradients(grads=grads) for x in (restored, moved))
-    assert_bitwise_equal((again.params, again.opt_state), (want.params, want.opt_state))
-
-
-@OPTAX
 @ORBAX
 @pytest.mark.no_leak_check("orbax keeps state in threads of its own")
 def test_what_is_restored_without_a_template_can_be_read(tmp_path):
@@ -130,24 +117,6 @@ def step_under(policy, **options):
 
 
 @OPTAX
-def test_a_state_of_another_policy_is_refused_and_adopted():
-    old, new = step_under("bf16-mixed"), step_under("16-mixed")
-    state = run(old, start(old), [0, 1])
-    with pytest.raises(ValueError, match=r"has no loss scale, and this step a dynamic .*\n.*adopt"):
-        new(state, batch_of(3))
-    adopted = new.adopt(state)
-    assert_bitwise_equal(adopted.params, state.params)
-    assert_bitwise_equal(adopted.opt_state.inner_state, state.opt_state.inner_state)
-    assert isinstance(mpjax.current_loss_scale(adopted.opt_state), mpjax.DynamicLossScale)
-    adopted, metrics = new(adopted, batch_of(3))
-    assert int(adopted.step) == 3
-    assert bool(metrics["grads_finite"])
-    back = old.adopt(adopted)
-    assert isinstance(mpjax.current_loss_scale(back.opt_state), mpjax.NoOpLossScale)
-    old(back, batch_of(4))
-
-
-@OPTAX
 @pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("kind", ["dict", "flax"])
 def test_a_run_of_another_program_is_adopted_value_for_value(kind, policy):
@@ -184,32 +153,6 @@ def test_adopting_keeps_a_loss_scale_of_the_same_kind_and_its_counters():
     assert int(adopted.opt_state.skipped_steps) == 1
     assert isinstance(mpjax.current_loss_scale(adopted.opt_state), mpjax.StaticLossScale)
     assert float(adopted.opt_state.loss_scale) == 8.0
-
-
-@OPTAX
-def test_parameters_of_another_policy_are_refused_and_cast():
-    old, new = step_under("bf16-true", rounding="nearest"), step_under("bf16-mixed")
-    state = run(old, start(old), [0])
-    with pytest.raises(ValueError, match=r"parameter 'layers/0/b' is bf16\[3\], and .* f32\[3\]"):
-        new(state, batch_of(1))
-    adopted = new.adopt(state)
-    assert {x.dtype for x in jax.tree.leaves(adopted.params)} == {jnp.dtype("float32")}
-    new(adopted, batch_of(1))
-
-
-@OPTAX
-def test_a_checkpoint_without_a_loss_scale_is_adopted():
-    plain = optax.adamw(0.1)
-    opt_state = plain.init(PARAMS)
-    _, opt_state = plain.update(PARAMS, opt_state, PARAMS)
-    tx = mpjax.with_loss_scale(plain, LOSS_SCALE)
-    with pytest.raises(ValueError, match=r"the state is no LossScaleState; got a tuple"):
-        tx.update(PARAMS, opt_state, PARAMS)
-    adopted = mpjax.optim.adopt_state(tx, opt_state, PARAMS)
-    assert_bitwise_equal(adopted.inner_state, opt_state)
-    assert jax.tree.structure(adopted) == jax.tree.structure(tx.init(PARAMS))
-    tx.update(PARAMS, adopted, PARAMS)
-    assert_bitwise_equal(mpjax.optim.adopt_state(plain, adopted, PARAMS), opt_state)
 
 
 def test_a_state_of_another_optimizer_or_model_is_refused_by_name():

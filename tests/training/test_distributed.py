@@ -139,15 +139,6 @@ def test_sharded_parameters_stay_sharded_through_steps_and_skips(devices):
     assert int(state.opt_state.skipped_steps) == 1
 
 
-def test_raise_if_diverged_reads_what_pmap_returns(devices):
-    tx = mpjax.with_loss_scale(optax.sgd(0.1), max_consecutive_skips=1, axis_name="data")
-    grads = jnp.ones((SHARDS, 2)).at[6, 0].set(jnp.inf)
-    state = jax.pmap(lambda _: tx.init(jnp.ones(2)), devices=devices)(jnp.arange(SHARDS))
-    _, state = jax.pmap(tx.update, axis_name="data", devices=devices)(grads, state)
-    with pytest.raises(mpjax.NonFiniteError, match=r"1 step in a row was skipped; loss scale is 1"):
-        mpjax.raise_if_diverged(state, jnp.ones((SHARDS, 2)))
-
-
 def test_autocast_inside_shard_map_leaves_nothing_for_jit_on_the_same_mesh(devices):
     """A program that is kept from one is of devices apart, in the other of all of them."""
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
 
 import mpjax
 from mpjax.testing import assert_bitwise_equal
@@ -122,27 +121,6 @@ def test_an_optimizer_that_looks_at_values_judges_by_all_of_them():
     grads = {"adapter": jnp.ones(4), "frozen": jnp.full(4, jnp.inf)}
     _, state = tx.update(grads, tx.init(PARAMS), PARAMS)
     assert not bool(state.grads_finite)
-
-
-def test_parameters_that_a_filter_of_nnx_leaves_out_do_not_judge():
-    class Net(nnx.Module):
-        def __init__(self):
-            self.adapter, self.frozen = nnx.Param(jnp.ones(4)), nnx.Param(jnp.full(4, 100.0))
-
-    def loss(model, batch):
-        return loss_fn({"adapter": model.adapter[...], "frozen": model.frozen[...]}, batch)
-
-    only = nnx.All(nnx.Param, nnx.PathContains("adapter"))
-    step = mpjax.nnx.make_train_step(Net(), optax.sgd(0.1), "16-mixed", loss, wrt=only)
-    _, metrics = step(step.init(), jnp.zeros(4))
-    assert bool(metrics["grads_finite"])
-    labels = nnx.State({"adapter": "train", "frozen": "freeze"})
-    tx = optax.partition(
-        {"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}, nnx.as_pure(labels)
-    )
-    step = mpjax.nnx.make_train_step(Net(), tx, "16-mixed", loss)
-    _, metrics = step(step.init(), jnp.zeros(4))
-    assert bool(metrics["grads_finite"])
 
 
 # -- a loss that is not finite ---------------------------------------------------------------------
