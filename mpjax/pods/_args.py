@@ -172,11 +172,14 @@ def input_paths(step: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
 
 def _argument_names(step: Callable[..., Any], count: int) -> list[str]:
     try:
-        parameters = inspect.signature(step).parameters.values()
+        parameters = tuple(inspect.signature(step).parameters.values())
     except (TypeError, ValueError):  # a builtin has none
         parameters = ()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in parameters if p.kind in kinds][:count]
+    rest = [p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL]
+    if rest and len(names) == count - 1:  # `step(state, *batch)`, called with one
+        return names + rest
     return names + [f"argument {i}" for i in range(len(names), count)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -220,7 +221,21 @@ def _kept(paths: list[str], module: Module) -> dict[int, int]:
         leaf = whole.get("/".join(named), tails.get("/".join(named[1:])))
         if leaf is not None:
             leaf_of[number] = leaf
-    return leaf_of
+    return _filled(leaf_of, sorted(parameters), len(paths))
+
+
+def _filled(leaf_of: Mapping[int, int], numbers: Sequence[int], count: int) -> dict[int, int]:
+    """Returns parameter → leaf, by their order too: a step may call its arguments otherwise.
+
+    Both are in one order. Parameters between two that are known are the leaves between these, if
+    there are as many.
+    """
+    filled = dict(leaf_of)
+    known = [(-1, -1), *sorted(leaf_of.items()), (len(numbers), count)]
+    for (before, first), (after, last) in itertools.pairwise(known):
+        if after - before == last - first:
+            filled.update(zip(range(before + 1, after), range(first + 1, last), strict=True))
+    return filled
 
 
 def _outputs(

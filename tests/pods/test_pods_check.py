@@ -4,6 +4,7 @@ On virtual CPU devices, and for TPUs and GPUs; more of these in test_pods_target
 """
 
 import dataclasses
+import functools
 import io
 import json
 
@@ -230,6 +231,29 @@ def test_keys_are_arguments_like_any_other():
     mesh = get_topology("cpu:8").make_mesh({"data": 8})
     args = with_sharding((state, SGD_ARGS[1]), (P(), P("data")), mesh)
     assert check(jax.jit(step, donate_argnums=0), args, "cpu:8").ok
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda self, state, *batch: None, id="state, *batch"),
+        pytest.param(lambda self, s, x: None, id="s, x"),
+        pytest.param(lambda self, *args: None, id="*args"),
+    ],
+)
+def test_a_batch_is_judged_whatever_the_step_calls_its_arguments(call):
+    """A step that leaves out an argument, as `make_train_step` does, has fewer than it is given."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def jitted(state, batch):
+        return {"w": sgd({"w": state["w"]}, batch)[0]["w"], "unused": jnp.zeros(3)}
+
+    step = type("Step", (), {"__call__": call, "lower": staticmethod(jitted.lower)})()
+    mesh = get_topology("cpu:8").make_mesh({"data": 8})
+    args = ({"w": jnp.ones((64, 64)), "unused": jnp.ones(3)}, SGD_ARGS[1])
+    report = check(step, with_sharding(args, (P(), P()), mesh), "cpu:8")
+    assert [finding.check for finding in report.findings] == ["batch"]
+    assert check(step, with_sharding(args, (P(), P("data")), mesh), "cpu:8").ok
 
 
 def test_process_index_answers_truly_afterwards():
