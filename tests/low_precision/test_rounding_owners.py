@@ -101,6 +101,25 @@ def test_law_17_parameters_follow_float32_training(own, dtype):
             assert (np.abs(known - want[key]) <= lost + 1e-6).all()
 
 
+@owners
+def test_law_17_the_inner_optimizer_reads_float32_gradients_and_the_weights_as_they_are_known(own):
+    seen = []
+
+    def look(grads, weights):
+        seen.append((grads, weights))
+        return jax.tree.map(lambda g: -1e-3 * g, grads)
+
+    tx, params = own(optax.stateless(look)), params_of()
+    state = tx.init(params)
+    for seed in range(3):
+        grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads_of(params, seed))
+        full = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
+        known = optim.full_params(params, state)
+        updates, state = tx.update(grads, state, params)
+        assert_bitwise_equal(seen[-1], (full, known))
+        params = optax.apply_updates(params, updates)
+
+
 @halves
 def test_law_17_what_is_known_rounds_to_the_parameters(dtype):
     params = params_of(dtype)
