@@ -206,6 +206,19 @@ def test_a_shared_module_is_one_module_still():
     assert dtypes(model, X) == {"first": "bf16"}
 
 
+class Reader(nn.Module):
+    """Reads a dtype of a module in a field before it calls that module."""
+
+    head: nn.Module
+
+    def __call__(self, x):
+        return x * (self.head.dtype == BF16)
+
+
+def test_a_module_in_a_field_has_its_dtype_before_its_parent_reads_it():
+    assert mpjax.linen.with_policy(Reader(nn.Dense(4)), "bf16-mixed").apply({}, X).all()
+
+
 class TwoHeads(nn.Module):
     @nn.compact
     def __call__(self, x):
