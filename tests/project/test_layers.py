@@ -189,6 +189,22 @@ def code_lines(node):
     return length
 
 
+def classes_of_one_name(root):
+    """Returns the names that two classes have, at the top of their files."""
+    names = [
+        node.name
+        for source in sources(root)
+        for node in source.tree.body
+        if isinstance(node, ast.ClassDef)
+    ]
+    return {name for name in names if names.count(name) > 1}
+
+
+def test_a_class_name_stands_for_one_class():
+    public = {"Report", "Row"}  # of `numerics` and `pods`, of `numerics` and `explain`
+    assert classes_of_one_name(PACKAGE) == public
+
+
 def unopened(root):
     """Returns the files whose first line does not say what question they answer."""
     return [s.name for s in sources(root) if s.text.strip() and not ast.get_docstring(s.tree)]

@@ -45,7 +45,7 @@ Copies = frozenset[Copy]
 _NONE: Copies = frozenset()
 
 
-class Value(NamedTuple):
+class Numbered(NamedTuple):
     """A value: its number, and the products that it is made of which are computed twice."""
 
     number: int
@@ -86,13 +86,13 @@ class Numbering:
         several = [(n, flags) for n, flags in self._reads.items() if len(flags) > 1]
         return [flags for n, flags in several if n not in self._constants]
 
-    def _fresh(self) -> Value:
-        return Value(self._of(object()))
+    def _fresh(self) -> Numbered:
+        return Numbered(self._of(object()))
 
     def _of(self, key: Hashable) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
 
-    def _plan(self, plan: Decided, inputs: Sequence[Value]) -> list[Value]:
+    def _plan(self, plan: Decided, inputs: Sequence[Numbered]) -> list[Numbered]:
         """Numbers the values of a plan; returns its outputs."""
         decisions = {d.eqn.outvars[0]: d for d in plan.decisions if d.eqn.outvars}
         return self._program(plan.jaxpr, inputs, decisions, plan.reads)
@@ -100,13 +100,13 @@ class Numbering:
     def _program(
         self,
         program: Any,
-        inputs: Sequence[Value],
+        inputs: Sequence[Numbered],
         decisions: Mapping[Any, Decision],
         flags: Mapping[Any, int],
-    ) -> list[Value]:
+    ) -> list[Numbered]:
         jaxpr = compat.closed(program).jaxpr
         env = dict(zip(jaxpr.invars, inputs, strict=True))
-        env.update((v, Value(self._of(("constant", v)))) for v in jaxpr.constvars)
+        env.update((v, Numbered(self._of(("constant", v)))) for v in jaxpr.constvars)
         literal = self._literal
         for eqn in jaxpr.eqns:
             operands = [literal(v) if compat.is_literal(v) else env[v] for v in eqn.invars]
@@ -117,17 +117,17 @@ class Numbering:
                     self._reads.setdefault(value.number, {})[v] = read
         return [literal(v) if compat.is_literal(v) else env[v] for v in jaxpr.outvars]
 
-    def _literal(self, atom: Any) -> Value:
+    def _literal(self, atom: Any) -> Numbered:
         aval = atom.aval
         number = self._of((aval.dtype, aval.shape, np.asarray(atom.val).tobytes()))
         self._constants.add(number)
         if not aval.shape:
             self._uniform.add(number)
-        return Value(number)
+        return Numbered(number)
 
     def _equation(
-        self, eqn: Eqn, operands: list[Value], decisions: Mapping[Any, Decision]
-    ) -> Sequence[Value]:
+        self, eqn: Eqn, operands: list[Numbered], decisions: Mapping[Any, Decision]
+    ) -> Sequence[Numbered]:
         name = eqn.primitive.name
         if structure.is_call(eqn):
             decision = decisions.get(eqn.outvars[0]) if eqn.outvars else None
@@ -140,10 +140,10 @@ class Numbering:
         if name in PRODUCTS and (decision := decisions.get(eqn.outvars[0])) is not None:
             self.visits.append(Visit(numbers[0], decision))
         if not self._repeated:
-            return list(map(Value, numbers))
+            return list(map(Numbered, numbers))
         copies = self._copies(eqn, numbers, operands)
         return [
-            Value(n, copies if is_float32(v) else _NONE)
+            Numbered(n, copies if is_float32(v) else _NONE)
             for n, v in zip(numbers, eqn.outvars, strict=True)
         ]
 
@@ -191,9 +191,11 @@ class Numbering:
 
     # -- programs inside ---------------------------------------------------------------------------
 
-    def _call(self, eqn: Eqn, operands: list[Value], decision: Decision | None) -> list[Value]:
+    def _call(
+        self, eqn: Eqn, operands: list[Numbered], decision: Decision | None
+    ) -> list[Numbered]:
         plans = decision.call.plans if decision is not None and decision.call else None
-        made: list[list[Value]] = []
+        made: list[list[Numbered]] = []
         is_loop = eqn.primitive.name in structure.LOOPS
         self._in_derivative += scopes.is_transposed(eqn)  # what is computed again there, too
         for i, part in enumerate(structure.parts(eqn)):
@@ -213,12 +215,12 @@ class Numbering:
             return first
         return [self._chosen(operands[0], each) for each in zip(*made, strict=True)]
 
-    def _chosen(self, by: Value, branches: Sequence[Value]) -> Value:
+    def _chosen(self, by: Numbered, branches: Sequence[Numbered]) -> Numbered:
         numbers = {v.number for v in branches}
         key = ("one of", by.number, *(v.number for v in branches))
-        return Value(numbers.pop() if len(numbers) == 1 else self._of(key), _union(branches))
+        return Numbered(numbers.pop() if len(numbers) == 1 else self._of(key), _union(branches))
 
-    def _entering(self, eqn: Eqn, part: structure.Part, inputs: list[Value]) -> list[Value]:
+    def _entering(self, eqn: Eqn, part: structure.Part, inputs: list[Numbered]) -> list[Numbered]:
         """Returns the inputs of a loop's body: carries and rows differ by turn, if it has many."""
         before = [eqn.invars[place] for place in part.operands]
         inside = compat.closed(part.program).jaxpr.invars
@@ -231,16 +233,20 @@ class Numbering:
                 key = ("row", value.number)
                 inputs[i] = self._turned(eqn, key, value, before[i], inside[i])
             elif not _is_one_turn(eqn):
-                inputs[i] = Value(self._of(("carried", i - start, all_of)), carried)
+                inputs[i] = Numbered(self._of(("carried", i - start, all_of)), carried)
         return inputs
 
-    def _turned(self, eqn: Eqn, key: Hashable, value: Value, before: Any, after: Any) -> Value:
+    def _turned(
+        self, eqn: Eqn, key: Hashable, value: Numbered, before: Any, after: Any
+    ) -> Numbered:
         number = self._of(key)
         if _is_one_turn(eqn):
             number = self._as_moved(number, value.number, before.aval.shape, after)
         return value._replace(number=number)
 
-    def _leaving(self, eqn: Eqn, operands: list[Value], made: list[list[Value]]) -> list[Value]:
+    def _leaving(
+        self, eqn: Eqn, operands: list[Numbered], made: list[list[Numbered]]
+    ) -> list[Numbered]:
         body = structure.parts(eqn)[-1]
         outs, inside = made[-1], compat.closed(body.program).jaxpr.outvars
         carries = body.carries
@@ -252,13 +258,13 @@ class Numbering:
         all_of = self._of(("loop", *_turns(eqn), *numbers))
         carried = _union(outs)
         return [
-            Value(self._of(("result", i, all_of)), carried if i < carries else v.copies)
+            Numbered(self._of(("result", i, all_of)), carried if i < carries else v.copies)
             for i, v in enumerate(outs)
         ]
 
     # -- copies ------------------------------------------------------------------------------------
 
-    def _copies(self, eqn: Eqn, made: Sequence[int], operands: Sequence[Value]) -> Copies:
+    def _copies(self, eqn: Eqn, made: Sequence[int], operands: Sequence[Numbered]) -> Copies:
         """Returns the repeated products behind an operation, and notes where copies meet."""
         name = eqn.primitive.name
         if contracts(eqn):
@@ -286,7 +292,7 @@ def contracts(eqn: Eqn) -> bool:
     return contraction.is_product(eqn) and not contraction.only_sums(eqn)
 
 
-def _union(values: Iterable[Value]) -> Copies:
+def _union(values: Iterable[Numbered]) -> Copies:
     return _NONE.union(*(v.copies for v in values))
 
 

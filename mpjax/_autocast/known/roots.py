@@ -17,7 +17,7 @@ from mpjax._jaxpr.equation import Eqn, params_key
 _DEEPEST = 4
 
 
-class Part(NamedTuple):
+class Excerpt(NamedTuple):
     """Stands for what an operation took out of values: a slice, or the largest of a row."""
 
     how: tuple[Hashable, ...]  # the operation's name first
@@ -25,7 +25,7 @@ class Part(NamedTuple):
     depth: int  # how many parts it is taken out of, one after another
 
 
-Root: TypeAlias = "int | Part"
+Root: TypeAlias = "int | Excerpt"
 Roots: TypeAlias = frozenset[Root]
 
 
@@ -38,7 +38,7 @@ class Term(NamedTuple):
     is_power: bool = False  # squared, or the root of it, on the way to where it is added
 
 
-def part(eqn: Eqn, out: Any, of: Roots, operands: Sequence[Any]) -> Part | None:
+def part(eqn: Eqn, out: Any, of: Roots, operands: Sequence[Any]) -> Excerpt | None:
     """Returns what an operation takes out of values, None where that would be too deep.
 
     Args:
@@ -47,18 +47,18 @@ def part(eqn: Eqn, out: Any, of: Roots, operands: Sequence[Any]) -> Part | None:
       of: the roots of the values.
       operands: the facts of the operation's operands; those behind the first are indices.
     """
-    depth = 1 + max((r.depth for r in of if isinstance(r, Part)), default=0)
+    depth = 1 + max((r.depth for r in of if isinstance(r, Excerpt)), default=0)
     if depth > _DEEPEST:
         return None
     literals = (str(v) for v in eqn.invars[1:] if compat.is_literal(v))
     how = (eqn.primitive.name, params_key(eqn), eqn.outvars.index(out), *literals)
-    return Part(how, (of, *(f.roots for f in operands[1:])), depth)
+    return Excerpt(how, (of, *(f.roots for f in operands[1:])), depth)
 
 
 def numbers(roots: Roots) -> Iterator[int]:
     """Yields the numbers that roots are made of."""
     for root in roots:
-        if isinstance(root, Part):
+        if isinstance(root, Excerpt):
             for of in root.of:
                 yield from numbers(of)
         else:
@@ -80,7 +80,7 @@ def renumbered(roots: Roots, number: Callable[[int], int]) -> Roots:
         number(n)
     return frozenset(
         r._replace(of=tuple(renumbered(of, number) for of in r.of))
-        if isinstance(r, Part)
+        if isinstance(r, Excerpt)
         else number(r)
         for r in roots
     )
@@ -99,5 +99,5 @@ def meet(first: Roots, second: Roots) -> bool:
 
 def _cut_from(roots: Roots) -> Roots:
     """Returns the roots of the values that parts were cut out of; a maximum is of other places."""
-    cut = [r.of[0] for r in roots if isinstance(r, Part) and r.how[0] not in traits.EXTREME]
+    cut = [r.of[0] for r in roots if isinstance(r, Excerpt) and r.how[0] not in traits.EXTREME]
     return frozenset[Root]().union(*cut, *map(_cut_from, cut))

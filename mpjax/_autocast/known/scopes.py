@@ -50,7 +50,7 @@ RECOMPUTED = "rematted_computation"
 """The scope of what a checkpoint computes again of the forward pass, inside the backward pass."""
 
 
-class Place(NamedTuple):
+class Scope(NamedTuple):
     """Where an operation stands."""
 
     names: tuple[str, ...]  # the scopes, without the transformations between them
@@ -60,7 +60,7 @@ class Place(NamedTuple):
 
 @by_kept_identity
 @functools.lru_cache(maxsize=8192)  # of equal stacks
-def _place(name_stack: Any) -> Place:
+def _place(name_stack: Any) -> Scope:
     names = tuple(name for segment in segments(name_stack) for name in segment)
     is_transposed = False
     for entry in getattr(name_stack, "stack", ()):
@@ -68,10 +68,10 @@ def _place(name_stack: Any) -> Place:
             is_transposed |= entry.name == "transpose"
         elif entry.name == RECOMPUTED:
             is_transposed = False
-    return Place(names, AS_WRITTEN in names, is_transposed)
+    return Scope(names, AS_WRITTEN in names, is_transposed)
 
 
-def place(eqn: Eqn) -> Place:
+def place(eqn: Eqn) -> Scope:
     """Returns where one equation stands."""
     return _place(eqn.source_info.name_stack)
 

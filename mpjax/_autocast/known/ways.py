@@ -18,7 +18,7 @@ from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import hands_on_each
 
 
-class Ways(NamedTuple):
+class InputSets(NamedTuple):
     """Sets of a program's inputs, as integers: bit `i` stands for input `i`."""
 
     all: int = 0  # it is made of these
@@ -26,7 +26,7 @@ class Ways(NamedTuple):
     by_product: int = 0  # by a way through a product
 
 
-_NONE = Ways()
+_NONE = InputSets()
 
 
 def places(inputs: int) -> list[int]:
@@ -34,7 +34,7 @@ def places(inputs: int) -> list[int]:
     return [i for i in range(inputs.bit_length()) if inputs >> i & 1]
 
 
-class Made(NamedTuple):
+class MadeOf(NamedTuple):
     """A result of an equation, and the variables of which it is made."""
 
     result: Any
@@ -42,14 +42,14 @@ class Made(NamedTuple):
     by_product: Sequence[Any]
 
 
-def results(eqn: Eqn) -> list[Made]:
+def results(eqn: Eqn) -> list[MadeOf]:
     """Returns each result of an equation with the variables of which it is made."""
     if structure.is_call(eqn) or hands_on_each(eqn):
         pairs = zip(eqn.outvars, of_equation(eqn), strict=True)
-        return [Made(v, _picked(eqn, w.all), _picked(eqn, w.by_product)) for v, w in pairs]
+        return [MadeOf(v, _picked(eqn, w.all), _picked(eqn, w.by_product)) for v, w in pairs]
     operands = compat.variables(eqn)
     multiplied = operands if is_product(eqn) else ()
-    return [Made(v, operands, multiplied) for v in eqn.outvars]
+    return [MadeOf(v, operands, multiplied) for v in eqn.outvars]
 
 
 def _picked(eqn: Eqn, operands: int) -> list[Any]:
@@ -58,12 +58,12 @@ def _picked(eqn: Eqn, operands: int) -> list[Any]:
 
 
 @by_program
-def of_program(program: Any) -> tuple[Ways, ...]:
+def of_program(program: Any) -> tuple[InputSets, ...]:
     """Returns of which inputs each output of a jaxpr is made."""
     jaxpr = compat.closed(program).jaxpr
     known = dict(zip(jaxpr.invars, _each(len(jaxpr.invars)), strict=True))
 
-    def of(atom: Any) -> Ways:
+    def of(atom: Any) -> InputSets:
         return _NONE if compat.is_literal(atom) else known.get(atom, _NONE)
 
     for eqn in jaxpr.eqns:
@@ -71,16 +71,16 @@ def of_program(program: Any) -> tuple[Ways, ...]:
     return tuple(map(of, jaxpr.outvars))
 
 
-def of_equation(eqn: Eqn) -> Sequence[Ways]:
+def of_equation(eqn: Eqn) -> Sequence[InputSets]:
     """Returns of which operands each result of an equation is made."""
     return _made(eqn, _each(len(eqn.invars)))
 
 
-def _each(count: int) -> list[Ways]:
-    return [Ways(1 << i, 1 << i) for i in range(count)]
+def _each(count: int) -> list[InputSets]:
+    return [InputSets(1 << i, 1 << i) for i in range(count)]
 
 
-def _made(eqn: Eqn, operands: Sequence[Ways]) -> Sequence[Ways]:
+def _made(eqn: Eqn, operands: Sequence[InputSets]) -> Sequence[InputSets]:
     if structure.is_call(eqn):
         return structure.forward(eqn, operands, _through, _joined)
     if hands_on_each(eqn):
@@ -90,25 +90,25 @@ def _made(eqn: Eqn, operands: Sequence[Ways]) -> Sequence[Ways]:
         direct, by_product = 0, every
     elif eqn.primitive.name in traits.BENDS:
         direct = 0
-    return [Ways(every, direct, by_product)] * len(eqn.outvars)
+    return [InputSets(every, direct, by_product)] * len(eqn.outvars)
 
 
-def _through(program: Any, inputs: Sequence[Ways]) -> list[Ways]:
+def _through(program: Any, inputs: Sequence[InputSets]) -> list[InputSets]:
     return [_entered(made, inputs) for made in of_program(program)]
 
 
-def _entered(made: Ways, inputs: Sequence[Ways]) -> Ways:
+def _entered(made: InputSets, inputs: Sequence[InputSets]) -> InputSets:
     """Returns the same of what the inputs are made of."""
     every, _, by_product = _joined([inputs[i] for i in places(made.all)])
     direct = _joined([inputs[i] for i in places(made.direct)]).direct
     ended = _joined([inputs[i] for i in places(made.by_product)]).all
-    return Ways(every, direct, by_product | ended)
+    return InputSets(every, direct, by_product | ended)
 
 
-def _joined(several: Sequence[Ways]) -> Ways:
+def _joined(several: Sequence[InputSets]) -> InputSets:
     every = direct = by_product = 0
     for way in several:
         every |= way.all
         direct |= way.direct
         by_product |= way.by_product
-    return Ways(every, direct, by_product)
+    return InputSets(every, direct, by_product)

@@ -28,7 +28,7 @@ def joined(flags: int, more: int) -> int:
     return union | MEET if flags & more & READ and union & APART else union
 
 
-def asks(eqn: Eqn, place: scopes.Place) -> tuple[int, int]:
+def asks(eqn: Eqn, place: scopes.Scope) -> tuple[int, int]:
     """Returns flags that say who gives float32 operands of an equation cotangents.
 
     First those that it sets itself, then those of its results that it hands on.
