@@ -17,7 +17,7 @@ from mpjax._autocast.decide import control, demand, reads, reasons, states
 from mpjax._autocast.decide.decided import Action, Decided, Decision, Outside, Settings
 from mpjax._autocast.decide.may import norms
 from mpjax._autocast.decide.must import conditioned
-from mpjax._autocast.decide.reasons import By, Reason
+from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.rounding import Rounding
 from mpjax._autocast.decide.states import Kind, State
 from mpjax._autocast.known import (
@@ -108,14 +108,14 @@ class Planner(Rounding):
             return self.decide_attention(eqn, settings)
         kind = op_class(name, settings.rules)
         if structure.applies_function(eqn):
-            return self.as_traced(eqn, states.WIDE, Reason("its function is unknown: in float32"))
+            return self.as_traced(eqn, states.WIDE, reasons.UNKNOWN_FUNCTION)
         if kind is OpClass.LOWER or name in PRODUCTS:
             return self.decide_product(eqn, kind, settings)
         if name == "convert_element_type":
             return self.fused(eqn, self.converted(eqn), Reason("explicit cast"))
         if name in COMPARISONS:
             self.compared.update(eqn.outvars)
-            return self.fused(eqn, states.FOREIGN, Reason("compared in float32: exact"))
+            return self.fused(eqn, states.FOREIGN, reasons.COMPARED)
         if name == "iota":
             count = eqn.params["shape"][eqn.params["dimension"]]
             return self.as_traced(
@@ -213,7 +213,7 @@ class Planner(Rounding):
             return self.as_traced(eqn, state, reason)
         if contraction.only_sums(eqn) and any(self.state(v).kind == Kind.WIDE for v in eqn.invars):
             self.record(eqn, [states.full([self.state(v) for v in eqn.invars])])
-            return Decision(eqn, Action.FUSED, self.because(eqn, Reason("a sum of float32 values")))
+            return Decision(eqn, Action.FUSED, self.because(eqn, reasons.WIDE_SUM))
         if contraction.adds_nothing(eqn):
             unkept = [states.unkept(self.state(v)) for v in eqn.invars]
             state = states.follow(self.as_followed(eqn, unkept), widest=settings.widest)
@@ -246,12 +246,12 @@ class Planner(Rounding):
         if low is None:
             return self.of_user(eqn, states.WIDE) or Reason(reasons.NO_LOW_DTYPE)
         if kind is not OpClass.LOWER:
-            return self.of_user(eqn, states.WIDE) or Reason("kept in float32 by rules=", By.USER)
+            return self.of_user(eqn, states.WIDE) or reasons.KEPT_BY_RULES
         if reason := reasons.as_written(eqn):
             return Reason(reason)
         held = [self.state(v) for v in operands]
         if any(s.kind == Kind.CONSTANT and not states.fits(s, low) for s in held):
-            return Reason("a constant that the compute dtype cannot hold")
+            return reasons.NO_LOW_CONSTANT
         return None
 
     def decide_attention(self, eqn: Eqn, settings: Settings) -> Decision:

@@ -64,6 +64,11 @@ MEETS = Reason("its gradients, of which a loop, a sort or a rule gives one, add 
 MAXIMUM = Reason("the maximum of float32 rows: exp(x - max(x)) is exactly 1 there")
 CHANGED = "a state: an input added to or joined with, or a value changed in small steps"
 NO_RULE = Reason("no rule: as traced, float32")
+UNKNOWN_FUNCTION = Reason("its function is unknown: in float32")
+COMPARED = Reason("compared in float32: exact")
+WIDE_SUM = Reason("a sum of float32 values")
+KEPT_BY_RULES = Reason("kept in float32 by rules=", By.USER)
+NO_LOW_CONSTANT = Reason("a constant that the compute dtype cannot hold")
 UNCHANGED = Reason("nothing low goes into it, and it holds no product", By.OPERANDS)
 CONSTANTS = Reason("constants only", By.OPERANDS)
 INPUTS = Reason("parameters and inputs only: nothing low went in", By.OPERANDS)
