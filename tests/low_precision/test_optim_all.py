@@ -281,6 +281,10 @@ BY_DTYPE = [
 ]
 
 
+READ_NO_GRADIENT = {"hutchinson_estimator_diag_hessian", "set_to_zero"}
+"""A gradient that is applied to nothing judges no step; the first differentiates the loss itself."""
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("names", "dtype"), BY_DTYPE)
 def test_law_10_as_if_the_bad_batch_had_never_been(names, dtype):
@@ -304,7 +308,9 @@ def test_law_10_as_if_the_bad_batch_had_never_been(names, dtype):
     skipped, clean = run(first, bad, second), run(first, second)
     for name in rows:
         (params, state), (clean_params, clean_state) = skipped[name], clean[name]
-        assert int(state.skipped_steps) == 1, name
+        assert int(state.skipped_steps) == (name not in READ_NO_GRADIENT), name
+        if name in READ_NO_GRADIENT:
+            continue
         assert bool(clean_state.grads_finite), name
         assert int(clean_state.skipped_steps) == 0, name
         kept = {name: (params, state.inner_state)}
