@@ -282,7 +282,7 @@ BY_DTYPE = [
 
 
 READ_NO_GRADIENT = {"hutchinson_estimator_diag_hessian", "set_to_zero"}
-"""A gradient that is applied to nothing judges no step; the first differentiates the loss itself."""
+"""A gradient that is applied to nothing judges no step; the first takes its own derivatives."""
 
 
 @pytest.mark.sampled(2)
