@@ -76,6 +76,17 @@ def test_a_rule_of_the_users_own_is_kept_in_float32(mode):
     np.testing.assert_allclose(found, 1 / 512, rtol=2**-8)  # rounded once, to bfloat16
 
 
+@pytest.mark.parametrize("mode", [jax.jacfwd, jax.jacrev])
+def test_a_rule_of_the_users_own_is_the_derivative_of_an_exact_function_too(mode):
+    @jax.custom_jvp
+    def straight_through(x):
+        return lax.max(x, 0.0)
+
+    straight_through.defjvp(lambda x, t: (straight_through(*x), 3 * t[0]))
+    fun = autocast(lambda b: straight_through(ARGS[2] @ ARGS[0] + b) @ jnp.eye(128), "bf16-mixed")
+    np.testing.assert_array_equal(mode(lambda t: fun(t * jnp.ones(128)))(0.0), 3)
+
+
 def test_relu_has_no_slope_at_zero():
     fun = autocast(lambda b: jnp.sum(jax.nn.relu(jnp.zeros((8, 64)) @ ARGS[0] + b)), "bf16-mixed")
     np.testing.assert_array_equal(jax.grad(fun)(jnp.zeros(128)), 0)
