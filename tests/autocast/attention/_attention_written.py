@@ -65,6 +65,12 @@ def _heads_first_by_hand(query, key, value):
     return (weights @ value).swapaxes(1, 2)
 
 
+def _with_weights_by_key_first(query, key, value):
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) * SIZE**-0.5
+    weights = jax.nn.softmax(jnp.where(causal(TIME), logits, -1e9), axis=-1)
+    return jnp.einsum("bhkq,bkhd->bqhd", weights.swapaxes(-1, -2), value)
+
+
 def _of_one_key_head_without_an_axis(query, key, value):
     logits = jnp.einsum("bqhd,bkd->bhqk", query, key[:, :, 0]) * 0.3
     scores = jax.nn.softmax(jnp.where(causal(TIME), logits, -1e9), axis=-1)
@@ -109,6 +115,7 @@ OF_HEADS = {  # functions of query, key and value
         q * 0.5, k * 0.75, v, causal(TIME), jnp.float32
     ),
     "of_one_array": lambda q, k, v: attend(q, q, q, causal(TIME), jnp.float32),
+    "with_weights_by_key_first": _with_weights_by_key_first,
     "of_one_key_head_without_an_axis": _of_one_key_head_without_an_axis,
 }
 OF_LOGITS = {  # functions of scaled logits, before the softmax
