@@ -48,6 +48,7 @@ def test_norms_are_known_by_what_they_compute(norm):
     [
         lambda x, s: x / jnp.sum(x) * s,  # no root of a statistic
         lambda x, s: x * lax.rsqrt(x) * s,
+        lambda x, s: x * lax.rsqrt(rms(x, s)),
         lambda x, s: jax.nn.softmax(x),
         lambda x, s: 0.01 * rms(x, s),  # a step
         lambda x, s: s[0] * rms(x, s),
