@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from _differential import equations
 from _samples import normal
+from jax.sharding import AxisType
 
 KEY = jax.random.key(0)
 X = normal(0, 8, 16)
@@ -18,6 +19,11 @@ def distance(got, want):
         for tree in (got, want)
     )
     return float(np.linalg.norm(got - want) / (np.linalg.norm(want) + 1e-30))
+
+
+def mesh_of_four():
+    devices = jax.devices()[:4]
+    return jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=devices)
 
 
 def loss(fun):

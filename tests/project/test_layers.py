@@ -240,6 +240,21 @@ def test_what_the_tables_of_files_name_exists(page, folder):
     assert missing_places(planted, PACKAGE / "_autocast") == ["decide/nothing.py", "tests/_none.py"]
 
 
+def torn_rows(text):
+    """Returns the rows of tables that have not as many cells as their first row."""
+    tables = re.findall(r"(?:^\|.*\n)+", text + "\n", re.MULTILINE)
+    rows = [
+        [(row, re.sub(r"`[^`]*`", "", row).count("|")) for row in t.splitlines()] for t in tables
+    ]
+    return [row for first, *rest in rows for row, cells in rest if cells != first[1]]
+
+
+@pytest.mark.parametrize("page", ["mpjax/_autocast/README.md", "docs/design.md"])
+def test_rows_of_the_tables_of_files_are_whole(page):
+    assert torn_rows((ROOT / page).read_text()) == []
+    assert torn_rows("| a | b |\n| --- | --- |\n| `c | d` | e |\n| f |\n") == ["| f |"]
+
+
 def unmirrored(tests):
     """Returns the folders of tests that no part of the package has: `a/b` tests `mpjax/_a/b`."""
     folders = [path.parent.relative_to(tests) for path in sorted(tests.rglob("test_*.py"))]

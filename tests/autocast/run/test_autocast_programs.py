@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _differential import equations
-from _small import BF16, W, X, distance, loss, together
+from _small import BF16, W, X, distance, loss, mesh_of_four, together
 from jax import lax
 from jax.experimental import checkify, io_callback
 from jax.experimental import pallas as pl
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mpjax import autocast, full_precision
@@ -242,10 +242,6 @@ def test_a_region_inside_a_rule_stays_float32():
 # -- devices -----------------------------------------------------------------------------------
 
 
-def _mesh():
-    return jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-
-
 def _collective(x, w):
     y = x @ w
     ring = [(i, (i + 1) % 4) for i in range(4)]
@@ -268,7 +264,7 @@ def test_collectives(check_vma):
 
     def around(body):
         specs = {"in_specs": (sharded, replicated), "out_specs": outs}
-        return jax.shard_map(body, mesh=_mesh(), check_vma=check_vma, **specs)
+        return jax.shard_map(body, mesh=mesh_of_four(), check_vma=check_vma, **specs)
 
     check(around(_collective), X, W)
     outside = around(autocast(_collective, "bf16-mixed"))
@@ -282,7 +278,7 @@ def test_collectives(check_vma):
 
 
 def test_sharding_constraints_are_kept():
-    where = NamedSharding(_mesh(), P("d"))
+    where = NamedSharding(mesh_of_four(), P("d"))
     fun = autocast(lambda x, w: lax.with_sharding_constraint(x @ w, where) @ w, "bf16-mixed")
     eqns = equations(jax.make_jaxpr(fun)(X, W).jaxpr)
     (constraint,) = [e for e in eqns if e.primitive.name == "sharding_constraint"]

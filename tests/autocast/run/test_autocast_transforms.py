@@ -11,16 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _samples import normal
-from _small import distance, together
+from _small import W, X, distance, mesh_of_four, together
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from mpjax import autocast
-
-X = normal(0, 8, 16)
-W = normal(1, 16, 16, scale=0.3)
 
 
 def rule_with_products(x, w, symbolic_zeros=False):
@@ -85,10 +80,6 @@ def test_rules_that_multiply_tangents_are_pushed_and_transposed(zeros):
 # -- devices -----------------------------------------------------------------------------------
 
 
-def mesh(axis_type=AxisType.Auto):
-    return jax.make_mesh((4,), ("d",), axis_types=(axis_type,), devices=jax.devices()[:4])
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", ["gelu", "conv"])
 def test_shard_map_outside(name, check_vma):
@@ -98,7 +89,7 @@ def test_shard_map_outside(name, check_vma):
             return grad if check_vma else lax.psum(grad, "d")
 
         specs = {"in_specs": (P("d"), P()), "out_specs": P()}
-        return jax.jit(jax.shard_map(shard, mesh=mesh(), check_vma=check_vma, **specs))
+        return jax.jit(jax.shard_map(shard, mesh=mesh_of_four(), check_vma=check_vma, **specs))
 
     fun = gelu if name == "gelu" else _small_convolution
     x = X if name == "gelu" else jnp.tile(X, (4, 1)).reshape(4, 8, 8, 2)
