@@ -177,7 +177,7 @@ def test_a_forward_product_is_four_equations():
 
 def test_equal_products_are_traced_once_for_a_backend():
     fast = autocast(network, "bf16-mixed")
-    lowered(fast, "cuda", 1)
+    lowered(fast, "cuda", 2)  # the first layer needs no cotangent of its input, others do
     before = primitives._traced.cache_info().misses
     lowered(fast, "cuda", 4)
     assert primitives._traced.cache_info().misses == before
