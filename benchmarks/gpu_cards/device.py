@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ KINDS = ("gpu", "cpu")
 _PLATFORMS = {"gpu": "cuda,cpu", "cpu": "cpu"}  # the host's own beside a GPU: it has float64
 _ASKED = ("name", "driver_version", "memory.total", "power.limit")
 _CLOCKS = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "utilization.gpu")
+_KEEPS = "--xla_gpu_per_fusion_autotune_cache_dir"
 TRY_ON_A_CPU = "python benchmarks/gpu.py --device cpu --size tiny --out DIR"
 
 
@@ -26,6 +28,7 @@ def start(kind: str) -> jax.Device:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".9")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    _remember_kernels()
     jax.config.update("jax_platforms", _PLATFORMS[kind])
     try:
         device = jax.devices()[0]
@@ -35,6 +38,25 @@ def start(kind: str) -> jax.Device:
     if device.platform != kind:
         raise NoGpuError(_no_gpu(f"its first device is {device}"))
     return device
+
+
+def _remember_kernels() -> None:
+    """Lets XLA keep on the disk which kernels were fastest, for the next process on this machine.
+
+    Choosing them takes most of the time in which a program compiles. XLA checks no version: each
+    version of JAX gets a folder of its own.
+    """
+    if _KEEPS in (flags := os.environ.get("XLA_FLAGS", "")):
+        return
+    folder = os.path.join(tempfile.gettempdir(), f"gpu_kernels_{jax.__version__}")
+    os.makedirs(folder, exist_ok=True)
+    os.environ["XLA_FLAGS"] = f"{flags} {_KEEPS}={folder}".lstrip()
+
+
+def _flags() -> str:
+    """Returns XLA's flags, without the folder, which only this machine has."""
+    words = os.environ.get("XLA_FLAGS", "").split()
+    return " ".join(f"{_KEEPS}=DIR" if word.startswith(_KEEPS) else word for word in words)
 
 
 def _no_gpu(reason: str) -> str:
@@ -57,7 +79,7 @@ def about(device: jax.Device) -> dict[str, Any]:
         "commit": machine.commit(),
         "tree": machine.tree_hash("mpjax"),
         "host": f"{machine.cpu()}; {platform.platform()}",
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "xla_flags": _flags(),
     }
 
 

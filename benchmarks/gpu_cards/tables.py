@@ -74,7 +74,8 @@ def _notes(number: int) -> list[str]:
         2: "ms: median of samples in turns, and their range. float32: products as the device does "
         "them by default (TF32 on a GPU); highest: in full float32. peak: arguments, results and "
         "temporaries of the program. TFLOP/s: of the products as written; of the peak: "
-        "beside card 0's bf16 product. "
+        "beside card 0's bf16 product. compiled in s: of two programs at a time, quicker where XLA "
+        "has chosen the same kernels before. "
         + ATTENTION_NOTE
         + " kernels_ms: milliseconds of a step by kind of kernel, from JAX's profiler.",
         3: PEERS_NOTE + "peak: what was allocated at most in one step.",

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -22,7 +23,7 @@ FOLDER = ROOT / "benchmarks"
 def gpu(monkeypatch):
     """The modules of the benchmark, imported as its script imports them."""
     monkeypatch.syspath_prepend(FOLDER)
-    used = ("clock", "jobs", "kernels", "plans", "programs", "right", "tables")
+    used = ("clock", "device", "jobs", "kernels", "plans", "programs", "right", "tables")
     found = {name: importlib.import_module(f"gpu_cards.{name}") for name in (*used, "worker")}
     found["store"] = importlib.import_module("measure.store").Store
     found["networks"] = importlib.import_module("networks").NETWORKS
@@ -91,6 +92,21 @@ def test_every_card_runs_on_a_cpu_and_a_second_run_measures_nothing(tmp_path):
 def _processor_seconds():
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def test_what_xla_found_while_compiling_is_kept_for_the_next_process(gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu.device.tempfile, "gettempdir", lambda: str(tmp_path))
+    own = "--xla_cpu_enable_fast_math=false"
+    monkeypatch.setattr(os, "environ", {**os.environ, "XLA_FLAGS": own})
+    for _ in range(2):  # once, although each process of a run starts the device
+        gpu.device.start("cpu")
+    first, kept = os.environ["XLA_FLAGS"].split()
+    folder = Path(kept.removeprefix("--xla_gpu_per_fusion_autotune_cache_dir="))
+    assert first == own
+    assert folder.is_dir()
+    assert (folder.parent, folder.name) == (tmp_path, f"gpu_kernels_{jax.__version__}")
+    said = gpu.device.about(jax.devices()[0])["xla_flags"]
+    assert said == f"{own} --xla_gpu_per_fusion_autotune_cache_dir=DIR"
 
 
 # -- time and failures ---------------------------------------------------------------------------
