@@ -139,12 +139,16 @@ def _name(fun, *args):
     return _floats(fun(*args), lambda x: jax.ad_checkpoint.checkpoint_name(x, "cut"))
 
 
-@boundary("shard_map")
-def _sharded(fun, *args):
+def _on_one_device(fun, *args, check_vma=False):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("one",))
     whole = jax.sharding.PartitionSpec()
-    where = {"mesh": mesh, "in_specs": whole, "out_specs": whole, "check_vma": False}
-    return list(jax.shard_map(lambda *xs: tuple(fun(*xs)), **where)(*args))
+    where = {"mesh": mesh, "in_specs": whole, "out_specs": whole, "check_vma": check_vma}
+    return jax.shard_map(fun, **where)(*args)
+
+
+@boundary("shard_map")
+def _sharded(fun, *args):
+    return list(_on_one_device(lambda *xs: tuple(fun(*xs)), *args))
 
 
 def _named(fun):
@@ -193,6 +197,28 @@ def _reshape(x):
     return jnp.flip(jnp.flip(x.reshape(-1)).reshape(x.shape[::-1]).T.reshape(-1)).reshape(x.shape)
 
 
+def _psum(x):
+    def run(y):
+        return lax.psum(lax.pcast(y, "one", to="varying"), "one")
+
+    return _on_one_device(run, x, check_vma=True)
+
+
+def _reduce_scatter(x):
+    def run(y):
+        return lax.psum_scatter(y, "one", tiled=True)
+
+    return _on_one_device(run, x)
+
+
+def _all_gather(x):
+    return _on_one_device(lambda y: lax.all_gather(y, "one", tiled=True), x)
+
+
+def _psum_by_vmap(x):
+    return jax.vmap(lambda y: lax.psum(y, "one"), axis_name="one")(x[None])[0]
+
+
 MOVES: dict[str, Callable[[Any], Any]] = {
     "sort": of_axes(_sort),
     "top_k": of_axes(_top_k),
@@ -204,7 +230,25 @@ MOVES: dict[str, Callable[[Any], Any]] = {
     "reshape": _reshape,
     "stack": lambda x: jnp.stack([x, x])[1],
     "where": lambda x: jnp.where(jnp.ones(x.shape, bool), x, 0.0),
+    "all_gather": of_axes(_all_gather),
 }
+
+DEVICES: dict[str, Callable[[Any], Any]] = {
+    "psum": _psum,
+    "pmean": lambda x: _on_one_device(lambda y: lax.pmean(y, "one"), x),
+    "reduce_scatter": of_axes(_reduce_scatter),
+}
+"""Sums over devices, of which there is one."""
+
+SUMS: dict[str, Callable[[Any], Any]] = {
+    **DEVICES,
+    "psum by vmap": _psum_by_vmap,
+    ".at[].add": lambda x: jnp.zeros((2, *x.shape), x.dtype).at[1].add(x)[1],
+    "reduce": lambda x: lax.reduce(x[None], np.float32(0), lambda a, b: lax.add(a, b), (0,)),
+    "cumprod": lambda x: jnp.cumprod(x[None], axis=0)[0],
+    "complex": lambda x: lax.complex(x, jnp.zeros_like(x)).real,
+}
+"""The same value, as there is one term: otherwise the result is another one."""
 
 
 # -- cutting ---------------------------------------------------------------------------------------
@@ -292,9 +336,9 @@ def moved(closed: Any, moves: dict[int, Callable[[Any], Any]]) -> Fun:
 def random_cut(closed: Any, kind: str, rng: random.Random) -> Fun:
     """Returns a program cut, or moved, at random places, by one kind of boundary or move."""
     count = len(closed.jaxpr.eqns)
-    if kind in MOVES:
+    if kind not in BOUNDARIES:
         chosen = rng.sample(range(count), min(count, rng.choice((1, 2, 4))))
-        return moved(closed, dict.fromkeys(chosen, MOVES[kind]))
+        return moved(closed, dict.fromkeys(chosen, {**MOVES, **SUMS}[kind]))
     places = sorted(rng.sample(range(1, count), min(count - 1, rng.choice((1, 2, 3, 5)))))
     pieces = range(len(places) + 1)
     chosen = pieces if rng.random() < 0.5 else rng.sample(pieces, rng.randint(1, len(places) + 1))

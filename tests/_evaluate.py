@@ -42,7 +42,7 @@ def open_program(program: Any) -> tuple[Any, Sequence[Any]]:
 
 def called(eqn: Any) -> Any:
     """Returns the program that an equation calls once on all of its operands, or None."""
-    if eqn.primitive.name in ("scan", "while", "cond", "custom_linear_solve"):
+    if eqn.primitive.name in ("scan", "while", "cond", "custom_linear_solve", "reduce"):
         return None
     held = "call" if eqn.primitive.name == "custom_vmap_call" else "call_jaxpr"
     return eqn.params.get(held) or eqn.params.get("jaxpr")

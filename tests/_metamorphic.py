@@ -65,7 +65,7 @@ FLOOR = {"bf16": (2**-9, 2**-8), "f16": (2**-12, 2**-11)}
 SCALE = {"bf16": 1.0, "f16": 2.0**10}
 OUTSIDE, INSIDE, OF_CUT = "gradient outside", "gradient inside, cut", "gradient inside, of a cut"
 ONLY_INSIDE = frozenset({"custom_vmap"})  # JAX does not differentiate it in reverse
-KINDS = (*_cuts.BOUNDARIES, *_cuts.MOVES)
+KINDS = (*_cuts.BOUNDARIES, *_cuts.MOVES, *_cuts.SUMS)
 
 
 def hand_cast(dtype):

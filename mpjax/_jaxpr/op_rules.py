@@ -431,6 +431,14 @@ def only_moves(eqn: Eqn) -> bool:
     return eqn.primitive.name in MOVES
 
 
+def has_effects(eqn: Eqn) -> bool:
+    """Whether an equation does more than compute: one that JAX marks, such as a print.
+
+    Of a collective, the mark only names the axis of devices.
+    """
+    return bool(eqn.effects) and eqn.primitive.name not in OP_RULES
+
+
 def hands_on_each(eqn: Eqn) -> bool:
     """Whether each result is made of one operand: a barrier, a collective of several arrays."""
     count = len(eqn.outvars)

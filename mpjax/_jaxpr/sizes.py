@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from mpjax._base.dtypes import FLOAT32
 from mpjax._jaxpr.equation import Eqn
 
@@ -16,6 +18,16 @@ _SYMBOLIC = 1024  # what a dimension counts for that `jax.export` leaves open
 def is_float32(atom: Any) -> bool:
     """Whether a variable or literal is a float32 array: all that autocast ever moves."""
     return getattr(atom.aval, "dtype", None) == FLOAT32
+
+
+def is_number(atom: Any) -> bool:
+    """Whether a variable or literal holds floats or complex numbers, of any dtype."""
+    return _is_inexact(getattr(atom.aval, "dtype", None))
+
+
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def size(shape: Sequence[Any]) -> int:

@@ -18,7 +18,7 @@ from mpjax._autocast.known import contraction, scopes, traits
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn, params_key
-from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, hands_on_each
+from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, hands_on_each, has_effects
 from mpjax._jaxpr.sizes import is_float32, size
 
 _JOINS = traits.JOINS | {"pad", "dynamic_update_slice", "scatter"}
@@ -132,7 +132,7 @@ class Numbering:
         if structure.is_call(eqn):
             decision = decisions.get(eqn.outvars[0]) if eqn.outvars else None
             return self._call(eqn, operands, decision)
-        if eqn.effects:
+        if has_effects(eqn):
             return [self._fresh() for _ in eqn.outvars]
         if _is_barrier(eqn):
             return operands

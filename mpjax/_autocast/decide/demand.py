@@ -122,12 +122,12 @@ def _operands(
     later = union & (LATER | FORWARD)
     if named_attention.is_attention(eqn):
         return _of_attention(eqn, later)
-    held = name in traits.UNFORGIVING or name in demanded.full
-    if held or structure.applies_function(eqn):
-        return [later | EXACT] * len(eqn.invars)
     if name in MOVES and len(eqn.invars) == len(outs) > 1:
         return outs  # each operand is handed on by itself, as through a barrier
     asked = conditioned.asks(eqn, union, known)
+    held = name in traits.UNFORGIVING or name in demanded.full
+    if held or structure.applies_function(eqn):
+        return [later | EXACT | asked] * len(eqn.invars)
     wants = _by_rule(eqn, union, later)
     return [want | asked for want in wants] if asked else wants
 

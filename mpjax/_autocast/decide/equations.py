@@ -142,6 +142,7 @@ class Planner(Rounding):
         if kind is OpClass.FULL:
             state = states.full(operands)
             is_total = name in traits.RUNNING and state.kind == Kind.WIDE
+            is_total |= name in traits.ACROSS and operands[0].kept
             return self.fused(eqn, states.keep(state) if is_total else state, own)
         if kind is OpClass.KEEP:
             return self.decide_keep(eqn, operands)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mpjax._autocast.known import contraction, fact_flags, repeats, scopes, traits
+from mpjax._autocast.known import contraction, fact_flags, repeats, scopes, totals, traits
 from mpjax._autocast.known import roots as made_of
 from mpjax._autocast.known.fact_flags import (
     BY_A_CONSTANT,
@@ -30,20 +30,21 @@ from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
 from mpjax._jaxpr.equation import Eqn, Jaxpr
-from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, only_moves
-from mpjax._jaxpr.sizes import is_float32, size
+from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, has_effects, only_moves
+from mpjax._jaxpr.sizes import is_float32, is_number, size
 
 _MOST_ROOTS, _MOST_TERMS = 8, 8
 _EPSILON = 1 / 64
 """A smaller number that is added guards a division or a root; it cancels nothing."""
-_PARTS = frozenset({"slice", "split", "unstack", "gather", "dynamic_slice"})
+_PARTS = traits.CUTS | traits.PICKS
 _TOPS = traits.EXTREME & traits.STATISTIC
 _SCALES = frozenset({"mul", "div", "neg", "convert_element_type"})
-_HANDS_ON = traits.POWERS | traits.LIMITS | MOVES | traits.ADDS | traits.ACCUMULATES
+_HANDS_ON = traits.POWERS | traits.LIMITS | MOVES | traits.ADDS | traits.ACCUMULATES | traits.ACROSS
 _HANDS_ON_TERMS = _HANDS_ON | _SCALES
 _KEEPS_AN_OFFSET = _HANDS_ON | traits.EXTREME | {"neg", "reduce_sum"}
-_OF_ITS_OPERANDS = (traits.FUSIBLE | traits.UPDATES | MOVES) - traits.STATISTIC
-"""Each element of a result is of a few elements of the operands."""
+_SUMS = traits.ACROSS | {"reduce_sum"}
+_OF_ITS_OPERANDS = traits.FUSIBLE | traits.ELEMENTWISE | traits.UPDATES | MOVES | traits.ACROSS
+"""Each element of a result is of a few elements of the operands, unless it is a statistic."""
 
 
 class Fact(NamedTuple):
@@ -271,9 +272,9 @@ class _Walk:
             return self.call(eqn)
         facts = self.facts
         operands = [of_atom(v, facts) if compat.is_literal(v) else facts[v] for v in eqn.invars]
-        floats = [f for v, f in zip(eqn.invars, operands, strict=True) if is_float32(v)]
+        floats = [f for v, f in zip(eqn.invars, operands, strict=True) if is_number(v)]
         name, results = eqn.primitive.name, eqn.outvars
-        if eqn.effects or name == "bitcast_convert_type":
+        if has_effects(eqn) or name == "bitcast_convert_type":
             return [self.fresh(v) for v in results]
         some, every = fact_flags.union(floats)
         if not floats:  # integers; of constants when they are made floats
@@ -297,11 +298,12 @@ class _Walk:
         name = eqn.primitive.name
         if name in PRODUCTS:
             return self.product(eqn, floats, flags)
-        if name == "reduce_sum":
+        is_statistic = totals.is_statistic(eqn)
+        if is_statistic and name in _SUMS:
             return self.total(floats[0], flags)
-        if name in _TOPS:
+        if is_statistic and name in _TOPS:
             return Fact(flags | _if_number(out), roots=self.part(eqn, floats[0].roots, out))
-        if name not in _OF_ITS_OPERANDS:
+        if is_statistic or name not in _OF_ITS_OPERANDS:
             return Fact(flags | _if_number(out), roots=self.root())
         return self.elementwise(eqn, floats, out, flags | every & SCALAR)
 
@@ -321,7 +323,7 @@ class _Walk:
             if not all(f.flags & OFFSET for f in factors if f.flags & PRODUCT):
                 return 0
             return BY_DATA if any(map(_is_data, factors)) else before
-        if name in traits.STATISTIC and before == BY_DATA:
+        if before == BY_DATA and totals.is_statistic(eqn):
             return 0
         return before if name in _KEEPS_AN_OFFSET else 0
 
@@ -361,7 +363,7 @@ class _Walk:
         terms = _NO_TERMS.union(*(f.terms for f in floats))
         if eqn.primitive.name in traits.POWERS:
             terms = frozenset(t._replace(is_power=True) for t in terms)
-        if eqn.primitive.name in ("gather", "slice", "dynamic_slice"):
+        if eqn.primitive.name in _PARTS:
             terms |= {self.of_gram(t) for t in terms if t.is_product and len(t.roots) == 1}
         return terms if len(terms) <= _MOST_TERMS else _NO_TERMS
 

@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mpjax._autocast.known import roots, traits
+from mpjax._autocast.known import roots, totals, traits
 from mpjax._autocast.known.fact_flags import CONSTANT, DERIVED, PRODUCT, SCALAR
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES
-from mpjax._jaxpr.sizes import is_float32, size
+from mpjax._jaxpr.sizes import is_number, size
 
 _EVERY = -1
 _MOST = 8
 _JOINS = frozenset({"concatenate", "stack", "pad", "dynamic_update_slice"})
-_MOVES = MOVES | _JOINS | traits.UPDATES | {"reduce_window_sum"}
+_MOVES = MOVES | _JOINS | traits.UPDATES | traits.ACROSS | {"reduce_window_sum"}
 _HANDS_ON = traits.ADDS | traits.POWERS | traits.LIMITS | {"neg", "abs"}
 _STARTS = traits.ADDS | {"broadcast_in_dim"}
-_ELEMENTWISE = traits.FUSIBLE - traits.STATISTIC - MOVES - _JOINS
+_ELEMENTWISE = traits.ELEMENTWISE - MOVES - _JOINS
 
 
 class Added(NamedTuple):
@@ -61,7 +61,7 @@ def told(eqn: Eqn, out: Any, operands: Sequence[Any], *, cancels: bool) -> Told:
       cancels: whether it is a difference that takes off again what was added.
     """
     name = eqn.primitive.name
-    floats = [(v, f) for v, f in zip(eqn.invars, operands, strict=True) if is_float32(v)]
+    floats = [(v, f) for v, f in zip(eqn.invars, operands, strict=True) if is_number(v)]
     if name in _ELEMENTWISE:
         return _elementwise(eqn, floats, cancels=cancels)
     if name in _JOINS or name in traits.UPDATES:
@@ -221,17 +221,18 @@ def _axes_of(eqn: Eqn, atom: Any, along: int) -> int | None:
         return _axes(i for i, axis in enumerate(params["permutation"]) if along >> axis & 1)
     if name in ("reshape", "squeeze", "expand_dims"):
         return _reshaped(before, after, along)
-    if name in traits.STATISTIC:
-        removed = params["axes"]
-        return None if _axes(removed) & ~along else _without(removed, len(before), along)
-    if name == "unstack":
-        return _without((params["axis"],), len(before), along)
+    if removed := totals.removed_axes(eqn):
+        added_up = _axes(axis for axis in removed if before[axis] != 1)
+        return None if added_up & ~along else _without(removed, len(before), along)
+    if name == "unstack" or (name in traits.ACROSS and len(before) > len(after)):
+        removed = (params["axis" if name == "unstack" else "scatter_dimension"],)
+        return _without(removed, len(before), along)
     if name == "gather":
         return _gathered(params["dimension_numbers"], len(before), len(after), along)
     if name.startswith("scatter") and len(before) != len(after):
         return _scattered(eqn, along)
-    if name == "stack":
-        axis = params["axis"]
+    if name == "stack" or (name in traits.GATHERS and len(before) < len(after)):
+        axis = params["axis" if name == "stack" else "all_gather_dimension"]
         return along & ~(_EVERY << axis) | 1 << axis | along >> axis << axis + 1
     is_move = name in _MOVES and len(before) == len(after)
     return along if is_move else None

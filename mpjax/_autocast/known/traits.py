@@ -2,8 +2,8 @@
 
 An operation stands in one row, with a word for each trait; below, what a word means and who asks.
 An operation in no row has no trait: it runs by its class alone, in a kernel of its own. A new one
-is exact if you know whether it is `unforgiving`, `absolute`, or reads `distances` or `angles`: see
-the last section. Any other trait that you leave out costs speed alone.
+is exact if you know whether it is `elementwise`, `across`, `unforgiving`, `absolute`, or reads
+`distances` or `angles`. Any other trait that you leave out costs speed alone.
 """
 
 _TABLE = """
@@ -54,6 +54,14 @@ dynamic_update_slice                    | updates native steps accumulates
 scatter scatter-max scatter-min         | updates native steps accumulates selects
 scatter-add scatter-sub                 | updates native accumulates
 scatter-mul                             | updates native
+psum psum_invariant unreduced_psum      | across hands_on linear of_totals
+reduce_scatter unreduced_reduce_scatter | across hands_on linear of_totals
+psum_scatter                            | across hands_on linear of_totals
+lgamma digamma polygamma zeta           | elementwise
+igamma igammac igamma_grad_a            | elementwise
+bessel_i0e bessel_i1e random_gamma_grad | elementwise
+regularized_incomplete_beta nextafter   | elementwise
+complex real imag conj                  | elementwise hands_on linear
 reduce_sum                              | fusible linear statistic totals
 reduce_prod                             | fusible statistic
 reduce_max                              | fusible statistic totals resizes selects extreme
@@ -62,7 +70,8 @@ reduce_and reduce_or                    | fusible
 cummax cummin                           | extreme
 sort top_k                              | selects
 tile pvary pcast pbroadcast             | repeats
-all_gather all_gather_invariant         | repeats
+all_gather all_gather_invariant         | repeats gathers
+all_gather_reduced                      | gathers
 cumsum cumlogsumexp                     | unforgiving running
 cumprod fft                             | unforgiving
 cholesky lu qr geqrf svd schur eig eigh | unforgiving
@@ -143,6 +152,15 @@ EXTREME = _having("extreme")
 
 STATISTIC = _having("statistic")
 """Makes few numbers of many."""
+
+ELEMENTWISE = _having("elementwise") | _having("fusible") - _having("statistic")
+"""Each element of its result is made of the elements at the same place of its operands."""
+
+ACROSS = _having("across")
+"""Adds up what devices hold: on one device the same value."""
+
+GATHERS = _having("gathers")
+"""Joins what devices hold, along an axis or a new one."""
 
 RUNNING = _having("running")
 """Adds up: its results are large beside what sets them apart, which rounding would lose."""

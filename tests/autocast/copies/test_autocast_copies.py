@@ -6,6 +6,7 @@ rounded alike, and the difference is 0. A cut stores, and so rounds, a value of 
 
 import random
 
+import _cuts
 import _metamorphic as metamorphic
 import jax
 import jax.numpy as jnp
@@ -110,7 +111,7 @@ NAMES = [head.name for head in WRITTEN_TWICE]
 
 # A `custom_vmap` is compiled, and not evaluated in NumPy: where the last bit of a float32 differs,
 # a product's operand may be rounded to a neighbour.
-KINDS = [kind for kind in metamorphic.KINDS if kind not in metamorphic.ONLY_INSIDE]
+KINDS = [kind for kind in (*_cuts.BOUNDARIES, *_cuts.MOVES) if kind not in metamorphic.ONLY_INSIDE]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,7 @@
 
 import functools
 
+import _cuts
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +75,14 @@ BETWEEN = {
     "a slice": lambda q: q[:, 1:],
     "a scan": lambda q: lax.scan(lambda c, row: (c, row * 1.0), 0, q)[1],
 }
+OF_THEIR_OWN = {
+    **_cuts.SUMS,
+    "average pooling": lambda q: lax.reduce_window(q, 0.0, lax.add, (1, 1), (1, 1), "VALID"),
+    ".at[].multiply": lambda q: jnp.ones((2, *q.shape)).at[1].multiply(q)[1],
+    "a solve": lambda q: jnp.linalg.solve(jnp.eye(len(q)), q),
+    "a running sum": lambda q: jnp.cumsum(q[None], axis=0)[0],
+}
+"""Operations in kernels of their own."""
 
 
 def _read(saturate, between, read, dot):
@@ -94,6 +103,19 @@ def test_law_of_readers_what_saturates_is_float32_for_them(saturating, reader, d
     between = places[(list(READERS).index(reader) + len(saturating)) % len(places)]
     parts = SATURATING[saturating], BETWEEN[between], READERS[reader]
     against_float64(lambda dot: _read(*parts, dot), dtype, W, V)
+
+
+@pytest.mark.parametrize("between", OF_THEIR_OWN)
+def test_law_of_readers_a_distance_is_read_through_every_operation(between):
+    def cosines(q):
+        return OF_THEIR_OWN[between](jnp.sum(q * (q + 0.01 * q[::-1]), axis=1, keepdims=True))
+
+    fun = _read(SATURATING["normalised"], cosines, READERS["acos"], jnp.matmul)
+    rows = mpjax.explain(fun, "bf16-mixed")(W, V).rows
+    assert any(
+        row.operation == "div" and row.reason.startswith("its distance to a constant is read by")
+        for row in rows
+    )
 
 
 def test_law_of_readers_a_product_still_reads_its_low_copy():

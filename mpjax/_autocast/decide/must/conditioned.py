@@ -17,16 +17,15 @@ from mpjax._autocast.decide.reads import AGAIN, CANCELS, DIFFERENCE, EXACT, NEAR
 from mpjax._autocast.known import fact_flags, facts, traits
 from mpjax._autocast.known.contraction import is_of_small_matrices
 from mpjax._jaxpr.equation import Eqn
-from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
+from mpjax._jaxpr.op_rules import PRODUCTS
 
 FEW = 4
 """A product of matrices of this size is geometry, as of rotations; no matrix unit is for it."""
-_SUMS = frozenset({"cumsum", "cumprod", "scatter-add", "scatter-mul", "reduce_window_sum", "psum"})
-_PASSES_BACK = (traits.FUSIBLE | traits.ACCUMULATES | MOVES | _SUMS) - traits.SATURATES - PRODUCTS
-"""A distance that is read of their results is read of their operands too."""
-_PASSES_BACK_A_DIFFERENCE = (traits.FUSIBLE | traits.ACCUMULATES | MOVES | _SUMS) - PRODUCTS
+_STOP_A_DIFFERENCE = PRODUCTS | (traits.LOOKS - traits.FUSIBLE)
+"""Through all others a difference that is taken of results is taken of operands, too."""
+_STOP_A_DISTANCE = _STOP_A_DIFFERENCE | traits.SATURATES
+"""Through all others a distance that is read of results is read of operands, too."""
 _READ_A_DISTANCE = traits.DISTANCES | traits.ANGLES
-_ELEMENTWISE = traits.FUSIBLE - traits.STATISTIC
 
 
 def asks(eqn: Eqn, union: int, known: facts.Facts) -> int:
@@ -41,15 +40,15 @@ def asks(eqn: Eqn, union: int, known: facts.Facts) -> int:
     if not union & (NEAR | CANCELS | EXACT | DIFFERENCE | AGAIN):
         return asked
     name = eqn.primitive.name
-    if name in _PASSES_BACK:
+    if name not in _STOP_A_DISTANCE:
         asked |= union & NEAR
-    if name in _PASSES_BACK_A_DIFFERENCE:
+    if name not in _STOP_A_DIFFERENCE:
         asked |= union & (DIFFERENCE | AGAIN)
     if facts.hands_on_terms(eqn):
         asked |= union & CANCELS
     elif union & CANCELS:
         asked |= EXACT  # all terms of the difference are of the same, unrounded values
-    if name in _ELEMENTWISE:
+    if name in traits.ELEMENTWISE:
         asked |= union & EXACT
     return asked
 
