@@ -28,6 +28,7 @@ from mpjax._base.tree import (
     is_overwritten,
     leaves_finite,
     map_with_path,
+    strong,
     to_full,
 )
 from mpjax._base.typing import Array, AxisName, PyTree
@@ -209,7 +210,7 @@ class _LossScaled:
             consecutive_skips=jnp.zeros((), jnp.int32),
             diverged=jnp.array(False),
             leaf_finite=jnp.ones((len(jax.tree.leaves(gradient_params(params))),), jnp.bool_),
-            inner_state=jax.tree.map(_strong, inner_state),
+            inner_state=jax.tree.map(strong, inner_state),
         )
 
     def update(
@@ -339,12 +340,6 @@ def _on_host(x: Array) -> Any:
 def _widened(grads: PyTree) -> PyTree:
     """Returns 16-bit gradients in float32: `inner` sees one dtype under every loss scale."""
     return map_with_path(lambda _, g: to_full(g) if is_array(g) else g, grads)
-
-
-def _strong(x: Any) -> Any:
-    """Returns a number or array as a strongly typed array, so that a later step is not retraced."""
-    is_number = isinstance(x, (bool, int, float, complex))
-    return jax.lax.convert_element_type(x, jnp.result_type(x)) if is_number or is_array(x) else x
 
 
 def _or_nothing(finite: Array, u: Any) -> Array:

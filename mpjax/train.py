@@ -47,7 +47,8 @@ from mpjax._training.history import (
     tracked,
     untracked,
 )
-from mpjax._training.microbatches import MicroBatches, divided, gradients
+from mpjax._training.line_search import with_scaled_cotangents
+from mpjax._training.microbatches import MicroBatches, divided, gradients, wide
 from mpjax._training.options import StepOptions
 from mpjax._training.state import Metrics, TrainState, checked_state, copied
 from mpjax._training.summary import counted, describe_step, grad_norm
@@ -215,7 +216,7 @@ class TrainStep:
             batch, history = rest
             history = of_policy(policy, history)
             state = TrainState(jnp.zeros((), jnp.int32), params, None, extra, history)
-            loss, _, _, grads, _ = step._differentiate(loss_scale, state, batch)
+            loss, _, _, _, grads, _ = step._differentiate(loss_scale, state, batch)
             return loss, grads
 
         return run
@@ -246,7 +247,7 @@ class TrainStep:
         fresh = jax.eval_shape(tx.init, state.params)
         check_own(self.policy, state.params, wanted, state.opt_state, fresh)
         loss_scale = current_loss_scale(state.opt_state)
-        loss, extra_state, aux, grads, seen = self._differentiate(loss_scale, state, batch)
+        loss, weight, extra_state, aux, grads, seen = self._differentiate(loss_scale, state, batch)
         check_extra_state(extra_state, state.extra_state)
         arguments = (loss_scale, state.params, state.extra_state, batch, state.amax_history)
         look = Seen(state, loss_scale, self._twin(self.policy), arguments)
@@ -254,8 +255,9 @@ class TrainStep:
         # For line searches and the like; `update_with` leaves out those that `tx` does not take.
         extra = {"value": loss, "grad": grads, "value_fn": self._value_fn(state, batch)}
         updates, opt_state, applied = update_with(tx, grads, state.opt_state, state.params, extra)
-        scaling = find_states(opt_state)[0][1]
-        finite = scaling.grads_finite
+        finite = find_states(opt_state)[0][1].grads_finite
+        if weight is not None:  # a mean of nothing is NaN: no overflow, that would lower the scale
+            opt_state = select_like(weight != 0, opt_state, state.opt_state)
         new_state = TrainState(
             step=state.step + finite.astype(jnp.int32),
             params=apply_updates(state.params, updates, opt_state),
@@ -264,10 +266,11 @@ class TrainStep:
             amax_history=next_history(self.policy, state.amax_history, seen, loss_scale, finite),
         )
         metrics = {
-            "loss": loss,
+            "loss": loss.astype(FLOAT32),
             "grad_norm": grad_norm(loss_scale, grads, applied),
             "loss_scale": jnp.asarray(loss_scale.loss_scale, FLOAT32),
-            **counted(scaling),
+            **counted(find_states(opt_state)[0][1]),
+            "grads_finite": finite,
         }
         if self._options.lost_updates:
             metrics["lost_updates"] = lost_updates(state.params, updates)
@@ -280,12 +283,12 @@ class TrainStep:
             scale = current_loss_scale(state.opt_state)
             inputs = tracked(params, state.amax_history, self.policy, scale)
             loss, _ = self._scalar_loss(inputs, state.extra_state, batch)
-            return loss.astype(FLOAT32)
+            return wide(loss)
 
-        return value
+        return with_scaled_cotangents(value, current_loss_scale(state.opt_state))
 
     def _differentiate(self, loss_scale: LossScale, state: TrainState, batch: PyTree) -> Any:
-        """Returns the mean loss, the new extra state, aux, mean, still scaled gradients, amaxes."""
+        """Returns the mean loss, its weight, extra state, aux, mean scaled gradients, amaxes."""
 
         @functools.wraps(self._loss_fn, updated=())
         def loss_fn(*args: Any) -> Any:
@@ -303,7 +306,7 @@ class TrainStep:
             loss, weight, grads = (mean(x, self._axis_name) for x in (loss, weight, grads))
         if weight is not None:
             loss, grads = divided(weight, loss), divided(weight, grads)
-        return loss, extra_state, aux, *untracked(grads)
+        return loss, weight, extra_state, aux, *untracked(grads)
 
     def _scalar_loss(self, params: PyTree, extra_state: PyTree, batch: PyTree) -> Any:
         """Runs the loss function under the policy; returns `loss, (weight, extra_state, aux)`."""
@@ -365,10 +368,11 @@ def make_train_step(
       weighted: whether the loss stands with its weight, `(loss, weight)` in its place: how many
         (tokens, rows) it is a mean over, as it counts in the mean over micro-batches and over
         `axis_name`. A micro-batch of weight 0 is ignored, even if its loss is NaN; a step without
-        any weight is skipped.
+        any weight is skipped, and neither the loss scale nor its counters change.
       max_consecutive_skips: as in `with_loss_scale`; see `raise_if_diverged`.
       axis_name: axis, or axes, of `shard_map` or `pmap` around the step, over which the loss
-        and the gradients are averaged. With plain shardings nothing is needed.
+        and the gradients are averaged, and nothing else: average statistics in `loss_fn`, by
+        `jax.lax.pmean(stats, "data")`. With plain shardings nothing is needed.
       donate: whether the step may reuse the memory of the state that it is given.
       rounding: of updates to 16-bit parameters ("bf16-true", "16-true"): "stochastic" or "kahan",
         as `mpjax.optim.with_stochastic_rounding` and `with_kahan` around `tx`; "nearest", which

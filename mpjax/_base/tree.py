@@ -35,6 +35,12 @@ def is_array(x: object) -> TypeGuard[Array]:
     return isinstance(x, (jax.Array, *_NUMPY))
 
 
+def strong(x: Any) -> Any:
+    """Returns a number or array as a strongly typed array, so that a later step is not retraced."""
+    is_number = isinstance(x, _NUMBERS)
+    return jax.lax.convert_element_type(x, jnp.result_type(x)) if is_number or is_array(x) else x
+
+
 def jax_dtype(x: Any) -> Any:
     """Returns the dtype that JAX gives `x`: NumPy's float64 is float32 with 64-bit types off.
 

@@ -76,6 +76,7 @@ def adopted(
     full_params: PyTree | None = None,
 ) -> PyTree:
     """Returns the values of `old` in the form of `fresh`, a state that has just been made."""
+    old = _rebuilt(fresh, old)
     if has_form(fresh) or has_form(old):
         if full_params is None and _same_form(fresh, old):
             return old
@@ -96,7 +97,9 @@ def adopted(
         return _cast_like(fresh, inner, where)
     kept: dict[str, Any] = {"inner_state": _cast_like(fresh.inner_state, inner, where)}
     if outermost:
-        counts = ("grads_finite", "skipped_steps", "consecutive_skips", "diverged")
+        counts = ["grads_finite", "skipped_steps", "consecutive_skips", "diverged"]
+        if jnp.shape(outermost[0].leaf_finite) == jnp.shape(fresh.leaf_finite):
+            counts.append("leaf_finite")  # the names of what diverged
         kept |= {name: getattr(outermost[0], name) for name in counts}
         # A scale of another kind, as a static one for a dynamic, starts as `fresh` says.
         if kind_of(outermost[0]) == kind_of(fresh):
@@ -138,12 +141,8 @@ def kind_of(state: LossScaleState) -> str:
 
 
 def _cast_like(fresh: PyTree, old: PyTree, where: str) -> PyTree:
+    old = _rebuilt(fresh, old)
     if jax.tree.structure(fresh) != jax.tree.structure(old):
-        by_path = dict(zip(leaf_paths(old), jax.tree.leaves(old), strict=True))
-        paths = leaf_paths(fresh)
-        if set(by_path) == set(paths):  # restored without a target: the same, in bare containers
-            in_order = [by_path[path] for path in paths]
-            return _cast_like(fresh, jax.tree.unflatten(jax.tree.structure(fresh), in_order), where)
         fix = (
             "Adopt a state of the same optimizer (of an nnx.Optimizer: mpjax.nnx.adopt_state);",
             "or start again: tx.init(params).",
@@ -154,6 +153,17 @@ def _cast_like(fresh: PyTree, old: PyTree, where: str) -> PyTree:
     leaves = zip(paths, jax.tree.leaves(fresh), jax.tree.leaves(old), strict=True)
     cast = [_leaf_like(path, new, was, where) for path, new, was in leaves]
     return jax.tree.unflatten(jax.tree.structure(fresh), cast)
+
+
+def _rebuilt(fresh: PyTree, old: PyTree) -> PyTree:
+    """Returns a tree that was restored without a target in the containers of a fresh one."""
+    if jax.tree.structure(fresh) == jax.tree.structure(old):
+        return old
+    by_path = dict(zip(leaf_paths(old), jax.tree.leaves(old), strict=True))
+    paths = leaf_paths(fresh)
+    if set(by_path) != set(paths):
+        return old
+    return jax.tree.unflatten(jax.tree.structure(fresh), [by_path[path] for path in paths])
 
 
 def _leaf_like(path: str, fresh: Any, old: Any, where: str) -> Any:

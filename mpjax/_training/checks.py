@@ -205,9 +205,28 @@ def check_extra_state(new: PyTree, old: PyTree) -> None:
         fix = "Return all of it, under the same keys; what is new goes into step.init(params, ...)."
         raise ValueError(first_difference(where, *pair, (fix,)))
     for path, a, b in zip(leaf_paths(old), *map(jax.tree.leaves, (new, old)), strict=True):
-        if is_array(b) and jnp.shape(a) != jnp.shape(b):
-            got = f"{path!r} was {describe(b)}; the loss function returned {describe(a)}."
+        if not is_array(b):
+            continue
+        got = f"{path!r} was {describe(b)}; the loss function returned {describe(a)}."
+        if jnp.shape(a) != jnp.shape(b):
             raise ValueError(message(where, got, "Return it in the shape in which it came."))
+        if not _holds(b.dtype, jnp.result_type(a)):
+            allowed = f"Allowed: what {b.dtype.name} holds; of floats, those of another size too."
+            fix = f"Start with {describe(a)} in step.init(params, extra_state), or return it"
+            raise ValueError(message(where, got, allowed, f"{fix} .astype({b.dtype.name!r})."))
+
+
+def _holds(dtype: Any, other: Any) -> bool:
+    """Whether a leaf of a dtype may take values of another: floats of a float, whatever its size.
+
+    An integer holds no fraction, a float no imaginary part, and a boolean no number.
+    """
+    if dtype == other or any(jnp.issubdtype(x, jax.dtypes.extended) for x in (dtype, other)):
+        return bool(dtype == other)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        is_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (dtype, other)]
+        return is_complex[0] or not is_complex[1]
+    return bool(jnp.can_cast(other, dtype))
 
 
 _NEEDS_VALUES = (
@@ -312,5 +331,16 @@ def split_outputs(
         out, aux = pair(out, f"({loss}, aux)")
     if weighted:
         out, weight = pair(out, "(loss, weight), with weighted=True,")
-        weight = jax.lax.stop_gradient(jnp.asarray(weight).astype(FLOAT32))
+        weight = jax.lax.stop_gradient(_checked_weight(weight).astype(FLOAT32))
     return out, (weight, extra_state, aux)
+
+
+def _checked_weight(weight: Any) -> Any:
+    """Returns the weight of a batch as an array; raises TypeError unless it is one number."""
+    if is_array(weight) or isinstance(weight, (int, float)):
+        weight = jnp.asarray(weight)
+        if not weight.shape and not jnp.issubdtype(weight.dtype, jnp.complexfloating):
+            return weight
+    got = f"the weight must be one number; got {describe(weight)}."
+    fix = "Type return loss, mask.sum() where the loss is a mean over the examples of a mask."
+    raise TypeError(message("make_train_step(weighted=True)", got, fix))

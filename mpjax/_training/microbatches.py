@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._base import compat
-from mpjax._base.dtypes import FLOAT32, describe
+from mpjax._base.dtypes import FLOAT32, FLOAT64, describe
 from mpjax._base.errors import message
 from mpjax._base.tree import is_array, is_overwritten, is_recorded, map_with_path, path_str, to_full
 from mpjax._base.typing import Array, PyTree
@@ -45,7 +45,7 @@ def gradients(
     if parts.count > 1:
         return over_parts(differentiate, params, extra_state, batch, parts)
     (loss, (weight, extra_state, aux)), grads = differentiate(params, extra_state, batch)
-    loss = loss.astype(FLOAT32)
+    loss = wide(loss)
     if weight is not None:
         loss, grads = weighed(weight, loss), weighed(weight, grads)
     return loss, weight, extra_state, aux, grads
@@ -78,7 +78,7 @@ def over_parts(
         old, total = carry
         part = merge(part, whole)
         (loss, (weight, new, aux)), grads = differentiate(params, old, part)
-        loss = loss.astype(FLOAT32)
+        loss = wide(loss)
         counts = jnp.array(True)
         if weight is not None:
             counts = weight != 0
@@ -93,6 +93,11 @@ def over_parts(
         return jnp.sum(losses), jnp.sum(weights), extra_state, aux, total
     grads = map_with_path(lambda _, g: g / parts.count, total)
     return jnp.mean(losses), None, extra_state, aux, grads
+
+
+def wide(loss: Array) -> Array:
+    """Returns a loss in float32, or as it is in float64: what float64 holds is not inf."""
+    return loss if loss.dtype == FLOAT64 else loss.astype(FLOAT32)
 
 
 def weighed(weight: Array, tree: T) -> T:

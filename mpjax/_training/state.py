@@ -8,7 +8,7 @@ from mpjax._base.errors import message
 from mpjax._base.foreign_errors import attribute_error
 from mpjax._base.foreign_names import STATE_ATTRIBUTES
 from mpjax._base.public import public_in
-from mpjax._base.tree import is_array
+from mpjax._base.tree import is_array, strong
 from mpjax._base.typing import Array, PyTree
 from mpjax._training.summary import describe_state
 
@@ -62,5 +62,6 @@ def checked_state(state: Any) -> TrainState:
 
 
 def copied(x: Any) -> Any:
-    """Returns an array copied, anything else as it is."""
+    """Returns an array copied, and a number as one; anything else as it is."""
+    x = strong(x)
     return jnp.array(x, copy=True) if is_array(x) else x

@@ -333,6 +333,26 @@ def test_extra_state_that_the_loss_promotes_keeps_its_dtype(accumulate):
     assert_bitwise_equal(state.extra_state, {"sum": jnp.bfloat16(8)})
 
 
+_STARTS = {"a mean": (0, 0.5), "seen": (False, 1), "a rotation": (1.0, 1j), "few": (np.int8(0), 3)}
+
+
+@pytest.mark.parametrize("name", _STARTS)
+def test_extra_state_that_would_be_truncated_is_refused(name):
+    start, new = (jnp.asarray(x) for x in _STARTS[name])
+    step = mpjax.make_train_step(lambda w, seen, x: (w * x, {name: new}), optax.sgd(0.1))
+    state = step.init(jnp.float32(1), {name: start})
+    with pytest.raises(ValueError, match=r"the loss function returned .*\n.*\n.*\.astype\("):
+        step(state, jnp.float32(1))
+
+
+@pytest.mark.parametrize("start", [0.0, 1j], ids=["float", "complex"])
+def test_extra_state_takes_integers_that_its_dtype_holds(start):
+    step = mpjax.make_train_step(lambda w, seen, x: (w * x, jnp.int32(3)), optax.sgd(0.1))
+    state, _ = step(step.init(jnp.float32(1), jnp.asarray(start)), jnp.float32(1))
+    assert state.extra_state == 3
+    assert state.extra_state.dtype == jnp.asarray(start).dtype
+
+
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_a_loss_of_bfloat16_is_reported_and_averaged_in_float32(accumulate):
     step = mpjax.make_train_step(
