@@ -123,12 +123,16 @@ def _operands(
     if named_attention.is_attention(eqn):
         return _of_attention(eqn, later)
     if name in MOVES and len(eqn.invars) == len(outs) > 1:
-        return outs  # each operand is handed on by itself, as through a barrier
+        # Each operand is handed on by itself, as through a barrier; a sort also compares the keys.
+        keys = eqn.params.get("num_keys", 0) if conditioned.decides(eqn, known) else 0
+        return [want | NEAR if i < keys else want for i, want in enumerate(outs)]
     asked = conditioned.asks(eqn, union, known)
     held = name in traits.UNFORGIVING or name in demanded.full
     if held or structure.applies_function(eqn):
         return [later | EXACT | asked] * len(eqn.invars)
     wants = _by_rule(eqn, union, later)
+    if name in ("mul", "div"):
+        wants = [w | of for w, of in zip(wants, conditioned.of_factors(eqn, known), strict=True)]
     return [want | asked for want in wants] if asked else wants
 
 

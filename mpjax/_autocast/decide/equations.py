@@ -153,6 +153,8 @@ class Planner(Rounding):
         state = states.follow(branches, widest=settings.widest)
         if state.kind == Kind.LOW:
             operands = branches
+        if state.kind == Kind.NEUTRAL and any(_overflows(s, low) for s in operands):
+            state = states.WIDE_PURE  # a mask: rounded, `(1 - seen) * -1e9` is -inf, or NaN
         if state.kind == Kind.CONSTANT:
             state = _of_constants(name, operands)
         if name not in traits.STEPS:
@@ -415,3 +417,8 @@ def _inside(settings: Settings, scope: tuple[str, ...], *, in_loop: bool) -> Set
     if not scope and in_loop is settings.in_loop:
         return settings
     return replace(settings, scope=settings.scope + scope, in_loop=in_loop)
+
+
+def _overflows(state: State, low: Any) -> bool:
+    """Whether a value is a known constant that is past the range of a low dtype."""
+    return any(abs(v) > float(jnp.finfo(low).max) for v in state.values or ())

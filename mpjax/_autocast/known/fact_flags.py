@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 from mpjax._autocast.known import traits
+from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn
-from mpjax._jaxpr.op_rules import MOVES
+from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
 from mpjax._jaxpr.sizes import copies
 
 CONSTANT = 1
@@ -30,9 +33,18 @@ BY_DATA, BY_A_CONSTANT = 128, 256
 One by data, a statistic of rows, such as their mean, need not have.
 """
 OFFSET = BY_DATA | BY_A_CONSTANT
+NEGATED = 512
+"""Its sign was turned: adding it to another value subtracts."""
+CARRY, ENTERED = 1024, 2048
+"""Inside a loop: it is made of what the loop carries by no product, or is what comes from outside.
+
+The latter also after functions of each element, unless they saturate.
+"""
 SMALL_STEP = 1 / 32
 """Times this a change counts as a step: each one is worth 5 bits less."""
 _POOLS = frozenset({"reduce_window_max", "reduce_window_min"})  # of copies they may make one
+_KEEP_A_SIGN = MOVES | traits.JOINS | traits.UPDATES | traits.TOTALS | {"mul", "div"}
+_HANDS_ON_ENTERED = (MOVES | traits.ELEMENTWISE | traits.JOINS | traits.UPDATES) - traits.SATURATES
 _HANDS_ON_DERIVED = MOVES - traits.STATISTIC
 
 
@@ -55,7 +67,9 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
       every: those that all have.
     """
     name = eqn.primitive.name
-    flags = some & PRODUCT
+    flags = some & PRODUCT | _negated(eqn, floats)
+    if name not in PRODUCTS:
+        flags |= some & (CARRY | ENTERED if name in _HANDS_ON_ENTERED else CARRY)
     if name in _HANDS_ON_DERIVED:
         flags |= some & DERIVED
     if some & CONSTANT:
@@ -65,6 +79,19 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
         handed_on = STEP if name in _POOLS else REPEATED | STEP
         return flags | some & handed_on | (REPEATED if repeats(eqn) else 0)
     return flags | STEP if _makes_a_step(eqn, floats) else flags
+
+
+def _negated(eqn: Eqn, floats: Sequence[Any]) -> int:
+    """Returns `NEGATED` if a result turns the sign of a value: it, or an odd number of factors."""
+    name = eqn.primitive.name
+    if name not in _KEEP_A_SIGN:
+        return 0
+    if len(floats) > 1 and name not in ("mul", "div"):  # joins: all of them
+        return functools.reduce(operator.and_, (f.flags for f in floats)) & NEGATED
+    literals = (v.val for v in eqn.invars if compat.is_literal(v) and not v.aval.shape)
+    turns = (name == "neg") + sum(bool(x < 0) for x in literals) * (name in ("mul", "div"))
+    turns += sum(bool(f.flags & NEGATED) for f in floats)
+    return NEGATED if turns % 2 else 0
 
 
 def repeats(eqn: Eqn) -> bool:
@@ -82,3 +109,13 @@ def _makes_a_step(eqn: Eqn, floats: Sequence[Any]) -> bool:
     if eqn.primitive.name == "mul":
         return any(0 < f.least <= f.most <= SMALL_STEP for f in floats if f.flags & CONSTANT)
     return bool(second & CONSTANT) and floats[1].least >= 1 / SMALL_STEP
+
+
+def is_data(fact: Any) -> bool:
+    """Whether a value is an array that no product made: a bias that is repeated adds no offset."""
+    return not (fact.flags & (CONSTANT | PRODUCT | SCALAR | REPEATED) or fact.along)
+
+
+def larger_offset(some: int) -> int:
+    """Returns the offset of a value that has those in some flags."""
+    return BY_A_CONSTANT if some & BY_A_CONSTANT else some & BY_DATA

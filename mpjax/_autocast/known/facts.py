@@ -18,8 +18,11 @@ from mpjax._autocast.known import roots as made_of
 from mpjax._autocast.known.fact_flags import (
     BY_A_CONSTANT,
     BY_DATA,
+    CARRY,
     CONSTANT,
     DERIVED,
+    ENTERED,
+    NEGATED,
     OFFSET,
     PRODUCT,
     REPEATED,
@@ -127,12 +130,16 @@ def is_difference(eqn: Eqn, facts: Facts) -> bool:
 
     They are made of the same, element by element, as `f(z + 0.01)` and `f(z)`. Or something was
     added to both, as to `300 + z` and its mean, or as a bias to examples and their mean; or it was
-    added and is taken off, as `y + z - y`.
+    added and is taken off, as `y + z - y`, also by a table: `300 + z - grid[i]`.
     """
-    if eqn.primitive.name != "sub" or scopes.is_transposed(eqn):
+    name = eqn.primitive.name
+    if name not in ("add", "sub") or scopes.is_transposed(eqn):
         return False
     first, second = (of_atom(v, facts) for v in eqn.invars)
     if (first.flags | second.flags) & CONSTANT:
+        is_table = second.flags & (CONSTANT | SCALAR) == CONSTANT
+        return name == "sub" and is_table and bool(first.flags & OFFSET)
+    if (name == "add") != bool((first.flags ^ second.flags) & NEGATED):
         return False
     if made_of.meet(first.roots, second.roots) or repeats.shared(first.added, second.added):
         return True
@@ -167,6 +174,7 @@ def _entering(eqn: Eqn, part: structure.Part, facts: Facts) -> Entered:
     """A loop's carry differs by turn, and so has no number outside."""
     numbers: dict[int, int] = {}
     outside: dict[int, int] = {}
+    is_loop = eqn.primitive.name in structure.LOOPS
 
     def number(n: int) -> int:
         if n not in numbers:
@@ -177,10 +185,12 @@ def _entering(eqn: Eqn, part: structure.Part, facts: Facts) -> Entered:
     inside: list[Fact] = []
     for i, place in enumerate(part.operands):
         if part.carried.start <= i < part.carried.stop:
-            inside.append(Fact(roots=frozenset({len(outside)})))
+            inside.append(Fact(CARRY, roots=frozenset({len(outside)})))
             outside[len(outside)] = -1
         else:
             fact = _renumbered(of_atom(eqn.invars[place], facts), number)
+            if is_loop and not fact.flags & ENTERED:
+                fact = fact._replace(flags=fact.flags | ENTERED)
             inside.append(repeats.entered(fact, eqn.invars[place], part, i))
     return Entered(tuple(inside), outside)
 
@@ -225,16 +235,6 @@ def _constant(eqn: Eqn, floats: Sequence[Fact]) -> Fact:
         first, second = floats
         return Fact(flags, first.least / second.most, first.most / second.least)
     return Fact(flags)
-
-
-def _is_data(fact: Fact) -> bool:
-    """Whether a value is an array that no product made: a bias that is repeated adds no offset."""
-    return not (fact.flags & (CONSTANT | PRODUCT | SCALAR | REPEATED) or fact.along)
-
-
-def _offset(some: int) -> int:
-    """The offset of a value that has those in some flags: the larger one."""
-    return BY_A_CONSTANT if some & BY_A_CONSTANT else some & BY_DATA
 
 
 def _if_number(var: Any) -> int:
@@ -301,6 +301,8 @@ class _Walk:
         is_statistic = totals.is_statistic(eqn)
         if is_statistic and name in _SUMS:
             return self.total(floats[0], flags)
+        if name == "reduce_window_sum":  # its operand is stored, as a product's is
+            return self.summed(Term(floats[0].roots, self.number(), is_product=True), flags)
         if is_statistic and name in _TOPS:
             return Fact(flags | _if_number(out), roots=self.part(eqn, floats[0].roots, out))
         if is_statistic or name not in _OF_ITS_OPERANDS:
@@ -310,11 +312,11 @@ class _Walk:
     def offset(self, eqn: Eqn, floats: Sequence[Fact], some: int, *, cancels: bool) -> int:
         """The offset of its results: `some` are its operands' flags, `cancels` takes one off."""
         name = eqn.primitive.name
-        before = _offset(some)
+        before = fact_flags.larger_offset(some)
         if name in ("add", "sub") and not some & DERIVED:
             if adds_a_constant(eqn, self.facts):
                 return BY_A_CONSTANT
-            if some & PRODUCT and any(map(_is_data, floats)):
+            if some & PRODUCT and any(map(fact_flags.is_data, floats)):
                 return before or BY_DATA
         if not before or cancels:
             return 0
@@ -322,7 +324,7 @@ class _Walk:
             factors = [f for f in floats if not f.flags & (CONSTANT | SCALAR)]
             if not all(f.flags & OFFSET for f in factors if f.flags & PRODUCT):
                 return 0
-            return BY_DATA if any(map(_is_data, factors)) else before
+            return BY_DATA if any(map(fact_flags.is_data, factors)) else before
         if before == BY_DATA and totals.is_statistic(eqn):
             return 0
         return before if name in _KEEPS_AN_OFFSET else 0
@@ -357,6 +359,8 @@ class _Walk:
             return _NO_TERMS
         if eqn.primitive.name in ("mul", "div"):
             whole = [f for f in floats if not f.flags & (CONSTANT | SCALAR)]
+            if eqn.primitive.name == "mul" and len(whole) == 2:
+                return self.of_two_sums(*whole)
             if len(whole) != 1 or (eqn.primitive.name == "div" and whole[0] is not floats[0]):
                 return _NO_TERMS
             return whole[0].terms
@@ -366,6 +370,15 @@ class _Walk:
         if eqn.primitive.name in _PARTS:
             terms |= {self.of_gram(t) for t in terms if t.is_product and len(t.roots) == 1}
         return terms if len(terms) <= _MOST_TERMS else _NO_TERMS
+
+    def of_two_sums(self, first: Fact, second: Fact) -> frozenset[Term]:
+        """The terms of `E[x] E[y]`: of a sum over both, as `E[x y]` is, and a power as `E[x]²`."""
+        pairs = itertools.product(first.terms, second.terms)
+        terms = {
+            Term(a.roots | b.roots, self.number(), a.is_product and b.is_product, is_power=True)
+            for a, b in pairs
+        }
+        return frozenset(terms) if len(terms) <= _MOST_TERMS else _NO_TERMS
 
     def of_gram(self, term: Term) -> Term:
         """The diagonal of `a aᵀ` is a sum over the elements of `a`."""
@@ -379,6 +392,9 @@ class _Walk:
             return Fact(flags, roots=frozenset({term.number}))
         if is_product:
             flags = flags & ~OFFSET | PRODUCT
+        return self.summed(term, flags)
+
+    def summed(self, term: Term, flags: int) -> Fact:
         return Fact(flags, roots=self.root(), terms=frozenset({term}))
 
     def total(self, of: Fact, flags: int) -> Fact:
@@ -393,6 +409,8 @@ class _Walk:
                 continue
             given, names = entering(eqn, part, self.facts)
             outs = [self.leaving(f, names) for f in _outputs(part.program, given)]
+            if eqn.primitive.name in structure.LOOPS:
+                outs = [f._replace(flags=f.flags & ~(CARRY | ENTERED)) for f in outs]
             made.append(repeats.left(outs, eqn.outvars, part))
         return [self.joined(outs, v) for v, *outs in zip(eqn.outvars, *made, strict=True)]
 
@@ -418,7 +436,7 @@ class _Walk:
             return _SOME_CONSTANT
         terms = _NO_TERMS.union(*(f.terms for f in outs))
         return Fact(
-            _if_number(var) | some & PRODUCT | _offset(some),
+            _if_number(var) | some & PRODUCT | fact_flags.larger_offset(some),
             roots=self.root(),
             terms=terms if len(terms) <= _MOST_TERMS else _NO_TERMS,
             added=frozenset[repeats.Added]().union(*(f.added for f in outs)),

@@ -97,6 +97,15 @@ def meet(first: Roots, second: Roots) -> bool:
     return not (first.isdisjoint(_cut_from(second)) and second.isdisjoint(_cut_from(first)))
 
 
+def are_halves(first: Roots, second: Roots, at_least: int) -> bool:
+    """Whether values are different parts of one value, cut out of cut ones `at_least` so deep."""
+    if len(first) != 1 or len(second) != 1 or first == second:
+        return False
+    (a,), (b,) = first, second
+    are_parts = isinstance(a, Excerpt) and isinstance(b, Excerpt)
+    return are_parts and a.of[0] == b.of[0] and a.depth >= at_least
+
+
 def _cut_from(roots: Roots) -> Roots:
     """Returns the roots of the values that parts were cut out of; a maximum is of other places."""
     cut = [r.of[0] for r in roots if isinstance(r, Excerpt) and r.how[0] not in traits.EXTREME]

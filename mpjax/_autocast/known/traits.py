@@ -18,14 +18,14 @@ max                                     | fusible alone steps chooses accumulate
 min                                     | fusible alone steps chooses accumulates bounds widened limits
 clamp                                   | fusible alone steps chooses accumulates limits
 select_n                                | fusible alone steps chooses accumulates linear joins limits
-floor ceil round                        | fusible linear
+floor ceil round                        | fusible linear decides
 convert_element_type                    | fusible linear hands_on of_totals
 sqrt square integer_pow                 | fusible of_totals powers
 tanh                                    | fusible alone bends bounds costly parts saturates
 logistic                                | fusible bends bounds saturates
 erf                                     | fusible bends bounds costly saturates
 exp exp2 expm1                          | fusible absolute saturates
-pow                                     | fusible
+pow                                     | fusible distances
 log log2 log1p                          | fusible distances
 rsqrt cbrt                              | fusible
 sin cos tan                             | fusible absolute saturates angles
@@ -36,9 +36,10 @@ atan2                                   | fusible
 erfc                                    | fusible costly saturates
 erf_inv one_minus_square                | fusible distances
 sign                                    | fusible saturates
-eq ne lt le gt ge                       | fusible chooses linear looks
-eq_to lt_to le_to is_finite             | fusible chooses linear looks
-argmax argmin                           | chooses linear looks
+lt le gt ge                             | fusible chooses linear looks decides
+lt_to le_to                             | fusible chooses linear looks decides
+eq ne eq_to is_finite                   | fusible chooses linear looks
+argmax argmin                           | chooses linear looks decides places
 and or not                              | fusible chooses linear logic
 xor                                     | fusible linear logic
 concatenate stack                       | fusible alone steps linear accumulates joins
@@ -63,12 +64,12 @@ bessel_i0e bessel_i1e random_gamma_grad | elementwise
 regularized_incomplete_beta nextafter   | elementwise
 complex real imag conj                  | elementwise hands_on linear
 reduce_sum                              | fusible linear statistic totals
-reduce_prod                             | fusible statistic
+reduce_prod                             | fusible statistic distances
 reduce_max                              | fusible statistic totals resizes selects extreme
 reduce_min                              | fusible statistic resizes selects extreme
 reduce_and reduce_or                    | fusible
 cummax cummin                           | extreme
-sort top_k                              | selects
+sort top_k                              | selects decides
 tile pvary pcast pbroadcast             | repeats
 all_gather all_gather_invariant         | repeats gathers
 all_gather_reduced                      | gathers
@@ -195,6 +196,11 @@ DISTANCES = _having("distances")
 
 ANGLES = _having("angles")
 """Has a period, beside which a rounding of its operand may be large, as that of `sin(300 + z)`."""
+
+DECIDES, PLACES = _having("decides"), _having("places")
+"""Compares: a value beside a large offset that rounding moves is on the other side. Or it gives the
+place of the largest, which rounding moves between any two.
+"""
 
 SATURATES = _having("saturates")
 """Smooth in its operand, also where its result is close to a constant."""

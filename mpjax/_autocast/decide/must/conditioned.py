@@ -14,11 +14,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax._autocast.decide.reads import AGAIN, CANCELS, DIFFERENCE, EXACT, NEAR, TESTED
-from mpjax._autocast.known import fact_flags, facts, traits
+from mpjax._autocast.known import fact_flags, facts, roots, scopes, traits
 from mpjax._autocast.known.contraction import is_of_small_matrices
+from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
+from mpjax._jaxpr.sizes import is_float32, is_number
 
+MANY = 8
+"""A power of which each rounding of its base is worth three bits more."""
 FEW = 4
 """A product of matrices of this size is geometry, as of rotations; no matrix unit is for it."""
 _STOP_A_DIFFERENCE = PRODUCTS | (traits.LOOKS - traits.FUSIBLE)
@@ -72,7 +76,7 @@ def _is_compared(aval: Any) -> bool:
 def of_itself(eqn: Eqn, known: facts.Facts) -> int:
     """Returns what an operation asks of its operands whoever reads its results."""
     name = eqn.primitive.name
-    if name in _READ_A_DISTANCE:
+    if name in _READ_A_DISTANCE or _is_of_many_factors(eqn, known) or decides(eqn, known):
         return NEAR
     if name not in traits.ADDS:
         return 0
@@ -80,6 +84,48 @@ def of_itself(eqn: Eqn, known: facts.Facts) -> int:
     if facts.cancels(eqn, known):
         asked |= CANCELS | EXACT
     return asked | DIFFERENCE if facts.is_difference(eqn, known) else asked
+
+
+def of_factors(eqn: Eqn, known: facts.Facts) -> list[int]:
+    """Returns what is asked of operands that multiply, in each turn, what a loop carries.
+
+    `h = h * decay`: a rounding of `decay` is repeated in each turn.
+    """
+    flags = [facts.of_atom(v, known).flags for v in eqn.invars]
+    in_a_loop = fact_flags.CARRY | fact_flags.ENTERED
+    if eqn.primitive.name not in ("mul", "div") or not any(f & fact_flags.CARRY for f in flags):
+        return [0] * len(flags)
+    return [NEAR if f & in_a_loop == fact_flags.ENTERED else 0 for f in flags]
+
+
+def _is_of_many_factors(eqn: Eqn, known: facts.Facts) -> bool:
+    """Whether an operation makes a product of so many factors that their roundings add up.
+
+    JAX differentiates a `prod` as products of halves of products of halves.
+    """
+    if eqn.primitive.name == "integer_pow":
+        return abs(eqn.params["y"]) >= MANY
+    if eqn.primitive.name != "mul":
+        return False
+    first, second = (facts.of_atom(v, known).roots for v in eqn.invars)
+    return roots.are_halves(first, second, at_least=2)
+
+
+def decides(eqn: Eqn, known: facts.Facts) -> bool:
+    """Whether an operation compares, sorts or counts values that rounding would move.
+
+    `argmax(z)`, and `300 + z > c`: close to each other beside what was added.
+    """
+    name = eqn.primitive.name
+    is_count = name == "convert_element_type" and not is_number(eqn.outvars[0])
+    if not (is_count or name in traits.DECIDES) or scopes.is_transposed(eqn):
+        return False
+    floats = [facts.of_atom(v, known) for v in eqn.invars if is_float32(v)]
+    if name in traits.PLACES:
+        return any(not f.flags & fact_flags.DERIVED for f in floats)
+    if any(compat.is_literal(v) and v.val == 0 for v in eqn.invars):
+        return False  # a sign, as of a relu
+    return any(f.flags & fact_flags.OFFSET for f in floats)
 
 
 def _adds_a_point(eqn: Eqn, known: facts.Facts) -> bool:
