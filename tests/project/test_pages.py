@@ -35,9 +35,12 @@ def blocks(text, language):
     return [body for lang, body in FENCE.findall(text) if lang == language]
 
 
+STRICT = "import warnings, mpjax; warnings.filterwarnings('error', category=mpjax.PolicyWarning)\n"
+
+
 def run(code, folder):
-    """Runs `code` outside the checkout; a warning raised by the text's own lines is an error."""
-    (folder / "page.py").write_text(code)
+    """Runs `code` outside the checkout; a warning of its own lines, or mpjax's, is an error."""
+    (folder / "page.py").write_text(STRICT + code)
     return run_script(folder / "page.py", folder=folder)
 
 
@@ -53,6 +56,10 @@ def test_a_broken_block_would_be_seen(tmp_path):
     text = "```python\nx = 1\n```\ntext\n```bash\nexit 1\n```\n```python\nassert x == 2\n```\n"
     assert blocks(text, "python") == ["x = 1\n", "assert x == 2\n"]
     assert "AssertionError" in run("\n".join(blocks(text, "python")), tmp_path).stderr
+    warned = (
+        'import mpjax; fast = mpjax.autocast(abs, mpjax.PolicyMap("32-true", {"no": "float16"}))'
+    )
+    assert "PolicyWarning: " in run(f"{warned}\nfast(1.0)\n", tmp_path).stderr
 
 
 TEACHING = "index concepts glossary autocast recipes pods attention ../README"
@@ -72,6 +79,26 @@ def test_what_a_page_links_to_exists(name):
     assert [link for link in links if not ((DOCS / name).parent / link).exists()] == []
     # What `make demo` writes is there on the author's machine only.
     assert [link for link in links if link.startswith("outputs/")] == []
+
+
+def anchors(path):
+    """The anchors that GitHub makes of a page's headings, and MyST too, included text and all."""
+    text = re.sub(r"^```\w.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    included = re.findall(r"^```{include} (\S+)$", path.read_text(), re.MULTILINE)
+    words = (
+        re.sub(r"[^\w -]", "", h.lower()) for h in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    )
+    own = {heading.strip().replace(" ", "-") for heading in words}
+    return own.union(*(anchors(path.parent / name) for name in included))
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_heading_that_a_link_names_exists(name):
+    here = DOCS / name
+    links = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", TEXTS[name])
+    inside = [(file, anchor) for file, anchor in links if not re.match(r"[a-z]+:", file)]
+    asked = [(here.parent / file if file else here, anchor) for file, anchor in inside]
+    assert [anchor for path, anchor in asked if anchor not in anchors(path)] == []
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake ([a-z]+)\b", TEXTS[README]))))
