@@ -259,6 +259,41 @@ def test_every_name_of_mpjax_that_a_page_writes_exists():
     assert [(page, name) for page, name in sorted(names) if not exists(name)] == []
 
 
+def test_the_page_of_names_has_those_of_the_command(capsys):
+    assert main(["names", "--json"]) == 0
+    keys = ("param_dtype", "compute_dtype", "output_dtype")
+    known = {
+        row["name"]: (*(row[key] for key in keys), row["from"])
+        for row in json.loads(capsys.readouterr().out)
+    }
+    told = {}
+    row = r"^\| (`.*`) \| (.*) \| (.*) \| (.*) \| (.*) \|$"
+    for names, *cells in re.findall(row, TEXTS["migrate/index.md"], re.MULTILINE):
+        for name in re.findall(r"`([^`]+)`", names):
+            that = str(mpjax.get_policy(name).param_dtype)
+            short = {"that": that, "the machine's": "half"}
+            told[name] = tuple(short.get(cell, cell) for cell in cells)
+    # `p=f32,c=bf16,o=f32` is no name, but how any policy can be spelled.
+    assert {name: row for name, row in told.items() if "=" not in name} == known
+
+
+def test_the_page_of_jmp_names_all_that_differs():
+    jmp = pytest.importorskip("jmp")
+    missing = {name for name in dir(jmp) if name[0] != "_"} - {*dir(mpjax)}
+    theirs, ours = (
+        inspect.signature(module.DynamicLossScale).parameters for module in (jmp, mpjax)
+    )
+    missing |= theirs.keys() - ours.keys()
+    assert missing == {"cast_to_half", "cast_to_full", "period", "factor"}
+    first, *others = ours.values()
+    assert first.kind is first.POSITIONAL_OR_KEYWORD
+    assert {other.kind for other in others} == {first.KEYWORD_ONLY}
+    said, *_ = TEXTS["migrate/jmp.md"].split("<div")
+    said = " ".join(said.split())
+    assert [name for name in missing if f"`{name}`" not in said] == []
+    assert "all but the first argument of `DynamicLossScale` need their names" in said
+
+
 def test_every_page_of_the_index_is_translated():
     pages = {path.stem for path in (DOCS / "migrate").glob("*.md")} - {"index"}
     assert pages == TRANSLATED.keys()
@@ -267,6 +302,13 @@ def test_every_page_of_the_index_is_translated():
 def test_every_example_is_on_its_page():
     listed = re.findall(r"^\| `(\w+\.py)` \|", TEXTS["examples.md"], re.MULTILINE)
     assert sorted(listed) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+
+
+def of_the_program(answer):
+    """What the doctor says that depends on no machine and no compiler."""
+    kept = re.findall(r"^  (\S+ +yes +[\d.]+ MB +[\d.]+) ", answer, re.MULTILINE)
+    less = re.findall(r"\d+% less kept", answer)
+    return kept, less, answer[answer.index("What '") : answer.index("Take '")]
 
 
 _CLOCK = r"By the clock:\n\n.*\n\npolicy .*"  # the head of what --run prints
@@ -279,9 +321,10 @@ def test_what_the_command_line_page_types_can_be_typed(tmp_path, monkeypatch, ca
     asked, timed = blocks(page, "console")
     assert main(shlex.split(asked.removeprefix("$ python -m mpjax "))) == 0
     answered, *_ = blocks(page, "text")
-    # Numbers are those of one machine and compiler; the words are those of the command.
-    words = [re.sub(r"[\d.]+ ?(%|[kM]?B)?", "#", text).split() for text in (answered, "")]
-    words[1] = re.sub(r"[\d.]+ ?(%|[kM]?B)?", "#", capsys.readouterr().out).split()
+    printed = capsys.readouterr().out
+    assert of_the_program(answered) == of_the_program(printed)
+    # Other numbers are those of one machine and compiler; the words are those of the command.
+    words = [re.sub(r"[\d.]+ ?(%|[kM]?B)?", "#", text).split() for text in (answered, printed)]
     assert words[0] == words[1]
     assert main([*shlex.split(timed.removeprefix("$ python -m mpjax ")), "--budget", "1"]) == 0
     shown = re.findall(_CLOCK, page)
