@@ -20,6 +20,7 @@ import mpjax
 from mpjax.__main__ import COMMANDS, main
 
 DOCS = ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
 sys.path.append(str(DOCS))
 PATHS = [ROOT / "README.md", *DOCS.rglob("*.md")]
 TEXTS = {
@@ -401,6 +402,11 @@ def test_the_clocks_sentence_is_its_tables(monkeypatch):
     assert all(clocked.NETWORKS[name].split(",")[0] in told for name in networks)
     shares = [ms[name, "autocast bf16"] / ms[name, "hand cast bf16"] for name in networks]
     assert f"takes {min(shares):.2f} to {max(shares):.2f} of the time of the model cast by" in told
+    # A share of a time that varied by more than a quarter is not told without that.
+    for row in (r for r in rows if r["part"] == "card 3" and "compiled" in r["variant"]):
+        if "autocast bf16" in row["variant"] and row["high"] - row["low"] > row["ms"] / 4:
+            assert f"{row['low']:.1f} to {row['high']:.1f} ms (median {row['ms']:.1f})" in told
+            assert f"{ms[row['network'], 'autocast bf16'] / row['ms']:.2f}" in told
 
 
 def test_the_landing_pages_means_are_of_all_networks_of_their_table():
@@ -434,6 +440,23 @@ def test_what_the_pages_say_of_tracing_is_what_its_table_says():
     assert told in TEXTS["faq.md"]
     assert {1, 10, 100} <= found.keys()
     assert all(text <= 1.3 for depth, (_, text) in found.items() if depth >= 10)
+
+
+def test_what_the_pages_say_of_a_newcomers_minutes_is_what_the_table_says():
+    (seconds,) = re.findall(r"all of it \| (\d+) \|", (RESULTS / "newcomer.md").read_text())
+    words = {1: "About a minute", 2: "About two minutes", 3: "About three minutes"}
+    assert words[round(int(seconds) / 60)] in TEXTS["results/starting.md"]
+
+
+@pytest.mark.parametrize("name", [README, "faq.md"])
+def test_what_a_step_reads_more_is_what_the_table_says(name):
+    table = (RESULTS / "loss_scale.md").read_text()
+    row = r"^\| \S+ \| mpjax\.(\w+) \| [\d.]+ \| [\d.]+ \| ([+-][\d.]+) \|"
+    found = [(step, float(reads)) for step, reads in re.findall(row, table, re.MULTILINE)]
+    assert {step for step, _ in found} == {"make_train_step", "with_loss_scale"}
+    assert all(0.8 < reads < 1.2 for step, reads in found if step == "make_train_step")
+    assert all(reads < 1.2 for _, reads in found)
+    assert "reads the gradients about once more" in " ".join(TEXTS[name].split())
 
 
 @pytest.mark.slow
