@@ -32,6 +32,7 @@ NETWORKS = {  # what the sizes for a GPU are
     "lstm": "LSTM",
     "mlp": "MLP",
 }
+WIDE = 0.25  # from the least to the largest sample, as a share of the median: told in words
 COUNTS = {"ms a step": ("ms", 1.0), "peak memory, GB": ("peak_bytes", 1e9)}
 
 Way = dict[str, Any]  # the row of each way that was measured, by name
@@ -81,9 +82,18 @@ def sentence() -> str:
     told = f"Measured on an {device.removeprefix('NVIDIA ')}, a training step takes {beside(HAND)} "
     told += "of the time of the model cast by hand, "
     told += f"and {beside(HAND, 'peak_bytes')} of its memory ({named(HAND)}). "
-    told += f"If that model asks for cuDNN's attention, the shares are {beside(CUDNN)} and "
-    told += f"{beside(CUDNN, 'peak_bytes')} ({named(CUDNN)}). A step takes {beside(TORCH)} of the "
-    return told + f"time of PyTorch's compiled autocast ({named(TORCH)})."
+    slower = all(w["mpjax"]["ms"] > w[CUDNN]["ms"] for w in networks.values() if CUDNN in w)
+    told += f"Beside a hand cast that also calls cuDNN's attention ({named(CUDNN)}), mpjax "
+    told += f"takes {beside(CUDNN)} of the time, {'so it is slower, ' * slower}"
+    told += f"and {beside(CUDNN, 'peak_bytes')} of the memory. A step takes {beside(TORCH)} of the "
+    told += f"time of PyTorch's compiled autocast ({named(TORCH)})."
+    for network, ways in networks.items():
+        row = ways.get(TORCH)
+        if row and row["high"] - row["low"] > row["ms"] * WIDE:
+            share = ways["mpjax"]["ms"] / row["ms"]
+            told += f" For {NETWORKS[network]} ({share:.2f}), PyTorch's samples "
+            told += f"took {row['low']:.1f} to {row['high']:.1f} ms (median {row['ms']:.1f})."
+    return told
 
 
 def draw(path: Path) -> None:

@@ -34,14 +34,19 @@ def sentence(store: Store) -> str:
     """Returns what the landing page says of it."""
     models, packages, _ = tried(store)
     ratios = [ratio for name in MODELS if (ratio := gradient_ratio(store, name)) is not None]
-    size, count = mean_count(store, "h100", SWITCH, "bytes_accessed")
-    memory, _ = mean_count(store, "h100", SWITCH, "temporaries")
+    size = counts_beside(store, "h100", SWITCH, "bytes_accessed")
+    memory = counts_beside(store, "h100", SWITCH, "temporaries")
     return (
         f"{models} models of {packages} other packages run unedited. {len(ratios)} of them have "
         f"their own switch to bfloat16. mpjax's gradients have {_mean(ratios):.2f} times the error "
-        f"of that switch. Compiled for an H100, {count} of them move {size:.2f} times its bytes "
-        f"and need {memory:.2f} times its temporary memory."
+        f"of that switch on average ({_ends(ratios)}). Compiled for an H100, {len(size)} of them "
+        f"move on average {_mean(size):.2f} times its bytes ({_ends(size)}) and need "
+        f"{_mean(memory):.2f} times its temporary memory ({_ends(memory)})."
     )
+
+
+def _ends(ratios: list[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def tried(store: Store) -> tuple[int, int, list[str]]:
@@ -87,9 +92,14 @@ def traffic(target: str) -> tuple[str, str]:
 
 def mean_count(store: Store, target: str, base: str, field: str) -> tuple[float, int]:
     """Returns the geometric mean of autocast's counts over another variant's, and of how many."""
-    found = [count_ratio(store, target, model, base, field) for model in MODELS]
-    known = [ratio for ratio in found if ratio is not None]
+    known = counts_beside(store, target, base, field)
     return (_mean(known) if known else math.nan), len(known)
+
+
+def counts_beside(store: Store, target: str, base: str, field: str) -> list[float]:
+    """Returns autocast's counts as shares of another variant's, of all models that have both."""
+    found = [count_ratio(store, target, model, base, field) for model in MODELS]
+    return [ratio for ratio in found if ratio is not None]
 
 
 def gradient_ratio(store: Store, name: str) -> float | None:

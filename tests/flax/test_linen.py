@@ -564,6 +564,20 @@ def test_a_skipped_step_leaves_all_of_a_train_state_as_it_was(policy):
         assert any(bits(a) != bits(b) for a, b in pairs)
 
 
+@pytest.mark.parametrize(("ours", "counted"), [(True, 0), (False, 1)], ids=["ours", "flax's"])
+def test_a_train_states_own_method_counts_a_skipped_step_and_ours_does_not(ours, counted):
+    """As `docs/migrate/flax.md` says, though the optimizer skips it: hence a method of ours."""
+    tx = mpjax.with_loss_scale(optax.adam(0.1), mpjax.DynamicLossScale())
+    state = TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
+    grads = {"w": jnp.array([jnp.inf, 1.0])}
+    if ours:
+        new = mpjax.linen.apply_gradients(state, grads=grads)
+    else:
+        new = state.apply_gradients(grads=grads)
+    assert (int(new.step), int(new.opt_state.inner_state[0].count)) == (counted, 0)
+    assert_bitwise_equal(new.params, state.params)
+
+
 def test_several_optimizers_in_one_guard_what_they_share_unless_all_took_the_step():
     tx = optax.partition(
         {

@@ -20,6 +20,7 @@ import mpjax
 from mpjax.__main__ import COMMANDS, main
 
 DOCS = ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
 sys.path.append(str(DOCS))
 PATHS = [ROOT / "README.md", *DOCS.rglob("*.md")]
 TEXTS = {
@@ -35,9 +36,12 @@ def blocks(text, language):
     return [body for lang, body in FENCE.findall(text) if lang == language]
 
 
+STRICT = "import warnings, mpjax; warnings.filterwarnings('error', category=mpjax.PolicyWarning)\n"
+
+
 def run(code, folder):
-    """Runs `code` outside the checkout; a warning raised by the text's own lines is an error."""
-    (folder / "page.py").write_text(code)
+    """Runs `code` outside the checkout; a warning of its own lines, or mpjax's, is an error."""
+    (folder / "page.py").write_text(STRICT + code)
     return run_script(folder / "page.py", folder=folder)
 
 
@@ -53,6 +57,10 @@ def test_a_broken_block_would_be_seen(tmp_path):
     text = "```python\nx = 1\n```\ntext\n```bash\nexit 1\n```\n```python\nassert x == 2\n```\n"
     assert blocks(text, "python") == ["x = 1\n", "assert x == 2\n"]
     assert "AssertionError" in run("\n".join(blocks(text, "python")), tmp_path).stderr
+    warned = (
+        'import mpjax; fast = mpjax.autocast(abs, mpjax.PolicyMap("32-true", {"no": "float16"}))'
+    )
+    assert "PolicyWarning: " in run(f"{warned}\nfast(1.0)\n", tmp_path).stderr
 
 
 TEACHING = "index concepts glossary autocast recipes pods attention ../README"
@@ -72,6 +80,26 @@ def test_what_a_page_links_to_exists(name):
     assert [link for link in links if not ((DOCS / name).parent / link).exists()] == []
     # What `make demo` writes is there on the author's machine only.
     assert [link for link in links if link.startswith("outputs/")] == []
+
+
+def anchors(path):
+    """The anchors that GitHub makes of a page's headings, and MyST too, included text and all."""
+    text = re.sub(r"^```\w.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    included = re.findall(r"^```{include} (\S+)$", path.read_text(), re.MULTILINE)
+    words = (
+        re.sub(r"[^\w -]", "", h.lower()) for h in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    )
+    own = {heading.strip().replace(" ", "-") for heading in words}
+    return own.union(*(anchors(path.parent / name) for name in included))
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_heading_that_a_link_names_exists(name):
+    here = DOCS / name
+    links = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", TEXTS[name])
+    inside = [(file, anchor) for file, anchor in links if not re.match(r"[a-z]+:", file)]
+    asked = [(here.parent / file if file else here, anchor) for file, anchor in inside]
+    assert [anchor for path, anchor in asked if anchor not in anchors(path)] == []
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake ([a-z]+)\b", TEXTS[README]))))
@@ -232,6 +260,41 @@ def test_every_name_of_mpjax_that_a_page_writes_exists():
     assert [(page, name) for page, name in sorted(names) if not exists(name)] == []
 
 
+def test_the_page_of_names_has_those_of_the_command(capsys):
+    assert main(["names", "--json"]) == 0
+    keys = ("param_dtype", "compute_dtype", "output_dtype")
+    known = {
+        row["name"]: (*(row[key] for key in keys), row["from"])
+        for row in json.loads(capsys.readouterr().out)
+    }
+    told = {}
+    row = r"^\| (`.*`) \| (.*) \| (.*) \| (.*) \| (.*) \|$"
+    for names, *cells in re.findall(row, TEXTS["migrate/index.md"], re.MULTILINE):
+        for name in re.findall(r"`([^`]+)`", names):
+            that = str(mpjax.get_policy(name).param_dtype)
+            short = {"that": that, "the machine's": "half"}
+            told[name] = tuple(short.get(cell, cell) for cell in cells)
+    # `p=f32,c=bf16,o=f32` is no name, but how any policy can be spelled.
+    assert {name: row for name, row in told.items() if "=" not in name} == known
+
+
+def test_the_page_of_jmp_names_all_that_differs():
+    jmp = pytest.importorskip("jmp")
+    missing = {name for name in dir(jmp) if name[0] != "_"} - {*dir(mpjax)}
+    theirs, ours = (
+        inspect.signature(module.DynamicLossScale).parameters for module in (jmp, mpjax)
+    )
+    missing |= theirs.keys() - ours.keys()
+    assert missing == {"cast_to_half", "cast_to_full", "period", "factor"}
+    first, *others = ours.values()
+    assert first.kind is first.POSITIONAL_OR_KEYWORD
+    assert {other.kind for other in others} == {first.KEYWORD_ONLY}
+    said, *_ = TEXTS["migrate/jmp.md"].split("<div")
+    said = " ".join(said.split())
+    assert [name for name in missing if f"`{name}`" not in said] == []
+    assert "all but the first argument of `DynamicLossScale` need their names" in said
+
+
 def test_every_page_of_the_index_is_translated():
     pages = {path.stem for path in (DOCS / "migrate").glob("*.md")} - {"index"}
     assert pages == TRANSLATED.keys()
@@ -240,6 +303,13 @@ def test_every_page_of_the_index_is_translated():
 def test_every_example_is_on_its_page():
     listed = re.findall(r"^\| `(\w+\.py)` \|", TEXTS["examples.md"], re.MULTILINE)
     assert sorted(listed) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+
+
+def of_the_program(answer):
+    """What the doctor says that depends on no machine and no compiler."""
+    kept = re.findall(r"^  (\S+ +yes +[\d.]+ MB +[\d.]+) ", answer, re.MULTILINE)
+    less = re.findall(r"\d+% less kept", answer)
+    return kept, less, answer[answer.index("What '") : answer.index("Take '")]
 
 
 _CLOCK = r"By the clock:\n\n.*\n\npolicy .*"  # the head of what --run prints
@@ -252,9 +322,10 @@ def test_what_the_command_line_page_types_can_be_typed(tmp_path, monkeypatch, ca
     asked, timed = blocks(page, "console")
     assert main(shlex.split(asked.removeprefix("$ python -m mpjax "))) == 0
     answered, *_ = blocks(page, "text")
-    # Numbers are those of one machine and compiler; the words are those of the command.
-    words = [re.sub(r"[\d.]+ ?(%|[kM]?B)?", "#", text).split() for text in (answered, "")]
-    words[1] = re.sub(r"[\d.]+ ?(%|[kM]?B)?", "#", capsys.readouterr().out).split()
+    printed = capsys.readouterr().out
+    assert of_the_program(answered) == of_the_program(printed)
+    # Other numbers are those of one machine and compiler; the words are those of the command.
+    words = [re.sub(r"[\d.]+ ?(%|[kM]?B)?", "#", text).split() for text in (answered, printed)]
     assert words[0] == words[1]
     assert main([*shlex.split(timed.removeprefix("$ python -m mpjax ")), "--budget", "1"]) == 0
     shown = re.findall(_CLOCK, page)
@@ -331,6 +402,11 @@ def test_the_clocks_sentence_is_its_tables(monkeypatch):
     assert all(clocked.NETWORKS[name].split(",")[0] in told for name in networks)
     shares = [ms[name, "autocast bf16"] / ms[name, "hand cast bf16"] for name in networks]
     assert f"takes {min(shares):.2f} to {max(shares):.2f} of the time of the model cast by" in told
+    # A share of a time that varied by more than a quarter is not told without that.
+    for row in (r for r in rows if r["part"] == "card 3" and "compiled" in r["variant"]):
+        if "autocast bf16" in row["variant"] and row["high"] - row["low"] > row["ms"] / 4:
+            assert f"{row['low']:.1f} to {row['high']:.1f} ms (median {row['ms']:.1f})" in told
+            assert f"{ms[row['network'], 'autocast bf16'] / row['ms']:.2f}" in told
 
 
 def test_the_landing_pages_means_are_of_all_networks_of_their_table():
@@ -364,6 +440,23 @@ def test_what_the_pages_say_of_tracing_is_what_its_table_says():
     assert told in TEXTS["faq.md"]
     assert {1, 10, 100} <= found.keys()
     assert all(text <= 1.3 for depth, (_, text) in found.items() if depth >= 10)
+
+
+def test_what_the_pages_say_of_a_newcomers_minutes_is_what_the_table_says():
+    (seconds,) = re.findall(r"all of it \| (\d+) \|", (RESULTS / "newcomer.md").read_text())
+    words = {1: "About a minute", 2: "About two minutes", 3: "About three minutes"}
+    assert words[round(int(seconds) / 60)] in TEXTS["results/starting.md"]
+
+
+@pytest.mark.parametrize("name", [README, "faq.md"])
+def test_what_a_step_reads_more_is_what_the_table_says(name):
+    table = (RESULTS / "loss_scale.md").read_text()
+    row = r"^\| \S+ \| mpjax\.(\w+) \| [\d.]+ \| [\d.]+ \| ([+-][\d.]+) \|"
+    found = [(step, float(reads)) for step, reads in re.findall(row, table, re.MULTILINE)]
+    assert {step for step, _ in found} == {"make_train_step", "with_loss_scale"}
+    assert all(0.8 < reads < 1.2 for step, reads in found if step == "make_train_step")
+    assert all(reads < 1.2 for _, reads in found)
+    assert "reads the gradients about once more" in " ".join(TEXTS[name].split())
 
 
 @pytest.mark.slow

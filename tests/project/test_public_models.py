@@ -194,6 +194,14 @@ def test_first_pages_say_what_the_table_says(page, script):
     assert told in re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
 
 
+def test_the_page_says_of_t5_what_its_table_says(script):
+    store, report = script.Store.read(RESULTS), script.report
+    size = report.count_ratio(store, "h100", "t5", report.SWITCH, "bytes_accessed")
+    text = " ".join((ROOT / "docs" / "results" / "public_models.md").read_text().split())
+    assert f"T5 takes {size:.2f} times the bytes of its own switch." in text
+    assert f"with `dtype=bfloat16`, {report.gradient_ratio(store, 't5'):.2f} times." in text
+
+
 def test_what_it_saves_begins_with_models_of_others():
     text = (ROOT / "docs" / "results" / "index.md").read_text()
     assert text.index("results/public_models.md") < text.index("images/saves.txt")

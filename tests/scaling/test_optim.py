@@ -149,6 +149,7 @@ def test_law_11_diverged_at_the_nth_skip_in_a_row_and_ever_after():
         assert bool(jnp.all(jnp.isfinite(updates["w"])))
         flags.append((int(state.consecutive_skips), bool(state.diverged)))
     assert flags == [(1, False), (0, False), (1, False), (2, True), (0, True)]
+    assert bool(jnp.all(updates["w"] < 0))  # the last batch is good, and applied
     with pytest.raises(mpjax.NonFiniteError, match=r"limit of skips in a row was reached, 3 in"):
         mpjax.raise_if_diverged(state, params)
 
