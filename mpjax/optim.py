@@ -65,9 +65,10 @@ from mpjax._scaling.optim_state import (
 )
 from mpjax._scaling.skip import select_like, update_where
 from mpjax._scaling.slips import as_scaled_by
+from mpjax._scaling.transformation import check_transformation
 from mpjax._training.adopt import adopt_state
 from mpjax._training.diverged import raise_if_diverged
-from mpjax._training.inputs import check_transformation, refuse_not_finite
+from mpjax._training.inputs import refuse_not_finite
 
 __all__ = [
     "with_loss_scale",

@@ -9,6 +9,7 @@ import jax.core
 import jax.numpy as jnp
 
 from mpjax._base.compat import axis_names
+from mpjax._base.described import MODULES, described
 from mpjax._base.dtypes import FLOAT32, describe
 from mpjax._base.errors import message
 from mpjax._base.tree import first_difference, is_array, leaf_paths
@@ -19,14 +20,9 @@ from mpjax._policies.policy_map import PolicyMap
 from mpjax._scaling.grad import get_loss_scale
 from mpjax._scaling.loss_scale import NoOpLossScale
 from mpjax._scaling.optim_state import find_states, gradient_params, is_wrapped, refuse_before
+from mpjax._scaling.transformation import check_transformation, is_transformation
 from mpjax._training.adopt import kind_of
-from mpjax._training.inputs import (
-    MODULES,
-    check_params,
-    check_transformation,
-    described,
-    is_transformation,
-)
+from mpjax._training.inputs import check_params
 from mpjax._training.micro_axes import check_axes
 from mpjax._training.options import StepOptions
 

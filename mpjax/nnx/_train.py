@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 
 from mpjax._autocast.arguments.nnx_names import name_modules
+from mpjax._base.described import described
 from mpjax._base.errors import message
 from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.foreign_names import NNX_STEP
@@ -16,7 +17,6 @@ from mpjax._base.tree import OVERWRITE_WITH_GRADIENT, first_difference
 from mpjax._base.typing import AxisName, PolicySpec, PyTree
 from mpjax._scaling.loss_scale import LossScale
 from mpjax._training.checks import pair
-from mpjax._training.inputs import described
 from mpjax._training.summary import describe_step
 from mpjax.numerics import Report
 from mpjax.train import Metrics, TrainState, TrainStep
