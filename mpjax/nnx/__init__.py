@@ -108,7 +108,7 @@ def set_policy(model: M, policy: PolicySpec = None, *, override: bool = False) -
     References:
       flax, `nnx.Module.set_attributes`; Keras, `DTypePolicyMap`
     """
-    chosen = as_checked_policy(policy, "set_policy")
+    chosen = as_checked_policy(model, policy, "set_policy")
     findings, parameters = set_dtypes(model, chosen, override=override)
     warn_of(chosen, findings, "set_policy", model=type(model).__name__, also=parameters)
     return model
