@@ -288,7 +288,8 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("function", metavar="FILE:FUNCTION", help="e.g. train.py:loss_fn")
     help = "one a parameter: a name in the file (a value, or a function that makes one) or a "
     help += "shape such as 'f32[8,128]'; without any, the names of the function's parameters"
-    parser.add_argument("argument", nargs="*", metavar="ARGUMENT", help=help)
+    # Without a default, argparse would call it required.
+    parser.add_argument("argument", nargs="*", default=[], metavar="ARGUMENT", help=help)
     help = "compare this policy with 32-true; may be repeated (default: bf16-mixed and 16-mixed)"
     parser.add_argument("--policy", action="append", metavar="NAME", help=help)
     help = "an accelerator that need not be here, for what it runs well; this machine's without"

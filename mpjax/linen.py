@@ -91,7 +91,7 @@ def with_policy(model: M, policy: PolicySpec = None, *, override: bool = False) 
       Keras, `DTypePolicyMap`; Haiku, `hk.mixed_precision.set_policy`
     """
     name = getattr(model, "name", None) or getattr(model, "__name__", type(model).__name__)
-    setting = Setting(as_checked_policy(policy, "with_policy"), override, model=name)
+    setting = Setting(as_checked_policy(model, policy, "with_policy"), override, model=name)
     if isinstance(model, type) and issubclass(model, nn.Module):
         return cast("M", policied(model, setting))
     if not isinstance(model, nn.Module):

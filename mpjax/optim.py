@@ -17,6 +17,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._base.described import described
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import message
 from mpjax._base.foreign_errors import attributes_of, names_keywords
@@ -66,9 +67,10 @@ from mpjax._scaling.optim_state import (
 )
 from mpjax._scaling.skip import select_like, update_where
 from mpjax._scaling.slips import as_scaled_by
+from mpjax._scaling.transformation import check_transformation, is_transformation
 from mpjax._training.adopt import adopt_state
 from mpjax._training.diverged import raise_if_diverged
-from mpjax._training.inputs import check_transformation, refuse_not_finite
+from mpjax._training.inputs import refuse_not_finite
 
 __all__ = [
     "with_loss_scale",
@@ -170,6 +172,10 @@ def with_loss_scale(
     References:
       optax, `apply_if_finite`; PyTorch, `GradScaler`
     """
+    if is_transformation(loss_scale) and not is_transformation(inner):
+        got = f"got {described(inner)} as the optimizer, and an optimizer as the loss scale."
+        fix = "Swap them: mpjax.with_loss_scale(tx, loss_scale)."
+        raise TypeError(message("with_loss_scale", got, fix))
     check_transformation(inner, "with_loss_scale(inner)")
     _check_skips(max_consecutive_skips)
     start = as_loss_scale(loss_scale, "with_loss_scale(loss_scale)")
@@ -386,6 +392,8 @@ def _check_update(updates: PyTree, state: Any, params: PyTree | None) -> None:
     if not isinstance(state, LossScaleState):
         got = f"the state is no LossScaleState; got a {type(state).__name__}."
         fix = "Make it with tx.init(params); restore a checkpoint into that, not by itself."
+        if isinstance(updates, LossScaleState):
+            fix = "The gradients come first: tx.update(grads, opt_state, params)."
         raise ValueError(message(where, got, fix))
     plain = gradient_params(params)
     if params is not None and jax.tree.structure(updates) != jax.tree.structure(plain):

@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from mpjax._base.errors import needed_by
 
@@ -49,6 +49,7 @@ from mpjax._training.history import (
 )
 from mpjax._training.line_search import with_scaled_cotangents
 from mpjax._training.microbatches import MicroBatches, divided, gradients, wide
+from mpjax._training.optimizers import check_supported
 from mpjax._training.options import StepOptions
 from mpjax._training.state import Metrics, TrainState, checked_state, copied
 from mpjax._training.summary import counted, describe_step, grad_norm
@@ -173,13 +174,15 @@ class TrainStep:
         rest = (jax.tree.map(copied, x) for x in (opt_state, extra_state, history))
         return TrainState(jnp.array(old["step"], jnp.int32, copy=True), params, *rest)
 
-    def __call__(self, state: TrainState, *batch: PyTree) -> tuple[TrainState, Metrics]:
+    def __call__(
+        self, state: TrainState, *batch: PyTree, **named: Never
+    ) -> tuple[TrainState, Metrics]:
         """Returns the next state and the metrics of this step, of a batch; `state` is donated."""
-        return checked_call(self._jitted, checked_state(state), one_batch(batch))
+        return checked_call(self._jitted, checked_state(state), one_batch(batch, named))
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Returns the step lowered for these arguments (or specs of them), ahead of time."""
-        return self._jitted.lower(checked_state(state), batch)
+        return checked_call(self._jitted.lower, checked_state(state), batch)
 
     def diagnose(
         self, state: TrainState, batch: PyTree, metrics: Mapping[str, Any] | None = None
@@ -234,6 +237,7 @@ class TrainStep:
 
         def look(params: PyTree) -> None:
             opt_state = self._given_tx.init(params)
+            check_supported(opt_state)
             scale_paths.extend(path for path, _ in find_states(opt_state))
             if scale_paths:
                 check_scale_fits(opt_state, params, self._options.loss_scale, self.policy)
@@ -313,9 +317,11 @@ class TrainStep:
         guarded = extra_state is not None
         with in_step(self.policy):
             out = self._run(params, *((extra_state,) if guarded else ()), batch)
-        return split_outputs(
+        loss, rest = split_outputs(
             out, extra_state, has_aux=self._options.has_aux, weighted=self._options.weighted
         )
+        # A constant loss, which JAX differentiates too.
+        return jnp.asarray(loss) if isinstance(loss, float) else loss, rest
 
 
 @names_keywords(STEP)
@@ -352,7 +358,8 @@ def make_train_step(
         you wrapped in `with_loss_scale` yourself keeps that loss scale, and is not wrapped again;
         what a chain has behind it is skipped with it. It is given optax's `value` (the unscaled
         loss), `grad` and `value_fn`, so that `optax.lbfgs` and the like work; a line search sees
-        the whole batch at once, without `accumulate` and `axis_name`.
+        the whole batch at once, without `accumulate` and `axis_name`. Not `optax.lookahead`, which
+        has parameters in pairs, and not `optax.contrib.sam(opaque_mode=True)`.
       policy: whatever `get_policy` takes; None for the scoped default.
       loss_scale: None for what the policy needs (dynamic for float16 compute); else as in
         `with_loss_scale`.

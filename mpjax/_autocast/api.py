@@ -55,7 +55,7 @@ def autocast(
     params: Any = ...,
 ) -> Callable[[F], F]: ...
 @refuses_torch
-@names_keywords(AUTOCAST)
+@names_keywords(AUTOCAST, behind="(params, batch)")
 def autocast(
     fun: Any = None,
     policy: Any = None,

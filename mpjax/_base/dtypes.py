@@ -111,8 +111,10 @@ def _dtype_of_object(spec: Any) -> DType | None:
 def _unknown(spec: object, where: str) -> str:
     close = nearest(spec, dtype_names(), 1) if isinstance(spec, str) else []
     fix = [f"Did you mean {close[0]!r}?"] if close else ["Type, for example, 'bfloat16'."]
+    is_word = spec is None or isinstance(spec, (str, bytes, int, float, complex))
+    shown = repr(spec) if is_word else describe(spec)  # a model's repr would fill the screen
     return message(
-        where, f"unknown dtype {spec!r}.", "Accepted: float16, bfloat16, float32, float64.", *fix
+        where, f"unknown dtype {shown}.", "Accepted: float16, bfloat16, float32, float64.", *fix
     )
 
 

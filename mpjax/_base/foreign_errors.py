@@ -3,9 +3,10 @@
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
+from mpjax._base.described import described, library_kind
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import message, nearest
 from mpjax._base.foreign_names import ATTRIBUTES, DEVICES, POLICIES
@@ -13,28 +14,45 @@ from mpjax._base.foreign_names import ATTRIBUTES, DEVICES, POLICIES
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def names_keywords(names: dict[str, str], where: str = "") -> Callable[[F], F]:
-    """Decorates a function: its error for an unknown keyword suggests the right one.
+def names_keywords(names: dict[str, str], where: str = "", behind: str = "") -> Callable[[F], F]:
+    """Decorates a function: errors for an unknown keyword or too many arguments say what to type.
 
     Args:
       names: keywords of other libraries, and which one of the function's stands for each.
       where: the function's name as users write it; `__name__` if empty.
+      behind: of a function that returns one: the arguments of that, which may have been given here.
     """
 
     def decorate(fun: F) -> F:
         known = inspect.signature(fun).parameters
         caller = where or fun.__name__
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        most = sum(parameter.kind in kinds for parameter in known.values())
 
         @functools.wraps(fun)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             for name, value in kwargs.items():
                 if name not in known:
                     raise TypeError(_unknown_keyword(caller, name, value, names, list(known)))
+            if len(args) > most:
+                raise TypeError(_too_many(caller, len(args) - most, list(known), most, behind))
             return fun(*args, **kwargs)
 
         return wrapped  # type: ignore[return-value]  # of the same signature
 
     return decorate
+
+
+def _too_many(where: str, more: int, known: list[str], most: int, behind: str) -> str:
+    """Returns the error text for arguments that have no place, only a name."""
+    placed, named = known[:most], [f"{name}=" for name in known[most:]]
+    placed, most = (placed[1:], most - 1) if placed[:1] == ["self"] else (placed, most)
+    got = f"takes {', '.join(placed) or 'nothing'} without a name; got {most + more} arguments."
+    allowed = [f"Allowed, by name: {', '.join(named)}."] * bool(named)
+    fix = f"Type {where}({', '.join((*placed, named[0]))}...)." if named else "Drop the others."
+    if behind:
+        fix = f"Type {where}({', '.join(placed)}){behind}: the function that it returns takes them."
+    return message(where, got, *allowed, fix)
 
 
 def _unknown_keyword(
@@ -149,12 +167,51 @@ def no_policy(spec: Any) -> str | None:
     elif is_array:
         got = f"got an array, {describe(spec)}, where a policy is named."
         fix = f"Type the function, and not what it returned: mpjax.autocast(fun, {name})."
+    elif isinstance(spec, type) and spec.__module__.partition(".")[0] == "mpjax":
+        got = f"got the class {spec.__name__}, where a policy is named."
+        fix = (
+            f"Call it: mpjax.{spec.__name__}({_ARGUMENTS.get(spec.__name__, '')}); or type {name}."
+        )
+    elif library_kind(spec) or (callable(spec) and not isinstance(spec, type)):
+        got = f"got {described(spec)}, where a policy is named."
+        fix = f"The policy stands behind what it is for: mpjax.autocast(fun, {name})."
+    elif isinstance(spec, tuple) and type(spec) is not tuple:
+        got = f"got a {type(spec).__name__}, where a policy is named."
+        fix = f"Type its name, such as {name}."
     elif isinstance(spec, (list, tuple)):
         got = f"got a {type(spec).__name__}."
         fix = f"Type mpjax.Policy({', '.join(map(repr, spec))}), or its name, such as {name}."
     else:
         return None
     accepted = "Accepted: a name, a dtype, a Policy or a PolicyMap."
+    return message("get_policy", got, accepted, fix)
+
+
+_ARGUMENTS = {
+    "Policy": "'float32', 'bfloat16', 'float32'",
+    "PolicyMap": "'bf16-mixed', {'head': 'float32'}",
+    "QuantizedPolicy": "'bf16-mixed', 'float8'",
+}
+_CONFIG = frozenset(
+    (
+        *("param_dtype", "compute_dtype", "output_dtype", "params", "compute", "output"),
+        *("default", "rules", "recipe", "name", "mode", "dtype", "p", "c", "o"),
+    )
+)
+"""Keys of a policy's config, and of what looks like one."""
+
+
+def no_config(spec: Mapping[Any, Any]) -> str | None:
+    """Returns the error text for a mapping that is no policy's config; None if it may be one."""
+    if not spec or not _CONFIG.isdisjoint(spec):
+        return None
+    shown = ", ".join(map(repr, list(spec)[:3])) + ", ..." * (len(spec) > 3)
+    got = f"got a mapping with the keys {shown}, where a policy is named."
+    accepted = "Accepted: a name, a dtype, a Policy or a PolicyMap."
+    fix = "The policy stands behind what it is for, such as parameters; its name is 'bf16-mixed'."
+    rules = {str(key): value for key, value in spec.items() if isinstance(value, str)}
+    if len(rules) == len(spec):
+        fix = f"For policies by path, type mpjax.PolicyMap('bf16-mixed', {rules!r})."
     return message("get_policy", got, accepted, fix)
 
 

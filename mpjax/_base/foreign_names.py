@@ -161,6 +161,7 @@ ATTRIBUTES: dict[str, str] = {
     "StaticLossScaling": "mpjax.StaticLossScale",
     "force_full_precision": "mpjax.full_precision",
     "cast_to_half_precision": "mpjax.get_policy(policy).cast_to_compute",
+    "cast_to_half": "mpjax.get_policy('half').cast_to_compute",
     "cast_to_full": "mpjax.get_policy('float32').cast_to_compute",
     "filter_value_and_grad": "mpjax.value_and_grad, with eqx.partition",
     "filter_grad": "mpjax.grad, with eqx.partition",
@@ -323,6 +324,7 @@ GRADIENTS: dict[str, str] = {
     "aux": "has_aux",
     "reduce_axes": "axis_name",
 }
+DIAGNOSIS: dict[str, str] = {**_SCALE, **_POLICY, "aux": "has_aux"}
 _SKIPS: dict[str, str] = {
     "max_skips": "max_consecutive_skips",
     "max_errors": "max_consecutive_skips",
@@ -420,10 +422,8 @@ RECIPE: dict[str, str] = {
     "override_linear_precision": "fprop=None, dgrad=None or wgrad=None",
     "enabled": "a policy without recipe, such as 'bf16-mixed',",
 }
-AUTOCAST: dict[str, str] = {
-    **{name: meant for name, meant in _POLICY.items() if name not in ("precision", "dtype")},
-    "precision": "dot_precision",
-}
+EXPLAIN: dict[str, str] = {**_POLICY, "precision": "dot_precision"}
+AUTOCAST: dict[str, str] = {name: meant for name, meant in EXPLAIN.items() if name != "dtype"}
 DEVICES = frozenset(
     {"cuda", "cpu", "gpu", "tpu", "xpu", "mps", "hpu", "npu", "xla", "rocm", "meta"}
 )

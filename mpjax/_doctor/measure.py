@@ -16,6 +16,7 @@ import numpy as np
 
 from mpjax._autocast import autocast
 from mpjax._base.errors import message
+from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.shown import Shown, html_table, size, table
 from mpjax._base.tree import all_finite, distance, is_array
 from mpjax._policies.policy import get_policy
@@ -98,6 +99,7 @@ def _cells(row: Timing, base: Timing) -> tuple[str, ...]:
     return (row.policy, *time_, size(row.memory), memory, f"{row.loss_error:.1e}", gradients)
 
 
+@names_keywords({"policy": "policies"}, "measure", behind="(params, batch)")
 def measure(
     fun: Callable[..., Any],
     policies: Sequence[Any] = POLICIES,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from mpjax._base.dtypes import DType, require_x64, short_name
 from mpjax._base.errors import PolicyWarning, message
 from mpjax._base.shown import Shown, html_table
+from mpjax._policies.order import refuse_policy_first
 from mpjax._policies.policy import Policy, get_policy
 from mpjax._policies.policy_map import PolicyMap
 from mpjax._policies.quantized_policy import QuantizedPolicy
@@ -27,8 +28,14 @@ NO_DTYPE = "has no dtype"
 AS_WRITTEN = "as written"
 
 
-def as_checked_policy(policy: Any, where: str) -> Policy | PolicyMap:
-    """Returns the policy that `policy` names; raises if it needs 64-bit types and JAX has none."""
+def as_checked_policy(model: Any, policy: Any, where: str) -> Policy | PolicyMap:
+    """Returns the policy that `policy` names for a model.
+
+    Raises:
+      TypeError: the policy was given as the model.
+      ValueError: it needs 64-bit types, and JAX has none.
+    """
+    refuse_policy_first(model, policy, where, "model")
     checked = get_policy(policy)
     for each in getattr(checked, "policies", (checked,)):
         require_x64(each.compute_dtype, where)

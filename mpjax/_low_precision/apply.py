@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._base.dtypes import FLOAT32
+from mpjax._base.errors import message
 from mpjax._base.tree import is_array, is_overwritten, to_full
 from mpjax._base.typing import Array, KeyPath, PyTree
 from mpjax._low_precision.kahan import KahanState
 from mpjax._low_precision.master import MasterWeightsState, SplitWeightsState, joined
 from mpjax._low_precision.owner import is_narrow_leaf, owners
 from mpjax._low_precision.rounding import nearest
+from mpjax._scaling.transformation import state_in
 
 _KEEPING = (MasterWeightsState, SplitWeightsState, KahanState)
 
@@ -62,6 +64,9 @@ def full_params(params: PyTree, opt_state: PyTree) -> PyTree:
       params: the parameters.
       opt_state: the optimizer state of these parameters, with any wrapper.
 
+    Raises:
+      TypeError: the state was given as the parameters.
+
     Dtypes:
       float16 and bfloat16 leaves become float32, the others stay.
 
@@ -76,6 +81,12 @@ def full_params(params: PyTree, opt_state: PyTree) -> PyTree:
       >>> params, mpjax.optim.full_params(params, state)
       (Array(1, dtype=bfloat16), Array(1.0002441, dtype=float32))
     """
+    if (state := state_in(params)) is not None:
+        got = f"got a {type(state).__name__} in the place of the parameters."
+        fix = "Swap them: mpjax.optim.full_params(params, opt_state)."
+        raise TypeError(
+            message("full_params", got, "Allowed: the parameters, then the state.", fix)
+        )
     known = _kept(opt_state)
 
     def full(path: KeyPath, p: Any) -> Any:

@@ -9,10 +9,13 @@ import jax
 import numpy as np
 import optax
 
+from mpjax._base.described import described
 from mpjax._base.dtypes import canonical_dtype
+from mpjax._base.errors import message
 from mpjax._base.shown import Shown, html_table
 from mpjax._base.typing import DTypeSpec, PyTree
 from mpjax._low_precision.codes import is_coded
+from mpjax._scaling.transformation import check_transformation, is_transformation
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -62,6 +65,9 @@ def bytes_per_parameter(
       A `BytesPerParameter` with `rows`, `total` and `count`: 'weights', 'gradients', then each
       field of the state by its name, and 'rest' for state that is no tree like the parameters.
 
+    Raises:
+      TypeError: `tx` is no optax transformation.
+
     Example:
       >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
       >>> tx = mpjax.optim.with_quantized_state(optax.adamw(1e-3))
@@ -76,6 +82,11 @@ def bytes_per_parameter(
       rest          0.000
       total         9.031
     """
+    if is_transformation(params):
+        got = f"got {described(tx)} as the optimizer, and an optimizer as the parameters."
+        fix = "Swap them: mpjax.optim.bytes_per_parameter(tx, params)."
+        raise TypeError(message("bytes_per_parameter", got, fix))
+    check_transformation(tx, "bytes_per_parameter(tx)")
     leaves = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype")]
     count = sum(math.prod(x.shape) for x in leaves)
     sizes: collections.Counter[str] = collections.Counter()

@@ -18,6 +18,7 @@ from mpjax._base.errors import message
 from mpjax._base.tree import is_array, is_castable, is_overwritten, path_str, to_full
 from mpjax._base.typing import Array, KeyPath, PyTree
 from mpjax._low_precision.rounding import is_narrow
+from mpjax._scaling.transformation import check_transformation
 
 
 class RoundingOwner(abc.ABC):
@@ -32,6 +33,7 @@ class RoundingOwner(abc.ABC):
     never: float | None = None  # a value that no kept array has, if it holds the rounding's rest
 
     def __init__(self, inner: optax.GradientTransformation) -> None:
+        check_transformation(inner, f"{self.name}(inner)")
         self.inner = optax.with_extra_args_support(inner)
 
     @abc.abstractmethod

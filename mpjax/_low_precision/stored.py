@@ -15,6 +15,7 @@ from mpjax._low_precision.moments import Moment, map_moments
 from mpjax._low_precision.rounding import scattered
 from mpjax._low_precision.skipped import was_taken
 from mpjax._scaling.optim_state import find_states, gradient_params
+from mpjax._scaling.transformation import check_transformation
 
 
 class StoredMoments(abc.ABC):
@@ -27,6 +28,7 @@ class StoredMoments(abc.ABC):
     state_type: type[Any]
 
     def __init__(self, inner: optax.GradientTransformation) -> None:
+        check_transformation(inner, f"{self.name}(inner)")
         self.inner = optax.with_extra_args_support(inner)
 
     @abc.abstractmethod

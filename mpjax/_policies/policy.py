@@ -18,6 +18,7 @@ from mpjax._base.foreign_errors import (
     attribute_error,
     folded,
     names_keywords,
+    no_config,
     no_keras_policy,
     no_policy,
     unknown_policy,
@@ -358,7 +359,8 @@ def get_policy(spec: Any = None) -> Any:
     """
     if spec is None:
         return _default.value or Policy()
-    if isinstance(spec, Policy) or hasattr(spec, "policy_for"):
+    is_map = hasattr(spec, "policy_for") and not isinstance(spec, type)
+    if isinstance(spec, Policy) or is_map:
         return spec
     is_name = isinstance(spec, str) or (isinstance(spec, int) and not isinstance(spec, bool))
     if is_name:
@@ -370,14 +372,15 @@ def get_policy(spec: Any = None) -> Any:
 
 
 def _from_object(spec: Any) -> Policy:
+    _read_elsewhere(spec)  # which refuses a recipe
+    if (text := no_policy(spec)) is not None:
+        raise ValueError(text)
     if hasattr(spec, "param_dtype") and hasattr(spec, "output_dtype"):  # jmp.Policy
         return Policy(spec.param_dtype, spec.compute_dtype, spec.output_dtype)
     if hasattr(spec, "variable_dtype") and hasattr(spec, "name"):  # keras.DTypePolicy
         if hasattr(spec, "default_policy"):
             raise ValueError(no_keras_policy("DTypePolicyMap"))
         return _parse(spec.name)
-    if (text := no_policy(spec)) is not None:
-        raise ValueError(text)
     dtype = _dtypes.canonical_dtype(spec, "get_policy")
     return Policy(dtype, dtype, dtype)
 
@@ -392,6 +395,8 @@ def _from_config(config: Mapping[str, Any]) -> Policy:
         return read
     if "class_name" in config:
         raise ValueError(no_keras_policy(str(config["class_name"])))
+    if (text := no_config(config)) is not None:
+        raise ValueError(text)
     return Policy.from_dict(config)
 
 

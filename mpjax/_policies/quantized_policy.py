@@ -137,8 +137,19 @@ def _checked_base(base: Any) -> Policy:
     return base
 
 
-def _read(spec: str | Mapping[str, Any]) -> Policy | None:
-    """Returns the quantised policy that a name or a config is of; None where it is of none."""
+def _read(spec: Any) -> Policy | None:
+    """Returns the quantised policy that a name or a config is of; None where it is of none.
+
+    Raises:
+      ValueError: it is a recipe, which says how to multiply and nothing else.
+    """
+    if isinstance(spec, Recipe) or (isinstance(spec, type) and issubclass(spec, Recipe)):
+        recipe = f"{spec.__name__}()" if isinstance(spec, type) else str(spec)
+        got = f"got {recipe}, a recipe of products, where a policy is named."
+        fix = f"Type mpjax.QuantizedPolicy('bf16-mixed', mpjax.{recipe})."
+        raise ValueError(message("get_policy", got, "Allowed: a policy that holds it.", fix))
+    if not isinstance(spec, (str, Mapping)):
+        return None
     if not isinstance(spec, str):
         if "mode" in spec and "source_name" in spec:  # Keras
             return _read(f"{spec['mode']}{_FROM}{spec['source_name']}")

@@ -17,7 +17,6 @@ from mpjax._base.gradient_tags import tag
 from mpjax._base.tree import (
     check_axes,
     is_array,
-    is_castable,
     is_overwritten,
     leaf_paths,
     map_with_path,
@@ -32,6 +31,7 @@ from mpjax._scaling.loss_scale import (
     NoOpLossScale,
     StaticLossScale,
 )
+from mpjax._scaling.returned import check_loss, split_pair
 
 
 def get_loss_scale(policy: Any = None) -> NoOpLossScale | DynamicLossScale:
@@ -48,6 +48,11 @@ def get_loss_scale(policy: Any = None) -> NoOpLossScale | DynamicLossScale:
       >>> mpjax.get_loss_scale("bf16-mixed")
       NoOpLossScale()
     """
+    is_number = isinstance(policy, (int, float)) and not isinstance(policy, bool)
+    if is_number and policy not in (16, 32, 64):
+        got = f"got {policy!r}, which names no policy."
+        fix = f"For a scale of that size, type mpjax.StaticLossScale({policy!r})."
+        raise ValueError(message("get_loss_scale", got, "Allowed: whatever get_policy takes.", fix))
     policy = get_policy(policy)
     policies = getattr(policy, "policies", (policy,))
     scaled = any(p.compute_dtype == jnp.float16 for p in policies)
@@ -208,8 +213,8 @@ def differentiated(
     """
 
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
-        value, aux = _split(fun(*args, **kwargs), has_aux, name)
-        _check_loss(value, name, holomorphic)
+        value, aux = split_pair(fun(*args, **kwargs), has_aux, name)
+        check_loss(value, args, name, holomorphic=holomorphic)
         return _seeded(scale, value), (value, aux)
 
     differentiate = transform(scaled, has_aux=True)
@@ -334,31 +339,6 @@ def _indices(argnums: int | Sequence[int], count: int) -> list[int]:
     given = argnums if isinstance(argnums, Sequence) else (argnums,)
     known = [index for index in map(operator.index, given) if -count <= index < count]
     return sorted({index % count for index in known})
-
-
-def _split(out: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
-    if not has_aux:
-        return out, None
-    if isinstance(out, tuple) and len(out) == 2:
-        return out
-    got = f"has_aux=True needs a pair (loss, aux); got {describe(out)}."
-    raise TypeError(message(f"value_and_grad({name})", got, "Return (loss, aux)."))
-
-
-def _check_loss(value: Any, name: str, holomorphic: bool) -> None:
-    is_complex = is_array(value) and jnp.issubdtype(value.dtype, jnp.complexfloating)
-    fits = is_complex if holomorphic else is_castable(value)  # no 8-bit float: it has no range
-    if isinstance(value, float) or (fits and value.shape == ()):
-        return
-    wanted = "a complex scalar (holomorphic=True)" if holomorphic else "a floating scalar"
-    raise TypeError(
-        message(
-            f"value_and_grad({name})",
-            f"the loss must be {wanted}; got {describe(value)}.",
-            "Reduce it, e.g. `loss.astype(jnp.float32).mean()`; "
-            "to return more than the loss, set has_aux=True.",
-        )
-    )
 
 
 def _seed(scale: LossScale, value: Any) -> Array | None:

@@ -18,6 +18,7 @@ from mpjax._scaling.loss_scale import (
     StaticLossScale,
     owned,
 )
+from mpjax._scaling.transformation import is_transformation, state_in
 
 DYNAMIC_FIELDS = tuple(DynamicLossScale.__slots__[1:])
 Adjustment = dict[str, Array] | LossScale | None
@@ -68,13 +69,25 @@ def current_loss_scale(opt_state: PyTree) -> LossScale:
         refuse_before(opt_state, "current_loss_scale", is_optimizer=False)
         return owned(unpack(states[0][1]))
     if not states:
-        fix = "Wrap the optimizer: mpjax.with_loss_scale(tx, mpjax.DynamicLossScale())."
-        got = f"the state holds no loss scale; got a {type(opt_state).__name__}."
-        raise ValueError(message("current_loss_scale", got, fix))
+        raise ValueError(no_scale_text(opt_state, "current_loss_scale"))
     paths = ", ".join(repr(path) for path, _ in states)
     got = f"the state holds {len(states)} loss scales, at {paths}."
     fix = "Give the part of the state that you mean, e.g. current_loss_scale(opt_state[0])."
     raise ValueError(message("current_loss_scale", got, fix))
+
+
+def no_scale_text(opt_state: PyTree, where: str) -> str:
+    """Returns the error text for something that holds no loss scale."""
+    if is_transformation(opt_state):
+        got = "got the optimizer, and the loss scale is in its state."
+        return message(where, got, f"Type {where}(opt_state), with opt_state = tx.init(params).")
+    got = f"the state holds no loss scale; got a {type(opt_state).__name__}."
+    if isinstance(opt_state, dict) and state_in(opt_state) is None:  # parameters, or metrics
+        allowed = "Allowed: the state of an optimizer in with_loss_scale, or of a train step."
+        fix = f"Type {where}(state), with the state of: state, metrics = step(state, batch)."
+        return message(where, got, allowed, fix)
+    fix = "Wrap the optimizer: mpjax.with_loss_scale(tx, mpjax.DynamicLossScale())."
+    return message(where, got, fix)
 
 
 def find_states(opt_state: PyTree) -> list[tuple[str, LossScaleState]]:

@@ -9,24 +9,21 @@ import jax.core
 import jax.numpy as jnp
 
 from mpjax._base.compat import axis_names
+from mpjax._base.described import MODULES, described
 from mpjax._base.dtypes import FLOAT32, describe
 from mpjax._base.errors import message
 from mpjax._base.tree import first_difference, is_array, leaf_paths
 from mpjax._base.typing import PyTree
 from mpjax._base.users_line import users_line
+from mpjax._policies.order import is_policy
 from mpjax._policies.policy import Policy
 from mpjax._policies.policy_map import PolicyMap
 from mpjax._scaling.grad import get_loss_scale
 from mpjax._scaling.loss_scale import NoOpLossScale
 from mpjax._scaling.optim_state import find_states, gradient_params, is_wrapped, refuse_before
+from mpjax._scaling.transformation import check_transformation, is_transformation
 from mpjax._training.adopt import kind_of
-from mpjax._training.inputs import (
-    MODULES,
-    check_params,
-    check_transformation,
-    described,
-    is_transformation,
-)
+from mpjax._training.inputs import check_params
 from mpjax._training.micro_axes import check_axes
 from mpjax._training.options import StepOptions
 
@@ -34,7 +31,7 @@ from mpjax._training.options import StepOptions
 def check_arguments(loss_fn: Any, tx: Any, policy: Any, options: StepOptions) -> None:
     """Refuses arguments that `make_train_step` cannot work with, before it uses them."""
     where = "make_train_step"
-    if is_transformation(loss_fn) or _is_policy(loss_fn):
+    if is_transformation(loss_fn) or is_policy(loss_fn):
         got = f"got {described(loss_fn)} as the loss function."
         allowed = "Allowed, in this order: make_train_step(loss_fn, tx, policy)."
         fix = 'Swap them: make_train_step(loss_fn, optax.adam(1e-3), "bf16-mixed").'
@@ -48,6 +45,7 @@ def check_arguments(loss_fn: Any, tx: Any, policy: Any, options: StepOptions) ->
         got = f"got {described(loss_fn)} as the loss function."
         fix = "Write one: def loss_fn(params, batch), which calls the model and returns a scalar."
         raise TypeError(message(where, got, "Allowed: loss_fn(params, batch) -> loss.", fix))
+    _refuse_policy(tx, policy)
     check_transformation(tx, f"{where}(tx)")
     if is_transformation(policy):
         got = "got an optax transformation as the policy."
@@ -67,15 +65,21 @@ def check_arguments(loss_fn: Any, tx: Any, policy: Any, options: StepOptions) ->
             raise TypeError(message(f"{where}(axis_name)", got, fix))
 
 
+def _refuse_policy(tx: Any, policy: Any) -> None:
+    """Raises TypeError for a policy as the optimizer; a text alone may be that of an optimizer."""
+    if not is_policy(tx) or (isinstance(tx, str) and not is_transformation(policy)):
+        return
+    got = f"got the policy {str(tx)!r} as the optimizer."
+    allowed = "Allowed, in this order: make_train_step(loss_fn, tx, policy)."
+    fix = f"Swap them: make_train_step(loss_fn, optax.adam(1e-3), {str(tx)!r})."
+    raise TypeError(message("make_train_step", got, allowed, fix))
+
+
 def _refuse_two(loss_scale: Any) -> None:
     if loss_scale is not None:
         got = "got a loss_scale, and an optimizer that holds one already."
         fix = "Drop loss_scale=, or the with_loss_scale around the optimizer."
         raise ValueError(message("make_train_step", got, fix))
-
-
-def _is_policy(x: Any) -> bool:
-    return isinstance(x, (str, Policy, PolicyMap))
 
 
 def _check_accumulate(accumulate: Any) -> None:
@@ -115,6 +119,8 @@ def check_start(
             of = next(iter(signature.parameters))
             also = [f"Are {several} the batch: def {name}({of}, batch): {several} = batch,"]
             also[0] += f" and step(state, ({several}))."
+        elif where == "step.init" and extra_state is not None:
+            also = ["A batch goes into the step itself: step(state, batch)."]
         raise TypeError(message(where, got, allowed, fix, *also)) from None
 
 
@@ -237,15 +243,20 @@ _NEEDS_VALUES = (
 )
 
 
-def one_batch(batch: tuple[PyTree, ...]) -> PyTree:
+def one_batch(batch: tuple[PyTree, ...], named: Mapping[str, PyTree]) -> PyTree:
     """Returns the one batch that a step was called with.
 
     Raises:
-      TypeError: there is none, or there are several.
+      TypeError: there is none, or there are several, or it has a name.
     """
-    if len(batch) == 1:
+    if len(batch) == 1 and not named:
         return batch[0]
     got = f"a step takes a state and one batch; got {len(batch)} arguments behind the state."
+    if named:
+        names = ", ".join(f"{name}=" for name in named)
+        got = f"a step takes a state and one batch, without names; got {names}."
+    if list(named) == ["batch"]:
+        raise TypeError(message("train step", got, "Type step(state, batch)."))
     fix = "Type step(state, (x, y)), and def loss_fn(params, batch): with x, y = batch in it."
     raise TypeError(message("train step", got, "Allowed: any pytree as the batch.", fix))
 
@@ -263,6 +274,10 @@ def checked_call(call: Any, state: PyTree, batch: PyTree) -> Any:
         fix = "Use jnp.where or jax.lax.cond there, or make it a Python value outside of the step."
         error.add_note(message("train step", got, *lines, fix))
         raise
+    except TypeError:
+        # JAX would name a method of the step in place of the batch.
+        _refuse_other_leaves({"extra state": state.extra_state, "batch": batch})
+        raise
     except (RuntimeError, ValueError) as error:
         if "deleted" not in str(error) or not any(map(_is_deleted, jax.tree.leaves(state))):
             raise
@@ -274,6 +289,24 @@ def checked_call(call: Any, state: PyTree, batch: PyTree) -> Any:
         allowed = "Allowed: the state that the last step returned."
         fix = "Type state, metrics = step(state, batch); to keep old ones: donate=False."
         raise ValueError(message("train step", got, allowed, fix)) from None
+
+
+def _refuse_other_leaves(trees: Mapping[str, PyTree]) -> None:
+    """Raises TypeError for the first leaf that no jitted function takes, such as a string."""
+    for name, tree in trees.items():
+        for path, x in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True):
+            if not _is_numeric(x):
+                leaf = f"{name} leaf {path!r}" if path else f"the {name}"
+                got = f"{leaf} is {described(x)}, which is no array of numbers."
+                fix = f"Drop it from the {name}; a loss that needs it may close over it."
+                raise TypeError(message("train step", got, fix)) from None
+
+
+def _is_numeric(x: Any) -> bool:
+    if isinstance(x, (bool, int, float, complex)) or hasattr(x, "__jax_array__"):
+        return True
+    is_typed = hasattr(x, "dtype") and hasattr(x, "shape")
+    return is_typed and getattr(x.dtype, "kind", "f") not in "OSUMm"  # a key's dtype has no kind
 
 
 def fields_of(state: Any) -> dict[str, Any]:

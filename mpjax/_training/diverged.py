@@ -11,13 +11,15 @@ from mpjax._base.dtypes import describe
 from mpjax._base.errors import NonFiniteError, PolicyWarning, message
 from mpjax._base.tree import leaf_paths
 from mpjax._base.typing import PyTree
+from mpjax._low_precision.codes import is_coded
 from mpjax._low_precision.spread import spread_text
 from mpjax._scaling.optim_state import (
     LossScaleState,
-    current_loss_scale,
     find_states,
     gradient_params,
+    no_scale_text,
 )
+from mpjax._scaling.transformation import state_in
 
 
 def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
@@ -32,7 +34,7 @@ def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
 
     Raises:
       NonFiniteError: `max_consecutive_skips` steps in a row were skipped.
-      ValueError: there is no loss scale in the state, or it is traced.
+      ValueError: the state is traced, or holds neither a loss scale nor moments in 8 bits.
 
     Warns:
       PolicyWarning: gradients within a block of a moment in 8 bits are 1000 times apart, and more.
@@ -48,8 +50,8 @@ def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
         Lower the learning rate, or look for what overflows: ...
     """
     states = find_states(opt_state)
-    if not states:
-        current_loss_scale(opt_state)
+    if not states and not any(map(is_coded, jax.tree.leaves(opt_state, is_leaf=is_coded))):
+        raise ValueError(_nothing_text(opt_state, params))
     for _, state in states:
         if isinstance(state.diverged, jax.core.Tracer):
             got = "it was called inside a traced function."
@@ -61,6 +63,14 @@ def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
     text = spread_text(opt_state, params, "raise_if_diverged")
     if text is not None:
         warnings.warn(text, PolicyWarning, stacklevel=2)
+
+
+def _nothing_text(opt_state: PyTree, params: PyTree | None) -> str:
+    where = "raise_if_diverged"
+    if state_in(params) is None or state_in(opt_state) is not None:
+        return no_scale_text(opt_state, where)
+    got = f"got a {type(params).__name__} in the place of the parameters."
+    return message(where, got, "The state comes first: raise_if_diverged(opt_state, params).")
 
 
 def _member(state: LossScaleState, index: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checks an optimizer and parameters at the call; errors say what to type instead."""
+"""Checks parameters at the call; errors say what to type instead."""
 
 from typing import Any
 
@@ -6,38 +6,22 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-import optax
 
+from mpjax._base.described import described, library_kind
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import message
 from mpjax._base.quantized_array import holds_quantized
 from mpjax._base.tree import is_array, is_overwritten, leaf_paths, path_str
 from mpjax._base.typing import PyTree
 
-
-def is_transformation(x: Any) -> bool:
-    return isinstance(x, optax.GradientTransformation)
-
-
-def check_transformation(tx: Any, where: str) -> None:
-    """Raises TypeError for anything but an optax transformation."""
-    if is_transformation(tx):
-        return
-    got = f"must be an optax transformation; got {described(tx)}."
-    fix = "Type, for example, optax.adamw(1e-3)."
-    if callable(tx) and not isinstance(tx, type):
-        name = getattr(tx, "__name__", type(tx).__name__)
-        fix = f"Call it: optax.{name}(1e-3)." if _is_of(tx, "optax") else f"Call it: {name}(...)."
-    elif isinstance(tx, (int, float)):
-        fix = f"Type optax.adamw({tx!r}), if that is the learning rate."
-    elif type(tx).__name__ == "MultiSteps" and _is_of(type(tx), "optax"):
-        fix = (
-            "Type make_train_step(..., accumulate=4), whose micro-batches are in one call; or give "
-        )
-        fix += "optax.MultiSteps(...).gradient_transformation()."
-    elif _kind(tx) == "an nnx.Optimizer":
-        fix = "Give the transformation that it was made of: optimizer.tx."
-    raise TypeError(message(where, got, "Allowed: what optax.adam(1e-3) and its kind return.", fix))
+_INSTEAD = {
+    "an nnx.Optimizer": "Type mpjax.nnx.make_train_step(model, tx, policy, loss_fn).",
+    "an nnx.Module": "Type mpjax.nnx.make_train_step(model, tx, policy, loss_fn), "
+    "which keeps statistics and RNGs too.",
+    "a linen module that is not initialised": "Type step.init(model.init(key, x)['params']).",
+    "a Flax TrainState": "Type step.init(state.params); to go on from it, step.adopt(state).",
+    "a whole state": "Type step.init(state.params), or step.adopt(state) for a state of another.",
+}
 
 
 def check_params(params: PyTree, where: str) -> None:
@@ -47,7 +31,7 @@ def check_params(params: PyTree, where: str) -> None:
       TypeError: `params` is no pytree of floating arrays; the message names what it is.
       ValueError: there is none, or one has been deleted.
     """
-    kind = _kind(params)
+    kind = library_kind(params)
     if kind in _INSTEAD:
         allowed = "Allowed: the parameters alone, a pytree of floating arrays."
         raise TypeError(message(where, f"got {kind}.", allowed, _INSTEAD[kind]))
@@ -65,8 +49,20 @@ def check_params(params: PyTree, where: str) -> None:
     if holds_quantized(params):
         fix = "Type step.init(mpjax.dequantize(params)), and mpjax.quantize what was trained."
         raise TypeError(message(where, "got weights in 8 bits, which cannot be trained.", fix))
+    if _is_key(params):
+        got = "it takes parameters, and got a PRNG key."
+        fix = "Type step.init(model.init(key, x)['params']): the model makes them from the key."
+        raise TypeError(message(where, got, "Allowed: floating arrays.", fix))
     for path, leaf in leaves:
         _check_leaf(path_str(path), leaf, where, overwritten=is_overwritten(path))
+
+
+def _is_key(x: Any) -> bool:
+    """Whether something is a key of `jax.random.key` or `jax.random.PRNGKey`."""
+    if not isinstance(x, jax.Array):
+        return False
+    is_old = x.dtype == jnp.uint32 and x.shape in ((2,), (4,))
+    return is_old or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _check_leaf(path: str, leaf: Any, where: str, *, overwritten: bool) -> None:
@@ -123,48 +119,3 @@ def _parts(leaf: Any) -> list[Any]:
 def _part_finite(x: Any) -> Any:
     is_here = not isinstance(x, jax.Array) or all(d.platform == "cpu" for d in x.devices())
     return np.isfinite(np.asarray(x)).all() if is_here else jnp.all(jnp.isfinite(x))
-
-
-def described(x: Any) -> str:
-    """Returns a description of an object for a message, by its library if that is known here."""
-    kind = _kind(x)
-    if kind is not None:
-        return kind
-    if x is None or isinstance(x, (bool, int, float, str)):
-        return repr(x)
-    if callable(x) and hasattr(x, "__name__"):
-        return f"the {'class' if isinstance(x, type) else 'function'} {x.__name__}"
-    return describe(x) if is_array(x) else f"a {type(x).__name__}"
-
-
-# By the names of classes: neither Flax nor Equinox is to be imported for a message.
-_KINDS = (
-    ("flax.nnx", "Optimizer", "an nnx.Optimizer"),
-    ("flax.nnx", "Module", "an nnx.Module"),
-    ("flax.linen", "Module", "a linen module that is not initialised"),
-    ("flax.training.train_state", "TrainState", "a Flax TrainState"),
-    ("mpjax.train", "TrainState", "a whole state"),
-)
-_INSTEAD = {
-    "an nnx.Optimizer": "Type mpjax.nnx.make_train_step(model, tx, policy, loss_fn).",
-    "an nnx.Module": "Type mpjax.nnx.make_train_step(model, tx, policy, loss_fn), "
-    "which keeps statistics and RNGs too.",
-    "a linen module that is not initialised": "Type step.init(model.init(key, x)['params']).",
-    "a Flax TrainState": "Type step.init(state.params); to go on from it, step.adopt(state).",
-    "a whole state": "Type step.init(state.params), or step.adopt(state) for a state of another.",
-}
-
-
-MODULES = frozenset(kind for _, name, kind in _KINDS if name == "Module")
-
-
-def _kind(x: Any) -> str | None:
-    for cls in type(x).__mro__:
-        for module, name, kind in _KINDS:
-            if cls.__name__ == name and cls.__module__.startswith(module):
-                return kind
-    return None
-
-
-def _is_of(x: Any, library: str) -> bool:
-    return getattr(x, "__module__", "").partition(".")[0] == library

@@ -52,13 +52,19 @@ class Metrics(TypedDict):
     lost_updates: NotRequired[Any]  # with `lost_updates`
 
 
-def checked_state(state: Any) -> TrainState:
-    """Returns a train state; raises TypeError for anything else."""
+def checked_state(
+    state: Any,
+    where: str = "train step",
+    place: str = "first",
+    *,
+    made_by: str = "step.init(params)",
+) -> TrainState:
+    """Returns a train state; raises TypeError for anything else in its place."""
     if isinstance(state, TrainState):
         return state
-    got = f"the first argument must be the state; got a {type(state).__name__}."
-    fix = "Make it with step.init(params), and pass the state that the last step returned."
-    raise TypeError(message("train step", got, fix))
+    got = f"the {place} argument must be the state; got a {type(state).__name__}."
+    fix = f"Make it with {made_by}, and pass the state that the last step returned."
+    raise TypeError(message(where, got, fix))
 
 
 def copied(x: Any) -> Any:

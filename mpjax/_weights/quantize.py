@@ -15,6 +15,7 @@ from mpjax._base.errors import PolicyWarning, message
 from mpjax._base.quantized_array import QuantizedArray, is_quantized
 from mpjax._base.tree import is_array, is_castable, is_overwritten, leaf_paths
 from mpjax._base.typing import PolicySpec
+from mpjax._policies.order import refuse_policy_first
 from mpjax._policies.policy import chosen_policy
 from mpjax._policies.policy_map import PolicyMap
 from mpjax._policies.quantized_policy import QuantizedPolicy, map_to_type, recipes_in
@@ -70,6 +71,7 @@ def quantize(params: Any, policy: PolicySpec, *, channel_axis: int = -1) -> Any:
     References:
       Jacob et al., Quantization and Training of Neural Networks, 2018, https://arxiv.org/abs/1712.05877
     """
+    refuse_policy_first(params, policy, _WHERE, "params")
     checked = chosen_policy(policy, _WHERE)
     _check(checked, channel_axis)
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_quantized)

@@ -24,8 +24,9 @@ from mpjax._low_precision.forms import keeps_weights
 from mpjax._scaling.given_scale import as_loss_scale, whether_to_unscale
 from mpjax._scaling.grad import differentiated, name_of
 from mpjax._scaling.loss_scale import LossScale
-from mpjax._scaling.optim_state import current_loss_scale, find_states
+from mpjax._scaling.optim_state import find_states
 from mpjax._training.adopt import adopted
+from mpjax.nnx._checks import check_optimizer
 from mpjax.nnx._train import NNXTrainStep, make_train_step
 
 __all__ = [
@@ -108,7 +109,7 @@ def set_policy(model: M, policy: PolicySpec = None, *, override: bool = False) -
     References:
       flax, `nnx.Module.set_attributes`; Keras, `DTypePolicyMap`
     """
-    chosen = as_checked_policy(policy, "set_policy")
+    chosen = as_checked_policy(model, policy, "set_policy")
     findings, parameters = set_dtypes(model, chosen, override=override)
     warn_of(chosen, findings, "set_policy", model=type(model).__name__, also=parameters)
     return model
@@ -348,6 +349,7 @@ def undo_skipped(optimizer: nnx.Optimizer[Any], *nodes: Any) -> Generator[None]:
         variable that is created inside the block is not undone.
 
     Raises:
+      TypeError: the first argument is no optimizer.
       ValueError: the optimizer is not wrapped in `with_loss_scale`; or a variable changes its
         shape or dtype.
 
@@ -373,8 +375,7 @@ def undo_skipped(optimizer: nnx.Optimizer[Any], *nodes: Any) -> Generator[None]:
       >>> model.mean.get_value(), int(optimizer.step.get_value())
       (Array([0., 0.], dtype=float32), 0)
     """
-    if not find_states(optimizer.opt_state):
-        current_loss_scale(optimizer.opt_state)  # its error says what is missing
+    check_optimizer(optimizer)
     variables = {id(v): v for node in (*nodes, optimizer.step) for v in _variables(node)}
     before = [(v, v.get_value()) for v in variables.values()]
     yield

@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Never, cast
 
 import jax
 import optax
 from flax import nnx
 
 from mpjax._autocast.arguments.nnx_names import name_modules
+from mpjax._base.described import described
 from mpjax._base.errors import message
 from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.foreign_names import NNX_STEP
@@ -16,8 +17,8 @@ from mpjax._base.tree import OVERWRITE_WITH_GRADIENT, first_difference
 from mpjax._base.typing import AxisName, PolicySpec, PyTree
 from mpjax._scaling.loss_scale import LossScale
 from mpjax._training.checks import pair
-from mpjax._training.inputs import described
 from mpjax._training.summary import describe_step
+from mpjax.nnx._checks import state_of_step
 from mpjax.numerics import Report
 from mpjax.train import Metrics, TrainState, TrainStep
 from mpjax.train import make_train_step as make_plain_train_step
@@ -67,26 +68,30 @@ class NNXTrainStep:
         """Returns a state of another policy as one of this step; see `TrainStep.adopt`."""
         return self.plain.adopt(state, batch=batch)
 
-    def __call__(self, state: TrainState, *batch: PyTree) -> tuple[TrainState, Metrics]:
+    def __call__(
+        self, state: TrainState, *batch: PyTree, **named: Never
+    ) -> tuple[TrainState, Metrics]:
         """Returns the next state and the metrics of this step, of a batch; `state` is donated."""
-        return self.plain(state, *batch)
+        return self.plain(state_of_step(state), *batch, **named)
 
     def diagnose(
         self, state: TrainState, batch: PyTree, metrics: Mapping[str, Any] | None = None
     ) -> Report:
         """Returns the operation that made a skipped step not finite; see `TrainStep.diagnose`."""
-        return self.plain.diagnose(state, batch, metrics)
+        return self.plain.diagnose(state_of_step(state), batch, metrics)
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Returns the step lowered for these arguments (or specs of them), ahead of time."""
-        return self.plain.lower(state, batch)
+        return self.plain.lower(state_of_step(state), batch)
 
     def merge(self, state: TrainState) -> nnx.Module:
         """Returns a model with the variables of `state`, to evaluate or to save."""
+        state = state_of_step(state, "step.merge(state)")
         return nnx.merge(self._graphdef, state.params, state.extra_state, copy=True)
 
     def update(self, model: nnx.Module, state: TrainState) -> None:
         """Gives `model` the variables of `state`, copied, in place."""
+        state = state_of_step(state, "step.update(model, state)", "second")
         nnx.update(model, *jax.tree.map(lambda x: x.copy(), (state.params, state.extra_state)))
 
     def loss_of_variables(self, params: PyTree, rest: PyTree, batch: PyTree) -> Any:

@@ -11,6 +11,8 @@ import numpy as np
 
 from mpjax._base.dtypes import require_x64, short_name
 from mpjax._base.errors import message
+from mpjax._base.foreign_errors import names_keywords
+from mpjax._base.foreign_names import DIAGNOSIS
 from mpjax._base.shown import Shown, Table
 from mpjax._base.typing import PolicySpec
 from mpjax._policies.policy import shown_name
@@ -102,6 +104,7 @@ class Comparison(Shown):
         return "  (0 but for rounding: of its terms)" if path in self.noise else ""
 
 
+@names_keywords(DIAGNOSIS, "numerics.compare", behind="(params, batch)")
 def compare(
     loss_fn: Callable[..., Any],
     policy: PolicySpec = None,

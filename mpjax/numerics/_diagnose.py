@@ -13,6 +13,8 @@ import numpy as np
 
 from mpjax._base.dtypes import short_name
 from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.foreign_errors import names_keywords
+from mpjax._base.foreign_names import DIAGNOSIS
 from mpjax._base.tree import distance, is_array, leaves_finite
 from mpjax._base.typing import PolicySpec
 from mpjax._jaxpr.op_rules import PRODUCTS
@@ -29,6 +31,7 @@ from mpjax.numerics._subject import Subject
 from mpjax.numerics._unscaled import judged
 
 
+@names_keywords(DIAGNOSIS, "numerics.diagnose", behind="(params, batch)")
 def diagnose(
     loss_fn: Callable[..., Any],
     policy: PolicySpec = None,

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._base.errors import message
+from mpjax._base.foreign_errors import names_keywords
+from mpjax._base.foreign_names import DIAGNOSIS
 from mpjax._base.shown import Shown, Table
 from mpjax._base.typing import PolicySpec
 from mpjax._policies.policy import shown_name
@@ -186,6 +188,7 @@ def _draw_end(axis: Any, form: Format) -> None:
     text.set_in_layout(False)  # no room is made for the end of a format outside of the picture
 
 
+@names_keywords(DIAGNOSIS, "numerics.exponents", behind="(params, batch)")
 def exponents(
     loss_fn: Callable[..., Any],
     policy: PolicySpec = None,

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from mpjax._base.dtypes import FLOAT32, short_name
 from mpjax._base.errors import message
+from mpjax._base.foreign_errors import names_keywords
+from mpjax._base.foreign_names import DIAGNOSIS
 from mpjax._base.shown import Shown, Table
 from mpjax._base.typing import PolicySpec
 from mpjax._policies.policy import Policy, get_policy
@@ -83,6 +85,7 @@ def _named(names: Sequence[str]) -> str:
     return f"{', '.join(names[:8]) or 'nothing'}{more}"
 
 
+@names_keywords(DIAGNOSIS, "numerics.suggest", behind="(params, batch)")
 def suggest(
     loss_fn: Callable[..., Any],
     policy: PolicySpec = None,

@@ -215,15 +215,16 @@ def test_what_is_too_wide_for_8_bits_is_said_with_what_to_type(size, kind):
     assert share == (pytest.approx(255 / 256) if size > 1e3 else 0)
     if size < 1e3:
         assert found.rules == {}
+        mpjax.raise_if_diverged(state.inner_state, params)
         return mpjax.raise_if_diverged(state, params)
     assert found.rules == {"in/w": "bfloat16"}
     text = (
         r"raise_if_diverged: gradients within a block of 'in/w' are \de\+0\d times apart, too(.|\n)"
     )
-    with pytest.warns(
-        mpjax.PolicyWarning, match=text + r"*moment_spread\(opt_state, params\)\.rules"
-    ):
-        mpjax.raise_if_diverged(state, params)
+    text += r"*moment_spread\(opt_state, params\)\.rules"
+    for seen in (state, state.inner_state):  # with a loss scale, and without one
+        with pytest.warns(mpjax.PolicyWarning, match=text):
+            mpjax.raise_if_diverged(seen, params)
     # What it says to type: a state that follows Adam, and of which there is nothing more to say.
     tx = mpjax.with_loss_scale(
         optim.with_quantized_state(optax.adam(1e-3), kind, rules=found.rules)

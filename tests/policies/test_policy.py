@@ -369,6 +369,8 @@ KEYWORDS = {
     mpjax.Policy: foreign.POLICY_KEYWORDS,
     mpjax.PolicyMap: foreign.MAP_KEYWORDS,
     mpjax.autocast: foreign.AUTOCAST,
+    mpjax.explain: foreign.EXPLAIN,
+    mpjax.numerics.diagnose: foreign.DIAGNOSIS,
     mpjax.DelayedScaling: foreign.RECIPE,
 }
 

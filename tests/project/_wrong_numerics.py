@@ -98,6 +98,11 @@ ROWS = {
             for row in (
                 (lambda ask=ask: ask(loss_fn, "bf16-mixed", progress="yes"), T,
                     f"numerics.{name}(progress): got 'yes'. | True, False, None"),
+                (lambda ask=ask: ask(loss_fn, "bf16-mixed", PARAMS, X), T,
+                    f"numerics.{name}: takes loss_fn, policy without a name; got 4 arguments. | "
+                    f"Allowed | Type numerics.{name}(loss_fn, policy)(params, batch)"),
+                (lambda ask=ask: ask(loss_fn, policies="bf16-mixed"), T,
+                    f"numerics.{name}: unknown keyword policies= | Type policy="),
                 (lambda ask=ask: ask(loss_fn, DELAYED), V,
                     f"numerics.{name}: | another program | step.diagnose | Float8CurrentScaling"),
             )
@@ -137,6 +142,14 @@ ROWS = {
         (lambda: numerics.to_scalars(3), T, "must be a mapping; got int"),
         (lambda: jax.jit(numerics.to_scalars)({"loss": jnp.ones(())}), T,
             "the metrics are traced"),
+    ],
+    "explain and measure": [
+        (lambda: mpjax.explain(loss_fn, "bf16-mixed", PARAMS, X), T,
+            "explain: takes fun, policy | got 4 | Type explain(fun, policy)(params, batch)"),
+        (lambda: mpjax.explain(loss_fn, dtype=jnp.float16), T, "dtype= | Type policy='16-mixed'"),
+        (lambda: mpjax.measure(loss_fn, ["bf16-mixed"], PARAMS, X), T,
+            "measure: takes fun, policies | got 4 | Type measure(fun, policies)(params, batch)"),
+        (lambda: mpjax.measure(loss_fn, policy="bf16-mixed"), T, "policy= | Type policies="),
     ],
     "testing": [
         (lambda: testing.assert_dtypes(PARAMS, "bf16-mixed", role="gradient"), V,

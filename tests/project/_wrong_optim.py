@@ -22,6 +22,10 @@ STORES = (
 )
 
 
+def owned_state():
+    return optim.with_master_weights(SGD).init(HALF)
+
+
 def two_owners():
     tx = mpjax.with_loss_scale(optim.with_stochastic_rounding(SGD))
     with warnings.catch_warnings():
@@ -48,6 +52,28 @@ ROWS = {
             ), V, "it was given an optimizer that owns the rounding"),
         (lambda: optim.with_stochastic_rounding(SGD).init(PARAMS), W,
             "no parameter is float16 or bfloat16; 'w' is f32[2,2]: here it does nothing. | Train "),
+    ],
+    "what is no optimizer": [
+        *(
+            row
+            for wrap in (*OWNERS.values(), *STORES)
+            for row in told(
+                wrap,
+                T,
+                "with_ | (inner): must be an optax transformation; got {}",
+                (1e-3, "0.001. | Type optax.adamw(0.001)"),
+                (optax.adam, "the function adam. | Call it: optax.adam(1e-3)"),
+                (None, "None. | optax.adamw(1e-3)"),
+            )
+        ),
+        (lambda: optim.bytes_per_parameter(PARAMS, SGD), T,
+            "bytes_per_parameter: got a dict as the optimizer | Swap | bytes_per_parameter(tx, pa"),
+        (lambda: optim.bytes_per_parameter(optax.adam, PARAMS), T,
+            "bytes_per_parameter(tx): must be | Call it: optax.adam(1e-3)"),
+        *told(lambda state: optim.full_params(state, HALF), T,
+            "full_params: got a {} in the place of the parameters | Swap | (params, opt_state)",
+            (owned_state(), "MasterWeightsState"), (optax.adam(0.1).init(HALF), "ScaleByAdamState"),
+            ({"opt": owned_state()}, "MasterWeightsState")),
     ],
     "stored moments": [
         *(

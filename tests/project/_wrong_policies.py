@@ -3,11 +3,14 @@
 import operator
 from types import SimpleNamespace
 
+import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
-from _wrong_shared import PARAMS, POLICY, A, T, V, X, each, loss_fn, step, told
+from _wrong_shared import PARAMS, POLICY, SGD, A, T, V, X, each, loss_fn, model, step, told
 
 import mpjax
+import mpjax.linen
+import mpjax.nnx
 
 NEAR_MISSES = {
     "16mixed": "16-mixed')?",
@@ -36,6 +39,12 @@ def unmatched(pattern):
 TORCH = "torch.autocast | Allowed | no context manager"
 MAP = mpjax.PolicyMap("16-mixed", {"norm": "float32"})
 INT8 = "int8_from_mixed_float16"
+SWAPPED = (
+    ("explain", "fun", lambda: mpjax.explain(POLICY, loss_fn)),
+    ("quantize", "params", lambda: mpjax.quantize(POLICY, PARAMS)),
+    ("set_policy", "model", lambda: mpjax.nnx.set_policy(POLICY, model())),
+    ("with_policy", "model", lambda: mpjax.linen.with_policy(POLICY, nn.Dense(2))),
+)
 CONTEXT = "no context manager | jit has traced already | Type @mpjax.autocast( | full_precision"
 
 
@@ -69,6 +78,8 @@ ROWS = {
         (lambda: mpjax.autocast("cuda"), T, "'cuda', a device | Allowed | @mpjax.autocast"),
     ],
     "autocast": [
+        (lambda: mpjax.autocast(loss_fn, POLICY, PARAMS, X), T,
+            "takes fun, policy | got 4 | rules= | Type autocast(fun, policy)(params, batch)"),
         (lambda: mpjax.autocast(loss_fn, dtype="bf16"), T, "dtype= | Allowed | 'bf16-mixed'"),
         (lambda: mpjax.autocast(X, POLICY), T, "f32[4,2] | Allowed | autocast(fun, 'bf16-mixed'"),
         (lambda: mpjax.autocast(PARAMS, POLICY), T, "Allowed | autocast(fun, 'bf16-mixed')"),
@@ -144,6 +155,28 @@ ROWS = {
         (lambda: mpjax.get_policy(["f32", "f16", "f32"]), V, "a list | Policy('f32', 'f16',"),
         (lambda: mpjax.get_policy("f32,f16,f32"), V, "Type 'p=f32,c=f16,o=f32'"),
         (lambda: mpjax.get_policy({"compute": "f16"}), V, "Allowed | 'bf16-mixed'"),
+        *(
+            (lambda recipe=recipe: step(policy=recipe), V,
+                f"get_policy: got {name}(), a recipe | Policy('bf16-mixed', mpjax.{name}()")
+            for name in ("Float8CurrentScaling", "DelayedScaling")
+            for recipe in (getattr(mpjax, name), getattr(mpjax, name)())
+        ),
+        *told(lambda kind: step(policy=kind), V, "got the class {}", *(
+            (getattr(mpjax, name), f"{name}, | Accepted | Call it: mpjax.{name}('")
+            for name in ("Policy", "PolicyMap", "QuantizedPolicy"))),
+        (lambda: step(policy={"head": "float32", "norm*": "f32"}), V,
+            "got a mapping with the keys 'head', 'norm*', | Accepted | by path | "
+            "PolicyMap('bf16-mixed', {'head': 'float32', 'norm*': 'f32'})"),
+        (lambda: step(policy=PARAMS), V, "keys 'w', where | Accepted | behind what it is for"),
+        (lambda: step(policy=loss_fn), V, "got the function loss_fn, where | Accepted | behind"),
+        (lambda: step(policy=model()), V, "got an nnx.Module, where | Accepted | behind"),
+        (lambda: mpjax.get_policy(SGD), V, "got a GradientTransformation | Type its name"),
+        (lambda: mpjax.Policy("f32", model()), V, "unknown dtype Linear. | Accepted"),
+        *told(lambda call: call(), T, "got the policy 'bf16-mixed' where {}",
+            *((call, f"{name} stands | order | Swap them: {where}({name}, 'bf16-mixed')")
+                for where, name, call in SWAPPED)),
+        (lambda: mpjax.linen.with_policy(MAP, model()), T,
+            "got the policy | where model stands | Swap them: with_policy(model,"),
         (lambda: mpjax.get_policy("transformer-engine"), V, "'float8_from_mixed_bfloat16'."),
         (lambda: mpjax.get_policy("8bit"), V, "8 bits | Type 'int8_from_mixed_bfloat16'"),
         (lambda: mpjax.get_policy("highest"), V, "float32 products | dot_precision='tf32'"),
@@ -169,6 +202,7 @@ ROWS = {
         (lambda: mpjax.get_policy("O5"), V, "'O5' | Accepted | get_policy('p=bf16,c=bf16"),
         (lambda: mpjax.default_policy(), T, 'policy'),
         (lambda: mpjax.get_policy("amp"), V, "'amp' | Accepted | '16-mixed'"),
+        (lambda: mpjax.Policy(*["f32"] * 4), T, "param_dtype, | got 4 arguments | Drop the"),
         (lambda: mpjax.Policy("f32", "f17"), V, "'f17' | Accepted | Did you mean"),
         (lambda: mpjax.Policy("bfloat_16"), V, "Did you mean 'bfloat16'?"),
         *each(mpjax.Policy, V, "Policy(param_dtype): unknown dtype | Accepted: float16, bfloat16",
@@ -252,6 +286,7 @@ ROWS = {
     ],
     "names of other libraries": [
         (lambda: mpjax.autocats, A, 'Did you mean mpjax.autocast?'),
+        (lambda: mpjax.cast_to_half, A, "Here it is mpjax.get_policy('half').cast_to_compute"),
         (lambda: mpjax.no_such_name, A, 'no_such_name'),
         (lambda: mpjax.optim.MultiSteps, A, "'mpjax.optim' | accumulate=4"),
         (lambda: mpjax.nnx.GradScaler, A, "'mpjax.nnx' | mpjax.DynamicLossScale"),

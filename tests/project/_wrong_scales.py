@@ -19,6 +19,7 @@ from _wrong_shared import (
     each,
     loss_fn,
     per_row,
+    step,
     told,
     wrap,
 )
@@ -32,6 +33,7 @@ FIELDS = (
     *("loss_scale", "counter", "growth_factor", "backoff_factor"),
     *("growth_interval", "min_loss_scale", "max_loss_scale"),
 )
+READERS = (mpjax.current_loss_scale, mpjax.raise_if_diverged)
 OVERWRITTEN = {"_overwrite_with_gradient": {"amax": jnp.ones(2)}}
 
 
@@ -66,6 +68,12 @@ ROWS = {
             (jnp.int32(3), "i32[]."), (jnp.array(True), "bool[]."), (jnp.complex64(1), "c64[]."),
             (jnp.ones((), jnp.float8_e5m2), "f8_e5m2[]."), (3, "int."), (None, "NoneType."),
             ("loss", "str."), ((jnp.ones(()), 1), "tuple."), ({"loss": jnp.ones(())}, "dict.")),
+        *told(lambda fun: VG(fun, loss_scale=1)(PARAMS, X), T,
+            "value_and_grad(loss_fn): the loss {} | Give the loss function itself, without jax.val",
+            (jax.value_and_grad(loss_fn), "came with gradients."),
+            (jax.grad(loss_fn), "is gradients.")),
+        *each(lambda aux: VG(lambda w: (jnp.sum(w), aux), loss_scale=1)(jnp.ones(2)), T,
+            "got tuple. | set has_aux=True", jnp.ones(()), jnp.ones(3), {"n": 1}),
         (lambda: VG(per_row, loss_scale=1)(PARAMS, X), T, "(per_row) | f32[4] | Reduce it"),
         *told(lambda v: VG(lambda w: v, has_aux=True, loss_scale=8)(jnp.float32(1)), T,
             "value_and_grad(<lambda>): has_aux=True needs a pair (loss, aux); got {} | Return "
@@ -88,6 +96,12 @@ ROWS = {
         (lambda: DLS(enabled=False), T, 'enabled= | mpjax.NoOpLossScale()'),
         (lambda: mpjax.NoOpLossScale().get_scale(), A, 'NoOpLossScale | .loss_scale'),
         (lambda: mpjax.get_loss_scale("dynamic"), V, 'mpjax.DynamicLossScale()'),
+        *each(mpjax.get_loss_scale, V, "get_loss_scale: got {}, | mpjax.StaticLossScale({})",
+            *(2**15, 1024.0)),
+        (lambda: DLS(8, 0, 2000, 2), T,  # the order of jmp
+            "DynamicLossScale: takes loss_scale without a name; got 4 | growth_factor=, | "
+            "growth_interval=, | counter= | Type DynamicLossScale(loss_scale, growth_factor="),
+        (lambda: mpjax.Float8CurrentScaling("e4m3"), T, "takes nothing without a name | (fprop="),
         (lambda: DLS(8, growth_intervall=2), T, "Allowed | Type growth_interval="),
         (lambda: SLS(scale=8), T, "scale= | Allowed | Type loss_scale="),
         *(
@@ -168,7 +182,19 @@ ROWS = {
         (lambda: wrap(None), T, "got None | Allowed | optax.adamw(1e-3)"),
         (lambda: wrap(optax.adam), T, "function adam | Allowed | optax.adam(1e-3)"),
         (lambda: wrap(1e-3), T, "got 0.001 | Allowed | optax.adamw(0.001)"),
-        (lambda: wrap(DLS(), SGD), T, "DynamicLossScale | Allowed | optax.adamw(1e-3)"),
+        (lambda: wrap(DLS(), SGD), T,
+            "got a DynamicLossScale as the optimizer | Swap them: mpjax.with_loss_scale(tx, loss_"),
+        *told(lambda read: read(wrap()), V, "{}: got the optimizer | in its state. | {}(opt_state)",
+            *((read, read.__name__) for read in READERS)),
+        *told(lambda given: mpjax.raise_if_diverged(*given), V, "raise_if_diverged: | {}",
+            (({"loss": X, "loss_scale": X, "diverged": X},),
+                "no loss scale; got a dict. | Allowed | raise_if_diverged(state) | step(state"),
+            ((PARAMS, state_of()), "got a LossScaleState in | raise_if_diverged(opt_state, pa"),
+            ((PARAMS, step().init(PARAMS)), "got a TrainState in | state comes first"),
+            ((SGD.init(PARAMS), PARAMS), "no loss scale; got a tuple. | Wrap the optimizer")),
+        (lambda: mpjax.current_loss_scale(PARAMS), V, "got a dict. | Allowed | step(state, batch)"),
+        (lambda: wrap().update(state_of(), PARAMS, PARAMS), V,
+            "no LossScaleState; got a dict. | gradients come first: tx.update(grads, opt_st"),
         (lambda: wrap(SGD, SGD), T, "Allowed | DynamicLossScale()"),
         (lambda: wrap(SGD, POLICY), T, "'bf16-mixed' | Allowed | DynamicLossScale()"),
         *told(lambda inside: wrap(inside).init(PARAMS), V,
@@ -189,7 +215,7 @@ ROWS = {
             *("dynamic", True, object())),
         *each(lambda read: read(SGD.init(PARAMS)), V,
             "holds no loss scale; got a tuple. | Wrap the optim | with_loss_scale(tx",
-            *(mpjax.current_loss_scale, mpjax.raise_if_diverged)),
+            *READERS),
         (lambda: wrap().update(PARAMS | {"v": X}, state_of(), PARAMS), V,
             "'v' is only in the gradients | parameters that you pass"),
         (lambda: wrap().update({"a": X, "b": X}, state_of()), V,

@@ -9,6 +9,7 @@ import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from _wrong_shared import (
     PARAMS,
@@ -34,6 +35,7 @@ import mpjax
 import mpjax.linen
 import mpjax.nnx
 import mpjax.optim
+import mpjax.train
 
 DLS = mpjax.DynamicLossScale
 
@@ -44,6 +46,14 @@ def with_state(params, extra, batch):
 
 def traced(made, *state, batch=X):
     return made.lower(made.init(*(state or (PARAMS,))), batch)
+
+
+def nnx_step():
+    return mpjax.nnx.make_train_step(model(), SGD, None, lambda m, x: jnp.mean(m(x)))
+
+
+def first_state(made):
+    return made.init(PARAMS) if isinstance(made, mpjax.train.TrainStep) else made.init()
 
 
 def traced_call(fun):
@@ -129,6 +139,13 @@ ROWS = {
             "two(params, x, y) | def two(params, batch): x, y = batch | step(state, (x, y))"),
         (lambda: step()(step().init(PARAMS), X, X), T, "2 arguments | step(state, (x, y))"),
         (lambda: step()(step().init(PARAMS)), T, "0 arguments | step(state, (x, y))"),
+        *(
+            row
+            for made in (step(), nnx_step())
+            for row in told(lambda named, made=made: made(first_state(made), **named), T,
+                "one batch, without names; got {}", ({"batch": X}, "batch=. | Type step(state, ba"),
+                ({"x": X, "y": X}, "x=, y=. | Allowed | step(state, (x, y))"))
+        ),
         (lambda: step().init(), V, "got None | mpjax.nnx.make_train_step | step.init()"),
         (lambda: mpjax.nnx.make_train_step(model(), SGD, None, lambda m, x: 0.0).init(PARAMS), T,
             "got a dict | Type step.init()"),
@@ -161,7 +178,20 @@ ROWS = {
             "an nnx.Optimizer | Allowed | optimizer.tx"),
         (lambda: mpjax.make_train_step(SGD, loss_fn), T, "loss function | order | Swap"),
         (lambda: mpjax.make_train_step(POLICY, loss_fn), T, "'bf16-mixed' | order | Swap"),
-        (lambda: mpjax.make_train_step(loss_fn, POLICY, SGD), T, "tx | 'bf16-mixed' | optax"),
+        (lambda: mpjax.make_train_step(loss_fn, POLICY, SGD), T,
+            "got the policy 'bf16-mixed' as the optimizer. | order | Swap | , 'bf16-mixed')"),
+        (lambda: step(tx="adam"), T, "must be an optax transformation; got 'adam'. | optax.adam"),
+        (lambda: step(tx=mpjax.get_policy(POLICY)), T, "the policy 'p=f32,c=bf16,o=f32' as the"),
+        *told(lambda tx: step(tx=tx).init(PARAMS), V, "make_train_step(tx): | {}",
+            (optax.MultiSteps(wrap(), 2).gradient_transformation(),
+                "MultiSteps is around with_loss_scale | Allowed | with_loss_scale(optax.Multi"),
+            (optax.chain(optax.MultiSteps(wrap(scale=None), 2).gradient_transformation()),
+                "MultiSteps is around with_loss_scale | accumulate=4"),
+            (optax.contrib.sam(SGD, SGD, opaque_mode=True), "grad_fn | Type opaque_mode=False"),
+            (wrap(optax.contrib.sam(SGD, SGD, opaque_mode=True)), "grad_fn | grad_fn=grad_fn"),
+            (optax.lookahead(SGD, 2, 0.5), "params.fast | with_loss_scale(optax.l")),
+        (lambda: step(tx=optax.lookahead(SGD, 2, 0.5)).init(
+            optax.LookaheadParams.init_synced(PARAMS)), V, "optax.lookahead | params.fast"),
         (lambda: step(policy=SGD), T, "as the policy | make_train_step(loss_fn, tx,"),
         (lambda: step(None), T, "got None | loss_fn(params, batch) | without parentheses"),
         (lambda: step(loss_fn(PARAMS, X)), T, "got f32[] | Allowed | without parentheses"),
@@ -212,6 +242,9 @@ ROWS = {
             "activation | Allowed | eqx.partition(model, eqx.is_inexact_array)"),
         (lambda: step().init({"w": "no"}), T, "'w' is 'no' | Allowed | eqx.partition"),
         (lambda: step().init({"n": jnp.arange(3)}), T, "'n' is i32[3] | Allowed | extra state"),
+        *each(lambda key: step().init(key, X), T,
+            "step.init: it takes parameters, and got a PRNG key. | model.init(key, x)['params']",
+            jax.random.key(0), jax.random.PRNGKey(0)),
         (lambda: step().init({"n": 3}), T, "'n' is 3 | Allowed | extra state"),
         (lambda: step().init({"k": jax.random.key(0)}), T, "'k' | Allowed | extra state"),
         (lambda: step().init({"params": PARAMS, "batch_stats": PARAMS}), V,
@@ -227,7 +260,7 @@ ROWS = {
             "loss_fn(params, batch) | cannot take | without it | extra_state"),
         (lambda: step().init(PARAMS, {"m": X}), T,
             "loss_fn(params, batch) cannot | too many | Allowed | Type step.init(params) without "
-            "| def loss_fn("),
+            "| def loss_fn( | A batch goes into the step itself: step(state, batch)"),
         (lambda: step(with_state).init(PARAMS), T,
             "with_state | 'batch' | Allowed | Type step.init(params, extra_state)"),
     ],
@@ -257,6 +290,18 @@ ROWS = {
         *each(lambda call: call(step())(PARAMS, X), T,
             "must be the state; got a dict. | Make it with step.init(params)", lambda made: made,
             lambda made: made.lower),
+        *told(lambda given: given[0](step())(*given[1:]), T, "train step: {}",
+            *((
+                (call, step().init(PARAMS), {"x": X, "names": [bad]}),
+                f"batch leaf 'names/0' is {shown} | which is no array of numbers | Drop it"
+            )
+                for call in (lambda made: made, lambda made: made.lower)
+                for bad, shown in (("a", "'a'"), (np.array(["a"]), "str32[1]"), (jnp.tanh, "")))),
+        (lambda: traced(step(), batch="a"), T, "the batch is 'a' | Drop it"),
+        (lambda: step(with_state)(step(with_state).init(PARAMS, {"name": "a"}), X), T,
+            "extra state leaf 'name' is 'a' | Drop it"),
+        *told(lambda fun: traced(step(fun)), T, "(loss_fn): the loss {} | Give the loss function i",
+            (jax.value_and_grad(loss_fn), "came with gradients"), (jax.grad(loss_fn), "is gra")),
         (lambda: traced(step(lambda p, b: 1)), T, "the loss must be a floating scalar | Reduce it"),
         (lambda: traced(step(has_aux=True)), T, "must return (loss, aux); got f32[] | has_aux="),
         (lambda: traced(step(lambda p, e, b: loss_fn(p, b)), PARAMS, {"m": X}), T,
@@ -322,7 +367,16 @@ ROWS = {
         (lambda: mpjax.linen.apply_gradients(flax_state(), grads=PARAMS), V,
             "holds no loss scale | Wrap the optimizer"),
         (lambda: block(mpjax.nnx.undo_skipped(nnx.Optimizer(model(), SGD, wrt=nnx.Param))), V,
-            "holds no loss scale | Wrap the optimizer"),
+            "undo_skipped: | holds no loss scale | Wrap the optimizer"),
+        (lambda: block(mpjax.nnx.undo_skipped(model(), nnx.Optimizer(model(), SGD, wrt=nnx.Param))),
+            T, "first | the nnx.Optimizer; got an nnx.Module. | undo_skipped(optimizer, model)"),
+        *told(lambda call: call(nnx_step()), T, "must be the state; got a {}. | step.init(), a",
+            (lambda made: made.update(made.init(), model()), "Linear"),
+            (lambda made: made.merge({"loss": X}), "dict"),
+            *((lambda made, name=name: getattr(made, name)(PARAMS, X), "dict")
+                for name in ("__call__", "lower", "diagnose"))),
+        (lambda: nnx_step()(PARAMS, X), T, "got a dict. | Make it with step.init(), and"),
+        (lambda: nnx_step().update(model(), PARAMS), T, "step.update(model, state): the second"),
         (lambda: mpjax.nnx.grad(lambda m, x: m(x) ** 2, loss_scale=2.0)(model(), X), T,
             "value_and_grad(<lambda>) | got f32[4,2]"),
         (lambda: mpjax.nnx.grad(loss_fn, loss_scale="2"), T, "value_and_grad(loss_scale)"),

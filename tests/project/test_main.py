@@ -175,11 +175,21 @@ def test_a_backend_that_does_not_start_is_told(capsys, monkeypatch):
     assert main(["table"]) == 0  # needs none
 
 
-@pytest.mark.parametrize("argv", [["nosuch"], ["check"], ["table", "--nosuch"]])
-def test_wrong_usage_exits_with_2(capsys, argv):
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["nosuch"], "'nosuch'"),
+        (["check"], "required: POLICY\n"),
+        (["table", "--nosuch"], "--nosuch"),
+        (["doctor"], "required: FILE:FUNCTION\n"),
+    ],
+)
+def test_wrong_usage_exits_with_2(capsys, argv, said):
     with pytest.raises(SystemExit, match="2"):
         main(argv)
-    assert "usage: python -m mpjax" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "usage: python -m mpjax" in printed
+    assert said in printed
 
 
 @pytest.mark.parametrize("argv", [[], *([command.name] for command in COMMANDS)], ids=str)

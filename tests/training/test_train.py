@@ -364,6 +364,20 @@ def test_a_loss_of_bfloat16_is_reported_and_averaged_in_float32(accumulate):
     assert_bitwise_equal(metrics["loss"], want)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.filterwarnings("ignore:.*loses an update:mpjax.PolicyWarning")
+@pytest.mark.filterwarnings("ignore:.*an update below:mpjax.PolicyWarning")
+def test_a_loss_that_is_a_number_of_python_is_a_constant(precision, accumulate):
+    step = mpjax.make_train_step(
+        lambda params, extra, batch: (3.0, extra), optax.sgd(0.1), precision, accumulate=accumulate
+    )
+    _, metrics = step(step.init(params_of(), {"n": jnp.zeros(())}), batch_of())
+    assert (metrics["loss"].dtype, float(metrics["loss"])) == (jnp.float32, 3.0)
+    assert not metrics["loss"].weak_type
+    assert float(metrics["grad_norm"]) == 0
+
+
 def test_overwritten_leaves_are_the_last_micro_batchs():
     def fp8(params, x):
         # As Flax's fp8 rules do: the "gradient" of the history is its next value.

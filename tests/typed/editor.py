@@ -62,6 +62,7 @@ state, metrics = step(step.init(params), x)
 assert_type(state, TrainState)
 assert_type(metrics, Metrics)
 assert_type(metrics["loss"], jax.Array)
+step(state, batch=x)  # pyright: ignore[reportArgumentType]
 metrics["los"]  # pyright: ignore[reportGeneralTypeIssues]
 mpjax.numerics.to_scalars(metrics)
 

@@ -16,11 +16,17 @@ from mpjax._autocast.why import provenance
 from mpjax._autocast.why.explanation import Casts, Explanation, Row
 from mpjax._base import compat
 from mpjax._base.dtypes import short_name
+from mpjax._base.foreign_errors import names_keywords
+from mpjax._base.foreign_names import EXPLAIN
 from mpjax._base.typing import PolicySpec
 from mpjax._jaxpr.op_rules import parse_rules
+from mpjax._policies.order import refuse_policy_first
 from mpjax._policies.policy import get_policy, shown_name
 
+Describe = Callable[[Any, Any], Explanation]
 
+
+@names_keywords(EXPLAIN, behind="(params, batch)")
 def explain(
     fun: Callable[..., Any],
     policy: PolicySpec = None,
@@ -61,6 +67,7 @@ def explain(
     References:
       autocast
     """
+    refuse_policy_first(fun, policy, "explain", "fun")
     overrides, widest = parse_rules(rules)
     fun, owner = stateful.with_owner(fun)
     # The table is the same without histories: products then scale by the values at hand.
@@ -78,13 +85,28 @@ def explain(
         name = getattr(fun, "__name__", type(fun).__name__)
         return Explanation(name, shown_name(chosen), _rows(plan), _casts(program))
 
-    def explained(*args: Any, **kwargs: Any) -> Explanation:
-        return _on_arrays(describe, (*owner, *args), kwargs)
-
-    return explained
+    return _Explained(describe, owner, fun)
 
 
-def _on_arrays(describe: Callable[[Any, Any], Explanation], args: Any, kwargs: Any) -> Explanation:
+class _Explained:
+    """The function that `explain` returns; printed, it says that it has to be called."""
+
+    def __init__(self, describe: Describe, owner: tuple[Any, ...], fun: Any) -> None:
+        self._describe = describe
+        self._owner = owner
+        self._name = getattr(fun, "__name__", type(fun).__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Explanation:
+        """Returns the decisions for these arguments."""
+        return _on_arrays(self._describe, (*self._owner, *args), kwargs)
+
+    def __repr__(self) -> str:
+        name = self._name
+        call = f"print(explain({name}, policy)(params, batch))"
+        return f"<explain of {name}: call it with the arguments of {name}, as in {call}>"
+
+
+def _on_arrays(describe: Describe, args: Any, kwargs: Any) -> Explanation:
     """Returns `describe(args, kwargs)` with a tracer in place of each `ShapeDtypeStruct`."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]

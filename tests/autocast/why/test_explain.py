@@ -302,6 +302,15 @@ def test_a_float32_policy_explains_that_nothing_is_low():
     assert "casts: none" in str(table)
 
 
+def test_without_arguments_it_says_that_it_has_to_be_called():
+    def loss_fn(w):
+        return jnp.sum(w**2)
+
+    shown = repr(explain(loss_fn, "bf16-mixed"))
+    assert "call it with the arguments of loss_fn" in shown
+    assert "print(explain(loss_fn, policy)(params, batch))" in shown
+
+
 def test_an_unknown_policy_is_refused_as_by_autocast():
     with pytest.raises(ValueError, match=r"unknown policy 'bf16_mxied'"):
         explain(lambda x: x, "bf16_mxied")(jnp.ones(2))

@@ -1,0 +1,38 @@
+"""Describes an object for a message, by its library and class where those are known here."""
+
+from typing import Any
+
+from mpjax._base.dtypes import describe
+from mpjax._base.tree import is_array
+
+# By the names of classes: neither Flax nor Equinox is to be imported for a message.
+_KINDS = (
+    ("flax.nnx", "Optimizer", "an nnx.Optimizer"),
+    ("flax.nnx", "Module", "an nnx.Module"),
+    ("flax.linen", "Module", "a linen module that is not initialised"),
+    ("flax.training.train_state", "TrainState", "a Flax TrainState"),
+    ("mpjax.train", "TrainState", "a whole state"),
+)
+
+MODULES = frozenset(kind for _, name, kind in _KINDS if name == "Module")
+
+
+def described(x: Any) -> str:
+    """Returns a description of an object for a message, by its library if that is known here."""
+    kind = library_kind(x)
+    if kind is not None:
+        return kind
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return repr(x)
+    if callable(x) and hasattr(x, "__name__"):
+        return f"the {'class' if isinstance(x, type) else 'function'} {x.__name__}"
+    return describe(x) if is_array(x) else f"a {type(x).__name__}"
+
+
+def library_kind(x: Any) -> str | None:
+    """Returns what a model, state or optimizer of Flax is, None for anything else."""
+    for cls in type(x).__mro__:
+        for module, name, kind in _KINDS:
+            if cls.__name__ == name and cls.__module__.startswith(module):
+                return kind
+    return None

@@ -1,0 +1,50 @@
+"""Refuses optimizers that a train step cannot run; the errors say what to type instead."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+import optax.contrib
+
+from mpjax._base.errors import message
+from mpjax._base.typing import PyTree
+from mpjax._scaling.optim_state import find_states
+
+_WHERE = "make_train_step(tx)"
+
+
+def check_supported(tx_state: PyTree) -> None:
+    """Raises ValueError for the state of an optimizer that a step cannot run."""
+    if _first(tx_state, _is_lookahead) is not None:
+        got = "optax.lookahead has two copies of the parameters, of which a loss function gets one."
+        fix = "Write the step: take gradients of params.fast by mpjax.value_and_grad, and give "
+        fix += (
+            "tx.update(grads, opt_state, params), with params = optax.LookaheadParams.init_synced"
+        )
+        fix += "(...) and tx = mpjax.with_loss_scale(optax.lookahead(...), loss_scale)."
+        raise ValueError(message(_WHERE, got, fix))
+    if _first(tx_state, _is_opaque) is not None:
+        got = "optax.contrib.sam(opaque_mode=True) asks for a grad_fn, which a step does not give."
+        fix = "Type opaque_mode=False: each step is then one of its sync_period; or, to keep it, "
+        fix += "write the step: tx.update(grads, opt_state, params, grad_fn=grad_fn)."
+        raise ValueError(message(_WHERE, got, fix))
+    around = _first(tx_state, lambda x: isinstance(x, optax.MultiStepsState))
+    if around is not None and find_states(around):
+        got = "optax.MultiSteps is around with_loss_scale: one batch that is not finite would stay "
+        got += "in its mean, and no step be taken again."
+        fix = "Type with_loss_scale(optax.MultiSteps(tx, 4).gradient_transformation(), loss_scale),"
+        fix += " or make_train_step(loss_fn, tx, policy, accumulate=4)."
+        raise ValueError(message(_WHERE, got, "Allowed: with_loss_scale around it.", fix))
+
+
+def _first(tree: PyTree, wanted: Callable[[Any], bool]) -> Any:
+    return next(filter(wanted, jax.tree.leaves(tree, is_leaf=wanted)), None)
+
+
+def _is_lookahead(x: Any) -> bool:
+    return isinstance(x, optax.LookaheadState)
+
+
+def _is_opaque(x: Any) -> bool:
+    return isinstance(x, optax.contrib.SAMState) and x.cache is None
