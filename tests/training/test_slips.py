@@ -242,7 +242,7 @@ UNSEEN = {
         lambda: optax.sgd(0.25).update(scaled_by_own(START), (optax.EmptyState(),) * 2)[0],
         8.0,
     ),
-    "Two optimizers that have the same scale so far": (
+    "Gradients taken with the scale of one optimizer and given to another": (
         lambda: updates_of(scaled_by_own(OTHER)),
         1.0,
     ),
