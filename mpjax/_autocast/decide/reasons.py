@@ -62,6 +62,7 @@ PRODUCT_CANCELS = f"added to a sum over the same values, which cancels it: float
 PRODUCT_NEAR = f"of small matrices, and a distance to a constant is read: float32{_CAST}"
 MEETS = Reason("its gradients, of which a loop, a sort or a rule gives one, add up in float32")
 MAXIMUM = Reason("the maximum of float32 rows: exp(x - max(x)) is exactly 1 there")
+MASKED = Reason("a mask or another array was added, and an exponential reads the sum")
 CHANGED = "a state: an input added to or joined with, or a value changed in small steps"
 NO_RULE = Reason("no rule: as traced, float32")
 UNKNOWN_FUNCTION = Reason("its function is unknown: in float32")

@@ -14,6 +14,8 @@ import pytest
 from _heads import _head, _normal
 from jax import lax
 
+import mpjax
+
 pytestmark = [
     pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs"),
     pytest.mark.standard_promotion("heads are run in float64 too, with float32 literals"),
@@ -220,3 +222,21 @@ def test_law_of_cutting_readers_however_they_are_written(name, kind):
     errors = metamorphic.errors_of(name, dtype, cut)
     assert errors[0] <= limit[0]
     assert errors[1] <= limit[1]
+
+
+@pytest.mark.parametrize("policy", metamorphic.POLICIES.values())
+@pytest.mark.parametrize(
+    "cut", [lambda fun: fun, jax.jit, jax.checkpoint], ids=["", "jit", "remat"]
+)
+def test_law_of_readers_a_row_that_sees_nothing_is_finite(cut, policy):
+    """A mask from outside, of the least float32, which is -inf in 16 bits."""
+    h, w = _normal(2, 24, 16), _normal(16, 16, scale=0.1)
+    mask = np.zeros((2, 1, 24), np.float32)
+    mask[1] = np.finfo(np.float32).min
+
+    def attention(h, w, mask):
+        weights = jax.nn.softmax(cut(lambda h, w, mask: h @ w @ h.mT + mask)(h, w, mask))
+        return weights @ h
+
+    got = mpjax.autocast(attention, policy)(jnp.asarray(h), w, mask)
+    np.testing.assert_allclose(got, attention(jnp.asarray(h), w, mask), atol=0.1)
