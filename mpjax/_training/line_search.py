@@ -22,7 +22,7 @@ def with_scaled_cotangents(value: Callable[[PyTree], Array], scale: LossScale) -
     """
     if isinstance(scale, NoOpLossScale):
         return value
-    factor = scale.loss_scale
+    factor = jnp.asarray(scale.loss_scale)
 
     def scaled(params: PyTree) -> Array:
         return _with_cotangent(value(jax.tree.map(lambda x: _divided(x, factor), params)), factor)

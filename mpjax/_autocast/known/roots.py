@@ -102,8 +102,9 @@ def are_halves(first: Roots, second: Roots, at_least: int) -> bool:
     if len(first) != 1 or len(second) != 1 or first == second:
         return False
     (a,), (b,) = first, second
-    are_parts = isinstance(a, Excerpt) and isinstance(b, Excerpt)
-    return are_parts and a.of[0] == b.of[0] and a.depth >= at_least
+    if not (isinstance(a, Excerpt) and isinstance(b, Excerpt)):
+        return False
+    return a.of[0] == b.of[0] and a.depth >= at_least
 
 
 def _cut_from(roots: Roots) -> Roots:
