@@ -282,14 +282,14 @@ class TrainStep:
 
     def _value_fn(self, state: TrainState, batch: PyTree) -> Callable[[PyTree], Array]:
         """Returns the loss as a function of the parameters, for line searches."""
+        scale = current_loss_scale(state.opt_state)
 
         def value(params: PyTree) -> Array:
-            scale = current_loss_scale(state.opt_state)
             inputs = tracked(params, state.amax_history, self.policy, scale)
             loss, _ = self._scalar_loss(inputs, state.extra_state, batch)
             return wide(loss)
 
-        return with_scaled_cotangents(value, current_loss_scale(state.opt_state))
+        return with_scaled_cotangents(value, scale)
 
     def _differentiate(self, loss_scale: LossScale, state: TrainState, batch: PyTree) -> Any:
         """Returns the mean loss, its weight, extra state, aux, mean scaled gradients, amaxes."""

@@ -250,6 +250,8 @@ SUMS: dict[str, Callable[[Any], Any]] = {
 }
 """The same value, as there is one term: otherwise the result is another one."""
 
+OF_VALUES = {**MOVES, **SUMS}
+
 
 # -- cutting ---------------------------------------------------------------------------------------
 
@@ -338,7 +340,7 @@ def random_cut(closed: Any, kind: str, rng: random.Random) -> Fun:
     count = len(closed.jaxpr.eqns)
     if kind not in BOUNDARIES:
         chosen = rng.sample(range(count), min(count, rng.choice((1, 2, 4))))
-        return moved(closed, dict.fromkeys(chosen, {**MOVES, **SUMS}[kind]))
+        return moved(closed, dict.fromkeys(chosen, OF_VALUES[kind]))
     places = sorted(rng.sample(range(1, count), min(count - 1, rng.choice((1, 2, 3, 5)))))
     pieces = range(len(places) + 1)
     chosen = pieces if rng.random() < 0.5 else rng.sample(pieces, rng.randint(1, len(places) + 1))

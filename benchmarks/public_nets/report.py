@@ -98,8 +98,8 @@ def mean_count(store: Store, target: str, base: str, field: str) -> tuple[float,
 
 def counts_beside(store: Store, target: str, base: str, field: str) -> list[float]:
     """Returns autocast's counts as shares of another variant's, of all models that have both."""
-    found = [count_ratio(store, target, model, base, field) for model in MODELS]
-    return [ratio for ratio in found if ratio is not None]
+    ratios = [count_ratio(store, target, model, base, field) for model in MODELS]
+    return [ratio for ratio in ratios if ratio is not None]
 
 
 def gradient_ratio(store: Store, name: str) -> float | None:

@@ -19,10 +19,9 @@ def check_supported(tx_state: PyTree) -> None:
     if _first(tx_state, _is_lookahead) is not None:
         got = "optax.lookahead has two copies of the parameters, of which a loss function gets one."
         fix = "Write the step: take gradients of params.fast by mpjax.value_and_grad, and give "
-        fix += (
-            "tx.update(grads, opt_state, params), with params = optax.LookaheadParams.init_synced"
-        )
-        fix += "(...) and tx = mpjax.with_loss_scale(optax.lookahead(...), loss_scale)."
+        fix += "tx.update(grads, opt_state, params), with params = "
+        fix += "optax.LookaheadParams.init_synced(...) and tx = "
+        fix += "mpjax.with_loss_scale(optax.lookahead(...), loss_scale)."
         raise ValueError(message(_WHERE, got, fix))
     if _first(tx_state, _is_opaque) is not None:
         got = "optax.contrib.sam(opaque_mode=True) asks for a grad_fn, which a step does not give."

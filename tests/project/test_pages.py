@@ -307,7 +307,7 @@ def test_every_example_is_on_its_page():
 
 
 def of_the_program(answer):
-    """What the doctor says that depends on no machine and no compiler."""
+    """Returns the parts of the doctor's answer that depend on no machine and no compiler."""
     kept = re.findall(r"^  (\S+ +yes +[\d.]+ MB +[\d.]+) ", answer, re.MULTILINE)
     less = re.findall(r"\d+% less kept", answer)
     return kept, less, answer[answer.index("What '") : answer.index("Take '")]
@@ -454,10 +454,10 @@ def test_what_the_pages_say_of_a_newcomers_minutes_is_what_the_table_says():
 def test_what_a_step_reads_more_is_what_the_table_says(name):
     table = (RESULTS / "loss_scale.md").read_text()
     row = r"^\| \S+ \| mpjax\.(\w+) \| [\d.]+ \| [\d.]+ \| ([+-][\d.]+) \|"
-    found = [(step, float(reads)) for step, reads in re.findall(row, table, re.MULTILINE)]
-    assert {step for step, _ in found} == {"make_train_step", "with_loss_scale"}
-    assert all(0.8 < reads < 1.2 for step, reads in found if step == "make_train_step")
-    assert all(reads < 1.2 for _, reads in found)
+    rows = [(step, float(reads)) for step, reads in re.findall(row, table, re.MULTILINE)]
+    assert {step for step, _ in rows} == {"make_train_step", "with_loss_scale"}
+    assert all(0.8 < reads < 1.2 for step, reads in rows if step == "make_train_step")
+    assert all(reads < 1.2 for _, reads in rows)
     assert "reads the gradients about once more" in " ".join(TEXTS[name].split())
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,12 +84,13 @@ def _negated(eqn: Eqn, floats: Sequence[Any]) -> int:
     name = eqn.primitive.name
     if name not in _KEEP_A_SIGN:
         return 0
-    if len(floats) > 1 and name not in ("mul", "div"):  # joins: all of them
-        return functools.reduce(operator.and_, (f.flags for f in floats)) & NEGATED
-    literals = (v.val for v in eqn.invars if compat.is_literal(v) and not v.aval.shape)
-    turns = (name == "neg") + sum(bool(x < 0) for x in literals) * (name in ("mul", "div"))
-    turns += sum(bool(f.flags & NEGATED) for f in floats)
-    return NEGATED if turns % 2 else 0
+    turned = sum(bool(f.flags & NEGATED) for f in floats)
+    if name in ("mul", "div"):
+        literals = (v.val for v in eqn.invars if compat.is_literal(v) and not v.aval.shape)
+        is_turned = (turned + sum(bool(x < 0) for x in literals)) % 2 == 1
+    else:  # of several that are joined, all
+        is_turned = (turned == len(floats)) != (name == "neg")
+    return NEGATED if is_turned else 0
 
 
 def repeats(eqn: Eqn) -> bool:

@@ -189,7 +189,7 @@ def _entering(eqn: Eqn, part: structure.Part, facts: Facts) -> Entered:
             outside[len(outside)] = -1
         else:
             fact = _renumbered(of_atom(eqn.invars[place], facts), number)
-            if is_loop and not fact.flags & ENTERED:
+            if is_loop:
                 fact = fact._replace(flags=fact.flags | ENTERED)
             inside.append(repeats.entered(fact, eqn.invars[place], part, i))
     return Entered(tuple(inside), outside)

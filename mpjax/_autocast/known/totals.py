@@ -1,4 +1,4 @@
-"""Which axes of an array a sum removes; a sum over devices removes none, unless `vmap` made it."""
+"""The axes of an array that a sum removes: over devices it removes none, unless `vmap` made it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def removed_axes(eqn: Eqn) -> list[int]:
 
 
 def is_statistic(eqn: Eqn) -> bool:
-    """Whether an operation makes one number of several: an axis that it removes has elements."""
+    """Whether an operation makes one number of several: it removes an axis of more than one."""
     name = eqn.primitive.name
     if name not in traits.STATISTIC and name not in traits.ACROSS:
         return False

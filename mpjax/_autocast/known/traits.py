@@ -197,10 +197,11 @@ DISTANCES = _having("distances")
 ANGLES = _having("angles")
 """Has a period, beside which a rounding of its operand may be large, as that of `sin(300 + z)`."""
 
-DECIDES, PLACES = _having("decides"), _having("places")
-"""Compares: a value beside a large offset that rounding moves is on the other side. Or it gives the
-place of the largest, which rounding moves between any two.
-"""
+DECIDES = _having("decides")
+"""Compares: rounded beside a large offset, a value may be on the other side of a threshold."""
+
+PLACES = _having("places")
+"""Gives the place of the largest: rounded, any two values may be equal."""
 
 SATURATES = _having("saturates")
 """Smooth in its operand, also where its result is close to a constant."""

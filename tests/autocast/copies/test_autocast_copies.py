@@ -104,9 +104,7 @@ def attention(dot, p, x):
     return _read(dot, p, net(p, x), net(p, x))
 
 
-for _each in WRITTEN_TWICE:
-    metamorphic.HEADS_BY_NAME[_each.name] = _each
-NAMES = [head.name for head in WRITTEN_TWICE]
+NAMES = metamorphic.add(WRITTEN_TWICE)
 
 
 # A `custom_vmap` is compiled, and not evaluated in NumPy: where the last bit of a float32 differs,

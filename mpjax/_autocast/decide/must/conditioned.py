@@ -87,13 +87,13 @@ def of_itself(eqn: Eqn, known: facts.Facts) -> int:
 
 
 def of_factors(eqn: Eqn, known: facts.Facts) -> list[int]:
-    """Returns what is asked of operands that multiply, in each turn, what a loop carries.
+    """Returns what a `mul` or `div` asks of operands that multiply a loop's carry in each turn.
 
     `h = h * decay`: a rounding of `decay` is repeated in each turn.
     """
     flags = [facts.of_atom(v, known).flags for v in eqn.invars]
     in_a_loop = fact_flags.CARRY | fact_flags.ENTERED
-    if eqn.primitive.name not in ("mul", "div") or not any(f & fact_flags.CARRY for f in flags):
+    if not any(f & fact_flags.CARRY for f in flags):
         return [0] * len(flags)
     return [NEAR if f & in_a_loop == fact_flags.ENTERED else 0 for f in flags]
 
