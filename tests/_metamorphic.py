@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _heads import HEADS
+from _hidden_heads import HIDDEN, ONCE
 
 from benchmarks.networks import NETWORKS
 from mpjax import autocast
@@ -90,7 +91,7 @@ def _flat(arrays):
     return np.concatenate([np.ravel(np.asarray(a, np.float64)) for a in arrays])
 
 
-HEADS_BY_NAME = {head.name: head for head in HEADS}
+HEADS_BY_NAME = {head.name: head for head in (*HEADS, *HIDDEN, *ONCE)}
 
 
 def add(heads):

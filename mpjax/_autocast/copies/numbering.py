@@ -57,6 +57,8 @@ class Visit(NamedTuple):
 
     number: int
     decision: Decision
+    operands: tuple[int, ...]
+    read: int  # in flags
 
 
 class Numbering:
@@ -110,7 +112,7 @@ class Numbering:
         literal = self._literal
         for eqn in jaxpr.eqns:
             operands = [literal(v) if compat.is_literal(v) else env[v] for v in eqn.invars]
-            made = self._equation(eqn, operands, decisions)
+            made = self._equation(eqn, operands, decisions, flags)
             for v, value in zip(eqn.outvars, made, strict=True):
                 env[v] = value
                 if (read := flags.get(v)) is not None:
@@ -126,7 +128,11 @@ class Numbering:
         return Numbered(number)
 
     def _equation(
-        self, eqn: Eqn, operands: list[Numbered], decisions: Mapping[Any, Decision]
+        self,
+        eqn: Eqn,
+        operands: list[Numbered],
+        decisions: Mapping[Any, Decision],
+        flags: Mapping[Any, int],
     ) -> Sequence[Numbered]:
         name = eqn.primitive.name
         if structure.is_call(eqn):
@@ -138,7 +144,8 @@ class Numbering:
             return operands
         numbers = self._results(eqn, [v.number for v in operands])
         if name in PRODUCTS and (decision := decisions.get(eqn.outvars[0])) is not None:
-            self.visits.append(Visit(numbers[0], decision))
+            of = tuple(v.number for v in operands[:2])
+            self.visits.append(Visit(numbers[0], decision, of, flags.get(eqn.outvars[0], 0)))
         if not self._repeated:
             return list(map(Numbered, numbers))
         copies = self._copies(eqn, numbers, operands)

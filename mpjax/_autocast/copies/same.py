@@ -21,6 +21,7 @@ import operator
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
+from mpjax._autocast.copies import gradients
 from mpjax._autocast.copies.numbering import Numbering, Visit, contracts
 from mpjax._autocast.decide import reads
 from mpjax._autocast.decide.decided import Action, Decided, Decision
@@ -44,17 +45,23 @@ def asked(plan: Decided) -> Asked:
     To be called again with the plan that is made with it, until there is nothing more to ask: flags
     of values first, which may change what is decided about products.
     """
-    if not _may_repeat(plan):
+    may_repeat = _may_repeat(plan)
+    if not (may_repeat or any(gradients.cancelling(plan))):
         return NOTHING
     numbering = Numbering()
     numbering.walk(plan)
+    of_gradients = gradients.asked(numbering.visits)
+    return frozenset(of_gradients | _of_copies(plan, numbering) if may_repeat else of_gradients)
+
+
+def _of_copies(plan: Decided, numbering: Numbering) -> set[tuple[Any, int]]:
     equal: dict[int, list[Visit]] = {}
     for visit in numbering.visits:
         equal.setdefault(visit.number, []).append(visit)
     copies = {n: visits for n, visits in equal.items() if len(visits) > 1}
     if not copies:
-        return NOTHING
-    return frozenset(_alike(numbering) or _one_dtype(copies) | _unrounded_between(plan, copies))
+        return set()
+    return _alike(numbering) or _one_dtype(copies) | _unrounded_between(plan, copies)
 
 
 def _may_repeat(plan: Decided) -> bool:

@@ -39,6 +39,8 @@ TESTED = 4096
 """A loop stops when it is small enough."""
 CANCELS = 8192
 """It is added to a sum over the same values, as in `|a|² + |b|² - 2ab`."""
+BELOW = 1 << 20
+"""It cancels, and so does what it is a sum of: `blur(blur(h * h))` of two blurs."""
 SAME = 16384
 """The same product is float32 elsewhere in the program."""
 DIFFERENCE = 1 << 18
@@ -55,7 +57,7 @@ APART = 1 << 16
 MEET = 1 << 17
 """Several readers give it cotangents, one of them apart: they add up in float32."""
 
-UNROUNDED = EXACT | NEAR | TESTED | CANCELS | DIFFERENCE | AGAIN
+UNROUNDED = EXACT | NEAR | TESTED | CANCELS | BELOW | DIFFERENCE | AGAIN
 """Where one of these is set, the value is float32 for that reader, whatever lies between."""
 AT_THE_END = OUTPUT | GRADIENT
 """Asked of the last carry of a loop, not of each."""

@@ -41,7 +41,13 @@ The latter also after functions of each element, unless they saturate.
 SMALL_STEP = 1 / 32
 """Times this a change counts as a step: each one is worth 5 bits less."""
 _POOLS = frozenset({"reduce_window_max", "reduce_window_min"})  # of copies they may make one
-_KEEP_A_SIGN = MOVES | traits.JOINS | traits.UPDATES | traits.TOTALS | {"mul", "div"}
+_SCALES = frozenset({"mul", "div"})
+_HANDS_ON = traits.POWERS | traits.LIMITS | traits.ADDS | traits.ACCUMULATES | traits.ACROSS | MOVES
+FUNCTIONS = (traits.ELEMENTWISE | traits.LOOKS) - (
+    _HANDS_ON | _SCALES | traits.COMPLEX | {"neg", "convert_element_type"}
+)
+"""A function of a sum is no sum, and has no offset of it; others move elements, or add up."""
+_MAKE_A_SIGN = FUNCTIONS | PRODUCTS | traits.POWERS | traits.ADDS
 _HANDS_ON_ENTERED = (MOVES | traits.ELEMENTWISE | traits.JOINS | traits.UPDATES) - traits.SATURATES
 _HANDS_ON_DERIVED = MOVES - traits.STATISTIC
 
@@ -82,10 +88,11 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
 def _negated(eqn: Eqn, floats: Sequence[Any]) -> int:
     """Returns `NEGATED` if a result turns the sign of a value: it, or an odd number of factors."""
     name = eqn.primitive.name
-    if name not in _KEEP_A_SIGN:
+    if name in _MAKE_A_SIGN:
         return 0
+    floats = [f for f in floats if not f.flags & CONSTANT]
     turned = sum(bool(f.flags & NEGATED) for f in floats)
-    if name in ("mul", "div"):
+    if name in _SCALES:
         literals = (v.val for v in eqn.invars if compat.is_literal(v) and not v.aval.shape)
         is_turned = (turned + sum(bool(x < 0) for x in literals)) % 2 == 1
     else:  # of several that are joined, all
@@ -113,6 +120,11 @@ def _makes_a_step(eqn: Eqn, floats: Sequence[Any]) -> bool:
 def is_data(fact: Any) -> bool:
     """Whether a value is an array that no product made: a bias that is repeated adds no offset."""
     return not (fact.flags & (CONSTANT | PRODUCT | SCALAR | REPEATED) or fact.along)
+
+
+def of_branches(some: int, every: int) -> int:
+    """Returns the flags of what is one of several, given those that some, and that all, have."""
+    return some & PRODUCT | every & NEGATED | larger_offset(some)
 
 
 def larger_offset(some: int) -> int:

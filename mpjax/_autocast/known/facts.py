@@ -8,12 +8,11 @@ and a product of `a` with `b`, both large, and leaves a distance that may be sma
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mpjax._autocast.known import contraction, fact_flags, repeats, scopes, totals, traits
+from mpjax._autocast.known import contraction, fact_flags, repeats, scopes, terms, totals, traits
 from mpjax._autocast.known import roots as made_of
 from mpjax._autocast.known.fact_flags import (
     BY_A_CONSTANT,
@@ -28,7 +27,6 @@ from mpjax._autocast.known.fact_flags import (
     REPEATED,
     SCALAR,
 )
-from mpjax._autocast.known.roots import Term
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
@@ -36,17 +34,13 @@ from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, has_effects, only_moves
 from mpjax._jaxpr.sizes import is_float32, is_number, size
 
-_MOST_ROOTS, _MOST_TERMS = 8, 8
+_MOST_ROOTS = 8
 _EPSILON = 1 / 64
 """A smaller number that is added guards a division or a root; it cancels nothing."""
 _PARTS = traits.CUTS | traits.PICKS
 _TOPS = traits.EXTREME & traits.STATISTIC
-_SCALES = frozenset({"mul", "div", "neg", "convert_element_type"})
-_HANDS_ON = traits.POWERS | traits.LIMITS | MOVES | traits.ADDS | traits.ACCUMULATES | traits.ACROSS
-_HANDS_ON_TERMS = _HANDS_ON | _SCALES
-_KEEPS_AN_OFFSET = _HANDS_ON | traits.EXTREME | {"neg", "reduce_sum"}
-_SUMS = traits.ACROSS | {"reduce_sum"}
-_OF_ITS_OPERANDS = traits.FUSIBLE | traits.ELEMENTWISE | traits.UPDATES | MOVES | traits.ACROSS
+_SUMS = traits.ACROSS | {"reduce_sum", "reduce"}
+_OF_ITS_OPERANDS = traits.FUSIBLE | traits.ELEMENTWISE | traits.UPDATES | MOVES | totals.ALONG_AXES
 """Each element of a result is of a few elements of the operands, unless it is a statistic."""
 
 
@@ -57,13 +51,12 @@ class Fact(NamedTuple):
     least: float = 0.0  # what the magnitudes of a constant lie between, where they are known
     most: float = math.inf
     roots: made_of.Roots = frozenset()
-    terms: frozenset[Term] = frozenset()
+    terms: terms.Terms = terms.NONE
     along: int = 0  # axes along which it repeats: see `repeats`
     added: frozenset[repeats.Added] = frozenset()  # what was added to it, and repeats
 
 
 _SOME_CONSTANT = Fact(CONSTANT)
-_NO_TERMS: frozenset[Term] = frozenset()
 
 
 class Entered(NamedTuple):
@@ -79,17 +72,6 @@ class Facts(dict[Any, Fact]):
     def __init__(self, known: Iterable[tuple[Any, Fact]]) -> None:
         super().__init__(known)
         self.entered: dict[tuple[int, int], Entered] = {}  # by an equation's and a program's `id`
-
-
-def of_program(jaxpr: Jaxpr, given: Sequence[Fact] | None = None) -> Facts:
-    """Returns the fact of each variable of an open jaxpr.
-
-    Args:
-      jaxpr: the program.
-      given: facts of its inputs, in numbers from 0 up; by default each is a root of its own.
-    """
-    given = unrelated(jaxpr) if given is None else given
-    return _Walk(jaxpr, given).facts
 
 
 def unrelated(jaxpr: Jaxpr) -> tuple[Fact, ...]:
@@ -112,17 +94,11 @@ def is_epsilon(fact: Fact) -> bool:
     return bool(fact.flags & CONSTANT) and fact.most < _EPSILON
 
 
-def cancels(eqn: Eqn, facts: Facts) -> bool:
-    """Whether a sum is of terms that are over the same values, a product among them."""
+def cancelling(eqn: Eqn, facts: Facts) -> list[terms.Term]:
+    """Returns the terms of a sum that cancel."""
     if eqn.primitive.name not in traits.ADDS or scopes.is_transposed(eqn):
-        return False  # a derivative's sums are of what JAX adds up, and no formula of the author's
-    first, second = (of_atom(v, facts).terms for v in eqn.invars)
-    return any(
-        a.number != b.number
-        and (a.is_product != b.is_product or (a.is_product and a.is_power != b.is_power))
-        and (a.roots <= b.roots or b.roots <= a.roots)
-        for a, b in itertools.product(first, second)
-    )
+        return []  # a derivative's sums are of what JAX adds up, and no formula of the author's
+    return terms.cancelling(*(of_atom(v, facts).terms for v in eqn.invars))
 
 
 def is_difference(eqn: Eqn, facts: Facts) -> bool:
@@ -158,7 +134,15 @@ def adds_a_constant(eqn: Eqn, facts: Facts) -> bool:
 
 def hands_on_terms(eqn: Eqn) -> bool:
     """Whether an operation's result may be a sum of what its operands are sums of."""
-    return eqn.primitive.name in _HANDS_ON_TERMS
+    return eqn.primitive.name not in fact_flags.FUNCTIONS and not adds_up(eqn)
+
+
+def adds_up(eqn: Eqn) -> bool:
+    """Whether an operation's result is a term of its own."""
+    name = eqn.primitive.name
+    if name in PRODUCTS or name == "reduce_window_sum":
+        return True
+    return name in _SUMS and totals.is_statistic(eqn)
 
 
 def entering(eqn: Eqn, part: structure.Part, facts: Facts) -> Entered:
@@ -196,23 +180,20 @@ def _entering(eqn: Eqn, part: structure.Part, facts: Facts) -> Entered:
 
 
 def _renumbered(fact: Fact, number: Any) -> Fact:
-    terms = sorted(fact.terms, key=lambda t: (t.number, t.is_product, t.is_power))
-    if not (fact.roots or terms):
+    if not (fact.roots or fact.terms):
         return fact
     return fact._replace(
         roots=made_of.renumbered(fact.roots, number),
         added=repeats.renumbered(fact.added, number),
-        terms=frozenset(
-            t._replace(roots=made_of.renumbered(t.roots, number), number=number(t.number))
-            for t in terms
-        ),
+        terms=terms.renumbered(fact.terms, number),
     )
 
 
 @by_program
 def inside(program: Any, given: tuple[Fact, ...]) -> Facts:
-    """Returns the facts of a program inside another, given those of its inputs."""
-    return of_program(compat.closed(program).jaxpr, given)
+    """Returns the facts of a program, given those of its inputs, in numbers from 0 up."""
+    closed = compat.closed(program)
+    return _Walk(closed.jaxpr, closed.consts, given).facts
 
 
 def _outputs(program: Any, given: tuple[Fact, ...]) -> list[Fact]:
@@ -244,10 +225,11 @@ def _if_number(var: Any) -> int:
 class _Walk:
     """One pass over a program, in order."""
 
-    def __init__(self, jaxpr: Jaxpr, given: Sequence[Fact]) -> None:
+    def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Fact]) -> None:
         self.next = max((n for f in given for n in made_of.in_fact(f)), default=-1) + 1
         self.facts = Facts(zip(jaxpr.invars, given, strict=True))
-        self.facts.update((v, self.fresh(v)) for v in jaxpr.constvars)
+        for v, value in zip(jaxpr.constvars, consts, strict=True):
+            self.facts[v] = Fact(_if_number(v), roots=frozenset({made_of.constant(value)}))
         for eqn in jaxpr.eqns:
             derived = DERIVED if scopes.is_transposed(eqn) else 0
             made = self.results(eqn, derived)
@@ -302,11 +284,13 @@ class _Walk:
         if is_statistic and name in _SUMS:
             return self.total(floats[0], flags)
         if name == "reduce_window_sum":  # its operand is stored, as a product's is
-            return self.summed(Term(floats[0].roots, self.number(), is_product=True), flags)
+            term = terms.Term(floats[0].roots, self.number(), is_product=True)
+            return self.summed(term, flags, floats)
         if is_statistic and name in _TOPS:
             return Fact(flags | _if_number(out), roots=self.part(eqn, floats[0].roots, out))
         if is_statistic or name not in _OF_ITS_OPERANDS:
-            return Fact(flags | _if_number(out), roots=self.root())
+            fact = Fact(flags | _if_number(out), roots=self.root())
+            return fact._replace(terms=self.terms(eqn, floats))
         return self.elementwise(eqn, floats, out, flags | every & SCALAR)
 
     def offset(self, eqn: Eqn, floats: Sequence[Fact], some: int, *, cancels: bool) -> int:
@@ -327,7 +311,7 @@ class _Walk:
             return BY_DATA if any(map(fact_flags.is_data, factors)) else before
         if before == BY_DATA and totals.is_statistic(eqn):
             return 0
-        return before if name in _KEEPS_AN_OFFSET else 0
+        return 0 if name in fact_flags.FUNCTIONS else before
 
     def elementwise(self, eqn: Eqn, floats: Sequence[Fact], out: Any, flags: int) -> Fact:
         roots = floats[0].roots
@@ -335,8 +319,8 @@ class _Walk:
             roots = roots.union(*(f.roots for f in floats[1:]))
         if eqn.primitive.name in _PARTS and size(out.aval.shape) != size(eqn.invars[0].aval.shape):
             roots = self.part(eqn, roots, out)
-        roots, terms = self.few(roots), self.terms(eqn, floats)
-        return Fact(flags | _if_number(out), 0.0, math.inf, roots, terms)
+        flags |= _if_number(out)
+        return Fact(flags, 0.0, math.inf, self.few(roots), self.terms(eqn, floats))
 
     def few(self, roots: made_of.Roots) -> made_of.Roots:
         """Some roots, or a new one where they are many."""
@@ -348,59 +332,44 @@ class _Walk:
         made = made_of.part(eqn, out, self.few(roots), operands)
         return self.root() if made is None else frozenset({made})
 
-    def terms(self, eqn: Eqn, floats: Sequence[Fact]) -> frozenset[Term]:
+    def terms(self, eqn: Eqn, floats: Sequence[Fact]) -> terms.Terms:
         """The terms that an operation hands on: unscaled, or scaled by one number."""
-        for f in floats:
-            if f.terms:
-                break
-        else:
-            return _NO_TERMS
-        if not hands_on_terms(eqn):
-            return _NO_TERMS
-        if eqn.primitive.name in ("mul", "div"):
-            whole = [f for f in floats if not f.flags & (CONSTANT | SCALAR)]
-            if eqn.primitive.name == "mul" and len(whole) == 2:
-                return self.of_two_sums(*whole)
-            if len(whole) != 1 or (eqn.primitive.name == "div" and whole[0] is not floats[0]):
-                return _NO_TERMS
-            return whole[0].terms
-        terms = _NO_TERMS.union(*(f.terms for f in floats))
-        if eqn.primitive.name in traits.POWERS:
-            terms = frozenset(t._replace(is_power=True) for t in terms)
-        if eqn.primitive.name in _PARTS:
-            terms |= {self.of_gram(t) for t in terms if t.is_product and len(t.roots) == 1}
-        return terms if len(terms) <= _MOST_TERMS else _NO_TERMS
-
-    def of_two_sums(self, first: Fact, second: Fact) -> frozenset[Term]:
-        """The terms of `E[x] E[y]`: of a sum over both, as `E[x y]` is, and a power as `E[x]²`."""
-        pairs = itertools.product(first.terms, second.terms)
-        terms = {
-            Term(a.roots | b.roots, self.number(), a.is_product and b.is_product, is_power=True)
-            for a, b in pairs
-        }
-        return frozenset(terms) if len(terms) <= _MOST_TERMS else _NO_TERMS
-
-    def of_gram(self, term: Term) -> Term:
-        """The diagonal of `a aᵀ` is a sum over the elements of `a`."""
-        return Term(term.roots, self.number(), is_product=False)
+        if not any(f.terms for f in floats) or not hands_on_terms(eqn):
+            return terms.NONE
+        name = eqn.primitive.name
+        if name in ("mul", "div"):
+            first, second = (f.terms for f in floats)
+            if name == "mul" and first and second:
+                return terms.multiplied(first, second, self.number)
+            of, by = floats if first else reversed(floats)
+            is_scaled = by.flags & (CONSTANT | SCALAR) and (first or name == "mul")
+            return of.terms if is_scaled else terms.NONE
+        every = terms.NONE.union(*(f.terms for f in floats))
+        if name in traits.POWERS:
+            every = terms.powers(every)
+        if name in _PARTS:
+            every |= terms.diagonals(every, self.number)
+        return terms.few(every)
 
     def product(self, eqn: Eqn, floats: Sequence[Fact], flags: int) -> Fact:
         roots = frozenset[made_of.Root]().union(*(f.roots for f in floats[:2]))
         is_product = not contraction.only_sums(eqn)
-        term = Term(roots, self.number(), is_product)
+        term = terms.Term(roots, self.number(), is_product)
         if contraction.adds_nothing(eqn):
             return Fact(flags, roots=frozenset({term.number}))
         if is_product:
             flags = flags & ~OFFSET | PRODUCT
-        return self.summed(term, flags)
+        return self.summed(term, flags, floats[:2])
 
-    def summed(self, term: Term, flags: int) -> Fact:
-        return Fact(flags, roots=self.root(), terms=frozenset({term}))
+    def summed(self, term: terms.Term, flags: int, of: Sequence[Fact]) -> Fact:
+        """The fact of a sum over the elements of some values, and over their terms."""
+        below = terms.summed(t for f in of for t in f.terms)
+        return Fact(flags, roots=self.root(), terms=terms.few(below | {term}))
 
     def total(self, of: Fact, flags: int) -> Fact:
-        terms = {Term(of.roots, self.number(), is_product=False)}
-        terms |= {self.of_gram(t) for t in of.terms if t.is_product and len(t.roots) == 1}
-        return Fact(flags, roots=self.root(), terms=frozenset(terms))
+        fact = self.summed(terms.Term(of.roots, self.number(), is_product=False), flags, [of])
+        diagonals = terms.diagonals(of.terms, self.number)
+        return fact._replace(terms=fact.terms | diagonals) if diagonals else fact
 
     def call(self, eqn: Eqn) -> Sequence[Fact]:
         made: list[list[Fact]] = []
@@ -434,10 +403,9 @@ class _Walk:
         some, every = fact_flags.union(outs)
         if every & CONSTANT:
             return _SOME_CONSTANT
-        terms = _NO_TERMS.union(*(f.terms for f in outs))
         return Fact(
-            _if_number(var) | some & PRODUCT | fact_flags.larger_offset(some),
-            roots=self.root(),
-            terms=terms if len(terms) <= _MOST_TERMS else _NO_TERMS,
+            _if_number(var) | fact_flags.of_branches(some, every),
+            roots=self.few(frozenset[made_of.Root]().union(*(f.roots for f in outs))),
+            terms=terms.of_branches((t for f in outs for t in f.terms), self.number),
             added=frozenset[repeats.Added]().union(*(f.added for f in outs)),
         )

@@ -22,7 +22,7 @@ _EVERY = -1
 _MOST = 8
 _JOINS = frozenset({"concatenate", "stack", "pad", "dynamic_update_slice"})
 _MOVES = MOVES | _JOINS | traits.UPDATES | traits.ACROSS | {"reduce_window_sum"}
-_HANDS_ON = traits.ADDS | traits.POWERS | traits.LIMITS | {"neg", "abs"}
+_HANDS_ON = traits.ADDS | traits.POWERS | traits.LIMITS | traits.COMPLEX | {"neg", "abs"}
 _STARTS = traits.ADDS | {"broadcast_in_dim"}
 _ELEMENTWISE = traits.ELEMENTWISE - MOVES - _JOINS
 
@@ -234,8 +234,8 @@ def _axes_of(eqn: Eqn, atom: Any, along: int) -> int | None:
     if name == "stack" or (name in traits.GATHERS and len(before) < len(after)):
         axis = params["axis" if name == "stack" else "all_gather_dimension"]
         return along & ~(_EVERY << axis) | 1 << axis | along >> axis << axis + 1
-    is_move = name in _MOVES and len(before) == len(after)
-    return along if is_move else None
+    is_move = name in _MOVES or totals.is_along_one(eqn)
+    return along if is_move and len(before) == len(after) else None
 
 
 def _broadcast(to: Sequence[int], before: Sequence[Any], after: Sequence[Any], along: int) -> int:

@@ -15,10 +15,14 @@ from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn, params_key
 
 _DEEPEST = 4
+_CONSTANT = "constant"
 
 
 class Excerpt(NamedTuple):
-    """Stands for what an operation took out of values: a slice, or the largest of a row."""
+    """Stands for what an operation took out of values: a slice, or the largest of a row.
+
+    Or for a constant that a program holds, which is of no other value.
+    """
 
     how: tuple[Hashable, ...]  # the operation's name first
     of: tuple[Roots, ...]  # the roots of its operands, the indices' among them
@@ -27,15 +31,6 @@ class Excerpt(NamedTuple):
 
 Root: TypeAlias = "int | Excerpt"
 Roots: TypeAlias = frozenset[Root]
-
-
-class Term(NamedTuple):
-    """A product, or a sum of elements: what it is over, and which one it is."""
-
-    roots: Roots
-    number: int
-    is_product: bool
-    is_power: bool = False  # squared, or the root of it, on the way to where it is added
 
 
 def part(eqn: Eqn, out: Any, of: Roots, operands: Sequence[Any]) -> Excerpt | None:
@@ -53,6 +48,17 @@ def part(eqn: Eqn, out: Any, of: Roots, operands: Sequence[Any]) -> Excerpt | No
     literals = (str(v) for v in eqn.invars[1:] if compat.is_literal(v))
     how = (eqn.primitive.name, params_key(eqn), eqn.outvars.index(out), *literals)
     return Excerpt(how, (of, *(f.roots for f in operands[1:])), depth)
+
+
+def constant(value: Any) -> Excerpt:
+    """Returns the root of a constant that the program holds: the same in all programs inside."""
+    return Excerpt((_CONSTANT, id(value)), (), 0)
+
+
+def unless_constant(roots: Roots) -> Roots:
+    """Returns roots but for those of constants, or all if there are no others."""
+    others = [r for r in roots if not (isinstance(r, Excerpt) and r.how[0] == _CONSTANT)]
+    return frozenset(others) or roots
 
 
 def numbers(roots: Roots) -> Iterator[int]:
@@ -97,6 +103,11 @@ def meet(first: Roots, second: Roots) -> bool:
     return not (first.isdisjoint(_cut_from(second)) and second.isdisjoint(_cut_from(first)))
 
 
+def among(some: Roots, others: Roots) -> bool:
+    """Whether each of some roots is among others, or was cut out of one, or one out of it."""
+    return some <= others or all(meet(frozenset({root}), others) for root in some)
+
+
 def are_halves(first: Roots, second: Roots, at_least: int) -> bool:
     """Whether values are different parts of one value, cut out of cut ones `at_least` so deep."""
     if len(first) != 1 or len(second) != 1 or first == second:
@@ -104,10 +115,11 @@ def are_halves(first: Roots, second: Roots, at_least: int) -> bool:
     (a,), (b,) = first, second
     if not (isinstance(a, Excerpt) and isinstance(b, Excerpt)):
         return False
-    return a.of[0] == b.of[0] and a.depth >= at_least
+    return min(a.depth, b.depth) >= at_least and a.of[0] == b.of[0]
 
 
 def _cut_from(roots: Roots) -> Roots:
     """Returns the roots of the values that parts were cut out of; a maximum is of other places."""
-    cut = [r.of[0] for r in roots if isinstance(r, Excerpt) and r.how[0] not in traits.EXTREME]
+    parts = (r for r in roots if isinstance(r, Excerpt) and r.of)
+    cut = [r.of[0] for r in parts if r.how[0] not in traits.EXTREME]
     return frozenset[Root]().union(*cut, *map(_cut_from, cut))

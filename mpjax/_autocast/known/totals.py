@@ -5,19 +5,31 @@ from __future__ import annotations
 from mpjax._autocast.known import traits
 from mpjax._jaxpr.equation import Eqn
 
+_ONE_OF_SEVERAL = traits.STATISTIC | traits.ACROSS | {"reduce"}
+_RUNNING = traits.RUNNING | {"cumprod"}
+ALONG_AXES = _ONE_OF_SEVERAL | _RUNNING
+"""Along an axis of one element, each of them hands on its operand."""
+
 
 def removed_axes(eqn: Eqn) -> list[int]:
     """Returns the axes over which a statistic, or a sum over devices, is taken.
 
     `lax.psum(x, "i")` under `jax.vmap(..., axis_name="i")` is a `psum` over an axis of the array.
     """
-    return [axis for axis in eqn.params.get("axes", ()) if isinstance(axis, int)]
+    axes = eqn.params["dimensions"] if eqn.primitive.name == "reduce" else eqn.params.get("axes")
+    return [axis for axis in axes or () if isinstance(axis, int)]
 
 
 def is_statistic(eqn: Eqn) -> bool:
-    """Whether an operation makes one number of several: it removes an axis of more than one."""
+    """Whether an operation makes a number of several, along an axis of more than one."""
+    return eqn.primitive.name in ALONG_AXES and not is_along_one(eqn)
+
+
+def is_along_one(eqn: Eqn) -> bool:
+    """Whether an operation runs along axes of one element, and so hands on its operand."""
     name = eqn.primitive.name
-    if name not in traits.STATISTIC and name not in traits.ACROSS:
+    if name not in ALONG_AXES:
         return False
+    axes = [eqn.params["axis"]] if name in _RUNNING else removed_axes(eqn)
     shape = eqn.invars[0].aval.shape
-    return any(shape[axis] != 1 for axis in removed_axes(eqn))
+    return all(shape[axis] == 1 for axis in axes)

@@ -62,7 +62,7 @@ lgamma digamma polygamma zeta           | elementwise
 igamma igammac igamma_grad_a            | elementwise
 bessel_i0e bessel_i1e random_gamma_grad | elementwise
 regularized_incomplete_beta nextafter   | elementwise
-complex real imag conj                  | elementwise hands_on linear
+complex real imag conj                  | elementwise hands_on linear complex
 reduce_sum                              | fusible linear statistic totals
 reduce_prod                             | fusible statistic distances
 reduce_max                              | fusible statistic totals resizes selects extreme
@@ -156,6 +156,9 @@ STATISTIC = _having("statistic")
 
 ELEMENTWISE = _having("elementwise") | _having("fusible") - _having("statistic")
 """Each element of its result is made of the elements at the same place of its operands."""
+
+COMPLEX = _having("complex")
+"""Parts of complex numbers, and numbers of their parts."""
 
 ACROSS = _having("across")
 """Adds up what devices hold: on one device the same value."""

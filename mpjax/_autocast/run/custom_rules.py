@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from mpjax._autocast.arrange.plan import Plan
-from mpjax._autocast.decide import reads
+from mpjax._autocast.copies import gradients
 from mpjax._autocast.decide.decided import Settings, initial_state
 from mpjax._autocast.planning import make_plan
 from mpjax._autocast.product import precision
@@ -25,34 +25,34 @@ Interpreter = Any
 
 def run(runner: Interpreter, eqn: Eqn, plan: Plan, arrays: Sequence[Any]) -> list[Any]:
     """Returns the results of a function with custom rules, in float32."""
+    asked, settings = gradients.of_rules(plan), replace(plan.settings, in_rule=True)
 
     def wrap(fun: Callable[..., Any]) -> Callable[..., Any]:
-        return keeping_types(runner, fun, plan, replace(plan.settings, in_rule=True))
+        return keeping_types(runner, fun, asked, settings)
 
     return list(compat.bind_custom(eqn, arrays, wrap))
 
 
 def keeping_types(
-    runner: Interpreter, fun: Callable[..., Any], plan: Plan, settings: Settings
+    runner: Interpreter, fun: Callable[..., Any], asked: gradients.OfRules, settings: Settings
 ) -> Callable[..., Any]:
     """Returns `fun` with products on low operands, and with the dtypes of `fun` in and out.
 
     Args:
       runner: runs its plan.
       fun: a function with rules, or one of its rules.
-      plan: that of the function as it is called.
+      asked: what is asked of it.
       settings: with which `fun` is planned.
     """
-    is_again = any(want & reads.AGAIN for want in plan.reads.values())
-    asked = reads.OUTPUT | reads.NEAR | (reads.AGAIN if is_again else 0)
 
     def wrapped(*args: Any) -> Any:
         with precision.left_open(settings.float32_precision):
             traced = RuleTrace(fun, args)
         jaxpr = traced.jaxpr
         in_states = tuple(initial_state(v.aval) for v in jaxpr.jaxpr.invars)
-        wants = (asked,) * len(jaxpr.jaxpr.outvars)
-        planned = make_plan(jaxpr, in_states, wants, settings)
+        wants = (asked.reads,) * len(jaxpr.jaxpr.outvars)
+        all_asked = settings.asked | asked.asked(jaxpr)
+        planned = make_plan(jaxpr, in_states, wants, replace(settings, asked=all_asked))
         full_states = [initial_state(v.aval) for v in jaxpr.jaxpr.outvars]
         return traced.rebuild(runner.run(planned, traced.arrays, out_states=full_states))
 

@@ -15,6 +15,8 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from mpjax._autocast.arrange.plan import Plan
+from mpjax._autocast.copies import gradients
+from mpjax._autocast.decide.decided import Settings
 from mpjax._autocast.run import custom_rules
 from mpjax._base import compat
 from mpjax._jaxpr import hijax_programs, structure
@@ -26,9 +28,10 @@ Interpreter = Any
 
 def run(runner: Interpreter, eqn: Eqn, plan: Plan, arrays: Sequence[Any]) -> list[Any]:
     """Returns the results of an equation that has a program and rules, in float32."""
+    asked = gradients.of_rules(plan)
 
     def change(fun: Callable[..., Any]) -> Callable[..., Any]:
-        return _keeping_types(runner, fun, plan)
+        return _keeping_types(runner, fun, asked, plan.settings)
 
     if hijax_programs.holder(eqn) is not None:
         params = hijax_programs.changed(eqn, change)
@@ -42,7 +45,9 @@ def run(runner: Interpreter, eqn: Eqn, plan: Plan, arrays: Sequence[Any]) -> lis
     return list(eqn.primitive.bind(*arrays, **params))
 
 
-def _keeping_types(runner: Interpreter, fun: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
+def _keeping_types(
+    runner: Interpreter, fun: Callable[..., Any], asked: gradients.OfRules, settings: Settings
+) -> Callable[..., Any]:
     """Returns a function of trees with products on low operands, and its own dtypes in and out."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -52,7 +57,7 @@ def _keeping_types(runner: Interpreter, fun: Callable[..., Any], plan: Plan) -> 
             args, kwargs = jax.tree.unflatten(tree, leaves)
             return fun(*args, **kwargs)
 
-        return custom_rules.keeping_types(runner, flat, plan, plan.settings)(*leaves)
+        return custom_rules.keeping_types(runner, flat, asked, settings)(*leaves)
 
     functools.update_wrapper(wrapped, fun)
     return wrapped

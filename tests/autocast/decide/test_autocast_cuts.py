@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from _heads import HEADS
+from _hidden_heads import HIDDEN
 from _planned import Kind, compat, plan_of, reads, structure
 
 from benchmarks.networks import NETWORKS
@@ -40,6 +41,7 @@ ALL_SHARDS = [
 NETWORK_CUTS = int(os.environ.get("MPJAX_NETWORK_CUTS", "1"))
 POLICIES = metamorphic.POLICIES
 HEAD_NAMES = [head.name for head in HEADS]
+ALL_NAMES = [*HEAD_NAMES, *(head.name for head in HIDDEN)]
 
 pytestmark = [
     pytest.mark.no_leak_check("it traces everything anew: twice the time, same programs"),
@@ -53,7 +55,7 @@ pytestmark = [
 @pytest.mark.parametrize(("shard", "count"), ALL_SHARDS)
 def test_law_of_cutting_random_cuts_stay_within_twice_the_errors_of_the_uncut(shard, count):
     first = shard % 2 * count  # two shards have one seed
-    _check_random_cuts(HEAD_NAMES, f"{SEED}, shard {shard // 2}", range(first, first + count))
+    _check_random_cuts(ALL_NAMES, f"{SEED}, shard {shard // 2}", range(first, first + count))
 
 
 def _check_random_cuts(names, seed, numbers):
@@ -179,7 +181,7 @@ PLAN_KINDS = [
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", PLAN_KINDS)
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
-@pytest.mark.parametrize("head", HEAD_NAMES)
+@pytest.mark.parametrize("head", ALL_NAMES)
 def test_law_of_cutting_a_cut_changes_no_decision(head, inside, kind):
     uncut, of_cuts = _plans(head, inside, kind, 3, _is_low)
     assert all(cut == uncut for cut in of_cuts)

@@ -233,10 +233,10 @@ LATER = reads.LATER | reads.FORWARD
 
 
 def flags(fun, *args, want=reads.OUTPUT, full=frozenset()):
-    jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
-    found = demand.of(
-        jaxpr, (want,) * len(jaxpr.outvars), demand.Demanded(full), facts.of_program(jaxpr)
-    )
+    program = jax.make_jaxpr(fun)(*args)
+    jaxpr = program.jaxpr
+    known = facts.inside(program, facts.unrelated(jaxpr))
+    found = demand.of(jaxpr, (want,) * len(jaxpr.outvars), demand.Demanded(full), known)
     return [found.get(v, 0) for v in jaxpr.invars]
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._autocast.decide.reads import AGAIN, CANCELS, DIFFERENCE, EXACT, NEAR, TESTED
-from mpjax._autocast.known import fact_flags, facts, roots, scopes, traits
+from mpjax._autocast.decide.reads import AGAIN, BELOW, CANCELS, DIFFERENCE, EXACT, NEAR, TESTED
+from mpjax._autocast.known import fact_flags, facts, roots, scopes, totals, traits
 from mpjax._autocast.known.contraction import is_of_small_matrices
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn
@@ -49,10 +49,12 @@ def asks(eqn: Eqn, union: int, known: facts.Facts) -> int:
     if name not in _STOP_A_DIFFERENCE:
         asked |= union & (DIFFERENCE | AGAIN)
     if facts.hands_on_terms(eqn):
-        asked |= union & CANCELS
+        asked |= union & (CANCELS | BELOW)
     elif union & CANCELS:
         asked |= EXACT  # all terms of the difference are of the same, unrounded values
-    if name in traits.ELEMENTWISE:
+    if union & BELOW and facts.adds_up(eqn):
+        asked |= CANCELS
+    if name in traits.ELEMENTWISE or totals.is_along_one(eqn):
         asked |= union & EXACT
     return asked
 
@@ -81,8 +83,8 @@ def of_itself(eqn: Eqn, known: facts.Facts) -> int:
     if name not in traits.ADDS:
         return 0
     asked = NEAR if _adds_a_point(eqn, known) else 0
-    if facts.cancels(eqn, known):
-        asked |= CANCELS | EXACT
+    if terms := facts.cancelling(eqn, known):
+        asked |= CANCELS | EXACT | (BELOW if any(t.is_summed for t in terms) else 0)
     return asked | DIFFERENCE if facts.is_difference(eqn, known) else asked
 
 

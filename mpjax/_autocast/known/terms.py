@@ -1,0 +1,103 @@
+"""Terms: the products and sums that a value is a sum of, and when two of them cancel.
+
+`|a|² + |b|² - 2ab` is of three: two sums over the elements of `a` and `b`, and a product over both.
+`E[x y] - E[x] E[y]` is of a product, and of a power of sums over the same values. In both cases the
+terms are large, and what is left of them may be small.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeAlias
+
+from mpjax._autocast.known import roots as made_of
+
+_MOST = 8
+
+
+class Term(NamedTuple):
+    """A product, or a sum of elements: what it is over, and which one it is."""
+
+    roots: made_of.Roots
+    number: int
+    is_product: bool
+    is_power: bool = False  # squared, or the root of it, on the way to where it is added
+    is_summed: bool = False  # a product or a sum was taken of it, as by the second of two blurs
+
+
+Terms: TypeAlias = frozenset[Term]
+NONE: Terms = frozenset()
+
+
+def few(terms: Iterable[Term]) -> Terms:
+    """Returns terms; of many those alone that no later sum is over, or none."""
+    some = frozenset(terms)
+    if len(some) > _MOST:
+        some = frozenset(t for t in some if not t.is_summed)
+    return some if len(some) <= _MOST else NONE
+
+
+def cancelling(first: Terms, second: Terms) -> list[Term]:
+    """Returns the terms of two values that cancel when these are added."""
+    pairs = itertools.product(first, second)
+    return [term for a, b in pairs if _cancel(a, b) for term in (a, b)]
+
+
+def _cancel(a: Term, b: Term) -> bool:
+    """Whether terms are over the same values, in two ways, and one of them is a product."""
+    if a.number == b.number or (a.is_product, a.is_power) == (b.is_product, b.is_power):
+        return False
+    if not (a.is_product or b.is_product) or a.is_summed != b.is_summed:
+        return False
+    first, second = map(made_of.unless_constant, (a.roots, b.roots))  # a constant weights a sum
+    ways = made_of.among(first, second), made_of.among(second, first)
+    return all(ways) if a.is_summed else any(ways)
+
+
+def of_branches(terms: Iterable[Term], number: Callable[[], int]) -> Terms:
+    """Returns one term in place of all of a kind: which branch runs is not known."""
+    kinds: dict[tuple[bool, ...], made_of.Roots] = {}
+    for term in terms:
+        kind = term[2:]
+        kinds[kind] = kinds.get(kind, frozenset()) | term.roots
+    return frozenset(Term(roots, number(), *kind) for kind, roots in kinds.items())
+
+
+def multiplied(first: Terms, second: Terms, number: Callable[[], int]) -> Terms:
+    """Returns the terms of `E[x] E[y]`: over both, as `E[x y]` is, and powers as `E[x]²` is."""
+    return few(
+        a._replace(
+            roots=a.roots | b.roots,
+            number=number(),
+            is_product=a.is_product and b.is_product,
+            is_power=True,
+        )
+        for a, b in itertools.product(first, second)
+        if a.is_summed == b.is_summed
+    )
+
+
+def powers(terms: Terms) -> Terms:
+    """Returns the terms of a power of a sum, or of a root of it."""
+    return frozenset(t._replace(is_power=True) for t in terms)
+
+
+def summed(terms: Iterable[Term]) -> Terms:
+    """Returns the terms behind one more sum over them: not those that are behind one already."""
+    return frozenset(t._replace(is_summed=True) for t in terms if not t.is_summed)
+
+
+def diagonals(terms: Terms, number: Callable[[], int]) -> Terms:
+    """Returns the sums on the diagonals of products: that of `a aᵀ` is over the elements of `a`."""
+    grams = [t for t in terms if t.is_product and len(t.roots) == 1]
+    return frozenset(Term(t.roots, number(), is_product=False) for t in grams)
+
+
+def renumbered(terms: Terms, number: Callable[[int], int]) -> Terms:
+    """Returns the same terms in other numbers, asked for in order."""
+    ordered = sorted(terms, key=lambda t: (t.number, t.is_product, t.is_power))
+    return frozenset(
+        t._replace(roots=made_of.renumbered(t.roots, number), number=number(t.number))
+        for t in ordered
+    )
