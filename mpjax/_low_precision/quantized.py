@@ -57,8 +57,9 @@ def with_quantized_state(
     `raise_if_diverged` warns from 1000 times on. A rule "bfloat16" for such a parameter holds
     updates to 1.05 times Adam's at any spread.
 
-    These moments stay in float32, unless a rule says otherwise: those with fewer than 4096 numbers
-    or no axis, and those with 'embed' or 'norm' in their path.
+    These moments stay in float32, unless a rule says otherwise: those with fewer than 4096 numbers,
+    and those with 'embed' or 'norm' in their path. Those of a scalar stay so under any rule, and so
+    do the mean and the mean square of a centred RMSProp, whose difference must stay positive.
 
     Args:
       inner: any optax transformation.

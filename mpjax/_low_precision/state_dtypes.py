@@ -108,9 +108,11 @@ def require_moments(name: str, params: PyTree, moments: list[Moment]) -> None:
     """Raises ValueError where an optimizer of some parameters has nothing to store."""
     if moments or not jax.tree.leaves(params):
         return
-    got = "the optimizer has no moments that it knows: no mu, nu, trace, ema or the like."
+    got = "the optimizer has no moments that can be stored in fewer bits."
+    allowed = "Allowed: mu, nu, trace, ema and the like, by these names; not the mu and nu of a "
+    allowed += "centred RMSProp, of which nu - mu² must stay positive."
     fix = "Wrap an optimizer that has some (optax.adamw, optax.sgd with momentum), or drop it."
-    raise ValueError(message(name, got, fix))
+    raise ValueError(message(name, got, allowed, fix))
 
 
 def _moment_dtype(spec: DTypeSpec, argument: str) -> DType:
