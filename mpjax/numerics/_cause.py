@@ -195,7 +195,7 @@ def _beyond(row: Row, dtype: Any, magnitude: float, subject: Subject, fix: str) 
     what = "a gradient" if row.phase == BACKWARD else "an activation"
     text = f"{what}{size} passes {limit:g}, the largest {row.dtype}, in {_place(row)}."
     if row.phase == BACKWARD:
-        text += " No loss scale helps." if subject.scaled else ""
+        text += " A loss scale of 1 is too high as well." if subject.scaled else ""
     kind = "gradient_range" if row.phase == BACKWARD else "range"
     return Cause(kind, text, fix)
 

@@ -148,7 +148,7 @@ def test_a_row_that_a_mask_covers_as_a_whole_is_told():
     assert "attention" in report.cause.text
 
 
-def test_a_gradient_beyond_range_at_any_scale_is_told_from_a_scale_too_high():
+def test_a_gradient_beyond_range_at_scale_1_is_told_from_a_scale_too_high():
     def loss(w, x):
         with jax.named_scope("steep"):
             y = x @ w
@@ -156,7 +156,10 @@ def test_a_gradient_beyond_range_at_any_scale_is_told_from_a_scale_too_high():
 
     report = diagnose(loss, "16-mixed", loss_scale=1024)(jnp.ones((4, 2)), X)
     assert report.cause.kind == "gradient_range"
-    assert "No loss scale helps" in report.cause.text
+    assert "A loss scale of 1 is too high as well" in report.cause.text
+    # One below 1 does fit: nothing may be said of all scales.
+    assert diagnose(loss, "16-mixed", loss_scale=2.0**-8)(jnp.ones((4, 2)), X).finite
+    assert "No loss scale" not in report.cause.text
 
 
 # -- what is benign ------------------------------------------------------------------------------
