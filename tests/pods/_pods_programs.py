@@ -207,6 +207,39 @@ def fsdp(topology, mistake):
     return jitted, args
 
 
+SQUARES = {name: {"kernel": spec(4 * WIDTH, 4 * WIDTH)} for name in ("split", "turned", "whole")}
+LAID = {"split": P("fsdp", "tensor"), "turned": P("tensor", "fsdp"), "whole": P()}
+
+
+@program
+def laid_out(topology, mistake):
+    """Weights of one shape, each laid out in its own way, and its momentum as the weight is."""
+    mesh = topology.make_mesh({"fsdp": 4, "tensor": 2})
+    specs = {"params": {name: {"kernel": LAID[name]} for name in LAID}}
+    specs["trace"] = jax.tree.map(lambda s: s, specs["params"], is_leaf=lambda s: isinstance(s, P))
+    wrong = {"momentum on fewer axes": P(None, "tensor"), "momentum turned": P("tensor", "fsdp")}
+    if mistake:
+        specs["trace"]["split"]["kernel"] = wrong[mistake]
+
+    def loss(params, x):
+        low = mpjax.pods.gather_constraint(params, on(mesh, specs["params"]), "bf16-mixed")
+        for name in LAID:
+            x = jnp.tanh(x @ low[name]["kernel"])
+        return jnp.mean(x**2)
+
+    def step(state, x):
+        grads = jax.grad(mpjax.autocast(loss, "bf16-mixed"))(state["params"], x)
+        params, trace = momentum(state["params"], state["trace"], grads)
+        return {"params": params, "trace": trace}
+
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=on(mesh, specs))
+    state = {"params": SQUARES, "trace": SQUARES}
+    batch = P(("fsdp", "tensor"))
+    return jitted, mpjax.pods.with_sharding(
+        (state, spec(8 * ROWS, 4 * WIDTH)), (specs, batch), mesh
+    )
+
+
 @program
 def optimizer_shards(topology, mistake):
     """Whole weights, of which each device updates its part: their momentum is split."""

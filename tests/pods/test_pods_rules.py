@@ -44,6 +44,8 @@ MISTAKES = [
     ("transformer", "activations in f32", "activations", True, "_pods_programs.py"),
     ("transformer", "activations gathered whole", "activations", False, "_pods_programs.py"),
     ("fsdp", "momentum in a list, whole", "replication", True, "state/1/0"),
+    ("laid_out", "momentum on fewer axes", "replication", True, "state/trace/split/kernel"),
+    ("laid_out", "momentum turned", "replication", False, "state/trace/split/kernel"),
     ("fsdp", "not donated", "donation", True, "state/1/0"),
     ("fsdp", "whole batch", "batch", False, "x"),
     ("pipeline", "never reduced", "copies", True, "w"),
@@ -54,7 +56,7 @@ MISTAKES = [
     ("context", "keys are gathered in f32", "activations", True, "_pods_programs.py"),
 ]
 RIGHT = [name for name in PROGRAMS if name != "cnn_jit"]
-QUICK = {"fsdp", "context", "pipeline", "transformer"}
+QUICK = {"fsdp", "laid_out", "context", "pipeline", "transformer"}
 THERE = {
     "v5e-8": [pytest.mark.tpu_compiler, pytest.mark.slow],
     "h100-8": [pytest.mark.gpu_compiler, pytest.mark.slow],
