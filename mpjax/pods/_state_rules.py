@@ -132,7 +132,8 @@ def copies(
         check="copies",
         severity="error",
         what=f"{leaf.path}{rest}: the devices along {', '.join(axes)} compute different values for "
-        "what is one array; a gradient, or a decision, is not reduced over them.",
+        "what is one array; a gradient or a decision is not reduced over them, or what each makes "
+        "of its own number (axis_index) is kept.",
         culprit=leaf.path,
         fix=f"Before the update: jax.lax.pmean(grads, {tuple(axes)!r}), or mpjax.pods.gather(..., "
         "reduce='mean'). with_loss_scale takes axis_name. shard_map's check_vma refuses it.",

@@ -133,6 +133,38 @@ def cnn_jit(topology, mistake):
     return step, mpjax.pods.with_sharding(args, (P(), batch), mesh)
 
 
+@program
+def dropout(topology, mistake):
+    """Under shard_map: devices along `data` drop other units, by keys of their own."""
+    mesh = topology.make_mesh({"data": 4, "tensor": 2})
+
+    def local(params, key, x):
+        key, of_step = jax.random.split(key)
+        own = jax.random.fold_in(of_step, jax.lax.axis_index("data"))
+
+        def loss(params, x):
+            hidden = jax.nn.relu(x.astype(jnp.bfloat16) @ low(params["first"]))
+            kept = jax.random.bernoulli(own, 0.5, hidden.shape)
+            out = jnp.where(kept, hidden, 0) @ low(params["second"])
+            return jnp.mean(jax.lax.psum(out, "tensor").astype(jnp.float32) ** 2)
+
+        varying = jax.tree.map(lambda w: jax.lax.pcast(w, "data", to="varying"), params)
+        grads = jax.lax.pmean(jax.grad(loss)(varying, x), "data")
+        return descend(params, grads), own if mistake == "own key is kept" else key
+
+    layout = {"first": P(None, "tensor"), "second": P("tensor")}, P()
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(*layout, P("data")), out_specs=layout, check_vma=not mistake
+    )
+
+    def step(state, x):
+        return mapped(*state, x)
+
+    args = (MLP, jax.eval_shape(lambda: jax.random.key(0))), spec(ROWS, WIDTH)
+    specs = layout, P("data")
+    return jax.jit(step, donate_argnums=0), mpjax.pods.with_sharding(args, specs, mesh)
+
+
 # -- a transformer's layers, data and tensor parallel ----------------------------------------------
 
 LAYERS = {"up": (3, WIDTH, 4 * WIDTH), "down": (3, 4 * WIDTH, WIDTH)}

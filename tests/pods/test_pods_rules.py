@@ -48,6 +48,7 @@ MISTAKES = [
     ("laid_out", "momentum turned", "replication", False, "state/trace/split/kernel"),
     ("fsdp", "not donated", "donation", True, "state/1/0"),
     ("fsdp", "whole batch", "batch", False, "x"),
+    ("dropout", "own key is kept", "copies", True, "state/1"),
     ("pipeline", "never reduced", "copies", True, "w"),
     ("pipeline", "activations in f32", "activations", True, "_pods_programs.py"),
     ("experts", "router is never reduced", "copies", True, "params/router"),
@@ -56,7 +57,7 @@ MISTAKES = [
     ("context", "keys are gathered in f32", "activations", True, "_pods_programs.py"),
 ]
 RIGHT = [name for name in PROGRAMS if name != "cnn_jit"]
-QUICK = {"fsdp", "laid_out", "context", "pipeline", "transformer"}
+QUICK = {"dropout", "fsdp", "laid_out", "context", "pipeline", "transformer"}
 THERE = {
     "v5e-8": [pytest.mark.tpu_compiler, pytest.mark.slow],
     "h100-8": [pytest.mark.gpu_compiler, pytest.mark.slow],
@@ -235,6 +236,29 @@ def test_what_differs_between_devices_is_followed_through_a_program():
         (both, {"model"}),
         (set(), set()),
         (both, set()),
+    ]
+
+
+def test_what_is_made_of_a_devices_own_number_differs_along_the_axis_that_was_asked_for():
+    def fun(w, key):
+        data, model = (jax.lax.axis_index(axis) for axis in ("data", "model"))
+        folded = jax.random.key_data(jax.random.fold_in(key, model))
+        looped = jax.lax.fori_loop(0, 3, lambda _, w: jnp.tanh(w + data), w)
+        both = w * jax.lax.axis_index(("data", "model"))
+        own = jnp.where(model == 0, w, 2 * w)
+        summed = jax.lax.psum(jnp.where(model == 0, w, 0.0), "model")
+        cut = jax.lax.dynamic_slice_in_dim(w, data, 2)  # whole again, perhaps, behind a ring
+        return folded, looped, both, own, summed, jax.lax.psum(both, "data"), cut
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    assert differing(fun, (P(), P()), P(), spec(4, 8), key) == [
+        ({"model"}, set()),
+        ({"data"}, set()),
+        ({"data", "model"}, set()),
+        ({"model"}, set()),
+        (set(), set()),
+        ({"model"}, set()),
+        ({"data"}, {"data"}),
     ]
 
 
