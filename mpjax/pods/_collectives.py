@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+from mpjax._base.own_primitives import WATCHED
 from mpjax._jaxpr.op_rules import PRODUCTS
 from mpjax.pods._flow import Place, ValueFlow
 from mpjax.pods._groups import DeviceGroup, along, group_of, joins_devices, sends_by_itself
@@ -109,6 +110,8 @@ def find_collectives(
             group = None if kind is None else _group(instruction, names)
             if kind is None or group is None or group.size == 1:
                 continue  # along a mesh axis of one device: nothing is sent, nothing rounds
+            if WATCHED in instruction.op_name.split("/"):
+                continue  # not in a usual step, and not for it
             common = dict[str, Any](
                 kind=kind,
                 count=runs.counts[computation.name],

@@ -291,6 +291,15 @@ def optimizer_shards(topology, mistake):
 
 
 @program
+def watched(topology, mistake):
+    """A train step that looks at its values once in a hundred steps, by gradients of its own."""
+    mesh = topology.make_mesh({"data": -1})
+    step = mpjax.make_train_step(mlp_loss, optax.sgd(0.1), "bf16-mixed", watch=100)
+    state = jax.eval_shape(step.init, MLP)
+    return step, mpjax.pods.with_sharding((state, spec(ROWS, WIDTH)), (P(), P("data")), mesh)
+
+
+@program
 def two_networks(topology, mistake):
     """A student and a teacher whose weights do not change: they are no state, nor a batch."""
     mesh = topology.make_mesh({"data": -1})
