@@ -58,8 +58,9 @@ def with_quantized_state(
     updates to 1.05 times Adam's at any spread.
 
     These moments stay in float32, unless a rule says otherwise: those with fewer than 4096 numbers,
-    and those with 'embed' or 'norm' in their path. Those of a scalar stay so under any rule, and so
-    do the mean and the mean square of a centred RMSProp, whose difference must stay positive.
+    and those with 'embed' or 'norm' in their path. Under any rule those of a scalar and of an empty
+    array stay so, and the mean and mean square of a centred RMSProp, whose difference must stay
+    positive.
 
     Args:
       inner: any optax transformation.
@@ -168,7 +169,7 @@ class _Quantized(StoredMoments):
                 return
 
     def _kind_of(self, moment: Moment, shape: tuple[int, ...]) -> str:
-        if not shape:
+        if not shape or not math.prod(shape):
             return "float32"
         rule = self._patterns.deciding(moment.param)
         if rule is not None:
