@@ -74,6 +74,8 @@ def decide(
         # Float32 is finite: an operand was rounded, as 1 - 1e-4 to 1.
         operand = again.operand(number)
         return _rounding(first, None if operand is None else rows[operand], subject, again)
+    if first.operation == "gather":
+        return _out_of_range(first)
     text = f"{_place(first)} makes {_what(first)} of finite operands, and so it does in float32"
     if rounded := again.rounded_before(first):
         text += f": the function itself rounds what that reads, {rounded}."
@@ -81,6 +83,13 @@ def decide(
         return Cause("everywhere", text, fix)
     fix = "Guard the operand (a division by 0, log or sqrt of 0, 0 * inf): no precision helps."
     return Cause("everywhere", text + ": not a matter of precision.", fix)
+
+
+def _out_of_range(row: Row) -> Cause:
+    text = f"{_place(row)} gives {_what(row)} where an index is out of range: jnp.take and "
+    text += "x.at[i].get(mode='fill') do. Not a matter of precision."
+    fix = "Look at the indices (tokens, labels): from 0 to the size of the axis less 1."
+    return Cause("everywhere", text, fix)
 
 
 def passes_range(plan: RunPlan, read: TwinRun, number: int) -> bool:
@@ -102,7 +111,8 @@ def _healthy(rows: dict[int, Row], followed: Followed, subject: Subject) -> Caus
     if spoilt:
         row = spoilt[0]
         text = f"the parameter {_leaf_name(row)} holds {count(row)} among {math.prod(row.shape)} "
-        text += "elements. Loss and gradients are finite: a tanh, a maximum or a where hides it."
+        text += "elements. Loss and gradients are finite: a tanh, a maximum or a where hides it, "
+        text += "or nothing reads it."
         fix = "Look at its initializer or the checkpoint; no step mends it, its gradient being 0."
         return Cause("leaf", text, fix)
     inner = [r for r in rows.values() if r.phase not in ("argument", "constant") and r.amax > 0]
