@@ -202,7 +202,7 @@ def _magnitude(plan: RunPlan, read: TwinRun, number: int) -> float:
 def _beyond(row: Row, dtype: Any, magnitude: float, subject: Subject, fix: str) -> Cause:
     limit = float(jnp.finfo(dtype).max)
     size = f" ({magnitude:.3g})" if magnitude > limit else ""
-    what = "a gradient" if row.phase == BACKWARD else "an activation"
+    what = "a gradient" if row.phase == BACKWARD else "a value"
     text = f"{what}{size} passes {limit:g}, the largest {row.dtype}, in {_place(row)}."
     if row.phase == BACKWARD:
         text += " A loss scale of 1 is too high as well." if subject.scaled else ""

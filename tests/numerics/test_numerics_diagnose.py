@@ -178,6 +178,12 @@ def test_an_index_out_of_range_is_named_as_that(jit):
     assert diagnose(loss, "bf16-mixed")(jnp.ones((4, 2)), jnp.array([0, 3])).finite
 
 
+def test_a_weight_beyond_range_is_not_called_an_activation():
+    report = diagnose(lambda w, x: jnp.mean((x @ w) ** 2), "16-mixed")(jnp.full((4, 2), 1e5), X)
+    assert report.cause.kind == "range"
+    assert report.cause.text.startswith("a value (1e+05) passes 65504, the largest f16")
+
+
 def test_a_parameter_that_nothing_reads_may_hide_its_nan_so():
     report = diagnose(lambda w, x: jnp.sum(x @ w["used"]), "bf16-mixed")(
         {"used": jnp.ones((4, 2)), "unused": jnp.full(3, jnp.nan)}, X
