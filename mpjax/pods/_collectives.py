@@ -43,7 +43,7 @@ class Collective:
     axes: tuple[str, ...]  # of the mesh; empty where they are not known
     group_size: int
     operation: str  # that made the array, in JAX's name: 'psum', 'dot_general'
-    path: str  # of the parameter, gradient or state; empty where it is none
+    path: str  # of the parameter, gradient or state, or of an argument that no line sends, or empty
     source: str  # the user's line, 'train.py:12 (loss_fn)'
 
     @property
@@ -146,6 +146,8 @@ def _arrays(
         pieces = [(Shape(dtype, (size,)), places) for size, places in cut]
         for array, places in pieces or [(Shape(dtype, shape.dims, shape.space), [place])]:
             role, path = _role(common["kind"], array, flow, (operand, places), names)
+            if role == "activations" and not common["source"]:  # of no line: perhaps an argument
+                path = _best(names.inputs[i] for i in flow.inputs_of(operand))
             yield Collective(
                 role=role,
                 dtype=dtype,

@@ -291,6 +291,24 @@ def optimizer_shards(topology, mistake):
 
 
 @program
+def micro_batches(topology, mistake):
+    """A loop over micro-batches under jit: the examples in each are split, or the loop's axis."""
+    mesh = topology.make_mesh({"data": -1})
+
+    def step(params, images):
+        def add(total, x):
+            grads = jax.grad(mpjax.autocast(mlp_loss, "bf16-mixed"))(params, x)
+            return jax.tree.map(jnp.add, total, grads), None
+
+        grads, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), images)
+        return descend(params, grads)
+
+    split = P("data") if mistake else P(None, "data")
+    args = mpjax.pods.with_sharding((MLP, spec(8, ROWS, WIDTH)), (P(), split), mesh)
+    return jax.jit(step, donate_argnums=0), args
+
+
+@program
 def watched(topology, mistake):
     """A train step that looks at its values once in a hundred steps, by gradients of its own."""
     mesh = topology.make_mesh({"data": -1})
