@@ -74,8 +74,10 @@ def decide(
         # Float32 is finite: an operand was rounded, as 1 - 1e-4 to 1.
         operand = again.operand(number)
         return _rounding(first, None if operand is None else rows[operand], subject, again)
-    if first.operation == "gather":
-        return _out_of_range(first)
+    return _out_of_range(first) if first.operation == "gather" else _in_float32_too(first, again)
+
+
+def _in_float32_too(first: Row, again: Again) -> Cause:
     text = f"{_place(first)} makes {_what(first)} of finite operands, and so it does in float32"
     if rounded := again.rounded_before(first):
         text += f": the function itself rounds what that reads, {rounded}."
