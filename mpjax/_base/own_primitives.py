@@ -7,6 +7,9 @@ from jax.extend.core import Primitive
 GPUS = ("cuda", "rocm")
 """The platforms for which a primitive is lowered as for a GPU."""
 
+WATCHED = "mpjax_watched"
+"""The scope of what `make_train_step(watch=)` computes beside the step, once in many steps."""
+
 _computing: dict[Primitive, bool] = {}
 
 

@@ -22,7 +22,8 @@ def apply_updates(params: PyTree, updates: PyTree, opt_state: PyTree = None) -> 
     """Returns `params + updates`, each leaf in its parameter's dtype.
 
     As `optax.apply_updates`, but leaves of Flax's `_overwrite_with_gradient` collection (float8
-    scales and histories) are replaced by their update, which is their next value.
+    scales and histories) are replaced by their update, which is their next value, and integers and
+    PRNG keys, which have no gradient (`allow_int`), stay.
 
     Args:
       params: the parameters.
@@ -41,6 +42,8 @@ def apply_updates(params: PyTree, updates: PyTree, opt_state: PyTree = None) -> 
     def apply(path: KeyPath, p: Any, u: Any) -> Any:
         if is_overwritten(path):
             return u
+        if u.dtype == jax.dtypes.float0:  # the gradient of integers and keys, which have none
+            return p
         with jax.numpy_dtype_promotion("standard"):  # a bfloat16 parameter, a float32 update
             wide = jnp.promote_types(p.dtype, u.dtype)
         moved = (p.astype(wide) + u.astype(wide)).astype(p.dtype)

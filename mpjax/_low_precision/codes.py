@@ -51,12 +51,13 @@ def encode(x: Array, kind: str, block_size: int | None, random: Array, *, is_sec
     """Returns a moment in 8 bits.
 
     Args:
-      x: f32[..., n].
+      x: f32[..., n], or f64, which is taken in float32.
       kind: "int8" or "float8".
       block_size: the most that share a scale; None for the whole of the last axis.
       random: u32 of the same shape.
       is_second: whether it is never negative; if it is, or not finite, its block becomes NaN.
     """
+    x = x.astype(FLOAT32)
     blocks = block_count(x.shape[-1], block_size)
     sound = jnp.isfinite(x) & (x >= 0) if is_second else jnp.isfinite(x)
     # A NaN counts as inf here: XLA:CPU's maximum of a large array ignores NaN.

@@ -21,6 +21,7 @@ _BY_CLASS: dict[str, dict[str, bool]] = {
     "ScaleByAdanState": {"m": False, "v": False, "n": True},
     "ScaleByAdemamixState": {"m1": False, "m2": False, "nu": True},
     "ScaleByRssState": {"sum_of_squares": True},
+    "ScaleBySM3State": {"nu": False},  # its momentum; mu holds accumulators, one for each axis
     "SophiaState": {"mu": False},  # its nu is of a Hessian's diagonal, of either sign
     # Centred: nu - mu² must stay positive, and may not if each is rounded by itself.
     "ScaleByRStdDevState": {},

@@ -31,6 +31,7 @@ class RoundingOwner(abc.ABC):
     name: str
     state_type: type[Any]
     never: float | None = None  # a value that no kept array has, if it holds the rounding's rest
+    by_chance: bool = False  # whether what a step loses is not lost in the mean
 
     def __init__(self, inner: optax.GradientTransformation) -> None:
         check_transformation(inner, f"{self.name}(inner)")
@@ -97,13 +98,18 @@ class RoundingOwner(abc.ABC):
         # Rounded, so that no compiler contracts the product that it is in one use and not another.
         step = jax.lax.reduce_precision(step.astype(FLOAT32), 8, 23)
         update, now = self.move(p, kept, weight, step)
-        if self.never is None:
+        if self.by_chance:
             return _UpdateAndKept(update, now)
-        # A step of zero is no step: it must not round the kept array into the parameter. And the
-        # update has to read the kept array: if neither result reads the other, a TPU's compiler
-        # makes two kernels of them behind a root or a division, 1.4 to 1.6 times the traffic. Hence
-        # the comparison with `never`, which is always false.
-        return _UpdateAndKept(jnp.where((step == 0) | (now == self.never), -0.0, update), now)
+        if self.never is not None:
+            # A step of zero is no step: it must not round the kept array into the parameter. And
+            # the update has to read the kept array: if neither result reads the other, a TPU's
+            # compiler makes two kernels of them behind a root or a division, 1.4 to 1.6 times the
+            # traffic. Hence the comparison with `never`, which is always false.
+            update = jnp.where((step == 0) | (now == self.never), -0.0, update)
+        # A step that is lost on what is kept too is the update: added to the parameter it is lost
+        # as well, and `numerics.lost_updates` counts it.
+        is_lost = (update == 0) & (now == kept) & (step != 0) & (to_full(p) != 0)
+        return _UpdateAndKept(jnp.where(is_lost, step, update), now)
 
 
 def unless_zero(step: Array, new: Array, old: Array) -> Array:

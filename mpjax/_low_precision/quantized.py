@@ -57,8 +57,10 @@ def with_quantized_state(
     `raise_if_diverged` warns from 1000 times on. A rule "bfloat16" for such a parameter holds
     updates to 1.05 times Adam's at any spread.
 
-    These moments stay in float32, unless a rule says otherwise: those with fewer than 4096 numbers
-    or no axis, and those with 'embed' or 'norm' in their path.
+    These moments stay in float32, unless a rule says otherwise: those with fewer than 4096 numbers,
+    and those with 'embed' or 'norm' in their path. Under any rule those of a scalar and of an empty
+    array stay so, and the mean and mean square of a centred RMSProp, whose difference must stay
+    positive.
 
     Args:
       inner: any optax transformation.
@@ -167,7 +169,7 @@ class _Quantized(StoredMoments):
                 return
 
     def _kind_of(self, moment: Moment, shape: tuple[int, ...]) -> str:
-        if not shape:
+        if not shape or not math.prod(shape):
             return "float32"
         rule = self._patterns.deciding(moment.param)
         if rule is not None:

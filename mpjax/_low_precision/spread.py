@@ -111,7 +111,10 @@ def spread_text(opt_state: PyTree, params: PyTree | None, where: str) -> str | N
     others = len(wide.rules) - 1
     got = f"gradients within a block of {first!r} are {widest[first]:.0e} times apart"
     got += f" ({others} more parameters are wide)" if others else ""
-    got += ", too far for moments in 8 bits: single updates are up to 3 times the optimizer's own."
+    got += (
+        ", too far for moments in 8 bits: single updates of Adam are up to 3 times float32's, and "
+    )
+    got += "of others more (of Adan 8 times)."
     fix = "Type with_quantized_state(tx, rules=mpjax.optim.moment_spread(opt_state, params).rules),"
     return message(where, got, f"{fix} and take the state over with mpjax.optim.adopt_state.")
 

@@ -40,7 +40,8 @@ def with_state_dtypes(
 
     Args:
       inner: any optax transformation.
-      mu_dtype: of first moments: bfloat16, float16 or float32.
+      mu_dtype: of first moments: bfloat16, float32, or float16, in which one beyond 65504 is
+        stored as 65504.
       nu_dtype: of second moments: bfloat16 or float32; squares of gradients below 2e-4 are 0 in
         float16.
 
@@ -98,7 +99,10 @@ def narrowed(x: Array, dtype: DType, random: Array, *, is_second: bool) -> Array
     """Returns a moment rounded by chance to one of the 16-bit dtypes; else as it is."""
     if not is_narrow(dtype):
         return x
+    x, largest = x.astype(FLOAT32), float(jnp.finfo(dtype).max)
     rounded = stochastic(x, dtype, random)
+    # A moment beyond the range is cut off: inf would stay in it, and be in every later step.
+    rounded = jnp.where(jnp.isfinite(x), jnp.clip(rounded, -largest, largest), rounded)
     if is_second:  # one that is not 0 must not become 0: a step would be 1/eps
         rounded = jnp.where((rounded == 0) & (x > 0), x, rounded)
     return rounded.astype(dtype)
@@ -108,9 +112,11 @@ def require_moments(name: str, params: PyTree, moments: list[Moment]) -> None:
     """Raises ValueError where an optimizer of some parameters has nothing to store."""
     if moments or not jax.tree.leaves(params):
         return
-    got = "the optimizer has no moments that it knows: no mu, nu, trace, ema or the like."
+    got = "the optimizer has no moments that can be stored in fewer bits."
+    allowed = "Allowed: mu, nu, trace, ema and the like, by these names; not the mu and nu of a "
+    allowed += "centred RMSProp, of which nu - mu² must stay positive."
     fix = "Wrap an optimizer that has some (optax.adamw, optax.sgd with momentum), or drop it."
-    raise ValueError(message(name, got, fix))
+    raise ValueError(message(name, got, allowed, fix))
 
 
 def _moment_dtype(spec: DTypeSpec, argument: str) -> DType:

@@ -83,6 +83,7 @@ def with_stochastic_rounding(
 class _Stochastic(RoundingOwner):
     name = "with_stochastic_rounding"
     state_type = StochasticRoundingState
+    by_chance = True
 
     def __init__(self, inner: optax.GradientTransformation, seed: int | Array) -> None:
         super().__init__(inner)

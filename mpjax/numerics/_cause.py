@@ -74,6 +74,10 @@ def decide(
         # Float32 is finite: an operand was rounded, as 1 - 1e-4 to 1.
         operand = again.operand(number)
         return _rounding(first, None if operand is None else rows[operand], subject, again)
+    return _out_of_range(first) if first.operation == "gather" else _in_float32_too(first, again)
+
+
+def _in_float32_too(first: Row, again: Again) -> Cause:
     text = f"{_place(first)} makes {_what(first)} of finite operands, and so it does in float32"
     if rounded := again.rounded_before(first):
         text += f": the function itself rounds what that reads, {rounded}."
@@ -81,6 +85,13 @@ def decide(
         return Cause("everywhere", text, fix)
     fix = "Guard the operand (a division by 0, log or sqrt of 0, 0 * inf): no precision helps."
     return Cause("everywhere", text + ": not a matter of precision.", fix)
+
+
+def _out_of_range(row: Row) -> Cause:
+    text = f"{_place(row)} gives {_what(row)} where an index is out of range: jnp.take and "
+    text += "x.at[i].get(mode='fill') do. Not a matter of precision."
+    fix = "Look at the indices (tokens, labels): from 0 to the size of the axis less 1."
+    return Cause("everywhere", text, fix)
 
 
 def passes_range(plan: RunPlan, read: TwinRun, number: int) -> bool:
@@ -102,7 +113,8 @@ def _healthy(rows: dict[int, Row], followed: Followed, subject: Subject) -> Caus
     if spoilt:
         row = spoilt[0]
         text = f"the parameter {_leaf_name(row)} holds {count(row)} among {math.prod(row.shape)} "
-        text += "elements. Loss and gradients are finite: a tanh, a maximum or a where hides it."
+        text += "elements. Loss and gradients are finite: a tanh, a maximum or a where hides it, "
+        text += "or nothing reads it."
         fix = "Look at its initializer or the checkpoint; no step mends it, its gradient being 0."
         return Cause("leaf", text, fix)
     inner = [r for r in rows.values() if r.phase not in ("argument", "constant") and r.amax > 0]
@@ -192,10 +204,10 @@ def _magnitude(plan: RunPlan, read: TwinRun, number: int) -> float:
 def _beyond(row: Row, dtype: Any, magnitude: float, subject: Subject, fix: str) -> Cause:
     limit = float(jnp.finfo(dtype).max)
     size = f" ({magnitude:.3g})" if magnitude > limit else ""
-    what = "a gradient" if row.phase == BACKWARD else "an activation"
+    what = "a gradient" if row.phase == BACKWARD else "a value"
     text = f"{what}{size} passes {limit:g}, the largest {row.dtype}, in {_place(row)}."
     if row.phase == BACKWARD:
-        text += " No loss scale helps." if subject.scaled else ""
+        text += " A loss scale of 1 is too high as well." if subject.scaled else ""
     kind = "gradient_range" if row.phase == BACKWARD else "range"
     return Cause(kind, text, fix)
 

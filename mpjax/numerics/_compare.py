@@ -119,7 +119,8 @@ def compare(
     It runs the program twice, once in the reference dtype. The *local* error of an operation
     compares it with the same operation in the reference dtype on the operands that it had: it names
     the culprit. The *accumulated* error compares it with the second run: it grows with depth,
-    whichever module caused it.
+    whichever module caused it. Where terms cancel, and where a loop adds to a sum in 16 bits, each
+    local error is ordinary, and the module in which the accumulated one leaps is the culprit.
 
     Args:
       loss_fn: `loss_fn(params, *batch) -> loss`, differentiated by its first argument.

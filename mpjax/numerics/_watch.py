@@ -12,6 +12,7 @@ from jax import lax
 
 from mpjax._base import compat
 from mpjax._base.errors import message
+from mpjax._base.own_primitives import WATCHED
 from mpjax._base.tree import is_array, is_overwritten, path_str
 from mpjax._base.typing import Array, AxisName, PyTree
 from mpjax.numerics._activations import ACTIVATION, GRADIENT, Activations
@@ -84,7 +85,8 @@ def watched(every: int | None, seen: Seen, policy: Any, axis_name: AxisName) -> 
     rows = tuple((kind, tuple(by_module)) for kind, by_module in shapes.items())
 
     def together() -> Array:
-        statistics = measure()
+        with jax.named_scope(WATCHED):
+            statistics = measure()
         modules = [statistics[kind][module] for kind, names in rows for module in names]
         numbers = [each[name] for each in modules for name in STATISTICS]
         return jnp.reshape(jnp.stack(numbers), (-1, len(STATISTICS)))

@@ -258,7 +258,8 @@ def _compile(
     if lowered.lowered is None:
         return None, []
     try:
-        return lowered.lowered.compile(compiler_options=options or None), []
+        with _lines_of_now():
+            return lowered.lowered.compile(compiler_options=options or None), []
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -266,3 +267,15 @@ def _compile(
         needs = f"needs {needed[1]}" if needed else "needs more"
         limit = topology.chip.hbm_bytes
     return None, [too_large(lowered, f"{needs} of the {limit / 1e9:.2f} GB", topology)]
+
+
+@contextlib.contextmanager
+def _lines_of_now() -> Generator[None]:
+    """Keeps out what JAX's cache on disk has of an earlier edit: the program, and other lines."""
+    name = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+from mpjax._base.own_primitives import WATCHED
 from mpjax._jaxpr.op_rules import PRODUCTS
 from mpjax.pods._flow import Place, ValueFlow
 from mpjax.pods._groups import DeviceGroup, along, group_of, joins_devices, sends_by_itself
@@ -42,7 +43,7 @@ class Collective:
     axes: tuple[str, ...]  # of the mesh; empty where they are not known
     group_size: int
     operation: str  # that made the array, in JAX's name: 'psum', 'dot_general'
-    path: str  # of the parameter, gradient or state; empty where it is none
+    path: str  # of the parameter, gradient or state, or of an argument that no line sends, or empty
     source: str  # the user's line, 'train.py:12 (loss_fn)'
 
     @property
@@ -109,6 +110,8 @@ def find_collectives(
             group = None if kind is None else _group(instruction, names)
             if kind is None or group is None or group.size == 1:
                 continue  # along a mesh axis of one device: nothing is sent, nothing rounds
+            if WATCHED in instruction.op_name.split("/"):
+                continue  # not in a usual step, and not for it
             common = dict[str, Any](
                 kind=kind,
                 count=runs.counts[computation.name],
@@ -143,6 +146,8 @@ def _arrays(
         pieces = [(Shape(dtype, (size,)), places) for size, places in cut]
         for array, places in pieces or [(Shape(dtype, shape.dims, shape.space), [place])]:
             role, path = _role(common["kind"], array, flow, (operand, places), names)
+            if role == "activations" and not common["source"]:  # of no line: perhaps an argument
+                path = _best(names.inputs[i] for i in flow.inputs_of(operand))
             yield Collective(
                 role=role,
                 dtype=dtype,

@@ -1,17 +1,20 @@
 """Finds the mesh axes along which devices hold different copies of a value.
 
-A value that comes from an input split over an axis differs along it, until it is reduced or
-gathered over that axis. New state whose sharding says that it is whole there must not differ.
+A value that comes from an input split over an axis, or from a device's own number
+(`jax.lax.axis_index`), differs along it, until it is reduced or gathered over that axis. New state
+whose sharding says that it is whole there must not differ.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from mpjax.pods._groups import DeviceGroup, along, group_of, sends_by_itself
+from mpjax.pods._groups import DeviceGroup, along, coordinates, group_of, sends_by_itself
 from mpjax.pods._hlo import Computation, Instruction, Module, Shape, Type
 
 
@@ -63,7 +66,15 @@ class Joined:
         return differs
 
 
-Value: TypeAlias = "Differs | Joined | tuple[Value, ...]"
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """An integer that is known on every device: its own number, or what is computed of that."""
+
+    values: tuple[int, ...]  # in the order of the devices
+    differs: Differs
+
+
+Value: TypeAlias = "Differs | Joined | Numbers | tuple[Value, ...]"
 
 # One element of the result for one of each operand, at the same place.
 _BY_ELEMENT = (
@@ -71,6 +82,18 @@ _BY_ELEMENT = (
     *("negate", "maximum", "minimum", "reduce-precision", "copy-start"),
 )
 _SUMS = ("all-reduce", "all-gather", "collective-broadcast")
+# What XLA finds the place along one axis of the mesh with, from the number in the whole of it.
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "divide": lambda a, b: a // b if b else 0,
+    "remainder": lambda a, b: a % b if b else 0,
+    "and": operator.and_,
+    "shift-right-logical": operator.rshift,
+}
+_KEEPS_NUMBERS = ("convert", "copy", "bitcast", "reshape", "broadcast")
+_PLACES_FROM = {"dynamic-slice": 1, "dynamic-update-slice": 2}  # the first operand that is a place
 _SAME = (
     *("opt-barrier", "copy-done", "all-gather-done", "all-reduce-done", "async-done"),
     *("collective-permute-done", "reduce-scatter-done", "add-dependency", "domain"),
@@ -110,6 +133,7 @@ class _Reader:
         self._module, self._mesh = module, mesh
         self._slices = along(slice_axes, mesh)
         self._everywhere = frozenset(axis for axis, size in mesh.items() if size > 1)
+        self._count = math.prod(mesh.values())
         self.evaluate = functools.cache(self._evaluate)
 
     def _evaluate(self, name: str, given: tuple[Value, ...]) -> Value:
@@ -130,6 +154,8 @@ class _Reader:
     ) -> Value:
         opcode = instruction.opcode
         operands = [values[name] for name in instruction.operands]
+        if (numbers := self._numbers(computation, instruction, operands)) is not None:
+            return numbers
         if opcode == "parameter":
             return given[instruction.number]
         if opcode == "tuple":
@@ -148,12 +174,56 @@ class _Reader:
             return self._of_collective(kind, instruction, operands)
         if (parts := _end_to_end(computation, instruction, operands)) is not None:
             return parts
+        if (first := _PLACES_FROM.get(opcode)) is not None:
+            # Parts that each device cuts out, or puts in, at a place of its own may be the same.
+            operands[first:] = [_perhaps(value) for value in operands[first:]]
         joined = _joined(tuple(operands))
         if opcode in ("infeed", "outfeed") or (
             opcode == "custom-call" and sends_by_itself(instruction)
         ):
             joined |= Differs(unsure=self._everywhere)
         return _like(instruction.type, joined)
+
+    def _numbers(
+        self, computation: Computation, instruction: Instruction, operands: list[Value]
+    ) -> Numbers | None:
+        """Returns an integer that is known on every device; None for anything else."""
+        opcode = instruction.opcode
+        if opcode == "partition-id":
+            # Only the author's own: what XLA's partitioner makes of the number comes out equal.
+            asked = instruction.op_name.rpartition("/")[2] == "axis_index"
+            return self._of_devices(range(self._count)) if asked else None
+        if not any(isinstance(value, Numbers) for value in operands):
+            return None
+        if opcode in _KEEPS_NUMBERS and instruction.shapes[0].elements == 1:
+            return operands[0] if isinstance(operands[0], Numbers) else None
+        if opcode not in _ARITHMETIC or len(operands) != 2:
+            return None
+        pairs = zip(instruction.operands, operands, strict=True)
+        sides = [self._side(computation.instructions[name], value) for name, value in pairs]
+        left, right = sides
+        if left is None or right is None:
+            return None
+        return self._of_devices(map(_ARITHMETIC[opcode], left, right))
+
+    def _side(self, instruction: Instruction, value: Value) -> Sequence[int] | None:
+        if isinstance(value, Numbers):
+            return value.values
+        return None if instruction.constant is None else (instruction.constant,) * self._count
+
+    def _of_devices(self, values: Iterable[int]) -> Numbers:
+        known = tuple(values)
+        axes = (axis for axis in self._everywhere if self._varies(known, axis))
+        return Numbers(known, Differs(frozenset(axes)))
+
+    def _varies(self, values: Sequence[int], axis: str) -> bool:
+        """Whether devices whose places differ along one axis alone have different numbers."""
+        seen: dict[tuple[int, ...], int] = {}
+        for device, number in enumerate(values):
+            place = coordinates(device, self._mesh) | {axis: 0}
+            if seen.setdefault(tuple(place.values()), number) != number:
+                return True
+        return False
 
     def _of_computations(
         self, computation: Computation, instruction: Instruction, operands: list[Value]
@@ -253,6 +323,12 @@ def _sent(computation: Computation, received: Instruction) -> list[str]:
     ]
 
 
+def _perhaps(value: Value) -> Differs:
+    """Returns a value of which nothing is sure."""
+    axes = _joined(value).axes
+    return Differs(axes, axes)
+
+
 def _like(type_: Type, value: Differs) -> Value:
     return value if isinstance(type_, Shape) else tuple(_like(part, value) for part in type_)
 
@@ -261,6 +337,8 @@ def _joined(value: Value) -> Differs:
     """Returns the axes along which any part of a value differs."""
     if isinstance(value, Differs):
         return value
+    if isinstance(value, Numbers):
+        return value.differs
     parts = [v for _, v in value.parts] if isinstance(value, Joined) else map(_joined, value)
     return functools.reduce(Differs.__or__, parts, EQUAL)
 

@@ -198,7 +198,7 @@ def _inputs(lowered: Lowered, module: Module, flow: ValueFlow) -> tuple[list[Lea
                 dtype=describe(leaf).partition("[")[0],
                 bytes=local.bytes if local else 0,
                 elements=local.elements if local else 0,
-                **_split(getattr(leaf, "sharding", None), leaf.shape, lowered.mesh),
+                dims=_split(getattr(leaf, "sharding", None), leaf.shape, lowered.mesh),
                 is_state=is_state,
                 is_weight=is_state and local is not None and reads(parameters[i]),
             )
@@ -269,37 +269,33 @@ def _outputs(
                 dtype=describe(out).partition("[")[0],
                 bytes=local.bytes if local else 0,
                 elements=local.elements if local else 0,
-                **_split(sharding, out.shape, lowered.mesh),
+                dims=_split(sharding, out.shape, lowered.mesh),
                 is_state=is_state,
             )
         )
     return leaves
 
 
-def _split(sharding: Any, shape: tuple[int, ...], mesh: Mesh | None) -> dict[str, Any]:
-    """Returns the mesh axes that split an array: `axes`, and `leading`, of its first axis alone."""
+def _split(sharding: Any, shape: tuple[int, ...], mesh: Mesh | None) -> tuple[frozenset[str], ...]:
+    """Returns the mesh axes that split each axis of an array."""
     if mesh is None or sharding is None:
-        return {"axes": frozenset[str](), "leading": frozenset[str]()}
-    if isinstance(sharding, NamedSharding):
-        dims = [entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec]
-        split = [{axis for axis in dim if mesh.shape.get(axis, 1) > 1} for dim in dims]
-        leading = split[0] if split else set[str]()
-        return {"axes": frozenset(set[str]().union(*split)), "leading": frozenset(leading)}
-    return _split_by_device(sharding.devices_indices_map(shape), mesh)
+        return ()
+    if not isinstance(sharding, NamedSharding):
+        return _split_by_device(sharding.devices_indices_map(shape), len(shape), mesh)
+    dims = [entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec]
+    dims += [()] * (len(shape) - len(dims))  # a spec may leave out the last ones
+    return tuple(frozenset(a for a in dim if mesh.shape.get(a, 1) > 1) for dim in dims)
 
 
-def _split_by_device(indices: Mapping[Any, Any], mesh: Mesh) -> dict[str, Any]:
+def _split_by_device(indices: Mapping[Any, Any], ndim: int, mesh: Mesh) -> tuple[Any, ...]:
     """Returns `_split` of a sharding that the compiler chose: it names no axes."""
     first = indices[mesh.devices.flat[0]]
-    axes, leading = set[str](), set[str]()
-    for number, axis in enumerate(mesh.axis_names):
-        if mesh.shape[axis] == 1:
-            continue
-        place = tuple(int(n == number) for n in range(mesh.devices.ndim))
-        there = indices[mesh.devices[place]]
-        axes |= {axis} if there != first else set()
-        leading |= {axis} if there[:1] != first[:1] else set()
-    return {"axes": frozenset(axes), "leading": frozenset(leading)}
+    there = {
+        axis: indices[mesh.devices[tuple(int(n == number) for n in range(mesh.devices.ndim))]]
+        for number, axis in enumerate(mesh.axis_names)
+        if mesh.shape[axis] > 1
+    }
+    return tuple(frozenset(a for a in there if there[a][dim] != first[dim]) for dim in range(ndim))
 
 
 def _memory(compiled: Any, topology: Topology) -> Memory:

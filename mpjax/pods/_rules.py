@@ -178,20 +178,24 @@ def activations(collectives: Sequence[Collective], compute_dtype: str) -> Iterat
         return
     everything = sum(c.total_bytes for c in collectives)
     wide = (c for c in collectives if c.role == "activations" and c.dtype in _HIGH)
-    by_line = itertools.groupby(sorted(wide, key=lambda c: c.source), key=lambda c: c.source)
-    for source, lines in by_line:
+    wide = sorted(wide, key=lambda c: (c.source, c.path))
+    for (source, path), lines in itertools.groupby(wide, key=lambda c: (c.source, c.path)):
         group = list(lines)
         if sum(c.total_bytes for c in group) < SMALL_SHARE * everything:
             continue
         first = max(group, key=lambda c: c.total_bytes)
         dims = ",".join(map(str, first.shape))
+        what = f"which is no parameter, {_mb(group)} a step at {source or 'an unnamed place'}"
+        fix = f"Cast it to {compute_dtype} before it is sent."
+        if path:
+            what = f"which is {path}, {_mb(group)} a step"
+            fix = f"Split {path} along another axis: as the step uses it, a device needs the whole."
         yield Finding(
             check="activations",
             severity="error",
-            what=f"{first.kind} of {first.dtype}[{dims}], which is no parameter, {_mb(group)} "
-            f"a step at {source or 'an unnamed place'}.",
-            culprit=source,
-            fix=f"Cast it to {compute_dtype} before it is sent.",
+            what=f"{first.kind} of {first.dtype}[{dims}], {what}.",
+            culprit=source or path,
+            fix=fix,
         )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mpjax._base.tree import is_overwritten
 from mpjax.pods._copies import Differs
-from mpjax.pods._findings import Finding
+from mpjax.pods._findings import Finding, Severity
 
 SMALL_SHARE = 0.01
 """The share of all bytes of its role below which an array, as a bias, is no finding."""
@@ -35,10 +36,19 @@ class Leaf:
     dtype: str
     bytes: int  # on one device
     elements: int  # on one device
-    axes: frozenset[str]  # of the mesh, that split it
-    leading: frozenset[str]  # of these, those that split its first axis
+    dims: tuple[frozenset[str], ...]  # for each axis, those of the mesh that split it
     is_state: bool
     is_weight: bool = False  # whether a product reads it
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes of the mesh that split it."""
+        return frozenset[str]().union(*self.dims)
+
+    @property
+    def leading(self) -> frozenset[str]:
+        """The axes of the mesh that split its first axis."""
+        return self.dims[0] if self.dims else frozenset[str]()
 
     @property
     def is_replicated(self) -> bool:
@@ -122,7 +132,8 @@ def copies(
         check="copies",
         severity="error",
         what=f"{leaf.path}{rest}: the devices along {', '.join(axes)} compute different values for "
-        "what is one array; a gradient, or a decision, is not reduced over them.",
+        "what is one array; a gradient or a decision is not reduced over them, or what each makes "
+        "of its own number (axis_index) is kept.",
         culprit=leaf.path,
         fix=f"Before the update: jax.lax.pmean(grads, {tuple(axes)!r}), or mpjax.pods.gather(..., "
         "reduce='mean'). with_loss_scale takes axis_name. shard_map's check_vma refuses it.",
@@ -136,35 +147,63 @@ def undecided(outputs: Sequence[Leaf], differing: Sequence[Differs]) -> bool:
 
 
 def replication(inputs: Sequence[Leaf]) -> Iterator[Finding]:
-    """Yields a finding for each piece of optimizer state that is whole on every device.
+    """Yields a finding for each piece of optimizer state that is not laid out as its parameter is.
 
-    Optimizer state is state that no product reads. Its parameter is a leaf of the same shape whose
-    path is shorter and has the same end (`opt_state/mu/w`, `params/w`); or, where names do not
-    tell, any weight of the same shape. If the parameter is sharded, its state should be.
+    Optimizer state is state that no product reads, and its parameter is found by shape and path. It
+    may be split over more axes of the mesh than that, not over fewer.
     """
     state = [leaf for leaf in inputs if leaf.is_state and not is_overwritten(leaf.key_path)]
     large = SMALL_SHARE * sum(leaf.bytes for leaf in state)
-    sharded = [leaf for leaf in state if not leaf.is_replicated]
     for leaf in state:
-        if not leaf.is_replicated or leaf.is_weight or leaf.bytes < large:
+        if leaf.is_weight or leaf.bytes < large:
             continue  # a weight may be whole while the optimizer's state is split
-        named = (p for p in sharded if _is_of(leaf, p))
-        alike = (p for p in sharded if p.is_weight and p.shape == leaf.shape)
-        of = next(named, next(alike, None))
-        if of is not None:
-            yield Finding(
-                check="replication",
-                severity="error",
-                what=f"{leaf.path} is whole on every device ({leaf.bytes / 1e6:.1f} MB each), "
-                f"while {of.path} is sharded.",
-                culprit=leaf.path,
-                fix="Give it its parameter's sharding: optax.tree.map_params makes the specs.",
+        named, of = _parameters(leaf, state)
+        fewer = [p for p in of if leaf.axes < p.axes]
+        size = f"({leaf.bytes / 1e6:.1f} MB each)"
+        if fewer and (named or len(fewer) == len(of)):
+            along = ", ".join(sorted(fewer[0].axes - leaf.axes))
+            whole = "every device" if leaf.is_replicated else f"all devices along {along}"
+            yield _layout(
+                "error", leaf, f"whole on {whole} {size}, while {fewer[0].path} is sharded"
             )
+        elif named and of and all(p.axes == leaf.axes and p.dims != leaf.dims for p in of):
+            what = f"split along other dimensions {size} than {of[0].path}: one of them is sent in "
+            yield _layout("warning", leaf, f"{what}each step")
 
 
-def _is_of(leaf: Leaf, parameter: Leaf) -> bool:
-    mine, other = leaf.path.split("/"), parameter.path.split("/")
-    return leaf.shape == parameter.shape and mine[-1] == other[-1] and len(mine) >= len(other)
+def _layout(severity: Severity, leaf: Leaf, what: str) -> Finding:
+    return Finding(
+        check="replication",
+        severity=severity,
+        what=f"{leaf.path} is {what}.",
+        culprit=leaf.path,
+        fix="Give it its parameter's sharding: optax.tree.map_params makes the specs.",
+    )
+
+
+def _parameters(leaf: Leaf, state: Sequence[Leaf]) -> tuple[bool, list[Leaf]]:
+    """Returns whether names tell the parameter of a piece of optimizer state, and what it may be.
+
+    It has the same shape, and of such leaves the longest common end of the path
+    (`opt_state/mu/w`, `params/w`) and then the shortest path. Where no name is in common, it may
+    be any weight of that shape.
+    """
+    alike = [p for p in state if p is not leaf and p.shape == leaf.shape]
+    ends = {p.path: _common_end(p, leaf) for p in alike}
+    longest = max(ends.values(), default=0)
+    if not longest:
+        return False, [p for p in alike if p.is_weight]
+    nearest = [p for p in alike if ends[p.path] == longest]
+    shortest = min(p.path.count("/") for p in nearest)
+    if shortest > leaf.path.count("/"):
+        return True, []
+    return True, [p for p in nearest if p.path.count("/") == shortest]
+
+
+def _common_end(one: Leaf, other: Leaf) -> int:
+    """Returns the number of equal names at the end of two paths."""
+    pairs = zip(reversed(one.path.split("/")), reversed(other.path.split("/")), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def donation(

@@ -192,3 +192,20 @@ def test_a_train_step_adopts_what_is_known_of_the_weights():
     back = steps["32-true"].adopt(low)
     assert_bitwise_equal(back.params, first.params)
     steps["O2"](low, x)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_what_has_no_gradient_stays_as_it_is(jit):
+    params = {"w": jnp.ones(2), "ids": jnp.arange(3), "key": jax.random.key(0)}
+    tx = mpjax.with_loss_scale(
+        optax.masked(optax.sgd(0.5), {"w": True, "ids": False, "key": False})
+    )
+
+    def step(params):
+        loss = mpjax.grad(lambda p: jnp.sum(p["w"]), loss_scale=None, allow_int=True)
+        updates, _ = tx.update(loss(params), tx.init(params), params)
+        return optim.apply_updates(params, updates)
+
+    moved = (jax.jit(step) if jit else step)(params)
+    assert moved["w"].tolist() == [0.5, 0.5]
+    assert_bitwise_equal({**moved, "w": params["w"]}, params)

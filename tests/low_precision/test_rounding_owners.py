@@ -146,6 +146,29 @@ def test_no_step_leaves_every_bit(own, dtype):
                 assert_bitwise_equal(after, state)
 
 
+@halves
+@pytest.mark.parametrize("name", ["master", "split", "kahan"])
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_step_that_is_lost_even_on_what_is_kept_is_counted_as_lost(name, dtype, jit):
+    tx, start = OWNERS[name](optax.sgd(1.0)), params_of(dtype)
+    update = jax.jit(tx.update) if jit else tx.update
+    params, state = train(tx, start, [grads_of(start, 0)])
+    for size, share in ((2.0**-12, 0.0), (2.0**-40, 1.0)):
+        grads = jax.tree.map(lambda p, size=size: p.astype(jnp.float32) * size, params)
+        grads["b"] = grads["b"].at[0].set(0.0)  # of a parameter that is 0 or nearly so: none
+        updates, after = update(grads, state, params)
+        lost = mpjax.numerics.lost_updates(params, updates)
+        assert {path: float(x) for path, x in lost.items()} == dict.fromkeys(params, share)
+        if share:
+            assert_bitwise_equal(optax.apply_updates(params, updates), params)
+            assert_bitwise_equal(after, state)
+    zeros = {"w": jnp.array([0.0, -0.0], dtype)}
+    steps = jax.tree.map(lambda p: jnp.full(p.shape, 1e-40, jnp.float32), zeros)
+    updates, _ = update(steps, tx.init(zeros), zeros)
+    if name == "split":  # a correction of zero has a least unit
+        assert_bitwise_equal(optax.apply_updates(zeros, updates), zeros)
+
+
 def test_full_bits_survive_where_a_difference_is_beyond_float32():
     big = jnp.full(2, 3e38, jnp.bfloat16)
     tx = optim.with_master_weights(optax.sgd(1.0))

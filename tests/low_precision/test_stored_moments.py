@@ -218,10 +218,11 @@ def test_what_is_too_wide_for_8_bits_is_said_with_what_to_type(size, kind):
         mpjax.raise_if_diverged(state.inner_state, params)
         return mpjax.raise_if_diverged(state, params)
     assert found.rules == {"in/w": "bfloat16"}
-    text = (
-        r"raise_if_diverged: gradients within a block of 'in/w' are \de\+0\d times apart, too(.|\n)"
+    text = r"raise_if_diverged: gradients within a block of 'in/w' are \de\+0\d times apart, too "
+    text += (
+        r"far for moments in 8 bits: single updates of Adam are up to 3 times float32's, and of "
     )
-    text += r"*moment_spread\(opt_state, params\)\.rules"
+    text += r"others more(.|\n)*moment_spread\(opt_state, params\)\.rules"
     for seen in (state, state.inner_state):  # with a loss scale, and without one
         with pytest.warns(mpjax.PolicyWarning, match=text):
             mpjax.raise_if_diverged(seen, params)

@@ -148,7 +148,7 @@ def test_a_row_that_a_mask_covers_as_a_whole_is_told():
     assert "attention" in report.cause.text
 
 
-def test_a_gradient_beyond_range_at_any_scale_is_told_from_a_scale_too_high():
+def test_a_gradient_beyond_range_at_scale_1_is_told_from_a_scale_too_high():
     def loss(w, x):
         with jax.named_scope("steep"):
             y = x @ w
@@ -156,7 +156,40 @@ def test_a_gradient_beyond_range_at_any_scale_is_told_from_a_scale_too_high():
 
     report = diagnose(loss, "16-mixed", loss_scale=1024)(jnp.ones((4, 2)), X)
     assert report.cause.kind == "gradient_range"
-    assert "No loss scale helps" in report.cause.text
+    assert "A loss scale of 1 is too high as well" in report.cause.text
+    # One below 1 does fit: nothing may be said of all scales.
+    assert diagnose(loss, "16-mixed", loss_scale=2.0**-8)(jnp.ones((4, 2)), X).finite
+    assert "No loss scale" not in report.cause.text
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_an_index_out_of_range_is_named_as_that(jit):
+    def loss(w, ids):
+        with jax.named_scope("embed"):
+            take = jax.jit(jnp.take, static_argnames="axis") if jit else jnp.take
+            h = take(w, ids, axis=0)
+        return jnp.mean(jnp.tanh(h) ** 2)
+
+    report = diagnose(loss, "bf16-mixed")(jnp.ones((4, 2)), jnp.array([0, 4]))
+    assert (report.first[0].module, report.first[0].operation) == ("embed", "gather")
+    assert "an index is out of range" in report.cause.text
+    assert "indices" in report.cause.fix
+    assert "division" not in report.cause.fix
+    assert diagnose(loss, "bf16-mixed")(jnp.ones((4, 2)), jnp.array([0, 3])).finite
+
+
+def test_a_weight_beyond_range_is_not_called_an_activation():
+    report = diagnose(lambda w, x: jnp.mean((x @ w) ** 2), "16-mixed")(jnp.full((4, 2), 1e5), X)
+    assert report.cause.kind == "range"
+    assert report.cause.text.startswith("a value (1e+05) passes 65504, the largest f16")
+
+
+def test_a_parameter_that_nothing_reads_may_hide_its_nan_so():
+    report = diagnose(lambda w, x: jnp.sum(x @ w["used"]), "bf16-mixed")(
+        {"used": jnp.ones((4, 2)), "unused": jnp.full(3, jnp.nan)}, X
+    )
+    assert report.cause.kind == "leaf"
+    assert "or nothing reads it" in report.cause.text
 
 
 # -- what is benign ------------------------------------------------------------------------------

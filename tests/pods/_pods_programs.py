@@ -133,6 +133,38 @@ def cnn_jit(topology, mistake):
     return step, mpjax.pods.with_sharding(args, (P(), batch), mesh)
 
 
+@program
+def dropout(topology, mistake):
+    """Under shard_map: devices along `data` drop other units, by keys of their own."""
+    mesh = topology.make_mesh({"data": 4, "tensor": 2})
+
+    def local(params, key, x):
+        key, of_step = jax.random.split(key)
+        own = jax.random.fold_in(of_step, jax.lax.axis_index("data"))
+
+        def loss(params, x):
+            hidden = jax.nn.relu(x.astype(jnp.bfloat16) @ low(params["first"]))
+            kept = jax.random.bernoulli(own, 0.5, hidden.shape)
+            out = jnp.where(kept, hidden, 0) @ low(params["second"])
+            return jnp.mean(jax.lax.psum(out, "tensor").astype(jnp.float32) ** 2)
+
+        varying = jax.tree.map(lambda w: jax.lax.pcast(w, "data", to="varying"), params)
+        grads = jax.lax.pmean(jax.grad(loss)(varying, x), "data")
+        return descend(params, grads), own if mistake == "own key is kept" else key
+
+    layout = {"first": P(None, "tensor"), "second": P("tensor")}, P()
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(*layout, P("data")), out_specs=layout, check_vma=not mistake
+    )
+
+    def step(state, x):
+        return mapped(*state, x)
+
+    args = (MLP, jax.eval_shape(lambda: jax.random.key(0))), spec(ROWS, WIDTH)
+    specs = layout, P("data")
+    return jax.jit(step, donate_argnums=0), mpjax.pods.with_sharding(args, specs, mesh)
+
+
 # -- a transformer's layers, data and tensor parallel ----------------------------------------------
 
 LAYERS = {"up": (3, WIDTH, 4 * WIDTH), "down": (3, 4 * WIDTH, WIDTH)}
@@ -207,6 +239,39 @@ def fsdp(topology, mistake):
     return jitted, args
 
 
+SQUARES = {name: {"kernel": spec(4 * WIDTH, 4 * WIDTH)} for name in ("split", "turned", "whole")}
+LAID = {"split": P("fsdp", "tensor"), "turned": P("tensor", "fsdp"), "whole": P()}
+
+
+@program
+def laid_out(topology, mistake):
+    """Weights of one shape, each laid out in its own way, and its momentum as the weight is."""
+    mesh = topology.make_mesh({"fsdp": 4, "tensor": 2})
+    specs = {"params": {name: {"kernel": LAID[name]} for name in LAID}}
+    specs["trace"] = jax.tree.map(lambda s: s, specs["params"], is_leaf=lambda s: isinstance(s, P))
+    wrong = {"momentum on fewer axes": P(None, "tensor"), "momentum turned": P("tensor", "fsdp")}
+    if mistake:
+        specs["trace"]["split"]["kernel"] = wrong[mistake]
+
+    def loss(params, x):
+        low = mpjax.pods.gather_constraint(params, on(mesh, specs["params"]), "bf16-mixed")
+        for name in LAID:
+            x = jnp.tanh(x @ low[name]["kernel"])
+        return jnp.mean(x**2)
+
+    def step(state, x):
+        grads = jax.grad(mpjax.autocast(loss, "bf16-mixed"))(state["params"], x)
+        params, trace = momentum(state["params"], state["trace"], grads)
+        return {"params": params, "trace": trace}
+
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=on(mesh, specs))
+    state = {"params": SQUARES, "trace": SQUARES}
+    batch = P(("fsdp", "tensor"))
+    return jitted, mpjax.pods.with_sharding(
+        (state, spec(8 * ROWS, 4 * WIDTH)), (specs, batch), mesh
+    )
+
+
 @program
 def optimizer_shards(topology, mistake):
     """Whole weights, of which each device updates its part: their momentum is split."""
@@ -223,6 +288,33 @@ def optimizer_shards(topology, mistake):
     state = {"params": MLP, "trace": MLP}
     args = mpjax.pods.with_sharding((state, spec(ROWS, WIDTH)), (specs, P("data")), mesh)
     return jitted, args
+
+
+@program
+def micro_batches(topology, mistake):
+    """A loop over micro-batches under jit: the examples in each are split, or the loop's axis."""
+    mesh = topology.make_mesh({"data": -1})
+
+    def step(params, images):
+        def add(total, x):
+            grads = jax.grad(mpjax.autocast(mlp_loss, "bf16-mixed"))(params, x)
+            return jax.tree.map(jnp.add, total, grads), None
+
+        grads, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), images)
+        return descend(params, grads)
+
+    split = P("data") if mistake else P(None, "data")
+    args = mpjax.pods.with_sharding((MLP, spec(8, ROWS, WIDTH)), (P(), split), mesh)
+    return jax.jit(step, donate_argnums=0), args
+
+
+@program
+def watched(topology, mistake):
+    """A train step that looks at its values once in a hundred steps, by gradients of its own."""
+    mesh = topology.make_mesh({"data": -1})
+    step = mpjax.make_train_step(mlp_loss, optax.sgd(0.1), "bf16-mixed", watch=100)
+    state = jax.eval_shape(step.init, MLP)
+    return step, mpjax.pods.with_sharding((state, spec(ROWS, WIDTH)), (P(), P("data")), mesh)
 
 
 @program

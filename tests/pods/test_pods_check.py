@@ -256,6 +256,25 @@ def test_a_batch_is_judged_whatever_the_step_calls_its_arguments(call):
     assert check(step, with_sharding(args, (P(), P("data")), mesh), "cpu:8").ok
 
 
+def test_lines_are_those_of_now_where_a_cache_on_disk_has_the_program_of_an_earlier_edit(tmp_path):
+    mesh = get_topology("cpu:8").make_mesh({"data": 8})
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
+    args = (jax.ShapeDtypeStruct((64, 64), jnp.float32),) * 2
+    args = with_sharding(args, (P(), P("data")), mesh)
+
+    def summed_at(line):
+        text = "\n" * (line - 1) + "def step(w, x): return w * lax.psum(x, 'data').sum()"
+        scope = {"lax": jax.lax}
+        exec(compile(text, str(tmp_path / "train.py"), "exec"), scope)
+        report = check(jax.jit(jax.shard_map(scope["step"], mesh=mesh, **specs)), args, "cpu:8")
+        return [c.source.partition(" ")[0] for c in report.collectives]
+
+    before = jax.config.jax_compilation_cache_include_metadata_in_key
+    for line in (3, 8):
+        assert summed_at(line) == [f"{tmp_path / 'train.py'}:{line}"]
+    assert jax.config.jax_compilation_cache_include_metadata_in_key == before
+
+
 def test_process_index_answers_truly_afterwards():
     check(jax.jit(sgd, donate_argnums=0), SGD_ARGS, "cpu:1")
     assert (jax.process_index(), jax.process_count()) == (0, 1)

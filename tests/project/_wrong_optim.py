@@ -13,6 +13,7 @@ import mpjax
 from mpjax import optim
 
 ADAM, INT8 = optax.adam(0.1), "int8_from_mixed_bfloat16"
+CENTRED = optax.rmsprop(0.1, centered=True)
 HALF = {"w": jnp.ones((2, 2), jnp.bfloat16)}
 KERNELS = {"kernel": jnp.ones((64, 64))}
 STORES = (
@@ -91,7 +92,9 @@ ROWS = {
             ({"mu_dtype": "f64"}, "(mu_dtype): float64 is no dtype to store a moment"),
             ({"mu_dtype": "bf17"}, "(mu_dtype): unknown dtype 'bf17'")),
         *each(lambda store: store(SGD).init({"w": jnp.ones((64, 64))}), V,
-            "has no moments that it knows: no mu, | Wrap an opt", *STORES),
+            "has no moments that can be stored | Allowed: mu, nu, trace, | Wrap an opt", *STORES),
+        *each(lambda store: store(CENTRED).init({"w": jnp.ones((64, 64))}), V,
+            "has no moments that can be stored | not the mu and nu of a centred", *STORES),
         *each(lambda v: optim.with_quantized_state(ADAM, block_size=v), V,
             "(block_size): must be a whole number of at least 2, or None; got {}",
             *(0, 1, -256, 2.5, True, "rows")),
