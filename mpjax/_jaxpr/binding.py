@@ -35,6 +35,12 @@ def written_at(eqn: Eqn, within: int = 0) -> Generator[None]:
         yield
 
 
+def written_here(eqn: Eqn) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Returns what gives the present scopes to equations that are bound later, for a reader."""
+    here = source_info_util.current_name_stack()
+    return lambda: source_info_util.user_context(eqn.source_info.traceback, name_stack=here)
+
+
 def _at(traceback: Any, names: Any) -> contextlib.AbstractContextManager[None]:
     stack = source_info_util.current_name_stack() + names
     return source_info_util.user_context(traceback, name_stack=stack)

@@ -289,7 +289,7 @@ class Planner(Rounding):
         return Decision(eqn, Action.CALL, Reason("planned inside"), call=call)
 
     def of_unchanged_call(self, eqn: Eqn) -> Reason:
-        """The reason of a call that holds no product, and that nothing low goes into."""
+        """The reason of a call that holds no low product, and that nothing low goes into."""
         if by_user := self.of_user(eqn, states.WIDE):
             return by_user
         is_function = structure.single_program(eqn) is not None

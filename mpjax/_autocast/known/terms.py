@@ -50,9 +50,14 @@ def _cancel(a: Term, b: Term) -> bool:
         return False
     if not (a.is_product or b.is_product) or a.is_summed != b.is_summed:
         return False
+    if b.is_power:
+        a, b = b, a
     first, second = map(made_of.unless_constant, (a.roots, b.roots))  # a constant weights a sum
-    ways = made_of.among(first, second), made_of.among(second, first)
-    return all(ways) if a.is_summed else any(ways)
+    within, around = made_of.among(first, second), made_of.among(second, first)
+    if a.is_summed:
+        return within and around
+    # What else a product is over weights it: `w` in `E[x y]`. But `x y - x` does not cancel.
+    return within or (around and not (a.is_product and b.is_product))
 
 
 def of_branches(terms: Iterable[Term], number: Callable[[], int]) -> Terms:
@@ -69,7 +74,7 @@ def multiplied(first: Terms, second: Terms, number: Callable[[], int]) -> Terms:
     return few(
         a._replace(
             roots=a.roots | b.roots,
-            number=number(),
+            number=a.number if a == b else number(),  # the square of one is no other sum
             is_product=a.is_product and b.is_product,
             is_power=True,
         )

@@ -29,7 +29,7 @@ from mpjax._autocast.run.values import Value
 from mpjax._autocast.speed import FusedGroup
 from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32
-from mpjax._jaxpr.binding import bind, written_at
+from mpjax._jaxpr.binding import bind, written_at, written_here
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import OP_RULES, PRODUCTS, OpClass
 from mpjax._jaxpr.sizes import is_float32
@@ -252,10 +252,11 @@ def _same_size(eqn: Eqn) -> bool:
 
 def _moved(eqn: Eqn, values: Sequence[Value]) -> Callable[[Any], Any]:
     """Returns a function that moves the operand's low copy, which saves a cast of the result."""
+    here = written_here(eqn)
 
     def lazy(dtype: Any) -> Any:
         rest = [v.full for v in values[1:]]
-        with written_at(eqn):
+        with here():
             return bind(eqn, [values[0].low(dtype), *rest])[0]
 
     return lazy

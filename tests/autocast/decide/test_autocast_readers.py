@@ -331,6 +331,30 @@ def test_law_of_cancelling_a_factorisation_machine():
     np.testing.assert_allclose(got, 0, atol=1e-5)
 
 
+# How many products of each are float32: the others of the same values are no terms that cancel.
+FLOAT32_OF = {
+    "distances of two networks": (lambda y, z: DISTANCES["broadcasts"](y, z), 1),
+    "a value and its square": (lambda y, z: y * y - y + z, 0),
+    "a product of two parts, less one": (lambda y, z: y[:, 0] * y[:, 1] - y[:, 0] + z[:, 0], 0),
+    "a logistic step": (lambda y, z: y + 0.1 * y * (1 - y) + z, 0),
+    "a product of means, less one": (lambda y, z: y.mean() * z.mean() - y.mean(), 0),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT32_OF)
+def test_products_that_do_not_cancel_stay_low(name):
+    read, count = FLOAT32_OF[name]
+
+    def fun(x, w, v):
+        return jnp.tanh(read(jnp.tanh(x) @ w, jnp.tanh(x) @ v)).sum()
+
+    for g in (fun, jax.value_and_grad(fun, argnums=(1, 2))):
+        rows = mpjax.explain(g, "bf16-mixed")(X, W, W).rows
+        found = [r.dtype for r in rows if r.operation == "dot_general" for _ in range(r.count)]
+        # Of a product that is float32, both gradients are, where the function takes these.
+        assert found.count("f32") == count * (1 if g is fun else 3)
+
+
 @pytest.mark.parametrize(
     ("fun", "says"),
     [

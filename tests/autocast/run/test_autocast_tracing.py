@@ -51,6 +51,22 @@ def test_equal_groups_keep_their_scopes():
     assert [name.split("/")[-2:] for name in found] == [[f"layer_{i}", "softmax"] for i in range(3)]
 
 
+def test_a_move_stands_in_its_own_scope_though_a_reader_runs_it():
+    """Its low copy is moved when the product reads it: `pre/first` was no layer of the model."""
+
+    def fun(x, w):
+        with jax.named_scope("first"):
+            w = w.T
+        with jax.named_scope("pre"):
+            return x @ w
+
+    found = equations(jax.make_jaxpr(autocast(fun, "bf16-mixed"))(X, W))
+    moved = [eqn for eqn in found if eqn.primitive.name == "transpose"]
+    names = [str(eqn.source_info.name_stack).split("/") for eqn in moved]
+    assert names
+    assert all("pre" not in name and name.count("first") == 1 for name in names)
+
+
 def test_groups_on_other_lines_are_others():
     def fun(x, w):
         y = jnp.exp(x @ w) * 2.0
