@@ -36,7 +36,7 @@ class LossScaleState(NamedTuple):
     grads_finite: Array  # bool[], whether the last step was taken
     skipped_steps: Array  # i32[], in all
     consecutive_skips: Array  # i32[], up to now
-    diverged: Array  # bool[], set at `max_consecutive_skips` and never unset
+    diverged: Array  # bool[], set at `max_consecutive_skips`, and unset by you alone
     leaf_finite: Array  # bool[leaves], of the last step that was skipped
     inner_state: Any
 

@@ -22,6 +22,12 @@ from mpjax._scaling.optim_state import (
 from mpjax._scaling.transformation import state_in
 
 
+_GO_ON = (
+    "Nothing bad was applied. Mended, go on with "
+    "opt_state = optax.tree.set(opt_state, diverged=jnp.array(False))."
+)
+
+
 def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
     """Raises `NonFiniteError` if too many steps in a row were skipped; else does nothing.
 
@@ -95,7 +101,7 @@ def _diverged_text(state: dict[str, Any], params: PyTree | None) -> str:
     if not len(bad):
         fix = "The loss itself was inf or NaN, and every gradient finite: a max, a where or a clip "
         fix += "hides it from them. step.diagnose(state, batch, metrics) names what made it."
-        return message("with_loss_scale", got, "First bad leaf: none.", fix)
+        return message("with_loss_scale", got, "First bad leaf: none.", fix, _GO_ON)
     leaf = _leaf_text(int(bad[0]), len(flags), params)
     more = f" ({len(bad)} of {len(flags)} leaves are bad)" if len(bad) > 1 else ""
     fix = (
@@ -103,7 +109,7 @@ def _diverged_text(state: dict[str, Any], params: PyTree | None) -> str:
     )
     fix += "names it. Try policy 'bf16-mixed', or keep that layer in float32 with a PolicyMap."
     page = "More in the documentation, 'Where did it go wrong?'."
-    return message("with_loss_scale", got, f"First bad leaf: {leaf}{more}.", fix, page)
+    return message("with_loss_scale", got, f"First bad leaf: {leaf}{more}.", fix, _GO_ON, page)
 
 
 def _leaf_text(index: int, count: int, params: PyTree | None) -> str:

@@ -161,12 +161,23 @@ def test_law_11_error_names_the_first_bad_leaf():
         r"with_loss_scale: 2 steps in a row were skipped; loss scale is 1\.\n"
         r"  First bad leaf: 'layer/w', f32\[2,2\]\.\n"
         r"  Lower the learning rate, .* PolicyMap\.\n"
+        r"  Nothing bad was applied\. Mended, go on with opt_state = optax\.tree\.set\(.*\)\.\n"
         r"  More in the documentation, 'Where did it go wrong\?'\."
     )
     with pytest.raises(mpjax.NonFiniteError, match=text):
         mpjax.raise_if_diverged((optax.EmptyState(), {"deep": state}), PARAMS)
     with pytest.raises(mpjax.NonFiniteError, match=r"number 2 of 2; pass the parameters"):
         mpjax.raise_if_diverged(state)
+
+
+def test_law_11_a_run_that_was_mended_goes_on_as_its_message_says():
+    tx = mpjax.with_loss_scale(optax.sgd(0.1), max_consecutive_skips=2)
+    _, opt_state = train(tx, [grads_like(PARAMS, bad=jnp.nan)] * 2)
+    opt_state = optax.tree.set(opt_state, diverged=jnp.array(False))
+    mpjax.raise_if_diverged(opt_state, PARAMS)
+    _, opt_state = tx.update(grads_like(PARAMS), opt_state, PARAMS)
+    mpjax.raise_if_diverged(opt_state, PARAMS)
+    assert int(opt_state.consecutive_skips) == 0
 
 
 def test_law_11_without_a_limit_nothing_is_raised_and_nothing_bad_applied():
