@@ -51,6 +51,32 @@ def minus_a_neighbour_added(dot, p, x):
     return _read(dot, p, u[1:] + -1.0 * u[:-1])
 
 
+@_head(HIDDEN, params=_net(4))
+def minus_two_and_its_neighbours(dot, p, x):
+    u = 288 + _made(dot, p, x)
+    return _read(dot, p, -2 * u + jnp.roll(u, 1, 0) + jnp.roll(u, -1, 0))
+
+
+@_head(HIDDEN, params=_net(4))
+def a_stencil_of_weights(dot, p, x):
+    u = 288 + _made(dot, p, x)
+    weights = jnp.array([1.0, -2.0, 1.0], u.dtype)
+    return _read(dot, p, sum(weights[i] * jnp.roll(u, i - 1, 0) for i in range(3)))
+
+
+@_head(HIDDEN, params=_net(4))
+def a_sum_of_what_is_joined_with_its_mean_negated(dot, p, x):
+    u = 288 + _made(dot, p, x)
+    return _read(dot, p, jnp.stack([u, jnp.broadcast_to(-u.mean(0), u.shape)]).sum(0))
+
+
+@_head(HIDDEN, params=_net(4))
+def a_sum_of_neighbours_times_signs(dot, p, x):
+    u = 288 + _made(dot, p, x)
+    signs = jnp.array([1.0, -1.0], u.dtype)[:, None, None]
+    return _read(dot, p, (jnp.stack([u[1:], u[:-1]]) * signs).sum(0))
+
+
 @_head(HIDDEN, params=_net(4, m=np.full(4, 50, np.float32), v=np.ones(4, np.float32)))
 def a_norm_with_running_statistics_folded(dot, p, x):
     scale = lax.rsqrt(p["v"] + 1e-5)

@@ -21,7 +21,6 @@ from mpjax._scaling.optim_state import (
 )
 from mpjax._scaling.transformation import state_in
 
-
 _GO_ON = (
     "Nothing bad was applied. Mended, go on with "
     "opt_state = optax.tree.set(opt_state, diverged=jnp.array(False))."

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from mpjax._autocast.known import traits
-from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
 from mpjax._jaxpr.sizes import copies
@@ -38,8 +40,13 @@ CARRY, ENTERED = 1024, 2048
 
 The latter also after functions of each element, unless they saturate.
 """
+EITHER = 4096
+"""Its sign is not one: of weights as 1, -2, 1, of values joined with negated ones, or of a
+difference that may have left some of an offset, as `-2 * u + u[1:]`.
+"""
 SMALL_STEP = 1 / 32
 """Times this a change counts as a step: each one is worth 5 bits less."""
+_MOST_WEIGHTS = 1 << 12
 _POOLS = frozenset({"reduce_window_max", "reduce_window_min"})  # of copies they may make one
 _SCALES = frozenset({"mul", "div"})
 _HANDS_ON = traits.POWERS | traits.LIMITS | traits.ADDS | traits.ACCUMULATES | traits.ACROSS | MOVES
@@ -71,7 +78,7 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
       every: those that all have.
     """
     name = eqn.primitive.name
-    flags = some & PRODUCT | _negated(eqn, floats)
+    flags = some & PRODUCT | signs(eqn, floats)
     if name not in PRODUCTS:
         flags |= some & (CARRY | ENTERED if name in _HANDS_ON_ENTERED else CARRY)
     if name in _HANDS_ON_DERIVED:
@@ -85,19 +92,37 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
     return flags | STEP if _makes_a_step(eqn, floats) else flags
 
 
-def _negated(eqn: Eqn, floats: Sequence[Any]) -> int:
-    """Returns `NEGATED` if a result turns the sign of a value: it, or an odd number of factors."""
+def signs(eqn: Eqn, floats: Sequence[Any]) -> int:
+    """Returns `NEGATED` if a result turns the sign of a value, `EITHER` if that is not known."""
     name = eqn.primitive.name
+    some, every = union(floats)
+    if name in traits.ADDS:
+        return some & EITHER
     if name in _MAKE_A_SIGN:
         return 0
-    floats = [f for f in floats if not f.flags & CONSTANT]
-    turned = sum(bool(f.flags & NEGATED) for f in floats)
     if name in _SCALES:
-        literals = (v.val for v in eqn.invars if compat.is_literal(v) and not v.aval.shape)
-        is_turned = (turned + sum(bool(x < 0) for x in literals)) % 2 == 1
-    else:  # of several that are joined, all
-        is_turned = (turned == len(floats)) != (name == "neg")
-    return NEGATED if is_turned else 0
+        turned = sum(bool(f.flags & NEGATED) for f in floats)
+        return _of_factors(floats) if some & EITHER else NEGATED * (turned % 2)
+    if not every & CONSTANT:  # a zero beside a value that is put into it has no sign
+        some, every = union([f for f in floats if not f.flags & CONSTANT])
+    if some & EITHER or (some & ~every & NEGATED):
+        return EITHER
+    return every & NEGATED ^ (NEGATED if name == "neg" else 0)
+
+
+def _of_factors(floats: Sequence[Any]) -> int:
+    """Returns `EITHER` for what weights of either sign scale, and for it, scaled by numbers."""
+    others = [f.flags for f in floats if not f.flags & EITHER]
+    by_weights = any(f.flags & (EITHER | PRODUCT) == EITHER for f in floats)
+    return EITHER if by_weights or all(f & (CONSTANT | SCALAR) for f in others) else 0
+
+
+def of_array(value: Any) -> int:
+    """Returns the sign of a NumPy array that a program holds; one on a device is not read."""
+    if isinstance(value, jax.Array) or not value.size or value.size > _MOST_WEIGHTS:
+        return 0
+    some = np.asarray(value) < 0
+    return NEGATED if some.all() else EITHER if some.any() else 0
 
 
 def repeats(eqn: Eqn) -> bool:

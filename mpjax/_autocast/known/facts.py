@@ -20,6 +20,7 @@ from mpjax._autocast.known.fact_flags import (
     CARRY,
     CONSTANT,
     DERIVED,
+    EITHER,
     ENTERED,
     NEGATED,
     OFFSET,
@@ -85,8 +86,8 @@ def of_atom(atom: Any, facts: Facts) -> Fact:
         return facts[atom]
     if atom.aval.shape or not is_float32(atom):
         return _SOME_CONSTANT
-    magnitude = abs(float(atom.val))
-    return Fact(CONSTANT | SCALAR, magnitude, magnitude)
+    value = float(atom.val)
+    return Fact(CONSTANT | SCALAR | (NEGATED if value < 0 else 0), abs(value), abs(value))
 
 
 def is_epsilon(fact: Fact) -> bool:
@@ -115,12 +116,22 @@ def is_difference(eqn: Eqn, facts: Facts) -> bool:
     if (first.flags | second.flags) & CONSTANT:
         is_table = second.flags & (CONSTANT | SCALAR) == CONSTANT
         return name == "sub" and is_table and bool(first.flags & OFFSET)
-    if (name == "add") != bool((first.flags ^ second.flags) & NEGATED):
+    some = first.flags | second.flags
+    may_subtract = (name == "add") == bool((first.flags ^ second.flags) & NEGATED)
+    if not (may_subtract or (some & EITHER and some & OFFSET)):
         return False
     if made_of.meet(first.roots, second.roots) or repeats.shared(first.added, second.added):
         return True
     without = [f for f in (first, second) if not f.flags & OFFSET]
-    return len(without) < 2 and not any(f.flags & PRODUCT for f in without)
+    return len(without) < 2 and not any(f.flags & (PRODUCT | EITHER) == PRODUCT for f in without)
+
+
+def is_weighted_sum(eqn: Eqn, facts: Facts) -> bool:
+    """Whether an equation adds up values with an offset, some of them negated."""
+    if eqn.primitive.name not in _SUMS or not totals.is_statistic(eqn):
+        return False
+    flags = of_atom(eqn.invars[0], facts).flags
+    return bool(flags & EITHER and flags & OFFSET)
 
 
 def adds_a_constant(eqn: Eqn, facts: Facts) -> bool:
@@ -209,7 +220,8 @@ def _constant(eqn: Eqn, floats: Sequence[Fact]) -> Fact:
     if only_moves(eqn):
         first = floats[0]
         return first._replace(flags=first.flags | REPEATED) if fact_flags.repeats(eqn) else first
-    flags = CONSTANT | (SCALAR if all(f.flags & SCALAR for f in floats) else 0)
+    flags = CONSTANT | fact_flags.signs(eqn, floats)
+    flags |= SCALAR if all(f.flags & SCALAR for f in floats) else 0
     if name == "mul":
         return Fact(flags, math.prod(f.least for f in floats), math.prod(f.most for f in floats))
     if name == "div" and 0 < floats[1].least <= floats[1].most < math.inf:
@@ -229,7 +241,8 @@ class _Walk:
         self.next = max((n for f in given for n in made_of.in_fact(f)), default=-1) + 1
         self.facts = Facts(zip(jaxpr.invars, given, strict=True))
         for v, value in zip(jaxpr.constvars, consts, strict=True):
-            self.facts[v] = Fact(_if_number(v), roots=frozenset({made_of.constant(value)}))
+            flags = _if_number(v) | fact_flags.of_array(value)
+            self.facts[v] = Fact(flags, roots=frozenset({made_of.constant(value)}))
         for eqn in jaxpr.eqns:
             derived = DERIVED if scopes.is_transposed(eqn) else 0
             made = self.results(eqn, derived)
@@ -269,6 +282,7 @@ class _Walk:
         cancels = is_difference(eqn, facts)
         offset = self.offset(eqn, floats, some, cancels=cancels)
         flags = fact_flags.of_operation(eqn, floats, some, every) | offset | derived
+        flags |= EITHER if cancels and some & OFFSET else 0
         outs = [self.result(eqn, floats, v, flags, every) for v in results]
         if derived or not repeats.may_tell(eqn, operands):
             return outs

@@ -81,7 +81,7 @@ def of_itself(eqn: Eqn, known: facts.Facts) -> int:
     if name in _READ_A_DISTANCE or _is_of_many_factors(eqn, known) or decides(eqn, known):
         return NEAR
     if name not in traits.ADDS:
-        return 0
+        return DIFFERENCE if facts.is_weighted_sum(eqn, known) else 0
     asked = NEAR if _adds_a_point(eqn, known) else 0
     if terms := facts.cancelling(eqn, known):
         asked |= CANCELS | EXACT | (BELOW if any(t.is_summed for t in terms) else 0)
