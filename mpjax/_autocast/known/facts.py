@@ -1,9 +1,9 @@
 """Facts of values: whether they are made of constants alone, of which values, of which sums.
 
 Found forwards, through calls, branches and loops as if all were inlined. A value's *roots* are what
-it is an elementwise function of; its *terms* are the products and sums that it is a sum of. From
-terms it shows that a difference cancels: `|a|² + |b|² - 2ab` adds up a sum over the elements of `a`
-and a product of `a` with `b`, both large, and leaves a distance that may be small.
+it is an elementwise function of; its *terms* are the products and sums that it is a sum of. Roots
+show that a difference is of almost the same (`is_difference`), terms that a formula such as
+`|a|² + |b|² - 2ab` cancels (`cancelling`).
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def is_difference(eqn: Eqn, facts: Facts) -> bool:
 
     They are made of the same, element by element, as `f(z + 0.01)` and `f(z)`. Or something was
     added to both, as to `300 + z` and its mean, or as a bias to examples and their mean; or it was
-    added and is taken off, as `y + z - y`, also by a table: `300 + z - grid[i]`.
+    added and is taken off, as `y + z - y`, also by a table: `300 + z - grid[i]`. A sum subtracts
+    where a sign was turned, or where it is not known, as of the weights of a stencil.
     """
     name = eqn.primitive.name
     if name not in ("add", "sub") or scopes.is_transposed(eqn):
