@@ -105,9 +105,12 @@ def signs(eqn: Eqn, floats: Sequence[Any]) -> int:
         return _of_factors(floats) if some & EITHER else NEGATED * (turned % 2)
     if not every & CONSTANT:  # a zero beside a value that is put into it has no sign
         some, every = union([f for f in floats if not f.flags & CONSTANT])
-    if some & EITHER or (some & ~every & NEGATED):
-        return EITHER
-    return every & NEGATED ^ (NEGATED if name == "neg" else 0)
+    return _of_several(some, every) ^ (NEGATED if name == "neg" and not some & EITHER else 0)
+
+
+def _of_several(some: int, every: int) -> int:
+    """Returns the sign of what is one of several, given the flags that some, and that all, have."""
+    return EITHER if some & EITHER or some & ~every & NEGATED else every & NEGATED
 
 
 def _of_factors(floats: Sequence[Any]) -> int:
@@ -149,7 +152,7 @@ def is_data(fact: Any) -> bool:
 
 def of_branches(some: int, every: int) -> int:
     """Returns the flags of what is one of several, given those that some, and that all, have."""
-    return some & PRODUCT | every & NEGATED | larger_offset(some)
+    return some & PRODUCT | _of_several(some, every) | larger_offset(some)
 
 
 def larger_offset(some: int) -> int:
