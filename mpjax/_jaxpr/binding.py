@@ -36,9 +36,16 @@ def written_at(eqn: Eqn, within: int = 0) -> Generator[None]:
 
 
 def written_here(eqn: Eqn) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Returns what gives the present scopes to equations that are bound later, for a reader."""
+    """Returns what `written_at` gives, and the present scopes, to what a reader binds later."""
     here = source_info_util.current_name_stack()
-    return lambda: source_info_util.user_context(eqn.source_info.traceback, name_stack=here)
+
+    @contextlib.contextmanager
+    def later() -> Generator[None]:
+        traceback = eqn.source_info.traceback
+        with source_info_util.user_context(traceback, name_stack=here), eqn.ctx.manager:
+            yield
+
+    return later
 
 
 def _at(traceback: Any, names: Any) -> contextlib.AbstractContextManager[None]:

@@ -11,58 +11,58 @@ asked for that have the axes of one that cancels.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mpjax._autocast.copies.numbering import Visit
 from mpjax._autocast.decide import reads
-from mpjax._autocast.decide.decided import Decided
+from mpjax._autocast.decide.decided import Decided, products
 from mpjax._autocast.known import scopes
 from mpjax._base import compat
-from mpjax._jaxpr.equation import Eqn, Jaxpr
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 
 _ASKED = reads.CANCELS | reads.BELOW | reads.DIFFERENCE
-"""What a reader of a result asks of the function, and so of each of its rules."""
+"""Flags of a function's results that hold for those of its rules too."""
 
 
 def cancelling(plan: Decided) -> Iterator[Eqn]:
     """Yields the products of a plan, also inside, that are terms of a sum that cancels."""
-    for decision in plan.decisions:
-        if decision.call is not None:
-            for inner in decision.call.plans:
-                yield from cancelling(inner)
-        elif decision.eqn.primitive.name in PRODUCTS and (
-            plan.reads.get(decision.eqn.outvars[0], 0) & reads.CANCELS
-        ):
-            yield decision.eqn
+    return (made.eqn for made, read in products(plan) if read & reads.CANCELS)
 
 
-def asked(visits: Iterable[Visit]) -> set[tuple[Any, int]]:
+def asked(visits: Sequence[Visit]) -> set[tuple[Any, int]]:
     """Returns the flags by which the gradients of products that cancel are float32."""
-    forward: list[Visit] = []
+    operands: dict[Hashable, set[int]] = {}  # of the products that cancel, by their axes
     backward: list[Visit] = []
     for visit in visits:
-        (backward if scopes.is_transposed(visit.decision.eqn) else forward).append(visit)
-    known = [(v.operands, _axes(v.decision.eqn)) for v in forward if v.read & reads.CANCELS]
-    return {
-        (v.decision.eqn.outvars[0], reads.CANCELS)
+        eqn = visit.decision.eqn
+        if scopes.is_transposed(eqn):
+            backward.append(visit)
+        elif visit.read & reads.CANCELS:
+            operands.setdefault(_axes(eqn), set()).update(visit.operands)
+    if not operands:
+        return set()
+    gradients = (
+        v.decision.eqn
         for v in backward
-        for operands, axes in known
-        if not set(operands).isdisjoint(v.operands) and axes == _axes(v.decision.eqn)
-    }
+        if not operands.get(_axes(v.decision.eqn), set()).isdisjoint(v.operands)
+    )
+    return {(eqn.outvars[0], reads.CANCELS) for eqn in gradients}
 
 
 class OfRules(NamedTuple):
-    """What a function with rules of its author's, and each rule, is asked where it is called."""
+    """The demands on a function with rules of its author's, which hold for each rule too."""
 
     reads: int  # of its results
     axes: frozenset[Hashable]  # of the products that cancel
 
     def asked(self, program: Any) -> frozenset[tuple[Any, int]]:
         """Returns the flags of the products in the closed jaxpr of the function, or of a rule."""
-        alike = (eqn for eqn in _products(program.jaxpr) if _axes(eqn) in self.axes)
-        return frozenset((eqn.outvars[0], reads.CANCELS) for eqn in alike)
+        if not self.axes:
+            return frozenset()
+        made = (eqn for eqn in compat.equations(program) if eqn.primitive.name in PRODUCTS)
+        return frozenset((eqn.outvars[0], reads.CANCELS) for eqn in made if _axes(eqn) in self.axes)
 
 
 def of_rules(plan: Decided) -> OfRules:
@@ -73,14 +73,6 @@ def of_rules(plan: Decided) -> OfRules:
     if any(want & reads.AGAIN for want in plan.reads.values()):
         asked |= reads.AGAIN
     return OfRules(asked, frozenset(map(_axes, cancelling(plan))))
-
-
-def _products(jaxpr: Jaxpr) -> Iterator[Eqn]:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in PRODUCTS:
-            yield eqn
-        for inner in compat.programs(eqn):
-            yield from _products(inner)
 
 
 def _axes(eqn: Eqn) -> Hashable:

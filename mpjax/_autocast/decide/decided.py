@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from mpjax._autocast.known.facts import Fact, Facts
 from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32
 from mpjax._jaxpr.equation import Eqn
-from mpjax._jaxpr.op_rules import OpClass, op_class
+from mpjax._jaxpr.op_rules import PRODUCTS, OpClass, op_class
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,15 @@ class Decided:
     def jaxpr(self) -> Any:
         """The closed jaxpr that this was decided of."""
         return compat.closed(self.program())
+
+
+def products(plan: Decided) -> Iterator[tuple[Decision, int]]:
+    """Yields the products of a plan, also inside, each with how its result is read, in flags."""
+    for decision in plan.decisions:
+        if decision.eqn.primitive.name in PRODUCTS:
+            yield decision, plan.reads.get(decision.eqn.outvars[0], 0)
+        for inner in decision.call.plans if decision.call else ():
+            yield from products(inner)
 
 
 def initial_state(aval: Any) -> State:

@@ -6,7 +6,7 @@ import collections
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from mpjax._autocast.arguments import stateful
+from mpjax._autocast.decide.decided import products
 from mpjax._autocast.eight_bits import delayed, layers
 from mpjax._autocast.eight_bits.layers import DataFlow, Given, Made, Origin
 from mpjax._autocast.known import scopes
@@ -22,7 +23,6 @@ from mpjax._autocast.product import ArrayRole, Config, current, quantized
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import PolicyWarning, message
 from mpjax._jaxpr.equation import Eqn, Jaxpr
-from mpjax._jaxpr.op_rules import PRODUCTS
 from mpjax._policies.policy import Policy
 from mpjax._policies.quantized_policy import QuantizedPolicy, map_to_type, recipes_in
 from mpjax._policies.recipes import Recipe
@@ -247,10 +247,10 @@ def warn_if_nothing(plan: Any) -> None:
     """Warns if a policy has a recipe and no product of a function is quantised."""
     if not quantizes(plan.settings.policy):
         return
-    products = list(_products(plan))
-    if any(decision.how is not None for decision in products):
+    decisions = [decision for decision, _ in products(plan)]
+    if any(d.how is not None for d in decisions):
         return
-    counts = collections.Counter(f"{scopes.location(d.eqn)}: {d.reason.text}" for d in products)
+    counts = collections.Counter(f"{scopes.location(d.eqn)}: {d.reason.text}" for d in decisions)
     rows = [f"{row}{f' (×{n})' if n > 1 else ''}" for row, n in list(counts.items())[:8]]
     text = message(
         "autocast",
@@ -260,14 +260,6 @@ def warn_if_nothing(plan: Any) -> None:
         "or autocast(fun, policy, params=...) where other arguments are parameters.",
     )
     warnings.warn(text, PolicyWarning, stacklevel=4)
-
-
-def _products(plan: Any) -> Iterator[Any]:
-    for decision in plan.decisions:
-        if decision.eqn.primitive.name in PRODUCTS:
-            yield decision
-        for inner in decision.call.plans if decision.call else ():
-            yield from _products(inner)
 
 
 def weights(given: Given | None) -> list[str]:

@@ -105,7 +105,8 @@ def signs(eqn: Eqn, floats: Sequence[Any]) -> int:
         return _of_factors(floats) if some & EITHER else NEGATED * (turned % 2)
     if not every & CONSTANT:  # a zero beside a value that is put into it has no sign
         some, every = union([f for f in floats if not f.flags & CONSTANT])
-    return _of_several(some, every) ^ (NEGATED if name == "neg" and not some & EITHER else 0)
+    sign = _of_several(some, every)
+    return sign ^ NEGATED if name == "neg" and sign != EITHER else sign
 
 
 def _of_several(some: int, every: int) -> int:

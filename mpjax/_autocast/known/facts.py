@@ -40,7 +40,6 @@ _EPSILON = 1 / 64
 """A smaller number that is added guards a division or a root; it cancels nothing."""
 _PARTS = traits.CUTS | traits.PICKS
 _TOPS = traits.EXTREME & traits.STATISTIC
-_SUMS = traits.ACROSS | {"reduce_sum", "reduce"}
 _OF_ITS_OPERANDS = traits.FUSIBLE | traits.ELEMENTWISE | traits.UPDATES | MOVES | totals.ALONG_AXES
 """Each element of a result is of a few elements of the operands, unless it is a statistic."""
 
@@ -129,7 +128,7 @@ def is_difference(eqn: Eqn, facts: Facts) -> bool:
 
 def is_weighted_sum(eqn: Eqn, facts: Facts) -> bool:
     """Whether an equation adds up values with an offset, some of them negated."""
-    if eqn.primitive.name not in _SUMS or not totals.is_statistic(eqn):
+    if not totals.is_total(eqn):
         return False
     flags = of_atom(eqn.invars[0], facts).flags
     return bool(flags & EITHER and flags & OFFSET)
@@ -152,9 +151,7 @@ def hands_on_terms(eqn: Eqn) -> bool:
 def adds_up(eqn: Eqn) -> bool:
     """Whether an operation's result is a term of its own."""
     name = eqn.primitive.name
-    if name in PRODUCTS or name == "reduce_window_sum":
-        return True
-    return name in _SUMS and totals.is_statistic(eqn)
+    return name in PRODUCTS or name == "reduce_window_sum" or totals.is_total(eqn)
 
 
 def entering(eqn: Eqn, part: structure.Part, facts: Facts) -> Entered:
@@ -295,12 +292,12 @@ class _Walk:
         name = eqn.primitive.name
         if name in PRODUCTS:
             return self.product(eqn, floats, flags)
-        is_statistic = totals.is_statistic(eqn)
-        if is_statistic and name in _SUMS:
+        if totals.is_total(eqn):
             return self.total(floats[0], flags)
         if name == "reduce_window_sum":  # its operand is stored, as a product's is
             term = terms.Term(floats[0].roots, self.number(), is_product=True)
             return self.summed(term, flags, floats)
+        is_statistic = totals.is_statistic(eqn)
         if is_statistic and name in _TOPS:
             return Fact(flags | _if_number(out), roots=self.part(eqn, floats[0].roots, out))
         if is_statistic or name not in _OF_ITS_OPERANDS:

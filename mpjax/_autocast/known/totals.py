@@ -7,6 +7,7 @@ from mpjax._jaxpr.equation import Eqn
 
 _ONE_OF_SEVERAL = traits.STATISTIC | traits.ACROSS | {"reduce"}
 _RUNNING = traits.RUNNING | {"cumprod"}
+_SUMS = traits.ACROSS | {"reduce_sum", "reduce"}
 ALONG_AXES = _ONE_OF_SEVERAL | _RUNNING
 """Along an axis of one element, each of them hands on its operand."""
 
@@ -23,6 +24,11 @@ def removed_axes(eqn: Eqn) -> list[int]:
 def is_statistic(eqn: Eqn) -> bool:
     """Whether an operation makes a number of several, along an axis of more than one."""
     return eqn.primitive.name in ALONG_AXES and not is_along_one(eqn)
+
+
+def is_total(eqn: Eqn) -> bool:
+    """Whether an operation adds up several elements; a `reduce` by any function counts as one."""
+    return eqn.primitive.name in _SUMS and is_statistic(eqn)
 
 
 def is_along_one(eqn: Eqn) -> bool:

@@ -350,9 +350,9 @@ def test_products_that_do_not_cancel_stay_low(name):
 
     for g in (fun, jax.value_and_grad(fun, argnums=(1, 2))):
         rows = mpjax.explain(g, "bf16-mixed")(X, W, W).rows
-        found = [r.dtype for r in rows if r.operation == "dot_general" for _ in range(r.count)]
+        dtypes = [r.dtype for r in rows if r.operation == "dot_general" for _ in range(r.count)]
         # Of a product that is float32, both gradients are, where the function takes these.
-        assert found.count("f32") == count * (1 if g is fun else 3)
+        assert dtypes.count("f32") == count * (1 if g is fun else 3)
 
 
 @pytest.mark.parametrize(

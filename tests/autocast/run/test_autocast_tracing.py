@@ -11,6 +11,7 @@ import pytest
 from _differential import equations
 from _hinted import hints
 from _products import primitives
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from benchmarks import tracing
 from mpjax import autocast
@@ -55,16 +56,17 @@ def test_a_move_stands_in_its_own_scope_though_a_reader_runs_it():
     """Its low copy is moved when the product reads it: `pre/first` was no layer of the model."""
 
     def fun(x, w):
-        with jax.named_scope("first"):
+        with jax.named_scope("first"), set_xla_metadata(mark="moved"):
             w = w.T
         with jax.named_scope("pre"):
             return x @ w
 
-    found = equations(jax.make_jaxpr(autocast(fun, "bf16-mixed"))(X, W))
-    moved = [eqn for eqn in found if eqn.primitive.name == "transpose"]
+    eqns = equations(jax.make_jaxpr(autocast(fun, "bf16-mixed"))(X, W))
+    moved = [eqn for eqn in eqns if eqn.primitive.name == "transpose"]
     names = [str(eqn.source_info.name_stack).split("/") for eqn in moved]
     assert names
     assert all("pre" not in name and name.count("first") == 1 for name in names)
+    assert all(eqn.ctx.xla_metadata == {"mark": "moved"} for eqn in moved)
 
 
 def test_groups_on_other_lines_are_others():
