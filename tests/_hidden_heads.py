@@ -240,3 +240,14 @@ def the_best_of_masked_scores(dot, p, x, seen):
     scores = dot(dot(h, p["c"]), dot(h, p["k"]).T) + (1 - seen) * float(np.finfo("f").min)
     best = jax.nn.softmax(jnp.sort(scores, axis=-1)[:, ::-1][:, :8])
     return jnp.mean((dot(best, p["e"]) - 1) ** 2)
+
+
+@_head(
+    HIDDEN,
+    params=_net(8, 2.0, k=_normal(16, 8, scale=0.3)),
+    data=(3.0 * np.arange(100, 124, dtype="f"),),
+)
+def attention_that_prefers_later_keys(dot, p, x, later):
+    h = jnp.tanh(dot(x, p["a"]))
+    weights = jax.nn.softmax(dot(dot(h, p["c"]), dot(h, p["k"]).T) + later)
+    return jnp.mean((dot(dot(weights, h)[:, :8], p["e"]) - 1) ** 2)

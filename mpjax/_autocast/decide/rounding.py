@@ -123,7 +123,7 @@ class Rounding:
         reason = reasons.of_reader(want) or (reasons.MEETS if want & reads.MEET else None)
         if reason is None and self.is_of_unrounded(eqn, var):
             reason = reasons.MAXIMUM
-        if reason is None and want & reads.ABSOLUTE and self.is_masked(var):
+        if reason is None and want & reads.ABSOLUTE and self.facts[var].added:
             reason = reasons.MASKED
         if reason is None:
             return state
@@ -138,15 +138,6 @@ class Rounding:
         operands = [self.states[v] for v in compat.variables(eqn)]
         is_extreme = self.facts[var].flags & fact_flags.EXTREME
         return bool(is_extreme) and any(s.would_be is not None for s in operands)
-
-    def is_masked(self, var: Any) -> bool:
-        """Whether more than a bias was added to a value, such as a mask to scores.
-
-        A bias differs along one axis.
-        """
-        shape = var.aval.shape
-        every = ~(-1 << len(shape))
-        return any((~a.within(shape) & every).bit_count() > 1 for a in self.facts[var].added)
 
     def gains_nothing(self, eqn: Eqn, want: int) -> bool:
         """Whether a value stands behind the last product, where losses live.
