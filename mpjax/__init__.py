@@ -24,7 +24,7 @@ from mpjax._policies.recipes import (
     Int8CurrentScaling,
     MXFP8BlockScaling,
 )
-from mpjax._scaling.grad import get_loss_scale, grad, value_and_grad
+from mpjax._scaling.grad import get_loss_scale
 from mpjax._scaling.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         with_amax_history,
     )
     from mpjax._doctor.measure import measure
+    from mpjax._training.gradients import grad, value_and_grad
     from mpjax._weights.quantize import quantize
     from mpjax.optim import current_loss_scale, raise_if_diverged, with_loss_scale
     from mpjax.train import TrainState, make_train_step
@@ -99,10 +100,12 @@ _IMPORTED_LATER = {
     "dot_product_attention": "mpjax._autocast",
     "explain": "mpjax._autocast",
     "full_precision": "mpjax._autocast",
+    "grad": "mpjax._training.gradients",
     "make_train_step": "mpjax.train",
     "measure": "mpjax._doctor.measure",
     "quantize": "mpjax._weights.quantize",
     "raise_if_diverged": "mpjax.optim",
+    "value_and_grad": "mpjax._training.gradients",
     "with_amax_history": "mpjax._autocast",
     "with_loss_scale": "mpjax.optim",
 }

@@ -24,7 +24,7 @@ from mpjax._policies.of_step import in_step
 from mpjax._policies.policy import Policy, chosen_policy
 from mpjax._policies.policy_map import PolicyMap
 from mpjax._scaling.chains import skipped_whole
-from mpjax._scaling.grad import get_loss_scale, localised, mean, name_of, value_and_grad
+from mpjax._scaling.grad import get_loss_scale, localised, mean, name_of
 from mpjax._scaling.loss_scale import LossScale
 from mpjax._scaling.skip import select_like
 from mpjax._training.adopt import adopted, params_to_adopt
@@ -39,6 +39,7 @@ from mpjax._training.checks import (
     one_batch,
     split_outputs,
 )
+from mpjax._training.gradients import value_and_grad
 from mpjax._training.history import (
     has_history,
     history_of,

@@ -20,8 +20,9 @@ from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.shown import Shown, html_table, size, table
 from mpjax._base.tree import all_finite, distance, is_array
 from mpjax._policies.policy import get_policy
-from mpjax._scaling.grad import get_loss_scale, value_and_grad
+from mpjax._scaling.grad import get_loss_scale
 from mpjax._scaling.loss_scale import NoOpLossScale, StaticLossScale
+from mpjax._training.gradients import value_and_grad
 
 POLICIES = ("32-true", "bf16-mixed", "16-mixed")
 SAMPLES, LEAST_SAMPLES = 7, 3  # of each policy's time; fewer than the latter decide nothing

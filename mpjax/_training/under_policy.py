@@ -1,7 +1,7 @@
 """A loss function in a policy's precision: autocast for a mixed one, casts for a "true" one."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpjax._autocast.api import as_typed
@@ -11,6 +11,7 @@ from mpjax._base.typing import PyTree
 from mpjax._policies.policy import Policy
 from mpjax._policies.policy_map import PolicyMap
 from mpjax._policies.quantized_policy import QuantizedPolicy
+from mpjax._scaling.grad import indices
 
 
 def under_policy(loss_fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
@@ -34,8 +35,10 @@ def under_policy(loss_fn: Callable[..., Any], policy: Any) -> Callable[..., Any]
     return wrapped
 
 
-def widened(fun: Callable[..., Any], policy: Policy | PolicyMap) -> Callable[..., Any]:
-    """Returns `fun` for parameters in 16 bits, its first argument, which it reads in float32.
+def widened(
+    fun: Callable[..., Any], policy: Policy | PolicyMap, argnums: int | Sequence[int] = 0
+) -> Callable[..., Any]:
+    """Returns `fun` for parameters in 16 bits, the arguments at `argnums`, read in float32.
 
     "O2" keeps 16-bit parameters, and returns float32: its products read 16-bit operands, and the
     operations after them, as the loss with its targets, are float32.
@@ -45,8 +48,11 @@ def widened(fun: Callable[..., Any], policy: Policy | PolicyMap) -> Callable[...
         return fun
 
     @functools.wraps(fun, updated=())
-    def wrapped(params: PyTree, *rest: Any) -> Any:
-        return fun(map_with_path(lambda _, x: to_full(x), params), *rest)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        wide = list(args)
+        for index in indices(argnums, len(args)):
+            wide[index] = map_with_path(lambda _, x: to_full(x), args[index])
+        return fun(*wide, **kwargs)
 
     return wrapped
 

@@ -16,8 +16,9 @@ from mpjax._base.errors import message
 from mpjax._base.tree import is_array
 from mpjax._policies.policy import get_policy
 from mpjax._scaling.given_scale import as_loss_scale
-from mpjax._scaling.grad import get_loss_scale, name_of, value_and_grad
+from mpjax._scaling.grad import get_loss_scale, name_of
 from mpjax._scaling.loss_scale import LossScale, NoOpLossScale, StaticLossScale
+from mpjax._training.gradients import value_and_grad
 from mpjax._training.history import has_history
 from mpjax._training.under_policy import is_autocast, widened
 from mpjax.numerics._program import argument_names, check_function

@@ -312,13 +312,35 @@ def seen_dtypes(policy, argnums=0, **kwargs):
     return seen, value, aux, grads
 
 
-def test_policy_casts_every_floating_argument_and_the_value():
-    seen, value, aux, grads = seen_dtypes("bf16-mixed")
+def test_a_true_policy_casts_every_floating_argument_and_the_value():
+    seen, value, aux, grads = seen_dtypes("bf16-true")
     low = jnp.dtype(jnp.bfloat16)
     assert seen == {"w": low, "x": low, "n": jnp.int32, "extra": low}
-    assert (value.dtype, float(value)) == (jnp.float32, 2)
+    assert (value.dtype, float(value)) == (low, 2)
     assert aux.dtype == jnp.bfloat16
     assert grads["w"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("policy", ["16-mixed", "bf16-mixed", "O2"])
+def test_a_mixed_policy_is_autocast_as_in_a_train_step(policy):
+    def loss(w, x):
+        return jnp.mean(jnp.exp(x @ w))
+
+    w, x = jnp.full((4, 4), 0.75), jnp.full((8, 4), 5.0)  # exp(15) is more than float16 holds
+    value, grads = mpjax.value_and_grad(loss, loss_scale=1, policy=policy)(w, x)
+    cast = mpjax.autocast(loss, policy)
+    assert value == cast(w, x)
+    assert value == pytest.approx(np.exp(15), 1e-6)
+    assert jnp.array_equal(grads, jax.grad(cast)(w, x))
+
+
+def test_a_mixed_policy_reads_16_bit_parameters_in_float32_wherever_they_stand():
+    def loss(batch, w):
+        return jnp.mean((w + 1e-3) * batch)
+
+    w = jnp.ones(4, jnp.float16)
+    value, grads = mpjax.value_and_grad(loss, 1, loss_scale=1, policy="O2")(jnp.ones(4), w)
+    assert (float(value), grads.dtype) == (pytest.approx(1.001, 1e-6), jnp.float32)
 
 
 def test_policy_none_casts_nothing_even_under_a_default():
@@ -328,7 +350,7 @@ def test_policy_none_casts_nothing_even_under_a_default():
 
 
 def test_policy_map_is_read_by_the_paths_of_the_parameters():
-    policies = mpjax.PolicyMap("bf16-mixed", {"w": "float32"})
+    policies = mpjax.PolicyMap("bf16-true", {"w": "float32"})
 
     def loss(params, batch):
         assert params["w"].dtype == jnp.float32
@@ -340,7 +362,7 @@ def test_policy_map_is_read_by_the_paths_of_the_parameters():
 
 
 def test_rule_of_a_policy_map_matches_in_one_of_several_arguments():
-    policies = mpjax.PolicyMap("bf16-mixed", {"enc": "float32", "dec": "float32"})
+    policies = mpjax.PolicyMap("bf16-true", {"enc": "float32", "dec": "float32"})
 
     def loss(a, b):
         return a["enc"].sum()
@@ -355,10 +377,10 @@ def test_law_03_parameter_used_many_times_is_cast_once():
     def loss(w):
         return (w * w * w + w).astype(jnp.float32).sum()
 
-    fun = mpjax.value_and_grad(loss, loss_scale=8, policy="bf16-mixed")
+    fun = mpjax.value_and_grad(loss, loss_scale=8, policy="bf16-true")
     plain = mpjax.value_and_grad(loss, loss_scale=8)
-    # One of the parameter, one of its gradient; both functions convert the loss and back.
-    assert count_casts(fun, jnp.ones(2)) == 2 + count_casts(plain, jnp.ones(2, jnp.bfloat16)) - 1
+    # One of the parameter, one of the value; both convert the gradient, the loss, and back.
+    assert count_casts(fun, jnp.ones(2)) == 2 + count_casts(plain, jnp.ones(2, jnp.bfloat16))
 
 
 # -- law 15: means over shards ---------------------------------------------------------------------

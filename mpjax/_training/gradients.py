@@ -1,0 +1,249 @@
+"""`value_and_grad` and `grad`: of a loss function, with a loss scale, under a policy."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
+
+import jax
+
+from mpjax._autocast.api import as_typed
+from mpjax._base.foreign_errors import names_keywords
+from mpjax._base.foreign_names import GRADIENTS
+from mpjax._base.tree import check_axes, leaf_paths
+from mpjax._base.typing import AxisName, LossFunction, PolicySpec, PyTree
+from mpjax._policies.policy import get_policy
+from mpjax._scaling.given_scale import as_loss_scale, whether_to_unscale
+from mpjax._scaling.grad import differentiated, indices, localised, mean, name_of, tag_with_scale
+from mpjax._scaling.loss_scale import LossScale
+from mpjax._training.under_policy import is_autocast, widened
+
+P = ParamSpec("P")
+R = TypeVar("R")
+X = TypeVar("X")
+A = TypeVar("A")
+
+
+class _Options(TypedDict, total=False):
+    """Options of `value_and_grad` and `grad` on which the type of no result depends."""
+
+    unscale: bool | None
+    policy: PolicySpec
+    axis_name: AxisName
+    holomorphic: bool
+    allow_int: bool
+
+
+@overload
+def value_and_grad(
+    fun: Callable[Concatenate[X, P], R],
+    argnums: Literal[0] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: LossScale | float | None,
+    **options: Unpack[_Options],
+) -> Callable[Concatenate[X, P], tuple[R, X]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[P, R],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: LossScale | float | None,
+    **options: Unpack[_Options],
+) -> Callable[P, tuple[R, PyTree]]: ...
+@names_keywords(GRADIENTS)
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: LossScale | float | None,
+    unscale: bool | None = None,
+    policy: PolicySpec = None,
+    axis_name: AxisName = None,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """Returns a function for the value and the gradients of `fun`, computed with a loss scale.
+
+    It works as `jax.value_and_grad`, and multiplies the loss by the loss scale before
+    differentiating and divides the gradients by it afterwards, both in float32. The value is the
+    true value of `fun`, also if the scaled loss overflows.
+
+    Args:
+      fun: returns a floating scalar, or `(scalar, aux)` with `has_aux`.
+      argnums: which positional arguments to differentiate.
+      has_aux: whether `fun` returns a pair, of which the second is passed through.
+      loss_scale: a loss scale, traced or not; a number for a static one; None for none.
+      unscale: None for what fits: gradients taken with the scale that `current_loss_scale`
+        returned stay scaled, as the optimizer that holds it unscales them; all others come
+        unscaled. True and False say so, and are an error where the other is right.
+      policy: computes `fun` under it, as `make_train_step` does: a mixed one by `autocast`, a
+        "true" one, such as "bf16-true", by casting all floating arguments. The value is in the
+        output dtype, the gradients are those of the arguments as they were given.
+      axis_name: axis, or axes, of `shard_map`, `pmap` or `vmap` over which value and gradients
+        are averaged, in float32. `aux` is not.
+      holomorphic, allow_int: as in `jax.value_and_grad`.
+
+    Returns:
+      A function of the arguments of `fun` that returns `(value, grads)`, or
+      `((value, aux), grads)` with `has_aux`.
+
+    Raises:
+      TypeError: the loss is no floating scalar, or `loss_scale` is none of the allowed.
+      ValueError: `unscale` would leave gradients scaled, or unscale them twice.
+      NameError: `axis_name` is not an axis of the surrounding transformation.
+
+    Dtypes:
+      The value keeps its dtype. Real gradients of up to 32 bits are float32, float64 and
+      complex ones keep theirs. Flax's `_overwrite_with_gradient` is neither cast, scaled nor
+      averaged; over `axis_name` the largest counts, since it holds the largest values seen. A
+      float16 loss is differentiated with at most 2¹⁵, the largest power of two that its
+      cotangent can hold; the rest of the scale is applied in float32.
+
+    Transforms:
+      jit, vmap, scan, shard_map (`check_vma` on and off), pmap.
+
+    Example:
+      >>> def loss(w, x):
+      ...     return jnp.mean((x * w) ** 2)
+      >>> ls = mpjax.StaticLossScale(2**10)
+      >>> mpjax.value_and_grad(loss, loss_scale=ls)(jnp.float32(3), jnp.ones(4))
+      (Array(9., dtype=float32), Array(6., dtype=float32))
+
+    References:
+      Micikevicius et al., Mixed Precision Training, 2018, https://arxiv.org/abs/1710.03740;
+      JAX, `jax.value_and_grad`
+    """
+    scale = as_loss_scale(loss_scale, "value_and_grad(loss_scale)")
+    unscale = whether_to_unscale(scale, unscale, "value_and_grad(unscale)")
+    name = name_of(fun)
+    chosen_policy: Any = None if policy is None else get_policy(policy)
+    body = fun if chosen_policy is None else _under_policy(fun, chosen_policy, argnums)
+
+    differentiate = differentiated(
+        functools.partial(
+            jax.value_and_grad, argnums=argnums, holomorphic=holomorphic, allow_int=allow_int
+        ),
+        body,
+        scale,
+        has_aux=has_aux,
+        unscale=unscale,
+        holomorphic=holomorphic,
+        name=name,
+    )
+
+    @functools.wraps(fun, updated=())  # a callable module's arrays do not belong on the wrapper
+    def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        if axis_name is not None:
+            check_axes(axis_name, "value_and_grad")
+            args = localised(args, argnums, axis_name)
+        value, aux, grads = differentiate(*args, **kwargs)
+        if chosen_policy is not None:
+            # After differentiating: the scaling has to know that a loss is float16.
+            value = getattr(chosen_policy, "default", chosen_policy).cast_to_output(value)
+        if axis_name is not None:
+            value, grads = mean(value, axis_name), mean(grads, axis_name)
+            tag_with_scale(scale, grads, unscaled=unscale)
+        return ((value, aux) if has_aux else value), grads
+
+    return wrapped
+
+
+@overload
+def grad(
+    fun: Callable[Concatenate[X, P], tuple[Any, A]],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+    loss_scale: LossScale | float | None,
+    **options: Unpack[_Options],
+) -> Callable[Concatenate[X, P], tuple[X, A]]: ...
+@overload
+def grad(
+    fun: Callable[Concatenate[X, P], Any],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    *,
+    loss_scale: LossScale | float | None,
+    **options: Unpack[_Options],
+) -> Callable[Concatenate[X, P], X]: ...
+@overload
+def grad(
+    fun: Callable[P, Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: LossScale | float | None,
+    **options: Unpack[_Options],
+) -> Callable[P, PyTree]: ...
+@names_keywords(GRADIENTS)
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: LossScale | float | None,
+    unscale: bool | None = None,
+    policy: PolicySpec = None,
+    axis_name: AxisName = None,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """Returns a function that gives the gradients of `fun`; see `value_and_grad`.
+
+    Returns:
+      A function of the arguments of `fun` that returns `grads`, or `(grads, aux)` with
+      `has_aux`, as `jax.grad` does.
+
+    Example:
+      >>> square = mpjax.grad(lambda x: x.astype(jnp.float16) ** 2, loss_scale=1024.0)
+      >>> square(jnp.float32(3))
+      Array(6., dtype=float32)
+    """
+    differentiate = value_and_grad(
+        fun,
+        argnums,
+        has_aux,
+        loss_scale=loss_scale,
+        unscale=unscale,
+        policy=policy,
+        axis_name=axis_name,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
+    )
+
+    @functools.wraps(fun, updated=())
+    def wrapped(*args: Any, **kwargs: Any) -> PyTree:
+        out, grads = differentiate(*args, **kwargs)
+        return (grads, out[1]) if has_aux else grads
+
+    return wrapped
+
+
+def _under_policy(fun: LossFunction, policy: Any, argnums: int | Sequence[int]) -> LossFunction:
+    """Returns `fun` in a policy's precision: autocast for a mixed one, casts for a "true" one."""
+    if is_autocast(policy):
+        return as_typed(widened(fun, policy, argnums), policy)
+    default = getattr(policy, "default", policy)
+
+    @functools.wraps(fun, updated=())
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        cast = list(args)
+        chosen = indices(argnums, len(args))
+        parameters = _cast_together(policy, [args[index] for index in chosen])
+        for index, arg in zip(chosen, parameters, strict=True):
+            cast[index] = arg
+        for index in set(range(len(args))).difference(chosen):
+            cast[index] = default.cast_to_compute(args[index])
+        return fun(*cast, **{key: default.cast_to_compute(arg) for key, arg in kwargs.items()})
+
+    return wrapped
+
+
+def _cast_together(policy: Any, args: list[Any]) -> list[Any]:
+    """Returns the arguments cast; warns of rules of a map that match nothing in any of them."""
+    if not hasattr(policy, "warn_unused"):
+        return [policy.cast_to_compute(arg) for arg in args]
+    policy.warn_unused([path for arg in args for path in leaf_paths(arg)])
+    return [policy.cast_to_compute(arg, warn=False) for arg in args]
