@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpjax._autocast.decide import states
+from mpjax._autocast.decide import reasons, states
 from mpjax._autocast.decide.may import STREAM_CARRIES, stream_carries
 from mpjax._autocast.decide.must.carries import recurrent
 from mpjax._autocast.decide.reads import (
@@ -40,13 +40,14 @@ class CallPlan:
 
     `plans` are in the order of `programs(eqn)`: decisions, until `planning` arranges them.
     `operand_states` are those in which operands are handed over, `out_states` those of the results;
-    a loop's carry has the same in both.
+    a loop's carry has the same in both, and a reason in `carried`, by its place.
     """
 
     plans: tuple[Any, ...]
     operand_states: tuple[State, ...]
     out_states: tuple[State, ...]
     changed: bool
+    carried: tuple[reasons.Reason, ...] = ()
 
 
 PlanInner = Callable[[structure.Part, tuple[State, ...], tuple[int, ...], Any], Any]
@@ -89,7 +90,8 @@ def _plan_loop(
 ) -> CallPlan:
     *conditions, body = structure.parts(eqn)
     given = [in_states[i] for i in body.operands]
-    entering = _initial(eqn, given[body.carried], streams=STREAM_CARRIES in settings.may)
+    before, is_recurrent = given[body.carried], recurrent(eqn)
+    entering = _initial(eqn, before, is_recurrent, streams=STREAM_CARRIES in settings.may)
     stacked = [w | STACKED for w in wants[len(entering) :]]
 
     def step(carried: tuple[State, ...]) -> Any:
@@ -105,7 +107,11 @@ def _plan_loop(
     ]
     out_states = (*carry, *plan.out_states[len(carry) :])
     changed = any(p.changed for p in (*plans, plan))
-    return CallPlan((*plans, plan), states_in, out_states, changed)
+    carried = tuple(
+        reasons.of_carry(b, s, is_recurrent=r)
+        for b, s, r in zip(before, carry, is_recurrent, strict=True)
+    )
+    return CallPlan((*plans, plan), states_in, out_states, changed, carried)
 
 
 def _fixpoint(
@@ -131,11 +137,13 @@ def _carry_wants(carried: Sequence[State], wants: Sequence[int]) -> tuple[int, .
     )
 
 
-def _initial(eqn: Eqn, carry: Sequence[State], *, streams: bool) -> list[State]:
+def _initial(
+    eqn: Eqn, carry: Sequence[State], is_recurrent: Sequence[bool], *, streams: bool
+) -> list[State]:
     """Returns the states with which carries enter: recurrent ones, and sums, are float32."""
     kept = [
-        is_recurrent and not (streams and stream_carries.is_stream(eqn, i))
-        for i, is_recurrent in enumerate(recurrent(eqn))
+        recurs and not (streams and stream_carries.is_stream(eqn, i))
+        for i, recurs in enumerate(is_recurrent)
     ]
     return list(map(_entering, carry, kept))
 

@@ -63,7 +63,13 @@ PRODUCT_NEAR = f"of small matrices, and a distance to a constant is read: float3
 MEETS = Reason("its gradients, of which a loop, a sort or a rule gives one, add up in float32")
 MAXIMUM = Reason("the maximum of float32 rows: exp(x - max(x)) is exactly 1 there")
 MASKED = Reason("a mask or another array was added, and an exponential reads the sum")
-CHANGED = "a state: an input added to or joined with, or a value changed in small steps"
+CHANGED = "a recurrent state: an input changed by sums, or by small steps"
+RECURRENT = Reason("a recurrent state: it reaches itself by sums, not by a product")
+STREAM = Reason("a residual stream: rounded as in layers without a loop")
+NEW_IN_EACH_TURN = Reason("made anew by a product in each turn")
+OF_A_CONSTANT = Reason("carried in float32: it starts as a constant")
+WIDE_BODY = Reason("the loop's body leaves it in float32")
+HANDED_ON = Reason("handed on as it is")
 NO_RULE = Reason("no rule: as traced, float32")
 UNKNOWN_FUNCTION = Reason("its function is unknown: in float32")
 COMPARED = Reason("compared in float32: exact")
@@ -162,6 +168,23 @@ def of_reader_beside_a_product(want: int) -> Reason | None:
 def of_no_gain(want: int) -> Reason:
     """Returns why a value behind the last product is not rounded."""
     return Reason(OUTPUT if want & reads.OUTPUT else BEHIND, By.READER)
+
+
+def of_carry(before: State, state: State, *, is_recurrent: bool) -> Reason:
+    """Returns the reason of the dtype of a loop's carry.
+
+    Args:
+      before: the state of what enters the loop.
+      state: the state of the carry.
+      is_recurrent: whether it reaches itself by no product: low, it is a residual stream.
+    """
+    if state.is_state:
+        return RECURRENT
+    if state.kind == Kind.LOW:
+        return STREAM if is_recurrent else NEW_IN_EACH_TURN
+    if state.kind == Kind.NEUTRAL:
+        return HANDED_ON
+    return OF_A_CONSTANT if before.kind == Kind.CONSTANT else WIDE_BODY
 
 
 def of_operands(

@@ -6,8 +6,10 @@ decisions. Within these, operations of one dtype and one reason are one line.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -110,10 +112,11 @@ class Explanation(Shown):
         widths = [max(len(row[i]) for row in cells) for i in range(len(_HEADERS))]
         widths[2] = min(widths[2], _REASON_WIDTH)
         widths[0] = max(len(_HEADERS[0]), min(widths[0], _WIDTH - 8 - sum(widths[1:])))
-        text = [self._title(), "", _line(_HEADERS, widths)]
+        text = [self._title(), "", *_wrapped(_HEADERS, widths)]
         for group in grouped:
             text.append(group.title)
-            text += [_line(line.cells_within(widths[0]), widths) for line in group.lines]
+            for line in group.lines:
+                text += _wrapped(line.cells_within(widths[0]), widths)
         return "\n".join([*text, "", *self.summary()])
 
     def _repr_html_(self) -> str:
@@ -239,7 +242,9 @@ def _lines(rows: Iterable[Row]) -> list[_Line]:
     return list(lines.values())
 
 
-def _line(cells: Iterable[str], widths: list[int]) -> str:
-    fitting = (c if len(c) <= w else f"{c[: w - 1]}…" for c, w in zip(cells, widths, strict=True))
-    padded = "  ".join(cell.ljust(width) for cell, width in zip(fitting, widths, strict=True))
-    return f"  {padded}".rstrip()
+def _wrapped(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """Returns a line of the table, and more for a cell that is wider than its column."""
+    columns = [textwrap.wrap(cell, width) for cell, width in zip(cells, widths, strict=True)]
+    lines = itertools.zip_longest(*columns, fillvalue="")
+    padded = (map(str.ljust, line, widths) for line in lines)
+    return [f"  {'  '.join(line)}".rstrip() for line in padded]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from mpjax._autocast import speed
 from mpjax._autocast.arrange.plan import Plan
-from mpjax._autocast.decide import reads, reasons, states
+from mpjax._autocast.decide import reads, reasons
 from mpjax._autocast.decide.decided import Action, Decision
 from mpjax._autocast.decide.reasons import By
 from mpjax._autocast.decide.states import Kind
@@ -58,9 +58,6 @@ Causes = list[WideSource | None]
 
 ACCUMULATED = "a product's float32 sums, which no product reads"
 WRITTEN_SO = "as written: in a dtype of its author's choice"
-STATE = "a state: reaches itself by sums or moves, so roundings would add up"
-STREAM = "made anew by products, or a stack's stream: rounded as they round"
-ACCUMULATOR = "starts as a constant, or its body leaves it in float32"
 ROUNDED = "rounded as written, though "
 FUSED = "fused: float32 between low values, not stored"
 
@@ -111,11 +108,8 @@ class _ReasonWalk:
     ) -> Causes:
         """Adds the operations inside a call, loop or branch; returns the causes of its results."""
         eqn, call = decision.eqn, decision.call
-        handed = [
-            cause or _loop_cause(plan, eqn, i, state, "/".join(path))
-            for i, (cause, state) in enumerate(zip(operands, call.operand_states, strict=True))
-        ]
         self.carries(decision, "/".join(path))
+        handed = [a or b for a, b in zip(operands, _carried_causes(decision, path), strict=True)]
         outs: Causes = [None] * len(eqn.outvars)
         outside = readers.inside(plan, decision, asking)
         programs = zip(call.plans, _incoming(eqn, handed), outside, strict=True)
@@ -131,17 +125,16 @@ class _ReasonWalk:
 
     def carries(self, decision: Decision, module: str) -> None:
         """Adds the carries of a loop, by place, with their dtypes and reasons."""
-        eqn, out_states = decision.eqn, decision.call.out_states
+        eqn, call = decision.eqn, decision.call
         where = scopes.location(eqn)
-        for i, (aval, state) in enumerate(zip(_carried(eqn), out_states, strict=False)):
+        carried = zip(eqn.outvars, call.out_states, call.carried, strict=False)
+        for i, (var, state, reason) in enumerate(carried):
             if state.kind is Kind.FOREIGN:
                 continue
-            shape = ",".join(map(str, aval.shape))
+            shape = ",".join(map(str, var.aval.shape))
             dtype = short_name(state.dtype if state.kind is Kind.LOW else FLOAT32)
             name = f"{eqn.primitive.name} carry {i} [{shape}]"
-            self.findings.append(
-                OperationDtype(module, name, dtype, _why_carried(state), None, where)
-            )
+            self.findings.append(OperationDtype(module, name, dtype, reason.text, None, where))
 
     def operation(
         self,
@@ -231,28 +224,15 @@ def _incoming(eqn: Eqn, operands: Causes) -> list[Causes]:
     return [[operands[i] for i in part.operands] for part in structure.parts(eqn)]
 
 
-def _loop_cause(plan: Plan, eqn: Eqn, index: int, state: Any, module: str) -> WideSource | None:
-    """Returns the loop as the cause, if a carry is float32 only because of it; else None."""
-    if state.kind != Kind.WIDE or eqn.primitive.name not in structure.LOOPS:
-        return None
-    operand = eqn.invars[index]
-    before = states.UNKNOWN_CONSTANT if compat.is_literal(operand) else plan.states[operand]
-    if before.kind == Kind.CONSTANT:
-        return WideSource(eqn.primitive.name, module, "a loop's accumulator: starts as a constant")
-    return WideSource(eqn.primitive.name, module, "a loop's carry that its body leaves in float32")
-
-
-def _carried(eqn: Eqn) -> list[Any]:
-    """Returns the types of a loop's carries; none for other calls."""
-    return [v.aval for v in eqn.outvars[: structure.parts(eqn)[-1].carries]]
-
-
-def _why_carried(state: states.State) -> str:
-    if state.is_state:
-        return STATE
-    if state.kind is Kind.LOW:
-        return STREAM
-    return "handed on as it is" if state.kind is Kind.NEUTRAL else ACCUMULATOR
+def _carried_causes(decision: Decision, path: tuple[str, ...]) -> Causes:
+    """Returns the loop as the cause of each operand that is a float32 carry because of it."""
+    eqn, call = decision.eqn, decision.call
+    causes: Causes = [None] * len(eqn.invars)
+    body = structure.parts(eqn)[-1]
+    for place, reason in zip(body.operands[body.carried], call.carried, strict=False):
+        if call.operand_states[place].kind == Kind.WIDE:
+            causes[place] = WideSource(_name(eqn), "/".join(path), reason.text)
+    return causes
 
 
 def _stored(plan: Plan) -> dict[Any, bool | None]:

@@ -108,7 +108,7 @@ WHY = [
         *("mul", {}, "f32", "tanh", "an output: rounding it would gain nothing"),
     ),
     (lambda w, x: ordered(jnp.cumsum(x @ w, 0))[1] / 2, "div", {}, "f32", "cumsum", ""),
-    (accumulated, "add", {}, "f32", "scan", "a loop's accumulator"),
+    (accumulated, "add", {}, "f32", "scan", "a recurrent state: it reaches itself"),
     (until_three, "add", {}, "f32", "while", ""),
     (until_three, "dot_general", {}, "bf16", "", ""),
     (
@@ -217,7 +217,7 @@ def test_a_transformer_fits_a_screen_whatever_its_depth():
     assert max(map(len, deep)) <= 120
 
 
-def test_a_long_reason_is_cut_on_the_screen_and_whole_in_its_row():
+def test_a_long_reason_takes_two_lines_of_its_column():
     def fun(w, x):
         with jax.named_scope("a_scope_whose_name_is_longer_than_a_column_can_be"):
             y = jnp.sum(x @ w, axis=1)
@@ -226,7 +226,10 @@ def test_a_long_reason_is_cut_on_the_screen_and_whole_in_its_row():
 
     text = str(explain(fun, "bf16-mixed")(ARRAY, ARRAY))
     assert max(map(len, text.splitlines())) <= 120
-    assert "after reduce_sum of a_scope_whose" in text
+    (column,) = {line.index("why") for line in text.splitlines() if line.endswith("where")}
+    reasons = "".join(line[column : column + 62].rstrip() for line in text.splitlines())
+    assert "after reduce_sum of" in reasons
+    assert "a_scope_whose_name_is_longer_than_a_column_can_be" in reasons
     assert row(fun, "mul").reason.startswith("a sum")
 
 
@@ -318,12 +321,15 @@ def test_an_unknown_policy_is_refused_as_by_autocast():
 
 def test_what_a_loop_keeps_is_named_with_its_dtype():
     def fun(w, x):
-        def step(carry, _):
-            position, hidden = carry
+        def step(carry, weights):
+            position, hidden, of_zeros, stream = carry
             hidden = jnp.tanh(hidden @ w)
-            return (position + 1e-3 * hidden, hidden), None
+            of_zeros = jnp.tanh(of_zeros @ w + hidden)
+            stream = stream + jnp.tanh(jax.nn.standardize(stream) @ weights) @ weights
+            return (position + 1e-3 * hidden, hidden, of_zeros, stream), None
 
-        return jax.lax.scan(step, (x, x), None, length=4)[0]
+        start = (x, x, jnp.zeros_like(x), x @ w)
+        return jax.lax.scan(step, start, jnp.stack([w, w, w, w]))[0]
 
     rows = explain(fun, "bf16-mixed")(jnp.ones((4, 4)), jnp.ones((2, 4))).rows
     carries = [(r.operation, r.dtype, r.reason) for r in rows if "carry" in r.operation]
@@ -331,12 +337,18 @@ def test_what_a_loop_keeps_is_named_with_its_dtype():
         (
             "scan carry 0 [2,4]",
             "f32",
-            "a state: reaches itself by sums or moves, so roundings would add up",
+            "a recurrent state: it reaches itself by sums, not by a product",
         ),
         (
             "scan carry 1 [2,4]",
             "bf16",
-            "made anew by products, or a stack's stream: rounded as they round",
+            "made anew by a product in each turn",
+        ),
+        ("scan carry 2 [2,4]", "f32", "carried in float32: it starts as a constant"),
+        (
+            "scan carry 3 [2,4]",
+            "bf16",
+            "a residual stream: rounded as in layers without a loop",
         ),
     ]
 
