@@ -21,7 +21,7 @@ from mpjax._autocast.decide import reads
 from mpjax._autocast.decide.decided import Settings, initial_state
 from mpjax._autocast.decorator import Decorator, refuses_torch
 from mpjax._autocast.eight_bits import delayed, quantized
-from mpjax._autocast.eight_bits.stored_weights import sunk
+from mpjax._autocast.eight_bits.stored_weights import dequantize_at_products
 from mpjax._autocast.known import derivatives, scopes
 from mpjax._autocast.planning import make_plan
 from mpjax._autocast.product import precision
@@ -316,8 +316,9 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     arrays = [leaves[i] for i in places]
     linen = stateful.linen_modules(fun, (args, kwargs))
     before = stateful.variables(linen)
-    jaxpr = derivatives.told(jax.make_jaxpr(flat)(*arrays))
-    jaxpr = speed.told(speed.uncounted(sunk(jaxpr, arrays), arrays))
+    jaxpr = derivatives.mark_backward_passes(jax.make_jaxpr(flat)(*arrays))
+    jaxpr = speed.batch_counted_rows(dequantize_at_products(jaxpr, arrays), arrays)
+    jaxpr = speed.mark_permutations(jaxpr)
     stateful.check_unchanged(before, linen, where)
     return Traced(jaxpr, (args, kwargs), places, *trees)
 

@@ -40,11 +40,8 @@ def schedule(
     stored = speed.cuts(jaxpr, fused, states)
     cuts = stored.stored | _between_contexts(jaxpr)
     levels = _levels(jaxpr, fused, cuts)
-    for _ in range(8):  # a cut splits a group, which may put another value between two groups
-        more = _cuts(jaxpr, fused, levels, states, out_states, multiplied)
-        if more <= cuts:
-            break
-        cuts |= more
+    while more := _cuts(jaxpr, fused, levels, states, out_states, multiplied) - cuts:
+        cuts |= more  # splits a group, which may put another value between two groups
         levels = _levels(jaxpr, fused, cuts)
     components = _components(jaxpr, fused, levels, cuts)
     outside = _read_outside(jaxpr, components)

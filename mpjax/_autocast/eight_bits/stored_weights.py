@@ -30,7 +30,7 @@ class _Stored(NamedTuple):
         return dequantized(self.values, self.scale)
 
 
-def sunk(program: Any, arrays: Sequence[Any]) -> Any:
+def dequantize_at_products(program: Any, arrays: Sequence[Any]) -> Any:
     """Returns a closed jaxpr that dequantises weights inside its scans and checkpoints.
 
     Args:

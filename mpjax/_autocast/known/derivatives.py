@@ -1,4 +1,4 @@
-"""Tells the programs inside a derivative that they are part of it.
+"""Marks the programs inside a backward pass as part of it.
 
 Where a function takes a gradient itself, JAX marks the equations of the backward pass as
 transposed. Of a call, a loop or a checkpoint it marks the call alone, and nothing inside. Written
@@ -17,20 +17,20 @@ from mpjax._jaxpr.equation import Eqn, Jaxpr
 from mpjax._jaxpr.rewriting import with_equations, with_programs
 
 
-def told(program: Any) -> Any:
+def mark_backward_passes(program: Any) -> Any:
     """Returns a closed jaxpr in which each equation of a backward pass is marked as transposed."""
-    new = _Marks().told(program.jaxpr, within=False)
+    new = _Marks().marked(program.jaxpr, within=False)
     return program if new is program.jaxpr else program.replace(jaxpr=new)
 
 
 class _Marks:
-    """The programs that were told, each once, so that equal calls share theirs."""
+    """The programs that were marked, each once, so that equal calls share theirs."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, bool], Jaxpr] = {}
 
-    def told(self, jaxpr: Any, *, within: bool) -> Any:
-        """Returns an open jaxpr, told whether it stands in a backward pass."""
+    def marked(self, jaxpr: Any, *, within: bool) -> Any:
+        """Returns an open jaxpr, marked as a whole if it stands within a backward pass."""
         key = id(jaxpr), within
         if key not in self._known:
             one = functools.partial(self._equation, within=within)
@@ -42,7 +42,7 @@ class _Marks:
             stack = _transposed() + eqn.source_info.name_stack
             marked = eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
             eqn = marked if scopes.is_transposed(marked) else eqn  # it may be computed again
-        return with_programs(eqn, functools.partial(self.told, within=scopes.is_transposed(eqn)))
+        return with_programs(eqn, functools.partial(self.marked, within=scopes.is_transposed(eqn)))
 
 
 @functools.cache

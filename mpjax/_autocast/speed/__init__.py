@@ -1,7 +1,8 @@
 """Helps compilers to save memory and time. Nothing here decides which values may be low.
 
 The other rooms import these names and nothing else. They are of four kinds, and `hints` has a row
-for each function: its purpose, its platforms, and the bytes that it saves there.
+for each: its platforms, and the bytes that it saves there. Two have no row, since they take place
+before a plan is made (`batch_counted_rows`, `mark_permutations`): gathers in a simpler form.
 
 Cuts: low values that are stored where a group would compute them again (`cuts`).
 Marks: instructions for a backend about a group's values (`marked`).
@@ -10,7 +11,7 @@ Arounds: operations around a product's operands and result, where it is lowered 
 """
 
 from mpjax._autocast.speed.cuts import of_program as cuts
-from mpjax._autocast.speed.enumerated import uncounted
+from mpjax._autocast.speed.enumerated import batch_counted_rows
 from mpjax._autocast.speed.epilogue import alone, spread
 from mpjax._autocast.speed.exact import is_exact
 from mpjax._autocast.speed.exact import run as native
@@ -19,7 +20,7 @@ from mpjax._autocast.speed.lowerings import read_low, stored, stored_cotangent
 from mpjax._autocast.speed.marks import FusedGroup, low_cotangent
 from mpjax._autocast.speed.marks import of_groups as marked
 from mpjax._autocast.speed.order import smaller_first
-from mpjax._autocast.speed.permuted import told
+from mpjax._autocast.speed.permuted import mark_permutations
 from mpjax._autocast.speed.picks import run as pick
 from mpjax._autocast.speed.pooled import bind as bind_pooled
 from mpjax._autocast.speed.recompute import recomputed
@@ -29,11 +30,13 @@ __all__ = [
     "FusedGroup",
     "Ways",
     "alone",
+    "batch_counted_rows",
     "bind_pooled",
     "cuts",
     "hint",
     "is_exact",
     "low_cotangent",
+    "mark_permutations",
     "marked",
     "native",
     "pick",
@@ -43,6 +46,4 @@ __all__ = [
     "spread",
     "stored",
     "stored_cotangent",
-    "told",
-    "uncounted",
 ]

@@ -19,7 +19,7 @@ from mpjax._jaxpr.binding import bind, evaluate, written_at
 from mpjax._jaxpr.equation import Eqn
 
 
-def uncounted(program: Any, arrays: Sequence[Any]) -> Any:
+def batch_counted_rows(program: Any, arrays: Sequence[Any]) -> Any:
     """Returns a closed jaxpr whose gathers do not count rows.
 
     Args:

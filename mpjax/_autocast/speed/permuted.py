@@ -25,7 +25,7 @@ Makers = Mapping[Any, Any]
 """For each variable its equation, or for an input that is a permutation its number of places."""
 
 
-def told(program: Any) -> Any:
+def mark_permutations(program: Any) -> Any:
     """Returns a closed jaxpr whose gathers by a permutation have `unique_indices`."""
     known: dict[Any, Any] = {}
 

@@ -111,7 +111,7 @@ class _ReasonWalk:
         self.carries(decision, "/".join(path))
         handed = [a or b for a, b in zip(operands, _carried_causes(decision, path), strict=True)]
         outs: Causes = [None] * len(eqn.outvars)
-        outside = readers.inside(plan, decision, asking)
+        outside = readers.inside(decision, asking)
         programs = zip(call.plans, _incoming(eqn, handed), outside, strict=True)
         for inner, incoming, read in programs:
             causes = self.plan(inner, path, incoming, read)

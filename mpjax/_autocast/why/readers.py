@@ -58,7 +58,7 @@ def of(plan: Plan, outside: Readers) -> dict[Any, Reader]:
     return readers
 
 
-def inside(plan: Plan, decision: Decision, readers: dict[Any, Reader]) -> list[Readers]:
+def inside(decision: Decision, readers: dict[Any, Reader]) -> list[Readers]:
     """Returns the readers of the outputs of each program of a call, in the order of its plans."""
     outs = [readers.get(v) for v in decision.eqn.outvars]
     return [
@@ -81,7 +81,7 @@ def _operands(plan: Plan, decision: Decision, outs: Readers) -> Readers:
     eqn = decision.eqn
     first = next((r for r in outs if r is not None), None)
     if decision.call is not None:
-        return _of_call(plan, decision, outs)
+        return _of_call(decision, outs)
     own = Reader(_name(eqn), _where(eqn))
     if fusible.is_fusible_function(eqn):
         return [first or own] * len(eqn.invars)
@@ -90,13 +90,13 @@ def _operands(plan: Plan, decision: Decision, outs: Readers) -> Readers:
     return [own if is_own else None if stops else first] * len(eqn.invars)
 
 
-def _of_call(plan: Plan, decision: Decision, outs: Readers) -> Readers:
+def _of_call(decision: Decision, outs: Readers) -> Readers:
     by_operand: Readers = [None] * len(decision.eqn.invars)
     known = {v: r for v, r in zip(decision.eqn.outvars, outs, strict=True) if r is not None}
     programs = zip(
         structure.parts(decision.eqn),
         decision.call.plans,
-        inside(plan, decision, known),
+        inside(decision, known),
         strict=True,
     )
     for part, inner, asked in programs:
