@@ -38,7 +38,7 @@ from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
 from mpjax._jaxpr.equation import Eqn, Jaxpr
-from mpjax._jaxpr.op_rules import MOVES, OP_RULES, PRODUCTS, only_moves
+from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, only_moves
 from mpjax._jaxpr.sizes import is_float32
 
 
@@ -127,8 +127,7 @@ def _operands(
         keys = eqn.params.get("num_keys", 0) if conditioned.decides(eqn, known) else 0
         return [want | NEAR if i < keys else want for i, want in enumerate(outs)]
     asked = conditioned.asks(eqn, union, known)
-    held = name in traits.UNFORGIVING or name in demanded.full
-    if held or structure.applies_function(eqn):
+    if conditioned.ruins(eqn) or name in demanded.full:
         return [later | EXACT | asked] * len(eqn.invars)
     wants = _by_rule(eqn, union, later)
     if name in ("mul", "div"):
@@ -159,8 +158,7 @@ def _by_rule(eqn: Eqn, union: int, later: int) -> list[int]:
         return [union & (LATER | FORWARD | FULL | EXACT | ABSOLUTE)] * len(eqn.invars)
     if name in traits.ABSOLUTE:
         return [later | ABSOLUTE]
-    is_unknown = name not in OP_RULES and name not in traits.LOOKS
-    return [later | EXACT if is_unknown else later] * len(eqn.invars)
+    return [later] * len(eqn.invars)
 
 
 def _of_product(eqn: Eqn, union: int, later: int) -> list[int]:

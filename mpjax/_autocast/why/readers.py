@@ -13,11 +13,10 @@ from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.decide import reads
 from mpjax._autocast.decide.decided import Action, Decision
 from mpjax._autocast.decide.must import conditioned
-from mpjax._autocast.known import fusible, scopes, traits
+from mpjax._autocast.known import fusible, scopes
 from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
-from mpjax._jaxpr.op_rules import OP_RULES
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def _operands(plan: Plan, decision: Decision, outs: Readers) -> Readers:
     own = Reader(_name(eqn), _where(eqn))
     if fusible.is_fusible_function(eqn):
         return [first or own] * len(eqn.invars)
-    is_own = bool(conditioned.of_itself(eqn, plan.facts)) or _ruins(eqn)
+    is_own = bool(conditioned.of_itself(eqn, plan.facts)) or conditioned.ruins(eqn)
     stops = decision.action is Action.PRODUCT
     return [own if is_own else None if stops else first] * len(eqn.invars)
 
@@ -104,13 +103,6 @@ def _of_call(decision: Decision, outs: Readers) -> Readers:
         for place, v in zip(part.operands, inner.jaxpr.jaxpr.invars, strict=True):
             by_operand[place] = by_operand[place] or by.get(v)
     return by_operand
-
-
-def _ruins(eqn: Eqn) -> bool:
-    name = eqn.primitive.name
-    if name == "convert_element_type":
-        return False
-    return name in traits.UNFORGIVING or (name not in OP_RULES and name not in traits.LOOKS)
 
 
 def _name(eqn: Eqn) -> str:

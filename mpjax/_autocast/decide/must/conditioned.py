@@ -17,8 +17,9 @@ from mpjax._autocast.decide.reads import AGAIN, BELOW, CANCELS, DIFFERENCE, EXAC
 from mpjax._autocast.known import fact_flags, facts, roots, scopes, totals, traits
 from mpjax._autocast.known.contraction import is_of_small_matrices
 from mpjax._base import compat
+from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
-from mpjax._jaxpr.op_rules import PRODUCTS
+from mpjax._jaxpr.op_rules import OP_RULES, PRODUCTS
 from mpjax._jaxpr.sizes import is_float32, is_number
 
 MANY = 8
@@ -29,6 +30,7 @@ _STOP_A_DIFFERENCE = PRODUCTS | (traits.LOOKS - traits.FUSIBLE)
 """Through all others a difference that is taken of results is taken of operands, too."""
 _STOP_A_DISTANCE = _STOP_A_DIFFERENCE | traits.SATURATES
 """Through all others a distance that is read of results is read of operands, too."""
+_WITHOUT_A_CLASS = traits.LOOKS | traits.HANDS_ON
 _READ_A_DISTANCE = traits.DISTANCES | traits.ANGLES
 
 
@@ -86,6 +88,14 @@ def of_itself(eqn: Eqn, known: facts.Facts) -> int:
     if terms := facts.cancelling(eqn, known):
         asked |= CANCELS | EXACT | (BELOW if any(t.is_summed for t in terms) else 0)
     return asked | DIFFERENCE if facts.is_difference(eqn, known) else asked
+
+
+def ruins(eqn: Eqn) -> bool:
+    """Whether an operation needs its operands unrounded: a factorisation, or one without a rule."""
+    name = eqn.primitive.name
+    if name in traits.UNFORGIVING or structure.applies_function(eqn):
+        return True
+    return name not in OP_RULES and name not in _WITHOUT_A_CLASS
 
 
 def of_factors(eqn: Eqn, known: facts.Facts) -> list[int]:
