@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from mpjax._autocast.arrange import groups, plan
@@ -9,7 +10,7 @@ from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.attention import steps as attention_steps
 from mpjax._autocast.attention import under_plan
 from mpjax._autocast.decide import reads
-from mpjax._autocast.decide.decided import NOTHING, Action, Decided, Outside, Settings
+from mpjax._autocast.decide.decided import NOTHING, Action, Decided, Decision, Outside, Settings
 from mpjax._autocast.decide.equations import Planner
 from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.states import State
@@ -58,14 +59,19 @@ this the time would be exponential in the depth of nested loops."""
 @by_identity
 def arranged(decided: Decided) -> Plan:
     """Returns the plan that carries out decisions, also those about the programs inside."""
-    closed, decisions = decided.jaxpr, decided.decisions
-    for decision in decisions:
-        if decision.call is not None:
-            decision.call.plans = tuple(map(arranged, decision.call.plans))
-        if decision.action is Action.ATTENTION:
-            decision.reason = Reason(under_plan.where(decision.eqn, decision.low))
+    closed, decisions = decided.jaxpr, list(map(_carried_out, decided.decisions))
     fused = [d.action is Action.FUSED for d in decisions]
     multiplied = frozenset(v for v, want in decided.reads.items() if want & reads.PRODUCT)
     steps = groups.schedule(closed.jaxpr, fused, decided.states, decided.out_states, multiplied)
     steps = attention_steps.attended(closed.jaxpr, closed.consts, decisions, decided.states, steps)
-    return plan.of(decided, steps)
+    return plan.of(decided, decisions, steps)
+
+
+def _carried_out(decision: Decision) -> Decision:
+    """Returns a decision with the plans of programs inside, and with the kernel of an attention."""
+    if decision.call is not None:
+        inner = tuple(map(arranged, decision.call.plans))
+        return replace(decision, call=replace(decision.call, plans=inner))
+    if decision.action is Action.ATTENTION:
+        return replace(decision, reason=Reason(under_plan.where(decision.eqn, decision.low)))
+    return decision

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from mpjax._autocast.decide.decided import Decided
+from mpjax._autocast.decide.decided import Decided, Decision
 from mpjax._autocast.speed import FusedGroup
 
 
@@ -28,7 +28,11 @@ class Plan(Decided):
     compiled: dict[Any, Any] = field(default_factory=dict)  # `jit` functions made from it
 
 
-def of(decided: Decided, steps: Sequence[PlanStep]) -> Plan:
-    """Returns the plan of decisions, with the steps that carry them out."""
-    known = {f.name: getattr(decided, f.name) for f in fields(decided)}
+def of(decided: Decided, decisions: list[Decision], steps: Sequence[PlanStep]) -> Plan:
+    """Returns the plan of what was decided, with the steps that carry it out.
+
+    `decisions` are those decided of, with the plans of programs inside and the names of kernels.
+    """
+    known: dict[str, Any] = {f.name: getattr(decided, f.name) for f in fields(decided)}
+    known["decisions"] = decisions
     return Plan(**known, steps=list(steps))

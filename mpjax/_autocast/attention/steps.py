@@ -51,7 +51,7 @@ class Attended:
 def attended(
     jaxpr: Jaxpr,
     constants: Sequence[Any],
-    decisions: Sequence[Any],
+    decisions: list[Any],
     states: dict[Any, Any],
     steps: list[PlanStep],
 ) -> list[PlanStep]:
@@ -210,7 +210,7 @@ def _attended(finder: Finder, place: _Places, match: Match, mine: list[int]) -> 
     if not (where := place.why[key]):
         return None
     for i in (one.first, one.last):
-        place.decisions[i].reason = Reason(where)
+        place.decisions[i] = replace(place.decisions[i], reason=Reason(where))
     return one
 
 

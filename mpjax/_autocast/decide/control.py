@@ -34,11 +34,11 @@ _NEXT_TURN = UNROUNDED | ABSOLUTE | LATER | FORWARD
 """Flags that the next turn of a loop sets of a carry hold for the turn that leaves it."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class CallPlan:
     """The plans of an equation's programs, and what passes in and out.
 
-    `plans` are in the order of `programs(eqn)`: decisions, until `planning` arranges them.
+    `plans` are in the order of `structure.parts`: decisions, in a plan the plans made of them.
     `operand_states` are those in which operands are handed over, `out_states` those of the results;
     a loop's carry has the same in both, and a reason in `carried`, by its place.
     """

@@ -86,7 +86,7 @@ class Action(enum.Enum):
     CALL = "call"  # a program of its own
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Decision:
     """The decision for one equation."""
 

@@ -2,8 +2,9 @@
 
 In this order: the user (a region, a `PolicyMap`, `rules=`), a reader that rounding would hurt, the
 operation's own class, its operands. `equations` makes a reason together with each decision, so
-that nothing has to be guessed afterwards. Only two things are added by `why/provenance`: the name
-of the reader, for which "{}" stands, and the first cause of a float32 operand.
+that nothing has to be guessed afterwards. Three things are added: `planning` names the kernel of an
+attention; `why/provenance` names the reader, for which "{}" stands, and the first cause of a
+float32 operand.
 """
 
 from __future__ import annotations
