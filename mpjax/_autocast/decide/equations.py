@@ -341,7 +341,7 @@ class Planner(Rounding):
         for way in ways.of_equation(eqn):
             read = self.as_followed(eqn, _picked(operands, way.all))
             state = states.follow(read, widest=settings.widest)
-            if any(s.is_state for s in _picked(operands, way.direct)):
+            if any(s.is_recurrent for s in _picked(operands, way.direct)):
                 state = states.keep(state)
             elif state.kind != Kind.CONSTANT:
                 state = states.unkept(state)

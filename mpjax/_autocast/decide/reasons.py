@@ -179,7 +179,7 @@ def of_carry(before: State, state: State, *, is_recurrent: bool) -> Reason:
       state: the state of the carry.
       is_recurrent: whether it reaches itself by no product: low, it is a residual stream.
     """
-    if state.is_state:
+    if state.is_recurrent:
         return RECURRENT
     if state.kind == Kind.LOW:
         return STREAM if is_recurrent else NEW_IN_EACH_TURN
@@ -198,7 +198,7 @@ def of_operands(
         return INPUTS
     if state.kind == Kind.LOW or any(s.kind == Kind.WIDE for s in operands):
         return FOLLOWS
-    if state.is_state and not widest:
+    if state.is_recurrent and not widest:
         return Reason(CHANGED)
     lows = sorted({short_name(s.dtype) for s in operands if s.kind == Kind.LOW})
     if len(lows) > 1:

@@ -34,9 +34,9 @@ class State(NamedTuple):
     `dtype` is that of a low value. `values` are those that a constant can have, None where they
     are not known. A wide value is `pure` if no low value took part in it, as in a normalised
     weight: rounding it where a product reads it would round the weight's gradient. It is `kept` if
-    it is a state, which a program changes a little at a time: it is stored in float32 whoever
-    reads it. A neutral value is `kept` if it is an input of its own or cut out of one, so that
-    adding to it makes a state, and no row of a table. A wide value that `would_be` low is float32
+    it is recurrent, so that a program changes it a little at a time: it is stored in float32
+    whoever reads it. A neutral value is `kept` if it is an input of its own or cut out of one:
+    adding to it makes a recurrent state, adding to a row of a table does not. A wide value that `would_be` low is float32
     for the sake of a reader: what other operations make of it is as if it were low.
     """
 
@@ -48,7 +48,7 @@ class State(NamedTuple):
     would_be: Any = None
 
     @property
-    def is_state(self) -> bool:
+    def is_recurrent(self) -> bool:
         """Whether the value is what a program changes a little at a time."""
         return self.kind == Kind.WIDE and self.kept
 
@@ -110,7 +110,7 @@ def follow(states: Sequence[State], *, widest: bool = False) -> State:
     lows = {s.dtype for s in floats if s.kind == Kind.LOW}
     if Kind.WIDE in kinds:
         state = _wide(floats)
-        return keep(state) if any(s.is_state for s in floats) else state
+        return keep(state) if any(s.is_recurrent for s in floats) else state
     if not lows:
         inputs = INPUT if INPUT in floats else NEUTRAL
         return inputs if Kind.NEUTRAL in kinds else UNKNOWN_CONSTANT
@@ -150,7 +150,7 @@ def keep(state: State) -> State:
 
 def unkept(state: State) -> State:
     """Returns a state without `kept`: a nonlinear operation made another value of it."""
-    if state.is_state:
+    if state.is_recurrent:
         return _wide([state])
     return NEUTRAL if state == INPUT else state
 

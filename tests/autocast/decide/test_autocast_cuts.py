@@ -283,7 +283,7 @@ def test_law_of_cutting_an_input_that_was_moved_is_changed_by_what_is_made_of_it
         return (jnp.maximum(state, 0) * state @ v).sum()
 
     _kept, plan = plan_of(net, [jnp.ones(shape) for shape in [(16, 8), (8, 16), (8, 8), (4, 8)]])
-    assert _last_sum(plan).is_state
+    assert _last_sum(plan).is_recurrent
 
 
 def test_law_of_cutting_a_part_of_an_input_is_no_state_that_the_rest_changes():
@@ -292,7 +292,7 @@ def test_law_of_cutting_a_part_of_an_input_is_no_state_that_the_rest_changes():
         return (jnp.maximum(y, 0) * y @ v).sum()
 
     _kept, plan = plan_of(coupling, [jnp.ones(shape) for shape in [(4, 4), (4, 4), (4, 8)]])
-    assert not _last_sum(plan).is_state
+    assert not _last_sum(plan).is_recurrent
 
 
 def _last_sum(plan):

@@ -64,7 +64,7 @@ class Steps:
         held = (self._held[v] for v in atoms if not compat.is_literal(v))
         return self._inputs.relations(atoms) if states.INPUT in held and len(atoms) > 1 else ()
 
-    def changes_a_state(self, eqn: Eqn, operands: Sequence[State]) -> bool:
+    def changes_a_recurrent_state(self, eqn: Eqn, operands: Sequence[State]) -> bool:
         """Whether a sum adds a small step to a value, or to an input what was made of it.
 
         Adding to an input of which the other term is not made (positions to embeddings) is left to
