@@ -17,6 +17,7 @@ import numpy as np
 
 from mpjax._autocast.attention import axes
 from mpjax._autocast.attention.nodes import Name, Node, ValueGraph
+from mpjax._autocast.known import traits
 from mpjax._base import compat
 
 Affine = tuple[tuple[tuple[Any, int], ...], int]
@@ -131,7 +132,7 @@ class MaskReader:
         if node.kind == "iota":
             label = labels[node.eqn.params["dimension"]]
             return (() if label is None else ((label, 1),)), 0
-        if node.kind in ("add", "sub"):
+        if node.kind in traits.SHIFTS:
             a, b = (self._affine(x, self._broadcast(x, labels)) for x in node.operands)
             sign = 1 if node.kind == "add" else -1
             return None if a is None or b is None else _plus(a, b, sign)

@@ -14,6 +14,7 @@ from typing import Any
 from mpjax._autocast.attention import axes, masks
 from mpjax._autocast.attention.nodes import Name, Node, ValueGraph
 from mpjax._autocast.decide.decided import Action
+from mpjax._autocast.known import traits
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Jaxpr
 
@@ -21,7 +22,6 @@ _DEEPEST = 24  # operations between a product and its softmax
 _MASKED = -1e3  # a constant logit of at most this marks a key that is not read
 SOFTMAX = frozenset({"reduce_max", "sub", "exp", "reduce_sum", "div"})
 """The operations of a softmax."""
-_ONE_OPERAND = frozenset({"mul", "div"})
 _SHIFTS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "stop_gradient"})
 
 
@@ -232,9 +232,9 @@ class Finder:
             logits = self._logits(node.operands[0])
             labels = logits and axes.moved(logits.labels, node.eqn)
             return logits.past(name, labels) if logits and labels else None
-        if node.kind in _ONE_OPERAND:
+        if node.kind in traits.SCALES:
             return self._scaled(name, node)
-        if node.kind in ("add", "sub"):
+        if node.kind in traits.SHIFTS:
             return self._biased(name, node)
         if node.kind == "select_n" and len(node.operands) == 3:
             return self._masked(name, node)

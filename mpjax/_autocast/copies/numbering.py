@@ -26,7 +26,7 @@ _MOVES = (MOVES | _JOINS) - {"neg", "abs", "sign"}
 """They may give back the elements that they were given, in the same places."""
 _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
 
-_COMBINES = frozenset({"add", "sub", "mul", "div"})
+_COMBINES = traits.SHIFTS | traits.SCALES
 """Where two copies may cancel: with opposite signs, as in `a - b`, `a + (-b)` and `a * (1 / b)`."""
 _SCALES = frozenset({"mul", "div", "pow"})  # by something negative, unless it is a known number
 _INVERTS = frozenset({"neg", "rsqrt"})

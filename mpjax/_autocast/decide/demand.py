@@ -131,7 +131,7 @@ def _operands(
     if held or structure.applies_function(eqn):
         return [later | EXACT | asked] * len(eqn.invars)
     wants = _by_rule(eqn, union, later)
-    if name in ("mul", "div"):
+    if name in traits.SCALES:
         wants = [w | of for w, of in zip(wants, conditioned.of_factors(eqn, known), strict=True)]
     return [want | asked for want in wants] if asked else wants
 
@@ -152,7 +152,7 @@ def _by_rule(eqn: Eqn, union: int, later: int) -> list[int]:
         return [moved] * len(eqn.invars)
     if name in traits.HANDS_ON:
         passed = OUTPUT | LATER | FORWARD | FULL | CARRIED | EXACT | ABSOLUTE
-        if name not in ("mul", "div") or any(map(compat.is_literal, eqn.invars)):
+        if name not in traits.SCALES or any(map(compat.is_literal, eqn.invars)):
             passed |= GRADIENT
         return [union & passed] * len(eqn.invars)
     if name in traits.ACCUMULATES:

@@ -271,7 +271,7 @@ class Planner(Rounding):
         return Decision(eqn, Action.ATTENTION, Reason(""), low=low)  # `planning` names the kernel
 
     def decide_call(self, eqn: Eqn, settings: Settings) -> Decision:
-        is_loop = eqn.primitive.name in ("scan", "while")
+        is_loop = eqn.primitive.name in structure.LOOPS
         settings = _inside(settings, scopes.of(eqn), in_loop=is_loop or settings.in_loop)
         if fusible.is_fusible_function(eqn):
             return self.decide_function(eqn, settings)

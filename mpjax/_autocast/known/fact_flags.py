@@ -48,10 +48,9 @@ SMALL_STEP = 1 / 32
 """Times this a change counts as a step: each one is worth 5 bits less."""
 _MOST_WEIGHTS = 1 << 12
 _POOLS = frozenset({"reduce_window_max", "reduce_window_min"})  # of copies they may make one
-_SCALES = frozenset({"mul", "div"})
 _HANDS_ON = traits.POWERS | traits.LIMITS | traits.ADDS | traits.ACCUMULATES | traits.ACROSS | MOVES
 FUNCTIONS = (traits.ELEMENTWISE | traits.LOOKS) - (
-    _HANDS_ON | _SCALES | traits.COMPLEX | {"neg", "convert_element_type"}
+    _HANDS_ON | traits.SCALES | traits.COMPLEX | {"neg", "convert_element_type"}
 )
 """A function of a sum is no sum, and has no offset of it; others move elements, or add up."""
 _MAKE_A_SIGN = FUNCTIONS | PRODUCTS | traits.POWERS | traits.ADDS
@@ -100,7 +99,7 @@ def signs(eqn: Eqn, floats: Sequence[Any]) -> int:
         return some & EITHER
     if name in _MAKE_A_SIGN:
         return 0
-    if name in _SCALES:
+    if name in traits.SCALES:
         turned = sum(bool(f.flags & NEGATED) for f in floats)
         return _of_factors(floats) if some & EITHER else NEGATED * (turned % 2)
     if not every & CONSTANT:  # a zero beside a value that is put into it has no sign
@@ -136,7 +135,7 @@ def repeats(eqn: Eqn) -> bool:
 
 def _makes_a_step(eqn: Eqn, floats: Sequence[Any]) -> bool:
     """Whether an equation multiplies a whole array by a small number, or by an unknown one."""
-    if eqn.primitive.name not in ("mul", "div") or len(floats) != 2:
+    if eqn.primitive.name not in traits.SCALES or len(floats) != 2:
         return False
     first, second = (f.flags & (CONSTANT | SCALAR) for f in floats)
     if not (first | second) & CONSTANT and first != second:  # a number, and a whole array

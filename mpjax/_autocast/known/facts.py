@@ -110,7 +110,7 @@ def is_difference(eqn: Eqn, facts: Facts) -> bool:
     where a sign was turned, or where it is not known, as of the weights of a stencil.
     """
     name = eqn.primitive.name
-    if name not in ("add", "sub") or scopes.is_transposed(eqn):
+    if name not in traits.SHIFTS or scopes.is_transposed(eqn):
         return False
     first, second = (of_atom(v, facts) for v in eqn.invars)
     if (first.flags | second.flags) & CONSTANT:
@@ -136,7 +136,7 @@ def is_weighted_sum(eqn: Eqn, facts: Facts) -> bool:
 
 def adds_a_constant(eqn: Eqn, facts: Facts) -> bool:
     """Whether an equation adds a known number, or takes it off, that is not small."""
-    if eqn.primitive.name not in ("add", "sub"):
+    if eqn.primitive.name not in traits.SHIFTS:
         return False
     operands = [of_atom(v, facts) for v in eqn.invars]
     constants = [f for f in operands if f.flags & CONSTANT]
@@ -309,14 +309,14 @@ class _Walk:
         """The offset of its results: `some` are its operands' flags, `cancels` takes one off."""
         name = eqn.primitive.name
         before = fact_flags.larger_offset(some)
-        if name in ("add", "sub") and not some & DERIVED:
+        if name in traits.SHIFTS and not some & DERIVED:
             if adds_a_constant(eqn, self.facts):
                 return BY_A_CONSTANT
             if some & PRODUCT and any(map(fact_flags.is_data, floats)):
                 return before or BY_DATA
         if not before or cancels:
             return 0
-        if name in ("mul", "div"):
+        if name in traits.SCALES:
             factors = [f for f in floats if not f.flags & (CONSTANT | SCALAR)]
             if not all(f.flags & OFFSET for f in factors if f.flags & PRODUCT):
                 return 0
@@ -349,7 +349,7 @@ class _Walk:
         if not any(f.terms for f in floats) or not hands_on_terms(eqn):
             return terms.NONE
         name = eqn.primitive.name
-        if name in ("mul", "div"):
+        if name in traits.SCALES:
             first, second = (f.terms for f in floats)
             if name == "mul" and first and second:
                 return terms.multiplied(first, second, self.number)

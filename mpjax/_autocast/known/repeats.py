@@ -119,7 +119,7 @@ def _elementwise(eqn: Eqn, floats: Sequence[tuple[Any, Any]], *, cancels: bool) 
     if cancels:
         return along, frozenset()
     added = frozenset[Added]().union(*(f.added for _, f in floats))
-    if name in ("mul", "div"):
+    if name in traits.SCALES:
         factors = zip((f for _, f in floats), beside, strict=True)
         return along, _scaled(added, factors, out.aval.shape)
     if name not in _HANDS_ON:

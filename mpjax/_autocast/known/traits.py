@@ -172,8 +172,14 @@ RUNNING = _having("running")
 BENDS = _having("bends")
 """Bounded: forgets how large its operand was."""
 
-SCALES, SHIFTS, BOUNDS = _having("scales"), _having("shifts"), _having("bounds")
-"""Operations that may follow in a norm, after the division by the root of its statistic."""
+SCALES = _having("scales")
+"""Multiplies or divides."""
+
+SHIFTS = _having("shifts")
+"""Adds or subtracts as the author wrote it: `ADDS` has also what JAX adds up in a derivative."""
+
+BOUNDS = _having("bounds")
+"""Of a norm's result alone, its result counts as one still."""
 
 TOTALS, OF_TOTALS = _having("totals"), _having("of_totals")
 """Operations that make the statistic of a norm, and those that combine statistics."""
