@@ -410,7 +410,14 @@ def has_effects(eqn: Eqn) -> bool:
     return bool(eqn.effects) and eqn.primitive.name not in OP_RULES
 
 
-def hands_on_each(eqn: Eqn) -> bool:
-    """Whether each result is made of one operand: a barrier, a collective of several arrays."""
+def hands_on_each(eqn: Eqn, *, sorts: bool = False) -> bool:
+    """Whether each result is made of one operand: a barrier, a collective of several arrays.
+
+    Args:
+      eqn: the equation.
+      sorts: whether to count a sort of several arrays: the first say where the elements of all go.
+    """
     count = len(eqn.outvars)
-    return only_moves(eqn) and len(eqn.invars) == count > 1 and eqn.primitive.name != "sort"
+    if not (only_moves(eqn) and len(eqn.invars) == count > 1):
+        return False
+    return sorts or eqn.primitive.name != "sort"

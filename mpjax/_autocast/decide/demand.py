@@ -38,7 +38,7 @@ from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
 from mpjax._jaxpr.equation import Eqn, Jaxpr
-from mpjax._jaxpr.op_rules import MOVES, OP_RULES, PRODUCTS, only_moves
+from mpjax._jaxpr.op_rules import MOVES, OP_RULES, PRODUCTS, hands_on_each, only_moves
 from mpjax._jaxpr.sizes import is_float32
 
 
@@ -122,8 +122,7 @@ def _operands(
     later = union & (LATER | FORWARD)
     if named_attention.is_attention(eqn):
         return _of_attention(eqn, later)
-    if name in MOVES and len(eqn.invars) == len(outs) > 1:
-        # Each operand is handed on by itself, as through a barrier; a sort also compares the keys.
+    if hands_on_each(eqn, sorts=True):  # a sort also compares the keys
         keys = eqn.params.get("num_keys", 0) if conditioned.decides(eqn, known) else 0
         return [want | NEAR if i < keys else want for i, want in enumerate(outs)]
     asked = conditioned.asks(eqn, union, known)

@@ -35,7 +35,7 @@ from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
-from mpjax._jaxpr.op_rules import COMPARISONS, OP_RULES, PRODUCTS, OpClass, op_class
+from mpjax._jaxpr.op_rules import COMPARISONS, OP_RULES, PRODUCTS, OpClass, hands_on_each, op_class
 from mpjax._jaxpr.sizes import is_float32
 from mpjax._policies.policy import Policy
 
@@ -180,8 +180,8 @@ class Planner(Rounding):
     def decide_keep(self, eqn: Eqn, operands: Sequence[State]) -> Decision:
         name = eqn.primitive.name
         floats = [s for v, s in zip(eqn.invars, operands, strict=True) if is_float32(v)]
-        if len(eqn.outvars) > 1 and len(eqn.invars) == len(eqn.outvars):
-            return self.keep(eqn, operands)  # optimization_barrier and collectives
+        if hands_on_each(eqn, sorts=True):
+            return self.keep(eqn, operands)
         state = floats[0] if floats else states.FOREIGN
         if state == states.INPUT and name in _OTHERS:
             state = states.NEUTRAL

@@ -32,7 +32,7 @@ from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
 from mpjax._jaxpr.equation import Eqn, Jaxpr
-from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, has_effects, only_moves
+from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, hands_on_each, has_effects, only_moves
 from mpjax._jaxpr.sizes import is_float32, is_number, size
 
 _MOST_ROOTS = 8
@@ -275,8 +275,8 @@ class _Walk:
             return [Fact(CONSTANT, roots=self.few(roots))] * len(results)
         if every & CONSTANT:
             return [_constant(eqn, floats)] * len(results)
-        if name in MOVES and len(results) == len(operands) > 1:
-            return operands  # a barrier
+        if hands_on_each(eqn, sorts=True):
+            return operands
         cancels = is_difference(eqn, facts)
         offset = self.offset(eqn, floats, some, cancels=cancels)
         flags = fact_flags.of_operation(eqn, floats, some, every) | offset | derived
