@@ -322,10 +322,12 @@ def _cancel(name: str, first: Copies, second: Copies) -> bool:
 
     An unknown sign may be the opposite one, but in `mul`: derivatives multiply by all kinds.
     """
-    if {c[:2] for c in first} == {c[:2] for c in second}:
+    places = [{(c.number, c.place) for c in each} for each in (first, second)]
+    if places[0] == places[1]:
         return False  # of the same copies, as a value and its mean
     pairs = itertools.product(first, second)
-    signs = [{a.opposite, b.opposite} for a, b in pairs if a[0] == b[0] and a.place != b.place]
+    apart = [(a, b) for a, b in pairs if a.number == b.number and a.place != b.place]
+    signs = [{a.opposite, b.opposite} for a, b in apart]
     return {True, False} in signs or (name != "mul" and any(None in both for both in signs))
 
 

@@ -246,7 +246,7 @@ class _Walk:
             made = self.results(eqn, derived)
             for v, fact in zip(eqn.outvars, made, strict=True):
                 if derived and not fact.flags & DERIVED:
-                    fact = Fact(fact.flags | DERIVED, *fact[1:])
+                    fact = fact._replace(flags=fact.flags | DERIVED)
                 self.facts[v] = fact
 
     def number(self) -> int:
@@ -285,7 +285,10 @@ class _Walk:
         if derived or not repeats.may_tell(eqn, operands):
             return outs
         told = (repeats.told(eqn, v, operands, cancels=cancels) for v in results)
-        return [Fact(*f[:5], *more) for f, more in zip(outs, told, strict=True)]
+        return [
+            f._replace(along=along, added=added)
+            for f, (along, added) in zip(outs, told, strict=True)
+        ]
 
     def result(self, eqn: Eqn, floats: Sequence[Fact], out: Any, flags: int, every: int) -> Fact:
         """The fact of one result: it has some flags; `every` are those that all operands have."""
