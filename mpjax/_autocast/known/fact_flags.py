@@ -49,12 +49,12 @@ SMALL_STEP = 1 / 32
 _MOST_WEIGHTS = 1 << 12
 _POOLS = frozenset({"reduce_window_max", "reduce_window_min"})  # of copies they may make one
 _HANDS_ON = traits.POWERS | traits.LIMITS | traits.ADDS | traits.ACCUMULATES | traits.ACROSS | MOVES
-FUNCTIONS = (traits.ELEMENTWISE | traits.LOOKS) - (
+FUNCTIONS = (traits.OF_FEW | traits.LOOKS) - (
     _HANDS_ON | traits.SCALES | traits.COMPLEX | {"neg", "convert_element_type"}
 )
 """A function of a sum is no sum, and has no offset of it; others move elements, or add up."""
 _MAKE_A_SIGN = FUNCTIONS | PRODUCTS | traits.POWERS | traits.ADDS
-_HANDS_ON_ENTERED = (MOVES | traits.ELEMENTWISE | traits.JOINS | traits.UPDATES) - traits.SATURATES
+_HANDS_ON_ENTERED = (MOVES | traits.OF_FEW | traits.JOINS | traits.UPDATES) - traits.SATURATES
 _HANDS_ON_DERIVED = MOVES - traits.STATISTIC
 
 

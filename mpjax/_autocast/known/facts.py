@@ -40,7 +40,7 @@ _EPSILON = 1 / 64
 """A smaller number that is added guards a division or a root; it cancels nothing."""
 _PARTS = traits.CUTS | traits.PICKS
 _TOPS = traits.EXTREME & traits.STATISTIC
-_OF_ITS_OPERANDS = traits.FUSIBLE | traits.ELEMENTWISE | traits.UPDATES | MOVES | totals.ALONG_AXES
+_OF_ITS_OPERANDS = traits.FUSIBLE | traits.OF_FEW | traits.UPDATES | MOVES | totals.ALONG_AXES
 """Each element of a result is of a few elements of the operands, unless it is a statistic."""
 
 

@@ -20,11 +20,11 @@ from mpjax._jaxpr.sizes import is_number, size
 
 _EVERY = -1
 _MOST = 8
-_JOINS = frozenset({"concatenate", "stack", "pad", "dynamic_update_slice"})
-_MOVES = MOVES | _JOINS | traits.UPDATES | traits.ACROSS | {"reduce_window_sum"}
-_HANDS_ON = traits.ADDS | traits.POWERS | traits.LIMITS | traits.COMPLEX | {"neg", "abs"}
+_JOINS = frozenset({"concatenate", "stack", "pad"}) | traits.UPDATES
+_MOVES = MOVES | _JOINS | traits.ACROSS | {"reduce_window_sum"}
+_HANDS_ON = traits.ADDS | traits.POWERS | traits.LIMITS | traits.COMPLEX
 _STARTS = traits.ADDS | {"broadcast_in_dim"}
-_ELEMENTWISE = traits.ELEMENTWISE - MOVES - _JOINS
+_ELEMENTWISE = traits.OF_FEW - MOVES - _JOINS
 
 
 class Added(NamedTuple):
@@ -64,7 +64,7 @@ def told(eqn: Eqn, out: Any, operands: Sequence[Any], *, cancels: bool) -> Told:
     floats = [(v, f) for v, f in zip(eqn.invars, operands, strict=True) if is_number(v)]
     if name in _ELEMENTWISE:
         return _elementwise(eqn, floats, cancels=cancels)
-    if name in _JOINS or name in traits.UPDATES:
+    if name in _JOINS:
         handed_on = (_moved(eqn, out, v, f, operands)[1] for v, f in floats)
         return 0, _few(frozenset[Added]().union(*handed_on))
     return _moved(eqn, out, *floats[0], operands)

@@ -2,7 +2,7 @@
 
 An operation stands in one row, with a word for each trait; below, what a word means and who asks.
 An operation in no row has no trait: it runs by its class alone, in a kernel of its own. A new one
-is exact if you know whether it is `elementwise`, `across`, `unforgiving`, `absolute`, or reads
+is exact if you know whether it is `of_few`, `across`, `unforgiving`, `absolute`, or reads
 `distances` or `angles`. Any other trait that you leave out costs speed alone.
 """
 
@@ -58,11 +58,11 @@ scatter-mul                             | updates native
 psum psum_invariant unreduced_psum      | across hands_on linear of_totals
 reduce_scatter unreduced_reduce_scatter | across hands_on linear of_totals
 psum_scatter                            | across hands_on linear of_totals
-lgamma digamma polygamma zeta           | elementwise
-igamma igammac igamma_grad_a            | elementwise
-bessel_i0e bessel_i1e random_gamma_grad | elementwise
-regularized_incomplete_beta nextafter   | elementwise
-complex real imag conj                  | elementwise hands_on linear complex
+lgamma digamma polygamma zeta           | of_few
+igamma igammac igamma_grad_a            | of_few
+bessel_i0e bessel_i1e random_gamma_grad | of_few
+regularized_incomplete_beta nextafter   | of_few
+complex real imag conj                  | of_few hands_on linear complex
 reduce_sum                              | fusible linear statistic totals
 reduce_prod                             | fusible statistic distances
 reduce_max                              | fusible statistic totals resizes selects extreme
@@ -154,8 +154,11 @@ EXTREME = _having("extreme")
 STATISTIC = _having("statistic")
 """Makes few numbers of many."""
 
-ELEMENTWISE = _having("elementwise") | _having("fusible") - _having("statistic")
-"""Each element of its result is made of the elements at the same place of its operands."""
+OF_FEW = _having("of_few") | _having("fusible") - _having("statistic")
+"""Each element of its result is made of one element, or a few, of its operands.
+
+Of those at the same place, as by `exp`, or of another, as by `transpose`. Or it is a boolean.
+"""
 
 COMPLEX = _having("complex")
 """Parts of complex numbers, and numbers of their parts."""
