@@ -21,8 +21,8 @@ from mpjax._jaxpr.equation import Eqn, params_key
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, hands_on_each, has_effects
 from mpjax._jaxpr.sizes import is_float32, size
 
-_MAY_GIVE_BACK = MOVES | traits.JOINS | {"pad", "dynamic_update_slice", "scatter"}
-_MAY_GIVE_BACK -= {"neg", "abs", "sign"}
+_PUT_AMONG_OTHERS = frozenset({"pad", "dynamic_update_slice", "scatter"})
+_MAY_GIVE_BACK = MOVES - {"neg", "abs", "sign"} | traits.JOINS | _PUT_AMONG_OTHERS
 """They may give back the elements that they were given, in the same places."""
 _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
 

@@ -49,8 +49,8 @@ SMALL_STEP = 1 / 32
 _MOST_WEIGHTS = 1 << 12
 _POOLS = frozenset({"reduce_window_max", "reduce_window_min"})  # of copies they may make one
 _KEEP_SUMS = traits.ADDS | traits.SCALES | traits.POWERS | traits.LIMITS | traits.ACCUMULATES
-_KEEP_SUMS |= traits.ACROSS | traits.COMPLEX | MOVES | {"neg", "convert_element_type"}
-FUNCTIONS = (traits.OF_FEW | traits.LOOKS) - _KEEP_SUMS
+_MOVE_SUMS = MOVES | traits.ACROSS | traits.COMPLEX | {"neg", "convert_element_type"}
+FUNCTIONS = (traits.OF_FEW | traits.LOOKS) - _KEEP_SUMS - _MOVE_SUMS
 """A function of a sum is no sum, and has no offset of it; others move elements, or add up."""
 _MAKE_A_SIGN = FUNCTIONS | PRODUCTS | traits.POWERS | traits.ADDS
 _KEEP_ENTERED = (MOVES | traits.OF_FEW | traits.JOINS | traits.UPDATES) - traits.SATURATES
