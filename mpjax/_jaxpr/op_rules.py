@@ -260,32 +260,6 @@ rnn_fwd run_state scaled_dot scaled_matmul scaled_matmul_wrapper todense tpu_cus
 unreduced_psum_start unreduced_reduce_scatter_start vprim
 """
 
-# These occur only inside kernels (Pallas, Mosaic): no jaxpr that autocast traces has them.
-_IN_KERNELS = """
-_copysign all_reduce_ffs all_reduce_population_count async_copy_scales_to_tmem
-async_copy_smem_to_tmem async_copy_sparse_metadata_to_tmem async_load async_prefetch
-async_store_smem async_store_tmem atomic_cas atomic_rmw barrier barrier_arrive
-barrier_arrive_and_wait barrier_test barrier_wait bitcast broadcast_to commit_group commit_smem
-commit_tmem conv copy_gmem_to_smem copy_smem_to_gmem debug_barrier debug_barrier_p delay dma_start
-dma_wait einshape_lo elementwise_inline_asm elementwise_inline_asm_p emit_pipeline
-get_barrier_semaphore get_global griddepcontrol_launch_dependents griddepcontrol_wait inline_mgpu
-inline_mgpu_p jaxpr_call layout_cast load masked_cummax masked_cummin masked_cumsum masked_load
-masked_sort masked_swap matmul_acc_lhs matmul_lhs_fifo matmul_pop matmul_pop_fifo matmul_push_rhs
-max_contiguous mgpu_atomic_store mma mosaic_gpu_p mosaic_gpu_reduce_max mosaic_gpu_reduce_min
-mosaic_gpu_reduce_prod mosaic_gpu_reduce_sum multimem_load_reduce multimem_store multiple_of
-num_programs pack pack_dtype pack_elementwise parallel_loop pipeline_body print_layout prng_join
-prng_random_bits prng_seed prng_split program_id program_order query_cluster_cancel reciprocal
-relayout roll run_scoped sc_fetch_and_add scan_count semaphore_read semaphore_signal
-semaphore_signal_multicast semaphore_signal_parallel semaphore_wait set_max_registers
-set_max_registers_p stochastic_round store tcgen05_commit_arrive tcgen05_mma thunky.all_gather
-thunky.all_reduce thunky.all_to_all thunky.async_done thunky.async_start thunky.call_jax
-thunky.call_thunky_nested thunky.collective_group thunky.collective_permute thunky.cond thunky.copy
-thunky.custom_call thunky.inline_constant thunky.memset thunky.memzero thunky.ptx_kernel
-thunky.reduce_scatter thunky.while try_cluster_cancel unpack unpack_dtype unpack_elementwise
-wait_gmem_to_smem wait_load_tmem wait_smem_to_gmem wgmma wgmma_accumulator_deref
-wgmma_accumulator_deref_p wgmma_accumulator_store wgmma_accumulator_store_p wgmma_ref wgmma_wait
-"""
-
 
 def _rows(text: str, op_class: OpClass) -> dict[str, OpRule]:
     rows: dict[str, OpRule] = {}
@@ -324,9 +298,6 @@ STRUCTURE: frozenset[str] = frozenset(_STRUCTURE.split())
 SILENT: frozenset[str] = frozenset(_SILENT.split())
 """Operations on integers, random bits, references and effects: they read what they were traced
 on."""
-
-IN_KERNELS: frozenset[str] = frozenset(_IN_KERNELS.split())
-"""Primitives of the languages in which kernels are written."""
 
 AS_TRACED: frozenset[str] = SILENT | frozenset(_OPAQUE.split())
 """Operations without a class on purpose: silent ones and foreign kernels. They read what they were
@@ -439,7 +410,14 @@ def has_effects(eqn: Eqn) -> bool:
     return bool(eqn.effects) and eqn.primitive.name not in OP_RULES
 
 
-def hands_on_each(eqn: Eqn) -> bool:
-    """Whether each result is made of one operand: a barrier, a collective of several arrays."""
+def hands_on_each(eqn: Eqn, *, sorts: bool = False) -> bool:
+    """Whether each result is made of one operand: a barrier, a collective of several arrays.
+
+    Args:
+      eqn: the equation.
+      sorts: whether to count a sort of several arrays: the first say where the elements of all go.
+    """
     count = len(eqn.outvars)
-    return only_moves(eqn) and len(eqn.invars) == count > 1 and eqn.primitive.name != "sort"
+    if not (only_moves(eqn) and len(eqn.invars) == count > 1):
+        return False
+    return sorts or eqn.primitive.name != "sort"

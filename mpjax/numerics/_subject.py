@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from mpjax._autocast.api import as_typed
 from mpjax._autocast.arguments.nnx_names import name_modules
 from mpjax._base.errors import message
-from mpjax._base.tree import is_array
+from mpjax._base.tree import is_floating
+from mpjax._policies.parts import default_of
 from mpjax._policies.policy import get_policy
 from mpjax._scaling.given_scale import as_loss_scale
 from mpjax._scaling.grad import get_loss_scale, name_of
@@ -100,7 +100,7 @@ def differentiated(
 
 def _checked(args: Sequence[Any], loss_fn: Callable[..., Any], where: str) -> Sequence[Any]:
     """Returns the arguments; refuses a first one without floating arrays to differentiate by."""
-    if args and any(map(_is_differentiable, jax.tree.leaves(args[0]))):
+    if args and any(map(is_floating, jax.tree.leaves(args[0]))):
         return args
     name = name_of(loss_fn)
     got = "got no arguments." if not args else "got a first argument without a floating leaf."
@@ -114,7 +114,7 @@ def of_leaves(
 ) -> tuple[Callable[..., Any], list[Any], list[int]]:
     """Returns the loss of the floating leaves of `params`, these leaves, and their places."""
     leaves, treedef = jax.tree.flatten(params)
-    moving = [i for i, leaf in enumerate(leaves) if _is_differentiable(leaf)]
+    moving = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
 
     def loss(chosen: Sequence[Any]) -> Any:
         full = list(leaves)
@@ -159,14 +159,10 @@ def under_policy(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
     """
     if is_autocast(policy):
         return as_typed(widened(fun, policy), policy)
-    default = getattr(policy, "default", policy)
+    default = default_of(policy)
 
     def wrapped(params: Any, *rest: Any) -> Any:
         args = (policy.cast_to_compute(params), *map(default.cast_to_compute, rest))
         return fun(*name_modules(args))  # NNX modules among copies, named as autocast names them
 
     return wrapped
-
-
-def _is_differentiable(leaf: Any) -> bool:
-    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -27,7 +27,6 @@ _CALLS = ("call", "async-start")  # their computations read and write memory the
 _HALVES = ("-done", "-update")
 # Fields of an instruction: of a product, of a convolution.
 _DOT, _WINDOW, _DIMENSIONS, _BATCH_GROUPS = 30, 15, 16, 58
-_CONTRACTED = r'"lhs_contracting_dimensions":(\[[^\]]*\])'  # of a cuBLAS product, in its notes
 # cuDNN's names, with the one of (input, filter, output) that a convolution computes.
 _CUDNN = {"convBackwardInput": 0, "convBackwardFilter": 1}
 

@@ -39,14 +39,14 @@ def run_counts(module: Module) -> Runs:
             if instruction.opcode == "while":
                 trips = trip_count(module, computation, instruction)
                 loops += [instruction] if trips is None else []
-            for callee, repeats in callees(module, instruction, trips or 1):
+            for callee, repeats in callees(instruction, trips or 1):
                 counts[callee] = counts.get(callee, 0) + times * repeats
                 unknown = instruction.opcode == "while" and trips is None
                 inside |= {callee} if unknown or computation.name in inside else set()
     return Runs(counts, frozenset(inside), tuple(loops))
 
 
-def callees(module: Module, instruction: Instruction, trips: int) -> list[tuple[str, int]]:
+def callees(instruction: Instruction, trips: int) -> list[tuple[str, int]]:
     """Returns the computations that an instruction runs, and how often each time."""
     if instruction.opcode == "while":
         return [(instruction.body, trips), (instruction.condition, trips + 1)]

@@ -17,13 +17,14 @@ from jax.extend import source_info_util
 from mpjax._base import compat, source_lines
 from mpjax._base.dtypes import describe, short_name
 from mpjax._jaxpr.equation import Eqn, Jaxpr
+from mpjax._jaxpr.op_rules import PRODUCTS
 
 _CALLBACKS = (
     *("debug_callback", "debug_print", "pure_callback", "io_callback", "callback"),
     *("outside_call", "host_callback", "infeed", "outfeed"),
 )
+PACKAGE = os.path.join(source_lines.OURS, "")
 _COLLECTIVES = frozenset({"all_gather", "all_to_all", "ppermute", "reduce_scatter"})
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 
 _traced_as = jax.make_user_context(None)
 
@@ -83,7 +84,7 @@ def compute_dtype(jaxpr: Jaxpr) -> str:
     """
     sizes: collections.Counter[str] = collections.Counter()
     for eqn in compat.equations(jaxpr):
-        if eqn.primitive.name in _PRODUCTS:
+        if eqn.primitive.name in PRODUCTS:
             for operand in eqn.invars[:2]:
                 if jax.numpy.issubdtype(operand.aval.dtype, jax.numpy.floating):
                     sizes[short_name(operand.aval.dtype)] += operand.aval.size

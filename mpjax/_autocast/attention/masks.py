@@ -17,6 +17,7 @@ import numpy as np
 
 from mpjax._autocast.attention import axes
 from mpjax._autocast.attention.nodes import Name, Node, ValueGraph
+from mpjax._autocast.known import traits
 from mpjax._base import compat
 
 Affine = tuple[tuple[tuple[Any, int], ...], int]
@@ -85,10 +86,7 @@ class MaskReader:
         self, node: Node, place: int, labels: axes.Labels, *, positive: bool
     ) -> Mask | None:
         shape = self._graph.aval(node.operands[place]).shape
-        mine = tuple(
-            None if n == 1 else label
-            for n, label in zip(shape, labels[len(labels) - len(shape) :], strict=True)
-        )
+        mine = axes.of_shape(labels, shape)
         return self.mask(node.operands[place], mine, positive=positive)
 
     def _selected(self, node: Node, labels: axes.Labels, *, positive: bool) -> Mask | None:
@@ -131,7 +129,7 @@ class MaskReader:
         if node.kind == "iota":
             label = labels[node.eqn.params["dimension"]]
             return (() if label is None else ((label, 1),)), 0
-        if node.kind in ("add", "sub"):
+        if node.kind in traits.SHIFTS:
             a, b = (self._affine(x, self._broadcast(x, labels)) for x in node.operands)
             sign = 1 if node.kind == "add" else -1
             return None if a is None or b is None else _plus(a, b, sign)
@@ -142,10 +140,7 @@ class MaskReader:
 
     def _broadcast(self, name: Name, labels: axes.Labels) -> axes.Labels:
         shape = () if compat.is_literal(name) else self._graph.aval(name).shape
-        return tuple(
-            None if n == 1 else label
-            for n, label in zip(shape, labels[len(labels) - len(shape) :], strict=True)
-        )
+        return axes.of_shape(labels, shape)
 
 
 _COMPARED = frozenset({"ge", "gt", "le", "lt", "ne", "eq", "ge_to", "gt_to", "le_to", "lt_to"})
@@ -164,7 +159,7 @@ def _is_binary(graph: ValueGraph, name: Name) -> bool:
         return False
     if node.kind == "convert_element_type":
         return node.eqn.invars[0].aval.dtype == np.bool_
-    return node.kind in axes.MOVES and _is_binary(graph, node.operands[0])
+    return node.kind in axes.FOLLOWED and _is_binary(graph, node.operands[0])
 
 
 def _plus(a: Affine, b: Affine, sign: int) -> Affine:

@@ -14,6 +14,7 @@ from typing import Any
 from mpjax._autocast.attention import axes, masks
 from mpjax._autocast.attention.nodes import Name, Node, ValueGraph
 from mpjax._autocast.decide.decided import Action
+from mpjax._autocast.known import traits
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Jaxpr
 
@@ -21,8 +22,9 @@ _DEEPEST = 24  # operations between a product and its softmax
 _MASKED = -1e3  # a constant logit of at most this marks a key that is not read
 SOFTMAX = frozenset({"reduce_max", "sub", "exp", "reduce_sum", "div"})
 """The operations of a softmax."""
-_ONE_OPERAND = frozenset({"mul", "div"})
-_SHIFTS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "stop_gradient"})
+_AFTER_A_STATISTIC = frozenset(
+    {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "stop_gradient"}
+)
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Finder:
         weights = self.graph.name(eqn.invars[side])
         way: list[Name] = []
         name = weights
-        while (node := self.graph.node(name)) is not None and node.kind in axes.MOVES:
+        while (node := self.graph.node(name)) is not None and node.kind in axes.FOLLOWED:
             way.append(name)
             name = node.operands[0]
         if node is None or node.kind != "div":
@@ -179,7 +181,7 @@ class Finder:
                 if -math.inf not in numbers:
                     break
                 name = node.operands[1 - numbers.index(-math.inf)]
-            elif node.kind in _SHIFTS:
+            elif node.kind in _AFTER_A_STATISTIC:
                 name = node.operands[0]
             else:
                 break
@@ -228,13 +230,13 @@ class Finder:
         node = self.graph.node(name)
         if node is None:
             return None
-        if node.kind in axes.MOVES:
+        if node.kind in axes.FOLLOWED:
             logits = self._logits(node.operands[0])
             labels = logits and axes.moved(logits.labels, node.eqn)
             return logits.past(name, labels) if logits and labels else None
-        if node.kind in _ONE_OPERAND:
+        if node.kind in traits.SCALES:
             return self._scaled(name, node)
-        if node.kind in ("add", "sub"):
+        if node.kind in traits.SHIFTS:
             return self._biased(name, node)
         if node.kind == "select_n" and len(node.operands) == 3:
             return self._masked(name, node)
@@ -315,9 +317,7 @@ class Finder:
 
 def _as_long(labels: axes.Labels, shape: Sequence[int]) -> axes.Labels:
     """Returns the labels of an array that is broadcast along axes of 1."""
-    if len(shape) != len(labels):
-        return ()
-    return tuple(None if n == 1 else label for n, label in zip(shape, labels, strict=True))
+    return axes.of_shape(labels, shape) if len(shape) == len(labels) else ()
 
 
 def _multiplies_low(decision: Any) -> bool:

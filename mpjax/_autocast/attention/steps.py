@@ -21,11 +21,12 @@ from mpjax._autocast.attention import kernels, layout, masks
 from mpjax._autocast.attention.empty_rows import LOST
 from mpjax._autocast.attention.nodes import ValueGraph, operations
 from mpjax._autocast.attention.pattern import SOFTMAX, Finder, Match
-from mpjax._autocast.attention.program import MULTIPLIED, AttentionProgram, Empty, Operands, Spec
+from mpjax._autocast.attention.program import AttentionProgram, Empty, Operands, Spec
 from mpjax._autocast.decide.decided import Action
 from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.states import Kind
 from mpjax._autocast.known import scopes
+from mpjax._autocast.known.named_attention import MULTIPLIED
 from mpjax._autocast.speed import hint
 from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32
@@ -252,8 +253,7 @@ def _spec(match: Match, how: layout.Layout) -> Spec | None:
         empty = Empty.THROUGH if (logits.masked or 0) < LOST else Empty.ALL
     if empty is Empty.ALL and logits.mask.arrays:
         left = right = None  # rows without keys read beyond the window: the mask includes it
-    is_causal = right == 0
-    return Spec(logits.scale, is_causal, left, None if is_causal else right, empty)
+    return Spec(logits.scale, left, right, empty)
 
 
 @dataclass(frozen=True, eq=False)

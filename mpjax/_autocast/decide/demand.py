@@ -38,7 +38,7 @@ from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
 from mpjax._jaxpr.equation import Eqn, Jaxpr
-from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, only_moves
+from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, hands_on_each, only_moves
 from mpjax._jaxpr.sizes import is_float32
 
 
@@ -122,15 +122,14 @@ def _operands(
     later = union & (LATER | FORWARD)
     if named_attention.is_attention(eqn):
         return _of_attention(eqn, later)
-    if name in MOVES and len(eqn.invars) == len(outs) > 1:
-        # Each operand is handed on by itself, as through a barrier; a sort also compares the keys.
+    if hands_on_each(eqn, sorts=True):  # a sort also compares the keys
         keys = eqn.params.get("num_keys", 0) if conditioned.decides(eqn, known) else 0
         return [want | NEAR if i < keys else want for i, want in enumerate(outs)]
     asked = conditioned.asks(eqn, union, known)
     if conditioned.ruins(eqn) or name in demanded.full:
         return [later | EXACT | asked] * len(eqn.invars)
     wants = _by_rule(eqn, union, later)
-    if name in ("mul", "div"):
+    if name in traits.SCALES:
         wants = [w | of for w, of in zip(wants, conditioned.of_factors(eqn, known), strict=True)]
     return [want | asked for want in wants] if asked else wants
 
@@ -151,7 +150,7 @@ def _by_rule(eqn: Eqn, union: int, later: int) -> list[int]:
         return [moved] * len(eqn.invars)
     if name in traits.HANDS_ON:
         passed = OUTPUT | LATER | FORWARD | FULL | CARRIED | EXACT | ABSOLUTE
-        if name not in ("mul", "div") or any(map(compat.is_literal, eqn.invars)):
+        if name not in traits.SCALES or any(map(compat.is_literal, eqn.invars)):
             passed |= GRADIENT
         return [union & passed] * len(eqn.invars)
     if name in traits.ACCUMULATES:

@@ -35,7 +35,7 @@ from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
-from mpjax._jaxpr.op_rules import COMPARISONS, OP_RULES, PRODUCTS, OpClass, op_class
+from mpjax._jaxpr.op_rules import COMPARISONS, OP_RULES, PRODUCTS, OpClass, hands_on_each, op_class
 from mpjax._jaxpr.sizes import is_float32
 from mpjax._policies.policy import Policy
 
@@ -82,17 +82,17 @@ class Planner(Rounding):
         )
         self.changed |= any(s.kind == Kind.LOW for s in (*self.states.values(), *out_states))
         return Decided(
-            self.program,
-            self.settings,
-            self.in_states,
-            out_states,
-            self.states,
-            decisions,
-            tuple(self.low_copy(v) for v in self.jaxpr.invars),
-            self.demand,
-            self.facts,
-            tuple(map(self.is_before_a_product, self.jaxpr.outvars)),
-            self.changed,
+            program=self.program,
+            settings=self.settings,
+            in_states=self.in_states,
+            out_states=out_states,
+            states=self.states,
+            decisions=decisions,
+            low_copies=tuple(self.low_copy(v) for v in self.jaxpr.invars),
+            reads=self.demand,
+            facts=self.facts,
+            ahead=tuple(map(self.is_before_a_product, self.jaxpr.outvars)),
+            changed=self.changed,
         )
 
     # -- one equation ----------------------------------------------------------------------
@@ -180,8 +180,8 @@ class Planner(Rounding):
     def decide_keep(self, eqn: Eqn, operands: Sequence[State]) -> Decision:
         name = eqn.primitive.name
         floats = [s for v, s in zip(eqn.invars, operands, strict=True) if is_float32(v)]
-        if len(eqn.outvars) > 1 and len(eqn.invars) == len(eqn.outvars):
-            return self.keep(eqn, operands)  # optimization_barrier and collectives
+        if hands_on_each(eqn, sorts=True):
+            return self.keep(eqn, operands)
         state = floats[0] if floats else states.FOREIGN
         if state == states.INPUT and name in _OTHERS:
             state = states.NEUTRAL
@@ -271,7 +271,7 @@ class Planner(Rounding):
         return Decision(eqn, Action.ATTENTION, Reason(""), low=low)  # `planning` names the kernel
 
     def decide_call(self, eqn: Eqn, settings: Settings) -> Decision:
-        is_loop = eqn.primitive.name in ("scan", "while")
+        is_loop = eqn.primitive.name in structure.LOOPS
         settings = _inside(settings, scopes.of(eqn), in_loop=is_loop or settings.in_loop)
         if fusible.is_fusible_function(eqn):
             return self.decide_function(eqn, settings)

@@ -48,15 +48,13 @@ SMALL_STEP = 1 / 32
 """Times this a change counts as a step: each one is worth 5 bits less."""
 _MOST_WEIGHTS = 1 << 12
 _POOLS = frozenset({"reduce_window_max", "reduce_window_min"})  # of copies they may make one
-_SCALES = frozenset({"mul", "div"})
-_HANDS_ON = traits.POWERS | traits.LIMITS | traits.ADDS | traits.ACCUMULATES | traits.ACROSS | MOVES
-FUNCTIONS = (traits.ELEMENTWISE | traits.LOOKS) - (
-    _HANDS_ON | _SCALES | traits.COMPLEX | {"neg", "convert_element_type"}
-)
+_KEEP_SUMS = traits.ADDS | traits.SCALES | traits.POWERS | traits.LIMITS | traits.ACCUMULATES
+_MOVE_SUMS = MOVES | traits.ACROSS | traits.COMPLEX | {"neg", "convert_element_type"}
+FUNCTIONS = (traits.OF_FEW | traits.LOOKS) - _KEEP_SUMS - _MOVE_SUMS
 """A function of a sum is no sum, and has no offset of it; others move elements, or add up."""
 _MAKE_A_SIGN = FUNCTIONS | PRODUCTS | traits.POWERS | traits.ADDS
-_HANDS_ON_ENTERED = (MOVES | traits.ELEMENTWISE | traits.JOINS | traits.UPDATES) - traits.SATURATES
-_HANDS_ON_DERIVED = MOVES - traits.STATISTIC
+_KEEP_ENTERED = (MOVES | traits.OF_FEW | traits.JOINS | traits.UPDATES) - traits.SATURATES
+_KEEP_DERIVED = MOVES - traits.STATISTIC
 
 
 def union(facts: Sequence[Any]) -> tuple[int, int]:
@@ -80,8 +78,8 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
     name = eqn.primitive.name
     flags = some & PRODUCT | signs(eqn, floats)
     if name not in PRODUCTS:
-        flags |= some & (CARRY | ENTERED if name in _HANDS_ON_ENTERED else CARRY)
-    if name in _HANDS_ON_DERIVED:
+        flags |= some & (CARRY | ENTERED if name in _KEEP_ENTERED else CARRY)
+    if name in _KEEP_DERIVED:
         flags |= some & DERIVED
     if some & CONSTANT:
         some, every = union([f for f in floats if not f.flags & CONSTANT])
@@ -100,7 +98,7 @@ def signs(eqn: Eqn, floats: Sequence[Any]) -> int:
         return some & EITHER
     if name in _MAKE_A_SIGN:
         return 0
-    if name in _SCALES:
+    if name in traits.SCALES:
         turned = sum(bool(f.flags & NEGATED) for f in floats)
         return _of_factors(floats) if some & EITHER else NEGATED * (turned % 2)
     if not every & CONSTANT:  # a zero beside a value that is put into it has no sign
@@ -136,7 +134,7 @@ def repeats(eqn: Eqn) -> bool:
 
 def _makes_a_step(eqn: Eqn, floats: Sequence[Any]) -> bool:
     """Whether an equation multiplies a whole array by a small number, or by an unknown one."""
-    if eqn.primitive.name not in ("mul", "div") or len(floats) != 2:
+    if eqn.primitive.name not in traits.SCALES or len(floats) != 2:
         return False
     first, second = (f.flags & (CONSTANT | SCALAR) for f in floats)
     if not (first | second) & CONSTANT and first != second:  # a number, and a whole array

@@ -32,7 +32,7 @@ from mpjax._base import compat
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.caches import by_program
 from mpjax._jaxpr.equation import Eqn, Jaxpr
-from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, has_effects, only_moves
+from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, hands_on_each, has_effects, only_moves
 from mpjax._jaxpr.sizes import is_float32, is_number, size
 
 _MOST_ROOTS = 8
@@ -40,7 +40,7 @@ _EPSILON = 1 / 64
 """A smaller number that is added guards a division or a root; it cancels nothing."""
 _PARTS = traits.CUTS | traits.PICKS
 _TOPS = traits.EXTREME & traits.STATISTIC
-_OF_ITS_OPERANDS = traits.FUSIBLE | traits.ELEMENTWISE | traits.UPDATES | MOVES | totals.ALONG_AXES
+_OF_ITS_OPERANDS = traits.FUSIBLE | traits.OF_FEW | traits.UPDATES | MOVES | totals.ALONG_AXES
 """Each element of a result is of a few elements of the operands, unless it is a statistic."""
 
 
@@ -110,7 +110,7 @@ def is_difference(eqn: Eqn, facts: Facts) -> bool:
     where a sign was turned, or where it is not known, as of the weights of a stencil.
     """
     name = eqn.primitive.name
-    if name not in ("add", "sub") or scopes.is_transposed(eqn):
+    if name not in traits.SHIFTS or scopes.is_transposed(eqn):
         return False
     first, second = (of_atom(v, facts) for v in eqn.invars)
     if (first.flags | second.flags) & CONSTANT:
@@ -136,7 +136,7 @@ def is_weighted_sum(eqn: Eqn, facts: Facts) -> bool:
 
 def adds_a_constant(eqn: Eqn, facts: Facts) -> bool:
     """Whether an equation adds a known number, or takes it off, that is not small."""
-    if eqn.primitive.name not in ("add", "sub"):
+    if eqn.primitive.name not in traits.SHIFTS:
         return False
     operands = [of_atom(v, facts) for v in eqn.invars]
     constants = [f for f in operands if f.flags & CONSTANT]
@@ -246,7 +246,7 @@ class _Walk:
             made = self.results(eqn, derived)
             for v, fact in zip(eqn.outvars, made, strict=True):
                 if derived and not fact.flags & DERIVED:
-                    fact = Fact(fact.flags | DERIVED, *fact[1:])
+                    fact = fact._replace(flags=fact.flags | DERIVED)
                 self.facts[v] = fact
 
     def number(self) -> int:
@@ -275,8 +275,8 @@ class _Walk:
             return [Fact(CONSTANT, roots=self.few(roots))] * len(results)
         if every & CONSTANT:
             return [_constant(eqn, floats)] * len(results)
-        if name in MOVES and len(results) == len(operands) > 1:
-            return operands  # a barrier
+        if hands_on_each(eqn, sorts=True):
+            return operands
         cancels = is_difference(eqn, facts)
         offset = self.offset(eqn, floats, some, cancels=cancels)
         flags = fact_flags.of_operation(eqn, floats, some, every) | offset | derived
@@ -285,7 +285,10 @@ class _Walk:
         if derived or not repeats.may_tell(eqn, operands):
             return outs
         told = (repeats.told(eqn, v, operands, cancels=cancels) for v in results)
-        return [Fact(*f[:5], *more) for f, more in zip(outs, told, strict=True)]
+        return [
+            f._replace(along=along, added=added)
+            for f, (along, added) in zip(outs, told, strict=True)
+        ]
 
     def result(self, eqn: Eqn, floats: Sequence[Fact], out: Any, flags: int, every: int) -> Fact:
         """The fact of one result: it has some flags; `every` are those that all operands have."""
@@ -309,14 +312,14 @@ class _Walk:
         """The offset of its results: `some` are its operands' flags, `cancels` takes one off."""
         name = eqn.primitive.name
         before = fact_flags.larger_offset(some)
-        if name in ("add", "sub") and not some & DERIVED:
+        if name in traits.SHIFTS and not some & DERIVED:
             if adds_a_constant(eqn, self.facts):
                 return BY_A_CONSTANT
             if some & PRODUCT and any(map(fact_flags.is_data, floats)):
                 return before or BY_DATA
         if not before or cancels:
             return 0
-        if name in ("mul", "div"):
+        if name in traits.SCALES:
             factors = [f for f in floats if not f.flags & (CONSTANT | SCALAR)]
             if not all(f.flags & OFFSET for f in factors if f.flags & PRODUCT):
                 return 0
@@ -349,7 +352,7 @@ class _Walk:
         if not any(f.terms for f in floats) or not hands_on_terms(eqn):
             return terms.NONE
         name = eqn.primitive.name
-        if name in ("mul", "div"):
+        if name in traits.SCALES:
             first, second = (f.terms for f in floats)
             if name == "mul" and first and second:
                 return terms.multiplied(first, second, self.number)

@@ -62,11 +62,11 @@ def _cancel(a: Term, b: Term) -> bool:
 
 def of_branches(terms: Iterable[Term], number: Callable[[], int]) -> Terms:
     """Returns one term in place of all of a kind: which branch runs is not known."""
-    kinds: dict[tuple[bool, ...], made_of.Roots] = {}
+    kinds: dict[Term, made_of.Roots] = {}
     for term in terms:
-        kind = term[2:]
+        kind = term._replace(roots=frozenset(), number=0)
         kinds[kind] = kinds.get(kind, frozenset()) | term.roots
-    return frozenset(Term(roots, number(), *kind) for kind, roots in kinds.items())
+    return frozenset(kind._replace(roots=of, number=number()) for kind, of in kinds.items())
 
 
 def multiplied(first: Terms, second: Terms, number: Callable[[], int]) -> Terms:

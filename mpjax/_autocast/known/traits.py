@@ -2,7 +2,7 @@
 
 An operation stands in one row, with a word for each trait; below, what a word means and who asks.
 An operation in no row has no trait: it runs by its class alone, in a kernel of its own. A new one
-is exact if you know whether it is `elementwise`, `across`, `unforgiving`, `absolute`, or reads
+is exact if you know whether it is `of_few`, `across`, `unforgiving`, `absolute`, or reads
 `distances` or `angles`. Any other trait that you leave out costs speed alone.
 """
 
@@ -14,16 +14,16 @@ div                                     | fusible alone steps hands_on scales of
 neg                                     | fusible chooses hands_on parts
 rem                                     | fusible native steps
 abs copy stop_gradient                  | fusible chooses
-max                                     | fusible alone steps chooses accumulates bounds of_totals widened limits
-min                                     | fusible alone steps chooses accumulates bounds widened limits
+max                                     | fusible alone steps chooses accumulates of_norms of_totals widened limits
+min                                     | fusible alone steps chooses accumulates of_norms widened limits
 clamp                                   | fusible alone steps chooses accumulates limits
 select_n                                | fusible alone steps chooses accumulates linear joins limits
 floor ceil round                        | fusible linear decides
 convert_element_type                    | fusible linear hands_on of_totals
 sqrt square integer_pow                 | fusible of_totals powers
-tanh                                    | fusible alone bends bounds costly parts saturates
-logistic                                | fusible bends bounds saturates
-erf                                     | fusible bends bounds costly saturates
+tanh                                    | fusible alone bends of_norms costly parts saturates
+logistic                                | fusible bends of_norms saturates
+erf                                     | fusible bends of_norms costly saturates
 exp exp2 expm1                          | fusible absolute saturates
 pow                                     | fusible distances
 log log2 log1p                          | fusible distances
@@ -58,11 +58,11 @@ scatter-mul                             | updates native
 psum psum_invariant unreduced_psum      | across hands_on linear of_totals
 reduce_scatter unreduced_reduce_scatter | across hands_on linear of_totals
 psum_scatter                            | across hands_on linear of_totals
-lgamma digamma polygamma zeta           | elementwise
-igamma igammac igamma_grad_a            | elementwise
-bessel_i0e bessel_i1e random_gamma_grad | elementwise
-regularized_incomplete_beta nextafter   | elementwise
-complex real imag conj                  | elementwise hands_on linear complex
+lgamma digamma polygamma zeta           | of_few
+igamma igammac igamma_grad_a            | of_few
+bessel_i0e bessel_i1e random_gamma_grad | of_few
+regularized_incomplete_beta nextafter   | of_few
+complex real imag conj                  | of_few hands_on linear complex
 reduce_sum                              | fusible linear statistic totals
 reduce_prod                             | fusible statistic distances
 reduce_max                              | fusible statistic totals resizes selects extreme
@@ -154,8 +154,11 @@ EXTREME = _having("extreme")
 STATISTIC = _having("statistic")
 """Makes few numbers of many."""
 
-ELEMENTWISE = _having("elementwise") | _having("fusible") - _having("statistic")
-"""Each element of its result is made of the elements at the same place of its operands."""
+OF_FEW = _having("of_few") | _having("fusible") - _having("statistic")
+"""Each element of its result is made of one element, or a few, of its operands.
+
+Of those at the same place, as by `exp`, or of another, as by `transpose`. Or it is a boolean.
+"""
 
 COMPLEX = _having("complex")
 """Parts of complex numbers, and numbers of their parts."""
@@ -172,8 +175,14 @@ RUNNING = _having("running")
 BENDS = _having("bends")
 """Bounded: forgets how large its operand was."""
 
-SCALES, SHIFTS, BOUNDS = _having("scales"), _having("shifts"), _having("bounds")
-"""Operations that may follow in a norm, after the division by the root of its statistic."""
+SCALES = _having("scales")
+"""Multiplies or divides."""
+
+SHIFTS = _having("shifts")
+"""Adds or subtracts as the author wrote it: `ADDS` has also what JAX adds up in a derivative."""
+
+OF_NORMS = _having("of_norms")
+"""Of a norm's result alone, its result counts as one still."""
 
 TOTALS, OF_TOTALS = _having("totals"), _having("of_totals")
 """Operations that make the statistic of a norm, and those that combine statistics."""
@@ -222,7 +231,7 @@ POWERS = _having("powers")
 """A power of a sum, or a root: what was added, or cancels, goes through it."""
 
 LIMITS = _having("limits")
-"""Gives elements of its operands, or a bound: what was added, or cancels, goes through it."""
+"""Gives elements of several operands: what was added to one, or cancels, goes through it."""
 
 LOOKS = _having("looks")
 """Changes nothing by being there."""

@@ -222,8 +222,7 @@ def _run_placed(runner: Interpreter, decision: Decision, values: Sequence[Value]
 
 _RUN: dict[str, Callable[..., Any]] = {
     "jit": _run_jit,
-    "remat2": _run_remat,
-    "checkpoint": _run_remat,
+    **dict.fromkeys(structure.CHECKPOINTS, _run_remat),
     "shard_map": _run_shard_map,
     "scan": _run_scan,
     "while": _run_while,

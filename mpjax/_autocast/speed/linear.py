@@ -21,7 +21,7 @@ def is_linear(eqn: Eqn, states: dict[Any, State]) -> bool:
     name = eqn.primitive.name
     if name in _LINEAR:
         return True
-    if name in ("mul", "div"):
+    if name in traits.SCALES:
         operands = [_state(v, states) for v in eqn.invars]
         known = [s is None or s.kind in (Kind.CONSTANT, Kind.FOREIGN) for s in operands]
         return known[1] or (known[0] and name == "mul")

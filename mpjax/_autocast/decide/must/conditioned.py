@@ -56,7 +56,7 @@ def asks(eqn: Eqn, union: int, known: facts.Facts) -> int:
         asked |= EXACT  # all terms of the difference are of the same, unrounded values
     if union & BELOW and facts.adds_up(eqn):
         asked |= CANCELS
-    if name in traits.ELEMENTWISE or totals.is_along_one(eqn):
+    if name in traits.OF_FEW or totals.is_along_one(eqn):
         asked |= union & EXACT
     return asked
 
