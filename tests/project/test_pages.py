@@ -359,10 +359,10 @@ def test_the_pictures_can_be_drawn(tmp_path):
     assert done.returncode == 0, done.stderr
     assert " ".join(sorted(path.name for path in tmp_path.iterdir())) == (
         "attention.png beside.png block.png eight_bits.png explained.txt formats.png gpu.png "
-        "gpu.txt optimizers.png pod_report.png saves.png saves.txt"
+        "gpu.txt gpu_shares.txt optimizers.png pod_report.png saves.png saves.txt"
     )
     # The landing page's numbers are those of the tables; where they changed, draw them again.
-    for name in ("saves.txt", "gpu.txt"):
+    for name in ("saves.txt", "gpu.txt", "gpu_shares.txt"):
         assert (tmp_path / name).read_text() == (DOCS / "images" / name).read_text()
 
 
@@ -382,33 +382,52 @@ def test_pictures_show_what_the_tables_say_now(name, monkeypatch):
         assert picture.text["Description"] == told[name]()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_first_pages_say_what_the_clock_of_a_gpu_said(page, monkeypatch):
+@pytest.fixture
+def clocked(monkeypatch):
     monkeypatch.syspath_prepend(DOCS)
-    clocked = importlib.import_module("clocked_figure")
-    text = " ".join((ROOT / page).read_text().split())
-    assert clocked.sentence() in re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    return importlib.import_module("clocked_figure")
+
+
+def test_first_pages_say_what_the_clock_of_a_gpu_said(clocked):
+    assert (DOCS / "images" / "gpu_shares.txt").read_text() == clocked.shares_text()
+    assert f"\n\n{clocked.shares_text()}\n" in TEXTS[README]
+    assert "```{include} images/gpu_shares.txt\n```" in TEXTS["index.md"]
     # Measured time stands first, counts second.
+    text = TEXTS["index.md"]
     assert text.index("/gpu.png") < text.index("/saves.png") < text.index("times its bytes")
 
 
-def test_the_clocks_sentence_is_its_tables(monkeypatch):
-    """The sentence names every network that has a row of autocast, and the ends of the range."""
-    monkeypatch.syspath_prepend(DOCS)
-    clocked = importlib.import_module("clocked_figure")
-    rows = json.loads((ROOT / "benchmarks" / "results" / "gpu.json").read_text())["rows"]
+def test_the_page_of_a_gpu_names_what_no_run_has_reached(clocked):
+    assert f"\n- {clocked.missing()}\n" in TEXTS["results/gpu.md"]
+
+
+def test_shares_of_the_clock_are_its_tables(clocked):
+    rows = json.loads((RESULTS / "gpu.json").read_text())["rows"]
     ms = {(r["network"], r["variant"]): r["ms"] for r in rows if r["part"] == "card 2"}
-    told = clocked.sentence()
+    told = clocked.shares_text()
     networks = [name for name, variant in ms if variant == "autocast bf16"]
     assert networks
-    assert all(clocked.NETWORKS[name].split(",")[0] in told for name in networks)
-    shares = [ms[name, "autocast bf16"] / ms[name, "hand cast bf16"] for name in networks]
-    assert f"takes {min(shares):.2f} to {max(shares):.2f} of the time of the model cast by" in told
+    torch = {r["network"]: r for r in rows if r["part"] == "card 3" and "compiled" in r["variant"]}
+    torch = {name: row for name, row in torch.items() if "autocast bf16" in row["variant"]}
+    for name in networks:
+        ours = ms[name, "autocast bf16"]
+        cells = [f"{ours / ms[name, 'hand cast bf16']:.2f}", r"\d\.\d\d"]
+        cells.append(f"{ours / torch[name]['ms']:.2f}" if name in torch else "–")
+        row = r" \| ".join([clocked.NETWORKS[name], *cells])
+        assert re.search(rf"^\| {row} \|$", told, re.MULTILINE)
     # A share of a time that varied by more than a quarter is not told without that.
-    for row in (r for r in rows if r["part"] == "card 3" and "compiled" in r["variant"]):
-        if "autocast bf16" in row["variant"] and row["high"] - row["low"] > row["ms"] / 4:
-            assert f"{row['low']:.1f} to {row['high']:.1f} ms (median {row['ms']:.1f})" in told
-            assert f"{ms[row['network'], 'autocast bf16'] / row['ms']:.2f}" in told
+    for name, row in torch.items():
+        wide = row["high"] - row["low"] > row["ms"] / 4
+        share = f"{ms[name, 'autocast bf16'] / row['ms']:.2f}"
+        assert wide == (f"{clocked.NETWORKS[name]}'s {share} is uncertain" in told)
+
+
+def test_shares_are_said_to_be_older_than_a_faster_step_until_they_are_measured_again(
+    clocked, monkeypatch
+):
+    assert clocked.OLDER in clocked.sentence()
+    monkeypatch.setattr(clocked, "JOINED", "2026-11-26")
+    assert clocked.OLDER not in clocked.sentence()
 
 
 def test_the_landing_pages_means_are_of_all_networks_of_their_table():
@@ -422,8 +441,9 @@ def test_the_landing_pages_means_are_of_all_networks_of_their_table():
 
     told = (DOCS / "images" / "saves.txt").read_text()
     hand, ours = mean("hand-cast", "f32"), mean("autocast", "f32")
-    assert f"| time of a step on a CPU | **{ours}** | – | {hand} |" in told
-    (row,) = re.findall(r"\| the same, beside PyTorch \|(.*)", told)
+    timed = len({network for network, variant in times if variant == "autocast"})
+    assert f"| time of a step on a CPU ({timed} networks) | **{ours}** | – | {hand} |" in told
+    (row,) = re.findall(r"\| the same, beside PyTorch \(2 networks\) \|(.*)", told)
     assert f" {mean('torch autocast bf16', 'torch f32')} " in row  # of its own float32
     for title in ("time of a step on a CPU", "the same, beside PyTorch"):
         (line,) = re.findall(rf"^- {title}: (.*)\.$", told, re.MULTILINE)
