@@ -430,6 +430,12 @@ def test_shares_are_said_to_be_older_than_a_faster_step_until_they_are_measured_
     assert clocked.OLDER not in clocked.sentence()
 
 
+def test_the_readme_says_of_how_many_networks_memory_was_counted():
+    told = (DOCS / "images" / "saves.txt").read_text()
+    (counted,) = re.findall(r"^\| kept for the backward pass \((\d+) networks\) ", told, re.M)
+    assert f"shows what {counted} networks keep for the backward pass, under" in TEXTS[README]
+
+
 def test_the_landing_pages_means_are_of_all_networks_of_their_table():
     table = (ROOT / "benchmarks" / "results" / "cpu.md").read_text()
     cells = re.findall(r"^\| (\w+) \| ([\w -]+) \| ([\d.]+)", table, re.MULTILINE)
