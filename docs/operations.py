@@ -16,7 +16,7 @@ Autocast's table of operations, `mpjax/_jaxpr/op_rules.py`, as a page. Names are
 
 To see the decisions for your own function, type `print(mpjax.explain(fun, policy)(*args))`. To
 change the class of an operation, type `mpjax.autocast(fun, policy, rules={"tanh": "full"})`.
-[Autocast](../autocast.md#the-rules) explains the classes.
+[Autocast](../autocast.md#the-four-classes) explains the classes.
 """
 
 CLASSES = {
