@@ -261,6 +261,15 @@ def test_every_name_of_mpjax_that_a_page_writes_exists():
     assert [(page, name) for page, name in sorted(names) if not exists(name)] == []
 
 
+def test_the_page_of_numerics_explains_every_kind_of_cause():
+    sources = {path.name: path.read_text() for path in (ROOT / "mpjax/numerics").glob("*.py")}
+    (told,) = re.findall(r'\n    kind: str\n    """(.*?)"""', sources["_report.py"], re.DOTALL)
+    kinds = re.findall(r"'(\w+)'", told)
+    assert {*re.findall(r'Cause\("(\w+)"', "".join(sources.values()))} <= {*kinds}
+    table = TEXTS["numerics.md"].partition("## Every cause\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == kinds
+
+
 def test_the_page_of_names_has_those_of_the_command(capsys):
     assert main(["names", "--json"]) == 0
     keys = ("param_dtype", "compute_dtype", "output_dtype")
