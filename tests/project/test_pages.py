@@ -10,6 +10,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tomllib
 
 import jax
 import pytest
@@ -101,6 +102,12 @@ def test_the_heading_that_a_link_names_exists(name):
     inside = [(file, anchor) for file, anchor in links if not re.match(r"[a-z]+:", file)]
     asked = [(here.parent / file if file else here, anchor) for file, anchor in inside]
     assert [anchor for path, anchor in asked if anchor not in anchors(path)] == []
+
+
+def test_the_first_page_says_what_each_extra_is_for():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    told = re.findall(r"^\| `(\w+)` \|", TEXTS["index.md"].partition("| extra |")[2], re.MULTILINE)
+    assert told == [name for name in extras["optional-dependencies"] if name != "dev"]
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake ([a-z]+)\b", TEXTS[README]))))
