@@ -489,6 +489,26 @@ def test_what_the_pages_say_of_tracing_is_what_its_table_says():
     assert all(text <= 1.3 for depth, (_, text) in found.items() if depth >= 10)
 
 
+def test_what_the_page_says_of_eight_bits_is_what_its_tables_say():
+    page, known = TEXTS["eight_bits.md"], json.loads((RESULTS / "eight_bits.json").read_text())
+    weights, timings = known["weights"], known["timings"]
+    layers = weights["layers"].values()
+    whole = weights["bytes"]["float32"]
+    assert f"| float32 | {whole:,} | {weights['score']['float32']:.5f} | |" in page
+    for form in ("int8", "float8"):
+        size, errors = weights["bytes"][form], sorted(layer[form] for layer in layers)
+        row = f"| {form} | {size:,} ({whole / size:.2f} times less) | {weights['score'][form]:.5f} "
+        assert f"{row}| {100 * errors[0]:.2f} to {100 * errors[-1]:.2f} % |" in page
+    kept = {"all": "everywhere", "all but the head (the default)": "but for the head"}
+    for told, name in (kept | {"the head alone": "in the head alone"}).items():
+        found = [weights["maps"]["forms"][f"{form} {name}"] for form in ("float8", "int8")]
+        cells = [f"{1e3 * row['off']:.2f} ± {1e3 * row['error']:.2f}" for row in found]
+        assert f"| {told} | {' | '.join(cells)} |".replace("-", "−") in page
+    names = {"bf16": "bfloat16", "int8": "int8, weights quantised each time"}
+    for form, seconds in timings.items():
+        assert f"| {names.get(form, form)} | {1e3 * seconds:.1f} |" in page
+
+
 def test_what_the_pages_say_of_a_newcomers_minutes_is_what_the_table_says():
     (seconds,) = re.findall(r"all of it \| (\d+) \|", (RESULTS / "newcomer.md").read_text())
     words = {1: "About a minute", 2: "About two minutes", 3: "About three minutes"}
