@@ -201,7 +201,7 @@ def test_a_long_sentence_would_be_seen():
 
 
 def test_the_glossary_defines_ten_words_with_an_example_each():
-    sections = re.split(r"^## ", TEXTS["glossary.md"], flags=re.MULTILINE)[1:-1]
+    sections = re.split(r"^## ", TEXTS["glossary.md"], flags=re.MULTILINE)[1:-2]  # less two tables
     assert len(sections) == 10
     for section in sections:
         word, _, body = section.partition("\n")
