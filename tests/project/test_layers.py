@@ -240,6 +240,15 @@ def test_what_the_tables_of_files_name_exists(page, folder):
     assert missing_places(planted, PACKAGE / "_autocast") == ["decide/nothing.py", "tests/_none.py"]
 
 
+def test_the_rooms_of_autocast_stand_in_the_order_in_which_they_may_import():
+    text = (PACKAGE / "_autocast" / "README.md").read_text()
+    rooms = re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE)
+    folders = {path.parent.name for path in (PACKAGE / "_autocast").glob("*/__init__.py")}
+    assert {*rooms} == folders
+    layers = [LAYER_OF[f"_autocast/{room}"] for room in rooms]
+    assert layers == sorted(layers)
+
+
 def torn_rows(text):
     """Returns the rows of tables that have not as many cells as their first row."""
     tables = re.findall(r"(?:^\|.*\n)+", text + "\n", re.MULTILINE)
