@@ -180,6 +180,31 @@ def prose(text):
     return [s for p in paragraphs for s in end.split(" ".join(p.split())) if s]
 
 
+WIDE = 120  # characters
+KEPT_WHOLE = re.compile(r"^```.*?^```$|^\|.*?$|^!\[.*?$", re.MULTILINE | re.DOTALL)  # code, tables
+GUIDES = {"CONTRIBUTING.md", "CHANGELOG.md", "mpjax/_autocast/README.md"}
+LINED = TEXTS | {name: (ROOT / name).read_text() for name in GUIDES}
+
+
+def wide_lines(text):
+    """Returns the lines of prose that a reader of the source would have to scroll."""
+    lines = KEPT_WHOLE.sub("", text).splitlines()
+    return [line for line in lines if len(line) > WIDE and " " in line.strip()]
+
+
+@pytest.mark.parametrize("name", LINED)
+def test_lines_of_prose_fit_a_window(name):
+    assert wide_lines(LINED[name]) == []
+
+
+def test_a_wide_line_would_be_seen():
+    wide = "word " * 25
+    assert wide_lines(f"{wide}\n\n```py\n{wide}\n```\n\n| {wide}|\n\n- {wide}\n") == [
+        wide,
+        f"- {wide}",
+    ]
+
+
 FIRST_SCREEN, LONGEST = 200, 30  # words
 
 
