@@ -183,7 +183,7 @@ def weights_table(found: dict[str, Any]) -> str:
     size, score = found["bytes"], found["score"]
     lines = [
         f"## Weights in 8 bits: lm after {found['steps']} steps in float32\n",
-        "| | float32 | int8, a scale a channel | float8, a scale a matrix |",
+        "| | float32 | int8, a scale a channel | float8, a scale a channel |",
         "| --- | ---: | ---: | ---: |",
         "| bytes | " + " | ".join(f"{n:,} ({size['float32'] / n:.2f} ×)" for n in size.values()),
         "| held-out loss | " + " | ".join(f"{x:.5f}" for x in score.values()),

@@ -1,12 +1,13 @@
 """Draws what a GPU's clock says of training steps, from benchmarks/results/gpu.json: `gpu.png`.
 
-`gpu.txt` holds the same numbers, and a sentence for the first pages.
+`gpu.txt` holds the same numbers, and `gpu_shares.txt` what the first pages say of them.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,14 @@ NETWORKS = {  # what the sizes for a GPU are
     "mlp": "MLP",
 }
 WIDE = 0.25  # from the least to the largest sample, as a share of the median: told in words
+WIDTH = 116  # of a line of text on the first pages
+HAND_CAST = "In a hand cast the author wrote bfloat16 into the model."
+COMPILED = "torch.compile is PyTorch's compiled autocast of a model of the same size."
+JOINED = "2026-11-27T00:01+00:00"  # since then one kernel checks the gradients of four like layers
+OLDER = (
+    "All times were taken before the check and the norm of gradients shrank from 424 kernels to 37 "
+    "(ViT-B/16)."
+)
 COUNTS = {"ms a step": ("ms", 1.0), "peak memory, GB": ("peak_bytes", 1e9)}
 
 Way = dict[str, Any]  # the row of each way that was measured, by name
@@ -66,34 +75,54 @@ def text() -> str:
     return "\n".join(lines) + "\n"
 
 
+def shares_text() -> str:
+    """Returns what the first pages say: mpjax's shares as a table in Markdown, and what to know."""
+    lines = ["| mpjax's share | of a hand cast's time | of its memory | of torch.compile's time |"]
+    lines.append("| --- | ---: | ---: | ---: |")
+    for network, ways in steps()[1].items():
+        cells = [
+            share(ways, *column) for column in ((HAND, "ms"), (HAND, "peak_bytes"), (TORCH, "ms"))
+        ]
+        lines.append(f"| {NETWORKS[network]} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", textwrap.fill(sentence(), WIDTH)]) + "\n"
+
+
+def share(ways: dict[str, Way], way: str, field: str) -> str:
+    """Returns mpjax's share of what a way takes of a network, if that was measured."""
+    return f"{ways['mpjax'][field] / ways[way][field]:.2f}" if way in ways else "–"
+
+
 def sentence() -> str:
-    """Returns what the first pages say of it."""
-    device, networks = steps()
-
-    def beside(way: str, field: str = "ms") -> str:
-        """Returns mpjax's least and largest share of what a way takes."""
-        shares = sorted(w["mpjax"][field] / w[way][field] for w in networks.values() if way in w)
-        return " to ".join(dict.fromkeys(f"{share:.2f}" for share in (shares[0], shares[-1])))
-
-    def named(way: str) -> str:
-        """Returns the networks that were measured that way."""
-        return ", ".join(NETWORKS[n].split(",")[0] for n, ways in networks.items() if way in ways)
-
-    told = f"Measured on an {device.removeprefix('NVIDIA ')}, a training step takes {beside(HAND)} "
-    told += "of the time of the model cast by hand, "
-    told += f"and {beside(HAND, 'peak_bytes')} of its memory ({named(HAND)}). "
-    slower = all(w["mpjax"]["ms"] > w[CUDNN]["ms"] for w in networks.values() if CUDNN in w)
-    told += f"Beside a hand cast that also calls cuDNN's attention ({named(CUDNN)}), mpjax "
-    told += f"takes {beside(CUDNN)} of the time, {'so it is slower, ' * slower}"
-    told += f"and {beside(CUDNN, 'peak_bytes')} of the memory. A step takes {beside(TORCH)} of the "
-    told += f"time of PyTorch's compiled autocast ({named(TORCH)})."
+    """Returns what has to be known beside the shares."""
+    _, networks = steps()
+    told = [f"Below 1 is better. {HAND_CAST} {COMPILED}"]
     for network, ways in networks.items():
-        row = ways.get(TORCH)
+        name, row = NETWORKS[network].split(",")[0], ways.get(TORCH)
+        if CUDNN in ways:
+            slower = ways["mpjax"]["ms"] > ways[CUDNN]["ms"]
+            told.append(
+                f"If the hand cast of {name} also calls cuDNN's attention, mpjax takes "
+                f"{share(ways, CUDNN, 'ms')} of its time, {'so it is slower, ' * slower}"
+                f"and {share(ways, CUDNN, 'peak_bytes')} of its memory."
+            )
         if row and row["high"] - row["low"] > row["ms"] * WIDE:
-            share = ways["mpjax"]["ms"] / row["ms"]
-            told += f" For {NETWORKS[network]} ({share:.2f}), PyTorch's samples "
-            told += f"took {row['low']:.1f} to {row['high']:.1f} ms (median {row['ms']:.1f})."
-    return told
+            varied = (row["high"] - row["low"]) / row["ms"]
+            told.append(
+                f"{name}'s {share(ways, TORCH, 'ms')} is uncertain: PyTorch's own times varied by "
+                f"{varied:.0%}.".replace("%", " %")
+            )
+    runs = json.loads(RESULTS.read_text())["runs"]
+    if min(runs[ways["mpjax"]["run"] - 1]["date"] for ways in networks.values()) < JOINED:
+        told.append(OLDER)
+    return " ".join(told)
+
+
+def missing() -> str:
+    """Returns the networks that no run has reached yet, and those that PyTorch's have not."""
+    _, networks = steps()
+    without = [NETWORKS[n] for n in NETWORKS if n not in networks]
+    beside = [NETWORKS[n] for n, ways in networks.items() if TORCH not in ways]
+    return f"Not yet measured: {', '.join(without)}; PyTorch's {', '.join(beside)}."
 
 
 def draw(path: Path) -> None:

@@ -1,7 +1,7 @@
 """Draws the pictures of these pages: `python docs/figures.py` writes them into docs/images/.
 
 `attention.png` shows what attention keeps for its backward pass (attention_figure.py).
-`gpu.png` and `gpu.txt` show a GPU's time (clocked_figure.py).
+`gpu.png`, `gpu.txt` and `gpu_shares.txt` show a GPU's time (clocked_figure.py).
 `formats.png` shows the bits of the three formats, `eight_bits.png` what 8 bits can hold.
 `block.png` shows what autocast does with each operation of a transformer block in Flax, from what
 `mpjax.explain(...).to_dict()` tells; `explained.txt` is what `print` shows of it. `beside.png`
@@ -261,6 +261,12 @@ class Saving:
     shares: dict[str, float]
     without: list[str]  # measured, but not in float32
 
+    @property
+    def counted(self) -> str:
+        """How many networks the mean is of."""
+        of = f" of {len(self.networks) + len(self.without)}" if self.without else ""
+        return f"{len(self.networks)}{of} networks"
+
 
 def saving(title: str, table: str, count: str, variants: tuple[str, ...] = THREE) -> Saving:
     """Returns the geometric means, over all networks that a table has in these variants."""
@@ -288,7 +294,7 @@ def savings() -> list[Saving]:
 
 def draw_saves(found: list[Saving], path: Path) -> None:
     """Draws what a network costs in each way, float32 being 100 %, large enough for a phone."""
-    figure = Figure(figsize=(11.5, 2.7), dpi=160, layout="constrained")
+    figure = Figure(figsize=(11.5, 2.9), dpi=160, layout="constrained")
     for axes, each in zip(figure.subplots(1, len(found)), found, strict=True):
         for y, (variant, share) in enumerate(each.shares.items()):
             name, color = WAYS[variant]
@@ -296,7 +302,7 @@ def draw_saves(found: list[Saving], path: Path) -> None:
             bold = "bold" if variant == "autocast" else "normal"
             style = {"va": "center", "fontsize": 13, "fontweight": bold}
             axes.text(0.03, y, f"{name}  {share:.0%}", **style)
-        axes.set_title(each.title, fontsize=13)
+        axes.set_title(f"{each.title}\n({each.counted})", fontsize=13)
         axes.set(xlim=(0, 1.2 * max(each.shares.values())), ylim=(3.5, -0.5))
         axes.set_axis_off()
     save(figure, path, saves_text(found))
@@ -310,8 +316,11 @@ def saves_text(found: list[Saving]) -> str:
     for each in found:
         cells = [f"{each.shares[v]:.0%}" if v in each.shares else "–" for v in ways]
         cells[0] = f"**{cells[0]}**"
-        lines.append(f"| {each.title} | " + " | ".join(cells) + " |")
-    means = "Geometric means in bfloat16 over all networks that were measured in these ways. "
+        lines.append(f"| {each.title} ({each.counted}) | " + " | ".join(cells) + " |")
+    means = "Geometric means in bfloat16 over the networks that were measured in all these ways. "
+    for each in found:
+        if each.without:
+            means += f"{each.counted}: the other {len(each.without)} have no count in float32. "
     means += "torch.autocast is a share of PyTorch's own float32, the others of JAX's."
     lines += ["", means, "", "The networks:", ""]
     for each in found:
@@ -423,6 +432,7 @@ def main() -> None:
     attention_figure.draw(folder / "attention.png")
     clocked_figure.draw(folder / "gpu.png")
     (folder / "gpu.txt").write_text(clocked_figure.text())
+    (folder / "gpu_shares.txt").write_text(clocked_figure.shares_text())
     draw_formats(folder / "formats.png")
     draw_eight_bits(folder / "eight_bits.png")
     table = explained()
@@ -435,7 +445,7 @@ def main() -> None:
     report = (Path(__file__).parent / "images" / "pod_report.txt").read_text()
     draw_report(report.splitlines(), folder / "pod_report.png")
     drawn = "attention.png, beside.png, block.png, eight_bits.png, explained.txt, formats.png, "
-    drawn += "gpu.png and .txt, optimizers.png, pod_report.png, saves.png and .txt"
+    drawn += "gpu.png, gpu.txt, gpu_shares.txt, optimizers.png, pod_report.png, saves.png and .txt"
     print(f"{drawn} are in {folder}.")
 
 

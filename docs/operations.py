@@ -3,6 +3,7 @@
 `make docs` does that too, and a test compares the page with the table.
 """
 
+import textwrap
 from pathlib import Path
 
 from mpjax._jaxpr.op_rules import ACTIVATIONS, AS_TRACED, COMPARISONS, OP_RULES, STRUCTURE, OpClass
@@ -16,7 +17,7 @@ Autocast's table of operations, `mpjax/_jaxpr/op_rules.py`, as a page. Names are
 
 To see the decisions for your own function, type `print(mpjax.explain(fun, policy)(*args))`. To
 change the class of an operation, type `mpjax.autocast(fun, policy, rules={"tanh": "full"})`.
-[Autocast](../autocast.md#the-rules) explains the classes.
+[Autocast](../autocast.md#the-four-classes) explains the classes.
 """
 
 CLASSES = {
@@ -62,7 +63,8 @@ def page() -> str:
         )
     for title, meaning, names in OTHERS:
         listed = ", ".join(f"`{name}`" for name in sorted(names))
-        parts.append(f"## {title}\n\n{meaning}\n\n{listed}\n")
+        told = "\n\n".join(textwrap.fill(t, 120, break_on_hyphens=False) for t in (meaning, listed))
+        parts.append(f"## {title}\n\n{told}\n")
     return "\n".join(parts)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax._policies.parts import default_of
+from mpjax._policies.policy import shown_name
 from mpjax._policies.policy_map import PolicyMap
 from mpjax.numerics._report import Row
 from mpjax.numerics._subject import Subject
@@ -49,7 +50,7 @@ def other_policies(
     mixed = ["bf16-mixed"] if is_bfloat16 else ["16-mixed", "bf16-mixed"]
     if jnp.dtype(policy.param_dtype).itemsize > 2:
         place, rules = _rules(rows, subject)
-        by_rule = f"type mpjax.PolicyMap({str(policy)!r}, {rules!r})"
+        by_rule = f"type mpjax.PolicyMap({shown_name(policy)!r}, {rules!r})"
         # A place without a name cannot be tried: the rule is for one that the user will give.
         can_try = not place
         tried = {place + by_rule: compared(PolicyMap(policy, rules)) if can_try else None}
@@ -67,7 +68,7 @@ def other_policies(
 def _rules(rows: Sequence[Row], subject: Subject) -> tuple[str, dict[str, str]]:
     """Returns the words on naming unnamed places, if any, and the rules for all places."""
     rules = {row.module: "float32" for row in rows if row.module}
-    rules |= {p: str(q) for p, q in getattr(subject.policy, "rules", ())}
+    rules |= {p: shown_name(q) for p, q in getattr(subject.policy, "rules", ())}
     if not (unnamed := dict.fromkeys(row.where for row in rows if not row.module)):
         return "", rules
     place = f"name the place, `with jax.named_scope('here'):` around {' to '.join(unnamed)}, and "

@@ -112,16 +112,29 @@ def test_a_cast_of_the_function_itself_is_not_to_be_mended_by_a_policy(policy, d
     assert "PolicyMap" not in cause.fix
 
 
-def test_what_only_low_precision_makes_is_told_from_it():
-    def loss(w, x):
-        with jax.named_scope("norm"):
-            small = (x @ w * 1e-5) @ jnp.ones((4, 4))  # 0 in float16
-            return jnp.mean(jnp.log(small)) * 1e-4
+def low_alone(w, x):
+    with jax.named_scope("norm"):
+        small = (x @ w * 1e-5) @ jnp.ones((4, 4))  # 0 in float16
+        return jnp.mean(jnp.log(small)) * 1e-4
 
-    x = jnp.abs(jnp.asarray(X)) + 1
-    report = diagnose(loss, "16-mixed", loss_scale=1)(jnp.full((4, 4), 1e-4), x)
-    assert report.cause.kind == "precision"
-    assert "{'norm': 'float32'}" in report.cause.fix
+
+def cause_of_low_alone(policy):
+    args = jnp.full((4, 4), 1e-4), jnp.abs(jnp.asarray(X)) + 1
+    return diagnose(low_alone, policy, loss_scale=1)(*args).cause
+
+
+def test_what_only_low_precision_makes_is_told_from_it():
+    cause = cause_of_low_alone("16-mixed")
+    assert cause.kind == "precision"
+    assert "{'norm': 'float32'}" in cause.fix
+
+
+def test_advice_calls_policies_by_the_names_that_were_typed():
+    assert "mpjax.PolicyMap('16-mixed', {" in cause_of_low_alone("16-mixed").fix
+    policies = mpjax.PolicyMap("mixed_float16", {"head": "O0"})
+    with pytest.warns(mpjax.PolicyWarning, match="head"):  # there is none
+        fix = cause_of_low_alone(policies).fix
+    assert "mpjax.PolicyMap('mixed_float16', {'norm': 'float32', 'head': 'O0'})" in fix
 
 
 @pytest.mark.parametrize("policy", ["16-mixed", "bf16-mixed"])

@@ -240,6 +240,61 @@ def test_what_the_tables_of_files_name_exists(page, folder):
     assert missing_places(planted, PACKAGE / "_autocast") == ["decide/nothing.py", "tests/_none.py"]
 
 
+def test_the_rooms_of_autocast_stand_in_the_order_in_which_they_may_import():
+    text = (PACKAGE / "_autocast" / "README.md").read_text()
+    rooms = re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE)
+    folders = {path.parent.name for path in (PACKAGE / "_autocast").glob("*/__init__.py")}
+    assert {*rooms} == folders
+    layers = [LAYER_OF[f"_autocast/{room}"] for room in rooms]
+    assert layers == sorted(layers)
+
+
+def names_in(sources):
+    """Returns by module, and by class, the names that it has: `module.NAME`, `Class.field`."""
+    found = {}
+    for path in sources:
+        tree = ast.parse(path.read_text())
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        module = path.parent.name if path.stem == "__init__" else path.stem
+        if path.stem == "__init__":  # what it exports
+            imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+            found.setdefault(module, set()).update(a.name for node in imports for a in node.names)
+        for owner, body in [(module, tree.body), *((c.name, c.body) for c in classes)]:
+            found.setdefault(owner, set()).update(name for node in body for name in named(node))
+    return found
+
+
+def named(node):
+    """Returns the names that a statement gives to something."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    names = [name for target in targets if target for name in ast.walk(target)]
+    return [name.id for name in names if isinstance(name, ast.Name)]
+
+
+ELSEWHERE = {"jax", "lax", "jnp", "optax", "mpjax", "policy", "state"}  # libraries, and variables
+
+
+def missing_members(text, known):
+    """Returns what is written as `module.NAME` or `Class.field` and does not exist."""
+    written = set(re.findall(r"`(\w+)\.(\w+)[`(]", text))
+    pairs = [(owner, name) for owner, name in written if owner not in ELSEWHERE and name != "py"]
+    return sorted(f"{o}.{n}" for o, n in pairs if n not in known.get(o, ()))
+
+
+@pytest.mark.parametrize("page", ["autocast_design.md", "design.md"])
+def test_what_the_pages_of_design_name_exists(page):
+    text = (ROOT / "docs" / page).read_text()
+    known = names_in(PACKAGE.rglob("*.py"))
+    assert missing_members(text, known) == []
+    assert missing_places(text, PACKAGE / "_autocast") == []
+    assert missing_members("`demand.FULL` `_compat.inlined` `reads.FULL` `State.kept`", known) == [
+        "_compat.inlined",
+        "demand.FULL",
+    ]
+
+
 def torn_rows(text):
     """Returns the rows of tables that have not as many cells as their first row."""
     tables = re.findall(r"(?:^\|.*\n)+", text + "\n", re.MULTILINE)

@@ -10,6 +10,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tomllib
 
 import jax
 import pytest
@@ -103,6 +104,12 @@ def test_the_heading_that_a_link_names_exists(name):
     assert [anchor for path, anchor in asked if anchor not in anchors(path)] == []
 
 
+def test_the_first_page_says_what_each_extra_is_for():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    told = re.findall(r"^\| `(\w+)` \|", TEXTS["index.md"].partition("| extra |")[2], re.MULTILINE)
+    assert told == [name for name in extras["optional-dependencies"] if name != "dev"]
+
+
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake ([a-z]+)\b", TEXTS[README]))))
 def test_every_make_target_of_the_readme_exists(target):
     makefile = (ROOT / "Makefile").read_text()
@@ -173,6 +180,31 @@ def prose(text):
     return [s for p in paragraphs for s in end.split(" ".join(p.split())) if s]
 
 
+WIDE = 120  # characters
+KEPT_WHOLE = re.compile(r"^```.*?^```$|^\|.*?$|^!\[.*?$", re.MULTILINE | re.DOTALL)  # code, tables
+GUIDES = {"CONTRIBUTING.md", "CHANGELOG.md", "mpjax/_autocast/README.md"}
+LINED = TEXTS | {name: (ROOT / name).read_text() for name in GUIDES}
+
+
+def wide_lines(text):
+    """Returns the lines of prose that a reader of the source would have to scroll."""
+    lines = KEPT_WHOLE.sub("", text).splitlines()
+    return [line for line in lines if len(line) > WIDE and " " in line.strip()]
+
+
+@pytest.mark.parametrize("name", LINED)
+def test_lines_of_prose_fit_a_window(name):
+    assert wide_lines(LINED[name]) == []
+
+
+def test_a_wide_line_would_be_seen():
+    wide = "word " * 25
+    assert wide_lines(f"{wide}\n\n```py\n{wide}\n```\n\n| {wide}|\n\n- {wide}\n") == [
+        wide,
+        f"- {wide}",
+    ]
+
+
 FIRST_SCREEN, LONGEST = 200, 30  # words
 
 
@@ -194,7 +226,7 @@ def test_a_long_sentence_would_be_seen():
 
 
 def test_the_glossary_defines_ten_words_with_an_example_each():
-    sections = re.split(r"^## ", TEXTS["glossary.md"], flags=re.MULTILINE)[1:-1]
+    sections = re.split(r"^## ", TEXTS["glossary.md"], flags=re.MULTILINE)[1:-2]  # less two tables
     assert len(sections) == 10
     for section in sections:
         word, _, body = section.partition("\n")
@@ -259,6 +291,15 @@ def test_every_name_of_mpjax_that_a_page_writes_exists():
     }
     assert len(names) > 100
     assert [(page, name) for page, name in sorted(names) if not exists(name)] == []
+
+
+def test_the_page_of_numerics_explains_every_kind_of_cause():
+    sources = {path.name: path.read_text() for path in (ROOT / "mpjax/numerics").glob("*.py")}
+    (told,) = re.findall(r'\n    kind: str\n    """(.*?)"""', sources["_report.py"], re.DOTALL)
+    kinds = re.findall(r"'(\w+)'", told)
+    assert {*re.findall(r'Cause\("(\w+)"', "".join(sources.values()))} <= {*kinds}
+    table = TEXTS["numerics.md"].partition("## Every cause\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == kinds
 
 
 def test_the_page_of_names_has_those_of_the_command(capsys):
@@ -327,7 +368,9 @@ def test_what_the_command_line_page_types_can_be_typed(tmp_path, monkeypatch, ca
     if jax.__version_info__ >= (0, 12):  # an older JAX keeps other values for the backward pass
         assert of_the_program(answered) == of_the_program(printed)
     # Other numbers are those of one machine and compiler; the words are those of the command.
-    words = [re.sub(r"[\d.]+ ?(%|[kM]?B)?", "#", text).split() for text in (answered, printed)]
+    compiled = r"^(The rest is as compiled for|No accelerator is needed for it|Take ').*\n"
+    texts = [re.sub(compiled, "", text, flags=re.MULTILINE) for text in (answered, printed)]
+    words = [re.sub(r"[\d.]+ ?(%|[kM]?B)?", "#", text).split() for text in texts]
     assert words[0] == words[1]
     assert main([*shlex.split(timed.removeprefix("$ python -m mpjax ")), "--budget", "1"]) == 0
     shown = re.findall(_CLOCK, page)
@@ -359,10 +402,10 @@ def test_the_pictures_can_be_drawn(tmp_path):
     assert done.returncode == 0, done.stderr
     assert " ".join(sorted(path.name for path in tmp_path.iterdir())) == (
         "attention.png beside.png block.png eight_bits.png explained.txt formats.png gpu.png "
-        "gpu.txt optimizers.png pod_report.png saves.png saves.txt"
+        "gpu.txt gpu_shares.txt optimizers.png pod_report.png saves.png saves.txt"
     )
     # The landing page's numbers are those of the tables; where they changed, draw them again.
-    for name in ("saves.txt", "gpu.txt"):
+    for name in ("saves.txt", "gpu.txt", "gpu_shares.txt"):
         assert (tmp_path / name).read_text() == (DOCS / "images" / name).read_text()
 
 
@@ -382,33 +425,58 @@ def test_pictures_show_what_the_tables_say_now(name, monkeypatch):
         assert picture.text["Description"] == told[name]()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_first_pages_say_what_the_clock_of_a_gpu_said(page, monkeypatch):
+@pytest.fixture
+def clocked(monkeypatch):
     monkeypatch.syspath_prepend(DOCS)
-    clocked = importlib.import_module("clocked_figure")
-    text = " ".join((ROOT / page).read_text().split())
-    assert clocked.sentence() in re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    return importlib.import_module("clocked_figure")
+
+
+def test_first_pages_say_what_the_clock_of_a_gpu_said(clocked):
+    assert (DOCS / "images" / "gpu_shares.txt").read_text() == clocked.shares_text()
+    assert f"\n\n{clocked.shares_text()}\n" in TEXTS[README]
+    assert "```{include} images/gpu_shares.txt\n```" in TEXTS["index.md"]
     # Measured time stands first, counts second.
+    text = TEXTS["index.md"]
     assert text.index("/gpu.png") < text.index("/saves.png") < text.index("times its bytes")
 
 
-def test_the_clocks_sentence_is_its_tables(monkeypatch):
-    """The sentence names every network that has a row of autocast, and the ends of the range."""
-    monkeypatch.syspath_prepend(DOCS)
-    clocked = importlib.import_module("clocked_figure")
-    rows = json.loads((ROOT / "benchmarks" / "results" / "gpu.json").read_text())["rows"]
+def test_the_page_of_a_gpu_names_what_no_run_has_reached(clocked):
+    assert f"\n- {clocked.missing()}\n" in TEXTS["results/gpu.md"]
+
+
+def test_shares_of_the_clock_are_its_tables(clocked):
+    rows = json.loads((RESULTS / "gpu.json").read_text())["rows"]
     ms = {(r["network"], r["variant"]): r["ms"] for r in rows if r["part"] == "card 2"}
-    told = clocked.sentence()
+    told = clocked.shares_text()
     networks = [name for name, variant in ms if variant == "autocast bf16"]
     assert networks
-    assert all(clocked.NETWORKS[name].split(",")[0] in told for name in networks)
-    shares = [ms[name, "autocast bf16"] / ms[name, "hand cast bf16"] for name in networks]
-    assert f"takes {min(shares):.2f} to {max(shares):.2f} of the time of the model cast by" in told
+    torch = {r["network"]: r for r in rows if r["part"] == "card 3" and "compiled" in r["variant"]}
+    torch = {name: row for name, row in torch.items() if "autocast bf16" in row["variant"]}
+    for name in networks:
+        ours = ms[name, "autocast bf16"]
+        cells = [f"{ours / ms[name, 'hand cast bf16']:.2f}", r"\d\.\d\d"]
+        cells.append(f"{ours / torch[name]['ms']:.2f}" if name in torch else "–")
+        row = r" \| ".join([clocked.NETWORKS[name], *cells])
+        assert re.search(rf"^\| {row} \|$", told, re.MULTILINE)
     # A share of a time that varied by more than a quarter is not told without that.
-    for row in (r for r in rows if r["part"] == "card 3" and "compiled" in r["variant"]):
-        if "autocast bf16" in row["variant"] and row["high"] - row["low"] > row["ms"] / 4:
-            assert f"{row['low']:.1f} to {row['high']:.1f} ms (median {row['ms']:.1f})" in told
-            assert f"{ms[row['network'], 'autocast bf16'] / row['ms']:.2f}" in told
+    for name, row in torch.items():
+        wide = row["high"] - row["low"] > row["ms"] / 4
+        share = f"{ms[name, 'autocast bf16'] / row['ms']:.2f}"
+        assert wide == (f"{clocked.NETWORKS[name]}'s {share} is uncertain" in told)
+
+
+def test_shares_are_said_to_be_older_than_a_faster_step_until_they_are_measured_again(
+    clocked, monkeypatch
+):
+    assert clocked.OLDER in clocked.sentence()
+    monkeypatch.setattr(clocked, "JOINED", "2026-11-26")
+    assert clocked.OLDER not in clocked.sentence()
+
+
+def test_the_readme_says_of_how_many_networks_memory_was_counted():
+    told = (DOCS / "images" / "saves.txt").read_text()
+    (counted,) = re.findall(r"^\| kept for the backward pass \((\d+) networks\) ", told, re.M)
+    assert f"shows what {counted} networks keep for the backward pass, under" in TEXTS[README]
 
 
 def test_the_landing_pages_means_are_of_all_networks_of_their_table():
@@ -422,8 +490,9 @@ def test_the_landing_pages_means_are_of_all_networks_of_their_table():
 
     told = (DOCS / "images" / "saves.txt").read_text()
     hand, ours = mean("hand-cast", "f32"), mean("autocast", "f32")
-    assert f"| time of a step on a CPU | **{ours}** | – | {hand} |" in told
-    (row,) = re.findall(r"\| the same, beside PyTorch \|(.*)", told)
+    timed = len({network for network, variant in times if variant == "autocast"})
+    assert f"| time of a step on a CPU ({timed} networks) | **{ours}** | – | {hand} |" in told
+    (row,) = re.findall(r"\| the same, beside PyTorch \(2 networks\) \|(.*)", told)
     assert f" {mean('torch autocast bf16', 'torch f32')} " in row  # of its own float32
     for title in ("time of a step on a CPU", "the same, beside PyTorch"):
         (line,) = re.findall(rf"^- {title}: (.*)\.$", told, re.MULTILINE)
@@ -437,11 +506,32 @@ def test_what_the_pages_say_of_tracing_is_what_its_table_says():
         r"^\| (\d+) \| autocast \| .* \| ([\d.]+) \| \d+ \| ([\d.]+) \|$", re.MULTILINE
     )
     found = {int(depth): (both, float(text)) for depth, both, text in row.findall(table)}
-    both, _ = found[max(found)]
-    told = f"at {max(found)} unrolled transformer blocks it is {both} times float32's"
-    assert told in TEXTS["faq.md"]
+    told = [f"{both} for {depth}" for depth, (both, _) in found.items()]
+    first = told[0].replace(" for ", " times as long for ") + " unrolled transformer block"
+    listed = ", ".join([first, *told[1:-1]]) + f" and {told[-1]}"
+    assert listed in " ".join(TEXTS["faq.md"].split())
     assert {1, 10, 100} <= found.keys()
     assert all(text <= 1.3 for depth, (_, text) in found.items() if depth >= 10)
+
+
+def test_what_the_page_says_of_eight_bits_is_what_its_tables_say():
+    page, known = TEXTS["eight_bits.md"], json.loads((RESULTS / "eight_bits.json").read_text())
+    weights, timings = known["weights"], known["timings"]
+    layers = weights["layers"].values()
+    whole = weights["bytes"]["float32"]
+    assert f"| float32 | {whole:,} | {weights['score']['float32']:.5f} | |" in page
+    for form in ("int8", "float8"):
+        size, errors = weights["bytes"][form], sorted(layer[form] for layer in layers)
+        row = f"| {form} | {size:,} ({whole / size:.2f} times less) | {weights['score'][form]:.5f} "
+        assert f"{row}| {100 * errors[0]:.2f} to {100 * errors[-1]:.2f} % |" in page
+    kept = {"all": "everywhere", "all but the head (the default)": "but for the head"}
+    for told, name in (kept | {"the head alone": "in the head alone"}).items():
+        found = [weights["maps"]["forms"][f"{form} {name}"] for form in ("float8", "int8")]
+        cells = [f"{1e3 * row['off']:.2f} ± {1e3 * row['error']:.2f}" for row in found]
+        assert f"| {told} | {' | '.join(cells)} |".replace("-", "−") in page
+    names = {"bf16": "bfloat16", "int8": "int8, weights quantised each time"}
+    for form, seconds in timings.items():
+        assert f"| {names.get(form, form)} | {1e3 * seconds:.1f} |" in page
 
 
 def test_what_the_pages_say_of_a_newcomers_minutes_is_what_the_table_says():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _kept_programs import PROGRAMS
+from _places import ROOT
 from jax import lax
 
 import mpjax
@@ -113,6 +114,10 @@ def test_what_a_program_keeps_is_not_rounded(part):
 @pytest.mark.slow
 def test_what_the_other_programs_keep_is_not_rounded_to_float16():
     check_not_rounded([(name, "f16") for name in NAMES if name not in IN_FLOAT16])
+
+
+def test_the_page_says_how_many_there_are():
+    assert f"\nTests run {len(PROGRAMS)} such programs: " in (ROOT / "docs/autocast.md").read_text()
 
 
 INSIDE = ["flow_in_twenty_steps", "steps_by_a_softmax", "hidden_markov_unrolled", "euler_scan"]

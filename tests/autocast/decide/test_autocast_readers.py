@@ -43,7 +43,7 @@ def against_float64(make, dtype, *args):
     assert got <= 2 * by_hand + float(jnp.finfo(low).eps), (got, by_hand)
 
 
-# -- law 3: ill-conditioned readers ---------------------------------------------------
+# -- ill-conditioned readers ---------------------------------------------------
 
 SATURATING = {
     "sigmoid": jax.nn.sigmoid,
@@ -127,7 +127,7 @@ def test_law_of_readers_a_product_still_reads_its_low_copy():
     assert row.reason.startswith("its distance to a constant is read by log1p, test_autocast_read")
 
 
-# -- law 2: behind the last product ---------------------------------------------------
+# -- behind the last product ---------------------------------------------------
 
 
 def test_law_of_the_last_product_nothing_behind_it_is_rounded():
@@ -142,7 +142,7 @@ def test_law_of_the_last_product_nothing_behind_it_is_rounded():
     assert {r.dtype for r in rows if r.operation != "dot_general"} == {"f32"}
 
 
-# -- law 4: one expression, one rounding ---------------------------------------------------
+# -- one expression, one rounding ---------------------------------------------------
 
 
 def _softmax_by_a_loop(x, y, loop):
@@ -179,7 +179,7 @@ def test_law_of_one_expression_rows_of_a_softmax_sum_to_one(loop, policy):
     np.testing.assert_allclose(rows, 1, atol=1e-5)
 
 
-# -- law 5: a factorisation or a running sum ---------------------------------------------------
+# -- a factorisation or a running sum ---------------------------------------------------
 
 KERNELS = {
     "power": lambda dot, x: (1 + dot(x, x.T)) ** 3,
@@ -219,7 +219,7 @@ def test_law_of_factorisations_they_read_unrounded_sums(kernel, end, dtype):
     assert abs(got - right) <= 3 * abs(hand - right) + 0.02 * abs(right) + 1e-3, (got, hand, right)
 
 
-# -- law 6: what contracts one element ---------------------------------------------------
+# -- what contracts one element ---------------------------------------------------
 
 OUTER = {
     "outer": lambda t, f: jnp.outer(t, f),
@@ -242,7 +242,7 @@ def test_law_of_one_element_its_product_is_elementwise(form, policy):
     np.testing.assert_allclose(got, right, atol=0.01)
 
 
-# -- law 7: differences that cancel ---------------------------------------------------
+# -- differences that cancel ---------------------------------------------------
 
 
 def _sum(x):
@@ -428,7 +428,7 @@ def test_other_sums_leave_their_products_low(name):
     assert {r.dtype for r in rows if r.operation == "dot_general"} == {"bf16"}
 
 
-# -- law 8: a stop test ---------------------------------------------------
+# -- a stop test ---------------------------------------------------
 
 
 def _turns(body, start, going):
