@@ -192,7 +192,7 @@ def wide_lines(text):
     return [line for line in lines if len(line) > WIDE and " " in line.strip()]
 
 
-@pytest.mark.parametrize("name", LINED)
+@pytest.mark.parametrize("name", sorted(LINED))
 def test_lines_of_prose_fit_a_window(name):
     assert wide_lines(LINED[name]) == []
 

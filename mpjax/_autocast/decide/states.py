@@ -36,8 +36,9 @@ class State(NamedTuple):
     weight: rounding it where a product reads it would round the weight's gradient. It is `kept` if
     it is recurrent, so that a program changes it a little at a time: it is stored in float32
     whoever reads it. A neutral value is `kept` if it is an input of its own or cut out of one:
-    adding to it makes a recurrent state, adding to a row of a table does not. A wide value that `would_be` low is float32
-    for the sake of a reader: what other operations make of it is as if it were low.
+    adding to it makes a recurrent state, adding to a row of a table does not. A wide value that
+    `would_be` low is float32 for the sake of a reader: what other operations make of it is as if it
+    were low.
     """
 
     kind: Kind
