@@ -14,7 +14,7 @@ from jax.extend import source_info_util
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn, Jaxpr
 
-_MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
+_BOUND_OFTEN = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
 """Primitives that move one array, and that a network binds often."""
 
 
@@ -62,7 +62,7 @@ def bind(eqn: Eqn, values: Sequence[Any], params: Any = None) -> list[Any]:
 
 def moved(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     """Returns the results of an equation on other operands; JAX differentiates equal moves once."""
-    if eqn.primitive.name not in _MOVES or len(values) != 1:
+    if eqn.primitive.name not in _BOUND_OFTEN or len(values) != 1:
         return bind(eqn, values)
     return [_move(eqn.primitive, tuple(sorted(eqn.params.items())))(*values)]
 

@@ -17,17 +17,18 @@ from mpjax._jaxpr.equation import Eqn
 
 Labels = tuple[Any, ...]
 
-MOVES = frozenset(
+FOLLOWED = frozenset(
     {"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim"}
     | {"copy", "copy_p", "convert_element_type"}
 )
+"""Moves through which labels are followed."""
 
 
 def moved(labels: Labels, eqn: Eqn) -> Labels | None:
     """Returns the labels of the result of a move, from those of its operand; None for others."""
     (source, *_), (out,) = eqn.invars, eqn.outvars
     kind, params = eqn.primitive.name, eqn.params
-    if source.aval.dtype != out.aval.dtype or kind not in MOVES:
+    if source.aval.dtype != out.aval.dtype or kind not in FOLLOWED:
         return None
     if kind == "transpose":
         return tuple(labels[i] for i in params["permutation"])
@@ -66,7 +67,7 @@ def source(graph: ValueGraph, name: Name, labels: Labels) -> tuple[Name, Labels]
 def _before(eqn: Eqn, labels: Labels) -> Labels | None:
     """Returns the labels of the operand of a move, from those of its result; None for others."""
     kind, params = eqn.primitive.name, eqn.params
-    if kind not in MOVES or eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype:
+    if kind not in FOLLOWED or eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype:
         return None
     shape = eqn.invars[0].aval.shape
     if kind == "transpose":

@@ -165,7 +165,7 @@ def _is_binary(graph: ValueGraph, name: Name) -> bool:
         return False
     if node.kind == "convert_element_type":
         return node.eqn.invars[0].aval.dtype == np.bool_
-    return node.kind in axes.MOVES and _is_binary(graph, node.operands[0])
+    return node.kind in axes.FOLLOWED and _is_binary(graph, node.operands[0])
 
 
 def _plus(a: Affine, b: Affine, sign: int) -> Affine:

@@ -22,7 +22,9 @@ _DEEPEST = 24  # operations between a product and its softmax
 _MASKED = -1e3  # a constant logit of at most this marks a key that is not read
 SOFTMAX = frozenset({"reduce_max", "sub", "exp", "reduce_sum", "div"})
 """The operations of a softmax."""
-_SHIFTS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "stop_gradient"})
+_AFTER_A_STATISTIC = frozenset(
+    {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "stop_gradient"}
+)
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Finder:
         weights = self.graph.name(eqn.invars[side])
         way: list[Name] = []
         name = weights
-        while (node := self.graph.node(name)) is not None and node.kind in axes.MOVES:
+        while (node := self.graph.node(name)) is not None and node.kind in axes.FOLLOWED:
             way.append(name)
             name = node.operands[0]
         if node is None or node.kind != "div":
@@ -179,7 +181,7 @@ class Finder:
                 if -math.inf not in numbers:
                     break
                 name = node.operands[1 - numbers.index(-math.inf)]
-            elif node.kind in _SHIFTS:
+            elif node.kind in _AFTER_A_STATISTIC:
                 name = node.operands[0]
             else:
                 break
@@ -228,7 +230,7 @@ class Finder:
         node = self.graph.node(name)
         if node is None:
             return None
-        if node.kind in axes.MOVES:
+        if node.kind in axes.FOLLOWED:
             logits = self._logits(node.operands[0])
             labels = logits and axes.moved(logits.labels, node.eqn)
             return logits.past(name, labels) if logits and labels else None

@@ -21,15 +21,15 @@ from mpjax._jaxpr.equation import Eqn, params_key
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, hands_on_each, has_effects
 from mpjax._jaxpr.sizes import is_float32, size
 
-_JOINS = traits.JOINS | {"pad", "dynamic_update_slice", "scatter"}
-_MOVES = (MOVES | _JOINS) - {"neg", "abs", "sign"}
+_PUT_AMONG_OTHERS = frozenset({"pad", "dynamic_update_slice", "scatter"})
+_MAY_GIVE_BACK = MOVES - {"neg", "abs", "sign"} | traits.JOINS | _PUT_AMONG_OTHERS
 """They may give back the elements that they were given, in the same places."""
 _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
 
 _COMBINES = traits.SHIFTS | traits.SCALES
 """Where two copies may cancel: with opposite signs, as in `a - b`, `a + (-b)` and `a * (1 / b)`."""
-_SCALES = frozenset({"mul", "div", "pow"})  # by something negative, unless it is a known number
 _INVERTS = frozenset({"neg", "rsqrt"})
+_MAY_INVERT = traits.SCALES | {"pow"}  # by something negative, unless it is a known number
 _EVEN = frozenset({"abs", "square", "cos", "cosh"})
 
 
@@ -164,7 +164,7 @@ class Numbering:
             self._constants.update(numbers)
             if name == "broadcast_in_dim" and self._uniform.issuperset(operands):
                 self._uniform.update(numbers)
-        elif name in _MOVES and (one := self._one(eqn, operands)) is not None:
+        elif name in _MAY_GIVE_BACK and (one := self._one(eqn, operands)) is not None:
             if name in _RESHAPES and size(shape) == size(one[1]):
                 numbers = [self._of(("reshaped", one[0], shape))]
             return [
@@ -290,7 +290,7 @@ class Numbering:
         if name in _COMBINES and is_forward and _cancel(name, *copies):
             self.meeting.update(compat.variables(eqn))
         union = _NONE.union(*copies)
-        has_sign = name not in _SCALES or any(map(compat.is_literal, eqn.invars))
+        has_sign = name not in _MAY_INVERT or any(map(compat.is_literal, eqn.invars))
         return union if has_sign else frozenset(c._replace(opposite=None) for c in union)
 
 
@@ -314,7 +314,7 @@ def _is_by_a_negative(eqn: Eqn) -> bool:
     if eqn.primitive.name == "integer_pow":
         return eqn.params["y"] < 0
     literals = [v for v in eqn.invars if compat.is_literal(v) and is_float32(v)]
-    return eqn.primitive.name in _SCALES and any(v.val < 0 for v in literals)
+    return eqn.primitive.name in _MAY_INVERT and any(v.val < 0 for v in literals)
 
 
 def _cancel(name: str, first: Copies, second: Copies) -> bool:

@@ -48,14 +48,13 @@ SMALL_STEP = 1 / 32
 """Times this a change counts as a step: each one is worth 5 bits less."""
 _MOST_WEIGHTS = 1 << 12
 _POOLS = frozenset({"reduce_window_max", "reduce_window_min"})  # of copies they may make one
-_HANDS_ON = traits.POWERS | traits.LIMITS | traits.ADDS | traits.ACCUMULATES | traits.ACROSS | MOVES
-FUNCTIONS = (traits.OF_FEW | traits.LOOKS) - (
-    _HANDS_ON | traits.SCALES | traits.COMPLEX | {"neg", "convert_element_type"}
-)
+_KEEP_SUMS = traits.ADDS | traits.SCALES | traits.POWERS | traits.LIMITS | traits.ACCUMULATES
+_MOVE_SUMS = MOVES | traits.ACROSS | traits.COMPLEX | {"neg", "convert_element_type"}
+FUNCTIONS = (traits.OF_FEW | traits.LOOKS) - _KEEP_SUMS - _MOVE_SUMS
 """A function of a sum is no sum, and has no offset of it; others move elements, or add up."""
 _MAKE_A_SIGN = FUNCTIONS | PRODUCTS | traits.POWERS | traits.ADDS
-_HANDS_ON_ENTERED = (MOVES | traits.OF_FEW | traits.JOINS | traits.UPDATES) - traits.SATURATES
-_HANDS_ON_DERIVED = MOVES - traits.STATISTIC
+_KEEP_ENTERED = (MOVES | traits.OF_FEW | traits.JOINS | traits.UPDATES) - traits.SATURATES
+_KEEP_DERIVED = MOVES - traits.STATISTIC
 
 
 def union(facts: Sequence[Any]) -> tuple[int, int]:
@@ -79,8 +78,8 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
     name = eqn.primitive.name
     flags = some & PRODUCT | signs(eqn, floats)
     if name not in PRODUCTS:
-        flags |= some & (CARRY | ENTERED if name in _HANDS_ON_ENTERED else CARRY)
-    if name in _HANDS_ON_DERIVED:
+        flags |= some & (CARRY | ENTERED if name in _KEEP_ENTERED else CARRY)
+    if name in _KEEP_DERIVED:
         flags |= some & DERIVED
     if some & CONSTANT:
         some, every = union([f for f in floats if not f.flags & CONSTANT])

@@ -80,7 +80,7 @@ class _Search:
             shape = eqn.outvars[0].aval.shape
             others = [v for v in operands if v not in self.normalised]
             return bool(ready) and all(v in self.repeated or v.aval.shape != shape for v in others)
-        return len(ready) == len(operands) and (name in traits.BOUNDS or only_moves(eqn))
+        return len(ready) == len(operands) and (name in traits.OF_NORMS or only_moves(eqn))
 
     def is_function_of_a_norm(self, eqn: Eqn, operands: list[Any], ready: list[Any]) -> bool:
         """Whether an equation calls an activation of a normalised value, or a norm."""

@@ -20,11 +20,11 @@ from mpjax._jaxpr.sizes import is_number, size
 
 _EVERY = -1
 _MOST = 8
-_JOINS = frozenset({"concatenate", "stack", "pad"}) | traits.UPDATES
-_MOVES = MOVES | _JOINS | traits.ACROSS | {"reduce_window_sum"}
-_HANDS_ON = traits.ADDS | traits.POWERS | traits.LIMITS | traits.COMPLEX
+_PUT_TOGETHER = frozenset({"concatenate", "stack", "pad"}) | traits.UPDATES
+_KEEP_AXES = MOVES | _PUT_TOGETHER | traits.ACROSS | {"reduce_window_sum"}
+_KEEP_ADDED = traits.ADDS | traits.POWERS | traits.LIMITS | traits.COMPLEX
 _STARTS = traits.ADDS | {"broadcast_in_dim"}
-_ELEMENTWISE = traits.OF_FEW - MOVES - _JOINS
+_ELEMENTWISE = traits.OF_FEW - MOVES - _PUT_TOGETHER
 
 
 class Added(NamedTuple):
@@ -64,7 +64,7 @@ def told(eqn: Eqn, out: Any, operands: Sequence[Any], *, cancels: bool) -> Told:
     floats = [(v, f) for v, f in zip(eqn.invars, operands, strict=True) if is_number(v)]
     if name in _ELEMENTWISE:
         return _elementwise(eqn, floats, cancels=cancels)
-    if name in _JOINS:
+    if name in _PUT_TOGETHER:
         handed_on = (_moved(eqn, out, v, f, operands)[1] for v, f in floats)
         return 0, _few(frozenset[Added]().union(*handed_on))
     return _moved(eqn, out, *floats[0], operands)
@@ -122,7 +122,7 @@ def _elementwise(eqn: Eqn, floats: Sequence[tuple[Any, Any]], *, cancels: bool) 
     if name in traits.SCALES:
         factors = zip((f for _, f in floats), beside, strict=True)
         return along, _scaled(added, factors, out.aval.shape)
-    if name not in _HANDS_ON:
+    if name not in _KEEP_ADDED:
         return along, frozenset()
     if name in traits.ADDS and any(f.flags & PRODUCT for _, f in floats):
         for (_, f), bits in zip(floats, beside, strict=True):
@@ -234,7 +234,7 @@ def _axes_of(eqn: Eqn, atom: Any, along: int) -> int | None:
     if name == "stack" or (name in traits.GATHERS and len(before) < len(after)):
         axis = params["axis" if name == "stack" else "all_gather_dimension"]
         return along & ~(_EVERY << axis) | 1 << axis | along >> axis << axis + 1
-    is_move = name in _MOVES or totals.is_along_one(eqn)
+    is_move = name in _KEEP_AXES or totals.is_along_one(eqn)
     return along if is_move and len(before) == len(after) else None
 
 

@@ -14,16 +14,16 @@ div                                     | fusible alone steps hands_on scales of
 neg                                     | fusible chooses hands_on parts
 rem                                     | fusible native steps
 abs copy stop_gradient                  | fusible chooses
-max                                     | fusible alone steps chooses accumulates bounds of_totals widened limits
-min                                     | fusible alone steps chooses accumulates bounds widened limits
+max                                     | fusible alone steps chooses accumulates of_norms of_totals widened limits
+min                                     | fusible alone steps chooses accumulates of_norms widened limits
 clamp                                   | fusible alone steps chooses accumulates limits
 select_n                                | fusible alone steps chooses accumulates linear joins limits
 floor ceil round                        | fusible linear decides
 convert_element_type                    | fusible linear hands_on of_totals
 sqrt square integer_pow                 | fusible of_totals powers
-tanh                                    | fusible alone bends bounds costly parts saturates
-logistic                                | fusible bends bounds saturates
-erf                                     | fusible bends bounds costly saturates
+tanh                                    | fusible alone bends of_norms costly parts saturates
+logistic                                | fusible bends of_norms saturates
+erf                                     | fusible bends of_norms costly saturates
 exp exp2 expm1                          | fusible absolute saturates
 pow                                     | fusible distances
 log log2 log1p                          | fusible distances
@@ -181,7 +181,7 @@ SCALES = _having("scales")
 SHIFTS = _having("shifts")
 """Adds or subtracts as the author wrote it: `ADDS` has also what JAX adds up in a derivative."""
 
-BOUNDS = _having("bounds")
+OF_NORMS = _having("of_norms")
 """Of a norm's result alone, its result counts as one still."""
 
 TOTALS, OF_TOTALS = _having("totals"), _having("of_totals")
@@ -231,7 +231,7 @@ POWERS = _having("powers")
 """A power of a sum, or a root: what was added, or cancels, goes through it."""
 
 LIMITS = _having("limits")
-"""Gives elements of its operands, or a bound: what was added, or cancels, goes through it."""
+"""Gives elements of several operands: what was added to one, or cancels, goes through it."""
 
 LOOKS = _having("looks")
 """Changes nothing by being there."""

@@ -26,7 +26,7 @@ from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.sizes import is_float32, size
 
 _AFFINE = traits.SCALES | traits.SHIFTS | traits.PERMUTES | traits.CUTS | traits.REPEATS
-_MOVES = traits.PERMUTES | traits.CUTS | traits.RESIZES | traits.TURNS
+_IN_PLACE = traits.FUSIBLE - (traits.PERMUTES | traits.CUTS | traits.RESIZES | traits.TURNS)
 
 
 @dataclass
@@ -206,7 +206,7 @@ def _is_elementwise(eqn: Eqn) -> bool:
         return False
     if not all(map(is_float32, atoms)) or storage.takes_a_statistic(eqn):
         return False
-    return eqn.primitive.name in traits.FUSIBLE - _MOVES or fusible.is_fusible_function(eqn)
+    return eqn.primitive.name in _IN_PLACE or fusible.is_fusible_function(eqn)
 
 
 def _is_cut(curve: Curve) -> bool:
