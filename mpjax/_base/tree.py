@@ -35,6 +35,16 @@ def is_array(x: object) -> TypeGuard[Array]:
     return isinstance(x, (jax.Array, *_NUMPY))
 
 
+def is_floating(x: Any) -> bool:
+    """Whether `x` is an array of real floating numbers."""
+    return is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def is_deleted(x: Any) -> bool:
+    """Whether `x` is an array of JAX whose memory was donated or freed."""
+    return isinstance(x, jax.Array) and compat.has_values(x) and x.is_deleted()
+
+
 def strong(x: Any) -> Any:
     """Returns a number or array as a strongly typed array, so that a later step is not retraced."""
     is_number = isinstance(x, _NUMBERS)

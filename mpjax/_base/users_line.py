@@ -4,6 +4,15 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+import jax
+
+NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""What JAX raises where a function that it traces asks for the value of an array."""
 _INSTALLED = ("stdlib", "purelib", "platlib")
 
 

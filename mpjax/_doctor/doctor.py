@@ -18,6 +18,7 @@ from mpjax._base.dtypes import short_name
 from mpjax._base.errors import message, nearest
 from mpjax._base.tree import is_array, leaf_paths
 from mpjax._base.users_line import users_line
+from mpjax._doctor.measure import POLICIES
 from mpjax._doctor.user_file import WHERE, first_line, load
 from mpjax._hardware import Accelerator, examine
 from mpjax._policies.policy import get_policy
@@ -25,7 +26,6 @@ from mpjax.numerics import find_promotions
 
 Compiler = Callable[[Callable[..., Any], Any], tuple[int | None, int, float]]
 
-POLICIES = ("32-true", "bf16-mixed", "16-mixed")
 """The policies to compare unless the user names others; the first is the reference."""
 
 _SHAPE = re.compile(r"(\w+)\[([\d, ]*)\]")

@@ -18,7 +18,7 @@ from mpjax._autocast import autocast
 from mpjax._base.errors import message
 from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.shown import Shown, html_table, size, table
-from mpjax._base.tree import all_finite, distance, is_array
+from mpjax._base.tree import all_finite, distance, is_array, is_floating
 from mpjax._policies.policy import get_policy
 from mpjax._scaling.grad import get_loss_scale, value_and_grad
 from mpjax._scaling.loss_scale import NoOpLossScale, StaticLossScale
@@ -221,7 +221,7 @@ class _Subject:
             raise ValueError(message("measure", got, fix)) from error
         self.has_aux = isinstance(out, tuple) and len(out) == 2
         loss: Any = out[0] if self.has_aux else out
-        floats = [x for x in jax.tree.leaves(args[:1]) if _is_floating(x)]
+        floats = [x for x in jax.tree.leaves(args[:1]) if is_floating(x)]
         is_scalar = getattr(loss, "shape", None) == () and jnp.issubdtype(loss.dtype, jnp.floating)
         self.is_loss = bool(is_scalar and floats)
         self.what = "value and gradient" if self.is_loss else "value"
@@ -248,21 +248,16 @@ class _Subject:
     def exact(self) -> tuple[list[Any], list[Any]]:
         """Returns the leaves of value and gradients, computed in the reference dtype."""
         wide = [
-            x.astype(self.reference) if _is_floating(x) else x
-            for x in map(jnp.asarray, self.arrays)
+            x.astype(self.reference) if is_floating(x) else x for x in map(jnp.asarray, self.arrays)
         ]
         with jax.default_matmul_precision("highest"):
             return _numbers(jax.jit(self.step(self.fun))(wide, None))
 
 
-def _is_floating(x: Any) -> bool:
-    return is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
-
-
 def _numbers(value_and_grads: tuple[Any, Any]) -> tuple[list[Any], list[Any]]:
     """Returns the floating leaves of both, in float64 on the host."""
     value, grads = (
-        [np.asarray(x, np.float64) for x in jax.tree.leaves(tree) if _is_floating(x)]
+        [np.asarray(x, np.float64) for x in jax.tree.leaves(tree) if is_floating(x)]
         for tree in value_and_grads
     )
     return value, grads

@@ -15,7 +15,8 @@ from mpjax._low_precision.owner import is_narrow_leaf, owners
 from mpjax._low_precision.rounding import nearest
 from mpjax._scaling.transformation import state_in
 
-_KEEPING = (MasterWeightsState, SplitWeightsState, KahanState)
+KEEPING = (MasterWeightsState, SplitWeightsState, KahanState)
+"""States that hold bits of the parameters themselves."""
 
 
 def apply_updates(params: PyTree, updates: PyTree, opt_state: PyTree = None) -> PyTree:
@@ -109,7 +110,7 @@ def _kept(opt_state: PyTree) -> dict[KeyPath, tuple[type[Any], Array]]:
     """Returns, by a parameter's path, the array kept for it, with the type of the state."""
     by_path: dict[KeyPath, tuple[type[Any], Array]] = {}
     for _, state in owners(opt_state):
-        if isinstance(state, _KEEPING):
+        if isinstance(state, KEEPING):
             for path, leaf in jax.tree_util.tree_leaves_with_path(state[0]):
                 by_path[path] = (type(state), leaf)
     return by_path

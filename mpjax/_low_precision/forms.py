@@ -7,9 +7,8 @@ import jax.numpy as jnp
 
 from mpjax._base.tree import to_full
 from mpjax._base.typing import Array, PyTree
-from mpjax._low_precision.apply import full_params
+from mpjax._low_precision.apply import KEEPING, full_params
 from mpjax._low_precision.codes import FLOAT8, SecondMoment, decode, encode, is_coded
-from mpjax._low_precision.kahan import KahanState
 from mpjax._low_precision.master import MasterWeightsState, SplitWeightsState, correction
 from mpjax._low_precision.owner import map_narrow, nothing, owners
 from mpjax._low_precision.quantized import QuantizedState
@@ -17,8 +16,7 @@ from mpjax._low_precision.rounding import scattered
 from mpjax._low_precision.state_dtypes import StateDtypesState
 from mpjax._low_precision.stochastic import StochasticRoundingState
 
-_KEEPING = (MasterWeightsState, SplitWeightsState, KahanState)
-_WRAPPING = (*_KEEPING, StochasticRoundingState, StateDtypesState, QuantizedState)
+_WRAPPING = (*KEEPING, StochasticRoundingState, StateDtypesState, QuantizedState)
 
 
 def _is_form(x: Any) -> bool:
@@ -32,7 +30,7 @@ def has_form(state: PyTree) -> bool:
 
 def keeps_weights(state: PyTree) -> bool:
     """Whether a state stores bits of the parameters themselves, so that it fits no others."""
-    return any(isinstance(x, _KEEPING) for _, x in owners(state))
+    return any(isinstance(x, KEEPING) for _, x in owners(state))
 
 
 def plain(state: PyTree) -> PyTree:
@@ -63,7 +61,7 @@ def formed(like: PyTree, values: PyTree, params: PyTree | None, weights: PyTree 
         if not _is_form(form):
             return value
         inner = formed(form.inner_state, value, params, weights)
-        if isinstance(form, _KEEPING) and params is not None:
+        if isinstance(form, KEEPING) and params is not None:
             return type(form)(_kept_of(form, params, weights), inner)
         return form._replace(inner_state=inner)
 

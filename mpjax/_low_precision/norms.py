@@ -8,7 +8,7 @@ import optax
 
 from mpjax._base.dtypes import FLOAT32, describe
 from mpjax._base.errors import message
-from mpjax._base.tree import is_array, to_full
+from mpjax._base.tree import is_array, is_floating, to_full
 from mpjax._base.typing import Array, PyTree
 from mpjax._scaling.slips import refuse_scaled
 
@@ -98,7 +98,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         within = jnp.where(factor > 1, value < limit * inverse, value * factor < limit)
 
         def clip(g: Any) -> Any:
-            if not _counts(g):
+            if not is_floating(g):
                 return g
             # Not `/ factor`: XLA would make of `x / a / b` a division by `a * b`, which overflows.
             clipped = to_full(g).astype(FLOAT32) * inverse / value * limit
@@ -109,12 +109,8 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def _counts(x: Any) -> bool:
-    return is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
-
-
 def _norm(tree: PyTree) -> _Scaled:
-    leaves = [x for x in jax.tree.leaves(tree) if _counts(x)]
+    leaves = [x for x in jax.tree.leaves(tree) if is_floating(x)]
     for x in jax.tree.leaves(tree):
         if is_array(x) and jnp.issubdtype(x.dtype, jnp.complexfloating):
             got = f"a leaf is complex; got {describe(x)}."

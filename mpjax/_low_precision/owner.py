@@ -18,24 +18,18 @@ from mpjax._base.errors import message
 from mpjax._base.tree import is_array, is_castable, is_overwritten, path_str, to_full
 from mpjax._base.typing import Array, KeyPath, PyTree
 from mpjax._low_precision.rounding import is_narrow
-from mpjax._scaling.transformation import check_transformation
+from mpjax._low_precision.wrapper import Wrapper
 
 
-class RoundingOwner(abc.ABC):
+class RoundingOwner(Wrapper):
     """A wrapper that owns the rounding of the 16-bit parameters that it is given.
 
     `inner` sees float32 gradients, and float32 weights in place of the parameters. Beside the
     state of `inner` something may be kept for each narrow parameter.
     """
 
-    name: str
-    state_type: type[Any]
     never: float | None = None  # a value that no kept array has, if it holds the rounding's rest
     by_chance: bool = False  # whether what a step loses is not lost in the mean
-
-    def __init__(self, inner: optax.GradientTransformation) -> None:
-        check_transformation(inner, f"{self.name}(inner)")
-        self.inner = optax.with_extra_args_support(inner)
 
     @abc.abstractmethod
     def start(self, params: PyTree) -> PyTree:
@@ -61,10 +55,6 @@ class RoundingOwner(abc.ABC):
         del field, inner_state
         return kept
 
-    def transformation(self) -> optax.GradientTransformationExtraArgs:
-        """Returns the wrapper as optax has them."""
-        return optax.GradientTransformationExtraArgs(self.init, self.update)
-
     def init(self, params: PyTree) -> PyTree:
         """Returns the state to start from."""
         field = self.start(params)
@@ -80,8 +70,7 @@ class RoundingOwner(abc.ABC):
         if params is None:
             fix = "Type tx.update(grads, opt_state, params)."
             raise ValueError(message(where, "params is missing.", fix))
-        if not isinstance(state, self.state_type):
-            raise ValueError(_foreign(where, self.state_type.__name__, state))
+        self.check_state(state, where)
         kept = self.kept(params, state[0])
         weights = self._weights(params, kept)
         grads = jax.tree.map(lambda g: to_full(g) if is_array(g) else g, updates)
@@ -171,9 +160,3 @@ def _refuse_second(name: str, inner_state: PyTree) -> None:
     allowed = "Allowed: one of with_master_weights, with_stochastic_rounding and with_kahan."
     fix = "Drop one; for some parameters the one and for others the other, use optax.partition."
     raise ValueError(message(name, got, allowed, fix))
-
-
-def _foreign(where: str, wanted: str, state: Any) -> str:
-    got = f"the state is no {wanted}; got a {type(state).__name__}."
-    fix = "A checkpoint of another form: mpjax.optim.adopt_state(tx, opt_state, params)."
-    return message(where, got, fix, "Else make one with tx.init(params).")

@@ -5,31 +5,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from mpjax._base.errors import message
-from mpjax._base.tree import is_array, to_full
+from mpjax._base.tree import is_array, is_floating, to_full
 from mpjax._base.typing import Array, PyTree
 from mpjax._low_precision.codes import decode, is_coded
 from mpjax._low_precision.moments import Moment, map_moments
 from mpjax._low_precision.rounding import scattered
 from mpjax._low_precision.skipped import was_taken
+from mpjax._low_precision.wrapper import OTHER_FORM, Wrapper
 from mpjax._scaling.optim_state import find_states, gradient_params
-from mpjax._scaling.transformation import check_transformation
 
 
-class StoredMoments(abc.ABC):
+class StoredMoments(Wrapper):
     """A wrapper that decodes the moments of `inner`, lets it compute, and encodes them again.
 
     `inner` sees gradients and moments in float32, and the parameters as they are.
     """
-
-    name: str
-    state_type: type[Any]
-
-    def __init__(self, inner: optax.GradientTransformation) -> None:
-        check_transformation(inner, f"{self.name}(inner)")
-        self.inner = optax.with_extra_args_support(inner)
 
     @abc.abstractmethod
     def encode(self, moment: Moment, x: Array, random: Array) -> Any:
@@ -42,10 +34,6 @@ class StoredMoments(abc.ABC):
     @abc.abstractmethod
     def check_params(self, params: PyTree, moments: list[Moment]) -> None:
         """Refuses parameters or rules that do not fit, before the state is made."""
-
-    def transformation(self) -> optax.GradientTransformationExtraArgs:
-        """Returns the wrapper as optax has them."""
-        return optax.GradientTransformationExtraArgs(self.init, self.update)
 
     def init(self, params: PyTree) -> PyTree:
         """Returns the state to start from."""
@@ -61,18 +49,16 @@ class StoredMoments(abc.ABC):
     ) -> tuple[PyTree, PyTree]:
         """Returns the updates of `inner`, and the next state."""
         where = f"{self.name}.update"
-        if not isinstance(state, self.state_type):
-            got = f"the state is no {self.state_type.__name__}; got a {type(state).__name__}."
-            raise ValueError(message(where, got, *_ADOPT))
+        self.check_state(state, where)
         like = updates if params is None else gradient_params(params)
 
         def decoded(moment: Moment, x: Any) -> Array:
-            if not (is_coded(x) or _is_real(x)):  # of a complex parameter: not stored here
+            if not (is_coded(x) or is_floating(x)):  # of a complex parameter: not stored here
                 return x
             shape = jnp.shape(x.codes if is_coded(x) else x)
             if not self.is_own(moment, x, shape):
                 got = f"the state is of another form; {moment.where!r} is {stored_form(x)}."
-                raise ValueError(message(where, got, *_ADOPT))
+                raise ValueError(message(where, got, *OTHER_FORM))
             return decode(x) if is_coded(x) else to_full(x)
 
         old = map_moments(decoded, state.inner_state, like, is_leaf=is_coded)
@@ -89,16 +75,12 @@ class StoredMoments(abc.ABC):
         self, state: PyTree, params: PyTree, count: Array, moments: list[Moment]
     ) -> PyTree:
         def encode(moment: Moment, x: Any) -> Any:
-            if not _is_real(x):
+            if not is_floating(x):
                 return x
             moments.append(moment)
             return self.encode(moment, to_full(x), scattered(x.shape, count, moment.number))
 
         return map_moments(encode, state, params)
-
-
-def _is_real(x: Any) -> bool:
-    return is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _choose_moments(taken: Array, new: PyTree, old: PyTree, params: PyTree) -> PyTree:
@@ -120,9 +102,3 @@ def stored_form(x: Any) -> str:
     if is_coded(x):
         return f"{x.codes.dtype.name} in {x.scales.shape[-1]} blocks"
     return str(x.dtype.name)
-
-
-_ADOPT = (
-    "A checkpoint of another form: mpjax.optim.adopt_state(tx, opt_state, params).",
-    "Else make one with tx.init(params).",
-)

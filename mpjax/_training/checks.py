@@ -5,16 +5,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 
 from mpjax._base.compat import axis_names
 from mpjax._base.described import MODULES, described
 from mpjax._base.dtypes import FLOAT32, describe
 from mpjax._base.errors import message
-from mpjax._base.tree import first_difference, is_array, leaf_paths
+from mpjax._base.tree import first_difference, is_array, is_deleted, leaf_paths
 from mpjax._base.typing import PyTree
-from mpjax._base.users_line import users_line
+from mpjax._base.users_line import NEEDS_VALUES, users_line
 from mpjax._policies.order import is_policy
 from mpjax._policies.policy import Policy
 from mpjax._policies.policy_map import PolicyMap
@@ -24,7 +23,7 @@ from mpjax._scaling.optim_state import find_states, gradient_params, is_wrapped,
 from mpjax._scaling.transformation import check_transformation, is_transformation
 from mpjax._training.adopt import kind_of
 from mpjax._training.inputs import check_params
-from mpjax._training.micro_axes import check_axes
+from mpjax._training.micro_axes import check_micro_axes
 from mpjax._training.options import StepOptions
 
 
@@ -53,7 +52,7 @@ def check_arguments(loss_fn: Any, tx: Any, policy: Any, options: StepOptions) ->
     if is_wrapped(tx):
         _refuse_two(options.loss_scale)
     _check_accumulate(options.accumulate)
-    check_axes(options.accumulate_axes)
+    check_micro_axes(options.accumulate_axes)
     for name in ("has_aux", "weighted", "donate", "lost_updates"):
         if not isinstance(value := getattr(options, name), bool):
             got = f"must be True or False; got {described(value)}."
@@ -235,14 +234,6 @@ def _holds(dtype: Any, other: Any) -> bool:
     return bool(jnp.can_cast(other, dtype))
 
 
-_NEEDS_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-
-
 def one_batch(batch: tuple[PyTree, ...], named: Mapping[str, PyTree]) -> PyTree:
     """Returns the one batch that a step was called with.
 
@@ -268,7 +259,7 @@ def checked_call(call: Any, state: PyTree, batch: PyTree) -> Any:
     """
     try:
         return call(state, batch)
-    except _NEEDS_VALUES as error:
+    except NEEDS_VALUES as error:
         lines = users_line(error)
         got = "the loss needs the value of an array while it is traced."
         fix = "Use jnp.where or jax.lax.cond there, or make it a Python value outside of the step."
@@ -279,7 +270,7 @@ def checked_call(call: Any, state: PyTree, batch: PyTree) -> Any:
         _refuse_other_leaves({"extra state": state.extra_state, "batch": batch})
         raise
     except (RuntimeError, ValueError) as error:
-        if "deleted" not in str(error) or not any(map(_is_deleted, jax.tree.leaves(state))):
+        if "deleted" not in str(error) or not any(map(is_deleted, jax.tree.leaves(state))):
             raise
         if jax.config.jax_debug_nans:
             got = "jax.debug_nans found a NaN, and cannot run a step again that donates its state."
@@ -329,10 +320,6 @@ def fields_of(state: Any) -> dict[str, Any]:
     allowed = "Allowed: a TrainState of mpjax or Flax, or a restored mapping with these names."
     fix = "Type step.adopt({'step': 0, 'params': params, 'opt_state': opt_state})."
     raise TypeError(message("step.adopt", got, allowed, fix))
-
-
-def _is_deleted(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
 
 
 def pair(out: Any, wanted: str) -> tuple[Any, Any]:

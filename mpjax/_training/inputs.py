@@ -11,7 +11,7 @@ from mpjax._base.described import described, library_kind
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import message
 from mpjax._base.quantized_array import holds_quantized
-from mpjax._base.tree import is_array, is_overwritten, leaf_paths, path_str
+from mpjax._base.tree import is_array, is_deleted, is_overwritten, leaf_paths, path_str
 from mpjax._base.typing import PyTree
 
 _INSTEAD = {
@@ -68,7 +68,7 @@ def _is_key(x: Any) -> bool:
 def _check_leaf(path: str, leaf: Any, where: str, *, overwritten: bool) -> None:
     if isinstance(leaf, (float, complex)) or overwritten:
         return
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+    if is_deleted(leaf):
         got = f"parameter {path!r} has been deleted: a step that donates its state was given it."
         raise ValueError(message(where, got, "Start from a copy, or set donate=False there."))
     is_number = isinstance(leaf, int)

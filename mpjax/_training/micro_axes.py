@@ -23,7 +23,7 @@ _ALLOWED = (
 )
 
 
-def check_axes(axes: Axes) -> None:
+def check_micro_axes(axes: Axes) -> None:
     """Raises TypeError where a leaf of `axes` is neither a whole number nor None."""
     for axis in jax.tree.leaves(axes):
         if isinstance(axis, bool) or not isinstance(axis, int):

@@ -12,10 +12,11 @@ import optax
 from mpjax._base.by_leaf import Reduction, reduced
 from mpjax._base.dtypes import FLOAT32, short_name
 from mpjax._base.shown import size
-from mpjax._base.tree import is_array, is_overwritten, map_with_path, to_full
+from mpjax._base.tree import is_array, is_deleted, is_overwritten, map_with_path, to_full
 from mpjax._base.typing import Array, PyTree
 from mpjax._scaling.loss_scale import LossScale, unscale_once_read
 from mpjax._scaling.optim_state import find_states
+from mpjax._training.adopt import kind_of
 
 
 def grad_norm(loss_scale: LossScale, grads: PyTree, applied: list[bool]) -> Array:
@@ -44,14 +45,14 @@ _SQUARES = Reduction(_sum_of_squares, jnp.square, jnp.add, start=0.0)
 
 def describe_state(state: Any) -> str:
     """Returns a train state in lines: steps, and how large its parts are in which dtypes."""
-    if isinstance(state.step, jax.Array) and _is_deleted(state.step):
+    if is_deleted(state.step):
         return "TrainState, donated: the step that took it returned the one to go on with"
     lines = [f"TrainState after {_value(state.step)} steps"]
     for name in ("params", "opt_state", "extra_state", "amax_history"):
         text = _sizes(getattr(state, name), counted=name == "params")
         lines += [f"  {name.removesuffix('_history'):12}{text}"] if text else []
     for path, scaling in find_states(state.opt_state):
-        kind = "no" if scaling.adjustment is None else "dynamic" if scaling.adjustment else "static"
+        kind = kind_of(scaling).removeprefix("a ")
         text = "none" if kind == "no" else f"{_value(scaling.loss_scale)} ({kind})"
         skips = f"{_value(scaling.skipped_steps)} steps skipped"
         row = f"{_value(scaling.consecutive_skips)} in a row"
@@ -93,10 +94,6 @@ def _sizes(tree: PyTree, *, counted: bool) -> str:
 
 
 _SPECS = (jax.ShapeDtypeStruct,)
-
-
-def _is_deleted(x: jax.Array) -> bool:
-    return not isinstance(x, jax.core.Tracer) and x.is_deleted()
 
 
 def _value(x: Any) -> str:

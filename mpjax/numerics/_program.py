@@ -15,19 +15,12 @@ from jax.extend.core import jaxpr_as_fun
 
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import message
-from mpjax._base.tree import is_array, leaf_paths, leaves_finite
+from mpjax._base.tree import is_array, is_deleted, leaf_paths, leaves_finite
+from mpjax._base.users_line import NEEDS_VALUES
 from mpjax.numerics._clock import Clock
 from mpjax.numerics._collect import Unmeasured
 from mpjax.numerics._plan import RunAs, RunPlan
 from mpjax.numerics._run import Instrument, Runner
-
-_NEEDS_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-
 
 SMALL = 2**28
 """Bytes of all results together up to which a program is run operation by operation."""
@@ -146,7 +139,7 @@ def traced(flat: Callable[..., Any], arrays: Sequence[Any], where: str) -> Any:
     """Returns the jaxpr of a function and the types of its results, or says that it has none."""
     try:
         return jax.make_jaxpr(flat, return_shape=True)(*arrays)
-    except _NEEDS_VALUES as error:
+    except NEEDS_VALUES as error:
         first = str(error).strip().splitlines()[0]
         got = f"the function cannot be traced, so that there is no program to look at: {first}"
         fix = "Make it one that jax.jit takes: jnp in place of np, and jnp.where or lax.cond in "
@@ -196,7 +189,7 @@ def check_alive(
     """Refuses arrays whose memory was given away, and tracers unless they are allowed."""
     leaves = [leaf for arg in args for leaf in jax.tree.leaves(arg)]
     for path, leaf in zip(argument_paths(args, names), leaves, strict=True):
-        if isinstance(leaf, jax.Array) and not _is_tracer(leaf) and leaf.is_deleted():
+        if is_deleted(leaf):
             got = f"{path!r}, {describe(leaf)}, was donated to a step and is deleted."
             fix = "Pass the state that the step returned: after a skipped step it is the same."
             raise ValueError(message(where, got, fix, "Or make the step with donate=False."))

@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from mpjax._autocast.api import as_typed
 from mpjax._autocast.arguments.nnx_names import name_modules
 from mpjax._base.errors import message
-from mpjax._base.tree import is_array
+from mpjax._base.tree import is_floating
 from mpjax._policies.policy import get_policy
 from mpjax._scaling.given_scale import as_loss_scale
 from mpjax._scaling.grad import get_loss_scale, name_of, value_and_grad
@@ -99,7 +98,7 @@ def differentiated(
 
 def _checked(args: Sequence[Any], loss_fn: Callable[..., Any], where: str) -> Sequence[Any]:
     """Returns the arguments; refuses a first one without floating arrays to differentiate by."""
-    if args and any(map(_is_differentiable, jax.tree.leaves(args[0]))):
+    if args and any(map(is_floating, jax.tree.leaves(args[0]))):
         return args
     name = name_of(loss_fn)
     got = "got no arguments." if not args else "got a first argument without a floating leaf."
@@ -113,7 +112,7 @@ def of_leaves(
 ) -> tuple[Callable[..., Any], list[Any], list[int]]:
     """Returns the loss of the floating leaves of `params`, these leaves, and their places."""
     leaves, treedef = jax.tree.flatten(params)
-    moving = [i for i, leaf in enumerate(leaves) if _is_differentiable(leaf)]
+    moving = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
 
     def loss(chosen: Sequence[Any]) -> Any:
         full = list(leaves)
@@ -165,7 +164,3 @@ def under_policy(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
         return fun(*name_modules(args))  # NNX modules among copies, named as autocast names them
 
     return wrapped
-
-
-def _is_differentiable(leaf: Any) -> bool:
-    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)

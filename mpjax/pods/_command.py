@@ -25,7 +25,6 @@ from mpjax.pods._report import Report
 from mpjax.pods._topology import Topology, get_topology
 
 WHERE = "mpjax pods"
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 def check_file(
@@ -128,7 +127,7 @@ def _named(topology: Topology) -> Generator[None]:
         raise  # mpjax's own
     except Exception as error:  # of the user's code: any
         frames = traceback.extract_tb(error.__traceback__)
-        if frames[-1].filename.startswith(_PACKAGE):
+        if frames[-1].filename.startswith(_programs.PACKAGE):
             raise  # it says what to type
         lines = [f"{f.filename}:{f.lineno} ({f.name})" for f in frames]
         last = next((x for x in reversed(lines) if not _is_library(x)), lines[-1])
@@ -140,7 +139,7 @@ def _named(topology: Topology) -> Generator[None]:
 
 
 def _is_library(line: str) -> bool:
-    return "site-packages" in line or line.startswith(_PACKAGE)
+    return "site-packages" in line or line.startswith(_programs.PACKAGE)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ _CALLBACKS = (
     *("debug_callback", "debug_print", "pure_callback", "io_callback", "callback"),
     *("outside_call", "host_callback", "infeed", "outfeed"),
 )
+PACKAGE = os.path.join(source_lines.OURS, "")
 _COLLECTIVES = frozenset({"all_gather", "all_to_all", "ppermute", "reduce_scatter"})
 
 _traced_as = jax.make_user_context(None)

@@ -28,8 +28,6 @@ from mpjax.pods._report import Report
 from mpjax.pods._state_rules import Leaf
 from mpjax.pods._topology import Topology
 
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
@@ -168,7 +166,7 @@ def too_large(lowered: Lowered, needs: str, topology: Topology) -> Finding:
 def user_source(lines: Sequence[str]) -> str:
     """Returns the innermost line that is the user's: not of an installed library, nor of mpjax."""
     mine = (line for line in lines if not re.search(r"/(?:site|dist)-packages/|^<", line))
-    return _programs.shorten(next((x for x in mine if not x.startswith(_PACKAGE)), ""))
+    return _programs.shorten(next((x for x in mine if not x.startswith(_programs.PACKAGE)), ""))
 
 
 def _inputs(lowered: Lowered, module: Module, flow: ValueFlow) -> tuple[list[Leaf], dict[int, int]]:

@@ -81,6 +81,12 @@ def _before(eqn: Eqn, labels: Labels) -> Labels | None:
     return reshaped(labels, eqn.outvars[0].aval.shape, shape)
 
 
+def of_shape(labels: Labels, shape: Sequence[int]) -> Labels:
+    """Returns the labels of an array that is broadcast to axes with some labels, by its shape."""
+    last = labels[len(labels) - len(shape) :]
+    return tuple(None if n == 1 else label for n, label in zip(shape, last, strict=True))
+
+
 def in_order(
     x: Any, labels: Labels, groups: Sequence[Sequence[Any]], sizes: Mapping[Any, int]
 ) -> Any:

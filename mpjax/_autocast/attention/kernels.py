@@ -15,7 +15,8 @@ import jax
 from jax.interpreters import mlir
 
 from mpjax._autocast.attention import cudnn, flash, recomputed
-from mpjax._autocast.attention.program import MULTIPLIED, AttentionProgram, Operands
+from mpjax._autocast.attention.program import AttentionProgram, Operands
+from mpjax._autocast.known.named_attention import MULTIPLIED
 from mpjax._base import compat
 from mpjax._base.errors import message
 

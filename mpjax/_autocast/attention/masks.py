@@ -86,10 +86,7 @@ class MaskReader:
         self, node: Node, place: int, labels: axes.Labels, *, positive: bool
     ) -> Mask | None:
         shape = self._graph.aval(node.operands[place]).shape
-        mine = tuple(
-            None if n == 1 else label
-            for n, label in zip(shape, labels[len(labels) - len(shape) :], strict=True)
-        )
+        mine = axes.of_shape(labels, shape)
         return self.mask(node.operands[place], mine, positive=positive)
 
     def _selected(self, node: Node, labels: axes.Labels, *, positive: bool) -> Mask | None:
@@ -143,10 +140,7 @@ class MaskReader:
 
     def _broadcast(self, name: Name, labels: axes.Labels) -> axes.Labels:
         shape = () if compat.is_literal(name) else self._graph.aval(name).shape
-        return tuple(
-            None if n == 1 else label
-            for n, label in zip(shape, labels[len(labels) - len(shape) :], strict=True)
-        )
+        return axes.of_shape(labels, shape)
 
 
 _COMPARED = frozenset({"ge", "gt", "le", "lt", "ne", "eq", "ge_to", "gt_to", "le_to", "lt_to"})

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._autocast.attention import empty_rows
-from mpjax._autocast.attention.program import LEAST, MULTIPLIED, AttentionProgram, Empty, Operands
+from mpjax._autocast.attention.program import LEAST, AttentionProgram, Empty, Operands
+from mpjax._autocast.known.named_attention import MULTIPLIED
 from mpjax._base import compat
 
 _NEVER = 1e30  # as the logarithm of a row's sum: all weights are exp(logit - 1e30) = 0

@@ -317,9 +317,7 @@ class Finder:
 
 def _as_long(labels: axes.Labels, shape: Sequence[int]) -> axes.Labels:
     """Returns the labels of an array that is broadcast along axes of 1."""
-    if len(shape) != len(labels):
-        return ()
-    return tuple(None if n == 1 else label for n, label in zip(shape, labels, strict=True))
+    return axes.of_shape(labels, shape) if len(shape) == len(labels) else ()
 
 
 def _multiplies_low(decision: Any) -> bool:

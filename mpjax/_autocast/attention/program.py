@@ -18,7 +18,6 @@ import numpy as np
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn
 
-MULTIPLIED = 3  # operands, which come first: query, key and value
 LEAST = -0.7 * float(np.finfo(np.float32).max)  # the logit of a key that is not read
 
 

@@ -21,11 +21,12 @@ from mpjax._autocast.attention import kernels, layout, masks
 from mpjax._autocast.attention.empty_rows import LOST
 from mpjax._autocast.attention.nodes import ValueGraph, operations
 from mpjax._autocast.attention.pattern import SOFTMAX, Finder, Match
-from mpjax._autocast.attention.program import MULTIPLIED, AttentionProgram, Empty, Operands, Spec
+from mpjax._autocast.attention.program import AttentionProgram, Empty, Operands, Spec
 from mpjax._autocast.decide.decided import Action
 from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.states import Kind
 from mpjax._autocast.known import scopes
+from mpjax._autocast.known.named_attention import MULTIPLIED
 from mpjax._autocast.speed import hint
 from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32

@@ -20,7 +20,7 @@ from mpjax._autocast.known import traits
 from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.own_primitives import own_primitive
-from mpjax._jaxpr import sizes
+from mpjax._jaxpr import binding, sizes
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.identity import in_front
 from mpjax._jaxpr.sizes import is_float32
@@ -44,11 +44,11 @@ def bind(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     pairs = zip(eqn.invars, values, strict=True)
     lows = [i for i, (v, x) in enumerate(pairs) if is_float32(v) and is_low(x)]
     if not lows:
-        return _outs(eqn, values)
+        return binding.bind(eqn, values)
     low = values[lows[0]].dtype
 
     def plain(*args: Any) -> list[Any]:
-        return _outs(eqn, args)
+        return binding.bind(eqn, args)
 
     def widened(*args: Any) -> list[Any]:
         outs = plain(*(a.astype(FLOAT32) if i in lows else a for i, a in enumerate(args)))
@@ -64,11 +64,6 @@ def bind(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
 
     made = _with_rule(plain, rule)
     return made(*values)
-
-
-def _outs(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
-    bound = compat.bind(eqn.primitive, values, eqn.params)
-    return list(bound) if eqn.primitive.multiple_results else [bound]
 
 
 def is_low(value: Any) -> bool:
