@@ -36,7 +36,8 @@ from mpjax._base.typing import KnownPolicy
 from mpjax._base.typing import PolicySpec as Spec
 from mpjax._jaxpr.op_rules import parse_rules
 from mpjax._policies.of_step import warn_of_other_step
-from mpjax._policies.policy import chosen_policy, get_policy, policies_in
+from mpjax._policies.parts import policies_in
+from mpjax._policies.policy import chosen_policy, get_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 Rules = str | Mapping[str, str] | None

@@ -9,7 +9,8 @@ from mpjax._autocast.known import scopes
 from mpjax._autocast.known.activations import warn_of_unused
 from mpjax._base.errors import PolicyWarning, message
 from mpjax._base.tree import leaf_paths
-from mpjax._policies.policy import Policy, policies_in
+from mpjax._policies.parts import policies_in
+from mpjax._policies.policy import Policy
 
 
 def stored_paths(policy: scopes.Policies, args: Any) -> list[str]:

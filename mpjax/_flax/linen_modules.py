@@ -29,6 +29,7 @@ from mpjax._flax.module_dtypes import (
     scalar_type,
     warn_of,
 )
+from mpjax._policies.parts import default_of
 from mpjax._policies.policy import Policy
 from mpjax._policies.policy_map import PolicyMap
 from mpjax._policies.spelling import in_model
@@ -176,7 +177,7 @@ def _enter(
     if name == "setup":
         _adopt(module)
         return out
-    default = getattr(setting.policy, "default", setting.policy)
+    default = default_of(setting.policy)
     return out if setting.prefix else default.cast_to_output(out)
 
 

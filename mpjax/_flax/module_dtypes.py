@@ -14,6 +14,7 @@ from mpjax._base.dtypes import DType, require_x64, short_name
 from mpjax._base.errors import PolicyWarning, message
 from mpjax._base.shown import Shown, html_table
 from mpjax._policies.order import refuse_policy_first
+from mpjax._policies.parts import policies_in
 from mpjax._policies.policy import Policy, get_policy
 from mpjax._policies.policy_map import PolicyMap
 from mpjax._policies.quantized_policy import QuantizedPolicy
@@ -37,10 +38,10 @@ def as_checked_policy(model: Any, policy: Any, where: str) -> Policy | PolicyMap
     """
     refuse_policy_first(model, policy, where, "model")
     checked = get_policy(policy)
-    for each in getattr(checked, "policies", (checked,)):
+    for each in policies_in(checked):
         require_x64(each.compute_dtype, where)
         require_x64(each.param_dtype, where)
-    if any(isinstance(each, QuantizedPolicy) for each in getattr(checked, "policies", (checked,))):
+    if any(isinstance(each, QuantizedPolicy) for each in policies_in(checked)):
         text = message(
             where,
             f"got {str(checked)!r}, and modules multiply in its base's dtype alone.",

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from mpjax._base.errors import PolicyWarning, message
+from mpjax._policies.parts import policies_in
 
 _step = jax.make_user_context(None)
 
@@ -24,8 +25,8 @@ def warn_of_other_step(policy: Any, where: str) -> None:
     step = _step.value
     if step is None:
         return
-    known = {p.compute_dtype for p in getattr(step, "policies", (step,))}
-    low = {p.compute_dtype for p in getattr(policy, "policies", (policy,))}
+    known = {p.compute_dtype for p in policies_in(step)}
+    low = {p.compute_dtype for p in policies_in(policy)}
     if any(dtype.itemsize < 4 and dtype not in known for dtype in low):
         got = f"autocast to {policy} runs inside a train step of {step}."
         allowed = "The step keeps parameters, and scales the loss, for its own policy only."

@@ -316,11 +316,6 @@ def shown_name(policy: Any) -> str:
     return policy.name if isinstance(policy, Policy) else str(policy)
 
 
-def policies_in(policy: Any) -> tuple[Policy, ...]:
-    """Returns the policies of a map; of a policy itself."""
-    return (policy,) if isinstance(policy, Policy) else policy.policies
-
-
 M = TypeVar("M")  # a PolicyMap, which a higher layer defines
 
 

@@ -10,7 +10,8 @@ from mpjax._base.errors import message
 from mpjax._base.public import public
 from mpjax._base.typing import DTypeSpec
 from mpjax._policies import policy as _policy
-from mpjax._policies.policy import Policy, get_policy, policies_in
+from mpjax._policies.parts import policies_in
+from mpjax._policies.policy import Policy, get_policy
 from mpjax._policies.recipes import MODES, Recipe, get_recipe
 
 NAMES = (

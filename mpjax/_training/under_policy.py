@@ -8,6 +8,7 @@ from mpjax._autocast.api import as_typed
 from mpjax._base.dtypes import DType
 from mpjax._base.tree import map_with_path, to_full
 from mpjax._base.typing import PyTree
+from mpjax._policies.parts import default_of, policies_in
 from mpjax._policies.policy import Policy
 from mpjax._policies.policy_map import PolicyMap
 from mpjax._policies.quantized_policy import QuantizedPolicy
@@ -24,7 +25,7 @@ def under_policy(loss_fn: Callable[..., Any], policy: Any) -> Callable[..., Any]
         # In the dtypes that it returns: BatchNorm's means must not be rounded to a low output
         # dtype, and a float16 loss must be known as one when it is scaled.
         return as_typed(widened(loss_fn, policy), policy)
-    default = getattr(policy, "default", policy)
+    default = default_of(policy)
 
     @functools.wraps(loss_fn)
     def wrapped(params: PyTree, *rest: Any) -> Any:
@@ -40,7 +41,7 @@ def widened(fun: Callable[..., Any], policy: Policy | PolicyMap) -> Callable[...
     "O2" keeps 16-bit parameters, and returns float32: its products read 16-bit operands, and the
     operations after them, as the loss with its targets, are float32.
     """
-    narrow = any(p.param_dtype.itemsize < p.output_dtype.itemsize for p in _policies(policy))
+    narrow = any(p.param_dtype.itemsize < p.output_dtype.itemsize for p in policies_in(policy))
     if not narrow:
         return fun
 
@@ -53,7 +54,7 @@ def widened(fun: Callable[..., Any], policy: Policy | PolicyMap) -> Callable[...
 
 def is_autocast(policy: Policy | PolicyMap) -> bool:
     """Whether parameters or outputs are wider than the compute dtype, or products narrower."""
-    policies = _policies(policy)
+    policies = policies_in(policy)
     narrower = any(p.compute_dtype.itemsize < p.param_dtype.itemsize for p in policies)
     narrower = narrower or any(map(_returns_wider, policies))
     return narrower or any(isinstance(p, QuantizedPolicy) for p in policies)
@@ -67,8 +68,4 @@ def _returns_wider(policy: Policy) -> bool:
 
 def param_dtypes(policy: Policy | PolicyMap) -> tuple[DType, ...]:
     """Returns the dtypes in which a policy keeps parameters."""
-    return tuple(p.param_dtype for p in _policies(policy))
-
-
-def _policies(policy: Policy | PolicyMap) -> tuple[Policy, ...]:
-    return tuple(policy.policies) if isinstance(policy, PolicyMap) else (policy,)
+    return tuple(p.param_dtype for p in policies_in(policy))

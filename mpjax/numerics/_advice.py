@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from mpjax._policies.parts import default_of
 from mpjax._policies.policy_map import PolicyMap
 from mpjax.numerics._report import Row
 from mpjax.numerics._subject import Subject
@@ -43,7 +44,7 @@ def other_policies(
       subject: the loss, and its policy, under which they are not.
       compared: runs the loss under another policy.
     """
-    policy = getattr(subject.policy, "default", subject.policy)
+    policy = default_of(subject.policy)
     is_bfloat16 = jnp.dtype(policy.compute_dtype) == jnp.bfloat16
     mixed = ["bf16-mixed"] if is_bfloat16 else ["16-mixed", "bf16-mixed"]
     if jnp.dtype(policy.param_dtype).itemsize > 2:

@@ -13,6 +13,7 @@ from mpjax._autocast.api import as_typed
 from mpjax._autocast.arguments.nnx_names import name_modules
 from mpjax._base.errors import message
 from mpjax._base.tree import is_floating
+from mpjax._policies.parts import default_of
 from mpjax._policies.policy import get_policy
 from mpjax._scaling.given_scale import as_loss_scale
 from mpjax._scaling.grad import get_loss_scale, name_of, value_and_grad
@@ -157,7 +158,7 @@ def under_policy(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
     """
     if is_autocast(policy):
         return as_typed(widened(fun, policy), policy)
-    default = getattr(policy, "default", policy)
+    default = default_of(policy)
 
     def wrapped(params: Any, *rest: Any) -> Any:
         args = (policy.cast_to_compute(params), *map(default.cast_to_compute, rest))

@@ -17,6 +17,7 @@ from mpjax._base.errors import message
 from mpjax._base.typing import PolicySpec
 from mpjax._hardware import examine, find_accelerator
 from mpjax._jaxpr.equation import Jaxpr
+from mpjax._policies.parts import default_of
 from mpjax._policies.policy import get_policy
 from mpjax.pods import _args, _programs, _rules
 from mpjax.pods._findings import Finding, Times
@@ -227,7 +228,7 @@ def _on_devices(topology: Topology) -> Generator[None]:
 def _compute_dtype(policy: Any, jaxpr: Jaxpr) -> str:
     if policy is None:
         return _programs.compute_dtype(jaxpr)
-    return short_name(getattr(policy, "default", policy).compute_dtype)
+    return short_name(default_of(policy).compute_dtype)
 
 
 def _precision(policy: Any, compute: str, topology: Topology) -> Iterator[Finding]:
