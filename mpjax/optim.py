@@ -5,6 +5,7 @@ state. A step chooses by `select` and not by `cond`: one fused pass over paramet
 no host in between.
 """
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from mpjax._base.errors import needed_by
@@ -195,14 +196,14 @@ class _LossScaled:
         max_consecutive_skips: int | None,
         axis_name: AxisName,
     ) -> None:
-        self._inner = optax.with_extra_args_support(inner)
+        self.inner = optax.with_extra_args_support(inner)
         self._scalar, self._adjustment = _pack(loss_scale)
         self._limit = max_consecutive_skips
         self._axis_name = axis_name
 
     def init(self, params: PyTree) -> PyTree:
         refuse_not_finite(params, "with_loss_scale.init")
-        inner_state = self._inner.init(_without_overwritten(params))
+        inner_state = self.inner.init(_without_overwritten(params))
         if find_states(inner_state):
             got = "what it wraps holds a loss scale already: gradients would be unscaled twice."
             fix = "Drop one of the two; make_train_step wraps only what is not wrapped."
@@ -248,7 +249,7 @@ class _LossScaled:
 
         steps, inner_state, finite, applied = update_where(
             judge,
-            lambda grads, inner_state: self._inner.update(grads, inner_state, plain, **extra),
+            lambda grads, inner_state: self.inner.update(grads, inner_state, plain, **extra),
             _without_overwritten(grads),
             state.inner_state,
         )
@@ -283,17 +284,31 @@ def update_with(
     optimizer does not take are left out: `optax.contrib.sam` has the type of one that takes some.
     """
     scaled = getattr(tx.update, "__self__", None)
+    named, more = _keywords(scaled.inner if isinstance(scaled, _LossScaled) else tx)
+    extra = {name: value for name, value in extra.items() if more or name in named}
     try:
         if isinstance(scaled, _LossScaled):
             return scaled.update_and_applied(updates, state, params, **extra)
         applied = applied_by(lambda g, s: tx.update(g, s, params, **extra), updates, state)
         return *tx.update(updates, state, params, **extra), applied
     except TypeError as error:
-        refused = [name for name in extra if f"unexpected keyword argument '{name}'" in str(error)]
+        # By an optimizer in a chain. One that names it takes it: then its own code is at fault.
+        others = [name for name in extra if name not in named]
+        refused = [name for name in others if f"unexpected keyword argument '{name}'" in str(error)]
         if not refused:
             raise
     fewer = {name: value for name, value in extra.items() if name not in refused}
     return update_with(tx, updates, state, params, fewer)
+
+
+def _keywords(tx: optax.GradientTransformationExtraArgs) -> tuple[frozenset[str], bool]:
+    """Returns the names of the arguments that `tx.update` takes, and whether it takes any other."""
+    try:
+        parameters = inspect.signature(tx.update).parameters.values()
+    except (TypeError, ValueError):  # it is not written in Python
+        return frozenset(), True
+    kinds = [p.kind for p in parameters]
+    return frozenset(p.name for p in parameters), inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _in_all(grads: PyTree, applied: list[bool]) -> list[bool]:

@@ -187,6 +187,19 @@ def test_a_type_error_of_the_optimizers_own_comes_through():
         step(step.init(jnp.float32(1)), jnp.ones(2))
 
 
+def test_an_optimizer_is_not_run_again_without_an_argument_that_its_own_code_misspells():
+    def halved(g, *, loss):
+        return jax.tree.map(lambda x: x / 2 if loss is not None else x, g)
+
+    def update(g, state, params=None, *, value=None, **extra):
+        return (g if value is None else halved(g, value=value)), state
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    step = mpjax.make_train_step(lambda p, x: jnp.sum(p * x), tx)
+    with pytest.raises(TypeError, match=r"halved.* unexpected keyword argument 'value'"):
+        step(step.init(jnp.float32(1)), jnp.ones(2))
+
+
 @pytest.mark.parametrize("abstract", [False, True])
 def test_a_state_with_keys_in_it_is_shown(abstract):
     extra = {"rng": jax.random.key(0), "more": jax.random.split(jax.random.key(1), 3)}
