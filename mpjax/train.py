@@ -426,17 +426,17 @@ def make_train_step(
       Micikevicius et al., Mixed Precision Training, 2018, https://arxiv.org/abs/1710.03740
     """
     options = StepOptions(
-        loss_scale,
-        has_aux,
-        accumulate,
-        accumulate_axes,
-        weighted,
-        max_consecutive_skips,
-        axis_name,
-        donate,
-        rounding,
-        watch,
-        lost_updates,
+        loss_scale=loss_scale,
+        has_aux=has_aux,
+        accumulate=accumulate,
+        accumulate_axes=accumulate_axes,
+        weighted=weighted,
+        max_consecutive_skips=max_consecutive_skips,
+        axis_name=axis_name,
+        donate=donate,
+        rounding=rounding,
+        watch=watch,
+        lost_updates=lost_updates,
     )
     check_arguments(loss_fn, tx, policy, options)
     check_rounding(rounding, "make_train_step(rounding)")

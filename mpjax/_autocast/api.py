@@ -128,7 +128,9 @@ def autocast(
         chosen = get_policy(policy)
         _check_place(chosen, fun)
         warn_of_other_step(chosen, f"autocast({_name(fun)})")
-        settings = Settings(chosen, ordered, widest, algorithm, params=named)
+        settings = Settings(
+            chosen, overrides=ordered, widest=widest, dot_precision=algorithm, params=named
+        )
         _check_algorithm(chosen, algorithm)
         if not _lowers(chosen) and algorithm is None:
             with jax.named_scope(scopes.AS_WRITTEN):  # an outer autocast leaves this scope alone
@@ -191,7 +193,7 @@ def _function(fun: Any) -> Any:
 
 def as_settings(policy: scopes.Policies) -> Settings:
     """Returns the settings of `as_typed`."""
-    return Settings(policy, (), False, None)
+    return Settings(policy)
 
 
 def as_typed(fun: Callable[..., Any], policy: scopes.Policies) -> Callable[..., Any]:

@@ -89,7 +89,7 @@ def with_amax_history(
     overrides, widest = parse_rules(rules)
     named = parameters.checked(params, _WHERE)
     ordered = tuple(sorted(overrides.items()))
-    settings = Settings(chosen, ordered, widest, params=named)
+    settings = Settings(chosen, overrides=ordered, widest=widest, params=named)
 
     def init(*args: Any, **kwargs: Any) -> Any:
         return started(fun, args, kwargs, settings)

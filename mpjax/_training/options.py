@@ -7,21 +7,21 @@ from mpjax._base.typing import AxisName
 from mpjax._scaling.loss_scale import LossScale
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
     """The options of `mpjax.make_train_step`, whose docstring says what each does."""
 
-    loss_scale: LossScale | float | None = None
-    has_aux: bool = False
-    accumulate: int = 1
-    accumulate_axes: Any = 0
-    weighted: bool = False
-    max_consecutive_skips: int | None = 50
-    axis_name: AxisName = None
-    donate: bool = True
-    rounding: str | None = None
-    watch: int | None = None
-    lost_updates: bool = False
+    loss_scale: LossScale | float | None = None  # None: that of the policy
+    has_aux: bool = False  # whether the loss function returns more than the loss
+    accumulate: int = 1  # micro-batches to a step
+    accumulate_axes: Any = 0  # of the leaves of the batch, along which it is cut into these
+    weighted: bool = False  # whether the loss function returns the weight of its mean, too
+    max_consecutive_skips: int | None = 50  # after which the run counts as diverged
+    axis_name: AxisName = None  # the axes over which gradients are averaged
+    donate: bool = True  # whether a step takes the memory of the state that it is given
+    rounding: str | None = None  # how 16-bit parameters are rounded
+    watch: int | None = None  # every how many steps statistics are taken
+    lost_updates: bool = False  # whether to count updates that rounding loses
 
     @property
     def chosen(self) -> dict[str, Any]:

@@ -82,17 +82,17 @@ class Planner(Rounding):
         )
         self.changed |= any(s.kind == Kind.LOW for s in (*self.states.values(), *out_states))
         return Decided(
-            self.program,
-            self.settings,
-            self.in_states,
-            out_states,
-            self.states,
-            decisions,
-            tuple(self.low_copy(v) for v in self.jaxpr.invars),
-            self.demand,
-            self.facts,
-            tuple(map(self.is_before_a_product, self.jaxpr.outvars)),
-            self.changed,
+            program=self.program,
+            settings=self.settings,
+            in_states=self.in_states,
+            out_states=out_states,
+            states=self.states,
+            decisions=decisions,
+            low_copies=tuple(self.low_copy(v) for v in self.jaxpr.invars),
+            reads=self.demand,
+            facts=self.facts,
+            ahead=tuple(map(self.is_before_a_product, self.jaxpr.outvars)),
+            changed=self.changed,
         )
 
     # -- one equation ----------------------------------------------------------------------
