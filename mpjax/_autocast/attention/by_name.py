@@ -122,7 +122,7 @@ def dot_product_attention(
     arrays = [as_array(name, x) for name, x in operands.items()]
     arrays += [None if x is None else as_array(name, x) for name, x in others.items()]
     inputs = Operands(*arrays)
-    window = checked(inputs, lengths, local_window_size, implementation)
+    left, right = checked(inputs, lengths, local_window_size, implementation)
     is_causal = checked_flag("is_causal", is_causal)
     return_residual = checked_flag("return_residual", return_residual)
     inputs = with_axes(inputs)
@@ -130,7 +130,7 @@ def dot_product_attention(
     arrays = [x for x in inputs if x is not None]
     if isinstance(factor, jax.Array):  # a kernel takes a Python number alone
         arrays[0], factor = arrays[0] * factor.astype(arrays[0].dtype), 1.0
-    spec = Spec(factor, is_causal, *window)
+    spec = Spec(factor, left, 0 if is_causal else right)
     given = tuple(x is not None for x in inputs)
     program = _program(spec, given, inputs.query.shape[0], implementation, return_residual)
     out, rows = attention(program, *arrays)

@@ -35,9 +35,9 @@ def why_not(operands: Operands, spec: Spec) -> str:
         return f"values are of {values}, and keys of {size}"
     if queries % 2 or keys % 2:  # without a bias too: JAX's derivative always hands cuDNN one
         return f"{queries} × {keys} has an odd length"
-    if spec.right is not None and not spec.causal and spec.right != 0:
+    if spec.right not in (None, 0):
         return "its window ends after a query's place"
-    if spec.left is not None and spec.last is None:
+    if spec.left is not None and spec.right is None:
         return "its window has no end"
     return ""
 
@@ -76,7 +76,7 @@ def _attend(operands: Operands, spec: Spec) -> Any:
         operands.bias,
         mask,
         scale=spec.scale,
-        is_causal=spec.last == 0,
+        is_causal=spec.right == 0,
         key_value_seq_lengths=operands.lengths,
         local_window_size=window,
         implementation="cudnn",

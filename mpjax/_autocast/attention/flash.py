@@ -38,7 +38,7 @@ def why_not(operands: Operands, spec: Spec) -> str:
         return "it has a bias"
     if operands.mask is not None and math.prod(operands.mask.shape[1:3]) != 1:
         return "its mask is of queries or heads too, and not of keys alone"
-    if spec.left is not None or (spec.right is not None and spec.last != 0):
+    if spec.left is not None or spec.right not in (None, 0):
         return "it has a window"
     return ""
 
@@ -70,7 +70,7 @@ def _function(operands: Operands, spec: Spec) -> Callable[..., Any]:
         key, value = (jnp.repeat(x, group, axis=1) if group > 1 else x for x in (key, value))
         out = kernel.flash_attention(
             *(query, key, value, None, segments),
-            causal=spec.last == 0,
+            causal=spec.right == 0,
             sm_scale=spec.scale,
             block_sizes=blocks,
         )
@@ -98,7 +98,7 @@ def _keys_read(operands: Operands, spec: Spec, longer: int) -> Any:
     if operands.lengths is not None:
         first = jnp.arange(keys) < operands.lengths[:, None]
         read = first if read is None else read & first
-    if read is None and longer and not (spec.last == 0 and queries <= keys):
+    if read is None and longer and not (spec.right == 0 and queries <= keys):
         read = jnp.ones((1, keys), bool)
     if read is None:
         return None

@@ -53,15 +53,9 @@ class Spec:
     """The options of an attention: scale, window, and the result of rows without keys."""
 
     scale: float
-    causal: bool = False  # query i reads no key after i
-    left: int | None = None  # nor one before i - left
-    right: int | None = None  # nor one after i + right
+    left: int | None = None  # query i reads no key before i - left
+    right: int | None = None  # nor one after i + right: none after i in a causal attention, of 0
     empty: Empty = Empty.MEAN
-
-    @property
-    def last(self) -> int | None:
-        """The number of keys after a query's place that it reads; None for all."""
-        return 0 if self.causal else self.right
 
     def has_empty_rows(self, queries: int, keys: int) -> bool:
         """Whether the window alone leaves a row without keys."""
@@ -69,12 +63,12 @@ class Spec:
 
     def band(self, queries: int, keys: int) -> Any:
         """Returns the window as a mask, bool[queries, keys], or None if it excludes no key."""
-        if self.left is None and self.last is None:
+        if self.left is None and self.right is None:
             return None
         row, column = (jax.lax.broadcasted_iota(jnp.int32, (queries, keys), i) for i in (0, 1))
         read = jnp.ones((queries, keys), bool)
-        if self.last is not None:
-            read &= column <= row + self.last
+        if self.right is not None:
+            read &= column <= row + self.right
         if self.left is not None:
             read &= column >= row - self.left
         return read

@@ -253,8 +253,7 @@ def _spec(match: Match, how: layout.Layout) -> Spec | None:
         empty = Empty.THROUGH if (logits.masked or 0) < LOST else Empty.ALL
     if empty is Empty.ALL and logits.mask.arrays:
         left = right = None  # rows without keys read beyond the window: the mask includes it
-    is_causal = right == 0
-    return Spec(logits.scale, is_causal, left, None if is_causal else right, empty)
+    return Spec(logits.scale, left, right, empty)
 
 
 @dataclass(frozen=True, eq=False)

@@ -131,12 +131,12 @@ def test_no_pairs_of_tokens_are_kept(name):
 @pytest.mark.parametrize(
     ("name", "spec"),
     [
-        ("causal_by_tril", {"causal": True, "left": None, "scale": 1.0}),
-        ("by_nnx", {"causal": True}),
-        ("by_linen", {"causal": True}),
-        ("by_jax_nn_in_a_window", {"causal": True, "left": 5, "scale": pytest.approx(0.3)}),
-        ("heads_first_by_hand", {"causal": True, "scale": SCALE}),
-        ("of_padded_keys", {"causal": False, "right": None}),
+        ("causal_by_tril", {"right": 0, "left": None, "scale": 1.0}),
+        ("by_nnx", {"right": 0}),
+        ("by_linen", {"right": 0}),
+        ("by_jax_nn_in_a_window", {"right": 0, "left": 5, "scale": pytest.approx(0.3)}),
+        ("heads_first_by_hand", {"right": 0, "scale": SCALE}),
+        ("of_padded_keys", {"right": None}),
     ],
 )
 def test_masks_of_positions_are_read_and_not_computed(name, spec):
