@@ -47,7 +47,7 @@ class Curve:
           local: the values that the group has computed so far.
           around: the number of scopes that are open already.
         """
-        apart = {v: lowerings.rows_apart(given[v]) for v in self.inputs}
+        apart = {v: lowerings.behind_barrier_on_gpus(given[v]) for v in self.inputs}
         again = _evaluated(self.before, {**local, **apart}, around)[self.of]
 
         def fun(x: Any) -> Any:

@@ -35,13 +35,21 @@ def stored(x: jax.Array) -> jax.Array:
     return STORED.bind(x)
 
 
-_apart_p = identity_primitive("kept_apart", {})
-mlir.register_lowering(_apart_p, mlir.lower_fun(lax.optimization_barrier, multiple_results=False))
+_barrier_p = identity_primitive("behind_barrier", {})
+mlir.register_lowering(_barrier_p, mlir.lower_fun(lax.optimization_barrier, multiple_results=False))
+_gpu_barrier_p = identity_primitive(
+    "behind_barrier_on_gpus", dict.fromkeys(GPUS, lax.optimization_barrier)
+)
 
 
-def kept_apart(x: jax.Array) -> jax.Array:
-    """Returns `x` behind a barrier, so that XLA does not see that the two are equal."""
-    return _apart_p.bind(x)
+def behind_barrier(x: jax.Array) -> jax.Array:
+    """Returns `x` behind a barrier: XLA does not see that what reads it could read `x` itself."""
+    return _barrier_p.bind(x)
+
+
+def behind_barrier_on_gpus(x: jax.Array) -> jax.Array:
+    """Returns `x`, on GPUs behind a barrier, as `behind_barrier` does everywhere."""
+    return _gpu_barrier_p.bind(x)
 
 
 _first_p = identity_primitive("summed_first", dict.fromkeys(GPUS, lax.optimization_barrier))
@@ -51,14 +59,6 @@ ad.deflinear(_first_p, lambda ct: [_first_p.bind(ct)])
 def summed_first(x: jax.Array) -> jax.Array:
     """Returns a broadcast operand whose cotangent a GPU sums first, in a kernel of its own."""
     return _first_p.bind(x)
-
-
-_rows_apart_p = identity_primitive("rows_apart", dict.fromkeys(GPUS, lax.optimization_barrier))
-
-
-def rows_apart(x: jax.Array) -> jax.Array:
-    """Returns `x`, on GPUs behind a barrier, so that XLA does not see that the two are equal."""
-    return _rows_apart_p.bind(x)
 
 
 _copy_p = own_primitive("widened_copy")

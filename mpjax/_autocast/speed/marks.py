@@ -169,7 +169,7 @@ def _rows_of(group: FusedGroup, stored: Sequence[Any], turned: set[Any]) -> tupl
     in_order = [v for v in stored if v not in turned]
     in_a_kernel = rows.normalised(group.eqns, in_order, group.outputs)
     if in_a_kernel is not None:
-        return rows.kept_apart(in_a_kernel), None
+        return rows.rows_apart(in_a_kernel), None
     return None, passes.passed_over(group.eqns, stored)
 
 

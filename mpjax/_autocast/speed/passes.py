@@ -217,7 +217,9 @@ class Passing:
         if now is None or (self.again and eqn.primitive.name not in traits.SCALES):
             return local
         while len(self.values) <= now:
-            self.copy = lowerings.rows_apart(self.copy)  # one barrier more than the last
+            self.copy = lowerings.behind_barrier_on_gpus(
+                self.copy
+            )  # one barrier more than the last
             low = self.copy.dtype != FLOAT32
             wide = lowerings.widened_copy(self.copy) if low else self.copy
             self.values.append({self.passes.of: wide})

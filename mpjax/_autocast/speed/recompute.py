@@ -43,7 +43,7 @@ def recomputed(fun: Function, group: FusedGroup, inputs: Sequence[Any], *, alone
       alone: whether its derivative is in another program, as that of a loop's body is: XLA does not
         compare the two.
     """
-    apart = None if alone else _kept_apart(group)
+    apart = None if alone else _set_apart(group)
     limit = max(size(x.shape) for x in inputs) // SMALLER  # statistics up to this size are saved
     checkpoint = functools.partial(jax.checkpoint, prevent_cse=False, policy=_keeps_small(limit))
     if apart is None:
@@ -53,7 +53,7 @@ def recomputed(fun: Function, group: FusedGroup, inputs: Sequence[Any], *, alone
     return _differentiated_apart(fun, checkpoint(fun), apart)
 
 
-def _kept_apart(group: FusedGroup) -> Apart | None:
+def _set_apart(group: FusedGroup) -> Apart | None:
     """Returns a function that puts inputs of a group's derivative behind a barrier, or None."""
     if group.marks.rows is not None:
         return functools.partial(one_apart, which=group.inputs.index(group.marks.rows))
@@ -61,12 +61,12 @@ def _kept_apart(group: FusedGroup) -> Apart | None:
         times = 1 + passes.Passes(group.eqns, group.marks.passed).count
         which = group.inputs.index(group.marks.passed)
         return functools.partial(one_apart, which=which, times=times)
-    return all_apart if storage.worth_keeping_apart(group.eqns) else None
+    return all_apart if storage.kept_apart(group.eqns) else None
 
 
 def all_apart(inputs: Sequence[Any]) -> list[Any]:
     """Returns inputs behind barriers."""
-    return [lowerings.kept_apart(x) for x in inputs]
+    return [lowerings.behind_barrier(x) for x in inputs]
 
 
 def one_apart(inputs: Sequence[Any], *, which: int, times: int = 1) -> list[Any]:
@@ -79,7 +79,7 @@ def one_apart(inputs: Sequence[Any], *, which: int, times: int = 1) -> list[Any]
     """
     others = list(inputs)
     for _ in range(times):
-        others[which] = lowerings.rows_apart(others[which])
+        others[which] = lowerings.behind_barrier_on_gpus(others[which])
     return others
 
 

@@ -32,7 +32,7 @@ def of_products(jaxpr: Jaxpr) -> set[Any]:
 
 
 @hint("rows_apart", lambda _: None)
-def kept_apart(of: Any) -> Any:
+def rows_apart(of: Any) -> Any:
     """Returns the input of a softmax in one kernel; its gradient reads it behind a barrier."""
     return of
 

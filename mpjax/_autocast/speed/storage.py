@@ -160,7 +160,7 @@ def adds(eqn: Eqn) -> bool:
 
 
 @hint("kept_apart", lambda _: False)
-def worth_keeping_apart(eqns: Sequence[Eqn]) -> bool:
+def kept_apart(eqns: Sequence[Eqn]) -> bool:
     """Whether a group's derivative should recompute its values from inputs behind a barrier.
 
     It should for an activation. A group with statistics saves these, which tie forward and backward
