@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
-
-import numpy as np
-
-_BY_VALUE = (bool, int, str, tuple, np.dtype)
 
 
 class Eqn(Protocol):
@@ -52,16 +48,3 @@ class Jaxpr(Protocol):
     def effects(self) -> Any: ...
     @property
     def debug_info(self) -> Any: ...
-
-
-def params_key(eqn: Eqn) -> tuple[Hashable, ...]:
-    """Returns the parameters of an equation as a key: objects as they print."""
-    return tuple(map(_key, eqn.params.values()))
-
-
-def _key(value: Any) -> Hashable:
-    try:
-        hash(value)
-    except TypeError:
-        return str(value)
-    return value if value is None or isinstance(value, _BY_VALUE) else str(value)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._autocast.known.constants import ARITHMETIC
 from mpjax._base import compat
 from mpjax._jaxpr import binding
 from mpjax._jaxpr.caches import by_program
@@ -171,12 +172,8 @@ def _counts(x: Any) -> bool:
 
 
 _NUMBERS: dict[str, Any] = {
+    **ARITHMETIC,
     "sqrt": np.sqrt,
     "rsqrt": lambda x: 1 / np.sqrt(x),
-    "neg": np.negative,
-    "mul": np.multiply,
-    "div": np.divide,
-    "add": np.add,
-    "sub": np.subtract,
     "pow": np.power,
 }

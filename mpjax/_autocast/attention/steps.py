@@ -30,9 +30,8 @@ from mpjax._autocast.known.named_attention import MULTIPLIED
 from mpjax._autocast.speed import hint
 from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32
+from mpjax._jaxpr import keys
 from mpjax._jaxpr.equation import Eqn, Jaxpr
-from mpjax._jaxpr.keys import hashable
-from mpjax._jaxpr.keys import literal_key as _literal
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,11 +313,9 @@ def _key(place: _Places, steps: Sequence[PlanStep], read: AttentionInputs) -> An
     for i in (i for step in steps for i in step.members):
         decision = place.decisions[i]
         eqn = decision.eqn
-        operands = [_literal(v) if compat.is_literal(v) else number[v] for v in eqn.invars]
-        params = [(name, hashable(value)) for name, value in sorted(eqn.params.items())]
         states = [place.states[v] for v in eqn.outvars]
         how = (decision.action, decision.low, decision.out_dtype)
-        content.append((eqn.primitive, *operands, *params, *states, *how, eqn.ctx))
+        content.append((*keys.equation(eqn, number), *states, *how, eqn.ctx))
         number |= {v: len(number) + n for n, v in enumerate(eqn.outvars)}
     return (*content, *_known(read, number))
 
@@ -337,11 +334,10 @@ def _known(read: AttentionInputs, number: dict[Any, int]) -> list[Any]:
 
     def same(name: Any) -> Any:
         if compat.is_literal(name):
-            return _literal(name)
+            return keys.literal(name)
         if name not in number:
             eqn, operands = read.graph.made(name)
-            params = [(key, hashable(value)) for key, value in sorted(eqn.params.items())]
-            made.append((eqn.primitive, *map(same, operands), *params))
+            made.append((eqn.primitive, *map(same, operands), *keys.params(eqn)))
             number[name] = len(number)
         return number[name]
 

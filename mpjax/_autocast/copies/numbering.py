@@ -16,8 +16,8 @@ import numpy as np
 from mpjax._autocast.decide.decided import Decided, Decision
 from mpjax._autocast.known import contraction, scopes, traits
 from mpjax._base import compat
-from mpjax._jaxpr import structure
-from mpjax._jaxpr.equation import Eqn, params_key
+from mpjax._jaxpr import keys, structure
+from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, hands_on_each, has_effects
 from mpjax._jaxpr.sizes import is_float32, size
 
@@ -158,7 +158,7 @@ class Numbering:
         """Returns the numbers of an operation's results."""
         name, outs = eqn.primitive.name, eqn.outvars
         shape = outs[0].aval.shape if outs else ()
-        first = self._of((name, *params_key(eqn), shape, *operands))
+        first = self._of((name, *keys.printed_params(eqn), shape, *operands))
         numbers = [first, *(self._of((first, i)) for i in range(1, len(outs)))]
         if self._constants.issuperset(operands):
             self._constants.update(numbers)

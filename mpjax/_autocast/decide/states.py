@@ -62,8 +62,6 @@ KEPT = State(Kind.WIDE, kept=True)
 WIDE_PURE = State(Kind.WIDE, pure=True)
 KEPT_PURE = State(Kind.WIDE, pure=True, kept=True)
 UNKNOWN_CONSTANT = State(Kind.CONSTANT)
-SMALLER = 16
-"""A value with 1/16 of the elements of another costs next to nothing to store."""
 
 
 @functools.cache

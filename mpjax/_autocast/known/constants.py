@@ -63,7 +63,7 @@ def total(values: Values, dims: Sequence[Any]) -> Values:
     return few(least, least + 1, most - 1, most)
 
 
-_ARITHMETIC = {
+ARITHMETIC = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -72,14 +72,15 @@ _ARITHMETIC = {
     "min": np.minimum,
     "neg": np.negative,
 }
+"""How operations are computed where the numbers are known."""
 
 
 def arithmetic(name: str, operands: Sequence[Values]) -> Values:
     """Returns the values of an operation on constants."""
     sets = [values for values in operands if values is not None]
-    is_known = name in _ARITHMETIC and len(sets) == len(operands)
+    is_known = name in ARITHMETIC and len(sets) == len(operands)
     if not is_known or math.prod(map(len, sets)) > _MAX_VALUES:
         return None
     with np.errstate(all="ignore"):
         grid = np.meshgrid(*(np.asarray(s, np.float32) for s in sets))
-        return few(*np.ravel(_ARITHMETIC[name](*grid)).tolist())
+        return few(*np.ravel(ARITHMETIC[name](*grid)).tolist())

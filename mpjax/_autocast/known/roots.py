@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from mpjax._autocast.known import traits
 from mpjax._base import compat
-from mpjax._jaxpr.equation import Eqn, params_key
+from mpjax._jaxpr import keys
+from mpjax._jaxpr.equation import Eqn
 
 _DEEPEST = 4
 _CONSTANT = "constant"
@@ -46,7 +47,7 @@ def part(eqn: Eqn, out: Any, of: Roots, operands: Sequence[Any]) -> Excerpt | No
     if depth > _DEEPEST:
         return None
     literals = (str(v) for v in eqn.invars[1:] if compat.is_literal(v))
-    how = (eqn.primitive.name, params_key(eqn), eqn.outvars.index(out), *literals)
+    how = (eqn.primitive.name, keys.printed_params(eqn), eqn.outvars.index(out), *literals)
     return Excerpt(how, (of, *(f.roots for f in operands[1:])), depth)
 
 

@@ -265,7 +265,7 @@ def program_of(fun: Callable[..., Any], *args: Any) -> Any:
         return jax.make_jaxpr(fun)(*args)
 
 
-def hashable(params: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+def params_key(params: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Returns the parameters of a product as a key."""
     return tuple(sorted(params.items()))
 
@@ -273,7 +273,7 @@ def hashable(params: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 def of(name: str, params: dict[str, Any], values: Sequence[Any], how: Config) -> Bilinear:
     """Returns the program of one product equation."""
     structs = tuple(_struct(jax.typeof(v)) for v in values)
-    return _bilinear(jax.sharding.get_abstract_mesh(), name, hashable(params), structs, how)
+    return _bilinear(jax.sharding.get_abstract_mesh(), name, params_key(params), structs, how)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -339,7 +339,7 @@ def product(
         a checkpoint's policy then saves the rounded result by its name.
     """
     recorded = () if amaxes is None else (amaxes,)
-    product = _product_of(name, bilinear.hashable(params), how, jnp.dtype(out_dtype), wide)
+    product = _product_of(name, bilinear.params_key(params), how, jnp.dtype(out_dtype), wide)
     return product(tuple(stored), *x, *y, *extras, *recorded)
 
 

@@ -16,10 +16,9 @@ from mpjax._autocast import speed
 from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.product import precision
 from mpjax._autocast.speed import FusedGroup
-from mpjax._base import compat
+from mpjax._jaxpr import keys
 from mpjax._jaxpr.binding import bind, inside
 from mpjax._jaxpr.equation import Eqn
-from mpjax._jaxpr.keys import hashable, literal_key
 
 Function = Callable[..., list[Any]]
 
@@ -63,11 +62,9 @@ class GroupFunctions:
         number = {v: i for i, v in enumerate(group.inputs)}
         content: list[Hashable] = [v.aval for v in group.inputs]
         for eqn in group.eqns:
-            operands = [literal_key(v) if compat.is_literal(v) else number[v] for v in eqn.invars]
-            params = [(name, hashable(value)) for name, value in sorted(eqn.params.items())]
             place = (eqn.source_info.name_stack[around:], self._line(eqn), eqn.ctx)
             low = speed.low_cotangent(eqn, group, plan.states)
-            content.append((eqn.primitive, *operands, *params, *place, low))
+            content.append((*keys.equation(eqn, number), *place, low))
             number |= {v: i for i, v in enumerate(eqn.outvars, start=len(number))}
         outputs = ((number[v], plan.states[v].dtype, *forms) for v, *forms in group.outputs)
         return (*content, *outputs, *group.marks.numbered(number))

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 
-from mpjax._autocast.decide.states import SMALLER
 from mpjax._autocast.known import fusible, norms, traits
 from mpjax._autocast.speed import lowerings, storage
 from mpjax._autocast.speed.hints import hint
@@ -126,7 +125,7 @@ class _CurveSearch:
     ) -> None:
         self.eqns, self.inputs = eqns, inputs
         self.makers = {v: eqn for eqn in eqns for v in eqn.outvars}
-        self.least = max((size(v.aval.shape) for v in inputs), default=0) // SMALLER
+        self.least = max((size(v.aval.shape) for v in inputs), default=0) // storage.SMALLER
         self.by_origin: dict[Any, Curve] = {}
         self.origins: dict[Any, Any] = {}
         for eqn in eqns:

@@ -19,7 +19,7 @@ from typing import Any
 from jax import lax
 from jax.extend.core import Var
 
-from mpjax._autocast.decide.states import SMALLER, Kind, State
+from mpjax._autocast.decide.states import Kind, State
 from mpjax._autocast.known import traits
 from mpjax._autocast.speed import lowerings, moves, rows, storage
 from mpjax._autocast.speed.curves import widened
@@ -231,7 +231,7 @@ class Passing:
         """Returns the results of an equation; if small statistics are given, these."""
         if self.statistics is None or eqn.primitive.name not in traits.STATISTIC:
             return values
-        few = size(self.passes.of.aval.shape) // SMALLER
+        few = size(self.passes.of.aval.shape) // storage.SMALLER
         return [self.statistics.of(x) if size(x.shape) <= few else x for x in values]
 
     def _value(self, v: Any, now: int, local: Mapping[Any, Any]) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from mpjax._autocast.decide.states import SMALLER
 from mpjax._autocast.known import traits
 from mpjax._autocast.speed import lowerings, passes, storage
 from mpjax._autocast.speed.hints import hint
@@ -44,7 +43,8 @@ def recomputed(fun: Function, group: FusedGroup, inputs: Sequence[Any], *, alone
         compare the two.
     """
     apart = None if alone else _set_apart(group)
-    limit = max(size(x.shape) for x in inputs) // SMALLER  # statistics up to this size are saved
+    largest = max(size(x.shape) for x in inputs)
+    limit = largest // storage.SMALLER  # statistics up to this size are saved
     checkpoint = functools.partial(jax.checkpoint, prevent_cse=False, policy=_keeps_small(limit))
     if apart is None:
         return checkpoint(fun)

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._autocast.decide.states import SMALLER, Kind, State
+from mpjax._autocast.decide.states import Kind, State
 from mpjax._autocast.known import norms, traits
 from mpjax._autocast.speed import exact, linear
 from mpjax._autocast.speed.centred import Centred
@@ -28,6 +28,8 @@ from mpjax._jaxpr.sizes import size
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 CONVOLUTION = "conv_general_dilated"
+SMALLER = 16
+"""A value with 1/16 of the elements of another costs next to nothing to store."""
 _NOTHING: frozenset[Any] = frozenset()
 
 
