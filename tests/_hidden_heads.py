@@ -251,3 +251,75 @@ def attention_that_prefers_later_keys(dot, p, x, later):
     h = jnp.tanh(dot(x, p["a"]))
     weights = jax.nn.softmax(dot(dot(h, p["c"]), dot(h, p["k"]).T) + later)
     return jnp.mean((dot(dot(weights, h)[:, :8], p["e"]) - 1) ** 2)
+
+
+# -- products whose result is read as a number, a rank or a distance -------------------------------
+
+
+@_head(HIDDEN, params=_net(8, 6.0))
+def a_softmax_whose_sum_is_a_product(dot, p, x):
+    z = _made(dot, p, x)
+    e = jnp.exp(z - z.max(-1, keepdims=True))
+    share = e / dot(e, jnp.ones((8, 1), e.dtype))
+    return _read(dot, p, -jnp.log(1 - share + 1e-4))
+
+
+@_head(
+    HIDDEN,
+    params=_net(4, t=_normal(4096, 4)),
+    data=(_RNG.integers(0, 8, (24, 4)).astype("f"), 8.0 ** np.arange(4, dtype="f")),
+)
+def a_row_whose_number_is_a_product(dot, p, x, digits, places):
+    rows = p["t"][dot(digits, places[:, None])[:, 0].astype(jnp.int32)]
+    return _read(dot, p, rows + 0.1 * _made(dot, p, x))
+
+
+@_head(
+    HIDDEN, params=_net(4, t=_normal(600, 4)), data=(_RNG.integers(0, 60, (24, 10)).astype("f"),)
+)
+def the_last_of_each_segment(dot, p, x, lengths):
+    last = dot(lengths, jnp.ones((10, 1), lengths.dtype)) - 1
+    chosen = (jnp.arange(600) == last).astype(x.dtype)
+    return _read(dot, p, dot(chosen, p["t"]) + 0.1 * _made(dot, p, x))
+
+
+@_head(HIDDEN, params=_net(4), data=(np.tril(np.ones((24, 24), "f")),))
+def decays_by_a_given_triangle(dot, p, x, triangle):
+    logs = dot(triangle, -3 * jax.nn.softplus(_made(dot, p, x) + 1))
+    return _read(dot, p, jnp.exp(logs[-1] - logs))
+
+
+@_head(HIDDEN, params=_net(4, 2.0, m=_normal(16, 64), o=_normal(64, 4)))
+def sorted_by_ranks_of_pairs(dot, p, x):
+    s = jax.nn.sigmoid(dot(jnp.tanh(dot(x, p["a"])), p["m"]))
+    ranks = jnp.sum(s[:, :, None] > s[:, None, :], -1)
+    rows = jnp.arange(s.shape[0])[:, None]
+    return jnp.mean((dot(jnp.zeros_like(s).at[rows, ranks].set(s), p["o"]) - 1) ** 2)
+
+
+@_head(HIDDEN, params=_net(4, 2.0, m=_normal(16, 64), o=_normal(64, 4)))
+def a_maximum_by_equality(dot, p, x):
+    s = dot(jnp.tanh(dot(x, p["a"])), p["m"])
+    hard = (s == s.max(-1, keepdims=True)).astype(s.dtype)
+    soft = jax.nn.softmax(s)
+    return jnp.mean((dot(soft + jax.lax.stop_gradient(hard - soft), p["o"]) - 1) ** 2)
+
+
+@_head(HIDDEN, params=_net(4), data=((200 + 5 * _RNG.normal(size=(24, 1))).astype("f"),))
+def mean_of_what_was_added_to_a_base(dot, p, x, base):
+    q = base + _made(dot, p, x)
+    return _read(dot, p, (q.mean(1, keepdims=True) - base) * jnp.ones((1, 4), q.dtype))
+
+
+@_head(HIDDEN, params=_net(4))
+def a_power_by_squarings(dot, p, x):
+    a = 1 - 0.003 * jax.nn.softplus(_made(dot, p, x))
+    for _ in range(8):
+        a = a * a
+    return _read(dot, p, a)
+
+
+@_head(HIDDEN, params=_net(4))
+def a_power_by_a_loop(dot, p, x):
+    start = 1 + _made(dot, p, x) / 256
+    return _read(dot, p, lax.fori_loop(0, 8, lambda _, a: a * a, start))

@@ -20,6 +20,7 @@ from mpjax._autocast.decide.reads import (
     FORWARD,
     FULL,
     LATER,
+    NEAR,
     STACKED,
     TESTED,
     UNROUNDED,
@@ -182,9 +183,24 @@ def operand_reads(
             continue
         for i, flag in zip(part.operands, _part_reads(part, outs, inner, tested), strict=True):
             wants[i] |= flag
+    for place in _entering_recurrent(eqn):
+        wants[place] |= NEAR  # what is rounded before the loop may grow in each turn
     if tested and not any(w & TESTED for w in outs):
         wants = [w & ~TESTED for w in wants]  # what is rounded before the loop is so in each turn
     return [w & ~WHOLE for w in wants] if structure.has_rules(eqn) else wants
+
+
+def _entering_recurrent(eqn: Eqn) -> list[int]:
+    """Returns which operands of a loop enter as recurrent carries that are no stream."""
+    if eqn.primitive.name not in structure.LOOPS:
+        return []
+    body = structure.parts(eqn)[-1]
+    places = zip(body.operands[body.carried], recurrent(eqn), strict=True)
+    return [
+        place
+        for i, (place, recurs) in enumerate(places)
+        if recurs and not stream_carries.is_stream(eqn, i)
+    ]
 
 
 def _part_reads(

@@ -28,6 +28,7 @@ from mpjax._autocast.decide.reads import (
     NEAR,
     OUTPUT,
     PRODUCT,
+    RESULT,
     TESTED,
     UNROUNDED,
     WHOLE,
@@ -123,8 +124,8 @@ def _operands(
     if named_attention.is_attention(eqn):
         return _of_attention(eqn, later)
     if hands_on_each(eqn, sorts=True):  # a sort also compares the keys
-        keys = eqn.params.get("num_keys", 0) if conditioned.decides(eqn, known) else 0
-        return [want | NEAR if i < keys else want for i, want in enumerate(outs)]
+        keys, asked = eqn.params.get("num_keys", 0), conditioned.decides(eqn, known)
+        return [want | asked if i < keys else want for i, want in enumerate(outs)]
     asked = conditioned.asks(eqn, union, known)
     if conditioned.ruins(eqn) or name in demanded.full:
         return [later | EXACT | asked] * len(eqn.invars)
@@ -162,7 +163,7 @@ def _by_rule(eqn: Eqn, union: int, later: int) -> list[int]:
 
 def _of_product(eqn: Eqn, union: int, later: int) -> list[int]:
     if contraction.only_sums(eqn):
-        return [later | union & (NEAR | DIFFERENCE | AGAIN)] * len(eqn.invars)
+        return [later | union & (NEAR | DIFFERENCE | AGAIN | RESULT)] * len(eqn.invars)
     if contraction.adds_nothing(eqn):
         passed = OUTPUT | LATER | FORWARD | FULL | CARRIED | ABSOLUTE | UNROUNDED
         return [union & passed] * len(eqn.invars)

@@ -230,7 +230,7 @@ class Planner(Rounding):
         exact = gradient or ruined or contraction.only_sums(eqn) or low == FLOAT32
         exact = exact or (not want & reads.LATER and (seen or backward))
         exact = exact or bool(want & reads.NEAR and not want & reads.FORWARD)
-        exact = exact or bool(want & (reads.SAME | reads.AGAIN))
+        exact = exact or bool(want & (reads.RESULT | reads.SAME | reads.AGAIN))
         wide = states.WIDE_PURE if gradient else states.KEPT if ruined else states.WIDE
         rounded = states.low(low)
         if want & reads.MEET:

@@ -47,6 +47,10 @@ DIFFERENCE = 1 << 18
 """A value that may be almost the same is subtracted from it: `f(z + 0.01) - f(z)`."""
 AGAIN = 1 << 19
 """The same products are computed again elsewhere, and what is made of both may cancel."""
+RESULT = 1 << 21
+"""Nor may the result of a product be rounded that it is made of: a logarithm reads `1 - e / e.sum`,
+where the sum is a product with ones, or the difference is of two places of one result.
+"""
 
 # -- whose cotangents add up -----------------------------------------------------------------------
 
@@ -57,7 +61,7 @@ APART = 1 << 16
 MEET = 1 << 17
 """Several readers give it cotangents, one of them apart: they add up in float32."""
 
-UNROUNDED = EXACT | NEAR | TESTED | CANCELS | BELOW | DIFFERENCE | AGAIN
+UNROUNDED = EXACT | NEAR | TESTED | CANCELS | BELOW | DIFFERENCE | AGAIN | RESULT
 """Where one of these is set, the value is float32 for that reader, whatever lies between."""
 AT_THE_END = OUTPUT | GRADIENT
 """Asked of the last carry of a loop, not of each."""

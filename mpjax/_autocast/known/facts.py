@@ -12,7 +12,16 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mpjax._autocast.known import contraction, fact_flags, repeats, scopes, terms, totals, traits
+from mpjax._autocast.known import (
+    contraction,
+    fact_flags,
+    factors,
+    repeats,
+    scopes,
+    terms,
+    totals,
+    traits,
+)
 from mpjax._autocast.known import roots as made_of
 from mpjax._autocast.known.fact_flags import (
     BY_A_CONSTANT,
@@ -54,6 +63,7 @@ class Fact(NamedTuple):
     terms: terms.Terms = terms.NONE
     along: int = 0  # axes along which it repeats: see `repeats`
     added: frozenset[repeats.Added] = frozenset()  # what was added to it, and repeats
+    factors: int = 1  # how often a value is multiplied by itself in it
 
 
 _SOME_CONSTANT = Fact(CONSTANT)
@@ -120,10 +130,18 @@ def is_difference(eqn: Eqn, facts: Facts) -> bool:
     may_subtract = (name == "add") == bool((first.flags ^ second.flags) & NEGATED)
     if not (may_subtract or (some & EITHER and some & OFFSET)):
         return False
-    if made_of.meet(first.roots, second.roots) or repeats.shared(first.added, second.added):
+    if made_of.meet(first.roots, second.roots) or repeats.shared(first, second):
         return True
     without = [f for f in (first, second) if not f.flags & OFFSET]
     return len(without) < 2 and not any(f.flags & (PRODUCT | EITHER) == PRODUCT for f in without)
+
+
+def is_of_two_places(eqn: Eqn, facts: Facts) -> bool:
+    """Whether a difference is of values at two places of one: `c[-1] - c`, `c[:, None] - c`."""
+    first, second = (of_atom(v, facts) for v in eqn.invars)
+    if first.roots == second.roots:
+        return first.along != second.along
+    return first.roots.isdisjoint(second.roots) and made_of.meet(first.roots, second.roots)
 
 
 def is_weighted_sum(eqn: Eqn, facts: Facts) -> bool:
@@ -335,7 +353,9 @@ class _Walk:
         if eqn.primitive.name in _PARTS and size(out.aval.shape) != size(eqn.invars[0].aval.shape):
             roots = self.part(eqn, roots, out)
         flags |= _if_number(out)
-        return Fact(flags, 0.0, math.inf, self.few(roots), self.terms(eqn, floats))
+        made = Fact(flags, roots=self.few(roots), terms=self.terms(eqn, floats))
+        many = factors.count(eqn, floats)
+        return made if many == made.factors else made._replace(factors=many)
 
     def few(self, roots: made_of.Roots) -> made_of.Roots:
         """Some roots, or a new one where they are many."""
@@ -423,4 +443,5 @@ class _Walk:
             roots=self.few(frozenset[made_of.Root]().union(*(f.roots for f in outs))),
             terms=terms.of_branches((t for f in outs for t in f.terms), self.number),
             added=frozenset[repeats.Added]().union(*(f.added for f in outs)),
+            factors=max(f.factors for f in outs),
         )

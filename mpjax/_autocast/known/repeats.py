@@ -70,11 +70,14 @@ def told(eqn: Eqn, out: Any, operands: Sequence[Any], *, cancels: bool) -> Told:
     return _moved(eqn, out, *floats[0], operands)
 
 
-def shared(first: frozenset[Added], second: frozenset[Added]) -> bool:
-    """Whether something was added to both of two values."""
-    if not (first and second):
+def shared(first: Any, second: Any) -> bool:
+    """Whether something was added to both of two values, or is what was added to the other."""
+    if not (first.added or second.added):
         return False
-    return not {a.root for a in first}.isdisjoint(a.root for a in second)
+    to_first, to_second = (frozenset(a.root for a in f.added) for f in (first, second))
+    if not to_first.isdisjoint(to_second):
+        return True
+    return roots.meet(to_first, second.roots) or roots.meet(to_second, first.roots)
 
 
 def entered(fact: Any, atom: Any, part: structure.Part, place: int) -> Any:

@@ -38,8 +38,9 @@ erf_inv one_minus_square                | fusible distances
 sign                                    | fusible saturates
 lt le gt ge                             | fusible chooses linear looks decides
 lt_to le_to                             | fusible chooses linear looks decides
-eq ne eq_to is_finite                   | fusible chooses linear looks
-argmax argmin                           | chooses linear looks decides places
+eq ne eq_to                             | fusible chooses linear looks decides equals
+is_finite                               | fusible chooses linear looks
+argmax argmin                           | chooses linear looks decides
 and or not                              | fusible chooses linear logic
 xor                                     | fusible linear logic
 concatenate stack                       | fusible alone steps linear accumulates joins
@@ -210,10 +211,10 @@ ANGLES = _having("angles")
 """Has a period, beside which a rounding of its operand may be large, as that of `sin(300 + z)`."""
 
 DECIDES = _having("decides")
-"""Compares: rounded beside a large offset, a value may be on the other side of a threshold."""
+"""Compares: rounded, values may be equal, or on the other side of a threshold."""
 
-PLACES = _having("places")
-"""Gives the place of the largest: rounded, any two values may be equal."""
+EQUALS = _having("equals")
+"""Asks whether values are equal: rounded, different ones may be."""
 
 SATURATES = _having("saturates")
 """Smooth in its operand, also where its result is close to a constant."""

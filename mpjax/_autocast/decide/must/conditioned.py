@@ -9,12 +9,22 @@ reads may be rounded, since `log(1 - sigmoid(z))` is a smooth function of `z`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._autocast.decide.reads import AGAIN, BELOW, CANCELS, DIFFERENCE, EXACT, NEAR, TESTED
-from mpjax._autocast.known import fact_flags, facts, roots, scopes, totals, traits
+from mpjax._autocast.decide.reads import (
+    AGAIN,
+    BELOW,
+    CANCELS,
+    DIFFERENCE,
+    EXACT,
+    NEAR,
+    RESULT,
+    TESTED,
+)
+from mpjax._autocast.known import fact_flags, factors, facts, roots, scopes, totals, traits
 from mpjax._autocast.known.contraction import is_of_small_matrices
 from mpjax._base import compat
 from mpjax._jaxpr import structure
@@ -22,8 +32,6 @@ from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import OP_RULES, PRODUCTS
 from mpjax._jaxpr.sizes import is_float32, is_number
 
-MANY = 8
-"""A power of which each rounding of its base is worth three bits more."""
 FEW = 4
 """A product of matrices of this size is geometry, as of rotations; no matrix unit is for it."""
 _STOP_A_DIFFERENCE = PRODUCTS | (traits.LOOKS - traits.FUSIBLE)
@@ -31,7 +39,7 @@ _STOP_A_DIFFERENCE = PRODUCTS | (traits.LOOKS - traits.FUSIBLE)
 _STOP_A_DISTANCE = _STOP_A_DIFFERENCE | traits.SATURATES
 """Through all others a distance that is read of results is read of operands, too."""
 _WITHOUT_A_CLASS = traits.LOOKS | traits.HANDS_ON
-_READ_A_DISTANCE = traits.DISTANCES | traits.ANGLES
+_HANDED_ON = NEAR | CANCELS | EXACT | DIFFERENCE | AGAIN | RESULT
 
 
 def asks(eqn: Eqn, union: int, known: facts.Facts) -> int:
@@ -43,11 +51,11 @@ def asks(eqn: Eqn, union: int, known: facts.Facts) -> int:
       known: the facts of its program.
     """
     asked = of_itself(eqn, known)
-    if not union & (NEAR | CANCELS | EXACT | DIFFERENCE | AGAIN):
+    if not union & _HANDED_ON:
         return asked
     name = eqn.primitive.name
     if name not in _STOP_A_DISTANCE:
-        asked |= union & NEAR
+        asked |= union & (NEAR | RESULT)
     if name not in _STOP_A_DIFFERENCE:
         asked |= union & (DIFFERENCE | AGAIN)
     if facts.hands_on_terms(eqn):
@@ -80,14 +88,22 @@ def _is_compared(aval: Any) -> bool:
 def of_itself(eqn: Eqn, known: facts.Facts) -> int:
     """Returns what an operation asks of its operands whoever reads its results."""
     name = eqn.primitive.name
-    if name in _READ_A_DISTANCE or _is_of_many_factors(eqn, known) or decides(eqn, known):
+    if name in traits.ANGLES:
         return NEAR
+    if name in traits.DISTANCES:
+        return NEAR | RESULT
+    if factors.makes_many(eqn, [facts.of_atom(v, known) for v in eqn.invars]):
+        return NEAR | RESULT
+    if asked := decides(eqn, known):
+        return asked
     if name not in traits.ADDS:
         return DIFFERENCE if facts.is_weighted_sum(eqn, known) else 0
     asked = NEAR if _adds_a_point(eqn, known) else 0
     if terms := facts.cancelling(eqn, known):
         asked |= CANCELS | EXACT | (BELOW if any(t.is_summed for t in terms) else 0)
-    return asked | DIFFERENCE if facts.is_difference(eqn, known) else asked
+    if facts.is_difference(eqn, known):
+        asked |= DIFFERENCE | (RESULT if facts.is_of_two_places(eqn, known) else 0)
+    return asked
 
 
 def ruins(eqn: Eqn) -> bool:
@@ -110,34 +126,35 @@ def of_factors(eqn: Eqn, known: facts.Facts) -> list[int]:
     return [NEAR if f & in_a_loop == fact_flags.ENTERED else 0 for f in flags]
 
 
-def _is_of_many_factors(eqn: Eqn, known: facts.Facts) -> bool:
-    """Whether an operation makes a product of so many factors that their roundings add up.
+def decides(eqn: Eqn, known: facts.Facts) -> int:
+    """Returns what an operation asks that compares, sorts or counts values, or 0.
 
-    JAX differentiates a `prod` as products of halves of products of halves.
-    """
-    if eqn.primitive.name == "integer_pow":
-        return abs(eqn.params["y"]) >= MANY
-    if eqn.primitive.name != "mul":
-        return False
-    first, second = (facts.of_atom(v, known).roots for v in eqn.invars)
-    return roots.are_halves(first, second, at_least=2)
-
-
-def decides(eqn: Eqn, known: facts.Facts) -> bool:
-    """Whether an operation compares, sorts or counts values that rounding would move.
-
-    `argmax(z)`, and `300 + z > c`: close to each other beside what was added.
+    Of what a product made, rounding makes different values equal, or moves an integer: `z > kth`,
+    `argmax(z)`, `z.astype(int)`. Values with an offset are close to each other beside it:
+    `300 + z > c`; there a product's own result may be rounded.
     """
     name = eqn.primitive.name
     is_count = name == "convert_element_type" and not is_number(eqn.outvars[0])
     if not (is_count or name in traits.DECIDES) or scopes.is_transposed(eqn):
-        return False
+        return 0
     floats = [facts.of_atom(v, known) for v in eqn.invars if is_float32(v)]
-    if name in traits.PLACES:
-        return any(not f.flags & fact_flags.DERIVED for f in floats)
     if any(compat.is_literal(v) and v.val == 0 for v in eqn.invars):
-        return False  # a sign, as of a relu
-    return any(f.flags & fact_flags.OFFSET for f in floats)
+        return 0  # a sign, as of a relu
+    asked = NEAR if any(f.flags & fact_flags.OFFSET for f in floats) else 0
+    made = fact_flags.PRODUCT | fact_flags.DERIVED
+    if any(f.flags & made == fact_flags.PRODUCT for f in floats) and _may_tie(eqn, floats):
+        asked |= EXACT
+    return asked
+
+
+def _may_tie(eqn: Eqn, floats: Sequence[facts.Fact]) -> bool:
+    """Whether a decision is another one where rounding makes two values equal."""
+    if eqn.primitive.name in traits.EQUALS:  # as `z == maximum(z, y)` of JAX's derivatives
+        return len(floats) < 2 or not roots.meet(floats[0].roots, floats[1].roots)
+    if eqn.primitive.name in traits.SELECTS:
+        return len(eqn.outvars) > 1  # or a sort of values alone
+    # Near a constant threshold few values change sides.
+    return len(eqn.invars) == 1 or not any(f.flags & fact_flags.CONSTANT for f in floats)
 
 
 def _adds_a_point(eqn: Eqn, known: facts.Facts) -> bool:

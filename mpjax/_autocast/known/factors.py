@@ -1,0 +1,54 @@
+"""How often a value is a factor of another: each rounding of it is repeated as often.
+
+`z ** 100` has a hundred factors, and so has what a loop or a row of squarings makes of `z * z`.
+Factors that differ, as those of a `prod`, are told by where they were cut out of one array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpjax._autocast.known import roots, traits
+from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.op_rules import MOVES
+
+MANY = 8
+"""A power of which each rounding of its base is worth three bits more."""
+_HANDS_ON = (
+    MOVES | traits.ADDS | traits.LIMITS | traits.ACCUMULATES | traits.UPDATES | {"div", "neg"}
+)
+
+
+def count(eqn: Eqn, facts: Sequence[Any]) -> int:
+    """Returns how often a value is a factor of an operation's result, up to `MANY`.
+
+    Args:
+      eqn: the operation.
+      facts: those of its float operands.
+    """
+    name = eqn.primitive.name
+    if name == "mul":
+        first, second = facts
+        is_same = first.roots == second.roots and first.roots
+        return min(first.factors + second.factors, MANY) if is_same else _most(facts)
+    if name in ("integer_pow", "square"):
+        return min(facts[0].factors * max(abs(eqn.params.get("y", 2)), 1), MANY)
+    return _most(facts) if name in _HANDS_ON else 1
+
+
+def _most(facts: Sequence[Any]) -> int:
+    return max(f.factors for f in facts)
+
+
+def makes_many(eqn: Eqn, facts: Sequence[Any]) -> bool:
+    """Whether an operation makes a product of so many factors that their roundings add up.
+
+    JAX differentiates a `prod` as products of halves of products of halves.
+    """
+    name = eqn.primitive.name
+    if name not in ("mul", "integer_pow", "square"):
+        return False
+    if count(eqn, facts) == MANY:
+        return True
+    return name == "mul" and roots.are_halves(*(f.roots for f in facts), at_least=2)
