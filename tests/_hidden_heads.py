@@ -11,7 +11,7 @@ from _heads import _head
 from jax import lax
 
 HIDDEN = []
-ONCE = []  # not cut: a cut may stack a constant, so that it is another
+ONCE = []  # not cut: a cut may stack a constant, so that it is another, or change a rank
 _RNG = np.random.default_rng(3)  # of its own: other tests draw theirs from that of the heads
 
 
@@ -289,7 +289,7 @@ def decays_by_a_given_triangle(dot, p, x, triangle):
     return _read(dot, p, jnp.exp(logs[-1] - logs))
 
 
-@_head(HIDDEN, params=_net(4, 2.0, m=_normal(16, 64), o=_normal(64, 4)))
+@_head(ONCE, params=_net(4, 2.0, m=_normal(16, 64), o=_normal(64, 4)))
 def sorted_by_ranks_of_pairs(dot, p, x):
     s = jax.nn.sigmoid(dot(jnp.tanh(dot(x, p["a"])), p["m"]))
     ranks = jnp.sum(s[:, :, None] > s[:, None, :], -1)
@@ -323,3 +323,10 @@ def a_power_by_squarings(dot, p, x):
 def a_power_by_a_loop(dot, p, x):
     start = 1 + _made(dot, p, x) / 256
     return _read(dot, p, lax.fori_loop(0, 8, lambda _, a: a * a, start))
+
+
+@_head(HIDDEN, params=_net(24, 2.0))
+def chords_of_unit_vectors(dot, p, x):
+    k = _made(dot, p, x)
+    k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+    return _read(dot, p, jnp.sqrt(jnp.maximum(2 - 2 * dot(k, k.T), 0) + 1e-5))

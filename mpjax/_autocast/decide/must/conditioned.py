@@ -98,7 +98,9 @@ def of_itself(eqn: Eqn, known: facts.Facts) -> int:
         return asked
     if name not in traits.ADDS:
         return DIFFERENCE if facts.is_weighted_sum(eqn, known) else 0
-    asked = NEAR if _adds_a_point(eqn, known) else 0
+    asked = 0
+    if _adds_a_point(eqn, known):  # `1 + scale` may be near 0 by chance, `1 - cosine` is by design
+        asked = NEAR | RESULT if name == "sub" else NEAR
     if terms := facts.cancelling(eqn, known):
         asked |= CANCELS | EXACT | (BELOW if any(t.is_summed for t in terms) else 0)
     if facts.is_difference(eqn, known):
