@@ -27,6 +27,7 @@ from mpjax._autocast.decide.reads import (
     WHOLE,
 )
 from mpjax._autocast.decide.states import Kind, State
+from mpjax._autocast.known import ways
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 
@@ -93,7 +94,9 @@ def _plan_loop(
     given = [in_states[i] for i in body.operands]
     before, is_recurrent = given[body.carried], recurrent(eqn)
     entering = _initial(eqn, before, is_recurrent, streams=STREAM_CARRIES in settings.may)
-    stacked = [w | STACKED for w in wants[len(entering) :]]
+    of_carries = sum(1 << i for i in range(body.carried.start, body.carried.stop))
+    ends = zip(wants, ways.of_program(body.program), strict=True)
+    stacked = [w | STACKED if made.all & of_carries else w for w, made in ends][len(entering) :]
 
     def step(carried: tuple[State, ...]) -> Any:
         given[body.carried] = carried

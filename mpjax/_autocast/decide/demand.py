@@ -71,16 +71,22 @@ def of(
             flags[atom] = meetings.joined(flags.get(atom, 0), want)
     for eqn in reversed(jaxpr.eqns):
         outs = [flags.get(v, 0) for v in eqn.outvars]
-        _add(flags, eqn, _reads(eqn, outs, demanded, known), known)
+        _add(flags, eqn, outs, _reads(eqn, outs, demanded, known), known)
     return flags
 
 
-def _add(flags: dict[Any, int], eqn: Eqn, wants: Sequence[int], known: facts.Facts) -> None:
+def _add(
+    flags: dict[Any, int],
+    eqn: Eqn,
+    outs: Sequence[int],
+    wants: Sequence[int],
+    known: facts.Facts,
+) -> None:
     """Adds how an equation reads its operands to their flags."""
     place = scopes.place(eqn)
     backward = place.is_transposed
     hands_on = backward or only_moves(eqn) or structure.is_call(eqn)
-    own, handed_on = meetings.asks(eqn, place)
+    own, handed_on = meetings.asks(eqn, place, functools.reduce(operator.or_, outs, 0))
     for atom, asked in zip(eqn.invars, wants, strict=True):
         if compat.is_literal(atom):
             continue

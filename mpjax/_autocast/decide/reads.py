@@ -58,6 +58,8 @@ READ = 1 << 15
 """Some operation gives it a cotangent; moves, such as a reshape, hand on those of their results."""
 APART = 1 << 16
 """A reader shares no kernel with others: a loop, a sort, a function with rules, a region."""
+SUMMED, SHARED = 1 << 22, 1 << 23
+"""A sum over devices is made of it, or of a statistic of it."""
 MEET = 1 << 17
 """Several readers give it cotangents, one of them apart: they add up in float32."""
 
@@ -65,4 +67,4 @@ UNROUNDED = EXACT | NEAR | TESTED | CANCELS | BELOW | DIFFERENCE | AGAIN | RESUL
 """Where one of these is set, the value is float32 for that reader, whatever lies between."""
 AT_THE_END = OUTPUT | GRADIENT
 """Asked of the last carry of a loop, not of each."""
-COTANGENTS = READ | APART | MEET
+COTANGENTS = READ | APART | SUMMED | SHARED | MEET

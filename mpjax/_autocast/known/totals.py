@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
+from typing import Any
+
 from mpjax._autocast.known import traits
 from mpjax._jaxpr.equation import Eqn
 
@@ -12,13 +15,14 @@ ALONG_AXES = _ONE_OF_SEVERAL | _RUNNING
 """Along an axis of one element, each of them hands on its operand."""
 
 
-def removed_axes(eqn: Eqn) -> list[int]:
+def removed_axes(eqn: Eqn) -> list[Any]:
     """Returns the axes over which a statistic, or a sum over devices, is taken.
 
     `lax.psum(x, "i")` under `jax.vmap(..., axis_name="i")` is a `psum` over an axis of the array.
+    `vmap` counts axes in NumPy's integers.
     """
     axes = eqn.params["dimensions"] if eqn.primitive.name == "reduce" else eqn.params.get("axes")
-    return [axis for axis in axes or () if isinstance(axis, int)]
+    return [axis for axis in axes or () if isinstance(axis, numbers.Integral)]
 
 
 def is_statistic(eqn: Eqn) -> bool:

@@ -227,17 +227,17 @@ def test_bias_gradients_of_layers_are_summed_in_float32():
 
 def test_a_sort_beside_the_users_own_half_keeps_its_dtype():
     def fun(x, w):
-        keys, moved = lax.sort([(x @ w), x.astype(jnp.float16)], num_keys=1)
-        return keys @ w, moved
+        keys, moved = lax.sort([x.astype(jnp.float16), x @ w], num_keys=1)
+        return moved @ w, keys
 
     fast = autocast(fun, Policy(jnp.float32, jnp.bfloat16, jnp.float32))
     jaxpr = jax.make_jaxpr(fast)(X, W).jaxpr
     (sort,) = [e for e in equations(jaxpr) if e.primitive.name == "sort"]
-    assert [v.aval.dtype.name for v in sort.outvars] == ["bfloat16", "float16"]
+    assert [v.aval.dtype.name for v in sort.outvars] == ["float16", "bfloat16"]
     grad = jax.grad(lambda x: sum(jnp.sum(jnp.sin(y)) for y in fast(x, W)))
     eqns = equations(jax.make_jaxpr(grad)(X).jaxpr)
     sorted_again = next(e for e in eqns if e.primitive.name == "sort")
-    assert sorted_again.outvars[1].aval.dtype == jnp.float16
+    assert sorted_again.outvars[0].aval.dtype == jnp.float16
 
 
 def test_numpy_values_of_a_set_are_taken_as_they_are():

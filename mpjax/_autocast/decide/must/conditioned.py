@@ -151,12 +151,23 @@ def decides(eqn: Eqn, known: facts.Facts) -> int:
 
 def _may_tie(eqn: Eqn, floats: Sequence[facts.Fact]) -> bool:
     """Whether a decision is another one where rounding makes two values equal."""
-    if eqn.primitive.name in traits.EQUALS:  # as `z == maximum(z, y)` of JAX's derivatives
-        return len(floats) < 2 or not roots.meet(floats[0].roots, floats[1].roots)
+    if eqn.primitive.name in traits.EQUALS:
+        return not _is_equal_to_a_choice(floats)
     if eqn.primitive.name in traits.SELECTS:
         return len(eqn.outvars) > 1  # or a sort of values alone
     # Near a constant threshold few values change sides.
     return len(eqn.invars) == 1 or not any(f.flags & fact_flags.CONSTANT for f in floats)
+
+
+def _is_equal_to_a_choice(floats: Sequence[facts.Fact]) -> bool:
+    """Whether values are asked whether they were chosen: `z == z.max()`, `z == maximum(z, y)`.
+
+    So the derivatives of a maximum ask. Rounded, all of equal values were.
+    """
+    if len(floats) < 2:
+        return False
+    is_extreme = any(f.flags & fact_flags.EXTREME for f in floats)
+    return is_extreme or roots.meet(floats[0].roots, floats[1].roots)
 
 
 def _adds_a_point(eqn: Eqn, known: facts.Facts) -> bool:

@@ -7,13 +7,15 @@ or a region in float32, the author sees one float32 value: its cotangents may ca
 its readers. These are counted as if calls were inlined and moves, such as a reshape, were absent.
 
 A cotangent that is given on negated, as by `f(z + 0.01) - f(z)`, may come back and cancel with
-itself. Where a cut rounds one of the two, the difference is left, so neither is rounded.
+itself. Where a cut rounds one of the two, the difference is left, so neither is rounded. And the
+cotangent of a statistic that devices share comes back through a kernel of its own, while those of
+the values that it was taken of are there already, as in batch norm over devices.
 """
 
 from __future__ import annotations
 
-from mpjax._autocast.decide.reads import APART, COTANGENTS, MEET, READ
-from mpjax._autocast.known import fusible, scopes, traits
+from mpjax._autocast.decide.reads import APART, COTANGENTS, MEET, READ, SHARED, SUMMED
+from mpjax._autocast.known import fusible, scopes, totals, traits
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES
@@ -25,24 +27,43 @@ _OWN_KERNEL = (traits.SELECTS | traits.RUNNING) - traits.FUSIBLE - traits.UPDATE
 def joined(flags: int, more: int) -> int:
     """Returns the flags of a value that has one reader more."""
     union = flags | more
-    return union | MEET if flags & more & READ and union & APART else union
+    return union | MEET if flags & more & READ and union & (APART | SHARED) else union
 
 
-def asks(eqn: Eqn, place: scopes.Scope) -> tuple[int, int]:
+def asks(eqn: Eqn, place: scopes.Scope, union: int) -> tuple[int, int]:
     """Returns flags that say who gives float32 operands of an equation cotangents.
 
     First those that it sets itself, then those of its results that it hands on.
+
+    Args:
+      eqn: the equation.
+      place: the scopes around it.
+      union: how its results are read.
     """
     if not any(map(is_float32, eqn.outvars)):
         return 0, 0
     if eqn.primitive.name == "neg" and place.is_transposed:
         return MEET, COTANGENTS
+    name = eqn.primitive.name
     own = READ | APART if place.as_written or _is_apart(eqn) else READ
-    if eqn.primitive.name in MOVES:
+    if not place.is_transposed:
+        own |= _towards_devices(eqn, union)
+    if name in MOVES:
         return own if own & APART else 0, COTANGENTS
     if structure.is_call(eqn) and not own & APART:
         return 0, COTANGENTS
     return own, 0
+
+
+def _towards_devices(eqn: Eqn, union: int) -> int:
+    """Returns the flags of what a sum over devices, or a statistic for one, is made of."""
+    name = eqn.primitive.name
+    if name in traits.ACROSS:
+        return SUMMED
+    if name not in traits.FUSIBLE:
+        return 0
+    is_statistic = union & SUMMED and totals.is_statistic(eqn)
+    return union & (SUMMED | SHARED) | (SHARED if is_statistic else 0)
 
 
 def _is_apart(eqn: Eqn) -> bool:
