@@ -33,6 +33,7 @@ _SHORT = {dtype: short for short, dtype in POLICY_DTYPES.items()}
 _KIND_LETTERS = {"int": "i", "uint": "u", "float": "f", "complex": "c"}
 
 FLOAT32: DType = POLICY_DTYPES["f32"]
+FLOAT16: DType = POLICY_DTYPES["f16"]
 FLOAT64: DType = POLICY_DTYPES["f64"]
 
 

@@ -24,6 +24,7 @@ from mpjax._autocast.decide.reads import (
     FORWARD,
     FULL,
     GRADIENT,
+    LARGE,
     LATER,
     NEAR,
     OUTPUT,
@@ -156,7 +157,7 @@ def _by_rule(eqn: Eqn, union: int, later: int) -> list[int]:
         moved = union & ~WHOLE if name in traits.RESIZES else union
         return [moved] * len(eqn.invars)
     if name in traits.HANDS_ON:
-        passed = OUTPUT | LATER | FORWARD | FULL | CARRIED | EXACT | ABSOLUTE
+        passed = OUTPUT | LATER | FORWARD | FULL | CARRIED | EXACT | ABSOLUTE | LARGE
         if name not in traits.SCALES or any(map(compat.is_literal, eqn.invars)):
             passed |= GRADIENT
         return [union & passed] * len(eqn.invars)

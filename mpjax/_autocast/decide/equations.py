@@ -32,7 +32,7 @@ from mpjax._autocast.known import (
 )
 from mpjax._autocast.known.activations import is_activation
 from mpjax._base import compat
-from mpjax._base.dtypes import FLOAT32
+from mpjax._base.dtypes import FLOAT16, FLOAT32
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import COMPARISONS, OP_RULES, PRODUCTS, OpClass, hands_on_each, op_class
@@ -231,6 +231,7 @@ class Planner(Rounding):
         exact = exact or (not want & reads.LATER and (seen or backward))
         exact = exact or bool(want & reads.NEAR and not want & reads.FORWARD)
         exact = exact or bool(want & (reads.RESULT | reads.SAME | reads.AGAIN))
+        exact = exact or bool(want & reads.LARGE and low == FLOAT16)
         wide = states.WIDE_PURE if gradient else states.KEPT if ruined else states.WIDE
         rounded = states.low(low)
         if want & reads.MEET:

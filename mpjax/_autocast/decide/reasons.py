@@ -64,6 +64,7 @@ PRODUCT_NEAR = f"of small matrices, and a distance to a constant is read: float3
 MEETS = Reason("its gradients, of which a loop, a sort or a rule gives one, add up in float32")
 MAXIMUM = Reason("the maximum of float32 rows: exp(x - max(x)) is exactly 1 there")
 MASKED = Reason("a mask or another array was added, and an exponential reads the sum")
+LARGE = Reason("made much smaller later: float16 might not hold it")
 CHANGED = "a recurrent state: an input changed by sums, or by small steps"
 RECURRENT = Reason("a recurrent state: it reaches itself by sums, not by a product")
 STREAM = Reason("a residual stream: rounded as in layers without a loop")

@@ -20,7 +20,7 @@ from mpjax._autocast.decide.must.steps import Steps
 from mpjax._autocast.decide.states import Kind, State
 from mpjax._autocast.known import fact_flags, facts, scopes
 from mpjax._base import compat
-from mpjax._base.dtypes import FLOAT32
+from mpjax._base.dtypes import FLOAT16, FLOAT32
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.sizes import is_float32
 from mpjax._policies.policy import Policy
@@ -125,6 +125,8 @@ class Rounding:
             reason = reasons.MAXIMUM
         if reason is None and want & reads.ABSOLUTE and self.facts[var].added:
             reason = reasons.MASKED
+        if reason is None and want & reads.LARGE and state.dtype == FLOAT16:
+            reason = reasons.LARGE
         if reason is None:
             return state
         self.held[var] = reason

@@ -139,9 +139,14 @@ def _makes_a_step(eqn: Eqn, floats: Sequence[Any]) -> bool:
     first, second = (f.flags & (CONSTANT | SCALAR) for f in floats)
     if not (first | second) & CONSTANT and first != second:  # a number, and a whole array
         return True
+    return scales_down(eqn, floats)
+
+
+def scales_down(eqn: Eqn, floats: Sequence[Any], by: float = SMALL_STEP) -> bool:
+    """Whether an equation, a `mul` or a `div`, makes a value smaller by a known number."""
     if eqn.primitive.name == "mul":
-        return any(0 < f.least <= f.most <= SMALL_STEP for f in floats if f.flags & CONSTANT)
-    return bool(second & CONSTANT) and floats[1].least >= 1 / SMALL_STEP
+        return any(0 < f.least <= f.most <= by for f in floats if f.flags & CONSTANT)
+    return bool(floats[1].flags & CONSTANT) and floats[1].least >= 1 / by
 
 
 def is_data(fact: Any) -> bool:

@@ -112,8 +112,12 @@ WHY = [
     (until_three, "add", {}, "f32", "while", ""),
     (until_three, "dot_general", {}, "bf16", "", ""),
     (
-        lambda w, x: jnp.tanh((x @ w) * 1e-9) @ w,
-        *("mul", {"policy": "16-mixed"}, "f32", "", "its constant 1e-09 is no f16 number"),
+        lambda w, x: jnp.tanh((x @ w) * 1e9) @ w,
+        *("mul", {"policy": "16-mixed"}, "f32", "", "its constant 1e+09 is no f16 number"),
+    ),
+    (
+        lambda w, x: jnp.tanh(jax.lax.cummax((x @ w) ** 2) / 100) @ w,
+        *("integer_pow", {"policy": "16-mixed"}, "f32", "", "made much smaller later: float16"),
     ),
     (
         lambda w, x: 2 * (x @ w),

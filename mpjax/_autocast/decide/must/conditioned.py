@@ -20,6 +20,7 @@ from mpjax._autocast.decide.reads import (
     CANCELS,
     DIFFERENCE,
     EXACT,
+    LARGE,
     NEAR,
     RESULT,
     TESTED,
@@ -34,6 +35,8 @@ from mpjax._jaxpr.sizes import is_float32, is_number
 
 FEW = 4
 """A product of matrices of this size is geometry, as of rotations; no matrix unit is for it."""
+_MUCH = 1 / 64
+"""What is made so much smaller may be past float16's range; caps of logits, as by 50, are not."""
 _STOP_A_DIFFERENCE = PRODUCTS | (traits.LOOKS - traits.FUSIBLE)
 """Through all others a difference that is taken of results is taken of operands, too."""
 _STOP_A_DISTANCE = _STOP_A_DIFFERENCE | traits.SATURATES
@@ -117,15 +120,19 @@ def ruins(eqn: Eqn) -> bool:
 
 
 def of_factors(eqn: Eqn, known: facts.Facts) -> list[int]:
-    """Returns what a `mul` or `div` asks of operands that multiply a loop's carry in each turn.
+    """Returns what a `mul` or `div` asks of its operands.
 
-    `h = h * decay`: a rounding of `decay` is repeated in each turn.
+    `h = h * decay`, of a loop's carry: a rounding of `decay` is repeated in each turn. And what is
+    made much smaller may be too large for float16, as sums of squared pixels: `h.T @ h / 2048`.
     """
-    flags = [facts.of_atom(v, known).flags for v in eqn.invars]
-    in_a_loop = fact_flags.CARRY | fact_flags.ENTERED
-    if not any(f & fact_flags.CARRY for f in flags):
-        return [0] * len(flags)
-    return [NEAR if f & in_a_loop == fact_flags.ENTERED else 0 for f in flags]
+    floats = [facts.of_atom(v, known) for v in eqn.invars]
+    in_a_loop, is_large = fact_flags.CARRY | fact_flags.ENTERED, 0
+    if not scopes.is_transposed(eqn) and fact_flags.scales_down(eqn, floats, _MUCH):
+        is_large = LARGE
+    if not any(f.flags & fact_flags.CARRY for f in floats):
+        return [is_large] * len(floats)
+    entered = [f.flags & in_a_loop == fact_flags.ENTERED for f in floats]
+    return [NEAR | is_large if e else is_large for e in entered]
 
 
 def decides(eqn: Eqn, known: facts.Facts) -> int:
