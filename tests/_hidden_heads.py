@@ -135,7 +135,7 @@ def the_order_of_large_values(dot, p, x):
 # -- moments of two values -------------------------------------------------------------------------
 
 
-@_head(HIDDEN, params=_net(4, 0.3, d=_normal(16, 4, scale=0.1)))
+@_head(HIDDEN, params=_net(4, 0.3, d=_normal(16, 4, scale=0.15)))
 def a_covariance_by_moments(dot, p, x):
     h = jnp.tanh(dot(x, p["a"]))
     y, z = dot(h, p["c"]) + 3, dot(h, p["d"]) + 3
@@ -186,7 +186,7 @@ def a_variance_with_another_numpy_kernel_in_each_call(dot, p, x):
     return _variance_by_two_convolutions(dot, p, x, _KERNEL)
 
 
-@_head(HIDDEN, params=_net(4, 0.3, d=_normal(16, 4, scale=0.1)))
+@_head(HIDDEN, params=_net(4, 0.3, d=_normal(16, 4, scale=0.15)))
 def a_sum_of_covariances(dot, p, x):
     h = jnp.tanh(dot(x, p["a"]))
     y, z = dot(h, p["c"]) + 3, dot(h, p["d"]) + 3

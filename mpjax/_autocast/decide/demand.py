@@ -131,7 +131,7 @@ def _operands(
     if named_attention.is_attention(eqn):
         return _of_attention(eqn, later)
     if hands_on_each(eqn, sorts=True):  # a sort also compares the keys
-        keys, asked = eqn.params.get("num_keys", 0), conditioned.decides(eqn, known)
+        keys, asked = eqn.params.get("num_keys", 0), conditioned.decides(eqn, union, known)
         return [want | asked if i < keys else want for i, want in enumerate(outs)]
     asked = conditioned.asks(eqn, union, known)
     if conditioned.ruins(eqn) or name in demanded.full:
@@ -162,7 +162,7 @@ def _by_rule(eqn: Eqn, union: int, later: int) -> list[int]:
             passed |= GRADIENT
         return [union & passed] * len(eqn.invars)
     if name in traits.ACCUMULATES:
-        return [union & (LATER | FORWARD | FULL | EXACT | ABSOLUTE)] * len(eqn.invars)
+        return [union & (LATER | FORWARD | FULL | EXACT | ABSOLUTE | LARGE)] * len(eqn.invars)
     if name in traits.ABSOLUTE:
         return [later | ABSOLUTE]
     return [later] * len(eqn.invars)

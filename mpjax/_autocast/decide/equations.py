@@ -39,6 +39,7 @@ from mpjax._jaxpr.op_rules import COMPARISONS, OP_RULES, PRODUCTS, OpClass, hand
 from mpjax._jaxpr.sizes import is_float32
 from mpjax._policies.policy import Policy
 
+_EXACT_RESULT = reads.GRADIENT | reads.EXACT | reads.RESULT | reads.SAME | reads.AGAIN
 _OTHERS = traits.RESIZES - traits.CUTS
 """Of an input they make rows of a table or copies, as of positions: no state that is changed."""
 
@@ -223,20 +224,14 @@ class Planner(Rounding):
             self.record(eqn, [self.stored(eqn, eqn.outvars[0], state)])
             return Decision(eqn, Action.FUSED, self.because(eqn, None))
         self.changed = True
-        backward = scopes.is_transposed(eqn)
-        seen = want & (reads.OUTPUT | reads.FULL)
-        gradient = want & reads.GRADIENT  # rounded, small steps along it would be lost
-        ruined = want & reads.EXACT
-        exact = gradient or ruined or contraction.only_sums(eqn) or low == FLOAT32
-        exact = exact or (not want & reads.LATER and (seen or backward))
-        exact = exact or bool(want & reads.NEAR and not want & reads.FORWARD)
-        exact = exact or bool(want & (reads.RESULT | reads.SAME | reads.AGAIN))
-        exact = exact or bool(want & reads.LARGE and low == FLOAT16)
-        wide = states.WIDE_PURE if gradient else states.KEPT if ruined else states.WIDE
-        rounded = states.low(low)
-        if want & reads.MEET:
-            rounded = states.unrounded(rounded)
-        self.states[eqn.outvars[0]] = wide if exact else rounded
+        exact = _is_result_exact(eqn, want, low)
+        if exact and want & reads.GRADIENT:  # rounded, small steps along it would be lost
+            state = states.WIDE_PURE
+        elif exact:
+            state = states.KEPT if want & reads.EXACT else states.WIDE
+        else:
+            state = states.unrounded(states.low(low)) if want & reads.MEET else states.low(low)
+        self.states[eqn.outvars[0]] = state
         by_class = Reason(why or OP_RULES[eqn.primitive.name].reason)
         reason = reasons.of_reader_beside_a_product(want)
         out = FLOAT32 if exact else low
@@ -386,6 +381,18 @@ class Planner(Rounding):
             return Decision(eqn, action, self.because(eqn, own), out_dtype=state.dtype)
         self.record(eqn, [self.stored(eqn, v, state) for v in eqn.outvars])
         return Decision(eqn, Action.FUSED, self.because(eqn, own))
+
+
+def _is_result_exact(eqn: Eqn, want: int, low: Any) -> bool:
+    """Whether the result of a product with low operands is float32, as it was added up."""
+    if want & _EXACT_RESULT or low == FLOAT32 or contraction.only_sums(eqn):
+        return True
+    if want & reads.LARGE and low == FLOAT16:
+        return True
+    if want & reads.NEAR and not want & reads.FORWARD:
+        return True
+    is_last = not want & reads.LATER
+    return is_last and bool(want & (reads.OUTPUT | reads.FULL) or scopes.is_transposed(eqn))
 
 
 def _bodies(eqn: Eqn, call: control.CallPlan) -> list[Decided]:

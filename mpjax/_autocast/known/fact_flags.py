@@ -13,34 +13,34 @@ from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
 from mpjax._jaxpr.sizes import copies
 
-CONSTANT = 1
+CONSTANT = 1 << 0
 """No float argument went into it: a literal, a mask, a one-hot label."""
-SCALAR = 2
+SCALAR = 1 << 1
 """It is one number, or copies of it."""
-REPEATED = 4
+REPEATED = 1 << 2
 """A broadcast made it."""
-EXTREME = 8
+EXTREME = 1 << 3
 """It is a maximum of rows, or made of nothing else."""
-STEP = 16
+STEP = 1 << 4
 """It was multiplied by a small number, or by one that is not known: a step size."""
-PRODUCT = 32
+PRODUCT = 1 << 5
 """A product's result went into it."""
-DERIVED = 64
+DERIVED = 1 << 6
 """A derivative that is taken inside the program made it."""
-BY_DATA, BY_A_CONSTANT = 128, 256
+BY_DATA, BY_A_CONSTANT = 1 << 7, 1 << 8
 """It has an offset, which was added to what a product made, and a difference may take off again.
 
 One by data, a statistic of rows, such as their mean, need not have.
 """
 OFFSET = BY_DATA | BY_A_CONSTANT
-NEGATED = 512
+NEGATED = 1 << 9
 """Its sign was turned: adding it to another value subtracts."""
-CARRY, ENTERED = 1024, 2048
+CARRY, ENTERED = 1 << 10, 1 << 11
 """Inside a loop: it is made of what the loop carries by no product, or is what comes from outside.
 
 The latter also after functions of each element, unless they saturate.
 """
-EITHER = 4096
+EITHER = 1 << 12
 """Its sign is not one: of weights as 1, -2, 1, of values joined with negated ones, or of a
 difference that may have left some of an offset, as `-2 * u + u[1:]`.
 """

@@ -510,3 +510,28 @@ def test_law_of_the_stop_test_explain_says_so(stop):
     rows = mpjax.explain(STOPS[stop], "bf16-mixed")(W[:6]).rows
     reasons = {r.reason for r in rows if r.operation == "dot_general"}
     assert any("stop test" in r and "cast its operands" in r for r in reasons), reasons
+
+
+# -- decisions -------------------------------------------------------------------------------------
+
+
+def _result_of_first_product(fun, *args):
+    eqns = jax.make_jaxpr(mpjax.autocast(fun, "bf16-mixed"))(*args).jaxpr.eqns
+    return next(e.outvars[0].aval.dtype for e in eqns if e.primitive.name == "dot_general")
+
+
+def test_law_of_decisions_a_maximum_by_equality_reads_an_unrounded_product():
+    def hard(x, w, v):
+        z = x @ w
+        return (z == z.max(1, keepdims=True)).astype(z.dtype) @ v
+
+    assert _result_of_first_product(hard, X, W, V) == jnp.float32
+
+
+def test_law_of_decisions_the_derivative_of_a_maximum_reads_what_is_stored():
+    def pooled(x, w, v):
+        return jnp.sum(jnp.tanh((x @ w).reshape(24, 3, 2).max(2)) @ v[:3])
+
+    grad = jax.grad(pooled, 1)
+    assert "eq" in {e.primitive.name for e in jax.make_jaxpr(grad)(X, W, V).jaxpr.eqns}
+    assert _result_of_first_product(grad, X, W, V) == jnp.bfloat16

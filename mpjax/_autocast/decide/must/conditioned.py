@@ -20,8 +20,10 @@ from mpjax._autocast.decide.reads import (
     CANCELS,
     DIFFERENCE,
     EXACT,
+    FORWARD,
     LARGE,
     NEAR,
+    OUTPUT,
     RESULT,
     TESTED,
 )
@@ -53,7 +55,7 @@ def asks(eqn: Eqn, union: int, known: facts.Facts) -> int:
       union: how its results are read.
       known: the facts of its program.
     """
-    asked = of_itself(eqn, known)
+    asked = of_itself(eqn, union, known)
     if not union & _HANDED_ON:
         return asked
     name = eqn.primitive.name
@@ -88,8 +90,8 @@ def _is_compared(aval: Any) -> bool:
     )
 
 
-def of_itself(eqn: Eqn, known: facts.Facts) -> int:
-    """Returns what an operation asks of its operands whoever reads its results."""
+def of_itself(eqn: Eqn, union: int, known: facts.Facts) -> int:
+    """Returns what an operation asks of its operands that no reader of its results asks for."""
     name = eqn.primitive.name
     if name in traits.ANGLES:
         return NEAR
@@ -97,7 +99,7 @@ def of_itself(eqn: Eqn, known: facts.Facts) -> int:
         return NEAR | RESULT
     if factors.makes_many(eqn, [facts.of_atom(v, known) for v in eqn.invars]):
         return NEAR | RESULT
-    if asked := decides(eqn, known):
+    if asked := decides(eqn, union, known):
         return asked
     if name not in traits.ADDS:
         return DIFFERENCE if facts.is_weighted_sum(eqn, known) else 0
@@ -135,7 +137,7 @@ def of_factors(eqn: Eqn, known: facts.Facts) -> list[int]:
     return [NEAR | is_large if e else is_large for e in entered]
 
 
-def decides(eqn: Eqn, known: facts.Facts) -> int:
+def decides(eqn: Eqn, union: int, known: facts.Facts) -> int:
     """Returns what an operation asks that compares, sorts or counts values, or 0.
 
     Of what a product made, rounding makes different values equal, or moves an integer: `z > kth`,
@@ -151,30 +153,30 @@ def decides(eqn: Eqn, known: facts.Facts) -> int:
         return 0  # a sign, as of a relu
     asked = NEAR if any(f.flags & fact_flags.OFFSET for f in floats) else 0
     made = fact_flags.PRODUCT | fact_flags.DERIVED
-    if any(f.flags & made == fact_flags.PRODUCT for f in floats) and _may_tie(eqn, floats):
+    if any(f.flags & made == fact_flags.PRODUCT for f in floats) and _may_tie(eqn, union, floats):
         asked |= EXACT
     return asked
 
 
-def _may_tie(eqn: Eqn, floats: Sequence[facts.Fact]) -> bool:
+def _may_tie(eqn: Eqn, union: int, floats: Sequence[facts.Fact]) -> bool:
     """Whether a decision is another one where rounding makes two values equal."""
     if eqn.primitive.name in traits.EQUALS:
-        return not _is_equal_to_a_choice(floats)
+        return len(floats) < 2 or not _asks_what_was_chosen(union, floats)
     if eqn.primitive.name in traits.SELECTS:
         return len(eqn.outvars) > 1  # or a sort of values alone
     # Near a constant threshold few values change sides.
     return len(eqn.invars) == 1 or not any(f.flags & fact_flags.CONSTANT for f in floats)
 
 
-def _is_equal_to_a_choice(floats: Sequence[facts.Fact]) -> bool:
-    """Whether values are asked whether they were chosen: `z == z.max()`, `z == maximum(z, y)`.
+def _asks_what_was_chosen(union: int, floats: Sequence[facts.Fact]) -> bool:
+    """Whether an equality is one of JAX's derivatives: of a maximum, or of one of two values.
 
-    So the derivatives of a maximum ask. Rounded, all of equal values were.
+    They are read by a backward pass alone; all of several equal values get its cotangent.
     """
-    if len(floats) < 2:
-        return False
-    is_extreme = any(f.flags & fact_flags.EXTREME for f in floats)
-    return is_extreme or roots.meet(floats[0].roots, floats[1].roots)
+    if roots.meet(floats[0].roots, floats[1].roots):  # `z == maximum(z, y)`
+        return True
+    is_extreme = any(f.flags & fact_flags.EXTREME for f in floats)  # `z == z.max()`
+    return is_extreme and not union & (FORWARD | OUTPUT)
 
 
 def _adds_a_point(eqn: Eqn, known: facts.Facts) -> bool:
