@@ -135,7 +135,7 @@ def the_order_of_large_values(dot, p, x):
 # -- moments of two values -------------------------------------------------------------------------
 
 
-@_head(HIDDEN, params=_net(4, 0.3, d=_normal(16, 4, scale=0.15)))
+@_head(HIDDEN, params=_net(4, 0.3, d=_normal(16, 4, scale=0.1)))
 def a_covariance_by_moments(dot, p, x):
     h = jnp.tanh(dot(x, p["a"]))
     y, z = dot(h, p["c"]) + 3, dot(h, p["d"]) + 3
