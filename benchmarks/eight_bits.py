@@ -159,11 +159,11 @@ def maps(params: Any) -> dict[str, Any]:
         return np.array([run(params, part) for part in parts if len(part) == len(parts[0])])
 
     exact = losses("32-true")
-    found = {}
+    forms = {}
     for form, policy in policies.items():
         off = losses(policy) - exact
-        found[form] = {"off": float(off.mean()), "error": float(off.std(ddof=1) / len(off) ** 0.5)}
-    return {"windows": len(exact) * WINDOWS, "forms": found}
+        forms[form] = {"off": float(off.mean()), "error": float(off.std(ddof=1) / len(off) ** 0.5)}
+    return {"windows": len(exact) * WINDOWS, "forms": forms}
 
 
 def maps_table(found: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ NEEDS_VALUES = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-"""What JAX raises where a function that it traces asks for the value of an array."""
+"""The errors of JAX where a function that it traces asks for the value of an array."""
 _INSTALLED = ("stdlib", "purelib", "platlib")
 
 

@@ -13,7 +13,7 @@ OTHER_FORM = (
     "A checkpoint of another form: mpjax.optim.adopt_state(tx, opt_state, params).",
     "Else make one with tx.init(params).",
 )
-"""What to do about a state that the wrapper did not make."""
+"""The advice for a state that the wrapper did not make."""
 
 
 class Wrapper(abc.ABC):

@@ -18,6 +18,7 @@ from mpjax._base.tree import (
     to_full,
 )
 from mpjax._base.typing import Array, AxisName, LossFunction, PyTree
+from mpjax._policies.parts import policies_in
 from mpjax._policies.policy import get_policy
 from mpjax._scaling.loss_scale import (
     DynamicLossScale,
@@ -48,8 +49,7 @@ def get_loss_scale(policy: Any = None) -> NoOpLossScale | DynamicLossScale:
         fix = f"For a scale of that size, type mpjax.StaticLossScale({policy!r})."
         raise ValueError(message("get_loss_scale", got, "Allowed: whatever get_policy takes.", fix))
     policy = get_policy(policy)
-    policies = getattr(policy, "policies", (policy,))
-    scaled = any(p.compute_dtype == jnp.float16 for p in policies)
+    scaled = any(p.compute_dtype == jnp.float16 for p in policies_in(policy))
     return DynamicLossScale() if scaled else NoOpLossScale()
 
 

@@ -11,7 +11,9 @@ from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.foreign_names import GRADIENTS
 from mpjax._base.tree import check_axes, leaf_paths
 from mpjax._base.typing import AxisName, LossFunction, PolicySpec, PyTree
+from mpjax._policies.parts import default_of
 from mpjax._policies.policy import get_policy
+from mpjax._policies.policy_map import PolicyMap
 from mpjax._scaling.given_scale import as_loss_scale, whether_to_unscale
 from mpjax._scaling.grad import differentiated, indices, localised, mean, name_of, tag_with_scale
 from mpjax._scaling.loss_scale import LossScale
@@ -141,7 +143,7 @@ def value_and_grad(
         value, aux, grads = differentiate(*args, **kwargs)
         if chosen_policy is not None:
             # After differentiating: the scaling has to know that a loss is float16.
-            value = getattr(chosen_policy, "default", chosen_policy).cast_to_output(value)
+            value = default_of(chosen_policy).cast_to_output(value)
         if axis_name is not None:
             value, grads = mean(value, axis_name), mean(grads, axis_name)
             tag_with_scale(scale, grads, unscaled=unscale)
@@ -225,7 +227,7 @@ def _under_policy(fun: LossFunction, policy: Any, argnums: int | Sequence[int]) 
     """Returns `fun` in a policy's precision: autocast for a mixed one, casts for a "true" one."""
     if is_autocast(policy):
         return as_typed(widened(fun, policy, argnums), policy)
-    default = getattr(policy, "default", policy)
+    default = default_of(policy)
 
     @functools.wraps(fun, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -243,7 +245,7 @@ def _under_policy(fun: LossFunction, policy: Any, argnums: int | Sequence[int]) 
 
 def _cast_together(policy: Any, args: list[Any]) -> list[Any]:
     """Returns the arguments cast; warns of rules of a map that match nothing in any of them."""
-    if not hasattr(policy, "warn_unused"):
+    if not isinstance(policy, PolicyMap):
         return [policy.cast_to_compute(arg) for arg in args]
     policy.warn_unused([path for arg in args for path in leaf_paths(arg)])
     return [policy.cast_to_compute(arg, warn=False) for arg in args]

@@ -526,8 +526,8 @@ def test_what_the_page_says_of_eight_bits_is_what_its_tables_say():
         assert f"{row}| {100 * errors[0]:.2f} to {100 * errors[-1]:.2f} % |" in page
     kept = {"all": "everywhere", "all but the head (the default)": "but for the head"}
     for told, name in (kept | {"the head alone": "in the head alone"}).items():
-        found = [weights["maps"]["forms"][f"{form} {name}"] for form in ("float8", "int8")]
-        cells = [f"{1e3 * row['off']:.2f} ± {1e3 * row['error']:.2f}" for row in found]
+        rows = [weights["maps"]["forms"][f"{form} {name}"] for form in ("float8", "int8")]
+        cells = [f"{1e3 * row['off']:.2f} ± {1e3 * row['error']:.2f}" for row in rows]
         assert f"| {told} | {' | '.join(cells)} |".replace("-", "−") in page
     names = {"bf16": "bfloat16", "int8": "int8, weights quantised each time"}
     for form, seconds in timings.items():

@@ -93,7 +93,8 @@ def _plan_loop(
     *conditions, body = structure.parts(eqn)
     given = [in_states[i] for i in body.operands]
     before, is_recurrent = given[body.carried], recurrent(eqn)
-    entering = _initial(eqn, before, is_recurrent, streams=STREAM_CARRIES in settings.may)
+    kept = _changed_in_steps(eqn) if STREAM_CARRIES in settings.may else is_recurrent
+    entering = list(map(_entering, before, kept))
     of_carries = sum(1 << i for i in range(body.carried.start, body.carried.stop))
     ends = zip(wants, ways.of_program(body.program), strict=True)
     stacked = [w | STACKED if made.all & of_carries else w for w, made in ends][len(entering) :]
@@ -141,15 +142,11 @@ def _carry_wants(carried: Sequence[State], wants: Sequence[int]) -> tuple[int, .
     )
 
 
-def _initial(
-    eqn: Eqn, carry: Sequence[State], is_recurrent: Sequence[bool], *, streams: bool
-) -> list[State]:
-    """Returns the states with which carries enter: recurrent ones, and sums, are float32."""
-    kept = [
-        recurs and not (streams and stream_carries.is_stream(eqn, i))
-        for i, recurs in enumerate(is_recurrent)
+def _changed_in_steps(eqn: Eqn) -> list[bool]:
+    """Returns, for each carry of a loop, whether it is recurrent and no residual stream."""
+    return [
+        recurs and not stream_carries.is_stream(eqn, i) for i, recurs in enumerate(recurrent(eqn))
     ]
-    return list(map(_entering, carry, kept))
 
 
 def _entering(state: State, is_kept: bool) -> State:
@@ -186,24 +183,13 @@ def operand_reads(
             continue
         for i, flag in zip(part.operands, _part_reads(part, outs, inner, tested), strict=True):
             wants[i] |= flag
-    for place in _entering_recurrent(eqn):
-        wants[place] |= NEAR  # what is rounded before the loop may grow in each turn
+    if eqn.primitive.name in structure.LOOPS:
+        body = structure.parts(eqn)[-1]
+        for place, kept in zip(body.operands[body.carried], _changed_in_steps(eqn), strict=True):
+            wants[place] |= NEAR if kept else 0  # a rounding before the loop may grow in each turn
     if tested and not any(w & TESTED for w in outs):
         wants = [w & ~TESTED for w in wants]  # what is rounded before the loop is so in each turn
     return [w & ~WHOLE for w in wants] if structure.has_rules(eqn) else wants
-
-
-def _entering_recurrent(eqn: Eqn) -> list[int]:
-    """Returns which operands of a loop enter as recurrent carries that are no stream."""
-    if eqn.primitive.name not in structure.LOOPS:
-        return []
-    body = structure.parts(eqn)[-1]
-    places = zip(body.operands[body.carried], recurrent(eqn), strict=True)
-    return [
-        place
-        for i, (place, recurs) in enumerate(places)
-        if recurs and not stream_carries.is_stream(eqn, i)
-    ]
 
 
 def _part_reads(

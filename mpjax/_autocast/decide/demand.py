@@ -72,14 +72,15 @@ def of(
             flags[atom] = meetings.joined(flags.get(atom, 0), want)
     for eqn in reversed(jaxpr.eqns):
         outs = [flags.get(v, 0) for v in eqn.outvars]
-        _add(flags, eqn, outs, _reads(eqn, outs, demanded, known), known)
+        union = outs[0] if len(outs) == 1 else functools.reduce(operator.or_, outs, 0)
+        _add(flags, eqn, union, _reads(eqn, outs, union, demanded, known), known)
     return flags
 
 
 def _add(
     flags: dict[Any, int],
     eqn: Eqn,
-    outs: Sequence[int],
+    union: int,
     wants: Sequence[int],
     known: facts.Facts,
 ) -> None:
@@ -87,7 +88,7 @@ def _add(
     place = scopes.place(eqn)
     backward = place.is_transposed
     hands_on = backward or only_moves(eqn) or structure.is_call(eqn)
-    own, handed_on = meetings.asks(eqn, place, functools.reduce(operator.or_, outs, 0))
+    own, handed_on = meetings.asks(eqn, place, union)
     for atom, asked in zip(eqn.invars, wants, strict=True):
         if compat.is_literal(atom):
             continue
@@ -102,11 +103,12 @@ def _add(
             flags[atom] = meetings.joined(flags.get(atom, 0), want)
 
 
-def _reads(eqn: Eqn, outs: list[int], demanded: Demanded, known: facts.Facts) -> list[int]:
+def _reads(
+    eqn: Eqn, outs: list[int], union: int, demanded: Demanded, known: facts.Facts
+) -> list[int]:
     """Returns how an equation reads its operands."""
     if structure.is_call(eqn):
         return _of_call(eqn, outs, demanded, known)
-    union = outs[0] if len(outs) == 1 else functools.reduce(operator.or_, outs, 0)
     wants = _operands(eqn, outs, union, demanded, known)
     if not union & TESTED:
         return wants

@@ -15,6 +15,7 @@ from mpjax._jaxpr.op_rules import MOVES
 
 MANY = 8
 """A power of which each rounding of its base is worth three bits more."""
+MULTIPLY = frozenset({"mul", "integer_pow", "square"})
 _HANDS_ON = (
     MOVES | traits.ADDS | traits.LIMITS | traits.ACCUMULATES | traits.UPDATES | {"div", "neg"}
 )
@@ -42,13 +43,10 @@ def _most(facts: Sequence[Any]) -> int:
 
 
 def makes_many(eqn: Eqn, facts: Sequence[Any]) -> bool:
-    """Whether an operation makes a product of so many factors that their roundings add up.
+    """Whether one of `MULTIPLY` makes a product of so many factors that their roundings add up.
 
     JAX differentiates a `prod` as products of halves of products of halves.
     """
-    name = eqn.primitive.name
-    if name not in ("mul", "integer_pow", "square"):
-        return False
     if count(eqn, facts) == MANY:
         return True
-    return name == "mul" and roots.are_halves(*(f.roots for f in facts), at_least=2)
+    return eqn.primitive.name == "mul" and roots.are_halves(*(f.roots for f in facts), at_least=2)

@@ -38,7 +38,7 @@ from mpjax._jaxpr.sizes import is_float32, is_number
 FEW = 4
 """A product of matrices of this size is geometry, as of rotations; no matrix unit is for it."""
 _MUCH = 1 / 64
-"""What is made so much smaller may be past float16's range; caps of logits, as by 50, are not."""
+"""A value that is made so much smaller may be past float16's range; caps of logits are by 50."""
 _STOP_A_DIFFERENCE = PRODUCTS | (traits.LOOKS - traits.FUSIBLE)
 """Through all others a difference that is taken of results is taken of operands, too."""
 _STOP_A_DISTANCE = _STOP_A_DIFFERENCE | traits.SATURATES
@@ -97,8 +97,9 @@ def of_itself(eqn: Eqn, union: int, known: facts.Facts) -> int:
         return NEAR
     if name in traits.DISTANCES:
         return NEAR | RESULT
-    if factors.makes_many(eqn, [facts.of_atom(v, known) for v in eqn.invars]):
-        return NEAR | RESULT
+    if name in factors.MULTIPLY:
+        many = factors.makes_many(eqn, [facts.of_atom(v, known) for v in eqn.invars])
+        return NEAR | RESULT if many else 0
     if asked := decides(eqn, union, known):
         return asked
     if name not in traits.ADDS:
