@@ -17,7 +17,7 @@ from mpjax._autocast import speed
 from mpjax._autocast.arguments import nnx_names, parameters, stateful
 from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.copies import same
-from mpjax._autocast.decide import reads
+from mpjax._autocast.decide import read_flags
 from mpjax._autocast.decide.decided import Settings, initial_state
 from mpjax._autocast.decorator import Decorator, refuses_torch
 from mpjax._autocast.eight_bits import delayed, quantized
@@ -262,11 +262,11 @@ def planned(
     jaxpr = traced.jaxpr
     settings = quantized.prepared(jaxpr.jaxpr, settings, paths)
     in_states = tuple(initial_state(v.aval) for v in jaxpr.jaxpr.invars)
-    wants = (reads.OUTPUT,) * len(jaxpr.jaxpr.outvars)
-    plan, asked = make_plan(jaxpr, in_states, wants, settings), same.NOTHING
+    out_reads = (read_flags.OUTPUT,) * len(jaxpr.jaxpr.outvars)
+    plan, asked = make_plan(jaxpr, in_states, out_reads, settings), same.NOTHING
     while more := same.asked(plan) - asked:  # equal values were decided differently: again, alike
         asked |= more
-        plan = make_plan(jaxpr, in_states, wants, replace(settings, asked=asked))
+        plan = make_plan(jaxpr, in_states, out_reads, replace(settings, asked=asked))
     return traced, plan
 
 

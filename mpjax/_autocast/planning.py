@@ -9,7 +9,7 @@ from mpjax._autocast.arrange import groups, plan
 from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.attention import steps as attention_steps
 from mpjax._autocast.attention import under_plan
-from mpjax._autocast.decide import reads
+from mpjax._autocast.decide import read_flags
 from mpjax._autocast.decide.decided import NOTHING, Action, Decided, Decision, Outside, Settings
 from mpjax._autocast.decide.equations import Planner
 from mpjax._autocast.decide.reasons import Reason
@@ -22,7 +22,7 @@ from mpjax._jaxpr.caches import by_identity, by_program
 def make_plan(
     jaxpr: Any,
     in_states: tuple[State, ...],
-    wants: tuple[int, ...],
+    out_reads: tuple[int, ...],
     settings: Settings,
     outside: Outside = NOTHING,
 ) -> Plan:
@@ -31,24 +31,24 @@ def make_plan(
     Args:
       jaxpr: the program, closed or not. The plan refers to it weakly: the caller keeps it alive.
       in_states: the state of each input.
-      wants: for each output, the flags of `reads` that tell how it is read outside.
+      out_reads: for each output, the flags of `read_flags` that tell how it is read outside.
       settings: the user's options.
       outside: what is known of the inputs beside, by default nothing.
     """
-    return arranged(decide(jaxpr, in_states, wants, settings, outside))
+    return arranged(decide(jaxpr, in_states, out_reads, settings, outside))
 
 
 def decide(
     jaxpr: Any,
     in_states: tuple[State, ...],
-    wants: tuple[int, ...],
+    out_reads: tuple[int, ...],
     settings: Settings,
     outside: Outside,
 ) -> Decided:
     """Returns the decisions about a jaxpr, and about the programs inside it."""
     opened = compat.closed(jaxpr).jaxpr
     products = quantized.QuantizedProducts(opened, settings.policy, settings.given)
-    return Planner(jaxpr, in_states, wants, settings, outside).run(products, decide_inner)
+    return Planner(jaxpr, in_states, out_reads, settings, outside).run(products, decide_inner)
 
 
 decide_inner = by_program(decide)
@@ -61,7 +61,7 @@ def arranged(decided: Decided) -> Plan:
     """Returns the plan that carries out decisions, also those about the programs inside."""
     closed, decisions = decided.jaxpr, list(map(_carried_out, decided.decisions))
     fused = [d.action is Action.FUSED for d in decisions]
-    multiplied = frozenset(v for v, want in decided.reads.items() if want & reads.PRODUCT)
+    multiplied = frozenset(v for v, read in decided.reads.items() if read & read_flags.PRODUCT)
     steps = groups.schedule(closed.jaxpr, fused, decided.states, decided.out_states, multiplied)
     steps = attention_steps.attended(closed.jaxpr, closed.consts, decisions, decided.states, steps)
     return plan.of(decided, decisions, steps)

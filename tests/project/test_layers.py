@@ -289,10 +289,22 @@ def test_what_the_pages_of_design_name_exists(page):
     known = names_in(PACKAGE.rglob("*.py"))
     assert missing_members(text, known) == []
     assert missing_places(text, PACKAGE / "_autocast") == []
-    assert missing_members("`demand.FULL` `_compat.inlined` `reads.FULL` `State.kept`", known) == [
+    assert missing_members(
+        "`demand.FULL` `_compat.inlined` `read_flags.FULL` `State.kept`", known
+    ) == [
         "_compat.inlined",
         "demand.FULL",
     ]
+
+
+def test_the_page_of_design_explains_each_flag_of_safety():
+    """Those that say what rounding would do to a reader."""
+    text = (ROOT / "docs" / "autocast_design.md").read_text()
+    source = (PACKAGE / "_autocast/decide/read_flags.py").read_text()
+    section = source.split("# -- what rounding would do")[1].split("# -- whose cotangents")[0]
+    flags = set(re.findall(r"^([A-Z]+) = ", section, re.MULTILINE))
+    assert len(flags) > 8
+    assert sorted(f for f in flags if f not in text) == []
 
 
 def torn_rows(text):

@@ -15,20 +15,20 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mpjax._autocast.copies.numbering import Visit
-from mpjax._autocast.decide import reads
+from mpjax._autocast.decide import read_flags
 from mpjax._autocast.decide.decided import Decided, products
 from mpjax._autocast.known import scopes
 from mpjax._base import compat
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import PRODUCTS
 
-_ASKED = reads.CANCELS | reads.BELOW | reads.DIFFERENCE
+_ASKED = read_flags.CANCELS | read_flags.BELOW | read_flags.DIFFERENCE
 """Flags of a function's results that hold for those of its rules too."""
 
 
 def cancelling(plan: Decided) -> Iterator[Eqn]:
     """Yields the products of a plan, also inside, that are terms of a sum that cancels."""
-    return (made.eqn for made, read in products(plan) if read & reads.CANCELS)
+    return (made.eqn for made, read in products(plan) if read & read_flags.CANCELS)
 
 
 def asked(visits: Sequence[Visit]) -> set[tuple[Any, int]]:
@@ -39,7 +39,7 @@ def asked(visits: Sequence[Visit]) -> set[tuple[Any, int]]:
         eqn = visit.decision.eqn
         if scopes.is_transposed(eqn):
             backward.append(visit)
-        elif visit.read & reads.CANCELS:
+        elif visit.read & read_flags.CANCELS:
             operands.setdefault(_axes(eqn), set()).update(visit.operands)
     if not operands:
         return set()
@@ -48,7 +48,7 @@ def asked(visits: Sequence[Visit]) -> set[tuple[Any, int]]:
         for v in backward
         if not operands.get(_axes(v.decision.eqn), set()).isdisjoint(v.operands)
     )
-    return {(eqn.outvars[0], reads.CANCELS) for eqn in gradients}
+    return {(eqn.outvars[0], read_flags.CANCELS) for eqn in gradients}
 
 
 class OfRules(NamedTuple):
@@ -62,16 +62,17 @@ class OfRules(NamedTuple):
         if not self.axes:
             return frozenset()
         made = (eqn for eqn in compat.equations(program) if eqn.primitive.name in PRODUCTS)
-        return frozenset((eqn.outvars[0], reads.CANCELS) for eqn in made if _axes(eqn) in self.axes)
+        cancel = (eqn for eqn in made if _axes(eqn) in self.axes)
+        return frozenset((eqn.outvars[0], read_flags.CANCELS) for eqn in cancel)
 
 
 def of_rules(plan: Decided) -> OfRules:
     """Returns what is asked of a function with rules, given its plan as if it were inlined."""
-    asked = reads.OUTPUT | reads.NEAR
+    asked = read_flags.OUTPUT | read_flags.NEAR
     for v in plan.jaxpr.jaxpr.outvars:
         asked |= 0 if compat.is_literal(v) else plan.reads.get(v, 0) & _ASKED
-    if any(want & reads.AGAIN for want in plan.reads.values()):
-        asked |= reads.AGAIN
+    if any(read & read_flags.AGAIN for read in plan.reads.values()):
+        asked |= read_flags.AGAIN
     return OfRules(asked, frozenset(map(_axes, cancelling(plan))))
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from mpjax._autocast.copies import gradients
 from mpjax._autocast.copies.numbering import Numbering, Visit, contracts
-from mpjax._autocast.decide import reads
+from mpjax._autocast.decide import read_flags
 from mpjax._autocast.decide.decided import Action, Decided, Decision
 from mpjax._autocast.known import facts, roots, scopes
 from mpjax._base.dtypes import FLOAT32
@@ -31,11 +31,11 @@ from mpjax._jaxpr import structure
 from mpjax._jaxpr.op_rules import PRODUCTS
 
 Asked = frozenset[tuple[Any, int]]
-"""Flags of `reads` for values, asked beside those that their readers ask."""
+"""Flags of `read_flags` for values, asked beside those that their readers ask."""
 NOTHING: Asked = frozenset()
 Origins = frozenset[Hashable]
 _CONSTANT: Origins = frozenset({"constant"})
-_ONE_VALUE = reads.UNROUNDED | reads.ABSOLUTE
+_ONE_VALUE = read_flags.UNROUNDED | read_flags.ABSOLUTE
 """Flags that forbid rounding. Calls of one program share its values, so permissions stay apart."""
 
 
@@ -107,7 +107,7 @@ def _one_dtype(copies: dict[int, list[Visit]]) -> set[tuple[Any, int]]:
     for visits in copies.values():
         low = [v.decision.eqn.outvars[0] for v in visits if not _is_float32(v.decision)]
         if len(low) < len(visits):
-            asked_for.update((v, reads.SAME) for v in low)
+            asked_for.update((v, read_flags.SAME) for v in low)
     return asked_for
 
 
@@ -131,7 +131,7 @@ def _unrounded_between(plan: Decided, copies: dict[int, list[Visit]]) -> set[tup
         return set()
     numbering = Numbering(frozenset(forward))
     numbering.walk(plan)
-    return {(v, reads.AGAIN) for v in numbering.meeting}
+    return {(v, read_flags.AGAIN) for v in numbering.meeting}
 
 
 def _is_forward(visit: Visit) -> bool:

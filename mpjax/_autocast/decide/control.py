@@ -13,7 +13,7 @@ from typing import Any
 from mpjax._autocast.decide import reasons, states
 from mpjax._autocast.decide.may import STREAM_CARRIES, stream_carries
 from mpjax._autocast.decide.must.carries import recurrent
-from mpjax._autocast.decide.reads import (
+from mpjax._autocast.decide.read_flags import (
     ABSOLUTE,
     AT_THE_END,
     CARRIED,
@@ -53,28 +53,28 @@ class CallPlan:
 
 
 PlanInner = Callable[[structure.Part, tuple[State, ...], tuple[int, ...], Any], Any]
-Reads = Callable[[structure.Part, tuple[int, ...]], tuple[int, ...]]
+InnerReads = Callable[[structure.Part, tuple[int, ...]], tuple[int, ...]]
 """Returns how a program inside an equation reads its inputs, given how its outputs are read."""
 
 
 def plan_call(
     eqn: Eqn,
     in_states: tuple[State, ...],
-    wants: tuple[int, ...],
+    out_reads: tuple[int, ...],
     settings: Any,
     inner: PlanInner,
-    reads: Reads,
+    inner_reads: InnerReads,
 ) -> CallPlan:
     """Returns the plans of the programs of one equation."""
     if eqn.primitive.name in structure.LOOPS:
         body = structure.parts(eqn)[-1]
-        tested = stop_test(eqn, reads)
-        wants = (*carry_reads(body, wants, reads, tested), *wants[body.carries :])
-        return _plan_loop(eqn, in_states, wants, settings, inner)
+        tested = stop_test(eqn, inner_reads)
+        out_reads = (*carry_reads(body, out_reads, inner_reads, tested), *out_reads[body.carries :])
+        return _plan_loop(eqn, in_states, out_reads, settings, inner)
     if structure.has_rules(eqn):
         in_states = tuple(_traced(s) for s in in_states)
     plans = tuple(
-        inner(part, tuple(in_states[i] for i in part.operands), wants, settings)
+        inner(part, tuple(in_states[i] for i in part.operands), out_reads, settings)
         for part in structure.parts(eqn)
     )
     outs = zip(*(p.out_states for p in plans), strict=True)
@@ -88,7 +88,11 @@ def _traced(state: State) -> State:
 
 
 def _plan_loop(
-    eqn: Eqn, in_states: tuple[State, ...], wants: tuple[int, ...], settings: Any, inner: PlanInner
+    eqn: Eqn,
+    in_states: tuple[State, ...],
+    out_reads: tuple[int, ...],
+    settings: Any,
+    inner: PlanInner,
 ) -> CallPlan:
     *conditions, body = structure.parts(eqn)
     given = [in_states[i] for i in body.operands]
@@ -96,12 +100,12 @@ def _plan_loop(
     kept = _changed_in_steps(eqn) if STREAM_CARRIES in settings.may else is_recurrent
     entering = list(map(_entering, before, kept))
     of_carries = sum(1 << i for i in range(body.carried.start, body.carried.stop))
-    ends = zip(wants, ways.of_program(body.program), strict=True)
-    stacked = [w | STACKED if made.all & of_carries else w for w, made in ends][len(entering) :]
+    ends = zip(out_reads, ways.of_program(body.program), strict=True)
+    stacked = [r | STACKED if made.all & of_carries else r for r, made in ends][len(entering) :]
 
     def step(carried: tuple[State, ...]) -> Any:
         given[body.carried] = carried
-        return inner(body, tuple(given), (*_carry_wants(carried, wants), *stacked), settings)
+        return inner(body, tuple(given), (*_body_reads(carried, out_reads), *stacked), settings)
 
     carry, plan = _fixpoint(step, entering)
     operands = dict(enumerate(in_states)) | dict(zip(body.operands, given, strict=True))
@@ -134,11 +138,11 @@ def _fixpoint(
     return carried, step(carried)
 
 
-def _carry_wants(carried: Sequence[State], wants: Sequence[int]) -> tuple[int, ...]:
+def _body_reads(carried: Sequence[State], out_reads: Sequence[int]) -> tuple[int, ...]:
     """Returns how a loop's body is to give each carry: unrounded where it is float32."""
     return tuple(
-        FULL | w & UNROUNDED if s.kind == Kind.WIDE else w | CARRIED
-        for s, w in zip(carried, wants, strict=False)
+        FULL | r & UNROUNDED if s.kind == Kind.WIDE else r | CARRIED
+        for s, r in zip(carried, out_reads, strict=False)
     )
 
 
@@ -172,60 +176,67 @@ def _carried(before: State, after: State) -> State:
 
 def operand_reads(
     eqn: Eqn,
-    outs: tuple[int, ...],
-    inner: Reads,
+    out_reads: tuple[int, ...],
+    inner_reads: InnerReads,
 ) -> list[int]:
-    """Returns how an equation with programs reads its operands, in the flags of `reads`."""
-    wants = [0] * len(eqn.invars)
-    tested = stop_test(eqn, inner)
+    """Returns how an equation with programs reads its operands, in the flags of `read_flags`."""
+    reads = [0] * len(eqn.invars)
+    tested = stop_test(eqn, inner_reads)
     for part in structure.parts(eqn):
         if part.is_condition:
             continue
-        for i, flag in zip(part.operands, _part_reads(part, outs, inner, tested), strict=True):
-            wants[i] |= flag
+        of_part = _part_reads(part, out_reads, inner_reads, tested)
+        for i, read in zip(part.operands, of_part, strict=True):
+            reads[i] |= read
     if eqn.primitive.name in structure.LOOPS:
         body = structure.parts(eqn)[-1]
         for place, kept in zip(body.operands[body.carried], _changed_in_steps(eqn), strict=True):
-            wants[place] |= NEAR if kept else 0  # a rounding before the loop may grow in each turn
-    if tested and not any(w & TESTED for w in outs):
-        wants = [w & ~TESTED for w in wants]  # what is rounded before the loop is so in each turn
-    return [w & ~WHOLE for w in wants] if structure.has_rules(eqn) else wants
+            reads[place] |= NEAR if kept else 0  # a rounding before the loop may grow in each turn
+    if tested and not any(r & TESTED for r in out_reads):
+        reads = [r & ~TESTED for r in reads]  # what is rounded before the loop is so in each turn
+    return [r & ~WHOLE for r in reads] if structure.has_rules(eqn) else reads
 
 
 def _part_reads(
-    part: structure.Part, outs: tuple[int, ...], inner: Reads, tested: tuple[int, ...]
+    part: structure.Part,
+    out_reads: tuple[int, ...],
+    inner_reads: InnerReads,
+    tested: tuple[int, ...],
 ) -> list[int]:
     """Returns how one program reads its inputs: in a loop, in any turn."""
-    ends = carry_reads(part, outs, inner, tested)
-    flags = list(inner(part, (*ends, *outs[part.carries :])))
-    flags[part.carried] = [c & ~(WHOLE | AT_THE_END) for c in flags[part.carried]]
-    return flags
+    ends = carry_reads(part, out_reads, inner_reads, tested)
+    reads = list(inner_reads(part, (*ends, *out_reads[part.carries :])))
+    reads[part.carried] = [r & ~(WHOLE | AT_THE_END) for r in reads[part.carried]]
+    return reads
 
 
-def stop_test(eqn: Eqn, inner: Reads) -> tuple[int, ...]:
-    """Returns the flags that the condition of a `while` sets of its carries; empty without one."""
+def stop_test(eqn: Eqn, inner_reads: InnerReads) -> tuple[int, ...]:
+    """Returns how the condition of a `while` reads its carries; empty without one."""
     for part in structure.parts(eqn):
         if part.is_condition:
-            return tuple(w & TESTED for w in inner(part, (TESTED,))[part.carried])
+            return tuple(r & TESTED for r in inner_reads(part, (TESTED,))[part.carried])
     return ()
 
 
 def carry_reads(
-    part: structure.Part, outs: tuple[int, ...], inner: Reads, tested: tuple[int, ...]
+    part: structure.Part,
+    out_reads: tuple[int, ...],
+    inner_reads: InnerReads,
+    tested: tuple[int, ...],
 ) -> tuple[int, ...]:
     """Returns how the carries that a turn of a loop leaves are read: by the next turn, or behind.
 
     Args:
       part: the body.
-      outs: how the loop's results are read.
-      inner: how a program reads its inputs.
-      tested: what the loop's condition asks of its carries.
+      out_reads: how the loop's results are read.
+      inner_reads: how a program reads its inputs.
+      tested: how the loop's condition reads its carries.
     """
-    asked = tested or (0,) * part.carries
-    ends = tuple(w & ~AT_THE_END | t for w, t in zip(outs, asked, strict=False))
+    by_test = tested or (0,) * part.carries
+    ends = tuple(r & ~AT_THE_END | t for r, t in zip(out_reads, by_test, strict=False))
     while True:
-        carried = inner(part, (*ends, *outs[part.carries :]))[part.carried]
-        more = tuple(w | c & _NEXT_TURN for w, c in zip(ends, carried, strict=True))
+        carried = inner_reads(part, (*ends, *out_reads[part.carries :]))[part.carried]
+        more = tuple(r | c & _NEXT_TURN for r, c in zip(ends, carried, strict=True))
         if more == ends:
             return ends
         ends = more

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mpjax._autocast.decide import demand, may, states
+from mpjax._autocast.decide import may, reads, states
 from mpjax._autocast.decide.must.steps import Relations
 from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.states import State
@@ -37,7 +37,7 @@ class Settings:
     as_written: bool = False  # inside a region that is left alone
     params: tuple[int | str, ...] | None = None  # the arguments that hold parameters
     given: Any = None  # a `layers.Given` where products are quantised
-    asked: frozenset[tuple[Any, int]] = frozenset()  # of values: flags of `reads`
+    asked: frozenset[tuple[Any, int]] = frozenset()  # of values: flags of `read_flags`
     float32_precision: Any = None  # JAX's global default, of products that stay float32
     in_loop: bool = False  # in the body of a loop, which keeps forward and backward apart
     in_rule: bool = False  # in a function with derivative rules, or in one of its rules
@@ -57,9 +57,9 @@ class Settings:
         )
 
     @functools.cached_property
-    def demanded(self) -> demand.Demanded:
+    def other_reads(self) -> reads.Others:
         """Demands of the user's rules, and of equal values elsewhere."""
-        return demand.Demanded(self.held_full, self.asked)
+        return reads.Others(self.held_full, self.asked)
 
 
 class Outside(NamedTuple):
@@ -114,7 +114,7 @@ class Decided:
     out_states: tuple[State, ...]
     states: dict[Any, State]
     decisions: list[Decision]
-    low_copies: tuple[Any, ...]  # per input, the dtype of the low copy that products want, or None
+    low_copies: tuple[Any, ...]  # per input, the dtype of the low copy that products read, or None
     reads: dict[Any, int]  # how each value is read, in flags
     facts: Facts
     ahead: tuple[bool, ...]  # of each output, whether a product of the forward pass depends on it

@@ -1,28 +1,27 @@
 """Decides the state of each value of a jaxpr, and an action for each equation.
 
 Decisions look both ways: forward, a value is low when a low value went into it; backward
-(`demand`), it matters whether a product, an output or only float32 reads it.
+(`reads`), it matters whether a product, an output or only float32 reads it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._autocast.decide import control, demand, reads, reasons, states
+from mpjax._autocast.decide import control, products, reads, reasons, states
 from mpjax._autocast.decide.decided import Action, Decided, Decision, Outside, Settings
 from mpjax._autocast.decide.may import norms
-from mpjax._autocast.decide.must import conditioned
+from mpjax._autocast.decide.products import DecideProgram, EightBits
 from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.rounding import Rounding
 from mpjax._autocast.decide.states import Kind, State
 from mpjax._autocast.known import (
     constants,
-    contraction,
     facts,
     fusible,
     named_attention,
@@ -32,54 +31,36 @@ from mpjax._autocast.known import (
 )
 from mpjax._autocast.known.activations import is_activation
 from mpjax._base import compat
-from mpjax._base.dtypes import FLOAT16, FLOAT32
+from mpjax._base.dtypes import FLOAT32
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import COMPARISONS, OP_RULES, PRODUCTS, OpClass, hands_on_each, op_class
 from mpjax._jaxpr.sizes import is_float32
 from mpjax._policies.policy import Policy
 
-_EXACT_RESULT = reads.GRADIENT | reads.EXACT | reads.RESULT | reads.SAME | reads.AGAIN
 _OTHERS = traits.RESIZES - traits.CUTS
 """Of an input they make rows of a table or copies, as of positions: no state that is changed."""
-
-
-class Products(Protocol):
-    """Decides which products of a program are in 8 bits: a `quantized.QuantizedProducts`."""
-
-    def config(
-        self, eqn: Eqn, settings: Any, low: Any, *, exact: bool
-    ) -> tuple[Any | None, str, Any]: ...
-
-    def path(self, eqn: Eqn) -> str: ...
-
-    def entering(self, eqn: Eqn, inner: DecideProgram) -> DecideProgram: ...
-
-
-DecideProgram = Callable[..., Decided]
-"""Decides about a program, as `planning.decide` does."""
 
 
 class Planner(Rounding):
     """Decides one equation of a jaxpr after the other; its arguments are those of `Rounding`."""
 
-    products: Products
+    eight_bits: EightBits
     decide_inner: DecideProgram
 
-    def run(self, products: Products, inner: DecideProgram) -> Decided:
+    def run(self, eight_bits: EightBits, inner: DecideProgram) -> Decided:
         """Returns the decisions.
 
         Args:
-          products: decides which products are in 8 bits.
+          eight_bits: decides which products are in 8 bits.
           inner: decides about the programs that equations hold.
         """
-        self.products, self.decide_inner = products, inner
+        self.eight_bits, self.decide_inner = eight_bits, inner
         self.compared: set[Any] = set()
-        self.changed = False
         decisions = [self.decide(eqn) for eqn in self.jaxpr.eqns]
         out_states = tuple(
             self.output_state(v, w, self.steps.maker(v))
-            for v, w in zip(self.jaxpr.outvars, self.wants, strict=True)
+            for v, w in zip(self.jaxpr.outvars, self.out_reads, strict=True)
         )
         self.changed |= any(s.kind == Kind.LOW for s in (*self.states.values(), *out_states))
         return Decided(
@@ -90,7 +71,7 @@ class Planner(Rounding):
             states=self.states,
             decisions=decisions,
             low_copies=tuple(self.low_copy(v) for v in self.jaxpr.invars),
-            reads=self.demand,
+            reads=self.reads,
             facts=self.facts,
             ahead=tuple(map(self.is_before_a_product, self.jaxpr.outvars)),
             changed=self.changed,
@@ -106,12 +87,12 @@ class Planner(Rounding):
         if not any(map(is_float32, (*eqn.outvars, *eqn.invars))):
             return self.foreign(eqn)
         if named_attention.is_attention(eqn):
-            return self.decide_attention(eqn, settings)
+            return products.decide_attention(self, eqn, settings)
         kind = op_class(name, settings.rules)
         if structure.applies_function(eqn):
             return self.as_traced(eqn, states.WIDE, reasons.UNKNOWN_FUNCTION)
         if kind is OpClass.LOWER or name in PRODUCTS:
-            return self.decide_product(eqn, kind, settings)
+            return products.decide(self, eqn, kind, settings, self.eight_bits)
         if name == "convert_element_type":
             return self.fused(eqn, self.converted(eqn), Reason("explicit cast"))
         if name in COMPARISONS:
@@ -172,9 +153,9 @@ class Planner(Rounding):
         branches = norms.branches(eqn, self.normalised)
         if not branches or self.steps.repeats_any(compat.variables(eqn)):  # the shift of a norm
             return operands
-        want = self.demand.get(eqn.outvars[0], 0)
+        read = self.reads.get(eqn.outvars[0], 0)
         return [
-            self.as_normalised(eqn, state, want) if v in branches else state
+            self.as_normalised(eqn, state, read) if v in branches else state
             for v, state in zip(eqn.invars, operands, strict=True)
         ]
 
@@ -202,79 +183,15 @@ class Planner(Rounding):
             return states.constant((float(eqn.invars[0].val),))
         return states.constant(constants.converted(source))
 
-    def decide_product(self, eqn: Eqn, kind: OpClass | None, settings: Settings) -> Decision:
-        want = self.demand.get(eqn.outvars[0], 0)
-        low = self.low_dtype(eqn, settings)
-        how, why, low = self.products.config(eqn, settings, low, exact=bool(want & reads.EXACT))
-        reason = self.why_not_lower(eqn, kind, low)
-        if not reason and (flag := conditioned.keeps_from_low(eqn, want)):
-            reason = reasons.of_product(flag)
-            self.changed = True  # it has a row, and equals others
-        if reason:
-            state = states.full([self.state(v) for v in eqn.invars])
-            if settings.dot_precision is not None and reasons.has_default_precision(eqn):
-                self.changed = True
-            return self.as_traced(eqn, state, reason)
-        if contraction.only_sums(eqn) and any(self.state(v).kind == Kind.WIDE for v in eqn.invars):
-            self.record(eqn, [states.full([self.state(v) for v in eqn.invars])])
-            return Decision(eqn, Action.FUSED, self.because(eqn, reasons.WIDE_SUM))
-        if contraction.adds_nothing(eqn):
-            unkept = [states.unkept(self.state(v)) for v in eqn.invars]
-            state = states.follow(self.as_followed(eqn, unkept), widest=settings.widest)
-            self.record(eqn, [self.stored(eqn, eqn.outvars[0], state)])
-            return Decision(eqn, Action.FUSED, self.because(eqn, None))
-        self.changed = True
-        exact = _is_result_exact(eqn, want, low)
-        if exact and want & reads.GRADIENT:  # rounded, small steps along it would be lost
-            state = states.WIDE_PURE
-        elif exact:
-            state = states.KEPT if want & reads.EXACT else states.WIDE
-        else:
-            state = states.unrounded(states.low(low)) if want & reads.MEET else states.low(low)
-        self.states[eqn.outvars[0]] = state
-        by_class = Reason(why or OP_RULES[eqn.primitive.name].reason)
-        reason = reasons.of_reader_beside_a_product(want)
-        out = FLOAT32 if exact else low
-        path = self.products.path(eqn) if how is not None else ""
-        return Decision(
-            eqn, Action.PRODUCT, reason or by_class, low=low, out_dtype=out, how=how, path=path
-        )
-
-    def why_not_lower(self, eqn: Eqn, kind: OpClass | None, low: Any) -> Reason | None:
-        operands = eqn.invars[:2]
-        if low is None:
-            return self.of_user(eqn, states.WIDE) or Reason(reasons.NO_LOW_DTYPE)
-        if kind is not OpClass.LOWER:
-            return self.of_user(eqn, states.WIDE) or reasons.KEPT_BY_RULES
-        if reason := reasons.as_written(eqn):
-            return Reason(reason)
-        held = [self.state(v) for v in operands]
-        if any(s.kind == Kind.CONSTANT and not states.fits(s, low) for s in held):
-            return reasons.NO_LOW_CONSTANT
-        return None
-
-    def decide_attention(self, eqn: Eqn, settings: Settings) -> Decision:
-        low = self.low_dtype(eqn, settings)
-        wants = [self.demand.get(v, 0) for v in eqn.outvars]
-        is_exact = any(want & demand.EXACT for want in wants)
-        reason = reasons.attention_as_written(eqn, settings, low, is_exact=is_exact)
-        if reason or low is None:
-            state = states.full([self.state(v) for v in eqn.invars])
-            return self.as_traced(eqn, state, self.of_user(eqn, state) or Reason(reason))
-        self.changed = True
-        is_low = named_attention.results_low(eqn)
-        self.record(eqn, [states.low(low) if yes else states.WIDE for yes in is_low])
-        return Decision(eqn, Action.ATTENTION, Reason(""), low=low)  # `planning` names the kernel
-
     def decide_call(self, eqn: Eqn, settings: Settings) -> Decision:
         is_loop = eqn.primitive.name in structure.LOOPS
         settings = _inside(settings, scopes.of(eqn), in_loop=is_loop or settings.in_loop)
         if fusible.is_fusible_function(eqn):
             return self.decide_function(eqn, settings)
         in_states = tuple(self.state(v) for v in eqn.invars)
-        wants = tuple(self.demand.get(v, 0) for v in eqn.outvars)
-        reads_of = demand.Inner(eqn, self.settings.demanded, self.facts)
-        call = control.plan_call(eqn, in_states, wants, settings, self.inner(eqn), reads_of)
+        out_reads = tuple(self.reads.get(v, 0) for v in eqn.outvars)
+        reads_of = reads.Inner(eqn, self.settings.other_reads, self.facts)
+        call = control.plan_call(eqn, in_states, out_reads, settings, self.inner(eqn), reads_of)
         self.states.update(zip(eqn.outvars, call.out_states, strict=True))
         for v, *inside in zip(eqn.outvars, *(p.ahead for p in _bodies(eqn, call)), strict=True):
             if any(inside):
@@ -295,19 +212,19 @@ class Planner(Rounding):
 
     def inner(self, eqn: Eqn) -> control.PlanInner:
         """Returns what plans the programs of an equation, told what is known of their inputs."""
-        plan = self.products.entering(eqn, self.decide_inner)
+        plan = self.eight_bits.entering(eqn, self.decide_inner)
 
         def planned(
             part: structure.Part,
             in_states: tuple[State, ...],
-            wants: tuple[int, ...],
+            out_reads: tuple[int, ...],
             settings: Settings,
         ) -> Decided:
             given = facts.entering(eqn, part, self.facts).given
             operands = [eqn.invars[place] for place in part.operands]
             ahead = tuple(map(self.is_before_a_product, operands))
             outside = Outside(given, ahead, self.steps.relations(operands))
-            return plan(part.program, in_states, wants, settings, outside)
+            return plan(part.program, in_states, out_reads, settings, outside)
 
         return planned
 
@@ -320,9 +237,9 @@ class Planner(Rounding):
         elif is_activation(eqn):
             made = self.of_activation(eqn, operands, settings)
         else:
-            wants = tuple(self.demand.get(v, 0) for v in eqn.outvars)
+            out_reads = tuple(self.reads.get(v, 0) for v in eqn.outvars)
             (part,) = structure.parts(eqn)
-            made = self.inner(eqn)(part, operands, wants, settings).out_states
+            made = self.inner(eqn)(part, operands, out_reads, settings).out_states
         self.record(eqn, [self.stored(eqn, *pair) for pair in zip(eqn.outvars, made, strict=True)])
         is_full = fusible.function_class(eqn) is OpClass.FULL
         return Decision(
@@ -356,10 +273,6 @@ class Planner(Rounding):
         self.compared.update(eqn.outvars)
         return self.fused(eqn, states.FOREIGN, Reason("combines comparisons"))
 
-    def as_traced(self, eqn: Eqn, state: State, reason: Reason) -> Decision:
-        self.record(eqn, [state] * len(eqn.outvars))
-        return Decision(eqn, Action.AS_TRACED, reason)
-
     def keep(self, eqn: Eqn, made: Sequence[State]) -> Decision:
         self.record(eqn, made)
         by_itself = len(eqn.outvars) == len(eqn.invars)
@@ -381,18 +294,6 @@ class Planner(Rounding):
             return Decision(eqn, action, self.because(eqn, own), out_dtype=state.dtype)
         self.record(eqn, [self.stored(eqn, v, state) for v in eqn.outvars])
         return Decision(eqn, Action.FUSED, self.because(eqn, own))
-
-
-def _is_result_exact(eqn: Eqn, want: int, low: Any) -> bool:
-    """Whether the result of a product with low operands is float32, as it was added up."""
-    if want & _EXACT_RESULT or low == FLOAT32 or contraction.only_sums(eqn):
-        return True
-    if want & reads.LARGE and low == FLOAT16:
-        return True
-    if want & reads.NEAR and not want & reads.FORWARD:
-        return True
-    is_last = not want & reads.LATER
-    return is_last and bool(want & (reads.OUTPUT | reads.FULL) or scopes.is_transposed(eqn))
 
 
 def _bodies(eqn: Eqn, call: control.CallPlan) -> list[Decided]:

@@ -1,72 +1,223 @@
-"""Flags for how a value is read: `demand` sets them backwards, `equations` asks for them.
+"""Finds how each value of a jaxpr is read: by a product, by an output, by neither.
 
-Flags of safety say what rounding the value would do to a reader, however far away. Flags of place
-say what comes later.
+Found backwards, through the operations that move values without rounding. It tells where rounding
+costs nothing (a product would round anyway) and where it would be seen (an output).
 """
 
 from __future__ import annotations
 
-# -- what comes later ------------------------------------------------------------------------------
+import functools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-PRODUCT = 1 << 0
-"""Read by a product, directly or moved."""
-OUTPUT = 1 << 1
-"""Read by an output of the program, directly, moved, or through sums."""
-LATER = 1 << 2
-"""Some product depends on it."""
-WHOLE = 1 << 3
-"""Read by a product with all of its elements: worth a low copy outside a loop."""
-FULL = 1 << 4
-"""Goes into a carry that a loop holds in float32: an accumulator."""
-CARRIED = 1 << 5
-"""Goes into a carry that a loop holds in either dtype."""
-STACKED = 1 << 6
-"""A loop stacks it, and it is made of a carry, which may be float32."""
-FORWARD = 1 << 7
-"""Some product depends on it that is no part of a derivative taken inside the program."""
+from mpjax._autocast.decide import control, reasons
+from mpjax._autocast.decide.must import conditioned, meetings
+from mpjax._autocast.decide.read_flags import (
+    ABSOLUTE,
+    AGAIN,
+    CARRIED,
+    COTANGENTS,
+    DIFFERENCE,
+    EXACT,
+    FORWARD,
+    FULL,
+    GRADIENT,
+    LARGE,
+    LATER,
+    NEAR,
+    OUTPUT,
+    PRODUCT,
+    RESULT,
+    TESTED,
+    UNROUNDED,
+    WHOLE,
+)
+from mpjax._autocast.known import contraction, facts, fusible, named_attention, scopes, traits, ways
+from mpjax._autocast.known.activations import is_activation
+from mpjax._base import compat
+from mpjax._jaxpr import structure
+from mpjax._jaxpr.caches import by_program
+from mpjax._jaxpr.equation import Eqn, Jaxpr
+from mpjax._jaxpr.op_rules import MOVES, PRODUCTS, hands_on_each, only_moves
+from mpjax._jaxpr.sizes import is_float32
 
-# -- what rounding would do ------------------------------------------------------------------------
 
-GRADIENT = 1 << 8
-"""A derivative taken inside the program, which the rest of the program reads."""
-EXACT = 1 << 9
-"""Rounding ruins a reader: a factorisation, a running sum, a comparison, one without a rule."""
-ABSOLUTE = 1 << 10
-"""A sine or an exponential reads it: of a large value, rounding leaves nothing."""
-NEAR = 1 << 11
-"""A reader asks how far it is from a constant: `log(1 - q)`, `acos(c)`."""
-TESTED = 1 << 12
-"""A loop stops when it is small enough."""
-CANCELS = 1 << 13
-"""It is added to a sum over the same values, as in `|a|² + |b|² - 2ab`."""
-BELOW = 1 << 14
-"""It cancels, and so does what it is a sum of: `blur(blur(h * h))` of two blurs."""
-SAME = 1 << 15
-"""The same product is float32 elsewhere in the program."""
-DIFFERENCE = 1 << 16
-"""A value that may be almost the same is subtracted from it: `f(z + 0.01) - f(z)`."""
-AGAIN = 1 << 17
-"""The same products are computed again elsewhere, and what is made of both may cancel."""
-LARGE = 1 << 18
-"""It is made much smaller before anything else: float16 may not hold it."""
-RESULT = 1 << 19
-"""Nor may the result of a product be rounded that it is made of: a logarithm reads `1 - e / e.sum`,
-where the sum is a product with ones, or the difference is of two places of one result.
-"""
+@dataclass(frozen=True)
+class Others:
+    """How values are read beside the operations of their program."""
 
-# -- whose cotangents add up -----------------------------------------------------------------------
+    full: frozenset[str] = frozenset()  # operations that the user's `rules=` hold in float32
+    of_values: frozenset[tuple[Any, int]] = frozenset()  # values, and flags for each
 
-READ = 1 << 20
-"""Some operation gives it a cotangent; moves, such as a reshape, hand on those of their results."""
-APART = 1 << 21
-"""A reader shares no kernel with others: a loop, a sort, a function with rules, a region."""
-SUMMED, SHARED = 1 << 22, 1 << 23
-"""A sum over devices is made of it, or of a statistic of it."""
-MEET = 1 << 24
-"""Several readers give it cotangents, one of them apart: they add up in float32."""
 
-UNROUNDED = EXACT | NEAR | TESTED | CANCELS | BELOW | DIFFERENCE | AGAIN | RESULT
-"""Where one of these is set, the value is float32 for that reader, whatever lies between."""
-AT_THE_END = OUTPUT | GRADIENT
-"""Asked of the last carry of a loop, not of each."""
-COTANGENTS = READ | APART | SUMMED | SHARED | MEET
+def of(
+    jaxpr: Jaxpr, out_reads: tuple[int, ...], others: Others, known: facts.Facts
+) -> dict[Any, int]:
+    """Returns how each variable of an open jaxpr is read, in the flags of `read_flags`.
+
+    Args:
+      jaxpr: the program.
+      out_reads: how its outputs are read.
+      others: how values are read beside.
+      known: the facts of its variables.
+    """
+    reads: dict[Any, int] = {}
+    for v, flags in others.of_values:
+        if v in known:
+            reads[v] = reads.get(v, 0) | flags
+    for atom, out_read in zip(jaxpr.outvars, out_reads, strict=True):
+        if out_read and not compat.is_literal(atom):
+            reads[atom] = meetings.joined(reads.get(atom, 0), out_read)
+    for eqn in reversed(jaxpr.eqns):
+        outs = [reads.get(v, 0) for v in eqn.outvars]
+        out_read = outs[0] if len(outs) == 1 else functools.reduce(operator.or_, outs, 0)
+        _add(reads, eqn, out_read, _of_operands(eqn, outs, out_read, others, known), known)
+    return reads
+
+
+def _add(
+    reads: dict[Any, int],
+    eqn: Eqn,
+    out_read: int,
+    operand_reads: Sequence[int],
+    known: facts.Facts,
+) -> None:
+    """Adds how an equation reads its operands to how they are read."""
+    place = scopes.place(eqn)
+    backward = place.is_transposed
+    hands_on = backward or only_moves(eqn) or structure.is_call(eqn)
+    own, handed_on = meetings.how_read(eqn, place, out_read)
+    for atom, operand_read in zip(eqn.invars, operand_reads, strict=True):
+        if compat.is_literal(atom):
+            continue
+        read = operand_read & ~COTANGENTS
+        if is_float32(atom):
+            read |= operand_read & handed_on | own
+        if backward:
+            read &= ~FORWARD
+        if not hands_on and known[atom].flags & facts.DERIVED:
+            read |= GRADIENT
+        if read:
+            reads[atom] = meetings.joined(reads.get(atom, 0), read)
+
+
+def _of_operands(
+    eqn: Eqn, outs: list[int], out_read: int, others: Others, known: facts.Facts
+) -> list[int]:
+    """Returns how an equation reads its operands.
+
+    Args:
+      eqn: the equation.
+      outs: how each result is read.
+      out_read: how one of them is.
+      others: how values are read beside.
+      known: the facts of its program.
+    """
+    if structure.is_call(eqn):
+        return _of_call(eqn, outs, others, known)
+    reads = _of_operation(eqn, outs, out_read, others, known)
+    if not out_read & TESTED:
+        return reads
+    return [r | t for r, t in zip(reads, conditioned.of_a_test(eqn), strict=True)]
+
+
+def _of_call(eqn: Eqn, outs: list[int], others: Others, known: facts.Facts) -> list[int]:
+    is_function, full = fusible.is_fusible_function(eqn), others.full
+    if is_function and full and fusible.operations(eqn) & full:
+        later = functools.reduce(operator.or_, outs, 0) & (LATER | FORWARD)
+        return [later | EXACT] * len(eqn.invars)
+    reads = control.operand_reads(eqn, tuple(outs), Inner(eqn, others, known))
+    return _of_activation(eqn, outs, reads) if is_function and is_activation(eqn) else reads
+
+
+def _of_operation(
+    eqn: Eqn, outs: list[int], out_read: int, others: Others, known: facts.Facts
+) -> list[int]:
+    """Returns how an operation reads its operands but for a loop's stop test."""
+    name = eqn.primitive.name
+    later = out_read & (LATER | FORWARD)
+    if named_attention.is_attention(eqn):
+        return _of_attention(eqn, later)
+    if hands_on_each(eqn, sorts=True):  # a sort also compares the keys
+        keys, compared = eqn.params.get("num_keys", 0), conditioned.decides(eqn, out_read, known)
+        return [r | compared if i < keys else r for i, r in enumerate(outs)]
+    unrounded = conditioned.how_read(eqn, out_read, known)
+    if conditioned.ruins(eqn) or name in others.full:
+        return [later | EXACT | unrounded] * len(eqn.invars)
+    reads = _by_rule(eqn, out_read, later)
+    if name in traits.SCALES:
+        reads = [r | of for r, of in zip(reads, conditioned.of_factors(eqn, known), strict=True)]
+    return [r | unrounded for r in reads] if unrounded else reads
+
+
+def _of_attention(eqn: Eqn, later: int) -> list[int]:
+    if scopes.is_as_written(eqn):
+        return [later] * len(eqn.invars)
+    product = PRODUCT | LATER | FORWARD | WHOLE
+    return [product if low else LATER | FORWARD for low in named_attention.operands_low(eqn)]
+
+
+def _by_rule(eqn: Eqn, out_read: int, later: int) -> list[int]:
+    name = eqn.primitive.name
+    if name in PRODUCTS:
+        return _of_product(eqn, out_read, later)
+    if name in MOVES:
+        moved = out_read & ~WHOLE if name in traits.RESIZES else out_read
+        return [moved] * len(eqn.invars)
+    if name in traits.HANDS_ON:
+        passed = OUTPUT | LATER | FORWARD | FULL | CARRIED | EXACT | ABSOLUTE | LARGE
+        if name not in traits.SCALES or any(map(compat.is_literal, eqn.invars)):
+            passed |= GRADIENT
+        return [out_read & passed] * len(eqn.invars)
+    if name in traits.ACCUMULATES:
+        return [out_read & (LATER | FORWARD | FULL | EXACT | ABSOLUTE | LARGE)] * len(eqn.invars)
+    if name in traits.ABSOLUTE:
+        return [later | ABSOLUTE]
+    return [later] * len(eqn.invars)
+
+
+def _of_product(eqn: Eqn, out_read: int, later: int) -> list[int]:
+    if contraction.only_sums(eqn):
+        return [later | out_read & (NEAR | DIFFERENCE | AGAIN | RESULT)] * len(eqn.invars)
+    if contraction.adds_nothing(eqn):
+        passed = OUTPUT | LATER | FORWARD | FULL | CARRIED | ABSOLUTE | UNROUNDED
+        return [out_read & passed] * len(eqn.invars)
+    if not reasons.has_default_precision(eqn):
+        return [later | EXACT] * len(eqn.invars)
+    if conditioned.keeps_from_low(eqn, out_read):
+        return [later | EXACT] * len(eqn.invars)
+    if reasons.as_written(eqn) or scopes.is_as_written(eqn):
+        return [later] * len(eqn.invars)
+    again = out_read & AGAIN  # equal products are of operands that are rounded alike
+    return [PRODUCT | LATER | FORWARD | WHOLE | again] * 2 + [0] * (len(eqn.invars) - 2)
+
+
+def _of_activation(eqn: Eqn, outs: list[int], inside: list[int]) -> list[int]:
+    """An activation is one operation: what it reads inside is not read by a product outside."""
+    reads = [r & (LATER | FORWARD | UNROUNDED | COTANGENTS) for r in inside]
+    for out, made in zip(outs, ways.of_equation(eqn), strict=True):
+        for i in ways.places(made.direct):
+            reads[i] |= out & FULL
+    return reads
+
+
+class Inner:
+    """Says how the programs of an equation read their inputs."""
+
+    def __init__(self, eqn: Eqn, others: Others, known: facts.Facts) -> None:
+        self.eqn, self.others, self.known = eqn, others, known
+
+    def __call__(self, part: structure.Part, out_reads: tuple[int, ...]) -> tuple[int, ...]:
+        given = facts.entering(self.eqn, part, self.known).given
+        reads = inside(part.program, out_reads, self.others, given)
+        return tuple(reads.get(v, 0) for v in compat.closed(part.program).jaxpr.invars)
+
+
+@by_program
+def inside(
+    program: Any, out_reads: tuple[int, ...], others: Others, given: tuple[facts.Fact, ...]
+) -> dict[Any, int]:
+    """Returns how each variable of a program is read, given the facts of its inputs."""
+    return of(compat.closed(program).jaxpr, out_reads, others, facts.inside(program, given))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jax import lax
 
-from mpjax._autocast.decide import reads
+from mpjax._autocast.decide import read_flags
 from mpjax._autocast.decide.states import Kind, State
 from mpjax._autocast.known import fusible, named_attention, scopes
 from mpjax._base import compat
@@ -61,6 +61,11 @@ PRODUCT_TESTED = (
 )
 PRODUCT_CANCELS = f"added to a sum over the same values, which cancels it: float32{_CAST}"
 PRODUCT_NEAR = f"of small matrices, and a distance to a constant is read: float32{_CAST}"
+_OF_PRODUCTS = {
+    read_flags.TESTED: PRODUCT_TESTED,
+    read_flags.CANCELS: PRODUCT_CANCELS,
+    read_flags.NEAR: PRODUCT_NEAR,
+}
 MEETS = Reason("its gradients, of which a loop, a sort or a rule gives one, add up in float32")
 MAXIMUM = Reason("the maximum of float32 rows: exp(x - max(x)) is exactly 1 there")
 MASKED = Reason("a mask or another array was added, and an exponential reads the sum")
@@ -145,31 +150,30 @@ def has_default_precision(eqn: Eqn) -> bool:
 
 def of_product(flag: int) -> Reason:
     """Returns why a product is not made low for the sake of a reader that set a flag."""
-    text = {reads.TESTED: PRODUCT_TESTED, reads.CANCELS: PRODUCT_CANCELS, reads.NEAR: PRODUCT_NEAR}
-    return Reason(text[flag], By.READER)
+    return Reason(_OF_PRODUCTS[flag], By.READER)
 
 
-def of_reader(want: int) -> Reason | None:
+def of_reader(read: int) -> Reason | None:
     """Returns why a reader needs a value that is not rounded, None where none does."""
-    if not want & reads.UNROUNDED:
+    if not read & read_flags.UNROUNDED:
         return None
-    if want & reads.TESTED:
+    if read & read_flags.TESTED:
         return Reason(TESTED, By.READER)
-    if want & reads.NEAR:
+    if read & read_flags.NEAR:
         return Reason(NEAR, By.READER)
-    if want & reads.AGAIN:
+    if read & read_flags.AGAIN:
         return Reason(AGAIN, By.READER)
-    return Reason(DIFFERENCE if want & reads.DIFFERENCE else RUINED, By.READER)
+    return Reason(DIFFERENCE if read & read_flags.DIFFERENCE else RUINED, By.READER)
 
 
-def of_reader_beside_a_product(want: int) -> Reason | None:
+def of_reader_beside_a_product(read: int) -> Reason | None:
     """Returns the same of a value that a product reads, too, and that would be low for it."""
-    return of_reader(want) if want & reads.PRODUCT else None
+    return of_reader(read) if read & read_flags.PRODUCT else None
 
 
-def of_no_gain(want: int) -> Reason:
+def of_no_gain(read: int) -> Reason:
     """Returns why a value behind the last product is not rounded."""
-    return Reason(OUTPUT if want & reads.OUTPUT else BEHIND, By.READER)
+    return Reason(OUTPUT if read & read_flags.OUTPUT else BEHIND, By.READER)
 
 
 def of_carry(before: State, state: State, *, is_recurrent: bool) -> Reason:
@@ -190,7 +194,7 @@ def of_carry(before: State, state: State, *, is_recurrent: bool) -> Reason:
 
 
 def of_operands(
-    eqn: Eqn, state: State, operands: Sequence[State], want: int, *, widest: bool
+    eqn: Eqn, state: State, operands: Sequence[State], read: int, *, widest: bool
 ) -> Reason:
     """Returns the reason of an operation that takes the dtype of its operands."""
     if state.kind == Kind.CONSTANT:
@@ -210,7 +214,7 @@ def of_operands(
         return Reason('rules="widest": a float32 operand wins', By.USER)
     if any(s.kind == Kind.CONSTANT and s.values is None for s in operands):
         return Reason("a constant whose values are not known")
-    return of_no_gain(want) if lows else FOLLOWS
+    return of_no_gain(read) if lows else FOLLOWS
 
 
 def _too_fine(eqn: Eqn, operands: Sequence[State]) -> float | None:

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from mpjax._autocast.decide import demand, may, reads, reasons, states
-from mpjax._autocast.decide.decided import Outside, Settings, initial_state
+from mpjax._autocast.decide import may, read_flags, reads, reasons, states
+from mpjax._autocast.decide.decided import Action, Decision, Outside, Settings, initial_state
 from mpjax._autocast.decide.may import norms
 from mpjax._autocast.decide.may.streams import Streams
 from mpjax._autocast.decide.must.steps import Steps
+from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.states import Kind, State
 from mpjax._autocast.known import fact_flags, facts, scopes
 from mpjax._base import compat
@@ -33,7 +34,7 @@ class Rounding:
         self,
         jaxpr: Any,
         in_states: tuple[State, ...],
-        wants: tuple[int, ...],
+        out_reads: tuple[int, ...],
         settings: Settings,
         outside: Outside,
     ) -> None:
@@ -46,19 +47,20 @@ class Rounding:
         self.in_states = in_states
         given = facts.unrelated(self.jaxpr) if outside.facts is None else outside.facts
         self.facts = facts.inside(jaxpr, given)
-        self.demand = demand.inside(jaxpr, wants, settings.demanded, given)
+        self.reads = reads.inside(jaxpr, out_reads, settings.other_reads, given)
         known = zip(self.jaxpr.invars, outside.ahead, strict=False)
         self.ahead = {v for v, is_ahead in known if is_ahead}  # it is added what comes out of calls
-        self.wants = wants
+        self.out_reads = out_reads
         self.states: dict[Any, State] = dict(zip(self.jaxpr.invars, in_states, strict=True))
         for var in self.jaxpr.constvars:
             self.states[var] = initial_state(var.aval)
-        self.steps = Steps(self.jaxpr, self.demand, self.states, self.facts, outside.relations)
-        self.streams = Streams(self.jaxpr, self.steps, self.demand, self.facts)
+        self.steps = Steps(self.jaxpr, self.reads, self.states, self.facts, outside.relations)
+        self.streams = Streams(self.jaxpr, self.steps, self.reads, self.facts)
         granted = may.NORMS in settings.may
         made = norms.of_program(jaxpr) if granted else norms.NONE
         self.normalised, self.norms_between, self.norms_multiplied = made
-        self.held: dict[Any, reasons.Reason] = {}  # why values that could be low are float32
+        self.changed = False  # whether anything differs from what was traced
+        self.held: dict[Any, Reason] = {}  # why values that could be low are float32
 
     def settings_at(self, eqn: Eqn) -> Settings:
         if eqn is not self._last[0]:  # asked several times of each
@@ -84,12 +86,12 @@ class Rounding:
             return operands
         return [states.as_low(s) for s in operands]
 
-    def as_normalised(self, eqn: Eqn, state: State, want: int) -> State:
+    def as_normalised(self, eqn: Eqn, state: State, read: int) -> State:
         """Low, where a product comes later and nothing that rounding would hurt reads the value."""
-        spoiled = reads.OUTPUT | reads.FULL | reads.GRADIENT | reads.ABSOLUTE | reads.UNROUNDED
-        if not want & reads.LATER or want & spoiled:
+        spoiled = read_flags.SPOILED | read_flags.GRADIENT
+        if not read & read_flags.LATER or read & spoiled:
             return state
-        return self.as_read(eqn, state, reads.PRODUCT)
+        return self.as_read(eqn, state, read_flags.PRODUCT)
 
     def of_sum(self, eqn: Eqn, operands: Sequence[State], state: State) -> State:
         """The state of a sum that would be `state` by its operands alone."""
@@ -104,28 +106,28 @@ class Rounding:
 
     def stored(self, eqn: Eqn, var: Any, state: State) -> State:
         """Low instead of wide, where a product reads the value and no output does."""
-        want = self.demand.get(var, 0)
+        read = self.reads.get(var, 0)
         state = self.unrounded(eqn, var, state)
         if var in self.norms_multiplied:
             state = states.unkept(state)
         if var in self.norms_between:
-            state = self.as_normalised(eqn, state, want)
-        return self.as_read(eqn, state, want)
+            state = self.as_normalised(eqn, state, read)
+        return self.as_read(eqn, state, read)
 
     def unrounded(self, eqn: Eqn, var: Any, state: State) -> State:
         """Float32 instead of low, where rounding would hurt a reader or gain nothing."""
-        want = self.demand.get(var, 0)
+        read = self.reads.get(var, 0)
         if state.kind != Kind.LOW:
             return state
-        if self.gains_nothing(eqn, want):
-            self.held[var] = reasons.of_no_gain(want)
+        if self.gains_nothing(eqn, read):
+            self.held[var] = reasons.of_no_gain(read)
             return states.WIDE
-        reason = reasons.of_reader(want) or (reasons.MEETS if want & reads.MEET else None)
+        reason = reasons.of_reader(read) or (reasons.MEETS if read & read_flags.MEET else None)
         if reason is None and self.is_of_unrounded(eqn, var):
             reason = reasons.MAXIMUM
-        if reason is None and want & reads.ABSOLUTE and self.facts[var].added:
+        if reason is None and read & read_flags.ABSOLUTE and self.facts[var].added:
             reason = reasons.MASKED
-        if reason is None and want & reads.LARGE and state.dtype == FLOAT16:
+        if reason is None and read & read_flags.LARGE and state.dtype == FLOAT16:
             reason = reasons.LARGE
         if reason is None:
             return state
@@ -141,16 +143,16 @@ class Rounding:
         is_extreme = self.facts[var].flags & fact_flags.EXTREME
         return bool(is_extreme) and any(s.would_be is not None for s in operands)
 
-    def gains_nothing(self, eqn: Eqn, want: int) -> bool:
+    def gains_nothing(self, eqn: Eqn, read: int) -> bool:
         """Whether a value stands behind the last product, where losses live.
 
         In a derivative taken inside the program products come later: those of the backward pass.
         What is behind the last product of the forward pass still is, unless it was made, for that
         derivative, of what stands before.
         """
-        if not want & reads.LATER:
+        if not read & read_flags.LATER:
             return True
-        if want & reads.FORWARD or scopes.is_transposed(eqn):
+        if read & read_flags.FORWARD or scopes.is_transposed(eqn):
             return False
         return not any(map(self.is_before_a_product, compat.variables(eqn)))
 
@@ -158,26 +160,26 @@ class Rounding:
         """Whether a product of the forward pass depends on a value, here or where we are called."""
         if compat.is_literal(atom):
             return False
-        return bool(self.demand.get(atom, 0) & reads.FORWARD) or atom in self.ahead
+        return bool(self.reads.get(atom, 0) & read_flags.FORWARD) or atom in self.ahead
 
-    def as_read(self, eqn: Eqn, state: State, want: int) -> State:
+    def as_read(self, eqn: Eqn, state: State, read: int) -> State:
         """The state in which a result of an equation is given to those that read it so."""
-        if state.kind != Kind.WIDE or state.pure or state.kept or not want & reads.PRODUCT:
+        if state.kind != Kind.WIDE or state.pure or state.kept or not read & read_flags.PRODUCT:
             return state
         dtype = self.low_dtype(eqn, self.settings_at(eqn))
-        if want & (reads.OUTPUT | reads.FULL | reads.ABSOLUTE | reads.UNROUNDED):
+        if read & read_flags.SPOILED:
             return state
         if dtype is None or self.settings.widest or may.READ not in self.settings.may:
             return state
         return states.low(dtype)
 
-    def because(self, eqn: Eqn, own: reasons.Reason | None) -> reasons.Reason:
+    def because(self, eqn: Eqn, own: Reason | None) -> Reason:
         """The reason of the dtype of an operation's first result, which is recorded.
 
         `own` is the operation's, None where it takes the dtype of its operands.
         """
         out = eqn.outvars[0]
-        state, want = self.states[out], self.demand.get(out, 0)
+        state, read = self.states[out], self.reads.get(out, 0)
         if state.kind == Kind.FOREIGN:
             return own or reasons.INPUTS
         settings = self.settings_at(eqn)
@@ -186,7 +188,7 @@ class Rounding:
             if place is not None:
                 return place
         if state.kind == Kind.WIDE:
-            asked = self.held.get(out) or reasons.of_reader_beside_a_product(want)
+            asked = self.held.get(out) or reasons.of_reader_beside_a_product(read)
             if asked is not None:
                 return asked
         if self.settings.overrides and (by_rule := reasons.of_rule(self.settings, eqn, state)):
@@ -195,9 +197,9 @@ class Rounding:
             return own
         operands = [self.state(v) for v in eqn.invars]
         widest = self.settings.widest
-        return reasons.of_operands(eqn, state, operands, want, widest=widest)
+        return reasons.of_operands(eqn, state, operands, read, widest=widest)
 
-    def of_user(self, eqn: Eqn, state: State) -> reasons.Reason | None:
+    def of_user(self, eqn: Eqn, state: State) -> Reason | None:
         """The user's reason for the dtype of an operation, None where there is none."""
         place = reasons.of_place(self.settings_at(eqn), eqn)
         return place or reasons.of_rule(self.settings, eqn, state)
@@ -206,30 +208,34 @@ class Rounding:
         for var, state in zip(eqn.outvars, made, strict=True):
             self.states[var] = state if is_float32(var) else states.FOREIGN
 
+    def as_traced(self, eqn: Eqn, state: State, reason: Reason) -> Decision:
+        self.record(eqn, [state] * len(eqn.outvars))
+        return Decision(eqn, Action.AS_TRACED, reason)
+
     def state(self, atom: Any) -> State:
         if compat.is_literal(atom):
             return states.of_literal(atom)
         return self.states[atom]
 
-    def output_state(self, atom: Any, want: int, maker: Any) -> State:
+    def output_state(self, atom: Any, read: int, maker: Any) -> State:
         state = self.state(atom)
-        if want & reads.STACKED:  # a loop may stack low what it also carries in float32
+        if read & read_flags.STACKED:  # a loop may stack low what it also carries in float32
             state = states.unkept(state)
         if maker is not None:
-            inside = self.demand.get(atom, 0) & reads.UNROUNDED
-            state = self.as_read(maker, state, want | inside)
+            inside = self.reads.get(atom, 0) & read_flags.UNROUNDED
+            state = self.as_read(maker, state, read | inside)
         if state.kind != Kind.LOW:
             return state
-        if want & reads.FULL:
+        if read & read_flags.FULL:
             return states.WIDE
-        if want & reads.OUTPUT and not want & reads.PRODUCT:
+        if read & read_flags.OUTPUT and not read & read_flags.PRODUCT:
             return states.WIDE  # rounding it would be seen and gain nothing
         return state
 
     def low_copy(self, var: Any) -> Any:
         if not is_float32(var) or self.states[var].kind in (Kind.LOW, Kind.CONSTANT):
             return None
-        if not self.demand.get(var, 0) & reads.WHOLE or not isinstance(
+        if not self.reads.get(var, 0) & read_flags.WHOLE or not isinstance(
             self.settings.policy, Policy
         ):
             return None

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from mpjax._autocast import speed
 from mpjax._autocast.arrange.plan import Plan
-from mpjax._autocast.decide import reads, reasons
+from mpjax._autocast.decide import read_flags, reasons
 from mpjax._autocast.decide.decided import Action, Decision
 from mpjax._autocast.decide.reasons import By
 from mpjax._autocast.decide.states import Kind
@@ -195,7 +195,7 @@ def _rounds(plan: Plan, eqn: Eqn) -> int:
     def wanted(atom: Any) -> int:
         if compat.is_literal(atom) or not _is_narrow(atom):
             return 0
-        return plan.reads.get(atom, 0) & reads.UNROUNDED
+        return plan.reads.get(atom, 0) & read_flags.UNROUNDED
 
     if is_own(eqn.primitive) or scopes.is_as_written(eqn) or any(map(wanted, eqn.invars)):
         return 0

@@ -1,6 +1,6 @@
 """Finds the operation for whose sake a value stays in float32: rounding would hurt its result.
 
-`demand` gives flags without names, since calls whose results are read differently share a plan.
+`reads` gives flags without names, since calls whose results are read differently share a plan.
 `explain` looks the name up, for one place in the program.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpjax._autocast.arrange.plan import Plan
-from mpjax._autocast.decide import reads
+from mpjax._autocast.decide import read_flags
 from mpjax._autocast.decide.decided import Action, Decision
 from mpjax._autocast.decide.must import conditioned
 from mpjax._autocast.known import fusible, scopes
@@ -47,7 +47,7 @@ def of(plan: Plan, outside: Readers) -> dict[Any, Reader]:
     def add(atom: Any, reader: Reader | None) -> None:
         if reader is None or compat.is_literal(atom):
             return
-        if plan.reads.get(atom, 0) & reads.UNROUNDED:
+        if plan.reads.get(atom, 0) & read_flags.UNROUNDED:
             readers.setdefault(atom, reader)
 
     for atom, reader in zip(plan.jaxpr.jaxpr.outvars, outside, strict=True):

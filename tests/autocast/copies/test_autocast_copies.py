@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _heads import _LABELS, _N, _apply, _head, _net, _normal
-from _planned import plan_of, reads
+from _planned import plan_of, read_flags
 from jax import lax
 from jax.experimental import io_callback
 
@@ -202,7 +202,7 @@ def _asks(plan):
     for decision in plan.decisions:
         if decision.call is not None and any(map(_asks, decision.call.plans)):
             return True
-    return any(want & reads.AGAIN for want in plan.reads.values())
+    return any(read & read_flags.AGAIN for read in plan.reads.values())
 
 
 @pytest.mark.parametrize("name", [*THE_SAME, *OTHER])

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import pytest
 from _heads import HEADS
 from _hidden_heads import HIDDEN
-from _planned import Kind, compat, plan_of, reads, structure
+from _planned import Kind, compat, plan_of, read_flags, structure
 
 from benchmarks.networks import NETWORKS
 
@@ -118,7 +118,8 @@ def _is_low(planned, v):
 
 
 def _known(planned, v):
-    return planned and planned.reads.get(v, 0) & (reads.UNROUNDED | reads.LATER | reads.MEET)
+    told = read_flags.UNROUNDED | read_flags.LATER | read_flags.MEET
+    return planned and planned.reads.get(v, 0) & told
 
 
 def _rows(eqn, planned, told):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _planned import Kind, Planned, demand, facts, reads, states, ways
+from _planned import Kind, Planned, facts, read_flags, reads, states, ways
 from jax import lax
 
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
@@ -229,45 +229,45 @@ def test_direct_paths_stop_at_products_and_bounded_functions():
 # -- how values are read ---------------------------------------------------------------------------
 
 
-LATER = reads.LATER | reads.FORWARD
+LATER = read_flags.LATER | read_flags.FORWARD
 
 
-def flags(fun, *args, want=reads.OUTPUT, full=frozenset()):
+def flags(fun, *args, want=read_flags.OUTPUT, full=frozenset()):
     program = jax.make_jaxpr(fun)(*args)
     jaxpr = program.jaxpr
     known = facts.inside(program, facts.unrelated(jaxpr))
-    found = demand.of(jaxpr, (want,) * len(jaxpr.outvars), demand.Demanded(full), known)
+    found = reads.of(jaxpr, (want,) * len(jaxpr.outvars), reads.Others(full), known)
     return [found.get(v, 0) for v in jaxpr.invars]
 
 
 @pytest.mark.parametrize(
     ("fun", "want"),
     [
-        (lambda x, w: x @ w, reads.PRODUCT | LATER | reads.WHOLE),
-        (lambda x, w: x.T @ x, reads.PRODUCT | LATER | reads.WHOLE),
-        (lambda x, w: x[:2] @ w, reads.PRODUCT | LATER),  # not whole
+        (lambda x, w: x @ w, read_flags.PRODUCT | LATER | read_flags.WHOLE),
+        (lambda x, w: x.T @ x, read_flags.PRODUCT | LATER | read_flags.WHOLE),
+        (lambda x, w: x[:2] @ w, read_flags.PRODUCT | LATER),  # not whole
         (lambda x, w: jnp.tanh(x) @ w, LATER),
-        (lambda x, w: x, reads.OUTPUT),
-        (lambda x, w: 2 * x + w[0], reads.OUTPUT),
-        (lambda x, w: 2 * x + 1, reads.OUTPUT | reads.NEAR),
+        (lambda x, w: x, read_flags.OUTPUT),
+        (lambda x, w: 2 * x + w[0], read_flags.OUTPUT),
+        (lambda x, w: 2 * x + 1, read_flags.OUTPUT | read_flags.NEAR),
         (lambda x, w: jnp.tanh(x), 0),
-        (lambda x, w: jnp.exp(x), reads.ABSOLUTE),
-        (lambda x, w: jnp.sin(3 * x[:, ::-1] + w[0]), reads.ABSOLUTE | reads.NEAR),
-        (lambda x, w: lax.cumsum(x), reads.EXACT),
-        (lambda x, w: lax.cumsum(3 * x[:, ::-1]), reads.EXACT),
-        (lambda x, w: jnp.matmul(x, w, precision="highest"), reads.EXACT),
-        (lambda x, w: jnp.where(x > 0, lax.cumsum(x), 0), reads.EXACT),
-        (lambda x, w: lax.cumsum(jnp.where(w[0] > 0, x, 0)), reads.EXACT),
-        (lambda x, w: lax.cumsum(jax.nn.sigmoid(x)), reads.EXACT),
-        (lambda x, w: lax.reduce_precision(x, 8, 7) @ w, reads.EXACT | LATER),
-        (lambda x, w: jnp.exp(lax.cumsum(x)) @ w, reads.EXACT | LATER),
+        (lambda x, w: jnp.exp(x), read_flags.ABSOLUTE),
+        (lambda x, w: jnp.sin(3 * x[:, ::-1] + w[0]), read_flags.ABSOLUTE | read_flags.NEAR),
+        (lambda x, w: lax.cumsum(x), read_flags.EXACT),
+        (lambda x, w: lax.cumsum(3 * x[:, ::-1]), read_flags.EXACT),
+        (lambda x, w: jnp.matmul(x, w, precision="highest"), read_flags.EXACT),
+        (lambda x, w: jnp.where(x > 0, lax.cumsum(x), 0), read_flags.EXACT),
+        (lambda x, w: lax.cumsum(jnp.where(w[0] > 0, x, 0)), read_flags.EXACT),
+        (lambda x, w: lax.cumsum(jax.nn.sigmoid(x)), read_flags.EXACT),
+        (lambda x, w: lax.reduce_precision(x, 8, 7) @ w, read_flags.EXACT | LATER),
+        (lambda x, w: jnp.exp(lax.cumsum(x)) @ w, read_flags.EXACT | LATER),
     ],
 )
 def test_reads_say_who_reads_an_input(fun, want):
-    assert flags(fun, X, W)[0] & ~reads.COTANGENTS == want
+    assert flags(fun, X, W)[0] & ~read_flags.COTANGENTS == want
 
 
-MEETING = reads.READ | reads.APART | reads.MEET
+MEETING = read_flags.READ | read_flags.APART | read_flags.MEET
 
 
 @pytest.mark.parametrize(
@@ -275,17 +275,20 @@ MEETING = reads.READ | reads.APART | reads.MEET
     [
         (lambda x, w: x[0], 0),
         (lambda x, w: x > 0, 0),
-        (lambda x, w: jnp.tanh(x), reads.READ),
-        (lambda x, w: jnp.tanh(x) + jnp.exp(x), reads.READ),
-        (lambda x, w: jnp.tanh(x.T), reads.READ),
-        (lambda x, w: lax.sort(x), reads.READ | reads.APART),
+        (lambda x, w: jnp.tanh(x), read_flags.READ),
+        (lambda x, w: jnp.tanh(x) + jnp.exp(x), read_flags.READ),
+        (lambda x, w: jnp.tanh(x.T), read_flags.READ),
+        (lambda x, w: lax.sort(x), read_flags.READ | read_flags.APART),
         (lambda x, w: lax.sort(x) + x, MEETING),
         (lambda x, w: jnp.sort(x.T).T + x, MEETING),
-        (lambda x, w: lax.cond(w[0, 0] > 0, lax.sort, jnp.tanh, x), reads.READ | reads.APART),
+        (
+            lambda x, w: lax.cond(w[0, 0] > 0, lax.sort, jnp.tanh, x),
+            read_flags.READ | read_flags.APART,
+        ),
     ],
 )
 def test_reads_say_which_cotangents_add_up(fun, want):
-    assert flags(fun, X, W)[0] & reads.COTANGENTS == want
+    assert flags(fun, X, W)[0] & read_flags.COTANGENTS == want
 
 
 def test_a_loop_asks_for_what_it_carries_in_float32_and_not_for_its_end():
@@ -293,9 +296,9 @@ def test_a_loop_asks_for_what_it_carries_in_float32_and_not_for_its_end():
         return lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=2)[0]
 
     found, weight = flags(fun, X, W)
-    assert not found & (reads.OUTPUT | reads.WHOLE)
-    assert found & reads.PRODUCT
-    assert weight & reads.WHOLE  # the same in each iteration: worth a copy outside
+    assert not found & (read_flags.OUTPUT | read_flags.WHOLE)
+    assert found & read_flags.PRODUCT
+    assert weight & read_flags.WHOLE  # the same in each iteration: worth a copy outside
 
 
 def test_what_starts_as_a_constant_is_given_back_unrounded():

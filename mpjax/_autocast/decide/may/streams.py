@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpjax._autocast.decide import reads
+from mpjax._autocast.decide import read_flags
 from mpjax._autocast.decide.must.steps import Steps
 from mpjax._autocast.decide.states import Kind, State
 from mpjax._autocast.known import fact_flags, facts, scopes, ways
@@ -54,9 +54,9 @@ class Streams:
             return None
         if any(self._known[v].flags & fact_flags.EXTREME for v in eqn.invars):
             return None
-        want = self._flags.get(eqn.outvars[0], 0)
-        spoiled = reads.FULL | reads.ABSOLUTE
-        if want & spoiled or not want & (reads.LATER | reads.CARRIED):
+        read = self._flags.get(eqn.outvars[0], 0)
+        spoiled = read_flags.FULL | read_flags.ABSOLUTE
+        if read & spoiled or not read & (read_flags.LATER | read_flags.CARRIED):
             return None  # a sum of many keeps each rounding
         if scopes.is_transposed(eqn) and eqn.outvars[0].aval.shape not in self._shapes:
             return None

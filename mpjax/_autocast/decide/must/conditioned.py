@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._autocast.decide.reads import (
+from mpjax._autocast.decide.read_flags import (
     AGAIN,
     BELOW,
     CANCELS,
@@ -47,35 +47,35 @@ _WITHOUT_A_CLASS = traits.LOOKS | traits.HANDS_ON
 _HANDED_ON = NEAR | CANCELS | EXACT | DIFFERENCE | AGAIN | RESULT
 
 
-def asks(eqn: Eqn, union: int, known: facts.Facts) -> int:
-    """Returns what an operation, or a later reader of its results, asks of its operands.
+def how_read(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
+    """Returns how an operation, or a later reader of its results, reads its operands.
 
     Args:
       eqn: the operation.
-      union: how its results are read.
+      out_read: how its results are read.
       known: the facts of its program.
     """
-    asked = of_itself(eqn, union, known)
-    if not union & _HANDED_ON:
-        return asked
+    read = of_itself(eqn, out_read, known)
+    if not out_read & _HANDED_ON:
+        return read
     name = eqn.primitive.name
     if name not in _STOP_A_DISTANCE:
-        asked |= union & (NEAR | RESULT)
+        read |= out_read & (NEAR | RESULT)
     if name not in _STOP_A_DIFFERENCE:
-        asked |= union & (DIFFERENCE | AGAIN)
+        read |= out_read & (DIFFERENCE | AGAIN)
     if facts.hands_on_terms(eqn):
-        asked |= union & (CANCELS | BELOW)
-    elif union & CANCELS:
-        asked |= EXACT  # all terms of the difference are of the same, unrounded values
-    if union & BELOW and facts.adds_up(eqn):
-        asked |= CANCELS
+        read |= out_read & (CANCELS | BELOW)
+    elif out_read & CANCELS:
+        read |= EXACT  # all terms of the difference are of the same, unrounded values
+    if out_read & BELOW and facts.adds_up(eqn):
+        read |= CANCELS
     if name in traits.OF_FEW or totals.is_along_one(eqn):
-        asked |= union & EXACT
-    return asked
+        read |= out_read & EXACT
+    return read
 
 
 def of_a_test(eqn: Eqn) -> list[int]:
-    """Returns what a loop's stop test that reads an operation asks of the operands.
+    """Returns how a loop's stop test reads the operands of an operation whose result it reads.
 
     All that its floats are made of, products included: rounded anew in each turn, a change need
     never fall below a tolerance. Integers end the way: a decoder stops at a token.
@@ -90,8 +90,8 @@ def _is_compared(aval: Any) -> bool:
     )
 
 
-def of_itself(eqn: Eqn, union: int, known: facts.Facts) -> int:
-    """Returns what an operation asks of its operands that no reader of its results asks for."""
+def of_itself(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
+    """Returns how an operation reads its operands, whoever reads its results."""
     name = eqn.primitive.name
     if name in traits.ANGLES:
         return NEAR
@@ -100,18 +100,18 @@ def of_itself(eqn: Eqn, union: int, known: facts.Facts) -> int:
     if name in factors.MULTIPLY:
         many = factors.makes_many(eqn, [facts.of_atom(v, known) for v in eqn.invars])
         return NEAR | RESULT if many else 0
-    if asked := decides(eqn, union, known):
-        return asked
+    if read := decides(eqn, out_read, known):
+        return read
     if name not in traits.ADDS:
         return DIFFERENCE if facts.is_weighted_sum(eqn, known) else 0
-    asked = 0
+    read = 0
     if _adds_a_point(eqn, known):  # `1 + scale` may be near 0 by chance, `1 - cosine` is by design
-        asked = NEAR | RESULT if name == "sub" else NEAR
+        read = NEAR | RESULT if name == "sub" else NEAR
     if terms := facts.cancelling(eqn, known):
-        asked |= CANCELS | EXACT | (BELOW if any(t.is_summed for t in terms) else 0)
+        read |= CANCELS | EXACT | (BELOW if any(t.is_summed for t in terms) else 0)
     if facts.is_difference(eqn, known):
-        asked |= DIFFERENCE | (RESULT if facts.is_of_two_places(eqn, known) else 0)
-    return asked
+        read |= DIFFERENCE | (RESULT if facts.is_of_two_places(eqn, known) else 0)
+    return read
 
 
 def ruins(eqn: Eqn) -> bool:
@@ -123,7 +123,7 @@ def ruins(eqn: Eqn) -> bool:
 
 
 def of_factors(eqn: Eqn, known: facts.Facts) -> list[int]:
-    """Returns what a `mul` or `div` asks of its operands.
+    """Returns how a `mul` or `div` reads its operands.
 
     `h = h * decay`, of a loop's carry: a rounding of `decay` is repeated in each turn. And what is
     made much smaller may be too large for float16, as sums of squared pixels: `h.T @ h / 2048`.
@@ -138,8 +138,8 @@ def of_factors(eqn: Eqn, known: facts.Facts) -> list[int]:
     return [NEAR | is_large if e else is_large for e in entered]
 
 
-def decides(eqn: Eqn, union: int, known: facts.Facts) -> int:
-    """Returns what an operation asks that compares, sorts or counts values, or 0.
+def decides(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
+    """Returns how an operation that compares, sorts or counts reads its operands, or 0.
 
     Of what a product made, rounding makes different values equal, or moves an integer: `z > kth`,
     `argmax(z)`, `z.astype(int)`. Values with an offset are close to each other beside it:
@@ -152,24 +152,23 @@ def decides(eqn: Eqn, union: int, known: facts.Facts) -> int:
     floats = [facts.of_atom(v, known) for v in eqn.invars if is_float32(v)]
     if any(compat.is_literal(v) and v.val == 0 for v in eqn.invars):
         return 0  # a sign, as of a relu
-    asked = NEAR if any(f.flags & fact_flags.OFFSET for f in floats) else 0
+    read = NEAR if any(f.flags & fact_flags.OFFSET for f in floats) else 0
     made = fact_flags.PRODUCT | fact_flags.DERIVED
-    if any(f.flags & made == fact_flags.PRODUCT for f in floats) and _may_tie(eqn, union, floats):
-        asked |= EXACT
-    return asked
+    of_products = any(f.flags & made == fact_flags.PRODUCT for f in floats)
+    return read | EXACT if of_products and _may_tie(eqn, out_read, floats) else read
 
 
-def _may_tie(eqn: Eqn, union: int, floats: Sequence[facts.Fact]) -> bool:
+def _may_tie(eqn: Eqn, out_read: int, floats: Sequence[facts.Fact]) -> bool:
     """Whether a decision is another one where rounding makes two values equal."""
     if eqn.primitive.name in traits.EQUALS:
-        return len(floats) < 2 or not _asks_what_was_chosen(union, floats)
+        return len(floats) < 2 or not _asks_what_was_chosen(out_read, floats)
     if eqn.primitive.name in traits.SELECTS:
         return len(eqn.outvars) > 1  # or a sort of values alone
     # Near a constant threshold few values change sides.
     return len(eqn.invars) == 1 or not any(f.flags & fact_flags.CONSTANT for f in floats)
 
 
-def _asks_what_was_chosen(union: int, floats: Sequence[facts.Fact]) -> bool:
+def _asks_what_was_chosen(out_read: int, floats: Sequence[facts.Fact]) -> bool:
     """Whether an equality is one of JAX's derivatives: of a maximum, or of one of two values.
 
     They are read by a backward pass alone; all of several equal values get its cotangent.
@@ -177,7 +176,7 @@ def _asks_what_was_chosen(union: int, floats: Sequence[facts.Fact]) -> bool:
     if roots.meet(floats[0].roots, floats[1].roots):  # `z == maximum(z, y)`
         return True
     is_extreme = any(f.flags & fact_flags.EXTREME for f in floats)  # `z == z.max()`
-    return is_extreme and not union & (FORWARD | OUTPUT)
+    return is_extreme and not out_read & (FORWARD | OUTPUT)
 
 
 def _adds_a_point(eqn: Eqn, known: facts.Facts) -> bool:
@@ -191,8 +190,8 @@ def _adds_a_point(eqn: Eqn, known: facts.Facts) -> bool:
     return not any(facts.of_atom(v, known).flags & fact_flags.STEP for v in eqn.invars)
 
 
-def keeps_from_low(eqn: Eqn, want: int) -> int:
+def keeps_from_low(eqn: Eqn, read: int) -> int:
     """Returns the flag of a reader for whose sake a product is not made low, or 0."""
-    if want & (TESTED | CANCELS):
-        return TESTED if want & TESTED else CANCELS
-    return NEAR if want & NEAR and is_of_small_matrices(eqn, FEW) else 0
+    if read & (TESTED | CANCELS):
+        return TESTED if read & TESTED else CANCELS
+    return NEAR if read & NEAR and is_of_small_matrices(eqn, FEW) else 0

@@ -14,7 +14,7 @@ the values that it was taken of are there already, as in batch norm over devices
 
 from __future__ import annotations
 
-from mpjax._autocast.decide.reads import APART, COTANGENTS, MEET, READ, SHARED, SUMMED
+from mpjax._autocast.decide.read_flags import APART, COTANGENTS, MEET, READ, SHARED, SUMMED
 from mpjax._autocast.known import fusible, scopes, totals, traits
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
@@ -24,13 +24,13 @@ from mpjax._jaxpr.sizes import is_float32
 _OWN_KERNEL = (traits.SELECTS | traits.RUNNING) - traits.FUSIBLE - traits.UPDATES
 
 
-def joined(flags: int, more: int) -> int:
-    """Returns the flags of a value that has one reader more."""
-    union = flags | more
-    return union | MEET if flags & more & READ and union & (APART | SHARED) else union
+def joined(read: int, more: int) -> int:
+    """Returns how a value is read that has one reader more."""
+    union = read | more
+    return union | MEET if read & more & READ and union & (APART | SHARED) else union
 
 
-def asks(eqn: Eqn, place: scopes.Scope, union: int) -> tuple[int, int]:
+def how_read(eqn: Eqn, place: scopes.Scope, out_read: int) -> tuple[int, int]:
     """Returns flags that say who gives float32 operands of an equation cotangents.
 
     First those that it sets itself, then those of its results that it hands on.
@@ -38,7 +38,7 @@ def asks(eqn: Eqn, place: scopes.Scope, union: int) -> tuple[int, int]:
     Args:
       eqn: the equation.
       place: the scopes around it.
-      union: how its results are read.
+      out_read: how its results are read.
     """
     if not any(map(is_float32, eqn.outvars)):
         return 0, 0
@@ -47,7 +47,7 @@ def asks(eqn: Eqn, place: scopes.Scope, union: int) -> tuple[int, int]:
     name = eqn.primitive.name
     own = READ | APART if place.as_written or _is_apart(eqn) else READ
     if not place.is_transposed:
-        own |= _towards_devices(eqn, union)
+        own |= _towards_devices(eqn, out_read)
     if name in MOVES:
         return own if own & APART else 0, COTANGENTS
     if structure.is_call(eqn) and not own & APART:
@@ -55,15 +55,15 @@ def asks(eqn: Eqn, place: scopes.Scope, union: int) -> tuple[int, int]:
     return own, 0
 
 
-def _towards_devices(eqn: Eqn, union: int) -> int:
+def _towards_devices(eqn: Eqn, out_read: int) -> int:
     """Returns the flags of what a sum over devices, or a statistic for one, is made of."""
     name = eqn.primitive.name
     if name in traits.ACROSS:
         return SUMMED
     if name not in traits.FUSIBLE:
         return 0
-    is_statistic = union & SUMMED and totals.is_statistic(eqn)
-    return union & (SUMMED | SHARED) | (SHARED if is_statistic else 0)
+    is_statistic = out_read & SUMMED and totals.is_statistic(eqn)
+    return out_read & (SUMMED | SHARED) | (SHARED if is_statistic else 0)
 
 
 def _is_apart(eqn: Eqn) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mpjax._autocast.decide import reads, states
+from mpjax._autocast.decide import read_flags, states
 from mpjax._autocast.decide.states import Kind, State
 from mpjax._autocast.known import fact_flags, facts, ways
 from mpjax._base import compat
@@ -78,14 +78,14 @@ class Steps:
         first, second = (self._known[v].flags & fact_flags.STEP for v in eqn.invars)
         if first != second:
             return True
-        want = self._flags.get(eqn.outvars[0], 0)
+        read = self._flags.get(eqn.outvars[0], 0)
         for i, other in ((0, 1), (1, 0)):
             of = eqn.invars[other]
             if operands[i] != states.INPUT or self._known[of].flags & fact_flags.REPEATED:
                 continue
             if self._inputs.made(of, eqn.invars[i]):
                 return True
-            left_to_streams = want & reads.LATER and not want & reads.ABSOLUTE
+            left_to_streams = read & read_flags.LATER and not read & read_flags.ABSOLUTE
             return operands[other].kind == Kind.LOW and not left_to_streams
         return False
 

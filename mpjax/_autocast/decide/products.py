@@ -1,0 +1,136 @@
+"""Decides about products: whether their operands are low, and whether their own result is.
+
+A product reads low operands and adds up in float32. What it added up is rounded, unless a reader
+needs it as it is, or nothing is gained by that: the last product of a program, or a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from mpjax._autocast.decide import read_flags, reasons, states
+from mpjax._autocast.decide.decided import Action, Decided, Decision, Settings
+from mpjax._autocast.decide.must import conditioned
+from mpjax._autocast.decide.reasons import Reason
+from mpjax._autocast.decide.rounding import Rounding
+from mpjax._autocast.decide.states import Kind, State
+from mpjax._autocast.known import contraction, named_attention, scopes
+from mpjax._base.dtypes import FLOAT16, FLOAT32
+from mpjax._jaxpr.equation import Eqn
+from mpjax._jaxpr.op_rules import OP_RULES, OpClass
+
+_EXACT_RESULT = (
+    read_flags.GRADIENT | read_flags.EXACT | read_flags.RESULT | read_flags.SAME | read_flags.AGAIN
+)
+
+DecideProgram = Callable[..., Decided]
+"""Decides about a program, as `planning.decide` does."""
+
+
+class EightBits(Protocol):
+    """Decides which products of a program are in 8 bits: a `quantized.QuantizedProducts`."""
+
+    def config(
+        self, eqn: Eqn, settings: Any, low: Any, *, exact: bool
+    ) -> tuple[Any | None, str, Any]: ...
+
+    def path(self, eqn: Eqn) -> str: ...
+
+    def entering(self, eqn: Eqn, inner: DecideProgram) -> DecideProgram: ...
+
+
+def decide(
+    values: Rounding, eqn: Eqn, kind: OpClass | None, settings: Settings, eight_bits: EightBits
+) -> Decision:
+    """Decides about one product.
+
+    Args:
+      values: those of its program, of which the result's state is recorded.
+      eqn: the product.
+      kind: its class by the user's rules.
+      settings: those that hold where it stands.
+      eight_bits: decides whether it is in 8 bits.
+    """
+    read = values.reads.get(eqn.outvars[0], 0)
+    low = values.low_dtype(eqn, settings)
+    how, why, low = eight_bits.config(eqn, settings, low, exact=bool(read & read_flags.EXACT))
+    operands = [values.state(v) for v in eqn.invars]
+    reason = _why_not_low(values, eqn, kind, low)
+    if not reason and (flag := conditioned.keeps_from_low(eqn, read)):
+        reason = reasons.of_product(flag)
+        values.changed = True  # it has a row, and equals others
+    if reason:
+        if settings.dot_precision is not None and reasons.has_default_precision(eqn):
+            values.changed = True
+        return values.as_traced(eqn, states.full(operands), reason)
+    if contraction.only_sums(eqn) and any(s.kind == Kind.WIDE for s in operands):
+        values.record(eqn, [states.full(operands)])
+        return Decision(eqn, Action.FUSED, values.because(eqn, reasons.WIDE_SUM))
+    if contraction.adds_nothing(eqn):
+        unkept = [states.unkept(s) for s in operands]
+        state = states.follow(values.as_followed(eqn, unkept), widest=settings.widest)
+        values.record(eqn, [values.stored(eqn, eqn.outvars[0], state)])
+        return Decision(eqn, Action.FUSED, values.because(eqn, None))
+    values.changed = True
+    exact = _is_result_exact(eqn, read, low)
+    values.record(eqn, [_result(read, low, exact=exact)])
+    by_class = Reason(why or OP_RULES[eqn.primitive.name].reason)
+    return Decision(
+        eqn,
+        Action.PRODUCT,
+        reasons.of_reader_beside_a_product(read) or by_class,
+        low=low,
+        out_dtype=FLOAT32 if exact else low,
+        how=how,
+        path=eight_bits.path(eqn) if how is not None else "",
+    )
+
+
+def decide_attention(values: Rounding, eqn: Eqn, settings: Settings) -> Decision:
+    """Decides about one `mpjax.dot_product_attention`, which holds two products."""
+    low = values.low_dtype(eqn, settings)
+    is_exact = any(values.reads.get(v, 0) & read_flags.EXACT for v in eqn.outvars)
+    reason = reasons.attention_as_written(eqn, settings, low, is_exact=is_exact)
+    if reason or low is None:
+        state = states.full([values.state(v) for v in eqn.invars])
+        return values.as_traced(eqn, state, values.of_user(eqn, state) or Reason(reason))
+    values.changed = True
+    is_low = named_attention.results_low(eqn)
+    values.record(eqn, [states.low(low) if yes else states.WIDE for yes in is_low])
+    return Decision(eqn, Action.ATTENTION, Reason(""), low=low)  # `planning` names the kernel
+
+
+def _why_not_low(values: Rounding, eqn: Eqn, kind: OpClass | None, low: Any) -> Reason | None:
+    if low is None:
+        return values.of_user(eqn, states.WIDE) or Reason(reasons.NO_LOW_DTYPE)
+    if kind is not OpClass.LOWER:
+        return values.of_user(eqn, states.WIDE) or reasons.KEPT_BY_RULES
+    if reason := reasons.as_written(eqn):
+        return Reason(reason)
+    held = [values.state(v) for v in eqn.invars[:2]]
+    if any(s.kind == Kind.CONSTANT and not states.fits(s, low) for s in held):
+        return reasons.NO_LOW_CONSTANT
+    return None
+
+
+def _is_result_exact(eqn: Eqn, read: int, low: Any) -> bool:
+    """Whether the result of a product with low operands is float32, as it was added up."""
+    if read & _EXACT_RESULT or low == FLOAT32 or contraction.only_sums(eqn):
+        return True
+    if read & read_flags.LARGE and low == FLOAT16:
+        return True
+    if read & read_flags.NEAR and not read & read_flags.FORWARD:
+        return True
+    if read & read_flags.LATER:
+        return False
+    return bool(read & (read_flags.OUTPUT | read_flags.FULL)) or scopes.is_transposed(eqn)
+
+
+def _result(read: int, low: Any, *, exact: bool) -> State:
+    """Returns the state of the result of a product with low operands."""
+    if exact and read & read_flags.GRADIENT:  # rounded, small steps along it would be lost
+        return states.WIDE_PURE
+    if exact:
+        return states.KEPT if read & read_flags.EXACT else states.WIDE
+    return states.unrounded(states.low(low)) if read & read_flags.MEET else states.low(low)
