@@ -10,28 +10,26 @@ from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from mpjax._autocast import speed
-from mpjax._autocast.arguments import nnx_names, parameters, stateful
+from mpjax._autocast.arguments import parameters, stateful
 from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.copies import same
 from mpjax._autocast.decide import read_flags
 from mpjax._autocast.decide.decided import Settings, initial_state
 from mpjax._autocast.decorator import Decorator, refuses_torch
 from mpjax._autocast.eight_bits import delayed, quantized
-from mpjax._autocast.eight_bits.stored_weights import dequantize_at_products
-from mpjax._autocast.known import derivatives, scopes
+from mpjax._autocast.known import scopes
 from mpjax._autocast.planning import make_plan
 from mpjax._autocast.product import precision
 from mpjax._autocast.run.interpreter import Interpreter
+from mpjax._autocast.tracing import Traced, name_of, trace
 from mpjax._autocast.unused import stored_paths, warn_of_rules
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import message
 from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.foreign_names import AUTOCAST
-from mpjax._base.quantized_array import dequantize, holds_quantized
+from mpjax._base.quantized_array import dequantize
 from mpjax._base.typing import KnownPolicy
 from mpjax._base.typing import PolicySpec as Spec
 from mpjax._jaxpr.op_rules import parse_rules
@@ -127,7 +125,7 @@ def autocast(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         chosen = get_policy(policy)
         _check_place(chosen, fun)
-        warn_of_other_step(chosen, f"autocast({_name(fun)})")
+        warn_of_other_step(chosen, f"autocast({name_of(fun)})")
         settings = Settings(
             chosen, overrides=ordered, widest=widest, dot_precision=algorithm, params=named
         )
@@ -146,8 +144,8 @@ def _check_place(policy: scopes.Policies, fun: Any) -> None:
     if delayed.has_history(policy):
         got = f"{policy} scales by amax histories, which have no place in a function of its own."
         allowed = "Allowed: make_train_step(loss_fn, tx, policy), whose state keeps them."
-        fix = f"In a step of your own: fast = mpjax.with_amax_history({_name(fun)}, policy)."
-        raise ValueError(message(f"autocast({_name(fun)})", got, allowed, fix))
+        fix = f"In a step of your own: fast = mpjax.with_amax_history({name_of(fun)}, policy)."
+        raise ValueError(message(f"autocast({name_of(fun)})", got, allowed, fix))
 
 
 def _given(first: Any, policy: Any) -> Any:
@@ -268,89 +266,6 @@ def planned(
         asked |= more
         plan = make_plan(jaxpr, in_states, out_reads, replace(settings, asked=asked))
     return traced, plan
-
-
-class Traced:
-    """A function's jaxpr, the arrays that it is for, and the structure of its results.
-
-    The results are a pair: the function's own result, and the new leaves of each module among its
-    arguments that it changed. `changed` has the places of these modules.
-    """
-
-    __slots__ = ("arrays", "changed", "given", "jaxpr", "out_tree", "places")
-
-    def __init__(
-        self, jaxpr: Any, given: Any, places: list[int], out_tree: Any, changed: list[int]
-    ) -> None:
-        self.jaxpr = jaxpr
-        self.given = given  # the arguments
-        self.places = places  # of the arrays among the leaves of the arguments
-        leaves = jax.tree.leaves(given)
-        self.arrays = [leaves[i] for i in places]
-        self.out_tree = out_tree
-        self.changed = changed
-
-
-def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
-    """Returns the jaxpr of `fun` over the arrays among its arguments; other leaves are static."""
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if _is_traced(leaf)]
-    where = f"autocast({_name(fun)})"
-    has_quantized = holds_quantized((args, kwargs))
-    trees: list[Any] = []
-
-    def flat(*arrays: Any) -> list[Any]:
-        full = list(leaves)
-        for i, array in zip(places, arrays, strict=True):
-            full[i] = array
-        copies = jax.tree.unflatten(treedef, full)
-        if has_quantized:
-            copies = dequantize(copies)
-        watched = stateful.WatchedModules((args, kwargs), copies, where)
-        nnx_names.name_modules(copies)
-        result = fun(*copies[0], **copies[1])
-        nnx_names.unname_modules(result)
-        changed = watched.changes()
-        returned = (result, [new for _, new in changed])
-        paths, out_tree = jax.tree_util.tree_flatten_with_path(returned)
-        trees[:] = [out_tree, [place for place, _ in changed]]
-        return [_checked_result(fun, path[1:], leaf) for path, leaf in paths]
-
-    arrays = [leaves[i] for i in places]
-    linen = stateful.linen_modules(fun, (args, kwargs))
-    before = stateful.variables(linen)
-    jaxpr = derivatives.mark_backward_passes(jax.make_jaxpr(flat)(*arrays))
-    jaxpr = speed.batch_counted_rows(dequantize_at_products(jaxpr, arrays), arrays)
-    jaxpr = speed.mark_permutations(jaxpr)
-    stateful.check_unchanged(before, linen, where)
-    return Traced(jaxpr, (args, kwargs), places, *trees)
-
-
-def _is_traced(leaf: Any) -> bool:
-    """Whether a leaf is an input of the jaxpr: JAX's arrays are, and NumPy's floating ones.
-
-    NumPy's integers and booleans may be shapes or flags that `fun` needs as values.
-    """
-    if isinstance(leaf, np.ndarray):
-        return jnp.issubdtype(leaf.dtype, jnp.floating)
-    return isinstance(leaf, jax.Array)
-
-
-def _name(fun: Any) -> str:
-    return getattr(fun, "__name__", type(fun).__name__)
-
-
-def _checked_result(fun: Any, path: Any, leaf: Any) -> Any:
-    if isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
-        return leaf
-    raise TypeError(
-        message(
-            f"autocast({_name(fun)})",
-            f"result{jax.tree_util.keystr(path)} is not an array; got {type(leaf).__name__}.",
-            "Allowed: pytrees of arrays and numbers, as for jax.jit.",
-            "Return what is not an array from a function outside autocast.",
-        )
-    )
 
 
 def _typed_like(aval: Any, array: Any) -> Any:

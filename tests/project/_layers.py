@@ -21,7 +21,7 @@ LAYERS = (
     ("_autocast/arrange", "_autocast/product"),
     ("_autocast/attention", "_autocast/eight_bits"),
     ("_autocast/planning", "_autocast/unused"),
-    ("_autocast/run",),
+    ("_autocast/run", "_autocast/tracing"),
     ("_autocast/api",),
     ("_autocast/why", "_autocast/with_history"),
     ("_autocast/__init__",),

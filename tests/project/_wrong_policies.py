@@ -1,12 +1,15 @@
 """Wrong uses of policies, of maps of them, of autocast, and names that are other libraries'."""
 
+import functools
 import operator
 from types import SimpleNamespace
+from unittest import mock
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
-from _wrong_shared import PARAMS, POLICY, SGD, A, T, V, X, each, loss_fn, model, step, told
+from _wrong_shared import PARAMS, POLICY, SGD, A, T, V, X, each, loss_fn, model, note_of, step, told
 
 import mpjax
 import mpjax.linen
@@ -25,6 +28,21 @@ NO_DTYPES = ("int8", "uint8", "bool", "complex64", "float8_e4m3fn", jnp.int32)
 def block(context):
     with context:
         pass
+
+
+def branching(x):
+    return x if jnp.sum(x) > 0 else -x  # the line of the user
+
+
+def asks_for_cudnn():
+    """JAX asks for a GPU first, and then for the dtype of the query."""
+    attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    place = "jax._src.cudnn.fused_attention_stablehlo.check_"
+    with (
+        mock.patch(place + "cudnn_version", return_value=91400),
+        mock.patch(place + "compute_capability", return_value=True),
+    ):
+        note_of(lambda: mpjax.autocast(attend, POLICY)(*[jnp.ones((1, 2, 1, 8))] * 3))
 
 
 def entered(policy):
@@ -70,6 +88,11 @@ ROWS = {
         (lambda: mpjax.autocast(device_type="cuda"), T,
             "device_type= | torch.autocast | "
             + CONTEXT.replace(" | full", " | autocast(fun, 'bf16-mixed') | full")),
+        (lambda: note_of(lambda: mpjax.autocast(branching, POLICY)(X)), V,
+            "autocast(branching): | traces it | At _wrong_policies.py: | # the line of the user | "
+            "jax.lax.cond"),
+        (asks_for_cudnn, V, "implementation=\"cudnn\") got float32 | Allowed | "
+            "Type mpjax.dot_product_attention("),
         (lambda: block(mpjax.autocast(POLICY)), T, "with autocast('bf16-mixed') | " + CONTEXT),
         (lambda: block(mpjax.autocast()), T, CONTEXT),
         (lambda: block(mpjax.autocast("16-mixed")), T,

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
@@ -49,3 +50,11 @@ def wrap(tx=SGD, scale=8.0, **options):
 
 def model():
     return nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+
+def note_of(run):
+    """Raises the notes of an error of JAX as an error."""
+    try:
+        run()
+    except (jax.errors.ConcretizationTypeError, NotImplementedError) as error:
+        raise ValueError("\n".join(error.__notes__)) from None

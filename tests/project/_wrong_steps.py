@@ -23,6 +23,7 @@ from _wrong_shared import (
     each,
     loss_fn,
     model,
+    note_of,
     per_row,
     step,
     told,
@@ -102,13 +103,6 @@ def of_parts(w, batch):
 
 def branching(params, batch):
     return loss_fn(params, batch) if jnp.sum(batch) > 0 else 0.0  # the line of the user
-
-
-def note_of(run):
-    try:
-        run()
-    except jax.errors.ConcretizationTypeError as error:
-        raise ValueError("\n".join(error.__notes__)) from None
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from mpjax._autocast.arguments import parameters, stateful
 from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.decide.decided import Settings
 from mpjax._autocast.eight_bits import delayed
+from mpjax._autocast.tracing import trace
 from mpjax._autocast.why import provenance
 from mpjax._autocast.why.explanation import Casts, Explanation, Row
 from mpjax._base import compat
@@ -81,7 +82,7 @@ def explain(
         settings = Settings(chosen, ordered, widest, None, params=named)
         # A plan refers weakly to its jaxpr, which `_traced` keeps alive.
         _traced, plan = api.planned(fun, args, kwargs, settings)
-        program = api.trace(fast, args, kwargs).jaxpr.jaxpr
+        program = trace(fast, args, kwargs).jaxpr.jaxpr
         name = getattr(fun, "__name__", type(fun).__name__)
         return Explanation(name, shown_name(chosen), _rows(plan), _casts(program))
 
