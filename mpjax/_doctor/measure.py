@@ -19,7 +19,7 @@ from mpjax._base.errors import message
 from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.shown import Shown, html_table, size, table
 from mpjax._base.tree import all_finite, distance, is_array, is_floating
-from mpjax._policies.policy import get_policy
+from mpjax._policies.policy import get_policy, shown_name
 from mpjax._scaling.grad import get_loss_scale
 from mpjax._scaling.loss_scale import NoOpLossScale, StaticLossScale
 from mpjax._training.gradients import value_and_grad
@@ -151,7 +151,7 @@ def measure(
         got = f"budget={budget!r} leaves no time."
         raise ValueError(message("measure", got, "Give seconds, e.g. budget=60."))
     named = {
-        policy if isinstance(policy, str) else str(get_policy(policy)): policy
+        policy if isinstance(policy, str) else shown_name(get_policy(policy)): policy
         for policy in policies
     }
     for policy in policies:

@@ -123,6 +123,12 @@ def test_what_the_budget_does_not_reach_is_left_out_and_said():
     assert [row.failure for row in report.rows[1:]] == ["left out: the budget was spent"] * 2
 
 
+def test_a_policy_has_the_name_that_it_was_made_by():
+    given = ["32-true", mpjax.get_policy("16-mixed")]
+    report = mpjax.measure(loss_fn, given, budget=0.001)(PARAMS, X)
+    assert [row.policy for row in report.rows] == ["32-true", "16-mixed"]
+
+
 def test_it_prints_as_a_table_and_as_plain_values():
     report = mpjax.measure(loss_fn, ["32-true", "bf16-mixed"], budget=60)(PARAMS, X)
     assert "loss_fn: value and gradient, measured on " in str(report)
