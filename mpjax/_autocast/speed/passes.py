@@ -12,6 +12,7 @@ reads them in another order, and XLA would recompute them for it from a stored f
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,7 +67,7 @@ def turned(jaxpr: Jaxpr, fused: Sequence[bool], states: Mapping[Any, State]) -> 
             is_turned |= rows.turns(moved, size(v.aval.shape))
             (v,) = moved.outvars
         if is_turned and states[v].kind == Kind.LOW:
-            behind = list(_behind(jaxpr, readers.get(v, []), fused))
+            behind = list(_behind(jaxpr, v, readers, fused))
             cuts.update([v] if behind and passed_over(behind, [v]) is not None else [])
     return cuts
 
@@ -79,14 +80,20 @@ def _moved_alone(jaxpr: Jaxpr, readers: Sequence[int], fused: Sequence[bool]) ->
     return eqn if eqn.primitive.name in ("transpose", "reshape") else None
 
 
-def _behind(jaxpr: Jaxpr, readers: Sequence[int], fused: Sequence[bool]) -> Iterator[Any]:
-    """Yields the fused equations that lead from a value, whose readers are given, with others."""
-    reached: set[Any] = set()
-    first = min(readers, default=len(jaxpr.eqns))
-    for i, eqn in enumerate(jaxpr.eqns[first:], start=first):
-        if fused[i] and (i in readers or reached.intersection(compat.variables(eqn))):
-            reached.update(eqn.outvars)
-            yield eqn
+def _behind(
+    jaxpr: Jaxpr, of: Any, readers: Mapping[Any, Sequence[int]], fused: Sequence[bool]
+) -> Iterator[Any]:
+    """Yields the fused equations that lead from a value, with others, in order."""
+    waiting = [i for i in readers.get(of, ()) if fused[i]]
+    reached = set(waiting)
+    while waiting:  # a heap: in time of what is reached, not of the program
+        eqn = jaxpr.eqns[heapq.heappop(waiting)]
+        yield eqn
+        for v in eqn.outvars:
+            for i in readers.get(v, ()):
+                if fused[i] and i not in reached:
+                    reached.add(i)
+                    heapq.heappush(waiting, i)
 
 
 class Passes:
