@@ -360,5 +360,35 @@ def covariance_of_pixels(dot, p, x, pixels):
     return jnp.mean((dot(jnp.tanh(made / 50), _tall(p["e"])) - 1) ** 2) + 0 * x.sum()
 
 
+@_head(HIDDEN, params=_net(16, 2.0))
+def near_saturation(dot, p, x):
+    return _read(dot, p, jnp.tanh(jnp.tanh(_made(dot, p, x)) - 2.2))
+
+
+@_head(
+    HIDDEN,
+    params=_net(16, 2.0),
+    data=(101325 * (1 + 0.1 * _RNG.normal(size=16)).astype("f"),),
+)
+def a_pressure_in_a_map(dot, p, x, pressure):
+    parts = lax.map(lambda h: 1e3 * h / pressure, _made(dot, p, x))
+    return _read(dot, p, jnp.tanh(100 * parts))
+
+
+@_head(
+    ONCE,
+    params=_net(16, 2.0, s=1e-5 * (1 + _RNG.uniform(size=16)).astype("f")),
+    data=(_RNG.integers(-127, 128, (1024, 16)).astype(np.int8),),
+)
+def weights_of_8_bits_scaled_behind_the_product(dot, p, x, weights):
+    wide = jnp.tile(40 * jnp.tanh(dot(x, p["a"])), 64)
+    return _read(dot, p, jnp.tanh(dot(wide, weights.astype(x.dtype)) * p["s"]))
+
+
+@_head(HIDDEN, params=_net(16, 2e-5))
+def a_small_product_made_larger(dot, p, x):
+    return _read(dot, p, jnp.tanh(512 * _made(dot, p, x)))
+
+
 def _tall(kernel):
     return jnp.concatenate([kernel] * 4)

@@ -62,7 +62,7 @@ def _of_network(name):
 POLICIES = {"bf16": "bf16-mixed", "f16": "16-mixed"}
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 # A loss is a mean of rounded terms: one rounding of it, and two of a gradient, are luck.
-FLOOR = {"bf16": (2**-9, 2**-8), "f16": (2**-12, 2**-11)}
+FLOOR = {"bf16": (2**-9, 2**-8), "f16": (2**-11, 2**-11)}
 SCALE = {"bf16": 1.0, "f16": 2.0**10}
 OUTSIDE, INSIDE, OF_CUT = "gradient outside", "gradient inside, cut", "gradient inside, of a cut"
 ONLY_INSIDE = frozenset({"custom_vmap"})  # JAX does not differentiate it in reverse

@@ -15,7 +15,7 @@ from mpjax._autocast.decide.must import conditioned
 from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.rounding import Rounding
 from mpjax._autocast.decide.states import Kind, State
-from mpjax._autocast.known import contraction, named_attention, scopes
+from mpjax._autocast.known import contraction, fact_flags, facts, named_attention, scopes
 from mpjax._base.dtypes import FLOAT16, FLOAT32
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import OP_RULES, OpClass
@@ -23,7 +23,6 @@ from mpjax._jaxpr.op_rules import OP_RULES, OpClass
 _EXACT_RESULT = (
     read_flags.GRADIENT | read_flags.EXACT | read_flags.RESULT | read_flags.SAME | read_flags.AGAIN
 )
-
 DecideProgram = Callable[..., Decided]
 """Decides about a program, as `planning.decide` does."""
 
@@ -73,7 +72,7 @@ def decide(
         values.record(eqn, [values.stored(eqn, eqn.outvars[0], state)])
         return Decision(eqn, Action.FUSED, values.because(eqn, None))
     values.changed = True
-    exact = _is_result_exact(eqn, read, low)
+    exact = _is_result_exact(eqn, read, low) or _may_overflow(values, eqn, low)
     values.record(eqn, [_result(read, low, exact=exact)])
     by_class = Reason(why or OP_RULES[eqn.primitive.name].reason)
     return Decision(
@@ -118,13 +117,29 @@ def _is_result_exact(eqn: Eqn, read: int, low: Any) -> bool:
     """Whether the result of a product with low operands is float32, as it was added up."""
     if read & _EXACT_RESULT or low == FLOAT32 or contraction.only_sums(eqn):
         return True
-    if read & read_flags.LARGE and low == FLOAT16:
+    if read & read_flags.SCALED and low == FLOAT16:
         return True
     if read & read_flags.NEAR and not read & read_flags.FORWARD:
         return True
     if read & read_flags.LATER:
         return False
     return bool(read & (read_flags.OUTPUT | read_flags.FULL)) or scopes.is_transposed(eqn)
+
+
+def _may_overflow(values: Rounding, eqn: Eqn, low: Any) -> bool:
+    """Whether float16 may not hold a product of integers, which the author scales behind it.
+
+    Example: `(x @ w8.astype(jnp.float32)) * scale`, of stored weights of 8 bits.
+    """
+    return low == FLOAT16 and any(_may_be_large(values, v) for v in eqn.invars[:2])
+
+
+def _may_be_large(values: Rounding, operand: Any) -> bool:
+    """Whether a product's operand is made of no float, and not known to be as small as a mask."""
+    if not facts.of_atom(operand, values.facts).flags & fact_flags.CONSTANT:
+        return False
+    known = values.state(operand).values
+    return known is None or any(abs(v) > conditioned.MUCH for v in known)
 
 
 def _result(read: int, low: Any, *, exact: bool) -> State:

@@ -47,8 +47,8 @@ DIFFERENCE = 1 << 16
 """A value that may be almost the same is subtracted from it: `f(z + 0.01) - f(z)`."""
 AGAIN = 1 << 17
 """The same products are computed again elsewhere, and what is made of both may cancel."""
-LARGE = 1 << 18
-"""It is made much smaller before anything else: float16 may not hold it."""
+SCALED = 1 << 18
+"""It is made much smaller or larger before anything else: float16 may not hold it."""
 RESULT = 1 << 19
 """Nor may the result of a product be rounded that it is made of: a logarithm reads `1 - e / e.sum`,
 where the sum is a product with ones, or the difference is of two places of one result.

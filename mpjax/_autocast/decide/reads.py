@@ -24,12 +24,12 @@ from mpjax._autocast.decide.read_flags import (
     FORWARD,
     FULL,
     GRADIENT,
-    LARGE,
     LATER,
     NEAR,
     OUTPUT,
     PRODUCT,
     RESULT,
+    SCALED,
     TESTED,
     UNROUNDED,
     WHOLE,
@@ -167,12 +167,12 @@ def _by_rule(eqn: Eqn, out_read: int, later: int) -> list[int]:
         moved = out_read & ~WHOLE if name in traits.RESIZES else out_read
         return [moved] * len(eqn.invars)
     if name in traits.HANDS_ON:
-        passed = OUTPUT | LATER | FORWARD | FULL | CARRIED | EXACT | ABSOLUTE | LARGE
+        passed = OUTPUT | LATER | FORWARD | FULL | CARRIED | EXACT | ABSOLUTE | SCALED
         if name not in traits.SCALES or any(map(compat.is_literal, eqn.invars)):
             passed |= GRADIENT
         return [out_read & passed] * len(eqn.invars)
     if name in traits.ACCUMULATES:
-        return [out_read & (LATER | FORWARD | FULL | EXACT | ABSOLUTE | LARGE)] * len(eqn.invars)
+        return [out_read & (LATER | FORWARD | FULL | EXACT | ABSOLUTE | SCALED)] * len(eqn.invars)
     if name in traits.ABSOLUTE:
         return [later | ABSOLUTE]
     return [later] * len(eqn.invars)

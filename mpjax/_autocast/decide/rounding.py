@@ -127,8 +127,8 @@ class Rounding:
             reason = reasons.MAXIMUM
         if reason is None and read & read_flags.ABSOLUTE and self.facts[var].added:
             reason = reasons.MASKED
-        if reason is None and read & read_flags.LARGE and state.dtype == FLOAT16:
-            reason = reasons.LARGE
+        if reason is None and read & read_flags.SCALED and state.dtype == FLOAT16:
+            reason = reasons.SCALED
         if reason is None:
             return state
         self.held[var] = reason

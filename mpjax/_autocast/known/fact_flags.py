@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -147,6 +148,13 @@ def scales_down(eqn: Eqn, floats: Sequence[Any], by: float = SMALL_STEP) -> bool
     if eqn.primitive.name == "mul":
         return any(0 < f.least <= f.most <= by for f in floats if f.flags & CONSTANT)
     return bool(floats[1].flags & CONSTANT) and floats[1].least >= 1 / by
+
+
+def scales_up(eqn: Eqn, floats: Sequence[Any], by: float) -> bool:
+    """Whether an equation, a `mul` or a `div`, makes a value larger by a known number."""
+    if eqn.primitive.name == "mul":
+        return any(by <= f.least < math.inf for f in floats if f.flags & CONSTANT)
+    return bool(floats[1].flags & CONSTANT) and 0 < floats[1].most <= 1 / by
 
 
 def is_data(fact: Any) -> bool:

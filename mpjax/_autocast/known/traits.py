@@ -21,7 +21,7 @@ select_n                                | fusible alone steps chooses accumulate
 floor ceil round                        | fusible linear decides
 convert_element_type                    | fusible linear hands_on of_totals
 sqrt square integer_pow                 | fusible of_totals powers
-tanh                                    | fusible alone bends of_norms costly parts saturates
+tanh                                    | fusible bends of_norms costly parts saturates
 logistic                                | fusible bends of_norms saturates
 erf                                     | fusible bends of_norms costly saturates
 exp exp2 expm1                          | fusible absolute saturates
@@ -99,7 +99,8 @@ FUSIBLE = _having("fusible")
 ALONE = _having("alone")
 """Runs on low operands where it is alone in its group: one rounding either way.
 
-Not `logistic`: some backends make 1 / (1 + exp(-x)) of it, each step rounded.
+Not `tanh`: its derivative reads how far its result is from 1. Nor `logistic`: some backends make
+1 / (1 + exp(-x)) of it, each step rounded.
 """
 
 COSTLY = _having("costly")

@@ -190,7 +190,7 @@ def _is_native(
         return False
     for v in eqn.invars:
         operand = of_literal(v) if compat.is_literal(v) else states[v]
-        if operand.kind in (Kind.FOREIGN, Kind.NEUTRAL):
+        if operand.kind == Kind.FOREIGN:
             continue
         if operand.kind == Kind.CONSTANT and fits(operand, state.dtype):
             continue

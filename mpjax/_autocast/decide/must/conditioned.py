@@ -21,10 +21,10 @@ from mpjax._autocast.decide.read_flags import (
     DIFFERENCE,
     EXACT,
     FORWARD,
-    LARGE,
     NEAR,
     OUTPUT,
     RESULT,
+    SCALED,
     TESTED,
 )
 from mpjax._autocast.known import fact_flags, factors, facts, roots, scopes, totals, traits
@@ -37,8 +37,8 @@ from mpjax._jaxpr.sizes import is_float32, is_number
 
 FEW = 4
 """A product of matrices of this size is geometry, as of rotations; no matrix unit is for it."""
-_MUCH = 1 / 64
-"""A value that is made so much smaller may be past float16's range; caps of logits are by 50."""
+MUCH = 64.0
+"""A value that is scaled by so much may be out of float16's range; caps of logits are by 50."""
 _STOP_A_DIFFERENCE = PRODUCTS | (traits.LOOKS - traits.FUSIBLE)
 """Through all others a difference that is taken of results is taken of operands, too."""
 _STOP_A_DISTANCE = _STOP_A_DIFFERENCE | traits.SATURATES
@@ -126,16 +126,19 @@ def of_factors(eqn: Eqn, known: facts.Facts) -> list[int]:
     """Returns how a `mul` or `div` reads its operands.
 
     `h = h * decay`, of a loop's carry: a rounding of `decay` is repeated in each turn. And what is
-    made much smaller may be too large for float16, as sums of squared pixels: `h.T @ h / 2048`.
+    made much smaller may be too large for float16, as sums of squared pixels: `h.T @ h / 2048`;
+    what is made much larger, too small.
     """
     floats = [facts.of_atom(v, known) for v in eqn.invars]
-    in_a_loop, is_large = fact_flags.CARRY | fact_flags.ENTERED, 0
-    if not scopes.is_transposed(eqn) and fact_flags.scales_down(eqn, floats, _MUCH):
-        is_large = LARGE
+    in_a_loop, scaled = fact_flags.CARRY | fact_flags.ENTERED, 0
+    if not scopes.is_transposed(eqn) and (
+        fact_flags.scales_down(eqn, floats, 1 / MUCH) or fact_flags.scales_up(eqn, floats, MUCH)
+    ):
+        scaled = SCALED
     if not any(f.flags & fact_flags.CARRY for f in floats):
-        return [is_large] * len(floats)
+        return [scaled] * len(floats)
     entered = [f.flags & in_a_loop == fact_flags.ENTERED for f in floats]
-    return [NEAR | is_large if e else is_large for e in entered]
+    return [NEAR | scaled if e else scaled for e in entered]
 
 
 def decides(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
