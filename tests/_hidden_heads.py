@@ -11,7 +11,7 @@ from _heads import _head
 from jax import lax
 
 HIDDEN = []
-ONCE = []  # not cut: a cut may change a constant, a rank, or which of its sums are fused
+ONCE = []  # not cut: a cut may change a constant, a rank, which sums are fused, what float16 holds
 _RNG = np.random.default_rng(3)  # of its own: other tests draw theirs from that of the heads
 
 
@@ -388,6 +388,13 @@ def weights_of_8_bits_scaled_behind_the_product(dot, p, x, weights):
 @_head(HIDDEN, params=_net(16, 2e-5))
 def a_small_product_made_larger(dot, p, x):
     return _read(dot, p, jnp.tanh(512 * _made(dot, p, x)))
+
+
+@_head(ONCE, params=_net(16))
+def a_root_mean_square_of_large_values(dot, p, x):
+    h = 400 * jnp.tanh(2 * _made(dot, p, x))
+    squares = jax.checkpoint(lambda h: h * h)(h)
+    return _read(dot, p, h * lax.rsqrt(jnp.mean(squares, 1, keepdims=True) + 1e-6))
 
 
 def _tall(kernel):

@@ -69,6 +69,7 @@ _OF_PRODUCTS = {
 MEETS = Reason("its gradients, of which a loop, a sort or a rule gives one, add up in float32")
 MAXIMUM = Reason("the maximum of float32 rows: exp(x - max(x)) is exactly 1 there")
 MASKED = Reason("a mask or another array was added, and an exponential reads the sum")
+POWER = Reason("a power: float16 might not hold it")
 SCALED = Reason("made much smaller or larger later: float16 might not hold it")
 CHANGED = "a recurrent state: an input changed by sums, or by small steps"
 RECURRENT = Reason("a recurrent state: it reaches itself by sums, not by a product")

@@ -127,12 +127,19 @@ class Rounding:
             reason = reasons.MAXIMUM
         if reason is None and read & read_flags.ABSOLUTE and self.facts[var].added:
             reason = reasons.MASKED
-        if reason is None and read & read_flags.SCALED and state.dtype == FLOAT16:
-            reason = reasons.SCALED
+        if reason is None and state.dtype == FLOAT16:
+            reason = self.past_the_range(var, read)
         if reason is None:
             return state
         self.held[var] = reason
         return states.unrounded(state)
+
+    def past_the_range(self, var: Any, read: int) -> Reason | None:
+        """Why float16 might not hold a value that float32 holds, None where it does."""
+        if read & read_flags.SCALED:
+            return reasons.SCALED
+        is_power = self.facts[var].factors > 1 and not read & read_flags.PRODUCT
+        return reasons.POWER if is_power else None
 
     def is_of_unrounded(self, eqn: Eqn, var: Any) -> bool:
         """Whether a value is the maximum of rows that are float32 for the sake of a reader.

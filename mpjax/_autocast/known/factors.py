@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpjax._autocast.known import roots, traits
+from mpjax._autocast.known.fact_flags import CONSTANT
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES
 
@@ -17,12 +18,18 @@ MANY = 8
 """A power of which each rounding of its base is worth three bits more."""
 MULTIPLY = frozenset({"mul", "integer_pow", "square"})
 _HANDS_ON = (
-    MOVES | traits.ADDS | traits.LIMITS | traits.ACCUMULATES | traits.UPDATES | {"div", "neg"}
+    MOVES
+    | traits.ADDS
+    | traits.LIMITS
+    | traits.ACCUMULATES
+    | traits.UPDATES
+    | traits.COMPLEX
+    | {"div", "neg"}
 )
 
 
 def count(eqn: Eqn, facts: Sequence[Any]) -> int:
-    """Returns how often a value is a factor of an operation's result, up to `MANY`.
+    """Returns how often a value is a factor of an operation's result, up to `MANY`; 0 if bounded.
 
     Args:
       eqn: the operation.
@@ -32,14 +39,19 @@ def count(eqn: Eqn, facts: Sequence[Any]) -> int:
     if name == "mul":
         first, second = facts
         is_same = first.roots == second.roots and first.roots
-        return min(first.factors + second.factors, MANY) if is_same else _most(facts)
+        is_power = is_same and bool(first.factors) == bool(
+            second.factors
+        )  # `z * sigmoid(z)` is not
+        return min(sum(max(f.factors, 1) for f in facts), MANY) if is_power else _most(facts)
     if name in ("integer_pow", "square"):
-        return min(facts[0].factors * max(abs(eqn.params.get("y", 2)), 1), MANY)
+        return min(max(facts[0].factors, 1) * max(abs(eqn.params.get("y", 2)), 1), MANY)
+    if name in traits.SATURATES:
+        return 0
     return _most(facts) if name in _HANDS_ON else 1
 
 
 def _most(facts: Sequence[Any]) -> int:
-    return max(f.factors for f in facts)
+    return max((f.factors for f in facts if not f.flags & CONSTANT), default=1)
 
 
 def makes_many(eqn: Eqn, facts: Sequence[Any]) -> bool:
