@@ -397,5 +397,11 @@ def a_root_mean_square_of_large_values(dot, p, x):
     return _read(dot, p, h * lax.rsqrt(jnp.mean(squares, 1, keepdims=True) + 1e-6))
 
 
+@_head(ONCE, params=_net(16, 2.0, s=2e-5 * (1 + _RNG.uniform(size=16)).astype("f")))
+def a_large_product_times_a_scale(dot, p, x):
+    large = dot(3e4 * jnp.tanh(dot(x, p["a"])), jnp.tile(p["c"], 4))
+    return _read(dot, p, jnp.tanh((large[:, :16] + 1) * p["s"]))
+
+
 def _tall(kernel):
     return jnp.concatenate([kernel] * 4)

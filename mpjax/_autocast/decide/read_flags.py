@@ -48,7 +48,7 @@ DIFFERENCE = 1 << 16
 AGAIN = 1 << 17
 """The same products are computed again elsewhere, and what is made of both may cancel."""
 SCALED = 1 << 18
-"""It is made much smaller or larger before anything else: float16 may not hold it."""
+"""A large or an unknown number scales it before anything else: float16 may not hold it."""
 RESULT = 1 << 19
 """Nor may the result of a product be rounded that it is made of: a logarithm reads `1 - e / e.sum`,
 where the sum is a product with ones, or the difference is of two places of one result.

@@ -117,7 +117,7 @@ WHY = [
     ),
     (
         lambda w, x: jnp.tanh(jax.lax.cummax((x @ w) ** 2) / 100) @ w,
-        *("integer_pow", {"policy": "16-mixed"}, "f32", "", "made much smaller or larger later"),
+        *("integer_pow", {"policy": "16-mixed"}, "f32", "", "scaled later, as it is too large"),
     ),
     (
         lambda w, x: 2 * (x @ w),

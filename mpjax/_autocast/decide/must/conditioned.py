@@ -126,19 +126,26 @@ def of_factors(eqn: Eqn, known: facts.Facts) -> list[int]:
     """Returns how a `mul` or `div` reads its operands.
 
     `h = h * decay`, of a loop's carry: a rounding of `decay` is repeated in each turn. And what is
-    made much smaller may be too large for float16, as sums of squared pixels: `h.T @ h / 2048`;
-    what is made much larger, too small.
+    scaled may be out of float16's range, as in `h.T @ h / 2048` or `(x @ w8) * scale`.
     """
     floats = [facts.of_atom(v, known) for v in eqn.invars]
-    in_a_loop, scaled = fact_flags.CARRY | fact_flags.ENTERED, 0
-    if not scopes.is_transposed(eqn) and (
-        fact_flags.scales_down(eqn, floats, 1 / MUCH) or fact_flags.scales_up(eqn, floats, MUCH)
-    ):
-        scaled = SCALED
+    scaled = SCALED if _scales(eqn, floats) else 0
     if not any(f.flags & fact_flags.CARRY for f in floats):
         return [scaled] * len(floats)
+    in_a_loop = fact_flags.CARRY | fact_flags.ENTERED
     entered = [f.flags & in_a_loop == fact_flags.ENTERED for f in floats]
     return [NEAR | scaled if e else scaled for e in entered]
+
+
+def _scales(eqn: Eqn, floats: Sequence[facts.Fact]) -> bool:
+    """Whether a value is scaled by a known number that is far from 1, or by one not known."""
+    if scopes.is_transposed(eqn):
+        return False
+    made = fact_flags.PRODUCT | fact_flags.CONSTANT
+    if any(not f.flags & made for f in floats):  # a parameter or an input
+        return True
+    by = fact_flags.scales_down(eqn, floats, 1 / MUCH), fact_flags.scales_up(eqn, floats, MUCH)
+    return any(by)
 
 
 def decides(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
