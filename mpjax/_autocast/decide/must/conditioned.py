@@ -142,7 +142,8 @@ def _scales(eqn: Eqn, floats: Sequence[facts.Fact]) -> bool:
     if scopes.is_transposed(eqn):
         return False
     made = fact_flags.PRODUCT | fact_flags.CONSTANT
-    if any(not f.flags & made for f in floats):  # a parameter or an input
+    is_by_data = any(not f.flags & made for f in floats)  # a parameter or an input
+    if is_by_data and any(f.flags & fact_flags.PRODUCT for f in floats):
         return True
     by = fact_flags.scales_down(eqn, floats, 1 / MUCH), fact_flags.scales_up(eqn, floats, MUCH)
     return any(by)
