@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._autocast.known import traits
+from mpjax._autocast.known import totals, traits
 from mpjax._jaxpr.equation import Eqn
 from mpjax._jaxpr.op_rules import MOVES, PRODUCTS
 from mpjax._jaxpr.sizes import copies
@@ -33,7 +33,9 @@ BY_DATA, BY_A_CONSTANT = 1 << 7, 1 << 8
 
 One by data, a statistic of rows, such as their mean, need not have.
 """
-OFFSET = BY_DATA | BY_A_CONSTANT
+BY_A_BIAS = 1 << 13
+"""The same, where what was added repeats, as a bias over examples."""
+OFFSET = BY_DATA | BY_A_CONSTANT | BY_A_BIAS
 NEGATED = 1 << 9
 """Its sign was turned: adding it to another value subtracts."""
 CARRY, ENTERED = 1 << 10, 1 << 11
@@ -45,6 +47,8 @@ EITHER = 1 << 12
 """Its sign is not one: of weights as 1, -2, 1, of values joined with negated ones, or of a
 difference that may have left some of an offset, as `-2 * u + u[1:]`.
 """
+STREAM = 1 << 14
+"""It is a sum of values that products made, or of one and data, as a residual stream is."""
 SMALL_STEP = 1 / 32
 """Times this a change counts as a step: each one is worth 5 bits less."""
 _MOST_WEIGHTS = 1 << 12
@@ -80,6 +84,9 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
     flags = some & PRODUCT | signs(eqn, floats)
     if name not in PRODUCTS:
         flags |= some & (CARRY | ENTERED if name in _KEEP_ENTERED else CARRY)
+    if name not in FUNCTIONS | PRODUCTS:
+        joins = name in traits.ADDS and joins_a_stream(floats)
+        flags |= STREAM if joins else some & STREAM
     if name in _KEEP_DERIVED:
         flags |= some & DERIVED
     if some & CONSTANT:
@@ -157,16 +164,76 @@ def scales_up(eqn: Eqn, floats: Sequence[Any], by: float) -> bool:
     return bool(floats[1].flags & CONSTANT) and 0 < floats[1].most <= 1 / by
 
 
+def offset(eqn: Eqn, floats: Sequence[Any], some: int, *, cancels: bool) -> int:
+    """Returns the offset of an operation's results, unless it adds a constant.
+
+    Args:
+      eqn: the operation.
+      floats: the facts of its float operands.
+      some: the flags that some of these have.
+      cancels: whether it is a difference that takes an offset off.
+    """
+    name = eqn.primitive.name
+    before = larger_offset(some)
+    if name in traits.SHIFTS and not some & DERIVED:
+        if some & PRODUCT and any(map(is_data, floats)):
+            return before or BY_DATA
+        if adds_a_bias(floats):
+            return before or BY_A_BIAS
+        if before == BY_A_BIAS and joins_a_stream(floats):
+            return 0
+    if not before or cancels:
+        return 0
+    if name in traits.SCALES:
+        return _scaled_offset(floats, before)
+    if before != BY_A_CONSTANT and totals.is_statistic(eqn):
+        return 0
+    return 0 if name in FUNCTIONS else before
+
+
+def _scaled_offset(floats: Sequence[Any], before: int) -> int:
+    if before == BY_A_BIAS:  # by an array, that of each element is another one
+        return before if any(f.flags & SCALAR for f in floats) else 0
+    factors = [f for f in floats if not f.flags & (CONSTANT | SCALAR)]
+    if not all(f.flags & (BY_DATA | BY_A_CONSTANT) for f in factors if f.flags & PRODUCT):
+        return 0
+    return BY_DATA if any(map(is_data, factors)) else before
+
+
+def repeated(eqn: Eqn, floats: Sequence[Any]) -> Sequence[Any]:
+    """Returns the facts of operands, with those repeated that JAX 0.12 lets an operation repeat."""
+    if eqn.primitive.name not in traits.ADDS | traits.SCALES or len(floats) != len(eqn.invars):
+        return floats
+    rank = len(eqn.outvars[0].aval.shape)
+    return [
+        f._replace(flags=f.flags | REPEATED)
+        if len(v.aval.shape) == rank and v.aval.shape != eqn.outvars[0].aval.shape
+        else f
+        for v, f in zip(eqn.invars, floats, strict=True)
+    ]
+
+
 def is_data(fact: Any) -> bool:
     """Whether a value is an array that no product made: a bias that is repeated adds no offset."""
     return not (fact.flags & (CONSTANT | PRODUCT | SCALAR | REPEATED) or fact.along)
 
 
+def adds_a_bias(floats: Sequence[Any]) -> bool:
+    """Whether a number or a parameter that repeats is added to a product, and to no stream."""
+    data = [f for f in floats if not f.flags & (CONSTANT | PRODUCT) and not is_data(f)]
+    return bool(data) and any(f.flags & (PRODUCT | STREAM) == PRODUCT for f in floats)
+
+
+def joins_a_stream(floats: Sequence[Any]) -> bool:
+    """Whether all terms of a sum were made by products, or are data."""
+    return len(floats) > 1 and all(f.flags & PRODUCT or is_data(f) for f in floats)
+
+
 def of_branches(some: int, every: int) -> int:
     """Returns the flags of what is one of several, given those that some, and that all, have."""
-    return some & PRODUCT | _of_several(some, every) | larger_offset(some)
+    return some & (PRODUCT | STREAM) | _of_several(some, every) | larger_offset(some)
 
 
 def larger_offset(some: int) -> int:
     """Returns the offset of a value that has those in some flags."""
-    return BY_A_CONSTANT if some & BY_A_CONSTANT else some & BY_DATA
+    return next((o for o in (BY_A_CONSTANT, BY_DATA, BY_A_BIAS) if some & o), 0)

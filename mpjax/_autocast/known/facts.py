@@ -25,7 +25,6 @@ from mpjax._autocast.known import (
 from mpjax._autocast.known import roots as made_of
 from mpjax._autocast.known.fact_flags import (
     BY_A_CONSTANT,
-    BY_DATA,
     CARRY,
     CONSTANT,
     DERIVED,
@@ -296,8 +295,12 @@ class _Walk:
         if hands_on_each(eqn, sorts=True):
             return operands
         cancels = is_difference(eqn, facts)
-        offset = self.offset(eqn, floats, some, cancels=cancels)
-        flags = fact_flags.of_operation(eqn, floats, some, every) | offset | derived
+        beside = fact_flags.repeated(eqn, floats)
+        flags = fact_flags.of_operation(eqn, beside, some, every) | derived
+        if adds_a_constant(eqn, facts) and not some & DERIVED:
+            flags |= BY_A_CONSTANT
+        else:
+            flags |= fact_flags.offset(eqn, beside, some, cancels=cancels)
         flags |= EITHER if cancels and some & OFFSET else 0
         outs = [self.result(eqn, floats, v, flags, every) for v in results]
         if derived or not repeats.may_tell(eqn, operands):
@@ -325,26 +328,6 @@ class _Walk:
             fact = Fact(flags | _if_number(out), roots=self.root())
             return fact._replace(terms=self.terms(eqn, floats))
         return self.elementwise(eqn, floats, out, flags | every & SCALAR)
-
-    def offset(self, eqn: Eqn, floats: Sequence[Fact], some: int, *, cancels: bool) -> int:
-        """The offset of its results: `some` are its operands' flags, `cancels` takes one off."""
-        name = eqn.primitive.name
-        before = fact_flags.larger_offset(some)
-        if name in traits.SHIFTS and not some & DERIVED:
-            if adds_a_constant(eqn, self.facts):
-                return BY_A_CONSTANT
-            if some & PRODUCT and any(map(fact_flags.is_data, floats)):
-                return before or BY_DATA
-        if not before or cancels:
-            return 0
-        if name in traits.SCALES:
-            factors = [f for f in floats if not f.flags & (CONSTANT | SCALAR)]
-            if not all(f.flags & OFFSET for f in factors if f.flags & PRODUCT):
-                return 0
-            return BY_DATA if any(map(fact_flags.is_data, factors)) else before
-        if before == BY_DATA and totals.is_statistic(eqn):
-            return 0
-        return 0 if name in fact_flags.FUNCTIONS else before
 
     def elementwise(self, eqn: Eqn, floats: Sequence[Fact], out: Any, flags: int) -> Fact:
         roots = floats[0].roots

@@ -20,6 +20,7 @@ def _normal(*shape, at=0.0):
 
 
 X, W, V = _normal(12, 5, 16), _normal(16, 6) / 4, _normal(6, 3)
+TARGET = _normal(12, 5, 6, at=100)
 BIAS, EACH = _normal(6, at=100), _normal(12, 16, at=30) / 4
 SENDERS, RECEIVERS = np.array([0, 3, 5, 7, 2]), np.array([1, 2, 4, 9, 8])
 
@@ -66,7 +67,9 @@ CANCELLED = {
     "halves of a sort": lambda y: (lambda u: u[:, :2] - u[:, 3:])(jnp.sort(y, axis=1)),
     "parts": lambda y: jnp.subtract(*jnp.split(y[:, :4], 2, axis=1)),
     "a product of both": lambda y: y * y - _mean(y * y, 1),
+    "a target": lambda y: y - jnp.asarray(TARGET),
 }  # fmt: skip
+AROUND_THE_TARGET = {"a bias", "a bias first", "a bias with axes", "a number", "a bias in a call"}
 BETWEEN = {
     "nothing": None,
     "jit": BOUNDARIES["jit"],
@@ -115,6 +118,8 @@ def test_an_offset_is_not_rounded_before_it_is_cancelled(cancel, dtype):
         add, between = ways[i], places[(i + 3 * first) % len(places)]
         if add == "a layer for each example" and cancel == "a batch norm":
             continue  # it differs by example
+        if cancel == "a target" and add not in AROUND_THE_TARGET:
+            continue  # a tanh of the difference is saturated
 
         def flat(dot, add=add, between=between):
             return _with_gradients(_function(add, cancel, between, dot))
@@ -149,7 +154,6 @@ NOT_CANCELLED = {
     "a softmax": lambda y: jax.nn.softmax(y),
     "gates": _gates,
     "a rotation": _turned,
-    "a target": lambda y: y - jnp.asarray(X[..., :6]),
     "an activation": jax.nn.gelu,
 }
 
