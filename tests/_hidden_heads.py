@@ -403,5 +403,16 @@ def a_large_product_times_a_scale(dot, p, x):
     return _read(dot, p, jnp.tanh((large[:, :16] + 1) * p["s"]))
 
 
+@_head(ONCE, params=_net(16))
+def linear_attention_of_many(dot, p, x):
+    h = jnp.tile(jax.nn.elu(_made(dot, p, x)) + 1, (20, 1))  # 480 keys: a denominator of thousands
+    return _read(dot, p, dot(h, dot(h.T, h)) / dot(h, h.sum(0)[:, None]))
+
+
+@_head(ONCE, params=_net(16))
+def running_maxima(dot, p, x):
+    return _read(dot, p, lax.cummax(3 + 0.1 * dot(x, p["a"]), axis=0))
+
+
 def _tall(kernel):
     return jnp.concatenate([kernel] * 4)

@@ -69,7 +69,7 @@ reduce_prod                             | fusible statistic distances
 reduce_max                              | fusible statistic totals resizes selects extreme
 reduce_min                              | fusible statistic resizes selects extreme
 reduce_and reduce_or                    | fusible
-cummax cummin                           | extreme
+cummax cummin                           | extreme decides
 sort top_k                              | selects decides
 tile pvary pcast pbroadcast             | repeats
 all_gather all_gather_invariant         | repeats gathers
