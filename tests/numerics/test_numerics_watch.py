@@ -91,11 +91,11 @@ def test_activations_and_their_gradients_are_those_of_float32_in_loops_too():
         cotangent = to_product[-1] @ w.T
         to_tanh.append(cotangent)
     for looped, kinds in seen.items():
-        # A loop carries the batch, cast, and computes its gradient too.
-        want = {("activation", "product"): [*products, *[X] * looped]}
+        # A cast counts as well: of what a loop carries, and of cotangents, for the next product.
+        want = {("activation", "product"): [*products, *[X, *outs] * looped]}
         want |= {("activation", "tanh"): outs, ("gradient", "tanh"): to_product}
-        cast = [] if looped else to_product[:1]  # of the last layer's, for the product behind it
-        want |= {("gradient", "product"): to_tanh if looped else [*to_tanh[:-1], *cast]}
+        last = len(to_tanh) if looped else -1  # the batch needs no gradient
+        want |= {("gradient", "product"): [*to_tanh[:last], *to_product]}
         for (kind, module), values in want.items():
             flat = np.abs(np.concatenate([np.ravel(v) for v in values])).astype(np.float64)
             got = kinds[kind][module]
