@@ -28,22 +28,21 @@ PRODUCT = 1 << 5
 """A product's result went into it."""
 DERIVED = 1 << 6
 """A derivative that is taken inside the program made it."""
-BY_DATA, BY_A_CONSTANT = 1 << 7, 1 << 8
+BY_DATA, BY_A_CONSTANT, BY_A_BIAS = 1 << 7, 1 << 8, 1 << 9
 """It has an offset, which was added to what a product made, and a difference may take off again.
 
-One by data, a statistic of rows, such as their mean, need not have.
+What was added by a bias repeats, over examples. One by data or by a bias, a statistic of rows, such
+as their mean, need not have.
 """
-BY_A_BIAS = 1 << 13
-"""The same, where what was added repeats, as a bias over examples."""
 OFFSET = BY_DATA | BY_A_CONSTANT | BY_A_BIAS
-NEGATED = 1 << 9
+NEGATED = 1 << 10
 """Its sign was turned: adding it to another value subtracts."""
-CARRY, ENTERED = 1 << 10, 1 << 11
+CARRY, ENTERED = 1 << 11, 1 << 12
 """Inside a loop: it is made of what the loop carries by no product, or is what comes from outside.
 
 The latter also after functions of each element, unless they saturate.
 """
-EITHER = 1 << 12
+EITHER = 1 << 13
 """Its sign is not one: of weights as 1, -2, 1, of values joined with negated ones, or of a
 difference that may have left some of an offset, as `-2 * u + u[1:]`.
 """
@@ -57,7 +56,9 @@ _KEEP_SUMS = traits.ADDS | traits.SCALES | traits.POWERS | traits.LIMITS | trait
 _MOVE_SUMS = MOVES | traits.ACROSS | traits.COMPLEX | {"neg", "convert_element_type"}
 FUNCTIONS = (traits.OF_FEW | traits.LOOKS) - _KEEP_SUMS - _MOVE_SUMS
 """A function of a sum is no sum, and has no offset of it; others move elements, or add up."""
+_END_A_STREAM = FUNCTIONS | PRODUCTS
 _MAKE_A_SIGN = FUNCTIONS | PRODUCTS | traits.POWERS | traits.ADDS
+_REPEATING = traits.ADDS | traits.SCALES
 _KEEP_ENTERED = (MOVES | traits.OF_FEW | traits.JOINS | traits.UPDATES) - traits.SATURATES
 _KEEP_DERIVED = MOVES - traits.STATISTIC
 
@@ -84,7 +85,7 @@ def of_operation(eqn: Eqn, floats: Sequence[Any], some: int, every: int) -> int:
     flags = some & PRODUCT | signs(eqn, floats)
     if name not in PRODUCTS:
         flags |= some & (CARRY | ENTERED if name in _KEEP_ENTERED else CARRY)
-    if name not in FUNCTIONS | PRODUCTS:
+    if name not in _END_A_STREAM:
         joins = name in traits.ADDS and joins_a_stream(floats)
         flags |= STREAM if joins else some & STREAM
     if name in _KEEP_DERIVED:
@@ -202,14 +203,15 @@ def _scaled_offset(floats: Sequence[Any], before: int) -> int:
 
 def repeated(eqn: Eqn, floats: Sequence[Any]) -> Sequence[Any]:
     """Returns the facts of operands, with those repeated that JAX 0.12 lets an operation repeat."""
-    if eqn.primitive.name not in traits.ADDS | traits.SCALES or len(floats) != len(eqn.invars):
+    if eqn.primitive.name not in _REPEATING or len(floats) != len(eqn.invars):
         return floats
-    rank = len(eqn.outvars[0].aval.shape)
+    shape = eqn.outvars[0].aval.shape
+    shapes = [v.aval.shape for v in eqn.invars]
+    if all(own == shape for own in shapes):  # most
+        return floats
     return [
-        f._replace(flags=f.flags | REPEATED)
-        if len(v.aval.shape) == rank and v.aval.shape != eqn.outvars[0].aval.shape
-        else f
-        for v, f in zip(eqn.invars, floats, strict=True)
+        f._replace(flags=f.flags | REPEATED) if len(own) == len(shape) and own != shape else f
+        for own, f in zip(shapes, floats, strict=True)
     ]
 
 

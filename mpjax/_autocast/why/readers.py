@@ -86,8 +86,8 @@ def _operands(plan: Plan, decision: Decision, outs: Readers) -> Readers:
     own = Reader(_name(eqn), _where(eqn))
     if fusible.is_fusible_function(eqn):
         return [first or own] * len(eqn.invars)
-    union = functools.reduce(operator.or_, (plan.reads.get(v, 0) for v in eqn.outvars), 0)
-    is_own = bool(conditioned.of_itself(eqn, union, plan.facts)) or conditioned.ruins(eqn)
+    out_read = functools.reduce(operator.or_, (plan.reads.get(v, 0) for v in eqn.outvars), 0)
+    is_own = bool(conditioned.of_itself(eqn, out_read, plan.facts)) or conditioned.ruins(eqn)
     stops = decision.action is Action.PRODUCT
     return [own if is_own else None if stops else first] * len(eqn.invars)
 

@@ -145,8 +145,9 @@ def _scales(eqn: Eqn, floats: Sequence[facts.Fact]) -> bool:
     is_by_data = any(not f.flags & made for f in floats)  # a parameter or an input
     if is_by_data and any(f.flags & fact_flags.PRODUCT for f in floats):
         return True
-    by = fact_flags.scales_down(eqn, floats, 1 / MUCH), fact_flags.scales_up(eqn, floats, MUCH)
-    return any(by)
+    if fact_flags.scales_down(eqn, floats, 1 / MUCH):
+        return True
+    return fact_flags.scales_up(eqn, floats, MUCH)
 
 
 def decides(eqn: Eqn, out_read: int, known: facts.Facts) -> int:
