@@ -414,5 +414,18 @@ def running_maxima(dot, p, x):
     return _read(dot, p, lax.cummax(3 + 0.1 * dot(x, p["a"]), axis=0))
 
 
+@_head(HIDDEN, params=_net(16, b=_normal(16, scale=0.3) + 300))
+def a_layer_norm_of_an_offset(dot, p, x):
+    h = dot(x, p["a"]) + p["b"]
+    centred = h - h.mean(1, keepdims=True)
+    spread = jnp.mean(centred**2, 1, keepdims=True)
+    return _read(dot, p, jnp.tanh(centred * lax.rsqrt(spread + 1e-5)))
+
+
+@_head(HIDDEN, params=_net(16, b=_normal(16, scale=0.3) + 30))
+def a_variance_at_once_of_an_offset(dot, p, x):
+    return _read(dot, p, jax.nn.standardize(dot(x, p["a"]) + p["b"]))
+
+
 def _tall(kernel):
     return jnp.concatenate([kernel] * 4)

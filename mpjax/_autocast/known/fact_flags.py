@@ -31,8 +31,8 @@ DERIVED = 1 << 6
 BY_DATA, BY_A_CONSTANT, BY_A_BIAS = 1 << 7, 1 << 8, 1 << 9
 """It has an offset, which was added to what a product made, and a difference may take off again.
 
-What was added by a bias repeats, over examples. One by data or by a bias, a statistic of rows, such
-as their mean, need not have.
+What was added by a bias repeats, over examples. One by data, a statistic of rows, such as their
+mean, need not have, nor one by a bias a statistic of several axes: a bias of 1, -2, 1 has no mean.
 """
 OFFSET = BY_DATA | BY_A_CONSTANT | BY_A_BIAS
 NEGATED = 1 << 10
@@ -188,8 +188,17 @@ def offset(eqn: Eqn, floats: Sequence[Any], some: int, *, cancels: bool) -> int:
     if name in traits.SCALES:
         return _scaled_offset(floats, before)
     if before != BY_A_CONSTANT and totals.is_statistic(eqn):
-        return 0
+        is_kept = before == BY_A_BIAS and not some & STREAM and _is_of_one_axis(eqn)
+        return before if is_kept else 0
     return 0 if name in FUNCTIONS else before
+
+
+def _is_of_one_axis(eqn: Eqn) -> bool:
+    """Whether a statistic is of one axis, as a layer norm's and a softmax's are: of all channels.
+
+    One of several is a group norm's of images, whose sum with a bias would be stored in float32.
+    """
+    return len(totals.removed_axes(eqn)) == 1
 
 
 def _scaled_offset(floats: Sequence[Any], before: int) -> int:

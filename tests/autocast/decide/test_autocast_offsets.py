@@ -67,6 +67,11 @@ CANCELLED = {
     "halves of a sort": lambda y: (lambda u: u[:, :2] - u[:, 3:])(jnp.sort(y, axis=1)),
     "parts": lambda y: jnp.subtract(*jnp.split(y[:, :4], 2, axis=1)),
     "a product of both": lambda y: y * y - _mean(y * y, 1),
+    "a layer norm": lambda y: _normed(y, 2),
+    "a layer norm with one pass": lambda y: _normed_at_once(y, 2),
+    "a layer norm before a transposition": lambda y: _normed(y.transpose(0, 2, 1), 1),
+    "a softmax": lambda y: jax.nn.softmax(y),
+    "a mean of a row": lambda y: y - _mean(y, 2),
     "a target": lambda y: y - jnp.asarray(TARGET),
 }  # fmt: skip
 AROUND_THE_TARGET = {"a bias", "a bias first", "a bias with axes", "a number", "a bias in a call"}
@@ -149,9 +154,7 @@ def _turned(y):
 
 # What a bias for each channel is not cancelled by.
 NOT_CANCELLED = {
-    "a layer norm": lambda y: _normed(y, 2),
     "a group norm": lambda y: _normed(y.reshape(12, 5, 2, 3), (1, 3)),
-    "a softmax": lambda y: jax.nn.softmax(y),
     "gates": _gates,
     "a rotation": _turned,
     "an activation": jax.nn.gelu,

@@ -126,21 +126,41 @@ def of_factors(eqn: Eqn, known: facts.Facts) -> list[int]:
     """Returns how a `mul` or `div` reads its operands.
 
     `h = h * decay`, of a loop's carry: a rounding of `decay` is repeated in each turn. And what is
-    scaled may be out of float16's range, as in `h.T @ h / 2048` or `(x @ w8) * scale`.
+    scaled may be out of float16's range, as in `h.T @ h / 2048` or `(x @ w8) * scale`. The gradient
+    of a variance, `2 * h * c - 2 * h.mean() * c`, cancels an offset of `h`.
     """
     floats = [facts.of_atom(v, known) for v in eqn.invars]
-    scaled = SCALED if _scales(eqn, floats) else 0
+    if scopes.is_transposed(eqn):
+        reads = _of_a_derivative(eqn, floats)
+    else:
+        reads = [SCALED if _scales(eqn, floats) else 0] * len(floats)
     if not any(f.flags & fact_flags.CARRY for f in floats):
-        return [scaled] * len(floats)
+        return reads
     in_a_loop = fact_flags.CARRY | fact_flags.ENTERED
     entered = [f.flags & in_a_loop == fact_flags.ENTERED for f in floats]
-    return [NEAR | scaled if e else scaled for e in entered]
+    return [NEAR | r if e else r for e, r in zip(entered, reads, strict=True)]
+
+
+def _of_a_derivative(eqn: Eqn, floats: Sequence[facts.Fact]) -> list[int]:
+    """Returns how a `mul` or `div` reads what it scales by a cotangent that several elements share.
+
+    Such is that of a mean; the offset is no part of a derivative.
+    """
+    shape = eqn.outvars[0].aval.shape
+    is_shared = any(
+        f.flags & fact_flags.DERIVED and (f.flags & fact_flags.REPEATED or v.aval.shape != shape)
+        for v, f in zip(eqn.invars, floats, strict=True)
+    )
+    has_offset = (
+        f.flags & (fact_flags.BY_A_BIAS | fact_flags.BY_A_CONSTANT)
+        and not f.flags & (fact_flags.DERIVED | fact_flags.STREAM)
+        for f in floats
+    )
+    return [DIFFERENCE if is_shared and has else 0 for has in has_offset]
 
 
 def _scales(eqn: Eqn, floats: Sequence[facts.Fact]) -> bool:
     """Whether a value is scaled by a known number that is far from 1, or by one not known."""
-    if scopes.is_transposed(eqn):
-        return False
     made = fact_flags.PRODUCT | fact_flags.CONSTANT
     is_by_data = any(not f.flags & made for f in floats)  # a parameter or an input
     if is_by_data and any(f.flags & fact_flags.PRODUCT for f in floats):
