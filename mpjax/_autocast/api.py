@@ -29,7 +29,6 @@ from mpjax._base.dtypes import describe
 from mpjax._base.errors import message
 from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.foreign_names import AUTOCAST
-from mpjax._base.quantized_array import dequantize
 from mpjax._base.typing import KnownPolicy
 from mpjax._base.typing import PolicySpec as Spec
 from mpjax._jaxpr.op_rules import parse_rules
@@ -132,8 +131,8 @@ def autocast(
         _check_algorithm(chosen, algorithm)
         if not _lowers(chosen) and algorithm is None:
             with jax.named_scope(scopes.AS_WRITTEN):  # an outer autocast leaves this scope alone
-                args, kwargs = dequantize((args, kwargs))
-                return chosen.cast_to_output(fun(*args, **kwargs))
+                full = stateful.call_in_full(fun, args, kwargs, f"autocast({name_of(fun)})")
+                return chosen.cast_to_output(full)
         return chosen.cast_to_output(call(fun, args, kwargs, settings))
 
     return wrapped

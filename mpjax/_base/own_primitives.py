@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 from jax.extend.core import Primitive
 
 GPUS = ("cuda", "rocm")
@@ -26,6 +27,16 @@ def own_primitive(name: str, *, computes: bool = False, several: bool = False) -
     primitive.multiple_results = several
     _computing[primitive] = computes
     return primitive
+
+
+def runs_operations_one_by_one() -> bool:
+    """Whether JAX is asked to run each operation by itself, also of a primitive of ours.
+
+    Inside `jax.jit` a primitive of ours would be bound again, for ever: under `jax.disable_jit`,
+    and where `jax.debug_nans` looks for the operation that made the NaN.
+    """
+    config = jax.config
+    return config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs
 
 
 def is_own(primitive: Primitive) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from mpjax._base.errors import message
+from mpjax._base.quantized_array import dequantize, holds_quantized, is_quantized
 
 
 def object_types() -> tuple[Any, ...]:
@@ -54,12 +55,13 @@ def modules(tree: Any) -> list[Any]:
 class WatchedModules:
     """The copies on which tracing runs a function, compared with what they were before."""
 
-    __slots__ = ("_before", "_shared", "_where", "modules")
+    __slots__ = ("_before", "_in_8_bits", "_shared", "_where", "modules")
 
     def __init__(self, given: Any, copies: Any, where: str) -> None:
         """Records the leaves of `copies` of the arguments `given`; `where` names the function."""
         self.modules = modules(copies)
         self._before = [jax.tree.leaves(module) for module in self.modules]
+        self._in_8_bits = [list(map(is_quantized, _stored(module))) for module in modules(given)]
         self._shared = _shared(given, copies)
         self._where = where
 
@@ -68,7 +70,7 @@ class WatchedModules:
 
         Raises:
           ValueError: a module has other variables than before, or a variable that was changed is
-            in the arguments twice.
+            in the arguments twice, or in 8 bits.
         """
         changed: list[tuple[int, list[Any]]] = []
         for i, (old, module) in enumerate(zip(self._before, self.modules, strict=True)):
@@ -85,9 +87,17 @@ class WatchedModules:
                     )
                 )
             if _differ(old, new):
+                self._check_not_in_8_bits(i, new)
                 changed.append((i, new))
         self._check_shared()
         return changed
+
+    def _check_not_in_8_bits(self, place: int, new: list[Any]) -> None:
+        rows = zip(self._in_8_bits[place], self._before[place], new, strict=True)
+        if any(in_8_bits and a is not b for in_8_bits, a, b in rows):
+            got = "the function changes a weight that is stored in 8 bits."
+            fix = "Pass mpjax.dequantize(model) to change weights, and quantize it afterwards."
+            raise ValueError(message(self._where, got, "Allowed: to read it.", fix))
 
     def _check_shared(self) -> None:
         for variable, old in self._shared:
@@ -129,10 +139,31 @@ def _leaves(tree: Any, kind: Any) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
 
 
+def _stored(module: Any) -> list[Any]:
+    """Returns a module's leaves; a weight in 8 bits is one."""
+    return jax.tree.leaves(module, is_leaf=is_quantized)
+
+
+def call_in_full(fun: Callable[..., Any], args: Any, kwargs: Any, where: str) -> Any:
+    """Returns `fun(*args, **kwargs)`, weights in 8 bits read as the arrays that they represent."""
+    bare, owner = with_owner(fun)
+    given = ((*owner, *args), kwargs)
+    if not holds_quantized(given):
+        return fun(*args, **kwargs)
+    copies = dequantize(given)
+    watched = WatchedModules(given, copies, where)
+    result = bare(*copies[0], **copies[1])
+    for place, leaves in watched.changes():
+        write_back(modules(given)[place], leaves)
+    return result
+
+
 def write_back(module: Any, leaves: Sequence[Any]) -> None:
     """Writes a module's new leaves to the caller's object."""
     nnx = sys.modules["flax.nnx"]
-    new = jax.tree.unflatten(jax.tree.structure(module), leaves)
+    rows = zip(_stored(module), leaves, strict=True)
+    kept = [old if is_quantized(old) else new for old, new in rows]
+    new = jax.tree.unflatten(jax.tree.structure(module, is_leaf=is_quantized), kept)
     if isinstance(module, nnx.Variable):
         module.set_value(new.get_value())
     else:

@@ -22,7 +22,7 @@ from mpjax._autocast.attention import kernels, passes
 from mpjax._autocast.attention.program import AttentionProgram, batched, out_avals
 from mpjax._autocast.known import named_attention
 from mpjax._base import compat
-from mpjax._base.own_primitives import own_primitive
+from mpjax._base.own_primitives import own_primitive, runs_operations_one_by_one
 
 attention_p = named_attention.FORWARD
 """Maps operands to (result, rows)."""
@@ -84,7 +84,7 @@ def _backward(*args: Any, program: AttentionProgram, wrt: tuple[int, ...]) -> li
 
 def _run(primitive: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
     def impl(*args: Any, program: AttentionProgram, **params: Any) -> Any:
-        if jax.config.jax_disable_jit:  # `jax.jit` would only call this again
+        if runs_operations_one_by_one():
             return fun(*args, program=program, **params)
         bind = functools.partial(primitive.bind, program=program, **params)
         key = (primitive, *sorted(params.items()))

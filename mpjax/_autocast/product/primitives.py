@@ -27,7 +27,7 @@ from mpjax._autocast.product.operands import Kept, Operand
 from mpjax._autocast.product.recorded import recorded
 from mpjax._autocast.speed import smaller_first
 from mpjax._base import compat
-from mpjax._base.own_primitives import own_primitive
+from mpjax._base.own_primitives import own_primitive, runs_operations_one_by_one
 from mpjax._jaxpr import sizes
 from mpjax._jaxpr.identity import batched
 
@@ -66,7 +66,7 @@ def _run(
 
 @product_p.def_impl
 def _product_impl(*args: Any, **params: Any) -> Any:
-    if jax.config.jax_disable_jit:  # `_compiled` would only come back here
+    if runs_operations_one_by_one():
         return _run(*args, backend=backends.TRACED, **params)
     return _compiled(**params)(*args)
 

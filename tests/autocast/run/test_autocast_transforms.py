@@ -64,6 +64,21 @@ def test_disabled_jit_agrees_with_jit():
     assert distance(got, jax.jit(grads)(X, W)) < 2.0**-8
 
 
+def attend(x, w):
+    q = (x @ w).reshape(1, -1, 2, 8)
+    return jax.nn.dot_product_attention(q, q, q)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda fun: fun], ids=["jit", "eager"])
+@pytest.mark.parametrize("name", ["gelu", "attend"])
+def test_debug_nans_names_the_operation_that_made_the_nan(name, wrap):
+    fun = {"gelu": gelu, "attend": attend}[name]
+    low = autocast(scalar(fun), "16-mixed")
+    grads = wrap(jax.grad(lambda x, w: 2.0**60 * low(x, w)))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"invalid value \(nan\)"):
+        grads(X, W)
+
+
 @pytest.mark.parametrize("zeros", [False, True])
 def test_rules_that_multiply_tangents_are_pushed_and_transposed(zeros):
     fun = functools.partial(rule_with_products, symbolic_zeros=zeros)
