@@ -103,6 +103,26 @@ def explicit_sharding(aval: Any) -> Any:
     return sharding if placed or _sums_later(spec) else None
 
 
+def sharding_on_a_mesh(aval: Any) -> Any:
+    """Returns the sharding in a type where the user's mesh is explicit, split or not, else None.
+
+    Without `jax.set_mesh` a type's own mesh is the only one that JAX knows.
+    """
+    sharding = getattr(aval, "sharding", None)
+    axes = getattr(getattr(sharding, "mesh", None), "axis_types", None) or ()
+    return sharding if jax.sharding.AxisType.Explicit in axes else explicit_sharding(aval)
+
+
+def zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns zeros of a shape, dtype and sharding.
+
+    JAX's own leave a sharding that splits no axis out of the type, and with it the mesh.
+    """
+    made = jnp.zeros(like.shape, like.dtype, out_sharding=like.sharding)
+    known = like.sharding is None or jax.typeof(made).sharding == like.sharding
+    return made if known else jax.sharding.reshard(made, like.sharding)
+
+
 def partitions(aval: Any) -> tuple[Any, ...]:
     """Returns the mesh axes of each dimension in a type, None where it is not split over any."""
     spec = getattr(getattr(aval, "sharding", None), "spec", None) or ()

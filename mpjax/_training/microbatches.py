@@ -136,15 +136,16 @@ def _split(path: Any, x: Array, axis: int, count: int) -> Array:
     placed = compat.partitions(jax.typeof(x))
     if all(names is None for names in placed):
         return jnp.moveaxis(x.reshape(shape), axis, 0)
-    sizes = jax.typeof(x).sharding.mesh.shape
-    devices = math.prod(sizes[name] for name in compat.axis_names(placed[axis]))
+    mesh = jax.typeof(x).sharding.mesh
+    devices = math.prod(mesh.shape[name] for name in compat.axis_names(placed[axis]))
     if shape[axis + 1] % devices:
         got = f"{describe(x)} in {count} micro-batches has {shape[axis + 1]} rows in each, "
         got += f"which do not split over the {devices} devices of {placed[axis]!r}."
         fix = f"Make axis {axis} a multiple of accumulate= times {devices}."
         raise ValueError(message(f"batch leaf {path_str(path)!r}", got, fix))
     spec = jax.sharding.PartitionSpec(*placed[:axis], None, *placed[axis:])
-    return jnp.moveaxis(jnp.reshape(x, shape, out_sharding=spec), axis, 0)
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    return jnp.moveaxis(jnp.reshape(x, shape, out_sharding=sharding), axis, 0)
 
 
 def _nothing(params: PyTree) -> PyTree:

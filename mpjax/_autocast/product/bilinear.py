@@ -253,7 +253,7 @@ def scaled_product(name: str, params: dict[str, Any], values: Sequence[Any], *, 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:
     dtype = jnp.float32 if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype
-    return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=compat.explicit_sharding(aval))
+    return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=compat.sharding_on_a_mesh(aval))
 
 
 def program_of(fun: Callable[..., Any], *args: Any) -> Any:
@@ -326,8 +326,7 @@ def _pullback(program: Any, wrt: int) -> Any:
             return eval_jaxpr(*pair, *rest)[0]
 
         # `jax.linear_transpose` asserts inside a `shard_map` that tracks varying axes.
-        zeros = jnp.zeros(mine.shape, mine.dtype, out_sharding=mine.sharding)
-        return jax.vjp(partial, zeros)[1](ct)[0]
+        return jax.vjp(partial, compat.zeros(mine))[1](ct)[0]
 
     return program_of(pullback, out, other, *extras)
 

@@ -223,6 +223,38 @@ def test_types_and_values_under_an_explicit_mesh(part, explicit):
     inside.lower()
 
 
+# Those that name no axis need no mesh in the context: the types of arrays tell it.
+WITHOUT_A_CONTEXT = (
+    "take",
+    "vmap with spmd_axis_name",
+    "attention",
+    "cross entropy",
+    "custom_vjp",
+    "cond",
+    "checkpoint",
+    "convolution",
+    "a kernel of one point",
+    "pooling",
+    "outer",
+)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("name", WITHOUT_A_CONTEXT)
+def test_types_of_arrays_on_an_explicit_mesh_that_nobody_set(name, inside):
+    of_x, of_w, fun, *others = FEATURES[name]
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    x, w = (
+        jax.device_put(v, jax.NamedSharding(mesh, spec))
+        for v, spec in zip(others or (X, W), (of_x, of_w), strict=True)
+    )
+    plain = both(fun)
+    low = autocast(plain, "bf16-mixed") if inside else both(autocast(fun, "bf16-mixed"))
+    want, traced = jax.jit(plain).trace(x, w).out_info, jax.jit(low).trace(x, w)
+    assert types(traced.out_info) == types(want)
+    traced.lower()
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_types_under_an_abstract_mesh(name):
     """A program for devices that are not there, traced for types of arrays alone."""
@@ -275,6 +307,24 @@ def test_micro_batches_keep_shardings_and_give_the_same_step(policy, explicit):
         after.append((new.params, metrics["loss"]))
     assert distance(*after) < 4 * BF16
     assert distance(after[1][0], params) > 1e-3
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("policy", ["bf16-mixed", "32-true"])
+def test_a_step_on_an_explicit_mesh_that_nobody_set(policy, accumulate):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    whole, split = (jax.NamedSharding(mesh, spec) for spec in (P(), P("data")))
+    w, batch = jnp.full((16, 8), 0.1), jax.random.normal(KEY, (32, 16))
+    losses = []
+    for places in ((None, None), (whole, split)):
+        params, x = (jax.device_put(v, place) for v, place in zip((w, batch), places, strict=True))
+        options = {"accumulate": accumulate, "donate": False}
+        step = mpjax.make_train_step(
+            lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), optax.sgd(0.5), policy, **options
+        )
+        state, _ = step(step.init(params), x)
+        losses.append(step(state, x)[1]["loss"])
+    assert distance(*losses) < BF16
 
 
 def test_micro_batches_smaller_than_the_devices_are_refused(explicit):
