@@ -132,8 +132,12 @@ def partitions(aval: Any) -> tuple[Any, ...]:
 def unplaced(fun: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
     """Returns `fun(*arrays)`, a few numbers, with shardings chosen by XLA and not by types."""
     types = [jax.typeof(x) for x in arrays]
-    if all(explicit_sharding(aval) is None for aval in types):
+    placed = [aval.sharding.mesh for aval in types if explicit_sharding(aval) is not None]
+    if not placed:
         return fun(*arrays)
+    if jax.sharding.get_abstract_mesh().empty:  # nobody set one: the types tell it
+        with jax.sharding.use_abstract_mesh(placed[0]):
+            return unplaced(fun, *arrays)
     whole = [
         jax.sharding.reshard(x, jax.sharding.PartitionSpec(*partitions(aval)))
         if _sums_later(aval.sharding.spec)

@@ -182,6 +182,6 @@ def _moved(x: Any) -> Any:
     if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     is_even = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape) % 2 == 0
-    if (sharding := compat.explicit_sharding(jax.typeof(x))) is not None:
-        is_even = jax.sharding.reshard(is_even, sharding)
+    if compat.explicit_sharding(jax.typeof(x)) is not None:
+        is_even = jax.device_put(is_even, x.sharding)
     return jnp.where(is_even, jnp.nextafter(x, jnp.full_like(x, jnp.inf)), x)

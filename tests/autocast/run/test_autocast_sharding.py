@@ -1,5 +1,6 @@
 """Explicit sharding: what JAX's types let one write has, under autocast, the types of plain JAX."""
 
+import contextlib
 import re
 
 import jax
@@ -287,10 +288,10 @@ def mean_square(params, batch):
     return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"]) ** 2)
 
 
-def operands():
+def operands(place=lambda spec: spec):
     w, b = 0.3 * jax.random.normal(KEY, (16, 8)), jnp.ones((8,))
-    params = {"w": jax.device_put(w, P(None, "y")), "b": jax.device_put(b, P("y"))}
-    return params, jax.device_put(jax.random.normal(KEY, (32, 16)), ROWS)
+    params = {"w": jax.device_put(w, place(COLUMNS)), "b": jax.device_put(b, place(P("y")))}
+    return params, jax.device_put(jax.random.normal(KEY, (32, 16)), place(ROWS))
 
 
 @pytest.mark.sampled(2)
@@ -345,9 +346,12 @@ def test_micro_batches_smaller_than_the_devices_are_refused(explicit):
     ],
     ids=["exponents", "diagnose", "suggest", "compare"],
 )
-def test_tools_say_the_same_of_arrays_that_are_sharded_explicitly(look, explicit):
-    params, batch = operands()
-    got = without_times(look(params, batch))
+@pytest.mark.parametrize("is_set", [True, False], ids=["set", "not set"])
+def test_tools_say_the_same_of_arrays_that_are_sharded_explicitly(look, is_set):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        params, batch = operands(lambda spec: jax.NamedSharding(mesh, spec))
+        got = without_times(look(params, batch))
     with jax.set_mesh(jax.make_mesh((1,), ("z",), axis_types=(AxisType.Auto,))):
         params, batch = jax.tree.map(np.asarray, (params, batch))
         want = without_times(look(params, batch))
