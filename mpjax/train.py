@@ -52,6 +52,7 @@ from mpjax._training.line_search import with_scaled_cotangents
 from mpjax._training.microbatches import MicroBatches, divided, gradients, wide
 from mpjax._training.optimizers import check_supported
 from mpjax._training.options import StepOptions
+from mpjax._training.placed import on_the_mesh_of
 from mpjax._training.state import Metrics, TrainState, checked_state, copied
 from mpjax._training.summary import counted, describe_step, grad_norm
 from mpjax._training.under_policy import is_autocast, param_dtypes, under_policy
@@ -125,15 +126,11 @@ class TrainStep:
         opt_state = self._tx(params).init(params)
         warn_of_lost_updates(self.policy, params, opt_state, self._options.rounding, stacklevel=3)
         history = self._history_of(params, opt_state, extra_state, batch)
-        return TrainState(
-            step=jnp.zeros((), jnp.int32),
-            params=params,
-            # Some optimizers start from the parameters themselves, or hold one array twice:
-            # a buffer cannot be donated twice.
-            opt_state=jax.tree.map(copied, opt_state),
-            extra_state=extra_state,
-            amax_history=history,
-        )
+        # Some optimizers start from the parameters themselves, or hold one array twice:
+        # a buffer cannot be donated twice.
+        opt_state = jax.tree.map(copied, opt_state)
+        state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, extra_state, history)
+        return on_the_mesh_of(params, state)
 
     def _history_of(self, params: PyTree, opt_state: PyTree, extra: PyTree, batch: PyTree) -> Any:
         args = (params,) if extra is None else (params, extra)
@@ -173,7 +170,8 @@ class TrainStep:
         if history is None or not has_history(self.policy):
             history = self._history_of(params, opt_state, extra_state, batch)
         rest = (jax.tree.map(copied, x) for x in (opt_state, extra_state, history))
-        return TrainState(jnp.array(old["step"], jnp.int32, copy=True), params, *rest)
+        step = jnp.array(old["step"], jnp.int32, copy=True)
+        return on_the_mesh_of(params, TrainState(step, params, *rest))
 
     def __call__(
         self, state: TrainState, *batch: PyTree, **named: Never

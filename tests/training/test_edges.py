@@ -165,6 +165,44 @@ def test_law_09_compiles_once_whatever_the_state_starts_from(name):
     assert len(traces) == once
 
 
+_SHARDED = {
+    "float32": ("32-true", lambda: optax.adam(1e-3)),
+    "float16": ("16-mixed", lambda: optax.adam(optax.linear_schedule(1e-3, 1e-4, 9))),
+    "8-bit moments": ("bf16-mixed", lambda: mpjax.optim.with_quantized_state(optax.adam(1e-3))),
+    "master weights": ("bf16-true", lambda: mpjax.optim.with_master_weights(optax.adam(1e-3))),
+}
+
+
+@OPTAX
+@pytest.mark.parametrize(
+    "kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=["auto", "explicit"]
+)
+@pytest.mark.parametrize("again", ["init", "adopt"])
+@pytest.mark.parametrize("name", _SHARDED)
+def test_law_09_compiles_once_with_sharded_parameters(name, again, kind):
+    policy, tx = _SHARDED[name]
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    split = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+    def loss(params, seen, x):
+        return jnp.mean((x @ params["w"]) ** 2), {"key": jax.random.split(seen["key"])[0]}
+
+    step = mpjax.make_train_step(loss, tx(), policy, donate=False)
+    state = step.init({"w": jax.device_put(jnp.ones((16, 4)), split)}, {"key": jax.random.key(0)})
+    state = step.adopt(state) if again == "adopt" else state
+    x = jax.device_put(jnp.ones((8, 16)), split)
+    compiled = []
+
+    def count(event, _, **__):
+        compiled.append(event == "/jax/core/compile/backend_compile_duration")
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    for _ in range(3):
+        state, _ = step(state, x)
+    jax.monitoring.clear_event_listeners()
+    assert sum(compiled) == 1
+
+
 def test_a_skip_keeps_python_numbers_of_the_extra_state_without_jit():
     def loss(w, seen, x):
         return w * x, {"n": seen["n"] + 1}
