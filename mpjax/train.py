@@ -13,6 +13,7 @@ with needed_by("mpjax.train"):
 import jax
 import jax.numpy as jnp
 
+from mpjax._base.averaged import averaged_over
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.foreign_errors import attributes_of, names_keywords
 from mpjax._base.foreign_names import STEP
@@ -34,6 +35,7 @@ from mpjax._training.checks import (
     check_own,
     check_scale_fits,
     check_start,
+    check_whole,
     checked_call,
     fields_of,
     one_batch,
@@ -299,12 +301,14 @@ class TrainStep:
 
         differentiate = value_and_grad(loss_fn, has_aux=True, loss_scale=loss_scale)
         check_axes(self._axis_name, "make_train_step")
+        check_whole(state.params, self._axis_name)
         # Averaged here, after accumulation, and not by value_and_grad in each micro-batch.
         inputs = tracked(state.params, state.amax_history, self.policy, loss_scale)
         params = localised((inputs,), 0, self._axis_name)[0]
-        loss, weight, extra_state, aux, grads = gradients(
-            differentiate, params, state.extra_state, batch, self._parts
-        )
+        with averaged_over(self._axis_name, "make_train_step"):
+            loss, weight, extra_state, aux, grads = gradients(
+                differentiate, params, state.extra_state, batch, self._parts
+            )
         if self._axis_name is not None:
             loss, weight, grads = (mean(x, self._axis_name) for x in (loss, weight, grads))
         if weight is not None:

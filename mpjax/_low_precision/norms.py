@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32, describe
 from mpjax._base.errors import message
-from mpjax._base.tree import is_array, is_floating, to_full
-from mpjax._base.typing import Array, PyTree
+from mpjax._base.tree import check_axes, is_array, is_floating, to_full
+from mpjax._base.typing import Array, AxisName, PyTree
 from mpjax._scaling.slips import refuse_scaled
 
 # Squares of values between 2⁻⁴⁸ and 2⁴⁸ are safe, also a billion of them; larger and smaller values
@@ -25,7 +26,7 @@ class _Scaled(NamedTuple):
     factor: Array  # f32[], 2⁻⁸⁰, 1 or 2⁸⁰
 
 
-def global_norm(tree: PyTree) -> Array:
+def global_norm(tree: PyTree, *, axis_name: AxisName = None) -> Array:
     """Returns the Euclidean norm of all numbers in a tree, in float32.
 
     Squares are summed in float32, in three classes of size. So no square and no sum overflows or
@@ -33,19 +34,23 @@ def global_norm(tree: PyTree) -> Array:
 
     Args:
       tree: arrays of real floating dtypes; others, and None, do not count.
+      axis_name: axis, or axes, of `shard_map` over which leaves are split: squares of a leaf whose
+        type varies over one are summed over its devices. None for the norm of the shard.
 
     Returns:
       f32[]; NaN if a number is NaN, else inf if one is.
 
     Raises:
+      NameError: `axis_name` is no axis of the surrounding `shard_map`.
       ValueError: the tree are gradients as `value_and_grad` returned them for an optimizer in
-        `with_loss_scale`, times its scale.
+        `with_loss_scale`, times its scale. Or `shard_map` does not track types
+        (`check_vma=False`), so that nothing tells a shard from a copy.
 
     Dtypes:
       Any floating dtype; float64 is taken in float32.
 
     Transforms:
-      jit, vmap, scan, shardings. Inside `shard_map` it is the norm of the shard.
+      jit, vmap, scan, shardings, shard_map.
 
     Example:
       >>> float(mpjax.optim.global_norm({"w": jnp.full(4, 1e30, jnp.bfloat16)})) < 2.1e30
@@ -55,11 +60,13 @@ def global_norm(tree: PyTree) -> Array:
       Blue, A Portable Fortran Program to Find the Euclidean Norm of a Vector, 1978
     """
     refuse_scaled(tree, "global_norm")
-    value, factor = _norm(tree)
+    value, factor = _norm(tree, axis_name, "global_norm")
     return value * factor
 
 
-def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+def clip_by_global_norm(
+    max_norm: float, *, axis_name: AxisName = None
+) -> optax.GradientTransformation:
     """Returns optax's `clip_by_global_norm` for gradients of any size and dtype.
 
     A norm beyond float32 clips too. Gradients within the norm are not changed. A NaN makes all
@@ -68,9 +75,11 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
     Args:
       max_norm: the largest norm that passes, positive.
+      axis_name: axis, or axes, of `shard_map` over which leaves are split, as in `global_norm`.
 
     Raises:
-      ValueError: `max_norm` is not positive; in `update`, gradients are still scaled.
+      ValueError: `max_norm` is not positive; in `update`, gradients are still scaled, or
+        `shard_map` does not track types where `axis_name` is given.
 
     Dtypes:
       Gradients keep theirs; the arithmetic is float32.
@@ -91,7 +100,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         del params
         refuse_scaled(updates, "clip_by_global_norm")
-        value, factor = _norm(updates)
+        value, factor = _norm(updates, axis_name, "clip_by_global_norm")
         limit = jnp.asarray(max_norm, FLOAT32)
         # The norm is `value * factor`, which float32 may not hold: compare without it.
         inverse = jnp.where(factor > 1, 1 / _SHIFT, jnp.where(factor < 1, _SHIFT, 1.0))
@@ -109,16 +118,40 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def _norm(tree: PyTree) -> _Scaled:
+def _norm(tree: PyTree, axis_name: AxisName, where: str) -> _Scaled:
     leaves = [x for x in jax.tree.leaves(tree) if is_floating(x)]
     for x in jax.tree.leaves(tree):
         if is_array(x) and jnp.issubdtype(x.dtype, jnp.complexfloating):
             got = f"a leaf is complex; got {describe(x)}."
             raise TypeError(message("global_norm", got, "Give its real and imaginary parts."))
+    names = _tracked(axis_name, where)
     zero = jnp.zeros((), FLOAT32)
-    sums = [zero, zero, zero]
+    sums = {(): [zero, zero, zero]}  # by the axes over which leaves are split
     for x in leaves:
-        sums = [a + b for a, b in zip(sums, _squares(to_full(x).astype(FLOAT32)), strict=True)]
+        axes = tuple(name for name in names if name in compat.varying_axes(x))
+        before = sums.get(axes, [zero, zero, zero])
+        squares = _squares(to_full(x).astype(FLOAT32))
+        sums[axes] = [a + b for a, b in zip(before, squares, strict=True)]
+    whole = sums.pop(())
+    for axes, parts in sums.items():
+        whole = [a + b for a, b in zip(whole, jax.lax.psum(parts, axes), strict=True)]
+    return _root(whole)
+
+
+def _tracked(axis_name: AxisName, where: str) -> tuple[object, ...]:
+    """Returns the axes, over which types have to tell which leaves are split."""
+    check_axes(axis_name, where)
+    names = compat.axis_names(axis_name)
+    for name in names:
+        if not compat.tracks_varying(name):
+            got = f"got {name!r}, over which no types tell a shard from a copy."
+            fix = "Type jax.shard_map(..., check_vma=True), which is JAX's default."
+            raise ValueError(message(f"{where}(axis_name)", got, fix))
+    return names
+
+
+def _root(sums: list[Array]) -> _Scaled:
+    """Returns the norm, given the sums of `_squares`."""
     large, middle, small = sums
     # XLA would make 2⁻¹⁶⁰, which is 0, of a root that is scaled and squared.
     scaled = (jnp.sqrt(x) * (1 / _SHIFT) for x in (middle, small))

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._base.compat import axis_names
+from mpjax._base.compat import axis_names, varying_axes
 from mpjax._base.described import MODULES, described
 from mpjax._base.dtypes import FLOAT32, describe
 from mpjax._base.errors import message
-from mpjax._base.tree import first_difference, is_array, is_deleted, leaf_paths
-from mpjax._base.typing import PyTree
+from mpjax._base.tree import first_difference, is_array, is_deleted, leaf_paths, path_str
+from mpjax._base.typing import AxisName, PyTree
 from mpjax._base.users_line import NEEDS_VALUES, users_line
 from mpjax._policies.order import is_policy
 from mpjax._policies.policy import Policy
@@ -86,6 +86,27 @@ def _check_accumulate(accumulate: Any) -> None:
     if not (is_count and accumulate >= 1):
         got = f"must be a whole number of at least 1; got {accumulate!r}."
         raise ValueError(message("make_train_step(accumulate)", got, "Type, for example, 4."))
+
+
+def check_whole(params: PyTree, axis_name: AxisName) -> None:
+    """Refuses parameters of which each device of an axis holds another part.
+
+    The mean of their gradients over that axis would be one of different parts. Types tell it, where
+    `shard_map` tracks them (`check_vma`).
+    """
+    names = axis_names(axis_name)
+    if not names:
+        return
+    for path, x in jax.tree.leaves_with_path(params):
+        parts = [name for name in names if is_array(x) and name in varying_axes(x)]
+        if parts:
+            got = f"each device of {parts[0]!r} holds another part of {path_str(path)!r}, and "
+            got += f"axis_name={parts[0]!r} averages its gradients over these devices."
+            allowed = "Allowed: parameters that are whole on each device, with in_specs of P(), "
+            allowed += "or an axis over which only the batch is split."
+            fix = "Take gradients with mpjax.value_and_grad(loss_fn, loss_scale=...), without "
+            fix += f"axis_name, and update with mpjax.with_loss_scale(tx, axis_name={parts[0]!r})."
+            raise ValueError(message("make_train_step(axis_name)", got, allowed, fix))
 
 
 def check_start(

@@ -7,6 +7,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar, Unp
 import jax
 
 from mpjax._autocast.api import as_typed
+from mpjax._base.averaged import averaged_over
 from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.foreign_names import GRADIENTS
 from mpjax._base.tree import check_axes, leaf_paths
@@ -140,7 +141,8 @@ def value_and_grad(
         if axis_name is not None:
             check_axes(axis_name, "value_and_grad")
             args = localised(args, argnums, axis_name)
-        value, aux, grads = differentiate(*args, **kwargs)
+        with averaged_over(axis_name, "value_and_grad"):
+            value, aux, grads = differentiate(*args, **kwargs)
         if chosen_policy is not None:
             # After differentiating: the scaling has to know that a loss is float16.
             value = default_of(chosen_policy).cast_to_output(value)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpjax._base import compat
+from mpjax._base.averaged import averaging
 from mpjax._base.dtypes import FLOAT32, DType
 from mpjax._base.errors import message
 from mpjax._base.tree import check_axes, is_array, is_castable, map_with_path
@@ -53,6 +54,7 @@ def gather(
     Raises:
       ValueError: a spec has more entries than its leaf has axes, or `reduce` is neither word.
       NameError: `axis_name` is no axis of the surrounding `shard_map`.
+      ValueError: a step, or `value_and_grad`, will average gradients over one of the axes.
 
     Dtypes:
       Leaves in `compute_dtype`; their gradients in the leaves' own dtype, summed in float32 at
@@ -79,6 +81,7 @@ def gather(
     if reduce not in ("sum", "mean"):
         raise ValueError(message("gather(reduce)", f"got {reduce!r}.", "Type 'sum' or 'mean'."))
     axes = tuple(str(axis) for axis in compat.axis_names(axis_name))
+    _check_not_averaged_again(axes)
 
     def apply(path: Any, x: Any, spec: PartitionSpec, low: Any) -> Any:
         if not is_array(x):
@@ -89,6 +92,19 @@ def gather(
         return _gather_leaf(x, split, axes, jnp.dtype(low.dtype), reduce)
 
     return map_with_path(apply, tree, broadcast_specs(specs, tree), _computed(policy, tree))
+
+
+def _check_not_averaged_again(axes: tuple[str, ...]) -> None:
+    """Refuses what would mix the gradients of different shards."""
+    averaged, where = averaging()
+    twice = [axis for axis in axes if axis in averaged]
+    if not twice:
+        return
+    got = f"it reduces gradients over {twice[0]!r}, and {where}(axis_name={twice[0]!r}) averages "
+    got += "what it returns once more, although each device holds another part of the weights."
+    fix = "Take gradients with mpjax.value_and_grad(loss_fn, loss_scale=...), without axis_name, "
+    fix += f"and update with mpjax.with_loss_scale(tx, axis_name={twice[0]!r})."
+    raise ValueError(message("gather(axis_name)", got, fix))
 
 
 def gather_constraint(tree: T, shardings: Any, policy: PolicySpec = None) -> T:

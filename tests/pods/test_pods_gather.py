@@ -196,6 +196,101 @@ def test_what_does_not_fit_is_an_error(specs, options, error, said, mesh):
         jax.eval_shape(run, {"w": jnp.ones((8, 16))})
 
 
+def _twice(way, tree):
+    """Steps that would average over 'fsdp' what is split over it."""
+
+    def loss(p, x):
+        whole = gather(p, {"w": P("fsdp")}, "32-true", axis_name="fsdp") if way != "by hand" else p
+        return jnp.sum(whole["w"]) * jnp.sum(x)
+
+    if way == "value_and_grad":
+        return mpjax.value_and_grad(loss, loss_scale=None, axis_name="fsdp")(tree, jnp.ones(2))[1]
+    step = mpjax.make_train_step(loss, optax.sgd(0.1), "32-true", axis_name="fsdp", donate=False)
+    return step(step.init(tree), jnp.ones(2))[0].params
+
+
+@pytest.mark.parametrize(
+    ("way", "check_vma", "said"),
+    [
+        (
+            "step",
+            False,
+            r"gather\(axis_name\): it reduces(.|\n)*make_train_step\(axis_name=",
+        ),
+        (
+            "value_and_grad",
+            False,
+            r"value_and_grad\(axis_name='fsdp'\)(.|\n)*without axis_",
+        ),
+        ("value_and_grad", True, r"value_and_grad\(axis_name='fsdp'\) averages"),
+        (
+            "step",
+            True,
+            r"make_train_step\(axis_name\): each device of 'fsdp' holds another",
+        ),
+        ("by hand", True, r"another part of 'w'(.|\n)*with_loss_scale\(tx, axis_name='fsdp'\)"),
+    ],
+)
+@pytest.mark.no_leak_check("pytest.raises keeps the frame that holds the tracer")
+def test_gradients_of_parts_are_not_averaged_with_each_other(way, check_vma, said, mesh):
+    run = jax.shard_map(
+        lambda p: _twice(way, p),
+        mesh=mesh,
+        in_specs=P("fsdp"),
+        out_specs=P("fsdp"),
+        check_vma=check_vma,
+    )
+    with pytest.raises(ValueError, match=said):
+        jax.eval_shape(run, {"w": jnp.ones((8, 16))})
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 1e6])
+def test_a_step_of_shards_that_clips_and_scales_is_that_of_one_device(max_norm, mesh):
+    specs = {"w": P("fsdp"), "b": P()}
+    start = {"w": params()["w"], "b": jnp.ones(16)}
+
+    def loss(p, x):
+        return jnp.mean((x @ p["w"] + p["b"]) ** 2)
+
+    def loss_of_shards(p, x):
+        return loss(gather(p, specs, "32-true", axis_name="fsdp", reduce="mean"), x)
+
+    def step(fun, axis_name):
+        clip = mpjax.optim.clip_by_global_norm(max_norm, axis_name=axis_name)
+        tx = optax.chain(clip, optax.sgd(1.0))
+        tx = mpjax.with_loss_scale(tx, mpjax.DynamicLossScale(), axis_name=axis_name)
+
+        def local(p, opt_state, x):
+            scale = mpjax.current_loss_scale(opt_state)
+            _, grads = mpjax.value_and_grad(fun, loss_scale=scale)(p, x)
+            updates, opt_state = tx.update(grads, opt_state, p)
+            return optax.apply_updates(p, updates), opt_state
+
+        return local, tx.init(start)
+
+    x = jnp.linspace(-1, 2, 64).reshape(8, 8)
+    local, state = step(loss, None)
+    want, _ = local(start, state, x)
+    local, state = step(loss_of_shards, "fsdp")
+    spread = jax.shard_map(
+        local, mesh=mesh, in_specs=(specs, P(), P("fsdp")), out_specs=(specs, P())
+    )
+    got, _ = jax.jit(spread)(start, state, x)
+    np.testing.assert_allclose(got["w"], want["w"], rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose(got["b"], want["b"], rtol=1e-5, atol=1e-8)
+    assert np.abs(want["w"] - start["w"]).max() > 1e-4
+
+
+def test_a_norm_over_devices_needs_types_that_tell_shards_from_copies(mesh):
+    def norm(x):
+        return mpjax.optim.global_norm(x, axis_name="fsdp")
+
+    options = {"mesh": mesh, "in_specs": P("fsdp"), "out_specs": P()}
+    assert jax.eval_shape(jax.shard_map(norm, **options), jnp.ones(8)).shape == ()
+    with pytest.raises(ValueError, match=r"global_norm\(axis_name\)(.|\n)*check_vma=True"):
+        jax.eval_shape(jax.shard_map(norm, **options, check_vma=False), jnp.ones(8))
+
+
 # -- under jit -------------------------------------------------------------------------------------
 
 
