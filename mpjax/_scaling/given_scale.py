@@ -2,9 +2,11 @@
 
 from typing import Any
 
+from mpjax._base.described import described
 from mpjax._base.errors import message
 from mpjax._base.tree import is_array
 from mpjax._scaling.loss_scale import LossScale, NoOpLossScale, StaticLossScale, is_owned
+from mpjax._scaling.optim_state import find_states
 
 
 def as_loss_scale(loss_scale: Any, where: str) -> LossScale:
@@ -21,9 +23,12 @@ def as_loss_scale(loss_scale: Any, where: str) -> LossScale:
         return StaticLossScale(loss_scale)
     if isinstance(loss_scale, LossScale) and not isinstance(loss_scale, type):
         return loss_scale
-    got = f"got {loss_scale!r}."
+    got = f"got {described(loss_scale)}."
     allowed = "Allowed: NoOpLossScale(), StaticLossScale(2**15), DynamicLossScale(), a number."
-    raise TypeError(message(where, got, allowed, "Type loss_scale=mpjax.DynamicLossScale()."))
+    fix = "Type loss_scale=mpjax.DynamicLossScale()."
+    if find_states(loss_scale):
+        fix = "Type loss_scale=mpjax.current_loss_scale(opt_state)."
+    raise TypeError(message(where, got, allowed, fix))
 
 
 def whether_to_unscale(scale: LossScale, unscale: bool | None, where: str) -> bool:

@@ -17,6 +17,7 @@ from mpjax._base.users_line import NEEDS_VALUES, users_line
 from mpjax._policies.order import is_policy
 from mpjax._policies.policy import Policy
 from mpjax._policies.policy_map import PolicyMap
+from mpjax._scaling.given_scale import as_loss_scale
 from mpjax._scaling.grad import get_loss_scale
 from mpjax._scaling.loss_scale import NoOpLossScale
 from mpjax._scaling.optim_state import find_states, gradient_params, is_wrapped, refuse_before
@@ -49,6 +50,8 @@ def check_arguments(loss_fn: Any, tx: Any, policy: Any, options: StepOptions) ->
     if is_transformation(policy):
         got = "got an optax transformation as the policy."
         raise TypeError(message(where, got, 'Type make_train_step(loss_fn, tx, "bf16-mixed").'))
+    if options.loss_scale is not None:
+        as_loss_scale(options.loss_scale, f"{where}(loss_scale)")
     if is_wrapped(tx):
         _refuse_two(options.loss_scale)
     _check_accumulate(options.accumulate)

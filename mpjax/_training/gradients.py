@@ -1,28 +1,35 @@
 """`value_and_grad` and `grad`: of a loss function, with a loss scale, under a policy."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
 from mpjax._autocast.api import as_typed
 from mpjax._base.averaged import averaged_over
+from mpjax._base.described import described
+from mpjax._base.errors import message
 from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.foreign_names import GRADIENTS
 from mpjax._base.tree import check_axes, leaf_paths
 from mpjax._base.typing import AxisName, LossFunction, PolicySpec, PyTree
+from mpjax._policies.order import is_policy
 from mpjax._policies.parts import default_of
 from mpjax._policies.policy import get_policy
 from mpjax._policies.policy_map import PolicyMap
 from mpjax._scaling.given_scale import as_loss_scale, whether_to_unscale
 from mpjax._scaling.grad import differentiated, indices, localised, mean, name_of, tag_with_scale
 from mpjax._scaling.loss_scale import LossScale
+from mpjax._training.inputs import refuse_undifferentiable
 from mpjax._training.under_policy import is_autocast, widened
 
 P = ParamSpec("P")
 R = TypeVar("R")
 X = TypeVar("X")
+F = TypeVar("F", bound=Callable[..., Any])
 A = TypeVar("A")
 
 
@@ -34,6 +41,31 @@ class _Options(TypedDict, total=False):
     axis_name: AxisName
     holomorphic: bool
     allow_int: bool
+
+
+def asks_for_scale(fun: F) -> F:
+    """Decorates `value_and_grad` and its kind: says what to type where no loss scale was given."""
+    takes_policy = "policy" in inspect.signature(fun).parameters
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        argnums = args[1] if len(args) > 1 else None
+        typed = "loss_scale=mpjax.current_loss_scale(opt_state)"
+        got = "loss_scale= is missing." * ("loss_scale" not in kwargs)
+        if isinstance(argnums, (LossScale, float)):
+            got = f"got {described(argnums)} in the place of argnums."
+            typed = f"loss_scale={argnums}" if isinstance(argnums, float) else "loss_scale=it"
+        elif takes_policy and is_policy(argnums):
+            got = f"got the policy {str(argnums)!r} in the place of argnums."
+            typed = f"policy={str(argnums)!r}, {typed}"
+        if got:
+            allowed = "Allowed: the scale of an optimizer in with_loss_scale, one of your own, or "
+            allowed += "None for none."
+            fix = f"Type {fun.__name__}(loss_fn, {typed})."
+            raise TypeError(message(fun.__name__, got, allowed, fix))
+        return fun(*args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]  # of the same signature
 
 
 @overload
@@ -55,6 +87,7 @@ def value_and_grad(
     **options: Unpack[_Options],
 ) -> Callable[P, tuple[R, PyTree]]: ...
 @names_keywords(GRADIENTS)
+@asks_for_scale
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -123,7 +156,6 @@ def value_and_grad(
     name = name_of(fun)
     chosen_policy: Any = None if policy is None else get_policy(policy)
     body = fun if chosen_policy is None else _under_policy(fun, chosen_policy, argnums)
-
     differentiate = differentiated(
         functools.partial(
             jax.value_and_grad, argnums=argnums, holomorphic=holomorphic, allow_int=allow_int
@@ -141,7 +173,7 @@ def value_and_grad(
         if axis_name is not None:
             check_axes(axis_name, "value_and_grad")
             args = localised(args, argnums, axis_name)
-        with averaged_over(axis_name, "value_and_grad"):
+        with averaged_over(axis_name, "value_and_grad"), _explained(args, argnums, name, allow_int):
             value, aux, grads = differentiate(*args, **kwargs)
         if chosen_policy is not None:
             # After differentiating: the scaling has to know that a loss is float16.
@@ -182,6 +214,7 @@ def grad(
     **options: Unpack[_Options],
 ) -> Callable[P, PyTree]: ...
 @names_keywords(GRADIENTS)
+@asks_for_scale
 def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -223,6 +256,19 @@ def grad(
         return (grads, out[1]) if has_aux else grads
 
     return wrapped
+
+
+@contextlib.contextmanager
+def _explained(
+    args: tuple[Any, ...], argnums: int | Sequence[int], name: str, allow_int: bool
+) -> Generator[None]:
+    """Says of an argument that JAX does not differentiate which leaf is at fault."""
+    try:
+        yield
+    except TypeError:
+        chosen = [args[index] for index in indices(argnums, len(args))]
+        refuse_undifferentiable(chosen, f"value_and_grad({name})", allow_int=allow_int)
+        raise
 
 
 def _under_policy(fun: LossFunction, policy: Any, argnums: int | Sequence[int]) -> LossFunction:

@@ -1,5 +1,6 @@
 """Checks parameters at the call; errors say what to type instead."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -53,8 +54,31 @@ def check_params(params: PyTree, where: str) -> None:
         got = "it takes parameters, and got a PRNG key."
         fix = "Type step.init(model.init(key, x)['params']): the model makes them from the key."
         raise TypeError(message(where, got, "Allowed: floating arrays.", fix))
+    instead = "Put it into the extra state, step.init(params, extra_state), or into the batch."
     for path, leaf in leaves:
-        _check_leaf(path_str(path), leaf, where, overwritten=is_overwritten(path))
+        if not is_overwritten(path):
+            _check_leaf(f"parameter {path_str(path)!r}", leaf, where, instead)
+
+
+def refuse_undifferentiable(args: Iterable[PyTree], where: str, *, allow_int: bool) -> None:
+    """Raises TypeError for arguments that JAX does not differentiate; the message says which leaf.
+
+    Args:
+      args: those that were to be differentiated.
+      where: the function's name, for the message.
+      allow_int: whether integers have a gradient, an empty one.
+    """
+    instead = "Give it as another argument, or type allow_int=True, for gradients without values."
+    for arg in args:
+        if holds_quantized(arg):
+            got = "got weights in 8 bits, which cannot be trained."
+            fix = "Differentiate mpjax.dequantize(params), and mpjax.quantize what was trained."
+            raise TypeError(message(where, got, fix)) from None
+        for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
+            has_gradient = allow_int and (isinstance(leaf, int) or is_array(leaf))
+            if not (is_deleted(leaf) or has_gradient):
+                name = f"leaf {path_str(path)!r}" if path else "an argument"
+                _check_leaf(name, leaf, where, instead)
 
 
 def _is_key(x: Any) -> bool:
@@ -65,22 +89,21 @@ def _is_key(x: Any) -> bool:
     return is_old or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _check_leaf(path: str, leaf: Any, where: str, *, overwritten: bool) -> None:
-    if isinstance(leaf, (float, complex)) or overwritten:
+def _check_leaf(name: str, leaf: Any, where: str, instead: str) -> None:
+    if isinstance(leaf, (float, complex)):
         return
     if is_deleted(leaf):
-        got = f"parameter {path!r} has been deleted: a step that donates its state was given it."
+        got = f"{name} has been deleted: a step that donates its state was given it."
         raise ValueError(message(where, got, "Start from a copy, or set donate=False there."))
     is_number = isinstance(leaf, int)
     if not (is_number or is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)):
-        got = f"parameter {path!r} is {described(leaf)}, which is no array."
+        got = f"{name} is {described(leaf)}, which is no array."
         fix = "With Equinox: params, static = eqx.partition(model, eqx.is_inexact_array), and "
         fix += "eqx.combine(params, static) in the loss."
-        raise TypeError(message(where, got, "Allowed: floating arrays.", fix))
+        raise TypeError(message(where, got, "Allowed: floating arrays.", fix)) from None
     if is_number or not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        got = f"parameter {path!r} is {described(leaf)}, which has no gradient."
-        fix = "Put it into the extra state, step.init(params, extra_state), or into the batch."
-        raise TypeError(message(where, got, "Allowed: floating arrays.", fix))
+        got = f"{name} is {described(leaf)}, which has no gradient."
+        raise TypeError(message(where, got, "Allowed: floating arrays.", instead)) from None
 
 
 def refuse_not_finite(params: PyTree, where: str) -> None:

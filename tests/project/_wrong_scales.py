@@ -1,5 +1,6 @@
 """Wrong uses of gradients, loss scales, and optimizers with one."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +38,10 @@ READERS = (mpjax.current_loss_scale, mpjax.raise_if_diverged)
 OVERWRITTEN = {"_overwrite_with_gradient": {"amax": jnp.ones(2)}}
 
 
+MLP = eqx.nn.MLP(2, 2, 2, 1, key=KEY)
+WEIGHTS, INT8 = {"w": jnp.ones((64, 64))}, "int8_from_mixed_bfloat16"
+
+
 def state_of(tx=None):
     return (tx or wrap()).init(PARAMS)
 
@@ -46,7 +51,11 @@ ROWS = {
     "value_and_grad": [
         (lambda: VG(loss_fn, loss_scale="auto"), T, "'auto' | Allowed | DynamicLossScale()"),
         (lambda: VG(loss_fn, loss_scale=X), T, "real number | f32[4,2] | vmap"),
-        (lambda: VG(loss_fn, loss_scale=state_of()), T, "Allowed | DynamicLossScale()"),
+        *each(lambda v: VG(loss_fn, loss_scale=v), T,
+            "got a | . | Allowed | Type loss_scale=mpjax.current_loss_scale(opt_state).",
+            state_of(), (optax.EmptyState(), state_of())),
+        (lambda: VG(loss_fn, loss_scale=SGD.init(PARAMS)), T,
+            "got a tuple. | Allowed | DynamicLossScale()"),
         (lambda: VG(loss_fn, loss_scale=8.0, unscale=False), V,
             "got False | nothing would unscale | Allowed | current_loss_scale(opt_state)"),
         (lambda: VG(loss_fn, loss_scale=as_owned(SLS(8)), unscale=True), V,
@@ -58,7 +67,25 @@ ROWS = {
             "'x' | Allowed | DynamicLossScale()"),
         (lambda: mpjax.nnx.value_and_grad(loss_fn, loss_scale=8.0, unscale=False), V,
             "False | Allowed | current_loss_scale(opt_state)"),
-        (lambda: VG(loss_fn), T, "loss_scale"),  # who wants none says None
+        *each(lambda made: made(loss_fn), T,  # who wants none says None
+            ": loss_scale= is missing. | None for none. | (loss_fn, loss_scale=mpjax.current_loss",
+            VG, mpjax.grad),
+        *told(lambda v: VG(loss_fn, v), T, "value_and_grad: got {}",
+            ("16-mixed", "the policy '16-mixed' in the place | (loss_fn, policy='16-mixed', loss_"),
+            (DLS(), "a DynamicLossScale in the place of argnums. | (loss_fn, loss_scale=it)."),
+            (8.0, "8.0 in the place of argnums. | (loss_fn, loss_scale=8.0).")),
+        (lambda: VG(loss_fn, POLICY, loss_scale=None), T, "got the policy 'bf16-mixed' in the "),
+        *told(lambda made: made(lambda p: 0.0, loss_scale=8.0)(MLP), T,
+            "(<lambda>): leaf 'activation' is the function relu, which is no | eqx.partition(model",
+            (VG, ""), (mpjax.grad, "")),
+        (lambda: VG(lambda p: 0.0, loss_scale=8.0)(PARAMS | {"n": np.arange(3)}), T,
+            "leaf 'n' is i64[3], which has no gradient. | another argument, or type allow_int"),
+        (lambda: VG(lambda p, n: 0.0, argnums=(0, 1), loss_scale=8.0)(PARAMS, 3), T,
+            "an argument is 3, which has no gradient."),
+        (lambda: VG(lambda p: 0.0, allow_int=True, loss_scale=8.0)(PARAMS | {"n": "x"}), T,
+            "leaf 'n' is 'x', which is no array."),
+        (lambda: mpjax.grad(loss_fn, loss_scale=None)(mpjax.quantize(WEIGHTS, INT8), X), T,
+            "value_and_grad(loss_fn): got weights in 8 bits | Differentiate mpjax.dequantize(par"),
         *told(lambda v: VG(v, loss_scale=8), T,
             "value_and_grad: the first argument must be a function; got {}. | Type "
             "value_and_grad(loss", (jnp.float32(1), "f32[]"), (None, "NoneType")),

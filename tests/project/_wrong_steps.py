@@ -198,7 +198,7 @@ ROWS = {
         (lambda: step(has_aux=1), T, "has_aux | True or False | got 1 | has_aux=True"),
         (lambda: step(weighted="mask"), T, "weighted | got 'mask' | weighted=True"),
         (lambda: step(axis_name=0), T, "axis_name | got 0 | axis_name='data'"),
-        (lambda: step(loss_scale="dynamic"), T, "'dynamic' | Allowed | DynamicLossScale()"),
+        (lambda: step(loss_scale="dynamic"), T, "step(loss_scale): got 'dynamic' | Dynamic"),
         (lambda: step(loss_scale=0.0), V, "got 0.0 | Allowed | 2**15"),
         (lambda: step(loss_scale=True), T, "got True | Allowed | DynamicLossScale()"),
         (lambda: step(max_consecutive_skips=0), V, "at least 1 | got 0 | 50"),
