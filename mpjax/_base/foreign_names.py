@@ -48,6 +48,7 @@ POLICIES: dict[str, str] = {
     "none": "32-true",
     "off": "32-true",
     "single": "32-true",
+    "float": "float32",
     "double": "64-true",
     "o4": "bf16-mixed",  # Apex for ROCm: O1 and O2 in bfloat16
     "o5": "p=bf16,c=bf16,o=f32",

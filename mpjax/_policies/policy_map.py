@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
+from mpjax._base.dtypes import describe
 from mpjax._base.errors import PolicyWarning, message, nearest
 from mpjax._base.foreign_errors import attribute_error, names_keywords
 from mpjax._base.foreign_names import MAP_ATTRIBUTES, MAP_KEYWORDS
@@ -133,6 +134,10 @@ class PolicyMap(Mapping[str, Policy]):
 
     def policy_for(self, path: Path) -> Policy:
         """Returns the policy of a path such as 'encoder/norm_1/scale', or of its spellings."""
+        if not isinstance(path, (str, tuple)):
+            got = f"must be a text; got {describe(path)}."
+            fix = "Type, for example, policies.policy_for('encoder/norm_1/scale')."
+            raise TypeError(message("PolicyMap.policy_for(path)", got, fix))
         index = self.deciding(path)
         return self._default if index is None else self._rules[index][1]
 
@@ -360,6 +365,7 @@ def _unmatched_text(where: str, rule: str, pattern: str, paths: list[Path]) -> s
         fix = f"Type {shorter[0]!r}: the module's path alone means the same everywhere."
         return message(where, got, f"No path here has the part {shorter[1]!r} in that place.", fix)
     texts = [spelling.shown(path) for path in paths]
+    texts = [text for text in texts if text]  # the model itself has none
     close = nearest(pattern.removeprefix("re:").replace("*", ""), texts) or texts[:3]
     near = f"Nearest: {', '.join(map(repr, close))} (case matters)."
     return message(where, got, near, "Write a pattern that matches one, or drop the rule.")

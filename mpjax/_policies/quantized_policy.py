@@ -1,12 +1,13 @@
 """QuantizedPolicy: a policy with products in 8 bits, and its names."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from mpjax._base.errors import message
+from mpjax._base.errors import message, nearest
 from mpjax._base.public import public
 from mpjax._base.typing import DTypeSpec
 from mpjax._policies import policy as _policy
@@ -164,7 +165,23 @@ def _read(spec: Any) -> Policy | None:
     base = spec[len(mode) + len(_FROM) :]
     if mode not in MODES or not base:
         _refuse(mode, base)
-    return QuantizedPolicy(base, MODES[mode])
+    return QuantizedPolicy(_named_base(mode, base), MODES[mode])
+
+
+def _named_base(mode: str, base: str) -> Any:
+    try:
+        return get_policy(base)
+    except ValueError:
+        pass
+    bases = [name.partition(_FROM)[2] for name in NAMES]
+    word = re.sub("^(bf16|fp?16)$", r"mixed_\1", base.lower().replace("-", "_"))
+    word = re.sub("(?<![a-z])(b?)fp?(16|32)", r"\1float\2", word)
+    word = "float32" if word.endswith("float32") else word
+    meant = (nearest(word, bases, 1) or bases)[0]
+    got = f"unknown policy {f'{mode}{_FROM}{base}'!r}: {base!r} is no base."
+    accepted = f"Accepted: {', '.join(f'{mode}{_FROM}{name}' for name in dict.fromkeys(bases))}."
+    fix = f"Did you mean get_policy({f'{mode}{_FROM}{meant}'!r})?"
+    raise ValueError(message("get_policy", got, accepted, fix))
 
 
 def _refuse(mode: str, base: str) -> None:

@@ -121,7 +121,13 @@ ROWS = {
             ("int8_from_", "has no base behind it. | Accepted: int8_from_mixed_bfloat16"),
             ("fp7_from_float32", "Accepted: int8_from_float32, float8_from_float32"),
             ("float8_from_float64", "names float64. | Allowed: 16- and 32-bit policies"),
-            ("int8_from_mixed_bfloat17", "Did you mean get_policy('mixed_bfloat16')"),
+            *((f"int8_from_{base}",
+                f"'{base}' is no base. | Accepted | Did you mean get_policy('int8_from_{meant}')")
+                for base, meant in (
+                    *(("mixed_bfloat17", "mixed_bfloat16"), ("mixed_bf16", "mixed_bfloat16")),
+                    *(("mixed-fp16", "mixed_float16"), ("mixed_float32", "float32")),
+                    *(("bf16", "mixed_bfloat16"), ("nothing", "mixed_bfloat16")))),
+            ("float8_from_mixed_float32", "get_policy('float8_from_float32')"),
             ("q=Float8Current", "Did you mean 'Float8CurrentScaling'"),
             ("q=Int4Scaling()", "XLA compiles no 4-bit product"),
             ("q=Float8CurrentScaling(history=3)",

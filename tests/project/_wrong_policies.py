@@ -9,7 +9,22 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _wrong_shared import PARAMS, POLICY, SGD, A, T, V, X, each, loss_fn, model, note_of, step, told
+from _wrong_shared import (
+    PARAMS,
+    POLICY,
+    SGD,
+    A,
+    T,
+    V,
+    W,
+    X,
+    each,
+    loss_fn,
+    model,
+    note_of,
+    step,
+    told,
+)
 
 import mpjax
 import mpjax.linen
@@ -201,6 +216,12 @@ ROWS = {
         (lambda: mpjax.linen.with_policy(MAP, model()), T,
             "got the policy | where model stands | Swap them: with_policy(model,"),
         (lambda: mpjax.get_policy("transformer-engine"), V, "'float8_from_mixed_bfloat16'."),
+        (lambda: mpjax.get_policy("float"), V, "'float' | Did you mean get_policy('float32')"),
+        *told(mpjax.PolicyMap(POLICY, {}).policy_for, T,
+            "PolicyMap.policy_for(path): must be a text; got {}. | Type", (3, "int"),
+            (None, "NoneType"), (b"w", "bytes")),
+        (lambda: mpjax.nnx.set_policy(model(), mpjax.PolicyMap(POLICY, {"hed": "float32"})), W,
+            "matches none | Nearest: 'bias', 'kernel' (case"),
         (lambda: mpjax.get_policy("8bit"), V, "8 bits | Type 'int8_from_mixed_bfloat16'"),
         (lambda: mpjax.get_policy("highest"), V, "float32 products | dot_precision='tf32'"),
         (lambda: mpjax.QuantizedPolicy("int8", POLICY), T,
