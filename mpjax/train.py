@@ -59,7 +59,7 @@ from mpjax._training.state import Metrics, TrainState, checked_state, copied
 from mpjax._training.summary import counted, describe_step, grad_norm
 from mpjax._training.under_policy import is_autocast, param_dtypes, under_policy
 from mpjax.numerics import Report, lost_updates
-from mpjax.numerics._step import Differentiated, StepDiagnosis
+from mpjax.numerics._step import Differentiated, Progress, StepDiagnosis
 from mpjax.numerics._watch import Seen, check_watch, watched
 from mpjax.optim import apply_updates, current_loss_scale, find_states, update_with, with_loss_scale
 
@@ -186,7 +186,12 @@ class TrainStep:
         return checked_call(self._jitted.lower, checked_state(state), batch)
 
     def diagnose(
-        self, state: TrainState, batch: PyTree, metrics: Mapping[str, Any] | None = None
+        self,
+        state: TrainState,
+        batch: PyTree,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        progress: Progress = None,
     ) -> Report:
         """Reports the operation that made the loss or a gradient not finite: `print` the result.
 
@@ -198,6 +203,7 @@ class TrainStep:
           batch: the batch that it was given.
           metrics: its metrics; they hold the loss scale that it used. None for the loss scale
             of the state, which a skip has lowered.
+          progress: as in `mpjax.numerics.diagnose`.
 
         Returns:
           A `mpjax.numerics.Report`.
@@ -207,8 +213,7 @@ class TrainStep:
             inside a `shard_map` (`axis_name=`).
           TypeError: `state` is no `TrainState`, or `metrics` are none.
         """
-        checked = checked_state(state)
-        return self._diagnosis.run(checked, batch, metrics, current_loss_scale)
+        return self._diagnosis.run(checked_state(state), batch, metrics, progress)
 
     def _twin(self, policy: Any) -> Differentiated:
         """Returns the function that this step differentiates, under its policy or another one."""

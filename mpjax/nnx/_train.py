@@ -20,6 +20,7 @@ from mpjax._training.checks import pair
 from mpjax._training.summary import describe_step
 from mpjax.nnx._checks import state_of_step
 from mpjax.numerics import Report
+from mpjax.numerics._clock import Progress
 from mpjax.train import Metrics, TrainState, TrainStep
 from mpjax.train import make_train_step as make_plain_train_step
 
@@ -75,10 +76,15 @@ class NNXTrainStep:
         return self.plain(state_of_step(state), *batch, **named)
 
     def diagnose(
-        self, state: TrainState, batch: PyTree, metrics: Mapping[str, Any] | None = None
+        self,
+        state: TrainState,
+        batch: PyTree,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        progress: Progress = None,
     ) -> Report:
         """Returns the operation that made a skipped step not finite; see `TrainStep.diagnose`."""
-        return self.plain.diagnose(state_of_step(state), batch, metrics)
+        return self.plain.diagnose(state_of_step(state), batch, metrics, progress=progress)
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Returns the step lowered for these arguments (or specs of them), ahead of time."""

@@ -106,9 +106,10 @@ def diagnose_step(
     args: Sequence[Any],
     loss_scale: Any,
     metrics: Mapping[str, Any] | None,
+    progress: Progress,
 ) -> Report:
     """Returns the report of a train step's state and batch; `metrics` are those of a step."""
-    clock = Clock(subject.where, None)
+    clock = Clock(subject.where, progress)
     if metrics is None:
         return examine(subject, names, args, loss_scale, clock)
     _check_metrics(metrics, subject.where)

@@ -9,6 +9,8 @@ import jax
 
 from mpjax._base.errors import message
 from mpjax._base.tree import to_full
+from mpjax._scaling.optim_state import current_loss_scale
+from mpjax.numerics._clock import Progress
 from mpjax.numerics._diagnose import diagnose_step
 from mpjax.numerics._program import check_alive
 from mpjax.numerics._report import Report
@@ -54,7 +56,7 @@ class StepDiagnosis:
         state: Any,
         batch: Any,
         metrics: Mapping[str, Any] | None,
-        scale_of: Callable[[Any], Any],
+        progress: Progress,
     ) -> Report:
         """Returns the report of a state, with parameters, extra state and optimizer state."""
         if self._axis_name is not None:
@@ -63,5 +65,5 @@ class StepDiagnosis:
             raise ValueError(message(_WHERE, got, fix, "mean over jax.shard_map of loss_fn."))
         args = (state.params, state.extra_state, batch, state.amax_history)
         check_alive((*args, state.opt_state), (*_NAMES, "opt_state"), _WHERE)
-        scale = scale_of(state.opt_state).loss_scale
-        return diagnose_step(self._subject, _NAMES, args, scale, metrics)
+        scale = current_loss_scale(state.opt_state).loss_scale
+        return diagnose_step(self._subject, _NAMES, args, scale, metrics, progress)

@@ -5,12 +5,16 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 
+import mpjax.nnx
 from mpjax import numerics
 from mpjax.numerics import _program
 
 pytestmark = pytest.mark.no_leak_check("a diagnosis holds what it traced")
+SGD = optax.sgd(0.1)
 W, X = jnp.eye(4) / 3, jnp.ones((2, 4))
 
 
@@ -44,6 +48,20 @@ def test_each_stage_is_said_and_timed(name):
 def test_nobody_looks_nothing_is_said(name, capsys):
     ASKED[name]()(W, X)
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("of_nnx", [False, True])
+def test_a_diagnosis_of_a_step_says_its_stages_where_it_is_asked_to(of_nnx):
+    lines = []
+    if of_nnx:
+        model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        step = mpjax.nnx.make_train_step(model, SGD, "16-mixed", lambda m, x: jnp.mean(m(x)))
+        state = step.init()
+    else:
+        step = mpjax.make_train_step(loss, SGD, "16-mixed")
+        state = step.init(W)
+    step.diagnose(state, X, progress=lines.append)
+    assert lines[0] == "step.diagnose: tracing ..."
 
 
 def test_a_terminal_is_told(capsys, monkeypatch):
