@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from mpjax._base import compat
 from mpjax._base.dtypes import short_name
 from mpjax._base.shown import Shown, Table
+from mpjax._base.tree import jax_dtype
 from mpjax._jaxpr import structure
 from mpjax._jaxpr.equation import Eqn
 from mpjax.numerics import _names
@@ -138,7 +139,7 @@ def find_promotions(fun: Callable[..., Any]) -> Callable[..., Promotions]:
             return fun(*jax.tree.unflatten(treedef, full))
 
         paths = argument_paths(args, argument_names(fun, len(args)))
-        structs = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in places]
+        structs = [jax.ShapeDtypeStruct(leaves[i].shape, jax_dtype(leaves[i])) for i in places]
         with jax.numpy_dtype_promotion("standard"):
             jaxpr, _ = traced(flat, structs, "numerics.find_promotions")
         known = {v: _argument(paths[i]) for v, i in zip(jaxpr.jaxpr.invars, places, strict=True)}

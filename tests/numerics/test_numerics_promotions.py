@@ -87,6 +87,12 @@ def test_an_argument_that_widens_is_named_by_its_path():
     assert row.because == "the float32 argument 'params/dense/kernel'"
 
 
+def test_integers_of_numpy_are_taken_as_jax_takes_them():
+    labels = np.arange(4)  # int64, of which JAX would warn: a warning is an error here
+    (row,) = find_promotions(lambda x, y: x[y] * jnp.ones(8))(X, labels).rows
+    assert row.because == CONSTANT
+
+
 def test_a_gradient_shows_what_the_forward_pass_widened():
     def loss(w, x):
         y = x @ w
