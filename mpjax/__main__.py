@@ -308,7 +308,7 @@ def _pods(args: argparse.Namespace) -> int:
     from mpjax.pods import _command
 
     topology = _command.topology_of(args.topology, args.num_slices)
-    load = functools.partial(user_file.load, args.function, _command.WHERE)
+    load = functools.partial(user_file.load_build, args.function, _command.WHERE)
     if args.outline:
         return _print_json_line(_command.outline(load, topology))
     again = ["pods", args.function, args.topology, "--outline"]

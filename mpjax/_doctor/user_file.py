@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,24 @@ def load(target: str, where: str = WHERE) -> tuple[ModuleType, Callable[..., Any
         kind = "class" if isinstance(fun, type) else type(fun).__name__
         got = f"{name!r} in {path} is a {kind}, and no function."
     raise ValueError(message(where, got, fix))
+
+
+def load_build(target: str, where: str) -> tuple[ModuleType, Callable[..., Any], str]:
+    """Returns what `load` does, of a function that builds a job for a topology."""
+    module, fun, name = load(target, where)
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):  # some callables have none
+        return module, fun, name
+    try:
+        signature.bind("topology")
+    except TypeError:
+        takes = ", ".join(signature.parameters)
+        got = f"{name}({takes}) cannot be called with a topology alone: it builds no job."
+        allowed = "Allowed: build(topology) -> (step, args)."
+        fix = "Give the function that builds the job, and returns step, (state, batch)."
+        raise ValueError(message(where, got, allowed, fix)) from None
+    return module, fun, name
 
 
 def _import(path: str, where: str) -> ModuleType:

@@ -40,6 +40,9 @@ JOB = """
 
     def wrong(topology):
         return 3
+
+    def loss_fn(params, batch):
+        return 3.0
 """
 
 pytestmark = pytest.mark.no_leak_check("the check keeps the jaxpr of what it traces")
@@ -81,6 +84,7 @@ def test_a_program_that_is_the_same_under_both_seeds_is_said_to_be(job, capsys):
     ("name", "said"),
     [
         ("broken", ["AttributeError", "make_mash", "(broken).", "(step, args)"]),
+        ("loss_fn", ["loss_fn(params, batch) cannot", "Give the function that builds the job"]),
         ("bild", ["mpjax pods: ", "has no function 'bild'"]),
         ("wrong", ["check_job(build): must return (step, args), args a tuple; got int"]),
     ],
