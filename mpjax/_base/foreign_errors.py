@@ -126,8 +126,12 @@ class NoAttributeOfError(AttributeError):
     def __str__(self) -> str:
         (name,) = self.args
         here = self._names.get(name)
-        close = nearest(name, [n for n in dir(self._cls) if not n.startswith("_")], 1)
+        fields = list(getattr(self._cls, "__dataclass_fields__", ()))
+        known = [n for n in dict.fromkeys((*fields, *dir(self._cls))) if not n.startswith("_")]
+        close = nearest(name, known, 1)
         fix = [f"Here it is {here}."] if here else [f"Did you mean .{word}?" for word in close]
+        if fields and not fix:
+            fix = [f"It has {', '.join(f'.{word}' for word in known)}."]
         return message(self._cls.__name__, f"has no attribute {name!r}.", *fix)
 
 

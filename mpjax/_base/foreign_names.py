@@ -262,6 +262,19 @@ STATE_ATTRIBUTES: dict[str, str] = {
 }
 """Attribute of other libraries' train states → that of a `TrainState`."""
 
+REPORT_ATTRIBUTES: dict[str, str] = {
+    "row": ".rows",
+    "operations": ".rows",
+    "table": "print(it), or .rows",
+    "best": ".taken, of mpjax.measure; .rows, of others",
+    "winner": ".taken, of mpjax.measure; .rows, of others",
+    "kind": ".cause.kind, of mpjax.numerics.diagnose",
+    "culprit": ".first, of mpjax.numerics.diagnose",
+    "to_json": "json.dumps(it.to_dict())",
+    "summary": "str(it)",
+}
+"""What a person may look for in a report → what it has."""
+
 LOSS_SCALE: dict[str, str] = {
     "init_scale": "loss_scale",
     "initial_scale": "loss_scale",

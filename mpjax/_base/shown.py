@@ -3,7 +3,10 @@
 import dataclasses
 import html
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from mpjax._base.foreign_errors import attribute_error
+from mpjax._base.foreign_names import REPORT_ATTRIBUTES
 
 WIDTH = 118
 _NEVER_BROKEN = 12  # letters: a number such as 3.9e-03 would break at its hyphen
@@ -40,6 +43,9 @@ class Shown:
     """
 
     __slots__ = ()
+
+    if not TYPE_CHECKING:  # or an editor would believe that there is any attribute
+        __getattr__ = attribute_error(REPORT_ATTRIBUTES)
 
     def _blocks(self) -> Sequence[str | Table]:
         """Returns texts and tables in their order."""

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _wrong_shared import PARAMS, T, V, X, each, loss_fn, step, told
+from _wrong_shared import PARAMS, POLICY, A, T, V, X, each, loss_fn, step, told
 
 import mpjax
 from mpjax import numerics, testing
@@ -132,6 +132,12 @@ ROWS = {
             "computes in f32: nothing is low | reverse=True"),
         (lambda: numerics.find_promotions(needs_values)(PARAMS, X), T,
             "numerics.find_promotions: the function cannot be traced"),
+        *told(lambda read: read(numerics.diagnose(loss_fn, POLICY, progress=False)(PARAMS, X)), A,
+            "Report: has no attribute {}", (lambda r: r.kind, "'kind'. | .cause.kind"),
+            (lambda r: r.gradient, "'gradient'. | Did you mean .gradients?"),
+            (lambda r: r.xyz, "'xyz'. | It has .function, .policy, .loss_scale")),
+        (lambda: step().diagnose(step().init(PARAMS), X, progress="no"), T,
+            "step.diagnose(progress): got 'no'."),
         (lambda: numerics.find_promotions({"w": 1}), T,
             "find_promotions: the first | find_promotions(fun)"),
         (gone, V, "lost_updates: 'params/scale', f32 | was donated"),
@@ -144,6 +150,9 @@ ROWS = {
             "the metrics are traced"),
     ],
     "explain and measure": [
+        (lambda: mpjax.explain(loss_fn, POLICY)(PARAMS, X).row, A, "has no attribute 'row'. | .rows"),
+        (lambda: mpjax.measure(loss_fn, [POLICY], budget=1)(PARAMS, X).best, A,
+            "Measurement: has no attribute 'best'. | .taken"),
         (lambda: mpjax.explain(loss_fn, "bf16-mixed", PARAMS, X), T,
             "explain: takes fun, policy | got 4 | Type explain(fun, policy)(params, batch)"),
         (lambda: mpjax.explain(loss_fn, dtype=jnp.float16), T, "dtype= | Type policy='16-mixed'"),
