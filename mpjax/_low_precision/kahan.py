@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import optax
 
 from mpjax._base.dtypes import FLOAT32, POLICY_DTYPES
+from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.tree import to_full
 from mpjax._base.typing import Array, PyTree
+from mpjax._low_precision.keywords import ROUNDED
 from mpjax._low_precision.owner import RoundingOwner, map_narrow, nothing, unless_zero
 from mpjax._low_precision.rounding import land, nearest
 
@@ -23,6 +25,7 @@ class KahanState(NamedTuple):
     owns_rounding_as = "with_kahan"
 
 
+@names_keywords(ROUNDED)
 def with_kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Returns `inner` for float16 or bfloat16 parameters, whose rounding errors it adds back.
 
@@ -45,6 +48,9 @@ def with_kahan(inner: optax.GradientTransformation) -> optax.GradientTransformat
     Raises:
       ValueError: `inner` owns the rounding already; in `update`, `params` is missing or the state
         is of another form.
+
+    Warns:
+      PolicyWarning: no parameter is float16 or bfloat16: there is nothing to round.
 
     Dtypes:
       float16 and bfloat16 parameters; others are updated as they are.

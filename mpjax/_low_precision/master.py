@@ -12,8 +12,10 @@ import optax
 
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import message
+from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.tree import to_full
 from mpjax._base.typing import Array, PyTree
+from mpjax._low_precision.keywords import MASTER
 from mpjax._low_precision.owner import RoundingOwner, map_narrow, nothing, unless_zero
 from mpjax._low_precision.rounding import land, nearest
 
@@ -36,6 +38,7 @@ class SplitWeightsState(NamedTuple):
     owns_rounding_as = "with_master_weights(bits=24)"
 
 
+@names_keywords(MASTER)
 def with_master_weights(
     inner: optax.GradientTransformation, *, bits: int = 32
 ) -> optax.GradientTransformationExtraArgs:
@@ -67,6 +70,9 @@ def with_master_weights(
     Raises:
       ValueError: `bits` is neither, or `inner` owns the rounding already; in `update`, `params`
         is missing or the state is of another form.
+
+    Warns:
+      PolicyWarning: no parameter is float16 or bfloat16: there is nothing to round.
 
     Dtypes:
       float16 and bfloat16 parameters; others are updated as they are.

@@ -6,6 +6,7 @@ the target, and there is nothing left to round (`rounding.land`).
 """
 
 import abc
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._base.dtypes import FLOAT32
-from mpjax._base.errors import message
+from mpjax._base.dtypes import FLOAT32, describe
+from mpjax._base.errors import PolicyWarning, message
 from mpjax._base.tree import is_array, is_castable, is_overwritten, path_str, to_full
 from mpjax._base.typing import Array, KeyPath, PyTree
 from mpjax._low_precision.rounding import is_narrow
@@ -57,6 +58,7 @@ class RoundingOwner(Wrapper):
 
     def init(self, params: PyTree) -> PyTree:
         """Returns the state to start from."""
+        _warn_of_nothing_to_round(self.name, params)
         field = self.start(params)
         inner_state = self.inner.init(self._weights(params, self.kept(params, field)))
         _refuse_second(self.name, inner_state)
@@ -149,6 +151,16 @@ def owners(opt_state: PyTree) -> list[tuple[str, Any]]:
 
 def _is_owner(x: Any) -> bool:
     return hasattr(type(x), "owns_rounding_as")
+
+
+def _warn_of_nothing_to_round(name: str, params: PyTree) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    if not leaves or any(is_narrow_leaf(path, p) for path, p in leaves):
+        return
+    got = f"no parameter is float16 or bfloat16; {path_str(leaves[0][0])!r} is "
+    got += f"{describe(leaves[0][1])}: here it does nothing."
+    fix = "Train under 'bf16-true', cast the parameters first, or drop the wrapper."
+    warnings.warn(message(name, got, fix), PolicyWarning, stacklevel=3)
 
 
 def _refuse_second(name: str, inner_state: PyTree) -> None:

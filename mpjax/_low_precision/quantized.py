@@ -9,15 +9,19 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 
+from mpjax._base.described import described
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.tree import leaf_paths
 from mpjax._base.typing import Array, PyTree
 from mpjax._low_precision.codes import FLOAT8, SecondMoment, block_count, encode, is_coded
+from mpjax._low_precision.keywords import QUANTIZED_STATE
 from mpjax._low_precision.moments import Moment, shapes
 from mpjax._low_precision.state_dtypes import narrowed, require_moments
 from mpjax._low_precision.stored import StoredMoments
 from mpjax._policies.policy_map import PolicyMap
+from mpjax._scaling.transformation import is_transformation
 
 KINDS = ("int8", "float8")
 _PLAIN = {"bfloat16": jnp.dtype(jnp.bfloat16), "float32": FLOAT32}  # by a rule: without scales
@@ -32,6 +36,7 @@ class QuantizedState(NamedTuple):
     inner_state: Any  # with FirstMoment and SecondMoment in place of moments
 
 
+@names_keywords(QUANTIZED_STATE)
 def with_quantized_state(
     inner: optax.GradientTransformation,
     kind: str = "int8",
@@ -99,6 +104,10 @@ def with_quantized_state(
       Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021,
       https://arxiv.org/abs/2110.02861
     """
+    if is_transformation(kind) and not is_transformation(inner):
+        got = f"got {described(inner)} as the optimizer, and an optimizer as the kind."
+        fix = "Swap them: mpjax.optim.with_quantized_state(tx, 'int8')."
+        raise TypeError(message("with_quantized_state", got, fix))
     if kind not in KINDS:
         got = f"unknown kind {kind!r}."
         raise ValueError(message("with_quantized_state", got, "Accepted: 'int8', 'float8'."))

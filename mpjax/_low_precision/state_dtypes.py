@@ -8,8 +8,10 @@ import optax
 
 from mpjax._base.dtypes import FLOAT32, POLICY_DTYPES, DType, canonical_dtype
 from mpjax._base.errors import message
+from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.typing import Array, DTypeSpec, PyTree
 from mpjax._low_precision.codes import is_coded
+from mpjax._low_precision.keywords import STATE_DTYPES
 from mpjax._low_precision.moments import Moment
 from mpjax._low_precision.rounding import is_narrow, stochastic
 from mpjax._low_precision.stored import StoredMoments
@@ -22,6 +24,7 @@ class StateDtypesState(NamedTuple):
     inner_state: Any
 
 
+@names_keywords(STATE_DTYPES)
 def with_state_dtypes(
     inner: optax.GradientTransformation,
     *,

@@ -1,7 +1,6 @@
 """Stochastic rounding: a parameter is rounded up or down by chance, so that the mean is exact."""
 
 import functools
-import warnings
 import zlib
 from typing import Any, NamedTuple
 
@@ -11,10 +10,12 @@ import numpy as np
 import optax
 
 from mpjax._base.dtypes import describe
-from mpjax._base.errors import PolicyWarning, message
+from mpjax._base.errors import message
+from mpjax._base.foreign_errors import names_keywords
 from mpjax._base.tree import is_array, leaf_paths, to_full
 from mpjax._base.typing import Array, PyTree
-from mpjax._low_precision.owner import RoundingOwner, is_narrow_leaf, map_narrow, nothing
+from mpjax._low_precision.keywords import ROUNDED
+from mpjax._low_precision.owner import RoundingOwner, map_narrow, nothing
 from mpjax._low_precision.rounding import land, stochastic
 from mpjax._low_precision.skipped import was_taken
 
@@ -28,6 +29,7 @@ class StochasticRoundingState(NamedTuple):
     owns_rounding_as = "with_stochastic_rounding"
 
 
+@names_keywords(ROUNDED)
 def with_stochastic_rounding(
     inner: optax.GradientTransformation, seed: int | Array = 0
 ) -> optax.GradientTransformationExtraArgs:
@@ -90,7 +92,7 @@ class _Stochastic(RoundingOwner):
         self._seed = seed
 
     def start(self, params: PyTree) -> Array:
-        _warn_of_nothing_to_round(params)
+        del params
         return jnp.zeros((), jnp.int32)
 
     def kept(self, params: PyTree, field: Array) -> PyTree:
@@ -134,13 +136,3 @@ def _as_key(seed: Any) -> Any:
     got = f"must be an integer or one PRNG key; got {describe(seed)}."
     fix = "Type an integer, or jax.random.key(0)."
     raise TypeError(message("with_stochastic_rounding(seed)", got, fix))
-
-
-def _warn_of_nothing_to_round(params: PyTree) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    if not leaves or any(is_narrow_leaf(path, p) for path, p in leaves):
-        return
-    got = f"no parameter is float16 or bfloat16; {leaf_paths(params)[0]!r} is "
-    got += f"{describe(leaves[0][1])}: here it does nothing."
-    fix = "Train under 'bf16-true', cast the parameters first, or drop the wrapper."
-    warnings.warn(message("with_stochastic_rounding", got, fix), PolicyWarning, stacklevel=4)

@@ -150,7 +150,7 @@ ROWS = {
             "the metrics are traced"),
     ],
     "explain and measure": [
-        (lambda: mpjax.explain(loss_fn, POLICY)(PARAMS, X).row, A, "has no attribute 'row'. | .rows"),
+        (lambda: mpjax.explain(loss_fn, POLICY)(PARAMS, X).row, A, "attribute 'row'. | .rows"),
         (lambda: mpjax.measure(loss_fn, [POLICY], budget=1)(PARAMS, X).best, A,
             "Measurement: has no attribute 'best'. | .taken"),
         (lambda: mpjax.explain(loss_fn, "bf16-mixed", PARAMS, X), T,

@@ -27,11 +27,10 @@ def owned_state():
     return optim.with_master_weights(SGD).init(HALF)
 
 
-def two_owners():
-    tx = mpjax.with_loss_scale(optim.with_stochastic_rounding(SGD))
+def two_owners(outer, inner=optim.with_kahan):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the inner one, which sees float32
-        return optim.with_kahan(tx).init(HALF)
+        return outer(inner(SGD)).init(HALF)
 
 
 # fmt: off
@@ -44,15 +43,21 @@ ROWS = {
             *(1.5, True, "x", np.zeros(2, np.uint32))),
         *each(lambda own: own(SGD).update(HALF, own(SGD).init(HALF)), V,
             "update: params is missing. | Type tx.update(grads, opt_stat", *OWNERS.values()),
-        (two_owners, V,
+        (lambda: two_owners(
+            optim.with_kahan, lambda tx: mpjax.with_loss_scale(optim.with_stochastic_rounding(tx))), V,
             "with_kahan: it was given an optimizer that owns the rounding already "
             "(with_stochastic_rounding). | Allowed: one of | Drop one; | optax.partition."),
-        (
-            lambda: step(tx=optim.with_kahan(SGD), policy="bf16-true", rounding="stochastic").init(
-                HALF
-            ), V, "it was given an optimizer that owns the rounding"),
-        (lambda: optim.with_stochastic_rounding(SGD).init(PARAMS), W,
-            "no parameter is float16 or bfloat16; 'w' is f32[2,2]: here it does nothing. | Train "),
+        (lambda: two_owners(lambda tx: step(tx=tx, policy="bf16-true", rounding="stochastic")), V,
+            "it was given an optimizer that owns the rounding"),
+        *told(lambda own: own(SGD).init(PARAMS), W,
+            "{}: no parameter is float16 or bfloat16; 'w' is f32[2,2]: here it does nothing. | Tra",
+            *((own, name) for own, name in (
+                (OWNERS["master"], "with_master_weights"), (OWNERS["kahan"], "with_kahan"),
+                (optim.with_stochastic_rounding, "with_stochastic_rounding")))),
+        (lambda: optim.with_master_weights(SGD, dtype="float32"), T,
+            "with_master_weights: unknown keyword dtype=. | Allowed: inner, bits. | Type bits=32"),
+        (lambda: optim.with_stochastic_rounding(SGD, key=0), T, "key=. | Type seed="),
+        (lambda: optim.with_kahan(optimizer=SGD), T, "optimizer=. | Type inner="),
     ],
     "what is no optimizer": [
         *(
@@ -77,6 +82,17 @@ ROWS = {
             ({"opt": owned_state()}, "MasterWeightsState")),
     ],
     "stored moments": [
+        *told(lambda options: optim.with_quantized_state(ADAM, **options), T,
+            "with_quantized_state: unknown keyword {}",
+            ({"bits": 8}, "bits=. | Allowed: inner, kind, block_size, rules. | Type kind='int8' i"),
+            ({"dtype": "int8"}, "dtype=. | Type kind='int8' instead of dtype=."),
+            ({"blocksize": 64}, "blocksize=. | Type block_size=")),
+        (lambda: optim.with_quantized_state("int8", ADAM), T,
+            "got 'int8' as the optimizer, and an | Swap them: mpjax.optim.with_quantized_state(tx"),
+        (lambda: optim.with_state_dtypes(ADAM, dtype="bfloat16"), T,
+            "with_state_dtypes: unknown keyword dtype=. | Type mu_dtype= and nu_dtype="),
+        (lambda: optim.with_state_dtypes(ADAM, "bfloat16"), T,
+            "takes inner without a name; got 2 arguments. | Allowed, by name: mu_dtype=, nu_dtype"),
         *(
             row
             for name in ("mu_dtype", "nu_dtype")

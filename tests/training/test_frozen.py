@@ -14,7 +14,10 @@ PARAMS = {"adapter": jnp.ones(4), "frozen": jnp.full(4, 100.0)}
 LABELS = {"adapter": "train", "frozen": "freeze"}
 FROZEN = {"adapter": False, "frozen": True}
 TRAINED = {"adapter": True, "frozen": False}
-pytestmark = pytest.mark.standard_promotion("optax raises a float to the power of an integer count")
+pytestmark = [
+    pytest.mark.standard_promotion("optax raises a float to the power of an integer count"),
+    pytest.mark.filterwarnings("ignore:.*here it does nothing"),  # float32 parameters here
+]
 
 
 def loss_fn(params, batch):
