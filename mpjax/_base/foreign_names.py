@@ -250,7 +250,7 @@ STATE_ATTRIBUTES: dict[str, str] = {
     "tx": "the optimizer that you gave to make_train_step",
     "optimizer": "the optimizer that you gave to make_train_step",
     "create": "step.init(params)",
-    "replace": "._replace(params=...)",
+    "replace": ".with_params(params), or ._replace(extra_state=...)",
     "batch_stats": ".extra_state",
     "model_state": ".extra_state",
     "rngs": ".extra_state",

@@ -93,6 +93,22 @@ def _kept_of(form: Any, params: PyTree, weights: PyTree) -> PyTree:
     return treedef.unflatten([by_path[path] for path, _ in paths])
 
 
+def reweighted(state: PyTree, params: PyTree, weights: PyTree) -> PyTree:
+    """Returns a state with what it stores of the weights made anew, and all else as it was.
+
+    Args:
+      state: the state of an optimizer.
+      params: the parameters from which it goes on.
+      weights: the same in float32, with all the bits that are known.
+    """
+
+    def one(x: Any) -> Any:
+        keeps = isinstance(x, KEEPING)
+        return type(x)(_kept_of(x, params, weights), x.inner_state) if keeps else x
+
+    return jax.tree.map(one, state, is_leaf=lambda x: isinstance(x, KEEPING))
+
+
 def known_weights(params: PyTree | None, old_state: PyTree) -> PyTree | None:
     """Returns the float32 weights that an old state knows of these parameters."""
     return None if params is None else full_params(params, old_state)

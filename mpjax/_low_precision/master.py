@@ -54,7 +54,8 @@ def with_master_weights(
     `optax.apply_updates(params, updates)` gives the weights, rounded to the parameter's dtype, bit
     for bit.
 
-    Training changes the state's weights: after you load other parameters, make a new state.
+    Training changes the state's weights, and `params` follow them: to load other parameters, type
+    `state.with_params(params)` of a train step's state, or `tx.init(params)` again.
 
     Put it inside `with_loss_scale`, so that a skipped step leaves everything as it was:
     `with_loss_scale(with_master_weights(optax.adamw(1e-3)), DynamicLossScale())`.

@@ -2,14 +2,18 @@
 
 from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
 
+import jax
 import jax.numpy as jnp
 
+from mpjax._base.compat import has_values
+from mpjax._base.dtypes import FLOAT32, describe
 from mpjax._base.errors import message
 from mpjax._base.foreign_errors import attribute_error
 from mpjax._base.foreign_names import STATE_ATTRIBUTES
 from mpjax._base.public import public_in
-from mpjax._base.tree import is_array, strong
+from mpjax._base.tree import first_difference, is_array, leaf_paths, strong
 from mpjax._base.typing import Array, PyTree
+from mpjax._low_precision.forms import reweighted
 from mpjax._training.summary import describe_state
 
 
@@ -34,6 +38,51 @@ class TrainState(NamedTuple):
 
     def __repr__(self) -> str:
         return describe_state(self)
+
+    def with_params(self, params: PyTree) -> "TrainState":
+        """Returns the state with other parameters, such as pretrained ones: use it to load them.
+
+        Float32 weights that the optimizer's state stores are made of these, with all their bits.
+        `_replace(params=...)` would leave the old ones there, and the next step bring them back.
+        All else stays as it is: moments, loss scale, counters.
+
+        Args:
+          params: a tree like `state.params`; each leaf is copied in the dtype, and to the
+            devices, of the one that it replaces.
+
+        Raises:
+          ValueError: the trees or their shapes differ.
+
+        Example:
+          >>> tx = mpjax.optim.with_master_weights(optax.sgd(0.1))
+          >>> step = mpjax.make_train_step(lambda w, x: (w * x) ** 2, tx, "bf16-true")
+          >>> state = step.init(jnp.float32(3)).with_params(jnp.float32(5.01))
+          >>> state.params, mpjax.optim.full_params(state.params, state)
+          (Array(5, dtype=bfloat16), Array(5.01, dtype=float32))
+        """
+        where = "state.with_params"
+        if jax.tree.structure(params) != jax.tree.structure(self.params):
+            pair = ("the parameters of the state", self.params), ("those that were given", params)
+            fix = "Give all of them, as step.init(params) was given them."
+            raise ValueError(first_difference(where, *pair, (fix,)))
+        pairs = zip(*map(jax.tree.leaves, (self.params, params)), strict=True)
+        for path, (old, new) in zip(leaf_paths(params), pairs, strict=True):
+            if jnp.shape(new) != jnp.shape(old):
+                got = f"parameter {path!r} is {describe(new)}, and that of the state "
+                fix = "Load parameters of this model, or start with step.init(params)."
+                raise ValueError(message(where, f"{got}{describe(old)}.", fix))
+        chosen = jax.tree.map(lambda old, x: _placed(x, old, old.dtype), self.params, params)
+        weights = jax.tree.map(lambda old, x: _placed(x, old, FLOAT32), self.params, params)
+        opt_state = reweighted(self.opt_state, chosen, weights)
+        return self._replace(params=chosen, opt_state=opt_state)
+
+
+def _placed(x: Any, old: Any, dtype: Any) -> Any:
+    """Returns a parameter in a dtype, on the devices of the old one, as an array of its own."""
+    made = jnp.array(x, copy=True).astype(dtype)
+    is_here = isinstance(old, jax.Array) and has_values(old)
+    elsewhere = is_here and has_values(made) and old.sharding != made.sharding
+    return jax.device_put(made, old.sharding) if elsewhere else made
 
 
 @public_in("mpjax.train")

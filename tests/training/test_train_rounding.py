@@ -103,6 +103,46 @@ def test_law_17_an_nnx_step_lands_on_copies_that_no_update_leads_to():
     assert_bitwise_equal(jax.tree.leaves(moved.params), jax.tree.leaves(state.params))
 
 
+KEEPING = {
+    "master": (OWNERS["master"], "bf16-true", 0.0),
+    "split": (OWNERS["split"], "bf16-true", 2.0**-16),  # half of 1/256 of a last place
+    "split of float16": (OWNERS["split"], "16-true", 2.0**-19),
+    "kahan": (OWNERS["kahan"], "bf16-true", 2.0**-17),
+    "float32": (lambda tx: tx, "16-mixed", 0.0),
+}
+
+
+@pytest.mark.standard_promotion("adam divides an int32 count into a float")
+@pytest.mark.parametrize("name", KEEPING)
+def test_law_17_parameters_that_are_loaded_are_those_that_are_trained(name):
+    own, policy, error = KEEPING[name]
+    step = mpjax.make_train_step(falling, own(optax.adam(2.0**-10)), policy)
+    state, _ = step(step.init({"w": jnp.ones(8)}), jnp.ones(8))
+    before = jax.tree.map(jnp.copy, state)
+    loaded = {"w": jnp.linspace(2.0, 3.0, 8, dtype=jnp.float32)}
+    state = state.with_params(loaded)
+    assert_bitwise_equal(state.params["w"], loaded["w"].astype(state.params["w"].dtype))
+    full = optim.full_params(state.params, state)["w"]
+    assert jnp.max(jnp.abs(full / loaded["w"] - 1)) <= error
+    adams = [optax.tree_utils.tree_get(x.opt_state, "mu") for x in (state, before)]
+    assert_bitwise_equal(*adams)
+    assert_bitwise_equal(mpjax.current_loss_scale(state), mpjax.current_loss_scale(before))
+    state, _ = step(state, jnp.ones(8))
+    moved = optim.full_params(state.params, state)["w"] - loaded["w"]
+    assert jnp.max(jnp.abs(moved)) < 2.0**-7  # a few learning rates, and not back at 1
+    assert not loaded["w"].is_deleted()
+
+
+def test_parameters_are_loaded_to_where_the_old_ones_lie():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    step = mpjax.make_train_step(falling, OWNERS["master"](optax.sgd(0.1)), "bf16-true")
+    state = step.init({"w": jax.device_put(jnp.ones(8), sharding)})
+    state = state.with_params({"w": np.full(8, 2, np.float32)})
+    for x in (state.params, optim.full_params(state.params, state)):
+        assert x["w"].sharding == sharding
+
+
 def test_rounding_goes_around_a_loss_scale_of_ones_own():
     tx = mpjax.with_loss_scale(optax.adam(6e-4), mpjax.DynamicLossScale(8))
     assert moved_after_100_steps("bf16-true", "kahan", tx)[0] == 768
