@@ -224,6 +224,13 @@ def check_own(
         pair = ("this step's optimizer state", fresh), ("the one that was given", opt_state)
         lines = ("It is of another optimizer or model.", "Start with step.init(params).")
         raise ValueError(first_difference("train step", *pair, lines))
+    pairs = zip(leaf_paths(fresh), *map(jax.tree.leaves, (fresh, opt_state)), strict=True)
+    for path, ours, theirs in pairs:
+        if jnp.shape(ours) != jnp.shape(theirs):
+            got = f"the parameters do not fit the optimizer's state: {path!r} is {describe(theirs)}"
+            got += f", and that of these parameters {describe(ours)}."
+            also = "Weights of this model: state.with_params(params), which refuses other shapes."
+            raise ValueError(message("train step", got, "Start with step.init(params).", also))
 
 
 def check_extra_state(new: PyTree, old: PyTree) -> None:

@@ -39,6 +39,7 @@ import mpjax.optim
 import mpjax.train
 
 DLS = mpjax.DynamicLossScale
+ADAM = optax.adam(0.1)
 
 
 def with_state(params, extra, batch):
@@ -71,6 +72,11 @@ def donated():
     state = made.init(PARAMS)
     state.params["w"].delete()
     return made(state, X)
+
+
+def traced_from(tx, change):
+    made = step(tx=tx)
+    return made.lower(change(made.init(PARAMS)), X)
 
 
 def other_state():
@@ -198,6 +204,10 @@ ROWS = {
         (lambda: step(has_aux=1), T, "has_aux | True or False | got 1 | has_aux=True"),
         (lambda: step(weighted="mask"), T, "weighted | got 'mask' | weighted=True"),
         (lambda: step(axis_name=0), T, "axis_name | got 0 | axis_name='data'"),
+        *told(lambda params: step().init(PARAMS).with_params(params), V, "state.with_params: | {}",
+            ({"v": X}, "'w' is only in the parameters of the state. | Give all of them"),
+            ({"w": X}, "parameter 'w' is f32[4,2], and that of the state f32[2,2]. | step.init(p")),
+        (lambda: step().init(PARAMS).replace(params=PARAMS), A, "Here it is .with_params(params)"),
         (lambda: step(loss_scale="dynamic"), T,
             "make_train_step(loss_scale): got 'dynamic'. | Allowed | DynamicLossScale()"),
         (lambda: step(loss_scale=0.0), V, "got 0.0 | Allowed | 2**15"),
@@ -264,6 +274,9 @@ ROWS = {
         (lambda: step()(flax_state(), X), T, "got a TrainState | step.init(params)"),
         (donated, V, "donated | Allowed | state, metrics = step(state, batch) | donate=False"),
         (other_state, V, "another optimizer | step.init(params)"),
+        (lambda: traced_from(ADAM, lambda s: s._replace(params={"w": jnp.ones((2, 3))})), V,
+            "do not fit the optimizer's state: 'inner_state/0/mu/w' is f32[2,2], and that of these "
+            "parameters f32[2,3]. | step.init(params). | state.with_params(params)"),
         (lambda: step(policy="bf16-true").lower(step().init(PARAMS), X), V,
             "another policy | 'w' is f32[2,2] | step.adopt(state)"),
         (lambda: step(policy="16-mixed").lower(step().init(PARAMS), X), V,
