@@ -17,7 +17,6 @@ from mpjax._base.averaged import averaged_over
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.foreign_errors import attributes_of, names_keywords
 from mpjax._base.foreign_names import STEP
-from mpjax._base.tree import check_axes
 from mpjax._base.typing import Array, AxisName, PolicySpec, PyTree
 from mpjax._hardware import check_policy
 from mpjax._low_precision.chosen import check_rounding, warn_of_lost_updates, with_rounding
@@ -305,7 +304,6 @@ class TrainStep:
             return self._scalar_loss(*args)
 
         differentiate = value_and_grad(loss_fn, has_aux=True, loss_scale=loss_scale)
-        check_axes(self._axis_name, "make_train_step")
         check_whole(state.params, self._axis_name)
         # Averaged here, after accumulation, and not by value_and_grad in each micro-batch.
         inputs = tracked(state.params, state.amax_history, self.policy, loss_scale)

@@ -126,16 +126,16 @@ def _norm(tree: PyTree, axis_name: AxisName, where: str) -> _Scaled:
             raise TypeError(message("global_norm", got, "Give its real and imaginary parts."))
     names = _tracked(axis_name, where)
     zero = jnp.zeros((), FLOAT32)
-    sums = {(): [zero, zero, zero]}  # by the axes over which leaves are split
+    sums: dict[tuple[object, ...], list[Array]] = {(): [zero, zero, zero]}  # by the axes of parts
     for x in leaves:
         axes = tuple(name for name in names if name in compat.varying_axes(x))
         before = sums.get(axes, [zero, zero, zero])
         squares = _squares(to_full(x).astype(FLOAT32))
         sums[axes] = [a + b for a, b in zip(before, squares, strict=True)]
-    whole = sums.pop(())
+    total = sums.pop(())
     for axes, parts in sums.items():
-        whole = [a + b for a, b in zip(whole, jax.lax.psum(parts, axes), strict=True)]
-    return _root(whole)
+        total = [a + b for a, b in zip(total, jax.lax.psum(parts, axes), strict=True)]
+    return _root(total)
 
 
 def _tracked(axis_name: AxisName, where: str) -> tuple[object, ...]:

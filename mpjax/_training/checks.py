@@ -11,7 +11,14 @@ from mpjax._base.compat import axis_names, varying_axes
 from mpjax._base.described import MODULES, described
 from mpjax._base.dtypes import FLOAT32, describe
 from mpjax._base.errors import message
-from mpjax._base.tree import first_difference, is_array, is_deleted, leaf_paths, path_str
+from mpjax._base.tree import (
+    check_axes,
+    first_difference,
+    is_array,
+    is_deleted,
+    leaf_paths,
+    path_str,
+)
 from mpjax._base.typing import AxisName, PyTree
 from mpjax._base.users_line import NEEDS_VALUES, users_line
 from mpjax._policies.order import is_policy
@@ -92,15 +99,14 @@ def _check_accumulate(accumulate: Any) -> None:
 
 
 def check_whole(params: PyTree, axis_name: AxisName) -> None:
-    """Refuses parameters of which each device of an axis holds another part.
+    """Refuses axes that are not there, and parameters of which each device holds another part.
 
     The mean of their gradients over that axis would be one of different parts. Types tell it, where
     `shard_map` tracks them (`check_vma`).
     """
+    check_axes(axis_name, "make_train_step")
     names = axis_names(axis_name)
-    if not names:
-        return
-    for path, x in jax.tree.leaves_with_path(params):
+    for path, x in jax.tree.leaves_with_path(params) if names else ():
         parts = [name for name in names if is_array(x) and name in varying_axes(x)]
         if parts:
             got = f"each device of {parts[0]!r} holds another part of {path_str(path)!r}, and "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import jax
+import jax.core
 from jax.sharding import NamedSharding, PartitionSpec
 
 T = TypeVar("T")

@@ -43,8 +43,8 @@ ROWS = {
             *(1.5, True, "x", np.zeros(2, np.uint32))),
         *each(lambda own: own(SGD).update(HALF, own(SGD).init(HALF)), V,
             "update: params is missing. | Type tx.update(grads, opt_stat", *OWNERS.values()),
-        (lambda: two_owners(
-            optim.with_kahan, lambda tx: mpjax.with_loss_scale(optim.with_stochastic_rounding(tx))), V,
+        (lambda: two_owners(optim.with_kahan,
+            lambda tx: mpjax.with_loss_scale(optim.with_stochastic_rounding(tx))), V,
             "with_kahan: it was given an optimizer that owns the rounding already "
             "(with_stochastic_rounding). | Allowed: one of | Drop one; | optax.partition."),
         (lambda: two_owners(lambda tx: step(tx=tx, policy="bf16-true", rounding="stochastic")), V,
