@@ -22,6 +22,8 @@ FLOAT32 = get_policy("float32")
 _POLES = frozenset({"log", "log1p", "atanh", "acosh", "erf_inv"})
 """Operations that give inf only at a pole: an operand of theirs was rounded to it, as 1/0."""
 
+_MASK = "mask with jnp.finfo(x.dtype).min in place of -inf, or keep one position unmasked."
+
 
 @dataclasses.dataclass(frozen=True)
 class Again:
@@ -55,7 +57,8 @@ def decide(
     if not born:
         # No operation made it of finite operands: -inf of a mask met, or an inf is written.
         turned = [rows[r] for r in followed.turned]
-        return _masked(turned[0] if turned else None, leaves)
+        data = next((r for r in leaves if r.amax > 0), None)  # a mask holds 0 and -inf alone
+        return _masked(turned[0] if turned else None, leaves) if data is None else _leaf(data)
     first, number = born[0], followed.born[0]
     dtype = plan.sites[number].dtype
     if first.phase == BACKWARD and subject.scaled and scale > 1:
@@ -143,6 +146,8 @@ def _leaf(row: Row) -> Cause:
     text += f"among {math.prod(row.shape)} elements."
     fix = "Look at what made it: the batch, or for a parameter the step before and the "
     fix += "checkpoint; a skipped step does not change parameters."
+    if not row.nan:
+        fix += f" If it is a mask, {_MASK}"
     return Cause("leaf", text, fix)
 
 
@@ -158,8 +163,7 @@ def _masked(turned: Row | None, leaves: Sequence[Row]) -> Cause:
     text += "inf - inf, or 0 * inf, as in a softmax over a row that is masked as a whole."
     if leaves:
         text += f" They came in with {_leaf_name(leaves[0])} ({leaves[0].inf} inf)."
-    fix = "Mask with jnp.finfo(x.dtype).min in place of -inf, or keep one position unmasked."
-    return Cause("masked", text, fix)
+    return Cause("masked", text, _MASK[0].upper() + _MASK[1:])
 
 
 def _fitting_scale(plan: RunPlan, again: Again, scale: float) -> float | None:

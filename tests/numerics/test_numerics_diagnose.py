@@ -161,6 +161,27 @@ def test_a_row_that_a_mask_covers_as_a_whole_is_told():
     assert "attention" in report.cause.text
 
 
+@pytest.mark.parametrize("value", [np.inf, -np.inf])
+@pytest.mark.parametrize("policy", ["16-mixed", "bf16-mixed"])
+def test_an_inf_among_data_is_told_from_a_mask(policy, value):
+    def loss(w, batch):
+        h = batch["x"] @ w["w"] @ jnp.ones((2, 2))
+        return jnp.mean((jnp.tanh(h) - 1 + 0 * batch["mask"]) ** 2)
+
+    mask = jnp.zeros((8, 1))
+    report = diagnose(loss, policy)(
+        {"w": jnp.ones((4, 2))}, {"x": jnp.asarray(X).at[0, 0].set(value), "mask": mask}
+    )
+    assert report.cause.kind == "leaf"
+    assert "'batch/x' came in with 1 inf" in report.cause.text
+    assert "If it is a mask" in report.cause.fix
+    report = diagnose(loss, policy)(
+        {"w": jnp.ones((4, 2))}, {"x": X, "mask": mask.at[0].set(value)}
+    )
+    assert report.cause.kind == "masked"
+    assert "'batch/mask'" in report.cause.text
+
+
 def test_a_gradient_beyond_range_at_scale_1_is_told_from_a_scale_too_high():
     def loss(w, x):
         with jax.named_scope("steep"):
