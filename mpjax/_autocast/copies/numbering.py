@@ -138,7 +138,7 @@ class Numbering:
         if structure.is_call(eqn):
             decision = decisions.get(eqn.outvars[0]) if eqn.outvars else None
             return self._call(eqn, operands, decision)
-        if has_effects(eqn):
+        if has_effects(eqn) or not eqn.outvars:
             return [self._fresh() for _ in eqn.outvars]
         if _is_barrier(eqn):
             return operands

@@ -79,6 +79,13 @@ def _operations(jaxpr: Any) -> frozenset[str]:
     return frozenset(eqn.primitive.name for eqn in eqns).union(*map(operations, calls))
 
 
+def holds_a_custom_vjp(eqn: Eqn) -> bool:
+    """Whether an equation is a fusible function with a `custom_vjp` rule, or has one inside."""
+    if structure.single_program(eqn) is None:
+        return False
+    return "custom_vjp_call" in operations(eqn) | {eqn.primitive.name}
+
+
 def function_class(eqn: Eqn) -> OpClass:
     """Returns how a fusible function's result is held: activations follow their input."""
     if is_activation(eqn):

@@ -14,6 +14,7 @@ from jax.extend import source_info_util
 
 from mpjax._autocast import speed
 from mpjax._autocast.arrange.plan import Plan
+from mpjax._autocast.known import fusible
 from mpjax._autocast.product import precision
 from mpjax._autocast.speed import FusedGroup
 from mpjax._jaxpr import keys
@@ -48,8 +49,10 @@ class GroupFunctions:
         around = _common_scopes(group.eqns)
         # Inside a user's rule, operands of a group may be tangents. Where one operand of a
         # `custom_jvp` function is a tangent, JAX's partial evaluation takes all its results for
-        # unknown: so a group there runs without a rule of ours.
+        # unknown: so a group there runs without a rule of ours. And inside such a rule JAX cannot
+        # differentiate a `custom_vjp` function twice.
         alone = plan.settings.in_loop or plan.settings.in_rule
+        alone = alone or any(map(fusible.holds_a_custom_vjp, group.eqns))
         key = (alone, self._key(plan, group, around))
         if key not in self._functions:
             fun = _function(plan, group, around, alone=alone)
