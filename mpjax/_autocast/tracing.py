@@ -127,6 +127,18 @@ def _explained(where: str, arrays: Sequence[Any]) -> Generator[None]:
         if str(error).startswith(_OF_CUDNN):
             error.add_note(message(where, *_CUDNN))
         raise
+    except Exception as error:
+        if type(error).__name__ == "TraceContextError":  # of Flax, which is not to be imported
+            error.add_note(message(where, *_CLOSED_OVER))
+        raise
+
+
+_CLOSED_OVER = (
+    "the function changes an NNX module that is none of its arguments: statistics, say, or RNGs.",
+    "Allowed: a module as an argument, whose changes come back to it.",
+    "Type mpjax.autocast(fun, policy)(model, x), with def fun(model, x); for a whole step "
+    "mpjax.nnx.make_train_step(model, tx, policy, loss_fn), with loss_fn(model, batch).",
+)
 
 
 _OF_CUDNN = "Q must be fp16/bf16"

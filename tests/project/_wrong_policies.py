@@ -25,6 +25,7 @@ from _wrong_shared import (
     step,
     told,
 )
+from flax import nnx
 
 import mpjax
 import mpjax.linen
@@ -58,6 +59,13 @@ def asks_for_cudnn():
         mock.patch(place + "compute_capability", return_value=True),
     ):
         note_of(lambda: mpjax.autocast(attend, POLICY)(*[jnp.ones((1, 2, 1, 8))] * 3))
+
+
+def traced_step(made):
+    made.lower(made.init(jnp.ones(2)), X)
+
+
+STATEFUL = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
 
 
 def entered(policy):
@@ -106,6 +114,11 @@ ROWS = {
         (lambda: note_of(lambda: mpjax.autocast(branching, POLICY)(X)), V,
             "autocast(branching): | traces it | At _wrong_policies.py: | # the line of the user | "
             "jax.lax.cond"),
+        *told(lambda fun: note_of(lambda: fun(lambda w, x: jnp.sum(STATEFUL(x * w)))), V, "{}",
+            (lambda fun: mpjax.autocast(fun, POLICY)(1.0, X),
+                "autocast(<lambda>): the function changes an NNX module | def fun(model, x)"),
+            (lambda fun: traced_step(step(fun, policy=POLICY)),
+                "autocast(<lambda>): | mpjax.nnx.make_train_step(model, tx, policy, loss_fn)")),
         (asks_for_cudnn, V, "implementation=\"cudnn\") got float32 | Allowed | "
             "Type mpjax.dot_product_attention("),
         (lambda: block(mpjax.autocast(POLICY)), T, "with autocast('bf16-mixed') | " + CONTEXT),

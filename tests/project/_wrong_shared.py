@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from flax.errors import TraceContextError
 
 import mpjax
 
@@ -53,8 +54,8 @@ def model():
 
 
 def note_of(run):
-    """Raises the notes of an error of JAX as an error."""
+    """Raises the notes of an error of JAX or Flax as an error."""
     try:
         run()
-    except (jax.errors.ConcretizationTypeError, NotImplementedError) as error:
+    except (jax.errors.ConcretizationTypeError, NotImplementedError, TraceContextError) as error:
         raise ValueError("\n".join(error.__notes__)) from None
