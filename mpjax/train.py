@@ -366,7 +366,7 @@ def make_train_step(
         loss), `grad` and `value_fn`, so that `optax.lbfgs` and the like work; a line search sees
         the whole batch at once, without `accumulate` and `axis_name`. Not `optax.lookahead`, which
         has parameters in pairs, and not `optax.contrib.sam(opaque_mode=True)`.
-      policy: whatever `get_policy` takes; None for the scoped default.
+      policy: whatever `get_policy` takes; None for the scoped default, or float32 without one.
       loss_scale: None for what the policy needs (dynamic for float16 compute); else as in
         `with_loss_scale`.
       has_aux: whether `loss_fn` returns something to report besides.

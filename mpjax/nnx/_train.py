@@ -149,7 +149,7 @@ def make_train_step(
       model: an NNX module. It is read when the step is made and at `step.init()`, in its mode
         (`train()` or `eval()`) at that time, and never changed.
       tx: any optax transformation, as `nnx.Optimizer` takes it; see `mpjax.make_train_step`.
-      policy: whatever `get_policy` takes; None for the scoped default.
+      policy: whatever `get_policy` takes; None for the scoped default, or float32 without one.
       loss_fn: `loss_fn(model, batch) -> loss`, or `(loss, aux)` with `has_aux`. It may change
         the model's variables; new ones (sown values) are dropped, return them as aux.
       wrt: which variables to train, as in `nnx.Optimizer`.

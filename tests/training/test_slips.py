@@ -422,6 +422,16 @@ def test_a_default_policy_without_a_block_is_warned_of_and_changes_nothing():
     assert mpjax.get_policy() == mpjax.get_policy("float32")
 
 
+def test_a_step_without_a_policy_is_float32_but_for_a_block_around_it():
+    def made():
+        return mpjax.make_train_step(lambda w, x: w * x, optax.sgd(0.1))
+
+    assert made().policy == mpjax.get_policy("32-true")
+    assert "p=f32,c=f32,o=f32" in repr(made())
+    with mpjax.default_policy("bf16-mixed"):
+        assert made().policy == mpjax.get_policy("bf16-mixed")
+
+
 def test_a_default_policy_in_a_block_or_as_a_decorator_is_no_slip():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -10,7 +10,7 @@ from _differential import equations
 from _small import BF16, KEY, W, X, distance, loss, products
 from jax import lax
 
-from mpjax import Policy, autocast
+from mpjax import Policy, autocast, explain
 from mpjax.testing import assert_products
 
 # -- nesting -----------------------------------------------------------------------------------
@@ -89,6 +89,8 @@ def test_64_bit_types():
         assert jnp.array_equal(got[0], want[0])
         assert products(fast, x, w).count("bfloat16") == 2
         assert products(fast, x, w).count("float64") == 1
+        of_numpy = [row for row in explain(fun, "bf16-mixed")(x, w).rows if row.dtype == "f64"]
+        assert of_numpy[0].reason.startswith("as written")
 
         def total(w):
             return jnp.sum((x.astype(jnp.float32) @ w).astype(jnp.float64) * x)
