@@ -39,8 +39,8 @@ HAND_CAST = "In a hand cast the author wrote bfloat16 into the model."
 COMPILED = "torch.compile is PyTorch's compiled autocast of a model of the same size."
 JOINED = "2026-11-27T00:01+00:00"  # since then one kernel checks the gradients of four like layers
 OLDER = (
-    "All times were taken before the check and the norm of gradients shrank from 424 kernels to 37 "
-    "(ViT-B/16)."
+    "These times are older than a change that cut the kernels of the finiteness check and the "
+    "gradient norm from 424 to 37 (ViT-B/16)."
 )
 COUNTS = {"ms a step": ("ms", 1.0), "peak memory, GB": ("peak_bytes", 1e9)}
 

@@ -302,6 +302,28 @@ def test_the_page_of_numerics_explains_every_kind_of_cause():
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == kinds
 
 
+def test_the_first_step_that_a_newcomer_runs_is_taken(tmp_path):
+    for number, name in enumerate(("index.md", README)):
+        head = TEXTS[name].partition('metrics["skipped_steps"])\n```')[0]
+        code = blocks(f'{head}metrics["skipped_steps"])\n```\n', "python")
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        done = run("\n".join(code), folder)
+        assert done.stdout.splitlines()[-1].endswith(" 32768.0 0"), done
+
+
+def test_the_report_on_the_page_of_numerics_is_the_one_that_its_code_prints(tmp_path):
+    head, _, rest = TEXTS["numerics.md"].partition("```text\n")
+    (tmp_path / "train.py").write_text("\n".join(blocks(head, "python")))
+    done = run_script(tmp_path / "train.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown, printed = (
+        [re.sub("took .*", "took", line).rstrip() for line in text.strip().splitlines()]
+        for text in (rest.partition("```")[0], done.stdout)
+    )
+    assert shown == printed
+
+
 def test_the_page_of_names_has_those_of_the_command(capsys):
     assert main(["names", "--json"]) == 0
     keys = ("param_dtype", "compute_dtype", "output_dtype")
@@ -345,6 +367,7 @@ def test_every_page_of_the_index_is_translated():
 def test_every_example_is_on_its_page():
     listed = re.findall(r"^\| `(\w+\.py)` \|", TEXTS["examples.md"], re.MULTILINE)
     assert sorted(listed) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+    assert 'pip install ".[examples]"' in TEXTS["examples.md"]
 
 
 def of_the_program(answer):
