@@ -134,9 +134,11 @@ class PolicyMap(Mapping[str, Policy]):
 
     def policy_for(self, path: Path) -> Policy:
         """Returns the policy of a path such as 'encoder/norm_1/scale', or of its spellings."""
-        if not isinstance(path, (str, tuple)):
+        if not (isinstance(path, str) or _is_texts(path)):
             got = f"must be a text; got {describe(path)}."
             fix = "Type, for example, policies.policy_for('encoder/norm_1/scale')."
+            if isinstance(path, tuple):  # of keys of jax.tree_util
+                fix = "Type jax.tree_util.keystr(path, simple=True, separator='/')."
             raise TypeError(message("PolicyMap.policy_for(path)", got, fix))
         index = self.deciding(path)
         return self._default if index is None else self._rules[index][1]
@@ -340,6 +342,10 @@ def _of_rule(pattern: Any, policy: Any) -> Policy:
     got = f"rule {pattern!r} has no policy; got None."
     fix = "Type '32-true' to keep what it matches in float32, or drop the rule."
     raise ValueError(message("PolicyMap(rules)", got, "Allowed: whatever get_policy takes.", fix))
+
+
+def _is_texts(path: object) -> bool:
+    return isinstance(path, tuple) and all(isinstance(text, str) for text in path)
 
 
 def _check(pattern: object) -> str:

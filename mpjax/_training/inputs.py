@@ -70,13 +70,14 @@ def refuse_undifferentiable(args: Iterable[PyTree], where: str, *, allow_int: bo
     """
     instead = "Give it as another argument, or type allow_int=True, for gradients without values."
     for arg in args:
-        if holds_quantized(arg):
+        if holds_quantized(arg) and not allow_int:
             got = "got weights in 8 bits, which cannot be trained."
             fix = "Differentiate mpjax.dequantize(params), and mpjax.quantize what was trained."
             raise TypeError(message(where, got, fix)) from None
         for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
             has_gradient = allow_int and (isinstance(leaf, int) or is_array(leaf))
-            if not (is_deleted(leaf) or has_gradient):
+            is_one = is_deleted(leaf) or hasattr(leaf, "__jax_array__")
+            if not (is_one or has_gradient):
                 name = f"leaf {path_str(path)!r}" if path else "an argument"
                 _check_leaf(name, leaf, where, instead)
 
