@@ -79,6 +79,44 @@ def test_debug_nans_names_the_operation_that_made_the_nan(name, wrap):
         grads(X, W)
 
 
+def with_vjp(fun):
+    """A function whose rule is what JAX would do, for reverse mode alone."""
+    made = jax.custom_vjp(fun)
+    made.defvjp(lambda *xs: (fun(*xs), xs), lambda xs, ct: jax.vjp(fun, *xs)[1](ct))
+    return made
+
+
+ACTIVATIONS = {
+    "tanh": with_vjp(jnp.tanh),
+    "silu": with_vjp(lambda h: h * jax.nn.sigmoid(h)),
+    "a sum": lambda h: jnp.tanh(with_vjp(jnp.add)(h, jnp.ones_like(h))),
+    "in a jit": jax.jit(lambda h: 2 * with_vjp(jnp.tanh)(h)),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_custom_vjp_function_of_many_elements_is_differentiated_three_times(name):
+    def mean_square(x, w):
+        return jnp.mean((ACTIVATIONS[name](x @ w) @ w.T) ** 2)
+
+    def by_direction(fun):  # the derivative of a derivative along a direction, and that squared
+        grads = jax.grad(fun, 1)
+        return jax.grad(lambda x, w: jnp.sum(jax.jvp(lambda w: grads(x, w), (w,), (w,))[1] ** 2), 1)
+
+    x, w = jnp.ones((64, 16)), jnp.full((16, 128), 0.1)
+    for fun in (by_direction(autocast(mean_square, "bf16-mixed")),
+                autocast(by_direction(mean_square), "bf16-mixed")):  # fmt: skip
+        assert jax.eval_shape(fun, x, w).shape == w.shape
+
+
+def test_a_barrier_without_operands_passes():
+    def fun(x, w):
+        lax.optimization_barrier([])
+        return gelu(x, w) * gelu(x, w)
+
+    assert jax.eval_shape(autocast(fun, "bf16-mixed"), X, W).shape == fun(X, W).shape
+
+
 @pytest.mark.parametrize("zeros", [False, True])
 def test_rules_that_multiply_tangents_are_pushed_and_transposed(zeros):
     fun = functools.partial(rule_with_products, symbolic_zeros=zeros)
