@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from mpjax._autocast.known import totals, traits
@@ -130,7 +129,7 @@ def _of_factors(floats: Sequence[Any]) -> int:
 
 def of_array(value: Any) -> int:
     """Returns the sign of a NumPy array that a program holds; one on a device is not read."""
-    if isinstance(value, jax.Array) or not value.size or value.size > _MOST_WEIGHTS:
+    if not isinstance(value, np.ndarray) or not 0 < value.size <= _MOST_WEIGHTS:
         return 0
     some = np.asarray(value) < 0
     return NEGATED if some.all() else EITHER if some.any() else 0

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _small import W, X, distance, mesh_of_four, together
+from _small import BF16, W, X, distance, mesh_of_four, together
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -107,6 +107,23 @@ def test_a_custom_vjp_function_of_many_elements_is_differentiated_three_times(na
     for fun in (by_direction(autocast(mean_square, "bf16-mixed")),
                 autocast(by_direction(mean_square), "bf16-mixed")):  # fmt: skip
         assert jax.eval_shape(fun, x, w).shape == w.shape
+
+
+@pytest.mark.parametrize("size", [8, 128])
+def test_a_buffer_that_a_function_closes_over_is_changed(size):
+    def run(around):
+        buffer = jax.new_ref(jnp.ones((size, size)))
+
+        def fun(w):
+            h = jnp.tanh(buffer[...] @ w)
+            buffer[...] = h
+            return h.sum()
+
+        return around(fun)(jnp.full((size, size), 0.01)), buffer[...]
+
+    plain, low = run(lambda fun: fun), run(lambda fun: autocast(fun, "bf16-mixed"))
+    assert distance(low, plain) < 4 * BF16
+    assert distance(low[1], jnp.ones((size, size))) > 0.1
 
 
 def test_a_barrier_without_operands_passes():
