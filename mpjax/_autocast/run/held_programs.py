@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,10 +29,10 @@ Interpreter = Any
 
 def run(runner: Interpreter, eqn: Eqn, plan: Plan, arrays: Sequence[Any]) -> list[Any]:
     """Returns the results of an equation that has a program and rules, in float32."""
-    asked = gradients.of_rules(plan)
+    asked, settings = gradients.of_rules(plan), replace(plan.settings, in_rule=True)
 
     def change(fun: Callable[..., Any]) -> Callable[..., Any]:
-        return _keeping_types(runner, fun, asked, plan.settings)
+        return _keeping_types(runner, fun, asked, settings)
 
     if hijax_programs.holder(eqn) is not None:
         params = hijax_programs.changed(eqn, change)
