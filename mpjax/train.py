@@ -53,7 +53,7 @@ from mpjax._training.line_search import with_scaled_cotangents
 from mpjax._training.microbatches import MicroBatches, divided, gradients, wide
 from mpjax._training.optimizers import check_supported
 from mpjax._training.options import StepOptions
-from mpjax._training.placed import on_the_mesh_of
+from mpjax._training.placed import on_its_mesh
 from mpjax._training.state import Metrics, TrainState, checked_state, copied
 from mpjax._training.summary import counted, describe_step, grad_norm
 from mpjax._training.under_policy import is_autocast, param_dtypes, under_policy
@@ -131,7 +131,7 @@ class TrainStep:
         # a buffer cannot be donated twice.
         opt_state = jax.tree.map(copied, opt_state)
         state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, extra_state, history)
-        return on_the_mesh_of(params, state)
+        return on_its_mesh(state)
 
     def _history_of(self, params: PyTree, opt_state: PyTree, extra: PyTree, batch: PyTree) -> Any:
         args = (params,) if extra is None else (params, extra)
@@ -172,7 +172,7 @@ class TrainStep:
             history = self._history_of(params, opt_state, extra_state, batch)
         rest = (jax.tree.map(copied, x) for x in (opt_state, extra_state, history))
         step = jnp.array(old["step"], jnp.int32, copy=True)
-        return on_the_mesh_of(params, TrainState(step, params, *rest))
+        return on_its_mesh(TrainState(step, params, *rest))
 
     def __call__(
         self, state: TrainState, *batch: PyTree, **named: Never

@@ -25,6 +25,14 @@ def averaged_over(axis_name: AxisName, where: str) -> Generator[None]:
         _axes.reset(token)
 
 
+def step_without(axis: object) -> str:
+    """Returns what to type where gradients are reduced over an axis already: an own step."""
+    return (
+        "Take gradients with mpjax.value_and_grad(loss_fn, loss_scale=...), without axis_name, and "
+        f"update with mpjax.with_loss_scale(tx, axis_name={axis!r})."
+    )
+
+
 def averaging() -> tuple[tuple[object, ...], str]:
     """Returns the axes over which gradients will be averaged here, and by which function."""
     return _axes.get()

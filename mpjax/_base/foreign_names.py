@@ -273,7 +273,7 @@ REPORT_ATTRIBUTES: dict[str, str] = {
     "to_json": "json.dumps(it.to_dict())",
     "summary": "str(it)",
 }
-"""What a person may look for in a report → what it has."""
+"""Attribute that a person may try on a report → where that is."""
 
 LOSS_SCALE: dict[str, str] = {
     "init_scale": "loss_scale",

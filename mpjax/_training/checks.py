@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mpjax._base.averaged import step_without
 from mpjax._base.compat import axis_names, varying_axes
 from mpjax._base.described import MODULES, described
 from mpjax._base.dtypes import FLOAT32, describe
@@ -113,9 +114,8 @@ def check_whole(params: PyTree, axis_name: AxisName) -> None:
             got += f"axis_name={parts[0]!r} averages its gradients over these devices."
             allowed = "Allowed: parameters that are whole on each device, with in_specs of P(), "
             allowed += "or an axis over which only the batch is split."
-            fix = "Take gradients with mpjax.value_and_grad(loss_fn, loss_scale=...), without "
-            fix += f"axis_name, and update with mpjax.with_loss_scale(tx, axis_name={parts[0]!r})."
-            raise ValueError(message("make_train_step(axis_name)", got, allowed, fix))
+            where = "make_train_step(axis_name)"
+            raise ValueError(message(where, got, allowed, step_without(parts[0])))
 
 
 def check_start(

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.core
 from jax.sharding import NamedSharding, PartitionSpec
 
-T = TypeVar("T")
+from mpjax._training.state import TrainState
 
 
-def on_the_mesh_of(params: Any, state: T) -> T:
+def on_its_mesh(state: TrainState) -> TrainState:
     """Returns a state whose new arrays, such as counters, are on all devices that hold parameters.
 
     A step returns them there. Left on one device, they would make a second step of another type,
     which is compiled again. Arrays that someone placed stay where they are, and so does a state on
     devices of other processes, which is made under `jax.jit`.
     """
-    mesh = _mesh_of(params)
+    mesh = _mesh_of(state.params)
     if mesh is None:
         return state
     everywhere = NamedSharding(mesh, PartitionSpec())

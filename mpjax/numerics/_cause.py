@@ -163,7 +163,7 @@ def _masked(turned: Row | None, leaves: Sequence[Row]) -> Cause:
     text += "inf - inf, or 0 * inf, as in a softmax over a row that is masked as a whole."
     if leaves:
         text += f" They came in with {_leaf_name(leaves[0])} ({leaves[0].inf} inf)."
-    return Cause("masked", text, _MASK[0].upper() + _MASK[1:])
+    return Cause("masked", text, _MASK.capitalize())
 
 
 def _fitting_scale(plan: RunPlan, again: Again, scale: float) -> float | None:

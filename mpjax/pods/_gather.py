@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpjax._base import compat
-from mpjax._base.averaged import averaging
+from mpjax._base.averaged import averaging, step_without
 from mpjax._base.dtypes import FLOAT32, DType
 from mpjax._base.errors import message
 from mpjax._base.tree import check_axes, is_array, is_castable, map_with_path
@@ -52,9 +52,9 @@ def gather(
       A tree like `tree`. Integers and PRNG keys are gathered as they are.
 
     Raises:
-      ValueError: a spec has more entries than its leaf has axes, or `reduce` is neither word.
+      ValueError: a spec has more entries than its leaf has axes, or `reduce` is neither word; or a
+        step, or `value_and_grad`, will average gradients over one of the axes.
       NameError: `axis_name` is no axis of the surrounding `shard_map`.
-      ValueError: a step, or `value_and_grad`, will average gradients over one of the axes.
 
     Dtypes:
       Leaves in `compute_dtype`; their gradients in the leaves' own dtype, summed in float32 at
@@ -102,9 +102,7 @@ def _check_not_averaged_again(axes: tuple[str, ...]) -> None:
         return
     got = f"it reduces gradients over {twice[0]!r}, and {where}(axis_name={twice[0]!r}) averages "
     got += "what it returns once more, although each device holds another part of the weights."
-    fix = "Take gradients with mpjax.value_and_grad(loss_fn, loss_scale=...), without axis_name, "
-    fix += f"and update with mpjax.with_loss_scale(tx, axis_name={twice[0]!r})."
-    raise ValueError(message("gather(axis_name)", got, fix))
+    raise ValueError(message("gather(axis_name)", got, step_without(twice[0])))
 
 
 def gather_constraint(tree: T, shardings: Any, policy: PolicySpec = None) -> T:

@@ -1,4 +1,4 @@
-"""What a function changes in an NNX module is changed in the caller's, whatever the policy."""
+"""A function's changes to an NNX module reach the caller's module, whatever the policy."""
 
 import jax
 import jax.numpy as jnp

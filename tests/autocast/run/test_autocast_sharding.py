@@ -26,9 +26,13 @@ ROWS, WHOLE, COLUMNS = P("x", None), P(None, None), P(None, "y")
 BY_DATA = P("x", None, None, None), P(None, None, None, None)
 
 
+def explicit_mesh():
+    return jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+
+
 @pytest.fixture
 def explicit():
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = explicit_mesh()
     with jax.set_mesh(mesh):
         yield mesh
 
@@ -244,7 +248,7 @@ WITHOUT_A_CONTEXT = (
 @pytest.mark.parametrize("name", WITHOUT_A_CONTEXT)
 def test_types_of_arrays_on_an_explicit_mesh_that_nobody_set(name, inside):
     of_x, of_w, fun, *others = FEATURES[name]
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = explicit_mesh()
     x, w = (
         jax.device_put(v, jax.NamedSharding(mesh, spec))
         for v, spec in zip(others or (X, W), (of_x, of_w), strict=True)
@@ -348,7 +352,7 @@ def test_micro_batches_smaller_than_the_devices_are_refused(explicit):
 )
 @pytest.mark.parametrize("is_set", [True, False], ids=["set", "not set"])
 def test_tools_say_the_same_of_arrays_that_are_sharded_explicitly(look, is_set):
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = explicit_mesh()
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         params, batch = operands(lambda spec: jax.NamedSharding(mesh, spec))
         got = without_times(look(params, batch))
