@@ -429,3 +429,11 @@ def a_variance_at_once_of_an_offset(dot, p, x):
 
 def _tall(kernel):
     return jnp.concatenate([kernel] * 4)
+
+
+@_head(HIDDEN, params=_net(16, b=_normal(16) + 10, u=_normal(16, 16, scale=0.25)))
+def a_batch_norm_of_an_offset(dot, p, x):
+    h = dot(jnp.tanh(dot(x, p["a"])) + p["b"], p["u"])
+    mean = h.mean(0)
+    variance = jnp.mean((h - mean) ** 2, 0)
+    return _read(dot, p, jax.nn.silu((h - mean) * lax.rsqrt(variance + 1e-5)))

@@ -112,3 +112,47 @@ def test_law_of_cotangents_those_that_cancel_meet_across_cuts_and_moves(reader, 
         return np.linalg.norm(got - right) / np.linalg.norm(right)
 
     assert error(loss) <= 1.01 * error(functools.partial(loss, cut=None))
+
+
+def _stacked(fun):
+    def run(*xs):
+        _, outs = lax.scan(lambda c, x: (c, fun(*x)), 0, jax.tree.map(lambda x: x[None], xs))
+        return jax.tree.map(lambda x: x[0], outs)
+
+    return run
+
+
+PARTS = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "barrier": lambda fun: lambda *xs: lax.optimization_barrier(fun(*xs)),
+    "scan": _stacked,
+}
+OFFSET = (10 + X).astype(np.float32)
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("returned", ["a mean", "a mean and a variance"])
+@pytest.mark.parametrize("part", PARTS)
+def test_law_of_cotangents_that_of_a_statistic_meets_those_of_its_values(part, returned, policy):
+    """A batch norm cut behind its statistics: what it hands back has no mean, times data of 10."""
+
+    def first(x, w):
+        h = x @ w
+        mean = h.mean(0, keepdims=True)
+        spread = [] if returned == "a mean" else [jnp.mean((h - mean) ** 2, 0, keepdims=True)]
+        return h, mean, *spread
+
+    def loss(w, part=PARTS[part]):
+        h, mean, *spread = part(first)(jnp.asarray(OFFSET, w.dtype), w)
+        c = h - mean
+        (spread,) = spread or [jnp.mean(c**2, 0, keepdims=True)]
+        return jnp.sum(jnp.tanh(c * lax.rsqrt(spread + 1e-5)) * jnp.asarray(X[:, :6] + 3, w.dtype))
+
+    (right,) = exactly(jax.grad(loss), W)
+
+    def error(fun):
+        (got,) = run(jax.grad(mpjax.autocast(fun, policy)), W)
+        return np.linalg.norm(got - right) / np.linalg.norm(right)
+
+    assert error(loss) <= 1.2 * error(functools.partial(loss, part=lambda fun: fun))
