@@ -22,6 +22,7 @@ from mpjax._base import compat
 from mpjax._base.errors import message
 from mpjax._base.quantized_array import dequantize, holds_quantized
 from mpjax._base.users_line import NEEDS_VALUES, users_line
+from mpjax._jaxpr.promoted import with_promotions_written
 
 
 def name_of(fun: Any) -> str:
@@ -80,11 +81,15 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     before = stateful.variables(linen)
     with _explained(where, arrays):
         jaxpr = jax.make_jaxpr(flat)(*arrays)
-    jaxpr = derivatives.mark_backward_passes(jaxpr)
-    jaxpr = speed.batch_counted_rows(dequantize_at_products(jaxpr, arrays), arrays)
-    jaxpr = speed.mark_permutations(jaxpr)
     stateful.check_unchanged(before, linen, where)
-    return Traced(jaxpr, (args, kwargs), places, *trees)
+    return Traced(_prepared(jaxpr, arrays), (args, kwargs), places, *trees)
+
+
+def _prepared(jaxpr: Any, arrays: Sequence[Any]) -> Any:
+    """Returns the program that is decided about: the same numbers, written as passes expect it."""
+    jaxpr = derivatives.mark_backward_passes(with_promotions_written(jaxpr))
+    jaxpr = speed.batch_counted_rows(dequantize_at_products(jaxpr, arrays), arrays)
+    return speed.mark_permutations(jaxpr)
 
 
 def _is_traced(leaf: Any) -> bool:

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from mpjax._jaxpr.promoted import with_promotions_written
+
 
 class RuleTrace:
     """The jaxpr of one call, and the arrays it is for; `rebuild` gives its results as JAX wants."""
@@ -36,7 +38,8 @@ class RuleTrace:
             return [x for x in leaves if is_array(x)]
 
         self.arrays = [args[i] for i in where]
-        self.jaxpr = jax.make_jaxpr(flat)(*map(form, self.arrays))
+        traced = jax.make_jaxpr(flat)(*map(form, self.arrays))
+        self.jaxpr = with_promotions_written(traced)
 
     def rebuild(self, outs: Sequence[Any]) -> Any:
         """Returns the result of the call from the results of the jaxpr."""
