@@ -367,7 +367,14 @@ def _override(name: str, word: str) -> OpClass:
             )
         )
     if word == "keep" and given is not OpClass.KEEP:
-        return OpClass.FOLLOW
+        raise ValueError(
+            message(
+                "autocast(rules=)",
+                f"{name!r} cannot be 'keep': it computes.",
+                "Only what moves values is, such as a reshape.",
+                f'Type rules={{"{name}": "follow"}} to let it take its operands\' dtype.',
+            )
+        )
     return allowed[word]
 
 

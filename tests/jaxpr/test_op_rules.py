@@ -68,6 +68,21 @@ def test_the_completeness_test_sees_a_missing_row():
     ) == ["tanh"]
 
 
+# Each has a kernel of its own, and a sum or a function that no trait tells.
+_WITHOUT_TRAITS = """
+polynomial reduce reduce_window reduce_window_sum
+select_and_gather_add select_and_scatter select_and_scatter_add
+"""
+
+
+def test_every_operation_that_computes_has_a_row_of_traits():
+    computing = (op_rules.OpClass.FULL, op_rules.OpClass.FOLLOW)
+    asked = {name for name, rule in op_rules.OP_RULES.items() if rule.op_class in computing}
+    told = {name for names, _ in traits._ROWS for name in names}
+    missing = asked - told - {*_WITHOUT_TRAITS.split()}
+    assert missing == set(), "give each a row in _autocast/known/traits.py: its docstring says how"
+
+
 def test_no_primitive_stands_in_two_places():
     places = [
         op_rules.OP_RULES.keys(),

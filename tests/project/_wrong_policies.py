@@ -185,6 +185,7 @@ ROWS = {
                 ({"tanh": "ful"}, "unknown class 'ful' for 'tanh'"),
                 ({"tanh": ["full"]}, "unknown class ['full'] for 'tanh'"),
                 ({"tanh": "lower"}, "cannot be 'lower' | 'dot_general'"),
+                ({"tanh": "keep"}, "'tanh' cannot be 'keep' | \"follow\""),
                 ({"gelu": "lower"}, "'gelu' cannot be 'lower' | \"follow\""),
                 (
                     {"my_layer": "full"},

@@ -1,6 +1,7 @@
 """The README and the pages of `docs/`: their code runs, what they link to exists, their pictures
 can be drawn."""
 
+import ast
 import importlib
 import inspect
 import json
@@ -300,6 +301,32 @@ def test_the_page_of_numerics_explains_every_kind_of_cause():
     assert {*re.findall(r'Cause\("(\w+)"', "".join(sources.values()))} <= {*kinds}
     table = TEXTS["numerics.md"].partition("## Every cause\n")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == kinds
+
+
+def test_the_page_of_reasons_explains_every_reason_of_explain():
+    modules = [ast.parse((ROOT / "mpjax/_autocast" / path).read_text()) for path in SAY_WHY]
+    said = {text for module in modules for text in _reasons(module)}
+    never_shown = {"planned inside", "holds no float32", "combines comparisons"}  # have no row
+    assert len(said) > 50
+    told = TEXTS["api/reasons.md"]
+    assert [text for text in sorted(said - never_shown) if text not in told] == []
+
+
+SAY_WHY = ("decide/reasons.py", "decide/equations.py", "why/provenance.py")
+
+
+def _reasons(module):
+    """Yields the sentences among a module's constants, its `Reason`s and what it returns."""
+    for node in ast.walk(module):
+        given = None
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Reason":
+            given = node.args[0]
+        elif isinstance(node, ast.Return) or (node in module.body and isinstance(node, ast.Assign)):
+            given = node.value
+        if isinstance(given, ast.JoinedStr):
+            given = given.values[0]
+        if isinstance(given, ast.Constant) and isinstance(given.value, str) and " " in given.value:
+            yield given.value.removeprefix("; ").replace("{}", "...").strip()
 
 
 def test_the_first_step_that_a_newcomer_runs_is_taken(tmp_path):

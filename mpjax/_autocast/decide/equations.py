@@ -114,7 +114,7 @@ class Planner(Rounding):
     def decide_by_class(self, eqn: Eqn, kind: OpClass, settings: Settings) -> Decision:
         name = eqn.primitive.name
         rule = OP_RULES[name]
-        own = Reason(rule.reason) if rule.op_class is OpClass.FULL else None
+        own = Reason(rule.reason) if kind is rule.op_class is OpClass.FULL else None
         operands = [self.state(v) for v in eqn.invars]
         if name == "reduce_sum" and operands[0].kind == Kind.CONSTANT:
             dims = [eqn.invars[0].aval.shape[i] for i in eqn.params["axes"]]

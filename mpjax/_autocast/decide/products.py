@@ -78,7 +78,7 @@ def decide(
     return Decision(
         eqn,
         Action.PRODUCT,
-        reasons.of_reader_beside_a_product(read) or by_class,
+        by_class,
         low=low,
         out_dtype=FLOAT32 if exact else low,
         how=how,
@@ -108,9 +108,11 @@ def _why_not_low(values: Rounding, eqn: Eqn, kind: OpClass | None, low: Any) -> 
     if reason := reasons.as_written(eqn):
         return Reason(reason)
     held = [values.state(v) for v in eqn.invars[:2]]
-    if any(s.kind == Kind.CONSTANT and not states.fits(s, low) for s in held):
-        return reasons.NO_LOW_CONSTANT
-    return None
+    too_fine = [s for s in held if s.kind == Kind.CONSTANT and not states.fits(s, low)]
+    if not too_fine:
+        return None
+    unknown = any(s.values is None for s in too_fine)
+    return reasons.UNKNOWN_CONSTANT if unknown else reasons.NO_LOW_CONSTANT
 
 
 def _is_result_exact(eqn: Eqn, read: int, low: Any) -> bool:

@@ -84,6 +84,7 @@ COMPARED = Reason("compared in float32: exact")
 WIDE_SUM = Reason("a sum of float32 values")
 KEPT_BY_RULES = Reason("kept in float32 by rules=", By.USER)
 NO_LOW_CONSTANT = Reason("a constant that the compute dtype cannot hold")
+UNKNOWN_CONSTANT = Reason("a constant whose values are not known")
 UNCHANGED = Reason("nothing low goes into it, and no product in it is low", By.OPERANDS)
 CONSTANTS = Reason("constants only", By.OPERANDS)
 INPUTS = Reason("parameters and inputs only: nothing low went in", By.OPERANDS)
@@ -111,6 +112,8 @@ def of_rule(settings: Any, eqn: Eqn, state: State) -> Reason | None:
     for name in names:
         if name in settings.rules:
             word = settings.rules[name].value
+            if word != "full" and state.kind == Kind.WIDE:  # its operands are float32, or a reader
+                continue
             rounded = word == "full" and state.kind == Kind.LOW
             behind = ": computed in float32, rounded for the product that reads it"
             return Reason(f'rules={{"{name}": "{word}"}}{behind if rounded else ""}', By.USER)
@@ -214,7 +217,7 @@ def of_operands(
     if widest and any(s.kind == Kind.NEUTRAL for s in operands):
         return Reason('rules="widest": a float32 operand wins', By.USER)
     if any(s.kind == Kind.CONSTANT and s.values is None for s in operands):
-        return Reason("a constant whose values are not known")
+        return UNKNOWN_CONSTANT
     return of_no_gain(read) if lows else FOLLOWS
 
 

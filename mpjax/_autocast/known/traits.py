@@ -1,9 +1,10 @@
 """Traits of operations, beside the class that `mpjax._jaxpr.op_rules` gives them: one table.
 
 An operation stands in one row, with a word for each trait; below, what a word means and who asks.
-An operation in no row has no trait: it runs by its class alone, in a kernel of its own. A new one
-is exact if you know whether it is `of_few`, `across`, `unforgiving`, `absolute`, or reads
-`distances` or `angles`. Any other trait that you leave out costs speed alone.
+An operation in no row has no trait: it runs by its class alone, in a kernel of its own. Traits
+under "how it is run" and "what its derivative keeps" cost speed where they are left out. All
+others decide dtypes, so a new operation needs each of them that is true of it. `fusible` implies
+`of_few`, unless `statistic` stands beside it.
 """
 
 _TABLE = """
@@ -184,7 +185,7 @@ SHIFTS = _having("shifts")
 """Adds or subtracts as the author wrote it: `ADDS` has also what JAX adds up in a derivative."""
 
 OF_NORMS = _having("of_norms")
-"""Of a norm's result alone, its result counts as one still."""
+"""Applied to a norm's result, it gives a value that still counts as normalised."""
 
 TOTALS, OF_TOTALS = _having("totals"), _having("of_totals")
 """Operations that make the statistic of a norm, and those that combine statistics."""
@@ -236,4 +237,4 @@ LIMITS = _having("limits")
 """Gives elements of several operands: what was added to one, or cancels, goes through it."""
 
 LOOKS = _having("looks")
-"""Changes nothing by being there."""
+"""Reads values and computes no float of them: a comparison, a print."""

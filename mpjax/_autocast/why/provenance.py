@@ -156,12 +156,16 @@ class _ReasonWalk:
         name, cause = _name(eqn), None
         if decision.reason.by is By.OPERANDS and any(wide):
             cause = inherited
-        reason = cause.reason if cause else _sentence(plan, decision, stored, asking)
+        if cause and op_class(cause.operation, {}) is OpClass.LOWER:  # of what is asked last
+            reason = _of_sums(plan, eqn, asking, otherwise=cause.reason)
+        else:
+            reason = cause.reason if cause else _sentence(plan, decision, stored, asking)
         dtype = short_name(_dtype(plan, decision, stored))
         where = scopes.location(eqn)
         self.findings.append(OperationDtype(module, name, dtype, reason, cause, where))
         is_product = decision.action in (Action.PRODUCT, Action.ATTENTION)
-        origin = cause or WideSource(name, module, ACCUMULATED if is_product else reason)
+        first = _of_sums(plan, eqn, asking, otherwise=ACCUMULATED) if is_product else reason
+        origin = cause or WideSource(name, module, first)
         return [origin if w else None for w in wide]
 
     def foreign(self, plan: Plan, eqn: Eqn, module: str, asking: dict[Any, readers.Reader]) -> None:
@@ -270,9 +274,16 @@ def _sentence(
     eqn, reason = decision.eqn, decision.reason
     is_product = decision.action in (Action.PRODUCT, Action.ATTENTION)
     state = plan.states[eqn.outvars[0]]
-    if state.kind == Kind.LOW and not is_product and reason.by is not By.USER:
+    is_by_rule = reason.by is By.USER and stored.get(eqn.outvars[0], True) is not None
+    if state.kind == Kind.LOW and not is_product and not is_by_rule:
         return _where_stored(eqn, state.dtype, stored)
     return _named(reason, eqn, asking)
+
+
+def _of_sums(plan: Plan, eqn: Eqn, asking: dict[Any, readers.Reader], *, otherwise: str) -> str:
+    """Returns why the float32 sums of a low product, or what is made of them, are not rounded."""
+    asked = reasons.of_reader(plan.reads.get(eqn.outvars[0], 0))
+    return _named(asked, eqn, asking) if asked else otherwise
 
 
 def _named(reason: reasons.Reason, eqn: Eqn, asking: dict[Any, readers.Reader]) -> str:

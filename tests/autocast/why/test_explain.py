@@ -123,6 +123,34 @@ WHY = [
         lambda w, x: 2 * (x @ w),
         *("mul", {}, "f32", "dot_general", "a product's float32 sums, which no product reads"),
     ),
+    (
+        lambda w, x: jnp.log(1.5 + x @ w) @ w,
+        *("add", {}, "f32", "dot_general", "its distance to a constant is read by log"),
+    ),
+    (
+        lambda w, x: jnp.cumsum(1.5 + x @ w, 0) @ w,
+        *("add", {}, "f32", "dot_general", "read by cumsum"),
+    ),
+    (
+        lambda w, x: jnp.log(1.5 + jnp.tile(x, (64, 1)) @ w),
+        "dot_general",
+        {},
+        "bf16",
+        "",
+        "matrix product",
+    ),
+    (
+        lambda w, x: jnp.cumsum(x > 0, 0).astype(jnp.float32) @ w,
+        *("dot_general", {}, "f32", "", "a constant whose values are not known"),
+    ),
+    (
+        lambda w, x: jnp.exp(w) + x @ w,
+        *("exp", {"rules": {"exp": "follow"}}, "f32", "", 'rules={"exp": "follow"}'),
+    ),
+    (
+        lambda w, x: jax.nn.softmax(x @ w) @ w,
+        *("exp", {"rules": {"exp": "follow"}}, "f32", "", "fused: float32 between low values"),
+    ),
     (in_a_region, "tanh", {}, "f32", "", REGION),
     (in_a_region, "dot_general", {}, "f32", "", REGION),
     (in_a_head, "tanh", {"policy": HEAD}, "f32", "", BY_PATH),
