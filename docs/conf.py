@@ -212,7 +212,16 @@ def shorten_policies(
     return signature and _NAMES.sub("str", signature), returned
 
 
+_TABLE = re.compile(r"\[(`benchmarks/results/[^`]+`)\]\([^)]+\)")
+
+
+def unlink_tables(_app: Any, _name: str, source: list[str]) -> None:
+    """Leaves the name of a table's file without its link: the built page has the table itself."""
+    source[0] = _TABLE.sub(r"\1", source[0])
+
+
 def setup(app: Any) -> None:
+    app.connect("source-read", unlink_tables)
     app.connect("viewcode-follow-imported", defining_module)
     app.connect("env-updated", repair_back_links)
     app.connect("autodoc-process-signature", shorten_policies)

@@ -97,6 +97,12 @@ def anchors(path):
 
 
 @pytest.mark.parametrize("name", TEXTS)
+def test_a_table_that_a_page_includes_is_linked_for_those_who_read_it_unbuilt(name):
+    included = re.findall(r"^```{include} (\S*benchmarks/results/\S+)$", TEXTS[name], re.MULTILINE)
+    assert [path for path in included if f"]({path})" not in TEXTS[name]] == []
+
+
+@pytest.mark.parametrize("name", TEXTS)
 def test_the_heading_that_a_link_names_exists(name):
     here = DOCS / name
     links = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", TEXTS[name])
