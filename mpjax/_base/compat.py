@@ -129,22 +129,31 @@ def partitions(aval: Any) -> tuple[Any, ...]:
     return tuple(getattr(spec, "partitions", spec))  # JAX 0.12 iterates over no spec with sums
 
 
-def unplaced(fun: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
-    """Returns `fun(*arrays)`, a few numbers, with shardings chosen by XLA and not by types."""
+_WHOLE = jax.sharding.PartitionSpec()
+
+
+def unplaced(fun: Callable[..., Any], *arrays: Any, out: Any = _WHOLE) -> Any:
+    """Returns `fun(*arrays)`, with shardings inside chosen by XLA and not by types.
+
+    Args:
+      fun: a function of arrays.
+      arrays: its arguments.
+      out: the `PartitionSpec` of each result; without it a few numbers, on every device.
+    """
     types = [jax.typeof(x) for x in arrays]
     placed = [aval.sharding.mesh for aval in types if explicit_sharding(aval) is not None]
     if not placed:
         return fun(*arrays)
     if jax.sharding.get_abstract_mesh().empty:  # nobody set one: the types tell it
         with jax.sharding.use_abstract_mesh(placed[0]):
-            return unplaced(fun, *arrays)
+            return unplaced(fun, *arrays, out=out)
     whole = [
         jax.sharding.reshard(x, jax.sharding.PartitionSpec(*partitions(aval)))
         if _sums_later(aval.sharding.spec)
         else x
         for x, aval in zip(arrays, types, strict=True)
     ]
-    measured: Any = jax.sharding.auto_axes(fun, out_sharding=jax.sharding.PartitionSpec())
+    measured: Any = jax.sharding.auto_axes(fun, out_sharding=out)
     return measured(*whole)
 
 

@@ -17,6 +17,10 @@ from mpjax._scaling.transformation import state_in
 
 KEEPING = (MasterWeightsState, SplitWeightsState, KahanState)
 """States that hold bits of the parameters themselves."""
+OTHER_PATHS = (
+    "the state stores the parameters under other paths, as inside optax.flatten.",
+    "Put the wrapper outside: mpjax.optim.with_master_weights(optax.flatten(tx)).",
+)
 
 
 def apply_updates(params: PyTree, updates: PyTree, opt_state: PyTree = None) -> PyTree:
@@ -92,6 +96,10 @@ def full_params(params: PyTree, opt_state: PyTree) -> PyTree:
             message("full_params", got, "Allowed: the parameters, then the state.", fix)
         )
     known = _kept(opt_state)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    narrow = {path for path, p in leaves if is_array(p) and is_narrow_leaf(path, p)}
+    if known and narrow and narrow.isdisjoint(known):
+        raise ValueError(message("full_params", *OTHER_PATHS))
 
     def full(path: KeyPath, p: Any) -> Any:
         if not (is_array(p) and is_narrow_leaf(path, p)):

@@ -110,7 +110,7 @@ def bytes_per_parameter(
 
 def _field(path: Any, known: set[Any]) -> str | None:
     """Returns the name of the field that holds a tree like the parameters with this leaf."""
-    for i in range(len(path) - 1, -1, -1):
+    for i in range(len(path)):  # the outermost: a parameter may be called `mu` too
         name = getattr(path[i], "name", None)
         if name is not None and tuple(path[i + 1 :]) in known:
             return str(name)

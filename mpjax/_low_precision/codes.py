@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from mpjax._base import compat
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.typing import Array
 from mpjax._low_precision.rounding import TINY, stochastic
@@ -58,6 +60,17 @@ def encode(x: Array, kind: str, block_size: int | None, random: Array, *, is_sec
       is_second: whether it is never negative; if it is, or not finite, its block becomes NaN.
     """
     x = x.astype(FLOAT32)
+    split = compat.partitions(jax.typeof(x))
+    if not split or split[-1] is None:
+        return _encoded(x, random, kind, block_size, is_second=is_second)
+    # A mesh with explicit axes, one of which splits the rows: no type says how blocks are split.
+    moment = SecondMoment if is_second else FirstMoment
+    out = moment(PartitionSpec(*split), PartitionSpec(*split[:-1], None))
+    one = functools.partial(_encoded, kind=kind, block_size=block_size, is_second=is_second)
+    return compat.unplaced(one, x, random, out=out)
+
+
+def _encoded(x: Array, random: Array, kind: str, block_size: int | None, *, is_second: bool) -> Any:
     blocks = block_count(x.shape[-1], block_size)
     sound = jnp.isfinite(x) & (x >= 0) if is_second else jnp.isfinite(x)
     # A NaN counts as inf here: XLA:CPU's maximum of a large array ignores NaN.
@@ -77,8 +90,15 @@ def encode(x: Array, kind: str, block_size: int | None, random: Array, *, is_sec
 @functools.partial(jax.jit, inline=True)
 def decode(moment: Any) -> Array:
     """Returns a moment in float32."""
-    codes, scales = moment
     is_second = isinstance(moment, SecondMoment)
+    one = functools.partial(_decoded, is_second=is_second)
+    split = compat.partitions(jax.typeof(moment.codes))
+    if not split or split[-1] is None:
+        return one(*moment)
+    return compat.unplaced(one, *moment, out=PartitionSpec(*split))
+
+
+def _decoded(codes: Array, scales: Array, *, is_second: bool) -> Array:
     spread = _spread(scales, codes.shape)
     value = codes.astype(FLOAT32)
     share = shares(codes, is_second=is_second)
@@ -198,7 +218,8 @@ def _largest(x: Array, blocks: int) -> Array:
     ones = (1,) * (x.ndim - 1)
     padding = [(0, 0)] * (x.ndim - 1) + [(0, blocks * length - x.shape[-1])]
     window = (*ones, length)
-    return jax.lax.reduce_window(x, 0.0, jax.lax.max, window, window, padding)
+    zero = x.dtype.type(0)  # not 0.0: with 64-bit types that is a float64
+    return jax.lax.reduce_window(x, zero, jax.lax.max, window, window, padding)
 
 
 def _spread(scales: Array, shape: tuple[int, ...]) -> Array:

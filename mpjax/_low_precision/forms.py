@@ -5,9 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mpjax._base.errors import message
 from mpjax._base.tree import to_full
 from mpjax._base.typing import Array, PyTree
-from mpjax._low_precision.apply import KEEPING, full_params
+from mpjax._low_precision.apply import KEEPING, OTHER_PATHS, full_params
 from mpjax._low_precision.codes import FLOAT8, SecondMoment, decode, encode, is_coded
 from mpjax._low_precision.master import MasterWeightsState, SplitWeightsState, correction
 from mpjax._low_precision.owner import map_narrow, nothing, owners
@@ -90,6 +91,8 @@ def _kept_of(form: Any, params: PyTree, weights: PyTree) -> PyTree:
     kept = map_narrow(keep, params, weights, other=nothing)
     paths, treedef = jax.tree_util.tree_flatten_with_path(form[0])
     by_path = dict(jax.tree_util.tree_leaves_with_path(kept))
+    if any(path not in by_path for path, _ in paths):
+        raise ValueError(message("adopt_state", *OTHER_PATHS))
     return treedef.unflatten([by_path[path] for path, _ in paths])
 
 

@@ -1,20 +1,21 @@
 """Finds the moments in an optimizer's state: their parameters, and whether first or second."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from mpjax._base.tree import is_array, leaf_paths, path_str
 from mpjax._base.typing import KeyPath, PyTree
+from mpjax._low_precision.codes import FirstMoment, SecondMoment, is_coded
 
 # Names of fields with averages, trees like the parameters, in optax and libraries like it: first
 # moments may have either sign, second ones are never negative. Classes that use the names otherwise
 # have rows of their own.
 _FIRST = ("mu", "trace", "ema", "exp_avg")
 _SECOND = ("nu", "nu_max", "exp_avg_sq")
-_USUAL = dict.fromkeys(_FIRST, False) | dict.fromkeys(_SECOND, True)
+_USUAL: dict[str, bool] = dict.fromkeys(_FIRST, False) | dict.fromkeys(_SECOND, True)
 _BY_CLASS: dict[str, dict[str, bool]] = {
     "FactoredState": {"v": True},
     "ScaleByAdaDeltaState": {"e_g": True, "e_x": True},
@@ -57,13 +58,52 @@ def map_moments(
     return treedef.unflatten(mapped)
 
 
+def with_classes(state: PyTree) -> PyTree:
+    """Returns a state whose moments in 8 bits have their classes, also behind an `nnx.Optimizer`.
+
+    Its update leaves a mapping of the fields in place of a `FirstMoment` or a `SecondMoment`.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_of_fields)
+    if not any(_is_of_fields(x) for _, x in leaves):
+        return state
+    return treedef.unflatten([_with_class(state, path, x) for path, x in leaves])
+
+
+def with_containers(state: PyTree, given: PyTree) -> PyTree:
+    """Returns a state whose moments in 8 bits stand in the containers of `given`, the one before.
+
+    So the step after it compiles once, and a skip can choose between the two.
+    """
+    leaves, treedef = jax.tree.flatten(state, is_leaf=is_coded)
+    before = jax.tree.leaves(given, is_leaf=lambda x: _is_of_fields(x) or is_coded(x))
+    if not any(map(_is_of_fields, before)):
+        return state
+    pairs = zip(leaves, before, strict=True)
+    return treedef.unflatten([type(b)(x._asdict()) if _is_of_fields(b) else x for x, b in pairs])
+
+
+def _is_of_fields(x: Any) -> bool:
+    return isinstance(x, Mapping) and {*x} == {*FirstMoment._fields}
+
+
+def _with_class(state: PyTree, path: KeyPath, x: Any) -> Any:
+    if not _is_of_fields(x):
+        return x
+    for i, key in enumerate(path):
+        name: str = getattr(key, "name", "")
+        fields = _BY_CLASS.get(_class_at(state, path[:i]), _USUAL)
+        if name in fields:
+            return (SecondMoment if fields[name] else FirstMoment)(x["codes"], x["scales"])
+    return x
+
+
 def _paths(params: PyTree) -> dict[KeyPath, str]:
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     return dict(zip(paths, leaf_paths(params), strict=True))
 
 
 def _moment(state: PyTree, path: KeyPath, number: int, known: dict[KeyPath, str]) -> Moment | None:
-    for i in range(len(path) - 1, -1, -1):
+    for i in range(len(path)):  # the outermost: a parameter may be called `mu` too
         name = getattr(path[i], "name", None)
         if name is None or path[i + 1 :] not in known:
             continue

@@ -74,6 +74,7 @@ class RoundingOwner(Wrapper):
             raise ValueError(message(where, "params is missing.", fix))
         self.check_state(state, where)
         kept = self.kept(params, state[0])
+        _refuse_other_dtypes(where, params, kept)
         weights = self._weights(params, kept)
         grads = jax.tree.map(lambda g: to_full(g) if is_array(g) else g, updates)
         steps, inner_state = self.inner.update(grads, state.inner_state, weights, **extra)
@@ -96,11 +97,27 @@ class RoundingOwner(Wrapper):
             # the update has to read the kept array: if neither result reads the other, a TPU's
             # compiler makes two kernels of them behind a root or a division, 1.4 to 1.6 times the
             # traffic. Hence the comparison with `never`, which is always false.
-            update = jnp.where((step == 0) | (now == self.never), -0.0, update)
+            never = jnp.asarray(self.never, now.dtype)
+            update = jnp.where((step == 0) | (now == never), -0.0, update)
         # A step that is lost on what is kept too is the update: added to the parameter it is lost
         # as well, and `numerics.lost_updates` counts it.
         is_lost = (update == 0) & (now == kept) & (step != 0) & (to_full(p) != 0)
         return _UpdateAndKept(jnp.where(is_lost, step, update), now)
+
+
+def _refuse_other_dtypes(where: str, params: PyTree, kept: PyTree) -> None:
+    """Refuses parameters that are no longer in 16 bits: the state's own copy would go stale."""
+
+    def check(path: KeyPath, p: Any, kept: Any) -> None:
+        if is_array(kept) == is_narrow_leaf(path, p):
+            return
+        made = "of 16 bits" if is_array(kept) else "of another dtype"
+        got = f"{path_str(path)!r} is {describe(p)}, and the state was made for parameters {made}."
+        why = "params + updates is float32, as in eqx.apply_updates."
+        fix = "Type params = mpjax.optim.apply_updates(params, updates), or optax.apply_updates."
+        raise ValueError(message(where, got, why, fix))
+
+    jax.tree_util.tree_map_with_path(check, params, kept)
 
 
 def unless_zero(step: Array, new: Array, old: Array) -> Array:

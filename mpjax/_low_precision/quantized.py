@@ -141,14 +141,14 @@ class _Quantized(StoredMoments):
         self._kinds = tuple(rules.values())
         self._patterns = PolicyMap("float32", dict.fromkeys(rules, "float32"))  # checks them
 
-    def encode(self, moment: Moment, x: Array, random: Array) -> Any:
-        kind = self._kind_of(moment, x.shape)
+    def encode(self, moment: Moment, x: Array, random: Array, before: Any) -> Any:
+        kind = self._kind_of(moment, x.shape, is_stored=is_coded(before))
         if kind in _PLAIN:
             return narrowed(x, _PLAIN[kind], random, is_second=moment.is_second)
         return encode(x, kind, self._block_size, random, is_second=moment.is_second)
 
     def is_own(self, moment: Moment, x: Any, shape: tuple[int, ...]) -> bool:
-        kind = self._kind_of(moment, shape)
+        kind = self._kind_of(moment, shape, is_stored=is_coded(x))
         if kind in _PLAIN:
             return not is_coded(x) and (kind == "float32" or x.dtype == _PLAIN[kind])
         return (
@@ -177,7 +177,14 @@ class _Quantized(StoredMoments):
                 warnings.warn(text, PolicyWarning, stacklevel=3)
                 return
 
-    def _kind_of(self, moment: Moment, shape: tuple[int, ...]) -> str:
+    def _kind_of(self, moment: Moment, shape: tuple[int, ...], *, is_stored: bool = False) -> str:
+        """Returns how a moment is stored.
+
+        Args:
+          moment: its place.
+          shape: its own; inside `shard_map` and `vmap` that of a part.
+          is_stored: whether it is in 8 bits already: then the whole was large enough.
+        """
         if not shape or not math.prod(shape):
             return "float32"
         rule = self._patterns.deciding(moment.param)
@@ -185,4 +192,5 @@ class _Quantized(StoredMoments):
             return self._kinds[rule]
         path = moment.param.lower()
         is_spared = any(fnmatch.fnmatchcase(path, pattern) for pattern in _SPARED)
-        return "float32" if is_spared or math.prod(shape) < LEAST_SIZE else self._kind
+        is_small = math.prod(shape) < LEAST_SIZE and not is_stored
+        return "float32" if is_spared or is_small else self._kind

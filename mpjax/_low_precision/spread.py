@@ -11,6 +11,7 @@ from mpjax._base.shown import Shown, html_table
 from mpjax._base.tree import leaf_paths, path_str
 from mpjax._base.typing import Array, KeyPath, PyTree
 from mpjax._low_precision.codes import SecondMoment, is_coded, shares
+from mpjax._low_precision.moments import with_classes
 from mpjax._scaling.optim_state import gradient_params
 
 WIDE = 1e3
@@ -88,6 +89,7 @@ def moment_spread(opt_state: PyTree, params: PyTree | None = None) -> MomentSpre
     paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(plain))
     known = dict(zip(paths, leaf_paths(plain), strict=True))
     rows: list[tuple[str, float, float]] = []
+    opt_state = with_classes(opt_state)
     for path, x in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_coded):
         if not isinstance(x, SecondMoment):
             continue

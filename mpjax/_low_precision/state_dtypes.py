@@ -86,7 +86,8 @@ class _Narrowed(StoredMoments):
         super().__init__(inner)
         self._dtypes = dtypes
 
-    def encode(self, moment: Moment, x: Array, random: Array) -> Array:
+    def encode(self, moment: Moment, x: Array, random: Array, before: Any) -> Array:
+        del before
         dtype = self._dtypes[moment.is_second]
         return narrowed(x, dtype, random, is_second=moment.is_second)
 

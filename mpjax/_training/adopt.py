@@ -13,6 +13,7 @@ from mpjax._base.tree import first_difference, is_array, leaf_paths
 from mpjax._base.typing import PyTree
 from mpjax._low_precision.apply import full_params as full_weights
 from mpjax._low_precision.forms import formed, has_form, known_weights, plain
+from mpjax._low_precision.moments import with_classes
 from mpjax._scaling.optim_state import LossScaleState, find_states
 
 
@@ -76,7 +77,7 @@ def adopted(
     full_params: PyTree | None = None,
 ) -> PyTree:
     """Returns the values of `old` in the form of `fresh`, a state that has just been made."""
-    old = _rebuilt(fresh, old)
+    old = with_classes(_rebuilt(fresh, old))
     if has_form(fresh) or has_form(old):
         if full_params is None and _same_form(fresh, old):
             return old

@@ -12,6 +12,7 @@ from mpjax._base.errors import NonFiniteError, PolicyWarning, message
 from mpjax._base.tree import leaf_paths
 from mpjax._base.typing import PyTree
 from mpjax._low_precision.codes import is_coded
+from mpjax._low_precision.moments import with_classes
 from mpjax._low_precision.spread import spread_text
 from mpjax._scaling.optim_state import (
     LossScaleState,
@@ -55,7 +56,8 @@ def raise_if_diverged(opt_state: PyTree, params: PyTree | None = None) -> None:
         Lower the learning rate, or look for what overflows: ...
     """
     states = find_states(opt_state)
-    if not states and not any(map(is_coded, jax.tree.leaves(opt_state, is_leaf=is_coded))):
+    stored = jax.tree.leaves(with_classes(opt_state), is_leaf=is_coded)
+    if not states and not any(map(is_coded, stored)):
         raise ValueError(_nothing_text(opt_state, params))
     for _, state in states:
         if isinstance(state.diverged, jax.core.Tracer):
