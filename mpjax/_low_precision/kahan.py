@@ -23,6 +23,7 @@ class KahanState(NamedTuple):
     inner_state: Any
 
     owns_rounding_as = "with_kahan"
+    runs_inner = True
 
 
 @names_keywords(ROUNDED)

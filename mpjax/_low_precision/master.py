@@ -27,6 +27,7 @@ class MasterWeightsState(NamedTuple):
     inner_state: Any
 
     owns_rounding_as = "with_master_weights"
+    runs_inner = True
 
 
 class SplitWeightsState(NamedTuple):
@@ -36,6 +37,7 @@ class SplitWeightsState(NamedTuple):
     inner_state: Any
 
     owns_rounding_as = "with_master_weights(bits=24)"
+    runs_inner = True
 
 
 @names_keywords(MASTER)

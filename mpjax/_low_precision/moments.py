@@ -13,9 +13,9 @@ from mpjax._low_precision.codes import FirstMoment, SecondMoment, is_coded
 # Names of fields with averages, trees like the parameters, in optax and libraries like it: first
 # moments may have either sign, second ones are never negative. Classes that use the names otherwise
 # have rows of their own.
-_FIRST = ("mu", "trace", "ema", "exp_avg")
-_SECOND = ("nu", "nu_max", "exp_avg_sq")
-_USUAL: dict[str, bool] = dict.fromkeys(_FIRST, False) | dict.fromkeys(_SECOND, True)
+_FIRST: tuple[str, ...] = ("mu", "trace", "ema", "exp_avg")
+_SECOND: tuple[str, ...] = ("nu", "nu_max", "exp_avg_sq")
+_USUAL = dict.fromkeys(_FIRST, False) | dict.fromkeys(_SECOND, True)
 _BY_CLASS: dict[str, dict[str, bool]] = {
     "FactoredState": {"v": True},
     "ScaleByAdaDeltaState": {"e_g": True, "e_x": True},

@@ -35,6 +35,8 @@ class QuantizedState(NamedTuple):
     steps: Array  # i32[], the steps that were taken
     inner_state: Any  # with FirstMoment and SecondMoment in place of moments
 
+    runs_inner = True
+
 
 @names_keywords(QUANTIZED_STATE)
 def with_quantized_state(

@@ -23,6 +23,8 @@ class StateDtypesState(NamedTuple):
     steps: Array  # i32[], the steps that were taken
     inner_state: Any
 
+    runs_inner = True
+
 
 @names_keywords(STATE_DTYPES)
 def with_state_dtypes(

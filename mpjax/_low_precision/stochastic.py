@@ -27,6 +27,7 @@ class StochasticRoundingState(NamedTuple):
     inner_state: Any
 
     owns_rounding_as = "with_stochastic_rounding"
+    runs_inner = True
 
 
 @names_keywords(ROUNDED)

@@ -29,7 +29,7 @@ def skipped_whole(tx: optax.GradientTransformation) -> optax.GradientTransformat
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         steps, new = wider.update(updates, state, params, **extra)
-        if _is_scaling(new) or not _in_chain(new):
+        if _is_scaling(new) or wrapper_around(new) is not None:
             return steps, new
         finite = find_states(new)[0][1].grads_finite
 
@@ -46,13 +46,32 @@ def skipped_whole(tx: optax.GradientTransformation) -> optax.GradientTransformat
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def _in_chain(state: Any) -> bool:
-    """Whether a state's loss scale is an element of a chain, and so runs in every step."""
-    if isinstance(state, optax.MaskedState):
-        return _in_chain(state.inner_state)
+def wrapper_around(state: Any) -> Any:
+    """Returns the state of what wraps a loss scale in another way than a chain; None if nothing."""
+    if _is_scaling(state) or not find_states(state):
+        return None
+    inside = _elements(state)
+    if inside is None:
+        return state
+    return next((x for x in map(wrapper_around, inside) if x is not None), None)
+
+
+def _elements(state: Any) -> list[Any] | None:
+    """Returns the states inside one whose transformation runs them all in every step, else None."""
+    if isinstance(state, _RUN_INNER) or getattr(type(state), "runs_inner", False):
+        return [state.inner_state]
+    if isinstance(state, optax.transforms.PartitionState):
+        return list(state.inner_states.values())
     if isinstance(state, OrderedDict):
-        return any(map(_in_chain, state.values()))
-    return any(map(_in_chain, state)) if type(state) is tuple else _is_scaling(state)
+        return list(state.values())
+    return list(state) if type(state) is tuple else None
+
+
+_RUN_INNER = (
+    optax.MaskedState,
+    optax.InjectHyperparamsState,
+    optax.InjectStatefulHyperparamsState,
+)
 
 
 def _is_scaling(state: Any) -> bool:

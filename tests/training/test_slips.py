@@ -344,6 +344,32 @@ def test_what_stands_behind_the_wrapper_in_a_chain_is_skipped_with_it(name):
     assert_bitwise_equal(alone, skipped_whole(tx).update(grads, state.opt_state, state.params)[0])
 
 
+AROUND = {
+    "inject": lambda tx: optax.inject_hyperparams(
+        lambda rate: optax.chain(tx, optax.scale(rate))
+    )(rate=lambda count: 0.5**count),
+    "named": lambda tx: optax.named_chain(("scaled", tx), ("half", optax.scale(0.5))),
+    "8 bits": mpjax.optim.with_quantized_state,
+    "moments": mpjax.optim.with_state_dtypes,
+}
+
+
+@pytest.mark.standard_promotion("optax mixes dtypes")
+@pytest.mark.parametrize("name", AROUND)
+def test_a_skipped_step_leaves_what_is_around_the_loss_scale(name):
+    tx = AROUND[name](mpjax.with_loss_scale(optax.adam(0.25), 8.0))
+    step = mpjax.make_train_step(square, tx, donate=False)
+    state, _ = step(step.init(STEEP), jnp.ones(2))
+    skipped, metrics = step(state, jnp.array([1.0, jnp.inf]))
+    assert not bool(metrics["grads_finite"])
+    assert_bitwise_equal((skipped.params, skipped.step), (state.params, state.step))
+    after, want = step(skipped, jnp.ones(2))[0], step(state, jnp.ones(2))[0]
+    assert_bitwise_equal(after.params, want.params)
+    counts = [x for x in jax.tree.leaves(state.opt_state) if x.dtype == jnp.int32]
+    again = [x for x in jax.tree.leaves(skipped.opt_state) if x.dtype == jnp.int32]
+    assert sum(map(int, again)) - sum(map(int, counts)) == 2  # two counts of skipped steps
+
+
 @pytest.mark.parametrize("name", ["partition", "masked"])
 def test_a_wrapper_around_some_of_the_parameters_is_refused(name):
     params = {"w": jnp.ones(2), "v": jnp.ones(2)}
