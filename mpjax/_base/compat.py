@@ -25,7 +25,13 @@ def axis_names(axis_name: Any) -> tuple[object, ...]:
 
 def varying_axes(x: jax.Array) -> frozenset[object]:
     """Returns the mesh axes over which `x` is typed as varying, inside `shard_map`."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
+    return axes_of_type(jax.typeof(x))
+
+
+def axes_of_type(aval: Any) -> frozenset[object]:
+    """Returns the mesh axes over which values of a type vary; what is no array has none."""
+    known = aval.manual_axis_type if hasattr(aval, "dtype") else None  # None: of a shape alone
+    return frozenset() if known is None else frozenset(known.varying)
 
 
 def tracks_varying(name: object) -> bool:

@@ -15,7 +15,7 @@ from mpjax._low_precision.codes import FirstMoment, SecondMoment, is_coded
 # have rows of their own.
 _FIRST: tuple[str, ...] = ("mu", "trace", "ema", "exp_avg")
 _SECOND: tuple[str, ...] = ("nu", "nu_max", "exp_avg_sq")
-_USUAL = dict.fromkeys(_FIRST, False) | dict.fromkeys(_SECOND, True)
+_USUAL: dict[str, bool] = {name: name in _SECOND for name in (*_FIRST, *_SECOND)}
 _BY_CLASS: dict[str, dict[str, bool]] = {
     "FactoredState": {"v": True},
     "ScaleByAdaDeltaState": {"e_g": True, "e_x": True},

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from mpjax._autocast.known.scopes import compute_dtype
+from mpjax._base import compat
 from mpjax._base.typing import Array, AxisName
 from mpjax._jaxpr.binding import bind
 from mpjax._jaxpr.equation import Eqn
@@ -78,7 +79,7 @@ def _path(module: str) -> tuple[str, ...]:
 def _axes(jaxpr: Any) -> tuple[Any, ...]:
     """Returns the axes of the meshes whose shards this is traced in."""
     variables = [v for eqn in jaxpr.jaxpr.eqns for v in eqn.outvars] + jaxpr.jaxpr.invars
-    return tuple(sorted({axis for v in variables for axis in getattr(v.aval, "vma", ())}))
+    return tuple(frozenset[object]().union(*(compat.axes_of_type(v.aval) for v in variables)))
 
 
 def _chosen(plan: RunPlan) -> dict[tuple[str, str], list[int]]:
@@ -208,14 +209,33 @@ class _StatisticsFrame(CollectingFrame):
         return self.fresh(value)
 
     def measure(self, eqn: Eqn, operands: Sequence[TrackedValue]) -> list[TrackedValue]:
-        outs = bind(eqn, [t.value for t in operands])
+        values = [t.value for t in operands]
         dtype = self.dtypes.get(id(eqn))
-        floating = [o for o in outs if jnp.issubdtype(o.dtype, jnp.floating) and o.size]
-        is_read = dtype is not None and floating
+        if dtype is None:
+            self.collected.append(self.nothing)
+            return [TrackedValue(out) for out in bind(eqn, values)]
+        unrounded, outs = _unrounded(eqn, values)
+        floating = [x for x in unrounded if jnp.issubdtype(x.dtype, jnp.floating) and x.size]
         self.collected.append(
-            self.spread(_columns(floating[0], dtype)) if is_read else self.nothing
+            self.spread(_columns(floating[0], dtype)) if floating else self.nothing
         )
         return [TrackedValue(out) for out in outs]
+
+
+_DTYPE_OF_RESULT = ("preferred_element_type", "out_dtype")  # of products
+
+
+def _unrounded(eqn: Eqn, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Returns the results of an equation before they are rounded, and as they are."""
+    if eqn.primitive.name == "convert_element_type":
+        return values, bind(eqn, values)
+    (name,) = [p for p in _DTYPE_OF_RESULT if p in eqn.params] or [""]
+    result = eqn.outvars[0].aval.dtype
+    if not name or not jnp.issubdtype(result, jnp.floating) or result.itemsize >= 4:
+        outs = bind(eqn, values)
+        return outs, outs
+    wide = bind(eqn.replace(params={**eqn.params, name: np.dtype(np.float32)}), values)
+    return wide, [x.astype(result) for x in wide]
 
 
 def _columns(x: Any, dtype: Any) -> Any:

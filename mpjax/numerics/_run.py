@@ -201,18 +201,20 @@ class Runner:
     # -- rows ----------------------------------------------------------------------------------
 
     def _rows(self, values: Any) -> RowValues:
-        return RowValues(self._spread(values), self._zeros(values.shape[0]).index)
+        return RowValues(self._varying(values), self._zeros(values.shape[0]).index)
 
     def _zeros(self, count: int) -> RowValues:
         values = jnp.zeros((count, self.instrument.width), jnp.float32)
         index = jnp.full((count, self.plan.depth), -1, jnp.int32)
-        return RowValues(self._spread(values), self._spread(index))
+        return RowValues(self._varying(values), self._varying(index))
 
     def _spread(self, x: Any) -> Any:
+        """Returns knowledge of a value as a loop carries it; a shadow is typed as its value is."""
+        return x if x is None or self.instrument.shadows else self._varying(x)
+
+    def _varying(self, x: Any) -> Any:
         """Returns a number typed as varying over all shards, so that loops carry one type."""
-        if not self.axes or x is None or self.instrument.shadows:
-            return x
-        return compat.to_varying(x, self.axes)
+        return compat.to_varying(x, self.axes) if self.axes else x
 
     def merged(self, total: Any, new: Any) -> Any:
         """Returns two readings of the same rows as one."""
@@ -263,7 +265,7 @@ class Runner:
 
         start = params["length"] - 1 if params["reverse"] else 0
         init = _as_arrays([self._known(body, t) for t in given.carry])
-        state = [*init, self._zeros(block.rows), self._spread(jnp.asarray(start, jnp.int32))]
+        state = [*init, self._zeros(block.rows), self._varying(jnp.asarray(start, jnp.int32))]
         xs = [self._split(body, t) for t in given.xs]
         outs = holders.scan(step.eqn, iteration, state, xs)
         (total, _), ys = outs[carried : carried + 2], outs[carried + 2 :]
@@ -291,7 +293,7 @@ class Runner:
             return values, (extras, self._iterated(total, rows, number, step.level), number + 1)
 
         values, extras = _parted([self._known(body, t) for t in given.carry])
-        beside = extras, self._zeros(block.rows), self._spread(jnp.zeros((), jnp.int32))
+        beside = extras, self._zeros(block.rows), self._varying(jnp.zeros((), jnp.int32))
         values, (extras, total, _) = holders.while_loop(step.eqn, going, iteration, values, beside)
         return list(map(TrackedValue, values, extras)), total
 
@@ -322,7 +324,7 @@ class Runner:
         def fun(args: Any) -> Any:
             outs, rows = inner.body(block, args)
             kept = outs if self.instrument.shadows else [TrackedValue(t.value) for t in outs]
-            return kept, jax.tree.map(lambda x: inner._spread(x)[None], rows)
+            return kept, jax.tree.map(lambda x: inner._varying(x)[None], rows)
 
         out_specs = [
             TrackedValue(s, s if self.instrument.shadows and is_inexact(v) else None)
@@ -337,13 +339,13 @@ class Runner:
         """Returns the rows of all shards as one, indexed by the first with something to report."""
         shards = rows.values.shape[0]
         total = RowValues(rows.values[0] * 0, rows.index[0] * 0 - 1)
-        total = RowValues(self._spread(total.values), self._spread(total.index))
+        total = RowValues(self._varying(total.values), self._varying(total.index))
 
         def body(state: Any, new: Any) -> Any:
             total, number = state
             return (self._iterated(total, RowValues(*new), number, level), number + 1), None
 
-        zero = self._spread(jnp.zeros((), jnp.int32))
+        zero = self._varying(jnp.zeros((), jnp.int32))
         (total, _), _ = lax.scan(body, (total, zero), tuple(rows), length=shards)
         return total
 

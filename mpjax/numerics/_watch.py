@@ -131,5 +131,5 @@ def _by_module(params: PyTree, values: PyTree, dtypes: PyTree) -> Mapping[str, l
 def _unknown(numbers: list[Any]) -> Array:
     """Returns NaN for all numbers, typed as varying over shards as they are together."""
     nan = jnp.full((len(numbers) // len(STATISTICS), len(STATISTICS)), jnp.nan, jnp.float32)
-    axes = tuple(sorted({axis for n in numbers for axis in getattr(n, "vma", None) or ()}))
+    axes = tuple(frozenset[object]().union(*map(compat.axes_of_type, numbers)))
     return compat.to_varying(nan, axes) if axes else nan

@@ -77,6 +77,32 @@ def test_accumulated_errors_are_those_of_two_runs(devices, sharded):
     assert report.gradient == max(report.gradients.values())
 
 
+LOOPS = {
+    "scan": lambda f, x: lax.scan(lambda h, _: (f(h), None), x, None, length=3)[0],
+    "while": lambda f, x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, f(c[1])), (0, x))[
+        1
+    ],
+    "cond": lambda f, x: lax.cond(True, f, lambda x: x, x),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_loops_and_branches_inside_a_shard_map_are_compared(loop, devices):
+    def shard(w, x):
+        x = lax.stop_gradient(x @ w) if loop == "while" else x
+        out = LOOPS[loop](lambda h: jnp.tanh(h @ lax.stop_gradient(w)), x)
+        return lax.pmean(jnp.mean((out @ w) ** 2), "d")
+
+    mesh = Mesh(np.array(devices[:4]), "d")
+    loss = jax.shard_map(shard, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+    report = compare(loss, "bf16-mixed")(WS[0], X)
+    low = jax.jit(jax.grad(mpjax.autocast(loss, "bf16-mixed")))(WS[0], X)
+    full = jax.jit(jax.grad(loss))(WS[0], X)
+    assert report.gradient == pytest.approx(
+        float(jnp.abs(low - full).sum() / jnp.abs(full).sum()), rel=0.05
+    )
+
+
 def test_float32_against_itself_has_no_error_and_a_loop_carries_both():
     def loss(w, x):
         def body(c, _):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 import mpjax
 from mpjax.numerics import to_scalars
@@ -117,6 +118,46 @@ def test_a_product_tells_what_its_rounding_loses():
     seen = jax.device_get(step(step.init(w), x)[1]["watched"]["activation"]["layer"])
     assert seen["underflows%"] == 100 / 8  # of 8: 1e-8 becomes 0, and twice 1e6 inf
     assert seen["overflows%"] == 100 / 4
+
+
+def _kernel(w):
+    return jnp.reshape(w, (1, 1, *w.shape))
+
+
+PRODUCTS = {
+    "matrix": jnp.matmul,
+    "convolution": lambda x, w: lax.conv_general_dilated(
+        x[:, None, None], _kernel(w), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )[:, 0, 0],
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("policy", ["16-mixed", "16-true"])
+def test_a_product_whose_result_is_stored_low_tells_what_was_lost(policy, product):
+    def loss_fn(params, x):
+        with jax.named_scope("first"):
+            x = PRODUCTS[product](x, params["first"])
+        with jax.named_scope("middle"):
+            x = jax.nn.relu(PRODUCTS[product](x, params["middle"]))
+        with jax.named_scope("last"):
+            return 1e-6 * jnp.sum(PRODUCTS[product](x, params["last"]))
+
+    w, scale = np.float32([[1e-5, 1.0, 1e4, 1e4]]), mpjax.StaticLossScale(1.0)
+    params = {"first": w, "middle": np.eye(4, dtype="f"), "last": np.full((4, 4), 1e-2, "f")}
+    tx, options = optax.sgd(0.0), {"watch": 1, "loss_scale": scale, "rounding": "nearest"}
+    if policy == "16-mixed":
+        del options["rounding"]
+    step = mpjax.make_train_step(loss_fn, tx, policy, **options)
+    x = np.float32([[1e-3], [1e2]])
+    seen = jax.device_get(step(step.init(params), x)[1]["watched"])
+    first = seen["activation"]["first"]
+    assert first["underflows%"] == 100 / 8  # of 8: 1e-8 becomes 0, and twice 1e6 inf
+    assert first["overflows%"] == 100 / 4
+    assert first["amax"] == pytest.approx(1e6, rel=1e-3)
+    # The largest is 1e-6, the smallest a product of 4e-8, which float16 rounds to 6e-8.
+    assert seen["gradient"]["last"]["amax"] == pytest.approx(1e-6, rel=2**-4)
+    assert seen["gradient"]["last"]["dynamic_range"] == pytest.approx(np.log2(25), abs=0.1)
 
 
 def test_a_model_without_names_is_told_apart_by_its_source_lines():
@@ -236,3 +277,30 @@ def test_a_step_inside_a_shard_map_is_watched(devices):
         statistics |= {name: statistics[name] / 8 for name in ("amax", "l2_norm")}
     for got, one in zip(*map(jax.tree.leaves, (seen, dict(want))), strict=True):
         np.testing.assert_allclose(got, one, rtol=2**-6, atol=1e-9)
+
+
+def _scanned(w, x):
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0]
+
+
+def _branched(w, x):
+    return lax.cond(w.sum() > -9, lambda x: jnp.tanh(x @ w[0]), lambda x: x, x)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("inner", [_scanned, _branched])
+def test_loops_and_branches_inside_a_shard_map_are_watched(inner, check_vma, devices):
+    def loss_fn(w, x):
+        return jnp.mean(inner(w, x) ** 2)
+
+    w, mesh = jnp.stack([jnp.eye(4) / 2] * 2), jax.sharding.Mesh(np.array(devices), "d")
+    one = mpjax.make_train_step(loss_fn, optax.sgd(0.0), "bf16-mixed", watch=1, donate=False)
+    all_ = mpjax.make_train_step(loss_fn, optax.sgd(0.0), "bf16-mixed", watch=1, axis_name="d")
+    spec = jax.sharding.PartitionSpec
+    both = jax.shard_map(
+        all_, mesh=mesh, in_specs=(spec(), spec("d")), out_specs=spec(), check_vma=check_vma
+    )
+    want = one(one.init(w), X)[1]["watched"]["activation"]
+    seen = jax.jit(both)(all_.init(w), X)[1]["watched"]["activation"]
+    for got, right in zip(*map(jax.tree.leaves, (seen, want)), strict=True):
+        np.testing.assert_allclose(got, right, rtol=2**-6, atol=1e-9)

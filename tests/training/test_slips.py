@@ -345,9 +345,9 @@ def test_what_stands_behind_the_wrapper_in_a_chain_is_skipped_with_it(name):
 
 
 AROUND = {
-    "inject": lambda tx: optax.inject_hyperparams(
-        lambda rate: optax.chain(tx, optax.scale(rate))
-    )(rate=lambda count: 0.5**count),
+    "inject": lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(
+        rate=lambda count: 0.5**count
+    ),
     "named": lambda tx: optax.named_chain(("scaled", tx), ("half", optax.scale(0.5))),
     "8 bits": mpjax.optim.with_quantized_state,
     "moments": mpjax.optim.with_state_dtypes,
