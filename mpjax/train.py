@@ -1,7 +1,5 @@
 """The whole train step: loss function, optimizer and policy in, one jitted function out."""
 
-import copy
-import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Never
 
@@ -13,18 +11,16 @@ with needed_by("mpjax.train"):
 import jax
 import jax.numpy as jnp
 
-from mpjax._base.averaged import averaged_over
 from mpjax._base.dtypes import FLOAT32
 from mpjax._base.foreign_errors import attributes_of, names_keywords
 from mpjax._base.foreign_names import STEP
-from mpjax._base.typing import Array, AxisName, PolicySpec, PyTree
+from mpjax._base.typing import AxisName, PolicySpec, PyTree
 from mpjax._hardware import check_policy
 from mpjax._low_precision.chosen import check_rounding, warn_of_lost_updates, with_rounding
-from mpjax._policies.of_step import in_step
 from mpjax._policies.policy import Policy, chosen_policy
 from mpjax._policies.policy_map import PolicyMap
 from mpjax._scaling.chains import skipped_whole
-from mpjax._scaling.grad import get_loss_scale, localised, mean, name_of
+from mpjax._scaling.grad import get_loss_scale, name_of
 from mpjax._scaling.loss_scale import LossScale
 from mpjax._scaling.skip import select_like
 from mpjax._training.adopt import adopted, params_to_adopt
@@ -34,29 +30,22 @@ from mpjax._training.checks import (
     check_own,
     check_scale_fits,
     check_start,
-    check_whole,
     checked_call,
     fields_of,
     one_batch,
-    split_outputs,
 )
-from mpjax._training.gradients import value_and_grad
 from mpjax._training.history import (
     has_history,
     history_of,
     next_history,
-    of_policy,
-    tracked,
-    untracked,
 )
-from mpjax._training.line_search import with_scaled_cotangents
-from mpjax._training.microbatches import MicroBatches, divided, gradients, wide
 from mpjax._training.optimizers import check_supported
 from mpjax._training.options import StepOptions
 from mpjax._training.placed import on_its_mesh
 from mpjax._training.state import Metrics, TrainState, checked_state, copied
+from mpjax._training.step_loss import StepLoss
 from mpjax._training.summary import counted, describe_step, grad_norm
-from mpjax._training.under_policy import is_autocast, param_dtypes, under_policy
+from mpjax._training.under_policy import is_autocast, param_dtypes
 from mpjax.numerics import Report, lost_updates
 from mpjax.numerics._step import Differentiated, Progress, StepDiagnosis
 from mpjax.numerics._watch import Seen, check_watch, watched
@@ -86,11 +75,8 @@ class TrainStep:
         self.policy: Policy | PolicyMap = chosen_policy(policy, "make_train_step")
         tx = with_rounding(tx, options.rounding, self.policy, param_dtypes(self.policy))
         self._options = options
-        self._loss_fn = loss_fn
-        self._run = under_policy(loss_fn, self.policy)
+        self._loss = StepLoss(loss_fn, self.policy, options)
         self._given_tx = tx
-        self._parts = MicroBatches(options.accumulate, options.accumulate_axes)
-        self._axis_name = options.axis_name
         scale = options.loss_scale
         self._wrapped_tx = with_loss_scale(
             tx,
@@ -104,7 +90,7 @@ class TrainStep:
         )
 
     def __repr__(self) -> str:
-        return describe_step(self._loss_fn, self.policy, self._options.chosen)
+        return describe_step(self._loss.fun, self.policy, self._options.chosen)
 
     def init(
         self, params: PyTree = None, extra_state: PyTree = None, *, batch: PyTree = None
@@ -116,11 +102,12 @@ class TrainStep:
           extra_state: what the model changes besides (BatchNorm statistics, EMA, PRNG keys);
             None for nothing.
           batch: for a `DelayedScaling`, which finds its products in it, and their first scales.
+            With `axis_name`, one device's part: gradients of the whole are smaller.
 
         Dtypes:
           Parameters in the policy's `param_dtype`; `extra_state` as it is.
         """
-        check_start(self._loss_fn, params, extra_state, "step.init")
+        check_start(self._loss.fun, params, extra_state, "step.init")
         check_policy(self.policy, where="make_train_step", stacklevel=3)
         params = jax.tree.map(copied, self._cast_to_param(params))
         extra_state = jax.tree.map(copied, extra_state)
@@ -136,7 +123,7 @@ class TrainStep:
     def _history_of(self, params: PyTree, opt_state: PyTree, extra: PyTree, batch: PyTree) -> Any:
         args = (params,) if extra is None else (params, extra)
         scale = current_loss_scale(opt_state)
-        return history_of(self.policy, self._loss_fn, args, batch, self._parts, scale)
+        return history_of(self.policy, self._loss.fun, args, batch, self._loss.parts, scale)
 
     def adopt(self, state: Any, extra_state: PyTree = None, *, batch: PyTree = None) -> TrainState:
         """Returns a state that another policy left, or another loss scale, as one of this step.
@@ -163,7 +150,7 @@ class TrainStep:
         kept = old["params"], old["opt_state"]
         params, full = params_to_adopt(self._cast_to_param, *kept)
         params = jax.tree.map(copied, params)
-        check_start(self._loss_fn, params, extra_state, "step.adopt")
+        check_start(self._loss.fun, params, extra_state, "step.adopt")
         fresh = self._tx(params).init(params)
         warn_of_lost_updates(self.policy, params, fresh, self._options.rounding, stacklevel=3)
         opt_state = adopted(fresh, old["opt_state"], "train step.adopt", params, full)
@@ -216,18 +203,8 @@ class TrainStep:
 
     def _twin(self, policy: Any) -> Differentiated:
         """Returns the function that this step differentiates, under its policy or another one."""
-        step = copy.copy(self)
-        if policy != self.policy:
-            step._run = under_policy(self._loss_fn, policy)
-
-        def run(loss_scale: LossScale, params: PyTree, extra: PyTree, *rest: PyTree) -> Any:
-            batch, history = rest
-            history = of_policy(policy, history)
-            state = TrainState(jnp.zeros((), jnp.int32), params, None, extra, history)
-            loss, _, _, _, grads, _ = step._differentiate(loss_scale, state, batch)
-            return loss, grads
-
-        return run
+        same = policy == self.policy
+        return (self._loss if same else StepLoss(self._loss.fun, policy, self._options)).of_arrays
 
     def _cast_to_param(self, params: PyTree) -> PyTree:
         if isinstance(self.policy, PolicyMap) and is_autocast(self.policy):
@@ -256,13 +233,16 @@ class TrainStep:
         fresh = jax.eval_shape(tx.init, state.params)
         check_own(self.policy, state.params, wanted, state.opt_state, fresh)
         loss_scale = current_loss_scale(state.opt_state)
-        loss, weight, extra_state, aux, grads, seen = self._differentiate(loss_scale, state, batch)
+        loss, weight, extra_state, aux, grads, seen = self._loss.differentiate(
+            loss_scale, state, batch
+        )
         check_extra_state(extra_state, state.extra_state)
         arguments = (loss_scale, state.params, state.extra_state, batch, state.amax_history)
         look = Seen(state, loss_scale, self._twin(self.policy), arguments)
-        state, watching = watched(self._options.watch, look, self.policy, self._axis_name)
+        state, watching = watched(self._options.watch, look, self.policy, self._options.axis_name)
         # For line searches and the like; `update_with` leaves out those that `tx` does not take.
-        extra = {"value": loss, "grad": grads, "value_fn": self._value_fn(state, batch)}
+        value_fn = self._loss.of_params(loss_scale, state, batch)
+        extra = {"value": loss, "grad": grads, "value_fn": value_fn}
         updates, opt_state, applied = update_with(tx, grads, state.opt_state, state.params, extra)
         finite = find_states(opt_state)[0][1].grads_finite
         if weight is not None:  # a mean of nothing is NaN: no overflow, that would lower the scale
@@ -284,50 +264,6 @@ class TrainStep:
         if self._options.lost_updates:
             metrics["lost_updates"] = lost_updates(state.params, updates)
         return new_state, metrics | watching | ({"aux": aux} if self._options.has_aux else {})
-
-    def _value_fn(self, state: TrainState, batch: PyTree) -> Callable[[PyTree], Array]:
-        """Returns the loss as a function of the parameters, for line searches."""
-        scale = current_loss_scale(state.opt_state)
-
-        def value(params: PyTree) -> Array:
-            inputs = tracked(params, state.amax_history, self.policy, scale)
-            loss, _ = self._scalar_loss(inputs, state.extra_state, batch)
-            return wide(loss)
-
-        return with_scaled_cotangents(value, scale)
-
-    def _differentiate(self, loss_scale: LossScale, state: TrainState, batch: PyTree) -> Any:
-        """Returns the mean loss, its weight, extra state, aux, mean scaled gradients, amaxes."""
-
-        @functools.wraps(self._loss_fn, updated=())
-        def loss_fn(*args: Any) -> Any:
-            return self._scalar_loss(*args)
-
-        differentiate = value_and_grad(loss_fn, has_aux=True, loss_scale=loss_scale)
-        check_whole(state.params, self._axis_name)
-        # Averaged here, after accumulation, and not by value_and_grad in each micro-batch.
-        inputs = tracked(state.params, state.amax_history, self.policy, loss_scale)
-        params = localised((inputs,), 0, self._axis_name)[0]
-        with averaged_over(self._axis_name, "make_train_step"):
-            loss, weight, extra_state, aux, grads = gradients(
-                differentiate, params, state.extra_state, batch, self._parts
-            )
-        if self._axis_name is not None:
-            loss, weight, grads = (mean(x, self._axis_name) for x in (loss, weight, grads))
-        if weight is not None:
-            loss, grads = divided(weight, loss), divided(weight, grads)
-        return loss, weight, extra_state, aux, *untracked(grads)
-
-    def _scalar_loss(self, params: PyTree, extra_state: PyTree, batch: PyTree) -> Any:
-        """Runs the loss function under the policy; returns `loss, (weight, extra_state, aux)`."""
-        guarded = extra_state is not None
-        with in_step(self.policy):
-            out = self._run(params, *((extra_state,) if guarded else ()), batch)
-        loss, rest = split_outputs(
-            out, extra_state, has_aux=self._options.has_aux, weighted=self._options.weighted
-        )
-        # A constant loss, which JAX differentiates too.
-        return jnp.asarray(loss) if isinstance(loss, float) else loss, rest
 
 
 @names_keywords(STEP)
@@ -399,7 +335,8 @@ def make_train_step(
     Returns:
       A `TrainStep`: `step.init(params)` or `step.init(params, extra_state)` gives the state
       (`.step .params .opt_state .extra_state`), `step(state, batch)` the next one and metrics:
-      `loss` (f32, unscaled), `grad_norm` (f32, of the true gradients, before clipping),
+      `loss` (f32, unscaled), `grad_norm` (f32, of the true gradients, before clipping; inf
+      from 1e19 on),
       `loss_scale` (the one used), `grads_finite`, `skipped_steps`, `consecutive_skips`,
       `diverged`, and `aux` with `has_aux`. `step.lower` is for ahead of time compilation. No
       host sync.

@@ -12,6 +12,7 @@ from mpjax._autocast import api
 from mpjax._autocast.arguments import parameters
 from mpjax._autocast.decide.decided import Settings
 from mpjax._autocast.eight_bits import delayed
+from mpjax._base.dtypes import FLOAT32
 from mpjax._base.errors import message
 from mpjax._base.typing import PolicySpec
 from mpjax._jaxpr.op_rules import parse_rules
@@ -131,5 +132,6 @@ def started(
     is_loss = bool(outs) and jnp.ndim(outs[0]) == 0
     cts = [jnp.full_like(x, seed if i == 0 or not is_loss else 0) for i, x in enumerate(outs)]
     (seen,) = pullback(cts)
-    by_role = jnp.stack([jnp.ones(()), jnp.ones(()), (1.0 / seed) if is_loss else jnp.zeros(())])
+    one = jnp.ones((), FLOAT32)
+    by_role = jnp.stack([one, one, one / seed if is_loss else 0 * one])
     return delayed.updated(zeros, jax.tree.map(lambda x: x * by_role, seen))

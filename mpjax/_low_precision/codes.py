@@ -64,7 +64,7 @@ def encode(x: Array, kind: str, block_size: int | None, random: Array, *, is_sec
     if not split or split[-1] is None:
         return _encoded(x, random, kind, block_size, is_second=is_second)
     # A mesh with explicit axes, one of which splits the rows: no type says how blocks are split.
-    moment = SecondMoment if is_second else FirstMoment
+    moment: Any = SecondMoment if is_second else FirstMoment
     out = moment(PartitionSpec(*split), PartitionSpec(*split[:-1], None))
     one = functools.partial(_encoded, kind=kind, block_size=block_size, is_second=is_second)
     return compat.unplaced(one, x, random, out=out)

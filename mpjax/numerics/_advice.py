@@ -60,7 +60,8 @@ def other_policies(
     exact = [seen.exact for seen in tried.values() if seen]
     if exact and not math.isfinite(exact[0]):
         return f"{_WIDER} The loss in float32 is {exact[0]:.6g} too."
-    good = [way for way, seen in tried.items() if seen is None or seen.agrees]
+    good = [way for way, seen in tried.items() if seen and seen.agrees]
+    good += [f"{way} (not tried)" for way, seen in tried.items() if seen is None]
     bad = [f"Do not {way}: {_off(s)}." for way, s in tried.items() if s and not s.agrees]
     return " ".join([_sentence(", or ".join(good) or "use 'float32'"), *bad])
 
