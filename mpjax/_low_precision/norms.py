@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from mpjax._base import compat
+from mpjax._base.described import described
 from mpjax._base.dtypes import FLOAT32, describe
 from mpjax._base.errors import message
 from mpjax._base.tree import check_axes, is_array, is_floating, to_full
@@ -93,9 +94,7 @@ def clip_by_global_norm(
       >>> tx.update(grads, tx.init(grads))[0]
       {'w': Array([0.5, 0.5, 0.5, 0.5], dtype=float16)}
     """
-    if isinstance(max_norm, (int, float)) and not max_norm > 0:
-        got = f"must be positive; got {max_norm!r}."
-        raise ValueError(message("clip_by_global_norm(max_norm)", got, "Type, for example, 1.0."))
+    _check_max_norm(max_norm)
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         del params
@@ -118,9 +117,25 @@ def clip_by_global_norm(
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
+def _check_max_norm(max_norm: Any) -> None:
+    where = "clip_by_global_norm(max_norm)"
+    is_number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
+    if not (is_number or (is_array(max_norm) and max_norm.ndim == 0)):
+        got = f"must be a number; got {described(max_norm)}."
+        fix = "It is a part of the optimizer: "
+        fix += "optax.chain(mpjax.optim.clip_by_global_norm(1.0), optax.adam(1e-3))."
+        raise TypeError(message(where, got, fix))
+    if is_number and not max_norm > 0:
+        got = f"must be positive; got {max_norm!r}."
+        raise ValueError(message(where, got, "Type, for example, 1.0."))
+
+
 def _norm(tree: PyTree, axis_name: AxisName, where: str) -> _Scaled:
     leaves = [x for x in jax.tree.leaves(tree) if is_floating(x)]
     for x in jax.tree.leaves(tree):
+        if not (is_array(x) or isinstance(x, (int, float))):
+            got = f"a leaf is no array; got {described(x)}."
+            raise TypeError(message(where, got, "Give a pytree of arrays, such as gradients."))
         if is_array(x) and jnp.issubdtype(x.dtype, jnp.complexfloating):
             got = f"a leaf is complex; got {describe(x)}."
             raise TypeError(message("global_norm", got, "Give its real and imaginary parts."))

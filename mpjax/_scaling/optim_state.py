@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from mpjax._base.described import described
 from mpjax._base.errors import message
 from mpjax._base.public import public_in
 from mpjax._base.typing import Array, PyTree
@@ -81,6 +82,10 @@ def no_scale_text(opt_state: PyTree, where: str) -> str:
     if is_transformation(opt_state):
         got = "got the optimizer, and the loss scale is in its state."
         return message(where, got, f"Type {where}(opt_state), with opt_state = tx.init(params).")
+    if callable(opt_state):
+        got = f"got {described(opt_state)}, which is no state."
+        allowed = "Allowed: the state of an optimizer in with_loss_scale, or of a train step."
+        return message(where, got, allowed, f"Type {where}(state), with state = step.init(params).")
     got = f"the state holds no loss scale; got a {type(opt_state).__name__}."
     if isinstance(opt_state, dict) and state_in(opt_state) is None:  # parameters, or metrics
         allowed = "Allowed: the state of an optimizer in with_loss_scale, or of a train step."

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mpjax._base.described import described
 from mpjax._base.dtypes import describe
 from mpjax._base.errors import message
 from mpjax._base.tree import first_difference, is_array, leaf_paths
@@ -15,6 +16,7 @@ from mpjax._low_precision.apply import full_params as full_weights
 from mpjax._low_precision.forms import formed, has_form, known_weights, plain
 from mpjax._low_precision.moments import with_classes
 from mpjax._scaling.optim_state import LossScaleState, find_states
+from mpjax._scaling.transformation import is_transformation
 
 
 def adopt_state(
@@ -66,6 +68,11 @@ def adopt_state(
       >>> mpjax.current_loss_scale(state).loss_scale
       Array(8., dtype=float32)
     """
+    if not is_transformation(tx):
+        got = f"got {described(tx)} as the optimizer."
+        allowed = "Allowed, in this order: the optimizer, the state, the parameters."
+        fix = "Type mpjax.optim.adopt_state(tx, opt_state, params)."
+        raise TypeError(message("adopt_state", got, allowed, fix))
     return adopted(tx.init(params), opt_state, "adopt_state", params, full_params)
 
 

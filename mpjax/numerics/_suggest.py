@@ -90,7 +90,7 @@ def suggest(
     loss_fn: Callable[..., Any],
     policy: PolicySpec = None,
     *,
-    tolerance: float,
+    tolerance: float | None = None,
     reverse: bool = False,
     loss_scale: Any = None,
     has_aux: bool = False,
@@ -145,7 +145,7 @@ def suggest(
     References:
       compare
     """
-    _check(tolerance)
+    tolerance = _checked(tolerance)
     Clock(_WHERE, progress)  # a mistake is said here
     low_policy = _low_policy(policy)
     subject, scale = _subject.of_loss(
@@ -222,11 +222,11 @@ def _low_policy(policy: Any) -> Policy:
     return low
 
 
-def _check(tolerance: Any) -> None:
+def _checked(tolerance: Any) -> float:
     number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
     least = float(jnp.finfo(FLOAT32).eps)
     if number and math.isfinite(tolerance) and tolerance >= least:
-        return
+        return tolerance
     got = f"must be a number of at least {least:.1e}, what float32 itself rounds; got "
     fix = "Type, for example, tolerance=0.01: one percent of each gradient."
     raise ValueError(message(f"{_WHERE}(tolerance)", f"{got}{tolerance!r}.", fix))

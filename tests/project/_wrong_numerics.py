@@ -121,7 +121,7 @@ ROWS = {
             ("float64", "64-bit types are off"), ("f16", "unknown reference 'f16' | 'float64'")),
         *each(lambda v: numerics.suggest(loss_fn, "bf16-mixed", tolerance=v), V,
             "at least 1.2e-07, what float32 itself rounds; got",
-            *(0, -1.0, 1e-9, float("nan"), "1%", True)),
+            *(0, -1.0, 1e-9, float("nan"), "1%", True, None)),
         (lambda: numerics.suggest(loss_fn, "bf16-mixed", tolerance=1e-6)(
             {"w": jnp.array([[0.3, 0.7], [1.1, -0.2]])}, X / 3), V,
             "all 0 named modules in float32 | named_scope"),

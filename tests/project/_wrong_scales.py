@@ -48,6 +48,10 @@ def state_of(tx=None):
 
 # fmt: off
 ROWS = {
+    "a step as a state": [
+        (lambda: mpjax.current_loss_scale(mpjax.make_train_step(loss_fn, SGD)), V,
+            "got a TrainStep, which is no state | Allowed | state = step.init(params)"),
+    ],
     "value_and_grad": [
         (lambda: VG(loss_fn, loss_scale="auto"), T, "'auto' | Allowed | DynamicLossScale()"),
         (lambda: VG(loss_fn, loss_scale=X), T, "real number | f32[4,2] | vmap"),

@@ -348,6 +348,8 @@ ROWS = {
             "only in | same optimizer | tx.init(params)"),
         (lambda: mpjax.optim.adopt_state(SGD, {"a": jnp.ones(2)}, PARAMS), V,
             "only in | same optimizer | tx.init(params)"),
+        (lambda: mpjax.optim.adopt_state(SGD.init(PARAMS), SGD, PARAMS), T,
+            "as the optimizer | in this order: the optimizer, the state | adopt_state(tx, opt_s"),
         (lambda: mpjax.nnx.adopt_state(model(), model()), T, "a Linear | Allowed | nnx.Optimizer"),
     ],
     "Flax": [
