@@ -41,7 +41,7 @@ def dtypes(planned: Any) -> list[Any]:
     rows: list[Any] = []
     for decision in planned.decisions:
         if decision.call is not None:
-            rows += [row for inner in decision.call.plans for row in dtypes(inner)]
+            rows += [row for inner in decision.call.programs for row in dtypes(inner)]
         low = [planned.states[v] for v in decision.eqn.outvars]
         how = decision.action, decision.low, decision.out_dtype
         rows.append((decision.eqn.primitive.name, how, low))

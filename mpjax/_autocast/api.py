@@ -14,13 +14,12 @@ from jax import lax
 
 from mpjax._autocast.arguments import parameters, stateful
 from mpjax._autocast.arrange.plan import Plan
-from mpjax._autocast.copies import same
 from mpjax._autocast.decide import read_flags
 from mpjax._autocast.decide.decided import Settings, initial_state
 from mpjax._autocast.decorator import Decorator, refuses_torch
 from mpjax._autocast.eight_bits import delayed, quantized
 from mpjax._autocast.known import scopes
-from mpjax._autocast.planning import make_plan
+from mpjax._autocast.planning import plan_alike
 from mpjax._autocast.product import precision
 from mpjax._autocast.run.interpreter import Interpreter
 from mpjax._autocast.tracing import Traced, name_of, trace
@@ -260,11 +259,7 @@ def planned(
     settings = quantized.prepared(jaxpr.jaxpr, settings, paths)
     in_states = tuple(initial_state(v.aval) for v in jaxpr.jaxpr.invars)
     out_reads = (read_flags.OUTPUT,) * len(jaxpr.jaxpr.outvars)
-    plan, asked = make_plan(jaxpr, in_states, out_reads, settings), same.NOTHING
-    while more := same.asked(plan) - asked:  # equal values were decided differently: again, alike
-        asked |= more
-        plan = make_plan(jaxpr, in_states, out_reads, replace(settings, asked=asked))
-    return traced, plan
+    return traced, plan_alike(jaxpr, in_states, out_reads, settings)
 
 
 def _typed_like(aval: Any, array: Any) -> Any:

@@ -9,9 +9,10 @@ from mpjax._autocast.arrange import groups, plan
 from mpjax._autocast.arrange.plan import Plan
 from mpjax._autocast.attention import steps as attention_steps
 from mpjax._autocast.attention import under_plan
+from mpjax._autocast.copies import same
 from mpjax._autocast.decide import read_flags
 from mpjax._autocast.decide.decided import NOTHING, Action, Decided, Decision, Outside, Settings
-from mpjax._autocast.decide.equations import Planner
+from mpjax._autocast.decide.equations import Decider
 from mpjax._autocast.decide.reasons import Reason
 from mpjax._autocast.decide.states import State
 from mpjax._autocast.eight_bits import quantized
@@ -38,6 +39,21 @@ def make_plan(
     return arranged(decide(jaxpr, in_states, out_reads, settings, outside))
 
 
+def plan_alike(
+    jaxpr: Any, in_states: tuple[State, ...], out_reads: tuple[int, ...], settings: Settings
+) -> Plan:
+    """Returns the plan of a whole program, in which equal values are decided alike.
+
+    Arguments are those of `make_plan`.
+    """
+    decided, asked = decide(jaxpr, in_states, out_reads, settings, NOTHING), same.NOTHING
+    while more := same.asked(decided) - asked:  # equal values were decided differently: again
+        asked |= more
+        alike = replace(settings, asked=asked)
+        decided = decide(jaxpr, in_states, out_reads, alike, NOTHING)
+    return arranged(decided)
+
+
 def decide(
     jaxpr: Any,
     in_states: tuple[State, ...],
@@ -48,7 +64,7 @@ def decide(
     """Returns the decisions about a jaxpr, and about the programs inside it."""
     opened = compat.closed(jaxpr).jaxpr
     products = quantized.QuantizedProducts(opened, settings.policy, settings.given)
-    return Planner(jaxpr, in_states, out_reads, settings, outside).run(products, decide_inner)
+    return Decider(jaxpr, in_states, out_reads, settings, outside).run(products, decide_inner)
 
 
 decide_inner = by_program(decide)
@@ -70,8 +86,8 @@ def arranged(decided: Decided) -> Plan:
 def _carried_out(decision: Decision) -> Decision:
     """Returns a decision with the plans of programs inside, and with the kernel of an attention."""
     if decision.call is not None:
-        inner = tuple(map(arranged, decision.call.plans))
-        return replace(decision, call=replace(decision.call, plans=inner))
+        inner = tuple(map(arranged, decision.call.programs))
+        return replace(decision, call=replace(decision.call, programs=inner))
     if decision.action is Action.ATTENTION:
         return replace(decision, reason=Reason(under_plan.where(decision.eqn, decision.low)))
     return decision

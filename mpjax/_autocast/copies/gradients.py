@@ -26,9 +26,9 @@ _ASKED = read_flags.CANCELS | read_flags.BELOW | read_flags.DIFFERENCE
 """Flags of a function's results that hold for those of its rules too."""
 
 
-def cancelling(plan: Decided) -> Iterator[Eqn]:
-    """Yields the products of a plan, also inside, that are terms of a sum that cancels."""
-    return (made.eqn for made, read in products(plan) if read & read_flags.CANCELS)
+def cancelling(decided: Decided) -> Iterator[Eqn]:
+    """Yields the products of a program, also inside, that are terms of a sum that cancels."""
+    return (made.eqn for made, read in products(decided) if read & read_flags.CANCELS)
 
 
 def asked(visits: Sequence[Visit]) -> set[tuple[Any, int]]:
@@ -66,14 +66,14 @@ class OfRules(NamedTuple):
         return frozenset((eqn.outvars[0], read_flags.CANCELS) for eqn in cancel)
 
 
-def of_rules(plan: Decided) -> OfRules:
-    """Returns what is asked of a function with rules, given its plan as if it were inlined."""
+def of_rules(decided: Decided) -> OfRules:
+    """Returns what is asked of a function with rules, decided about as if it were inlined."""
     asked = read_flags.OUTPUT | read_flags.NEAR
-    for v in plan.jaxpr.jaxpr.outvars:
-        asked |= 0 if compat.is_literal(v) else plan.reads.get(v, 0) & _ASKED
-    if any(read & read_flags.AGAIN for read in plan.reads.values()):
+    for v in decided.jaxpr.jaxpr.outvars:
+        asked |= 0 if compat.is_literal(v) else decided.reads.get(v, 0) & _ASKED
+    if any(read & read_flags.AGAIN for read in decided.reads.values()):
         asked |= read_flags.AGAIN
-    return OfRules(asked, frozenset(map(_axes, cancelling(plan))))
+    return OfRules(asked, frozenset(map(_axes, cancelling(decided))))
 
 
 def _axes(eqn: Eqn) -> Hashable:

@@ -62,7 +62,7 @@ class Visit(NamedTuple):
 
 
 class Numbering:
-    """One walk over a plan.
+    """One walk over a program that is decided about.
 
     Args:
       repeated: the numbers of products that are computed twice; it is told where copies meet.
@@ -79,9 +79,9 @@ class Numbering:
         self._uniform: set[int] = set()  # one number, or copies of it
         self._moved: dict[int, dict[Any, int]] = {}  # what it was moved from, by shape
 
-    def walk(self, plan: Decided) -> None:
+    def walk(self, decided: Decided) -> None:
         """Numbers the values of a whole program."""
-        self._plan(plan, [self._fresh() for _ in plan.jaxpr.jaxpr.invars])
+        self._plan(decided, [self._fresh() for _ in decided.jaxpr.jaxpr.invars])
 
     def reads(self) -> list[dict[Any, int]]:
         """Returns how the variables are read that have one value, where several have."""
@@ -94,10 +94,10 @@ class Numbering:
     def _of(self, key: Hashable) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
 
-    def _plan(self, plan: Decided, inputs: Sequence[Numbered]) -> list[Numbered]:
-        """Numbers the values of a plan; returns its outputs."""
-        decisions = {d.eqn.outvars[0]: d for d in plan.decisions if d.eqn.outvars}
-        return self._program(plan.jaxpr, inputs, decisions, plan.reads)
+    def _plan(self, decided: Decided, inputs: Sequence[Numbered]) -> list[Numbered]:
+        """Numbers the values of a program; returns its outputs."""
+        decisions = {d.eqn.outvars[0]: d for d in decided.decisions if d.eqn.outvars}
+        return self._program(decided.jaxpr, inputs, decisions, decided.reads)
 
     def _program(
         self,
@@ -201,7 +201,7 @@ class Numbering:
     def _call(
         self, eqn: Eqn, operands: list[Numbered], decision: Decision | None
     ) -> list[Numbered]:
-        plans = decision.call.plans if decision is not None and decision.call else None
+        plans = decision.call.programs if decision is not None and decision.call else None
         made: list[list[Numbered]] = []
         is_loop = eqn.primitive.name in structure.LOOPS
         self._in_derivative += scopes.is_transposed(eqn)  # what is computed again there, too

@@ -39,35 +39,35 @@ _ONE_VALUE = read_flags.UNROUNDED | read_flags.ABSOLUTE
 """Flags that forbid rounding. Calls of one program share its values, so permissions stay apart."""
 
 
-def asked(plan: Decided) -> Asked:
+def asked(decided: Decided) -> Asked:
     """Returns what is to be asked of values so that equal ones are rounded alike.
 
-    To be called again with the plan that is made with it, until there is nothing more to ask: flags
+    To be called again with what is decided with it, until there is nothing more to ask: flags
     of values first, which may change what is decided about products.
     """
-    may_repeat = _may_repeat(plan)
-    if not (may_repeat or any(gradients.cancelling(plan))):
+    may_repeat = _may_repeat(decided)
+    if not (may_repeat or any(gradients.cancelling(decided))):
         return NOTHING
     numbering = Numbering()
-    numbering.walk(plan)
+    numbering.walk(decided)
     of_gradients = gradients.asked(numbering.visits)
-    return frozenset(of_gradients | _of_copies(plan, numbering) if may_repeat else of_gradients)
+    return frozenset(of_gradients | _of_copies(decided, numbering) if may_repeat else of_gradients)
 
 
-def _of_copies(plan: Decided, numbering: Numbering) -> set[tuple[Any, int]]:
+def _of_copies(decided: Decided, numbering: Numbering) -> set[tuple[Any, int]]:
     equal: dict[int, list[Visit]] = {}
     for visit in numbering.visits:
         equal.setdefault(visit.number, []).append(visit)
     copies = {n: visits for n, visits in equal.items() if len(visits) > 1}
     if not copies:
         return set()
-    return _alike(numbering) or _one_dtype(copies) | _unrounded_between(plan, copies)
+    return _alike(numbering) or _one_dtype(copies) | _unrounded_between(decided, copies)
 
 
-def _may_repeat(plan: Decided) -> bool:
+def _may_repeat(decided: Decided) -> bool:
     """Whether two products of one form are of operands that are of the same: worth a walk."""
     seen: dict[Hashable, list[tuple[Origins, Origins]]] = {}
-    for eqn, first, second in _products(plan, {}):
+    for eqn, first, second in _products(decided, {}):
         shapes = [v.aval.shape for v in (*eqn.invars[:2], *eqn.outvars)]
         form = eqn.primitive.name, eqn.params.get("dimension_numbers"), *shapes
         alike = seen.setdefault(form, [])
@@ -77,24 +77,24 @@ def _may_repeat(plan: Decided) -> bool:
     return False
 
 
-def _products(plan: Decided, outside: Mapping[int, Hashable]) -> Iterator[tuple[Any, ...]]:
-    """Yields the products of a plan, each with what its operands are functions of.
+def _products(decided: Decided, outside: Mapping[int, Hashable]) -> Iterator[tuple[Any, ...]]:
+    """Yields the products of a program, each with what its operands are functions of.
 
     Args:
-      plan: of a program.
+      decided: about a program.
       outside: its numbers in facts, as they are called where the whole program is.
     """
     this = object()
 
     def origins(atom: Any) -> Origins:
-        numbers = roots.numbers(facts.of_atom(atom, plan.facts).roots)
+        numbers = roots.numbers(facts.of_atom(atom, decided.facts).roots)
         return frozenset(outside.get(n, (this, n)) for n in numbers) or _CONSTANT
 
-    for decision in plan.decisions:
+    for decision in decided.decisions:
         eqn = decision.eqn
         if decision.call is not None:
-            for part, inner in zip(structure.parts(eqn), decision.call.plans, strict=True):
-                names = facts.entering(eqn, part, plan.facts).outside.items()
+            for part, inner in zip(structure.parts(eqn), decision.call.programs, strict=True):
+                names = facts.entering(eqn, part, decided.facts).outside.items()
                 inside = {n: outside.get(m, (this, m)) if m >= 0 else "carried" for n, m in names}
                 yield from _products(inner, inside)
         elif eqn.primitive.name in PRODUCTS:
@@ -124,13 +124,13 @@ def _alike(numbering: Numbering) -> set[tuple[Any, int]]:
     return asked_for
 
 
-def _unrounded_between(plan: Decided, copies: dict[int, list[Visit]]) -> set[tuple[Any, int]]:
+def _unrounded_between(decided: Decided, copies: dict[int, list[Visit]]) -> set[tuple[Any, int]]:
     """Returns the flags of values that are made of one product, computed at two places."""
     forward = [n for n, visits in copies.items() if sum(map(_is_forward, visits)) > 1]
     if not forward:
         return set()
     numbering = Numbering(frozenset(forward))
-    numbering.walk(plan)
+    numbering.walk(decided)
     return {(v, read_flags.AGAIN) for v in numbering.meeting}
 
 

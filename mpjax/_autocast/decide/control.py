@@ -1,7 +1,7 @@
 """Passes states through operations that hold programs: calls, loops, branches, custom rules.
 
 Loops are fixpoints: a carry is low only if it is no state (`carries`), starts low or neutral and
-leaves the body low. Nothing is bound here; `run/calls` does that from the plans made here.
+leaves the body low. Nothing is bound here; `run/calls` does that from what is decided here.
 """
 
 from __future__ import annotations
@@ -37,49 +37,50 @@ _NEXT_TURN = UNROUNDED | ABSOLUTE | LATER | FORWARD
 
 
 @dataclass(frozen=True, slots=True)
-class CallPlan:
-    """The plans of an equation's programs, and what passes in and out.
+class DecidedCall:
+    """What is decided about an equation's programs, and what passes in and out.
 
-    `plans` are in the order of `structure.parts`: decisions, in a plan the plans made of them.
-    `operand_states` are those in which operands are handed over, `out_states` those of the results;
-    a loop's carry has the same in both, and a reason in `carried`, by its place.
+    `programs` are in the order of `structure.parts`: a `Decided` each, in a plan the `Plan` that
+    `planning.arranged` makes of it. `operand_states` are those in which operands are handed over,
+    `out_states` those of the results; a loop's carry has the same in both, and a reason in
+    `carried`, by its place.
     """
 
-    plans: tuple[Any, ...]
+    programs: tuple[Any, ...]
     operand_states: tuple[State, ...]
     out_states: tuple[State, ...]
     changed: bool
     carried: tuple[reasons.Reason, ...] = ()
 
 
-PlanInner = Callable[[structure.Part, tuple[State, ...], tuple[int, ...], Any], Any]
+DecideInner = Callable[[structure.Part, tuple[State, ...], tuple[int, ...], Any], Any]
 InnerReads = Callable[[structure.Part, tuple[int, ...]], tuple[int, ...]]
 """Returns how a program inside an equation reads its inputs, given how its outputs are read."""
 
 
-def plan_call(
+def decide_call(
     eqn: Eqn,
     in_states: tuple[State, ...],
     out_reads: tuple[int, ...],
     settings: Any,
-    inner: PlanInner,
+    inner: DecideInner,
     inner_reads: InnerReads,
-) -> CallPlan:
-    """Returns the plans of the programs of one equation."""
+) -> DecidedCall:
+    """Returns what is decided about the programs of one equation."""
     if eqn.primitive.name in structure.LOOPS:
         body = structure.parts(eqn)[-1]
         tested = stop_test(eqn, inner_reads)
         out_reads = (*carry_reads(body, out_reads, inner_reads, tested), *out_reads[body.carries :])
-        return _plan_loop(eqn, in_states, out_reads, settings, inner)
+        return _decide_loop(eqn, in_states, out_reads, settings, inner)
     if structure.has_rules(eqn):
         in_states = tuple(_traced(s) for s in in_states)
-    plans = tuple(
+    made = tuple(
         inner(part, tuple(in_states[i] for i in part.operands), out_reads, settings)
         for part in structure.parts(eqn)
     )
-    outs = zip(*(p.out_states for p in plans), strict=True)
-    out_states = plans[0].out_states if len(plans) == 1 else tuple(map(states.join, outs))
-    return CallPlan(plans, in_states, out_states, any(p.changed for p in plans))
+    outs = zip(*(p.out_states for p in made), strict=True)
+    out_states = made[0].out_states if len(made) == 1 else tuple(map(states.join, outs))
+    return DecidedCall(made, in_states, out_states, any(p.changed for p in made))
 
 
 def _traced(state: State) -> State:
@@ -87,13 +88,13 @@ def _traced(state: State) -> State:
     return states.NEUTRAL if state.kind == Kind.LOW else state
 
 
-def _plan_loop(
+def _decide_loop(
     eqn: Eqn,
     in_states: tuple[State, ...],
     out_reads: tuple[int, ...],
     settings: Any,
-    inner: PlanInner,
-) -> CallPlan:
+    inner: DecideInner,
+) -> DecidedCall:
     *conditions, body = structure.parts(eqn)
     given = [in_states[i] for i in body.operands]
     before, is_recurrent = given[body.carried], recurrent(eqn)
@@ -107,32 +108,32 @@ def _plan_loop(
         given[body.carried] = carried
         return inner(body, tuple(given), (*_body_reads(carried, out_reads), *stacked), settings)
 
-    carry, plan = _fixpoint(step, entering)
+    carry, turn = _fixpoint(step, entering)
     operands = dict(enumerate(in_states)) | dict(zip(body.operands, given, strict=True))
     states_in = tuple(operands.values())
-    plans = [
+    asked = [
         inner(part, tuple(states_in[i] for i in part.operands), (TESTED,), settings)
         for part in conditions
     ]
-    out_states = (*carry, *plan.out_states[len(carry) :])
-    changed = any(p.changed for p in (*plans, plan))
+    out_states = (*carry, *turn.out_states[len(carry) :])
+    changed = any(p.changed for p in (*asked, turn))
     carried = tuple(
         reasons.of_carry(b, s, is_recurrent=r)
         for b, s, r in zip(before, carry, is_recurrent, strict=True)
     )
-    return CallPlan((*plans, plan), states_in, out_states, changed, carried)
+    return DecidedCall((*asked, turn), states_in, out_states, changed, carried)
 
 
 def _fixpoint(
     step: Callable[[tuple[State, ...]], Any], carry: Sequence[State]
 ) -> tuple[tuple[State, ...], Any]:
-    """Returns the states that a loop's carry keeps, and the plan of the body for them."""
+    """Returns the states that a loop's carry keeps, and what is decided about the body for them."""
     carried = tuple(carry)
     for _ in range(_MAX_PASSES):
-        plan = step(carried)
-        after = tuple(map(_carried, carried, plan.out_states))
+        turn = step(carried)
+        after = tuple(map(_carried, carried, turn.out_states))
         if after == carried:
-            return carried, plan
+            return carried, turn
         carried = after
     carried = tuple(s if s.kind == Kind.FOREIGN else states.WIDE for s in carried)
     return carried, step(carried)

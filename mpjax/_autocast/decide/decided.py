@@ -95,7 +95,7 @@ class Decision:
     reason: Reason
     low: Any = None  # the dtype of a product's operands
     out_dtype: Any = None  # that of a product's or native operation's result
-    call: Any = None  # a `control.CallPlan`, where the action is to call
+    call: Any = None  # a `control.DecidedCall`, where the action is to call
     how: Any = None  # a `product.Config`, where a product is quantised
     path: str = ""  # of the weight of one that is
 
@@ -126,12 +126,12 @@ class Decided:
         return compat.closed(self.program())
 
 
-def products(plan: Decided) -> Iterator[tuple[Decision, int]]:
-    """Yields the products of a plan, also inside, each with how its result is read, in flags."""
-    for decision in plan.decisions:
+def products(decided: Decided) -> Iterator[tuple[Decision, int]]:
+    """Yields the products of a program, also inside, each with how its result is read, in flags."""
+    for decision in decided.decisions:
         if decision.eqn.primitive.name in PRODUCTS:
-            yield decision, plan.reads.get(decision.eqn.outvars[0], 0)
-        for inner in decision.call.plans if decision.call else ():
+            yield decision, decided.reads.get(decision.eqn.outvars[0], 0)
+        for inner in decision.call.programs if decision.call else ():
             yield from products(inner)
 
 

@@ -43,7 +43,7 @@ _OTHERS = traits.RESIZES - traits.CUTS
 """Of an input they make rows of a table or copies, as of positions: no state that is changed."""
 
 
-class Planner(Rounding):
+class Decider(Rounding):
     """Decides one equation of a jaxpr after the other; its arguments are those of `Rounding`."""
 
     eight_bits: EightBits
@@ -192,7 +192,7 @@ class Planner(Rounding):
         in_states = tuple(self.state(v) for v in eqn.invars)
         out_reads = tuple(self.reads.get(v, 0) for v in eqn.outvars)
         reads_of = reads.Inner(eqn, self.settings.other_reads, self.facts)
-        call = control.plan_call(eqn, in_states, out_reads, settings, self.inner(eqn), reads_of)
+        call = control.decide_call(eqn, in_states, out_reads, settings, self.inner(eqn), reads_of)
         self.states.update(zip(eqn.outvars, call.out_states, strict=True))
         for v, *inside in zip(eqn.outvars, *(p.ahead for p in _bodies(eqn, call)), strict=True):
             if any(inside):
@@ -211,11 +211,11 @@ class Planner(Rounding):
             return Reason(reasons.FUNCTION)
         return reasons.UNCHANGED
 
-    def inner(self, eqn: Eqn) -> control.PlanInner:
-        """Returns what plans the programs of an equation, told what is known of their inputs."""
-        plan = self.eight_bits.entering(eqn, self.decide_inner)
+    def inner(self, eqn: Eqn) -> control.DecideInner:
+        """Returns what decides about the programs of an equation, told what is known of inputs."""
+        decide = self.eight_bits.entering(eqn, self.decide_inner)
 
-        def planned(
+        def decided(
             part: structure.Part,
             in_states: tuple[State, ...],
             out_reads: tuple[int, ...],
@@ -226,9 +226,9 @@ class Planner(Rounding):
             ahead = tuple(map(self.is_before_a_product, operands))
             outside = Outside(given, ahead, self.steps.relations(operands))
             read_outside = tuple(map(meetings.leaving, out_reads))
-            return plan(part.program, in_states, read_outside, settings, outside)
+            return decide(part.program, in_states, read_outside, settings, outside)
 
-        return planned
+        return decided
 
     def decide_function(self, eqn: Eqn, settings: Settings) -> Decision:
         """A small function without products: run as one operation, decided as if inlined."""
@@ -298,10 +298,10 @@ class Planner(Rounding):
         return Decision(eqn, Action.FUSED, self.because(eqn, own))
 
 
-def _bodies(eqn: Eqn, call: control.CallPlan) -> list[Decided]:
-    """Returns the plans of an equation's programs but for a loop's condition."""
+def _bodies(eqn: Eqn, call: control.DecidedCall) -> list[Decided]:
+    """Returns the programs of an equation, decided about, but for a loop's condition."""
     parts = structure.parts(eqn)
-    return [p for part, p in zip(parts, call.plans, strict=True) if not part.is_condition]
+    return [p for part, p in zip(parts, call.programs, strict=True) if not part.is_condition]
 
 
 def _of_constants(name: str, operands: Sequence[State]) -> State:

@@ -85,7 +85,7 @@ def _of(decision: Any) -> Iterator[HistorySite]:
     if decision.call is None or not keeps(eqn):
         return
     lengths = (eqn.params["length"],) if eqn.primitive.name == "scan" else ()
-    for inner in decision.call.plans[0].decisions:
+    for inner in decision.call.programs[0].decisions:
         for site in _of(inner):
             yield HistorySite(site.name, (*lengths, *site.shape))
 

@@ -63,7 +63,7 @@ def _made_low_copies(plan: Plan, values: Sequence[Value]) -> list[Any]:
 
 
 def _run_inline(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
-    (plan,) = decision.call.plans
+    (plan,) = decision.call.programs
     return runner.run(plan, _operands(decision, values), _low_copies(plan, values))
 
 
@@ -89,7 +89,7 @@ def _all_operands(
 
 def _run_jit(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
     eqn = decision.eqn
-    (plan,) = decision.call.plans
+    (plan,) = decision.call.programs
     # The plan remembers the function, so that eager mode too compiles it once.
     key = (runner.products, *compat.hashable_jit_params(eqn.params))
     compiled = {} if runner.history.arrays else plan.compiled  # no tracers may stay with the plan
@@ -103,7 +103,7 @@ def _run_jit(runner: Interpreter, decision: Decision, values: Sequence[Value]) -
 
 def _run_remat(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
     eqn = decision.eqn
-    (plan,) = decision.call.plans
+    (plan,) = decision.call.programs
     policy = (hijax_programs.holder(eqn) or eqn).params["policy"]
     inner = runner
     if policy is not None and runner.products is None:  # nested checkpoints share the names
@@ -123,7 +123,7 @@ def _run_named(runner: Interpreter, decision: Decision, values: Sequence[Value])
 
 def _run_shard_map(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
     eqn = decision.eqn
-    (plan,) = decision.call.plans
+    (plan,) = decision.call.programs
     specs = eqn.params["in_specs"]
     extra = [spec for spec, dtype in zip(specs, plan.low_copies, strict=True) if dtype is not None]
     operands = _all_operands(decision, values, _low_copies(plan, values))
@@ -140,7 +140,7 @@ def _run_shard_map(runner: Interpreter, decision: Decision, values: Sequence[Val
 
 
 def _run_scan(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
-    (plan,) = decision.call.plans
+    (plan,) = decision.call.programs
     given = structure.loop_operands(decision.eqn, _operands(decision, values))
     first, count = len(given.consts), len(given.carry)
     read_consts = [_read_in_loop(v, x) for v, x in zip(values, given.consts, strict=False)]
@@ -171,7 +171,7 @@ def _read_in_loop(value: Value, operand: Any) -> Callable[[], Any]:
 
 
 def _run_while(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
-    cond, body = decision.call.plans
+    cond, body = decision.call.programs
     given = structure.loop_operands(decision.eqn, _operands(decision, values))
     body_values = values[len(given.asked) : len(given.asked) + len(given.consts)]
     low_copies = [
@@ -198,23 +198,23 @@ def _run_cond(runner: Interpreter, decision: Decision, values: Sequence[Value]) 
         low_copies = _low_copies(plan, values[1:])
         return lambda *args: runner.run(plan, args, low_copies, call.out_states)
 
-    return holders.cond(decision.eqn, index, [branch(p) for p in call.plans], *operands)
+    return holders.cond(decision.eqn, index, [branch(p) for p in call.programs], *operands)
 
 
 def _run_custom(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
-    (plan,) = decision.call.plans
+    (plan,) = decision.call.programs
     return custom_rules.run(runner, decision.eqn, plan, [v.full for v in values])
 
 
 def _run_held(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
-    (plan,) = decision.call.plans
+    (plan,) = decision.call.programs
     return held_programs.run(runner, decision.eqn, plan, [v.full for v in values])
 
 
 def _run_placed(runner: Interpreter, decision: Decision, values: Sequence[Value]) -> list[Any]:
     """Binds a `compute_on` or an `xla_metadata_call` around the plan's own program."""
     eqn = decision.eqn
-    (plan,) = decision.call.plans
+    (plan,) = decision.call.programs
     operands = _operands(decision, values)
     inner = jax.make_jaxpr(lambda *args: runner.run(plan, args))(*operands)
     return eqn.primitive.bind(*operands, **{**eqn.params, "jaxpr": inner})

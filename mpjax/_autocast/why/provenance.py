@@ -112,7 +112,7 @@ class _ReasonWalk:
         handed = [a or b for a, b in zip(operands, _carried_causes(decision, path), strict=True)]
         outs: Causes = [None] * len(eqn.outvars)
         outside = readers.inside(decision, asking)
-        programs = zip(call.plans, _incoming(eqn, handed), outside, strict=True)
+        programs = zip(call.programs, _incoming(eqn, handed), outside, strict=True)
         for inner, incoming, read in programs:
             causes = self.plan(inner, path, incoming, read)
             if len(causes) == len(outs):  # not the condition of a `while`

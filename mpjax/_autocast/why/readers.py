@@ -64,7 +64,7 @@ def inside(decision: Decision, readers: dict[Any, Reader]) -> list[Readers]:
     outs = [readers.get(v) for v in decision.eqn.outvars]
     return [
         [None] if part.is_condition else _turn(part, inner, outs)
-        for part, inner in zip(structure.parts(decision.eqn), decision.call.plans, strict=True)
+        for part, inner in zip(structure.parts(decision.eqn), decision.call.programs, strict=True)
     ]
 
 
@@ -97,7 +97,7 @@ def _of_call(decision: Decision, outs: Readers) -> Readers:
     known = {v: r for v, r in zip(decision.eqn.outvars, outs, strict=True) if r is not None}
     programs = zip(
         structure.parts(decision.eqn),
-        decision.call.plans,
+        decision.call.programs,
         inside(decision, known),
         strict=True,
     )

@@ -200,7 +200,7 @@ OTHER = {
 
 def _asks(plan):
     for decision in plan.decisions:
-        if decision.call is not None and any(map(_asks, decision.call.plans)):
+        if decision.call is not None and any(map(_asks, decision.call.programs)):
             return True
     return any(read & read_flags.AGAIN for read in plan.reads.values())
 

@@ -147,7 +147,7 @@ def _decided(planned, told):
     rows = []
     for decision in planned.decisions:
         if decision.call is not None:
-            rows += [row for inner in decision.call.plans for row in _decided(inner, told)]
+            rows += [row for inner in decision.call.programs for row in _decided(inner, told)]
         else:
             rows += _rows(decision.eqn, planned, told)
     return rows

@@ -39,7 +39,7 @@ def products(plan):
     rows = []
     for decision in plan.decisions:
         if decision.call is not None:
-            rows += [row for inner in decision.call.plans[:1] for row in products(inner)]
+            rows += [row for inner in decision.call.programs[:1] for row in products(inner)]
         elif decision.action is Action.PRODUCT:
             rows.append(str(decision.out_dtype))
     return rows

@@ -310,7 +310,7 @@ def test_what_starts_as_a_constant_is_given_back_unrounded():
 
         return lax.scan(step, jnp.zeros((4, 8)), None, length=2)
 
-    (body,) = Planned(fun, X, W).call("scan").plans
+    (body,) = Planned(fun, X, W).call("scan").programs
     (total,) = [d.eqn.outvars[0] for d in body.decisions if d.eqn.primitive.name == "add"]
     assert body.states[total].kind is WIDE
 
@@ -325,4 +325,6 @@ def test_branches_agree_on_the_narrower_state():
 
     assert Planned(same, X, W, COUNT).call("cond").out_states[0].kind is LOW
     assert states.join([states.low(BF16), states.WIDE]).kind is WIDE
-    assert [p.out_states[0].kind for p in Planned(fun, X, W, COUNT).call("cond").plans] == [LOW] * 3
+    assert [p.out_states[0].kind for p in Planned(fun, X, W, COUNT).call("cond").programs] == [
+        LOW
+    ] * 3
